@@ -1,0 +1,35 @@
+"""The promise to the reader: under 1000 lines of code in tinyvllm/, none of them golfed."""
+import io
+import tokenize
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "tinyvllm"
+FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+LIMIT, WIDTH, DENSITY = 1000, 120, 14
+
+
+def code_tokens(source: str) -> list[tokenize.TokenInfo]:
+  """The tokens that count: no comments, no layout, no docstrings (a string that is a whole statement)."""
+  tokens, statement = [], []
+  for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    if token.type not in FREE: statement.append(token)
+    if token.type in (tokenize.NEWLINE, tokenize.ENDMARKER):
+      if [t.type for t in statement] != [tokenize.STRING]: tokens += statement
+      statement = []
+  return tokens
+
+
+def test_package_is_under_1000_lines_and_not_golfed(capsys):
+  total, rows = 0, []
+  for path in sorted(PACKAGE.rglob("*.py")):
+    source = path.read_text()
+    tokens = code_tokens(source)
+    lines = {n for t in tokens for n in range(t.start[0], t.end[0] + 1)}
+    density = len(tokens) / max(1, len(lines))
+    total += len(lines)
+    rows.append(f"{path.relative_to(PACKAGE)!s:22} {len(lines):4} lines {density:5.1f} tokens a line")
+    assert density <= DENSITY, f"{path.name}: {density:.1f} tokens a line, more than {DENSITY}: untangle it"
+    assert not [t for t in tokens if t.string == ";"], f"{path.name} has a semicolon"
+    assert max(map(len, source.splitlines()), default=0) <= WIDTH, f"{path.name} has a line over {WIDTH}"
+  with capsys.disabled(): print("", *rows, f"{'total':22} {total:4} lines of {LIMIT}", sep="\n")
+  assert total < LIMIT
