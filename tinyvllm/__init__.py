@@ -1,6 +1,8 @@
-"""tinyvllm: a vLLM in under 1000 lines on tinygrad. `tinyvllm.generate("Hello")`, or `LLM(model).generate(prompts, SamplingParams(...))`."""
+"""tinyvllm: a vLLM in under 1000 lines on tinygrad. Begin with `tinyvllm.generate("Hello")`, or with
+`LLM(model).generate(prompts, SamplingParams(...))`."""
 from .engine import LLM, LLMEngine, generate, generate_stream
 from .sequence import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "LLMEngine", "RequestMetrics", "RequestOutput", "SamplingParams", "generate", "generate_stream"]
+__all__ = ["LLM", "CompletionOutput", "LLMEngine", "RequestMetrics", "RequestOutput", "SamplingParams", "generate",
+           "generate_stream"]
 __version__ = "0.1.0"

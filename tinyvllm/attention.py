@@ -1,5 +1,6 @@
-"""Paged attention (Kwon et al. 2023, arXiv:2309.06180) as UOp kernels: they write K and V by slot and read both through the block table, so no
-kernel copies the context. Every tensor returned by a write carries the order: what reads after the write must use it."""
+"""Paged attention (Kwon et al. 2023, arXiv:2309.06180) as UOp kernels: they write K and V by slot and read both through
+the block table, so that nothing copies the context. A tensor that a write returns carries the order: what reads after
+must use it."""
 import functools
 import math
 
@@ -7,7 +8,7 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 
-def _write_table_kernel(table: UOp, rows: UOp, positions: UOp, slots: UOp, block_size: int) -> UOp:
+def _write_table_kernel(block_size: int, table: UOp, rows: UOp, positions: UOp, slots: UOp) -> UOp:
   t = UOp.range(rows.shape[0], 0)
   entry = table[rows[t], positions[t] // block_size]
   return entry.store(slots[t] // block_size).end(t).sink(arg=KernelInfo(name="write_table"))
@@ -16,22 +17,25 @@ def _write_table_kernel(table: UOp, rows: UOp, positions: UOp, slots: UOp, block
 def _write_kv_kernel(cache: UOp, k: UOp, v: UOp, slots: UOp) -> UOp:
   t, h, d = [UOp.range(extent, axis) for axis, extent in enumerate(k.shape)]
   block, offset = slots[t] // cache.shape[2], slots[t] % cache.shape[2]
-  stores = UOp.group(*[cache[i, block, offset, h, d].store(x[t, h, d]) for i, x in enumerate((k, v))])
-  return stores.end(t, h, d).sink(arg=KernelInfo(name="write_kv"))
+  stores = [cache[i, block, offset, h, d].store(x[t, h, d]) for i, x in enumerate((k, v))]
+  return UOp.group(*stores).end(t, h, d).sink(arg=KernelInfo(name="write_kv"))
 
 
 def _scores_kernel(num_blocks: UOp, scores: UOp, q: UOp, cache: UOp, table: UOp, rows: UOp) -> UOp:
-  t, h, g, m, s = [UOp.range(x, axis) for axis, x in enumerate((*q.shape[:3], num_blocks, cache.shape[2]))]
+  extents = (*q.shape[:3], num_blocks, cache.shape[2])
+  t, h, g, m, s = [UOp.range(extent, axis) for axis, extent in enumerate(extents)]
   d = UOp.range(q.shape[3], 5, AxisType.REDUCE)
-  dot = (q[t, h, g, d] * cache[0, table[rows[t], m], s, h, d]).cast(dtypes.float32).reduce(d, arg=Ops.ADD)
+  product = q[t, h, g, d] * cache[0, table[rows[t], m], s, h, d]
+  dot = product.cast(dtypes.float32).reduce(d, arg=Ops.ADD)
   return scores[t, h, g, m, s].store(dot).end(t, h, g, m, s).sink(arg=KernelInfo(name="paged_scores"))
 
 
 def _values_kernel(num_blocks: UOp, out: UOp, p: UOp, cache: UOp, table: UOp, rows: UOp, positions: UOp) -> UOp:
-  t, h, g, d = [UOp.range(x, axis) for axis, x in enumerate(out.shape)]
-  m, s = UOp.range(num_blocks, 4, AxisType.REDUCE), UOp.range(cache.shape[2], 5, AxisType.REDUCE)
+  t, h, g, d = [UOp.range(extent, axis) for axis, extent in enumerate(out.shape)]
+  m = UOp.range(num_blocks, 4, AxisType.REDUCE)
+  s = UOp.range(cache.shape[2], 5, AxisType.REDUCE)
   v = cache[1, table[rows[t], m], s, h, d].cast(dtypes.float32)
-  seen = m * cache.shape[2] + s <= positions[t]   # beyond it lies whatever the block held before, NaN included
+  seen = m * cache.shape[2] + s <= positions[t]   # beyond lies whatever the block held before, NaN included
   total = seen.where(p[t, h, g, m, s] * v, 0.0).reduce(m, s, arg=Ops.ADD)
   return out[t, h, g, d].store(total).end(t, h, g, d).sink(arg=KernelInfo(name="paged_values"))
 
@@ -39,33 +43,32 @@ def _values_kernel(num_blocks: UOp, out: UOp, p: UOp, cache: UOp, table: UOp, ro
 def write_table(table: Tensor, rows: Tensor, positions: Tensor, slots: Tensor, block_size: int) -> Tensor:
   """Enter the block of each token's slot into its row's block table, (rows, max_blocks). A sequence only ever writes to
   blocks that its table names, so this alone keeps the device's tables up to date."""
-  kernel = functools.partial(_write_table_kernel, block_size=block_size)
+  kernel = functools.partial(_write_table_kernel, block_size)
   return table.custom_kernel(rows, positions, slots, fxn=kernel)[0]
 
 
 def write_kv(cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
   """Store k and v, (T, KV, D), at `slots`, (T,), of the block tensor (2, num_blocks, block_size, KV, D), in place."""
-  return cache.custom_kernel(k.cast(cache.dtype).contiguous(), v.cast(cache.dtype).contiguous(), slots, fxn=_write_kv_kernel)[0]
+  k, v = (x.cast(cache.dtype).contiguous() for x in (k, v))
+  return cache.custom_kernel(k, v, slots, fxn=_write_kv_kernel)[0]
 
 
-def paged_attention(q: Tensor, cache: Tensor, table: Tensor, rows: Tensor, positions: Tensor, num_blocks: UOp) -> Tensor:
-  """Causal attention of each token over the positions 0..positions[t] of its own sequence, in float32.
-  q: (T, KV, G, D), G query heads to each K/V head. cache: (2, blocks, block_size, KV, D). table: (rows, max_blocks). rows, positions: (T,).
-  num_blocks: a bound variable, the most blocks that any of the sequences holds. Returns (T, KV, G, D)."""
-  T, KV, G, D = q.shape
-  max_blocks, block_size = table.shape[1], cache.shape[2]
-  in_kernel = UOp.variable("num_blocks", 0, max_blocks - 1, dtypes.int, param=True) + 1   # the kernel's form of the same variable
-
-  def empty(*shape: int) -> Tensor: return Tensor.empty(*shape, dtype=dtypes.float32, device=q.device)
-  scores = empty(T, KV, G, max_blocks, block_size)
+def paged_attention(q: Tensor, cache: Tensor, table: Tensor, rows: Tensor, positions: Tensor, blocks: UOp) -> Tensor:
+  """Causal attention of each token over positions 0..positions[t] of its own sequence, in float32. q: (T, KV, G, D), G
+  query heads to each K/V head. cache: as `write_kv` returns it. table: (rows, max_blocks). rows, positions: (T,).
+  blocks: a bound variable, the most blocks that any of the sequences holds. Returns (T, KV, G, D)."""
+  (T, KV, G, D), max_blocks, block_size = q.shape, int(table.shape[1]), int(cache.shape[2])
+  in_kernel = UOp.variable("num_blocks", 0, max_blocks - 1, dtypes.int, param=True) + 1   # as kernels see it
+  empty = functools.partial(Tensor.empty, T, KV, G, dtype=dtypes.float32, device=q.device)
   kernel = functools.partial(_scores_kernel, in_kernel)
-  scores = scores.custom_kernel(q.contiguous(), cache, table, rows, fxn=kernel)[0][:, :, :, :num_blocks]   # (T, KV, G, M, BS)
-  index = Tensor.arange(max_blocks)[:num_blocks].reshape(num_blocks, 1) * block_size + Tensor.arange(block_size)   # (M, BS)
-  seen = index.reshape(1, 1, 1, num_blocks, block_size) <= positions.reshape(T, 1, 1, 1, 1)
-  scores = seen.where(scores / math.sqrt(D), -1e30)
-  p = (scores - scores.max((3, 4), keepdim=True)).exp()
-  full = empty(T, KV, G, max_blocks, block_size)   # a custom kernel takes buffers of constant shape only
-  full = Tensor(full.uop.after(full[:, :, :, :num_blocks].uop.store(p.uop)))
+  scores = empty(max_blocks, block_size).custom_kernel(q.contiguous(), cache, table, rows, fxn=kernel)[0]
+  scores = scores[:, :, :, :blocks] / math.sqrt(D)   # (T, KV, G, M, BS)
+  index = Tensor.arange(max_blocks)[:blocks].reshape(blocks, 1) * block_size + Tensor.arange(block_size)
+  seen = index.reshape(1, 1, 1, blocks, block_size) <= positions.reshape(T, 1, 1, 1, 1)
+  scores = seen.where(scores, -1e30)
+  p = empty(max_blocks, block_size)   # a custom kernel takes buffers of constant shape only
+  exp = (scores - scores.max((3, 4), keepdim=True)).exp()
+  p = Tensor(p.uop.after(p[:, :, :, :blocks].uop.store(exp.uop)))
   kernel = functools.partial(_values_kernel, in_kernel)
-  out = empty(T, KV, G, D).custom_kernel(full, cache, table, rows, positions, fxn=kernel)[0]
-  return out / full[:, :, :, :num_blocks].sum((3, 4)).reshape(T, KV, G, 1)
+  out = empty(D).custom_kernel(p, cache, table, rows, positions, fxn=kernel)[0]
+  return out / p[:, :, :, :blocks].sum((3, 4)).reshape(T, KV, G, 1)

@@ -1,4 +1,5 @@
-"""Owns the physical blocks of the KV cache: who holds each and which are free. free + used == num_blocks - 1: block 0 takes padding's writes."""
+"""Owns the physical blocks of the KV cache: who holds each, and which are free. free + used == num_blocks - 1, as block
+0 takes padding's writes and is nobody's."""
 from collections import deque
 
 
@@ -15,7 +16,8 @@ class BlockManager:
 
   def blocks_for(self, num_tokens: int) -> int: return -(-num_tokens // self.block_size)
 
-  def can_allocate(self, table: list[int], num_tokens: int) -> bool: return self.blocks_for(num_tokens) - len(table) <= self.num_free
+  def can_allocate(self, table: list[int], num_tokens: int) -> bool:
+    return self.blocks_for(num_tokens) - len(table) <= self.num_free
 
   def allocate(self, table: list[int], num_tokens: int) -> None:
     """Grow `table` until it holds `num_tokens`. The caller has asked `can_allocate`."""

@@ -1,65 +1,58 @@
-"""The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming. Every option of EngineConfig and SamplingParams is a flag."""
+"""The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming."""
 import argparse
 import logging
 import sys
-from dataclasses import Field, fields
-from typing import Any
+from dataclasses import fields
+from typing import Any, get_args
 
 from .config import EngineConfig
+from .engine import LLM
 from .sequence import SamplingParams
 
-
-def _add_flags(parser: argparse.ArgumentParser, options: type) -> None:
-  group = parser.add_argument_group(options.__name__)
-  for f in fields(options): group.add_argument("--" + f.name.replace("_", "-"), default=argparse.SUPPRESS, help=f.metadata["help"], **_flag(f))
+OPTIONS = (EngineConfig, SamplingParams)   # every field of them is a flag
 
 
-def _flag(f: Field) -> dict[str, Any]:
-  kind = f.metadata["kind"]
-  if kind is bool: return {"action": argparse.BooleanOptionalAction}
-  if kind is list: return {"nargs": "+", "type": int if f.name.endswith("ids") else str, "metavar": f.name.upper()}
-  return {"type": kind, "metavar": f.name.upper(), "choices": f.metadata["choices"] or None}
+def _parser() -> argparse.ArgumentParser:
+  parser = argparse.ArgumentParser(prog="tinyvllm", description="A small, fast LLM engine on tinygrad.")
+  commands = parser.add_subparsers(dest="command", required=True)
+  for name, text in (("generate", "complete a prompt"), ("chat", "talk with a chat model, a line at a time")):
+    command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
+    if name == "generate": command.add_argument("prompt")
+    command.add_argument("--model", default=None, help="a model's folder or a .gguf file; default: the shipped model")
+    for f in (f for options in OPTIONS for f in fields(options)):
+      kind, flag = (get_args(f.type) or (f.type,))[0], "--" + f.name.replace("_", "-")
+      default = f"default: {0.0 if f.name == 'temperature' else f.default}"
+      if kind is bool: command.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)
+      elif kind is list: command.add_argument(flag, nargs="+", type=int if "ids" in f.name else str, help=default)
+      else: command.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=default)
+  return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Run the command line; the exit code is 0, or 1 after one line that says what to change."""
-  parser = argparse.ArgumentParser(prog="tinyvllm", description="A small, fast LLM engine on tinygrad.")
-  commands = parser.add_subparsers(dest="command", required=True)
-  for name, text in (("generate", "complete a prompt"), ("chat", "talk with a chat model")):
-    command = commands.add_parser(name, help=text, description=text)
-    if name == "generate": command.add_argument("prompt")
-    command.add_argument("--model", help="a folder with config.json and *.safetensors, or a .gguf file; default: the shipped model")
-    for options in (EngineConfig, SamplingParams): _add_flags(command, options)
-  args = vars(parser.parse_args(argv))
+  """Run the command line. Returns the exit code: 0, or 1 after one line that says what to change."""
+  args = vars(_parser().parse_args(argv))
   logging.basicConfig(format="%(message)s", stream=sys.stderr)
   logging.getLogger("tinyvllm").setLevel(logging.INFO)
-  try: return _run(args)
-  except (ValueError, RuntimeError) as e: print(f"tinyvllm: {e}", file=sys.stderr)
-  except KeyboardInterrupt: print(file=sys.stderr)
-  return 1
+  try: _run(args)
+  except (ValueError, RuntimeError) as e: return print(f"tinyvllm: {e}", file=sys.stderr) or 1
+  except (KeyboardInterrupt, EOFError): print()
+  return 0
 
 
-def _run(args: dict[str, Any]) -> int:
-  from .engine import LLM
-  engine, sampling = ({k: args[k] for f in fields(options) if (k := f.name) in args} for options in (EngineConfig, SamplingParams))
-  params = SamplingParams(**{"temperature": 0.0, **sampling})
-  llm = LLM(args["model"], **engine)
+def _run(args: dict[str, Any]) -> None:
+  engine, sampling = ({f.name: args[f.name] for f in fields(options) if f.name in args} for options in OPTIONS)
+  params, llm = SamplingParams(**{"temperature": 0.0, **sampling}), LLM(args["model"], **engine)
 
-  def stream(prompt: Any) -> str:
-    text = ""
+  def stream(prompt: Any, text: str = "") -> str:
     for output in llm.generate_stream(prompt, params):
-      text += output.outputs[0].text
       print(output.outputs[0].text, end="", flush=True)
+      text += output.outputs[0].text
     print()
     return text
-
   if args["command"] == "generate":
     print(args["prompt"], end="", flush=True)
     stream(args["prompt"])
-    return 0
   messages: list[dict[str, str]] = []
-  while True:
-    try: content = input("> " if sys.stdin.isatty() else "")
-    except EOFError: return 0
-    messages.append({"role": "user", "content": content})
+  while args["command"] == "chat":
+    messages.append({"role": "user", "content": input("> " if sys.stdin.isatty() else "")})
     messages.append({"role": "assistant", "content": stream(llm.chat_prompt(messages))})

@@ -1,5 +1,6 @@
-"""Turns a scheduled batch into one int32 array, one call of a captured graph, and the sampled ids. One graph per bucket (the batch padded to a power of
-two) and kind of sampler; the context length is a variable of the graph."""
+"""Turns a scheduled batch into one int32 array, one call of a captured graph, and the sampled ids. There is a graph for
+each bucket (a batch is padded to a power of two) and kind of sampler; the context's length is a variable of the
+graph."""
 import logging
 import time
 from collections.abc import Callable
@@ -7,82 +8,81 @@ from collections.abc import Callable
 import numpy as np
 from tinygrad import Tensor, TinyJit, UOp, dtypes
 
-from .config import EngineConfig, ModelConfig
-from .kv_cache import allocate_caches
-from .llama import Llama, rope_table
+from .config import EngineConfig
+from .llama import Batch, Llama
 from .sampling import sample
 from .sequence import MAX_BANNED, Sequence
 
 logger = logging.getLogger("tinyvllm")
-NUM_FIELDS = 6 + MAX_BANNED   # temperature, top_k, top_p, min_p, two words of seed, banned ids
+NUM_FIELDS = 6 + MAX_BANNED   # of the sampler: temperature, top_k, top_p, min_p, two words of seed, banned ids
 
 
 class Runner:
-  def __init__(self, model: Llama, model_config: ModelConfig, config: EngineConfig, max_model_len: int, num_blocks: int):
-    self.model, self.config = model, config
-    dtype = model.norm.weight.dtype
-    self.caches = allocate_caches(model_config, num_blocks, config.block_size, dtype)
-    self.rope = rope_table(model_config, max_model_len).realize()
-    max_blocks = -(-max_model_len // config.block_size)
-    self.table = Tensor.zeros(config.max_num_seqs + 1, max_blocks, dtype=dtypes.int32).contiguous().realize()   # the last row is padding's
+  """rope: (max_model_len, 2, head_dim / 2). caches: a block tensor per layer."""
+  def __init__(self, model: Llama, config: EngineConfig, rope: Tensor, caches: list[Tensor]):
+    self.model, self.config, self.rope, self.caches = model, config, rope, caches
+    max_blocks = -(-int(rope.shape[0]) // config.block_size)
+    shape = (config.max_num_seqs + 1, max_blocks)   # the last row is padding's
+    self.table = Tensor.zeros(*shape, dtype=dtypes.int32).contiguous().realize()
     self.num_blocks = UOp.variable("num_blocks", 0, max_blocks - 1)
     self.graphs: dict[tuple[int, bool], Callable] = {}
 
   def run(self, batch: dict[Sequence, int]) -> dict[Sequence, int]:
-    """Compute n tokens of each sequence; a next token for those that this brings to their end."""
-    total, bs = sum(batch.values()), self.config.block_size
+    """Compute n tokens of each sequence; returns the next token of those that this brings to their end."""
+    total, block_size = sum(batch.values()), self.config.block_size
     T = min(1 << (total - 1).bit_length(), self.config.max_num_batched_tokens)   # the bucket
-    S = min(T, self.config.max_num_seqs)
-    tokens = np.zeros((4, T), np.int32)   # id, position, slot, row
+    tokens, samples = np.zeros((4, T), np.int32), np.zeros(min(T, self.config.max_num_seqs), np.int32)
     tokens[3] = self.config.max_num_seqs
     sampling: list[Sequence] = []
-    samples, start = np.zeros(S, np.int32), 0
+    start = longest = 0
     for seq, n in batch.items():
-      positions, part = np.arange(seq.num_computed, seq.num_computed + n), slice(start, start := start + n)
-      tokens[0, part], tokens[1, part], tokens[3, part] = seq.tokens[seq.num_computed:seq.num_computed + n], positions, seq.row
-      tokens[2, part] = np.array(seq.block_table)[positions // bs] * bs + positions % bs
+      positions = np.arange(seq.num_computed, longest_here := seq.num_computed + n)
+      slots = np.array(seq.block_table)[positions // block_size] * block_size + positions % block_size
+      part = seq.tokens[seq.num_computed:longest_here], positions, slots, np.full(n, seq.row)
+      tokens[:, start:start + n] = np.stack(part)
+      start, longest = start + n, max(longest, longest_here)
       if n == seq.remaining:
         samples[len(sampling)] = start - 1
         sampling.append(seq)
     greedy = all(seq.params.greedy and not seq.banned for seq in sampling)
-    parts = [tokens.ravel(), samples] + ([] if greedy else [self._sampler_fields(sampling, S)])
-    longest = max(seq.num_computed + n for seq, n in batch.items())
-    ids = self._graph(T, S, greedy)(Tensor(np.concatenate(parts)).realize(), self.num_blocks.bind((longest - 1) // bs)).numpy()
-    return dict(zip(sampling, ids.tolist(), strict=False))
-
-  def _sampler_fields(self, sampling: list[Sequence], S: int) -> np.ndarray:
-    fields = np.full((S, NUM_FIELDS), -1, np.int32)
-    floats = fields.view(np.float32)
-    fields[:, 0], floats[:, 2] = 0, 1.0   # unused rows: greedy, everything kept
-    for i, seq in enumerate(sampling):
-      p = seq.params
-      floats[i, 0], fields[i, 1], floats[i, 2], floats[i, 3] = p.temperature, p.top_k, p.top_p, p.min_p
-      fields[i, 4:6] = np.array([seq.seed], np.int64).view(np.int32)
-      fields[i, 6:6 + len(seq.banned)] = seq.banned
-    return fields.ravel()
+    fields = np.zeros(0, np.int32) if greedy else _sampler_fields(sampling, len(samples))
+    packed = Tensor(np.concatenate([tokens.ravel(), samples, fields])).realize()
+    ids = self._graph(T, len(samples), greedy)(packed, self.num_blocks.bind((longest - 1) // block_size)).tolist()
+    return dict(zip(sampling, ids, strict=False))
 
   def _graph(self, T: int, S: int, greedy: bool) -> Callable:
     if (T, greedy) in self.graphs: return self.graphs[T, greedy]
 
     def step(packed: Tensor, num_blocks: UOp) -> Tensor:
       packed = packed.clone()   # slices of a buffer of the graph are resolved once, slices of its input at every call
-      tokens = [packed[i * T:(i + 1) * T] for i in range(4)]
-      samples, fields = packed[4 * T:4 * T + S], packed[4 * T + S:]
-      logits = self.model(*tokens, samples, self.rope, self.caches, self.table, num_blocks + 1)   # (S, vocab)
+      ids, positions, slots, rows, samples, fields = packed.split([T, T, T, T, S, int(packed.shape[0]) - 4 * T - S])
+      batch = Batch(positions, slots, rows, self.rope[positions].contiguous(), self.table, num_blocks + 1)
+      logits = self.model(ids, samples, batch, self.caches)   # (S, vocab)
       if greedy: return logits.argmax(1).cast(dtypes.int32).realize()
       fields = fields.reshape(S, NUM_FIELDS).contiguous()
       floats, seeds = fields.bitcast(dtypes.float32), fields[:, 4:6].bitcast(dtypes.uint32)
-      positions = tokens[1][samples]   # (S,)
-      return sample(logits, floats[:, 0], fields[:, 1], floats[:, 2], floats[:, 3], seeds, positions, fields[:, 6:]).realize()
-
+      kept = (floats[:, 0], fields[:, 1], floats[:, 2], floats[:, 3])
+      return sample(logits, *kept, seeds, positions[samples], fields[:, 6:]).realize()
     if self.config.enforce_eager: return step
-    graph: TinyJit = TinyJit(step)
-    graph.cnt = 1   # capture at the first call: everything that it reads is realized, so an uncaptured run would only cost time
+    graph = TinyJit(step)
+    graph.cnt = 1   # capture at the first call: all that it reads is realized, a plain run before it only costs time
 
     def capture(packed: Tensor, num_blocks: UOp) -> Tensor:
-      started = time.perf_counter()
-      ids = graph(packed, num_blocks)
-      logger.info("captured the step of %d tokens%s in %.1f s", T, "" if greedy else " with sampling", time.perf_counter() - started)
+      started, ids = time.perf_counter(), graph(packed, num_blocks)
+      kind = "greedy" if greedy else "sampling"
+      logger.info("captured the step of %d tokens, %s, in %.1f s", T, kind, time.perf_counter() - started)
       self.graphs[T, greedy] = graph
       return ids
     return capture
+
+
+def _sampler_fields(sampling: list[Sequence], S: int) -> np.ndarray:
+  fields = np.full((S, NUM_FIELDS), -1, np.int32)
+  floats = fields.view(np.float32)
+  floats[:, 0] = 0.0   # rows without a sequence: greedy
+  for i, seq in enumerate(sampling):
+    params, banned = seq.params, seq.banned
+    floats[i, [0, 2, 3]], fields[i, 1] = (params.temperature, params.top_p, params.min_p), params.top_k
+    fields[i, 4:6] = np.array([seq.seed]).view(np.int32)
+    fields[i, 6:6 + len(banned)] = banned
+  return fields.ravel()

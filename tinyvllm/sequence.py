@@ -1,39 +1,41 @@
-"""What a request asks for, what it has so far, and what it gets. A sequence stores one counter of progress, `num_computed`: the tokens whose K and V
-are in the cache, 0 <= num_computed <= len(tokens). All else is derived from it."""
+"""What a request asks for, what it has so far, and what it gets. A sequence stores one counter of progress,
+`num_computed`: the tokens whose K and V are in the cache, 0 <= num_computed <= len(tokens). All else is derived from
+it."""
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from math import nan
 
-from .config import Options, option
+from .config import Options
 
 MAX_BANNED = 16   # stop ids that min_tokens can hold back: their number is a constant of the sampler's graph
 
 
 @dataclass(frozen=True)
 class SamplingParams(Options):
-  """How to choose a request's tokens and when to stop, with vLLM's names. A temperature below 1e-5 is greedy. top_k 0 or -1, top_p 1 and min_p 0 keep
-  every token. stop: strings, stop_token_ids: token ids, that end the text."""
-  max_tokens: int = option(256, int, 1, help="tokens to generate at most")
-  min_tokens: int = option(0, int, 0, help="tokens before an end token or stop id may come")
-  temperature: float = option(1.0, float, 0.0, 100.0, help="0 is greedy")
-  top_k: int = option(0, int, -1, help="keep the k most probable tokens; 0: all")
-  top_p: float = option(1.0, float, 1e-6, 1.0, help="keep the most probable tokens that together reach p")
-  min_p: float = option(0.0, float, 0.0, 1.0, help="keep tokens at least min_p times as probable as the best")
-  seed: int | None = option(None, int, -2**63, 2**63 - 1, help="the same seed gives the same text in any batch")
-  stop: str | list[str] | None = option(None, list, help="end before this text")
-  stop_token_ids: list[int] | None = option(None, list, help="end at these token ids")
-  include_stop_str_in_output: bool = option(False, bool, help="keep the stop string in the text")
-  ignore_eos: bool = option(False, bool, help="go on after the model's end token")
-  skip_special_tokens: bool = option(True, bool, help="leave special tokens out of the text")
+  """How to choose a request's tokens and when to stop, with vLLM's names."""
+  max_tokens: int = 256                      # tokens to generate at most
+  min_tokens: int = 0                        # tokens before an end token, stop id or stop string may come
+  temperature: float | int = 1.0             # below 1e-5: greedy
+  top_k: int = 0                             # keep the k most probable tokens; 0 or -1: all
+  top_p: float | int = 1.0                   # keep the most probable tokens that together reach p
+  min_p: float | int = 0.0                   # keep tokens at least min_p times as probable as the best
+  seed: int | None = None                    # the same seed gives the same text in any batch
+  stop: list | str | None = None             # end before any of these strings
+  stop_token_ids: list | None = None         # end at any of these ids
+  include_stop_str_in_output: bool = False   # keep the stop string, or the text of the stop id
+  ignore_eos: bool = False                   # go on after the model's end token
+  skip_special_tokens: bool = True           # leave special tokens out of the text
+  LIMITS = {"max_tokens": (1, 2**31 - 1), "min_tokens": (0, 2**31 - 1), "temperature": (0, 100), "top_p": (1e-6, 1),
+            "top_k": (-1, 2**31 - 1), "min_p": (0, 1), "seed": (-2**63, 2**63 - 1)}
 
   def __post_init__(self) -> None:
     if isinstance(self.stop, str): object.__setattr__(self, "stop", [self.stop])
     super().__post_init__()
     for name, kind in (("stop", str), ("stop_token_ids", int)):
-      for x in getattr(self, name) or ():
-        if not isinstance(x, kind) or x == "" or isinstance(x, bool):
-          raise ValueError(f"{name}={getattr(self, name)!r} must be a list of {kind.__name__}, none empty: remove {x!r}")
-    if self.min_tokens > self.max_tokens: raise ValueError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}")
+      if bad := [x for x in getattr(self, name) or () if type(x) is not kind or x == ""]:
+        raise ValueError(f"{name}={getattr(self, name)!r} must hold {kind.__name__}s, none empty: remove {bad[0]!r}")
+    if self.min_tokens > self.max_tokens:
+      raise ValueError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}")
 
   @property
   def greedy(self) -> bool: return self.temperature < 1e-5
@@ -41,32 +43,27 @@ class SamplingParams(Options):
 
 @dataclass
 class RequestMetrics:
-  """Monotonic times in seconds of a request's events, None before they happen."""
+  """Monotonic times of a request's events, and the seconds between them; NaN for what has not happened."""
   arrival_time: float = field(default_factory=time.monotonic)
-  first_scheduled_time: float | None = None
-  first_token_time: float | None = None
-  finished_time: float | None = None
+  first_scheduled_time: float = nan
+  first_token_time: float = nan
+  finished_time: float = nan
   num_generated: int = 0
 
-  def _since(self, start: float | None, end: float | None) -> float | None: return None if start is None or end is None else end - start
   @property
-  def queue_time(self) -> float | None: return self._since(self.arrival_time, self.first_scheduled_time)
+  def queue_time(self) -> float: return self.first_scheduled_time - self.arrival_time
   @property
-  def ttft(self) -> float | None:
-    """Time to first token, seconds."""
-    return self._since(self.arrival_time, self.first_token_time)
+  def ttft(self) -> float: return self.first_token_time - self.arrival_time
   @property
-  def latency(self) -> float | None: return self._since(self.arrival_time, self.finished_time)
+  def tpot(self) -> float: return (self.finished_time - self.first_token_time) / max(1, self.num_generated - 1)
   @property
-  def tpot(self) -> float | None:
-    """Mean time per output token after the first, seconds."""
-    total = self._since(self.first_token_time, self.finished_time)
-    return None if total is None or self.num_generated < 2 else total / (self.num_generated - 1)
+  def latency(self) -> float: return self.finished_time - self.arrival_time
 
 
 @dataclass(eq=False)
 class Sequence:
-  """One run of tokens: the prompt's, then those generated. `row` is its place in the device's block tables while it runs."""
+  """One run of tokens: the prompt's, then those generated. `row` is its place in the device's block tables while it
+  runs."""
   request_id: str
   tokens: list[int]
   num_prompt: int
@@ -74,13 +71,13 @@ class Sequence:
   seed: int
   stop_ids: frozenset[int]
   max_len: int
-  priority: int = 0
-  arrival: int = 0
+  priority: int
+  arrival: int
   num_computed: int = 0
   block_table: list[int] = field(default_factory=list)
   row: int | None = None
   finish_reason: str | None = None
-  stop_reason: int | str | None = None
+  stop_reason: int | str | None = None   # the stop string or stop id that ended it; None for the model's end token
   metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
   @property
@@ -88,9 +85,7 @@ class Sequence:
   @property
   def num_generated(self) -> int: return len(self.tokens) - self.num_prompt
   @property
-  def banned(self) -> list[int]:
-    """The ids that may not come next."""
-    return sorted(self.stop_ids) if self.num_generated < self.params.min_tokens else []
+  def banned(self) -> list[int]: return sorted(self.stop_ids) if self.num_generated < self.params.min_tokens else []
 
   def append(self, token: int) -> None:
     """Take the next token, and finish where it, or the length, says so."""
@@ -104,17 +99,17 @@ class Sequence:
 
 @dataclass
 class CompletionOutput:
-  """One generated text. finish_reason: None, "stop", "length" or "abort"; stop_reason: the stop string or stop id that ended it, None for an end token."""
+  """One generated text. finish_reason: None, "stop", "length" or "abort"."""
   index: int
   text: str
   token_ids: list[int]
-  finish_reason: str | None = None
-  stop_reason: int | str | None = None
+  finish_reason: str | None
+  stop_reason: int | str | None
 
 
 @dataclass
 class RequestOutput:
-  """A request's state after a step. From `step` and `generate` the text and ids are all so far; from `generate_stream` the new ones."""
+  """A request after a step. `step` and `generate` give the text and ids so far, `generate_stream` the new ones."""
   request_id: str
   prompt: str | None
   prompt_token_ids: list[int]
@@ -122,6 +117,3 @@ class RequestOutput:
   finished: bool
   metrics: RequestMetrics
   num_cached_tokens: int = 0
-
-
-Prompt = str | dict[str, Any]

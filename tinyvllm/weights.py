@@ -1,79 +1,107 @@
-"""Weights from files into a Llama, one tensor at a time: safetensors, whole or sharded, and GGUF. Each is checked against the shape that config.json
-promises; q, k, v and gate, up are joined, and matrices tiled as `Linear` keeps them, on the way."""
+"""Model files: safetensors, whole or sharded, and GGUF, read one tensor at a time and checked against the shapes that
+the config promises. q, k, v and gate, up are joined, and matrices tiled as `Linear` keeps them, on the way."""
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from tinygrad import Tensor, nn
+from tinygrad import nn
 from tinygrad.dtype import DType
 from tinygrad.helpers import tqdm
+from tinygrad.llm.gguf import gguf_load
+from tinygrad.tensor import Tensor
 
-from .llama import Linear, Llama
+from .llama import Llama
 
-Named = Iterator[tuple[Path, str, np.ndarray]]
+Reader = dict[str, Callable[[], np.ndarray]]   # a tensor's name in Hugging Face's files, and how to read it
 STACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "blk": "model.layers",
-              "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-              "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+              "blk": "model.layers", "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj",
+              "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+              "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
               "ffn_down": "mlp.down_proj"}
+GGUF_KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+             "block_count": "num_hidden_layers", "attention.head_count": "num_attention_heads",
+             "attention.head_count_kv": "num_key_value_heads",
+             "attention.key_length": "head_dim", "context_length": "max_position_embeddings",
+             "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta"}
 
 
-def read_safetensors(folder: Path) -> Named:
-  """Every tensor of model.safetensors, or of the shards that model.safetensors.index.json names, read in the file's order."""
-  index = folder / "model.safetensors.index.json"
-  names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
-  for path in (folder / name for name in names):
-    if not path.exists(): raise ValueError(f"{path} is missing")
+def read_hf(folder: Path) -> tuple[dict[str, Any], Reader]:
+  """The content of config.json, with generation_config.json's end tokens, and the tensors of model.safetensors or of
+  the shards that model.safetensors.index.json names."""
+  config, index = json.loads((folder / "config.json").read_text()), folder / "model.safetensors.index.json"
+  if (path := folder / "generation_config.json").exists():
+    config["eos_token_id"] = json.loads(path.read_text()).get("eos_token_id", config.get("eos_token_id"))
+  files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else ["model.safetensors"]
+  reader: Reader = {}
+  for path in (folder / name for name in files):
     try: header = safe_open(path, "np")
-    except SafetensorError as e: raise ValueError(f"{path} is damaged or cut short: {e}") from e
-    with path.open("rb") as file:   # tensors lie without gaps; read, not mapped: mapped pages would count as the process's memory
-      file.seek(8 + int.from_bytes(file.read(8), "little"))
-      for name in header.offset_keys():
-        kind, shape = header.get_slice(name).get_dtype(), header.get_slice(name).get_shape()
-        if kind not in ("F32", "F16", "BF16"): raise ValueError(f"{path}: {name} has dtype {kind}; supported: F32, F16, BF16")
-        data = np.fromfile(file, {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[kind], math.prod(shape)).reshape(shape)
-        yield path, name, (data.astype(np.uint32) << 16).view(np.float32) if kind == "BF16" else data   # bfloat16 is float32's upper half
+    except (OSError, SafetensorError) as e: raise ValueError(f"{path} is missing, damaged or cut short: {e}") from e
+    with path.open("rb") as file: offset = 8 + int.from_bytes(file.read(8), "little")
+    for name in header.offset_keys():   # in this order they lie without gaps; read, as mapped pages would count as ours
+      part = header.get_slice(name)
+      if (kind := part.get_dtype()) not in DTYPES:
+        raise ValueError(f"{path}: tensor {name} is {kind}; supported: {', '.join(DTYPES)}")
+      reader[name] = partial(_read, path, DTYPES[kind], part.get_shape(), offset)
+      offset += math.prod(part.get_shape()) * np.dtype(DTYPES[kind]).itemsize
+  return config, reader
 
 
-def read_gguf(path: Path, tensors: dict[str, Tensor], heads: dict[str, int]) -> Named:
-  """Every tensor of a GGUF file under Hugging Face's names, dequantized. Its q and k rows, which pair neighbours for RoPE, are put back into halves.
-  heads: the heads of "attn_q" and "attn_k"."""
-  for name in list(tensors):
-    data, parts = tensors.pop(name).numpy(), name.split(".")
-    if n := heads.get(parts[-2]): data = data.reshape(n, -1, 2, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
-    if name != "rope_freqs.weight": yield path, ".".join(GGUF_NAMES.get(part, part) for part in parts), data
+def _read(path: Path, dtype: type, shape: list[int], offset: int) -> np.ndarray:
+  data: np.ndarray = np.fromfile(path, dtype, math.prod(shape), offset=offset).reshape(shape)
+  return (data.astype(np.uint32) << 16).view(np.float32) if dtype is np.uint16 else data   # bf16: f32's upper half
 
 
-def load_weights(model: Llama, tied: bool, tensors: Named, dtype: DType) -> None:
-  """Fill the model's tensors. Raises ValueError naming the file and the tensor that is missing, surplus or of the wrong shape."""
-  linears = {id(x.weight): x for layer in model.layers for x in (*vars(layer.self_attn).values(), *vars(layer.mlp).values()) if isinstance(x, Linear)}
-  linears[id(model.lm_head.weight)] = model.lm_head
-  targets, source, path = nn.state.get_state_dict(model), {}, None
-  for target in targets:
-    name = target if target.startswith("lm_head") else f"model.{target}"
+def read_gguf(path: Path) -> tuple[dict[str, Any], Reader, dict[str, Any]]:
+  """A GGUF file of the llama architecture: its config and tensors, dequantized, as Hugging Face's, and its metadata."""
+  try: kv, tensors = gguf_load(path)
+  except Exception as e: raise ValueError(f"{path} is not a readable GGUF file: {e}") from e   # fails in many ways
+  arch = kv["general.architecture"]
+  config = {name: kv[f"{arch}.{key}"] for key, name in GGUF_KEYS.items() if f"{arch}.{key}" in kv}
+  config |= {"architectures": ["LlamaForCausalLM" if arch == "llama" else arch],
+             "vocab_size": len(kv["tokenizer.ggml.tokens"]), "tie_word_embeddings": "output.weight" not in tensors,
+             "eos_token_id": [kv[k] for n in ("eos", "eot") if (k := f"tokenizer.ggml.{n}_token_id") in kv],
+             "rope_scaling": {"rope_type": kv.get(f"{arch}.rope.scaling.type", "default").replace("none", "default"),
+                              "factor": kv.get(f"{arch}.rope.scaling.factor")}}
+  if factors := tensors.pop("rope_freqs.weight", None):   # llama3's scaling, worked out by the converter
+    config["rope_scaling"] = {"rope_type": "factors", "factors": factors.tolist()}
+
+  def read(tensor: Tensor, heads: int | None) -> np.ndarray:
+    data = tensor.numpy()   # q and k rows lie in RoPE's pairs of neighbours: put them back into halves
+    return data.reshape(heads, -1, 2, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape) if heads else data
+  heads = {"attn_q": (n := config["num_attention_heads"]), "attn_k": config.get("num_key_value_heads", n)}
+  reader: Reader = {}
+  for name, tensor in tensors.items():
+    parts = name.split(".")
+    reader[".".join(GGUF_NAMES.get(part, part) for part in parts)] = partial(read, tensor, heads.get(parts[-2]))
+  return config, reader, kv
+
+
+def load_weights(model: Llama, reader: Reader, source: Path, dtype: DType) -> None:
+  """Fill the model's tensors. Raises ValueError naming the file and the tensor that is missing, surplus or
+  misshapen."""
+  targets = nn.state.get_state_dict(model)
+  tied = "embed_tokens.weight" not in targets
+  for target, tensor in tqdm(targets.items(), desc="loading weights", unit=" tensors", disable=None):
+    name = target if target == "lm_head.weight" else f"model.{target}"
     if tied and target == "lm_head.weight": name = "model.embed_tokens.weight"
-    stack = next((s for s in STACKED if s in name), None)
-    for part in STACKED[stack] if stack else ("",): source[name.replace(stack or "\0", part)] = target
-  parts: dict[str, dict[str, np.ndarray]] = {}
-  progress = tqdm(desc="loading weights", total=len(source), unit=" tensors", disable=None)
-  for path, name, data in tensors:
-    if name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight"): continue   # derived, or the embedding again
-    if name not in source: raise ValueError(f"{path}: tensor {name} has no place in the model that its config describes")
-    target = source.pop(name)
-    parts.setdefault(target, {})[name] = data
-    progress.update(1)
-    if target in source.values(): continue   # wait for the others that are stored with it
-    names = sorted(parts[target], key=lambda n: [p in n for s in STACKED.values() for p in s], reverse=True)
-    array = np.concatenate([parts[target][n] for n in names]) if len(names) > 1 else parts[target][names[0]]
-    tensor, linear = targets[target], linears.get(id(targets[target]))
-    shape = (linear.out_features, linear.weight.shape[1]) if linear else tensor.shape
-    if array.shape != shape or any(parts[target][n].shape[1:] != shape[1:] for n in names):
-      raise ValueError(f"{path}: tensor {' + '.join(names)} has shape {list(array.shape)}; the config says {list(shape)}")
-    if linear: array = np.ascontiguousarray(array.reshape(-1, linear.tile, shape[1]).swapaxes(1, 2))
+    stack = next((s for s in STACKED if s in name), "")
+    names = [name.replace(stack, part) for part in STACKED.get(stack, [stack])]
+    if missing := [n for n in names if n not in reader]: raise ValueError(f"{source}: tensor {missing[0]} is missing")
+    arrays = [reader.pop(n)() for n in names]
+    tile = tensor.shape[2] if tensor.ndim == 3 else 1   # a Linear's
+    shape = (tensor.shape[0] * tile, *tensor.shape[1:2])
+    if sum(a.shape[0] for a in arrays) != shape[0] or any(a.shape[1:] != shape[1:] for a in arrays):
+      found = ", ".join(f"{n} {list(a.shape)}" for n, a in zip(names, arrays, strict=True))
+      raise ValueError(f"{source}: {found} should make {list(shape)}, as its config says")
+    array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+    if tensor.ndim == 3: array = np.ascontiguousarray(array.reshape(-1, tile, shape[1]).swapaxes(1, 2))
     tensor.replace(Tensor(array).cast(dtype).contiguous().realize())
-    del parts[target], array, data
-  progress.update(close=True)
-  if source: raise ValueError(f"{path}: tensor {next(iter(source))} is missing" + (f" and {len(source) - 1} more" if len(source) > 1 else ""))
+  surplus = [n for n in reader if not n.endswith("rotary_emb.inv_freq") and not (tied and n == "lm_head.weight")]
+  if surplus: raise ValueError(f"{source}: tensor {surplus[0]} has no place in the model that its config describes")

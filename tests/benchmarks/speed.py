@@ -1,0 +1,65 @@
+"""Start-up, decode and prefill speed of a model, through the public API.   python tests/benchmarks/speed.py [--model DIR]
+
+Prints one row each: seconds from import to the first token; tokens/s of one stream and of eight together; prompt tokens/s of
+one prompt; the peak of the process's memory over the model's. Each rate is the median of three runs after a warm-up, and
+beside it stands the roofline: bytes of weights over the bandwidth that numpy measures in the same run (one core)."""
+import argparse
+import platform
+import resource
+import statistics
+import time
+
+started = time.perf_counter()
+
+
+def bandwidth() -> float:
+  """Bytes per second that one core reads, summing 512 MB."""
+  import numpy as np
+  data = np.ones(1 << 27, np.float32)
+  times = []
+  for _ in range(5):
+    begin = time.perf_counter()
+    data.sum()
+    times.append(time.perf_counter() - begin)
+  return data.nbytes / min(times)
+
+
+def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser.add_argument("--model")
+  parser.add_argument("--max-model-len", type=int, default=512)
+  args = parser.parse_args()
+  from tinygrad import nn
+
+  from tinyvllm import LLM, SamplingParams
+  llm = LLM(args.model, max_model_len=args.max_model_len, max_num_seqs=8, max_num_batched_tokens=256)
+  loaded = time.perf_counter()
+  next(iter(llm.generate_stream("Hello", SamplingParams(temperature=0.0, max_tokens=2))))
+  first = time.perf_counter()
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+  weights = sum(t.nbytes() for t in nn.state.get_parameters(llm.runner.model))
+  vocabulary, rows = llm.model_config.vocab_size, []
+
+  def prompt(i: int, n: int) -> dict: return {"prompt_token_ids": [(7 * i + 13 * j) % (vocabulary - 3) + 3 for j in range(n)]}
+
+  def rate(streams: int, length: int, new: int) -> float:
+    """Tokens a second of decode, or of prefill where only one token is new."""
+    params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
+    rates = []
+    for _ in range(4):
+      outputs = llm.generate([prompt(i, length) for i in range(streams)], params, use_tqdm=False)
+      m = [o.metrics for o in outputs]
+      if new == 1: rates.append(length / (m[0].finished_time - m[0].first_scheduled_time))
+      else: rates.append(streams * (new - 1) / (max(x.finished_time for x in m) - max(x.first_token_time for x in m)))
+    return statistics.median(rates[1:])
+  limit = bandwidth() / weights
+  rows += [("decode, 1 stream", rate(1, 8, 33), limit), ("decode, 8 streams", rate(8, 8, 33), 8 * limit)]
+  rows += [(f"prefill, {n} tokens", rate(1, n, 1), None) for n in (128, 256) if n < args.max_model_len]
+  print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, weights {weights / 2**20:.0f} MiB")
+  print(f"{'load':24} {loaded - started:8.1f} s\n{'start to first token':24} {first - started:8.1f} s")
+  print(f"{'peak memory':24} {peak / 2**20:8.0f} MiB = {peak / weights:.2f} x weights")
+  for name, value, roof in rows:
+    print(f"{name:24} {value:8.1f} tokens/s" + (f"   {value / roof:4.0%} of one core's roofline {roof:.0f}" if roof else ""))
+
+
+if __name__ == "__main__": main()
