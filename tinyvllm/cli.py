@@ -2,7 +2,7 @@
 import argparse
 import logging
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, get_args
 
 from .config import EngineConfig
@@ -19,7 +19,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
     if name == "generate": command.add_argument("prompt")
     command.add_argument("--model", default=None, help="a model's folder or a .gguf file; default: the shipped model")
-    for f in (f for options in OPTIONS for f in fields(options)):
+    for f in {f.name: f for options in OPTIONS for f in fields(options)}.values():   # both have a seed: one flag
       kind, flag = (get_args(f.type) or (f.type,))[0], "--" + f.name.replace("_", "-")
       default = f"default: {0.0 if f.name == 'temperature' else f.default}"
       if kind is bool: command.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)
@@ -43,16 +43,21 @@ def _run(args: dict[str, Any]) -> None:
   engine, sampling = ({f.name: args[f.name] for f in fields(options) if f.name in args} for options in OPTIONS)
   params, llm = SamplingParams(**{"temperature": 0.0, **sampling}), LLM(args["model"], **engine)
 
-  def stream(prompt: Any, text: str = "") -> str:
+  def stream(prompt: Any, shown: str = "") -> str:
+    text = ""
     for output in llm.generate_stream(prompt, params):
-      print(output.outputs[0].text, end="", flush=True)
       text += output.outputs[0].text
+      print(shown + output.outputs[0].text, end="", flush=True)
+      shown = ""
     print()
     return text
-  if args["command"] == "generate":
-    print(args["prompt"], end="", flush=True)
-    stream(args["prompt"])
+  warm_up = replace(params, max_tokens=1, min_tokens=0)   # the decode step is captured before there is text to interrupt
+  llm.generate({"prompt_token_ids": [0]}, warm_up, use_tqdm=False)
+  if args["command"] == "generate": stream(args["prompt"], shown=args["prompt"])
   messages: list[dict[str, str]] = []
   while args["command"] == "chat":
     messages.append({"role": "user", "content": input("> " if sys.stdin.isatty() else "")})
     messages.append({"role": "assistant", "content": stream(llm.chat_prompt(messages))})
+
+
+if __name__ == "__main__": sys.exit(main())

@@ -46,7 +46,8 @@ class EngineConfig(Options):
   scheduling_policy: str = "fcfs"              # or "priority": lower numbers first
   LIMITS = {"dtype": ("auto", "float32", "float16", "bfloat16"), "max_model_len": (2, 2**24), "max_num_seqs": (1, 1024),
             "max_num_batched_tokens": (1, 16384), "block_size": (1, 256), "gpu_memory_utilization": (0.01, 1.0),
-            "num_gpu_blocks_override": (2, 2**24), "seed": (0, 2**63 - 1), "scheduling_policy": ("fcfs", "priority")}
+            "num_gpu_blocks_override": (2, 2**24), "seed": (-2**63, 2**63 - 1),
+            "scheduling_policy": ("fcfs", "priority")}
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -1,5 +1,6 @@
 """Text to token ids and back: sentencepiece's tokenizer.model, Hugging Face's tokenizer.json, a GGUF's own vocabulary;
 chat templates; and decoding as tokens arrive."""
+import importlib
 import json
 import re
 from collections.abc import Callable
@@ -71,9 +72,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _library(path: Path) -> Any:
-  try: import tokenizers
+  try: return importlib.import_module("tokenizers")
   except ImportError as e: raise ValueError(f"{path} needs the tokenizers library: pip install 'tinyvllm[hf]'") from e
-  return tokenizers
 
 
 def _from_library(model: Any, config: dict[str, Any]) -> Tokenizer:

@@ -1,0 +1,294 @@
+"""What the tests compare with: tiny random models on disk, a plain numpy LLaMA that reads the same files, a sort-based
+sampler mask, and the invariants of an engine's blocks. Nothing here uses the package's own code."""
+import functools
+import io
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sentencepiece
+
+VOCAB = 320
+# The engine of most tests: graphs of 1, 2, 4, 8 and 16 tokens. Engines of the same shapes share kernels in a process.
+ENGINE = {"max_model_len": 128, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
+SAMPLING_ENGINE = {**ENGINE, "max_num_seqs": 8, "max_num_batched_tokens": 8}   # samplers compile for seconds
+CORPUS = ["the cat sat on the mat and the dog ran to the red house", "hello world, this is a small model of a language",
+          "one two three four five six seven eight nine ten", "where there is a will there is a way, they say",
+          "numbers: 0 1 2 3 4 5 6 7 8 9!"]
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+# architecture -> (bias of q, k, v; of o; norms of q and k); None: as attention_bias says
+KINDS = {"LlamaForCausalLM": (None, None, False), "MistralForCausalLM": (False, False, False),
+         "Qwen2ForCausalLM": (True, False, False), "Qwen3ForCausalLM": (None, None, True)}
+
+
+@functools.cache
+def sentencepiece_model() -> bytes:
+  """A tokenizer of 320 pieces: <unk> <s> </s>, 256 bytes, and what its corpus gives. Trained once in a process."""
+  out = io.BytesIO()
+  sentencepiece.SentencePieceTrainer.train(
+    sentence_iterator=iter(CORPUS), model_writer=out, vocab_size=VOCAB, model_type="bpe", byte_fallback=True,
+    character_coverage=1.0, normalization_rule_name="identity", remove_extra_whitespaces=False, num_threads=1,
+    minloglevel=2)
+  return out.getvalue()
+
+
+def tiny_config(**overrides: Any) -> dict[str, Any]:
+  """config.json of a LLaMA of 2 layers with 2 query heads to each K/V head. An override of None takes the key out."""
+  config = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "vocab_size": VOCAB, "hidden_size": 32,
+            "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+            "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+            "bos_token_id": 1, "eos_token_id": 2, **overrides}
+  return {k: v for k, v in config.items() if v is not None}
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+  """Name and shape of every tensor that such a model has in Hugging Face's files."""
+  kind, bias = KINDS[config["architectures"][0]], config.get("attention_bias", False)
+  qkv_bias, o_bias, qk_norm = (bias if x is None else x for x in kind)
+  E, F, V, H = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"))
+  KV, D = config.get("num_key_value_heads") or H, config.get("head_dim") or E // H
+  shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, E)}
+  for i in range(config["num_hidden_layers"]):
+    linears = [(f"self_attn.{n}_proj", rows, E, qkv_bias) for n, rows in (("q", H * D), ("k", KV * D), ("v", KV * D))]
+    linears += [("self_attn.o_proj", E, H * D, o_bias)]
+    mlp_bias = config.get("mlp_bias", False)
+    linears += [(f"mlp.{n}_proj", *s, mlp_bias) for n, s in (("gate", (F, E)), ("up", (F, E)), ("down", (E, F)))]
+    for name, rows, columns, has_bias in linears:
+      shapes[f"model.layers.{i}.{name}.weight"] = (rows, columns)
+      if has_bias: shapes[f"model.layers.{i}.{name}.bias"] = (rows,)
+    for name in ("input_layernorm", "post_attention_layernorm"): shapes[f"model.layers.{i}.{name}.weight"] = (E,)
+    if qk_norm: shapes |= {f"model.layers.{i}.self_attn.{name}.weight": (D,) for name in ("q_norm", "k_norm")}
+  shapes["model.norm.weight"] = (E,)
+  if not config.get("tie_word_embeddings"): shapes["lm_head.weight"] = (V, E)
+  return shapes
+
+
+def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
+  """Logits of these weights have a deviation of about 2 and depend on all tokens before: greedy text is varied."""
+  rng, weights = np.random.default_rng(seed), {}
+  for name, shape in tensor_shapes(config).items():
+    x = rng.standard_normal(shape)
+    if name.endswith("norm.weight"): x = 1 + 0.1 * x
+    elif name.endswith(".bias"): x = 0.2 * x
+    elif name.startswith(("lm_head", "model.embed_tokens")): x = 2 * x / math.sqrt(shape[1])
+    else: x = 1.5 * x / math.sqrt(shape[1])
+    weights[name] = x.astype(np.float32)
+  return weights
+
+
+def to_bytes(x: np.ndarray, dtype: str) -> bytes:
+  if dtype == "bfloat16": return ((x.astype(np.float32).view(np.uint32) + 0x8000) >> 16).astype(np.uint16).tobytes()
+  return x.astype(dtype).tobytes()
+
+
+def write_safetensors(path: Path, weights: dict[str, np.ndarray], dtype: str = "float32") -> None:
+  """The format by hand: the header's length, the header, the data."""
+  header, start = {}, 0
+  parts = {name: to_bytes(x, dtype) for name, x in weights.items()}
+  for name, part in parts.items():
+    offsets = [start, start := start + len(part)]
+    header[name] = {"dtype": DTYPES.get(dtype, "I32"), "shape": list(weights[name].shape), "data_offsets": offsets}
+  text, data = json.dumps(header).encode(), b"".join(parts.values())
+  text += b" " * (-len(text) % 8)
+  path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def tiny_model(folder: Path, seed: int = 0, tokenizer: bool = True, shards: int = 1, dtype: str = "float32",
+               words: bool = False, **config_overrides: Any) -> Path:
+  """Write a tiny random model into `folder` as Hugging Face lays it out: config.json, safetensors (shards > 1: with an
+  index), tokenizer.model. words: greedy text is of letters, never of bytes or special tokens. config_overrides: keys of
+  config.json; None takes one out."""
+  folder = Path(folder)
+  folder.mkdir(parents=True, exist_ok=True)
+  config = tiny_config(**config_overrides)
+  (folder / "config.json").write_text(json.dumps(config))
+  weights = random_weights(config, seed)
+  if words: weights["lm_head.weight"][:259] = 0
+  if shards == 1: write_safetensors(folder / "model.safetensors", weights, dtype)
+  else:
+    files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
+    places = {name: files[i * shards // len(weights)] for i, name in enumerate(weights)}
+    for file in files: write_safetensors(folder / file, {n: weights[n] for n in weights if places[n] == file}, dtype)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+  if tokenizer: (folder / "tokenizer.model").write_bytes(sentencepiece_model())
+  return folder
+
+
+def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+  raw = path.read_bytes()
+  start = 8 + int.from_bytes(raw[:8], "little")
+  out = {}
+  for name, entry in json.loads(raw[8:start]).items():
+    if name == "__metadata__": continue
+    a, b = entry["data_offsets"]
+    kind = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[entry["dtype"]]
+    x = np.frombuffer(raw[start + a:start + b], kind)
+    if entry["dtype"] == "BF16": x = (x.astype(np.uint32) << 16).view(np.float32)
+    out[name] = x.reshape(entry["shape"]).astype(np.float64)
+  return out
+
+
+@functools.lru_cache(maxsize=8)
+def _load(folder: Path, stamp: tuple) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+  weights: dict[str, np.ndarray] = {}
+  for path in sorted(folder.glob("*.safetensors")): weights |= read_safetensors(path)
+  return json.loads((folder / "config.json").read_text()), weights
+
+
+def load(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+  """config.json and the weights in float64; kept until a file changes."""
+  files = sorted([*Path(folder).glob("*.safetensors"), Path(folder) / "config.json"])
+  return _load(Path(folder), tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files))
+
+
+def rope_frequencies(config: dict[str, Any], D: int) -> np.ndarray:
+  rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+  freqs = rope.get("rope_theta", config.get("rope_theta", 10000.0)) ** (-np.arange(0, D, 2) / D)
+  kind = rope.get("rope_type", rope.get("type", "default"))
+  if kind == "linear": return freqs / rope["factor"]
+  if kind == "llama3":
+    low, high, old = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    out = []
+    for f in freqs:
+      wavelength = 2 * math.pi / f
+      if wavelength < old / high: out.append(f)
+      elif wavelength > old / low: out.append(f / rope["factor"])
+      else:
+        smooth = (old / wavelength - low) / (high - low)
+        out.append((1 - smooth) * f / rope["factor"] + smooth * f)
+    return np.array(out)
+  return freqs
+
+
+def reference_logits(folder: Path, ids: list[int]) -> np.ndarray:
+  """Logits (T, V) in float64 of a whole text at once, from the files in `folder`."""
+  config, w = load(folder)
+  H, T, E = config["num_attention_heads"], len(ids), config["hidden_size"]
+  KV, D, eps = config.get("num_key_value_heads") or H, config.get("head_dim") or E // H, config["rms_norm_eps"]
+  angles = np.arange(T)[:, None] * rope_frequencies(config, D)   # (T, D/2)
+  cos, sin = (np.concatenate([f(angles)] * 2, 1)[:, None] for f in (np.cos, np.sin))   # (T, 1, D)
+
+  def norm(x: np.ndarray, name: str) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * w[f"{name}.weight"]
+
+  def linear(x: np.ndarray, name: str) -> np.ndarray: return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+  def rotate(x: np.ndarray) -> np.ndarray:
+    return x * cos + np.concatenate([-x[..., D // 2:], x[..., :D // 2]], -1) * sin
+
+  x = w["model.embed_tokens.weight"][ids]   # (T, E)
+  for i in range(config["num_hidden_layers"]):
+    p = f"model.layers.{i}."
+    h = norm(x, p + "input_layernorm")
+    q, k, v = (linear(h, f"{p}self_attn.{n}_proj").reshape(T, -1, D) for n in "qkv")
+    if p + "self_attn.q_norm.weight" in w: q, k = norm(q, p + "self_attn.q_norm"), norm(k, p + "self_attn.k_norm")
+    q, k = rotate(q), rotate(k)
+    k, v = np.repeat(k, H // KV, 1), np.repeat(v, H // KV, 1)   # (T, H, D)
+    scores = np.einsum("thd,shd->hts", q, k) / math.sqrt(D)
+    scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
+    a = np.exp(scores - scores.max(-1, keepdims=True))
+    x = x + linear(np.einsum("hts,shd->thd", a / a.sum(-1, keepdims=True), v).reshape(T, H * D), p + "self_attn.o_proj")
+    h = norm(x, p + "post_attention_layernorm")
+    gate, up = linear(h, p + "mlp.gate_proj"), linear(h, p + "mlp.up_proj")
+    x = x + linear(gate / (1 + np.exp(-gate)) * up, p + "mlp.down_proj")
+  return norm(x, "model.norm") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
+
+
+_greedy: dict[tuple, list[int]] = {}
+
+
+def reference_greedy(folder: Path, ids: list[int], n: int) -> list[int]:
+  """The next n ids, end tokens or not, each the best after the whole text before it. Answers are kept, and grown."""
+  out = _greedy.setdefault((Path(folder), (Path(folder) / "config.json").stat().st_mtime_ns, tuple(ids)), [])
+  while len(out) < n: out.append(int(reference_logits(folder, [*ids, *out])[-1].argmax()))
+  return out[:n]
+
+
+def reference_keep(logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0,
+                   min_p: float = 0.0) -> np.ndarray:
+  """Which of the (V,) tokens may be sampled: min_p, then top_k, then top_p over what top_k kept. Ties with the last one
+  kept are kept."""
+  p = reference_probabilities(logits, temperature)
+  keep = p >= min_p * p.max()
+  if 0 < top_k < keep.sum(): keep &= p >= np.sort(p[keep])[::-1][top_k - 1]
+  if top_p < 1.0:
+    best = np.sort(p[keep] / p[keep].sum())[::-1]
+    crossing = min(int(np.searchsorted(np.cumsum(best), top_p - 1e-9)), len(best) - 1)
+    keep &= p / p[keep].sum() >= best[crossing]
+  return keep
+
+
+def reference_probabilities(logits: np.ndarray, temperature: float) -> np.ndarray:
+  x = np.asarray(logits, np.float64) / temperature
+  p = np.exp(x - x.max())
+  return p / p.sum()
+
+
+def until(ids: list[int], ends: Iterable[int]) -> list[int]:
+  """Ids up to the first end token, with it."""
+  return next((ids[:i + 1] for i, x in enumerate(ids) if x in ends), ids)
+
+
+def engine_logits(engine: Any, ids: list[int], chunk: int) -> np.ndarray:
+  """Logits (T, V) that an idle engine's model gives for a text, `chunk` tokens at a time, through blocks 1, 2, ... of
+  its cache."""
+  from tinygrad import Tensor
+  runner, bs, out = engine.runner, engine.config.block_size, []
+  for start in range(0, len(ids), chunk):
+    n = min(chunk, len(ids) - start)
+    positions = np.arange(start, start + n)
+    batch = np.zeros((4, chunk), np.int32)   # id, position, slot, row; padding writes to block 0
+    batch[3] = engine.config.max_num_seqs
+    batch[0, :n], batch[1, :n], batch[2, :n], batch[3, :n] = ids[start:start + n], positions, bs + positions, 0
+    tensors = [Tensor(x.copy()).realize() for x in (*batch, np.arange(chunk, dtype=np.int32))]
+    blocks = runner.num_blocks.bind((start + n - 1) // bs) + 1
+    out.append(runner.model(*tensors, runner.rope, runner.caches, runner.table, blocks).numpy()[:n])
+  return np.concatenate(out)
+
+
+def same_outputs(got: list[Any], expected: list[Any]) -> None:
+  """Two lists of RequestOutputs tell the same story: prompts, ids, text and why they ended."""
+  def story(o: Any) -> tuple:
+    c = o.outputs[0]
+    return o.prompt, o.prompt_token_ids, c.token_ids, c.text, c.finish_reason, c.stop_reason, o.finished
+  assert len(got) == len(expected), f"{len(got)} outputs, {len(expected)} expected"
+  for i, (a, b) in enumerate(zip(got, expected, strict=True)): assert story(a) == story(b), f"output {i}"
+
+
+def check_pool(blocks: Any, tables: list[list[int]]) -> None:
+  """What must hold between a BlockManager and all the block tables there are."""
+  free, held = list(blocks.free_blocks), Counter(b for table in tables for b in table)
+  assert blocks.num_free == len(free) == len(set(free)), "a block is free twice"
+  assert blocks.num_free + blocks.num_used == blocks.num_blocks - 1
+  assert blocks.num_used == len(held), f"{blocks.num_used} blocks used, {len(held)} in tables"
+  assert 0 not in held and 0 not in free, "block 0 takes padding's writes"
+  assert max(held.values(), default=1) == 1, "a block in two tables"
+  assert not set(free) & set(held), "a block is free and held"
+  assert set(free) | set(held) == set(range(1, blocks.num_blocks)), "a block is lost"
+  assert [blocks.ref_counts[b] for b in range(blocks.num_blocks)] == [held[b] for b in range(blocks.num_blocks)]
+
+
+def check_scheduler(scheduler: Any, blocks: Any) -> None:
+  """What must hold between steps."""
+  seqs = [*scheduler.running, *scheduler.waiting]
+  assert len(set(seqs)) == len(seqs), "a sequence twice"
+  check_pool(blocks, [seq.block_table for seq in seqs])
+  for seq in seqs:
+    assert 0 <= seq.num_computed < len(seq.tokens), f"{seq.num_computed} of {len(seq.tokens)} tokens computed"
+    assert len(seq.block_table) * blocks.block_size >= seq.num_computed, "a computed token without a block"
+    assert seq.finish_reason is None, "finished, and still in the scheduler"
+  for seq in scheduler.waiting: assert not seq.block_table and seq.row is None and seq.num_computed == 0
+  rows = [seq.row for seq in scheduler.running]
+  assert None not in rows and sorted([*rows, *scheduler.free_rows]) == list(range(scheduler.config.max_num_seqs))
+  order = [(seq.priority, seq.arrival) for seq in scheduler.waiting]
+  assert order == sorted(order), "the queue is out of order"
+
+
+def check_invariants(engine: Any) -> None:
+  """Blocks, tables, counters and rows of an engine between two steps; an idle one holds no block."""
+  check_scheduler(engine.scheduler, engine.blocks)
+  if not engine.has_unfinished_requests(): assert engine.blocks.num_used == 0, "blocks held by nobody"

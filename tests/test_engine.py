@@ -1,0 +1,551 @@
+"""The engine's answers against a plain numpy LLaMA, alone, batched, chunked, preempted, streamed and aborted."""
+import logging
+import random
+import threading
+
+import numpy as np
+import pytest
+from reference import (
+  ENGINE,
+  SAMPLING_ENGINE,
+  check_invariants,
+  engine_logits,
+  reference_greedy,
+  reference_logits,
+  same_outputs,
+  tiny_model,
+  until,
+)
+
+from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams
+
+BS = ENGINE["block_size"]
+
+
+def greedy(n, **options): return SamplingParams(**{"temperature": 0.0, "max_tokens": n, "ignore_eos": True, **options})
+def tokens(*ids): return {"prompt_token_ids": list(ids)}
+def prompt(length, salt=0): return [3 + (7 * i + 5 * salt + i * i) % 300 for i in range(length)]
+def ids_of(output): return output.outputs[0].token_ids
+
+
+def run(engine, limit=2000):
+  """Step to the end, invariants after each step; the last output of each request."""
+  last = {}
+  for _ in range(limit):
+    if not engine.has_unfinished_requests(): return last
+    for output in engine.step(): last[output.request_id] = output
+    check_invariants(engine)
+  raise AssertionError(f"not finished after {limit} steps")
+
+
+# the numbers
+
+@pytest.mark.parametrize("length", [1, BS - 1, BS, BS + 1, 4 * BS - 1, 4 * BS, 4 * BS + 1])
+def test_greedy_ids_equal_the_reference(llm, folder, length):
+  output, = llm.generate(tokens(*prompt(length)), greedy(2 * BS + 1))
+  assert ids_of(output) == reference_greedy(folder, prompt(length), 2 * BS + 1)
+
+
+def test_decode_equals_prefill(llm):
+  for length in (BS - 1, BS, BS + 1):
+    decoded = ids_of(llm.generate(tokens(*prompt(length)), greedy(10))[0])
+    prefilled = [ids_of(llm.generate(tokens(*prompt(length), *decoded[:i]), greedy(1))[0])[0] for i in range(10)]
+    assert decoded == prefilled
+
+
+def test_logits_do_not_depend_on_the_chunks(llm, folder):
+  ids = prompt(3 * BS + 2)
+  for chunk in (4, 16):
+    np.testing.assert_allclose(engine_logits(llm, ids, chunk), reference_logits(folder, ids), atol=1e-4)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
+VARIANTS = {
+  "tied": {"tie_word_embeddings": True},
+  "as many k/v heads as heads": {"num_key_value_heads": None},
+  "one k/v head of 16": {"num_key_value_heads": 1, "head_dim": 16},
+  "all biases": {"attention_bias": True, "mlp_bias": True},
+  "rope llama3": {"rope_scaling": LLAMA3, "rope_theta": 500.0},
+  "rope linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+  "rope_parameters": {"rope_parameters": {**LLAMA3, "rope_theta": 300.0}, "rope_theta": None},
+  "Mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+  "Qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+  "Qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 12},
+  "odd sizes": {"hidden_size": 36, "head_dim": 6, "num_attention_heads": 6, "num_key_value_heads": 3,
+                "intermediate_size": 50, "vocab_size": 333, "num_hidden_layers": 3, "rms_norm_eps": 0.1},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_kind_of_model_equals_the_reference(tmp_path, variant):
+  """Graphs of 1 and 4 tokens: a prompt of 3 chunks, then decoding."""
+  variant_folder, ids = tiny_model(tmp_path, seed=1, **VARIANTS[variant]), prompt(12)
+  engine = LLM(variant_folder, max_model_len=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=4)
+  output, = engine.generate(tokens(*ids), greedy(12))
+  assert ids_of(output) == reference_greedy(variant_folder, ids, 12)
+  text = [*ids, *ids_of(output)]
+  np.testing.assert_allclose(engine_logits(engine, text, 4), reference_logits(variant_folder, text), atol=1e-4)
+
+
+def test_enforce_eager_equals_captured(llm, folder):
+  eager = LLM(folder, enforce_eager=True, **ENGINE)
+  jobs = [tokens(*prompt(4)), tokens(*prompt(12, 1))]
+  same_outputs(eager.generate(jobs, greedy(4)), llm.generate(jobs, greedy(4)))
+  assert not eager.runner.graphs
+
+
+# batches
+
+def test_batched_equals_alone_in_any_arrival_order(llm, folder):
+  jobs = {str(i): (prompt(1 + 5 * i, i), 4 + 3 * i) for i in range(8)}
+  rng = random.Random(0)
+  for _ in range(4):
+    order, outputs = rng.sample(sorted(jobs), len(jobs)), {}
+    while order or llm.has_unfinished_requests():
+      for request_id in [order.pop() for _ in range(min(len(order), rng.randrange(3)))]:
+        llm.add_request(request_id, tokens(*jobs[request_id][0]), greedy(jobs[request_id][1]))
+      outputs |= {output.request_id: output for output in llm.step()}
+      check_invariants(llm)
+    assert {i: ids_of(o) for i, o in outputs.items()} == {i: reference_greedy(folder, *job) for i, job in jobs.items()}
+
+
+@pytest.mark.parametrize("budget", [7, 64])
+def test_chunked_equals_whole(llm, folder, budget):
+  """A prompt of 40 tokens in chunks of 7, in chunks of 16, and whole."""
+  other = LLM(folder, **{**ENGINE, "max_num_batched_tokens": budget})
+  jobs = [tokens(*prompt(40, salt)) for salt in range(2)]
+  expected = [reference_greedy(folder, job["prompt_token_ids"], 6) for job in jobs]
+  for engine in (other, llm): assert [ids_of(engine.generate(job, greedy(6))[0]) for job in jobs] == expected
+
+
+def test_outputs_come_in_the_prompts_order_each_with_its_own_params(llm, folder):
+  jobs, lengths = [prompt(3 + i, i) for i in range(9)], [9, 1, 7, 3, 8, 2, 5, 4, 6]
+  outputs = llm.generate([tokens(*job) for job in jobs], [greedy(n) for n in lengths])
+  assert [o.prompt_token_ids for o in outputs] == jobs
+  assert [ids_of(o) for o in outputs] == [reference_greedy(folder, *job) for job in zip(jobs, lengths, strict=True)]
+  assert all(o.finished and o.outputs[0].finish_reason == "length" and isinstance(o, RequestOutput) for o in outputs)
+
+
+def test_prompts_may_be_text_a_dict_or_ids_and_one_or_many(llm):
+  text = "the cat sat"
+  ids = llm.tokenizer.encode(text)
+  several = llm.generate([text, {"prompt": text}, tokens(*ids)], greedy(5))
+  assert len({tuple(ids_of(o)) for o in several}) == 1 and [o.prompt for o in several] == [text, text, None]
+  assert all(o.prompt_token_ids == ids for o in several)
+  same_outputs(llm.generate(text, greedy(5)), several[:1])
+  assert llm.generate([], greedy(5)) == []
+
+
+def test_one_token_is_one_prefill(llm, folder):
+  steps = llm.totals["steps"]
+  output, = llm.generate(tokens(*prompt(9)), greedy(1))
+  assert ids_of(output) == reference_greedy(folder, prompt(9), 1) and llm.totals["steps"] == steps + 1
+
+
+def test_the_models_length_ends_a_request(llm, folder):
+  ids = prompt(ENGINE["max_model_len"] - 3)
+  output, = llm.generate(tokens(*ids), greedy(50))
+  assert ids_of(output) == reference_greedy(folder, ids, 3) and output.outputs[0].finish_reason == "length"
+
+
+def test_a_long_prompt_never_stalls_running_streams(llm):
+  for i in range(2): llm.add_request(f"stream-{i}", tokens(*prompt(3, i)), greedy(40))
+  llm.step()
+  llm.add_request("long", tokens(*prompt(100)), greedy(2))
+  steps = 0
+  while True:
+    seen = {output.request_id: len(ids_of(output)) for output in llm.step()}
+    steps += 1
+    assert seen["stream-0"] == seen["stream-1"] == steps + 1, "each running stream gets a token in every step"
+    if "long" in seen: break
+  assert steps == -(-100 // (ENGINE["max_num_batched_tokens"] - 2)), "chunks fill what the decodes leave"
+  run(llm)
+
+
+def test_the_number_of_graphs_is_constant_after_warm_up(llm):
+  jobs = [tokens(*prompt(1 + i, i)) for i in range(24)]
+  llm.generate(jobs, greedy(9))
+  for n in (1, 2, 4, 8, 16): llm.generate(tokens(*prompt(n)), greedy(1))
+  before = len(llm.runner.graphs)
+  llm.generate(jobs[::-1], [greedy(1 + i % 7) for i in range(24)])
+  llm.generate([tokens(*prompt(90))] * 7, greedy(11))
+  assert len(llm.runner.graphs) == before
+  assert sum(greedy_only for _, greedy_only in llm.runner.graphs) == 5
+
+
+# preemption and a full pool
+
+def test_preempted_equals_not_preempted_with_invariants_after_each_step(small_llm, folder):
+  before, jobs = small_llm.get_metrics()["num_preemptions"], [prompt(5 + i, i) for i in range(6)]
+  for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(24))
+  outputs = run(small_llm)
+  assert small_llm.get_metrics()["num_preemptions"] > before, "the pool was meant to be too small for all at once"
+  assert [ids_of(outputs[str(i)]) for i in range(6)] == [reference_greedy(folder, job, 24) for job in jobs]
+
+
+def test_the_newest_is_preempted_and_the_oldest_never(small_llm):
+  for i in range(3): small_llm.add_request(str(i), tokens(*prompt(13, i)), greedy(20))
+  finished, lengths = [], {"0": 0}
+  while small_llm.has_unfinished_requests():
+    outputs = {o.request_id: o for o in small_llm.step()}
+    check_invariants(small_llm)
+    finished += [i for i, o in sorted(outputs.items()) if o.finished]
+    if "0" not in finished: assert "0" in outputs, "the oldest gets a token in every step"
+    lengths |= {i: len(ids_of(o)) for i, o in outputs.items()}
+  assert finished == ["0", "1", "2"] and set(lengths.values()) == {20}
+
+
+def test_a_lone_request_that_outgrows_the_pool_ends_with_length_and_a_warning(small_llm, folder, caplog):
+  with caplog.at_level(logging.WARNING, "tinyvllm"): output, = small_llm.generate(tokens(*prompt(30)), greedy(60))
+  assert output.outputs[0].finish_reason == "length" and output.finished
+  assert ids_of(output) == reference_greedy(folder, prompt(30), 60)[:len(ids_of(output))]
+  assert 12 * BS - 30 <= len(ids_of(output)) <= 12 * BS - 30 + 1, "all of the pool is used"
+  assert any("num_gpu_blocks_override" in r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+  check_invariants(small_llm)
+
+
+def test_every_request_ends_in_bounded_steps_in_a_pool_too_small_for_any_two(small_llm, folder):
+  jobs = [prompt(n, n) for n in (40, 46, 33, 44)]
+  for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(100))
+  outputs = run(small_llm, limit=4 * 40)
+  for i, job in enumerate(jobs):
+    ids = ids_of(outputs[str(i)])
+    assert ids and ids == reference_greedy(folder, job, len(ids))
+
+
+# aborts, streams, threads
+
+def test_abort_frees_the_blocks_of_waiting_and_running_requests(small_llm, folder):
+  for i in range(4): small_llm.add_request(str(i), tokens(*prompt(20, i)), greedy(20))
+  small_llm.step()
+  small_llm.step()
+  metrics = small_llm.get_metrics()
+  assert metrics["num_requests_running"] == 2 and metrics["num_requests_waiting"] == 2
+  small_llm.abort_request("3")   # waiting
+  small_llm.abort_request("0")   # running
+  small_llm.abort_request("0")
+  small_llm.abort_request("unknown")
+  check_invariants(small_llm)
+  outputs = run(small_llm)
+  assert set(outputs) == {"1", "2"}, "nothing more is heard of the aborted"
+  assert all(ids_of(outputs[i]) == reference_greedy(folder, prompt(20, int(i)), 20) for i in ("1", "2"))
+  small_llm.add_request("0", tokens(5), greedy(1))   # its name is free again
+  run(small_llm)
+
+
+def test_a_stream_joined_equals_generate(words_llm, llm):
+  for engine in (words_llm, llm):
+    job = tokens(*prompt(7))
+    whole, parts = engine.generate(job, greedy(40))[0].outputs[0], list(engine.generate_stream(job, greedy(40)))
+    assert "".join(p.outputs[0].text for p in parts) == whole.text
+    assert [i for p in parts for i in ids_of(p)] == whole.token_ids
+    assert all(len(ids_of(p)) == 1 for p in parts) and [p.finished for p in parts] == [False] * 39 + [True]
+    assert parts[-1].outputs[0].finish_reason == "length" and parts[0].outputs[0].finish_reason is None
+
+
+def test_step_gives_all_text_so_far(words_llm):
+  words_llm.add_request("a", tokens(*prompt(7)), greedy(12))
+  texts = []
+  while words_llm.has_unfinished_requests(): texts += [o.outputs[0].text for o in words_llm.step()]
+  expected = words_llm.generate(tokens(*prompt(7)), greedy(12))[0].outputs[0].text
+  assert texts[-1] == expected and len(texts) == 12
+  assert all(after.startswith(before) for before, after in zip(texts, texts[1:], strict=False))
+
+
+def test_interleaved_streams_each_get_their_own_text(llm, folder):
+  streams = [llm.generate_stream(tokens(*prompt(4, i)), greedy(12 + i)) for i in range(3)]
+  got = [[] for _ in streams]
+  rng, live = random.Random(1), {0, 1, 2}
+  while live:
+    i = rng.choice(sorted(live))
+    output = next(streams[i], None)
+    if output is None: live.remove(i)
+    else: got[i] += ids_of(output)
+    check_invariants(llm)
+  assert got == [reference_greedy(folder, prompt(4, i), 12 + i) for i in range(3)]
+
+
+def test_a_stream_read_late_loses_nothing(llm, folder):
+  """Another stream's steps bring the request to its end while its reader waits."""
+  slow, fast = (llm.generate_stream(tokens(*prompt(4, i)), greedy(n)) for i, n in enumerate((6, 30)))
+  got = [next(slow)]
+  assert sum(len(ids_of(o)) for o in fast) == 30
+  got += slow
+  assert [i for o in got for i in ids_of(o)] == reference_greedy(folder, prompt(4), 6)
+  assert [o.finished for o in got].count(True) == 1 and got[-1].outputs[0].finish_reason == "length"
+  assert "".join(o.outputs[0].text for o in got) == llm.generate(tokens(*prompt(4)), greedy(6))[0].outputs[0].text
+
+
+def test_a_stream_beside_generate_loses_nothing(llm, folder):
+  stream = llm.generate_stream(tokens(*prompt(4)), greedy(6))
+  got = [next(stream)]
+  assert ids_of(llm.generate(tokens(*prompt(5)), greedy(20))[0]) == reference_greedy(folder, prompt(5), 20)
+  assert [i for o in [*got, *stream] for i in ids_of(o)] == reference_greedy(folder, prompt(4), 6)
+
+
+def test_threads_share_an_engine(llm, folder):
+  jobs, results = [(prompt(3 + i, i), 10 + 3 * i) for i in range(4)], {}
+
+  def work(i):
+    ids, n = jobs[i]
+    if i % 2: results[i] = ids_of(llm.generate(tokens(*ids), greedy(n), use_tqdm=False)[0])
+    else: results[i] = [x for o in llm.generate_stream(tokens(*ids), greedy(n)) for x in ids_of(o)]
+  threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(4)]
+  for thread in threads: thread.start()
+  for thread in threads: thread.join(120)
+  assert not any(thread.is_alive() for thread in threads)
+  assert results == {i: reference_greedy(folder, *job) for i, job in enumerate(jobs)}
+  check_invariants(llm)
+
+
+def test_closing_a_stream_aborts_its_request(llm):
+  stream = llm.generate_stream(tokens(*prompt(9)), greedy(50))
+  next(stream)
+  assert llm.has_unfinished_requests() and llm.get_metrics()["blocks_used"] > 0
+  stream.close()
+  assert not llm.has_unfinished_requests() and llm.get_metrics()["blocks_used"] == 0
+
+
+def test_a_stream_whose_request_is_aborted_ends_with_abort(llm):
+  stream = llm.generate_stream(tokens(*prompt(9)), greedy(50))
+  first = next(stream)
+  llm.abort_request(first.request_id)
+  last = list(stream)[-1]
+  assert last.finished and last.outputs[0].finish_reason == "abort" and last.outputs[0].token_ids == []
+  check_invariants(llm)
+
+
+def test_an_error_in_the_model_reaches_the_caller_and_leaves_nothing_behind(llm, folder, monkeypatch):
+  def fail(batch): raise RuntimeError("device lost")
+  with monkeypatch.context() as patched:
+    patched.setattr(llm.runner, "run", fail)
+    with pytest.raises(RuntimeError, match="device lost"): llm.generate(tokens(*prompt(5)), greedy(5))
+  check_invariants(llm)
+  assert ids_of(llm.generate(tokens(*prompt(5)), greedy(5))[0]) == reference_greedy(folder, prompt(5), 5)
+
+
+# priorities
+
+@pytest.fixture(scope="module")
+def priority_llm(folder): return LLM(folder, num_gpu_blocks_override=13, scheduling_policy="priority", **ENGINE)
+
+
+def test_lower_priority_numbers_go_first_and_equal_ones_in_order_of_arrival(priority_llm, folder):
+  priorities = {"a": 3, "b": 1, "c": 2, "d": 0, "e": 1}
+  for i, (name, priority) in enumerate(priorities.items()):
+    priority_llm.add_request(name, tokens(*prompt(30, i)), greedy(3), priority=priority)   # one fills most of the pool
+  finished, last = [], {}
+  while priority_llm.has_unfinished_requests():
+    for output in priority_llm.step():
+      last[output.request_id] = output
+      if output.finished: finished.append(output.request_id)
+    check_invariants(priority_llm)
+  assert finished == ["d", "b", "e", "c", "a"]
+  assert all(ids_of(last[name]) == reference_greedy(folder, prompt(30, i), 3) for i, name in enumerate(priorities))
+
+
+def test_the_lowest_priority_is_preempted(priority_llm, folder):
+  for i, (name, priority) in enumerate({"low": 9, "high": 0}.items()):
+    priority_llm.add_request(name, tokens(*prompt(18, i)), greedy(20), priority=priority)
+  finished, last = [], {}
+  while priority_llm.has_unfinished_requests():
+    for output in priority_llm.step():
+      last[output.request_id] = output
+      if output.finished: finished.append(output.request_id)
+    check_invariants(priority_llm)
+  assert finished == ["high", "low"] and priority_llm.get_metrics()["num_preemptions"] > 0
+  assert [ids_of(last[n]) for n in ("low", "high")] == [reference_greedy(folder, prompt(18, i), 20) for i in range(2)]
+
+
+def test_negative_priorities_are_ints_too(priority_llm):
+  priority_llm.add_request("a", tokens(5), greedy(1), priority=-3)
+  assert [o.request_id for o in priority_llm.step()] == ["a"]
+
+
+# random operations
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_adds_steps_and_aborts_give_the_reference(small_llm, folder, seed):
+  rng, jobs, last, aborted, number = random.Random(seed), {}, {}, set(), 0
+  prompts = [prompt(n, n) for n in (1, 3, 4, 5, 8, 15, 16, 17, 22, 31)]
+  for _ in range(300):
+    what = rng.random()
+    if what < 0.25 and len(jobs) - len(last) < 12:
+      jobs[str(number)] = job = (rng.choice(prompts), rng.choice((1, 2, 5, 16)), rng.random() < 0.5)
+      small_llm.add_request(str(number), tokens(*job[0]), greedy(job[1], ignore_eos=job[2]))
+      number += 1
+    elif what < 0.30 and (live := [i for i in jobs if i not in aborted and not (i in last and last[i].finished)]):
+      aborted.add(victim := rng.choice(live))
+      small_llm.abort_request(victim)
+    else: last |= {o.request_id: o for o in small_llm.step()}
+    check_invariants(small_llm)
+  last |= run(small_llm)
+  for i, (ids, n, ignore_eos) in jobs.items():
+    expected = until(reference_greedy(folder, ids, n), () if ignore_eos else (2,))
+    if i in aborted: assert i not in last or ids_of(last[i]) == expected[:len(ids_of(last[i]))]
+    else: assert ids_of(last[i]) == expected and last[i].finished
+  assert aborted and len(jobs) > 40
+
+
+# when to stop
+
+@pytest.fixture(scope="module")
+def story(words_llm):
+  """A text, the ids and the piece of text that each of its tokens brought."""
+  parts = list(words_llm.generate_stream(tokens(*prompt(7, 1)), greedy(24)))
+  pieces = [p.outputs[0].text for p in parts]
+  assert sum(len(p) > 1 for p in pieces) > 6, "a story of longer pieces"
+  return "".join(pieces), [i for p in parts for i in ids_of(p)], pieces
+
+
+def stopped(engine, **options):
+  """The same request by generate and by stream: its completion, and the stream's pieces of text."""
+  job, params = tokens(*prompt(7, 1)), greedy(24, **options)
+  whole, parts = engine.generate(job, params)[0].outputs[0], list(engine.generate_stream(job, params))
+  pieces, last = [p.outputs[0].text for p in parts], parts[-1].outputs[0]
+  assert "".join(pieces) == whole.text and [i for p in parts for i in ids_of(p)] == whole.token_ids
+  assert (last.finish_reason, last.stop_reason) == (whole.finish_reason, whole.stop_reason)
+  return whole, pieces
+
+
+def across(pieces, after=4):
+  """A stop string that begins within one token's text and ends within a later one's, and the tokens until then."""
+  for i in range(after, len(pieces) - 3):
+    stop = pieces[i][-1:] + pieces[i + 1] + pieces[i + 2][:1]
+    if pieces[i + 1] and "".join(pieces).find(stop) == len("".join(pieces[:i + 1])) - 1: return stop, i + 3
+  raise AssertionError("no such place in this story")
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_split_over_tokens_ends_the_text(words_llm, story, include):
+  text, ids, pieces = story
+  stop, n = across(pieces)
+  got, _ = stopped(words_llm, stop=stop, include_stop_str_in_output=include)
+  at = text.index(stop)
+  assert got.text == text[:at + len(stop) * include] and got.token_ids == ids[:n]
+  assert (got.finish_reason, got.stop_reason) == ("stop", stop)
+
+
+def test_a_stop_string_is_never_shown_in_a_stream(words_llm, story):
+  text, _, pieces = story
+  stop, _ = across(pieces)
+  shown = ""
+  for output in words_llm.generate_stream(tokens(*prompt(7, 1)), greedy(24, stop=[stop])):
+    shown += output.outputs[0].text
+    assert text.startswith(shown) and len(shown) <= text.index(stop)
+
+
+def test_a_stop_string_at_the_very_end(words_llm, story):
+  text, ids, _ = story
+  stop = text[-3:]
+  assert text.index(stop) == len(text) - 3
+  got, _ = stopped(words_llm, stop=[stop])
+  assert got.text == text[:-3] and got.token_ids == ids and (got.finish_reason, got.stop_reason) == ("stop", stop)
+
+
+def test_of_two_stop_strings_the_earliest_wins(words_llm, story):
+  text, _, pieces = story
+  stop, _ = across(pieces)
+  at = text.index(stop)
+  late = text[at + 1:at + len(stop)]   # ends with the same character, begins after it
+  assert text.index(late) == at + 1
+  got, _ = stopped(words_llm, stop=[late, stop])
+  assert got.text == text[:at] and got.stop_reason == stop
+
+
+def test_text_held_back_for_a_stop_string_that_does_not_come_is_flushed_once(words_llm, story):
+  text, ids, _ = story
+  got, shown = stopped(words_llm, stop=[text[-2:] + "#", text[4:9] + "#"])
+  assert got.text == text and got.token_ids == ids and (got.finish_reason, got.stop_reason) == ("length", None)
+  assert shown[-1].endswith(text[-2:])
+
+
+def test_a_stop_string_in_the_prompt_does_not_count(words_llm):
+  text = "the cat sat on the mat"
+  assert words_llm.generate(text, greedy(5, stop="cat"))[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_token_is_in_the_ids_and_not_in_the_text(words_llm, story, include):
+  text, ids, pieces = story
+  n = next(i for i in range(4, 24) if ids.index(ids[i]) == i and pieces[i])
+  got, _ = stopped(words_llm, stop_token_ids=[ids[n], 300], include_stop_str_in_output=include)
+  assert got.token_ids == ids[:n + 1] and got.text == "".join(pieces[:n + include])
+  assert (got.finish_reason, got.stop_reason) == ("stop", ids[n])
+
+
+@pytest.fixture(scope="module")
+def eos_llm(tmp_path_factory, folder):
+  """The common model, whose generation_config.json names the 4th and 7th token that follow prompt(5) as end tokens."""
+  copy = tiny_model(tmp_path_factory.mktemp("eos"))
+  ids = reference_greedy(folder, prompt(5), 7)
+  assert len(set(ids)) == 7
+  (copy / "generation_config.json").write_text(f'{{"eos_token_id": [{ids[6]}, {ids[3]}]}}')
+  return LLM(copy, **SAMPLING_ENGINE)
+
+
+def test_any_of_several_end_tokens_ends_the_text(eos_llm, folder):
+  expected = reference_greedy(folder, prompt(5), 20)
+  got = eos_llm.generate(tokens(*prompt(5)), greedy(20, ignore_eos=False))[0].outputs[0]
+  assert got.token_ids == expected[:4] and (got.finish_reason, got.stop_reason) == ("stop", None)
+  assert got.text == eos_llm.generate(tokens(*prompt(5)), greedy(3))[0].outputs[0].text, "an end token has no text"
+
+
+def test_ignore_eos_goes_on(eos_llm, folder):
+  got = eos_llm.generate(tokens(*prompt(5)), greedy(20))[0].outputs[0]
+  assert got.token_ids == reference_greedy(folder, prompt(5), 20) and got.finish_reason == "length"
+
+
+def test_min_tokens_holds_end_tokens_and_stop_ids_back(eos_llm, folder):
+  ends = {reference_greedy(folder, prompt(5), 7)[i] for i in (3, 6)} | {77}
+  ids = prompt(5)
+  for i in range(12):
+    logits = reference_logits(folder, ids)[-1]
+    if i < 6: logits[list(ends)] = -np.inf
+    ids.append(int(logits.argmax()))
+  expected = until(ids[5 + 6:], ends)
+  params = greedy(12, ignore_eos=False, min_tokens=6, stop_token_ids=[77])
+  got = eos_llm.generate(tokens(*prompt(5)), params)[0].outputs[0]
+  assert got.token_ids == ids[5:5 + 6] + expected
+  assert not ends & set(got.token_ids[:6])
+
+
+def test_a_stop_string_before_min_tokens_does_not_end_the_text(words_llm, story):
+  text, ids, pieces = story
+  stop, n = across(pieces)
+  assert text.count(stop) == 1
+  got, _ = stopped(words_llm, stop=stop, min_tokens=n)
+  assert got.text == text and got.token_ids == ids and got.finish_reason == "length"
+
+
+# metrics
+
+def test_a_requests_metrics_follow_its_events(llm):
+  output, = llm.generate(tokens(*prompt(20)), greedy(5))
+  m = output.metrics
+  assert m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.finished_time and m.num_generated == 5
+  assert m.ttft == m.first_token_time - m.arrival_time and m.latency == m.finished_time - m.arrival_time
+  assert m.queue_time == m.first_scheduled_time - m.arrival_time
+  assert m.tpot == pytest.approx((m.finished_time - m.first_token_time) / 4) and m.tpot > 0
+  assert llm.generate(tokens(5), greedy(1))[0].metrics.tpot is None, "one token has no time per token after the first"
+
+
+def test_the_engines_metrics_equal_the_counts_the_caller_saw(folder):
+  engine = LLMEngine(folder, **ENGINE)
+  idle = engine.get_metrics()
+  assert idle["tokens_per_second"] == 0 and idle["generation_tokens"] == 0 and idle["blocks_used"] == 0
+  for i in range(3): engine.add_request(str(i), tokens(*prompt(2 + i)), greedy(4 + i))
+  assert engine.get_metrics()["num_requests_waiting"] == 3
+  engine.step()
+  metrics = engine.get_metrics()
+  assert metrics["num_requests_running"] == 3 and metrics["num_requests_waiting"] == 0 and metrics["blocks_used"] == 3
+  steps = 1
+  while engine.has_unfinished_requests():
+    engine.step()
+    steps += 1
+  m = engine.get_metrics()
+  assert m["prompt_tokens"] == 2 + 3 + 4 and m["generation_tokens"] == 4 + 5 + 6 and m["requests_finished"] == 3
+  assert steps == 6 and m["mean_batch_size"] == pytest.approx(15 / 6)
+  assert m["tokens_per_second"] > 0 and m["requests_per_second"] == pytest.approx(m["tokens_per_second"] * 3 / 15)
+  assert m["blocks_used"] == 0 and m["blocks_free"] == engine.blocks.num_blocks - 1 and m["num_preemptions"] == 0

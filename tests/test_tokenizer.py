@@ -1,0 +1,231 @@
+"""Text to ids and back with every kind of tokenizer, and decoding as tokens arrive."""
+import json
+import random
+
+import pytest
+import tokenizers
+from reference import VOCAB, sentencepiece_model
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+
+from tinyvllm.tokenizer import StreamDecoder, gguf_tokenizer, load_tokenizer
+
+TEXTS = ["the cat sat on the mat", "hello world, 12 3456!", "tabs\tand\nnew lines\n\n", "日本語 and ελληνικά",
+         "\U0001f469\u200d\U0001f467 emoji \U0001f642\U0001f642 e\u0301 \u00e9", "  two  spaces  ", "x",
+         "1 + 1 = 2; f(x) -> y"]
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" \
+       "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+
+
+def byte_level_bpe():
+  """A byte-level BPE trained on TEXTS, whose first ids are SPECIALS."""
+  model = tokenizers.Tokenizer(models.BPE())
+  model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  model.decoder = decoders.ByteLevel()
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False)
+  model.train_from_iterator(TEXTS * 3, trainer)
+  return model
+
+
+@pytest.fixture(scope="module")
+def spm(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("spm")
+  (folder / "tokenizer.model").write_bytes(sentencepiece_model())
+  return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("bpe")
+  byte_level_bpe().save(str(folder / "tokenizer.json"))
+  names = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": CHAT}
+  (folder / "tokenizer_config.json").write_text(json.dumps(names))
+  return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def gguf():
+  """The same BPE, from a GGUF's metadata."""
+  trained = json.loads(byte_level_bpe().to_str())["model"]
+  vocab = sorted(trained["vocab"], key=trained["vocab"].get)
+  merges = [" ".join(m) if isinstance(m, list) else m for m in trained["merges"]]
+  kinds = [3 if t in SPECIALS else 1 for t in vocab]
+  ggml = {"model": "gpt2", "pre": "gpt-2", "tokens": vocab, "merges": merges, "token_type": kinds, "bos_token_id": 0,
+          "eos_token_id": 2}
+  names = {f"tokenizer.ggml.{k}": v for k, v in ggml.items()}
+  return gguf_tokenizer({"general.architecture": "llama", "tokenizer.chat_template": CHAT, **names})
+
+
+@pytest.fixture(params=["spm", "bpe", "gguf"])
+def tokenizer(request): return request.getfixturevalue(request.param)
+
+
+def rewritten(tmp_path, tokenizer_config, post_processor=None):
+  model = byte_level_bpe()
+  if post_processor: model.post_processor = post_processor
+  model.save(str(tmp_path / "tokenizer.json"))
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+  return load_tokenizer(tmp_path)
+
+
+def streamed(tokenizer, ids, prompt=(), skip=True):
+  """The pieces that come token by token, and what the end brings."""
+  decoder = StreamDecoder(tokenizer, list(prompt), skip)
+  return [*(decoder.push(i) for i in ids), decoder.flush()]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_survives_a_round_trip(tokenizer, text):
+  ids = tokenizer.encode(text)
+  assert ids and all(isinstance(i, int) for i in ids)
+  assert tokenizer.decode(ids) == text
+
+
+def test_a_ggufs_tokenizer_gives_the_same_ids_as_tokenizer_json(bpe, gguf):
+  for text in [*TEXTS, "".join(TEXTS)]: assert gguf.encode(text, False) == bpe.encode(text, False)
+
+
+def test_sentencepiece_begins_with_bos_once_and_ends_without_eos(spm):
+  ids = spm.encode("hello")
+  assert ids[0] == 1 and 1 not in ids[1:] and 2 not in ids
+  assert spm.encode("hello", add_special_tokens=False) == ids[1:]
+  assert spm.encode("<s>hello").count(1) == 1, "a BOS in the text is the BOS"
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_bos_is_as_tokenizer_config_says(tmp_path, add_bos):
+  (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": add_bos}))
+  assert (load_tokenizer(tmp_path).encode("hello")[0] == 1) is add_bos
+
+
+def test_bos_of_a_tokenizer_json_is_as_its_files_say(tmp_path, bpe):
+  assert bpe.encode("the cat") == bpe.encode("the cat", False), "no post-processor, no add_bos_token"
+  names = {"bos_token": "<|endoftext|>"}
+  bos = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+  assert rewritten(tmp_path, names, bos).encode("the cat") == [0, *bpe.encode("the cat")]
+  assert rewritten(tmp_path, {**names, "add_bos_token": True}).encode("the cat") == [0, *bpe.encode("the cat")]
+  assert rewritten(tmp_path, {**names, "add_bos_token": False}, bos).encode("the cat") == bpe.encode("the cat")
+
+
+def test_special_tokens_are_ids_in_a_prompt_and_left_out_of_text(tokenizer):
+  special = "</s>" if "</s>" in tokenizer.specials else "<|im_end|>"
+  number = tokenizer.specials[special]
+  ids = tokenizer.encode(f"the cat{special}")
+  assert ids.count(number) == 1 and ids[-1] == number
+  assert tokenizer.decode(ids) == "the cat"
+  assert tokenizer.decode(ids, skip_special_tokens=False).endswith(f"the cat{special}")
+
+
+def test_added_tokens_of_a_tokenizer_config_are_special(tmp_path):
+  (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+  added = {str(VOCAB): {"content": "<|im_end|>", "special": True}}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+  tokenizer = load_tokenizer(tmp_path)
+  ids = tokenizer.encode("hello<|im_end|>")
+  assert ids[-1] == VOCAB and tokenizer.decode(ids) == "hello"
+  assert tokenizer.decode(ids, skip_special_tokens=False).endswith("hello<|im_end|>")
+
+
+# chat
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def test_a_chat_templates_special_tokens_become_ids(bpe, gguf):
+  messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
+  for tokenizer in (bpe, gguf):
+    text = tokenizer.apply_chat_template(messages)
+    expected = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>assistant\n"
+    assert text == expected
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids.count(tokenizer.specials["<|im_start|>"]) == 3 and ids.count(tokenizer.specials["<|im_end|>"]) == 2
+
+
+def test_a_template_may_stand_in_a_file_of_its_own(tmp_path):
+  (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+  template = "{{ bos_token }}{% for m in messages %}\n  {{ m.content }}{{ eos_token }}\n{% endfor %}\n"
+  (tmp_path / "chat_template.jinja").write_text(template)
+  text = load_tokenizer(tmp_path).apply_chat_template(HI, add_generation_prompt=False)
+  assert text.startswith("<s>") and "hi</s>" in text
+
+
+def test_no_chat_template_is_an_error_that_says_so(spm):
+  with pytest.raises(ValueError, match="no chat template.*generate"): spm.apply_chat_template(HI)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{% if %}",
+                                      "{{ messages[0].content.x.y }}", "{{ ''.__class__.__mro__ }}"])
+def test_a_template_that_refuses_or_is_broken_or_reaches_out_is_a_value_error(tmp_path, template):
+  with pytest.raises(ValueError, match="chat template") as e:
+    rewritten(tmp_path, {"chat_template": template}).apply_chat_template(HI)
+  if "alternate" in template: assert "roles must alternate" in str(e.value)
+
+
+# decoding as tokens arrive
+
+@pytest.mark.parametrize("seed", range(40))
+def test_streamed_text_joined_is_the_text_decoded_at_once(tokenizer, seed):
+  rng = random.Random(seed)
+  words = [i for text in TEXTS for i in tokenizer.encode(text, False)]
+  n = rng.choice((1, 5, 17, 60))
+  ids = [rng.choice(words) if rng.random() < 0.5 else rng.randrange(3, VOCAB) for _ in range(n)]
+  for skip in (True, False): assert "".join(streamed(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip)
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "".join(TEXTS) * 3])
+def test_half_a_character_is_never_shown_and_shown_text_never_changes(tokenizer, text):
+  ids = tokenizer.encode(text, False)
+  pieces = streamed(tokenizer, ids)
+  assert "".join(pieces) == tokenizer.decode(ids) and pieces[-1] == ""
+  assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_an_emoji_split_over_tokens_comes_when_its_last_byte_comes(spm, bpe):
+  for tokenizer in (spm, bpe):
+    ids = tokenizer.encode("🙃", False)[-4:]   # bytes: no text that was trained on has it
+    pieces = streamed(tokenizer, ids, prompt=tokenizer.encode("a"))
+    assert len(ids) >= 2 and pieces == [""] * (len(ids) - 1) + ["🙃", ""]
+
+
+def test_half_a_character_at_the_end_is_shown_as_decoding_shows_it(spm):
+  ids = spm.encode("🙃", False)[-4:-1]
+  pieces = streamed(spm, ids)
+  assert pieces[:-1] == [""] * 3 and pieces[-1] == spm.decode(ids) != ""
+
+
+def test_text_goes_on_after_the_prompt_with_its_space(spm, bpe):
+  for tokenizer in (spm, bpe):
+    prompt, text = tokenizer.encode("the cat"), tokenizer.encode("the cat sat on the mat")
+    assert text[:len(prompt)] == prompt
+    assert "".join(streamed(tokenizer, text[len(prompt):], prompt=prompt)) == " sat on the mat"
+
+
+def test_special_tokens_in_a_stream_are_shown_only_when_asked_for(bpe):
+  ids = [*bpe.encode("the cat"), bpe.specials["<|im_end|>"], *bpe.encode(" sat")]
+  assert "".join(streamed(bpe, ids)) == "the cat sat"
+  assert "".join(streamed(bpe, ids, skip=False)) == "the cat<|im_end|> sat"
+
+
+def test_a_long_run_of_special_tokens_does_not_eat_the_space_behind_it(spm):
+  ids = [*spm.encode("the cat", False), *[2] * 30, *spm.encode("the mat", False)]
+  assert "".join(streamed(spm, ids)) == spm.decode(ids)
+
+
+# files
+
+def test_a_folder_without_a_tokenizer_is_an_error_naming_it(tmp_path):
+  with pytest.raises(ValueError, match=f"{tmp_path}.*tokenizer.json.*tokenizer.model"): load_tokenizer(tmp_path)
+
+
+def test_a_gguf_with_another_kind_of_tokenizer_is_an_error():
+  with pytest.raises(ValueError, match="'llama'.*supported"): gguf_tokenizer({"tokenizer.ggml.model": "llama"})
+
+
+def test_tokens_added_to_a_bpe_that_are_not_special_are_text(tmp_path):
+  model = byte_level_bpe()
+  model.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+  model.save(str(tmp_path / "tokenizer.json"))
+  tokenizer = load_tokenizer(tmp_path)
+  assert tokenizer.decode(tokenizer.encode("the <think> cat")) == "the <think> cat"

@@ -1,6 +1,0 @@
-"""`python -m tinyvllm`: the command line."""
-import sys
-
-from .cli import main
-
-sys.exit(main())
