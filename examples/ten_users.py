@@ -1,10 +1,13 @@
-"""Ten users stream from one engine at once, each on a thread of its own: every step serves all of them.   python examples/ten_users.py [MODEL]"""
+"""Ten users stream from one engine at once, each on a thread of its own: every step serves all of them.
+
+python examples/ten_users.py [MODEL]"""
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 from tinyvllm import LLM, SamplingParams
 
-PROMPTS = ["Hello", "The cat", "The sun", "I like", "My friend", "A computer", "Once upon a time", "What is", "The rain", "We"]
+PROMPTS = ["Hello", "The cat", "The sun", "I like", "My friend", "A computer", "Once upon a time", "What is", "The rain",
+           "We"]
 
 
 def main() -> None:
@@ -16,8 +19,8 @@ def main() -> None:
     return f"{prompt}{text}   ({len(outputs)} pieces, first after {outputs[-1].metrics.ttft:.2f} s)"
   with ThreadPoolExecutor(len(PROMPTS)) as users:
     for line in users.map(user, PROMPTS): print(line)
-  metrics = llm.get_metrics()
-  print(f"{metrics['generation_tokens']:.0f} tokens in {metrics['steps']:.0f} steps, {metrics['mean_batch_size']:.1f} sequences a step")
+  m = llm.get_metrics()
+  print(f"{m['generation_tokens']:.0f} tokens in {m['steps']:.0f} steps, {m['mean_batch_size']:.1f} sequences a step")
 
 
 if __name__ == "__main__": main()

@@ -28,7 +28,6 @@ CONFIG = {
   "num_key_value_heads": KV_HEADS, "head_dim": H, "max_position_embeddings": 512, "rms_norm_eps": EPS,
   "rope_theta": THETA, "rope_scaling": None, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
   "tie_word_embeddings": True, "bos_token_id": BOS, "eos_token_id": EOS}
-GENERATION_CONFIG = {"bos_token_id": BOS, "eos_token_id": EOS}
 CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}"
   "{% if m['role'] == 'user' %}{{ 'User: ' + m['content'] + '\\n' }}"
   "{% elif m['role'] == 'assistant' %}{{ 'Assistant: ' + m['content'] + '\\n' }}{% endif %}"
@@ -36,6 +35,8 @@ CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}"
 TOKENIZER_CONFIG = {
   "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "bos_token": "<s>",
   "eos_token": "</s>", "unk_token": "<unk>", "model_max_length": 512, "chat_template": CHAT_TEMPLATE}
+GENERATION_CONFIG = {"bos_token_id": BOS, "eos_token_id": EOS}
+FILES = {"config": CONFIG, "generation_config": GENERATION_CONFIG, "tokenizer_config": TOKENIZER_CONFIG}
 PROMPTS = ["Hello", "The cat", "Once upon a time", "I like", "The sun", "What is", "My friend", "Tomorrow we",
            "User: Hello\nAssistant:", "User: What is a cat?\nAssistant:"]
 
@@ -139,8 +140,7 @@ def main() -> None:
   args.out.mkdir(parents=True, exist_ok=True)
   safe_save({name: t.half().realize() for name, t in w.items()}, str(args.out / "model.safetensors"), {"format": "pt"})
   (args.out / "tokenizer.model").write_bytes(tokenizer_model)
-  for name, data in ("config", CONFIG), ("generation_config", GENERATION_CONFIG), ("tokenizer_config", TOKENIZER_CONFIG):
-    (args.out / f"{name}.json").write_text(json.dumps(data, indent=2) + "\n")
+  for name, data in FILES.items(): (args.out / f"{name}.json").write_text(json.dumps(data, indent=2) + "\n")
   for text in greedy(w, tokenizer, PROMPTS, length): print(repr(text))
 
 if __name__ == "__main__": main()

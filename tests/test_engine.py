@@ -8,8 +8,8 @@ import pytest
 from reference import (
   ENGINE,
   SAMPLING_ENGINE,
+  LogitsRecorder,
   check_invariants,
-  engine_logits,
   reference_greedy,
   reference_logits,
   same_outputs,
@@ -53,10 +53,15 @@ def test_decode_equals_prefill(llm):
     assert decoded == prefilled
 
 
-def test_logits_do_not_depend_on_the_chunks(llm, folder):
-  ids = prompt(3 * BS + 2)
-  for chunk in (4, 16):
-    np.testing.assert_allclose(engine_logits(llm, ids, chunk), reference_logits(folder, ids), atol=1e-4)
+def check_logits(engine, folder, ids, n):
+  """Greedy ids equal the reference's, and every logit they were chosen from is within 1e-4."""
+  out, logits = LogitsRecorder(engine).generate(ids, n)
+  assert out == reference_greedy(folder, ids, n)
+  np.testing.assert_allclose(logits, reference_logits(folder, [*ids, *out])[len(ids) - 1:-1], atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [BS, 4 * BS + 3])
+def test_logits_equal_the_reference(folder, length): check_logits(LLM(folder, **ENGINE), folder, prompt(length), BS + 2)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -80,12 +85,9 @@ VARIANTS = {
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_kind_of_model_equals_the_reference(tmp_path, variant):
   """Graphs of 1 and 4 tokens: a prompt of 3 chunks, then decoding."""
-  variant_folder, ids = tiny_model(tmp_path, seed=1, **VARIANTS[variant]), prompt(12)
+  variant_folder = tiny_model(tmp_path, seed=1, **VARIANTS[variant])
   engine = LLM(variant_folder, max_model_len=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=4)
-  output, = engine.generate(tokens(*ids), greedy(12))
-  assert ids_of(output) == reference_greedy(variant_folder, ids, 12)
-  text = [*ids, *ids_of(output)]
-  np.testing.assert_allclose(engine_logits(engine, text, 4), reference_logits(variant_folder, text), atol=1e-4)
+  check_logits(engine, variant_folder, prompt(12), 12)
 
 
 def test_enforce_eager_equals_captured(llm, folder):
@@ -528,7 +530,6 @@ def test_a_requests_metrics_follow_its_events(llm):
   assert m.ttft == m.first_token_time - m.arrival_time and m.latency == m.finished_time - m.arrival_time
   assert m.queue_time == m.first_scheduled_time - m.arrival_time
   assert m.tpot == pytest.approx((m.finished_time - m.first_token_time) / 4) and m.tpot > 0
-  assert llm.generate(tokens(5), greedy(1))[0].metrics.tpot is None, "one token has no time per token after the first"
 
 
 def test_the_engines_metrics_equal_the_counts_the_caller_saw(folder):

@@ -1,6 +1,7 @@
 """Text to ids and back with every kind of tokenizer, and decoding as tokens arrive."""
 import json
 import random
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -54,7 +55,7 @@ def gguf():
   ggml = {"model": "gpt2", "pre": "gpt-2", "tokens": vocab, "merges": merges, "token_type": kinds, "bos_token_id": 0,
           "eos_token_id": 2}
   names = {f"tokenizer.ggml.{k}": v for k, v in ggml.items()}
-  return gguf_tokenizer({"general.architecture": "llama", "tokenizer.chat_template": CHAT, **names})
+  return gguf_tokenizer({"general.architecture": "llama", "tokenizer.chat_template": CHAT, **names}, Path("a.gguf"))
 
 
 @pytest.fixture(params=["spm", "bpe", "gguf"])
@@ -72,7 +73,7 @@ def rewritten(tmp_path, tokenizer_config, post_processor=None):
 def streamed(tokenizer, ids, prompt=(), skip=True):
   """The pieces that come token by token, and what the end brings."""
   decoder = StreamDecoder(tokenizer, list(prompt), skip)
-  return [*(decoder.push(i) for i in ids), decoder.flush()]
+  return [*(decoder.push([i], last=False) for i in ids), decoder.push([], last=True)]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -90,7 +91,6 @@ def test_sentencepiece_begins_with_bos_once_and_ends_without_eos(spm):
   ids = spm.encode("hello")
   assert ids[0] == 1 and 1 not in ids[1:] and 2 not in ids
   assert spm.encode("hello", add_special_tokens=False) == ids[1:]
-  assert spm.encode("<s>hello").count(1) == 1, "a BOS in the text is the BOS"
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
@@ -102,16 +102,23 @@ def test_bos_is_as_tokenizer_config_says(tmp_path, add_bos):
 
 def test_bos_of_a_tokenizer_json_is_as_its_files_say(tmp_path, bpe):
   assert bpe.encode("the cat") == bpe.encode("the cat", False), "no post-processor, no add_bos_token"
-  names = {"bos_token": "<|endoftext|>"}
+  names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
   bos = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
   assert rewritten(tmp_path, names, bos).encode("the cat") == [0, *bpe.encode("the cat")]
   assert rewritten(tmp_path, {**names, "add_bos_token": True}).encode("the cat") == [0, *bpe.encode("the cat")]
   assert rewritten(tmp_path, {**names, "add_bos_token": False}, bos).encode("the cat") == bpe.encode("the cat")
+  eos = processors.TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", 2)])
+  assert rewritten(tmp_path, names, eos).encode("the cat")[0] != 0, "a post-processor that adds an end adds no BOS"
+
+
+def test_a_tokenizer_json_needs_no_tokenizer_config_for_its_bos(tmp_path, bpe):
+  bos = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+  assert rewritten(tmp_path, {}, bos).encode("the cat") == [0, *bpe.encode("the cat")]
 
 
 def test_special_tokens_are_ids_in_a_prompt_and_left_out_of_text(tokenizer):
-  special = "</s>" if "</s>" in tokenizer.specials else "<|im_end|>"
-  number = tokenizer.specials[special]
+  special = tokenizer.eos
+  number = tokenizer.special_ids[special]
   ids = tokenizer.encode(f"the cat{special}")
   assert ids.count(number) == 1 and ids[-1] == number
   assert tokenizer.decode(ids) == "the cat"
@@ -128,6 +135,13 @@ def test_added_tokens_of_a_tokenizer_config_are_special(tmp_path):
   assert tokenizer.decode(ids, skip_special_tokens=False).endswith("hello<|im_end|>")
 
 
+def test_added_tokens_that_are_not_special_are_text(tmp_path):
+  (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+  added = {str(VOCAB): {"content": "<think>", "special": False}}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+  assert load_tokenizer(tmp_path).decode([VOCAB]) == "<think>"
+
+
 # chat
 
 HI = [{"role": "user", "content": "hi"}]
@@ -140,19 +154,19 @@ def test_a_chat_templates_special_tokens_become_ids(bpe, gguf):
     expected = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>assistant\n"
     assert text == expected
     ids = tokenizer.encode(text, add_special_tokens=False)
-    assert ids.count(tokenizer.specials["<|im_start|>"]) == 3 and ids.count(tokenizer.specials["<|im_end|>"]) == 2
+    assert ids.count(tokenizer.special_ids["<|im_start|>"]) == 3 and ids.count(tokenizer.special_ids["<|im_end|>"]) == 2
 
 
 def test_a_template_may_stand_in_a_file_of_its_own(tmp_path):
   (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
   template = "{{ bos_token }}{% for m in messages %}\n  {{ m.content }}{{ eos_token }}\n{% endfor %}\n"
   (tmp_path / "chat_template.jinja").write_text(template)
-  text = load_tokenizer(tmp_path).apply_chat_template(HI, add_generation_prompt=False)
+  text = load_tokenizer(tmp_path).apply_chat_template(HI)
   assert text.startswith("<s>") and "hi</s>" in text
 
 
 def test_no_chat_template_is_an_error_that_says_so(spm):
-  with pytest.raises(ValueError, match="no chat template.*generate"): spm.apply_chat_template(HI)
+  with pytest.raises(ValueError, match="no chat.template.*generate"): spm.apply_chat_template(HI)
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{% if %}",
@@ -203,7 +217,7 @@ def test_text_goes_on_after_the_prompt_with_its_space(spm, bpe):
 
 
 def test_special_tokens_in_a_stream_are_shown_only_when_asked_for(bpe):
-  ids = [*bpe.encode("the cat"), bpe.specials["<|im_end|>"], *bpe.encode(" sat")]
+  ids = [*bpe.encode("the cat"), bpe.special_ids["<|im_end|>"], *bpe.encode(" sat")]
   assert "".join(streamed(bpe, ids)) == "the cat sat"
   assert "".join(streamed(bpe, ids, skip=False)) == "the cat<|im_end|> sat"
 
@@ -220,7 +234,7 @@ def test_a_folder_without_a_tokenizer_is_an_error_naming_it(tmp_path):
 
 
 def test_a_gguf_with_another_kind_of_tokenizer_is_an_error():
-  with pytest.raises(ValueError, match="'llama'.*supported"): gguf_tokenizer({"tokenizer.ggml.model": "llama"})
+  with pytest.raises(ValueError, match="a.gguf.*llama.*supported: gpt2"): gguf_tokenizer({"tokenizer.ggml.model": "llama"}, Path("a.gguf"))
 
 
 def test_tokens_added_to_a_bpe_that_are_not_special_are_text(tmp_path):

@@ -10,6 +10,8 @@ class BlockManager:
     self.ref_counts = [0] * num_blocks
 
   @property
+  def num_tokens(self) -> int: return (self.num_blocks - 1) * self.block_size
+  @property
   def num_free(self) -> int: return len(self.free_blocks)
   @property
   def num_used(self) -> int: return self.num_blocks - 1 - self.num_free

@@ -51,7 +51,7 @@ def _run(args: dict[str, Any]) -> None:
       shown = ""
     print()
     return text
-  warm_up = replace(params, max_tokens=1, min_tokens=0)   # the decode step is captured before there is text to interrupt
+  warm_up = replace(params, max_tokens=1, min_tokens=0)   # captures the decode step before any text is shown
   llm.generate({"prompt_token_ids": [0]}, warm_up, use_tqdm=False)
   if args["command"] == "generate": stream(args["prompt"], shown=args["prompt"])
   messages: list[dict[str, str]] = []

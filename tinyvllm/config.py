@@ -8,6 +8,11 @@ ARCHITECTURES = {"LlamaForCausalLM": {}, "MistralForCausalLM": {}, "Qwen2ForCaus
 ROPE_TYPES = ("default", "llama3", "linear", "factors")
 
 
+def check(ok: Any, message: str) -> None:
+  """Raise ValueError with the message unless ok: how every mistake of a user's is refused."""
+  if not ok: raise ValueError(message)
+
+
 class Options:
   """A frozen dataclass that refuses unknown names, wrong types and values outside LIMITS (inclusive bounds, or all the
   strings that will do) with a ValueError that says what would."""
@@ -15,20 +20,17 @@ class Options:
 
   def __new__(cls, *args: Any, **kwargs: Any) -> Any:
     names = [f.name for f in fields(cls)]   # type: ignore[arg-type]
-    if unknown := [name for name in kwargs if name not in names]:
-      raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; its fields are {', '.join(names)}")
+    for name in kwargs: check(name in names, f"{cls.__name__} has no field {name!r}; its fields are {', '.join(names)}")
     return super().__new__(cls)
 
   def __post_init__(self) -> None:
     for f in fields(self):   # type: ignore[arg-type]
-      value, limits = getattr(self, f.name), self.LIMITS.get(f.name, ())
-      if not isinstance(value, f.type) or isinstance(value, bool) != (f.type is bool):   # type: ignore[arg-type]
-        raise ValueError(f"{f.name}={value!r} must be of type {getattr(f.type, '__name__', f.type)}")
-      if not limits or value is None: continue
-      if isinstance(value, str) and value not in limits:
-        raise ValueError(f"{f.name}={value!r} must be one of {', '.join(limits)}")
-      if not isinstance(value, str) and not limits[0] <= value <= limits[1]:   # NaN too
-        raise ValueError(f"{f.name}={value!r} must be from {limits[0]} to {limits[1]}")
+      value, limits, kind = getattr(self, f.name), self.LIMITS.get(f.name), getattr(f.type, "__name__", f.type)
+      typed = isinstance(value, f.type) and isinstance(value, bool) == (f.type is bool)   # type: ignore[arg-type]
+      check(typed, f"{f.name}={value!r} must be of type {kind}")
+      if limits is None or value is None: continue
+      if isinstance(value, str): check(value in limits, f"{f.name}={value!r} must be one of {', '.join(limits)}")
+      else: check(limits[0] <= value <= limits[1], f"{f.name}={value!r} must be from {limits[0]} to {limits[1]}")
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,8 @@ class EngineConfig(Options):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    if self.max_num_batched_tokens < self.max_num_seqs:
-      raise ValueError(f"max_num_batched_tokens={self.max_num_batched_tokens} must be at least max_num_seqs="
-                       f"{self.max_num_seqs}: each running sequence decodes one token a step")
+    check(self.max_num_batched_tokens >= self.max_num_seqs, f"max_num_batched_tokens={self.max_num_batched_tokens} is "
+          f"below max_num_seqs={self.max_num_seqs}: each running sequence decodes one token a step")
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,7 @@ class ModelConfig:
     architecture, activation = (hf.get("architectures") or [None])[0], hf.get("hidden_act", "silu")
     for name, value, supported in (("architecture", architecture, ARCHITECTURES), ("hidden_act", activation, ("silu",)),
                                    ("rope_type", rope["rope_type"], ROPE_TYPES)):
-      if value not in supported:
-        raise ValueError(f"{source}: {name} {value!r} is not supported; supported: {', '.join(supported)}")
+      check(value in supported, f"{source}: {name} {value!r} is not supported; supported: {', '.join(supported)}")
     eos, bias = hf.get("eos_token_id"), hf.get("attention_bias", False)
     heads, eos = hf.get("num_attention_heads", 1), [] if eos is None else eos
     values = {"num_key_value_heads": heads, "head_dim": hf.get("hidden_size", 0) // heads, "rope_theta": 10000.0,

@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
 from pathlib import Path
@@ -20,7 +20,7 @@ from tinygrad.dtype import to_dtype
 from tinygrad.helpers import tqdm
 
 from .block_manager import BlockManager
-from .config import EngineConfig, ModelConfig
+from .config import EngineConfig, ModelConfig, check
 from .kv_cache import allocate_caches
 from .llama import Llama, rope_table
 from .runner import Runner
@@ -35,33 +35,31 @@ Params = SamplingParams | None
 
 
 @dataclass(eq=False)
-class Request:
+class Request(Sequence):
   """A sequence and its text, of which `text[:shown]` may be seen: the rest could still become a stop string."""
-  seq: Sequence
-  prompt: str | None
-  decoder: StreamDecoder
+  prompt: str | None = field(kw_only=True)
+  decoder: StreamDecoder = field(kw_only=True)
   text: str = ""
   shown: int = 0
 
   def take(self, tokens: list[int]) -> None:
     """Add new tokens' text; finish at the first stop string."""
-    seq, params, searched = self.seq, self.seq.params, len(self.text)
-    if seq.finish_reason == "stop" and not params.include_stop_str_in_output: tokens = tokens[:-1]
-    self.text += self.decoder.push(tokens, last=seq.finish_reason is not None)
-    stops = params.stop or []
+    params, stops, searched = self.params, self.params.stop or [], len(self.text)
+    if self.finish_reason == "stop" and not params.include_stop_str_in_output: tokens = tokens[:-1]
+    self.text += self.decoder.push(tokens, last=self.finish_reason is not None)
     found = [(at, s) for s in stops if (at := self.text.find(s, max(0, searched - len(s) + 1))) >= 0]
-    if found and seq.num_generated > params.min_tokens:
+    if found and self.num_generated > params.min_tokens:
       at, stop = min(found)
       self.text = self.text[:at + len(stop) * params.include_stop_str_in_output]
-      seq.finish_reason, seq.stop_reason = "stop", stop
+      self.finish_reason, self.stop_reason = "stop", stop
     held = [n for s in stops for n in range(1, len(s)) if self.text.endswith(s[:n])]
-    self.shown = len(self.text) - (0 if seq.finish_reason else max(held, default=0))
+    self.shown = len(self.text) - (0 if self.finish_reason else max(held, default=0))
 
   def output(self, text_from: int = 0, tokens_from: int = 0) -> RequestOutput:
-    seq, ids = self.seq, self.seq.tokens[self.seq.num_prompt + tokens_from:]
-    completion = CompletionOutput(0, self.text[text_from:self.shown], ids, seq.finish_reason, seq.stop_reason)
-    done = seq.finish_reason is not None
-    return RequestOutput(seq.request_id, self.prompt, seq.tokens[:seq.num_prompt], [completion], done, seq.metrics)
+    text, ids = self.text[text_from:self.shown], self.tokens[self.num_prompt + tokens_from:]
+    completion = CompletionOutput(0, text, ids, self.finish_reason, self.stop_reason)
+    prompt_ids, done = self.tokens[:self.num_prompt], self.finish_reason is not None
+    return RequestOutput(self.request_id, self.prompt, prompt_ids, [completion], done, self.metrics)
 
 
 class LLMEngine:
@@ -76,14 +74,14 @@ class LLMEngine:
     open_device()
     if path.suffix == ".gguf":
       hf, reader, metadata = read_gguf(path)
-      self.tokenizer = gguf_tokenizer(metadata, path)
-    elif (path / "config.json").exists(): (hf, reader), self.tokenizer = read_hf(path), load_tokenizer(path)
-    else: raise ValueError(f"model={str(path)!r} must be a folder with config.json and *.safetensors, or a .gguf file")
+      self.tokenizer = gguf_tokenizer(metadata)
+    else:
+      check((path / "config.json").exists(), f"model={str(path)!r} must be a .gguf file or a folder with config.json")
+      (hf, reader), self.tokenizer = read_hf(path), load_tokenizer(path)
     self.model_config = ModelConfig.from_hf(hf, path)
     limit = self.model_config.max_position_embeddings
     self.max_model_len = self.config.max_model_len or limit
-    if self.max_model_len > limit:
-      raise ValueError(f"max_model_len={self.max_model_len} must be at most the model's {limit}")
+    check(self.max_model_len <= limit, f"max_model_len={self.max_model_len} must be at most the model's {limit}")
     kind = self.config.dtype if self.config.dtype != "auto" else "float32" if Device.DEFAULT == "CPU" else "float16"
     load_weights(llama := Llama(self.model_config), reader, path, dtype := to_dtype(kind))
     logger.info("loaded %s in %s on %s in %.1f s", path.name, kind, Device.DEFAULT, time.perf_counter() - started)
@@ -100,65 +98,60 @@ class LLMEngine:
     ValueError for a request that can never run."""
     self._add(self._request(request_id, prompt, params, priority))
 
-  def _request(self, request_id: str, prompt: Prompt, params: SamplingParams | None, priority: int = 0) -> Request:
+  def _request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
     params, given = params or SamplingParams(), prompt if isinstance(prompt, dict) else {"prompt": prompt}
-    if not isinstance(params, SamplingParams): raise ValueError(f"params={params!r} must be SamplingParams")
-    ids, text = given.get("prompt_token_ids"), given.get("prompt")
-    if isinstance(text, str) and len(given) == 1: ids = self.tokenizer.encode(text) if text else []
-    elif not isinstance(ids, list) or len(given) > 1:
-      raise ValueError(f"prompt={prompt!r} must be a str, {{'prompt': str}} or {{'prompt_token_ids': list of int}}")
-    vocab_size, pool = self.model_config.vocab_size, (self.blocks.num_blocks - 1) * self.config.block_size
-    if not ids: raise ValueError(f"prompt={prompt!r} is empty: give at least one token")
-    if bad := [i for i in [*ids, *(params.stop_token_ids or ())] if type(i) is not int or not 0 <= i < vocab_size]:
-      raise ValueError(f"prompt_token_ids, stop_token_ids: {bad[0]!r} must be an int from 0 to {vocab_size - 1}")
-    if len(ids) >= self.max_model_len:
-      raise ValueError(f"This model's maximum context length is {self.max_model_len} tokens. However, the prompt has "
-                       f"{len(ids)} and one more must fit: shorten it or raise max_model_len")
-    if len(ids) >= pool:
-      raise ValueError(f"the KV cache holds {pool} tokens. However, the prompt has {len(ids)} and one more must fit: "
-                       "shorten it or raise gpu_memory_utilization or num_gpu_blocks_override")
-    if type(priority) is not int or (priority and self.config.scheduling_policy != "priority"):
-      raise ValueError(f"priority={priority!r} must be an int, and 0 unless scheduling_policy='priority'")
+    check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
+    text, ids = given.get("prompt"), given.get("prompt_token_ids")
+    check(len(given) == 1 and (isinstance(text, str) or isinstance(ids, list)),
+          f"prompt={prompt!r} must be a str, {{'prompt': str}} or {{'prompt_token_ids': list of int}}")
+    check(text or ids, f"prompt={prompt!r} is empty: give at least one token")
+    ids, pool = list(ids or self.tokenizer.encode(str(text))), self.blocks.num_tokens
+    for i in (*ids, *(params.stop_token_ids or ())):
+      check(type(i) is int and 0 <= i < self.model_config.vocab_size, f"token id {i!r} in prompt_token_ids or "
+            f"stop_token_ids must be an int from 0 to {self.model_config.vocab_size - 1}")
+    check(len(ids) < self.max_model_len, f"This model's maximum context length is {self.max_model_len} tokens. "
+          f"However, the prompt has {len(ids)} and one more must fit: shorten it or raise max_model_len")
+    check(len(ids) < pool, f"The KV cache holds {pool} tokens. However, the prompt has {len(ids)} and one more must "
+          "fit: shorten it or raise gpu_memory_utilization or num_gpu_blocks_override")
+    check(type(priority) is int and (not priority or self.config.scheduling_policy == "priority"),
+          f"priority={priority!r} must be an int, and 0 unless scheduling_policy='priority'")
     eos = () if params.ignore_eos else self.model_config.eos_token_ids
-    stop_ids = frozenset([*eos, *(params.stop_token_ids or ())])
-    if params.min_tokens and len(stop_ids) > MAX_BANNED:
-      raise ValueError(f"stop_token_ids: {len(stop_ids)} with the end tokens; with min_tokens at most {MAX_BANNED}")
+    stop_ids = frozenset((*eos, *(params.stop_token_ids or ())))
+    check(not params.min_tokens or len(stop_ids) <= MAX_BANNED, f"stop_token_ids: {len(stop_ids)} with the "
+          f"model's end tokens; with min_tokens at most {MAX_BANNED}")
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
-    arrival = next(self._arrivals)
-    seq = Sequence(request_id, list(ids), len(ids), params, seed, stop_ids, self.max_model_len, priority, arrival)
-    return Request(seq, text, StreamDecoder(self.tokenizer, ids, params.skip_special_tokens))
+    decoder, arrival = StreamDecoder(self.tokenizer, ids, params.skip_special_tokens), next(self._arrivals)
+    return Request(request_id, ids, len(ids), params, seed, stop_ids, self.max_model_len, priority, arrival,
+                   prompt=text, decoder=decoder)
 
   def _add(self, request: Request) -> None:
     with self._lock:
-      if (name := request.seq.request_id) in self.requests:
-        raise ValueError(f"request_id={name!r} is in use: take another")
-      self.requests[name] = request
-      self.scheduler.add(request.seq)
+      check(request.request_id not in self.requests, f"request_id={request.request_id!r} is in use: take another")
+      self.requests[request.request_id] = request
+      self.scheduler.add(request)
 
   def abort_request(self, request_id: str) -> None:
     """End a request with finish_reason "abort". One that has finished, or never was, is let be."""
     with self._lock:
-      if request := self.requests.pop(request_id, None): self.scheduler.finish(request.seq, "abort")
+      if request := self.requests.pop(request_id, None): self.scheduler.finish(request, "abort")
 
   def has_unfinished_requests(self) -> bool: return bool(self.requests)
 
   def step(self) -> list[RequestOutput]:
     """Advance the running requests together, and return those that have something new."""
     with self._lock:
-      started, running = time.perf_counter(), list(self.scheduler.running)
-      batch = self.scheduler.schedule()
+      started, batch = time.perf_counter(), self.scheduler.schedule()
       sampled = self.runner.run(batch) if batch else {}
       self.scheduler.update(batch, sampled)
-      changed = [self.requests[s.request_id] for s in [*sampled, *running] if s in sampled or s.finish_reason]
-      for request in (changed := list(dict.fromkeys(changed))):
-        request.take([sampled[request.seq]] if request.seq in sampled else [])
-        if request.seq.finish_reason:
-          self.scheduler.finish(request.seq, request.seq.finish_reason)
-          del self.requests[request.seq.request_id]
-      prompt_tokens = sum(s.num_prompt for s in sampled if s.num_generated == 1)
-      finished = sum(r.seq.finish_reason is not None for r in changed)
-      self.totals.update(steps=1, scheduled=len(batch), generation_tokens=len(sampled), prompt_tokens=prompt_tokens,
-                         requests_finished=finished, microseconds=round(1e6 * (time.perf_counter() - started)))
+      changed = [r for r in self.requests.values() if r in sampled or r.finish_reason]
+      for request in changed:
+        request.take([sampled[request]] if request in sampled else [])
+        if request.finish_reason: self.scheduler.finish(self.requests.pop(request.request_id), request.finish_reason)
+      self.totals.update(
+        steps=1, scheduled=len(batch), generation_tokens=len(sampled),
+        prompt_tokens=sum(s.num_prompt for s in sampled if s.num_generated == 1),
+        requests_finished=sum(r.finish_reason is not None for r in changed),
+        microseconds=round(1e6 * (time.perf_counter() - started)))
       return [request.output() for request in changed]
 
   def get_metrics(self) -> dict[str, float]:
@@ -181,15 +174,14 @@ class LLM(LLMEngine):
     ValueError, and runs none, if any is bad."""
     prompts = prompts if isinstance(prompts, list) else [prompts]
     params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
-    if len(params) != len(prompts):
-      raise ValueError(f"sampling_params has {len(params)} entries for {len(prompts)} prompts: give one, or one each")
+    check(len(params) == len(prompts), f"sampling_params: {len(params)} for {len(prompts)} prompts: give one or all")
     requests = [self._request(f"generate-{next(self._arrivals)}", *pair) for pair in zip(prompts, params, strict=True)]
     try:
       for request in requests: self._add(request)
       for request in tqdm(requests, desc="generating", unit=" requests", disable=None if use_tqdm else True):
-        while request.seq.finish_reason is None: self.step()
+        while request.finish_reason is None: self.step()
     finally:
-      for request in requests: self.abort_request(request.seq.request_id)
+      for request in requests: self.abort_request(request.request_id)
     return [request.output() for request in requests]
 
   def generate_stream(self, prompt: Prompt, sampling_params: Params = None) -> Iterator[RequestOutput]:
@@ -203,12 +195,12 @@ class LLM(LLMEngine):
     try:
       while True:
         with self._lock:   # another caller's step may have brought this request's token
-          if request.seq.num_generated == tokens and not request.seq.finish_reason: self.step()
+          if request.num_generated == tokens and not request.finish_reason: self.step()
           output = request.output(text, tokens)
-          text, tokens = request.shown, request.seq.num_generated
+          text, tokens = request.shown, request.num_generated
         if output.finished or output.outputs[0].token_ids: yield output
         if output.finished: return
-    finally: self.abort_request(request.seq.request_id)
+    finally: self.abort_request(request.request_id)
 
   def chat(self, messages: list[dict[str, str]], sampling_params: Params = None) -> list[RequestOutput]:
     """Answer a conversation, a list of {"role": ..., "content": ...}, through the model's chat template."""

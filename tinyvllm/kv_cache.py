@@ -1,12 +1,13 @@
 """The block tensors: how many blocks fit, and their memory, allocated once, one tensor per layer."""
 import ctypes
 import logging
+import math
 import os
 
 from tinygrad import Device, Tensor
 from tinygrad.dtype import DType
 
-from .config import EngineConfig, ModelConfig
+from .config import EngineConfig, ModelConfig, check
 
 logger = logging.getLogger("tinyvllm")
 
@@ -27,13 +28,12 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   takes padding's writes, is the override, or what fits the share of free memory, at most what max_num_seqs sequences of
   max_model_len can use. Raises ValueError where not one such sequence fits."""
   per_block = (config.block_size, model.num_key_value_heads, model.head_dim)
-  size = 2 * model.num_hidden_layers * per_block[0] * per_block[1] * per_block[2] * dtype.itemsize
+  size = 2 * model.num_hidden_layers * math.prod(per_block) * dtype.itemsize
   per_sequence, free = -(-max_model_len // config.block_size), free_memory(Device.DEFAULT)
   fit = int(free * config.gpu_memory_utilization) // size
-  if fit <= per_sequence and not config.num_gpu_blocks_override:
-    raise ValueError(f"max_model_len={max_model_len} needs {per_sequence * size / 2**30:.2f} GiB of KV cache, of "
-                     f"{free / 2**30:.2f} GiB free: lower it to {max(0, fit - 1) * config.block_size} or raise "
-                     f"gpu_memory_utilization={config.gpu_memory_utilization}")
+  check(fit > per_sequence or config.num_gpu_blocks_override, f"max_model_len={max_model_len} needs "
+        f"{per_sequence * size / 2**30:.2f} GiB of KV cache, of {free / 2**30:.2f} GiB free: lower it to "
+        f"{max(0, fit - 1) * config.block_size} or raise gpu_memory_utilization={config.gpu_memory_utilization}")
   num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
   tokens = (num_blocks - 1) * config.block_size
   logger.info("KV cache: %d blocks of %d tokens = %d tokens, %.2f GiB: %.1f sequences of %d", num_blocks - 1,

@@ -14,6 +14,7 @@ from .sampling import sample
 from .sequence import MAX_BANNED, Sequence
 
 logger = logging.getLogger("tinyvllm")
+KINDS = {True: "greedy", False: "sampling"}
 NUM_FIELDS = 6 + MAX_BANNED   # of the sampler: temperature, top_k, top_p, min_p, two words of seed, banned ids
 
 
@@ -47,12 +48,14 @@ class Runner:
     greedy = all(seq.params.greedy and not seq.banned for seq in sampling)
     fields = np.zeros(0, np.int32) if greedy else _sampler_fields(sampling, len(samples))
     packed = Tensor(np.concatenate([tokens.ravel(), samples, fields])).realize()
-    ids = self._graph(T, len(samples), greedy)(packed, self.num_blocks.bind((longest - 1) // block_size)).tolist()
+    started, graph = time.perf_counter(), self.graphs.get((T, greedy)) or self._graph(T, len(samples), greedy)
+    ids = graph(packed, self.num_blocks.bind((longest - 1) // block_size)).tolist()
+    if (T, greedy) not in self.graphs and not self.config.enforce_eager:
+      self.graphs[T, greedy] = graph
+      logger.info("captured the %s step of %d tokens in %.1f s", KINDS[greedy], T, time.perf_counter() - started)
     return dict(zip(sampling, ids, strict=False))
 
   def _graph(self, T: int, S: int, greedy: bool) -> Callable:
-    if (T, greedy) in self.graphs: return self.graphs[T, greedy]
-
     def step(packed: Tensor, num_blocks: UOp) -> Tensor:
       packed = packed.clone()   # slices of a buffer of the graph are resolved once, slices of its input at every call
       ids, positions, slots, rows, samples, fields = packed.split([T, T, T, T, S, int(packed.shape[0]) - 4 * T - S])
@@ -66,14 +69,7 @@ class Runner:
     if self.config.enforce_eager: return step
     graph = TinyJit(step)
     graph.cnt = 1   # capture at the first call: all that it reads is realized, a plain run before it only costs time
-
-    def capture(packed: Tensor, num_blocks: UOp) -> Tensor:
-      started, ids = time.perf_counter(), graph(packed, num_blocks)
-      kind = "greedy" if greedy else "sampling"
-      logger.info("captured the step of %d tokens, %s, in %.1f s", T, kind, time.perf_counter() - started)
-      self.graphs[T, greedy] = graph
-      return ids
-    return capture
+    return graph
 
 
 def _sampler_fields(sampling: list[Sequence], S: int) -> np.ndarray:

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass, field
 from math import nan
 
-from .config import Options
+from .config import Options, check
 
 MAX_BANNED = 16   # stop ids that min_tokens can hold back: their number is a constant of the sampler's graph
 
@@ -32,10 +32,9 @@ class SamplingParams(Options):
     if isinstance(self.stop, str): object.__setattr__(self, "stop", [self.stop])
     super().__post_init__()
     for name, kind in (("stop", str), ("stop_token_ids", int)):
-      if bad := [x for x in getattr(self, name) or () if type(x) is not kind or x == ""]:
-        raise ValueError(f"{name}={getattr(self, name)!r} must hold {kind.__name__}s, none empty: remove {bad[0]!r}")
-    if self.min_tokens > self.max_tokens:
-      raise ValueError(f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}")
+      for x in getattr(self, name) or ():
+        check(type(x) is kind and x != "", f"{name}={getattr(self, name)!r} must list {kind.__name__}s, none empty")
+    check(self.min_tokens <= self.max_tokens, f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
 
   @property
   def greedy(self) -> bool: return self.temperature < 1e-5

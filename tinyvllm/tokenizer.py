@@ -10,6 +10,8 @@ from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
+from .config import check
+
 # How a GGUF's byte-level BPE splits text before it merges, by tokenizer.ggml.pre; None: as GPT-2.
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -21,7 +23,7 @@ class Tokenizer:
   def __init__(self, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str], specials: dict[str, int],
                add_bos: bool, config: dict[str, Any]):
     self._encode, self._decode, self.config = encode, decode, config
-    self.special_ids, self.special_texts = specials, {i: text for text, i in specials.items()}
+    self.specials, self.special_texts = specials, {i: text for text, i in specials.items()}
     names = [config.get("bos_token"), config.get("eos_token")]
     self.bos, self.eos = (name["content"] if isinstance(name, dict) else name for name in names)
     self.prefix = [specials[self.bos]] if config.get("add_bos_token", add_bos) and self.bos in specials else []
@@ -29,25 +31,25 @@ class Tokenizer:
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     """Ids of a text, in which special tokens' texts stand for themselves, behind a BOS if the model's files want
     one."""
-    return (self.prefix if add_special_tokens else []) + self._encode(text)
+    ids = self._encode(text)
+    return self.prefix + ids if add_special_tokens and ids[:1] != self.prefix else ids
 
   def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
     if skip_special_tokens: return self._decode([i for i in ids if i not in self.special_texts])
     return "".join("".join(self.special_texts[i] for i in run) if special else self._decode(list(run))
                    for special, run in groupby(ids, self.special_texts.__contains__))
 
-  def apply_chat_template(self, messages: list[dict[str, str]]) -> str:
+  def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
     """The conversation as the model was trained to see it. Raises ValueError without a template, or where it
     refuses."""
-    if not (template := self.config.get("chat_template")):
-      raise ValueError("the model has no chat_template in tokenizer_config.json: use generate, with a prompt")
-    import jinja2.sandbox
-
-    def raise_exception(message: str) -> None: raise jinja2.TemplateError(message)
-    env = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    try: return env.from_string(template).render(messages=messages, add_generation_prompt=True, bos_token=self.bos,
-                                                 eos_token=self.eos, raise_exception=raise_exception)
-    except jinja2.TemplateError as e: raise ValueError(f"the chat template does not take these messages: {e}") from e
+    template = self.config.get("chat_template") or ""
+    check(template, "the model has no chat template (chat_template in tokenizer_config.json): use generate")
+    sandbox = _library("jinja2.sandbox")
+    env = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    env.globals |= {"bos_token": self.bos, "eos_token": self.eos, "raise_exception": lambda message: check(False, message)}
+    try: return env.from_string(template).render(messages=messages, add_generation_prompt=add_generation_prompt)
+    except (ValueError, _library("jinja2").TemplateError) as e:
+      raise ValueError(f"the chat template does not take these messages: {e}") from e
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -55,9 +57,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
   config = json.loads(path.read_text()) if (path := folder / "tokenizer_config.json").exists() else {}
   if (path := folder / "chat_template.jinja").exists(): config["chat_template"] = path.read_text()
   if (path := folder / "tokenizer.json").exists():
-    return _from_library(_library(path).Tokenizer.from_file(str(path)), config)
-  if not (path := folder / "tokenizer.model").exists():
-    raise ValueError(f"{folder} has no tokenizer: neither tokenizer.json nor tokenizer.model")
+    return _from_library(_library("tokenizers").Tokenizer.from_file(str(path)), config)
+  path = folder / "tokenizer.model"
+  check(path.exists(), f"{folder} has no tokenizer: neither tokenizer.json nor tokenizer.model")
   model = SentencePieceProcessor(model_file=str(path))
   size = model.GetPieceSize()
   specials = {model.IdToPiece(i): i for i in range(size) if model.IsControl(i)}
@@ -71,9 +73,9 @@ def load_tokenizer(folder: Path) -> Tokenizer:
   return Tokenizer(encode, decode, specials, True, {"bos_token": "<s>", "eos_token": "</s>", **config})
 
 
-def _library(path: Path) -> Any:
-  try: return importlib.import_module("tokenizers")
-  except ImportError as e: raise ValueError(f"{path} needs the tokenizers library: pip install 'tinyvllm[hf]'") from e
+def _library(name: str) -> Any:
+  try: return importlib.import_module(name)
+  except ImportError as e: raise ValueError(f"the model needs {name}: pip install 'tinyvllm[hf]'") from e
 
 
 def _from_library(model: Any, config: dict[str, Any]) -> Tokenizer:
@@ -83,14 +85,13 @@ def _from_library(model: Any, config: dict[str, Any]) -> Tokenizer:
   return Tokenizer(encode, decode, specials, bool(model.encode("").ids), config)
 
 
-def gguf_tokenizer(kv: dict[str, Any], path: Path) -> Tokenizer:
+def gguf_tokenizer(kv: dict[str, Any]) -> Tokenizer:
   """From the metadata of a GGUF file with a byte-level BPE vocabulary (tokenizer.ggml.model gpt2)."""
   ggml = {k.removeprefix("tokenizer.ggml."): v for k, v in kv.items() if k.startswith("tokenizer.ggml.")}
   kind, pre = ggml.get("model"), ggml.get("pre", "default")
-  if kind != "gpt2" or pre not in SPLITS:
-    raise ValueError(f"{path}: tokenizer {kind} ({pre}) is not supported; supported: gpt2 ({', '.join(SPLITS)}): use "
-                     "the model's folder with safetensors")
-  lib, tokens, config = _library(path), ggml["tokens"], {"chat_template": kv.get("tokenizer.chat_template")}
+  check(kind == "gpt2" and pre in SPLITS, f"GGUF tokenizer {kind} ({pre}) is not supported; supported: gpt2 "
+        f"({', '.join(SPLITS)}): use the model's folder with safetensors")
+  lib, tokens, config = _library("tokenizers"), ggml["tokens"], {"chat_template": kv.get("tokenizer.chat_template")}
   vocab, merges = {t: i for i, t in enumerate(tokens)}, [tuple(m.split(" ")) for m in ggml["merges"]]
   model = lib.Tokenizer(lib.models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
   splits = [lib.pre_tokenizers.Split(lib.Regex(SPLITS[pre]), "isolated")] if SPLITS[pre] else []

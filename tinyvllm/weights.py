@@ -15,6 +15,7 @@ from tinygrad.helpers import tqdm
 from tinygrad.llm.gguf import gguf_load
 from tinygrad.tensor import Tensor
 
+from .config import check
 from .llama import Llama
 
 Reader = dict[str, Callable[[], np.ndarray]]   # a tensor's name in Hugging Face's files, and how to read it
@@ -46,8 +47,8 @@ def read_hf(folder: Path) -> tuple[dict[str, Any], Reader]:
     with path.open("rb") as file: offset = 8 + int.from_bytes(file.read(8), "little")
     for name in header.offset_keys():   # in this order they lie without gaps; read, as mapped pages would count as ours
       part = header.get_slice(name)
-      if (kind := part.get_dtype()) not in DTYPES:
-        raise ValueError(f"{path}: tensor {name} is {kind}; supported: {', '.join(DTYPES)}")
+      kind = part.get_dtype()
+      check(kind in DTYPES, f"{path}: tensor {name} is {kind}; supported: {', '.join(DTYPES)}")
       reader[name] = partial(_read, path, DTYPES[kind], part.get_shape(), offset)
       offset += math.prod(part.get_shape()) * np.dtype(DTYPES[kind]).itemsize
   return config, reader
@@ -93,15 +94,16 @@ def load_weights(model: Llama, reader: Reader, source: Path, dtype: DType) -> No
     if tied and target == "lm_head.weight": name = "model.embed_tokens.weight"
     stack = next((s for s in STACKED if s in name), "")
     names = [name.replace(stack, part) for part in STACKED.get(stack, [stack])]
-    if missing := [n for n in names if n not in reader]: raise ValueError(f"{source}: tensor {missing[0]} is missing")
+    for n in names: check(n in reader, f"{source}: tensor {n} is missing")
     arrays = [reader.pop(n)() for n in names]
     tile = tensor.shape[2] if tensor.ndim == 3 else 1   # a Linear's
     shape = (tensor.shape[0] * tile, *tensor.shape[1:2])
-    if sum(a.shape[0] for a in arrays) != shape[0] or any(a.shape[1:] != shape[1:] for a in arrays):
-      found = ", ".join(f"{n} {list(a.shape)}" for n, a in zip(names, arrays, strict=True))
-      raise ValueError(f"{source}: {found} should make {list(shape)}, as its config says")
+    fits = sum(a.shape[0] for a in arrays) == shape[0] and all(a.shape[1:] == shape[1:] for a in arrays)
+    found = ", ".join(f"{n} {list(a.shape)}" for n, a in zip(names, arrays, strict=True))
+    check(fits, f"{source}: {found} should make {list(shape)}, as its config says")
     array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
     if tensor.ndim == 3: array = np.ascontiguousarray(array.reshape(-1, tile, shape[1]).swapaxes(1, 2))
     tensor.replace(Tensor(array).cast(dtype).contiguous().realize())
-  surplus = [n for n in reader if not n.endswith("rotary_emb.inv_freq") and not (tied and n == "lm_head.weight")]
-  if surplus: raise ValueError(f"{source}: tensor {surplus[0]} has no place in the model that its config describes")
+  for n in reader:
+    derived = n.endswith("rotary_emb.inv_freq") or (tied and n == "lm_head.weight")
+    check(derived, f"{source}: tensor {n} has no place in the model that its config describes")

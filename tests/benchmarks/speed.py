@@ -1,8 +1,11 @@
-"""Start-up, decode and prefill speed of a model, through the public API.   python tests/benchmarks/speed.py [--model DIR]
+"""Start-up, decode and prefill speed of a model, through the public API.
 
-Prints one row each: seconds from import to the first token; tokens/s of one stream and of eight together; prompt tokens/s of
-one prompt; the peak of the process's memory over the model's. Each rate is the median of three runs after a warm-up, and
-beside it stands the roofline: bytes of weights over the bandwidth that numpy measures in the same run (one core)."""
+python tests/benchmarks/speed.py [--model DIR]
+
+Prints one row each: seconds from import to the first token; tokens/s of one stream and of eight together; prompt
+tokens/s of one prompt; the peak of the process's memory over the weights'. Each rate is the median of three runs after a
+warm-up, and beside it stands the roofline: bytes of weights over the bandwidth that numpy measures in the same run, on
+one core."""
 import argparse
 import platform
 import resource
@@ -40,7 +43,8 @@ def main() -> None:
   weights = sum(t.nbytes() for t in nn.state.get_parameters(llm.runner.model))
   vocabulary, rows = llm.model_config.vocab_size, []
 
-  def prompt(i: int, n: int) -> dict: return {"prompt_token_ids": [(7 * i + 13 * j) % (vocabulary - 3) + 3 for j in range(n)]}
+  def prompt(i: int, n: int) -> dict:
+    return {"prompt_token_ids": [(7 * i + 13 * j) % (vocabulary - 3) + 3 for j in range(n)]}
 
   def rate(streams: int, length: int, new: int) -> float:
     """Tokens a second of decode, or of prefill where only one token is new."""
@@ -55,11 +59,12 @@ def main() -> None:
   limit = bandwidth() / weights
   rows += [("decode, 1 stream", rate(1, 8, 33), limit), ("decode, 8 streams", rate(8, 8, 33), 8 * limit)]
   rows += [(f"prefill, {n} tokens", rate(1, n, 1), None) for n in (128, 256) if n < args.max_model_len]
-  print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, weights {weights / 2**20:.0f} MiB")
+  print(f"{platform.machine()}, Python {platform.python_version()}, weights {weights / 2**20:.0f} MiB")
   print(f"{'load':24} {loaded - started:8.1f} s\n{'start to first token':24} {first - started:8.1f} s")
   print(f"{'peak memory':24} {peak / 2**20:8.0f} MiB = {peak / weights:.2f} x weights")
   for name, value, roof in rows:
-    print(f"{name:24} {value:8.1f} tokens/s" + (f"   {value / roof:4.0%} of one core's roofline {roof:.0f}" if roof else ""))
+    share = f"   {value / roof:4.0%} of one core's roofline, {roof:.0f}" if roof else ""
+    print(f"{name:24} {value:8.1f} tokens/s{share}")
 
 
 if __name__ == "__main__": main()

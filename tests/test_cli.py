@@ -1,0 +1,119 @@
+"""The command line, in this process where kernels are compiled already, and as a process of its own."""
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from reference import ENGINE, reference_greedy, tiny_model
+
+from tinyvllm import generate, generate_stream
+from tinyvllm.cli import main
+
+FLAGS = [x for name, value in ENGINE.items() for x in ("--" + name.replace("_", "-"), str(value))]
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def cli(folder, command, *options): return main([*command, "--model", str(folder), *FLAGS, *options])
+
+
+def process(*arguments, stdin="", **env):
+  command = [sys.executable, "-m", "tinyvllm.cli", *map(str, arguments)]
+  return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=120,
+                        cwd=Path(__file__).parents[1], env={**os.environ, **env})
+
+
+def expected_text(words_llm, words_folder, prompt, n):
+  """The text that follows a prompt, by the reference's ids."""
+  ids = words_llm.tokenizer.encode(prompt)
+  decode = words_llm.tokenizer.decode
+  return decode([*ids, *reference_greedy(words_folder, ids, n)])[len(decode(ids)):]
+
+
+def test_generate_prints_the_prompt_and_what_follows(words_folder, words_llm, capsys):
+  assert cli(words_folder, ["generate", "the cat"], "--max-tokens", "12") == 0
+  assert capsys.readouterr().out == "the cat" + expected_text(words_llm, words_folder, "the cat", 12) + "\n"
+
+
+def test_options_reach_the_request(words_folder, words_llm, capsys):
+  text = expected_text(words_llm, words_folder, "the cat", 12)
+  stop = text[6:8]
+  assert cli(words_folder, ["generate", "the cat"], "--stop", stop, "#", "--max-tokens", "12", "--ignore-eos") == 0
+  assert capsys.readouterr().out == "the cat" + text[:text.index(stop)] + "\n"
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory):
+  folder = tiny_model(tmp_path_factory.mktemp("chat"), words=True)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+  return folder
+
+
+def test_chat_answers_each_line_with_all_before_it(chat_folder, words_llm, capsys, monkeypatch):
+  monkeypatch.setattr("sys.stdin", io.StringIO("hello\nis that all\n"))
+  assert cli(chat_folder, ["chat"], "--max-tokens", "5") == 0
+  encode, decode = words_llm.tokenizer.encode, words_llm.tokenizer.decode
+
+  def answer(prompt):
+    ids = encode(prompt, False)
+    return decode([*ids, *reference_greedy(chat_folder, ids, 5)])[len(decode(ids)):]
+  first = answer("user: hello\n")
+  second = answer(f"user: hello\nassistant: {first}\nuser: is that all\n")
+  assert capsys.readouterr().out.rstrip("\n") == f"{first}\n{second}"
+
+
+@pytest.mark.parametrize("command,words", [
+  (["generate", ""], "empty"), (["generate", "hello", "--temperature", "-1"], "temperature"),
+  (["generate", "hello", "--max-model-len", "100000"], "max_model_len"), (["chat"], "template"),
+])
+def test_an_error_is_one_line_and_exit_code_1(words_folder, command, words, capsys, monkeypatch):
+  monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+  assert main([*command[:2], "--model", str(words_folder), *FLAGS, *command[2:]]) == 1
+  err = capsys.readouterr().err
+  lines = [line for line in err.splitlines() if line.startswith("tinyvllm: ")]
+  assert len(lines) == 1 and words in lines[0] and err.endswith(lines[0] + "\n") and "Traceback" not in err
+
+
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(tmp_path, capsys):
+  assert main(["generate", "hello", "--model", str(tmp_path / "nowhere")]) == 1
+  assert "nowhere" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("arguments", ["", "generate", "generate a --no-such", "generate a --top-k x"])
+def test_what_the_parser_does_not_know_is_exit_code_2(arguments):
+  with pytest.raises(SystemExit) as e: main(arguments.split())
+  assert e.value.code == 2
+
+
+def test_help_names_every_option(capsys):
+  from dataclasses import fields
+
+  from tinyvllm import SamplingParams
+  from tinyvllm.config import EngineConfig
+  with pytest.raises(SystemExit): main(["generate", "--help"])
+  text = capsys.readouterr().out
+  for f in [*fields(EngineConfig), *fields(SamplingParams)]: assert "--" + f.name.replace("_", "-") in text
+
+
+def test_the_module_runs_as_a_process_and_text_alone_is_on_stdout(words_folder, words_llm):
+  run = process("generate", "the cat", "--model", words_folder, "--max-tokens", 3, *FLAGS, "--max-num-seqs", 1)
+  assert run.returncode == 0, run.stderr
+  assert run.stdout == "the cat" + expected_text(words_llm, words_folder, "the cat", 3) + "\n"
+
+
+@pytest.mark.parametrize("env", [{"DEV": "CPU", "CC": "/nonexistent/clang"}, {"DEV": "NOSUCH"}], ids=str)
+def test_no_device_or_no_compiler_is_one_line_that_says_what_to_install(words_folder, env, tmp_path):
+  run = process("generate", "hello", "--model", words_folder, *FLAGS, **env, CACHEDB=str(tmp_path / "cache.db"))
+  assert run.returncode == 1 and run.stdout.strip() in ("", "hello")
+  last = run.stderr.splitlines()[-1]
+  assert "Traceback" not in run.stderr and last.startswith("tinyvllm: ") and "pip install 'tinyvllm[cpu]'" in last
+
+
+def test_a_newcomers_two_calls(words_folder, words_llm):
+  text = expected_text(words_llm, words_folder, "the cat", 6)
+  assert generate("the cat", model=words_folder, max_tokens=6) == text
+  pieces = list(generate_stream("the cat", model=words_folder, max_tokens=6))
+  assert "".join(pieces) == text and len(pieces) > 1 and all(pieces)
+  with pytest.raises(ValueError, match="max_token"): generate("the cat", model=words_folder, max_token=6)

@@ -1,0 +1,158 @@
+"""What cannot be done is a ValueError at once, whose message holds field, value and what would do; others run on."""
+import math
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+from reference import ENGINE, check_invariants, reference_greedy
+
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.config import EngineConfig
+
+NAN, INF = math.nan, math.inf
+# field -> values that are refused
+BAD_SAMPLING = {
+  "max_tokens": [0, -1, 1.5, "5", None, True], "min_tokens": [-1, 2.0, "1", None, True],
+  "temperature": [-0.1, NAN, INF, -INF, "1", None, True], "top_k": [-2, 1.0, "5", None, False],
+  "top_p": [0, 0.0, -0.5, 1.1, NAN, INF, "1", None, True], "min_p": [-0.1, 1.01, NAN, "0", None],
+  "seed": [1.5, "1", 2**63, -2**63 - 1, True], "stop": [5, [5], [""], "", ["ok", None], b"x", {"a": 1}],
+  "stop_token_ids": [5, "5", ["5"], [1.0], [True], [None]], "include_stop_str_in_output": [1, "yes", None],
+  "ignore_eos": [0, "no", None], "skip_special_tokens": [1, "", None],
+}
+BAD_ENGINE = {
+  "dtype": ["float8", "", 16, None], "max_model_len": [0, 1, -5, 1.5, "128", True],
+  "max_num_seqs": [0, -1, 2.0, "4", None],
+  "max_num_batched_tokens": [0, -1, 2.5, "16", None, 10**9], "block_size": [0, -4, 4.0, "16", None, True, 10**6],
+  "gpu_memory_utilization": [0, -0.1, 1.01, NAN, "0.9", None], "num_gpu_blocks_override": [0, 1, -3, 8.0, "8", True],
+  "enforce_eager": [1, "yes", None], "seed": [1.5, "1", 2**63, None, True], "scheduling_policy": ["lifo", "", 1, None],
+}
+
+
+def cases(bad): return [pytest.param(name, x, id=f"{name}={x!r}") for name, values in bad.items() for x in values]
+
+
+def message(error): return str(error.value)
+
+
+@pytest.mark.parametrize("options,bad", [(SamplingParams, BAD_SAMPLING), (EngineConfig, BAD_ENGINE)])
+def test_every_field_has_values_that_are_refused(options, bad): assert {f.name for f in fields(options)} == set(bad)
+
+
+@pytest.mark.parametrize("name,value", cases(BAD_SAMPLING))
+def test_sampling_params_refuse(name, value):
+  with pytest.raises(ValueError) as e: SamplingParams(**{name: value})
+  assert name in message(e) and (repr(value) in message(e) or value in ("", [""])), message(e)
+
+
+@pytest.mark.parametrize("name,value", cases(BAD_ENGINE))
+def test_engine_config_refuses(folder, name, value):
+  with pytest.raises(ValueError) as e: LLM(folder, **{name: value})
+  assert name in message(e) and repr(value) in message(e), message(e)
+
+
+@pytest.mark.parametrize("options", [
+  {"max_tokens": 1}, {"min_tokens": 256}, {"temperature": 0}, {"temperature": 1}, {"top_k": -1}, {"top_k": 10**6},
+  {"top_p": 1}, {"min_p": 1}, {"seed": 2**63 - 1}, {"seed": -2**63}, {"seed": None}, {"stop": "x"},
+  {"stop": ["x", "y"]}, {"stop": None}, {"stop": []}, {"stop_token_ids": []}, {"stop_token_ids": [0, 319]},
+])
+def test_sampling_params_take_their_limits(options): SamplingParams(**options)
+
+
+def test_limits_are_in_the_messages():
+  for options, limit in (({"top_p": 1.5}, 1), ({"temperature": -1.0}, 0), ({"top_k": -7}, -1), ({"max_tokens": 0}, 1)):
+    with pytest.raises(ValueError, match=rf" {limit}\b"): SamplingParams(**options)
+  with pytest.raises(ValueError, match="fcfs.*priority"): EngineConfig(scheduling_policy="lifo")
+  with pytest.raises(ValueError, match="min_tokens=9.*max_tokens=5"): SamplingParams(min_tokens=9, max_tokens=5)
+  with pytest.raises(ValueError, match="max_num_batched_tokens=16.*max_num_seqs.*32"):
+    EngineConfig(max_num_batched_tokens=16, max_num_seqs=32)
+
+
+def test_unknown_names_are_refused_with_the_names_there_are(folder):
+  with pytest.raises(ValueError, match="'temprature'.*temperature"): SamplingParams(temprature=1.0)
+  with pytest.raises(ValueError, match="'max_seqs'.*max_num_seqs"): LLM(folder, max_seqs=4)
+
+
+def test_sampling_params_cannot_be_changed():
+  with pytest.raises(FrozenInstanceError): SamplingParams().top_k = 5
+
+
+def test_max_model_len_beyond_the_models_is_refused_with_both(folder):
+  with pytest.raises(ValueError, match="max_model_len=513.*512"): LLM(folder, max_model_len=513)
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(folder, monkeypatch):
+  monkeypatch.setattr("tinyvllm.kv_cache.free_memory", lambda device: 100_000)
+  with pytest.raises(ValueError, match=r"max_model_len=512.*GiB.*gpu_memory_utilization"): LLM(folder)
+
+
+LIMIT = ENGINE["max_model_len"]
+POOL = 12 * ENGINE["block_size"]
+BAD_PROMPTS = {
+  "empty text": ("", "empty"), "no ids": ({"prompt_token_ids": []}, "empty"),
+  "an empty prompt in a dict": ({"prompt": ""}, "empty"),
+  "longer than the pool": ({"prompt_token_ids": [5] * POOL}, f"{POOL}"),
+  "longer than the model": ({"prompt_token_ids": [5] * LIMIT}, f"{LIMIT}"),
+  "an id beyond the vocabulary": ({"prompt_token_ids": [5, 320]}, "320.*319"),
+  "a negative id": ({"prompt_token_ids": [5, -1]}, "-1.*319"), "a float id": ({"prompt_token_ids": [5, 1.0]}, "1.0"),
+  "a bool id": ({"prompt_token_ids": [5, True]}, "True"), "an id as text": ({"prompt_token_ids": ["5"]}, "'5'"),
+  "None": (None, "None"), "an int": (5, "5"), "bytes": (b"hello", "hello"), "an empty dict": ({}, "prompt"),
+  "ids as text": ({"prompt_token_ids": "567"}, "prompt"), "text that is no str": ({"prompt": 5}, "prompt"),
+}
+BAD_REQUESTS = {
+  "a stop id beyond the vocabulary": (SamplingParams(stop_token_ids=[320]), 0, "320.*319"),
+  "a negative stop id": (SamplingParams(stop_token_ids=[-1]), 0, "-1.*319"),
+  "too many ids to hold back": (SamplingParams(stop_token_ids=[*range(30)], min_tokens=3), 0, "stop_token_ids.*16"),
+  "params as a dict": ({"temperature": 0.0}, 0, "SamplingParams"), "a priority under fcfs": (None, 3, "priority=3"),
+  "a priority that is no int": (None, "high", "priority='high'"),
+}
+
+
+@pytest.fixture
+def undisturbed(small_llm, folder):
+  """An engine with a request in flight that has to end as if nothing had happened."""
+  params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+  small_llm.add_request("in flight", {"prompt_token_ids": [5, 6, 7]}, params)
+  small_llm.step()
+  before = small_llm.get_metrics()
+  yield small_llm
+  check_invariants(small_llm)
+  assert small_llm.get_metrics() == before, "a refused request leaves nothing behind"
+  outputs = []
+  while small_llm.has_unfinished_requests(): outputs += small_llm.step()
+  assert outputs[-1].outputs[0].token_ids == reference_greedy(folder, [5, 6, 7], 8)
+  assert {o.request_id for o in outputs} == {"in flight"}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_a_prompt_that_can_never_run_is_refused_by_every_call(undisturbed, case):
+  prompt, words = BAD_PROMPTS[case]
+  good = {"prompt_token_ids": [9]}
+  for call in (lambda: undisturbed.add_request("bad", prompt), lambda: undisturbed.generate([good, prompt, good]),
+               lambda: undisturbed.generate_stream(prompt)):
+    with pytest.raises(ValueError, match=words): call()
+
+
+@pytest.mark.parametrize("case", BAD_REQUESTS)
+def test_a_request_that_can_never_run_is_refused(undisturbed, case):
+  params, priority, words = BAD_REQUESTS[case]
+  good = {"prompt_token_ids": [9]}
+  with pytest.raises(ValueError, match=words): undisturbed.add_request("bad", good, params, priority)
+
+
+def test_a_request_id_in_use_is_refused(undisturbed):
+  with pytest.raises(ValueError, match="'in flight'"):
+    undisturbed.add_request("in flight", {"prompt_token_ids": [9]})
+
+
+def test_params_for_another_number_of_prompts_are_refused(undisturbed):
+  with pytest.raises(ValueError, match="2.*3"):
+    undisturbed.generate([{"prompt_token_ids": [9]}] * 3, [SamplingParams()] * 2)
+
+
+def test_chat_without_a_template_is_refused(undisturbed):
+  with pytest.raises(ValueError, match="chat.template"): undisturbed.chat([{"role": "user", "content": "hi"}])
+
+
+def test_the_longest_prompts_that_fit_run(small_llm, llm):
+  for engine, n in ((small_llm, POOL - 1), (llm, LIMIT - 1)):
+    output, = engine.generate({"prompt_token_ids": [5] * n}, SamplingParams(temperature=0.0))
+    assert len(output.outputs[0].token_ids) >= 1 and output.outputs[0].finish_reason == "length"

@@ -1,0 +1,86 @@
+"""SmolLM2-135M against Hugging Face transformers in float32. TINYVLLM_MODEL: its folder, a .gguf of it beside it.
+TINYVLLM_GOLDEN: prompts, ids, last logits, and greedy ids with the margin of each over the second best."""
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reference import LogitsRecorder
+
+from tinyvllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.model
+GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "smollm2.npz"
+PROMPTS = range(5)
+
+
+@pytest.fixture(scope="module")
+def model():
+  path = Path(os.environ.get("TINYVLLM_MODEL", ""))
+  if "TINYVLLM_MODEL" not in os.environ or not (path / "config.json").exists():
+    pytest.fail(f"TINYVLLM_MODEL={os.environ.get('TINYVLLM_MODEL')!r} must be SmolLM2-135M's folder, with config.json")
+  return path
+
+
+@pytest.fixture(scope="module")
+def golden():
+  path = Path(os.environ.get("TINYVLLM_GOLDEN", GOLDEN))
+  if not path.exists(): pytest.fail(f"TINYVLLM_GOLDEN={str(path)!r} must be the golden file, smollm2.npz")
+  with np.load(path) as data: return dict(data)
+
+
+OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+
+
+@pytest.fixture(scope="module")
+def recorder(model): return LogitsRecorder(LLM(model, **OPTIONS))
+
+
+@pytest.fixture(scope="module")
+def llm(recorder): return recorder.engine
+
+
+def text(golden, i): return golden[f"prompt_{i}"].tobytes().decode()
+
+
+def greedy(n): return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+
+
+def check(golden, i, ids):
+  """Ids are equal up to the first that differs, which two tokens within 1e-2 of each other excuse."""
+  expected, margin = golden[f"greedy_ids_{i}"].tolist(), golden[f"margin_{i}"]
+  assert len(ids) == len(expected)
+  at = next((j for j in range(len(ids)) if ids[j] != expected[j]), None)
+  assert at is None or margin[at] <= 1e-2, f"prompt {i}, token {at}: {ids[at]}, not {expected[at]}, by {margin[at]}"
+
+
+@pytest.mark.parametrize("i", PROMPTS)
+def test_the_tokenizers_ids(llm, golden, i):
+  assert llm.tokenizer.encode(text(golden, i)) == golden[f"input_ids_{i}"].tolist()
+
+
+@pytest.mark.parametrize("i", PROMPTS)
+def test_the_logits_after_the_prompt(recorder, golden, i):
+  _, logits = recorder.generate(golden[f"input_ids_{i}"].tolist(), 1)
+  np.testing.assert_allclose(logits[0], golden[f"last_logits_{i}"], atol=2e-3)
+
+
+@pytest.mark.parametrize("i", PROMPTS)
+def test_greedy_ids_alone(llm, golden, i):
+  output, = llm.generate(text(golden, i), greedy(32))
+  assert output.prompt_token_ids == golden[f"input_ids_{i}"].tolist()
+  check(golden, i, output.outputs[0].token_ids)
+
+
+def test_greedy_ids_of_all_five_in_one_batch(llm, golden):
+  outputs = llm.generate([text(golden, i) for i in PROMPTS], greedy(32))
+  for i in PROMPTS: check(golden, i, outputs[i].outputs[0].token_ids)
+
+
+def test_the_gguf_beside_it_gives_the_same_ids(model, llm, golden):
+  path = Path(f"{model}.gguf")
+  if not path.exists(): pytest.fail(f"{path} is missing: the same model as GGUF, beside TINYVLLM_MODEL")
+  gguf = LLM(path, **OPTIONS)
+  output, = gguf.generate(text(golden, 0), greedy(8))
+  assert output.prompt_token_ids == golden["input_ids_0"].tolist()
+  assert output.outputs[0].token_ids == llm.generate(text(golden, 0), greedy(8))[0].outputs[0].token_ids

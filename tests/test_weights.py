@@ -1,0 +1,261 @@
+"""Model files: what they may be, what is refused with file's and tensor's name, and the memory that loading takes."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from reference import (
+  LogitsRecorder,
+  load,
+  random_weights,
+  reference_greedy,
+  reference_logits,
+  tiny_config,
+  tiny_model,
+  write_safetensors,
+)
+
+from tinyvllm import LLM, SamplingParams
+
+SMALL = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4}
+IDS = [3, 50, 99, 301]
+
+
+def check(model, folder):
+  """The model's greedy ids are those of the reference with the weights in `folder`."""
+  params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+  output, = LLM(model, **SMALL).generate({"prompt_token_ids": IDS}, params)
+  assert output.outputs[0].token_ids == reference_greedy(folder, IDS, 8)
+
+
+def edited(folder, edit, dtype="float32", **config):
+  """A tiny model whose weights `edit` has changed."""
+  tiny_model(folder, **config)
+  weights = random_weights(tiny_config(**config))
+  edit(weights)
+  write_safetensors(folder / "model.safetensors", weights, dtype)
+  return folder
+
+
+def refused(folder, *parts):
+  with pytest.raises(ValueError) as e: LLM(folder, **SMALL)
+  message = str(e.value)
+  for part in parts: assert str(part) in message, f"{part} is not in: {message}"
+  assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize("shards", [1, 2, 5])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_files_of_every_dtype_whole_or_sharded(tmp_path, dtype, shards):
+  check(tmp_path, tiny_model(tmp_path, dtype=dtype, shards=shards))
+
+
+def test_the_engine_may_run_in_half_precision(tmp_path):
+  folder = tiny_model(tmp_path)
+  ids, logits = LogitsRecorder(LLM(folder, dtype="float16", **SMALL)).generate(IDS, 3)
+  expected = reference_logits(folder, [*IDS, *ids])[len(IDS) - 1:-1]
+  np.testing.assert_allclose(logits, expected, atol=0.05)
+  assert np.abs(logits - expected).max() > 1e-4, "this was not half precision"
+
+
+def test_what_can_be_derived_is_passed_over(tmp_path):
+  def more(weights):
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+  edited(tmp_path, more, tie_word_embeddings=True)
+  check(tmp_path, tiny_model(tmp_path / "plain", tie_word_embeddings=True))
+
+
+def test_the_order_of_tensors_in_a_file_does_not_matter(tmp_path):
+  weights = random_weights(tiny_config())
+  tiny_model(tmp_path)
+  write_safetensors(tmp_path / "model.safetensors", dict(reversed(weights.items())))
+  check(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight",
+                                  "model.layers.0.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
+def test_a_missing_tensor_is_named(tmp_path, name):
+  refused(edited(tmp_path, lambda weights: weights.pop(name)), tmp_path, name, "missing")
+
+
+def test_a_missing_bias_is_named(tmp_path):
+  def edit(weights): del weights["model.layers.1.self_attn.v_proj.bias"]
+  refused(edited(tmp_path, edit, attention_bias=True), tmp_path, "model.layers.1.self_attn.v_proj.bias")
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.bias",
+                                  "model.layers.0.mlp.experts.weight"])
+def test_a_surplus_tensor_is_named(tmp_path, name):
+  more = {name: np.ones((8, 8), np.float32)}
+  refused(edited(tmp_path, lambda weights: weights.update(more)), tmp_path, name)
+
+
+@pytest.mark.parametrize("name,shape", [
+  ("model.embed_tokens.weight", (319, 32)), ("model.norm.weight", (16,)), ("lm_head.weight", (320, 16)),
+  ("model.layers.0.self_attn.q_proj.weight", (24, 32)), ("model.layers.0.self_attn.k_proj.weight", (16, 31)),
+  ("model.layers.1.mlp.down_proj.weight", (64, 32)), ("model.layers.1.mlp.gate_proj.weight", (64, 32, 1)),
+  ("model.layers.1.input_layernorm.weight", (32, 1)), ("model.layers.0.self_attn.o_proj.weight", (1024,)),
+])
+def test_a_misshapen_tensor_is_named_with_its_shape(tmp_path, name, shape):
+  folder = edited(tmp_path, lambda weights: weights.update({name: np.ones(shape, np.float32)}))
+  refused(folder, tmp_path, name, list(shape))
+
+
+def test_shapes_that_only_add_up_are_refused(tmp_path):
+  def edit(weights):
+    for n in "qk": weights[f"model.layers.0.self_attn.{n}_proj.weight"] = np.ones((24, 32), np.float32)   # 32 and 16
+  refused(edited(tmp_path, edit), tmp_path, "model.layers.0.self_attn.q_proj.weight")
+
+
+@pytest.mark.parametrize("left", [0, 5, 20, 5000, -1])
+def test_a_file_cut_short_is_named(tmp_path, left):
+  file = tiny_model(tmp_path) / "model.safetensors"
+  file.write_bytes(file.read_bytes()[:left])
+  refused(tmp_path, file)
+
+
+def test_a_missing_file_or_shard_is_named(tmp_path):
+  shard = tiny_model(tmp_path, shards=3) / "model-00002-of-00003.safetensors"
+  shard.unlink()
+  refused(tmp_path, shard)
+  file = tiny_model(tmp_path / "whole") / "model.safetensors"
+  file.unlink()
+  refused(tmp_path / "whole", file)
+
+
+def test_an_unsupported_dtype_is_named(tmp_path):
+  folder = edited(tmp_path, lambda weights: None, dtype="int32")
+  refused(folder, tmp_path / "model.safetensors", "model.embed_tokens.weight", "I32", "BF16")
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+  refused(tiny_model(tmp_path, tokenizer=False), tmp_path, "tokenizer")
+
+
+@pytest.mark.parametrize("config,parts", [
+  ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
+  ({"architectures": None}, ["LlamaForCausalLM"]),
+  ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+  ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "llama3", "linear"]),
+  ({"hidden_size": None}, ["hidden_size"]),
+])
+def test_a_model_that_is_not_supported_says_what_is(tmp_path, config, parts):
+  folder = tiny_model(tmp_path)
+  (folder / "config.json").write_text(json.dumps(tiny_config(**config)))
+  refused(folder, folder, *parts)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "file.bin", "model.gguf"])
+def test_a_model_that_is_not_there_is_named(tmp_path, name):
+  (tmp_path / "file.bin").write_bytes(b"x")
+  (tmp_path / "model.gguf").write_bytes(b"GGUF but no more")
+  refused(tmp_path / name, tmp_path / name)
+
+
+def test_the_model_may_be_a_str_with_a_home(tmp_path, monkeypatch):
+  folder = tiny_model(tmp_path / "model")
+  monkeypatch.setenv("HOME", str(tmp_path))
+  check("~/model", folder)
+
+
+# GGUF
+
+def write_gguf(path, folder, kind, **metadata):
+  """The model in `folder` as llama.cpp's converter writes it: q and k rows in pairs of neighbours, norms in float32."""
+  config, weights = load(folder)
+  writer = gguf.GGUFWriter(path, "llama")
+  writer.add_block_count(config["num_hidden_layers"])
+  writer.add_context_length(config["max_position_embeddings"])
+  writer.add_embedding_length(config["hidden_size"])
+  writer.add_feed_forward_length(config["intermediate_size"])
+  writer.add_head_count(config["num_attention_heads"])
+  writer.add_head_count_kv(config["num_key_value_heads"])
+  writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+  writer.add_rope_freq_base(config["rope_theta"])
+  if scaling := config.get("rope_scaling"):
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(scaling["factor"])
+  writer.add_tokenizer_model("gpt2")
+  writer.add_tokenizer_pre("gpt-2")
+  writer.add_token_list(["a", "b", "ab", *(f"t{i}" for i in range(config["vocab_size"] - 3))])
+  writer.add_token_types([1] * config["vocab_size"])
+  writer.add_token_merges(["a b"])
+  writer.add_bos_token_id(1)
+  writer.add_eos_token_id(2)
+  names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+  parts = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+           "self_attn.o_proj": "attn_output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+           "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+  layers = range(config["num_hidden_layers"])
+  names |= {f"model.layers.{i}.{k}": f"blk.{i}.{v}" for i in layers for k, v in parts.items()}
+  heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+  for name, x in weights.items():
+    name, x = names[name.removesuffix(".weight")], x.astype(np.float32)
+    if n := heads.get(name.split(".")[-1]): x = x.reshape(n, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+    dtype = gguf.GGMLQuantizationType.F32 if x.ndim == 1 else gguf.GGMLQuantizationType[kind]
+    writer.add_tensor(f"{name}.weight", gguf.quants.quantize(np.ascontiguousarray(x), dtype), raw_dtype=dtype)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return path
+
+
+@pytest.mark.parametrize("kind,options", [("F32", {}), ("F16", {"tie_word_embeddings": True}), ("Q8_0", {}),
+                                          ("F32", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}})])
+def test_a_gguf_equals_the_same_weights_in_safetensors(tmp_path, kind, options):
+  folder = tiny_model(tmp_path / "hf", dtype="float16" if kind == "F16" else "float32", **options)
+  path = write_gguf(tmp_path / "model.gguf", folder, kind)
+  if kind == "Q8_0":   # what is left of the weights
+    weights = {k: v.astype(np.float32) for k, v in load(folder)[1].items()}
+    q8 = gguf.GGMLQuantizationType.Q8_0
+    for k, v in weights.items():
+      if v.ndim > 1: weights[k] = gguf.quants.dequantize(gguf.quants.quantize(v, q8), q8)
+    write_safetensors(folder / "model.safetensors", weights)
+  check(path, folder)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "mamba"])
+def test_a_gguf_of_another_architecture_is_refused(tmp_path, architecture):
+  writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
+  writer.add_block_count(1)
+  if architecture == "gpt2": writer.add_head_count(2)   # mamba has no heads
+  writer.add_token_list(["a"])
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  refused(tmp_path / "model.gguf", architecture, "supported")
+
+
+# memory
+
+MEASURE = """
+import sys
+from tinyvllm import LLM
+def peak():   # not ru_maxrss: that counts the process that started this one, too
+  return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
+options = dict(max_model_len=16, num_gpu_blocks_override=2, max_num_seqs=1)
+LLM(sys.argv[1], **options)   # what the libraries take
+before = peak()
+LLM(sys.argv[2], **options)
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux's /proc")
+@pytest.mark.parametrize("shards", [1, 4])
+def test_loading_takes_little_more_memory_than_the_model(tmp_path, shards):
+  sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,
+           "num_key_value_heads": 2, "vocab_size": 2048}
+  small, big = tiny_model(tmp_path / "small"), tiny_model(tmp_path / "big", shards=shards, **sizes)
+  size = sum(f.stat().st_size for f in big.glob("*.safetensors"))
+  assert size > 60e6
+  run = subprocess.run([sys.executable, "-c", MEASURE, small, big], capture_output=True, text=True, check=False,
+                       cwd=Path(__file__).parents[1], timeout=120)
+  assert run.returncode == 0, run.stderr
+  assert 0.9 * size < int(run.stdout) <= 1.3 * size, f"{int(run.stdout) / size:.2f} times the model's bytes"
