@@ -28,10 +28,8 @@ CONFIG = {
   "num_key_value_heads": KV_HEADS, "head_dim": H, "max_position_embeddings": 512, "rms_norm_eps": EPS,
   "rope_theta": THETA, "rope_scaling": None, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
   "tie_word_embeddings": True, "bos_token_id": BOS, "eos_token_id": EOS}
-CHAT_TEMPLATE = ("{{ bos_token }}{% for m in messages %}"
-  "{% if m['role'] == 'user' %}{{ 'User: ' + m['content'] + '\\n' }}"
-  "{% elif m['role'] == 'assistant' %}{{ 'Assistant: ' + m['content'] + '\\n' }}{% endif %}"
-  "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}")
+CHAT_TEMPLATE = ("{{ bos_token }}User: {{ (messages | selectattr('role', 'equalto', 'user') | list)[-1]['content'] }}\n"
+                 "{% if add_generation_prompt %}Assistant:{% endif %}")   # trained on single turns: the last one counts
 TOKENIZER_CONFIG = {
   "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "bos_token": "<s>",
   "eos_token": "</s>", "unk_token": "<unk>", "model_max_length": 512, "chat_template": CHAT_TEMPLATE}
@@ -46,7 +44,8 @@ def train_tokenizer(docs: list[str]) -> bytes:
   SentencePieceTrainer.train(
     sentence_iterator=iter([line for doc in docs for line in doc.split("\n")]), model_writer=model, model_type="bpe",
     vocab_size=VOCAB, byte_fallback=True, character_coverage=1.0, unk_id=0, bos_id=BOS, eos_id=EOS, pad_id=-1,
-    normalization_rule_name="identity", remove_extra_whitespaces=False, split_digits=True, minloglevel=1)
+    normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=True,
+    split_digits=True, minloglevel=1)
   return model.getvalue()
 
 def init_weights() -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import sentencepiece
 VOCAB = 320
 # The engine of most tests: graphs of 1, 2, 4, 8 and 16 tokens. Engines of the same shapes share kernels in a process.
 ENGINE = {"max_model_len": 128, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
-SAMPLING_ENGINE = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # each sampler compiles for seconds
+SAMPLING_ENGINE = {**ENGINE, "max_num_seqs": 8, "max_num_batched_tokens": 8}   # each sampler compiles for seconds
 CORPUS = ["the cat sat on the mat and the dog ran to the red house", "hello world, this is a small model of a language",
           "one two three four five six seven eight nine ten", "where there is a will there is a way, they say",
           "numbers: 0 1 2 3 4 5 6 7 8 9!"]
@@ -231,6 +231,52 @@ def reference_probabilities(logits: np.ndarray, temperature: float) -> np.ndarra
 def until(ids: list[int], ends: Iterable[int]) -> list[int]:
   """Ids up to the first end token, with it."""
   return next((ids[:i + 1] for i, x in enumerate(ids) if x in ends), ids)
+
+
+def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | None = None,
+               merges: list[str] | None = None, specials: Iterable[str] = (), template: str | None = None,
+               tokenizer: str = "gpt2") -> Path:
+  """The model in `folder` as llama.cpp's converter writes it: q and k rows in pairs of neighbours, norms in float32."""
+  import gguf
+  config, weights = load(folder)
+  tokens = tokens or ["a", "b", "ab", *(f"t{i}" for i in range(config["vocab_size"] - 3))]
+  writer = gguf.GGUFWriter(path, "llama")
+  writer.add_block_count(config["num_hidden_layers"])
+  writer.add_context_length(config["max_position_embeddings"])
+  writer.add_embedding_length(config["hidden_size"])
+  writer.add_feed_forward_length(config["intermediate_size"])
+  writer.add_head_count(config["num_attention_heads"])
+  writer.add_head_count_kv(config["num_key_value_heads"])
+  writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+  writer.add_rope_freq_base(config["rope_theta"])
+  if scaling := config.get("rope_scaling"):
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(scaling["factor"])
+  writer.add_tokenizer_model(tokenizer)
+  writer.add_tokenizer_pre("gpt-2")
+  writer.add_token_list(tokens)
+  writer.add_token_types([3 if t in specials else 1 for t in tokens])
+  writer.add_token_merges(merges or ["a b"])
+  if template: writer.add_chat_template(template)
+  writer.add_bos_token_id(1)
+  writer.add_eos_token_id(2)
+  names: dict[str, str] = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+  parts = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+           "self_attn.o_proj": "attn_output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+           "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+  layers = range(config["num_hidden_layers"])
+  names |= {f"model.layers.{i}.{k}": f"blk.{i}.{v}" for i in layers for k, v in parts.items()}
+  heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+  for name, x in weights.items():
+    name, x = names[name.removesuffix(".weight")], x.astype(np.float32)
+    if n := heads.get(name.split(".")[-1]): x = x.reshape(n, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
+    dtype = gguf.GGMLQuantizationType.F32 if x.ndim == 1 else gguf.GGMLQuantizationType[kind]
+    writer.add_tensor(f"{name}.weight", gguf.quants.quantize(np.ascontiguousarray(x), dtype), raw_dtype=dtype)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return path
 
 
 class LogitsRecorder:

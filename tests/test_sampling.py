@@ -156,7 +156,7 @@ def llm(folder): return LLM(folder, **SAMPLING_ENGINE)
 def alone(llm): return [ids_of(llm.generate(p, params(i)))[0] for i, p in enumerate(PROMPTS)]
 
 
-def test_seeded_text_is_the_same_alone_and_among_8_requests(llm, alone):
+def test_seeded_text_is_the_same_alone_and_in_a_batch_of_8(llm, alone):
   assert ids_of(llm.generate(PROMPTS, [params(i) for i in range(8)])) == alone
 
 
@@ -166,7 +166,7 @@ def test_seeded_text_is_the_same_in_any_arrival_order(llm, alone):
 
 
 def test_seeded_text_is_the_same_after_preemption(folder, alone):
-  small = LLM(folder, num_gpu_blocks_override=21, **SAMPLING_ENGINE)
+  small = LLM(folder, num_gpu_blocks_override=13, **SAMPLING_ENGINE)
   assert ids_of(small.generate(PROMPTS, [params(i) for i in range(8)])) == alone
   assert small.get_metrics()["num_preemptions"] > 0
 

@@ -46,7 +46,7 @@ class Tokenizer:
     check(template, "the model has no chat template (chat_template in tokenizer_config.json): use generate")
     sandbox = _library("jinja2.sandbox")
     env = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    env.globals |= {"bos_token": self.bos, "eos_token": self.eos, "raise_exception": lambda message: check(False, message)}
+    env.globals |= {"bos_token": self.bos, "eos_token": self.eos, "raise_exception": lambda m: check(False, m)}
     try: return env.from_string(template).render(messages=messages, add_generation_prompt=add_generation_prompt)
     except (ValueError, _library("jinja2").TemplateError) as e:
       raise ValueError(f"the chat template does not take these messages: {e}") from e
