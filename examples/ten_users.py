@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from tinyvllm import LLM, SamplingParams
 
-PROMPTS = ["Hello", "The cat", "The sun", "I like", "My friend", "A computer", "Once upon a time", "What is", "The rain",
-           "We"]
+PROMPTS = ["Hello", "The cat", "The sun", "I like", "My friend", "A computer", "Once upon a time", "What is", "We",
+           "The rain"]
 
 
 def main() -> None:

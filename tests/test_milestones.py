@@ -9,7 +9,7 @@ import tinyvllm
 from tinyvllm import LLM, SamplingParams
 
 
-def greedy(n: int, **kwargs) -> SamplingParams: return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, **kwargs)
+def greedy(n: int) -> SamplingParams: return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +28,19 @@ def test_2_paged_attention_equals_naive_contiguous_attention():
   max_blocks = 4
   q = rng.standard_normal((len(lengths), KV, G, D)).astype(np.float32)
   k, v = rng.standard_normal((2, sum(lengths), KV, D)).astype(np.float32)
-  tables = (rng.permutation(len(lengths) * max_blocks) + 1).reshape(len(lengths), max_blocks)   # scattered, block 0 in none
+  tables = (rng.permutation(len(lengths) * max_blocks) + 1).reshape(len(lengths), max_blocks)   # block 0 in none
   rows = np.repeat(np.arange(len(lengths)), lengths)
   positions = np.concatenate([np.arange(n) for n in lengths])
   slots = tables[rows, positions // BS] * BS + positions % BS
-  garbage = np.full((2, len(lengths) * max_blocks + 1, BS, KV, D), np.nan, np.float32)   # what no one wrote must not be seen
+  garbage = np.full((2, len(lengths) * max_blocks + 1, BS, KV, D), np.nan, np.float32)   # must not be seen
   cache, table = Tensor(garbage).realize(), Tensor(np.zeros((len(lengths), max_blocks), np.int32)).realize()
   rows_t, positions_t, slots_t = (Tensor(x.astype(np.int32)).realize() for x in (rows, positions, slots))
   table = write_table(table, rows_t, positions_t, slots_t, BS)
   cache = write_kv(cache, Tensor(k), Tensor(v), slots_t)
   last = Tensor(np.array(lengths, np.int32) - 1).realize()
   blocks = UOp.variable("num_blocks", 0, max_blocks - 1).bind((max(lengths) - 1) // BS) + 1
-  out = paged_attention(Tensor(q), cache, table, Tensor.arange(len(lengths)).cast("int32").contiguous(), last, blocks).numpy()
+  each = Tensor.arange(len(lengths)).cast("int32").contiguous()
+  out = paged_attention(Tensor(q), cache, table, each, last, blocks).numpy()
   for i, n in enumerate(lengths):
     mine = rows == i
     scores = np.einsum("hgd,nhd->hgn", q[i], k[mine]) / np.sqrt(D)
@@ -52,7 +53,8 @@ def test_3_ten_concurrent_requests_finish_right_in_a_small_pool(folder):
   prompts = [{"prompt_token_ids": [3 + i, 7, 11 + i] * (1 + i % 4)} for i in range(10)]
   alone = LLM(folder, max_model_len=128)
   expected = [alone.generate(p, greedy(20))[0].outputs[0].token_ids for p in prompts]
-  small = LLM(folder, max_model_len=128, block_size=4, num_gpu_blocks_override=24, max_num_seqs=10, max_num_batched_tokens=16)
+  small = LLM(folder, max_model_len=128, block_size=4, num_gpu_blocks_override=24, max_num_seqs=10,
+              max_num_batched_tokens=16)
   outputs = small.generate(prompts, greedy(20))
   assert [o.outputs[0].token_ids for o in outputs] == expected
   assert small.get_metrics()["num_preemptions"] > 0, "the pool was meant to be too small for all at once"
@@ -66,7 +68,8 @@ def test_4_continuous_batching_makes_more_tokens_per_second_than_static_batching
 
   def run(groups) -> float:
     started = time.perf_counter()
-    tokens = sum(len(o.outputs[0].token_ids) for group in groups for o in llm.generate(*map(list, zip(*group, strict=True))))
+    outputs = [o for group in groups for o in llm.generate(*map(list, zip(*group, strict=True)))]
+    tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
     assert tokens == sum(lengths)
     return tokens / (time.perf_counter() - started)
   static = [jobs[i:i + 8] for i in range(0, len(jobs), 8)]

@@ -1,10 +1,11 @@
-"""The promise to the reader: under 1000 lines of code in tinyvllm/. Prints each file's lines and how dense they are."""
+"""The promise to the reader: under 1000 lines of code in tinyvllm/. Prints each file's lines and their density."""
 import io
 import tokenize
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "tinyvllm"
-FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
+        tokenize.ENDMARKER}
 LIMIT, WIDTH, DENSITY = 1000, 120, 14
 
 

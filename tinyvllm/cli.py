@@ -2,7 +2,7 @@
 import argparse
 import logging
 import sys
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any, get_args
 
 from .config import EngineConfig
@@ -49,10 +49,9 @@ def _run(args: dict[str, Any]) -> None:
       text += output.outputs[0].text
       print(shown + output.outputs[0].text, end="", flush=True)
       shown = ""
+      logging.getLogger("tinyvllm").setLevel(logging.WARNING)   # from here on a line of the log would break the text
     print()
     return text
-  warm_up = replace(params, max_tokens=1, min_tokens=0)   # captures the decode step before any text is shown
-  llm.generate({"prompt_token_ids": [0]}, warm_up, use_tqdm=False)
   if args["command"] == "generate": stream(args["prompt"], shown=args["prompt"])
   messages: list[dict[str, str]] = []
   while args["command"] == "chat":

@@ -83,7 +83,7 @@ class LLMEngine:
     self.max_model_len = self.config.max_model_len or limit
     check(self.max_model_len <= limit, f"max_model_len={self.max_model_len} must be at most the model's {limit}")
     kind = self.config.dtype if self.config.dtype != "auto" else "float32" if Device.DEFAULT == "CPU" else "float16"
-    load_weights(llama := Llama(self.model_config), reader, path, dtype := to_dtype(kind))
+    load_weights(llama := Llama(self.model_config), self.model_config, reader, path, dtype := to_dtype(kind))
     logger.info("loaded %s in %s on %s in %.1f s", path.name, kind, Device.DEFAULT, time.perf_counter() - started)
     caches = allocate_caches(self.model_config, self.config, self.max_model_len, dtype)
     self.blocks = BlockManager(int(caches[0].shape[1]), self.config.block_size)

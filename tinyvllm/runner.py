@@ -2,11 +2,12 @@
 each bucket (a batch is padded to a power of two) and kind of sampler; the context's length is a variable of the
 graph."""
 import logging
+import os
 import time
 from collections.abc import Callable
 
 import numpy as np
-from tinygrad import Tensor, TinyJit, UOp, dtypes
+from tinygrad import Context, Tensor, TinyJit, UOp, dtypes
 
 from .config import EngineConfig
 from .llama import Batch, Llama
@@ -49,7 +50,8 @@ class Runner:
     fields = np.zeros(0, np.int32) if greedy else _sampler_fields(sampling, len(samples))
     packed = Tensor(np.concatenate([tokens.ravel(), samples, fields])).realize()
     started, graph = time.perf_counter(), self.graphs.get((T, greedy)) or self._graph(T, len(samples), greedy)
-    ids = graph(packed, self.num_blocks.bind((longest - 1) // block_size)).tolist()
+    with Context(**({"PARALLEL": 0} if (os.cpu_count() or 1) <= 4 else {})):   # few cores: workers only start slowly
+      ids = graph(packed, self.num_blocks.bind((longest - 1) // block_size)).tolist()
     if (T, greedy) not in self.graphs and not self.config.enforce_eager:
       self.graphs[T, greedy] = graph
       logger.info("captured the %s step of %d tokens in %.1f s", KINDS[greedy], T, time.perf_counter() - started)

@@ -25,12 +25,12 @@ def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
   does: exact after 30 sums, and no sort of the vocabulary. p: (S, V) in 0..1. weight: (S, V). target: (S, 1). Returns
   (S, 1)."""
   bits = p.bitcast(dtypes.int32)
-  low = target.const_like(-1).cast(dtypes.int32)
-  for bit in reversed(range(30)):   # the bits of 1.0 are below 2**30
-    middle = low + (1 << bit)
-    above = (bits > middle).where(weight, 0.0).sum(1, keepdim=True)
-    low = (above >= target).where(middle, low).contiguous()
-  return (low + 1).bitcast(dtypes.float32)
+  middle = target.const_like(1 << 29).cast(dtypes.int32).contiguous()   # the bits of 1.0 are below 2**30
+  for _ in range(30):   # middle's lowest set bit is the step, so that every round is the same two kernels
+    above = (bits >= middle).where(weight, 0.0).sum(1, keepdim=True)
+    step = middle & -middle
+    middle = (above >= target).where(middle + step // 2, middle + step // 2 - step).contiguous()
+  return middle.bitcast(dtypes.float32)
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,

@@ -1,5 +1,6 @@
 """Decides what each step computes (Yu et al. 2022, Orca): one token for every decoding sequence, then chunks of
-prompts, together at most max_num_batched_tokens. The oldest sequence of the highest priority always makes progress."""
+prompts, together at most max_num_batched_tokens. The oldest running sequence of the highest priority always makes
+progress."""
 import bisect
 import logging
 import time

@@ -19,25 +19,26 @@ SPLITS = {"llama-bpe": LLAMA3, "qwen2": LLAMA3.replace("{1,3}", ""), "smollm": r
 
 
 class Tokenizer:
-  """Plain coding functions, the special tokens' ids by text, and tokenizer_config.json's content."""
-  def __init__(self, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str], specials: dict[str, int],
-               add_bos: bool, config: dict[str, Any]):
-    self._encode, self._decode, self.config = encode, decode, config
-    self.specials, self.special_texts = specials, {i: text for text, i in specials.items()}
+  """encode(text, add_special_tokens) and decode(ids), the ids of tokens that stand for a text of their own and which of
+  these are special, and tokenizer_config.json's content."""
+  def __init__(self, encode: Callable[[str, bool], list[int]], decode: Callable[[list[int]], str],
+               named: dict[str, int], specials: set[int], config: dict[str, Any]):
+    self._encode, self._decode, self.specials, self.config = encode, decode, specials, config
+    self.texts = {i: text for text, i in named.items()}
     names = [config.get("bos_token"), config.get("eos_token")]
     self.bos, self.eos = (name["content"] if isinstance(name, dict) else name for name in names)
-    self.prefix = [specials[self.bos]] if config.get("add_bos_token", add_bos) and self.bos in specials else []
+    self.prefix = [named[self.bos]] if config.get("add_bos_token") and self.bos in named else []
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     """Ids of a text, in which special tokens' texts stand for themselves, behind a BOS if the model's files want
     one."""
-    ids = self._encode(text)
+    ids = self._encode(text, add_special_tokens and "add_bos_token" not in self.config)
     return self.prefix + ids if add_special_tokens and ids[:1] != self.prefix else ids
 
   def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-    if skip_special_tokens: return self._decode([i for i in ids if i not in self.special_texts])
-    return "".join("".join(self.special_texts[i] for i in run) if special else self._decode(list(run))
-                   for special, run in groupby(ids, self.special_texts.__contains__))
+    ids = [i for i in ids if not (skip_special_tokens and i in self.specials)]
+    return "".join("".join(self.texts[i] for i in run) if named else self._decode(list(run))
+                   for named, run in groupby(ids, self.texts.__contains__))
 
   def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
     """The conversation as the model was trained to see it. Raises ValueError without a template, or where it
@@ -61,16 +62,17 @@ def load_tokenizer(folder: Path) -> Tokenizer:
   path = folder / "tokenizer.model"
   check(path.exists(), f"{folder} has no tokenizer: neither tokenizer.json nor tokenizer.model")
   model = SentencePieceProcessor(model_file=str(path))
-  size = model.GetPieceSize()
-  specials = {model.IdToPiece(i): i for i in range(size) if model.IsControl(i)}
-  specials |= {t["content"]: int(i) for i, t in config.get("added_tokens_decoder", {}).items()}
-  split = re.compile("(" + "|".join(map(re.escape, specials)) + ")")
+  added, control = config.get("added_tokens_decoder", {}), filter(model.IsControl, range(model.GetPieceSize()))
+  specials = {*control} | {int(i) for i, token in added.items() if token["special"]}
+  named = {model.IdToPiece(i): i for i in specials if i < model.GetPieceSize()}
+  named |= {token["content"]: int(i) for i, token in added.items()}
+  split = re.compile("(" + "|".join(map(re.escape, named)) + ")")
 
-  def encode(text: str) -> list[int]:
+  def encode(text: str, add_special_tokens: bool) -> list[int]:
     parts = [part for part in split.split(text) if part]
-    return [i for part in parts for i in ([specials[part]] if part in specials else model.EncodeAsIds(part))]
-  def decode(ids: list[int]) -> str: return model.DecodeIds([i for i in ids if i < size])
-  return Tokenizer(encode, decode, specials, True, {"bos_token": "<s>", "eos_token": "</s>", **config})
+    return [i for part in parts for i in ([named[part]] if part in named else model.EncodeAsIds(part))]
+  config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config}
+  return Tokenizer(encode, model.DecodeIds, named, specials, config)
 
 
 def _library(name: str) -> Any:
@@ -79,10 +81,10 @@ def _library(name: str) -> Any:
 
 
 def _from_library(model: Any, config: dict[str, Any]) -> Tokenizer:
-  specials = {t.content: i for i, t in model.get_added_tokens_decoder().items() if t.special}
-  def encode(text: str) -> list[int]: return model.encode(text, add_special_tokens=False).ids
+  named = {t.content: i for i, t in model.get_added_tokens_decoder().items() if t.special}
+  def encode(text: str, special: bool) -> list[int]: return model.encode(text, add_special_tokens=special).ids
   def decode(ids: list[int]) -> str: return model.decode(ids, skip_special_tokens=False)
-  return Tokenizer(encode, decode, specials, bool(model.encode("").ids), config)
+  return Tokenizer(encode, decode, named, set(named.values()), config)
 
 
 def gguf_tokenizer(kv: dict[str, Any]) -> Tokenizer:
@@ -111,7 +113,8 @@ class StreamDecoder:
     self._restart(prompt_ids)
 
   def _restart(self, ids: list[int]) -> None:
-    self.ids = ids[-8:]   # some context: what a token's text is can depend on what stands before it
+    # Some context stays, as a token's text can depend on what is before it: all of it where the last have no text.
+    self.ids = ids[-8:] if self.tokenizer.decode(ids[-8:], self.skip) else ids
     self.shown = len(self.tokenizer.decode(self.ids, self.skip))
 
   def push(self, tokens: list[int], last: bool) -> str:

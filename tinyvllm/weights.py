@@ -15,7 +15,7 @@ from tinygrad.helpers import tqdm
 from tinygrad.llm.gguf import gguf_load
 from tinygrad.tensor import Tensor
 
-from .config import check
+from .config import ModelConfig, check
 from .llama import Llama
 
 Reader = dict[str, Callable[[], np.ndarray]]   # a tensor's name in Hugging Face's files, and how to read it
@@ -64,8 +64,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Reader, dict[str, Any]]:
   try: kv, tensors = gguf_load(path)
   except Exception as e: raise ValueError(f"{path} is not a readable GGUF file: {e}") from e   # fails in many ways
   arch = kv["general.architecture"]
+  check(arch == "llama", f"{path}: GGUF architecture {arch} is not supported; supported: llama")
   config = {name: kv[f"{arch}.{key}"] for key, name in GGUF_KEYS.items() if f"{arch}.{key}" in kv}
-  config |= {"architectures": ["LlamaForCausalLM" if arch == "llama" else arch],
+  config |= {"architectures": ["LlamaForCausalLM"],
              "vocab_size": len(kv["tokenizer.ggml.tokens"]), "tie_word_embeddings": "output.weight" not in tensors,
              "eos_token_id": [kv[k] for n in ("eos", "eot") if (k := f"tokenizer.ggml.{n}_token_id") in kv],
              "rope_scaling": {"rope_type": kv.get(f"{arch}.rope.scaling.type", "default").replace("none", "default"),
@@ -84,11 +85,13 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Reader, dict[str, Any]]:
   return config, reader, kv
 
 
-def load_weights(model: Llama, reader: Reader, source: Path, dtype: DType) -> None:
+def load_weights(model: Llama, config: ModelConfig, reader: Reader, source: Path, dtype: DType) -> None:
   """Fill the model's tensors. Raises ValueError naming the file and the tensor that is missing, surplus or
   misshapen."""
   targets = nn.state.get_state_dict(model)
-  tied = "embed_tokens.weight" not in targets
+  kv_rows, D, tied = config.num_key_value_heads * config.head_dim, config.head_dim, config.tie_word_embeddings
+  rows = {"q_proj": config.num_attention_heads * D, "k_proj": kv_rows, "v_proj": kv_rows,
+          "gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
   for target, tensor in tqdm(targets.items(), desc="loading weights", unit=" tensors", disable=None):
     name = target if target == "lm_head.weight" else f"model.{target}"
     if tied and target == "lm_head.weight": name = "model.embed_tokens.weight"
@@ -98,9 +101,9 @@ def load_weights(model: Llama, reader: Reader, source: Path, dtype: DType) -> No
     arrays = [reader.pop(n)() for n in names]
     tile = tensor.shape[2] if tensor.ndim == 3 else 1   # a Linear's
     shape = (tensor.shape[0] * tile, *tensor.shape[1:2])
-    fits = sum(a.shape[0] for a in arrays) == shape[0] and all(a.shape[1:] == shape[1:] for a in arrays)
-    found = ", ".join(f"{n} {list(a.shape)}" for n, a in zip(names, arrays, strict=True))
-    check(fits, f"{source}: {found} should make {list(shape)}, as its config says")
+    for n, array in zip(names, arrays, strict=True):
+      found, expected = list(array.shape), [rows.get(n.split(".")[-2], shape[0]), *shape[1:]]
+      check(found == expected, f"{source}: tensor {n} has shape {found}; its config says {expected}")
     array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
     if tensor.ndim == 3: array = np.ascontiguousarray(array.reshape(-1, tile, shape[1]).swapaxes(1, 2))
     tensor.replace(Tensor(array).cast(dtype).contiguous().realize())
