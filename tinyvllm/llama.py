@@ -55,6 +55,9 @@ def _linear_kernel(opts: tuple[Opt, ...] | None, out: UOp, x: UOp, weight: UOp) 
   return store.end(t, n, lane).sink(arg=KernelInfo(name="linear", opts_to_apply=opts))
 
 
+def is_simd() -> bool: return not Device[Device.DEFAULT].renderer.has_local   # a CPU: kernels say their own schedule
+
+
 class Linear:
   """x @ W.T + bias, accumulated in float32. W, (out, in), is stored as (out / 16, in, 16): the lanes of a register hold
   16 neighbouring outputs, and a kernel reads memory from front to back."""
@@ -62,7 +65,7 @@ class Linear:
     tile = math.gcd(out_features, 16)
     self.weight = Tensor.empty(out_features // tile, in_features, tile)
     if bias: self.bias = Tensor.empty(out_features)
-    self.simd = tile == 16 and not Device[Device.DEFAULT].renderer.has_local
+    self.simd = tile == 16 and is_simd()
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     rows = math.gcd(x.shape[0], 4)
@@ -78,6 +81,7 @@ class Linear:
 class Attention:
   def __init__(self, config: ModelConfig):
     self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    self.simd = is_simd()
     self.qkv_proj = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim, config.qkv_bias)
     self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, config.o_bias)
     if config.qk_norm: self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
@@ -88,7 +92,7 @@ class Attention:
     if hasattr(self, "q_norm"): q, k = self.q_norm(q), self.k_norm(k)
     q = apply_rope(q, batch.rope).reshape(T, KV, H // KV, D)   # (T, KV, G, D)
     cache = write_kv(cache, apply_rope(k, batch.rope), v, batch.slots)
-    out = paged_attention(q, cache, batch.table, batch.rows, batch.positions, batch.num_blocks)
+    out = paged_attention(q, cache, batch.table, batch.rows, batch.positions, batch.num_blocks, self.simd)
     return self.o_proj(out.cast(x.dtype).reshape(T, H * D))
 
 

@@ -62,17 +62,18 @@ def load_tokenizer(folder: Path) -> Tokenizer:
   path = folder / "tokenizer.model"
   check(path.exists(), f"{folder} has no tokenizer: neither tokenizer.json nor tokenizer.model")
   model = SentencePieceProcessor(model_file=str(path))
-  added, control = config.get("added_tokens_decoder", {}), filter(model.IsControl, range(model.GetPieceSize()))
-  specials = {*control} | {int(i) for i, token in added.items() if token["special"]}
-  named = {model.IdToPiece(i): i for i in specials if i < model.GetPieceSize()}
+  added, size = config.get("added_tokens_decoder", {}), model.GetPieceSize()
+  specials = {*filter(model.IsControl, range(size)), *(int(i) for i, token in added.items() if token["special"])}
+  named = {model.IdToPiece(i): i for i in specials if i < size}
   named |= {token["content"]: int(i) for i, token in added.items()}
   split = re.compile("(" + "|".join(map(re.escape, named)) + ")")
 
   def encode(text: str, add_special_tokens: bool) -> list[int]:
     parts = [part for part in split.split(text) if part]
     return [i for part in parts for i in ([named[part]] if part in named else model.EncodeAsIds(part))]
+  def decode(ids: list[int]) -> str: return model.DecodeIds([i for i in ids if i < size])   # others are padding
   config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config}
-  return Tokenizer(encode, model.DecodeIds, named, specials, config)
+  return Tokenizer(encode, decode, named, specials, config)
 
 
 def _library(name: str) -> Any:

@@ -4,8 +4,8 @@ python tests/benchmarks/speed.py [--model DIR]
 
 Prints one row each: seconds from import to the first token; tokens/s of one stream and of eight together; prompt
 tokens/s of one prompt; the peak of the process's memory over the weights'. Each rate is the median of three runs after
-a warm-up, and beside it stands the roofline: bytes of weights over the bandwidth that numpy measures in the same run, on
-one core."""
+a warm-up, and beside it stands the roofline: the bandwidth that numpy measures on one core in the same run, over the
+bytes of the weights."""
 import argparse
 import platform
 import resource
