@@ -42,7 +42,8 @@ def _scores_kernel(simd: bool, num_blocks: UOp, scores: UOp, q: UOp, cache: UOp,
   return scores[t, h, g, m, s].store(dot).end(t, h, g, m, s).sink(arg=info)
 
 
-def _values_kernel(simd: bool, num_blocks: UOp, out: UOp, p: UOp, cache: UOp, table: UOp, rows: UOp, positions: UOp) -> UOp:
+def _values_kernel(simd: bool, num_blocks: UOp, out: UOp, p: UOp, cache: UOp, table: UOp, rows: UOp,
+                   positions: UOp) -> UOp:
   t, h, g, d = [UOp.range(extent, axis) for axis, extent in enumerate(out.shape)]
   m = UOp.range(num_blocks, 4, AxisType.REDUCE)
   s = UOp.range(cache.shape[2], 5, AxisType.REDUCE)
