@@ -80,9 +80,10 @@ operations = st.lists(st.one_of(
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(operations, st.integers(11, 30), st.integers(1, 6), st.integers(0, 12), st.sampled_from(["fcfs", "priority"]))
-def test_any_sequence_of_operations_keeps_the_invariants_and_ends(todo, blocks, seqs, more, policy):
-  bench = Bench(blocks, 4, seqs, seqs + more, policy)
+@given(operations, st.integers(11, 30), st.sampled_from([1, 2, 4]), st.integers(1, 6), st.integers(0, 12),
+       st.sampled_from(["fcfs", "priority"]))
+def test_any_sequence_of_operations_keeps_the_invariants_and_ends(todo, blocks, size, seqs, more, policy):
+  bench = Bench(blocks * 4 // size, size, seqs, seqs + more, policy)   # a pool of blocks * 4 tokens
   for what, *args in todo:
     if what == "add": bench.add(args[0], args[1], args[2] if policy == "priority" else 0)
     elif what == "step":
@@ -136,6 +137,16 @@ def test_decodes_come_first_and_prompts_fill_the_rest_of_the_budget():
   assert list(bench.step().items()) == [(a, 1), (b, 1), (c, 6)]
   assert list(bench.step().items()) == [(a, 1), (b, 1), (c, 3), (d, 3)]
   assert list(bench.step().items()) == [(a, 1), (b, 1), (c, 1), (d, 2)]
+
+
+def test_a_request_preempted_when_its_tokens_fill_the_pool_comes_back():
+  bench = Bench(blocks=2, block_size=1, seqs=2, budget=8)
+  first, second = bench.add(prompt=1, n=2), bench.add(prompt=1, n=2)
+  bench.step()
+  bench.step()
+  assert bench.scheduler.waiting == [second] and len(second.tokens) == 2
+  bench.finish()
+  assert first.num_generated == second.num_generated == 2
 
 
 def test_no_more_sequences_run_than_max_num_seqs():

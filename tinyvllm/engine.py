@@ -179,7 +179,7 @@ class LLM(LLMEngine):
     try:
       for request in requests: self._add(request)
       for request in tqdm(requests, desc="generating", unit=" requests", disable=None if use_tqdm else True):
-        while request.finish_reason is None: self.step()
+        while request.request_id in self.requests: self.step()   # until its text is complete, whoever steps
     finally:
       for request in requests: self.abort_request(request.request_id)
     return [request.output() for request in requests]

@@ -16,7 +16,7 @@ from .sequence import MAX_BANNED, Sequence
 
 logger = logging.getLogger("tinyvllm")
 KINDS = {True: "greedy", False: "sampling"}
-NUM_FIELDS = 6 + MAX_BANNED   # of the sampler: temperature, top_k, top_p, min_p, two words of seed, banned ids
+NUM_FIELDS = 6 + MAX_BANNED   # of the sampler: temperature, top_p, min_p, two words of seed, top_k, banned ids
 
 
 class Runner:
@@ -46,7 +46,7 @@ class Runner:
       if n == seq.remaining:
         samples[len(sampling)] = start - 1
         sampling.append(seq)
-    greedy = all(seq.params.greedy and not seq.banned for seq in sampling)
+    greedy = all(seq.params.temperature < 1e-5 and not seq.banned for seq in sampling)
     fields = np.zeros(0, np.int32) if greedy else _sampler_fields(sampling, len(samples))
     packed = Tensor(np.concatenate([tokens.ravel(), samples, fields])).realize()
     started, graph = time.perf_counter(), self.graphs.get((T, greedy)) or self._graph(T, len(samples), greedy)
@@ -65,8 +65,8 @@ class Runner:
       logits = self.model(ids, samples, batch, self.caches)   # (S, vocab)
       if greedy: return logits.argmax(1).cast(dtypes.int32).realize()
       fields = fields.reshape(S, NUM_FIELDS).contiguous()
-      floats, seeds = fields.bitcast(dtypes.float32), fields[:, 4:6].bitcast(dtypes.uint32)
-      kept = (floats[:, 0], fields[:, 1], floats[:, 2], floats[:, 3])
+      floats, seeds = fields.bitcast(dtypes.float32), fields[:, 3:5].bitcast(dtypes.uint32)
+      kept = (floats[:, 0], fields[:, 5], floats[:, 1], floats[:, 2])   # temperature, top_k, top_p, min_p
       return sample(logits, *kept, seeds, positions[samples], fields[:, 6:]).realize()
     if self.config.enforce_eager: return step
     graph = TinyJit(step)
@@ -75,12 +75,8 @@ class Runner:
 
 
 def _sampler_fields(sampling: list[Sequence], S: int) -> np.ndarray:
-  fields = np.full((S, NUM_FIELDS), -1, np.int32)
-  floats = fields.view(np.float32)
-  floats[:, 0] = 0.0   # rows without a sequence: greedy
-  for i, seq in enumerate(sampling):
-    params, banned = seq.params, seq.banned
-    floats[i, [0, 2, 3]], fields[i, 1] = (params.temperature, params.top_p, params.min_p), params.top_k
-    fields[i, 4:6] = np.array([seq.seed]).view(np.int32)
-    fields[i, 6:6 + len(banned)] = banned
-  return fields.ravel()
+  floats = [(seq.params.temperature, seq.params.top_p, seq.params.min_p) for seq in sampling]
+  ints = [(seq.params.top_k, *seq.banned, *[-1] * (MAX_BANNED - len(seq.banned))) for seq in sampling]
+  seeds = np.array([[seq.seed] for seq in sampling], np.int64)
+  fields = np.hstack([np.array(floats, np.float32).view(np.int32), seeds.view(np.int32), np.array(ints, np.int32)])
+  return np.pad(fields, ((0, S - len(sampling)), (0, 0))).ravel()

@@ -36,7 +36,7 @@ class Scheduler:
       if n and seq.row is not None and self._make_room(seq, n, batch): batch[seq] = n
     while self.waiting and self.free_rows and preemptions == self.num_preemptions and sum(batch.values()) < self.budget:
       seq = self.waiting[0]   # room for all of it, or the chunks of several would preempt each other
-      if not self.blocks.can_allocate([], len(seq.tokens) + 1): break
+      if not self.blocks.can_allocate([], len(seq.tokens)): break
       self.running.append(self.waiting.pop(0))
       seq.row = self.free_rows.pop()
       if isnan(seq.metrics.first_scheduled_time): seq.metrics.first_scheduled_time = time.monotonic()

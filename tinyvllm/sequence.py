@@ -36,9 +36,6 @@ class SamplingParams(Options):
         check(type(x) is kind and x != "", f"{name}={getattr(self, name)!r} must list {kind.__name__}s, none empty")
     check(self.min_tokens <= self.max_tokens, f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
 
-  @property
-  def greedy(self) -> bool: return self.temperature < 1e-5
-
 
 @dataclass
 class RequestMetrics:
