@@ -2,8 +2,8 @@
 
 python tests/benchmarks/speed.py [--model DIR]
 
-Prints one row each: seconds from import to the first token; tokens/s of one stream and of eight together; prompt
-tokens/s of one prompt; the peak of the process's memory over the weights'. Each rate is the median of three runs after
+Prints one row each: seconds from import to the first token; how much memory loading took at its peak, over the weights';
+tokens/s of one stream and of eight together; prompt tokens/s of one prompt. Each rate is the median of three runs after
 a warm-up, and beside it stands the roofline: the bandwidth that numpy measures on one core in the same run, over the
 bytes of the weights."""
 import argparse
@@ -35,11 +35,11 @@ def main() -> None:
   from tinygrad import nn
 
   from tinyvllm import LLM, SamplingParams
+  before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   llm = LLM(args.model, max_model_len=args.max_model_len, max_num_seqs=8, max_num_batched_tokens=256)
-  loaded = time.perf_counter()
+  loaded, peak = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
   next(iter(llm.generate_stream("Hello", SamplingParams(temperature=0.0, max_tokens=2))))
   first = time.perf_counter()
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   weights = sum(t.nbytes() for t in nn.state.get_parameters(llm.runner.model))
   vocabulary, rows = llm.model_config.vocab_size, []
 
@@ -61,7 +61,7 @@ def main() -> None:
   rows += [(f"prefill, {n} tokens", rate(1, n, 1), None) for n in (128, 256) if n < args.max_model_len]
   print(f"{platform.machine()}, Python {platform.python_version()}, weights {weights / 2**20:.0f} MiB")
   print(f"{'load':24} {loaded - started:8.1f} s\n{'start to first token':24} {first - started:8.1f} s")
-  print(f"{'peak memory':24} {peak / 2**20:8.0f} MiB = {peak / weights:.2f} x weights")
+  print(f"{'memory to load':24} {peak / 2**20:8.0f} MiB = {peak / weights:.2f} x weights")
   for name, value, roof in rows:
     share = f"   {value / roof:4.0%} of one core's roofline, {roof:.0f}" if roof else ""
     print(f"{name:24} {value:8.1f} tokens/s{share}")
