@@ -550,3 +550,16 @@ def test_the_engines_metrics_equal_the_counts_the_caller_saw(folder):
   assert steps == 6 and m["mean_batch_size"] == pytest.approx(15 / 6)
   assert m["tokens_per_second"] > 0 and m["requests_per_second"] == pytest.approx(m["tokens_per_second"] * 3 / 15)
   assert m["blocks_used"] == 0 and m["blocks_free"] == engine.blocks.num_blocks - 1 and m["num_preemptions"] == 0
+
+
+def test_steps_are_captured_on_whichever_thread_asks(tmp_path):
+  """Kernels that nobody compiled yet: tinygrad's cache on disk belongs to the thread that opened it."""
+  llm = LLM(tiny_model(tmp_path, intermediate_size=80), **ENGINE)
+  results = {}
+
+  def work(n): results[n] = ids_of(llm.generate(tokens(*prompt(n)), greedy(4), use_tqdm=False)[0])
+  for n in (3, 9):
+    thread = threading.Thread(target=work, args=(n,), daemon=True)
+    thread.start()
+    thread.join(120)
+  assert results == {n: reference_greedy(tmp_path, prompt(n), 4) for n in (3, 9)}

@@ -3,6 +3,7 @@ below knows token ids only."""
 import logging
 import os
 import shutil
+import sqlite3
 import sys
 import threading
 import time
@@ -15,9 +16,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tinygrad import Device
+from tinygrad import Device, helpers
 from tinygrad.dtype import to_dtype
-from tinygrad.helpers import tqdm
 
 from .block_manager import BlockManager
 from .config import EngineConfig, ModelConfig, check
@@ -178,7 +178,7 @@ class LLM(LLMEngine):
     requests = [self._request(f"generate-{next(self._arrivals)}", *pair) for pair in zip(prompts, params, strict=True)]
     try:
       for request in requests: self._add(request)
-      for request in tqdm(requests, desc="generating", unit=" requests", disable=None if use_tqdm else True):
+      for request in helpers.tqdm(requests, desc="generating", unit=" requests", disable=None if use_tqdm else True):
         while request.request_id in self.requests: self.step()   # until its text is complete, whoever steps
     finally:
       for request in requests: self.abort_request(request.request_id)
@@ -216,6 +216,10 @@ def open_device() -> None:
   """Open tinygrad's default device, with the clang that pip put beside this Python if none is on the PATH."""
   beside = Path(sys.executable).parent / "clang"
   if "CC" not in os.environ and not shutil.which("clang") and beside.exists(): os.environ["CC"] = str(beside)
+  if helpers.CACHELEVEL >= 1:   # tinygrad's cache on disk answers only the thread that opened it; steps come from any
+    helpers.db_connection()
+    shared = sqlite3.connect(helpers.CACHEDB, timeout=60, isolation_level="IMMEDIATE", check_same_thread=False)
+    helpers._db_connection = shared   # type: ignore[assignment]
   try: Device[Device.DEFAULT]   # noqa: B018
   except Exception as e:   # a backend fails to open in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "

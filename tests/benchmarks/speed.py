@@ -2,7 +2,7 @@
 
 python tests/benchmarks/speed.py [--model DIR]
 
-Prints one row each: seconds from import to the first token; how much memory loading took at its peak, over the weights';
+Prints one row each: seconds from import to the first token; loading's memory at its peak, over the weights';
 tokens/s of one stream and of eight together; prompt tokens/s of one prompt. Each rate is the median of three runs after
 a warm-up, and beside it stands the roofline: the bandwidth that numpy measures on one core in the same run, over the
 bytes of the weights."""
