@@ -563,3 +563,25 @@ def test_steps_are_captured_on_whichever_thread_asks(tmp_path):
     thread.start()
     thread.join(120)
   assert results == {n: reference_greedy(tmp_path, prompt(n), 4) for n in (3, 9)}
+
+
+def test_ten_streams_on_ten_threads_each_see_their_tokens_one_by_one(llm, folder):
+  pieces = {}
+
+  def work(i): pieces[i] = [ids_of(o) for o in llm.generate_stream(tokens(*prompt(4, i)), greedy(12))]
+  threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(10)]
+  for thread in threads: thread.start()
+  for thread in threads: thread.join(120)
+  assert {i: sum(p, []) for i, p in pieces.items()} == {i: reference_greedy(folder, prompt(4, i), 12) for i in pieces}
+  assert len(pieces) == 10 and all(len(p) >= 4 for p in pieces.values()), {i: len(p) for i, p in pieces.items()}
+  check_invariants(llm)
+
+
+def test_a_failing_step_reaches_the_caller_and_the_engine_goes_on(llm, folder, monkeypatch):
+  def fail(batch): raise RuntimeError("the device is gone")
+  with monkeypatch.context() as broken:
+    broken.setattr(llm.runner, "run", fail)
+    with pytest.raises(RuntimeError, match="device is gone"): llm.generate(tokens(*prompt(5)), greedy(4))
+  assert not llm.has_unfinished_requests()
+  check_invariants(llm)
+  assert ids_of(llm.generate(tokens(*prompt(5)), greedy(4))[0]) == reference_greedy(folder, prompt(5), 4)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -91,7 +92,8 @@ class LLMEngine:
     self.runner = Runner(llama, self.config, rope_table(self.model_config, self.max_model_len).realize(), caches)
     self.requests: dict[str, Request] = {}
     self.totals: Counter[str] = Counter()
-    self._arrivals, self._random, self._lock = count(), Random(self.config.seed), threading.RLock()
+    self._arrivals, self._random, self._lock = count(), Random(self.config.seed), threading.Condition()
+    self._stepping = False
 
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
     """Queue a request: a str, {"prompt": str} or {"prompt_token_ids": [int]}. Lower priorities go first. Raises
@@ -138,21 +140,40 @@ class LLMEngine:
   def has_unfinished_requests(self) -> bool: return bool(self.requests)
 
   def step(self) -> list[RequestOutput]:
-    """Advance the running requests together, and return those that have something new."""
+    """Advance the running requests together, and return those that have something new. One thread steps at a time, and
+    no lock is held while the device works."""
     with self._lock:
-      started, batch = time.perf_counter(), self.scheduler.schedule()
+      self._lock.wait_for(lambda: not self._stepping)
+      self._stepping, started, batch = True, time.perf_counter(), self.scheduler.schedule()
+    try:
       sampled = self.runner.run(batch) if batch else {}
-      self.scheduler.update(batch, sampled)
-      changed = [r for r in self.requests.values() if r in sampled or r.finish_reason]
-      for request in changed:
-        request.take([sampled[request]] if request in sampled else [])
-        if request.finish_reason: self.scheduler.finish(self.requests.pop(request.request_id), request.finish_reason)
-      self.totals.update(
-        steps=1, scheduled=len(batch), generation_tokens=len(sampled),
-        prompt_tokens=sum(s.num_prompt for s in sampled if s.num_generated == 1),
-        requests_finished=sum(r.finish_reason is not None for r in changed),
-        microseconds=round(1e6 * (time.perf_counter() - started)))
-      return [request.output() for request in changed]
+      with self._lock: return self._record(batch, sampled, started)
+    finally:
+      with self._lock:
+        self._stepping = False
+        self._lock.notify_all()
+
+  def _record(self, batch: dict[Sequence, int], sampled: dict[Sequence, int], started: float) -> list[RequestOutput]:
+    self.scheduler.update(batch, sampled)
+    changed = [r for r in self.requests.values() if r in sampled or r.finish_reason]
+    for request in changed:
+      request.take([sampled[request]] if request in sampled else [])
+      if request.finish_reason: self.scheduler.finish(self.requests.pop(request.request_id), request.finish_reason)
+    self.totals.update(
+      steps=1, scheduled=len(batch), generation_tokens=len(sampled),
+      prompt_tokens=sum(s.num_prompt for s in sampled if s.num_generated == 1),
+      requests_finished=sum(r.finish_reason is not None for r in changed),
+      microseconds=round(1e6 * (time.perf_counter() - started)))
+    return [request.output() for request in changed]
+
+  def _advance(self, request: Request, tokens: float = inf) -> None:
+    """Step, or wait while another thread does, until the request has more than `tokens` or has ended."""
+    def ready() -> bool: return request.request_id not in self.requests or request.num_generated > tokens
+    while True:
+      with self._lock:
+        self._lock.wait_for(lambda: ready() or not self._stepping)
+        if ready(): return
+      self.step()
 
   def get_metrics(self) -> dict[str, float]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
@@ -179,7 +200,7 @@ class LLM(LLMEngine):
     try:
       for request in requests: self._add(request)
       for request in helpers.tqdm(requests, desc="generating", unit=" requests", disable=None if use_tqdm else True):
-        while request.request_id in self.requests: self.step()   # until its text is complete, whoever steps
+        self._advance(request)
     finally:
       for request in requests: self.abort_request(request.request_id)
     return [request.output() for request in requests]
@@ -194,8 +215,8 @@ class LLM(LLMEngine):
     text = tokens = 0
     try:
       while True:
-        with self._lock:   # another caller's step may have brought this request's token
-          if request.num_generated == tokens and not request.finish_reason: self.step()
+        self._advance(request, tokens)
+        with self._lock:
           output = request.output(text, tokens)
           text, tokens = request.shown, request.num_generated
         if output.finished or output.outputs[0].token_ids: yield output

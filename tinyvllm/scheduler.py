@@ -68,6 +68,7 @@ class Scheduler:
   def update(self, batch: dict[Sequence, int], sampled: dict[Sequence, int]) -> None:
     """Record a step: what was computed, and the token that each sequence at its end got."""
     for seq, n in batch.items():
+      if seq.finish_reason: continue   # aborted while the device worked
       seq.num_computed += n
       if seq in sampled: seq.append(sampled[seq])
       if seq.finish_reason: self.finish(seq, seq.finish_reason)
