@@ -14,7 +14,7 @@ import sentencepiece
 
 VOCAB = 320
 # The engine of most tests: graphs of 1, 2, 4, 8 and 16 tokens. Engines of the same shapes share kernels in a process.
-ENGINE = {"max_model_len": 128, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
+ENGINE = {"dtype": "float32", "max_model_len": 128, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
 SAMPLING_ENGINE = {**ENGINE, "max_num_seqs": 8, "max_num_batched_tokens": 8}   # each sampler compiles for seconds
 CORPUS = ["the cat sat on the mat and the dog ran to the red house", "hello world, this is a small model of a language",
           "one two three four five six seven eight nine ten", "where there is a will there is a way, they say",

@@ -565,15 +565,26 @@ def test_steps_are_captured_on_whichever_thread_asks(tmp_path):
   assert results == {n: reference_greedy(tmp_path, prompt(n), 4) for n in (3, 9)}
 
 
-def test_ten_streams_on_ten_threads_each_see_their_tokens_one_by_one(llm, folder):
-  pieces = {}
+def test_ten_streams_on_ten_threads_each_read_their_token_while_the_next_step_runs(llm, folder, monkeypatch):
+  pieces, read, step = {i: [] for i in range(10)}, threading.Condition(), llm.runner.run
+  seen = {}   # by request: the tokens that its thread has read
 
-  def work(i): pieces[i] = [ids_of(o) for o in llm.generate_stream(tokens(*prompt(4, i)), greedy(12))]
+  def run(batch):
+    def all_read(): return all(seen.get(r.request_id, 0) >= r.num_generated for r in list(llm.requests.values()))
+    with read: assert read.wait_for(all_read, timeout=60), "a stream cannot be read while the device works"
+    return step(batch)
+
+  def work(i):
+    for output in llm.generate_stream(tokens(*prompt(4, i)), greedy(12)):
+      with read:
+        pieces[i].append(ids_of(output))
+        seen[output.request_id] = sum(map(len, pieces[i]))
+        read.notify_all()
+  monkeypatch.setattr(llm.runner, "run", run)
   threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(10)]
   for thread in threads: thread.start()
   for thread in threads: thread.join(120)
-  assert {i: sum(p, []) for i, p in pieces.items()} == {i: reference_greedy(folder, prompt(4, i), 12) for i in pieces}
-  assert len(pieces) == 10 and all(len(p) >= 4 for p in pieces.values()), {i: len(p) for i, p in pieces.items()}
+  assert pieces == {i: [[x] for x in reference_greedy(folder, prompt(4, i), 12)] for i in range(10)}
   check_invariants(llm)
 
 
