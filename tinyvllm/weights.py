@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from tinygrad import nn
+from tinygrad import dtypes, nn
 from tinygrad.dtype import DType
 from tinygrad.helpers import tqdm
 from tinygrad.llm.gguf import gguf_load
@@ -106,6 +106,7 @@ def load_weights(model: Llama, config: ModelConfig, reader: Reader, source: Path
       check(found == expected, f"{source}: tensor {n} has shape {found}; its config says {expected}")
     array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
     if tensor.ndim == 3: array = np.ascontiguousarray(array.reshape(-1, tile, shape[1]).swapaxes(1, 2))
+    if dtype == dtypes.float32: array = array.astype(np.float32)   # here, or the device keeps a buffer of either kind
     tensor.replace(Tensor(array).cast(dtype).contiguous().realize())
   for n in reader:
     derived = n.endswith("rotary_emb.inv_freq") or (tied and n == "lm_head.weight")
