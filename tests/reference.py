@@ -249,7 +249,12 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
   writer.add_head_count_kv(config["num_key_value_heads"])
   writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
   writer.add_rope_freq_base(config["rope_theta"])
-  if scaling := config.get("rope_scaling"):
+  scaling = config.get("rope_scaling") or {}
+  if scaling.get("rope_type") == "llama3":   # the converter writes no type, but what divides each frequency
+    D = config["hidden_size"] // config["num_attention_heads"]
+    plain = rope_frequencies({**config, "rope_scaling": None}, D)
+    writer.add_tensor("rope_freqs.weight", (plain / rope_frequencies(config, D)).astype(np.float32))
+  elif scaling:
     writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
     writer.add_rope_scaling_factor(scaling["factor"])
   writer.add_tokenizer_model(tokenizer)

@@ -25,6 +25,10 @@ SMALL = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batch
 IDS = [3, 50, 99, 301]
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
+
+
 def check(model, folder):
   """The model's greedy ids are those of the reference with the weights in `folder`."""
   params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -166,7 +170,8 @@ def test_the_model_may_be_a_str_with_a_home(tmp_path, monkeypatch):
 # GGUF
 
 @pytest.mark.parametrize("kind,options", [("F32", {}), ("F16", {"tie_word_embeddings": True}), ("Q8_0", {}),
-                                          ("F32", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}})])
+                                          ("F32", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+                                          ("F32", {"rope_scaling": LLAMA3, "rope_theta": 500.0})])
 def test_a_gguf_equals_the_same_weights_in_safetensors(tmp_path, kind, options):
   folder = tiny_model(tmp_path / "hf", dtype="float16" if kind == "F16" else "float32", **options)
   path = write_gguf(tmp_path / "model.gguf", folder, kind)

@@ -71,8 +71,8 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Reader, dict[str, Any]]:
              "eos_token_id": [kv[k] for n in ("eos", "eot") if (k := f"tokenizer.ggml.{n}_token_id") in kv],
              "rope_scaling": {"rope_type": kv.get(f"{arch}.rope.scaling.type", "default").replace("none", "default"),
                               "factor": kv.get(f"{arch}.rope.scaling.factor")}}
-  if factors := tensors.pop("rope_freqs.weight", None):   # llama3's scaling, worked out by the converter
-    config["rope_scaling"] = {"rope_type": "factors", "factors": factors.tolist()}
+  if "rope_freqs.weight" in tensors:   # llama3's scaling, worked out by the converter
+    config["rope_scaling"] = {"rope_type": "factors", "factors": tensors.pop("rope_freqs.weight").tolist()}
 
   def read(tensor: Tensor, heads: int | None) -> np.ndarray:
     data = tensor.numpy()   # q and k rows lie in RoPE's pairs of neighbours: put them back into halves
