@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -139,11 +139,12 @@ class LLMEngine:
 
   def has_unfinished_requests(self) -> bool: return bool(self.requests)
 
-  def step(self) -> list[RequestOutput]:
+  def step(self, ready: Callable[[], bool] = lambda: False) -> list[RequestOutput]:
     """Advance the running requests together, and return those that have something new. One thread steps at a time, and
-    no lock is held while the device works."""
+    no lock is held while the device works; a thread that waits for its turn goes without one once it is `ready`."""
     with self._lock:
-      self._lock.wait_for(lambda: not self._stepping)
+      self._lock.wait_for(lambda: ready() or not self._stepping)
+      if ready(): return []
       self._stepping, started, batch = True, time.perf_counter(), self.scheduler.schedule()
     try:
       sampled = self.runner.run(batch) if batch else {}
@@ -169,11 +170,7 @@ class LLMEngine:
   def _advance(self, request: Request, tokens: float = inf) -> None:
     """Step, or wait while another thread does, until the request has more than `tokens` or has ended."""
     def ready() -> bool: return request.request_id not in self.requests or request.num_generated > tokens
-    while True:
-      with self._lock:
-        self._lock.wait_for(lambda: ready() or not self._stepping)
-        if ready(): return
-      self.step()
+    while not ready(): self.step(ready)
 
   def get_metrics(self) -> dict[str, float]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
