@@ -21,9 +21,9 @@ def test_1_hello_continues_to_hello_world():
 
 
 def test_2_paged_attention_equals_naive_contiguous_attention():
-  from tinygrad import Tensor, UOp
+  from tinygrad import Tensor, dtypes
 
-  from tinyvllm.attention import paged_attention, write_kv, write_table
+  from tinyvllm.attention import attention_kernel, paged_attention, rope_and_write, write_table
   rng, BS, KV, G, D, lengths = np.random.default_rng(0), 16, 2, 3, 8, (1, 15, 16, 17, 40)
   max_blocks = 4
   q = rng.standard_normal((len(lengths), KV, G, D)).astype(np.float32)
@@ -36,11 +36,13 @@ def test_2_paged_attention_equals_naive_contiguous_attention():
   cache, table = Tensor(garbage).realize(), Tensor(np.zeros((len(lengths), max_blocks), np.int32)).realize()
   rows_t, positions_t, slots_t = (Tensor(x.astype(np.int32)).realize() for x in (rows, positions, slots))
   table = write_table(table, rows_t, positions_t, slots_t, BS)
-  cache = write_kv(cache, Tensor(k), Tensor(v), slots_t)
+  qkv = Tensor(np.concatenate([np.zeros((len(k), KV * G, D), np.float32), k, v], axis=1)).realize()
+  unturned = Tensor(np.stack([np.ones((len(k), D // 2)), np.zeros((len(k), D // 2))], 1).astype(np.float32)).realize()
+  _, cache = rope_and_write(qkv, cache, unturned, slots_t, G)
   last = Tensor(np.array(lengths, np.int32) - 1).realize()
-  blocks = UOp.variable("num_blocks", 0, max_blocks - 1).bind((max(lengths) - 1) // BS) + 1
   each = Tensor.arange(len(lengths)).cast("int32").contiguous()
-  out = paged_attention(Tensor(q), cache, table, each, last, blocks).numpy()
+  kernel = attention_kernel(dtypes.float32, D, BS)
+  out = paged_attention(kernel, Tensor(q), cache, table, each, last).numpy()
   for i, n in enumerate(lengths):
     mine = rows == i
     scores = np.einsum("hgd,nhd->hgn", q[i], k[mine]) / np.sqrt(D)

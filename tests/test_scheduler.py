@@ -46,7 +46,9 @@ class Bench:
     order = [seq.remaining > 1 for seq in batch]
     assert order == sorted(order) or self.fresh(batch), "decodes before prefills"
     if oldest and not oldest.finish_reason: assert oldest in batch, "the oldest does not progress"
-    scheduler.update(batch, {seq: 1000 + len(seq.tokens) for seq, n in batch.items() if n == seq.remaining})
+    sampled = {seq: 1000 + len(seq.tokens) for seq, n in batch.items() if n == seq.remaining}
+    scheduler.advance(batch)
+    scheduler.update(sampled)
     self.check()
     return batch
 

@@ -1,17 +1,15 @@
 """A LLaMA (Touvron et al. 2023) over a paged KV cache. One forward serves prefill, chunks of a prefill and decode: a
 flat batch of tokens, each with its position, slot and row. Attributes are named as in Hugging Face's files, with q, k,
 v stored as one matrix and gate, up as one."""
-import functools
 import math
 from typing import NamedTuple
 
-from tinygrad import Device, Tensor, UOp, dtypes, function, nn
-from tinygrad.codegen.opt import Opt, OptOps
+from tinygrad import Tensor, dtypes, function, nn
 from tinygrad.dtype import DType
-from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
-from .attention import paged_attention, write_kv, write_table
+from .attention import attention_kernel, paged_attention, rope_and_write, write_table
 from .config import ModelConfig
+from .linear import Linear, RMSNorm, unpack
 
 
 class Batch(NamedTuple):
@@ -22,7 +20,6 @@ class Batch(NamedTuple):
   rows: Tensor        # (T,), of the table
   rope: Tensor
   table: Tensor
-  num_blocks: UOp     # bound variable: the most blocks that any of the sequences holds
 
 
 def rope_table(config: ModelConfig, length: int) -> Tensor:
@@ -40,98 +37,60 @@ def rope_table(config: ModelConfig, length: int) -> Tensor:
   return Tensor.stack(angles.cos(), angles.sin(), dim=1).contiguous()   # (length, 2, D/2)
 
 
-def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
-  """Rotate x, (T, H, D), the first half of each head against the second. rope: (T, 2, D/2)."""
-  cos, sin = rope[:, 0].unsqueeze(1), rope[:, 1].unsqueeze(1)   # (T, 1, D/2)
-  a, b = x.float().chunk(2, dim=-1)
-  return (a * cos - b * sin).cat(b * cos + a * sin, dim=-1).cast(x.dtype)
-
-
-def _linear_kernel(opts: tuple[Opt, ...] | None, out: UOp, x: UOp, weight: UOp) -> UOp:
-  t, n, lane = [UOp.range(e, axis) for axis, e in enumerate((x.shape[0], weight.shape[0], weight.shape[2]))]
-  k = UOp.range(weight.shape[1], 3, AxisType.REDUCE)
-  dot = (x[t, k] * weight[n, k, lane]).cast(dtypes.float32).reduce(k, arg=Ops.ADD)
-  store = out[t, n * weight.shape[2] + lane].store(dot.cast(out.dtype))
-  return store.end(t, n, lane).sink(arg=KernelInfo(name="linear", opts_to_apply=opts))
-
-
-def is_simd() -> bool: return not Device[Device.DEFAULT].renderer.has_local   # a CPU: kernels say their own schedule
-
-
-class Linear:
-  """x @ W.T + bias, accumulated in float32. W, (out, in), is stored as (out / 16, in, 16): the lanes of a register hold
-  16 neighbouring outputs, and a kernel reads memory from front to back."""
-  def __init__(self, in_features: int, out_features: int, bias: bool = False):
-    tile = math.gcd(out_features, 16)
-    self.weight = Tensor.empty(out_features // tile, in_features, tile)
-    if bias: self.bias = Tensor.empty(out_features)
-    self.simd = tile == 16 and is_simd()
-
-  def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    rows = math.gcd(x.shape[0], 4)
-    opts: tuple[Opt, ...] | None = None   # tinygrad's heuristics
-    if self.simd:   # rows x 16 outputs in registers: twice the heuristics' speed. A single token has no axis of its own
-      opts = (Opt(OptOps.UPCAST, 2 if x.shape[0] > 1 else 1, 16), *([Opt(OptOps.UPCAST, 0, rows)] if rows > 1 else []))
-    out = Tensor.empty(x.shape[0], self.weight.shape[0] * self.weight.shape[2], dtype=dtype or x.dtype, device=x.device)
-    kernel = functools.partial(_linear_kernel, opts)
-    out = out.custom_kernel(x.contiguous(), self.weight, fxn=kernel)[0]   # (T, out)
-    return out + self.bias if hasattr(self, "bias") else out
-
-
 class Attention:
-  def __init__(self, config: ModelConfig):
+  def __init__(self, config: ModelConfig, dtype: DType, block_size: int):
     self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    self.simd = is_simd()
-    self.qkv_proj = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim, config.qkv_bias)
-    self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, config.o_bias)
-    if config.qk_norm: self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, config.rms_norm_eps) for _ in range(2))
+    self.kernel = attention_kernel(dtype, self.head_dim, block_size)
+    self.qkv_proj = Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * self.head_dim, config.qkv_bias, dtype)
+    self.o_proj = Linear(self.heads * self.head_dim, config.hidden_size, config.o_bias, dtype)
+    if config.qk_norm: self.q_norm, self.k_norm = (RMSNorm(self.head_dim, config.rms_norm_eps, dtype) for _ in range(2))
 
-  def __call__(self, x: Tensor, batch: Batch, cache: Tensor) -> Tensor:
+  def __call__(self, x: Tensor, residual: Tensor, batch: Batch, cache: Tensor) -> Tensor:
     T, H, KV, D = x.shape[0], self.heads, self.kv_heads, self.head_dim
-    q, k, v = self.qkv_proj(x).reshape(T, H + 2 * KV, D).split([H, KV, KV], dim=1)   # (T, H, D), (T, KV, D) twice
-    if hasattr(self, "q_norm"): q, k = self.q_norm(q), self.k_norm(k)
-    q = apply_rope(q, batch.rope).reshape(T, KV, H // KV, D)   # (T, KV, G, D)
-    cache = write_kv(cache, apply_rope(k, batch.rope), v, batch.slots)
-    out = paged_attention(q, cache, batch.table, batch.rows, batch.positions, batch.num_blocks, self.simd)
-    return self.o_proj(out.cast(x.dtype).reshape(T, H * D))
+    qkv = self.qkv_proj(x).reshape(T, H + 2 * KV, D)
+    if hasattr(self, "q_norm"): qkv = self.q_norm(qkv[:, :H]).cat(self.k_norm(qkv[:, H:H + KV]), qkv[:, H + KV:], dim=1)
+    q, cache = rope_and_write(qkv.contiguous(), cache, batch.rope, batch.slots, H // KV)   # (T, KV, G, D)
+    out = paged_attention(self.kernel, q, cache, batch.table, batch.rows, batch.positions)
+    return self.o_proj(out.reshape(T, H * D), residual)
 
 
 class MLP:
-  def __init__(self, config: ModelConfig):
-    self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias)
-    self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias)
+  def __init__(self, config: ModelConfig, dtype: DType):
+    self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, config.mlp_bias, dtype)
+    self.down_proj = Linear(config.intermediate_size, config.hidden_size, config.mlp_bias, dtype)
 
-  def __call__(self, x: Tensor) -> Tensor:
+  def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
     gate, up = self.gate_up_proj(x).chunk(2, dim=-1)   # (T, intermediate) each
-    return self.down_proj(gate.silu() * up)
+    return self.down_proj(gate.silu() * up, residual)
 
 
 class Layer:
-  def __init__(self, config: ModelConfig):
-    self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-    self.self_attn = Attention(config)
-    self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-    self.mlp = MLP(config)
+  def __init__(self, config: ModelConfig, dtype: DType, block_size: int):
+    self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+    self.self_attn = Attention(config, dtype, block_size)
+    self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+    self.mlp = MLP(config, dtype)
 
   def __call__(self, x: Tensor, batch: Batch, cache: Tensor) -> Tensor:
-    x = (x + self.self_attn(self.input_layernorm(x), batch, cache)).contiguous()
-    return (x + self.mlp(self.post_attention_layernorm(x))).contiguous()
+    x = self.self_attn(self.input_layernorm(x), x, batch, cache)
+    return self.mlp(self.post_attention_layernorm(x), x)
 
 
 class Llama:
-  def __init__(self, config: ModelConfig):
-    self.lm_head = Linear(config.hidden_size, config.vocab_size)   # with tied embeddings, these too
+  """dtype: of the weights and all that is computed but sums, norms and logits. block_size: of the KV cache."""
+  def __init__(self, config: ModelConfig, dtype: DType, block_size: int):
+    self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype)   # with tied embeddings, these too
     if not config.tie_word_embeddings: self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-    self.layers = [Layer(config) for _ in range(config.num_hidden_layers)]
-    self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+    self.layers = [Layer(config, dtype, block_size) for _ in range(config.num_hidden_layers)]
+    self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
 
   def __call__(self, ids: Tensor, samples: Tensor, batch: Batch, caches: list[Tensor]) -> Tensor:
     """Logits, (S, vocab) in float32, of the tokens that `samples`, (S,), indexes in the flat batch `ids`, (T,). The K
     and V of all of them are written to `caches`, a block tensor per layer."""
     table = write_table(batch.table, batch.rows, batch.positions, batch.slots, int(caches[0].shape[2]))
     batch = batch._replace(table=table)
-    tied = self.lm_head.weight.permute(0, 2, 1).flatten(0, 1)   # (vocab, hidden)
-    x = (self.embed_tokens.weight if hasattr(self, "embed_tokens") else tied)[ids].contiguous()   # (T, hidden)
+    embedding = self.embed_tokens.weight if hasattr(self, "embed_tokens") else unpack(self.lm_head.weight)
+    x = embedding[ids].contiguous()   # (T, hidden)
     for layer, cache in zip(self.layers, caches, strict=True):
       x = function(layer, precompile=True, allow_implicit=True)(x, batch, cache)   # compiled once for all layers
-    return self.lm_head(self.norm(x[samples]), dtypes.float32)
+    return self.lm_head(self.norm(x[samples]), dtype=dtypes.float32)

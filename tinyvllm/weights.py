@@ -16,6 +16,7 @@ from tinygrad.llm.gguf import gguf_load
 from tinygrad.tensor import Tensor
 
 from .config import ModelConfig, check
+from .linear import features, pack
 from .llama import Llama
 
 Reader = dict[str, Callable[[], np.ndarray]]   # a tensor's name in Hugging Face's files, and how to read it
@@ -99,13 +100,12 @@ def load_weights(model: Llama, config: ModelConfig, reader: Reader, source: Path
     names = [name.replace(stack, part) for part in STACKED.get(stack, [stack])]
     for n in names: check(n in reader, f"{source}: tensor {n} is missing")
     arrays = [reader.pop(n)() for n in names]
-    tile = tensor.shape[2] if tensor.ndim == 3 else 1   # a Linear's
-    shape = (tensor.shape[0] * tile, *tensor.shape[1:2])
+    shape = features(tensor.shape) if tensor.ndim > 2 else tensor.shape   # a Linear's is stored in an order of its own
     for n, array in zip(names, arrays, strict=True):
       found, expected = list(array.shape), [rows.get(n.split(".")[-2], shape[0]), *shape[1:]]
       check(found == expected, f"{source}: tensor {n} has shape {found}; its config says {expected}")
     array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-    if tensor.ndim == 3: array = np.ascontiguousarray(array.reshape(-1, tile, shape[1]).swapaxes(1, 2))
+    if tensor.ndim > 2: array = np.ascontiguousarray(pack(array, tensor.shape))
     if dtype == dtypes.float32: array = array.astype(np.float32)   # here, or the device keeps a buffer of either kind
     tensor.replace(Tensor(array).cast(dtype).contiguous().realize())
   for n in reader:

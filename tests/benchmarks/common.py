@@ -1,0 +1,285 @@
+"""What the benchmarks share: models of well-known shapes with random weights, made on the device so that nothing is
+downloaded; random prompts; a watch over steps and graphs; the memory's measured bandwidth and the roofline it sets."""
+import argparse
+import gc
+import importlib
+import json
+import math
+import os
+import platform
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+import numpy
+from tinygrad import Device, Tensor, TinyJit, dtypes, nn
+from tinygrad.device import Buffer
+from tinygrad.dtype import DType
+from tinygrad.engine.jit import CapturedJit
+
+import tinyvllm
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.config import ModelConfig
+from tinyvllm.tokenizer import Tokenizer
+
+
+def _shape(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, tied: bool, length: int,
+           theta: float = 10000.0) -> dict:
+  return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers,
+          "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads,
+          "num_key_value_heads": kv_heads, "head_dim": hidden // heads, "vocab_size": vocab,
+          "tie_word_embeddings": tied, "max_position_embeddings": length, "rope_theta": theta, "rms_norm_eps": 1e-5,
+          "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2}
+
+
+SHAPES = {"llama-7b": _shape(32, 4096, 11008, 32, 32, 32000, False, 4096),
+          "llama-3.2-1b": _shape(16, 2048, 8192, 32, 8, 128256, True, 131072, 5e5),
+          "llama-3.1-8b": _shape(32, 4096, 14336, 32, 8, 128256, False, 131072, 5e5),
+          "smollm2-135m": _shape(30, 576, 1536, 9, 3, 49152, True, 8192, 1e5),
+          "shipped": json.loads((Path(tinyvllm.__file__).parent / "default_model/config.json").read_text())}
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter): pass
+
+
+def make_parser(doc: str) -> argparse.ArgumentParser:
+  """With the options that every benchmark has."""
+  parser = argparse.ArgumentParser(description=doc, formatter_class=Formatter)
+  parser.add_argument("--shape", choices=SHAPES, default="shipped", help="a model of this shape with random weights")
+  parser.add_argument("--model", metavar="DIR", help="a model's folder or .gguf file, with its own weights")
+  parser.add_argument("--layers", type=positive, help="only so many layers, for a quick check; a --model's weights are "
+                      "then random too, in the shape of its config.json")
+  parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"),
+                      help="of weights and KV cache; auto: float32 on CPU, else float16")
+  parser.add_argument("--max-num-batched-tokens", type=positive, default=512, help="tokens of one step at most")
+  parser.add_argument("--seed", type=int, default=0, help="of the prompts and arrivals")
+  return parser
+
+
+def positive(text: str) -> int:
+  if (value := int(text)) < 1: raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+  return value
+
+
+def add_workload(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument("--input-len", type=positive, default=128, help="tokens of a prompt")
+  parser.add_argument("--output-len", type=positive, default=128, help="tokens generated for each prompt")
+  parser.add_argument("--mixed", action="store_true", help="lengths uniform between a quarter of these and all of them")
+  parser.add_argument("--plot", metavar="FILE.png", help="draw the numbers (needs matplotlib)")
+
+
+def hf_config(args: argparse.Namespace) -> dict:
+  """The model's config.json, with --layers."""
+  path = Path(args.model or "").expanduser() / "config.json"
+  if args.model and not path.exists(): raise SystemExit(f"--layers needs a folder with config.json: no {path}")
+  config = json.loads(path.read_text()) if args.model else dict(SHAPES[args.shape])
+  return {**config, "num_hidden_layers": args.layers or config["num_hidden_layers"]}
+
+
+def open_llm(args: argparse.Namespace, **options) -> LLM:
+  """The engine of the model that the arguments name."""
+  if args.model and args.layers is None: return LLM(args.model, dtype=args.dtype, **options)
+  config = hf_config(args)
+  with TemporaryDirectory() as folder, stub_tokenizer(), patch("tinyvllm.engine.load_weights", fill_weights), \
+       patch("tinyvllm.engine.read_hf", lambda path: (config, {})):
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    return LLM(folder, dtype=args.dtype, **options)
+
+
+def stub_tokenizer():
+  """While entered, a folder needs no tokenizer: prompts are ids, and an id's text is a letter."""
+  def decode(ids: list[int]) -> str: return "".join(chr(97 + i % 26) for i in ids)
+  stub = Tokenizer(lambda text, special: [3], decode, {}, set(), {})
+  return patch("tinyvllm.engine.load_tokenizer", lambda path: stub)
+
+
+_filled: dict[tuple, Tensor] = {}   # engines that follow one another share their weights
+
+
+def fill_weights(model: object, *rest) -> None:
+  """In place of load_weights: norms' weights 1, biases 0, all else uniform with a deviation of 0.02, one tensor at a
+  time."""
+  dtype = next(x for x in rest if isinstance(x, DType))
+  for seed, (name, tensor) in enumerate(nn.state.get_state_dict(model).items()):
+    kind = dtype if dtypes.is_float(tensor.dtype) else tensor.dtype
+    key = name, tensor.shape, kind
+    if key not in _filled:
+      if tensor.ndim == 1: values = Tensor.full(tensor.shape, float(name.endswith("weight")))
+      else: values = ((_noise(math.prod(tensor.shape), seed) - 0.5) * (0.02 * math.sqrt(12))).reshape(tensor.shape)
+      _filled[key] = values.cast(kind).clone().realize()   # without clone, arange would be computed at every use
+    tensor.replace(_filled[key])
+
+
+def _noise(n: int, seed: int) -> Tensor:
+  """From 0 to 1: a hash of the index, in one kernel with no memory of its own."""
+  offset = Tensor([seed * 0x9e3779b9 % 2**32], dtype=dtypes.uint32)   # no constant: tensors of a shape share a kernel
+  x = (Tensor.arange(n, dtype=dtypes.uint32) + offset) * 2654435761
+  x = (x ^ (x >> 15)) * 2246822519
+  return ((x ^ (x >> 13)) >> 8).float() * 2.0**-24
+
+
+def release() -> None:
+  """Give back what engines out of use held: the next sizes its KV cache by what is free."""
+  gc.collect()
+  if hasattr(allocator := Device[Device.DEFAULT].allocator, "free_cache"): allocator.free_cache()
+
+
+def random_ids(vocabulary: int, n: int, rng: random.Random) -> dict:
+  return {"prompt_token_ids": [rng.randrange(3, vocabulary) for _ in range(n)]}
+
+
+def greedy(tokens: int) -> SamplingParams: return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+
+
+def make_requests(vocabulary: int, args: argparse.Namespace, n: int) -> list[tuple[dict, SamplingParams]]:
+  rng = random.Random(args.seed)
+  def length(most: int) -> int: return rng.randint(max(1, most // 4), most) if args.mixed else most
+  return [(random_ids(vocabulary, length(args.input_len), rng), greedy(length(args.output_len))) for _ in range(n)]
+
+
+@dataclass
+class Step:
+  """A step as seen from outside. decode: each running sequence got a token, and none its first; `outputs` of them."""
+  seconds: float
+  launch: float      # seconds inside calls of graphs
+  wait: float        # seconds waiting for results
+  outputs: int
+  decode: bool
+  context: float     # tokens of a sequence, on average
+
+  @property
+  def host(self) -> float: return self.seconds - self.launch - self.wait
+
+
+class Watch:
+  """While entered, records an engine's steps, how many graphs are captured, and the last graph called. It wraps
+  tinygrad's classes, not the runner, so that the runner may change."""
+  def __init__(self, llm: LLM):
+    self.llm, self.steps, self.captured, self.last, self.launch, self.wait = llm, [], 0, None, 0.0, 0.0
+    self._inside = False
+
+  def __enter__(self) -> "Watch":
+    self._stack, self._step = ExitStack(), self.llm.step
+    original, capture = CapturedJit.__call__, CapturedJit.__init__
+    def init(*args, **kwargs) -> None:
+      self.captured += 1
+      capture(*args, **kwargs)
+    def call(jit, inputs, values):
+      self.last = jit, inputs, values
+      return original(jit, inputs, values)
+    for owner, name, value in ((CapturedJit, "__init__", init), (CapturedJit, "__call__", self._timed("launch", call)),
+                               (Buffer, "as_memoryview", self._timed("wait", Buffer.as_memoryview)),
+                               (self.llm, "step", self._record)):
+      self._stack.enter_context(patch.object(owner, name, value))
+    return self
+
+  def __exit__(self, *error) -> None: self._stack.close()
+
+  def _timed(self, total: str, function: Callable) -> Callable:
+    def timed(*args, **kwargs):
+      if self._inside: return function(*args, **kwargs)   # counted once, where one calls the other
+      self._inside, started = True, time.perf_counter()
+      try: return function(*args, **kwargs)
+      finally:
+        self._inside = False
+        setattr(self, total, getattr(self, total) + time.perf_counter() - started)
+    return timed
+
+  def _record(self, *args, **kwargs):
+    launch, wait, started = self.launch, self.wait, time.perf_counter()
+    outputs = self._step(*args, **kwargs)
+    seconds, lengths = time.perf_counter() - started, [len(o.outputs[0].token_ids) for o in outputs]
+    contexts = [len(o.prompt_token_ids) + n for o, n in zip(outputs, lengths, strict=True)]
+    running = self.llm.get_metrics()["num_requests_running"] + sum(o.finished for o in outputs)
+    decode = len(outputs) == running > 0 and min(lengths) > 1   # else a prompt is still being read
+    self.steps.append(Step(seconds, self.launch - launch, self.wait - wait, len(outputs), decode,
+                           statistics.fmean(contexts or [0])))
+    return outputs
+
+  def warn(self) -> None:
+    if self.captured: print(f"  warning: {self.captured} graphs were captured while this was measured; run it again")
+
+
+def make_copy() -> tuple[Callable[[], Tensor], int]:
+  """A kernel that copies more than the caches hold, and the bytes that it reads and writes."""
+  size = 2**30 if Device[Device.DEFAULT].renderer.has_local else 2**28   # on a GPU, on a CPU
+  source, copy = Tensor.zeros(size // 4).clone().realize(), TinyJit(lambda x: (x + 1).realize())
+  return lambda: copy(source), 2 * size
+
+
+def measure_bandwidth(repeats: int = 9) -> float:
+  """Bytes read and written per second by that kernel: the median of `repeats`, after a warm-up."""
+  (copy, size), device, times = make_copy(), Device[Device.DEFAULT], []
+  calls = 10 if device.renderer.has_local else 1   # on a GPU many calls hide the launch
+  for _ in range(repeats + 3):
+    device.synchronize()
+    started = time.perf_counter()
+    for _ in range(calls): copy()
+    device.synchronize()
+    times.append((time.perf_counter() - started) / calls)
+  return size / statistics.median(times[3:])
+
+
+def weights_read(config: ModelConfig) -> int:
+  """Parameters that a step reads: all but the table of embeddings, which only the tied head reads whole."""
+  hidden, D = config.hidden_size, config.head_dim
+  attention = hidden * D * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+  return config.num_hidden_layers * (attention + 3 * hidden * config.intermediate_size) + hidden * config.vocab_size
+
+
+def roofline(config: ModelConfig, dtype: DType, bandwidth: float, running: int, context: float) -> float:
+  """The seconds that a decode step takes at least: weights and the KV of all running sequences, read once."""
+  kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * context * running
+  return (weights_read(config) + kv + running * config.hidden_size) * dtype.itemsize / bandwidth
+
+
+def dtype_of(llm: LLM) -> DType: return nn.state.get_parameters(llm.runner.model)[0].dtype
+
+
+def machine_line() -> str:
+  info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+  names = [line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")]
+  query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+  try: gpu = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()[:1]
+  except (OSError, subprocess.SubprocessError): gpu = []
+  versions = f"Python {platform.python_version()}, tinygrad {version('tinygrad')}, numpy {numpy.__version__}"
+  renderer = type(Device[Device.DEFAULT].renderer).__name__
+  host = f"{(names or [platform.machine()])[0]}, {os.cpu_count()} cores"
+  return ", ".join([host, *gpu, f"{Device.DEFAULT} ({renderer})", versions, str(date.today())])
+
+
+def start(args: argparse.Namespace) -> float:
+  """Print what the numbers belong to; returns the measured bandwidth."""
+  from tinyvllm.engine import open_device
+  open_device()
+  layers = f", {args.layers} layers" if args.layers else ""
+  source = f"{args.model}{', random weights' if args.layers else ''}" if args.model else f"{args.shape}, random weights"
+  print(machine_line())
+  bandwidth = measure_bandwidth()
+  release()
+  print(f"{source}{layers}, dtype {args.dtype}; copy bandwidth (the roofline): {bandwidth / 1e9:.1f} GB/s", flush=True)
+  return bandwidth
+
+
+def print_table(header: list[str], rows: list[list[str]]) -> None:
+  """Right-aligned, but for the first column."""
+  widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+  for row in (header, *rows):
+    print("  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))))
+
+
+def plotting():
+  """matplotlib, imported only where a plot is asked for."""
+  try: pyplot = importlib.import_module("matplotlib.pyplot")
+  except ImportError as e: raise SystemExit("error: --plot needs matplotlib: pip install matplotlib") from e
+  pyplot.switch_backend("Agg")   # no display is needed
+  return pyplot

@@ -1,0 +1,130 @@
+"""The same prompts through tinyvllm and through Hugging Face's transformers, in the same run.
+
+  python tests/benchmarks/compare_hf.py --shape smollm2-135m --dtype float32 --running 8 --input-len 128 --output-len 64
+
+transformers: `generate` on static batches of --running prompts, and `generate_batch`, its continuous batching, where
+the installed version has it; on torch's cuda if there is one (and DEV is not CPU), else on the CPU with all its
+threads. All are greedy and of fixed length; the seconds are those of a second run. The weights are random; with
+--same-weights (the default below 7B) tinyvllm loads those of the transformers model from a temporary folder, and in
+float32 the first differing token is printed."""
+import argparse
+import gc
+import importlib
+import os
+import tempfile
+import time
+
+import common
+
+
+def timed(function, synchronize) -> tuple[float, list]:
+  """The seconds of the second call, and what it returned: the first is warm-up."""
+  for _ in range(2):
+    synchronize()
+    started, result = time.perf_counter(), function()
+    synchronize()
+  return time.perf_counter() - started, result
+
+
+def on_cuda(torch) -> bool:
+  """Where tinygrad will run too. Its own device is opened later: CUDA's context of the one would be current for the
+  other, in this thread alone."""
+  return torch.cuda.is_available() and not os.environ.get("DEV", "").startswith("CPU")
+
+
+def run_hf(args, config: dict, prompts: list[list[int]], folder: str, torch, transformers) -> dict[str, tuple]:
+  """Seconds and ids of each way to generate. With --same-weights the folder gets the weights."""
+  device, dtype = "cuda" if on_cuda(torch) else "cpu", getattr(torch, args.dtype)
+  torch.manual_seed(args.seed)
+  with torch.device(device):
+    model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**config), dtype=dtype).eval()
+  if args.same_weights: model.save_pretrained(folder)
+  budget = max(args.max_num_batched_tokens, args.running)
+  length, ids = args.output_len, torch.tensor(prompts, device=device)
+  synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+  options = {"do_sample": False, "max_new_tokens": length, "eos_token_id": None, "pad_token_id": 0}
+  static = transformers.GenerationConfig(**options, min_new_tokens=length)
+
+  @torch.inference_mode()
+  def generate() -> list[list[int]]:
+    batches = [model.generate(ids[i:i + args.running], attention_mask=torch.ones_like(ids[i:i + args.running]),
+                              generation_config=static) for i in range(0, len(ids), args.running)]
+    return [row[args.input_len:] for batch in batches for row in batch.tolist()]
+
+  def generate_batch() -> list:
+    # sized by free memory if left to itself, which on a CPU is all of the machine's
+    limits = {"num_blocks": len(prompts) * (2 + (args.input_len + length) // 256),
+              "max_requests_per_batch": args.running, "max_batch_tokens": budget}
+    outputs = model.generate_batch(prompts, generation_config=transformers.GenerationConfig(**options),
+                                   continuous_batching_config=transformers.ContinuousBatchingConfig(**limits))
+    return list(outputs.values())
+
+  where = f"{device}, {args.dtype}, {torch.get_num_threads()} threads" if device == "cpu" else f"{device}, {args.dtype}"
+  print(f"transformers {transformers.__version__}, torch {torch.__version__} on {where}", flush=True)
+  results = {"transformers generate, static batches": timed(generate, synchronize)}
+  if not hasattr(model, "generate_batch"): print(f"transformers {transformers.__version__} has no generate_batch")
+  else:
+    name = "transformers generate_batch, continuous"
+    try:
+      _, outputs = timed(generate_batch, synchronize)
+      # from the first request that is scheduled to the last that ends: a call also starts and ends a manager
+      seconds = max(o.lifespan[1] for o in outputs) - min(o.lifespan[0] for o in outputs)
+      results[name] = seconds, [o.generated_tokens for o in outputs]
+      lengths = {len(o.generated_tokens) for o in outputs}
+      if len(outputs) < len(prompts) or lengths != {length}: raise RuntimeError(f"lengths {lengths}, not {length}")
+    except Exception as e:   # it fails in many ways, and the other rows stand without it
+      results.pop(name, None)
+      print(f"generate_batch failed: {type(e).__name__}: {e}")
+  return results
+
+
+def main() -> None:
+  parser = common.make_parser(__doc__)
+  parser.add_argument("--running", type=common.positive, default=8, help="sequences that run together")
+  parser.add_argument("--num-prompts", type=common.positive, help="prompts in all; as many as --running if not given")
+  parser.add_argument("--input-len", type=common.positive, default=128, help="tokens of a prompt")
+  parser.add_argument("--output-len", type=common.positive, default=64, help="tokens generated for each prompt")
+  parser.add_argument("--same-weights", action=argparse.BooleanOptionalAction, help="give tinyvllm the weights of the "
+                      "transformers model, through a temporary folder; by default for shapes below 7B")
+  args = parser.parse_args()
+  if args.model: parser.error("compare_hf.py takes a --shape, not a --model")
+  try: torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
+  except ImportError as e: raise SystemExit(f"error: {e}: pip install torch transformers") from e
+  if args.dtype == "auto": args.dtype = "float16" if on_cuda(torch) else "float32"
+  config = common.hf_config(args)
+  if args.same_weights is None: args.same_weights = args.shape not in ("llama-7b", "llama-3.1-8b") or bool(args.layers)
+  transformers.logging.set_verbosity_error()
+  args.mixed, count = False, args.num_prompts or args.running
+  prompts = [ids["prompt_token_ids"] for ids, _ in common.make_requests(config["vocab_size"], args, count)]
+  with tempfile.TemporaryDirectory() as folder:
+    results = run_hf(args, config, prompts, folder, torch, transformers)
+    gc.collect()
+    if torch.cuda.is_available(): torch.cuda.empty_cache()   # or tinygrad finds no room
+    common.start(args)
+    if args.same_weights: args.model, args.layers = folder, None
+    budget = max(args.max_num_batched_tokens, args.running)
+    try:
+      with common.stub_tokenizer(): llm = common.open_llm(
+        args, max_model_len=args.input_len + args.output_len, max_num_seqs=args.running, max_num_batched_tokens=budget)
+    except ValueError as e: raise SystemExit(f"error: {e}") from e
+  requests = [{"prompt_token_ids": ids} for ids in prompts]
+  seconds, outputs = timed(lambda: llm.generate(requests, common.greedy(args.output_len), use_tqdm=False), lambda: None)
+  results = {"tinyvllm": (seconds, [o.outputs[0].token_ids for o in outputs]), **results}
+  weights = "the same weights" if args.same_weights else "the same shapes, other random weights"
+  print(f"{count} prompts of {args.input_len} tokens, {args.output_len} new each, {args.running} running, {weights}")
+  new = count * args.output_len
+  common.print_table(["", "seconds", "output tok/s", "tinyvllm is"], [
+    [name, f"{s:.3f}", f"{new / s:.1f}", f"{s / seconds:.2f} x as fast"] for name, (s, _) in results.items()])
+  if args.same_weights and args.dtype == "float32":
+    for name, (_, ids) in list(results.items())[1:]: print(f"{name}: {first_difference(results['tinyvllm'][1], ids)}")
+
+
+def first_difference(ours: list[list[int]], theirs: list[list[int]]) -> str:
+  found = [(i, prompt, a, b) for prompt, pair in enumerate(zip(ours, theirs, strict=True))
+           for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b]
+  if not found: return "all tokens equal tinyvllm's"
+  i, prompt, a, b = min(found)
+  return f"differs first at new token {i} of prompt {prompt}: tinyvllm {a}, transformers {b}"
+
+
+if __name__ == "__main__": main()

@@ -1,0 +1,129 @@
+"""Throughput of continuous batching through `LLM.generate`, and the time of a decode step.
+
+  python tests/benchmarks/throughput.py --shape llama-7b --running 1 8 32 --input-len 128 --output-len 128
+  python tests/benchmarks/throughput.py --shape llama-7b --running 1 8 32 --context 256 4096 --host
+
+One row for each number of sequences that run together. output, total: tokens/s over the whole run, and with the
+prompts' tokens. decode: tokens/s of the median step in which all sequences decode; of roofline: the bytes of the
+weights and of the KV cache at that context, over the measured copy bandwidth, as a share of that step. prefill:
+tokens/s of one prompt that fills a step. With --context: the decode step where all sequences are at that context."""
+import random
+import statistics
+import time
+
+import common
+from common import LLM, Watch
+
+
+def decode_columns(llm: LLM, steps: list, running: int, bandwidth: float, host: bool) -> tuple[float, list[str]]:
+  """The seconds of the median step in which all decode, and its columns."""
+  steps = [s for s in steps if s.decode and s.outputs == running]
+  if not steps: return float("nan"), ["-"] * (7 if host else 4)
+  seconds, context = statistics.median(s.seconds for s in steps), statistics.fmean(s.context for s in steps)
+  least = common.roofline(llm.model_config, common.dtype_of(llm), bandwidth, running, context)
+  columns = [f"{1e3 * seconds:.2f}", f"{running / seconds:.1f}", f"{least / seconds:.0%}", f"{context:.0f}"]
+  times = [[s.host for s in steps], [s.launch for s in steps], [s.wait for s in steps]]
+  return seconds, columns + ([f"{1e3 * statistics.median(x):.2f}" for x in times] if host else [])
+
+
+def measure_throughput(args, running: int, bandwidth: float) -> tuple[list[str], float]:
+  length = args.input_len + args.output_len
+  llm = engine(args, running, max(length, args.max_num_batched_tokens + 1), length)   # for a prompt that fills a step
+  requests = common.make_requests(llm.model_config.vocab_size, args, args.num_prompts or 2 * running)
+  prompts, params = [r[0] for r in requests], [r[1] for r in requests]
+  started = time.perf_counter()
+  llm.generate(prompts, params, use_tqdm=False)   # the same run: it captures just the graphs that will be needed
+  prefill = prefill_rate(llm, args)
+  print(f"  {running} running: warm-up and captures took {time.perf_counter() - started:.1f} s", flush=True)
+  with Watch(llm) as watch:
+    started = time.perf_counter()
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - started
+  watch.warn()
+  new, read = sum(len(o.outputs[0].token_ids) for o in outputs), sum(len(p["prompt_token_ids"]) for p in prompts)
+  _, decode = decode_columns(llm, watch.steps, running, bandwidth, args.host)
+  row = [str(running), str(len(prompts)), f"{new / seconds:.1f}", f"{(new + read) / seconds:.1f}", f"{prefill:.1f}"]
+  return row + decode, new / seconds
+
+
+def prefill_rate(llm: LLM, args) -> float:
+  """Tokens/s of one prompt that fills a step; the first of four runs is warm-up."""
+  rng, length, times = random.Random(args.seed), min(args.max_num_batched_tokens, llm.max_model_len - 1), []
+  for _ in range(4):
+    prompt, started = common.random_ids(llm.model_config.vocab_size, length, rng), time.perf_counter()
+    llm.generate(prompt, common.greedy(1), use_tqdm=False)
+    times.append(time.perf_counter() - started)
+  return length / statistics.median(times[1:])
+
+
+def measure_context(args, running: int, context: int, bandwidth: float) -> tuple[list[str], float]:
+  budget = max(args.max_num_batched_tokens, running)
+  # while prompts are read in chunks, sequences already read decode: they go on until the last has joined them
+  room = running * (-(-context // max(1, budget - running)) + 1) + args.steps + 4
+  llm, rng = engine(args, running, context + room), random.Random(args.seed)
+  for i in range(running):
+    llm.add_request(str(i), common.random_ids(llm.model_config.vocab_size, context, rng), common.greedy(room))
+  started = time.perf_counter()
+  with Watch(llm) as watch:
+    def all_decode() -> int: return sum(s.decode and s.outputs == running for s in watch.steps)
+    while all_decode() < 3 and llm.has_unfinished_requests(): llm.step()
+    seconds = time.perf_counter() - started
+    print(f"  {running} running at {context}: prefill and captures took {seconds:.1f} s", flush=True)
+    watch.steps.clear()
+    watch.captured = 0
+    while all_decode() < args.steps and llm.has_unfinished_requests(): llm.step()
+  watch.warn()
+  for i in range(running): llm.abort_request(str(i))
+  seconds, columns = decode_columns(llm, watch.steps, running, bandwidth, args.host)
+  return [str(running), str(context), *columns], seconds
+
+
+def engine(args, running: int, *lengths: int) -> LLM:
+  """With the first of these limits of length that the model and the memory allow."""
+  common.release()
+  budget = max(args.max_num_batched_tokens, running)
+  for length in lengths:
+    try: return common.open_llm(args, max_model_len=length, max_num_seqs=running, max_num_batched_tokens=budget)
+    except ValueError as e: error = e
+  raise SystemExit(f"error: {error}")
+
+
+def main() -> None:
+  parser = common.make_parser(__doc__)
+  common.add_workload(parser)
+  parser.add_argument("--running", type=common.positive, nargs="+", default=[1, 8, 32], help="sequences that "
+                      "run together (max_num_seqs), one row each")
+  parser.add_argument("--num-prompts", type=common.positive, help="prompts of a run; twice --running if not given")
+  parser.add_argument("--context", type=common.positive, nargs="+", help="instead measure a decode "
+                      "step at each of these contexts")
+  parser.add_argument("--steps", type=common.positive, default=32, help="decode steps measured with --context")
+  parser.add_argument("--host", action="store_true", help="also a step's milliseconds in Python (all that is neither "
+                      "of the next two), in launching its graph (on a CPU: running it), and in waiting for its result")
+  args = parser.parse_args()
+  pyplot, bandwidth = common.plotting() if args.plot else None, common.start(args)
+  decode = ["ms/step", "decode tok/s", "of roofline", "mean context"]
+  if args.host: decode += ["host ms", "launch ms", "wait ms"]
+  if args.context:
+    measured = {(r, c): measure_context(args, r, c, bandwidth) for r in args.running for c in args.context}
+    common.print_table(["running", "context", *decode], [row for row, _ in measured.values()])
+    for r in args.running:
+      for c in args.context[1:]:
+        ratio = measured[r, c][1] / measured[r, args.context[0]][1]
+        print(f"{r} running: a step at {c} takes {ratio:.2f} x one at {args.context[0]}")
+    lines = {f"{r} running": (args.context, [1e3 * measured[r, c][1] for c in args.context]) for r in args.running}
+    labels = "context (tokens)", "decode step (ms)"
+  else:
+    results = [measure_throughput(args, r, bandwidth) for r in args.running]
+    header = ["running", "prompts", "output tok/s", "total tok/s", "prefill tok/s", *decode]
+    common.print_table(header, [row for row, _ in results])
+    lines = {"output": (args.running, [rate for _, rate in results])}
+    labels = "sequences running", "output tokens/s"
+  if pyplot:
+    figure, axes = pyplot.subplots()
+    for name, (x, y) in lines.items(): axes.plot(x, y, marker="o", label=name)
+    axes.set(xlabel=labels[0], ylabel=labels[1], ylim=(0, None), title=args.model or args.shape)
+    axes.legend()
+    figure.savefig(args.plot, dpi=150)
+
+
+if __name__ == "__main__": main()
