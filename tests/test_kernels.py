@@ -1,10 +1,12 @@
 """The kernels against numpy, in the shapes and types that models have, on whatever device tinygrad finds."""
+from functools import partial
+
 import numpy as np
 import pytest
 from reference import rope_frequencies
 from tinygrad import Device, Tensor, dtypes
 
-from tinyvllm.attention import attention_kernel, paged_attention, rope_and_write, write_table
+from tinyvllm.attention import attention_kernel, paged_attention, rope_kernel, write_table_kernel
 from tinyvllm.linear import Linear, RMSNorm, features, has_tensor_cores, pack, unpack
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # and the error that rounding allows
@@ -101,7 +103,8 @@ def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, b
     scores = np.einsum("hgd,nhd->hgn", q[t].astype(np.float32), k) / np.sqrt(D)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected[t] = np.einsum("hgn,nhd->hgd", weights / weights.sum(-1, keepdims=True), v)
-  tensors = [on_device(x) for x in (q, cache, *(x.astype(np.int32) for x in (table, rows, positions)))]
+  tokens = np.stack([np.zeros(T), positions, np.zeros(T), rows]).astype(np.int32)
+  tensors = [on_device(x) for x in (q, cache, table.astype(np.int32), tokens)]
   close(paged_attention(attention_kernel(dtype, D, block_size), *tensors), expected, tolerance)
 
 
@@ -111,8 +114,11 @@ def test_rope_and_the_writes_equal_numpy(kind):
   slots, positions = rng.permutation(10 * BS)[:T].astype(np.int32), rng.integers(0, 99, T)
   qkv, cache = normal(T, KV * (G + 2), D, kind=kind), np.zeros((2, 10, BS, KV, D), kind)
   angles = positions[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
-  rope = np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
-  q, written = rope_and_write(on_device(qkv), on_device(cache), on_device(rope), on_device(slots), G)
+  every = np.arange(99)[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
+  table, rope = (np.stack([np.cos(x), np.sin(x)], 1).astype(np.float32) for x in (every, angles))
+  tokens = np.stack([np.zeros(T), positions, slots]).astype(np.int32)
+  inputs = [on_device(x) for x in (cache, qkv.reshape(T, -1), table, tokens)]
+  q, written, *_ = on_device(np.zeros((T, KV, G, D), kind)).custom_kernel(*inputs, fxn=rope_kernel)
   wide, cos, sin = qkv.astype(np.float32), rope[:, 0, None], rope[:, 1, None]
   a, b = wide[..., :D // 2], wide[..., D // 2:]
   turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
@@ -123,7 +129,6 @@ def test_rope_and_the_writes_equal_numpy(kind):
 
 
 def test_the_table_takes_the_blocks_of_the_slots():
-  table, rows = on_device(np.zeros((3, 5), np.int32)), np.array([0, 0, 2], np.int32)
-  out = write_table(table, on_device(rows), on_device(np.array([3, 4, 17], np.int32)),
-                    on_device(np.array([7 * 4 + 3, 9 * 4, 5 * 4 + 1], np.int32)), 4)
+  tokens = on_device(np.array([[0, 0, 0], [3, 4, 17], [7 * 4 + 3, 9 * 4, 5 * 4 + 1], [0, 0, 2]], np.int32))
+  out = on_device(np.zeros((3, 5), np.int32)).custom_kernel(tokens, fxn=partial(write_table_kernel, 4))[0]
   assert out.numpy().tolist() == [[7, 9, 0, 0, 0], [0] * 5, [0, 0, 0, 0, 5]]

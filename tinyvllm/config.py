@@ -1,16 +1,26 @@
 """What is known before anything is loaded: the model's shape, from its own files, and the user's options, checked."""
+import json
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 ARCHITECTURES = {"LlamaForCausalLM": {}, "MistralForCausalLM": {}, "Qwen2ForCausalLM": {"qkv_bias": True},
                  "Qwen3ForCausalLM": {"qk_norm": True}}
-ROPE_TYPES = ("default", "llama3", "linear", "factors")
+SUPPORTED = {"architecture": ARCHITECTURES, "hidden_act": ["silu"],
+             "rope_type": ["default", "llama3", "linear", "factors"]}
+# What a config.json must have, and what the rest is where it is not there
+NEEDED = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps"]
+DEFAULTS: dict[str, Any] = {
+  "architectures": [], "hidden_act": "silu", "max_position_embeddings": 2048, "rope_theta": 10000.0, "rope_scaling": {},
+  "eos_token_id": [], "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "qk_norm": False}
 
 
 def check(ok: Any, message: str) -> None:
   """Raise ValueError with the message unless ok: how every mistake of a user's is refused."""
   if not ok: raise ValueError(message)
+
+
+def read_json(path: Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
 
 
 class Options:
@@ -57,43 +67,28 @@ class EngineConfig(Options):
           f"below max_num_seqs={self.max_num_seqs}: each running sequence decodes one token a step")
 
 
-@dataclass(frozen=True)
-class ModelConfig:
-  """A LLaMA-like model's shape, under Hugging Face's names."""
-  vocab_size: int
-  hidden_size: int
-  intermediate_size: int
-  num_hidden_layers: int
-  num_attention_heads: int
-  num_key_value_heads: int
-  head_dim: int
-  max_position_embeddings: int
-  rms_norm_eps: float
-  rope_theta: float
-  rope_scaling: dict[str, Any]   # with rope_type, one of ROPE_TYPES
-  eos_token_ids: tuple[int, ...]
-  qkv_bias: bool
-  o_bias: bool
-  tie_word_embeddings: bool = False
-  mlp_bias: bool = False
-  qk_norm: bool = False
-
+class ModelConfig(NamedTuple("Shape", [
+    ("vocab_size", int), ("hidden_size", int), ("intermediate_size", int), ("num_hidden_layers", int),
+    ("num_attention_heads", int), ("num_key_value_heads", int), ("head_dim", int), ("max_position_embeddings", int),
+    ("rms_norm_eps", float), ("rope_theta", float), ("rope_scaling", dict), ("eos_token_ids", tuple[int, ...]),
+    ("qkv_bias", bool), ("o_bias", bool), ("mlp_bias", bool), ("qk_norm", bool), ("tie_word_embeddings", bool)])):
+  """A LLaMA-like model's shape, under Hugging Face's names. rope_scaling: with rope_type, one of those SUPPORTED."""
   @classmethod
   def from_hf(cls, hf: dict[str, Any], source: Path) -> "ModelConfig":
     """From config.json's content; its eos_token_id may be a list. Raises ValueError for what this engine lacks."""
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}   # transformers 5 keeps rope_theta in the former
-    rope = {**rope, "rope_type": rope.get("rope_type", rope.get("type", "default"))}
-    architecture, activation = (hf.get("architectures") or [None])[0], hf.get("hidden_act", "silu")
-    for name, value, supported in (("architecture", architecture, ARCHITECTURES), ("hidden_act", activation, ("silu",)),
-                                   ("rope_type", rope["rope_type"], ROPE_TYPES)):
-      check(value in supported, f"{source}: {name} {value!r} is not supported; supported: {', '.join(supported)}")
-    eos, bias = hf.get("eos_token_id"), hf.get("attention_bias", False)
-    heads, eos = hf.get("num_attention_heads", 1), [] if eos is None else eos
-    values = {"num_key_value_heads": heads, "head_dim": hf.get("hidden_size", 0) // heads, "rope_theta": 10000.0,
-              "max_position_embeddings": 2048, "qkv_bias": bias, "o_bias": bias,
-              **{k: v for k, v in hf.items() if v is not None}, **ARCHITECTURES[architecture], **rope,
-              "rope_scaling": rope, "eos_token_ids": tuple(eos if isinstance(eos, list) else [eos])}
+    hf = DEFAULTS | {k: v for k, v in hf.items() if v is not None}
+    missing = [name for name in NEEDED if name not in hf]
+    check(not missing, f"{source} is incomplete: add {', '.join(missing)}")
+    rope = hf.get("rope_parameters") or hf["rope_scaling"]   # transformers 5 keeps rope_theta in the former
+    rope = {"rope_type": rope.get("type", "default"), **rope}
+    heads, bias, eos = hf["num_attention_heads"], hf["attention_bias"], hf["eos_token_id"]
+    values = {"architecture": [*hf["architectures"], None][0], "qkv_bias": bias, "o_bias": bias,
+              "num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads, **hf, **rope, "rope_scaling": rope,
+              "eos_token_ids": tuple(eos if isinstance(eos, list) else [eos])}
+    for name, supported in SUPPORTED.items():
+      known = ", ".join(supported)
+      check(values[name] in supported, f"{source}: {name} {values[name]!r} is not supported; supported: {known}")
     if (window := hf.get("sliding_window")) and hf.get("use_sliding_window", True):   # within it, the model is plain
       values["max_position_embeddings"] = min(values["max_position_embeddings"], window)
-    try: return cls(**{f.name: values[f.name] for f in fields(cls) if f.name in values})
-    except TypeError as e: raise ValueError(f"{source} is incomplete: {e}") from e
+    values |= ARCHITECTURES[values["architecture"]]
+    return cls(**{name: values[name] for name in cls._fields})

@@ -1,5 +1,6 @@
 """The engine: text in, text out. Requests are added at any time, and `step` advances all of them together; everything
 below knows token ids only."""
+import ctypes
 import logging
 import os
 import shutil
@@ -9,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
@@ -19,10 +21,12 @@ from typing import Any, cast
 
 from tinygrad import Device, Tensor, helpers
 from tinygrad.dtype import to_dtype
+from tinygrad.runtime.ops_cpu import CPUProgram
 
 from .block_manager import BlockManager
 from .config import EngineConfig, ModelConfig, check
 from .kv_cache import allocate_caches
+from .linear import cpu_cores
 from .llama import Llama, rope_table
 from .runner import Runner, Step
 from .scheduler import Scheduler
@@ -241,6 +245,24 @@ class LLM(LLMEngine):
     return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
 
+def use_all_cores() -> None:
+  """tinygrad 0.14 runs the parts of a threaded CPU kernel one after another: run them at once. ctypes lets go of the GIL
+  while they run. To be dropped as soon as tinygrad does so itself."""
+  run_parts, pool = CPUProgram.__call__, ThreadPoolExecutor(max(1, cpu_cores() - 1), "tinyvllm-kernel")
+  if run_parts.__module__ != CPUProgram.__module__ or cpu_cores() < 2: return   # done before, or nothing to share
+
+  def call(self: Any, *bufs: Any, global_size: Any = (1, 1, 1), vals: Any = (), wait: bool = False, **options: Any) -> Any:
+    core, started = self.runtimevars.get("core_id"), time.perf_counter()
+    if core is None: return run_parts(self, *bufs, global_size=global_size, vals=vals, wait=wait, **options)
+    values = [*(b.va_addr for b in bufs), *vals]
+    def run(part: int) -> None: self.fxn(*(ctypes.c_uint64(part if i == core else v) for i, v in enumerate(values)))
+    others = [pool.submit(run, part) for part in range(1, global_size[0])]
+    run(0)
+    for other in others: other.result()
+    return time.perf_counter() - started if wait else None
+  CPUProgram.__call__ = call   # type: ignore[method-assign]
+
+
 def open_device() -> None:
   """Open tinygrad's default device, with the clang that pip put beside this Python if none is on the PATH."""
   beside = Path(sys.executable).parent / "clang"
@@ -249,7 +271,8 @@ def open_device() -> None:
     helpers.db_connection()
     shared = sqlite3.connect(helpers.CACHEDB, timeout=60, isolation_level="IMMEDIATE", check_same_thread=False)
     helpers._db_connection = shared   # type: ignore[assignment]
-  try: Device[Device.DEFAULT]   # noqa: B018
+  try:
+    if Device[Device.DEFAULT].device == "CPU": use_all_cores()
   except Exception as e:   # a backend fails to open in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
                        "'tinyvllm[cpu]', which brings a compiler; or name another: DEV=CUDA, METAL, AMD, ...") from e

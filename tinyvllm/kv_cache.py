@@ -38,5 +38,5 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   tokens = (num_blocks - 1) * config.block_size
   logger.info("KV cache: %d blocks of %d tokens = %d tokens, %.2f GiB: %.1f sequences of %d", num_blocks - 1,
               config.block_size, tokens, num_blocks * size / 2**30, tokens / max_model_len, max_model_len)
-  shape = (2, num_blocks, *per_block)
-  return [Tensor.empty(*shape, dtype=dtype).contiguous().realize() for _ in range(model.num_hidden_layers)]
+  layers = range(model.num_hidden_layers)
+  return [Tensor.empty(2, num_blocks, *per_block, dtype=dtype).contiguous().realize() for _ in layers]

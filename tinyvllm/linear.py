@@ -1,5 +1,5 @@
-"""x @ W.T as UOp kernels that state their schedule. There are two: for tensor cores, with W stored in the order in which
-they take it, and for all other devices."""
+"""x @ W.T, and the norm before it, as UOp kernels that state their schedule. Of matmuls there are two: one for tensor cores,
+with W stored in the order in which they take it, and one for all other devices."""
 import functools
 import math
 from typing import Any
@@ -28,20 +28,23 @@ def cpu_cores() -> int:
   return 0 if renderer.has_local else renderer.global_max[0]
 
 
-def pack(weight: Any, shape: tuple[int, ...]) -> Any:
+def divisor(n: int, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
+
+
+def pack(weight: Any, shape: tuple) -> Any:
   """W, (out, in), in the order of a stored shape."""
   axes = STORED[len(shape)]
   return weight.reshape([shape[i] for i in argsort(axes)]).transpose(axes)
 
 
+def features(shape: tuple) -> tuple[int, int]:
+  """(out, in) of a stored W."""
+  return (shape[0] * 16, shape[1] * 32) if len(shape) == 8 else (shape[0] * shape[2], shape[1])
+
+
 def unpack(stored: Tensor) -> Tensor:
   """A stored W as (out, in)."""
   return stored.permute(argsort(STORED[stored.ndim])).reshape(features(stored.shape))
-
-
-def features(shape: tuple[int, ...]) -> tuple[int, int]:
-  """(out, in) of a stored W."""
-  return (shape[0] * 16, shape[1] * 32) if len(shape) == 8 else (shape[0] * shape[2], shape[1])
 
 
 def axis(extent: int, number: int, kind: AxisType = AxisType.REDUCE) -> UOp:
@@ -58,13 +61,17 @@ def mma(w: list[UOp], x: list[UOp], total: UOp) -> UOp:
   return UOp.wmma(UOp.stack(*w), UOp.stack(*x), total, MMA, "CUDA", 32)
 
 
+def _store(to: UOp, total: UOp, *residual: UOp) -> UOp:
+  return to.store((total + sum(r.cast(dtypes.float32) for r in residual)).cast(to.dtype))
+
+
 def _tensor_core_kernel(out: UOp, x: UOp, weight: UOp, *residual: UOp) -> UOp:
   """A warp: some tiles of 16 outputs, some of 8 rows of x, and the k-th share of the inputs. Of 32 inputs a lane takes
   8 neighbours of x and the weights that belong to them, 4 at a time, which lie as lanes ask for them."""
   (T, K), N16 = x.shape, weight.shape[0]
   n_tiles, t_tiles, shares, steps = next(tiles for rows, tiles in TILES.items() if rows >= T)
-  n_tiles, shares = math.gcd(N16, n_tiles), math.gcd(K // 32 // steps, shares) if K // 32 % steps == 0 else 1
-  steps = math.gcd(K // 32, steps)
+  steps, n_tiles = math.gcd(K // 32, steps), math.gcd(N16, n_tiles)
+  shares = math.gcd(K // 32 // steps, shares)
   t, n = UOp.range(-(-T // 8) // t_tiles, 0, AxisType.GLOBAL), UOp.range(N16 // n_tiles, 1, AxisType.GLOBAL)
   column, row = UOp.range(4, 2, AxisType.LOCAL), UOp.range(8, 3, AxisType.LOCAL)   # lane = row * 4 + column
   share, step = axis(shares, 4, AxisType.GROUP_REDUCE), axis(K // 32 // steps // shares, 5)
@@ -88,26 +95,18 @@ def _tensor_core_kernel(out: UOp, x: UOp, weight: UOp, *residual: UOp) -> UOp:
   return sink.sink(arg=KernelInfo(name="linear_tc", opts_to_apply=()))
 
 
-def _store(to: UOp, total: UOp, *residual: UOp) -> UOp:
-  return to.store((total + sum(r.cast(dtypes.float32) for r in residual)).cast(to.dtype))
-
-
 def _kernel(cores: int, out: UOp, x: UOp, weight: UOp, *residual: UOp) -> UOp:
   """One pass over the weights: a tile of 16 outputs stays in the cache while the rows of x go by."""
   N16, K, lanes = weight.shape
   n, t, lane = [UOp.range(extent, i) for i, extent in enumerate((N16, x.shape[0], lanes))]
   k = axis(K, 3)
   dot = add_up((x[t, k] * weight[n, k, lane]).cast(dtypes.float32), k)
-  to = t, n * lanes + lane
-  opts = None   # tinygrad's heuristics
-  if cores and lanes == 16:   # a CPU: 16 outputs x some rows in registers, the tiles shared among the cores
-    rows = math.gcd(x.shape[0], 2)   # of 1, 2, 4, 8 and 16 by far the fastest: more accumulators spill
-    of_t = int(N16 > 1)   # an axis of extent 1 is gone when opts are applied
-    opts = [Opt(OptOps.UPCAST, of_t + (x.shape[0] > 1), 16), *([Opt(OptOps.UPCAST, of_t, rows)] if rows > 1 else [])]
-    cores = max(c for c in range(1, cores + 1) if N16 % c == 0)
-    opts += [Opt(OptOps.THREAD, 0, cores)] if cores > 1 else []
+  to, opts = (t, n * lanes + lane), []
+  if cores and lanes == 16:   # a CPU: 16 outputs x 2 rows in registers (more spill), the tiles shared among the cores
+    of_t, rows = int(N16 > 1), math.gcd(x.shape[0], 2)   # an axis of extent 1 is gone when opts are applied
+    opts = [(OptOps.UPCAST, of_t + (x.shape[0] > 1), 16), (OptOps.UPCAST, of_t, rows), (OptOps.THREAD, 0, divisor(N16, cores))]
   sink = _store(out[to], dot, *[r[to] for r in residual]).end(n, t, lane)
-  return sink.sink(arg=KernelInfo(name="linear", opts_to_apply=None if opts is None else tuple(opts)))
+  return sink.sink(arg=KernelInfo(name="linear", opts_to_apply=tuple(Opt(*o) for o in opts if o[2] > 1) if opts else None))
 
 
 class Linear:
@@ -124,7 +123,7 @@ class Linear:
   def __call__(self, x: Tensor, residual: Tensor | None = None, dtype: DType | None = None) -> Tensor:
     """x: (T, in). residual: (T, out), added to the result. Returns (T, out)."""
     out = Tensor.empty(x.shape[0], features(self.weight.shape)[0], dtype=dtype or x.dtype, device=x.device)
-    inputs = [x.contiguous(), self.weight, *([residual] if residual is not None else [])]
+    inputs = [x, self.weight, *([residual] if residual is not None else [])]
     out = out.custom_kernel(*inputs, fxn=self.kernel)[0]   # (T, out)
     return out + self.bias if hasattr(self, "bias") else out
 
@@ -132,13 +131,15 @@ class Linear:
 def _norm_kernel(lanes: int, eps: float, out: UOp, x: UOp, weight: UOp) -> UOp:
   """A work group takes a row, and each of its lanes every lanes-th number."""
   T, K = x.shape
-  t, lane, o = UOp.range(T, 0), UOp.range(lanes, 1, AxisType.LOCAL), UOp.range(K // lanes, 2, AxisType.LOOP)
-  i, j = axis(K // lanes, 3), axis(lanes, 4)
+  few, of_few = K // lanes <= 32, math.gcd(lanes, 32)   # then without a loop: all loads at once
+  t, lane = UOp.range(T, 0), UOp.range(lanes, 1, AxisType.LOCAL)
+  o = UOp.range(K // lanes, 2, AxisType.UPCAST if few else AxisType.LOOP)
+  i, j, k = axis(K // lanes, 3, AxisType.UNROLL if few else AxisType.REDUCE), axis(lanes // of_few, 4), axis(of_few, 5, AxisType.UNROLL)
   number = x[t, i * lanes + lane].cast(dtypes.float32)
   total = add_up(number * number, i)
   if lanes > 1:
     shared = UOp.placeholder((lanes,), dtypes.float32, 0, AddrSpace.LOCAL)
-    total = add_up(shared.after(shared[lane].store(total))[j], j)
+    total = add_up(shared.after(shared[lane].store(total))[j * of_few + k], j, k)
   scale = (total / K + eps).sqrt().reciprocal()
   at = o * lanes + lane
   value = (x[t, at].cast(dtypes.float32) * scale).cast(x.dtype) * weight[at]
@@ -152,5 +153,5 @@ class RMSNorm:
     self.kernel = functools.partial(_norm_kernel, 1 if cpu_cores() else math.gcd(size, 256), eps)
 
   def __call__(self, x: Tensor) -> Tensor:
-    rows = x.contiguous().reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])
     return Tensor.empty_like(rows).custom_kernel(rows, self.weight, fxn=self.kernel)[0].reshape(x.shape)

@@ -2,24 +2,22 @@
 flat batch of tokens, each with its position, slot and row. Attributes are named as in Hugging Face's files, with q, k,
 v stored as one matrix and gate, up as one."""
 import math
+from functools import partial
 from typing import NamedTuple
 
 from tinygrad import Tensor, dtypes, function, nn
 from tinygrad.dtype import DType
 
-from .attention import attention_kernel, paged_attention, rope_and_write, write_table
+from .attention import attention_kernel, paged_attention, rope_kernel, write_table_kernel
 from .config import ModelConfig
 from .linear import Linear, RMSNorm, unpack
 
 
 class Batch(NamedTuple):
-  """Where a flat batch's tokens stand. rope: their cosines and sines, (T, 2, head_dim / 2). table: (rows,
-  max_blocks)."""
-  positions: Tensor   # (T,)
-  slots: Tensor       # (T,), block * block_size + offset
-  rows: Tensor        # (T,), of the table
-  rope: Tensor
+  """Where a flat batch's tokens stand, as the kernels in attention.py take it."""
+  tokens: Tensor
   table: Tensor
+  rope: Tensor
 
 
 def rope_table(config: ModelConfig, length: int) -> Tensor:
@@ -47,10 +45,13 @@ class Attention:
 
   def __call__(self, x: Tensor, residual: Tensor, batch: Batch, cache: Tensor) -> Tensor:
     T, H, KV, D = x.shape[0], self.heads, self.kv_heads, self.head_dim
-    qkv = self.qkv_proj(x).reshape(T, H + 2 * KV, D)
-    if hasattr(self, "q_norm"): qkv = self.q_norm(qkv[:, :H]).cat(self.k_norm(qkv[:, H:H + KV]), qkv[:, H + KV:], dim=1)
-    q, cache = rope_and_write(qkv.contiguous(), cache, batch.rope, batch.slots, H // KV)   # (T, KV, G, D)
-    out = paged_attention(self.kernel, q, cache, batch.table, batch.rows, batch.positions)
+    qkv = self.qkv_proj(x)   # (T, (H + 2 KV) * D)
+    if hasattr(self, "q_norm"):
+      q, k, v = qkv.reshape(T, H + 2 * KV, D).split([H, KV, KV], dim=1)
+      qkv = self.q_norm(q).cat(self.k_norm(k), v, dim=1).flatten(1).contiguous()
+    q = Tensor.empty(T, KV, H // KV, D, dtype=x.dtype, device=x.device)
+    q, cache, *_ = q.custom_kernel(cache, qkv, batch.rope, batch.tokens, fxn=rope_kernel)
+    out = paged_attention(self.kernel, q, cache, batch.table, batch.tokens)   # (T, KV, G, D)
     return self.o_proj(out.reshape(T, H * D), residual)
 
 
@@ -61,7 +62,7 @@ class MLP:
 
   def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
     gate, up = self.gate_up_proj(x).chunk(2, dim=-1)   # (T, intermediate) each
-    return self.down_proj(gate.silu() * up, residual)
+    return self.down_proj((gate.silu() * up).contiguous(), residual)
 
 
 class Layer:
@@ -87,10 +88,10 @@ class Llama:
   def __call__(self, ids: Tensor, samples: Tensor, batch: Batch, caches: list[Tensor]) -> Tensor:
     """Logits, (S, vocab) in float32, of the tokens that `samples`, (S,), indexes in the flat batch `ids`, (T,). The K
     and V of all of them are written to `caches`, a block tensor per layer."""
-    table = write_table(batch.table, batch.rows, batch.positions, batch.slots, int(caches[0].shape[2]))
-    batch = batch._replace(table=table)
+    kernel = partial(write_table_kernel, int(caches[0].shape[2]))
+    batch = batch._replace(table=batch.table.custom_kernel(batch.tokens, fxn=kernel)[0])
     embedding = self.embed_tokens.weight if hasattr(self, "embed_tokens") else unpack(self.lm_head.weight)
     x = embedding[ids].contiguous()   # (T, hidden)
     for layer, cache in zip(self.layers, caches, strict=True):
       x = function(layer, precompile=True, allow_implicit=True)(x, batch, cache)   # compiled once for all layers
-    return self.lm_head(self.norm(x[samples]), dtype=dtypes.float32)
+    return self.lm_head(self.norm(x[samples].contiguous()), dtype=dtypes.float32)

@@ -1,7 +1,6 @@
 """Text to token ids and back: sentencepiece's tokenizer.model, Hugging Face's tokenizer.json, a GGUF's own vocabulary;
 chat templates; and decoding as tokens arrive."""
 import importlib
-import json
 import re
 from collections.abc import Callable
 from itertools import groupby
@@ -10,12 +9,12 @@ from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
-from .config import check
+from .config import check, read_json
 
-# How a GGUF's byte-level BPE splits text before it merges, by tokenizer.ggml.pre; None: as GPT-2.
+# How a GGUF's byte-level BPE splits text before it merges, by tokenizer.ggml.pre; "": as GPT-2.
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-SPLITS = {"llama-bpe": LLAMA3, "qwen2": LLAMA3.replace("{1,3}", ""), "smollm": r"\p{N}", "gpt-2": None, "default": None}
+SPLITS = {"llama-bpe": LLAMA3, "qwen2": LLAMA3.replace("{1,3}", ""), "smollm": r"\p{N}", "gpt-2": "", "default": ""}
 
 
 class Tokenizer:
@@ -23,11 +22,10 @@ class Tokenizer:
   these are special, and tokenizer_config.json's content."""
   def __init__(self, encode: Callable[[str, bool], list[int]], decode: Callable[[list[int]], str],
                named: dict[str, int], specials: set[int], config: dict[str, Any]):
-    self._encode, self._decode, self.specials, self.config = encode, decode, specials, config
-    self.texts = {i: text for text, i in named.items()}
-    names = [config.get("bos_token"), config.get("eos_token")]
-    self.bos, self.eos = (name["content"] if isinstance(name, dict) else name for name in names)
-    self.prefix = [named[self.bos]] if config.get("add_bos_token") and self.bos in named else []
+    self._encode, self._decode, self.specials, self.texts = encode, decode, specials, {i: t for t, i in named.items()}
+    self.config = {k: v.get("content", v) if isinstance(v, dict) else v for k, v in config.items()}
+    bos = self.config.get("bos_token")
+    self.prefix = [named[bos]] if config.get("add_bos_token") and bos in named else []
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     """Ids of a text, in which special tokens' texts stand for themselves, behind a BOS if the model's files want
@@ -45,17 +43,16 @@ class Tokenizer:
     refuses."""
     template = self.config.get("chat_template") or ""
     check(template, "the model has no chat template (chat_template in tokenizer_config.json): use generate")
-    sandbox = _library("jinja2.sandbox")
-    env = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    env.globals |= {"bos_token": self.bos, "eos_token": self.eos, "raise_exception": lambda m: check(False, m)}
+    env = _library("jinja2.sandbox").ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    env.globals |= {**self.config, "raise_exception": lambda m: check(False, m)}
     try: return env.from_string(template).render(messages=messages, add_generation_prompt=add_generation_prompt)
-    except (ValueError, _library("jinja2").TemplateError) as e:
-      raise ValueError(f"the chat template does not take these messages: {e}") from e
+    # A template, or what it finds in a message, can fail in many ways
+    except Exception as e: raise ValueError(f"the chat template does not take these messages: {e}") from e
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
   """From tokenizer.json or tokenizer.model, with tokenizer_config.json and chat_template.jinja where they are."""
-  config = json.loads(path.read_text()) if (path := folder / "tokenizer_config.json").exists() else {}
+  config = read_json(folder / "tokenizer_config.json")
   if (path := folder / "chat_template.jinja").exists(): config["chat_template"] = path.read_text()
   if (path := folder / "tokenizer.json").exists():
     return _from_library(_library("tokenizers").Tokenizer.from_file(str(path)), config)
@@ -66,14 +63,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
   specials = {*filter(model.IsControl, range(size)), *(int(i) for i, token in added.items() if token["special"])}
   named = {model.IdToPiece(i): i for i in specials if i < size}
   named |= {token["content"]: int(i) for i, token in added.items()}
-  split = re.compile("(" + "|".join(map(re.escape, named)) + ")")
+  split = re.compile("(" + "|".join(map(re.escape, named)) + ")").split
 
   def encode(text: str, add_special_tokens: bool) -> list[int]:
-    parts = [part for part in split.split(text) if part]
-    return [i for part in parts for i in ([named[part]] if part in named else model.EncodeAsIds(part))]
+    return [i for part in split(text) for i in ([named[part]] if part in named else model.EncodeAsIds(part))]
   def decode(ids: list[int]) -> str: return model.DecodeIds([i for i in ids if i < size])   # others are padding
-  config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config}
-  return Tokenizer(encode, decode, named, specials, config)
+  defaults = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
+  return Tokenizer(encode, decode, named, specials, defaults | config)
 
 
 def _library(name: str) -> Any:
@@ -90,20 +86,19 @@ def _from_library(model: Any, config: dict[str, Any]) -> Tokenizer:
 
 def gguf_tokenizer(kv: dict[str, Any]) -> Tokenizer:
   """From the metadata of a GGUF file with a byte-level BPE vocabulary (tokenizer.ggml.model gpt2)."""
-  ggml = {k.removeprefix("tokenizer.ggml."): v for k, v in kv.items() if k.startswith("tokenizer.ggml.")}
-  kind, pre = ggml.get("model"), ggml.get("pre", "default")
+  config = {k.split(".")[-1]: v for k, v in kv.items() if k.startswith("tokenizer.")}   # chat_template and others
+  kind, pre = config.get("model"), config.get("pre", "default")
   check(kind == "gpt2" and pre in SPLITS, f"GGUF tokenizer {kind} ({pre}) is not supported; supported: gpt2 "
         f"({', '.join(SPLITS)}): use the model's folder with safetensors")
-  lib, tokens, config = _library("tokenizers"), ggml["tokens"], {"chat_template": kv.get("tokenizer.chat_template")}
-  vocab, merges = {t: i for i, t in enumerate(tokens)}, [tuple(m.split(" ")) for m in ggml["merges"]]
+  lib, tokens, merges = _library("tokenizers"), config["tokens"], [tuple(m.split(" ")) for m in config["merges"]]
+  vocab = {t: i for i, t in enumerate(tokens)}
   model = lib.Tokenizer(lib.models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
-  splits = [lib.pre_tokenizers.Split(lib.Regex(SPLITS[pre]), "isolated")] if SPLITS[pre] else []
+  split = lib.pre_tokenizers.Split(lib.Regex(SPLITS[pre] or "(?!)"), "isolated")   # (?!): nowhere
   byte_level = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("smollm", "gpt-2", "default"))
-  model.pre_tokenizer, model.decoder = lib.pre_tokenizers.Sequence([*splits, byte_level]), lib.decoders.ByteLevel()
-  control = [t for t, kind in zip(tokens, ggml["token_type"], strict=True) if kind == 3]
-  model.add_special_tokens([lib.AddedToken(t, special=True, normalized=False) for t in control])
-  config |= {f"{n}_token": tokens[ggml[k]] for n in ("bos", "eos") if (k := f"{n}_token_id") in ggml}
-  return _from_library(model, {**config, "add_bos_token": ggml.get("add_bos_token", pre == "llama-bpe")})
+  model.pre_tokenizer, model.decoder = lib.pre_tokenizers.Sequence([split, byte_level]), lib.decoders.ByteLevel()
+  model.add_special_tokens([t for t, kind in zip(tokens, config["token_type"], strict=True) if kind == 3])
+  config |= {f"{n}_token": tokens[config[k]] for n in ("bos", "eos") if (k := f"{n}_token_id") in config}
+  return _from_library(model, {"add_bos_token": pre == "llama-bpe", **config})
 
 
 class StreamDecoder:
