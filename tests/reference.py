@@ -290,7 +290,7 @@ class LogitsRecorder:
     from tinygrad import Tensor
     assert not engine.runner.graphs
     self.engine, self.model, V = engine, engine.runner.model, engine.model_config.vocab_size
-    rows = range(1, 2 * engine.config.max_num_seqs)   # a power of two
+    rows = range(1, engine.config.max_num_seqs + 1)
     self.kept = {n: Tensor.zeros(n, V).contiguous().realize() for n in rows}   # by the rows that a graph samples
     engine.runner.model = self
 

@@ -46,9 +46,7 @@ class Bench:
     order = [seq.remaining > 1 for seq in batch]
     assert order == sorted(order) or self.fresh(batch), "decodes before prefills"
     if oldest and not oldest.finish_reason: assert oldest in batch, "the oldest does not progress"
-    sampled = {seq: 1000 + len(seq.tokens) for seq, n in batch.items() if n == seq.remaining}
-    scheduler.advance(batch)
-    scheduler.update(sampled)
+    scheduler.update(batch, {seq: 1000 + len(seq.tokens) for seq, n in batch.items() if n == seq.remaining})
     self.check()
     return batch
 

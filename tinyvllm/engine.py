@@ -17,24 +17,24 @@ from itertools import count
 from math import inf
 from pathlib import Path
 from random import Random
-from typing import Any, cast
+from typing import Any
 
-from tinygrad import Device, Tensor, helpers
+from tinygrad import Device, helpers
 from tinygrad.dtype import to_dtype
 from tinygrad.runtime.ops_cpu import CPUProgram
 
 from .block_manager import BlockManager
 from .config import EngineConfig, ModelConfig, check
 from .kv_cache import allocate_caches
-from .linear import cpu_cores
-from .llama import Llama, rope_table
-from .runner import Runner, Step
+from .llama import Llama, cpu_cores, rope_table
+from .runner import Runner
 from .scheduler import Scheduler
 from .sequence import MAX_BANNED, CompletionOutput, RequestOutput, SamplingParams, Sequence
 from .tokenizer import StreamDecoder, gguf_tokenizer, load_tokenizer
 from .weights import load_weights, read_gguf, read_hf
 
 logger = logging.getLogger("tinyvllm")
+LARGE = 1 << 20   # bytes that a kernel must touch for a second thread to be worth its start
 Prompt = str | dict[str, Any]
 Params = SamplingParams | None
 
@@ -88,8 +88,7 @@ class LLMEngine:
     self.max_model_len = self.config.max_model_len or limit
     check(self.max_model_len <= limit, f"max_model_len={self.max_model_len} must be at most the model's {limit}")
     kind = self.config.dtype if self.config.dtype != "auto" else "float32" if Device.DEFAULT == "CPU" else "float16"
-    llama = Llama(self.model_config, dtype := to_dtype(kind), self.config.block_size)
-    load_weights(llama, self.model_config, reader, path, dtype)
+    load_weights(llama := Llama(self.model_config), self.model_config, reader, path, dtype := to_dtype(kind))
     logger.info("loaded %s in %s on %s in %.1f s", path.name, kind, Device.DEFAULT, time.perf_counter() - started)
     caches = allocate_caches(self.model_config, self.config, self.max_model_len, dtype)
     self.blocks = BlockManager(int(caches[0].shape[1]), self.config.block_size)
@@ -98,7 +97,7 @@ class LLMEngine:
     self.requests: dict[str, Request] = {}
     self.totals: Counter[str] = Counter()
     self._arrivals, self._random, self._lock = count(), Random(self.config.seed), threading.Condition()
-    self._stepping, self._running = False, cast(tuple[Step, Tensor] | None, None)   # the step that the device works on
+    self._stepping = False
 
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
     """Queue a request: a str, {"prompt": str} or {"prompt_token_ids": [int]}. Lower priorities go first. Raises
@@ -146,38 +145,28 @@ class LLMEngine:
 
   def step(self, ready: Callable[[], bool] = lambda: False) -> list[RequestOutput]:
     """Advance the running requests together, and return those that have something new. One thread steps at a time, and
-    no lock is held while the device works; a thread that waits for its turn goes without one once it is `ready`. On a
-    GPU a step packs its batch while the one before runs, whose tokens it returns."""
+    no lock is held while the device works; a thread that waits for its turn goes without one once it is `ready`."""
     with self._lock:
       self._lock.wait_for(lambda: ready() or not self._stepping)
       if ready(): return []
       self._stepping, started, batch = True, time.perf_counter(), self.scheduler.schedule()
-      step = self.runner.prepare(batch) if batch else None
-      self.scheduler.advance(batch)
     try:
-      done, self._running = self._running, None
-      if not self.runner.overlaps and step: done = step, self.runner.launch(step)
-      sampled = dict(zip(done[0].sampling, done[1].tolist(), strict=False)) if done else {}   # type: ignore[arg-type]
-      if self.runner.overlaps and step: self._running = step, self.runner.launch(step)
-      with self._lock: return self._record(len(batch), sampled, started)
-    except BaseException:
-      with self._lock:   # what the step was to compute is computed again
-        for seq in [s for s in batch if s.row is not None]: self.scheduler.preempt(seq)
-      raise
+      sampled = self.runner.run(batch) if batch else {}
+      with self._lock: return self._record(batch, sampled, started)
     finally:
       with self._lock:
         self._stepping = False
         self._lock.notify_all()
 
-  def _record(self, scheduled: int, sampled: dict[Sequence, int], started: float) -> list[RequestOutput]:
-    self.scheduler.update(sampled)
+  def _record(self, batch: dict[Sequence, int], sampled: dict[Sequence, int], started: float) -> list[RequestOutput]:
+    self.scheduler.update(batch, sampled)
     changed = [r for r in self.requests.values() if r in sampled or r.finish_reason]
     for request in changed:
       request.take([sampled[request]] if request in sampled else [])
       if request.finish_reason: self.scheduler.finish(self.requests.pop(request.request_id), request.finish_reason)
     self.totals.update(
-      steps=1, scheduled=scheduled, generation_tokens=sum(r in sampled for r in changed),
-      prompt_tokens=sum(r.num_prompt for r in changed if r in sampled and r.num_generated == 1),
+      steps=1, scheduled=len(batch), generation_tokens=len(sampled),
+      prompt_tokens=sum(s.num_prompt for s in sampled if s.num_generated == 1),
       requests_finished=sum(r.finish_reason is not None for r in changed),
       microseconds=round(1e6 * (time.perf_counter() - started)))
     return [request.output() for request in changed]
@@ -246,14 +235,15 @@ class LLM(LLMEngine):
 
 
 def use_all_cores() -> None:
-  """tinygrad 0.14 runs the parts of a threaded CPU kernel one after another: run them at once. ctypes lets go of the GIL
-  while they run. To be dropped as soon as tinygrad does so itself."""
+  """tinygrad 0.14 runs the parts of a CPU kernel one after another: run those of large ones at once, as ctypes lets go
+  of the GIL. To be dropped when tinygrad does so itself."""
   run_parts, pool = CPUProgram.__call__, ThreadPoolExecutor(max(1, cpu_cores() - 1), "tinyvllm-kernel")
   if run_parts.__module__ != CPUProgram.__module__ or cpu_cores() < 2: return   # done before, or nothing to share
 
-  def call(self: Any, *bufs: Any, global_size: Any = (1, 1, 1), vals: Any = (), wait: bool = False, **options: Any) -> Any:
+  def call(self: Any, *bufs: Any, global_size: Any = (1, 1, 1), vals: Any = (), wait: bool = False, **rest: Any) -> Any:
     core, started = self.runtimevars.get("core_id"), time.perf_counter()
-    if core is None: return run_parts(self, *bufs, global_size=global_size, vals=vals, wait=wait, **options)
+    large = core is not None and sum(b.size for b in bufs) > LARGE
+    if not large: return run_parts(self, *bufs, global_size=global_size, vals=vals, wait=wait, **rest)
     values = [*(b.va_addr for b in bufs), *vals]
     def run(part: int) -> None: self.fxn(*(ctypes.c_uint64(part if i == core else v) for i, v in enumerate(values)))
     others = [pool.submit(run, part) for part in range(1, global_size[0])]

@@ -1,17 +1,15 @@
-"""Turns a scheduled batch into one int32 array and one call of a captured graph. There is a graph for
-each bucket (a batch is padded to a power of two) and kind of sampler."""
+"""Turns a scheduled batch into one int32 array, one call of a captured graph, and the sampled ids. There is a graph for
+each bucket (a batch is padded to a power of two) and kind of sampler; the context's length is a variable of the
+graph."""
 import logging
 import os
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 from tinygrad import Context, Tensor, TinyJit, UOp, dtypes
-from tinygrad.uop.ops import KernelInfo
 
 from .config import EngineConfig
-from .linear import cpu_cores
 from .llama import Batch, Llama
 from .sampling import sample
 from .sequence import MAX_BANNED, Sequence
@@ -21,91 +19,59 @@ KINDS = {True: "greedy", False: "sampling"}
 NUM_FIELDS = 6 + MAX_BANNED   # of the sampler: temperature, top_p, min_p, two words of seed, top_k, banned ids
 
 
-class Step(NamedTuple):
-  """A batch, packed for the device. sampling: the sequences that get a token from it."""
-  packed: Tensor
-  shape: tuple[int, int, bool]   # tokens, samples, greedy
-  sampling: list[Sequence]
-
-
-def bucket(n: int) -> int: return 1 << (n - 1).bit_length()
-
-
 class Runner:
   """rope: (max_model_len, 2, head_dim / 2). caches: a block tensor per layer."""
   def __init__(self, model: Llama, config: EngineConfig, rope: Tensor, caches: list[Tensor]):
     self.model, self.config, self.rope, self.caches = model, config, rope, caches
-    rows = config.max_num_seqs + 1   # the last is padding's
     max_blocks = -(-int(rope.shape[0]) // config.block_size)
-    self.table, self.last_token = (Tensor.zeros(*shape, dtype=dtypes.int32).contiguous().realize()
-                                   for shape in ((rows, max_blocks), (rows,)))
-    self.overlaps = not cpu_cores()   # a CPU returns from a launch when all is done
-    self.inputs: dict[tuple[int, int, bool], Tensor] = {}
-    self.graphs: dict[tuple[int, int, bool], Callable] = {}
+    shape = (config.max_num_seqs + 1, max_blocks)   # the last row is padding's
+    self.table = Tensor.zeros(*shape, dtype=dtypes.int32).contiguous().realize()
+    self.num_blocks = UOp.variable("num_blocks", 0, max_blocks - 1)
+    self.graphs: dict[tuple[int, bool], Callable] = {}
 
-  def prepare(self, batch: dict[Sequence, int]) -> Step:
-    """Pack the next n tokens of each sequence. A token that the host has not read is the device's last of a row."""
-    size, spare = self.config.block_size, self.config.max_num_seqs
-    T, sampling = bucket(sum(batch.values())), [seq for seq, n in batch.items() if n == seq.remaining]
-    S, end = min(T, bucket(spare)), 0
-    ids, positions, slots, rows, samples = [], [], [], [], []
+  def run(self, batch: dict[Sequence, int]) -> dict[Sequence, int]:
+    """Compute n tokens of each sequence; returns the next token of those that this brings to their end."""
+    total, block_size = sum(batch.values()), self.config.block_size
+    T = min(1 << (total - 1).bit_length(), self.config.max_num_batched_tokens)   # the bucket
+    tokens, samples = np.zeros((4, T), np.int32), np.zeros(min(T, self.config.max_num_seqs), np.int32)
+    tokens[3] = self.config.max_num_seqs
+    sampling: list[Sequence] = []
+    start = longest = 0
     for seq, n in batch.items():
-      span, end = range(seq.num_computed, seq.num_computed + n), end + n
-      known = seq.tokens[span.start:span.stop]
-      ids += known + [-1] * (n - len(known))
-      positions += span
-      slots += [seq.block_table[position // size] * size + position % size for position in span]
-      rows += [seq.row] * n
-      if n == seq.remaining: samples.append(end - 1)
+      positions = np.arange(seq.num_computed, longest_here := seq.num_computed + n)
+      slots = np.array(seq.block_table)[positions // block_size] * block_size + positions % block_size
+      part = seq.tokens[seq.num_computed:longest_here], positions, slots, np.full(n, seq.row)
+      tokens[:, start:start + n] = np.stack(part)
+      start, longest = start + n, max(longest, longest_here)
+      if n == seq.remaining:
+        samples[len(sampling)] = start - 1
+        sampling.append(seq)
     greedy = all(seq.params.temperature < 1e-5 and not seq.banned for seq in sampling)
-    sampled = [seq.row for seq in sampling]
-    lines = ((ids, 0), (positions, 0), (slots, 0), (rows, spare), (samples, 0), (sampled, spare))
-    packed = [np.array(values + [empty] * (T - len(values)), np.int32) for values, empty in lines]   # of T each
-    fields = np.zeros(0, np.int32) if greedy else _sampler_fields(sampling, S)
-    array = np.concatenate([*packed, fields])
-    if (shape := (T, S, greedy)) not in self.inputs:
-      self.inputs[shape] = Tensor.zeros(len(array), dtype=dtypes.int32).contiguous().realize()
-    buffer = self.inputs[shape].uop.buffer
-    buffer.allocator._copyin(buffer._buf, memoryview(array).cast("B"))   # Tensor(array) would be scheduled: 1 ms a step
-    return Step(self.inputs[shape], shape, sampling)
-
-  def launch(self, step: Step) -> Tensor:
-    """Start a step; returns its ids, (S,), which can be read once it is done."""
-    started, graph = time.perf_counter(), self.graphs.get(step.shape) or self._graph(*step.shape)
+    fields = np.zeros(0, np.int32) if greedy else _sampler_fields(sampling, len(samples))
+    packed = Tensor(np.concatenate([tokens.ravel(), samples, fields])).realize()
+    started, graph = time.perf_counter(), self.graphs.get((T, greedy)) or self._graph(T, len(samples), greedy)
     with Context(**({"PARALLEL": 0} if (os.cpu_count() or 1) <= 4 else {})):   # few cores: workers only start slowly
-      ids = graph(step.packed)
-    if step.shape not in self.graphs and not self.config.enforce_eager:
-      self.graphs[step.shape] = graph
-      T, _, greedy = step.shape
+      ids = graph(packed, self.num_blocks.bind((longest - 1) // block_size)).tolist()
+    if (T, greedy) not in self.graphs and not self.config.enforce_eager:
+      self.graphs[T, greedy] = graph
       logger.info("captured the %s step of %d tokens in %.1f s", KINDS[greedy], T, time.perf_counter() - started)
-    return ids
+    return dict(zip(sampling, ids, strict=False))
 
   def _graph(self, T: int, S: int, greedy: bool) -> Callable:
-    def step(packed: Tensor) -> Tensor:
+    def step(packed: Tensor, num_blocks: UOp) -> Tensor:
       packed = packed.clone()   # slices of a buffer of the graph are resolved once, slices of its input at every call
-      tokens, fields = packed[:6 * T].reshape(6, T), packed[6 * T:]
-      ids, samples = tokens[0], tokens[4, :S]
-      ids = (ids < 0).where(self.last_token[tokens[3]], ids).contiguous()
-      logits = self.model(ids, samples, Batch(tokens, self.table, self.rope), self.caches)   # (S, vocab)
-      if greedy: return self._keep(logits.argmax(1).cast(dtypes.int32), tokens)
+      ids, positions, slots, rows, samples, fields = packed.split([T, T, T, T, S, int(packed.shape[0]) - 4 * T - S])
+      batch = Batch(positions, slots, rows, self.rope[positions].contiguous(), self.table, num_blocks + 1)
+      logits = self.model(ids, samples, batch, self.caches)   # (S, vocab)
+      if greedy: return logits.argmax(1).cast(dtypes.int32).realize()
       fields = fields.reshape(S, NUM_FIELDS).contiguous()
       floats, seeds = fields.bitcast(dtypes.float32), fields[:, 3:5].bitcast(dtypes.uint32)
       kept = (floats[:, 0], fields[:, 5], floats[:, 1], floats[:, 2])   # temperature, top_k, top_p, min_p
-      return self._keep(sample(logits, *kept, seeds, tokens[1][samples], fields[:, 6:]), tokens)
+      return sample(logits, *kept, seeds, positions[samples], fields[:, 6:]).realize()
     if self.config.enforce_eager: return step
     graph = TinyJit(step)
     graph.cnt = 1   # capture at the first call: all that it reads is realized, a plain run before it only costs time
     return graph
-
-  def _keep(self, ids: Tensor, tokens: Tensor) -> Tensor:
-    last = self.last_token.custom_kernel(ids := ids.contiguous(), tokens, fxn=_last_token_kernel)[0]
-    Tensor.realize(ids, last)
-    return ids
-
-
-def _last_token_kernel(last: UOp, ids: UOp, tokens: UOp) -> UOp:
-  i = UOp.range(ids.shape[0], 0)
-  return last[tokens[5, i].load()].store(ids[i]).end(i).sink(arg=KernelInfo(name="last_token"))
 
 
 def _sampler_fields(sampling: list[Sequence], S: int) -> np.ndarray:

@@ -32,7 +32,7 @@ class Scheduler:
     batch: dict[Sequence, int] = {}
     preemptions = self.num_preemptions
     for seq in sorted(self.running, key=lambda s: (s.remaining > 1, self.order(s))):
-      n = 0 if seq.exhausted else min(seq.remaining, self.budget - sum(batch.values()))
+      n = min(seq.remaining, self.budget - sum(batch.values()))
       if n and seq.row is not None and self._make_room(seq, n, batch): batch[seq] = n
     while self.waiting and self.free_rows and preemptions == self.num_preemptions and sum(batch.values()) < self.budget:
       seq = self.waiting[0]   # room for all of it, or the chunks of several would preempt each other
@@ -46,7 +46,6 @@ class Scheduler:
 
   def _make_room(self, seq: Sequence, n: int, batch: dict[Sequence, int]) -> bool:
     while not self.blocks.can_allocate(seq.block_table, seq.num_computed + n):
-      if self.running == [seq] and seq.length > len(seq.tokens): return False   # it still gets a token
       if self.running == [seq]:
         logger.warning("request %s ends after %d tokens, which fill the KV cache: raise gpu_memory_utilization or "
                        "num_gpu_blocks_override", seq.request_id, len(seq.tokens))
@@ -62,21 +61,16 @@ class Scheduler:
   def preempt(self, seq: Sequence) -> None:
     """Take a sequence's blocks; it waits in its old place in the order, and computes its tokens again."""
     self._release(seq)
-    seq.num_computed, seq.length = 0, len(seq.tokens)
+    seq.num_computed = 0
     self.num_preemptions += 1
     self.add(seq)
 
-  def advance(self, batch: dict[Sequence, int]) -> None:
-    """Count what a step that is about to run computes, and the tokens that come of it: they may be scheduled unread."""
+  def update(self, batch: dict[Sequence, int], sampled: dict[Sequence, int]) -> None:
+    """Record a step: what was computed, and the token that each sequence at its end got."""
     for seq, n in batch.items():
-      seq.length += n == seq.remaining
+      if seq.finish_reason: continue   # aborted while the device worked
       seq.num_computed += n
-
-  def update(self, sampled: dict[Sequence, int]) -> None:
-    """Take the tokens of a step."""
-    for seq, token in sampled.items():
-      if seq.finish_reason: continue   # aborted, or stopped, while the device worked
-      seq.append(token)
+      if seq in sampled: seq.append(sampled[seq])
       if seq.finish_reason: self.finish(seq, seq.finish_reason)
 
   def finish(self, seq: Sequence, reason: str) -> None:

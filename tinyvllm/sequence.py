@@ -69,7 +69,6 @@ class Sequence:
   max_len: int
   priority: int
   arrival: int
-  length: int = field(init=False)   # its tokens, with those that the device has sampled and the host has not read
   num_computed: int = 0
   block_table: list[int] = field(default_factory=list)
   row: int | None = None
@@ -77,28 +76,21 @@ class Sequence:
   stop_reason: int | str | None = None   # the stop string or stop id that ended it; None for the model's end token
   metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
-  def __post_init__(self) -> None: self.length = len(self.tokens)
-
   @property
-  def remaining(self) -> int: return self.length - self.num_computed
+  def remaining(self) -> int: return len(self.tokens) - self.num_computed
   @property
   def num_generated(self) -> int: return len(self.tokens) - self.num_prompt
   @property
-  def banned(self) -> list[int]:
-    return sorted(self.stop_ids) if self.length - self.num_prompt < self.params.min_tokens else []
-  @property
-  def exhausted(self) -> bool:
-    return self.length - self.num_prompt >= self.params.max_tokens or self.length >= self.max_len
+  def banned(self) -> list[int]: return sorted(self.stop_ids) if self.num_generated < self.params.min_tokens else []
 
   def append(self, token: int) -> None:
     """Take the next token, and finish where it, or the length, says so."""
     self.tokens.append(token)
-    self.length = max(self.length, len(self.tokens))
     self.metrics.num_generated = self.num_generated
     if self.num_generated == 1: self.metrics.first_token_time = time.monotonic()
     if token in self.stop_ids:
       self.finish_reason, self.stop_reason = "stop", token if token in (self.params.stop_token_ids or ()) else None
-    elif self.length == len(self.tokens) and self.exhausted: self.finish_reason = "length"
+    elif self.num_generated >= self.params.max_tokens or len(self.tokens) >= self.max_len: self.finish_reason = "length"
 
 
 @dataclass

@@ -12,7 +12,6 @@ from tinygrad.dtype import DType
 from tinygrad.llm.gguf import gguf_load
 
 from .config import ModelConfig, check, read_json
-from .linear import features, pack
 from .llama import Llama
 
 Reader = dict[str, partial[np.ndarray]]   # a tensor's name in Hugging Face's files, and how to read it
@@ -80,7 +79,8 @@ def load_weights(model: Llama, config: ModelConfig, reader: Reader, source: Path
   for target, tensor in helpers.tqdm(targets.items(), desc="loading weights", unit=" tensors", disable=None):
     kind, arrays = target.split(".")[-2], []
     parts = joined.get(kind, {kind: 1})   # with the share that each has of the rows
-    rows, *columns = features(tensor.shape) if tensor.ndim > 2 else tensor.shape   # a Linear's has an order of its own
+    tile = tensor.shape[2] if tensor.ndim > 2 else 1   # a Linear's
+    rows, columns = tensor.shape[0] * tile, tensor.shape[1:2]
     for part, share in parts.items():
       name = head if target == "lm_head.weight" else f"model.{target}".replace(kind, part)
       check(name in reader, f"{source}: tensor {name} is missing")
@@ -90,7 +90,7 @@ def load_weights(model: Llama, config: ModelConfig, reader: Reader, source: Path
       # bfloat16 is the upper half of float32
       arrays.append((array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array)
     array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-    if tensor.ndim > 2: array = pack(array, tensor.shape)
+    if tensor.ndim > 2: array = array.reshape(-1, tile, *columns).swapaxes(1, 2)
     # Cast here, or the device keeps a buffer of either kind
     array = np.ascontiguousarray(array, np.float32 if dtype == dtypes.float32 else None)
     tensor.replace(Tensor(array).cast(dtype).contiguous().realize())
