@@ -566,6 +566,20 @@ def test_steps_are_captured_on_whichever_thread_asks(tmp_path):
   assert results == {n: reference_greedy(tmp_path, prompt(n), 4) for n in (3, 9)}
 
 
+def test_a_request_aborted_as_its_step_starts_disturbs_no_other(llm, folder, monkeypatch):
+  run = llm.runner.run
+  def abort_and_run(step):
+    llm.abort_request("r1")
+    return run(step)
+  for i in range(3): llm.add_request(f"r{i}", tokens(*prompt(5, i)), greedy(6))
+  for _ in range(2): llm.step()
+  monkeypatch.setattr(llm.runner, "run", abort_and_run)
+  done = {}
+  while llm.has_unfinished_requests(): done |= {o.request_id: ids_of(o) for o in llm.step() if o.finished}
+  assert done == {f"r{i}": reference_greedy(folder, prompt(5, i), 6) for i in (0, 2)}
+  check_invariants(llm)
+
+
 def test_ten_streams_on_ten_threads_each_read_their_token_while_the_next_step_runs(llm, folder, monkeypatch):
   pieces, read, step = {i: [] for i in range(10)}, threading.Condition(), llm.runner.run
   seen = {}   # by request: the tokens that its thread has read

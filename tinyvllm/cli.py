@@ -31,7 +31,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
   """Run the command line. Returns the exit code: 0, or 1 after one line that says what to change."""
   args = vars(_parser().parse_args(argv))
-  logging.basicConfig(format="%(message)s", level=logging.INFO)
+  logging.basicConfig(format="%(message)s")
+  logging.getLogger("tinyvllm").setLevel(logging.INFO)   # ours, not every library's
   try: _run(args)
   except (ValueError, RuntimeError) as e: return print(f"tinyvllm: {e}", file=sys.stderr) or 1
   except (KeyboardInterrupt, EOFError): print()

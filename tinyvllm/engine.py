@@ -149,9 +149,11 @@ class LLMEngine:
     with self._lock:
       self._lock.wait_for(lambda: ready() or not self._stepping)
       if ready(): return []
-      self._stepping, started, batch = True, time.perf_counter(), self.scheduler.schedule()
+      started, batch = time.perf_counter(), self.scheduler.schedule()
+      step = self.runner.pack(batch) if batch else None
+      self._stepping = True
     try:
-      sampled = self.runner.run(batch) if batch else {}
+      sampled = self.runner.run(step) if step else {}
       with self._lock: return self._record(batch, sampled, started)
     finally:
       with self._lock:

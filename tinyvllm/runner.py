@@ -15,6 +15,7 @@ from .sampling import sample
 from .sequence import MAX_BANNED, Sequence
 
 logger = logging.getLogger("tinyvllm")
+Packed = tuple[np.ndarray, list[Sequence], int, int, bool, int]
 KINDS = {True: "greedy", False: "sampling"}
 NUM_FIELDS = 6 + MAX_BANNED   # of the sampler: temperature, top_p, min_p, two words of seed, top_k, banned ids
 
@@ -29,8 +30,10 @@ class Runner:
     self.num_blocks = UOp.variable("num_blocks", 0, max_blocks - 1)
     self.graphs: dict[tuple[int, bool], Callable] = {}
 
-  def run(self, batch: dict[Sequence, int]) -> dict[Sequence, int]:
-    """Compute n tokens of each sequence; returns the next token of those that this brings to their end."""
+  def pack(self, batch: dict[Sequence, int]) -> Packed:
+    """All that a step needs of its sequences, n tokens of each, for they may be aborted while it runs: one int32 array,
+    the sequences that get a token, tokens and samples with padding, whether all are greedy, the longest context's last
+    block."""
     total, block_size = sum(batch.values()), self.config.block_size
     T = min(1 << (total - 1).bit_length(), self.config.max_num_batched_tokens)   # the bucket
     tokens, samples = np.zeros((4, T), np.int32), np.zeros(min(T, self.config.max_num_seqs), np.int32)
@@ -48,10 +51,16 @@ class Runner:
         sampling.append(seq)
     greedy = all(seq.params.temperature < 1e-5 and not seq.banned for seq in sampling)
     fields = np.zeros(0, np.int32) if greedy else _sampler_fields(sampling, len(samples))
-    packed = Tensor(np.concatenate([tokens.ravel(), samples, fields])).realize()
-    started, graph = time.perf_counter(), self.graphs.get((T, greedy)) or self._graph(T, len(samples), greedy)
+    array = np.concatenate([tokens.ravel(), samples, fields])
+    return array, sampling, T, len(samples), greedy, (longest - 1) // block_size
+
+  def run(self, step: Packed) -> dict[Sequence, int]:
+    """Compute a step; returns the next token of the sequences that it brings to their end."""
+    array, sampling, T, S, greedy, blocks = step
+    packed = Tensor(array).realize()
+    started, graph = time.perf_counter(), self.graphs.get((T, greedy)) or self._graph(T, S, greedy)
     with Context(**({"PARALLEL": 0} if (os.cpu_count() or 1) <= 4 else {})):   # few cores: workers only start slowly
-      ids = graph(packed, self.num_blocks.bind((longest - 1) // block_size)).tolist()
+      ids = graph(packed, self.num_blocks.bind(blocks)).tolist()
     if (T, greedy) not in self.graphs and not self.config.enforce_eager:
       self.graphs[T, greedy] = graph
       logger.info("captured the %s step of %d tokens in %.1f s", KINDS[greedy], T, time.perf_counter() - started)

@@ -94,5 +94,5 @@ def load_weights(model: Llama, config: ModelConfig, reader: Reader, source: Path
     # Cast here, or the device keeps a buffer of either kind
     array = np.ascontiguousarray(array, np.float32 if dtype == dtypes.float32 else None)
     tensor.replace(Tensor(array).cast(dtype).contiguous().realize())
-  surplus = [name for name in reader if not name.endswith(("rotary_emb.inv_freq", "lm_head.weight"))]   # derived ones
+  surplus = [n for n in reader if n != "lm_head.weight" and not n.endswith("rotary_emb.inv_freq")]   # but derived ones
   check(not surplus, f"{source}: tensor {' '.join(surplus[:1])} has no place in the model that its config describes")
