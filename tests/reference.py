@@ -290,7 +290,7 @@ class LogitsRecorder:
     from tinygrad import Tensor
     assert not engine.runner.graphs
     self.engine, self.model, V = engine, engine.runner.model, engine.model_config.vocab_size
-    rows = range(1, engine.config.max_num_seqs + 1)
+    rows = range(1, 2 * engine.config.max_num_seqs)   # a power of two
     self.kept = {n: Tensor.zeros(n, V).contiguous().realize() for n in rows}   # by the rows that a graph samples
     engine.runner.model = self
 
@@ -322,9 +322,9 @@ def same_outputs(got: list[Any], expected: list[Any]) -> None:
 def check_pool(blocks: Any, tables: list[list[int]]) -> None:
   """What must hold between a BlockManager and all the block tables there are."""
   free, held = list(blocks.free_blocks), Counter(b for table in tables for b in table)
-  assert blocks.num_free == len(free) == len(set(free)), "a block is free twice"
-  assert blocks.num_free + blocks.num_used == blocks.num_blocks - 1
-  assert blocks.num_used == len(held), f"{blocks.num_used} blocks used, {len(held)} in tables"
+  assert blocks.num_free() == len(free) == len(set(free)), "a block is free twice"
+  assert blocks.num_free() + blocks.num_used() == blocks.num_blocks - 1
+  assert blocks.num_used() == len(held), f"{blocks.num_used()} blocks used, {len(held)} in tables"
   assert 0 not in held and 0 not in free, "block 0 takes padding's writes"
   assert max(held.values(), default=1) == 1, "a block in two tables"
   assert not set(free) & set(held), "a block is free and held"
@@ -351,4 +351,4 @@ def check_scheduler(scheduler: Any, blocks: Any) -> None:
 def check_invariants(engine: Any) -> None:
   """Blocks, tables, counters and rows of an engine between two steps; an idle one holds no block."""
   check_scheduler(engine.scheduler, engine.blocks)
-  if not engine.has_unfinished_requests(): assert engine.blocks.num_used == 0, "blocks held by nobody"
+  if not engine.has_unfinished_requests(): assert engine.blocks.num_used() == 0, "blocks held by nobody"

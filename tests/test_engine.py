@@ -173,7 +173,62 @@ def test_the_number_of_graphs_is_constant_after_warm_up(llm):
   llm.generate(jobs[::-1], [greedy(1 + i % 7) for i in range(24)])
   llm.generate([tokens(*prompt(90))] * 7, greedy(11))
   assert len(llm.runner.graphs) == before
-  assert sum(greedy_only for _, greedy_only in llm.runner.graphs) == 5
+  assert sum(greedy_only for _, _, greedy_only in llm.runner.graphs) == 5
+
+
+# steps that overlap
+
+@pytest.fixture(params=["llm", "small_llm", "words_llm"])
+def any_llm(request): return request.getfixturevalue(request.param)
+
+
+def test_steps_that_overlap_tell_the_same_story(any_llm, monkeypatch):
+  ids = any_llm.generate(tokens(*prompt(6)), greedy(9))[0].outputs[0].token_ids
+  jobs = [(tokens(*prompt(n)), params) for n, params in (
+    (6, greedy(9)), (6, greedy(9, stop_token_ids=[ids[4]], ignore_eos=False)), (3, greedy(1)), (20, greedy(12)), (1, greedy(2)),
+    (6, greedy(9, stop_token_ids=[ids[1]], min_tokens=5)), (9, SamplingParams(seed=3, max_tokens=10, ignore_eos=True)),
+    (12, SamplingParams(seed=4, max_tokens=7, top_k=5)), (6, greedy(9, stop=["e", "no"])), (17, greedy(20)))]
+  expected = any_llm.generate(*map(list, zip(*jobs, strict=True)))
+  monkeypatch.setattr(any_llm.runner, "overlaps", True)
+  same_outputs(any_llm.generate(*map(list, zip(*jobs, strict=True))), expected)
+  for job, output in zip(jobs, expected, strict=True):   # alone, and as a stream
+    same_outputs(any_llm.generate(*job), [output])
+    assert "".join(x.outputs[0].text for x in any_llm.generate_stream(*job)) == output.outputs[0].text
+  check_invariants(any_llm)
+
+
+def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_recorded(llm, monkeypatch):
+  told, launch, record = [], llm.runner.launch, llm._record
+  monkeypatch.setattr(llm.runner, "overlaps", True)
+  monkeypatch.setattr(llm.runner, "launch", lambda step: (told.append("launch"), launch(step))[1])
+  monkeypatch.setattr(llm, "_record", lambda *args: (told.append("record"), record(*args))[1])
+  before = llm.get_metrics()
+  llm.generate(tokens(*prompt(5)), greedy(4))
+  assert told == ["launch", "record"] * 4 + ["record"], "a record stands for the step before; the last has no launch"
+  assert llm.get_metrics()["generation_tokens"] - before["generation_tokens"] == 4
+
+
+def test_an_aborted_request_leaves_an_overlapped_step_without_a_trace(llm, folder, monkeypatch):
+  monkeypatch.setattr(llm.runner, "overlaps", True)
+  for i in range(3): llm.add_request(f"r{i}", tokens(*prompt(5, i)), greedy(8))
+  for _ in range(3): llm.step()
+  llm.abort_request("r1")
+  llm.add_request("r3", tokens(*prompt(7, 3)), greedy(8))   # takes the row and the blocks of r1
+  done = {}
+  while llm.has_unfinished_requests(): done |= {o.request_id: ids_of(o) for o in llm.step() if o.finished}
+  assert done == {f"r{i}": reference_greedy(folder, prompt(7 if i == 3 else 5, i), 8) for i in (0, 2, 3)}
+  check_invariants(llm)
+
+
+def test_what_a_failed_step_was_to_compute_is_computed_again(llm, folder, monkeypatch):
+  llm.add_request("a", tokens(*prompt(5)), greedy(8))
+  for _ in range(3): llm.step()
+  def fail(step): raise RuntimeError("device lost")
+  with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="device lost"):
+    patched.setattr(llm.runner, "launch", fail)
+    llm.step()
+  while llm.has_unfinished_requests(): outputs = llm.step()
+  assert ids_of(outputs[0]) == reference_greedy(folder, prompt(5), 8)
 
 
 # preemption and a full pool
@@ -321,7 +376,7 @@ def test_a_stream_whose_request_is_aborted_ends_with_abort(llm):
 def test_an_error_in_the_model_reaches_the_caller_and_leaves_nothing_behind(llm, folder, monkeypatch):
   def fail(batch): raise RuntimeError("device lost")
   with monkeypatch.context() as patched:
-    patched.setattr(llm.runner, "run", fail)
+    patched.setattr(llm.runner, "launch", fail)
     with pytest.raises(RuntimeError, match="device lost"): llm.generate(tokens(*prompt(5)), greedy(5))
   assert not llm.has_unfinished_requests()
   check_invariants(llm)
@@ -566,25 +621,11 @@ def test_steps_are_captured_on_whichever_thread_asks(tmp_path):
   assert results == {n: reference_greedy(tmp_path, prompt(n), 4) for n in (3, 9)}
 
 
-def test_a_request_aborted_as_its_step_starts_disturbs_no_other(llm, folder, monkeypatch):
-  run = llm.runner.run
-  def abort_and_run(step):
-    llm.abort_request("r1")
-    return run(step)
-  for i in range(3): llm.add_request(f"r{i}", tokens(*prompt(5, i)), greedy(6))
-  for _ in range(2): llm.step()
-  monkeypatch.setattr(llm.runner, "run", abort_and_run)
-  done = {}
-  while llm.has_unfinished_requests(): done |= {o.request_id: ids_of(o) for o in llm.step() if o.finished}
-  assert done == {f"r{i}": reference_greedy(folder, prompt(5, i), 6) for i in (0, 2)}
-  check_invariants(llm)
-
-
 def test_ten_streams_on_ten_threads_each_read_their_token_while_the_next_step_runs(llm, folder, monkeypatch):
-  pieces, read, step = {i: [] for i in range(10)}, threading.Condition(), llm.runner.run
+  pieces, read, step = {i: [] for i in range(10)}, threading.Condition(), llm.runner.launch
   seen = {}   # by request: the tokens that its thread has read
 
-  def run(batch):
+  def launch(batch):
     def all_read(): return all(seen.get(r.request_id, 0) >= r.num_generated for r in list(llm.requests.values()))
     with read: assert read.wait_for(all_read, timeout=60), "a stream cannot be read while the device works"
     return step(batch)
@@ -595,7 +636,7 @@ def test_ten_streams_on_ten_threads_each_read_their_token_while_the_next_step_ru
         pieces[i].append(ids_of(output))
         seen[output.request_id] = sum(map(len, pieces[i]))
         read.notify_all()
-  monkeypatch.setattr(llm.runner, "run", run)
+  monkeypatch.setattr(llm.runner, "launch", launch)
   threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(10)]
   for thread in threads: thread.start()
   for thread in threads: thread.join(120)

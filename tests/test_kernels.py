@@ -1,50 +1,141 @@
-"""The matmul against numpy in the shapes and types that models have, on whatever device tinygrad finds."""
-import threading
+"""The kernels against numpy, in the shapes and types that models have, on whatever device tinygrad finds."""
+from functools import partial
 
 import numpy as np
 import pytest
+from reference import rope_frequencies
 from tinygrad import Device, Tensor, dtypes
 
-from tinyvllm.engine import open_device
-from tinyvllm.llama import Linear
+from tinyvllm.kernels import attend_kernel, cpu_cores, has_tensor_cores, rope_kernel, write_table_kernel
+from tinyvllm.llama import Linear, features, pack, unpack
+
+KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # and the error that rounding allows
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
-  return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+def normal(*shape: int, kind: str = "float32", seed: int = 0) -> np.ndarray:
+  return np.random.default_rng(seed).standard_normal(shape).astype(kind)
 
 
-def linear(inputs: int, outputs: int, kind: str) -> tuple[Linear, np.ndarray]:
-  layer, weight = Linear(inputs, outputs), normal(outputs, inputs, seed=1).astype(kind)
-  tile = layer.weight.shape[2]
-  layer.weight = Tensor(np.ascontiguousarray(weight.reshape(-1, tile, inputs).swapaxes(1, 2))).contiguous().realize()
+def on_device(x: np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x)).contiguous().realize()
+
+
+def close(got: Tensor, expected: np.ndarray, tolerance: float) -> None:
+  assert got.shape == expected.shape
+  got = got.numpy().astype(np.float32)
+  np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max()))
+
+
+def linear(inputs: int, outputs: int, kind: str, **options) -> tuple[Linear, np.ndarray]:
+  layer, weight = Linear(inputs, outputs, dtype=KINDS[kind][0], **options), normal(outputs, inputs, kind=kind, seed=1)
+  layer.weight = on_device(pack(weight, layer.weight.shape))
   return layer, weight.astype(np.float32)
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("float32", 2e-5), ("float16", 2e-3)])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (576, 960), (1536, 64), (40, 24), (32, 16), (32, 17)])
-def test_linear_equals_numpy_for_every_bucket(inputs, outputs, kind, tolerance):
+@kinds
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (96, 32), (576, 960), (1536, 64), (40, 24), (32, 16)])
+def test_linear_equals_numpy_for_every_bucket(inputs, outputs, kind):
   layer, weight = linear(inputs, outputs, kind)
-  for rows in (1, 2, 3, 4, 8, 16, 128):
-    x = normal(rows, inputs).astype(kind)
+  for rows in (1, 2, 4, 8, 16, 32, 64, 128):
+    x, residual = normal(rows, inputs, kind=kind), normal(rows, outputs, kind=kind, seed=2)
     expected = x.astype(np.float32) @ weight.T
-    got = layer(Tensor(x).realize(), dtypes.float32).numpy()
-    np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
+    close(layer(on_device(x)), expected, KINDS[kind][1])
+    close(layer(on_device(x), on_device(residual)), expected + residual, KINDS[kind][1])
+    assert layer(on_device(x), dtype=dtypes.float32).dtype == dtypes.float32
 
 
-@pytest.mark.skipif(Device.DEFAULT != "CPU", reason="of CPUs only")
-def test_the_parts_of_a_large_kernel_run_at_once_on_all_cores_and_are_right():
-  open_device()
-  cores = Device["CPU"].renderer.global_max[0]
-  layer, weight = linear(512, 16 * cores * 60, "float32")
-  x = normal(64, 512)
-  for _ in range(3): np.testing.assert_allclose(layer(Tensor(x).realize()).numpy(), x @ weight.T, rtol=1e-4, atol=1e-3)
-  helpers = [t for t in threading.enumerate() if t.name.startswith("tinyvllm-kernel")]
-  assert bool(helpers) == (cores > 1), "no thread was asked for help"
+@kinds
+def test_a_bias_is_added(kind):
+  layer, weight = linear(64, 48, kind, bias=True)
+  layer.bias, x = on_device(normal(48, kind=kind, seed=3)), normal(4, 64, kind=kind)
+  close(layer(on_device(x)), x.astype(np.float32) @ weight.T + layer.bias.numpy(), KINDS[kind][1])
 
 
-def test_opening_the_device_again_changes_nothing():
-  from tinygrad.runtime.ops_cpu import CPUProgram
-  open_device()
-  before = CPUProgram.__call__
-  open_device()
-  assert CPUProgram.__call__ is before
+@kinds
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (40, 24), (32, 17)])
+def test_a_stored_weight_can_be_read_back(inputs, outputs, kind):
+  layer, weight = linear(inputs, outputs, kind)
+  assert features(layer.weight.shape) == (outputs, inputs)
+  np.testing.assert_array_equal(unpack(layer.weight).numpy(), weight)
+
+
+def test_float16_takes_tensor_cores_where_there_are_any():
+  expected = Device.DEFAULT == "CUDA"
+  assert has_tensor_cores(dtypes.float16) == expected and not has_tensor_cores(dtypes.float32)
+  assert len(Linear(64, 48, dtype=dtypes.float16).weight.shape) == (8 if expected else 3)
+
+
+@kinds
+@pytest.mark.parametrize("inputs", [64, 576, 1000, 2048])
+def test_rows_are_divided_by_their_root_mean_square(inputs, kind):
+  layer, weight = linear(inputs, 48, kind, norm_eps=1e-5)
+  for rows in (1, 2, 8, 32):
+    x = normal(rows, inputs, kind=kind) * np.arange(1, rows + 1, dtype=kind)[:, None]
+    wide = x.astype(np.float32)
+    expected = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-5) @ weight.T
+    close(layer(on_device(x)), expected, KINDS[kind][1])
+
+
+def as_stored(cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Keys and values of (2, blocks, block_size, KV, D) as attention.py keeps them."""
+  return cache[0].transpose(0, 2, 3, 1), cache[1].transpose(0, 2, 1, 3)
+
+
+CASES = {   # tokens, K/V heads, groups, head_dim, the longest context, sequences
+  "decode": (8, 2, 4, 64, 100, 8), "one token": (1, 2, 4, 64, 70, 1), "no groups": (16, 4, 1, 128, 60, 16),
+  "three groups": (4, 3, 3, 64, 40, 4), "many groups": (2, 1, 12, 32, 40, 2), "narrow": (4, 2, 2, 24, 40, 4),
+  "a chunk": (64, 2, 2, 64, 64, 1), "a long chunk": (128, 1, 4, 32, 130, 1), "chunks": (128, 2, 1, 64, 90, 3)}
+
+
+@kinds
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("block_size", [16, 4])
+def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, block_size, kind):
+  (T, KV, G, D, longest, R), (_, tolerance), rng = CASES[case], KINDS[kind], np.random.default_rng(5)
+  M = -(-longest // block_size) + 1
+  lengths = rng.integers(1, longest + 1, R)
+  lengths[0] = longest
+  rows = np.sort(np.resize(np.arange(R), T))
+  positions = np.array([max(0, lengths[r] - (rows == r).sum() + i - np.flatnonzero(rows == r)[0]) for i, r in enumerate(rows)])
+  table = (rng.permutation(R * M) + 1).reshape(R, M)
+  cache = np.full((2, R * M + 1, block_size, KV, D), np.nan, kind)   # what no sequence wrote must not be seen
+  for r in range(R):
+    for p in range(positions[rows == r].max() + 1):
+      cache[:, table[r, p // block_size], p % block_size] = rng.standard_normal((2, KV, D))
+  q = normal(T, KV, G, D, kind=kind)
+  expected = np.zeros(q.shape, np.float32)
+  for t, (r, p) in enumerate(zip(rows, positions, strict=True)):
+    k, v = cache[:, table[r]].reshape(2, -1, KV, D)[:, :p + 1].astype(np.float32)
+    scores = np.einsum("hgd,nhd->hgn", q[t].astype(np.float32), k) / np.sqrt(D)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected[t] = np.einsum("hgn,nhd->hgd", weights / weights.sum(-1, keepdims=True), v)
+  tokens = np.stack([np.zeros(T), positions, np.zeros(T), rows]).astype(np.int32)
+  tensors = [on_device(x) for x in (q, *as_stored(cache), table.astype(np.int32), tokens)]
+  close(Tensor.empty_like(tensors[0]).custom_kernel(*tensors, fxn=partial(attend_kernel, cpu_cores()))[0], expected, tolerance)
+
+
+@kinds
+def test_rope_and_the_writes_equal_numpy(kind):
+  T, KV, G, D, BS, rng = 8, 2, 3, 32, 4, np.random.default_rng(0)
+  slots, positions = rng.permutation(10 * BS)[:T].astype(np.int32), rng.integers(0, 99, T)
+  qkv, cache = normal(T, KV * (G + 2), D, kind=kind), np.zeros((2, 10, BS, KV, D), kind)
+  angles = positions[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
+  every = np.arange(99)[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
+  table, rope = (np.stack([np.cos(x), np.sin(x)], 1).astype(np.float32) for x in (every, angles))
+  tokens = np.stack([np.zeros(T), positions, slots]).astype(np.int32)
+  inputs = [on_device(x) for x in (*as_stored(cache), qkv.reshape(T, -1), table, tokens)]
+  q, keys, values, *_ = on_device(np.zeros((T, KV, G, D), kind)).custom_kernel(*inputs, fxn=rope_kernel)
+  wide, cos, sin = qkv.astype(np.float32), rope[:, 0, None], rope[:, 1, None]
+  a, b = wide[..., :D // 2], wide[..., D // 2:]
+  turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+  close(q, turned[:, :KV * G].reshape(T, KV, G, D), KINDS[kind][1])
+  cache = cache.reshape(2, -1, KV, D).astype(np.float32)
+  cache[0, slots], cache[1, slots] = turned[:, KV * G:KV * (G + 1)], wide[:, KV * (G + 1):]
+  for written, expected in zip((keys, values), as_stored(cache.reshape(2, -1, BS, KV, D)), strict=True):
+    close(written, expected, KINDS[kind][1])
+
+
+def test_the_table_takes_the_blocks_of_the_slots():
+  tokens = on_device(np.array([[0, 0, 0], [3, 4, 17], [7 * 4 + 3, 9 * 4, 5 * 4 + 1], [0, 0, 2]], np.int32))
+  out = on_device(np.zeros((3, 5), np.int32)).custom_kernel(tokens, fxn=partial(write_table_kernel, 4))[0]
+  assert out.numpy().tolist() == [[7, 9, 0, 0, 0], [0] * 5, [0, 0, 0, 0, 5]]

@@ -1,5 +1,6 @@
 """One test per milestone of the project, each through the public API. Speed is compared as a ratio within one run."""
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,9 +22,9 @@ def test_1_hello_continues_to_hello_world():
 
 
 def test_2_paged_attention_equals_naive_contiguous_attention():
-  from tinygrad import Tensor, UOp
+  from tinygrad import Tensor
 
-  from tinyvllm.attention import paged_attention, write_kv, write_table
+  from tinyvllm.kernels import attend_kernel, cpu_cores, rope_kernel, write_table_kernel
   rng, BS, KV, G, D, lengths = np.random.default_rng(0), 16, 2, 3, 8, (1, 15, 16, 17, 40)
   max_blocks = 4
   q = rng.standard_normal((len(lengths), KV, G, D)).astype(np.float32)
@@ -32,15 +33,19 @@ def test_2_paged_attention_equals_naive_contiguous_attention():
   rows = np.repeat(np.arange(len(lengths)), lengths)
   positions = np.concatenate([np.arange(n) for n in lengths])
   slots = tables[rows, positions // BS] * BS + positions % BS
-  garbage = np.full((2, len(lengths) * max_blocks + 1, BS, KV, D), np.nan, np.float32)   # must not be seen
-  cache, table = Tensor(garbage).realize(), Tensor(np.zeros((len(lengths), max_blocks), np.int32)).realize()
-  rows_t, positions_t, slots_t = (Tensor(x.astype(np.int32)).realize() for x in (rows, positions, slots))
-  table = write_table(table, rows_t, positions_t, slots_t, BS)
-  cache = write_kv(cache, Tensor(k), Tensor(v), slots_t)
-  last = Tensor(np.array(lengths, np.int32) - 1).realize()
-  blocks = UOp.variable("num_blocks", 0, max_blocks - 1).bind((max(lengths) - 1) // BS) + 1
-  each = Tensor.arange(len(lengths)).cast("int32").contiguous()
-  out = paged_attention(Tensor(q), cache, table, each, last, blocks).numpy()
+  garbage = np.full((2, len(lengths) * max_blocks + 1, KV, BS * D), np.nan, np.float32)   # must not be seen
+  keys, values = (Tensor(x.reshape(-1, KV, *shape)).realize() for x, shape in zip(garbage, ((D, BS), (BS, D)), strict=True))
+  table = Tensor(np.zeros((len(lengths), max_blocks), np.int32)).realize()
+  tokens = Tensor(np.stack([rows * 0, positions, slots, rows]).astype(np.int32)).realize()
+  table = table.custom_kernel(tokens, fxn=partial(write_table_kernel, BS))[0]
+  qkv = Tensor(np.concatenate([np.zeros((len(k), KV * G, D), np.float32), k, v], axis=1).reshape(len(k), -1)).realize()
+  unturned = Tensor(np.stack([np.ones((99, D // 2)), np.zeros((99, D // 2))], 1).astype(np.float32)).realize()
+  unused = Tensor(np.zeros((len(k), KV, G, D), np.float32)).realize()
+  _, keys, values, *_ = unused.custom_kernel(keys, values, qkv, unturned, tokens, fxn=rope_kernel)
+  last = np.array(lengths) - 1
+  ends = Tensor(np.stack([last * 0, last, last * 0, np.arange(len(lengths))]).astype(np.int32)).realize()
+  inputs = (Tensor(q).realize(), keys, values, table, ends)
+  out = Tensor.empty(*q.shape).custom_kernel(*inputs, fxn=partial(attend_kernel, cpu_cores()))[0].numpy()
   for i, n in enumerate(lengths):
     mine = rows == i
     scores = np.einsum("hgd,nhd->hgn", q[i], k[mine]) / np.sqrt(D)

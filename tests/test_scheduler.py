@@ -5,9 +5,8 @@ from hypothesis import strategies as st
 from reference import check_pool, check_scheduler
 
 from tinyvllm import SamplingParams
-from tinyvllm.block_manager import BlockManager
 from tinyvllm.config import EngineConfig
-from tinyvllm.scheduler import Scheduler
+from tinyvllm.scheduler import BlockManager, Scheduler
 from tinyvllm.sequence import Sequence
 
 
@@ -31,28 +30,30 @@ class Bench:
   def step(self):
     """A step as the engine makes it, and what must hold of its batch. Returns the batch."""
     scheduler = self.scheduler
-    decoding = {s for s in scheduler.running if s.remaining == 1}
+    decoding = {s for s in scheduler.running if s.remaining() == 1}
     waiting = [] if self.config.scheduling_policy == "priority" and scheduler.running else scheduler.waiting
     oldest = min([*scheduler.running, *waiting], key=scheduler.order, default=None)   # no one is put off for an arrival
     batch = scheduler.schedule()
     self.steps += 1
     assert sum(batch.values()) <= self.config.max_num_batched_tokens and len(batch) <= self.config.max_num_seqs
-    assert all(seq.row is not None and 1 <= n <= seq.remaining for seq, n in batch.items())
+    assert all(seq.row is not None and 1 <= n <= seq.remaining() for seq, n in batch.items())
     room = {seq: len(seq.block_table) * self.blocks.block_size for seq in batch}
     assert all(room[seq] >= seq.num_computed + n for seq, n in batch.items()), "tokens without a block"
     check_pool(self.blocks, [seq.block_table for seq in self.all])
     left_out = {s for s in decoding if s.row is not None and s not in batch}
     assert not left_out, "a running sequence that decodes gets its token, whatever prompts there are"
-    order = [seq.remaining > 1 for seq in batch]
+    order = [seq.remaining() > 1 for seq in batch]
     assert order == sorted(order) or self.fresh(batch), "decodes before prefills"
     if oldest and not oldest.finish_reason: assert oldest in batch, "the oldest does not progress"
-    scheduler.update(batch, {seq: 1000 + len(seq.tokens) for seq, n in batch.items() if n == seq.remaining})
+    sampled = {seq: 1000 + len(seq.tokens) for seq, n in batch.items() if n == seq.remaining()}
+    scheduler.advance(batch)
+    scheduler.update(sampled)
     self.check()
     return batch
 
   def fresh(self, batch):
     """The batch is in order but for prompts of one token, which are admitted behind the chunks of others."""
-    order = [seq.remaining > 1 for seq in batch if seq.num_generated or seq.num_prompt > 1]
+    order = [seq.remaining() > 1 for seq in batch if seq.num_generated or seq.num_prompt > 1]
     return order == sorted(order)
 
   def abort(self, seq):
@@ -90,7 +91,7 @@ def test_any_sequence_of_operations_keeps_the_invariants_and_ends(todo, blocks, 
       for _ in range(args[0]): bench.step()
     elif live := [seq for seq in bench.all if not seq.finish_reason]: bench.abort(live[args[0] % len(live)])
   bench.finish()
-  assert bench.blocks.num_used == 0
+  assert bench.blocks.num_used() == 0
   for seq in bench.all:
     if seq.finish_reason == "length":
       made = [1000 + i for i in range(seq.num_prompt, len(seq.tokens))]
@@ -110,7 +111,7 @@ def test_the_block_manager_never_loses_or_doubles_a_block(todo, num_blocks, bloc
     elif blocks.can_allocate(table, n):
       blocks.allocate(table, n)
       assert table[:len(old)] == old and len(table) == max(len(old), -(-n // block_size))
-    else: assert -(-n // block_size) - len(table) > blocks.num_free
+    else: assert -(-n // block_size) - len(table) > blocks.num_free()
     check_pool(blocks, tables)
 
 
@@ -118,7 +119,7 @@ def test_a_table_grows_only_when_its_next_token_needs_a_block():
   blocks, table = BlockManager(9, 4), []
   for n, held in ((1, 1), (4, 1), (5, 2), (8, 2), (9, 3)):
     blocks.allocate(table, n)
-    assert len(table) == held == blocks.num_used
+    assert len(table) == held == blocks.num_used()
 
 
 def test_a_sequence_holds_no_block_that_its_tokens_do_not_need():
@@ -182,7 +183,7 @@ def test_finishing_one_that_waits_or_has_finished_changes_nothing_else():
   bench.step()
   bench.abort(b)
   bench.abort(a)
-  assert bench.scheduler.waiting == [c] and not bench.scheduler.running and bench.blocks.num_used == 0
+  assert bench.scheduler.waiting == [c] and not bench.scheduler.running and bench.blocks.num_used() == 0
   bench.finish()
   assert c.finish_reason == "length" and c.num_generated == 5
 

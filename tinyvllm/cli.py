@@ -1,11 +1,9 @@
 """The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming."""
-import argparse
-import logging
-import sys
+import argparse, logging, sys
 from dataclasses import fields
 from typing import Any, get_args
 
-from .config import EngineConfig
+from .config import EngineConfig, kind_of
 from .engine import LLM
 from .sequence import SamplingParams
 
@@ -20,7 +18,7 @@ def _parser() -> argparse.ArgumentParser:
     if name == "generate": command.add_argument("prompt")
     command.add_argument("--model", default=None, help="a model's folder or a .gguf file; default: the shipped model")
     for f in {f.name: f for options in OPTIONS for f in fields(options)}.values():   # both have a seed: one flag
-      kind, flag = (get_args(f.type) or (f.type,))[0], "--" + f.name.replace("_", "-")
+      kind, flag = (*get_args(kind_of(f)[0]), kind_of(f)[0])[0], "--" + f.name.replace("_", "-")
       default = f"default: {0.0 if f.name == 'temperature' else f.default}"
       if kind is bool: command.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)
       elif kind is list: command.add_argument(flag, nargs="+", type=int if "ids" in f.name else str, help=default)

@@ -1,9 +1,10 @@
 """What is known before anything is loaded: the model's shape, from its own files, and the user's options, checked."""
-import json
-from dataclasses import dataclass, fields
+import json, logging
+from dataclasses import Field, dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+logger = logging.getLogger("tinyvllm")
 ARCHITECTURES = {"LlamaForCausalLM": {}, "MistralForCausalLM": {}, "Qwen2ForCausalLM": {"qkv_bias": True},
                  "Qwen3ForCausalLM": {"qk_norm": True}}
 SUPPORTED = {"architecture": ARCHITECTURES, "hidden_act": ["silu"],
@@ -23,11 +24,14 @@ def check(ok: Any, message: str) -> None:
 def read_json(path: Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
 
 
-class Options:
-  """A frozen dataclass that refuses unknown names, wrong types and values outside LIMITS (inclusive bounds, or all the
-  strings that will do) with a ValueError that says what would."""
-  LIMITS: ClassVar[dict[str, tuple]] = {}
+def kind_of(f: Field) -> tuple[Any, tuple]:
+  """An option's type, and its limits if it has any: inclusive bounds, or all the strings that will do."""
+  return (f.type.__origin__, f.type.__metadata__) if hasattr(f.type, "__metadata__") else (f.type, ())
 
+
+class Options:
+  """A frozen dataclass that refuses unknown names, wrong types and values outside an Annotated field's limits with a
+  ValueError that says what would do."""
   def __new__(cls, *args: Any, **kwargs: Any) -> Any:
     names = [f.name for f in fields(cls)]   # type: ignore[arg-type]
     for name in kwargs: check(name in names, f"{cls.__name__} has no field {name!r}; its fields are {', '.join(names)}")
@@ -35,31 +39,27 @@ class Options:
 
   def __post_init__(self) -> None:
     for f in fields(self):   # type: ignore[arg-type]
-      value, limits, kind = getattr(self, f.name), self.LIMITS.get(f.name), getattr(f.type, "__name__", f.type)
-      typed = isinstance(value, f.type) and isinstance(value, bool) == (f.type is bool)   # type: ignore[arg-type]
-      check(typed, f"{f.name}={value!r} must be of type {kind}")
-      if limits is None or value is None: continue
-      if isinstance(value, str): check(value in limits, f"{f.name}={value!r} must be one of {', '.join(limits)}")
-      else: check(limits[0] <= value <= limits[1], f"{f.name}={value!r} must be from {limits[0]} to {limits[1]}")
+      value, (kind, limits) = getattr(self, f.name), kind_of(f)
+      typed = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+      check(typed, f"{f.name}={value!r} must be of type {getattr(kind, '__name__', kind)}")
+      if isinstance(value, str): check(not limits or value in limits, f"{f.name}={value!r} must be one of {', '.join(limits)}")
+      elif limits and value is not None:
+        check(limits[0] <= value <= limits[1], f"{f.name}={value!r} must be from {limits[0]} to {limits[1]}")
 
 
 @dataclass(frozen=True)
 class EngineConfig(Options):
   """The engine's limits, with vLLM's names."""
-  dtype: str = "auto"                          # of weights and KV cache; auto: float32 on CPU, else float16
-  max_model_len: int | None = None             # tokens of prompt and output together; None: the model's own limit
-  max_num_seqs: int = 64                       # sequences that run at once
-  max_num_batched_tokens: int = 512            # tokens of one step: a longer prompt is computed in chunks
-  block_size: int = 16                         # tokens in one block of the KV cache
-  gpu_memory_utilization: float | int = 0.9    # share of the device's free memory for the KV cache
-  num_gpu_blocks_override: int | None = None   # blocks of the KV cache, scratch block 0 included
-  enforce_eager: bool = False                  # never capture a step as a graph: slow, for debugging
-  seed: int = 0                                # of the requests that bring none
-  scheduling_policy: str = "fcfs"              # or "priority": lower numbers first
-  LIMITS = {"dtype": ("auto", "float32", "float16", "bfloat16"), "max_model_len": (2, 2**24), "max_num_seqs": (1, 1024),
-            "max_num_batched_tokens": (1, 16384), "block_size": (1, 256), "gpu_memory_utilization": (0.01, 1.0),
-            "num_gpu_blocks_override": (2, 2**24), "seed": (-2**63, 2**63 - 1),
-            "scheduling_policy": ("fcfs", "priority")}
+  dtype: Annotated[str, "auto", "float32", "float16", "bfloat16"] = "auto"   # auto: float32 on CPU, else float16
+  max_model_len: Annotated[int | None, 2, 2**24] = None   # tokens of prompt and output together; None: the model's limit
+  max_num_seqs: Annotated[int, 1, 1024] = 64              # sequences that run at once
+  max_num_batched_tokens: Annotated[int, 1, 16384] = 512   # tokens of one step: a longer prompt is computed in chunks
+  block_size: Annotated[int, 1, 256] = 16                 # tokens in one block of the KV cache
+  gpu_memory_utilization: Annotated[float | int, 0.01, 1.0] = 0.9   # share of free memory for the KV cache
+  num_gpu_blocks_override: Annotated[int | None, 2, 2**24] = None   # blocks, scratch block 0 included
+  enforce_eager: bool = False                             # never capture a step as a graph: slow, for debugging
+  seed: Annotated[int, -2**63, 2**63 - 1] = 0             # of the requests that bring none
+  scheduling_policy: Annotated[str, "fcfs", "priority"] = "fcfs"   # priority: lower numbers first
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -1,40 +1,25 @@
 """The engine: text in, text out. Requests are added at any time, and `step` advances all of them together; everything
 below knows token ids only."""
-import ctypes
-import logging
-import os
-import shutil
-import sqlite3
-import sys
-import threading
-import time
+import threading, time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import count
-from math import inf
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, cast
 
-from tinygrad import Device, helpers
-from tinygrad.dtype import to_dtype
-from tinygrad.runtime.ops_cpu import CPUProgram
+from tinygrad import Device, Tensor, dtypes, helpers
 
-from .block_manager import BlockManager
-from .config import EngineConfig, ModelConfig, check
-from .kv_cache import allocate_caches
-from .llama import Llama, cpu_cores, rope_table
-from .runner import Runner
-from .scheduler import Scheduler
+from .config import EngineConfig, ModelConfig, check, logger
+from .llama import Llama, rope_table
+from .runner import Runner, allocate_caches, open_device
+from .scheduler import BlockManager, Scheduler
 from .sequence import MAX_BANNED, CompletionOutput, RequestOutput, SamplingParams, Sequence
 from .tokenizer import StreamDecoder, gguf_tokenizer, load_tokenizer
 from .weights import load_weights, read_gguf, read_hf
 
-logger = logging.getLogger("tinyvllm")
-LARGE = 1 << 20   # bytes that a kernel must touch for a second thread to be worth its start
 Prompt = str | dict[str, Any]
 Params = SamplingParams | None
 
@@ -62,9 +47,8 @@ class Request(Sequence):
 
   def output(self, text_from: int = 0, tokens_from: int = 0) -> RequestOutput:
     text, ids = self.text[text_from:self.shown], self.tokens[self.num_prompt + tokens_from:]
-    completion = CompletionOutput(0, text, ids, self.finish_reason, self.stop_reason)
-    prompt_ids, done = self.tokens[:self.num_prompt], self.finish_reason is not None
-    return RequestOutput(self.request_id, self.prompt, prompt_ids, [completion], done, self.metrics)
+    completion, prompt_ids = CompletionOutput(0, text, ids, self.finish_reason, self.stop_reason), self.tokens[:self.num_prompt]
+    return RequestOutput(self.request_id, self.prompt, prompt_ids, [completion], self.finish_reason is not None, self.metrics)
 
 
 class LLMEngine:
@@ -77,27 +61,26 @@ class LLMEngine:
     self.config = EngineConfig(**options)
     path, started = Path(model or Path(__file__).parent / "default_model").expanduser(), time.perf_counter()
     open_device()
-    if path.suffix == ".gguf":
-      hf, reader, metadata = read_gguf(path)
-      self.tokenizer = gguf_tokenizer(metadata)
-    else:
-      check((path / "config.json").exists(), f"model={str(path)!r} must be a .gguf file or a folder with config.json")
-      (hf, reader), self.tokenizer = read_hf(path), load_tokenizer(path)
+    gguf = path.suffix == ".gguf"
+    check(gguf or (path / "config.json").exists(), f"model={str(path)!r} must be a .gguf file or a folder with config.json")
+    hf, reader, metadata = read_gguf(path) if gguf else read_hf(path)
+    self.tokenizer = gguf_tokenizer(metadata) if gguf else load_tokenizer(path)
     self.model_config = ModelConfig.from_hf(hf, path)
     limit = self.model_config.max_position_embeddings
     self.max_model_len = self.config.max_model_len or limit
     check(self.max_model_len <= limit, f"max_model_len={self.max_model_len} must be at most the model's {limit}")
     kind = self.config.dtype if self.config.dtype != "auto" else "float32" if Device.DEFAULT == "CPU" else "float16"
-    load_weights(llama := Llama(self.model_config), self.model_config, reader, path, dtype := to_dtype(kind))
+    llama = Llama(self.model_config, dtype := getattr(dtypes, kind))
+    load_weights(llama, self.model_config, reader, path, dtype)
     logger.info("loaded %s in %s on %s in %.1f s", path.name, kind, Device.DEFAULT, time.perf_counter() - started)
     caches = allocate_caches(self.model_config, self.config, self.max_model_len, dtype)
-    self.blocks = BlockManager(int(caches[0].shape[1]), self.config.block_size)
+    self.blocks = BlockManager(int(caches[0][0].shape[0]), self.config.block_size)
     self.scheduler = Scheduler(self.config, self.blocks)
     self.runner = Runner(llama, self.config, rope_table(self.model_config, self.max_model_len).realize(), caches)
     self.requests: dict[str, Request] = {}
     self.totals: Counter[str] = Counter()
     self._arrivals, self._random, self._lock = count(), Random(self.config.seed), threading.Condition()
-    self._stepping = False
+    self._stepping, self._running = False, cast(tuple[list[Sequence], Tensor] | None, None)   # the step that the device works on
 
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
     """Queue a request: a str, {"prompt": str} or {"prompt_token_ids": [int]}. Lower priorities go first. Raises
@@ -121,13 +104,12 @@ class LLMEngine:
           "fit: shorten it or raise gpu_memory_utilization or num_gpu_blocks_override")
     check(type(priority) is int and (not priority or self.config.scheduling_policy == "priority"),
           f"priority={priority!r} must be an int, and 0 unless scheduling_policy='priority'")
-    eos = () if params.ignore_eos else self.model_config.eos_token_ids
-    stop_ids = frozenset((*eos, *(params.stop_token_ids or ())))
+    stop_ids = {*(() if params.ignore_eos else self.model_config.eos_token_ids), *(params.stop_token_ids or ())}
     check(not params.min_tokens or len(stop_ids) <= MAX_BANNED, f"stop_token_ids: {len(stop_ids)} with the "
           f"model's end tokens; with min_tokens at most {MAX_BANNED}")
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
     decoder, arrival = StreamDecoder(self.tokenizer, ids, params.skip_special_tokens), next(self._arrivals)
-    return Request(request_id, ids, len(ids), params, seed, stop_ids, self.max_model_len, priority, arrival,
+    return Request(request_id, ids, len(ids), params, seed, frozenset(stop_ids), self.max_model_len, priority, arrival,
                    prompt=text, decoder=decoder)
 
   def _add(self, request: Request) -> None:
@@ -145,35 +127,42 @@ class LLMEngine:
 
   def step(self, ready: Callable[[], bool] = lambda: False) -> list[RequestOutput]:
     """Advance the running requests together, and return those that have something new. One thread steps at a time, and
-    no lock is held while the device works; a thread that waits for its turn goes without one once it is `ready`."""
+    no lock is held while the device works; a thread that waits for its turn goes without one once it is `ready`. On a
+    GPU a step packs its batch while the one before runs, whose tokens it returns."""
     with self._lock:
       self._lock.wait_for(lambda: ready() or not self._stepping)
       if ready(): return []
-      started, batch = time.perf_counter(), self.scheduler.schedule()
-      step = self.runner.pack(batch) if batch else None
-      self._stepping = True
+      self._stepping, started, batch = True, time.perf_counter(), self.scheduler.schedule()
+      step = self.runner.prepare(batch) if batch else None
+      self.scheduler.advance(batch)
     try:
-      sampled = self.runner.run(step) if step else {}
-      with self._lock: return self._record(batch, sampled, started)
+      done, self._running = self._running, None
+      if not self.runner.overlaps and step: done = self.runner.launch(step)
+      sampled = dict(zip(done[0], done[1].tolist(), strict=False)) if done else {}   # type: ignore[arg-type]
+      if self.runner.overlaps and step: self._running = self.runner.launch(step)
+      with self._lock: return self._record(len(batch), sampled, started)
+    except BaseException:
+      with self._lock:   # what the step was to compute is computed again
+        for seq in [s for s in batch if s.row is not None]: self.scheduler.preempt(seq)
+      raise
     finally:
       with self._lock:
         self._stepping = False
         self._lock.notify_all()
 
-  def _record(self, batch: dict[Sequence, int], sampled: dict[Sequence, int], started: float) -> list[RequestOutput]:
-    self.scheduler.update(batch, sampled)
+  def _record(self, scheduled: int, sampled: dict[Sequence, int], started: float) -> list[RequestOutput]:
+    self.scheduler.update(sampled)
     changed = [r for r in self.requests.values() if r in sampled or r.finish_reason]
     for request in changed:
       request.take([sampled[request]] if request in sampled else [])
       if request.finish_reason: self.scheduler.finish(self.requests.pop(request.request_id), request.finish_reason)
-    self.totals.update(
-      steps=1, scheduled=len(batch), generation_tokens=len(sampled),
-      prompt_tokens=sum(s.num_prompt for s in sampled if s.num_generated == 1),
-      requests_finished=sum(r.finish_reason is not None for r in changed),
-      microseconds=round(1e6 * (time.perf_counter() - started)))
+    self.totals.update(steps=1, scheduled=scheduled, generation_tokens=sum(r in sampled for r in changed),
+                       prompt_tokens=sum(r.num_prompt for r in changed if r in sampled and r.num_generated == 1),
+                       requests_finished=sum(r.finish_reason is not None for r in changed),
+                       microseconds=round(1e6 * (time.perf_counter() - started)))
     return [request.output() for request in changed]
 
-  def _advance(self, request: Request, tokens: float = inf) -> None:
+  def _advance(self, request: Request, tokens: int = 2**31) -> None:
     """Step, or wait while another thread does, until the request has more than `tokens` or has ended."""
     def ready() -> bool: return request.request_id not in self.requests or request.num_generated > tokens
     while not ready(): self.step(ready)
@@ -184,10 +173,9 @@ class LLMEngine:
     return {**{k: totals[k] for k in ("prompt_tokens", "generation_tokens", "requests_finished", "steps")},
             "tokens_per_second": totals["generation_tokens"] / seconds,
             "requests_per_second": totals["requests_finished"] / seconds,
-            "mean_batch_size": totals["scheduled"] / (totals["steps"] or 1),
-            "num_preemptions": self.scheduler.num_preemptions,
+            "mean_batch_size": totals["scheduled"] / (totals["steps"] or 1), "num_preemptions": self.scheduler.num_preemptions,
             "num_requests_running": len(self.scheduler.running), "num_requests_waiting": len(self.scheduler.waiting),
-            "blocks_used": self.blocks.num_used, "blocks_free": self.blocks.num_free}
+            "blocks_used": self.blocks.num_used(), "blocks_free": self.blocks.num_free()}
 
 
 class LLM(LLMEngine):
@@ -236,48 +224,13 @@ class LLM(LLMEngine):
     return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
 
-def use_all_cores() -> None:
-  """tinygrad 0.14 runs the parts of a CPU kernel one after another: run those of large ones at once, as ctypes lets go
-  of the GIL. To be dropped when tinygrad does so itself."""
-  run_parts, pool = CPUProgram.__call__, ThreadPoolExecutor(max(1, cpu_cores() - 1), "tinyvllm-kernel")
-  if run_parts.__module__ != CPUProgram.__module__ or cpu_cores() < 2: return   # done before, or nothing to share
-
-  def call(self: Any, *bufs: Any, global_size: Any = (1, 1, 1), vals: Any = (), wait: bool = False, **rest: Any) -> Any:
-    core, started = self.runtimevars.get("core_id"), time.perf_counter()
-    large = core is not None and sum(b.size for b in bufs) > LARGE
-    if not large: return run_parts(self, *bufs, global_size=global_size, vals=vals, wait=wait, **rest)
-    values = [*(b.va_addr for b in bufs), *vals]
-    def run(part: int) -> None: self.fxn(*(ctypes.c_uint64(part if i == core else v) for i, v in enumerate(values)))
-    others = [pool.submit(run, part) for part in range(1, global_size[0])]
-    run(0)
-    for other in others: other.result()
-    return time.perf_counter() - started if wait else None
-  CPUProgram.__call__ = call   # type: ignore[method-assign]
-
-
-def open_device() -> None:
-  """Open tinygrad's default device, with the clang that pip put beside this Python if none is on the PATH."""
-  beside = Path(sys.executable).parent / "clang"
-  if "CC" not in os.environ and not shutil.which("clang") and beside.exists(): os.environ["CC"] = str(beside)
-  if helpers.CACHELEVEL >= 1:   # tinygrad's cache on disk answers only the thread that opened it; steps come from any
-    helpers.db_connection()
-    shared = sqlite3.connect(helpers.CACHEDB, timeout=60, isolation_level="IMMEDIATE", check_same_thread=False)
-    helpers._db_connection = shared   # type: ignore[assignment]
-  try:
-    if Device[Device.DEFAULT].device == "CPU": use_all_cores()
-  except Exception as e:   # a backend fails to open in its own way
-    raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
-                       "'tinyvllm[cpu]', which brings a compiler; or name another: DEV=CUDA, METAL, AMD, ...") from e
-
-
 @cache
 def _shared(model: str | Path | None) -> LLM: return LLM(model)
 
 
 def generate(prompt: str, model: str | Path | None = None, **sampling: Any) -> str:
   """The text that follows a prompt. sampling: SamplingParams' fields, but greedy unless a temperature is given."""
-  params = SamplingParams(**{"temperature": 0.0, **sampling})
-  return _shared(model).generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+  return "".join(generate_stream(prompt, model, **sampling))
 
 
 def generate_stream(prompt: str, model: str | Path | None = None, **sampling: Any) -> Iterator[str]:

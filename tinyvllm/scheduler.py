@@ -1,16 +1,41 @@
 """Decides what each step computes (Yu et al. 2022, Orca): one token for every decoding sequence, then chunks of
 prompts, together at most max_num_batched_tokens. The oldest running sequence of the highest priority always makes
 progress."""
-import bisect
-import logging
-import time
+import bisect, time
+from collections import deque
 from math import isnan
 
-from .block_manager import BlockManager
-from .config import EngineConfig
+from .config import EngineConfig, logger
 from .sequence import Sequence
 
-logger = logging.getLogger("tinyvllm")
+
+class BlockManager:
+  """Owns the physical blocks of the KV cache: who holds each, and which are free. free + used == num_blocks - 1, as block
+  0 takes padding's writes and is nobody's."""
+  def __init__(self, num_blocks: int, block_size: int):
+    self.num_blocks, self.block_size, self.num_tokens = num_blocks, block_size, (num_blocks - 1) * block_size
+    self.free_blocks = deque(range(1, num_blocks))
+    self.ref_counts = [0] * num_blocks
+
+  def num_free(self) -> int: return len(self.free_blocks)
+  def num_used(self) -> int: return self.num_blocks - 1 - self.num_free()
+
+  def missing(self, table: list[int], num_tokens: int) -> int: return -(-num_tokens // self.block_size) - len(table)
+
+  def can_allocate(self, table: list[int], num_tokens: int) -> bool:
+    return self.missing(table, num_tokens) <= self.num_free()
+
+  def allocate(self, table: list[int], num_tokens: int) -> None:
+    """Grow `table` until it holds `num_tokens`. The caller has asked `can_allocate`."""
+    for _ in range(self.missing(table, num_tokens)):
+      table.append(block := self.free_blocks.popleft())
+      self.ref_counts[block] = 1
+
+  def free(self, table: list[int]) -> None:
+    """Let go of a table's blocks, newest first, and empty it."""
+    while table:
+      self.ref_counts[block := table.pop()] -= 1
+      if self.ref_counts[block] == 0: self.free_blocks.append(block)
 
 
 class Scheduler:
@@ -31,8 +56,8 @@ class Scheduler:
     finish with "length" one that alone outgrows the pool."""
     batch: dict[Sequence, int] = {}
     preemptions = self.num_preemptions
-    for seq in sorted(self.running, key=lambda s: (s.remaining > 1, self.order(s))):
-      n = min(seq.remaining, self.budget - sum(batch.values()))
+    for seq in sorted(self.running, key=lambda s: (s.remaining() > 1, self.order(s))):
+      n = 0 if seq.exhausted() else min(seq.remaining(), self.budget - sum(batch.values()))
       if n and seq.row is not None and self._make_room(seq, n, batch): batch[seq] = n
     while self.waiting and self.free_rows and preemptions == self.num_preemptions and sum(batch.values()) < self.budget:
       seq = self.waiting[0]   # room for all of it, or the chunks of several would preempt each other
@@ -46,6 +71,7 @@ class Scheduler:
 
   def _make_room(self, seq: Sequence, n: int, batch: dict[Sequence, int]) -> bool:
     while not self.blocks.can_allocate(seq.block_table, seq.num_computed + n):
+      if self.running == [seq] and seq.length > len(seq.tokens): return False   # it still gets a token
       if self.running == [seq]:
         logger.warning("request %s ends after %d tokens, which fill the KV cache: raise gpu_memory_utilization or "
                        "num_gpu_blocks_override", seq.request_id, len(seq.tokens))
@@ -61,16 +87,21 @@ class Scheduler:
   def preempt(self, seq: Sequence) -> None:
     """Take a sequence's blocks; it waits in its old place in the order, and computes its tokens again."""
     self._release(seq)
-    seq.num_computed = 0
+    seq.num_computed, seq.length = 0, len(seq.tokens)
     self.num_preemptions += 1
     self.add(seq)
 
-  def update(self, batch: dict[Sequence, int], sampled: dict[Sequence, int]) -> None:
-    """Record a step: what was computed, and the token that each sequence at its end got."""
+  def advance(self, batch: dict[Sequence, int]) -> None:
+    """Count what a step that is about to run computes, and the tokens that come of it: they may be scheduled unread."""
     for seq, n in batch.items():
-      if seq.finish_reason: continue   # aborted while the device worked
+      seq.length += n == seq.remaining()
       seq.num_computed += n
-      if seq in sampled: seq.append(sampled[seq])
+
+  def update(self, sampled: dict[Sequence, int]) -> None:
+    """Take the tokens of a step."""
+    for seq, token in sampled.items():
+      if seq.finish_reason: continue   # aborted, or stopped, while the device worked
+      seq.append(token)
       if seq.finish_reason: self.finish(seq, seq.finish_reason)
 
   def finish(self, seq: Sequence, reason: str) -> None:

@@ -4,6 +4,7 @@ it."""
 import time
 from dataclasses import dataclass, field
 from math import nan
+from typing import Annotated
 
 from .config import Options, check
 
@@ -13,20 +14,18 @@ MAX_BANNED = 16   # stop ids that min_tokens can hold back: their number is a co
 @dataclass(frozen=True)
 class SamplingParams(Options):
   """How to choose a request's tokens and when to stop, with vLLM's names."""
-  max_tokens: int = 256                      # tokens to generate at most
-  min_tokens: int = 0                        # tokens before an end token, stop id or stop string may come
-  temperature: float | int = 1.0             # below 1e-5: greedy
-  top_k: int = 0                             # keep the k most probable tokens; 0 or -1: all
-  top_p: float | int = 1.0                   # keep the most probable tokens that together reach p
-  min_p: float | int = 0.0                   # keep tokens at least min_p times as probable as the best
-  seed: int | None = None                    # the same seed gives the same text in any batch
-  stop: list | str | None = None             # end before any of these strings
-  stop_token_ids: list | None = None         # end at any of these ids
-  include_stop_str_in_output: bool = False   # keep the stop string, or the text of the stop id
-  ignore_eos: bool = False                   # go on after the model's end token
-  skip_special_tokens: bool = True           # leave special tokens out of the text
-  LIMITS = {"max_tokens": (1, 2**31 - 1), "min_tokens": (0, 2**31 - 1), "temperature": (0, 100), "top_p": (1e-6, 1),
-            "top_k": (-1, 2**31 - 1), "min_p": (0, 1), "seed": (-2**63, 2**63 - 1)}
+  max_tokens: Annotated[int, 1, 2**31 - 1] = 256        # tokens to generate at most
+  min_tokens: Annotated[int, 0, 2**31 - 1] = 0          # tokens before an end token, stop id or stop string may come
+  temperature: Annotated[float | int, 0, 100] = 1.0     # below 1e-5: greedy
+  top_k: Annotated[int, -1, 2**31 - 1] = 0              # keep the k most probable tokens; 0 or -1: all
+  top_p: Annotated[float | int, 1e-6, 1] = 1.0          # keep the most probable tokens that together reach p
+  min_p: Annotated[float | int, 0, 1] = 0.0             # keep tokens at least min_p times as probable as the best
+  seed: Annotated[int | None, -2**63, 2**63 - 1] = None   # the same seed gives the same text in any batch
+  stop: list | str | None = None                        # end before any of these strings
+  stop_token_ids: list | None = None                    # end at any of these ids
+  include_stop_str_in_output: bool = False              # keep the stop string, or the text of the stop id
+  ignore_eos: bool = False                              # go on after the model's end token
+  skip_special_tokens: bool = True                      # leave special tokens out of the text
 
   def __post_init__(self) -> None:
     if isinstance(self.stop, str): object.__setattr__(self, "stop", [self.stop])
@@ -69,6 +68,7 @@ class Sequence:
   max_len: int
   priority: int
   arrival: int
+  length: int = field(init=False)   # its tokens, with those that the device has sampled and the host has not read
   num_computed: int = 0
   block_table: list[int] = field(default_factory=list)
   row: int | None = None
@@ -76,21 +76,25 @@ class Sequence:
   stop_reason: int | str | None = None   # the stop string or stop id that ended it; None for the model's end token
   metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
-  @property
-  def remaining(self) -> int: return len(self.tokens) - self.num_computed
+  def __post_init__(self) -> None: self.length = len(self.tokens)
+
+  def remaining(self) -> int: return self.length - self.num_computed
   @property
   def num_generated(self) -> int: return len(self.tokens) - self.num_prompt
-  @property
-  def banned(self) -> list[int]: return sorted(self.stop_ids) if self.num_generated < self.params.min_tokens else []
+  def banned(self) -> list[int]:
+    return sorted(self.stop_ids) if self.length - self.num_prompt < self.params.min_tokens else []
+  def exhausted(self) -> bool:
+    return self.length - self.num_prompt >= self.params.max_tokens or self.length >= self.max_len
 
   def append(self, token: int) -> None:
     """Take the next token, and finish where it, or the length, says so."""
     self.tokens.append(token)
+    self.length = max(self.length, len(self.tokens))
     self.metrics.num_generated = self.num_generated
     if self.num_generated == 1: self.metrics.first_token_time = time.monotonic()
     if token in self.stop_ids:
       self.finish_reason, self.stop_reason = "stop", token if token in (self.params.stop_token_ids or ()) else None
-    elif self.num_generated >= self.params.max_tokens or len(self.tokens) >= self.max_len: self.finish_reason = "length"
+    elif self.length == len(self.tokens) and self.exhausted(): self.finish_reason = "length"
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Text to token ids and back: sentencepiece's tokenizer.model, Hugging Face's tokenizer.json, a GGUF's own vocabulary;
 chat templates; and decoding as tokens arrive."""
-import importlib
-import re
+import importlib, re
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -68,8 +67,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
   def encode(text: str, add_special_tokens: bool) -> list[int]:
     return [i for part in split(text) for i in ([named[part]] if part in named else model.EncodeAsIds(part))]
   def decode(ids: list[int]) -> str: return model.DecodeIds([i for i in ids if i < size])   # others are padding
-  defaults = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True}
-  return Tokenizer(encode, decode, named, specials, defaults | config)
+  return Tokenizer(encode, decode, named, specials, {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config})
 
 
 def _library(name: str) -> Any:
@@ -91,8 +89,7 @@ def gguf_tokenizer(kv: dict[str, Any]) -> Tokenizer:
   check(kind == "gpt2" and pre in SPLITS, f"GGUF tokenizer {kind} ({pre}) is not supported; supported: gpt2 "
         f"({', '.join(SPLITS)}): use the model's folder with safetensors")
   lib, tokens, merges = _library("tokenizers"), config["tokens"], [tuple(m.split(" ")) for m in config["merges"]]
-  vocab = {t: i for i, t in enumerate(tokens)}
-  model = lib.Tokenizer(lib.models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
+  model = lib.Tokenizer(lib.models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe"))
   split = lib.pre_tokenizers.Split(lib.Regex(SPLITS[pre] or "(?!)"), "isolated")   # (?!): nowhere
   byte_level = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("smollm", "gpt-2", "default"))
   model.pre_tokenizer, model.decoder = lib.pre_tokenizers.Sequence([split, byte_level]), lib.decoders.ByteLevel()

@@ -12,9 +12,10 @@ from tinygrad.dtype import DType
 from tinygrad.llm.gguf import gguf_load
 
 from .config import ModelConfig, check, read_json
-from .llama import Llama
+from .llama import Llama, features, pack
 
 Reader = dict[str, partial[np.ndarray]]   # a tensor's name in Hugging Face's files, and how to read it
+NORMS = {"qkv_proj": "input_layernorm", "gate_up_proj": "post_attention_layernorm"}   # whose weights are in these
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
               "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj",
@@ -27,7 +28,7 @@ GGUF_KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermed
              "rope.freq_base": "rope_theta"}
 
 
-def read_hf(folder: Path) -> tuple[dict[str, Any], Reader]:
+def read_hf(folder: Path) -> tuple[dict[str, Any], Reader, dict[str, Any]]:
   """The content of config.json, with generation_config.json's end tokens, and the tensors of model.safetensors or of
   the shards that model.safetensors.index.json names."""
   config, index = read_json(folder / "config.json"), read_json(folder / "model.safetensors.index.json")
@@ -42,7 +43,7 @@ def read_hf(folder: Path) -> tuple[dict[str, Any], Reader]:
       kind, shape, offset = entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
       check(kind in DTYPES, f"{path}: tensor {name} is {kind}; supported: {', '.join(DTYPES)}")
       reader[name] = partial(np.memmap, path, DTYPES[kind], "c", offset, shape)
-  return config, reader
+  return config, reader, config
 
 
 def read_gguf(path: Path) -> tuple[dict[str, Any], Reader, dict[str, Any]]:
@@ -72,25 +73,27 @@ def read_gguf(path: Path) -> tuple[dict[str, Any], Reader, dict[str, Any]]:
 def load_weights(model: Llama, config: ModelConfig, reader: Reader, source: Path, dtype: DType) -> None:
   """Fill the model's tensors. Raises ValueError naming the file and the tensor that is missing, surplus or
   misshapen."""
+  def take(name: str, *shape: int) -> np.ndarray:
+    check(name in reader, f"{source}: tensor {name} is missing")
+    array = reader.pop(name)()
+    check(array.shape == shape, f"{source}: tensor {name} has shape {list(array.shape)}; its config says {list(shape)}")
+    # bfloat16 is the upper half of float32
+    return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
+
   q, kv = config.num_attention_heads, config.num_key_value_heads
-  joined = {"qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv}, "gate_up_proj": {"gate_proj": 1, "up_proj": 1}}
-  head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+  parts = {"qkv_proj": {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv},   # and shares of the rows
+           "gate_up_proj": {"mlp.gate_proj": 1, "mlp.up_proj": 1}, "down_proj": {"mlp.down_proj": 1},
+           "lm_head": {"model.embed_tokens" if config.tie_word_embeddings else "lm_head": 1},
+           **{kind: {f"self_attn.{kind}": 1} for kind in ("o_proj", "q_norm", "k_norm")}}
   targets = nn.state.get_state_dict(model)
   for target, tensor in helpers.tqdm(targets.items(), desc="loading weights", unit=" tensors", disable=None):
-    kind, arrays = target.split(".")[-2], []
-    parts = joined.get(kind, {kind: 1})   # with the share that each has of the rows
-    tile = tensor.shape[2] if tensor.ndim > 2 else 1   # a Linear's
-    rows, columns = tensor.shape[0] * tile, tensor.shape[1:2]
-    for part, share in parts.items():
-      name = head if target == "lm_head.weight" else f"model.{target}".replace(kind, part)
-      check(name in reader, f"{source}: tensor {name} is missing")
-      array, expected = reader.pop(name)(), [rows * share // sum(parts.values()), *columns]
-      found = list(array.shape)
-      check(found == expected, f"{source}: tensor {name} has shape {found}; its config says {expected}")
-      # bfloat16 is the upper half of float32
-      arrays.append((array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array)
+    *path, kind, what = target.split(".")
+    prefix, shares = "" if kind == "lm_head" else ".".join(["model", *path, ""]), parts.get(kind, {kind: 1})
+    rows, *columns = features(tensor.shape) if tensor.ndim > 2 else tensor.shape   # a Linear's has an order of its own
+    arrays = [take(f"{prefix}{part}.{what}", rows * n // sum(shares.values()), *columns) for part, n in shares.items()]
     array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-    if tensor.ndim > 2: array = array.reshape(-1, tile, *columns).swapaxes(1, 2)
+    if kind in NORMS and columns: array = array * take(f"{prefix}{NORMS[kind]}.weight", *columns)
+    if tensor.ndim > 2: array = pack(array, tensor.shape)
     # Cast here, or the device keeps a buffer of either kind
     array = np.ascontiguousarray(array, np.float32 if dtype == dtypes.float32 else None)
     tensor.replace(Tensor(array).cast(dtype).contiguous().realize())

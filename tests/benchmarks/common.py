@@ -92,7 +92,7 @@ def open_llm(args: argparse.Namespace, **options) -> LLM:
   if args.model and args.layers is None: return LLM(args.model, dtype=args.dtype, **options)
   config = hf_config(args)
   with TemporaryDirectory() as folder, stub_tokenizer(), patch("tinyvllm.engine.load_weights", fill_weights), \
-       patch("tinyvllm.engine.read_hf", lambda path: (config, {})):
+       patch("tinyvllm.engine.read_hf", lambda path: (config, {}, {})):
     (Path(folder) / "config.json").write_text(json.dumps(config))
     return LLM(folder, dtype=args.dtype, **options)
 

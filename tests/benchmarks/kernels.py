@@ -122,8 +122,7 @@ def print_kernels(llm: LLM, calls: list[UOp], inputs: list[UOp], times: list[flo
   """held: tokens in the KV cache, of all the sequences."""
   config = llm.model_config
   names = {t.uop.base.buffer.base: (name, t) for name, t in nn.state.get_state_dict(llm.runner.model).items()}
-  found = {name: t for name, t in nn.state.get_state_dict(llm.runner).items() if "cache" in name}
-  caches = {t.uop.base.buffer.base: t for t in found.values()}
+  caches = {t.uop.base.buffer.base for cache in llm.runner.caches for t in cache}   # keys and values of each layer
   buffers = [[u.buffer for u in realize.resolve_params(call, tuple(inputs))] for call in calls]
   sides = [realize.get_call_outs_ins(call) for call in calls]
   read = [given[k].base for given, (_, ins) in zip(buffers, sides, strict=True) for k in set(ins)]
@@ -138,7 +137,7 @@ def print_kernels(llm: LLM, calls: list[UOp], inputs: list[UOp], times: list[flo
       table = parameter is not None and parameter.numel() == config.vocab_size * config.hidden_size
       gathered = table and any(given[i].dtype == dtypes.int32 for i in ins)
       if buffer.base in caches:
-        row = 2 * config.num_key_value_heads * config.head_dim * buffer.dtype.itemsize
+        row = config.num_key_value_heads * config.head_dim * buffer.dtype.itemsize
         size += row * held // readers[buffer.base] if k in ins else row * tokens
         used.append("cache")
       elif gathered: size += tokens * config.hidden_size * buffer.dtype.itemsize
