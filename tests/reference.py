@@ -288,7 +288,7 @@ class LogitsRecorder:
   """Stands in for the model of an engine that has no graphs yet, and keeps the logits that each step samples from."""
   def __init__(self, engine: Any):
     from tinygrad import Tensor
-    assert not engine.runner.graphs
+    assert not engine.runner.steps
     self.engine, self.model, V = engine, engine.runner.model, engine.model_config.vocab_size
     rows = range(1, 2 * engine.config.max_num_seqs)   # a power of two
     self.kept = {n: Tensor.zeros(n, V).contiguous().realize() for n in rows}   # by the rows that a graph samples

@@ -94,7 +94,7 @@ def test_enforce_eager_equals_captured(llm, folder):
   eager = LLM(folder, enforce_eager=True, **ENGINE)
   jobs = [tokens(*prompt(4)), tokens(*prompt(12, 1))]
   same_outputs(eager.generate(jobs, greedy(4)), llm.generate(jobs, greedy(4)))
-  assert not eager.runner.graphs
+  assert not any(hasattr(graph, "captured") for _, graph in eager.runner.steps.values())
 
 
 # batches
@@ -169,11 +169,11 @@ def test_the_number_of_graphs_is_constant_after_warm_up(llm):
   jobs = [tokens(*prompt(1 + i, i)) for i in range(24)]
   llm.generate(jobs, greedy(9))
   for n in (1, 2, 4, 8, 16): llm.generate(tokens(*prompt(n)), greedy(1))
-  before = len(llm.runner.graphs)
+  before = len(llm.runner.steps)
   llm.generate(jobs[::-1], [greedy(1 + i % 7) for i in range(24)])
   llm.generate([tokens(*prompt(90))] * 7, greedy(11))
-  assert len(llm.runner.graphs) == before
-  assert sum(greedy_only for _, _, greedy_only in llm.runner.graphs) == 5
+  assert len(llm.runner.steps) == before
+  assert sum(greedy_only for _, _, greedy_only in llm.runner.steps) == 5
 
 
 # steps that overlap
@@ -185,8 +185,9 @@ def any_llm(request): return request.getfixturevalue(request.param)
 def test_steps_that_overlap_tell_the_same_story(any_llm, monkeypatch):
   ids = any_llm.generate(tokens(*prompt(6)), greedy(9))[0].outputs[0].token_ids
   jobs = [(tokens(*prompt(n)), params) for n, params in (
-    (6, greedy(9)), (6, greedy(9, stop_token_ids=[ids[4]], ignore_eos=False)), (3, greedy(1)), (20, greedy(12)), (1, greedy(2)),
-    (6, greedy(9, stop_token_ids=[ids[1]], min_tokens=5)), (9, SamplingParams(seed=3, max_tokens=10, ignore_eos=True)),
+    (6, greedy(9)), (6, greedy(9, stop_token_ids=[ids[4]], ignore_eos=False)), (3, greedy(1)), (20, greedy(12)),
+    (1, greedy(2)), (6, greedy(9, stop_token_ids=[ids[1]], min_tokens=5)),
+    (9, SamplingParams(seed=3, max_tokens=10, ignore_eos=True)),
     (12, SamplingParams(seed=4, max_tokens=7, top_k=5)), (6, greedy(9, stop=["e", "no"])), (17, greedy(20)))]
   expected = any_llm.generate(*map(list, zip(*jobs, strict=True)))
   monkeypatch.setattr(any_llm.runner, "overlaps", True)
@@ -619,6 +620,20 @@ def test_steps_are_captured_on_whichever_thread_asks(tmp_path):
     thread.start()
     thread.join(120)
   assert results == {n: reference_greedy(tmp_path, prompt(n), 4) for n in (3, 9)}
+
+
+def test_a_request_aborted_as_its_step_starts_disturbs_no_other(llm, folder, monkeypatch):
+  launch = llm.runner.launch
+  def abort_and_launch(step):
+    llm.abort_request("r1")
+    return launch(step)
+  for i in range(3): llm.add_request(f"r{i}", tokens(*prompt(5, i)), greedy(6))
+  for _ in range(2): llm.step()
+  monkeypatch.setattr(llm.runner, "launch", abort_and_launch)
+  done = {}
+  while llm.has_unfinished_requests(): done |= {o.request_id: ids_of(o) for o in llm.step() if o.finished}
+  assert done == {f"r{i}": reference_greedy(folder, prompt(5, i), 6) for i in (0, 2)}
+  check_invariants(llm)
 
 
 def test_ten_streams_on_ten_threads_each_read_their_token_while_the_next_step_runs(llm, folder, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 from reference import rope_frequencies
 from tinygrad import Device, Tensor, dtypes
 
-from tinyvllm.kernels import attend_kernel, cpu_cores, has_tensor_cores, rope_kernel, write_table_kernel
+from tinyvllm.kernels import attend_kernel, cpu_cores, has_tensor_cores, rope_kernel, scatter_kernel
 from tinyvllm.llama import Linear, features, pack, unpack
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # and the error that rounding allows
@@ -77,7 +77,7 @@ def test_rows_are_divided_by_their_root_mean_square(inputs, kind):
 
 
 def as_stored(cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Keys and values of (2, blocks, block_size, KV, D) as attention.py keeps them."""
+  """Keys and values of (2, blocks, block_size, KV, D) as the kernels read them."""
   return cache[0].transpose(0, 2, 3, 1), cache[1].transpose(0, 2, 1, 3)
 
 
@@ -96,7 +96,8 @@ def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, b
   lengths = rng.integers(1, longest + 1, R)
   lengths[0] = longest
   rows = np.sort(np.resize(np.arange(R), T))
-  positions = np.array([max(0, lengths[r] - (rows == r).sum() + i - np.flatnonzero(rows == r)[0]) for i, r in enumerate(rows)])
+  before = [lengths[r] - (rows == r).sum() - np.flatnonzero(rows == r)[0] for r in rows]
+  positions = np.array([max(0, start + i) for i, start in enumerate(before)])
   table = (rng.permutation(R * M) + 1).reshape(R, M)
   cache = np.full((2, R * M + 1, block_size, KV, D), np.nan, kind)   # what no sequence wrote must not be seen
   for r in range(R):
@@ -111,7 +112,8 @@ def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, b
     expected[t] = np.einsum("hgn,nhd->hgd", weights / weights.sum(-1, keepdims=True), v)
   tokens = np.stack([np.zeros(T), positions, np.zeros(T), rows]).astype(np.int32)
   tensors = [on_device(x) for x in (q, *as_stored(cache), table.astype(np.int32), tokens)]
-  close(Tensor.empty_like(tensors[0]).custom_kernel(*tensors, fxn=partial(attend_kernel, cpu_cores()))[0], expected, tolerance)
+  out = Tensor.empty_like(tensors[0]).custom_kernel(*tensors, fxn=partial(attend_kernel, cpu_cores()))[0]
+  close(out, expected, tolerance)
 
 
 @kinds
@@ -135,7 +137,7 @@ def test_rope_and_the_writes_equal_numpy(kind):
     close(written, expected, KINDS[kind][1])
 
 
-def test_the_table_takes_the_blocks_of_the_slots():
-  tokens = on_device(np.array([[0, 0, 0], [3, 4, 17], [7 * 4 + 3, 9 * 4, 5 * 4 + 1], [0, 0, 2]], np.int32))
-  out = on_device(np.zeros((3, 5), np.int32)).custom_kernel(tokens, fxn=partial(write_table_kernel, 4))[0]
-  assert out.numpy().tolist() == [[7, 9, 0, 0, 0], [0] * 5, [0, 0, 0, 0, 5]]
+def test_values_are_scattered_to_their_flat_indices_and_nothing_else_changes():
+  index, values = (on_device(np.array(x, np.int32)) for x in ([0, 1, 14], [7, 9, 5]))
+  out = on_device(np.full((3, 5), 2, np.int32)).custom_kernel(index, values, fxn=scatter_kernel)[0]
+  assert out.numpy().tolist() == [[7, 9, 2, 2, 2], [2] * 5, [2, 2, 2, 2, 5]]

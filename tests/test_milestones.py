@@ -24,7 +24,7 @@ def test_1_hello_continues_to_hello_world():
 def test_2_paged_attention_equals_naive_contiguous_attention():
   from tinygrad import Tensor
 
-  from tinyvllm.kernels import attend_kernel, cpu_cores, rope_kernel, write_table_kernel
+  from tinyvllm.kernels import attend_kernel, cpu_cores, rope_kernel
   rng, BS, KV, G, D, lengths = np.random.default_rng(0), 16, 2, 3, 8, (1, 15, 16, 17, 40)
   max_blocks = 4
   q = rng.standard_normal((len(lengths), KV, G, D)).astype(np.float32)
@@ -34,10 +34,9 @@ def test_2_paged_attention_equals_naive_contiguous_attention():
   positions = np.concatenate([np.arange(n) for n in lengths])
   slots = tables[rows, positions // BS] * BS + positions % BS
   garbage = np.full((2, len(lengths) * max_blocks + 1, KV, BS * D), np.nan, np.float32)   # must not be seen
-  keys, values = (Tensor(x.reshape(-1, KV, *shape)).realize() for x, shape in zip(garbage, ((D, BS), (BS, D)), strict=True))
-  table = Tensor(np.zeros((len(lengths), max_blocks), np.int32)).realize()
+  keys, values = (Tensor(x.reshape(-1, KV, *y)).realize() for x, y in zip(garbage, ((D, BS), (BS, D)), strict=True))
+  table = Tensor(tables.astype(np.int32)).realize()
   tokens = Tensor(np.stack([rows * 0, positions, slots, rows]).astype(np.int32)).realize()
-  table = table.custom_kernel(tokens, fxn=partial(write_table_kernel, BS))[0]
   qkv = Tensor(np.concatenate([np.zeros((len(k), KV * G, D), np.float32), k, v], axis=1).reshape(len(k), -1)).realize()
   unturned = Tensor(np.stack([np.ones((99, D // 2)), np.zeros((99, D // 2))], 1).astype(np.float32)).realize()
   unused = Tensor(np.zeros((len(k), KV, G, D), np.float32)).realize()

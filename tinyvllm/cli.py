@@ -3,14 +3,26 @@ import argparse, logging, sys
 from dataclasses import fields
 from typing import Any, get_args
 
-from .config import EngineConfig, kind_of
+from .config import EngineConfig, kind_of, logger
 from .engine import LLM
 from .sequence import SamplingParams
 
 OPTIONS = (EngineConfig, SamplingParams)   # every field of them is a flag
 
 
-def _parser() -> argparse.ArgumentParser:
+def _stream(llm: LLM, prompt: Any, params: SamplingParams, shown: str = "") -> str:
+  text = ""
+  for output in llm.generate_stream(prompt, params):
+    text += output.outputs[0].text
+    print(shown + output.outputs[0].text, end="", flush=True)
+    shown = ""
+    logger.setLevel(logging.WARNING)   # from here on a line of the log would break the text
+  print()
+  return text
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Run the command line. Returns the exit code: 0, or 1 after one line that says what to change."""
   parser = argparse.ArgumentParser(prog="tinyvllm", description="A small, fast LLM engine on tinygrad.")
   commands = parser.add_subparsers(dest="command", required=True)
   for name, text in (("generate", "complete a prompt"), ("chat", "talk with a chat model, a line at a time")):
@@ -23,38 +35,20 @@ def _parser() -> argparse.ArgumentParser:
       if kind is bool: command.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)
       elif kind is list: command.add_argument(flag, nargs="+", type=int if "ids" in f.name else str, help=default)
       else: command.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=default)
-  return parser
-
-
-def main(argv: list[str] | None = None) -> int:
-  """Run the command line. Returns the exit code: 0, or 1 after one line that says what to change."""
-  args = vars(_parser().parse_args(argv))
+  args = vars(parser.parse_args(argv))
   logging.basicConfig(format="%(message)s")
-  logging.getLogger("tinyvllm").setLevel(logging.INFO)   # ours, not every library's
-  try: _run(args)
+  logger.setLevel(logging.INFO)   # ours, not every library's
+  engine, sampling = ({f.name: args[f.name] for f in fields(options) if f.name in args} for options in OPTIONS)
+  messages: list[dict[str, str]] = []
+  try:
+    params, llm = SamplingParams(**{"temperature": 0.0, **sampling}), LLM(args["model"], **engine)
+    if args["command"] == "generate": _stream(llm, args["prompt"], params, shown=args["prompt"])
+    while args["command"] == "chat":
+      messages.append({"role": "user", "content": input("> " if sys.stdin.isatty() else "")})
+      messages.append({"role": "assistant", "content": _stream(llm, llm.chat_prompt(messages), params)})
   except (ValueError, RuntimeError) as e: return print(f"tinyvllm: {e}", file=sys.stderr) or 1
   except (KeyboardInterrupt, EOFError): print()
   return 0
-
-
-def _run(args: dict[str, Any]) -> None:
-  engine, sampling = ({f.name: args[f.name] for f in fields(options) if f.name in args} for options in OPTIONS)
-  params, llm = SamplingParams(**{"temperature": 0.0, **sampling}), LLM(args["model"], **engine)
-
-  def stream(prompt: Any, shown: str = "") -> str:
-    text = ""
-    for output in llm.generate_stream(prompt, params):
-      text += output.outputs[0].text
-      print(shown + output.outputs[0].text, end="", flush=True)
-      shown = ""
-      logging.getLogger("tinyvllm").setLevel(logging.WARNING)   # from here on a line of the log would break the text
-    print()
-    return text
-  if args["command"] == "generate": stream(args["prompt"], shown=args["prompt"])
-  messages: list[dict[str, str]] = []
-  while args["command"] == "chat":
-    messages.append({"role": "user", "content": input("> " if sys.stdin.isatty() else "")})
-    messages.append({"role": "assistant", "content": stream(llm.chat_prompt(messages))})
 
 
 if __name__ == "__main__": sys.exit(main())

@@ -1,14 +1,12 @@
 """What is known before anything is loaded: the model's shape, from its own files, and the user's options, checked."""
-import json, logging
-from dataclasses import Field, dataclass, fields
+import dataclasses, json, logging, types
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 logger = logging.getLogger("tinyvllm")
 ARCHITECTURES = {"LlamaForCausalLM": {}, "MistralForCausalLM": {}, "Qwen2ForCausalLM": {"qkv_bias": True},
                  "Qwen3ForCausalLM": {"qk_norm": True}}
-SUPPORTED = {"architecture": ARCHITECTURES, "hidden_act": ["silu"],
-             "rope_type": ["default", "llama3", "linear", "factors"]}
+KNOWN = {"architecture": ARCHITECTURES, "hidden_act": ["silu"], "rope_type": ["default", "llama3", "linear", "factors"]}
 # What a config.json must have, and what the rest is where it is not there
 NEEDED = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps"]
 DEFAULTS: dict[str, Any] = {
@@ -24,7 +22,7 @@ def check(ok: Any, message: str) -> None:
 def read_json(path: Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
 
 
-def kind_of(f: Field) -> tuple[Any, tuple]:
+def kind_of(f: Any) -> tuple[Any, tuple]:
   """An option's type, and its limits if it has any: inclusive bounds, or all the strings that will do."""
   return (f.type.__origin__, f.type.__metadata__) if hasattr(f.type, "__metadata__") else (f.type, ())
 
@@ -33,25 +31,25 @@ class Options:
   """A frozen dataclass that refuses unknown names, wrong types and values outside an Annotated field's limits with a
   ValueError that says what would do."""
   def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-    names = [f.name for f in fields(cls)]   # type: ignore[arg-type]
+    names = [f.name for f in dataclasses.fields(cls)]   # type: ignore[arg-type]
     for name in kwargs: check(name in names, f"{cls.__name__} has no field {name!r}; its fields are {', '.join(names)}")
     return super().__new__(cls)
 
   def __post_init__(self) -> None:
-    for f in fields(self):   # type: ignore[arg-type]
+    for f in dataclasses.fields(self):   # type: ignore[arg-type]
       value, (kind, limits) = getattr(self, f.name), kind_of(f)
       typed = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
       check(typed, f"{f.name}={value!r} must be of type {getattr(kind, '__name__', kind)}")
-      if isinstance(value, str): check(not limits or value in limits, f"{f.name}={value!r} must be one of {', '.join(limits)}")
+      if kind is str: check(value in limits, f"{f.name}={value!r} must be one of {', '.join(limits)}")
       elif limits and value is not None:
         check(limits[0] <= value <= limits[1], f"{f.name}={value!r} must be from {limits[0]} to {limits[1]}")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class EngineConfig(Options):
   """The engine's limits, with vLLM's names."""
   dtype: Annotated[str, "auto", "float32", "float16", "bfloat16"] = "auto"   # auto: float32 on CPU, else float16
-  max_model_len: Annotated[int | None, 2, 2**24] = None   # tokens of prompt and output together; None: the model's limit
+  max_model_len: Annotated[int | None, 2, 2**24] = None   # of prompt and output together; None: the model's limit
   max_num_seqs: Annotated[int, 1, 1024] = 64              # sequences that run at once
   max_num_batched_tokens: Annotated[int, 1, 16384] = 512   # tokens of one step: a longer prompt is computed in chunks
   block_size: Annotated[int, 1, 256] = 16                 # tokens in one block of the KV cache
@@ -67,12 +65,9 @@ class EngineConfig(Options):
           f"below max_num_seqs={self.max_num_seqs}: each running sequence decodes one token a step")
 
 
-class ModelConfig(NamedTuple("Shape", [
-    ("vocab_size", int), ("hidden_size", int), ("intermediate_size", int), ("num_hidden_layers", int),
-    ("num_attention_heads", int), ("num_key_value_heads", int), ("head_dim", int), ("max_position_embeddings", int),
-    ("rms_norm_eps", float), ("rope_theta", float), ("rope_scaling", dict), ("eos_token_ids", tuple[int, ...]),
-    ("qkv_bias", bool), ("o_bias", bool), ("mlp_bias", bool), ("qk_norm", bool), ("tie_word_embeddings", bool)])):
-  """A LLaMA-like model's shape, under Hugging Face's names. rope_scaling: with rope_type, one of those SUPPORTED."""
+class ModelConfig(types.SimpleNamespace):
+  """A LLaMA-like model's shape, under Hugging Face's names: all those NEEDED, all the DEFAULTS, num_key_value_heads,
+  head_dim, qkv_bias, o_bias; eos_token_ids, a tuple; rope_scaling, a dict whose rope_type is one of those KNOWN."""
   @classmethod
   def from_hf(cls, hf: dict[str, Any], source: Path) -> "ModelConfig":
     """From config.json's content; its eos_token_id may be a list. Raises ValueError for what this engine lacks."""
@@ -85,10 +80,10 @@ class ModelConfig(NamedTuple("Shape", [
     values = {"architecture": [*hf["architectures"], None][0], "qkv_bias": bias, "o_bias": bias,
               "num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads, **hf, **rope, "rope_scaling": rope,
               "eos_token_ids": tuple(eos if isinstance(eos, list) else [eos])}
-    for name, supported in SUPPORTED.items():
+    for name, supported in KNOWN.items():
       known = ", ".join(supported)
       check(values[name] in supported, f"{source}: {name} {values[name]!r} is not supported; supported: {known}")
     if (window := hf.get("sliding_window")) and hf.get("use_sliding_window", True):   # within it, the model is plain
       values["max_position_embeddings"] = min(values["max_position_embeddings"], window)
     values |= ARCHITECTURES[values["architecture"]]
-    return cls(**{name: values[name] for name in cls._fields})
+    return cls(**values)

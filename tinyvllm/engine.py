@@ -1,24 +1,19 @@
 """The engine: text in, text out. Requests are added at any time, and `step` advances all of them together; everything
 below knows token ids only."""
-import threading, time
-from collections import Counter
+import collections, functools, itertools, random, threading, time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import count
 from pathlib import Path
-from random import Random
-from typing import Any, cast
+from typing import Any
 
 from tinygrad import Device, Tensor, dtypes, helpers
 
 from .config import EngineConfig, ModelConfig, check, logger
-from .llama import Llama, rope_table
+from .llama import Llama, load_weights, read_gguf, read_hf, rope_table
 from .runner import Runner, allocate_caches, open_device
 from .scheduler import BlockManager, Scheduler
 from .sequence import MAX_BANNED, CompletionOutput, RequestOutput, SamplingParams, Sequence
 from .tokenizer import StreamDecoder, gguf_tokenizer, load_tokenizer
-from .weights import load_weights, read_gguf, read_hf
 
 Prompt = str | dict[str, Any]
 Params = SamplingParams | None
@@ -47,8 +42,8 @@ class Request(Sequence):
 
   def output(self, text_from: int = 0, tokens_from: int = 0) -> RequestOutput:
     text, ids = self.text[text_from:self.shown], self.tokens[self.num_prompt + tokens_from:]
-    completion, prompt_ids = CompletionOutput(0, text, ids, self.finish_reason, self.stop_reason), self.tokens[:self.num_prompt]
-    return RequestOutput(self.request_id, self.prompt, prompt_ids, [completion], self.finish_reason is not None, self.metrics)
+    completion = CompletionOutput(0, text, ids, self.finish_reason, self.stop_reason)
+    return RequestOutput(self.request_id, self.prompt, self.tokens[:self.num_prompt], [completion], self.metrics)
 
 
 class LLMEngine:
@@ -61,8 +56,8 @@ class LLMEngine:
     self.config = EngineConfig(**options)
     path, started = Path(model or Path(__file__).parent / "default_model").expanduser(), time.perf_counter()
     open_device()
-    gguf = path.suffix == ".gguf"
-    check(gguf or (path / "config.json").exists(), f"model={str(path)!r} must be a .gguf file or a folder with config.json")
+    known = (gguf := path.suffix == ".gguf") or (path / "config.json").exists()
+    check(known, f"model={str(path)!r} must be a .gguf file or a folder with config.json")
     hf, reader, metadata = read_gguf(path) if gguf else read_hf(path)
     self.tokenizer = gguf_tokenizer(metadata) if gguf else load_tokenizer(path)
     self.model_config = ModelConfig.from_hf(hf, path)
@@ -78,9 +73,10 @@ class LLMEngine:
     self.scheduler = Scheduler(self.config, self.blocks)
     self.runner = Runner(llama, self.config, rope_table(self.model_config, self.max_model_len).realize(), caches)
     self.requests: dict[str, Request] = {}
-    self.totals: Counter[str] = Counter()
-    self._arrivals, self._random, self._lock = count(), Random(self.config.seed), threading.Condition()
-    self._stepping, self._running = False, cast(tuple[list[Sequence], Tensor] | None, None)   # the step that the device works on
+    self.totals: collections.Counter[str] = collections.Counter()
+    self._arrivals, self._random = itertools.count(), random.Random(self.config.seed)
+    self._lock, self._stepping = threading.Condition(), False
+    self._running: tuple[list[Sequence], Tensor] | None = None   # the step that the device works on
 
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
     """Queue a request: a str, {"prompt": str} or {"prompt_token_ids": [int]}. Lower priorities go first. Raises
@@ -108,9 +104,9 @@ class LLMEngine:
     check(not params.min_tokens or len(stop_ids) <= MAX_BANNED, f"stop_token_ids: {len(stop_ids)} with the "
           f"model's end tokens; with min_tokens at most {MAX_BANNED}")
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
-    decoder, arrival = StreamDecoder(self.tokenizer, ids, params.skip_special_tokens), next(self._arrivals)
-    return Request(request_id, ids, len(ids), params, seed, frozenset(stop_ids), self.max_model_len, priority, arrival,
-                   prompt=text, decoder=decoder)
+    decoder = StreamDecoder(self.tokenizer, ids, params.skip_special_tokens)
+    return Request(request_id, ids, len(ids), params, seed, frozenset(stop_ids), self.max_model_len, priority,
+                   next(self._arrivals), len(ids), prompt=text, decoder=decoder)
 
   def _add(self, request: Request) -> None:
     with self._lock:
@@ -132,8 +128,8 @@ class LLMEngine:
     with self._lock:
       self._lock.wait_for(lambda: ready() or not self._stepping)
       if ready(): return []
-      self._stepping, started, batch = True, time.perf_counter(), self.scheduler.schedule()
-      step = self.runner.prepare(batch) if batch else None
+      started, batch = time.perf_counter(), self.scheduler.schedule()
+      step, self._stepping = self.runner.prepare(batch) if batch else None, True
       self.scheduler.advance(batch)
     try:
       done, self._running = self._running, None
@@ -169,13 +165,13 @@ class LLMEngine:
 
   def get_metrics(self) -> dict[str, float]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
-    totals, seconds = self.totals, max(1e-6, self.totals["microseconds"] / 1e6)
+    totals, queue, pool, seconds = self.totals, self.scheduler, self.blocks, self.totals["microseconds"] / 1e6 or 1e-6
     return {**{k: totals[k] for k in ("prompt_tokens", "generation_tokens", "requests_finished", "steps")},
             "tokens_per_second": totals["generation_tokens"] / seconds,
             "requests_per_second": totals["requests_finished"] / seconds,
-            "mean_batch_size": totals["scheduled"] / (totals["steps"] or 1), "num_preemptions": self.scheduler.num_preemptions,
-            "num_requests_running": len(self.scheduler.running), "num_requests_waiting": len(self.scheduler.waiting),
-            "blocks_used": self.blocks.num_used(), "blocks_free": self.blocks.num_free()}
+            "mean_batch_size": totals["scheduled"] / max(1, totals["steps"]), "num_preemptions": queue.num_preemptions,
+            "num_requests_running": len(queue.running), "num_requests_waiting": len(queue.waiting),
+            "blocks_used": pool.num_used(), "blocks_free": pool.num_free()}
 
 
 class LLM(LLMEngine):
@@ -203,15 +199,13 @@ class LLM(LLMEngine):
 
   def _stream(self, request: Request) -> Iterator[RequestOutput]:
     self._add(request)
-    text = tokens = 0
+    text, tokens, finished = 0, 0, False
     try:
-      while True:
+      while not finished:
         self._advance(request, tokens)
-        with self._lock:
-          output = request.output(text, tokens)
-          text, tokens = request.shown, request.num_generated
-        if output.finished or output.outputs[0].token_ids: yield output
-        if output.finished: return
+        with self._lock: output, text, tokens = request.output(text, tokens), request.shown, request.num_generated
+        finished = output.finished
+        yield output
     finally: self.abort_request(request.request_id)
 
   def chat(self, messages: list[dict[str, str]], sampling_params: Params = None) -> list[RequestOutput]:
@@ -224,7 +218,7 @@ class LLM(LLMEngine):
     return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
 
-@cache
+@functools.cache
 def _shared(model: str | Path | None) -> LLM: return LLM(model)
 
 

@@ -6,9 +6,8 @@ carries the order: what reads after must use it.
 tokens, (4 or more, T) int32, says of each token of a flat batch its id, position, slot (block * block_size + offset)
 and row of the table. keys: (num_blocks, KV, D, block_size), values: (num_blocks, KV, block_size, D), so that neighbours
 in memory are what neighbouring lanes read. table: (rows, max_blocks). G query heads share a K/V head."""
-import math
-from functools import reduce
-from itertools import product
+import functools, itertools, math
+from typing import Any
 
 from tinygrad import Device, UOp, dtypes
 from tinygrad.codegen.opt import Opt, OptOps
@@ -30,17 +29,20 @@ def has_tensor_cores(dtype: DType) -> bool:
 def cpu_cores() -> int:
   """Cores that share a kernel, where the device is a CPU; else 0."""
   renderer = Device[Device.DEFAULT].renderer
-  return 0 if renderer.has_local else renderer.global_max[0]
+  return 0 if renderer.has_local else renderer.global_max[0]   # type: ignore[index]
 
 
-def divisor(n: int, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
+def divisor(n: Any, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
 
 
-def axis(extent: int, number: int, kind: AxisType = AxisType.REDUCE) -> UOp:
+def loops(axes: tuple[UOp, ...]) -> tuple[UOp, ...]: return tuple(a for a in axes if a.op is Ops.RANGE)
+
+
+def axis(extent: Any, number: int, kind: AxisType = AxisType.REDUCE) -> UOp:
   return UOp.range(extent, number, kind) if extent > 1 else UOp.const(0)   # tinygrad takes no reduce over one
 
 
-def unrolled(extent: int, by: int, number: int) -> tuple[UOp, list[UOp]]:
+def unrolled(extent: Any, by: int, number: int) -> tuple[UOp, list[UOp]]:
   """An index that runs over extent, and its axes: a loop and, within it, `by` rounds at once."""
   by = math.gcd(extent, by)
   axes = [axis(extent // by, number), axis(by, number + 1, AxisType.UNROLL)]
@@ -49,8 +51,7 @@ def unrolled(extent: int, by: int, number: int) -> tuple[UOp, list[UOp]]:
 
 def fold(op: Ops, x: UOp, *axes: UOp) -> UOp:
   """Reduce over those of the axes that are longer than one."""
-  ranges = tuple(a for a in axes if a.op is Ops.RANGE)
-  return UOp(Ops.REDUCE, src=(x, *ranges), arg=(op, 0)) if ranges else x
+  return UOp(Ops.REDUCE, src=(x, *loops(axes)), arg=(op, 0)) if loops(axes) else x
 
 
 def _finish(total: UOp, extras: tuple[UOp, ...], row: UOp, column: UOp) -> UOp:
@@ -70,11 +71,10 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *extras: UOp) -> UO
   t, n = UOp.range(-(-T // 8) // t_tiles, 0, AxisType.GLOBAL), UOp.range(N16 // n_tiles, 1, AxisType.GLOBAL)
   column, row = UOp.range(4, 2, AxisType.LOCAL), UOp.range(8, 3, AxisType.LOCAL)   # lane = row * 4 + column
   share, step = axis(shares, 4, AxisType.GROUP_REDUCE), axis(K // 32 // steps // shares, 5)
-  stores = []
+  stores, eight = [], list(itertools.product(range(2), repeat=3))
   parts = [((step * shares + share) * steps + u, i) for u in range(steps) for i in range(2)]   # 16 inputs each
   for tile in range(n_tiles):
-    w = [UOp.stack(*[weight[n * n_tiles + tile, k, i, h, row, column, r, p] for h, r, p in product(range(2), repeat=3)])
-         for k, i in parts]
+    w = [UOp.stack(*[weight[n * n_tiles + tile, k, i, h, row, column, r, p] for h, r, p in eight]) for k, i in parts]
     for first in [(t * t_tiles + j) * 8 for j in range(t_tiles)]:
       total = UOp.const((0.0,) * 4, dtypes.float32)
       for lanes, (k, i) in zip(w, parts, strict=True):
@@ -90,23 +90,23 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *extras: UOp) -> UO
 
 def linear_kernel(cores: int, out: UOp, x: UOp, weight: UOp, *extras: UOp) -> UOp:
   """One pass over the weights: a tile of 16 outputs stays in the cache while the rows of x go by."""
-  N16, K, lanes = weight.shape
-  n, t, lane, k = *[UOp.range(extent, i) for i, extent in enumerate((N16, x.shape[0], lanes))], axis(K, 3)
+  T, (N16, K, lanes) = x.shape[0], weight.shape
+  n, t, lane, k = *[UOp.range(extent, i) for i, extent in enumerate((N16, T, lanes))], axis(K, 3)
   total = _finish(fold(Ops.ADD, (x[t, k] * weight[n, k, lane]).cast(dtypes.float32), k), extras, t, n * lanes + lane)
-  opts = []
+  opts: list[Any] = []
   if cores and lanes == 16:   # a CPU: 16 outputs x 2 rows in registers (more spill), the tiles shared among the cores
-    of_t, rows = int(N16 > 1), math.gcd(x.shape[0], 2)   # an axis of extent 1 is gone when opts are applied
-    opts = [(OptOps.UPCAST, of_t + (x.shape[0] > 1), 16), (OptOps.UPCAST, of_t, rows), (OptOps.THREAD, 0, divisor(N16, cores))]
-  sink = out[t, n * lanes + lane].store(total.cast(out.dtype)).end(n, t, lane)
-  return sink.sink(arg=KernelInfo(name="linear", opts_to_apply=tuple(Opt(*o) for o in opts if o[2] > 1) if opts else None))
+    of_t, rows = int(N16 > 1), math.gcd(T, 2)   # an axis of extent 1 is gone when opts are applied
+    opts = [(OptOps.UPCAST, of_t + (T > 1), 16), (OptOps.UPCAST, of_t, rows), (OptOps.THREAD, 0, divisor(N16, cores))]
+  info = KernelInfo(name="linear", opts_to_apply=tuple(Opt(*o) for o in opts if o[2] > 1) or None)
+  return out[t, n * lanes + lane].store(total.cast(out.dtype)).end(n, t, lane).sink(arg=info)
 
 
 def rms_kernel(lanes: int, eps: float, out: UOp, x: UOp) -> UOp:
-  (T, K), opts = x.shape, (Opt(OptOps.GROUP, 0, lanes), Opt(OptOps.UNROLL, 0, math.gcd(x.shape[1] // lanes, 32)))
-  t, k = UOp.range(T, 0), UOp.range(K, 1, AxisType.REDUCE)
+  t, k = UOp.range(x.shape[0], 0), UOp.range(K := x.shape[1], 1, AxisType.REDUCE)
+  opts = [Opt(op, 0, by) for op, by in ((OptOps.GROUP, lanes), (OptOps.UNROLL, math.gcd(K // lanes, 32))) if by > 1]
   mean = fold(Ops.ADD, x[t, k].cast(dtypes.float32) * x[t, k].cast(dtypes.float32), k) / K
   sink = out[t, 0].store((mean + eps).sqrt().reciprocal()).end(t)
-  return sink.sink(arg=KernelInfo(name="rms", opts_to_apply=tuple(o for o in opts if o.arg > 1) if lanes > 1 else ()))
+  return sink.sink(arg=KernelInfo(name="rms", opts_to_apply=tuple(opts) if lanes > 1 else ()))
 
 
 def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
@@ -122,7 +122,7 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, qkv: UOp, rope: UOp, tokens: UOp
   t, h, i = [UOp.range(extent, n) for n, extent in enumerate((T, KV, D // 2))]
   position, slot = tokens[POSITION, t].cast(dtypes.weakint), tokens[SLOT, t].cast(dtypes.weakint)
   cos, sin = [rope[position % rope.shape[0], z, i] for z in range(2)]
-  page, offset, stores = slot // BS % pages, slot % BS, []
+  page, offset, stores = slot // BS % pages, slot % BS, []   # type: ignore[var-annotated]
   for head in [h * G + g for g in range(G)] + [KV * G + h]:
     a, b = (qkv[t, head * D + i + half].cast(dtypes.float32) for half in (0, D // 2))
     for d, turned in ((i, a * cos - b * sin), (i + D // 2, b * cos + a * sin)):
@@ -132,23 +132,24 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, qkv: UOp, rope: UOp, tokens: UOp
   return UOp.group(*stores).end(t, h, i).sink(arg=KernelInfo(name="rope_and_write"))
 
 
-def _end(x: UOp, *axes: UOp) -> UOp: return x.end(*[a for a in axes if a.op is Ops.RANGE])
+def _end(x: UOp, *axes: UOp) -> UOp: return x.end(*loops(axes))
 
 
 def attend_kernel(cores: int, out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: UOp) -> UOp:
-  """Causal attention of each token over its own sequence, with online softmax in float32 (Dao et al. 2022): no memory but
-  for out, (T, KV, G, D), and no work beyond the sequence's length. A work group takes a token and a K/V head; each of its
-  lanes scores one position for all G queries, and then sums one dimension of V, so that these share what is read. Few
-  tokens are each shared by several such sets of lanes. cores: of a CPU, where lanes are SIMD; 0: anything else."""
+  """Causal attention of each token over its own sequence, with online softmax in float32 (Dao et al. 2022): no memory
+  but for out, (T, KV, G, D), and no work beyond the sequence's length. A work group takes a token and a K/V head; each
+  of its lanes scores one position for all G queries, and then sums one dimension of V, so that these share what is
+  read. Few tokens are each shared by several such sets of lanes. cores: of a CPU, where lanes are SIMD; 0: else."""
   (T, KV, G, D), (pages, *_, BS) = q.shape, keys.shape
-  lanes, kind, space = (math.gcd(D, 16, BS), AxisType.UPCAST, AddrSpace.REG) if cores else (D, AxisType.LOCAL, AddrSpace.LOCAL)
+  kind, space = (AxisType.UPCAST, AddrSpace.REG) if cores else (AxisType.LOCAL, AddrSpace.LOCAL)
+  lanes = math.gcd(D, 16, BS) if cores else D
   shares = 1 if cores or T > 64 else max(1, min(256 // D, 1024 // (G * D)))
   t, h, g = UOp.range(T, 0), UOp.range(KV, 1), UOp.range(G, 2, AxisType.UPCAST)
   share, lane, e = axis(shares, 3, AxisType.LOCAL), UOp.range(lanes, 4, kind), axis(D // lanes, 12, AxisType.UPCAST)
   inside, outside = ((lane,), (t, h)) if cores else ((), (t, h, share, lane))
   own, row = tokens[POSITION, t].load().cast(dtypes.weakint), tokens[ROW, t].cast(dtypes.weakint) % table.shape[0]
 
-  sizes = [(shares, G, lanes), (shares, G, lanes), (shares, D // lanes, G, lanes), (G,), (G,), (1,)]
+  sizes: list[Any] = [(shares, G, lanes), (shares, G, lanes), (shares, D // lanes, G, lanes), (G,), (G,), (1,)]
   state = [UOp.placeholder(size, dtypes.float32 if i < 5 else dtypes.int32, 100 + i, space if i < 3 else AddrSpace.REG)
            for i, size in enumerate(sizes)]   # tinygrad numbers its own from 0
   count, loop, at = state[-1].after(t, h), UOp.loop(5), (share, e, g, lane)
@@ -174,9 +175,9 @@ def attend_kernel(cores: int, out: UOp, q: UOp, keys: UOp, values: UOp, table: U
   weights = weights.after(_end(weights[share, g, lane].store((scores[share, g, lane] - top).exp2()), g, *inside))
   x, over_x = unrolled(lanes, 1 if cores else 32, 10)
   page, offset, seen = place(x)
-  v = load(values, page + offset * D + e * lanes + lane, seen)
-  stores = [_end(total[at].store(before(total[at] * fade, 0.0) + fold(Ops.ADD, weights[share, g, x] * v, *over_x)), e, g, *inside),
-            weight[g].store(before(weight[g] * fade, 0.0) + fold(Ops.ADD, weights[share, g, x], *over_x)).end(g),
+  w, v = weights[share, g, x], load(values, page + offset * D + e * lanes + lane, seen)
+  stores = [_end(total[at].store(before(total[at] * fade, 0.0) + fold(Ops.ADD, w * v, *over_x)), e, g, *inside),
+            weight[g].store(before(weight[g] * fade, 0.0) + fold(Ops.ADD, w, *over_x)).end(g),
             highest[g].store(top).end(g), count[0].store(count[0].load() + 1)]
   end = UOp.group(*stores).end(loop, (turn + 1) * shares * lanes <= own)
 
@@ -184,8 +185,8 @@ def attend_kernel(cores: int, out: UOp, q: UOp, keys: UOp, values: UOp, table: U
   mean = total[at] / weight[g]
   if shares > 1:   # put together what each has, by the logarithms of their sums
     put = UOp.group(scores[share, g, lane].store(highest[g] + weight[g].log2()).end(g), total[at].store(mean).end(g))
-    sums, means = [[x.after(put)[i, *where] for i in range(shares)] for x, where in ((state[0], at[2:]), (state[2], at[1:]))]
-    fades = [(x - reduce(UOp.maximum, sums)).exp2() for x in sums]
+    sums, means = [[x.after(put)[i, *to] for i in range(shares)] for x, to in ((state[0], at[2:]), (state[2], at[1:]))]
+    fades = [(x - functools.reduce(UOp.maximum, sums)).exp2() for x in sums]
     mean = sum(f * x for f, x in zip(fades, means, strict=True)) / sum(fades)
   sink = _end(_end(out[t, h, g, e * lanes + lane].store(mean.cast(out.dtype)), e, g, *inside), *outside)
   opts = (Opt(OptOps.THREAD, 0, divisor(T, cores)),) if divisor(T, cores) > 1 else ()

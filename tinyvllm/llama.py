@@ -1,25 +1,41 @@
 """A LLaMA (Touvron et al. 2023) over a paged KV cache. One forward serves prefill, chunks of a prefill and decode: a
 flat batch of tokens, each with its position, slot and row. Attributes are named as in Hugging Face's files, with q, k,
-v stored as one matrix and gate, up as one."""
-import math
+v stored as one matrix and gate, up as one. Below it, how its files are read: safetensors, whole or sharded, and GGUF,
+one tensor at a time, checked against the shapes that the config promises."""
+import json, math
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tinygrad import Tensor, dtypes, function, nn
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from tinygrad import Tensor, dtypes, function, helpers, nn
 from tinygrad.dtype import DType
-from tinygrad.helpers import argsort
+from tinygrad.llm.gguf import gguf_load
 
-from .config import ModelConfig
-from .kernels import attend_kernel, cpu_cores, has_tensor_cores, linear_kernel, rms_kernel, rope_kernel
-from .kernels import tensor_core_linear_kernel
+from . import kernels
+from .config import ModelConfig, check, read_json
+
+Reader = dict[str, partial[np.ndarray]]   # a tensor's name in Hugging Face's files, and how to read it
+NORMS = {"qkv_proj": "input_layernorm", "gate_up_proj": "post_attention_layernorm"}   # whose weights are in these
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+# Names in GGUF files, of tensors and of what describes the model
+GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+  "blk": "model.layers", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+  "attn_output": "self_attn.o_proj", **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
+  **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}}
+GGUF_KEYS = {"attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+  "attention.layer_norm_rms_epsilon": "rms_norm_eps", "feed_forward_length": "intermediate_size",
+  "embedding_length": "hidden_size", "block_count": "num_hidden_layers", "attention.key_length": "head_dim",
+  "context_length": "max_position_embeddings", "rope.freq_base": "rope_theta"}
 
 
 def rope_table(config: ModelConfig, length: int) -> Tensor:
   """Cosines and sines of rotary positions (Su et al. 2021), (length, 2, head_dim / 2), their frequencies scaled."""
   D, scaling = config.head_dim, config.rope_scaling
   freqs = [config.rope_theta ** (-i / D) for i in range(0, D, 2)]
-  if scaling["rope_type"] == "linear": freqs = [f / scaling["factor"] for f in freqs]
-  if scaling["rope_type"] == "factors": freqs = [f / x for f, x in zip(freqs, scaling["factors"], strict=True)]
+  factors = [scaling["factor"]] * len(freqs) if scaling["rope_type"] == "linear" else scaling.get("factors")
+  if factors: freqs = [f / x for f, x in zip(freqs, factors, strict=True)]
   if scaling["rope_type"] == "llama3":   # long waves are stretched by factor, short ones left alone, others between
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = [scaling["original_max_position_embeddings"] * f / (2 * math.pi) for f in freqs]
@@ -33,10 +49,14 @@ def rope_table(config: ModelConfig, length: int) -> Tensor:
 STORED = {3: (0, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 
 
-def pack(weight: Any, shape: tuple) -> Any:
+def pack(weight: np.ndarray, shape: tuple) -> np.ndarray:
   """W, (out, in), in the order of a stored shape."""
-  axes = STORED[len(shape)]
-  return weight.reshape([shape[i] for i in argsort(axes)]).transpose(axes)
+  return weight.reshape([shape[i] for i in helpers.argsort(STORED[len(shape)])]).transpose(STORED[len(shape)])
+
+
+def unpack(stored: Tensor) -> Tensor:
+  """A stored W as (out, in)."""
+  return stored.permute(helpers.argsort(STORED[stored.ndim])).reshape(features(stored.shape))
 
 
 def features(shape: tuple) -> tuple[int, int]:
@@ -44,24 +64,19 @@ def features(shape: tuple) -> tuple[int, int]:
   return (shape[0] * 16, shape[1] * 32) if len(shape) == 8 else (shape[0] * shape[2], shape[1])
 
 
-def unpack(stored: Tensor) -> Tensor:
-  """A stored W as (out, in)."""
-  return stored.permute(argsort(STORED[stored.ndim])).reshape(features(stored.shape))
-
-
 class Linear:
-  """x @ W.T + bias, accumulated in float32. norm_eps: x is first divided by its rows' root mean square (Zhang and Sennrich
-  2019); the weights of such a norm belong into W."""
+  """x @ W.T + bias, accumulated in float32. norm_eps: x is first divided by its rows' root mean square (Zhang and
+  Sennrich 2019); the weights of such a norm belong into W."""
   def __init__(self, in_features: int, out_features: int, bias: bool = False, dtype: DType = dtypes.float32,
                norm_eps: float | None = None):
-    tile, cores = math.gcd(out_features, 16), cpu_cores()
-    tensor_cores = tile == 16 and in_features % 32 == 0 and has_tensor_cores(dtype)
-    shape = (out_features // tile, tile, in_features)
+    tile, cores = math.gcd(out_features, 16), kernels.cpu_cores()
+    tensor_cores = tile == 16 and in_features % 32 == 0 and kernels.has_tensor_cores(dtype)
+    shape: tuple[int, ...] = (out_features // tile, tile, in_features)
     if tensor_cores: shape = (out_features // 16, 2, 8, in_features // 32, 4, 2, 2, 2)
     self.weight = Tensor.empty(*[shape[i] for i in STORED[len(shape)]], dtype=dtype)
     if bias: self.bias = Tensor.empty(out_features, dtype=dtype)
-    self.kernel = tensor_core_linear_kernel if tensor_cores else partial(linear_kernel, cores)
-    if norm_eps: self.rms = partial(rms_kernel, 1 if cores else math.gcd(in_features, 256), norm_eps)
+    self.kernel = kernels.tensor_core_linear_kernel if tensor_cores else partial(kernels.linear_kernel, cores)
+    if norm_eps: self.rms = partial(kernels.rms_kernel, 1 if cores else math.gcd(in_features, 256), norm_eps)
 
   def __call__(self, x: Tensor, *residual: Tensor, dtype: DType | None = None) -> Tensor:
     """x: (T, in). residual: (T, out), added to the result. Returns (T, out)."""
@@ -75,23 +90,23 @@ class Linear:
 class Layer:
   """Norms are where they are used: their weights are part of qkv_proj's and gate_up_proj's."""
   def __init__(self, config: ModelConfig, dtype: DType):
-    self.heads, self.kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    H, KV, D = self.shape = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     hidden, intermediate, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-    self.qkv_proj = Linear(hidden, (self.heads + 2 * self.kv_heads) * self.head_dim, config.qkv_bias, dtype, eps)
-    self.o_proj = Linear(self.heads * self.head_dim, hidden, config.o_bias, dtype)
+    self.qkv_proj = Linear(hidden, (H + 2 * KV) * D, config.qkv_bias, dtype, eps)
+    self.o_proj = Linear(H * D, hidden, config.o_bias, dtype)
     self.gate_up_proj = Linear(hidden, 2 * intermediate, config.mlp_bias, dtype, eps)
     self.down_proj = Linear(intermediate, hidden, config.mlp_bias, dtype)
-    self.attend_kernel = partial(attend_kernel, cpu_cores())
-    if config.qk_norm: self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, eps) for _ in range(2))
+    self.attend_kernel = partial(kernels.attend_kernel, kernels.cpu_cores())
+    if config.qk_norm: self.q_norm, self.k_norm = (nn.RMSNorm(D, eps) for _ in range(2))
 
   def __call__(self, x: Tensor, cache: list[Tensor], tokens: Tensor, table: Tensor, rope: Tensor) -> Tensor:
-    T, H, KV, D = x.shape[0], self.heads, self.kv_heads, self.head_dim
+    T, (H, KV, D) = x.shape[0], self.shape
     qkv = self.qkv_proj(x)   # (T, (H + 2 KV) * D)
     if hasattr(self, "q_norm"):
       q, k, v = qkv.reshape(T, H + 2 * KV, D).split([H, KV, KV], dim=1)
       qkv = self.q_norm(q).cat(self.k_norm(k), v, dim=1).flatten(1).contiguous()
     q, out = (Tensor.empty(T, KV, H // KV, D, dtype=x.dtype, device=x.device) for _ in range(2))
-    q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:3]
+    q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=kernels.rope_kernel)[:3]
     out = out.custom_kernel(q, *cache, table, tokens, fxn=self.attend_kernel)[0]   # (T, KV, G, D)
     x = self.o_proj(out.reshape(T, H * D), x)
     gate, up = self.gate_up_proj(x).chunk(2, dim=-1)   # (T, intermediate) each
@@ -110,8 +125,80 @@ class Llama:
                caches: list[list[Tensor]]) -> Tensor:
     """Logits, (S, vocab) in float32, of the tokens that `samples`, (S,), indexes in the flat batch `ids`, (T,). The K
     and V of all of them are written to `caches`, keys and values per layer. tokens, table: as the kernels take them."""
-    embedding = self.embed_tokens.weight if hasattr(self, "embed_tokens") else unpack(self.lm_head.weight)
-    x = embedding[ids].contiguous()   # (T, hidden)
+    x = (self.embed_tokens.weight if hasattr(self, "embed_tokens") else unpack(self.lm_head.weight))[ids].contiguous()
     for layer, cache in zip(self.layers, caches, strict=True):   # compiled once for all layers
       x = function(layer, precompile=True, allow_implicit=True)(x, cache, tokens, table, rope)
     return self.lm_head(self.norm(x[samples]).cast(x.dtype).contiguous(), dtype=dtypes.float32)
+
+
+def read_hf(folder: Path) -> tuple[dict[str, Any], Reader, dict[str, Any]]:
+  """The content of config.json, with generation_config.json's end tokens, and the tensors of model.safetensors or of
+  the shards that model.safetensors.index.json names."""
+  config, index = read_json(folder / "config.json"), read_json(folder / "model.safetensors.index.json")
+  config["eos_token_id"] = (config | read_json(folder / "generation_config.json")).get("eos_token_id")
+  reader: Reader = {}
+  for path in {folder / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}:
+    try: safe_open(path, "np")   # it checks the file, but cannot read bfloat16
+    except (OSError, SafetensorError) as e: raise ValueError(f"{path} is missing, damaged or cut short: {e}") from e
+    with path.open("rb") as file: header = json.loads(file.read(size := int.from_bytes(file.read(8), "little")))
+    header.pop("__metadata__", None)
+    for name, entry in header.items():   # each is mapped by itself: the pages of a whole file would count as ours
+      kind, shape, offset = entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
+      check(kind in DTYPES, f"{path}: tensor {name} is {kind}; supported: {', '.join(DTYPES)}")
+      reader[name] = partial(np.memmap, path, DTYPES[kind], "c", offset, shape)
+  return config, reader, config
+
+
+def read_gguf(path: Path) -> tuple[dict[str, Any], Reader, dict[str, Any]]:
+  """A GGUF file of the llama architecture: its config and tensors, dequantized, as Hugging Face's, and its metadata."""
+  try: kv, tensors = gguf_load(path)
+  except Exception as e: raise ValueError(f"{path} is not a readable GGUF file: {e}") from e   # fails in many ways
+  arch = kv["general.architecture"]
+  check(arch == "llama", f"{path}: GGUF architecture {arch} is not supported; supported: llama")
+  config = {name: kv.get(f"llama.{key}") for key, name in GGUF_KEYS.items()} | {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": len(kv["tokenizer.ggml.tokens"]),
+    "tie_word_embeddings": "output.weight" not in tensors,
+    "eos_token_id": [kv[k] for n in ("eos", "eot") if (k := f"tokenizer.ggml.{n}_token_id") in kv],
+    "rope_scaling": {"rope_type": kv.get("llama.rope.scaling.type", "none").replace("none", "default"),
+                     "factor": kv.get("llama.rope.scaling.factor")}}
+  if "rope_freqs.weight" in tensors:   # llama3's scaling, worked out by the converter
+    config["rope_scaling"] = {"rope_type": "factors", "factors": tensors.pop("rope_freqs.weight").tolist()}
+  heads = {"attn_q": (n := config["num_attention_heads"]), "attn_k": config["num_key_value_heads"] or n}
+  reader: Reader = {}
+  for name, tensor in tensors.items():
+    parts = name.split(".")
+    if n := heads.get(parts[-2]):   # rows of q and k lie in RoPE's pairs of neighbours: put them back into halves
+      tensor = tensor.reshape(n, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+    reader[".".join(GGUF_NAMES.get(part, part) for part in parts)] = partial(tensor.numpy)
+  return config, reader, kv
+
+
+def load_weights(model: Llama, config: ModelConfig, reader: Reader, source: Path, dtype: DType) -> None:
+  """Fill the model's tensors. Raises ValueError naming the file and the tensor that is missing, surplus or
+  misshapen."""
+  def take(name: str, *shape: int) -> np.ndarray:
+    check(name in reader, f"{source}: tensor {name} is missing")
+    array = reader.pop(name)()
+    check(array.shape == shape, f"{source}: tensor {name} has shape {list(array.shape)}; its config says {list(shape)}")
+    # bfloat16 is the upper half of float32
+    return (array.astype(np.uint32) << 16).view(np.float32) if array.dtype == np.uint16 else array
+
+  q, kv = config.num_attention_heads, config.num_key_value_heads
+  parts = {"qkv_proj": {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv},   # and shares of rows
+           "gate_up_proj": {"mlp.gate_proj": 1, "mlp.up_proj": 1}, "down_proj": {"mlp.down_proj": 1},
+           "lm_head": {"model.embed_tokens" if config.tie_word_embeddings else "lm_head": 1},
+           **{kind: {f"self_attn.{kind}": 1} for kind in ("o_proj", "q_norm", "k_norm")}}
+  for target, tensor in helpers.tqdm(nn.state.get_state_dict(model).items(), desc="loading weights", disable=None):
+    *path, kind, what = target.split(".")
+    prefix, shares = "" if kind == "lm_head" else ".".join(["model", *path, ""]), parts.get(kind, {kind: 1})
+    rows, *columns = map(int, features(tensor.shape) if tensor.ndim > 2 else tensor.shape)   # a Linear's has its order
+    unit = rows // sum(shares.values())
+    arrays = [take(f"{prefix}{part}.{what}", n * unit, *columns) for part, n in shares.items()]
+    array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
+    if kind in NORMS and columns: array = array * take(f"{prefix}{NORMS[kind]}.weight", *columns)
+    if tensor.ndim > 2: array = pack(array, tensor.shape)
+    # Cast here, or the device keeps a buffer of either kind
+    array = np.ascontiguousarray(array, np.float32 if dtype == dtypes.float32 else None)
+    tensor.replace(Tensor(array).cast(dtype).contiguous().realize())
+  surplus = [n for n in reader if n != "lm_head.weight" and not n.endswith(".inv_freq")]   # but what is derived
+  check(not surplus, f"{source}: tensor {' '.join(surplus[:1])} has no place in the model that its config describes")

@@ -1,33 +1,29 @@
 """Decides what each step computes (Yu et al. 2022, Orca): one token for every decoding sequence, then chunks of
 prompts, together at most max_num_batched_tokens. The oldest running sequence of the highest priority always makes
 progress."""
-import bisect, time
-from collections import deque
-from math import isnan
+import bisect, collections, math, time
 
 from .config import EngineConfig, logger
 from .sequence import Sequence
 
 
 class BlockManager:
-  """Owns the physical blocks of the KV cache: who holds each, and which are free. free + used == num_blocks - 1, as block
-  0 takes padding's writes and is nobody's."""
+  """Owns the physical blocks of the KV cache: who holds each, and which are free. free + used == num_blocks - 1, as
+  block 0 takes padding's writes and is nobody's."""
   def __init__(self, num_blocks: int, block_size: int):
     self.num_blocks, self.block_size, self.num_tokens = num_blocks, block_size, (num_blocks - 1) * block_size
-    self.free_blocks = deque(range(1, num_blocks))
+    self.free_blocks = collections.deque(range(1, num_blocks))
     self.ref_counts = [0] * num_blocks
 
   def num_free(self) -> int: return len(self.free_blocks)
   def num_used(self) -> int: return self.num_blocks - 1 - self.num_free()
 
-  def missing(self, table: list[int], num_tokens: int) -> int: return -(-num_tokens // self.block_size) - len(table)
-
   def can_allocate(self, table: list[int], num_tokens: int) -> bool:
-    return self.missing(table, num_tokens) <= self.num_free()
+    return num_tokens <= (len(table) + self.num_free()) * self.block_size
 
   def allocate(self, table: list[int], num_tokens: int) -> None:
     """Grow `table` until it holds `num_tokens`. The caller has asked `can_allocate`."""
-    for _ in range(self.missing(table, num_tokens)):
+    while len(table) * self.block_size < num_tokens:
       table.append(block := self.free_blocks.popleft())
       self.ref_counts[block] = 1
 
@@ -46,17 +42,14 @@ class Scheduler:
     self.free_rows = list(range(config.max_num_seqs))[::-1]
     self.num_preemptions = 0
 
-  @staticmethod
-  def order(seq: Sequence) -> tuple[int, int]: return seq.priority, seq.arrival
-
-  def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq, key=self.order)
+  def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq, key=lambda s: s.order)
 
   def schedule(self) -> dict[Sequence, int]:
     """The sequences of the next step and how many tokens of each, with blocks allocated. May preempt sequences, and
     finish with "length" one that alone outgrows the pool."""
     batch: dict[Sequence, int] = {}
     preemptions = self.num_preemptions
-    for seq in sorted(self.running, key=lambda s: (s.remaining() > 1, self.order(s))):
+    for seq in sorted(self.running, key=lambda s: (s.remaining() > 1, s.order)):
       n = 0 if seq.exhausted() else min(seq.remaining(), self.budget - sum(batch.values()))
       if n and seq.row is not None and self._make_room(seq, n, batch): batch[seq] = n
     while self.waiting and self.free_rows and preemptions == self.num_preemptions and sum(batch.values()) < self.budget:
@@ -64,7 +57,7 @@ class Scheduler:
       if not self.blocks.can_allocate([], len(seq.tokens)): break
       self.running.append(self.waiting.pop(0))
       seq.row = self.free_rows.pop()
-      if isnan(seq.metrics.first_scheduled_time): seq.metrics.first_scheduled_time = time.monotonic()
+      if math.isnan(seq.metrics.first_scheduled_time): seq.metrics.first_scheduled_time = time.monotonic()
       batch[seq] = min(len(seq.tokens), self.budget - sum(batch.values()))
       self.blocks.allocate(seq.block_table, batch[seq])
     return batch
@@ -77,7 +70,7 @@ class Scheduler:
                        "num_gpu_blocks_override", seq.request_id, len(seq.tokens))
         self.finish(seq, "length")
         return False
-      victim = max(self.running, key=self.order)
+      victim = max(self.running, key=lambda s: s.order)
       batch.pop(victim, None)
       self.preempt(victim)
       if victim is seq: return False

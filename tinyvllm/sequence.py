@@ -1,9 +1,8 @@
 """What a request asks for, what it has so far, and what it gets. A sequence stores one counter of progress,
 `num_computed`: the tokens whose K and V are in the cache, 0 <= num_computed <= len(tokens). All else is derived from
 it."""
-import time
+import math, time
 from dataclasses import dataclass, field
-from math import nan
 from typing import Annotated
 
 from .config import Options, check
@@ -40,19 +39,15 @@ class SamplingParams(Options):
 class RequestMetrics:
   """Monotonic times of a request's events, and the seconds between them; NaN for what has not happened."""
   arrival_time: float = field(default_factory=time.monotonic)
-  first_scheduled_time: float = nan
-  first_token_time: float = nan
-  finished_time: float = nan
+  first_scheduled_time: float = math.nan
+  first_token_time: float = math.nan
+  finished_time: float = math.nan
   num_generated: int = 0
 
-  @property
-  def queue_time(self) -> float: return self.first_scheduled_time - self.arrival_time
-  @property
-  def ttft(self) -> float: return self.first_token_time - self.arrival_time
-  @property
-  def tpot(self) -> float: return (self.finished_time - self.first_token_time) / max(1, self.num_generated - 1)
-  @property
-  def latency(self) -> float: return self.finished_time - self.arrival_time
+  queue_time = property(lambda self: self.first_scheduled_time - self.arrival_time)
+  ttft = property(lambda self: self.first_token_time - self.arrival_time)
+  tpot = property(lambda self: (self.finished_time - self.first_token_time) / max(1, self.num_generated - 1))
+  latency = property(lambda self: self.finished_time - self.arrival_time)
 
 
 @dataclass(eq=False)
@@ -68,7 +63,7 @@ class Sequence:
   max_len: int
   priority: int
   arrival: int
-  length: int = field(init=False)   # its tokens, with those that the device has sampled and the host has not read
+  length: int   # its tokens, with those that the device has sampled and the host has not read
   num_computed: int = 0
   block_table: list[int] = field(default_factory=list)
   row: int | None = None
@@ -76,11 +71,9 @@ class Sequence:
   stop_reason: int | str | None = None   # the stop string or stop id that ended it; None for the model's end token
   metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
-  def __post_init__(self) -> None: self.length = len(self.tokens)
-
   def remaining(self) -> int: return self.length - self.num_computed
-  @property
-  def num_generated(self) -> int: return len(self.tokens) - self.num_prompt
+  order = property(lambda self: (self.priority, self.arrival))   # who goes first
+  num_generated = property(lambda self: len(self.tokens) - self.num_prompt)
   def banned(self) -> list[int]:
     return sorted(self.stop_ids) if self.length - self.num_prompt < self.params.min_tokens else []
   def exhausted(self) -> bool:
@@ -114,6 +107,6 @@ class RequestOutput:
   prompt: str | None
   prompt_token_ids: list[int]
   outputs: list[CompletionOutput]
-  finished: bool
   metrics: RequestMetrics
   num_cached_tokens: int = 0
+  finished = property(lambda self: all(output.finish_reason for output in self.outputs))

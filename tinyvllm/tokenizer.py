@@ -1,8 +1,7 @@
 """Text to token ids and back: sentencepiece's tokenizer.model, Hugging Face's tokenizer.json, a GGUF's own vocabulary;
 chat templates; and decoding as tokens arrive."""
-import importlib, re
+import importlib, itertools, re
 from collections.abc import Callable
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,7 @@ class Tokenizer:
                named: dict[str, int], specials: set[int], config: dict[str, Any]):
     self._encode, self._decode, self.specials, self.texts = encode, decode, specials, {i: t for t, i in named.items()}
     self.config = {k: v.get("content", v) if isinstance(v, dict) else v for k, v in config.items()}
-    bos = self.config.get("bos_token")
-    self.prefix = [named[bos]] if config.get("add_bos_token") and bos in named else []
+    self.prefix = [named[bos]] if config.get("add_bos_token") and (bos := self.config.get("bos_token")) in named else []
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     """Ids of a text, in which special tokens' texts stand for themselves, behind a BOS if the model's files want
@@ -35,7 +33,7 @@ class Tokenizer:
   def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
     ids = [i for i in ids if not (skip_special_tokens and i in self.specials)]
     return "".join("".join(self.texts[i] for i in run) if named else self._decode(list(run))
-                   for named, run in groupby(ids, self.texts.__contains__))
+                   for named, run in itertools.groupby(ids, self.texts.__contains__))
 
   def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
     """The conversation as the model was trained to see it. Raises ValueError without a template, or where it
@@ -60,14 +58,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
   model = SentencePieceProcessor(model_file=str(path))
   added, size = config.get("added_tokens_decoder", {}), model.GetPieceSize()
   specials = {*filter(model.IsControl, range(size)), *(int(i) for i, token in added.items() if token["special"])}
-  named = {model.IdToPiece(i): i for i in specials if i < size}
-  named |= {token["content"]: int(i) for i, token in added.items()}
+  named = {model.IdToPiece(i): i for i in specials if i < size} | {t["content"]: int(i) for i, t in added.items()}
   split = re.compile("(" + "|".join(map(re.escape, named)) + ")").split
 
   def encode(text: str, add_special_tokens: bool) -> list[int]:
     return [i for part in split(text) for i in ([named[part]] if part in named else model.EncodeAsIds(part))]
   def decode(ids: list[int]) -> str: return model.DecodeIds([i for i in ids if i < size])   # others are padding
-  return Tokenizer(encode, decode, named, specials, {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config})
+  config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config}
+  return Tokenizer(encode, decode, named, specials, config)
 
 
 def _library(name: str) -> Any:
@@ -77,9 +75,8 @@ def _library(name: str) -> Any:
 
 def _from_library(model: Any, config: dict[str, Any]) -> Tokenizer:
   named = {t.content: i for i, t in model.get_added_tokens_decoder().items() if t.special}
-  def encode(text: str, special: bool) -> list[int]: return model.encode(text, add_special_tokens=special).ids
-  def decode(ids: list[int]) -> str: return model.decode(ids, skip_special_tokens=False)
-  return Tokenizer(encode, decode, named, set(named.values()), config)
+  return Tokenizer(lambda text, special: model.encode(text, add_special_tokens=special).ids,
+                   lambda ids: model.decode(ids, skip_special_tokens=False), named, set(named.values()), config)
 
 
 def gguf_tokenizer(kv: dict[str, Any]) -> Tokenizer:
