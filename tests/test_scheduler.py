@@ -22,7 +22,7 @@ class Bench:
   def add(self, prompt=3, n=5, priority=0):
     params = SamplingParams(temperature=0.0, max_tokens=n)
     i, tokens = len(self.all), list(range(prompt))
-    self.all.append(seq := Sequence(str(i), tokens, prompt, params, 0, frozenset(), self.max_len, priority, arrival=i))
+    self.all.append(seq := Sequence(str(i), tokens, prompt, params, 0, frozenset(), self.max_len, priority, i, prompt))
     self.scheduler.add(seq)
     self.check()
     return seq
@@ -32,7 +32,7 @@ class Bench:
     scheduler = self.scheduler
     decoding = {s for s in scheduler.running if s.remaining() == 1}
     waiting = [] if self.config.scheduling_policy == "priority" and scheduler.running else scheduler.waiting
-    oldest = min([*scheduler.running, *waiting], key=scheduler.order, default=None)   # no one is put off for an arrival
+    oldest = min([*scheduler.running, *waiting], key=lambda s: s.order, default=None)   # none is put off
     batch = scheduler.schedule()
     self.steps += 1
     assert sum(batch.values()) <= self.config.max_num_batched_tokens and len(batch) <= self.config.max_num_seqs

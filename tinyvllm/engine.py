@@ -24,12 +24,14 @@ class Request(Sequence):
   """A sequence and its text, of which `text[:shown]` may be seen: the rest could still become a stop string."""
   prompt: str | None = field(kw_only=True)
   decoder: StreamDecoder = field(kw_only=True)
+  decoded: int = 0   # tokens whose text is there: it is made when somebody reads it, or to find a stop string
   text: str = ""
   shown: int = 0
 
-  def take(self, tokens: list[int]) -> None:
-    """Add new tokens' text; finish at the first stop string."""
+  def decode(self) -> None:
+    """Add the text of new tokens; finish at the first stop string."""
     params, stops, searched = self.params, self.params.stop or [], len(self.text)
+    tokens, self.decoded = self.tokens[self.num_prompt + self.decoded:], self.num_generated
     if self.finish_reason == "stop" and not params.include_stop_str_in_output: tokens = tokens[:-1]
     self.text += self.decoder.push(tokens, last=self.finish_reason is not None)
     found = [(at, s) for s in stops if (at := self.text.find(s, max(0, searched - len(s) + 1))) >= 0]
@@ -41,6 +43,7 @@ class Request(Sequence):
     self.shown = len(self.text) - (0 if self.finish_reason else max(held, default=0))
 
   def output(self, text_from: int = 0, tokens_from: int = 0) -> RequestOutput:
+    self.decode()
     text, ids = self.text[text_from:self.shown], self.tokens[self.num_prompt + tokens_from:]
     completion = CompletionOutput(0, text, ids, self.finish_reason, self.stop_reason)
     return RequestOutput(self.request_id, self.prompt, self.tokens[:self.num_prompt], [completion], self.metrics)
@@ -87,9 +90,8 @@ class LLMEngine:
     params, given = params or SamplingParams(), prompt if isinstance(prompt, dict) else {"prompt": prompt}
     check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
     text, ids = given.get("prompt"), given.get("prompt_token_ids")
-    check(len(given) == 1 and (isinstance(text, str) or isinstance(ids, list)),
-          f"prompt={prompt!r} must be a str, {{'prompt': str}} or {{'prompt_token_ids': list of int}}")
-    check(text or ids, f"prompt={prompt!r} is empty: give at least one token")
+    check(len(given) == 1 and (text and isinstance(text, str) or ids and isinstance(ids, list)), f"prompt={prompt!r} "
+          "must be a str, {'prompt': str} or {'prompt_token_ids': list of int}, and not empty")
     ids, pool = list(ids or self.tokenizer.encode(str(text))), self.blocks.num_tokens
     for i in (*ids, *(params.stop_token_ids or ())):
       check(type(i) is int and 0 <= i < self.model_config.vocab_size, f"token id {i!r} in prompt_token_ids or "
@@ -104,9 +106,9 @@ class LLMEngine:
     check(not params.min_tokens or len(stop_ids) <= MAX_BANNED, f"stop_token_ids: {len(stop_ids)} with the "
           f"model's end tokens; with min_tokens at most {MAX_BANNED}")
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
-    decoder = StreamDecoder(self.tokenizer, ids, params.skip_special_tokens)
-    return Request(request_id, ids, len(ids), params, seed, frozenset(stop_ids), self.max_model_len, priority,
-                   next(self._arrivals), len(ids), prompt=text, decoder=decoder)
+    return Request(
+      request_id, ids, len(ids), params, seed, frozenset(stop_ids), self.max_model_len, priority, next(self._arrivals),
+      len(ids), prompt=text, decoder=StreamDecoder(self.tokenizer, ids, params.skip_special_tokens))
 
   def _add(self, request: Request) -> None:
     with self._lock:
@@ -121,10 +123,11 @@ class LLMEngine:
 
   def has_unfinished_requests(self) -> bool: return bool(self.requests)
 
-  def step(self, ready: Callable[[], bool] = lambda: False) -> list[RequestOutput]:
-    """Advance the running requests together, and return those that have something new. One thread steps at a time, and
-    no lock is held while the device works; a thread that waits for its turn goes without one once it is `ready`. On a
-    GPU a step packs its batch while the one before runs, whose tokens it returns."""
+  def step(self, outputs: bool = True, ready: Callable[[], bool] = lambda: False) -> list[RequestOutput]:
+    """Advance the running requests together, and return those that have something new, unless no `outputs` are wanted.
+    One thread steps at a time, and no lock is held while the device works; a thread that waits for its turn goes
+    without one once it is `ready`. On a GPU a step packs its batch while the one before runs, whose tokens it returns.
+    """
     with self._lock:
       self._lock.wait_for(lambda: ready() or not self._stepping)
       if ready(): return []
@@ -136,7 +139,7 @@ class LLMEngine:
       if not self.runner.overlaps and step: done = self.runner.launch(step)
       sampled = dict(zip(done[0], done[1].tolist(), strict=False)) if done else {}   # type: ignore[arg-type]
       if self.runner.overlaps and step: self._running = self.runner.launch(step)
-      with self._lock: return self._record(len(batch), sampled, started)
+      with self._lock: return [r.output() for r in self._record(len(batch), sampled, started) if outputs]
     except BaseException:
       with self._lock:   # what the step was to compute is computed again
         for seq in [s for s in batch if s.row is not None]: self.scheduler.preempt(seq)
@@ -146,22 +149,22 @@ class LLMEngine:
         self._stepping = False
         self._lock.notify_all()
 
-  def _record(self, scheduled: int, sampled: dict[Sequence, int], started: float) -> list[RequestOutput]:
+  def _record(self, scheduled: int, sampled: dict[Sequence, int], started: float) -> list[Request]:
     self.scheduler.update(sampled)
     changed = [r for r in self.requests.values() if r in sampled or r.finish_reason]
     for request in changed:
-      request.take([sampled[request]] if request in sampled else [])
+      if request.params.stop or request.finish_reason: request.decode()
       if request.finish_reason: self.scheduler.finish(self.requests.pop(request.request_id), request.finish_reason)
     self.totals.update(steps=1, scheduled=scheduled, generation_tokens=sum(r in sampled for r in changed),
                        prompt_tokens=sum(r.num_prompt for r in changed if r in sampled and r.num_generated == 1),
                        requests_finished=sum(r.finish_reason is not None for r in changed),
                        microseconds=round(1e6 * (time.perf_counter() - started)))
-    return [request.output() for request in changed]
+    return changed
 
   def _advance(self, request: Request, tokens: int = 2**31) -> None:
     """Step, or wait while another thread does, until the request has more than `tokens` or has ended."""
     def ready() -> bool: return request.request_id not in self.requests or request.num_generated > tokens
-    while not ready(): self.step(ready)
+    while not ready(): self.step(False, ready)
 
   def get_metrics(self) -> dict[str, float]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""

@@ -17,8 +17,10 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 POSITION, SLOT, ROW = 1, 2, 3
 LOWEST = -1e30   # a score that weighs nothing, and yet is no infinity: inf - inf is not a number
 MMA = (8, 16, 16)   # the tensor core that the kernel here is written for: n, m, k
-# By rows of x at most: tiles of 16 outputs and of 8 rows to a warp, warps that share a sum, steps of 32 inputs at once
-TILES = {8: (1, 1, 16, 1), 16: (2, 2, 4, 2), 32: (2, 4, 4, 2), 1 << 30: (4, 8, 2, 2)}
+# By rows of x and outputs, at most: tiles of 16 outputs and of 8 rows to a warp, warps that share a sum, steps of 32
+# inputs at once. Found by trying them on an H200 (tests/benchmarks/LOG.md): few outputs want smaller tiles, more warps
+TILES = [(8, 2**30, (1, 1, 16, 1)), (16, 2**30, (1, 2, 8, 1)), (32, 8192, (1, 4, 8, 1)), (32, 2**30, (2, 4, 4, 2)),
+         (64, 8192, (2, 8, 4, 2)), (2**30, 2**30, (4, 8, 2, 2))]
 
 
 def has_tensor_cores(dtype: DType) -> bool:
@@ -65,7 +67,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *extras: UOp) -> UO
   8 neighbours of x and the weights that belong to them, 4 at a time, which lie as lanes ask for them. The tensor cores
   take 8, 4 and 4 elements of w, x and the sum from a lane (PTX ISA, mma.m16n8k16)."""
   (T, K), N16 = x.shape, weight.shape[0]
-  n_tiles, t_tiles, shares, steps = next(tiles for rows, tiles in TILES.items() if rows >= T)
+  n_tiles, t_tiles, shares, steps = next(tiles for rows, outputs, tiles in TILES if T <= rows and N16 * 16 <= outputs)
   steps, n_tiles = math.gcd(K // 32, steps), math.gcd(N16, n_tiles)
   shares = math.gcd(K // 32 // steps, shares)
   t, n = UOp.range(-(-T // 8) // t_tiles, 0, AxisType.GLOBAL), UOp.range(N16 // n_tiles, 1, AxisType.GLOBAL)

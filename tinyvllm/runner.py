@@ -94,8 +94,8 @@ def free_memory(device: str) -> int:
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
     return free.value
-  pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-  return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+  available = "SC_AVPHYS_PAGES" in os.sysconf_names
+  return os.sysconf("SC_AVPHYS_PAGES" if available else "SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int, dtype: DType) -> list[list[Tensor]]:
@@ -146,12 +146,11 @@ class Runner:
     packed[:4, :len(tokens)] = np.array(tokens).T
     packed[4:6] = packed[3] * self.max_blocks + packed[1] // size, packed[2] // size
     packed[6:, :len(samples)] = np.array([(at, seq.row) for seq, at in samples.items()]).reshape(-1, 2).T
-    greedy = all(seq.params.temperature < 1e-5 and not seq.banned() for seq in samples)
-    fields = [((p.temperature, p.top_p, p.min_p), seq.seed, p.top_k, np.resize(seq.banned() or -1, MAX_BANNED))
+    greedy = all(seq.params.temperature < 1e-5 and not seq.banned for seq in samples)
+    fields = [((p.temperature, p.top_p, p.min_p), seq.seed, p.top_k, np.resize(seq.banned or -1, MAX_BANNED))
               for seq in samples if not greedy for p in [seq.params]]
     shape = T, min(T, bucket(spare)), greedy
-    sampler = np.resize(np.array(fields, FIELDS), 0 if greedy else shape[1])   # over again: nobody reads the padding's
-    array = np.concatenate([packed.ravel(), sampler.view(np.int32)])
+    array = np.concatenate([packed.ravel(), np.resize(np.array(fields, FIELDS), 0 if greedy else shape[1]).view("i4")])
     if shape not in self.steps:
       compute = functools.partial(self._compute, input := _zeros(len(array)), *shape)
       self.steps[shape] = input, compute if self.config.enforce_eager else TinyJit(compute)

@@ -50,7 +50,8 @@ class Scheduler:
     batch: dict[Sequence, int] = {}
     preemptions = self.num_preemptions
     for seq in sorted(self.running, key=lambda s: (s.remaining() > 1, s.order)):
-      n = 0 if seq.exhausted() else min(seq.remaining(), self.budget - sum(batch.values()))
+      n = 0 if seq.exhausted else seq.remaining()
+      if n > 1: n = min(n, self.budget - sum(batch.values()))   # there is always room for a decode
       if n and seq.row is not None and self._make_room(seq, n, batch): batch[seq] = n
     while self.waiting and self.free_rows and preemptions == self.num_preemptions and sum(batch.values()) < self.budget:
       seq = self.waiting[0]   # room for all of it, or the chunks of several would preempt each other

@@ -74,10 +74,8 @@ class Sequence:
   def remaining(self) -> int: return self.length - self.num_computed
   order = property(lambda self: (self.priority, self.arrival))   # who goes first
   num_generated = property(lambda self: len(self.tokens) - self.num_prompt)
-  def banned(self) -> list[int]:
-    return sorted(self.stop_ids) if self.length - self.num_prompt < self.params.min_tokens else []
-  def exhausted(self) -> bool:
-    return self.length - self.num_prompt >= self.params.max_tokens or self.length >= self.max_len
+  exhausted = property(lambda self: self.length >= min(self.max_len, self.num_prompt + self.params.max_tokens))
+  banned = property(lambda self: list(self.stop_ids) if self.length < self.num_prompt + self.params.min_tokens else [])
 
   def append(self, token: int) -> None:
     """Take the next token, and finish where it, or the length, says so."""
@@ -87,7 +85,7 @@ class Sequence:
     if self.num_generated == 1: self.metrics.first_token_time = time.monotonic()
     if token in self.stop_ids:
       self.finish_reason, self.stop_reason = "stop", token if token in (self.params.stop_token_ids or ()) else None
-    elif self.length == len(self.tokens) and self.exhausted(): self.finish_reason = "length"
+    elif self.length == len(self.tokens) and self.exhausted: self.finish_reason = "length"
 
 
 @dataclass

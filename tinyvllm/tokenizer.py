@@ -31,6 +31,7 @@ class Tokenizer:
     return self.prefix + ids if add_special_tokens and ids[:1] != self.prefix else ids
 
   def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    if self.texts.keys().isdisjoint(ids): return self._decode(ids)
     ids = [i for i in ids if not (skip_special_tokens and i in self.specials)]
     return "".join("".join(self.texts[i] for i in run) if named else self._decode(list(run))
                    for named, run in itertools.groupby(ids, self.texts.__contains__))

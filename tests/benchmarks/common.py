@@ -170,7 +170,11 @@ class Watch:
     self._inside = False
 
   def __enter__(self) -> "Watch":
-    self._stack, self._step = ExitStack(), self.llm.step
+    self._stack, self._step, self._changed = ExitStack(), self.llm.step, []
+    record = self.llm._record
+    def remember(*args) -> list:
+      self._changed = record(*args)
+      return self._changed
     original, capture = CapturedJit.__call__, CapturedJit.__init__
     def init(*args, **kwargs) -> None:
       self.captured += 1
@@ -180,7 +184,7 @@ class Watch:
       return original(jit, inputs, values)
     for owner, name, value in ((CapturedJit, "__init__", init), (CapturedJit, "__call__", self._timed("launch", call)),
                                (Buffer, "as_memoryview", self._timed("wait", Buffer.as_memoryview)),
-                               (self.llm, "step", self._record)):
+                               (self.llm, "_record", remember), (self.llm, "step", self._record)):
       self._stack.enter_context(patch.object(owner, name, value))
     return self
 
@@ -199,12 +203,11 @@ class Watch:
   def _record(self, *args, **kwargs):
     launch, wait, started = self.launch, self.wait, time.perf_counter()
     outputs = self._step(*args, **kwargs)
-    seconds, lengths = time.perf_counter() - started, [len(o.outputs[0].token_ids) for o in outputs]
-    contexts = [len(o.prompt_token_ids) + n for o, n in zip(outputs, lengths, strict=True)]
-    running = self.llm.get_metrics()["num_requests_running"] + sum(o.finished for o in outputs)
-    decode = len(outputs) == running > 0 and min(lengths) > 1   # else a prompt is still being read
-    self.steps.append(Step(seconds, self.launch - launch, self.wait - wait, len(outputs), decode,
-                           statistics.fmean(contexts or [0])))
+    seconds, changed = time.perf_counter() - started, self._changed   # requests
+    running = self.llm.get_metrics()["num_requests_running"] + sum(r.finish_reason is not None for r in changed)
+    decode = len(changed) == running > 0 and all(r.num_generated > 1 for r in changed)   # else prompts are read
+    self.steps.append(Step(seconds, self.launch - launch, self.wait - wait, len(changed), decode,
+                           statistics.fmean([len(r.tokens) for r in changed] or [0])))
     return outputs
 
   def warn(self) -> None:

@@ -1,0 +1,73 @@
+"""A CPU's cores, each with its own list of calls: what they compute together is what one computes alone."""
+import threading
+
+import numpy as np
+import pytest
+from tinygrad import Context, Device, Tensor, TinyJit
+
+from tinyvllm.kernels import cpu_cores
+from tinyvllm.llama import Linear, pack
+from tinyvllm.runner import open_device
+
+pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="of CPUs only")
+SIZE, DEPTH = 256, 12
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device(): open_device()
+
+
+def layers(seed: int) -> tuple[list[Linear], np.ndarray]:
+  """Matrices that keep a vector's length, each in need of all that the one before has written; and their product."""
+  rng, result = np.random.default_rng(seed), np.eye(SIZE)
+  matrices = [np.linalg.qr(rng.standard_normal((SIZE, SIZE)))[0].astype(np.float32) for _ in range(DEPTH)]
+  linears = [Linear(SIZE, SIZE) for _ in matrices]
+  for linear, matrix in zip(linears, matrices, strict=True):
+    linear.weight = Tensor(np.ascontiguousarray(pack(matrix, linear.weight.shape))).realize()
+    result = result @ matrix.T
+  return linears, result
+
+
+def captured(step) -> TinyJit:
+  jit = TinyJit(step)
+  with Context(JIT_BATCH_SIZE=0):
+    for _ in range(2): jit()
+  return jit
+
+
+def through(linears: list[Linear], x: Tensor) -> Tensor:
+  for linear in linears: x = linear(x)
+  return x.realize()
+
+
+def test_kernels_that_cores_share_wait_for_each_other():
+  linears, product = layers(0)
+  x = Tensor(np.random.default_rng(1).standard_normal((2, SIZE)).astype(np.float32)).realize()
+  jit = captured(lambda: through(linears, x))
+  calls = jit.captured.linear.src
+  assert len(calls) == 1 and calls[0].src[0].arg == "graph", "a step is one graph"
+  assert isinstance(Device["CPU"].graph, type) and cpu_cores() >= 1
+  for i in range(200):
+    new = np.random.default_rng(i).standard_normal((2, SIZE)).astype(np.float32)
+    buffer = x.uop.buffer
+    buffer.allocator._copyin(buffer._buf, new.data.cast("B"))
+    np.testing.assert_allclose(jit().numpy(), new @ product, atol=1e-4)
+
+
+def test_steps_of_several_threads_do_not_mix():
+  jobs, failures = [layers(seed) for seed in range(3)], []
+  xs = [Tensor(np.random.default_rng(9).standard_normal((1, SIZE)).astype(np.float32)).realize() for _ in jobs]
+  jits = [captured(lambda job=job, x=x: through(job[0], x)) for job, x in zip(jobs, xs, strict=True)]
+
+  def work(jit, x, product):
+    for _ in range(100):
+      if not np.allclose(jit().numpy(), x.numpy() @ product, atol=1e-4): failures.append(jit)
+  threads = [threading.Thread(target=work, args=(jit, x, job[1])) for jit, x, job in zip(jits, xs, jobs, strict=True)]
+  for thread in threads: thread.start()
+  for thread in threads: thread.join(timeout=60)
+  assert not failures and not any(thread.is_alive() for thread in threads)
+
+
+def test_what_the_graph_does_not_take_runs_as_tinygrad_runs_it():
+  double = TinyJit(lambda x: (x * 2 + 1).contiguous().realize())   # its input is another buffer at each call
+  for i in range(5): assert double(Tensor([i, i + 1]).realize()).tolist() == [2 * i + 1, 2 * i + 3]
