@@ -67,7 +67,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *extras: UOp) -> UO
   8 neighbours of x and the weights that belong to them, 4 at a time, which lie as lanes ask for them. The tensor cores
   take 8, 4 and 4 elements of w, x and the sum from a lane (PTX ISA, mma.m16n8k16)."""
   (T, K), N16 = x.shape, weight.shape[0]
-  n_tiles, t_tiles, shares, steps = next(tiles for rows, outputs, tiles in TILES if T <= rows and N16 * 16 <= outputs)
+  n_tiles, t_tiles, shares, steps = next(tiles for rows, outputs, tiles in TILES if rows >= T and outputs >= N16 * 16)
   steps, n_tiles = math.gcd(K // 32, steps), math.gcd(N16, n_tiles)
   shares = math.gcd(K // 32 // steps, shares)
   t, n = UOp.range(-(-T // 8) // t_tiles, 0, AxisType.GLOBAL), UOp.range(N16 // n_tiles, 1, AxisType.GLOBAL)
@@ -139,49 +139,52 @@ def _end(x: UOp, *axes: UOp) -> UOp: return x.end(*loops(axes))
 
 def attend_kernel(cores: int, out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: UOp) -> UOp:
   """Causal attention of each token over its own sequence, with online softmax in float32 (Dao et al. 2022): no memory
-  but for out, (T, KV, G, D), and no work beyond the sequence's length. A work group takes a token and a K/V head; each
-  of its lanes scores one position for all G queries, and then sums one dimension of V, so that these share what is
-  read. Few tokens are each shared by several such sets of lanes. cores: of a CPU, where lanes are SIMD; 0: else."""
+  but for out, (T, KV, G, D), and no work beyond the sequence's length. A work group takes a token and a K/V head, and P
+  positions at a time; each of its lanes scores some for all G queries, and then sums as many dimensions of V, so that
+  these share what is read. Few tokens are each shared by several such sets of lanes. cores: of a CPU, where lanes are
+  SIMD; 0: else. What a lane takes, unrolls and shares on a GPU was tried on an H200 (tests/benchmarks/LOG.md)."""
   (T, KV, G, D), (pages, *_, BS) = q.shape, keys.shape
   kind, space = (AxisType.UPCAST, AddrSpace.REG) if cores else (AxisType.LOCAL, AddrSpace.LOCAL)
-  lanes = math.gcd(D, 16, BS) if cores else D
+  wide = math.gcd(D, BS, 4 if T > 64 else 2)   # neighbours that a lane of a GPU takes at once
+  lanes, P, steps = (math.gcd(D, 16, BS), math.gcd(D, 16, BS), 1) if cores else (D // wide, D, 64 // wide)
   shares = 1 if cores or T > 64 else max(1, min(256 // D, 1024 // (G * D)))
   t, h, g = UOp.range(T, 0), UOp.range(KV, 1), UOp.range(G, 2, AxisType.UPCAST)
   share, lane, e = axis(shares, 3, AxisType.LOCAL), UOp.range(lanes, 4, kind), axis(D // lanes, 12, AxisType.UPCAST)
-  inside, outside = ((lane,), (t, h)) if cores else ((), (t, h, share, lane))
+  inside, outside, scored = ((lane,), (t, h), (g, lane)) if cores else ((), (t, h, share, lane), (g, e))
+  s, dim = (lane, e * lanes + lane) if cores else (lane * wide + e, lane * wide + e)   # its position, and dimension
   own, row = tokens[POSITION, t].load().cast(dtypes.weakint), tokens[ROW, t].cast(dtypes.weakint) % table.shape[0]
 
-  sizes: list[Any] = [(shares, G, lanes), (shares, G, lanes), (shares, D // lanes, G, lanes), (G,), (G,), (1,)]
+  sizes: list[Any] = [(shares, G, P), (shares, G, P), (shares, D // lanes, G, lanes), (G,), (G,), (1,)]
   state = [UOp.placeholder(size, dtypes.float32 if i < 5 else dtypes.int32, 100 + i, space if i < 3 else AddrSpace.REG)
            for i, size in enumerate(sizes)]   # tinygrad numbers its own from 0
   count, loop, at = state[-1].after(t, h), UOp.loop(5), (share, e, g, lane)
   scores, weights, total, highest, weight, count = [x.after(count[0].store(0), loop) for x in state]
   turn = count[0].load().cast(dtypes.weakint)
-  first = (turn * shares + share) * lanes   # the position of the share's first lane
+  first = (turn * shares + share) * P   # the first position of the share
 
-  def place(s: UOp) -> tuple[UOp, UOp, UOp]:   # of a position: its page's start, the offset in it, whether it is seen
-    near, far = (s, first) if cores else (0, first + s)   # the lanes of a CPU are within a page
+  def place(near: Any, far: UOp) -> tuple[UOp, UOp, UOp]:   # its page's start, the offset in it, whether it is seen
     page = table[row, far // BS % table.shape[1]].cast(dtypes.weakint) % pages
-    return (page * KV + h) * D * BS, far % BS + near, first + s <= own   # what is not may be anything, NaN too
+    return (page * KV + h) * D * BS, far % BS + near, far + near <= own   # what is not may be anything, NaN too
   def load(cache: UOp, index: UOp, ok: UOp) -> UOp: return cache.base.index(index.valid(ok)).cast(dtypes.float32)
 
-  d, over_d = unrolled(D, 1 if cores else 32, 6)
-  page, offset, seen = place(lane)
-  k = load(keys, page + d * BS + offset, (first + (0 if cores else lane)) // BS * BS <= own)   # a whole page, for SIMD
+  d, over_d = unrolled(D, steps, 6)
+  near, far = (lane, first) if cores else (e, first + lane * wide)   # neighbours are in one page, which is
+  page, offset, seen = place(near, far)
+  k = load(keys, page + d * BS + offset, far // BS * BS <= own)   # read as a whole
   score = fold(Ops.ADD, q[t, h, g, d].cast(dtypes.float32) * k, *over_d) * (math.log2(math.e) / math.sqrt(D))
-  scores = scores.after(_end(scores[share, g, lane].store(seen.where(score, LOWEST)), g, *inside))
-  x, over_x = unrolled(lanes, 32, 8)
+  scores = scores.after(_end(scores[share, g, s].store(seen.where(score, LOWEST)), *scored))
+  x, over_x = unrolled(P, 32, 8)
   def before(x: UOp, unset: float) -> UOp: return (turn < 1).where(unset, x)
   top = before(highest[g], LOWEST).maximum(fold(Ops.MAX, scores[share, g, x], *over_x))
   fade = (highest[g] - top).exp2()
-  weights = weights.after(_end(weights[share, g, lane].store((scores[share, g, lane] - top).exp2()), g, *inside))
-  x, over_x = unrolled(lanes, 1 if cores else 32, 10)
-  page, offset, seen = place(x)
-  w, v = weights[share, g, x], load(values, page + offset * D + e * lanes + lane, seen)
+  weights = weights.after(_end(weights[share, g, s].store((scores[share, g, s] - top).exp2()), *scored))
+  x, over_x = unrolled(P, steps, 10)
+  page, offset, seen = place(x, first) if cores else place(0, first + x)
+  w, v = weights[share, g, x], load(values, page + offset * D + dim, seen)
   stores = [_end(total[at].store(before(total[at] * fade, 0.0) + fold(Ops.ADD, w * v, *over_x)), e, g, *inside),
             weight[g].store(before(weight[g] * fade, 0.0) + fold(Ops.ADD, w, *over_x)).end(g),
             highest[g].store(top).end(g), count[0].store(count[0].load() + 1)]
-  end = UOp.group(*stores).end(loop, (turn + 1) * shares * lanes <= own)
+  end = UOp.group(*stores).end(loop, (turn + 1) * shares * P <= own)
 
   scores, _, total, highest, weight, _ = [x.after(end) for x in state]
   mean = total[at] / weight[g]
@@ -190,6 +193,6 @@ def attend_kernel(cores: int, out: UOp, q: UOp, keys: UOp, values: UOp, table: U
     sums, means = [[x.after(put)[i, *to] for i in range(shares)] for x, to in ((state[0], at[2:]), (state[2], at[1:]))]
     fades = [(x - functools.reduce(UOp.maximum, sums)).exp2() for x in sums]
     mean = sum(f * x for f, x in zip(fades, means, strict=True)) / sum(fades)
-  sink = _end(_end(out[t, h, g, e * lanes + lane].store(mean.cast(out.dtype)), e, g, *inside), *outside)
+  sink = _end(_end(out[t, h, g, dim].store(mean.cast(out.dtype)), e, g, *inside), *outside)
   opts = (Opt(OptOps.THREAD, 0, divisor(T, cores)),) if divisor(T, cores) > 1 else ()
   return sink.sink(arg=KernelInfo(name="attend", opts_to_apply=opts))

@@ -12,8 +12,7 @@ class BlockManager:
   block 0 takes padding's writes and is nobody's."""
   def __init__(self, num_blocks: int, block_size: int):
     self.num_blocks, self.block_size, self.num_tokens = num_blocks, block_size, (num_blocks - 1) * block_size
-    self.free_blocks = collections.deque(range(1, num_blocks))
-    self.ref_counts = [0] * num_blocks
+    self.free_blocks, self.ref_counts = collections.deque(range(1, num_blocks)), [0] * num_blocks
 
   def num_free(self) -> int: return len(self.free_blocks)
   def num_used(self) -> int: return self.num_blocks - 1 - self.num_free()
@@ -36,11 +35,10 @@ class BlockManager:
 
 class Scheduler:
   def __init__(self, config: EngineConfig, blocks: BlockManager):
-    self.budget, self.blocks = config.max_num_batched_tokens, blocks
+    self.budget, self.blocks, self.num_preemptions = config.max_num_batched_tokens, blocks, 0
     self.waiting: list[Sequence] = []   # in order
     self.running: list[Sequence] = []
     self.free_rows = list(range(config.max_num_seqs))[::-1]
-    self.num_preemptions = 0
 
   def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq, key=lambda s: s.order)
 
