@@ -72,8 +72,7 @@ class ModelConfig(types.SimpleNamespace):
   def from_hf(cls, hf: dict[str, Any], source: Path) -> "ModelConfig":
     """From config.json's content; its eos_token_id may be a list. Raises ValueError for what this engine lacks."""
     hf = DEFAULTS | {k: v for k, v in hf.items() if v is not None}
-    missing = [name for name in NEEDED if name not in hf]
-    check(not missing, f"{source} is incomplete: add {', '.join(missing)}")
+    check(not (missing := [n for n in NEEDED if n not in hf]), f"{source} is incomplete: add {', '.join(missing)}")
     rope = hf.get("rope_parameters") or hf["rope_scaling"]   # transformers 5 keeps rope_theta in the former
     rope = {"rope_type": rope.get("type", "default"), **rope}
     heads, bias, eos = hf["num_attention_heads"], hf["attention_bias"], hf["eos_token_id"]

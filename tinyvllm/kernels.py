@@ -15,8 +15,8 @@ from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 POSITION, SLOT, ROW = 1, 2, 3
-LOWEST = -1e30   # a score that weighs nothing, and yet is no infinity: inf - inf is not a number
-MMA = (8, 16, 16)   # the tensor core that the kernel here is written for: n, m, k
+# A score that weighs nothing, and yet is no infinity: inf - inf is not a number; the tensor core used here: n, m, k
+LOWEST, MMA = -1e30, (8, 16, 16)
 # By rows of x and outputs, at most: tiles of 16 outputs and of 8 rows to a warp, warps that share a sum, steps of 32
 # inputs at once. Found by trying them on an H200 (tests/benchmarks/LOG.md): few outputs want smaller tiles, more warps
 TILES = [(8, 2**30, (1, 1, 16, 1)), (16, 2**30, (1, 2, 8, 1)), (32, 8192, (1, 4, 8, 1)), (32, 2**30, (2, 4, 4, 2)),

@@ -1,12 +1,12 @@
 """Turns a scheduled batch into one int32 array and one call of a captured graph: there is one for each bucket (a batch
 is padded to a power of two) and kind of sampler. Owns what stays on the device: the block tensors of the KV cache,
 allocated once, the block tables and the last tokens. Opens the device."""
-import concurrent.futures, ctypes, functools, os, shutil, sqlite3, sys, threading, time
+import concurrent.futures, ctypes, functools, importlib.metadata, os, shutil, sqlite3, sys, threading, time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes, helpers
+from tinygrad import Context, Device, Tensor, TinyJit, UOp, codegen, dtypes, helpers
 from tinygrad.codegen import do_to_program
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.engine.jit import GraphRunner
@@ -19,15 +19,18 @@ from .sampling import sample
 from .sequence import MAX_BANNED, Sequence
 
 Shape = tuple[int, int, bool]   # of a step: its tokens, samples at most, whether all are greedy
-Step = tuple[Shape, list[Sequence]]   # which is packed on the device, and the sequences that get a token from it
 # What the sampler is told of each of these: temperature, top_p, min_p; seed; top_k; banned ids
 FIELDS = np.dtype([("floats", "f4", 3), ("seed", "i8"), ("top_k", "i4"), ("banned", "i4", MAX_BANNED)])
 WORDS = 32   # of a call by a core: a function's address and its arguments
 
 
-def calls_kernel(calls: UOp, n: UOp) -> UOp:
-  """Go through a list of calls, each a function's address and its arguments, behind a fence."""
-  i = UOp.range(n, 0)
+@helpers.diskcache
+def tinyvllm_lowered(ast: UOp, renderer: Any, *config: Any) -> UOp: return do_to_program(ast, renderer)
+
+
+def calls_kernel(n: UOp) -> UOp:
+  """Go through a list of n calls, each a function's address and its arguments, behind a fence."""
+  calls, i = UOp.param(0, dtypes.uint64, (2**26,)), UOp.range(n, 0)
   function, *arguments = [calls.index(i * WORDS + j).load() for j in range(WORDS)]
   function = UOp(Ops.CUSTOMI, dtypes.uint64, (function,), "({{ __sync_synchronize(); {0}; }})")
   return function.call(*arguments, ret_dtype=dtypes.void).end(i).sink(arg=KernelInfo("calls"), tag=1)
@@ -39,8 +42,7 @@ def use_all_cores(device: CPUDevice, cores: int) -> None:
   it says so and waits for all others. To be dropped as soon as tinygrad has a graph for CPUs."""
   lock, pool = threading.Lock(), concurrent.futures.ThreadPoolExecutor(max(1, cores - 1), "tinyvllm-core")
   n = UOp.param(1, dtypes.int32, (), vmin_vmax=(0, 2**31 - 1), name="n", addrspace=AddrSpace.ALU)
-  program = do_to_program(calls_kernel(UOp.param(0, dtypes.uint64, (2**26,)), n), device.renderer)
-  run_calls = CPUProgram(device, program.to_elf())
+  run_calls = CPUProgram(device, do_to_program(calls_kernel(n), device.renderer).to_elf())
 
   class CPUGraph(GraphRunner):
     @staticmethod
@@ -75,6 +77,9 @@ def open_device() -> None:
   beside = shutil.which("clang", path=os.path.dirname(sys.executable))
   if "CC" not in os.environ and not shutil.which("clang") and beside: os.environ["CC"] = beside
   if helpers.CACHELEVEL >= 1:   # tinygrad's cache on disk answers only the thread that opened it; steps come from any
+    # It holds what compilers make; kernels as tinygrad has lowered them, which takes longer, go in here
+    config = importlib.metadata.version("tinygrad"), *[x.value for x in codegen.to_program_config]
+    codegen.do_to_program = lambda ast, renderer: tinyvllm_lowered(ast, renderer, *config)
     helpers.db_connection()
     helpers._db_connection = sqlite3.connect(   # type: ignore[assignment]
       helpers.CACHEDB, timeout=60, isolation_level="IMMEDIATE", check_same_thread=False)
@@ -134,8 +139,9 @@ class Runner:
     self.overlaps = not cpu_cores()   # a CPU returns from a launch when all is done
     self.steps: dict[Shape, tuple[Tensor, Any]] = {}   # what each reads, and itself
 
-  def prepare(self, batch: dict[Sequence, int]) -> Step:
-    """Pack the next n tokens of each sequence. A token that the host has not read is the device's last of a row."""
+  def prepare(self, batch: dict[Sequence, int]) -> tuple[Shape, list[Sequence]]:
+    """Put the next n tokens of each sequence on the device. One that the host has not read is the device's last of a
+    row. Returns the step's shape and the sequences that get a token from it."""
     size, spare, T = self.config.block_size, self.config.max_num_seqs, bucket(sum(batch.values()))
     tokens = [(seq.tokens[i] if i < len(seq.tokens) else -1, i, seq.block_table[i // size] * size + i % size, seq.row)
               for seq, n in batch.items() for i in range(seq.num_computed, seq.num_computed + n)]
@@ -158,7 +164,7 @@ class Runner:
     buffer.allocator._copyin(buffer._buf, array.data.cast("B"))   # Tensor(array) would be scheduled: 1 ms a step
     return shape, list(samples)
 
-  def launch(self, step: Step) -> tuple[list[Sequence], Tensor]:
+  def launch(self, step: tuple[Shape, list[Sequence]]) -> tuple[list[Sequence], Tensor]:
     """Start a step; returns who gets a token, and the tokens, (S,), which can be read once it is done."""
     (shape, sampling), started, graph = step, time.perf_counter(), self.steps[step[0]][1]
     if first := getattr(graph, "cnt", 1) == 0: graph.cnt = 1   # capture now: all that it reads is realized
