@@ -62,8 +62,8 @@ def test_limits_are_in_the_messages():
     with pytest.raises(ValueError, match=rf" {limit}\b"): SamplingParams(**options)
   with pytest.raises(ValueError, match="fcfs.*priority"): EngineConfig(scheduling_policy="lifo")
   with pytest.raises(ValueError, match="min_tokens=9.*max_tokens=5"): SamplingParams(min_tokens=9, max_tokens=5)
-  with pytest.raises(ValueError, match="max_num_batched_tokens=16.*max_num_seqs.*32"):
-    EngineConfig(max_num_batched_tokens=16, max_num_seqs=32)
+  with pytest.raises(ValueError, match="max_num_seqs=32.*max_num_batched_tokens=16"):
+    LLM(max_num_batched_tokens=16, max_num_seqs=32)
 
 
 def test_unknown_names_are_refused_with_the_names_there_are(folder):

@@ -6,8 +6,7 @@ from reference import check_pool, check_scheduler
 
 from tinyvllm import SamplingParams
 from tinyvllm.config import EngineConfig
-from tinyvllm.scheduler import BlockManager, Scheduler
-from tinyvllm.sequence import Sequence
+from tinyvllm.scheduler import BlockManager, Scheduler, Sequence
 
 
 class Bench:

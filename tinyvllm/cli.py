@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 from .config import EngineConfig, kind_of, logger
 from .engine import LLM
-from .sequence import SamplingParams
+from .scheduler import SamplingParams
 
 OPTIONS = (EngineConfig, SamplingParams)   # every field of them is a flag
 
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
       kind, flag = (*get_args(kind_of(f)[0]), kind_of(f)[0])[0], "--" + f.name.replace("_", "-")
       default = f"default: {0.0 if f.name == 'temperature' else f.default}"
       if kind is bool: command.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)
-      elif kind is list: command.add_argument(flag, nargs="+", type=int if "ids" in f.name else str, help=default)
+      elif kind is list: command.add_argument(flag, nargs="+", type=kind_of(f)[1][0], help=default)
       else: command.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=default)
   args = vars(parser.parse_args(argv))
   logging.basicConfig(format="%(message)s")

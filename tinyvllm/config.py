@@ -23,7 +23,8 @@ def read_json(path: Path) -> dict[str, Any]: return json.loads(path.read_text())
 
 
 def kind_of(f: Any) -> tuple[Any, tuple]:
-  """An option's type, and its limits if it has any: inclusive bounds, or all the strings that will do."""
+  """An option's type, and its limits if it has any: inclusive bounds, all the strings that will do, or what a list is
+  of."""
   return (f.type.__origin__, f.type.__metadata__) if hasattr(f.type, "__metadata__") else (f.type, ())
 
 
@@ -40,7 +41,9 @@ class Options:
       value, (kind, limits) = getattr(self, f.name), kind_of(f)
       typed = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
       check(typed, f"{f.name}={value!r} must be of type {getattr(kind, '__name__', kind)}")
-      if kind is str: check(value in limits, f"{f.name}={value!r} must be one of {', '.join(limits)}")
+      if isinstance(value, list): check(all(type(x) is limits[0] and x != "" for x in value),
+                                        f"{f.name}={value!r} must list {limits[0].__name__}s, none empty")
+      elif kind is str: check(value in limits, f"{f.name}={value!r} must be one of {', '.join(limits)}")
       elif limits and value is not None:
         check(limits[0] <= value <= limits[1], f"{f.name}={value!r} must be from {limits[0]} to {limits[1]}")
 
@@ -58,11 +61,6 @@ class EngineConfig(Options):
   enforce_eager: bool = False                             # never capture a step as a graph: slow, for debugging
   seed: Annotated[int, -2**63, 2**63 - 1] = 0             # of the requests that bring none
   scheduling_policy: Annotated[str, "fcfs", "priority"] = "fcfs"   # priority: lower numbers first
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    check(self.max_num_batched_tokens >= self.max_num_seqs, f"max_num_batched_tokens={self.max_num_batched_tokens} is "
-          f"below max_num_seqs={self.max_num_seqs}: each running sequence decodes one token a step")
 
 
 class ModelConfig(types.SimpleNamespace):

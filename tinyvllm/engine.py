@@ -11,8 +11,7 @@ from tinygrad import Device, Tensor, dtypes, helpers
 from .config import EngineConfig, ModelConfig, check, logger
 from .llama import Llama, load_weights, read_gguf, read_hf, rope_table
 from .runner import Runner, allocate_caches, open_device
-from .scheduler import BlockManager, Scheduler
-from .sequence import MAX_BANNED, CompletionOutput, RequestOutput, SamplingParams, Sequence
+from .scheduler import MAX_BANNED, BlockManager, CompletionOutput, RequestOutput, SamplingParams, Scheduler, Sequence
 from .tokenizer import StreamDecoder, gguf_tokenizer, load_tokenizer
 
 Prompt = str | dict[str, Any]
@@ -56,7 +55,9 @@ class LLMEngine:
   tinyvllm. options: EngineConfig's. Raises ValueError for files or options that will not do, RuntimeError for no device
   or compiler."""
   def __init__(self, model: str | Path | None = None, **options: Any):
-    self.config = EngineConfig(**options)
+    self.config = config = EngineConfig(**options)
+    check(config.max_num_seqs <= config.max_num_batched_tokens, f"max_num_seqs={config.max_num_seqs} is above "
+          f"max_num_batched_tokens={config.max_num_batched_tokens}: each running sequence decodes one token a step")
     path, started = Path(model or Path(__file__).parent / "default_model").expanduser(), time.perf_counter()
     open_device()
     known = (gguf := path.suffix == ".gguf") or (path / "config.json").exists()

@@ -190,12 +190,11 @@ def load_weights(model: Llama, config: ModelConfig, reader: Reader, source: Path
            **{kind: {f"self_attn.{kind}": 1} for kind in ("o_proj", "q_norm", "k_norm")}}
   for target, tensor in helpers.tqdm(nn.state.get_state_dict(model).items(), desc="loading weights", disable=None):
     *path, kind, what = target.split(".")
-    prefix, shares = "" if kind == "lm_head" else ".".join(["model", *path, ""]), parts.get(kind, {kind: 1})
+    at, shares = "" if kind == "lm_head" else ".".join(["model", *path, ""]), parts.get(kind, {kind: 1})
     rows, *columns = map(int, features(tensor.shape) if tensor.ndim > 2 else tensor.shape)   # a Linear's has its order
-    unit = rows // sum(shares.values())
-    arrays = [take(f"{prefix}{part}.{what}", n * unit, *columns) for part, n in shares.items()]
+    arrays = [take(f"{at}{part}.{what}", rows * n // sum(shares.values()), *columns) for part, n in shares.items()]
     array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-    if kind in NORMS and columns: array = array * take(f"{prefix}{NORMS[kind]}.weight", *columns)
+    if kind in NORMS and columns: array = array * take(f"{at}{NORMS[kind]}.weight", *columns)
     if tensor.ndim > 2: array = pack(array, tensor.shape)
     # Cast here, or the device keeps a buffer of either kind
     array = np.ascontiguousarray(array, np.float32 if dtype == dtypes.float32 else None)

@@ -10,39 +10,54 @@ from tinygrad import Context, Device, Tensor, TinyJit, UOp, codegen, dtypes, hel
 from tinygrad.codegen import do_to_program
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.engine.jit import GraphRunner
-from tinygrad.runtime.ops_cpu import ClangRenderer, CPUDevice, CPUProgram, signal_prog, wait_prog
+from tinygrad.runtime.ops_cpu import ClangRenderer, CPUDevice, CPUProgram, libc
 from tinygrad.uop.ops import KernelInfo, Ops
 
 from .config import EngineConfig, ModelConfig, check, logger
 from .kernels import cpu_cores, scatter_kernel
 from .sampling import sample
-from .sequence import MAX_BANNED, Sequence
+from .scheduler import MAX_BANNED, Sequence
 
 Shape = tuple[int, int, bool]   # of a step: its tokens, samples at most, whether all are greedy
 # What the sampler is told of each of these: temperature, top_p, min_p; seed; top_k; banned ids
 FIELDS = np.dtype([("floats", "f4", 3), ("seed", "i8"), ("top_k", "i4"), ("banned", "i4", MAX_BANNED)])
-WORDS = 32   # of a call by a core: a function's address and its arguments
+WORDS, SPINS = 32, 2**15   # of a call by a core, a function's address and its arguments; looks at a semaphore at most
 
 
 @helpers.diskcache
 def tinyvllm_lowered(ast: UOp, renderer: Any, *config: Any) -> UOp: return do_to_program(ast, renderer)
+# In tinygrad's cache on disk, under this function's name, by all its arguments. config: what else the result hangs on
+
+
+def wait_kernel() -> UOp:
+  """Wait for a semaphore, whose value is its first word in Linux's C libraries: some microseconds awake, as to sleep
+  takes longer than most kernels do, then by sem_wait, over again where a signal ends it."""
+  semaphore, wait = UOp.param(0, dtypes.uint32, (1,), volatile=True), UOp.param(1, dtypes.uint64, (1,))
+  count, loop, again = UOp.placeholder((1,), dtypes.uint32, 100, AddrSpace.REG), UOp.loop(0), UOp.loop(1)
+  count = count.after(count[0].store(0), loop)
+  looks = count[0].load() + 1 + semaphore.after(loop)[0].load() * SPINS
+  spun = count[0].store(looks).end(loop, looks < SPINS)
+  failed = wait.after(spun, again)[0].load().call(semaphore.after(spun, again)[0], ret_dtype=dtypes.int32)
+  return failed.end(again, failed != 0).sink(arg=KernelInfo("wait"), tag=1)
 
 
 def calls_kernel(n: UOp) -> UOp:
-  """Go through a list of n calls, each a function's address and its arguments, behind a fence."""
+  """Go through a list of n calls, each a function's address and its arguments."""
   calls, i = UOp.param(0, dtypes.uint64, (2**26,)), UOp.range(n, 0)
   function, *arguments = [calls.index(i * WORDS + j).load() for j in range(WORDS)]
-  function = UOp(Ops.CUSTOMI, dtypes.uint64, (function,), "({{ __sync_synchronize(); {0}; }})")
   return function.call(*arguments, ret_dtype=dtypes.void).end(i).sink(arg=KernelInfo("calls"), tag=1)
 
 
 def use_all_cores(device: CPUDevice, cores: int) -> None:
   """tinygrad 0.14 runs a captured step on a CPU from Python, 50 us a kernel, and the parts of a threaded kernel one
   after another. Here each core goes through a list of calls of its own, without Python: its part of each kernel, then
-  it says so and waits for all others. To be dropped as soon as tinygrad has a graph for CPUs."""
+  it says so to all others and waits for them, asleep if it takes long: another program may have the core that they
+  need. To be dropped as soon as tinygrad has a graph for CPUs."""
   lock, pool = threading.Lock(), concurrent.futures.ThreadPoolExecutor(max(1, cores - 1), "tinyvllm-core")
   n = UOp.param(1, dtypes.int32, (), vmin_vmax=(0, 2**31 - 1), name="n", addrspace=AddrSpace.ALU)
-  run_calls = CPUProgram(device, do_to_program(calls_kernel(n), device.renderer).to_elf())
+  run_calls, wait = (CPUProgram(device, do_to_program(kernel, device.renderer).to_elf())
+                     for kernel in (calls_kernel(n), wait_kernel()))
+  post, sem_wait = ctypes.cast(libc.dll.sem_post, ctypes.c_void_p).value, device.func_ptr("sem_wait")._buf.va_addr
 
   class CPUGraph(GraphRunner):
     @staticmethod
@@ -52,20 +67,19 @@ def use_all_cores(device: CPUDevice, cores: int) -> None:
 
     def __init__(self, *args: Any, **kwargs: Any):
       super().__init__(*args, **kwargs)
-      self.done, calls = np.zeros(cores, np.uint32), [[] for _ in range(cores)]   # type: ignore[var-annotated]
-      done = [self.done.ctypes.data + 4 * core for core in range(cores)]
-      for k, ((_, program, buffers, _), kernel) in enumerate(zip(self.calls, self.runtimes, strict=True), 1):
+      self.semaphores, calls = np.zeros((cores, cores, 32), np.uint8), [[] for _ in range(cores)]   # type: ignore
+      at = [[self.semaphores[i, j].ctypes.data for j in range(cores)] for i in range(cores)]   # from core i to core j
+      for (_, program, buffers, _), kernel in zip(self.calls, self.runtimes, strict=True):
         parts, addresses = program.arg.launch_dims({})[0][0], [buffers[i]._buf.va_addr for i in program.arg.globals]
         for core, own in enumerate(calls):
           if core < parts: own.append([kernel.addr, *addresses, core])   # type: ignore[union-attr]
-          own.append([device.prgs[signal_prog].addr, done[core], k])
-          own += [[device.prgs[wait_prog].addr, other, k] for other in done[:core] + done[core + 1:]]
+          own += [[post, at[core][i]] for i in range(cores) if i != core]
+          own += [[wait.addr, at[i][core], sem_wait] for i in range(cores) if i != core]
       self.lists = [np.array([call + [0] * (WORDS - len(call)) for call in own], np.uint64) for own in calls]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
       def run(calls: np.ndarray) -> None: run_calls.fxn(*map(ctypes.c_uint64, (calls.ctypes.data, len(calls))))
       with lock:
-        self.done[:] = 0
         others = [pool.submit(run, calls) for calls in self.lists[1:]]
         run(self.lists[0])   # ctypes lets go of the GIL meanwhile
         for other in others: other.result()
@@ -77,7 +91,7 @@ def open_device() -> None:
   beside = shutil.which("clang", path=os.path.dirname(sys.executable))
   if "CC" not in os.environ and not shutil.which("clang") and beside: os.environ["CC"] = beside
   if helpers.CACHELEVEL >= 1:   # tinygrad's cache on disk answers only the thread that opened it; steps come from any
-    # It holds what compilers make; kernels as tinygrad has lowered them, which takes longer, go in here
+    # It holds what compilers make. Kernels as tinygrad has lowered them, which takes longer, go in too
     config = importlib.metadata.version("tinygrad"), *[x.value for x in codegen.to_program_config]
     codegen.do_to_program = lambda ast, renderer: tinyvllm_lowered(ast, renderer, *config)
     helpers.db_connection()
@@ -85,8 +99,8 @@ def open_device() -> None:
       helpers.CACHEDB, timeout=60, isolation_level="IMMEDIATE", check_same_thread=False)
   try:
     device = Device[Device.DEFAULT]
-    if isinstance(device, CPUDevice) and isinstance(device.renderer, ClangRenderer) and not device.graph:
-      use_all_cores(device, cpu_cores())
+    if isinstance(device, CPUDevice) and isinstance(device.renderer, ClangRenderer) and sys.platform == "linux":
+      if not device.graph: use_all_cores(device, cpu_cores())
   except Exception as e:   # a backend fails to open in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
                        "'tinyvllm[cpu]', which brings a compiler; or name another: DEV=CUDA, METAL, AMD, ...") from e
