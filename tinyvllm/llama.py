@@ -194,7 +194,7 @@ def load_weights(model: Llama, config: ModelConfig, reader: Reader, source: Path
     rows, *columns = map(int, features(tensor.shape) if tensor.ndim > 2 else tensor.shape)   # a Linear's has its order
     arrays = [take(f"{at}{part}.{what}", rows * n // sum(shares.values()), *columns) for part, n in shares.items()]
     array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-    if kind in NORMS and columns: array = array * take(f"{at}{NORMS[kind]}.weight", *columns)
+    if kind in NORMS and columns: array = array.astype(np.float32) * take(f"{at}{NORMS[kind]}.weight", *columns)
     if tensor.ndim > 2: array = pack(array, tensor.shape)
     # Cast here, or the device keeps a buffer of either kind
     array = np.ascontiguousarray(array, np.float32 if dtype == dtypes.float32 else None)
