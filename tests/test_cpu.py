@@ -1,10 +1,15 @@
 """A CPU's cores, each with its own list of calls: what they compute together is what one computes alone."""
+import os
 import threading
+import time
 
 import numpy as np
 import pytest
-from tinygrad import Context, Device, Tensor, TinyJit
+from tinygrad import Context, Device, Tensor, TinyJit, UOp, codegen, dtypes
+from tinygrad.engine.realize import get_graph_runtime
+from tinygrad.uop.ops import KernelInfo
 
+from tinyvllm import runner
 from tinyvllm.kernels import cpu_cores
 from tinyvllm.llama import Linear, pack
 from tinyvllm.runner import open_device
@@ -46,7 +51,10 @@ def test_kernels_that_cores_share_wait_for_each_other():
   jit = captured(lambda: through(linears, x))
   calls = jit.captured.linear.src
   assert len(calls) == 1 and calls[0].src[0].arg == "graph", "a step is one graph"
-  assert isinstance(Device["CPU"].graph, type) and cpu_cores() >= 1
+  graph = get_graph_runtime(calls[0].src[0])
+  kernels = {kernel.addr for kernel in graph.runtimes}
+  assert len(graph.lists) == cpu_cores(), "each core has a list"
+  assert all(sum(int(call[0]) in kernels for call in own) == DEPTH for own in graph.lists), "with a part of each kernel"
   for i in range(200):
     new = np.random.default_rng(i).standard_normal((2, SIZE)).astype(np.float32)
     buffer = x.uop.buffer
@@ -71,3 +79,19 @@ def test_steps_of_several_threads_do_not_mix():
 def test_what_the_graph_does_not_take_runs_as_tinygrad_runs_it():
   double = TinyJit(lambda x: (x * 2 + 1).contiguous().realize())   # its input is another buffer at each call
   for i in range(5): assert double(Tensor([i, i + 1]).realize()).tolist() == [2 * i + 1, 2 * i + 3]
+
+
+def test_opening_the_device_again_changes_nothing():
+  before = Device["CPU"].graph
+  open_device()
+  assert before and Device["CPU"].graph is before
+
+
+def test_a_kernel_is_lowered_once_and_then_found_on_disk(monkeypatch):
+  lowered, lower, renderer = [], runner.do_to_program, Device["CPU"].renderer
+  monkeypatch.setattr(runner, "do_to_program", lambda *args: lowered.append(args) or lower(*args))
+  a, i = UOp.placeholder((4,), dtypes.float32, 0), UOp.range(4, 0)
+  name = f"only_{os.getpid()}_{time.time_ns()}"   # in no cache yet
+  kernel = a[i].store(i.cast(dtypes.float32)).end(i).sink(arg=KernelInfo(name))
+  first, second = (codegen.do_to_program(kernel, renderer) for _ in range(2))
+  assert len(lowered) == 1 and first.key == second.key and name in second.src[-2].arg
