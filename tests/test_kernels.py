@@ -33,7 +33,8 @@ def linear(inputs: int, outputs: int, kind: str, **options) -> tuple[Linear, np.
 
 
 @kinds
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (96, 32), (576, 960), (1536, 64), (40, 24), (32, 16), (32, 17)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (96, 32), (576, 960), (1536, 64), (40, 24), (32, 16),
+                                                  (32, 17)])
 def test_linear_equals_numpy_for_every_bucket(inputs, outputs, kind):
   layer, weight = linear(inputs, outputs, kind)
   for i, rows in enumerate((1, 2, 3, 4, 8, 16, 32, 64, 128)):
