@@ -326,7 +326,9 @@ def check_pool(blocks: Any, tables: list[list[int]]) -> None:
   assert blocks.num_free() + blocks.num_used() == blocks.num_blocks - 1
   assert blocks.num_used() == len(held), f"{blocks.num_used()} blocks used, {len(held)} in tables"
   assert 0 not in held and 0 not in free, "block 0 takes padding's writes"
-  assert max(held.values(), default=1) == 1, "a block in two tables"
+  for table in tables: assert len(set(table)) == len(table), "a block twice in a table"
+  assert all(blocks.keys[b] for b, n in held.items() if n > 1), "a block that may yet be written to is in two tables"
+  assert all(blocks.keys[b] == key and b for key, b in blocks.cached.items()), "what is found is something else"
   assert not set(free) & set(held), "a block is free and held"
   assert set(free) | set(held) == set(range(1, blocks.num_blocks)), "a block is lost"
   assert [blocks.ref_counts[b] for b in range(blocks.num_blocks)] == [held[b] for b in range(blocks.num_blocks)]
@@ -338,13 +340,13 @@ def check_scheduler(scheduler: Any, blocks: Any) -> None:
   assert len(set(seqs)) == len(seqs), "a sequence twice"
   check_pool(blocks, [seq.block_table for seq in seqs])
   for seq in seqs:
-    assert 0 <= seq.num_computed < len(seq.tokens), f"{seq.num_computed} of {len(seq.tokens)} tokens computed"
+    assert 0 <= seq.num_computed < seq.length or seq.exhausted, f"{seq.num_computed} of {seq.length} tokens computed"
     assert len(seq.block_table) * blocks.block_size >= seq.num_computed, "a computed token without a block"
     assert seq.finish_reason is None, "finished, and still in the scheduler"
   for seq in scheduler.waiting: assert not seq.block_table and seq.row is None and seq.num_computed == 0
   rows = [seq.row for seq in scheduler.running]
   assert sorted([*rows, *scheduler.free_rows]) == list(range(len(rows) + len(scheduler.free_rows))), "rows"
-  order = [(seq.priority, seq.arrival) for seq in scheduler.waiting]
+  order = [seq.order for seq in scheduler.waiting]
   assert order == sorted(order), "the queue is out of order"
 
 

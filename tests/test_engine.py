@@ -140,9 +140,9 @@ def test_prompts_may_be_text_a_dict_or_ids_and_one_or_many(llm):
 
 
 def test_one_token_is_one_prefill(llm, folder):
-  steps = llm.totals["steps"]
+  steps = llm.get_metrics()["steps"]
   output, = llm.generate(tokens(*prompt(9)), greedy(1))
-  assert ids_of(output) == reference_greedy(folder, prompt(9), 1) and llm.totals["steps"] == steps + 1
+  assert ids_of(output) == reference_greedy(folder, prompt(9), 1) and llm.get_metrics()["steps"] == steps + 1
 
 
 def test_the_models_length_ends_a_request(llm, folder):
@@ -154,7 +154,7 @@ def test_the_models_length_ends_a_request(llm, folder):
 def test_a_long_prompt_never_stalls_running_streams(llm):
   for i in range(2): llm.add_request(f"stream-{i}", tokens(*prompt(3, i)), greedy(40))
   llm.step()
-  llm.add_request("long", tokens(*prompt(100)), greedy(2))
+  llm.add_request("long", tokens(*prompt(100, 77)), greedy(2))
   steps = 0
   while True:
     seen = {output.request_id: len(ids_of(output)) for output in llm.step()}
@@ -641,7 +641,7 @@ def test_ten_streams_on_ten_threads_each_read_their_token_while_the_next_step_ru
   seen = {}   # by request: the tokens that its thread has read
 
   def launch(batch):
-    def all_read(): return all(seen.get(r.request_id, 0) >= r.num_generated for r in list(llm.requests.values()))
+    def all_read(): return all(seen.get(r.request_id, 0) >= r.num_generated for r, in list(llm.requests.values()))
     with read: assert read.wait_for(all_read, timeout=60), "a stream cannot be read while the device works"
     return step(batch)
 

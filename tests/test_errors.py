@@ -11,6 +11,7 @@ from tinyvllm.config import EngineConfig
 NAN, INF = math.nan, math.inf
 # field -> values that are refused
 BAD_SAMPLING = {
+  "n": [0, -1, 1.5, "2", None, True, 10**6],
   "max_tokens": [0, -1, 1.5, "5", None, True], "min_tokens": [-1, 2.0, "1", None, True],
   "temperature": [-0.1, NAN, INF, -INF, "1", None, True], "top_k": [-2, 1.0, "5", None, False],
   "top_p": [0, 0.0, -0.5, 1.1, NAN, INF, "1", None, True], "min_p": [-0.1, 1.01, NAN, "0", None],
@@ -23,6 +24,7 @@ BAD_ENGINE = {
   "max_num_seqs": [0, -1, 2.0, "4", None],
   "max_num_batched_tokens": [0, -1, 2.5, "16", None, 10**9], "block_size": [0, -4, 4.0, "16", None, True, 10**6],
   "gpu_memory_utilization": [0, -0.1, 1.01, NAN, "0.9", None], "num_gpu_blocks_override": [0, 1, -3, 8.0, "8", True],
+  "swap_space": [-1, -0.5, NAN, INF, "1", None, True], "enable_prefix_caching": [1, "yes", None],
   "enforce_eager": [1, "yes", None], "seed": [1.5, "1", 2**63, None, True], "scheduling_policy": ["lifo", "", 1, None],
 }
 

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from reference import LogitsRecorder
 
+from examples.convert_gguf import convert
+
 from tinyvllm import LLM, SamplingParams
 
 pytestmark = pytest.mark.model
@@ -77,10 +79,10 @@ def test_greedy_ids_of_all_five_in_one_batch(llm, golden):
   for i in PROMPTS: check(golden, i, outputs[i].outputs[0].token_ids)
 
 
-def test_the_gguf_beside_it_gives_the_same_ids(model, llm, golden):
+def test_the_gguf_beside_it_gives_the_same_ids_once_converted(model, llm, golden, tmp_path):
   path = Path(f"{model}.gguf")
   if not path.exists(): pytest.fail(f"{path} is missing: the same model as GGUF, beside TINYVLLM_MODEL")
-  gguf = LLM(path, **OPTIONS)
+  gguf = LLM(convert(path, tmp_path / "converted"), **OPTIONS)
   output, = gguf.generate(text(golden, 0), greedy(8))
   assert output.prompt_token_ids == golden["input_ids_0"].tolist()
   assert output.outputs[0].token_ids == llm.generate(text(golden, 0), greedy(8))[0].outputs[0].token_ids

@@ -1,37 +1,68 @@
-"""The scheduler and the block manager alone, under random operations, with a model that is a function of the tokens."""
+"""The scheduler and the block manager alone, under random operations. The model's next token is a function of the
+text's length, and its cache holds in each place the text up to there: what is read must be what belongs there."""
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from reference import check_pool, check_scheduler
 
 from tinyvllm import SamplingParams
 from tinyvllm.config import EngineConfig
-from tinyvllm.scheduler import BlockManager, Scheduler, Sequence
+from tinyvllm.scheduler import BlockManager, RequestMetrics, Scheduler, Sequence
+
+HOST = 5   # blocks of host memory, where there are any
 
 
 class Bench:
-  """A scheduler with a fake model, checked after every operation."""
-  def __init__(self, blocks=12, block_size=4, seqs=4, budget=8, policy="fcfs", max_len=64):
+  """A scheduler with a fake model, checked after every operation. caching: the prefix cache. host: blocks of host
+  memory. overlaps: tokens of a step are read when the next one is scheduled, as on a GPU."""
+  def __init__(self, blocks=12, block_size=4, seqs=4, budget=8, policy="fcfs", max_len=64, caching=False, host=0,
+               overlaps=False):
     config = EngineConfig(block_size=block_size, max_num_seqs=seqs, max_num_batched_tokens=budget,
-                          max_model_len=max_len, scheduling_policy=policy)
-    self.config, self.blocks, self.max_len = config, BlockManager(blocks + 1, block_size), max_len
+                          max_model_len=max_len, scheduling_policy=policy, enable_prefix_caching=caching)
+    self.config, self.max_len, self.overlaps = config, max_len, overlaps
+    self.blocks = BlockManager(blocks + 1, config, host, self)
     self.scheduler = Scheduler(config, self.blocks)
-    self.all, self.steps = [], 0
+    self.samples = False
+    self.all, self.steps, self.unread, self.content, self.loaded = [], 0, {}, {}, 0
 
-  def add(self, prompt=3, n=5, priority=0):
-    params = SamplingParams(temperature=0.0, max_tokens=n)
-    i, tokens = len(self.all), list(range(prompt))
-    self.all.append(seq := Sequence(str(i), tokens, prompt, params, 0, frozenset(), self.max_len, priority, i, prompt))
-    self.scheduler.add(seq)
+  def save(self, block): return [self.content.get((block, i)) for i in range(self.blocks.block_size)]
+
+  def load(self, block, content):
+    self.loaded += 1
+    self.content |= {(block, i): text for i, text in enumerate(content)}
+
+  def add(self, prompt=3, n=5, priority=0, family=0, samples=1):
+    """Prompts of one family begin alike."""
+    params, i, runs = SamplingParams(temperature=0.0, max_tokens=n), len(self.all), []
+    for k in range(samples):
+      tokens = [10_000 * family + j for j in range(prompt)]
+      runs.append(Sequence(str(i), tokens, (priority, i, k), 0, params, frozenset(), self.max_len, RequestMetrics()))
+    runs[0].forks += runs[1:]
+    self.samples |= samples > 1
+    self.all += runs
+    self.scheduler.add(runs[0])
     self.check()
-    return seq
+    return runs[0]
 
-  def step(self):
+  def text(self, seq, position):
+    """What belongs in a place: all tokens up to there, those that nobody has read yet, too."""
+    return (*seq.tokens[:position + 1], *range(1000 + len(seq.tokens), 1001 + position))
+
+  def place(self, seq, position):
+    return seq.block_table[position // self.blocks.block_size], position % self.blocks.block_size
+
+  def step(self, fails=False):
     """A step as the engine makes it, and what must hold of its batch. Returns the batch."""
     scheduler = self.scheduler
-    decoding = {s for s in scheduler.running if s.remaining() == 1}
-    waiting = [] if self.config.scheduling_policy == "priority" and scheduler.running else scheduler.waiting
-    oldest = min([*scheduler.running, *waiting], key=lambda s: s.order, default=None)   # none is put off
+    running = {*scheduler.running}
+    decoding = {s for s in running if s.remaining() == 1 and not s.exhausted}
+    # None is put off; but one of high priority, or a sample whose prompt is ready, waits for a row and blocks
+    later = self.config.scheduling_policy == "priority" or self.samples
+    waiting = [] if later and scheduler.running else scheduler.waiting
+    oldest = min([*scheduler.running, *waiting], key=lambda s: s.order, default=None)
     batch = scheduler.schedule()
     self.steps += 1
     assert sum(batch.values()) <= self.config.max_num_batched_tokens and len(batch) <= self.config.max_num_seqs
@@ -40,29 +71,39 @@ class Bench:
     assert all(room[seq] >= seq.num_computed + n for seq, n in batch.items()), "tokens without a block"
     check_pool(self.blocks, [seq.block_table for seq in self.all])
     left_out = {s for s in decoding if s.row is not None and s not in batch}
-    assert not left_out, "a running sequence that decodes gets its token, whatever prompts there are"
-    order = [seq.remaining() > 1 for seq in batch]
-    assert order == sorted(order) or self.fresh(batch), "decodes before prefills"
-    if oldest and not oldest.finish_reason: assert oldest in batch, "the oldest does not progress"
-    sampled = {seq: 1000 + len(seq.tokens) for seq, n in batch.items() if n == seq.remaining()}
+    full = not batch and len(scheduler.running) == 1 and self.unread   # a lone one's last token is not read yet
+    assert not left_out or full, "a running sequence that decodes gets its token, whatever prompts there are"
+    order = [seq.remaining() > 1 for seq in batch if seq in running]
+    assert order == sorted(order), "decodes before prefills"
+    ended = not oldest or oldest.finish_reason or oldest.exhausted or full
+    assert ended or oldest in batch, "the oldest stands still"
+    for seq in batch:
+      for i in range(seq.num_computed): assert self.content[self.place(seq, i)] == self.text(seq, i), "not its K and V"
+    sampled = {seq: 1000 + seq.length for seq, n in batch.items() if n == seq.remaining()}
     scheduler.advance(batch)
-    scheduler.update(sampled)
+    if fails:
+      for seq in batch: scheduler.preempt(seq)
+    else:
+      for seq, n in batch.items():
+        for i in range(seq.num_computed - n, seq.num_computed):
+          block, offset = self.place(seq, i)
+          assert self.blocks.ref_counts[block] == 1 and not self.blocks.keys[block], "a write to what others read"
+          self.content[block, offset] = self.text(seq, i)
+      ready, self.unread = (self.unread, sampled) if self.overlaps else (sampled, {})
+      scheduler.update(ready)
     self.check()
     return batch
 
-  def fresh(self, batch):
-    """The batch is in order but for prompts of one token, which are admitted behind the chunks of others."""
-    order = [seq.remaining() > 1 for seq in batch if seq.num_generated or seq.num_prompt > 1]
-    return order == sorted(order)
-
   def abort(self, seq):
-    self.scheduler.finish(seq, "abort")
+    for run in [seq, *seq.forks]: self.scheduler.finish(run, "abort")
+    seq.forks = []
     self.check()
 
   def check(self):
     check_scheduler(self.scheduler, self.blocks)
-    live = {*self.scheduler.running, *self.scheduler.waiting}
-    assert live == {s for s in self.all if not s.finish_reason}, "every request is somewhere until it ends"
+    live, forks = {*self.scheduler.running, *self.scheduler.waiting}, {f for s in self.all for f in s.forks}
+    assert live | forks == {s for s in self.all if not s.finish_reason}, "every request is somewhere until it ends"
+    assert not live & forks and len(self.blocks.host) <= self.blocks.num_host_blocks
     for seq in self.all:
       if seq not in live: assert not seq.block_table and seq.row is None
 
@@ -73,49 +114,109 @@ class Bench:
       self.step()
     raise AssertionError("requests that do not end")
 
+  def ended_well(self):
+    """Nothing is held, and no token was lost or came twice, whatever happened on the way."""
+    self.finish()
+    assert self.blocks.num_used() == 0
+    for seq in self.all:
+      made = seq.tokens[seq.num_prompt:]
+      assert made == [1000 + i for i in range(seq.num_prompt, len(seq.tokens))], "a token lost or twice"
+      assert seq.finish_reason in ("length", "abort")
+      full = len(seq.tokens) > self.blocks.num_tokens
+      assert seq.finish_reason == "abort" or len(seq.tokens) == seq.max_len or full, "ended before its time"
 
-operations = st.lists(st.one_of(
-  st.tuples(st.just("add"), st.integers(1, 40), st.integers(1, 30), st.integers(-2, 2)),
-  st.tuples(st.just("step"), st.integers(1, 6)), st.tuples(st.just("abort"), st.integers(0, 100))), max_size=40)
+
+class Machine(RuleBasedStateMachine):
+  """Requests of a few families, with samples, priorities and aborts, and steps that may fail, in a pool too small."""
+  @initialize(size=st.sampled_from([1, 2, 4, 16]), blocks=st.integers(11, 30), seqs=st.integers(1, 6),
+              more=st.integers(0, 12), policy=st.sampled_from(["fcfs", "priority"]), caching=st.booleans(),
+              host=st.sampled_from([0, HOST]), overlaps=st.booleans())
+  def start(self, size, blocks, seqs, more, policy, caching, host, overlaps):
+    self.bench = Bench(max(3, blocks * 4 // size), size, seqs, seqs + more, policy, 64, caching, host, overlaps)
+
+  @rule(prompt=st.integers(1, 40), n=st.integers(1, 30), priority=st.integers(-2, 2), family=st.integers(0, 2),
+        samples=st.sampled_from([1, 1, 1, 2, 3]))
+  def add(self, prompt, n, priority, family, samples):
+    self.bench.add(prompt, n, priority if self.bench.config.scheduling_policy == "priority" else 0, family, samples)
+
+  @rule(fails=st.sampled_from([False] * 9 + [True]))
+  def step(self, fails): self.bench.step(fails and not self.bench.overlaps)
+
+  @rule(times=st.integers(2, 8))
+  def steps(self, times):
+    for _ in range(times): self.bench.step()
+
+  @rule(i=st.integers(0, 100))
+  def abort(self, i):
+    if live := [*self.bench.scheduler.running, *self.bench.scheduler.waiting]: self.bench.abort(live[i % len(live)])
+
+  @invariant()
+  def holds(self):
+    if hasattr(self, "bench"): self.bench.check()
+
+  def teardown(self):
+    if hasattr(self, "bench"): self.bench.ended_well()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(operations, st.integers(11, 30), st.sampled_from([1, 2, 4]), st.integers(1, 6), st.integers(0, 12),
-       st.sampled_from(["fcfs", "priority"]))
-def test_any_sequence_of_operations_keeps_the_invariants_and_ends(todo, blocks, size, seqs, more, policy):
-  bench = Bench(blocks * 4 // size, size, seqs, seqs + more, policy)   # a pool of blocks * 4 tokens
-  for what, *args in todo:
-    if what == "add": bench.add(args[0], args[1], args[2] if policy == "priority" else 0)
-    elif what == "step":
-      for _ in range(args[0]): bench.step()
-    elif live := [seq for seq in bench.all if not seq.finish_reason]: bench.abort(live[args[0] % len(live)])
-  bench.finish()
-  assert bench.blocks.num_used() == 0
-  for seq in bench.all:
-    if seq.finish_reason == "length":
-      made = [1000 + i for i in range(seq.num_prompt, len(seq.tokens))]
-      assert seq.tokens[seq.num_prompt:] == made, "a token lost or twice"
-      wanted = min(seq.params.max_tokens, bench.max_len - seq.num_prompt)
-      assert len(made) == wanted or len(seq.tokens) > 4 * blocks, "ended before its time"
+def test_any_sequence_of_operations_keeps_the_invariants_and_every_request_ends():
+  """10,000 operations that hypothesis chooses, and can make fewer of where they fail; the next test has 20,000 more."""
+  run_state_machine_as_test(Machine, settings=settings(max_examples=200, stateful_step_count=50, deadline=None,
+                                                       derandomize=True))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_thousand_operations_on_one_pool_keep_the_invariants(seed):
+  rng, kinds = random.Random(seed), [(4, True, HOST), (4, True, 0), (2, True, HOST), (4, False, 0)]
+  size, caching, host = kinds[seed % 4]
+  bench = Bench(64 // size, size, 5, 16, "priority" if seed % 3 == 0 else "fcfs", 64, caching, host, seed % 2 == 1)
+  for _ in range(1000):
+    live = [*bench.scheduler.running, *bench.scheduler.waiting]
+    if len(live) < 8 and rng.random() < 0.4:
+      priority = rng.randint(-2, 2) if seed % 3 == 0 else 0
+      bench.add(rng.randint(1, 40), rng.randint(1, 24), priority, rng.randint(0, 2), rng.choice([1, 1, 1, 2, 3]))
+    elif live and rng.random() < 0.05: bench.abort(rng.choice(live))
+    else: bench.step(fails=not bench.overlaps and rng.random() < 0.02)
+  bench.ended_well()
+  totals = bench.scheduler.totals
+  assert totals["num_preemptions"] > 10 and (totals["prefix_cache_hits"] > 100) == caching, "that was meant to happen"
+  assert bool(totals["num_swapped"]) == bool(host) and (bench.loaded > 0) == bool(host)
+
+
+def test_preempted_sequences_come_back_from_host_memory():
+  """What a sequence had computed when it was preempted, in full blocks, is not computed again."""
+  for host in (0, 20):
+    bench = Bench(blocks=12, seqs=4, budget=48, caching=True, host=host)
+    first, second, third = (bench.add(prompt=12, n=30, family=i) for i in range(3))
+    computed = {seq: 0 for seq in bench.all}
+    while bench.scheduler.running or bench.scheduler.waiting:
+      for seq, n in bench.step().items(): computed[seq] += n
+    again = sum(computed.values()) - sum(len(seq.tokens) - 1 for seq in bench.all)   # the last one's K and V are not
+    assert bench.scheduler.totals["num_preemptions"] >= 2 and first.num_generated == third.num_generated == 30
+    if host: assert 0 <= again <= 3 * bench.scheduler.totals["num_preemptions"], "all but the last, partial block"
+    else: assert again > 12
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30), st.booleans()), max_size=60), st.integers(2, 20),
        st.integers(1, 7))
 def test_the_block_manager_never_loses_or_doubles_a_block(todo, num_blocks, block_size):
-  blocks, tables = BlockManager(num_blocks, block_size), [[] for _ in range(6)]
+  blocks, seqs = BlockManager(num_blocks, EngineConfig(block_size=block_size)), [a_sequence() for _ in range(6)]
   for i, n, release in todo:
-    table, old = tables[i], list(tables[i])
-    if release: blocks.free(table)
+    table, old = seqs[i].block_table, list(seqs[i].block_table)
+    if release: blocks.free(seqs[i])
     elif blocks.can_allocate(table, n):
       blocks.allocate(table, n)
       assert table[:len(old)] == old and len(table) == max(len(old), -(-n // block_size))
     else: assert -(-n // block_size) - len(table) > blocks.num_free()
-    check_pool(blocks, tables)
+    check_pool(blocks, [seq.block_table for seq in seqs])
+
+
+def a_sequence():
+  return Sequence("", [1], (0, 0), 0, SamplingParams(), frozenset(), 64, RequestMetrics())
 
 
 def test_a_table_grows_only_when_its_next_token_needs_a_block():
-  blocks, table = BlockManager(9, 4), []
+  blocks, table = BlockManager(9, EngineConfig(block_size=4)), []
   for n, held in ((1, 1), (4, 1), (5, 2), (8, 2), (9, 3)):
     blocks.allocate(table, n)
     assert len(table) == held == blocks.num_used()
@@ -171,7 +272,7 @@ def test_the_newest_of_the_lowest_priority_is_preempted_and_waits_in_its_old_pla
   high, low, lower = (bench.add(prompt=7, n=20, priority=p) for p in (0, 1, 2))
   assert set(bench.step()) == {high, low, lower}
   later = bench.add(prompt=1, n=1, priority=3)
-  while not bench.scheduler.num_preemptions: bench.step()
+  while not bench.scheduler.totals["num_preemptions"]: bench.step()
   assert bench.scheduler.running == [high, low] and bench.scheduler.waiting == [lower, later]
   assert lower.num_computed == 0 and lower.num_generated > 0, "its tokens are kept and computed again"
 

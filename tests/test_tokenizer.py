@@ -4,11 +4,13 @@ import random
 
 import pytest
 import tokenizers
+from examples.convert_gguf import convert
 from reference import VOCAB, sentencepiece_model, tiny_model, write_gguf
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-from tinyvllm import LLM
-from tinyvllm.tokenizer import StreamDecoder, load_tokenizer
+from tinyvllm import RequestMetrics, SamplingParams
+from tinyvllm.engine import Request
+from tinyvllm.tokenizer import load_tokenizer
 
 TEXTS = ["the cat sat on the mat", "hello world, 12 3456!", "tabs\tand\nnew lines\n\n", "日本語 and ελληνικά",
          "\U0001f469\u200d\U0001f467 emoji \U0001f642\U0001f642 e\u0301 \u00e9", "  two  spaces  ", "x",
@@ -53,7 +55,7 @@ def gguf(tmp_path_factory):
   merges = [" ".join(m) if isinstance(m, list) else m for m in trained["merges"]]
   tiny_model(folder, vocab_size=len(vocab))
   write_gguf(folder / "a.gguf", folder, tokens=vocab, merges=merges, specials=SPECIALS, template=CHAT)
-  return LLM(folder / "a.gguf", max_model_len=16, num_gpu_blocks_override=2).tokenizer
+  return load_tokenizer(convert(folder / "a.gguf", folder / "converted"))
 
 
 @pytest.fixture(params=["spm", "bpe", "gguf"])
@@ -70,8 +72,17 @@ def rewritten(tmp_path, tokenizer_config, post_processor=None):
 
 def streamed(tokenizer, ids, prompt=(), skip=True):
   """The pieces that come token by token, and what the end brings."""
-  decoder = StreamDecoder(tokenizer, list(prompt), skip)
-  return [*(decoder.push([i], last=False) for i in ids), decoder.push([], last=True)]
+  params = SamplingParams(max_tokens=10**6, skip_special_tokens=skip)
+  request = Request(None, tokenizer, "", list(prompt), (0, 0), 0, params, frozenset(), 10**6, RequestMetrics())
+  pieces = []
+  for i in [*ids, None]:
+    if i is None: request.finish_reason = "length"
+    else: request.append(i)
+    before = len(request.text)
+    request.decode()
+    assert request.shown == len(request.text)
+    pieces.append(request.text[before:])
+  return pieces
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -236,7 +247,8 @@ def test_a_folder_without_a_tokenizer_is_an_error_naming_it(tmp_path):
 
 def test_a_gguf_with_another_kind_of_tokenizer_is_an_error_naming_it(tmp_path):
   path = write_gguf(tmp_path / "a.gguf", tiny_model(tmp_path), tokenizer="llama")
-  with pytest.raises(ValueError, match="llama.*supported: gpt2"): LLM(path)
+  with pytest.raises(ValueError, match="llama.*supported: gpt2"): convert(path, tmp_path / "converted")
+  assert not (tmp_path / "converted").exists()
 
 
 def test_tokens_added_to_a_bpe_that_are_not_special_are_text(tmp_path):

@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from examples.convert_gguf import convert
 from reference import (
   LogitsRecorder,
   load,
@@ -181,7 +182,7 @@ def test_a_gguf_equals_the_same_weights_in_safetensors(tmp_path, kind, options):
     for k, v in weights.items():
       if v.ndim > 1: weights[k] = gguf.quants.dequantize(gguf.quants.quantize(v, q8), q8)
     write_safetensors(folder / "model.safetensors", weights)
-  check(path, folder)
+  check(convert(path, tmp_path / "converted", "float16" if kind == "F16" else "float32"), folder)
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "mamba"])
@@ -194,7 +195,19 @@ def test_a_gguf_of_another_architecture_is_refused(tmp_path, architecture):
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
   writer.close()
-  refused(tmp_path / "model.gguf", architecture, "supported")
+  with pytest.raises(ValueError, match=f"{architecture}.*supported"):
+    convert(tmp_path / "model.gguf", tmp_path / "converted")
+
+
+def test_a_file_that_is_no_gguf_is_refused_with_its_name(tmp_path):
+  (tmp_path / "model.gguf").write_bytes(b"GGUF but no more")
+  with pytest.raises(ValueError, match=r"model\.gguf is not a readable"):
+    convert(tmp_path / "model.gguf", tmp_path / "converted")
+
+
+def test_the_engine_says_how_to_convert_a_gguf(tmp_path):
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
+  refused(path, path, "config.json", "examples/convert_gguf.py")
 
 
 # memory

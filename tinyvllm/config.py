@@ -1,6 +1,5 @@
 """What is known before anything is loaded: the model's shape, from its own files, and the user's options, checked."""
-import dataclasses, json, logging, types
-from pathlib import Path
+import dataclasses, json, logging, pathlib, types
 from typing import Annotated, Any
 
 logger = logging.getLogger("tinyvllm")
@@ -19,7 +18,7 @@ def check(ok: Any, message: str) -> None:
   if not ok: raise ValueError(message)
 
 
-def read_json(path: Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
+def read_json(path: pathlib.Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
 
 
 def kind_of(f: Any) -> tuple[Any, tuple]:
@@ -58,6 +57,8 @@ class EngineConfig(Options):
   block_size: Annotated[int, 1, 256] = 16                 # tokens in one block of the KV cache
   gpu_memory_utilization: Annotated[float | int, 0.01, 1.0] = 0.9   # share of free memory for the KV cache
   num_gpu_blocks_override: Annotated[int | None, 2, 2**24] = None   # blocks, scratch block 0 included
+  swap_space: Annotated[float | int, 0, 1024] = 0         # GiB of host memory for blocks of preempted sequences
+  enable_prefix_caching: bool = True                      # find what has been computed before, prompts and answers
   enforce_eager: bool = False                             # never capture a step as a graph: slow, for debugging
   seed: Annotated[int, -2**63, 2**63 - 1] = 0             # of the requests that bring none
   scheduling_policy: Annotated[str, "fcfs", "priority"] = "fcfs"   # priority: lower numbers first
@@ -67,7 +68,7 @@ class ModelConfig(types.SimpleNamespace):
   """A LLaMA-like model's shape, under Hugging Face's names: all those NEEDED, all the DEFAULTS, num_key_value_heads,
   head_dim, qkv_bias, o_bias; eos_token_ids, a tuple; rope_scaling, a dict whose rope_type is one of those KNOWN."""
   @classmethod
-  def from_hf(cls, hf: dict[str, Any], source: Path) -> "ModelConfig":
+  def from_hf(cls, hf: dict[str, Any], source: pathlib.Path) -> "ModelConfig":
     """From config.json's content; its eos_token_id may be a list. Raises ValueError for what this engine lacks."""
     hf = DEFAULTS | {k: v for k, v in hf.items() if v is not None}
     check(not (missing := [n for n in NEEDED if n not in hf]), f"{source} is incomplete: add {', '.join(missing)}")
@@ -77,9 +78,8 @@ class ModelConfig(types.SimpleNamespace):
     values = {"architecture": [*hf["architectures"], None][0], "qkv_bias": bias, "o_bias": bias,
               "num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads, **hf, **rope, "rope_scaling": rope,
               "eos_token_ids": tuple(eos if isinstance(eos, list) else [eos])}
-    for name, supported in KNOWN.items():
-      known = ", ".join(supported)
-      check(values[name] in supported, f"{source}: {name} {values[name]!r} is not supported; supported: {known}")
+    for name, known in KNOWN.items():
+      check(values[name] in known, f"{source}: {name} {values[name]!r} is not supported; supported: {', '.join(known)}")
     if (window := hf.get("sliding_window")) and hf.get("use_sliding_window", True):   # within it, the model is plain
       values["max_position_embeddings"] = min(values["max_position_embeddings"], window)
     values |= ARCHITECTURES[values["architecture"]]

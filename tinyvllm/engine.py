@@ -1,38 +1,43 @@
 """The engine: text in, text out. Requests are added at any time, and `step` advances all of them together; everything
 below knows token ids only."""
-import collections, functools, itertools, random, threading, time
+import functools, itertools, pathlib, random, threading, time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from tinygrad import Device, Tensor, dtypes, helpers
+from tinygrad import Device, Tensor, dtypes, helpers, nn
 
 from .config import EngineConfig, ModelConfig, check, logger
-from .llama import Llama, load_weights, read_gguf, read_hf, rope_table
+from .llama import Llama, load_weights, read_model, rope_table
 from .runner import Runner, allocate_caches, open_device
-from .scheduler import MAX_BANNED, BlockManager, CompletionOutput, RequestOutput, SamplingParams, Scheduler, Sequence
-from .tokenizer import StreamDecoder, gguf_tokenizer, load_tokenizer
+from .scheduler import (MAX_BANNED, BlockManager, CompletionOutput, RequestMetrics, RequestOutput, SamplingParams,
+                        Scheduler, Sequence)
+from .tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | dict[str, Any]
 Params = SamplingParams | None
 
 
-@dataclass(eq=False)
 class Request(Sequence):
-  """A sequence and its text, of which `text[:shown]` may be seen: the rest could still become a stop string."""
-  prompt: str | None = field(kw_only=True)
-  decoder: StreamDecoder = field(kw_only=True)
-  decoded: int = 0   # tokens whose text is there: it is made when somebody reads it, or to find a stop string
-  text: str = ""
-  shown: int = 0
+  """A sequence and its text, of which `text[:shown]` may be seen: the rest could still become a stop string. Text once
+  there never changes, half a character is held back, and all of it is the decoding at once."""
+  def __init__(self, prompt: str | None, tokenizer: Tokenizer, *args: Any):
+    super().__init__(*args)
+    self.prompt, self.tokenizer, self.text, self.shown = prompt, tokenizer, "", 0
+    self.decoded = self.num_prompt   # tokens whose text is there: it is made when it is read, or to find a stop string
+
+  def append(self, token: int) -> None:
+    super().append(token)
+    if self.params.stop or self.finish_reason: self.decode()
 
   def decode(self) -> None:
     """Add the text of new tokens; finish at the first stop string."""
     params, stops, searched = self.params, self.params.stop or [], len(self.text)
-    tokens, self.decoded = self.tokens[self.num_prompt + self.decoded:], self.num_generated
-    if self.finish_reason == "stop" and not params.include_stop_str_in_output: tokens = tokens[:-1]
-    self.text += self.decoder.push(tokens, last=self.finish_reason is not None)
+    ids = self.tokens[:-1] if self.finish_reason == "stop" and not params.include_stop_str_in_output else self.tokens
+    for start in (max(0, self.decoded - 8), 0):   # a token's text depends on those before, on all if the last have none
+      if before := self.tokenizer.decode(ids[start:self.decoded], params.skip_special_tokens): break
+    text = self.tokenizer.decode(ids[start:], params.skip_special_tokens)
+    if self.finish_reason or not text.endswith("\ufffd"):   # else a character whose bytes have not all come
+      self.text, self.decoded = self.text + text[len(before):], len(ids)
     found = [(at, s) for s in stops if (at := self.text.find(s, max(0, searched - len(s) + 1))) >= 0]
     if found and self.num_generated > params.min_tokens:
       at, stop = min(found)
@@ -41,29 +46,34 @@ class Request(Sequence):
     held = [n for s in stops for n in range(1, len(s)) if self.text.endswith(s[:n])]
     self.shown = len(self.text) - (0 if self.finish_reason else max(held, default=0))
 
-  def output(self, text_from: int = 0, tokens_from: int = 0) -> RequestOutput:
-    self.decode()
-    text, ids = self.text[text_from:self.shown], self.tokens[self.num_prompt + tokens_from:]
-    completion = CompletionOutput(0, text, ids, self.finish_reason, self.stop_reason)
-    return RequestOutput(self.request_id, self.prompt, self.tokens[:self.num_prompt], [completion], self.metrics)
+
+def _output(runs: list[Request], seen: list[tuple[int, int]] | None = None) -> RequestOutput:
+  """The samples of a prompt, but for the characters and tokens that have been seen of each."""
+  outputs: list[CompletionOutput] = []
+  for run, (text, tokens) in zip(runs, seen or [(0, 0)] * len(runs), strict=True):
+    run.decode()
+    ids, new = run.tokens[run.num_prompt + tokens:], run.text[text:run.shown]
+    outputs.append(CompletionOutput(len(outputs), new, ids, run.finish_reason, run.stop_reason))
+  run = runs[0]
+  return RequestOutput(run.request_id, run.prompt, run.tokens[:run.num_prompt], outputs, run.metrics, run.num_cached)
 
 
 class LLMEngine:
   """Requests in, outputs out, one `step` at a time. Several threads may call it: a step serves the requests of all.
 
-  model: a folder with config.json, *.safetensors and a tokenizer, or a .gguf file; None: the model shipped with
-  tinyvllm. options: EngineConfig's. Raises ValueError for files or options that will not do, RuntimeError for no device
-  or compiler."""
-  def __init__(self, model: str | Path | None = None, **options: Any):
+  model: a folder with config.json, *.safetensors and a tokenizer; None: the model shipped with tinyvllm. options:
+  EngineConfig's. Raises ValueError for files or options that will not do, RuntimeError for no device or compiler."""
+  def __init__(self, model: str | pathlib.Path | None = None, **options: Any):
     self.config = config = EngineConfig(**options)
     check(config.max_num_seqs <= config.max_num_batched_tokens, f"max_num_seqs={config.max_num_seqs} is above "
           f"max_num_batched_tokens={config.max_num_batched_tokens}: each running sequence decodes one token a step")
-    path, started = Path(model or Path(__file__).parent / "default_model").expanduser(), time.perf_counter()
-    open_device()
-    known = (gguf := path.suffix == ".gguf") or (path / "config.json").exists()
-    check(known, f"model={str(path)!r} must be a .gguf file or a folder with config.json")
-    hf, reader, metadata = read_gguf(path) if gguf else read_hf(path)
-    self.tokenizer = gguf_tokenizer(metadata) if gguf else load_tokenizer(path)
+    started = time.perf_counter()
+    path = pathlib.Path(model or pathlib.Path(__file__).parent / "default_model").expanduser()
+    free = open_device()
+    check((path / "config.json").exists(), f"model={str(path)!r} must be a folder with config.json; "
+          "examples/convert_gguf.py makes one of a .gguf file")
+    hf, reader = read_model(path)
+    self.tokenizer = load_tokenizer(path)
     self.model_config = ModelConfig.from_hf(hf, path)
     limit = self.model_config.max_position_embeddings
     self.max_model_len = self.config.max_model_len or limit
@@ -71,13 +81,15 @@ class LLMEngine:
     kind = self.config.dtype if self.config.dtype != "auto" else "float32" if Device.DEFAULT == "CPU" else "float16"
     llama = Llama(self.model_config, dtype := getattr(dtypes, kind))
     load_weights(llama, self.model_config, reader, path, dtype)
+    left = max(0, free * config.gpu_memory_utilization - sum(x.nbytes() for x in nn.state.get_parameters(llama)))
     logger.info("loaded %s in %s on %s in %.1f s", path.name, kind, Device.DEFAULT, time.perf_counter() - started)
-    caches = allocate_caches(self.model_config, self.config, self.max_model_len, dtype)
-    self.blocks = BlockManager(int(caches[0][0].shape[0]), self.config.block_size)
-    self.scheduler = Scheduler(self.config, self.blocks)
-    self.runner = Runner(llama, self.config, rope_table(self.model_config, self.max_model_len).realize(), caches)
-    self.requests: dict[str, Request] = {}
-    self.totals: collections.Counter[str] = collections.Counter()
+    caches = allocate_caches(self.model_config, config, self.max_model_len, dtype, int(left))
+    self.runner = Runner(llama, config, rope_table(self.model_config, self.max_model_len).realize(), caches)
+    host_blocks = int(config.swap_space * 2**30 * self.runner.num_blocks) // sum(x.nbytes() for c in caches for x in c)
+    self.blocks = BlockManager(self.runner.num_blocks, config, host_blocks, self.runner)
+    self.scheduler = Scheduler(config, self.blocks)
+    self.requests: dict[str, list[Request]] = {}
+    self.seconds, self.scheduled = 1e-6, 0   # spent in steps; sequences that they advanced
     self._arrivals, self._random = itertools.count(), random.Random(self.config.seed)
     self._lock, self._stepping = threading.Condition(), False
     self._running: tuple[list[Sequence], Tensor] | None = None   # the step that the device works on
@@ -87,7 +99,7 @@ class LLMEngine:
     ValueError for a request that can never run."""
     self._add(self._request(request_id, prompt, params, priority))
 
-  def _request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
+  def _request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> list[Request]:
     params, given = params or SamplingParams(), prompt if isinstance(prompt, dict) else {"prompt": prompt}
     check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
     text, ids = given.get("prompt"), given.get("prompt_token_ids")
@@ -107,20 +119,23 @@ class LLMEngine:
     check(not params.min_tokens or len(stop_ids) <= MAX_BANNED, f"stop_token_ids: {len(stop_ids)} with the "
           f"model's end tokens; with min_tokens at most {MAX_BANNED}")
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
-    return Request(
-      request_id, ids, len(ids), params, seed, frozenset(stop_ids), self.max_model_len, priority, next(self._arrivals),
-      len(ids), prompt=text, decoder=StreamDecoder(self.tokenizer, ids, params.skip_special_tokens))
+    arrival, shared = next(self._arrivals), (params, frozenset(stop_ids), self.max_model_len, RequestMetrics())
+    runs = [Request(text, self.tokenizer, request_id, ids.copy(), (priority, arrival, i), seed + i, *shared)
+            for i in range(params.n)]
+    runs[0].forks += runs[1:]
+    return runs
 
-  def _add(self, request: Request) -> None:
+  def _add(self, runs: list[Request]) -> None:
     with self._lock:
-      check(request.request_id not in self.requests, f"request_id={request.request_id!r} is in use: take another")
-      self.requests[request.request_id] = request
-      self.scheduler.add(request)
+      check((name := runs[0].request_id) not in self.requests, f"request_id={name!r} is in use: take another")
+      self.requests[name] = runs
+      self.scheduler.add(runs[0])
 
   def abort_request(self, request_id: str) -> None:
     """End a request with finish_reason "abort". One that has finished, or never was, is let be."""
     with self._lock:
-      if request := self.requests.pop(request_id, None): self.scheduler.finish(request, "abort")
+      for run in self.requests.pop(request_id, []):
+        if not run.finish_reason: self.scheduler.finish(run, "abort")
 
   def has_unfinished_requests(self) -> bool: return bool(self.requests)
 
@@ -140,7 +155,7 @@ class LLMEngine:
       if not self.runner.overlaps and step: done = self.runner.launch(step)
       sampled = dict(zip(done[0], done[1].tolist(), strict=False)) if done else {}   # type: ignore[arg-type]
       if self.runner.overlaps and step: self._running = self.runner.launch(step)
-      with self._lock: return [r.output() for r in self._record(len(batch), sampled, started) if outputs]
+      with self._lock: return [_output(runs) for runs in self._record(len(batch), sampled, started) if outputs]
     except BaseException:
       with self._lock:   # what the step was to compute is computed again
         for seq in [s for s in batch if s.row is not None]: self.scheduler.preempt(seq)
@@ -150,30 +165,29 @@ class LLMEngine:
         self._stepping = False
         self._lock.notify_all()
 
-  def _record(self, scheduled: int, sampled: dict[Sequence, int], started: float) -> list[Request]:
+  def _record(self, scheduled: int, sampled: dict[Sequence, int], started: float) -> list[list[Request]]:
     self.scheduler.update(sampled)
-    changed = [r for r in self.requests.values() if r in sampled or r.finish_reason]
-    for request in changed:
-      if request.params.stop or request.finish_reason: request.decode()
-      if request.finish_reason: self.scheduler.finish(self.requests.pop(request.request_id), request.finish_reason)
-    self.totals.update(steps=1, scheduled=scheduled, generation_tokens=sum(r in sampled for r in changed),
-                       prompt_tokens=sum(r.num_prompt for r in changed if r in sampled and r.num_generated == 1),
-                       requests_finished=sum(r.finish_reason is not None for r in changed),
-                       microseconds=round(1e6 * (time.perf_counter() - started)))
+    changed = [runs for runs in self.requests.values()
+               if any(r in sampled for r in runs) or all(r.finish_reason for r in runs)]
+    ended = [runs[0].request_id for runs in changed if all(r.finish_reason for r in runs)]
+    for name in ended: self.requests.pop(name)
+    self.scheduler.totals.update(steps=1, generation_tokens=len(sampled), requests_finished=len(ended))
+    self.seconds, self.scheduled = self.seconds + time.perf_counter() - started, self.scheduled + scheduled
     return changed
 
-  def _advance(self, request: Request, tokens: int = 2**31) -> None:
+  def _advance(self, runs: list[Request], tokens: int = 2**31) -> None:
     """Step, or wait while another thread does, until the request has more than `tokens` or has ended."""
-    def ready() -> bool: return request.request_id not in self.requests or request.num_generated > tokens
+    def ready() -> bool:
+      return runs[0].request_id not in self.requests or sum(r.num_generated for r in runs) > tokens
     while not ready(): self.step(False, ready)
 
   def get_metrics(self) -> dict[str, float]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
-    totals, queue, pool, seconds = self.totals, self.scheduler, self.blocks, self.totals["microseconds"] / 1e6 or 1e-6
-    return {**{k: totals[k] for k in ("prompt_tokens", "generation_tokens", "requests_finished", "steps")},
-            "tokens_per_second": totals["generation_tokens"] / seconds,
-            "requests_per_second": totals["requests_finished"] / seconds,
-            "mean_batch_size": totals["scheduled"] / max(1, totals["steps"]), "num_preemptions": queue.num_preemptions,
+    queue, pool, totals = self.scheduler, self.blocks, self.scheduler.totals
+    found, shared = (pool.cached.get(pool.keys[b]) == b for b in [*pool.free_blocks]), (n > 1 for n in pool.ref_counts)
+    return {**totals, "tokens_per_second": totals["generation_tokens"] / self.seconds, "blocks_cached": sum(found),
+            "requests_per_second": totals["requests_finished"] / self.seconds, "blocks_shared": sum(shared),
+            "mean_batch_size": self.scheduled / max(1, totals["steps"]), "blocks_swapped": len(pool.host),
             "num_requests_running": len(queue.running), "num_requests_waiting": len(queue.waiting),
             "blocks_used": pool.num_used(), "blocks_free": pool.num_free()}
 
@@ -189,28 +203,28 @@ class LLM(LLMEngine):
     check(len(params) == len(prompts), f"sampling_params: {len(params)} for {len(prompts)} prompts: give one or all")
     requests = [self._request(f"generate-{next(self._arrivals)}", *pair) for pair in zip(prompts, params, strict=True)]
     try:
-      for request in requests: self._add(request)
-      for request in helpers.tqdm(requests, desc="generating", unit=" requests", disable=None if use_tqdm else True):
-        self._advance(request)
+      for runs in requests: self._add(runs)
+      for runs in helpers.tqdm(requests, desc="generating", unit=" requests", disable=None if use_tqdm else True):
+        self._advance(runs)
     finally:
-      for request in requests: self.abort_request(request.request_id)
-    return [request.output() for request in requests]
+      for runs in requests: self.abort_request(runs[0].request_id)
+    return [_output(runs) for runs in requests]
 
   def generate_stream(self, prompt: Prompt, sampling_params: Params = None) -> Iterator[RequestOutput]:
     """Complete one prompt, yielding the new text and ids as they come. Raises ValueError at once for a bad request.
     Closing the iterator aborts it."""
     return self._stream(self._request(f"stream-{next(self._arrivals)}", prompt, sampling_params))
 
-  def _stream(self, request: Request) -> Iterator[RequestOutput]:
-    self._add(request)
-    text, tokens, finished = 0, 0, False
+  def _stream(self, runs: list[Request]) -> Iterator[RequestOutput]:
+    self._add(runs)
+    seen, finished = [(0, 0)] * len(runs), False
     try:
       while not finished:
-        self._advance(request, tokens)
-        with self._lock: output, text, tokens = request.output(text, tokens), request.shown, request.num_generated
+        self._advance(runs, sum(tokens for _, tokens in seen))
+        with self._lock: output, seen = _output(runs, seen), [(r.shown, r.num_generated) for r in runs]
         finished = output.finished
         yield output
-    finally: self.abort_request(request.request_id)
+    finally: self.abort_request(runs[0].request_id)
 
   def chat(self, messages: list[dict[str, str]], sampling_params: Params = None) -> list[RequestOutput]:
     """Answer a conversation, a list of {"role": ..., "content": ...}, through the model's chat template."""
@@ -223,15 +237,15 @@ class LLM(LLMEngine):
 
 
 @functools.cache
-def _shared(model: str | Path | None) -> LLM: return LLM(model)
+def _shared(model: str | pathlib.Path | None) -> LLM: return LLM(model)
 
 
-def generate(prompt: str, model: str | Path | None = None, **sampling: Any) -> str:
+def generate(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> str:
   """The text that follows a prompt. sampling: SamplingParams' fields, but greedy unless a temperature is given."""
   return "".join(generate_stream(prompt, model, **sampling))
 
 
-def generate_stream(prompt: str, model: str | Path | None = None, **sampling: Any) -> Iterator[str]:
+def generate_stream(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> Iterator[str]:
   """As `generate`, a piece at a time, as tokens arrive."""
   outputs = _shared(model).generate_stream(prompt, SamplingParams(**{"temperature": 0.0, **sampling}))
   return (output.outputs[0].text for output in outputs if output.outputs[0].text)

@@ -1,17 +1,15 @@
 """A LLaMA (Touvron et al. 2023) over a paged KV cache. One forward serves prefill, chunks of a prefill and decode: a
 flat batch of tokens, each with its position, slot and row. Attributes are named as in Hugging Face's files, with q, k,
-v stored as one matrix and gate, up as one. Below it, how its files are read: safetensors, whole or sharded, and GGUF,
-one tensor at a time, checked against the shapes that the config promises."""
-import json, math
+v stored as one matrix and gate, up as one. Below it, how its files are read: safetensors, whole or sharded, one
+tensor at a time, checked against the shapes that the config promises."""
+import json, math, pathlib
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from tinygrad import Tensor, dtypes, function, helpers, nn
 from tinygrad.dtype import DType
-from tinygrad.llm.gguf import gguf_load
 
 from . import kernels
 from .config import ModelConfig, check, read_json
@@ -19,15 +17,6 @@ from .config import ModelConfig, check, read_json
 Reader = dict[str, partial[np.ndarray]]   # a tensor's name in Hugging Face's files, and how to read it
 NORMS = {"qkv_proj": "input_layernorm", "gate_up_proj": "post_attention_layernorm"}   # whose weights are in these
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
-# Names in GGUF files, of tensors and of what describes the model
-GGUF_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-  "blk": "model.layers", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-  "attn_output": "self_attn.o_proj", **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
-  **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}}
-GGUF_KEYS = {"attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
-  "attention.layer_norm_rms_epsilon": "rms_norm_eps", "feed_forward_length": "intermediate_size",
-  "embedding_length": "hidden_size", "block_count": "num_hidden_layers", "attention.key_length": "head_dim",
-  "context_length": "max_position_embeddings", "rope.freq_base": "rope_theta"}
 
 
 def rope_table(config: ModelConfig, length: int) -> Tensor:
@@ -131,7 +120,7 @@ class Llama:
     return self.lm_head(self.norm(x[samples]).cast(x.dtype).contiguous(), dtype=dtypes.float32)
 
 
-def read_hf(folder: Path) -> tuple[dict[str, Any], Reader, dict[str, Any]]:
+def read_model(folder: pathlib.Path) -> tuple[dict[str, Any], Reader]:
   """The content of config.json, with generation_config.json's end tokens, and the tensors of model.safetensors or of
   the shards that model.safetensors.index.json names."""
   config, index = read_json(folder / "config.json"), read_json(folder / "model.safetensors.index.json")
@@ -146,34 +135,10 @@ def read_hf(folder: Path) -> tuple[dict[str, Any], Reader, dict[str, Any]]:
       kind, shape, offset = entry["dtype"], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0]
       check(kind in DTYPES, f"{path}: tensor {name} is {kind}; supported: {', '.join(DTYPES)}")
       reader[name] = partial(np.memmap, path, DTYPES[kind], "c", offset, shape)
-  return config, reader, config
+  return config, reader
 
 
-def read_gguf(path: Path) -> tuple[dict[str, Any], Reader, dict[str, Any]]:
-  """A GGUF file of the llama architecture: its config and tensors, dequantized, as Hugging Face's, and its metadata."""
-  try: kv, tensors = gguf_load(path)
-  except Exception as e: raise ValueError(f"{path} is not a readable GGUF file: {e}") from e   # fails in many ways
-  arch = kv["general.architecture"]
-  check(arch == "llama", f"{path}: GGUF architecture {arch} is not supported; supported: llama")
-  config = {name: kv.get(f"llama.{key}") for key, name in GGUF_KEYS.items()} | {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": len(kv["tokenizer.ggml.tokens"]),
-    "tie_word_embeddings": "output.weight" not in tensors,
-    "eos_token_id": [kv[k] for n in ("eos", "eot") if (k := f"tokenizer.ggml.{n}_token_id") in kv],
-    "rope_scaling": {"rope_type": kv.get("llama.rope.scaling.type", "none").replace("none", "default"),
-                     "factor": kv.get("llama.rope.scaling.factor")}}
-  if "rope_freqs.weight" in tensors:   # llama3's scaling, worked out by the converter
-    config["rope_scaling"] = {"rope_type": "factors", "factors": tensors.pop("rope_freqs.weight").tolist()}
-  heads = {"attn_q": (n := config["num_attention_heads"]), "attn_k": config["num_key_value_heads"] or n}
-  reader: Reader = {}
-  for name, tensor in tensors.items():
-    parts = name.split(".")
-    if n := heads.get(parts[-2]):   # rows of q and k lie in RoPE's pairs of neighbours: put them back into halves
-      tensor = tensor.reshape(n, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
-    reader[".".join(GGUF_NAMES.get(part, part) for part in parts)] = partial(tensor.numpy)
-  return config, reader, kv
-
-
-def load_weights(model: Llama, config: ModelConfig, reader: Reader, source: Path, dtype: DType) -> None:
+def load_weights(model: Llama, config: ModelConfig, reader: Reader, source: pathlib.Path, dtype: DType) -> None:
   """Fill the model's tensors. Raises ValueError naming the file and the tensor that is missing, surplus or
   misshapen."""
   def take(name: str, *shape: int) -> np.ndarray:

@@ -20,25 +20,13 @@ from .scheduler import MAX_BANNED, Sequence
 
 Shape = tuple[int, int, bool]   # of a step: its tokens, samples at most, whether all are greedy
 # What the sampler is told of each of these: temperature, top_p, min_p; seed; top_k; banned ids
-FIELDS = np.dtype([("floats", "f4", 3), ("seed", "i8"), ("top_k", "i4"), ("banned", "i4", MAX_BANNED)])
+FIELDS = np.dtype([("floats", "f4", 3), ("seed", "u8"), ("top_k", "i4"), ("banned", "i4", MAX_BANNED)])
 WORDS, SPINS = 32, 2**15   # of a call by a core, a function's address and its arguments; looks at a semaphore at most
 
 
 @helpers.diskcache
 def tinyvllm_lowered(ast: UOp, renderer: Any, *config: Any) -> UOp: return do_to_program(ast, renderer)
 # In tinygrad's cache on disk, under this function's name, by all its arguments. config: what else the result hangs on
-
-
-def wait_kernel() -> UOp:
-  """Wait for a semaphore, whose value is its first word in Linux's C libraries: some microseconds awake, as to sleep
-  takes longer than most kernels do, then by sem_wait, over again where a signal ends it."""
-  semaphore, wait = UOp.param(0, dtypes.uint32, (1,), volatile=True), UOp.param(1, dtypes.uint64, (1,))
-  count, loop, again = UOp.placeholder((1,), dtypes.uint32, 100, AddrSpace.REG), UOp.loop(0), UOp.loop(1)
-  count = count.after(count[0].store(0), loop)
-  looks = count[0].load() + 1 + semaphore.after(loop)[0].load() * SPINS
-  spun = count[0].store(looks).end(loop, looks < SPINS)
-  failed = wait.after(spun, again)[0].load().call(semaphore.after(spun, again)[0], ret_dtype=dtypes.int32)
-  return failed.end(again, failed != 0).sink(arg=KernelInfo("wait"), tag=1)
 
 
 def calls_kernel(n: UOp) -> UOp:
@@ -55,26 +43,24 @@ def use_all_cores(device: CPUDevice, cores: int) -> None:
   need. To be dropped as soon as tinygrad has a graph for CPUs."""
   lock, pool = threading.Lock(), concurrent.futures.ThreadPoolExecutor(max(1, cores - 1), "tinyvllm-core")
   n = UOp.param(1, dtypes.int32, (), vmin_vmax=(0, 2**31 - 1), name="n", addrspace=AddrSpace.ALU)
-  run_calls, wait = (CPUProgram(device, do_to_program(kernel, device.renderer).to_elf())
-                     for kernel in (calls_kernel(n), wait_kernel()))
-  post, sem_wait = ctypes.cast(libc.dll.sem_post, ctypes.c_void_p).value, device.func_ptr("sem_wait")._buf.va_addr
+  run_calls = CPUProgram(device, do_to_program(calls_kernel(n), device.renderer).to_elf())
+  wait, barrier = ctypes.cast(libc.dll.pthread_barrier_wait, ctypes.c_void_p).value, np.zeros(64, np.uint8)
+  libc.dll.pthread_barrier_init(ctypes.c_void_p(barrier.ctypes.data), None, cores)
 
   class CPUGraph(GraphRunner):
     @staticmethod
     def supports_uop(batch_devs: list, new_call: UOp) -> bool:
-      if not GraphRunner.supports_uop(batch_devs, new_call) or Ops.PARAM in [x.op for x in new_call.src]: return False
-      return len(new_call.src) < WORDS and {v.expr for v in new_call.src[0].arg.vars} <= {"core_id"}
+      return (GraphRunner.supports_uop(batch_devs, new_call) and Ops.PARAM not in [x.op for x in new_call.src] and
+              len(new_call.src) < WORDS and {v.expr for v in new_call.src[0].arg.vars} <= {"core_id"})
 
     def __init__(self, *args: Any, **kwargs: Any):
       super().__init__(*args, **kwargs)
-      self.semaphores, calls = np.zeros((cores, cores, 32), np.uint8), [[] for _ in range(cores)]   # type: ignore
-      at = [[self.semaphores[i, j].ctypes.data for j in range(cores)] for i in range(cores)]   # from core i to core j
+      calls: list[list] = [[] for _ in range(cores)]
       for (_, program, buffers, _), kernel in zip(self.calls, self.runtimes, strict=True):
         parts, addresses = program.arg.launch_dims({})[0][0], [buffers[i]._buf.va_addr for i in program.arg.globals]
         for core, own in enumerate(calls):
           if core < parts: own.append([kernel.addr, *addresses, core])   # type: ignore[union-attr]
-          own += [[post, at[core][i]] for i in range(cores) if i != core]
-          own += [[wait.addr, at[i][core], sem_wait] for i in range(cores) if i != core]
+          own.append([wait, barrier.ctypes.data])
       self.lists = [np.array([call + [0] * (WORDS - len(call)) for call in own], np.uint64) for own in calls]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -86,8 +72,9 @@ def use_all_cores(device: CPUDevice, cores: int) -> None:
   device.graph = CPUGraph
 
 
-def open_device() -> None:
-  """Open tinygrad's default device, with the clang that pip put beside this Python if none is on the PATH."""
+def open_device() -> int:
+  """Open tinygrad's default device, with the clang that pip put beside this Python if none is on the PATH. Returns its
+  free bytes."""
   beside = shutil.which("clang", path=os.path.dirname(sys.executable))
   if "CC" not in os.environ and not shutil.which("clang") and beside: os.environ["CC"] = beside
   if helpers.CACHELEVEL >= 1:   # tinygrad's cache on disk answers only the thread that opened it; steps come from any
@@ -101,6 +88,7 @@ def open_device() -> None:
     device = Device[Device.DEFAULT]
     if isinstance(device, CPUDevice) and isinstance(device.renderer, ClangRenderer) and sys.platform == "linux":
       if not device.graph: use_all_cores(device, cpu_cores())
+    return free_memory(Device.DEFAULT)
   except Exception as e:   # a backend fails to open in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
                        "'tinyvllm[cpu]', which brings a compiler; or name another: DEV=CUDA, METAL, AMD, ...") from e
@@ -117,17 +105,17 @@ def free_memory(device: str) -> int:
   return os.sysconf("SC_AVPHYS_PAGES" if available else "SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int, dtype: DType) -> list[list[Tensor]]:
+def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int, dtype: DType,
+                    left: int) -> list[list[Tensor]]:
   """For each layer K, (num_blocks, n_kv_heads, head_dim, block_size), and V, its last axes the other way round, as the
-  kernels read them. num_blocks, of which block 0 takes padding's writes, is the override, or what fits the share of
-  free memory, at most what max_num_seqs sequences of max_model_len can use. Raises ValueError where not one such
-  sequence fits."""
+  kernels read them. num_blocks, of which block 0 takes padding's writes, is the override, or what fits `left` bytes, at
+  most what max_num_seqs sequences of max_model_len can use. Raises ValueError where not one such sequence fits."""
   KV, D, BS = model.num_key_value_heads, model.head_dim, config.block_size
   size = 2 * model.num_hidden_layers * KV * D * BS * dtype.itemsize
-  per_sequence, free = -(-max_model_len // config.block_size), free_memory(Device.DEFAULT)
-  fit = int(free * config.gpu_memory_utilization) // size
+  per_sequence, fit = -(-max_model_len // config.block_size), left // size
+  fit -= fit % (1 << max(0, fit.bit_length() - 6))   # one of few sizes: kernels know it, and are found in the cache
   check(fit > per_sequence or config.num_gpu_blocks_override, f"max_model_len={max_model_len} needs "
-        f"{per_sequence * size / 2**30:.2f} GiB of KV cache, of {free / 2**30:.2f} GiB free: lower it to "
+        f"{per_sequence * size / 2**30:.2f} GiB of KV cache; {left / 2**30:.2f} GiB are free: lower it to "
         f"{max(0, fit - 1) * config.block_size} or raise gpu_memory_utilization={config.gpu_memory_utilization}")
   num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
   tokens = (num_blocks - 1) * config.block_size
@@ -141,6 +129,12 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
 def bucket(n: int) -> int: return 1 << (n - 1).bit_length()
 
 
+def _upload(tensor: Tensor, array: np.ndarray) -> None:
+  """Fill a tensor on the device. Tensor(array) would be scheduled, which takes 1 ms."""
+  buffer: Any = tensor.uop.buffer
+  buffer.allocator._copyin(buffer._buf, array.data.cast("B"))
+
+
 def _zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32).contiguous().realize()
 
 
@@ -148,10 +142,20 @@ class Runner:
   """model: a Llama. rope: (max_model_len, 2, head_dim / 2). caches: as allocate_caches makes them."""
   def __init__(self, model: Callable[..., Tensor], config: EngineConfig, rope: Tensor, caches: list[list[Tensor]]):
     self.model, self.config, self.rope, self.caches = model, config, rope, caches
-    rows, self.max_blocks = config.max_num_seqs + 1, -(-int(rope.shape[0]) // config.block_size)   # the last: padding's
+    self.num_blocks, self.max_blocks = int(caches[0][0].shape[0]), -(-int(rope.shape[0]) // config.block_size)
+    rows, self.overlaps = config.max_num_seqs + 1, not cpu_cores()   # the last row: padding's; a CPU's launch waits
     self.table, self.last_token = _zeros(rows, self.max_blocks), _zeros(rows)
-    self.overlaps = not cpu_cores()   # a CPU returns from a launch when all is done
     self.steps: dict[Shape, tuple[Tensor, Any]] = {}   # what each reads, and itself
+    self.tables: dict[int | None, list[int]] = {}   # that the device has, by row
+
+  def _parts(self, block: int) -> list[Any]:
+    parts: list[Any] = [(x.uop.buffer, x.uop.buffer.size // self.num_blocks) for layer in self.caches for x in layer]
+    return [x.view(n, x.dtype, block * n * x.dtype.itemsize).ensure_allocated() for x, n in parts]
+
+  def save(self, block: int) -> list[memoryview]: return [part.as_memoryview() for part in self._parts(block)]
+
+  def load(self, block: int, content: list[memoryview]) -> None:
+    for part, new in zip(self._parts(block), content, strict=True): part.allocator._copyin(part._buf, new)
 
   def prepare(self, batch: dict[Sequence, int]) -> tuple[Shape, list[Sequence]]:
     """Put the next n tokens of each sequence on the device. One that the host has not read is the device's last of a
@@ -167,15 +171,19 @@ class Runner:
     packed[4:6] = packed[3] * self.max_blocks + packed[1] // size, packed[2] // size
     packed[6:, :len(samples)] = np.array([(at, seq.row) for seq, at in samples.items()]).reshape(-1, 2).T
     greedy = all(seq.params.temperature < 1e-5 and not seq.banned for seq in samples)
-    fields = [((p.temperature, p.top_p, p.min_p), seq.seed, p.top_k, np.resize(seq.banned or -1, MAX_BANNED))
+    fields = [((p.temperature, p.top_p, p.min_p), seq.seed % 2**64, p.top_k, np.resize(seq.banned or -1, MAX_BANNED))
               for seq in samples if not greedy for p in [seq.params]]
     shape = T, min(T, bucket(spare)), greedy
     array = np.concatenate([packed.ravel(), np.resize(np.array(fields, FIELDS), 0 if greedy else shape[1]).view("i4")])
     if shape not in self.steps:
       compute = functools.partial(self._compute, input := _zeros(len(array)), *shape)
       self.steps[shape] = input, compute if self.config.enforce_eager else TinyJit(compute)
-    buffer: Any = self.steps[shape][0].uop.buffer
-    buffer.allocator._copyin(buffer._buf, array.data.cast("B"))   # Tensor(array) would be scheduled: 1 ms a step
+    _upload(self.steps[shape][0], array)
+    known, self.tables = self.tables, self.tables | {seq.row: seq.block_table for seq in batch}
+    if any(known.get(seq.row) is not seq.block_table and seq.num_computed for seq in batch):
+      array = np.zeros(self.table.shape, np.int32)   # it begins with blocks that no token of the batch brings
+      for row, table in self.tables.items(): array[row, :len(table)] = table
+      _upload(self.table, array)
     return shape, list(samples)
 
   def launch(self, step: tuple[Shape, list[Sequence]]) -> tuple[list[Sequence], Tensor]:

@@ -2,18 +2,21 @@
 decoding sequence, then chunks of prompts, together at most max_num_batched_tokens. A sequence stores one counter of
 progress, `num_computed`: the tokens whose K and V are in the cache, 0 <= num_computed <= len(tokens); all else is
 derived from it. The oldest running sequence of the highest priority always makes progress."""
-import bisect, collections, math, time
+import bisect, collections, hashlib, math, time
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 from .config import EngineConfig, Options, check, logger
 
+TOTALS = ("steps", "prompt_tokens", "generation_tokens", "requests_finished", "num_preemptions", "num_swapped",
+          "prefix_cache_queries", "prefix_cache_hits")
 MAX_BANNED = 16   # stop ids that min_tokens can hold back: their number is a constant of the sampler's graph
 
 
 @dataclass(frozen=True)
 class SamplingParams(Options):
   """How to choose a request's tokens and when to stop, with vLLM's names."""
+  n: Annotated[int, 1, 1024] = 1                        # samples of one prompt; their seeds follow each other
   max_tokens: Annotated[int, 1, 2**31 - 1] = 256        # tokens to generate at most
   min_tokens: Annotated[int, 0, 2**31 - 1] = 0          # tokens before an end token, stop id or stop string may come
   temperature: Annotated[float | int, 0, 100] = 1.0     # below 1e-5: greedy
@@ -48,39 +51,31 @@ class RequestMetrics:
   latency = property(lambda self: self.finished_time - self.arrival_time)
 
 
-@dataclass(eq=False)
 class Sequence:
-  """One run of tokens: the prompt's, then those generated. `row` is its place in the device's block tables while it
-  runs."""
-  request_id: str
-  tokens: list[int]
-  num_prompt: int
-  params: SamplingParams
-  seed: int
-  stop_ids: frozenset[int]
-  max_len: int
-  priority: int
-  arrival: int
-  length: int   # its tokens, with those that the device has sampled and the host has not read
-  num_computed: int = 0
-  block_table: list[int] = field(default_factory=list)
-  row: int | None = None
-  finish_reason: str | None = None
-  stop_reason: int | str | None = None   # the stop string or stop id that ended it; None for the model's end token
-  metrics: RequestMetrics = field(default_factory=RequestMetrics)
+  """One run of tokens: the prompt's, then those generated."""
+  def __init__(self, request_id: str, tokens: list[int], order: tuple[int, ...], seed: int, params: SamplingParams,
+               stop_ids: frozenset[int], max_len: int, metrics: RequestMetrics):
+    self.request_id, self.tokens, self.params, self.seed, self.stop_ids = request_id, tokens, params, seed, stop_ids
+    self.max_len, self.order, self.metrics = min(max_len, len(tokens) + params.max_tokens), order, metrics
+    self.num_prompt = self.length = len(tokens)   # length: with what the device has sampled and the host has not read
+    self.num_computed = self.num_cached = 0       # num_cached: those that were found when it first ran
+    self.forks: list[Sequence] = []               # with the same prompt; they wait until it is computed
+    self.block_table: list[int] = []
+    self.row: int | None = None                   # its place in the device's block tables while it runs
+    self.finish_reason: str | None = None
+    self.stop_reason: int | str | None = None     # the stop string or id that ended it; None for the model's end token
 
   def remaining(self) -> int: return self.length - self.num_computed
-  order = property(lambda self: (self.priority, self.arrival))   # who goes first
   num_generated = property(lambda self: len(self.tokens) - self.num_prompt)
-  exhausted = property(lambda self: self.length >= min(self.max_len, self.num_prompt + self.params.max_tokens))
+  exhausted = property(lambda self: self.length >= self.max_len)
   banned = property(lambda self: list(self.stop_ids) if self.length < self.num_prompt + self.params.min_tokens else [])
 
   def append(self, token: int) -> None:
     """Take the next token, and finish where it, or the length, says so."""
     self.tokens.append(token)
     self.length = max(self.length, len(self.tokens))
-    self.metrics.num_generated = self.num_generated
-    if self.num_generated == 1: self.metrics.first_token_time = time.monotonic()
+    self.metrics.num_generated += 1
+    if self.metrics.num_generated == 1: self.metrics.first_token_time = time.monotonic()
     if token in self.stop_ids:
       self.finish_reason, self.stop_reason = "stop", token if token in (self.params.stop_token_ids or ()) else None
     elif self.length == len(self.tokens) and self.exhausted: self.finish_reason = "length"
@@ -109,11 +104,17 @@ class RequestOutput:
 
 
 class BlockManager:
-  """Owns the physical blocks of the KV cache: who holds each, and which are free. free + used == num_blocks - 1, as
-  block 0 takes padding's writes and is nobody's."""
-  def __init__(self, num_blocks: int, block_size: int):
-    self.num_blocks, self.block_size, self.num_tokens = num_blocks, block_size, (num_blocks - 1) * block_size
-    self.free_blocks, self.ref_counts = collections.deque(range(1, num_blocks)), [0] * num_blocks
+  """Owns the physical blocks of the KV cache: who holds each, what is found in them, and in which order those that
+  nobody holds are reused. free + used == num_blocks - 1, as block 0 takes padding's writes and is nobody's. A full
+  block is found by the hash of its tokens and all before them (vLLM's automatic prefix caching), also while it is
+  free, and, of a preempted sequence, in num_host_blocks of host memory, which storage.save and .load fill and read."""
+  def __init__(self, num_blocks: int, config: EngineConfig, num_host_blocks: int = 0, storage: Any = None):
+    self.num_blocks, self.block_size, self.caching = num_blocks, config.block_size, config.enable_prefix_caching
+    self.free_blocks, self.ref_counts = collections.OrderedDict.fromkeys(range(1, num_blocks)), [0] * num_blocks
+    self.num_tokens, self.num_host_blocks, self.storage = (num_blocks - 1) * self.block_size, num_host_blocks, storage
+    self.keys = [b""] * num_blocks       # of what is in a block; b"": not known
+    self.cached: dict[bytes, int] = {}   # the first block with a key
+    self.host: dict[bytes, Any] = {}     # the content of blocks, oldest first
 
   def num_free(self) -> int: return len(self.free_blocks)
   def num_used(self) -> int: return self.num_blocks - 1 - self.num_free()
@@ -124,19 +125,60 @@ class BlockManager:
   def allocate(self, table: list[int], num_tokens: int) -> None:
     """Grow `table` until it holds `num_tokens`. The caller has asked `can_allocate`."""
     while len(table) * self.block_size < num_tokens:
-      table.append(block := self.free_blocks.popleft())
+      block, _ = self.free_blocks.popitem(last=False)
+      table.append(block)
       self.ref_counts[block] = 1
+      if self.cached.get(self.keys[block]) == block: del self.cached[self.keys[block]]
+      self.keys[block] = b""
 
-  def free(self, table: list[int]) -> None:
-    """Let go of a table's blocks, newest first, and empty it."""
-    while table:
-      self.ref_counts[block := table.pop()] -= 1
-      if self.ref_counts[block] == 0: self.free_blocks.append(block)
+  def free(self, seq: Sequence) -> None:
+    """Let go of a sequence's blocks. What nobody can find is reused first, else what was let go of longest ago, and of
+    one sequence the newest block."""
+    for block in reversed(seq.block_table):
+      self.ref_counts[block] -= 1
+      if self.ref_counts[block] == 0:
+        self.free_blocks[block] = None
+        self.free_blocks.move_to_end(block, last=self.keys[block] in self.cached)
+    seq.block_table, seq.num_computed = [], 0   # a new list: the device knows them apart
+
+  def _key(self, seq: Sequence, i: int) -> bytes:
+    tokens = seq.tokens[i * self.block_size:(i + 1) * self.block_size]
+    return hashlib.sha256((self.keys[seq.block_table[i - 1]] if i else b"") + str(tokens).encode()).digest()
+
+  def match(self, seq: Sequence) -> None:
+    """Give a sequence without blocks those in which its tokens are found; the last token is always computed."""
+    for i in range((len(seq.tokens) - 1) // self.block_size if self.caching else 0):
+      if block := self.cached.get(key := self._key(seq, i)):
+        seq.block_table.append(block)
+        self.ref_counts[block] += 1
+        self.free_blocks.pop(block, None)
+      elif key in self.host and self.can_allocate(seq.block_table, len(seq.tokens)):   # it will run
+        self.allocate(seq.block_table, (i + 1) * self.block_size)
+        self.cached[key], self.keys[seq.block_table[i]] = seq.block_table[i], key
+        self.storage.load(seq.block_table[i], self.host.pop(key))
+      else: break
+    seq.num_computed = len(seq.block_table) * self.block_size
+
+  def swap_out(self, seq: Sequence) -> bool:
+    """Keep what is in a sequence's full blocks in host memory, in place of what has been there longest."""
+    blocks = [block for block in seq.block_table if self.keys[block]][:self.num_host_blocks]
+    self.host |= {self.keys[block]: self.storage.save(block) for block in blocks if self.keys[block] not in self.host}
+    for key in list(self.host)[:max(0, len(self.host) - self.num_host_blocks)]: del self.host[key]
+    return bool(blocks)
+
+  def publish(self, seq: Sequence) -> None:
+    """Let a sequence's full blocks be found, once a step has computed them."""
+    full = min(seq.num_computed, len(seq.tokens)) // self.block_size
+    if not self.caching or not full or self.keys[seq.block_table[full - 1]]: return
+    for i, block in enumerate(seq.block_table[:full]):
+      self.keys[block] = self.keys[block] or self._key(seq, i)
+      self.cached.setdefault(self.keys[block], block)
 
 
 class Scheduler:
   def __init__(self, config: EngineConfig, blocks: BlockManager):
-    self.budget, self.blocks, self.num_preemptions = config.max_num_batched_tokens, blocks, 0
+    self.config, self.blocks = config, blocks
+    self.totals: collections.Counter[str] = collections.Counter(dict.fromkeys(TOTALS, 0))
     self.waiting: list[Sequence] = []   # in order
     self.running: list[Sequence] = []
     self.free_rows = list(range(config.max_num_seqs))[::-1]
@@ -147,25 +189,32 @@ class Scheduler:
     """The sequences of the next step and how many tokens of each, with blocks allocated. May preempt sequences, and
     finish with "length" one that alone outgrows the pool."""
     batch: dict[Sequence, int] = {}
-    preemptions = self.num_preemptions
+    budget, before = self.config.max_num_batched_tokens, self.totals["num_preemptions"]
+    for seq in self.running: self.blocks.publish(seq)
     for seq in sorted(self.running, key=lambda s: (s.remaining() > 1, s.order)):
       n = 0 if seq.exhausted else seq.remaining()
-      if n > 1: n = min(n, self.budget - sum(batch.values()))   # there is always room for a decode
+      if n > 1: n = min(n, budget - sum(batch.values()))   # there is always room for a decode
       if n and seq.row is not None and self._make_room(seq, n, batch): batch[seq] = n
-    while self.waiting and self.free_rows and preemptions == self.num_preemptions and sum(batch.values()) < self.budget:
-      seq = self.waiting[0]   # room for all of it, or the chunks of several would preempt each other
-      if not self.blocks.can_allocate([], len(seq.tokens)): break
+    while self.waiting and self.free_rows and before == self.totals["num_preemptions"] and budget > sum(batch.values()):
+      self.blocks.match(seq := self.waiting[0])
+      # Room for all of it, or the chunks of several would preempt each other
+      if not self.blocks.can_allocate(seq.block_table, len(seq.tokens)):
+        self.blocks.free(seq)
+        break
       self.running.append(self.waiting.pop(0))
       seq.row = self.free_rows.pop()
-      if math.isnan(seq.metrics.first_scheduled_time): seq.metrics.first_scheduled_time = time.monotonic()
-      batch[seq] = min(len(seq.tokens), self.budget - sum(batch.values()))
-      self.blocks.allocate(seq.block_table, batch[seq])
+      self.totals.update(prefix_cache_queries=len(seq.tokens), prefix_cache_hits=seq.num_computed)
+      if math.isnan(seq.metrics.first_scheduled_time):
+        self.totals["prompt_tokens"] += seq.num_prompt
+        seq.metrics.first_scheduled_time, seq.num_cached = time.monotonic(), seq.num_computed
+      batch[seq] = min(seq.remaining(), budget - sum(batch.values()))
+      self.blocks.allocate(seq.block_table, seq.num_computed + batch[seq])
     return batch
 
   def _make_room(self, seq: Sequence, n: int, batch: dict[Sequence, int]) -> bool:
     while not self.blocks.can_allocate(seq.block_table, seq.num_computed + n):
-      if self.running == [seq] and seq.length > len(seq.tokens): return False   # it still gets a token
       if self.running == [seq]:
+        if seq.length > len(seq.tokens): return False   # it still gets a token
         logger.warning("request %s ends after %d tokens, which fill the KV cache: raise gpu_memory_utilization or "
                        "num_gpu_blocks_override", seq.request_id, len(seq.tokens))
         self.finish(seq, "length")
@@ -178,11 +227,14 @@ class Scheduler:
     return True
 
   def preempt(self, seq: Sequence) -> None:
-    """Take a sequence's blocks; it waits in its old place in the order, and computes its tokens again."""
+    """Take a sequence's blocks; it waits in its old place in the order, and computes again what is not found."""
+    self.totals.update(num_preemptions=1, num_swapped=self.blocks.swap_out(seq))
     self._release(seq)
-    seq.num_computed, seq.length = 0, len(seq.tokens)
-    self.num_preemptions += 1
+    seq.length = len(seq.tokens)
     self.add(seq)
+    if (n := self.totals["num_preemptions"]) % 16 == 0 and n & (n - 1) == 0:   # at 16, 32, 64, ...
+      logger.warning("%d preemptions, %d of them to host memory: raise gpu_memory_utilization or swap_space, or lower "
+                     "max_num_seqs", n, self.totals["num_swapped"])
 
   def advance(self, batch: dict[Sequence, int]) -> None:
     """Count what a step that is about to run computes, and the tokens that come of it: they may be scheduled unread."""
@@ -195,16 +247,19 @@ class Scheduler:
     for seq, token in sampled.items():
       if seq.finish_reason: continue   # aborted, or stopped, while the device worked
       seq.append(token)
+      for child in seq.forks: self.add(child)
+      seq.forks = []
       if seq.finish_reason: self.finish(seq, seq.finish_reason)
 
   def finish(self, seq: Sequence, reason: str) -> None:
     """End a sequence wherever it is, and free what it holds."""
     seq.finish_reason, seq.metrics.finished_time = reason, time.monotonic()
+    if reason != "abort": self.blocks.publish(seq)   # of an aborted one a step may still be at work
     if seq.row is not None: self._release(seq)
     elif seq in self.waiting: self.waiting.remove(seq)
 
   def _release(self, seq: Sequence) -> None:
-    self.blocks.free(seq.block_table)
+    self.blocks.free(seq)
     self.running.remove(seq)
     self.free_rows += [seq.row] if seq.row is not None else []
     seq.row = None

@@ -1,18 +1,11 @@
-"""Text to token ids and back: sentencepiece's tokenizer.model, Hugging Face's tokenizer.json, a GGUF's own vocabulary;
-chat templates; and decoding as tokens arrive."""
-import importlib, itertools, re
+"""Text to token ids and back: sentencepiece's tokenizer.model, Hugging Face's tokenizer.json; chat templates."""
+import importlib, itertools, pathlib, re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
 from .config import check, read_json
-
-# How a GGUF's byte-level BPE splits text before it merges, by tokenizer.ggml.pre; "": as GPT-2.
-LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-SPLITS = {"llama-bpe": LLAMA3, "qwen2": LLAMA3.replace("{1,3}", ""), "smollm": r"\p{N}", "gpt-2": "", "default": ""}
 
 
 class Tokenizer:
@@ -48,7 +41,7 @@ class Tokenizer:
     except Exception as e: raise ValueError(f"the chat template does not take these messages: {e}") from e
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
   """From tokenizer.json or tokenizer.model, with tokenizer_config.json and chat_template.jinja where they are."""
   config = read_json(folder / "tokenizer_config.json")
   if (path := folder / "chat_template.jinja").exists(): config["chat_template"] = path.read_text()
@@ -78,41 +71,3 @@ def _from_library(model: Any, config: dict[str, Any]) -> Tokenizer:
   named = {t.content: i for i, t in model.get_added_tokens_decoder().items() if t.special}
   return Tokenizer(lambda text, special: model.encode(text, add_special_tokens=special).ids,
                    lambda ids: model.decode(ids, skip_special_tokens=False), named, set(named.values()), config)
-
-
-def gguf_tokenizer(kv: dict[str, Any]) -> Tokenizer:
-  """From the metadata of a GGUF file with a byte-level BPE vocabulary (tokenizer.ggml.model gpt2)."""
-  config = {k.split(".")[-1]: v for k, v in kv.items() if k.startswith("tokenizer.")}   # chat_template and others
-  kind, pre = config.get("model"), config.get("pre", "default")
-  check(kind == "gpt2" and pre in SPLITS, f"GGUF tokenizer {kind} ({pre}) is not supported; supported: gpt2 "
-        f"({', '.join(SPLITS)}): use the model's folder with safetensors")
-  lib, tokens, merges = _library("tokenizers"), config["tokens"], [tuple(m.split(" ")) for m in config["merges"]]
-  model = lib.Tokenizer(lib.models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=pre == "llama-bpe"))
-  split = lib.pre_tokenizers.Split(lib.Regex(SPLITS[pre] or "(?!)"), "isolated")   # (?!): nowhere
-  byte_level = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre in ("smollm", "gpt-2", "default"))
-  model.pre_tokenizer, model.decoder = lib.pre_tokenizers.Sequence([split, byte_level]), lib.decoders.ByteLevel()
-  model.add_special_tokens([t for t, kind in zip(tokens, config["token_type"], strict=True) if kind == 3])
-  config |= {f"{n}_token": tokens[config[k]] for n in ("bos", "eos") if (k := f"{n}_token_id") in config}
-  return _from_library(model, {"add_bos_token": pre == "llama-bpe", **config})
-
-
-class StreamDecoder:
-  """Decodes a sequence as it grows. Text once given never changes, half a character is held back, and all of it joined
-  is the decoding at once."""
-  def __init__(self, tokenizer: Tokenizer, prompt_ids: list[int], skip_special_tokens: bool):
-    self.tokenizer, self.skip = tokenizer, skip_special_tokens
-    self._restart(prompt_ids)
-
-  def _restart(self, ids: list[int]) -> None:
-    # Some context stays, as a token's text can depend on what is before it: all of it where the last have no text.
-    self.ids = ids[-8:] if self.tokenizer.decode(ids[-8:], self.skip) else ids
-    self.shown = len(self.tokenizer.decode(self.ids, self.skip))
-
-  def push(self, tokens: list[int], last: bool) -> str:
-    """The text that is certain with these tokens; all of it if nothing follows."""
-    self.ids = self.ids + tokens
-    text = self.tokenizer.decode(self.ids, self.skip)
-    certain = text if last else text.rstrip("\ufffd")   # a character whose bytes have not all come
-    new, self.shown = certain[self.shown:], max(self.shown, len(certain))
-    if certain == text and len(self.ids) > 16: self._restart(self.ids)   # before decoding grows long
-    return new

@@ -92,7 +92,7 @@ def open_llm(args: argparse.Namespace, **options) -> LLM:
   if args.model and args.layers is None: return LLM(args.model, dtype=args.dtype, **options)
   config = hf_config(args)
   with TemporaryDirectory() as folder, stub_tokenizer(), patch("tinyvllm.engine.load_weights", fill_weights), \
-       patch("tinyvllm.engine.read_hf", lambda path: (config, {}, {})):
+       patch("tinyvllm.engine.read_model", lambda path: (config, {})):
     (Path(folder) / "config.json").write_text(json.dumps(config))
     return LLM(folder, dtype=args.dtype, **options)
 
@@ -173,8 +173,9 @@ class Watch:
     self._stack, self._step, self._changed = ExitStack(), self.llm.step, []
     record = self.llm._record
     def remember(*args) -> list:
-      self._changed = record(*args)
-      return self._changed
+      changed = record(*args)
+      self._changed = [run for runs in changed for run in runs]
+      return changed
     original, capture = CapturedJit.__call__, CapturedJit.__init__
     def init(*args, **kwargs) -> None:
       self.captured += 1
