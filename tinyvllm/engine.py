@@ -86,8 +86,8 @@ class LLMEngine:
     caches = allocate_caches(self.model_config, config, self.max_model_len, dtype, int(left))
     self.runner = Runner(llama, config, rope_table(self.model_config, self.max_model_len).realize(), caches)
     host_blocks = int(config.swap_space * 2**30 * self.runner.num_blocks) // sum(x.nbytes() for c in caches for x in c)
-    self.blocks = BlockManager(self.runner.num_blocks, config, host_blocks, self.runner)
-    self.scheduler = Scheduler(config, self.blocks)
+    self.blocks = BlockManager(self.runner.num_blocks, config)
+    self.scheduler = Scheduler(config, self.blocks, self.runner, host_blocks)
     self.requests: dict[str, list[Request]] = {}
     self.seconds, self.scheduled = 1e-6, 0   # spent in steps; sequences that they advanced
     self._arrivals, self._random = itertools.count(), random.Random(self.config.seed)
@@ -158,7 +158,9 @@ class LLMEngine:
       with self._lock: return [_output(runs) for runs in self._record(len(batch), sampled, started) if outputs]
     except BaseException:
       with self._lock:   # what the step was to compute is computed again
-        for seq in [s for s in batch if s.row is not None]: self.scheduler.preempt(seq)
+        for seq in [s for s in batch if s.row is not None]:
+          seq.num_computed = 0
+          self.scheduler.preempt(seq)
       raise
     finally:
       with self._lock:
@@ -187,7 +189,7 @@ class LLMEngine:
     found, shared = (pool.cached.get(pool.keys[b]) == b for b in [*pool.free_blocks]), (n > 1 for n in pool.ref_counts)
     return {**totals, "tokens_per_second": totals["generation_tokens"] / self.seconds, "blocks_cached": sum(found),
             "requests_per_second": totals["requests_finished"] / self.seconds, "blocks_shared": sum(shared),
-            "mean_batch_size": self.scheduled / max(1, totals["steps"]), "blocks_swapped": len(pool.host),
+            "mean_batch_size": self.scheduled / max(1, totals["steps"]), "blocks_swapped": queue.num_swapped(),
             "num_requests_running": len(queue.running), "num_requests_waiting": len(queue.waiting),
             "blocks_used": pool.num_used(), "blocks_free": pool.num_free()}
 

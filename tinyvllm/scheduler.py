@@ -59,6 +59,7 @@ class Sequence:
     self.max_len, self.order, self.metrics = min(max_len, len(tokens) + params.max_tokens), order, metrics
     self.num_prompt = self.length = len(tokens)   # length: with what the device has sampled and the host has not read
     self.num_computed = self.num_cached = 0       # num_cached: those that were found when it first ran
+    self.saved, self.num_saved = list[Any](), 0   # while it waits: the content of its blocks, for so many tokens
     self.forks: list[Sequence] = []               # with the same prompt; they wait until it is computed
     self.block_table: list[int] = []
     self.row: int | None = None                   # its place in the device's block tables while it runs
@@ -107,14 +108,12 @@ class BlockManager:
   """Owns the physical blocks of the KV cache: who holds each, what is found in them, and in which order those that
   nobody holds are reused. free + used == num_blocks - 1, as block 0 takes padding's writes and is nobody's. A full
   block is found by the hash of its tokens and all before them (vLLM's automatic prefix caching), also while it is
-  free, and, of a preempted sequence, in num_host_blocks of host memory, which storage.save and .load fill and read."""
-  def __init__(self, num_blocks: int, config: EngineConfig, num_host_blocks: int = 0, storage: Any = None):
+  free."""
+  def __init__(self, num_blocks: int, config: EngineConfig):
     self.num_blocks, self.block_size, self.caching = num_blocks, config.block_size, config.enable_prefix_caching
     self.free_blocks, self.ref_counts = collections.OrderedDict.fromkeys(range(1, num_blocks)), [0] * num_blocks
-    self.num_tokens, self.num_host_blocks, self.storage = (num_blocks - 1) * self.block_size, num_host_blocks, storage
-    self.keys = [b""] * num_blocks       # of what is in a block; b"": not known
+    self.num_tokens, self.keys = (num_blocks - 1) * self.block_size, [b""] * num_blocks   # of what is in each, or b""
     self.cached: dict[bytes, int] = {}   # the first block with a key
-    self.host: dict[bytes, Any] = {}     # the content of blocks, oldest first
 
   def num_free(self) -> int: return len(self.free_blocks)
   def num_used(self) -> int: return self.num_blocks - 1 - self.num_free()
@@ -148,23 +147,11 @@ class BlockManager:
   def match(self, seq: Sequence) -> None:
     """Give a sequence without blocks those in which its tokens are found; the last token is always computed."""
     for i in range((len(seq.tokens) - 1) // self.block_size if self.caching else 0):
-      if block := self.cached.get(key := self._key(seq, i)):
-        seq.block_table.append(block)
-        self.ref_counts[block] += 1
-        self.free_blocks.pop(block, None)
-      elif key in self.host and self.can_allocate(seq.block_table, len(seq.tokens)):   # it will run
-        self.allocate(seq.block_table, (i + 1) * self.block_size)
-        self.cached[key], self.keys[seq.block_table[i]] = seq.block_table[i], key
-        self.storage.load(seq.block_table[i], self.host.pop(key))
-      else: break
+      if not (block := self.cached.get(self._key(seq, i))): break
+      seq.block_table.append(block)
+      self.ref_counts[block] += 1
+      self.free_blocks.pop(block, None)
     seq.num_computed = len(seq.block_table) * self.block_size
-
-  def swap_out(self, seq: Sequence) -> bool:
-    """Keep what is in a sequence's full blocks in host memory, in place of what has been there longest."""
-    blocks = [block for block in seq.block_table if self.keys[block]][:self.num_host_blocks]
-    self.host |= {self.keys[block]: self.storage.save(block) for block in blocks if self.keys[block] not in self.host}
-    for key in list(self.host)[:max(0, len(self.host) - self.num_host_blocks)]: del self.host[key]
-    return bool(blocks)
 
   def publish(self, seq: Sequence) -> None:
     """Let a sequence's full blocks be found, once a step has computed them."""
@@ -176,12 +163,16 @@ class BlockManager:
 
 
 class Scheduler:
-  def __init__(self, config: EngineConfig, blocks: BlockManager):
-    self.config, self.blocks = config, blocks
+  """storage.save(block) gives the content of a block, for up to num_host_blocks, and storage.load(block, content) puts
+  it into another."""
+  def __init__(self, config: EngineConfig, blocks: BlockManager, storage: Any = None, num_host_blocks: int = 0):
+    self.config, self.blocks, self.storage, self.num_host_blocks = config, blocks, storage, num_host_blocks
     self.totals: collections.Counter[str] = collections.Counter(dict.fromkeys(TOTALS, 0))
     self.waiting: list[Sequence] = []   # in order
     self.running: list[Sequence] = []
     self.free_rows = list(range(config.max_num_seqs))[::-1]
+
+  def num_swapped(self) -> int: return sum(len(seq.saved) for seq in self.waiting)
 
   def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq, key=lambda s: s.order)
 
@@ -203,7 +194,12 @@ class Scheduler:
         break
       self.running.append(self.waiting.pop(0))
       seq.row = self.free_rows.pop()
-      self.totals.update(prefix_cache_queries=len(seq.tokens), prefix_cache_hits=seq.num_computed)
+      found, seq.saved, saved = len(seq.block_table), [], seq.saved
+      if len(saved) > found:
+        self.blocks.allocate(seq.block_table, seq.num_saved)
+        for i in range(found, len(saved)): self.storage.load(seq.block_table[i], saved[i])
+        seq.num_computed = seq.num_saved
+      self.totals.update(prefix_cache_queries=len(seq.tokens), prefix_cache_hits=found * self.blocks.block_size)
       if math.isnan(seq.metrics.first_scheduled_time):
         self.totals["prompt_tokens"] += seq.num_prompt
         seq.metrics.first_scheduled_time, seq.num_cached = time.monotonic(), seq.num_computed
@@ -227,8 +223,12 @@ class Scheduler:
     return True
 
   def preempt(self, seq: Sequence) -> None:
-    """Take a sequence's blocks; it waits in its old place in the order, and computes again what is not found."""
-    self.totals.update(num_preemptions=1, num_swapped=self.blocks.swap_out(seq))
+    """Take a sequence's blocks. It waits in its old place in the order, with their content in host memory if there is
+    room, else it computes again what is not found then."""
+    used = seq.block_table[:-(-seq.num_computed // self.blocks.block_size)]
+    if self.num_swapped() + len(used) <= self.num_host_blocks:
+      seq.saved, seq.num_saved = [self.storage.save(block) for block in used], seq.num_computed
+    self.totals.update(num_preemptions=1, num_swapped=bool(seq.saved))
     self._release(seq)
     seq.length = len(seq.tokens)
     self.add(seq)

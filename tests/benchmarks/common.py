@@ -88,7 +88,8 @@ def hf_config(args: argparse.Namespace) -> dict:
 
 
 def open_llm(args: argparse.Namespace, **options) -> LLM:
-  """The engine of the model that the arguments name."""
+  """The engine of the model that the arguments name; without a prefix cache, as runs repeat their prompts."""
+  options = {"enable_prefix_caching": False, **options}
   if args.model and args.layers is None: return LLM(args.model, dtype=args.dtype, **options)
   config = hf_config(args)
   with TemporaryDirectory() as folder, stub_tokenizer(), patch("tinyvllm.engine.load_weights", fill_weights), \

@@ -39,7 +39,8 @@ def main() -> None:
 
   from tinyvllm import LLM, SamplingParams
   before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-  llm = LLM(args.model, max_model_len=args.max_model_len, max_num_seqs=8, max_num_batched_tokens=256)
+  llm = LLM(args.model, max_model_len=args.max_model_len, max_num_seqs=8, max_num_batched_tokens=256,
+            enable_prefix_caching=False)
   loaded, peak = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
   next(iter(llm.generate_stream("Hello", SamplingParams(temperature=0.0, max_tokens=2))))
   first = time.perf_counter()

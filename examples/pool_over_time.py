@@ -1,0 +1,79 @@
+"""Draws who has the blocks of the KV cache, step by step, while forty requests run through a small pool.
+
+python examples/pool_over_time.py [FILE.svg]
+
+Half of the requests begin with the same words, whose blocks they share, and every fifth asks for two texts (n=2), which
+share the prompt's. A block that nobody holds any more stays findable until it is needed: cached. Those of preempted
+sequences wait in host memory: swapped, above the pool's line."""
+import random, sys
+
+from tinyvllm import LLM, SamplingParams
+
+SYSTEM = ("Once upon a time there was a small cat who lived in a house near the sea. It liked the sun and the rain, "
+          "and it had many friends. Every day they came to the house, sat by the door and told it what they had seen. "
+          "The cat listened, thought for a while, and gave a short answer. ")
+STARTS = ["The cat", "The sun", "I like", "My friend", "A computer", "What is", "We", "The rain", "Tomorrow", "Hello"]
+LAYERS = {"own": ("held by one sequence", "#2b6cb0"), "shared": ("held by several", "#dd6b20"),
+          "cached": ("free, but cached", "#9ad0a5"), "free": ("free", "#e8e8e8"),
+          "swapped": ("swapped to the host", "#97499b")}
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 440, 64, 20, 64, 52   # of the picture, and around the chart
+
+
+def run() -> tuple[LLM, list[dict[str, float]]]:
+  """The blocks of each kind after each step."""
+  llm, rng, samples, added = LLM(num_gpu_blocks_override=65, swap_space=0.002, max_num_seqs=16), random.Random(0), [], 0
+  while added < 40 or llm.has_unfinished_requests():
+    if added < 40 and len(samples) % 6 == 0:   # one more every six steps
+      prompt = (SYSTEM if added % 2 else "") + " ".join(rng.choices(STARTS, k=rng.randint(1, 12)))
+      texts, tokens = 1 + (added % 5 == 0), rng.randint(16, 128)
+      llm.add_request(str(added), prompt, SamplingParams(n=texts, seed=added, max_tokens=tokens, ignore_eos=True))
+      added += 1
+    llm.step()
+    m = llm.get_metrics()
+    samples.append({"own": m["blocks_used"] - m["blocks_shared"], "shared": m["blocks_shared"],
+                    "cached": m["blocks_cached"], "free": m["blocks_free"] - m["blocks_cached"],
+                    "swapped": m["blocks_swapped"]})
+  return llm, samples
+
+
+def draw(samples: list[dict[str, float]], pool: int) -> str:
+  """An SVG of areas stacked upon each other."""
+  steps, most = len(samples), max(sum(s.values()) for s in samples)
+  def x(step: float) -> float: return LEFT + (WIDTH - LEFT - RIGHT) * step / steps
+  def y(blocks: float) -> float: return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * blocks / most
+  def text(at: float, height: float, words: object, more: str = "") -> str:
+    return f'<text x="{at:.1f}" y="{height:.1f}" {more}>{words}</text>'
+  def line(x1: float, y1: float, x2: float, y2: float, more: str = "") -> str:
+    return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="#222" {more}/>'
+  def edge(v: list[float]) -> list[str]:   # the corners of a staircase
+    at = [(0, v[0]), *((i, v[i + d]) for i in range(1, steps) if v[i] != v[i - 1] for d in (-1, 0)), (steps, v[-1])]
+    return [f"{x(i):.1f},{y(blocks):.1f}" for i, blocks in at]
+  middle, end = 'text-anchor="middle"', 'text-anchor="end"'
+  parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+           'font-size="13" fill="#222">', f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
+           text(LEFT, 24, "Blocks of the KV cache after each step", 'font-size="16" font-weight="bold"')]
+  floor, left = [0.0] * steps, LEFT
+  for name, (label, color) in LAYERS.items():
+    top = [a + s[name] for a, s in zip(floor, samples, strict=True)]
+    parts += [f'<polygon points="{" ".join(edge(top) + edge(floor)[::-1])}" fill="{color}"/>',
+              f'<path d="M{left} 37h13v13h-13z" fill="{color}" stroke="#888"/>', text(left + 19, 48, label)]
+    floor, left = top, left + 44 + 7 * len(label)
+  for i in range(0, steps + 1, max(10, round(steps / 80) * 10)):
+    parts += [line(x(i), y(0), x(i), y(0) + 5), text(x(i), y(0) + 20, i, middle)]
+  for i in range(0, int(most) + 1, 16): parts += [line(LEFT - 5, y(i), LEFT, y(i)), text(LEFT - 9, y(i) + 4, i, end)]
+  parts += [line(LEFT, y(0), x(steps), y(0)), line(LEFT, y(pool), x(steps), y(pool), 'stroke-dasharray="6 4"'),
+            line(LEFT, TOP, LEFT, y(0)), text(x(steps / 2), HEIGHT - 10, "step", middle),
+            text(18, y(most / 2), "blocks", f'{middle} transform="rotate(-90 18 {y(most / 2):.1f})"')]
+  return "\n".join([*parts, "</svg>", ""])
+
+
+def main() -> None:
+  path, (llm, samples) = sys.argv[1] if len(sys.argv) > 1 else "pool.svg", run()
+  with open(path, "w") as file: file.write(draw(samples, llm.blocks.num_tokens // llm.config.block_size))
+  m, most = llm.get_metrics(), {name: max(s[name] for s in samples) for name in LAYERS}
+  print(f"{path}: {len(samples)} steps; at most {most['shared']} blocks shared, {most['swapped']} swapped; "
+        f"{m['prefix_cache_hits']} of {m['prefix_cache_queries']} prompt tokens found; {m['num_preemptions']} "
+        f"preemptions, {m['num_swapped']} by swapping")
+
+
+if __name__ == "__main__": main()

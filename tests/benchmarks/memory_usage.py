@@ -1,0 +1,191 @@
+"""What sequences hold of the KV cache, and what the prefix cache saves and costs.
+
+  python tests/benchmarks/memory_usage.py    # four layers of SmolLM2-135M's shape; three minutes on two cores
+  python tests/benchmarks/memory_usage.py --shape llama-3.2-1b --requests 32 --prefix 1024
+  python tests/benchmarks/memory_usage.py --overhead --shape shipped
+
+First --requests that share a --prefix, submitted at once: seconds until each has its first token, with the prefix cache
+and without, after the same with other tokens, which captures the graphs. Then loads through a pool of --blocks, looked
+at after every step. at once: sequences that run in the median step of those that leave a request waiting or run them
+all; most: in any step. preallocated: sequences in a cache of that size which sets aside --max-model-len for each.
+utilization: tokens stored over slots of the blocks held, the mean of all steps and the least; above 100% where a token
+serves several sequences. MiB each: blocks held over sequences, shared ones counted once; unshared: the same if each had
+its own. With --overhead, instead: tokens/s of prompts that have nothing in common, with the prefix cache and without,
+by turns."""
+import json
+import random
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import common
+from common import LLM
+
+OWN, NEW = 16, 64   # tokens after the prefix; tokens generated in a load
+
+
+@dataclass
+class Sample:
+  """The running sequences after a step."""
+  running: int
+  waiting: int    # requests
+  computed: int   # tokens whose K and V are stored, counted for each sequence
+  listed: int     # blocks in all tables
+  held: int       # of them distinct
+
+
+def engine(args, cache: bool, length: int, **options) -> LLM:
+  """With the prefix cache or without, for sequences of `length` tokens, or of the model's limit where that is less."""
+  common.release()
+  options = {"max_num_batched_tokens": max(args.max_num_batched_tokens, options["max_num_seqs"]), **options}
+  try: return common.open_llm(args, max_model_len=length, enable_prefix_caching=cache, **options)
+  except ValueError as e:
+    if "max_model_len" not in str(e): raise SystemExit(f"error: {e}") from e
+  try: llm = common.open_llm(args, enable_prefix_caching=cache, **options)
+  except ValueError as e: raise SystemExit(f"error: {e}") from e
+  if cache: print(f"  the model's limit, {llm.max_model_len} tokens, in place of {length}")
+  return llm
+
+
+def pool_engine(args, cache: bool) -> LLM:
+  return engine(args, cache, args.max_model_len, max_num_seqs=2 * args.requests, swap_space=args.swap_space,
+                num_gpu_blocks_override=args.blocks + 1)
+
+
+def sharing(llm: LLM, args, n: int, new: int, seed: int) -> list[dict]:
+  """n prompts of a common prefix, as much of --prefix as fits in whole blocks, and OWN tokens each."""
+  size, vocabulary, rng = llm.config.block_size, llm.model_config.vocab_size, random.Random(seed)
+  fits = (min(llm.max_model_len, llm.blocks.num_tokens) - OWN - new) // size * size
+  prefix = common.random_ids(vocabulary, min(args.prefix, fits), rng)["prompt_token_ids"]
+  return [{"prompt_token_ids": prefix + common.random_ids(vocabulary, OWN, rng)["prompt_token_ids"]} for _ in range(n)]
+
+
+def mixed(llm: LLM, least: int, most: int, n: int, seed: int) -> list[dict]:
+  """n prompts of lengths between these, with nothing in common."""
+  rng, limit = random.Random(seed), llm.max_model_len - NEW
+  return [common.random_ids(llm.model_config.vocab_size, min(limit, rng.randint(least, most)), rng) for _ in range(n)]
+
+
+def timed(llm: LLM, prompts: list[dict], new: int, warm: bool = True) -> tuple[list, float]:
+  """The outputs of all submitted at once, and the seconds that took."""
+  graphs, started = len(llm.runner.steps), time.perf_counter()
+  outputs = llm.generate(prompts, common.greedy(new), use_tqdm=False)
+  seconds = time.perf_counter() - started
+  if warm and len(llm.runner.steps) > graphs: print("  warning: graphs were captured while this was measured")
+  return outputs, seconds
+
+
+def measure_prefill(llm: LLM, args, cache: bool) -> dict:
+  """Of requests that share a prefix, all submitted at once."""
+  prompts = sharing(llm, args, args.requests, 1, args.seed)
+  length, budget = len(prompts[0]["prompt_token_ids"]), llm.config.max_num_batched_tokens
+  others = sharing(llm, args, args.requests, 1, args.seed + 1)
+  if not cache:   # a full step and what is left for the last one capture the same graphs in less time
+    full, rest = divmod(min(total := args.requests * length, budget + total % budget), length)
+    others = others[:full] + [{"prompt_token_ids": x["prompt_token_ids"][:rest]} for x in others[full:full + 1] if rest]
+  timed(llm, others, 1, warm=False)
+  before, (outputs, seconds) = llm.get_metrics(), timed(llm, prompts, 1)
+  queries, hits = (llm.get_metrics()[f"prefix_cache_{k}"] - before[f"prefix_cache_{k}"] for k in ("queries", "hits"))
+  return {"seconds": seconds, "prefix": length - OWN, "prompt_tokens": args.requests * length,
+          "cached_tokens": sum(o.num_cached_tokens for o in outputs), "hit_rate": hits / queries if queries else 0.0,
+          "first_tokens": [o.outputs[0].token_ids[0] for o in outputs]}
+
+
+def run_load(llm: LLM, prompts: list[dict]) -> list[Sample]:
+  samples = []
+  for i, prompt in enumerate(prompts): llm.add_request(str(i), prompt, common.greedy(NEW))
+  while llm.has_unfinished_requests():
+    llm.step()
+    running = [seq for seq in llm.scheduler.running if seq.block_table]
+    if not running: continue   # all have ended
+    blocks = [block for seq in running for block in seq.block_table]
+    samples.append(Sample(len(running), int(llm.get_metrics()["num_requests_waiting"]),
+                          sum(seq.num_computed for seq in running), len(blocks), len(set(blocks))))
+  return samples
+
+
+def measure_load(llm: LLM, prompts: list[dict]) -> dict:
+  config, size, before = llm.model_config, llm.config.block_size, llm.get_metrics()
+  samples, after, item = run_load(llm, prompts), llm.get_metrics(), common.dtype_of(llm).itemsize
+  block = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size * item   # bytes
+  full = [s for s in samples if s.waiting or s.running == len(prompts)] or samples
+  used = [s.computed / (s.held * size) for s in samples]
+  return {"requests": len(prompts), "at_once": statistics.median(s.running for s in full),
+          "most": max(s.running for s in samples), "preallocated": llm.blocks.num_tokens // llm.max_model_len,
+          "utilization": statistics.fmean(used), "utilization_least": min(used),
+          "bytes_each": block * statistics.fmean(s.held / s.running for s in full),
+          "bytes_unshared": block * statistics.fmean(s.listed / s.running for s in full),
+          **{k: after[k] - before[k] for k in ("num_preemptions", "num_swapped")}}
+
+
+def measure_memory(args) -> dict:
+  """Prefill without the cache and with it, then the loads on the engine that has it."""
+  prefill = {"off": measure_prefill(pool_engine(args, False), args, False)}
+  llm = pool_engine(args, True)
+  prefill["on"] = on = measure_prefill(llm, args, True)
+  if on["prefix"] < args.prefix: print(f"  a prefix of {on['prefix']} tokens: {args.prefix} do not fit")
+  ratio = prefill["off"]["seconds"] / on["seconds"]
+  rows = [[cache, f"{x['seconds']:.2f}", str(x["prompt_tokens"]), str(x["cached_tokens"]), f"{x['hit_rate']:.0%}"]
+          for cache, x in prefill.items()]
+  common.print_table(["prefix cache", "seconds", "prompt tokens", "from the cache", "hit rate"], rows)
+  same = sum(a == b for a, b in zip(*(x.pop("first_tokens") for x in prefill.values()), strict=True))
+  print(f"{args.requests} requests of {on['prefix']} shared and {OWN} own tokens: {ratio:.1f} x as fast with the "
+        f"prefix cache (target: 5); {same} of {args.requests} first tokens are the same\n", flush=True)
+  n, seed, shared = args.requests, args.seed + 2, sharing(llm, args, args.requests, NEW, args.seed + 2)
+  kinds = {"16 to 256": mixed(llm, 16, 256, 2 * n, seed), "200 to 400": mixed(llm, 200, 400, n, seed),
+           f"{len(shared[0]['prompt_token_ids']) - OWN} shared + {OWN}": shared}
+  loads = {f"{name} in, {NEW} out": measure_load(llm, prompts) for name, prompts in kinds.items()}
+  rows = [[name, str(x["requests"]), f"{x['at_once']:g}", str(x["most"]), str(x["preallocated"]),
+           f"{x['utilization']:.1%}", f"{x['utilization_least']:.0%}", f"{x['bytes_each'] / 2**20:.2f}",
+           f"{x['bytes_unshared'] / 2**20:.2f}", f"{x['num_preemptions']:g}", f"{x['num_swapped']:g}"]
+          for name, x in loads.items()]
+  print(f"{llm.blocks.num_tokens} tokens of KV cache in {args.blocks} blocks, max_model_len {llm.max_model_len}")
+  common.print_table(["load", "requests", "at once", "most", "preallocated", "utilization", "least", "MiB each",
+                      "unshared", "preempted", "swapped"], rows)
+  return {"prefill": prefill, "ratio": ratio, "loads": loads}
+
+
+def measure_overhead(args) -> dict:
+  """Of prompts that are never met again. Each round fills the pool once, so that it also evicts all of it."""
+  length = args.input_len + args.output_len
+  engines = {cache: engine(args, cache, length, max_num_seqs=args.requests) for cache in (True, False)}
+  rng, vocabulary, rates = random.Random(args.seed), engines[True].model_config.vocab_size, {True: [], False: []}
+  for i in range(args.rounds + 1):   # the first is warm-up
+    prompts = [common.random_ids(vocabulary, args.input_len, rng) for _ in range(args.requests)]
+    for cache in (True, False) if i % 2 else (False, True):
+      _, seconds = timed(engines[cache], prompts, args.output_len, warm=i > 0)
+      if i: rates[cache].append(args.requests * length / seconds)
+  ratios = sorted(on / off for on, off in zip(rates[True], rates[False], strict=True))
+  metrics = engines[True].get_metrics()
+  rows = [[name, *(f"{f(rates[cache]):.1f}" for f in (statistics.median, min, max))]
+          for name, cache in (("off", False), ("on", True))]
+  common.print_table(["prefix cache", "total tok/s, median", "least", "most"], rows)
+  hits = metrics["prefix_cache_hits"] / max(1, metrics["prefix_cache_queries"])
+  print(f"{args.requests} prompts of {args.input_len} tokens, {args.output_len} out, hit rate {hits:.0%}: "
+        f"{statistics.median(ratios):.3f} x the throughput with the prefix cache, the median of {args.rounds} rounds "
+        f"from {ratios[0]:.3f} to {ratios[-1]:.3f}")
+  return {"ratio": statistics.median(ratios), "ratios": ratios, "hit_rate": hits}
+
+
+def main() -> None:
+  parser = common.make_parser(__doc__)
+  parser.set_defaults(shape=None)
+  parser.add_argument("--requests", type=common.positive, default=32, help="with a prefix; short ones: twice that")
+  parser.add_argument("--prefix", type=common.positive, default=1024, help="tokens that they share")
+  parser.add_argument("--blocks", type=common.positive, default=256, help="the pool, in blocks of 16 tokens")
+  parser.add_argument("--max-model-len", type=common.positive, default=2048, help="tokens of a sequence at most")
+  parser.add_argument("--swap-space", type=float, default=0, help="GiB of host memory for preempted sequences")
+  parser.add_argument("--overhead", action="store_true", help="instead measure what the cache costs if nothing hits")
+  parser.add_argument("--rounds", type=common.positive, default=9, help="of --overhead")
+  parser.add_argument("--input-len", type=common.positive, default=128, help="tokens of a prompt, with --overhead")
+  parser.add_argument("--output-len", type=common.positive, default=32, help="tokens generated, with --overhead")
+  parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
+  args = parser.parse_args()
+  if not args.shape and not args.model: args.shape, args.layers = "smollm2-135m", args.layers or 4
+  common.start(args)
+  results = measure_overhead(args) if args.overhead else measure_memory(args)
+  if args.json: args.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__": main()

@@ -1,0 +1,821 @@
+"""The KV cache's memory through the public API: the prefix cache, samples and beams that share blocks, preemption by
+recompute and by swap. Ids are those of a plain numpy LLaMA whatever was found, forked or moved, and the pool comes
+back whole."""
+import itertools
+import logging
+import os
+import random
+import re
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reference import ENGINE, reference_greedy, reference_logits, tiny_model, until
+
+from tinyvllm import LLM, SamplingParams
+
+BS = ENGINE["block_size"]
+NARROW = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # each sampler's graph compiles for seconds
+BUSY = {**ENGINE, "max_num_seqs": 16, "max_num_batched_tokens": 32}
+BLOCK_BYTES = 2 * 2 * 2 * 8 * BS * 4   # of the tiny model in float32: K and V, layers, heads, their size, tokens, bytes
+SWAP_BLOCKS = 8
+EDGES = [BS - 1, BS, BS + 1, 2 * BS - 1, 2 * BS, 2 * BS + 1]
+
+
+def params(length, **options): return SamplingParams(max_tokens=length, ignore_eos=True, **options)
+def greedy(length, **options): return params(length, temperature=0.0, **options)
+def seeded(length, seed, **options): return params(length, seed=seed, **options)
+def tokens(*ids): return {"prompt_token_ids": list(ids)}
+def ids_of(output): return output.outputs[0].token_ids
+def full_blocks(n): return n // BS * BS   # tokens
+
+
+def prompt(length, salt):
+  """Random ids of which no two salts share a block: what one test has left in a prefix cache, no other finds."""
+  rng = random.Random(salt)
+  return [rng.randrange(3, 320) for _ in range(length)]
+
+
+def check_metrics(engine, total):
+  """What must hold of the pool's numbers at any time."""
+  m = engine.get_metrics()
+  assert m["blocks_free"] + m["blocks_used"] == total, "a block is lost"
+  assert 0 <= m["blocks_cached"] <= m["blocks_free"] and 0 <= m["blocks_shared"] <= m["blocks_used"]
+  assert m["blocks_swapped"] >= 0 and 0 <= m["num_swapped"] <= m["num_preemptions"]
+  assert 0 <= m["prefix_cache_hits"] <= m["prefix_cache_queries"]
+  return m
+
+
+@contextmanager
+def pool_comes_back(engine):
+  """The engine is idle before and after, and has all of its blocks. Gives the metrics before."""
+  before = engine.get_metrics()
+  assert not engine.has_unfinished_requests() and before["blocks_used"] == 0, "another test has left something behind"
+  yield before
+  after = check_metrics(engine, before["blocks_free"])
+  assert not engine.has_unfinished_requests() and after["blocks_free"] == before["blocks_free"]
+  assert after["blocks_used"] == after["blocks_shared"] == after["blocks_swapped"] == 0
+
+
+def run(engine, limit=4000, watch=lambda metrics: None):
+  """Step to the end, the pool's numbers checked after each step: the last output of each request, in the order in which
+  they ended, and the step in which each did."""
+  m, last, ended = engine.get_metrics(), {}, {}
+  total = m["blocks_free"] + m["blocks_used"]
+  for step in range(limit):
+    if not engine.has_unfinished_requests(): return {i: last[i] for i in ended}, ended
+    for output in engine.step():
+      last[output.request_id] = output
+      if output.finished: ended[output.request_id] = step
+    watch(check_metrics(engine, total))
+  raise AssertionError(f"not finished after {limit} steps")
+
+
+@pytest.fixture(scope="module")
+def uncached_llm(folder): return LLM(folder, enable_prefix_caching=False, **ENGINE)
+
+
+@pytest.fixture(scope="module")
+def swap_llm(folder):
+  """12 blocks on the device, 8 in host memory."""
+  return LLM(folder, num_gpu_blocks_override=13, swap_space=SWAP_BLOCKS * BLOCK_BYTES / 2**30, **ENGINE)
+
+
+@pytest.fixture(scope="module")
+def sampler(folder): return LLM(folder, **NARROW)
+
+
+@pytest.fixture(scope="module")
+def tight_sampler(folder):
+  """Two at once, in 12 blocks."""
+  return LLM(folder, num_gpu_blocks_override=13, **{**NARROW, "max_num_seqs": 2, "max_num_batched_tokens": 2})
+
+
+@pytest.fixture(params=["small_llm", "swap_llm"], ids=["recompute", "swap"])
+def tight_llm(request): return request.getfixturevalue(request.param)
+
+
+# preemption is told; first of all, as what other tests make it tell would take this one's ten seconds
+
+def test_thrashing_warns_at_most_once_in_ten_seconds(small_llm, caplog):
+  def warnings(): return [r for r in caplog.records if r.levelno == logging.WARNING and "preempt" in r.getMessage()]
+
+  def thrash(seconds, enough=lambda: False):
+    end = time.monotonic() + seconds
+    for i in itertools.count():
+      if time.monotonic() > end or enough(): return
+      for j in range(6): small_llm.add_request(f"{i}-{j}", tokens(*prompt(9, 100 + j)), greedy(30))
+      run(small_llm)
+  with pool_comes_back(small_llm) as before, caplog.at_level(logging.WARNING, "tinyvllm"):
+    thrash(14, warnings)   # at once, unless an earlier test has taken these ten seconds
+    assert small_llm.get_metrics()["num_preemptions"] > before["num_preemptions"] + 5, "that was meant to thrash"
+    assert warnings() and all(r.name.startswith("tinyvllm") for r in warnings())
+    thrash(0.5)
+    times = [r.created for r in warnings()]
+    assert all(after - earlier > 9.9 for earlier, after in zip(times, times[1:], strict=False))
+
+
+# the prefix cache
+
+@pytest.mark.parametrize("length", [1, *EDGES, 10 * BS, 10 * BS + 1])
+def test_a_prompt_met_again_is_found_and_its_answer_is_the_same(llm, uncached_llm, folder, length):
+  job, found = tokens(*prompt(length, 200 + length)), full_blocks(length - 1)
+  with pool_comes_back(llm) as before:
+    first, = llm.generate(job, greedy(6))
+    between = llm.get_metrics()
+    second, = llm.generate(job, greedy(6))
+    after = llm.get_metrics()
+  plain, = uncached_llm.generate(job, greedy(6))
+  assert ids_of(first) == ids_of(second) == ids_of(plain) == reference_greedy(folder, job["prompt_token_ids"], 6)
+  assert [o.num_cached_tokens for o in (first, second, plain)] == [0, found, 0]
+  for m, earlier, hits in ((between, before, 0), (after, between, found)):
+    assert m["prefix_cache_hits"] - earlier["prefix_cache_hits"] == hits, "tokens, not blocks"
+    assert m["prefix_cache_queries"] - earlier["prefix_cache_queries"] == length
+    assert m["prompt_tokens"] - earlier["prompt_tokens"] == length, "found or computed"
+
+
+def test_what_is_found_is_not_computed_again(llm):
+  """A prompt of 41 tokens takes 3 steps of 16; found but for its last token, one."""
+  job, steps = tokens(*prompt(10 * BS + 1, 250)), []
+  for _ in range(2):
+    before = llm.get_metrics()["steps"]
+    llm.generate(job, greedy(1))
+    steps.append(llm.get_metrics()["steps"] - before)
+  assert steps == [3, 1]
+
+
+def test_only_a_common_beginning_of_full_blocks_is_found(llm, folder):
+  whole = prompt(4 * BS, 260)
+  llm.generate(tokens(*whole), greedy(1))
+  for kept in (1, BS - 1, BS, BS + 1, 2 * BS, 3 * BS - 1, 3 * BS):
+    changed = whole[:kept] + [x % 300 + 4 for x in whole[kept:]]   # another token in each place
+    output, = llm.generate(tokens(*changed), greedy(5))
+    assert output.num_cached_tokens == full_blocks(kept) and ids_of(output) == reference_greedy(folder, changed, 5)
+  moved = whole[BS:3 * BS + 1]   # the same blocks after another beginning
+  output, = llm.generate(tokens(*moved), greedy(5))
+  assert output.num_cached_tokens == 0 and ids_of(output) == reference_greedy(folder, moved, 5)
+  moved = whole[2 * BS:3 * BS] + whole[BS:2 * BS] + whole[:BS + 1]
+  output, = llm.generate(tokens(*moved), greedy(5))
+  assert output.num_cached_tokens == 0 and ids_of(output) == reference_greedy(folder, moved, 5)
+
+
+@pytest.mark.parametrize("length", EDGES)
+@pytest.mark.parametrize("answer", [1, BS, 2 * BS + 1, 2 * BS + 2, 2 * BS + 3])
+def test_a_second_turn_finds_the_first_turns_answer(llm, folder, length, answer):
+  first, least = prompt(length, 3000 + 16 * length + answer), 0
+  for turn in range(3):
+    output, = llm.generate(tokens(*first), greedy(answer))
+    assert ids_of(output) == reference_greedy(folder, first, answer)
+    assert least <= output.num_cached_tokens <= (full_blocks(len(first) - 1) if turn else 0)
+    # the last token's K and V were not needed, so they need not be there
+    text = [*first, *ids_of(output)]
+    least, first = full_blocks(len(text) - 1), [*text, *prompt(3, turn)]
+
+
+@pytest.mark.parametrize("length", [BS + 3, 2 * BS])
+def test_two_requests_of_one_prefix_in_one_step_do_not_read_what_it_is_still_writing(llm, folder, length):
+  """Both fit one step of 16; the third comes later, and finds what they wrote."""
+  common, tail = prompt(BS, 400 + length), length - BS
+  jobs = {name: [*common, *prompt(tail, 410 + i)] for i, name in enumerate("abc")}
+  jobs["same as a"] = jobs["a"]
+  with pool_comes_back(llm):
+    for name in "ab": llm.add_request(name, tokens(*jobs[name]), greedy(9))
+    assert {o.request_id: o.num_cached_tokens for o in llm.step()} == {"a": 0, "b": 0}
+    for name in ("c", "same as a"): llm.add_request(name, tokens(*jobs[name]), greedy(9))
+    last, _ = run(llm)
+  assert {name: ids_of(o) for name, o in last.items()} == {n: reference_greedy(folder, jobs[n], 9) for n in jobs}
+  assert [last[n].num_cached_tokens for n in jobs] == [0, 0, BS, full_blocks(length - 1)]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_prompt_finds_the_chunks_that_another_has_computed_of_it(llm, folder, n):
+  """In steps of 16 the first's 40 tokens take two and a half: the others find what is written by then, and no more."""
+  job = prompt(10 * BS, 420 + n)
+  with pool_comes_back(llm):
+    for i in range(n): llm.add_request(str(i), tokens(*job), greedy(9))
+    last, _ = run(llm)
+  assert [ids_of(last[str(i)]) for i in range(n)] == [reference_greedy(folder, job, 9)] * n
+  assert last["0"].num_cached_tokens == 0
+  assert last["1"].num_cached_tokens in range(0, 8 * BS + 1, BS), "it came in the step of the first's last 8 tokens"
+
+
+def test_blocks_found_are_shared_and_stay_when_their_first_owner_leaves(llm, folder):
+  job = prompt(2 * BS + 1, 430)
+  with pool_comes_back(llm):
+    llm.add_request("a", tokens(*job), greedy(20))
+    llm.step()
+    m = llm.get_metrics()
+    assert m["blocks_used"] == 3 and m["blocks_shared"] == 0
+    llm.add_request("b", tokens(*job), greedy(20))
+    assert {o.request_id: o.num_cached_tokens for o in llm.step()} == {"a": 0, "b": 2 * BS}
+    m = llm.get_metrics()
+    assert m["blocks_used"] == 4 and m["blocks_shared"] == 2, "each block counts once, and two are of both"
+    llm.abort_request("a")
+    m = llm.get_metrics()
+    assert m["blocks_used"] == 3 and m["blocks_shared"] == 0
+    last, _ = run(llm)
+    assert ids_of(last["b"]) == reference_greedy(folder, job, 20)
+
+
+def test_free_blocks_that_can_be_found_are_counted(folder):
+  engine = LLM(folder, num_gpu_blocks_override=13, **{**NARROW, "max_num_seqs": 1, "max_num_batched_tokens": 1})
+  assert engine.get_metrics()["blocks_free"] == 12 and engine.get_metrics()["blocks_cached"] == 0
+  job = prompt(2 * BS + 1, 440)
+  for _ in range(2):
+    engine.generate(tokens(*job), greedy(2))
+    m = engine.get_metrics()
+    assert m["blocks_free"] == 12 and m["blocks_used"] == 0 and m["blocks_cached"] == 2
+  engine.generate(tokens(*prompt(11 * BS + 1, 441)), greedy(2))
+  m = engine.get_metrics()
+  assert m["blocks_free"] == 12 and m["blocks_cached"] == 11, "the second prompt's, which took all blocks"
+  output, = engine.generate(tokens(*job), greedy(2))
+  assert output.num_cached_tokens == 0 and ids_of(output) == reference_greedy(folder, job, 2)
+
+
+def test_without_a_prefix_cache_nothing_is_found(uncached_llm, folder):
+  job = prompt(6 * BS + 1, 450)
+  with pool_comes_back(uncached_llm):
+    outputs = [uncached_llm.generate(tokens(*job), greedy(5))[0] for _ in range(2)]
+    outputs += uncached_llm.generate([tokens(*job)] * 3, greedy(5))
+  assert [o.num_cached_tokens for o in outputs] == [0] * 5
+  assert [ids_of(o) for o in outputs] == [reference_greedy(folder, job, 5)] * 5
+  m = uncached_llm.get_metrics()
+  assert m["prefix_cache_hits"] == 0 and m["blocks_cached"] == 0
+
+
+# eviction
+
+def test_a_prompt_whose_blocks_were_partly_evicted_is_computed_again(small_llm, folder):
+  with pool_comes_back(small_llm):
+    for length in (6 * BS, 7 * BS, 8 * BS, 10 * BS, 11 * BS):   # more and more of the 12 blocks
+      chain, other = prompt(8 * BS + 1, 500 + length), prompt(length, 550 + length)
+      for job in (chain, other, chain, other, chain[:3 * BS + 1], chain):
+        output, = small_llm.generate(tokens(*job), greedy(3))
+        assert ids_of(output) == reference_greedy(folder, job, 3)
+        assert output.num_cached_tokens in range(0, len(job), BS)
+        if job is other: assert output.num_cached_tokens < length
+      assert output.num_cached_tokens >= 3 * BS, "what was used last is there"
+
+
+@pytest.mark.parametrize("length", range(4, 26, 3))
+def test_a_child_whose_parent_was_evicted_is_not_found_under_another_parent(small_llm, folder, length):
+  """Two of one prefix in one step write it twice, so that one copy is let go, and its block taken by others, while what
+  follows it can still be found: at first as the other request holds it, then as what was used last."""
+  a = prompt(BS + 3, 50_000 + length)
+  b = [*a[:BS], *prompt(3, 600)]
+  child = [*b, *reference_greedy(folder, b, 1)][BS:]
+
+  def ask(ids):
+    small_llm.add_request("ask", tokens(*ids), greedy(2))
+    while True:
+      for output in small_llm.step():
+        if output.request_id != "ask" or not output.finished: continue
+        assert ids_of(output) == reference_greedy(folder, ids, 2)
+        return output.num_cached_tokens
+  with pool_comes_back(small_llm):
+    small_llm.add_request("a", tokens(*a), greedy(1))
+    small_llm.add_request("b", tokens(*b), greedy(length))
+    small_llm.step()
+    for i in range(8):   # each free block becomes the first of another text
+      others = [prompt(BS - 1, 1000 * length + 3 * i + j) for j in range(3)]
+      assert [ask(other) for other in others] == [0] * 3
+      others = [[*other, *reference_greedy(folder, other, 1)] for other in others]
+      assert {ask([*other, *child, 5]) for other in others} <= {0, BS}, "a block of another text was found"
+    assert ids_of(small_llm.generate(tokens(*b), greedy(length))[0]) == reference_greedy(folder, b, length)
+
+
+def test_prompts_of_a_tree_in_a_pool_that_holds_few_of_its_branches(tight_llm, folder):
+  """Some 120 branches of 4 blocks, 12 blocks: parents and children are evicted and found in any order."""
+  rng, hits = random.Random(0), tight_llm.get_metrics()["prefix_cache_hits"]
+  nodes = [[prompt(BS, 700 + 10 * level + i) for i in range(3)] for level in range(4)]
+  with pool_comes_back(tight_llm):
+    for round in range(40):
+      branches = [[rng.choice(level) for level in nodes[:rng.randrange(1, 5)]] for _ in range(rng.randrange(1, 5))]
+      jobs = [[*sum(branch, []), *prompt(rng.randrange(BS), rng.randrange(3))] for branch in branches]
+      for i, job in enumerate(jobs): tight_llm.add_request(f"{round}-{i}", tokens(*job), greedy(4))
+      last, _ = run(tight_llm)
+      for i, job in enumerate(jobs):
+        assert ids_of(last[f"{round}-{i}"]) == reference_greedy(folder, job, 4)
+        assert last[f"{round}-{i}"].num_cached_tokens in range(0, len(job), BS)
+  assert tight_llm.get_metrics()["prefix_cache_hits"] > hits, "a test of a cache that finds nothing"
+
+
+# preemption
+
+def test_a_prefix_hit_after_preemption_matches_a_fresh_run(tight_llm, folder):
+  jobs = [prompt(9 + i, 800 + i) for i in range(4)]
+  with pool_comes_back(tight_llm) as before:
+    for i, job in enumerate(jobs): tight_llm.add_request(str(i), tokens(*job), greedy(24))
+    last, _ = run(tight_llm)
+    assert tight_llm.get_metrics()["num_preemptions"] > before["num_preemptions"], "the pool was meant to be too small"
+    assert [ids_of(last[str(i)]) for i in range(4)] == [reference_greedy(folder, job, 24) for job in jobs]
+    assert [last[str(i)].num_cached_tokens for i in range(4)] == [0] * 4, "as first admitted: no find of its own blocks"
+    for job in jobs:
+      for found in (range(0, len(job), BS), [full_blocks(len(job) - 1)]):   # what was left, then all
+        output, = tight_llm.generate(tokens(*job), greedy(24))
+        assert ids_of(output) == reference_greedy(folder, job, 24) and output.num_cached_tokens in found
+
+
+@pytest.mark.parametrize("mode", ["recompute", "cached", "swap"])
+@pytest.mark.parametrize("block_size", [16, 256])
+def test_a_text_preempted_at_257_tokens_goes_on_as_before(folder, block_size, mode):
+  """Two texts, in one block less than both need at their 257th token: the first is some tokens ahead and takes it."""
+  engine = LLM(folder, num_gpu_blocks_override=2 * -(-257 // block_size), enable_prefix_caching=mode == "cached",
+               swap_space=0.01 if mode == "swap" else 0, **{**ENGINE, "block_size": block_size, "max_model_len": 512})
+  jobs = [prompt(240, 900), prompt(250, 901)]
+  with pool_comes_back(engine):
+    for i, job in enumerate(jobs): engine.add_request(str(i), tokens(*job), greedy(30))
+    last, ended = run(engine)
+    m = engine.get_metrics()
+  for i, job in enumerate(jobs):   # each id is the best after those before it: the reference reads the text but once
+    ids = ids_of(last[str(i)])
+    assert len(ids) == 30 and reference_logits(folder, [*job, *ids])[len(job) - 1:-1].argmax(1).tolist() == ids
+  assert m["num_preemptions"] > 0 and ended["0"] < ended["1"] and bool(m["num_swapped"]) == (mode == "swap")
+
+
+POOL_JOBS = [([*prompt(2 * BS, 1000 + i % 3)[:8 * (i % 2)], *prompt(1 + 7 * i % 19, 1010 + i)], 4 + 5 * i % 17)
+             for i in range(64)]   # every other one begins with one of three prefixes
+
+
+@pytest.mark.parametrize("swap_space", [0, 0.25], ids=["recompute", "swap"])
+def test_64_requests_in_a_quarter_of_the_blocks_that_those_at_once_need(folder, swap_space):
+  need = sorted(-(-(len(job) + n) // BS) for job, n in POOL_JOBS)[-BUSY["max_num_seqs"]:]
+  engine = LLM(folder, swap_space=swap_space, num_gpu_blocks_override=1 + sum(need) // 4, **BUSY)
+  swapped = []
+  with pool_comes_back(engine):
+    for i, (job, n) in enumerate(POOL_JOBS): engine.add_request(str(i), tokens(*job), greedy(n))
+    last, _ = run(engine, watch=lambda m: swapped.append(m["blocks_swapped"]))
+    m = engine.get_metrics()
+  for i, job in enumerate(POOL_JOBS): assert ids_of(last[str(i)]) == reference_greedy(folder, *job), f"request {i}"
+  assert m["num_preemptions"] > 0 and m["requests_finished"] == 64
+  if swap_space: assert m["num_swapped"] > 0 and max(swapped) > 0
+  else: assert m["num_swapped"] == 0 and max(swapped) == 0
+
+
+def test_swap_takes_no_more_than_its_space_and_the_rest_is_computed_again(swap_llm, folder):
+  swapped, jobs = [], [prompt(5 + 3 * i, 1100 + i) for i in range(6)]
+  with pool_comes_back(swap_llm) as before:
+    for i, job in enumerate(jobs): swap_llm.add_request(str(i), tokens(*job), greedy(24))
+    last, _ = run(swap_llm, watch=lambda m: swapped.append(m["blocks_swapped"]))
+    after = swap_llm.get_metrics()
+  assert [ids_of(last[str(i)]) for i in range(6)] == [reference_greedy(folder, job, 24) for job in jobs]
+  assert 0 < max(swapped) <= SWAP_BLOCKS and swapped[-1] == 0
+  assert 0 < after["num_swapped"] - before["num_swapped"] <= after["num_preemptions"] - before["num_preemptions"]
+
+
+def test_abort_while_swapped_out_frees_host_memory(swap_llm, folder):
+  jobs = [prompt(13, 1200 + i) for i in range(3)]   # all 12 blocks; the newest leaves at the 17th token
+  with pool_comes_back(swap_llm) as before:
+    for i, job in enumerate(jobs): swap_llm.add_request(str(i), tokens(*job), greedy(20))
+    while not swap_llm.get_metrics()["blocks_swapped"]: swap_llm.step()
+    swap_llm.abort_request("2")
+    m = check_metrics(swap_llm, before["blocks_free"])
+    assert m["blocks_swapped"] == 0 and m["num_requests_waiting"] == 0 and m["num_requests_running"] == 2
+    swap_llm.add_request("3", tokens(*prompt(13, 1203)), greedy(20))
+    last, _ = run(swap_llm)
+    assert set(last) == {"0", "1", "3"}, "nothing more is heard of the aborted"
+    for i in (0, 1, 3): assert ids_of(last[str(i)]) == reference_greedy(folder, prompt(13, 1200 + i), 20)
+    for i, job in enumerate(jobs): swap_llm.add_request(str(i), tokens(*job), greedy(20))
+    while not swap_llm.get_metrics()["blocks_swapped"]: swap_llm.step()
+    for i in (1, 2, 0): swap_llm.abort_request(str(i))
+    m = swap_llm.get_metrics()
+    assert m["blocks_swapped"] == 0 and m["blocks_free"] == before["blocks_free"]
+
+
+def test_under_thrash_the_oldest_finishes_first(tight_llm, folder):
+  jobs = [prompt(9, 1300 + i) for i in range(6)]
+  with pool_comes_back(tight_llm) as before:
+    for i, job in enumerate(jobs): tight_llm.add_request(str(i), tokens(*job), greedy(30))
+    last, ended = run(tight_llm)
+    assert tight_llm.get_metrics()["num_preemptions"] > before["num_preemptions"] + 3, "that was meant to thrash"
+  steps = [ended[str(i)] for i in range(6)]
+  assert steps == sorted(steps) and steps[0] < steps[1], "equal lengths end in the order of arrival"
+  assert [ids_of(last[str(i)]) for i in range(6)] == [reference_greedy(folder, job, 30) for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def priority_llm(folder):
+  return LLM(folder, num_gpu_blocks_override=13, scheduling_policy="priority",
+             swap_space=SWAP_BLOCKS * BLOCK_BYTES / 2**30, **ENGINE)
+
+
+def test_under_thrash_the_first_in_order_of_priority_finishes_first(priority_llm, folder):
+  priorities = [3, 0, 2, 0, -1, 2]
+  jobs = [prompt(9, 1400 + i) for i in range(6)]
+  with pool_comes_back(priority_llm) as before:
+    for i, job in enumerate(jobs): priority_llm.add_request(str(i), tokens(*job), greedy(24), priority=priorities[i])
+    last, ended = run(priority_llm)
+    assert priority_llm.get_metrics()["num_preemptions"] > before["num_preemptions"]
+  steps = [ended[str(i)] for i in (4, 1, 3, 2, 5, 0)]   # by priority, then by arrival
+  assert steps == sorted(steps) and steps[0] < steps[1]
+  assert [ids_of(last[str(i)]) for i in range(6)] == [reference_greedy(folder, job, 24) for job in jobs]
+
+
+def test_a_late_request_of_high_priority_overtakes_preempted_ones(priority_llm, folder):
+  jobs = {f"low {i}": (prompt(13, 1500 + i), 20) for i in range(3)} | {"high": (prompt(5, 1510), 6)}
+  with pool_comes_back(priority_llm) as before:
+    for i in range(3): priority_llm.add_request(f"low {i}", tokens(*jobs[f"low {i}"][0]), greedy(20), priority=5)
+    for _ in range(2): priority_llm.step()
+    priority_llm.add_request("high", tokens(*jobs["high"][0]), greedy(6), priority=0)
+    last, ended = run(priority_llm)
+    assert priority_llm.get_metrics()["num_preemptions"] > before["num_preemptions"]
+  assert min(ended, key=ended.get) == "high" and ended["low 0"] < ended["low 1"] <= ended["low 2"]
+  assert {name: ids_of(o) for name, o in last.items()} == {n: reference_greedy(folder, *job) for n, job in jobs.items()}
+
+
+# several samples of one prompt
+
+def samples(output): return [c.token_ids for c in output.outputs]
+
+
+def check_whole(output, n):
+  assert output.finished and [c.index for c in output.outputs] == list(range(n))
+  assert all(c.finish_reason in ("stop", "length") for c in output.outputs)
+
+
+@pytest.mark.parametrize("length", EDGES)
+def test_greedy_samples_are_all_what_one_is(llm, folder, length):
+  job, expected = prompt(length, 1600 + length), reference_greedy(folder, prompt(length, 1600 + length), 2 * BS + 1)
+  one_text = None
+  for n, found in ((3, 0), (1, full_blocks(length - 1)), (3, full_blocks(length - 1))):
+    with pool_comes_back(llm) as before: output, = llm.generate(tokens(*job), greedy(2 * BS + 1, n=n))
+    check_whole(output, n)
+    assert samples(output) == [expected] * n and output.num_cached_tokens == found
+    one_text = one_text or output.outputs[0].text
+    assert {c.text for c in output.outputs} == {one_text} and output.prompt_token_ids == job
+    m = llm.get_metrics()
+    assert m["prompt_tokens"] - before["prompt_tokens"] == length, "the prompt counts once"
+    assert m["generation_tokens"] - before["generation_tokens"] == n * (2 * BS + 1)
+
+
+@pytest.mark.parametrize("length", EDGES)
+def test_seeded_samples_are_what_each_seed_gives_alone(sampler, length):
+  job = tokens(*prompt(length, 1700 + length))
+  with pool_comes_back(sampler):
+    alone = [ids_of(sampler.generate(job, seeded(2 * BS + 1, 40 + i))[0]) for i in range(3)]
+    output, = sampler.generate(job, seeded(2 * BS + 1, 40, n=3))
+    fresh = tokens(*prompt(length, 1750 + length))   # nothing of it can be found
+    together, = sampler.generate(fresh, seeded(2 * BS + 1, 40, n=3))
+    later = [ids_of(sampler.generate(fresh, seeded(2 * BS + 1, 40 + i))[0]) for i in range(3)]
+  check_whole(output, 3)
+  assert samples(output) == alone and samples(together) == later and len({*map(tuple, alone)}) == 3
+
+
+def test_samples_without_a_seed_differ(sampler):
+  output, = sampler.generate(tokens(*prompt(6, 1800)), params(10, n=3))
+  assert len({*map(tuple, samples(output))}) == 3
+
+
+@pytest.mark.parametrize("length", [10 * BS, 10 * BS + 2])
+def test_samples_share_the_blocks_of_their_prompt(llm, folder, length):
+  """A prompt of 40 tokens in 10 blocks, and 6 more tokens in 2 blocks for each of 4: 18 blocks, not 48."""
+  job, used, shared = prompt(length, 1900 + length), [], []
+  with pool_comes_back(llm):
+    llm.add_request("a", tokens(*job), greedy(6, n=4))
+    last, _ = run(llm, watch=lambda m: (used.append(m["blocks_used"]), shared.append(m["blocks_shared"])))
+  assert samples(last["a"]) == [reference_greedy(folder, job, 6)] * 4
+  assert max(used) <= 10 + 4 * 3, f"{max(used)} blocks"
+  assert max(shared) >= 9, f"{max(shared)} shared blocks"
+
+
+STOPS = list(range(3, 320, 9))   # a ninth of the vocabulary: samples end one after another
+
+
+def test_samples_end_each_in_its_own_time(sampler):
+  job, stops = tokens(*prompt(7, 2000)), {"stop_token_ids": STOPS}
+  alone = [sampler.generate(job, seeded(30, 7 + i, **stops))[0].outputs[0] for i in range(4)]
+  assert len({len(c.token_ids) for c in alone}) >= 3, "lengths were meant to differ"
+  with pool_comes_back(sampler):
+    sampler.add_request("a", job, seeded(30, 7, n=4, **stops))
+    seen = []
+    while sampler.has_unfinished_requests(): seen += sampler.step()
+  check_whole(seen[-1], 4)
+  for got, expected in zip(seen[-1].outputs, alone, strict=True):
+    assert (got.token_ids, got.text, got.finish_reason, got.stop_reason) == (
+      expected.token_ids, expected.text, expected.finish_reason, expected.stop_reason)
+  for o in seen[:-1]: assert not o.finished and len(o.outputs) == 4
+  for before, after in zip(seen, seen[1:], strict=False):
+    for a, b in zip(before.outputs, after.outputs, strict=True):
+      assert b.token_ids[:len(a.token_ids)] == a.token_ids and b.text.startswith(a.text)
+      if a.finish_reason: assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
+
+
+@pytest.mark.parametrize("n", [3, 5])
+def test_more_samples_than_may_run_at_once(tight_sampler, sampler, n):
+  """Two rows, and blocks enough."""
+  job, most = tokens(*prompt(6, 2100)), []
+  alone = [ids_of(sampler.generate(job, seeded(9, 60 + i))[0]) for i in range(n)]
+  with pool_comes_back(tight_sampler) as before:
+    tight_sampler.add_request("a", job, seeded(9, 60, n=n))
+    last, _ = run(tight_sampler, watch=lambda m: most.append(m["num_requests_running"]))
+    assert tight_sampler.get_metrics()["prompt_tokens"] - before["prompt_tokens"] == 6
+  check_whole(last["a"], n)
+  assert samples(last["a"]) == alone and max(most) <= 2
+
+
+@pytest.mark.parametrize("length", [2 * BS, 2 * BS + 1])
+def test_preempted_samples_go_on_as_before(tight_sampler, sampler, length):
+  """Each sample needs 9 of the 12 blocks, of which it shares 2."""
+  job = tokens(*prompt(length, 2200 + length))
+  alone = [ids_of(sampler.generate(job, seeded(26, 80 + i))[0]) for i in range(3)]
+  with pool_comes_back(tight_sampler) as before:
+    for _ in range(2):
+      output, = tight_sampler.generate(job, seeded(26, 80, n=3))
+      check_whole(output, 3)
+      assert samples(output) == alone
+    assert tight_sampler.get_metrics()["num_preemptions"] > before["num_preemptions"], "the pool was meant to be small"
+
+
+def test_greedy_samples_and_others_in_a_pool_too_small(tight_llm, folder):
+  jobs = {"a": (prompt(11, 2300), 20, 3), "b": (prompt(6, 2301), 24, 1), "c": (prompt(11, 2300), 15, 2)}
+  with pool_comes_back(tight_llm) as before:
+    for name, (job, length, n) in jobs.items(): tight_llm.add_request(name, tokens(*job), greedy(length, n=n))
+    last, _ = run(tight_llm)
+    assert tight_llm.get_metrics()["num_preemptions"] > before["num_preemptions"]
+  assert {i: samples(o) for i, o in last.items()} == {
+    name: [reference_greedy(folder, job, length)] * n for name, (job, length, n) in jobs.items()}
+
+
+def test_a_stream_of_two_samples_joined_equals_generate(sampler):
+  request = tokens(*prompt(7, 2400)), seeded(24, 7, n=2, stop_token_ids=STOPS)
+  with pool_comes_back(sampler):
+    whole, = sampler.generate(*request)
+    parts = list(sampler.generate_stream(*request))
+  for part in parts: assert [c.index for c in part.outputs] == [0, 1]
+  for i, completion in enumerate(whole.outputs):
+    assert "".join(part.outputs[i].text for part in parts) == completion.text
+    assert [x for part in parts for x in part.outputs[i].token_ids] == completion.token_ids
+    assert parts[-1].outputs[i].finish_reason == completion.finish_reason
+  assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+  assert len(parts) >= max(map(len, samples(whole))), "tokens come as they are made"
+  assert len({*map(len, samples(whole))}) == 2, "the samples were meant to end apart"
+
+
+def test_abort_in_the_middle_ends_all_samples(sampler, tight_sampler):
+  for engine in (sampler, tight_sampler):   # in the second some samples have no row yet
+    for steps in (0, 1, 2, 3, 6, 9):   # while it waits, in its prompt, between samples
+      with pool_comes_back(engine):
+        engine.add_request("a", tokens(*prompt(7, 2500 + steps)), seeded(20, 5, n=4))
+        for _ in range(steps): engine.step()
+        engine.abort_request("a")
+        assert not engine.has_unfinished_requests() and engine.step() == []
+        m = engine.get_metrics()
+        assert m["num_requests_running"] == m["num_requests_waiting"] == 0
+    with pool_comes_back(engine):   # and when one has ended
+      engine.add_request("a", tokens(*prompt(7, 2000)), seeded(30, 7, n=4, stop_token_ids=STOPS))
+      while not any(c.finish_reason for o in engine.step() for c in o.outputs): pass
+      assert engine.has_unfinished_requests()
+      engine.abort_request("a")
+    with pool_comes_back(engine):
+      stream = engine.generate_stream(tokens(*prompt(7, 2510)), seeded(20, 5, n=2))
+      next(stream)
+      stream.close()
+
+
+# beam search: a vocabulary of 7, so that all texts of 3 tokens can be tried
+
+BEAM = {**ENGINE, "max_num_seqs": 64, "max_num_batched_tokens": 64, "max_model_len": 64}
+ENDS = {"an end token": {2}, "no end token": set()}
+# With these, texts that end are among the best, and ways of searching that differ in when a text that has ended leaves
+# the beam agree. No two scores that decide are closer than 2e-3
+NARROW_PROMPTS = {
+  "an end token": [[1, 6, 5], [4, 4, 6, 6], [4, 6, 5, 6, 6], [6, 5, 5, 5, 6, 6, 3], [4, 6, 4, 1, 6, 3, 3, 1]],
+  "no end token": [[5, 5, 1], [4, 3, 4, 5], [3, 1, 5, 5, 1], [1, 1, 3, 4, 6, 6, 4], [3, 5, 5, 6, 4, 5, 1, 5]]}
+
+
+@pytest.fixture(scope="module")
+def beam_folders(tmp_path_factory):
+  path = tmp_path_factory.mktemp("beam")
+  return {name: tiny_model(path / name, seed=3, vocab_size=7, eos_token_id=2 if ends else None)
+          for name, ends in ENDS.items()}
+
+
+@pytest.fixture(scope="module")
+def beam_llms(beam_folders): return {name: LLM(path, **BEAM) for name, path in beam_folders.items()}
+
+
+def log_softmax(x):
+  x = x - x.max(-1, keepdims=True)
+  return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def best(found, width, penalty):
+  """The best of (ids, sum of log probabilities) by score, best first."""
+  return sorted(found, key=lambda x: x[1] / len(x[0]) ** penalty, reverse=True)[:width]
+
+
+def all_texts(folder, ids, ends):
+  """All texts of 3 tokens, or less if they end, with the sum of their log probabilities."""
+  found = {}
+  for two in itertools.product(range(7), repeat=2):
+    logprobs = log_softmax(reference_logits(folder, [*ids, *two])[-3:])   # after the prompt, the first, the second
+    for text in ((*two, last) for last in range(7)):
+      text = tuple(until(list(text), ends))
+      found[text] = sum(logprobs[i, x] for i, x in enumerate(text))
+  return [(list(text), total) for text, total in found.items()]
+
+
+def naive_beam_search(folder, ids, width, length, penalty, ends):
+  """Each step keeps the best `width` texts that go on; those that end are put aside."""
+  beams, done = [([], 0.0)], []
+  for _ in range(length):
+    grown = [([*out, token], total + logprob) for out, total in beams
+             for token, logprob in enumerate(log_softmax(reference_logits(folder, [*ids, *out])[-1]))]
+    done += [beam for beam in grown if beam[0][-1] in ends]
+    beams = best([beam for beam in grown if beam[0][-1] not in ends], width, 0)
+  return best(done + beams, width, penalty)
+
+
+def check_beams(output, ids, expected, ends):
+  assert output.prompt_token_ids == ids and output.finished
+  assert samples(output) == [text for text, _ in expected]
+  assert [c.index for c in output.outputs] == list(range(len(expected)))
+  np.testing.assert_allclose([c.cumulative_logprob for c in output.outputs], [x for _, x in expected], atol=1e-4)
+  assert [c.finish_reason for c in output.outputs] == ["stop" if x[-1] in ends else "length" for x, _ in expected]
+
+
+@pytest.mark.parametrize("width", [64, 343])
+@pytest.mark.parametrize("ends", ENDS)
+def test_a_beam_wide_enough_finds_the_best_of_all_texts(beam_llms, beam_folders, ends, width):
+  llm, ids = beam_llms[ends], [3, 6, 4]   # no two of its scores are closer than 5e-5
+  texts = all_texts(beam_folders[ends], ids, ENDS[ends])
+  assert len(texts) == (1 + 6 + 36 + 216 if ENDS[ends] else 343)
+  for penalty in (0, 1.0, 2.0):
+    with pool_comes_back(llm):
+      output, = llm.beam_search([tokens(*ids)], beam_width=width, max_tokens=3, length_penalty=penalty)
+    check_beams(output, ids, best(texts, width, penalty), ENDS[ends])
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_a_narrow_beam_equals_a_naive_one(beam_llms, beam_folders, ends):
+  """Prompts at block edges, texts over several blocks; several prompts in one call, answered in their order."""
+  llm, prompts = beam_llms[ends], NARROW_PROMPTS[ends]
+  for penalty in (1.0, 0.0):
+    with pool_comes_back(llm): outputs = llm.beam_search([tokens(*p) for p in prompts], 2, 7, length_penalty=penalty)
+    assert len(outputs) == len(prompts)
+    for ids, output in zip(prompts, outputs, strict=True):
+      check_beams(output, ids, naive_beam_search(beam_folders[ends], ids, 2, 7, penalty, ENDS[ends]), ENDS[ends])
+    if ENDS[ends]: assert {c.finish_reason for o in outputs for c in o.outputs} == {"stop", "length"}
+
+
+def test_a_beam_of_one_is_greedy_and_length_penalty_is_1_unless_given(beam_llms, beam_folders):
+  llm, ids = beam_llms["no end token"], [3, 1, 4, 1, 5]
+  output, = llm.beam_search([tokens(*ids)], 1, 9)
+  assert samples(output) == [reference_greedy(beam_folders["no end token"], ids, 9)]
+  llm, ids = beam_llms["an end token"], [3, 1, 4, 1, 5]
+  (a,), (b,) = (llm.beam_search([tokens(*ids)], 64, 3, **options) for options in ({}, {"length_penalty": 1.0}))
+  assert samples(a) == samples(b)
+
+
+def test_beams_of_a_larger_vocabulary_over_several_blocks(llm, folder):
+  """Ids of 320, in blocks of 4, from a prompt that the second time is found."""
+  with pool_comes_back(llm):
+    for ids in (prompt(2 * BS - 1, 2600), prompt(2 * BS, 2601), prompt(2 * BS - 1, 2600)):
+      output, = llm.beam_search([tokens(*ids)], 3, 2 * BS + 1)
+      check_beams(output, ids, naive_beam_search(folder, ids, 3, 2 * BS + 1, 1.0, {2}), {2})
+
+
+def test_beam_search_beside_other_requests(beam_llms, beam_folders):
+  path, llm, ids, beside = beam_folders["no end token"], beam_llms["no end token"], [3, 1, 4, 1, 5], [5, 6, 3, 4, 6, 1]
+  expected = naive_beam_search(path, ids, 4, 7, 1.0, ())
+  with pool_comes_back(llm):
+    llm.add_request("beside", tokens(*beside), greedy(50))
+    llm.step()
+    output, = llm.beam_search([tokens(*ids)], 4, 7)
+    check_beams(output, ids, expected, ())
+    last, _ = run(llm)
+    assert ids_of(last["beside"]) == reference_greedy(path, beside, 50), "most of its tokens are made after the search"
+
+
+def test_beam_search_on_one_thread_while_others_generate(beam_llms, beam_folders):
+  path, llm, ids, results = beam_folders["no end token"], beam_llms["no end token"], [3, 1, 4, 1, 5], {}
+  jobs = [[3 + i, 6, 4, 5 - i] for i in range(3)]
+  expected = naive_beam_search(path, ids, 4, 7, 1.0, ())
+
+  def work(i):
+    if i < 3: results[i] = [ids_of(llm.generate(tokens(*jobs[i]), greedy(20), use_tqdm=False)[0]) for _ in range(3)]
+    else: results[i] = [llm.beam_search([tokens(*ids)], 4, 7)[0] for _ in range(3)]
+  with pool_comes_back(llm):
+    threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(5)]
+    for thread in threads: thread.start()
+    for thread in threads: thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+  assert [results[i] for i in range(3)] == [[reference_greedy(path, job, 20)] * 3 for job in jobs]
+  for output in results[3] + results[4]: check_beams(output, ids, expected, ())
+
+
+# random operations, and many of them
+
+@pytest.mark.parametrize("seed", range(2))
+def test_random_requests_of_common_prefixes_with_samples_and_aborts_give_the_reference(tight_llm, folder, seed):
+  rng, jobs, last, aborted = random.Random(seed), {}, {}, set()
+  prompts = [[*prompt(2 * BS, 2700 + i % 3), *prompt(length, 2710 + length)] for i, length in
+             enumerate((1, BS - 1, BS, BS + 1, 3 * BS))] + [prompt(length, 2703) for length in (1, BS, 2 * BS + 1)]
+  with pool_comes_back(tight_llm) as before:
+    total = before["blocks_free"]
+    for _ in range(300):
+      what, live = rng.random(), [i for i in jobs if i not in aborted and not (i in last and last[i].finished)]
+      if what < 0.25 and len(live) < 8:
+        name = str(len(jobs))
+        jobs[name] = rng.choice(prompts), rng.choice((1, 2, 5, 16)), rng.choice((1, 1, 2, 3))
+        tight_llm.add_request(name, tokens(*jobs[name][0]), greedy(jobs[name][1], n=jobs[name][2]))
+      elif what < 0.30 and live:
+        aborted.add(victim := rng.choice(live))
+        tight_llm.abort_request(victim)
+      else: last |= {o.request_id: o for o in tight_llm.step()}
+      check_metrics(tight_llm, total)
+    last |= run(tight_llm)[0]
+  for i, (ids, length, n) in jobs.items():
+    expected = reference_greedy(folder, ids, length)
+    if i in aborted: assert i not in last or all(x == expected[:len(x)] for x in samples(last[i]))
+    else: assert samples(last[i]) == [expected] * n and last[i].finished
+  assert aborted and len(jobs) > 30
+
+
+def resident_bytes(): return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_5000_requests_and_aborts_leave_neither_blocks_nor_memory_behind(folder):
+  engine = LLM(folder, num_gpu_blocks_override=25, swap_space=64 * BLOCK_BYTES / 2**30, **BUSY)
+  rng, done, aborts, number, live = random.Random(0), 0, 0, 0, {}
+  prompts = [[*prompt(3 * BS, 2800 + i % 5)[:i % 4 * BS], *prompt(1 + i % 8, 2810 + i)] for i in range(64)]
+  expected = [reference_greedy(folder, ids, 4) for ids in prompts]
+  with pool_comes_back(engine):
+    for n in (1, 2, 4, 8, 16, 32): engine.generate(tokens(*prompt(n, 2890 + n)), greedy(1))   # each graph there is
+    for many in (1000, 5000):
+      while number < many or live:
+        while number < many and len(live) < 24 and rng.random() < 0.9:
+          live[str(number)] = i, n = rng.randrange(64), rng.randrange(1, 5)
+          engine.add_request(str(number), tokens(*prompts[i]), greedy(n))
+          number += 1
+        if live and rng.random() < 0.2:
+          engine.abort_request(victim := rng.choice(list(live)))
+          del live[victim]
+          aborts += 1
+        for output in engine.step():
+          if not output.finished: continue
+          i, n = live.pop(output.request_id)
+          assert ids_of(output) == expected[i][:n]
+          done += 1
+      if many == 1000: baseline = resident_bytes()
+    grown = resident_bytes() / baseline - 1
+  m = engine.get_metrics()
+  assert done + aborts == 5000 and aborts > 100 and m["prefix_cache_hits"] > 0 and m["num_preemptions"] > 0
+  assert m["blocks_free"] == 24 and m["blocks_swapped"] == 0
+  assert grown <= 0.05, f"{100 * grown:.1f}% more memory after 4,000 requests"
+
+
+# what is refused
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("options", [
+  *({"swap_space": x} for x in (-1, -0.5, 1025, NAN, "4", None, True)),
+  *({"enable_prefix_caching": x} for x in (1, 0, "yes", None))], ids=str)
+def test_options_of_memory_that_will_not_do_are_refused_by_name(folder, options):
+  (name, value), = options.items()
+  with pytest.raises(ValueError) as e: LLM(folder, **options)
+  assert name in str(e.value) and repr(value) in str(e.value), str(e.value)
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, "2", None, True])
+def test_a_number_of_samples_that_will_not_do_is_refused_by_name(n):
+  with pytest.raises(ValueError) as e: SamplingParams(n=n)
+  assert re.search(r"\bn=", str(e.value)) and repr(n) in str(e.value), str(e.value)
+
+
+@pytest.mark.parametrize("options", [
+  *({"beam_width": x} for x in (0, -1, 1.5, "2", None, True)), *({"max_tokens": x} for x in (0, -1, 1.5, "3", None)),
+  *({"length_penalty": x} for x in ("1", None, NAN))], ids=str)
+def test_beams_that_will_not_do_are_refused_by_name_and_run_nothing(llm, options):
+  (name, value), = options.items()
+  with pool_comes_back(llm) as before:
+    with pytest.raises(ValueError) as e: llm.beam_search([tokens(5)], **{"beam_width": 2, "max_tokens": 3, **options})
+    assert name in str(e.value) and repr(value) in str(e.value), str(e.value)
+    assert llm.get_metrics() == before
+
+
+def test_a_bad_prompt_among_those_of_a_beam_search_runs_none(llm):
+  with pool_comes_back(llm) as before:
+    with pytest.raises(ValueError, match="320"): llm.beam_search([tokens(5), tokens(5, 320)], 2, 3)
+    assert llm.get_metrics() == before
+
+
+def test_the_length_that_an_error_at_start_names_does_fit(tmp_path, monkeypatch):
+  model = tiny_model(tmp_path, max_position_embeddings=2**17)
+  monkeypatch.setattr("tinyvllm.runner.free_memory", lambda device: 20 * 2**20)   # of 32 MiB
+  options = {**ENGINE, "block_size": 16, "max_num_seqs": 2}
+  del options["max_model_len"]
+  with pytest.raises(ValueError, match=r"gpu_memory_utilization") as e: LLM(model, **options)
+  words = r"max_model_len=(\d+) needs ([\d.]+) GiB of KV cache, of ([\d.]+) GiB free: lower it to (\d+)"
+  said = re.search(words, str(e.value))
+  assert said and int(said[1]) == 2**17 and float(said[2]) > float(said[3]), str(e.value)
+  fits = int(said[4])
+  assert 0 < fits < 2**17 and LLM(model, **options, max_model_len=fits).get_metrics()["blocks_free"] >= fits // 16
+  with pytest.raises(ValueError, match="needs"): LLM(model, **options, max_model_len=fits + fits // 10)
