@@ -82,9 +82,7 @@ class Bench:
     sampled = {seq: 1000 + seq.length for seq, n in batch.items() if n == seq.remaining()}
     scheduler.advance(batch)
     if fails:
-      for seq in batch:
-        seq.num_computed = 0
-        scheduler.preempt(seq)
+      for seq in batch: scheduler.preempt(seq, lost=True)
     else:
       for seq, n in batch.items():
         for i in range(seq.num_computed - n, seq.num_computed):

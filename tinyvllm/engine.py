@@ -158,9 +158,7 @@ class LLMEngine:
       with self._lock: return [_output(runs) for runs in self._record(len(batch), sampled, started) if outputs]
     except BaseException:
       with self._lock:   # what the step was to compute is computed again
-        for seq in [s for s in batch if s.row is not None]:
-          seq.num_computed = 0
-          self.scheduler.preempt(seq)
+        for seq in [s for s in batch if s.row is not None]: self.scheduler.preempt(seq, lost=True)
       raise
     finally:
       with self._lock:
@@ -171,8 +169,7 @@ class LLMEngine:
     self.scheduler.update(sampled)
     changed = [runs for runs in self.requests.values()
                if any(r in sampled for r in runs) or all(r.finish_reason for r in runs)]
-    ended = [runs[0].request_id for runs in changed if all(r.finish_reason for r in runs)]
-    for name in ended: self.requests.pop(name)
+    ended = [self.requests.pop(runs[0].request_id) for runs in changed if all(r.finish_reason for r in runs)]
     self.scheduler.totals.update(steps=1, generation_tokens=len(sampled), requests_finished=len(ended))
     self.seconds, self.scheduled = self.seconds + time.perf_counter() - started, self.scheduled + scheduled
     return changed

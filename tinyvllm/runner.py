@@ -115,7 +115,7 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   per_sequence, fit = -(-max_model_len // config.block_size), left // size
   fit -= fit % (1 << max(0, fit.bit_length() - 6))   # one of few sizes: kernels know it, and are found in the cache
   check(fit > per_sequence or config.num_gpu_blocks_override, f"max_model_len={max_model_len} needs "
-        f"{per_sequence * size / 2**30:.2f} GiB of KV cache; {left / 2**30:.2f} GiB are free: lower it to "
+        f"{per_sequence * size / 2**30:.2f} GiB of KV cache, of {left / 2**30:.2f} GiB free: lower it to "
         f"{max(0, fit - 1) * config.block_size} or raise gpu_memory_utilization={config.gpu_memory_utilization}")
   num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
   tokens = (num_blocks - 1) * config.block_size

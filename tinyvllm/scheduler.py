@@ -167,6 +167,7 @@ class Scheduler:
   it into another."""
   def __init__(self, config: EngineConfig, blocks: BlockManager, storage: Any = None, num_host_blocks: int = 0):
     self.config, self.blocks, self.storage, self.num_host_blocks = config, blocks, storage, num_host_blocks
+    self.warned = -math.inf
     self.totals: collections.Counter[str] = collections.Counter(dict.fromkeys(TOTALS, 0))
     self.waiting: list[Sequence] = []   # in order
     self.running: list[Sequence] = []
@@ -222,19 +223,20 @@ class Scheduler:
     self.blocks.allocate(seq.block_table, seq.num_computed + n)
     return True
 
-  def preempt(self, seq: Sequence) -> None:
+  def preempt(self, seq: Sequence, lost: bool = False) -> None:
     """Take a sequence's blocks. It waits in its old place in the order, with their content in host memory if there is
-    room, else it computes again what is not found then."""
-    used = seq.block_table[:-(-seq.num_computed // self.blocks.block_size)]
+    room and it is not `lost`, else it computes again what is not found then."""
+    used = [] if lost else seq.block_table[:-(-seq.num_computed // self.blocks.block_size)]
     if self.num_swapped() + len(used) <= self.num_host_blocks:
       seq.saved, seq.num_saved = [self.storage.save(block) for block in used], seq.num_computed
     self.totals.update(num_preemptions=1, num_swapped=bool(seq.saved))
     self._release(seq)
     seq.length = len(seq.tokens)
     self.add(seq)
-    if (n := self.totals["num_preemptions"]) % 16 == 0 and n & (n - 1) == 0:   # at 16, 32, 64, ...
+    if self.totals["num_preemptions"] % 8 == 0 and (now := time.monotonic()) > self.warned + 10:
+      self.warned = now
       logger.warning("%d preemptions, %d of them to host memory: raise gpu_memory_utilization or swap_space, or lower "
-                     "max_num_seqs", n, self.totals["num_swapped"])
+                     "max_num_seqs", self.totals["num_preemptions"], self.totals["num_swapped"])
 
   def advance(self, batch: dict[Sequence, int]) -> None:
     """Count what a step that is about to run computes, and the tokens that come of it: they may be scheduled unread."""
