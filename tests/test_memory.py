@@ -23,6 +23,8 @@ NARROW = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # each sam
 BUSY = {**ENGINE, "max_num_seqs": 16, "max_num_batched_tokens": 32}
 BLOCK_BYTES = 2 * 2 * 2 * 8 * BS * 4   # of the tiny model in float32: K and V, layers, heads, their size, tokens, bytes
 SWAP_BLOCKS = 8
+# strict: who builds LLM.beam_search takes this away. Its tests are ready; the package has no line left for it
+no_beams_yet = pytest.mark.xfail(strict=True, reason="LLM.beam_search is not there yet: see ROADMAP.md")
 EDGES = [BS - 1, BS, BS + 1, 2 * BS - 1, 2 * BS, 2 * BS + 1]
 
 
@@ -638,6 +640,7 @@ def check_beams(output, ids, expected, ends):
   assert [c.finish_reason for c in output.outputs] == ["stop" if x[-1] in ends else "length" for x, _ in expected]
 
 
+@no_beams_yet
 @pytest.mark.parametrize("width", [64, 343])
 @pytest.mark.parametrize("ends", ENDS)
 def test_a_beam_wide_enough_finds_the_best_of_all_texts(beam_llms, beam_folders, ends, width):
@@ -650,6 +653,7 @@ def test_a_beam_wide_enough_finds_the_best_of_all_texts(beam_llms, beam_folders,
     check_beams(output, ids, best(texts, width, penalty), ENDS[ends])
 
 
+@no_beams_yet
 @pytest.mark.parametrize("ends", ENDS)
 def test_a_narrow_beam_equals_a_naive_one(beam_llms, beam_folders, ends):
   """Prompts at block edges, texts over several blocks; several prompts in one call, answered in their order."""
@@ -662,6 +666,7 @@ def test_a_narrow_beam_equals_a_naive_one(beam_llms, beam_folders, ends):
     if ENDS[ends]: assert {c.finish_reason for o in outputs for c in o.outputs} == {"stop", "length"}
 
 
+@no_beams_yet
 def test_a_beam_of_one_is_greedy_and_length_penalty_is_1_unless_given(beam_llms, beam_folders):
   llm, ids = beam_llms["no end token"], [3, 1, 4, 1, 5]
   output, = llm.beam_search([tokens(*ids)], 1, 9)
@@ -671,6 +676,7 @@ def test_a_beam_of_one_is_greedy_and_length_penalty_is_1_unless_given(beam_llms,
   assert samples(a) == samples(b)
 
 
+@no_beams_yet
 def test_beams_of_a_larger_vocabulary_over_several_blocks(llm, folder):
   """Ids of 320, in blocks of 4, from a prompt that the second time is found."""
   with pool_comes_back(llm):
@@ -679,6 +685,7 @@ def test_beams_of_a_larger_vocabulary_over_several_blocks(llm, folder):
       check_beams(output, ids, naive_beam_search(folder, ids, 3, 2 * BS + 1, 1.0, {2}), {2})
 
 
+@no_beams_yet
 def test_beam_search_beside_other_requests(beam_llms, beam_folders):
   path, llm, ids, beside = beam_folders["no end token"], beam_llms["no end token"], [3, 1, 4, 1, 5], [5, 6, 3, 4, 6, 1]
   expected = naive_beam_search(path, ids, 4, 7, 1.0, ())
@@ -691,6 +698,7 @@ def test_beam_search_beside_other_requests(beam_llms, beam_folders):
     assert ids_of(last["beside"]) == reference_greedy(path, beside, 50), "most of its tokens are made after the search"
 
 
+@no_beams_yet
 def test_beam_search_on_one_thread_while_others_generate(beam_llms, beam_folders):
   path, llm, ids, results = beam_folders["no end token"], beam_llms["no end token"], [3, 1, 4, 1, 5], {}
   jobs = [[3 + i, 6, 4, 5 - i] for i in range(3)]
@@ -793,6 +801,7 @@ def test_a_number_of_samples_that_will_not_do_is_refused_by_name(n):
 @pytest.mark.parametrize("options", [
   *({"beam_width": x} for x in (0, -1, 1.5, "2", None, True)), *({"max_tokens": x} for x in (0, -1, 1.5, "3", None)),
   *({"length_penalty": x} for x in ("1", None, NAN))], ids=str)
+@no_beams_yet
 def test_beams_that_will_not_do_are_refused_by_name_and_run_nothing(llm, options):
   (name, value), = options.items()
   with pool_comes_back(llm) as before:
@@ -801,6 +810,7 @@ def test_beams_that_will_not_do_are_refused_by_name_and_run_nothing(llm, options
     assert llm.get_metrics() == before
 
 
+@no_beams_yet
 def test_a_bad_prompt_among_those_of_a_beam_search_runs_none(llm):
   with pool_comes_back(llm) as before:
     with pytest.raises(ValueError, match="320"): llm.beam_search([tokens(5), tokens(5, 320)], 2, 3)

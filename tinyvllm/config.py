@@ -72,8 +72,8 @@ class ModelConfig(types.SimpleNamespace):
     """From config.json's content; its eos_token_id may be a list. Raises ValueError for what this engine lacks."""
     hf = DEFAULTS | {k: v for k, v in hf.items() if v is not None}
     check(not (missing := [n for n in NEEDED if n not in hf]), f"{source} is incomplete: add {', '.join(missing)}")
-    rope = hf.get("rope_parameters") or hf["rope_scaling"]   # transformers 5 keeps rope_theta in the former
-    rope = {"rope_type": rope.get("type", "default"), **rope}
+    # transformers 5 keeps rope_theta in rope_parameters
+    rope = {"rope_type": (given := hf.get("rope_parameters") or hf["rope_scaling"]).get("type", "default"), **given}
     heads, bias, eos = hf["num_attention_heads"], hf["attention_bias"], hf["eos_token_id"]
     values = {"architecture": [*hf["architectures"], None][0], "qkv_bias": bias, "o_bias": bias,
               "num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads, **hf, **rope, "rope_scaling": rope,
@@ -82,5 +82,4 @@ class ModelConfig(types.SimpleNamespace):
       check(values[name] in known, f"{source}: {name} {values[name]!r} is not supported; supported: {', '.join(known)}")
     if (window := hf.get("sliding_window")) and hf.get("use_sliding_window", True):   # within it, the model is plain
       values["max_position_embeddings"] = min(values["max_position_embeddings"], window)
-    values |= ARCHITECTURES[values["architecture"]]
-    return cls(**values)
+    return cls(**values | ARCHITECTURES[values["architecture"]])

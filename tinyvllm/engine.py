@@ -74,9 +74,8 @@ class LLMEngine:
           "examples/convert_gguf.py makes one of a .gguf file")
     hf, reader = read_model(path)
     self.tokenizer = load_tokenizer(path)
-    self.model_config = ModelConfig.from_hf(hf, path)
-    limit = self.model_config.max_position_embeddings
-    self.max_model_len = self.config.max_model_len or limit
+    self.model_config = shape = ModelConfig.from_hf(hf, path)
+    self.max_model_len, limit = config.max_model_len or shape.max_position_embeddings, shape.max_position_embeddings
     check(self.max_model_len <= limit, f"max_model_len={self.max_model_len} must be at most the model's {limit}")
     kind = self.config.dtype if self.config.dtype != "auto" else "float32" if Device.DEFAULT == "CPU" else "float16"
     llama = Llama(self.model_config, dtype := getattr(dtypes, kind))
@@ -89,9 +88,8 @@ class LLMEngine:
     self.blocks = BlockManager(self.runner.num_blocks, config)
     self.scheduler = Scheduler(config, self.blocks, self.runner, host_blocks)
     self.requests: dict[str, list[Request]] = {}
-    self.seconds, self.scheduled = 1e-6, 0   # spent in steps; sequences that they advanced
-    self._arrivals, self._random = itertools.count(), random.Random(self.config.seed)
-    self._lock, self._stepping = threading.Condition(), False
+    self._arrivals, self._random, self._lock = itertools.count(), random.Random(config.seed), threading.Condition()
+    self._stepping, self.seconds, self.scheduled = False, 1e-6, 0   # spent in steps; sequences that they advanced
     self._running: tuple[list[Sequence], Tensor] | None = None   # the step that the device works on
 
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:

@@ -1,7 +1,7 @@
 """Turns a scheduled batch into one int32 array and one call of a captured graph: there is one for each bucket (a batch
 is padded to a power of two) and kind of sampler. Owns what stays on the device: the block tensors of the KV cache,
 allocated once, the block tables and the last tokens. Opens the device."""
-import concurrent.futures, ctypes, functools, importlib.metadata, os, shutil, sqlite3, sys, threading, time
+import concurrent.futures, ctypes, functools, importlib.metadata, os, shutil, signal, sqlite3, sys, threading, time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +29,18 @@ def tinyvllm_lowered(ast: UOp, renderer: Any, *config: Any) -> UOp: return do_to
 # In tinygrad's cache on disk, under this function's name, by all its arguments. config: what else the result hangs on
 
 
+def wait_kernel() -> UOp:
+  """Wait for a semaphore, whose value is its first word in Linux's C libraries: some microseconds awake, as to sleep
+  takes longer than most kernels do, then by sem_wait."""
+  semaphore, wait = UOp.param(0, dtypes.uint32, (1,), volatile=True), UOp.param(1, dtypes.uint64, (1,))
+  count, loop = UOp.placeholder((1,), dtypes.uint32, 100, AddrSpace.REG), UOp.loop(0)
+  count = count.after(count[0].store(0), loop)
+  looks = count[0].load() + 1 + semaphore.after(loop)[0].load() * SPINS
+  spun = count[0].store(looks).end(loop, looks < SPINS)
+  waited = wait.after(spun)[0].load().call(semaphore.after(spun)[0], ret_dtype=dtypes.int32)
+  return waited.sink(arg=KernelInfo("wait"), tag=1)
+
+
 def calls_kernel(n: UOp) -> UOp:
   """Go through a list of n calls, each a function's address and its arguments."""
   calls, i = UOp.param(0, dtypes.uint64, (2**26,)), UOp.range(n, 0)
@@ -41,11 +53,13 @@ def use_all_cores(device: CPUDevice, cores: int) -> None:
   after another. Here each core goes through a list of calls of its own, without Python: its part of each kernel, then
   it says so to all others and waits for them, asleep if it takes long: another program may have the core that they
   need. To be dropped as soon as tinygrad has a graph for CPUs."""
-  lock, pool = threading.Lock(), concurrent.futures.ThreadPoolExecutor(max(1, cores - 1), "tinyvllm-core")
+  # A signal would end a sem_wait: these threads have none
+  lock, pool = threading.Lock(), concurrent.futures.ThreadPoolExecutor(
+    cores, "tinyvllm-core", signal.pthread_sigmask, (signal.SIG_BLOCK, signal.valid_signals()))
   n = UOp.param(1, dtypes.int32, (), vmin_vmax=(0, 2**31 - 1), name="n", addrspace=AddrSpace.ALU)
-  run_calls = CPUProgram(device, do_to_program(calls_kernel(n), device.renderer).to_elf())
-  wait, barrier = ctypes.cast(libc.dll.pthread_barrier_wait, ctypes.c_void_p).value, np.zeros(64, np.uint8)
-  libc.dll.pthread_barrier_init(ctypes.c_void_p(barrier.ctypes.data), None, cores)
+  run_calls, wait = (CPUProgram(device, do_to_program(kernel, device.renderer).to_elf())
+                     for kernel in (calls_kernel(n), wait_kernel()))
+  post, sem_wait = ctypes.cast(libc.dll.sem_post, ctypes.c_void_p).value, device.func_ptr("sem_wait")._buf.va_addr
 
   class CPUGraph(GraphRunner):
     @staticmethod
@@ -55,20 +69,18 @@ def use_all_cores(device: CPUDevice, cores: int) -> None:
 
     def __init__(self, *args: Any, **kwargs: Any):
       super().__init__(*args, **kwargs)
-      calls: list[list] = [[] for _ in range(cores)]
+      self.semaphores, calls = np.zeros((cores, 32), np.uint8), [[] for _ in range(cores)]   # type: ignore[var-annotated]
+      at = [semaphore.ctypes.data for semaphore in self.semaphores]   # of each core, for all others to post
       for (_, program, buffers, _), kernel in zip(self.calls, self.runtimes, strict=True):
         parts, addresses = program.arg.launch_dims({})[0][0], [buffers[i]._buf.va_addr for i in program.arg.globals]
         for core, own in enumerate(calls):
           if core < parts: own.append([kernel.addr, *addresses, core])   # type: ignore[union-attr]
-          own.append([wait, barrier.ctypes.data])
+          own += [[post, at[i]] for i in range(cores) if i != core] + [[wait.addr, at[core], sem_wait]] * (cores - 1)
       self.lists = [np.array([call + [0] * (WORDS - len(call)) for call in own], np.uint64) for own in calls]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
       def run(calls: np.ndarray) -> None: run_calls.fxn(*map(ctypes.c_uint64, (calls.ctypes.data, len(calls))))
-      with lock:
-        others = [pool.submit(run, calls) for calls in self.lists[1:]]
-        run(self.lists[0])   # ctypes lets go of the GIL meanwhile
-        for other in others: other.result()
+      with lock: list(pool.map(run, self.lists))   # ctypes lets go of the GIL meanwhile
   device.graph = CPUGraph
 
 
@@ -118,9 +130,8 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
         f"{per_sequence * size / 2**30:.2f} GiB of KV cache, of {left / 2**30:.2f} GiB free: lower it to "
         f"{max(0, fit - 1) * config.block_size} or raise gpu_memory_utilization={config.gpu_memory_utilization}")
   num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
-  tokens = (num_blocks - 1) * config.block_size
-  logger.info("KV cache: %d blocks of %d tokens = %d tokens, %.2f GiB: %.1f sequences of %d", num_blocks - 1,
-              config.block_size, tokens, num_blocks * size / 2**30, tokens / max_model_len, max_model_len)
+  logger.info("KV cache: %d blocks of %d tokens = %d tokens, %.2f GiB: %.1f sequences of %d", num_blocks - 1, BS,
+              (num_blocks - 1) * BS, num_blocks * size / 2**30, (num_blocks - 1) * BS / max_model_len, max_model_len)
   shapes = (num_blocks, KV, D, BS), (num_blocks, KV, BS, D)
   return [[Tensor.empty(*shape, dtype=dtype).contiguous().realize() for shape in shapes]
           for _ in range(model.num_hidden_layers)]
@@ -152,10 +163,14 @@ class Runner:
     parts: list[Any] = [(x.uop.buffer, x.uop.buffer.size // self.num_blocks) for layer in self.caches for x in layer]
     return [x.view(n, x.dtype, block * n * x.dtype.itemsize).ensure_allocated() for x, n in parts]
 
-  def save(self, block: int) -> list[memoryview]: return [part.as_memoryview() for part in self._parts(block)]
+  def save(self, block: int) -> list[memoryview]:
+    """What is in a block, of all layers."""
+    content = [memoryview(bytearray(part.nbytes)) for part in self._parts(block)]
+    for part, data in zip(self._parts(block), content, strict=True): part.allocator._copyout(data, part._buf)
+    return content
 
   def load(self, block: int, content: list[memoryview]) -> None:
-    for part, new in zip(self._parts(block), content, strict=True): part.allocator._copyin(part._buf, new)
+    for part, data in zip(self._parts(block), content, strict=True): part.allocator._copyin(part._buf, data)
 
   def prepare(self, batch: dict[Sequence, int]) -> tuple[Shape, list[Sequence]]:
     """Put the next n tokens of each sequence on the device. One that the host has not read is the device's last of a
@@ -204,9 +219,8 @@ class Runner:
     logits = self.model(ids, samples, tokens, table, self.rope, self.caches)   # (S, vocab)
     if greedy: ids = logits.argmax(1).cast(dtypes.int32).contiguous()
     else:
-      fields = fields.reshape(S, FIELDS.itemsize // 4).contiguous()
-      floats, seeds = fields.bitcast(dtypes.float32), fields[:, 3:5].bitcast(dtypes.uint32)
-      kept = (floats[:, 0], fields[:, 5], floats[:, 1], floats[:, 2])   # temperature, top_k, top_p, min_p
-      ids = sample(logits, *kept, seeds, tokens[1][samples], fields[:, 6:]).contiguous()
+      f = fields.reshape(S, FIELDS.itemsize // 4).contiguous()   # in the order of FIELDS
+      x, seeds = f.bitcast(dtypes.float32), f[:, 3:5].bitcast(dtypes.uint32)
+      ids = sample(logits, x[:, 0], f[:, 5], x[:, 1], x[:, 2], seeds, tokens[1][samples], f[:, 6:]).contiguous()
     Tensor.realize(ids, self.last_token.custom_kernel(tokens[7, :S], ids, fxn=scatter_kernel)[0])
     return ids

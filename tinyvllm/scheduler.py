@@ -167,8 +167,7 @@ class Scheduler:
   it into another."""
   def __init__(self, config: EngineConfig, blocks: BlockManager, storage: Any = None, num_host_blocks: int = 0):
     self.config, self.blocks, self.storage, self.num_host_blocks = config, blocks, storage, num_host_blocks
-    self.warned = -math.inf
-    self.totals: collections.Counter[str] = collections.Counter(dict.fromkeys(TOTALS, 0))
+    self.warned, self.totals = -math.inf, collections.Counter(dict.fromkeys(TOTALS, 0))
     self.waiting: list[Sequence] = []   # in order
     self.running: list[Sequence] = []
     self.free_rows = list(range(config.max_num_seqs))[::-1]
@@ -235,8 +234,7 @@ class Scheduler:
     self.add(seq)
     if self.totals["num_preemptions"] % 8 == 0 and (now := time.monotonic()) > self.warned + 10:
       self.warned = now
-      logger.warning("%d preemptions, %d of them to host memory: raise gpu_memory_utilization or swap_space, or lower "
-                     "max_num_seqs", self.totals["num_preemptions"], self.totals["num_swapped"])
+      logger.warning("%(num_preemptions)d preemptions (%(num_swapped)d swapped): lower max_num_seqs", self.totals)
 
   def advance(self, batch: dict[Sequence, int]) -> None:
     """Count what a step that is about to run computes, and the tokens that come of it: they may be scheduled unread."""
@@ -249,8 +247,7 @@ class Scheduler:
     for seq, token in sampled.items():
       if seq.finish_reason: continue   # aborted, or stopped, while the device worked
       seq.append(token)
-      for child in seq.forks: self.add(child)
-      seq.forks = []
+      while seq.forks: self.add(seq.forks.pop())
       if seq.finish_reason: self.finish(seq, seq.finish_reason)
 
   def finish(self, seq: Sequence, reason: str) -> None:
