@@ -69,7 +69,7 @@ def use_all_cores(device: CPUDevice, cores: int) -> None:
 
     def __init__(self, *args: Any, **kwargs: Any):
       super().__init__(*args, **kwargs)
-      self.semaphores, calls = np.zeros((cores, 32), np.uint8), [[] for _ in range(cores)]   # type: ignore[var-annotated]
+      self.semaphores, calls = np.zeros((cores, 32), np.uint8), [[] for _ in range(cores)]   # type: ignore
       at = [semaphore.ctypes.data for semaphore in self.semaphores]   # of each core, for all others to post
       for (_, program, buffers, _), kernel in zip(self.calls, self.runtimes, strict=True):
         parts, addresses = program.arg.launch_dims({})[0][0], [buffers[i]._buf.va_addr for i in program.arg.globals]
