@@ -90,7 +90,7 @@ class Bench:
           assert self.blocks.ref_counts[block] == 1 and not self.blocks.keys[block], "a write to what others read"
           self.content[block, offset] = self.text(seq, i)
       ready, self.unread = (self.unread, sampled) if self.overlaps else (sampled, {})
-      scheduler.update(ready)
+      scheduler.update({seq: token for seq, token in ready.items() if not seq.finish_reason})
     self.check()
     return batch
 

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
     if name == "generate": command.add_argument("prompt")
     command.add_argument("--model", default=None, help="a model's folder; default: the shipped model")
-    for f in {f.name: f for options in OPTIONS for f in fields(options)}.values():   # both have a seed: one flag
+    for f in {f.name: f for options in OPTIONS for f in fields(options) if f.name != "n"}.values():   # one text
       kind, flag = (*get_args(kind_of(f)[0]), kind_of(f)[0])[0], "--" + f.name.replace("_", "-")
       default = f"default: {0.0 if f.name == 'temperature' else f.default}"
       if kind is bool: command.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)

@@ -164,6 +164,7 @@ class LLMEngine:
         self._lock.notify_all()
 
   def _record(self, scheduled: int, sampled: dict[Sequence, int], started: float) -> list[list[Request]]:
+    sampled = {seq: token for seq, token in sampled.items() if not seq.finish_reason}   # ended while the device worked
     self.scheduler.update(sampled)
     changed = [runs for runs in self.requests.values()
                if any(r in sampled for r in runs) or all(r.finish_reason for r in runs)]

@@ -245,7 +245,6 @@ class Scheduler:
   def update(self, sampled: dict[Sequence, int]) -> None:
     """Take the tokens of a step."""
     for seq, token in sampled.items():
-      if seq.finish_reason: continue   # aborted, or stopped, while the device worked
       seq.append(token)
       while seq.forks: self.add(seq.forks.pop())
       if seq.finish_reason: self.finish(seq, seq.finish_reason)
