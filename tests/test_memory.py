@@ -57,7 +57,10 @@ def pool_comes_back(engine):
   """The engine is idle before and after, and has all of its blocks. Gives the metrics before."""
   before = engine.get_metrics()
   assert not engine.has_unfinished_requests() and before["blocks_used"] == 0, "another test has left something behind"
-  yield before
+  try: yield before
+  except BaseException:
+    for name in list(engine.requests): engine.abort_request(name)   # one test fails, not all behind it
+    raise
   after = check_metrics(engine, before["blocks_free"])
   assert not engine.has_unfinished_requests() and after["blocks_free"] == before["blocks_free"]
   assert after["blocks_used"] == after["blocks_shared"] == after["blocks_swapped"] == 0
@@ -121,6 +124,13 @@ def test_thrashing_warns_at_most_once_in_ten_seconds(small_llm, caplog):
     assert all(after - earlier > 9.9 for earlier, after in zip(times, times[1:], strict=False))
 
 
+def told(engine, *names):
+  """num_cached_tokens of these requests, after steps until each has a token: a GPU's step returns those of the last."""
+  found = {}
+  while not {*names} <= {*found}: found |= {o.request_id: o.num_cached_tokens for o in engine.step()}
+  return found
+
+
 # the prefix cache
 
 @pytest.mark.parametrize("length", [1, *EDGES, 10 * BS, 10 * BS + 1])
@@ -147,7 +157,8 @@ def test_what_is_found_is_not_computed_again(llm):
     before = llm.get_metrics()["steps"]
     llm.generate(job, greedy(1))
     steps.append(llm.get_metrics()["steps"] - before)
-  assert steps == [3, 1]
+  late = llm.runner.overlaps   # a GPU's tokens are read in the step after theirs
+  assert steps == [3 + late, 1 + late]
 
 
 def test_only_a_common_beginning_of_full_blocks_is_found(llm, folder):
@@ -186,7 +197,7 @@ def test_two_requests_of_one_prefix_in_one_step_do_not_read_what_it_is_still_wri
   jobs["same as a"] = jobs["a"]
   with pool_comes_back(llm):
     for name in "ab": llm.add_request(name, tokens(*jobs[name]), greedy(9))
-    assert {o.request_id: o.num_cached_tokens for o in llm.step()} == {"a": 0, "b": 0}
+    assert told(llm, "a", "b") == {"a": 0, "b": 0}
     for name in ("c", "same as a"): llm.add_request(name, tokens(*jobs[name]), greedy(9))
     last, _ = run(llm)
   assert {name: ids_of(o) for name, o in last.items()} == {n: reference_greedy(folder, jobs[n], 9) for n in jobs}
@@ -213,7 +224,7 @@ def test_blocks_found_are_shared_and_stay_when_their_first_owner_leaves(llm, fol
     m = llm.get_metrics()
     assert m["blocks_used"] == 3 and m["blocks_shared"] == 0
     llm.add_request("b", tokens(*job), greedy(20))
-    assert {o.request_id: o.num_cached_tokens for o in llm.step()} == {"a": 0, "b": 2 * BS}
+    assert told(llm, "a", "b") == {"a": 0, "b": 2 * BS}
     m = llm.get_metrics()
     assert m["blocks_used"] == 4 and m["blocks_shared"] == 2, "each block counts once, and two are of both"
     llm.abort_request("a")
