@@ -11,16 +11,25 @@ all; most: in any step. preallocated: sequences in a cache of that size which se
 utilization: tokens stored over slots of the blocks held, the mean of all steps and the least; above 100% where a token
 serves several sequences. MiB each: blocks held over sequences, shared ones counted once; unshared: the same if each had
 its own. With --overhead, instead: tokens/s of prompts that have nothing in common, with the prefix cache and without,
-by turns."""
+by turns. With --pressure: seconds that --requests prompts of 128 to 512 tokens take, 192 out, with all the blocks that
+they need, and with a quarter, by recompute and by swap. With --plan: what a step of each shape takes beside weights and
+KV cache, by tinygrad's plan of its memory."""
 import json
 import random
 import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import common
 from common import LLM
+from tinygrad import UOp
+from tinygrad.engine.realize import capturing
+from tinygrad.schedule.memory import memory_plan_rewrite
+from tinygrad.uop.ops import Ops, buffers
+
+from tinyvllm.runner import FIELDS, _zeros
 
 OWN, NEW = 16, 64   # tokens after the prefix; tokens generated in a load
 
@@ -168,6 +177,58 @@ def measure_overhead(args) -> dict:
   return {"ratio": statistics.median(ratios), "ratios": ratios, "hit_rate": hits}
 
 
+def measure_pressure(args) -> dict:
+  """Requests of the same lengths, three times, the last time timed, through three pools."""
+  rng, results, rows = random.Random(args.seed), {}, []
+  longest = min(512, common.hf_config(args)["max_position_embeddings"] - 192)
+  lengths = [rng.choice([longest // 4, longest // 2, longest]) for _ in range(args.requests)]
+  need, swap = sum(-(-(n + 192) // 16) for n in lengths), args.swap_space or 32
+  for name, blocks, space in (("all", need + 1, 0), ("a quarter, recompute", need // 4, 0),
+                              ("a quarter, swap", need // 4, swap)):
+    llm = engine(args, True, 1024, max_num_seqs=args.requests, num_gpu_blocks_override=blocks, swap_space=space)
+    for i in range(3):
+      prompts = [common.random_ids(llm.model_config.vocab_size, n, rng) for n in lengths]
+      before, (_, seconds) = llm.get_metrics(), timed(llm, prompts, 192, warm=i > 1)
+    after = llm.get_metrics()
+    row = {k: after[k] - before[k] for k in ("num_preemptions", "num_swapped", "prefix_cache_hits")}
+    results[name] = {"blocks": blocks, "seconds": seconds, **row}
+    rows.append([name, str(blocks), f"{seconds:.2f}", *(f"{x:g}" for x in row.values())])
+    if space:
+      started = time.perf_counter()
+      saved = [llm.runner.save(block) for block in range(1, 17)]
+      middle = time.perf_counter()
+      for block, content in enumerate(saved, 1): llm.runner.load(block, content)
+      results["save ms"], results["load ms"] = ((middle - started) / 16e-3, (time.perf_counter() - middle) / 16e-3)
+    del llm
+  common.print_table(["pool", "blocks", "seconds", "preempted", "swapped", "tokens found"], rows)
+  print(f"a block: {results['save ms']:.2f} ms to host memory, {results['load ms']:.2f} ms back")
+  return results
+
+
+def measure_plan(args) -> dict:
+  """Nothing is run or compiled: a step is traced, and its buffers are laid out as a capture would."""
+  llm = engine(args, True, args.max_model_len, max_num_seqs=64, num_gpu_blocks_override=2)
+  results, rows, T = {}, [], llm.config.max_num_batched_tokens
+  while T:
+    for greedy in (True, False):
+      linears, rows_sampled = [], min(T, 64)
+      step = _zeros(8 * T + (0 if greedy else rows_sampled * FIELDS.itemsize // 4))
+      held = {*buffers}
+      capturing.append(SimpleNamespace(add_linear=lambda linear, values, linears=linears: linears.append(linear)))
+      started = time.perf_counter()
+      try: llm.runner._compute(step, T, rows_sampled, greedy)
+      finally: capturing.clear()
+      plan = memory_plan_rewrite(UOp(Ops.LINEAR, src=tuple(x for linear in linears for x in linear.src)), held)
+      took = sum(u.nbytes() for u in {u for u in plan.toposort() if u.op is Ops.BUFFER and u not in held})
+      results[f"{T} {'greedy' if greedy else 'sampling'}"] = took
+      rows.append([str(T), "greedy" if greedy else "sampling", f"{took / 2**20:.2f}",
+                   f"{time.perf_counter() - started:.2f}"])
+    T //= 2
+  common.print_table(["tokens", "sampler", "MiB", "seconds to plan"], rows)
+  print(f"{sum(results.values()) / 2**20:.0f} MiB for all of these shapes")
+  return results
+
+
 def main() -> None:
   parser = common.make_parser(__doc__)
   parser.set_defaults(shape=None)
@@ -177,6 +238,8 @@ def main() -> None:
   parser.add_argument("--max-model-len", type=common.positive, default=2048, help="tokens of a sequence at most")
   parser.add_argument("--swap-space", type=float, default=0, help="GiB of host memory for preempted sequences")
   parser.add_argument("--overhead", action="store_true", help="instead measure what the cache costs if nothing hits")
+  parser.add_argument("--pressure", action="store_true", help="instead time a pool of a quarter of the blocks needed")
+  parser.add_argument("--plan", action="store_true", help="instead print the memory of a step of each shape")
   parser.add_argument("--rounds", type=common.positive, default=9, help="of --overhead")
   parser.add_argument("--input-len", type=common.positive, default=128, help="tokens of a prompt, with --overhead")
   parser.add_argument("--output-len", type=common.positive, default=32, help="tokens generated, with --overhead")
@@ -184,7 +247,8 @@ def main() -> None:
   args = parser.parse_args()
   if not args.shape and not args.model: args.shape, args.layers = "smollm2-135m", args.layers or 4
   common.start(args)
-  results = measure_overhead(args) if args.overhead else measure_memory(args)
+  modes = {"overhead": measure_overhead, "pressure": measure_pressure, "plan": measure_plan}
+  results = next((measure for name, measure in modes.items() if getattr(args, name)), measure_memory)(args)
   if args.json: args.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
