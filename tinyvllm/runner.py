@@ -1,7 +1,7 @@
 """Turns a scheduled batch into one int32 array and one call of a captured graph: there is one for each bucket (a batch
 is padded to a power of two) and kind of sampler. Owns what stays on the device: the block tensors of the KV cache,
 allocated once, the block tables and the last tokens. Opens the device."""
-import concurrent.futures, ctypes, functools, importlib.metadata, os, shutil, signal, sqlite3, sys, threading, time
+import concurrent.futures, ctypes, functools, importlib.metadata, os, shutil, sqlite3, sys, threading, time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,14 +31,14 @@ def tinyvllm_lowered(ast: UOp, renderer: Any, *config: Any) -> UOp: return do_to
 
 def wait_kernel() -> UOp:
   """Wait for a semaphore, whose value is its first word in Linux's C libraries: some microseconds awake, as to sleep
-  takes longer than most kernels do, then by sem_wait."""
+  takes longer than most kernels do, then by sem_wait, over again where a signal ends it."""
   semaphore, wait = UOp.param(0, dtypes.uint32, (1,), volatile=True), UOp.param(1, dtypes.uint64, (1,))
-  count, loop = UOp.placeholder((1,), dtypes.uint32, 100, AddrSpace.REG), UOp.loop(0)
+  count, loop, again = UOp.placeholder((1,), dtypes.uint32, 100, AddrSpace.REG), UOp.loop(0), UOp.loop(1)
   count = count.after(count[0].store(0), loop)
   looks = count[0].load() + 1 + semaphore.after(loop)[0].load() * SPINS
   spun = count[0].store(looks).end(loop, looks < SPINS)
-  waited = wait.after(spun)[0].load().call(semaphore.after(spun)[0], ret_dtype=dtypes.int32)
-  return waited.sink(arg=KernelInfo("wait"), tag=1)
+  failed = wait.after(spun, again)[0].load().call(semaphore.after(spun, again)[0], ret_dtype=dtypes.int32)
+  return failed.end(again, failed != 0).sink(arg=KernelInfo("wait"), tag=1)
 
 
 def calls_kernel(n: UOp) -> UOp:
@@ -53,9 +53,7 @@ def use_all_cores(device: CPUDevice, cores: int) -> None:
   after another. Here each core goes through a list of calls of its own, without Python: its part of each kernel, then
   it says so to all others and waits for them, asleep if it takes long: another program may have the core that they
   need. To be dropped as soon as tinygrad has a graph for CPUs."""
-  # A signal would end a sem_wait: these threads have none
-  lock, pool = threading.Lock(), concurrent.futures.ThreadPoolExecutor(
-    cores, "tinyvllm-core", signal.pthread_sigmask, (signal.SIG_BLOCK, signal.valid_signals()))
+  lock, pool = threading.Lock(), concurrent.futures.ThreadPoolExecutor(max(1, cores - 1), "tinyvllm-core")
   n = UOp.param(1, dtypes.int32, (), vmin_vmax=(0, 2**31 - 1), name="n", addrspace=AddrSpace.ALU)
   run_calls, wait = (CPUProgram(device, do_to_program(kernel, device.renderer).to_elf())
                      for kernel in (calls_kernel(n), wait_kernel()))
@@ -79,8 +77,10 @@ def use_all_cores(device: CPUDevice, cores: int) -> None:
       self.lists = [np.array([call + [0] * (WORDS - len(call)) for call in own], np.uint64) for own in calls]
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-      def run(calls: np.ndarray) -> None: run_calls.fxn(*map(ctypes.c_uint64, (calls.ctypes.data, len(calls))))
-      with lock: list(pool.map(run, self.lists))   # ctypes lets go of the GIL meanwhile
+      def run(calls: np.ndarray) -> Any: return run_calls.fxn(*map(ctypes.c_uint64, (calls.ctypes.data, len(calls))))
+      with lock:
+        others, _ = pool.map(run, self.lists[1:]), run(self.lists[0])   # ctypes lets go of the GIL meanwhile
+        list(others)
   device.graph = CPUGraph
 
 

@@ -194,11 +194,10 @@ class Scheduler:
         break
       self.running.append(self.waiting.pop(0))
       seq.row = self.free_rows.pop()
-      found, seq.saved, saved = len(seq.block_table), [], seq.saved
-      if len(saved) > found:
-        self.blocks.allocate(seq.block_table, seq.num_saved)
-        for i in range(found, len(saved)): self.storage.load(seq.block_table[i], saved[i])
-        seq.num_computed = seq.num_saved
+      found = len(seq.block_table)
+      self.blocks.allocate(seq.block_table, seq.num_saved)
+      for i in range(found, len(seq.saved)): self.storage.load(seq.block_table[i], seq.saved[i])
+      seq.num_computed, seq.saved, seq.num_saved = max(seq.num_computed, seq.num_saved), [], 0
       self.totals.update(prefix_cache_queries=len(seq.tokens), prefix_cache_hits=found * self.blocks.block_size)
       if math.isnan(seq.metrics.first_scheduled_time):
         self.totals["prompt_tokens"] += seq.num_prompt
@@ -227,7 +226,7 @@ class Scheduler:
     room and it is not `lost`, else it computes again what is not found then."""
     used = [] if lost else seq.block_table[:-(-seq.num_computed // self.blocks.block_size)]
     if self.num_swapped() + len(used) <= self.num_host_blocks:
-      seq.saved, seq.num_saved = [self.storage.save(block) for block in used], seq.num_computed
+      seq.saved, seq.num_saved = [self.storage.save(block) for block in used], 0 if lost else seq.num_computed
     self.totals.update(num_preemptions=1, num_swapped=bool(seq.saved))
     self._release(seq)
     seq.length = len(seq.tokens)
