@@ -3,8 +3,8 @@
 python examples/pool_over_time.py [FILE.svg]
 
 Half of the requests begin with the same words, whose blocks they share, and every fifth asks for two texts (n=2), which
-share the prompt's. A block that nobody holds any more stays findable until it is needed: cached. Those of preempted
-sequences wait in host memory: swapped, above the pool's line."""
+share the prompt's. A block that nobody holds any more stays findable until it is needed: cached. Where too few are
+free, the newest sequence gives its blocks back, and waits."""
 import random, sys
 
 from tinyvllm import LLM, SamplingParams
@@ -14,14 +14,13 @@ SYSTEM = ("Once upon a time there was a small cat who lived in a house near the 
           "The cat listened, thought for a while, and gave a short answer. ")
 STARTS = ["The cat", "The sun", "I like", "My friend", "A computer", "What is", "We", "The rain", "Tomorrow", "Hello"]
 LAYERS = {"own": ("held by one sequence", "#2b6cb0"), "shared": ("held by several", "#dd6b20"),
-          "cached": ("free, but cached", "#9ad0a5"), "free": ("free", "#e8e8e8"),
-          "swapped": ("swapped to the host", "#97499b")}
+          "cached": ("free, but cached", "#9ad0a5"), "free": ("free", "#e8e8e8")}
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 440, 64, 20, 64, 52   # of the picture, and around the chart
 
 
 def run() -> tuple[LLM, list[dict[str, float]]]:
   """The blocks of each kind after each step."""
-  llm, rng, samples, added = LLM(num_gpu_blocks_override=65, swap_space=0.002, max_num_seqs=16), random.Random(0), [], 0
+  llm, rng, samples, added = LLM(num_gpu_blocks_override=65, max_num_seqs=16), random.Random(0), [], 0
   while added < 40 or llm.has_unfinished_requests():
     if added < 40 and len(samples) % 6 == 0:   # one more every six steps
       prompt = (SYSTEM if added % 2 else "") + " ".join(rng.choices(STARTS, k=rng.randint(1, 12)))
@@ -31,20 +30,19 @@ def run() -> tuple[LLM, list[dict[str, float]]]:
     llm.step()
     m = llm.get_metrics()
     samples.append({"own": m["blocks_used"] - m["blocks_shared"], "shared": m["blocks_shared"],
-                    "cached": m["blocks_cached"], "free": m["blocks_free"] - m["blocks_cached"],
-                    "swapped": m["blocks_swapped"]})
+                    "cached": m["blocks_cached"], "free": m["blocks_free"] - m["blocks_cached"]})
   return llm, samples
 
 
-def draw(samples: list[dict[str, float]], pool: int) -> str:
+def draw(samples: list[dict[str, float]]) -> str:
   """An SVG of areas stacked upon each other."""
-  steps, most = len(samples), max(sum(s.values()) for s in samples)
+  steps, pool = len(samples), sum(samples[0].values())
   def x(step: float) -> float: return LEFT + (WIDTH - LEFT - RIGHT) * step / steps
-  def y(blocks: float) -> float: return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * blocks / most
+  def y(blocks: float) -> float: return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * blocks / pool
   def text(at: float, height: float, words: object, more: str = "") -> str:
     return f'<text x="{at:.1f}" y="{height:.1f}" {more}>{words}</text>'
-  def line(x1: float, y1: float, x2: float, y2: float, more: str = "") -> str:
-    return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="#222" {more}/>'
+  def line(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="#222"/>'
   def edge(v: list[float]) -> list[str]:   # the corners of a staircase
     at = [(0, v[0]), *((i, v[i + d]) for i in range(1, steps) if v[i] != v[i - 1] for d in (-1, 0)), (steps, v[-1])]
     return [f"{x(i):.1f},{y(blocks):.1f}" for i, blocks in at]
@@ -60,20 +58,19 @@ def draw(samples: list[dict[str, float]], pool: int) -> str:
     floor, left = top, left + 44 + 7 * len(label)
   for i in range(0, steps + 1, max(10, round(steps / 80) * 10)):
     parts += [line(x(i), y(0), x(i), y(0) + 5), text(x(i), y(0) + 20, i, middle)]
-  for i in range(0, int(most) + 1, 16): parts += [line(LEFT - 5, y(i), LEFT, y(i)), text(LEFT - 9, y(i) + 4, i, end)]
-  parts += [line(LEFT, y(0), x(steps), y(0)), line(LEFT, y(pool), x(steps), y(pool), 'stroke-dasharray="6 4"'),
-            line(LEFT, TOP, LEFT, y(0)), text(x(steps / 2), HEIGHT - 10, "step", middle),
-            text(18, y(most / 2), "blocks", f'{middle} transform="rotate(-90 18 {y(most / 2):.1f})"')]
+  for i in range(0, int(pool) + 1, 16): parts += [line(LEFT - 5, y(i), LEFT, y(i)), text(LEFT - 9, y(i) + 4, i, end)]
+  parts += [line(LEFT, y(0), x(steps), y(0)), line(LEFT, TOP, LEFT, y(0)),
+            text(x(steps / 2), HEIGHT - 10, "step", middle),
+            text(18, y(pool / 2), "blocks", f'{middle} transform="rotate(-90 18 {y(pool / 2):.1f})"')]
   return "\n".join([*parts, "</svg>", ""])
 
 
 def main() -> None:
   path, (llm, samples) = sys.argv[1] if len(sys.argv) > 1 else "pool.svg", run()
-  with open(path, "w") as file: file.write(draw(samples, llm.blocks.num_tokens // llm.config.block_size))
-  m, most = llm.get_metrics(), {name: max(s[name] for s in samples) for name in LAYERS}
-  print(f"{path}: {len(samples)} steps; at most {most['shared']} blocks shared, {most['swapped']} swapped; "
-        f"{m['prefix_cache_hits']} of {m['prefix_cache_queries']} prompt tokens found; {m['num_preemptions']} "
-        f"preemptions, {m['num_swapped']} by swapping")
+  with open(path, "w") as file: file.write(draw(samples))
+  m, shared = llm.get_metrics(), max(s["shared"] for s in samples)
+  print(f"{path}: {len(samples)} steps; at most {shared} blocks shared; {m['prefix_cache_hits']} of "
+        f"{m['prefix_cache_queries']} prompt tokens found; {m['num_preemptions']} preemptions")
 
 
 if __name__ == "__main__": main()

@@ -2,12 +2,14 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from reference import ENGINE, reference_greedy, tiny_model
+from reference import ENGINE, reference_greedy, reference_logits, tiny_model
 
 from tinyvllm import generate, generate_stream
 from tinyvllm.cli import main
@@ -44,6 +46,32 @@ def test_options_reach_the_request(words_folder, words_llm, capsys):
   assert capsys.readouterr().out == "the cat" + text[:text.index(stop)] + "\n"
 
 
+def test_options_that_hold_others_are_given_as_json(words_folder, words_llm, capsys):
+  ids = words_llm.tokenizer.encode("the cat")
+  first, second = np.argsort(reference_logits(words_folder, ids)[-1])[:-3:-1].tolist()
+  text = words_llm.tokenizer.decode([*ids, second])[len("the cat"):]
+  assert text != words_llm.tokenizer.decode([*ids, first])[len("the cat"):]
+  assert cli(words_folder, ["generate", "the cat"], "--max-tokens", "1", "--logit-bias", f'{{"{first}": -100}}') == 0
+  assert capsys.readouterr().out == f"the cat{text}\n"
+  given = '{"regex": "[xyz]{3}"}'
+  assert cli(words_folder, ["generate", "the cat"], "--max-tokens", "12", "--structured-outputs", given) == 0
+  assert re.fullmatch("the cat[xyz]{3}\n", capsys.readouterr().out)
+
+
+def test_options_that_are_lists_and_numbers_reach_the_request(words_folder, words_llm, capsys):
+  ids = words_llm.tokenizer.encode("the cat")
+  logits = reference_logits(words_folder, ids)[-1]
+  best = max((259, 319), key=lambda i: logits[i])
+  text = words_llm.tokenizer.decode([*ids, best])[len("the cat"):]
+  options = ["--allowed-token-ids", "259", "319", "--bad-words", "house", "dog", "--logprobs", "2", "--max-tokens", "1"]
+  assert cli(words_folder, ["generate", "the cat"], *options) == 0
+  assert capsys.readouterr().out == f"the cat{text}\n", "and no log probabilities"
+  plain = reference_greedy(words_folder, ids, 12)
+  assert len({*plain}) < 12, "that was meant to repeat itself"
+  assert cli(words_folder, ["generate", "the cat"], "--max-tokens", "12", "--repetition-penalty", "100") == 0
+  assert capsys.readouterr().out != "the cat" + expected_text(words_llm, words_folder, "the cat", 12) + "\n"
+
+
 @pytest.fixture(scope="module")
 def chat_folder(tmp_path_factory):
   folder = tiny_model(tmp_path_factory.mktemp("chat"), words=True)
@@ -67,6 +95,8 @@ def test_chat_answers_each_line_with_all_before_it(chat_folder, words_llm, capsy
 @pytest.mark.parametrize("command,words", [
   (["generate", ""], "empty"), (["generate", "hello", "--temperature", "-1"], "temperature"),
   (["generate", "hello", "--max-model-len", "100000"], "max_model_len"), (["chat"], "template"),
+  (["generate", "hello", "--logit-bias", '{"320": 1}'], "logit_bias"),
+  (["generate", "hello", "--structured-outputs", '{"regex": "(["}'], "structured_outputs"),
 ])
 def test_an_error_is_one_line_and_exit_code_1(words_folder, command, words, capsys, monkeypatch):
   monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
@@ -81,7 +111,8 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(tmp_path, capsys)
   assert "nowhere" in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("arguments", ["", "generate", "generate a --no-such", "generate a --top-k x"])
+@pytest.mark.parametrize("arguments", ["", "generate", "generate a --no-such", "generate a --top-k x",
+                                       "generate a --logit-bias {", "generate a --logprobs x"])
 def test_what_the_parser_does_not_know_is_exit_code_2(arguments):
   with pytest.raises(SystemExit) as e: main(arguments.split())
   assert e.value.code == 2

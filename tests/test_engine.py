@@ -173,7 +173,8 @@ def test_the_number_of_graphs_is_constant_after_warm_up(llm):
   llm.generate(jobs[::-1], [greedy(1 + i % 7) for i in range(24)])
   llm.generate([tokens(*prompt(90))] * 7, greedy(11))
   assert len(llm.runner.steps) == before
-  assert sum(greedy_only for _, _, greedy_only in llm.runner.steps) == 5
+  def plain(tokens, rows, random, wanted, top, changes, masked): return not (random or wanted or changes or masked)
+  assert sum(plain(*key) for key in llm.runner.steps) == 5
 
 
 # steps that overlap
@@ -254,13 +255,43 @@ def test_the_newest_is_preempted_and_the_oldest_never(small_llm):
   assert finished == ["0", "1", "2"] and set(lengths.values()) == {20}
 
 
-def test_a_lone_request_that_outgrows_the_pool_ends_with_length_and_a_warning(small_llm, folder, caplog):
-  with caplog.at_level(logging.WARNING, "tinyvllm"): output, = small_llm.generate(tokens(*prompt(30)), greedy(60))
+@pytest.mark.parametrize("blocks", [2, 13, 32])
+def test_a_pool_smaller_than_max_model_len_limits_it_with_a_warning(folder, caplog, blocks):
+  held = (blocks - 1) * BS
+  with caplog.at_level(logging.WARNING, "tinyvllm"): engine = LLM(folder, num_gpu_blocks_override=blocks, **ENGINE)
+  told, = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+  assert f"num_gpu_blocks_override={blocks}" in told and f"{held} tokens" in told and "max_model_len" in told
+  assert engine.max_model_len == held
+  with pytest.raises(ValueError, match=f"maximum context length is {held} tokens. However, the prompt has {held}"):
+    engine.generate(tokens(*prompt(held)), greedy(1))
+  assert not engine.has_unfinished_requests()
+
+
+def test_a_pool_of_max_model_len_does_not_limit_it(folder, caplog):
+  blocks = ENGINE["max_model_len"] // BS + 1
+  with caplog.at_level(logging.WARNING, "tinyvllm"): engine = LLM(folder, num_gpu_blocks_override=blocks, **ENGINE)
+  assert engine.max_model_len == ENGINE["max_model_len"] and not caplog.records
+
+
+@pytest.mark.parametrize("length", [1, 30, 12 * BS - BS, 12 * BS - 2, 12 * BS - 1])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_lone_request_that_fills_the_pool_ends_with_length(small_llm, folder, monkeypatch, length, overlaps):
+  monkeypatch.setattr(small_llm.runner, "overlaps", overlaps)
+  before, room = small_llm.get_metrics()["num_preemptions"], 12 * BS - length
+  output, = small_llm.generate(tokens(*prompt(length)), greedy(60))
   assert output.outputs[0].finish_reason == "length" and output.finished
-  assert ids_of(output) == reference_greedy(folder, prompt(30), 60)[:len(ids_of(output))]
-  assert 12 * BS - 30 <= len(ids_of(output)) <= 12 * BS - 30 + 1, "all of the pool is used"
-  assert any("num_gpu_blocks_override" in r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+  assert ids_of(output) == reference_greedy(folder, prompt(length), room), "all of the pool is used"
+  assert small_llm.get_metrics()["num_preemptions"] == before
   check_invariants(small_llm)
+
+
+def test_a_pool_of_one_block_answers_with_what_it_holds(folder):
+  engine = LLM(folder, num_gpu_blocks_override=2, **ENGINE)
+  for i in range(3): engine.add_request(str(i), tokens(*prompt(1 + i, i)), greedy(60))
+  outputs = run(engine)
+  assert [ids_of(outputs[str(i)]) for i in range(3)] == [reference_greedy(folder, prompt(1 + i, i), BS - 1 - i)
+                                                         for i in range(3)]
+  assert {o.outputs[0].finish_reason for o in outputs.values()} == {"length"}
 
 
 def test_every_request_ends_in_bounded_steps_in_a_pool_too_small_for_any_two(small_llm, folder):
@@ -268,8 +299,8 @@ def test_every_request_ends_in_bounded_steps_in_a_pool_too_small_for_any_two(sma
   for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(100))
   outputs = run(small_llm, limit=4 * 40)
   for i, job in enumerate(jobs):
-    ids = ids_of(outputs[str(i)])
-    assert ids and ids == reference_greedy(folder, job, len(ids))
+    assert ids_of(outputs[str(i)]) == reference_greedy(folder, job, 12 * BS - len(job))
+    assert outputs[str(i)].outputs[0].finish_reason == "length"
 
 
 # aborts, streams, threads

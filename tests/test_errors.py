@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 from reference import ENGINE, check_invariants, reference_greedy
 
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import EngineConfig
 
 NAN, INF = math.nan, math.inf
@@ -18,14 +18,23 @@ BAD_SAMPLING = {
   "seed": [1.5, "1", 2**63, -2**63 - 1, True], "stop": [5, [5], [""], "", ["ok", None], b"x", {"a": 1}],
   "stop_token_ids": [5, "5", ["5"], [1.0], [True], [None]], "include_stop_str_in_output": [1, "yes", None],
   "ignore_eos": [0, "no", None], "skip_special_tokens": [1, "", None],
+  "repetition_penalty": [0, 0.0, 0.009, 100.1, -1.0, NAN, INF, "1", None, True],
+  "presence_penalty": [-2.1, 2.1, NAN, INF, -INF, "1", None, True],
+  "frequency_penalty": [-2.1, 2.1, NAN, INF, -INF, "1", None, True],
+  "logit_bias": [5, [5], "5", True, {5: 100.5}, {5: -101}, {5: NAN}, {5: INF}, {5: "1"}, {5: None}, {5: True},
+                 {"x": 1.0}, {"": 1.0}, {"1.5": 1.0}, {1.5: 1.0}, {None: 1.0}, {True: 1.0}, {"²": 1.0}],
+  "allowed_token_ids": [[], 5, "5", ["5"], [1.0], [True], [None], {5: 1}],
+  "bad_words": ["a", 5, [5], [""], ["ok", None], b"x", {"a": 1}],
+  "logprobs": [-1, 21, 1.5, "5", True, [1]], "prompt_logprobs": [-1, 21, 1.5, "5", True, [1]],
+  "structured_outputs": [5, "x", ["x"], True],
 }
 BAD_ENGINE = {
   "dtype": ["float8", "", 16, None], "max_model_len": [0, 1, -5, 1.5, "128", True],
   "max_num_seqs": [0, -1, 2.0, "4", None],
   "max_num_batched_tokens": [0, -1, 2.5, "16", None, 10**9], "block_size": [0, -4, 4.0, "16", None, True, 10**6],
   "gpu_memory_utilization": [0, -0.1, 1.01, NAN, "0.9", None], "num_gpu_blocks_override": [0, 1, -3, 8.0, "8", True],
-  "swap_space": [-1, -0.5, NAN, INF, "1", None, True], "enable_prefix_caching": [1, "yes", None],
-  "enforce_eager": [1, "yes", None], "seed": [1.5, "1", 2**63, None, True], "scheduling_policy": ["lifo", "", 1, None],
+  "enable_prefix_caching": [1, "yes", None], "enforce_eager": [1, "yes", None],
+  "seed": [1.5, "1", 2**63, None, True], "scheduling_policy": ["lifo", "", 1, None],
 }
 
 
@@ -55,12 +64,27 @@ def test_engine_config_refuses(folder, name, value):
   {"max_tokens": 1}, {"min_tokens": 256}, {"temperature": 0}, {"temperature": 1}, {"top_k": -1}, {"top_k": 10**6},
   {"top_p": 1}, {"min_p": 1}, {"seed": 2**63 - 1}, {"seed": -2**63}, {"seed": None}, {"stop": "x"},
   {"stop": ["x", "y"]}, {"stop": None}, {"stop": []}, {"stop_token_ids": []}, {"stop_token_ids": [0, 319]},
+  {"stop_token_ids": [*range(300)], "min_tokens": 5}, {"repetition_penalty": 0.01}, {"repetition_penalty": 100},
+  {"presence_penalty": -2}, {"presence_penalty": 2.0}, {"frequency_penalty": -2.0}, {"frequency_penalty": 2},
+  {"logit_bias": {5: -100, "319": 100.0, 0: 0}}, {"logit_bias": None}, {"allowed_token_ids": [0, 319]},
+  {"allowed_token_ids": None}, {"bad_words": ["a b", "c"]}, {"bad_words": None}, {"logprobs": 0}, {"logprobs": 20},
+  {"logprobs": None}, {"prompt_logprobs": 0}, {"prompt_logprobs": 20}, {"prompt_logprobs": None},
+  {"structured_outputs": None}, {"structured_outputs": {"regex": "a"}, "n": 2, "stop": "x", "logit_bias": {5: 1}},
 ])
 def test_sampling_params_take_their_limits(options): SamplingParams(**options)
 
 
+def test_what_json_has_is_taken_as_what_it_means():
+  assert SamplingParams(logit_bias={"5": 1, 7: 2.5}).logit_bias == {5: 1, 7: 2.5}
+  taken = SamplingParams(structured_outputs={"choice": ["a", "b"]}).structured_outputs
+  assert taken == StructuredOutputsParams(choice=["a", "b"])
+
+
 def test_limits_are_in_the_messages():
-  for options, limit in (({"top_p": 1.5}, 1), ({"temperature": -1.0}, 0), ({"top_k": -7}, -1), ({"max_tokens": 0}, 1)):
+  for options, limit in (({"top_p": 1.5}, 1), ({"temperature": -1.0}, 0), ({"top_k": -7}, -1), ({"max_tokens": 0}, 1),
+                         ({"presence_penalty": 3}, -2), ({"frequency_penalty": 3}, 2), ({"logprobs": 21}, 20),
+                         ({"prompt_logprobs": -1}, 0), ({"repetition_penalty": 101}, 100),
+                         ({"logit_bias": {1: 101}}, 100)):
     with pytest.raises(ValueError, match=rf" {limit}\b"): SamplingParams(**options)
   with pytest.raises(ValueError, match="fcfs.*priority"): EngineConfig(scheduling_policy="lifo")
   with pytest.raises(ValueError, match="min_tokens=9.*max_tokens=5"): SamplingParams(min_tokens=9, max_tokens=5)
@@ -102,7 +126,8 @@ BAD_PROMPTS = {
 BAD_REQUESTS = {
   "a stop id beyond the vocabulary": (SamplingParams(stop_token_ids=[320]), 0, "320.*319"),
   "a negative stop id": (SamplingParams(stop_token_ids=[-1]), 0, "-1.*319"),
-  "too many ids to hold back": (SamplingParams(stop_token_ids=[*range(30)], min_tokens=3), 0, "stop_token_ids.*16"),
+  "a biased id beyond the vocabulary": (SamplingParams(logit_bias={"5": 1, "320": 1}), 0, "logit_bias.*320.*319"),
+  "an allowed id beyond the vocabulary": (SamplingParams(allowed_token_ids=[5, 320]), 0, "allowed_token_ids.*320.*319"),
   "params as a dict": ({"temperature": 0.0}, 0, "SamplingParams"), "a priority under fcfs": (None, 3, "priority=3"),
   "a priority that is no int": (None, "high", "priority='high'"),
 }

@@ -1,6 +1,5 @@
-"""The KV cache's memory through the public API: the prefix cache, samples and beams that share blocks, preemption by
-recompute and by swap. Ids are those of a plain numpy LLaMA whatever was found, forked or moved, and the pool comes
-back whole."""
+"""The KV cache's memory through the public API: the prefix cache, samples and beams that share blocks, preemption. Ids
+are those of a plain numpy LLaMA whatever was found, forked or computed again, and the pool comes back whole."""
 import itertools
 import logging
 import os
@@ -21,8 +20,6 @@ from tinyvllm import LLM, SamplingParams
 BS = ENGINE["block_size"]
 NARROW = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # each sampler's graph compiles for seconds
 BUSY = {**ENGINE, "max_num_seqs": 16, "max_num_batched_tokens": 32}
-BLOCK_BYTES = 2 * 2 * 2 * 8 * BS * 4   # of the tiny model in float32: K and V, layers, heads, their size, tokens, bytes
-SWAP_BLOCKS = 8
 # strict: who builds LLM.beam_search takes this away. Its tests are ready; the package has no line left for it
 no_beams_yet = pytest.mark.xfail(strict=True, reason="LLM.beam_search is not there yet: see ROADMAP.md")
 EDGES = [BS - 1, BS, BS + 1, 2 * BS - 1, 2 * BS, 2 * BS + 1]
@@ -47,7 +44,6 @@ def check_metrics(engine, total):
   m = engine.get_metrics()
   assert m["blocks_free"] + m["blocks_used"] == total, "a block is lost"
   assert 0 <= m["blocks_cached"] <= m["blocks_free"] and 0 <= m["blocks_shared"] <= m["blocks_used"]
-  assert m["blocks_swapped"] >= 0 and 0 <= m["num_swapped"] <= m["num_preemptions"]
   assert 0 <= m["prefix_cache_hits"] <= m["prefix_cache_queries"]
   return m
 
@@ -63,7 +59,7 @@ def pool_comes_back(engine):
     raise
   after = check_metrics(engine, before["blocks_free"])
   assert not engine.has_unfinished_requests() and after["blocks_free"] == before["blocks_free"]
-  assert after["blocks_used"] == after["blocks_shared"] == after["blocks_swapped"] == 0
+  assert after["blocks_used"] == after["blocks_shared"] == 0
 
 
 def run(engine, limit=4000, watch=lambda metrics: None):
@@ -85,12 +81,6 @@ def uncached_llm(folder): return LLM(folder, enable_prefix_caching=False, **ENGI
 
 
 @pytest.fixture(scope="module")
-def swap_llm(folder):
-  """12 blocks on the device, 8 in host memory."""
-  return LLM(folder, num_gpu_blocks_override=13, swap_space=SWAP_BLOCKS * BLOCK_BYTES / 2**30, **ENGINE)
-
-
-@pytest.fixture(scope="module")
 def sampler(folder): return LLM(folder, **NARROW)
 
 
@@ -98,10 +88,6 @@ def sampler(folder): return LLM(folder, **NARROW)
 def tight_sampler(folder):
   """Two at once, in 12 blocks."""
   return LLM(folder, num_gpu_blocks_override=13, **{**NARROW, "max_num_seqs": 2, "max_num_batched_tokens": 2})
-
-
-@pytest.fixture(params=["small_llm", "swap_llm"], ids=["recompute", "swap"])
-def tight_llm(request): return request.getfixturevalue(request.param)
 
 
 # preemption is told; first of all, as what other tests make it tell would take this one's ten seconds
@@ -301,44 +287,44 @@ def test_a_child_whose_parent_was_evicted_is_not_found_under_another_parent(smal
     assert ids_of(small_llm.generate(tokens(*b), greedy(length))[0]) == reference_greedy(folder, b, length)
 
 
-def test_prompts_of_a_tree_in_a_pool_that_holds_few_of_its_branches(tight_llm, folder):
+def test_prompts_of_a_tree_in_a_pool_that_holds_few_of_its_branches(small_llm, folder):
   """Some 120 branches of 4 blocks, 12 blocks: parents and children are evicted and found in any order."""
-  rng, hits = random.Random(0), tight_llm.get_metrics()["prefix_cache_hits"]
+  rng, hits = random.Random(0), small_llm.get_metrics()["prefix_cache_hits"]
   nodes = [[prompt(BS, 700 + 10 * level + i) for i in range(3)] for level in range(4)]
-  with pool_comes_back(tight_llm):
+  with pool_comes_back(small_llm):
     for round in range(40):
       branches = [[rng.choice(level) for level in nodes[:rng.randrange(1, 5)]] for _ in range(rng.randrange(1, 5))]
       jobs = [[*sum(branch, []), *prompt(rng.randrange(BS), rng.randrange(3))] for branch in branches]
-      for i, job in enumerate(jobs): tight_llm.add_request(f"{round}-{i}", tokens(*job), greedy(4))
-      last, _ = run(tight_llm)
+      for i, job in enumerate(jobs): small_llm.add_request(f"{round}-{i}", tokens(*job), greedy(4))
+      last, _ = run(small_llm)
       for i, job in enumerate(jobs):
         assert ids_of(last[f"{round}-{i}"]) == reference_greedy(folder, job, 4)
         assert last[f"{round}-{i}"].num_cached_tokens in range(0, len(job), BS)
-  assert tight_llm.get_metrics()["prefix_cache_hits"] > hits, "a test of a cache that finds nothing"
+  assert small_llm.get_metrics()["prefix_cache_hits"] > hits, "a test of a cache that finds nothing"
 
 
 # preemption
 
-def test_a_prefix_hit_after_preemption_matches_a_fresh_run(tight_llm, folder):
+def test_a_prefix_hit_after_preemption_matches_a_fresh_run(small_llm, folder):
   jobs = [prompt(9 + i, 800 + i) for i in range(4)]
-  with pool_comes_back(tight_llm) as before:
-    for i, job in enumerate(jobs): tight_llm.add_request(str(i), tokens(*job), greedy(24))
-    last, _ = run(tight_llm)
-    assert tight_llm.get_metrics()["num_preemptions"] > before["num_preemptions"], "the pool was meant to be too small"
+  with pool_comes_back(small_llm) as before:
+    for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(24))
+    last, _ = run(small_llm)
+    assert small_llm.get_metrics()["num_preemptions"] > before["num_preemptions"], "the pool was meant to be too small"
     assert [ids_of(last[str(i)]) for i in range(4)] == [reference_greedy(folder, job, 24) for job in jobs]
     assert [last[str(i)].num_cached_tokens for i in range(4)] == [0] * 4, "as first admitted: no find of its own blocks"
     for job in jobs:
       for found in (range(0, len(job), BS), [full_blocks(len(job) - 1)]):   # what was left, then all
-        output, = tight_llm.generate(tokens(*job), greedy(24))
+        output, = small_llm.generate(tokens(*job), greedy(24))
         assert ids_of(output) == reference_greedy(folder, job, 24) and output.num_cached_tokens in found
 
 
-@pytest.mark.parametrize("mode", ["recompute", "cached", "swap"])
+@pytest.mark.parametrize("caching", [False, True], ids=["uncached", "cached"])
 @pytest.mark.parametrize("block_size", [16, 256])
-def test_a_text_preempted_at_257_tokens_goes_on_as_before(folder, block_size, mode):
+def test_a_text_preempted_at_257_tokens_goes_on_as_before(folder, block_size, caching):
   """Two texts, in one block less than both need at their 257th token: the first is some tokens ahead and takes it."""
-  engine = LLM(folder, num_gpu_blocks_override=2 * -(-257 // block_size), enable_prefix_caching=mode == "cached",
-               swap_space=0.01 if mode == "swap" else 0, **{**ENGINE, "block_size": block_size, "max_model_len": 512})
+  engine = LLM(folder, num_gpu_blocks_override=2 * -(-257 // block_size), enable_prefix_caching=caching,
+               **{**ENGINE, "block_size": block_size, "max_model_len": 512})
   jobs = [prompt(240, 900), prompt(250, 901)]
   with pool_comes_back(engine):
     for i, job in enumerate(jobs): engine.add_request(str(i), tokens(*job), greedy(30))
@@ -347,64 +333,55 @@ def test_a_text_preempted_at_257_tokens_goes_on_as_before(folder, block_size, mo
   for i, job in enumerate(jobs):   # each id is the best after those before it: the reference reads the text but once
     ids = ids_of(last[str(i)])
     assert len(ids) == 30 and reference_logits(folder, [*job, *ids])[len(job) - 1:-1].argmax(1).tolist() == ids
-  assert m["num_preemptions"] > 0 and ended["0"] < ended["1"] and bool(m["num_swapped"]) == (mode == "swap")
+  assert m["num_preemptions"] > 0 and ended["0"] < ended["1"]
 
 
 POOL_JOBS = [([*prompt(2 * BS, 1000 + i % 3)[:8 * (i % 2)], *prompt(1 + 7 * i % 19, 1010 + i)], 4 + 5 * i % 17)
              for i in range(64)]   # every other one begins with one of three prefixes
 
 
-@pytest.mark.parametrize("swap_space", [0, 0.25], ids=["recompute", "swap"])
-def test_64_requests_in_a_quarter_of_the_blocks_that_those_at_once_need(folder, swap_space):
+def test_64_requests_in_a_quarter_of_the_blocks_that_those_at_once_need(folder):
   need = sorted(-(-(len(job) + n) // BS) for job, n in POOL_JOBS)[-BUSY["max_num_seqs"]:]
-  engine = LLM(folder, swap_space=swap_space, num_gpu_blocks_override=1 + sum(need) // 4, **BUSY)
-  swapped = []
+  engine = LLM(folder, num_gpu_blocks_override=1 + sum(need) // 4, **BUSY)
   with pool_comes_back(engine):
     for i, (job, n) in enumerate(POOL_JOBS): engine.add_request(str(i), tokens(*job), greedy(n))
-    last, _ = run(engine, watch=lambda m: swapped.append(m["blocks_swapped"]))
+    last, _ = run(engine)
     m = engine.get_metrics()
   for i, job in enumerate(POOL_JOBS): assert ids_of(last[str(i)]) == reference_greedy(folder, *job), f"request {i}"
   assert m["num_preemptions"] > 0 and m["requests_finished"] == 64
-  if swap_space: assert m["num_swapped"] > 0 and max(swapped) > 0
-  else: assert m["num_swapped"] == 0 and max(swapped) == 0
 
 
-def test_swap_takes_no_more_than_its_space_and_the_rest_is_computed_again(swap_llm, folder):
-  swapped, jobs = [], [prompt(5 + 3 * i, 1100 + i) for i in range(6)]
-  with pool_comes_back(swap_llm) as before:
-    for i, job in enumerate(jobs): swap_llm.add_request(str(i), tokens(*job), greedy(24))
-    last, _ = run(swap_llm, watch=lambda m: swapped.append(m["blocks_swapped"]))
-    after = swap_llm.get_metrics()
-  assert [ids_of(last[str(i)]) for i in range(6)] == [reference_greedy(folder, job, 24) for job in jobs]
-  assert 0 < max(swapped) <= SWAP_BLOCKS and swapped[-1] == 0
-  assert 0 < after["num_swapped"] - before["num_swapped"] <= after["num_preemptions"] - before["num_preemptions"]
+def test_abort_while_preempted_ends_it_and_leaves_the_pool_whole(small_llm, folder):
+  def until_preempted():
+    before = small_llm.get_metrics()["num_preemptions"]
+    while small_llm.get_metrics()["num_preemptions"] == before: small_llm.step()
 
-
-def test_abort_while_swapped_out_frees_host_memory(swap_llm, folder):
   jobs = [prompt(13, 1200 + i) for i in range(3)]   # all 12 blocks; the newest leaves at the 17th token
-  with pool_comes_back(swap_llm) as before:
-    for i, job in enumerate(jobs): swap_llm.add_request(str(i), tokens(*job), greedy(20))
-    while not swap_llm.get_metrics()["blocks_swapped"]: swap_llm.step()
-    swap_llm.abort_request("2")
-    m = check_metrics(swap_llm, before["blocks_free"])
-    assert m["blocks_swapped"] == 0 and m["num_requests_waiting"] == 0 and m["num_requests_running"] == 2
-    swap_llm.add_request("3", tokens(*prompt(13, 1203)), greedy(20))
-    last, _ = run(swap_llm)
+  with pool_comes_back(small_llm) as before:
+    for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(20))
+    until_preempted()
+    m = check_metrics(small_llm, before["blocks_free"])
+    assert m["num_requests_waiting"] == 1 and m["num_requests_running"] == 2
+    small_llm.abort_request("2")
+    m = check_metrics(small_llm, before["blocks_free"])
+    assert m["num_requests_waiting"] == 0 and m["num_requests_running"] == 2
+    small_llm.add_request("3", tokens(*prompt(13, 1203)), greedy(20))
+    last, _ = run(small_llm)
     assert set(last) == {"0", "1", "3"}, "nothing more is heard of the aborted"
     for i in (0, 1, 3): assert ids_of(last[str(i)]) == reference_greedy(folder, prompt(13, 1200 + i), 20)
-    for i, job in enumerate(jobs): swap_llm.add_request(str(i), tokens(*job), greedy(20))
-    while not swap_llm.get_metrics()["blocks_swapped"]: swap_llm.step()
-    for i in (1, 2, 0): swap_llm.abort_request(str(i))
-    m = swap_llm.get_metrics()
-    assert m["blocks_swapped"] == 0 and m["blocks_free"] == before["blocks_free"]
+    for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(20))
+    until_preempted()
+    for i in (1, 2, 0): small_llm.abort_request(str(i))
+    m = small_llm.get_metrics()
+    assert m["blocks_used"] == 0 and m["blocks_free"] == before["blocks_free"]
 
 
-def test_under_thrash_the_oldest_finishes_first(tight_llm, folder):
+def test_under_thrash_the_oldest_finishes_first(small_llm, folder):
   jobs = [prompt(9, 1300 + i) for i in range(6)]
-  with pool_comes_back(tight_llm) as before:
-    for i, job in enumerate(jobs): tight_llm.add_request(str(i), tokens(*job), greedy(30))
-    last, ended = run(tight_llm)
-    assert tight_llm.get_metrics()["num_preemptions"] > before["num_preemptions"] + 3, "that was meant to thrash"
+  with pool_comes_back(small_llm) as before:
+    for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(30))
+    last, ended = run(small_llm)
+    assert small_llm.get_metrics()["num_preemptions"] > before["num_preemptions"] + 3, "that was meant to thrash"
   steps = [ended[str(i)] for i in range(6)]
   assert steps == sorted(steps) and steps[0] < steps[1], "equal lengths end in the order of arrival"
   assert [ids_of(last[str(i)]) for i in range(6)] == [reference_greedy(folder, job, 30) for job in jobs]
@@ -412,8 +389,7 @@ def test_under_thrash_the_oldest_finishes_first(tight_llm, folder):
 
 @pytest.fixture(scope="module")
 def priority_llm(folder):
-  return LLM(folder, num_gpu_blocks_override=13, scheduling_policy="priority",
-             swap_space=SWAP_BLOCKS * BLOCK_BYTES / 2**30, **ENGINE)
+  return LLM(folder, num_gpu_blocks_override=13, scheduling_policy="priority", **ENGINE)
 
 
 def test_under_thrash_the_first_in_order_of_priority_finishes_first(priority_llm, folder):
@@ -543,12 +519,12 @@ def test_preempted_samples_go_on_as_before(tight_sampler, sampler, length):
     assert tight_sampler.get_metrics()["num_preemptions"] > before["num_preemptions"], "the pool was meant to be small"
 
 
-def test_greedy_samples_and_others_in_a_pool_too_small(tight_llm, folder):
+def test_greedy_samples_and_others_in_a_pool_too_small(small_llm, folder):
   jobs = {"a": (prompt(11, 2300), 20, 3), "b": (prompt(6, 2301), 24, 1), "c": (prompt(11, 2300), 15, 2)}
-  with pool_comes_back(tight_llm) as before:
-    for name, (job, length, n) in jobs.items(): tight_llm.add_request(name, tokens(*job), greedy(length, n=n))
-    last, _ = run(tight_llm)
-    assert tight_llm.get_metrics()["num_preemptions"] > before["num_preemptions"]
+  with pool_comes_back(small_llm) as before:
+    for name, (job, length, n) in jobs.items(): small_llm.add_request(name, tokens(*job), greedy(length, n=n))
+    last, _ = run(small_llm)
+    assert small_llm.get_metrics()["num_preemptions"] > before["num_preemptions"]
   assert {i: samples(o) for i, o in last.items()} == {
     name: [reference_greedy(folder, job, length)] * n for name, (job, length, n) in jobs.items()}
 
@@ -730,24 +706,24 @@ def test_beam_search_on_one_thread_while_others_generate(beam_llms, beam_folders
 # random operations, and many of them
 
 @pytest.mark.parametrize("seed", range(2))
-def test_random_requests_of_common_prefixes_with_samples_and_aborts_give_the_reference(tight_llm, folder, seed):
+def test_random_requests_of_common_prefixes_with_samples_and_aborts_give_the_reference(small_llm, folder, seed):
   rng, jobs, last, aborted = random.Random(seed), {}, {}, set()
   prompts = [[*prompt(2 * BS, 2700 + i % 3), *prompt(length, 2710 + length)] for i, length in
              enumerate((1, BS - 1, BS, BS + 1, 3 * BS))] + [prompt(length, 2703) for length in (1, BS, 2 * BS + 1)]
-  with pool_comes_back(tight_llm) as before:
+  with pool_comes_back(small_llm) as before:
     total = before["blocks_free"]
     for _ in range(300):
       what, live = rng.random(), [i for i in jobs if i not in aborted and not (i in last and last[i].finished)]
       if what < 0.25 and len(live) < 8:
         name = str(len(jobs))
         jobs[name] = rng.choice(prompts), rng.choice((1, 2, 5, 16)), rng.choice((1, 1, 2, 3))
-        tight_llm.add_request(name, tokens(*jobs[name][0]), greedy(jobs[name][1], n=jobs[name][2]))
+        small_llm.add_request(name, tokens(*jobs[name][0]), greedy(jobs[name][1], n=jobs[name][2]))
       elif what < 0.30 and live:
         aborted.add(victim := rng.choice(live))
-        tight_llm.abort_request(victim)
-      else: last |= {o.request_id: o for o in tight_llm.step()}
-      check_metrics(tight_llm, total)
-    last |= run(tight_llm)[0]
+        small_llm.abort_request(victim)
+      else: last |= {o.request_id: o for o in small_llm.step()}
+      check_metrics(small_llm, total)
+    last |= run(small_llm)[0]
   for i, (ids, length, n) in jobs.items():
     expected = reference_greedy(folder, ids, length)
     if i in aborted: assert i not in last or all(x == expected[:len(x)] for x in samples(last[i]))
@@ -760,7 +736,7 @@ def resident_bytes(): return int(Path("/proc/self/statm").read_text().split()[1]
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_5000_requests_and_aborts_leave_neither_blocks_nor_memory_behind(folder):
-  engine = LLM(folder, num_gpu_blocks_override=25, swap_space=64 * BLOCK_BYTES / 2**30, **BUSY)
+  engine = LLM(folder, num_gpu_blocks_override=25, **BUSY)
   rng, done, aborts, number, live = random.Random(0), 0, 0, 0, {}
   prompts = [[*prompt(3 * BS, 2800 + i % 5)[:i % 4 * BS], *prompt(1 + i % 8, 2810 + i)] for i in range(64)]
   expected = [reference_greedy(folder, ids, 4) for ids in prompts]
@@ -785,7 +761,7 @@ def test_5000_requests_and_aborts_leave_neither_blocks_nor_memory_behind(folder)
     grown = resident_bytes() / baseline - 1
   m = engine.get_metrics()
   assert done + aborts == 5000 and aborts > 100 and m["prefix_cache_hits"] > 0 and m["num_preemptions"] > 0
-  assert m["blocks_free"] == 24 and m["blocks_swapped"] == 0
+  assert m["blocks_free"] == 24 and m["blocks_used"] == 0
   assert grown <= 0.05, f"{100 * grown:.1f}% more memory after 4,000 requests"
 
 
@@ -794,9 +770,7 @@ def test_5000_requests_and_aborts_leave_neither_blocks_nor_memory_behind(folder)
 NAN = float("nan")
 
 
-@pytest.mark.parametrize("options", [
-  *({"swap_space": x} for x in (-1, -0.5, 1025, NAN, "4", None, True)),
-  *({"enable_prefix_caching": x} for x in (1, 0, "yes", None))], ids=str)
+@pytest.mark.parametrize("options", [{"enable_prefix_caching": x} for x in (1, 0, "yes", None)], ids=str)
 def test_options_of_memory_that_will_not_do_are_refused_by_name(folder, options):
   (name, value), = options.items()
   with pytest.raises(ValueError) as e: LLM(folder, **options)

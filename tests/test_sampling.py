@@ -7,16 +7,16 @@ from reference import SAMPLING_ENGINE, reference_keep, reference_logits, referen
 from tinygrad import Tensor, TinyJit
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.sampling import sample
+from tinyvllm.sampling import restrict, sample
 
-ROWS, V, BANNED = 4096, 24, 16   # one shape, compiled once
+ROWS, V = 4096, 24   # one shape, compiled once
 rng = np.random.default_rng(0)
 PEAKED = (2 * rng.standard_normal(V)).astype(np.float32)
 TIED = np.repeat(np.array([3.0, 2.0, 2.0, 0.0], np.float32), [1, 2, 3, 18])   # probabilities with ties of 5, then of 18
 
 
 @functools.cache
-def sampler(): return TinyJit(lambda *arrays: sample(*arrays).realize())
+def sampler(): return TinyJit(lambda logits, allowed, *arrays: sample(restrict(logits, allowed), *arrays).realize())
 
 
 def draw(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=None, banned=()):
@@ -25,10 +25,9 @@ def draw(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, positio
   seeds = np.zeros((ROWS, 2), np.uint32)
   seeds[:, 0], seeds[:, 1] = (np.arange(ROWS), seed) if position is None else (12345, seed)
   positions = full(7, np.int32) if position is None else np.arange(ROWS, dtype=np.int32) + position
-  ids = np.full((ROWS, BANNED), -1, np.int32)
-  ids[:, :len(banned)] = banned
-  arrays = (np.broadcast_to(logits, (ROWS, V)).copy(), full(temperature, np.float32), full(top_k, np.int32),
-            full(top_p, np.float32), full(min_p, np.float32), seeds, positions, ids)
+  allowed = np.full((ROWS, 1), -1 - sum(1 << int(i) for i in banned), np.int32)   # a word of bits
+  arrays = (np.broadcast_to(logits, (ROWS, V)).copy(), allowed, full(temperature, np.float32), full(top_k, np.int32),
+            full(top_p, np.float32), full(min_p, np.float32), seeds, positions)
   for _ in range(2): out = sampler()(*[Tensor(x).realize() for x in arrays]).numpy()   # the first call of all captures
   return out
 
@@ -107,8 +106,8 @@ def test_all_but_one_masked():
   for options in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}): assert set(draw(logits, **options)) == {17}
 
 
-def test_banned_ids_never_come():
-  banned = np.argsort(PEAKED)[::-1][:BANNED]
+def test_restricted_ids_never_come():
+  banned = np.argsort(PEAKED)[::-1][:16]
   keep = np.ones(V, bool)
   keep[banned] = False
   masked = np.where(keep, PEAKED, -np.inf)

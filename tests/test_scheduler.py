@@ -12,31 +12,26 @@ from tinyvllm import SamplingParams
 from tinyvllm.config import EngineConfig
 from tinyvllm.scheduler import BlockManager, RequestMetrics, Scheduler, Sequence
 
-HOST = 5   # blocks of host memory, where there are any
-
 
 class Bench:
-  """A scheduler with a fake model, checked after every operation. caching: the prefix cache. host: blocks of host
-  memory. overlaps: tokens of a step are read when the next one is scheduled, as on a GPU."""
-  def __init__(self, blocks=12, block_size=4, seqs=4, budget=8, policy="fcfs", max_len=64, caching=False, host=0,
+  """A scheduler with a fake model, checked after every operation. max_len: of a sequence, or what the pool holds where
+  that is less, as in the engine. caching: the prefix cache. overlaps: tokens of a step are read when the next one is
+  scheduled, as on a GPU."""
+  def __init__(self, blocks=12, block_size=4, seqs=4, budget=8, policy="fcfs", max_len=64, caching=False,
                overlaps=False):
     config = EngineConfig(block_size=block_size, max_num_seqs=seqs, max_num_batched_tokens=budget,
                           max_model_len=max_len, scheduling_policy=policy, enable_prefix_caching=caching)
-    self.config, self.max_len, self.overlaps = config, max_len, overlaps
+    self.config, self.overlaps = config, overlaps
     self.blocks = BlockManager(blocks + 1, config)
-    self.scheduler = Scheduler(config, self.blocks, self, host)
+    self.max_len = min(max_len, self.blocks.num_tokens)
+    self.scheduler = Scheduler(config, self.blocks)
     self.samples = False
-    self.all, self.steps, self.unread, self.content, self.loaded = [], 0, {}, {}, 0
+    self.all, self.steps, self.unread, self.content = [], 0, {}, {}
 
-  def save(self, block): return [self.content.get((block, i)) for i in range(self.blocks.block_size)]
-
-  def load(self, block, content):
-    self.loaded += 1
-    self.content |= {(block, i): text for i, text in enumerate(content)}
-
-  def add(self, prompt=3, n=5, priority=0, family=0, samples=1):
-    """Prompts of one family begin alike."""
-    params, i, runs = SamplingParams(temperature=0.0, max_tokens=n), len(self.all), []
+  def add(self, prompt=3, n=5, priority=0, family=0, samples=1, reads=False):
+    """Prompts of one family begin alike. reads: what comes next hangs on the token before, which must be known."""
+    assert prompt < self.max_len, "the engine refuses it"
+    params, i, runs = SamplingParams(temperature=0.0, max_tokens=n, presence_penalty=0.5 * reads), len(self.all), []
     for k in range(samples):
       tokens = [10_000 * family + j for j in range(prompt)]
       runs.append(Sequence(str(i), tokens, (priority, i, k), 0, params, frozenset(), self.max_len, RequestMetrics()))
@@ -58,7 +53,8 @@ class Bench:
     """A step as the engine makes it, and what must hold of its batch. Returns the batch."""
     scheduler = self.scheduler
     running = {*scheduler.running}
-    decoding = {s for s in running if s.remaining() == 1 and not s.exhausted}
+    unread = {s for s in self.unread if s.params.presence_penalty and not s.finish_reason}   # they wait for it
+    decoding = {s for s in running - unread if s.remaining() == 1 and not s.exhausted}
     # None is put off; but one of high priority, or a sample whose prompt is ready, waits for a row and blocks
     later = self.config.scheduling_policy == "priority" or self.samples
     waiting = [] if later and scheduler.running else scheduler.waiting
@@ -71,18 +67,18 @@ class Bench:
     assert all(room[seq] >= seq.num_computed + n for seq, n in batch.items()), "tokens without a block"
     check_pool(self.blocks, [seq.block_table for seq in self.all])
     left_out = {s for s in decoding if s.row is not None and s not in batch}
-    full = not batch and len(scheduler.running) == 1 and self.unread   # a lone one's last token is not read yet
-    assert not left_out or full, "a running sequence that decodes gets its token, whatever prompts there are"
+    assert not left_out, "a running sequence that decodes gets its token, whatever prompts there are"
+    assert not unread & {*batch}, "a step that must know a token which nobody has read"
     order = [seq.remaining() > 1 for seq in batch if seq in running]
     assert order == sorted(order), "decodes before prefills"
-    ended = not oldest or oldest.finish_reason or oldest.exhausted or full
-    assert ended or oldest in batch, "the oldest stands still"
+    assert not oldest or oldest.exhausted or oldest in unread or oldest in batch, "the oldest stands still"
+    assert oldest not in running or oldest.row is not None, "the oldest was preempted"
     for seq in batch:
       for i in range(seq.num_computed): assert self.content[self.place(seq, i)] == self.text(seq, i), "not its K and V"
     sampled = {seq: 1000 + seq.length for seq, n in batch.items() if n == seq.remaining()}
     scheduler.advance(batch)
     if fails:
-      for seq in batch: scheduler.preempt(seq, lost=True)
+      for seq in batch: scheduler.preempt(seq)
     else:
       for seq, n in batch.items():
         for i in range(seq.num_computed - n, seq.num_computed):
@@ -103,7 +99,7 @@ class Bench:
     check_scheduler(self.scheduler, self.blocks)
     live, forks = {*self.scheduler.running, *self.scheduler.waiting}, {f for s in self.all for f in s.forks}
     assert live | forks == {s for s in self.all if not s.finish_reason}, "every request is somewhere until it ends"
-    assert not live & forks and self.scheduler.num_swapped() <= self.scheduler.num_host_blocks
+    assert not live & forks, "a sample that waits for its prompt, and runs"
     for seq in self.all:
       if seq not in live: assert not seq.block_table and seq.row is None
 
@@ -122,22 +118,22 @@ class Bench:
       made = seq.tokens[seq.num_prompt:]
       assert made == [1000 + i for i in range(seq.num_prompt, len(seq.tokens))], "a token lost or twice"
       assert seq.finish_reason in ("length", "abort")
-      full = len(seq.tokens) > self.blocks.num_tokens
-      assert seq.finish_reason == "abort" or len(seq.tokens) == seq.max_len or full, "ended before its time"
+      assert seq.finish_reason == "abort" or len(seq.tokens) == seq.max_len, "ended before its time"
 
 
 class Machine(RuleBasedStateMachine):
   """Requests of a few families, with samples, priorities and aborts, and steps that may fail, in a pool too small."""
   @initialize(size=st.sampled_from([1, 2, 4, 16]), blocks=st.integers(11, 30), seqs=st.integers(1, 6),
               more=st.integers(0, 12), policy=st.sampled_from(["fcfs", "priority"]), caching=st.booleans(),
-              host=st.sampled_from([0, HOST]), overlaps=st.booleans())
-  def start(self, size, blocks, seqs, more, policy, caching, host, overlaps):
-    self.bench = Bench(max(3, blocks * 4 // size), size, seqs, seqs + more, policy, 64, caching, host, overlaps)
+              overlaps=st.booleans())
+  def start(self, size, blocks, seqs, more, policy, caching, overlaps):
+    self.bench = Bench(max(3, blocks * 4 // size), size, seqs, seqs + more, policy, 64, caching, overlaps)
 
   @rule(prompt=st.integers(1, 40), n=st.integers(1, 30), priority=st.integers(-2, 2), family=st.integers(0, 2),
-        samples=st.sampled_from([1, 1, 1, 2, 3]))
-  def add(self, prompt, n, priority, family, samples):
-    self.bench.add(prompt, n, priority if self.bench.config.scheduling_policy == "priority" else 0, family, samples)
+        samples=st.sampled_from([1, 1, 1, 2, 3]), reads=st.booleans())
+  def add(self, prompt, n, priority, family, samples, reads):
+    priority = priority if self.bench.config.scheduling_policy == "priority" else 0
+    self.bench.add(prompt, n, priority, family, samples, reads)
 
   @rule(fails=st.sampled_from([False] * 9 + [True]))
   def step(self, fails): self.bench.step(fails and not self.bench.overlaps)
@@ -166,34 +162,34 @@ def test_any_sequence_of_operations_keeps_the_invariants_and_every_request_ends(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_thousand_operations_on_one_pool_keep_the_invariants(seed):
-  rng, kinds = random.Random(seed), [(4, True, HOST), (4, True, 0), (2, True, HOST), (4, False, 0)]
-  size, caching, host = kinds[seed % 4]
-  bench = Bench(64 // size, size, 5, 16, "priority" if seed % 3 == 0 else "fcfs", 64, caching, host, seed % 2 == 1)
+  rng, (size, caching) = random.Random(seed), [(4, True), (1, True), (2, True), (4, False)][seed % 4]
+  bench = Bench(64 // size, size, 5, 16, "priority" if seed % 3 == 0 else "fcfs", 64, caching, seed // 4 % 2 == 1)
   for _ in range(1000):
     live = [*bench.scheduler.running, *bench.scheduler.waiting]
     if len(live) < 8 and rng.random() < 0.4:
       priority = rng.randint(-2, 2) if seed % 3 == 0 else 0
-      bench.add(rng.randint(1, 40), rng.randint(1, 24), priority, rng.randint(0, 2), rng.choice([1, 1, 1, 2, 3]))
+      samples, reads = rng.choice([1, 1, 1, 2, 3]), rng.random() < 0.3
+      bench.add(rng.randint(1, 40), rng.randint(1, 24), priority, rng.randint(0, 2), samples, reads)
     elif live and rng.random() < 0.05: bench.abort(rng.choice(live))
     else: bench.step(fails=not bench.overlaps and rng.random() < 0.02)
   bench.ended_well()
   totals = bench.scheduler.totals
   assert totals["num_preemptions"] > 10 and (totals["prefix_cache_hits"] > 100) == caching, "that was meant to happen"
-  assert bool(totals["num_swapped"]) == bool(host) and (bench.loaded > 0) == bool(host)
 
 
-def test_preempted_sequences_come_back_from_host_memory():
-  """What a sequence had computed when it was preempted is not computed again, if there is room for it."""
-  for host in (0, 20):
-    bench = Bench(blocks=12, seqs=4, budget=48, caching=True, host=host)
-    first, second, third = (bench.add(prompt=12, n=30, family=i) for i in range(3))
-    computed = {seq: 0 for seq in bench.all}
-    while bench.scheduler.running or bench.scheduler.waiting:
-      for seq, n in bench.step().items(): computed[seq] += n
-    again = sum(computed.values()) - sum(len(seq.tokens) - 1 for seq in bench.all)   # the last one's K and V are not
-    assert bench.scheduler.totals["num_preemptions"] >= 2 and first.num_generated == third.num_generated == 30
-    if host: assert again == 0
-    else: assert again > 12
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_preempted_sequence_computes_again_what_is_not_found(caching):
+  bench = Bench(blocks=12, seqs=4, budget=48, caching=caching)
+  first, second, third = (bench.add(prompt=12, n=30, family=i) for i in range(3))
+  computed = lost = 0
+  while bench.scheduler.running or bench.scheduler.waiting:
+    had = {seq: seq.num_computed for seq in bench.scheduler.running}
+    computed += sum(bench.step().values())
+    lost += sum(n for seq, n in had.items() if seq in bench.scheduler.waiting)
+  again = computed - sum(len(seq.tokens) - 1 for seq in bench.all)   # the last one's K and V are not
+  totals = bench.scheduler.totals
+  assert totals["num_preemptions"] >= 2 and [seq.num_generated for seq in (first, second, third)] == [30] * 3
+  assert again == lost - totals["prefix_cache_hits"] > 12 and (totals["prefix_cache_hits"] > 0) == caching
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -240,14 +236,28 @@ def test_decodes_come_first_and_prompts_fill_the_rest_of_the_budget():
   assert list(bench.step().items()) == [(a, 1), (b, 1), (c, 1), (d, 2)]
 
 
-def test_a_request_preempted_when_its_tokens_fill_the_pool_comes_back():
-  bench = Bench(blocks=2, block_size=1, seqs=2, budget=8)
-  first, second = bench.add(prompt=1, n=2), bench.add(prompt=1, n=2)
+def test_a_request_preempted_one_token_before_it_fills_the_pool_comes_back():
+  bench = Bench(blocks=3, block_size=1, seqs=2, budget=8)
+  first, second = bench.add(prompt=1, n=9), bench.add(prompt=1, n=9)
   bench.step()
   bench.step()
   assert bench.scheduler.waiting == [second] and len(second.tokens) == 2
-  bench.finish()
-  assert first.num_generated == second.num_generated == 2
+  bench.ended_well()
+  assert first.num_generated == second.num_generated == 2, "as many as the pool holds with the prompt"
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("block_size", [1, 4, 12])
+def test_one_sequence_may_fill_the_pool_and_is_never_preempted(block_size, overlaps):
+  bench = Bench(blocks=12 // block_size, block_size=block_size, seqs=3, overlaps=overlaps)
+  first, others = bench.add(prompt=5, n=99), [bench.add(prompt=5, n=99, family=i) for i in (1, 2)]
+  before = 0
+  while not first.finish_reason:
+    bench.step()
+    if not first.exhausted: assert first.row is not None and first.num_computed > before, "it goes on in every step"
+    before = first.num_computed
+  bench.ended_well()
+  assert [len(seq.tokens) for seq in (first, *others)] == [12] * 3
 
 
 def test_no_more_sequences_run_than_max_num_seqs():

@@ -1,8 +1,6 @@
 """tinyvllm: a vLLM in under 1000 lines on tinygrad. Begin with `tinyvllm.generate("Hello")`, or with
 `LLM(model).generate(prompts, SamplingParams(...))`."""
 from .engine import LLM, LLMEngine, generate, generate_stream
-from .scheduler import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+from .scheduler import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "LLMEngine", "RequestMetrics", "RequestOutput", "SamplingParams", "generate",
-           "generate_stream"]
 __version__ = "0.1.0"

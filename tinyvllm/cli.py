@@ -1,5 +1,5 @@
 """The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming."""
-import argparse, logging, sys
+import argparse, json, logging, sys
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -13,9 +13,8 @@ OPTIONS = (EngineConfig, SamplingParams)   # every field of them is a flag
 def _stream(llm: LLM, prompt: Any, params: SamplingParams, shown: str = "") -> str:
   text = ""
   for output in llm.generate_stream(prompt, params):
-    text += output.outputs[0].text
     print(shown + output.outputs[0].text, end="", flush=True)
-    shown = ""
+    text, shown = text + output.outputs[0].text, ""
     logger.setLevel(logging.WARNING)   # from here on a line of the log would break the text
   print()
   return text
@@ -34,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
       default = f"default: {0.0 if f.name == 'temperature' else f.default}"
       if kind is bool: command.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)
       elif kind is list: command.add_argument(flag, nargs="+", type=kind_of(f)[1][0], help=default)
+      elif kind not in (int, float, str): command.add_argument(flag, type=json.loads, metavar="JSON", help=default)
       else: command.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=default)
   args = vars(parser.parse_args(argv))
   logging.basicConfig(format="%(message)s")

@@ -44,7 +44,9 @@ class Options:
                                         f"{f.name}={value!r} must list {limits[0].__name__}s, none empty")
       elif kind is str: check(value in limits, f"{f.name}={value!r} must be one of {', '.join(limits)}")
       elif limits and value is not None:
-        check(limits[0] <= value <= limits[1], f"{f.name}={value!r} must be from {limits[0]} to {limits[1]}")
+        given = value if isinstance(value, dict) else {0: value}   # by token id
+        ok = [type(i) is int and type(x) in (int, float) and limits[0] <= x <= limits[1] for i, x in given.items()]
+        check(all(ok), f"{f.name}={value!r} must be from {limits[0]} to {limits[1]}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,6 @@ class EngineConfig(Options):
   block_size: Annotated[int, 1, 256] = 16                 # tokens in one block of the KV cache
   gpu_memory_utilization: Annotated[float | int, 0.01, 1.0] = 0.9   # share of free memory for the KV cache
   num_gpu_blocks_override: Annotated[int | None, 2, 2**24] = None   # blocks, scratch block 0 included
-  swap_space: Annotated[float | int, 0, 1024] = 0         # GiB of host memory for blocks of preempted sequences
   enable_prefix_caching: bool = True                      # find what has been computed before, prompts and answers
   enforce_eager: bool = False                             # never capture a step as a graph: slow, for debugging
   seed: Annotated[int, -2**63, 2**63 - 1] = 0             # of the requests that bring none

@@ -2,14 +2,14 @@
 below knows token ids only."""
 import functools, itertools, pathlib, random, threading, time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
-from tinygrad import Device, Tensor, dtypes, helpers, nn
+from tinygrad import Device, dtypes, helpers, nn
 
 from .config import EngineConfig, ModelConfig, check, logger
 from .llama import Llama, load_weights, read_model, rope_table
 from .runner import Runner, allocate_caches, open_device
-from .scheduler import (MAX_BANNED, BlockManager, CompletionOutput, RequestMetrics, RequestOutput, SamplingParams,
+from .scheduler import (BlockManager, CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams,
                         Scheduler, Sequence)
 from .tokenizer import Tokenizer, load_tokenizer
 
@@ -32,9 +32,11 @@ class Request(Sequence):
   def decode(self) -> None:
     """Add the text of new tokens; finish at the first stop string."""
     params, stops, searched = self.params, self.params.stop or [], len(self.text)
-    ids = self.tokens[:-1] if self.finish_reason == "stop" and not params.include_stop_str_in_output else self.tokens
-    for start in (max(0, self.decoded - 8), 0):   # a token's text depends on those before, on all if the last have none
-      if before := self.tokenizer.decode(ids[start:self.decoded], params.skip_special_tokens): break
+    ended = self.finish_reason == "stop" and self.tokens[-1] in self.stop_ids
+    ids = self.tokens[:-1] if ended and not params.include_stop_str_in_output else self.tokens
+    for start in (max(0, self.decoded - 8), 0):   # a text depends on that before, on all if those have none or a half
+      before = self.tokenizer.decode(ids[start:self.decoded], params.skip_special_tokens)
+      if before and "\ufffd" not in before: break
     text = self.tokenizer.decode(ids[start:], params.skip_special_tokens)
     if self.finish_reason or not text.endswith("\ufffd"):   # else a character whose bytes have not all come
       self.text, self.decoded = self.text + text[len(before):], len(ids)
@@ -49,13 +51,17 @@ class Request(Sequence):
 
 def _output(runs: list[Request], seen: list[tuple[int, int]] | None = None) -> RequestOutput:
   """The samples of a prompt, but for the characters and tokens that have been seen of each."""
-  outputs: list[CompletionOutput] = []
+  outputs, n = list[CompletionOutput](), runs[0].num_prompt
   for run, (text, tokens) in zip(runs, seen or [(0, 0)] * len(runs), strict=True):
     run.decode()
-    ids, new = run.tokens[run.num_prompt + tokens:], run.text[text:run.shown]
-    outputs.append(CompletionOutput(len(outputs), new, ids, run.finish_reason, run.stop_reason))
-  run = runs[0]
-  return RequestOutput(run.request_id, run.prompt, run.tokens[:run.num_prompt], outputs, run.metrics, run.num_cached)
+    chosen = None if run.params.logprobs is None else [run.logprobs[i] for i in range(n, len(run.tokens))]
+    total = None if chosen is None else sum(p[i].logprob for p, i in zip(chosen, run.tokens[n:], strict=True))
+    outputs.append(CompletionOutput(
+      index=len(outputs), text=run.text[text:run.shown], token_ids=run.tokens[n + tokens:], stop_reason=run.stop_reason,
+      finish_reason=run.finish_reason, cumulative_logprob=total, logprobs=chosen and chosen[tokens:]))
+  of_prompt = None if runs[0].prompt_logprobs is None else [runs[0].logprobs.get(i) for i in range(n)]
+  return RequestOutput(request_id=run.request_id, prompt=run.prompt, prompt_token_ids=run.tokens[:n], outputs=outputs,
+                       metrics=run.metrics, num_cached_tokens=runs[0].num_cached, prompt_logprobs=of_prompt)
 
 
 class LLMEngine:
@@ -67,30 +73,25 @@ class LLMEngine:
     self.config = config = EngineConfig(**options)
     check(config.max_num_seqs <= config.max_num_batched_tokens, f"max_num_seqs={config.max_num_seqs} is above "
           f"max_num_batched_tokens={config.max_num_batched_tokens}: each running sequence decodes one token a step")
-    started = time.perf_counter()
     path = pathlib.Path(model or pathlib.Path(__file__).parent / "default_model").expanduser()
-    free = open_device()
-    check((path / "config.json").exists(), f"model={str(path)!r} must be a folder with config.json; "
-          "examples/convert_gguf.py makes one of a .gguf file")
+    started, free = time.perf_counter(), open_device()
+    check((path / "config.json").exists(), f"model={str(path)!r}: no config.json; of .gguf: examples/convert_gguf.py")
     hf, reader = read_model(path)
-    self.tokenizer = load_tokenizer(path)
-    self.model_config = shape = ModelConfig.from_hf(hf, path)
+    self.tokenizer, self.model_config = load_tokenizer(path), (shape := ModelConfig.from_hf(hf, path))
     self.max_model_len, limit = config.max_model_len or shape.max_position_embeddings, shape.max_position_embeddings
     check(self.max_model_len <= limit, f"max_model_len={self.max_model_len} must be at most the model's {limit}")
-    kind = self.config.dtype if self.config.dtype != "auto" else "float32" if Device.DEFAULT == "CPU" else "float16"
-    llama = Llama(self.model_config, dtype := getattr(dtypes, kind))
-    load_weights(llama, self.model_config, reader, path, dtype)
+    kind = config.dtype if config.dtype != "auto" else "float32" if Device.DEFAULT == "CPU" else "float16"
+    llama = Llama(shape, dtype := getattr(dtypes, kind))
+    load_weights(llama, shape, reader, path, dtype)
     left = max(0, free * config.gpu_memory_utilization - sum(x.nbytes() for x in nn.state.get_parameters(llama)))
     logger.info("loaded %s in %s on %s in %.1f s", path.name, kind, Device.DEFAULT, time.perf_counter() - started)
-    caches = allocate_caches(self.model_config, config, self.max_model_len, dtype, int(left))
-    self.runner = Runner(llama, config, rope_table(self.model_config, self.max_model_len).realize(), caches)
-    host_blocks = int(config.swap_space * 2**30 * self.runner.num_blocks) // sum(x.nbytes() for c in caches for x in c)
+    caches = allocate_caches(shape, config, self.max_model_len, dtype, int(left))
+    self.runner = Runner(llama, config, shape.vocab_size, rope_table(shape, self.max_model_len).realize(), caches)
     self.blocks = BlockManager(self.runner.num_blocks, config)
-    self.scheduler = Scheduler(config, self.blocks, self.runner, host_blocks)
-    self.requests: dict[str, list[Request]] = {}
+    self.scheduler, self.requests = Scheduler(config, self.blocks), dict[str, list[Request]]()
+    self.max_model_len = min(self.max_model_len, self.blocks.num_tokens)   # where an override holds less
     self._arrivals, self._random, self._lock = itertools.count(), random.Random(config.seed), threading.Condition()
-    self._stepping, self.seconds, self.scheduled = False, 1e-6, 0   # spent in steps; sequences that they advanced
-    self._running: tuple[list[Sequence], Tensor] | None = None   # the step that the device works on
+    self._stepping, self._running = False, cast(Any, None)   # _running: reads the step that the device works on
 
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
     """Queue a request: a str, {"prompt": str} or {"prompt_token_ids": [int]}. Lower priorities go first. Raises
@@ -103,30 +104,28 @@ class LLMEngine:
     text, ids = given.get("prompt"), given.get("prompt_token_ids")
     check(len(given) == 1 and (text and isinstance(text, str) or ids and isinstance(ids, list)), f"prompt={prompt!r} "
           "must be a str, {'prompt': str} or {'prompt_token_ids': list of int}, and not empty")
-    ids, pool = list(ids or self.tokenizer.encode(str(text))), self.blocks.num_tokens
-    for i in (*ids, *(params.stop_token_ids or ())):
-      check(type(i) is int and 0 <= i < self.model_config.vocab_size, f"token id {i!r} in prompt_token_ids or "
-            f"stop_token_ids must be an int from 0 to {self.model_config.vocab_size - 1}")
+    ids = list(ids or self.tokenizer.encode(str(text)))
+    vocab_size, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
+    for name in ("prompt_token_ids", "stop_token_ids", "allowed_token_ids", "logit_bias"):
+      for i in {"prompt_token_ids": ids, **vars(params)}[name] or ():
+        check(type(i) is int and 0 <= i < vocab_size, f"{name}: id {i!r} must be an int from 0 to {vocab_size - 1}")
     check(len(ids) < self.max_model_len, f"This model's maximum context length is {self.max_model_len} tokens. "
           f"However, the prompt has {len(ids)} and one more must fit: shorten it or raise max_model_len")
-    check(len(ids) < pool, f"The KV cache holds {pool} tokens. However, the prompt has {len(ids)} and one more must "
-          "fit: shorten it or raise gpu_memory_utilization or num_gpu_blocks_override")
-    check(type(priority) is int and (not priority or self.config.scheduling_policy == "priority"),
-          f"priority={priority!r} must be an int, and 0 unless scheduling_policy='priority'")
-    stop_ids = {*(() if params.ignore_eos else self.model_config.eos_token_ids), *(params.stop_token_ids or ())}
-    check(not params.min_tokens or len(stop_ids) <= MAX_BANNED, f"stop_token_ids: {len(stop_ids)} with the "
-          f"model's end tokens; with min_tokens at most {MAX_BANNED}")
+    ordered = type(priority) is int and (not priority or self.config.scheduling_policy == "priority")
+    check(ordered, f"priority={priority!r} must be an int, and 0 unless scheduling_policy='priority'")
+    stop_ids = frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())])
+    matcher = (form := params.structured_outputs) and self.tokenizer.matcher(form, vocab_size, eos)
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
-    arrival, shared = next(self._arrivals), (params, frozenset(stop_ids), self.max_model_len, RequestMetrics())
-    runs = [Request(text, self.tokenizer, request_id, ids.copy(), (priority, arrival, i), seed + i, *shared)
-            for i in range(params.n)]
+    bad = [self.tokenizer.encode(space + w.lstrip(), False) for w in params.bad_words or () for space in ("", " ")]
+    first, shared = (priority, next(self._arrivals)), (params, stop_ids, self.max_model_len, RequestMetrics(), bad)
+    runs = [Request(text, self.tokenizer, request_id, ids.copy(), (*first, i), seed + i, *shared,
+                    matcher and matcher.deep_copy()) for i in range(params.n)]
     runs[0].forks += runs[1:]
     return runs
 
   def _add(self, runs: list[Request]) -> None:
     with self._lock:
-      check((name := runs[0].request_id) not in self.requests, f"request_id={name!r} is in use: take another")
-      self.requests[name] = runs
+      check(self.requests.setdefault(name := runs[0].request_id, runs) is runs, f"request_id={name!r} is in use")
       self.scheduler.add(runs[0])
 
   def abort_request(self, request_id: str) -> None:
@@ -151,43 +150,46 @@ class LLMEngine:
     try:
       done, self._running = self._running, None
       if not self.runner.overlaps and step: done = self.runner.launch(step)
-      sampled = dict(zip(done[0], done[1].tolist(), strict=False)) if done else {}   # type: ignore[arg-type]
+      sampled, logprobs = done() if done else ({}, [])
       if self.runner.overlaps and step: self._running = self.runner.launch(step)
-      with self._lock: return [_output(runs) for runs in self._record(len(batch), sampled, started) if outputs]
+      with self._lock: return [_output(x) for x in self._record(len(batch), sampled, logprobs, started) if outputs]
     except BaseException:
       with self._lock:   # what the step was to compute is computed again
-        for seq in [s for s in batch if s.row is not None]: self.scheduler.preempt(seq, lost=True)
+        for seq in [s for s in batch if s.row is not None]: self.scheduler.preempt(seq)
       raise
     finally:
       with self._lock:
         self._stepping = False
         self._lock.notify_all()
 
-  def _record(self, scheduled: int, sampled: dict[Sequence, int], started: float) -> list[list[Request]]:
+  def _record(self, n: int, sampled: dict[Sequence, int], logprobs: list, started: float) -> list[list[Request]]:
     sampled = {seq: token for seq, token in sampled.items() if not seq.finish_reason}   # ended while the device worked
     self.scheduler.update(sampled)
-    changed = [runs for runs in self.requests.values()
-               if any(r in sampled for r in runs) or all(r.finish_reason for r in runs)]
-    ended = [self.requests.pop(runs[0].request_id) for runs in changed if all(r.finish_reason for r in runs)]
-    self.scheduler.totals.update(steps=1, generation_tokens=len(sampled), requests_finished=len(ended))
-    self.seconds, self.scheduled = self.seconds + time.perf_counter() - started, self.scheduled + scheduled
+    for ((seq, at), k), (own, rank, *best) in logprobs:
+      if at == len(seq.tokens): continue   # ended, too
+      found = [(seq.tokens[at], own, rank), *zip(best[:2 * k:2], best[1:2 * k:2], range(1, k + 1), strict=True)]
+      seq.logprobs[at] = {int(i): Logprob(x, int(r), self.tokenizer.decode([int(i)], False)) for i, x, r in found}
+    ended = {name for name, runs in self.requests.items() if all(run.finish_reason for run in runs)}
+    changed = [runs for name, runs in self.requests.items() if name in ended or not sampled.keys().isdisjoint(runs)]
+    for name in ended: del self.requests[name]
+    self.scheduler.totals.update(steps=1, generation_tokens=len(sampled), requests_finished=len(ended),
+                                 scheduled=n, seconds=time.perf_counter() - started)   # type: ignore
     return changed
 
   def _advance(self, runs: list[Request], tokens: int = 2**31) -> None:
     """Step, or wait while another thread does, until the request has more than `tokens` or has ended."""
-    def ready() -> bool:
-      return runs[0].request_id not in self.requests or sum(r.num_generated for r in runs) > tokens
+    def ready() -> bool: return runs[0].request_id not in self.requests or runs[0].metrics.num_generated > tokens
     while not ready(): self.step(False, ready)
 
   def get_metrics(self) -> dict[str, float]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
     queue, pool, totals = self.scheduler, self.blocks, self.scheduler.totals
-    found, shared = (pool.cached.get(pool.keys[b]) == b for b in [*pool.free_blocks]), (n > 1 for n in pool.ref_counts)
-    return {**totals, "tokens_per_second": totals["generation_tokens"] / self.seconds, "blocks_cached": sum(found),
-            "requests_per_second": totals["requests_finished"] / self.seconds, "blocks_shared": sum(shared),
-            "mean_batch_size": self.scheduled / max(1, totals["steps"]), "blocks_swapped": queue.num_swapped(),
+    found, seconds = (pool.cached.get(pool.keys[b]) == b for b in [*pool.free_blocks]), max(totals["seconds"], 1e-6)
+    blocks = {"blocks_used": pool.num_used(), "blocks_free": pool.num_free(), "blocks_cached": sum(found)}
+    return {**totals, **blocks, "blocks_shared": sum(n > 1 for n in pool.ref_counts),
             "num_requests_running": len(queue.running), "num_requests_waiting": len(queue.waiting),
-            "blocks_used": pool.num_used(), "blocks_free": pool.num_free()}
+            "mean_batch_size": totals["scheduled"] / max(1, totals["steps"]), "tokens_per_second":
+            totals["generation_tokens"] / seconds, "requests_per_second": totals["requests_finished"] / seconds}
 
 
 class LLM(LLMEngine):
@@ -202,8 +204,7 @@ class LLM(LLMEngine):
     requests = [self._request(f"generate-{next(self._arrivals)}", *pair) for pair in zip(prompts, params, strict=True)]
     try:
       for runs in requests: self._add(runs)
-      for runs in helpers.tqdm(requests, desc="generating", unit=" requests", disable=None if use_tqdm else True):
-        self._advance(runs)
+      for runs in helpers.tqdm(requests, "generating", not use_tqdm or None, unit=" requests"): self._advance(runs)
     finally:
       for runs in requests: self.abort_request(runs[0].request_id)
     return [_output(runs) for runs in requests]
@@ -215,12 +216,11 @@ class LLM(LLMEngine):
 
   def _stream(self, runs: list[Request]) -> Iterator[RequestOutput]:
     self._add(runs)
-    seen, finished = [(0, 0)] * len(runs), False
+    seen, output = [(0, 0)] * len(runs), None
     try:
-      while not finished:
+      while not output or not output.finished:
         self._advance(runs, sum(tokens for _, tokens in seen))
         with self._lock: output, seen = _output(runs, seen), [(r.shown, r.num_generated) for r in runs]
-        finished = output.finished
         yield output
     finally: self.abort_request(runs[0].request_id)
 
@@ -234,8 +234,7 @@ class LLM(LLMEngine):
     return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
 
-@functools.cache
-def _shared(model: str | pathlib.Path | None) -> LLM: return LLM(model)
+_shared = functools.cache(LLM)   # one engine for each model
 
 
 def generate(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> str:

@@ -24,14 +24,14 @@ TILES = [(8, 2**30, (1, 1, 16, 1)), (16, 2**30, (1, 2, 8, 1)), (32, 8192, (1, 4,
 
 
 def has_tensor_cores(dtype: DType) -> bool:
-  cores = Device[Device.DEFAULT].renderer.tensor_cores
-  return (MMA, dtype, dtypes.float32) in [(core.dims, core.dtype_in, core.dtype_out) for core in cores]
+  found = [(c.dims, c.dtype_in, c.dtype_out) for c in Device[Device.DEFAULT].renderer.tensor_cores]
+  return (MMA, dtype, dtypes.float32) in found
 
 
 def cpu_cores() -> int:
-  """Cores that share a kernel, where the device is a CPU; else 0."""
+  """Cores that share a kernel, where the device is a CPU; else 0. A few read all that memory gives, all cost."""
   renderer = Device[Device.DEFAULT].renderer
-  return 0 if renderer.has_local else renderer.global_max[0]   # type: ignore[index]
+  return 0 if renderer.has_local else min(8, renderer.global_max[0])   # type: ignore[index]
 
 
 def divisor(n: Any, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
@@ -98,23 +98,26 @@ def linear_kernel(cores: int, out: UOp, x: UOp, weight: UOp, *extras: UOp) -> UO
   opts: list[Any] = []
   if cores and lanes == 16:   # a CPU: 16 outputs x 2 rows in registers (more spill), the tiles shared among the cores
     of_t, rows = int(N16 > 1), math.gcd(T, 2)   # an axis of extent 1 is gone when opts are applied
-    opts = [(OptOps.UPCAST, of_t + (T > 1), 16), (OptOps.UPCAST, of_t, rows), (OptOps.THREAD, 0, divisor(N16, cores))]
+    threads = divisor(N16, cores) if T * K * N16 > 2**16 else 1   # below, another core is not awake in time
+    opts = [(OptOps.UPCAST, of_t + (T > 1), 16), (OptOps.UPCAST, of_t, rows), (OptOps.THREAD, 0, threads)]
   info = KernelInfo(name="linear", opts_to_apply=tuple(Opt(*o) for o in opts if o[2] > 1) or None)
   return out[t, n * lanes + lane].store(total.cast(out.dtype)).end(n, t, lane).sink(arg=info)
-
-
-def rms_kernel(lanes: int, eps: float, out: UOp, x: UOp) -> UOp:
-  t, k = UOp.range(x.shape[0], 0), UOp.range(K := x.shape[1], 1, AxisType.REDUCE)
-  opts = [Opt(op, 0, by) for op, by in ((OptOps.GROUP, lanes), (OptOps.UNROLL, math.gcd(K // lanes, 32))) if by > 1]
-  mean = fold(Ops.ADD, x[t, k].cast(dtypes.float32) * x[t, k].cast(dtypes.float32), k) / K
-  sink = out[t, 0].store((mean + eps).sqrt().reciprocal()).end(t)
-  return sink.sink(arg=KernelInfo(name="rms", opts_to_apply=tuple(opts) if lanes > 1 else ()))
 
 
 def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
   """Store each value at its index in out, seen flat."""
   i = UOp.range(index.shape[0], 0)
   return out.base.index(index[i].load()).store(values[i]).end(i).sink(arg=KernelInfo(name="scatter"))
+
+
+def adjust_kernel(logits: UOp, changes: UOp) -> UOp:
+  """Change single logits in place, by (E, 4) words: 1 + an index into them, seen flat (0: none), then in float32 what
+  is added, what then divides a positive logit and multiplies another, and what is subtracted from that."""
+  i = UOp.range(changes.shape[0], 0)
+  at, (bias, factor, penalty) = changes[i, 0].load(), [changes[i, j].load().bitcast(dtypes.float32) for j in (1, 2, 3)]
+  place = logits.base.index((at.cast(dtypes.weakint) - 1).valid(at > 0))
+  x = place.load() + bias
+  return place.store((x > 0).where(x / factor, x * factor) - penalty).end(i).sink(arg=KernelInfo(name="adjust"))
 
 
 def rope_kernel(q: UOp, keys: UOp, values: UOp, qkv: UOp, rope: UOp, tokens: UOp) -> UOp:
@@ -194,5 +197,5 @@ def attend_kernel(cores: int, out: UOp, q: UOp, keys: UOp, values: UOp, table: U
     fades = [(x - functools.reduce(UOp.maximum, sums)).exp2() for x in sums]
     mean = sum(f * x for f, x in zip(fades, means, strict=True)) / sum(fades)
   sink = _end(_end(out[t, h, g, dim].store(mean.cast(out.dtype)), e, g, *inside), *outside)
-  opts = (Opt(OptOps.THREAD, 0, divisor(T, cores)),) if divisor(T, cores) > 1 else ()
+  opts = (Opt(OptOps.THREAD, 0, divisor(T, cores)),) if divisor(T, cores) > 1 and T >= 8 else ()
   return sink.sink(arg=KernelInfo(name="attend", opts_to_apply=opts))

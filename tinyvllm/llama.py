@@ -4,7 +4,6 @@ v stored as one matrix and gate, up as one. Below it, how its files are read: sa
 tensor at a time, checked against the shapes that the config promises."""
 import json, math, pathlib
 from functools import partial
-from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -14,7 +13,6 @@ from tinygrad.dtype import DType
 from . import kernels
 from .config import ModelConfig, check, read_json
 
-Reader = dict[str, partial[np.ndarray]]   # a tensor's name in Hugging Face's files, and how to read it
 NORMS = {"qkv_proj": "input_layernorm", "gate_up_proj": "post_attention_layernorm"}   # whose weights are in these
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
@@ -60,19 +58,18 @@ class Linear:
                norm_eps: float | None = None):
     tile, cores = math.gcd(out_features, 16), kernels.cpu_cores()
     tensor_cores = tile == 16 and in_features % 32 == 0 and kernels.has_tensor_cores(dtype)
-    shape: tuple[int, ...] = (out_features // tile, tile, in_features)
-    if tensor_cores: shape = (out_features // 16, 2, 8, in_features // 32, 4, 2, 2, 2)
+    shape = (out_features // tile, *((2, 8, in_features // 32, 4, 2, 2, 2) if tensor_cores else (tile, in_features)))
     self.weight = Tensor.empty(*[shape[i] for i in STORED[len(shape)]], dtype=dtype)
     if bias: self.bias = Tensor.empty(out_features, dtype=dtype)
-    self.kernel = kernels.tensor_core_linear_kernel if tensor_cores else partial(kernels.linear_kernel, cores)
-    if norm_eps: self.rms = partial(kernels.rms_kernel, 1 if cores else math.gcd(in_features, 256), norm_eps)
+    kernel = kernels.tensor_core_linear_kernel if tensor_cores else partial(kernels.linear_kernel, cores)
+    self.kernel, self.norm_eps = kernel, norm_eps
 
   def __call__(self, x: Tensor, *residual: Tensor, dtype: DType | None = None) -> Tensor:
     """x: (T, in). residual: (T, out), added to the result. Returns (T, out)."""
-    new, extras = partial(Tensor.empty, x.shape[0], device=x.device), residual
-    if hasattr(self, "rms"): extras = (new(1, dtype=dtypes.float32).custom_kernel(x, fxn=self.rms)[0], *residual)
-    out = new(features(self.weight.shape)[0], dtype=dtype or x.dtype)
-    out = out.custom_kernel(x, self.weight, *extras, fxn=self.kernel)[0]   # (T, out)
+    square = x.float().square().mean(1, keepdim=True)   # (T, 1)
+    norm = [(square + self.norm_eps).rsqrt().contiguous()] if self.norm_eps else []
+    out = Tensor.empty(x.shape[0], features(self.weight.shape)[0], dtype=dtype or x.dtype, device=x.device)
+    out = out.custom_kernel(x, self.weight, *norm, *residual, fxn=self.kernel)[0]   # (T, out)
     return out + self.bias if hasattr(self, "bias") else out
 
 
@@ -120,12 +117,12 @@ class Llama:
     return self.lm_head(self.norm(x[samples]).cast(x.dtype).contiguous(), dtype=dtypes.float32)
 
 
-def read_model(folder: pathlib.Path) -> tuple[dict[str, Any], Reader]:
+def read_model(folder: pathlib.Path) -> tuple[dict, dict]:
   """The content of config.json, with generation_config.json's end tokens, and the tensors of model.safetensors or of
-  the shards that model.safetensors.index.json names."""
+  the shards that model.safetensors.index.json names: by name, what reads each."""
   config, index = read_json(folder / "config.json"), read_json(folder / "model.safetensors.index.json")
   config["eos_token_id"] = (config | read_json(folder / "generation_config.json")).get("eos_token_id")
-  reader: Reader = {}
+  reader = {}
   for path in {folder / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}:
     try: safe_open(path, "np")   # it checks the file, but cannot read bfloat16
     except (OSError, SafetensorError) as e: raise ValueError(f"{path} is missing, damaged or cut short: {e}") from e
@@ -138,7 +135,7 @@ def read_model(folder: pathlib.Path) -> tuple[dict[str, Any], Reader]:
   return config, reader
 
 
-def load_weights(model: Llama, config: ModelConfig, reader: Reader, source: pathlib.Path, dtype: DType) -> None:
+def load_weights(model: Llama, config: ModelConfig, reader: dict, source: pathlib.Path, dtype: DType) -> None:
   """Fill the model's tensors. Raises ValueError naming the file and the tensor that is missing, surplus or
   misshapen."""
   def take(name: str, *shape: int) -> np.ndarray:

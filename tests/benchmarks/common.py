@@ -101,7 +101,7 @@ def open_llm(args: argparse.Namespace, **options) -> LLM:
 def stub_tokenizer():
   """While entered, a folder needs no tokenizer: prompts are ids, and an id's text is a letter."""
   def decode(ids: list[int]) -> str: return "".join(chr(97 + i % 26) for i in ids)
-  stub = Tokenizer(lambda text, special: [3], decode, {}, set(), {})
+  stub = Tokenizer(lambda text, special: [3], decode, {}, set(), {}, [])
   return patch("tinyvllm.engine.load_tokenizer", lambda path: stub)
 
 

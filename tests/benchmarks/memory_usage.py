@@ -12,8 +12,8 @@ utilization: tokens stored over slots of the blocks held, the mean of all steps 
 serves several sequences. MiB each: blocks held over sequences, shared ones counted once; unshared: the same if each had
 its own. With --overhead, instead: tokens/s of prompts that have nothing in common, with the prefix cache and without,
 by turns. With --pressure: seconds that --requests prompts of 128 to 512 tokens take, 192 out, with all the blocks that
-they need, and with a quarter, by recompute and by swap. With --plan: what a step of each shape takes beside weights and
-KV cache, by tinygrad's plan of its memory."""
+they need, and with a quarter, where those preempted are computed again. With --plan: what a step of each shape takes
+beside weights and KV cache, by tinygrad's plan of its memory."""
 import json
 import random
 import statistics
@@ -29,7 +29,7 @@ from tinygrad.engine.realize import capturing
 from tinygrad.schedule.memory import memory_plan_rewrite
 from tinygrad.uop.ops import Ops, buffers
 
-from tinyvllm.runner import FIELDS, _zeros
+from tinyvllm.runner import _zeros
 
 OWN, NEW = 16, 64   # tokens after the prefix; tokens generated in a load
 
@@ -58,14 +58,14 @@ def engine(args, cache: bool, length: int, **options) -> LLM:
 
 
 def pool_engine(args, cache: bool) -> LLM:
-  return engine(args, cache, args.max_model_len, max_num_seqs=2 * args.requests, swap_space=args.swap_space,
+  return engine(args, cache, args.max_model_len, max_num_seqs=2 * args.requests,
                 num_gpu_blocks_override=args.blocks + 1)
 
 
 def sharing(llm: LLM, args, n: int, new: int, seed: int) -> list[dict]:
   """n prompts of a common prefix, as much of --prefix as fits in whole blocks, and OWN tokens each."""
   size, vocabulary, rng = llm.config.block_size, llm.model_config.vocab_size, random.Random(seed)
-  fits = (min(llm.max_model_len, llm.blocks.num_tokens) - OWN - new) // size * size
+  fits = (llm.max_model_len - OWN - new) // size * size
   prefix = common.random_ids(vocabulary, min(args.prefix, fits), rng)["prompt_token_ids"]
   return [{"prompt_token_ids": prefix + common.random_ids(vocabulary, OWN, rng)["prompt_token_ids"]} for _ in range(n)]
 
@@ -125,7 +125,7 @@ def measure_load(llm: LLM, prompts: list[dict]) -> dict:
           "utilization": statistics.fmean(used), "utilization_least": min(used),
           "bytes_each": block * statistics.fmean(s.held / s.running for s in full),
           "bytes_unshared": block * statistics.fmean(s.listed / s.running for s in full),
-          **{k: after[k] - before[k] for k in ("num_preemptions", "num_swapped")}}
+          "num_preemptions": after["num_preemptions"] - before["num_preemptions"]}
 
 
 def measure_memory(args) -> dict:
@@ -147,11 +147,11 @@ def measure_memory(args) -> dict:
   loads = {f"{name} in, {NEW} out": measure_load(llm, prompts) for name, prompts in kinds.items()}
   rows = [[name, str(x["requests"]), f"{x['at_once']:g}", str(x["most"]), str(x["preallocated"]),
            f"{x['utilization']:.1%}", f"{x['utilization_least']:.0%}", f"{x['bytes_each'] / 2**20:.2f}",
-           f"{x['bytes_unshared'] / 2**20:.2f}", f"{x['num_preemptions']:g}", f"{x['num_swapped']:g}"]
+           f"{x['bytes_unshared'] / 2**20:.2f}", f"{x['num_preemptions']:g}"]
           for name, x in loads.items()]
   print(f"{llm.blocks.num_tokens} tokens of KV cache in {args.blocks} blocks, max_model_len {llm.max_model_len}")
   common.print_table(["load", "requests", "at once", "most", "preallocated", "utilization", "least", "MiB each",
-                      "unshared", "preempted", "swapped"], rows)
+                      "unshared", "preempted"], rows)
   return {"prefill": prefill, "ratio": ratio, "loads": loads}
 
 
@@ -178,45 +178,36 @@ def measure_overhead(args) -> dict:
 
 
 def measure_pressure(args) -> dict:
-  """Requests of the same lengths, three times, the last time timed, through three pools."""
+  """Requests of the same lengths, three times, the last time timed, through two pools."""
   rng, results, rows = random.Random(args.seed), {}, []
   longest = min(512, common.hf_config(args)["max_position_embeddings"] - 192)
   lengths = [rng.choice([longest // 4, longest // 2, longest]) for _ in range(args.requests)]
-  need, swap = sum(-(-(n + 192) // 16) for n in lengths), args.swap_space or 32
-  for name, blocks, space in (("all", need + 1, 0), ("a quarter, recompute", need // 4, 0),
-                              ("a quarter, swap", need // 4, swap)):
-    llm = engine(args, True, 1024, max_num_seqs=args.requests, num_gpu_blocks_override=blocks, swap_space=space)
+  need, least = sum(-(-(n + 192) // 16) for n in lengths), -(-(longest + 192) // 16)   # blocks; of the longest alone
+  for name, blocks in (("all", need + 1), ("a quarter", max(need // 4, least + 1))):
+    llm = engine(args, True, 1024, max_num_seqs=args.requests, num_gpu_blocks_override=blocks)
     for i in range(3):
       prompts = [common.random_ids(llm.model_config.vocab_size, n, rng) for n in lengths]
       before, (_, seconds) = llm.get_metrics(), timed(llm, prompts, 192, warm=i > 1)
     after = llm.get_metrics()
-    row = {k: after[k] - before[k] for k in ("num_preemptions", "num_swapped", "prefix_cache_hits")}
+    row = {k: after[k] - before[k] for k in ("num_preemptions", "prefix_cache_hits")}
     results[name] = {"blocks": blocks, "seconds": seconds, **row}
     rows.append([name, str(blocks), f"{seconds:.2f}", *(f"{x:g}" for x in row.values())])
-    if space:
-      started = time.perf_counter()
-      saved = [llm.runner.save(block) for block in range(1, 17)]
-      middle = time.perf_counter()
-      for block, content in enumerate(saved, 1): llm.runner.load(block, content)
-      results["save ms"], results["load ms"] = ((middle - started) / 16e-3, (time.perf_counter() - middle) / 16e-3)
     del llm
-  common.print_table(["pool", "blocks", "seconds", "preempted", "swapped", "tokens found"], rows)
-  print(f"a block: {results['save ms']:.2f} ms to host memory, {results['load ms']:.2f} ms back")
+  common.print_table(["pool", "blocks", "seconds", "preempted", "tokens found"], rows)
   return results
 
 
 def measure_plan(args) -> dict:
   """Nothing is run or compiled: a step is traced, and its buffers are laid out as a capture would."""
-  llm = engine(args, True, args.max_model_len, max_num_seqs=64, num_gpu_blocks_override=2)
+  llm = engine(args, True, args.max_model_len, max_num_seqs=64, num_gpu_blocks_override=args.max_model_len // 16 + 2)
   results, rows, T = {}, [], llm.config.max_num_batched_tokens
   while T:
     for greedy in (True, False):
-      linears, rows_sampled = [], min(T, 64)
-      step = _zeros(8 * T + (0 if greedy else rows_sampled * FIELDS.itemsize // 4))
-      held = {*buffers}
+      linears, step = [], _zeros(16 * T)
+      held = {*buffers, *(x.uop.base for layer in llm.runner.caches for x in layer)}
       capturing.append(SimpleNamespace(add_linear=lambda linear, values, linears=linears: linears.append(linear)))
       started = time.perf_counter()
-      try: llm.runner._compute(step, T, rows_sampled, greedy)
+      try: llm.runner._compute(step, T, min(T, 64), not greedy, 0, 1, 0, False)   # no log probabilities, changes, masks
       finally: capturing.clear()
       plan = memory_plan_rewrite(UOp(Ops.LINEAR, src=tuple(x for linear in linears for x in linear.src)), held)
       took = sum(u.nbytes() for u in {u for u in plan.toposort() if u.op is Ops.BUFFER and u not in held})
@@ -236,7 +227,6 @@ def main() -> None:
   parser.add_argument("--prefix", type=common.positive, default=1024, help="tokens that they share")
   parser.add_argument("--blocks", type=common.positive, default=256, help="the pool, in blocks of 16 tokens")
   parser.add_argument("--max-model-len", type=common.positive, default=2048, help="tokens of a sequence at most")
-  parser.add_argument("--swap-space", type=float, default=0, help="GiB of host memory for preempted sequences")
   parser.add_argument("--overhead", action="store_true", help="instead measure what the cache costs if nothing hits")
   parser.add_argument("--pressure", action="store_true", help="instead time a pool of a quarter of the blocks needed")
   parser.add_argument("--plan", action="store_true", help="instead print the memory of a step of each shape")

@@ -1,0 +1,449 @@
+"""What a request may ask for beside temperature and the like: penalties, biases, masks, log probabilities. Against
+plain numpy, one function at a time and through the engine."""
+import functools
+
+import numpy as np
+import pytest
+import sentencepiece
+from hypothesis import Phase, given, settings, strategies as st
+from reference import (ENGINE, reference_greedy, reference_keep, reference_logits, reference_probabilities,
+                       sentencepiece_model, tiny_model)
+from test_sampling import chi_square_passes
+from tinygrad import Tensor, TinyJit
+
+from tinyvllm import LLM, Logprob, SamplingParams
+from tinyvllm.kernels import adjust_kernel
+from tinyvllm.sampling import restrict, sample, top_logprobs
+
+ROWS, SPM = 128, sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
+
+
+# the functions
+
+def cases(*strategies):
+  """Two vocabularies, of which one fills the last word of a mask, 40 calls, and 128 rows: 10,240 random cases."""
+  many = settings(max_examples=40, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
+  one = given(st.builds(np.random.default_rng, st.integers(0, 2**32 - 1)), *strategies)
+  return lambda test: pytest.mark.parametrize("V", [64, 50])(many(one(test)))
+
+
+@functools.cache
+def jit(function, shape, *constants): return TinyJit(lambda *x: function(*x, *constants).realize())
+def call(function, *arrays, constants=()):
+  return jit(function, arrays[0].shape, *constants)(*[Tensor(x).realize() for x in arrays]).numpy()
+
+
+def adjust(logits, changes): return logits.clone().custom_kernel(changes, fxn=adjust_kernel)[0]
+
+
+def entries(touched, *values):
+  """What the kernel reads of each logit of (S, V): 1 + its place, or 0 where it is not to be touched, and values."""
+  at = touched * np.arange(1, 1 + touched.size, dtype=np.int32).reshape(touched.shape)
+  return np.stack([at.view(np.float32), *values], 2, dtype=np.float32).view(np.int32).reshape(-1, 4)
+
+
+def log_softmax(x):
+  x = x - x.max(1, keepdims=True)
+  return x - np.log(np.exp(x).sum(1, keepdims=True))
+
+
+def logits_of(rng, V):
+  """(ROWS, V), peaked and flat rows, with many ties and few, near zero and far. Of a grid, so that float32 has them
+  exactly and no two are apart by less than its rounding."""
+  scale, grid = rng.choice([0.05, 1, 3, 8], (ROWS, 1)), rng.choice([1, 4, 256], (ROWS, 1))
+  x = np.round(rng.standard_normal((ROWS, V)) * scale * grid) / grid + rng.choice([-16, 0, 0, 16], (ROWS, 1))
+  return x.astype(np.float32)
+
+
+@cases()
+def test_restrict_takes_what_has_no_bit(V, rng):
+  logits, bits = logits_of(rng, V), rng.random((ROWS, 64)) < rng.choice([0.02, 0.5, 0.98], (ROWS, 1))   # some beyond V
+  words = (bits.reshape(ROWS, 2, 32) << np.arange(32, dtype=np.uint32)).sum(2, dtype=np.uint32).view(np.int32)
+  np.testing.assert_array_equal(call(restrict, logits, words), np.where(bits[:, :V], logits, -np.inf))
+
+
+@cases()
+def test_adjust_adds_then_divides_or_multiplies_then_subtracts(V, rng):
+  logits, touched = logits_of(rng, V), rng.random((ROWS, V)) < rng.choice([0, 0.1, 0.9], (ROWS, 1))
+  logits[rng.random((ROWS, V)) < rng.choice([0, 0.5, 0.98], (ROWS, 1))] = -np.inf
+  choices = np.arange(-100, 100.1, 0.25), [1, 1, 0.01, 0.3, 1.1, 2, 100], np.arange(-10, 10.1, 0.125)
+  bias, factor, penalty = (rng.choice(x, (ROWS, V)).astype(np.float32).astype(float) for x in choices)
+  got, x, finite = call(adjust, logits, entries(touched, bias, factor, penalty)), logits + bias, np.isfinite(logits)
+  assert np.isneginf(got[~finite]).all(), "what may not come still may not"
+  scaled, penalty, new = np.where(x > 0, x / factor, x * factor), penalty[finite & touched], got[finite & touched]
+  scaled = scaled[finite & touched]
+  assert (np.abs(new - (scaled - penalty)) <= 1e-6 * (np.abs(scaled) + np.abs(penalty))).all()
+  np.testing.assert_array_equal(got[~touched], logits[~touched])
+
+
+@cases(st.sampled_from([0, 20]))
+def test_top_logprobs_are_those_of_a_log_softmax(V, rng, k):
+  logits, ids = logits_of(rng, V), rng.integers(0, V, (ROWS, 1)).astype(np.int32)
+  got, best = call(top_logprobs, logits, ids[:, 0], constants=(k,)), np.argsort(-logits, 1, kind="stable")[:, :k]
+  assert got.shape == (ROWS, 2 + 2 * k)
+  np.testing.assert_array_equal(got[:, 1:2], 1 + (logits > np.take_along_axis(logits, ids, 1)).sum(1, keepdims=True))
+  np.testing.assert_array_equal(got[:, 2::2], best)
+  expected = np.take_along_axis(log_softmax(logits.astype(float)), np.hstack([ids, best]), 1)
+  np.testing.assert_allclose(np.hstack([got[:, :1], got[:, 3::2]]), expected, atol=2e-6, rtol=1e-6)
+
+
+def settings_of(rng, V):
+  """temperature, top_k, top_p, min_p of a row, as float32 has them: the edges, and anything between."""
+  choices = ([0, 0.05, 0.5, 1, 1, 2, 30, rng.uniform(0.1, 3)],
+             [-1, 0, 0, 1, 2, rng.integers(1, V), V - 1, V, V + 9, 2**31 - 1],
+             [1, 1, 1e-6, 0.999, rng.uniform(1e-3, 1), rng.uniform(0.8, 1)],
+             [0, 0, 1, rng.uniform(0, 1)**4, rng.uniform(0, 0.1)])
+  return [np.array(rng.choice(x), kind).item() for x, kind in zip(choices, "fiff", strict=True)]
+
+
+def decided(logits, temperature, top_k, top_p, min_p):
+  """Whether each token is kept or not by more than float32's rounding, which for p is that of the logit behind it."""
+  if temperature == 0: return True
+  x = logits[np.isfinite(logits)].astype(float) / temperature
+  doubt, ratio = 1e-6 + 3e-7 * np.abs(x).max(), np.exp(x - x.max())
+  if (np.abs(ratio - min_p) <= doubt * min_p)[ratio < 1].any(): return False
+  ratio = np.sort(ratio[ratio >= min_p])[::-1]
+  if 0 < top_k < len(ratio): ratio = ratio[ratio >= ratio[top_k - 1]]
+  return top_p == 1 or (np.abs(np.cumsum(ratio) / ratio.sum() - top_p) > doubt).all()
+
+
+@cases()
+def test_sampled_ids_are_of_those_that_the_reference_keeps(V, rng):
+  logits, rows = logits_of(rng, V), []
+  masked = rng.random((ROWS, V)) < rng.choice([0, 0, 0.5, 0.9, 1], (ROWS, 1))
+  masked[np.arange(ROWS), rng.integers(0, V, ROWS)] = False   # of the last kind all but one
+  logits[masked] = -np.inf
+  for x in logits:
+    while not decided(x, *(row := settings_of(rng, V))): pass
+    rows.append(row)
+  columns = [np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), "fiff", strict=True)]
+  keep = [reference_keep(x, *row) & np.isfinite(x) if row[0] else np.arange(V) == x.argmax()
+          for x, row in zip(logits, rows, strict=True)]
+  seeds, positions = rng.integers(0, 2**32, (ROWS, 2), np.uint32), rng.integers(0, 2**20, ROWS).astype(np.int32)
+  ids = call(sample, logits, *columns, seeds, positions)
+  for row, i in enumerate(ids): assert keep[row][i], (i, rows[row], logits[row].tolist())
+
+
+def frequencies_fit(ids, logits, temperature, **filters):
+  p = reference_probabilities(logits, temperature) * reference_keep(logits, temperature, **filters)
+  return (p[ids] > 0).all() and chi_square_passes(ids, p / p.sum())
+
+
+def test_frequencies_after_bias_and_penalties_and_all_that_keeps_tokens():
+  logits = 2 * np.random.default_rng(0).standard_normal(50, np.float32)
+  order, filters = np.argsort(-logits), {"temperature": 1.4, "top_k": 14, "top_p": 0.93, "min_p": 0.03}
+  bias, factor, penalty = np.zeros(50), np.ones(50), np.zeros(50)
+  bias[order[[3, 12, 30]]], factor[order[[0, 5, 45]]], penalty[order[:8:3]] = (-1.5, 2, 4), (1.8, 0.6, 3), (1, -1, 2)
+  x = np.where(logits + bias > 0, (logits + bias) / factor, (logits + bias) * factor) - penalty
+  assert 6 < reference_keep(x, **filters).sum() < 14, "more than top_k was meant to matter"
+  rows = [np.tile(value, (ROWS, 1)) for value in (logits, np.ones(50, bool), bias, factor, penalty)]
+  adjusted, positions = call(adjust, rows[0], entries(*rows[1:])), np.arange(ROWS, dtype=np.int32)
+  columns = [np.full(ROWS, value, kind) for value, kind in zip(filters.values(), "fiff", strict=True)]
+  seeds = [np.full((ROWS, 2), seed, np.uint32) for seed in range(32)]
+  ids = np.concatenate([call(sample, adjusted, *columns, seed, positions) for seed in seeds])
+  assert frequencies_fit(ids, x, **filters) and not frequencies_fit(ids, logits, **filters)
+
+
+# through the engine, against each step's logits changed by hand
+
+N, END = 18, 302   # tokens of a text; the end token of the models here, which greedy texts meet
+
+
+def params(size, **o): return SamplingParams(**{"temperature": 0.0, "max_tokens": size, "ignore_eos": True, **o})
+def seeded(size, seed, **options): return params(size, **{"temperature": 0.9, "top_p": 0.95, "seed": seed, **options})
+def tokens(ids): return {"prompt_token_ids": list(ids)}
+def ids_of(output): return output.outputs[0].token_ids
+def samples(output): return [c.token_ids for c in output.outputs]
+def prompt(length, salt=0): return [259 + (7 * i + 5 * salt + i * i) % 61 for i in range(length)]
+
+
+def encodings(words, encode=SPM.EncodeAsIds):   # of bad words, as vLLM has them
+  pairs = [(encode(word), encode(" " + word)) for word in words]
+  return [ids for a, b in pairs for ids in ([a, b] if len(a) == len(b) and a[0] != b[0] else [a])]
+
+
+def ends_of(o): return {*o.get("stop_token_ids", []), *([] if o.get("ignore_eos", True) else [2, END])}
+def changed(logits, before, said, o, encode=SPM.EncodeAsIds):
+  """Logits (V,) of one step after the options o, where `said` follows the prompt `before`."""
+  x, bias = logits.copy(), {int(i): value for i, value in o.get("logit_bias", {}).items()}
+  banned = ends_of(o) if len(said) < o.get("min_tokens", 0) else set()
+  for *first, last in encodings(o.get("bad_words", []), encode):
+    if len(said) >= len(first) and said[len(said) - len(first):] == first: banned.add(last)
+  may = o.get("allowed_token_ids", range(len(x)))
+  may = [i for i in may if i not in banned] or may
+  for i in range(len(x)):
+    x[i] += bias.get(i, 0)
+    if i in before or i in said: x[i] *= o.get("repetition_penalty", 1.0) ** (-1 if x[i] > 0 else 1)
+    x[i] -= o.get("frequency_penalty", 0) * said.count(i) + o.get("presence_penalty", 0) * (i in said)
+  return np.where(np.isin(np.arange(len(x)), may), x, -np.inf)
+
+
+def naive(folder, before, n, encode=SPM.EncodeAsIds, counted=None, **o):
+  """The greedy ids that follow a prompt, of which `counted` is what the penalties count."""
+  said = []
+  while len(said) < n and not ends_of(o) & {*said}:
+    x = changed(reference_logits(folder, [*before, *said])[-1], counted or before, said, o, encode)
+    best = np.sort(x[np.isfinite(x)])[-2:]
+    assert len(best) == 1 or best[1] > best[0] + 1e-4, "a tie, which rounding decides: take another prompt"
+    said.append(int(x.argmax()))
+  return said
+
+
+CASES = {name: (prompt(3 + salt % 7, salt), options) for name, (salt, options) in {
+  "repetition": (5, {"repetition_penalty": 1.5}), "repetition below one": (2, {"repetition_penalty": 0.6}),
+  "presence": (9, {"presence_penalty": 1.5}), "presence below zero": (1, {"presence_penalty": -1.5}),
+  "frequency": (8, {"frequency_penalty": 0.6}), "frequency below zero": (4, {"frequency_penalty": -1.25}),
+  "a bias of -100": (16, {"logit_bias": {278: -100, 274: -100.0}}), "of 100": (17, {"logit_bias": {300: 100.0}}),
+  "JSON's": (18, {"logit_bias": {"300": 3.5, "7": 6, "306": 2}}), "min": (10, {"ignore_eos": False, "min_tokens": 6}),
+  "allowed": (7, {"allowed_token_ids": [*range(259, 320, 4), 6]}),
+  "a bad word of one token": (19, {"bad_words": ["n", "is"]}), "of several": (2, {"bad_words": ["wm", "oyl", "a"]}),
+  "three stop ids": (22, {"stop_token_ids": [312, 282, 9], "min_tokens": 9}),
+  "300 stop ids": (23, {"stop_token_ids": [*range(3, 303)], "min_tokens": 8}),
+  "all of them": (10, {
+    "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {"302": 2.5, 306: -1},
+    "allowed_token_ids": [*range(3, 60), *range(261, 320)], "bad_words": ["wm", "s"], "min_tokens": 7,
+    "stop_token_ids": [*range(285, 305)], "ignore_eos": False, "temperature": 1e-6, "top_k": 4, "top_p": 0.5})}.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("fields"), words=True, eos_token_id=[2, END])
+
+
+@pytest.fixture(scope="module")
+def llm(folder): return LLM(folder, **{**ENGINE, "max_num_seqs": 16})
+
+
+@pytest.fixture(scope="module")
+def small(folder):   # two at once, in 10 blocks of 4 tokens
+  return LLM(folder, num_gpu_blocks_override=11, **{**ENGINE, "max_num_seqs": 2, "max_num_batched_tokens": 2})
+
+
+@pytest.fixture(scope="module")
+def expected(folder):   # by the case, and whether it has its options
+  return {(name, has): naive(folder, before, N, **options if has else {})
+          for has in (True, False) for name, (before, options) in CASES.items()}
+
+
+def generate(engine, jobs):
+  return [ids_of(o) for o in engine.generate([tokens(CASES[name][0]) for name, _ in jobs],
+                                             [params(N, **CASES[name][1] if has else {}) for name, has in jobs])]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_greedy_ids_are_the_best_of_the_changed_logits_and_nothing_is_left_in_the_row(llm, expected, name):
+  assert expected[name, True] != expected[name, False][:len(expected[name, True])], "that was meant to matter"
+  for job in ((name, True), (name, False), (name, True)): assert generate(llm, [job]) == [expected[job]]
+
+
+def test_each_of_a_mixed_batch_is_as_alone_and_after_preemption_and_in_a_row_that_was_anothers(llm, small, expected):
+  jobs, before = [(name, True) for name in CASES], small.get_metrics()["num_preemptions"]
+  others = [(name, i % 3 > 0) for i, name in enumerate([*CASES] * 3)]   # 48 in 16 rows, or two
+  for engine, batch in ((llm, jobs), (llm, others), (small, others)):
+    assert generate(engine, batch) == [expected[job] for job in batch]
+  assert small.get_metrics()["num_preemptions"] > before + 3, "the pool was meant to be too small"
+
+
+def test_a_prompt_in_chunks_or_found_in_the_cache_counts_as_a_whole(llm, folder):
+  options = {"repetition_penalty": 2.0, "presence_penalty": 0.5, "bad_words": ["n", "no"], "logit_bias": {306: -2}}
+  for salt in (31, 32, 33):
+    before = prompt(45, salt)   # steps are of 16
+    ids = naive(folder, before, N, **options)
+    assert ids != naive(folder, before, N, counted=before[-13:], **options), "that was meant to matter"
+    outputs = [llm.generate(tokens(before), params(N, **options))[0] for _ in range(2)]
+    assert [ids_of(o) for o in outputs] == [ids, ids] and [o.num_cached_tokens for o in outputs] == [0, 44]
+
+
+def test_a_bad_word_that_the_prompt_begins_may_end(llm, folder):
+  w, m = SPM.EncodeAsIds("wm")
+  for bias, first in ({m: 8.0}, m), ({w: 1.0}, w):
+    before, options = [*prompt(4, 1), w], {"bad_words": ["wm"], "allowed_token_ids": [w, m], "logit_bias": bias}
+    ids = ids_of(llm.generate(tokens(before), params(N, **options))[0])
+    assert ids == naive(folder, before, N, **options) and ids[0] == first
+    assert (w, m) not in zip(ids, ids[1:], strict=False)
+
+
+def test_a_bad_word_is_taken_with_a_space_before_it_too(tmp_path):
+  """By a tokenizer that has both: byte-level, where a space is a part of the token behind it."""
+  from test_tokenizer import byte_level_bpe
+  model = byte_level_bpe()
+  model.save(str(tmp_path / "tokenizer.json"))
+  folder = tiny_model(tmp_path, tokenizer=False, vocab_size=model.get_vocab_size())
+  def encode(text): return model.encode(text).ids
+  forms = encode("the") + encode(" the")
+  options = {"bad_words": ["the"], "logit_bias": dict.fromkeys(forms, 9.0)}
+  assert len(forms) == 2 and encodings(["the"], encode) == [[i] for i in forms]
+  assert naive(folder, [5, 6, 7], 1, **{**options, "bad_words": []}) == forms[1:], "that was meant to come"
+  ids = ids_of(LLM(folder, **ENGINE).generate(tokens([5, 6, 7]), params(4, **options))[0])
+  assert ids == naive(folder, [5, 6, 7], 4, encode, **options) and not {*ids} & {*forms}
+
+
+def test_where_all_that_is_allowed_is_held_back_it_may_come_all_the_same(llm, folder):
+  options = {"allowed_token_ids": [300, 301], "stop_token_ids": [*range(320)], "min_tokens": 3}
+  ids = ids_of(llm.generate(tokens(prompt(5, 3)), params(6, **options))[0])
+  assert ids[:1] == naive(folder, prompt(5, 3), 1, **options) and {*ids} <= {300, 301}
+
+
+@pytest.mark.parametrize("kind", [{}, {"temperature": 0.8, "seed": 1}], ids=["greedy", "sampled"])
+def test_a_batch_without_fields_takes_no_other_graph_after_one_with_them(llm, kind):
+  jobs, steps, kept = [tokens(prompt(9, 60 + i)) for i in range(3)], llm.runner.steps, llm.runner.steps.copy()
+  fields = {"repetition_penalty": 1.5, "logit_bias": {5: 1.0}, "allowed_token_ids": [*range(99)]}
+  llm.generate(jobs, params(2))   # from here on the prompts are found
+  steps.clear()
+  llm.generate(jobs, params(3, **kind))
+  plain = steps.copy()
+  llm.generate(jobs, params(3, **kind, **fields))
+  assert len(steps) > len(plain)
+  kept |= steps
+  for key in {*steps} - {*plain}: del steps[key]
+  llm.generate(jobs, params(3, **kind, repetition_penalty=1.0))   # which changes nothing
+  assert {*steps} == {*plain}
+  steps.update(kept)
+
+
+def test_first_tokens_are_as_frequent_as_the_changed_logits_say(llm, folder):
+  before, filters = prompt(17, 50), {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+  options = {"repetition_penalty": 1.6, "logit_bias": {before[0]: 3.0, 306: -1.5}}
+  logits = reference_logits(folder, before)[-1]
+  outputs = llm.generate([tokens(before)] * 600, [seeded(1, i, **options, **filters) for i in range(600)])
+  ids = np.array([ids_of(o)[0] for o in outputs])
+  assert frequencies_fit(ids, changed(logits, before, [], options), **filters)
+  assert not frequencies_fit(ids, logits, **filters), "or the test could not fail"
+
+
+# seeds
+
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+SEEDED = [(tokens(prompt(17, 70 + i)), {"seed": 900 + i, **PENALTIES}) for i in range(16)]
+
+
+@pytest.fixture(scope="module")
+def alone(llm): return [ids_of(llm.generate(job, seeded(N, **o))[0]) for job, o in SEEDED]
+
+
+def test_a_seed_gives_the_same_text_alone_in_a_batch_and_after_preemption(llm, small, alone):
+  (jobs, options), before = map(list, zip(*SEEDED, strict=True)), small.get_metrics()["num_preemptions"]
+  for engine, n in ((llm, N), (small, N), (llm, 1)):
+    assert [ids_of(o) for o in engine.generate(jobs, [seeded(n, **o) for o in options])] == [ids[:n] for ids in alone]
+  assert small.get_metrics()["num_preemptions"] > before + 3, "the pool was meant to be too small"
+  assert len({*map(tuple, alone)}) == 16 and ids_of(llm.generate(jobs[3], seeded(N, 8, **PENALTIES))[0]) != alone[3]
+
+
+@pytest.mark.parametrize("order", range(3))
+def test_a_seed_gives_the_same_text_in_any_order_of_arrival(llm, alone, order):
+  waiting, last = np.random.default_rng(order).permutation(16).tolist(), {}
+  while waiting or llm.has_unfinished_requests():
+    for i in [waiting.pop() for _ in range(min(4, len(waiting)))]:   # four at each step
+      llm.add_request(str(i), SEEDED[i][0], seeded(N, **SEEDED[i][1]))
+    last |= {o.request_id: ids_of(o) for o in llm.step()}
+  assert [last[str(i)] for i in range(16)] == alone
+
+
+def test_each_of_several_samples_is_as_alone_with_penalties_and_a_seed_of_its_own(llm, folder):
+  job = tokens(prompt(17, 40))
+  alone = [ids_of(llm.generate(job, seeded(N, 60 + i, **PENALTIES))[0]) for i in range(4)]
+  assert samples(llm.generate(job, seeded(N, 60, n=4, **PENALTIES))[0]) == alone and len({*map(tuple, alone)}) == 4
+  expected = naive(folder, prompt(17, 40), N, **PENALTIES)
+  assert samples(llm.generate(job, params(N, n=3, **PENALTIES))[0]) == [expected] * 3
+
+
+# log probabilities
+
+def check_entries(folder, entries, before, ids, k):
+  """What there is of each of `ids`, which follow `before`, is what the reference says."""
+  rows = log_softmax(reference_logits(folder, [*before, *ids])[len(before) - 1:-1])
+  for entry, token, row in zip(entries, ids, rows, strict=True):
+    best = np.argsort(-row, kind="stable")[:k].tolist()
+    assert [*entry] == [token, *[i for i in best if i != token]] and len(entry) in (k, k + 1)
+    for i, got in entry.items():
+      assert isinstance(got, Logprob) and type(got.rank) is int and abs(got.logprob - row[i]) < 1e-4
+      assert got.rank == (best.index(i) if i in best else (row > row[i]).sum()) + 1
+      assert i < 259 or got.decoded_token == SPM.DecodeIds([i])   # others are bytes, or no text
+
+
+def check(output, folder, k=None, of_prompt=None, n=1):
+  """That an output of n samples has the log probabilities asked for, and no others."""
+  before, got = output.prompt_token_ids, output.prompt_logprobs
+  assert (got is None if of_prompt is None else got[0] is None) and len(output.outputs) == n
+  if of_prompt is not None: check_entries(folder, got[1:], before[:1], before[1:], of_prompt)
+  for c in output.outputs:
+    assert k is not None or c.logprobs is c.cumulative_logprob is None
+    if k is None: continue
+    check_entries(folder, c.logprobs, before, c.token_ids, k)
+    own = [entry[token].logprob for entry, token in zip(c.logprobs, c.token_ids, strict=True)]
+    assert abs(c.cumulative_logprob - sum(own)) < 1e-4
+
+
+def test_log_probabilities_of_a_mixed_batch_are_of_the_raw_logits(llm, folder):
+  kinds = [{}, {"temperature": 1.7, "seed": 3, **PENALTIES}, {"repetition_penalty": 1.8, "logit_bias": {300: 3.0}}]
+  asked = [(k, options) for k in (0, 1, 5, 20, None) for options in kinds]
+  jobs = [tokens(prompt(17, 70 + i)) for i in range(len(asked))]
+  plain = [ids_of(o) for o in llm.generate(jobs, [params(10, **options) for _, options in asked])]
+  outputs = llm.generate(jobs, [params(10, logprobs=k, **options) for k, options in asked])
+  assert [ids_of(o) for o in outputs] == plain, "who asks gets the same text"
+  for output, (k, _) in zip(outputs, asked, strict=True): check(output, folder, k)
+  assert any(len(entry) == 6 for entry in outputs[7].outputs[0].logprobs), "a token beyond the best was meant to come"
+
+
+@pytest.mark.parametrize("k", [0, 2, 20])
+def test_a_prompts_log_probabilities_are_all_there_in_chunks_and_after_a_hit(llm, folder, k):
+  other = prompt(7, 3)
+  for length in (1, 2, 16, 17, 45):   # steps are of 16 tokens
+    before = prompt(length, 80 + length)
+    llm.generate(tokens(before), params(2))
+    output, beside = llm.generate([tokens(before), tokens(other)], [params(5, prompt_logprobs=k), params(N)])
+    check(output, folder, of_prompt=k)
+    check(beside, folder)
+    assert output.num_cached_tokens == 0 and ids_of(output) == reference_greedy(folder, before, 5)
+    assert ids_of(beside) == reference_greedy(folder, other, N)
+  assert llm.generate(tokens(before), params(2))[0].num_cached_tokens == 44, "others find what it computed"
+
+
+def test_log_probabilities_are_there_once_after_preemption(small, folder):
+  asked = [(3, 4), (None, 4), (4, None), (3, 3), (None, None)]
+  jobs, before = [tokens(prompt(13 + i, 90 + i)) for i in range(5)], small.get_metrics()["num_preemptions"]
+  outputs = small.generate(jobs, [params(16, logprobs=k, prompt_logprobs=p) for k, p in asked])
+  assert small.get_metrics()["num_preemptions"] > before, "the pool was meant to be too small"
+  for output, (k, p) in zip(outputs, asked, strict=True):
+    assert ids_of(output) == reference_greedy(folder, output.prompt_token_ids, 16)
+    check(output, folder, k, p)
+
+
+def test_samples_and_streams_have_the_log_probabilities_of_their_own_new_tokens(llm, folder):
+  before, joined, asked = prompt(13, 96), [[], []], seeded(10, 77, n=2, logprobs=3, prompt_logprobs=3)
+  whole, = llm.generate(tokens(before), asked)
+  check(whole, folder, 3, 3, n=2)
+  assert samples(whole)[0] != samples(whole)[1]
+  for output in llm.generate_stream(tokens(before), asked):
+    for i, c in enumerate(output.outputs):
+      assert [next(iter(entry)) for entry in c.logprobs] == c.token_ids
+      joined[i] += c.logprobs
+      assert abs(c.cumulative_logprob - sum([*x.values()][0].logprob for x in joined[i])) < 1e-4, "of all so far"
+  for entries, c in zip(joined, whole.outputs, strict=True):
+    check_entries(folder, entries, before, c.token_ids, 3)
+    assert [[*entry] for entry in entries] == [[*entry] for entry in c.logprobs]
+
+
+# errors
+
+@pytest.mark.parametrize("name,value", [
+  ("logit_bias", {320: 1.0}), ("logit_bias", {"5": 1, "320": 1}), ("logit_bias", {-1: 1.0}),
+  ("allowed_token_ids", [5, 320]), ("allowed_token_ids", [-1]), ("stop_token_ids", [320])], ids=str)
+def test_ids_outside_the_vocabulary_are_refused_by_name_and_nothing_is_queued(llm, folder, name, value):
+  def bad(): return params(8, **{name: value})
+  good, outside = tokens(prompt(5, 2)), "-1" if "-1" in str(value) else "320"
+  for running in ([], ["in flight"]):
+    for request_id in running: llm.add_request(request_id, good, params(8, **PENALTIES))
+    if running: llm.step()
+    for ask in (lambda: llm.add_request("bad", good, bad()), lambda: llm.generate([good, good], [params(2), bad()]),
+                lambda: llm.generate_stream(good, bad())):
+      with pytest.raises(ValueError, match=name) as error: ask()
+      assert outside in str(error.value)
+      assert llm.has_unfinished_requests() is bool(running) and [*llm.requests] == running
+  while llm.has_unfinished_requests(): output, = llm.step() or [None]
+  assert ids_of(output) == naive(folder, prompt(5, 2), 8, **PENALTIES)
+
+
+def test_what_conflicts_with_structured_outputs_is_refused_with_both_names():
+  for name, value in {"min_tokens": 3, "ignore_eos": True, "allowed_token_ids": [5, 6], "bad_words": ["a"]}.items():
+    with pytest.raises(ValueError, match=f"{name}.*structured_outputs|structured_outputs.*{name}"):
+      SamplingParams(**{name: value}, structured_outputs={"regex": "a"})

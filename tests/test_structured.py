@@ -1,0 +1,296 @@
+"""Structured outputs: whatever a random model would say, its text is what a schema, expression, list or grammar allows,
+checked by json, jsonschema, re and, token by token, by llguidance over a vocabulary that is made here."""
+import functools
+import json
+import re
+import sys
+
+import jsonschema
+import numpy as np
+import pytest
+import sentencepiece
+from llguidance import LLMatcher, LLTokenizer, grammar_from
+from reference import ENGINE, VOCAB, reference_logits, same_outputs, sentencepiece_model, tiny_model
+from test_tokenizer import byte_level_bpe
+
+from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
+
+GUIDED = {**ENGINE, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 4}
+LONE = {**GUIDED, "max_num_seqs": 1, "max_num_batched_tokens": 1}   # each graph compiles for a second or more
+OBJECT = {"type": "object", "additionalProperties": False}
+SCHEMAS = {
+  "nested object": {**OBJECT, "required": ["name", "at"], "properties": {
+    "name": {"enum": ["Ann", "Bob \"B\""]}, "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    "at": {**OBJECT, "required": ["x"], "properties": {"x": {"type": "boolean"}, "y": {"type": "null"}}}}},
+  "enum": {"enum": ["red", "green", "é", 5, -1.5, None, True]},
+  "array": {"type": "array", "items": {"anyOf": [{"type": "boolean"}, {"const": "x"}]}, "minItems": 1, "maxItems": 4},
+  "integers": {"type": "array", "items": False, "minItems": 2, "prefixItems": [
+    {"type": "integer", "minimum": -20, "maximum": 3}, {"type": "integer", "exclusiveMinimum": 99, "maximum": 1234}]},
+  "string": {"type": "string", "minLength": 2, "maxLength": 6},
+}
+REGEXES = ["[a-f]{3,8}", "[0-9]{3}-[0-9]{4}", "(foo|ba[rz]){1,3}!", "[A-Z][a-z]{2,5}( [A-Z][a-z]{2,5}){0,2}", ".{5}",
+           " (the|a) [cm]at( sat){0,5}", "[^ -~]{3}"]
+LARK = 'start: "sum " NUMBER (SIGN NUMBER){1,3}\nNUMBER: /[1-9][0-9]{0,2}/\nSIGN: "+" | "-"\n'
+GBNF = 'root ::= "(" word ("," word)? ")"\nword ::= [a-c]+ | [0-9] [0-9]\n'
+
+
+def structured(kind, value, seed=0, **options):
+  common = {"temperature": 1.5, "seed": seed, "max_tokens": 900}
+  return SamplingParams(**{**common, **options}, structured_outputs=StructuredOutputsParams(**{kind: value}))
+
+
+def free(seed=0, **options): return SamplingParams(**{"temperature": 1.5, "seed": seed, "max_tokens": 40, **options})
+def tokens(*ids): return {"prompt_token_ids": list(ids)}
+def prompts(n): return [tokens(3 + 7 * i % 300, 5 + i, 300 - i) for i in range(n)]
+
+
+def ask(llm, n, kind, value, **options):
+  """n samples of n prompts; each must have ended because its text was complete."""
+  params = [structured(kind, value, seed, **options) for seed in range(n)]
+  outputs = [o.outputs[0] for o in llm.generate(prompts(n), params, use_tqdm=False)]
+  assert {(o.finish_reason, o.stop_reason) for o in outputs} == {("stop", None)}
+  return [o.text for o in outputs]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("long"), max_position_embeddings=1024)
+
+
+@pytest.fixture(scope="module")
+def llm(folder): return LLM(folder, **GUIDED)
+
+
+@pytest.fixture(scope="module")
+def lone(folder): return LLM(folder, **LONE)
+
+
+class Vocabulary:
+  """Of the sentencepiece model, as llguidance takes it: what a token adds to a text, and an encoder to bytes."""
+  eos_token_id, bos_token_id, special_token_ids, is_tokenizer_wrapper = 2, 1, [0, 1, 2], True
+
+  def __init__(self):
+    model = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
+    pieces = [model.IdToPiece(i) for i in range(VOCAB)]
+    self.tokens = [bytes([int(p[3:5], 16)]) if model.IsByte(i) else p.replace("\u2581", " ").encode()
+                   for i, p in enumerate(pieces)]
+
+  def all_of(self, *texts): return [i for i, text in enumerate(self.tokens) if text in texts]   # a byte may have two
+
+  def __call__(self, text):
+    return [self.all_of(bytes([byte]))[0] for byte in (text if isinstance(text, bytes) else text.encode())]
+
+
+@functools.cache
+def vocabulary(): return LLTokenizer(Vocabulary(), n_vocab=VOCAB, eos_token=2, slices=[])
+def matcher(kind, value):
+  return LLMatcher(vocabulary(), grammar_from(kind, value if isinstance(value, str) else json.dumps(value)))
+
+
+def naive_greedy(folder, prompt, kind, value, logit_bias=(), repetition_penalty=1.0, presence_penalty=0.0,
+                 frequency_penalty=0.0):
+  """At each step the best of the reference's logits, as the fields change them, among what the matcher allows, up to
+  the end token, or until nothing else may come."""
+  out, allowed = [], matcher(kind, value)
+  while 2 not in out and not allowed.is_stopped():
+    assert not allowed.compute_ff_bytes(), "where text is forced, its tokens are a matter of the tokenizer"
+    mask = np.unpackbits(np.frombuffer(allowed.compute_bitmask(), np.uint8), bitorder="little")[:VOCAB].astype(bool)
+    x = np.where(mask, reference_logits(folder, [*prompt, *out])[-1], -np.inf)
+    for token, change in dict(logit_bias).items(): x[token] += change
+    for i in {*prompt, *out}: x[i] *= 1 / repetition_penalty if x[i] > 0 else repetition_penalty
+    for i in {*out}: x[i] -= frequency_penalty * out.count(i) + presence_penalty
+    out.append(int(x.argmax()))
+    assert out[-1] == 2 or allowed.consume_token(out[-1])
+  return out
+
+
+# what is asked for
+
+@pytest.mark.parametrize("options", [
+  {}, {"json_object": False}, {"json": {"type": "null"}, "regex": "a"}, {"choice": ["a"], "json_object": True},
+  {"regex": "a", "grammar": "start: \"a\""}, {"json": 5}, {"json": None, "regex": None}, {"regex": ["a"]},
+  {"regex": b"a"}, {"choice": "abc"}, {"choice": []}, {"choice": ["a", 5]}, {"choice": ("a",)}, {"grammar": {"a": "b"}},
+  {"json_object": "yes"}, {"json_object": 1}, {"xml": "a"}], ids=str)
+def test_anything_but_exactly_one_constraint_of_its_type_is_refused(options):
+  with pytest.raises(ValueError): StructuredOutputsParams(**options)
+  with pytest.raises(ValueError): SamplingParams(structured_outputs=options)
+
+
+@pytest.mark.parametrize("other", ["a", ["a"], 5])
+def test_a_dict_is_made_params_and_nothing_else_is_taken(other):
+  params = SamplingParams(structured_outputs={"choice": ["a", "b"]}).structured_outputs
+  assert params == StructuredOutputsParams(choice=["a", "b"])
+  with pytest.raises(ValueError, match="structured_outputs"): SamplingParams(structured_outputs=other)
+
+
+def test_a_field_in_conflict_is_refused_and_both_are_named():
+  for name, value in {"min_tokens": 1, "ignore_eos": True, "allowed_token_ids": [5], "bad_words": ["a"]}.items():
+    with pytest.raises(ValueError) as e: structured("regex", "a+", **{name: value})
+    assert "structured_outputs" in str(e.value) and name in str(e.value)
+
+
+# what comes: 500 texts by a schema, and the rest
+
+@pytest.mark.parametrize("name, n", [*zip(SCHEMAS, (40, 115, 115, 115, 115), strict=True)])
+def test_texts_of_a_schema_parse_and_validate(llm, name, n):
+  texts = ask(llm, n, "json", json.dumps(SCHEMAS[name]) if name == "array" else SCHEMAS[name])
+  values = [json.loads(text) for text in texts]
+  for value in values: jsonschema.validate(value, SCHEMAS[name])
+  different = {json.dumps(value) for value in values}
+  assert len(different) == 7 if name == "enum" else len(different) > 12, different
+
+
+@pytest.mark.parametrize("kind, value, regex", [
+  *(("regex", regex, regex) for regex in REGEXES), ("grammar", LARK, r"sum [1-9]\d{0,2}([+-][1-9]\d{0,2}){1,3}"),
+  ("grammar", GBNF, r"\(([a-c]+|\d\d)(,([a-c]+|\d\d))?\)")], ids=[*REGEXES, "Lark", "GBNF"])
+def test_texts_of_an_expression_or_grammar_match_it_whole(llm, kind, value, regex):
+  texts = ask(llm, 24, kind, value)
+  assert all(re.fullmatch(regex, text) for text in texts) and len(set(texts)) > 8, texts
+
+
+@pytest.mark.parametrize("choices", [["yes", "no", "maybe"], ["a", "ab", "abc"], [" the", "the", "th"],
+                                     ["é", "🙂", "naïve 🙃", "e"], ["say \"hi\"\n", "back\\slash"]], ids=str)
+def test_each_choice_comes_sometimes_and_nothing_else(llm, choices):
+  assert set(ask(llm, 64, "choice", choices)) == {*choices}
+
+
+def test_json_objects(lone):
+  """Any object; a bias for } and " and against blanks ends them."""
+  model = Vocabulary()
+  bias = dict.fromkeys(model.all_of(b"}", b'"'), 6) | dict.fromkeys(model.all_of(b" ", b"\n", b"\r", b"\t"), -100)
+  objects = [json.loads(text) for text in ask(lone, 24, "json_object", True, logit_bias=bias)]
+  assert all(isinstance(x, dict) for x in objects) and len({json.dumps(x) for x in objects}) > 2
+
+
+@pytest.mark.parametrize("kind, value, n", [
+  ("json", SCHEMAS["nested object"], 12), ("regex", "(ab|cd){30}", 25), ("grammar", LARK, 5),
+  ("choice", ["a long choice", "another one"], 1)], ids=["json", "regex", "grammar", "choice"])
+def test_a_text_cut_by_max_tokens_is_the_beginning_of_a_valid_one(llm, kind, value, n):
+  for output in llm.generate(prompts(8), [structured(kind, value, seed, max_tokens=n) for seed in range(8)]):
+    got = output.outputs[0]
+    assert got.finish_reason == "length" and len(got.token_ids) == n
+    assert matcher("gbnf" if kind == "grammar" else kind, value).validate_tokens(got.token_ids) == n
+    if kind == "regex": assert re.fullmatch("(ab|cd)*[ac]?", got.text)
+
+
+def test_a_text_that_is_complete_with_the_last_token_that_may_come_ends_with_stop(llm):
+  for n, reason in ((3, "length"), (4, "stop")):
+    got = llm.generate("the cat", structured("regex", "x{4}", max_tokens=n))[0].outputs[0]
+    assert (got.text, got.finish_reason) == ("x" * n, reason)
+
+
+@pytest.mark.parametrize("options", [
+  {}, {"repetition_penalty": 1.5}, {"presence_penalty": 1.5, "frequency_penalty": 0.7},
+  {"logit_bias": {289: 3, 290: -100}, "repetition_penalty": 1.2, "frequency_penalty": 1.0}], ids=str)
+@pytest.mark.parametrize("kind, value", [("regex", "[a-z ]{6,20}"), ("grammar", 'start: /[0-9]{2}[a-h]{2,12}/ "!"?')])
+def test_greedy_text_is_of_the_best_tokens_that_are_allowed(llm, folder, kind, value, options):
+  for job in prompts(4):
+    expected = naive_greedy(folder, job["prompt_token_ids"], kind, value, **options)
+    got = llm.generate(job, structured(kind, value, temperature=0.0, max_tokens=40, **options))[0].outputs[0]
+    assert got.token_ids == expected and got.finish_reason == "stop"
+
+
+def test_each_request_of_a_mixed_batch_gives_what_it_gives_alone(llm):
+  """A prompt of several chunks among short ones; every other request is free."""
+  given = [("json", SCHEMAS["integers"]), ("regex", "[a-z]{20,40}"), ("choice", ["yes", "no"]), ("grammar", LARK),
+           ("regex", "[0-9]{9}"), ("json", SCHEMAS["enum"])]
+  pairs = [(structured(*constraint, i, temperature=1.5 * (i % 3 > 0)), free(i, temperature=i % 2, min_p=i / 50))
+           for i, constraint in enumerate(given)]
+  jobs, params = [*prompts(11), tokens(*range(3, 36))], [params for pair in pairs for params in pair]
+  together = llm.generate(jobs, params)
+  same_outputs(together, [llm.generate(*job)[0] for job in zip(jobs, params, strict=True)])
+  assert {o.outputs[0].finish_reason for o in together[::2]} == {"stop"}
+
+
+def test_the_text_is_the_same_after_preemption(llm, folder):
+  small = LLM(folder, num_gpu_blocks_override=17, **{**GUIDED, "max_num_seqs": 2, "max_num_batched_tokens": 2})
+  params = [structured("regex", "[a-z ]{30,50}x", i) if i % 4 else free(i) for i in range(8)]
+  same_outputs(small.generate(prompts(8), params), llm.generate(prompts(8), params))
+  assert small.get_metrics()["num_preemptions"] > 0
+
+
+def test_samples_are_those_of_lone_requests_with_the_next_seeds(llm):
+  for kind, value in (("json", SCHEMAS["nested object"]), ("regex", "[a-z]{5,20}")):
+    samples = llm.generate(prompts(1), structured(kind, value, 7, n=4))[0].outputs
+    alone = [llm.generate(prompts(1), structured(kind, value, 7 + i))[0].outputs[0] for i in range(4)]
+    assert [(c.text, c.token_ids) for c in samples] == [(c.text, c.token_ids) for c in alone]
+    assert {c.finish_reason for c in samples} == {"stop"} and len({c.text for c in samples}) == 4
+
+
+def test_a_stream_tells_what_generate_tells(llm):
+  given = [("json", SCHEMAS["string"]), ("choice", ["naïve 🙃", "🙂 é"]), ("grammar", GBNF)]
+  for seed, (kind, value) in enumerate(given * 3):
+    params = structured(kind, value, seed)
+    whole, parts = llm.generate("the cat", params)[0].outputs[0], list(llm.generate_stream("the cat", params))
+    assert [i for p in parts for i in p.outputs[0].token_ids] == whole.token_ids
+    assert "".join(p.outputs[0].text for p in parts) == whole.text
+    assert [p.outputs[0].finish_reason for p in parts] == [None] * (len(parts) - 1) + ["stop"]
+
+
+def test_a_stop_string_or_id_ends_it_before_it_is_complete(llm):
+  for seed in range(8):
+    got = llm.generate("the cat", structured("regex", "[a-e]{60}", seed, stop=["e", "dd"]))[0].outputs[0]
+    assert got.finish_reason == "stop" and got.stop_reason in ("e", "dd") and re.fullmatch("[a-d]*", got.text)
+  stop = Vocabulary().all_of(b"b")
+  got = llm.generate("the cat", structured("regex", "a{9}b{9}", stop_token_ids=stop))[0].outputs[0]
+  assert got.text == "a" * 9 and got.token_ids[-1] == got.stop_reason in stop
+
+
+def test_bias_and_penalties_choose_among_what_is_allowed_and_allow_nothing_else(lone):
+  model = Vocabulary()
+  for value in ask(lone, 8, "json", SCHEMAS["array"], logit_bias=dict.fromkeys([2, *model.all_of(b"}", b"[")], 100)):
+    jsonschema.validate(json.loads(value), SCHEMAS["array"])
+  bias = dict.fromkeys(model.all_of(b"a", b"b", b"x"), -100)
+  assert set(ask(lone, 8, "regex", "[ab]x", logit_bias=bias)) == {"ax", "bx"}
+  penalties = {"repetition_penalty": 100.0, "presence_penalty": 2.0, "frequency_penalty": 2.0}
+  assert set(ask(lone, 4, "regex", "a{30}", **penalties)) == {"a" * 30}
+  assert set(ask(lone, 8, "choice", ["b", "c"], logit_bias=dict.fromkeys(model.all_of(b"b"), -100))) == {"c"}
+
+
+def test_a_tokenizer_json(tmp_path):
+  folder = tiny_model(tmp_path, tokenizer=False, seed=3, max_position_embeddings=1024)
+  byte_level_bpe().save(str(folder / "tokenizer.json"))
+  (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+  llm = LLM(folder, **LONE)
+  for text in ask(llm, 8, "json", SCHEMAS["nested object"]):
+    jsonschema.validate(json.loads(text), SCHEMAS["nested object"])
+  assert set(ask(llm, 64, "choice", ["é", "🙂", " naïve"])) == {"é", "🙂", " naïve"}
+  assert all(re.fullmatch("[a-z ]{5,9}", text) for text in ask(llm, 24, "regex", "[a-z ]{5,9}"))
+
+
+def test_a_vocabulary_larger_than_the_tokenizers_and_several_end_tokens(tmp_path):
+  """Of no multiple of 32. Ids beyond the tokenizer's have no text, and the unknown token stands for none."""
+  llm = LLM(tiny_model(tmp_path, vocab_size=365, eos_token_id=[2, 1], seed=4, max_position_embeddings=1024), **LONE)
+  params = [structured("regex", ".{3,40}", i) for i in range(64)]
+  outputs = [o.outputs[0] for o in llm.generate(prompts(64), params)]
+  assert all(re.fullmatch(".{3,40}", o.text) and o.finish_reason == "stop" for o in outputs)
+  assert all(0 < i < VOCAB for o in outputs for i in o.token_ids) and "\u2047" not in "".join(o.text for o in outputs)
+  assert {1, 2} <= {o.token_ids[-1] for o in outputs}, "either ends a text"
+
+
+# what is refused
+
+BAD = [("json", "{"), ("json", {"type": "nope"}), ("json", {"type": "string", "pattern": "("}), ("regex", "("),
+       ("regex", "a{2,1}"), ("grammar", "start: nothing"), ("grammar", "start: (\"a\""), ("grammar", "root ::= ("),
+       ("json", {"type": "integer", "minimum": 5, "maximum": 4}), ("json", "[1, 2]")]
+
+
+@pytest.mark.parametrize("kind, value", BAD, ids=str)
+def test_what_llguidance_cannot_take_is_refused_before_anything_is_queued_and_others_go_on(llm, kind, value):
+  alone, last = llm.generate("the cat", free(3)), None
+  llm.add_request("other", "the cat", free(3))
+  llm.step()
+  before = llm.get_metrics()
+  for call in (lambda: llm.add_request("bad", "the cat", structured(kind, value)),
+               lambda: llm.generate(["the cat"] * 2, [free(), structured(kind, value)]),
+               lambda: llm.generate_stream("the cat", structured(kind, value))):
+    with pytest.raises(ValueError, match="structured_outputs"): call()
+  assert llm.get_metrics() == before
+  while llm.has_unfinished_requests(): last = llm.step() or last
+  same_outputs(last, alone)
+
+
+def test_without_llguidance_it_says_what_to_install_and_other_requests_run(folder, monkeypatch):
+  fresh, install = LLM(folder, **LONE), re.escape("pip install 'tinyvllm[grammar]'")
+  monkeypatch.setitem(sys.modules, "llguidance", None)
+  with pytest.raises(ValueError, match=install): fresh.generate("the cat", structured("regex", "a+"))
+  assert not fresh.has_unfinished_requests() and fresh.generate("the cat", free())[0].finished
