@@ -260,7 +260,8 @@ def test_a_pool_smaller_than_max_model_len_limits_it_with_a_warning(folder, capl
   held = (blocks - 1) * BS
   with caplog.at_level(logging.WARNING, "tinyvllm"): engine = LLM(folder, num_gpu_blocks_override=blocks, **ENGINE)
   told, = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-  assert f"num_gpu_blocks_override={blocks}" in told and f"{held} tokens" in told and "max_model_len" in told
+  assert f"{blocks - 1} blocks" in told and f"= {held} tokens" in told
+  assert told.endswith(f"{held / ENGINE['max_model_len']:.1f} sequences of {ENGINE['max_model_len']}")
   assert engine.max_model_len == held
   with pytest.raises(ValueError, match=f"maximum context length is {held} tokens. However, the prompt has {held}"):
     engine.generate(tokens(*prompt(held)), greedy(1))

@@ -83,15 +83,15 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   kernels read them. num_blocks, of which block 0 takes padding's writes, is the override, or what fits `left` bytes, at
   most what max_num_seqs sequences of max_model_len can use. Raises ValueError where not one such sequence fits."""
   KV, D, BS, layers = model.num_key_value_heads, model.head_dim, config.block_size, range(model.num_hidden_layers)
-  size = 2 * len(layers) * KV * D * BS * dtype.itemsize
-  per_sequence, fit = -(-max_model_len // BS), left // size
-  fit -= fit % (1 << max(0, fit.bit_length() - 6))   # one of few sizes: kernels know it, and are found in the cache
+  size, per_sequence = 2 * len(layers) * KV * D * BS * dtype.itemsize, -(-max_model_len // BS)
+  fit = (n := left // size) - n % (1 << max(0, n.bit_length() - 6))   # one of few sizes: kernels know and cache it
   check(fit > per_sequence or config.num_gpu_blocks_override, f"max_model_len={max_model_len} needs "
         f"{per_sequence * size / 2**30:.2f} GiB of KV cache, of {left / 2**30:.2f} GiB free: lower it to "
         f"{max(0, fit - 1) * BS} or raise gpu_memory_utilization={config.gpu_memory_utilization}")
   num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
-  logger.info("KV cache: %d blocks of %d tokens = %d tokens, %.2f GiB: %.1f sequences of %d", num_blocks - 1, BS,
-              (num_blocks - 1) * BS, num_blocks * size / 2**30, (num_blocks - 1) * BS / max_model_len, max_model_len)
+  logger.log(30 if num_blocks <= per_sequence else 20, "KV cache: %d blocks of %d tokens = %d tokens, %.2f GiB: %.1f "
+             "sequences of %d", num_blocks - 1, BS, (num_blocks - 1) * BS, num_blocks * size / 2**30,
+             (num_blocks - 1) * BS / max_model_len, max_model_len)
   shapes = (num_blocks, KV, D, BS), (num_blocks, KV, BS, D)
   return [[Tensor.empty(*shape, dtype=dtype).contiguous().realize() for shape in shapes] for _ in layers]
 

@@ -23,7 +23,7 @@ class StructuredOutputsParams(types.SimpleNamespace):
     kinds: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool}
     super().__init__(**{kind: value for kind, value in given.items() if value not in (None, False)})
     ok = [isinstance(value, kinds.get(kind, ())) and bool(value) for kind, value in vars(self).items()] == [True]
-    check(ok and {*map(type, given.get("choice") or "-")} == {str}, f"structured_outputs={given}: give one of {*kinds,}")
+    check(ok and {*map(type, given.get("choice") or "-")} == {str}, f"structured_outputs={given}: use one of {*kinds,}")
 
 
 @dataclass(frozen=True)
