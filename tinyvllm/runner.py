@@ -149,7 +149,7 @@ class Runner:
     masks = {row: mask for row, seq in enumerate(samples) if (mask := seq.allowed(self.words)) is not None}
     bits = np.full((S if masks else 0, self.words), -1, np.int32)
     for row, mask in masks.items(): bits[row] = mask
-    changes = np.concatenate([np.zeros(0, CHANGE), *(seq.changes[:len(seq.places)] for seq in samples)])
+    changes = np.concatenate([np.zeros(0, CHANGE), *(s.changes[:len(s.places)] for s in samples if s.places)])
     changes["at"] += np.repeat(np.arange(len(samples)) * V, [len(seq.places) for seq in samples]).astype(np.int32)
     changes.resize(len(changes) and 8 ** -(-len(changes).bit_length() // 3), refcheck=False)   # few sizes, few graphs
     array = np.concatenate([packed.ravel(), changes.view("i4"), bits.ravel()])

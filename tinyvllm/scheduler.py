@@ -106,7 +106,7 @@ class Sequence:
 
   def allowed(self, words: int) -> np.ndarray | None:
     """A bit for each token that may come next, in words of 32; None: all may."""
-    allowed, said = self.params.allowed_token_ids, self.tokens[self.num_prompt:]
+    allowed, said = self.params.allowed_token_ids, self.tokens[self.num_prompt:] if self.bad_words else []
     banned = [*self.stop_ids] if self.length < self.num_prompt + self.params.min_tokens else []
     banned += [w[-1] for w in self.bad_words if w and said[max(0, len(said) - len(w) + 1):] == w[:-1]]
     if self.matcher: return np.pad(np.frombuffer(self.matcher.compute_bitmask(), np.int32), (0, words))[:words]
