@@ -17,7 +17,6 @@ from .sampling import argmax, restrict, sample, top_logprobs
 from .scheduler import CHANGE, Sequence
 
 
-
 @helpers.diskcache
 def tinyvllm_lowered(ast: UOp, renderer: Any, *config: Any) -> UOp: return do_to_program(ast, renderer)
 # In tinygrad's cache on disk, under this function's name, by all its arguments. config: what else the result hangs on

@@ -31,7 +31,7 @@ def _rows(op, x: Tensor) -> Tensor:
 def argmax(x: Tensor) -> Tensor:
   """The index of each row's maximum, the first if there are several: (S,) int32, of (S, V)."""
   best = x == _rows(Tensor.max, x).unsqueeze(1)
-  return -_rows(Tensor.max, best.where(-Tensor.arange(x.shape[1], dtype=dtypes.int32), -2**31 + 1))
+  return -_rows(Tensor.max, best.where(-Tensor.arange(x.shape[1], dtype=dtypes.int32), 1 - x.shape[1]))
 
 
 def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
