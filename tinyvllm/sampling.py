@@ -4,7 +4,7 @@ import math
 
 from tinygrad import Tensor, dtypes
 
-from .kernels import divisor
+from .kernels import cpu_cores, divisor
 
 
 def _hash(x: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def _gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 def _rows(op, x: Tensor) -> Tensor:
   """A sum or maximum over V of (S, V, ...), in two steps: few rows alone would leave most of a GPU idle."""
-  columns = (common := math.gcd(V := int(x.shape[1]), 256)) * divisor(V // common, 4)
+  columns = (common := math.gcd(V := int(x.shape[1]), 1 if cpu_cores() else 256)) * divisor(V // common, 4)
   return op(op(x.reshape(x.shape[0], V // columns, columns, *x.shape[2:]), 1).contiguous(), 1).contiguous()
 
 
