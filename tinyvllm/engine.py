@@ -75,7 +75,7 @@ class LLMEngine:
           f"max_num_batched_tokens={config.max_num_batched_tokens}: each running sequence decodes one token a step")
     path = pathlib.Path(model or pathlib.Path(__file__).parent / "default_model").expanduser()
     started, free = time.perf_counter(), open_device()
-    check((path / "config.json").exists(), f"model={str(path)!r} has no config.json (of .gguf: examples/convert_gguf.py)")
+    check((path / "config.json").exists(), f"model={str(path)!r} has no config.json (.gguf: examples/convert_gguf.py)")
     hf, reader = read_model(path)
     self.tokenizer, self.model_config = load_tokenizer(path), (shape := ModelConfig.from_hf(hf, path))
     self.max_model_len, limit = config.max_model_len or shape.max_position_embeddings, shape.max_position_embeddings
@@ -110,7 +110,7 @@ class LLMEngine:
       for i in {"prompt_token_ids": ids, **vars(params)}[name] or ():
         check(type(i) is int and 0 <= i < vocab_size, f"{name}: id {i!r} must be an int from 0 to {vocab_size - 1}")
     check(len(ids) < self.max_model_len, f"This model's maximum context length is {self.max_model_len} tokens. "
-          f"However, the prompt has {len(ids)}, and one more must fit: raise max_model_len or num_gpu_blocks_override")
+          f"However, the prompt has {len(ids)}: shorten it or raise max_model_len or num_gpu_blocks_override")
     ordered = type(priority) is int and (not priority or self.config.scheduling_policy == "priority")
     check(ordered, f"priority={priority!r} must be an int, and 0 unless scheduling_policy='priority'")
     stop_ids = frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())])
