@@ -42,7 +42,7 @@ class Options:
       check(typed, f"{f.name}={value!r} must be of type {getattr(kind, '__name__', kind)}")
       if isinstance(value, list): check(all(type(x) is limits[0] and x != "" for x in value),
                                         f"{f.name}={value!r} must list {limits[0].__name__}s, none empty")
-      elif kind is str: check(value in limits, f"{f.name}={value!r} must be one of {', '.join(limits)}")
+      elif kind is str and limits: check(value in limits, f"{f.name}={value!r} must be one of {', '.join(limits)}")
       elif limits and value is not None:
         given = value if isinstance(value, dict) else {0: value}   # by token id
         ok = [type(i) is int and type(x) in (int, float) and limits[0] <= x <= limits[1] for i, x in given.items()]

@@ -49,7 +49,7 @@ class Request(Sequence):
     self.shown = len(self.text) - (0 if self.finish_reason else max(held, default=0))
 
 
-def _output(runs: list[Request], seen: list[tuple[int, int]] | None = None) -> RequestOutput:
+def output_of(runs: list[Request], seen: list[tuple[int, int]] | None = None) -> RequestOutput:
   """The samples of a prompt, but for the characters and tokens that have been seen of each."""
   outputs, n = list[CompletionOutput](), runs[0].num_prompt
   for run, (text, tokens) in zip(runs, seen or [(0, 0)] * len(runs), strict=True):
@@ -90,21 +90,25 @@ class LLMEngine:
     self.blocks = BlockManager(self.runner.num_blocks, config)
     self.scheduler, self.requests = Scheduler(config, self.blocks), dict[str, list[Request]]()
     self.max_model_len = min(self.max_model_len, self.blocks.num_tokens)   # where an override holds less
-    self._arrivals, self._random, self._lock = itertools.count(), random.Random(config.seed), threading.Condition()
-    self._stepping, self._running = False, cast(Any, None)   # _running: reads the step that the device works on
+    self._arrivals, self._random, self.lock = itertools.count(), random.Random(config.seed), threading.Condition()
+    # _running: reads the step that the device works on
+    self.batch, self._stepping, self._running = dict[Sequence, int](), False, cast(Any, None)
 
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
-    """Queue a request: a str, {"prompt": str} or {"prompt_token_ids": [int]}. Lower priorities go first. Raises
-    ValueError for a request that can never run."""
-    self._add(self._request(request_id, prompt, params, priority))
+    """Queue a request: a str, {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [{"role", "content"}]}. Low
+    priorities go first. Raises ValueError for a request that can never run."""
+    self.add(self.request(request_id, prompt, params, priority))
 
-  def _request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> list[Request]:
+  def request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> list[Request]:
+    """The samples of a request, for `add`. Raises as add_request."""
     params, given = params or SamplingParams(), prompt if isinstance(prompt, dict) else {"prompt": prompt}
     check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
-    text, ids = given.get("prompt"), given.get("prompt_token_ids")
-    check(len(given) == 1 and (text and isinstance(text, str) or ids and isinstance(ids, list)), f"prompt={prompt!r} "
-          "must be a str, {'prompt': str} or {'prompt_token_ids': list of int}, and not empty")
-    ids = list(ids or self.tokenizer.encode(str(text)))
+    text, ids, messages = (given.get(form) for form in ("prompt", "prompt_token_ids", "messages"))
+    ok = text and isinstance(text, str) or ids and isinstance(ids, list) or messages and isinstance(messages, list)
+    check(ok and len(given) == 1, f"prompt={prompt!r} must be a str, {{'prompt': str}}, {{'prompt_token_ids': list of "
+          "int} or {'messages': list of dict}, and not empty")
+    if messages: text = self.tokenizer.apply_chat_template(cast(list, messages))   # it brings its own BOS
+    ids = list(ids or self.tokenizer.encode(str(text), not messages))
     vocab_size, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
     for name in ("prompt_token_ids", "stop_token_ids", "allowed_token_ids", "logit_bias"):
       for i in {"prompt_token_ids": ids, **vars(params)}[name] or ():
@@ -123,14 +127,14 @@ class LLMEngine:
     runs[0].forks += runs[1:]
     return runs
 
-  def _add(self, runs: list[Request]) -> None:
-    with self._lock:
+  def add(self, runs: list[Request]) -> None:
+    with self.lock:
       check(self.requests.setdefault(name := runs[0].request_id, runs) is runs, f"request_id={name!r} is in use")
       self.scheduler.add(runs[0])
 
   def abort_request(self, request_id: str) -> None:
     """End a request with finish_reason "abort". One that has finished, or never was, is let be."""
-    with self._lock:
+    with self.lock:
       for run in self.requests.pop(request_id, []):
         if not run.finish_reason: self.scheduler.finish(run, "abort")
 
@@ -141,26 +145,26 @@ class LLMEngine:
     One thread steps at a time, and no lock is held while the device works; a thread that waits for its turn goes
     without one once it is `ready`. On a GPU a step packs its batch while the one before runs, whose tokens it returns.
     """
-    with self._lock:
-      self._lock.wait_for(lambda: ready() or not self._stepping)
+    with self.lock:
+      self.lock.wait_for(lambda: ready() or not self._stepping)
       if ready(): return []
       started, batch = time.perf_counter(), self.scheduler.schedule()
-      step, self._stepping = self.runner.prepare(batch) if batch else None, True
+      self.batch, self._stepping, step = batch, True, self.runner.prepare(batch) if batch else None
       self.scheduler.advance(batch)
     try:
       done, self._running = self._running, None
       if not self.runner.overlaps and step: done = self.runner.launch(step)
       sampled, logprobs = done() if done else ({}, [])
       if self.runner.overlaps and step: self._running = self.runner.launch(step)
-      with self._lock: return [_output(x) for x in self._record(len(batch), sampled, logprobs, started) if outputs]
+      with self.lock: return [output_of(x) for x in self._record(len(batch), sampled, logprobs, started) if outputs]
     except BaseException:
-      with self._lock:   # what the step was to compute is computed again
+      with self.lock:   # what the step was to compute is computed again
         for seq in [s for s in batch if s.row is not None]: self.scheduler.preempt(seq)
       raise
     finally:
-      with self._lock:
+      with self.lock:
         self._stepping = False
-        self._lock.notify_all()
+        self.lock.notify_all()
 
   def _record(self, n: int, sampled: dict[Sequence, int], logprobs: list, started: float) -> list[list[Request]]:
     sampled = {seq: token for seq, token in sampled.items() if not seq.finish_reason}   # ended while the device worked
@@ -201,37 +205,32 @@ class LLM(LLMEngine):
     prompts = prompts if isinstance(prompts, list) else [prompts]
     params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
     check(len(params) == len(prompts), f"sampling_params: {len(params)} for {len(prompts)} prompts: give one or all")
-    requests = [self._request(f"generate-{next(self._arrivals)}", *pair) for pair in zip(prompts, params, strict=True)]
+    requests = [self.request(f"generate-{next(self._arrivals)}", *pair) for pair in zip(prompts, params, strict=True)]
     try:
-      for runs in requests: self._add(runs)
+      for runs in requests: self.add(runs)
       for runs in helpers.tqdm(requests, "generating", not use_tqdm or None, unit=" requests"): self._advance(runs)
     finally:
       for runs in requests: self.abort_request(runs[0].request_id)
-    return [_output(runs) for runs in requests]
+    return [output_of(runs) for runs in requests]
 
   def generate_stream(self, prompt: Prompt, sampling_params: Params = None) -> Iterator[RequestOutput]:
     """Complete one prompt, yielding the new text and ids as they come. Raises ValueError at once for a bad request.
     Closing the iterator aborts it."""
-    return self._stream(self._request(f"stream-{next(self._arrivals)}", prompt, sampling_params))
+    return self._stream(self.request(f"stream-{next(self._arrivals)}", prompt, sampling_params))
 
   def _stream(self, runs: list[Request]) -> Iterator[RequestOutput]:
-    self._add(runs)
+    self.add(runs)
     seen, output = [(0, 0)] * len(runs), None
     try:
       while not output or not output.finished:
         self._advance(runs, sum(tokens for _, tokens in seen))
-        with self._lock: output, seen = _output(runs, seen), [(r.shown, r.num_generated) for r in runs]
+        with self.lock: output, seen = output_of(runs, seen), [(r.shown, r.num_generated) for r in runs]
         yield output
     finally: self.abort_request(runs[0].request_id)
 
   def chat(self, messages: list[dict[str, str]], sampling_params: Params = None) -> list[RequestOutput]:
     """Answer a conversation, a list of {"role": ..., "content": ...}, through the model's chat template."""
-    return self.generate(self.chat_prompt(messages), sampling_params, use_tqdm=False)
-
-  def chat_prompt(self, messages: list[dict[str, str]]) -> Prompt:
-    """A conversation as a prompt, to stream or to queue."""
-    text = self.tokenizer.apply_chat_template(messages)   # it brings its own BOS
-    return {"prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
+    return self.generate({"messages": messages}, sampling_params, use_tqdm=False)
 
 
 _shared = functools.cache(LLM)   # one engine for each model

@@ -170,10 +170,9 @@ def attend_kernel(cores: int, out: UOp, q: UOp, keys: UOp, values: UOp, table: U
     return (page * KV + h) * D * BS, far % BS + near, far + near <= own   # what is not may be anything, NaN too
   def load(cache: UOp, index: UOp, ok: UOp) -> UOp: return cache.base.index(index.valid(ok)).cast(dtypes.float32)
 
-  d, over_d = unrolled(D, steps, 6)
-  near, far = (lane, first) if cores else (e, first + lane * wide)   # neighbours are in one page, which is
+  (d, over_d), (near, far) = unrolled(D, steps, 6), (lane, first) if cores else (e, first + lane * wide)
   page, offset, seen = place(near, far)
-  k = load(keys, page + d * BS + offset, far // BS * BS <= own)   # read as a whole
+  k = load(keys, page + d * BS + offset, far // BS * BS <= own)   # neighbours are in one page, read as a whole
   score = fold(Ops.ADD, q[t, h, g, d].cast(dtypes.float32) * k, *over_d) * (math.log2(math.e) / math.sqrt(D))
   scores = scores.after(_end(scores[share, g, s].store(seen.where(score, LOWEST)), *scored))
   x, over_x = unrolled(P, 32, 8)

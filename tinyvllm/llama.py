@@ -86,8 +86,7 @@ class Layer:
     if config.qk_norm: self.q_norm, self.k_norm = (nn.RMSNorm(D, eps) for _ in range(2))
 
   def __call__(self, x: Tensor, cache: list[Tensor], tokens: Tensor, table: Tensor, rope: Tensor) -> Tensor:
-    T, (H, KV, D) = x.shape[0], self.shape
-    qkv = self.qkv_proj(x)   # (T, (H + 2 KV) * D)
+    T, (H, KV, D), qkv = x.shape[0], self.shape, self.qkv_proj(x)   # qkv: (T, (H + 2 KV) * D)
     if hasattr(self, "q_norm"):
       q, k, v = qkv.reshape(T, H + 2 * KV, D).split([H, KV, KV], dim=1)
       qkv = self.q_norm(q).cat(self.k_norm(k), v, dim=1).flatten(1).contiguous()
@@ -120,9 +119,8 @@ class Llama:
 def read_model(folder: pathlib.Path) -> tuple[dict, dict]:
   """The content of config.json, with generation_config.json's end tokens, and the tensors of model.safetensors or of
   the shards that model.safetensors.index.json names: by name, what reads each."""
-  config, index = read_json(folder / "config.json"), read_json(folder / "model.safetensors.index.json")
+  config, index, reader = read_json(folder / "config.json"), read_json(folder / "model.safetensors.index.json"), {}
   config["eos_token_id"] = (config | read_json(folder / "generation_config.json")).get("eos_token_id")
-  reader = {}
   for path in {folder / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}:
     try: safe_open(path, "np")   # it checks the file, but cannot read bfloat16
     except (OSError, SafetensorError) as e: raise ValueError(f"{path} is missing, damaged or cut short: {e}") from e

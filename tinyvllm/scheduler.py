@@ -205,7 +205,7 @@ class BlockManager:
 class Scheduler:
   """Who runs, who waits, and how many tokens of each sequence the next step computes."""
   def __init__(self, config: EngineConfig, blocks: BlockManager):
-    self.config, self.blocks, self.warned = config, blocks, -math.inf
+    self.config, self.blocks = config, blocks
     self.totals = collections.Counter(steps=0, prompt_tokens=0, generation_tokens=0, requests_finished=0, seconds=0,
                                       num_preemptions=0, prefix_cache_queries=0, prefix_cache_hits=0, scheduled=0)
     self.waiting, self.running = list[Sequence](), list[Sequence]()   # waiting: in order
@@ -250,9 +250,8 @@ class Scheduler:
     self.running.remove(seq)
     self.blocks.free(seq)
     self.add(seq)
-    if self.totals["num_preemptions"] % 8 == 0 and time.monotonic() > self.warned + 10:
-      self.warned = time.monotonic()
-      logger.warning("%(num_preemptions)d preemptions: lower max_num_seqs or raise gpu_memory_utilization", self.totals)
+    if (n := self.totals["num_preemptions"]) & n - 1 == 0:   # ever more rarely
+      logger.warning("%d preemptions: lower max_num_seqs or raise gpu_memory_utilization", n)
 
   def advance(self, batch: dict[Sequence, int]) -> None:
     """Count what a step that is about to run computes, and the tokens that come of it: they may be scheduled unread."""

@@ -32,7 +32,7 @@ class Tokenizer:
     """The conversation as the model was trained to see it. Raises ValueError without a template, or where it
     refuses."""
     check(template := self.config.get("chat_template"), "tokenizer_config.json has no chat template: use generate")
-    env = _library("jinja2.sandbox").ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    env = optional("jinja2.sandbox").ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     env.globals |= {**self.config, "raise_exception": lambda m: check(False, m)}
     try: return env.from_string(template).render(messages=messages, add_generation_prompt=add_generation_prompt)
     # A template, or what it finds in a message, can fail in many ways
@@ -47,7 +47,7 @@ class Tokenizer:
     for a schema, expression or grammar that it does not take."""
     (kind, value), = vars(params).items()
     text = value if isinstance(value, str) else json.dumps({"type": "object"} if kind == "json_object" else value)
-    library, vocabulary = _library("llguidance", "grammar"), self.tokens if isinstance(self.tokens, str) else self
+    library, vocabulary = optional("llguidance", "grammar"), self.tokens if isinstance(self.tokens, str) else self
     self._guide = self._guide or library.LLTokenizer(vocabulary, vocab_size, list(eos))
     try: matcher = library.LLMatcher(self._guide, library.grammar_from(kind.removesuffix("_object"), text), log_level=0)
     except ValueError as e: raise ValueError(f"structured_outputs: {kind}: {e}") from e
@@ -60,7 +60,7 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
   config = read_json(folder / "tokenizer_config.json")
   if (path := folder / "chat_template.jinja").exists(): config["chat_template"] = path.read_text()
   if (path := folder / "tokenizer.json").exists():
-    library = _library("tokenizers").Tokenizer.from_file(str(path))
+    library = optional("tokenizers").Tokenizer.from_file(str(path))
     named = {t.content: i for i, t in library.get_added_tokens_decoder().items() if t.special}
     decode = functools.partial(library.decode, skip_special_tokens=False)
     return Tokenizer(lambda text, special: library.encode(text, add_special_tokens=special).ids, decode, named,
@@ -81,6 +81,6 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
   return Tokenizer(encode, lambda ids: model.DecodeIds([i for i in ids if i < size]), named, specials, config, tokens)
 
 
-def _library(name: str, extra: str = "hf") -> Any:
+def optional(name: str, extra: str = "hf") -> Any:
   try: return importlib.import_module(name)
   except ImportError as e: raise ValueError(f"this needs {name}: pip install 'tinyvllm[{extra}]'") from e

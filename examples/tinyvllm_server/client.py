@@ -1,0 +1,35 @@
+"""The command line's way to a server that runs already."""
+import json, urllib.error, urllib.request
+from collections.abc import Iterator
+from dataclasses import fields
+from types import SimpleNamespace
+from typing import Any
+
+from tinyvllm import SamplingParams
+
+
+class Remote:
+  """Stands in for an LLM whose engine is behind a URL."""
+  def __init__(self, url: str, api_key: str | None = None): self.url, self.api_key = url.rstrip("/"), api_key
+
+  def generate_stream(self, prompt: Any, params: SamplingParams) -> Iterator[Any]:
+    """As LLM.generate_stream, of a str or {"messages": [...]}; of each output there is outputs[0].text. Raises
+    ValueError for what the server refuses, RuntimeError for a step that fails there."""
+    chat = isinstance(prompt, dict)
+    given = {f.name: value for f in fields(params) if (value := getattr(params, f.name)) != f.default}
+    body = json.dumps({**(prompt if chat else {"prompt": prompt}), **given, "stream": True}, default=vars).encode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}"}
+    request = urllib.request.Request(f"{self.url}/v1/{'chat/' * chat}completions", body, headers)
+    try: answer = urllib.request.urlopen(request)
+    except urllib.error.HTTPError as e: raise ValueError(f"{self.url}: {_message(e)}") from e
+    except urllib.error.URLError as e: raise ValueError(f"url={self.url}: no server answers there: {e.reason}") from e
+    with answer:
+      for event in (json.loads(line[6:]) for line in answer if line.startswith(b"data: {")):
+        if "error" in event: raise RuntimeError(event["error"]["message"])
+        for choice in event["choices"]:
+          yield SimpleNamespace(outputs=[SimpleNamespace(text=choice["delta"]["content"] if chat else choice["text"])])
+
+
+def _message(error: urllib.error.HTTPError) -> str:
+  try: return json.load(error)["error"]["message"]
+  except (ValueError, KeyError, TypeError): return str(error)   # no server of this kind

@@ -1,0 +1,362 @@
+"""An HTTP server that speaks OpenAI's protocol, with vLLM's further fields and metrics. It owns what a client sees:
+bodies, answers, errors, limits. Each field of SamplingParams is one of a body, and what it may be is checked there."""
+import argparse, asyncio, contextlib, dataclasses, hmac, http, itertools, json, pathlib, re, signal, time, uuid
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any, Literal
+
+import fastapi, pydantic, uvicorn
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from starlette.exceptions import HTTPException
+
+from tinyvllm import CompletionOutput, RequestOutput, SamplingParams, __version__
+from tinyvllm.cli import add_flags
+from tinyvllm.config import EngineConfig, Options, check, kind_of, logger
+from tinyvllm.engine import Request, output_of
+
+from .async_engine import AsyncLLM
+
+# Answered without a key, and before the model is there
+OPEN = {"/", "/health", "/version", "/metrics", "/docs", "/openapi.json"}
+COUNTERS = {"prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens"}
+GAUGES = {"num_requests_running", "num_requests_waiting"}
+TIMES = {"ttft": "time_to_first_token_seconds", "latency": "e2e_request_latency_seconds",
+         "queue_time": "request_queue_time_seconds"}   # of RequestMetrics
+BUCKETS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)]   # seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig(Options):
+  """What `tinyvllm serve` takes besides EngineConfig, with vLLM's names."""
+  host: str | None = "127.0.0.1"
+  port: Annotated[int, 0, 65535] = 8000                   # 0: any that is free
+  api_key: str | None = None                              # what clients must send as a bearer token
+  served_model_name: str | None = None                    # None: the folder's name
+  max_queue: Annotated[int, 0, 2**31 - 1] = 256           # requests that may wait; more are refused with 429
+  request_timeout: Annotated[float | int | None, 0.001, 2**31] = None   # seconds; then a request ends with "abort"
+  shutdown_timeout: Annotated[float | int, 0, 2**31] = 30   # seconds for running requests once a signal has come
+  max_body_size: Annotated[int, 1, 2**40] = 2**22         # bytes
+  allowed_origins: Annotated[list | None, str] = None     # of other pages in a browser (CORS)
+
+
+def body(title: str, **types: Any) -> Any:
+  """The type of a body, or of a part. What is no tuple may be left out, or null."""
+  fields: Any = {name: kind if isinstance(kind, tuple) else (kind | None, None) for name, kind in types.items()}
+  return pydantic.create_model(title, __config__=pydantic.ConfigDict(extra="forbid", strict=True), **fields)
+
+
+FIELDS = {f.name: kind_of(f)[0] for f in dataclasses.fields(SamplingParams)} | {"structured_outputs": dict}
+Schema = body("JSONSchema", schema_=(dict, pydantic.Field(alias="schema")), name=str, description=str, strict=bool)
+Format = body("ResponseFormat", type=(Literal["text", "json_object", "json_schema"], ...), json_schema=Schema)
+COMMON = FIELDS | {"model": str, "stream": bool, "stream_options": body("StreamOptions", include_usage=bool),
+                   "response_format": Format, "priority": int, "user": str}
+Completion: Any = body("CompletionRequest", **COMMON, echo=bool,
+                       prompt=(str | list[str] | list[int] | list[list[int]], ...))
+Chat: Any = body("ChatCompletionRequest", **COMMON | {"logprobs": bool}, top_logprobs=int, max_completion_tokens=int,
+                 messages=(list[dict], ...))
+Text: Any = body("TokenizeRequest", model=str, prompt=str, messages=list[dict], add_special_tokens=bool)
+Tokens: Any = body("DetokenizeRequest", model=str, tokens=(list[int], ...))
+
+
+def error_of(status: int, message: str, param: str | None = None) -> dict[str, dict]:
+  kind = http.HTTPStatus(status).phrase.replace(" ", "").removesuffix("Error") + "Error"
+  return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def refuse(status: int, message: str, param: str | None = None) -> fastapi.Response:
+  return JSONResponse(error_of(status, message, param), status, {"Retry-After": "1"} if status in (429, 503) else None)
+
+
+def explain(request: fastapi.Request, error: Exception) -> fastapi.Response:
+  """The answer to what a route raises."""
+  if isinstance(error, HTTPException): return refuse(error.status_code, error.detail)
+  if isinstance(error, RuntimeError): return refuse(500, str(error))
+  if isinstance(error, RequestValidationError):
+    where = [str(x) for x in error.errors()[0]["loc"][1:]]
+    return refuse(400, f"{'.'.join(where)}: {error.errors()[0]['msg']}", where[0] if where else None)
+  found = re.match(r"(\w+)[=:]", str(error))   # how this project's errors begin
+  return refuse(400, str(error), found and found[1])
+
+
+def usage_of(requests: list[list[Request]]) -> dict[str, Any]:
+  prompt, new = sum(r.num_prompt for r, *_ in requests), sum(r.num_generated for runs in requests for r in runs)
+  return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
+          "prompt_tokens_details": {"cached_tokens": sum(r.num_cached for r, *_ in requests)}}
+
+
+def plain(message: dict[str, Any]) -> dict[str, Any]:
+  """A message whose content is a text, of the parts that it may have come in."""
+  content, said = message.get("content"), isinstance(message.get("role"), str)
+  parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+  texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+  check(said and all(isinstance(text, str) for text in texts),
+        "messages: each must have a role, and content that is a str or a list of parts of type text")
+  return {**message, "content": "".join(map(str, texts))}
+
+
+class Answer:
+  """What a request is answered with: the object around its choices, and each choice, whole or a part of it. kind:
+  "cmpl", "chatcmpl" or "generate"."""
+  def __init__(self, kind: str, name: str, body: Any, params: SamplingParams, tokenizer: Any):
+    self.kind, self.body, self.params, self.tokenizer = kind, body, params, tokenizer
+    self.head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
+    self.offsets = dict[int, int]()   # of each choice that has begun, the length of its text
+
+  def whole(self, choices: list[dict], streamed: bool) -> dict[str, Any]:
+    kind = "text_completion" if self.kind != "chatcmpl" else "chat.completion" + ".chunk" * streamed
+    texts = {"text": [choice["text"] for choice in choices]} if self.kind == "generate" else {}
+    return {**self.head, "object": kind, "choices": choices, **texts}
+
+  def choice(self, number: int, output: RequestOutput, c: CompletionOutput, streamed: bool) -> dict[str, Any]:
+    index, text, ids, known = number * self.params.n + c.index, c.text, c.token_ids, c.logprobs
+    first, offset = index not in self.offsets, self.offsets.get(index, 0)
+    if first and self.kind != "chatcmpl" and self.body.echo:
+      text = (output.prompt or self.tokenizer.decode(output.prompt_token_ids)) + text
+      ids, known = output.prompt_token_ids + ids, None if known is None else output.prompt_logprobs + known
+    self.offsets[index] = offset + len(text)
+    said = {"role": "assistant", "content": text} if first else {"content": text}
+    part = {"text": text} if self.kind != "chatcmpl" else {"delta" if streamed else "message": said}
+    logprobs = None if known is None else self.logprobs(ids, known, offset)
+    return {"index": index, **part, "logprobs": logprobs, "finish_reason": c.finish_reason,
+            "stop_reason": c.stop_reason}
+
+  def logprobs(self, ids: list[int], known: list, offset: int) -> dict[str, list]:
+    """OpenAI's two forms of what is known of each token; nothing is of a prompt's first."""
+    def entry(x: Any) -> dict[str, Any]:
+      return {"token": x.decoded_token, "logprob": x.logprob, "bytes": [*x.decoded_token.encode()]}
+    if self.kind == "chatcmpl":
+      best = [sorted((x for x in of.values() if x.rank <= self.params.logprobs), key=lambda x: x.rank) for of in known]
+      return {"content": [{**entry(of[i]), "top_logprobs": [entry(x) for x in top]}
+                          for i, of, top in zip(ids, known, best, strict=True)]}
+    texts = [self.tokenizer.decode([i], False) for i in ids]
+    return {"tokens": texts, "token_logprobs": [of and of[i].logprob for i, of in zip(ids, known, strict=True)],
+            "top_logprobs": [of and {x.decoded_token: x.logprob for x in of.values()} for of in known],
+            "text_offset": [*itertools.accumulate(map(len, texts), initial=offset)][:-1]}
+
+
+class Server(uvicorn.Server):
+  """It listens at once, loads the model meanwhile, and answers until a signal comes."""
+  def __init__(self, model: str | None, engine: dict[str, Any], options: ServerConfig):
+    self.llm: Any = None   # until it is loaded
+    self.error: Exception | None = None
+    self.loading, self.options = (model, engine), options
+    self.name = options.served_model_name or (pathlib.Path(model).resolve().name if model else "tinyvllm")
+    self.registry = CollectorRegistry()
+    def histogram(name: str) -> Histogram:
+      found = Histogram(f"tinyvllm:{name}", name, ["model_name"], registry=self.registry, buckets=BUCKETS)
+      return found.labels(self.name)
+    self.times = {field: histogram(name) for field, name in TIMES.items()}
+    self.gaps = histogram("inter_token_latency_seconds")
+    self.ended = Counter("tinyvllm:request_success", "texts that ended", ["model_name", "finished_reason"],
+                         registry=self.registry)
+    self.registry.register(self)   # type: ignore[arg-type]
+    self.app = fastapi.FastAPI(title="tinyvllm", version=__version__, lifespan=self.lifespan)
+    for kind in (HTTPException, RequestValidationError, RuntimeError, ValueError):
+      self.app.add_exception_handler(kind, explain)
+    routes: dict[str, Any] = {
+      "/": self.page, "/health": self.health, "/version": self.version, "/metrics": self.metrics,
+      "/v1/models": self.models, "/v1/completions": self.completions, "/v1/chat/completions": self.chat,
+      "/generate": self.generate, "/tokenize": self.tokenize, "/detokenize": self.detokenize}
+    for path, route in routes.items():
+      self.app.add_api_route(path, route, methods=["POST" if "body" in route.__annotations__ else "GET"])
+    app: Any = self.gate
+    if options.allowed_origins:
+      app = CORSMiddleware(app, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    super().__init__(uvicorn.Config(app, str(options.host), options.port, interface="asgi3", access_log=False,
+                                    timeout_graceful_shutdown=int(options.shutdown_timeout) + 5))
+
+  # From start to end
+
+  @contextlib.asynccontextmanager
+  async def lifespan(self, app: Any) -> AsyncIterator[None]:
+    tasks = [asyncio.create_task(self.load()), asyncio.create_task(self.report())]
+    yield
+    for task in tasks: task.cancel()
+
+  async def load(self) -> None:
+    try: self.llm = await asyncio.to_thread(AsyncLLM, self.loading[0], **self.loading[1])
+    except Exception as error: self.error, self.should_exit = error, True
+
+  def state(self) -> str:
+    return "the server is shutting down" if self.should_exit else "" if self.llm else "the model is loading"
+
+  def handle_exit(self, sig: int, frame: Any) -> None:
+    self.should_exit, self.force_exit = True, self.should_exit and sig == signal.SIGINT
+
+  async def shutdown(self, sockets: Any = None) -> None:
+    """uvicorn's, which waits for all answers: what runs when the time is up is aborted."""
+    def abort() -> None:
+      for name in [*self.llm.llm.requests]: self.llm.abort(name)
+    if self.llm: asyncio.get_running_loop().call_later(self.options.shutdown_timeout, abort)
+    await super().shutdown(sockets)
+
+  async def gate(self, scope: Any, receive: Any, send: Any) -> None:
+    """What comes before any route: the body's size, the key, and that a client which goes away ends its request."""
+    if scope["type"] != "http": return await self.app(scope, receive, send)
+    sent, size, more, limit = list[bytes](), 0, True, self.options.max_body_size
+    while more and size <= 8 * limit:   # a client reads an answer once it has sent all
+      message = await receive()
+      if message["type"] == "http.disconnect": return
+      size, more = size + len(message["body"]), message["more_body"]
+      if size <= limit: sent.append(message["body"])
+    key, given = f"Bearer {self.options.api_key}", fastapi.Request(scope).headers.get("authorization", "")
+    refused = None
+    if size > limit: refused = refuse(413, f"the body is larger than {limit} bytes: see --max-body-size")
+    elif scope["path"] not in OPEN:
+      if self.options.api_key and not hmac.compare_digest(given.encode(), key.encode()):
+        refused = refuse(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
+      elif self.state(): refused = refuse(503, self.state())
+    if refused: return await refused(scope, receive, send)
+    unread, gone = [{"type": "http.request", "body": b"".join(sent)}], asyncio.create_task(receive())
+    async def replay() -> Any: return unread.pop() if unread else await asyncio.shield(gone)
+    route = asyncio.create_task(self.app(scope, replay, send))
+    try: await asyncio.wait((gone, route), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+      for task in (gone, route): task.cancel()
+    with contextlib.suppress(asyncio.CancelledError): await route
+
+  # What operators see
+
+  def collect(self) -> Iterator[Any]:
+    """What prometheus_client asks for."""
+    found = self.llm.llm.get_metrics() if self.llm else {"blocks_used": 0, "blocks_free": 1}
+    found["kv_cache_usage_perc"] = found["blocks_used"] / (found["blocks_used"] + found["blocks_free"])
+    for name in sorted({*COUNTERS, *GAUGES, "kv_cache_usage_perc"}):
+      family = (CounterMetricFamily if name in COUNTERS else GaugeMetricFamily)(f"tinyvllm:{name}", name,
+                                                                                labels=["model_name"])
+      family.add_metric([self.name], found.get(name, 0))
+      yield family
+
+  async def report(self) -> None:
+    """vLLM's line of the log, every 10 s while there is work."""
+    before = dict.fromkeys(("steps", "prompt_tokens", "generation_tokens"), 0)
+    while True:
+      await asyncio.sleep(10)
+      now = self.llm.llm.get_metrics() if self.llm else before
+      if now["steps"] > before["steps"]:
+        prompt, generation = ((now[name] - before[name]) / 10 for name in ("prompt_tokens", "generation_tokens"))
+        logger.info(
+          "Engine 000: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d "
+          "reqs, Waiting: %d reqs, GPU KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%", prompt, generation,
+          now["num_requests_running"], now["num_requests_waiting"],
+          100 * now["blocks_used"] / (now["blocks_used"] + now["blocks_free"]),
+          100 * now["prefix_cache_hits"] / max(1, now["prefix_cache_queries"]))
+      before = now
+
+  async def watched(self, requests: list[list[Request]]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """AsyncLLM.stream, with its times taken and its time limited."""
+    def abort() -> None:
+      for runs in requests: self.llm.abort(runs[0].request_id)
+    limit = self.options.request_timeout
+    timer = asyncio.get_running_loop().call_later(limit, abort) if limit else None
+    last: dict[int, tuple[float, int]] = {}   # when, and how many tokens there were
+    try:
+      async with contextlib.aclosing(self.llm.stream(requests)) as stream:
+        async for number, output in stream:
+          now, count = time.monotonic(), output.metrics.num_generated
+          when, before = last.get(number, (now, 0))
+          for _ in range(max(1, before), count): self.gaps.observe((now - when) / (count - before))
+          last[number] = now, count
+          yield number, output
+    finally:
+      if timer: timer.cancel()
+      for run in itertools.chain(*requests): self.ended.labels(self.name, run.finish_reason or "abort").inc()
+      for runs in requests:
+        for field, histogram in self.times.items():
+          if (value := getattr(runs[0].metrics, field)) == value: histogram.observe(value)   # else NaN: never happened
+
+  # Routes
+
+  async def page(self) -> fastapi.Response: return FileResponse(pathlib.Path(__file__).parent / "chat.html")
+  async def version(self) -> dict[str, str]: return {"version": __version__}
+  async def health(self) -> fastapi.Response: return refuse(503, self.state()) if self.state() else JSONResponse({})
+  async def metrics(self) -> fastapi.Response:
+    return fastapi.Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
+
+  async def models(self) -> dict[str, Any]:
+    return {"object": "list", "data": [{
+      "id": self.name, "object": "model", "created": int(time.time()), "owned_by": "tinyvllm", "root": self.name,
+      "parent": None, "max_model_len": self.llm.llm.max_model_len}]}
+
+  async def tokenize(self, body: Text) -> dict[str, Any]:
+    engine, chat = self.llm.llm, body.messages is not None
+    check((body.prompt is None) == chat, "prompt: give either prompt or messages")
+    text = engine.tokenizer.apply_chat_template([*map(plain, body.messages)]) if chat else body.prompt
+    ids = await asyncio.to_thread(engine.tokenizer.encode, text, not chat and body.add_special_tokens is not False)
+    return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
+
+  async def detokenize(self, body: Tokens) -> dict[str, str]:
+    size = self.llm.llm.model_config.vocab_size
+    check(all(0 <= i < size for i in body.tokens), f"tokens: an id must be from 0 to {size - 1}")
+    return {"prompt": self.llm.llm.tokenizer.decode(body.tokens, False)}
+
+  async def generate(self, body: Completion) -> fastapi.Response: return await self.answer("generate", body)
+  async def completions(self, body: Completion) -> fastapi.Response: return await self.answer("cmpl", body)
+  async def chat(self, body: Chat) -> fastapi.Response: return await self.answer("chatcmpl", body)
+
+  def params(self, body: Any, chat: bool) -> SamplingParams:
+    given = {name: value for name in FIELDS if (value := getattr(body, name)) is not None}
+    if chat:
+      given["max_tokens"] = body.max_completion_tokens or body.max_tokens or 2**31 - 1   # up to max_model_len
+      check(body.logprobs or body.top_logprobs is None, "top_logprobs: only with logprobs=true")
+      given["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
+    elif body.echo and "logprobs" in given: given["prompt_logprobs"] = given["logprobs"]
+    if (form := body.response_format) and form.type != "text":
+      check("structured_outputs" not in given, "response_format: only without structured_outputs")
+      check((form.type == "json_schema") == bool(form.json_schema), "response_format: json_schema belongs to its type")
+      given["structured_outputs"] = {"json": form.json_schema.schema_} if form.json_schema else {"json_object": True}
+    return SamplingParams(**given)
+
+  async def answer(self, kind: str, body: Any) -> fastapi.Response:
+    if body.model not in (None, self.name): return refuse(404, f"The model `{body.model}` does not exist.", "model")
+    check(body.stream or not body.stream_options, "stream_options: only with stream=true")
+    engine, params = self.llm.llm, self.params(body, kind == "chatcmpl")
+    answer = Answer(kind, self.name, body, params, engine.tokenizer)
+    given = {"messages": [*map(plain, body.messages)]} if kind == "chatcmpl" else body.prompt
+    if not isinstance(given, list) or given and isinstance(given[0], int): given = [given]
+    check(given, "prompt=[] must not be empty")
+    prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in given]
+    requests = [await asyncio.to_thread(engine.request, f"{answer.head['id']}-{i}", p, params, body.priority or 0)
+                for i, p in enumerate(prompts)]
+    queue, limit = engine.scheduler, self.options.max_queue
+    if len(queue.waiting) + len(requests) > limit + engine.config.max_num_seqs - len(queue.running):
+      return refuse(429, f"{len(queue.waiting)} requests wait and at most {limit} may (--max-queue): try again")
+    stream = self.watched(requests)
+    if body.stream: return StreamingResponse(self.events(answer, stream, requests), media_type="text/event-stream")
+    async for _ in stream: pass
+    outputs = enumerate(output_of(runs) for runs in requests)
+    choices = [answer.choice(i, output, c, False) for i, output in outputs for c in output.outputs]
+    return JSONResponse({**answer.whole(choices, False), "usage": usage_of(requests)})
+
+  async def events(self, answer: Answer, stream: AsyncIterator, requests: list[list[Request]]) -> AsyncIterator[str]:
+    def event(content: dict) -> str: return f"data: {json.dumps(content)}\n\n"
+    options = answer.body.stream_options
+    usage, ended = {"usage": None} if options and options.include_usage else {}, set[tuple[int, int]]()
+    try:
+      async for i, output in stream:
+        for c in output.outputs:
+          if (i, c.index) in ended or not (c.token_ids or c.finish_reason): continue
+          if c.finish_reason: ended.add((i, c.index))
+          yield event({**answer.whole([answer.choice(i, output, c, True)], True), **usage})
+    except RuntimeError as error: yield event(error_of(500, str(error)))
+    else:
+      if usage: yield event({**answer.whole([], True), "usage": usage_of(requests)})
+      yield "data: [DONE]\n\n"
+
+
+def main(argv: list[str]) -> int:
+  """`tinyvllm serve`. Raises what loading the model raised."""
+  parser = argparse.ArgumentParser(prog="tinyvllm serve", argument_default=argparse.SUPPRESS,
+                                   description="Answer HTTP requests in OpenAI's protocol.")
+  parser.add_argument("model", nargs="?", default=None, help="a model's folder; default: the shipped model")
+  add_flags(parser, EngineConfig, ServerConfig)
+  args = vars(parser.parse_args(argv))
+  engine, options = ({f.name: args[f.name] for f in dataclasses.fields(kind) if f.name in args}
+                     for kind in (EngineConfig, ServerConfig))
+  server = Server(args["model"], engine, ServerConfig(**options))
+  server.run()
+  if server.error: raise server.error
+  return 0
