@@ -25,24 +25,26 @@ class AsyncLLM:
 
   async def stream(self, requests: list[list[Request]]) -> AsyncIterator[tuple[int, RequestOutput]]:
     """As `generate`, of several requests that `llm.request` has made: the number of each, and what is new."""
-    loop, news, running = asyncio.get_running_loop(), asyncio.Queue[int](), dict(enumerate(requests))
-    seen, names = [[(0, 0)] * len(runs) for runs in requests], [runs[0].request_id for runs in requests]
+    loop, news, running = asyncio.get_running_loop(), asyncio.Queue[int](), dict[int, str]()   # running: by its number
+    seen = [[(0, 0)] * len(runs) for runs in requests]
     try:
       for i, runs in enumerate(requests):
         self.llm.add(runs)
-        self._readers[names[i]] = runs, functools.partial(loop.call_soon_threadsafe, news.put_nowait, i)
+        running[i] = name = runs[0].request_id
+        self._readers[name] = runs, functools.partial(loop.call_soon_threadsafe, news.put_nowait, i)
       self._thread.submit(self._drive)
       while running:
         if (i := await news.get()) not in running: continue
-        if error := self._errors.pop(names[i], None): raise RuntimeError(f"a step failed: {error}") from error
+        if error := self._errors.get(running[i]): raise RuntimeError(f"a step failed: {error}") from error
         with self.llm.lock:
           output, seen[i] = output_of(requests[i], seen[i]), [(run.shown, run.num_generated) for run in requests[i]]
         if output.finished: del running[i]
         yield i, output
     finally:
-      for table in (self._readers, self._errors):
-        for name in names: table.pop(name, None)   # type: ignore[attr-defined]
-      for i in running: self.llm.abort_request(names[i])
+      for name in running.values():
+        self._readers.pop(name, None)
+        self._errors.pop(name, None)
+        self.llm.abort_request(name)
 
   def abort(self, request_id: str) -> None:
     """End a request with finish_reason "abort", wherever it is."""
