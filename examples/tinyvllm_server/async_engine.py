@@ -12,8 +12,9 @@ class AsyncLLM:
   """Takes what LLM takes. llm: the engine; other threads may use it, too."""
   def __init__(self, model: str | pathlib.Path | None = None, **options: Any):
     self.llm, self._thread = LLM(model, **options), concurrent.futures.ThreadPoolExecutor(1, "tinyvllm-engine")
-    # By request_id: the request and what wakes its reader; why a step of it failed
-    self._readers, self._errors = dict[str, tuple[list[Request], Callable[[], Any]]](), dict[str, Exception]()
+    # By request_id: the request, the loop of its reader and what takes the news there; why a step of it failed
+    self._readers = dict[str, tuple[list[Request], asyncio.AbstractEventLoop, Callable[[], None]]]()
+    self._errors = dict[str, Exception]()
 
   async def generate(self, prompt: Prompt, params: Params = None, request_id: str | None = None,
                      priority: int = 0) -> AsyncIterator[RequestOutput]:
@@ -31,7 +32,7 @@ class AsyncLLM:
       for i, runs in enumerate(requests):
         self.llm.add(runs)
         running[i] = name = runs[0].request_id
-        self._readers[name] = runs, functools.partial(loop.call_soon_threadsafe, news.put_nowait, i)
+        self._readers[name] = runs, loop, functools.partial(news.put_nowait, i)
       self._thread.submit(self._drive)
       while running:
         if (i := await news.get()) not in running: continue
@@ -49,7 +50,7 @@ class AsyncLLM:
   def abort(self, request_id: str) -> None:
     """End a request with finish_reason "abort", wherever it is."""
     self.llm.abort_request(request_id)
-    if reader := self._readers.get(request_id): reader[1]()
+    if reader := self._readers.get(request_id): reader[1].call_soon_threadsafe(reader[2])
 
   def _drive(self) -> None:
     before = dict[str, int]()   # tokens of each request
@@ -60,10 +61,11 @@ class AsyncLLM:
         for name in {seq.request_id for seq in self.llm.batch} & self._readers.keys() or {*self._readers}:
           self._errors[name] = error
           self.abort(name)
-      now = {}
-      for name, (runs, wake) in [*self._readers.items()]:
+      now, wakes = dict[str, int](), dict[asyncio.AbstractEventLoop, list[Callable[[], None]]]()
+      for name, (runs, loop, wake) in [*self._readers.items()]:
         now[name] = runs[0].metrics.num_generated
         if name not in self.llm.requests: self._readers.pop(name, None)
         elif now[name] == before.get(name, 0): continue
-        wake()
+        wakes.setdefault(loop, []).append(wake)
       before = now
+      for loop, calls in wakes.items(): loop.call_soon_threadsafe(lambda calls=calls: [call() for call in calls])

@@ -1,0 +1,381 @@
+"""What clients of `tinyvllm serve` get: the figures of `vllm bench serve`, and what HTTP takes of the engine's own.
+
+  python tests/benchmarks/serving.py [--model DIR] --num-prompts 100 --request-rate 8 --max-concurrency 32
+  python tests/benchmarks/serving.py --url http://127.0.0.1:8000 --input-len 128 --output-len 64
+  python tests/benchmarks/serving.py --compare [--model DIR | --shape smollm2-135m]
+
+It starts a server, of the shipped model unless told otherwise, or takes the one at --url. Prompts are random ids, all
+different; every answer has --output-len tokens. Requests arrive as a Poisson process. TTFT: from sending a request to
+the first byte of the first event with text; ITL: between events; TPOT: what follows the first token, by tokens.
+
+--compare measures HTTP and LLM.generate in turn, in several rounds of one run, on the same work without a prefix cache:
+(a) one request at a time: its TTFT less RequestMetrics.ttft of an engine without HTTP; (b) --streams at once: output
+tokens/s over HTTP, over those of LLM.generate. The engine without HTTP is in this process, idle while the server works.
+
+The client is asyncio on bare sockets in this process; the server has its own, and so its own interpreter lock. Where
+cores are few they share these: the client's share of one is printed."""
+import argparse
+import asyncio
+import bisect
+import json
+import math
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+from urllib.error import URLError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
+
+import common
+import tinyvllm
+from tinyvllm import LLM, SamplingParams
+
+KEY = os.environ.get("OPENAI_API_KEY", "none")
+
+
+@dataclass
+class Answer:
+  """What came of a request: `reads`, what each read of the socket brought, and when. `parse` makes the rest of it:
+  times of events with text, each of its first byte, and tokens by the usage."""
+  sent: float = 0.0
+  error: str = ""
+  reads: list[tuple[float, bytes]] = field(default_factory=list)
+  times: list[float] = field(default_factory=list)
+  tokens: int = 0
+  prompt_tokens: int = 0
+
+  def parse(self) -> None:
+    head, _, body = b"".join(data for _, data in self.reads).partition(b"\r\n\r\n")
+    if self.error: return
+    if b" 200 " not in head.split(b"\r\n")[0]: self.error = body.decode(errors="replace")
+    elif b"text/event-stream" in head.lower(): self._events(body, len(head) + 4)
+    else: self._usage(json.loads(body))
+
+  def _events(self, body: bytes, offset: int) -> None:
+    ends, at = [], 0   # bytes that had come with each read
+    for _, data in self.reads: ends.append(at := at + len(data))
+    events, starts, at = b"", [], 0   # without the chunks' frames; starts: (place in events, place in all that came)
+    while at < len(body):
+      line = body.index(b"\r\n", at)
+      starts.append((len(events), offset + line + 2))
+      events, at = events + body[line + 2:line + 2 + int(body[at:line], 16)], line + 4 + int(body[at:line], 16)
+    at, *found = 0, *events.split(b"\n\n")
+    for event in found:
+      place, came = starts[bisect.bisect_right(starts, (at, math.inf)) - 1]
+      at, came = at + len(event) + 2, came + at - place
+      if event in (b"", b"data: [DONE]"): continue
+      content = json.loads(event.removeprefix(b"data: "))
+      if content.get("error"): self.error = json.dumps(content)
+      if content.get("usage"): self._usage(content)
+      if any(choice.get("text") for choice in content.get("choices", [])):
+        self.times.append(self.reads[bisect.bisect_right(ends, came)][0])
+    if not self.error and (found[-2:] != [b"data: [DONE]", b""] or not self.times or not self.tokens):
+      self.error = f"a stream without text, usage or [DONE]: {events[-200:]!r}"
+
+  def _usage(self, content: dict[str, Any]) -> None:
+    self.tokens, self.prompt_tokens = (content["usage"][name] for name in ("completion_tokens", "prompt_tokens"))
+
+  end = property(lambda self: self.reads[-1][0])
+  ttft = property(lambda self: self.times[0] - self.sent)
+  tpot = property(lambda self: (self.times[-1] - self.times[0]) / (self.tokens - 1))
+  itl = property(lambda self: [b - a for a, b in zip(self.times, self.times[1:], strict=False)])
+
+
+class Connection(asyncio.Protocol):
+  """A kept connection. Of an answer it looks only for the end: to parse it would take time from the server."""
+  answer: Answer | None = None
+  open = True
+
+  def connection_made(self, transport: Any) -> None: self.transport = transport
+
+  def send(self, request: bytes) -> asyncio.Future:
+    self.done, self.head, self.tail, self.left = asyncio.get_running_loop().create_future(), b"", b"", None
+    self.answer = Answer(sent=time.perf_counter())
+    self.transport.write(request)
+    return self.done
+
+  def data_received(self, data: bytes) -> None:
+    if not self.answer: return
+    self.answer.reads.append((time.perf_counter(), data))
+    if self.left is None:
+      self.head += data
+      head, end, data = self.head.partition(b"\r\n\r\n")
+      if not end: return
+      length = re.search(rb"content-length: *(\d+)", head, re.I)
+      self.left = int(length[1]) if length else math.inf   # inf: in chunks, of which the last is empty
+    self.left, self.tail = self.left - len(data), (self.tail + data)[-5:]
+    if self.left == 0 or self.left == math.inf and self.tail == b"0\r\n\r\n": self.finish()
+
+  def connection_lost(self, error: Exception | None) -> None:
+    self.open = False
+    if self.answer: self.finish(f"the connection was closed: {error}")
+
+  def finish(self, error: str = "") -> None:
+    self.answer.error = error
+    if not self.done.done(): self.done.set_result(self.answer)
+    self.answer = None
+
+
+@dataclass
+class Run:
+  answers: list[Answer]
+  seconds: float   # from the first request sent to the last byte
+  busy: float      # the client's share of a core
+
+  @property
+  def good(self) -> list[Answer]: return [a for a in self.answers if not a.error]
+
+
+class Client:
+  def __init__(self, args: argparse.Namespace, url: str):
+    self.args, self.address, self.idle, self.rng = args, urlsplit(url), list[Connection](), random.Random(args.seed)
+    self.vocabulary, self.loop = vocabulary(args), asyncio.new_event_loop()
+
+  def ids(self, n: int) -> list[list[int]]:
+    """So many prompts, unlike any before."""
+    return [common.random_ids(self.vocabulary, self.args.input_len, self.rng)["prompt_token_ids"] for _ in range(n)]
+
+  def request(self, ids: list[int], tokens: int) -> bytes:
+    """An end token, which random prompts lead to, is text, too: an event of its own."""
+    body = {"prompt": ids, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "skip_special_tokens": False}
+    if self.args.stream: body |= {"stream": True, "stream_options": {"include_usage": True}}
+    data = json.dumps(body).encode()
+    return (f"POST /v1/completions HTTP/1.1\r\nHost: {self.address.netloc}\r\nAuthorization: Bearer {KEY}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n").encode() + data
+
+  def run(self, prompts: list[list[int]], tokens: int, delays: list[float] | None = None, at_once: int = 0) -> Run:
+    """All of them, each at its delay from the start, at most so many at once."""
+    requests, delays = [self.request(ids, tokens) for ids in prompts], delays or [0.0] * len(prompts)
+    limit: Any = asyncio.Semaphore(at_once) if at_once else nullcontext()
+    started, used = time.perf_counter(), time.process_time()
+
+    async def one(request: bytes, delay: float) -> Answer:
+      await asyncio.sleep(started + delay - time.perf_counter())
+      async with limit:
+        self.idle = [c for c in self.idle if c.open]
+        try:
+          if self.idle: connection = self.idle.pop()
+          else: _, connection = await self.loop.create_connection(Connection, self.address.hostname, self.address.port)
+          answer = await connection.send(request)
+        except OSError as e: return Answer(sent=time.perf_counter(), error=str(e))
+        self.idle.append(connection)
+        return answer
+
+    async def all_of_them() -> list[Answer]: return await asyncio.gather(*map(one, requests, delays))
+    answers = self.loop.run_until_complete(all_of_them())
+    used = time.process_time() - used
+    seconds = max((a.end for a in answers if a.reads), default=time.perf_counter()) - min(a.sent for a in answers)
+    for answer in answers: answer.parse()
+    return Run(answers, seconds, used / max(seconds, 1e-9))
+
+  def warm_up(self, at_once: int) -> None:
+    """Each shape of step that may come, as graphs are captured when they are first needed."""
+    for n in powers(at_once): self.run(self.ids(n), min(8, self.args.output_len))
+
+
+def powers(n: int) -> list[int]:
+  """1, 2, 4, …, and n."""
+  return [*(2**i for i in range(n.bit_length()) if 2**i < n), n]
+
+
+def get(url: str) -> bool:
+  """Whether it answers 200."""
+  try: return urlopen(Request(url, headers={"Authorization": f"Bearer {KEY}"}), timeout=10).status == 200
+  except (URLError, ConnectionError): return False
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+  """The engine's, here and in the server."""
+  running = args.max_num_seqs or (args.streams if args.compare else args.max_concurrency or 32)
+  share = 0.4 if args.compare else 0.9   # two engines share the memory
+  return {"max_model_len": args.max_model_len or args.input_len + args.output_len, "max_num_seqs": running,
+          "max_num_batched_tokens": max(args.max_num_batched_tokens, running), "gpu_memory_utilization": share}
+
+
+def open_llm(args: argparse.Namespace, **given: Any) -> LLM:
+  if args.shape or args.layers: return common.open_llm(args, **given)
+  return LLM(args.model, **{"dtype": args.dtype, "enable_prefix_caching": False, **given})
+
+
+def serve(args: argparse.Namespace) -> int:
+  """`tinyvllm serve` with the engine of open_llm, whose weights may be random."""
+  from tinyvllm_server import async_engine
+
+  from tinyvllm import cli
+  with patch.object(async_engine, "LLM", lambda model, **given: open_llm(args, **given)):
+    return cli.main(["serve", "--port=0", *(f"--{k.replace('_', '-')}={v}" for k, v in options(args).items())])
+
+
+@contextmanager
+def server(args: argparse.Namespace) -> Iterator[str]:
+  """The URL of a server of our own in a process of its own, or of the one that --url names."""
+  if args.url:
+    if not get(args.url + "/health"): raise SystemExit(f"error: {args.url}/health does not answer 200")
+    yield args.url
+    return
+  with TemporaryDirectory() as folder:
+    log = Path(folder) / "stderr.txt"
+    with open(log, "wb") as file:
+      process = subprocess.Popen([sys.executable, *sys.argv, "--serve"], stdout=file, stderr=file)
+
+    def wait_for(condition: Callable[[], Any]) -> Any:
+      deadline = time.monotonic() + 600
+      while not (found := condition()):
+        if process.poll() is not None or time.monotonic() > deadline:
+          raise SystemExit(f"error: no server, exit code {process.poll()}\n{log.read_text()}")
+        time.sleep(0.02)
+      return found
+    try:
+      url = wait_for(lambda: re.search(r"running on (http://\S*:\d+)", log.read_text()))[1]
+      wait_for(lambda: get(url + "/health"))
+      yield url
+    finally:
+      process.send_signal(signal.SIGTERM)
+      if code := process.wait(60): print(f"warning: the server's exit code is {code}\n{log.read_text()}")
+
+
+def vocabulary(args: argparse.Namespace) -> int:
+  if args.shape or args.layers: return common.hf_config(args)["vocab_size"]
+  folder = Path(args.model).expanduser() if args.model else Path(tinyvllm.__file__).parent / "default_model"
+  return json.loads((folder / "config.json").read_text())["vocab_size"]
+
+
+def percentile(values: list[float], share: float) -> float:
+  """Between the two nearest, as numpy's."""
+  values, at = sorted(values), share * (len(values) - 1)
+  low = values[math.floor(at)]
+  return low + (values[math.ceil(at)] - low) * (at % 1)
+
+
+def report(run: Run, args: argparse.Namespace) -> int:
+  """Print the figures; returns the exit code."""
+  good, seconds, failed = run.good, run.seconds, len(run.answers) - len(run.good)
+  tokens, read = sum(a.tokens for a in good), sum(a.prompt_tokens for a in good)
+  rows: list[tuple[str, float] | str] = [
+    "Serving", ("Successful requests", len(good)), ("Failed requests", failed),
+    ("Request rate (requests/s)", args.request_rate), ("Maximum concurrency", args.max_concurrency or math.inf),
+    ("Benchmark duration (s)", seconds), ("Total input tokens", read), ("Total generated tokens", tokens),
+    ("Request throughput (requests/s)", len(good) / seconds), ("Output token throughput (tokens/s)", tokens / seconds),
+    ("Total token throughput (tokens/s)", (tokens + read) / seconds),
+    ("The client's share of a core (%)", 100 * run.busy)]
+  for title, name, values in (("Time to first token", "TTFT", [a.ttft for a in good if a.times]),
+                              ("Time per output token, after the first", "TPOT",
+                               [a.tpot for a in good if a.times and a.tokens > 1]),
+                              ("Inter-token latency", "ITL", [x for a in good for x in a.itl])):
+    if not values: continue   # --no-stream
+    figures = {"Mean": statistics.fmean(values), "Median": statistics.median(values), "P99": percentile(values, 0.99)}
+    rows += [title, *((f"{which} {name} (ms)", 1e3 * value) for which, value in figures.items())]
+  for row in rows:
+    if isinstance(row, str): print(f"{f' {row} ':-^52}")
+    else: print(f"{row[0] + ':':40}{row[1]:>12{'' if isinstance(row[1], int) else '.2f'}}")
+  for error in sorted({a.error for a in run.answers if a.error})[:3]: print(f"failed: {error[-400:]}")
+  return int(failed > 0)
+
+
+def bench(args: argparse.Namespace) -> int:
+  with server(args) as url:
+    client, delays = Client(args, url), [0.0]
+    client.warm_up(min(args.num_prompts, args.max_concurrency or args.num_prompts, 32))
+    for _ in range(args.num_prompts - 1):
+      delays.append(delays[-1] + (client.rng.expovariate(args.request_rate) if args.request_rate < math.inf else 0.0))
+    run = client.run(client.ids(args.num_prompts), args.output_len, delays, args.max_concurrency or 0)
+  return report(run, args)
+
+
+def compare(args: argparse.Namespace) -> int:
+  streams, tokens = args.streams, args.output_len
+  with server(args) as url:
+    llm, client, runs = open_llm(args, **options(args)), Client(args, url), list[Run]()
+
+    def params(n: int) -> SamplingParams:
+      return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, skip_special_tokens=False)
+
+    def http(n: int) -> Run:
+      run = client.run(client.ids(n), tokens)
+      for a in run.answers:
+        if a.error or a.tokens != tokens: raise SystemExit(f"error: {a.tokens} tokens of {tokens} {a.error[-400:]}")
+      return run
+
+    def engine(n: int, tokens: int = tokens) -> float:
+      """Seconds of n prompts."""
+      prompts: list = [{"prompt_token_ids": ids} for ids in client.ids(n)]
+      started = time.perf_counter()
+      outputs = llm.generate(prompts, params(tokens), use_tqdm=False)
+      seconds = time.perf_counter() - started
+      assert all(len(o.outputs[0].token_ids) == tokens for o in outputs)
+      return seconds
+
+    def engine_ttft() -> float:
+      *_, last = llm.generate_stream({"prompt_token_ids": client.ids(1)[0]}, params(tokens))
+      return last.metrics.ttft
+
+    client.warm_up(streams)
+    for n in powers(streams): engine(n, min(8, tokens))
+    http(streams), engine(streams)
+    over, under, rates, rows = list[float](), list[float](), list[tuple[float, float]](), []
+    for i in range(args.rounds):   # which goes first alternates
+      for j in range(args.requests):
+        for which in ("http", "engine") if (i + j) % 2 else ("engine", "http"):
+          if which == "http": over.append(1e3 * http(1).answers[0].ttft)
+          else: under.append(1e3 * engine_ttft())
+      for which in ("http", "engine") if i % 2 else ("engine", "http"):
+        if which == "http": runs.append(http(streams))
+        else: seconds = engine(streams)
+      rates.append((streams * tokens / runs[-1].seconds, streams * tokens / seconds))
+      a, b = (statistics.median(x[-args.requests:]) for x in (over, under))
+      rows.append([f"{i + 1}", f"{a:.2f}", f"{b:.2f}", f"{a - b:.2f}", *(f"{rate:.0f}" for rate in rates[-1]),
+                   f"{rates[-1][0] / rates[-1][1]:.3f}", f"{runs[-1].busy:.0%}"])
+  common.print_table(["round", "TTFT ms, HTTP", "engine", "more", f"tokens/s of {streams}, HTTP", "engine", "ratio",
+                      "client's share of a core"], rows)
+  more, ratios = ([float(row[column]) for row in rows] for column in (3, 6))
+  a, b = map(statistics.median, (over, under))
+  print(f"(a) first token, one request at a time: {a:.2f} ms over HTTP, {b:.2f} ms in the engine, {a - b:.2f} ms more "
+        f"(medians of {len(over)}; rounds: {min(more):.2f} to {max(more):.2f}); at best {min(over):.2f} and "
+        f"{min(under):.2f} ms, {min(over) - min(under):.2f} more")
+  events = statistics.median(len(x.times) for r in runs for x in r.answers)
+  best = [max(column) for column in zip(*rates, strict=True)]
+  print(f"(b) output tokens/s of {streams} streams, HTTP over LLM.generate: {statistics.median(ratios):.3f} (rounds: "
+        f"{min(ratios):.3f} to {max(ratios):.3f}); at best {best[0]:.0f} over {best[1]:.0f}, {best[0] / best[1]:.3f}; "
+        f"{events:.0f} events for {tokens} tokens")
+  return 0
+
+
+def main() -> int:
+  parser = common.make_parser(__doc__)
+  parser.set_defaults(shape=None, max_num_batched_tokens=512)
+  parser.add_argument("--url", help="of a running server, in place of one of our own")
+  parser.add_argument("--num-prompts", type=common.positive, default=100)
+  parser.add_argument("--input-len", type=common.positive, default=128, help="tokens of a prompt")
+  parser.add_argument("--output-len", type=common.positive, default=64, help="tokens generated for each prompt")
+  parser.add_argument("--request-rate", type=float, default=math.inf, help="requests a second, on average")
+  parser.add_argument("--max-concurrency", type=common.positive, help="requests at once at most")
+  parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help="ask for events")
+  parser.add_argument("--max-model-len", type=common.positive, help="default: input and output")
+  parser.add_argument("--max-num-seqs", type=common.positive, help="default: --max-concurrency, or 32")
+  parser.add_argument("--compare", action="store_true", help="HTTP beside LLM.generate")
+  parser.add_argument("--streams", type=common.positive, default=32, help="--compare: requests at once of (b)")
+  parser.add_argument("--rounds", type=common.positive, default=7, help="--compare: so many")
+  parser.add_argument("--requests", type=common.positive, default=10, help="--compare: of (a) in each round")
+  parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+  args = parser.parse_args()
+  if args.serve: return serve(args)
+  if args.request_rate <= 0: parser.error("--request-rate must be above 0")
+  if args.compare and (args.url or not args.stream): parser.error("--compare starts its own server, and streams")
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))   # and the server with it
+  print(common.machine_line(), flush=True)
+  return compare(args) if args.compare else bench(args)
+
+
+if __name__ == "__main__": sys.exit(main())
