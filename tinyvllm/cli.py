@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
   logger.setLevel(logging.INFO)   # ours, not every library's
   messages: list[dict[str, str]] = []
   try:
-    if (argv := argv or sys.argv[1:])[:1] == ["serve"]: return _server().main(argv[1:])
+    if (argv := sys.argv[1:] if argv is None else argv)[:1] == ["serve"]: return _server().main(argv[1:])
     args = vars(parser.parse_args(argv))
     engine, given = ({f.name: args[f.name] for f in dataclasses.fields(kind) if f.name in args} for kind in OPTIONS)
     params = SamplingParams(**{"temperature": 0.0, **given})

@@ -9,8 +9,10 @@ from tinyvllm.engine import Params, Prompt, Request, output_of
 
 
 class AsyncLLM:
-  """Takes what LLM takes. llm: the engine; other threads may use it, too."""
-  def __init__(self, model: str | pathlib.Path | None = None, **options: Any):
+  """Takes what LLM takes. stream_interval: tokens from one piece of a text to the next. llm: the engine; other threads
+  may use it, too."""
+  def __init__(self, model: str | pathlib.Path | None = None, stream_interval: int = 1, **options: Any):
+    self.stream_interval = stream_interval
     self.llm, self._thread = LLM(model, **options), concurrent.futures.ThreadPoolExecutor(1, "tinyvllm-engine")
     # By request_id: the request, the loop of its reader and what takes the news there; why a step of it failed
     self._readers = dict[str, tuple[list[Request], asyncio.AbstractEventLoop, Callable[[], None]]]()
@@ -63,9 +65,14 @@ class AsyncLLM:
           self.abort(name)
       now, wakes = dict[str, int](), dict[asyncio.AbstractEventLoop, list[Callable[[], None]]]()
       for name, (runs, loop, wake) in [*self._readers.items()]:
-        now[name] = runs[0].metrics.num_generated
-        if name not in self.llm.requests: self._readers.pop(name, None)
-        elif now[name] == before.get(name, 0): continue
-        wakes.setdefault(loop, []).append(wake)
+        count, last = runs[0].metrics.num_generated, before.get(name, 0)
+        ended, due = name not in self.llm.requests, last + self.stream_interval if last else 1
+        now[name] = count if ended or count >= due else last
+        if ended: self._readers.pop(name, None)
+        if ended or count >= due: wakes.setdefault(loop, []).append(wake)
       before = now
-      for loop, calls in wakes.items(): loop.call_soon_threadsafe(lambda calls=calls: [call() for call in calls])
+      for loop, calls in wakes.items(): loop.call_soon_threadsafe(_each, calls)   # one call wakes all
+
+
+def _each(calls: list[Callable[[], None]]) -> None:
+  for call in calls: call()

@@ -1,6 +1,7 @@
 """An HTTP server that speaks OpenAI's protocol, with vLLM's further fields and metrics. It owns what a client sees:
 bodies, answers, errors, limits. Each field of SamplingParams is one of a body, and what it may be is checked there."""
-import argparse, asyncio, contextlib, dataclasses, hmac, http, itertools, json, pathlib, re, signal, time, uuid
+import argparse, asyncio, contextlib, dataclasses, hmac, http, itertools, json, os, pathlib, re
+import signal, socket, threading, time, uuid
 from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any, Literal
 
@@ -31,14 +32,15 @@ BUCKETS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5
 @dataclasses.dataclass(frozen=True)
 class ServerConfig(Options):
   """What `tinyvllm serve` takes besides EngineConfig, with vLLM's names."""
-  host: str | None = "127.0.0.1"
+  host: str = "127.0.0.1"
   port: Annotated[int, 0, 65535] = 8000                   # 0: any that is free
-  api_key: str | None = None                              # what clients must send as a bearer token
+  api_key: str | None = None                              # what clients must send; None: TINYVLLM_API_KEY's, if set
   served_model_name: str | None = None                    # None: the folder's name
   max_queue: Annotated[int, 0, 2**31 - 1] = 256           # requests that may wait; more are refused with 429
   request_timeout: Annotated[float | int | None, 0.001, 2**31] = None   # seconds; then a request ends with "abort"
   shutdown_timeout: Annotated[float | int, 0, 2**31] = 30   # seconds for running requests once a signal has come
   max_body_size: Annotated[int, 1, 2**40] = 2**22         # bytes
+  stream_interval: Annotated[int, 1, 2**31] = 1           # tokens in an event, if they come that fast
   allowed_origins: Annotated[list | None, str] = None     # of other pages in a browser (CORS)
 
 
@@ -78,7 +80,7 @@ def explain(request: fastapi.Request, error: Exception) -> fastapi.Response:
     where = [str(x) for x in error.errors()[0]["loc"][1:]]
     return refuse(400, f"{'.'.join(where)}: {error.errors()[0]['msg']}", where[0] if where else None)
   found = re.match(r"(\w+)[=:]", str(error))   # how this project's errors begin
-  return refuse(400, str(error), found and found[1])
+  return refuse(400, str(error), found and {"prompt_token_ids": "prompt"}.get(found[1], found[1]))
 
 
 def usage_of(requests: list[list[Request]]) -> dict[str, Any]:
@@ -101,40 +103,44 @@ class Answer:
   """What a request is answered with: the object around its choices, and each choice, whole or a part of it. kind:
   "cmpl", "chatcmpl" or "generate"."""
   def __init__(self, kind: str, name: str, body: Any, params: SamplingParams, tokenizer: Any):
-    self.kind, self.body, self.params, self.tokenizer = kind, body, params, tokenizer
+    self.chat, self.kind, self.body, self.params, self.tokenizer = kind == "chatcmpl", kind, body, params, tokenizer
     self.head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
-    self.offsets = dict[int, int]()   # of each choice that has begun, the length of its text
+    self.begun = dict[int, tuple[int, list[int]]]()   # of each choice, the length of its text and its last token
 
   def whole(self, choices: list[dict], streamed: bool) -> dict[str, Any]:
-    kind = "text_completion" if self.kind != "chatcmpl" else "chat.completion" + ".chunk" * streamed
+    kind = "chat.completion" + ".chunk" * streamed if self.chat else "text_completion"
     texts = {"text": [choice["text"] for choice in choices]} if self.kind == "generate" else {}
     return {**self.head, "object": kind, "choices": choices, **texts}
 
   def choice(self, number: int, output: RequestOutput, c: CompletionOutput, streamed: bool) -> dict[str, Any]:
     index, text, ids, known = number * self.params.n + c.index, c.text, c.token_ids, c.logprobs
-    first, offset = index not in self.offsets, self.offsets.get(index, 0)
-    if first and self.kind != "chatcmpl" and self.body.echo:
+    offset, before = self.begun.get(index, (0, output.prompt_token_ids[-1:]))
+    if index not in self.begun and not self.chat and self.body.echo:
       text = (output.prompt or self.tokenizer.decode(output.prompt_token_ids)) + text
-      ids, known = output.prompt_token_ids + ids, None if known is None else output.prompt_logprobs + known
-    self.offsets[index] = offset + len(text)
-    said = {"role": "assistant", "content": text} if first else {"content": text}
-    part = {"text": text} if self.kind != "chatcmpl" else {"delta" if streamed else "message": said}
-    logprobs = None if known is None else self.logprobs(ids, known, offset)
-    return {"index": index, **part, "logprobs": logprobs, "finish_reason": c.finish_reason,
-            "stop_reason": c.stop_reason}
+      ids, before = output.prompt_token_ids + ids, []
+      known = None if known is None else output.prompt_logprobs + known
+    self.begun[index] = offset + len(text), ids[-1:] or before
+    said = {"content": text} if streamed else {"role": "assistant", "content": text}
+    return {"index": index, **({"delta" if streamed else "message": said} if self.chat else {"text": text}),
+            "logprobs": None if known is None else self.logprobs(before, ids, known, offset),
+            "finish_reason": c.finish_reason, "stop_reason": c.stop_reason}
 
-  def logprobs(self, ids: list[int], known: list, offset: int) -> dict[str, list]:
+  def logprobs(self, before: list[int], ids: list[int], known: list, offset: int) -> dict[str, list]:
     """OpenAI's two forms of what is known of each token; nothing is of a prompt's first."""
-    def entry(x: Any) -> dict[str, Any]:
-      return {"token": x.decoded_token, "logprob": x.logprob, "bytes": [*x.decoded_token.encode()]}
-    if self.kind == "chatcmpl":
-      best = [sorted((x for x in of.values() if x.rank <= self.params.logprobs), key=lambda x: x.rank) for of in known]
-      return {"content": [{**entry(of[i]), "top_logprobs": [entry(x) for x in top]}
-                          for i, of, top in zip(ids, known, best, strict=True)]}
-    texts = [self.tokenizer.decode([i], False) for i in ids]
-    return {"tokens": texts, "token_logprobs": [of and of[i].logprob for i, of in zip(ids, known, strict=True)],
-            "top_logprobs": [of and {x.decoded_token: x.logprob for x in of.values()} for of in known],
-            "text_offset": [*itertools.accumulate(map(len, texts), initial=offset)][:-1]}
+    decode, befores = self.tokenizer.decode, [before, *([i] for i in ids)]
+    def piece(before: list[int], token: int, skip: bool = False) -> str:   # alone, some would lose their space
+      return decode([*before, token], skip)[len(decode(before, skip)):]
+    def entry(before: list[int], token: int, logprob: float) -> dict[str, Any]:
+      return {"token": (text := piece(before, token)), "logprob": logprob, "bytes": [*text.encode()]}
+    rows = [*zip(befores, ids, known, strict=False)]
+    if self.chat:
+      best = [sorted((x.rank, j, x.logprob) for j, x in of.items() if x.rank <= self.params.logprobs) for of in known]
+      return {"content": [{**entry(b, i, of[i].logprob), "top_logprobs": [entry(b, j, x) for _, j, x in top]}
+                          for (b, i, of), top in zip(rows, best, strict=True)]}
+    lengths = [len(piece(b, i, self.params.skip_special_tokens)) for b, i, _ in rows]
+    return {"tokens": [piece(b, i) for b, i, _ in rows], "token_logprobs": [of and of[i].logprob for _, i, of in rows],
+            "top_logprobs": [of and {piece(b, j): x.logprob for j, x in of.items()} for b, _, of in rows],
+            "text_offset": [*itertools.accumulate(lengths, initial=offset)][:-1]}
 
 
 class Server(uvicorn.Server):
@@ -143,6 +149,7 @@ class Server(uvicorn.Server):
     self.llm: Any = None   # until it is loaded
     self.error: Exception | None = None
     self.loading, self.options = (model, engine), options
+    self.key = options.api_key or os.environ.get("TINYVLLM_API_KEY")
     self.name = options.served_model_name or (pathlib.Path(model).resolve().name if model else "tinyvllm")
     self.registry = CollectorRegistry()
     def histogram(name: str) -> Histogram:
@@ -165,19 +172,20 @@ class Server(uvicorn.Server):
     app: Any = self.gate
     if options.allowed_origins:
       app = CORSMiddleware(app, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    super().__init__(uvicorn.Config(app, str(options.host), options.port, interface="asgi3", access_log=False,
+    super().__init__(uvicorn.Config(app, options.host, options.port, interface="asgi3", access_log=False,
                                     timeout_graceful_shutdown=int(options.shutdown_timeout) + 5))
 
   # From start to end
 
   @contextlib.asynccontextmanager
   async def lifespan(self, app: Any) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(self.load()), asyncio.create_task(self.report())]
+    threading.Thread(target=self.load, daemon=True).start()   # a signal does not wait for it
+    report = asyncio.create_task(self.report())
     yield
-    for task in tasks: task.cancel()
+    report.cancel()
 
-  async def load(self) -> None:
-    try: self.llm = await asyncio.to_thread(AsyncLLM, self.loading[0], **self.loading[1])
+  def load(self) -> None:
+    try: self.llm = AsyncLLM(self.loading[0], self.options.stream_interval, **self.loading[1])
     except Exception as error: self.error, self.should_exit = error, True
 
   def state(self) -> str:
@@ -202,11 +210,11 @@ class Server(uvicorn.Server):
       if message["type"] == "http.disconnect": return
       size, more = size + len(message["body"]), message["more_body"]
       if size <= limit: sent.append(message["body"])
-    key, given = f"Bearer {self.options.api_key}", fastapi.Request(scope).headers.get("authorization", "")
+    key, given = f"Bearer {self.key}", fastapi.Request(scope).headers.get("authorization", "")
     refused = None
     if size > limit: refused = refuse(413, f"the body is larger than {limit} bytes: see --max-body-size")
     elif scope["path"] not in OPEN:
-      if self.options.api_key and not hmac.compare_digest(given.encode(), key.encode()):
+      if self.key and not hmac.compare_digest(given.encode(), key.encode()):
         refused = refuse(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
       elif self.state(): refused = refuse(503, self.state())
     if refused: return await refused(scope, receive, send)
@@ -300,7 +308,8 @@ class Server(uvicorn.Server):
   def params(self, body: Any, chat: bool) -> SamplingParams:
     given = {name: value for name in FIELDS if (value := getattr(body, name)) is not None}
     if chat:
-      given["max_tokens"] = body.max_completion_tokens or body.max_tokens or 2**31 - 1   # up to max_model_len
+      limits = (body.max_completion_tokens, body.max_tokens, 2**31 - 1)   # the last: up to max_model_len
+      given["max_tokens"] = next(limit for limit in limits if limit is not None)
       check(body.logprobs or body.top_logprobs is None, "top_logprobs: only with logprobs=true")
       given["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
     elif body.echo and "logprobs" in given: given["prompt_logprobs"] = given["logprobs"]
@@ -325,26 +334,35 @@ class Server(uvicorn.Server):
     if len(queue.waiting) + len(requests) > limit + engine.config.max_num_seqs - len(queue.running):
       return refuse(429, f"{len(queue.waiting)} requests wait and at most {limit} may (--max-queue): try again")
     stream = self.watched(requests)
-    if body.stream: return StreamingResponse(self.events(answer, stream, requests), media_type="text/event-stream")
+    first = await anext(stream)   # from here on they are in the queue
+    if body.stream:
+      return StreamingResponse(self.events(answer, first, stream, requests), media_type="text/event-stream")
     async for _ in stream: pass
     outputs = enumerate(output_of(runs) for runs in requests)
     choices = [answer.choice(i, output, c, False) for i, output in outputs for c in output.outputs]
     return JSONResponse({**answer.whole(choices, False), "usage": usage_of(requests)})
 
-  async def events(self, answer: Answer, stream: AsyncIterator, requests: list[list[Request]]) -> AsyncIterator[str]:
+  async def events(self, answer: Answer, news: Any, stream: Any, requests: list[list[Request]]) -> AsyncIterator[str]:
     def event(content: dict) -> str: return f"data: {json.dumps(content)}\n\n"
-    options = answer.body.stream_options
-    usage, ended = {"usage": None} if options and options.include_usage else {}, set[tuple[int, int]]()
+    options, ended = answer.body.stream_options, set[tuple[int, int]]()
+    usage = {"usage": None} if options and options.include_usage else {}
+    if answer.chat:
+      for i in range(answer.params.n):
+        role = {"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        yield event({**answer.whole([role], True), **usage})
     try:
-      async for i, output in stream:
+      while news:
+        i, output = news
         for c in output.outputs:
           if (i, c.index) in ended or not (c.token_ids or c.finish_reason): continue
           if c.finish_reason: ended.add((i, c.index))
           yield event({**answer.whole([answer.choice(i, output, c, True)], True), **usage})
+        news = await anext(stream, None)
     except RuntimeError as error: yield event(error_of(500, str(error)))
     else:
       if usage: yield event({**answer.whole([], True), "usage": usage_of(requests)})
       yield "data: [DONE]\n\n"
+    finally: await stream.aclose()
 
 
 def main(argv: list[str]) -> int:
@@ -356,7 +374,11 @@ def main(argv: list[str]) -> int:
   args = vars(parser.parse_args(argv))
   engine, options = ({f.name: args[f.name] for f in dataclasses.fields(kind) if f.name in args}
                      for kind in (EngineConfig, ServerConfig))
-  server = Server(args["model"], engine, ServerConfig(**options))
+  config = ServerConfig(**options)
+  family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+  try: socket.create_server((config.host, config.port), family=family).close()   # before a model is loaded for nothing
+  except OSError as error: raise ValueError(f"host={config.host!r}, port={config.port}: {error.strerror}") from error
+  server = Server(args["model"], engine, config)
   server.run()
   if server.error: raise server.error
   return 0

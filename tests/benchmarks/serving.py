@@ -215,7 +215,8 @@ def serve(args: argparse.Namespace) -> int:
 
   from tinyvllm import cli
   with patch.object(async_engine, "LLM", lambda model, **given: open_llm(args, **given)):
-    return cli.main(["serve", "--port=0", *(f"--{k.replace('_', '-')}={v}" for k, v in options(args).items())])
+    return cli.main(["serve", "--port=0", *(f"--{k.replace('_', '-')}={v}" for k, v in options(args).items()),
+                     f"--stream-interval={args.stream_interval}"])
 
 
 @contextmanager
@@ -368,6 +369,7 @@ def main() -> int:
   parser.add_argument("--streams", type=common.positive, default=32, help="--compare: requests at once of (b)")
   parser.add_argument("--rounds", type=common.positive, default=7, help="--compare: so many")
   parser.add_argument("--requests", type=common.positive, default=10, help="--compare: of (a) in each round")
+  parser.add_argument("--stream-interval", type=int, default=1, help="the server's: tokens in an event")
   parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.serve: return serve(args)

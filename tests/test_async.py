@@ -1,0 +1,305 @@
+"""AsyncLLM in this process: what LLM.generate gives, for many at once, and what becomes of requests that are left,
+cancelled, bad, or in a step that fails."""
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from reference import ENGINE, check_invariants, tiny_model
+from server import wait_until
+
+from tinyvllm import SamplingParams
+from tinyvllm_server import AsyncLLM
+
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
+LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+PROMPTS = ["the cat", "hello world, this", "one two three", "where there is a will", "numbers: 0 1", "the dog ran"]
+
+
+def greedy(n: int = 8, **fields) -> SamplingParams: return SamplingParams(temperature=0.0, max_tokens=n, **fields)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+  folder = tiny_model(tmp_path_factory.mktemp("async"), words=True)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+  return AsyncLLM(folder, scheduling_policy="priority", **SMALL)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+  """After each test all blocks are free, whatever it did."""
+  yield
+  if "llm" not in request.fixturenames: return
+  llm = request.getfixturevalue("llm").llm
+  wait_until(lambda: not llm.has_unfinished_requests() and not llm.get_metrics()["blocks_used"], "all blocks free", 20)
+  check_invariants(llm)
+
+
+@pytest.fixture
+def launches(llm, monkeypatch):
+  """The ids of the requests that each step gives a token, as steps begin."""
+  found, launch = [], llm.llm.runner.launch
+  monkeypatch.setattr(llm.llm.runner, "launch", lambda step: (found.append([s.request_id for s in step[1]]),
+                                                              launch(step))[1])
+  return found
+
+
+async def collect(llm, prompt, params=None, **options):
+  """What a request gave in all, in the terms of story()."""
+  outputs = [o async for o in llm.generate(prompt, params, **options)]
+  assert all(c.finish_reason is None for o in outputs[:-1] for c in o.outputs if not c.finish_reason)
+  assert outputs[-1].finished and not any(o.finished for o in outputs[:-1])
+  columns = list(zip(*(o.outputs for o in outputs), strict=True))
+  return [("".join(c.text for c in column), [i for c in column for i in c.token_ids], column[-1].finish_reason,
+           column[-1].stop_reason, [x for c in column for x in c.logprobs or []]) for column in columns]
+
+
+def story(output):
+  return [(c.text, c.token_ids, c.finish_reason, c.stop_reason, c.logprobs or []) for c in output.outputs]
+
+
+def expected(llm, prompt, params): return story(llm.llm.generate(prompt, params, use_tqdm=False)[0])
+
+
+def finish(coroutine): return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def gather(*tasks): return await asyncio.gather(*tasks)
+
+
+async def until(condition, what):
+  """wait_until for a coroutine: others run meanwhile."""
+  async def ask():
+    while not condition(): await asyncio.sleep(0)
+  try: await asyncio.wait_for(ask(), 30)
+  except TimeoutError: raise AssertionError(f"not within 30 s: {what}") from None
+
+
+@pytest.mark.parametrize("fields", [
+  {"temperature": 0.0, "max_tokens": 12}, {"seed": 5, "max_tokens": 12, "n": 3}, {"temperature": 0.0, "max_tokens": 1},
+  {"temperature": 0.0, "max_tokens": 6, "logprobs": 2}, {"temperature": 0.0, "max_tokens": 40, "stop": ["e", "th"]},
+  {"temperature": 0.0, "max_tokens": 12, "stop": ["e"], "include_stop_str_in_output": True}], ids=str)
+def test_joined_pieces_are_what_generate_gives(llm, fields):
+  params = SamplingParams(**fields)
+  assert finish(collect(llm, "the cat", params)) == expected(llm, "the cat", params)
+
+
+def test_a_prompt_may_be_text_ids_or_messages(llm):
+  messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"},
+              {"role": "user", "content": "the cat"}]
+  for prompt in ("the cat", {"prompt": "the cat"}, {"prompt_token_ids": [1, 300, 301, 302]}):
+    assert finish(collect(llm, prompt, greedy())) == expected(llm, prompt, greedy())
+  answer = story(llm.llm.chat(messages, greedy())[0])
+  assert finish(collect(llm, {"messages": messages}, greedy())) == answer
+  assert answer != expected(llm, "the cat", greedy())
+
+
+def test_without_params_they_are_the_defaults(llm):
+  (text, ids, reason, _, _), = finish(collect(llm, "the cat"))
+  assert text and reason == "length" and len(ids) == ENGINE["max_model_len"] - len(llm.llm.tokenizer.encode("the cat"))
+
+
+def test_forty_at_once_get_their_own_text(llm):
+  rng = random.Random(0)
+  jobs = [(rng.choice(PROMPTS), SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=i, n=1 + i % 2,
+                                               max_tokens=rng.randint(1, 16))) for i in range(40)]
+  alone = [expected(llm, *job) for job in jobs]
+  assert finish(gather(*(collect(llm, *job) for job in jobs))) == alone
+  assert len({str(x) for x in alone}) > 20, "they were meant to differ"
+
+
+def test_each_step_is_seen_before_later_tokens_exist(llm):
+  async def run():
+    before, n, seen = llm.llm.get_metrics()["generation_tokens"], 0, None
+    async for output in llm.generate("the cat", LONG):
+      n += len(output.outputs[0].token_ids)
+      seen = seen or llm.llm.get_metrics()
+    return seen["generation_tokens"] - before, seen["num_requests_running"], n
+  made, running, total = finish(run())
+  assert total == LONG.max_tokens and running == 1 and made < total, f"{made} of {total} made when the first was read"
+
+
+def test_one_that_reads_slowly_loses_nothing(llm):
+  async def run():
+    stream = llm.generate("the cat", greedy(12))
+    outputs = [await anext(stream)]
+    await until(lambda: not llm.llm.has_unfinished_requests(), "the request ends, read or not")
+    return outputs + [o async for o in stream]
+  outputs = finish(run())
+  (text, ids, reason, _, _), = expected(llm, "the cat", greedy(12))
+  assert "".join(o.outputs[0].text for o in outputs) == text and outputs[-1].outputs[0].finish_reason == reason
+  assert [i for o in outputs for i in o.outputs[0].token_ids] == ids
+
+
+def test_a_request_has_the_id_that_it_was_given_and_another_may_not_take_it_meanwhile(llm):
+  async def run():
+    stream = llm.generate("the cat", LONG, request_id="mine")
+    assert (await anext(stream)).request_id == "mine"
+    with pytest.raises(ValueError, match="mine"): await anext(llm.generate("the cat", greedy(), request_id="mine"))
+    rest = [o async for o in stream]
+    assert rest[-1].finished and rest[-1].outputs[0].finish_reason == "length", "the first goes on"
+    assert await collect(llm, "the cat", greedy(), request_id="mine"), "and then it may be used again"
+  finish(run())
+
+
+def test_abort_request_ends_the_loop_with_abort(llm):
+  async def run():
+    outputs = []
+    async for output in llm.generate("the cat", LONG, request_id="mine"):
+      outputs.append(output)
+      if len(outputs) == 3: llm.llm.abort_request("mine")
+    return outputs
+  outputs = finish(run())
+  assert outputs[-1].outputs[0].finish_reason == "abort" and outputs[-1].finished and len(outputs) < 100
+
+
+def test_leaving_the_loop_frees_the_blocks_within_one_step(llm, launches):
+  alone = expected(llm, "hello world, this", LONG)
+
+  async def run():
+    other = asyncio.create_task(collect(llm, "hello world, this", LONG, request_id="other"))
+    read = 0
+    async for _ in llm.generate("the cat", LONG, request_id="left"):
+      if (read := read + 1) == 4: break
+    await until(lambda: "left" not in llm.llm.requests, "the request is aborted")
+    left_at = len(launches)
+    assert not other.done(), "that was meant to go on"
+    assert await other == alone
+    return left_at
+  left_at = finish(run())
+  assert "left" in sum(launches[:left_at], []) and "left" not in sum(launches[left_at + 1:], [])
+  assert sum("left" in x for x in launches) < LONG.max_tokens
+
+
+def test_cancelling_the_task_frees_the_blocks_within_one_step(llm, launches):
+  alone = expected(llm, "hello world, this", LONG)
+
+  async def run():
+    other = asyncio.create_task(collect(llm, "hello world, this", LONG, request_id="other"))
+    mine = asyncio.create_task(collect(llm, "the cat", LONG, request_id="left"))
+    await until(lambda: sum("left" in x for x in launches) > 3, "it decodes")
+    mine.cancel()
+    with pytest.raises(asyncio.CancelledError): await mine
+    left_at = len(launches)
+    assert await other == alone
+    return left_at
+  left_at = finish(run())
+  assert "left" not in sum(launches[left_at + 1:], []) and sum("other" in x for x in launches[left_at + 1:]) > 1
+
+
+def test_cancelling_one_that_waits_takes_it_out_of_the_queue(llm, launches):
+  async def run():
+    running = [asyncio.create_task(collect(llm, p, LONG)) for p in PROMPTS[:4]]
+    await until(lambda: launches and len(launches[-1]) == 4, "four run, which are all that may")
+    waiting = asyncio.create_task(collect(llm, "the cat", greedy(), request_id="left"))
+    await until(lambda: llm.llm.get_metrics()["num_requests_waiting"] == 1, "the fifth waits")
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError): await waiting
+    assert llm.llm.get_metrics()["num_requests_waiting"] == 0
+    return await asyncio.gather(*running)
+  assert [x[0][2] for x in finish(run())] == ["length"] * 4
+  assert "left" not in sum(launches, [])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), MemoryError("boom"), ValueError("boom"), KeyError("boom")],
+                         ids=lambda e: type(e).__name__)
+def test_a_failing_step_fails_those_in_it_and_no_others(llm, monkeypatch, error):
+  launch, failed = llm.llm.runner.launch, []
+
+  def faulty(step):
+    ids = [s.request_id for s in step[1]]
+    if not failed and len(ids) == 4 and all(s.num_generated > 2 for s in step[1]):
+      failed.extend(ids)
+      raise error
+    return launch(step)
+  monkeypatch.setattr(llm.llm.runner, "launch", faulty)
+
+  async def run():
+    jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS)]
+    return await asyncio.gather(*jobs, return_exceptions=True)
+  results = finish(run())
+  assert len({*failed}) == 4, "four run at once"
+  for i, result in enumerate(results):
+    if str(i) in failed: assert type(result) is RuntimeError and "boom" in str(result), repr(result)
+    else: assert result == expected(llm, PROMPTS[i], greedy(30))
+  assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later ones work"
+
+
+@pytest.mark.parametrize("prompt,options,words", [
+  ("", {}, "empty"), (5, {}, "prompt"), ({"text": "the cat"}, {}, "prompt"), ({"prompt_token_ids": []}, {}, "empty"),
+  ({"prompt_token_ids": [320]}, {}, "320"), ("the cat " * 100, {}, "maximum context length is 128 tokens"),
+  ({"messages": [{"role": "user"}], "prompt": "the cat"}, {}, "prompt"), ("the cat", {"priority": 1.5}, "priority"),
+  ("the cat", {"params": {"max_tokens": 5}}, "params"), ("the cat", {"params": greedy(logit_bias={999: 1})}, "999"),
+  ("the cat", {"params": SamplingParams(structured_outputs={"regex": "(["})}, "structured_outputs"),
+], ids=lambda x: str(x)[:40])
+def test_a_bad_request_is_a_value_error_before_anything_runs(llm, launches, prompt, options, words):
+  async def run():
+    with pytest.raises(ValueError, match=words):
+      async for _ in llm.generate(prompt, **options): raise AssertionError("that runs")
+  finish(run())
+  assert not launches and not llm.llm.has_unfinished_requests()
+
+
+def test_a_bad_request_disturbs_no_other(llm):
+  alone = expected(llm, "the cat", LONG)
+
+  async def run():
+    good = asyncio.create_task(collect(llm, "the cat", LONG))
+    await until(lambda: llm.llm.get_metrics()["num_requests_running"], "it runs")
+    with pytest.raises(ValueError): await collect(llm, "")
+    return await good
+  assert finish(run()) == alone
+
+
+def test_lower_priorities_go_first(llm):
+  ended = []
+
+  async def one(name, priority, n):
+    await collect(llm, "the cat", greedy(n), request_id=name, priority=priority)
+    ended.append(name)
+
+  async def run():
+    blockers = [asyncio.create_task(one("blocker", -9, 60))]
+    blockers += [asyncio.create_task(collect(llm, "the dog", LONG, priority=-9)) for _ in range(3)]
+    await until(lambda: llm.llm.get_metrics()["num_requests_running"] == 4, "all that may run")
+    others = [asyncio.create_task(one(*x, 4)) for x in (("last", 7), ("second", 0), ("first", -3))]
+    await asyncio.gather(*blockers, *others)
+  finish(run())
+  assert ended == ["blocker", "first", "second", "last"]
+
+
+def test_a_thread_may_use_the_llm_below_meanwhile(llm):
+  alone = expected(llm, "one two three", LONG)
+
+  async def run():
+    mine = asyncio.create_task(collect(llm, "the cat", LONG))
+    theirs = await asyncio.to_thread(expected, llm, "one two three", LONG)
+    return await mine, theirs
+  assert finish(run()) == (expected(llm, "the cat", LONG), alone)
+
+
+@pytest.mark.parametrize("options,words", [({"max_sequences": 4}, "max_sequences"), ({"block_size": 0}, "block_size"),
+                                           ({"model": "/nowhere"}, "nowhere")], ids=str)
+def test_bad_options_are_value_errors(options, words):
+  with pytest.raises(ValueError, match=words): AsyncLLM(**options)
+
+
+def test_a_program_that_leaves_a_request_behind_ends_all_the_same():
+  program = """
+import asyncio
+from tinyvllm import SamplingParams
+from tinyvllm_server import AsyncLLM
+async def main():
+  async for output in AsyncLLM().generate("Hello", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)):
+    return print("Hello" + output.outputs[0].text)
+asyncio.run(main())
+"""
+  run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120,
+                       cwd=Path(__file__).parents[1], env={**os.environ})
+  assert run.returncode == 0 and run.stdout.startswith("Hello") and "Traceback" not in run.stderr, run.stderr
