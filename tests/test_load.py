@@ -22,7 +22,7 @@ from tinyvllm import SamplingParams
 LIMIT = 256   # max_model_len
 # Too few blocks for sixteen at once, so that some are preempted
 OPTIONS = ["--max-model-len", LIMIT, "--max-num-seqs", 16, "--max-num-batched-tokens", 16,
-           "--num-gpu-blocks-override", 25]
+           "--num-gpu-blocks-override", 33]
 ERRORS = {400: "BadRequestError", 404: "NotFoundError", 405: "MethodNotAllowedError", 413: "RequestEntityTooLargeError",
           429: "TooManyRequestsError"}
 SANE = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
@@ -606,7 +606,10 @@ def test_eighty_clients_get_what_they_get_alone_while_twenty_are_killed_and_metr
   begun = [i for i in gone if found[i].events]
   unseen = sum(LIMIT for i in gone if not clients()[i].stream)   # at most: those would have got it at the end
   seen = sum(generated) + sum(found[i].events for i in begun)
-  assert seen <= rise(counted, after, "generation_tokens_total") <= seen + unseen + 8 * KILLED
+  made = rise(counted, after, "generation_tokens_total")
+  assert seen <= made <= seen + unseen + 8 * KILLED
+  first, later = (rise(counted, after, f"{name}_seconds_count") for name in (TIMES[0], TIMES[-1]))
+  assert first + later == made, "a token is a request's first one, or comes some time after another"
   assert sum(prompts) < rise(counted, after, "prompt_tokens_total") <= sum(prompts) + KILLED * LIMIT
   for name in ("time_to_first_token", "request_queue_time"):
     assert len(kept) + len(begun) <= rise(counted, after, f"{name}_seconds_count") <= CLIENTS, name

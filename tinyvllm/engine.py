@@ -45,7 +45,7 @@ class Request(Sequence):
       at, stop = min(found)
       self.text = self.text[:at + len(stop) * params.include_stop_str_in_output]
       self.finish_reason, self.stop_reason = "stop", stop
-    held = [n for s in stops for n in range(1, len(s)) if self.text.endswith(s[:n])]
+    held = [n for s in stops for n in range(1, min(len(s), len(self.text) + 1)) if self.text.endswith(s[:n])]
     self.shown = len(self.text) - (0 if self.finish_reason else max(held, default=0))
 
 

@@ -19,7 +19,8 @@ class Tokenizer:
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     """Ids of a text, in which special tokens' texts stand for themselves, behind a BOS if the model's files want it."""
-    ids = self._encode(text, add_special_tokens and "add_bos_token" not in self.config)
+    # Half a character is a UnicodeEncodeError, a ValueError
+    ids = self._encode(text.encode().decode(), add_special_tokens and "add_bos_token" not in self.config)
     return self.prefix + ids if add_special_tokens and ids[:1] != self.prefix else ids
 
   def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import fastapi, pydantic, uvicorn
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.exceptions import HTTPException
@@ -61,6 +61,12 @@ Chat: Any = body("ChatCompletionRequest", **COMMON | {"logprobs": bool}, top_log
                  messages=(list[dict], ...))
 Text: Any = body("TokenizeRequest", model=str, prompt=str, messages=list[dict], add_special_tokens=bool)
 Tokens: Any = body("DetokenizeRequest", model=str, tokens=(list[int], ...))
+Failure: Any = body("ErrorResponse", error=(dict[str, Any], ...))
+
+
+def fields_of(route: Any) -> dict[str, Any]:
+  """Of the body that a route takes, if any."""
+  return getattr(route.__annotations__.get("body"), "model_fields", {})
 
 
 def error_of(status: int, message: str, param: str | None = None) -> dict[str, dict]:
@@ -78,7 +84,7 @@ def explain(request: fastapi.Request, error: Exception) -> fastapi.Response:
   if isinstance(error, RuntimeError): return refuse(500, str(error))
   if isinstance(error, RequestValidationError):
     where = [str(x) for x in error.errors()[0]["loc"][1:]]
-    return refuse(400, f"{'.'.join(where)}: {error.errors()[0]['msg']}", where[0] if where else None)
+    return refuse(400, f"{'.'.join(where) or 'the body'}: {error.errors()[0]['msg']}", where[0] if where else None)
   found = re.match(r"(\w+)[=:]", str(error))   # how this project's errors begin
   return refuse(400, str(error), found and {"prompt_token_ids": "prompt"}.get(found[1], found[1]))
 
@@ -160,15 +166,19 @@ class Server(uvicorn.Server):
     self.ended = Counter("tinyvllm:request_success", "texts that ended", ["model_name", "finished_reason"],
                          registry=self.registry)
     self.registry.register(self)   # type: ignore[arg-type]
-    self.app = fastapi.FastAPI(title="tinyvllm", version=__version__, lifespan=self.lifespan)
-    for kind in (HTTPException, RequestValidationError, RuntimeError, ValueError):
-      self.app.add_exception_handler(kind, explain)
+    failures: Any = dict.fromkeys(("4XX", "5XX"), {"model": Failure})
+    self.app = fastapi.FastAPI(title="tinyvllm", version=__version__, lifespan=self.lifespan, responses=failures)
+    for raised in (HTTPException, RequestValidationError, RuntimeError, ValueError):
+      self.app.add_exception_handler(raised, explain)
     routes: dict[str, Any] = {
       "/": self.page, "/health": self.health, "/version": self.version, "/metrics": self.metrics,
       "/v1/models": self.models, "/v1/completions": self.completions, "/v1/chat/completions": self.chat,
       "/generate": self.generate, "/tokenize": self.tokenize, "/detokenize": self.detokenize}
     for path, route in routes.items():
-      self.app.add_api_route(path, route, methods=["POST" if "body" in route.__annotations__ else "GET"])
+      kind = {"/": HTMLResponse, "/metrics": PlainTextResponse}.get(path, JSONResponse)
+      streamed: Any = {200: {"content": {"text/event-stream": {}}}} if "stream" in fields_of(route) else {}
+      self.app.add_api_route(path, route, methods=["POST" if fields_of(route) else "GET"], response_class=kind,
+                             responses=streamed)
     app: Any = self.gate
     if options.allowed_origins:
       app = CORSMiddleware(app, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
@@ -205,12 +215,15 @@ class Server(uvicorn.Server):
     """What comes before any route: the body's size, the key, and that a client which goes away ends its request."""
     if scope["type"] != "http": return await self.app(scope, receive, send)
     sent, size, more, limit = list[bytes](), 0, True, self.options.max_body_size
+    headers = fastapi.Request(scope).headers
+    length = headers.get("content-length", "")
+    if length.isdecimal() and int(length) > 8 * limit: size, more = int(length), False
     while more and size <= 8 * limit:   # a client reads an answer once it has sent all
       message = await receive()
       if message["type"] == "http.disconnect": return
       size, more = size + len(message["body"]), message["more_body"]
       if size <= limit: sent.append(message["body"])
-    key, given = f"Bearer {self.key}", fastapi.Request(scope).headers.get("authorization", "")
+    key, given = f"Bearer {self.key}", headers.get("authorization", "")
     refused = None
     if size > limit: refused = refuse(413, f"the body is larger than {limit} bytes: see --max-body-size")
     elif scope["path"] not in OPEN:
@@ -328,11 +341,15 @@ class Server(uvicorn.Server):
     if not isinstance(given, list) or given and isinstance(given[0], int): given = [given]
     check(given, "prompt=[] must not be empty")
     prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in given]
-    requests = [await asyncio.to_thread(engine.request, f"{answer.head['id']}-{i}", p, params, body.priority or 0)
-                for i, p in enumerate(prompts)]
-    queue, limit = engine.scheduler, self.options.max_queue
-    if len(queue.waiting) + len(requests) > limit + engine.config.max_num_seqs - len(queue.running):
-      return refuse(429, f"{len(queue.waiting)} requests wait and at most {limit} may (--max-queue): try again")
+    queue, limit, rows = engine.scheduler, self.options.max_queue, engine.config.max_num_seqs
+    check(len(prompts) * params.n <= limit + rows, f"prompt: {len(prompts)} of n={params.n} samples are more than "
+          f"{limit} that may wait (--max-queue) and {rows} that run (--max-num-seqs)")
+    def crowded() -> bool: return len(queue.waiting) + len(prompts) > limit + rows - len(queue.running)
+    busy = refuse(429, f"{len(queue.waiting)} requests wait and at most {limit} may (--max-queue): try again")
+    if crowded(): return busy   # before they are made, which takes time, and after, as others have come meanwhile
+    requests = [await asyncio.to_thread(engine.request, f"{answer.head['id']}-{i}", prompt, params, body.priority or 0)
+                for i, prompt in enumerate(prompts)]
+    if crowded(): return busy
     stream = self.watched(requests)
     first = await anext(stream)   # from here on they are in the queue
     if body.stream:
