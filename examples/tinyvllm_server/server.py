@@ -342,11 +342,11 @@ class Server(uvicorn.Server):
     check(given, "prompt=[] must not be empty")
     prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in given]
     queue, limit, rows = engine.scheduler, self.options.max_queue, engine.config.max_num_seqs
-    check(len(prompts) * params.n <= limit + rows, f"prompt: {len(prompts)} of n={params.n} samples are more than "
-          f"{limit} that may wait (--max-queue) and {rows} that run (--max-num-seqs)")
     def crowded() -> bool: return len(queue.waiting) + len(prompts) > limit + rows - len(queue.running)
     busy = refuse(429, f"{len(queue.waiting)} requests wait and at most {limit} may (--max-queue): try again")
     if crowded(): return busy   # before they are made, which takes time, and after, as others have come meanwhile
+    check(len(prompts) * params.n <= limit + rows, f"n={params.n} for {len(prompts)} prompts: texts at once are at most "
+          f"{limit} that may wait (--max-queue) and {rows} that run (--max-num-seqs)")
     requests = [await asyncio.to_thread(engine.request, f"{answer.head['id']}-{i}", prompt, params, body.priority or 0)
                 for i, prompt in enumerate(prompts)]
     if crowded(): return busy
