@@ -345,8 +345,8 @@ class Server(uvicorn.Server):
     def crowded() -> bool: return len(queue.waiting) + len(prompts) > limit + rows - len(queue.running)
     busy = refuse(429, f"{len(queue.waiting)} requests wait and at most {limit} may (--max-queue): try again")
     if crowded(): return busy   # before they are made, which takes time, and after, as others have come meanwhile
-    check(len(prompts) * params.n <= limit + rows, f"n={params.n} for {len(prompts)} prompts: texts at once are at most "
-          f"{limit} that may wait (--max-queue) and {rows} that run (--max-num-seqs)")
+    check(len(prompts) * params.n <= limit + rows, f"n={params.n} for {len(prompts)} prompts: at most {limit + rows} "
+          "texts may wait (--max-queue) and run (--max-num-seqs)")
     requests = [await asyncio.to_thread(engine.request, f"{answer.head['id']}-{i}", prompt, params, body.priority or 0)
                 for i, prompt in enumerate(prompts)]
     if crowded(): return busy
