@@ -231,6 +231,23 @@ def test_a_failing_step_fails_those_in_it_and_no_others(llm, monkeypatch, error)
   assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later ones work"
 
 
+def test_a_step_that_cannot_be_prepared_fails_those_in_it_and_no_others(llm, monkeypatch):
+  prepare, failed = llm.llm.runner.prepare, []
+
+  def faulty(batch):
+    if not failed and len(batch) == 2 and all(s.num_generated > 2 for s in batch):
+      failed.extend(s.request_id for s in batch)
+      raise ValueError("boom")
+    return prepare(batch)
+  monkeypatch.setattr(llm.llm.runner, "prepare", faulty)
+
+  async def run():
+    jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS[:2])]
+    return await asyncio.gather(*jobs, return_exceptions=True)
+  assert all(type(result) is RuntimeError and "boom" in str(result) for result in finish(run())) and len(failed) == 2
+  assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later ones work"
+
+
 @pytest.mark.parametrize("prompt,options,words", [
   ("", {}, "empty"), (5, {}, "prompt"), ({"text": "the cat"}, {}, "prompt"), ({"prompt_token_ids": []}, {}, "empty"),
   ({"prompt_token_ids": [320]}, {}, "320"), ("the cat " * 100, {}, "maximum context length is 128 tokens"),

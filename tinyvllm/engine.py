@@ -148,8 +148,8 @@ class LLMEngine:
     with self.lock:
       self.lock.wait_for(lambda: ready() or not self._stepping)
       if ready(): return []
-      started, batch = time.perf_counter(), self.scheduler.schedule()
-      self.batch, self._stepping, step = batch, True, self.runner.prepare(batch) if batch else None
+      started, self.batch = time.perf_counter(), self.scheduler.schedule()
+      batch, self._stepping, step = self.batch, True, self.runner.prepare(self.batch) if self.batch else None
       self.scheduler.advance(batch)
     try:
       done, self._running = self._running, None
