@@ -231,6 +231,16 @@ def test_a_failing_step_fails_those_in_it_and_no_others(llm, monkeypatch, error)
   assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later ones work"
 
 
+def test_a_stream_interval_gives_fewer_pieces_of_the_same_text(llm, monkeypatch):
+  monkeypatch.setattr(llm, "stream_interval", 4)
+  async def run(): return [o.outputs[0] async for o in llm.generate(PROMPTS[0], greedy(13))]
+  pieces = finish(run())
+  assert 2 <= len(pieces) <= 4, "of 13 tokens, at the 1st, 5th, 9th and 13th"
+  assert "".join(c.text for c in pieces) == expected(llm, PROMPTS[0], greedy(13))[0][0]
+  for wrong in (0, -1, 1.5, True):
+    with pytest.raises(ValueError, match="stream_interval"): AsyncLLM(stream_interval=wrong)
+
+
 def test_a_step_that_cannot_be_prepared_fails_those_in_it_and_no_others(llm, monkeypatch):
   prepare, failed = llm.llm.runner.prepare, []
 

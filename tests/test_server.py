@@ -1008,6 +1008,33 @@ def test_chat_brings_the_key_and_tells_what_the_server_refuses(guarded, server):
   assert run.returncode == 1 and run.stderr.splitlines()[-1].startswith("tinyvllm: ") and "Traceback" not in run.stderr
 
 
+@pytest.mark.parametrize("options,words", [(["--api-key", "k"], "--url"), (["--url", "U", "--block-size", "4"], "block_size"),
+                                           (["--url", "U", "--model", "another"], "another")], ids=str)
+def test_flags_that_would_be_without_effect_beside_a_url_are_refused(server, options, words):
+  run = command("chat", *(server.url if x == "U" else x for x in options), stdin="hello\n")
+  assert run.returncode == 1 and words in run.stderr.splitlines()[-1] and "Traceback" not in run.stderr
+
+
+def test_prompt_logprobs_come_with_each_choice_once(server, twin):
+  params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=2)
+  expected = twin.generate("the cat", params)[0].prompt_logprobs
+  expected = [of and {str(i): x.rank for i, x in of.items()} for of in expected]
+  asked = {"prompt": "the cat", "max_tokens": 4, "temperature": 0, "prompt_logprobs": 2, "n": 2}
+  def ranks(choice): return [of and {i: x["rank"] for i, x in of.items()} for of in choice["prompt_logprobs"]]
+  whole = post(server, "/v1/completions", asked).json()["choices"]
+  assert [ranks(choice) for choice in whole] == [expected] * 2 and expected[0] is None and len(expected) > 1
+  *found, done = stream(server, "/v1/completions", asked)
+  parts = [event["choices"][0] for event in found]
+  assert done == "[DONE]" and [ranks(part) for part in parts if "prompt_logprobs" in part] == [expected] * 2
+  assert "prompt_logprobs" not in post(server, "/v1/completions", {"prompt": "the cat", "max_tokens": 1}).json()["choices"][0]
+
+
+def test_the_key_may_come_from_the_environment(folder):
+  with Server(folder, *flags(**SMALL), environment={"TINYVLLM_API_KEY": "secret"}) as kept:
+    assert kept.http().get("/v1/models").status_code == 401
+    assert kept.http().get("/v1/models", headers={"Authorization": "Bearer secret"}).status_code == 200
+
+
 # The log
 
 def test_a_line_of_the_log_tells_what_it_does_every_ten_seconds(guarded):

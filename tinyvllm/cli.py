@@ -40,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
   for name, text in {"generate": "complete a prompt", "chat": "talk, a line at a time", "serve": "answer HTTP"}.items():
     command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
     if name == "generate": command.add_argument("prompt")
-    for flag, of in {"model": "a folder; default: the shipped one", "url": "of a server", "api-key": "its"}.items():
+    for flag, of in {"model": "folder; default: the shipped one", "url": "server to ask", "api-key": "its key"}.items():
       command.add_argument("--" + flag, default=None, help=of)
     add_flags(command, *OPTIONS)
   logging.basicConfig(format="%(message)s")
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     args = vars(parser.parse_args(argv))
     engine, given = ({f.name: args[f.name] for f in dataclasses.fields(kind) if f.name in args} for kind in OPTIONS)
     params = SamplingParams(**{"temperature": 0.0, **given})
-    llm = _server().Remote(args["url"], args["api_key"]) if args.get("url") else LLM(args["model"], **engine)
+    llm = _server().Remote.of(args, engine) if args["url"] or args["api_key"] else LLM(args["model"], **engine)
     if args["command"] == "generate": _show(llm.generate_stream(args["prompt"], params), args["prompt"])
     while args["command"] == "chat":
       messages.append({"role": "user", "content": input("> " if sys.stdin.isatty() else "")})

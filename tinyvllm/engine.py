@@ -95,8 +95,8 @@ class LLMEngine:
     self.batch, self._stepping, self._running = dict[Sequence, int](), False, cast(Any, None)
 
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
-    """Queue a request: a str, {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [{"role", "content"}]}. Low
-    priorities go first. Raises ValueError for a request that can never run."""
+    """Queue a request: a str, {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [{"role", "content"}]}.
+    Lower priorities go first. Raises ValueError for a request that can never run."""
     self.add(self.request(request_id, prompt, params, priority))
 
   def request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> list[Request]:

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from tinyvllm import LLM, RequestOutput
-from tinyvllm.config import logger
+from tinyvllm.config import check, logger
 from tinyvllm.engine import Params, Prompt, Request, output_of
 
 
@@ -12,6 +12,8 @@ class AsyncLLM:
   """Takes what LLM takes. stream_interval: tokens from one piece of a text to the next. llm: the engine; other threads
   may use it, too."""
   def __init__(self, model: str | pathlib.Path | None = None, stream_interval: int = 1, **options: Any):
+    check(type(stream_interval) is int and stream_interval > 0, f"stream_interval={stream_interval!r} must be an int, "
+          "1 or more")
     self.stream_interval = stream_interval
     self.llm, self._thread = LLM(model, **options), concurrent.futures.ThreadPoolExecutor(1, "tinyvllm-engine")
     # By request_id: the request, the loop of its reader and what takes the news there; why a step of it failed

@@ -6,18 +6,28 @@ from types import SimpleNamespace
 from typing import Any
 
 from tinyvllm import SamplingParams
+from tinyvllm.config import check
 
 
 class Remote:
   """Stands in for an LLM whose engine is behind a URL."""
-  def __init__(self, url: str, api_key: str | None = None): self.url, self.api_key = url.rstrip("/"), api_key
+  def __init__(self, url: str, api_key: str | None = None, model: str | None = None):
+    self.url, self.api_key, self.model = url.rstrip("/"), api_key, model
+
+  @classmethod
+  def of(cls, flags: dict[str, Any], engine: dict[str, Any]) -> "Remote":
+    """From the command line's flags. Raises ValueError for options of an engine, as the server has its own."""
+    check(flags["url"], "api_key: it is a server's: say which by --url")
+    check(not engine, f"{', '.join(engine)}: with --url the engine is the server's: give that to `tinyvllm serve`")
+    return cls(flags["url"], flags["api_key"], flags["model"])
 
   def generate_stream(self, prompt: Any, params: SamplingParams) -> Iterator[Any]:
     """As LLM.generate_stream, of a str or {"messages": [...]}; of each output there is outputs[0].text. Raises
     ValueError for what the server refuses, RuntimeError for a step that fails there."""
     chat = isinstance(prompt, dict)
     given = {f.name: value for f in fields(params) if (value := getattr(params, f.name)) != f.default}
-    body = json.dumps({**(prompt if chat else {"prompt": prompt}), **given, "stream": True}, default=vars).encode()
+    asked = {**(prompt if chat else {"prompt": prompt}), **given, "model": self.model, "stream": True}
+    body = json.dumps(asked, default=vars).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}"}
     request = urllib.request.Request(f"{self.url}/v1/{'chat/' * chat}completions", body, headers)
     try: answer = urllib.request.urlopen(request)

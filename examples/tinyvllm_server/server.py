@@ -121,7 +121,10 @@ class Answer:
   def choice(self, number: int, output: RequestOutput, c: CompletionOutput, streamed: bool) -> dict[str, Any]:
     index, text, ids, known = number * self.params.n + c.index, c.text, c.token_ids, c.logprobs
     offset, before = self.begun.get(index, (0, output.prompt_token_ids[-1:]))
-    if index not in self.begun and not self.chat and self.body.echo:
+    first, of_prompt = index not in self.begun, dict[str, Any]()
+    if first and self.body.prompt_logprobs is not None:   # vLLM's name and form
+      of_prompt["prompt_logprobs"] = [of and {i: x._asdict() for i, x in of.items()} for of in output.prompt_logprobs]
+    if first and not self.chat and self.body.echo:
       text = (output.prompt or self.tokenizer.decode(output.prompt_token_ids)) + text
       ids, before = output.prompt_token_ids + ids, []
       known = None if known is None else output.prompt_logprobs + known
@@ -129,7 +132,7 @@ class Answer:
     said = {"content": text} if streamed else {"role": "assistant", "content": text}
     return {"index": index, **({"delta" if streamed else "message": said} if self.chat else {"text": text}),
             "logprobs": None if known is None else self.logprobs(before, ids, known, offset),
-            "finish_reason": c.finish_reason, "stop_reason": c.stop_reason}
+            "finish_reason": c.finish_reason, "stop_reason": c.stop_reason, **of_prompt}
 
   def logprobs(self, before: list[int], ids: list[int], known: list, offset: int) -> dict[str, list]:
     """OpenAI's two forms of what is known of each token; nothing is of a prompt's first."""
@@ -325,7 +328,7 @@ class Server(uvicorn.Server):
       given["max_tokens"] = next(limit for limit in limits if limit is not None)
       check(body.logprobs or body.top_logprobs is None, "top_logprobs: only with logprobs=true")
       given["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
-    elif body.echo and "logprobs" in given: given["prompt_logprobs"] = given["logprobs"]
+    elif body.echo and "logprobs" in given: given.setdefault("prompt_logprobs", given["logprobs"])
     if (form := body.response_format) and form.type != "text":
       check("structured_outputs" not in given, "response_format: only without structured_outputs")
       check((form.type == "json_schema") == bool(form.json_schema), "response_format: json_schema belongs to its type")
