@@ -28,7 +28,7 @@ def layers(seed: int) -> tuple[list[Linear], np.ndarray]:
   matrices = [np.linalg.qr(rng.standard_normal((SIZE, SIZE)))[0].astype(np.float32) for _ in range(DEPTH)]
   linears = [Linear(SIZE, SIZE) for _ in matrices]
   for linear, matrix in zip(linears, matrices, strict=True):
-    linear.weight = Tensor(np.ascontiguousarray(pack(matrix, linear.weight.shape))).realize()
+    linear.weight = [Tensor(np.ascontiguousarray(pack(matrix, linear.weight[0].shape))).realize()]
     result = result @ matrix.T
   return linears, result
 

@@ -28,7 +28,7 @@ def close(got: Tensor, expected: np.ndarray, tolerance: float) -> None:
 
 def linear(inputs: int, outputs: int, kind: str, **options) -> tuple[Linear, np.ndarray]:
   layer, weight = Linear(inputs, outputs, dtype=KINDS[kind][0], **options), normal(outputs, inputs, kind=kind, seed=1)
-  layer.weight = on_device(pack(weight, layer.weight.shape))
+  layer.weight = [on_device(pack(weight, layer.weight[0].shape))]
   return layer, weight.astype(np.float32)
 
 
@@ -55,14 +55,14 @@ def test_a_bias_is_added(kind):
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (40, 24), (32, 17)])
 def test_a_stored_weight_can_be_read_back(inputs, outputs, kind):
   layer, weight = linear(inputs, outputs, kind)
-  assert features(layer.weight.shape) == (outputs, inputs)
-  np.testing.assert_array_equal(unpack(layer.weight).numpy(), weight)
+  assert features(layer.weight[0].shape) == (outputs, inputs)
+  np.testing.assert_array_equal(unpack(layer.weight[0]).numpy(), weight)
 
 
 def test_float16_takes_tensor_cores_where_there_are_any():
   expected = Device.DEFAULT == "CUDA"
   assert has_tensor_cores(dtypes.float16) == expected and not has_tensor_cores(dtypes.float32)
-  assert len(Linear(64, 48, dtype=dtypes.float16).weight.shape) == (8 if expected else 3)
+  assert len(Linear(64, 48, dtype=dtypes.float16).weight[0].shape) == (8 if expected else 3)
 
 
 @kinds

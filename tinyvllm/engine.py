@@ -1,12 +1,13 @@
 """The engine: text in, text out. Requests are added at any time, and `step` advances all of them together; everything
 below knows token ids only."""
-import functools, itertools, pathlib, random, threading, time
+import dataclasses, functools, itertools, pathlib, random, threading, time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from tinygrad import Device, dtypes, helpers, nn
 
 from .config import EngineConfig, ModelConfig, check, logger
+from .kernels import largest_tensor
 from .llama import Llama, load_weights, read_model, rope_table
 from .runner import Runner, allocate_caches, open_device
 from .scheduler import (BlockManager, CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams,
@@ -70,9 +71,7 @@ class LLMEngine:
   model: a folder with config.json, *.safetensors and a tokenizer; None: the model shipped with tinyvllm. options:
   EngineConfig's. Raises ValueError for files or options that will not do, RuntimeError for no device or compiler."""
   def __init__(self, model: str | pathlib.Path | None = None, **options: Any):
-    self.config = config = EngineConfig(**options)
-    check(config.max_num_seqs <= config.max_num_batched_tokens, f"max_num_seqs={config.max_num_seqs} is above "
-          f"max_num_batched_tokens={config.max_num_batched_tokens}: each running sequence decodes one token a step")
+    config = EngineConfig(**options)
     path = pathlib.Path(model or pathlib.Path(__file__).parent / "default_model").expanduser()
     started, free = time.perf_counter(), open_device()
     check((path / "config.json").exists(), f"model={str(path)!r} has no config.json (.gguf: examples/convert_gguf.py)")
@@ -80,15 +79,23 @@ class LLMEngine:
     self.tokenizer, self.model_config = load_tokenizer(path), (shape := ModelConfig.from_hf(hf, path))
     self.max_model_len, limit = config.max_model_len or shape.max_position_embeddings, shape.max_position_embeddings
     check(self.max_model_len <= limit, f"max_model_len={self.max_model_len} must be at most the model's {limit}")
-    kind = config.dtype if config.dtype != "auto" else "float32" if Device.DEFAULT == "CPU" else "float16"
+    has, asked = Device[Device.DEFAULT].renderer.supported_dtypes(), config.dtype
+    if asked == "auto": asked = "float32" if Device.DEFAULT == "CPU" else "float16"
+    kind = next(name for name in (asked, "float16", "float32") if getattr(dtypes, name) in has)
+    if kind != asked: logger.warning("%s has no %s: computing in %s", Device.DEFAULT, asked, kind)
+    rows = 1 << (largest_tensor() // (4 * shape.vocab_size)).bit_length() - 1   # of logits, in one tensor
+    config = dataclasses.replace(config, max_num_batched_tokens=min(config.max_num_batched_tokens, rows))
+    check(config.max_num_seqs <= config.max_num_batched_tokens, f"max_num_seqs={config.max_num_seqs} is above "
+          f"max_num_batched_tokens={config.max_num_batched_tokens}: each running sequence decodes one token a step")
     llama = Llama(shape, dtype := getattr(dtypes, kind))
     load_weights(llama, shape, reader, path, dtype)
     left = max(0, free * config.gpu_memory_utilization - sum(x.nbytes() for x in nn.state.get_parameters(llama)))
-    logger.info("loaded %s in %s on %s in %.1f s", path.name, kind, Device.DEFAULT, time.perf_counter() - started)
+    logger.info("loaded %s in %s on %s in %.1f s; a step takes %d tokens", path.name, kind, Device.DEFAULT,
+                time.perf_counter() - started, config.max_num_batched_tokens)
     caches = allocate_caches(shape, config, self.max_model_len, dtype, int(left))
     self.runner = Runner(llama, config, shape.vocab_size, rope_table(shape, self.max_model_len).realize(), caches)
     self.blocks = BlockManager(self.runner.num_blocks, config)
-    self.scheduler, self.requests = Scheduler(config, self.blocks), dict[str, list[Request]]()
+    self.config, self.scheduler, self.requests = config, Scheduler(config, self.blocks), dict[str, list[Request]]()
     self.max_model_len = min(self.max_model_len, self.blocks.num_tokens)   # where an override holds less
     self._arrivals, self._random, self.lock = itertools.count(), random.Random(config.seed), threading.Condition()
     # _running: reads the step that the device works on

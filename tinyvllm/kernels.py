@@ -12,6 +12,7 @@ from typing import Any
 from tinygrad import Device, UOp, dtypes
 from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import AddrSpace, DType
+from tinygrad.helpers import DEV
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 POSITION, SLOT, ROW = 1, 2, 3
@@ -26,6 +27,11 @@ TILES = [(8, 2**30, (1, 1, 16, 1)), (16, 2**30, (1, 2, 8, 1)), (32, 8192, (1, 4,
 def has_tensor_cores(dtype: DType) -> bool:
   found = [(c.dims, c.dtype_in, c.dtype_out) for c in Device[Device.DEFAULT].renderer.tensor_cores]
   return (MMA, dtype, dtypes.float32) in found
+
+
+def largest_tensor() -> int:
+  """Bytes that a tensor may have: 128 MiB are WebGPU's limit for a binding, and the least of OpenCL's for a buffer."""
+  return 2**27 if Device.DEFAULT in ("CL", "WEBGPU") else 2**63
 
 
 def cpu_cores() -> int:
@@ -62,7 +68,7 @@ def _finish(total: UOp, extras: tuple[UOp, ...], row: UOp, column: UOp) -> UOp:
   return total
 
 
-def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *extras: UOp) -> UOp:
+def tensor_core_linear_kernel(start: int, out: UOp, x: UOp, weight: UOp, *extras: UOp) -> UOp:
   """A warp: some tiles of 16 outputs, some of 8 rows of x, and the k-th share of the inputs. Of 32 inputs a lane takes
   8 neighbours of x and the weights that belong to them, 4 at a time, which lie as lanes ask for them. The tensor cores
   take 8, 4 and 4 elements of w, x and the sum from a lane (PTX ISA, mma.m16n8k16)."""
@@ -84,24 +90,25 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *extras: UOp) -> UO
         total = UOp.wmma(lanes, four, total, MMA, "CUDA", 32)
       total = fold(Ops.ADD, total, step, share)
       for e in range(4):
-        to_row, to = first + column * 2 + e % 2, (n * n_tiles + tile) * 16 + e // 2 * 8 + row
+        to_row, to = first + column * 2 + e % 2, start + (n * n_tiles + tile) * 16 + e // 2 * 8 + row
         value = _finish(total.index(e), extras, to_row.minimum(T - 1), to)
-        stores.append(out.base.index((to_row * N16 * 16 + to).valid(to_row < T)).store(value.cast(out.dtype)))
+        stores.append(out.base.index((to_row * out.shape[1] + to).valid(to_row < T)).store(value.cast(out.dtype)))
   return UOp.group(*stores).end(t, n, column, row).sink(arg=KernelInfo(name="linear_tc", opts_to_apply=()))
 
 
-def linear_kernel(cores: int, out: UOp, x: UOp, weight: UOp, *extras: UOp) -> UOp:
+def linear_kernel(cores: int, start: int, out: UOp, x: UOp, weight: UOp, *extras: UOp) -> UOp:
   """One pass over the weights: a tile of 16 outputs stays in the cache while the rows of x go by."""
   T, (N16, K, lanes) = x.shape[0], weight.shape
   n, t, lane, k = *[UOp.range(extent, i) for i, extent in enumerate((N16, T, lanes))], axis(K, 3)
-  total = _finish(fold(Ops.ADD, (x[t, k] * weight[n, k, lane]).cast(dtypes.float32), k), extras, t, n * lanes + lane)
+  to = start + n * lanes + lane
+  total = _finish(fold(Ops.ADD, (x[t, k] * weight[n, k, lane]).cast(dtypes.float32), k), extras, t, to)
   opts: list[Any] = []
   if cores and lanes == 16:   # a CPU: 16 outputs x 2 rows in registers (more spill), the tiles shared among the cores
     of_t, rows = int(N16 > 1), math.gcd(T, 2)   # an axis of extent 1 is gone when opts are applied
     threads = divisor(N16, cores) if T * K * N16 > 2**16 else 1   # below, another core is not awake in time
     opts = [(OptOps.UPCAST, of_t + (T > 1), 16), (OptOps.UPCAST, of_t, rows), (OptOps.THREAD, 0, threads)]
   info = KernelInfo(name="linear", opts_to_apply=tuple(Opt(*o) for o in opts if o[2] > 1) or None)
-  return out[t, n * lanes + lane].store(total.cast(out.dtype)).end(n, t, lane).sink(arg=info)
+  return out[t, to].store(total.cast(out.dtype)).end(n, t, lane).sink(arg=info)
 
 
 def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
@@ -160,9 +167,11 @@ def attend_kernel(cores: int, out: UOp, q: UOp, keys: UOp, values: UOp, table: U
   sizes: list[Any] = [(shares, G, P), (shares, G, P), (shares, D // lanes, G, lanes), (G,), (G,), (1,)]
   state = [UOp.placeholder(size, dtypes.float32 if i < 5 else dtypes.int32, 100 + i, space if i < 3 else AddrSpace.REG)
            for i, size in enumerate(sizes)]   # tinygrad numbers its own from 0
-  count, loop, at = state[-1].after(t, h), UOp.loop(5), (share, e, g, lane)
+  # tinygrad's assembler knows no loop with a condition: there it is one over all that a table holds
+  turns, counted = -(-table.shape[1] * BS // (shares * P)), DEV.renderer == "X86"
+  count, loop, at = state[-1].after(t, h), UOp.range(turns, 5) if counted else UOp.loop(5), (share, e, g, lane)
   scores, weights, total, highest, weight, count = [x.after(count[0].store(0), loop) for x in state]
-  turn = count[0].load().cast(dtypes.weakint)
+  turn = count[0].load().cast(dtypes.weakint) % turns   # so that 32 bits hold all that is computed of it
   first = (turn * shares + share) * P   # the first position of the share
 
   def place(near: Any, far: UOp) -> tuple[UOp, UOp, UOp]:   # its page's start, the offset in it, whether it is seen
@@ -186,7 +195,7 @@ def attend_kernel(cores: int, out: UOp, q: UOp, keys: UOp, values: UOp, table: U
   stores = [_end(total[at].store(before(total[at] * fade, 0.0) + fold(Ops.ADD, w * v, *over_x)), e, g, *inside),
             weight[g].store(before(weight[g] * fade, 0.0) + fold(Ops.ADD, w, *over_x)).end(g),
             highest[g].store(top).end(g), count[0].store(count[0].load() + 1)]
-  end = UOp.group(*stores).end(loop, (turn + 1) * shares * P <= own)
+  end = UOp.group(*stores).end(loop, *([] if counted else [(turn + 1) * shares * P <= own]))
 
   scores, _, total, highest, weight, _ = [x.after(end) for x in state]
   mean = total[at] / weight[g]

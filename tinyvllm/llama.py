@@ -2,8 +2,9 @@
 flat batch of tokens, each with its position, slot and row. Attributes are named as in Hugging Face's files, with q, k,
 v stored as one matrix and gate, up as one. Below it, how its files are read: safetensors, whole or sharded, one
 tensor at a time, checked against the shapes that the config promises."""
-import json, math, pathlib
+import functools, json, math, pathlib
 from functools import partial
+from typing import cast
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -58,19 +59,32 @@ class Linear:
                norm_eps: float | None = None):
     tile, cores = math.gcd(out_features, 16), kernels.cpu_cores()
     tensor_cores = tile == 16 and in_features % 32 == 0 and kernels.has_tensor_cores(dtype)
-    shape = (out_features // tile, *((2, 8, in_features // 32, 4, 2, 2, 2) if tensor_cores else (tile, in_features)))
-    self.weight = Tensor.empty(*[shape[i] for i in STORED[len(shape)]], dtype=dtype)
+    shape = (2, 8, in_features // 32, 4, 2, 2, 2) if tensor_cores else (tile, in_features)
+    tiles, most = out_features // tile, max(1, kernels.largest_tensor() // (tile * in_features * dtype.itemsize))
+    parts = [(min(most, tiles - i), *shape) for i in range(0, tiles, most)]   # a tensor of at most so many tiles each
+    self.weight = [Tensor.empty(*[part[i] for i in STORED[len(part)]], dtype=dtype) for part in parts]
     if bias: self.bias = Tensor.empty(out_features, dtype=dtype)
     kernel = kernels.tensor_core_linear_kernel if tensor_cores else partial(kernels.linear_kernel, cores)
-    self.kernel, self.norm_eps = kernel, norm_eps
+    self.kernel, self.norm_eps, self.out_features = kernel, norm_eps, out_features
 
   def __call__(self, x: Tensor, *residual: Tensor, dtype: DType | None = None) -> Tensor:
     """x: (T, in). residual: (T, out), added to the result. Returns (T, out)."""
     square = x.float().square().mean(1, keepdim=True)   # (T, 1)
     norm = [(square + self.norm_eps).rsqrt().contiguous()] if self.norm_eps else []
-    out = Tensor.empty(x.shape[0], features(self.weight.shape)[0], dtype=dtype or x.dtype, device=x.device)
-    out = out.custom_kernel(x, self.weight, *norm, *residual, fxn=self.kernel)[0]   # (T, out)
+    out = Tensor.empty(x.shape[0], self.out_features, dtype=dtype or x.dtype, device=x.device)   # (T, out)
+    for start, weight in self.parts():
+      out = out.custom_kernel(x, weight, *norm, *residual, fxn=partial(self.kernel, start))[0]
     return out + self.bias if hasattr(self, "bias") else out
+
+  def rows(self, ids: Tensor) -> Tensor:
+    """Of each id, (T,), a row of W: (T, in)."""
+    parts = [(ids - start, unpack(weight)) for start, weight in self.parts()]
+    found = [((at >= 0) & (at < len(w))).unsqueeze(1).where(w[at.clamp(0, len(w) - 1)], 0) for at, w in parts]
+    return functools.reduce(Tensor.add, found).contiguous()
+
+  def parts(self) -> list[tuple[int, Tensor]]:
+    """The tensors that W is split into, and each one's first output."""
+    return [(i * features(self.weight[0].shape)[0], weight) for i, weight in enumerate(self.weight)]
 
 
 class Layer:
@@ -102,7 +116,7 @@ class Llama:
   """dtype: of the weights and all that is computed but sums, norms and logits."""
   def __init__(self, config: ModelConfig, dtype: DType):
     self.lm_head = Linear(config.hidden_size, config.vocab_size, dtype=dtype)   # with tied embeddings, these too
-    if not config.tie_word_embeddings: self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+    if not config.tie_word_embeddings: self.embed_tokens = Linear(config.hidden_size, config.vocab_size, dtype=dtype)
     self.layers = [Layer(config, dtype) for _ in range(config.num_hidden_layers)]
     self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -110,7 +124,7 @@ class Llama:
                caches: list[list[Tensor]]) -> Tensor:
     """Logits, (S, vocab) in float32, of the tokens that `samples`, (S,), indexes in the flat batch `ids`, (T,). The K
     and V of all of them are written to `caches`, keys and values per layer. tokens, table: as the kernels take them."""
-    x = (self.embed_tokens.weight if hasattr(self, "embed_tokens") else unpack(self.lm_head.weight))[ids].contiguous()
+    x = getattr(self, "embed_tokens", self.lm_head).rows(ids)   # (T, hidden)
     for layer, cache in zip(self.layers, caches, strict=True):   # compiled once for all layers
       x = function(layer, precompile=True, allow_implicit=True)(x, cache, tokens, table, rope)
     return self.lm_head(self.norm(x[samples]).cast(x.dtype).contiguous(), dtype=dtypes.float32)
@@ -148,16 +162,21 @@ def load_weights(model: Llama, config: ModelConfig, reader: dict, source: pathli
            "gate_up_proj": {"mlp.gate_proj": 1, "mlp.up_proj": 1}, "down_proj": {"mlp.down_proj": 1},
            "lm_head": {"model.embed_tokens" if config.tie_word_embeddings else "lm_head": 1},
            **{kind: {f"self_attn.{kind}": 1} for kind in ("o_proj", "q_norm", "k_norm")}}
-  for target, tensor in helpers.tqdm(nn.state.get_state_dict(model).items(), desc="loading weights", disable=None):
+  tensors: dict[str, list[Tensor]] = {}   # by what they are parts of
+  for name, tensor in nn.state.get_state_dict(model).items():
+    tensors.setdefault(name.rstrip("0123456789").rstrip("."), []).append(tensor)
+  for target, split in helpers.tqdm(tensors.items(), desc="loading weights", disable=None):
     *path, kind, what = target.split(".")
     at, shares = "" if kind == "lm_head" else ".".join(["model", *path, ""]), parts.get(kind, {kind: 1})
-    rows, *columns = map(int, features(tensor.shape) if tensor.ndim > 2 else tensor.shape)   # a Linear's has its order
+    shapes = [features(x.shape) if x.ndim > 2 else cast(tuple, x.shape) for x in split]   # a Linear's has its order
+    rows, columns = sum(shape[0] for shape in shapes), shapes[0][1:]
     arrays = [take(f"{at}{part}.{what}", rows * n // sum(shares.values()), *columns) for part, n in shares.items()]
     array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
     if kind in NORMS and columns: array = array.astype(np.float32) * take(f"{at}{NORMS[kind]}.weight", *columns)
-    if tensor.ndim > 2: array = pack(array, tensor.shape)
-    # Cast here, or the device keeps a buffer of either kind
-    array = np.ascontiguousarray(array, np.float32 if dtype == dtypes.float32 else None)
-    tensor.replace(Tensor(array).cast(dtype).contiguous().realize())
+    for part, x in zip(np.split(array, np.cumsum([shape[0] for shape in shapes])[:-1]), split, strict=True):
+      if x.ndim > 2: part = pack(part, x.shape)
+      # Cast here, or the device keeps a buffer of either kind
+      part = np.ascontiguousarray(part, np.float32 if dtype == dtypes.float32 else None)
+      x.replace(Tensor(part).cast(dtype).contiguous().realize())
   surplus = [n for n in reader if n != "lm_head.weight" and not n.endswith(".inv_freq")]   # but what is derived
   check(not surplus, f"{source}: tensor {' '.join(surplus[:1])} has no place in the model that its config describes")

@@ -12,7 +12,7 @@ from tinygrad.engine.jit import GraphRunner
 from tinygrad.uop.ops import Ops
 
 from .config import EngineConfig, ModelConfig, check, logger
-from .kernels import adjust_kernel, cpu_cores, scatter_kernel
+from .kernels import adjust_kernel, cpu_cores, largest_tensor, scatter_kernel
 from .sampling import argmax, restrict, sample, top_logprobs
 from .scheduler import CHANGE, Sequence
 
@@ -47,18 +47,24 @@ def use_all_cores(device: Any, cores: int) -> None:
 
 
 def open_device() -> int:
-  """Open tinygrad's default device, with the clang that pip put beside this Python if none is on the PATH. Returns its
-  free bytes."""
-  beside = shutil.which("clang", path=os.path.dirname(sys.executable))
-  if "CC" not in os.environ and not shutil.which("clang") and beside: os.environ["CC"] = beside
+  """Open tinygrad's default device, and return its free bytes. A CPU takes the compiler $CC, or clang from the PATH, or
+  from beside this Python, where pip puts it; without any, tinygrad's assembler for x86-64."""
+  found = (shutil.which("clang", path=path) for path in (None, os.path.dirname(sys.executable)))
+  # What a CPU's device compiles as it opens is never called without one, but a command there has to be
+  os.environ["CC"] = compiler = os.environ.get("CC") or next(filter(None, found), "echo")
   if helpers.CACHELEVEL >= 1:   # tinygrad's cache on disk answers only the thread that opened it; steps come from any
     # It holds what compilers make. Kernels as tinygrad has lowered them, which takes longer, go in too
-    config = importlib.metadata.version("tinygrad"), *[x.value for x in codegen.to_program_config]
+    config = importlib.metadata.version("tinygrad"), compiler, *[x.value for x in codegen.to_program_config]
     codegen.do_to_program = lambda ast, renderer: tinyvllm_lowered(ast, renderer, *config)
     helpers.db_connection()
     helpers._db_connection = sqlite3.connect(   # type: ignore[assignment]
       helpers.CACHEDB, timeout=60, isolation_level="IMMEDIATE", check_same_thread=False)
   try:
+    if compiler == "echo":
+      DEV, helpers.CCACHE.value = helpers.DEV, 0   # else what echo makes is kept
+      if Device.DEFAULT == "CPU" and DEV.renderer != "X86": logger.warning(
+        "no C compiler found: tinygrad's own assembler is used, which is slower: pip install 'tinyvllm[cpu]'")
+      DEV.value = "CPU:X86" if Device.DEFAULT == "CPU" else f"{repr(DEV) or Device.DEFAULT};CPU:X86"
     device = Device[Device.DEFAULT]
     if cpu_cores() and not device.graph: use_all_cores(device, cpu_cores())
     return free_memory(Device.DEFAULT)
@@ -83,11 +89,14 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   most what max_num_seqs sequences of max_model_len can use. Raises ValueError where not one such sequence fits."""
   KV, D, BS, layers = model.num_key_value_heads, model.head_dim, config.block_size, range(model.num_hidden_layers)
   size, per_sequence = 2 * len(layers) * KV * D * BS * dtype.itemsize, -(-max_model_len // BS)
+  left = min(left, most := largest_tensor() * 2 * len(layers))
   fit = (n := left // size) - n % (1 << max(0, n.bit_length() - 6))   # one of few sizes: kernels know and cache it
   check(fit > per_sequence or config.num_gpu_blocks_override, f"max_model_len={max_model_len} needs "
         f"{per_sequence * size / 2**30:.2f} GiB of KV cache, of {left / 2**30:.2f} GiB free: lower it to "
         f"{max(0, fit - 1) * BS} or raise gpu_memory_utilization={config.gpu_memory_utilization}")
   num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
+  check(num_blocks * size <= most, f"num_gpu_blocks_override={num_blocks} must be at most {most // size}, which is all "
+        f"that {Device.DEFAULT} takes in one tensor")
   logger.log(30 if num_blocks <= per_sequence else 20, "KV cache: %d blocks of %d tokens = %d tokens, %.2f GiB: %.1f "
              "sequences of %d", num_blocks - 1, BS, (num_blocks - 1) * BS, num_blocks * size / 2**30,
              (num_blocks - 1) * BS / max_model_len, max_model_len)
