@@ -5,11 +5,12 @@ import time
 
 import numpy as np
 import pytest
+from reference import ENGINE
 from tinygrad import Context, Device, Tensor, TinyJit, UOp, codegen, dtypes
 from tinygrad.engine.realize import get_graph_runtime
 from tinygrad.uop.ops import KernelInfo
 
-from tinyvllm import runner
+from tinyvllm import LLM, runner
 from tinyvllm.kernels import cpu_cores
 from tinyvllm.llama import Linear, pack
 from tinyvllm.runner import open_device
@@ -93,3 +94,18 @@ def test_a_kernel_is_lowered_once_and_then_found_on_disk(monkeypatch):
   kernel = a[i].store(i.cast(dtypes.float32)).end(i).sink(arg=KernelInfo(name))
   first, second = (codegen.do_to_program(kernel, renderer) for _ in range(2))
   assert len(lowered) == 1 and first.key == second.key and name in second.src[-2].arg
+
+
+@pytest.mark.parametrize(("asked", "lacks", "taken"), [("bfloat16", {"bfloat16"}, "float16"),
+                                                       ("bfloat16", {"bfloat16", "half"}, "float32"),
+                                                       ("float16", {"half"}, "float32"), ("float16", {"bfloat16"}, None)])
+def test_a_dtype_that_the_device_lacks_gives_way_to_one_that_it_has_and_one_line_says_so(
+    folder, caplog, monkeypatch, asked, lacks, taken):
+  renderer = type(Device["CPU"].renderer)
+  has = renderer.supported_dtypes
+  monkeypatch.setattr(renderer, "supported_dtypes", lambda self: has(self) - {getattr(dtypes, name) for name in lacks})
+  llm = LLM(folder, **ENGINE | {"dtype": asked, "enforce_eager": True})
+  assert llm.runner.caches[0][0].dtype == getattr(dtypes, taken or asked)
+  said = [record.getMessage() for record in caplog.records if "computing in" in record.getMessage()]
+  assert said == ([f"CPU has no {asked}: computing in {taken}"] if taken else [])
+  assert all(weight.dtype == getattr(dtypes, taken or asked) for weight in llm.runner.model.lm_head.weight)
