@@ -1,0 +1,158 @@
+"""`tinyvllm doctor`: what each of tinygrad's backends can do on this machine, which one the engine takes and why, and
+which models fit on it. Each is opened as the engine opens it, in a process of its own, as a driver may hang or crash,
+and its memory is read by the engine's own matmul, so that the figures foretell the engine's."""
+import argparse, ctypes, importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, statistics
+import subprocess, sys, time
+from typing import Any
+
+from tinygrad import Context, Device, Tensor, TinyJit, device, dtypes, nn
+from tinygrad.runtime.autogen import cuda   # loads no library before it is called
+
+from tinyvllm import __version__, config, kernels, llama, runner
+
+LIMIT, BUFFER, INPUTS, GIB = 90, 2**28, 4096, 2**30   # a backend's seconds to answer; W's bytes and columns in the test
+DTYPES, WORDS = ["float32", "float16", "bfloat16"], {"True": "yes", "False": "no"}
+ORDER = [name for name in device.ALL_DEVICES if name != "DSP"]
+NO_COMPILER = "none: tinygrad's own assembler is slower, and x86-64's only; pip install 'tinyvllm[cpu]' brings clang"
+
+
+# In a backend's process
+
+def probe(seconds: float) -> None:
+  """Open the backend that DEV names, or tinygrad's choice, and print what it is, then the bandwidth, unless seconds is
+  0: each as a line of JSON, so that a crash loses only what comes after it."""
+  def tell(**facts: Any) -> None: print("\n" + json.dumps({"doctor": facts}), flush=True)
+  try:
+    free, kind = runner.open_device(), Device.DEFAULT
+    (name, total), renderer = describe(Device[kind]), Device[kind].renderer
+    has = {dtype: getattr(dtypes, dtype) in renderer.supported_dtypes() for dtype in DTYPES}
+    dtype = "float16" if kind != "CPU" and has["float16"] else "float32"   # the engine's "auto"
+    largest = min(total, getattr(kernels, "largest_tensor", lambda: 2**27 if kind == "WEBGPU" else total)())
+    tell(opens=True, device=name, renderer=f"{kind} {type(renderer).__name__}", dtype=dtype, **has,
+         free_gib=free / GIB, total_gib=total / GIB, largest_gib=largest / GIB)
+    if seconds: tell(gb_per_s=bandwidth(min(BUFFER, largest, free // 4), getattr(dtypes, dtype), seconds) / 1e9)
+  except Exception as e: tell(reason=reason_of(e))   # each backend fails in its own way
+
+
+def reason_of(error: BaseException) -> str:
+  cause = error.__cause__ or error   # open_device wraps it; a backend with several drivers says why not of each
+  return "; ".join(dict.fromkeys(str(e).split("\n")[0] or repr(e) for e in getattr(cause, "exceptions", [cause])))
+
+
+def describe(opened: Any) -> tuple[str, int]:
+  """A device's name, or what it is if it tells none, and all bytes of the memory that runner.free_memory looks at."""
+  if opened.device == "CUDA":
+    cuda.cuDeviceGetName(name := ctypes.create_string_buffer(256), 256, opened.cu_device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(total := ctypes.c_size_t()), opened.cu_device)
+    return name.value.decode(), total.value
+  info = pathlib.Path("/proc/cpuinfo")
+  names = re.findall(r"model name\s*: (.*)", info.read_text()) if opened.device == "CPU" and info.exists() else []
+  return [*names, getattr(opened, "device_name", opened.arch or "")][0], host_memory()
+
+
+def host_memory() -> int: return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def bandwidth(size: int, dtype: Any, seconds: float) -> float:
+  """Bytes a second, the median, that the engine's x @ W.T reads of a W of some size, captured as a step is. A fast
+  device reads it 16 times in each graph, as a model's layers do: once would measure the host."""
+  linear = llama.Linear(INPUTS, size // INPUTS // dtype.itemsize // 16 * 16, dtype=dtype)
+  x, linear.weight = [Tensor.empty(*s, dtype=dtype).contiguous().realize() for s in ((1, INPUTS), linear.weight.shape)]
+
+  def read(times: int, seconds: float) -> float:
+    graph, found = TinyJit(lambda: Tensor.realize(*[linear(x) for _ in range(times)])), list[float]()
+    while len(found) < 3 or sum(found[2:]) * times < seconds:   # the first two calls compile and capture
+      started = time.perf_counter()
+      with Context(JIT_BATCH_SIZE=0): graph()
+      Device[Device.DEFAULT].synchronize()
+      found.append((time.perf_counter() - started) / times)
+    return statistics.median(found[2:])
+  return linear.weight.nbytes() / (read(16, seconds) if read(1, 0) < 2e-3 else read(1, seconds))
+
+
+# In the user's process, which opens none
+
+def ask(dev: str, seconds: float) -> dict[str, Any]:
+  """What a backend tells of itself, or the reason why not. dev: "" for the one that tinygrad takes."""
+  command = [sys.executable, "-c", f"import tinyvllm_doctor; tinyvllm_doctor.probe({seconds})"]
+  try: done = subprocess.run(command, env={**os.environ, "DEV": dev}, capture_output=True, check=False,
+                             timeout=LIMIT + seconds)
+  except subprocess.TimeoutExpired: return {"opens": False, "reason": f"no answer within {LIMIT + seconds:.0f} s"}
+  facts, n = dict[str, Any](opens=False), done.returncode
+  if n: facts["reason"] = f"its process ended with {signal.strsignal(-n) if n < 0 else f'exit code {n}'}"
+  for line in done.stdout.decode(errors="replace").splitlines():
+    if line.startswith('{"doctor"'): facts |= json.loads(line)["doctor"]
+  return facts
+
+
+def compiler() -> dict[str, Any]:
+  """The C compiler that runner.open_device takes, and what it calls itself."""
+  named, beside = os.environ.get("CC"), shutil.which("clang", path=os.path.dirname(sys.executable))
+  path = shutil.which(named or "clang") or (None if named else beside)
+  return {"path": path, "version": subprocess.getoutput(shlex.join([path, "--version"])).split("\n")[0] if path else ""}
+
+
+def fit(name: str, shape: config.ModelConfig, row: dict[str, Any]) -> dict[str, Any]:
+  """What a model takes on a backend, as the engine holds it, and what that leaves."""
+  size, untied = getattr(dtypes, row["dtype"]).itemsize, not shape.tie_word_embeddings
+  with Context(DEV="PYTHON"): model = llama.Llama(shape, dtypes.float32)   # of empty tensors, which take no memory
+  weights = sum(int(x.numel()) for x in nn.state.get_parameters(model)) * size
+  read = weights - untied * shape.vocab_size * shape.hidden_size * size   # of embeddings, a row
+  token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * size
+  left = int(row["free_gib"] * GIB * config.EngineConfig().gpu_memory_utilization) - weights
+  return {"model": name, "dtype": row["dtype"], "weights_gib": weights / GIB, "fits": left >= token,
+          "kv_tokens": max(0, left) // token, "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}
+
+
+def examine(seconds: float, models: dict[str, config.ModelConfig]) -> dict[str, Any]:
+  """The report."""
+  dev, x86 = os.environ.get("DEV", ""), platform.machine().lower() in ("x86_64", "amd64")
+  names = dict.fromkeys([*ORDER, *["CPU:X86"] * x86, *[dev.upper()] * bool(dev)])
+  backends, default = [{"backend": name, **ask(name, seconds)} for name in names], ask(dev, 0)
+  opened = [row for row in backends if row["opens"]]
+  chosen = [row for row in opened if row["renderer"] == default.get("renderer")]
+  why = f"DEV={dev}" if dev else f"the first of {', '.join(ORDER)} that opens"
+  machine = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(),
+             "free_gib": runner.free_memory("CPU") / GIB, "total_gib": host_memory() / GIB}
+  return {"machine": {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"), **machine},
+          "compiler": compiler(), "backends": backends, "chosen": chosen[0]["backend"] if chosen else None,
+          "why": why if chosen else f"{why}: {default.get('reason')}",
+          "fit": [fit(*model, row) for row in (chosen or opened)[:1] for model in models.items()]}
+
+
+def table(rows: list[dict[str, Any]], columns: list[str]) -> list[str]:
+  """Lines: the columns' names, then one for each row."""
+  def show(x: Any) -> str: return f"{x:,.1f}" if isinstance(x, float) else WORDS.get(str(x), str(x)[:36])
+  cells = [columns, *[[show(row.get(name, "-")) for name in columns] for row in rows]]
+  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+  return ["  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in cells]
+
+
+def text(report: dict[str, Any]) -> list[str]:
+  """The report for people, in lines."""
+  machine, cc, backends, fits = (report[part] for part in ("machine", "compiler", "backends", "fit"))
+  rows = [row for row in backends if "reason" not in row]
+  head, *lines = table(rows, ["backend", "device", *DTYPES, "free_gib", "total_gib", "largest_gib", "gb_per_s"])
+  lines = [f"{row['backend']:7}  {'opens, but its test' if row['opens'] else 'does not open'}: {row['reason']}"
+           if "reason" in row else lines.pop(0) for row in backends]
+  best = max(rows, key=lambda row: row["gb_per_s"])["backend"] if rows else None
+  return [*table([machine], [*machine]), "", f"C compiler: {cc['path'] or NO_COMPILER}", cc["version"], "", head,
+          *lines, "", f"chosen: {report['chosen']} ({report['why']})", f"fastest: {best}; to choose it: DEV={best}",
+          "", *table(fits, [*fits[0]] if fits else [])]
+
+
+def main(argv: list[str]) -> int:
+  """`tinyvllm doctor`. Returns 0, or 1 if no backend opens. Raises ValueError for options that will not do."""
+  parser = argparse.ArgumentParser(prog="tinyvllm doctor", description="Say what this machine's devices can do.")
+  parser.add_argument("--model", help="a model's folder, to say whether it fits")
+  parser.add_argument("--seconds", type=float, default=1.0, help="to read each device's memory for; default: 1")
+  parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+  args = parser.parse_args(argv)
+  try:
+    config.check(0 < args.seconds <= 60, f"seconds={args.seconds} must be above 0 and at most 60")
+    models = config.read_json(pathlib.Path(__file__).parent / "shapes.json")
+    if args.model: models[args.model] = json.loads((pathlib.Path(args.model).expanduser() / "config.json").read_text())
+    report = examine(args.seconds, {k: config.ModelConfig.from_hf(v, pathlib.Path(k)) for k, v in models.items()})
+    print(json.dumps(report, indent=2) if args.json else "\n".join(line[:120] for line in text(report)))
+    return 0 if any(row["opens"] for row in report["backends"]) else 1
+  except Exception as e: raise ValueError(reason_of(e)) from e   # no traceback, whatever this machine is like
