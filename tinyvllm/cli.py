@@ -1,4 +1,4 @@
-"""The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming, and tools: packages beside it."""
+"""The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming, and the tools beside the engine."""
 import argparse, dataclasses, json, logging, sys
 from typing import Any, get_args
 
@@ -8,9 +8,8 @@ from .scheduler import SamplingParams
 from .tokenizer import optional
 
 OPTIONS = (EngineConfig, SamplingParams)   # every field of them is a flag
-COMMANDS = {"generate": "complete a prompt", "chat": "talk, a line at a time", "serve": "answer HTTP",
-            "doctor": "say what this machine's devices can do"}
-TOOLS = {"serve": ("tinyvllm_server", "server"), "doctor": ("tinyvllm_doctor", "cpu")}   # packages, extras to install
+# Packages with a main of their own: what each is for, its name, and the extra that brings what it needs
+TOOLS = {"serve": ("answer HTTP", "tinyvllm_server", "server"), "doctor": ("try each device", "tinyvllm_doctor", "cpu")}
 
 
 def _show(outputs: Any, shown: str = "") -> str:
@@ -20,6 +19,9 @@ def _show(outputs: Any, shown: str = "") -> str:
     text, shown = text + output.outputs[0].text, ""
     logger.setLevel(logging.WARNING)   # from here on a line of the log would break the text
   return print() or text
+
+
+def _tool(name: str) -> Any: return optional(*TOOLS[name][1:])
 
 
 def add_flags(command: argparse.ArgumentParser, *options: Any) -> None:
@@ -37,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
   """Run the command line. Returns the exit code: 0, or 1 after one line that says what to change."""
   parser = argparse.ArgumentParser(prog="tinyvllm", description="A small, fast LLM engine on tinygrad.")
   commands = parser.add_subparsers(dest="command", required=True)
-  for name, text in COMMANDS.items():
+  for name, (text, *_) in {"generate": ["complete a prompt"], "chat": ["talk, a line at a time"], **TOOLS}.items():
     command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
     if name == "generate": command.add_argument("prompt")
     for flag, of in {"model": "folder; default: the shipped one", "url": "server to ask", "api-key": "its key"}.items():
@@ -45,14 +47,12 @@ def main(argv: list[str] | None = None) -> int:
     add_flags(command, *OPTIONS)
   logging.basicConfig(format="%(message)s")
   logger.setLevel(logging.INFO)   # ours, not every library's
-  messages: list[dict[str, str]] = []
   try:
-    argv = sys.argv[1:] if argv is None else argv
-    if tool := TOOLS.get(argv[0] if argv else ""): return optional(*tool).main(argv[1:])
-    args = vars(parser.parse_args(argv))
+    if (argv := sys.argv[1:] if argv is None else argv) and argv[0] in TOOLS: return _tool(argv[0]).main(argv[1:])
+    args, messages = vars(parser.parse_args(argv)), list[dict[str, str]]()
     engine, given = ({f.name: args[f.name] for f in dataclasses.fields(kind) if f.name in args} for kind in OPTIONS)
     params = SamplingParams(**{"temperature": 0.0, **given})
-    llm = optional(*TOOLS["serve"]).Remote.of(args, engine) if args["url"] or args["api_key"] else LLM(args["model"], **engine)
+    llm = _tool("serve").Remote.of(args, engine) if args["url"] or args["api_key"] else LLM(args["model"], **engine)
     if args["command"] == "generate": _show(llm.generate_stream(args["prompt"], params), args["prompt"])
     while args["command"] == "chat":
       messages.append({"role": "user", "content": input("> " if sys.stdin.isatty() else "")})

@@ -74,9 +74,8 @@ def bandwidth(size: int, dtype: Any, seconds: float) -> float:
 
 def ask(dev: str, seconds: float) -> dict[str, Any]:
   """What a backend tells of itself, or the reason why not. dev: "" for the one that tinygrad takes."""
-  command = [sys.executable, "-c", f"import tinyvllm_doctor; tinyvllm_doctor.probe({seconds})"]
-  try: done = subprocess.run(command, env={**os.environ, "DEV": dev}, capture_output=True, check=False,
-                             timeout=LIMIT + seconds)
+  try: done = subprocess.run([sys.executable, "-c", f"import tinyvllm_doctor as doctor; doctor.probe({seconds})"],
+                             env={**os.environ, "DEV": dev}, capture_output=True, timeout=LIMIT + seconds, check=False)
   except subprocess.TimeoutExpired: return {"opens": False, "reason": f"no answer within {LIMIT + seconds:.0f} s"}
   facts, n = dict[str, Any](opens=False), done.returncode
   if n: facts["reason"] = f"its process ended with {signal.strsignal(-n) if n < 0 else f'exit code {n}'}"
