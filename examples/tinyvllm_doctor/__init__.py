@@ -6,7 +6,6 @@ import subprocess, sys, time
 from typing import Any
 
 from tinygrad import Context, Device, Tensor, TinyJit, device, dtypes, nn
-from tinygrad.runtime.autogen import cuda   # loads no library before it is called
 
 from tinyvllm import __version__, config, kernels, llama, runner
 
@@ -42,6 +41,7 @@ def reason_of(error: BaseException) -> str:
 def describe(opened: Any) -> tuple[str, int]:
   """A device's name, or what it is if it tells none, and all bytes of the memory that runner.free_memory looks at."""
   if opened.device == "CUDA":
+    from tinygrad.runtime.autogen import cuda
     cuda.cuDeviceGetName(name := ctypes.create_string_buffer(256), 256, opened.cu_device)
     cuda.cuDeviceTotalMem_v2(ctypes.byref(total := ctypes.c_size_t()), opened.cu_device)
     return name.value.decode(), total.value
@@ -115,13 +115,13 @@ def examine(seconds: float, models: dict[str, config.ModelConfig]) -> dict[str, 
              "free_gib": runner.free_memory("CPU") / GIB, "total_gib": host_memory() / GIB}
   return {"machine": {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"), **machine},
           "compiler": compiler(), "backends": backends, "chosen": chosen[0]["backend"] if chosen else None,
-          "why": why if chosen else f"{why}: {default.get('reason')}",
+          "why": why if chosen else f"{why}: {default.get('reason', 'it fails now and then')}",
           "fit": [fit(*model, row) for row in (chosen or opened)[:1] for model in models.items()]}
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> list[str]:
   """Lines: the columns' names, then one for each row."""
-  def show(x: Any) -> str: return f"{x:,.1f}" if isinstance(x, float) else WORDS.get(str(x), str(x)[:36])
+  def show(x: Any) -> str: return f"{x:.{1 if x > 10 else 3}f}" if type(x) is float else WORDS.get(str(x), str(x)[:36])
   cells = [columns, *[[show(row.get(name, "-")) for name in columns] for row in rows]]
   widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
   return ["  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in cells]
