@@ -1,4 +1,4 @@
-"""A server of its own process, as users start it: `python -m tinyvllm.cli serve` on a free port of this machine."""
+"""A server of its own process, as users start it: `python -m tinyvllm serve` on a free port of this machine."""
 import contextlib
 import json
 import os
@@ -46,8 +46,8 @@ class Server:
                environment: dict[str, str] | None = None, seconds: float = 120.0):
     self.folder = tempfile.TemporaryDirectory(prefix="tinyvllm-server-")
     self.stderr_file, self.url = Path(self.folder.name) / "stderr.txt", ""
-    code = f"{before}\nimport sys, tinyvllm.cli\nsys.exit(tinyvllm.cli.main())"
-    run = ["-c", code] if before else ["-m", "tinyvllm.cli"]
+    code = f"{before}\nimport sys, tinyvllm_cli\nsys.exit(tinyvllm_cli.main())"
+    run = ["-c", code] if before else ["-m", "tinyvllm"]
     command = [sys.executable, *run, "serve", *([str(model)] if model else []), "--port", "0"]
     with open(self.stderr_file, "wb") as file:
       self.process = subprocess.Popen(

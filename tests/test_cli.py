@@ -12,7 +12,7 @@ import pytest
 from reference import ENGINE, reference_greedy, reference_logits, tiny_model
 
 from tinyvllm import generate, generate_stream
-from tinyvllm.cli import main
+from tinyvllm_cli import main
 
 FLAGS = [x for name, value in ENGINE.items() for x in ("--" + name.replace("_", "-"), str(value))]
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -22,7 +22,7 @@ def cli(folder, command, *options): return main([*command, "--model", str(folder
 
 
 def process(*arguments, stdin="", **env):
-  command = [sys.executable, "-m", "tinyvllm.cli", *map(str, arguments)]
+  command = [sys.executable, "-m", "tinyvllm", *map(str, arguments)]
   return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=120,
                         cwd=Path(__file__).parents[1], env={**os.environ, **env})
 

@@ -98,7 +98,8 @@ def test_a_kernel_is_lowered_once_and_then_found_on_disk(monkeypatch):
 
 @pytest.mark.parametrize(("asked", "lacks", "taken"), [("bfloat16", {"bfloat16"}, "float16"),
                                                        ("bfloat16", {"bfloat16", "half"}, "float32"),
-                                                       ("float16", {"half"}, "float32"), ("float16", {"bfloat16"}, None)])
+                                                       ("float16", {"half"}, "float32"),
+                                                       ("float16", {"bfloat16"}, None)])
 def test_a_dtype_that_the_device_lacks_gives_way_to_one_that_it_has_and_one_line_says_so(
     folder, caplog, monkeypatch, asked, lacks, taken):
   renderer = type(Device["CPU"].renderer)

@@ -14,7 +14,7 @@ from reference import tensor_shapes, tiny_config
 from tinygrad.device import ALL_DEVICES
 
 import tinyvllm
-from tinyvllm.cli import main
+from tinyvllm_cli import main
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -35,7 +35,7 @@ def doctor(*options, python=sys.executable, order=None, limit=90, **env):
   """A run of its own. order: the backends that it is to try, beside CPU:X86: each costs a start of Python. limit: the
   seconds that one may take. env: None takes a variable out."""
   change = f"doctor.LIMIT, doctor.ORDER = {limit}, {order or ORDER}"
-  code = f"import sys, tinyvllm_doctor as doctor, tinyvllm.cli\n{change}\nsys.exit(tinyvllm.cli.main())"
+  code = f"import sys, tinyvllm_cli\nfrom tinyvllm_cli import doctor\n{change}\nsys.exit(tinyvllm_cli.main())"
   path = os.pathsep.join([str(ROOT), str(ROOT / "examples"), env.pop("PYTHONPATH", "")])
   kept = {k: v for k, v in {**os.environ, "PYTHONPATH": path, "DEV": None, **env}.items() if v is not None}
   done = subprocess.run([str(python), "-c", code, "doctor", *map(str, options)], env=kept, capture_output=True,
@@ -192,7 +192,7 @@ def test_a_folder_that_is_not_there_is_one_line_and_exit_1():
 @pytest.fixture
 def refused(monkeypatch, capsys):
   """The one line of a run in this process that must end before a backend is tried."""
-  monkeypatch.setattr("tinyvllm_doctor.ask", lambda *_: pytest.fail("a backend was tried"))
+  monkeypatch.setattr("tinyvllm_cli.doctor.ask", lambda *_: pytest.fail("a backend was tried"))
   def run(*options):
     assert main(["doctor", *map(str, options)]) == 1
     said = capsys.readouterr()

@@ -23,7 +23,7 @@ from server import Server, events, wait_until
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.cli import main
+from tinyvllm_cli import main
 
 SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -967,7 +967,7 @@ def test_after_the_shutdown_timeout_what_runs_ends_with_abort(long_folder):
 
 
 def command(*arguments, stdin=""):
-  return subprocess.run([sys.executable, "-m", "tinyvllm.cli", *map(str, arguments)], input=stdin, capture_output=True,
+  return subprocess.run([sys.executable, "-m", "tinyvllm", *map(str, arguments)], input=stdin, capture_output=True,
                         text=True, check=False, timeout=120, cwd=Path(__file__).parents[1])
 
 

@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tinyvllm"
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
         tokenize.ENDMARKER}
-BESIDE = {"tinyvllm_server": 450, "tinyvllm_doctor": 111}   # packages in examples/, and what each stays below
+BESIDE = {"tinyvllm_server": 450, "tinyvllm_cli": 175}   # packages in examples/, and what each stays below
 LIMIT, WIDTH, DENSITY = 1000, 120, 14
 
 

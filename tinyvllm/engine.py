@@ -9,7 +9,7 @@ from tinygrad import Device, dtypes, helpers, nn
 from .config import EngineConfig, ModelConfig, check, logger
 from .kernels import largest_tensor
 from .llama import Llama, load_weights, read_model, rope_table
-from .runner import Runner, allocate_caches, open_device
+from .runner import Runner, allocate_caches, open_device, pick_dtype
 from .scheduler import (BlockManager, CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams,
                         Scheduler, Sequence)
 from .tokenizer import Tokenizer, load_tokenizer
@@ -79,15 +79,11 @@ class LLMEngine:
     self.tokenizer, self.model_config = load_tokenizer(path), (shape := ModelConfig.from_hf(hf, path))
     self.max_model_len, limit = config.max_model_len or shape.max_position_embeddings, shape.max_position_embeddings
     check(self.max_model_len <= limit, f"max_model_len={self.max_model_len} must be at most the model's {limit}")
-    has, asked = Device[Device.DEFAULT].renderer.supported_dtypes(), config.dtype
-    if asked == "auto": asked = "float32" if Device.DEFAULT == "CPU" else "float16"
-    kind = next(name for name in (asked, "float16", "float32") if getattr(dtypes, name) in has)
-    if kind != asked: logger.warning("%s has no %s: computing in %s", Device.DEFAULT, asked, kind)
     rows = 1 << (largest_tensor() // (4 * shape.vocab_size)).bit_length() - 1   # of logits, in one tensor
     config = dataclasses.replace(config, max_num_batched_tokens=min(config.max_num_batched_tokens, rows))
     check(config.max_num_seqs <= config.max_num_batched_tokens, f"max_num_seqs={config.max_num_seqs} is above "
           f"max_num_batched_tokens={config.max_num_batched_tokens}: each running sequence decodes one token a step")
-    llama = Llama(shape, dtype := getattr(dtypes, kind))
+    llama = Llama(shape, dtype := getattr(dtypes, kind := pick_dtype(config.dtype)))
     load_weights(llama, shape, reader, path, dtype)
     left = max(0, free * config.gpu_memory_utilization - sum(x.nbytes() for x in nn.state.get_parameters(llama)))
     logger.info("loaded %s in %s on %s in %.1f s; a step takes %d tokens", path.name, kind, Device.DEFAULT,

@@ -73,6 +73,15 @@ def open_device() -> int:
                        "'tinyvllm[cpu]', which brings a compiler; or name another: DEV=CUDA, METAL, AMD, ...") from e
 
 
+def pick_dtype(asked: str) -> str:
+  """The name of the dtype asked for, or where the device lacks it, of one that it has; a line of the log says so."""
+  has = Device[Device.DEFAULT].renderer.supported_dtypes()
+  if asked == "auto": asked = "float32" if Device.DEFAULT == "CPU" else "float16"
+  taken = next(name for name in (asked, "float16", "float32") if getattr(dtypes, name) in has)
+  if taken != asked: logger.warning("%s has no %s: computing in %s", Device.DEFAULT, asked, taken)
+  return taken
+
+
 def free_memory(device: str) -> int:
   """Free bytes of the device; of the host where the device shares its memory or does not tell."""
   if device == "CUDA":

@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from starlette.exceptions import HTTPException
 
 from tinyvllm import CompletionOutput, RequestOutput, SamplingParams, __version__
-from tinyvllm.cli import add_flags
+from tinyvllm_cli import add_flags
 from tinyvllm.config import EngineConfig, Options, check, kind_of, logger
 from tinyvllm.engine import Request, output_of
 

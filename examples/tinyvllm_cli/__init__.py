@@ -1,15 +1,17 @@
-"""The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming, and the tools beside the engine."""
+"""The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming, `tinyvllm serve` and `tinyvllm
+doctor`. It is no part of the engine's 1000 lines, and needs nothing but the engine's own dependencies."""
 import argparse, dataclasses, json, logging, sys
 from typing import Any, get_args
 
-from .config import EngineConfig, kind_of, logger
-from .engine import LLM
-from .scheduler import SamplingParams
-from .tokenizer import optional
+from tinyvllm.config import EngineConfig, kind_of, logger
+from tinyvllm.engine import LLM
+from tinyvllm.scheduler import SamplingParams
+from tinyvllm.tokenizer import optional
 
 OPTIONS = (EngineConfig, SamplingParams)   # every field of them is a flag
-# Packages with a main of their own: what each is for, its name, and the extra that brings what it needs
-TOOLS = {"serve": ("answer HTTP", "tinyvllm_server", "server"), "doctor": ("try each device", "tinyvllm_doctor", "cpu")}
+# What has a main of its own: what it is for, its module, and the extra that brings what that needs
+TOOLS = {"serve": ("answer HTTP", "tinyvllm_server", "server"),
+         "doctor": ("try each device", "tinyvllm_cli.doctor", "cpu")}
 
 
 def _show(outputs: Any, shown: str = "") -> str:
@@ -60,6 +62,3 @@ def main(argv: list[str] | None = None) -> int:
   except (ValueError, RuntimeError) as e: return print(f"tinyvllm: {e}", file=sys.stderr) or 1
   except (KeyboardInterrupt, EOFError): print()
   return 0
-
-
-if __name__ == "__main__": sys.exit(main())

@@ -25,8 +25,7 @@ def probe(seconds: float) -> None:
     free, kind = runner.open_device(), Device.DEFAULT
     (name, total), renderer = describe(Device[kind]), Device[kind].renderer
     has = {dtype: getattr(dtypes, dtype) in renderer.supported_dtypes() for dtype in DTYPES}
-    dtype = "float16" if kind != "CPU" and has["float16"] else "float32"   # the engine's "auto"
-    largest = min(total, getattr(kernels, "largest_tensor", lambda: 2**27 if kind == "WEBGPU" else total)())
+    dtype, largest = runner.pick_dtype("auto"), min(total, kernels.largest_tensor())
     tell(opens=True, device=name, renderer=f"{kind} {type(renderer).__name__}", dtype=dtype, **has,
          free_gib=free / GIB, total_gib=total / GIB, largest_gib=largest / GIB)
     if seconds: tell(gb_per_s=bandwidth(min(BUFFER, largest, free // 4), getattr(dtypes, dtype), seconds) / 1e9)
@@ -57,7 +56,8 @@ def bandwidth(size: int, dtype: Any, seconds: float) -> float:
   """Bytes a second, the median, that the engine's x @ W.T reads of a W of some size, captured as a step is. A fast
   device reads it 16 times in each graph, as a model's layers do: once would measure the host."""
   linear = llama.Linear(INPUTS, size // INPUTS // dtype.itemsize // 16 * 16, dtype=dtype)
-  x, linear.weight = [Tensor.empty(*s, dtype=dtype).contiguous().realize() for s in ((1, INPUTS), linear.weight.shape)]
+  x, *linear.weight = [Tensor.empty(*shape, dtype=dtype).contiguous().realize()
+                       for shape in ((1, INPUTS), *[weight.shape for weight in linear.weight])]
 
   def read(times: int, seconds: float) -> float:
     graph, found = TinyJit(lambda: Tensor.realize(*[linear(x) for _ in range(times)])), list[float]()
@@ -67,14 +67,15 @@ def bandwidth(size: int, dtype: Any, seconds: float) -> float:
       Device[Device.DEFAULT].synchronize()
       found.append((time.perf_counter() - started) / times)
     return statistics.median(found[2:])
-  return linear.weight.nbytes() / (read(16, seconds) if read(1, 0) < 2e-3 else read(1, seconds))
+  size = sum(weight.nbytes() for weight in linear.weight)
+  return size / (read(16, seconds) if read(1, 0) < 2e-3 else read(1, seconds))
 
 
 # In the user's process, which opens none
 
 def ask(dev: str, seconds: float) -> dict[str, Any]:
   """What a backend tells of itself, or the reason why not. dev: "" for the one that tinygrad takes."""
-  try: done = subprocess.run([sys.executable, "-c", f"import tinyvllm_doctor as doctor; doctor.probe({seconds})"],
+  try: done = subprocess.run([sys.executable, "-c", f"from tinyvllm_cli import doctor; doctor.probe({seconds})"],
                              env={**os.environ, "DEV": dev}, capture_output=True, timeout=LIMIT + seconds, check=False)
   except subprocess.TimeoutExpired: return {"opens": False, "reason": f"no answer within {LIMIT + seconds:.0f} s"}
   facts, n = dict[str, Any](opens=False), done.returncode
