@@ -15,6 +15,8 @@ from server import wait_until
 from tinyvllm import SamplingParams
 from tinyvllm_server import AsyncLLM
 
+pytestmark = pytest.mark.slow
+
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)

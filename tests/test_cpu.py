@@ -61,6 +61,7 @@ def test_kernels_that_cores_share_wait_for_each_other():
     np.testing.assert_allclose(jit().numpy(), new @ product, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_steps_of_several_threads_do_not_mix():
   jobs, failures = [layers(seed) for seed in range(3)], []
   xs = [Tensor(np.random.default_rng(9).standard_normal((1, SIZE)).astype(np.float32)).realize() for _ in jobs]

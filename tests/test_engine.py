@@ -183,6 +183,7 @@ def test_the_number_of_graphs_is_constant_after_warm_up(llm):
 def any_llm(request): return request.getfixturevalue(request.param)
 
 
+@pytest.mark.slow
 def test_steps_that_overlap_tell_the_same_story(any_llm, monkeypatch):
   ids = any_llm.generate(tokens(*prompt(6)), greedy(9))[0].outputs[0].token_ids
   jobs = [(tokens(*prompt(n)), params) for n, params in (

@@ -20,6 +20,8 @@ from server import Server, wait_until
 
 from examples import openai_client
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 SERVING, KEY = ROOT / "examples/serving", "sk-examples"
 PYTHONPATH = os.pathsep.join(map(str, [ROOT, ROOT / "examples"]))   # where the packages are not installed

@@ -15,6 +15,8 @@ from tinyvllm import LLM, Logprob, SamplingParams
 from tinyvllm.kernels import adjust_kernel
 from tinyvllm.sampling import restrict, sample, top_logprobs
 
+pytestmark = pytest.mark.slow
+
 ROWS, SPM = 128, sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
 
 

@@ -89,7 +89,7 @@ CASES = {   # tokens, K/V heads, groups, head_dim, the longest context, sequence
 
 @kinds
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("block_size", [16, 4])
+@pytest.mark.parametrize("block_size", [16, pytest.param(4, marks=pytest.mark.slow)])
 def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, block_size, kind):
   (T, KV, G, D, longest, R), (_, tolerance), rng = CASES[case], KINDS[kind], np.random.default_rng(5)
   M = -(-longest // block_size) + 1

@@ -48,6 +48,8 @@ CHECKS = ["not_a_server_error", "negative_data_rejection", "response_schema_conf
 HOOKS = """
 import schemathesis
 
+pytestmark = pytest.mark.slow
+
 @schemathesis.hook
 def before_call(context, case, kwargs):   # texts of a few tokens: what is generated is not the question
   body = case.body

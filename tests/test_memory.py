@@ -319,6 +319,7 @@ def test_a_prefix_hit_after_preemption_matches_a_fresh_run(small_llm, folder):
         assert ids_of(output) == reference_greedy(folder, job, 24) and output.num_cached_tokens in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caching", [False, True], ids=["uncached", "cached"])
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_a_text_preempted_at_257_tokens_goes_on_as_before(folder, block_size, caching):
@@ -340,6 +341,7 @@ POOL_JOBS = [([*prompt(2 * BS, 1000 + i % 3)[:8 * (i % 2)], *prompt(1 + 7 * i % 
              for i in range(64)]   # every other one begins with one of three prefixes
 
 
+@pytest.mark.slow
 def test_64_requests_in_a_quarter_of_the_blocks_that_those_at_once_need(folder):
   need = sorted(-(-(len(job) + n) // BS) for job, n in POOL_JOBS)[-BUSY["max_num_seqs"]:]
   engine = LLM(folder, num_gpu_blocks_override=1 + sum(need) // 4, **BUSY)
@@ -734,6 +736,7 @@ def test_random_requests_of_common_prefixes_with_samples_and_aborts_give_the_ref
 def resident_bytes(): return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_5000_requests_and_aborts_leave_neither_blocks_nor_memory_behind(folder):
   engine = LLM(folder, num_gpu_blocks_override=25, **BUSY)

@@ -53,6 +53,7 @@ def test_2_paged_attention_equals_naive_contiguous_attention():
     assert n == mine.sum()
 
 
+@pytest.mark.slow
 def test_3_ten_concurrent_requests_finish_right_in_a_small_pool(folder):
   prompts = [{"prompt_token_ids": [3 + i, 7, 11 + i] * (1 + i % 4)} for i in range(10)]
   alone = LLM(folder, max_model_len=128)
@@ -65,6 +66,7 @@ def test_3_ten_concurrent_requests_finish_right_in_a_small_pool(folder):
   assert small.get_metrics()["blocks_used"] == 0
 
 
+@pytest.mark.slow
 def test_4_continuous_batching_makes_more_tokens_per_second_than_static_batching(folder):
   llm = LLM(folder, max_model_len=256, max_num_seqs=8)
   lengths = [8, 12, 16, 20, 24, 28, 32, 128] * 3
@@ -83,6 +85,7 @@ def test_4_continuous_batching_makes_more_tokens_per_second_than_static_batching
   assert ratio > 1.2, f"continuous over static: {ratio:.2f}"
 
 
+@pytest.mark.slow
 def test_5_twice_the_concurrent_sequences_of_preallocated_caches_in_the_same_memory(folder):
   max_model_len, blocks = 256, 65   # 64 blocks of 16 tokens: preallocated, 4 sequences of 256
   llm = LLM(folder, max_model_len=max_model_len, num_gpu_blocks_override=blocks, max_num_seqs=32)

@@ -50,6 +50,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("logits", [PEAKED, TIED], ids=["peaked", "tied"])
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_only_tokens_the_reference_keeps_come_each_as_often_as_it_should(logits, options):
@@ -155,6 +156,7 @@ def llm(folder): return LLM(folder, **SAMPLING_ENGINE)
 def alone(llm): return [ids_of(llm.generate(p, params(i)))[0] for i, p in enumerate(PROMPTS)]
 
 
+@pytest.mark.slow
 def test_seeded_text_is_the_same_alone_and_in_a_batch_of_8(llm, alone):
   assert ids_of(llm.generate(PROMPTS, [params(i) for i in range(8)])) == alone
 
@@ -164,6 +166,7 @@ def test_seeded_text_is_the_same_in_any_arrival_order(llm, alone):
   assert ids_of(llm.generate([PROMPTS[i] for i in order], [params(i) for i in order])) == [alone[i] for i in order]
 
 
+@pytest.mark.slow
 def test_seeded_text_is_the_same_after_preemption(folder, alone):
   small = LLM(folder, num_gpu_blocks_override=13, **SAMPLING_ENGINE)
   assert ids_of(small.generate(PROMPTS, [params(i) for i in range(8)])) == alone

@@ -154,12 +154,14 @@ class Machine(RuleBasedStateMachine):
     if hasattr(self, "bench"): self.bench.ended_well()
 
 
+@pytest.mark.slow
 def test_any_sequence_of_operations_keeps_the_invariants_and_every_request_ends():
   """10,000 operations that hypothesis chooses, and can make fewer of where they fail; the next test has 20,000 more."""
   run_state_machine_as_test(Machine, settings=settings(max_examples=200, stateful_step_count=50, deadline=None,
                                                        derandomize=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_a_thousand_operations_on_one_pool_keep_the_invariants(seed):
   rng, (size, caching) = random.Random(seed), [(4, True), (1, True), (2, True), (4, False)][seed % 4]

@@ -25,6 +25,8 @@ import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm_cli import main
 
+pytestmark = pytest.mark.slow
+
 SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 GREEDY = {"temperature": 0.0, "max_tokens": 8}

@@ -281,6 +281,7 @@ def test_an_end_token_that_is_ignored_is_text_where_special_tokens_are(llm):
 
 # samples
 
+@pytest.mark.slow
 def test_each_sample_ends_at_its_own_place(llm):
   job, options = {"prompt_token_ids": [id_of("again", 1)]}, {"max_tokens": 12, "stop": ["END", "aaaaaaa"], "top_k": 2}
   lengths = set()

@@ -15,6 +15,8 @@ from test_tokenizer import byte_level_bpe
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 
+pytestmark = pytest.mark.slow
+
 GUIDED = {**ENGINE, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 4}
 LONE = {**GUIDED, "max_num_seqs": 1, "max_num_batched_tokens": 1}   # each graph compiles for a second or more
 OBJECT = {"type": "object", "additionalProperties": False}
