@@ -19,6 +19,7 @@ import pytest
 pytestmark = pytest.mark.install
 ROOT = Path(__file__).parents[1]
 CORE = {"tinygrad", "safetensors", "sentencepiece", "numpy"}
+TOOLS = ("cat", "echo", "env", "false", "ls", "sh", "true", "uname")
 IMPORT_SECONDS = 0.3
 CONSTRAINTS = {"PIP_CONSTRAINT": str(ROOT / ".ci" / "constraints.txt"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
 
@@ -32,10 +33,11 @@ def tracked(*folders: str) -> list[Path]:
 
 @dataclass
 class Installation:
-  """An environment with tinyvllm in it. What it runs sees a PATH of one folder, and no variable that a user need not
-  have set."""
-  folder: Path     # of the environment
+  """An environment with tinyvllm in it. What it runs sees a PATH of ours, and no variable that a user need not have
+  set."""
+  folder: Path      # of the environment
   elsewhere: Path   # the folder in which it is run
+  bare: Path        # a PATH: what every machine has, of TOOLS
   compiler: Path    # a clang, which it does not see
 
   @property
@@ -50,9 +52,9 @@ class Installation:
 
   def run(self, home: Path, *command: str, programs: Path | None = None, stdin: str = "",
           **env: str) -> subprocess.CompletedProcess:
-    """Run a command with its home, and so its caches, in a folder, and no program to be found but in `programs`."""
+    """Run a command with its home, and so its caches, in a folder, and no program but the TOOLS and `programs`."""
     none = str(self.elsewhere / "none")   # no OpenCL, no CUDA, which tinygrad would take before the CPU
-    env = {"PATH": str(programs or none), "HOME": str(home), "LANG": "C.UTF-8", "OCL_ICD_VENDORS": none,
+    env = {"PATH": f"{programs or none}:{self.bare}", "HOME": str(home), "LANG": "C.UTF-8", "OCL_ICD_VENDORS": none,
            "CUDA_VISIBLE_DEVICES": "", **env}
     return subprocess.run(command, input=stdin, cwd=self.elsewhere, capture_output=True, text=True, check=False,
                           timeout=120, env=env)
@@ -75,10 +77,11 @@ class Installation:
 def empty_environment(tmp_path_factory) -> Installation:
   folder = tmp_path_factory.mktemp("stranger")
   venv.create(folder / "venv", with_pip=True)
-  (folder / "elsewhere").mkdir()
+  for name in ("elsewhere", "bare"): (folder / name).mkdir()
+  for name in TOOLS: (folder / "bare" / name).symlink_to(shutil.which(name) or pytest.fail(f"no {name}"))
   beside = shutil.which("clang", path=os.path.dirname(sys.executable)) or shutil.which("clang")
   assert beside, "no clang: pip install '.[test]' brings one"
-  return Installation(folder / "venv", folder / "elsewhere", Path(beside).resolve())
+  return Installation(folder / "venv", folder / "elsewhere", folder / "bare", Path(beside).resolve())
 
 
 @pytest.fixture(scope="session")
@@ -103,7 +106,7 @@ def installed(empty_environment, wheel) -> Installation:
 
 @pytest.fixture(scope="session")
 def programs(installed, tmp_path_factory) -> Path:
-  """A PATH on which there is a compiler, and nothing else."""
+  """A PATH on which there is a compiler."""
   folder = tmp_path_factory.mktemp("programs")
   (folder / "clang").symlink_to(installed.compiler)
   return folder
