@@ -57,7 +57,7 @@ class Installation:
     env = {"PATH": f"{programs or none}:{self.bare}", "HOME": str(home), "LANG": "C.UTF-8", "OCL_ICD_VENDORS": none,
            "CUDA_VISIBLE_DEVICES": "", **env}
     return subprocess.run(command, input=stdin, cwd=self.elsewhere, capture_output=True, text=True, check=False,
-                          timeout=120, env=env)
+                          timeout=300, env=env)
 
   def tinyvllm(self, home: Path, *arguments: str, programs: Path | None = None,
                stdin: str = "") -> subprocess.CompletedProcess:
