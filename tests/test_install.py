@@ -2,14 +2,16 @@
 its own, and run far from the checkout, without the checkout's variables, programs and caches. `pytest -m install`."""
 import configparser
 import os
+import pickle
 import resource
 import shutil
+import sqlite3
 import subprocess
 import sys
 import venv
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from email import message_from_string
 from pathlib import Path
@@ -138,6 +140,13 @@ def lines_about_the_compiler(run: subprocess.CompletedProcess) -> list[str]:
   return [line for line in run.stderr.splitlines() if "tinyvllm[cpu]" in line]
 
 
+def objects_in_cache(home: Path) -> list[bytes]:
+  """What compilers gave, as tinygrad's cache of a home has it: each is found again by any process with that source."""
+  with closing(sqlite3.connect(home / ".cache" / "tinygrad" / "cache.db")) as db:
+    tables = [name for name, in db.execute("select name from sqlite_master where name like 'compile@_%' escape '@'")]
+    return [pickle.loads(value) for table in tables for value, in db.execute(f'select val from "{table}"')]
+
+
 def test_the_wheel_holds_both_packages_and_nothing_else(wheel):
   """Each file with its bytes, those of the shipped model and the chat page among them: no tests, no caches, no CI."""
   expected = {str(name): ROOT / name for name in tracked("tinyvllm")}
@@ -196,8 +205,11 @@ def test_hello_without_any_compiler_and_one_line_that_says_what_would_be_faster(
 def test_caches_hold_nothing_that_breaks_when_a_compiler_comes_or_goes(installed, home_without_compiler, programs):
   home, first = home_without_compiler
   assert says_hello(first)
+  assert [x for x in objects_in_cache(home) if not x.startswith(b"\x7fELF")] == [], "what a stand-in gave was kept"
   came = installed.tinyvllm(home, "generate", "Hello", programs=programs)
   assert says_hello(came) and lines_about_the_compiler(came) == []
+  objects = objects_in_cache(home)
+  assert objects and all(x.startswith(b"\x7fELF") for x in objects)
   went = installed.tinyvllm(home, "generate", "Hello")
   assert says_hello(went) and len(lines_about_the_compiler(went)) == 1
 
