@@ -147,10 +147,11 @@ def objects_in_cache(home: Path) -> list[bytes]:
     return [pickle.loads(value) for table in tables for value, in db.execute(f'select val from "{table}"')]
 
 
-def test_the_wheel_holds_both_packages_and_nothing_else(wheel):
+def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
   """Each file with its bytes, those of the shipped model and the chat page among them: no tests, no caches, no CI."""
   expected = {str(name): ROOT / name for name in tracked("tinyvllm")}
-  expected |= {str(name.relative_to("examples")): ROOT / name for name in tracked("examples/tinyvllm_server")}
+  for beside in ("tinyvllm_cli", "tinyvllm_server"):
+    expected |= {str(name.relative_to("examples")): ROOT / name for name in tracked(f"examples/{beside}")}
   assert {"tinyvllm/default_model/model.safetensors", "tinyvllm_server/chat.html"} <= expected.keys()
   with zipfile.ZipFile(wheel) as archive:
     found = {name for name in archive.namelist() if ".dist-info/" not in name}
@@ -166,7 +167,7 @@ def test_the_wheel_says_what_it_is_and_what_it_needs(wheel):
     points.read_string(archive.read(about["entry_points.txt"]).decode())
     metadata = message_from_string(archive.read(about["METADATA"]).decode())
   assert {name: dict(points[name]) for name in points.sections()} == {
-    "console_scripts": {"tinyvllm": "tinyvllm.cli:main"}}
+    "console_scripts": {"tinyvllm": "tinyvllm_cli:main"}}
   needed = [line for line in metadata.get_all("Requires-Dist") or [] if "extra ==" not in line]
   assert {line.partition("=")[0].rstrip("<>~!") for line in needed} == CORE
   assert metadata["Version"] in wheel.name and metadata["Requires-Python"] == ">=3.11"
@@ -174,8 +175,8 @@ def test_the_wheel_says_what_it_is_and_what_it_needs(wheel):
 
 def test_what_runs_is_the_installed_copy(installed, tmp_path):
   run = installed.run(tmp_path, installed.python, "-c", """
-import sys, tinyvllm, tinyvllm.cli, tinyvllm_server.client
-print(tinyvllm.__file__, tinyvllm.cli.__file__, tinyvllm_server.client.__file__, *sys.path[1:], sep="\\n")""")
+import sys, tinyvllm, tinyvllm_cli, tinyvllm_server.client
+print(tinyvllm.__file__, tinyvllm_cli.__file__, tinyvllm_server.client.__file__, *sys.path[1:], sep="\\n")""")
   assert run.returncode == 0, run.stderr
   first, *rest = run.stdout.splitlines()
   assert Path(first).is_relative_to(installed.folder)
@@ -273,5 +274,5 @@ def test_an_archive_of_the_checkout_installs_without_git(installed, used_home, p
   run = installed.run(used_home, installed.python, "-c", "import tinyvllm; print(tinyvllm.__file__)",
                       PYTHONPATH=str(folder))
   assert run.stdout.strip() == str(folder / "tinyvllm" / "__init__.py"), run.stderr
-  assert says_hello(installed.run(used_home, installed.python, "-m", "tinyvllm.cli", "generate", "Hello",
+  assert says_hello(installed.run(used_home, installed.python, "-m", "tinyvllm", "generate", "Hello",
                                   programs=programs, PYTHONPATH=str(folder)))

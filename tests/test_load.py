@@ -19,6 +19,7 @@ from test_errors import BAD_SAMPLING
 
 from tinyvllm import SamplingParams
 
+pytestmark = pytest.mark.slow
 LIMIT = 256   # max_model_len
 # Too few blocks for sixteen at once, so that some are preempted
 OPTIONS = ["--max-model-len", LIMIT, "--max-num-seqs", 16, "--max-num-batched-tokens", 16,
@@ -47,8 +48,6 @@ CHECKS = ["not_a_server_error", "negative_data_rejection", "response_schema_conf
           "status_code_conformance"]
 HOOKS = """
 import schemathesis
-
-pytestmark = pytest.mark.slow
 
 @schemathesis.hook
 def before_call(context, case, kwargs):   # texts of a few tokens: what is generated is not the question

@@ -70,7 +70,8 @@ def fields_of(route: Any) -> dict[str, Any]:
 
 
 def error_of(status: int, message: str, param: str | None = None) -> dict[str, dict]:
-  kind = http.HTTPStatus(status).phrase.replace(" ", "").removesuffix("Error") + "Error"
+  name = "Request Entity Too Large" if status == 413 else http.HTTPStatus(status).phrase   # Python 3.13 names it anew
+  kind = name.replace(" ", "").removesuffix("Error") + "Error"
   return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
