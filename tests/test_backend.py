@@ -24,8 +24,8 @@ from tinyvllm import LLM, SamplingParams, kernels
 pytestmark = pytest.mark.backend
 BS, BUDGET, BLOCKS = 4, 8, 16   # tokens of a block, tokens of a step, blocks of the pool
 ENGINE = {"max_model_len": BS * BLOCKS, "block_size": BS, "max_num_seqs": BUDGET, "max_num_batched_tokens": BUDGET}
-# Where logits are closer than this to each other, rounding may choose: such prompts are not taken. And what rounding may
-# do to a log probability, far below half of it
+# Where logits are closer than this to each other, rounding may choose: such prompts are not taken. And what rounding
+# may do to a log probability, far below half of it
 DECIDED, ROUNDING = 0.05, {"float32": 1e-4, "float16": 0.02}
 MOST_BUFFERS = 8   # of one kernel: what WebGPU promises
 SAMPLED = {"temperature": 0.9, "top_k": 12, "top_p": 0.9, "min_p": 0.01}
@@ -134,13 +134,12 @@ def engine(request, engines): return engines(request.param)
 
 
 def idle_before_and_after(llm):
-  """It has all of its blocks, too."""
+  """It has all of its blocks, too. Where one test fails, those behind it do not."""
   check_idle(llm)
-  try: yield llm
-  except BaseException:
-    for name in list(llm.requests): llm.abort_request(name)   # one test fails, not all behind it
-    raise
+  yield llm
+  for name in (left := list(llm.requests)): llm.abort_request(name)
   check_idle(llm)
+  assert not left, "a request did not end"
 
 
 def check_idle(llm):
@@ -363,7 +362,7 @@ def test_fields_of_a_batch_do_not_mix(exact, folder): all_fields(exact, folder)
 
 
 def test_seeded_text_does_not_depend_on_the_batch(exact, folder):
-  """Others, other places among them, and alone. One of each batch asks for a mask: its steps are those of all fields."""
+  """Others, other places among them, alone. One of each batch asks for a mask: its steps are those of all fields."""
   mine, masked = {**SAMPLED, "seed": 5}, {"allowed_token_ids": [*range(259, 320, 5)]}
   others = [{salt: {**SAMPLED, "seed": salt} for salt in range(first, first + 6)} for first in (1210, 1220)]
   together = [in_one_batch(exact, folder, asked)[1200].said for asked in (
@@ -428,7 +427,8 @@ LARGEST = 12 * 1024   # bytes: 96 rows of a vocabulary's 320, 48 blocks of the 1
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_tensors_too_large_for_the_device_are_split_and_the_numbers_are_the_same(folder, tmp_path, monkeypatch, exact, tied):
+def test_tensors_too_large_for_the_device_are_split_and_the_numbers_are_the_same(folder, tmp_path, monkeypatch, exact,
+                                                                                 tied):
   source = tiny_model(tmp_path, words=not tied, dtype="float16", tie_word_embeddings=True) if tied else folder
   for module in [m for name, m in sys.modules.items() if name.startswith("tinyvllm.")]:
     if hasattr(module, "largest_tensor"): monkeypatch.setattr(module, "largest_tensor", lambda: LARGEST)
