@@ -1,7 +1,7 @@
 """One suite for every backend: `DEV=CPU:X86 pytest -m backend`, or CL, WEBGPU, CUDA, METAL, AMD. A tiny random model in
 float32 and in float16 must say what a plain numpy LLaMA says in float64, so that all backends say the same; and each
-captured kernel must keep within what the narrowest backend takes. Graphs are few: some backends compile one kernel in a
-second. tests/benchmarks/backends.py runs this on several."""
+captured kernel must keep within what the narrowest backend takes. Graphs are few and texts short: some backends take a
+second to compile a kernel, and WebGPU half of one for a step. tests/benchmarks/backends.py runs this on several."""
 import functools
 import itertools
 import logging
@@ -168,8 +168,8 @@ def run(llm, limit=400):
 
 
 def forget(llm):
-  """Leave nothing to be found in the prefix cache: a request that takes the whole pool."""
-  llm.generate(tokens([259] * (BS * BLOCKS - 1)), params(1))
+  """Let nothing be found in the prefix cache."""
+  llm.blocks.cached.clear()
   return llm
 
 
@@ -184,37 +184,38 @@ def test_an_engine_computes_in_the_type_asked_for_or_says_which_it_takes_instead
 
 # greedy text, and what may not change it
 
-@pytest.mark.parametrize("length", [1, BS - 1, BS, BS + 1, 2 * BS, 2 * BS + 1, 4 * BS])
+@pytest.mark.parametrize("length", [1, 2 * BS + 1, 4 * BS])
 def test_greedy_ids_are_the_references(llm, folder, length):
-  want = job(folder, length, 9, length)
+  want = job(folder, length, 6, length)
   output, = llm.generate(want.prompt, want.params)
   assert ids_of(output) == want.said and output.outputs[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("length", [BS - 1, BS, BS + 1])
 def test_decode_equals_prefill(llm, folder, length):
-  want = job(folder, length, 6, 100 + length)
+  want = job(folder, length, 4, 100 + length)
+  assert ids_of(llm.generate(want.prompt, want.params)[0]) == want.said
   for i, token in enumerate(want.said):
     assert ids_of(forget(llm).generate(tokens([*want.ids, *want.said[:i]]), params(1))[0]) == [token], i
-  assert ids_of(forget(llm).generate(want.prompt, want.params)[0]) == want.said
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_batched_equals_alone_in_any_order_of_arrival(llm, folder, seed):
-  rng, jobs, last = random.Random(seed), {str(i): job(folder, 1 + 2 * i, 7 - i, 200 + i) for i in range(6)}, {}
-  order = rng.sample(sorted(jobs), len(jobs))
-  while order or llm.has_unfinished_requests():
-    for name in [order.pop() for _ in range(min(len(order), rng.randrange(3)))]:
-      llm.add_request(name, jobs[name].prompt, jobs[name].params)
-    last |= {output.request_id: output for output in llm.step()}
-    check_invariants(llm)
+def test_batched_equals_alone_in_any_order_of_arrival(llm, folder):
+  jobs = {str(i): job(folder, 1 + 2 * i, 6 - i, 200 + i) for i in range(6)}
   alone = {name: ids_of(llm.generate(want.prompt, want.params)[0]) for name, want in jobs.items()}
-  assert {name: ids_of(output) for name, output in last.items()} == alone == {n: w.said for n, w in jobs.items()}
+  assert alone == {name: want.said for name, want in jobs.items()}
+  for rng in map(random.Random, range(2)):
+    order, last = rng.sample(sorted(jobs), len(jobs)), {}
+    while order or forget(llm).has_unfinished_requests():
+      for name in [order.pop() for _ in range(min(len(order), rng.randrange(4)))]:
+        llm.add_request(name, jobs[name].prompt, jobs[name].params)
+      last |= {output.request_id: output for output in llm.step()}
+      check_invariants(llm)
+    assert {name: ids_of(output) for name, output in last.items()} == alone
 
 
 def test_chunked_equals_whole(llm, folder):
   """A prompt of a whole step beside decodes that leave it three tokens of each, and one of two steps and a half."""
-  whole, long, others = job(folder, 8, 5, 300), job(folder, 20, 5, 301), [job(folder, 2, 9, 310 + i) for i in range(5)]
+  whole, long, others = job(folder, 8, 3, 300), job(folder, 20, 3, 301), [job(folder, 2, 7, 310 + i) for i in range(5)]
   assert ids_of(forget(llm).generate(whole.prompt, whole.params)[0]) == whole.said
   assert ids_of(llm.generate(long.prompt, long.params)[0]) == long.said
   forget(llm)
@@ -226,9 +227,9 @@ def test_chunked_equals_whole(llm, folder):
   assert [ids_of(last[str(i)]) for i in range(5)] == [other.said for other in others]
 
 
-@pytest.mark.parametrize(("length", "found"), [(2 * BS - 1, BS), (2 * BS, BS), (2 * BS + 1, 2 * BS), (4 * BS, 3 * BS)])
+@pytest.mark.parametrize(("length", "found"), [(2 * BS - 1, BS), (2 * BS, BS), (2 * BS + 1, 2 * BS)])
 def test_cached_equals_uncached(llm, folder, length, found):
-  want = job(folder, length, 6, 400 + length)
+  want = job(folder, length, 3, 400 + length)
   outputs = [forget(llm).generate(want.prompt, want.params)[0], llm.generate(want.prompt, want.params)[0]]
   assert [o.num_cached_tokens for o in outputs] == [0, found] and [ids_of(o) for o in outputs] == [want.said] * 2
 
@@ -236,8 +237,8 @@ def test_cached_equals_uncached(llm, folder, length, found):
 @pytest.mark.parametrize("length", [BS, BS + 2])
 def test_two_of_one_prefix_in_one_step_do_not_read_what_it_is_still_writing(llm, folder, length):
   """The longer ones have a tail of their own, and the second begins in the same step."""
-  begin = job(folder, BS, 5, 500).ids
-  jobs = [job(folder, length, 5, 500 + 10 * i, begin) for i in range(2)]
+  begin = job(folder, BS, 1, 500).ids
+  jobs = [job(folder, length, 3, 500 + 10 * i, begin) for i in range(2)]
   forget(llm)
   for i, want in enumerate(jobs): llm.add_request(str(i), want.prompt, want.params)
   last = run(llm)
@@ -246,7 +247,7 @@ def test_two_of_one_prefix_in_one_step_do_not_read_what_it_is_still_writing(llm,
 
 
 def test_preempted_equals_not_preempted_and_a_prefix_is_found_right_after(llm, folder):
-  before, jobs = llm.get_metrics()["num_preemptions"], [job(folder, 5, 12, 600 + i) for i in range(6)]
+  before, jobs = llm.get_metrics()["num_preemptions"], [job(folder, 7, 7, 600 + i) for i in range(6)]
   for i, want in enumerate(jobs): llm.add_request(str(i), want.prompt, want.params)
   last = run(llm)
   assert llm.get_metrics()["num_preemptions"] > before, "the pool was meant to be too small for all at once"
@@ -256,16 +257,16 @@ def test_preempted_equals_not_preempted_and_a_prefix_is_found_right_after(llm, f
 
 
 def test_a_stream_is_the_text_and_stops_at_a_string_split_over_tokens(llm, folder):
-  want = job(folder, 3, 16, 700)
+  want = job(folder, 3, 9, 700)
   whole, parts = llm.generate(want.prompt, want.params)[0], [*llm.generate_stream(want.prompt, want.params)]
   pieces = [part.outputs[0].text for part in parts]
   assert "".join(pieces) == whole.outputs[0].text and [i for part in parts for i in ids_of(part)] == want.said
   text, splits = whole.outputs[0].text, list[tuple]()
-  for i in range(1, 14):   # from the end of a token's piece to the start of that after the next
+  for i in range(1, 7):   # from the end of a token's piece to the start of that after the next
     at, stop = len("".join(pieces[:i])) - 1, pieces[i - 1][-1:] + pieces[i] + pieces[i + 1][:1]
     if pieces[i] and len(stop) > 2 and text.find(stop) == at: splits.append((at, stop, i + 2))
   at, stop, n = splits[-1]
-  stopped = params(16, stop=[stop])
+  stopped = params(9, stop=[stop])
   whole, parts = llm.generate(want.prompt, stopped)[0], [*llm.generate_stream(want.prompt, stopped)]
   assert whole.outputs[0].text == "".join(part.outputs[0].text for part in parts) == text[:at]
   assert ids_of(whole) == [i for part in parts for i in ids_of(part)] == want.said[:n]
@@ -273,20 +274,19 @@ def test_a_stream_is_the_text_and_stops_at_a_string_split_over_tokens(llm, folde
 
 
 def test_every_request_ends_and_gives_its_blocks_back_and_no_new_graph_is_needed(llm, folder):
-  jobs = {str(i): job(folder, 1 + 3 * i % 11, 1 + 5 * i % 9, 800 + i) for i in range(12)}
-  for length in (1, 2, 4, 8): llm.generate(tokens([260 + length] * length), params(1))   # the greedy ones, all of them
-  graphs, rng = len(llm.runner.steps), random.Random(0)
-  for _ in range(2):
-    order, last, aborted = rng.sample(sorted(jobs), len(jobs)), {}, {*rng.sample(sorted(jobs), 3)}
-    while order or llm.has_unfinished_requests():
-      for name in [order.pop() for _ in range(min(len(order), rng.randrange(4)))]:
-        llm.add_request(name, jobs[name].prompt, jobs[name].params)
-      last |= {output.request_id: output for output in llm.step()}
-      for name in aborted & {*llm.requests} if rng.random() < 0.3 else (): llm.abort_request(name)
-      check_invariants(llm)
-    for name, want in jobs.items():
-      got = ids_of(last[name]) if name in last else []
-      assert got == want.said if name not in aborted else got == want.said[:len(got)], name
+  jobs, last, rng = {str(i): job(folder, 1 + 3 * i % 11, 1 + i % 5, 800 + i) for i in range(10)}, {}, random.Random(0)
+  order, aborted = rng.sample(sorted(jobs), len(jobs)), {"3", "4", "8"}
+  for length in (1, 2, 4, 8): llm.generate(tokens([260 + length] * length), params(1))   # all that greedy steps need
+  graphs = len(llm.runner.steps)
+  while order or llm.has_unfinished_requests():
+    for name in [order.pop() for _ in range(min(len(order), rng.randrange(4)))]:
+      llm.add_request(name, jobs[name].prompt, jobs[name].params)
+    last |= {output.request_id: output for output in llm.step()}
+    for name in aborted & {*llm.requests} if rng.random() < 0.3 else (): llm.abort_request(name)
+    check_invariants(llm)
+  for name, want in jobs.items():
+    got = ids_of(last[name]) if name in last else []
+    assert got == want.said[:len(got)] and (name in aborted or len(got) == len(want.said)), name
   assert len(llm.runner.steps) == graphs
 
 
@@ -303,14 +303,15 @@ def errors(folder, ids, told):
   return out
 
 
-@pytest.mark.parametrize(("length", "kinds"), [(8, {"prompt_logprobs": 3}), (1, {"logprobs": 3})])
-def test_log_probabilities_are_the_references(llm, engine, folder, length, kinds):
-  want = job(folder, length, 5, 900)
-  output, = forget(llm).generate(want.prompt, params(5, **kinds))
-  told = output.prompt_logprobs[1:] if length > 1 else output.outputs[0].logprobs
-  assert ids_of(output) == want.said and len(told) in (7, 5)
-  assert max(errors(folder, want.ids if length > 1 else [*want.ids, *want.said], told)) < ROUNDING[engine.dtype]
-  assert ROUNDING[engine.dtype] < DECIDED / 2
+def test_log_probabilities_are_the_references(llm, engine, folder):
+  prompt, text = job(folder, 8, 1, 900), job(folder, 1, 3, 901)
+  output, = forget(llm).generate(prompt.prompt, params(1, prompt_logprobs=3))
+  assert ids_of(output) == prompt.said and output.prompt_logprobs[0] is None
+  worst = max(errors(folder, prompt.ids, output.prompt_logprobs[1:]))
+  output, = llm.generate(text.prompt, params(3, logprobs=3))
+  assert ids_of(output) == text.said
+  worst = max(worst, *errors(folder, [*text.ids, *text.said], output.outputs[0].logprobs))
+  assert worst < ROUNDING[engine.dtype] < DECIDED / 2
 
 
 def test_of_a_prompt_each_token_and_the_20_best_ones_have_the_references_log_probabilities(exact, folder):
@@ -332,9 +333,9 @@ FIELDS = {
 @pytest.mark.parametrize("field", FIELDS)
 def test_a_field_changes_the_text_as_it_does_in_numpy(exact, folder, field):
   """Sampled text, too, is the same everywhere: the noise is a function of the seed."""
-  want = job(folder, 1, 6, 1000, **FIELDS[field])
+  want = job(folder, 1, 4, 1000, **FIELDS[field])
   assert ids_of(exact.generate(want.prompt, want.params)[0]) == want.said
-  assert want.said != said_by_numpy(folder, want.ids, 6), "that was meant to matter"
+  assert want.said != said_by_numpy(folder, want.ids, 4), "that was meant to matter"
 
 
 BIAS = {"logit_bias": {265: 1.0, 266: -1.0}}
@@ -344,8 +345,8 @@ def in_one_batch(llm, folder, asked):
   """Eight requests of one token, by their salts, whose steps are eight tokens and all of one kind: each has a bias, so
   that a GPU lets all of them wait for their last token, and log probabilities, which are of the model's own logits."""
   asked = {salt: {**BIAS, **options} for salt, options in asked.items()}
-  jobs = [job(folder, 1, 6, salt, **options) for salt, options in asked.items()]
-  outputs = llm.generate([want.prompt for want in jobs], [params(6, **x, logprobs=3) for x in asked.values()])
+  jobs = [job(folder, 1, 4, salt, **options) for salt, options in asked.items()]
+  outputs = llm.generate([want.prompt for want in jobs], [params(4, **x, logprobs=3) for x in asked.values()])
   for want, output in zip(jobs, outputs, strict=True):
     assert ids_of(output) == want.said
     assert max(errors(folder, [*want.ids, *want.said], output.outputs[0].logprobs)) < ROUNDING["float32"]
@@ -367,7 +368,7 @@ def test_seeded_text_does_not_depend_on_the_batch(exact, folder):
   others = [{salt: {**SAMPLED, "seed": salt} for salt in range(first, first + 6)} for first in (1210, 1220)]
   together = [in_one_batch(exact, folder, asked)[1200].said for asked in (
     {1200: mine, **others[0], 1230: masked}, {**others[1], 1231: masked, 1200: mine})]
-  want = job(folder, 1, 6, 1200, **mine, **BIAS)
+  want = job(folder, 1, 4, 1200, **mine, **BIAS)
   assert together == [ids_of(exact.generate(want.prompt, want.params)[0])] * 2
 
 
@@ -406,8 +407,8 @@ def beyond_limits(llm, largest):
 
 def test_kernels_of_every_kind_of_step_keep_within_what_the_narrowest_device_takes(exact, folder):
   """Each kind is run here, should this test run alone: greedy, sampled, changed, masked, with log probabilities."""
-  for length in (1, 2, 4, 8): exact.generate(tokens([270 + length] * length), params(2))
-  for options in (*FIELDS.values(), {"logprobs": 3}): exact.generate(tokens([260]), params(2, **options))
+  for length in (1, 2, 4, 8): exact.generate(tokens([270 + length] * length), params(1))
+  for options in (*FIELDS.values(), {"logprobs": 3}): exact.generate(tokens([260]), params(1, **options))
   exact.generate(tokens([*range(260, 268)]), params(1, logprobs=20, prompt_logprobs=20))
   all_fields(exact, folder)
   kinds = {(sampler, asked > 0, E > 0, masked) for _, _, sampler, asked, _, E, masked in exact.runner.steps}
@@ -417,7 +418,7 @@ def test_kernels_of_every_kind_of_step_keep_within_what_the_narrowest_device_tak
 
 
 def test_kernels_in_any_type_keep_within_limits(llm):
-  for length in (1, 8): llm.generate(tokens([280 + length] * length), params(2))
+  for length in (1, 8): llm.generate(tokens([280 + length] * length), params(1))
   assert beyond_limits(llm, kernels.largest_tensor()) == []
 
 
@@ -438,8 +439,8 @@ def test_tensors_too_large_for_the_device_are_split_and_the_numbers_are_the_same
   assert max(sizes) <= LARGEST < whole and sum(sizes) >= whole, "the embeddings alone are larger"
   blocks = [x for cache in split.runner.caches for x in cache]
   assert LARGEST / 2 < max(x.nbytes() for x in blocks) <= LARGEST and split.runner.num_blocks == split.blocks.num_blocks
-  want = job(source, 8, 4, 1300)
-  output, = split.generate(want.prompt, asked := params(4, prompt_logprobs=3))
+  want = job(source, 8, 3, 1300)
+  output, = split.generate(want.prompt, asked := params(3, prompt_logprobs=3))
   assert ids_of(output) == want.said
   assert max(errors(source, want.ids, output.prompt_logprobs[1:])) < ROUNDING["float32"]
   assert beyond_limits(split, LARGEST) == []
