@@ -247,7 +247,7 @@ def test_two_of_one_prefix_in_one_step_do_not_read_what_it_is_still_writing(llm,
 
 
 def test_preempted_equals_not_preempted_and_a_prefix_is_found_right_after(llm, folder):
-  before, jobs = llm.get_metrics()["num_preemptions"], [job(folder, 7, 7, 600 + i) for i in range(6)]
+  before, jobs = llm.get_metrics()["num_preemptions"], [job(folder, 6, 10, 600 + i) for i in range(6)]
   for i, want in enumerate(jobs): llm.add_request(str(i), want.prompt, want.params)
   last = run(llm)
   assert llm.get_metrics()["num_preemptions"] > before, "the pool was meant to be too small for all at once"

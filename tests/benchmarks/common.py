@@ -31,6 +31,7 @@ from tinygrad.uop.ops import KernelInfo
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import ModelConfig
+from tinyvllm.kernels import largest_tensor
 from tinyvllm.tokenizer import Tokenizer
 
 
@@ -220,7 +221,7 @@ def make_copy() -> tuple[Callable[[], Tensor], int]:
   """A kernel that copies more than the caches hold, and the bytes that it reads and writes. On a GPU 16 bytes a thread:
   tinygrad's heuristics reach 40% of that."""
   gpu = Device[Device.DEFAULT].renderer.has_local
-  size = 2**30 if gpu else 2**28   # bytes
+  size = min(2**30 if gpu else 2**28, largest_tensor())   # bytes
   source, target = (Tensor.zeros(size // 4).clone().realize() for _ in range(2))
   opts = (Opt(OptOps.UPCAST, 0, 4), Opt(OptOps.LOCAL, 0, 256)) if gpu else None
 

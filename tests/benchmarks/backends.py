@@ -1,0 +1,153 @@
+"""What each backend shows: the tests that all of them share, and the speed of decode.
+
+python tests/benchmarks/backends.py CPU CPU:X86 CL WEBGPU [--model DIR] [--write README.md]
+
+For each backend named, in a process of its own with DEV set to it: `pytest -m backend`, then speed.py. What they print
+goes into backends.json beside this file, one record for each backend, the newest; the table of all records is printed.
+A backend that is not here, a test that fails, a run that tells no numbers: it is said, and the exit status is 1. With
+no backend named, the table alone."""
+import argparse
+import ctypes
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT, RECORDS = HERE.parents[1], HERE / "backends.json"
+KNOWN = ["CPU", "CPU:X86", "CUDA", "METAL", "AMD", "CL", "WEBGPU"]   # the order of the rows; others come behind
+EXPECTED = ["METAL", "AMD"]   # which have a row even where nobody has run them
+HEADER = ["`DEV=`", "device", "tests of `-m backend`", "decode, one stream", "model", "tinygrad, date"]
+BEGIN, END = "<!-- backends: written by tests/benchmarks/backends.py --write README.md -->", "<!-- end of backends -->"
+
+
+def device_name() -> str:
+  """Of tinygrad's default device, as the system or the driver tells it."""
+  from tinygrad import Device
+  kind, device = Device.DEFAULT, Device[Device.DEFAULT]
+  if kind == "CPU": return host_name()
+  if kind == "CL": return device.device_name   # type: ignore[attr-defined]
+  if kind in ("CUDA", "NV"): return told("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()[0]
+  if kind == "METAL": return told("system_profiler", "SPDisplaysDataType").split("Chipset Model:")[1].splitlines()[0]
+  if kind == "WEBGPU":
+    from tinygrad.runtime.autogen import webgpu
+    webgpu.wgpuDeviceGetAdapterInfo(device.device_res, info := webgpu.WGPUAdapterInfo())   # type: ignore
+    texts = [(text.data, text.length) for text in (info.device, info.description)]
+    return ", ".join(ctypes.string_at(*text).decode() for text in texts if text[1])
+  return str(getattr(device, "arch", kind))
+
+
+def told(*command: str) -> str: return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def host_name() -> str:
+  """The processor and its cores."""
+  if platform.system() == "Darwin": name = told("sysctl", "-n", "machdep.cpu.brand_string").strip()
+  else:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    name = (names or [platform.processor() or platform.machine()])[0]
+  return f"{name}, {os.cpu_count()} cores"
+
+
+def read_tests(output: str) -> tuple[int, int, float]:
+  """Tests passed, tests failed and seconds, of what pytest prints last. An error in a fixture is a failure."""
+  summary = re.findall(r"^=*\s*(\d+ (?:passed|failed|error).*) in ([\d.]+)s", output, re.MULTILINE)
+  if not summary: raise ValueError("pytest ended without a summary")
+  counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|error)", summary[-1][0])}
+  return counts.get("passed", 0), counts.get("failed", 0) + counts.get("error", 0), float(summary[-1][1])
+
+
+def read_speed(output: str) -> float:
+  """Tokens a second of one stream, of what speed.py prints."""
+  found = re.search(r"^decode, 1 stream\s+([\d.]+) tokens/s", output, re.MULTILINE)
+  if not found: raise ValueError("speed.py ended without a line of decode, 1 stream")
+  return float(found[1])
+
+
+def run(backend: str, *command: str) -> str:
+  """What a Python prints under DEV=backend; also shown here, as it comes."""
+  paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+  environment = {**os.environ, "DEV": backend, "PYTHONPATH": os.pathsep.join(paths)}
+  process = subprocess.Popen([sys.executable, *command], env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT)
+  lines = list[str]()
+  for line in process.stdout or ():
+    print(line, end="", flush=True)
+    lines.append(line)
+  process.wait()
+  return "".join(lines)
+
+
+def measure(backend: str, model: str | None) -> dict:
+  """A record. Raises ValueError where the backend is not here, or tells no numbers."""
+  print(f"\n== {backend}", flush=True)
+  named = re.search(r"^device: (.+)$", run(backend, __file__, "--name-device"), re.MULTILINE)
+  if not named: raise ValueError("does not open here")
+  passed, failed, seconds = read_tests(run(backend, "-m", "pytest", "-m", "backend"))
+  options = ["--model", model] if model else []
+  speed = read_speed(run(backend, str(HERE / "speed.py"), "--decode-only", *options))
+  return {"backend": backend, "device": named[1], "tinygrad": version("tinygrad"), "passed": passed, "failed": failed,
+          "seconds": round(seconds), "tokens_per_second": speed, "model": Path(model).name if model else "shipped",
+          "date": str(date.today())}
+
+
+def render(records: list[dict]) -> str:
+  """The table in Markdown, a row for each backend."""
+  found = {record["backend"]: record for record in records}
+  order = [*KNOWN, *sorted({*found} - {*KNOWN})]
+  rows = [[f"`{name}`", *cells(found.get(name))] for name in order if name in found or name in EXPECTED]
+  lines = [HEADER, ["---"] * len(HEADER), *rows]
+  return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def cells(record: dict | None) -> list[str]:
+  if not record: return ["", "not run by us", "", "", ""]
+  failed = f", {record['failed']} failed" if record["failed"] else ""
+  return [record["device"], f"{record['passed']} passed{failed}, {record['seconds']} s",
+          f"{record['tokens_per_second']:.1f} tokens/s", record["model"], f"{record['tinygrad']}, {record['date']}"]
+
+
+def read_records() -> list[dict]: return json.loads(RECORDS.read_text()) if RECORDS.exists() else []
+
+
+def put_into(text: str, table: str) -> str:
+  """A document with the table between the two marks. Raises ValueError where it has none."""
+  if text.count(BEGIN) != 1 or text.count(END) != 1: raise ValueError(f"needs a line {BEGIN!r} and one {END!r}")
+  before, rest = text.split(BEGIN)
+  return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> int:
+  formatter = argparse.RawDescriptionHelpFormatter
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+  parser.add_argument("backends", nargs="*", metavar="BACKEND", help="as DEV has it: CPU, CPU:X86, CUDA, CL, WEBGPU, …")
+  parser.add_argument("--model", metavar="DIR", help="whose decode is measured; else the shipped one's")
+  parser.add_argument("--write", metavar="FILE", type=Path, help="put the table between the marks in this file")
+  parser.add_argument("--name-device", action="store_true", help="only print the name of the device that DEV names")
+  args = parser.parse_args()
+  if args.name_device:
+    print(f"device: {device_name()}")
+    return 0
+  records, problems = {record["backend"]: record for record in read_records()}, list[str]()
+  for backend in args.backends:
+    try: record = measure(backend, args.model)
+    except ValueError as e:
+      problems.append(f"{backend}: {e}")
+      continue
+    if record["failed"]: problems.append(f"{backend}: {record['failed']} tests failed")
+    records[backend] = record
+    RECORDS.write_text(json.dumps(list(records.values()), indent=2, ensure_ascii=False) + "\n")
+  table = render([*records.values()])
+  print(f"\n{table}")
+  if args.write: args.write.write_text(put_into(args.write.read_text(), table))
+  for problem in problems: print(problem, file=sys.stderr)
+  return 1 if problems else 0
+
+
+if __name__ == "__main__": sys.exit(main())
