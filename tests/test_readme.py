@@ -31,7 +31,8 @@ def test_a_backend_that_nobody_ran_has_a_row_that_says_so_until_there_is_a_recor
 
 @pytest.mark.parametrize(("line", "expected"), [
   ("49 passed in 61.20s (0:01:01)", (49, 0, 61.2)),
-  ("=== 3 failed, 46 passed, 2 warnings in 96.30s (0:01:36) ===", (46, 3, 96.3)), ("1 passed, 2 errors in 3.00s", (1, 2, 3.0)), ("2 failed, 1 error in 3.00s", (0, 3, 3.0))])
+  ("=== 3 failed, 46 passed, 2 warnings in 96.30s (0:01:36) ===", (46, 3, 96.3)),
+  ("1 passed, 2 errors in 3.00s", (1, 2, 3.0)), ("2 failed, 1 error in 3.00s", (0, 3, 3.0))])
 def test_pytests_summary_is_read(line, expected): assert backends.read_tests(f"....\nin 5s\n{line}\n") == expected
 
 

@@ -73,7 +73,8 @@ def main() -> None:
   if not args.decode_only:
     rows += [("decode, 8 streams", rate(8, 8, 33), 8 * limit)]
     rows += [(f"prefill, {n} tokens", rate(1, n, 1), None) for n in (128, 256) if n < args.max_model_len]
-  print(f"{Device.DEFAULT}, {platform.machine()}, Python {platform.python_version()}, weights {weights / 2**20:.0f} MiB")
+  host = f"{platform.machine()}, Python {platform.python_version()}"
+  print(f"{Device.DEFAULT}, {host}, weights {weights / 2**20:.0f} MiB")
   print(f"{'load':24} {loaded - started:8.1f} s\n{'start to first token':24} {first - started:8.1f} s")
   print(f"{'memory to load':24} {peak / 2**20:8.0f} MiB = {peak / weights:.2f} x weights")
   for name, value, roof in rows:
