@@ -327,7 +327,10 @@ def test_of_a_prompt_each_token_and_the_20_best_ones_have_the_references_log_pro
 FIELDS = {
   "sampled": {**SAMPLED, "seed": 7}, "sampled of all": {"temperature": 0.7, "min_p": 0.02, "seed": 2**40 + 5},
   "bias": {"logit_bias": {300: 3.5, 306: -100.0, 270: 2.0}}, "allowed": {"allowed_token_ids": [*range(259, 320, 4), 6]},
-  "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.4}}
+  "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.4},
+  "penalties of negative logits": {
+    "repetition_penalty": 1.3, "allowed_token_ids": [*range(259, 320)],
+    "logit_bias": {i: -10 for i in range(259, 320)}}}
 
 
 @pytest.mark.parametrize("field", FIELDS)
@@ -354,8 +357,9 @@ def in_one_batch(llm, folder, asked):
 
 
 def all_fields(llm, folder):
+  few = [options for options in FIELDS.values() if len(options.get("logit_bias", ())) < 8]   # or the graph is another
   return in_one_batch(llm, folder, dict(enumerate([
-    *FIELDS.values(), {**FIELDS["sampled"], **FIELDS["penalties"]}, {"allowed_token_ids": [*range(259, 320, 3)]},
+    *few, {**FIELDS["sampled"], **FIELDS["penalties"]}, {"allowed_token_ids": [*range(259, 320, 3)]},
     {**SAMPLED, "seed": -3}], 1100)))
 
 
