@@ -188,8 +188,8 @@ class Runner:
     """Start a step. What it returns waits for its end, and gives the tokens and what is wanted with its logprobs."""
     (key, samples, wanted), started, graph = step, time.perf_counter(), self.steps[step[0]][1]
     if first := getattr(graph, "cnt", 1) == 0: graph.cnt = 1   # capture now: all that it reads is realized
-    # Few cores: a pool of compilers only starts slowly
-    with Context(JIT_BATCH_SIZE=0, **({"PARALLEL": 0} if (os.cpu_count() or 1) <= 4 else {})): ids, found = graph()
+    parallel = {"PARALLEL": 0} if (os.cpu_count() or 1) <= 4 else {}   # a pool of compilers only starts slowly
+    with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8, **parallel): ids, found = graph()   # 8: WebGPU's
     if first: logger.info("captured a step of %d tokens in %.1f s", key[0], time.perf_counter() - started)
     return lambda: (dict(zip(samples, ids.tolist(), strict=False)),
                     [*zip(wanted.items(), found.tolist() if wanted else [], strict=False)])
