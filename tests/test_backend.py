@@ -55,8 +55,8 @@ def mixed(x):
 def noise(seed, position, size):
   """Gumbel noise of each token id: a function of seed, position and id alone."""
   low, high = np.uint32(seed % 2**32), np.uint32((seed >> 32) % 2**32)
-  bits = mixed(mixed(np.arange(size)) ^ mixed(low ^ mixed(high ^ mixed(position)))) >> np.uint32(8)
-  return -np.log(-np.log((bits + 0.5) / 2**24))
+  bits = mixed(mixed(np.arange(size)) ^ mixed(low ^ mixed(high ^ mixed(position)))) >> np.uint32(9)
+  return -np.log(-np.log((bits + 0.5) / 2**23))
 
 
 def said_by_numpy(folder, before, n, **options):

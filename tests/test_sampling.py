@@ -4,10 +4,10 @@ import functools
 import numpy as np
 import pytest
 from reference import SAMPLING_ENGINE, reference_keep, reference_logits, reference_probabilities
-from tinygrad import Tensor, TinyJit
+from tinygrad import Tensor, TinyJit, dtypes
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.sampling import restrict, sample
+from tinyvllm.sampling import _gumbel, restrict, sample
 
 ROWS, V = 4096, 24   # one shape, compiled once
 rng = np.random.default_rng(0)
@@ -203,3 +203,17 @@ def test_the_first_sampled_token_is_as_frequent_as_the_models_probabilities_say(
   p = np.where(keep, reference_probabilities(logits, 0.8), 0.0)
   drawn = np.array([o.outputs[0].token_ids[0] for o in first])
   assert keep[drawn].all() and chi_square_passes(drawn, p / p.sum())
+
+
+def test_noise_is_finite_for_the_largest_hash_too():
+  """Of 2**24 words of noise one is the largest. In float32 it must not become 1 as it is put between 0 and 1: the noise
+  would be infinite, and its token drawn whatever its logit."""
+  size, limit = 1 << 20, np.float32(2**-23)
+  def mixed(x):   # lowbias32 of Wellons' hash-prospector
+    for shift, factor in ((16, 0x7feb352d), (15, 0x846ca68b)): x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+    return x ^ (x >> np.uint32(16))
+  ids, position = mixed(np.arange(size, dtype=np.uint32)), np.zeros(1, np.uint32)
+  seeds = np.arange(1, 200, dtype=np.uint32)
+  found = next(seed for seed in seeds if mixed(ids ^ mixed(seed ^ mixed(mixed(position)))).max() >= 2**32 - 2**8)
+  noise = _gumbel(Tensor([[int(found), 0]], dtype=dtypes.uint32), Tensor([0], dtype=dtypes.int32), size).numpy()
+  assert np.isfinite(noise).all() and noise.max() < -np.log(limit / 2) + 1

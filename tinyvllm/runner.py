@@ -1,7 +1,7 @@
 """Turns a scheduled batch into one int32 array and one call of a captured graph: there is one for each bucket (a batch
 is padded to a power of two) and kind of sampler. Owns what stays on the device: the block tensors of the KV cache,
 allocated once, the block tables and the last tokens. Opens the device."""
-import concurrent.futures, ctypes, functools, itertools, os, shutil, sqlite3, sys, time
+import concurrent.futures, ctypes, functools, importlib.metadata, itertools, os, shutil, sqlite3, sys, time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -54,8 +54,7 @@ def open_device() -> int:
   os.environ["CC"] = compiler = os.environ.get("CC") or next(filter(None, found), "echo")
   if helpers.CACHELEVEL >= 1:   # tinygrad's cache on disk answers only the thread that opened it; steps come from any
     # It holds what compilers make. Kernels as tinygrad has lowered them, which takes longer, go in too
-    from importlib.metadata import version   # here, as it takes a while to import
-    config = version("tinygrad"), compiler, *[x.value for x in codegen.to_program_config]
+    config = importlib.metadata.version("tinygrad"), compiler, *[x.value for x in codegen.to_program_config]
     codegen.do_to_program = lambda ast, renderer: tinyvllm_lowered(ast, renderer, *config)
     helpers.db_connection()
     helpers._db_connection = sqlite3.connect(   # type: ignore[assignment]

@@ -18,8 +18,8 @@ def _gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
   """Gumbel noise, (S, V), a pure function of seed, position and token id. seeds: (S, 2) uint32. positions: (S,)."""
   key = _hash(seeds[:, 0] ^ _hash(seeds[:, 1] ^ _hash(positions.cast(dtypes.uint32)))).unsqueeze(1)   # (S, 1)
   ids = Tensor.arange(vocab_size).cast(dtypes.uint32).unsqueeze(0)
-  bits = _hash(_hash(ids) ^ key).rshift(8)   # (S, V), 24 bits
-  return -(-((bits.cast(dtypes.float32) + 0.5) * 2.0**-24).log()).log()   # of what is above 0 and below 1
+  bits = _hash(_hash(ids) ^ key).rshift(9)   # (S, V), 23 bits: with the half added, float32 has no room for more
+  return -(-((bits.cast(dtypes.float32) + 0.5) * 2.0**-23).log()).log()   # of what is above 0 and below 1
 
 
 def _rows(op, x: Tensor) -> Tensor:
