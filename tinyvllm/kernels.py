@@ -24,9 +24,11 @@ TILES = [(8, 2**30, (1, 1, 16, 1)), (16, 2**30, (1, 2, 8, 1)), (32, 8192, (1, 4,
          (64, 8192, (2, 8, 4, 2)), (2**30, 2**30, (4, 8, 2, 2))]
 
 
+def renderer() -> Any: return Device[Device.DEFAULT].renderer
+
+
 def has_tensor_cores(dtype: DType) -> bool:
-  found = [(c.dims, c.dtype_in, c.dtype_out) for c in Device[Device.DEFAULT].renderer.tensor_cores]
-  return (MMA, dtype, dtypes.float32) in found
+  return (MMA, dtype, dtypes.float32) in [(c.dims, c.dtype_in, c.dtype_out) for c in renderer().tensor_cores]
 
 
 def largest_tensor() -> int:
@@ -36,8 +38,7 @@ def largest_tensor() -> int:
 
 def cpu_cores() -> int:
   """Cores that share a kernel, where the device is a CPU; else 0. A few read all that memory gives, all cost."""
-  renderer = Device[Device.DEFAULT].renderer
-  return 0 if renderer.has_local else min(8, renderer.global_max[0])   # type: ignore[index]
+  return 0 if renderer().has_local else min(8, renderer().global_max[0])
 
 
 def divisor(n: Any, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)

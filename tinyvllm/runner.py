@@ -12,7 +12,7 @@ from tinygrad.engine.jit import GraphRunner
 from tinygrad.uop.ops import Ops
 
 from .config import EngineConfig, ModelConfig, check, logger
-from .kernels import adjust_kernel, cpu_cores, largest_tensor, scatter_kernel
+from .kernels import adjust_kernel, cpu_cores, largest_tensor, renderer, scatter_kernel
 from .sampling import argmax, restrict, sample, top_logprobs
 from .scheduler import CHANGE, Sequence
 
@@ -46,12 +46,17 @@ def use_all_cores(device: Any, cores: int) -> None:
   device.graph = CPUGraph
 
 
+def find_compiler() -> str | None:
+  """The C compiler for a CPU: $CC, but for gcc, which will not do, or clang on the PATH, or beside this Python, where
+  pip puts it."""
+  found = os.environ.get("CC"), *[shutil.which("clang", path=p) for p in (None, os.path.dirname(sys.executable))]
+  return next((path for path in found if path and path != "echo" and "gcc" not in os.path.basename(path)), None)
+
+
 def open_device() -> int:
-  """Open tinygrad's default device, and return its free bytes. A CPU takes the compiler $CC, or clang from the PATH, or
-  from beside this Python, where pip puts it; without any, tinygrad's assembler for x86-64."""
-  found = (shutil.which("clang", path=path) for path in (None, os.path.dirname(sys.executable)))
-  # What a CPU's device compiles as it opens is never called without one, but a command there has to be
-  os.environ["CC"] = compiler = os.environ.get("CC") or next(filter(None, found), "echo")
+  """Open tinygrad's default device, and return its free bytes. A CPU without a compiler takes tinygrad's assembler for
+  x86-64; what its device compiles as it opens is then never called, but there has to be a command."""
+  os.environ["CC"] = compiler = find_compiler() or "echo"
   if helpers.CACHELEVEL >= 1:   # tinygrad's cache on disk answers only the thread that opened it; steps come from any
     # It holds what compilers make. Kernels as tinygrad has lowered them, which takes longer, go in too
     config = importlib.metadata.version("tinygrad"), compiler, *[x.value for x in codegen.to_program_config]
@@ -62,8 +67,8 @@ def open_device() -> int:
   try:
     if compiler == "echo":
       DEV, helpers.CCACHE.value = helpers.DEV, 0   # else what echo makes is kept
-      if Device.DEFAULT == "CPU" and DEV.renderer != "X86": logger.warning(
-        "no C compiler found: tinygrad's own assembler is used, which is slower: pip install 'tinyvllm[cpu]'")
+      if Device.DEFAULT == "CPU": logger.warning("no C compiler found: tinygrad's own assembler takes its place, which "
+                                                 "is slower; to have a compiler: pip install 'tinyvllm[cpu]'")
       DEV.value = "CPU:X86" if Device.DEFAULT == "CPU" else f"{repr(DEV) or Device.DEFAULT};CPU:X86"
     device = Device[Device.DEFAULT]
     if cpu_cores() and not device.graph: use_all_cores(device, cpu_cores())
@@ -75,9 +80,8 @@ def open_device() -> int:
 
 def pick_dtype(asked: str) -> str:
   """The name of the dtype asked for, or where the device lacks it, of one that it has; a line of the log says so."""
-  has = Device[Device.DEFAULT].renderer.supported_dtypes()
   if asked == "auto": asked = "float32" if Device.DEFAULT == "CPU" else "float16"
-  taken = next(name for name in (asked, "float16", "float32") if getattr(dtypes, name) in has)
+  taken = next(name for name in (asked, "float16", "float32") if getattr(dtypes, name) in renderer().supported_dtypes())
   if taken != asked: logger.warning("%s has no %s: computing in %s", Device.DEFAULT, asked, taken)
   return taken
 

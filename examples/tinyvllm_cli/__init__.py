@@ -1,7 +1,9 @@
 """The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming, `tinyvllm serve` and `tinyvllm
 doctor`. It is no part of the engine's 1000 lines, and needs nothing but the engine's own dependencies."""
-import argparse, dataclasses, json, logging, sys
+import argparse, dataclasses, json, logging, subprocess, sys
 from typing import Any, get_args
+
+from tinygrad.device import CompileError
 
 from tinyvllm.config import EngineConfig, kind_of, logger
 from tinyvllm.engine import LLM
@@ -9,6 +11,7 @@ from tinyvllm.scheduler import SamplingParams
 from tinyvllm.tokenizer import optional
 
 OPTIONS = (EngineConfig, SamplingParams)   # every field of them is a flag
+FAILURES = (ValueError, RuntimeError, CompileError, subprocess.CalledProcessError)   # the last two: of a compiler
 # What has a main of its own: what it is for, its module, and the extra that brings what that needs
 TOOLS = {"serve": ("answer HTTP", "tinyvllm_server", "server"),
          "doctor": ("try each device", "tinyvllm_cli.doctor", "cpu")}
@@ -59,6 +62,6 @@ def main(argv: list[str] | None = None) -> int:
     while args["command"] == "chat":
       messages.append({"role": "user", "content": input("> " if sys.stdin.isatty() else "")})
       messages.append({"role": "assistant", "content": _show(llm.generate_stream({"messages": [*messages]}, params))})
-  except (ValueError, RuntimeError) as e: return print(f"tinyvllm: {e}", file=sys.stderr) or 1
+  except FAILURES as e: return print(f"tinyvllm: {e}", file=sys.stderr) or 1
   except (KeyboardInterrupt, EOFError): print()
   return 0

@@ -87,8 +87,7 @@ def ask(dev: str, seconds: float) -> dict[str, Any]:
 
 def compiler() -> dict[str, Any]:
   """The C compiler that runner.open_device takes, and what it calls itself."""
-  named, beside = os.environ.get("CC"), shutil.which("clang", path=os.path.dirname(sys.executable))
-  path = shutil.which(named or "clang") or (None if named else beside)
+  path = shutil.which(runner.find_compiler() or "")
   return {"path": path, "version": subprocess.getoutput(shlex.join([path, "--version"])).split("\n")[0] if path else ""}
 
 
