@@ -46,6 +46,7 @@ def through(linears: list[Linear], x: Tensor) -> Tensor:
   return x.realize()
 
 
+@pytest.mark.slow
 def test_kernels_that_cores_share_wait_for_each_other():
   linears, product = layers(0)
   x = Tensor(np.random.default_rng(1).standard_normal((2, SIZE)).astype(np.float32)).realize()

@@ -16,6 +16,7 @@ from tinygrad.device import ALL_DEVICES
 import tinyvllm
 from tinyvllm_cli import main
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
 ORDER = [name for name in ALL_DEVICES if name != "DSP"]

@@ -14,6 +14,8 @@ KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}  
 SLOW = Device.DEFAULT == "PYTHON"
 if dtypes.float16 not in Device[Device.DEFAULT].renderer.supported_dtypes(): del KINDS["float16"]   # Python 3.11's
 kinds = pytest.mark.parametrize("kind", KINDS)
+slow_in_half = pytest.mark.parametrize(
+  "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "float16")) for kind in KINDS])
 
 
 def normal(*shape: int, kind: str = "float32", seed: int = 0) -> np.ndarray:
@@ -35,7 +37,7 @@ def linear(inputs: int, outputs: int, kind: str, **options) -> tuple[Linear, np.
   return layer, weight.astype(np.float32)
 
 
-@kinds
+@slow_in_half
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (96, 32), (72, 80) if SLOW else (576, 960),
                                                  (160, 16) if SLOW else (1536, 64), (40, 24), (32, 16), (32, 17)])
 def test_linear_equals_numpy_for_every_bucket(inputs, outputs, kind):
@@ -92,7 +94,7 @@ if SLOW: CASES = {name: (min(T, 4), min(KV, 2), min(G, 3), D // 4, min(longest, 
                   for name, (T, KV, G, D, longest, R) in CASES.items()}
 
 
-@kinds
+@slow_in_half
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("block_size", [16, pytest.param(4, marks=pytest.mark.slow)])
 def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, block_size, kind):

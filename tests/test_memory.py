@@ -443,6 +443,7 @@ def test_greedy_samples_are_all_what_one_is(llm, folder, length):
     assert m["generation_tokens"] - before["generation_tokens"] == n * (2 * BS + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", EDGES)
 def test_seeded_samples_are_what_each_seed_gives_alone(sampler, length):
   job = tokens(*prompt(length, 1700 + length))
@@ -687,6 +688,7 @@ def test_beam_search_beside_other_requests(beam_llms, beam_folders):
     assert ids_of(last["beside"]) == reference_greedy(path, beside, 50), "most of its tokens are made after the search"
 
 
+@pytest.mark.slow
 @no_beams_yet
 def test_beam_search_on_one_thread_while_others_generate(beam_llms, beam_folders):
   path, llm, ids, results = beam_folders["no end token"], beam_llms["no end token"], [3, 1, 4, 1, 5], {}

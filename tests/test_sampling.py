@@ -161,6 +161,7 @@ def test_seeded_text_is_the_same_alone_and_in_a_batch_of_8(llm, alone):
   assert ids_of(llm.generate(PROMPTS, [params(i) for i in range(8)])) == alone
 
 
+@pytest.mark.slow
 def test_seeded_text_is_the_same_in_any_arrival_order(llm, alone):
   order = np.random.default_rng(1).permutation(8).tolist()
   assert ids_of(llm.generate([PROMPTS[i] for i in order], [params(i) for i in order])) == [alone[i] for i in order]
