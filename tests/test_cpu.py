@@ -112,3 +112,24 @@ def test_a_dtype_that_the_device_lacks_gives_way_to_one_that_it_has_and_one_line
   said = [record.getMessage() for record in caplog.records if "computing in" in record.getMessage()]
   assert said == ([f"CPU has no {asked}: computing in {taken}"] if taken else [])
   assert all(weight.dtype == getattr(dtypes, taken or asked) for weight in llm.runner.model.lm_head.weight)
+
+
+def test_the_compiler_is_what_cc_names_but_not_gcc_or_clang_on_the_path_or_beside_this_python(monkeypatch, tmp_path):
+  for name in ("path", "beside"):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "clang").write_text("#!/bin/sh\n")
+    (tmp_path / name / "clang").chmod(0o755)
+  monkeypatch.setattr("sys.executable", str(tmp_path / "beside" / "python"))
+  for cc, path, found in (("/opt/clang-19", "path", "/opt/clang-19"), ("/usr/bin/gcc-13", "path", "path/clang"),
+                          ("", "path", "path/clang"), (None, "", "beside/clang"),
+                          ("x86_64-linux-gnu-gcc", "", "beside/clang"),
+                          ("/opt/gcc-toolset/bin/clang", "", "/opt/gcc-toolset/bin/clang")):
+    monkeypatch.setenv("PATH", str(tmp_path / path) if path else "/nowhere")
+    monkeypatch.delenv("CC", raising=False)
+    if cc is not None: monkeypatch.setenv("CC", cc)
+    assert runner.find_compiler() == (found if found.startswith("/") else str(tmp_path / found)), (cc, path)
+  (tmp_path / "beside" / "clang").unlink()
+  monkeypatch.setenv("PATH", "/nowhere")
+  for cc in ("gcc", "echo"):   # echo: as open_device leaves it where there is none
+    monkeypatch.setenv("CC", cc)
+    assert runner.find_compiler() is None
