@@ -168,8 +168,8 @@ def attend_kernel(cores: int, out: UOp, q: UOp, keys: UOp, values: UOp, table: U
   sizes: list[Any] = [(shares, G, P), (shares, G, P), (shares, D // lanes, G, lanes), (G,), (G,), (1,)]
   state = [UOp.placeholder(size, dtypes.float32 if i < 5 else dtypes.int32, 100 + i, space if i < 3 else AddrSpace.REG)
            for i, size in enumerate(sizes)]   # tinygrad numbers its own from 0
-  # tinygrad's assembler knows no loop with a condition: there it is one over all that a table holds
-  turns, counted = -(-table.shape[1] * BS // (shares * P)), DEV.renderer == "X86"
+  # tinygrad's assembler knows no loop with a condition: there it is one over all that a table holds. One turn is no loop
+  turns, counted = max(2, -(-table.shape[1] * BS // (shares * P))), DEV.renderer == "X86"
   count, loop, at = state[-1].after(t, h), UOp.range(turns, 5) if counted else UOp.loop(5), (share, e, g, lane)
   scores, weights, total, highest, weight, count = [x.after(count[0].store(0), loop) for x in state]
   turn = count[0].load().cast(dtypes.weakint) % turns   # so that 32 bits hold all that is computed of it
