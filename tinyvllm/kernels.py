@@ -168,15 +168,15 @@ def attend_kernel(cores: int, out: UOp, q: UOp, keys: UOp, values: UOp, table: U
   sizes: list[Any] = [(shares, G, P), (shares, G, P), (shares, D // lanes, G, lanes), (G,), (G,), (1,)]
   state = [UOp.placeholder(size, dtypes.float32 if i < 5 else dtypes.int32, 100 + i, space if i < 3 else AddrSpace.REG)
            for i, size in enumerate(sizes)]   # tinygrad numbers its own from 0
-  # tinygrad's assembler knows no loop with a condition: there it is one over all that a table holds. One turn is no loop
-  turns, counted = max(2, -(-table.shape[1] * BS // (shares * P))), DEV.renderer == "X86"
+  # tinygrad's assembler knows no loop with a condition: there it is one over all that a table holds
+  turns, counted = -(-table.shape[1] * BS // (shares * P)), DEV.renderer == "X86"
   count, loop, at = state[-1].after(t, h), UOp.range(turns, 5) if counted else UOp.loop(5), (share, e, g, lane)
   scores, weights, total, highest, weight, count = [x.after(count[0].store(0), loop) for x in state]
   turn = count[0].load().cast(dtypes.weakint) % turns   # so that 32 bits hold all that is computed of it
   first = (turn * shares + share) * P   # the first position of the share
 
   def place(near: Any, far: UOp) -> tuple[UOp, UOp, UOp]:   # its page's start, the offset in it, whether it is seen
-    page = table[row, far // BS % table.shape[1]].cast(dtypes.weakint) % pages
+    page = table[row, (far // BS).minimum(table.shape[1] - 1)].cast(dtypes.weakint) % pages
     return (page * KV + h) * D * BS, far % BS + near, far + near <= own   # what is not may be anything, NaN too
   def load(cache: UOp, index: UOp, ok: UOp) -> UOp: return cache.base.index(index.valid(ok)).cast(dtypes.float32)
 
