@@ -434,12 +434,25 @@ def test_kernels_in_any_type_keep_within_limits(llm):
 LARGEST = 12 * 1024   # bytes: 96 rows of a vocabulary's 320, 48 blocks of the 129 that all sequences could use
 
 
+def take_no_more(monkeypatch):
+  for module in [m for name, m in sys.modules.items() if name.startswith("tinyvllm.")]:
+    if hasattr(module, "largest_tensor"): monkeypatch.setattr(module, "largest_tensor", lambda: LARGEST)
+
+
+def test_a_step_and_a_pool_are_no_larger_than_one_tensor_may_be_and_it_is_said(folder, monkeypatch):
+  take_no_more(monkeypatch)
+  llm, told = open_engine(folder, dtype="float32", max_num_batched_tokens=512)
+  assert llm.config.max_num_batched_tokens == 8 and 8 * 320 * 4 <= LARGEST < 16 * 320 * 4, "logits of a step's tokens"
+  assert [line for line in told if "a step takes 8 tokens" in line]
+  with pytest.raises(ValueError, match="num_gpu_blocks_override=49 must be at most 48"):
+    open_engine(folder, dtype="float32", num_gpu_blocks_override=49)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_tensors_too_large_for_the_device_are_split_and_the_numbers_are_the_same(folder, tmp_path, monkeypatch, exact,
                                                                                  tied):
   source = tiny_model(tmp_path, words=not tied, dtype="float16", tie_word_embeddings=True) if tied else folder
-  for module in [m for name, m in sys.modules.items() if name.startswith("tinyvllm.")]:
-    if hasattr(module, "largest_tensor"): monkeypatch.setattr(module, "largest_tensor", lambda: LARGEST)
+  take_no_more(monkeypatch)
   split, _ = open_engine(source, dtype="float32")
   sizes = [x.nbytes() for x in nn.state.get_parameters(split.runner.model)]
   whole = 320 * 32 * 4

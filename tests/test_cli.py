@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from reference import ENGINE, reference_greedy, reference_logits, tiny_model
+from tinygrad.device import CompileError
 
 from tinyvllm import generate, generate_stream
 from tinyvllm_cli import main
@@ -150,3 +151,11 @@ def test_a_newcomers_two_calls(words_folder, words_llm):
   pieces = list(generate_stream("the cat", model=words_folder, max_tokens=6))
   assert "".join(pieces) == text and len(pieces) > 1 and all(pieces)
   with pytest.raises(ValueError, match="max_token"): generate("the cat", model=words_folder, max_token=6)
+
+
+@pytest.mark.parametrize("error", [CompileError("unknown type"), subprocess.CalledProcessError(1, ["clang"])])
+def test_a_kernel_that_does_not_compile_is_one_line_and_exit_code_1(monkeypatch, capsys, error):
+  def fail(*_, **__): raise error
+  monkeypatch.setattr("tinyvllm_cli.LLM", fail)
+  assert main(["generate", "Hello"]) == 1
+  assert capsys.readouterr().err == f"tinyvllm: {error}\n"
