@@ -278,18 +278,21 @@ class Server(uvicorn.Server):
     limit = self.options.request_timeout
     timer = asyncio.get_running_loop().call_later(limit, abort) if limit else None
     last: dict[int, tuple[float, int]] = {}   # when, and how many tokens there were
+    def observe(number: int, count: int) -> None:
+      now = time.monotonic()
+      when, before = last.get(number, (now, 0))
+      last[number] = now, count
+      for _ in range(max(1, before), count): self.gaps.observe((now - when) / (count - before))
     try:
       async with contextlib.aclosing(self.llm.stream(requests)) as stream:
         async for number, output in stream:
-          now, count = time.monotonic(), output.metrics.num_generated
-          when, before = last.get(number, (now, 0))
-          for _ in range(max(1, before), count): self.gaps.observe((now - when) / (count - before))
-          last[number] = now, count
+          observe(number, output.metrics.num_generated)
           yield number, output
     finally:
       if timer: timer.cancel()
       for run in itertools.chain(*requests): self.ended.labels(self.name, run.finish_reason or "abort").inc()
-      for runs in requests:
+      for number, runs in enumerate(requests):
+        observe(number, runs[0].metrics.num_generated)   # those that nobody has waited for
         for field, histogram in self.times.items():
           if (value := getattr(runs[0].metrics, field)) == value: histogram.observe(value)   # else NaN: never happened
 
