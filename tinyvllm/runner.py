@@ -48,7 +48,7 @@ def use_all_cores(device: Any, cores: int) -> None:
 
 def find_compiler() -> str | None:
   """The C compiler for a CPU: $CC, but for gcc, which will not do, or clang on the PATH, or beside this Python, where
-  pip puts it."""
+  pip puts it; None if there is none."""
   found = os.environ.get("CC"), *[shutil.which("clang", path=p) for p in (None, os.path.dirname(sys.executable))]
   return next((path for path in found if path and path != "echo" and "gcc" not in os.path.basename(path)), None)
 
