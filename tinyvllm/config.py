@@ -1,16 +1,12 @@
-"""What is known before anything is loaded: the model's shape, from its own files, and the user's options, checked."""
-import dataclasses, json, logging, pathlib, types
+"""What is known before anything is loaded: the user's options, checked, and the model's shape, from its own files."""
+import dataclasses, json, logging, pathlib
 from typing import Annotated, Any
 
 logger = logging.getLogger("tinyvllm")
-ARCHITECTURES = {"LlamaForCausalLM": {}, "MistralForCausalLM": {}, "Qwen2ForCausalLM": {"qkv_bias": True},
-                 "Qwen3ForCausalLM": {"qk_norm": True}}
-KNOWN = {"architecture": ARCHITECTURES, "hidden_act": ["silu"], "rope_type": ["default", "llama3", "linear", "factors"]}
-# What a config.json must have, and what the rest is where it is not there
-NEEDED = ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "rms_norm_eps"]
-DEFAULTS: dict[str, Any] = {
-  "architectures": [], "hidden_act": "silu", "max_position_embeddings": 2048, "rope_theta": 10000.0, "rope_scaling": {},
-  "eos_token_id": [], "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "qk_norm": False}
+# What this engine takes; of an architecture also what sets it apart from LLaMA
+ARCHITECTURES: dict[str, dict] = {"LlamaForCausalLM": {}, "MistralForCausalLM": {},
+                                  "Qwen2ForCausalLM": {"qkv_bias": True}, "Qwen3ForCausalLM": {"qk_norm": True}}
+ROPE_TYPES = ["default", "llama3", "linear", "factors"]
 
 
 def check(ok: Any, message: str) -> None:
@@ -21,10 +17,25 @@ def check(ok: Any, message: str) -> None:
 def read_json(path: pathlib.Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
 
 
-def kind_of(f: Any) -> tuple[Any, tuple]:
+def kind_of(field: Any) -> tuple[Any, tuple]:
   """An option's type, and its limits if it has any: inclusive bounds, all the strings that will do, or what a list is
   of."""
-  return (f.type.__origin__, f.type.__metadata__) if hasattr(f.type, "__metadata__") else (f.type, ())
+  return getattr(field.type, "__origin__", field.type), getattr(field.type, "__metadata__", ())
+
+
+def check_option(name: str, value: Any, kind: Any, limits: tuple) -> None:
+  typed = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+  check(typed, f"{name}={value!r} must be of type {getattr(kind, '__name__', kind)}")
+  if isinstance(value, list):
+    listed = all(type(x) is limits[0] and x != "" for x in value)
+    check(listed, f"{name}={value!r} must list {limits[0].__name__}s, none empty")
+  elif kind is str and limits:
+    check(value in limits, f"{name}={value!r} must be one of {', '.join(limits)}")
+  elif limits and value is not None:
+    by_token_id = value if isinstance(value, dict) else {0: value}
+    numbers = all(type(i) is int and type(x) in (int, float) for i, x in by_token_id.items())
+    inside = numbers and all(limits[0] <= x <= limits[1] for x in by_token_id.values())
+    check(inside, f"{name}={value!r} must be from {limits[0]} to {limits[1]}")
 
 
 class Options:
@@ -36,17 +47,8 @@ class Options:
     return super().__new__(cls)
 
   def __post_init__(self) -> None:
-    for f in dataclasses.fields(self):   # type: ignore[arg-type]
-      value, (kind, limits) = getattr(self, f.name), kind_of(f)
-      typed = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-      check(typed, f"{f.name}={value!r} must be of type {getattr(kind, '__name__', kind)}")
-      if isinstance(value, list): check(all(type(x) is limits[0] and x != "" for x in value),
-                                        f"{f.name}={value!r} must list {limits[0].__name__}s, none empty")
-      elif kind is str and limits: check(value in limits, f"{f.name}={value!r} must be one of {', '.join(limits)}")
-      elif limits and value is not None:
-        given = value if isinstance(value, dict) else {0: value}   # by token id
-        ok = [type(i) is int and type(x) in (int, float) and limits[0] <= x <= limits[1] for i, x in given.items()]
-        check(all(ok), f"{f.name}={value!r} must be from {limits[0]} to {limits[1]}")
+    for field in dataclasses.fields(self):   # type: ignore[arg-type]
+      check_option(field.name, getattr(self, field.name), *kind_of(field))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,22 +67,55 @@ class EngineConfig(Options):
   scheduling_policy: Annotated[str, "fcfs", "priority"] = "fcfs"   # priority: lower numbers first
 
 
-class ModelConfig(types.SimpleNamespace):
-  """A LLaMA-like model's shape, under Hugging Face's names: all those NEEDED, all the DEFAULTS, num_key_value_heads,
-  head_dim, qkv_bias, o_bias; eos_token_ids, a tuple; rope_scaling, a dict whose rope_type is one of those KNOWN."""
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """A LLaMA-like model's shape, under Hugging Face's names. What has no default must be in config.json."""
+  vocab_size: int
+  hidden_size: int
+  intermediate_size: int
+  num_hidden_layers: int
+  num_attention_heads: int
+  rms_norm_eps: float
+  num_key_value_heads: int = 0            # as many as query heads, unless said
+  head_dim: int = 0                       # hidden_size / num_attention_heads, unless said
+  max_position_embeddings: int = 2048
+  rope_theta: float = 10000.0
+  rope_scaling: dict[str, Any] = dataclasses.field(default_factory=dict)   # with its rope_type
+  eos_token_ids: tuple[int, ...] = ()
+  tie_word_embeddings: bool = False
+  qkv_bias: bool = False
+  o_bias: bool = False
+  mlp_bias: bool = False
+  qk_norm: bool = False                   # norms of each head of q and k
+
   @classmethod
   def from_hf(cls, hf: dict[str, Any], source: pathlib.Path) -> "ModelConfig":
     """From config.json's content; its eos_token_id may be a list. Raises ValueError for what this engine lacks."""
-    hf = DEFAULTS | {k: v for k, v in hf.items() if v is not None}
-    check(not (missing := [n for n in NEEDED if n not in hf]), f"{source} is incomplete: add {', '.join(missing)}")
-    # transformers 5 keeps rope_theta in rope_parameters
-    rope = {"rope_type": (given := hf.get("rope_parameters") or hf["rope_scaling"]).get("type", "default"), **given}
-    heads, bias, eos = hf["num_attention_heads"], hf["attention_bias"], hf["eos_token_id"]
-    values = {"architecture": [*hf["architectures"], None][0], "qkv_bias": bias, "o_bias": bias,
-              "num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads, **hf, **rope, "rope_scaling": rope,
-              "eos_token_ids": tuple(eos if isinstance(eos, list) else [eos])}
-    for name, known in KNOWN.items():
-      check(values[name] in known, f"{source}: {name} {values[name]!r} is not supported; supported: {', '.join(known)}")
-    if (window := hf.get("sliding_window")) and hf.get("use_sliding_window", True):   # within it, the model is plain
-      values["max_position_embeddings"] = min(values["max_position_embeddings"], window)
-    return cls(**values | ARCHITECTURES[values["architecture"]])
+    hf = {name: value for name, value in hf.items() if value is not None}
+    fields = dataclasses.fields(cls)
+    missing = [f.name for f in fields[:6] if f.name not in hf]
+    check(not missing, f"{source} is incomplete: add {', '.join(missing)}")
+    architecture = next(iter(hf.get("architectures", [])), None)
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling", {})   # transformers 5 keeps rope_theta in the first
+    rope = {"rope_type": rope.get("type", "default"), **rope}
+    for name, value, known in (("architecture", architecture, ARCHITECTURES), ("rope_type", rope["rope_type"], ROPE_TYPES),
+                               ("hidden_act", hf.get("hidden_act", "silu"), ["silu"])):
+      check(value in known, f"{source}: {name} {value!r} is not supported; supported: {', '.join(known)}")
+    heads = hf["num_attention_heads"]
+    bias = hf.get("attention_bias", False)
+    values = {"num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads, "qkv_bias": bias, "o_bias": bias,
+              **hf, **rope, "rope_scaling": rope, **ARCHITECTURES[architecture]}
+    eos = hf.get("eos_token_id", [])
+    values["eos_token_ids"] = tuple(eos if isinstance(eos, list) else [eos])
+    if hf.get("sliding_window") and hf.get("use_sliding_window", True):   # within it, the model is plain
+      limit = hf.get("max_position_embeddings", cls.max_position_embeddings)
+      values["max_position_embeddings"] = min(limit, hf["sliding_window"])
+    return cls(**{f.name: values[f.name] for f in fields if f.name in values})
+
+  @classmethod
+  def load(cls, folder: pathlib.Path) -> "ModelConfig":
+    """From a folder's config.json, with the end tokens that generation_config.json knows."""
+    check((folder / "config.json").exists(), f"model={str(folder)!r} has no config.json (.gguf: examples/convert_gguf.py)")
+    config = read_json(folder / "config.json")
+    eos = (config | read_json(folder / "generation_config.json")).get("eos_token_id")
+    return cls.from_hf({**config, "eos_token_id": eos}, folder)

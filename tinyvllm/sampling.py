@@ -1,10 +1,16 @@
 """From logits to token ids, on the device, batched, in the graph of the step. Every number depends on its own row only,
 so that a request's text does not depend on the batch that it runs in."""
 import math
+from collections.abc import Callable
 
-from tinygrad import Tensor, dtypes
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.uop.ops import KernelInfo
 
-from .kernels import cpu_cores, divisor
+from .device import cpu_cores
+from .matmul import divisor
+from .request import EDIT
+
+TOP = 20   # tokens whose log probabilities come with those of a token
 
 
 def _hash(x: Tensor) -> Tensor:
@@ -17,15 +23,19 @@ def _hash(x: Tensor) -> Tensor:
 def _gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
   """Gumbel noise, (S, V), a pure function of seed, position and token id. seeds: (S, 2) uint32. positions: (S,)."""
   key = _hash(seeds[:, 0] ^ _hash(seeds[:, 1] ^ _hash(positions.cast(dtypes.uint32)))).unsqueeze(1)   # (S, 1)
-  ids = Tensor.arange(vocab_size).cast(dtypes.uint32).unsqueeze(0)
+  ids = Tensor.arange(vocab_size).cast(dtypes.uint32).unsqueeze(0)   # (1, V)
   bits = _hash(_hash(ids) ^ key).rshift(9)   # (S, V), 23 bits: with the half added, float32 has no room for more
-  return -(-((bits.cast(dtypes.float32) + 0.5) * 2.0**-23).log()).log()   # of what is above 0 and below 1
+  uniform = (bits.cast(dtypes.float32) + 0.5) * 2.0**-23   # above 0 and below 1
+  return -(-uniform.log()).log()
 
 
-def _rows(op, x: Tensor) -> Tensor:
+def _rows(reduce: Callable[..., Tensor], x: Tensor) -> Tensor:
   """A sum or maximum over V of (S, V, ...), in two steps: few rows alone would leave most of a GPU idle."""
-  columns = (common := math.gcd(V := int(x.shape[1]), 1 if cpu_cores() else 256)) * divisor(V // common, 4)
-  return op(op(x.reshape(x.shape[0], V // columns, columns, *x.shape[2:]), 1).contiguous(), 1).contiguous()
+  V = int(x.shape[1])
+  common = math.gcd(V, 1 if cpu_cores() else 256)
+  columns = common * divisor(V // common, 4)
+  parts = reduce(x.reshape(x.shape[0], V // columns, columns, *x.shape[2:]), 1).contiguous()   # (S, columns, ...)
+  return reduce(parts, 1).contiguous()
 
 
 def argmax(x: Tensor) -> Tensor:
@@ -39,9 +49,11 @@ def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
   as p does: exact after 15 sums for three values each, and no sort of the vocabulary. p: (S, V) in 0..1. weight:
   (S, V). target: (S, 1). Returns (S, 1)."""
   low = target.const_like(1 << 28).cast(dtypes.int32).contiguous()   # the bits of 1.0 are below 2**30
-  for _ in range(15):   # low's lowest set bit is the step, so that every round is the same few kernels
-    tries = low + (step := low & -low) * Tensor.arange(3, dtype=dtypes.int32)   # (S, 3)
-    enough = (p.bitcast(dtypes.int32).unsqueeze(2) >= tries.unsqueeze(1)).where(weight.unsqueeze(2), 0.0)
+  bits = p.bitcast(dtypes.int32).unsqueeze(2)   # (S, V, 1)
+  for _ in range(15):
+    step = low & -low   # its lowest set bit, so that every round is the same few kernels
+    tries = low + step * Tensor.arange(3, dtype=dtypes.int32)   # (S, 3)
+    enough = (bits >= tries.unsqueeze(1)).where(weight.unsqueeze(2), 0.0)   # (S, V, 3)
     count = (_rows(Tensor.sum, enough) >= target).sum(1, keepdim=True)
     low = (low + step * (count - 1) + step // 4).contiguous()
   return low.bitcast(dtypes.float32)
@@ -53,13 +65,26 @@ def restrict(logits: Tensor, allowed: Tensor) -> Tensor:
   return bits.flatten(1)[:, :logits.shape[1]].ne(0).where(logits, -float("inf"))
 
 
-def top_logprobs(logits: Tensor, ids: Tensor, k: int) -> Tensor:
+def edit_kernel(logits: UOp, edits: UOp) -> UOp:
+  """Change single logits, (S, V), in place. edits: (E, fields of EDIT), of which no two are of one logit."""
+  i = UOp.range(edits.shape[0], 0)
+  row, token, *words = [edits[i, field].load() for field in range(len(EDIT.names))]
+  bias, factor, penalty = [word.bitcast(dtypes.float32) for word in words]
+  place = row.cast(dtypes.weakint) * logits.shape[1] + token.cast(dtypes.weakint)
+  logit = logits.base.index(place.valid(row >= 0))
+  x = logit.load() + bias
+  stored = logit.store((x > 0).where(x / factor, x * factor) - penalty)
+  return stored.end(i).sink(arg=KernelInfo(name="edit"))
+
+
+def top_logprobs(logits: Tensor, ids: Tensor, k: int = TOP) -> Tensor:
   """Of ids, (S,), the log probability and the rank, then the k best tokens' ids and log probabilities: (S, 2 + 2k)."""
   x = logits.log_softmax(1).contiguous()   # (S, V)
-  own = x.gather(1, ids.unsqueeze(1))
+  own = x.gather(1, ids.unsqueeze(1))   # (S, 1)
   columns = [own, 1 + (x > own).sum(1, keepdim=True)]
   for _ in range(k):
-    columns += [best := argmax(x).unsqueeze(1), x.gather(1, best)]
+    best = argmax(x).unsqueeze(1)
+    columns += [best, x.gather(1, best)]
     x = (Tensor.arange(x.shape[1]) == best).where(-float("inf"), x).contiguous()
   return Tensor.cat(*[c.cast(dtypes.float32) for c in columns], dim=1)   # ids below 2**24 are exact
 
@@ -68,7 +93,7 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
            positions: Tensor, filtered: bool = True) -> Tensor:
   """Next ids, (S,), from logits, (S, V) in float32: temperature, then min_p and, if `filtered`, top_k and top_p (which
   keeps the token that crosses p), then the argmax of logits plus Gumbel noise. The rest is (S,), but seeds (S, 2)."""
-  temperature, top_k, top_p, min_p = (x.unsqueeze(1) for x in (temperature, top_k, top_p, min_p))   # (S, 1)
+  temperature, top_k, top_p, min_p = [x.unsqueeze(1) for x in (temperature, top_k, top_p, min_p)]   # (S, 1)
   random = temperature >= 1e-5
   x = (logits / random.where(temperature, 1.0)).contiguous()   # (S, V)
   p = (x - _rows(Tensor.max, x).unsqueeze(1)).exp()   # unnormalised: 1 at the best token

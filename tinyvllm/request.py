@@ -1,0 +1,197 @@
+"""What a request asks for, what each of its sequences has so far, and what comes back. Token ids only, no text."""
+import math, time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+
+from .config import Options, check
+
+# What is done to a logit before a token is chosen: bias is added, then factor divides it if it is positive and else
+# multiplies it, then penalty is subtracted. row: of the step's logits, -1 for none
+EDIT = np.dtype([("row", "i4"), ("token", "i4"), ("bias", "f4"), ("factor", "f4"), ("penalty", "f4")])
+
+
+@dataclass(frozen=True)
+class SamplingParams(Options):
+  """How to choose a request's tokens and when to stop, with vLLM's names."""
+  n: Annotated[int, 1, 1024] = 1                        # samples of one prompt; their seeds follow each other
+  max_tokens: Annotated[int, 1, 2**31 - 1] = 256        # tokens to generate at most
+  min_tokens: Annotated[int, 0, 2**31 - 1] = 0          # tokens before an end token, stop id or stop string may come
+  temperature: Annotated[float | int, 0, 100] = 1.0     # below 1e-5: greedy
+  top_k: Annotated[int, -1, 2**31 - 1] = 0              # keep the k most probable tokens; 0 or -1: all
+  top_p: Annotated[float | int, 1e-6, 1] = 1.0          # keep the most probable tokens that together reach p
+  min_p: Annotated[float | int, 0, 1] = 0.0             # keep tokens at least min_p times as probable as the best
+  seed: Annotated[int | None, -2**63, 2**63 - 1] = None   # the same seed gives the same text in any batch
+  stop: Annotated[list | str | None, str] = None        # end before any of these strings
+  stop_token_ids: Annotated[list | None, int] = None    # end at any of these ids
+  include_stop_str_in_output: bool = False              # keep the stop string, or the text of the stop id
+  ignore_eos: bool = False                              # go on after the model's end token
+  skip_special_tokens: bool = True                      # leave special tokens out of the text
+  repetition_penalty: Annotated[float | int, 0.01, 100] = 1.0   # divides logits of what is in prompt or output, if > 0
+  presence_penalty: Annotated[float | int, -2, 2] = 0.0   # taken from the logits of what is in the output
+  frequency_penalty: Annotated[float | int, -2, 2] = 0.0   # and as often as it is there
+  logit_bias: Annotated[dict | None, -100, 100] = None  # what is added to the logits of token ids
+  allowed_token_ids: Annotated[list | None, int] = None   # no others may come
+  bad_words: Annotated[list | None, str] = None         # texts whose tokens may not come one after another
+  logprobs: Annotated[int | None, 0, 20] = None         # log probabilities of each token and of so many best ones
+  prompt_logprobs: Annotated[int | None, 0, 20] = None  # the same of the prompt's
+  structured_outputs: object = None                     # what the text must be: StructuredOutputsParams
+
+  def __post_init__(self) -> None:
+    replace = vars(self).update   # what JSON has in another form
+    if isinstance(self.stop, str): replace(stop=[self.stop])
+    if isinstance(self.logit_bias, dict):
+      replace(logit_bias={int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()})
+    super().__post_init__()
+    check(self.min_tokens <= self.max_tokens, f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+    check(self.allowed_token_ids != [], "allowed_token_ids=[] allows nothing: None allows all")
+    if self.structured_outputs is not None: self._check_structured_outputs()
+
+  def _check_structured_outputs(self) -> None:
+    from . import StructuredOutputsParams   # of a package beside the engine, loaded when it is needed
+    given = self.structured_outputs
+    if isinstance(given, dict): vars(self).update(structured_outputs=StructuredOutputsParams(**given))
+    check(isinstance(given, dict | StructuredOutputsParams), f"structured_outputs={given!r} must be of type "
+          "StructuredOutputsParams")
+    for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
+      check(not getattr(self, name), f"{name}={getattr(self, name)!r} and structured_outputs are in conflict: drop one")
+
+  @property
+  def penalized(self) -> bool:
+    """Whether logits hang on the tokens before."""
+    return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+  edited = property(lambda self: bool(self.penalized or self.logit_bias or self.bad_words or self.min_tokens))
+
+
+class Logprob(NamedTuple):
+  """Of a token at its place, by the model's own logits."""
+  logprob: float
+  rank: int             # 1 for the most probable
+  decoded_token: str
+
+
+@dataclass
+class RequestMetrics:
+  """Monotonic times of a request's events, and the seconds between them; NaN for what has not happened."""
+  arrival_time: float = field(default_factory=time.monotonic)
+  first_scheduled_time: float = math.nan
+  first_token_time: float = math.nan
+  finished_time: float = math.nan
+  num_generated: int = 0   # by all samples
+
+  queue_time = property(lambda self: self.first_scheduled_time - self.arrival_time)
+  ttft = property(lambda self: self.first_token_time - self.arrival_time)
+  tpot = property(lambda self: (self.finished_time - self.first_token_time) / max(1, self.num_generated - 1))
+  latency = property(lambda self: self.finished_time - self.arrival_time)
+
+
+@dataclass(eq=False)
+class Sequence:
+  """One run of tokens, of which `num_computed` have their K and V in the cache."""
+  request_id: str
+  tokens: list[int]                # the prompt's, then those generated
+  params: SamplingParams
+  seed: int
+  order: tuple[int, ...]           # by which it is scheduled: priority, arrival, index
+  index: int                       # of the samples of its prompt
+  stop_ids: frozenset[int]         # that end it, the model's end tokens among them
+  max_len: int                     # tokens, with the prompt's
+  metrics: RequestMetrics = field(default_factory=RequestMetrics)
+  bad_words: list[list[int]] = field(default_factory=list)
+  constraint: Any = None           # of structured output: mask(), accept(token), done
+  forks: list["Sequence"] = field(default_factory=list)   # samples of its prompt, which wait until it is computed
+  block_table: list[int] = field(default_factory=list)
+  row: int | None = None           # of the device's block tables, while it runs
+  num_computed: int = 0
+  num_unread: int = 0              # tokens that the device has chosen and the host has not read
+  num_cached: int = 0              # tokens of the prompt that were found when it first ran
+  finish_reason: str | None = None
+  stop_reason: int | str | None = None   # the stop string or id that ended it
+
+  def __post_init__(self) -> None: self.num_prompt = len(self.tokens)
+
+  length = property(lambda self: len(self.tokens) + self.num_unread)
+  num_generated = property(lambda self: len(self.tokens) - self.num_prompt)
+  exhausted = property(lambda self: self.length >= self.max_len)
+  # Whether the host must have read its last token before it chooses the next one
+  reads = property(lambda self: bool(self.params.penalized or self.bad_words or self.constraint))
+  # Whether logits of all its prompt are wanted, so that all of it is computed
+  scores_prompt = property(lambda self: self.index == 0 and self.params.prompt_logprobs is not None)
+
+  def remaining(self) -> int: return self.length - self.num_computed
+
+  def append(self, token: int) -> None:
+    """Take the next token, and finish where it, the constraint or the length says so."""
+    self.tokens.append(token)
+    self.num_unread = max(0, self.num_unread - 1)
+    self.metrics.num_generated += 1
+    if self.metrics.num_generated == 1: self.metrics.first_token_time = time.monotonic()
+    if self.constraint: self.constraint.accept(token)
+    if token in self.stop_ids or (self.constraint and self.constraint.done): self.finish_reason = "stop"
+    elif len(self.tokens) >= self.max_len: self.finish_reason = "length"
+    if token in (self.params.stop_token_ids or ()): self.stop_reason = token
+
+  def num_logits(self, n: int) -> int:
+    """How many of the next n tokens want logits: the last one if a new token follows it, or all."""
+    if self.scores_prompt and self.num_computed < self.num_prompt: return n
+    return 1 if n == self.remaining() else 0
+
+  def mask(self, vocab_size: int) -> np.ndarray | None:
+    """A bit for each token that may come next, in int32 words; None: all may."""
+    if self.constraint: return self.constraint.mask()
+    if self.params.allowed_token_ids is None: return None
+    bits = np.zeros(-(-vocab_size // 32) * 32, bool)
+    bits[self.params.allowed_token_ids] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+  def banned(self) -> list[int]:
+    """Tokens that may not come next: ends before min_tokens, and the last of a bad word whose others are there."""
+    output = self.tokens[self.num_prompt:] if self.bad_words else []
+    banned = [word[-1] for word in self.bad_words if output[max(0, len(output) - len(word) + 1):] == word[:-1]]
+    if self.length < self.num_prompt + self.params.min_tokens: banned += self.stop_ids
+    allowed = self.params.allowed_token_ids
+    return [] if allowed and {*allowed} <= {*banned} else banned   # or nothing would be left
+
+  def edits(self) -> np.ndarray:
+    """What is done to the logits of its next token: a row of EDIT for each token that is touched."""
+    params = self.params
+    bias = {**(params.logit_bias or {}), **dict.fromkeys(self.banned(), -math.inf)}
+    said = Counter(self.tokens[self.num_prompt:] if params.presence_penalty or params.frequency_penalty else [])
+    seen = dict.fromkeys(self.tokens if params.repetition_penalty != 1 else [])
+    ids = [*{**bias, **said, **seen}]
+    edits = np.zeros(len(ids), EDIT)
+    edits["token"] = ids
+    edits["bias"] = [bias.get(i, 0.0) for i in ids]
+    edits["factor"] = [params.repetition_penalty if i in seen else 1.0 for i in ids]
+    times = np.array([said.get(i, 0) for i in ids])
+    edits["penalty"] = times * params.frequency_penalty + np.minimum(times, 1) * params.presence_penalty
+    return edits
+
+
+@dataclass
+class CompletionOutput:
+  """One generated text."""
+  index: int                             # of n samples
+  text: str
+  token_ids: list[int]
+  cumulative_logprob: float | None       # the sum of its tokens'
+  logprobs: list[dict[int, Logprob]] | None   # of each token, itself and the best
+  finish_reason: str | None              # "stop", "length" or "abort"
+  stop_reason: int | str | None          # the stop string or id that ended it, None for the model's end token
+
+
+@dataclass
+class RequestOutput:
+  """A request after a step: `step` and `generate` give text and ids so far, `generate_stream` the new ones."""
+  request_id: str
+  prompt: str | None                     # None if it came as ids
+  prompt_token_ids: list[int]
+  prompt_logprobs: list[dict[int, Logprob] | None] | None   # None for the first token
+  outputs: list[CompletionOutput]
+  metrics: RequestMetrics
+  num_cached_tokens: int                 # of the prompt, found in the prefix cache
+
+  finished = property(lambda self: all(output.finish_reason for output in self.outputs))
