@@ -4,9 +4,10 @@ from typing import Annotated, Any
 
 logger = logging.getLogger("tinyvllm")
 # What this engine takes; of an architecture also what sets it apart from LLaMA
-ARCHITECTURES: dict[str, dict] = {"LlamaForCausalLM": {}, "MistralForCausalLM": {},
-                                  "Qwen2ForCausalLM": {"qkv_bias": True}, "Qwen3ForCausalLM": {"qk_norm": True}}
-ROPE_TYPES = ["default", "llama3", "linear", "factors"]
+KNOWN: dict[str, Any] = {
+  "architecture": {"LlamaForCausalLM": {}, "MistralForCausalLM": {}, "Qwen2ForCausalLM": {"qkv_bias": True},
+                   "Qwen3ForCausalLM": {"qk_norm": True}},
+  "hidden_act": ["silu"], "rope_type": ["default", "llama3", "linear", "factors"]}
 
 
 def check(ok: Any, message: str) -> None:
@@ -76,46 +77,43 @@ class ModelConfig:
   num_hidden_layers: int
   num_attention_heads: int
   rms_norm_eps: float
-  num_key_value_heads: int = 0            # as many as query heads, unless said
-  head_dim: int = 0                       # hidden_size / num_attention_heads, unless said
+  num_key_value_heads: int
+  head_dim: int
+  rope_scaling: dict[str, Any]       # with its rope_type
+  eos_token_ids: tuple[int, ...]
   max_position_embeddings: int = 2048
   rope_theta: float = 10000.0
-  rope_scaling: dict[str, Any] = dataclasses.field(default_factory=dict)   # with its rope_type
-  eos_token_ids: tuple[int, ...] = ()
   tie_word_embeddings: bool = False
   qkv_bias: bool = False
   o_bias: bool = False
   mlp_bias: bool = False
-  qk_norm: bool = False                   # norms of each head of q and k
+  qk_norm: bool = False              # norms of each head of q and k
 
   @classmethod
   def from_hf(cls, hf: dict[str, Any], source: pathlib.Path) -> "ModelConfig":
     """From config.json's content; its eos_token_id may be a list. Raises ValueError for what this engine lacks."""
-    hf = {name: value for name, value in hf.items() if value is not None}
     fields = dataclasses.fields(cls)
+    hf = {"architectures": [], "hidden_act": "silu", **{name: x for name, x in hf.items() if x is not None}}
     missing = [f.name for f in fields[:6] if f.name not in hf]
     check(not missing, f"{source} is incomplete: add {', '.join(missing)}")
-    architecture = next(iter(hf.get("architectures", [])), None)
     rope = hf.get("rope_parameters") or hf.get("rope_scaling", {})   # transformers 5 keeps rope_theta in the first
     rope = {"rope_type": rope.get("type", "default"), **rope}
-    for name, value, known in (("architecture", architecture, ARCHITECTURES), ("rope_type", rope["rope_type"], ROPE_TYPES),
-                               ("hidden_act", hf.get("hidden_act", "silu"), ["silu"])):
-      check(value in known, f"{source}: {name} {value!r} is not supported; supported: {', '.join(known)}")
-    heads = hf["num_attention_heads"]
-    bias = hf.get("attention_bias", False)
+    heads, bias, eos = hf["num_attention_heads"], hf.get("attention_bias", False), hf.get("eos_token_id", [])
     values = {"num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads, "qkv_bias": bias, "o_bias": bias,
-              **hf, **rope, "rope_scaling": rope, **ARCHITECTURES[architecture]}
-    eos = hf.get("eos_token_id", [])
-    values["eos_token_ids"] = tuple(eos if isinstance(eos, list) else [eos])
+              **hf, **rope, "rope_scaling": rope, "architecture": next(iter(hf["architectures"]), None),
+              "eos_token_ids": tuple(eos if isinstance(eos, list) else [eos])}
+    for name, known in KNOWN.items():
+      check(values[name] in known, f"{source}: {name} {values[name]!r} is not supported; supported: {', '.join(known)}")
     if hf.get("sliding_window") and hf.get("use_sliding_window", True):   # within it, the model is plain
       limit = hf.get("max_position_embeddings", cls.max_position_embeddings)
       values["max_position_embeddings"] = min(limit, hf["sliding_window"])
+    values |= KNOWN["architecture"][values["architecture"]]
     return cls(**{f.name: values[f.name] for f in fields if f.name in values})
 
   @classmethod
   def load(cls, folder: pathlib.Path) -> "ModelConfig":
     """From a folder's config.json, with the end tokens that generation_config.json knows."""
-    check((folder / "config.json").exists(), f"model={str(folder)!r} has no config.json (.gguf: examples/convert_gguf.py)")
-    config = read_json(folder / "config.json")
-    eos = (config | read_json(folder / "generation_config.json")).get("eos_token_id")
-    return cls.from_hf({**config, "eos_token_id": eos}, folder)
+    hf = read_json(folder / "config.json")
+    check(hf, f"model={str(folder)!r} has no config.json (.gguf: examples/convert_gguf.py)")
+    eos = (hf | read_json(folder / "generation_config.json")).get("eos_token_id")
+    return cls.from_hf({**hf, "eos_token_id": eos}, folder)

@@ -26,13 +26,8 @@ def cpu_cores() -> int:
 
 
 def largest_tensor() -> int:
-  """Bytes that one tensor may have."""
-  if Device.DEFAULT == "WEBGPU": return 2**27   # the limit for a binding, unless more is asked for
-  if Device.DEFAULT != "CL": return 2**63
-  from tinygrad.runtime.autogen import opencl
-  size = ctypes.c_uint64()
-  opencl.clGetDeviceInfo(cast(Any, Device["CL"]).cl_dev, opencl.CL_DEVICE_MAX_MEM_ALLOC_SIZE, 8, ctypes.byref(size), None)
-  return size.value
+  """Bytes that a tensor may have: 128 MiB are WebGPU's limit for a binding, and the least of OpenCL's for a buffer."""
+  return 2**27 if Device.DEFAULT in ("CL", "WEBGPU") else 2**63
 
 
 def free_memory(device: str) -> int:

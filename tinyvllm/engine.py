@@ -1,8 +1,8 @@
 """The engine: text in, text out. Requests are added at any time, and a step advances all of them together; everything
 below knows token ids only. One thread drives an engine."""
 import contextlib, dataclasses, functools, itertools, pathlib, random, threading, time
-from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from tinygrad import Device, dtypes, helpers, nn
@@ -12,69 +12,44 @@ from .config import EngineConfig, ModelConfig, check, logger
 from .device import exclusive, largest_tensor, open_device, pick_dtype
 from .llama import Llama
 from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, Sequence
-from .runner import Results, Runner, allocate_caches
+from .runner import Runner, allocate_caches
 from .scheduler import BlockManager, Scheduler
-from .tokenizer import TextStream, Tokenizer, load_tokenizer
+from .tokenizer import TextStream, load_tokenizer
 from .weights import load_weights
 
 Prompt = str | dict[str, Any]
 Params = SamplingParams | None
 
 
+@dataclass(eq=False)
 class Request:
-  """The samples of a prompt, with their texts and what is known of their tokens."""
-  def __init__(self, prompt: str | None, sequences: list[Sequence], tokenizer: Tokenizer):
-    first = sequences[0]
-    self.request_id = first.request_id
-    self.prompt = prompt
-    self.params = first.params
-    self.metrics = first.metrics
-    self.sequences = sequences
-    self.texts = [TextStream(tokenizer, seq.params, seq.num_prompt) for seq in sequences]
-    self.logprobs: list[dict[int, dict[int, Logprob]]] = [{} for _ in sequences]   # by place
-    self.seen = [(0, 0) for _ in sequences]   # characters and tokens that `news` has given
+  """The samples of a prompt, with their texts."""
+  request_id: str
+  prompt: str | None
+  texts: list[TextStream]
 
-  finished = property(lambda self: all(seq.finish_reason for seq in self.sequences))
+  sequences = property(lambda self: [text.seq for text in self.texts])
+  params = property(lambda self: self.texts[0].params)
+  metrics = property(lambda self: self.texts[0].seq.metrics)
+  finished = property(lambda self: all(text.seq.finish_reason for text in self.texts))
 
-  def read(self) -> list[tuple[Sequence, str]]:
-    """Make text of new tokens. Returns the sequences that this ends, and their stop strings."""
-    ended = list[tuple[Sequence, str]]()
-    for seq, text in zip(self.sequences, self.texts, strict=True):
-      hidden = seq.finish_reason == "stop" and seq.tokens[-1] in seq.stop_ids
-      ids = seq.tokens[:-1] if hidden and not self.params.include_stop_str_in_output else seq.tokens
-      stop = text.feed(ids, seq.finish_reason is not None)
-      if stop is not None: ended.append((seq, stop))
-    return ended
+  def output(self, news: bool = False) -> RequestOutput:
+    """All there is so far, or what has come since the last call for news."""
+    first = self.texts[0].seq
+    scores = [first.logprobs.get(i) for i in range(first.num_prompt)] if first.scores_prompt else None
+    return RequestOutput(self.request_id, self.prompt, first.tokens[:first.num_prompt], scores,
+                         [self._completion(text, news) for text in self.texts], first.metrics, first.num_cached)
 
-  def output(self) -> RequestOutput:
-    """All there is so far."""
-    return self._output([(0, 0) for _ in self.sequences])
-
-  def news(self) -> RequestOutput:
-    """What has come since the last call."""
-    output = self._output(self.seen)
-    self.seen = [(text.shown, seq.num_generated) for seq, text in zip(self.sequences, self.texts, strict=True)]
-    return output
-
-  def _output(self, seen: list[tuple[int, int]]) -> RequestOutput:
-    self.read()
-    first = self.sequences[0]
-    places = range(first.num_prompt)
-    return RequestOutput(
-      request_id=self.request_id, prompt=self.prompt, prompt_token_ids=first.tokens[:first.num_prompt],
-      prompt_logprobs=[self.logprobs[0].get(i) for i in places] if first.scores_prompt else None,
-      outputs=[self._completion(i, *of) for i, of in enumerate(seen)], metrics=self.metrics,
-      num_cached_tokens=first.num_cached)
-
-  def _completion(self, index: int, characters: int, tokens: int) -> CompletionOutput:
-    seq, text = self.sequences[index], self.texts[index]
-    places = range(seq.num_prompt, len(seq.tokens))
-    known = [self.logprobs[index][i] for i in places] if self.params.logprobs is not None else None
-    total = None if known is None else sum(of[seq.tokens[i]].logprob for i, of in zip(places, known, strict=True))
-    return CompletionOutput(
-      index=index, text=text.text[characters:text.shown], token_ids=seq.tokens[seq.num_prompt + tokens:],
-      cumulative_logprob=total, logprobs=None if known is None else known[tokens:], finish_reason=seq.finish_reason,
-      stop_reason=seq.stop_reason)
+  def _completion(self, text: TextStream, news: bool) -> CompletionOutput:
+    text.feed()
+    seq, logprobs, total = text.seq, None, None
+    characters, tokens = text.seen if news else (0, seq.num_prompt)
+    if news: text.seen = text.shown, len(seq.tokens)
+    if self.params.logprobs is not None:
+      logprobs = [seq.logprobs[i] for i in range(tokens, len(seq.tokens))]
+      total = sum(seq.logprobs[i][seq.tokens[i]].logprob for i in range(seq.num_prompt, len(seq.tokens)))
+    return CompletionOutput(seq.index, text.text[characters:text.shown], seq.tokens[tokens:], total, logprobs,
+                            seq.finish_reason, seq.stop_reason)
 
 
 class LLMEngine:
@@ -88,25 +63,23 @@ class LLMEngine:
     with exclusive: self._load(folder, config)
     self.scheduler = Scheduler(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
-    self.totals = Counter(dict.fromkeys(("steps", "generation_tokens", "requests_finished", "seconds", "scheduled"), 0))
+    self._launched: tuple[Step, Any] | None = None   # the step that the device works on, and what reads it
+    self._owed: list[Request] = []                   # that ended in a step which failed, and nobody was told
+    self._driver = threading.RLock()
     self._arrivals = itertools.count()
     self._random = random.Random(config.seed)
-    self._driver = threading.RLock()
-    self._launched: tuple[Step, Any] | None = None   # the step that the device works on, and what reads it
-    self._owed: list[Request] = []                   # what ended in a step that failed, and nobody was told
 
   def _load(self, folder: pathlib.Path, config: EngineConfig) -> None:
-    started = time.perf_counter()
-    free = open_device()
-    shape = ModelConfig.load(folder)
+    started, free = time.perf_counter(), open_device()
+    shape = self.model_config = ModelConfig.load(folder)
+    self.tokenizer = load_tokenizer(folder)
     limit = shape.max_position_embeddings
-    max_model_len = config.max_model_len or limit
-    check(max_model_len <= limit, f"max_model_len={max_model_len} must be at most the model's {limit}")
+    length = config.max_model_len or limit
+    check(length <= limit, f"max_model_len={length} must be at most the model's {limit}")
     rows = 1 << (largest_tensor() // (4 * shape.vocab_size)).bit_length() - 1   # of logits, in one tensor
     config = dataclasses.replace(config, max_num_batched_tokens=min(config.max_num_batched_tokens, rows))
     check(config.max_num_seqs <= config.max_num_batched_tokens, f"max_num_seqs={config.max_num_seqs} is above "
           f"max_num_batched_tokens={config.max_num_batched_tokens}: each running sequence decodes one token a step")
-    self.tokenizer = load_tokenizer(folder)
     kind = pick_dtype(config.dtype)
     dtype = getattr(dtypes, kind)
     llama = Llama(shape, dtype)
@@ -114,12 +87,10 @@ class LLMEngine:
     left = free * config.gpu_memory_utilization - sum(x.nbytes() for x in nn.state.get_parameters(llama))
     logger.info("loaded %s in %s on %s in %.1f s; a step takes %d tokens", folder.name, kind, Device.DEFAULT,
                 time.perf_counter() - started, config.max_num_batched_tokens)
-    caches = allocate_caches(shape, config, max_model_len, dtype, max(0, int(left)))
-    self.config = config
-    self.model_config = shape
-    self.runner = Runner(llama, shape, config, max_model_len, caches)
+    caches = allocate_caches(shape, config, length, dtype, max(0, int(left)))
+    self.config, self.runner = config, Runner(llama, shape, config, length, caches)
     self.blocks = BlockManager(self.runner.num_blocks, config)
-    self.max_model_len = min(max_model_len, self.blocks.num_tokens)   # where an override holds less
+    self.max_model_len = min(length, self.blocks.num_tokens)   # where an override holds less
 
   @contextlib.contextmanager
   def _alone(self) -> Iterator[None]:
@@ -133,46 +104,35 @@ class LLMEngine:
     params = params or SamplingParams()
     check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
     text, ids = self._encode(prompt)
-    self._check_ids(ids, params)
+    size, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
+    for name in ("prompt_token_ids", "stop_token_ids", "allowed_token_ids", "logit_bias"):
+      for i in getattr(params, name, ids) or ():
+        check(type(i) is int and 0 <= i < size, f"{name}: id {i!r} must be an int from 0 to {size - 1}")
     check(len(ids) < self.max_model_len, f"This model's maximum context length is {self.max_model_len} tokens. "
           f"However, the prompt has {len(ids)}: shorten it or raise max_model_len or num_gpu_blocks_override")
     ordered = type(priority) is int and (priority == 0 or self.config.scheduling_policy == "priority")
     check(ordered, f"priority={priority!r} must be an int, and 0 unless scheduling_policy='priority'")
-    eos = self.model_config.eos_token_ids
-    words = [self.tokenizer.encode(space + word.lstrip(), False) for word in params.bad_words or () for space in ("", " ")]
-    arrival = next(self._arrivals)
-    common: dict[str, Any] = {
-      "request_id": request_id, "params": params, "metrics": RequestMetrics(),
-      "stop_ids": frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())]),
-      "max_len": min(self.max_model_len, len(ids) + params.max_tokens),
-      "bad_words": [word for word in words if word]}
-    seed = self._random.getrandbits(63) if params.seed is None else params.seed
-    sequences = [Sequence(tokens=ids.copy(), seed=seed + i, order=(priority, arrival, i), index=i,
-                          constraint=self._constraint(params), **common) for i in range(params.n)]
-    sequences[0].forks += sequences[1:]
-    return Request(text, sequences, self.tokenizer)
-
-  def _constraint(self, params: SamplingParams) -> Any:
-    asked: Any = params.structured_outputs
-    if asked is None: return None
-    return asked.constraint(self.tokenizer, self.model_config.vocab_size, self.model_config.eos_token_ids)
+    bad_words = [self.tokenizer.encode(space + w.lstrip(), False) for w in params.bad_words or () for space in ("", " ")]
+    stop_ids = frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())])
+    seed, arrival = self._random.getrandbits(63) if params.seed is None else params.seed, next(self._arrivals)
+    structured: Any = params.structured_outputs
+    make = functools.partial(
+      Sequence, request_id=request_id, params=params, stop_ids=stop_ids, metrics=RequestMetrics(),
+      bad_words=[*filter(None, bad_words)], max_len=min(self.max_model_len, len(ids) + params.max_tokens))
+    runs = [make(tokens=[*ids], seed=seed + i, order=(priority, arrival, i), index=i,
+                 constraint=structured and structured.constraint(self.tokenizer, size, eos)) for i in range(params.n)]
+    runs[0].forks += runs[1:]
+    return Request(request_id, text, [TextStream(self.tokenizer, seq) for seq in runs])
 
   def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """A prompt's text, if it has one, and its ids."""
-    given = prompt if isinstance(prompt, dict) else {"prompt": prompt}
-    kinds = {"prompt": str, "prompt_token_ids": list, "messages": list}
-    known = [value and isinstance(value, kinds.get(form, ())) for form, value in given.items()]
-    check(known and all(known) and len(known) == 1, f"prompt={prompt!r} must be a str, {{'prompt': str}}, "
+    (form, given), *more = prompt.items() if isinstance(prompt, dict) and prompt else [("prompt", prompt)]
+    kind = {"prompt": str, "prompt_token_ids": list, "messages": list}.get(form, ())
+    check(given and isinstance(given, kind) and not more, f"prompt={prompt!r} must be a str, {{'prompt': str}}, "
           "{'prompt_token_ids': list of int} or {'messages': list of dict}, and not empty")
-    if "prompt_token_ids" in given: return None, given["prompt_token_ids"]
-    text = given.get("prompt") or self.tokenizer.apply_chat_template(given["messages"])
-    return text, self.tokenizer.encode(text, "prompt" in given)   # a template brings its own BOS
-
-  def _check_ids(self, ids: list[int], params: SamplingParams) -> None:
-    size = self.model_config.vocab_size
-    for name in ("prompt_token_ids", "stop_token_ids", "allowed_token_ids", "logit_bias"):
-      for i in (ids if name == "prompt_token_ids" else getattr(params, name)) or ():
-        check(type(i) is int and 0 <= i < size, f"{name}: id {i!r} must be an int from 0 to {size - 1}")
+    if form == "prompt_token_ids": return None, given
+    text = given if form == "prompt" else self.tokenizer.apply_chat_template(given)
+    return text, self.tokenizer.encode(text, form == "prompt")   # a template brings its own BOS
 
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
     """Queue a request: a str, {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [{"role", "content"}]}.
@@ -181,15 +141,15 @@ class LLMEngine:
 
   def add(self, request: Request) -> None:
     with self._alone():
-      check(request.request_id not in self.requests, f"request_id={request.request_id!r} is in use")
-      self.requests[request.request_id] = request
+      known = self.requests.setdefault(request.request_id, request)
+      check(known is request, f"request_id={request.request_id!r} is in use")
       self.scheduler.add(request.sequences[0])
 
   def abort_request(self, request_id: str) -> None:
     """End a request with finish_reason "abort". One that has finished, or never was, is let be."""
     with self._alone():
-      request = self.requests.pop(request_id, None)
-      for seq in request.sequences if request else []:
+      if request_id not in self.requests: return
+      for seq in self.requests.pop(request_id).sequences:
         if not seq.finish_reason: self.scheduler.finish(seq, "abort")
 
   def has_unfinished_requests(self) -> bool: return bool(self.requests)
@@ -201,77 +161,67 @@ class LLMEngine:
 
   def advance(self) -> list[Request]:
     """As `step`, for who makes no outputs of it."""
-    started = time.perf_counter()
     with self._alone():
-      try:
-        changed = self._step()
+      started = time.perf_counter()
+      try: changed = self._step()
       except BaseException:
         self._recover()
         raise
-    self.totals["seconds"] += time.perf_counter() - started   # type: ignore[assignment]
-    return changed
+      self.scheduler.totals.update(seconds=time.perf_counter() - started)   # type: ignore[call-arg]
+      return changed
 
   def _step(self) -> list[Request]:
     batch = self.scheduler.schedule()
-    step = pack(batch, self.config, self.model_config.vocab_size) if batch else None
+    step = pack(batch, self.config, self.runner.max_blocks, self.model_config.vocab_size) if batch else None
     self.scheduler.advance(batch)
     if step and not self.runner.overlaps: self._launched = step, self.runner.launch(step)
     launched = self._launched
     results = launched[1]() if launched else None   # waits for the device
-    self._launched = None
-    if step and self.runner.overlaps: self._launched = step, self.runner.launch(step)
-    self.totals.update(steps=1, scheduled=len(batch))
-    return self._settle(self._record(launched[0], results) if launched and results else [])
+    self._launched = (step, self.runner.launch(step)) if step and self.runner.overlaps else None
+    self.scheduler.totals.update(steps=1, scheduled=len(batch))
+    return self._settle(self._record(launched[0], *results) if launched and results else [])
 
-  def _record(self, step: Step, results: Results) -> list[Request]:
+  def _record(self, step: Step, ids: list[int], logprobs: list[list[float]]) -> list[Request]:
     """Give a step's tokens to their sequences. Returns the requests that have new ones."""
-    sampled = {seq: results.ids[row] for seq, row in step.samples.items() if not seq.finish_reason}
+    sampled = {seq: token for token, (seq, place) in zip(ids, step.targets, strict=False)
+               if place == len(seq.tokens) and not seq.finish_reason}   # else it is the prompt's, or has ended meanwhile
     self.scheduler.update(step.written, sampled)
-    self.totals["generation_tokens"] += len(sampled)
-    if step.shape.logprobs: self._note_logprobs(step, results)
-    return [self.requests[name] for name in dict.fromkeys(seq.request_id for seq in sampled)]
-
-  def _note_logprobs(self, step: Step, results: Results) -> None:
-    for (seq, place), (own, rank, *best) in zip(step.targets, results.logprobs, strict=False):
-      request = self.requests.get(seq.request_id)
+    for (seq, place), (own, rank, *best) in zip(step.targets, logprobs, strict=False):
       k = seq.params.logprobs if place >= seq.num_prompt else seq.params.prompt_logprobs
-      if k is None or place >= len(seq.tokens) or not request or seq not in request.sequences: continue
+      if k is None or place >= len(seq.tokens): continue
       found = [(seq.tokens[place], own, rank), *zip(best[:2 * k:2], best[1:2 * k:2], range(1, k + 1), strict=True)]
-      request.logprobs[seq.index][place] = {
-        int(i): Logprob(x, int(r), self.tokenizer.decode([int(i)], False)) for i, x, r in found}
+      seq.logprobs[place] = {int(i): Logprob(x, int(r), self.tokenizer.decode([int(i)], False)) for i, x, r in found}
+    return [self.requests[name] for name in dict.fromkeys(seq.request_id for seq in sampled)]
 
   def _settle(self, changed: list[Request]) -> list[Request]:
     """End what a stop string ends, and let go of requests that have ended."""
     changed = self._owed + changed
     for request in changed:
-      if request.params.stop or request.finished:
-        for seq, stop in request.read():
-          self.scheduler.finish(seq, "stop")
-          seq.stop_reason = stop
-    for request in changed:
-      if request.finished: del self.requests[request.request_id]
-    self.totals["requests_finished"] += sum(request.finished for request in changed)
+      for text in request.texts if request.params.stop or request.finished else ():
+        stop = text.feed()
+        if stop is None: continue
+        self.scheduler.finish(text.seq, "stop")
+        text.seq.stop_reason = stop
+    ended = [request.request_id for request in changed if request.finished]
+    for name in ended: del self.requests[name]
+    self.scheduler.totals.update(requests_finished=len(ended))
     self._owed = []
     return changed
 
   def _recover(self) -> None:
-    """After a failed step: what was launched is forgotten, nobody holds blocks, and what was not read is computed
-    again."""
-    self._launched = None
-    requests = self.requests.values()
+    """After a failed step: what was launched is forgotten, nobody holds blocks, what was not read is computed again."""
+    self._launched, requests = None, self.requests.values()
     self._owed = [request for request in requests if request.finished]
     forks = {seq for request in requests for seq in request.sequences[0].forks}
-    unfinished = {seq for request in requests for seq in request.sequences if not seq.finish_reason}
-    self.scheduler.reset(unfinished - forks)
+    self.scheduler.reset({seq for x in requests for seq in x.sequences if not seq.finish_reason} - forks)
 
   def get_metrics(self) -> dict[str, float]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
-    totals = {**self.scheduler.totals, **self.totals}
+    queue, pool, totals = self.scheduler, self.blocks, self.scheduler.totals
     seconds = max(totals["seconds"], 1e-6)
-    return {**totals, "blocks_used": self.blocks.num_used(), "blocks_free": self.blocks.num_free(),
-            "blocks_cached": len(self.blocks.unused), "blocks_shared": self.blocks.num_shared,
-            "num_requests_running": len(self.scheduler.running), "num_requests_waiting": len(self.scheduler.waiting),
-            "mean_batch_size": totals["scheduled"] / max(1, totals["steps"]),
+    return {**totals, "blocks_used": pool.num_used(), "blocks_free": pool.num_free(), "blocks_cached": len(pool.unused),
+            "blocks_shared": pool.num_shared, "num_requests_running": len(queue.running),
+            "num_requests_waiting": len(queue.waiting), "mean_batch_size": totals["scheduled"] / max(1, totals["steps"]),
             "tokens_per_second": totals["generation_tokens"] / seconds,
             "requests_per_second": totals["requests_finished"] / seconds}
 
@@ -285,8 +235,8 @@ class LLM(LLMEngine):
     prompts = prompts if isinstance(prompts, list) else [prompts]
     params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
     check(len(params) == len(prompts), f"sampling_params: {len(params)} for {len(prompts)} prompts: give one or all")
+    requests = [self.request(f"generate-{next(self._arrivals)}", *pair) for pair in zip(prompts, params, strict=True)]
     with self._alone():
-      requests = [self.request(f"generate-{next(self._arrivals)}", *pair) for pair in zip(prompts, params, strict=True)]
       try:
         for request in requests: self.add(request)
         for request in helpers.tqdm(requests, "generating", not use_tqdm or None, unit=" requests"):
@@ -302,13 +252,12 @@ class LLM(LLMEngine):
 
   def _stream(self, request: Request) -> Iterator[RequestOutput]:
     self.add(request)
+    seen, finished = 0, False
     try:
-      output = None
-      while output is None or not output.finished:
-        seen = sum(tokens for _, tokens in request.seen)
-        while not request.finished and request.metrics.num_generated <= seen: self.advance()
-        output = request.news()
-        yield output
+      while not finished:
+        while request.metrics.num_generated == seen and not request.finished: self.advance()
+        seen, finished = request.metrics.num_generated, request.finished
+        yield request.output(news=True)
     finally: self.abort_request(request.request_id)
 
   def chat(self, messages: list[dict[str, str]], sampling_params: Params = None) -> list[RequestOutput]:
@@ -316,8 +265,7 @@ class LLM(LLMEngine):
     return self.generate({"messages": messages}, sampling_params, use_tqdm=False)
 
 
-@functools.cache
-def _shared(model: str | pathlib.Path | None) -> LLM: return LLM(model)   # one engine for each model
+shared = functools.cache(LLM)   # one engine for each model
 
 
 def generate(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> str:
@@ -327,6 +275,6 @@ def generate(prompt: str, model: str | pathlib.Path | None = None, **sampling: A
 
 def generate_stream(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> Iterator[str]:
   """As `generate`, a piece at a time, as tokens arrive."""
-  with exclusive: llm = _shared(model)   # two first callers get one engine
+  with exclusive: llm = shared(model)   # two first callers get one engine
   outputs = llm.generate_stream(prompt, SamplingParams(**{"temperature": 0.0, **sampling}))
   return (output.outputs[0].text for output in outputs if output.outputs[0].text)

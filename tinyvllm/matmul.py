@@ -1,7 +1,7 @@
 """x @ W.T as UOps that state their schedule, once for tensor cores and once for all other devices, and the norm before
 it. A custom kernel gets its buffers, and says what to loop over, what each thread does and where results go."""
 import itertools, math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, helpers
@@ -14,18 +14,12 @@ from .device import cpu_cores, renderer
 MMA = (8, 16, 16)   # the tensor core used here: n, m, k
 
 
-class Tiles(NamedTuple):
-  """How tensor cores share x @ W.T."""
-  outputs: int   # tiles of 16 outputs to a warp
-  rows: int      # tiles of 8 rows of x to a warp
-  shares: int    # warps that share a sum
-  steps: int     # of 32 inputs at once
-
-
-# By rows of x and outputs, at most. Found by trying them on an H200 (tests/benchmarks/LOG.md): few outputs want smaller
-# tiles and more warps
-TILES = [(8, 2**30, Tiles(1, 1, 16, 1)), (16, 2**30, Tiles(1, 2, 8, 1)), (32, 8192, Tiles(1, 4, 8, 1)),
-         (32, 2**30, Tiles(2, 4, 4, 2)), (64, 8192, Tiles(2, 8, 4, 2)), (2**30, 2**30, Tiles(4, 8, 2, 2))]
+# By rows of x and outputs, at most: tiles of 16 outputs and of 8 rows to a warp, warps that share a sum, steps of 32
+# inputs at once. Found by trying them on an H200 (tests/benchmarks/LOG.md): few outputs want smaller tiles, more warps
+TILES = [(8, 2**30, (1, 1, 16, 1)), (16, 2**30, (1, 2, 8, 1)), (32, 8192, (1, 4, 8, 1)), (32, 2**30, (2, 4, 4, 2)),
+         (64, 8192, (2, 8, 4, 2)), (2**30, 2**30, (4, 8, 2, 2))]
+# How the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), are stored, by their number
+STORED = {3: (0, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 
 
 def divisor(n: Any, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
@@ -58,17 +52,12 @@ def lane_axis() -> tuple[AxisType, AddrSpace]:
   return (AxisType.UPCAST, AddrSpace.REG) if cpu_cores() else (AxisType.LOCAL, AddrSpace.LOCAL)
 
 
-# How the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), are stored, by their number
-STORED = {3: (0, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
-
-
 def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int, ...]:
-  """Of a W whose rows of x have this type: neighbours in memory are what neighbouring lanes read."""
-  tile = math.gcd(out_features, 16)
-  cores = [(core.dims, core.dtype_in, core.dtype_out) for core in renderer().tensor_cores]
-  if tile < 16 or in_features % 32 or (MMA, dtype, dtypes.float32) not in cores:
-    return out_features // tile, in_features, tile
-  return out_features // 16, in_features // 32, 2, 2, 8, 4, 2, 2
+  """Of a W for rows of x of this type: neighbours in memory are what neighbouring lanes read."""
+  tile, cores = math.gcd(out_features, 16), [(core.dims, core.dtype_in) for core in renderer().tensor_cores]
+  if (MMA, dtype) in cores and tile == 16 and in_features % 32 == 0:
+    return out_features // 16, in_features // 32, 2, 2, 8, 4, 2, 2
+  return out_features // tile, in_features, tile
 
 
 def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -79,16 +68,28 @@ def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 def unpack(stored: Tensor) -> Tensor:
   """A stored W as (out, in)."""
-  plain = stored.permute(helpers.argsort(STORED[stored.ndim]))
-  rows = 2 if stored.ndim == 3 else 3
+  plain, rows = stored.permute(helpers.argsort(STORED[stored.ndim])), 2 if stored.ndim == 3 else 3
   return plain.flatten(rows).flatten(0, rows - 1)
 
 
-def linear(x: Tensor, weight: Tensor, *added: Tensor, dtype: DType) -> Tensor:
-  """x @ W.T and all that is added to it, (T, out) or (1, out), in float32, as `dtype`. x: (T, in). weight: stored."""
-  out = Tensor.empty(x.shape[0], unpack(weight).shape[0], dtype=dtype, device=x.device)   # (T, out)
-  kernel = linear_kernel if weight.ndim == 3 else tensor_core_linear_kernel
-  return out.custom_kernel(x, weight, *added, fxn=kernel)[0]
+class Linear:
+  """x @ W.T + bias, accumulated in float32. sources: the matrices of the files whose rows follow each other in W, and
+  how many each has. dtype: of x, and of W unless its file is narrower."""
+  def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType):
+    self.in_features, self.out_features, self.sources = in_features, sum(sources.values()), sources
+    self.weight = Tensor.empty(*stored_shape(self.out_features, in_features, dtype), dtype=dtype)
+    self.bias = Tensor.empty(self.out_features, dtype=dtype) if bias else None
+
+  def __call__(self, x: Tensor, *residual: Tensor, dtype: DType | None = None) -> Tensor:
+    """x: (T, in). residual: (T, out), added to the result. Returns (T, out), of x's type unless said."""
+    out = Tensor.empty(x.shape[0], self.out_features, dtype=dtype or x.dtype, device=x.device)   # (T, out)
+    added = residual if self.bias is None else (self.bias.unsqueeze(0), *residual)
+    kernel = linear_kernel if self.weight.ndim == 3 else tensor_core_linear_kernel
+    return out.custom_kernel(x, self.weight, *added, fxn=kernel)[0]
+
+  def rows(self, ids: Tensor, dtype: DType) -> Tensor:
+    """Of each id, (T,), a row of W: (T, in)."""
+    return unpack(self.weight)[ids].cast(dtype).contiguous()
 
 
 def _plus(total: UOp, added: tuple[UOp, ...], row: UOp, column: UOp) -> UOp:
@@ -99,24 +100,20 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp
   """A warp: some tiles of 16 outputs, some of 8 rows of x, and the k-th share of the inputs. Of 32 inputs a lane takes
   8 neighbours of x and the weights that belong to them, 4 at a time, which lie as lanes ask for them. The tensor cores
   take 8, 4 and 4 elements of w, x and the sum from a lane (PTX ISA, mma.m16n8k16)."""
-  T, K = x.shape
-  N16 = weight.shape[0]
-  tiles = next(tiles for rows, outputs, tiles in TILES if rows >= T and outputs >= N16 * 16)
-  steps = math.gcd(K // 32, tiles.steps)
-  width = math.gcd(N16, tiles.outputs)
-  shares = math.gcd(K // 32 // steps, tiles.shares)
-  t = UOp.range(-(-T // 8) // tiles.rows, 0, AxisType.GLOBAL)
-  n = UOp.range(N16 // width, 1, AxisType.GLOBAL)
-  column = UOp.range(4, 2, AxisType.LOCAL)   # lane = row * 4 + column
-  row = UOp.range(8, 3, AxisType.LOCAL)
+  (T, K), N16 = x.shape, weight.shape[0]
+  n_tiles, t_tiles, shares, steps = next(tiles for rows, outputs, tiles in TILES if rows >= T and outputs >= N16 * 16)
+  steps, n_tiles = math.gcd(K // 32, steps), math.gcd(N16, n_tiles)
+  shares = math.gcd(K // 32 // steps, shares)
+  t, n = UOp.range(-(-T // 8) // t_tiles, 0, AxisType.GLOBAL), UOp.range(N16 // n_tiles, 1, AxisType.GLOBAL)
+  column, row = UOp.range(4, 2, AxisType.LOCAL), UOp.range(8, 3, AxisType.LOCAL)   # lane = row * 4 + column
   share = axis(shares, 4, AxisType.GROUP_REDUCE)
   step = axis(K // 32 // steps // shares, 5)
   eight = list(itertools.product(range(2), repeat=3))
   parts = [((step * shares + share) * steps + u, i) for u in range(steps) for i in range(2)]   # 16 inputs each
   stores = []
-  for tile in range(width):
-    ws = [UOp.stack(*[weight[n * width + tile, k, i, h, row, column, r, p] for h, r, p in eight]) for k, i in parts]
-    for first in [(t * tiles.rows + j) * 8 for j in range(tiles.rows)]:
+  for tile in range(n_tiles):
+    ws = [UOp.stack(*[weight[n * n_tiles + tile, k, i, h, row, column, r, p] for h, r, p in eight]) for k, i in parts]
+    for first in [(t * t_tiles + j) * 8 for j in range(t_tiles)]:
       total = UOp.const((0.0,) * 4, dtypes.float32)
       for w, (k, i) in zip(ws, parts, strict=True):
         four = [x[(first + row).minimum(T - 1), k * 32 + column * 8 + i * 4 + e] for e in range(4)]
@@ -124,7 +121,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp
       total = fold(Ops.ADD, total, step, share)
       for e in range(4):
         to_row = first + column * 2 + e % 2
-        to = (n * width + tile) * 16 + e // 2 * 8 + row
+        to = (n * n_tiles + tile) * 16 + e // 2 * 8 + row
         value = _plus(total.index(e), added, to_row.minimum(T - 1), to).cast(out.dtype)
         stores.append(out.base.index((to_row * out.shape[1] + to).valid(to_row < T)).store(value))
   return UOp.group(*stores).end(t, n, column, row).sink(arg=KernelInfo(name="linear_tc", opts_to_apply=()))
@@ -132,11 +129,8 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp
 
 def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
   """One pass over the weights: a tile of 16 outputs stays in the cache while the rows of x go by."""
-  T = x.shape[0]
-  N16, K, lanes = weight.shape
-  cores = cpu_cores()
-  n, t, lane = [UOp.range(extent, i) for i, extent in enumerate((N16, T, lanes))]
-  k = axis(K, 3)
+  T, (N16, K, lanes), cores = x.shape[0], weight.shape, cpu_cores()
+  n, t, lane, k = *[UOp.range(extent, i) for i, extent in enumerate((N16, T, lanes))], axis(K, 3)
   product = x[t, k].cast(dtypes.float32) * weight[n, k, lane].cast(dtypes.float32)
   total = _plus(fold(Ops.ADD, product, k), added, t, n * lanes + lane)
   opts: list[Opt] = []
@@ -149,27 +143,27 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
   return out[t, n * lanes + lane].store(total.cast(out.dtype)).end(n, t, lane).sink(arg=info)
 
 
-def norm_kernel(eps: float, out: UOp, x: UOp, weight: UOp) -> UOp:
-  """Rows divided by their root mean square, times weights (Zhang and Sennrich 2019), in float32. x, out: (T, K).
-  weight: (K,). The lanes of a work group sum a part of a row each, and share the sums."""
-  T, K = x.shape
-  cores = cpu_cores()
-  wide = 1 if cores else math.gcd(K, 4)   # neighbours that a thread reads at once
-  lanes = math.gcd(K, 16) if cores else divisor(K // wide, 256)
-  kind, space = lane_axis()
-  t = UOp.range(T, 0)
-  lane = UOp.range(lanes, 1, kind)
-  inside, outside = ((lane,), (t,)) if cores else ((), (t, lane))
-  k = axis(K // lanes // wide, 2)
-  e = axis(wide, 3, AxisType.UNROLL)
-  part = x[t, (k * lanes + lane) * wide + e].cast(dtypes.float32)
-  sums = UOp.placeholder((lanes,), dtypes.float32, 100, space)   # tinygrad numbers its own from 0
-  sums = sums.after(end(sums[lane].store(fold(Ops.ADD, part * part, k, e)), *inside))
-  i, over = unrolled(lanes, 32, 4)
-  scale = (fold(Ops.ADD, sums[i], *over) / K + eps).rsqrt()
-  j = axis(K // lanes // wide, 6, AxisType.LOOP)
-  f = axis(wide, 7, AxisType.UPCAST)
-  to = (j * lanes + lane) * wide + f
-  value = x[t, to].cast(dtypes.float32) * scale * weight[to].cast(dtypes.float32)
-  stored = end(out[t, to].store(value.cast(out.dtype)), j, f, *inside)
-  return end(stored, *outside).sink(arg=KernelInfo(name="norm", opts_to_apply=()))
+class Norm:
+  """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019), in float32. sources: the weight's name and size."""
+  def __init__(self, name: str, size: int, eps: float, dtype: DType):
+    self.sources, self.eps, self.weight = {name: size}, eps, Tensor.empty(size, dtype=dtype)
+
+  def __call__(self, x: Tensor) -> Tensor:
+    """x: (..., size). Returns the same shape."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return Tensor.empty_like(rows).custom_kernel(rows, self.weight, fxn=self.kernel)[0].reshape(x.shape)
+
+  def kernel(self, out: UOp, x: UOp, weight: UOp) -> UOp:
+    """A work group takes a row, of which each lane squares a part; they share the sums. x: (T, K). weight: (K,)."""
+    (T, K), (kind, shared), cores = x.shape, lane_axis(), cpu_cores()
+    lanes = math.gcd(K, 16) if cores else divisor(K, 256)
+    t, lane, k, j = UOp.range(T, 0), UOp.range(lanes, 1, kind), axis(K // lanes, 2), axis(K // lanes, 3, AxisType.LOOP)
+    inside, outside = ((lane,), (t,)) if cores else ((), (t, lane))
+    part, sums = x[t, k * lanes + lane].cast(dtypes.float32), UOp.placeholder((lanes,), dtypes.float32, 100, shared)
+    sums = sums.after(end(sums[lane].store(fold(Ops.ADD, part * part, k)), *inside))
+    i, over = unrolled(lanes, 32, 4)
+    scale = (fold(Ops.ADD, sums[i], *over) / K + self.eps).rsqrt()
+    column = j * lanes + lane
+    value = x[t, column].cast(dtypes.float32) * scale * weight[column].cast(dtypes.float32)
+    stored = end(out[t, column].store(value.cast(out.dtype)), j, *inside)
+    return end(stored, *outside).sink(arg=KernelInfo(name="norm", opts_to_apply=()))

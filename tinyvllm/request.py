@@ -40,30 +40,24 @@ class SamplingParams(Options):
   structured_outputs: object = None                     # what the text must be: StructuredOutputsParams
 
   def __post_init__(self) -> None:
-    replace = vars(self).update   # what JSON has in another form
+    replace, structured = vars(self).update, self.structured_outputs   # as JSON has them
     if isinstance(self.stop, str): replace(stop=[self.stop])
     if isinstance(self.logit_bias, dict):
       replace(logit_bias={int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()})
+    if isinstance(structured, dict):
+      from . import StructuredOutputsParams   # of a package beside the engine, loaded when it is needed
+      replace(structured_outputs=StructuredOutputsParams(**structured))
+    else: check(structured is None or hasattr(structured, "constraint"), f"structured_outputs={structured!r} must be of "
+                "type StructuredOutputsParams")
     super().__post_init__()
     check(self.min_tokens <= self.max_tokens, f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
     check(self.allowed_token_ids != [], "allowed_token_ids=[] allows nothing: None allows all")
-    if self.structured_outputs is not None: self._check_structured_outputs()
-
-  def _check_structured_outputs(self) -> None:
-    from . import StructuredOutputsParams   # of a package beside the engine, loaded when it is needed
-    given = self.structured_outputs
-    if isinstance(given, dict): vars(self).update(structured_outputs=StructuredOutputsParams(**given))
-    check(isinstance(given, dict | StructuredOutputsParams), f"structured_outputs={given!r} must be of type "
-          "StructuredOutputsParams")
-    for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
+    for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words") if structured else ():
       check(not getattr(self, name), f"{name}={getattr(self, name)!r} and structured_outputs are in conflict: drop one")
 
-  @property
-  def penalized(self) -> bool:
-    """Whether logits hang on the tokens before."""
-    return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-  edited = property(lambda self: bool(self.penalized or self.logit_bias or self.bad_words or self.min_tokens))
+  # Whether logits hang on the tokens before; 0: the best token, 1: one drawn of all, 2: one drawn of the best
+  penalized = property(lambda self: self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+  sampler = property(lambda self: 0 if self.temperature < 1e-5 else 2 if self.top_k > 0 or self.top_p < 1 else 1)
 
 
 class Logprob(NamedTuple):
@@ -108,6 +102,7 @@ class Sequence:
   num_computed: int = 0
   num_unread: int = 0              # tokens that the device has chosen and the host has not read
   num_cached: int = 0              # tokens of the prompt that were found when it first ran
+  logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)   # by place
   finish_reason: str | None = None
   stop_reason: int | str | None = None   # the stop string or id that ended it
 
@@ -116,12 +111,21 @@ class Sequence:
   length = property(lambda self: len(self.tokens) + self.num_unread)
   num_generated = property(lambda self: len(self.tokens) - self.num_prompt)
   exhausted = property(lambda self: self.length >= self.max_len)
-  # Whether the host must have read its last token before it chooses the next one
-  reads = property(lambda self: bool(self.params.penalized or self.bad_words or self.constraint))
   # Whether logits of all its prompt are wanted, so that all of it is computed
   scores_prompt = property(lambda self: self.index == 0 and self.params.prompt_logprobs is not None)
-
   def remaining(self) -> int: return self.length - self.num_computed
+
+  def ready(self) -> bool:
+    """Whether a step may compute it: it is running, its length lets it, and the host has read what the choice of its
+    next token hangs on."""
+    reads = self.params.penalized or self.bad_words or self.constraint
+    return self.row is not None and self.length < self.max_len and not (reads and self.num_unread)
+
+  def restart(self) -> None:
+    """Without blocks: what the device has is lost. Its table is a new list: the device knows them apart."""
+    self.block_table = []
+    self.row = None
+    self.num_computed = self.num_unread = 0
 
   def append(self, token: int) -> None:
     """Take the next token, and finish where it, the constraint or the length says so."""
@@ -130,22 +134,13 @@ class Sequence:
     self.metrics.num_generated += 1
     if self.metrics.num_generated == 1: self.metrics.first_token_time = time.monotonic()
     if self.constraint: self.constraint.accept(token)
-    if token in self.stop_ids or (self.constraint and self.constraint.done): self.finish_reason = "stop"
+    if token in self.stop_ids or self.constraint and self.constraint.done: self.finish_reason = "stop"
     elif len(self.tokens) >= self.max_len: self.finish_reason = "length"
     if token in (self.params.stop_token_ids or ()): self.stop_reason = token
 
   def num_logits(self, n: int) -> int:
     """How many of the next n tokens want logits: the last one if a new token follows it, or all."""
-    if self.scores_prompt and self.num_computed < self.num_prompt: return n
-    return 1 if n == self.remaining() else 0
-
-  def mask(self, vocab_size: int) -> np.ndarray | None:
-    """A bit for each token that may come next, in int32 words; None: all may."""
-    if self.constraint: return self.constraint.mask()
-    if self.params.allowed_token_ids is None: return None
-    bits = np.zeros(-(-vocab_size // 32) * 32, bool)
-    bits[self.params.allowed_token_ids] = True
-    return np.packbits(bits, bitorder="little").view(np.int32)
+    return n if self.scores_prompt and self.num_computed < self.num_prompt else int(n == self.remaining())
 
   def banned(self) -> list[int]:
     """Tokens that may not come next: ends before min_tokens, and the last of a bad word whose others are there."""
@@ -155,20 +150,21 @@ class Sequence:
     allowed = self.params.allowed_token_ids
     return [] if allowed and {*allowed} <= {*banned} else banned   # or nothing would be left
 
-  def edits(self) -> np.ndarray:
-    """What is done to the logits of its next token: a row of EDIT for each token that is touched."""
-    params = self.params
-    bias = {**(params.logit_bias or {}), **dict.fromkeys(self.banned(), -math.inf)}
-    said = Counter(self.tokens[self.num_prompt:] if params.presence_penalty or params.frequency_penalty else [])
-    seen = dict.fromkeys(self.tokens if params.repetition_penalty != 1 else [])
-    ids = [*{**bias, **said, **seen}]
-    edits = np.zeros(len(ids), EDIT)
-    edits["token"] = ids
-    edits["bias"] = [bias.get(i, 0.0) for i in ids]
-    edits["factor"] = [params.repetition_penalty if i in seen else 1.0 for i in ids]
-    times = np.array([said.get(i, 0) for i in ids])
-    edits["penalty"] = times * params.frequency_penalty + np.minimum(times, 1) * params.presence_penalty
-    return edits
+  def mask(self, vocab_size: int) -> np.ndarray | None:
+    """A bit for each token that may come next, in int32 words; None: all may."""
+    if self.constraint: return self.constraint.mask()
+    if not self.params.allowed_token_ids: return None
+    bits = np.isin(np.arange(-(-vocab_size // 32) * 32), self.params.allowed_token_ids)
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+  def edits(self) -> list[tuple[int, float, float, float]]:
+    """What is done to the logits of its next token, as EDIT has it behind the row, for each token that is touched."""
+    p = self.params
+    said = Counter(self.tokens[self.num_prompt:] if p.penalized else ())
+    bias = (p.logit_bias or {}) | dict.fromkeys(self.banned(), -math.inf)
+    seen = {*(self.tokens if p.repetition_penalty != 1 else said)}
+    return [(i, bias.get(i, 0.0), p.repetition_penalty if i in seen else 1.0,
+             said[i] * p.frequency_penalty + min(said[i], 1) * p.presence_penalty) for i in seen | bias.keys()]
 
 
 @dataclass

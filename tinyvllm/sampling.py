@@ -66,9 +66,9 @@ def restrict(logits: Tensor, allowed: Tensor) -> Tensor:
 
 
 def edit_kernel(logits: UOp, edits: UOp) -> UOp:
-  """Change single logits, (S, V), in place. edits: (E, fields of EDIT), of which no two are of one logit."""
-  i = UOp.range(edits.shape[0], 0)
-  row, token, *words = [edits[i, field].load() for field in range(len(EDIT.names))]
+  """Change single logits, (S, V), in place. edits: (fields of EDIT, E), of which no two are of one logit."""
+  i = UOp.range(edits.shape[1], 0)
+  row, token, *words = [edits[field, i].load() for field in range(len(EDIT))]
   bias, factor, penalty = [word.bitcast(dtypes.float32) for word in words]
   place = row.cast(dtypes.weakint) * logits.shape[1] + token.cast(dtypes.weakint)
   logit = logits.base.index(place.valid(row >= 0))

@@ -23,9 +23,8 @@ class BlockManager:
   block is found by the hash of its tokens and all before them (vLLM's automatic prefix caching), also while it is
   free."""
   def __init__(self, num_blocks: int, config: EngineConfig):
-    self.num_blocks = num_blocks
-    self.block_size = config.block_size
-    self.caching = config.enable_prefix_caching
+    self.num_blocks, self.num_tokens = num_blocks, (num_blocks - 1) * config.block_size
+    self.config, self.block_size = config, config.block_size
     self.cached: dict[bytes, int] = {}   # the first block with a key
     self.reset()
 
@@ -38,7 +37,6 @@ class BlockManager:
     self.unused = dict.fromkeys(found)   # free blocks that are found, the one let go of longest ago first
     self.empty = [block for block in range(self.num_blocks - 1, 0, -1) if block not in found]   # the other free ones
 
-  num_tokens = property(lambda self: (self.num_blocks - 1) * self.block_size)
   def num_free(self) -> int: return len(self.empty) + len(self.unused)
   def num_used(self) -> int: return self.num_blocks - 1 - self.num_free()
   def can_allocate(self, table: list[int], n: int) -> bool: return n <= (len(table) + self.num_free()) * self.block_size
@@ -46,34 +44,31 @@ class BlockManager:
   def allocate(self, table: list[int], num_tokens: int) -> None:
     """Grow `table` until it holds `num_tokens`. The caller has asked `can_allocate`."""
     while len(table) * self.block_size < num_tokens:
-      block = self.empty.pop() if self.empty else self._evict()
-      self.ref_counts[block] = 1
-      table.append(block)
+      if not self.empty: self._evict(next(iter(self.unused)))
+      table.append(self.empty.pop())
+      self.ref_counts[table[-1]] = 1
 
-  def _evict(self) -> int:
-    block = next(iter(self.unused))
+  def _evict(self, block: int) -> None:
     del self.unused[block], self.cached[self.keys[block]]
     self.keys[block] = b""
-    return block
+    self.empty.append(block)
 
   def free(self, seq: Sequence) -> None:
-    """Let go of a sequence's blocks, the newest first. Its table is a new list then: the device knows them apart."""
+    """Let go of a sequence's blocks, the newest first."""
     for block in reversed(seq.block_table):
       self.ref_counts[block] -= 1
       if self.ref_counts[block] == 1: self.num_shared -= 1
       if self.ref_counts[block] > 0: continue
-      if self.cached.get(self.keys[block]) == block: self.unused[block] = None
-      else:
-        self.keys[block] = b""
-        self.empty.append(block)
-    seq.block_table = []
-    seq.num_computed = seq.num_unread = 0
-    seq.row = None
+      self.unused[block] = None
+      if self.cached.get(self.keys[block]) == block: continue
+      del self.unused[block]   # it cannot be found
+      self.keys[block] = b""
+      self.empty.append(block)
+    seq.restart()
 
   def _key(self, seq: Sequence, i: int) -> bytes:
-    parent = self.keys[seq.block_table[i - 1]] if i else b""
     tokens = seq.tokens[i * self.block_size:(i + 1) * self.block_size]
-    return hashlib.sha256(parent + str(tokens).encode()).digest()
+    return hashlib.sha256((self.keys[seq.block_table[i - 1]] if i else b"") + str(tokens).encode()).digest()
 
   def match(self, seq: Sequence) -> None:
     """Give a sequence without blocks those in which its tokens are found. The last token is always computed."""
@@ -88,23 +83,23 @@ class BlockManager:
 
   def publish(self, seq: Sequence, num_tokens: int) -> None:
     """Let the full blocks of a sequence's first tokens be found: a step has computed them, and has been read."""
-    full = num_tokens // self.block_size if self.caching else 0
-    known = next((i for i in range(full, 0, -1) if self.keys[seq.block_table[i - 1]]), 0)
-    for i in range(known, full):
-      block = seq.block_table[i]
-      self.keys[block] = self._key(seq, i)
-      self.cached.setdefault(self.keys[block], block)
+    blocks = seq.block_table[:num_tokens // self.block_size] if self.config.enable_prefix_caching else []
+    new = len(blocks)
+    while new and not self.keys[blocks[new - 1]]: new -= 1
+    for i in range(new, len(blocks)):
+      self.keys[blocks[i]] = self._key(seq, i)
+      self.cached.setdefault(self.keys[blocks[i]], blocks[i])
 
 
 class Scheduler:
   """Who runs, who waits, and how many tokens of each sequence the next step computes."""
   def __init__(self, config: EngineConfig, blocks: BlockManager):
-    self.config = config
-    self.blocks = blocks
+    self.config, self.blocks = config, blocks
     self.waiting: list[Sequence] = []   # in order
     self.running: list[Sequence] = []
-    self.totals = Counter(dict.fromkeys(("num_preemptions", "prompt_tokens", "prefix_cache_queries",
-                                         "prefix_cache_hits"), 0))
+    self.totals: Counter = Counter(
+      steps=0, scheduled=0, seconds=0, num_preemptions=0, prompt_tokens=0, generation_tokens=0, requests_finished=0,
+      prefix_cache_queries=0, prefix_cache_hits=0)
 
   def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq, key=lambda s: s.order)
 
@@ -112,29 +107,19 @@ class Scheduler:
     """The sequences of the next step and how many tokens of each, with blocks allocated. May preempt sequences, but
     never the oldest one of the highest priority: the pool holds any one alone."""
     batch: dict[Sequence, int] = {}
-    budget = self.config.max_num_batched_tokens
-    preempted = self.totals["num_preemptions"]
+    before = self.totals["num_preemptions"]
     for seq in sorted(self.running, key=lambda s: (s.remaining() > 1, s.order)):
-      waits = seq.row is None or seq.exhausted or (seq.reads and seq.num_unread)
-      n = 0 if waits else min(seq.remaining(), budget)   # there is always room for a decode
+      n = min(seq.remaining(), self._left(batch)) if seq.ready() else 0
       while n and not self.blocks.can_allocate(seq.block_table, seq.num_computed + n):
         victim = max(self.running, key=lambda s: s.order)
         self.preempt(victim)
-        budget += batch.pop(victim, 0)
+        batch.pop(victim, None)
         if victim is seq: n = 0
-      if n:
-        self.blocks.allocate(seq.block_table, seq.num_computed + n)
-        batch[seq] = n
-        budget -= n
-    if self.totals["num_preemptions"] == preempted: self._admit(batch, budget)
-    return batch
-
-  def _admit(self, batch: dict[Sequence, int], budget: int) -> None:
-    """Let those who wait run, in order, while there are rows, tokens of the budget and blocks."""
+      if n: self._take(batch, seq, n)
     rows = {*range(self.config.max_num_seqs)} - {seq.row for seq in self.running}
-    while self.waiting and rows and budget:
+    while self.waiting and rows and self._left(batch) and self.totals["num_preemptions"] == before:
       seq = self.waiting[0]
-      if self.blocks.caching and not seq.scores_prompt: self.blocks.match(seq)
+      if self.config.enable_prefix_caching and not seq.scores_prompt: self.blocks.match(seq)
       if not self.blocks.can_allocate(seq.block_table, len(seq.tokens)):
         self.blocks.free(seq)   # room for all of it, or the chunks of several would preempt each other
         break
@@ -145,16 +130,21 @@ class Scheduler:
         self.totals["prompt_tokens"] += seq.num_prompt
         seq.metrics.first_scheduled_time = time.monotonic()
         seq.num_cached = seq.num_computed
-      batch[seq] = min(seq.remaining(), budget)
-      budget -= batch[seq]
-      self.blocks.allocate(seq.block_table, seq.num_computed + batch[seq])
+      self._take(batch, seq, min(seq.remaining(), self._left(batch)))
+    return batch
+
+  def _left(self, batch: dict[Sequence, int]) -> int: return self.config.max_num_batched_tokens - sum(batch.values())
+
+  def _take(self, batch: dict[Sequence, int], seq: Sequence, n: int) -> None:
+    self.blocks.allocate(seq.block_table, seq.num_computed + n)
+    batch[seq] = n
 
   def preempt(self, seq: Sequence) -> None:
     """Take a sequence's blocks. It waits in its old place in the order, and computes again what is not found then."""
-    self.totals["num_preemptions"] += 1
     self.running.remove(seq)
     self.blocks.free(seq)
     self.add(seq)
+    self.totals["num_preemptions"] += 1
     times = self.totals["num_preemptions"]
     if times.bit_count() == 1:   # ever more rarely
       logger.warning("%d preemptions: lower max_num_seqs or raise gpu_memory_utilization", times)
@@ -173,6 +163,7 @@ class Scheduler:
       seq.append(token)
       while seq.forks: self.add(seq.forks.pop())
       if seq.finish_reason: self.finish(seq, seq.finish_reason)
+    self.totals["generation_tokens"] += len(sampled)
 
   def finish(self, seq: Sequence, reason: str) -> None:
     """End a sequence wherever it is, and free what it holds."""
@@ -186,8 +177,5 @@ class Scheduler:
     """After a failed step all who are unfinished wait, without blocks, wherever the step has left them."""
     self.running = []
     self.waiting = sorted(unfinished, key=lambda s: s.order)
-    for seq in self.waiting:
-      seq.block_table = []
-      seq.num_computed = seq.num_unread = 0
-      seq.row = None
+    for seq in self.waiting: seq.restart()
     self.blocks.reset()

@@ -1,12 +1,13 @@
 """Text to token ids and back: sentencepiece's tokenizer.model, Hugging Face's tokenizer.json; chat templates; a text as
 its tokens come."""
 import functools, importlib, itertools, pathlib, re
+from collections.abc import Callable
 from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
 from .config import check, read_json
-from .request import SamplingParams
+from .request import Sequence
 
 
 def optional(name: str, extra: str = "hf") -> Any:
@@ -17,18 +18,16 @@ def optional(name: str, extra: str = "hf") -> Any:
 
 class Tokenizer:
   """named: ids of tokens that stand for a text of their own, and `specials` among them. config: the content of
-  tokenizer_config.json. vocabulary: each token's bytes, or the text of tokenizer.json."""
-  def __init__(self, encode: Any, decode: Any, named: dict[str, int], specials: set[int], config: dict,
-               vocabulary: str | list[bytes]):
-    self._encode = encode
-    self._decode = decode
+  tokenizer_config.json. library: the tokenizers.Tokenizer or SentencePieceProcessor behind it."""
+  def __init__(self, encode: Callable, decode: Callable, named: dict[str, int], specials: set[int], config: dict,
+               library: Any = None):
+    self._encode, self._decode = encode, decode
     self.texts = {i: text for text, i in named.items()}
     self.specials = specials
-    self.vocabulary = vocabulary
+    self.library = library
     self.config = {k: v.get("content", v) if isinstance(v, dict) else v for k, v in config.items()}
-    bos = self.config.get("bos_token")
-    self.eos_token_id = named.get(self.config.get("eos_token", ""))
-    self.prefix = [named[bos]] if config.get("add_bos_token") and bos in named else []
+    self.bos_token_id, self.eos_token_id = [named.get(self.config.get(f"{kind}_token")) for kind in ("bos", "eos")]
+    self.prefix = [self.bos_token_id] if config.get("add_bos_token") and self.bos_token_id is not None else []
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     """Ids of a text, in which special tokens' texts stand for themselves, behind a BOS if the model's files want it."""
@@ -56,82 +55,66 @@ class Tokenizer:
 
 def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
   """From tokenizer.json or tokenizer.model, with tokenizer_config.json and chat_template.jinja where they are."""
-  config = read_json(folder / "tokenizer_config.json")
-  template = folder / "chat_template.jinja"
+  config, template = read_json(folder / "tokenizer_config.json"), folder / "chat_template.jinja"
   if template.exists(): config["chat_template"] = template.read_text()
-  if (folder / "tokenizer.json").exists(): return _load_json(folder / "tokenizer.json", config)
-  check((folder / "tokenizer.model").exists(), f"{folder} has no tokenizer.json and no tokenizer.model")
-  return _load_sentencepiece(folder / "tokenizer.model", config)
-
-
-def _load_json(path: pathlib.Path, config: dict[str, Any]) -> Tokenizer:
-  library = optional("tokenizers").Tokenizer.from_file(str(path))
+  if not (folder / "tokenizer.json").exists(): return _load_sentencepiece(folder / "tokenizer.model", config)
+  library = optional("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
   named = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
   def encode(text: str, special: bool) -> list[int]: return library.encode(text, add_special_tokens=special).ids
   decode = functools.partial(library.decode, skip_special_tokens=False)
-  return Tokenizer(encode, decode, named, set(named.values()), config, library.to_str())
+  return Tokenizer(encode, decode, named, set(named.values()), config, library)
 
 
 def _load_sentencepiece(path: pathlib.Path, config: dict[str, Any]) -> Tokenizer:
+  check(path.exists(), f"{path.parent} has no tokenizer.json and no tokenizer.model")
   model = SentencePieceProcessor(model_file=str(path))
-  size = model.GetPieceSize()
-  added = {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
-  specials = {*filter(model.IsControl, range(size)), *(i for i, token in added.items() if token["special"])}
-  named = {model.IdToPiece(i): i for i in specials if i < size} | {token["content"]: i for i, token in added.items()}
+  size, added = model.GetPieceSize(), config.get("added_tokens_decoder", {})
+  specials = {*filter(model.IsControl, range(size)), *(int(i) for i, token in added.items() if token["special"])}
+  named = {model.IdToPiece(i): i for i in specials if i < size} | {t["content"]: int(i) for i, t in added.items()}
   split = re.compile("(" + "|".join(map(re.escape, named)) + ")").split
 
   def encode(text: str, special: bool) -> list[int]:
     return [i for part in split(text) for i in ([named[part]] if part in named else model.EncodeAsIds(part))]
   def decode(ids: list[int]) -> str: return model.DecodeIds([i for i in ids if i < size])   # ids beyond are padding
-  def spelling(i: int) -> bytes:
-    if model.IsByte(i): return bytes([int(model.IdToPiece(i)[1:-1], 16)])   # <0x0A>
-    return b"" if model.IsUnknown(i) else model.IdToPiece(i).replace("\u2581", " ").encode()
   config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config}
-  return Tokenizer(encode, decode, named, specials, config, [spelling(i) for i in range(size)])
+  return Tokenizer(encode, decode, named, specials, config, model)
 
 
 class TextStream:
-  """The text behind a prompt as its tokens come. `text[:shown]` may be seen: the rest could still become a stop string.
+  """The text of a sequence as its tokens come. `text[:shown]` may be seen: the rest could still become a stop string.
   Text once there never changes, half a character is held back, and all of it is the decoding at once."""
-  def __init__(self, tokenizer: Tokenizer, params: SamplingParams, num_prompt: int):
-    self.tokenizer = tokenizer
-    self.params = params
-    self.num_prompt = num_prompt
-    self.num_decoded = num_prompt   # tokens whose text is there
+  def __init__(self, tokenizer: Tokenizer, seq: Sequence):
+    self.seq, self.params = seq, seq.params
+    self.decode = functools.partial(tokenizer.decode, skip_special_tokens=seq.params.skip_special_tokens)
     self.text = ""
     self.shown = 0
     self.ended = False
+    self.num_decoded = seq.num_prompt   # tokens whose text is there
+    self.seen = 0, seq.num_prompt       # characters and tokens that the reader has had
 
-  def feed(self, ids: list[int], finished: bool) -> str | None:
-    """Add the text of new tokens, ids being all with the prompt's. Returns the stop string that ends the text, if one
-    does."""
+  def feed(self) -> str | None:
+    """Add the text of new tokens. Returns the stop string that ends it, when one does."""
     if self.ended: return None
-    searched = len(self.text)
-    self._decode(ids, finished)
-    stop = self._find_stop(searched) if len(ids) - self.num_prompt > self.params.min_tokens else None
+    searched, stop, finished = len(self.text), None, self.seq.finish_reason is not None
+    self._add(finished)
+    stops = {stop: self.text.find(stop, max(0, searched - len(stop) + 1)) for stop in self.params.stop or []}
+    found = [(place, stop) for stop, place in stops.items() if place >= 0]
+    if found and self.seq.num_generated > self.params.min_tokens:
+      place, stop = min(found)
+      self.text = self.text[:place + len(stop) if self.params.include_stop_str_in_output else place]
     self.ended = finished or stop is not None
-    self.shown = len(self.text) - (0 if self.ended else self._held())
+    begun = [n for s in stops for n in range(1, min(len(s), len(self.text) + 1)) if self.text.endswith(s[:n])]
+    self.shown = len(self.text) - (0 if self.ended else max(begun, default=0))
     return stop
 
-  def _decode(self, ids: list[int], finished: bool) -> None:
+  def _add(self, finished: bool) -> None:
+    ids = self.seq.tokens
+    silent = self.seq.finish_reason == "stop" and ids[-1] in self.seq.stop_ids
+    if silent and not self.params.include_stop_str_in_output: ids = ids[:-1]
     for start in (max(0, self.num_decoded - 8), 0):   # a text depends on that before: on all if those have none or half
-      before = self.tokenizer.decode(ids[start:self.num_decoded], self.params.skip_special_tokens)
+      before = self.decode(ids[start:self.num_decoded])
       if before and "\ufffd" not in before: break
-    text = self.tokenizer.decode(ids[start:], self.params.skip_special_tokens)
+    text = self.decode(ids[start:])
     if text.endswith("\ufffd") and not finished: return   # a character whose bytes have not all come
     self.text += text[len(before):]
     self.num_decoded = len(ids)
-
-  def _find_stop(self, searched: int) -> str | None:
-    places = {stop: self.text.find(stop, max(0, searched - len(stop) + 1)) for stop in self.params.stop or []}
-    found = [(place, stop) for stop, place in places.items() if place >= 0]
-    if not found: return None
-    place, stop = min(found)
-    self.text = self.text[:place + len(stop) if self.params.include_stop_str_in_output else place]
-    return stop
-
-  def _held(self) -> int:
-    """How many characters at the end begin a stop string."""
-    lengths = [n for stop in self.params.stop or [] for n in range(1, min(len(stop), len(self.text) + 1))
-               if self.text.endswith(stop[:n])]
-    return max(lengths, default=0)

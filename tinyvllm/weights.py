@@ -11,8 +11,8 @@ from tinygrad.dtype import DType
 
 from .config import check, read_json
 from .device import largest_tensor, renderer
-from .llama import Linear, Llama, Norm
-from .matmul import pack
+from .llama import Llama
+from .matmul import Linear, Norm, pack
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16: its bits
 
@@ -71,6 +71,6 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: DType) -> None:
 
   for part in helpers.tqdm(model.parts(), desc="loading weights", disable=None):
     fill(part, "weight", *([part.in_features] if isinstance(part, Linear) else []))
-    if hasattr(part, "bias"): fill(part, "bias")
+    if getattr(part, "bias", None): fill(part, "bias")
   surplus = [name for name in reader if name != "lm_head.weight" and not name.endswith(".inv_freq")]   # both derived
   check(not surplus, f"{folder}: tensor {' '.join(surplus[:1])} has no place in the model that its config describes")

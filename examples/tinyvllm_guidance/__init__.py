@@ -62,7 +62,11 @@ class Vocabulary:
   eos_token_id = 0   # the real ones are given apart
 
   def __init__(self, tokenizer: Tokenizer):
-    self.tokens = tokenizer.vocabulary
+    model = tokenizer.library
+    def spelling(i: int) -> bytes:
+      if model.IsByte(i): return bytes([int(model.IdToPiece(i)[1:-1], 16)])   # <0x0A>
+      return b"" if model.IsUnknown(i) else model.IdToPiece(i).replace("\u2581", " ").encode()
+    self.tokens = [spelling(i) for i in range(model.GetPieceSize())]
     self.special_token_ids = list(tokenizer.specials)
     self.guide: Any = None
 
@@ -71,8 +75,8 @@ class Vocabulary:
 
 @functools.lru_cache(maxsize=8)   # it takes a second, and belongs to a model, not to a request
 def _guide(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Any:
-  plain = isinstance(tokenizer.vocabulary, str)   # tokenizer.json, which llguidance reads itself
-  vocabulary: Any = tokenizer.vocabulary if plain else Vocabulary(tokenizer)
+  plain = hasattr(tokenizer.library, "to_str")   # a tokenizer.json, which llguidance reads itself
+  vocabulary: Any = tokenizer.library.to_str() if plain else Vocabulary(tokenizer)
   guide = optional("llguidance", "grammar").LLTokenizer(vocabulary, vocab_size, list(eos_token_ids))
   if not plain: vocabulary.guide = guide
   return guide
