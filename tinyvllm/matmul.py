@@ -166,4 +166,4 @@ class Norm:
     column = j * lanes + lane
     value = x[t, column].cast(dtypes.float32) * scale * weight[column].cast(dtypes.float32)
     stored = end(out[t, column].store(value.cast(out.dtype)), j, *inside)
-    return end(stored, *outside).sink(arg=KernelInfo(name="norm", opts_to_apply=()))
+    return end(stored, *outside).sink(arg=KernelInfo(name="rms_norm", opts_to_apply=()))
