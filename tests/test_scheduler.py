@@ -389,6 +389,14 @@ def test_a_waiting_request_is_not_overtaken_by_a_smaller_one():
   assert bench.scheduler.waiting == [big, small]
 
 
+def test_a_prompt_waits_until_there_is_room_for_all_of_it():
+  bench = Bench(blocks=10, seqs=2, budget=8)
+  first, second = bench.add(prompt=20, n=19), bench.add(prompt=24, n=3)
+  bench.ended_well()
+  assert bench.scheduler.totals["num_preemptions"] == 0, "for its chunks alone there would have been room"
+  assert first.num_generated == 19 and second.num_generated == 3
+
+
 def test_the_newest_of_the_lowest_priority_is_preempted_and_waits_in_its_old_place():
   bench = Bench(blocks=6, seqs=4, budget=24, policy="priority")
   high, low, lower = (bench.add(prompt=7, n=20, priority=p) for p in (0, 1, 2))
