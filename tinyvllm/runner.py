@@ -11,7 +11,7 @@ from tinygrad.uop.ops import KernelInfo
 
 from .batch import FILTERED, GREEDY, LOGITS, TOKEN, Shape, Step
 from .config import EngineConfig, ModelConfig, check, logger
-from .device import cpu_cores, exclusive, largest_tensor
+from .device import cpu_cores, largest_tensor
 from .llama import Llama, rope_table
 from .sampling import argmax, edit_kernel, restrict, sample, top_logprobs
 
@@ -104,7 +104,7 @@ class Runner:
     started = time.perf_counter()
     parallel = {"PARALLEL": 0} if (os.cpu_count() or 1) <= 4 else {}   # a pool of compilers only starts slowly
     graph.cnt = 1   # capture at the first call: all that it reads is realized
-    with exclusive, Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8, **parallel): results = graph()   # 8: WebGPU's
+    with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8, **parallel): results = graph()   # 8: WebGPU's
     logger.info("captured a step of %d tokens in %.1f s", shape.tokens, time.perf_counter() - started)
     return results
 
