@@ -91,7 +91,7 @@ class Runner:
     given, graph = self.steps[step.shape]
     self._bring_tables(step)
     upload(given, step.array)
-    if getattr(graph, "cnt", 2) == 0: ids, logprobs = self._capture(step.shape, graph)
+    if getattr(graph, "captured", graph) is None: ids, logprobs = self._capture(step.shape, graph)
     else: ids, logprobs = graph()
     return lambda: Results(ids.tolist(), logprobs.tolist() if step.shape.logprobs else [])
 
