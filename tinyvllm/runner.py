@@ -110,8 +110,9 @@ class Runner:
 
   def _bring_tables(self, step: Step) -> None:
     """Tokens bring the blocks of their own slots: tables that begin with others are brought here."""
-    unknown = [x for x in step.written if x.start and self.known.get(x.seq.row) is not x.block_table]
-    self.known |= {x.seq.row: x.block_table for x in step.written}
+    written = [x for x in step.written if x.seq.row is not None]   # none that was aborted since
+    unknown = [x for x in written if x.start and self.known.get(x.seq.row) is not x.block_table]
+    self.known |= {x.seq.row: x.block_table for x in written}
     if not unknown: return
     array = np.zeros(self.table.shape, np.int32)
     for row, block_table in self.known.items(): array[row, :len(block_table)] = block_table
