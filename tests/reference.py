@@ -321,7 +321,7 @@ def same_outputs(got: list[Any], expected: list[Any]) -> None:
 
 def check_pool(blocks: Any, tables: list[list[int]]) -> None:
   """What must hold between a BlockManager and all the block tables there are."""
-  free, held = list(blocks.free_blocks), Counter(b for table in tables for b in table)
+  free, held = [*blocks.empty, *blocks.unused], Counter(b for table in tables for b in table)
   assert blocks.num_free() == len(free) == len(set(free)), "a block is free twice"
   assert blocks.num_free() + blocks.num_used() == blocks.num_blocks - 1
   assert blocks.num_used() == len(held), f"{blocks.num_used()} blocks used, {len(held)} in tables"
@@ -332,6 +332,9 @@ def check_pool(blocks: Any, tables: list[list[int]]) -> None:
   assert not set(free) & set(held), "a block is free and held"
   assert set(free) | set(held) == set(range(1, blocks.num_blocks)), "a block is lost"
   assert [blocks.ref_counts[b] for b in range(blocks.num_blocks)] == [held[b] for b in range(blocks.num_blocks)]
+  assert blocks.num_shared == sum(n > 1 for n in held.values())
+  assert {*blocks.unused} == {*blocks.cached.values()} - {*held}, "free and findable: those that are reused last"
+  assert not any(blocks.keys[b] for b in blocks.empty), "what an empty block held can still be found"
 
 
 def check_scheduler(scheduler: Any, blocks: Any) -> None:
@@ -343,7 +346,8 @@ def check_scheduler(scheduler: Any, blocks: Any) -> None:
     assert 0 <= seq.num_computed < seq.length or seq.exhausted, f"{seq.num_computed} of {seq.length} tokens computed"
     assert len(seq.block_table) * blocks.block_size >= seq.num_computed, "a computed token without a block"
     assert seq.finish_reason is None, "finished, and still in the scheduler"
-  for seq in scheduler.waiting: assert not seq.block_table and seq.row is None and seq.num_computed == 0
+  for seq in scheduler.waiting:
+    assert not seq.block_table and seq.row is None and seq.num_computed == seq.num_unread == 0
   rows = [seq.row for seq in scheduler.running]
   assert len({*rows}) == len(rows) and {*rows} <= {*range(scheduler.config.max_num_seqs)}, "two in a row, or none"
   order = [seq.order for seq in scheduler.waiting]

@@ -106,7 +106,7 @@ def test_max_model_len_beyond_the_models_is_refused_with_both(folder):
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(folder, monkeypatch):
-  monkeypatch.setattr("tinyvllm.runner.free_memory", lambda device: 100_000)
+  monkeypatch.setattr("tinyvllm.device.free_memory", lambda device: 100_000)
   with pytest.raises(ValueError, match=r"max_model_len=512.*GiB.*gpu_memory_utilization"): LLM(folder)
 
 

@@ -809,7 +809,7 @@ def test_a_bad_prompt_among_those_of_a_beam_search_runs_none(llm):
 
 def test_the_length_that_an_error_at_start_names_does_fit(tmp_path, monkeypatch):
   model = tiny_model(tmp_path, max_position_embeddings=2**17)
-  monkeypatch.setattr("tinyvllm.runner.free_memory", lambda device: 20 * 2**20)   # of 32 MiB
+  monkeypatch.setattr("tinyvllm.device.free_memory", lambda device: 20 * 2**20)   # of 32 MiB
   options = {**ENGINE, "block_size": 16, "max_num_seqs": 2}
   del options["max_model_len"]
   with pytest.raises(ValueError, match=r"gpu_memory_utilization") as e: LLM(model, **options)

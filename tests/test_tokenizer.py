@@ -8,9 +8,8 @@ from examples.convert_gguf import convert
 from reference import VOCAB, sentencepiece_model, tiny_model, write_gguf
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
-from tinyvllm import RequestMetrics, SamplingParams
-from tinyvllm.engine import Request
-from tinyvllm.tokenizer import load_tokenizer
+from tinyvllm import SamplingParams
+from tinyvllm.tokenizer import TextStream, load_tokenizer
 
 TEXTS = ["the cat sat on the mat", "hello world, 12 3456!", "tabs\tand\nnew lines\n\n", "日本語 and ελληνικά",
          "\U0001f469\u200d\U0001f467 emoji \U0001f642\U0001f642 e\u0301 \u00e9", "  two  spaces  ", "x",
@@ -72,16 +71,12 @@ def rewritten(tmp_path, tokenizer_config, post_processor=None):
 
 def streamed(tokenizer, ids, prompt=(), skip=True):
   """The pieces that come token by token, and what the end brings."""
-  params = SamplingParams(max_tokens=10**6, skip_special_tokens=skip)
-  request = Request(None, tokenizer, "", list(prompt), (0, 0), 0, params, frozenset(), 10**6, RequestMetrics())
+  stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=skip), len(prompt))
   pieces = []
-  for i in [*ids, None]:
-    if i is None: request.finish_reason = "length"
-    else: request.append(i)
-    before = len(request.text)
-    request.decode()
-    assert request.shown == len(request.text)
-    pieces.append(request.text[before:])
+  for n in range(1, len(ids) + 2):
+    before = len(stream.text)
+    assert stream.feed([*prompt, *ids[:n]], finished=n > len(ids)) is None and stream.shown == len(stream.text)
+    pieces.append(stream.text[before:])
   return pieces
 
 
@@ -94,6 +89,11 @@ def test_text_survives_a_round_trip(tokenizer, text):
 
 def test_a_ggufs_tokenizer_gives_the_same_ids_as_tokenizer_json(bpe, gguf):
   for text in [*TEXTS, "".join(TEXTS)]: assert gguf.encode(text, False) == bpe.encode(text, False)
+
+
+def test_the_end_token_is_the_one_that_the_files_name(tokenizer, tmp_path):
+  assert tokenizer.eos_token_id == 2
+  assert rewritten(tmp_path, {}).eos_token_id is None, "none is named"
 
 
 def test_sentencepiece_begins_with_bos_once_and_ends_without_eos(spm):

@@ -19,6 +19,7 @@ from reference import (
   write_gguf,
   write_safetensors,
 )
+from tinygrad import dtypes, nn
 
 from tinyvllm import LLM, SamplingParams
 
@@ -65,6 +66,26 @@ def test_the_engine_may_run_in_half_precision(tmp_path):
   expected = reference_logits(folder, [3, *ids])[:-1]
   np.testing.assert_allclose(logits, expected, atol=0.05)
   assert np.abs(logits - expected).max() > 1e-4, "this was not half precision"
+
+
+@pytest.mark.parametrize(("dtype", "tied"), [("float16", False), ("bfloat16", True)])
+def test_a_weight_stays_in_its_files_type_and_is_computed_with_in_float32(tmp_path, dtype, tied):
+  """As many bytes as the file has; and what a float32 file of the same rounded weights gives, to the bit."""
+  config = {"tie_word_embeddings": tied, "attention_bias": True, "mlp_bias": True}
+  narrow, wide = (tiny_model(tmp_path / name, dtype=dtype, **config) for name in ("narrow", "wide"))
+  weights = {name: x.astype(np.float32) for name, x in load(narrow)[1].items()}
+  write_safetensors(wide / "model.safetensors", weights)
+  recorders = [LogitsRecorder(LLM(folder, dtype="float32", **SMALL)) for folder in (narrow, wide)]
+  kinds = [{x.dtype for x in nn.state.get_parameters(recorder.engine.runner.model.model)} for recorder in recorders]
+  assert kinds == [{getattr(dtypes, dtype)}, {dtypes.float32}]
+  (ids, logits), (same_ids, same_logits) = (recorder.generate(IDS, 8) for recorder in recorders)
+  assert ids == same_ids == reference_greedy(narrow, IDS, 8)
+  np.testing.assert_array_equal(logits, same_logits)
+  np.testing.assert_allclose(logits, reference_logits(narrow, [*IDS, *ids])[len(IDS) - 1:-1], atol=1e-4)
+  params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+  jobs = [{"prompt_token_ids": [3 + 40 * i, 7, 300 - i]} for i in range(4)]
+  together = [o.outputs[0].token_ids for o in recorders[0].engine.generate(jobs, params)]
+  assert together == [reference_greedy(narrow, job["prompt_token_ids"], 6) for job in jobs]
 
 
 def test_what_can_be_derived_is_passed_over(tmp_path):

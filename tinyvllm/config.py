@@ -27,7 +27,7 @@ def kind_of(field: Any) -> tuple[Any, tuple]:
 def check_option(name: str, value: Any, kind: Any, limits: tuple) -> None:
   typed = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
   check(typed, f"{name}={value!r} must be of type {getattr(kind, '__name__', kind)}")
-  if isinstance(value, list):
+  if limits and isinstance(value, list):
     listed = all(type(x) is limits[0] and x != "" for x in value)
     check(listed, f"{name}={value!r} must list {limits[0].__name__}s, none empty")
   elif kind is str and limits:

@@ -161,7 +161,7 @@ class LLMEngine:
 
   def advance(self) -> list[Request]:
     """As `step`, for who makes no outputs of it."""
-    with self._alone():
+    with self._alone(), exclusive:   # another engine's capture would take in what this one reads
       started = time.perf_counter()
       try: changed = self._step()
       except BaseException:

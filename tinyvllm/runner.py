@@ -11,7 +11,7 @@ from tinygrad.uop.ops import KernelInfo
 
 from .batch import LOGITS, TOKEN, Shape, Step
 from .config import EngineConfig, ModelConfig, check, logger
-from .device import cpu_cores, exclusive, largest_tensor
+from .device import cpu_cores, largest_tensor
 from .llama import Llama, rope_table
 from .sampling import argmax, edit_kernel, restrict, sample, top_logprobs
 
@@ -76,17 +76,18 @@ class Runner:
     given, graph = self.steps[step.shape]
     self._bring_tables(step)
     upload(given, step.array)
-    started, first = time.perf_counter(), getattr(graph, "cnt", 1) == 0
+    started, first = time.perf_counter(), getattr(graph, "captured", graph) is None
     if first: graph.cnt = 1   # capture now: all that it reads is realized
     parallel = {"PARALLEL": 0} if (os.cpu_count() or 1) <= 4 else {}   # a pool of compilers only starts slowly
-    with exclusive, Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8, **parallel): ids, logprobs = graph()   # 8: WebGPU's
+    with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8, **parallel): ids, logprobs = graph()   # 8: WebGPU's
     if first: logger.info("captured a step of %d tokens in %.1f s", step.shape.tokens, time.perf_counter() - started)
     return lambda: (ids.tolist(), logprobs.tolist() if step.shape.logprobs else [])
 
   def _bring_tables(self, step: Step) -> None:
     """Tokens bring the blocks of their own slots: tables that begin with others are brought here."""
-    unknown = [x for x in step.written if x.start and self.known.get(x.seq.row) is not x.block_table]
-    self.known |= {x.seq.row: x.block_table for x in step.written}
+    written = [x for x in step.written if x.seq.row is not None]   # none that was aborted since
+    unknown = [x for x in written if x.start and self.known.get(x.seq.row) is not x.block_table]
+    self.known |= {x.seq.row: x.block_table for x in written}
     if not unknown: return
     array = np.zeros(self.table.shape, np.int32)
     for row, block_table in self.known.items(): array[row, :len(block_table)] = block_table
