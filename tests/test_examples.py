@@ -1,5 +1,5 @@
-"""examples/openai_client.py and examples/serving/, each as far as a machine can check it: the scripts run against a
-server, the unit starts one, and the dashboard asks for what a server has. The serving benchmark, too, runs."""
+"""examples/openai_client.py, beam_search.py and serving/, each as far as a machine can check it: the scripts run, the
+unit starts a server, and the dashboard asks for what a server has. The serving benchmark, too, runs."""
 import configparser
 import json
 import os
@@ -87,6 +87,13 @@ def test_the_openai_client_talks_to_the_shipped_model(server):
 
 def test_the_openai_client_needs_the_servers_key(server):
   run(sys.executable, "examples/openai_client.py", server.url, key="sk-wrong", code=1)
+
+
+def test_the_example_of_beam_search_prints_the_best_beams_of_each_prompt():
+  rows = re.findall(r"^ +(-\d+\.\d{3}) (stop|length) +'(The cat|Once upon a time)(.*)'$",
+                    run(sys.executable, "examples/beam_search.py"), re.MULTILINE)
+  assert [prompt for *_, prompt, _ in rows] == ["The cat"] * 3 + ["Once upon a time"] * 3
+  assert len({text for *_, text in rows}) == 6 and all(float(total) < 0 for total, *_ in rows)
 
 
 def test_the_curl_script_asks_every_route(server):
