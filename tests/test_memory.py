@@ -1,12 +1,9 @@
 """The KV cache's memory through the public API: the prefix cache, samples that share blocks, preemption. Ids
 are those of a plain numpy LLaMA whatever was found, forked or computed again, and the pool comes back whole."""
-import itertools
-import logging
 import os
 import random
 import re
 import sys
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -84,26 +81,6 @@ def sampler(folder): return LLM(folder, **NARROW)
 def tight_sampler(folder):
   """Two at once, in 12 blocks."""
   return LLM(folder, num_gpu_blocks_override=13, **{**NARROW, "max_num_seqs": 2, "max_num_batched_tokens": 2})
-
-
-# preemption is told; first of all, as what other tests make it tell would take this one's ten seconds
-
-def test_thrashing_warns_at_most_once_in_ten_seconds(small_llm, caplog):
-  def warnings(): return [r for r in caplog.records if r.levelno == logging.WARNING and "preempt" in r.getMessage()]
-
-  def thrash(seconds, enough=lambda: False):
-    end = time.monotonic() + seconds
-    for i in itertools.count():
-      if time.monotonic() > end or enough(): return
-      for j in range(6): small_llm.add_request(f"{i}-{j}", tokens(*prompt(9, 100 + j)), greedy(30))
-      run(small_llm)
-  with pool_comes_back(small_llm) as before, caplog.at_level(logging.WARNING, "tinyvllm"):
-    thrash(14, warnings)   # at once, unless an earlier test has taken these ten seconds
-    assert small_llm.get_metrics()["num_preemptions"] > before["num_preemptions"] + 5, "that was meant to thrash"
-    assert warnings() and all(r.name.startswith("tinyvllm") for r in warnings())
-    thrash(0.5)
-    times = [r.created for r in warnings()]
-    assert all(after - earlier > 9.9 for earlier, after in zip(times, times[1:], strict=False))
 
 
 def told(engine, *names):
