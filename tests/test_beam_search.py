@@ -12,7 +12,7 @@ from tinyvllm import LLM
 BS = ENGINE["block_size"]
 NAN = float("nan")
 # A vocabulary of 7, so that all texts of two tokens can be tried; fewer tokens than a beam of ten asks for
-BEAM = {**ENGINE, "max_model_len": 64}
+BEAM = {**ENGINE, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
 ENDS = {"an end token": {2}, "no end token": set()}
 # With these, texts that end are among the best, and ways of searching that differ in when a text that has ended leaves
 # the beam agree. No two scores that decide are closer than 2e-3
@@ -30,6 +30,10 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llms(folders): return {name: LLM(path, **BEAM) for name, path in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def words_llm(words_folder): return LLM(words_folder, **BEAM)
 
 
 def search(llm, ids, width, length, **options):
@@ -117,18 +121,19 @@ def test_length_penalty_is_1_unless_given(llms):
   assert plain == one != none
 
 
-def test_beams_of_a_larger_vocabulary_over_several_blocks(llm, folder):
+def test_beams_of_a_larger_vocabulary_over_several_blocks(words_llm, words_folder):
   """Ids of 320, in blocks of 4, from a prompt that the second time is found."""
-  with pool_comes_back(llm):
+  with pool_comes_back(words_llm):
     for ids in (prompt(2 * BS - 1, 2600), prompt(2 * BS, 2601), prompt(2 * BS - 1, 2600)):
-      check_beams(search(llm, ids, 3, 2 * BS + 1), ids, naive_beam_search(folder, ids, 3, 2 * BS + 1, 1.0, {2}), {2})
+      expected = naive_beam_search(words_folder, ids, 3, 2 * BS + 1, 1.0, {2})
+      check_beams(search(words_llm, ids, 3, 2 * BS + 1), ids, expected, {2})
 
 
-def test_what_a_beam_has_computed_is_found(llm):
-  with pool_comes_back(llm) as before: search(llm, prompt(10 * BS, 2610), 3, 5)
-  computed = llm.get_metrics()["prefix_cache_queries"] - before["prefix_cache_queries"]
-  found = llm.get_metrics()["prefix_cache_hits"] - before["prefix_cache_hits"]
-  assert found == 4 * 3 * 10 * BS and computed - found < 10 * BS + 4 * 3 * BS, "all of the prompt but at first"
+def test_what_a_beam_has_computed_is_found(words_llm):
+  with pool_comes_back(words_llm) as before: search(words_llm, prompt(10 * BS, 2610), 3, 5)
+  after = words_llm.get_metrics()
+  asked, found = (after[name] - before[name] for name in ("prefix_cache_queries", "prefix_cache_hits"))
+  assert found == 4 * 3 * 10 * BS and asked - found < 10 * BS + 4 * 3 * BS, "all of the prompt but at first"
 
 
 def test_an_end_token_that_is_ignored_is_one_like_others(llms, folders):
@@ -174,7 +179,7 @@ def test_beam_search_between_two_tokens_of_a_stream(llms, folders):
   assert got == reference_greedy(path, streamed, 20)
 
 
-def test_no_prompts_give_no_outputs(llm): assert beam_search(llm, [], BeamSearchParams(2, 3)) == []
+def test_no_prompts_give_no_outputs(words_llm): assert beam_search(words_llm, [], BeamSearchParams(2, 3)) == []
 
 
 @pytest.mark.parametrize("options", [
@@ -193,8 +198,8 @@ def test_a_field_that_beam_search_does_not_have_is_refused():
   with pytest.raises(ValueError, match="top_k.*beam_width"): BeamSearchParams(beam_width=2, max_tokens=3, top_k=5)
 
 
-def test_a_bad_prompt_among_those_of_a_beam_search_runs_none(llm):
-  with pool_comes_back(llm) as before:
+def test_a_bad_prompt_among_those_of_a_beam_search_runs_none(words_llm):
+  with pool_comes_back(words_llm) as before:
     with pytest.raises(ValueError, match="320"):
-      beam_search(llm, [tokens(5), tokens(5, 320)], BeamSearchParams(2, 3))
-    assert llm.get_metrics() == before
+      beam_search(words_llm, [tokens(5), tokens(5, 320)], BeamSearchParams(2, 3))
+    assert words_llm.get_metrics() == before
