@@ -39,16 +39,16 @@ def rows_of(folder: Path) -> tuple[list[str], int]:
   return rows, total
 
 
-def test_package_is_under_1000_lines_of_at_most_120_columns_and_no_semicolons(capsys):
+def test_package_is_under_1000_lines_of_at_most_120_columns_and_no_semicolons(tell):
   rows, total = rows_of(PACKAGE)
-  with capsys.disabled(): print("", *rows, f"{'total':22} {total:4} lines of {LIMIT}", sep="\n")
+  tell(*rows, f"{'total':22} {total:4} lines of {LIMIT}")
   assert total < LIMIT
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_a_package_beside_it_is_counted_too(name, capsys):
+def test_a_package_beside_it_is_counted_too(name, tell):
   """It is no part of the 1000: what it adds is said here, and in the README."""
   rows, total = rows_of(PACKAGE.parent / "examples" / name)
   engine = rows_of(PACKAGE)[1]
-  with capsys.disabled(): print("", *rows, f"{name:22} {total:4} lines, {engine + total} in all", sep="\n")
+  tell(*rows, f"{name:22} {total:4} lines, {engine + total} in all")
   assert total < BESIDE[name]
