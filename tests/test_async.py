@@ -15,8 +15,6 @@ from server import wait_until
 from tinyvllm import SamplingParams
 from tinyvllm_server import AsyncLLM
 
-pytestmark = pytest.mark.slow
-
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
@@ -319,6 +317,7 @@ def test_bad_options_are_value_errors(options, words):
   with pytest.raises(ValueError, match=words): AsyncLLM(**options)
 
 
+@pytest.mark.slow
 def test_a_program_that_leaves_a_request_behind_ends_all_the_same():
   program = """
 import asyncio
