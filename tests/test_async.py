@@ -235,7 +235,7 @@ def test_a_stream_interval_gives_fewer_pieces_of_the_same_text(llm, monkeypatch)
   monkeypatch.setattr(llm, "stream_interval", 4)
   async def run(): return [o.outputs[0] async for o in llm.generate(PROMPTS[0], greedy(13))]
   pieces = finish(run())
-  assert 2 <= len(pieces) <= 4, "of 13 tokens, at the 1st, 5th, 9th and 13th"
+  assert len(pieces) <= 4, "of 13 tokens, at the 1st, 5th, 9th and 13th, or later if the reader is late"
   assert "".join(c.text for c in pieces) == expected(llm, PROMPTS[0], greedy(13))[0][0]
   for wrong in (0, -1, 1.5, True):
     with pytest.raises(ValueError, match="stream_interval"): AsyncLLM(stream_interval=wrong)
