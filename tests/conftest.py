@@ -1,11 +1,44 @@
-"""Models and engines that several files share: each graph is captured once."""
+"""Models and engines that several files share: each graph is captured once. And what is common to all runs: which tests
+are quick, how many processes there are, and what tests have to tell."""
+import os
+from collections.abc import Callable
+
 import pytest
 from reference import ENGINE, tiny_model
+from tinygrad import Device
 
 from tinyvllm import LLM
 from tinyvllm.device import open_device
 
+# `pytest -m quick`: these files' tests that are not slow. They compile little, or nothing
+QUICK = {"test_cli.py", "test_errors.py", "test_readme.py", "test_scheduler.py", "test_size.py", "test_stops.py",
+         "test_tokenizer.py"}
+
 open_device()   # it finds a compiler that is not on the PATH; some tests ask the device as they are collected
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  for item in items:
+    if item.path.name in QUICK and not item.get_closest_marker("slow"): item.add_marker("quick")
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+  """What -n auto stands for: as most of a run is compiling, on one core a process, two processes take turns with the
+  files. One file runs in this process, and a device that is no CPU has one process only."""
+  one_file = len(config.args) == 1 and ".py" in config.args[0]
+  return 0 if one_file or Device.DEFAULT != "CPU" else min(2, os.cpu_count() or 1)
+
+
+@pytest.fixture
+def tell(record_property: Callable[[str, str], None]) -> Callable[..., None]:
+  """tell(*lines): shown at the end of the run, of tests that pass, too, in whatever process."""
+  return lambda *lines: record_property("told", "\n".join(lines))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+  for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
+    for name, text in report.user_properties:
+      if name == "told" and report.when == "call": terminalreporter.write_line("\n" + text)
 
 
 @pytest.fixture(scope="session")

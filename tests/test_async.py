@@ -15,8 +15,6 @@ from server import wait_until
 from tinyvllm import SamplingParams
 from tinyvllm_server import AsyncLLM
 
-pytestmark = pytest.mark.slow
-
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
@@ -237,7 +235,7 @@ def test_a_stream_interval_gives_fewer_pieces_of_the_same_text(llm, monkeypatch)
   monkeypatch.setattr(llm, "stream_interval", 4)
   async def run(): return [o.outputs[0] async for o in llm.generate(PROMPTS[0], greedy(13))]
   pieces = finish(run())
-  assert 2 <= len(pieces) <= 4, "of 13 tokens, at the 1st, 5th, 9th and 13th"
+  assert len(pieces) <= 4, "of 13 tokens, at the 1st, 5th, 9th and 13th, or later if the reader is late"
   assert "".join(c.text for c in pieces) == expected(llm, PROMPTS[0], greedy(13))[0][0]
   for wrong in (0, -1, 1.5, True):
     with pytest.raises(ValueError, match="stream_interval"): AsyncLLM(stream_interval=wrong)
@@ -319,6 +317,7 @@ def test_bad_options_are_value_errors(options, words):
   with pytest.raises(ValueError, match=words): AsyncLLM(**options)
 
 
+@pytest.mark.slow
 def test_a_program_that_leaves_a_request_behind_ends_all_the_same():
   program = """
 import asyncio

@@ -1,5 +1,5 @@
-"""examples/openai_client.py and examples/serving/, each as far as a machine can check it: the scripts run against a
-server, the unit starts one, and the dashboard asks for what a server has. The serving benchmark, too, runs."""
+"""examples/openai_client.py, beam_search.py and serving/, each as far as a machine can check it: the scripts run, the
+unit starts a server, and the dashboard asks for what a server has. The serving benchmark, too, runs."""
 import configparser
 import json
 import os
@@ -19,8 +19,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from server import Server, wait_until
 
 from examples import openai_client
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 SERVING, KEY = ROOT / "examples/serving", "sk-examples"
@@ -72,6 +70,7 @@ def run(*command, key=KEY, code=0):
   return done.stdout
 
 
+@pytest.mark.slow
 def test_the_openai_client_talks_to_the_shipped_model(server):
   out = run(sys.executable, "examples/openai_client.py", server.url)
   assert out.startswith(f"{server.url} serves tinyvllm\n")
@@ -89,6 +88,15 @@ def test_the_openai_client_needs_the_servers_key(server):
   run(sys.executable, "examples/openai_client.py", server.url, key="sk-wrong", code=1)
 
 
+@pytest.mark.slow
+def test_the_example_of_beam_search_prints_the_best_beams_of_each_prompt():
+  rows = re.findall(r"^ +(-\d+\.\d{3}) (stop|length) +'(The cat|Once upon a time)(.*)'$",
+                    run(sys.executable, "examples/beam_search.py"), re.MULTILINE)
+  assert [prompt for *_, prompt, _ in rows] == ["The cat"] * 3 + ["Once upon a time"] * 3
+  assert len({text for *_, text in rows}) == 6 and all(float(total) < 0 for total, *_ in rows)
+
+
+@pytest.mark.slow
 def test_the_curl_script_asks_every_route(server):
   script = (SERVING / "curl.sh").read_text()
   for path in server.http().get("/openapi.json").raise_for_status().json()["paths"]:
@@ -157,6 +165,7 @@ def test_systemd_finds_no_fault_with_the_unit(tmp_path):
   assert "KilSignal" in subprocess.run(verify, capture_output=True, text=True, timeout=60).stderr
 
 
+@pytest.mark.slow
 def test_the_units_command_starts_a_server_whose_key_nobody_sees_and_stops_at_sigterm(service, words_folder, tmp_path,
                                                                                         capsys):
   command = shlex.split(service["ExecStart"])
@@ -231,6 +240,7 @@ def test_the_dashboard_can_be_imported(dashboard):
 def figures(out): return {name: float(value) for name, value in re.findall(r"^(.+?): +([\d.]+)$", out, re.MULTILINE)}
 
 
+@pytest.mark.slow
 def test_the_serving_benchmark_prints_what_clients_get(server):
   found = figures(run(sys.executable, "tests/benchmarks/serving.py", "--url", server.url, "--num-prompts", 6,
                       "--input-len", 8, "--output-len", 5, "--request-rate", 50, "--max-concurrency", 3))
@@ -243,6 +253,7 @@ def test_the_serving_benchmark_prints_what_clients_get(server):
     assert mean > 0 and most >= median > 0
 
 
+@pytest.mark.slow
 def test_the_serving_benchmark_says_what_failed(server):
   out = run(sys.executable, "tests/benchmarks/serving.py", "--url", server.url, "--num-prompts", 2, "--input-len", 8,
             "--output-len", 5, "--no-stream", key="sk-wrong", code=1)

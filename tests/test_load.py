@@ -19,7 +19,6 @@ from test_errors import BAD_SAMPLING
 
 from tinyvllm import SamplingParams
 
-pytestmark = pytest.mark.slow
 LIMIT = 256   # max_model_len
 # Too few blocks for sixteen at once, so that some are preempted
 OPTIONS = ["--max-model-len", LIMIT, "--max-num-seqs", 16, "--max-num-batched-tokens", 16,
@@ -59,6 +58,7 @@ def before_call(context, case, kwargs):   # texts of a few tokens: what is gener
 """
 
 
+@pytest.mark.slow
 def test_no_request_made_from_the_openapi_schema_is_answered_with_a_500_or_against_the_schema(server, tmp_path):
   (tmp_path / "hooks.py").write_text(HOOKS)
   run = subprocess.run(
@@ -430,6 +430,7 @@ async def all_attacks(server: Server, requests: Iterable[tuple[Any, str, Hostile
   return wrong
 
 
+@pytest.mark.slow
 def test_ten_thousand_hostile_requests_are_refused_without_a_trace(server):
   wait_until(lambda: idle(server), "nothing runs before")
   wrong = asyncio.run(all_attacks(server, [*map(hostile, range(1000)), *(
@@ -444,6 +445,7 @@ def test_ten_thousand_hostile_requests_are_refused_without_a_trace(server):
   assert "Traceback" not in server.log, server.log[-4000:]
 
 
+@pytest.mark.slow
 def test_a_good_request_is_answered_as_ever_after_each_enormous_one(server):
   wrong = asyncio.run(all_attacks(server, [(i, "enormous", x) for i, x in enumerate(ENORMOUS)], connections=2))
   assert not wrong, f"{len(wrong)} wrong answers:\n" + "\n".join(wrong)
@@ -582,6 +584,7 @@ def rise(before: dict[str, float], after: dict[str, float], name: str) -> float:
   return after.get(name, 0) - before.get(name, 0)
 
 
+@pytest.mark.slow
 def test_eighty_clients_get_what_they_get_alone_while_twenty_are_killed_and_metrics_count_what_they_saw(server):
   wait_until(lambda: idle(server), "nothing runs before")
   before = server.metrics()

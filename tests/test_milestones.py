@@ -1,13 +1,19 @@
 """One test per milestone of the project, each through the public API. Speed is compared as a ratio within one run."""
+import json
+import subprocess
 import time
 from functools import partial
 
 import numpy as np
 import pytest
 from reference import tiny_model
+from server import Server
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
+
+
+FEW_GRAPHS = {"max_num_batched_tokens": 16, "block_size": 4}   # of few shapes, which most engines here share
 
 
 def greedy(n: int) -> SamplingParams: return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
@@ -53,22 +59,19 @@ def test_2_paged_attention_equals_naive_contiguous_attention():
     assert n == mine.sum()
 
 
-@pytest.mark.slow
 def test_3_ten_concurrent_requests_finish_right_in_a_small_pool(folder):
   prompts = [{"prompt_token_ids": [3 + i, 7, 11 + i] * (1 + i % 4)} for i in range(10)]
-  alone = LLM(folder, max_model_len=128)
+  alone = LLM(folder, max_model_len=128, max_num_seqs=1, **FEW_GRAPHS)
   expected = [alone.generate(p, greedy(20))[0].outputs[0].token_ids for p in prompts]
-  small = LLM(folder, max_model_len=128, block_size=4, num_gpu_blocks_override=24, max_num_seqs=10,
-              max_num_batched_tokens=16)
+  small = LLM(folder, max_model_len=128, max_num_seqs=10, num_gpu_blocks_override=24, **FEW_GRAPHS)
   outputs = small.generate(prompts, greedy(20))
   assert [o.outputs[0].token_ids for o in outputs] == expected
   assert small.get_metrics()["num_preemptions"] > 0, "the pool was meant to be too small for all at once"
   assert small.get_metrics()["blocks_used"] == 0
 
 
-@pytest.mark.slow
 def test_4_continuous_batching_makes_more_tokens_per_second_than_static_batching(folder):
-  llm = LLM(folder, max_model_len=256, max_num_seqs=8)
+  llm = LLM(folder, max_model_len=256, max_num_seqs=8, **FEW_GRAPHS)
   lengths = [8, 12, 16, 20, 24, 28, 32, 128] * 3
   jobs = [({"prompt_token_ids": [5 + i] * 4}, greedy(n)) for i, n in enumerate(lengths)]
 
@@ -85,10 +88,10 @@ def test_4_continuous_batching_makes_more_tokens_per_second_than_static_batching
   assert ratio > 1.2, f"continuous over static: {ratio:.2f}"
 
 
-@pytest.mark.slow
 def test_5_twice_the_concurrent_sequences_of_preallocated_caches_in_the_same_memory(folder):
   max_model_len, blocks = 256, 65   # 64 blocks of 16 tokens: preallocated, 4 sequences of 256
-  llm = LLM(folder, max_model_len=max_model_len, num_gpu_blocks_override=blocks, max_num_seqs=32)
+  llm = LLM(folder, max_model_len=max_model_len, num_gpu_blocks_override=blocks, max_num_seqs=32,
+            max_num_batched_tokens=32)
   for i in range(32): llm.add_request(str(i), {"prompt_token_ids": [3 + i % 5] * 20}, greedy(20))
   most = 0
   while llm.has_unfinished_requests():
@@ -97,8 +100,21 @@ def test_5_twice_the_concurrent_sequences_of_preallocated_caches_in_the_same_mem
   assert most >= 2 * ((blocks - 1) * 16 // max_model_len), f"{most} at once"
 
 
+def test_6_the_server_answers_curl_with_what_generate_gives(folder):
+  body = {"prompt": ["the cat", "hello"], "n": 2, "seed": 3, "max_tokens": 5}
+  with Server(folder, "--max-num-seqs", 8, "--max-num-batched-tokens", 16, "--block-size", 4) as server:
+    command = ["curl", "-sS", "--fail", server.url + "/generate", "-H", "Content-Type: application/json"]
+    run = subprocess.run([*command, "-d", json.dumps(body)], capture_output=True, text=True, check=True, timeout=60)
+  answer = json.loads(run.stdout)
+  llm, params = LLM(folder, max_num_seqs=8, **FEW_GRAPHS), SamplingParams(n=2, seed=3, max_tokens=5)
+  outputs = llm.generate(body["prompt"], params)
+  assert answer["text"] == [c.text for o in outputs for c in o.outputs]
+  assert [c["text"] for c in answer["choices"]] == answer["text"] and answer["usage"]["completion_tokens"] == 20
+  assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+
+
 def test_7_tokens_arrive_one_by_one(folder):
-  llm = LLM(folder, max_model_len=128)
+  llm = LLM(folder, max_model_len=128, max_num_seqs=1, **FEW_GRAPHS)
   stream = llm.generate_stream({"prompt_token_ids": [5, 6, 7]}, greedy(10))
   for i, output in enumerate(stream):
     assert len(output.outputs[0].token_ids) == 1

@@ -1,5 +1,6 @@
 """The scheduler and the block manager alone, under random operations. The model's next token is a function of the
 text's length, and its cache holds in each place the text up to there: what is read must be what belongs there."""
+import logging
 import random
 
 import pytest
@@ -405,6 +406,17 @@ def test_the_newest_of_the_lowest_priority_is_preempted_and_waits_in_its_old_pla
   while not bench.scheduler.totals["num_preemptions"]: bench.step()
   assert bench.scheduler.running == [high, low] and bench.scheduler.waiting == [lower, later]
   assert lower.num_computed == 0 and lower.num_generated > 0, "its tokens are kept and computed again"
+
+
+def test_preemption_is_warned_of_when_it_is_the_first_and_whenever_their_number_has_doubled(caplog):
+  bench = Bench(blocks=6, seqs=4, budget=24)
+  with caplog.at_level(logging.WARNING, "tinyvllm"):
+    while bench.scheduler.totals["num_preemptions"] < 20:
+      for _ in range(3): bench.add(prompt=7, n=17)
+      bench.finish()
+  told = [int(record.getMessage().split(" preemptions: ")[0]) for record in caplog.records]
+  assert told == [2**i for i in range(bench.scheduler.totals["num_preemptions"].bit_length())]
+  assert all(option in caplog.text for option in ("max_num_seqs", "gpu_memory_utilization")), "what would help"
 
 
 def test_finishing_one_that_waits_or_has_finished_changes_nothing_else():

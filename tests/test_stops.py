@@ -212,13 +212,23 @@ def test_a_long_run_of_characters_of_several_tokens_is_shown_character_by_charac
   assert got.text == "日語の" and got.n == 13 and got.reason == ("stop", "한.")
 
 
-def test_half_a_character_at_the_end_of_a_stream_leaves_those_before_it_whole(llm):
-  """By generate, which decodes all at once, the library's ByteFallback spoils a run that ends in half a character."""
-  for n, text in ((4, "日"), (5, "日"), (11, "日語の")):
-    job, params = {"prompt_token_ids": [id_of("long", 0)]}, SamplingParams(temperature=0.0, max_tokens=n)
-    whole, parts = llm.generate(job, params)[0].outputs[0], list(llm.generate_stream(job, params))
-    streamed = "".join(part.outputs[0].text for part in parts)
-    assert streamed.rstrip("\ufffd") == text and streamed.endswith("\ufffd") and whole.text.endswith("\ufffd")
+@pytest.mark.parametrize("name, n, plain, lost", [
+  ("bytes", 2, "caf", ""), ("bytes", 5, "caf", "é"), ("long", 5, "", "日"), ("long", 11, "", "日語の")])
+def test_a_text_cut_within_a_character_loses_those_in_bytes_before_it_which_a_stream_shows(llm, name, n, plain, lost):
+  """Decoded at once, tokenizers' ByteFallback gives U+FFFD for each byte of a run that ends in half a character."""
+  job, params = {"prompt_token_ids": [id_of(name, 0)]}, SamplingParams(temperature=0.0, max_tokens=n)
+  whole, parts = llm.generate(job, params)[0].outputs[0], list(llm.generate_stream(job, params))
+  num_bytes = n - (name == "bytes")   # its first token is "caf"
+  assert whole.text == plain + "\ufffd" * num_bytes and whole.finish_reason == "length"
+  streamed = "".join(p.outputs[0].text for p in parts)
+  assert streamed.rstrip("\ufffd") == plain + lost and streamed.endswith("\ufffd")
+
+
+def test_half_a_character_before_a_stop_id_spoils_those_in_bytes_before_it_too(llm):
+  stop = id_of("long", 5)   # it is not shown: one byte of 語 is left
+  job, params = {"prompt_token_ids": [id_of("long", 0)]}, SamplingParams(temperature=0.0, stop_token_ids=[stop])
+  got = llm.generate(job, params)[0].outputs[0]
+  assert got.text == "\ufffd" * 4 and got.stop_reason == stop and len(got.token_ids) == 5
 
 
 def test_half_a_character_is_no_stop_string_while_its_other_half_may_come(llm):
