@@ -3,7 +3,7 @@ import pytest
 from reference import ENGINE, tiny_model
 
 from tinyvllm import LLM
-from tinyvllm.runner import open_device
+from tinyvllm.device import open_device
 
 open_device()   # it finds a compiler that is not on the PATH; some tests ask the device as they are collected
 
