@@ -321,7 +321,7 @@ def same_outputs(got: list[Any], expected: list[Any]) -> None:
 
 def check_pool(blocks: Any, tables: list[list[int]]) -> None:
   """What must hold between a BlockManager and all the block tables there are."""
-  free, held = list(blocks.free_blocks), Counter(b for table in tables for b in table)
+  free, held = [*blocks.empty, *blocks.unused], Counter(b for table in tables for b in table)
   assert blocks.num_free() == len(free) == len(set(free)), "a block is free twice"
   assert blocks.num_free() + blocks.num_used() == blocks.num_blocks - 1
   assert blocks.num_used() == len(held), f"{blocks.num_used()} blocks used, {len(held)} in tables"
