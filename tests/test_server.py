@@ -804,7 +804,7 @@ FAULTS = """
 from tinyvllm.runner import Runner
 launch = Runner.launch
 def faulty(self, step):
-  if any(s.params.max_tokens == 13 and s.num_generated > 2 for s in step[1]): raise RuntimeError("boom")
+  if any(s.params.max_tokens == 13 and s.num_generated > 2 for s in step.samples): raise RuntimeError("boom")
   return launch(self, step)
 Runner.launch = faulty
 """

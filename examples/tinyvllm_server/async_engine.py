@@ -1,6 +1,6 @@
 """The engine for asyncio. One thread owns it, and others reach it through an inbox: no lock is held anywhere. Who reads
 a request is told its news, and exactly once its end."""
-import asyncio, collections, contextlib, functools, pathlib, queue, sys, threading, uuid, weakref
+import asyncio, collections, contextlib, functools, pathlib, queue, threading, uuid, weakref
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
@@ -20,14 +20,15 @@ class Driver:
   """What the engine's thread does. Others put calls of it into its inbox."""
   def __init__(self, llm: LLM):
     self.llm = llm
-    self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+    self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()   # None: end
     self.readers: dict[Request, Reader] = {}
 
   def run(self) -> None:
     """Between two steps all that is in the inbox; where there is nothing to step for, wait for it."""
     while True:
-      works = self.inbox.empty() and self.llm.has_unfinished_requests()
-      try: (self.step if works else self.inbox.get())()
+      call = self.step if self.inbox.empty() and self.llm.has_unfinished_requests() else self.inbox.get()
+      if call is None: return
+      try: call()
       except Exception: logger.exception("the engine's thread goes on")
 
   def add(self, request: Request, reader: Reader) -> None:
@@ -79,7 +80,7 @@ class AsyncLLM:
     self.stream_interval = stream_interval
     self.llm = LLM(model, **options)
     self._driver = Driver(self.llm)
-    weakref.finalize(self, self._driver.inbox.put, sys.exit)
+    weakref.finalize(self, self._driver.inbox.put, None)
     threading.Thread(target=self._driver.run, name="tinyvllm-engine", daemon=True).start()
 
   async def generate(self, prompt: Prompt, params: Params = None, request_id: str | None = None,
@@ -110,4 +111,4 @@ class AsyncLLM:
 
   def abort(self, request_id: str) -> None:
     """End a request with finish_reason "abort", wherever it is. Any thread may call this."""
-    self._driver.inbox.put(lambda: self._driver.end(self.llm.requests.get(request_id)))
+    self._driver.inbox.put(lambda driver=self._driver: driver.end(driver.llm.requests.get(request_id)))

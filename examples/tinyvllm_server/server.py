@@ -166,8 +166,7 @@ class Server(uvicorn.Server):
       return found.labels(self.name)
     self.times = {field: histogram(name) for field, name in TIMES.items()}
     self.gaps = histogram("inter_token_latency")
-    self.ended = Counter("tinyvllm:request_success", "texts that ended", ["model_name", "finished_reason"],
-                         registry=self.registry)
+    self.ended = Counter("tinyvllm:request_success", "texts", ["model_name", "finished_reason"], registry=self.registry)
     self.registry.register(self)   # type: ignore[arg-type]
     failures: Any = dict.fromkeys(("4XX", "5XX"), {"model": Failure})
     self.app = fastapi.FastAPI(title="tinyvllm", version=__version__, lifespan=self.lifespan, responses=failures)
