@@ -1,18 +1,21 @@
 """AsyncLLM in this process: what LLM.generate gives, for many at once, and what becomes of requests that are left,
 cancelled, bad, or in a step that fails."""
 import asyncio
+import gc
 import json
 import os
 import random
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from reference import ENGINE, check_invariants, tiny_model
 from server import wait_until
 
-from tinyvllm import SamplingParams
+from tinyvllm import SamplingParams, engine
 from tinyvllm_server import AsyncLLM
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -45,7 +48,7 @@ def nothing_is_left(request):
 def launches(llm, monkeypatch):
   """The ids of the requests that each step gives a token, as steps begin."""
   found, launch = [], llm.llm.runner.launch
-  monkeypatch.setattr(llm.llm.runner, "launch", lambda step: (found.append([s.request_id for s in step[1]]),
+  monkeypatch.setattr(llm.llm.runner, "launch", lambda step: (found.append([s.request_id for s in step.samples]),
                                                               launch(step))[1])
   return found
 
@@ -148,15 +151,89 @@ def test_a_request_has_the_id_that_it_was_given_and_another_may_not_take_it_mean
   finish(run())
 
 
-def test_abort_request_ends_the_loop_with_abort(llm):
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_abort_ends_the_loop_with_abort_whatever_thread_calls_it(llm, elsewhere):
   async def run():
     outputs = []
     async for output in llm.generate("the cat", LONG, request_id="mine"):
       outputs.append(output)
-      if len(outputs) == 3: llm.llm.abort_request("mine")
+      if len(outputs) != 3: continue
+      if elsewhere: await asyncio.to_thread(llm.abort, "mine")
+      else: llm.abort("mine")
+    llm.abort("mine")
+    llm.abort("nobody's")   # both are let be
     return outputs
   outputs = finish(run())
   assert outputs[-1].outputs[0].finish_reason == "abort" and outputs[-1].finished and len(outputs) < 100
+  assert expected(llm, "the cat", LONG)[0][0].startswith("".join(o.outputs[0].text for o in outputs))
+
+
+def test_once_a_stream_is_closed_its_request_has_ended_and_its_blocks_are_free(llm):
+  def gone(): return "left" not in llm.llm.requests and not llm.llm.get_metrics()["blocks_used"]
+
+  async def run():
+    stream = llm.generate("the cat", LONG, request_id="left")
+    await anext(stream)
+    await stream.aclose()
+    assert gone()
+    task = asyncio.create_task(collect(llm, "the cat", LONG, request_id="left"))
+    await until(lambda: not gone(), "it runs")
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError): await task
+    assert gone()
+  finish(run())
+
+
+def test_one_that_takes_anothers_id_and_leaves_at_once_does_not_end_that(llm):
+  async def run():
+    stream = llm.generate("the cat", LONG, request_id="mine")
+    await anext(stream)
+    task = asyncio.create_task(anext(llm.stream([llm.llm.request("mine", "the cat", greedy())])))
+    await asyncio.sleep(0)   # it has asked, and has no answer yet
+    task.cancel()
+    with pytest.raises((asyncio.CancelledError, ValueError)): await task
+    return [o async for o in stream][-1].outputs[0].finish_reason
+  assert finish(run()) == "length"
+
+
+def test_nothing_is_left_of_requests_that_came_and_went_while_one_ran(llm):
+  async def run():
+    mine = asyncio.create_task(collect(llm, "the cat", LONG))
+    await until(lambda: llm.llm.get_metrics()["num_requests_running"], "it runs")
+    for _ in range(10): await gather(*(collect(llm, "the dog", greedy(1)) for _ in range(3)))
+    left = llm._driver.inbox.qsize(), len(llm._driver.readers)
+    assert not mine.done(), "that was meant to go on"
+    await mine
+    return left
+  assert finish(run()) == (0, 1)
+  assert llm._driver.inbox.empty() and not llm._driver.readers
+
+
+def test_one_call_a_step_wakes_all_who_read_in_a_loop(llm, launches):
+  async def run():
+    calls, loop = [], asyncio.get_running_loop()
+    wake = loop.call_soon_threadsafe
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(threading.current_thread().name),
+                                                                  wake(*given))[1])
+      await gather(*(collect(llm, prompt, LONG) for prompt in PROMPTS[:4]))
+    return calls.count("tinyvllm-engine")
+  assert finish(run()) <= len(launches) < 150, "of 400 pieces"
+
+
+def test_readers_in_several_loops_get_their_own_text(llm):
+  alone = [expected(llm, prompt, greedy(20)) for prompt in PROMPTS[:3]]
+  with ThreadPoolExecutor(3) as pool:
+    assert list(pool.map(lambda prompt: finish(collect(llm, prompt, greedy(20))), PROMPTS[:3])) == alone
+
+
+def test_the_thread_ends_with_the_last_who_had_the_engine(llm):
+  def threads(): return sum(thread.name == "tinyvllm-engine" for thread in threading.enumerate())
+  before, another = threads(), AsyncLLM(max_num_seqs=1, max_num_batched_tokens=1)
+  assert finish(collect(another, "Hello", greedy(2))) and threads() == before + 1
+  del another
+  gc.collect()
+  wait_until(lambda: threads() == before, "the thread ends", 20)
 
 
 def test_leaving_the_loop_frees_the_blocks_within_one_step(llm, launches):
@@ -213,8 +290,8 @@ def test_a_failing_step_fails_those_in_it_and_no_others(llm, monkeypatch, error)
   launch, failed = llm.llm.runner.launch, []
 
   def faulty(step):
-    ids = [s.request_id for s in step[1]]
-    if not failed and len(ids) == 4 and all(s.num_generated > 2 for s in step[1]):
+    ids = [s.request_id for s in step.samples]
+    if not failed and len(ids) == 4 and all(s.num_generated > 2 for s in step.samples):
       failed.extend(ids)
       raise error
     return launch(step)
@@ -242,14 +319,14 @@ def test_a_stream_interval_gives_fewer_pieces_of_the_same_text(llm, monkeypatch)
 
 
 def test_a_step_that_cannot_be_prepared_fails_those_in_it_and_no_others(llm, monkeypatch):
-  prepare, failed = llm.llm.runner.prepare, []
+  pack, failed = engine.pack, []
 
-  def faulty(batch):
+  def faulty(batch, *rest):
     if not failed and len(batch) == 2 and all(s.num_generated > 2 for s in batch):
       failed.extend(s.request_id for s in batch)
       raise ValueError("boom")
-    return prepare(batch)
-  monkeypatch.setattr(llm.llm.runner, "prepare", faulty)
+    return pack(batch, *rest)
+  monkeypatch.setattr(engine, "pack", faulty)
 
   async def run():
     jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS[:2])]
@@ -301,14 +378,25 @@ def test_lower_priorities_go_first(llm):
   assert ended == ["blocker", "first", "second", "last"]
 
 
-def test_a_thread_may_use_the_llm_below_meanwhile(llm):
-  alone = expected(llm, "one two three", LONG)
+def test_another_thread_that_uses_the_llm_below_meanwhile_is_told_who_takes_several(llm, monkeypatch):
+  alone, launch = expected(llm, "the cat", LONG), llm.llm.runner.launch
+  inside, go_on = threading.Event(), threading.Event()
+
+  def slow(step):
+    inside.set()
+    assert go_on.wait(30)
+    return launch(step)
+  monkeypatch.setattr(llm.llm.runner, "launch", slow)
 
   async def run():
     mine = asyncio.create_task(collect(llm, "the cat", LONG))
-    theirs = await asyncio.to_thread(expected, llm, "one two three", LONG)
-    return await mine, theirs
-  assert finish(run()) == (expected(llm, "the cat", LONG), alone)
+    await until(inside.is_set, "a step")
+    for use in (lambda: expected(llm, "one two three", LONG), llm.llm.step, lambda: llm.llm.abort_request("mine"),
+                lambda: llm.llm.add_request("theirs", "the cat")):
+      with pytest.raises(RuntimeError, match="AsyncLLM"): await asyncio.to_thread(use)
+    go_on.set()
+    return await mine
+  assert finish(run()) == alone
 
 
 @pytest.mark.parametrize("options,words", [({"max_sequences": 4}, "max_sequences"), ({"block_size": 0}, "block_size"),

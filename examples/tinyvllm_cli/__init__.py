@@ -7,7 +7,7 @@ from tinygrad.device import CompileError
 
 from tinyvllm.config import EngineConfig, kind_of, logger
 from tinyvllm.engine import LLM
-from tinyvllm.scheduler import SamplingParams
+from tinyvllm.request import SamplingParams
 from tinyvllm.tokenizer import optional
 
 OPTIONS = (EngineConfig, SamplingParams)   # every field of them is a flag
@@ -32,12 +32,19 @@ def _tool(name: str) -> Any: return optional(*TOOLS[name][1:])
 def add_flags(command: argparse.ArgumentParser, *options: Any) -> None:
   """A flag for each field of some dataclasses."""
   for f in {f.name: f for kind in options for f in dataclasses.fields(kind) if f.name != "n"}.values():   # one text
-    kind, flag = (*get_args(kind_of(f)[0]), kind_of(f)[0])[0], "--" + f.name.replace("_", "-")
+    kind, limits = kind_of(f)
+    kind = (*get_args(kind), kind)[0]   # of int | None, int
+    flag = "--" + f.name.replace("_", "-")
     default = f"default: {0.0 if f.name == 'temperature' else f.default}"
     if kind is bool: command.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)
-    elif kind is list: command.add_argument(flag, nargs="+", type=kind_of(f)[1][0], help=default)
+    elif kind is list: command.add_argument(flag, nargs="+", type=limits[0], help=default)
     elif kind not in (int, float, str): command.add_argument(flag, type=json.loads, metavar="JSON", help=default)
     else: command.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=default)
+
+
+def given(args: dict[str, Any], kind: Any) -> dict[str, Any]:
+  """Those of a dataclass's fields that the command line names."""
+  return {f.name: args[f.name] for f in dataclasses.fields(kind) if f.name in args}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -53,12 +60,14 @@ def main(argv: list[str] | None = None) -> int:
   logging.basicConfig(format="%(message)s")
   logger.setLevel(logging.INFO)   # ours, not every library's
   try:
-    if (argv := sys.argv[1:] if argv is None else argv) and argv[0] in TOOLS: return _tool(argv[0]).main(argv[1:])
-    args, messages = vars(parser.parse_args(argv)), list[dict[str, str]]()
-    engine, given = ({f.name: args[f.name] for f in dataclasses.fields(kind) if f.name in args} for kind in OPTIONS)
-    params = SamplingParams(**{"temperature": 0.0, **given})
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in TOOLS: return _tool(argv[0]).main(argv[1:])
+    args = vars(parser.parse_args(argv))
+    engine = given(args, EngineConfig)
+    params = SamplingParams(**{"temperature": 0.0, **given(args, SamplingParams)})
     llm = _tool("serve").Remote.of(args, engine) if args["url"] or args["api_key"] else LLM(args["model"], **engine)
     if args["command"] == "generate": _show(llm.generate_stream(args["prompt"], params), args["prompt"])
+    messages: list[dict[str, str]] = []
     while args["command"] == "chat":
       messages.append({"role": "user", "content": input("> " if sys.stdin.isatty() else "")})
       messages.append({"role": "assistant", "content": _show(llm.generate_stream({"messages": [*messages]}, params))})

@@ -7,10 +7,14 @@ from typing import Any
 
 from tinygrad import Context, Device, Tensor, TinyJit, device, dtypes, nn
 
-from tinyvllm import __version__, config, kernels, llama, runner
+from tinyvllm import __version__, config, llama
+from tinyvllm.device import find_compiler, free_memory, largest_tensor, open_device, pick_dtype
 
-LIMIT, BUFFER, INPUTS, GIB = 90, 2**28, 4096, 2**30   # a backend's seconds to answer; W's bytes and columns in the test
-DTYPES, WORDS = ["float32", "float16", "bfloat16"], {"True": "yes", "False": "no"}
+LIMIT = 90   # seconds that a backend has to answer
+BUFFER, INPUTS = 2**28, 4096   # bytes and columns of W in the test
+GIB = 2**30
+DTYPES = ["float32", "float16", "bfloat16"]
+WORDS = {"True": "yes", "False": "no"}
 ORDER = [name for name in device.ALL_DEVICES if name != "DSP"]
 NO_COMPILER = "none: tinygrad's own assembler is slower, and x86-64's only; pip install 'tinyvllm[cpu]' brings clang"
 
@@ -22,10 +26,10 @@ def probe(seconds: float) -> None:
   0: each as a line of JSON, so that a crash loses only what comes after it."""
   def tell(**facts: Any) -> None: print("\n" + json.dumps({"doctor": facts}), flush=True)
   try:
-    free, kind = runner.open_device(), Device.DEFAULT
+    free, kind = open_device(), Device.DEFAULT
     (name, total), renderer = describe(Device[kind]), Device[kind].renderer
     has = {dtype: getattr(dtypes, dtype) in renderer.supported_dtypes() for dtype in DTYPES}
-    dtype, largest = runner.pick_dtype("auto"), min(total, kernels.largest_tensor())
+    dtype, largest = pick_dtype("auto"), min(total, largest_tensor())
     tell(opens=True, device=name, renderer=f"{kind} {type(renderer).__name__}", dtype=dtype, **has,
          free_gib=free / GIB, total_gib=total / GIB, largest_gib=largest / GIB)
     if seconds: tell(gb_per_s=bandwidth(min(BUFFER, largest, free // 4), getattr(dtypes, dtype), seconds) / 1e9)
@@ -38,7 +42,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def describe(opened: Any) -> tuple[str, int]:
-  """A device's name, or what it is if it tells none, and all bytes of the memory that runner.free_memory looks at."""
+  """A device's name, or what it is if it tells none, and all bytes of the memory that free_memory looks at."""
   if opened.device == "CUDA":
     from tinygrad.runtime.autogen import cuda
     cuda.cuDeviceGetName(name := ctypes.create_string_buffer(256), 256, opened.cu_device)
@@ -55,20 +59,20 @@ def host_memory() -> int: return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PA
 def bandwidth(size: int, dtype: Any, seconds: float) -> float:
   """Bytes a second, the median, that the engine's x @ W.T reads of a W of some size, captured as a step is. A fast
   device reads it 16 times in each graph, as a model's layers do: once would measure the host."""
-  linear = llama.Linear(INPUTS, size // INPUTS // dtype.itemsize // 16 * 16, dtype=dtype)
-  x, *linear.weight = [Tensor.empty(*shape, dtype=dtype).contiguous().realize()
-                       for shape in ((1, INPUTS), *[weight.shape for weight in linear.weight])]
+  linear = llama.Linear(INPUTS, {"W": size // INPUTS // dtype.itemsize // 16 * 16}, False, dtype)
+  linear.weight = linear.weight.contiguous().realize()
+  x = Tensor.empty(1, INPUTS, dtype=dtype).contiguous().realize()
 
   def read(times: int, seconds: float) -> float:
-    graph, found = TinyJit(lambda: Tensor.realize(*[linear(x) for _ in range(times)])), list[float]()
+    graph = TinyJit(lambda: Tensor.realize(*[linear(x) for _ in range(times)]))
+    found: list[float] = []
     while len(found) < 3 or sum(found[2:]) * times < seconds:   # the first two calls compile and capture
       started = time.perf_counter()
       with Context(JIT_BATCH_SIZE=0): graph()
       Device[Device.DEFAULT].synchronize()
       found.append((time.perf_counter() - started) / times)
     return statistics.median(found[2:])
-  size = sum(weight.nbytes() for weight in linear.weight)
-  return size / (read(16, seconds) if read(1, 0) < 2e-3 else read(1, seconds))
+  return linear.weight.nbytes() / (read(16, seconds) if read(1, 0) < 2e-3 else read(1, seconds))
 
 
 # In the user's process, which opens none
@@ -86,25 +90,29 @@ def ask(dev: str, seconds: float) -> dict[str, Any]:
 
 
 def compiler() -> dict[str, Any]:
-  """The C compiler that runner.open_device takes, and what it calls itself."""
-  path = shutil.which(runner.find_compiler() or "")
+  """The C compiler that open_device takes, and what it calls itself."""
+  path = shutil.which(find_compiler() or "")
   return {"path": path, "version": subprocess.getoutput(shlex.join([path, "--version"])).split("\n")[0] if path else ""}
 
 
-def fit(name: str, shape: config.ModelConfig, row: dict[str, Any]) -> dict[str, Any]:
-  """What a model takes on a backend, as the engine holds it, and what that leaves."""
-  size, untied = getattr(dtypes, row["dtype"]).itemsize, not shape.tie_word_embeddings
+def fit(name: str, hf: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+  """What a model takes on a backend, as the engine holds it, and what that leaves. hf: its config.json."""
+  shape = config.ModelConfig.from_hf(hf, pathlib.Path(name))
+  sizes = {dtype: getattr(dtypes, dtype).itemsize for dtype in DTYPES if row[dtype]}
+  said: str = hf.get("dtype") or hf.get("torch_dtype", "")   # of the files, kept where it is narrower
+  stored = said if sizes.get(said, 4) < sizes[row["dtype"]] else row["dtype"]
   with Context(DEV="PYTHON"): model = llama.Llama(shape, dtypes.float32)   # of empty tensors, which take no memory
-  weights = sum(int(x.numel()) for x in nn.state.get_parameters(model)) * size
-  read = weights - untied * shape.vocab_size * shape.hidden_size * size   # of embeddings, a row
-  token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * size
+  weights = sum(int(x.numel()) for x in nn.state.get_parameters(model)) * sizes[stored]
+  # A step reads a row of the embeddings, but all of the head
+  read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
+  token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * sizes[row["dtype"]]
   left = int(row["free_gib"] * GIB * config.EngineConfig().gpu_memory_utilization) - weights
-  return {"model": name, "dtype": row["dtype"], "weights_gib": weights / GIB, "fits": left >= token,
+  return {"model": name, "dtype": row["dtype"], "stored": stored, "weights_gib": weights / GIB, "fits": left >= token,
           "kv_tokens": max(0, left) // token, "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}
 
 
-def examine(seconds: float, models: dict[str, config.ModelConfig]) -> dict[str, Any]:
-  """The report."""
+def examine(seconds: float, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+  """The report. models: their config.json, by name."""
   dev, x86 = os.environ.get("DEV", ""), platform.machine().lower() in ("x86_64", "amd64")
   names = dict.fromkeys([*ORDER, *["CPU:X86"] * x86, *[dev.upper()] * bool(dev)])
   backends, default = [{"backend": name, **ask(name, seconds)} for name in names], ask(dev, 0)
@@ -112,11 +120,11 @@ def examine(seconds: float, models: dict[str, config.ModelConfig]) -> dict[str, 
   chosen = [row for row in opened if row["renderer"] == default.get("renderer")]
   why = f"DEV={dev}" if dev else f"the first of {', '.join(ORDER)} that opens"
   machine = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(),
-             "free_gib": runner.free_memory("CPU") / GIB, "total_gib": host_memory() / GIB}
+             "free_gib": free_memory("CPU") / GIB, "total_gib": host_memory() / GIB}
   return {"machine": {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"), **machine},
           "compiler": compiler(), "backends": backends, "chosen": chosen[0]["backend"] if chosen else None,
           "why": why if chosen else f"{why}: {default.get('reason', 'it fails now and then')}",
-          "fit": [fit(*model, row) for row in (chosen or opened)[:1] for model in models.items()]}
+          "fit": [fit(name, hf, row) for row in (chosen or opened)[:1] for name, hf in models.items()]}
 
 
 def table(rows: list[dict[str, Any]], columns: list[str]) -> list[str]:
@@ -151,7 +159,8 @@ def main(argv: list[str]) -> int:
     config.check(0 < args.seconds <= 60, f"seconds={args.seconds} must be above 0 and at most 60")
     models = config.read_json(pathlib.Path(__file__).parent / "shapes.json")
     if args.model: models[args.model] = json.loads((pathlib.Path(args.model).expanduser() / "config.json").read_text())
-    report = examine(args.seconds, {k: config.ModelConfig.from_hf(v, pathlib.Path(k)) for k, v in models.items()})
+    for name, hf in models.items(): config.ModelConfig.from_hf(hf, pathlib.Path(name))   # or nothing is opened
+    report = examine(args.seconds, models)
     print(json.dumps(report, indent=2) if args.json else "\n".join(line[:120] for line in text(report)))
     return 0 if any(row["opens"] for row in report["backends"]) else 1
   except Exception as e: raise ValueError(reason_of(e)) from e   # no traceback, whatever this machine is like

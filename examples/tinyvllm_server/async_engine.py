@@ -1,80 +1,114 @@
-"""The engine for asyncio: it steps on a thread of its own, and wakes those whose request has something new."""
-import asyncio, concurrent.futures, functools, pathlib, uuid
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+"""The engine for asyncio. One thread owns it, and others reach it through an inbox: no lock is held anywhere. Who reads
+a request is told its news, and exactly once its end."""
+import asyncio, collections, contextlib, functools, pathlib, queue, threading, uuid, weakref
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, NamedTuple
 
 from tinyvllm import LLM, RequestOutput
-from tinyvllm.config import check, logger
-from tinyvllm.engine import Params, Prompt, Request, output_of
+from tinyvllm.config import check_option, logger
+from tinyvllm.engine import Params, Prompt, Request
+
+
+class Reader(NamedTuple):
+  """Who reads a request: the queue takes the request, what is new, and whether that is the end."""
+  loop: asyncio.AbstractEventLoop
+  news: asyncio.Queue[tuple[Request, RequestOutput | Exception, bool]]
+  interval: int   # tokens from one piece of news to the next
+
+
+class Driver:
+  """What the engine's thread does. Others put calls of it into its inbox."""
+  def __init__(self, llm: LLM):
+    self.llm = llm
+    self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()   # None: end
+    self.readers: dict[Request, Reader] = {}
+
+  def run(self) -> None:
+    """Between two steps all that is in the inbox; where there is nothing to step for, wait for it."""
+    while True:
+      call = self.step if self.inbox.empty() and self.llm.has_unfinished_requests() else self.inbox.get()
+      if call is None: return
+      try: call()
+      except Exception: logger.exception("the engine's thread goes on")
+
+  def add(self, request: Request, reader: Reader) -> None:
+    self.readers[request] = reader
+    try: self.llm.add(request)
+    except Exception as error: self.tell({request: error})
+
+  def end(self, request: Request | None, error: Exception | None = None) -> None:
+    if request is None or request not in self.readers: return   # it has ended
+    with contextlib.suppress(RuntimeError): self.llm.abort_request(request.request_id)   # if another thread is in there
+    self.tell({request: error or request.news()})
+
+  def step(self) -> None:
+    try: changed = self.llm.advance()
+    except Exception as error: return self.fail(error)
+    self.tell({request: request.news() for request in changed if request in self.readers and self.due(request)})
+
+  def due(self, request: Request) -> bool:
+    seen = sum(tokens for _, tokens in request.seen)
+    return request.finished or not seen or request.metrics.num_generated >= seen + self.readers[request].interval
+
+  def fail(self, error: Exception) -> None:
+    """The engine goes on without the requests that have begun: one of them may have made the step fail."""
+    if self.readers: logger.exception("a step failed, and the requests in it")
+    begun = [request for request in self.readers if request.metrics.first_scheduled_time > 0]   # else it is NaN
+    for request in begun or [*self.readers]:   # what has finished is told by the next step
+      if not request.finished: self.end(request, RuntimeError(f"a step failed: {error}"))
+
+  def tell(self, news: dict[Request, Any]) -> None:
+    """One call wakes all who read in a loop; where that is closed, nobody does."""
+    calls: dict[Any, list[Callable[[], None]]] = collections.defaultdict(list)   # by loop
+    for request, piece in news.items():
+      last = isinstance(piece, Exception) or piece.finished
+      reader = self.readers.pop(request) if last else self.readers[request]
+      calls[reader.loop].append(functools.partial(reader.news.put_nowait, (request, piece, last)))
+    for loop, own in calls.items():
+      with contextlib.suppress(RuntimeError): loop.call_soon_threadsafe(call_all, own)
+
+
+def call_all(calls: list[Callable[[], None]]) -> None:
+  for call in calls: call()
 
 
 class AsyncLLM:
-  """Takes what LLM takes. stream_interval: tokens from one piece of a text to the next. llm: the engine; other threads
-  may use it, too."""
+  """Takes what LLM takes. stream_interval: tokens from one piece of a text to the next. llm: the engine, of which any
+  thread may call `request` and `get_metrics`; all else is for its own thread, which ends with this object."""
   def __init__(self, model: str | pathlib.Path | None = None, stream_interval: int = 1, **options: Any):
-    check(type(stream_interval) is int and stream_interval > 0, f"stream_interval={stream_interval!r} must be an int, "
-          "1 or more")
+    check_option("stream_interval", stream_interval, int, (1, 2**31))
     self.stream_interval = stream_interval
-    self.llm, self._thread = LLM(model, **options), concurrent.futures.ThreadPoolExecutor(1, "tinyvllm-engine")
-    # By request_id: the request, the loop of its reader and what takes the news there; why a step of it failed
-    self._readers = dict[str, tuple[list[Request], asyncio.AbstractEventLoop, Callable[[], None]]]()
-    self._errors = dict[str, Exception]()
+    self.llm = LLM(model, **options)
+    self._driver = Driver(self.llm)
+    weakref.finalize(self, self._driver.inbox.put, None)
+    threading.Thread(target=self._driver.run, name="tinyvllm-engine", daemon=True).start()
 
   async def generate(self, prompt: Prompt, params: Params = None, request_id: str | None = None,
-                     priority: int = 0) -> AsyncIterator[RequestOutput]:
+                     priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
     """Complete one prompt, yielding the new text and ids as they come. To leave the loop, or to cancel it, aborts the
     request. Raises ValueError for a bad request, RuntimeError if a step of it fails."""
-    name = request_id or uuid.uuid4().hex
-    async for _, output in self.stream([await asyncio.to_thread(self.llm.request, name, prompt, params, priority)]):
-      yield output
+    request = await asyncio.to_thread(self.llm.request, request_id or uuid.uuid4().hex, prompt, params, priority)
+    async with contextlib.aclosing(self.stream([request])) as stream:
+      async for _, output in stream: yield output
 
-  async def stream(self, requests: list[list[Request]]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """As `generate`, of several requests that `llm.request` has made: the number of each, and what is new."""
-    loop, news, running = asyncio.get_running_loop(), asyncio.Queue[int](), dict[int, str]()   # running: by its number
-    seen = [[(0, 0)] * len(runs) for runs in requests]
+  async def stream(self, requests: list[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """As `generate`, of several requests that `llm.request` has made: the number of each, and what is new. Once this is
+    closed, all have ended."""
+    reader = Reader(asyncio.get_running_loop(), asyncio.Queue(), self.stream_interval)
+    left = set(requests)   # those that have not ended
+    for request in requests: self._driver.inbox.put(functools.partial(self._driver.add, request, reader))
     try:
-      for i, runs in enumerate(requests):
-        self.llm.add(runs)
-        running[i] = name = runs[0].request_id
-        self._readers[name] = runs, loop, functools.partial(news.put_nowait, i)
-      self._thread.submit(self._drive)
-      while running:
-        if (i := await news.get()) not in running: continue
-        if error := self._errors.get(running[i]): raise RuntimeError(f"a step failed: {error}") from error
-        with self.llm.lock:
-          output, seen[i] = output_of(requests[i], seen[i]), [(run.shown, run.num_generated) for run in requests[i]]
-        if output.finished: del running[i]
-        yield i, output
+      while left:
+        request, news, last = await reader.news.get()
+        if last: left.remove(request)
+        if isinstance(news, Exception): raise news
+        yield requests.index(request), news
     finally:
-      for name in running.values():
-        self._readers.pop(name, None)
-        self._errors.pop(name, None)
-        self.llm.abort_request(name)
+      for request in left: self._driver.inbox.put(functools.partial(self._driver.end, request))
+      while left:
+        request, _, last = await reader.news.get()
+        if last: left.remove(request)
 
   def abort(self, request_id: str) -> None:
-    """End a request with finish_reason "abort", wherever it is."""
-    self.llm.abort_request(request_id)
-    if reader := self._readers.get(request_id): reader[1].call_soon_threadsafe(reader[2])
-
-  def _drive(self) -> None:
-    before = dict[str, int]()   # tokens of each request
-    while self._readers:
-      try: self.llm.step(outputs=False)
-      except Exception as error:
-        logger.exception("a step failed, and the requests in it")
-        for name in {seq.request_id for seq in self.llm.batch} & self._readers.keys() or {*self._readers}:
-          self._errors[name] = error
-          self.abort(name)
-      now, wakes = dict[str, int](), dict[asyncio.AbstractEventLoop, list[Callable[[], None]]]()
-      for name, (runs, loop, wake) in [*self._readers.items()]:
-        count, last = runs[0].metrics.num_generated, before.get(name, 0)
-        ended, due = name not in self.llm.requests, last + self.stream_interval if last else 1
-        now[name] = count if ended or count >= due else last
-        if ended: self._readers.pop(name, None)
-        if ended or count >= due: wakes.setdefault(loop, []).append(wake)
-      before = now
-      for loop, calls in wakes.items(): loop.call_soon_threadsafe(_each, calls)   # one call wakes all
-
-
-def _each(calls: list[Callable[[], None]]) -> None:
-  for call in calls: call()
+    """End a request with finish_reason "abort", wherever it is. Any thread may call this."""
+    self._driver.inbox.put(lambda driver=self._driver: driver.end(driver.llm.requests.get(request_id)))

@@ -2,21 +2,18 @@
 bodies, answers, errors, limits. Each field of SamplingParams is one of a body, and what it may be is checked there."""
 import argparse, asyncio, contextlib, dataclasses, hmac, http, itertools, json, os, pathlib, re
 import signal, socket, threading, time, uuid
-from collections.abc import AsyncIterator, Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Annotated, Any, Literal, cast
 
-import fastapi, pydantic, uvicorn
-from fastapi.exceptions import RequestValidationError
-from fastapi.middleware.cors import CORSMiddleware
+import fastapi, fastapi.middleware.cors as cors, pydantic, uvicorn
+from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from starlette.exceptions import HTTPException
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, core, generate_latest
 
 from tinyvllm import CompletionOutput, RequestOutput, SamplingParams, __version__
-from tinyvllm_cli import add_flags
+from tinyvllm_cli import add_flags, given
 from tinyvllm.config import EngineConfig, Options, check, kind_of, logger
-from tinyvllm.engine import Request, output_of
+from tinyvllm.engine import Request
 
 from .async_engine import AsyncLLM
 
@@ -24,8 +21,8 @@ from .async_engine import AsyncLLM
 OPEN = {"/", "/health", "/version", "/metrics", "/docs", "/openapi.json"}
 COUNTERS = {"prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens"}
 GAUGES = {"num_requests_running", "num_requests_waiting"}
-TIMES = {"ttft": "time_to_first_token_seconds", "latency": "e2e_request_latency_seconds",
-         "queue_time": "request_queue_time_seconds"}   # of RequestMetrics
+# Of RequestMetrics
+TIMES = {"ttft": "time_to_first_token", "latency": "e2e_request_latency", "queue_time": "request_queue_time"}
 BUCKETS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)]   # seconds
 
 
@@ -81,7 +78,7 @@ def refuse(status: int, message: str, param: str | None = None) -> fastapi.Respo
 
 def explain(request: fastapi.Request, error: Exception) -> fastapi.Response:
   """The answer to what a route raises."""
-  if isinstance(error, HTTPException): return refuse(error.status_code, error.detail)
+  if isinstance(error, StarletteHTTPException): return refuse(error.status_code, error.detail)
   if isinstance(error, RuntimeError): return refuse(500, str(error))
   if isinstance(error, RequestValidationError):
     where = [str(x) for x in error.errors()[0]["loc"][1:]]
@@ -90,10 +87,11 @@ def explain(request: fastapi.Request, error: Exception) -> fastapi.Response:
   return refuse(400, str(error), found and {"prompt_token_ids": "prompt"}.get(found[1], found[1]))
 
 
-def usage_of(requests: list[list[Request]]) -> dict[str, Any]:
-  prompt, new = sum(r.num_prompt for r, *_ in requests), sum(r.num_generated for runs in requests for r in runs)
+def usage_of(requests: list[Request]) -> dict[str, Any]:
+  prompt = sum(request.sequences[0].num_prompt for request in requests)   # samples share it
+  new = sum(request.metrics.num_generated for request in requests)
   return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new,
-          "prompt_tokens_details": {"cached_tokens": sum(r.num_cached for r, *_ in requests)}}
+          "prompt_tokens_details": {"cached_tokens": sum(request.sequences[0].num_cached for request in requests)}}
 
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:
@@ -120,20 +118,20 @@ class Answer:
     return {**self.head, "object": kind, "choices": choices, **texts}
 
   def choice(self, number: int, output: RequestOutput, c: CompletionOutput, streamed: bool) -> dict[str, Any]:
-    index, text, ids, known = number * self.params.n + c.index, c.text, c.token_ids, c.logprobs
+    index, text, ids, known = number * self.params.n + c.index, c.text, c.token_ids, cast(Any, c.logprobs)
     offset, before = self.begun.get(index, (0, output.prompt_token_ids[-1:]))
-    first, of_prompt = index not in self.begun, dict[str, Any]()
+    first, extra = index not in self.begun, dict[str, Any]()
     if first and self.body.prompt_logprobs is not None:   # vLLM's name and form
-      of_prompt["prompt_logprobs"] = [of and {i: x._asdict() for i, x in of.items()} for of in output.prompt_logprobs]
+      extra["prompt_logprobs"] = [of and {i: x._asdict() for i, x in of.items()} for of in output.prompt_logprobs or []]
     if first and not self.chat and self.body.echo:
       text = (output.prompt or self.tokenizer.decode(output.prompt_token_ids)) + text
       ids, before = output.prompt_token_ids + ids, []
-      known = None if known is None else output.prompt_logprobs + known
+      known = None if known is None else [*(output.prompt_logprobs or []), *known]
     self.begun[index] = offset + len(text), ids[-1:] or before
     said = {"content": text} if streamed else {"role": "assistant", "content": text}
     return {"index": index, **({"delta" if streamed else "message": said} if self.chat else {"text": text}),
             "logprobs": None if known is None else self.logprobs(before, ids, known, offset),
-            "finish_reason": c.finish_reason, "stop_reason": c.stop_reason, **of_prompt}
+            "finish_reason": c.finish_reason, "stop_reason": c.stop_reason, **extra}
 
   def logprobs(self, before: list[int], ids: list[int], known: list, offset: int) -> dict[str, list]:
     """OpenAI's two forms of what is known of each token; nothing is of a prompt's first."""
@@ -157,22 +155,22 @@ class Server(uvicorn.Server):
   """It listens at once, loads the model meanwhile, and answers until a signal comes."""
   def __init__(self, model: str | None, engine: dict[str, Any], options: ServerConfig):
     self.llm: Any = None   # until it is loaded
+    self.requests = set[Request]()   # those that clients wait for
     self.error: Exception | None = None
     self.loading, self.options = (model, engine), options
     self.key = options.api_key or os.environ.get("TINYVLLM_API_KEY")
     self.name = options.served_model_name or (pathlib.Path(model).resolve().name if model else "tinyvllm")
     self.registry = CollectorRegistry()
     def histogram(name: str) -> Histogram:
-      found = Histogram(f"tinyvllm:{name}", name, ["model_name"], registry=self.registry, buckets=BUCKETS)
+      found = Histogram(f"tinyvllm:{name}_seconds", name, ["model_name"], registry=self.registry, buckets=BUCKETS)
       return found.labels(self.name)
     self.times = {field: histogram(name) for field, name in TIMES.items()}
-    self.gaps = histogram("inter_token_latency_seconds")
-    self.ended = Counter("tinyvllm:request_success", "texts that ended", ["model_name", "finished_reason"],
-                         registry=self.registry)
+    self.gaps = histogram("inter_token_latency")
+    self.ended = Counter("tinyvllm:request_success", "texts", ["model_name", "finished_reason"], registry=self.registry)
     self.registry.register(self)   # type: ignore[arg-type]
     failures: Any = dict.fromkeys(("4XX", "5XX"), {"model": Failure})
     self.app = fastapi.FastAPI(title="tinyvllm", version=__version__, lifespan=self.lifespan, responses=failures)
-    for raised in (HTTPException, RequestValidationError, RuntimeError, ValueError):
+    for raised in (StarletteHTTPException, RequestValidationError, RuntimeError, ValueError):
       self.app.add_exception_handler(raised, explain)
     routes: dict[str, Any] = {
       "/": self.page, "/health": self.health, "/version": self.version, "/metrics": self.metrics,
@@ -185,7 +183,7 @@ class Server(uvicorn.Server):
                              responses=streamed)
     app: Any = self.gate
     if options.allowed_origins:
-      app = CORSMiddleware(app, allow_origins=options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+      app = cors.CORSMiddleware(app, options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     super().__init__(uvicorn.Config(app, options.host, options.port, interface="asgi3", access_log=False,
                                     timeout_graceful_shutdown=int(options.shutdown_timeout) + 5))
 
@@ -210,10 +208,11 @@ class Server(uvicorn.Server):
 
   async def shutdown(self, sockets: Any = None) -> None:
     """uvicorn's, which waits for all answers: what runs when the time is up is aborted."""
-    def abort() -> None:
-      for name in [*self.llm.llm.requests]: self.llm.abort(name)
-    if self.llm: asyncio.get_running_loop().call_later(self.options.shutdown_timeout, abort)
+    asyncio.get_running_loop().call_later(self.options.shutdown_timeout, self.abort, self.requests)
     await super().shutdown(sockets)
+
+  def abort(self, requests: Iterable[Request]) -> None:
+    for request in requests: self.llm.abort(request.request_id)
 
   async def gate(self, scope: Any, receive: Any, send: Any) -> None:
     """What comes before any route: the body's size, the key, and that a client which goes away ends its request."""
@@ -250,8 +249,8 @@ class Server(uvicorn.Server):
     found = self.llm.llm.get_metrics() if self.llm else {"blocks_used": 0, "blocks_free": 1}
     found["kv_cache_usage_perc"] = found["blocks_used"] / (found["blocks_used"] + found["blocks_free"])
     for name in sorted({*COUNTERS, *GAUGES, "kv_cache_usage_perc"}):
-      family = (CounterMetricFamily if name in COUNTERS else GaugeMetricFamily)(f"tinyvllm:{name}", name,
-                                                                                labels=["model_name"])
+      kind = core.CounterMetricFamily if name in COUNTERS else core.GaugeMetricFamily
+      family = kind(f"tinyvllm:{name}", name, labels=["model_name"])
       family.add_metric([self.name], found.get(name, 0))
       yield family
 
@@ -271,30 +270,29 @@ class Server(uvicorn.Server):
           100 * now["prefix_cache_hits"] / max(1, now["prefix_cache_queries"]))
       before = now
 
-  async def watched(self, requests: list[list[Request]]) -> AsyncIterator[tuple[int, RequestOutput]]:
+  async def watched(self, requests: list[Request]) -> AsyncIterator[tuple[int, RequestOutput]]:
     """AsyncLLM.stream, with its times taken and its time limited."""
-    def abort() -> None:
-      for runs in requests: self.llm.abort(runs[0].request_id)
-    limit = self.options.request_timeout
-    timer = asyncio.get_running_loop().call_later(limit, abort) if limit else None
+    timer = asyncio.get_running_loop().call_later(self.options.request_timeout or 2**31, self.abort, requests)
     last: dict[int, tuple[float, int]] = {}   # when, and how many tokens there were
     def observe(number: int, count: int) -> None:
       now = time.monotonic()
       when, before = last.get(number, (now, 0))
       last[number] = now, count
       for _ in range(max(1, before), count): self.gaps.observe((now - when) / (count - before))
+    self.requests.update(requests)
     try:
       async with contextlib.aclosing(self.llm.stream(requests)) as stream:
         async for number, output in stream:
           observe(number, output.metrics.num_generated)
           yield number, output
     finally:
-      if timer: timer.cancel()
-      for run in itertools.chain(*requests): self.ended.labels(self.name, run.finish_reason or "abort").inc()
-      for number, runs in enumerate(requests):
-        observe(number, runs[0].metrics.num_generated)   # those that nobody has waited for
+      timer.cancel()
+      self.requests.difference_update(requests)
+      for number, request in enumerate(requests):
+        observe(number, request.metrics.num_generated)   # those that nobody has waited for
+        for seq in request.sequences: self.ended.labels(self.name, seq.finish_reason or "abort").inc()
         for field, histogram in self.times.items():
-          if (value := getattr(runs[0].metrics, field)) == value: histogram.observe(value)   # else NaN: never happened
+          if (seconds := getattr(request.metrics, field)) == seconds: histogram.observe(seconds)   # else NaN: never
 
   # Routes
 
@@ -348,27 +346,26 @@ class Server(uvicorn.Server):
     if not isinstance(given, list) or given and isinstance(given[0], int): given = [given]
     check(given, "prompt=[] must not be empty")
     prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in given]
-    queue, limit, rows = engine.scheduler, self.options.max_queue, engine.config.max_num_seqs
-    def unfinished() -> int: return sum(1 + len(seq.forks) for seq in [*queue.running, *queue.waiting])
-    def crowded() -> bool: return unfinished() + len(prompts) * params.n > limit + rows
-    check(params.n == 1 or len(prompts) * params.n <= limit + rows, f"n={params.n} for {len(prompts)} prompts: at most "
-          f"{limit + rows} texts may wait (--max-queue) and run (--max-num-seqs)")
-    waiting = unfinished() - len(queue.running)
-    busy = refuse(429, f"{waiting} texts wait and at most {limit} may (--max-queue): try again")
-    if crowded(): return busy   # before they are made, which takes time, and after, as others have come meanwhile
+    most = self.options.max_queue + engine.config.max_num_seqs
+    new = len(prompts) * params.n
+    check(params.n == 1 or new <= most, f"n={params.n} for {len(prompts)} prompts: at most {most} texts may wait "
+          "(--max-queue) and run (--max-num-seqs)")
+    def texts() -> int: return sum(not seq.finish_reason for request in self.requests for seq in request.sequences)
+    busy = refuse(429, f"at most {most} texts may wait (--max-queue) and run (--max-num-seqs): try again")
+    if texts() + new > most: return busy   # before they are made, which takes time, and after: others may have come
     requests = [await asyncio.to_thread(engine.request, f"{answer.head['id']}-{i}", prompt, params, body.priority or 0)
                 for i, prompt in enumerate(prompts)]
-    if crowded(): return busy
+    if texts() + new > most: return busy
     stream = self.watched(requests)
     first = await anext(stream)   # from here on they are in the queue
     if body.stream:
       return StreamingResponse(self.events(answer, first, stream, requests), media_type="text/event-stream")
     async for _ in stream: pass
-    outputs = enumerate(output_of(runs) for runs in requests)
+    outputs = enumerate(request.output() for request in requests)
     choices = [answer.choice(i, output, c, False) for i, output in outputs for c in output.outputs]
     return JSONResponse({**answer.whole(choices, False), "usage": usage_of(requests)})
 
-  async def events(self, answer: Answer, news: Any, stream: Any, requests: list[list[Request]]) -> AsyncIterator[str]:
+  async def events(self, answer: Answer, news: Any, stream: Any, requests: list[Request]) -> AsyncIterator[str]:
     def event(content: dict) -> str: return f"data: {json.dumps(content)}\n\n"
     options, ended = answer.body.stream_options, set[tuple[int, int]]()
     usage = {"usage": None} if options and options.include_usage else {}
@@ -398,13 +395,11 @@ def main(argv: list[str]) -> int:
   parser.add_argument("model", nargs="?", default=None, help="a model's folder; default: the shipped model")
   add_flags(parser, EngineConfig, ServerConfig)
   args = vars(parser.parse_args(argv))
-  engine, options = ({f.name: args[f.name] for f in dataclasses.fields(kind) if f.name in args}
-                     for kind in (EngineConfig, ServerConfig))
-  config = ServerConfig(**options)
+  config = ServerConfig(**given(args, ServerConfig))
   family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
   try: socket.create_server((config.host, config.port), family=family).close()   # before a model is loaded for nothing
   except OSError as error: raise ValueError(f"host={config.host!r}, port={config.port}: {error.strerror}") from error
-  server = Server(args["model"], engine, config)
+  server = Server(args["model"], given(args, EngineConfig), config)
   server.run()
   if server.error: raise server.error
   return 0
