@@ -1,8 +1,9 @@
 """The engine: text in, text out. Requests are added at any time, and a step advances all of them together; everything
 below knows token ids only. One thread drives an engine."""
-import contextlib, dataclasses, functools, itertools, pathlib, random, threading, time
+import contextlib, dataclasses, functools, itertools, random, threading, time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tinygrad import Device, dtypes, helpers, nn
@@ -26,19 +27,19 @@ class Request:
   """The samples of a prompt, with their texts."""
   request_id: str
   prompt: str | None
+  params: SamplingParams
+  metrics: RequestMetrics
   texts: list[TextStream]
 
   sequences = property(lambda self: [text.seq for text in self.texts])
-  params = property(lambda self: self.texts[0].params)
-  metrics = property(lambda self: self.texts[0].seq.metrics)
-  finished = property(lambda self: all(text.seq.finish_reason for text in self.texts))
+  finished = property(lambda self: all(seq.finish_reason for seq in self.sequences))
 
   def output(self, news: bool = False) -> RequestOutput:
     """All there is so far, or what has come since the last call for news."""
-    first = self.texts[0].seq
+    first = self.sequences[0]
     scores = [first.logprobs.get(i) for i in range(first.num_prompt)] if first.scores_prompt else None
     return RequestOutput(self.request_id, self.prompt, first.tokens[:first.num_prompt], scores,
-                         [self._completion(text, news) for text in self.texts], first.metrics, first.num_cached)
+                         [self._completion(text, news) for text in self.texts], self.metrics, first.num_cached)
 
   def _completion(self, text: TextStream, news: bool) -> CompletionOutput:
     text.feed()
@@ -57,20 +58,21 @@ class LLMEngine:
 
   model: a folder with config.json, *.safetensors and a tokenizer; None: the model shipped with tinyvllm. options:
   EngineConfig's. Raises ValueError for files or options that will not do, RuntimeError for no device or compiler."""
-  def __init__(self, model: str | pathlib.Path | None = None, **options: Any):
+  def __init__(self, model: str | Path | None = None, **options: Any):
     config = EngineConfig(**options)
-    folder = pathlib.Path(model or pathlib.Path(__file__).parent / "default_model").expanduser()
+    folder = Path(model or Path(__file__).with_name("default_model")).expanduser()
     with exclusive: self._load(folder, config)
     self.scheduler = Scheduler(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
     self._launched: tuple[Step, Any] | None = None   # the step that the device works on, and what reads it
-    self._owed: list[Request] = []                   # that ended in a step which failed, and nobody was told
+    self._changed: dict[Request, None] = {}          # have tokens that nobody was told of, also where a step failed
     self._driver = threading.RLock()
     self._arrivals = itertools.count()
     self._random = random.Random(config.seed)
 
-  def _load(self, folder: pathlib.Path, config: EngineConfig) -> None:
-    started, free = time.perf_counter(), open_device()
+  def _load(self, folder: Path, config: EngineConfig) -> None:
+    started = time.perf_counter()
+    free = open_device()
     shape = self.model_config = ModelConfig.load(folder)
     self.tokenizer = load_tokenizer(folder)
     limit = shape.max_position_embeddings
@@ -78,15 +80,16 @@ class LLMEngine:
     check(length <= limit, f"max_model_len={length} must be at most the model's {limit}")
     rows = 1 << (largest_tensor() // (4 * shape.vocab_size)).bit_length() - 1   # of logits, in one tensor
     config = dataclasses.replace(config, max_num_batched_tokens=min(config.max_num_batched_tokens, rows))
-    check(config.max_num_seqs <= config.max_num_batched_tokens, f"max_num_seqs={config.max_num_seqs} is above "
-          f"max_num_batched_tokens={config.max_num_batched_tokens}: each running sequence decodes one token a step")
+    most = config.max_num_batched_tokens
+    check(config.max_num_seqs <= most, f"max_num_seqs={config.max_num_seqs} is above max_num_batched_tokens={most}: "
+          "each running sequence decodes one token a step")
     kind = pick_dtype(config.dtype)
     dtype = getattr(dtypes, kind)
     llama = Llama(shape, dtype)
     load_weights(llama, folder, dtype)
     left = free * config.gpu_memory_utilization - sum(x.nbytes() for x in nn.state.get_parameters(llama))
-    logger.info("loaded %s in %s on %s in %.1f s; a step takes %d tokens", folder.name, kind, Device.DEFAULT,
-                time.perf_counter() - started, config.max_num_batched_tokens)
+    logger.info(f"loaded {folder.name} in {kind} on {Device.DEFAULT} in {time.perf_counter() - started:.1f} s; a step "
+                f"takes {most} tokens")
     caches = allocate_caches(shape, config, length, dtype, max(0, int(left)))
     self.config, self.runner = config, Runner(llama, shape, config, length, caches)
     self.blocks = BlockManager(self.runner.num_blocks, config)
@@ -110,29 +113,32 @@ class LLMEngine:
         check(type(i) is int and 0 <= i < size, f"{name}: id {i!r} must be an int from 0 to {size - 1}")
     check(len(ids) < self.max_model_len, f"This model's maximum context length is {self.max_model_len} tokens. "
           f"However, the prompt has {len(ids)}: shorten it or raise max_model_len or num_gpu_blocks_override")
-    ordered = type(priority) is int and (priority == 0 or self.config.scheduling_policy == "priority")
-    check(ordered, f"priority={priority!r} must be an int, and 0 unless scheduling_policy='priority'")
-    bad_words = [self.tokenizer.encode(space + w.lstrip(), False) for w in params.bad_words or () for space in ("", " ")]
+    check(type(priority) is int and (priority == 0 or self.config.scheduling_policy == "priority"),
+          f"priority={priority!r} must be an int, and 0 unless scheduling_policy='priority'")
+    words = [space + word.lstrip() for word in params.bad_words or () for space in ("", " ")]
+    bad_words = [self.tokenizer.encode(word, False) for word in words]
     stop_ids = frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())])
-    seed, arrival = self._random.getrandbits(63) if params.seed is None else params.seed, next(self._arrivals)
+    seed = self._random.getrandbits(63) if params.seed is None else params.seed
     structured: Any = params.structured_outputs
-    make = functools.partial(
-      Sequence, request_id=request_id, params=params, stop_ids=stop_ids, metrics=RequestMetrics(),
-      bad_words=[*filter(None, bad_words)], max_len=min(self.max_model_len, len(ids) + params.max_tokens))
-    runs = [make(tokens=[*ids], seed=seed + i, order=(priority, arrival, i), index=i,
-                 constraint=structured and structured.constraint(self.tokenizer, size, eos)) for i in range(params.n)]
+    arrival = next(self._arrivals)
+    metrics = RequestMetrics()
+    runs = [Sequence(
+      request_id, [*ids], params, seed + i, order=(priority, arrival, i), index=i, stop_ids=stop_ids, metrics=metrics,
+      max_len=min(self.max_model_len, len(ids) + params.max_tokens), bad_words=[*filter(None, bad_words)],
+      constraint=structured and structured.constraint(self.tokenizer, size, eos)) for i in range(params.n)]
     runs[0].forks += runs[1:]
-    return Request(request_id, text, [TextStream(self.tokenizer, seq) for seq in runs])
+    return Request(request_id, text, params, metrics, [TextStream(self.tokenizer, seq) for seq in runs])
 
   def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """A prompt's text, if it has one, and its ids."""
-    (form, given), *more = prompt.items() if isinstance(prompt, dict) and prompt else [("prompt", prompt)]
-    kind = {"prompt": str, "prompt_token_ids": list, "messages": list}.get(form, ())
-    check(given and isinstance(given, kind) and not more, f"prompt={prompt!r} must be a str, {{'prompt': str}}, "
-          "{'prompt_token_ids': list of int} or {'messages': list of dict}, and not empty")
-    if form == "prompt_token_ids": return None, given
-    text = given if form == "prompt" else self.tokenizer.apply_chat_template(given)
-    return text, self.tokenizer.encode(text, form == "prompt")   # a template brings its own BOS
+    match [*prompt.items()] if isinstance(prompt, dict) else [("prompt", prompt)]:
+      case [("prompt", str(text))] if text: return text, self.tokenizer.encode(text)
+      case [("prompt_token_ids", list(ids))] if ids: return None, ids
+      case [("messages", list(messages))] if messages:
+        text = self.tokenizer.apply_chat_template(messages)
+        return text, self.tokenizer.encode(text, False)   # a template brings its own BOS
+    raise ValueError(f"prompt={prompt!r} must be a str, {{'prompt': str}}, {{'prompt_token_ids': list of int}} or "
+                     "{'messages': list of dict}, and not empty")
 
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
     """Queue a request: a str, {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [{"role", "content"}]}.
@@ -141,15 +147,17 @@ class LLMEngine:
 
   def add(self, request: Request) -> None:
     with self._alone():
-      known = self.requests.setdefault(request.request_id, request)
-      check(known is request, f"request_id={request.request_id!r} is in use")
+      check(self.requests.setdefault(request.request_id, request) is request,
+            f"request_id={request.request_id!r} is in use")
       self.scheduler.add(request.sequences[0])
 
   def abort_request(self, request_id: str) -> None:
     """End a request with finish_reason "abort". One that has finished, or never was, is let be."""
     with self._alone():
       if request_id not in self.requests: return
-      for seq in self.requests.pop(request_id).sequences:
+      request = self.requests.pop(request_id)
+      self._changed.pop(request, None)
+      for seq in request.sequences:
         if not seq.finish_reason: self.scheduler.finish(seq, "abort")
 
   def has_unfinished_requests(self) -> bool: return bool(self.requests)
@@ -165,63 +173,54 @@ class LLMEngine:
       started = time.perf_counter()
       try: changed = self._step()
       except BaseException:
-        self._recover()
+        # What was launched is forgotten, nobody holds blocks, what was not read is computed again
+        self._launched = None
+        self.scheduler.reset([seq for request in self.requests.values() for seq in request.sequences
+                              if not seq.finish_reason and seq not in request.sequences[0].forks])
         raise
-      self.scheduler.totals.update(seconds=time.perf_counter() - started)   # type: ignore[call-arg]
+      ended = [self.requests.pop(request.request_id) for request in changed if request.finished]
+      self._changed.clear()
+      self.scheduler.totals.update(   # type: ignore[call-overload]
+        steps=1, requests_finished=len(ended), seconds=time.perf_counter() - started)
       return changed
 
   def _step(self) -> list[Request]:
     batch = self.scheduler.schedule()
     step = pack(batch, self.config, self.runner.max_blocks, self.model_config.vocab_size) if batch else None
     self.scheduler.advance(batch)
-    if step and not self.runner.overlaps: self._launched = step, self.runner.launch(step)
-    launched = self._launched
+    def launch(): return (step, self.runner.launch(step)) if step else None
+    launched = self._launched if self.runner.overlaps else launch()
     results = launched[1]() if launched else None   # waits for the device
-    self._launched = (step, self.runner.launch(step)) if step and self.runner.overlaps else None
-    self.scheduler.totals.update(steps=1, scheduled=len(batch))
-    return self._settle(self._record(launched[0], *results) if launched and results else [])
+    self._launched = launch() if self.runner.overlaps else None
+    if launched and results: self._record(launched[0], *results)
+    for request in self._changed:
+      for text in request.texts if request.params.stop else ():
+        text.feed()
+        if text.seq.stop_reason is not None: self.scheduler.finish(text.seq, "stop")
+    self.scheduler.totals["scheduled"] += len(batch)
+    return [*self._changed]
 
-  def _record(self, step: Step, ids: list[int], logprobs: list[list[float]]) -> list[Request]:
-    """Give a step's tokens to their sequences. Returns the requests that have new ones."""
+  def _record(self, step: Step, ids: list[int], logprobs: list[list[float]]) -> None:
+    """Give a step's tokens to their sequences."""
     sampled = {seq: token for token, (seq, place) in zip(ids, step.targets, strict=False)
-               if place == len(seq.tokens) and not seq.finish_reason}   # else it is the prompt's, or has ended meanwhile
-    self.scheduler.update(step.written, sampled)
+               if place == len(seq.tokens) and not seq.finish_reason}   # else it is the prompt's, or has ended
+    self._changed |= dict.fromkeys(self.requests[seq.request_id] for seq in sampled)
     for (seq, place), (own, rank, *best) in zip(step.targets, logprobs, strict=False):
       k = seq.params.logprobs if place >= seq.num_prompt else seq.params.prompt_logprobs
-      if k is None or place >= len(seq.tokens): continue
-      found = [(seq.tokens[place], own, rank), *zip(best[:2 * k:2], best[1:2 * k:2], range(1, k + 1), strict=True)]
-      seq.logprobs[place] = {int(i): Logprob(x, int(r), self.tokenizer.decode([int(i)], False)) for i, x, r in found}
-    return [self.requests[name] for name in dict.fromkeys(seq.request_id for seq in sampled)]
-
-  def _settle(self, changed: list[Request]) -> list[Request]:
-    """End what a stop string ends, and let go of requests that have ended."""
-    changed += [request for request in self._owed if self.requests.get(request.request_id) is request]   # or aborted
-    for request in changed:
-      for text in request.texts if request.params.stop or request.finished else ():
-        stop = text.feed()
-        if stop is None: continue
-        self.scheduler.finish(text.seq, "stop")
-        text.seq.stop_reason = stop
-    ended = [request.request_id for request in changed if request.finished]
-    for name in ended: del self.requests[name]
-    self.scheduler.totals.update(requests_finished=len(ended))
-    self._owed = []
-    return changed
-
-  def _recover(self) -> None:
-    """After a failed step: what was launched is forgotten, nobody holds blocks, what was not read is computed again."""
-    self._launched, requests = None, self.requests.values()
-    self._owed = [request for request in requests if request.finished]
-    forks = {seq for request in requests for seq in request.sequences[0].forks}
-    self.scheduler.reset({seq for x in requests for seq in x.sequences if not seq.finish_reason} - forks)
+      token = sampled.get(seq) if place == len(seq.tokens) else seq.tokens[place]
+      if k is None or token is None: continue
+      rows = [(token, own, rank), *zip(best[::2], best[1::2], range(1, k + 1), strict=False)]
+      seq.logprobs[place] = {int(i): Logprob(x, int(r), self.tokenizer.decode([int(i)], False)) for i, x, r in rows}
+    self.scheduler.update(step.written, sampled)   # last: a token that counts has all that belongs to it
 
   def get_metrics(self) -> dict[str, float]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
-    queue, pool, totals = self.scheduler, self.blocks, self.scheduler.totals
-    seconds = max(totals["seconds"], 1e-6)
+    pool, totals = self.blocks, self.scheduler.totals
+    seconds = totals["seconds"] or 1
     return {**totals, "blocks_used": pool.num_used(), "blocks_free": pool.num_free(), "blocks_cached": len(pool.unused),
-            "blocks_shared": pool.num_shared, "num_requests_running": len(queue.running),
-            "num_requests_waiting": len(queue.waiting), "mean_batch_size": totals["scheduled"] / max(1, totals["steps"]),
+            "blocks_shared": pool.num_shared, "num_requests_running": len(self.scheduler.running),
+            "num_requests_waiting": len(self.scheduler.waiting),
+            "mean_batch_size": totals["scheduled"] / (totals["steps"] or 1),
             "tokens_per_second": totals["generation_tokens"] / seconds,
             "requests_per_second": totals["requests_finished"] / seconds}
 
@@ -268,12 +267,12 @@ class LLM(LLMEngine):
 shared = functools.cache(LLM)   # one engine for each model
 
 
-def generate(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> str:
+def generate(prompt: str, model: str | Path | None = None, **sampling: Any) -> str:
   """The text that follows a prompt. sampling: SamplingParams' fields, but greedy unless a temperature is given."""
   return "".join(generate_stream(prompt, model, **sampling))
 
 
-def generate_stream(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> Iterator[str]:
+def generate_stream(prompt: str, model: str | Path | None = None, **sampling: Any) -> Iterator[str]:
   """As `generate`, a piece at a time, as tokens arrive."""
   with exclusive: llm = shared(model)   # two first callers get one engine
   outputs = llm.generate_stream(prompt, SamplingParams(**{"temperature": 0.0, **sampling}))
