@@ -39,12 +39,12 @@ class Driver:
   def end(self, request: Request | None, error: Exception | None = None) -> None:
     if request is None or request not in self.readers: return   # it has ended
     with contextlib.suppress(RuntimeError): self.llm.abort_request(request.request_id)   # if another thread is in there
-    self.tell({request: error or request.news()})
+    self.tell({request: error or request.output(news=True)})
 
   def step(self) -> None:
     try: changed = self.llm.advance()
     except Exception as error: return self.fail(error)
-    self.tell({request: request.news() for request in changed if request in self.readers and self.due(request)})
+    self.tell({request: request.output(news=True) for request in changed if request in self.readers and self.due(request)})
 
   def due(self, request: Request) -> bool:
     seen = sum(tokens for _, tokens in request.seen)
