@@ -1,5 +1,6 @@
 """A scheduled batch as one int32 array of parts with named fields, which is all that the device is given; numpy only. It
 is padded to one of few shapes, each of which is a graph."""
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,34 +49,41 @@ def words(rows: list[tuple], kind: np.dtype, size: int, **nobody: int) -> np.nda
 
 def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, vocab_size: int) -> Step:
   """The next n tokens of each sequence, and the rows of logits that these want. max_blocks: in a row of the tables."""
-  BS, spare = config.block_size, config.max_num_seqs
-  tokens, rows, edits = list[tuple](), list[tuple](), list[tuple]()
-  targets, masks = list[tuple[Sequence, int]](), dict[int, Any]()
+  spare = config.max_num_seqs   # padding's row
+  tokens: list[tuple] = []
+  rows: list[tuple] = []
+  edits: list[tuple] = []
+  masks: dict[int, Any] = {}
+  targets = []
+  written = []
   for seq, n in batch.items():
-    for i in range(seq.num_computed, seq.num_computed + n):
-      page, block = i // BS, seq.block_table[i // BS]
-      token = seq.tokens[i] if i < len(seq.tokens) else -1
-      tokens.append((token, i, block * BS + i % BS, seq.row, seq.row * max_blocks + page, block))
-    params, wanted = seq.params, seq.num_logits(n)
-    for place in range(i + 2 - wanted, i + 2):
-      chosen = place == seq.length   # else it is there already
-      targets.append((seq, place))
-      rows.append((len(tokens) - 2 - i + place, place - 1, seq.row if chosen else spare,
-                   -1 if chosen else seq.tokens[place], params.top_k, params.temperature, params.top_p, params.min_p,
-                   seq.seed % 2**64))
+    start = seq.num_computed
+    end = start + n
+    written.append(Written(seq, seq.block_table, start, end))
+    known = [*seq.tokens[start:end + 1], -1, -1]   # the host has not read the last one, or nobody knows it
+    for position, (token, target) in enumerate(itertools.pairwise(known[:n + 1]), start):
+      page, offset = divmod(position, config.block_size)
+      block = seq.block_table[page]
+      slot = block * config.block_size + offset
+      tokens.append((token, position, slot, seq.row, seq.row * max_blocks + page, block))   # type: ignore[operator]
+      if position < end - seq.num_logits(n): continue
+      targets.append((seq, position + 1))
+      params = seq.params
+      rows.append((len(tokens) - 1, position, seq.row if target < 0 else spare, target, params.top_k,
+                   params.temperature, params.top_p, params.min_p, seq.seed % 2**64))
     if n < seq.remaining(): continue   # no new token comes of it
     edits += [(len(rows) - 1, *edit) for edit in seq.edits()]
     mask = seq.mask(vocab_size)
     if mask is not None: masks[len(rows) - 1] = mask
-  T, S = bucket(len(tokens)), bucket(spare)
+  T = bucket(len(tokens))
+  S = bucket(spare)
   shape = Shape(
     tokens=T, rows=min(T, S) if len(rows) <= S else T, sampler=max((seq.params.sampler for seq, _ in targets), default=0),
     logprobs=any(seq.params.logprobs is not None or seq.scores_prompt for seq in batch),
     edits=16 * 8 ** -(-(len(edits) // 16).bit_length() // 3) if edits else 0, masked=bool(masks))   # few sizes
-  bits = np.full((shape.rows if masks else 0, -(-vocab_size // 32)), -1, np.int32)
-  for row, mask in masks.items(): bits[row] = mask
+  everything = np.full(-(-vocab_size // 32), -1, np.int32)
   array = np.concatenate([
     words(tokens, TOKEN, T, row=spare, entry=spare * max_blocks), words(rows, LOGITS, T, last_row=spare),
-    words(edits, EDIT, shape.edits, row=-1), bits.ravel()])
-  written = [Written(seq, seq.block_table, seq.num_computed, seq.num_computed + n) for seq, n in batch.items()]
+    words(edits, EDIT, shape.edits, row=-1),
+    *[masks.get(row, everything) for row in range(shape.rows if masks else 0)]])
   return Step(shape, array, targets, written)

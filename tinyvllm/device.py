@@ -1,7 +1,8 @@
 """Opens a device of tinygrad's, and tells what the engine must know of it: its compiler, free memory, types, limits. Adds
 what tinygrad 0.14 lacks: lowered kernels kept on disk, and a graph for CPUs that uses all cores."""
-import concurrent.futures, ctypes, functools, importlib.metadata, os, shutil, sqlite3, sys, threading
+import ctypes, functools, importlib.metadata, os, shutil, sqlite3, sys, threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from tinygrad import Device, UOp, codegen, dtypes, helpers
@@ -15,9 +16,9 @@ from .config import logger
 exclusive = threading.RLock()
 
 
-@functools.cache   # tinygrad does not let a device be asked for while a layer is traced
-def renderer_of(device: str) -> Any: return Device[device].renderer
-def renderer() -> Any: return renderer_of(Device.DEFAULT)
+def renderer() -> Any:
+  """Of the default device, also while a layer is traced, when tinygrad lets no device be asked for otherwise."""
+  with helpers.Context(ALLOW_DEVICE_USAGE=1): return Device.default.renderer
 
 
 def cpu_cores() -> int:
@@ -46,27 +47,28 @@ def pick_dtype(asked: str) -> str:
   if asked == "auto": asked = "float32" if Device.DEFAULT == "CPU" else "float16"
   has = renderer().supported_dtypes()
   taken = next(name for name in (asked, "float16", "float32") if getattr(dtypes, name) in has)
-  if taken != asked: logger.warning("%s has no %s: computing in %s", Device.DEFAULT, asked, taken)
+  if taken != asked: logger.warning(f"{Device.DEFAULT} has no {asked}: computing in {taken}")
   return taken
 
 
 def find_compiler() -> str | None:
   """The C compiler for a CPU: $CC, but for gcc, which will not do, or clang on the PATH, or beside this Python, where
   pip puts it; None if there is none."""
-  places = (None, os.path.dirname(sys.executable))
-  found = [os.environ.get("CC"), *[shutil.which("clang", path=place) for place in places]]
-  return next((path for path in found if path and path != "echo" and "gcc" not in os.path.basename(path)), None)
+  named = os.environ.get("CC") or "echo"   # echo: as open_device leaves it where there is none
+  if named != "echo" and "gcc" not in os.path.basename(named): return named
+  return shutil.which("clang") or shutil.which("clang", path=os.path.dirname(sys.executable))
 
 
 def open_device() -> int:
   """Open tinygrad's default device, and return its free bytes. Raises RuntimeError where none opens."""
   compiler = find_compiler()
   os.environ["CC"] = compiler or "echo"   # tinygrad wants a command, though it may never need what that makes
-  if helpers.CACHELEVEL >= 1: keep_kernels(os.environ["CC"])
+  if helpers.CACHELEVEL >= 1: keep_kernels()
+  if helpers.NUM_CPU_THREADS.value <= 4: helpers.PARALLEL.value = 0   # a pool of compilers only starts slowly
   try:
     if compiler is None: do_without_compiler()
-    device = Device[Device.DEFAULT]
-    if cpu_cores() and not device.graph: device.graph = cpu_graph(cpu_cores())
+    device = Device.default
+    if cpu_cores() and not device.graph: device.graph = CPUGraph
     return free_memory(Device.DEFAULT)
   except Exception as e:   # a backend fails to open in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
@@ -76,10 +78,11 @@ def open_device() -> int:
 def do_without_compiler() -> None:
   """Let the CPU take tinygrad's own assembler, for x86-64."""
   helpers.CCACHE.value = 0   # else what echo makes is kept
-  if Device.DEFAULT == "CPU": logger.warning("no C compiler found: tinygrad's own assembler takes its place, which is "
-                                             "slower; to have a compiler: pip install 'tinyvllm[cpu]'")
-  chosen = repr(helpers.DEV) or Device.DEFAULT
-  helpers.DEV.value = "CPU:X86" if Device.DEFAULT == "CPU" else f"{chosen};CPU:X86"
+  if Device.DEFAULT == "CPU":
+    helpers.DEV.value = "CPU:X86"
+    logger.warning("no C compiler found: tinygrad's own assembler takes its place, which is slower; to have a compiler: "
+                   "pip install 'tinyvllm[cpu]'")
+  else: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"
 
 
 @helpers.diskcache
@@ -87,39 +90,39 @@ def tinyvllm_lowered(ast: UOp, renderer: Any, *config: Any) -> UOp: return do_to
 # In tinygrad's cache on disk, under this function's name, by all its arguments. config: what else the result hangs on
 
 
-def keep_kernels(compiler: str) -> None:
+def keep_kernels() -> None:
   """Let tinygrad's cache on disk, which holds what compilers make, also hold what it has lowered, which takes longer."""
-  config = importlib.metadata.version("tinygrad"), compiler, *[x.value for x in codegen.to_program_config]
+  config = importlib.metadata.version("tinygrad"), os.environ["CC"], *[x.value for x in codegen.to_program_config]
   codegen.do_to_program = lambda ast, renderer: tinyvllm_lowered(ast, renderer, *config)
   helpers.db_connection()   # it answers only the thread that opened it, but steps may come from any
   helpers._db_connection = sqlite3.connect(   # type: ignore[assignment]
     helpers.CACHEDB, timeout=60, isolation_level="IMMEDIATE", check_same_thread=False)
 
 
-def cpu_graph(cores: int) -> type:
+class CPUGraph(GraphRunner):
   """tinygrad 0.14 runs a captured step on a CPU at 50 us a kernel, and a threaded kernel's parts in sequence. Here each
   part is a call prepared beforehand, and parts run side by side, as ctypes lets go of the GIL; to wake a core takes
   100 us, which kernels know. To be dropped as soon as tinygrad has a graph for CPUs."""
-  pool = concurrent.futures.ThreadPoolExecutor(max(1, cores - 1), "tinyvllm-core")
+  pool = ThreadPoolExecutor(max(1, helpers.NUM_CPU_THREADS.value - 1), "tinyvllm-core")   # has as many as it needs
 
-  def supports(devices: Any, call: UOp) -> bool:
-    fixed = Ops.PARAM not in [x.op for x in call.src] and {v.expr for v in call.src[0].arg.vars} <= {"core_id"}
-    return GraphRunner.supports_uop(devices, call) and fixed
+  @staticmethod
+  def supports_uop(devices: Any, call: UOp) -> bool:   # type: ignore[override]
+    """Whether a call is always the same: no buffer of it changes, and no variable but the part's number."""
+    return (GraphRunner.supports_uop(devices, call) and Ops.PARAM not in [x.op for x in call.src]
+            and {variable.expr for variable in call.src[0].arg.vars} <= {"core_id"})
 
-  class CPUGraph(GraphRunner):
-    supports_uop = staticmethod(supports)   # type: ignore[assignment]
+  @functools.cached_property
+  def parts(self) -> list[list[Callable]]:
+    """Of each kernel, the calls that are its parts."""
+    parts = []
+    for (_, program, buffers, _), kernel in zip(self.calls, cast(Any, self.runtimes), strict=True):
+      addresses = [ctypes.c_uint64(buffers[i]._buf.va_addr) for i in program.arg.globals]
+      count = program.arg.launch_dims({})[0][0]
+      parts.append([functools.partial(kernel.fxn, *addresses, ctypes.c_uint64(i)) for i in range(count)])
+    return parts
 
-    def __init__(self, *args: Any, **kwargs: Any):
-      super().__init__(*args, **kwargs)
-      self.parts: list[list[Callable[[], Any]]] = []   # of each kernel
-      for (_, program, buffers, _), kernel in zip(self.calls, cast(Any, self.runtimes), strict=True):
-        addresses = [ctypes.c_uint64(buffers[i]._buf.va_addr) for i in program.arg.globals]
-        count = program.arg.launch_dims({})[0][0]
-        self.parts.append([functools.partial(kernel.fxn, *addresses, ctypes.c_uint64(i)) for i in range(count)])
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-      for own, *others in self.parts:
-        running = [pool.submit(part) for part in others]
-        own()
-        for part in running: part.result()
-  return CPUGraph
+  def __call__(self, *args: Any, **kwargs: Any) -> None:
+    for first, *others in self.parts:
+      running = [self.pool.submit(part) for part in others]
+      first()
+      for part in running: part.result()

@@ -1,6 +1,6 @@
 """Runs packed steps, each as one call of a captured graph: there is one for each shape. Owns what stays on the device:
 the block tensors of the KV cache, allocated once, the block tables and the last tokens."""
-import functools, os, time
+import functools, time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,9 +20,12 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   """For each layer K, (num_blocks, n_kv_heads, head_dim, block_size), and V, its last axes the other way round, as the
   kernels read them. num_blocks, of which block 0 takes padding's writes, is the override, or what fits `left` bytes, at
   most what max_num_seqs sequences of max_model_len can use. Raises ValueError where not one such sequence fits."""
-  KV, D, BS, tensors = model.num_key_value_heads, model.head_dim, config.block_size, 2 * model.num_hidden_layers
-  size, per_sequence = tensors * KV * D * BS * dtype.itemsize, -(-max_model_len // BS)   # size: of a block
-  most = largest_tensor() * tensors // size
+  KV = model.num_key_value_heads
+  D = model.head_dim
+  BS = config.block_size
+  size = 2 * model.num_hidden_layers * KV * D * BS * dtype.itemsize   # of a block, in all layers
+  per_sequence = -(-max_model_len // BS)
+  most = largest_tensor() // (KV * D * BS * dtype.itemsize)
   fit = min(left // size, most)
   fit -= fit % (1 << max(0, fit.bit_length() - 6))   # one of few sizes: kernels know and cache it
   check(fit > per_sequence or config.num_gpu_blocks_override, f"max_model_len={max_model_len} needs "
@@ -31,11 +34,12 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
   check(num_blocks <= most, f"num_gpu_blocks_override={num_blocks} must be at most {most}, which is all that "
         f"{Device.DEFAULT} takes in one tensor")
-  logger.log(30 if num_blocks <= per_sequence else 20, "KV cache: %d blocks of %d tokens = %d tokens, %.2f GiB: %.1f "
-             "sequences of %d", num_blocks - 1, BS, (num_blocks - 1) * BS, num_blocks * size / 2**30,
-             (num_blocks - 1) * BS / max_model_len, max_model_len)
+  tokens = (num_blocks - 1) * BS
+  logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {BS} tokens = {tokens} "
+             f"tokens, {num_blocks * size / 2**30:.2f} GiB: {tokens / max_model_len:.1f} sequences of {max_model_len}")
   shapes = (num_blocks, KV, D, BS), (num_blocks, KV, BS, D)
-  return [[Tensor.empty(*shape, dtype=dtype).contiguous().realize() for shape in shapes] for _ in range(tensors // 2)]
+  def layer(): return [Tensor.empty(*shape, dtype=dtype).contiguous().realize() for shape in shapes]
+  return [layer() for _ in range(model.num_hidden_layers)]
 
 
 def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
@@ -56,32 +60,36 @@ def zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32
 class Runner:
   """caches: as allocate_caches makes them."""
   def __init__(self, model: Llama, shape: ModelConfig, config: EngineConfig, max_model_len: int, caches: list):
-    self.model: Callable[..., Tensor] = model
-    self.eager, self.caches, self.num_blocks = config.enforce_eager, caches, int(caches[0][0].shape[0])
+    self.model = model
+    self.eager = config.enforce_eager
+    self.caches = caches
+    self.num_blocks = int(caches[0][0].shape[0])
     self.rope = rope_table(shape, max_model_len)
     self.overlaps = not cpu_cores()   # whether a launched step goes on while the host does other things
     self.max_blocks = -(-max_model_len // config.block_size)
     self.table = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last row is padding's
     self.last_token = zeros(config.max_num_seqs + 1)
     self.steps: dict[Shape, tuple[Tensor, Any]] = {}   # what each graph reads, and itself
-    self.known: dict[int, list[int]] = {}   # the block tables that the device has, by row
+    self.known: dict[int | None, list[int]] = {}   # the block tables that the device has, by row
 
   def launch(self, step: Step) -> Callable[[], tuple[list[int], list]]:
     """Start a step. What it returns waits for its end, and gives the ids that the rows of logits chose, and what
     top_logprobs says of each, if it was asked for."""
-    if step.shape not in self.steps:
-      given = zeros(len(step.array))
-      compute = functools.partial(self._compute, given, step.shape)
-      self.steps[step.shape] = given, compute if self.eager else TinyJit(compute)
-    given, graph = self.steps[step.shape]
+    started = time.perf_counter()
+    first = step.shape not in self.steps
+    if first:
+      words = zeros(len(step.array))
+      compute: Any = functools.partial(self._compute, words, step.shape)
+      if not self.eager: compute = TinyJit(compute)
+      compute.cnt = 1   # TinyJit's count of calls: capture at the first one, as all that it reads is realized
+      self.steps[step.shape] = words, compute
+    words, graph = self.steps[step.shape]
     self._bring_tables(step)
-    upload(given, step.array)
-    started, first = time.perf_counter(), getattr(graph, "captured", graph) is None
-    if first: graph.cnt = 1   # capture now: all that it reads is realized
-    parallel = {"PARALLEL": 0} if (os.cpu_count() or 1) <= 4 else {}   # a pool of compilers only starts slowly
-    with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8, **parallel): ids, logprobs = graph()   # 8: WebGPU's
-    if first: logger.info("captured a step of %d tokens in %.1f s", step.shape.tokens, time.perf_counter() - started)
-    return lambda: (ids.tolist(), logprobs.tolist() if step.shape.logprobs else [])
+    upload(words, step.array)
+    with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8): ids, logprobs = graph()   # 8: WebGPU's
+    if first and not self.eager:
+      logger.info(f"captured a step of {step.shape.tokens} tokens in {time.perf_counter() - started:.1f} s")
+    return lambda: (ids.tolist(), logprobs.tolist())
 
   def _bring_tables(self, step: Step) -> None:
     """Tokens bring the blocks of their own slots: tables that begin with others are brought here."""
@@ -93,24 +101,28 @@ class Runner:
     for row, block_table in self.known.items(): array[row, :len(block_table)] = block_table
     upload(self.table, array)
 
-  def _compute(self, given: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """The graph. Returns the ids of all rows of logits, (S,), and what top_logprobs says of them, or the ids again."""
+  def _compute(self, words: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
+    """The graph. Returns the ids of all rows of logits, (S,), and what top_logprobs says of them, or of none."""
     T, S, E = shape.tokens, shape.rows, shape.edits
-    packed, edits, masks = given[:16 * T].reshape(16, T), given[16 * T:16 * T + 5 * E], given[16 * T + 5 * E:]
+    packed = words[:16 * T].reshape(16, T)
+    edits, masks = words[16 * T:].split([5 * E, words.shape[0] - 16 * T - 5 * E])
     token = dict(zip(TOKEN.names, packed, strict=False))   # (T,) each
     logit = dict(zip(LOGITS.names, packed[len(TOKEN):, :S], strict=False))
     table = self.table.custom_kernel(token["entry"], token["block"], fxn=scatter_kernel)[0]
     ids = (token["id"] < 0).where(self.last_token[token["row"]], token["id"]).contiguous()   # (T,)
     raw = self.model(ids, logit["token"], packed, table, self.rope, self.caches)   # (S, vocab)
-    logits = restrict(raw, masks.reshape(S, -1)).contiguous() if shape.masked else raw.clone() if E else raw
+    logits = raw
+    if shape.masked: logits = restrict(raw, masks.reshape(S, -1)).contiguous()
+    elif E: logits = raw.clone()
     if E: logits = logits.custom_kernel(edits.reshape(5, E).contiguous(), fxn=edit_kernel)[0]   # in place
     if shape.sampler:
       temperature, top_p, min_p = [logit[name].bitcast(dtypes.float32) for name in ("temperature", "top_p", "min_p")]
       seeds = packed[-2:, :S].bitcast(dtypes.uint32).T   # (S, 2)
-      ids = sample(logits, temperature, logit["top_k"], top_p, min_p, seeds, logit["position"], shape.sampler > 1)
-    else: ids = argmax(logits)
-    ids = ids.contiguous()   # (S,)
-    outputs = [ids, self.last_token.custom_kernel(logit["last_row"], ids, fxn=scatter_kernel)[0]]
-    if shape.logprobs: outputs.append(top_logprobs(raw, (logit["target"] < 0).where(ids, logit["target"])).contiguous())
-    Tensor.realize(*outputs)
-    return ids, outputs[-1]
+      chosen = sample(logits, temperature, logit["top_k"], top_p, min_p, seeds, logit["position"], shape.sampler > 1)
+    else: chosen = argmax(logits)
+    chosen = chosen.contiguous()   # (S,)
+    last_token = self.last_token.custom_kernel(logit["last_row"], chosen, fxn=scatter_kernel)[0]
+    wanted = (logit["target"] < 0).where(chosen, logit["target"])
+    logprobs = top_logprobs(raw, wanted).contiguous() if shape.logprobs else Tensor.empty(0)
+    Tensor.realize(chosen, last_token, logprobs)
+    return chosen, logprobs

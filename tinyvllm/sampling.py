@@ -23,25 +23,25 @@ def _hash(x: Tensor) -> Tensor:
 def _gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
   """Gumbel noise, (S, V), a pure function of seed, position and token id. seeds: (S, 2) uint32. positions: (S,)."""
   key = _hash(seeds[:, 0] ^ _hash(seeds[:, 1] ^ _hash(positions.cast(dtypes.uint32)))).unsqueeze(1)   # (S, 1)
-  ids = Tensor.arange(vocab_size).cast(dtypes.uint32).unsqueeze(0)   # (1, V)
+  ids = Tensor.arange(vocab_size, dtype=dtypes.uint32)   # (V,)
   bits = _hash(_hash(ids) ^ key).rshift(9)   # (S, V), 23 bits: with the half added, float32 has no room for more
   uniform = (bits.cast(dtypes.float32) + 0.5) * 2.0**-23   # above 0 and below 1
   return -(-uniform.log()).log()
 
 
 def _rows(reduce: Callable[..., Tensor], x: Tensor) -> Tensor:
-  """A sum or maximum over V of (S, V, ...), in two steps: few rows alone would leave most of a GPU idle."""
+  """A sum or maximum over V of (S, V, ...): (S, ...), in two steps, as few rows would leave most of a GPU idle."""
   V = int(x.shape[1])
   common = math.gcd(V, 1 if cpu_cores() else 256)
   columns = common * divisor(V // common, 4)
-  parts = reduce(x.reshape(x.shape[0], V // columns, columns, *x.shape[2:]), 1).contiguous()   # (S, columns, ...)
+  parts = reduce(x.unflatten(1, (-1, columns)), 1).contiguous()   # (S, columns, ...)
   return reduce(parts, 1).contiguous()
 
 
 def argmax(x: Tensor) -> Tensor:
   """The index of each row's maximum, the first if there are several: (S,) int32, of (S, V)."""
   best = x == _rows(Tensor.max, x).unsqueeze(1)
-  return -_rows(Tensor.max, best.where(-Tensor.arange(x.shape[1], dtype=dtypes.int32), 1 - x.shape[1]))
+  return -_rows(Tensor.max, best.where(-Tensor.arange(x.shape[1]), 1 - x.shape[1]))
 
 
 def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
   bits = p.bitcast(dtypes.int32).unsqueeze(2)   # (S, V, 1)
   for _ in range(15):
     step = low & -low   # its lowest set bit, so that every round is the same few kernels
-    tries = low + step * Tensor.arange(3, dtype=dtypes.int32)   # (S, 3)
+    tries = low + step * Tensor.arange(3)   # (S, 3)
     enough = (bits >= tries.unsqueeze(1)).where(weight.unsqueeze(2), 0.0)   # (S, V, 3)
     count = (_rows(Tensor.sum, enough) >= target).sum(1, keepdim=True)
     low = (low + step * (count - 1) + step // 4).contiguous()
@@ -61,8 +61,8 @@ def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 def restrict(logits: Tensor, allowed: Tensor) -> Tensor:
   """Logits, (S, V), of what may come. allowed: (S, W) int32, 32 tokens to a word."""
-  bits = allowed.unsqueeze(2).rshift(Tensor.arange(32, dtype=dtypes.int32)) & 1   # (S, W, 32)
-  return bits.flatten(1)[:, :logits.shape[1]].ne(0).where(logits, -float("inf"))
+  bits = allowed.unsqueeze(2).rshift(Tensor.arange(32)) & 1   # (S, W, 32)
+  return bits.flatten(1)[:, :logits.shape[1]].ne(0).where(logits, -math.inf)
 
 
 def edit_kernel(logits: UOp, edits: UOp) -> UOp:
@@ -70,8 +70,7 @@ def edit_kernel(logits: UOp, edits: UOp) -> UOp:
   i = UOp.range(edits.shape[1], 0)
   row, token, *words = [edits[field, i].load() for field in range(len(EDIT))]
   bias, factor, penalty = [word.bitcast(dtypes.float32) for word in words]
-  place = row.cast(dtypes.weakint) * logits.shape[1] + token.cast(dtypes.weakint)
-  logit = logits.base.index(place.valid(row >= 0))
+  logit = logits[row.cast(dtypes.weakint).valid(row >= 0), token.cast(dtypes.weakint)]
   x = logit.load() + bias
   stored = logit.store((x > 0).where(x / factor, x * factor) - penalty)
   return stored.end(i).sink(arg=KernelInfo(name="edit"))
@@ -85,8 +84,8 @@ def top_logprobs(logits: Tensor, ids: Tensor, k: int = TOP) -> Tensor:
   for _ in range(k):
     best = argmax(x).unsqueeze(1)
     columns += [best, x.gather(1, best)]
-    x = (Tensor.arange(x.shape[1]) == best).where(-float("inf"), x).contiguous()
-  return Tensor.cat(*[c.cast(dtypes.float32) for c in columns], dim=1)   # ids below 2**24 are exact
+    x = (Tensor.arange(x.shape[1]) == best).where(-math.inf, x).contiguous()
+  return Tensor.cat(*columns, dim=1)   # ids below 2**24 are exact
 
 
 def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, seeds: Tensor,
@@ -104,4 +103,4 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
     mass = _threshold(p, p, top_p * _rows(Tensor.sum, p).unsqueeze(1))
     p = (p >= (top_p < 1.0).where(mass, 0.0)).where(p, 0.0)
   x = x + random.where(_gumbel(seeds, positions, int(p.shape[1])), 0.0)
-  return argmax((p > 0.0).where(x, -float("inf")).contiguous())
+  return argmax((p > 0.0).where(x, -math.inf).contiguous())
