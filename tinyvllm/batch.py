@@ -1,7 +1,7 @@
-"""A scheduled batch as one int32 array of parts with named fields, which is all that the device is given; numpy only. It
-is padded to one of few shapes, each of which is a graph."""
+"""A scheduled batch as one int32 array of parts with named fields, which is all that the device is given; numpy only.
+It is padded to one of few shapes, each of which is a graph."""
 import itertools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,10 +12,11 @@ from .scheduler import Written
 # id: -1 where the host has not read it: the device's last one of the row. slot: block * block_size + offset. row: of the
 # block tables, max_num_seqs for padding. entry: where the tables have its block, seen flat
 TOKEN = np.dtype({"names": ["id", "position", "slot", "row", "entry", "block"], "formats": ["i4"] * 6})
-# Of each row of logits: the token in the batch that it follows, and its position; the row whose last token is chosen here,
-# max_num_seqs for none; the token whose log probability is wanted, -1 for the one that is chosen
-LOGITS = np.dtype({"names": ["token", "position", "last_row", "target", "top_k", "temperature", "top_p", "min_p", "seed"],
-                   "formats": ["i4"] * 5 + ["f4"] * 3 + ["u8"]})
+# Of each row of logits: the token in the batch that it follows, and its position; the row whose last token is chosen
+# here, max_num_seqs for none; the token whose log probability is wanted, -1 for the one that is chosen
+LOGITS = np.dtype({
+  "names": ["token", "position", "last_row", "target", "temperature", "top_k", "top_p", "min_p", "seed"],
+  "formats": ["i4"] * 4 + ["f4"] * 4 + ["u8"]})
 
 
 class Shape(NamedTuple):
@@ -50,10 +51,10 @@ def words(rows: list[tuple], kind: np.dtype, size: int, **nobody: int) -> np.nda
 def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, vocab_size: int) -> Step:
   """The next n tokens of each sequence, and the rows of logits that these want. max_blocks: in a row of the tables."""
   spare = config.max_num_seqs   # padding's row
-  tokens: list[tuple] = []
-  rows: list[tuple] = []
+  tokens = []
+  rows = []
   edits: list[tuple] = []
-  masks: dict[int, Any] = {}
+  masks = {}
   targets = []
   written = []
   for seq, n in batch.items():
@@ -69,16 +70,17 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
       if position < end - seq.num_logits(n): continue
       targets.append((seq, position + 1))
       params = seq.params
-      rows.append((len(tokens) - 1, position, seq.row if target < 0 else spare, target, params.top_k,
-                   params.temperature, params.top_p, params.min_p, seq.seed % 2**64))
+      rows.append((len(tokens) - 1, position, seq.row if target < 0 else spare, target,
+                   params.temperature, params.top_k, params.top_p, params.min_p, seq.seed % 2**64))
     if n < seq.remaining(): continue   # no new token comes of it
-    edits += [(len(rows) - 1, *edit) for edit in seq.edits()]
+    edits.extend((len(rows) - 1, *edit) for edit in seq.edits())
     mask = seq.mask(vocab_size)
     if mask is not None: masks[len(rows) - 1] = mask
   T = bucket(len(tokens))
   S = bucket(spare)
   shape = Shape(
-    tokens=T, rows=min(T, S) if len(rows) <= S else T, sampler=max((seq.params.sampler for seq, _ in targets), default=0),
+    tokens=T, rows=min(T, S) if len(rows) <= S else T,
+    sampler=max((seq.params.sampler for seq, _ in targets), default=0),
     logprobs=any(seq.params.logprobs is not None or seq.scores_prompt for seq in batch),
     edits=16 * 8 ** -(-(len(edits) // 16).bit_length() // 3) if edits else 0, masked=bool(masks))   # few sizes
   everything = np.full(-(-vocab_size // 32), -1, np.int32)

@@ -1,5 +1,5 @@
-"""Opens a device of tinygrad's, and tells what the engine must know of it: its compiler, free memory, types, limits. Adds
-what tinygrad 0.14 lacks: lowered kernels kept on disk, and a graph for CPUs that uses all cores."""
+"""Opens a device of tinygrad's, and tells what the engine must know of it: its compiler, free memory, types, limits.
+Adds what tinygrad 0.14 lacks: lowered kernels kept on disk, and a graph for CPUs that uses all cores."""
 import ctypes, functools, importlib.metadata, os, shutil, sqlite3, sys, threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -80,8 +80,8 @@ def do_without_compiler() -> None:
   helpers.CCACHE.value = 0   # else what echo makes is kept
   if Device.DEFAULT == "CPU":
     helpers.DEV.value = "CPU:X86"
-    logger.warning("no C compiler found: tinygrad's own assembler takes its place, which is slower; to have a compiler: "
-                   "pip install 'tinyvllm[cpu]'")
+    logger.warning("no C compiler found: tinygrad's own assembler takes its place, which is slower; to have a "
+                   "compiler: pip install 'tinyvllm[cpu]'")
   else: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"
 
 
@@ -91,7 +91,7 @@ def tinyvllm_lowered(ast: UOp, renderer: Any, *config: Any) -> UOp: return do_to
 
 
 def keep_kernels() -> None:
-  """Let tinygrad's cache on disk, which holds what compilers make, also hold what it has lowered, which takes longer."""
+  """Let tinygrad's cache on disk, which holds what compilers make, also hold what it lowers, which takes longer."""
   config = importlib.metadata.version("tinygrad"), os.environ["CC"], *[x.value for x in codegen.to_program_config]
   codegen.do_to_program = lambda ast, renderer: tinyvllm_lowered(ast, renderer, *config)
   helpers.db_connection()   # it answers only the thread that opened it, but steps may come from any
@@ -114,7 +114,7 @@ class CPUGraph(GraphRunner):
   @functools.cached_property
   def parts(self) -> list[list[Callable]]:
     """Of each kernel, the calls that are its parts."""
-    parts = []
+    parts: list[list[Callable]] = []
     for (_, program, buffers, _), kernel in zip(self.calls, cast(Any, self.runtimes), strict=True):
       addresses = [ctypes.c_uint64(buffers[i]._buf.va_addr) for i in program.arg.globals]
       count = program.arg.launch_dims({})[0][0]

@@ -23,9 +23,10 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   KV = model.num_key_value_heads
   D = model.head_dim
   BS = config.block_size
-  size = 2 * model.num_hidden_layers * KV * D * BS * dtype.itemsize   # of a block, in all layers
+  part = KV * D * BS * dtype.itemsize   # bytes of a block in one tensor, and in all
+  size = 2 * model.num_hidden_layers * part
   per_sequence = -(-max_model_len // BS)
-  most = largest_tensor() // (KV * D * BS * dtype.itemsize)
+  most = largest_tensor() // part
   fit = min(left // size, most)
   fit -= fit % (1 << max(0, fit.bit_length() - 6))   # one of few sizes: kernels know and cache it
   check(fit > per_sequence or config.num_gpu_blocks_override, f"max_model_len={max_model_len} needs "
@@ -84,45 +85,41 @@ class Runner:
       compute.cnt = 1   # TinyJit's count of calls: capture at the first one, as all that it reads is realized
       self.steps[step.shape] = words, compute
     words, graph = self.steps[step.shape]
-    self._bring_tables(step)
+    written = [x for x in step.written if x.seq.row is not None]   # none that was aborted since
+    unknown = [x for x in written if x.start and self.known.get(x.seq.row) is not x.block_table]
+    self.known |= {x.seq.row: x.block_table for x in written}
+    if unknown:   # tokens bring the blocks of their own slots, but these sequences begin with others
+      tables = np.zeros(self.table.shape, np.int32)
+      for row, block_table in self.known.items(): tables[row, :len(block_table)] = block_table
+      upload(self.table, tables)
     upload(words, step.array)
     with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8): ids, logprobs = graph()   # 8: WebGPU's
     if first and not self.eager:
       logger.info(f"captured a step of {step.shape.tokens} tokens in {time.perf_counter() - started:.1f} s")
     return lambda: (ids.tolist(), logprobs.tolist())
 
-  def _bring_tables(self, step: Step) -> None:
-    """Tokens bring the blocks of their own slots: tables that begin with others are brought here."""
-    written = [x for x in step.written if x.seq.row is not None]   # none that was aborted since
-    unknown = [x for x in written if x.start and self.known.get(x.seq.row) is not x.block_table]
-    self.known |= {x.seq.row: x.block_table for x in written}
-    if not unknown: return
-    array = np.zeros(self.table.shape, np.int32)
-    for row, block_table in self.known.items(): array[row, :len(block_table)] = block_table
-    upload(self.table, array)
-
   def _compute(self, words: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     """The graph. Returns the ids of all rows of logits, (S,), and what top_logprobs says of them, or of none."""
-    T, S, E = shape.tokens, shape.rows, shape.edits
+    T, S, sampler, scored, E, masked = shape
     packed = words[:16 * T].reshape(16, T)
-    edits, masks = words[16 * T:].split([5 * E, words.shape[0] - 16 * T - 5 * E])
+    rest = words[16 * T:]
     token = dict(zip(TOKEN.names, packed, strict=False))   # (T,) each
-    logit = dict(zip(LOGITS.names, packed[len(TOKEN):, :S], strict=False))
+    logit = dict(zip(LOGITS.names, packed[len(TOKEN.names):, :S], strict=False))
     table = self.table.custom_kernel(token["entry"], token["block"], fxn=scatter_kernel)[0]
     ids = (token["id"] < 0).where(self.last_token[token["row"]], token["id"]).contiguous()   # (T,)
     raw = self.model(ids, logit["token"], packed, table, self.rope, self.caches)   # (S, vocab)
     logits = raw
-    if shape.masked: logits = restrict(raw, masks.reshape(S, -1)).contiguous()
+    if masked: logits = restrict(raw, rest[5 * E:].reshape(S, -1)).contiguous()
     elif E: logits = raw.clone()
-    if E: logits = logits.custom_kernel(edits.reshape(5, E).contiguous(), fxn=edit_kernel)[0]   # in place
-    if shape.sampler:
-      temperature, top_p, min_p = [logit[name].bitcast(dtypes.float32) for name in ("temperature", "top_p", "min_p")]
+    if E: logits = logits.custom_kernel(rest[:5 * E].reshape(5, E).contiguous(), fxn=edit_kernel)[0]   # in place
+    if sampler:
+      params = [logit[name].bitcast(dtypes.float32) for name in ("temperature", "top_k", "top_p", "min_p")]
       seeds = packed[-2:, :S].bitcast(dtypes.uint32).T   # (S, 2)
-      chosen = sample(logits, temperature, logit["top_k"], top_p, min_p, seeds, logit["position"], shape.sampler > 1)
+      chosen = sample(logits, *params, seeds, logit["position"], sampler > 1)   # type: ignore[call-arg]
     else: chosen = argmax(logits)
     chosen = chosen.contiguous()   # (S,)
     last_token = self.last_token.custom_kernel(logit["last_row"], chosen, fxn=scatter_kernel)[0]
     wanted = (logit["target"] < 0).where(chosen, logit["target"])
-    logprobs = top_logprobs(raw, wanted).contiguous() if shape.logprobs else Tensor.empty(0)
+    logprobs = top_logprobs(raw, wanted).contiguous() if scored else Tensor.empty(0)
     Tensor.realize(chosen, last_token, logprobs)
     return chosen, logprobs

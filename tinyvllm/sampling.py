@@ -30,18 +30,18 @@ def _gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def _rows(reduce: Callable[..., Tensor], x: Tensor) -> Tensor:
-  """A sum or maximum over V of (S, V, ...): (S, ...), in two steps, as few rows would leave most of a GPU idle."""
+  """A sum or maximum over V of (S, V, ...): (S, 1, ...), in two steps, as few rows would leave most of a GPU idle."""
   V = int(x.shape[1])
   common = math.gcd(V, 1 if cpu_cores() else 256)
   columns = common * divisor(V // common, 4)
   parts = reduce(x.unflatten(1, (-1, columns)), 1).contiguous()   # (S, columns, ...)
-  return reduce(parts, 1).contiguous()
+  return reduce(parts, 1, keepdim=True).contiguous()
 
 
 def argmax(x: Tensor) -> Tensor:
   """The index of each row's maximum, the first if there are several: (S,) int32, of (S, V)."""
-  best = x == _rows(Tensor.max, x).unsqueeze(1)
-  return -_rows(Tensor.max, best.where(-Tensor.arange(x.shape[1]), 1 - x.shape[1]))
+  best = x == _rows(Tensor.max, x)
+  return -_rows(Tensor.max, best.where(-Tensor.arange(x.shape[1]), 1 - x.shape[1])).squeeze(1)
 
 
 def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     step = low & -low   # its lowest set bit, so that every round is the same few kernels
     tries = low + step * Tensor.arange(3)   # (S, 3)
     enough = (bits >= tries.unsqueeze(1)).where(weight.unsqueeze(2), 0.0)   # (S, V, 3)
-    count = (_rows(Tensor.sum, enough) >= target).sum(1, keepdim=True)
+    count = (_rows(Tensor.sum, enough) >= target.unsqueeze(1)).sum(2)   # (S, 1)
     low = (low + step * (count - 1) + step // 4).contiguous()
   return low.bitcast(dtypes.float32)
 
@@ -95,12 +95,12 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
   temperature, top_k, top_p, min_p = [x.unsqueeze(1) for x in (temperature, top_k, top_p, min_p)]   # (S, 1)
   random = temperature >= 1e-5
   x = (logits / random.where(temperature, 1.0)).contiguous()   # (S, V)
-  p = (x - _rows(Tensor.max, x).unsqueeze(1)).exp()   # unnormalised: 1 at the best token
+  p = (x - _rows(Tensor.max, x)).exp()   # unnormalised: 1 at the best token
   p = (p >= min_p).where(p, 0.0).contiguous()
   if filtered:
     most = (top_k > 0).where(top_k, p.shape[1]).cast(dtypes.float32)
     p = (p >= _threshold(p, p.const_like(1.0), most)).where(p, 0.0).contiguous()
-    mass = _threshold(p, p, top_p * _rows(Tensor.sum, p).unsqueeze(1))
+    mass = _threshold(p, p, top_p * _rows(Tensor.sum, p))
     p = (p >= (top_p < 1.0).where(mass, 0.0)).where(p, 0.0)
   x = x + random.where(_gumbel(seeds, positions, int(p.shape[1])), 0.0)
   return argmax((p > 0.0).where(x, -math.inf).contiguous())

@@ -48,8 +48,8 @@ def to_device(array: np.ndarray, compute: DType) -> Tensor:
 
 
 def load_weights(model: Llama, folder: pathlib.Path, compute: DType) -> None:
-  """Fill the model's tensors. compute: the type of what is computed with them. Raises ValueError naming the file and the
-  tensor that is missing, surplus or misshapen."""
+  """Fill the model's tensors. compute: the type of what is computed with them. Raises ValueError naming the file and
+  the tensor that is missing, surplus or misshapen."""
   maps = read_files(folder)
 
   def take(name, *shape):
@@ -63,7 +63,7 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: DType) -> None:
       columns = [part.in_features] if tensor.ndim > 1 else []   # type: ignore[union-attr]
       arrays = [take(f"{name}.{kind}", rows, *columns) for name, rows in part.sources.items()]
       array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-      if columns: array = pack(array, tensor.shape)
+      if columns: array = pack(array, tensor.shape)   # type: ignore[arg-type]
       check(array.nbytes <= largest_tensor(), f"{folder}: {', '.join(part.sources)}: {array.nbytes} bytes, of "
             f"{largest_tensor()} that this device takes in one tensor: choose another one, as in DEV=CPU")
       tensor.replace(to_device(np.ascontiguousarray(array), compute))
