@@ -9,8 +9,8 @@ from .config import EngineConfig
 from .request import EDIT, Sequence
 from .scheduler import Written
 
-# id: -1 where the host has not read it: the device's last one of the row. slot: block * block_size + offset. row: of the
-# block tables, max_num_seqs for padding. entry: where the tables have its block, seen flat
+# id: -1 where the host has not read it: the device's last one of the row. slot: block * block_size + offset. row: of
+# the block tables, max_num_seqs for padding. entry: where the tables have its block, seen flat
 TOKEN = np.dtype({"names": ["id", "position", "slot", "row", "entry", "block"], "formats": ["i4"] * 6})
 # Of each row of logits: the token in the batch that it follows, and its position; the row whose last token is chosen
 # here, max_num_seqs for none; the token whose log probability is wanted, -1 for the one that is chosen
