@@ -1,13 +1,13 @@
 """What is known before anything is loaded: the user's options, checked, and the model's shape, from its own files."""
-import dataclasses, json, logging, pathlib
+import json, logging
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Annotated, Any
 
 logger = logging.getLogger("tinyvllm")
-# What this engine takes; of an architecture also what sets it apart from LLaMA
-KNOWN: dict[str, Any] = {
-  "architecture": {"LlamaForCausalLM": {}, "MistralForCausalLM": {}, "Qwen2ForCausalLM": {"qkv_bias": True},
-                   "Qwen3ForCausalLM": {"qk_norm": True}},
-  "hidden_act": ["silu"], "rope_type": ["default", "llama3", "linear", "factors"]}
+# What this engine takes
+KNOWN = {"architecture": ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
+         "hidden_act": ["silu"], "rope_type": ["default", "llama3", "linear", "factors"]}
 
 
 def check(ok: Any, message: str) -> None:
@@ -15,7 +15,7 @@ def check(ok: Any, message: str) -> None:
   if not ok: raise ValueError(message)
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
+def read_json(path: Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
 
 
 def kind_of(field: Any) -> tuple[Any, tuple]:
@@ -24,35 +24,33 @@ def kind_of(field: Any) -> tuple[Any, tuple]:
   return getattr(field.type, "__origin__", field.type), getattr(field.type, "__metadata__", ())
 
 
-def check_option(name: str, value: Any, kind: Any, limits: tuple) -> None:
-  typed = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-  check(typed, f"{name}={value!r} must be of type {getattr(kind, '__name__', kind)}")
-  if limits and isinstance(value, list):
-    listed = all(type(x) is limits[0] and x != "" for x in value)
-    check(listed, f"{name}={value!r} must list {limits[0].__name__}s, none empty")
-  elif kind is str and limits:
-    check(value in limits, f"{name}={value!r} must be one of {', '.join(limits)}")
-  elif limits and value is not None:
-    by_token_id = value if isinstance(value, dict) else {0: value}
-    numbers = all(type(i) is int and type(x) in (int, float) for i, x in by_token_id.items())
-    inside = numbers and all(limits[0] <= x <= limits[1] for x in by_token_id.values())
-    check(inside, f"{name}={value!r} must be from {limits[0]} to {limits[1]}")
-
-
 class Options:
   """A frozen dataclass that refuses unknown names, wrong types and values outside an Annotated field's limits with a
   ValueError that says what would do."""
   def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-    names = [f.name for f in dataclasses.fields(cls)]   # type: ignore[arg-type]
+    names = cls.__match_args__   # type: ignore[attr-defined]   # the fields'
     for name in kwargs: check(name in names, f"{cls.__name__} has no field {name!r}; its fields are {', '.join(names)}")
     return super().__new__(cls)
 
   def __post_init__(self) -> None:
-    for field in dataclasses.fields(self):   # type: ignore[arg-type]
-      check_option(field.name, getattr(self, field.name), *kind_of(field))
+    for field in fields(self):   # type: ignore[arg-type]
+      value = getattr(self, field.name)
+      kind, limits = kind_of(field)
+      typed = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+      check(typed, f"{field.name}={value!r} must be of type {getattr(kind, '__name__', kind)}")
+      if value is None or not limits: continue
+      if isinstance(value, list):
+        listed = all(type(x) is limits[0] and x != "" for x in value)
+        check(listed, f"{field.name}={value!r} must list {limits[0].__name__}s, none empty")
+      elif kind is str: check(value in limits, f"{field.name}={value!r} must be one of {', '.join(limits)}")
+      else:
+        by_token_id = value if isinstance(value, dict) else {0: value}
+        inside = all(type(i) is int and type(x) in (int, float) and limits[0] <= x <= limits[1]
+                     for i, x in by_token_id.items())
+        check(inside, f"{field.name}={value!r} must be from {limits[0]} to {limits[1]}")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class EngineConfig(Options):
   """The engine's limits, with vLLM's names."""
   dtype: Annotated[str, "auto", "float32", "float16", "bfloat16"] = "auto"   # auto: float32 on CPU, else float16
@@ -68,7 +66,7 @@ class EngineConfig(Options):
   scheduling_policy: Annotated[str, "fcfs", "priority"] = "fcfs"   # priority: lower numbers first
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ModelConfig:
   """A LLaMA-like model's shape, under Hugging Face's names. What has no default must be in config.json."""
   vocab_size: int
@@ -85,35 +83,35 @@ class ModelConfig:
   rope_theta: float = 10000.0
   tie_word_embeddings: bool = False
   qkv_bias: bool = False
-  o_bias: bool = False
+  attention_bias: bool = False       # of o; and of q, k and v, which may have one without it
   mlp_bias: bool = False
   qk_norm: bool = False              # norms of each head of q and k
 
   @classmethod
-  def from_hf(cls, hf: dict[str, Any], source: pathlib.Path) -> "ModelConfig":
+  def from_hf(cls, hf: dict[str, Any], source: Path) -> "ModelConfig":
     """From config.json's content; its eos_token_id may be a list. Raises ValueError for what this engine lacks."""
-    fields = dataclasses.fields(cls)
-    hf = {"architectures": [], "hidden_act": "silu", **{name: x for name, x in hf.items() if x is not None}}
-    missing = [f.name for f in fields[:6] if f.name not in hf]
+    hf = {**vars(cls), "architectures": [], "hidden_act": "silu", "eos_token_id": [],   # vars: the fields' defaults
+          **{name: value for name, value in hf.items() if value is not None}}
+    missing = [name for name in cls.__match_args__[:6] if name not in hf]
     check(not missing, f"{source} is incomplete: add {', '.join(missing)}")
+    architecture = next(iter(hf["architectures"]), None)
     rope = hf.get("rope_parameters") or hf.get("rope_scaling", {})   # transformers 5 keeps rope_theta in the first
     rope = {"rope_type": rope.get("type", "default"), **rope}
-    heads, bias, eos = hf["num_attention_heads"], hf.get("attention_bias", False), hf.get("eos_token_id", [])
-    values = {"num_key_value_heads": heads, "head_dim": hf["hidden_size"] // heads, "qkv_bias": bias, "o_bias": bias,
-              **hf, **rope, "rope_scaling": rope, "architecture": next(iter(hf["architectures"]), None),
+    eos = hf["eos_token_id"]
+    values = {"head_dim": hf["hidden_size"] // hf["num_attention_heads"],
+              "num_key_value_heads": hf["num_attention_heads"], **hf, **rope, "rope_scaling": rope,
+              "architecture": architecture, "qk_norm": architecture == "Qwen3ForCausalLM",
+              "qkv_bias": hf["attention_bias"] or architecture == "Qwen2ForCausalLM",
               "eos_token_ids": tuple(eos if isinstance(eos, list) else [eos])}
     for name, known in KNOWN.items():
       check(values[name] in known, f"{source}: {name} {values[name]!r} is not supported; supported: {', '.join(known)}")
     if hf.get("sliding_window") and hf.get("use_sliding_window", True):   # within it, the model is plain
-      limit = hf.get("max_position_embeddings", cls.max_position_embeddings)
-      values["max_position_embeddings"] = min(limit, hf["sliding_window"])
-    values |= KNOWN["architecture"][values["architecture"]]
-    return cls(**{f.name: values[f.name] for f in fields if f.name in values})
+      values["max_position_embeddings"] = min(hf["max_position_embeddings"], hf["sliding_window"])
+    return cls(**{name: values[name] for name in cls.__match_args__})
 
   @classmethod
-  def load(cls, folder: pathlib.Path) -> "ModelConfig":
+  def load(cls, folder: Path) -> "ModelConfig":
     """From a folder's config.json, with the end tokens that generation_config.json knows."""
     hf = read_json(folder / "config.json")
     check(hf, f"model={str(folder)!r} has no config.json (.gguf: examples/convert_gguf.py)")
-    eos = (hf | read_json(folder / "generation_config.json")).get("eos_token_id")
-    return cls.from_hf({**hf, "eos_token_id": eos}, folder)
+    return cls.from_hf(hf | read_json(folder / "generation_config.json"), folder)

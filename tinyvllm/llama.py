@@ -34,7 +34,7 @@ class Layer:
       return Linear(inputs, {f"{name}.{module}.{kind}": rows for kind, rows in sources.items()}, bias, dtype)
     self.input_layernorm = norm("input_layernorm", hidden)
     self.qkv_proj = linear("self_attn", hidden, config.qkv_bias, q_proj=H * D, k_proj=KV * D, v_proj=KV * D)
-    self.o_proj = linear("self_attn", H * D, config.o_bias, o_proj=hidden)
+    self.o_proj = linear("self_attn", H * D, config.attention_bias, o_proj=hidden)
     self.post_attention_layernorm = norm("post_attention_layernorm", hidden)
     self.gate_up_proj = linear("mlp", hidden, config.mlp_bias, gate_proj=intermediate, up_proj=intermediate)
     self.down_proj = linear("mlp", intermediate, config.mlp_bias, down_proj=hidden)

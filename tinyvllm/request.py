@@ -1,7 +1,8 @@
 """What a request asks for, what each of its sequences has so far, and what comes back. Token ids only, no text."""
-import math, time
+import time
 from collections import Counter
 from dataclasses import dataclass, field
+from math import inf, nan
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -11,16 +12,17 @@ from .config import Options, check
 # What is done to a logit before a token is chosen: bias is added, then factor divides it if it is positive and else
 # multiplies it, then penalty is subtracted. row: of the step's logits, -1 for none
 EDIT = np.dtype([("row", "i4"), ("token", "i4"), ("bias", "f4"), ("factor", "f4"), ("penalty", "f4")])
+MOST = 2**31 - 1   # that an int32 holds
 
 
 @dataclass(frozen=True)
 class SamplingParams(Options):
   """How to choose a request's tokens and when to stop, with vLLM's names."""
   n: Annotated[int, 1, 1024] = 1                        # samples of one prompt; their seeds follow each other
-  max_tokens: Annotated[int, 1, 2**31 - 1] = 256        # tokens to generate at most
-  min_tokens: Annotated[int, 0, 2**31 - 1] = 0          # tokens before an end token, stop id or stop string may come
+  max_tokens: Annotated[int, 1, MOST] = 256        # tokens to generate at most
+  min_tokens: Annotated[int, 0, MOST] = 0          # tokens before an end token, stop id or stop string may come
   temperature: Annotated[float | int, 0, 100] = 1.0     # below 1e-5: greedy
-  top_k: Annotated[int, -1, 2**31 - 1] = 0              # keep the k most probable tokens; 0 or -1: all
+  top_k: Annotated[int, -1, MOST] = 0              # keep the k most probable tokens; 0 or -1: all
   top_p: Annotated[float | int, 1e-6, 1] = 1.0          # keep the most probable tokens that together reach p
   min_p: Annotated[float | int, 0, 1] = 0.0             # keep tokens at least min_p times as probable as the best
   seed: Annotated[int | None, -2**63, 2**63 - 1] = None   # the same seed gives the same text in any batch
@@ -40,20 +42,22 @@ class SamplingParams(Options):
   structured_outputs: object = None                     # what the text must be: StructuredOutputsParams
 
   def __post_init__(self) -> None:
-    replace, structured = vars(self).update, self.structured_outputs   # as JSON has them
+    replace = vars(self).update   # what JSON has in another form
+    structured = self.structured_outputs
     if isinstance(self.stop, str): replace(stop=[self.stop])
     if isinstance(self.logit_bias, dict):
       replace(logit_bias={int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()})
     if isinstance(structured, dict):
       from . import StructuredOutputsParams   # of a package beside the engine, loaded when it is needed
       replace(structured_outputs=StructuredOutputsParams(**structured))
-    else: check(structured is None or hasattr(structured, "constraint"), f"structured_outputs={structured!r} must be of "
-                "type StructuredOutputsParams")
+    else: check(structured is None or hasattr(structured, "constraint"),
+                f"structured_outputs={structured!r} must be of type StructuredOutputsParams")
     super().__post_init__()
     check(self.min_tokens <= self.max_tokens, f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
     check(self.allowed_token_ids != [], "allowed_token_ids=[] allows nothing: None allows all")
-    for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words") if structured else ():
-      check(not getattr(self, name), f"{name}={getattr(self, name)!r} and structured_outputs are in conflict: drop one")
+    for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
+      check(not (structured and getattr(self, name)),
+            f"{name}={getattr(self, name)!r} and structured_outputs are in conflict: drop one")
 
   # Whether logits hang on the tokens before; 0: the best token, 1: one drawn of all, 2: one drawn of the best
   penalized = property(lambda self: self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
@@ -71,9 +75,9 @@ class Logprob(NamedTuple):
 class RequestMetrics:
   """Monotonic times of a request's events, and the seconds between them; NaN for what has not happened."""
   arrival_time: float = field(default_factory=time.monotonic)
-  first_scheduled_time: float = math.nan
-  first_token_time: float = math.nan
-  finished_time: float = math.nan
+  first_scheduled_time: float = nan
+  first_token_time: float = nan
+  finished_time: float = nan
   num_generated: int = 0   # by all samples
 
   queue_time = property(lambda self: self.first_scheduled_time - self.arrival_time)
@@ -82,7 +86,7 @@ class RequestMetrics:
   latency = property(lambda self: self.finished_time - self.arrival_time)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class Sequence:
   """One run of tokens, of which `num_computed` have their K and V in the cache."""
   request_id: str
@@ -97,16 +101,23 @@ class Sequence:
   bad_words: list[list[int]] = field(default_factory=list)
   constraint: Any = None           # of structured output: mask(), accept(token), done
   forks: list["Sequence"] = field(default_factory=list)   # samples of its prompt, which wait until it is computed
-  block_table: list[int] = field(default_factory=list)
-  row: int | None = None           # of the device's block tables, while it runs
-  num_computed: int = 0
-  num_unread: int = 0              # tokens that the device has chosen and the host has not read
   num_cached: int = 0              # tokens of the prompt that were found when it first ran
   logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)   # by place
   finish_reason: str | None = None
   stop_reason: int | str | None = None   # the stop string or id that ended it
 
-  def __post_init__(self) -> None: self.num_prompt = len(self.tokens)
+  def __post_init__(self) -> None:
+    self.num_prompt = len(self.tokens)
+    self.restart()
+
+  def restart(self) -> None:
+    """Without blocks: what the device has is lost. Its table is a new list: the device knows them apart."""
+    self.block_table: list[int] = []
+    self.row: int | None = None   # of the device's block tables, while it runs
+    self.num_computed = 0
+    self.num_unread = 0           # tokens that the device has chosen and the host has not read
+
+  def __lt__(self, other: "Sequence") -> bool: return self.order < other.order
 
   length = property(lambda self: len(self.tokens) + self.num_unread)
   num_generated = property(lambda self: len(self.tokens) - self.num_prompt)
@@ -119,20 +130,14 @@ class Sequence:
     """Whether a step may compute it: it is running, its length lets it, and the host has read what the choice of its
     next token hangs on."""
     reads = self.params.penalized or self.bad_words or self.constraint
-    return self.row is not None and self.length < self.max_len and not (reads and self.num_unread)
-
-  def restart(self) -> None:
-    """Without blocks: what the device has is lost. Its table is a new list: the device knows them apart."""
-    self.block_table = []
-    self.row = None
-    self.num_computed = self.num_unread = 0
+    return self.row is not None and not self.exhausted and not (reads and self.num_unread)
 
   def append(self, token: int) -> None:
     """Take the next token, and finish where it, the constraint or the length says so."""
     self.tokens.append(token)
     self.num_unread = max(0, self.num_unread - 1)
+    if not self.metrics.num_generated: self.metrics.first_token_time = time.monotonic()
     self.metrics.num_generated += 1
-    if self.metrics.num_generated == 1: self.metrics.first_token_time = time.monotonic()
     if self.constraint: self.constraint.accept(token)
     if token in self.stop_ids or self.constraint and self.constraint.done: self.finish_reason = "stop"
     elif len(self.tokens) >= self.max_len: self.finish_reason = "length"
@@ -141,14 +146,6 @@ class Sequence:
   def num_logits(self, n: int) -> int:
     """How many of the next n tokens want logits: the last one if a new token follows it, or all."""
     return n if self.scores_prompt and self.num_computed < self.num_prompt else int(n == self.remaining())
-
-  def banned(self) -> list[int]:
-    """Tokens that may not come next: ends before min_tokens, and the last of a bad word whose others are there."""
-    output = self.tokens[self.num_prompt:] if self.bad_words else []
-    banned = [word[-1] for word in self.bad_words if output[max(0, len(output) - len(word) + 1):] == word[:-1]]
-    if self.length < self.num_prompt + self.params.min_tokens: banned += self.stop_ids
-    allowed = self.params.allowed_token_ids
-    return [] if allowed and {*allowed} <= {*banned} else banned   # or nothing would be left
 
   def mask(self, vocab_size: int) -> np.ndarray | None:
     """A bit for each token that may come next, in int32 words; None: all may."""
@@ -160,9 +157,13 @@ class Sequence:
   def edits(self) -> list[tuple[int, float, float, float]]:
     """What is done to the logits of its next token, as EDIT has it behind the row, for each token that is touched."""
     p = self.params
+    banned = {word[-1] for word in self.bad_words   # whose others are there
+              if self.tokens[max(self.num_prompt, len(self.tokens) - len(word) + 1):] == word[:-1]}
+    if self.length < self.num_prompt + p.min_tokens: banned |= self.stop_ids
+    if p.allowed_token_ids and banned.issuperset(p.allowed_token_ids): banned.clear()   # or nothing would be left
+    bias = {**(p.logit_bias or {}), **dict.fromkeys(banned, -inf)}
     said = Counter(self.tokens[self.num_prompt:] if p.penalized else ())
-    bias = (p.logit_bias or {}) | dict.fromkeys(self.banned(), -math.inf)
-    seen = {*(self.tokens if p.repetition_penalty != 1 else said)}
+    seen = {*(said if p.repetition_penalty == 1 else self.tokens)}
     return [(i, bias.get(i, 0.0), p.repetition_penalty if i in seen else 1.0,
              said[i] * p.frequency_penalty + min(said[i], 1) * p.presence_penalty) for i in seen | bias.keys()]
 

@@ -1,8 +1,8 @@
-"""What each step computes (Yu et al. 2022, Orca): one token for every decoding sequence, then chunks of prompts, together
-at most max_num_batched_tokens. The oldest running sequence of the highest priority always makes progress."""
+"""What each step computes (Yu et al. 2022, Orca): one token for every decoding sequence, then chunks of prompts,
+at most max_num_batched_tokens together. The oldest running sequence of the highest priority always makes progress."""
 import bisect, hashlib, math, time
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from .config import EngineConfig, logger
@@ -23,19 +23,19 @@ class BlockManager:
   block is found by the hash of its tokens and all before them (vLLM's automatic prefix caching), also while it is
   free."""
   def __init__(self, num_blocks: int, config: EngineConfig):
-    self.num_blocks, self.num_tokens = num_blocks, (num_blocks - 1) * config.block_size
-    self.config, self.block_size = config, config.block_size
+    self.num_blocks = num_blocks
+    self.block_size = config.block_size
+    self.num_tokens = (num_blocks - 1) * config.block_size
     self.cached: dict[bytes, int] = {}   # the first block with a key
     self.reset()
 
   def reset(self) -> None:
     """Nobody holds a block. What is found stays so."""
-    found = {block: key for key, block in self.cached.items()}
-    self.keys = [found.get(block, b"") for block in range(self.num_blocks)]   # of what is in each, or b""
+    self.keys = defaultdict(bytes, {block: key for key, block in self.cached.items()})   # of what is in each, or b""
     self.ref_counts = [0] * self.num_blocks
     self.num_shared = 0   # blocks that several hold
-    self.unused = dict.fromkeys(found)   # free blocks that are found, the one let go of longest ago first
-    self.empty = [block for block in range(self.num_blocks - 1, 0, -1) if block not in found]   # the other free ones
+    self.unused = OrderedDict.fromkeys(self.keys)   # free blocks that are found, the one let go of longest ago first
+    self.empty = [block for block in range(self.num_blocks - 1, 0, -1) if block not in self.keys]   # the rest
 
   def num_free(self) -> int: return len(self.empty) + len(self.unused)
   def num_used(self) -> int: return self.num_blocks - 1 - self.num_free()
@@ -44,31 +44,29 @@ class BlockManager:
   def allocate(self, table: list[int], num_tokens: int) -> None:
     """Grow `table` until it holds `num_tokens`. The caller has asked `can_allocate`."""
     while len(table) * self.block_size < num_tokens:
-      if not self.empty: self._evict(next(iter(self.unused)))
-      table.append(self.empty.pop())
-      self.ref_counts[table[-1]] = 1
-
-  def _evict(self, block: int) -> None:
-    del self.unused[block], self.cached[self.keys[block]]
-    self.keys[block] = b""
-    self.empty.append(block)
+      if self.empty: block = self.empty.pop()
+      else:
+        block, _ = self.unused.popitem(last=False)
+        del self.cached[self.keys.pop(block)]
+      self.ref_counts[block] = 1
+      table.append(block)
 
   def free(self, seq: Sequence) -> None:
     """Let go of a sequence's blocks, the newest first."""
     for block in reversed(seq.block_table):
       self.ref_counts[block] -= 1
       if self.ref_counts[block] == 1: self.num_shared -= 1
-      if self.ref_counts[block] > 0: continue
-      self.unused[block] = None
-      if self.cached.get(self.keys[block]) == block: continue
-      del self.unused[block]   # it cannot be found
-      self.keys[block] = b""
-      self.empty.append(block)
+      if self.ref_counts[block]: continue
+      if self.cached.get(self.keys[block]) == block: self.unused[block] = None
+      else:   # it cannot be found
+        del self.keys[block]
+        self.empty.append(block)
     seq.restart()
 
   def _key(self, seq: Sequence, i: int) -> bytes:
     tokens = seq.tokens[i * self.block_size:(i + 1) * self.block_size]
-    return hashlib.sha256((self.keys[seq.block_table[i - 1]] if i else b"") + str(tokens).encode()).digest()
+    parent = self.keys[seq.block_table[i - 1]] if i else b""
+    return hashlib.sha256(parent + str(tokens).encode()).digest()
 
   def match(self, seq: Sequence) -> None:
     """Give a sequence without blocks those in which its tokens are found. The last token is always computed."""
@@ -83,46 +81,58 @@ class BlockManager:
 
   def publish(self, seq: Sequence, num_tokens: int) -> None:
     """Let the full blocks of a sequence's first tokens be found: a step has computed them, and has been read."""
-    blocks = seq.block_table[:num_tokens // self.block_size] if self.config.enable_prefix_caching else []
-    new = len(blocks)
-    while new and not self.keys[blocks[new - 1]]: new -= 1
-    for i in range(new, len(blocks)):
-      self.keys[blocks[i]] = self._key(seq, i)
-      self.cached.setdefault(self.keys[blocks[i]], blocks[i])
+    end = num_tokens // self.block_size
+    start = end
+    while start and not self.keys[seq.block_table[start - 1]]: start -= 1
+    for i in range(start, end):
+      block = seq.block_table[i]
+      self.keys[block] = self._key(seq, i)
+      self.cached.setdefault(self.keys[block], block)
 
 
 class Scheduler:
   """Who runs, who waits, and how many tokens of each sequence the next step computes."""
   def __init__(self, config: EngineConfig, blocks: BlockManager):
-    self.config, self.blocks = config, blocks
+    self.config = config
+    self.blocks = blocks
     self.waiting: list[Sequence] = []   # in order
     self.running: list[Sequence] = []
-    self.totals: Counter = Counter(
-      steps=0, scheduled=0, seconds=0, num_preemptions=0, prompt_tokens=0, generation_tokens=0, requests_finished=0,
-      prefix_cache_queries=0, prefix_cache_hits=0)
+    self.totals: Counter = Counter(dict.fromkeys([
+      "steps", "scheduled", "seconds", "num_preemptions", "prompt_tokens", "generation_tokens", "requests_finished",
+      "prefix_cache_queries", "prefix_cache_hits"], 0))
 
-  def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq, key=lambda s: s.order)
+  def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq)
 
   def schedule(self) -> dict[Sequence, int]:
     """The sequences of the next step and how many tokens of each, with blocks allocated. May preempt sequences, but
     never the oldest one of the highest priority: the pool holds any one alone."""
     batch: dict[Sequence, int] = {}
-    before = self.totals["num_preemptions"]
-    for seq in sorted(self.running, key=lambda s: (s.remaining() > 1, s.order)):
-      n = min(seq.remaining(), self._left(batch)) if seq.ready() else 0
-      while n and not self.blocks.can_allocate(seq.block_table, seq.num_computed + n):
-        victim = max(self.running, key=lambda s: s.order)
+    left = self.config.max_num_batched_tokens
+    for seq in self._candidates():
+      n = min(seq.remaining(), left) if seq.ready() else 0
+      while not self.blocks.can_allocate(seq.block_table, seq.num_computed + n):
+        victim = max(self.running)
         self.preempt(victim)
-        batch.pop(victim, None)
+        left += batch.pop(victim, 0)
         if victim is seq: n = 0
-      if n: self._take(batch, seq, n)
+      if n:
+        self.blocks.allocate(seq.block_table, seq.num_computed + n)
+        batch[seq] = n
+        left -= n
+      if not left: break
+    return batch
+
+  def _candidates(self) -> Iterator[Sequence]:
+    """Those who run, what is left of prompts last, and then, unless one has been preempted meanwhile, those who wait:
+    each begins to run when it is asked for."""
+    running = sorted(self.running, key=lambda seq: (seq.remaining() > 1, seq.order))
+    yield from running
     rows = {*range(self.config.max_num_seqs)} - {seq.row for seq in self.running}
-    while self.waiting and rows and self._left(batch) and self.totals["num_preemptions"] == before:
+    while self.waiting and rows and len(self.running) >= len(running):
       seq = self.waiting[0]
-      if self.config.enable_prefix_caching and not seq.scores_prompt: self.blocks.match(seq)
+      if not seq.scores_prompt: self.blocks.match(seq)
       if not self.blocks.can_allocate(seq.block_table, len(seq.tokens)):
-        self.blocks.free(seq)   # room for all of it, or the chunks of several would preempt each other
-        break
+        return self.blocks.free(seq)   # room for all of it, or the chunks of several would preempt each other
       self.running.append(self.waiting.pop(0))
       seq.row = rows.pop()
       self.totals.update(prefix_cache_queries=len(seq.tokens), prefix_cache_hits=seq.num_computed)
@@ -130,14 +140,7 @@ class Scheduler:
         self.totals["prompt_tokens"] += seq.num_prompt
         seq.metrics.first_scheduled_time = time.monotonic()
         seq.num_cached = seq.num_computed
-      self._take(batch, seq, min(seq.remaining(), self._left(batch)))
-    return batch
-
-  def _left(self, batch: dict[Sequence, int]) -> int: return self.config.max_num_batched_tokens - sum(batch.values())
-
-  def _take(self, batch: dict[Sequence, int], seq: Sequence, n: int) -> None:
-    self.blocks.allocate(seq.block_table, seq.num_computed + n)
-    batch[seq] = n
+      yield seq
 
   def preempt(self, seq: Sequence) -> None:
     """Take a sequence's blocks. It waits in its old place in the order, and computes again what is not found then."""
@@ -155,10 +158,10 @@ class Scheduler:
       if n == seq.remaining(): seq.num_unread += 1
       seq.num_computed += n
 
-  def update(self, written: Iterable[Written], sampled: dict[Sequence, int]) -> None:
+  def update(self, written: list[Written], sampled: dict[Sequence, int]) -> None:
     """Take the tokens of a step that has been read. Of those who have been preempted since nothing can be found."""
     for seq, block_table, _, end in written:
-      if seq.block_table is block_table: self.blocks.publish(seq, end)
+      if self.config.enable_prefix_caching and seq.block_table is block_table: self.blocks.publish(seq, end)
     for seq, token in sampled.items():
       seq.append(token)
       while seq.forks: self.add(seq.forks.pop())
@@ -173,9 +176,9 @@ class Scheduler:
     if seq in queue: queue.remove(seq)
     self.blocks.free(seq)
 
-  def reset(self, unfinished: Iterable[Sequence]) -> None:
+  def reset(self, unfinished: set[Sequence]) -> None:
     """After a failed step all who are unfinished wait, without blocks, wherever the step has left them."""
     self.running = []
-    self.waiting = sorted(unfinished, key=lambda s: s.order)
+    self.waiting = sorted(unfinished)
     for seq in self.waiting: seq.restart()
     self.blocks.reset()
