@@ -9,6 +9,7 @@ from reference import VOCAB, sentencepiece_model, tiny_model, write_gguf
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from tinyvllm import SamplingParams
+from tinyvllm.request import Sequence
 from tinyvllm.tokenizer import TextStream, load_tokenizer
 
 TEXTS = ["the cat sat on the mat", "hello world, 12 3456!", "tabs\tand\nnew lines\n\n", "日本語 and ελληνικά",
@@ -71,11 +72,16 @@ def rewritten(tmp_path, tokenizer_config, post_processor=None):
 
 def streamed(tokenizer, ids, prompt=(), skip=True):
   """The pieces that come token by token, and what the end brings."""
-  stream = TextStream(tokenizer, SamplingParams(skip_special_tokens=skip), len(prompt))
-  pieces = []
-  for n in range(1, len(ids) + 2):
+  params = SamplingParams(skip_special_tokens=skip)
+  seq = Sequence(request_id="", tokens=[*prompt], params=params, seed=0, order=(0,), index=0, stop_ids=frozenset(),
+                 max_len=10**6)
+  stream, pieces = TextStream(tokenizer, seq), []
+  for i in [*ids, None]:
+    if i is None: seq.finish_reason = "length"
+    else: seq.append(i)
     before = len(stream.text)
-    assert stream.feed([*prompt, *ids[:n]], finished=n > len(ids)) is None and stream.shown == len(stream.text)
+    stream.feed()
+    assert stream.shown == len(stream.text)
     pieces.append(stream.text[before:])
   return pieces
 
