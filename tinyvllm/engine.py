@@ -236,7 +236,7 @@ class LLMEngine:
       request = self.requests.get(seq.request_id)
       k = seq.params.logprobs if place >= seq.num_prompt else seq.params.prompt_logprobs
       if k is None or place >= len(seq.tokens) or not request or seq not in request.sequences: continue
-      found = [(seq.tokens[place], own, rank), *zip(best[:2 * k:2], best[1:2 * k:2], range(1, k + 1), strict=True)]
+      found = [(seq.tokens[place], own, rank), *zip(best[:2 * k:2], best[1:2 * k:2], range(1, k + 1), strict=False)]
       request.logprobs[seq.index][place] = {
         int(i): Logprob(x, int(r), self.tokenizer.decode([int(i)], False)) for i, x, r in found}
 
