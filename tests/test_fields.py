@@ -428,6 +428,15 @@ def test_samples_and_streams_have_the_log_probabilities_of_their_own_new_tokens(
     assert [[*entry] for entry in entries] == [[*entry] for entry in c.logprobs]
 
 
+def test_of_a_vocabulary_of_seven_there_are_no_more_than_seven_best(tmp_path):
+  small = tiny_model(tmp_path, vocab_size=7, eos_token_id=None)
+  output, = LLM(small, **ENGINE).generate(tokens([3, 6, 4]), params(3, logprobs=20))
+  rows = log_softmax(reference_logits(small, [3, 6, 4, *ids_of(output)])[2:-1])
+  for entry, row in zip(output.outputs[0].logprobs, rows, strict=True):
+    assert {i: p.rank for i, p in entry.items()} == {i: 1 + (row > row[i]).sum() for i in range(7)}
+    np.testing.assert_allclose([entry[i].logprob for i in range(7)], row, atol=1e-4)
+
+
 # errors
 
 @pytest.mark.parametrize("name,value", [
