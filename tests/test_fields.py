@@ -12,8 +12,8 @@ from test_sampling import chi_square_passes
 from tinygrad import Tensor, TinyJit
 
 from tinyvllm import LLM, Logprob, SamplingParams
-from tinyvllm.kernels import adjust_kernel
-from tinyvllm.sampling import restrict, sample, top_logprobs
+from tinyvllm.request import EDIT
+from tinyvllm.sampling import edit_kernel, restrict, sample, top_logprobs
 
 pytestmark = pytest.mark.slow
 
@@ -35,13 +35,16 @@ def call(function, *arrays, constants=()):
   return jit(function, arrays[0].shape, *constants)(*[Tensor(x).realize() for x in arrays]).numpy()
 
 
-def adjust(logits, changes): return logits.clone().custom_kernel(changes, fxn=adjust_kernel)[0]
+def edit(logits, edits): return logits.clone().custom_kernel(edits, fxn=edit_kernel)[0]
 
 
-def entries(touched, *values):
-  """What the kernel reads of each logit of (S, V): 1 + its place, or 0 where it is not to be touched, and values."""
-  at = touched * np.arange(1, 1 + touched.size, dtype=np.int32).reshape(touched.shape)
-  return np.stack([at.view(np.float32), *values], 2, dtype=np.float32).view(np.int32).reshape(-1, 4)
+def edits_of(touched, bias, factor, penalty):
+  """What the kernel reads of each logit of (S, V); of those that are not to be touched, the row is -1."""
+  edits = np.zeros(touched.shape, EDIT)
+  row, token = np.indices(touched.shape)
+  for name, values in {"row": np.where(touched, row, -1), "token": token, "bias": bias, "factor": factor,
+                       "penalty": penalty}.items(): edits[name] = values
+  return edits.view(np.int32).reshape(-1, len(EDIT.names))
 
 
 def log_softmax(x):
@@ -65,12 +68,12 @@ def test_restrict_takes_what_has_no_bit(V, rng):
 
 
 @cases()
-def test_adjust_adds_then_divides_or_multiplies_then_subtracts(V, rng):
+def test_an_edit_adds_then_divides_or_multiplies_then_subtracts(V, rng):
   logits, touched = logits_of(rng, V), rng.random((ROWS, V)) < rng.choice([0, 0.1, 0.9], (ROWS, 1))
   logits[rng.random((ROWS, V)) < rng.choice([0, 0.5, 0.98], (ROWS, 1))] = -np.inf
   choices = np.arange(-100, 100.1, 0.25), [1, 1, 0.01, 0.3, 1.1, 2, 100], np.arange(-10, 10.1, 0.125)
   bias, factor, penalty = (rng.choice(x, (ROWS, V)).astype(np.float32).astype(float) for x in choices)
-  got, x, finite = call(adjust, logits, entries(touched, bias, factor, penalty)), logits + bias, np.isfinite(logits)
+  got, x, finite = call(edit, logits, edits_of(touched, bias, factor, penalty)), logits + bias, np.isfinite(logits)
   assert np.isneginf(got[~finite]).all(), "what may not come still may not"
   scaled, penalty, new = np.where(x > 0, x / factor, x * factor), penalty[finite & touched], got[finite & touched]
   scaled = scaled[finite & touched]
@@ -139,7 +142,7 @@ def test_frequencies_after_bias_and_penalties_and_all_that_keeps_tokens():
   x = np.where(logits + bias > 0, (logits + bias) / factor, (logits + bias) * factor) - penalty
   assert 6 < reference_keep(x, **filters).sum() < 14, "more than top_k was meant to matter"
   rows = [np.tile(value, (ROWS, 1)) for value in (logits, np.ones(50, bool), bias, factor, penalty)]
-  adjusted, positions = call(adjust, rows[0], entries(*rows[1:])), np.arange(ROWS, dtype=np.int32)
+  adjusted, positions = call(edit, rows[0], edits_of(*rows[1:])), np.arange(ROWS, dtype=np.int32)
   columns = [np.full(ROWS, value, kind) for value, kind in zip(filters.values(), "fiff", strict=True)]
   seeds = [np.full((ROWS, 2), seed, np.uint32) for seed in range(32)]
   ids = np.concatenate([call(sample, adjusted, *columns, seed, positions) for seed in seeds])
@@ -423,6 +426,15 @@ def test_samples_and_streams_have_the_log_probabilities_of_their_own_new_tokens(
   for entries, c in zip(joined, whole.outputs, strict=True):
     check_entries(folder, entries, before, c.token_ids, 3)
     assert [[*entry] for entry in entries] == [[*entry] for entry in c.logprobs]
+
+
+def test_of_a_vocabulary_of_seven_there_are_no_more_than_seven_best(tmp_path):
+  small = tiny_model(tmp_path, vocab_size=7, eos_token_id=None)
+  output, = LLM(small, **ENGINE).generate(tokens([3, 6, 4]), params(3, logprobs=20))
+  rows = log_softmax(reference_logits(small, [3, 6, 4, *ids_of(output)])[2:-1])
+  for entry, row in zip(output.outputs[0].logprobs, rows, strict=True):
+    assert {i: p.rank for i, p in entry.items()} == {i: 1 + (row > row[i]).sum() for i in range(7)}
+    np.testing.assert_allclose([entry[i].logprob for i in range(7)], row, atol=1e-4)
 
 
 # errors

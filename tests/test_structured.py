@@ -269,6 +269,11 @@ def test_a_vocabulary_larger_than_the_tokenizers_and_several_end_tokens(tmp_path
   assert {1, 2} <= {o.token_ids[-1] for o in outputs}, "either ends a text"
 
 
+def test_the_tokenizers_end_token_stays_the_models(llm):
+  ask(llm, 1, "choice", ["a", "b"])
+  assert llm.tokenizer.eos_token_id == 2
+
+
 # what is refused
 
 BAD = [("json", "{"), ("json", {"type": "nope"}), ("json", {"type": "string", "pattern": "("}), ("regex", "("),

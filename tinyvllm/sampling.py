@@ -81,7 +81,7 @@ def top_logprobs(logits: Tensor, ids: Tensor, k: int = TOP) -> Tensor:
   x = logits.log_softmax(1).contiguous()   # (S, V)
   own = x.gather(1, ids.unsqueeze(1))   # (S, 1)
   columns = [own, 1 + (x > own).sum(1, keepdim=True)]
-  for _ in range(k):
+  for _ in range(min(k, int(x.shape[1]))):
     best = argmax(x).unsqueeze(1)
     columns += [best, x.gather(1, best)]
     x = (Tensor.arange(x.shape[1]) == best).where(-math.inf, x).contiguous()
