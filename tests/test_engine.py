@@ -1,4 +1,5 @@
 """The engine's answers against a plain numpy LLaMA, alone, batched, chunked, preempted, streamed and aborted."""
+import functools
 import logging
 import random
 import threading
@@ -175,7 +176,7 @@ def test_the_number_of_graphs_is_constant_after_warm_up(llm):
   llm.generate(jobs[::-1], [greedy(1 + i % 7) for i in range(24)])
   llm.generate([tokens(*prompt(90))] * 7, greedy(11))
   assert len(llm.runner.steps) == before
-  def plain(shape): return not (shape.sampler or shape.logprobs or shape.edits or shape.mask_words)
+  def plain(shape): return not (shape.sampler or shape.logprobs or shape.edits or shape.masked)
   assert sum(map(plain, llm.runner.steps)) == 5
 
 
@@ -462,7 +463,7 @@ def test_two_first_callers_of_generate_get_one_engine(folder, monkeypatch):
       made.append(args)
       time.sleep(0.2)
       super().__init__(*args, **ENGINE)
-  monkeypatch.setattr("tinyvllm.engine.LLM", Counted)
+  monkeypatch.setattr("tinyvllm.engine.shared", functools.cache(Counted))
   threads = [threading.Thread(target=tinyvllm.generate_stream, args=("Hello", folder), daemon=True) for _ in range(3)]
   for thread in threads: thread.start()
   for thread in threads: thread.join(60)
