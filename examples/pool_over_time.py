@@ -20,12 +20,16 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 440, 64, 20, 64, 52   # of the pi
 
 def run() -> tuple[LLM, list[dict[str, float]]]:
   """The blocks of each kind after each step."""
-  llm, rng, samples, added = LLM(num_gpu_blocks_override=65, max_num_seqs=16), random.Random(0), [], 0
+  llm = LLM(num_gpu_blocks_override=65, max_num_seqs=16)
+  rng = random.Random(0)
+  samples: list[dict[str, float]] = []
+  added = 0
   while added < 40 or llm.has_unfinished_requests():
     if added < 40 and len(samples) % 6 == 0:   # one more every six steps
       prompt = (SYSTEM if added % 2 else "") + " ".join(rng.choices(STARTS, k=rng.randint(1, 12)))
-      texts, tokens = 1 + (added % 5 == 0), rng.randint(16, 128)
-      llm.add_request(str(added), prompt, SamplingParams(n=texts, seed=added, max_tokens=tokens, ignore_eos=True))
+      texts = 2 if added % 5 == 0 else 1
+      params = SamplingParams(n=texts, seed=added, max_tokens=rng.randint(16, 128), ignore_eos=True)
+      llm.add_request(str(added), prompt, params)
       added += 1
     llm.step()
     m = llm.get_metrics()
@@ -66,9 +70,11 @@ def draw(samples: list[dict[str, float]]) -> str:
 
 
 def main() -> None:
-  path, (llm, samples) = sys.argv[1] if len(sys.argv) > 1 else "pool.svg", run()
+  path = sys.argv[1] if len(sys.argv) > 1 else "pool.svg"
+  llm, samples = run()
   with open(path, "w") as file: file.write(draw(samples))
-  m, shared = llm.get_metrics(), max(s["shared"] for s in samples)
+  m = llm.get_metrics()
+  shared = max(s["shared"] for s in samples)
   print(f"{path}: {len(samples)} steps; at most {shared} blocks shared; {m['prefix_cache_hits']} of "
         f"{m['prefix_cache_queries']} prompt tokens found; {m['num_preemptions']} preemptions")
 

@@ -1,26 +1,31 @@
-"""Ten users stream from one engine at once, each on a thread of its own: every step serves all of them.
+"""Ten users stream from one engine at once: every step serves all of them. LLM itself is for one thread; AsyncLLM owns
+that thread, and takes any number of users.
 
 python examples/ten_users.py [MODEL]"""
-import sys
-from concurrent.futures import ThreadPoolExecutor
+import asyncio, sys
 
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import SamplingParams
+from tinyvllm_server import AsyncLLM
 
 PROMPTS = ["Hello", "The cat", "The sun", "I like", "My friend", "A computer", "Once upon a time", "What is", "We",
            "The rain"]
+PARAMS = SamplingParams(temperature=0.0, max_tokens=40)
 
 
-def main() -> None:
-  llm = LLM(sys.argv[1] if len(sys.argv) > 1 else None, max_num_seqs=10)
+async def user(llm: AsyncLLM, prompt: str) -> str:
+  outputs = [output async for output in llm.generate(prompt, PARAMS)]
+  text = "".join(output.outputs[0].text for output in outputs)
+  return f"{prompt}{text}   ({len(outputs)} pieces, first after {outputs[-1].metrics.ttft:.2f} s)"
 
-  def user(prompt: str) -> str:
-    outputs = list(llm.generate_stream(prompt, SamplingParams(temperature=0.0, max_tokens=40)))
-    text = "".join(output.outputs[0].text for output in outputs)
-    return f"{prompt}{text}   ({len(outputs)} pieces, first after {outputs[-1].metrics.ttft:.2f} s)"
-  with ThreadPoolExecutor(len(PROMPTS)) as users:
-    for line in users.map(user, PROMPTS): print(line)
-  m = llm.get_metrics()
+
+async def serve(model: str | None) -> None:
+  llm = AsyncLLM(model, max_num_seqs=10)
+  for line in await asyncio.gather(*(user(llm, prompt) for prompt in PROMPTS)): print(line)
+  m = llm.llm.get_metrics()
   print(f"{m['generation_tokens']:.0f} tokens in {m['steps']:.0f} steps, {m['mean_batch_size']:.1f} sequences a step")
+
+
+def main() -> None: asyncio.run(serve(sys.argv[1] if len(sys.argv) > 1 else None))
 
 
 if __name__ == "__main__": main()

@@ -15,6 +15,7 @@ from tinygrad.device import ALL_DEVICES
 
 import tinyvllm
 from tinyvllm_cli import main
+from tinyvllm_cli.doctor import fit
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -154,24 +155,39 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(runs):
 
 
 def test_what_fits_is_what_the_models_numbers_give(runs):
-  """By hand, for two: norms before a matrix are part of it, tied embeddings are there once."""
+  """By hand, for two, whose files are of 16 bits: weights stay so, K and V are not; tied embeddings are there once."""
   report = report_of(runs["faults"])
   cpu, fits = backends_of(report)["CPU"], {row["model"]: row for row in report["fit"]}
   layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
   for name, weights, embeddings, token in (
-      ("Llama-3.1-8B", 32 * layer + 4096 + 2 * 128256 * 4096, 128256 * 4096, 2 * 32 * 8 * 128),
-      ("SmolLM2-135M", 134_515_008 - 30 * 2 * 576, 0, 2 * 30 * 3 * 64)):
-    left = cpu["free_gib"] * GIB * 0.9 - 4 * weights
-    assert fits[name]["dtype"] == "float32" and fits[name]["weights_gib"] * GIB == 4 * weights
+      ("Llama-3.1-8B", 32 * (layer + 2 * 4096) + 4096 + 2 * 128256 * 4096, 128256 * 4096, 2 * 32 * 8 * 128),
+      ("SmolLM2-135M", 134_515_008, 0, 2 * 30 * 3 * 64)):
+    left = cpu["free_gib"] * GIB * 0.9 - 2 * weights
+    assert (fits[name]["dtype"], fits[name]["stored"]) == ("float32", "bfloat16")
+    assert fits[name]["weights_gib"] * GIB == 2 * weights
     assert abs(fits[name]["kv_tokens"] - max(0, left) / (4 * token)) <= 1
     assert fits[name]["fits"] == (left >= 4 * token)
-    assert fits[name]["tokens_per_s_at_most"] == pytest.approx(cpu["gb_per_s"] * 1e9 / (4 * (weights - embeddings)))
+    assert fits[name]["tokens_per_s_at_most"] == pytest.approx(cpu["gb_per_s"] * 1e9 / (2 * (weights - embeddings)))
+
+
+@pytest.mark.parametrize("said,row,stored", [
+  ("float16", {"dtype": "float32"}, "float16"), ("bfloat16", {"dtype": "float32"}, "bfloat16"),
+  ("bfloat16", {"dtype": "float32", "bfloat16": False}, "float32"), ("bfloat16", {"dtype": "float16"}, "float16"),
+  ("float32", {"dtype": "float16"}, "float16"), ("float64", {"dtype": "float32"}, "float32"),
+  (None, {"dtype": "float32"}, "float32")], ids=str)
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_weight_stays_in_its_files_type_where_that_is_narrower_and_the_device_has_it(said, row, stored, key):
+  row = {"float32": True, "float16": True, "bfloat16": True, "free_gib": 8.0, "gb_per_s": 10.0, **row}
+  found, plain = (fit("x", hf, row) for hf in (tiny_config(**{key: said}), tiny_config()))
+  assert (found["dtype"], found["stored"], plain["stored"]) == (row["dtype"], stored, row["dtype"])
+  assert plain["weights_gib"] / found["weights_gib"] == (2 if (row["dtype"], stored[-2:]) == ("float32", "16") else 1)
+  assert found["tokens_per_s_at_most"] > 0 and found["fits"] and found["kv_tokens"] >= plain["kv_tokens"]
 
 
 def test_a_models_folder_is_added(runs, folder):
   config = tiny_config()
   shapes = tensor_shapes(config)
-  count = sum(a * (b[0] if b else 1) for name, (a, *b) in shapes.items() if "layernorm" not in name)
+  count = sum(a * (b[0] if b else 1) for a, *b in shapes.values())
   row = report_of(runs["faults"])["fit"][-1]
   assert row["model"] == str(folder) and row["weights_gib"] * GIB == 4 * count and row["fits"]
   assert rows_of(runs["text"].stdout, "model")[-1]["line"].startswith(str(folder)[:36])
