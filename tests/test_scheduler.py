@@ -306,3 +306,76 @@ def test_a_lone_request_takes_the_fewest_steps(budget):
   bench.add(prompt=16, n=6)
   bench.finish()
   assert bench.steps == -(-16 // budget) + 5
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 12])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_two_sequences_that_fill_the_pool_exactly_run_side_by_side(block_size, overlaps):
+  bench = Bench(blocks=24 // block_size, block_size=block_size, budget=24, overlaps=overlaps)
+  first, second = bench.add(prompt=12, n=1), bench.add(prompt=12, n=1, family=1)
+  assert bench.step() == {first: 12, second: 12}, "the prompts alone fill it"
+  bench.finish()
+  first, second = bench.add(prompt=4, n=9), bench.add(prompt=4, n=9, family=1)   # of 13 tokens 12 are computed
+  most = 0
+  while bench.scheduler.running or bench.scheduler.waiting:
+    bench.step()
+    most = max(most, bench.blocks.num_used())
+  bench.ended_well()
+  assert bench.blocks.num_free() == 24 // block_size and bench.scheduler.totals["num_preemptions"] == 0
+  assert first.num_generated == second.num_generated == 9
+
+
+def test_what_a_step_still_computes_for_an_aborted_sequence_is_not_found():
+  bench = Bench(blocks=20, budget=16, caching=True)
+  first = bench.add(prompt=9)
+  bench.scheduler.advance(bench.scheduler.schedule())
+  bench.abort(first)
+  second = bench.add(prompt=9)
+  assert bench.step() == {second: 9}
+  bench.ended_well()
+
+
+# which free block is taken: in a pool of 6 blocks of 4, a text of 9 tokens and one more has 2 full blocks and a part
+
+def found_of(bench, **request):
+  """How many tokens of one more request are found."""
+  before = bench.scheduler.totals["prefix_cache_hits"]
+  bench.add(**request)
+  bench.finish()
+  return bench.scheduler.totals["prefix_cache_hits"] - before
+
+
+def test_blocks_in_which_nothing_is_found_are_taken_before_those_in_which_something_is():
+  bench = Bench(blocks=6, budget=16, caching=True)
+  for family in (1, 2): assert found_of(bench, prompt=9, n=1, family=family) == 0
+  assert found_of(bench, prompt=5, n=1, family=3) == 0, "it takes the two parts"
+  assert [found_of(bench, prompt=9, n=1, family=family) for family in (1, 2)] == [8, 8]
+
+
+def test_of_blocks_in_which_something_is_found_those_let_go_of_longest_ago_are_taken():
+  bench = Bench(blocks=6, budget=16, caching=True)
+  for family in (1, 2, 1): found_of(bench, prompt=9, n=1, family=family)
+  assert found_of(bench, prompt=13, n=1, family=3) == 0, "it takes the two parts, and the two blocks of the second"
+  assert [found_of(bench, prompt=9, n=1, family=family) for family in (1, 2)] == [8, 0]
+
+
+def test_a_second_copy_of_a_block_is_never_found_and_taken_first():
+  bench = Bench(blocks=6, budget=24, caching=True)
+  copies = [bench.add(prompt=9, n=n) for n in (1, 2)]
+  assert bench.step() == dict.fromkeys(copies, 9), "neither finds what the other is writing"
+  bench.finish()
+  assert bench.blocks.num_free() == 6
+  assert found_of(bench, prompt=13, n=1, family=1) == 0, "it takes the two parts, and the two copies"
+  assert found_of(bench, prompt=9, n=1) == 8
+
+
+def test_a_second_copy_of_a_block_leaves_the_first_to_be_found_when_another_text_takes_its_place():
+  bench = Bench(blocks=6, budget=24, caching=True)
+  first, second = bench.add(prompt=9, n=4), bench.add(prompt=9, n=2)
+  assert bench.step() == {first: 9, second: 9}
+  assert bench.step() == {first: 1, second: 1} and second.finish_reason
+  other = bench.add(prompt=9, n=1, family=1)
+  assert bench.step() == {first: 1, other: 9}, "it takes all that the second had"
+  again = bench.add(prompt=9, n=1)
+  assert bench.step() == {first: 1, again: 1}, "8 are found"
+  bench.ended_well()
