@@ -15,7 +15,11 @@ import numpy as np
 import pytest
 from reference import ENGINE, reference_greedy, reference_logits, tiny_model, until
 
+from tinygrad import dtypes
+
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.config import EngineConfig
+from tinyvllm.runner import allocate_caches
 
 BS = ENGINE["block_size"]
 NARROW = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # each sampler's graph compiles for seconds
@@ -819,3 +823,29 @@ def test_the_length_that_an_error_at_start_names_does_fit(tmp_path, monkeypatch)
   fits = int(said[4])
   assert 0 < fits < 2**17 and LLM(model, **options, max_model_len=fits).get_metrics()["blocks_free"] >= fits // 16
   with pytest.raises(ValueError, match="needs"): LLM(model, **options, max_model_len=fits + fits // 10)
+
+
+@pytest.fixture
+def pool_in(llm):
+  """How many blocks, block 0 among them, are made of so many free bytes for texts of 8 blocks."""
+  def pool_in(free):
+    caches = allocate_caches(llm.model_config, EngineConfig(block_size=BS), 8 * BS, dtypes.float32, free)
+    return caches[0][0].shape[0]
+  return pool_in
+
+
+@pytest.fixture
+def block_bytes(llm):
+  config = llm.model_config
+  return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BS * 4
+
+
+def test_a_text_of_max_model_len_needs_its_blocks_and_block_0(pool_in, block_bytes):
+  assert pool_in(9 * block_bytes) == 9
+  with pytest.raises(ValueError, match=f"max_model_len={8 * BS} needs .*: lower it to {7 * BS} or raise"):
+    pool_in(9 * block_bytes - 1)
+
+
+def test_all_that_may_run_at_once_have_room_to_their_full_length(llm):
+  texts = ENGINE["max_num_seqs"] * ENGINE["max_model_len"]
+  assert llm.get_metrics()["blocks_free"] == texts // BS, "block 0 is none of these"
