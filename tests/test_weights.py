@@ -237,3 +237,13 @@ def test_loading_takes_little_more_memory_than_the_model(tmp_path, shards):
                        cwd=Path(__file__).parents[1], timeout=120)
   assert run.returncode == 0, run.stderr
   assert 0.9 * size < int(run.stdout) <= 1.3 * size, f"{int(run.stdout) / size:.2f} times the model's bytes"
+
+
+@pytest.mark.parametrize("window,limit", [
+  ({"sliding_window": 64}, 64), ({"sliding_window": 64, "use_sliding_window": True}, 64),
+  ({"sliding_window": 64, "use_sliding_window": False}, 512), ({"sliding_window": 4096}, 512),
+  ({"sliding_window": None}, 512)], ids=str)
+def test_a_text_ends_where_the_models_window_would_slide_unless_the_model_does_without(tmp_path, window, limit):
+  tiny_model(tmp_path, architectures=["MistralForCausalLM"], **window)
+  with pytest.raises(ValueError, match=f"max_model_len=1000 must be at most the model's {limit}$"):
+    LLM(tmp_path, max_model_len=1000)
