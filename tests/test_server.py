@@ -97,9 +97,9 @@ def client(server): return server.client()
 
 
 @contextlib.contextmanager
-def endless(server):
+def endless(server, **fields):
   """A request that runs meanwhile, whose first event has come."""
-  with server.stream("/v1/completions", ENDLESS, headers=KEY) as response:
+  with server.stream("/v1/completions", {**ENDLESS, **fields}, headers=KEY) as response:
     lines = response.iter_lines()
     next(lines)
     yield lines
@@ -440,6 +440,25 @@ def test_usage_tells_what_the_prefix_cache_had(server, streamed):
   first, second = usage(), usage()
   assert second["prompt_tokens_details"]["cached_tokens"] == (second["prompt_tokens"] - 1) // 4 * 4 >= 8
   assert first["prompt_tokens_details"]["cached_tokens"] < second["prompt_tokens_details"]["cached_tokens"]
+
+
+# Metrics
+
+def rises(server, ask):
+  """How much each number of the metrics has risen by what `ask` asked."""
+  before = server.metrics()
+  ask()
+  return {name: value - before.get(name, 0) for name, value in server.metrics().items()}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_each_text_counts_by_its_end_and_each_prompts_times_once(server, streamed):
+  body = {"prompt": ["the cat", "hello"], "n": 3, "max_tokens": 4, "ignore_eos": True, "seed": 1}
+  found = rises(server, lambda: (stream if streamed else post)(server, "/v1/completions", body))
+  assert found["request_success_total{finished_reason=length}"] == 6
+  for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+    assert found[f"{name}_seconds_count"] == 2, name
+  assert found["generation_tokens_total"] == 24
 
 
 # Formats
@@ -790,6 +809,25 @@ def test_a_list_of_prompts_longer_than_the_queue_is_429_and_runs_none(guarded):
   assert guarded.metrics()["generation_tokens_total"] == before and not guarded.metrics()["num_requests_waiting"]
 
 
+def test_each_sample_of_a_request_counts_in_the_queue(guarded):
+  def ask(n): return post(guarded, "/v1/completions", {"prompt": "the cat", "max_tokens": 2, "n": n}, headers=KEY)
+  assert len(ask(3).json()["choices"]) == 3, "one runs, two wait"
+  assert "n=4" in error_of(ask(4), 400)["message"], "so many never may"
+  with ThreadPoolExecutor(1) as pool:
+    with endless(guarded):
+      error_of(ask(3), 429)
+      assert guarded.metrics()["num_requests_waiting"] == 0
+      two = pool.submit(ask, 2)
+      wait_until(lambda: guarded.metrics()["num_requests_waiting"], "both wait")
+      error_of(ask(1), 429)
+      assert not two.done()
+    assert len(two.result().json()["choices"]) == 2
+  with endless(guarded, n=3): error_of(ask(1), 429)
+  def left(): return guarded.metrics()["num_requests_running"] + guarded.metrics()["num_requests_waiting"]
+  wait_until(lambda: not left(), "who leaves the stream ends all three")
+  assert len(ask(3).json()["choices"]) == 3, "and they count no more"
+
+
 def test_a_client_that_goes_away_ends_its_request(guarded):
   def left(): return guarded.metrics()["request_success_total{finished_reason=abort}"]
   before = left() if "request_success_total{finished_reason=abort}" in guarded.metrics() else 0
@@ -847,6 +885,14 @@ def test_the_request_timeout_ends_it_with_abort(faulty):
   *found, done = stream(faulty, "/v1/completions", ENDLESS)
   assert done == "[DONE]" and [e["choices"][0]["finish_reason"] for e in found] == [None] * (len(found) - 1) + ["abort"]
   assert faulty.metrics()["num_requests_running"] == 0
+
+
+def test_the_request_timeout_ends_all_prompts_of_a_request(faulty):
+  """One runs, and one waits."""
+  answer = post(faulty, "/v1/completions", {**ENDLESS, "prompt": ["the cat", "hello"]}, timeout=30).json()
+  assert [c["finish_reason"] for c in answer["choices"]] == ["abort"] * 2
+  assert answer["choices"][0]["text"] and not answer["choices"][1]["text"]
+  assert faulty.metrics()["num_requests_running"] == faulty.metrics()["num_requests_waiting"] == 0
 
 
 # Pages of other origins

@@ -36,7 +36,7 @@ class ServerConfig(Options):
   port: Annotated[int, 0, 65535] = 8000                   # 0: any that is free
   api_key: str | None = None                              # what clients must send; None: TINYVLLM_API_KEY's, if set
   served_model_name: str | None = None                    # None: the folder's name
-  max_queue: Annotated[int, 0, 2**31 - 1] = 256           # requests that may wait; more are refused with 429
+  max_queue: Annotated[int, 0, 2**31 - 1] = 256           # texts that may wait; more are refused with 429
   request_timeout: Annotated[float | int | None, 0.001, 2**31] = None   # seconds; then a request ends with "abort"
   shutdown_timeout: Annotated[float | int, 0, 2**31] = 30   # seconds for running requests once a signal has come
   max_body_size: Annotated[int, 1, 2**40] = 2**22         # bytes
@@ -349,11 +349,13 @@ class Server(uvicorn.Server):
     check(given, "prompt=[] must not be empty")
     prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in given]
     queue, limit, rows = engine.scheduler, self.options.max_queue, engine.config.max_num_seqs
-    def crowded() -> bool: return len(queue.waiting) + len(prompts) > limit + rows - len(queue.running)
-    busy = refuse(429, f"{len(queue.waiting)} requests wait and at most {limit} may (--max-queue): try again")
+    def unfinished() -> int: return sum(1 + len(seq.forks) for seq in [*queue.running, *queue.waiting])
+    def crowded() -> bool: return unfinished() + len(prompts) * params.n > limit + rows
+    check(params.n == 1 or len(prompts) * params.n <= limit + rows, f"n={params.n} for {len(prompts)} prompts: at most "
+          f"{limit + rows} texts may wait (--max-queue) and run (--max-num-seqs)")
+    waiting = unfinished() - len(queue.running)
+    busy = refuse(429, f"{waiting} texts wait and at most {limit} may (--max-queue): try again")
     if crowded(): return busy   # before they are made, which takes time, and after, as others have come meanwhile
-    check(len(prompts) * params.n <= limit + rows, f"n={params.n} for {len(prompts)} prompts: at most {limit + rows} "
-          "texts may wait (--max-queue) and run (--max-num-seqs)")
     requests = [await asyncio.to_thread(engine.request, f"{answer.head['id']}-{i}", prompt, params, body.priority or 0)
                 for i, prompt in enumerate(prompts)]
     if crowded(): return busy
