@@ -4,8 +4,9 @@ import functools
 import io
 import json
 import math
+import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -356,5 +357,26 @@ def check_scheduler(scheduler: Any, blocks: Any) -> None:
 
 def check_invariants(engine: Any) -> None:
   """Blocks, tables, counters and rows of an engine between two steps; an idle one holds no block."""
-  check_scheduler(engine.scheduler, engine.blocks)
-  if not engine.has_unfinished_requests(): assert engine.blocks.num_used() == 0, "blocks held by nobody"
+  blocks, metrics = engine.blocks, engine.get_metrics()
+  check_scheduler(engine.scheduler, blocks)
+  if not engine.has_unfinished_requests(): assert blocks.num_used() == 0, "blocks held by nobody"
+  assert metrics["blocks_cached"] == sum(blocks.cached.get(blocks.keys[b]) == b for b in blocks.free_blocks)
+  assert metrics["blocks_shared"] == sum(n > 1 for n in blocks.ref_counts)
+
+
+def work_of(call: Callable[[], Any]) -> int:
+  """How much a call does, in bytecodes of Python. What C code does is not counted, and by Python 3.13 nothing that is
+  called for the first time."""
+  count = 0
+
+  def trace(frame: Any, event: str, argument: Any) -> Any:
+    nonlocal count
+    frame.f_trace_opcodes = True
+    count += event == "opcode"
+    return trace
+  sys._getframe().f_trace_opcodes = True   # Python 3.12 wants to know before
+  sys.settrace(trace)
+  try: call()
+  finally: sys.settrace(None)
+  assert count, "that was meant to be counted"
+  return count

@@ -17,10 +17,12 @@ from reference import (
   same_outputs,
   tiny_model,
   until,
+  work_of,
 )
 
 import tinyvllm
 from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams
+from tinyvllm.scheduler import BlockManager
 
 BS = ENGINE["block_size"]
 
@@ -721,6 +723,32 @@ def test_the_engines_metrics_equal_the_counts_the_caller_saw(folder):
   assert steps == 6 and m["mean_batch_size"] == pytest.approx(15 / 6)
   assert m["tokens_per_second"] > 0 and m["requests_per_second"] == pytest.approx(m["tokens_per_second"] * 3 / 15)
   assert m["blocks_used"] == 0 and m["blocks_free"] == engine.blocks.num_blocks - 1 and m["num_preemptions"] == 0
+
+
+def test_metrics_take_no_more_work_of_a_large_pool(llm, monkeypatch):
+  def work(size):
+    blocks = BlockManager(size, llm.config)
+    monkeypatch.setattr(llm, "blocks", blocks)
+    monkeypatch.setattr(llm.scheduler, "blocks", blocks)
+    return work_of(llm.get_metrics)
+  work(10)
+  assert work(250_000) == work(100)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["all decode", "one ends, the next begins"])
+def test_a_step_takes_no_more_work_where_many_wait(llm, ends):
+  """Of six that run one ends in the second step, or none; the next one that waits begins in the third."""
+  def work(waiting):
+    for i in range(6): llm.add_request(f"runs {i}", tokens(5 + i), greedy(2 if ends and i == 0 else 9))
+    llm.step()
+    for i in range(waiting): llm.add_request(f"waits {i}", tokens(3), greedy(9))
+    counted = work_of(llm.step) + work_of(llm.step)
+    metrics = llm.get_metrics()
+    assert metrics["num_requests_running"] == 6 and metrics["num_requests_waiting"] == waiting - ends
+    for name in [*llm.requests]: llm.abort_request(name)
+    return counted
+  work(10)   # its graphs are captured
+  assert work(10_000) < 1.05 * work(10)
 
 
 def test_steps_are_captured_on_whichever_thread_asks(tmp_path):

@@ -12,6 +12,8 @@ from reference import ENGINE, reference_greedy, reference_logits, tiny_model
 
 from tinygrad import dtypes
 
+from tinygrad import dtypes
+
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
 from tinyvllm.runner import allocate_caches

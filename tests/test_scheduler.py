@@ -445,7 +445,7 @@ def test_two_sequences_that_fill_the_pool_exactly_run_side_by_side(block_size, o
   first, second = bench.add(prompt=12, n=1), bench.add(prompt=12, n=1, family=1)
   assert bench.step() == {first: 12, second: 12}, "the prompts alone fill it"
   bench.finish()
-  first, second = bench.add(prompt=4, n=9), bench.add(prompt=4, n=9, family=1)   # of 9, 8 are computed
+  first, second = bench.add(prompt=4, n=9), bench.add(prompt=4, n=9, family=1)   # of 13 tokens 12 are computed
   most = 0
   while bench.scheduler.running or bench.scheduler.waiting:
     bench.step()

@@ -1,0 +1,106 @@
+"""An engine is for one thread at a time: a second one that comes meanwhile is told so, and disturbs nothing."""
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from reference import check_invariants, reference_greedy
+
+from tinyvllm import SamplingParams
+
+pytestmark = pytest.mark.timeout(120)
+IDS, OTHER = [5, 60, 115, 170], [7, 80, 153]
+
+
+def greedy(n): return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+def tokens(ids): return {"prompt_token_ids": ids}
+def ids_of(output): return output.outputs[0].token_ids
+
+
+def stepped(llm):
+  llm.add_request("first", tokens(IDS), greedy(6))
+  while llm.has_unfinished_requests(): outputs = llm.step()
+  return ids_of(outputs[0])
+
+
+def generated(llm): return ids_of(llm.generate(tokens(IDS), greedy(6), use_tqdm=False)[0])
+def streamed(llm): return [i for output in llm.generate_stream(tokens(IDS), greedy(6)) for i in ids_of(output)]
+
+
+# What a second thread may try meanwhile
+CALLS = {
+  "add_request": lambda llm: llm.add_request("second", tokens(OTHER), greedy(3)),
+  "abort_request": lambda llm: llm.abort_request(next(iter(llm.requests))),
+  "step": lambda llm: llm.step(),
+  "generate": lambda llm: llm.generate(tokens(OTHER), greedy(3), use_tqdm=False),
+  "generate_stream": lambda llm: next(llm.generate_stream(tokens(OTHER), greedy(3))),
+}
+
+
+@pytest.fixture
+def second():
+  """A second thread."""
+  with ThreadPoolExecutor(1) as pool: yield lambda call, *args: pool.submit(call, *args)
+
+
+@pytest.fixture
+def busy(words_llm, monkeypatch):
+  """Lets a thread begin something, and holds it within the third step that it launches. Gives what becomes of it, and
+  what lets it go on."""
+  held, go_on, launch, launched = threading.Event(), threading.Event(), words_llm.runner.launch, []
+
+  def wait_and_launch(step):
+    launched.append(step)
+    if len(launched) == 3:
+      held.set()
+      assert go_on.wait(60), "nobody lets it go on"
+    return launch(step)
+  monkeypatch.setattr(words_llm.runner, "launch", wait_and_launch)
+  with ThreadPoolExecutor(1) as pool:
+    def begin(work):
+      future = pool.submit(work, words_llm)
+      future.add_done_callback(lambda _: held.set())
+      assert held.wait(60) and not future.done(), "it was meant to come to its third step"
+      return future, go_on.set
+    yield begin
+    go_on.set()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("work", [stepped, generated, streamed])
+def test_a_second_thread_is_told_of_async_llm_and_disturbs_nothing(words_llm, words_folder, second, busy, work, name):
+  first, go_on = busy(work)
+  running, = words_llm.requests
+  with pytest.raises(RuntimeError, match="AsyncLLM"): second(CALLS[name], words_llm).result(10)
+  assert [*words_llm.requests] == [running], "it has added nothing, and ended nothing"
+  go_on()
+  assert first.result(60) == reference_greedy(words_folder, IDS, 6)
+  check_invariants(words_llm)
+  assert second(generated, words_llm).result(60) == reference_greedy(words_folder, IDS, 6), "now it may"
+
+
+def test_a_second_thread_may_look_meanwhile(words_llm, second, busy):
+  first, go_on = busy(stepped)
+  metrics = second(words_llm.get_metrics).result(10)
+  assert metrics["num_requests_running"] == 1 and metrics["blocks_used"] == 2
+  assert second(words_llm.has_unfinished_requests).result(10)
+  go_on()
+  first.result(60)
+
+
+class Failed(BaseException):
+  """Not an Exception, as Ctrl-C is none."""
+
+
+def test_a_thread_whose_step_failed_lets_others_in(words_llm, words_folder, second, monkeypatch):
+  def fail(step): raise Failed
+  with monkeypatch.context() as patched, pytest.raises(Failed):
+    patched.setattr(words_llm.runner, "launch", fail)
+    generated(words_llm)
+  assert second(generated, words_llm).result(60) == reference_greedy(words_folder, IDS, 6)
+
+
+def test_between_two_tokens_of_a_stream_another_thread_may_use_the_engine(words_llm, words_folder, second):
+  stream = words_llm.generate_stream(tokens(IDS), greedy(6))
+  got = ids_of(next(stream))
+  assert second(generated, words_llm).result(60) == reference_greedy(words_folder, IDS, 6)
+  assert got + [i for output in stream for i in ids_of(output)] == reference_greedy(words_folder, IDS, 6)
