@@ -82,12 +82,12 @@ def break_steps(engine, patched, fails):
       return done()
     return faulty_done
 
-  def faulty_update(sampled, *more):
+  def faulty_update(written, sampled):
     fail_at("before update")
     if sampled and fails("amid update"):
-      update(dict(itertools.islice(sampled.items(), 1)), *more)
+      update(written, dict(itertools.islice(sampled.items(), 1)))
       raise Failed("amid update")
-    update(sampled, *more)
+    update(written, sampled)
     fail_at("after update")
   patched.setattr(engine.runner, "launch", faulty_launch)
   patched.setattr(engine.scheduler, "update", faulty_update)

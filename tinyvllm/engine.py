@@ -178,7 +178,8 @@ class LLMEngine:
         self.scheduler.reset([seq for request in self.requests.values() for seq in request.sequences
                               if not seq.finish_reason and seq not in request.sequences[0].forks])
         raise
-      ended = [self.requests.pop(request.request_id) for request in changed if request.finished]
+      ended = [request for request in changed if request.finished]
+      for request in ended: self.requests.pop(request.request_id, None)   # an interrupted step may have
       self._changed.clear()
       self.scheduler.totals.update(   # type: ignore[call-overload]
         steps=1, requests_finished=len(ended), seconds=time.perf_counter() - started)
