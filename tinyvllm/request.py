@@ -134,14 +134,18 @@ class Sequence:
 
   def append(self, token: int) -> None:
     """Take the next token, and finish where it, the constraint or the length says so."""
-    self.tokens.append(token)
-    self.num_unread = max(0, self.num_unread - 1)
-    if not self.metrics.num_generated: self.metrics.first_token_time = time.monotonic()
-    self.metrics.num_generated += 1
+    now = time.monotonic()
     if self.constraint: self.constraint.accept(token)
-    if token in self.stop_ids or self.constraint and self.constraint.done: self.finish_reason = "stop"
-    elif len(self.tokens) >= self.max_len: self.finish_reason = "length"
-    if token in (self.params.stop_token_ids or ()): self.stop_reason = token
+    stops = token in self.stop_ids or self.constraint and self.constraint.done
+    is_full = len(self.tokens) + 1 >= self.max_len
+    is_stop_id = token in (self.params.stop_token_ids or ())
+    # From here on nothing is called before the token is there: an interrupt comes before all of this, or behind
+    if stops or is_full: self.finish_reason = "stop" if stops else "length"
+    if is_stop_id: self.stop_reason = token
+    if self.metrics.num_generated == 0: self.metrics.first_token_time = now
+    self.metrics.num_generated += 1
+    if self.num_unread: self.num_unread -= 1
+    self.tokens.append(token)
 
   def num_logits(self, n: int) -> int:
     """How many of the next n tokens want logits: the last one if a new token follows it, or all."""
