@@ -24,9 +24,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
   """What -n auto stands for: as most of a run is compiling, on one core a process, two processes take turns with the
-  files. One file runs in this process, and a device that is no CPU has one process only."""
+  files. Alone, in this process: one file, the slow lane, which fills a machine as it is, a device that is no CPU."""
   one_file = len(config.args) == 1 and ".py" in config.args[0]
-  return 0 if one_file or Device.DEFAULT != "CPU" else min(2, os.cpu_count() or 1)
+  alone = one_file or config.option.markexpr == "slow" or Device.DEFAULT != "CPU"
+  return 0 if alone else min(2, os.cpu_count() or 1)
 
 
 @pytest.fixture

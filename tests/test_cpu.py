@@ -25,8 +25,10 @@ def device(): open_device()
 
 def layers(seed: int) -> tuple[list[Linear], np.ndarray]:
   """Matrices that keep a vector's length, each in need of all that the one before has written; and their product."""
-  rng, result = np.random.default_rng(seed), np.eye(SIZE)
-  matrices = [np.linalg.qr(rng.standard_normal((SIZE, SIZE)))[0].astype(np.float32) for _ in range(DEPTH)]
+  rng, result, hadamard = np.random.default_rng(seed), np.eye(SIZE), np.ones((1, 1))
+  while len(hadamard) < SIZE: hadamard = np.kron([[1, 1], [1, -1]], hadamard)   # its rows are orthogonal
+  hadamard = (hadamard / np.sqrt(SIZE)).astype(np.float32)
+  matrices = [hadamard[rng.permutation(SIZE)] * rng.choice([-1, 1], SIZE).astype(np.float32) for _ in range(DEPTH)]
   linears = [Linear(SIZE, SIZE) for _ in matrices]
   for linear, matrix in zip(linears, matrices, strict=True):
     linear.weight = [Tensor(np.ascontiguousarray(pack(matrix, linear.weight[0].shape))).realize()]
