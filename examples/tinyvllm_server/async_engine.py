@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
 from tinyvllm import LLM, RequestOutput
-from tinyvllm.config import check_option, logger
+from tinyvllm.config import check, logger
 from tinyvllm.engine import Params, Prompt, Request
 
 News = RequestOutput | Exception
@@ -44,12 +44,12 @@ class Driver:
     self.tell({request: error or request.output(news=True)})
 
   def step(self) -> None:
-    try: changed = self.llm.advance()
+    try: changed = [request for request in self.llm.advance() if request in self.readers]
     except Exception as error: return self.fail(error)
-    self.tell({request: request.output(news=True) for request in changed if request in self.readers and self.due(request)})
+    self.tell({request: request.output(news=True) for request in changed if self.due(request)})
 
   def due(self, request: Request) -> bool:
-    seen = sum(tokens for _, tokens in request.seen)
+    seen = sum(text.seen[1] - text.seq.num_prompt for text in request.texts)
     return request.finished or not seen or request.metrics.num_generated >= seen + self.interval
 
   def fail(self, error: Exception) -> None:
@@ -78,7 +78,7 @@ class AsyncLLM:
   """Takes what LLM takes. stream_interval: tokens from one piece of a text to the next. llm: the engine, of which any
   thread may call `request` and `get_metrics`; all else is for its own thread, which ends with this object."""
   def __init__(self, model: str | pathlib.Path | None = None, stream_interval: int = 1, **options: Any):
-    check_option("stream_interval", stream_interval, int, (1, 2**31))
+    check(type(stream_interval) is int and stream_interval > 0, f"stream_interval={stream_interval!r}: no int above 0")
     self.llm = LLM(model, **options)
     self._driver = Driver(self.llm, stream_interval)
     weakref.finalize(self, self._driver.inbox.put, None)
