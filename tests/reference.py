@@ -360,7 +360,7 @@ def check_invariants(engine: Any) -> None:
   blocks, metrics = engine.blocks, engine.get_metrics()
   check_scheduler(engine.scheduler, blocks)
   if not engine.has_unfinished_requests(): assert blocks.num_used() == 0, "blocks held by nobody"
-  assert metrics["blocks_cached"] == sum(blocks.cached.get(blocks.keys[b]) == b for b in blocks.free_blocks)
+  assert metrics["blocks_cached"] == sum(blocks.cached.get(blocks.keys[b]) == b for b in [*blocks.empty, *blocks.unused])
   assert metrics["blocks_shared"] == sum(n > 1 for n in blocks.ref_counts)
 
 
