@@ -309,7 +309,7 @@ def test_a_failing_step_fails_those_in_it_and_no_others(llm, monkeypatch, error)
 
 
 def test_a_stream_interval_gives_fewer_pieces_of_the_same_text(llm, monkeypatch):
-  monkeypatch.setattr(llm, "stream_interval", 4)
+  monkeypatch.setattr(llm._driver, "interval", 4)
   async def run(): return [o.outputs[0] async for o in llm.generate(PROMPTS[0], greedy(13))]
   pieces = finish(run())
   assert len(pieces) <= 4, "of 13 tokens, at the 1st, 5th, 9th and 13th, or later if the reader is late"

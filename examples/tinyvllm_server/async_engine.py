@@ -5,21 +5,23 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, NamedTuple
 
 from tinyvllm import LLM, RequestOutput
-from tinyvllm.config import check_option, logger
+from tinyvllm.config import check, logger
 from tinyvllm.engine import Params, Prompt, Request
+
+News = RequestOutput | Exception
 
 
 class Reader(NamedTuple):
-  """Who reads a request: the queue takes the request, what is new, and whether that is the end."""
+  """Who reads a request."""
   loop: asyncio.AbstractEventLoop
-  news: asyncio.Queue[tuple[Request, RequestOutput | Exception, bool]]
-  interval: int   # tokens from one piece of news to the next
+  take: Callable[[Request, News, bool], None]   # called in that loop with what is new, and whether it is the last
 
 
 class Driver:
   """What the engine's thread does. Others put calls of it into its inbox."""
-  def __init__(self, llm: LLM):
+  def __init__(self, llm: LLM, interval: int):
     self.llm = llm
+    self.interval = interval   # tokens from one piece of a text to the next
     self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()   # None: end
     self.readers: dict[Request, Reader] = {}
 
@@ -42,13 +44,13 @@ class Driver:
     self.tell({request: error or request.output(news=True)})
 
   def step(self) -> None:
-    try: changed = self.llm.advance()
+    try: changed = [request for request in self.llm.advance() if request in self.readers]
     except Exception as error: return self.fail(error)
-    self.tell({request: request.output(news=True) for request in changed if request in self.readers and self.due(request)})
+    self.tell({request: request.output(news=True) for request in changed if self.due(request)})
 
   def due(self, request: Request) -> bool:
-    seen = sum(tokens for _, tokens in request.seen)
-    return request.finished or not seen or request.metrics.num_generated >= seen + self.readers[request].interval
+    seen = sum(text.seen[1] - text.seq.num_prompt for text in request.texts)
+    return request.finished or not seen or request.metrics.num_generated >= seen + self.interval
 
   def fail(self, error: Exception) -> None:
     """The engine goes on without the requests that have begun: one of them may have made the step fail."""
@@ -57,13 +59,13 @@ class Driver:
     for request in begun or [*self.readers]:   # what has finished is told by the next step
       if not request.finished: self.end(request, RuntimeError(f"a step failed: {error}"))
 
-  def tell(self, news: dict[Request, Any]) -> None:
+  def tell(self, news: dict[Request, News]) -> None:
     """One call wakes all who read in a loop; where that is closed, nobody does."""
     calls: dict[Any, list[Callable[[], None]]] = collections.defaultdict(list)   # by loop
     for request, piece in news.items():
       last = isinstance(piece, Exception) or piece.finished
       reader = self.readers.pop(request) if last else self.readers[request]
-      calls[reader.loop].append(functools.partial(reader.news.put_nowait, (request, piece, last)))
+      calls[reader.loop].append(functools.partial(reader.take, request, piece, last))
     for loop, own in calls.items():
       with contextlib.suppress(RuntimeError): loop.call_soon_threadsafe(call_all, own)
 
@@ -76,10 +78,9 @@ class AsyncLLM:
   """Takes what LLM takes. stream_interval: tokens from one piece of a text to the next. llm: the engine, of which any
   thread may call `request` and `get_metrics`; all else is for its own thread, which ends with this object."""
   def __init__(self, model: str | pathlib.Path | None = None, stream_interval: int = 1, **options: Any):
-    check_option("stream_interval", stream_interval, int, (1, 2**31))
-    self.stream_interval = stream_interval
+    check(type(stream_interval) is int and stream_interval > 0, f"stream_interval={stream_interval!r}: no int above 0")
     self.llm = LLM(model, **options)
-    self._driver = Driver(self.llm)
+    self._driver = Driver(self.llm, stream_interval)
     weakref.finalize(self, self._driver.inbox.put, None)
     threading.Thread(target=self._driver.run, name="tinyvllm-engine", daemon=True).start()
 
@@ -91,24 +92,29 @@ class AsyncLLM:
     async with contextlib.aclosing(self.stream([request])) as stream:
       async for _, output in stream: yield output
 
-  async def stream(self, requests: list[Request]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+  async def stream(self, requests: list[Request], ended: Any = None) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """As `generate`, of several requests that `llm.request` has made: the number of each, and what is new. Once this is
-    closed, all have ended."""
-    reader = Reader(asyncio.get_running_loop(), asyncio.Queue(), self.stream_interval)
+    closed all have ended, unless that is cancelled, too. ended: called with each one as it ends, come what may."""
+    pieces: asyncio.Queue[tuple[Request, News]] = asyncio.Queue()
     left = set(requests)   # those that have not ended
+
+    def take(request: Request, news: News, last: bool) -> None:
+      pieces.put_nowait((request, news))
+      if last: left.remove(request)
+      if last and ended: ended(request)
+
+    reader = Reader(asyncio.get_running_loop(), take)
     for request in requests: self._driver.inbox.put(functools.partial(self._driver.add, request, reader))
     try:
-      while left:
-        request, news, last = await reader.news.get()
-        if last: left.remove(request)
+      while left or not pieces.empty():
+        request, news = await pieces.get()
         if isinstance(news, Exception): raise news
         yield requests.index(request), news
     finally:
       for request in left: self._driver.inbox.put(functools.partial(self._driver.end, request))
-      while left:
-        request, _, last = await reader.news.get()
-        if last: left.remove(request)
+      while left: await pieces.get()
 
   def abort(self, request_id: str) -> None:
     """End a request with finish_reason "abort", wherever it is. Any thread may call this."""
-    self._driver.inbox.put(lambda driver=self._driver: driver.end(driver.llm.requests.get(request_id)))
+    driver = self._driver   # not self, as the thread holds on to its last call
+    driver.inbox.put(lambda: driver.end(driver.llm.requests.get(request_id)))

@@ -182,8 +182,8 @@ class Server(uvicorn.Server):
       self.app.add_api_route(path, route, methods=["POST" if fields_of(route) else "GET"], response_class=kind,
                              responses=streamed)
     app: Any = self.gate
-    if options.allowed_origins:
-      app = cors.CORSMiddleware(app, options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+    # The lists: of methods, of headers
+    if options.allowed_origins: app = cors.CORSMiddleware(app, options.allowed_origins, ["*"], ["*"])
     super().__init__(uvicorn.Config(app, options.host, options.port, interface="asgi3", access_log=False,
                                     timeout_graceful_shutdown=int(options.shutdown_timeout) + 5))
 
@@ -226,11 +226,10 @@ class Server(uvicorn.Server):
       if message["type"] == "http.disconnect": return
       size, more = size + len(message["body"]), message["more_body"]
       if size <= limit: sent.append(message["body"])
-    key, given = f"Bearer {self.key}", headers.get("authorization", "")
     refused = None
     if size > limit: refused = refuse(413, f"the body is larger than {limit} bytes: see --max-body-size")
     elif scope["path"] not in OPEN:
-      if self.key and not hmac.compare_digest(given.encode(), key.encode()):
+      if self.key and not hmac.compare_digest(headers.get("authorization", "").encode(), f"Bearer {self.key}".encode()):
         refused = refuse(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
       elif self.state(): refused = refuse(503, self.state())
     if refused: return await refused(scope, receive, send)
@@ -273,26 +272,25 @@ class Server(uvicorn.Server):
   async def watched(self, requests: list[Request]) -> AsyncIterator[tuple[int, RequestOutput]]:
     """AsyncLLM.stream, with its times taken and its time limited."""
     timer = asyncio.get_running_loop().call_later(self.options.request_timeout or 2**31, self.abort, requests)
-    last: dict[int, tuple[float, int]] = {}   # when, and how many tokens there were
-    def observe(number: int, count: int) -> None:
-      now = time.monotonic()
-      when, before = last.get(number, (now, 0))
-      last[number] = now, count
+    last: dict[Request, tuple[float, int]] = {}   # when, and how many tokens there were
+    def observe(request: Request) -> None:
+      now, count = time.monotonic(), request.metrics.num_generated
+      when, before = last.get(request, (now, 0))
+      last[request] = now, count
       for _ in range(max(1, before), count): self.gaps.observe((now - when) / (count - before))
+    def ended(request: Request) -> None:
+      self.requests.remove(request)
+      observe(request)   # the tokens that nobody has waited for
+      for seq in request.sequences: self.ended.labels(self.name, seq.finish_reason).inc()
+      for field, histogram in self.times.items():
+        if (seconds := getattr(request.metrics, field)) == seconds: histogram.observe(seconds)   # else NaN: never
     self.requests.update(requests)
     try:
-      async with contextlib.aclosing(self.llm.stream(requests)) as stream:
+      async with contextlib.aclosing(self.llm.stream(requests, ended)) as stream:
         async for number, output in stream:
-          observe(number, output.metrics.num_generated)
+          observe(requests[number])
           yield number, output
-    finally:
-      timer.cancel()
-      self.requests.difference_update(requests)
-      for number, request in enumerate(requests):
-        observe(number, request.metrics.num_generated)   # those that nobody has waited for
-        for seq in request.sequences: self.ended.labels(self.name, seq.finish_reason or "abort").inc()
-        for field, histogram in self.times.items():
-          if (seconds := getattr(request.metrics, field)) == seconds: histogram.observe(seconds)   # else NaN: never
+    finally: timer.cancel()
 
   # Routes
 
