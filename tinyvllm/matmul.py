@@ -128,19 +128,26 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp
 
 
 def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
-  """One pass over the weights: a tile of 16 outputs stays in the cache while the rows of x go by."""
-  T, (N16, K, lanes), cores = x.shape[0], weight.shape, cpu_cores()
-  n, t, lane, k = *[UOp.range(extent, i) for i, extent in enumerate((N16, T, lanes))], axis(K, 3)
-  product = x[t, k].cast(dtypes.float32) * weight[n, k, lane].cast(dtypes.float32)
-  total = _plus(fold(Ops.ADD, product, k), added, t, n * lanes + lane)
-  opts: list[Opt] = []
-  if cores and lanes == 16:   # a CPU: 16 outputs x 2 rows in registers (more spill), the tiles shared among the cores
-    of_t = int(N16 > 1)   # an axis of extent 1 is gone when opts are applied
-    threads = divisor(N16, cores) if T * K * N16 > 2**16 else 1   # below, another core is not awake in time
-    opts = [Opt(OptOps.UPCAST, of_t + int(T > 1), 16), Opt(OptOps.UPCAST, of_t, math.gcd(T, 2)),
-            Opt(OptOps.THREAD, 0, threads)]
-  info = KernelInfo(name="linear", opts_to_apply=tuple(opt for opt in opts if opt.arg > 1) or None)
-  return out[t, n * lanes + lane].store(total.cast(out.dtype)).end(n, t, lane).sink(arg=info)
+  """One pass over the weights: 16 outputs stay in the cache while the rows of x go by. A CPU has 4 sums of 16 lanes in
+  registers, of rows of x and tiles of outputs, or of one row in shares of the inputs: more spill, fewer wait."""
+  (T, K), (N16, _, lanes) = x.shape, weight.shape
+  simd = cpu_cores() > 0 and lanes == 16
+  kind = AxisType.UPCAST if simd else AxisType.WEAK
+  rows = math.gcd(T, 4 if T > 8 else 2) if simd else 1
+  tiles = math.gcd(N16, 4 // rows) if simd and T > 1 else 1
+  shares = math.gcd(K, 4) if simd and T == 1 else 1
+  n, t, k = axis(N16 // tiles, 0, AxisType.WEAK), axis(T // rows, 1, AxisType.WEAK), axis(K // shares, 2)
+  tile, row, lane = axis(tiles, 3, kind), axis(rows, 4, kind), axis(lanes, 5, kind)
+  share = axis(shares, 6, AxisType.UNROLL)
+  to_row, to_tile, of = t * rows + row, n * tiles + tile, k * shares + share
+  product = x[to_row, of].cast(dtypes.float32) * weight[to_tile, of, lane].cast(dtypes.float32)
+  column = to_tile * lanes + lane
+  total = _plus(fold(Ops.ADD, fold(Ops.ADD, product, k), share), added, to_row, column)
+  stored = end(out[to_row, column].store(total.cast(out.dtype)), n, t, tile, row, lane)
+  # Below 2**16 products another core is not awake in time
+  threads = divisor(N16 // tiles, cpu_cores()) if simd and T * K * N16 > 2**16 else 1
+  opts = (Opt(OptOps.THREAD, 0, threads),) if threads > 1 else ()
+  return stored.sink(arg=KernelInfo(name="linear", opts_to_apply=opts if simd else None))
 
 
 class Norm:
