@@ -285,6 +285,15 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
   return path
 
 
+def token_rows(positions: Any, rows: Any, blocks: Any, block_size: int, max_blocks: int = 0) -> np.ndarray:
+  """A step's tokens as kernels read them: each in its block, at its position's place there."""
+  from tinyvllm.batch import TOKEN
+  positions, rows, blocks = (np.asarray(x) for x in (positions, rows, blocks))
+  fields = {"id": 0 * positions, "position": positions, "row": rows, "slot": blocks * block_size + positions % block_size,
+            "block": blocks, "entry": rows * max_blocks + positions // block_size}
+  return np.stack([fields[name] for name in TOKEN.names]).astype(np.int32)   # (fields, T)
+
+
 class LogitsRecorder:
   """Stands in for the model of an engine that has no graphs yet, and keeps the logits that each step samples from."""
   def __init__(self, engine: Any):

@@ -10,17 +10,17 @@ from tinygrad import Context, Device, Tensor, TinyJit, UOp, codegen, dtypes
 from tinygrad.engine.realize import get_graph_runtime
 from tinygrad.uop.ops import KernelInfo
 
-from tinyvllm import LLM, runner
-from tinyvllm.kernels import cpu_cores
-from tinyvllm.llama import Linear, pack
-from tinyvllm.runner import open_device
+from tinyvllm import LLM, device
+from tinyvllm.device import cpu_cores, open_device
+from tinyvllm.llama import Linear
+from tinyvllm.matmul import pack
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="of CPUs only")
 SIZE, DEPTH = 1024, 8   # two rows of these are worth another core
 
 
 @pytest.fixture(scope="module", autouse=True)
-def device(): open_device()
+def opened(): open_device()
 
 
 def layers(seed: int) -> tuple[list[Linear], np.ndarray]:
@@ -29,9 +29,9 @@ def layers(seed: int) -> tuple[list[Linear], np.ndarray]:
   while len(hadamard) < SIZE: hadamard = np.kron([[1, 1], [1, -1]], hadamard)   # its rows are orthogonal
   hadamard = (hadamard / np.sqrt(SIZE)).astype(np.float32)
   matrices = [hadamard[rng.permutation(SIZE)] * rng.choice([-1, 1], SIZE).astype(np.float32) for _ in range(DEPTH)]
-  linears = [Linear(SIZE, SIZE) for _ in matrices]
+  linears = [Linear(in_features=SIZE, sources={"w": SIZE}, bias=False, dtype=dtypes.float32) for _ in matrices]
   for linear, matrix in zip(linears, matrices, strict=True):
-    linear.weight = [Tensor(np.ascontiguousarray(pack(matrix, linear.weight[0].shape))).realize()]
+    linear.weight = Tensor(np.ascontiguousarray(pack(matrix, linear.weight.shape))).realize()
     result = result @ matrix.T
   return linears, result
 
@@ -91,8 +91,8 @@ def test_opening_the_device_again_changes_nothing():
 
 
 def test_a_kernel_is_lowered_once_and_then_found_on_disk(monkeypatch):
-  lowered, lower, renderer = [], runner.do_to_program, Device["CPU"].renderer
-  monkeypatch.setattr(runner, "do_to_program", lambda *args: lowered.append(args) or lower(*args))
+  lowered, lower, renderer = [], device.do_to_program, Device["CPU"].renderer
+  monkeypatch.setattr(device, "do_to_program", lambda *args: lowered.append(args) or lower(*args))
   a, i = UOp.placeholder((4,), dtypes.float32, 0), UOp.range(4, 0)
   name = f"only_{os.getpid()}_{time.time_ns()}"   # in no cache yet
   kernel = a[i].store(i.cast(dtypes.float32)).end(i).sink(arg=KernelInfo(name))
@@ -113,7 +113,7 @@ def test_a_dtype_that_the_device_lacks_gives_way_to_one_that_it_has_and_one_line
   assert llm.runner.caches[0][0].dtype == getattr(dtypes, taken or asked)
   said = [record.getMessage() for record in caplog.records if "computing in" in record.getMessage()]
   assert said == ([f"CPU has no {asked}: computing in {taken}"] if taken else [])
-  assert all(weight.dtype == getattr(dtypes, taken or asked) for weight in llm.runner.model.lm_head.weight)
+  assert llm.runner.model.lm_head.weight.dtype == getattr(dtypes, taken or asked)
 
 
 def test_the_compiler_is_what_cc_names_but_not_gcc_or_clang_on_the_path_or_beside_this_python(monkeypatch, tmp_path):
@@ -129,9 +129,9 @@ def test_the_compiler_is_what_cc_names_but_not_gcc_or_clang_on_the_path_or_besid
     monkeypatch.setenv("PATH", str(tmp_path / path) if path else "/nowhere")
     monkeypatch.delenv("CC", raising=False)
     if cc is not None: monkeypatch.setenv("CC", cc)
-    assert runner.find_compiler() == (found if found.startswith("/") else str(tmp_path / found)), (cc, path)
+    assert device.find_compiler() == (found if found.startswith("/") else str(tmp_path / found)), (cc, path)
   (tmp_path / "beside" / "clang").unlink()
   monkeypatch.setenv("PATH", "/nowhere")
   for cc in ("gcc", "echo"):   # echo: as open_device leaves it where there is none
     monkeypatch.setenv("CC", cc)
-    assert runner.find_compiler() is None
+    assert device.find_compiler() is None

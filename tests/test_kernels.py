@@ -4,11 +4,14 @@ from functools import partial
 
 import numpy as np
 import pytest
-from reference import rope_frequencies
+from reference import rope_frequencies, token_rows
 from tinygrad import Device, Tensor, dtypes
 
-from tinyvllm.kernels import attend_kernel, cpu_cores, has_tensor_cores, rope_kernel, scatter_kernel
-from tinyvllm.llama import Linear, features, pack, unpack
+from tinyvllm.attention import attend_kernel, rope_kernel
+from tinyvllm.batch import LOGITS
+from tinyvllm.llama import Linear, Norm
+from tinyvllm.matmul import pack, stored_shape, unpack
+from tinyvllm.runner import last_token_kernel, table_kernel
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # and the error that rounding allows
 SLOW = Device.DEFAULT == "PYTHON"
@@ -31,9 +34,10 @@ def close(got: Tensor, expected: np.ndarray, tolerance: float) -> None:
   np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max()))
 
 
-def linear(inputs: int, outputs: int, kind: str, **options) -> tuple[Linear, np.ndarray]:
-  layer, weight = Linear(inputs, outputs, dtype=KINDS[kind][0], **options), normal(outputs, inputs, kind=kind, seed=1)
-  layer.weight = [on_device(pack(weight, layer.weight[0].shape))]
+def linear(inputs: int, outputs: int, kind: str, bias: bool = False) -> tuple[Linear, np.ndarray]:
+  layer = Linear(in_features=inputs, sources={"w": outputs}, bias=bias, dtype=KINDS[kind][0])
+  weight = normal(outputs, inputs, kind=kind, seed=1)
+  layer.weight = on_device(pack(weight, layer.weight.shape))
   return layer, weight.astype(np.float32)
 
 
@@ -60,25 +64,37 @@ def test_a_bias_is_added(kind):
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (40, 24), (32, 17)])
 def test_a_stored_weight_can_be_read_back(inputs, outputs, kind):
   layer, weight = linear(inputs, outputs, kind)
-  assert features(layer.weight[0].shape) == (outputs, inputs)
-  np.testing.assert_array_equal(unpack(layer.weight[0]).numpy(), weight)
+  np.testing.assert_array_equal(unpack(layer.weight).numpy(), weight)
+  ids = on_device(np.array([outputs - 1, 0, 3, 3], np.int32))
+  np.testing.assert_array_equal(layer.rows(ids, dtypes.float32).numpy(), weight[[outputs - 1, 0, 3, 3]])
 
 
 def test_float16_takes_tensor_cores_where_there_are_any():
-  expected = Device.DEFAULT == "CUDA"
-  assert has_tensor_cores(dtypes.float16) == expected and not has_tensor_cores(dtypes.float32)
-  assert len(Linear(64, 48, dtype=dtypes.float16).weight[0].shape) == (8 if expected else 3)
+  assert len(stored_shape(48, 64, dtypes.float16)) == (8 if Device.DEFAULT == "CUDA" else 3)
+  assert len(stored_shape(48, 64, dtypes.float32)) == len(stored_shape(40, 64, dtypes.float16)) == 3
 
 
 @kinds
-@pytest.mark.parametrize("inputs", [64, 72, 125] if SLOW else [64, 576, 1000, 2048])
-def test_rows_are_divided_by_their_root_mean_square(inputs, kind):
-  layer, weight = linear(inputs, 48, kind, norm_eps=1e-5)
+@pytest.mark.parametrize("size", [64, 72, 125] if SLOW else [64, 576, 1000, 2048])
+def test_rows_are_divided_by_their_root_mean_square_and_weighed(size, kind):
+  norm, weight = Norm("norm", size, 1e-5, KINDS[kind][0]), 1 + normal(size, kind=kind, seed=1) / 4
+  norm.weight = on_device(weight.astype(kind))
   for rows in (1, 2, 8) if SLOW else (1, 2, 8, 32):
-    x = normal(rows, inputs, kind=kind) * np.arange(1, rows + 1, dtype=kind)[:, None]
+    x = normal(rows, size, kind=kind) * np.arange(1, rows + 1, dtype=kind)[:, None]
     wide = x.astype(np.float32)
-    expected = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-5) @ weight.T
-    close(layer(on_device(x)), expected, KINDS[kind][1])
+    expected = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-5) * weight.astype(kind).astype(np.float32)
+    close(norm(on_device(x)), expected, KINDS[kind][1])
+
+
+@pytest.mark.skipif(len(KINDS) < 2, reason="this device has no float16")
+def test_a_weight_narrower_than_what_is_computed_with_it_is_widened_as_it_is_read():
+  layer, weight = linear(72, 48, "float16", bias=True)
+  layer.bias, x = on_device(normal(48, kind="float16", seed=3)), normal(4, 72)
+  layer.weight = on_device(pack(weight.astype(np.float16), stored_shape(48, 72, dtypes.float32)))
+  close(layer(on_device(x)), x @ weight.T + layer.bias.numpy(), KINDS["float32"][1])
+  norm, weight = Norm("norm", 72, 1e-5, dtypes.float32), 1 + normal(72, kind="float16", seed=1)
+  norm.weight = on_device(weight)
+  close(norm(on_device(x)), x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight, KINDS["float32"][1])
 
 
 def as_stored(cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -117,21 +133,22 @@ def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, b
     scores = np.einsum("hgd,nhd->hgn", q[t].astype(np.float32), k) / np.sqrt(D)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected[t] = np.einsum("hgn,nhd->hgd", weights / weights.sum(-1, keepdims=True), v)
-  tokens = np.stack([np.zeros(T), positions, np.zeros(T), rows]).astype(np.int32)
+  tokens = token_rows(positions, rows, table[rows, positions // block_size], block_size, M)
   tensors = [on_device(x) for x in (q, *as_stored(cache), table.astype(np.int32), tokens)]
-  out = Tensor.empty_like(tensors[0]).custom_kernel(*tensors, fxn=partial(attend_kernel, cpu_cores()))[0]
+  out = Tensor.empty_like(tensors[0]).custom_kernel(*tensors, fxn=attend_kernel)[0]
   close(out, expected, tolerance)
 
 
 @kinds
 def test_rope_and_the_writes_equal_numpy(kind):
   T, KV, G, D, BS, rng = 8, 2, 3, 32, 4, np.random.default_rng(0)
-  slots, positions = rng.permutation(10 * BS)[:T].astype(np.int32), rng.integers(0, 99, T)
+  blocks, positions = rng.permutation(10)[:T], rng.integers(0, 99, T)
+  slots = blocks * BS + positions % BS
   qkv, cache = normal(T, KV * (G + 2), D, kind=kind), np.zeros((2, 10, BS, KV, D), kind)
   angles = positions[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
   every = np.arange(99)[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
   table, rope = (np.stack([np.cos(x), np.sin(x)], 1).astype(np.float32) for x in (every, angles))
-  tokens = np.stack([np.zeros(T), positions, slots]).astype(np.int32)
+  tokens = token_rows(positions, 0 * positions, blocks, BS)
   inputs = [on_device(x) for x in (*as_stored(cache), qkv.reshape(T, -1), table, tokens)]
   q, keys, values, *_ = on_device(np.zeros((T, KV, G, D), kind)).custom_kernel(*inputs, fxn=rope_kernel)
   wide, cos, sin = qkv.astype(np.float32), rope[:, 0, None], rope[:, 1, None]
@@ -144,7 +161,17 @@ def test_rope_and_the_writes_equal_numpy(kind):
     close(written, expected, KINDS[kind][1])
 
 
-def test_values_are_scattered_to_their_flat_indices_and_nothing_else_changes():
-  index, values = (on_device(np.array(x, np.int32)) for x in ([0, 1, 14], [7, 9, 5]))
-  out = on_device(np.full((3, 5), 2, np.int32)).custom_kernel(index, values, fxn=scatter_kernel)[0]
-  assert out.numpy().tolist() == [[7, 9, 2, 2, 2], [2] * 5, [2, 2, 2, 2, 5]]
+def test_tokens_bring_their_blocks_to_the_tables_and_nothing_else_changes():
+  BS, table = 4, np.arange(15).reshape(3, 5).astype(np.int32)
+  positions, rows, blocks = [0, 3, 4, 9, 19, 2], [0, 0, 0, 1, 1, 2], [70, 70, 71, 72, 73, 0]   # 2: padding's row
+  tokens = on_device(token_rows(positions, rows, blocks, BS, 5))
+  got = on_device(table).custom_kernel(tokens, fxn=partial(table_kernel, BS))[0].numpy().tolist()
+  assert got == [[70, 71, 2, 3, 4], [5, 6, 72, 8, 73], [0, 11, 12, 13, 14]]
+
+
+def test_the_last_token_of_each_row_is_kept_and_nothing_else_changes():
+  fields = np.zeros((len(LOGITS.names), 3), np.int32)
+  fields[LOGITS.names.index("row")] = [3, 0, 4]
+  rows, ids = on_device(fields), on_device(np.array([7, 9, 5], np.int32))
+  got = on_device(np.full(5, 2, np.int32)).custom_kernel(rows, ids, fxn=last_token_kernel)[0]
+  assert got.numpy().tolist() == [9, 2, 2, 7, 5]

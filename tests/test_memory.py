@@ -8,11 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from reference import ENGINE, reference_greedy, reference_logits, tiny_model
-
-from tinygrad import dtypes
-
-from tinygrad import dtypes
+from reference import ENGINE, reference_greedy, reference_logits, tiny_model, until
+from tinygrad import dtypes, nn
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
@@ -623,6 +620,20 @@ def test_options_of_memory_that_will_not_do_are_refused_by_name(folder, options)
 def test_a_number_of_samples_that_will_not_do_is_refused_by_name(n):
   with pytest.raises(ValueError) as e: SamplingParams(n=n)
   assert re.search(r"\bn=", str(e.value)) and repr(n) in str(e.value), str(e.value)
+
+
+def test_the_pool_takes_all_sequences_at_their_full_length_or_what_fits_but_one_at_least(folder, llm, monkeypatch):
+  """Block 0, which takes padding's writes, holds nobody's tokens: it is one more in either case."""
+  one = ENGINE["max_model_len"] // BS
+  assert llm.get_metrics()["blocks_free"] == ENGINE["max_num_seqs"] * one
+  weights = sum(x.nbytes() for x in nn.state.get_parameters(llm.runner.model))
+  block = sum(x.nbytes() for cache in llm.runner.caches for x in cache) // (ENGINE["max_num_seqs"] * one + 1)
+  for blocks in (one + 1, one + 5):
+    monkeypatch.setattr("tinyvllm.device.free_memory", lambda device, n=blocks: weights + n * block)
+    engine = LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
+    assert engine.get_metrics()["blocks_free"] == blocks - 1 and engine.max_model_len == ENGINE["max_model_len"]
+  monkeypatch.setattr("tinyvllm.device.free_memory", lambda device: weights + one * block)
+  with pytest.raises(ValueError, match=f"lower it to {(one - 1) * BS}"): LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
 
 
 def test_the_length_that_an_error_at_start_names_does_fit(tmp_path, monkeypatch):

@@ -2,11 +2,10 @@
 import json
 import subprocess
 import time
-from functools import partial
 
 import numpy as np
 import pytest
-from reference import tiny_model
+from reference import tiny_model, token_rows
 from server import Server
 
 import tinyvllm
@@ -30,7 +29,7 @@ def test_1_hello_continues_to_hello_world():
 def test_2_paged_attention_equals_naive_contiguous_attention():
   from tinygrad import Tensor
 
-  from tinyvllm.kernels import attend_kernel, cpu_cores, rope_kernel
+  from tinyvllm.attention import attend_kernel, rope_kernel
   rng, BS, KV, G, D, lengths = np.random.default_rng(0), 16, 2, 3, 8, (1, 15, 16, 17, 40)
   max_blocks = 4
   q = rng.standard_normal((len(lengths), KV, G, D)).astype(np.float32)
@@ -38,19 +37,18 @@ def test_2_paged_attention_equals_naive_contiguous_attention():
   tables = (rng.permutation(len(lengths) * max_blocks) + 1).reshape(len(lengths), max_blocks)   # block 0 in none
   rows = np.repeat(np.arange(len(lengths)), lengths)
   positions = np.concatenate([np.arange(n) for n in lengths])
-  slots = tables[rows, positions // BS] * BS + positions % BS
   garbage = np.full((2, len(lengths) * max_blocks + 1, KV, BS * D), np.nan, np.float32)   # must not be seen
   keys, values = (Tensor(x.reshape(-1, KV, *y)).realize() for x, y in zip(garbage, ((D, BS), (BS, D)), strict=True))
   table = Tensor(tables.astype(np.int32)).realize()
-  tokens = Tensor(np.stack([rows * 0, positions, slots, rows]).astype(np.int32)).realize()
+  tokens = Tensor(token_rows(positions, rows, tables[rows, positions // BS], BS, max_blocks)).realize()
   qkv = Tensor(np.concatenate([np.zeros((len(k), KV * G, D), np.float32), k, v], axis=1).reshape(len(k), -1)).realize()
   unturned = Tensor(np.stack([np.ones((99, D // 2)), np.zeros((99, D // 2))], 1).astype(np.float32)).realize()
   unused = Tensor(np.zeros((len(k), KV, G, D), np.float32)).realize()
   _, keys, values, *_ = unused.custom_kernel(keys, values, qkv, unturned, tokens, fxn=rope_kernel)
-  last = np.array(lengths) - 1
-  ends = Tensor(np.stack([last * 0, last, last * 0, np.arange(len(lengths))]).astype(np.int32)).realize()
+  last, each = np.array(lengths) - 1, np.arange(len(lengths))
+  ends = Tensor(token_rows(last, each, tables[each, last // BS], BS, max_blocks)).realize()
   inputs = (Tensor(q).realize(), keys, values, table, ends)
-  out = Tensor.empty(*q.shape).custom_kernel(*inputs, fxn=partial(attend_kernel, cpu_cores()))[0].numpy()
+  out = Tensor.empty(*q.shape).custom_kernel(*inputs, fxn=attend_kernel)[0].numpy()
   for i, n in enumerate(lengths):
     mine = rows == i
     scores = np.einsum("hgd,nhd->hgn", q[i], k[mine]) / np.sqrt(D)

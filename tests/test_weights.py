@@ -176,6 +176,16 @@ def test_a_model_that_is_not_supported_says_what_is(tmp_path, config, parts):
   refused(folder, folder, *parts)
 
 
+@pytest.mark.parametrize("config, longest", [
+  ({}, 512), ({"sliding_window": None}, 512), ({"sliding_window": 64}, 64), ({"sliding_window": 1024}, 512),
+  ({"sliding_window": 64, "use_sliding_window": True}, 64), ({"sliding_window": 64, "use_sliding_window": False}, 512)])
+def test_a_sliding_window_limits_the_length_within_which_the_model_is_plain(tmp_path, config, longest):
+  folder = tiny_model(tmp_path, architectures=["MistralForCausalLM"], **config)
+  options = {**SMALL, "max_model_len": None}
+  assert LLM(folder, **options).max_model_len == longest
+  with pytest.raises(ValueError, match=f"{longest}"): LLM(folder, **{**SMALL, "max_model_len": longest + 1})
+
+
 @pytest.mark.parametrize("name", ["nowhere", "file.bin", "model.gguf"])
 def test_a_model_that_is_not_there_is_named(tmp_path, name):
   (tmp_path / "file.bin").write_bytes(b"x")
