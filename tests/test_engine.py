@@ -383,8 +383,8 @@ def test_a_stream_beside_generate_loses_nothing(llm, folder):
 def test_a_second_thread_at_once_is_refused_and_told_what_is_for_several(llm, folder, monkeypatch):
   """Each call that another thread makes while a step runs; and none of them disturbs it. Later it may."""
   refused, launch, ids = [], llm.runner.launch, prompt(5)
-  calls = [lambda: llm.generate(tokens(7), greedy(1)), lambda: next(llm.generate_stream(tokens(7), greedy(1))), llm.step,
-           lambda: llm.add_request("b", tokens(7), greedy(1)), lambda: llm.abort_request("generate-0")]
+  calls = [lambda: llm.generate(tokens(7), greedy(1)), lambda: next(llm.generate_stream(tokens(7), greedy(1))),
+           llm.step, lambda: llm.add_request("b", tokens(7), greedy(1)), lambda: llm.abort_request("generate-0")]
 
   def work():
     for call in calls:

@@ -1,6 +1,5 @@
 """The kernels against numpy, in the shapes and types that models have, on whatever device tinygrad finds. DEV=PYTHON,
 tinygrad's interpreter, runs the same tests in smaller shapes."""
-from functools import partial
 
 import numpy as np
 import pytest
@@ -8,10 +7,9 @@ from reference import rope_frequencies, token_rows
 from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm.attention import attend_kernel, rope_kernel
-from tinyvllm.batch import LOGITS
 from tinyvllm.llama import Linear, Norm
 from tinyvllm.matmul import pack, stored_shape, unpack
-from tinyvllm.runner import last_token_kernel, table_kernel
+from tinyvllm.runner import scatter_kernel
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # and the error that rounding allows
 SLOW = Device.DEFAULT == "PYTHON"
@@ -161,17 +159,7 @@ def test_rope_and_the_writes_equal_numpy(kind):
     close(written, expected, KINDS[kind][1])
 
 
-def test_tokens_bring_their_blocks_to_the_tables_and_nothing_else_changes():
-  BS, table = 4, np.arange(15).reshape(3, 5).astype(np.int32)
-  positions, rows, blocks = [0, 3, 4, 9, 19, 2], [0, 0, 0, 1, 1, 2], [70, 70, 71, 72, 73, 0]   # 2: padding's row
-  tokens = on_device(token_rows(positions, rows, blocks, BS, 5))
-  got = on_device(table).custom_kernel(tokens, fxn=partial(table_kernel, BS))[0].numpy().tolist()
-  assert got == [[70, 71, 2, 3, 4], [5, 6, 72, 8, 73], [0, 11, 12, 13, 14]]
-
-
-def test_the_last_token_of_each_row_is_kept_and_nothing_else_changes():
-  fields = np.zeros((len(LOGITS.names), 3), np.int32)
-  fields[LOGITS.names.index("row")] = [3, 0, 4]
-  rows, ids = on_device(fields), on_device(np.array([7, 9, 5], np.int32))
-  got = on_device(np.full(5, 2, np.int32)).custom_kernel(rows, ids, fxn=last_token_kernel)[0]
-  assert got.numpy().tolist() == [9, 2, 2, 7, 5]
+def test_values_are_scattered_to_their_flat_indices_and_nothing_else_changes():
+  index, values = (on_device(np.array(x, np.int32)) for x in ([0, 1, 14], [7, 9, 5]))
+  out = on_device(np.full((3, 5), 2, np.int32)).custom_kernel(index, values, fxn=scatter_kernel)[0]
+  assert out.numpy().tolist() == [[7, 9, 2, 2, 2], [2] * 5, [2, 2, 2, 2, 5]]

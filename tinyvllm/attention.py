@@ -1,22 +1,22 @@
 """RoPE with the write of K and V, and paged attention (Kwon et al. 2023, arXiv:2309.06180), as UOps that state their
-schedule. K and V are written by slot and read through the block table, so that nothing copies the context. A tensor that
-a write returns carries the order: what reads after must use it.
+schedule. K and V are written by slot and read through the block table, so that nothing copies the context. A tensor
+that a write returns carries the order: what reads after must use it.
 
 tokens: (fields of TOKEN, T) int32, a flat batch. keys: (num_blocks, KV, D, block_size), values: (num_blocks, KV,
 block_size, D), so that neighbours in memory are what neighbouring lanes read. table: (rows, max_blocks). G query heads
 share a K/V head."""
 import functools, math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tinygrad import UOp, dtypes
 from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import AddrSpace
 from tinygrad.helpers import DEV
-from tinygrad.uop.ops import AxisType, KernelInfo, Ops
+from tinygrad.uop.ops import AxisType, Ops
 
 from .batch import TOKEN
 from .device import cpu_cores
-from .matmul import axis, divisor, end, fold, lane_axis, unrolled
+from .matmul import axis, divisor, end, fold, kernel_of, lane_axis, unrolled
 
 LOWEST = -1e30   # a score that weighs nothing, and yet is no infinity: inf - inf is not a number
 
@@ -28,35 +28,32 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, qkv: UOp, rope: UOp, tokens: UOp
   """Turn q and k by their positions, the first half of each head against the second (Su et al. 2021), and store k and v
   at their slots. q: (T, KV, G, D), filled. qkv: (T, (KV * G + 2 KV) * D). rope: (length, 2, D/2), cosines and sines."""
   T, KV, G, D = q.shape
-  t, h, i, half = UOp.range(T, 0), UOp.range(KV, 1), UOp.range(D // 2, 2), D // 2
-  slot, (pages, _, _, BS) = field(tokens, "slot", t), keys.shape
+  pages, _, _, BS = keys.shape
+  t, h, i = UOp.range(T, 0), UOp.range(KV, 1), UOp.range(D // 2, 2)
+  slot = field(tokens, "slot", t)
+  page, offset = slot // BS % pages, slot % BS
   cos, sin = [rope[field(tokens, "position", t) % rope.shape[0], z, i] for z in range(2)]
+  dims = (i, i + D // 2)
   stores = []
   for n in range(G + 1):   # the queries of a K/V head, and its key
     head = h * G + n if n < G else KV * G + h
-    a, b = [qkv[t, head * D + d].cast(dtypes.float32) for d in (i, i + half)]
-    for d, x in ((i, a * cos - b * sin), (i + half, b * cos + a * sin)):
-      to = q[t, h, n, d] if n < G else keys[slot // BS % pages, h, d, slot % BS]
+    a, b = [qkv[t, head * D + d].cast(dtypes.float32) for d in dims]
+    for d, x in zip(dims, (a * cos - b * sin, b * cos + a * sin), strict=True):
+      to = q[t, h, n, d] if n < G else keys[page, h, d, offset]
       stores.append(to.store(x.cast(q.dtype)))
-  stores += [values[slot // BS % pages, h, slot % BS, d].store(qkv[t, (KV * G + KV + h) * D + d]) for d in (i, i + half)]
-  return UOp.group(*stores).end(t, h, i).sink(arg=KernelInfo(name="rope_and_write"))
+  stores += [values[page, h, offset, d].store(qkv[t, (KV * G + KV + h) * D + d]) for d in dims]
+  return kernel_of("rope_and_write", UOp.group(*stores))
 
 
-class Tiling(NamedTuple):
-  """How a work group, which has a token and a K/V head, goes over the token's sequence: D positions at a time. Its lanes
-  score some each for all G queries, and then sum as many dimensions of V, so that these share what is read."""
-  lanes: int
-  parts: int    # positions, and then dimensions, of a lane
-  unroll: int   # rounds of an inner loop at once
-  shares: int   # sets of lanes, each with positions of its own, which few tokens are worth
-
-  @classmethod
-  def choose(cls, T: int, G: int, D: int, block_size: int) -> "Tiling":
-    """On a CPU lanes are SIMD. What a GPU takes was tried on an H200 (tests/benchmarks/LOG.md)."""
-    simd = math.gcd(D, 16, block_size)
-    if cpu_cores(): return cls(simd, D // simd, 1, 1)
-    wide = math.gcd(D, block_size, 4 if T > 64 else 2)
-    return cls(D // wide, wide, 64 // wide, 1 if T > 64 else max(1, min(256 // D, 1024 // (G * D))))
+def tiling(T: Any, G: Any, D: Any, block_size: Any) -> tuple[int, int, int]:
+  """How a work group, which has a token and a K/V head, goes over the token's sequence: D positions at a time. Its
+  lanes score some each for all G queries, and then sum as many dimensions of V, so that these share what is read.
+  Returns how many these parts of a lane are, how many rounds of an inner loop go at once, and the sets of lanes, each
+  with positions of its own, that share a token, which few tokens are worth. On a CPU lanes are SIMD. What a GPU takes
+  was tried on an H200 (tests/benchmarks/LOG.md)."""
+  if cpu_cores(): return D // math.gcd(D, 16, block_size), 1, 1
+  parts = math.gcd(D, block_size, 4 if T > 64 else 2)
+  return parts, 64 // parts, 1 if T > 64 else max(1, min(256 // D, 1024 // (G * D)))
 
 
 class State(NamedTuple):
@@ -66,13 +63,6 @@ class State(NamedTuple):
   total: UOp     # (shares, G, D): V summed by its weights
   highest: UOp   # (G,): of the scores so far
   weight: UOp    # (G,): the weights' sum
-  turns: UOp     # (1,): done
-
-  @classmethod
-  def make(cls, shared: AddrSpace, *size: int) -> "State":
-    sizes = [size] * 3 + [size[1:2]] * 2 + [(1,)]
-    return cls(*[UOp.placeholder(size, dtypes.int32 if i == 5 else dtypes.float32, 100 + i,
-                                 shared if i < 3 else AddrSpace.REG) for i, size in enumerate(sizes)])
 
   def after(self, *done: UOp) -> "State": return State(*[x.after(*done) for x in self])
 
@@ -80,64 +70,69 @@ class State(NamedTuple):
 def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: UOp) -> UOp:
   """Causal attention of each token over its own sequence: no memory but for out, (T, KV, G, D), and no work beyond the
   sequence's length."""
-  (T, KV, G, D), (pages, _, _, BS) = q.shape, keys.shape
-  cores, tile = cpu_cores(), Tiling.choose(T, G, D, BS)
+  T, KV, G, D = q.shape
+  pages, _, _, BS = keys.shape
+  rows, max_blocks = table.shape
+  cores = cpu_cores()
+  parts, unroll, shares = tiling(T, G, D, BS)
   kind, shared = lane_axis()
   t, h, g = UOp.range(T, 0), UOp.range(KV, 1), UOp.range(G, 2, AxisType.UPCAST)
-  share, lane = axis(tile.shares, 3, AxisType.LOCAL), UOp.range(tile.lanes, 4, kind)
-  part = axis(tile.parts, 12, AxisType.UPCAST)
+  share, lane, part = axis(shares, 3, AxisType.LOCAL), UOp.range(D // parts, 4, kind), axis(parts, 12, AxisType.UPCAST)
   # Of what a lane has to do: neighbours in one block, and where these begin
-  near, begin = (lane, part * tile.lanes) if cores else (part, lane * tile.parts)
-  own, inside = (share, g, begin + near), (g, part, lane) if cores else (g, part)
-  position, row = field(tokens, "position", t), field(tokens, "row", t) % table.shape[0]
+  near, begin = (lane, part * (D // parts)) if cores else (part, lane * parts)
+  own = share, g, begin + near
+  position = field(tokens, "position", t)
+  row = field(tokens, "row", t) % rows
 
-  def read(cache: UOp, at: UOp, index: UOp, seen: UOp) -> UOp:
-    page = table[row, (at // BS).minimum(table.shape[1] - 1)].cast(dtypes.weakint) % pages
+  most = -(-max_blocks * BS // (shares * D))
+  counted = DEV.renderer == "X86"   # tinygrad's assembler knows no loop that ends by a condition
+  loop = UOp.range(most, 5) if counted else UOp.loop(5)
+  turns = UOp.placeholder((1,), dtypes.int32, 105, AddrSpace.REG)
+  begun = turns.after(t, h)[0].store(0)
+  done = turns.after(begun, loop)[0]
+  turn = done.load().cast(dtypes.weakint) % most   # so that 32 bits hold all that is computed of it
+  first = (turn * shares + share) * D   # the first position of the share
+
+  def read(cache, at, index, seen):
+    page = table[row, (at // BS).minimum(max_blocks - 1)].cast(dtypes.weakint) % pages
     return cache.base.index(((page * KV + h) * D * BS + index).valid(seen)).cast(dtypes.float32)
 
-  def scored(state: State, first: UOp) -> State:
+  def scored(state):
     """With the scores of D positions: q . k / sqrt(D), for exp2."""
     at = first + begin
-    d, over = unrolled(D, tile.unroll, 6)
+    d = unrolled(D, unroll, 6)
     k = read(keys, at, d * BS + at % BS + near, at // BS * BS <= position)   # a block is read as a whole
-    score = fold(Ops.ADD, q[t, h, g, d].cast(dtypes.float32) * k, *over) * (math.log2(math.e) / math.sqrt(D))
+    score = fold(Ops.ADD, q[t, h, g, d].cast(dtypes.float32) * k) * (math.log2(math.e) / math.sqrt(D))
     seen = (at + near <= position).where(score, LOWEST)   # what is not may be anything, NaN too
-    return state._replace(scores=state.scores.after(end(state.scores[own].store(seen), *inside)))
+    return state._replace(scores=state.scores.after(end(state.scores[own].store(seen))))
 
-  def summed(state: State, first: UOp, turn: UOp) -> UOp:
+  def summed(state):
     """The stores that add V by the weights of these scores to what the turns before have left."""
-    def before(x: UOp, unset: float) -> UOp: return (turn < 1).where(unset, x)
-    i, over = unrolled(D, 32, 8)
-    top = before(state.highest[g], LOWEST).maximum(fold(Ops.MAX, state.scores[share, g, i], *over))
+    def before(x, unset): return (turn < 1).where(unset, x)
+    def add(x, terms): return end(x.store(before(x * fade, 0.0) + fold(Ops.ADD, terms)))
+    top = before(state.highest[g], LOWEST).maximum(fold(Ops.MAX, state.scores[share, g, unrolled(D, 32, 8)]))
     fade = (state.highest[g] - top).exp2()
-    weights = state.weights.after(end(state.weights[own].store((state.scores[own] - top).exp2()), *inside))
-    i, over = unrolled(D, tile.unroll, 10)
-    at, w = first + i, weights[share, g, i]
-    v = read(values, at, at % BS * D + own[2], at <= position)
-    return UOp.group(end(state.total[own].store(before(state.total[own] * fade, 0.0) + fold(Ops.ADD, w * v, *over)), *inside),
-                     state.weight[g].store(before(state.weight[g] * fade, 0.0) + fold(Ops.ADD, w, *over)).end(g),
-                     state.highest[g].store(top).end(g), state.turns[0].store(state.turns[0].load() + 1))
+    weights = state.weights.after(end(state.weights[own].store((state.scores[own] - top).exp2())))
+    i = unrolled(D, unroll, 10)
+    w = weights[share, g, i]
+    v = read(values, first + i, (first + i) % BS * D + own[2], first + i <= position)
+    return UOp.group(add(state.total[own], w * v), add(state.weight[g], w), end(state.highest[g].store(top)),
+                     done.store(done.load() + 1))
 
-  def combined(state: State) -> UOp:
+  def combined(state):
     """The mean of V, of all shares by the logarithms of their weights' sums."""
     mean = state.total[own] / state.weight[g]
-    if tile.shares == 1: return mean
+    if shares == 1: return mean
     log_sum = state.scores[own].store(state.highest[g] + state.weight[g].log2())
-    state = state.after(UOp.group(end(log_sum, *inside), end(state.total[own].store(mean), *inside)))
-    sums, means = [[x[i, *own[1:]] for i in range(tile.shares)] for x in (state.scores, state.total)]
+    state = state.after(UOp.group(end(log_sum), end(state.total[own].store(mean))))
+    sums, means = [[x[i, *own[1:]] for i in range(shares)] for x in (state.scores, state.total)]
     fades = [(x - functools.reduce(UOp.maximum, sums)).exp2() for x in sums]
     return sum(fade * x for fade, x in zip(fades, means, strict=True)) / sum(fades)
 
-  made, step = State.make(shared, tile.shares, G, D), tile.shares * D
-  most = -(-table.shape[1] * BS // step)
-  counted = DEV.renderer == "X86"   # tinygrad's assembler knows no loop that ends by a condition
-  loop = UOp.range(most, 5) if counted else UOp.loop(5)
-  state = made.after(made.turns.after(t, h)[0].store(0), loop)
-  turn = state.turns[0].load().cast(dtypes.weakint) % most   # so that 32 bits hold all that is computed of it
-  first = turn * step + share * D
-  done = summed(scored(state, first), first, turn).end(loop, *([] if counted else [(turn + 1) * step <= position]))
-  stored = end(out[t, h, *own[1:]].store(combined(made.after(done)).cast(out.dtype)), *inside)
+  kinds: list[Any] = [((shares, G, D), shared)] * 3 + [((G,), AddrSpace.REG)] * 2
+  made = State(*[UOp.placeholder(size, dtypes.float32, 100 + i, space) for i, (size, space) in enumerate(kinds)])
+  more = [] if counted else [(turn + 1) * shares * D <= position]
+  state = made.after(summed(scored(made.after(begun, loop))).end(loop, *more))
   threads = divisor(T, cores) if T >= 8 else 1
   opts = (Opt(OptOps.THREAD, 0, threads),) if threads > 1 else ()
-  outside = (t, h) if cores else (t, h, share, lane)
-  return end(stored, *outside).sink(arg=KernelInfo(name="attend", opts_to_apply=opts))
+  return kernel_of("attend", out[t, h, *own[1:]].store(combined(state).cast(out.dtype)), opts)

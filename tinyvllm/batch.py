@@ -1,7 +1,7 @@
 """A scheduled batch as one int32 array of parts with named fields, which is all that the device is given; numpy only.
 It is padded to one of few shapes, each of which is a graph."""
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,10 +11,10 @@ from .scheduler import Written
 
 # id: -1 where the host has not read it: the device's last one of the row. slot: block * block_size + offset. row: of
 # the block tables, max_num_seqs for padding. entry: where the tables have its block, seen flat
-TOKEN = np.dtype({"names": ["id", "position", "slot", "row", "entry", "block"], "formats": ["i4"] * 6})
+TOKEN: Any = np.dtype({"names": ["id", "position", "slot", "row", "entry", "block"], "formats": ["i4"] * 6})
 # Of each row of logits: the token in the batch that it follows, and its position; the row whose last token is chosen
 # here, max_num_seqs for none; the token whose log probability is wanted, -1 for the one that is chosen
-LOGITS = np.dtype({
+LOGITS: Any = np.dtype({
   "names": ["token", "position", "last_row", "target", "temperature", "top_k", "top_p", "min_p", "seed"],
   "formats": ["i4"] * 4 + ["f4"] * 4 + ["u8"]})
 

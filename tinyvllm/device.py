@@ -71,7 +71,7 @@ def open_device() -> int:
     if cpu_cores() and not device.graph: device.graph = CPUGraph
     if cpu_cores() and compiler:   # else tinygrad packs loads into float4, and clang stays in 128-bit vectors
       os.environ["DMC"] = "1"
-      helpers.getenv.cache_clear()
+      helpers.getenv.cache_clear()   # type: ignore[attr-defined]
     return free_memory(Device.DEFAULT)
   except Exception as e:   # a backend fails to open in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "

@@ -124,7 +124,8 @@ class LLMEngine:
     metrics = RequestMetrics()
     runs = [Sequence(
       request_id=request_id, tokens=[*ids], params=params, seed=seed + i, order=(priority, arrival, i), index=i,
-      stop_ids=stop_ids, metrics=metrics, max_len=min(self.max_model_len, len(ids) + params.max_tokens), bad_words=[*filter(None, bad_words)],
+      stop_ids=stop_ids, metrics=metrics, max_len=min(self.max_model_len, len(ids) + params.max_tokens),
+      bad_words=[*filter(None, bad_words)],
       constraint=structured and structured.constraint(self.tokenizer, size, eos)) for i in range(params.n)]
     runs[0].forks += runs[1:]
     return Request(request_id, text, params, metrics, [TextStream(self.tokenizer, seq) for seq in runs])

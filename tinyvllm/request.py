@@ -11,7 +11,7 @@ from .config import Options, check
 
 # What is done to a logit before a token is chosen: bias is added, then factor divides it if it is positive and else
 # multiplies it, then penalty is subtracted. row: of the step's logits, -1 for none
-EDIT = np.dtype([("row", "i4"), ("token", "i4"), ("bias", "f4"), ("factor", "f4"), ("penalty", "f4")])
+EDIT: Any = np.dtype([("row", "i4"), ("token", "i4"), ("bias", "f4"), ("factor", "f4"), ("penalty", "f4")])
 MOST = 2**31 - 1   # that an int32 holds
 
 

@@ -176,7 +176,7 @@ class Scheduler:
     if seq in queue: queue.remove(seq)
     self.blocks.free(seq)
 
-  def reset(self, unfinished: set[Sequence]) -> None:
+  def reset(self, unfinished: list[Sequence]) -> None:
     """After a failed step all who are unfinished wait, without blocks, wherever the step has left them."""
     self.running = []
     self.waiting = sorted(unfinished)
