@@ -103,8 +103,8 @@ class Runner:
     T, S, sampler, scored, E, masked = shape
     packed = words[:16 * T].reshape(16, T)
     rest = words[16 * T:]
-    token = dict(zip(TOKEN.names, packed, strict=False))   # (T,) each
-    logit = dict(zip(LOGITS.names, packed[len(TOKEN.names):, :S], strict=False))
+    token = dict(zip(TOKEN.names, packed, strict=False))   # (T,) each   # type: ignore[call-overload]
+    logit = dict(zip(LOGITS.names, packed[len(TOKEN.names):, :S], strict=False))   # type: ignore[call-overload]
     table = self.table.custom_kernel(token["entry"], token["block"], fxn=scatter_kernel)[0]
     ids = (token["id"] < 0).where(self.last_token[token["row"]], token["id"]).contiguous()   # (T,)
     raw = self.model(ids, logit["token"], packed, table, self.rope, self.caches)   # (S, vocab)
