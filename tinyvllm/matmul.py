@@ -169,20 +169,22 @@ class Norm:
     self.weight = Tensor.empty(size, dtype=dtype)
 
   def __call__(self, x: Tensor) -> Tensor:
-    """x: (..., size). Returns the same shape."""
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    """x: (..., size), contiguous. Returns the same shape."""
+    rows = x.reshape(-1, x.shape[-1])
     return Tensor.empty_like(rows).custom_kernel(rows, self.weight, fxn=self.kernel)[0].reshape(x.shape)
 
   def kernel(self, out: UOp, x: UOp, weight: UOp) -> UOp:
     """A work group takes a row, of which each lane squares a part; they share the sums. x: (T, K). weight: (K,)."""
     T, K = x.shape
     kind, shared = lane_axis()
-    lanes = gcd(K, 16) if cpu_cores() else divisor(K, 256)
+    wide = 1 if cpu_cores() else gcd(K, 8)   # neighbours that a thread reads at once
+    lanes = gcd(K, 16) if cpu_cores() else divisor(K // wide, 256)
+    rounds = K // wide // lanes
     t, lane = UOp.range(T, 0), UOp.range(lanes, 1, kind)
-    part = x[t, axis(K // lanes, 2) * lanes + lane].cast(dtypes.float32)
+    part = x[t, (axis(rounds, 2) * lanes + lane) * wide + axis(wide, 6, AxisType.UNROLL)].cast(dtypes.float32)
     sums = UOp.placeholder((lanes,), dtypes.float32, 100, shared)
     sums = sums.after(end(sums[lane].store(fold(Ops.ADD, part * part))))
     scale = (fold(Ops.ADD, sums[unrolled(lanes, 32, 4)]) / K + self.eps).rsqrt()
-    column = axis(K // lanes, 3, AxisType.LOOP) * lanes + lane
+    column = (axis(rounds, 3, AxisType.LOOP) * lanes + lane) * wide + axis(wide, 7, AxisType.UPCAST)
     value = x[t, column].cast(dtypes.float32) * scale * weight[column].cast(dtypes.float32)
     return kernel_of("rms_norm", out[t, column].store(value.cast(out.dtype)), ())

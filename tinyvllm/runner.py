@@ -103,7 +103,7 @@ class Runner:
     T, S, sampler, scored, E, masked = shape
     packed = words[:16 * T].reshape(16, T)
     rest = words[16 * T:]
-    token = dict(zip(TOKEN.names, packed, strict=False))   # (T,) each   # type: ignore[call-overload]
+    token = dict(zip(TOKEN.names, packed, strict=False))   # type: ignore[call-overload]   # (T,) each
     logit = dict(zip(LOGITS.names, packed[len(TOKEN.names):, :S], strict=False))   # type: ignore[call-overload]
     table = self.table.custom_kernel(token["entry"], token["block"], fxn=scatter_kernel)[0]
     ids = (token["id"] < 0).where(self.last_token[token["row"]], token["id"]).contiguous()   # (T,)
