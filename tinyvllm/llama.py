@@ -46,7 +46,9 @@ class Layer:
     H, KV, D = self.shape
     qkv = self.qkv_proj(self.input_layernorm(x))   # (T, (H + 2 KV) * D)
     q, k, v = qkv.unflatten(1, (-1, D)).split([H, KV, KV], 1)   # (T, heads, D) each
-    if hasattr(self, "q_norm"): qkv = self.q_norm(q.contiguous()).cat(self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
+    if hasattr(self, "q_norm"):
+      q = self.q_norm(q.contiguous())
+      qkv = q.cat(self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
     q = Tensor.empty_like(q.unflatten(1, (KV, -1)))   # (T, KV, G, D)
     q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:3]
     out = Tensor.empty_like(q).custom_kernel(q, *cache, table, tokens, fxn=attend_kernel)[0]   # (T, KV, G, D)
