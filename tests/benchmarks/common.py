@@ -111,7 +111,8 @@ _filled: dict[tuple, Tensor] = {}   # engines that follow one another share thei
 def fill_weights(model: object, folder: Path, dtype: DType) -> None:
   """In place of load_weights: norms' weights 1, biases 0, all else uniform with a deviation of 0.02, one tensor at a
   time."""
-  for seed, (name, tensor) in enumerate(nn.state.get_state_dict(model).items()):
+  named = {id(tensor): (name, tensor) for name, tensor in nn.state.get_state_dict(model).items()}   # each once
+  for seed, (name, tensor) in enumerate(named.values()):
     kind = dtype if dtypes.is_float(tensor.dtype) else tensor.dtype
     key = name, tensor.shape, kind
     if key not in _filled:
