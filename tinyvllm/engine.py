@@ -87,7 +87,8 @@ class LLMEngine:
     dtype = getattr(dtypes, kind)
     llama = Llama(shape, dtype)
     load_weights(llama, folder, dtype)
-    left = free * config.gpu_memory_utilization - sum(x.nbytes() for x in nn.state.get_parameters(llama))
+    weights = sum(x.nbytes() for part in llama.parts() for x in nn.state.get_parameters(part))
+    left = free * config.gpu_memory_utilization - weights
     logger.info(f"loaded {folder.name} in {kind} on {Device.DEFAULT} in {time.perf_counter() - started:.1f} s; a step "
                 f"takes {most} tokens")
     caches = allocate_caches(shape, config, length, dtype, max(0, int(left)))

@@ -102,7 +102,7 @@ def fit(name: str, hf: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
   said: str = hf.get("dtype") or hf.get("torch_dtype", "")   # of the files, kept where it is narrower
   stored = said if sizes.get(said, 4) < sizes[row["dtype"]] else row["dtype"]
   with Context(DEV="PYTHON"): model = llama.Llama(shape, dtypes.float32)   # of empty tensors, which take no memory
-  weights = sum(int(x.numel()) for x in nn.state.get_parameters(model)) * sizes[stored]
+  weights = sum(int(x.numel()) for part in model.parts() for x in nn.state.get_parameters(part)) * sizes[stored]
   # A step reads a row of the embeddings, but all of the head
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
   token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * sizes[row["dtype"]]

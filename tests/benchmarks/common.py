@@ -31,7 +31,7 @@ from tinygrad.uop.ops import KernelInfo
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import ModelConfig
-from tinyvllm.kernels import largest_tensor
+from tinyvllm.device import largest_tensor, open_device
 from tinyvllm.tokenizer import Tokenizer
 
 
@@ -93,8 +93,7 @@ def open_llm(args: argparse.Namespace, **options) -> LLM:
   options = {"enable_prefix_caching": False, **options}
   if args.model and args.layers is None: return LLM(args.model, dtype=args.dtype, **options)
   config = hf_config(args)
-  with TemporaryDirectory() as folder, stub_tokenizer(), patch("tinyvllm.engine.load_weights", fill_weights), \
-       patch("tinyvllm.engine.read_model", lambda path: (config, {})):
+  with TemporaryDirectory() as folder, stub_tokenizer(), patch("tinyvllm.engine.load_weights", fill_weights):
     (Path(folder) / "config.json").write_text(json.dumps(config))
     return LLM(folder, dtype=args.dtype, **options)
 
@@ -109,11 +108,11 @@ def stub_tokenizer():
 _filled: dict[tuple, Tensor] = {}   # engines that follow one another share their weights
 
 
-def fill_weights(model: object, *rest) -> None:
+def fill_weights(model: object, folder: Path, dtype: DType) -> None:
   """In place of load_weights: norms' weights 1, biases 0, all else uniform with a deviation of 0.02, one tensor at a
   time."""
-  dtype = next(x for x in rest if isinstance(x, DType))
-  for seed, (name, tensor) in enumerate(nn.state.get_state_dict(model).items()):
+  named = {id(tensor): (name, tensor) for name, tensor in nn.state.get_state_dict(model).items()}   # each once
+  for seed, (name, tensor) in enumerate(named.values()):
     kind = dtype if dtypes.is_float(tensor.dtype) else tensor.dtype
     key = name, tensor.shape, kind
     if key not in _filled:
@@ -166,18 +165,18 @@ class Step:
 
 class Watch:
   """While entered, records an engine's steps, how many graphs are captured, and the last graph called. It wraps
-  tinygrad's classes, not the runner, so that the runner may change."""
+  `advance` and tinygrad's classes, not the runner, so that the runner may change."""
   def __init__(self, llm: LLM):
-    self.llm, self.steps, self.captured, self.last, self.launch, self.wait = llm, [], 0, None, 0.0, 0.0
+    self.llm = llm
+    self.steps: list[Step] = []
+    self.captured = 0
+    self.last: tuple | None = None
+    self.launch = self.wait = 0.0
     self._inside = False
 
   def __enter__(self) -> "Watch":
-    self._stack, self._step, self._changed = ExitStack(), self.llm.step, []
-    record = self.llm._record
-    def remember(*args) -> list:
-      changed = record(*args)
-      self._changed = [run for runs in changed for run in runs]
-      return changed
+    self._stack = ExitStack()
+    self._advance = self.llm.advance
     original, capture = CapturedJit.__call__, CapturedJit.__init__
     def init(*args, **kwargs) -> None:
       self.captured += 1
@@ -187,7 +186,7 @@ class Watch:
       return original(jit, inputs, values)
     for owner, name, value in ((CapturedJit, "__init__", init), (CapturedJit, "__call__", self._timed("launch", call)),
                                (Buffer, "as_memoryview", self._timed("wait", Buffer.as_memoryview)),
-                               (self.llm, "_record", remember), (self.llm, "step", self._record)):
+                               (self.llm, "advance", self._record)):
       self._stack.enter_context(patch.object(owner, name, value))
     return self
 
@@ -203,15 +202,16 @@ class Watch:
         setattr(self, total, getattr(self, total) + time.perf_counter() - started)
     return timed
 
-  def _record(self, *args, **kwargs):
+  def _record(self) -> list:
     launch, wait, started = self.launch, self.wait, time.perf_counter()
-    outputs = self._step(*args, **kwargs)
-    seconds, changed = time.perf_counter() - started, self._changed   # requests
-    running = self.llm.get_metrics()["num_requests_running"] + sum(r.finish_reason is not None for r in changed)
-    decode = len(changed) == running > 0 and all(r.num_generated > 1 for r in changed)   # else prompts are read
-    self.steps.append(Step(seconds, self.launch - launch, self.wait - wait, len(changed), decode,
-                           statistics.fmean([len(r.tokens) for r in changed] or [0])))
-    return outputs
+    changed = self._advance()
+    seconds = time.perf_counter() - started
+    sequences = [seq for request in changed for seq in request.sequences]
+    running = self.llm.get_metrics()["num_requests_running"] + sum(seq.finish_reason is not None for seq in sequences)
+    decode = len(sequences) == running > 0 and all(seq.num_generated > 1 for seq in sequences)   # else prompts are read
+    self.steps.append(Step(seconds, self.launch - launch, self.wait - wait, len(sequences), decode,
+                           statistics.fmean([len(seq.tokens) for seq in sequences] or [0])))
+    return changed
 
   def warn(self) -> None:
     if self.captured: print(f"  warning: {self.captured} graphs were captured while this was measured; run it again")
@@ -252,13 +252,16 @@ def weights_read(config: ModelConfig) -> int:
   return config.num_hidden_layers * (attention + 3 * hidden * config.intermediate_size) + hidden * config.vocab_size
 
 
-def roofline(config: ModelConfig, dtype: DType, bandwidth: float, running: int, context: float) -> float:
+def roofline(llm: LLM, bandwidth: float, running: int, context: float) -> float:
   """The seconds that a decode step takes at least: weights and the KV of all running sequences, read once."""
+  config = llm.model_config
+  weights = (weights_read(config) + running * config.hidden_size) * weight_dtype(llm).itemsize
   kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * context * running
-  return (weights_read(config) + kv + running * config.hidden_size) * dtype.itemsize / bandwidth
+  return (weights + kv * cache_dtype(llm).itemsize) / bandwidth
 
 
-def dtype_of(llm: LLM) -> DType: return nn.state.get_parameters(llm.runner.model)[0].dtype
+def weight_dtype(llm: LLM) -> DType: return nn.state.get_parameters(llm.runner.model)[0].dtype
+def cache_dtype(llm: LLM) -> DType: return llm.runner.caches[0][0].dtype   # of K and V
 
 
 def machine_line() -> str:
@@ -275,7 +278,6 @@ def machine_line() -> str:
 
 def start(args: argparse.Namespace) -> float:
   """Print what the numbers belong to; returns the measured bandwidth."""
-  from tinyvllm.engine import open_device
   open_device()
   layers = f", {args.layers} layers" if args.layers else ""
   source = f"{args.model}{', random weights' if args.layers else ''}" if args.model else f"{args.shape}, random weights"

@@ -18,18 +18,20 @@ import json
 import random
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import common
-from common import LLM
+from common import LLM, SamplingParams
 from tinygrad import UOp
 from tinygrad.engine.realize import capturing
 from tinygrad.schedule.memory import memory_plan_rewrite
 from tinygrad.uop.ops import Ops, buffers
 
-from tinyvllm.runner import _zeros
+from tinyvllm.runner import zeros
 
 OWN, NEW = 16, 64   # tokens after the prefix; tokens generated in a load
 
@@ -116,7 +118,7 @@ def run_load(llm: LLM, prompts: list[dict]) -> list[Sample]:
 
 def measure_load(llm: LLM, prompts: list[dict]) -> dict:
   config, size, before = llm.model_config, llm.config.block_size, llm.get_metrics()
-  samples, after, item = run_load(llm, prompts), llm.get_metrics(), common.dtype_of(llm).itemsize
+  samples, after, item = run_load(llm, prompts), llm.get_metrics(), common.cache_dtype(llm).itemsize
   block = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size * item   # bytes
   full = [s for s in samples if s.waiting or s.running == len(prompts)] or samples
   used = [s.computed / (s.held * size) for s in samples]
@@ -197,23 +199,40 @@ def measure_pressure(args) -> dict:
   return results
 
 
+class Planned(Exception): pass
+
+
+def plan_step(llm: LLM, tokens: int, params: SamplingParams) -> int:
+  """The bytes of a step of so many tokens, which ends in place of being launched."""
+  took = 0
+
+  def launch(step):
+    nonlocal took
+    linears, words = [], zeros(len(step.array))
+    held = {*buffers, *(x.uop.base for layer in llm.runner.caches for x in layer)}
+    capturing.append(SimpleNamespace(add_linear=lambda linear, values: linears.append(linear)))
+    try: llm.runner._compute(words, step.shape)
+    finally: capturing.clear()
+    plan = memory_plan_rewrite(UOp(Ops.LINEAR, src=tuple(x for linear in linears for x in linear.src)), held)
+    took = sum(u.nbytes() for u in {u for u in plan.toposort() if u.op is Ops.BUFFER and u not in held})
+    raise Planned
+
+  llm.add_request("planned", common.random_ids(llm.model_config.vocab_size, tokens, random.Random(0)), params)
+  with patch.object(llm.runner, "launch", launch), suppress(Planned): llm.step()
+  llm.abort_request("planned")
+  return took
+
+
 def measure_plan(args) -> dict:
   """Nothing is run or compiled: a step is traced, and its buffers are laid out as a capture would."""
   llm = engine(args, True, args.max_model_len, max_num_seqs=64, num_gpu_blocks_override=args.max_model_len // 16 + 2)
+  kinds = {"greedy": common.greedy(1), "sampling": SamplingParams(top_p=0.9, max_tokens=1)}
   results, rows, T = {}, [], llm.config.max_num_batched_tokens
   while T:
-    for greedy in (True, False):
-      linears, step = [], _zeros(16 * T)
-      held = {*buffers, *(x.uop.base for layer in llm.runner.caches for x in layer)}
-      capturing.append(SimpleNamespace(add_linear=lambda linear, values, linears=linears: linears.append(linear)))
+    for kind, params in kinds.items():
       started = time.perf_counter()
-      try: llm.runner._compute(step, T, min(T, 64), not greedy, 0, 1, 0, False)   # no log probabilities, changes, masks
-      finally: capturing.clear()
-      plan = memory_plan_rewrite(UOp(Ops.LINEAR, src=tuple(x for linear in linears for x in linear.src)), held)
-      took = sum(u.nbytes() for u in {u for u in plan.toposort() if u.op is Ops.BUFFER and u not in held})
-      results[f"{T} {'greedy' if greedy else 'sampling'}"] = took
-      rows.append([str(T), "greedy" if greedy else "sampling", f"{took / 2**20:.2f}",
-                   f"{time.perf_counter() - started:.2f}"])
+      results[f"{T} {kind}"] = took = plan_step(llm, T, params)
+      rows.append([str(T), kind, f"{took / 2**20:.2f}", f"{time.perf_counter() - started:.2f}"])
     T //= 2
   common.print_table(["tokens", "sampler", "MiB", "seconds to plan"], rows)
   print(f"{sum(results.values()) / 2**20:.0f} MiB for all of these shapes")

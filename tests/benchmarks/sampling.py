@@ -8,7 +8,7 @@ Each row is a way to choose tokens; all running sequences take it, one after ano
 the machine does falls on all. ms a step: the median decode step of all rounds. more: over greedy, the median of the
 rounds' differences; share: the same as a part of the greedy step of that round, with the least and the greatest. A
 sequence begins with --context tokens, 1 unless given: the less attention has to read, the more sampling weighs.
-Structured outputs need a tokenizer: --model. With --device: microseconds of restrict, adjust (256 logits of a row) and
+Structured outputs need a tokenizer: --model. With --device: microseconds of restrict, edit (256 logits of a row) and
 sample as one graph, over random logits, beside argmax alone and the time in which the logits are read once. Targets:
 15% of a decode step of eight sequences of SmolLM2 on a CPU; 0.3 ms for 32 rows of 128,256 on an H200."""
 import random
@@ -21,8 +21,8 @@ import numpy as np
 from common import LLM, SamplingParams, Watch
 from tinygrad import Context, Device, Tensor, TinyJit
 
-from tinyvllm.kernels import adjust_kernel
-from tinyvllm.sampling import argmax, restrict, sample, top_logprobs
+from tinyvllm.request import EDIT
+from tinyvllm.sampling import argmax, edit_kernel, restrict, sample, top_logprobs
 
 TARGET_SHARE, TARGET_SECONDS = 0.15, 0.3e-3
 BEST = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.02}
@@ -111,21 +111,23 @@ def measure_device(args, bandwidth: float) -> None:
   def full(value: float, kind: type) -> Tensor: return tensor(np.full(S, value, kind))
   logits = tensor(3 * rng.standard_normal((S, V), np.float32))
   allowed = tensor(rng.integers(-2**31, 2**31 - 1, (S, -(-V // 32)), np.int32))
-  changes = rng.uniform(0.5, 1, (S * 256, 4)).astype(np.float32)   # a place; added, divides, subtracted
-  changes[:, 0] = (np.arange(S)[:, None] * V + np.arange(0, 512, 2)).ravel().astype(np.int32).view(np.float32)
-  settings = [full(0.8, np.float32), full(50, np.int32), full(0.95, np.float32), full(0.02, np.float32),
+  edits = np.zeros(S * 256, EDIT)
+  edits["row"] = np.arange(S).repeat(256)
+  edits["token"] = np.tile(np.arange(0, 512, 2), S)
+  for name in ("bias", "factor", "penalty"): edits[name] = rng.uniform(0.5, 1, len(edits))
+  settings = [full(0.8, np.float32), full(50, np.float32), full(0.95, np.float32), full(0.02, np.float32),
               tensor(rng.integers(0, 2**32, (S, 2), np.uint32)), full(7, np.int32)]
-  ids, adjusted = full(5, np.int32), [logits, allowed, tensor(changes.view(np.int32))]
+  ids, edited = full(5, np.int32), [logits, allowed, tensor(edits.view(np.int32).reshape(len(edits), -1).T.copy())]
 
   def best(x: Tensor) -> Tensor: return argmax(x).contiguous().realize()
   def prepare(x: Tensor, mask: Tensor, by: Tensor) -> Tensor:
-    return restrict(x, mask).contiguous().custom_kernel(by, fxn=adjust_kernel)[0]
+    return restrict(x, mask).contiguous().custom_kernel(by, fxn=edit_kernel)[0]
   works: dict[str, tuple[Callable, list[Tensor]]] = {
     "argmax alone": (best, [logits]),
-    "restrict, adjust, argmax": (lambda *x: best(prepare(*x)), adjusted),
+    "restrict, edit, argmax": (lambda *x: best(prepare(*x)), edited),
     "sample": (lambda *x: sample(*x).contiguous().realize(), [logits, *settings]),
-    "restrict, adjust, sample": (lambda *x: sample(prepare(*x[:3]), *x[3:]).contiguous().realize(),
-                                 [*adjusted, *settings]),
+    "restrict, edit, sample": (lambda *x: sample(prepare(*x[:3]), *x[3:]).contiguous().realize(),
+                               [*edited, *settings]),
     "top_logprobs of 5": (lambda x, ids: top_logprobs(x, ids, 5).contiguous().realize(), [logits, ids])}
   calls = 20 if Device[Device.DEFAULT].renderer.has_local else 1
   runs = {name: timed(*work, calls) for name, work in works.items()}
@@ -136,7 +138,7 @@ def measure_device(args, bandwidth: float) -> None:
     ratio = statistics.median(each[name] / each["argmax alone"] for each in times)
     rows.append([name, f"{1e6 * (middle := statistics.median(seconds)):.1f}", f"{1e6 * seconds[0]:.1f} to "
                  f"{1e6 * seconds[-1]:.1f}", f"{ratio:.1f} x", f"{middle / least:.1f} x"])
-    if name == "restrict, adjust, sample": whole = middle
+    if name == "restrict, edit, sample": whole = middle
   print(f"{S} rows of {V} logits, {args.rounds} rounds of {calls} calls; to read the logits once takes "
         f"{1e6 * least:.1f} us")
   common.print_table(["function", "us a call", "of rounds", "of argmax", "of one read"], rows)

@@ -20,7 +20,7 @@ def decode_columns(llm: LLM, steps: list, running: int, bandwidth: float, host: 
   steps = [s for s in steps if s.decode and s.outputs == running]
   if not steps: return float("nan"), ["-"] * (7 if host else 4)
   seconds, context = statistics.median(s.seconds for s in steps), statistics.fmean(s.context for s in steps)
-  least = common.roofline(llm.model_config, common.dtype_of(llm), bandwidth, running, context)
+  least = common.roofline(llm, bandwidth, running, context)
   columns = [f"{1e3 * seconds:.2f}", f"{running / seconds:.1f}", f"{least / seconds:.0%}", f"{context:.0f}"]
   times = [[s.host for s in steps], [s.launch for s in steps], [s.wait for s in steps]]
   return seconds, columns + ([f"{1e3 * statistics.median(x):.2f}" for x in times] if host else [])
