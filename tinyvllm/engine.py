@@ -226,17 +226,18 @@ class LLMEngine:
   def _record(self, step: Step, results: Results) -> list[Request]:
     """Give a step's tokens to their sequences. Returns the requests that have new ones."""
     sampled = {seq: results.ids[row] for seq, row in step.samples.items() if not seq.finish_reason}
+    if step.shape.logprobs: self._note_logprobs(step, results)   # first: a token that is there has its own
     self.scheduler.update(step.written, sampled)
     self.totals["generation_tokens"] += len(sampled)
-    if step.shape.logprobs: self._note_logprobs(step, results)
     return [self.requests[name] for name in dict.fromkeys(seq.request_id for seq in sampled)]
 
   def _note_logprobs(self, step: Step, results: Results) -> None:
-    for (seq, place), (own, rank, *best) in zip(step.targets, results.logprobs, strict=False):
-      request = self.requests.get(seq.request_id)
+    for (seq, place), chosen, (own, rank, *best) in zip(step.targets, results.ids, results.logprobs, strict=False):
       k = seq.params.logprobs if place >= seq.num_prompt else seq.params.prompt_logprobs
-      if k is None or place >= len(seq.tokens) or not request or seq not in request.sequences: continue
-      found = [(seq.tokens[place], own, rank), *zip(best[:2 * k:2], best[1:2 * k:2], range(1, k + 1), strict=False)]
+      if k is None or seq.finish_reason: continue
+      request = self.requests[seq.request_id]
+      token = seq.tokens[place] if place < len(seq.tokens) else chosen
+      found = [(token, own, rank), *zip(best[:2 * k:2], best[1:2 * k:2], range(1, k + 1), strict=False)]
       request.logprobs[seq.index][place] = {
         int(i): Logprob(x, int(r), self.tokenizer.decode([int(i)], False)) for i, x, r in found}
 
