@@ -243,7 +243,7 @@ class LLMEngine:
 
   def _settle(self, changed: list[Request]) -> list[Request]:
     """End what a stop string ends, and let go of requests that have ended."""
-    changed = self._owed + changed
+    changed = [request for request in self._owed if self.requests.get(request.request_id) is request] + changed
     for request in changed:
       if request.params.stop or request.finished:
         for seq, stop in request.read():
