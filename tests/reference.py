@@ -288,8 +288,8 @@ def token_rows(positions: Any, rows: Any, blocks: Any, block_size: int, max_bloc
   """A step's tokens as kernels read them: each in its block, at its position's place there."""
   from tinyvllm.batch import TOKEN
   positions, rows, blocks = (np.asarray(x) for x in (positions, rows, blocks))
-  fields = {"id": 0 * positions, "position": positions, "row": rows, "slot": blocks * block_size + positions % block_size,
-            "block": blocks, "entry": rows * max_blocks + positions // block_size}
+  fields = {"id": 0 * positions, "position": positions, "row": rows, "block": blocks,
+            "slot": blocks * block_size + positions % block_size, "entry": rows * max_blocks + positions // block_size}
   return np.stack([fields[name] for name in TOKEN.names], 1).astype(np.int32)   # (T, fields)
 
 

@@ -21,6 +21,8 @@ from reference import (
 
 import tinyvllm
 from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams
+from tinyvllm.batch import bucket
+from tinyvllm.scheduler import BlockManager
 
 BS = ENGINE["block_size"]
 
@@ -183,6 +185,10 @@ def test_the_number_of_graphs_is_constant_after_warm_up(llm):
   assert sum(map(plain, llm.runner.steps)) == 5
 
 
+def test_few_sizes_hold_all_numbers_of_tokens():
+  assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 512)] == [1, 1, 2, 4, 4, 8, 8, 16, 512]
+
+
 # steps that overlap
 
 @pytest.fixture(params=["llm", "small_llm", "words_llm"])
@@ -271,7 +277,7 @@ def test_a_failed_step_loses_and_doubles_no_token_and_leaves_nothing_wrong_to_be
                for i, (name, length) in enumerate(zip(kinds, (BS, 2 * BS + 1, 3, BS + 1, 20), strict=True))}
     for name, params in kinds.items(): words_llm.add_request(name, tokens(*prompts[name]), params)
     told, failures = {}, 0
-    while words_llm.has_unfinished_requests():
+    for _ in range(100):
       try: outputs = words_llm.step()
       except Interrupted:
         outputs, failures = [], failures + 1
@@ -305,7 +311,8 @@ def test_a_request_that_ended_in_a_failed_step_may_be_aborted_and_its_name_taken
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_request_aborted_as_its_step_fails_does_not_come_back(words_llm, words_folder, failing, monkeypatch, overlaps):
+def test_a_request_aborted_as_its_step_fails_does_not_come_back(words_llm, words_folder, failing, monkeypatch,
+                                                                overlaps):
   failing("launched", 1, overlaps)
   launch = words_llm.runner.launch
   monkeypatch.setattr(words_llm.runner, "launch", lambda step: (words_llm.abort_request("b"), launch(step))[1])
@@ -314,6 +321,10 @@ def test_a_request_aborted_as_its_step_fails_does_not_come_back(words_llm, words
     for _ in range(3): words_llm.step()
   check_invariants(words_llm)
   assert len(words_llm.scheduler.waiting) == 2
+  thread = threading.Thread(target=words_llm.step, daemon=True)   # the one that failed holds it no longer
+  thread.start()
+  thread.join(60)
+  assert words_llm.get_metrics()["num_requests_running"] == 2
   last = run(words_llm)
   assert {n: ids_of(o) for n, o in last.items()} == {n: reference_greedy(words_folder, prompt(5, i), 4)
                                                      for n, i in (("a", 0), ("c", 2))}
@@ -476,8 +487,8 @@ def test_a_stream_beside_generate_loses_nothing(llm, folder):
 def test_a_second_thread_at_once_is_refused_and_told_what_is_for_several(llm, folder, monkeypatch):
   """Each call that another thread makes while a step runs; and none of them disturbs it. Later it may."""
   refused, launch, ids = [], llm.runner.launch, prompt(5)
-  calls = [lambda: llm.generate(tokens(7), greedy(1)), lambda: next(llm.generate_stream(tokens(7), greedy(1))), llm.step,
-           lambda: llm.add_request("b", tokens(7), greedy(1)), lambda: llm.abort_request("generate-0")]
+  calls = [lambda: llm.generate(tokens(7), greedy(1)), lambda: next(llm.generate_stream(tokens(7), greedy(1))),
+           llm.step, lambda: llm.add_request("b", tokens(7), greedy(1)), lambda: llm.abort_request("generate-0")]
 
   def work():
     for call in calls:
@@ -591,6 +602,29 @@ def test_an_error_in_the_model_reaches_the_caller_and_leaves_nothing_behind(llm,
   assert not llm.has_unfinished_requests()
   check_invariants(llm)
   assert ids_of(llm.generate(tokens(*prompt(5)), greedy(5))[0]) == reference_greedy(folder, prompt(5), 5)
+
+
+def test_a_step_does_not_walk_all_requests(folder, monkeypatch):
+  class Unwalked(dict):
+    def __iter__(self): raise AssertionError("a step walks all requests")
+    keys = values = items = __iter__
+  engine = LLM(folder, **ENGINE)
+  for i in range(50): engine.add_request(str(i), tokens(*prompt(3, i)), greedy(3))
+  requests, engine.requests = engine.requests, Unwalked(engine.requests)
+  done = {}
+  for _ in range(30): done |= {o.request_id: ids_of(o) for o in engine.step() if o.finished}
+  assert len(done) > 20 and all(ids == reference_greedy(folder, prompt(3, int(i)), 3) for i, ids in done.items())
+  for i in requests: engine.abort_request(i)
+
+
+def test_metrics_of_a_large_pool_take_no_time(folder, monkeypatch):
+  engine = LLM(folder, **ENGINE)
+  monkeypatch.setattr(engine, "blocks", BlockManager(250_001, engine.config))
+  def seconds():
+    started = time.perf_counter()
+    assert engine.get_metrics()["blocks_free"] == 250_000
+    return time.perf_counter() - started
+  assert min(seconds() for _ in range(20)) < 1e-3
 
 
 # priorities

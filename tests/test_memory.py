@@ -819,7 +819,8 @@ def test_the_pool_takes_all_sequences_at_their_full_length_or_what_fits_but_one_
     engine = LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
     assert engine.get_metrics()["blocks_free"] == blocks - 1 and engine.max_model_len == ENGINE["max_model_len"]
   monkeypatch.setattr("tinyvllm.device.free_memory", lambda device: weights + one * block)
-  with pytest.raises(ValueError, match=f"lower it to {(one - 1) * BS}"): LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
+  with pytest.raises(ValueError, match=f"lower it to {(one - 1) * BS}"):
+    LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
 
 
 def test_the_length_that_an_error_at_start_names_does_fit(tmp_path, monkeypatch):
