@@ -1,5 +1,6 @@
 """The engine's answers against a plain numpy LLaMA, alone, batched, chunked, preempted, streamed and aborted."""
 import functools
+import itertools
 import logging
 import random
 import threading
@@ -22,12 +23,16 @@ from reference import (
 
 import tinyvllm
 from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams
+from tinyvllm.batch import bucket
 from tinyvllm.scheduler import BlockManager
 
 BS = ENGINE["block_size"]
 
 
-def greedy(n, **options): return SamplingParams(**{"temperature": 0.0, "max_tokens": n, "ignore_eos": True, **options})
+def greedy(size, **options):
+  return SamplingParams(**{"temperature": 0.0, "max_tokens": size, "ignore_eos": True, **options})
+
+
 def tokens(*ids): return {"prompt_token_ids": list(ids)}
 def prompt(length, salt=0): return [3 + (7 * i + 5 * salt + i * i) % 300 for i in range(length)]
 def ids_of(output): return output.outputs[0].token_ids
@@ -182,6 +187,10 @@ def test_the_number_of_graphs_is_constant_after_warm_up(llm):
   assert sum(map(plain, llm.runner.steps)) == 5
 
 
+def test_few_sizes_hold_all_numbers_of_tokens():
+  assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 512)] == [1, 1, 2, 4, 4, 8, 8, 16, 512]
+
+
 # steps that overlap
 
 @pytest.fixture(params=["llm", "small_llm", "words_llm"])
@@ -228,15 +237,112 @@ def test_an_aborted_request_leaves_an_overlapped_step_without_a_trace(llm, folde
   check_invariants(llm)
 
 
-def test_what_a_failed_step_was_to_compute_is_computed_again(llm, folder, monkeypatch):
-  llm.add_request("a", tokens(*prompt(5)), greedy(8))
-  for _ in range(3): llm.step()
-  def fail(step): raise RuntimeError("device lost")
-  with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="device lost"):
-    patched.setattr(llm.runner, "launch", fail)
-    llm.step()
-  while llm.has_unfinished_requests(): outputs = llm.step()
-  assert ids_of(outputs[0]) == reference_greedy(folder, prompt(5), 8)
+# steps that fail
+
+class Interrupted(BaseException): """As by Ctrl-C, which would end the tests."""
+
+
+@pytest.fixture
+def failing(words_llm, monkeypatch):
+  """Lets the n-th call at one of five places of a step raise. A step's `update` is that of the one before, if steps
+  overlap."""
+  def fail(where, n, overlaps):
+    launch, update, calls = type(words_llm.runner).launch, type(words_llm.scheduler).update, itertools.count()
+    def here(place):
+      if place == where and next(calls) == n: raise Interrupted
+
+    def failing_launch(step):
+      here("launch")
+      read = launch(words_llm.runner, step)
+      here("launched")
+      return lambda: (here("read"), read())[1]
+
+    def failing_update(*args):
+      here("update")
+      update(words_llm.scheduler, *args)
+      here("updated")
+    monkeypatch.setattr(words_llm.runner, "overlaps", overlaps)
+    monkeypatch.setattr(words_llm.runner, "launch", failing_launch)
+    monkeypatch.setattr(words_llm.scheduler, "update", failing_update)
+  return fail
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("where", ["launch", "launched", "read", "update", "updated"])
+def test_a_failed_step_loses_and_doubles_no_token_and_leaves_nothing_wrong_to_be_found(words_llm, words_folder, failing,
+                                                                                       where, overlaps):
+  kinds = {"short": greedy(2), "two": greedy(5, n=2), "ends": greedy(12, stop=["e", "i", "o"]),
+           "scored": greedy(4, logprobs=2, prompt_logprobs=1), "chunks": greedy(3)}
+  for n in range(6):
+    failing(where, n, overlaps)
+    prompts = {name: prompt(length, 1000 + len(where) * 100 + 10 * n + i + 50 * overlaps)   # found by no other test
+               for i, (name, length) in enumerate(zip(kinds, (BS, 2 * BS + 1, 3, BS + 1, 20), strict=True))}
+    for name, params in kinds.items(): words_llm.add_request(name, tokens(*prompts[name]), params)
+    told, failures = {}, 0
+    for _ in range(100):
+      try: outputs = words_llm.step()
+      except Interrupted:
+        outputs, failures = [], failures + 1
+        assert not words_llm.scheduler.running and words_llm.get_metrics()["blocks_used"] == 0
+      check_invariants(words_llm)
+      for output in outputs:
+        assert output.request_id not in told or not told[output.request_id].finished, "its end came twice"
+        told[output.request_id] = output
+    assert failures == 1 and told.keys() == kinds.keys()
+    for name, output in told.items():
+      again, = words_llm.generate(tokens(*prompts[name]), kinds[name])   # from what is found
+      same_outputs([output], [again])
+      for c in output.outputs:
+        assert c.token_ids == reference_greedy(words_folder, prompts[name], 12)[:len(c.token_ids)]
+        assert len(c.token_ids) == kinds[name].max_tokens or c.finish_reason == "stop"
+    assert [len(x) for x in (told["scored"].outputs[0].logprobs, told["scored"].prompt_logprobs)] == [4, BS + 1]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_request_that_ended_in_a_failed_step_may_be_aborted_and_its_name_taken_again(words_llm, words_folder, failing,
+                                                                                       overlaps):
+  failing("updated", 0, overlaps)
+  for name, n in (("a", 1), ("b", 4)): words_llm.add_request(name, tokens(*prompt(5, n)), greedy(n))
+  with pytest.raises(Interrupted):
+    for _ in range(2): words_llm.step()
+  words_llm.abort_request("a")
+  words_llm.add_request("a", tokens(*prompt(6)), greedy(3))
+  last = run(words_llm)
+  assert {name: ids_of(o) for name, o in last.items()} == {"a": reference_greedy(words_folder, prompt(6), 3),
+                                                           "b": reference_greedy(words_folder, prompt(5, 4), 4)}
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_request_aborted_as_its_step_fails_does_not_come_back(words_llm, words_folder, failing, monkeypatch,
+                                                                overlaps):
+  failing("launched", 1, overlaps)
+  launch = words_llm.runner.launch
+  monkeypatch.setattr(words_llm.runner, "launch", lambda step: (words_llm.abort_request("b"), launch(step))[1])
+  for i, name in enumerate("abc"): words_llm.add_request(name, tokens(*prompt(5, i)), greedy(4))
+  with pytest.raises(Interrupted):
+    for _ in range(3): words_llm.step()
+  check_invariants(words_llm)
+  assert len(words_llm.scheduler.waiting) == 2
+  thread = threading.Thread(target=words_llm.step, daemon=True)   # the one that failed holds it no longer
+  thread.start()
+  thread.join(60)
+  assert words_llm.get_metrics()["num_requests_running"] == 2
+  last = run(words_llm)
+  assert {n: ids_of(o) for n, o in last.items()} == {n: reference_greedy(words_folder, prompt(5, i), 4)
+                                                     for n, i in (("a", 0), ("c", 2))}
+
+
+def test_a_capture_that_was_interrupted_is_made_again_as_one_graph(folder, monkeypatch):
+  engine, calls = LLM(folder, **ENGINE), []
+  compute = engine.runner._compute
+  def interrupted(*args):
+    calls.append(compute(*args))
+    if len(calls) == 1: raise Interrupted
+    return calls[-1]
+  monkeypatch.setattr(engine.runner, "_compute", interrupted)
+  with pytest.raises(Interrupted): engine.generate(tokens(5), greedy(3))
+  assert ids_of(engine.generate(tokens(5), greedy(3))[0]) == reference_greedy(folder, [5], 3)
+  assert [len(graph.captured.linear.src) for _, graph in engine.runner.steps.values()] == [1] and len(calls) == 2
 
 
 # preemption and a full pool
@@ -498,6 +604,29 @@ def test_an_error_in_the_model_reaches_the_caller_and_leaves_nothing_behind(llm,
   assert not llm.has_unfinished_requests()
   check_invariants(llm)
   assert ids_of(llm.generate(tokens(*prompt(5)), greedy(5))[0]) == reference_greedy(folder, prompt(5), 5)
+
+
+def test_a_step_does_not_walk_all_requests(folder, monkeypatch):
+  class Unwalked(dict):
+    def __iter__(self): raise AssertionError("a step walks all requests")
+    keys = values = items = __iter__
+  engine = LLM(folder, **ENGINE)
+  for i in range(50): engine.add_request(str(i), tokens(*prompt(3, i)), greedy(3))
+  requests, engine.requests = engine.requests, Unwalked(engine.requests)
+  done = {}
+  for _ in range(30): done |= {o.request_id: ids_of(o) for o in engine.step() if o.finished}
+  assert len(done) > 20 and all(ids == reference_greedy(folder, prompt(3, int(i)), 3) for i, ids in done.items())
+  for i in requests: engine.abort_request(i)
+
+
+def test_metrics_of_a_large_pool_take_no_time(folder, monkeypatch):
+  engine = LLM(folder, **ENGINE)
+  monkeypatch.setattr(engine, "blocks", BlockManager(250_001, engine.config))
+  def seconds():
+    started = time.perf_counter()
+    assert engine.get_metrics()["blocks_free"] == 250_000
+    return time.perf_counter() - started
+  assert min(seconds() for _ in range(20)) < 1e-3
 
 
 # priorities
