@@ -1,4 +1,4 @@
-"""tinyvllm: a vLLM in under 1000 lines on tinygrad. Begin with `tinyvllm.generate("Hello")`, or with
+"""tinyvllm: a small vLLM on tinygrad. Begin with `tinyvllm.generate("Hello")`, or with
 `LLM(model).generate(prompts, SamplingParams(...))`."""
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,5 @@
 """The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming, `tinyvllm serve` and `tinyvllm
-doctor`. It is no part of the engine's 1000 lines, and needs nothing but the engine's own dependencies."""
+doctor`. It is no part of the engine, and needs nothing but the engine's own dependencies."""
 import argparse, dataclasses, json, logging, subprocess, sys
 from typing import Any, get_args
 

@@ -1,5 +1,5 @@
 """`tinyvllm serve`: the engine for asyncio, and an HTTP server over it that speaks OpenAI's protocol. It is no part of
-the engine's 1000 lines, which know nothing of it; `pip install 'tinyvllm[server]'` brings what it needs."""
+the engine, which knows nothing of it; `pip install 'tinyvllm[server]'` brings what it needs."""
 from tinyvllm.tokenizer import optional
 
 from .async_engine import AsyncLLM as AsyncLLM
