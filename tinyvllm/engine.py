@@ -188,6 +188,7 @@ class LLMEngine:
       return changed
 
   def _step(self) -> list[Request]:
+    self._find_stops()   # of tokens that came with a step which failed
     batch = self.scheduler.schedule()
     step = pack(batch, self.config, self.runner.max_blocks, self.model_config.vocab_size) if batch else None
     self.scheduler.advance(batch)
@@ -196,12 +197,15 @@ class LLMEngine:
     results = launched[1]() if launched else None   # waits for the device
     self._launched = launch() if self.runner.overlaps else None
     if launched and results: self._record(launched[0], *results)
-    for request in self._changed:
-      for text in request.texts if request.params.stop else ():
-        text.feed()
-        if text.seq.stop_reason is not None: self.scheduler.finish(text.seq, "stop")
+    self._find_stops()
     self.scheduler.totals["scheduled"] += len(batch)
     return [*self._changed]
+
+  def _find_stops(self) -> None:
+    """End the texts in which a stop string has come."""
+    for text in [text for request in self._changed if request.params.stop for text in request.texts]:
+      text.feed()
+      if text.seq.stop_reason is not None: self.scheduler.finish(text.seq, "stop")
 
   def _record(self, step: Step, ids: list[int], logprobs: list[list[float]]) -> None:
     """Give a step's tokens to their sequences."""
