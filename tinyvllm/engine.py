@@ -2,7 +2,7 @@
 below knows token ids only. One thread drives an engine."""
 import contextlib, dataclasses, functools, itertools, pathlib, random, threading, time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tinygrad import Device, dtypes, helpers, nn
@@ -244,26 +244,31 @@ class LLMEngine:
   def _settle(self, changed: list[Request]) -> list[Request]:
     """End what a stop string ends, and let go of requests that have ended."""
     changed = [request for request in self._owed if self.requests.get(request.request_id) is request] + changed
-    for request in changed:
-      if request.params.stop or request.finished:
-        for seq, stop in request.read():
-          self.scheduler.finish(seq, "stop")
-          seq.stop_reason = stop
+    self._stop(changed)
     for request in changed:
       if request.finished: del self.requests[request.request_id]
     self.totals["requests_finished"] += sum(request.finished for request in changed)
     self._owed = []
     return changed
 
+  def _stop(self, requests: Iterable[Request]) -> None:
+    """End sequences whose new text has a stop string."""
+    for request in requests:
+      if request.params.stop or request.finished:
+        for seq, stop in request.read():
+          self.scheduler.finish(seq, "stop")
+          seq.stop_reason = stop
+
   def _recover(self) -> None:
     """After a failed step: what was launched is forgotten, nobody holds blocks, and what was not read is computed
     again."""
     self._launched = None
     requests = self.requests.values()
-    self._owed = [request for request in requests if request.finished]
     forks = {seq for request in requests for seq in request.sequences[0].forks}
     unfinished = {seq for request in requests for seq in request.sequences if not seq.finish_reason}
     self.scheduler.reset(unfinished - forks)
+    self._stop(requests)
+    self._owed = [request for request in requests if request.finished]
 
   def get_metrics(self) -> dict[str, float]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
