@@ -200,12 +200,13 @@ def test_nothing_is_left_of_requests_that_came_and_went_while_one_ran(llm):
   async def run():
     mine = asyncio.create_task(collect(llm, "the cat", LONG))
     await until(lambda: llm.llm.get_metrics()["num_requests_running"], "it runs")
-    for _ in range(10): await gather(*(collect(llm, "the dog", greedy(1)) for _ in range(3)))
-    left = llm._driver.inbox.qsize(), len(llm._driver.readers)
-    assert not mine.done(), "that was meant to go on"
+    left = []
+    while not mine.done() and len(left) < 10:   # a machine may be so busy that it ends meanwhile
+      await gather(*(collect(llm, "the dog", greedy(1)) for _ in range(3)))
+      left.append((llm._driver.inbox.qsize(), len(llm._driver.readers)))
     await mine
     return left
-  assert finish(run()) == (0, 1)
+  assert {*finish(run())} <= {(0, 0), (0, 1)}, "more than the one that ran"
   assert llm._driver.inbox.empty() and not llm._driver.readers
 
 
