@@ -622,16 +622,6 @@ def test_a_step_does_not_walk_all_requests(folder, monkeypatch):
   for i in requests: engine.abort_request(i)
 
 
-def test_metrics_of_a_large_pool_take_no_time(folder, monkeypatch):
-  engine = LLM(folder, **ENGINE)
-  monkeypatch.setattr(engine, "blocks", BlockManager(250_001, engine.config))
-  def seconds():
-    started = time.perf_counter()
-    assert engine.get_metrics()["blocks_free"] == 250_000
-    return time.perf_counter() - started
-  assert min(seconds() for _ in range(20)) < 1e-3
-
-
 # priorities
 
 @pytest.fixture(scope="module")
