@@ -250,7 +250,7 @@ def test_the_serving_benchmark_prints_what_clients_get(server):
   assert found["Output token throughput (tokens/s)"] == pytest.approx(rate, rel=0.1)   # both are rounded
   for name in ("TTFT", "TPOT", "ITL"):
     mean, median, most = (found[f"{which} {name} (ms)"] for which in ("Mean", "Median", "P99"))
-    assert mean > 0 and most >= median > 0
+    assert mean > 0 and most >= median >= 0   # a client that is late reads two tokens at once
 
 
 @pytest.mark.slow

@@ -44,7 +44,7 @@ def edits_of(touched, bias, factor, penalty):
   row, token = np.indices(touched.shape)
   for name, values in {"row": np.where(touched, row, -1), "token": token, "bias": bias, "factor": factor,
                        "penalty": penalty}.items(): edits[name] = values
-  return edits.view(np.int32).reshape(-1, len(EDIT.names))
+  return np.ascontiguousarray(edits.view(np.int32).reshape(-1, len(EDIT.names)).T)   # (fields, S * V)
 
 
 def log_softmax(x):

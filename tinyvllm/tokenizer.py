@@ -129,5 +129,7 @@ class TextStream:
       if before and "\ufffd" not in before: break
     text = self.tokenizer.decode(ids[start:], skip)
     if text.endswith("\ufffd") and not reason: return   # a character whose bytes have not all come
-    self.text += text[len(before):]
-    self.num_decoded = len(ids)
+    num_decoded = len(ids)
+    longer = self.text + text[len(before):]
+    self.text = longer   # nothing is called between the two: an interrupt finds both done, or none
+    self.num_decoded = num_decoded
