@@ -30,7 +30,8 @@ SANE = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def server():
-  with Server(None, *OPTIONS) as s:
+  # One arena: else each thread that has compiled a grammar keeps what that took, and how many have depends on the load
+  with Server(None, *OPTIONS, environment={"MALLOC_ARENA_MAX": "1"}) as s:
     yield s
     assert s.process.poll() is None, f"the server ended on its own:\n{s.log[-4000:]}"
 
