@@ -19,7 +19,7 @@ from reference import (
   write_gguf,
   write_safetensors,
 )
-from tinygrad import dtypes, nn
+from tinygrad import Device, dtypes, nn
 
 from tinyvllm import LLM, SamplingParams
 
@@ -86,6 +86,18 @@ def test_a_weight_stays_in_its_files_type_and_is_computed_with_in_float32(tmp_pa
   jobs = [{"prompt_token_ids": [3 + 40 * i, 7, 300 - i]} for i in range(4)]
   together = [o.outputs[0].token_ids for o in recorders[0].engine.generate(jobs, params)]
   assert together == [reference_greedy(narrow, job["prompt_token_ids"], 6) for job in jobs]
+
+
+@pytest.mark.parametrize("dtype, size", [("float16", 2 * 20480), ("bfloat16", 20480), ("float32", 2 * 20480)])
+def test_what_is_too_large_for_the_device_as_it_will_lie_there_is_refused(tmp_path, monkeypatch, dtype, size):
+  """320 rows of 32, on a device without float16."""
+  folder, renderer = tiny_model(tmp_path, dtype=dtype), type(Device[Device.DEFAULT].renderer)
+  has = renderer.supported_dtypes
+  monkeypatch.setattr(renderer, "supported_dtypes", lambda self: has(self) - {dtypes.float16})
+  monkeypatch.setattr("tinyvllm.weights.largest_tensor", lambda: size - 1)
+  refused(folder, folder, "embed_tokens", f"{size} bytes", size - 1)
+  monkeypatch.setattr("tinyvllm.weights.largest_tensor", lambda: size)
+  assert LLM(folder, **SMALL).generate({"prompt_token_ids": IDS}, SamplingParams(max_tokens=1))[0].finished
 
 
 def test_what_can_be_derived_is_passed_over(tmp_path):

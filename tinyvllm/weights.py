@@ -41,10 +41,10 @@ def to_device(array: np.ndarray, compute: DType) -> Tensor:
   brain = array.dtype == np.uint16
   stored = Tensor(array).bitcast(dtypes.bfloat16) if brain else Tensor(array)
   if array.itemsize < compute.itemsize and stored.dtype in renderer().supported_dtypes():
-    return stored.contiguous().realize()
+    return stored.contiguous()
   if brain: array = (array.astype(np.uint32) << 16).view(np.float32)   # the upper half of float32
   if compute == dtypes.float32: array = array.astype(np.float32)   # here, or the device keeps a buffer of either kind
-  return Tensor(array).cast(compute).contiguous().realize()
+  return Tensor(array).cast(compute).contiguous()
 
 
 def load_weights(model: Llama, folder: pathlib.Path, compute: DType) -> None:
@@ -64,9 +64,11 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: DType) -> None:
       arrays = [take(f"{name}.{kind}", rows, *columns) for name, rows in part.sources.items()]
       array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
       if columns: array = pack(array, tensor.shape)   # type: ignore[arg-type]
-      check(array.nbytes <= largest_tensor(), f"{folder}: {', '.join(part.sources)}: {array.nbytes} bytes, of "
+      stored = to_device(np.ascontiguousarray(array), compute)
+      size = max(array.nbytes, stored.nbytes())   # it is brought as it is, and then cast
+      check(size <= largest_tensor(), f"{folder}: {', '.join(part.sources)}: {size} bytes, of "
             f"{largest_tensor()} that this device takes in one tensor: choose another one, as in DEV=CPU")
-      tensor.replace(to_device(np.ascontiguousarray(array), compute))
+      tensor.replace(stored.realize())
   for name in maps:   # but for what is derived
     check(name == "lm_head.weight" or name.endswith(".inv_freq"),
           f"{folder}: tensor {name} has no place in the model that its config describes")
