@@ -75,9 +75,9 @@ class LLMEngine:
     free = open_device()
     shape = self.model_config = ModelConfig.load(folder)
     self.tokenizer = load_tokenizer(folder)
-    limit = shape.max_position_embeddings
-    length = config.max_model_len or limit
-    check(length <= limit, f"max_model_len={length} must be at most the model's {limit}")
+    length = config.max_model_len or shape.max_position_embeddings
+    check(length <= shape.max_position_embeddings, f"max_model_len={length} must be at most the model's "
+          f"{shape.max_position_embeddings}")
     rows = 1 << (largest_tensor() // (4 * shape.vocab_size)).bit_length() - 1   # of logits, in one tensor
     config = dataclasses.replace(config, max_num_batched_tokens=min(config.max_num_batched_tokens, rows))
     most = config.max_num_batched_tokens
@@ -91,8 +91,8 @@ class LLMEngine:
     left = free * config.gpu_memory_utilization - weights
     logger.info(f"loaded {folder.name} in {kind} on {Device.DEFAULT} in {time.perf_counter() - started:.1f} s; a step "
                 f"takes {most} tokens")
-    caches = allocate_caches(shape, config, length, dtype, max(0, int(left)))
-    self.config, self.runner = config, Runner(llama, shape, config, length, caches)
+    self.config = config
+    self.runner = Runner(llama, shape, config, length, allocate_caches(shape, config, length, dtype, max(0, int(left))))
     self.blocks = BlockManager(self.runner.num_blocks, config)
     self.max_model_len = min(length, self.blocks.num_tokens)   # where an override holds less
 
@@ -222,11 +222,11 @@ class LLMEngine:
 
   def get_metrics(self) -> dict[str, float]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
-    pool, totals = self.blocks, self.scheduler.totals
+    totals = self.scheduler.totals
     seconds = totals["seconds"] or 1
-    return {**totals, "blocks_used": pool.num_used(), "blocks_free": pool.num_free(), "blocks_cached": len(pool.unused),
-            "blocks_shared": pool.num_shared, "num_requests_running": len(self.scheduler.running),
-            "num_requests_waiting": len(self.scheduler.waiting),
+    return {**totals, "blocks_used": self.blocks.num_used(), "blocks_free": self.blocks.num_free(),
+            "blocks_cached": len(self.blocks.unused), "blocks_shared": self.blocks.num_shared,
+            "num_requests_running": len(self.scheduler.running), "num_requests_waiting": len(self.scheduler.waiting),
             "mean_batch_size": totals["scheduled"] / (totals["steps"] or 1),
             "tokens_per_second": totals["generation_tokens"] / seconds,
             "requests_per_second": totals["requests_finished"] / seconds}
