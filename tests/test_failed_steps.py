@@ -1,6 +1,5 @@
 """Steps that fail, wherever they do: no token is lost or comes twice, what was not computed is not found, and the
 engine goes on."""
-import contextlib
 import dis
 import functools
 import inspect
@@ -327,10 +326,9 @@ def run_interrupted(engine, step=None, place=None):
   the places that each step passed, if none is to be interrupted, and whether one was."""
   last, passed, interrupted = {}, [], False
   while engine.has_unfinished_requests():
-    interrupt = Interrupt(place)
-    watch = interrupt if step in (None, len(passed)) else contextlib.nullcontext()
+    interrupt = Interrupt(place if step == len(passed) else None)   # all are watched: Python 3.13 tells of bytecodes late
     try:
-      with watch: last |= {output.request_id: output for output in engine.step()}
+      with interrupt: last |= {output.request_id: output for output in engine.step()}
     except Failed: interrupted = True
     passed.append(interrupt.passed)
     check_invariants(engine)
@@ -374,4 +372,4 @@ def test_an_interrupt_anywhere_in_a_step_leaves_an_engine_that_works(small_engin
     for when in times[-1:] + random.Random(line).sample(times[:-1], min(more, len(times) - 1)):
       try: hits.append(run(*when)[1])
       except AssertionError as error: raise AssertionError(f"interrupted in {line}: {error}") from error
-  assert sum(hits) > len(hits) / 2, "those were meant to be interrupts"
+  assert all(hits), "those were meant to be interrupts"
