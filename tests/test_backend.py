@@ -1,4 +1,4 @@
-"""One suite for every backend: `DEV=CPU:X86 pytest -m backend`, or CL, WEBGPU, CUDA, METAL, AMD. A tiny random model in
+"""One suite for every backend: `DEV=CL pytest -m backend`, or WEBGPU, CUDA, METAL, AMD. A tiny random model in
 float32 and in float16 must say what a plain numpy LLaMA says in float64, so that all backends say the same; and each
 captured kernel must keep within what the narrowest backend takes. Graphs are few and texts short: some backends take a
 second to compile a kernel, and WebGPU half of one for a step. tests/benchmarks/backends.py runs this on several."""

@@ -192,6 +192,27 @@ def test_a_failed_step_loses_no_log_probability(engine, monkeypatch, overlaps, p
       assert got.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("place", ["schedule", "advance", "update"])
+def test_a_stream_that_is_thrown_away_within_a_step_ends_with_the_next(small_engine, folder, monkeypatch, overlaps, place):
+  """A garbage collection closes it wherever it happens to run, in another request's step too."""
+  stream = small_engine.generate_stream(tokens(prompt(6, overlaps, place)), greedy(9))
+  next(stream)
+  small_engine.add_request("other", tokens(prompt(5, overlaps, place)), greedy(4))
+  scheduler = small_engine.scheduler
+  usual = getattr(scheduler, place)
+
+  def collected(*args):
+    result = usual(*args)
+    stream.close()
+    return result
+  with monkeypatch.context() as patched:
+    patched.setattr(scheduler, place, collected)
+    small_engine.step()
+  last, _ = finish(small_engine, {})
+  assert ids_of(last["other"]) == reference_greedy(folder, prompt(5, overlaps, place), 4)
+  assert not small_engine.requests and small_engine.blocks.num_used() == 0
+
+
 def test_a_stream_beside_one_whose_step_failed_goes_on(engine, folder, monkeypatch, overlaps):
   ids = [prompt(5, overlaps, i) for i in range(2)]
   other, broken = (engine.generate_stream(tokens(ids[i]), greedy(8)) for i in range(2))

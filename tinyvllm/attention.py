@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 from tinygrad import UOp, dtypes
 from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import AddrSpace
-from tinygrad.helpers import DEV
 from tinygrad.uop.ops import AxisType, Ops
 
 from .batch import TOKEN
 from .device import cpu_cores
-from .matmul import axis, divisor, end, fold, kernel_of, lane_axis, unrolled
+from .matmul import axes, axis, divisor, end, fold, kernel_of, lane_axis, unrolled
 
 LOWEST = -1e30   # a score that weighs nothing, and yet is no infinity: inf - inf is not a number
 
@@ -29,9 +28,10 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, qkv: UOp, rope: UOp, tokens: UOp
   at their slots. q: (T, KV, G, D), filled. qkv: (T, (KV * G + 2 KV) * D). rope: (length, 2, D/2), cosines and sines."""
   T, KV, G, D = q.shape
   pages, _, _, BS = keys.shape
-  t, h, i = UOp.range(T, 0), UOp.range(KV, 1), UOp.range(D // 2, 2)
+  t, h, i = axes(0, T, KV, D // 2)
   slot = field(tokens, "slot", t)
-  page, offset = slot // BS % pages, slot % BS
+  page = slot // BS % pages
+  offset = slot % BS
   cos, sin = [rope[field(tokens, "position", t) % rope.shape[0], z, i] for z in range(2)]
   dims = (i, i + D // 2)
   stores = []
@@ -76,8 +76,11 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: 
   cores = cpu_cores()
   parts, unroll, shares = tiling(T, G, D, BS)
   kind, shared = lane_axis()
-  t, h, g = UOp.range(T, 0), UOp.range(KV, 1), UOp.range(G, 2, AxisType.UPCAST)
-  share, lane, part = axis(shares, 3, AxisType.LOCAL), UOp.range(D // parts, 4, kind), axis(parts, 12, AxisType.UPCAST)
+  t, h = axes(0, T, KV)
+  g = UOp.range(G, 2, AxisType.UPCAST)
+  share = axis(shares, 3, AxisType.LOCAL)
+  lane = UOp.range(D // parts, 4, kind)
+  part = axis(parts, 12, AxisType.UPCAST)
   # Of what a lane has to do: neighbours in one block, and where these begin
   near, begin = (lane, part * (D // parts)) if cores else (part, lane * parts)
   own = share, g, begin + near
@@ -85,8 +88,7 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: 
   row = field(tokens, "row", t) % rows
 
   most = -(-max_blocks * BS // (shares * D))
-  counted = DEV.renderer == "X86"   # tinygrad's assembler knows no loop that ends by a condition
-  loop = UOp.range(most, 5) if counted else UOp.loop(5)
+  loop = UOp.loop(5)
   turns = UOp.placeholder((1,), dtypes.int32, 105, AddrSpace.REG)
   begun = turns.after(t, h)[0].store(0)
   done = turns.after(begun, loop)[0]
@@ -131,8 +133,7 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: 
 
   kinds: list[Any] = [((shares, G, D), shared)] * 3 + [((G,), AddrSpace.REG)] * 2
   made = State(*[UOp.placeholder(size, dtypes.float32, 100 + i, space) for i, (size, space) in enumerate(kinds)])
-  more = [] if counted else [(turn + 1) * shares * D <= position]
-  state = made.after(summed(scored(made.after(begun, loop))).end(loop, *more))
+  state = made.after(summed(scored(made.after(begun, loop))).end(loop, (turn + 1) * shares * D <= position))
   threads = divisor(T, cores) if T >= 8 else 1
   opts = (Opt(OptOps.THREAD, 0, threads),) if threads > 1 else ()
   return kernel_of("attend", out[t, h, *own[1:]].store(combined(state).cast(out.dtype)), opts)

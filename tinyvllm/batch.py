@@ -56,23 +56,20 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
   edits: list[tuple] = []
   masks = {}
   targets = []
-  written = []
-  for seq, n in batch.items():
-    start = seq.num_computed
-    end = start + n
-    written.append(Written(seq, seq.block_table, start, end))
+  written = [Written(seq, seq.block_table, seq.num_computed, seq.num_computed + n) for seq, n in batch.items()]
+  for seq, block_table, start, end in written:
     known = [*seq.tokens[start:end + 1], -1, -1]   # the host has not read the last one, or nobody knows it
-    for position, (token, target) in enumerate(itertools.pairwise(known[:n + 1]), start):
+    for position, (token, target) in zip(range(start, end), itertools.pairwise(known), strict=False):
       page, offset = divmod(position, config.block_size)
-      block = seq.block_table[page]
+      block = block_table[page]
       slot = block * config.block_size + offset
       tokens.append((token, position, slot, seq.row, seq.row * max_blocks + page, block))   # type: ignore[operator]
-      if position < end - seq.num_logits(n): continue
+      if position < end - seq.num_logits(end - start): continue
       targets.append((seq, position + 1))
       params = seq.params
       rows.append((len(tokens) - 1, position, seq.row if target < 0 else spare, target,
                    params.temperature, params.top_k, params.top_p, params.min_p, seq.seed % 2**64))
-    if n < seq.remaining(): continue   # no new token comes of it
+    if end < seq.length: continue   # no new token comes of it
     edits.extend((len(rows) - 1, *edit) for edit in seq.edits())
     mask = seq.mask(vocab_size)
     if mask is not None: masks[len(rows) - 1] = mask

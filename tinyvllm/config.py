@@ -44,9 +44,8 @@ class Options:
         check(listed, f"{field.name}={value!r} must list {limits[0].__name__}s, none empty")
       elif kind is str: check(value in limits, f"{field.name}={value!r} must be one of {', '.join(limits)}")
       else:
-        by_token_id = value if isinstance(value, dict) else {0: value}
-        inside = all(type(i) is int and type(x) in (int, float) and limits[0] <= x <= limits[1]
-                     for i, x in by_token_id.items())
+        pairs = value.items() if isinstance(value, dict) else [(0, value)]   # by token id
+        inside = all(type(i) is int and type(x) in (int, float) and limits[0] <= x <= limits[1] for i, x in pairs)
         check(inside, f"{field.name}={value!r} must be from {limits[0]} to {limits[1]}")
 
 

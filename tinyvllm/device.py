@@ -66,7 +66,11 @@ def open_device() -> int:
   if helpers.CACHELEVEL >= 1: keep_kernels()
   if helpers.NUM_CPU_THREADS.value <= 4: helpers.PARALLEL.value = 0   # a pool of compilers only starts slowly
   try:
-    if compiler is None: do_without_compiler()
+    if compiler is None:
+      helpers.CCACHE.value = 0   # else what echo makes is kept
+      helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open the CPU for trifles
+    if Device.DEFAULT == "CPU" and (compiler is None or helpers.DEV.renderer == "X86"):
+      raise RuntimeError("no C compiler found, and tinygrad's own assembler will not do")
     device = Device.default
     if cpu_cores() and not device.graph: device.graph = CPUGraph
     if cpu_cores() and compiler:   # else tinygrad packs loads into float4, and clang stays in 128-bit vectors
@@ -76,16 +80,6 @@ def open_device() -> int:
   except Exception as e:   # a backend fails to open in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
                        "'tinyvllm[cpu]', which brings a compiler; or name another: DEV=CUDA, METAL, AMD, ...") from e
-
-
-def do_without_compiler() -> None:
-  """Let the CPU take tinygrad's own assembler, for x86-64."""
-  helpers.CCACHE.value = 0   # else what echo makes is kept
-  if Device.DEFAULT == "CPU":
-    helpers.DEV.value = "CPU:X86"
-    logger.warning("no C compiler found: tinygrad's own assembler takes its place, which is slower; to have a "
-                   "compiler: pip install 'tinyvllm[cpu]'")
-  else: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"
 
 
 @helpers.diskcache

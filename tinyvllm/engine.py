@@ -43,7 +43,8 @@ class Request:
 
   def _completion(self, text: TextStream, news: bool) -> CompletionOutput:
     text.feed()
-    seq, logprobs, total = text.seq, None, None
+    seq = text.seq
+    logprobs = total = None
     characters, tokens = text.seen if news else (0, seq.num_prompt)
     if news: text.seen = text.shown, len(seq.tokens)
     if self.params.logprobs is not None:
@@ -67,6 +68,8 @@ class LLMEngine:
     self._launched: tuple[Step, Any] | None = None   # the step that the device works on, and what reads it
     self._changed: dict[Request, None] = {}          # have tokens that nobody was told of, also where a step failed
     self._driver = threading.RLock()
+    self._stepping = threading.Lock()
+    self._abandoned: list[str] = []   # requests whose streams were thrown away within a step
     self._arrivals = itertools.count()
     self._random = random.Random(config.seed)
 
@@ -79,8 +82,8 @@ class LLMEngine:
     check(length <= shape.max_position_embeddings, f"max_model_len={length} must be at most the model's "
           f"{shape.max_position_embeddings}")
     rows = 1 << (largest_tensor() // (4 * shape.vocab_size)).bit_length() - 1   # of logits, in one tensor
-    config = dataclasses.replace(config, max_num_batched_tokens=min(config.max_num_batched_tokens, rows))
-    most = config.max_num_batched_tokens
+    most = min(config.max_num_batched_tokens, rows)
+    config = dataclasses.replace(config, max_num_batched_tokens=most)
     check(config.max_num_seqs <= most, f"max_num_seqs={config.max_num_seqs} is above max_num_batched_tokens={most}: "
           "each running sequence decodes one token a step")
     kind = pick_dtype(config.dtype)
@@ -108,7 +111,8 @@ class LLMEngine:
     params = params or SamplingParams()
     check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
     text, ids = self._encode(prompt)
-    size, eos = self.model_config.vocab_size, self.model_config.eos_token_ids
+    size = self.model_config.vocab_size
+    eos = self.model_config.eos_token_ids
     for name in ("prompt_token_ids", "stop_token_ids", "allowed_token_ids", "logit_bias"):
       for i in getattr(params, name, ids) or ():
         check(type(i) is int and 0 <= i < size, f"{name}: id {i!r} must be an int from 0 to {size - 1}")
@@ -156,6 +160,7 @@ class LLMEngine:
   def abort_request(self, request_id: str) -> None:
     """End a request with finish_reason "abort". One that has finished, or never was, is let be."""
     with self._alone():
+      if self._stepping.locked(): return self._abandoned.append(request_id)   # a garbage collection closed its stream
       if request_id not in self.requests: return
       request = self.requests.pop(request_id)
       self._changed.pop(request, None)
@@ -173,7 +178,10 @@ class LLMEngine:
     """As `step`, for who makes no outputs of it."""
     with self._alone(), exclusive:   # another engine's capture would take in what this one reads
       started = time.perf_counter()
-      try: changed = self._step()
+      for request_id in self._abandoned: self.abort_request(request_id)
+      self._abandoned.clear()
+      try:
+        with self._stepping: changed = self._step()
       except BaseException:
         # What was launched is forgotten, nobody holds blocks, what was not read is computed again
         self._launched = None
@@ -258,11 +266,13 @@ class LLM(LLMEngine):
 
   def _stream(self, request: Request) -> Iterator[RequestOutput]:
     self.add(request)
-    seen, finished = 0, False
+    finished = False
+    seen = 0
     try:
       while not finished:
         while request.metrics.num_generated == seen and not request.finished: self.advance()
-        seen, finished = request.metrics.num_generated, request.finished
+        finished = request.finished
+        seen = request.metrics.num_generated
         yield request.output(news=True)
     finally: self.abort_request(request.request_id)
 

@@ -30,6 +30,11 @@ def axis(extent: Any, number: int, kind: AxisType = AxisType.REDUCE) -> UOp:
   return UOp.range(extent, number, kind) if extent > 1 else UOp.const(0)   # tinygrad takes no reduce over one
 
 
+def axes(first: int, *extents: Any, kind: AxisType = AxisType.WEAK) -> list[UOp]:
+  """Of these extents, numbered from the first."""
+  return [UOp.range(extent, first + i, kind) for i, extent in enumerate(extents)]
+
+
 def unrolled(extent: Any, by: int, number: int) -> UOp:
   """An index that runs over extent: a loop and, within it, `by` rounds at once."""
   by = gcd(extent, by)
@@ -121,8 +126,8 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp
   n_tiles = gcd(N16, n_tiles)
   steps = gcd(K32, steps)
   shares = gcd(K32 // steps, shares)
-  t, n = UOp.range(-(-T // 8) // t_tiles, 0, AxisType.GLOBAL), UOp.range(N16 // n_tiles, 1, AxisType.GLOBAL)
-  column, row = UOp.range(4, 2, AxisType.LOCAL), UOp.range(8, 3, AxisType.LOCAL)   # lane = row * 4 + column
+  t, n = axes(0, -(-T // 8) // t_tiles, N16 // n_tiles, kind=AxisType.GLOBAL)
+  column, row = axes(2, 4, 8, kind=AxisType.LOCAL)   # lane = row * 4 + column
   k = (axis(K32 // steps // shares, 5) * shares + axis(shares, 4, AxisType.GROUP_REDUCE)) * steps
   stores = []
   for tile in range(n_tiles):
@@ -180,7 +185,8 @@ class Norm:
     wide = 1 if cpu_cores() else gcd(K, 8)   # neighbours that a thread reads at once
     lanes = gcd(K, 16) if cpu_cores() else divisor(K // wide, 256)
     rounds = K // wide // lanes
-    t, lane = UOp.range(T, 0), UOp.range(lanes, 1, kind)
+    t = UOp.range(T, 0)
+    lane = UOp.range(lanes, 1, kind)
     part = x[t, (axis(rounds, 2) * lanes + lane) * wide + axis(wide, 6, AxisType.UNROLL)].cast(dtypes.float32)
     sums = UOp.placeholder((lanes,), dtypes.float32, 100, shared)
     sums = sums.after(end(sums[lane].store(fold(Ops.ADD, part * part))))

@@ -79,12 +79,9 @@ class BlockManager:
       seq.block_table.append(block)
     seq.num_computed = len(seq.block_table) * self.block_size
 
-  def publish(self, seq: Sequence, num_tokens: int) -> None:
-    """Let the full blocks of a sequence's first tokens be found: a step has computed them, and has been read."""
-    end = num_tokens // self.block_size
-    start = end
-    while start and not self.keys[seq.block_table[start - 1]]: start -= 1
-    for i in range(start, end):
+  def publish(self, seq: Sequence, start: int, end: int) -> None:
+    """Let the blocks that the tokens from start to end have filled be found: a step computed them, and was read."""
+    for i in range(start // self.block_size, end // self.block_size):
       block = seq.block_table[i]
       self.keys[block] = self._key(seq, i)
       self.cached.setdefault(self.keys[block], block)
@@ -160,8 +157,8 @@ class Scheduler:
 
   def update(self, written: list[Written], sampled: dict[Sequence, int]) -> None:
     """Take the tokens of a step that has been read. Of those who have been preempted since nothing can be found."""
-    for seq, block_table, _, end in written:
-      if self.config.enable_prefix_caching and seq.block_table is block_table: self.blocks.publish(seq, end)
+    for seq, block_table, start, end in written:
+      if self.config.enable_prefix_caching and seq.block_table is block_table: self.blocks.publish(seq, start, end)
     for seq, token in sampled.items():
       seq.append(token)
       while seq.forks: self.add(seq.forks.pop())

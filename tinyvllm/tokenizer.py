@@ -110,7 +110,8 @@ class TextStream:
 
   def feed(self) -> None:
     """Add the text of new tokens, to the stop string that ends it, if one does, which becomes the stop_reason."""
-    params, searched = self.seq.params, len(self.text)
+    params = self.seq.params
+    searched = len(self.text)
     self._add()
     stops = params.stop or [] if self.seq.num_generated > params.min_tokens else []
     places = {stop: self.text.find(stop, max(0, searched - len(stop) + 1)) for stop in stops}
@@ -121,7 +122,9 @@ class TextStream:
     self.seq.stop_reason = stop
 
   def _add(self) -> None:
-    ids, params, reason = self.seq.tokens, self.seq.params, self.seq.finish_reason
+    ids = self.seq.tokens
+    params = self.seq.params
+    reason = self.seq.finish_reason
     if reason == "stop" and ids[-1] in self.seq.stop_ids and not params.include_stop_str_in_output: ids = ids[:-1]
     skip = params.skip_special_tokens
     for start in (max(0, self.num_decoded - 8), 0):   # a text depends on that before: on all if those have none or half

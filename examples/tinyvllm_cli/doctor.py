@@ -16,7 +16,7 @@ GIB = 2**30
 DTYPES = ["float32", "float16", "bfloat16"]
 WORDS = {"True": "yes", "False": "no"}
 ORDER = [name for name in device.ALL_DEVICES if name != "DSP"]
-NO_COMPILER = "none: tinygrad's own assembler is slower, and x86-64's only; pip install 'tinyvllm[cpu]' brings clang"
+NO_COMPILER = "none: the CPU wants one; pip install 'tinyvllm[cpu]' brings clang"
 
 
 # In a backend's process
@@ -113,8 +113,8 @@ def fit(name: str, hf: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
 
 def examine(seconds: float, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
   """The report. models: their config.json, by name."""
-  dev, x86 = os.environ.get("DEV", ""), platform.machine().lower() in ("x86_64", "amd64")
-  names = dict.fromkeys([*ORDER, *["CPU:X86"] * x86, *[dev.upper()] * bool(dev)])
+  dev = os.environ.get("DEV", "")
+  names = dict.fromkeys([*ORDER, *[dev.upper()] * bool(dev)])
   backends, default = [{"backend": name, **ask(name, seconds)} for name in names], ask(dev, 0)
   opened = [row for row in backends if row["opens"]]
   chosen = [row for row in opened if row["renderer"] == default.get("renderer")]

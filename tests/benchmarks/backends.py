@@ -1,6 +1,6 @@
 """What each backend shows: the tests that all of them share, and the speed of decode.
 
-python tests/benchmarks/backends.py CPU CPU:X86 CL WEBGPU [--model DIR] [--write README.md]
+python tests/benchmarks/backends.py CPU CL WEBGPU [--model DIR] [--write README.md]
 
 For each backend named, in a process of its own with DEV set to it: `pytest -m backend`, then speed.py. What they print
 goes into backends.json beside this file, one record for each backend, the newest; the table of all records is printed.
@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT, RECORDS = HERE.parents[1], HERE / "backends.json"
-KNOWN = ["CPU", "CPU:X86", "CUDA", "METAL", "AMD", "CL", "WEBGPU"]   # the order of the rows; others come behind
+KNOWN = ["CPU", "CUDA", "METAL", "AMD", "CL", "WEBGPU"]   # the order of the rows; others come behind
 EXPECTED = ["METAL", "AMD"]   # which have a row even where nobody has run them
 HEADER = ["`DEV=`", "device", "tests of `-m backend`", "decode, one stream", "model", "tinygrad, date"]
 BEGIN, END = "<!-- backends: written by tests/benchmarks/backends.py --write README.md -->", "<!-- end of backends -->"
@@ -129,7 +129,7 @@ def put_into(text: str, table: str) -> str:
 def main() -> int:
   formatter = argparse.RawDescriptionHelpFormatter
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-  parser.add_argument("backends", nargs="*", metavar="BACKEND", help="as DEV has it: CPU, CPU:X86, CUDA, CL, WEBGPU, …")
+  parser.add_argument("backends", nargs="*", metavar="BACKEND", help="as DEV has it: CPU, CUDA, CL, WEBGPU, …")
   parser.add_argument("--model", metavar="DIR", help="whose decode is measured; else the shipped one's")
   parser.add_argument("--write", metavar="FILE", type=Path, help="put the table between the marks in this file")
   parser.add_argument("--name-device", action="store_true", help="only print the name of the device that DEV names")
