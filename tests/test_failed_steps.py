@@ -193,7 +193,7 @@ def test_a_failed_step_loses_no_log_probability(engine, monkeypatch, overlaps, p
 
 
 @pytest.mark.parametrize("place", ["schedule", "advance", "update"])
-def test_a_stream_that_is_thrown_away_within_a_step_ends_with_the_next(small_engine, folder, monkeypatch, overlaps, place):
+def test_a_stream_that_is_collected_within_a_step_ends_with_the_next(small_engine, folder, monkeypatch, overlaps, place):
   """A garbage collection closes it wherever it happens to run, in another request's step too."""
   stream = small_engine.generate_stream(tokens(prompt(6, overlaps, place)), greedy(9))
   next(stream)
@@ -347,7 +347,7 @@ def run_interrupted(engine, step=None, place=None):
   the places that each step passed, if none is to be interrupted, and whether one was."""
   last, passed, interrupted = {}, [], False
   while engine.has_unfinished_requests():
-    interrupt = Interrupt(place if step == len(passed) else None)   # all are watched: Python 3.13 tells of bytecodes late
+    interrupt = Interrupt(place if step == len(passed) else None)   # Python 3.13 tells late: watch all
     try:
       with interrupt: last |= {output.request_id: output for output in engine.step()}
     except Failed: interrupted = True
