@@ -193,7 +193,7 @@ def test_a_failed_step_loses_no_log_probability(engine, monkeypatch, overlaps, p
 
 
 @pytest.mark.parametrize("place", ["schedule", "advance", "update"])
-def test_a_stream_that_is_collected_within_a_step_ends_with_the_next(small_engine, folder, monkeypatch, overlaps, place):
+def test_a_stream_collected_within_a_step_ends_with_the_next(small_engine, folder, monkeypatch, overlaps, place):
   """A garbage collection closes it wherever it happens to run, in another request's step too."""
   stream = small_engine.generate_stream(tokens(prompt(6, overlaps, place)), greedy(9))
   next(stream)
