@@ -2,16 +2,14 @@
 its own, and run far from the checkout, without the checkout's variables, programs and caches. `pytest -m install`."""
 import configparser
 import os
-import pickle
 import resource
 import shutil
-import sqlite3
 import subprocess
 import sys
 import venv
 import zipfile
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from email import message_from_string
 from pathlib import Path
@@ -133,13 +131,6 @@ def lines_about_the_compiler(run: subprocess.CompletedProcess) -> list[str]:
   return [line for line in run.stderr.splitlines() if "tinyvllm[cpu]" in line]
 
 
-def objects_in_cache(home: Path) -> list[bytes]:
-  """What compilers gave, as tinygrad's cache of a home has it: each is found again by any process with that source."""
-  with closing(sqlite3.connect(home / ".cache" / "tinygrad" / "cache.db")) as db:
-    tables = [name for name, in db.execute("select name from sqlite_master where name like 'compile@_%' escape '@'")]
-    return [pickle.loads(value) for table in tables for value, in db.execute(f'select val from "{table}"')]
-
-
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
   """Each file with its bytes, those of the shipped model and the chat page among them: no tests, no caches, no CI."""
   expected = {str(name): ROOT / name for name in tracked("tinyvllm")}
@@ -189,7 +180,7 @@ def test_hello_with_a_compiler_only_beside_its_python(installed, tmp_path):
   assert any((tmp_path / ".cache" / "tinygrad").iterdir()), "it compiled for itself: its cache was empty"
 
 
-def test_without_any_compiler_one_line_says_how_to_get_one_and_nothing_is_kept_that_breaks_when_it_comes(
+def test_without_any_compiler_one_line_says_how_to_get_one_and_nothing_that_is_kept_breaks_when_it_comes(
     installed, tmp_path, programs):
   for _ in range(2):
     run = installed.tinyvllm(tmp_path, "generate", "Hello")
@@ -197,8 +188,7 @@ def test_without_any_compiler_one_line_says_how_to_get_one_and_nothing_is_kept_t
     assert "no C compiler" in run.stderr and len(lines_about_the_compiler(run)) == 1
   came = installed.tinyvllm(tmp_path, "generate", "Hello", programs=programs)
   assert says_hello(came) and lines_about_the_compiler(came) == []
-  objects = objects_in_cache(tmp_path)
-  assert objects and all(x.startswith(b"\x7fELF") for x in objects), "what a stand-in gave was kept"
+  assert says_hello(installed.tinyvllm(tmp_path, "generate", "Hello", programs=programs))
 
 
 def test_import_opens_starts_writes_and_sets_nothing(installed, tmp_path):

@@ -1,12 +1,14 @@
 """Opens a device of tinygrad's, and tells what the engine must know of it: its compiler, free memory, types, limits.
 Adds what tinygrad 0.14 lacks: lowered kernels kept on disk, and a graph for CPUs that uses all cores."""
-import ctypes, functools, importlib.metadata, os, shutil, sqlite3, sys, threading
+import contextlib, ctypes, functools, hashlib, importlib.metadata, os, pickle, shutil, sys, threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 from tinygrad import Device, UOp, codegen, dtypes, helpers
 from tinygrad.codegen import do_to_program
+from tinygrad.engine import realize
 from tinygrad.engine.jit import GraphRunner
 from tinygrad.uop.ops import Ops
 
@@ -63,12 +65,9 @@ def open_device() -> int:
   """Open tinygrad's default device, and return its free bytes. Raises RuntimeError where none opens."""
   compiler = find_compiler()
   os.environ["CC"] = compiler or "echo"   # tinygrad wants a command, though it may never need what that makes
-  if helpers.CACHELEVEL >= 1: keep_kernels()
-  if helpers.NUM_CPU_THREADS.value <= 4: helpers.PARALLEL.value = 0   # a pool of compilers only starts slowly
+  patch_tinygrad(os.environ["CC"])
   try:
-    if compiler is None:
-      helpers.CCACHE.value = 0   # else what echo makes is kept
-      helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open the CPU for trifles
+    if compiler is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open one, too
     if Device.DEFAULT == "CPU" and (compiler is None or helpers.DEV.renderer == "X86"):
       raise RuntimeError("no C compiler found, and tinygrad's own assembler will not do")
     device = Device.default
@@ -82,18 +81,43 @@ def open_device() -> int:
                        "'tinyvllm[cpu]', which brings a compiler; or name another: DEV=CUDA, METAL, AMD, ...") from e
 
 
-@helpers.diskcache
-def tinyvllm_lowered(ast: UOp, renderer: Any, *config: Any) -> UOp: return do_to_program(ast, renderer)
-# In tinygrad's cache on disk, under this function's name, by all its arguments. config: what else the result hangs on
+def kept_program(folder: Path, compiler: tuple, ast: UOp, renderer: Any) -> UOp:
+  """As tinygrad's do_to_program, but from a folder where a run with the same compiler has left the compiled kernel."""
+  key = codegen.to_program_key(ast, renderer), ast.tag, importlib.metadata.version("tinygrad"), compiler
+  path = folder / hashlib.sha256(repr(key).encode()).hexdigest()
+  kept = path.read_bytes() if path.is_file() else b""
+  if kept.startswith(hashlib.sha256(kept[32:]).digest()): return pickle.loads(kept[32:])
+  program = do_to_program(ast, renderer)
+  content = pickle.dumps(program)
+  new = path.with_suffix(f".{os.getpid()}")
+  with contextlib.suppress(OSError):   # the disk is full
+    new.write_bytes(hashlib.sha256(content).digest() + content)
+    new.replace(path)   # at once, as another process may read it
+  return program
 
 
-def keep_kernels() -> None:
-  """Let tinygrad's cache on disk, which holds what compilers make, also hold what it lowers, which takes longer."""
-  config = importlib.metadata.version("tinygrad"), os.environ["CC"], *[x.value for x in codegen.to_program_config]
-  codegen.do_to_program = lambda ast, renderer: tinyvllm_lowered(ast, renderer, *config)
-  helpers.db_connection()   # it answers only the thread that opened it, but steps may come from any
-  helpers._db_connection = sqlite3.connect(   # type: ignore[assignment]
-    helpers.CACHEDB, timeout=60, isolation_level="IMMEDIATE", check_same_thread=False)
+def lower_and_compile(linear: UOp) -> UOp:
+  """As tinygrad's of this name, which walks all programs once for each call."""
+  def compiled(call):
+    found = realize._get_call_to_compile(call)   # its kernel and renderer
+    return call.replace(src=(codegen.to_program(*found), *call.src[1:])) if found else call
+  return linear.replace(src=tuple(map(compiled, linear.src)))
+
+
+@functools.cache
+def patch_tinygrad(compiler: str) -> None:
+  """Make captures cheap. Kernels have files of their own: tinygrad's cache answers only the thread that opened it."""
+  folder = Path(helpers.CACHEDB).parent / "tinyvllm"
+  found = os.stat(shutil.which(compiler) or os.devnull)   # without a start of it
+  realize.lower_and_compile = lower_and_compile
+  shape = vars(UOp)["_shape"]
+  derived = shape.fxn
+  shape.fxn = lambda x: x.src[2].as_shape if x.op is Ops.SHRINK else derived(x)   # a slice says its shape: no check
+  helpers.CCACHE.value = 0
+  if helpers.CACHELEVEL < 1: return
+  codegen.do_to_program = functools.partial(kept_program, folder, (compiler, found.st_size, found.st_mtime_ns))
+  try: folder.mkdir(parents=True, exist_ok=True)
+  except OSError as e: logger.warning(f"each start compiles all kernels, as {folder} cannot be made: {e.strerror}")
 
 
 class CPUGraph(GraphRunner):

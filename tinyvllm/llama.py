@@ -2,8 +2,9 @@
 flat batch of tokens, each with its position, slot and row. Attributes are named as in Hugging Face's files, with q, k,
 v stored as one matrix and gate, up as one."""
 import numpy as np
-from tinygrad import Tensor, dtypes, function
+from tinygrad import Tensor, UOp, dtypes, function
 from tinygrad.dtype import DType
+from tinygrad.nn.state import get_parameters
 
 from .attention import attend_kernel, rope_kernel
 from .config import ModelConfig
@@ -22,6 +23,13 @@ def rope_table(config: ModelConfig, length: int) -> Tensor:
     freqs *= np.interp(turns, bounds, [1 / scaling["factor"], 1])
   angles = np.outer(np.arange(length), freqs)   # (length, D/2)
   return Tensor(np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)).realize()
+
+
+def with_inputs(traced: UOp, inputs: dict[UOp, UOp]) -> UOp:
+  """The result of a traced function's call with some of its inputs in the place of others, which it has to have."""
+  call, *rest = traced.src
+  assert inputs.keys() <= set(call.src), "a layer reads what it was not given"
+  return traced.replace(src=(call.replace(src=tuple(inputs.get(x, x) for x in call.src)), *rest))
 
 
 class Layer:
@@ -77,6 +85,9 @@ class Llama:
     """Logits, (S, vocab) in float32, of the tokens that `samples`, (S,), indexes in the flat batch `ids`, (T,). The K
     and V of all of them are written to `caches`, keys and values per layer. tokens, table: as the kernels take them."""
     x = self.embed_tokens.rows(ids, self.dtype)   # (T, hidden)
-    for layer, cache in zip(self.layers, caches, strict=True):   # compiled once for all layers
-      x = function(layer, precompile=True, allow_implicit=True)(x, cache, tokens, table, rope)
+    def read(layer, x, cache): return [x.uop, *[t.uop for t in cache], *[t.uop.buf_uop for t in get_parameters(layer)]]
+    first = function(self.layers[0], precompile=True, allow_implicit=True)(x, caches[0], tokens, table, rope).uop
+    inputs = read(self.layers[0], x, caches[0])   # traced for all layers: the others differ in what they read
+    for layer, cache in zip(self.layers, caches, strict=True):
+      x = Tensor(with_inputs(first, dict(zip(inputs, read(layer, x, cache), strict=True))))
     return self.lm_head(self.norm(x[samples].contiguous()), dtype=dtypes.float32)

@@ -1,5 +1,6 @@
 """x @ W.T as UOps that state their schedule, once for tensor cores and once for all other devices, and the norm before
 it. A custom kernel gets its buffers, and says what to loop over, what each thread does and where results go."""
+import functools
 from math import gcd, inf
 from typing import Any
 
@@ -116,6 +117,7 @@ def put(out: UOp, total: UOp, added: tuple[UOp, ...], row: UOp, column: UOp) -> 
   return out.base.index((row * N + column).valid(row < T)).store(total.cast(out.dtype))
 
 
+@functools.cache   # for greedy steps and for sampled ones
 def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
   """A warp: some tiles of 16 outputs, some of 8 rows of x, and the k-th share of the inputs. Of 32 inputs a lane takes
   8 neighbours of x and the weights that belong to them, 4 at a time, which lie as lanes ask for them. The tensor cores

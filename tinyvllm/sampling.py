@@ -3,7 +3,7 @@ so that a request's text does not depend on the batch that it runs in."""
 import math
 from collections.abc import Callable
 
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import Tensor, UOp, dtypes, function
 from tinygrad.uop.ops import KernelInfo
 
 from .device import cpu_cores
@@ -49,13 +49,17 @@ def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
   as p does: exact after 15 sums for three values each, and no sort of the vocabulary. p: (S, V) in 0..1. weight:
   (S, V). target: (S, 1). Returns (S, 1)."""
   low = target.const_like(1 << 28).cast(dtypes.int32).contiguous()   # the bits of 1.0 are below 2**30
-  bits = p.bitcast(dtypes.int32).unsqueeze(2)   # (S, V, 1)
-  for _ in range(15):
+  target = target.contiguous()
+
+  @function(precompile=True)   # scheduled once for all rounds
+  def narrowed(low: Tensor, p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     step = low & -low   # its lowest set bit, so that every round is the same few kernels
     tries = low + step * Tensor.arange(3)   # (S, 3)
+    bits = p.bitcast(dtypes.int32).unsqueeze(2)   # (S, V, 1)
     enough = (bits >= tries.unsqueeze(1)).where(weight.unsqueeze(2), 0.0)   # (S, V, 3)
     count = (_rows(Tensor.sum, enough) >= target.unsqueeze(1)).sum(2)   # (S, 1)
-    low = (low + step * (count - 1) + step // 4).contiguous()
+    return (low + step * (count - 1) + step // 4).contiguous()
+  for _ in range(15): low = narrowed(low, p, weight, target)
   return low.bitcast(dtypes.float32)
 
 
