@@ -1,18 +1,26 @@
 """How an engine starts: kernels from files, whatever has become of these; few shapes of step, captured before they are
 needed; what is said of it meanwhile."""
+import asyncio
 import os
 import pickle
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from reference import reference_greedy
+from server import Server, wait_until
 from tinygrad import Tensor, UOp, function, helpers
 from tinygrad.uop.ops import KernelInfo
+from tinyvllm_server import AsyncLLM
 
 import tinyvllm
-from tinyvllm import device
+from tinyvllm import LLM, SamplingParams, device
+from tinyvllm.batch import Shape
 from tinyvllm.llama import with_inputs
+from tinyvllm.runner import OFTEN
 
 ROOT = Path(tinyvllm.__file__).parents[1]
 
@@ -52,7 +60,7 @@ def lowered(monkeypatch):
 
 def kept(folder, name="a", compiler=CLANG):
   ast = UOp.sink(UOp.const(1), arg=KernelInfo(name=name))
-  return device.kept_program(folder, compiler, ast, device.renderer())
+  return device.KernelFolder(folder, compiler)(ast, device.renderer())
 
 
 def test_a_kernel_is_lowered_once_for_all_runs(lowered, tmp_path):
@@ -94,11 +102,11 @@ def test_a_full_disk_keeps_nothing_and_harms_nothing(lowered, monkeypatch, tmp_p
   assert kept(tmp_path) is kept(tmp_path) and lowered == ["a", "a", "a"]
 
 
-def start(folder, **env):
+def start(folder, *options, **env):
   """`tinyvllm generate Hello`, with its caches in a folder: a process that has begun."""
   env = {**os.environ, "CACHEDB": str(folder / "cache.db"), "DEV": "CPU",
          "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]), **env}
-  return subprocess.Popen([sys.executable, "-m", "tinyvllm", "generate", "Hello"], env=env, text=True,
+  return subprocess.Popen([sys.executable, "-m", "tinyvllm", "generate", "Hello", *options], env=env, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -127,3 +135,151 @@ def test_two_processes_that_start_at_once_share_a_folder(tmp_path):
   before = {path: path.stat().st_mtime_ns for path in found}
   says_hello(start(tmp_path))
   assert {path: path.stat().st_mtime_ns for path in files(tmp_path / "tinyvllm")} == before, "all was found"
+
+
+# few shapes
+
+@pytest.fixture(scope="module")
+def fresh(words_folder):
+  """Makes an engine that has captured nothing yet, of 8 sequences and 32 tokens a step at most."""
+  def make(**options):
+    return LLM(words_folder, **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4, **options})
+  return make
+
+
+def tokens(n, salt=0): return {"prompt_token_ids": [3 + (7 * i + 5 * salt) % 300 for i in range(n)]}
+def greedy(n): return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
+def need(tokens, rows=1, sampler=0, logprobs=False, edits=0, masked=False):
+  return Shape(tokens, rows, sampler, logprobs, edits, masked)
+
+
+def test_a_step_is_padded_to_a_captured_one_until_it_has_been_met_often(fresh, words_folder):
+  llm = fresh()
+  llm.generate(tokens(7), greedy(1), use_tqdm=False)
+  assert [shape.tokens for shape in llm.runner.steps] == [8]
+  output = llm.generate(tokens(7), greedy(30), use_tqdm=False)[0]
+  assert [shape.tokens for shape in llm.runner.steps] == [8, 1], "a stream's own shape is worth a capture in the end"
+  assert llm.runner.met[need(1)] > OFTEN
+  assert output.outputs[0].token_ids == reference_greedy(words_folder, tokens(7)["prompt_token_ids"], 30)
+
+
+def test_what_would_take_twice_the_time_is_captured_at_once(fresh):
+  llm = fresh()
+  assert llm.runner.fit(need(3)) == need(4, 4)
+  llm.runner.steps[need(32, 8)] = None
+  assert llm.runner.fit(need(1)) == need(1), "32 tokens take over twice the time of one"
+  assert llm.runner.fit(need(20)) == need(32, 8)
+  assert llm.runner.fit(need(20, sampler=1)).sampler == 1, "no greedy step draws tokens"
+  llm.runner.steps[need(32, 8, sampler=2)] = None
+  assert llm.runner.fit(need(20, sampler=1)) == need(32, 8, sampler=2), "but one that draws can be greedy"
+  assert llm.runner.fit(need(20)) == need(32, 8)
+  assert llm.runner.fit(need(20, rows=20)).rows == 32, "all logits of a prompt"
+
+
+def test_a_list_is_captured_at_start_and_nothing_is_captured_after(fresh, words_folder):
+  llm = fresh(cudagraph_capture_sizes=[32, 8])
+  shapes = set(llm.runner.steps)
+  assert shapes == {need(size, 8, sampler) for size in (8, 32) for sampler in (0, 2)}
+  params = [greedy(6), SamplingParams(max_tokens=5, seed=1), SamplingParams(max_tokens=4, seed=2, top_p=0.9), greedy(1)]
+  prompts = [tokens(n, n) for n in (1, 9, 30, 3)]
+  outputs = llm.generate(prompts, params, use_tqdm=False)
+  for prompt, param in zip(prompts, params, strict=True): llm.generate(prompt, param, use_tqdm=False)
+  assert set(llm.runner.steps) == shapes
+  plain = fresh().generate(prompts, params, use_tqdm=False)
+  assert [x.outputs[0].token_ids for x in outputs] == [x.outputs[0].token_ids for x in plain]
+  assert outputs[0].outputs[0].token_ids == reference_greedy(words_folder, prompts[0]["prompt_token_ids"], 6)
+
+
+def test_rare_kinds_are_captured_together(fresh):
+  llm = fresh(cudagraph_capture_sizes=[8, 32])
+  assert len(list(llm.capture([8, 32], rare=True))) == 4
+  shapes = set(llm.runner.steps)
+  for more in ({"logprobs": 3}, {"logit_bias": {5: 2.0}}, {"allowed_token_ids": [5, 6, 7]}, {"frequency_penalty": 1.0},
+               {"bad_words": ["the"], "logprobs": 0}):
+    rare = SamplingParams(temperature=0, max_tokens=4, **more)
+    got = llm.generate(tokens(5), rare, use_tqdm=False)[0].outputs[0]
+    expected = fresh().generate(tokens(5), rare, use_tqdm=False)[0].outputs[0]
+    assert got.token_ids == expected.token_ids and (got.logprobs is None) == (more.get("logprobs") is None)
+  assert set(llm.runner.steps) == shapes
+
+
+@pytest.mark.parametrize("sizes", [[3], [0], [-8], [8, 12]])
+def test_sizes_are_powers_of_two(fresh, sizes):
+  with pytest.raises(ValueError, match="cudagraph_capture_sizes"): fresh(cudagraph_capture_sizes=sizes)
+
+
+def test_eager_engines_capture_nothing(fresh):
+  llm = fresh(enforce_eager=True, cudagraph_capture_sizes=[8])
+  assert llm.runner.steps == {} and list(llm.capture()) == []
+
+
+def test_what_suits_the_device_ends_with_the_largest_step(fresh):
+  assert fresh().runner.usual_sizes() == [1, 2, 4, 8, 16, 32]
+  assert fresh(max_num_batched_tokens=20).runner.usual_sizes()[-1] == 32
+
+
+# what is said
+
+def test_each_stage_is_a_line_of_the_log(fresh, caplog):
+  with caplog.at_level("INFO", "tinyvllm"): fresh(cudagraph_capture_sizes=[8])
+  text = "\n".join(record.message for record in caplog.records)
+  assert re.search(r"^loaded .* s; a step takes 32 tokens\nKV cache: .*\n"
+                   r"captured 2 steps in [\d.]+ s, \d+ new kernels$", text, re.M)
+
+
+def test_a_script_that_sets_up_no_log_reads_it_too(tmp_path):
+  def run(code):
+    env = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+  said = run("import tinyvllm; print(tinyvllm.generate('Hello'))")
+  assert said.stdout == ", world!\n" and said.stderr.startswith("loaded default_model")
+  quiet = run("import logging, tinyvllm; logging.getLogger('tinyvllm').addHandler(logging.NullHandler())\n"
+              "print(tinyvllm.generate('Hello'))")
+  assert (quiet.stdout, quiet.stderr) == (", world!\n", "")
+
+
+def test_ctrl_c_during_captures_is_exit_code_130_and_no_traceback(tmp_path):
+  run = start(tmp_path, "--cudagraph-capture-sizes", "1", "2", "4", "8", "16", "32", "64", "128", "256", "512")
+  for line in run.stderr:
+    if line.startswith("KV cache"): break   # nothing is in the caches: to capture all takes a while
+  run.send_signal(signal.SIGINT)
+  out, err = run.communicate(timeout=60)
+  assert (run.returncode, out.strip()) == (130, "") and "Traceback" not in err, err
+
+
+# a server
+
+def test_a_server_is_ready_when_its_steps_are_captured(words_folder):
+  options = ["--max-num-seqs", 8, "--max-num-batched-tokens", 32, "--block-size", 4]
+  with Server(words_folder, *options, ready=False) as server:
+    said = []
+    while not server.healthy():
+      error = server.get("/health").json().get("error", {"message": ""})
+      said.append(error["message"])
+    assert {text for text in said if re.fullmatch(r"preparing \d+ of 12", text)}, said
+    body = {"prompt": "the cat", "max_tokens": 20}
+    for more in ({"temperature": 0}, {"top_p": 0.9}, {"logprobs": 2}):
+      assert server.post("/v1/completions", {**body, **more}).status_code == 200
+    assert server.stop() == 0
+    lines = [line for line in server.log.splitlines() if line.startswith("captured")]
+    assert lines[0].startswith("captured 12 steps in ") and "Traceback" not in server.log, server.log
+
+
+def test_rare_kinds_are_captured_while_there_is_nothing_to_do(words_folder):
+  llm = AsyncLLM(words_folder, prepare=True, cudagraph_capture_sizes=[8], max_num_seqs=4, max_num_batched_tokens=8)
+  driver = llm._driver
+  wait_until(lambda: driver.captures is None, "all is captured")
+  assert {shape.sampler for shape in llm.llm.runner.steps} == {0, 1, 2} and len(llm.llm.runner.steps) == 4
+  assert llm.state == ""
+
+
+def test_a_capture_that_fails_is_logged_and_what_is_asked_is_answered(words_folder, monkeypatch, caplog):
+  def fails(self, sizes=None, rare=False):
+    yield "preparing 1 of 1"
+    raise RuntimeError("out of memory")
+  monkeypatch.setattr(LLM, "capture", fails)
+  llm = AsyncLLM(words_folder, prepare=True, max_num_seqs=4, max_num_batched_tokens=8)
+
+  async def ask(): return [output async for output in llm.generate(tokens(3), greedy(2))]
+  assert asyncio.run(ask())[-1].finished and llm.state == ""
+  assert "out of memory" in caplog.text

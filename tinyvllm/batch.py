@@ -1,6 +1,7 @@
 """A scheduled batch as one int32 array of parts with named fields, which is all that the device is given; numpy only.
 It is padded to one of few shapes, each of which is a graph."""
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +21,17 @@ LOGITS: Any = np.dtype({
 
 
 class Shape(NamedTuple):
-  """Of a step's array, and so of its graph."""
+  """Of a step's array, and so of its graph. One that is nowhere less than another can take the other's place."""
   tokens: int
   rows: int        # of logits
   sampler: int     # SamplingParams.sampler
   logprobs: bool
   edits: int
   masked: bool
+
+  def cost(self) -> int:
+    """Of time, roughly: to read the weights takes as long as 16 tokens, each thing beside greedy tokens half a step."""
+    return (16 + self.tokens) * (2 + sum(map(bool, self[2:])))
 
 
 class Step(NamedTuple):
@@ -48,8 +53,10 @@ def words(rows: list[tuple], kind: np.dtype, size: int, **nobody: int) -> np.nda
   return array.view(np.int32).reshape(size, kind.itemsize // 4).T.ravel()
 
 
-def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, vocab_size: int) -> Step:
-  """The next n tokens of each sequence, and the rows of logits that these want. max_blocks: in a row of the tables."""
+def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, vocab_size: int,
+         fit: Callable[[Shape], Shape]) -> Step:
+  """The next n tokens of each sequence, and the rows of logits that these want. max_blocks: in a row of the tables.
+  fit: the shape that is to hold what is needed."""
   spare = config.max_num_seqs   # padding's row
   tokens = []
   rows = []
@@ -73,16 +80,13 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
     edits.extend((len(rows) - 1, *edit) for edit in seq.edits())
     mask = seq.mask(vocab_size)
     if mask is not None: masks[len(rows) - 1] = mask
-  T = bucket(len(tokens))
-  S = bucket(spare)
-  shape = Shape(
-    tokens=T, rows=min(T, S) if len(rows) <= S else T,
-    sampler=max((seq.params.sampler for seq, _ in targets), default=0),
-    logprobs=any(seq.params.logprobs is not None or seq.scores_prompt for seq in batch),
-    edits=16 * 8 ** -(-(len(edits) // 16).bit_length() // 3) if edits else 0, masked=bool(masks))   # few sizes
+  shape = fit(Shape(
+    tokens=len(tokens), rows=len(rows), sampler=max((seq.params.sampler for seq, _ in targets), default=0),
+    logprobs=any(seq.params.logprobs is not None or seq.scores_prompt for seq in batch), edits=len(edits),
+    masked=bool(masks)))
   everything = np.full(-(-vocab_size // 32), -1, np.int32)
   array = np.concatenate([
-    words(tokens, TOKEN, T, row=spare, entry=spare * max_blocks), words(rows, LOGITS, T, last_row=spare),
-    words(edits, EDIT, shape.edits, row=-1),
-    *[masks.get(row, everything) for row in range(shape.rows if masks else 0)]])
+    words(tokens, TOKEN, shape.tokens, row=spare, entry=spare * max_blocks),
+    words(rows, LOGITS, shape.tokens, last_row=spare), words(edits, EDIT, shape.edits, row=-1),
+    *[masks.get(row, everything) for row in range(shape.masked * shape.rows)]])
   return Step(shape, array, targets, written)

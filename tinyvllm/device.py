@@ -3,6 +3,7 @@ Adds what tinygrad 0.14 lacks: lowered kernels kept on disk, and a graph for CPU
 import contextlib, ctypes, functools, hashlib, importlib.metadata, os, pickle, shutil, sys, threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,19 +82,31 @@ def open_device() -> int:
                        "'tinyvllm[cpu]', which brings a compiler; or name another: DEV=CUDA, METAL, AMD, ...") from e
 
 
-def kept_program(folder: Path, compiler: tuple, ast: UOp, renderer: Any) -> UOp:
-  """As tinygrad's do_to_program, but from a folder where a run with the same compiler has left the compiled kernel."""
-  key = codegen.to_program_key(ast, renderer), ast.tag, importlib.metadata.version("tinygrad"), compiler
-  path = folder / hashlib.sha256(repr(key).encode()).hexdigest()
-  kept = path.read_bytes() if path.is_file() else b""
-  if kept.startswith(hashlib.sha256(kept[32:]).digest()): return pickle.loads(kept[32:])
-  program = do_to_program(ast, renderer)
-  content = pickle.dumps(program)
-  new = path.with_suffix(f".{os.getpid()}")
-  with contextlib.suppress(OSError):   # the disk is full
-    new.write_bytes(hashlib.sha256(content).digest() + content)
-    new.replace(path)   # at once, as another process may read it
-  return program
+@dataclass
+class KernelFolder:
+  """tinygrad's do_to_program, but for kernels that a run with the same compiler has left in a folder, compiled."""
+  path: Path
+  compiler: tuple
+  compiled: int = 0   # which were not there
+
+  def __call__(self, ast: UOp, renderer: Any) -> UOp:
+    key = codegen.to_program_key(ast, renderer), ast.tag, importlib.metadata.version("tinygrad"), self.compiler
+    path = self.path / hashlib.sha256(repr(key).encode()).hexdigest()
+    kept = path.read_bytes() if path.is_file() else b""
+    if kept.startswith(hashlib.sha256(kept[32:]).digest()): return pickle.loads(kept[32:])
+    self.compiled += 1
+    program = do_to_program(ast, renderer)
+    content = pickle.dumps(program)
+    new = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):   # the disk is full
+      new.write_bytes(hashlib.sha256(content).digest() + content)
+      new.replace(path)   # at once, as another process may read it
+    return program
+
+
+def num_compiled() -> int:
+  """Kernels that no file had."""
+  return getattr(codegen.do_to_program, "compiled", 0)
 
 
 def lower_and_compile(linear: UOp) -> UOp:
@@ -115,7 +128,7 @@ def patch_tinygrad(compiler: str) -> None:
   shape.fxn = lambda x: x.src[2].as_shape if x.op is Ops.SHRINK else derived(x)   # a slice says its shape: no check
   helpers.CCACHE.value = 0
   if helpers.CACHELEVEL < 1: return
-  codegen.do_to_program = functools.partial(kept_program, folder, (compiler, found.st_size, found.st_mtime_ns))
+  codegen.do_to_program = KernelFolder(folder, (compiler, found.st_size, found.st_mtime_ns))
   try: folder.mkdir(parents=True, exist_ok=True)
   except OSError as e: logger.warning(f"each start compiles all kernels, as {folder} cannot be made: {e.strerror}")
 

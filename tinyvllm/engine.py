@@ -1,16 +1,16 @@
 """The engine: text in, text out. Requests are added at any time, and a step advances all of them together; everything
 below knows token ids only. One thread drives an engine."""
-import contextlib, dataclasses, functools, itertools, random, threading, time
-from collections.abc import Iterator
+import contextlib, dataclasses, functools, itertools, logging, random, threading, time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tinygrad import Device, dtypes, helpers, nn
 
-from .batch import Step, pack
+from .batch import Shape, Step, bucket, pack
 from .config import EngineConfig, ModelConfig, check, logger
-from .device import exclusive, largest_tensor, open_device, pick_dtype
+from .device import exclusive, largest_tensor, num_compiled, open_device, pick_dtype
 from .llama import Llama
 from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, Sequence
 from .runner import Runner, allocate_caches
@@ -72,9 +72,13 @@ class LLMEngine:
     self._abandoned: list[str] = []   # requests whose streams were thrown away within a step
     self._arrivals = itertools.count()
     self._random = random.Random(config.seed)
+    for _ in self.capture(config.cudagraph_capture_sizes) if config.cudagraph_capture_sizes else (): pass
 
   def _load(self, folder: Path, config: EngineConfig) -> None:
     started = time.perf_counter()
+    if not logger.hasHandlers():   # the program has not said where logs go
+      logger.addHandler(logging.StreamHandler())
+      logger.setLevel(logging.INFO)
     free = open_device()
     shape = self.model_config = ModelConfig.load(folder)
     self.tokenizer = load_tokenizer(folder)
@@ -198,7 +202,7 @@ class LLMEngine:
   def _step(self) -> list[Request]:
     self._find_stops()   # of tokens that came with a step which failed
     batch = self.scheduler.schedule()
-    step = pack(batch, self.config, self.runner.max_blocks, self.model_config.vocab_size) if batch else None
+    step = self._pack(batch, self.runner.fit) if batch else None
     self.scheduler.advance(batch)
     def launch(): return (step, self.runner.launch(step)) if step else None
     launched = self._launched if self.runner.overlaps else launch()
@@ -208,6 +212,27 @@ class LLMEngine:
     self._find_stops()
     self.scheduler.totals["scheduled"] += len(batch)
     return [*self._changed]
+
+  def _pack(self, batch: dict[Sequence, int], fit: Callable[[Shape], Shape]) -> Step:
+    return pack(batch, self.config, self.runner.max_blocks, self.model_config.vocab_size, fit)
+
+  def capture(self, sizes: list[int] | None = None, rare: bool = False) -> Iterator[str]:
+    """Capture steps of so many tokens, greedy and sampled, or those with all that is rare, so that none of them stalls
+    the requests that meet it first, and pad to them from now on. sizes: powers of two; None: what suits the device.
+    Yields how far it is, before each."""
+    started = time.perf_counter()
+    known = num_compiled()
+    self.runner.sizes = sorted(sizes or self.runner.usual_sizes())
+    check([*map(bucket, self.runner.sizes)] == self.runner.sizes, f"cudagraph_capture_sizes={sizes}: no powers of two")
+    kinds = [(1, False, 0, False), (2, True, 128, True)] if rare else [(0, False, 0, False), (2, False, 0, False)]
+    sizes = [] if self.config.enforce_eager else self.runner.sizes
+    shapes = [Shape(size, min(size, self.runner.max_rows), *kind) for size in sizes for kind in kinds]
+    for i, shape in enumerate(helpers.tqdm(shapes, desc="capturing steps", disable=rare or None), 1):
+      yield f"preparing {i} of {len(shapes)}"
+      def fit(need, shape=shape): return shape
+      with self._alone(), exclusive: self.runner.launch(self._pack({}, fit))()
+    seconds = time.perf_counter() - started
+    logger.info(f"captured {len(shapes)} steps in {seconds:.1f} s, {num_compiled() - known} new kernels")
 
   def _find_stops(self) -> None:
     """End the texts in which a stop string has come."""

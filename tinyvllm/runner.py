@@ -1,6 +1,7 @@
 """Runs packed steps, each as one call of a captured graph: there is one for each shape. Owns what stays on the device:
 the block tensors of the KV cache, allocated once, the block tables and the last tokens."""
-import functools, time
+import functools, operator, time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +10,14 @@ from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import KernelInfo
 
-from .batch import LOGITS, TOKEN, Shape, Step
+from .batch import LOGITS, TOKEN, Shape, Step, bucket
 from .config import EngineConfig, ModelConfig, check, logger
-from .device import cpu_cores, largest_tensor
+from .device import cpu_cores, largest_tensor, num_compiled, renderer
 from .llama import Llama, rope_table
 from .sampling import argmax, edit_kernel, restrict, sample, top_logprobs
+
+
+OFTEN = 16   # times that a shape is met before it is worth a capture of its own
 
 
 def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int, dtype: DType, left: int) -> list:
@@ -28,6 +32,7 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   per_sequence = -(-max_model_len // BS)
   most = largest_tensor() // part
   fit = min(left // size, most)
+  if cpu_cores(): fit = min(fit, max(2**32 // size, per_sequence + 1))   # 4 GiB will do: it is the user's memory
   fit -= fit % (1 << max(0, fit.bit_length() - 6))   # one of few sizes: kernels know and cache it
   check(fit > per_sequence or config.num_gpu_blocks_override, f"max_model_len={max_model_len} needs "
         f"{per_sequence * size / 2**30:.2f} GiB of KV cache, of {left / 2**30:.2f} GiB free: lower it to "
@@ -68,15 +73,37 @@ class Runner:
     self.rope = rope_table(shape, max_model_len)
     self.overlaps = not cpu_cores()   # whether a launched step goes on while the host does other things
     self.max_blocks = -(-max_model_len // config.block_size)
+    self.max_tokens = bucket(config.max_num_batched_tokens)
+    self.max_rows = bucket(config.max_num_seqs)   # of logits, but where a prompt's are wanted
+    self.sizes: list[int] = []   # tokens of the steps that are captured before they are met, if any are
+    self.met: Counter[Shape] = Counter()
     self.table = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last row is padding's
     self.last_token = zeros(config.max_num_seqs + 1)
     self.steps: dict[Shape, tuple[Tensor, Any]] = {}   # what each graph reads, and itself
     self.known: dict[int | None, list[int]] = {}   # the block tables that the device has, by row
 
+  def usual_sizes(self) -> list[int]:
+    """Tokens of the steps that are worth a capture on this device: tensor cores take 8 in the time of one."""
+    sizes = (8, 16, 32, 64, 512) if renderer().tensor_cores else [1 << i for i in range(20)]
+    return [*[size for size in sizes if size < self.max_tokens], self.max_tokens]
+
+  def fit(self, need: Shape) -> Shape:
+    """The shape to compute in: the smallest of the few that there are, but at first a captured one that takes less than
+    twice its time; where steps were captured before they were met, any of these."""
+    tokens = min([size for size in self.sizes if size >= need.tokens], default=bucket(need.tokens))
+    exact = need._replace(
+      tokens=tokens, rows=min(tokens, self.max_rows) if need.rows <= self.max_rows else tokens,
+      edits=16 * 8 ** -(-(need.edits // 16).bit_length() // 3) if need.edits else 0)   # few sizes
+    captured = [shape for shape in self.steps if all(map(operator.ge, shape, exact))]
+    best = min(captured, key=Shape.cost, default=exact)
+    self.met[exact] += 1
+    return best if self.sizes or self.met[exact] <= OFTEN and best.cost() < 2 * exact.cost() else exact
+
   def launch(self, step: Step) -> Callable[[], tuple[list[int], list]]:
     """Start a step. What it returns waits for its end, and gives the ids that the rows of logits chose, and what
     top_logprobs says of each, if it was asked for."""
     started = time.perf_counter()
+    known = num_compiled()
     first = step.shape not in self.steps
     if first:
       words = zeros(len(step.array))
@@ -95,7 +122,8 @@ class Runner:
     upload(words, step.array)
     with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8): ids, logprobs = graph()   # 8: WebGPU's
     if first and not self.eager:
-      logger.info(f"captured a step of {step.shape.tokens} tokens in {time.perf_counter() - started:.1f} s")
+      logger.log(10 if self.sizes else 20, f"captured a step of {step.shape.tokens} tokens in "
+                 f"{time.perf_counter() - started:.1f} s, {num_compiled() - known} new kernels")
     return lambda: (ids.tolist(), logprobs.tolist())
 
   def _compute(self, words: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:

@@ -48,7 +48,8 @@ def given(args: dict[str, Any], kind: Any) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Run the command line. Returns the exit code: 0, or 1 after one line that says what to change."""
+  """Run the command line. Returns the exit code: 0, 130 for Ctrl-C, or 1 after one line that says what to
+  change."""
   parser = argparse.ArgumentParser(prog="tinyvllm", description="A small, fast LLM engine on tinygrad.")
   commands = parser.add_subparsers(dest="command", required=True)
   for name, (text, *_) in {"generate": ["complete a prompt"], "chat": ["talk, a line at a time"], **TOOLS}.items():
@@ -72,5 +73,6 @@ def main(argv: list[str] | None = None) -> int:
       messages.append({"role": "user", "content": input("> " if sys.stdin.isatty() else "")})
       messages.append({"role": "assistant", "content": _show(llm.generate_stream({"messages": [*messages]}, params))})
   except FAILURES as e: return print(f"tinyvllm: {e}", file=sys.stderr) or 1
-  except (KeyboardInterrupt, EOFError): print()
+  except KeyboardInterrupt: return print() or 130
+  except EOFError: print()
   return 0

@@ -1,14 +1,16 @@
 """The engine for asyncio. One thread owns it, and others reach it through an inbox: no lock is held anywhere. Who reads
 a request is told its news, and exactly once its end."""
-import asyncio, collections, contextlib, functools, pathlib, queue, threading, uuid, weakref
-from collections.abc import AsyncGenerator, Callable
+import asyncio, atexit, collections, contextlib, functools, itertools, pathlib, queue, threading, uuid, weakref
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, NamedTuple
 
 from tinyvllm import LLM, RequestOutput
 from tinyvllm.config import check, logger
+from tinyvllm.device import exclusive
 from tinyvllm.engine import Params, Prompt, Request
 
 News = RequestOutput | Exception
+atexit.register(exclusive.acquire, timeout=60)   # its thread is in no step while tinygrad closes the devices
 
 
 class Reader(NamedTuple):
@@ -19,19 +21,27 @@ class Reader(NamedTuple):
 
 class Driver:
   """What the engine's thread does. Others put calls of it into its inbox."""
-  def __init__(self, llm: LLM, interval: int):
+  def __init__(self, llm: LLM, interval: int, captures: Iterator[str]):
     self.llm = llm
     self.interval = interval   # tokens from one piece of a text to the next
+    self.captures: Iterator[str] | None = captures   # each next does one, and says what is still waited for
+    self.state = next(captures)
     self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()   # None: end
     self.readers: dict[Request, Reader] = {}
 
   def run(self) -> None:
-    """Between two steps all that is in the inbox; where there is nothing to step for, wait for it."""
+    """Between two steps all that is in the inbox; where there is nothing to step for or to capture, wait for it."""
     while True:
-      call = self.step if self.inbox.empty() and self.llm.has_unfinished_requests() else self.inbox.get()
+      busy = self.llm.has_unfinished_requests()
+      if self.state or self.captures and self.inbox.empty() and not busy: call: Any = self.capture
+      else: call = self.step if self.inbox.empty() and busy else self.inbox.get()
       if call is None: return
       try: call()
       except Exception: logger.exception("the engine's thread goes on")
+
+  def capture(self) -> None:
+    try: self.state = next(self.captures)   # type: ignore[arg-type]
+    except StopIteration: self.captures = None
 
   def add(self, request: Request, reader: Reader) -> None:
     self.readers[request] = reader
@@ -75,14 +85,23 @@ def call_all(calls: list[Callable[[], None]]) -> None:
 
 
 class AsyncLLM:
-  """Takes what LLM takes. stream_interval: tokens from one piece of a text to the next. llm: the engine, of which any
-  thread may call `request` and `get_metrics`; all else is for its own thread, which ends with this object."""
-  def __init__(self, model: str | pathlib.Path | None = None, stream_interval: int = 1, **options: Any):
+  """Takes what LLM takes. stream_interval: tokens from one piece of a text to the next. prepare: have its thread
+  capture the steps of cudagraph_capture_sizes, or of what suits the device, before the first request, and rare ones
+  when there is none; `state` says how far it is. llm: the engine, of which any thread may call `request` and
+  `get_metrics`; all else is for its own thread, which ends with this object."""
+  def __init__(self, model: str | pathlib.Path | None = None, stream_interval: int = 1, prepare: bool = False,
+               **options: Any):
     check(type(stream_interval) is int and stream_interval > 0, f"stream_interval={stream_interval!r}: no int above 0")
+    sizes = options.pop("cudagraph_capture_sizes", None) if prepare else None
     self.llm = LLM(model, **options)
-    self._driver = Driver(self.llm, stream_interval)
+    rare = ("" for _ in self.llm.capture(sizes, rare=True))
+    captures = itertools.chain(self.llm.capture(sizes), [""], rare) if prepare else iter([""])
+    self._driver = Driver(self.llm, stream_interval, captures)
     weakref.finalize(self, self._driver.inbox.put, None)
     threading.Thread(target=self._driver.run, name="tinyvllm-engine", daemon=True).start()
+
+  @property
+  def state(self) -> str: return self._driver.state   # what it waits for before it takes requests, or ""
 
   async def generate(self, prompt: Prompt, params: Params = None, request_id: str | None = None,
                      priority: int = 0) -> AsyncGenerator[RequestOutput, None]:

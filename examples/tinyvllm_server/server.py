@@ -197,11 +197,11 @@ class Server(uvicorn.Server):
     report.cancel()
 
   def load(self) -> None:
-    try: self.llm = AsyncLLM(self.loading[0], self.options.stream_interval, **self.loading[1])
+    try: self.llm = AsyncLLM(self.loading[0], self.options.stream_interval, prepare=True, **self.loading[1])
     except Exception as error: self.error, self.should_exit = error, True
 
   def state(self) -> str:
-    return "the server is shutting down" if self.should_exit else "" if self.llm else "the model is loading"
+    return "the server is shutting down" if self.should_exit else self.llm.state if self.llm else "the model is loading"
 
   def handle_exit(self, sig: int, frame: Any) -> None:
     self.should_exit, self.force_exit = True, self.should_exit and sig == signal.SIGINT
