@@ -19,7 +19,7 @@ MMA = (8, 16, 16)   # the tensor core used here: n, m, k
 # inputs at once. Found by trying them on an H200 (tests/benchmarks/LOG.md): few outputs want smaller tiles, more warps
 TILES = [(8, inf, 1, 1, 16, 1), (16, inf, 1, 2, 8, 1), (32, 8192, 1, 4, 8, 1), (32, inf, 2, 4, 4, 2),
          (64, 8192, 2, 8, 4, 2), (inf, inf, 4, 8, 2, 2)]
-# How the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), are stored, by their number; a vector
+# How the axes of a vector, or of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), lie, by their number
 STORED = {1: (0,), 3: (0, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 
 
