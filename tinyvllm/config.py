@@ -1,7 +1,5 @@
 """What is known before anything is loaded: the user's options, checked, and the model's shape, from its own files."""
-import json, logging
-from dataclasses import dataclass, fields
-from pathlib import Path
+import dataclasses, json, logging, pathlib
 from typing import Annotated, Any
 
 logger = logging.getLogger("tinyvllm")
@@ -15,7 +13,7 @@ def check(ok: Any, message: str) -> None:
   if not ok: raise ValueError(message)
 
 
-def read_json(path: Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
+def read_json(path: pathlib.Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
 
 
 def kind_of(field: Any) -> tuple[Any, tuple]:
@@ -33,7 +31,7 @@ class Options:
     return super().__new__(cls)
 
   def __post_init__(self) -> None:
-    for field in fields(self):   # type: ignore[arg-type]
+    for field in dataclasses.fields(self):   # type: ignore[arg-type]
       value = getattr(self, field.name)
       kind, limits = kind_of(field)
       typed = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
@@ -49,7 +47,7 @@ class Options:
         check(inside, f"{field.name}={value!r} must be from {limits[0]} to {limits[1]}")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class EngineConfig(Options):
   """The engine's limits, with vLLM's names."""
   dtype: Annotated[str, "auto", "float32", "float16", "bfloat16"] = "auto"   # auto: float32 on CPU, else float16
@@ -66,7 +64,7 @@ class EngineConfig(Options):
   scheduling_policy: Annotated[str, "fcfs", "priority"] = "fcfs"   # priority: lower numbers first
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
   """A LLaMA-like model's shape, under Hugging Face's names. What has no default must be in config.json."""
   vocab_size: int
@@ -88,12 +86,12 @@ class ModelConfig:
   qk_norm: bool = False              # norms of each head of q and k
 
   @classmethod
-  def from_hf(cls, hf: dict[str, Any], source: Path) -> "ModelConfig":
+  def from_hf(cls, hf: dict[str, Any], source: pathlib.Path) -> "ModelConfig":
     """From config.json's content; its eos_token_id may be a list. Raises ValueError for what this engine lacks."""
     hf = {**vars(cls), "architectures": [], "hidden_act": "silu", "eos_token_id": [],   # vars: the fields' defaults
           **{name: value for name, value in hf.items() if value is not None}}
-    missing = [name for name in cls.__match_args__[:6] if name not in hf]
-    check(not missing, f"{source} is incomplete: add {', '.join(missing)}")
+    missing = ", ".join(name for name in cls.__match_args__[:6] if name not in hf)
+    check(not missing, f"model={str(source)!r} has no config.json with {missing} (.gguf: examples/convert_gguf.py)")
     architecture = next(iter(hf["architectures"]), None)
     rope = hf.get("rope_parameters") or hf.get("rope_scaling", {})   # transformers 5 keeps rope_theta in the first
     rope = {"rope_type": rope.get("type", "default"), **rope}
@@ -110,8 +108,6 @@ class ModelConfig:
     return cls(**{name: values[name] for name in cls.__match_args__})
 
   @classmethod
-  def load(cls, folder: Path) -> "ModelConfig":
+  def load(cls, folder: pathlib.Path) -> "ModelConfig":
     """From a folder's config.json, with the end tokens that generation_config.json knows."""
-    hf = read_json(folder / "config.json")
-    check(hf, f"model={str(folder)!r} has no config.json (.gguf: examples/convert_gguf.py)")
-    return cls.from_hf(hf | read_json(folder / "generation_config.json"), folder)
+    return cls.from_hf(read_json(folder / "config.json") | read_json(folder / "generation_config.json"), folder)

@@ -20,8 +20,8 @@ MMA = (8, 16, 16)   # the tensor core used here: n, m, k
 # inputs at once. Found by trying them on an H200 (tests/benchmarks/LOG.md): few outputs want smaller tiles, more warps
 TILES = [(8, inf, 1, 1, 16, 1), (16, inf, 1, 2, 8, 1), (32, 8192, 1, 4, 8, 1), (32, inf, 2, 4, 4, 2),
          (64, 8192, 2, 8, 4, 2), (inf, inf, 4, 8, 2, 2)]
-# How the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), are stored, by their number
-STORED = {3: (0, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
+# How the axes of a vector, or of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), lie, by their number
+STORED = {1: (0,), 3: (0, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 
 
 def divisor(n: Any, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
@@ -77,7 +77,7 @@ def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int
 
 
 def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """W, (out, in), in the order of a stored shape."""
+  """W, (out, in), or a vector, in the order of a stored shape."""
   order = STORED[len(shape)]
   return weight.reshape([shape[i] for i in argsort(order)]).transpose(order)
 

@@ -1,8 +1,6 @@
 """What a request asks for, what each of its sequences has so far, and what comes back. Token ids only, no text."""
-import time
-from collections import Counter
+import collections, math, time
 from dataclasses import dataclass, field
-from math import inf, nan
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -12,17 +10,16 @@ from .config import Options, check
 # What is done to a logit before a token is chosen: bias is added, then factor divides it if it is positive and else
 # multiplies it, then penalty is subtracted. row: of the step's logits, -1 for none
 EDIT: Any = np.dtype([("row", "i4"), ("token", "i4"), ("bias", "f4"), ("factor", "f4"), ("penalty", "f4")])
-MOST = 2**31 - 1   # that an int32 holds
 
 
 @dataclass(frozen=True)
 class SamplingParams(Options):
   """How to choose a request's tokens and when to stop, with vLLM's names."""
   n: Annotated[int, 1, 1024] = 1                        # samples of one prompt; their seeds follow each other
-  max_tokens: Annotated[int, 1, MOST] = 256        # tokens to generate at most
-  min_tokens: Annotated[int, 0, MOST] = 0          # tokens before an end token, stop id or stop string may come
+  max_tokens: Annotated[int, 1, 2**31 - 1] = 256        # tokens to generate at most
+  min_tokens: Annotated[int, 0, 2**31 - 1] = 0          # tokens before an end token, stop id or stop string may come
   temperature: Annotated[float | int, 0, 100] = 1.0     # below 1e-5: greedy
-  top_k: Annotated[int, -1, MOST] = 0              # keep the k most probable tokens; 0 or -1: all
+  top_k: Annotated[int, -1, 2**31 - 1] = 0              # keep the k most probable tokens; 0 or -1: all
   top_p: Annotated[float | int, 1e-6, 1] = 1.0          # keep the most probable tokens that together reach p
   min_p: Annotated[float | int, 0, 1] = 0.0             # keep tokens at least min_p times as probable as the best
   seed: Annotated[int | None, -2**63, 2**63 - 1] = None   # the same seed gives the same text in any batch
@@ -42,22 +39,21 @@ class SamplingParams(Options):
   structured_outputs: object = None                     # what the text must be: StructuredOutputsParams
 
   def __post_init__(self) -> None:
-    replace = vars(self).update   # what JSON has in another form
+    values = vars(self)   # in which is replaced what JSON has in another form
     structured = self.structured_outputs
-    if isinstance(self.stop, str): replace(stop=[self.stop])
+    if isinstance(self.stop, str): values["stop"] = [self.stop]
     if isinstance(self.logit_bias, dict):
-      replace(logit_bias={int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()})
+      values["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
     if isinstance(structured, dict):
       from . import StructuredOutputsParams   # of a package beside the engine, loaded when it is needed
-      replace(structured_outputs=StructuredOutputsParams(**structured))
+      values["structured_outputs"] = StructuredOutputsParams(**structured)
     else: check(structured is None or hasattr(structured, "constraint"),
                 f"structured_outputs={structured!r} must be of type StructuredOutputsParams")
     super().__post_init__()
     check(self.min_tokens <= self.max_tokens, f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
     check(self.allowed_token_ids != [], "allowed_token_ids=[] allows nothing: None allows all")
     for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
-      check(not (structured and getattr(self, name)),
-            f"{name}={getattr(self, name)!r} and structured_outputs are in conflict: drop one")
+      check(not (structured and values[name]), f"{name}={values[name]!r} conflicts with structured_outputs: drop one")
 
   # Whether logits hang on the tokens before; 0: the best token, 1: one drawn of all, 2: one drawn of the best
   penalized = property(lambda self: self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
@@ -75,9 +71,9 @@ class Logprob(NamedTuple):
 class RequestMetrics:
   """Monotonic times of a request's events, and the seconds between them; NaN for what has not happened."""
   arrival_time: float = field(default_factory=time.monotonic)
-  first_scheduled_time: float = nan
-  first_token_time: float = nan
-  finished_time: float = nan
+  first_scheduled_time: float = math.nan
+  first_token_time: float = math.nan
+  finished_time: float = math.nan
   num_generated: int = 0   # by all samples
 
   queue_time = property(lambda self: self.first_scheduled_time - self.arrival_time)
@@ -137,11 +133,10 @@ class Sequence:
     now = time.monotonic()
     if self.constraint: self.constraint.accept(token)
     stops = token in self.stop_ids or self.constraint and self.constraint.done
-    is_full = len(self.tokens) + 1 >= self.max_len
-    is_stop_id = token in (self.params.stop_token_ids or ())
-    # From here on nothing is called before the token is there: an interrupt comes before all of this, or behind
-    if stops or is_full: self.finish_reason = "stop" if stops else "length"
-    if is_stop_id: self.stop_reason = token
+    # Once the first of these is set nothing is called before the token is there: an interrupt comes before all of them,
+    # or behind
+    if stops or len(self.tokens) + 1 >= self.max_len: self.finish_reason = "stop" if stops else "length"
+    if token in (self.params.stop_token_ids or ()): self.stop_reason = token
     if self.metrics.num_generated == 0: self.metrics.first_token_time = now
     self.metrics.num_generated += 1
     if self.num_unread: self.num_unread -= 1
@@ -165,8 +160,8 @@ class Sequence:
               if self.tokens[max(self.num_prompt, len(self.tokens) - len(word) + 1):] == word[:-1]}
     if self.length < self.num_prompt + p.min_tokens: banned |= self.stop_ids
     if p.allowed_token_ids and banned.issuperset(p.allowed_token_ids): banned.clear()   # or nothing would be left
-    bias = {**(p.logit_bias or {}), **dict.fromkeys(banned, -inf)}
-    said = Counter(self.tokens[self.num_prompt:] if p.penalized else ())
+    bias = {**(p.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}
+    said = collections.Counter(self.tokens[self.num_prompt:] if p.penalized else ())
     seen = {*(said if p.repetition_penalty == 1 else self.tokens)}
     return [(i, bias.get(i, 0.0), p.repetition_penalty if i in seen else 1.0,
              said[i] * p.frequency_penalty + min(said[i], 1) * p.presence_penalty) for i in seen | bias.keys()]

@@ -1,9 +1,7 @@
 """Text to token ids and back: sentencepiece's tokenizer.model, Hugging Face's tokenizer.json; chat templates; a text as
 its tokens come."""
-import importlib, itertools, re
+import dataclasses, functools, importlib, itertools, pathlib, re
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from sentencepiece import SentencePieceProcessor
@@ -18,7 +16,7 @@ def optional(name: str, extra: str = "hf") -> Any:
   except ImportError as e: raise ValueError(f"this needs {name}: pip install 'tinyvllm[{extra}]'") from e
 
 
-@dataclass(eq=False)
+@dataclasses.dataclass(eq=False)
 class Tokenizer:
   """Text to ids and back, for a model."""
   plain_encode: Callable[[str, bool], list[int]]   # of a text, with what the library adds to it or without
@@ -38,8 +36,8 @@ class Tokenizer:
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     """Ids of a text, in which special tokens' texts stand for themselves, behind a BOS if the model's files want it."""
-    text = text.encode().decode()   # half a character is a UnicodeEncodeError, a ValueError
-    ids = self.plain_encode(text, add_special_tokens and "add_bos_token" not in self.config)
+    # Encoded first: half a character is a UnicodeEncodeError, a ValueError
+    ids = self.plain_encode(text.encode().decode(), add_special_tokens and "add_bos_token" not in self.config)
     return self.prefix + ids if add_special_tokens and ids[:1] != self.prefix else ids
 
   def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -50,21 +48,18 @@ class Tokenizer:
   def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
     """The conversation as the model was trained to see it. Raises ValueError without a template, or where it
     refuses."""
-    template = self.config.get("chat_template")
-    check(template, "tokenizer_config.json has no chat template: use generate")
+    check(self.config.get("chat_template"), "tokenizer_config.json has no chat template: use generate")
     env = optional("jinja2.sandbox").ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    try: return env.from_string(template).render(
-      self.config, messages=messages, add_generation_prompt=add_generation_prompt,
-      raise_exception=lambda message: check(False, message))
+    try: return env.from_string(self.config["chat_template"]).render(self.config, messages=messages,
+      add_generation_prompt=add_generation_prompt, raise_exception=functools.partial(check, False))
     # A template, or what it finds in a message, can fail in many ways
     except Exception as e: raise ValueError(f"the chat template does not take these messages: {e}") from e
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
   """From tokenizer.json or tokenizer.model, with tokenizer_config.json and chat_template.jinja where they are."""
   config = read_json(folder / "tokenizer_config.json")
-  template = folder / "chat_template.jinja"
-  if template.exists(): config["chat_template"] = template.read_text()
+  config |= {path.stem: path.read_text() for path in folder.glob("chat_template.jinja")}   # where there is one
   if not (folder / "tokenizer.json").exists(): return _load_sentencepiece(folder / "tokenizer.model", config)
   library = optional("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
   named = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
@@ -72,25 +67,23 @@ def load_tokenizer(folder: Path) -> Tokenizer:
                    set(named.values()), config, library)
 
 
-def _load_sentencepiece(path: Path, config: dict[str, Any]) -> Tokenizer:
+def _load_sentencepiece(path: pathlib.Path, config: dict[str, Any]) -> Tokenizer:
   check(path.exists(), f"{path.parent} has no tokenizer.json and no tokenizer.model")
   model = SentencePieceProcessor(model_file=str(path))
   ids = range(model.GetPieceSize())
-  control = filter(model.IsControl, ids)
-  tokens: dict[int, Any] = {i: {"content": model.IdToPiece(i), "special": True} for i in control}
+  tokens: dict[int, Any] = {i: {"content": model.IdToPiece(i), "special": True} for i in ids if model.IsControl(i)}
   tokens |= {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
   named = {token["content"]: i for i, token in tokens.items()}
-  texts = "|".join(map(re.escape, named))
+  splitter = re.compile(f"({'|'.join(map(re.escape, named))})")
 
   def encode(text: str, special: bool) -> list[int]:
-    parts = re.split(f"({texts})", text)
-    return [i for part in parts for i in ([named[part]] if part in named else model.EncodeAsIds(part))]
+    return [i for part in splitter.split(text) for i in ([named[part]] if part in named else model.EncodeAsIds(part))]
   def decode(plain: list[int]) -> str: return model.DecodeIds([i for i in plain if i in ids])   # others are padding
   config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config}
   return Tokenizer(encode, decode, named, {i for i, token in tokens.items() if token["special"]}, config, model)
 
 
-@dataclass(eq=False)
+@dataclasses.dataclass(eq=False)
 class TextStream:
   """The text of a sequence as its tokens come. `text[:shown]` may be seen: the rest could still become a stop string.
   Text once there never changes, half a character is held back, and all of it is the decoding at once."""
@@ -114,25 +107,21 @@ class TextStream:
     searched = len(self.text)
     self._add()
     stops = params.stop or [] if self.seq.num_generated > params.min_tokens else []
-    places = {stop: self.text.find(stop, max(0, searched - len(stop) + 1)) for stop in stops}
-    found = [(place, stop) for stop, place in places.items() if place >= 0]
-    if not found: return
-    place, stop = min(found)
+    places = [(self.text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in stops]
+    place, stop = min((found for found in places if found[0] >= 0), default=(0, ""))
+    if not stop: return
     self.text = self.text[:place + len(stop) if params.include_stop_str_in_output else place]
     self.seq.stop_reason = stop
 
   def _add(self) -> None:
-    ids = self.seq.tokens
-    params = self.seq.params
-    reason = self.seq.finish_reason
-    if reason == "stop" and ids[-1] in self.seq.stop_ids and not params.include_stop_str_in_output: ids = ids[:-1]
-    skip = params.skip_special_tokens
+    seq = self.seq
+    params = seq.params
+    hidden = seq.finish_reason == "stop" and seq.tokens[-1] in seq.stop_ids and not params.include_stop_str_in_output
+    ids = seq.tokens[:-1] if hidden else seq.tokens
     for start in (max(0, self.num_decoded - 8), 0):   # a text depends on that before: on all if those have none or half
-      before = self.tokenizer.decode(ids[start:self.num_decoded], skip)
+      before = self.tokenizer.decode(ids[start:self.num_decoded], params.skip_special_tokens)
       if before and "\ufffd" not in before: break
-    text = self.tokenizer.decode(ids[start:], skip)
-    if text.endswith("\ufffd") and not reason: return   # a character whose bytes have not all come
-    num_decoded = len(ids)
-    longer = self.text + text[len(before):]
-    self.text = longer   # nothing is called between the two: an interrupt finds both done, or none
-    self.num_decoded = num_decoded
+    text = self.tokenizer.decode(ids[start:], params.skip_special_tokens)
+    if text.endswith("\ufffd") and not seq.finish_reason: return   # a character whose bytes have not all come
+    # Both at once: an interrupt finds both done, or none
+    vars(self).update(text=self.text + text[len(before):], num_decoded=len(ids))

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from tinygrad import Tensor, dtypes, helpers, nn
-from tinygrad.dtype import DType
+from tinygrad import Tensor, dtype, dtypes, helpers, nn
 
 from .config import check, read_json
 from .device import largest_tensor, renderer
@@ -24,51 +23,44 @@ def read_files(folder: pathlib.Path) -> dict[str, Any]:
   for path in {folder / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}:
     try: safe_open(path, "np")   # it checks the file, but cannot read bfloat16
     except (OSError, SafetensorError) as e: raise ValueError(f"{path} is missing, damaged or cut short: {e}") from e
-    with path.open("rb") as file:
-      size = int.from_bytes(file.read(8), "little")
-      header = json.loads(file.read(size))
+    size = int(np.fromfile(path, "<u8", 1)[0])
+    header = json.loads(bytes(np.fromfile(path, np.uint8, size, offset=8)))
     header.pop("__metadata__", None)
     for name, entry in header.items():
-      kind = entry["dtype"]
-      check(kind in DTYPES, f"{path}: tensor {name} is {kind}; supported: {', '.join(DTYPES)}")
-      start = 8 + size + entry["data_offsets"][0]
-      maps[name] = path, DTYPES[kind], "c", start, tuple(entry["shape"])
+      check(entry["dtype"] in DTYPES, f"{path}: tensor {name} is {entry['dtype']}; supported: {', '.join(DTYPES)}")
+      maps[name] = path, DTYPES[entry["dtype"]], "c", 8 + size + entry["data_offsets"][0], tuple(entry["shape"])
   return maps
 
 
-def to_device(array: np.ndarray, compute: DType) -> Tensor:
+def to_device(array: np.ndarray, compute: dtype.DType) -> Tensor:
   """A tensor of the array's type, or of the one to compute in where that is no wider or the device lacks the other."""
   brain = array.dtype == np.uint16
   stored = Tensor(array).bitcast(dtypes.bfloat16) if brain else Tensor(array)
-  if array.itemsize < compute.itemsize and stored.dtype in renderer().supported_dtypes():
-    return stored.contiguous()
+  if array.itemsize < compute.itemsize and stored.dtype in renderer().supported_dtypes(): return stored.contiguous()
   if brain: array = (array.astype(np.uint32) << 16).view(np.float32)   # the upper half of float32
   if compute == dtypes.float32: array = array.astype(np.float32)   # here, or the device keeps a buffer of either kind
   return Tensor(array).cast(compute).contiguous()
 
 
-def load_weights(model: Llama, folder: pathlib.Path, compute: DType) -> None:
+def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType) -> None:
   """Fill the model's tensors. compute: the type of what is computed with them. Raises ValueError naming the file and
   the tensor that is missing, surplus or misshapen."""
   maps = read_files(folder)
 
   def take(name, *shape):
-    check(name in maps, f"{folder}: tensor {name} is missing")
-    array = np.memmap(*maps.pop(name))
-    check(array.shape == shape, f"{folder}: tensor {name} has shape {list(array.shape)}; its config says {list(shape)}")
-    return array
+    found = list(maps[name][-1]) if name in maps else "missing"
+    check(found == [*shape], f"{folder}: tensor {name} is {found}; its config says {[*shape]}")
+    return np.memmap(*maps.pop(name))
 
   for part in helpers.tqdm(model.parts(), desc="loading weights", disable=None):
     for kind, tensor in nn.state.get_state_dict(part).items():   # its weight, its bias
       columns = [part.in_features] if tensor.ndim > 1 else []   # type: ignore[union-attr]
       arrays = [take(f"{name}.{kind}", rows, *columns) for name, rows in part.sources.items()]
       array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-      if columns: array = pack(array, tensor.shape)   # type: ignore[arg-type]
-      stored = to_device(np.ascontiguousarray(array), compute)
+      stored = to_device(np.ascontiguousarray(pack(array, tensor.shape)), compute)   # type: ignore[arg-type]
       size = max(array.nbytes, stored.nbytes())   # it is brought as it is, and then cast
       check(size <= largest_tensor(), f"{folder}: {', '.join(part.sources)}: {size} bytes, of "
             f"{largest_tensor()} that this device takes in one tensor: choose another one, as in DEV=CPU")
       tensor.replace(stored.realize())
-  for name in maps:   # but for what is derived
-    check(name == "lm_head.weight" or name.endswith(".inv_freq"),
-          f"{folder}: tensor {name} has no place in the model that its config describes")
+  rest = next((name for name in maps if name != "lm_head.weight" and not name.endswith(".inv_freq")), None)   # derived
+  check(rest is None, f"{folder}: tensor {rest} has no place in the model that its config describes")
