@@ -63,6 +63,11 @@ class EngineConfig(Options):
   seed: Annotated[int, -2**63, 2**63 - 1] = 0             # of the requests that bring none
   scheduling_policy: Annotated[str, "fcfs", "priority"] = "fcfs"   # priority: lower numbers first
 
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    for size in self.cudagraph_capture_sizes or ():
+      check(size.bit_count() == 1 and size > 0, f"cudagraph_capture_sizes: {size} must be a power of two")
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tinygrad import Device, dtypes, helpers, nn
 
-from .batch import Shape, Step, bucket, pack
+from .batch import Shape, Step, pack
 from .config import EngineConfig, ModelConfig, check, logger
 from .device import exclusive, largest_tensor, num_compiled, open_device, pick_dtype
 from .llama import Llama
@@ -223,7 +223,6 @@ class LLMEngine:
     started = time.perf_counter()
     known = num_compiled()
     self.runner.sizes = sorted(sizes or self.runner.usual_sizes())
-    check([*map(bucket, self.runner.sizes)] == self.runner.sizes, f"cudagraph_capture_sizes={sizes}: no powers of two")
     kinds = [(1, False, 0, False), (2, True, 128, True)] if rare else [(0, False, 0, False), (2, False, 0, False)]
     sizes = [] if self.config.enforce_eager else self.runner.sizes
     shapes = [Shape(size, min(size, self.runner.max_rows), *kind) for size in sizes for kind in kinds]

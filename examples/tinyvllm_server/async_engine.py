@@ -1,16 +1,14 @@
 """The engine for asyncio. One thread owns it, and others reach it through an inbox: no lock is held anywhere. Who reads
 a request is told its news, and exactly once its end."""
-import asyncio, atexit, collections, contextlib, functools, itertools, pathlib, queue, threading, uuid, weakref
+import asyncio, collections, contextlib, functools, itertools, pathlib, queue, threading, uuid, weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, NamedTuple
 
 from tinyvllm import LLM, RequestOutput
-from tinyvllm.config import check, logger
-from tinyvllm.device import exclusive
+from tinyvllm.config import EngineConfig, check, logger
 from tinyvllm.engine import Params, Prompt, Request
 
 News = RequestOutput | Exception
-atexit.register(exclusive.acquire, timeout=60)   # its thread is in no step while tinygrad closes the devices
 
 
 class Reader(NamedTuple):
@@ -92,13 +90,20 @@ class AsyncLLM:
   def __init__(self, model: str | pathlib.Path | None = None, stream_interval: int = 1, prepare: bool = False,
                **options: Any):
     check(type(stream_interval) is int and stream_interval > 0, f"stream_interval={stream_interval!r}: no int above 0")
-    sizes = options.pop("cudagraph_capture_sizes", None) if prepare else None
-    self.llm = LLM(model, **options)
+    sizes = EngineConfig(**options).cudagraph_capture_sizes
+    self.llm = LLM(model, **{**options, "cudagraph_capture_sizes": None})
     rare = ("" for _ in self.llm.capture(sizes, rare=True))
-    captures = itertools.chain(self.llm.capture(sizes), [""], rare) if prepare else iter([""])
+    captures = itertools.chain(self.llm.capture(sizes), [""], rare) if prepare or sizes else iter([""])
     self._driver = Driver(self.llm, stream_interval, captures)
     weakref.finalize(self, self._driver.inbox.put, None)
-    threading.Thread(target=self._driver.run, name="tinyvllm-engine", daemon=True).start()
+    self._thread = threading.Thread(target=self._driver.run, name="tinyvllm-engine", daemon=True)
+    self._thread.start()
+
+  def shutdown(self) -> None:
+    """End its thread, once that is between two steps or captures: as it traces one tinygrad could close no device."""
+    self._driver.captures = iter([""])
+    self._driver.inbox.put(None)
+    self._thread.join()
 
   @property
   def state(self) -> str: return self._driver.state   # what it waits for before it takes requests, or ""

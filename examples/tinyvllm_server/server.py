@@ -399,5 +399,6 @@ def main(argv: list[str]) -> int:
   except OSError as error: raise ValueError(f"host={config.host!r}, port={config.port}: {error.strerror}") from error
   server = Server(args["model"], given(args, EngineConfig), config)
   server.run()
+  if server.llm: server.llm.shutdown()
   if server.error: raise server.error
   return 0
