@@ -9,7 +9,6 @@ import functools, math
 from typing import Any, NamedTuple
 
 from tinygrad import UOp, dtypes
-from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, Ops
 
@@ -84,19 +83,18 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: 
   # Of what a lane has to do: neighbours in one block, and where these begin
   near, begin = (lane, part * (D // parts)) if cores else (part, lane * parts)
   own = share, g, begin + near
-  position = field(tokens, "position", t)
-  row = field(tokens, "row", t) % rows
+  position, row = [field(tokens, name, t) for name in ("position", "row")]
 
-  most = -(-max_blocks * BS // (shares * D))
   loop = UOp.loop(5)
   turns = UOp.placeholder((1,), dtypes.int32, 105, AddrSpace.REG)
   begun = turns.after(t, h)[0].store(0)
   done = turns.after(begun, loop)[0]
+  most = -(-max_blocks * BS // (shares * D))
   turn = done.load().cast(dtypes.weakint) % most   # so that 32 bits hold all that is computed of it
   first = (turn * shares + share) * D   # the first position of the share
 
   def read(cache, at, index, seen):
-    page = table[row, (at // BS).minimum(max_blocks - 1)].cast(dtypes.weakint) % pages
+    page = table[row % rows, (at // BS).minimum(max_blocks - 1)].cast(dtypes.weakint) % pages
     return cache.base.index(((page * KV + h) * D * BS + index).valid(seen)).cast(dtypes.float32)
 
   def scored(state):
@@ -135,5 +133,4 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: 
   made = State(*[UOp.placeholder(size, dtypes.float32, 100 + i, space) for i, (size, space) in enumerate(kinds)])
   state = made.after(summed(scored(made.after(begun, loop))).end(loop, (turn + 1) * shares * D <= position))
   threads = divisor(T, cores) if T >= 8 else 1
-  opts = (Opt(OptOps.THREAD, 0, threads),) if threads > 1 else ()
-  return kernel_of("attend", out[t, h, *own[1:]].store(combined(state).cast(out.dtype)), opts)
+  return kernel_of("attend", out[t, h, *own[1:]].store(combined(state).cast(out.dtype)), threads)

@@ -57,8 +57,10 @@ def end(store: UOp) -> UOp:
   return store.end(*axes_of(store, AxisType.UPCAST))
 
 
-def kernel_of(name: str, store: UOp, opts: tuple[Opt, ...] | None = None) -> UOp:
-  """A kernel of this store for all axes. opts: what tinygrad is to do to it; None: what it sees fit."""
+def kernel_of(name: str, store: UOp, threads: int | None = None) -> UOp:
+  """A kernel of this store for all axes, the first of which this many threads share. None: tinygrad does what it sees
+  fit to the kernel, else no more than that."""
+  opts = None if threads is None else (Opt(OptOps.THREAD, 0, threads),) if threads > 1 else ()
   return store.end(*store.ranges).sink(arg=KernelInfo(name=name, opts_to_apply=opts))
 
 
@@ -81,12 +83,6 @@ def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   return weight.reshape([shape[i] for i in argsort(order)]).transpose(order)
 
 
-def unpack(stored: Tensor) -> Tensor:
-  """A stored W as (out, in)."""
-  plain = stored.permute(argsort(STORED[stored.ndim]))
-  return plain.flatten(-1 if stored.ndim == 3 else 3).flatten(0, -2)
-
-
 class Linear:
   """x @ W.T + bias, accumulated in float32. sources: the matrices of the files whose rows follow each other in W, and
   how many each has. dtype: of x, and of W unless its file is narrower."""
@@ -106,14 +102,14 @@ class Linear:
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
     """Of each id, (T,), a row of W: (T, in)."""
-    return unpack(self.weight)[ids].cast(dtype).contiguous()
+    plain = self.weight.permute(argsort(STORED[self.weight.ndim])).reshape(self.out_features, self.in_features)
+    return plain[ids].cast(dtype).contiguous()
 
 
 def put(out: UOp, total: UOp, added: tuple[UOp, ...], row: UOp, column: UOp) -> UOp:
   """The store of a sum, with what is added to it, unless its row is one too many."""
   for x in added: total = total + x[row.minimum(x.shape[0] - 1), column].cast(total.dtype)
-  T, N = out.shape
-  return out.base.index((row * N + column).valid(row < T)).store(total.cast(out.dtype))
+  return out.base.index((row * out.shape[1] + column).valid(row < out.shape[0])).store(total.cast(out.dtype))
 
 
 def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
@@ -130,19 +126,18 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp
   column, row = axes(2, 4, 8, kind=AxisType.LOCAL)   # lane = row * 4 + column
   k = (axis(K32 // steps // shares, 5) * shares + axis(shares, 4, AxisType.GROUP_REDUCE)) * steps
   stores = []
-  for tile in range(n_tiles):
+  for tile, j in np.ndindex(n_tiles, t_tiles):
     n16 = n * n_tiles + tile
-    ws = {(k + u, i): UOp.stack(*[weight[n16, k + u, i, h, row, column, r, p] for h, r, p in np.ndindex(2, 2, 2)])
-          for u, i in np.ndindex(steps, 2)}   # 16 inputs each
-    for first in [(t * t_tiles + j) * 8 for j in range(t_tiles)]:
-      total = UOp.const((0.0,) * 4, dtypes.float32)
-      for (k32, i), w in ws.items():
-        four = [x[(first + row).minimum(T - 1), k32 * 32 + column * 8 + i * 4 + e] for e in range(4)]
-        total = UOp.wmma(w, UOp.stack(*four), total, MMA, "CUDA", 32)
-      total = fold(Ops.ADD, total)
-      stores += [put(out, total.index(e), added, first + column * 2 + e % 2, n16 * 16 + e // 2 * 8 + row)
-                 for e in range(4)]
-  return kernel_of("linear_tc", UOp.group(*stores), ())
+    first = (t * t_tiles + j) * 8
+    total = UOp.const((0.0,) * 4, dtypes.float32)
+    for u, i in np.ndindex(steps, 2):   # 16 inputs each
+      w = [weight[n16, k + u, i, h, row, column, r, p] for h, r, p in np.ndindex(2, 2, 2)]
+      four = [x[(first + row).minimum(T - 1), (k + u) * 32 + column * 8 + i * 4 + e] for e in range(4)]
+      total = UOp.wmma(UOp.stack(*w), UOp.stack(*four), total, MMA, "CUDA", 32)
+    total = fold(Ops.ADD, total)
+    stores += [put(out, total.index(e), added, first + column * 2 + e % 2, n16 * 16 + e // 2 * 8 + row)
+               for e in range(4)]
+  return kernel_of("linear_tc", UOp.group(*stores), 1)
 
 
 def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
@@ -162,8 +157,7 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
   total = fold(Ops.ADD, fold(Ops.ADD, product, AxisType.REDUCE))   # each share by itself, and then their sum
   # Below 2**16 products another core is not awake in time
   threads = divisor(N16 // tiles, cpu_cores()) if simd and T * K * N16 > 2**16 else 1
-  opts = (Opt(OptOps.THREAD, 0, threads),) if threads > 1 else ()
-  return kernel_of("linear", put(out, total, added, t, n * lanes + lane), opts if simd else None)
+  return kernel_of("linear", put(out, total, added, t, n * lanes + lane), threads if simd else None)
 
 
 class Norm:
@@ -193,4 +187,4 @@ class Norm:
     scale = (fold(Ops.ADD, sums[unrolled(lanes, 32, 4)]) / K + self.eps).rsqrt()
     column = (axis(rounds, 3, AxisType.LOOP) * lanes + lane) * wide + axis(wide, 7, AxisType.UPCAST)
     value = x[t, column].cast(dtypes.float32) * scale * weight[column].cast(dtypes.float32)
-    return kernel_of("rms_norm", out[t, column].store(value.cast(out.dtype)), ())
+    return kernel_of("rms_norm", out[t, column].store(value.cast(out.dtype)), 1)
