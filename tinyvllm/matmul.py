@@ -1,14 +1,13 @@
 """x @ W.T as UOps that state their schedule, once for tensor cores and once for all other devices, and the norm before
 it. A custom kernel gets its buffers, and says what to loop over, what each thread does and where results go."""
 from math import gcd, inf
-from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import argsort
-from tinygrad.uop.ops import AxisType, KernelInfo, Ops
+from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
 from .device import cpu_cores, renderer
 
@@ -23,19 +22,19 @@ TILES = [(8, inf, 1, 1, 16, 1), (16, inf, 1, 2, 8, 1), (32, 8192, 1, 4, 8, 1), (
 STORED = {3: (0, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 
 
-def divisor(n: Any, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
+def divisor(n: sint, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
 
 
-def axis(extent: Any, number: int, kind: AxisType = AxisType.REDUCE) -> UOp:
+def axis(extent: sint, number: int, kind: AxisType = AxisType.REDUCE) -> UOp:
   return UOp.range(extent, number, kind) if extent > 1 else UOp.const(0)   # tinygrad takes no reduce over one
 
 
-def axes(first: int, *extents: Any, kind: AxisType = AxisType.WEAK) -> list[UOp]:
+def axes(first: int, *extents: sint, kind: AxisType = AxisType.WEAK) -> list[UOp]:
   """Of these extents, numbered from the first."""
   return [UOp.range(extent, first + i, kind) for i, extent in enumerate(extents)]
 
 
-def unrolled(extent: Any, by: int, number: int) -> UOp:
+def unrolled(extent: sint, by: int, number: int) -> UOp:
   """An index that runs over extent: a loop and, within it, `by` rounds at once."""
   by = gcd(extent, by)
   return axis(extent // by, number) * by + axis(by, number + 1, AxisType.UNROLL)
@@ -48,8 +47,7 @@ def axes_of(x: UOp, *kinds: AxisType) -> list[UOp]:
 
 def fold(op: Ops, x: UOp, *kinds: AxisType) -> UOp:
   """Reduce over the axes of these kinds, or over all that are there for that."""
-  over = axes_of(x, *kinds or (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE))
-  return UOp(Ops.REDUCE, src=(x, *over), arg=(op, 0)) if over else x
+  return x.reduce(*axes_of(x, *kinds or (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE)), arg=op)
 
 
 def end(store: UOp) -> UOp:
@@ -107,7 +105,7 @@ class Linear:
 
 
 def put(out: UOp, total: UOp, added: tuple[UOp, ...], row: UOp, column: UOp) -> UOp:
-  """The store of a sum, with what is added to it, unless its row is one too many."""
+  """The store of a result, with what is added to it, unless its row is one too many."""
   for x in added: total = total + x[row.minimum(x.shape[0] - 1), column].cast(total.dtype)
   return out.base.index((row * out.shape[1] + column).valid(row < out.shape[0])).store(total.cast(out.dtype))
 
@@ -153,8 +151,8 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
   t = axis(T // rows, 1, AxisType.WEAK) * rows + axis(rows, 4, kind)
   k = unrolled(K, 4 if simd and T == 1 else 1, 5)
   lane = axis(lanes, 7, kind)
-  product = x[t, k].cast(dtypes.float32) * weight[n, k, lane].cast(dtypes.float32)
-  total = fold(Ops.ADD, fold(Ops.ADD, product, AxisType.REDUCE))   # each share by itself, and then their sum
+  # Each share by itself, and then their sum
+  total = fold(Ops.ADD, fold(Ops.ADD, x[t, k].float() * weight[n, k, lane].float(), AxisType.REDUCE))
   # Below 2**16 products another core is not awake in time
   threads = divisor(N16 // tiles, cpu_cores()) if simd and T * K * N16 > 2**16 else 1
   return kernel_of("linear", put(out, total, added, t, n * lanes + lane), threads if simd else None)
@@ -181,10 +179,9 @@ class Norm:
     rounds = K // wide // lanes
     t = UOp.range(T, 0)
     lane = UOp.range(lanes, 1, kind)
-    part = x[t, (axis(rounds, 2) * lanes + lane) * wide + axis(wide, 6, AxisType.UNROLL)].cast(dtypes.float32)
+    part = x[t, (axis(rounds, 2) * lanes + lane) * wide + axis(wide, 6, AxisType.UNROLL)].float()
     sums = UOp.placeholder((lanes,), dtypes.float32, 100, shared)
     sums = sums.after(end(sums[lane].store(fold(Ops.ADD, part * part))))
     scale = (fold(Ops.ADD, sums[unrolled(lanes, 32, 4)]) / K + self.eps).rsqrt()
     column = (axis(rounds, 3, AxisType.LOOP) * lanes + lane) * wide + axis(wide, 7, AxisType.UPCAST)
-    value = x[t, column].cast(dtypes.float32) * scale * weight[column].cast(dtypes.float32)
-    return kernel_of("rms_norm", out[t, column].store(value.cast(out.dtype)), 1)
+    return kernel_of("rms_norm", put(out, x[t, column].float() * scale * weight[column].float(), (), t, column), 1)
