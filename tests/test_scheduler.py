@@ -12,7 +12,7 @@ from reference import check_pool, check_scheduler
 from tinyvllm import SamplingParams
 from tinyvllm.config import EngineConfig
 from tinyvllm.request import Sequence
-from tinyvllm.scheduler import BlockManager, Scheduler, Written
+from tinyvllm.scheduler import BlockManager, Scheduler
 
 
 def a_sequence(tokens=(1,), order=(0, 0), max_len=64, **options):
@@ -36,7 +36,7 @@ class Bench:
     self.scheduler = Scheduler(config, self.blocks)
     self.samples = False
     self.all, self.steps, self.content, self.texts = [], 0, {}, {}
-    self.unread = self.nothing = [], {}, {}
+    self.unread = self.nothing = {}, {}, {}
 
   def add(self, prompt=3, n=5, priority=0, family=0, samples=1, reads=False):
     """Prompts of one family begin alike. reads: what comes next hangs on the token before, which must be known."""
@@ -86,9 +86,9 @@ class Bench:
     for seq in batch:
       for i in range(seq.num_computed): assert self.content[self.place(seq, i)] == self.text(seq, i), "not its K and V"
     sampled = {seq: 1000 + seq.length for seq, n in batch.items() if n == seq.remaining()}
-    written = [Written(seq, seq.block_table, seq.num_computed, seq.num_computed + n) for seq, n in batch.items()]
+    computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
     scheduler.advance(batch)
-    step = written, sampled, self.write(written)
+    step = computed, sampled, self.write(computed)
     ready, self.unread = (self.unread, step) if self.overlaps else (step, self.nothing)
     if fails == "launch":
       self.content |= dict.fromkeys([*ready[2], *step[2]], "rubbish")
@@ -100,14 +100,13 @@ class Bench:
     self.check()
     return batch
 
-  def write(self, written):
+  def write(self, computed):
     """Compute what a step does. Returns what it has put where."""
-    places = {}
-    for seq, table, start, end in written:
-      assert table is seq.block_table
-      for i in range(start, end):
+    places, readable = {}, {*self.blocks.shared, *self.blocks.cached.values()}
+    for seq, positions in computed.items():
+      for i in positions:
         block, offset = self.place(seq, i)
-        assert self.blocks.ref_counts[block] == 1 and not self.blocks.keys[block], "a write to what others read"
+        assert block not in readable, "a write to what others read"
         assert (block, offset) not in places, "two tokens in one place"
         places[block, offset] = self.text(seq, i)
     self.content |= places
@@ -368,9 +367,9 @@ def test_a_step_does_not_walk_the_queue():
   for i in range(100): scheduler.add(a_sequence([1, 2, 3], (0, i, 0), max_tokens=3))
   while len(scheduler.waiting) > 10:
     batch = scheduler.schedule()
-    written = [Written(seq, seq.block_table, seq.num_computed, seq.num_computed + n) for seq, n in batch.items()]
+    computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
     scheduler.advance(batch)
-    scheduler.update(written, dict.fromkeys(batch, 7))
+    scheduler.update(computed, dict.fromkeys(batch, 7))
 
 
 def test_no_more_sequences_run_than_max_num_seqs():

@@ -9,7 +9,6 @@ import functools, math
 from typing import Any, NamedTuple
 
 from tinygrad import UOp, dtypes
-from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, Ops
 
@@ -34,14 +33,12 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, qkv: UOp, rope: UOp, tokens: UOp
   offset = slot % BS
   cos, sin = [rope[field(tokens, "position", t) % rope.shape[0], z, i] for z in range(2)]
   dims = (i, i + D // 2)
-  stores = []
+  stores = [values[page, h, offset, d].store(qkv[t, (KV * G + KV + h) * D + d]) for d in dims]
   for n in range(G + 1):   # the queries of a K/V head, and its key
     head = h * G + n if n < G else KV * G + h
-    a, b = [qkv[t, head * D + d].cast(dtypes.float32) for d in dims]
-    for d, x in zip(dims, (a * cos - b * sin, b * cos + a * sin), strict=True):
-      to = q[t, h, n, d] if n < G else keys[page, h, d, offset]
-      stores.append(to.store(x.cast(q.dtype)))
-  stores += [values[page, h, offset, d].store(qkv[t, (KV * G + KV + h) * D + d]) for d in dims]
+    a, b = [qkv[t, head * D + d].float() for d in dims]
+    first, second = [q[t, h, n, d] if n < G else keys[page, h, d, offset] for d in dims]
+    stores += [first.store((a * cos - b * sin).cast(q.dtype)), second.store((b * cos + a * sin).cast(q.dtype))]
   return kernel_of("rope_and_write", UOp.group(*stores))
 
 
@@ -73,7 +70,6 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: 
   T, KV, G, D = q.shape
   pages, _, _, BS = keys.shape
   rows, max_blocks = table.shape
-  cores = cpu_cores()
   parts, unroll, shares = tiling(T, G, D, BS)
   kind, shared = lane_axis()
   t, h = axes(0, T, KV)
@@ -82,29 +78,27 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: 
   lane = UOp.range(D // parts, 4, kind)
   part = axis(parts, 12, AxisType.UPCAST)
   # Of what a lane has to do: neighbours in one block, and where these begin
-  near, begin = (lane, part * (D // parts)) if cores else (part, lane * parts)
+  near, begin = (lane, part * (D // parts)) if cpu_cores() else (part, lane * parts)
   own = share, g, begin + near
-  position = field(tokens, "position", t)
-  row = field(tokens, "row", t) % rows
-
-  most = -(-max_blocks * BS // (shares * D))
+  position, row = [field(tokens, name, t) for name in ("position", "row")]
   loop = UOp.loop(5)
   turns = UOp.placeholder((1,), dtypes.int32, 105, AddrSpace.REG)
   begun = turns.after(t, h)[0].store(0)
   done = turns.after(begun, loop)[0]
-  turn = done.load().cast(dtypes.weakint) % most   # so that 32 bits hold all that is computed of it
+  # Of no more than there can be, so that 32 bits hold all that is computed of it
+  turn = done.load().cast(dtypes.weakint) % -(-max_blocks * BS // (shares * D))
   first = (turn * shares + share) * D   # the first position of the share
 
   def read(cache, at, index, seen):
-    page = table[row, (at // BS).minimum(max_blocks - 1)].cast(dtypes.weakint) % pages
-    return cache.base.index(((page * KV + h) * D * BS + index).valid(seen)).cast(dtypes.float32)
+    page = table[row % rows, (at // BS).minimum(max_blocks - 1)].cast(dtypes.weakint) % pages
+    return cache.base.index(((page * KV + h) * D * BS + index).valid(seen)).float()
 
   def scored(state):
     """With the scores of D positions: q . k / sqrt(D), for exp2."""
     at = first + begin
     d = unrolled(D, unroll, 6)
     k = read(keys, at, d * BS + at % BS + near, at // BS * BS <= position)   # a block is read as a whole
-    score = fold(Ops.ADD, q[t, h, g, d].cast(dtypes.float32) * k) * (math.log2(math.e) / math.sqrt(D))
+    score = fold(Ops.ADD, q[t, h, g, d].float() * k) * (math.log2(math.e) / math.sqrt(D))
     seen = (at + near <= position).where(score, LOWEST)   # what is not may be anything, NaN too
     return state._replace(scores=state.scores.after(end(state.scores[own].store(seen))))
 
@@ -134,6 +128,5 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: 
   kinds: list[Any] = [((shares, G, D), shared)] * 3 + [((G,), AddrSpace.REG)] * 2
   made = State(*[UOp.placeholder(size, dtypes.float32, 100 + i, space) for i, (size, space) in enumerate(kinds)])
   state = made.after(summed(scored(made.after(begun, loop))).end(loop, (turn + 1) * shares * D <= position))
-  threads = divisor(T, cores) if T >= 8 else 1
-  opts = (Opt(OptOps.THREAD, 0, threads),) if threads > 1 else ()
-  return kernel_of("attend", out[t, h, *own[1:]].store(combined(state).cast(out.dtype)), opts)
+  threads = divisor(T, cpu_cores()) if T >= 8 else 1
+  return kernel_of("attend", out[t, h, *own[1:]].store(combined(state).cast(out.dtype)), threads)

@@ -8,7 +8,6 @@ import numpy as np
 
 from .config import EngineConfig
 from .request import EDIT, Sequence
-from .scheduler import Written
 
 # id: -1 where the host has not read it: the device's last one of the row. slot: block * block_size + offset. row: of
 # the block tables, max_num_seqs for padding. entry: where the tables have its block, seen flat
@@ -39,7 +38,7 @@ class Step(NamedTuple):
   shape: Shape
   array: np.ndarray                     # TOKEN and LOGITS, 16 words a token together; EDIT; masks
   targets: list[tuple[Sequence, int]]   # of each row of logits: the sequence, and the place of the token that it gives
-  written: list[Written]
+  computed: dict[Sequence, range]       # the places of the tokens whose K and V it writes
 
 
 def bucket(n: int) -> int: return 1 << max(0, n - 1).bit_length()
@@ -63,20 +62,20 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
   edits: list[tuple] = []
   masks = {}
   targets = []
-  written = [Written(seq, seq.block_table, seq.num_computed, seq.num_computed + n) for seq, n in batch.items()]
-  for seq, block_table, start, end in written:
-    known = [*seq.tokens[start:end + 1], -1, -1]   # the host has not read the last one, or nobody knows it
-    for position, (token, target) in zip(range(start, end), itertools.pairwise(known), strict=False):
+  computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
+  for seq, places in computed.items():
+    known = [*seq.tokens[places.start:places.stop + 1], -1, -1]   # the host has not read the last, or nobody knows
+    for position, (token, target) in zip(places, itertools.pairwise(known), strict=False):
       page, offset = divmod(position, config.block_size)
-      block = block_table[page]
+      block = seq.block_table[page]
       slot = block * config.block_size + offset
       tokens.append((token, position, slot, seq.row, seq.row * max_blocks + page, block))   # type: ignore[operator]
-      if position < end - seq.num_logits(end - start): continue
+      if position < places.stop - seq.num_logits(len(places)): continue
       targets.append((seq, position + 1))
       params = seq.params
       rows.append((len(tokens) - 1, position, seq.row if target < 0 else spare, target,
                    params.temperature, params.top_k, params.top_p, params.min_p, seq.seed % 2**64))
-    if end < seq.length: continue   # no new token comes of it
+    if places.stop < seq.length: continue   # no new token comes of it
     edits.extend((len(rows) - 1, *edit) for edit in seq.edits())
     mask = seq.mask(vocab_size)
     if mask is not None: masks[len(rows) - 1] = mask
@@ -88,5 +87,5 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
   array = np.concatenate([
     words(tokens, TOKEN, shape.tokens, row=spare, entry=spare * max_blocks),
     words(rows, LOGITS, shape.tokens, last_row=spare), words(edits, EDIT, shape.edits, row=-1),
-    *[masks.get(row, everything) for row in range(shape.masked * shape.rows)]])
-  return Step(shape, array, targets, written)
+    *[masks.get(row, everything) for row in range(shape.rows if shape.masked else 0)]])
+  return Step(shape, array, targets, computed)

@@ -250,14 +250,14 @@ class LLMEngine:
       if k is None or token is None: continue
       rows = [(token, own, rank), *zip(best[::2], best[1::2], range(1, k + 1), strict=False)]
       seq.logprobs[place] = {int(i): Logprob(x, int(r), self.tokenizer.decode([int(i)], False)) for i, x, r in rows}
-    self.scheduler.update(step.written, sampled)   # last: a token that counts has all that belongs to it
+    self.scheduler.update(step.computed, sampled)   # last: a token that counts has all that belongs to it
 
   def get_metrics(self) -> dict[str, float]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
     totals = self.scheduler.totals
     seconds = totals["seconds"] or 1
     return {**totals, "blocks_used": self.blocks.num_used(), "blocks_free": self.blocks.num_free(),
-            "blocks_cached": len(self.blocks.unused), "blocks_shared": self.blocks.num_shared,
+            "blocks_cached": len(self.blocks.unused), "blocks_shared": len(self.blocks.shared),
             "num_requests_running": len(self.scheduler.running), "num_requests_waiting": len(self.scheduler.waiting),
             "mean_batch_size": totals["scheduled"] / (totals["steps"] or 1),
             "tokens_per_second": totals["generation_tokens"] / seconds,

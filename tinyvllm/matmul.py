@@ -2,14 +2,13 @@
 it. A custom kernel gets its buffers, and says what to loop over, what each thread does and where results go."""
 import functools
 from math import gcd, inf
-from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.helpers import argsort
-from tinygrad.uop.ops import AxisType, KernelInfo, Ops
+from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
 from .device import cpu_cores, renderer
 
@@ -24,19 +23,19 @@ TILES = [(8, inf, 1, 1, 16, 1), (16, inf, 1, 2, 8, 1), (32, 8192, 1, 4, 8, 1), (
 STORED = {1: (0,), 3: (0, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 
 
-def divisor(n: Any, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
+def divisor(n: sint, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
 
 
-def axis(extent: Any, number: int, kind: AxisType = AxisType.REDUCE) -> UOp:
+def axis(extent: sint, number: int, kind: AxisType = AxisType.REDUCE) -> UOp:
   return UOp.range(extent, number, kind) if extent > 1 else UOp.const(0)   # tinygrad takes no reduce over one
 
 
-def axes(first: int, *extents: Any, kind: AxisType = AxisType.WEAK) -> list[UOp]:
+def axes(first: int, *extents: sint, kind: AxisType = AxisType.WEAK) -> list[UOp]:
   """Of these extents, numbered from the first."""
   return [UOp.range(extent, first + i, kind) for i, extent in enumerate(extents)]
 
 
-def unrolled(extent: Any, by: int, number: int) -> UOp:
+def unrolled(extent: sint, by: int, number: int) -> UOp:
   """An index that runs over extent: a loop and, within it, `by` rounds at once."""
   by = gcd(extent, by)
   return axis(extent // by, number) * by + axis(by, number + 1, AxisType.UNROLL)
@@ -49,8 +48,7 @@ def axes_of(x: UOp, *kinds: AxisType) -> list[UOp]:
 
 def fold(op: Ops, x: UOp, *kinds: AxisType) -> UOp:
   """Reduce over the axes of these kinds, or over all that are there for that."""
-  over = axes_of(x, *kinds or (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE))
-  return UOp(Ops.REDUCE, src=(x, *over), arg=(op, 0)) if over else x
+  return x.reduce(*axes_of(x, *kinds or (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE)), arg=op)
 
 
 def end(store: UOp) -> UOp:
@@ -58,8 +56,10 @@ def end(store: UOp) -> UOp:
   return store.end(*axes_of(store, AxisType.UPCAST))
 
 
-def kernel_of(name: str, store: UOp, opts: tuple[Opt, ...] | None = None) -> UOp:
-  """A kernel of this store for all axes. opts: what tinygrad is to do to it; None: what it sees fit."""
+def kernel_of(name: str, store: UOp, threads: int | None = None) -> UOp:
+  """A kernel of this store for all axes, the first of which this many threads share. None: tinygrad does what it sees
+  fit to the kernel, else no more than that."""
+  opts = None if threads is None else (Opt(OptOps.THREAD, 0, threads),) if threads > 1 else ()
   return store.end(*store.ranges).sink(arg=KernelInfo(name=name, opts_to_apply=opts))
 
 
@@ -82,12 +82,6 @@ def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   return weight.reshape([shape[i] for i in argsort(order)]).transpose(order)
 
 
-def unpack(stored: Tensor) -> Tensor:
-  """A stored W as (out, in)."""
-  plain = stored.permute(argsort(STORED[stored.ndim]))
-  return plain.flatten(-1 if stored.ndim == 3 else 3).flatten(0, -2)
-
-
 class Linear:
   """x @ W.T + bias, accumulated in float32. sources: the matrices of the files whose rows follow each other in W, and
   how many each has. dtype: of x, and of W unless its file is narrower."""
@@ -107,14 +101,14 @@ class Linear:
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
     """Of each id, (T,), a row of W: (T, in)."""
-    return unpack(self.weight)[ids].cast(dtype).contiguous()
+    plain = self.weight.permute(argsort(STORED[self.weight.ndim])).reshape(self.out_features, self.in_features)
+    return plain[ids].cast(dtype).contiguous()
 
 
 def put(out: UOp, total: UOp, added: tuple[UOp, ...], row: UOp, column: UOp) -> UOp:
-  """The store of a sum, with what is added to it, unless its row is one too many."""
+  """The store of a result, with what is added to it, unless its row is one too many."""
   for x in added: total = total + x[row.minimum(x.shape[0] - 1), column].cast(total.dtype)
-  T, N = out.shape
-  return out.base.index((row * N + column).valid(row < T)).store(total.cast(out.dtype))
+  return out.base.index((row * out.shape[1] + column).valid(row < out.shape[0])).store(total.cast(out.dtype))
 
 
 @functools.cache   # for greedy steps and for sampled ones
@@ -132,19 +126,18 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp
   column, row = axes(2, 4, 8, kind=AxisType.LOCAL)   # lane = row * 4 + column
   k = (axis(K32 // steps // shares, 5) * shares + axis(shares, 4, AxisType.GROUP_REDUCE)) * steps
   stores = []
-  for tile in range(n_tiles):
+  for tile, j in np.ndindex(n_tiles, t_tiles):
     n16 = n * n_tiles + tile
-    ws = {(k + u, i): UOp.stack(*[weight[n16, k + u, i, h, row, column, r, p] for h, r, p in np.ndindex(2, 2, 2)])
-          for u, i in np.ndindex(steps, 2)}   # 16 inputs each
-    for first in [(t * t_tiles + j) * 8 for j in range(t_tiles)]:
-      total = UOp.const((0.0,) * 4, dtypes.float32)
-      for (k32, i), w in ws.items():
-        four = [x[(first + row).minimum(T - 1), k32 * 32 + column * 8 + i * 4 + e] for e in range(4)]
-        total = UOp.wmma(w, UOp.stack(*four), total, MMA, "CUDA", 32)
-      total = fold(Ops.ADD, total)
-      stores += [put(out, total.index(e), added, first + column * 2 + e % 2, n16 * 16 + e // 2 * 8 + row)
-                 for e in range(4)]
-  return kernel_of("linear_tc", UOp.group(*stores), ())
+    first = (t * t_tiles + j) * 8
+    total = UOp.const((0.0,) * 4, dtypes.float32)
+    for u, i in np.ndindex(steps, 2):   # 16 inputs each
+      w = [weight[n16, k + u, i, h, row, column, r, p] for h, r, p in np.ndindex(2, 2, 2)]
+      four = [x[(first + row).minimum(T - 1), (k + u) * 32 + column * 8 + i * 4 + e] for e in range(4)]
+      total = UOp.wmma(UOp.stack(*w), UOp.stack(*four), total, MMA, "CUDA", 32)
+    total = fold(Ops.ADD, total)
+    stores += [put(out, total.index(e), added, first + column * 2 + e % 2, n16 * 16 + e // 2 * 8 + row)
+               for e in range(4)]
+  return kernel_of("linear_tc", UOp.group(*stores), 1)
 
 
 def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
@@ -160,12 +153,11 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
   t = axis(T // rows, 1, AxisType.WEAK) * rows + axis(rows, 4, kind)
   k = unrolled(K, 4 if simd and T == 1 else 1, 5)
   lane = axis(lanes, 7, kind)
-  product = x[t, k].cast(dtypes.float32) * weight[n, k, lane].cast(dtypes.float32)
-  total = fold(Ops.ADD, fold(Ops.ADD, product, AxisType.REDUCE))   # each share by itself, and then their sum
+  # Each share by itself, and then their sum
+  total = fold(Ops.ADD, fold(Ops.ADD, x[t, k].float() * weight[n, k, lane].float(), AxisType.REDUCE))
   # Below 2**16 products another core is not awake in time
   threads = divisor(N16 // tiles, cpu_cores()) if simd and T * K * N16 > 2**16 else 1
-  opts = (Opt(OptOps.THREAD, 0, threads),) if threads > 1 else ()
-  return kernel_of("linear", put(out, total, added, t, n * lanes + lane), opts if simd else None)
+  return kernel_of("linear", put(out, total, added, t, n * lanes + lane), threads if simd else None)
 
 
 class Norm:
@@ -189,10 +181,9 @@ class Norm:
     rounds = K // wide // lanes
     t = UOp.range(T, 0)
     lane = UOp.range(lanes, 1, kind)
-    part = x[t, (axis(rounds, 2) * lanes + lane) * wide + axis(wide, 6, AxisType.UNROLL)].cast(dtypes.float32)
+    part = x[t, (axis(rounds, 2) * lanes + lane) * wide + axis(wide, 6, AxisType.UNROLL)].float()
     sums = UOp.placeholder((lanes,), dtypes.float32, 100, shared)
     sums = sums.after(end(sums[lane].store(fold(Ops.ADD, part * part))))
     scale = (fold(Ops.ADD, sums[unrolled(lanes, 32, 4)]) / K + self.eps).rsqrt()
     column = (axis(rounds, 3, AxisType.LOOP) * lanes + lane) * wide + axis(wide, 7, AxisType.UPCAST)
-    value = x[t, column].cast(dtypes.float32) * scale * weight[column].cast(dtypes.float32)
-    return kernel_of("rms_norm", out[t, column].store(value.cast(out.dtype)), ())
+    return kernel_of("rms_norm", put(out, x[t, column].float() * scale * weight[column].float(), (), t, column), 1)

@@ -112,9 +112,9 @@ class Runner:
       compute.cnt = 1   # TinyJit's count of calls: capture at the first one, as all that it reads is realized
       self.steps[step.shape] = words, compute
     words, graph = self.steps[step.shape]
-    written = [x for x in step.written if x.seq.row is not None]   # none that was aborted since
-    unknown = [x for x in written if x.start and self.known.get(x.seq.row) is not x.block_table]
-    self.known |= {x.seq.row: x.block_table for x in written}
+    running = [seq for seq in step.computed if seq.row is not None]   # none that was aborted since
+    unknown = [seq for seq in running if step.computed[seq].start and self.known.get(seq.row) is not seq.block_table]
+    self.known |= {seq.row: seq.block_table for seq in running}
     if unknown:   # tokens bring the blocks of their own slots, but these sequences begin with others
       tables = np.zeros(self.table.shape, np.int32)
       for row, block_table in self.known.items(): tables[row, :len(block_table)] = block_table

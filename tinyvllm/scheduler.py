@@ -1,20 +1,11 @@
 """What each step computes (Yu et al. 2022, Orca): one token for every decoding sequence, then chunks of prompts,
 at most max_num_batched_tokens together. The oldest running sequence of the highest priority always makes progress."""
 import bisect, hashlib, math, time
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from .config import EngineConfig, logger
 from .request import Sequence
-
-
-class Written(NamedTuple):
-  """What a step computes of a sequence: K and V of its tokens from start to end, in the blocks that it had then."""
-  seq: Sequence
-  block_table: list[int]
-  start: int
-  end: int
 
 
 class BlockManager:
@@ -26,16 +17,16 @@ class BlockManager:
     self.num_blocks = num_blocks
     self.block_size = config.block_size
     self.num_tokens = (num_blocks - 1) * config.block_size
+    self.keys = [b""] * num_blocks   # of what has last filled each
     self.cached: dict[bytes, int] = {}   # the first block with a key
     self.reset()
 
   def reset(self) -> None:
     """Nobody holds a block. What is found stays so."""
-    self.keys = defaultdict(bytes, {block: key for key, block in self.cached.items()})   # of what is in each, or b""
-    self.ref_counts = [0] * self.num_blocks
-    self.num_shared = 0   # blocks that several hold
-    self.unused = OrderedDict.fromkeys(self.keys)   # free blocks that are found, the one let go of longest ago first
-    self.empty = [block for block in range(self.num_blocks - 1, 0, -1) if block not in self.keys]   # the rest
+    self.shared: Counter[int] = Counter()   # blocks that several hold, and by how many more than one
+    # Free blocks: those that are found, the one let go of longest ago first, and the rest
+    self.unused = OrderedDict.fromkeys(self.cached.values())
+    self.empty = [block for block in range(self.num_blocks - 1, 0, -1) if block not in self.unused]
 
   def num_free(self) -> int: return len(self.empty) + len(self.unused)
   def num_used(self) -> int: return self.num_blocks - 1 - self.num_free()
@@ -44,44 +35,37 @@ class BlockManager:
   def allocate(self, table: list[int], num_tokens: int) -> None:
     """Grow `table` until it holds `num_tokens`. The caller has asked `can_allocate`."""
     while len(table) * self.block_size < num_tokens:
-      if self.empty: block = self.empty.pop()
-      else:
-        block, _ = self.unused.popitem(last=False)
-        del self.cached[self.keys.pop(block)]
-      self.ref_counts[block] = 1
+      block = self.empty.pop() if self.empty else self.unused.popitem(last=False)[0]
+      if self.cached.get(self.keys[block]) == block: del self.cached[self.keys[block]]
       table.append(block)
 
   def free(self, seq: Sequence) -> None:
     """Let go of a sequence's blocks, the newest first."""
     for block in reversed(seq.block_table):
-      self.ref_counts[block] -= 1
-      if self.ref_counts[block] == 1: self.num_shared -= 1
-      if self.ref_counts[block]: continue
-      if self.cached.get(self.keys[block]) == block: self.unused[block] = None
-      else:   # it cannot be found
-        del self.keys[block]
-        self.empty.append(block)
+      if block in self.shared:
+        self.shared[block] -= 1
+        if not self.shared[block]: del self.shared[block]
+      elif self.cached.get(self.keys[block]) == block: self.unused[block] = None
+      else: self.empty.append(block)   # it cannot be found
     seq.restart()
 
   def _key(self, seq: Sequence, i: int) -> bytes:
-    tokens = seq.tokens[i * self.block_size:(i + 1) * self.block_size]
     parent = self.keys[seq.block_table[i - 1]] if i else b""
-    return hashlib.sha256(parent + str(tokens).encode()).digest()
+    return hashlib.sha256(parent + str(seq.tokens[i * self.block_size:(i + 1) * self.block_size]).encode()).digest()
 
   def match(self, seq: Sequence) -> None:
     """Give a sequence without blocks those in which its tokens are found. The last token is always computed."""
     for i in range((len(seq.tokens) - 1) // self.block_size):
       block = self.cached.get(self._key(seq, i))
       if block is None: break
-      self.unused.pop(block, None)
-      self.ref_counts[block] += 1
-      if self.ref_counts[block] == 2: self.num_shared += 1
+      if block in self.unused: del self.unused[block]
+      else: self.shared[block] += 1
       seq.block_table.append(block)
     seq.num_computed = len(seq.block_table) * self.block_size
 
-  def publish(self, seq: Sequence, start: int, end: int) -> None:
-    """Let the blocks that the tokens from start to end have filled be found: a step computed them, and was read."""
-    for i in range(start // self.block_size, end // self.block_size):
+  def publish(self, seq: Sequence, computed: range) -> None:
+    """Let the blocks that the tokens in these places have filled be found: a step computed them, and was read."""
+    for i in range(computed.start // self.block_size, computed.stop // self.block_size):
       block = seq.block_table[i]
       self.keys[block] = self._key(seq, i)
       self.cached.setdefault(self.keys[block], block)
@@ -94,9 +78,8 @@ class Scheduler:
     self.blocks = blocks
     self.waiting: list[Sequence] = []   # in order
     self.running: list[Sequence] = []
-    self.totals: Counter = Counter(dict.fromkeys([
-      "steps", "scheduled", "seconds", "num_preemptions", "prompt_tokens", "generation_tokens", "requests_finished",
-      "prefix_cache_queries", "prefix_cache_hits"], 0))
+    self.totals = Counter(steps=0, scheduled=0, seconds=0, num_preemptions=0, prompt_tokens=0, generation_tokens=0,
+                          requests_finished=0, prefix_cache_queries=0, prefix_cache_hits=0)
 
   def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq)
 
@@ -112,12 +95,11 @@ class Scheduler:
         self.preempt(victim)
         left += batch.pop(victim, 0)
         if victim is seq: n = 0
-      if n:
-        self.blocks.allocate(seq.block_table, seq.num_computed + n)
-        batch[seq] = n
-        left -= n
+      self.blocks.allocate(seq.block_table, seq.num_computed + n)
+      batch[seq] = n
+      left -= n
       if not left: break
-    return batch
+    return {seq: n for seq, n in batch.items() if n}
 
   def _candidates(self) -> Iterator[Sequence]:
     """Those who run, what is left of prompts last, and then, unless one has been preempted meanwhile, those who wait:
@@ -144,10 +126,9 @@ class Scheduler:
     self.running.remove(seq)
     self.blocks.free(seq)
     self.add(seq)
-    self.totals["num_preemptions"] += 1
-    times = self.totals["num_preemptions"]
+    times = self.totals["num_preemptions"] = self.totals["num_preemptions"] + 1
     if times.bit_count() == 1:   # ever more rarely
-      logger.warning("%d preemptions: lower max_num_seqs or raise gpu_memory_utilization", times)
+      logger.warning(f"{times} preemptions: lower max_num_seqs or raise gpu_memory_utilization")
 
   def advance(self, batch: dict[Sequence, int]) -> None:
     """Count what a step that is about to run computes, and the tokens that come of it: they may be scheduled unread."""
@@ -155,10 +136,11 @@ class Scheduler:
       if n == seq.remaining(): seq.num_unread += 1
       seq.num_computed += n
 
-  def update(self, written: list[Written], sampled: dict[Sequence, int]) -> None:
-    """Take the tokens of a step that has been read. Of those who have been preempted since nothing can be found."""
-    for seq, block_table, start, end in written:
-      if self.config.enable_prefix_caching and seq.block_table is block_table: self.blocks.publish(seq, start, end)
+  def update(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
+    """Take the results of a step that has been read. computed: the places of each sequence's tokens whose K and V it
+    wrote. Of those who have lost their blocks since nothing can be found."""
+    for seq, places in computed.items():
+      if self.config.enable_prefix_caching and seq.num_computed >= places.stop: self.blocks.publish(seq, places)
     for seq, token in sampled.items():
       seq.append(token)
       while seq.forks: self.add(seq.forks.pop())
