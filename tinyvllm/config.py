@@ -65,8 +65,8 @@ class EngineConfig(Options):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    for size in self.cudagraph_capture_sizes or ():
-      check(size.bit_count() == 1 and size > 0, f"cudagraph_capture_sizes: {size} must be a power of two")
+    sizes = self.cudagraph_capture_sizes or []
+    check(all(x > 0 and x.bit_count() == 1 for x in sizes), f"cudagraph_capture_sizes={sizes} must be powers of two")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from tinyvllm.config import EngineConfig, check, logger
 from tinyvllm.engine import Params, Prompt, Request
 
 News = RequestOutput | Exception
+IDLE = 2.0   # seconds without a request, after which steps are captured that may never be met
 
 
 class Reader(NamedTuple):
@@ -28,11 +29,13 @@ class Driver:
     self.readers: dict[Request, Reader] = {}
 
   def run(self) -> None:
-    """Between two steps all that is in the inbox; where there is nothing to step for or to capture, wait for it."""
+    """Between two steps all that is in the inbox; where there is nothing to step for, wait for it, and after a while
+    capture what is rare."""
     while True:
-      busy = self.llm.has_unfinished_requests()
-      if self.state or self.captures and self.inbox.empty() and not busy: call: Any = self.capture
-      else: call = self.step if self.inbox.empty() and busy else self.inbox.get()
+      busy = self.inbox.empty() and self.llm.has_unfinished_requests()
+      call: Any = self.capture if self.state else self.step if busy else None
+      try: call = call or self.inbox.get(timeout=IDLE if self.captures else None)
+      except queue.Empty: call = self.capture
       if call is None: return
       try: call()
       except Exception: logger.exception("the engine's thread goes on")
