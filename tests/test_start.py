@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 from reference import reference_greedy
 from server import Server, wait_until
-from tinygrad import Tensor, UOp, function, helpers
+from tinygrad import Tensor, UOp, dtypes, function, helpers
 from tinygrad.uop.ops import KernelInfo
 from tinyvllm_server import AsyncLLM
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams, device
 from tinyvllm.batch import Shape
+from tinyvllm.config import EngineConfig, ModelConfig
 from tinyvllm.llama import with_inputs
-from tinyvllm.runner import OFTEN
+from tinyvllm.runner import OFTEN, allocate_caches
 
 ROOT = Path(tinyvllm.__file__).parents[1]
 
@@ -216,6 +217,22 @@ def test_eager_engines_capture_nothing(fresh):
 def test_what_suits_the_device_ends_with_the_largest_step(fresh):
   assert fresh().runner.usual_sizes() == [1, 2, 4, 8, 16, 32]
   assert fresh(max_num_batched_tokens=20).runner.usual_sizes()[-1] == 32
+
+
+@pytest.mark.parametrize("length,gib", [(2048, 4), (2**18, 6)], ids=["4 GiB", "what one sequence takes"])
+def test_on_a_cpu_the_pool_is_the_same_at_the_next_start_and_so_are_the_kernels(length, gib, monkeypatch):
+  """30 layers of 3 heads of 64 dimensions: 23 KiB a token in float16."""
+  shape = ModelConfig.from_hf(dict(
+    vocab_size=32, hidden_size=576, intermediate_size=64, num_hidden_layers=30, num_attention_heads=9,
+    rms_norm_eps=1e-5, num_key_value_heads=3, max_position_embeddings=2**18,
+    architectures=["LlamaForCausalLM"]), Path())
+  made = []
+  monkeypatch.setattr("tinyvllm.runner.Tensor.empty", lambda *shape, dtype: made.append(shape) or Tensor(0.0))
+  config = EngineConfig(max_num_seqs=1024)
+  for gib_left in (20, 17.3): allocate_caches(shape, config, length, dtypes.float16, int(gib_left * 2**30))
+  assert len({tuple(made[:60]), tuple(made[60:])}) == 1
+  blocks, heads, dim, size = made[0]
+  assert 0.9 * gib * 2**30 <= 60 * blocks * heads * dim * size * 2 <= 1.02 * gib * 2**30
 
 
 # what is said

@@ -32,8 +32,8 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   per_sequence = -(-max_model_len // BS)
   most = largest_tensor() // part
   fit = min(left // size, most)
-  if cpu_cores(): fit = min(fit, max(2**32 // size, per_sequence + 1))   # 4 GiB will do: it is the user's memory
   fit -= fit % (1 << max(0, fit.bit_length() - 6))   # one of few sizes: kernels know and cache it
+  if cpu_cores(): fit = min(fit, max(2**32 // size, per_sequence + 1))   # 4 GiB will do: it is the user's memory
   check(fit > per_sequence or config.num_gpu_blocks_override, f"max_model_len={max_model_len} needs "
         f"{per_sequence * size / 2**30:.2f} GiB of KV cache, of {left / 2**30:.2f} GiB free: lower it to "
         f"{max(0, fit - 1) * BS} or raise gpu_memory_utilization={config.gpu_memory_utilization}")
