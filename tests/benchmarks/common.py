@@ -28,7 +28,7 @@ from tinygrad.dtype import DType
 from tinygrad.engine.jit import CapturedJit
 from tinygrad.uop.ops import KernelInfo
 
-import tinyvllm
+import tinyvllm.runner
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import ModelConfig
 from tinyvllm.device import largest_tensor, open_device
@@ -88,8 +88,10 @@ def hf_config(args: argparse.Namespace) -> dict:
   return {**config, "num_hidden_layers": args.layers or config["num_hidden_layers"]}
 
 
-def open_llm(args: argparse.Namespace, **options) -> LLM:
-  """The engine of the model that the arguments name; without a prefix cache, as runs repeat their prompts."""
+def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
+  """The engine of the model that the arguments name; without a prefix cache, as runs repeat their prompts. padded: as
+  others have it, to a captured shape at first; else each shape is captured when it is met, and so by a warm-up."""
+  if not padded: tinyvllm.runner.OFTEN = 0
   options = {"enable_prefix_caching": False, **options}
   if args.model and args.layers is None: return LLM(args.model, dtype=args.dtype, **options)
   config = hf_config(args)

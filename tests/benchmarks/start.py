@@ -28,7 +28,7 @@ def tell(**facts) -> None: print(json.dumps(facts), flush=True)
 
 def start(args: argparse.Namespace) -> None:
   """In a process of its own: the time of each stage, by a clock that all processes share."""
-  llm = common.open_llm(args)
+  llm = common.open_llm(args, padded=True)
   tell(stage="loaded", time=time.monotonic())
   next(llm.generate_stream({"prompt_token_ids": [5, 6, 7, 8, 9]}, common.greedy(2)))
   tell(stage="first token", time=time.monotonic())
@@ -39,7 +39,7 @@ def start(args: argparse.Namespace) -> None:
 async def load(args: argparse.Namespace) -> None:
   """In a process of its own: what the streams of many requests meet."""
   from tinyvllm_server import AsyncLLM
-  with patch("tinyvllm_server.async_engine.LLM", lambda model, **options: common.open_llm(args, **options)):
+  with patch("tinyvllm_server.async_engine.LLM", lambda model, **options: common.open_llm(args, padded=True, **options)):
     llm = AsyncLLM(args.model, prepare=args.prepare)
   while llm.state: await asyncio.sleep(0.1)
   rng = random.Random(args.seed)
