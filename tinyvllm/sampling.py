@@ -4,10 +4,9 @@ import math
 from collections.abc import Callable
 
 from tinygrad import Tensor, UOp, dtypes, function
-from tinygrad.uop.ops import KernelInfo
 
 from .device import cpu_cores
-from .matmul import divisor
+from .matmul import divisor, kernel_of
 from .request import EDIT
 
 TOP = 20   # tokens whose log probabilities come with those of a token
@@ -15,25 +14,23 @@ TOP = 20   # tokens whose log probabilities come with those of a token
 
 def _hash(x: Tensor) -> Tensor:
   """Mix 32 bits; the constants are lowbias32's, from Wellons' hash-prospector."""
-  x = (x ^ x.rshift(16)) * 0x7feb352d
-  x = (x ^ x.rshift(15)) * 0x846ca68b
+  for shift, factor in ((16, 0x7feb352d), (15, 0x846ca68b)): x = (x ^ x.rshift(shift)) * factor
   return x ^ x.rshift(16)
 
 
 def _gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
   """Gumbel noise, (S, V), a pure function of seed, position and token id. seeds: (S, 2) uint32. positions: (S,)."""
   key = _hash(seeds[:, 0] ^ _hash(seeds[:, 1] ^ _hash(positions.cast(dtypes.uint32)))).unsqueeze(1)   # (S, 1)
-  ids = Tensor.arange(vocab_size, dtype=dtypes.uint32)   # (V,)
-  bits = _hash(_hash(ids) ^ key).rshift(9)   # (S, V), 23 bits: with the half added, float32 has no room for more
+  # (S, V), 23 bits: with the half added, float32 has no room for more
+  bits = _hash(_hash(Tensor.arange(vocab_size, dtype=dtypes.uint32)) ^ key).rshift(9)
   uniform = (bits.cast(dtypes.float32) + 0.5) * 2.0**-23   # above 0 and below 1
   return -(-uniform.log()).log()
 
 
 def _rows(reduce: Callable[..., Tensor], x: Tensor) -> Tensor:
   """A sum or maximum over V of (S, V, ...): (S, 1, ...), in two steps, as few rows would leave most of a GPU idle."""
-  V = int(x.shape[1])
-  common = math.gcd(V, 1 if cpu_cores() else 256)
-  columns = common * divisor(V // common, 4)
+  common = math.gcd(int(x.shape[1]), 1 if cpu_cores() else 256)
+  columns = common * divisor(x.shape[1] // common, 4)
   parts = reduce(x.unflatten(1, (-1, columns)), 1).contiguous()   # (S, columns, ...)
   return reduce(parts, 1, keepdim=True).contiguous()
 
@@ -54,10 +51,9 @@ def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
   @function(precompile=True)   # scheduled once for all rounds
   def narrowed(low: Tensor, p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     step = low & -low   # its lowest set bit, so that every round is the same few kernels
-    tries = low + step * Tensor.arange(3)   # (S, 3)
-    bits = p.bitcast(dtypes.int32).unsqueeze(2)   # (S, V, 1)
-    enough = (bits >= tries.unsqueeze(1)).where(weight.unsqueeze(2), 0.0)   # (S, V, 3)
-    count = (_rows(Tensor.sum, enough) >= target.unsqueeze(1)).sum(2)   # (S, 1)
+    tries = (low + step * Tensor.arange(3)).unsqueeze(1)   # (S, 1, 3)
+    kept = (p.bitcast(dtypes.int32).unsqueeze(2) >= tries).where(weight.unsqueeze(2), 0.0)   # (S, V, 3)
+    count = (_rows(Tensor.sum, kept) >= target.unsqueeze(1)).sum(2)   # (S, 1)
     return (low + step * (count - 1) + step // 4).contiguous()
   for _ in range(15): low = narrowed(low, p, weight, target)
   return low.bitcast(dtypes.float32)
@@ -76,8 +72,7 @@ def edit_kernel(logits: UOp, edits: UOp) -> UOp:
   bias, factor, penalty = [word.bitcast(dtypes.float32) for word in words]
   logit = logits[row.cast(dtypes.weakint).valid(row >= 0), token.cast(dtypes.weakint)]
   x = logit.load() + bias
-  stored = logit.store((x > 0).where(x / factor, x * factor) - penalty)
-  return stored.end(i).sink(arg=KernelInfo(name="edit"))
+  return kernel_of("edit", logit.store((x > 0).where(x / factor, x * factor) - penalty))
 
 
 def top_logprobs(logits: Tensor, ids: Tensor, k: int = TOP) -> Tensor:
