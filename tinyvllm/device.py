@@ -3,7 +3,7 @@ Adds what tinygrad 0.14 lacks: lowered kernels kept on disk, and a graph for CPU
 import concurrent.futures, contextlib, ctypes, dataclasses, functools, hashlib, importlib.metadata, os, pathlib, pickle
 import shutil, sys, threading
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from tinygrad import Device, UOp, codegen, dtypes, helpers
 from tinygrad.codegen import do_to_program
@@ -89,26 +89,22 @@ class KernelFolder:
     kept = path.read_bytes() if path.is_file() else b""
     if kept.startswith(hashlib.sha256(kept[32:]).digest()): return pickle.loads(kept[32:])
     self.compiled += 1
-    program = do_to_program(ast, renderer)
-    content = pickle.dumps(program)
+    content = pickle.dumps(do_to_program(ast, renderer))
     new = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):   # the disk is full
       new.write_bytes(hashlib.sha256(content).digest() + content)
       new.replace(path)   # at once, as another process may read it
-    return program
+    return pickle.loads(content)   # as the next run will have it
 
 
-def num_compiled() -> int:
-  """Kernels that no file had."""
-  return getattr(codegen.do_to_program, "compiled", 0)
+def num_compiled() -> int: return getattr(codegen.do_to_program, "compiled", 0)   # kernels that no file had
 
 
 def lower_and_compile(linear: UOp) -> UOp:
   """As tinygrad's of this name, which walks all programs once for each call."""
-  def compiled(call):
-    found = realize._get_call_to_compile(call)   # its kernel and renderer
-    return call.replace(src=(codegen.to_program(*found), *call.src[1:])) if found else call
-  return linear.replace(src=tuple(map(compiled, linear.src)))
+  kernels = map(realize._get_call_to_compile, linear.src)   # and its renderer; None: nothing to compile
+  return linear.replace(src=tuple(call.replace(src=(codegen.to_program(*kernel), *call.src[1:])) if kernel else call
+                                  for call, kernel in zip(linear.src, kernels, strict=True)))
 
 
 @functools.cache
@@ -143,12 +139,10 @@ class CPUGraph(jit.GraphRunner):
   @functools.cached_property
   def parts(self) -> list[list[Callable]]:
     """Of each kernel, the calls that are its parts."""
-    parts: list[list[Callable]] = []
-    for (_, program, buffers, _), kernel in zip(self.calls, cast(Any, self.runtimes), strict=True):
+    def parts_of(device, program, buffers, variables, kernel):
       addresses = [ctypes.c_uint64(buffers[i]._buf.va_addr) for i in program.arg.globals]
-      cores = range(program.arg.global_size[0])
-      parts.append([functools.partial(kernel.fxn, *addresses, ctypes.c_uint64(core)) for core in cores])
-    return parts
+      return [functools.partial(kernel.fxn, *addresses, ctypes.c_uint64(i)) for i in range(program.arg.global_size[0])]
+    return [parts_of(*call, kernel) for call, kernel in zip(self.calls, self.runtimes, strict=True)]
 
   def __call__(self, *args: Any, **kwargs: Any) -> None:
     for first, *others in self.parts:

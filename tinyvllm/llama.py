@@ -44,9 +44,7 @@ class Layer:
     self.post_attention_layernorm = norm("post_attention_layernorm", hidden)
     self.gate_up_proj = linear("mlp", hidden, config.mlp_bias, gate_proj=intermediate, up_proj=intermediate)
     self.down_proj = linear("mlp", intermediate, config.mlp_bias, down_proj=hidden)
-    if config.qk_norm:
-      self.q_norm = norm("self_attn.q_norm", D)
-      self.k_norm = norm("self_attn.k_norm", D)
+    if config.qk_norm: self.q_norm, self.k_norm = [norm(f"self_attn.{kind}", D) for kind in ("q_norm", "k_norm")]
 
   def __call__(self, x: Tensor, cache: list[Tensor], tokens: Tensor, table: Tensor, rope: Tensor) -> Tensor:
     H, KV, D = self.shape
@@ -54,9 +52,9 @@ class Layer:
     q, k, v = qkv.unflatten(1, (-1, D)).split([H, KV, KV], 1)   # (T, heads, D) each
     if hasattr(self, "q_norm"):
       qkv = self.q_norm(q.contiguous()).cat(self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
-    turned = Tensor.empty_like(q.unflatten(1, (KV, -1)))   # (T, KV, G, D), as out
-    turned, *cache = turned.custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:3]
-    out = Tensor.empty_like(turned).custom_kernel(turned, *cache, table, tokens, fxn=attend_kernel)[0]
+    # q and out: (T, KV, G, D)
+    q, *cache = q.unflatten(1, (KV, -1)).empty_like().custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:3]
+    out = q.empty_like().custom_kernel(q, *cache, table, tokens, fxn=attend_kernel)[0]
     x = self.o_proj(out.flatten(1), x)   # (T, hidden)
     gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, 1)   # (T, intermediate) each
     return self.down_proj((gate.silu() * up).contiguous(), x)
@@ -74,8 +72,8 @@ class Llama:
 
   def parts(self) -> list[Linear | Norm]:
     """All that has weights, each once."""
-    attributes = [x for owner in (self, *self.layers) for x in vars(owner).values()]
-    return [*dict.fromkeys(x for x in attributes if isinstance(x, Linear | Norm))]
+    attributes = (x for owner in (self, *self.layers) for x in vars(owner).values() if isinstance(x, Linear | Norm))
+    return [*dict.fromkeys(attributes)]
 
   def __call__(self, ids: Tensor, samples: Tensor, tokens: Tensor, table: Tensor, rope: Tensor,
                caches: list[list[Tensor]]) -> Tensor:

@@ -31,8 +31,8 @@ def _rows(reduce: Callable[..., Tensor], x: Tensor) -> Tensor:
   """A sum or maximum over V of (S, V, ...): (S, 1, ...), in two steps, as few rows would leave most of a GPU idle."""
   common = math.gcd(int(x.shape[1]), 1 if cpu_cores() else 256)
   columns = common * divisor(x.shape[1] // common, 4)
-  parts = reduce(x.unflatten(1, (-1, columns)), 1).contiguous()   # (S, columns, ...)
-  return reduce(parts, 1, keepdim=True).contiguous()
+  # (S, columns, ...), and then of these
+  return reduce(reduce(x.unflatten(1, (-1, columns)), 1).contiguous(), 1, keepdim=True).contiguous()
 
 
 def argmax(x: Tensor) -> Tensor:
@@ -94,12 +94,11 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
   temperature, top_k, top_p, min_p = [x.unsqueeze(1) for x in (temperature, top_k, top_p, min_p)]   # (S, 1)
   random = temperature >= 1e-5
   x = (logits / random.where(temperature, 1.0)).contiguous()   # (S, V)
-  p = (x - _rows(Tensor.max, x)).exp()   # unnormalised: 1 at the best token
-  p = (p >= min_p).where(p, 0.0).contiguous()
+  def kept(p, least): return (p >= least).where(p, 0.0)
+  p = kept((x - _rows(Tensor.max, x)).exp(), min_p).contiguous()   # unnormalised: 1 at the best token
   if filtered:
     most = (top_k > 0).where(top_k, p.shape[1]).cast(dtypes.float32)
-    p = (p >= _threshold(p, p.const_like(1.0), most)).where(p, 0.0).contiguous()
-    mass = _threshold(p, p, top_p * _rows(Tensor.sum, p))
-    p = (p >= (top_p < 1.0).where(mass, 0.0)).where(p, 0.0)
+    p = kept(p, _threshold(p, p.const_like(1.0), most)).contiguous()
+    p = kept(p, (top_p < 1.0).where(_threshold(p, p, top_p * _rows(Tensor.sum, p)), 0.0))
   x = x + random.where(_gumbel(seeds, positions, int(p.shape[1])), 0.0)
   return argmax((p > 0.0).where(x, -math.inf).contiguous())
