@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "LLMEngine", "generate", "generate_stream", "CompletionOutput", "Logprob", "RequestMetrics",
            "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+# What is not in tinyvllm.request: one name is of a package beside the engine, the first four are the engine's
 PLACES = {"StructuredOutputsParams": "tinyvllm_guidance", **dict.fromkeys(__all__[:4], "tinyvllm.engine")}
 
 

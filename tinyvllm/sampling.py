@@ -23,8 +23,7 @@ def _gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
   key = _hash(seeds[:, 0] ^ _hash(seeds[:, 1] ^ _hash(positions.cast(dtypes.uint32)))).unsqueeze(1)   # (S, 1)
   # (S, V), 23 bits: with the half added, float32 has no room for more
   bits = _hash(_hash(Tensor.arange(vocab_size, dtype=dtypes.uint32)) ^ key).rshift(9)
-  uniform = (bits.cast(dtypes.float32) + 0.5) * 2.0**-23   # above 0 and below 1
-  return -(-uniform.log()).log()
+  return -(-((bits.cast(dtypes.float32) + 0.5) * 2.0**-23).log()).log()   # of a uniform number above 0 and below 1
 
 
 def _rows(reduce: Callable[..., Tensor], x: Tensor) -> Tensor:
