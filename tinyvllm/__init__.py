@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "LLMEngine", "generate", "generate_stream", "CompletionOutput", "Logprob", "RequestMetrics",
            "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
-PLACES = {"StructuredOutputsParams": "tinyvllm_guidance",   # a package beside the engine
-          **dict.fromkeys(["LLM", "LLMEngine", "generate", "generate_stream"], "tinyvllm.engine")}
+# What is not in tinyvllm.request: one name is of a package beside the engine, the first four are the engine's
+PLACES = {"StructuredOutputsParams": "tinyvllm_guidance", **dict.fromkeys(__all__[:4], "tinyvllm.engine")}
 
 
 def __getattr__(name: str) -> Any:

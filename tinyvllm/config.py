@@ -34,17 +34,16 @@ class Options:
     for field in dataclasses.fields(self):   # type: ignore[arg-type]
       value = getattr(self, field.name)
       kind, limits = kind_of(field)
+      said = f"{field.name}={value!r} must"
       typed = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-      check(typed, f"{field.name}={value!r} must be of type {getattr(kind, '__name__', kind)}")
-      if value is None or not limits: continue
+      check(typed, f"{said} be of type {getattr(kind, '__name__', kind)}")
       if isinstance(value, list):
-        listed = all(type(x) is limits[0] and x != "" for x in value)
-        check(listed, f"{field.name}={value!r} must list {limits[0].__name__}s, none empty")
-      elif kind is str: check(value in limits, f"{field.name}={value!r} must be one of {', '.join(limits)}")
-      else:
+        check(all(type(x) is limits[0] and x != "" for x in value), f"{said} list {limits[0].__name__}s, none empty")
+      elif kind is str: check(not limits or value in limits, f"{said} be one of {', '.join(limits)}")
+      elif limits and value is not None:
         pairs = value.items() if isinstance(value, dict) else [(0, value)]   # by token id
         inside = all(type(i) is int and type(x) in (int, float) and limits[0] <= x <= limits[1] for i, x in pairs)
-        check(inside, f"{field.name}={value!r} must be from {limits[0]} to {limits[1]}")
+        check(inside, f"{said} be from {limits[0]} to {limits[1]}")
 
 
 @dataclasses.dataclass(frozen=True)

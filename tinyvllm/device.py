@@ -1,16 +1,13 @@
 """Opens a device of tinygrad's, and tells what the engine must know of it: its compiler, free memory, types, limits.
 Adds what tinygrad 0.14 lacks: lowered kernels kept on disk, and a graph for CPUs that uses all cores."""
-import contextlib, ctypes, functools, hashlib, importlib.metadata, os, pickle, shutil, sys, threading
+import concurrent.futures, contextlib, ctypes, dataclasses, functools, hashlib, importlib.metadata, os, pathlib, pickle
+import shutil, sys, threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from tinygrad import Device, UOp, codegen, dtypes, helpers
 from tinygrad.codegen import do_to_program
-from tinygrad.engine import realize
-from tinygrad.engine.jit import GraphRunner
+from tinygrad.engine import jit, realize
 from tinygrad.uop.ops import Ops
 
 from .config import logger
@@ -41,15 +38,13 @@ def free_memory(device: str) -> int:
     free = ctypes.c_size_t()
     cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(ctypes.c_size_t()))
     return free.value
-  pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-  return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+  return os.sysconf(os.sysconf_names.get("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
 
 
 def pick_dtype(asked: str) -> str:
   """The name of the dtype asked for, or where the device lacks it, of one that it has; a line of the log says so."""
   if asked == "auto": asked = "float32" if Device.DEFAULT == "CPU" else "float16"
-  has = renderer().supported_dtypes()
-  taken = next(name for name in (asked, "float16", "float32") if getattr(dtypes, name) in has)
+  taken = next(x for x in (asked, "float16", "float32") if getattr(dtypes, x) in renderer().supported_dtypes())
   if taken != asked: logger.warning(f"{Device.DEFAULT} has no {asked}: computing in {taken}")
   return taken
 
@@ -71,10 +66,9 @@ def open_device() -> int:
     if compiler is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open one, too
     if Device.DEFAULT == "CPU" and (compiler is None or helpers.DEV.renderer == "X86"):
       raise RuntimeError("no C compiler found, and tinygrad's own assembler will not do")
-    device = Device.default
-    if cpu_cores() and not device.graph: device.graph = CPUGraph
-    if cpu_cores() and compiler:   # else tinygrad packs loads into float4, and clang stays in 128-bit vectors
-      os.environ["DMC"] = "1"
+    if cpu_cores():
+      Device.default.graph = Device.default.graph or CPUGraph
+      os.environ["DMC"] = "1"   # else tinygrad packs loads into float4, and clang stays in 128-bit vectors
       helpers.getenv.cache_clear()   # type: ignore[attr-defined]
     return free_memory(Device.DEFAULT)
   except Exception as e:   # a backend fails to open in its own way
@@ -82,10 +76,10 @@ def open_device() -> int:
                        "'tinyvllm[cpu]', which brings a compiler; or name another: DEV=CUDA, METAL, AMD, ...") from e
 
 
-@dataclass
+@dataclasses.dataclass
 class KernelFolder:
   """tinygrad's do_to_program, but for kernels that a run with the same compiler has left in a folder, compiled."""
-  path: Path
+  path: pathlib.Path
   compiler: tuple
   compiled: int = 0   # which were not there
 
@@ -95,37 +89,33 @@ class KernelFolder:
     kept = path.read_bytes() if path.is_file() else b""
     if kept.startswith(hashlib.sha256(kept[32:]).digest()): return pickle.loads(kept[32:])
     self.compiled += 1
-    program = do_to_program(ast, renderer)
-    content = pickle.dumps(program)
+    content = pickle.dumps(do_to_program(ast, renderer))
     new = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):   # the disk is full
       new.write_bytes(hashlib.sha256(content).digest() + content)
       new.replace(path)   # at once, as another process may read it
-    return program
+    return pickle.loads(content)   # as the next run will have it
 
 
-def num_compiled() -> int:
-  """Kernels that no file had."""
-  return getattr(codegen.do_to_program, "compiled", 0)
+def num_compiled() -> int: return getattr(codegen.do_to_program, "compiled", 0)   # kernels that no file had
 
 
 def lower_and_compile(linear: UOp) -> UOp:
   """As tinygrad's of this name, which walks all programs once for each call."""
-  def compiled(call):
-    found = realize._get_call_to_compile(call)   # its kernel and renderer
-    return call.replace(src=(codegen.to_program(*found), *call.src[1:])) if found else call
-  return linear.replace(src=tuple(map(compiled, linear.src)))
+  kernels = map(realize._get_call_to_compile, linear.src)   # and its renderer; None: nothing to compile
+  return linear.replace(src=tuple(call.replace(src=(codegen.to_program(*kernel), *call.src[1:])) if kernel else call
+                                  for call, kernel in zip(linear.src, kernels, strict=True)))
 
 
 @functools.cache
 def patch_tinygrad(compiler: str) -> None:
   """Make captures cheap. Kernels have files of their own: tinygrad's cache answers only the thread that opened it."""
-  folder = Path(helpers.CACHEDB).parent / "tinyvllm"
+  folder = pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
   found = os.stat(shutil.which(compiler) or os.devnull)   # without a start of it
   realize.lower_and_compile = lower_and_compile
   shape = vars(UOp)["_shape"]
-  derived = shape.fxn
-  shape.fxn = lambda x: x.src[2].as_shape if x.op is Ops.SHRINK else derived(x)   # a slice says its shape: no check
+  # A slice says its shape: no check
+  shape.fxn = lambda x, derived=shape.fxn: x.src[2].as_shape if x.op is Ops.SHRINK else derived(x)
   helpers.CCACHE.value = 0
   if helpers.CACHELEVEL < 1: return
   codegen.do_to_program = KernelFolder(folder, (compiler, found.st_size, found.st_mtime_ns))
@@ -133,27 +123,26 @@ def patch_tinygrad(compiler: str) -> None:
   except OSError as e: logger.warning(f"each start compiles all kernels, as {folder} cannot be made: {e.strerror}")
 
 
-class CPUGraph(GraphRunner):
+class CPUGraph(jit.GraphRunner):
   """tinygrad 0.14 runs a captured step on a CPU at 50 us a kernel, and a threaded kernel's parts in sequence. Here each
   part is a call prepared beforehand, and parts run side by side, as ctypes lets go of the GIL; to wake a core takes
   100 us, which kernels know. To be dropped as soon as tinygrad has a graph for CPUs."""
-  pool = ThreadPoolExecutor(max(1, helpers.NUM_CPU_THREADS.value - 1), "tinyvllm-core")   # has as many as it needs
+  # Has as many as it needs
+  pool = concurrent.futures.ThreadPoolExecutor(max(1, helpers.NUM_CPU_THREADS.value - 1), "tinyvllm-core")
 
   @staticmethod
   def supports_uop(devices: Any, call: UOp) -> bool:   # type: ignore[override]
     """Whether a call is always the same: no buffer of it changes, and no variable but the part's number."""
-    return (GraphRunner.supports_uop(devices, call) and Ops.PARAM not in [x.op for x in call.src]
+    return (jit.GraphRunner.supports_uop(devices, call) and Ops.PARAM not in [x.op for x in call.src]
             and {variable.expr for variable in call.src[0].arg.vars} <= {"core_id"})
 
   @functools.cached_property
   def parts(self) -> list[list[Callable]]:
     """Of each kernel, the calls that are its parts."""
-    parts: list[list[Callable]] = []
-    for (_, program, buffers, _), kernel in zip(self.calls, cast(Any, self.runtimes), strict=True):
+    def parts_of(device, program, buffers, variables, kernel):
       addresses = [ctypes.c_uint64(buffers[i]._buf.va_addr) for i in program.arg.globals]
-      count = program.arg.launch_dims({})[0][0]
-      parts.append([functools.partial(kernel.fxn, *addresses, ctypes.c_uint64(i)) for i in range(count)])
-    return parts
+      return [functools.partial(kernel.fxn, *addresses, ctypes.c_uint64(i)) for i in range(program.arg.global_size[0])]
+    return [parts_of(*call, kernel) for call, kernel in zip(self.calls, self.runtimes, strict=True)]
 
   def __call__(self, *args: Any, **kwargs: Any) -> None:
     for first, *others in self.parts:

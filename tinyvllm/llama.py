@@ -2,9 +2,8 @@
 flat batch of tokens, each with its position, slot and row. Attributes are named as in Hugging Face's files, with q, k,
 v stored as one matrix and gate, up as one."""
 import numpy as np
-from tinygrad import Tensor, UOp, dtypes, function
+from tinygrad import Tensor, UOp, dtypes, function, nn
 from tinygrad.dtype import DType
-from tinygrad.nn.state import get_parameters
 
 from .attention import attend_kernel, rope_kernel
 from .config import ModelConfig
@@ -19,8 +18,7 @@ def rope_table(config: ModelConfig, length: int) -> Tensor:
   if scaling["rope_type"] == "factors": freqs /= scaling["factors"]
   if scaling["rope_type"] == "llama3":   # long waves are stretched by factor, short ones left alone, others between
     turns = scaling["original_max_position_embeddings"] * freqs / (2 * np.pi)
-    bounds = [scaling["low_freq_factor"], scaling["high_freq_factor"]]
-    freqs *= np.interp(turns, bounds, [1 / scaling["factor"], 1])
+    freqs *= np.interp(turns, [scaling["low_freq_factor"], scaling["high_freq_factor"]], [1 / scaling["factor"], 1])
   angles = np.outer(np.arange(length), freqs)   # (length, D/2)
   return Tensor(np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)).realize()
 
@@ -46,20 +44,17 @@ class Layer:
     self.post_attention_layernorm = norm("post_attention_layernorm", hidden)
     self.gate_up_proj = linear("mlp", hidden, config.mlp_bias, gate_proj=intermediate, up_proj=intermediate)
     self.down_proj = linear("mlp", intermediate, config.mlp_bias, down_proj=hidden)
-    if config.qk_norm:
-      self.q_norm = norm("self_attn.q_norm", D)
-      self.k_norm = norm("self_attn.k_norm", D)
+    if config.qk_norm: self.q_norm, self.k_norm = [norm(f"self_attn.{kind}", D) for kind in ("q_norm", "k_norm")]
 
   def __call__(self, x: Tensor, cache: list[Tensor], tokens: Tensor, table: Tensor, rope: Tensor) -> Tensor:
     H, KV, D = self.shape
     qkv = self.qkv_proj(self.input_layernorm(x))   # (T, (H + 2 KV) * D)
     q, k, v = qkv.unflatten(1, (-1, D)).split([H, KV, KV], 1)   # (T, heads, D) each
     if hasattr(self, "q_norm"):
-      q = self.q_norm(q.contiguous())
-      qkv = q.cat(self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
-    q = Tensor.empty_like(q.unflatten(1, (KV, -1)))   # (T, KV, G, D)
-    q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:3]
-    out = Tensor.empty_like(q).custom_kernel(q, *cache, table, tokens, fxn=attend_kernel)[0]   # (T, KV, G, D)
+      qkv = self.q_norm(q.contiguous()).cat(self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
+    # q and out: (T, KV, G, D)
+    q, *cache = q.unflatten(1, (KV, -1)).empty_like().custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:3]
+    out = q.empty_like().custom_kernel(q, *cache, table, tokens, fxn=attend_kernel)[0]
     x = self.o_proj(out.flatten(1), x)   # (T, hidden)
     gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, 1)   # (T, intermediate) each
     return self.down_proj((gate.silu() * up).contiguous(), x)
@@ -77,17 +72,17 @@ class Llama:
 
   def parts(self) -> list[Linear | Norm]:
     """All that has weights, each once."""
-    parts = [x for owner in (self, *self.layers) for x in vars(owner).values() if isinstance(x, Linear | Norm)]
-    return [*dict.fromkeys(parts)]
+    attributes = (x for owner in (self, *self.layers) for x in vars(owner).values() if isinstance(x, Linear | Norm))
+    return [*dict.fromkeys(attributes)]
 
   def __call__(self, ids: Tensor, samples: Tensor, tokens: Tensor, table: Tensor, rope: Tensor,
                caches: list[list[Tensor]]) -> Tensor:
     """Logits, (S, vocab) in float32, of the tokens that `samples`, (S,), indexes in the flat batch `ids`, (T,). The K
     and V of all of them are written to `caches`, keys and values per layer. tokens, table: as the kernels take them."""
     x = self.embed_tokens.rows(ids, self.dtype)   # (T, hidden)
-    def read(layer, x, cache): return [x.uop, *[t.uop for t in cache], *[t.uop.buf_uop for t in get_parameters(layer)]]
+    def read(layer, *state): return [*[t.uop for t in state], *[t.uop.buf_uop for t in nn.state.get_parameters(layer)]]
     first = function(self.layers[0], precompile=True, allow_implicit=True)(x, caches[0], tokens, table, rope).uop
-    inputs = read(self.layers[0], x, caches[0])   # traced for all layers: the others differ in what they read
+    inputs = read(self.layers[0], x, *caches[0])   # traced for all layers: the others differ in what they read
     for layer, cache in zip(self.layers, caches, strict=True):
-      x = Tensor(with_inputs(first, dict(zip(inputs, read(layer, x, cache), strict=True))))
+      x = Tensor(with_inputs(first, dict(zip(inputs, read(layer, x, *cache), strict=True))))
     return self.lm_head(self.norm(x[samples].contiguous()), dtype=dtypes.float32)

@@ -1,6 +1,5 @@
 """What a request asks for, what each of its sequences has so far, and what comes back. Token ids only, no text."""
-import collections, math, time
-from dataclasses import dataclass, field
+import collections, dataclasses, math, time
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -12,7 +11,7 @@ from .config import Options, check
 EDIT: Any = np.dtype([("row", "i4"), ("token", "i4"), ("bias", "f4"), ("factor", "f4"), ("penalty", "f4")])
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class SamplingParams(Options):
   """How to choose a request's tokens and when to stop, with vLLM's names."""
   n: Annotated[int, 1, 1024] = 1                        # samples of one prompt; their seeds follow each other
@@ -40,15 +39,14 @@ class SamplingParams(Options):
 
   def __post_init__(self) -> None:
     values = vars(self)   # in which is replaced what JSON has in another form
-    structured = self.structured_outputs
     if isinstance(self.stop, str): values["stop"] = [self.stop]
     if isinstance(self.logit_bias, dict):
       values["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
-    if isinstance(structured, dict):
+    if isinstance(self.structured_outputs, dict):
       from . import StructuredOutputsParams   # of a package beside the engine, loaded when it is needed
-      values["structured_outputs"] = StructuredOutputsParams(**structured)
-    else: check(structured is None or hasattr(structured, "constraint"),
-                f"structured_outputs={structured!r} must be of type StructuredOutputsParams")
+      values["structured_outputs"] = StructuredOutputsParams(**self.structured_outputs)
+    structured = self.structured_outputs
+    check(structured is None or hasattr(structured, "constraint"), f"structured_outputs={structured!r} must be a dict")
     super().__post_init__()
     check(self.min_tokens <= self.max_tokens, f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
     check(self.allowed_token_ids != [], "allowed_token_ids=[] allows nothing: None allows all")
@@ -67,10 +65,10 @@ class Logprob(NamedTuple):
   decoded_token: str
 
 
-@dataclass
+@dataclasses.dataclass
 class RequestMetrics:
   """Monotonic times of a request's events, and the seconds between them; NaN for what has not happened."""
-  arrival_time: float = field(default_factory=time.monotonic)
+  arrival_time: float = dataclasses.field(default_factory=time.monotonic)
   first_scheduled_time: float = math.nan
   first_token_time: float = math.nan
   finished_time: float = math.nan
@@ -82,7 +80,7 @@ class RequestMetrics:
   latency = property(lambda self: self.finished_time - self.arrival_time)
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclasses.dataclass(eq=False, kw_only=True)
 class Sequence:
   """One run of tokens, of which `num_computed` have their K and V in the cache."""
   request_id: str
@@ -93,12 +91,12 @@ class Sequence:
   index: int                       # of the samples of its prompt
   stop_ids: frozenset[int]         # that end it, the model's end tokens among them
   max_len: int                     # tokens, with the prompt's
-  metrics: RequestMetrics = field(default_factory=RequestMetrics)
-  bad_words: list[list[int]] = field(default_factory=list)
+  metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
+  bad_words: list[list[int]] = dataclasses.field(default_factory=list)
   constraint: Any = None           # of structured output: mask(), accept(token), done
-  forks: list["Sequence"] = field(default_factory=list)   # samples of its prompt, which wait until it is computed
+  forks: list["Sequence"] = dataclasses.field(default_factory=list)   # its prompt's others: they wait for it
   num_cached: int = 0              # tokens of the prompt that were found when it first ran
-  logprobs: dict[int, dict[int, Logprob]] = field(default_factory=dict)   # by place
+  logprobs: dict[int, dict[int, Logprob]] = dataclasses.field(default_factory=dict)   # by place
   finish_reason: str | None = None
   stop_reason: int | str | None = None   # the stop string or id that ended it
 
@@ -130,14 +128,13 @@ class Sequence:
 
   def append(self, token: int) -> None:
     """Take the next token, and finish where it, the constraint or the length says so."""
-    now = time.monotonic()
     if self.constraint: self.constraint.accept(token)
     stops = token in self.stop_ids or self.constraint and self.constraint.done
+    if self.metrics.num_generated == 0: self.metrics.first_token_time = time.monotonic()
     # Once the first of these is set nothing is called before the token is there: an interrupt comes before all of them,
     # or behind
     if stops or len(self.tokens) + 1 >= self.max_len: self.finish_reason = "stop" if stops else "length"
     if token in (self.params.stop_token_ids or ()): self.stop_reason = token
-    if self.metrics.num_generated == 0: self.metrics.first_token_time = now
     self.metrics.num_generated += 1
     if self.num_unread: self.num_unread -= 1
     self.tokens.append(token)
@@ -167,7 +164,7 @@ class Sequence:
              said[i] * p.frequency_penalty + min(said[i], 1) * p.presence_penalty) for i in seen | bias.keys()]
 
 
-@dataclass
+@dataclasses.dataclass
 class CompletionOutput:
   """One generated text."""
   index: int                             # of n samples
@@ -179,7 +176,7 @@ class CompletionOutput:
   stop_reason: int | str | None          # the stop string or id that ended it, None for the model's end token
 
 
-@dataclass
+@dataclasses.dataclass
 class RequestOutput:
   """A request after a step: `step` and `generate` give text and ids so far, `generate_stream` the new ones."""
   request_id: str

@@ -4,10 +4,9 @@ import math
 from collections.abc import Callable
 
 from tinygrad import Tensor, UOp, dtypes, function
-from tinygrad.uop.ops import KernelInfo
 
 from .device import cpu_cores
-from .matmul import divisor
+from .matmul import divisor, kernel_of
 from .request import EDIT
 
 TOP = 20   # tokens whose log probabilities come with those of a token
@@ -15,27 +14,24 @@ TOP = 20   # tokens whose log probabilities come with those of a token
 
 def _hash(x: Tensor) -> Tensor:
   """Mix 32 bits; the constants are lowbias32's, from Wellons' hash-prospector."""
-  x = (x ^ x.rshift(16)) * 0x7feb352d
-  x = (x ^ x.rshift(15)) * 0x846ca68b
+  for shift, factor in ((16, 0x7feb352d), (15, 0x846ca68b)): x = (x ^ x.rshift(shift)) * factor
   return x ^ x.rshift(16)
 
 
 def _gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
   """Gumbel noise, (S, V), a pure function of seed, position and token id. seeds: (S, 2) uint32. positions: (S,)."""
   key = _hash(seeds[:, 0] ^ _hash(seeds[:, 1] ^ _hash(positions.cast(dtypes.uint32)))).unsqueeze(1)   # (S, 1)
-  ids = Tensor.arange(vocab_size, dtype=dtypes.uint32)   # (V,)
-  bits = _hash(_hash(ids) ^ key).rshift(9)   # (S, V), 23 bits: with the half added, float32 has no room for more
-  uniform = (bits.cast(dtypes.float32) + 0.5) * 2.0**-23   # above 0 and below 1
-  return -(-uniform.log()).log()
+  # (S, V), 23 bits: with the half added, float32 has no room for more
+  bits = _hash(_hash(Tensor.arange(vocab_size, dtype=dtypes.uint32)) ^ key).rshift(9)
+  return -(-((bits.cast(dtypes.float32) + 0.5) * 2.0**-23).log()).log()   # of a uniform number above 0 and below 1
 
 
 def _rows(reduce: Callable[..., Tensor], x: Tensor) -> Tensor:
   """A sum or maximum over V of (S, V, ...): (S, 1, ...), in two steps, as few rows would leave most of a GPU idle."""
-  V = int(x.shape[1])
-  common = math.gcd(V, 1 if cpu_cores() else 256)
-  columns = common * divisor(V // common, 4)
-  parts = reduce(x.unflatten(1, (-1, columns)), 1).contiguous()   # (S, columns, ...)
-  return reduce(parts, 1, keepdim=True).contiguous()
+  common = math.gcd(int(x.shape[1]), 1 if cpu_cores() else 256)
+  columns = common * divisor(x.shape[1] // common, 4)
+  # (S, columns, ...), and then of these
+  return reduce(reduce(x.unflatten(1, (-1, columns)), 1).contiguous(), 1, keepdim=True).contiguous()
 
 
 def argmax(x: Tensor) -> Tensor:
@@ -54,10 +50,9 @@ def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
   @function(precompile=True)   # scheduled once for all rounds
   def narrowed(low: Tensor, p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     step = low & -low   # its lowest set bit, so that every round is the same few kernels
-    tries = low + step * Tensor.arange(3)   # (S, 3)
-    bits = p.bitcast(dtypes.int32).unsqueeze(2)   # (S, V, 1)
-    enough = (bits >= tries.unsqueeze(1)).where(weight.unsqueeze(2), 0.0)   # (S, V, 3)
-    count = (_rows(Tensor.sum, enough) >= target.unsqueeze(1)).sum(2)   # (S, 1)
+    tries = (low + step * Tensor.arange(3)).unsqueeze(1)   # (S, 1, 3)
+    kept = (p.bitcast(dtypes.int32).unsqueeze(2) >= tries).where(weight.unsqueeze(2), 0.0)   # (S, V, 3)
+    count = (_rows(Tensor.sum, kept) >= target.unsqueeze(1)).sum(2)   # (S, 1)
     return (low + step * (count - 1) + step // 4).contiguous()
   for _ in range(15): low = narrowed(low, p, weight, target)
   return low.bitcast(dtypes.float32)
@@ -76,8 +71,7 @@ def edit_kernel(logits: UOp, edits: UOp) -> UOp:
   bias, factor, penalty = [word.bitcast(dtypes.float32) for word in words]
   logit = logits[row.cast(dtypes.weakint).valid(row >= 0), token.cast(dtypes.weakint)]
   x = logit.load() + bias
-  stored = logit.store((x > 0).where(x / factor, x * factor) - penalty)
-  return stored.end(i).sink(arg=KernelInfo(name="edit"))
+  return kernel_of("edit", logit.store((x > 0).where(x / factor, x * factor) - penalty))
 
 
 def top_logprobs(logits: Tensor, ids: Tensor, k: int = TOP) -> Tensor:
@@ -99,12 +93,11 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
   temperature, top_k, top_p, min_p = [x.unsqueeze(1) for x in (temperature, top_k, top_p, min_p)]   # (S, 1)
   random = temperature >= 1e-5
   x = (logits / random.where(temperature, 1.0)).contiguous()   # (S, V)
-  p = (x - _rows(Tensor.max, x)).exp()   # unnormalised: 1 at the best token
-  p = (p >= min_p).where(p, 0.0).contiguous()
+  def kept(p, least): return (p >= least).where(p, 0.0)
+  p = kept((x - _rows(Tensor.max, x)).exp(), min_p).contiguous()   # unnormalised: 1 at the best token
   if filtered:
     most = (top_k > 0).where(top_k, p.shape[1]).cast(dtypes.float32)
-    p = (p >= _threshold(p, p.const_like(1.0), most)).where(p, 0.0).contiguous()
-    mass = _threshold(p, p, top_p * _rows(Tensor.sum, p))
-    p = (p >= (top_p < 1.0).where(mass, 0.0)).where(p, 0.0)
+    p = kept(p, _threshold(p, p.const_like(1.0), most)).contiguous()
+    p = kept(p, (top_p < 1.0).where(_threshold(p, p, top_p * _rows(Tensor.sum, p)), 0.0))
   x = x + random.where(_gumbel(seeds, positions, int(p.shape[1])), 0.0)
   return argmax((p > 0.0).where(x, -math.inf).contiguous())
