@@ -5,23 +5,23 @@ from typing import Any, get_args
 
 from tinygrad.device import CompileError
 
+from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig, kind_of, logger
-from tinyvllm.engine import LLM
-from tinyvllm.request import SamplingParams
 from tinyvllm.tokenizer import optional
 
-OPTIONS = (EngineConfig, SamplingParams)   # every field of them is a flag
 FAILURES = (ValueError, RuntimeError, CompileError, subprocess.CalledProcessError)   # the last two: of a compiler
 # What has a main of its own: what it is for, its module, and the extra that brings what that needs
 TOOLS = {"serve": ("answer HTTP", "tinyvllm_server", "server"),
          "doctor": ("try each device", "tinyvllm_cli.doctor", "cpu")}
 
 
-def _show(outputs: Any, shown: str = "") -> str:
-  text = ""
+def _show(outputs: Any, text: str = "") -> str:
+  """Print a text as more of it comes, and return it. text: what it begins with."""
+  shown = 0
   for output in outputs:
-    print(shown + output.outputs[0].text, end="", flush=True)
-    text, shown = text + output.outputs[0].text, ""
+    text += output.outputs[0].text
+    print(text[shown:], end="", flush=True)
+    shown = len(text)
     logger.setLevel(logging.WARNING)   # from here on a line of the log would break the text
   return print() or text
 
@@ -34,12 +34,12 @@ def add_flags(command: argparse.ArgumentParser, *options: Any) -> None:
   for f in {f.name: f for kind in options for f in dataclasses.fields(kind) if f.name != "n"}.values():   # one text
     kind, limits = kind_of(f)
     kind = (*get_args(kind), kind)[0]   # of int | None, int
-    flag = "--" + f.name.replace("_", "-")
-    default = f"default: {0.0 if f.name == 'temperature' else f.default}"
-    if kind is bool: command.add_argument(flag, action=argparse.BooleanOptionalAction, help=default)
-    elif kind is list: command.add_argument(flag, nargs="+", type=limits[0], help=default)
-    elif kind not in (int, float, str): command.add_argument(flag, type=json.loads, metavar="JSON", help=default)
-    else: command.add_argument(flag, type=kind, metavar=kind.__name__.upper(), help=default)
+    form: dict[str, Any] = {"type": json.loads, "metavar": "JSON"}
+    if kind in (int, float, str): form = {"type": kind, "metavar": kind.__name__.upper()}
+    elif kind is bool: form = {"action": argparse.BooleanOptionalAction}
+    elif kind is list: form = {"nargs": "+", "type": limits[0]}
+    default = 0.0 if f.name == "temperature" else f.default
+    command.add_argument("--" + f.name.replace("_", "-"), help=f"default: {default}", **form)
 
 
 def given(args: dict[str, Any], kind: Any) -> dict[str, Any]:
@@ -57,9 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     if name == "generate": command.add_argument("prompt")
     for flag, of in {"model": "folder; default: the shipped one", "url": "server to ask", "api-key": "its key"}.items():
       command.add_argument("--" + flag, default=None, help=of)
-    add_flags(command, *OPTIONS)
-  logging.basicConfig(format="%(message)s")
-  logger.setLevel(logging.INFO)   # ours, not every library's
+    add_flags(command, EngineConfig, SamplingParams)
   try:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in TOOLS: return _tool(argv[0]).main(argv[1:])

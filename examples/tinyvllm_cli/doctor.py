@@ -5,17 +5,16 @@ import argparse, ctypes, importlib.metadata, json, os, pathlib, platform, re, sh
 import subprocess, sys, time
 from typing import Any
 
-from tinygrad import Context, Device, Tensor, TinyJit, device, dtypes, nn
+from tinygrad import Context, Device, Tensor, TinyJit, device as devices, dtypes, nn
 
-from tinyvllm import __version__, config, llama
-from tinyvllm.device import find_compiler, free_memory, largest_tensor, open_device, pick_dtype
+from tinyvllm import __version__, config, device, llama
 
 LIMIT = 90   # seconds that a backend has to answer
 BUFFER, INPUTS = 2**28, 4096   # bytes and columns of W in the test
 GIB = 2**30
 DTYPES = ["float32", "float16", "bfloat16"]
 WORDS = {"True": "yes", "False": "no"}
-ORDER = [name for name in device.ALL_DEVICES if name != "DSP"]
+ORDER = [name for name in devices.ALL_DEVICES if name != "DSP"]
 NO_COMPILER = "none: the CPU wants one; pip install 'tinyvllm[cpu]' brings clang"
 
 
@@ -26,13 +25,15 @@ def probe(seconds: float) -> None:
   0: each as a line of JSON, so that a crash loses only what comes after it."""
   def tell(**facts: Any) -> None: print("\n" + json.dumps({"doctor": facts}), flush=True)
   try:
-    free, kind = open_device(), Device.DEFAULT
-    (name, total), renderer = describe(Device[kind]), Device[kind].renderer
-    has = {dtype: getattr(dtypes, dtype) in renderer.supported_dtypes() for dtype in DTYPES}
-    dtype, largest = pick_dtype("auto"), min(total, largest_tensor())
-    tell(opens=True, device=name, renderer=f"{kind} {type(renderer).__name__}", dtype=dtype, **has,
-         free_gib=free / GIB, total_gib=total / GIB, largest_gib=largest / GIB)
-    if seconds: tell(gb_per_s=bandwidth(min(BUFFER, largest, free // 4), getattr(dtypes, dtype), seconds) / 1e9)
+    free = device.open_device()
+    name, total = describe(Device.default)
+    renderer = Device.default.renderer
+    dtype = device.pick_dtype("auto")
+    most = device.largest_tensor()
+    tell(opens=True, device=name, renderer=f"{Device.DEFAULT} {type(renderer).__name__}", dtype=dtype,
+         **{name: getattr(dtypes, name) in renderer.supported_dtypes() for name in DTYPES},
+         free_gib=free / GIB, total_gib=total / GIB, largest_gib=min(total, most) / GIB)
+    if seconds: tell(gb_per_s=bandwidth(min(BUFFER, most, free // 4), getattr(dtypes, dtype), seconds) / 1e9)
   except Exception as e: tell(reason=reason_of(e))   # each backend fails in its own way
 
 
@@ -45,8 +46,9 @@ def describe(opened: Any) -> tuple[str, int]:
   """A device's name, or what it is if it tells none, and all bytes of the memory that free_memory looks at."""
   if opened.device == "CUDA":
     from tinygrad.runtime.autogen import cuda
-    cuda.cuDeviceGetName(name := ctypes.create_string_buffer(256), 256, opened.cu_device)
-    cuda.cuDeviceTotalMem_v2(ctypes.byref(total := ctypes.c_size_t()), opened.cu_device)
+    name, total = ctypes.create_string_buffer(256), ctypes.c_size_t()
+    cuda.cuDeviceGetName(name, 256, opened.cu_device)
+    cuda.cuDeviceTotalMem_v2(ctypes.byref(total), opened.cu_device)
     return name.value.decode(), total.value
   info = pathlib.Path("/proc/cpuinfo")
   names = re.findall(r"model name\s*: (.*)", info.read_text()) if opened.device == "CPU" and info.exists() else []
@@ -72,7 +74,7 @@ def bandwidth(size: int, dtype: Any, seconds: float) -> float:
       Device[Device.DEFAULT].synchronize()
       found.append((time.perf_counter() - started) / times)
     return statistics.median(found[2:])
-  return linear.weight.nbytes() / (read(16, seconds) if read(1, 0) < 2e-3 else read(1, seconds))
+  return linear.weight.nbytes() / read(16 if read(1, 0) < 2e-3 else 1, seconds)
 
 
 # In the user's process, which opens none
@@ -82,16 +84,16 @@ def ask(dev: str, seconds: float) -> dict[str, Any]:
   try: done = subprocess.run([sys.executable, "-c", f"from tinyvllm_cli import doctor; doctor.probe({seconds})"],
                              env={**os.environ, "DEV": dev}, capture_output=True, timeout=LIMIT + seconds, check=False)
   except subprocess.TimeoutExpired: return {"opens": False, "reason": f"no answer within {LIMIT + seconds:.0f} s"}
-  facts, n = dict[str, Any](opens=False), done.returncode
-  if n: facts["reason"] = f"its process ended with {signal.strsignal(-n) if n < 0 else f'exit code {n}'}"
-  for line in done.stdout.decode(errors="replace").splitlines():
-    if line.startswith('{"doctor"'): facts |= json.loads(line)["doctor"]
+  facts: dict[str, Any] = {"opens": False}
+  code = done.returncode
+  if code: facts["reason"] = f"its process ended with {signal.strsignal(-code) if code < 0 else f'exit code {code}'}"
+  for told in re.findall(r'(?m)^{"doctor": (.*)}$', done.stdout.decode(errors="replace")): facts |= json.loads(told)
   return facts
 
 
 def compiler() -> dict[str, Any]:
   """The C compiler that open_device takes, and what it calls itself."""
-  path = shutil.which(find_compiler() or "")
+  path = shutil.which(device.find_compiler() or "")
   return {"path": path, "version": subprocess.getoutput(shlex.join([path, "--version"])).split("\n")[0] if path else ""}
 
 
@@ -99,8 +101,8 @@ def fit(name: str, hf: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
   """What a model takes on a backend, as the engine holds it, and what that leaves. hf: its config.json."""
   shape = config.ModelConfig.from_hf(hf, pathlib.Path(name))
   sizes = {dtype: getattr(dtypes, dtype).itemsize for dtype in DTYPES if row[dtype]}
-  said: str = hf.get("dtype") or hf.get("torch_dtype", "")   # of the files, kept where it is narrower
-  stored = said if sizes.get(said, 4) < sizes[row["dtype"]] else row["dtype"]
+  # That of the files is kept where it is narrower
+  stored = min(row["dtype"], hf.get("dtype") or hf.get("torch_dtype"), key=lambda dtype: sizes.get(dtype, 4))
   with Context(DEV="PYTHON"): model = llama.Llama(shape, dtypes.float32)   # of empty tensors, which take no memory
   weights = sum(int(x.numel()) for part in model.parts() for x in nn.state.get_parameters(part)) * sizes[stored]
   # A step reads a row of the embeddings, but all of the head
@@ -114,38 +116,38 @@ def fit(name: str, hf: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
 def examine(seconds: float, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
   """The report. models: their config.json, by name."""
   dev = os.environ.get("DEV", "")
-  names = dict.fromkeys([*ORDER, *[dev.upper()] * bool(dev)])
-  backends, default = [{"backend": name, **ask(name, seconds)} for name in names], ask(dev, 0)
+  backends = [{"backend": name, **ask(name, seconds)} for name in dict.fromkeys(filter(None, [*ORDER, dev.upper()]))]
+  default = ask(dev, 0)
   opened = [row for row in backends if row["opens"]]
   chosen = [row for row in opened if row["renderer"] == default.get("renderer")]
   why = f"DEV={dev}" if dev else f"the first of {', '.join(ORDER)} that opens"
   machine = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(),
-             "free_gib": free_memory("CPU") / GIB, "total_gib": host_memory() / GIB}
+             "free_gib": device.free_memory("CPU") / GIB, "total_gib": host_memory() / GIB}
   return {"machine": {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"), **machine},
           "compiler": compiler(), "backends": backends, "chosen": chosen[0]["backend"] if chosen else None,
           "why": why if chosen else f"{why}: {default.get('reason', 'it fails now and then')}",
           "fit": [fit(name, hf, row) for row in (chosen or opened)[:1] for name, hf in models.items()]}
 
 
-def table(rows: list[dict[str, Any]], columns: list[str]) -> list[str]:
-  """Lines: the columns' names, then one for each row."""
+def table(rows: list[dict[str, Any]], *columns: str) -> list[str]:
+  """Lines: the columns' names, or all that the rows have, then one for each row."""
   def show(x: Any) -> str: return f"{x:.{1 if x > 10 else 3}f}" if type(x) is float else WORDS.get(str(x), str(x)[:36])
-  cells = [columns, *[[show(row.get(name, "-")) for name in columns] for row in rows]]
+  names = columns or [*dict.fromkeys(name for row in rows for name in row)]
+  cells = [names, *[[show(row.get(name, "-")) for name in names] for row in rows]]
   widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
   return ["  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
 def text(report: dict[str, Any]) -> list[str]:
   """The report for people, in lines."""
-  machine, cc, backends, fits = (report[part] for part in ("machine", "compiler", "backends", "fit"))
-  rows = [row for row in backends if "reason" not in row]
-  head, *lines = table(rows, ["backend", "device", *DTYPES, "free_gib", "total_gib", "largest_gib", "gb_per_s"])
+  rows = [row for row in report["backends"] if "reason" not in row]
+  head, *lines = table(rows, "backend", "device", *DTYPES, "free_gib", "total_gib", "largest_gib", "gb_per_s")
   lines = [f"{row['backend']:7}  {'opens, but its test' if row['opens'] else 'does not open'}: {row['reason']}"
-           if "reason" in row else lines.pop(0) for row in backends]
+           if "reason" in row else lines.pop(0) for row in report["backends"]]
   best = max(rows, key=lambda row: row["gb_per_s"])["backend"] if rows else None
-  return [*table([machine], [*machine]), "", f"C compiler: {cc['path'] or NO_COMPILER}", cc["version"], "", head,
-          *lines, "", f"chosen: {report['chosen']} ({report['why']})", f"fastest: {best}; to choose it: DEV={best}",
-          "", *table(fits, [*fits[0]] if fits else [])]
+  return [*table([report["machine"]]), "", f"C compiler: {report['compiler']['path'] or NO_COMPILER}",
+          report["compiler"]["version"], "", head, *lines, "", f"chosen: {report['chosen']} ({report['why']})",
+          f"fastest: {best}; to choose it: DEV={best}", "", *table(report["fit"])]
 
 
 def main(argv: list[str]) -> int:

@@ -78,11 +78,7 @@ class Driver:
       reader = self.readers.pop(request) if last else self.readers[request]
       calls[reader.loop].append(functools.partial(reader.take, request, piece, last))
     for loop, own in calls.items():
-      with contextlib.suppress(RuntimeError): loop.call_soon_threadsafe(call_all, own)
-
-
-def call_all(calls: list[Callable[[], None]]) -> None:
-  for call in calls: call()
+      with contextlib.suppress(RuntimeError): loop.call_soon_threadsafe(lambda own=own: [call() for call in own])
 
 
 class AsyncLLM:
@@ -108,8 +104,7 @@ class AsyncLLM:
     self._driver.inbox.put(None)
     self._thread.join()
 
-  @property
-  def state(self) -> str: return self._driver.state   # what it waits for before it takes requests, or ""
+  state = property(lambda self: self._driver.state)   # what it waits for before it takes requests, or ""
 
   async def generate(self, prompt: Prompt, params: Params = None, request_id: str | None = None,
                      priority: int = 0) -> AsyncGenerator[RequestOutput, None]:

@@ -1,7 +1,6 @@
 """The command line's way to a server that runs already."""
 import json, urllib.error, urllib.request
 from collections.abc import Iterator
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,11 +24,11 @@ class Remote:
     """As LLM.generate_stream, of a str or {"messages": [...]}; of each output there is outputs[0].text. Raises
     ValueError for what the server refuses, RuntimeError for a step that fails there."""
     chat = isinstance(prompt, dict)
-    given = {f.name: value for f in fields(params) if (value := getattr(params, f.name)) != f.default}
+    url = f"{self.url}/v1/chat/completions" if chat else f"{self.url}/v1/completions"
+    given = {name: value for name, value in vars(params).items() if value != getattr(SamplingParams, name)}
     asked = {**(prompt if chat else {"prompt": prompt}), **given, "model": self.model, "stream": True}
-    body = json.dumps(asked, default=vars).encode()
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}"}
-    request = urllib.request.Request(f"{self.url}/v1/{'chat/' * chat}completions", body, headers)
+    request = urllib.request.Request(url, json.dumps(asked, default=vars).encode(), headers)
     try: answer = urllib.request.urlopen(request)
     except urllib.error.HTTPError as e: raise ValueError(f"{self.url}: {_message(e)}") from e
     except urllib.error.URLError as e: raise ValueError(f"url={self.url}: no server answers there: {e.reason}") from e

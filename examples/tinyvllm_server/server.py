@@ -1,28 +1,27 @@
 """An HTTP server that speaks OpenAI's protocol, with vLLM's further fields and metrics. It owns what a client sees:
 bodies, answers, errors, limits. Each field of SamplingParams is one of a body, and what it may be is checked there."""
-import argparse, asyncio, contextlib, dataclasses, hmac, http, itertools, json, os, pathlib, re
-import signal, socket, threading, time, uuid
+import argparse, asyncio, contextlib, dataclasses, hmac, http, itertools, json, math, os, pathlib
+import re, signal, socket, threading, time, uuid
 from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Annotated, Any, Literal, cast
 
-import fastapi, fastapi.middleware.cors as cors, pydantic, uvicorn
-from fastapi.exceptions import RequestValidationError, StarletteHTTPException
+import fastapi, fastapi.exceptions as exceptions, fastapi.middleware.cors as cors, pydantic, uvicorn
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, core, generate_latest
 
-from tinyvllm import CompletionOutput, RequestOutput, SamplingParams, __version__
+from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams, __version__
 from tinyvllm_cli import add_flags, given
 from tinyvllm.config import EngineConfig, Options, check, kind_of, logger
-from tinyvllm.engine import Request
 
-from .async_engine import AsyncLLM
+from .async_engine import AsyncLLM, Request
 
 # Answered without a key, and before the model is there
 OPEN = {"/", "/health", "/version", "/metrics", "/docs", "/openapi.json"}
 COUNTERS = {"prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens"}
 GAUGES = {"num_requests_running", "num_requests_waiting"}
 # Of RequestMetrics
-TIMES = {"ttft": "time_to_first_token", "latency": "e2e_request_latency", "queue_time": "request_queue_time"}
+TIMES = {"time_to_first_token": "ttft", "e2e_request_latency": "latency", "request_queue_time": "queue_time"}
+EVENTS = "text/event-stream"
 BUCKETS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)]   # seconds
 
 
@@ -61,11 +60,6 @@ Tokens: Any = body("DetokenizeRequest", model=str, tokens=(list[int], ...))
 Failure: Any = body("ErrorResponse", error=(dict[str, Any], ...))
 
 
-def fields_of(route: Any) -> dict[str, Any]:
-  """Of the body that a route takes, if any."""
-  return getattr(route.__annotations__.get("body"), "model_fields", {})
-
-
 def error_of(status: int, message: str, param: str | None = None) -> dict[str, dict]:
   name = "Request Entity Too Large" if status == 413 else http.HTTPStatus(status).phrase   # Python 3.13 names it anew
   kind = name.replace(" ", "").removesuffix("Error") + "Error"
@@ -76,11 +70,11 @@ def refuse(status: int, message: str, param: str | None = None) -> fastapi.Respo
   return JSONResponse(error_of(status, message, param), status, {"Retry-After": "1"} if status in (429, 503) else None)
 
 
-def explain(request: fastapi.Request, error: Exception) -> fastapi.Response:
+async def explain(request: fastapi.Request, error: Any) -> fastapi.Response:
   """The answer to what a route raises."""
-  if isinstance(error, StarletteHTTPException): return refuse(error.status_code, error.detail)
+  if isinstance(error, exceptions.StarletteHTTPException): return refuse(error.status_code, error.detail)
   if isinstance(error, RuntimeError): return refuse(500, str(error))
-  if isinstance(error, RequestValidationError):
+  if isinstance(error, exceptions.RequestValidationError):
     where = [str(x) for x in error.errors()[0]["loc"][1:]]
     return refuse(400, f"{'.'.join(where) or 'the body'}: {error.errors()[0]['msg']}", where[0] if where else None)
   found = re.match(r"(\w+)[=:]", str(error))   # how this project's errors begin
@@ -96,10 +90,10 @@ def usage_of(requests: list[Request]) -> dict[str, Any]:
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:
   """A message whose content is a text, of the parts that it may have come in."""
-  content, said = message.get("content"), isinstance(message.get("role"), str)
+  content = message.get("content")
   parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
   texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-  check(said and all(isinstance(text, str) for text in texts),
+  check(isinstance(message.get("role"), str) and all(isinstance(text, str) for text in texts),
         "messages: each must have a role, and content that is a str or a list of parts of type text")
   return {**message, "content": "".join(map(str, texts))}
 
@@ -112,12 +106,12 @@ class Answer:
     self.head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
     self.begun = dict[int, tuple[int, list[int]]]()   # of each choice, the length of its text and its last token
 
-  def whole(self, choices: list[dict], streamed: bool) -> dict[str, Any]:
-    kind = "chat.completion" + ".chunk" * streamed if self.chat else "text_completion"
+  def whole(self, choices: list[dict]) -> dict[str, Any]:
+    chat = "chat.completion.chunk" if self.body.stream else "chat.completion"
     texts = {"text": [choice["text"] for choice in choices]} if self.kind == "generate" else {}
-    return {**self.head, "object": kind, "choices": choices, **texts}
+    return {**self.head, "object": chat if self.chat else "text_completion", "choices": choices, **texts}
 
-  def choice(self, number: int, output: RequestOutput, c: CompletionOutput, streamed: bool) -> dict[str, Any]:
+  def choice(self, number: int, output: RequestOutput, c: CompletionOutput) -> dict[str, Any]:
     index, text, ids, known = number * self.params.n + c.index, c.text, c.token_ids, cast(Any, c.logprobs)
     offset, before = self.begun.get(index, (0, output.prompt_token_ids[-1:]))
     first, extra = index not in self.begun, dict[str, Any]()
@@ -128,23 +122,24 @@ class Answer:
       ids, before = output.prompt_token_ids + ids, []
       known = None if known is None else [*(output.prompt_logprobs or []), *known]
     self.begun[index] = offset + len(text), ids[-1:] or before
-    said = {"content": text} if streamed else {"role": "assistant", "content": text}
-    return {"index": index, **({"delta" if streamed else "message": said} if self.chat else {"text": text}),
-            "logprobs": None if known is None else self.logprobs(before, ids, known, offset),
+    whole = {"message": {"role": "assistant", "content": text}}
+    said: Any = {"text": text} if not self.chat else {"delta": {"content": text}} if self.body.stream else whole
+    return {"index": index, **said, "logprobs": None if known is None else self.logprobs(before, ids, known, offset),
             "finish_reason": c.finish_reason, "stop_reason": c.stop_reason, **extra}
 
   def logprobs(self, before: list[int], ids: list[int], known: list, offset: int) -> dict[str, list]:
     """OpenAI's two forms of what is known of each token; nothing is of a prompt's first."""
-    decode, befores = self.tokenizer.decode, [before, *([i] for i in ids)]
+    decode = self.tokenizer.decode
+    rows = [*zip([before, *([i] for i in ids)], ids, known, strict=False)]
     def piece(before: list[int], token: int, skip: bool = False) -> str:   # alone, some would lose their space
       return decode([*before, token], skip)[len(decode(before, skip)):]
-    def entry(before: list[int], token: int, logprob: float) -> dict[str, Any]:
-      return {"token": (text := piece(before, token)), "logprob": logprob, "bytes": [*text.encode()]}
-    rows = [*zip(befores, ids, known, strict=False)]
+    def entry(before: list[int], token: int, of: dict[int, Logprob]) -> dict[str, Any]:
+      text = piece(before, token)
+      return {"token": text, "logprob": of[token].logprob, "bytes": [*text.encode()]}
+    def best(of: dict[int, Logprob]) -> list[int]:
+      return sorted((i for i in of if of[i].rank <= (self.params.logprobs or 0)), key=lambda i: (of[i].rank, i))
     if self.chat:
-      best = [sorted((x.rank, j, x.logprob) for j, x in of.items() if x.rank <= self.params.logprobs) for of in known]
-      return {"content": [{**entry(b, i, of[i].logprob), "top_logprobs": [entry(b, j, x) for _, j, x in top]}
-                          for (b, i, of), top in zip(rows, best, strict=True)]}
+      return {"content": [{**entry(b, i, x), "top_logprobs": [entry(b, j, x) for j in best(x)]} for b, i, x in rows]}
     lengths = [len(piece(b, i, self.params.skip_special_tokens)) for b, i, _ in rows]
     return {"tokens": [piece(b, i) for b, i, _ in rows], "token_logprobs": [of and of[i].logprob for _, i, of in rows],
             "top_logprobs": [of and {piece(b, j): x.logprob for j, x in of.items()} for b, _, of in rows],
@@ -161,26 +156,21 @@ class Server(uvicorn.Server):
     self.key = options.api_key or os.environ.get("TINYVLLM_API_KEY")
     self.name = options.served_model_name or (pathlib.Path(model).resolve().name if model else "tinyvllm")
     self.registry = CollectorRegistry()
-    def histogram(name: str) -> Histogram:
-      found = Histogram(f"tinyvllm:{name}_seconds", name, ["model_name"], registry=self.registry, buckets=BUCKETS)
-      return found.labels(self.name)
-    self.times = {field: histogram(name) for field, name in TIMES.items()}
-    self.gaps = histogram("inter_token_latency")
+    self.times = {name: Histogram(f"tinyvllm:{name}_seconds", name, ["model_name"], registry=self.registry,
+                                  buckets=BUCKETS).labels(self.name) for name in (*TIMES, "inter_token_latency")}
     self.ended = Counter("tinyvllm:request_success", "texts", ["model_name", "finished_reason"], registry=self.registry)
     self.registry.register(self)   # type: ignore[arg-type]
-    failures: Any = dict.fromkeys(("4XX", "5XX"), {"model": Failure})
-    self.app = fastapi.FastAPI(title="tinyvllm", version=__version__, lifespan=self.lifespan, responses=failures)
-    for raised in (StarletteHTTPException, RequestValidationError, RuntimeError, ValueError):
-      self.app.add_exception_handler(raised, explain)
-    routes: dict[str, Any] = {
-      "/": self.page, "/health": self.health, "/version": self.version, "/metrics": self.metrics,
-      "/v1/models": self.models, "/v1/completions": self.completions, "/v1/chat/completions": self.chat,
-      "/generate": self.generate, "/tokenize": self.tokenize, "/detokenize": self.detokenize}
-    for path, route in routes.items():
-      kind = {"/": HTMLResponse, "/metrics": PlainTextResponse}.get(path, JSONResponse)
-      streamed: Any = {200: {"content": {"text/event-stream": {}}}} if "stream" in fields_of(route) else {}
-      self.app.add_api_route(path, route, methods=["POST" if fields_of(route) else "GET"], response_class=kind,
-                             responses=streamed)
+    raised: Any = (exceptions.StarletteHTTPException, exceptions.RequestValidationError, RuntimeError, ValueError)
+    self.app = fastapi.FastAPI(title="tinyvllm", version=__version__, exception_handlers=dict.fromkeys(raised, explain),
+                               responses={"4XX": {"model": Failure}, "5XX": {"model": Failure}})
+    self.app.get("/", response_class=HTMLResponse)(self.page)
+    self.app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
+    facts: Any = {"/health": self.health, "/version": self.version, "/v1/models": self.models}
+    for path, route in facts.items(): self.app.get(path)(route)
+    self.app.post("/tokenize")(self.tokenize)
+    self.app.post("/detokenize")(self.detokenize)
+    answers: Any = {"/generate": self.generate, "/v1/completions": self.completions, "/v1/chat/completions": self.chat}
+    for path, route in answers.items(): self.app.post(path, responses={200: {"content": {EVENTS: {}}}})(route)
     app: Any = self.gate
     # The lists: of methods, of headers
     if options.allowed_origins: app = cors.CORSMiddleware(app, options.allowed_origins, ["*"], ["*"])
@@ -189,12 +179,10 @@ class Server(uvicorn.Server):
 
   # From start to end
 
-  @contextlib.asynccontextmanager
-  async def lifespan(self, app: Any) -> AsyncIterator[None]:
+  async def startup(self, sockets: Any = None) -> None:
     threading.Thread(target=self.load, daemon=True).start()   # a signal does not wait for it
-    report = asyncio.create_task(self.report())
-    yield
-    report.cancel()
+    self.reporting = asyncio.create_task(self.report())   # as long as the loop
+    await super().startup(sockets)
 
   def load(self) -> None:
     try: self.llm = AsyncLLM(self.loading[0], self.options.stream_interval, prepare=True, **self.loading[1])
@@ -217,23 +205,25 @@ class Server(uvicorn.Server):
   async def gate(self, scope: Any, receive: Any, send: Any) -> None:
     """What comes before any route: the body's size, the key, and that a client which goes away ends its request."""
     if scope["type"] != "http": return await self.app(scope, receive, send)
-    sent, size, more, limit = list[bytes](), 0, True, self.options.max_body_size
     headers = fastapi.Request(scope).headers
     length = headers.get("content-length", "")
-    if length.isdecimal() and int(length) > 8 * limit: size, more = int(length), False
-    while more and size <= 8 * limit:   # a client reads an answer once it has sent all
+    limit = self.options.max_body_size
+    size = int(length) if length.isdecimal() and int(length) > 8 * limit else 0   # such a body is not read
+    sent: list[bytes] = []
+    message: Any = {"more_body": True}
+    while message["more_body"] and size <= 8 * limit:   # a client reads an answer once it has sent all
       message = await receive()
       if message["type"] == "http.disconnect": return
-      size, more = size + len(message["body"]), message["more_body"]
+      size += len(message["body"])
       if size <= limit: sent.append(message["body"])
-    refused = None
     if size > limit: refused = refuse(413, f"the body is larger than {limit} bytes: see --max-body-size")
-    elif scope["path"] not in OPEN:
-      if self.key and not hmac.compare_digest(headers.get("authorization", "").encode(), f"Bearer {self.key}".encode()):
-        refused = refuse(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
-      elif self.state(): refused = refuse(503, self.state())
+    elif scope["path"] in OPEN: refused = None
+    elif self.key and not hmac.compare_digest(headers.get("authorization", "").encode(), f"Bearer {self.key}".encode()):
+      refused = refuse(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
+    else: refused = refuse(503, self.state()) if self.state() else None
     if refused: return await refused(scope, receive, send)
-    unread, gone = [{"type": "http.request", "body": b"".join(sent)}], asyncio.create_task(receive())
+    gone = asyncio.create_task(receive())
+    unread = [{"type": "http.request", "body": b"".join(sent)}]
     async def replay() -> Any: return unread.pop() if unread else await asyncio.shield(gone)
     route = asyncio.create_task(self.app(scope, replay, send))
     try: await asyncio.wait((gone, route), return_when=asyncio.FIRST_COMPLETED)
@@ -261,12 +251,12 @@ class Server(uvicorn.Server):
       now = self.llm.llm.get_metrics() if self.llm else before
       if now["steps"] > before["steps"]:
         prompt, generation = ((now[name] - before[name]) / 10 for name in ("prompt_tokens", "generation_tokens"))
-        logger.info(
-          "Engine 000: Avg prompt throughput: %.1f tokens/s, Avg generation throughput: %.1f tokens/s, Running: %d "
-          "reqs, Waiting: %d reqs, GPU KV cache usage: %.1f%%, Prefix cache hit rate: %.1f%%", prompt, generation,
-          now["num_requests_running"], now["num_requests_waiting"],
-          100 * now["blocks_used"] / (now["blocks_used"] + now["blocks_free"]),
-          100 * now["prefix_cache_hits"] / max(1, now["prefix_cache_queries"]))
+        used = now["blocks_used"] / (now["blocks_used"] + now["blocks_free"])
+        hits = now["prefix_cache_hits"] / max(1, now["prefix_cache_queries"])
+        logger.info(f"Engine 000: Avg prompt throughput: {prompt:.1f} tokens/s, Avg generation throughput: "
+                    f"{generation:.1f} tokens/s, Running: {now['num_requests_running']} reqs, Waiting: "
+                    f"{now['num_requests_waiting']} reqs, GPU KV cache usage: {used:.1%}, "
+                    f"Prefix cache hit rate: {hits:.1%}")
       before = now
 
   async def watched(self, requests: list[Request]) -> AsyncIterator[tuple[int, RequestOutput]]:
@@ -277,13 +267,14 @@ class Server(uvicorn.Server):
       now, count = time.monotonic(), request.metrics.num_generated
       when, before = last.get(request, (now, 0))
       last[request] = now, count
-      for _ in range(max(1, before), count): self.gaps.observe((now - when) / (count - before))
+      for _ in range(max(1, before), count): self.times["inter_token_latency"].observe((now - when) / (count - before))
     def ended(request: Request) -> None:
       self.requests.remove(request)
       observe(request)   # the tokens that nobody has waited for
       for seq in request.sequences: self.ended.labels(self.name, seq.finish_reason).inc()
-      for field, histogram in self.times.items():
-        if (seconds := getattr(request.metrics, field)) == seconds: histogram.observe(seconds)   # else NaN: never
+      for name, field in TIMES.items():
+        seconds = getattr(request.metrics, field)
+        if not math.isnan(seconds): self.times[name].observe(seconds)   # else it never came
     self.requests.update(requests)
     try:
       async with contextlib.aclosing(self.llm.stream(requests, ended)) as stream:
@@ -322,10 +313,10 @@ class Server(uvicorn.Server):
   async def chat(self, body: Chat) -> fastapi.Response: return await self.answer("chatcmpl", body)
 
   def params(self, body: Any, chat: bool) -> SamplingParams:
-    given = {name: value for name in FIELDS if (value := getattr(body, name)) is not None}
+    given = {name: value for name, value in body if name in FIELDS and value is not None}
     if chat:
-      limits = (body.max_completion_tokens, body.max_tokens, 2**31 - 1)   # the last: up to max_model_len
-      given["max_tokens"] = next(limit for limit in limits if limit is not None)
+      given.setdefault("max_tokens", 2**31 - 1)   # up to max_model_len
+      if body.max_completion_tokens is not None: given["max_tokens"] = body.max_completion_tokens
       check(body.logprobs or body.top_logprobs is None, "top_logprobs: only with logprobs=true")
       given["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
     elif body.echo and "logprobs" in given: given.setdefault("prompt_logprobs", given["logprobs"])
@@ -338,7 +329,8 @@ class Server(uvicorn.Server):
   async def answer(self, kind: str, body: Any) -> fastapi.Response:
     if body.model not in (None, self.name): return refuse(404, f"The model `{body.model}` does not exist.", "model")
     check(body.stream or not body.stream_options, "stream_options: only with stream=true")
-    engine, params = self.llm.llm, self.params(body, kind == "chatcmpl")
+    engine = self.llm.llm
+    params = self.params(body, kind == "chatcmpl")
     answer = Answer(kind, self.name, body, params, engine.tokenizer)
     given = {"messages": [*map(plain, body.messages)]} if kind == "chatcmpl" else body.prompt
     if not isinstance(given, list) or given and isinstance(given[0], int): given = [given]
@@ -346,8 +338,7 @@ class Server(uvicorn.Server):
     prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in given]
     most = self.options.max_queue + engine.config.max_num_seqs
     new = len(prompts) * params.n
-    check(params.n == 1 or new <= most, f"n={params.n} for {len(prompts)} prompts: at most {most} texts may wait "
-          "(--max-queue) and run (--max-num-seqs)")
+    check(params.n == 1 or new <= most, f"n={params.n}: {new} texts, but --max-queue and --max-num-seqs allow {most}")
     def texts() -> int: return sum(not seq.finish_reason for request in self.requests for seq in request.sequences)
     busy = refuse(429, f"at most {most} texts may wait (--max-queue) and run (--max-num-seqs): try again")
     if texts() + new > most: return busy   # before they are made, which takes time, and after: others may have come
@@ -355,34 +346,31 @@ class Server(uvicorn.Server):
                 for i, prompt in enumerate(prompts)]
     if texts() + new > most: return busy
     stream = self.watched(requests)
-    first = await anext(stream)   # from here on they are in the queue
-    if body.stream:
-      return StreamingResponse(self.events(answer, first, stream, requests), media_type="text/event-stream")
+    news = await anext(stream)   # from here on they are in the queue
+    if body.stream: return StreamingResponse(self.events(answer, news, stream, requests), media_type=EVENTS)
     async for _ in stream: pass
     outputs = enumerate(request.output() for request in requests)
-    choices = [answer.choice(i, output, c, False) for i, output in outputs for c in output.outputs]
-    return JSONResponse({**answer.whole(choices, False), "usage": usage_of(requests)})
+    choices = [answer.choice(i, output, c) for i, output in outputs for c in output.outputs]
+    return JSONResponse({**answer.whole(choices), "usage": usage_of(requests)})
 
   async def events(self, answer: Answer, news: Any, stream: Any, requests: list[Request]) -> AsyncIterator[str]:
     def event(content: dict) -> str: return f"data: {json.dumps(content)}\n\n"
-    options, ended = answer.body.stream_options, set[tuple[int, int]]()
-    usage = {"usage": None} if options and options.include_usage else {}
-    if answer.chat:
-      for i in range(answer.params.n):
-        role = {"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        yield event({**answer.whole([role], True), **usage})
+    usage = {"usage": None} if getattr(answer.body.stream_options, "include_usage", False) else {}
+    for i in range(answer.params.n if answer.chat else 0):
+      role = {"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+      yield event({**answer.whole([role]), **usage})
+    ended = set[tuple[int, int]]()
     try:
       while news:
         i, output = news
         for c in output.outputs:
           if (i, c.index) in ended or not (c.token_ids or c.finish_reason): continue
           if c.finish_reason: ended.add((i, c.index))
-          yield event({**answer.whole([answer.choice(i, output, c, True)], True), **usage})
+          yield event({**answer.whole([answer.choice(i, output, c)]), **usage})
         news = await anext(stream, None)
-    except RuntimeError as error: yield event(error_of(500, str(error)))
-    else:
-      if usage: yield event({**answer.whole([], True), "usage": usage_of(requests)})
+      if usage: yield event({**answer.whole([]), "usage": usage_of(requests)})
       yield "data: [DONE]\n\n"
+    except RuntimeError as error: yield event(error_of(500, str(error)))
     finally: await stream.aclose()
 
 
