@@ -59,12 +59,12 @@ def zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32
 
 
 class Runner:
-  """caches: as allocate_caches makes them."""
-  def __init__(self, model: Llama, shape: ModelConfig, config: EngineConfig, max_model_len: int, caches: list):
+  """left: bytes of the device that the caches may take."""
+  def __init__(self, model: Llama, shape: ModelConfig, config: EngineConfig, max_model_len: int, left: int):
     self.model = model
     self.eager = config.enforce_eager
-    self.caches = caches
-    self.num_blocks = int(caches[0][0].shape[0])
+    self.caches = allocate_caches(shape, config, max_model_len, model.dtype, left)
+    self.num_blocks = int(self.caches[0][0].shape[0])
     self.rope = rope_table(shape, max_model_len)
     self.overlaps = not cpu_cores()   # whether a launched step goes on while the host does other things
     self.max_blocks = -(-max_model_len // config.block_size)
