@@ -290,7 +290,7 @@ def token_rows(positions: Any, rows: Any, blocks: Any, block_size: int, max_bloc
   from tinyvllm.batch import TOKEN
   positions, rows, blocks = (np.asarray(x) for x in (positions, rows, blocks))
   fields = {"id": 0 * positions, "position": positions, "row": rows, "block": blocks,
-            "slot": blocks * block_size + positions % block_size, "entry": rows * max_blocks + positions // block_size}
+            "entry": rows * max_blocks + positions // block_size}
   return np.stack([fields[name] for name in TOKEN.names]).astype(np.int32)   # (fields, T)
 
 

@@ -1,6 +1,6 @@
 """RoPE with the write of K and V, and paged attention (Kwon et al. 2023, arXiv:2309.06180), as UOps that state their
-schedule. K and V are written by slot and read through the block table, so that nothing copies the context. A tensor
-that a write returns carries the order: what reads after must use it.
+schedule. K and V are written to blocks and read through their table, so that nothing copies the context. A tensor that
+a write returns carries the order: what reads after must use it.
 
 tokens: (fields of TOKEN, T) int32, a flat batch. keys: (num_blocks, KV, D, block_size), values: (num_blocks, KV,
 block_size, D), so that neighbours in memory are what neighbouring lanes read. table: (rows, max_blocks). G query heads
@@ -24,14 +24,14 @@ def field(tokens: UOp, name: str, t: UOp) -> UOp: return tokens[TOKEN.names.inde
 
 def rope_kernel(q: UOp, keys: UOp, values: UOp, qkv: UOp, rope: UOp, tokens: UOp) -> UOp:
   """Turn q and k by their positions, the first half of each head against the second (Su et al. 2021), and store k and v
-  at their slots. q: (T, KV, G, D), filled. qkv: (T, (KV * G + 2 KV) * D). rope: (length, 2, D/2), cosines and sines."""
+  in their blocks. q: (T, KV, G, D), filled. qkv: (T, (KV * G + 2 KV) * D). rope: (length, 2, D/2), of cos and sin."""
   T, KV, G, D = q.shape
   pages, _, _, BS = keys.shape
   t, h, i = axes(0, T, KV, D // 2)
-  slot = field(tokens, "slot", t)
-  page = slot // BS % pages
-  offset = slot % BS
-  cos, sin = [rope[field(tokens, "position", t) % rope.shape[0], z, i] for z in range(2)]
+  page = field(tokens, "block", t) % pages
+  position = field(tokens, "position", t)
+  offset = position % BS
+  cos, sin = [rope[position % rope.shape[0], z, i] for z in range(2)]
   dims = (i, i + D // 2)
   stores = [values[page, h, offset, d].store(qkv[t, (KV * G + KV + h) * D + d]) for d in dims]
   for n in range(G + 1):   # the queries of a K/V head, and its key

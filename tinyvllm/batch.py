@@ -9,14 +9,15 @@ import numpy as np
 from .config import EngineConfig
 from .request import EDIT, Sequence
 
-# id: -1 where the host has not read it: the device's last one of the row. slot: block * block_size + offset. row: of
-# the block tables, max_num_seqs for padding. entry: where the tables have its block, seen flat
-TOKEN: Any = np.dtype({"names": ["id", "position", "slot", "row", "entry", "block"], "formats": ["i4"] * 6})
+# id: -1 where the host has not read it: the device's last one of the row. row: of the block tables, max_num_seqs for
+# padding. block: of its position. entry: where the tables have that, seen flat
+TOKEN: Any = np.dtype({"names": ["id", "position", "row", "entry", "block"], "formats": ["i4"] * 5})
+# SamplingParams' fields that the device draws by
+DRAWN_BY = ["temperature", "top_k", "top_p", "min_p"]
 # Of each row of logits: the token in the batch that it follows, and its position; the row whose last token is chosen
 # here, max_num_seqs for none; the token whose log probability is wanted, -1 for the one that is chosen
-LOGITS: Any = np.dtype({
-  "names": ["token", "position", "last_row", "target", "temperature", "top_k", "top_p", "min_p", "seed"],
-  "formats": ["i4"] * 4 + ["f4"] * 4 + ["u8"]})
+LOGITS: Any = np.dtype({"names": ["token", "position", "last_row", "target", *DRAWN_BY, "seed"],
+                        "formats": ["i4"] * 4 + ["f4"] * 4 + ["u8"]})
 
 
 class Shape(NamedTuple):
@@ -36,7 +37,7 @@ class Shape(NamedTuple):
 class Step(NamedTuple):
   """What the device computes next, and what its results belong to."""
   shape: Shape
-  array: np.ndarray                     # TOKEN and LOGITS, 16 words a token together; EDIT; masks
+  array: np.ndarray                     # TOKEN and LOGITS, 15 words a token together; EDIT; masks
   targets: list[tuple[Sequence, int]]   # of each row of logits: the sequence, and the place of the token that it gives
   computed: dict[Sequence, range]       # the places of the tokens whose K and V it writes
 
@@ -59,30 +60,25 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
   spare = config.max_num_seqs   # padding's row
   tokens = []
   rows = []
-  edits: list[tuple] = []
-  masks = {}
   targets = []
   computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
   for seq, places in computed.items():
     known = [*seq.tokens[places.start:places.stop + 1], -1, -1]   # the host has not read the last, or nobody knows
     for position, (token, target) in zip(places, itertools.pairwise(known), strict=False):
-      page, offset = divmod(position, config.block_size)
+      page = position // config.block_size
       block = seq.block_table[page]
-      slot = block * config.block_size + offset
-      tokens.append((token, position, slot, seq.row, seq.row * max_blocks + page, block))   # type: ignore[operator]
+      tokens.append((token, position, seq.row, seq.row * max_blocks + page, block))   # type: ignore[operator]
       if position < places.stop - seq.num_logits(len(places)): continue
       targets.append((seq, position + 1))
-      params = seq.params
       rows.append((len(tokens) - 1, position, seq.row if target < 0 else spare, target,
-                   params.temperature, params.top_k, params.top_p, params.min_p, seq.seed % 2**64))
-    if places.stop < seq.length: continue   # no new token comes of it
-    edits.extend((len(rows) - 1, *edit) for edit in seq.edits())
-    mask = seq.mask(vocab_size)
-    if mask is not None: masks[len(rows) - 1] = mask
-  shape = fit(Shape(
-    tokens=len(tokens), rows=len(rows), sampler=max((seq.params.sampler for seq, _ in targets), default=0),
-    logprobs=any(seq.params.logprobs is not None or seq.scores_prompt for seq in batch), edits=len(edits),
-    masked=bool(masks)))
+                   *[getattr(seq.params, name) for name in DRAWN_BY], seq.seed % 2**64))
+  chosen = {row: seq for row, (seq, place) in enumerate(targets) if place == seq.length}   # where new tokens come of it
+  edits = [(row, *edit) for row, seq in chosen.items() for edit in seq.edits()]
+  masks = {row: seq.mask(vocab_size) for row, seq in chosen.items()}
+  masks = {row: mask for row, mask in masks.items() if mask is not None}
+  sampler = max([seq.params.sampler for seq, _ in targets], default=0)
+  scored = any(seq.params.logprobs is not None or seq.scores_prompt for seq in batch)
+  shape = fit(Shape(len(tokens), len(rows), sampler, scored, len(edits), bool(masks)))
   everything = np.full(-(-vocab_size // 32), -1, np.int32)
   array = np.concatenate([
     words(tokens, TOKEN, shape.tokens, row=spare, entry=spare * max_blocks),

@@ -1,9 +1,7 @@
 """The engine: text in, text out. Requests are added at any time, and a step advances all of them together; everything
 below knows token ids only. One thread drives an engine."""
-import contextlib, dataclasses, functools, itertools, logging, random, threading, time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import contextlib, dataclasses, functools, itertools, logging, pathlib, random, threading, time
+from collections.abc import Iterator
 from typing import Any
 
 from tinygrad import Device, dtypes, helpers, nn
@@ -13,7 +11,7 @@ from .config import EngineConfig, ModelConfig, check, logger
 from .device import exclusive, largest_tensor, num_compiled, open_device, pick_dtype
 from .llama import Llama
 from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, Sequence
-from .runner import Runner, allocate_caches
+from .runner import Runner
 from .scheduler import BlockManager, Scheduler
 from .tokenizer import TextStream, load_tokenizer
 from .weights import load_weights
@@ -22,7 +20,7 @@ Prompt = str | dict[str, Any]
 Params = SamplingParams | None
 
 
-@dataclass(eq=False)
+@dataclasses.dataclass(eq=False)
 class Request:
   """The samples of a prompt, with their texts."""
   request_id: str
@@ -59,10 +57,9 @@ class LLMEngine:
 
   model: a folder with config.json, *.safetensors and a tokenizer; None: the model shipped with tinyvllm. options:
   EngineConfig's. Raises ValueError for files or options that will not do, RuntimeError for no device or compiler."""
-  def __init__(self, model: str | Path | None = None, **options: Any):
-    config = EngineConfig(**options)
-    folder = Path(model or Path(__file__).with_name("default_model")).expanduser()
-    with exclusive: self._load(folder, config)
+  def __init__(self, model: str | pathlib.Path | None = None, **options: Any):
+    folder = pathlib.Path(model or pathlib.Path(__file__).with_name("default_model")).expanduser()
+    with exclusive: self._load(folder, EngineConfig(**options))
     self.scheduler = Scheduler(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
     self._launched: tuple[Step, Any] | None = None   # the step that the device works on, and what reads it
@@ -71,10 +68,11 @@ class LLMEngine:
     self._stepping = threading.Lock()
     self._abandoned: list[str] = []   # requests whose streams were thrown away within a step
     self._arrivals = itertools.count()
-    self._random = random.Random(config.seed)
-    for _ in self.capture(config.cudagraph_capture_sizes) if config.cudagraph_capture_sizes else (): pass
+    self._random = random.Random(self.config.seed)
+    sizes = self.config.cudagraph_capture_sizes
+    for _ in self.capture(sizes) if sizes else (): pass
 
-  def _load(self, folder: Path, config: EngineConfig) -> None:
+  def _load(self, folder: pathlib.Path, config: EngineConfig) -> None:
     started = time.perf_counter()
     if not logger.hasHandlers():   # the program has not said where logs go
       logger.addHandler(logging.StreamHandler())
@@ -82,31 +80,28 @@ class LLMEngine:
     free = open_device()
     shape = self.model_config = ModelConfig.load(folder)
     self.tokenizer = load_tokenizer(folder)
-    length = config.max_model_len or shape.max_position_embeddings
-    check(length <= shape.max_position_embeddings, f"max_model_len={length} must be at most the model's "
-          f"{shape.max_position_embeddings}")
-    rows = 1 << (largest_tensor() // (4 * shape.vocab_size)).bit_length() - 1   # of logits, in one tensor
-    most = min(config.max_num_batched_tokens, rows)
-    config = dataclasses.replace(config, max_num_batched_tokens=most)
-    check(config.max_num_seqs <= most, f"max_num_seqs={config.max_num_seqs} is above max_num_batched_tokens={most}: "
-          "each running sequence decodes one token a step")
-    kind = pick_dtype(config.dtype)
-    dtype = getattr(dtypes, kind)
-    llama = Llama(shape, dtype)
-    load_weights(llama, folder, dtype)
+    limit = shape.max_position_embeddings
+    length = config.max_model_len or limit
+    check(length <= limit, f"max_model_len={length} must be at most the model's {limit}")
+    # The logits of a step are in one tensor
+    most = min(config.max_num_batched_tokens, 1 << (largest_tensor() // (4 * shape.vocab_size)).bit_length() - 1)
+    seqs = config.max_num_seqs
+    check(seqs <= most, f"max_num_seqs={seqs} must be at most max_num_batched_tokens={most}: each decodes one a step")
+    config = self.config = dataclasses.replace(config, max_num_batched_tokens=most, dtype=pick_dtype(config.dtype))
+    llama = Llama(shape, getattr(dtypes, config.dtype))
+    load_weights(llama, folder, llama.dtype)
     weights = sum(x.nbytes() for part in llama.parts() for x in nn.state.get_parameters(part))
-    left = free * config.gpu_memory_utilization - weights
-    logger.info(f"loaded {folder.name} in {kind} on {Device.DEFAULT} in {time.perf_counter() - started:.1f} s; a step "
-                f"takes {most} tokens")
-    self.config = config
-    self.runner = Runner(llama, shape, config, length, allocate_caches(shape, config, length, dtype, max(0, int(left))))
+    left = max(0, int(free * config.gpu_memory_utilization - weights))
+    logger.info(f"loaded {folder.name} in {config.dtype} on {Device.DEFAULT} in {time.perf_counter() - started:.1f} s; "
+                f"a step takes {most} tokens")
+    self.runner = Runner(llama, shape, config, length, left)
     self.blocks = BlockManager(self.runner.num_blocks, config)
     self.max_model_len = min(length, self.blocks.num_tokens)   # where an override holds less
+    self._pack = functools.partial(pack, config=config, max_blocks=self.runner.max_blocks, vocab_size=shape.vocab_size)
 
   @contextlib.contextmanager
   def _alone(self) -> Iterator[None]:
-    if not self._driver.acquire(blocking=False):
-      raise RuntimeError("another thread is using this LLM: for several at once there is tinyvllm_server.AsyncLLM")
+    if not self._driver.acquire(False): raise RuntimeError("another thread has this LLM: use tinyvllm_server.AsyncLLM")
     try: yield
     finally: self._driver.release()
 
@@ -124,8 +119,8 @@ class LLMEngine:
           f"However, the prompt has {len(ids)}: shorten it or raise max_model_len or num_gpu_blocks_override")
     check(type(priority) is int and (priority == 0 or self.config.scheduling_policy == "priority"),
           f"priority={priority!r} must be an int, and 0 unless scheduling_policy='priority'")
-    words = [space + word.lstrip() for word in params.bad_words or () for space in ("", " ")]
-    bad_words = [self.tokenizer.encode(word, False) for word in words]
+    words = params.bad_words or ()
+    bad_words = [self.tokenizer.encode(space + word.lstrip(), False) for word in words for space in ("", " ")]
     stop_ids = frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())])
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
     structured: Any = params.structured_outputs
@@ -147,8 +142,7 @@ class LLMEngine:
       case [("messages", list(messages))] if messages:
         text = self.tokenizer.apply_chat_template(messages)
         return text, self.tokenizer.encode(text, False)   # a template brings its own BOS
-    raise ValueError(f"prompt={prompt!r} must be a str, {{'prompt': str}}, {{'prompt_token_ids': list of int}} or "
-                     "{'messages': list of dict}, and not empty")
+    raise ValueError(f"prompt={prompt!r} must be a str, or a dict of prompt, prompt_token_ids or messages, not empty")
 
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
     """Queue a request: a str, {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [{"role", "content"}]}.
@@ -157,8 +151,7 @@ class LLMEngine:
 
   def add(self, request: Request) -> None:
     with self._alone():
-      check(self.requests.setdefault(request.request_id, request) is request,
-            f"request_id={request.request_id!r} is in use")
+      check(self.requests.setdefault(request.request_id, request) is request, f"{request.request_id=} is in use")
       self.scheduler.add(request.sequences[0])
 
   def abort_request(self, request_id: str) -> None:
@@ -202,7 +195,7 @@ class LLMEngine:
   def _step(self) -> list[Request]:
     self._find_stops()   # of tokens that came with a step which failed
     batch = self.scheduler.schedule()
-    step = self._pack(batch, self.runner.fit) if batch else None
+    step = self._pack(batch, fit=self.runner.fit) if batch else None
     self.scheduler.advance(batch)
     def launch(): return (step, self.runner.launch(step)) if step else None
     launched = self._launched if self.runner.overlaps else launch()
@@ -210,11 +203,7 @@ class LLMEngine:
     self._launched = launch() if self.runner.overlaps else None
     if launched and results: self._record(launched[0], *results)
     self._find_stops()
-    self.scheduler.totals["scheduled"] += len(batch)
     return [*self._changed]
-
-  def _pack(self, batch: dict[Sequence, int], fit: Callable[[Shape], Shape]) -> Step:
-    return pack(batch, self.config, self.runner.max_blocks, self.model_config.vocab_size, fit)
 
   def capture(self, sizes: list[int] | None = None, rare: bool = False) -> Iterator[str]:
     """Capture steps of so many tokens, greedy and sampled, or those with all that is rare, so that none of them stalls
@@ -229,7 +218,7 @@ class LLMEngine:
     for i, shape in enumerate(helpers.tqdm(shapes, desc="capturing steps", disable=rare or None), 1):
       yield f"preparing {i} of {len(shapes)}"
       def fit(need, shape=shape): return shape
-      with self._alone(), exclusive: self.runner.launch(self._pack({}, fit))()
+      with self._alone(), exclusive: self.runner.launch(self._pack({}, fit=fit))()
     seconds = time.perf_counter() - started
     logger.info(f"captured {len(shapes)} steps in {seconds:.1f} s, {num_compiled() - known} new kernels")
 
@@ -308,12 +297,12 @@ class LLM(LLMEngine):
 shared = functools.cache(LLM)   # one engine for each model
 
 
-def generate(prompt: str, model: str | Path | None = None, **sampling: Any) -> str:
+def generate(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> str:
   """The text that follows a prompt. sampling: SamplingParams' fields, but greedy unless a temperature is given."""
   return "".join(generate_stream(prompt, model, **sampling))
 
 
-def generate_stream(prompt: str, model: str | Path | None = None, **sampling: Any) -> Iterator[str]:
+def generate_stream(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> Iterator[str]:
   """As `generate`, a piece at a time, as tokens arrive."""
   with exclusive: llm = shared(model)   # two first callers get one engine
   outputs = llm.generate_stream(prompt, SamplingParams(**{"temperature": 0.0, **sampling}))

@@ -1,5 +1,5 @@
 """A LLaMA (Touvron et al. 2023) over a paged KV cache. One forward serves prefill, chunks of a prefill and decode: a
-flat batch of tokens, each with its position, slot and row. Attributes are named as in Hugging Face's files, with q, k,
+flat batch of tokens, each with its position, block and row. Attributes are named as in Hugging Face's files, with q, k,
 v stored as one matrix and gate, up as one."""
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, function, nn

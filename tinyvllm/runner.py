@@ -1,7 +1,6 @@
 """Runs packed steps, each as one call of a captured graph: there is one for each shape. Owns what stays on the device:
 the block tensors of the KV cache, allocated once, the block tables and the last tokens."""
-import functools, operator, time
-from collections import Counter
+import collections, functools, operator, time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import KernelInfo
 
-from .batch import LOGITS, TOKEN, Shape, Step, bucket
+from .batch import DRAWN_BY, LOGITS, TOKEN, Shape, Step, bucket
 from .config import EngineConfig, ModelConfig, check, logger
 from .device import cpu_cores, largest_tensor, num_compiled, renderer
 from .llama import Llama, rope_table
@@ -24,9 +23,7 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   """For each layer K, (num_blocks, n_kv_heads, head_dim, block_size), and V, its last axes the other way round, as the
   kernels read them. num_blocks, of which block 0 takes padding's writes, is the override, or what fits `left` bytes, at
   most what max_num_seqs sequences of max_model_len can use. Raises ValueError where not one such sequence fits."""
-  KV = model.num_key_value_heads
-  D = model.head_dim
-  BS = config.block_size
+  KV, D, BS = model.num_key_value_heads, model.head_dim, config.block_size   # a block's shape
   part = KV * D * BS * dtype.itemsize   # bytes of a block in one tensor, and in all
   size = 2 * model.num_hidden_layers * part
   per_sequence = -(-max_model_len // BS)
@@ -38,14 +35,12 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
         f"{per_sequence * size / 2**30:.2f} GiB of KV cache, of {left / 2**30:.2f} GiB free: lower it to "
         f"{max(0, fit - 1) * BS} or raise gpu_memory_utilization={config.gpu_memory_utilization}")
   num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
-  check(num_blocks <= most, f"num_gpu_blocks_override={num_blocks} must be at most {most}, which is all that "
-        f"{Device.DEFAULT} takes in one tensor")
+  check(num_blocks <= most, f"num_gpu_blocks_override={num_blocks} is above {most}, what {Device.DEFAULT} can address")
   tokens = (num_blocks - 1) * BS
   logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {BS} tokens = {tokens} "
              f"tokens, {num_blocks * size / 2**30:.2f} GiB: {tokens / max_model_len:.1f} sequences of {max_model_len}")
-  shapes = (num_blocks, KV, D, BS), (num_blocks, KV, BS, D)
-  def layer(): return [Tensor.empty(*shape, dtype=dtype).contiguous().realize() for shape in shapes]
-  return [layer() for _ in range(model.num_hidden_layers)]
+  def empty(*axes): return Tensor.empty(num_blocks, KV, *axes, dtype=dtype).contiguous().realize()
+  return [[empty(D, BS), empty(BS, D)] for _ in range(model.num_hidden_layers)]
 
 
 def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
@@ -64,19 +59,19 @@ def zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32
 
 
 class Runner:
-  """caches: as allocate_caches makes them."""
-  def __init__(self, model: Llama, shape: ModelConfig, config: EngineConfig, max_model_len: int, caches: list):
+  """left: bytes of the device that the caches may take."""
+  def __init__(self, model: Llama, shape: ModelConfig, config: EngineConfig, max_model_len: int, left: int):
     self.model = model
     self.eager = config.enforce_eager
-    self.caches = caches
-    self.num_blocks = int(caches[0][0].shape[0])
+    self.caches = allocate_caches(shape, config, max_model_len, model.dtype, left)
+    self.num_blocks = int(self.caches[0][0].shape[0])
     self.rope = rope_table(shape, max_model_len)
     self.overlaps = not cpu_cores()   # whether a launched step goes on while the host does other things
     self.max_blocks = -(-max_model_len // config.block_size)
     self.max_tokens = bucket(config.max_num_batched_tokens)
     self.max_rows = bucket(config.max_num_seqs)   # of logits, but where a prompt's are wanted
     self.sizes: list[int] = []   # tokens of the steps that are captured before they are met, if any are
-    self.met: Counter[Shape] = Counter()
+    self.met: collections.Counter[Shape] = collections.Counter()
     self.table = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last row is padding's
     self.last_token = zeros(config.max_num_seqs + 1)
     self.steps: dict[Shape, tuple[Tensor, Any]] = {}   # what each graph reads, and itself
@@ -94,8 +89,7 @@ class Runner:
     exact = need._replace(
       tokens=tokens, rows=min(tokens, self.max_rows) if need.rows <= self.max_rows else tokens,
       edits=16 * 8 ** -(-(need.edits // 16).bit_length() // 3) if need.edits else 0)   # few sizes
-    captured = [shape for shape in self.steps if all(map(operator.ge, shape, exact))]
-    best = min(captured, key=Shape.cost, default=exact)
+    best = min([x for x in self.steps if all(map(operator.ge, x, exact))], key=Shape.cost, default=exact)
     self.met[exact] += 1
     return best if self.sizes or self.met[exact] <= OFTEN and best.cost() < 2 * exact.cost() else exact
 
@@ -112,10 +106,10 @@ class Runner:
       compute.cnt = 1   # TinyJit's count of calls: capture at the first one, as all that it reads is realized
       self.steps[step.shape] = words, compute
     words, graph = self.steps[step.shape]
-    running = [seq for seq in step.computed if seq.row is not None]   # none that was aborted since
-    unknown = [seq for seq in running if step.computed[seq].start and self.known.get(seq.row) is not seq.block_table]
-    self.known |= {seq.row: seq.block_table for seq in running}
-    if unknown:   # tokens bring the blocks of their own slots, but these sequences begin with others
+    begun = [seq for seq, places in step.computed.items() if places.start]
+    unknown = [seq for seq in begun if self.known.get(seq.row) is not seq.block_table]
+    self.known |= {seq.row: seq.block_table for seq in step.computed}
+    if unknown:   # tokens bring the blocks of their own places, but these sequences begin with others
       tables = np.zeros(self.table.shape, np.int32)
       for row, block_table in self.known.items(): tables[row, :len(block_table)] = block_table
       upload(self.table, tables)
@@ -129,23 +123,19 @@ class Runner:
   def _compute(self, words: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     """The graph. Returns the ids of all rows of logits, (S,), and what top_logprobs says of them, or of none."""
     T, S, sampler, scored, E, masked = shape
-    packed = words[:16 * T].reshape(16, T)
-    rest = words[16 * T:]
+    packed = words[:15 * T].reshape(15, T)
+    rest = words[15 * T:]
     token = dict(zip(TOKEN.names, packed, strict=False))   # type: ignore[call-overload]   # (T,) each
     logit = dict(zip(LOGITS.names, packed[len(TOKEN.names):, :S], strict=False))   # type: ignore[call-overload]
     table = self.table.custom_kernel(token["entry"], token["block"], fxn=scatter_kernel)[0]
     ids = (token["id"] < 0).where(self.last_token[token["row"]], token["id"]).contiguous()   # (T,)
     raw = self.model(ids, logit["token"], packed, table, self.rope, self.caches)   # (S, vocab)
-    logits = raw
-    if masked: logits = restrict(raw, rest[5 * E:].reshape(S, -1)).contiguous()
-    elif E: logits = raw.clone()
+    logits = restrict(raw, rest[5 * E:].reshape(S, -1)).contiguous() if masked else raw.clone() if E else raw
     if E: logits = logits.custom_kernel(rest[:5 * E].reshape(5, E).contiguous(), fxn=edit_kernel)[0]   # in place
-    if sampler:
-      params = [logit[name].bitcast(dtypes.float32) for name in ("temperature", "top_k", "top_p", "min_p")]
-      seeds = packed[-2:, :S].bitcast(dtypes.uint32).T   # (S, 2)
-      chosen = sample(logits, *params, seeds, logit["position"], sampler > 1)   # type: ignore[call-arg]
-    else: chosen = argmax(logits)
-    chosen = chosen.contiguous()   # (S,)
+    params = {name: logit[name].bitcast(dtypes.float32) for name in DRAWN_BY}
+    seeds = packed[-2:, :S].bitcast(dtypes.uint32).T   # (S, 2)
+    def draw(): return sample(logits, seeds=seeds, positions=logit["position"], filtered=sampler > 1, **params)
+    chosen = (draw() if sampler else argmax(logits)).contiguous()   # (S,)
     last_token = self.last_token.custom_kernel(logit["last_row"], chosen, fxn=scatter_kernel)[0]
     wanted = (logit["target"] < 0).where(chosen, logit["target"])
     logprobs = top_logprobs(raw, wanted).contiguous() if scored else Tensor.empty(0)

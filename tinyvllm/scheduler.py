@@ -145,7 +145,7 @@ class Scheduler:
       seq.append(token)
       while seq.forks: self.add(seq.forks.pop())
       if seq.finish_reason: self.finish(seq, seq.finish_reason)
-    self.totals["generation_tokens"] += len(sampled)
+    self.totals.update(scheduled=len(computed), generation_tokens=len(sampled))
 
   def finish(self, seq: Sequence, reason: str) -> None:
     """End a sequence wherever it is, and free what it holds."""
