@@ -89,6 +89,7 @@ class KernelFolder:
     kept = path.read_bytes() if path.is_file() else b""
     if kept.startswith(hashlib.sha256(kept[32:]).digest()): return pickle.loads(kept[32:])
     self.compiled += 1
+    renderer.compiler.cachekey = None   # keep it once: tinygrad's cache answers only the thread that opened it
     content = pickle.dumps(do_to_program(ast, renderer))
     new = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):   # the disk is full
@@ -109,14 +110,13 @@ def lower_and_compile(linear: UOp) -> UOp:
 
 @functools.cache
 def patch_tinygrad(compiler: str) -> None:
-  """Make captures cheap. Kernels have files of their own: tinygrad's cache answers only the thread that opened it."""
+  """Make captures cheap."""
   folder = pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
   found = os.stat(shutil.which(compiler) or os.devnull)   # without a start of it
   realize.lower_and_compile = lower_and_compile
   shape = vars(UOp)["_shape"]
   # A slice says its shape: no check
   shape.fxn = lambda x, derived=shape.fxn: x.src[2].as_shape if x.op is Ops.SHRINK else derived(x)
-  helpers.CCACHE.value = 0
   if helpers.CACHELEVEL < 1: return
   codegen.do_to_program = KernelFolder(folder, (compiler, found.st_size, found.st_mtime_ns))
   try: folder.mkdir(parents=True, exist_ok=True)

@@ -151,7 +151,8 @@ class LLMEngine:
 
   def add(self, request: Request) -> None:
     with self._alone():
-      check(self.requests.setdefault(request.request_id, request) is request, f"{request.request_id=} is in use")
+      name = request.request_id
+      check(self.requests.setdefault(name, request) is request, f"request_id={name!r} is in use")
       self.scheduler.add(request.sequences[0])
 
   def abort_request(self, request_id: str) -> None:

@@ -46,7 +46,8 @@ class SamplingParams(Options):
       from . import StructuredOutputsParams   # of a package beside the engine, loaded when it is needed
       values["structured_outputs"] = StructuredOutputsParams(**self.structured_outputs)
     structured = self.structured_outputs
-    check(structured is None or hasattr(structured, "constraint"), f"structured_outputs={structured!r} must be a dict")
+    known = structured is None or hasattr(structured, "constraint")
+    check(known, f"structured_outputs={structured!r} must be of type StructuredOutputsParams")
     super().__post_init__()
     check(self.min_tokens <= self.max_tokens, f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
     check(self.allowed_token_ids != [], "allowed_token_ids=[] allows nothing: None allows all")
