@@ -69,8 +69,7 @@ class LLMEngine:
     self._abandoned: list[str] = []   # requests whose streams were thrown away within a step
     self._arrivals = itertools.count()
     self._random = random.Random(self.config.seed)
-    sizes = self.config.cudagraph_capture_sizes
-    for _ in self.capture(sizes) if sizes else (): pass
+    for _ in self.capture(self.config.cudagraph_capture_sizes) if self.config.cudagraph_capture_sizes else (): pass
 
   def _load(self, folder: pathlib.Path, config: EngineConfig) -> None:
     started = time.perf_counter()
