@@ -1,6 +1,6 @@
 """The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming, `tinyvllm serve` and `tinyvllm
 doctor`. It is no part of the engine, and needs nothing but the engine's own dependencies."""
-import argparse, dataclasses, json, logging, subprocess, sys
+import argparse, dataclasses, json, logging, os, signal, subprocess, sys
 from typing import Any, get_args
 
 from tinygrad.device import CompileError
@@ -62,6 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in TOOLS: return _tool(argv[0]).main(argv[1:])
     args = vars(parser.parse_args(argv))
+    # No KeyboardInterrupt, which is lost where it comes into a __del__ of tinygrad's
+    signal.signal(signal.SIGINT, lambda *_: os.write(1, b"\n") and os._exit(130))
     engine = given(args, EngineConfig)
     params = SamplingParams(**{"temperature": 0.0, **given(args, SamplingParams)})
     llm = _tool("serve").Remote.of(args, engine) if args["url"] or args["api_key"] else LLM(args["model"], **engine)
@@ -71,6 +73,5 @@ def main(argv: list[str] | None = None) -> int:
       messages.append({"role": "user", "content": input("> " if sys.stdin.isatty() else "")})
       messages.append({"role": "assistant", "content": _show(llm.generate_stream({"messages": [*messages]}, params))})
   except FAILURES as e: return print(f"tinyvllm: {e}", file=sys.stderr) or 1
-  except KeyboardInterrupt: return print() or 130
   except EOFError: print()
   return 0
