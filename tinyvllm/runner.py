@@ -35,7 +35,7 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
         f"{per_sequence * size / 2**30:.2f} GiB of KV cache, of {left / 2**30:.2f} GiB free: lower it to "
         f"{max(0, fit - 1) * BS} or raise gpu_memory_utilization={config.gpu_memory_utilization}")
   num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
-  check(num_blocks <= most, f"num_gpu_blocks_override={num_blocks} is above {most}, what {Device.DEFAULT} can address")
+  check(num_blocks <= most, f"num_gpu_blocks_override={num_blocks} must be at most {most} on {Device.DEFAULT}")
   tokens = (num_blocks - 1) * BS
   logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {BS} tokens = {tokens} "
              f"tokens, {num_blocks * size / 2**30:.2f} GiB: {tokens / max_model_len:.1f} sequences of {max_model_len}")
