@@ -23,8 +23,8 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   """For each layer K, (num_blocks, n_kv_heads, head_dim, block_size), and V, its last axes the other way round, as the
   kernels read them. num_blocks, of which block 0 takes padding's writes, is the override, or what fits `left` bytes, at
   most what max_num_seqs sequences of max_model_len can use. Raises ValueError where not one such sequence fits."""
-  KV, D, BS = model.num_key_value_heads, model.head_dim, config.block_size   # a block's shape
-  part = KV * D * BS * dtype.itemsize   # bytes of a block in one tensor, and in all
+  BS = config.block_size
+  part = model.num_key_value_heads * model.head_dim * BS * dtype.itemsize   # bytes of a block in one tensor, and in all
   size = 2 * model.num_hidden_layers * part
   per_sequence = -(-max_model_len // BS)
   most = largest_tensor() // part
@@ -39,8 +39,8 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   tokens = (num_blocks - 1) * BS
   logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {BS} tokens = {tokens} "
              f"tokens, {num_blocks * size / 2**30:.2f} GiB: {tokens / max_model_len:.1f} sequences of {max_model_len}")
-  def empty(*axes): return Tensor.empty(num_blocks, KV, *axes, dtype=dtype).contiguous().realize()
-  return [[empty(D, BS), empty(BS, D)] for _ in range(model.num_hidden_layers)]
+  def new(*axes): return Tensor.empty(num_blocks, model.num_key_value_heads, *axes, dtype=dtype).contiguous().realize()
+  return [[new(model.head_dim, BS), new(BS, model.head_dim)] for _ in range(model.num_hidden_layers)]
 
 
 def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
