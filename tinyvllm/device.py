@@ -61,7 +61,6 @@ def open_device() -> int:
   """Open tinygrad's default device, and return its free bytes. Raises RuntimeError where none opens."""
   compiler = find_compiler()
   os.environ["CC"] = compiler or "echo"   # tinygrad wants a command, though it may never need what that makes
-  patch_tinygrad(os.environ["CC"])
   try:
     if compiler is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open one, too
     if Device.DEFAULT == "CPU" and (compiler is None or helpers.DEV.renderer == "X86"):
@@ -70,6 +69,7 @@ def open_device() -> int:
       Device.default.graph = Device.default.graph or CPUGraph
       os.environ["DMC"] = "1"   # else tinygrad packs loads into float4, and clang stays in 128-bit vectors
       helpers.getenv.cache_clear()   # type: ignore[attr-defined]
+    patch_tinygrad(os.environ["CC"], Device.DEFAULT)
     return free_memory(Device.DEFAULT)
   except Exception as e:   # a backend fails to open in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
@@ -108,17 +108,27 @@ def lower_and_compile(linear: UOp) -> UOp:
                                   for call, kernel in zip(linear.src, kernels, strict=True)))
 
 
+def compiler_version(compiler: str, device: str) -> tuple:
+  """What tells the compiler of a device's kernels from one of another version, without a start of it."""
+  if device == "CUDA":
+    from tinygrad.runtime.autogen import nvrtc
+    version = ctypes.c_int32(), ctypes.c_int32()
+    nvrtc.nvrtcVersion(*map(ctypes.byref, version))
+    return tuple(part.value for part in version)
+  found = os.stat(shutil.which(compiler) or os.devnull)
+  return compiler, found.st_size, found.st_mtime_ns
+
+
 @functools.cache
-def patch_tinygrad(compiler: str) -> None:
+def patch_tinygrad(compiler: str, device: str) -> None:
   """Make captures cheap."""
   folder = pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
-  found = os.stat(shutil.which(compiler) or os.devnull)   # without a start of it
   realize.lower_and_compile = lower_and_compile
   shape = vars(UOp)["_shape"]
   def moves(x): return x.op is Ops.SHRINK and x.src[1].ranges   # a slice in a loop, which takes long to check
   shape.fxn = lambda x, derived=shape.fxn: x.src[2].as_shape if moves(x) else derived(x)
   if helpers.CACHELEVEL < 1: return
-  codegen.do_to_program = KernelFolder(folder, (compiler, found.st_size, found.st_mtime_ns))
+  codegen.do_to_program = KernelFolder(folder, compiler_version(compiler, device))
   try: folder.mkdir(parents=True, exist_ok=True)
   except OSError as e: logger.warning(f"each start compiles all kernels, as {folder} cannot be made: {e.strerror}")
 

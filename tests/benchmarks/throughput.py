@@ -40,10 +40,26 @@ def measure_throughput(args, running: int, bandwidth: float) -> tuple[list[str],
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
   watch.warn()
+  if args.padding: print_padding(llm, args, prompts, watch.steps)
   new, read = sum(len(o.outputs[0].token_ids) for o in outputs), sum(len(p["prompt_token_ids"]) for p in prompts)
   _, decode = decode_columns(llm, watch.steps, running, bandwidth, args.host)
   row = [str(running), str(len(prompts)), f"{new / seconds:.1f}", f"{(new + read) / seconds:.1f}", f"{prefill:.1f}"]
   return row + decode, new / seconds
+
+
+def print_padding(llm: LLM, args, prompts: list, exact: list) -> None:
+  """What it costs to compute in the shapes that a server captures at its start."""
+  usual = llm.runner.usual_sizes()
+  for _ in llm.capture(): pass
+  for sizes in (usual, [], usual, []):   # back and forth, as the clock may wander
+    llm.runner.sizes = sizes
+    llm.generate(prompts, common.greedy(args.output_len), use_tqdm=False)
+    with Watch(llm) as watch: llm.generate(prompts, common.greedy(args.output_len), use_tqdm=False)
+    running = llm.config.max_num_seqs
+    times = [1e3 * statistics.median(s.seconds for s in steps if s.decode and s.outputs == running)
+             for steps in (exact, watch.steps)]
+    print(f"  {running} running, {'in the usual sizes' if sizes else 'exactly'}: {times[1]:.3f} ms a step, "
+          f"{times[1] / times[0] - 1:+.1%}", flush=True)
 
 
 def prefill_rate(llm: LLM, args) -> float:
@@ -99,6 +115,7 @@ def main() -> None:
   parser.add_argument("--steps", type=common.positive, default=32, help="decode steps measured with --context")
   parser.add_argument("--host", action="store_true", help="also a step's milliseconds in Python (all that is neither "
                       "of the next two), in launching its graph (on a CPU: running it), and in waiting for its result")
+  parser.add_argument("--padding", action="store_true", help="also the decode step in the sizes of a server's steps")
   args = parser.parse_args()
   pyplot, bandwidth = common.plotting() if args.plot else None, common.start(args)
   decode = ["ms/step", "decode tok/s", "of roofline", "mean context"]
