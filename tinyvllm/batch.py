@@ -16,8 +16,9 @@ TOKEN: Any = np.dtype({"names": ["id", "position", "row", "entry", "block"], "fo
 DRAWN_BY = ["temperature", "top_k", "top_p", "min_p"]
 # Of each row of logits: the token in the batch that it follows, and its position; the row whose last token is chosen
 # here, max_num_seqs for none; the token whose log probability is wanted, -1 for the one that is chosen
+# itemsize: 16 words a token with TOKEN's, as GPUs load four words at once of what follows
 LOGITS: Any = np.dtype({"names": ["token", "position", "last_row", "target", *DRAWN_BY, "seed"],
-                        "formats": ["i4"] * 4 + ["f4"] * 4 + ["u8"]})
+                        "formats": ["i4"] * 4 + ["f4"] * 4 + ["u8"], "itemsize": 44})
 
 
 class Shape(NamedTuple):
@@ -37,7 +38,7 @@ class Shape(NamedTuple):
 class Step(NamedTuple):
   """What the device computes next, and what its results belong to."""
   shape: Shape
-  array: np.ndarray                     # TOKEN and LOGITS, 15 words a token together; EDIT; masks
+  array: np.ndarray                     # TOKEN and LOGITS, 16 words a token together; EDIT; masks
   targets: list[tuple[Sequence, int]]   # of each row of logits: the sequence, and the place of the token that it gives
   computed: dict[Sequence, range]       # the places of the tokens whose K and V it writes
 

@@ -125,8 +125,8 @@ class Runner:
   def _compute(self, words: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     """The graph. Returns the ids of all rows of logits, (S,), and what top_logprobs says of them, or of none."""
     T, S, sampler, scored, E, masked = shape
-    packed = words[:15 * T].reshape(15, T)
-    rest = words[15 * T:]
+    packed = words[:16 * T].reshape(16, T)
+    rest = words[16 * T:]
     token = dict(zip(TOKEN.names, packed, strict=False))   # type: ignore[call-overload]   # (T,) each
     logit = dict(zip(LOGITS.names, packed[len(TOKEN.names):, :S], strict=False))   # type: ignore[call-overload]
     table = self.table.custom_kernel(token["entry"], token["block"], fxn=scatter_kernel)[0]
@@ -135,7 +135,7 @@ class Runner:
     logits = restrict(raw, rest[5 * E:].reshape(S, -1)).contiguous() if masked else raw.clone() if E else raw
     if E: logits = logits.custom_kernel(rest[:5 * E].reshape(5, E).contiguous(), fxn=edit_kernel)[0]   # in place
     params = {name: logit[name].bitcast(dtypes.float32) for name in DRAWN_BY}
-    seeds = packed[-2:, :S].bitcast(dtypes.uint32).T   # (S, 2)
+    seeds = packed[13:15, :S].bitcast(dtypes.uint32).T   # (S, 2)
     def draw(): return sample(logits, seeds=seeds, positions=logit["position"], filtered=sampler > 1, **params)
     chosen = (draw() if sampler else argmax(logits)).contiguous()   # (S,)
     last_token = self.last_token.custom_kernel(logit["last_row"], chosen, fxn=scatter_kernel)[0]
