@@ -1,7 +1,7 @@
 """Opens a device of tinygrad's, and tells what the engine must know of it: its compiler, free memory, types, limits.
 Adds what tinygrad 0.14 lacks: lowered kernels kept on disk, and a graph for CPUs that uses all cores."""
-import concurrent.futures, contextlib, ctypes, dataclasses, functools, hashlib, importlib.metadata, os, pathlib, pickle
-import shutil, sys, threading
+import concurrent.futures, contextlib, copy, ctypes, dataclasses, functools, hashlib, importlib.metadata, os, pathlib
+import pickle, shutil, sys, threading, types
 from collections.abc import Callable
 from typing import Any
 
@@ -78,34 +78,46 @@ def open_device() -> int:
 
 @dataclasses.dataclass
 class KernelFolder:
-  """tinygrad's do_to_program, but for kernels that a run with the same compiler has left in a folder, compiled."""
+  """tinygrad's lower_and_compile, but for kernels that a run with the same compiler has left in a folder. A new one is
+  compiled in another thread while the next is lowered."""
   path: pathlib.Path
   compiler: tuple
   compiled: int = 0   # which were not there
 
-  def __call__(self, ast: UOp, renderer: Any) -> UOp:
+  def __call__(self, linear: UOp) -> UOp:
+    found = [realize._get_call_to_compile(call) for call in linear.src]   # kernel and renderer; None: nothing to do
+    kernels = {codegen.to_program_key(*kernel): kernel for kernel in found if kernel}
+    with concurrent.futures.ThreadPoolExecutor(1, "tinyvllm-compiler") as thread:
+      begun = {key: self.begin(thread, *kernel) for key, kernel in kernels.items()
+               if key not in codegen.to_program_cache}
+      codegen.to_program_cache |= {key: finish() for key, finish in begun.items()}
+    return linear.replace(src=tuple(call.replace(src=(codegen.to_program(*kernel), *call.src[1:])) if kernel else call
+                                    for call, kernel in zip(linear.src, found, strict=True)))
+
+  def begin(self, thread: concurrent.futures.Executor, ast: UOp, renderer: Any) -> Callable[[], UOp]:
+    """Read a kernel's program, or lower it. What it returns waits for the compiler."""
     key = codegen.to_program_key(ast, renderer), ast.tag, importlib.metadata.version("tinygrad"), self.compiler
     path = self.path / hashlib.sha256(repr(key).encode()).hexdigest()
     kept = path.read_bytes() if path.is_file() else b""
-    if kept.startswith(hashlib.sha256(kept[32:]).digest()): return pickle.loads(kept[32:])
+    if kept.startswith(hashlib.sha256(kept[32:]).digest()): return functools.partial(pickle.loads, kept[32:])
     self.compiled += 1
-    renderer.compiler.cachekey = None   # keep it once: tinygrad's cache answers only the thread that opened it
-    content = pickle.dumps(do_to_program(ast, renderer))
-    new = path.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(OSError):   # the disk is full
-      new.write_bytes(hashlib.sha256(content).digest() + content)
-      new.replace(path)   # at once, as another process may read it
-    return pickle.loads(content)   # as the next run will have it
+    beside = copy.copy(renderer)   # whose compiler is not waited for
+    beside.compiler = types.SimpleNamespace(compile_cached=functools.partial(thread.submit, renderer.compiler.compile))
+    program = do_to_program(ast, beside)
+
+    def finish():
+      *source, binary = program.src
+      done = program.replace(src=(*source, binary.replace(arg=binary.arg.result())))
+      content = pickle.dumps(done)
+      new = path.with_suffix(f".{os.getpid()}")
+      with contextlib.suppress(OSError):   # the disk is full
+        new.write_bytes(hashlib.sha256(content).digest() + content)
+        new.replace(path)   # at once, as another process may read it
+      return pickle.loads(content)   # as the next run will have it
+    return finish
 
 
-def num_compiled() -> int: return getattr(codegen.do_to_program, "compiled", 0)   # kernels that no file had
-
-
-def lower_and_compile(linear: UOp) -> UOp:
-  """As tinygrad's of this name, which walks all programs once for each call."""
-  kernels = map(realize._get_call_to_compile, linear.src)   # and its renderer; None: nothing to compile
-  return linear.replace(src=tuple(call.replace(src=(codegen.to_program(*kernel), *call.src[1:])) if kernel else call
-                                  for call, kernel in zip(linear.src, kernels, strict=True)))
+def num_compiled() -> int: return getattr(realize.lower_and_compile, "compiled", 0)   # kernels that no file had
 
 
 def compiler_version(compiler: str, device: str) -> tuple:
@@ -123,12 +135,11 @@ def compiler_version(compiler: str, device: str) -> tuple:
 def patch_tinygrad(compiler: str, device: str) -> None:
   """Make captures cheap."""
   folder = pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
-  realize.lower_and_compile = lower_and_compile
   shape = vars(UOp)["_shape"]
   def moves(x): return x.op is Ops.SHRINK and x.src[1].ranges   # a slice in a loop, which takes long to check
   shape.fxn = lambda x, derived=shape.fxn: x.src[2].as_shape if moves(x) else derived(x)
   if helpers.CACHELEVEL < 1: return
-  codegen.do_to_program = KernelFolder(folder, compiler_version(compiler, device))
+  realize.lower_and_compile = KernelFolder(folder, compiler_version(compiler, device))
   try: folder.mkdir(parents=True, exist_ok=True)
   except OSError as e: logger.warning(f"each start compiles all kernels, as {folder} cannot be made: {e.strerror}")
 

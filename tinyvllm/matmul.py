@@ -125,19 +125,17 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp
   t, n = axes(0, -(-T // 8) // t_tiles, N16 // n_tiles, kind=AxisType.GLOBAL)
   column, row = axes(2, 4, 8, kind=AxisType.LOCAL)   # lane = row * 4 + column
   k = (axis(K32 // steps // shares, 5) * shares + axis(shares, 4, AxisType.GROUP_REDUCE)) * steps
-  stores = []
-  for tile, j in np.ndindex(n_tiles, t_tiles):
-    n16 = n * n_tiles + tile
-    first = (t * t_tiles + j) * 8
-    total = UOp.const((0.0,) * 4, dtypes.float32)
-    for u, i in np.ndindex(steps, 2):   # 16 inputs each
-      w = [weight[n16, k + u, i, h, row, column, r, p] for h, r, p in np.ndindex(2, 2, 2)]
-      four = [x[(first + row).minimum(T - 1), (k + u) * 32 + column * 8 + i * 4 + e] for e in range(4)]
-      total = UOp.wmma(UOp.stack(*w), UOp.stack(*four), total, MMA, "CUDA", 32)
-    total = fold(Ops.ADD, total)
-    stores += [put(out, total.index(e), added, first + column * 2 + e % 2, n16 * 16 + e // 2 * 8 + row)
-               for e in range(4)]
-  return kernel_of("linear_tc", UOp.group(*stores), 1)
+  n16 = n * n_tiles + axis(n_tiles, 6, AxisType.UPCAST)
+  first = (t * t_tiles + axis(t_tiles, 7, AxisType.UPCAST)) * 8
+  i = axis(2, 8, AxisType.UNROLL)   # 16 inputs each
+  k = k + axis(steps, 9, AxisType.UNROLL)
+  h, r, p, e = axes(10, 2, 2, 2, 2, kind=AxisType.UPCAST)
+  # Which of these axes are of an element of w, x and the sum
+  elements = tuple(tuple(zip((10, 11, 12, 13), own)) for own in ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2)))
+  w = weight[n16, k, i, h, row, column, r, p]
+  inputs = x[(first + row).minimum(T - 1), k * 32 + column * 8 + i * 4 + h * 2 + p]
+  total = UOp.wmma(w, inputs, UOp.const((0.0,) * 4, dtypes.float32), MMA, "CUDA", 32, elements)
+  return kernel_of("linear_tc", put(out, fold(Ops.ADD, total), added, first + column * 2 + e, n16 * 16 + r * 8 + row), 1)
 
 
 def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:

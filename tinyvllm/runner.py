@@ -78,10 +78,10 @@ class Runner:
     self.known: dict[int | None, list[int]] = {}   # the block tables that the device has, by row
 
   def usual_sizes(self) -> list[int]:
-    """Tokens of the steps that are worth a capture on this device: tensor cores take 8 in the time of one, and what is
-    more than all sequences have at once is of prompts, and long."""
+    """Tokens of the steps that are worth a capture on this device. Tensor cores take 8 in the time of 2, and more than
+    all sequences have at once are of prompts, and many."""
     sizes = [1 << i for i in range(20)]
-    if renderer().tensor_cores: sizes = [size for size in sizes if 8 <= size <= max(64, self.max_rows)]
+    if renderer().tensor_cores: sizes = [1, *[size for size in sizes if 8 <= size <= max(64, self.max_rows)]]
     return [*[size for size in sizes if size < self.max_tokens], self.max_tokens]
 
   def fit(self, need: Shape) -> Shape:
