@@ -70,6 +70,8 @@ def open_device() -> int:
       os.environ["DMC"] = "1"   # else tinygrad packs loads into float4, and clang stays in 128-bit vectors
       helpers.getenv.cache_clear()   # type: ignore[attr-defined]
     patch_tinygrad(os.environ["CC"], Device.DEFAULT)
+    # Machine code, as the driver takes long to make it of PTX; tinygrad prints PTX only
+    if Device.DEFAULT == "CUDA": renderer().compiler.ptx = helpers.DEBUG >= 5
     return free_memory(Device.DEFAULT)
   except Exception as e:   # a backend fails to open in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "

@@ -127,15 +127,16 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp
   k = (axis(K32 // steps // shares, 5) * shares + axis(shares, 4, AxisType.GROUP_REDUCE)) * steps
   n16 = n * n_tiles + axis(n_tiles, 6, AxisType.UPCAST)
   first = (t * t_tiles + axis(t_tiles, 7, AxisType.UPCAST)) * 8
-  i = axis(2, 8, AxisType.UNROLL)   # 16 inputs each
-  k = k + axis(steps, 9, AxisType.UNROLL)
   h, r, p, e = axes(10, 2, 2, 2, 2, kind=AxisType.UPCAST)
   # Which of these axes are of an element of w, x and the sum
   elements = tuple(tuple(zip((10, 11, 12, 13), own)) for own in ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2)))
-  w = weight[n16, k, i, h, row, column, r, p]
-  inputs = x[(first + row).minimum(T - 1), k * 32 + column * 8 + i * 4 + h * 2 + p]
-  total = UOp.wmma(w, inputs, UOp.const((0.0,) * 4, dtypes.float32), MMA, "CUDA", 32, elements)
-  return kernel_of("linear_tc", put(out, fold(Ops.ADD, total), added, first + column * 2 + e, n16 * 16 + r * 8 + row), 1)
+
+  def product(k, i):   # of 16 inputs
+    w = weight[n16, k, i, h, row, column, r, p]
+    inputs = x[(first + row).minimum(T - 1), k * 32 + column * 8 + i * 4 + h * 2 + p]
+    return UOp.wmma(w, inputs, UOp.const((0.0,) * 4, dtypes.float32), MMA, "CUDA", 32, elements)
+  total = fold(Ops.ADD, sum(product(k + u, i) for u, i in np.ndindex(steps, 2)))
+  return kernel_of("linear_tc", put(out, total, added, first + column * 2 + e, n16 * 16 + r * 8 + row), 1)
 
 
 def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
