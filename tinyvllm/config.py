@@ -52,7 +52,7 @@ class EngineConfig(Options):
   dtype: Annotated[str, "auto", "float32", "float16", "bfloat16"] = "auto"   # auto: float32 on CPU, else float16
   max_model_len: Annotated[int | None, 2, 2**24] = None   # of prompt and output together; None: the model's limit
   max_num_seqs: Annotated[int, 1, 1024] = 64              # sequences that run at once
-  max_num_batched_tokens: Annotated[int, 1, 16384] = 512   # of one step: a longer prompt is computed in chunks
+  max_num_batched_tokens: Annotated[int | None, 1, 16384] = None   # of one step, prompts' chunks; None: 512, CPU 128
   block_size: Annotated[int, 1, 256] = 16                 # tokens in one block of the KV cache
   gpu_memory_utilization: Annotated[float | int, 0.01, 1.0] = 0.9   # share of free memory for the KV cache
   num_gpu_blocks_override: Annotated[int | None, 2, 2**24] = None   # blocks, scratch block 0 included

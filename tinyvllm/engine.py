@@ -8,7 +8,7 @@ from tinygrad import Device, dtypes, helpers, nn
 
 from .batch import Shape, Step, pack
 from .config import EngineConfig, ModelConfig, check, logger
-from .device import exclusive, largest_tensor, num_compiled, open_device, pick_dtype
+from .device import cpu_cores, exclusive, largest_tensor, num_compiled, open_device, pick_dtype
 from .llama import Llama
 from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, Sequence
 from .runner import Runner
@@ -82,9 +82,11 @@ class LLMEngine:
     limit = shape.max_position_embeddings
     length = config.max_model_len or limit
     check(length <= limit, f"max_model_len={length} must be at most the model's {limit}")
-    # The logits of a step are in one tensor
-    most = min(config.max_num_batched_tokens, 1 << (largest_tensor() // (4 * shape.vocab_size)).bit_length() - 1)
     seqs = config.max_num_seqs
+    # A CPU takes a second for 512, in which nobody else gets a token
+    budget = config.max_num_batched_tokens or max(seqs, 128 if cpu_cores() else 512)
+    # The logits of a step are in one tensor
+    most = min(budget, 1 << (largest_tensor() // (4 * shape.vocab_size)).bit_length() - 1)
     check(seqs <= most, f"max_num_seqs={seqs} must be at most max_num_batched_tokens={most}: each decodes one a step")
     config = self.config = dataclasses.replace(config, max_num_batched_tokens=most, dtype=pick_dtype(config.dtype))
     llama = Llama(shape, getattr(dtypes, config.dtype))

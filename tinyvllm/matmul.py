@@ -125,18 +125,19 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp
   t, n = axes(0, -(-T // 8) // t_tiles, N16 // n_tiles, kind=AxisType.GLOBAL)
   column, row = axes(2, 4, 8, kind=AxisType.LOCAL)   # lane = row * 4 + column
   k = (axis(K32 // steps // shares, 5) * shares + axis(shares, 4, AxisType.GROUP_REDUCE)) * steps
-  n16 = n * n_tiles + axis(n_tiles, 6, AxisType.UPCAST)
-  first = (t * t_tiles + axis(t_tiles, 7, AxisType.UPCAST)) * 8
-  h, r, p, e = axes(10, 2, 2, 2, 2, kind=AxisType.UPCAST)
+  h, r, p, e = axes(6, 2, 2, 2, 2, kind=AxisType.UPCAST)
   # Which of these axes are of an element of w, x and the sum
-  elements = tuple(tuple(zip((10, 11, 12, 13), own)) for own in ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2)))
+  elements = tuple(tuple(enumerate(own, 6)) for own in ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2)))
 
-  def product(k, i):   # of 16 inputs
-    w = weight[n16, k, i, h, row, column, r, p]
-    inputs = x[(first + row).minimum(T - 1), k * 32 + column * 8 + i * 4 + h * 2 + p]
-    return UOp.wmma(w, inputs, UOp.const((0.0,) * 4, dtypes.float32), MMA, "CUDA", 32, elements)
-  total = fold(Ops.ADD, sum(product(k + u, i) for u, i in np.ndindex(steps, 2)))
-  return kernel_of("linear_tc", put(out, total, added, first + column * 2 + e, n16 * 16 + r * 8 + row), 1)
+  def tile(n16, first):
+    def product(k, i):   # of 16 inputs
+      w = weight[n16, k, i, h, row, column, r, p]
+      inputs = x[(first + row).minimum(T - 1), k * 32 + column * 8 + i * 4 + h * 2 + p]
+      return UOp.wmma(w, inputs, UOp.const((0.0,) * 4, dtypes.float32), MMA, "CUDA", 32, elements)
+    total = fold(Ops.ADD, sum(product(k + u, i) for u, i in np.ndindex(steps, 2)))
+    return put(out, total, added, first + column * 2 + e, n16 * 16 + r * 8 + row)
+  tiles = [tile(n * n_tiles + i, (t * t_tiles + j) * 8) for i, j in np.ndindex(n_tiles, t_tiles)]
+  return kernel_of("linear_tc", UOp.group(*tiles), 1)
 
 
 def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
