@@ -1,24 +1,52 @@
-"""Tables that a script writes are what it would write now."""
+"""The pages: the first one stays short, links lead somewhere, and tables that a script writes are what it would write
+now."""
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from benchmarks import backends
+from test_size import PACKAGE, counts
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / folder / "README.md" for folder in (".", "examples", "tests", "tests/benchmarks")]
+PAGE = Path(__file__).with_name("README.md")
 RECORD = {"backend": "METAL", "device": "Apple M9", "tinygrad": "0.14.0", "passed": 49, "failed": 0, "seconds": 61,
           "tokens_per_second": 123.45, "model": "shipped", "date": "2030-01-02"}
+
+
+def test_the_first_page_is_short():
+  lines = (ROOT / "README.md").read_text().splitlines()
+  assert sum(len(line.split()) for line in lines) <= 900 and max(map(len, lines)) <= 100
+
+
+def test_the_first_page_counts_the_lines_as_they_are():
+  text = (ROOT / "README.md").read_text()
+  sources = [path.read_text() for path in PACKAGE.glob("*.py")]
+  engine = f"{sum(n for n, _ in counts(PACKAGE).values()):,}"
+  assert f"{engine} in the engine" in text and f"says {sum(source.count(chr(10)) for source in sources):,})" in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+  def anchors(text): return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+                             for title in re.findall(r"^#+ (.*)$", text, re.M)}
+  links = re.findall(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)", page.read_text())
+  for name, anchor in links:
+    target = page.parent / name if name else page
+    assert target.exists(), name
+    assert not anchor or anchor in anchors(target.read_text()), (name, anchor)
 
 
 def rows_of(records): return {line.split(" | ")[0]: line for line in backends.render(records).splitlines()}
 
 
-def test_the_readmes_table_of_backends_is_the_records():
-  text = README.read_text()
+def test_the_table_of_backends_is_the_records():
+  text = PAGE.read_text()
   assert backends.put_into(text, backends.render(backends.read_records())) == text, (
-    "python tests/benchmarks/backends.py --write README.md")
+    "python tests/benchmarks/backends.py --write tests/README.md")
 
 
 def test_a_backend_that_nobody_ran_has_a_row_that_says_so_until_there_is_a_record():

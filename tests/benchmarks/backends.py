@@ -1,6 +1,6 @@
 """What each backend shows: the tests that all of them share, and the speed of decode.
 
-python tests/benchmarks/backends.py CPU CL WEBGPU [--model DIR] [--write README.md]
+python tests/benchmarks/backends.py CPU CL WEBGPU [--model DIR] [--write tests/README.md]
 
 For each backend named, in a process of its own with DEV set to it: `pytest -m backend`, then speed.py. What they print
 goes into backends.json beside this file, one record for each backend, the newest; the table of all records is printed.
@@ -23,7 +23,7 @@ ROOT, RECORDS = HERE.parents[1], HERE / "backends.json"
 KNOWN = ["CPU", "CUDA", "METAL", "AMD", "CL", "WEBGPU"]   # the order of the rows; others come behind
 EXPECTED = ["METAL", "AMD"]   # which have a row even where nobody has run them
 HEADER = ["`DEV=`", "device", "tests of `-m backend`", "decode, one stream", "model", "tinygrad, date"]
-BEGIN, END = "<!-- backends: written by tests/benchmarks/backends.py --write README.md -->", "<!-- end of backends -->"
+BEGIN, END = "<!-- backends: written by tests/benchmarks/backends.py --write tests/README.md -->", "<!-- end of backends -->"
 
 
 def device_name() -> str:
