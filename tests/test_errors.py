@@ -12,7 +12,7 @@ NAN, INF = math.nan, math.inf
 # field -> values that are refused
 BAD_SAMPLING = {
   "n": [0, -1, 1.5, "2", None, True, 10**6],
-  "max_tokens": [0, -1, 1.5, "5", None, True], "min_tokens": [-1, 2.0, "1", None, True],
+  "max_tokens": [0, -1, 1.5, "5", True], "min_tokens": [-1, 2.0, "1", None, True],
   "temperature": [-0.1, NAN, INF, -INF, "1", None, True], "top_k": [-2, 1.0, "5", None, False],
   "top_p": [0, 0.0, -0.5, 1.1, NAN, INF, "1", None, True], "min_p": [-0.1, 1.01, NAN, "0", None],
   "seed": [1.5, "1", 2**63, -2**63 - 1, True], "stop": [5, [5], [""], "", ["ok", None], b"x", {"a": 1}],
@@ -35,7 +35,7 @@ BAD_ENGINE = {
   "gpu_memory_utilization": [0, -0.1, 1.01, NAN, "0.9", None], "num_gpu_blocks_override": [0, 1, -3, 8.0, "8", True],
   "enable_prefix_caching": [1, "yes", None], "enforce_eager": [1, "yes", None],
   "cudagraph_capture_sizes": [8, "8", [3], [0], [-8], [8, 12], [8.0], [True], [None], {8: 8}],
-  "seed": [1.5, "1", 2**63, None, True], "scheduling_policy": ["lifo", "", 1, None],
+  "seed": [1.5, "1", 2**63, True], "scheduling_policy": ["lifo", "", 1, None],
 }
 
 

@@ -661,7 +661,13 @@ CHATS = [
   ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
   ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"), ({"max_completion_tokens": 0}, "max_"),
   ({"logprobs": 2}, "logprobs"), ({"echo": True}, "echo"),
+  ({"tool_choice": "required"}, "tool_choice"), ({"best_of": 2}, "best_of"), ({"store": "yes"}, "store"),
+  ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"), ({"max_tokens": -2}, "max_tokens"),
+  ({"messages": [{"role": "user", "content": None}]}, "content"),
 ]
+# What clients send unasked
+HARMLESS = {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "reasoning_effort": "low",
+            "parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "best_of": 1, "chat_template_kwargs": {}}
 
 
 @pytest.mark.parametrize("change,word", COMPLETIONS, ids=lambda x: json.dumps(x)[:50])
@@ -675,6 +681,35 @@ def test_a_bad_field_of_completions_is_400_and_named(server, path, change, word)
 def test_a_bad_field_of_chat_is_400_and_named(server, change, word):
   error = error_of(post(server, "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, **change}), 400)
   assert word in error["message"] or word in (error["param"] or ""), error
+
+
+@pytest.mark.parametrize("fields", [*[{name: x} for name, x in HARMLESS.items()], dict.fromkeys(HARMLESS), HARMLESS],
+                         ids=lambda x: "+".join(x)[:20])
+def test_what_clients_send_unasked_changes_nothing(server, fields):
+  for path, body in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "the cat"})):
+    plain, with_it = [post(server, path, {**body, **GREEDY, **more}).json()["choices"] for more in ({}, fields)]
+    assert with_it == plain
+  events = stream(server, "/v1/chat/completions", {"messages": MESSAGES, "stream": True, **GREEDY, **fields,
+                                                   "stream_options": {"include_obfuscation": False}})
+  assert events[-2]["choices"][0]["finish_reason"]
+
+
+def test_an_assistants_message_may_have_no_content(server):
+  def said(content): return post(server, "/v1/chat/completions", {"messages": [
+    MESSAGES[1], {"role": "assistant", "content": content}, MESSAGES[1]], **GREEDY}).json()["choices"]
+  assert said(None) == said("")
+
+
+@pytest.mark.parametrize("path,body", [("/v1/chat/completions", {"messages": MESSAGES}),
+                                       ("/generate", {"prompt": "a"})])
+def test_max_tokens_may_be_as_many_as_there_is_room_for(server, path, body):
+  usage = post(server, path, {**body, "temperature": 0, "ignore_eos": True, "max_tokens": -1}).json()["usage"]
+  assert usage["total_tokens"] == 128
+
+
+def test_a_model_is_found_by_its_name(server, client, folder):
+  assert client.models.retrieve(folder.name).id == folder.name
+  with pytest.raises(openai.NotFoundError): client.models.retrieve("other")
 
 
 @pytest.mark.parametrize("field", ["temprature", "max_tokens"])

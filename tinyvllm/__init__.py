@@ -7,10 +7,11 @@ if TYPE_CHECKING:
   from tinyvllm_guidance import StructuredOutputsParams
   from .engine import LLM, LLMEngine, generate, generate_stream
   from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
+  from .request import TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "LLMEngine", "generate", "generate_stream", "CompletionOutput", "Logprob", "RequestMetrics",
-           "RequestOutput", "SamplingParams", "StructuredOutputsParams"]
+           "RequestOutput", "SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"]
 # What is not in tinyvllm.request: one name is of a package beside the engine, the first four are the engine's
 PLACES = {"StructuredOutputsParams": "tinyvllm_guidance", **dict.fromkeys(__all__[:4], "tinyvllm.engine")}
 

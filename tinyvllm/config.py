@@ -46,10 +46,30 @@ class Options:
         check(inside, f"{said} be from {limits[0]} to {limits[1]}")
 
 
+# vLLM's options that change nothing here, by the values at which that is so
+NO_EFFECT: dict[str, list] = {
+  **dict.fromkeys(["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"], [1]),
+  **dict.fromkeys(["quantization", "tokenizer", "revision", "tokenizer_revision", "hf_token", "hf_overrides",
+                   "speculative_config", "distributed_executor_backend"], [None]),
+  **dict.fromkeys(["tokenizer_mode", "load_format", "config_format", "kv_cache_dtype", "device"], ["auto"]),
+  **dict.fromkeys(["trust_remote_code", "disable_log_stats", "disable_custom_all_reduce"], [True, False]),
+  **dict.fromkeys(["enable_lora", "skip_tokenizer_init", "disable_sliding_window", "cpu_offload_gb"], [False]),
+  "enable_chunked_prefill": [True, None], "task": ["auto", "generate"], "runner": ["auto", "generate"],
+  **dict.fromkeys(["swap_space", "download_dir", "max_seq_len_to_capture"], [...])}   # ...: at any
+
+
+def effective(options: dict[str, Any]) -> dict[str, Any]:
+  """Options without those of vLLM's that change nothing. Raises ValueError for such a name at another value."""
+  for name in options.keys() & NO_EFFECT.keys():
+    taken = options[name] in NO_EFFECT[name] or ... in NO_EFFECT[name]
+    check(taken, f"{name}={options[name]!r} is not supported, only {' or '.join(map(repr, NO_EFFECT[name]))}")
+  return {name: value for name, value in options.items() if name not in NO_EFFECT}
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineConfig(Options):
   """The engine's limits, with vLLM's names."""
-  dtype: Annotated[str, "auto", "float32", "float16", "bfloat16"] = "auto"   # auto: float32 on CPU, else float16
+  dtype: Annotated[str, "auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"   # float32 on CPU, else 16
   max_model_len: Annotated[int | None, 2, 2**24] = None   # of prompt and output together; None: the model's limit
   max_num_seqs: Annotated[int, 1, 1024] = 64              # sequences that run at once
   max_num_batched_tokens: Annotated[int | None, 1, 16384] = None   # of one step, prompts' chunks; None: 512, CPU 128
@@ -59,7 +79,7 @@ class EngineConfig(Options):
   enable_prefix_caching: bool = True                      # find what has been computed before, prompts and answers
   enforce_eager: bool = False                             # never capture a step as a graph: slow, for debugging
   cudagraph_capture_sizes: Annotated[list | None, int] = None   # tokens of the steps captured at start; None: when met
-  seed: Annotated[int, -2**63, 2**63 - 1] = 0             # of the requests that bring none
+  seed: Annotated[int | None, -2**63, 2**63 - 1] = 0      # of the requests that bring none; None: another each time
   scheduling_policy: Annotated[str, "fcfs", "priority"] = "fcfs"   # priority: lower numbers first
 
   def __post_init__(self) -> None:
@@ -95,7 +115,7 @@ class ModelConfig:
     hf = {**vars(cls), "architectures": [], "hidden_act": "silu", "eos_token_id": [],   # vars: the fields' defaults
           **{name: value for name, value in hf.items() if value is not None}}
     missing = ", ".join(name for name in cls.__match_args__[:6] if name not in hf)
-    check(not missing, f"model={str(source)!r} has no config.json with {missing} (.gguf: examples/convert_gguf.py)")
+    check(not missing, f"model={str(source)!r} has no config.json with {missing}: choose a model's folder")
     architecture = next(iter(hf["architectures"]), None)
     rope = hf.get("rope_parameters") or hf.get("rope_scaling", {})   # transformers 5 keeps rope_theta in the first
     rope = {"rope_type": rope.get("type", "default"), **rope}
@@ -114,4 +134,7 @@ class ModelConfig:
   @classmethod
   def load(cls, folder: pathlib.Path) -> "ModelConfig":
     """From a folder's config.json, with the end tokens that generation_config.json knows."""
+    said = f"model={str(folder)!r}"
+    check(folder.suffix != ".gguf", f"{said}: python examples/convert_gguf.py {folder} FOLDER makes a folder of it")
+    check(folder.is_dir(), f"{said} is no folder: hf download {folder} --local-dir FOLDER fetches one")
     return cls.from_hf(read_json(folder / "config.json") | read_json(folder / "generation_config.json"), folder)

@@ -7,13 +7,13 @@ from typing import Any
 from tinygrad import Device, dtypes, helpers, nn
 
 from .batch import Shape, Step, pack
-from .config import EngineConfig, ModelConfig, check, logger
+from .config import EngineConfig, ModelConfig, check, effective, logger
 from .device import cpu_cores, exclusive, largest_tensor, num_compiled, open_device, pick_dtype
 from .llama import Llama
 from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, Sequence
 from .runner import Runner
 from .scheduler import BlockManager, Scheduler
-from .tokenizer import TextStream, load_tokenizer
+from .tokenizer import TextStream, Tokenizer, load_tokenizer
 from .weights import load_weights
 
 Prompt = str | dict[str, Any]
@@ -59,7 +59,7 @@ class LLMEngine:
   EngineConfig's. Raises ValueError for files or options that will not do, RuntimeError for no device or compiler."""
   def __init__(self, model: str | pathlib.Path | None = None, **options: Any):
     folder = pathlib.Path(model or pathlib.Path(__file__).with_name("default_model")).expanduser()
-    with exclusive: self._load(folder, EngineConfig(**options))
+    with exclusive: self._load(folder, EngineConfig(**effective(options)))
     self.scheduler = Scheduler(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
     self._launched: tuple[Step, Any] | None = None   # the step that the device works on, and what reads it
@@ -127,9 +127,10 @@ class LLMEngine:
     structured: Any = params.structured_outputs
     arrival = next(self._arrivals)
     metrics = RequestMetrics()
+    length = min(self.max_model_len, len(ids) + params.max_tokens)   # type: ignore[operator]   # by now a number
     runs = [Sequence(
       request_id=request_id, tokens=[*ids], params=params, seed=seed + i, order=(priority, arrival, i), index=i,
-      stop_ids=stop_ids, metrics=metrics, max_len=min(self.max_model_len, len(ids) + params.max_tokens),
+      stop_ids=stop_ids, metrics=metrics, max_len=length,
       bad_words=[*filter(None, bad_words)],
       constraint=structured and structured.constraint(self.tokenizer, size, eos)) for i in range(params.n)]
     runs[0].forks += runs[1:]
@@ -291,9 +292,13 @@ class LLM(LLMEngine):
         yield request.output(news=True)
     finally: self.abort_request(request.request_id)
 
-  def chat(self, messages: list[dict[str, str]], sampling_params: Params = None) -> list[RequestOutput]:
-    """Answer a conversation, a list of {"role": ..., "content": ...}, through the model's chat template."""
-    return self.generate({"messages": messages}, sampling_params, use_tqdm=False)
+  def chat(self, messages: list[dict[str, str]] | list[list[dict[str, str]]],
+           sampling_params: Params | list[Params] = None, use_tqdm: bool = False) -> list[RequestOutput]:
+    """Answer a conversation, a list of {"role": ..., "content": ...}, through the model's chat template, or several."""
+    chats: Any = messages if messages and isinstance(messages[0], list) else [messages]
+    return self.generate([{"messages": chat} for chat in chats], sampling_params, use_tqdm)
+
+  def get_tokenizer(self) -> Tokenizer: return self.tokenizer
 
 
 shared = functools.cache(LLM)   # one engine for each model

@@ -1,6 +1,6 @@
 """What a request asks for, what each of its sequences has so far, and what comes back. Token ids only, no text."""
 import collections, dataclasses, math, time
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -15,7 +15,7 @@ EDIT: Any = np.dtype([("row", "i4"), ("token", "i4"), ("bias", "f4"), ("factor",
 class SamplingParams(Options):
   """How to choose a request's tokens and when to stop, with vLLM's names."""
   n: Annotated[int, 1, 1024] = 1                        # samples of one prompt; their seeds follow each other
-  max_tokens: Annotated[int, 1, 2**31 - 1] = 256        # tokens to generate at most
+  max_tokens: Annotated[int | None, 1, 2**31 - 1] = 256   # tokens to generate at most; None: as many as fit
   min_tokens: Annotated[int, 0, 2**31 - 1] = 0          # tokens before an end token, stop id or stop string may come
   temperature: Annotated[float | int, 0, 100] = 1.0     # below 1e-5: greedy
   top_k: Annotated[int, -1, 2**31 - 1] = 0              # keep the k most probable tokens; 0 or -1: all
@@ -39,6 +39,7 @@ class SamplingParams(Options):
 
   def __post_init__(self) -> None:
     values = vars(self)   # in which is replaced what JSON has in another form
+    if self.max_tokens is None: values["max_tokens"] = 2**31 - 1
     if isinstance(self.stop, str): values["stop"] = [self.stop]
     if isinstance(self.logit_bias, dict):
       values["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
@@ -49,14 +50,22 @@ class SamplingParams(Options):
     known = structured is None or hasattr(structured, "constraint")
     check(known, f"structured_outputs={structured!r} must be of type StructuredOutputsParams")
     super().__post_init__()
-    check(self.min_tokens <= self.max_tokens, f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}")
+    most = values["max_tokens"]
+    check(self.min_tokens <= most, f"min_tokens={self.min_tokens} is above max_tokens={most}")
     check(self.allowed_token_ids != [], "allowed_token_ids=[] allows nothing: None allows all")
     for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
       check(not (structured and values[name]), f"{name}={values[name]!r} conflicts with structured_outputs: drop one")
 
+  def clone(self) -> "SamplingParams": return dataclasses.replace(self)
+
   # Whether logits hang on the tokens before; 0: the best token, 1: one drawn of all, 2: one drawn of the best
   penalized = property(lambda self: self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
   sampler = property(lambda self: 0 if self.temperature < 1e-5 else 2 if self.top_k > 0 or self.top_p < 1 else 1)
+
+
+# vLLM's names for a prompt's two plain forms
+class TextPrompt(TypedDict): prompt: str
+class TokensPrompt(TypedDict): prompt_token_ids: list[int]
 
 
 class Logprob(NamedTuple):

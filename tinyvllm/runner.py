@@ -68,7 +68,7 @@ class Runner:
     self.rope = rope_table(shape, max_model_len)
     self.overlaps = not cpu_cores()   # whether a launched step goes on while the host does other things
     self.max_blocks = -(-max_model_len // config.block_size)
-    self.max_tokens = bucket(config.max_num_batched_tokens)
+    self.max_tokens = bucket(config.max_num_batched_tokens)   # type: ignore[arg-type]   # by now a number
     self.max_rows = bucket(config.max_num_seqs)   # of logits, but where a prompt's are wanted
     self.sizes: list[int] = []   # tokens of the steps that are captured before they are met, if any are
     self.met: collections.Counter[Shape] = collections.Counter()

@@ -87,7 +87,7 @@ class Scheduler:
     """The sequences of the next step and how many tokens of each, with blocks allocated. May preempt sequences, but
     never the oldest one of the highest priority: the pool holds any one alone."""
     batch: dict[Sequence, int] = {}
-    left = self.config.max_num_batched_tokens
+    left: int = self.config.max_num_batched_tokens   # type: ignore[assignment]   # by now a number
     for seq in self._candidates():
       n = min(seq.remaining(), left) if seq.ready() else 0
       while not self.blocks.can_allocate(seq.block_table, seq.num_computed + n):

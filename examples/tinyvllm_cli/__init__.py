@@ -5,8 +5,8 @@ from typing import Any, get_args
 
 from tinygrad.device import CompileError
 
-from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import EngineConfig, kind_of, logger
+from tinyvllm import LLM, SamplingParams, __version__
+from tinyvllm.config import NO_EFFECT, EngineConfig, kind_of, logger
 from tinyvllm.tokenizer import optional
 
 FAILURES = (ValueError, RuntimeError, CompileError, subprocess.CalledProcessError)   # the last two: of a compiler
@@ -40,17 +40,23 @@ def add_flags(command: argparse.ArgumentParser, *options: Any) -> None:
     elif kind is list: form = {"nargs": "+", "type": limits[0]}
     default = 0.0 if f.name == "temperature" else f.default
     command.add_argument("--" + f.name.replace("_", "-"), help=f"default: {default}", **form)
+  def value(text: str) -> Any: return int(text) if text.isdecimal() else text
+  for name, values in NO_EFFECT.items():   # vLLM's, so that its commands are taken as they are
+    form = {"action": argparse.BooleanOptionalAction} if isinstance(values[0], bool) else {"type": value}
+    command.add_argument("--" + name.replace("_", "-"), help=argparse.SUPPRESS, **form)
 
 
 def given(args: dict[str, Any], kind: Any) -> dict[str, Any]:
   """Those of a dataclass's fields that the command line names."""
-  return {f.name: args[f.name] for f in dataclasses.fields(kind) if f.name in args}
+  names = [f.name for f in dataclasses.fields(kind)] + [*NO_EFFECT] * (kind is EngineConfig)
+  return {name: args[name] for name in names if name in args}
 
 
 def main(argv: list[str] | None = None) -> int:
   """Run the command line. Returns the exit code: 0, 130 for Ctrl-C, or 1 after one line that says what to
   change."""
   parser = argparse.ArgumentParser(prog="tinyvllm", description="A small, fast LLM engine on tinygrad.")
+  parser.add_argument("--version", action="version", version=__version__)
   commands = parser.add_subparsers(dest="command", required=True)
   for name, (text, *_) in {"generate": ["complete a prompt"], "chat": ["talk, a line at a time"], **TOOLS}.items():
     command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)

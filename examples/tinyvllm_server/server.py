@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, H
 
 from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams, __version__
 from tinyvllm_cli import add_flags, given
-from tinyvllm.config import EngineConfig, Options, check, kind_of, logger
+from tinyvllm.config import EngineConfig, ModelConfig, Options, check, kind_of, logger
 
 from .async_engine import AsyncLLM, Request
 
@@ -49,8 +49,14 @@ def body(title: str, **types: Any) -> Any:
 FIELDS = {f.name: kind_of(f)[0] for f in dataclasses.fields(SamplingParams)} | {"structured_outputs": dict}
 Schema = body("JSONSchema", schema_=(dict, pydantic.Field(alias="schema")), name=str, description=str, strict=bool)
 Format = body("ResponseFormat", type=(Literal["text", "json_object", "json_schema"], ...), json_schema=Schema)
-COMMON = FIELDS | {"model": str, "stream": bool, "stream_options": body("StreamOptions", include_usage=bool),
-                   "response_format": Format, "priority": int, "user": str}
+Streaming = body("StreamOptions", include_usage=bool, include_obfuscation=bool)
+# What OpenAI's clients send unasked, at values that change nothing here
+HARMLESS = {"user": str, "store": bool, "metadata": dict, "service_tier": str, "reasoning_effort": str,
+            "parallel_tool_calls": bool, "tools": Annotated[list, pydantic.Field(max_length=0)],
+            "tool_choice": Literal["none", "auto"], "best_of": Literal[1],
+            "chat_template_kwargs": Annotated[dict, pydantic.Field(max_length=0)]}
+COMMON = FIELDS | HARMLESS | {"model": str, "stream": bool, "stream_options": Streaming, "response_format": Format,
+                              "priority": int}
 Completion: Any = body("CompletionRequest", **COMMON, echo=bool,
                        prompt=(str | list[str] | list[int] | list[list[int]], ...))
 Chat: Any = body("ChatCompletionRequest", **COMMON | {"logprobs": bool}, top_logprobs=int, max_completion_tokens=int,
@@ -91,6 +97,7 @@ def usage_of(requests: list[Request]) -> dict[str, Any]:
 def plain(message: dict[str, Any]) -> dict[str, Any]:
   """A message whose content is a text, of the parts that it may have come in."""
   content = message.get("content")
+  if content is None and message.get("role") == "assistant": content = ""
   parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
   texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
   check(isinstance(message.get("role"), str) and all(isinstance(text, str) for text in texts),
@@ -165,7 +172,8 @@ class Server(uvicorn.Server):
                                responses={"4XX": {"model": Failure}, "5XX": {"model": Failure}})
     self.app.get("/", response_class=HTMLResponse)(self.page)
     self.app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
-    facts: Any = {"/health": self.health, "/version": self.version, "/v1/models": self.models}
+    facts: Any = {"/health": self.health, "/version": self.version, "/v1/models": self.models,
+                  "/v1/models/{name:path}": self.model}
     for path, route in facts.items(): self.app.get(path)(route)
     self.app.post("/tokenize")(self.tokenize)
     self.app.post("/detokenize")(self.detokenize)
@@ -291,10 +299,12 @@ class Server(uvicorn.Server):
   async def metrics(self) -> fastapi.Response:
     return fastapi.Response(generate_latest(self.registry), media_type=CONTENT_TYPE_LATEST)
 
-  async def models(self) -> dict[str, Any]:
-    return {"object": "list", "data": [{
-      "id": self.name, "object": "model", "created": int(time.time()), "owned_by": "tinyvllm", "root": self.name,
-      "parent": None, "max_model_len": self.llm.llm.max_model_len}]}
+  async def models(self) -> dict[str, Any]: return {"object": "list", "data": [await self.model(self.name)]}
+
+  async def model(self, name: str) -> Any:
+    if name != self.name: return refuse(404, f"The model `{name}` does not exist.", "model")
+    return {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "tinyvllm", "root": self.name,
+            "parent": None, "max_model_len": self.llm.llm.max_model_len}
 
   async def tokenize(self, body: Text) -> dict[str, Any]:
     engine, chat = self.llm.llm, body.messages is not None
@@ -314,6 +324,7 @@ class Server(uvicorn.Server):
 
   def params(self, body: Any, chat: bool) -> SamplingParams:
     given = {name: value for name, value in body if name in FIELDS and value is not None}
+    if given.get("max_tokens") == -1: given["max_tokens"] = 2**31 - 1   # up to max_model_len, as llama.cpp has it
     if chat:
       given.setdefault("max_tokens", 2**31 - 1)   # up to max_model_len
       if body.max_completion_tokens is not None: given["max_tokens"] = body.max_completion_tokens
@@ -378,14 +389,15 @@ def main(argv: list[str]) -> int:
   """`tinyvllm serve`. Raises what loading the model raised."""
   parser = argparse.ArgumentParser(prog="tinyvllm serve", argument_default=argparse.SUPPRESS,
                                    description="Answer HTTP requests in OpenAI's protocol.")
-  parser.add_argument("model", nargs="?", default=None, help="a model's folder; default: the shipped model")
+  for model in ("model", "--model"): parser.add_argument(model, nargs="?", help="a folder; default: the shipped model")
   add_flags(parser, EngineConfig, ServerConfig)
   args = vars(parser.parse_args(argv))
   config = ServerConfig(**given(args, ServerConfig))
+  if args.get("model"): ModelConfig.load(pathlib.Path(args["model"]).expanduser())   # before a port is taken
   family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
   try: socket.create_server((config.host, config.port), family=family).close()   # before a model is loaded for nothing
   except OSError as error: raise ValueError(f"host={config.host!r}, port={config.port}: {error.strerror}") from error
-  server = Server(args["model"], given(args, EngineConfig), config)
+  server = Server(args.get("model"), given(args, EngineConfig), config)
   server.run()
   if server.llm: server.llm.shutdown()
   if server.error: raise server.error

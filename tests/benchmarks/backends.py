@@ -23,7 +23,8 @@ ROOT, RECORDS = HERE.parents[1], HERE / "backends.json"
 KNOWN = ["CPU", "CUDA", "METAL", "AMD", "CL", "WEBGPU"]   # the order of the rows; others come behind
 EXPECTED = ["METAL", "AMD"]   # which have a row even where nobody has run them
 HEADER = ["`DEV=`", "device", "tests of `-m backend`", "decode, one stream", "model", "tinygrad, date"]
-BEGIN, END = "<!-- backends: written by tests/benchmarks/backends.py --write tests/README.md -->", "<!-- end of backends -->"
+BEGIN = "<!-- backends: written by tests/benchmarks/backends.py --write tests/README.md -->"
+END = "<!-- end of backends -->"
 
 
 def device_name() -> str:

@@ -1,0 +1,115 @@
+"""A vLLM user's scripts and commands: what they say is taken where it changes nothing, else one line names it."""
+import re
+import subprocess
+import sys
+
+import pytest
+from reference import ENGINE, tiny_model
+from tinyvllm_cli import main
+
+import tinyvllm
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.config import NO_EFFECT, EngineConfig
+
+# As the arguments of vLLM's LLM have them by default, or as scripts often do
+VLLM = {"tokenizer": None, "tokenizer_mode": "auto", "skip_tokenizer_init": False, "trust_remote_code": True,
+        "tensor_parallel_size": 1, "dtype": "float", "quantization": None, "revision": None, "tokenizer_revision": None,
+        "seed": None, "gpu_memory_utilization": 0.5, "swap_space": 4, "cpu_offload_gb": 0, "enforce_eager": False,
+        "disable_custom_all_reduce": False, "hf_token": None, "hf_overrides": None, "max_model_len": 64,
+        "kv_cache_dtype": "auto", "download_dir": "/tmp", "load_format": "auto", "enable_chunked_prefill": True,
+        "max_seq_len_to_capture": 8192, "disable_log_stats": True, "pipeline_parallel_size": 1, "enable_lora": False,
+        "distributed_executor_backend": None, "speculative_config": None, "task": "generate", "runner": "auto",
+        "max_num_seqs": 4, "max_num_batched_tokens": 8, "block_size": 16, "enable_prefix_caching": True}
+OTHERS = {"tensor_parallel_size": 2, "quantization": "awq", "tokenizer": "other", "kv_cache_dtype": "fp8",
+          "enable_chunked_prefill": False, "cpu_offload_gb": 4, "enable_lora": True, "load_format": "gguf",
+          "speculative_config": {"method": "ngram"}, "skip_tokenizer_init": True, "task": "embed"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("vllm"), words=True)
+
+
+def test_arguments_that_change_nothing_are_taken(folder):
+  plain = LLM(folder, dtype="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8, block_size=16)
+  params = SamplingParams(temperature=0.0, max_tokens=4)
+  texts = [llm.generate("the cat", params)[0].outputs[0].token_ids for llm in (LLM(model=folder, **VLLM), plain)]
+  assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_at_another_value_one_line_names_it(folder, name):
+  with pytest.raises(ValueError, match=f"{name}=.*is not supported") as error: LLM(folder, **{name: OTHERS[name]})
+  assert repr(OTHERS[name]) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_nobody_knows_is_refused_with_what_there_is(folder):
+  with pytest.raises(ValueError, match="no field 'tensor_paralel_size'; its fields are dtype"):
+    LLM(folder, tensor_paralel_size=1)
+
+
+def test_a_name_is_either_an_option_or_changes_nothing():
+  assert not NO_EFFECT.keys() & set(EngineConfig.__match_args__)
+
+
+def test_no_seed_is_another_one_each_time(folder):
+  texts = [LLM(folder, **{**ENGINE, "seed": None}).generate("the cat", SamplingParams(max_tokens=12))[0].outputs[0]
+           for _ in range(2)]
+  assert texts[0].token_ids != texts[1].token_ids   # 12 of 300 tokens drawn by chance are the same at 1 in 10**20
+
+
+def test_several_conversations_are_answered_together(folder, tmp_path):
+  llm = LLM(**ENGINE)
+  chats = [[{"role": "user", "content": text}] for text in ("Hello", "The cat")]
+  params = SamplingParams(temperature=0.0, max_tokens=6)
+  both = [output.outputs[0].text for output in llm.chat(chats, params)]
+  assert both == [llm.chat(chat, [params])[0].outputs[0].text for chat in chats]
+
+
+def test_the_tokenizer_is_to_be_had(folder):
+  tokenizer = LLM(folder, **ENGINE).get_tokenizer()
+  assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+
+
+def test_its_commands_flags_are_taken(folder, capfd):
+  flags = ["--trust-remote-code", "--tensor-parallel-size", "1", "--kv-cache-dtype", "auto", "--swap-space", "4",
+           "--enable-chunked-prefill", "--dtype", "float", "--max-tokens", "4"]
+  assert main(["generate", "the cat", "--model", str(folder), *flags]) == 0
+  assert main(["generate", "the cat", "--model", str(folder), "--tensor-parallel-size", "2"]) == 1
+  assert "tensor_parallel_size=2 is not supported, only 1" in capfd.readouterr().err
+
+
+def test_the_version_is_told():
+  out = subprocess.run([sys.executable, "-m", "tinyvllm", "--version"], capture_output=True, text=True, check=True)
+  assert out.stdout.strip() == tinyvllm.__version__
+
+
+def test_max_tokens_none_goes_on_to_the_end_of_the_context(folder):
+  llm = LLM(folder, **{**ENGINE, "max_model_len": 32})
+  output, = llm.generate("the cat", SamplingParams(max_tokens=None, ignore_eos=True))
+  assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 32
+
+
+def test_params_are_cloned():
+  params = SamplingParams(max_tokens=None, stop="x", logit_bias={"5": 1.0}, seed=7)
+  assert params.clone() == params and params.clone() is not params
+
+
+def test_prompts_may_be_made_by_vllms_names(folder):
+  llm = LLM(folder, **ENGINE)
+  params = SamplingParams(temperature=0.0, max_tokens=3)
+  ids = llm.get_tokenizer().encode("the cat")
+  prompts = [tinyvllm.TextPrompt(prompt="the cat"), tinyvllm.TokensPrompt(prompt_token_ids=ids)]
+  text, ids = llm.generate(prompts, params)
+  assert text.outputs[0].token_ids == ids.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("name,said", [("facebook/opt-125m", "hf download facebook/opt-125m --local-dir FOLDER"),
+                                       ("model.gguf", "convert_gguf.py model.gguf FOLDER"),
+                                       (".", "has no config.json")])
+def test_what_is_no_models_folder_is_told_with_what_helps(tmp_path, monkeypatch, capfd, name, said):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / "model.gguf").write_bytes(b"GGUF")
+  with pytest.raises(ValueError, match=re.escape(said)): LLM(name)
+  for model in ([name], ["--model", name]):
+    assert main(["serve", *model, "--port", "0"]) == 1
+    assert said in capfd.readouterr().err
