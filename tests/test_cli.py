@@ -3,6 +3,7 @@ import io
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from reference import ENGINE, reference_greedy, reference_logits, tiny_model
+from server import wait_until
 from tinygrad.device import CompileError
 
 from tinyvllm import generate, generate_stream
@@ -93,6 +95,68 @@ def test_chat_answers_each_line_with_all_before_it(chat_folder, words_llm, capsy
   assert capsys.readouterr().out.rstrip("\n") == f"{first}\n{second}"
 
 
+def test_chat_takes_commands_and_drops_a_turn_that_is_too_long(chat_folder, words_llm, capsys, monkeypatch):
+  lines = ["hello", "is that all " * 99, "is that all", "/new", "hello", "/system be kind", "hello", "/exit", "hello"]
+  monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+  assert cli(chat_folder, ["chat"], "--max-tokens", "5") == 0
+  encode, decode = words_llm.tokenizer.encode, words_llm.tokenizer.decode
+
+  def answer(prompt):
+    ids = encode(prompt, False)
+    return decode([*ids, *reference_greedy(chat_folder, ids, 5)])[len(decode(ids)):]
+  first = answer("user: hello\n")
+  wanted = [first, answer(f"user: hello\nassistant: {first}\nuser: is that all\n"), first,
+            answer("system: be kind\nuser: hello\n")]
+  said = capsys.readouterr()
+  assert said.out.rstrip("\n") == "\n".join(wanted)
+  assert len([line for line in said.err.splitlines() if "maximum context length" in line]) == 1
+
+
+def test_ctrl_c_stops_an_answer_and_the_chat_goes_on_and_ends_it_else(tmp_path):
+  folder = tiny_model(tmp_path, words=True, max_position_embeddings=20000)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+  command = [sys.executable, "-m", "tinyvllm", "chat", "--model", folder, "--max-tokens", "19000", "--ignore-eos",
+             "--max-num-batched-tokens", "8", "--max-num-seqs", "1"]
+  run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+  try:
+    for _ in range(2):
+      run.stdin.write(b"hello\n")
+      run.stdin.flush()
+      assert run.stdout.read(40), "the answer has begun"
+      run.send_signal(signal.SIGINT)
+      while run.stdout.read(1) != b"\n": pass   # it ends with its line, thousands of tokens early
+    run.stdin.write(b"/exit\n")
+    run.stdin.flush()
+    assert run.wait(60) == 0
+  finally: run.kill()
+
+
+def test_ctrl_c_at_the_prompt_ends_the_chat(chat_folder):
+  command = [sys.executable, "-m", "tinyvllm", "chat", "--model", chat_folder, *FLAGS, "--max-tokens", "3"]
+  run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
+  try:
+    run.stdin.write(b"hello\n")
+    run.stdin.flush()
+    while run.stdout.read(1) != b"\n": pass
+    # The first may still find the answer, which it stops
+    wait_until(lambda: run.poll() is not None or run.send_signal(signal.SIGINT), "it has ended", 60)
+    assert run.returncode == 130
+  finally: run.kill()
+
+
+def test_a_stop_string_may_be_given_again(words_folder, words_llm, capsys):
+  text = expected_text(words_llm, words_folder, "the cat", 12)
+  options = ["--stop", "#", "--stop", text[6:8], "--max-tokens", "12", "--ignore-eos"]
+  assert cli(words_folder, ["generate", "the cat"], *options) == 0
+  assert capsys.readouterr().out == "the cat" + text[:text.index(text[6:8])] + "\n"
+
+
+def test_less_is_logged_where_that_is_asked_for(words_folder):
+  flags = ["--model", words_folder, "--max-tokens", 3, *FLAGS]
+  assert "KV cache:" in process("generate", "the cat", *flags).stderr
+  assert process("generate", "the cat", *flags, "--log-level", "error").stderr == ""
+
+
 @pytest.mark.parametrize("command,words", [
   (["generate", ""], "empty"), (["generate", "hello", "--temperature", "-1"], "temperature"),
   (["generate", "hello", "--max-model-len", "100000"], "max_model_len"), (["chat"], "template"),
@@ -127,7 +191,8 @@ def test_help_names_every_option(capsys):
   with pytest.raises(SystemExit): main(["generate", "--help"])
   text = capsys.readouterr().out
   flags = {"--" + f.name.replace("_", "-") for f in [*fields(EngineConfig), *fields(SamplingParams)]}
-  for flag in flags - {"--n"}: assert flag in text
+  for flag in flags - {"--n"}: assert re.search(rf"^  {flag}(,.*| .*)?\n? +.*[a-z]", text, re.M), flag
+  assert "The engine's limits" in text and "{fcfs,priority}" in text and "--tensor-parallel-size" not in text
   assert "--n " not in text, "a stream to a terminal is one text"
 
 

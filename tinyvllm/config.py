@@ -69,7 +69,7 @@ def effective(options: dict[str, Any]) -> dict[str, Any]:
 @dataclasses.dataclass(frozen=True)
 class EngineConfig(Options):
   """The engine's limits, with vLLM's names."""
-  dtype: Annotated[str, "auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"   # float32 on CPU, else 16
+  dtype: Annotated[str, "auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"   # auto: 32 bits on a CPU
   max_model_len: Annotated[int | None, 2, 2**24] = None   # of prompt and output together; None: the model's limit
   max_num_seqs: Annotated[int, 1, 1024] = 64              # sequences that run at once
   max_num_batched_tokens: Annotated[int | None, 1, 16384] = None   # of one step, prompts' chunks; None: 512, CPU 128

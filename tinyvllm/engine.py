@@ -75,7 +75,7 @@ class LLMEngine:
     started = time.perf_counter()
     if not logger.hasHandlers():   # the program has not said where logs go
       logger.addHandler(logging.StreamHandler())
-      logger.setLevel(logging.INFO)
+      logger.setLevel(logger.level or logging.INFO)
     free = open_device()
     shape = self.model_config = ModelConfig.load(folder)
     self.tokenizer = load_tokenizer(folder)

@@ -1,6 +1,6 @@
 """The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming, `tinyvllm serve` and `tinyvllm
 doctor`. It is no part of the engine, and needs nothing but the engine's own dependencies."""
-import argparse, dataclasses, json, logging, os, signal, subprocess, sys
+import argparse, contextlib, dataclasses, inspect, json, logging, os, re, signal, subprocess, sys, threading
 from typing import Any, get_args
 
 from tinygrad.device import CompileError
@@ -15,35 +15,69 @@ TOOLS = {"serve": ("answer HTTP", "tinyvllm_server", "server"),
          "doctor": ("try each device", "tinyvllm_cli.doctor", "cpu")}
 
 
-def _show(outputs: Any, text: str = "") -> str:
-  """Print a text as more of it comes, and return it. text: what it begins with."""
+def _show(outputs: Any, text: str = "", going: threading.Event | None = None) -> str:
+  """Print a text as more of it comes, as long as it may go on, and return it. text: what it begins with."""
   shown = 0
-  for output in outputs:
-    text += output.outputs[0].text
-    print(text[shown:], end="", flush=True)
-    shown = len(text)
-    logger.setLevel(logging.WARNING)   # from here on a line of the log would break the text
+  with contextlib.closing(outputs):
+    for output in outputs:
+      text += output.outputs[0].text
+      print(text[shown:], end="", flush=True)
+      shown = len(text)
+      logger.setLevel(max(logger.level, logging.WARNING))   # from here on a line of the log would break the text
+      if going and not going.is_set(): break
   return print() or text
+
+
+def _talk(llm: Any, params: SamplingParams, answering: threading.Event) -> None:
+  """Answer each line. What is no answer, such as one that is too long, is dropped, but for the first."""
+  messages: list[dict[str, str]] = []
+  while (line := input("> " if sys.stdin.isatty() else "")) != "/exit":
+    command, _, text = line.partition(" ")
+    if command == "/new": messages = []
+    elif command == "/system": messages = [{"role": "system", "content": text}]
+    else:
+      turn = [*messages, {"role": "user", "content": line}]
+      answering.set()
+      try: messages = [*turn, {"role": "assistant", "content": _show(
+        llm.generate_stream({"messages": turn}, params), going=answering)}]
+      except ValueError as e:
+        if len(messages) < 2: raise
+        print(f"tinyvllm: {e}", file=sys.stderr)
+      answering.clear()
 
 
 def _tool(name: str) -> Any: return optional(*TOOLS[name][1:])
 
 
 def add_flags(command: argparse.ArgumentParser, *options: Any) -> None:
-  """A flag for each field of some dataclasses."""
-  for f in {f.name: f for kind in options for f in dataclasses.fields(kind) if f.name != "n"}.values():   # one text
-    kind, limits = kind_of(f)
-    kind = (*get_args(kind), kind)[0]   # of int | None, int
-    form: dict[str, Any] = {"type": json.loads, "metavar": "JSON"}
-    if kind in (int, float, str): form = {"type": kind, "metavar": kind.__name__.upper()}
-    elif kind is bool: form = {"action": argparse.BooleanOptionalAction}
-    elif kind is list: form = {"nargs": "+", "type": limits[0]}
-    default = 0.0 if f.name == "temperature" else f.default
-    command.add_argument("--" + f.name.replace("_", "-"), help=f"default: {default}", **form)
+  """A flag for each field of some dataclasses, whose comments are the help."""
+  taken = {"n"}   # one text
+  for options_kind in options:
+    group = command.add_argument_group(options_kind.__doc__.split(",")[0].strip("."))
+    comments = dict(re.findall(r"^  (\w+): .*?  # (.*)$", inspect.getsource(options_kind), re.M))
+    for f in dataclasses.fields(options_kind):
+      if f.name in taken: continue
+      taken.add(f.name)
+      kind, limits = kind_of(f)
+      kind = (*get_args(kind), kind)[0]   # of int | None, int
+      form: dict[str, Any] = {"type": json.loads, "metavar": "JSON"}
+      if kind in (int, float, str): form = {"type": kind, "metavar": kind.__name__.upper()}
+      elif kind is bool: form = {"action": argparse.BooleanOptionalAction}
+      elif kind is list: form = {"nargs": "+", "type": limits[0], "action": "extend", "metavar": f.name.upper()}
+      if kind is str and limits: form["metavar"] = "{" + ",".join(limits) + "}"
+      default = 0.0 if f.name == "temperature" else f.default
+      said = f"{comments[f.name]} (default: {default})".replace("%", "%%")
+      group.add_argument("--" + f.name.replace("_", "-"), help=said, **form)
+  levels = ["debug", "info", "warning", "error"]
+  command.add_argument("--log-level", choices=levels, default="info", help="what to log at least (default: info)")
   def value(text: str) -> Any: return int(text) if text.isdecimal() else text
   for name, values in NO_EFFECT.items():   # vLLM's, so that its commands are taken as they are
     form = {"action": argparse.BooleanOptionalAction} if isinstance(values[0], bool) else {"type": value}
     command.add_argument("--" + name.replace("_", "-"), help=argparse.SUPPRESS, **form)
+
+
+def set_log_level(args: dict[str, Any]) -> None:
+  if args["log_level"] != "info": logger.setLevel(args["log_level"].upper())
 
 
 def given(args: dict[str, Any], kind: Any) -> dict[str, Any]:
@@ -58,7 +92,8 @@ def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(prog="tinyvllm", description="A small, fast LLM engine on tinygrad.")
   parser.add_argument("--version", action="version", version=__version__)
   commands = parser.add_subparsers(dest="command", required=True)
-  for name, (text, *_) in {"generate": ["complete a prompt"], "chat": ["talk, a line at a time"], **TOOLS}.items():
+  talk = "talk, a line at a time: /new begins anew, /system TEXT does so with that, /exit or the input's end ends it"
+  for name, (text, *_) in {"generate": ["complete a prompt"], "chat": [talk], **TOOLS}.items():
     command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
     if name == "generate": command.add_argument("prompt")
     for flag, of in {"model": "folder; default: the shipped one", "url": "server to ask", "api-key": "its key"}.items():
@@ -68,16 +103,18 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in TOOLS: return _tool(argv[0]).main(argv[1:])
     args = vars(parser.parse_args(argv))
-    # No KeyboardInterrupt, which is lost where it comes into a __del__ of tinygrad's
-    signal.signal(signal.SIGINT, lambda *_: os.write(1, b"\n") and os._exit(130))
+    answering = threading.Event()
+    def interrupt(*_: Any) -> None:   # no KeyboardInterrupt, which is lost where it comes into a __del__ of tinygrad's
+      if answering.is_set(): return answering.clear()   # the answer stops, the chat goes on
+      os.write(1, b"\n")
+      os._exit(130)
+    signal.signal(signal.SIGINT, interrupt)
+    set_log_level(args)
     engine = given(args, EngineConfig)
     params = SamplingParams(**{"temperature": 0.0, **given(args, SamplingParams)})
     llm = _tool("serve").Remote.of(args, engine) if args["url"] or args["api_key"] else LLM(args["model"], **engine)
     if args["command"] == "generate": _show(llm.generate_stream(args["prompt"], params), args["prompt"])
-    messages: list[dict[str, str]] = []
-    while args["command"] == "chat":
-      messages.append({"role": "user", "content": input("> " if sys.stdin.isatty() else "")})
-      messages.append({"role": "assistant", "content": _show(llm.generate_stream({"messages": [*messages]}, params))})
+    else: _talk(llm, params, answering)
   except FAILURES as e: return print(f"tinyvllm: {e}", file=sys.stderr) or 1
   except EOFError: print()
   return 0

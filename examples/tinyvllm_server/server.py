@@ -10,7 +10,7 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTex
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, core, generate_latest
 
 from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams, __version__
-from tinyvllm_cli import add_flags, given
+from tinyvllm_cli import add_flags, given, set_log_level
 from tinyvllm.config import EngineConfig, ModelConfig, Options, check, kind_of, logger
 
 from .async_engine import AsyncLLM, Request
@@ -27,15 +27,15 @@ BUCKETS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig(Options):
-  """What `tinyvllm serve` takes besides EngineConfig, with vLLM's names."""
-  host: str = "127.0.0.1"
-  port: Annotated[int, 0, 65535] = 8000                   # 0: any that is free
+  """The server's own, with vLLM's names."""
+  host: str = "127.0.0.1"                                 # where it listens; 0.0.0.0: to other machines, too
+  port: Annotated[int, 0, 65535] = 8000                   # of TCP; 0: any that is free
   api_key: str | None = None                              # what clients must send; None: TINYVLLM_API_KEY's, if set
-  served_model_name: str | None = None                    # None: the folder's name
+  served_model_name: str | None = None                    # what clients call it; None: the folder's name
   max_queue: Annotated[int, 0, 2**31 - 1] = 256           # texts that may wait; more are refused with 429
   request_timeout: Annotated[float | int | None, 0.001, 2**31] = None   # seconds; then a request ends with "abort"
   shutdown_timeout: Annotated[float | int, 0, 2**31] = 30   # seconds for running requests once a signal has come
-  max_body_size: Annotated[int, 1, 2**40] = 2**22         # bytes
+  max_body_size: Annotated[int, 1, 2**40] = 2**22         # bytes of a request
   stream_interval: Annotated[int, 1, 2**31] = 1           # tokens in an event, if they come that fast
   allowed_origins: Annotated[list | None, str] = None     # of other pages in a browser (CORS)
 
@@ -392,6 +392,7 @@ def main(argv: list[str]) -> int:
   for model in ("model", "--model"): parser.add_argument(model, nargs="?", help="a folder; default: the shipped model")
   add_flags(parser, EngineConfig, ServerConfig)
   args = vars(parser.parse_args(argv))
+  set_log_level(args)
   config = ServerConfig(**given(args, ServerConfig))
   if args.get("model"): ModelConfig.load(pathlib.Path(args["model"]).expanduser())   # before a port is taken
   family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
