@@ -41,19 +41,14 @@ def unrolled(extent: sint, by: int, number: int) -> UOp:
   return axis(extent // by, number) * by + axis(by, number + 1, AxisType.UNROLL)
 
 
-def axes_of(x: UOp, *kinds: AxisType) -> list[UOp]:
-  """The axes of these kinds that x runs over."""
-  return [a for a in x.ranges if a.arg[1] in kinds]
-
-
-def fold(op: Ops, x: UOp, *kinds: AxisType) -> UOp:
-  """Reduce over the axes of these kinds, or over all that are there for that."""
-  return x.reduce(*axes_of(x, *kinds or (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE)), arg=op)
+def fold(op: Ops, x: UOp, kinds: tuple = (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE)) -> UOp:
+  """Reduce over the axes of these kinds."""
+  return x.reduce(*[a for a in x.ranges if a.arg[1] in kinds], arg=op)
 
 
 def end(store: UOp) -> UOp:
   """What is repeated side by side is done. Threads go on to the kernel's end, as do loops that hold more than this."""
-  return store.end(*axes_of(store, AxisType.UPCAST))
+  return store.end(*[a for a in store.ranges if a.arg[1] is AxisType.UPCAST])
 
 
 def kernel_of(name: str, store: UOp, threads: int | None = None) -> UOp:
@@ -154,7 +149,7 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
   k = unrolled(K, 4 if simd and T == 1 else 1, 5)
   lane = axis(lanes, 7, kind)
   # Each share by itself, and then their sum
-  total = fold(Ops.ADD, fold(Ops.ADD, x[t, k].float() * weight[n, k, lane].float(), AxisType.REDUCE))
+  total = fold(Ops.ADD, fold(Ops.ADD, x[t, k].float() * weight[n, k, lane].float(), (AxisType.REDUCE,)))
   # Below 2**16 products another core is not awake in time
   threads = divisor(N16 // tiles, cpu_cores()) if simd and T * K * N16 > 2**16 else 1
   return kernel_of("linear", put(out, total, added, t, n * lanes + lane), threads if simd else None)
