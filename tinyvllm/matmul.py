@@ -100,7 +100,7 @@ class Linear:
 
 def put(out: UOp, total: UOp, added: tuple[UOp, ...], row: UOp, column: UOp) -> UOp:
   """The store of a result, with what is added to it, unless its row is one too many."""
-  for x in added: total = total + x[row.minimum(x.shape[0] - 1), column].cast(total.dtype)
+  for x in added: total += x[row.minimum(x.shape[0] - 1), column].cast(total.dtype)
   return out.base.index((row * out.shape[1] + column).valid(row < out.shape[0])).store(total.cast(out.dtype))
 
 
