@@ -3,7 +3,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -100,8 +99,7 @@ def test_a_kernel_is_lowered_once_and_then_found_on_disk(monkeypatch):
   a, i = UOp.placeholder((4,), dtypes.float32, 0), UOp.range(4, 0)
   name = f"only_{os.getpid()}_{time.time_ns()}"   # in no cache yet
   kernel = a[i].store(i.cast(dtypes.float32)).end(i).sink(arg=KernelInfo(name))
-  with ThreadPoolExecutor(1) as thread:
-    first, second = [realize.lower_and_compile.begin(thread, kernel, renderer)() for _ in range(2)]
+  first, second = [realize.lower_and_compile.begin(kernel, renderer)() for _ in range(2)]
   assert len(lowered) == 1 and first.key == second.key and name in second.src[-2].arg
 
 

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,8 +61,7 @@ def lowered(monkeypatch):
 
 def kept(folder, name="a", compiler=CLANG):
   ast = UOp.sink(UOp.const(1), arg=KernelInfo(name=name))
-  with ThreadPoolExecutor(1) as thread:
-    return device.KernelFolder(folder, compiler).begin(thread, ast, device.renderer())()
+  return device.KernelFolder(folder, compiler).begin(ast, device.renderer())()
 
 
 def test_a_kernel_is_lowered_once_for_all_runs(lowered, tmp_path):

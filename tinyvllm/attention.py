@@ -98,15 +98,15 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: 
     at = first + begin
     d = unrolled(D, unroll, 6)
     k = read(keys, at, d * BS + at % BS + near, at // BS * BS <= position)   # a block is read as a whole
-    score = fold(Ops.ADD, q[t, h, g, d].float() * k) * (math.log2(math.e) / math.sqrt(D))
+    score = fold(q[t, h, g, d].float() * k) * (math.log2(math.e) / math.sqrt(D))
     seen = (at + near <= position).where(score, LOWEST)   # what is not may be anything, NaN too
     return state._replace(scores=state.scores.after(end(state.scores[own].store(seen))))
 
   def summed(state):
     """The stores that add V by the weights of these scores to what the turns before have left."""
     def before(x, unset): return (turn < 1).where(unset, x)
-    def add(x, terms): return end(x.store(before(x * fade, 0.0) + fold(Ops.ADD, terms)))
-    top = before(state.highest[g], LOWEST).maximum(fold(Ops.MAX, state.scores[share, g, unrolled(D, 32, 8)]))
+    def add(x, terms): return end(x.store(before(x * fade, 0.0) + fold(terms)))
+    top = before(state.highest[g], LOWEST).maximum(fold(state.scores[share, g, unrolled(D, 32, 8)], Ops.MAX))
     fade = (state.highest[g] - top).exp2()
     weights = state.weights.after(end(state.weights[own].store((state.scores[own] - top).exp2())))
     i = unrolled(D, unroll, 10)

@@ -1,11 +1,11 @@
 """Opens a device of tinygrad's, and tells what the engine must know of it: its compiler, free memory, types, limits.
 Adds what tinygrad 0.14 lacks: lowered kernels kept on disk, and a graph for CPUs that uses all cores."""
 import concurrent.futures, contextlib, copy, ctypes, dataclasses, functools, hashlib, importlib.metadata, os, pathlib
-import pickle, shutil, sys, threading, types
+import pickle, shutil, sys, threading, zlib
 from collections.abc import Callable
 from typing import Any
 
-from tinygrad import Device, UOp, codegen, dtypes, helpers
+from tinygrad import Device, UOp, codegen, device as devices, dtypes, helpers
 from tinygrad.codegen import do_to_program
 from tinygrad.engine import jit, realize
 from tinygrad.uop.ops import Ops
@@ -69,9 +69,12 @@ def open_device() -> int:
       Device.default.graph = Device.default.graph or CPUGraph
       os.environ["DMC"] = "1"   # else tinygrad packs loads into float4, and clang stays in 128-bit vectors
       helpers.getenv.cache_clear()   # type: ignore[attr-defined]
-    patch_tinygrad(os.environ["CC"], Device.DEFAULT)
-    # Machine code, as the driver takes long to make it of PTX; tinygrad prints PTX only
-    if Device.DEFAULT == "CUDA": renderer().compiler.ptx = helpers.DEBUG >= 5
+    if Device.DEFAULT == "CUDA":
+      from tinygrad.runtime.autogen import nvrtc
+      compiler = nvrtc.dll._name
+      # Machine code, as the driver takes long to make it of PTX; tinygrad prints PTX only
+      renderer().compiler.ptx = helpers.DEBUG >= 5
+    patch_tinygrad(compiler or os.environ["CC"])
     return free_memory(Device.DEFAULT)
   except Exception as e:   # a backend fails to open in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
@@ -85,63 +88,51 @@ class KernelFolder:
   path: pathlib.Path
   compiler: tuple
   compiled: int = 0   # which were not there
+  thread = concurrent.futures.ThreadPoolExecutor(1, "tinyvllm-compiler")
 
   def __call__(self, linear: UOp) -> UOp:
     found = [realize._get_call_to_compile(call) for call in linear.src]   # kernel and renderer; None: nothing to do
     kernels = {codegen.to_program_key(*kernel): kernel for kernel in found if kernel}
-    with concurrent.futures.ThreadPoolExecutor(1, "tinyvllm-compiler") as thread:
-      begun = {key: self.begin(thread, *kernel) for key, kernel in kernels.items()
-               if key not in codegen.to_program_cache}
-      codegen.to_program_cache |= {key: finish() for key, finish in begun.items()}
+    begun = {key: self.begin(*kernel) for key, kernel in kernels.items() if key not in codegen.to_program_cache}
+    codegen.to_program_cache |= {key: finish() for key, finish in begun.items()}
     return linear.replace(src=tuple(call.replace(src=(codegen.to_program(*kernel), *call.src[1:])) if kernel else call
                                     for call, kernel in zip(linear.src, found, strict=True)))
 
-  def begin(self, thread: concurrent.futures.Executor, ast: UOp, renderer: Any) -> Callable[[], UOp]:
+  def begin(self, ast: UOp, renderer: Any) -> Callable[[], UOp]:
     """Read a kernel's program, or lower it. What it returns waits for the compiler."""
     key = codegen.to_program_key(ast, renderer), ast.tag, importlib.metadata.version("tinygrad"), self.compiler
     path = self.path / hashlib.sha256(repr(key).encode()).hexdigest()
-    kept = path.read_bytes() if path.is_file() else b""
-    if kept.startswith(hashlib.sha256(kept[32:]).digest()): return functools.partial(pickle.loads, kept[32:])
+    with contextlib.suppress(OSError, zlib.error):   # it is not there, or damaged
+      return functools.partial(pickle.loads, zlib.decompress(path.read_bytes()))
     self.compiled += 1
-    beside = copy.copy(renderer)   # whose compiler is not waited for
-    beside.compiler = types.SimpleNamespace(compile_cached=functools.partial(thread.submit, renderer.compiler.compile))
+    beside = copy.copy(renderer)
+    beside.compiler = devices.Compiler()   # which returns the source
     program = do_to_program(ast, beside)
+    binary = self.thread.submit(renderer.compiler.compile, program.src[-1].arg.decode())
 
     def finish():
-      *source, binary = program.src
-      done = program.replace(src=(*source, binary.replace(arg=binary.arg.result())))
-      content = pickle.dumps(done)
+      done = program.replace(src=(*program.src[:-1], UOp(Ops.BINARY, arg=binary.result())))
       new = path.with_suffix(f".{os.getpid()}")
       with contextlib.suppress(OSError):   # the disk is full
-        new.write_bytes(hashlib.sha256(content).digest() + content)
+        new.write_bytes(zlib.compress(pickle.dumps(done)))
         new.replace(path)   # at once, as another process may read it
-      return pickle.loads(content)   # as the next run will have it
+      return done
     return finish
 
 
 def num_compiled() -> int: return getattr(realize.lower_and_compile, "compiled", 0)   # kernels that no file had
 
 
-def compiler_version(compiler: str, device: str) -> tuple:
-  """What tells the compiler of a device's kernels from one of another version, without a start of it."""
-  if device == "CUDA":
-    from tinygrad.runtime.autogen import nvrtc
-    version = ctypes.c_int32(), ctypes.c_int32()
-    nvrtc.nvrtcVersion(*map(ctypes.byref, version))
-    return tuple(part.value for part in version)
-  found = os.stat(shutil.which(compiler) or os.devnull)
-  return compiler, found.st_size, found.st_mtime_ns
-
-
 @functools.cache
-def patch_tinygrad(compiler: str, device: str) -> None:
-  """Make captures cheap."""
-  folder = pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
+def patch_tinygrad(compiler: str) -> None:
+  """Make captures cheap. compiler: of kernels, whose file's size and age tell its version without a start of it."""
   shape = vars(UOp)["_shape"]
-  def moves(x): return x.op is Ops.SHRINK and x.src[1].ranges   # a slice in a loop, which takes long to check
-  shape.fxn = lambda x, derived=shape.fxn: x.src[2].as_shape if moves(x) else derived(x)
+  # A slice in a loop takes long to check
+  shape.fxn = lambda x, of=shape.fxn: x.src[2].as_shape if x.op is Ops.SHRINK and x.src[1].ranges else of(x)
   if helpers.CACHELEVEL < 1: return
-  realize.lower_and_compile = KernelFolder(folder, compiler_version(compiler, device))
+  file = os.stat(shutil.which(compiler, os.F_OK) or os.devnull)
+  folder = pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
+  realize.lower_and_compile = KernelFolder(folder, (compiler, file.st_size, file.st_mtime_ns))
   try: folder.mkdir(parents=True, exist_ok=True)
   except OSError as e: logger.warning(f"each start compiles all kernels, as {folder} cannot be made: {e.strerror}")
 

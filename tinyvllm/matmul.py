@@ -4,10 +4,9 @@ import functools
 from math import gcd, inf
 
 import numpy as np
-from tinygrad import Tensor, UOp, dtypes
+from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.helpers import argsort
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
 from .device import cpu_cores, renderer
@@ -41,19 +40,14 @@ def unrolled(extent: sint, by: int, number: int) -> UOp:
   return axis(extent // by, number) * by + axis(by, number + 1, AxisType.UNROLL)
 
 
-def axes_of(x: UOp, *kinds: AxisType) -> list[UOp]:
-  """The axes of these kinds that x runs over."""
-  return [a for a in x.ranges if a.arg[1] in kinds]
-
-
-def fold(op: Ops, x: UOp, *kinds: AxisType) -> UOp:
-  """Reduce over the axes of these kinds, or over all that are there for that."""
-  return x.reduce(*axes_of(x, *kinds or (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE)), arg=op)
+def fold(x: UOp, op: Ops = Ops.ADD, kinds: tuple = (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE)) -> UOp:
+  """The sum, unless another op is said, over the axes of these kinds."""
+  return x.reduce(*[a for a in x.ranges if a.arg[1] in kinds], arg=op)
 
 
 def end(store: UOp) -> UOp:
   """What is repeated side by side is done. Threads go on to the kernel's end, as do loops that hold more than this."""
-  return store.end(*axes_of(store, AxisType.UPCAST))
+  return store.end(*[a for a in store.ranges if a.arg[1] is AxisType.UPCAST])
 
 
 def kernel_of(name: str, store: UOp, threads: int | None = None) -> UOp:
@@ -79,14 +73,13 @@ def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int
 def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   """W, (out, in), or a vector, in the order of a stored shape."""
   order = STORED[len(shape)]
-  return weight.reshape([shape[i] for i in argsort(order)]).transpose(order)
+  return weight.reshape([shape[i] for i in helpers.argsort(order)]).transpose(order)
 
 
 class Linear:
   """x @ W.T + bias, accumulated in float32. sources: the matrices of the files whose rows follow each other in W, and
   how many each has. dtype: of x, and of W unless its file is narrower."""
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType):
-    self.in_features = in_features
     self.out_features = sum(sources.values())
     self.sources = sources
     self.weight = Tensor.empty(*stored_shape(self.out_features, in_features, dtype), dtype=dtype)
@@ -101,13 +94,13 @@ class Linear:
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
     """Of each id, (T,), a row of W: (T, in)."""
-    plain = self.weight.permute(argsort(STORED[self.weight.ndim])).reshape(self.out_features, self.in_features)
+    plain = self.weight.permute(helpers.argsort(STORED[self.weight.ndim])).reshape(self.out_features, -1)
     return plain[ids].cast(dtype).contiguous()
 
 
 def put(out: UOp, total: UOp, added: tuple[UOp, ...], row: UOp, column: UOp) -> UOp:
   """The store of a result, with what is added to it, unless its row is one too many."""
-  for x in added: total = total + x[row.minimum(x.shape[0] - 1), column].cast(total.dtype)
+  for x in added: total += x[row.minimum(x.shape[0] - 1), column].cast(total.dtype)
   return out.base.index((row * out.shape[1] + column).valid(row < out.shape[0])).store(total.cast(out.dtype))
 
 
@@ -134,7 +127,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp
       w = weight[n16, k, i, h, row, column, r, p]
       inputs = x[(first + row).minimum(T - 1), k * 32 + column * 8 + i * 4 + h * 2 + p]
       return UOp.wmma(w, inputs, UOp.const((0.0,) * 4, dtypes.float32), MMA, "CUDA", 32, elements)
-    total = fold(Ops.ADD, sum(product(k + u, i) for u, i in np.ndindex(steps, 2)))
+    total = fold(sum(product(k + u, i) for u, i in np.ndindex(steps, 2)))
     return put(out, total, added, first + column * 2 + e, n16 * 16 + r * 8 + row)
   tiles = [tile(n * n_tiles + i, (t * t_tiles + j) * 8) for i, j in np.ndindex(n_tiles, t_tiles)]
   return kernel_of("linear_tc", UOp.group(*tiles), 1)
@@ -145,7 +138,7 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
   registers, of rows of x and tiles of outputs, or of one row in shares of the inputs: more spill, fewer wait."""
   T, K = x.shape
   N16, _, lanes = weight.shape
-  simd = cpu_cores() > 0 and lanes == 16
+  simd = cpu_cores() and lanes == 16
   kind = AxisType.UPCAST if simd else AxisType.WEAK
   rows = gcd(T, 4 if T > 8 else 2) if simd else 1
   tiles = gcd(N16, 4 // rows) if simd and T > 1 else 1
@@ -154,7 +147,7 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
   k = unrolled(K, 4 if simd and T == 1 else 1, 5)
   lane = axis(lanes, 7, kind)
   # Each share by itself, and then their sum
-  total = fold(Ops.ADD, fold(Ops.ADD, x[t, k].float() * weight[n, k, lane].float(), AxisType.REDUCE))
+  total = fold(fold(x[t, k].float() * weight[n, k, lane].float(), kinds=(AxisType.REDUCE,)))
   # Below 2**16 products another core is not awake in time
   threads = divisor(N16 // tiles, cpu_cores()) if simd and T * K * N16 > 2**16 else 1
   return kernel_of("linear", put(out, total, added, t, n * lanes + lane), threads if simd else None)
@@ -183,7 +176,7 @@ class Norm:
     lane = UOp.range(lanes, 1, kind)
     part = x[t, (axis(rounds, 2) * lanes + lane) * wide + axis(wide, 6, AxisType.UNROLL)].float()
     sums = UOp.placeholder((lanes,), dtypes.float32, 100, shared)
-    sums = sums.after(end(sums[lane].store(fold(Ops.ADD, part * part))))
-    scale = (fold(Ops.ADD, sums[unrolled(lanes, 32, 4)]) / K + self.eps).rsqrt()
+    sums = sums.after(end(sums[lane].store(fold(part * part))))
+    scale = (fold(sums[unrolled(lanes, 32, 4)]) / K + self.eps).rsqrt()
     column = (axis(rounds, 3, AxisType.LOOP) * lanes + lane) * wide + axis(wide, 7, AxisType.UPCAST)
     return kernel_of("rms_norm", put(out, x[t, column].float() * scale * weight[column].float(), (), t, column), 1)

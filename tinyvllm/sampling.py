@@ -45,7 +45,6 @@ def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
   as p does: exact after 15 sums for three values each, and no sort of the vocabulary. p: (S, V) in 0..1. weight:
   (S, V). target: (S, 1). Returns (S, 1)."""
   low = target.const_like(1 << 28).cast(dtypes.int32).contiguous()   # the bits of 1.0 are below 2**30
-  target = target.contiguous()
 
   @function(precompile=True)   # scheduled once for all rounds
   def narrowed(low: Tensor, p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
@@ -54,7 +53,7 @@ def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     kept = (p.bitcast(dtypes.int32).unsqueeze(2) >= tries).where(weight.unsqueeze(2), 0.0)   # (S, V, 3)
     count = (_rows(Tensor.sum, kept) >= target.unsqueeze(1)).sum(2)   # (S, 1)
     return (low + step * (count - 1) + step // 4).contiguous()
-  for _ in range(15): low = narrowed(low, p, weight, target)
+  for _ in range(15): low = narrowed(low, p, weight, target.contiguous())
   return low.bitcast(dtypes.float32)
 
 

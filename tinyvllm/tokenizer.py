@@ -29,8 +29,8 @@ class Tokenizer:
   def __post_init__(self) -> None:
     self.config = {k: v.get("content", v) if isinstance(v, dict) else v for k, v in self.config.items()}
     self.texts = {i: text for text, i in self.named.items()}
-    bos = self.named.get(self.config.get("bos_token"))   # type: ignore[arg-type]
-    self.prefix = [bos] if self.config.get("add_bos_token") and bos is not None else []
+    bos = self.config.get("add_bos_token") and self.config.get("bos_token")
+    self.prefix = [self.named[bos]] if bos in self.named else []
 
   eos_token_id = property(lambda self: self.named.get(self.config.get("eos_token")))
 
@@ -103,17 +103,6 @@ class TextStream:
 
   def feed(self) -> None:
     """Add the text of new tokens, to the stop string that ends it, if one does, which becomes the stop_reason."""
-    params = self.seq.params
-    searched = len(self.text)
-    self._add()
-    stops = params.stop or [] if self.seq.num_generated > params.min_tokens else []
-    places = [(self.text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in stops]
-    place, stop = min((found for found in places if found[0] >= 0), default=(0, ""))
-    if not stop: return
-    self.text = self.text[:place + len(stop) if params.include_stop_str_in_output else place]
-    self.seq.stop_reason = stop
-
-  def _add(self) -> None:
     seq = self.seq
     params = seq.params
     hidden = seq.finish_reason == "stop" and seq.tokens[-1] in seq.stop_ids and not params.include_stop_str_in_output
@@ -123,5 +112,12 @@ class TextStream:
       if before and "\ufffd" not in before: break
     text = self.tokenizer.decode(ids[start:], params.skip_special_tokens)
     if text.endswith("\ufffd") and not seq.finish_reason: return   # a character whose bytes have not all come
+    searched = len(self.text)
     # Both at once: an interrupt finds both done, or none
     vars(self).update(text=self.text + text[len(before):], num_decoded=len(ids))
+    stops = params.stop or [] if seq.num_generated > params.min_tokens else []
+    places = [(self.text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in stops]
+    place, stop = min((found for found in places if found[0] >= 0), default=(0, ""))
+    if not stop: return
+    self.text = self.text[:place + len(stop) if params.include_stop_str_in_output else place]
+    seq.stop_reason = stop

@@ -54,7 +54,7 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType) -> No
 
   for part in helpers.tqdm(model.parts(), desc="loading weights", disable=None):
     for kind, tensor in nn.state.get_state_dict(part).items():   # its weight, its bias
-      columns = [part.in_features] if tensor.ndim > 1 else []   # type: ignore[union-attr]
+      columns = [tensor.numel() // sum(part.sources.values())] if tensor.ndim > 1 else []
       arrays = [take(f"{name}.{kind}", rows, *columns) for name, rows in part.sources.items()]
       array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
       stored = to_device(np.ascontiguousarray(pack(array, tensor.shape)), compute)   # type: ignore[arg-type]
