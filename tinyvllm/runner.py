@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.uop.ops import KernelInfo
 
 from .batch import DRAWN_BY, LOGITS, TOKEN, Shape, Step, bucket
 from .config import EngineConfig, ModelConfig, check, logger
 from .device import cpu_cores, largest_tensor, num_compiled, renderer
 from .llama import Llama, rope_table
+from .matmul import kernel_of
 from .sampling import argmax, edit_kernel, restrict, sample, top_logprobs
 
 
@@ -46,7 +46,7 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
 def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
   """Store each value at its index in out, seen flat."""
   i = UOp.range(index.shape[0], 0)
-  return out.base.index(index[i].load()).store(values[i]).end(i).sink(arg=KernelInfo(name="scatter"))
+  return kernel_of("scatter", out.base.index(index[i].load()).store(values[i]))
 
 
 def upload(tensor: Tensor, array: np.ndarray) -> None:
@@ -100,8 +100,7 @@ class Runner:
     top_logprobs says of each, if it was asked for."""
     started = time.perf_counter()
     known = num_compiled()
-    first = step.shape not in self.steps
-    if first:
+    if step.shape not in self.steps:
       words = zeros(len(step.array))
       compute: Any = functools.partial(self._compute, words, step.shape)
       if not self.eager: compute = TinyJit(compute)
@@ -117,7 +116,7 @@ class Runner:
       upload(self.table, tables)
     upload(words, step.array)
     with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8): ids, logprobs = graph()   # 8: WebGPU's
-    if first and not self.eager:
+    if graph.cnt == 2:   # that call has captured it
       logger.log(10 if self.sizes else 20, f"captured a step of {step.shape.tokens} tokens in "
                  f"{time.perf_counter() - started:.1f} s, {num_compiled() - known} new kernels")
     return lambda: (ids.tolist(), logprobs.tolist())
