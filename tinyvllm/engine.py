@@ -25,12 +25,12 @@ class Request:
   """The samples of a prompt, with their texts."""
   request_id: str
   prompt: str | None
-  params: SamplingParams
   metrics: RequestMetrics
   texts: list[TextStream]
 
   sequences = property(lambda self: [text.seq for text in self.texts])
   finished = property(lambda self: all(seq.finish_reason for seq in self.sequences))
+  told = property(lambda self: all(text.seen[1] == len(text.seq.tokens) for text in self.texts))   # of all its tokens
 
   def output(self, news: bool = False) -> RequestOutput:
     """All there is so far, or what has come since the last call for news."""
@@ -42,12 +42,11 @@ class Request:
   def _completion(self, text: TextStream, news: bool) -> CompletionOutput:
     text.feed()
     seq = text.seq
-    logprobs = total = None
     characters, tokens = text.seen if news else (0, seq.num_prompt)
     if news: text.seen = text.shown, len(seq.tokens)
-    if self.params.logprobs is not None:
-      logprobs = [seq.logprobs[i] for i in range(tokens, len(seq.tokens))]
-      total = sum(seq.logprobs[i][seq.tokens[i]].logprob for i in range(seq.num_prompt, len(seq.tokens)))
+    logprobs = None if seq.params.logprobs is None else [seq.logprobs[i] for i in range(tokens, len(seq.tokens))]
+    total = None if logprobs is None else sum(
+      seq.logprobs[i][seq.tokens[i]].logprob for i in range(seq.num_prompt, len(seq.tokens)))
     return CompletionOutput(seq.index, text.text[characters:text.shown], seq.tokens[tokens:], total, logprobs,
                             seq.finish_reason, seq.stop_reason)
 
@@ -120,20 +119,19 @@ class LLMEngine:
           f"However, the prompt has {len(ids)}: shorten it or raise max_model_len or num_gpu_blocks_override")
     check(type(priority) is int and (priority == 0 or self.config.scheduling_policy == "priority"),
           f"priority={priority!r} must be an int, and 0 unless scheduling_policy='priority'")
-    words = params.bad_words or ()
-    bad_words = [self.tokenizer.encode(space + word.lstrip(), False) for word in words for space in ("", " ")]
-    stop_ids = frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())])
+    spellings = [space + word.lstrip() for word in params.bad_words or () for space in ("", " ")]
+    bad_words = [*filter(None, (self.tokenizer.encode(spelling, False) for spelling in spellings))]
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
     structured: Any = params.structured_outputs
     arrival = next(self._arrivals)
     metrics = RequestMetrics()
     runs = [Sequence(
       request_id=request_id, tokens=[*ids], params=params, seed=seed + i, order=(priority, arrival, i), index=i,
-      stop_ids=stop_ids, metrics=metrics, max_len=min(self.max_model_len, len(ids) + params.max_tokens),
-      bad_words=[*filter(None, bad_words)],
+      max_len=min(self.max_model_len, len(ids) + params.max_tokens), bad_words=bad_words, metrics=metrics,
+      stop_ids=frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())]),
       constraint=structured and structured.constraint(self.tokenizer, size, eos)) for i in range(params.n)]
     runs[0].forks += runs[1:]
-    return Request(request_id, text, params, metrics, [TextStream(self.tokenizer, seq) for seq in runs])
+    return Request(request_id, text, metrics, [TextStream(self.tokenizer, seq) for seq in runs])
 
   def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """A prompt's text, if it has one, and its ids."""
@@ -177,8 +175,7 @@ class LLMEngine:
     """As `step`, for who makes no outputs of it."""
     with self._alone(), exclusive:   # another engine's capture would take in what this one reads
       started = time.perf_counter()
-      for request_id in self._abandoned: self.abort_request(request_id)
-      self._abandoned.clear()
+      while self._abandoned: self.abort_request(self._abandoned.pop())
       try:
         with self._stepping: changed = self._step()
       except BaseException:
@@ -213,10 +210,9 @@ class LLMEngine:
     Yields how far it is, before each."""
     started = time.perf_counter()
     known = num_compiled()
-    self.runner.sizes = sorted(sizes or self.runner.usual_sizes())
+    self.runner.sizes = [] if self.config.enforce_eager else sorted(sizes or self.runner.usual_sizes())
     kinds = [(1, False, 0, False), (2, True, 128, True)] if rare else [(0, False, 0, False), (2, False, 0, False)]
-    sizes = [] if self.config.enforce_eager else self.runner.sizes
-    shapes = [Shape(size, min(size, self.runner.max_rows), *kind) for size in sizes for kind in kinds]
+    shapes = [Shape(size, min(size, self.runner.max_rows), *kind) for size in self.runner.sizes for kind in kinds]
     for i, shape in enumerate(helpers.tqdm(shapes, desc="capturing steps", disable=rare or None), 1):
       yield f"preparing {i} of {len(shapes)}"
       def fit(need, shape=shape): return shape
@@ -226,7 +222,7 @@ class LLMEngine:
 
   def _find_stops(self) -> None:
     """End the texts in which a stop string has come."""
-    for text in [text for request in self._changed if request.params.stop for text in request.texts]:
+    for text in [text for request in self._changed for text in request.texts if text.seq.params.stop]:
       text.feed()
       if text.seq.stop_reason is not None: self.scheduler.finish(text.seq, "stop")
 
@@ -282,12 +278,10 @@ class LLM(LLMEngine):
   def _stream(self, request: Request) -> Iterator[RequestOutput]:
     self.add(request)
     finished = False
-    seen = 0
     try:
       while not finished:
-        while request.metrics.num_generated == seen and not request.finished: self.advance()
+        while request.told and not request.finished: self.advance()
         finished = request.finished
-        seen = request.metrics.num_generated
         yield request.output(news=True)
     finally: self.abort_request(request.request_id)
 
