@@ -1,7 +1,7 @@
 """The engine: text in, text out. Requests are added at any time, and a step advances all of them together; everything
 below knows token ids only. One thread drives an engine."""
 import contextlib, dataclasses, functools, itertools, logging, pathlib, random, threading, time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tinygrad import Device, dtypes, helpers, nn
@@ -61,8 +61,8 @@ class LLMEngine:
     with exclusive: self._load(folder, EngineConfig(**options))
     self.scheduler = Scheduler(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
-    self._launched: tuple[Step, Any] | None = None   # the step that the device works on, and what reads it
-    self._changed: dict[Request, None] = {}          # have tokens that nobody was told of, also where a step failed
+    self._read: Callable[[], tuple] = tuple   # waits for what the device works on; tuple: for nothing
+    self._changed: dict[Request, None] = {}   # have tokens that nobody was told of, also where a step failed
     self._driver = threading.RLock()
     self._stepping = threading.Lock()
     self._abandoned: list[str] = []   # requests whose streams were thrown away within a step
@@ -180,7 +180,7 @@ class LLMEngine:
         with self._stepping: changed = self._step()
       except BaseException:
         # What was launched is forgotten, nobody holds blocks, what was not read is computed again
-        self._launched = None
+        self._read = tuple
         self.scheduler.reset([seq for request in self.requests.values() for seq in request.sequences
                               if not seq.finish_reason and seq not in request.sequences[0].forks])
         raise
@@ -196,11 +196,10 @@ class LLMEngine:
     batch = self.scheduler.schedule()
     step = self._pack(batch, fit=self.runner.fit) if batch else None
     self.scheduler.advance(batch)
-    def launch(): return (step, self.runner.launch(step)) if step else None
-    launched = self._launched if self.runner.overlaps else launch()
-    results = launched[1]() if launched else None   # waits for the device
-    self._launched = launch() if self.runner.overlaps else None
-    if launched and results: self._record(launched[0], *results)
+    def launch(): return self.runner.launch(step) if step else tuple
+    results = self._read() if self.runner.overlaps else launch()()   # waits for the device
+    self._read = launch() if self.runner.overlaps else tuple
+    if results: self._record(*results)
     self._find_stops()
     return [*self._changed]
 

@@ -95,9 +95,9 @@ class Runner:
     self.met[exact] += 1
     return best if self.sizes or self.met[exact] <= OFTEN and best.cost() < 2 * exact.cost() else exact
 
-  def launch(self, step: Step) -> Callable[[], tuple[list[int], list]]:
-    """Start a step. What it returns waits for its end, and gives the ids that the rows of logits chose, and what
-    top_logprobs says of each, if it was asked for."""
+  def launch(self, step: Step) -> Callable[[], tuple[Step, list[int], list]]:
+    """Start a step. What it returns waits for its end, and gives the step, the ids that its rows of logits chose, and
+    what top_logprobs says of each, if it was asked for."""
     started = time.perf_counter()
     known = num_compiled()
     if step.shape not in self.steps:
@@ -119,7 +119,7 @@ class Runner:
     if graph.cnt == 2:   # that call has captured it
       logger.log(10 if self.sizes else 20, f"captured a step of {step.shape.tokens} tokens in "
                  f"{time.perf_counter() - started:.1f} s, {num_compiled() - known} new kernels")
-    return lambda: (ids.tolist(), logprobs.tolist())
+    return lambda: (step, ids.tolist(), logprobs.tolist())
 
   def _compute(self, words: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     """The graph. Returns the ids of all rows of logits, (S,), and what top_logprobs says of them, or of none."""
