@@ -107,10 +107,9 @@ class Runner:
       compute.cnt = 1   # TinyJit's count of calls: capture at the first one, as all that it reads is realized
       self.steps[step.shape] = words, compute
     words, graph = self.steps[step.shape]
-    begun = [seq for seq, places in step.computed.items() if places.start]
-    unknown = [seq for seq in begun if self.known.get(seq.row) is not seq.block_table]
+    stale = any(self.known.get(seq.row) is not seq.block_table for seq, places in step.computed.items() if places.start)
     self.known |= {seq.row: seq.block_table for seq in step.computed}
-    if unknown:   # tokens bring the blocks of their own places, but these sequences begin with others
+    if stale:   # tokens bring the blocks of their own places, but a new sequence may begin with others
       tables = np.zeros(self.table.shape, np.int32)
       for row, block_table in self.known.items(): tables[row, :len(block_table)] = block_table
       upload(self.table, tables)
@@ -133,10 +132,9 @@ class Runner:
     raw = self.model(ids, logit["token"], packed, table, self.rope, self.caches)   # (S, vocab)
     logits = restrict(raw, rest[5 * E:].reshape(S, -1)).contiguous() if masked else raw.clone() if E else raw
     if E: logits = logits.custom_kernel(rest[:5 * E].reshape(5, E).contiguous(), fxn=edit_kernel)[0]   # in place
-    params = {name: logit[name].bitcast(dtypes.float32) for name in DRAWN_BY}
-    seeds = packed[13:15, :S].bitcast(dtypes.uint32).T   # (S, 2)
-    def draw(): return sample(logits, seeds=seeds, positions=logit["position"], filtered=sampler > 1, **params)
-    chosen = (draw() if sampler else argmax(logits)).contiguous()   # (S,)
+    params: Any = {name: logit[name].bitcast(dtypes.float32) for name in DRAWN_BY}
+    params |= {"positions": logit["position"], "seeds": packed[13:15, :S].bitcast(dtypes.uint32).T}   # seeds: (S, 2)
+    chosen = (sample(logits, filtered=sampler > 1, **params) if sampler else argmax(logits)).contiguous()   # (S,)
     last_token = self.last_token.custom_kernel(logit["last_row"], chosen, fxn=scatter_kernel)[0]
     wanted = (logit["target"] < 0).where(chosen, logit["target"])
     logprobs = top_logprobs(raw, wanted).contiguous() if scored else Tensor.empty(0)
