@@ -91,10 +91,9 @@ class LLMEngine:
     llama = Llama(shape, getattr(dtypes, config.dtype))
     load_weights(llama, folder, llama.dtype)
     weights = sum(x.nbytes() for part in llama.parts() for x in nn.state.get_parameters(part))
-    left = max(0, int(free * config.gpu_memory_utilization - weights))
     logger.info(f"loaded {folder.name} in {config.dtype} on {Device.DEFAULT} in {time.perf_counter() - started:.1f} s; "
                 f"a step takes {most} tokens")
-    self.runner = Runner(llama, shape, config, length, left)
+    self.runner = Runner(llama, shape, config, length, max(0, int(free * config.gpu_memory_utilization - weights)))
     self.blocks = BlockManager(self.runner.num_blocks, config)
     self.max_model_len = min(length, self.blocks.num_tokens)   # where an override holds less
     self._pack = functools.partial(pack, config=config, max_blocks=self.runner.max_blocks, vocab_size=shape.vocab_size)
@@ -260,13 +259,12 @@ class LLM(LLMEngine):
     params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
     check(len(params) == len(prompts), f"sampling_params: {len(params)} for {len(prompts)} prompts: give one or all")
     requests = [self.request(f"generate-{next(self._arrivals)}", *pair) for pair in zip(prompts, params, strict=True)]
-    with self._alone():
-      try:
-        for request in requests: self.add(request)
-        for request in helpers.tqdm(requests, "generating", not use_tqdm or None, unit=" requests"):
-          while not request.finished: self.advance()
-      finally:
-        for request in requests: self.abort_request(request.request_id)
+    with self._alone(), contextlib.ExitStack() as aborts:
+      for request in requests:
+        aborts.callback(self.abort_request, request.request_id)
+        self.add(request)
+      for request in helpers.tqdm(requests, "generating", not use_tqdm or None, unit=" requests"):
+        while not request.finished: self.advance()
     return [request.output() for request in requests]
 
   def generate_stream(self, prompt: Prompt, sampling_params: Params = None) -> Iterator[RequestOutput]:

@@ -62,7 +62,7 @@ class Runner:
   """left: bytes of the device that the caches may take."""
   def __init__(self, model: Llama, shape: ModelConfig, config: EngineConfig, max_model_len: int, left: int):
     self.model = model
-    self.eager = config.enforce_eager
+    self.jit: Any = functools.partial if config.enforce_eager else TinyJit   # of a computation; eager: itself
     self.caches = allocate_caches(shape, config, max_model_len, model.dtype, left)
     self.num_blocks = int(self.caches[0][0].shape[0])
     self.rope = rope_table(shape, max_model_len)
@@ -102,10 +102,9 @@ class Runner:
     known = num_compiled()
     if step.shape not in self.steps:
       words = zeros(len(step.array))
-      compute: Any = functools.partial(self._compute, words, step.shape)
-      if not self.eager: compute = TinyJit(compute)
-      compute.cnt = 1   # TinyJit's count of calls: capture at the first one, as all that it reads is realized
-      self.steps[step.shape] = words, compute
+      graph = self.jit(functools.partial(self._compute, words, step.shape))
+      graph.cnt = 1   # TinyJit's count of calls: capture at the first one, as all that it reads is realized
+      self.steps[step.shape] = words, graph
     words, graph = self.steps[step.shape]
     stale = any(self.known.get(seq.row) is not seq.block_table for seq, places in step.computed.items() if places.start)
     self.known |= {seq.row: seq.block_table for seq in step.computed}
