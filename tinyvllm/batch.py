@@ -80,9 +80,8 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
   sampler = max([seq.params.sampler for seq, _ in targets], default=0)
   scored = any(seq.params.logprobs is not None or seq.scores_prompt for seq in batch)
   shape = fit(Shape(len(tokens), len(rows), sampler, scored, len(edits), bool(masks)))
+  parts = [words(tokens, TOKEN, shape.tokens, row=spare, entry=spare * max_blocks),
+           words(rows, LOGITS, shape.tokens, last_row=spare), words(edits, EDIT, shape.edits, row=-1)]
   everything = np.full(-(-vocab_size // 32), -1, np.int32)
-  array = np.concatenate([
-    words(tokens, TOKEN, shape.tokens, row=spare, entry=spare * max_blocks),
-    words(rows, LOGITS, shape.tokens, last_row=spare), words(edits, EDIT, shape.edits, row=-1),
-    *[masks.get(row, everything) for row in range(shape.rows if shape.masked else 0)]])
-  return Step(shape, array, targets, computed)
+  if shape.masked: parts += [masks.get(row, everything) for row in range(shape.rows)]
+  return Step(shape, np.concatenate(parts), targets, computed)

@@ -1,7 +1,7 @@
 """The engine: text in, text out. Requests are added at any time, and a step advances all of them together; everything
 below knows token ids only. One thread drives an engine."""
 import contextlib, dataclasses, functools, itertools, logging, pathlib, random, threading, time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tinygrad import Device, dtypes, helpers, nn
@@ -25,12 +25,12 @@ class Request:
   """The samples of a prompt, with their texts."""
   request_id: str
   prompt: str | None
-  params: SamplingParams
   metrics: RequestMetrics
   texts: list[TextStream]
 
   sequences = property(lambda self: [text.seq for text in self.texts])
   finished = property(lambda self: all(seq.finish_reason for seq in self.sequences))
+  told = property(lambda self: all(text.seen[1] == len(text.seq.tokens) for text in self.texts))   # of all its tokens
 
   def output(self, news: bool = False) -> RequestOutput:
     """All there is so far, or what has come since the last call for news."""
@@ -42,12 +42,11 @@ class Request:
   def _completion(self, text: TextStream, news: bool) -> CompletionOutput:
     text.feed()
     seq = text.seq
-    logprobs = total = None
     characters, tokens = text.seen if news else (0, seq.num_prompt)
     if news: text.seen = text.shown, len(seq.tokens)
-    if self.params.logprobs is not None:
-      logprobs = [seq.logprobs[i] for i in range(tokens, len(seq.tokens))]
-      total = sum(seq.logprobs[i][seq.tokens[i]].logprob for i in range(seq.num_prompt, len(seq.tokens)))
+    logprobs = None if seq.params.logprobs is None else [seq.logprobs[i] for i in range(tokens, len(seq.tokens))]
+    total = None if logprobs is None else sum(
+      seq.logprobs[i][seq.tokens[i]].logprob for i in range(seq.num_prompt, len(seq.tokens)))
     return CompletionOutput(seq.index, text.text[characters:text.shown], seq.tokens[tokens:], total, logprobs,
                             seq.finish_reason, seq.stop_reason)
 
@@ -62,8 +61,8 @@ class LLMEngine:
     with exclusive: self._load(folder, EngineConfig(**effective(options)))
     self.scheduler = Scheduler(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
-    self._launched: tuple[Step, Any] | None = None   # the step that the device works on, and what reads it
-    self._changed: dict[Request, None] = {}          # have tokens that nobody was told of, also where a step failed
+    self._read: Callable[[], tuple] = tuple   # waits for what the device works on; tuple: for nothing
+    self._changed: dict[Request, None] = {}   # have tokens that nobody was told of, also where a step failed
     self._driver = threading.RLock()
     self._stepping = threading.Lock()
     self._abandoned: list[str] = []   # requests whose streams were thrown away within a step
@@ -92,10 +91,9 @@ class LLMEngine:
     llama = Llama(shape, getattr(dtypes, config.dtype))
     load_weights(llama, folder, llama.dtype)
     weights = sum(x.nbytes() for part in llama.parts() for x in nn.state.get_parameters(part))
-    left = max(0, int(free * config.gpu_memory_utilization - weights))
     logger.info(f"loaded {folder.name} in {config.dtype} on {Device.DEFAULT} in {time.perf_counter() - started:.1f} s; "
                 f"a step takes {most} tokens")
-    self.runner = Runner(llama, shape, config, length, left)
+    self.runner = Runner(llama, shape, config, length, max(0, int(free * config.gpu_memory_utilization - weights)))
     self.blocks = BlockManager(self.runner.num_blocks, config)
     self.max_model_len = min(length, self.blocks.num_tokens)   # where an override holds less
     self._pack = functools.partial(pack, config=config, max_blocks=self.runner.max_blocks, vocab_size=shape.vocab_size)
@@ -120,9 +118,8 @@ class LLMEngine:
           f"However, the prompt has {len(ids)}: shorten it or raise max_model_len or num_gpu_blocks_override")
     check(type(priority) is int and (priority == 0 or self.config.scheduling_policy == "priority"),
           f"priority={priority!r} must be an int, and 0 unless scheduling_policy='priority'")
-    words = params.bad_words or ()
-    bad_words = [self.tokenizer.encode(space + word.lstrip(), False) for word in words for space in ("", " ")]
-    stop_ids = frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())])
+    spellings = [space + word.lstrip() for word in params.bad_words or () for space in ("", " ")]
+    bad_words = [*filter(None, (self.tokenizer.encode(spelling, False) for spelling in spellings))]
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
     structured: Any = params.structured_outputs
     arrival = next(self._arrivals)
@@ -130,11 +127,11 @@ class LLMEngine:
     length = min(self.max_model_len, len(ids) + params.max_tokens)   # type: ignore[operator]   # by now a number
     runs = [Sequence(
       request_id=request_id, tokens=[*ids], params=params, seed=seed + i, order=(priority, arrival, i), index=i,
-      stop_ids=stop_ids, metrics=metrics, max_len=length,
-      bad_words=[*filter(None, bad_words)],
+      max_len=length, bad_words=bad_words, metrics=metrics,
+      stop_ids=frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())]),
       constraint=structured and structured.constraint(self.tokenizer, size, eos)) for i in range(params.n)]
     runs[0].forks += runs[1:]
-    return Request(request_id, text, params, metrics, [TextStream(self.tokenizer, seq) for seq in runs])
+    return Request(request_id, text, metrics, [TextStream(self.tokenizer, seq) for seq in runs])
 
   def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """A prompt's text, if it has one, and its ids."""
@@ -184,7 +181,7 @@ class LLMEngine:
         with self._stepping: changed = self._step()
       except BaseException:
         # What was launched is forgotten, nobody holds blocks, what was not read is computed again
-        self._launched = None
+        self._read = tuple
         self.scheduler.reset([seq for request in self.requests.values() for seq in request.sequences
                               if not seq.finish_reason and seq not in request.sequences[0].forks])
         raise
@@ -200,11 +197,10 @@ class LLMEngine:
     batch = self.scheduler.schedule()
     step = self._pack(batch, fit=self.runner.fit) if batch else None
     self.scheduler.advance(batch)
-    def launch(): return (step, self.runner.launch(step)) if step else None
-    launched = self._launched if self.runner.overlaps else launch()
-    results = launched[1]() if launched else None   # waits for the device
-    self._launched = launch() if self.runner.overlaps else None
-    if launched and results: self._record(launched[0], *results)
+    def launch(): return self.runner.launch(step) if step else tuple
+    results = self._read() if self.runner.overlaps else launch()()   # waits for the device
+    self._read = launch() if self.runner.overlaps else tuple
+    if results: self._record(*results)
     self._find_stops()
     return [*self._changed]
 
@@ -214,10 +210,9 @@ class LLMEngine:
     Yields how far it is, before each."""
     started = time.perf_counter()
     known = num_compiled()
-    self.runner.sizes = sorted(sizes or self.runner.usual_sizes())
+    self.runner.sizes = [] if self.config.enforce_eager else sorted(sizes or self.runner.usual_sizes())
     kinds = [(1, False, 0, False), (2, True, 128, True)] if rare else [(0, False, 0, False), (2, False, 0, False)]
-    sizes = [] if self.config.enforce_eager else self.runner.sizes
-    shapes = [Shape(size, min(size, self.runner.max_rows), *kind) for size in sizes for kind in kinds]
+    shapes = [Shape(size, min(size, self.runner.max_rows), *kind) for size in self.runner.sizes for kind in kinds]
     for i, shape in enumerate(helpers.tqdm(shapes, desc="capturing steps", disable=rare or None), 1):
       yield f"preparing {i} of {len(shapes)}"
       def fit(need, shape=shape): return shape
@@ -227,7 +222,7 @@ class LLMEngine:
 
   def _find_stops(self) -> None:
     """End the texts in which a stop string has come."""
-    for text in [text for request in self._changed if request.params.stop for text in request.texts]:
+    for text in [text for request in self._changed for text in request.texts if text.seq.params.stop]:
       text.feed()
       if text.seq.stop_reason is not None: self.scheduler.finish(text.seq, "stop")
 
@@ -266,13 +261,12 @@ class LLM(LLMEngine):
     params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
     check(len(params) == len(prompts), f"sampling_params: {len(params)} for {len(prompts)} prompts: give one or all")
     requests = [self.request(f"generate-{next(self._arrivals)}", *pair) for pair in zip(prompts, params, strict=True)]
-    with self._alone():
-      try:
-        for request in requests: self.add(request)
-        for request in helpers.tqdm(requests, "generating", not use_tqdm or None, unit=" requests"):
-          while not request.finished: self.advance()
-      finally:
-        for request in requests: self.abort_request(request.request_id)
+    with self._alone(), contextlib.ExitStack() as aborts:
+      for request in requests:
+        aborts.callback(self.abort_request, request.request_id)
+        self.add(request)
+      for request in helpers.tqdm(requests, "generating", not use_tqdm or None, unit=" requests"):
+        while not request.finished: self.advance()
     return [request.output() for request in requests]
 
   def generate_stream(self, prompt: Prompt, sampling_params: Params = None) -> Iterator[RequestOutput]:
@@ -283,12 +277,10 @@ class LLM(LLMEngine):
   def _stream(self, request: Request) -> Iterator[RequestOutput]:
     self.add(request)
     finished = False
-    seen = 0
     try:
       while not finished:
-        while request.metrics.num_generated == seen and not request.finished: self.advance()
+        while request.told and not request.finished: self.advance()
         finished = request.finished
-        seen = request.metrics.num_generated
         yield request.output(news=True)
     finally: self.abort_request(request.request_id)
 

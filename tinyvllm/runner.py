@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
-from tinygrad.uop.ops import KernelInfo
 
 from .batch import DRAWN_BY, LOGITS, TOKEN, Shape, Step, bucket
 from .config import EngineConfig, ModelConfig, check, logger
 from .device import cpu_cores, largest_tensor, num_compiled, renderer
 from .llama import Llama, rope_table
+from .matmul import kernel_of
 from .sampling import argmax, edit_kernel, restrict, sample, top_logprobs
 
 
@@ -46,7 +46,7 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
 def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
   """Store each value at its index in out, seen flat."""
   i = UOp.range(index.shape[0], 0)
-  return out.base.index(index[i].load()).store(values[i]).end(i).sink(arg=KernelInfo(name="scatter"))
+  return kernel_of("scatter", out.base.index(index[i].load()).store(values[i]))
 
 
 def upload(tensor: Tensor, array: np.ndarray) -> None:
@@ -62,7 +62,7 @@ class Runner:
   """left: bytes of the device that the caches may take."""
   def __init__(self, model: Llama, shape: ModelConfig, config: EngineConfig, max_model_len: int, left: int):
     self.model = model
-    self.eager = config.enforce_eager
+    self.jit: Any = functools.partial if config.enforce_eager else TinyJit   # of a computation; eager: itself
     self.caches = allocate_caches(shape, config, max_model_len, model.dtype, left)
     self.num_blocks = int(self.caches[0][0].shape[0])
     self.rope = rope_table(shape, max_model_len)
@@ -95,32 +95,29 @@ class Runner:
     self.met[exact] += 1
     return best if self.sizes or self.met[exact] <= OFTEN and best.cost() < 2 * exact.cost() else exact
 
-  def launch(self, step: Step) -> Callable[[], tuple[list[int], list]]:
-    """Start a step. What it returns waits for its end, and gives the ids that the rows of logits chose, and what
-    top_logprobs says of each, if it was asked for."""
+  def launch(self, step: Step) -> Callable[[], tuple[Step, list[int], list]]:
+    """Start a step. What it returns waits for its end, and gives the step, the ids that its rows of logits chose, and
+    what top_logprobs says of each, if it was asked for."""
     started = time.perf_counter()
     known = num_compiled()
-    first = step.shape not in self.steps
-    if first:
+    if step.shape not in self.steps:
       words = zeros(len(step.array))
-      compute: Any = functools.partial(self._compute, words, step.shape)
-      if not self.eager: compute = TinyJit(compute)
-      compute.cnt = 1   # TinyJit's count of calls: capture at the first one, as all that it reads is realized
-      self.steps[step.shape] = words, compute
+      graph = self.jit(functools.partial(self._compute, words, step.shape))
+      graph.cnt = 1   # TinyJit's count of calls: capture at the first one, as all that it reads is realized
+      self.steps[step.shape] = words, graph
     words, graph = self.steps[step.shape]
-    begun = [seq for seq, places in step.computed.items() if places.start]
-    unknown = [seq for seq in begun if self.known.get(seq.row) is not seq.block_table]
+    stale = any(self.known.get(seq.row) is not seq.block_table for seq, places in step.computed.items() if places.start)
     self.known |= {seq.row: seq.block_table for seq in step.computed}
-    if unknown:   # tokens bring the blocks of their own places, but these sequences begin with others
+    if stale:   # tokens bring the blocks of their own places, but a new sequence may begin with others
       tables = np.zeros(self.table.shape, np.int32)
       for row, block_table in self.known.items(): tables[row, :len(block_table)] = block_table
       upload(self.table, tables)
     upload(words, step.array)
     with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8): ids, logprobs = graph()   # 8: WebGPU's
-    if first and not self.eager:
+    if graph.cnt == 2:   # that call has captured it
       logger.log(10 if self.sizes else 20, f"captured a step of {step.shape.tokens} tokens in "
                  f"{time.perf_counter() - started:.1f} s, {num_compiled() - known} new kernels")
-    return lambda: (ids.tolist(), logprobs.tolist())
+    return lambda: (step, ids.tolist(), logprobs.tolist())
 
   def _compute(self, words: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     """The graph. Returns the ids of all rows of logits, (S,), and what top_logprobs says of them, or of none."""
@@ -134,10 +131,9 @@ class Runner:
     raw = self.model(ids, logit["token"], packed, table, self.rope, self.caches)   # (S, vocab)
     logits = restrict(raw, rest[5 * E:].reshape(S, -1)).contiguous() if masked else raw.clone() if E else raw
     if E: logits = logits.custom_kernel(rest[:5 * E].reshape(5, E).contiguous(), fxn=edit_kernel)[0]   # in place
-    params = {name: logit[name].bitcast(dtypes.float32) for name in DRAWN_BY}
-    seeds = packed[13:15, :S].bitcast(dtypes.uint32).T   # (S, 2)
-    def draw(): return sample(logits, seeds=seeds, positions=logit["position"], filtered=sampler > 1, **params)
-    chosen = (draw() if sampler else argmax(logits)).contiguous()   # (S,)
+    params: Any = {name: logit[name].bitcast(dtypes.float32) for name in DRAWN_BY}
+    params |= {"positions": logit["position"], "seeds": packed[13:15, :S].bitcast(dtypes.uint32).T}   # seeds: (S, 2)
+    chosen = (sample(logits, filtered=sampler > 1, **params) if sampler else argmax(logits)).contiguous()   # (S,)
     last_token = self.last_token.custom_kernel(logit["last_row"], chosen, fxn=scatter_kernel)[0]
     wanted = (logit["target"] < 0).where(chosen, logit["target"])
     logprobs = top_logprobs(raw, wanted).contiguous() if scored else Tensor.empty(0)

@@ -96,15 +96,15 @@ class Scheduler:
         left += batch.pop(victim, 0)
         if victim is seq: n = 0
       self.blocks.allocate(seq.block_table, seq.num_computed + n)
-      batch[seq] = n
+      if n: batch[seq] = n
       left -= n
       if not left: break
-    return {seq: n for seq, n in batch.items() if n}
+    return batch
 
   def _candidates(self) -> Iterator[Sequence]:
     """Those who run, what is left of prompts last, and then, unless one has been preempted meanwhile, those who wait:
     each begins to run when it is asked for."""
-    running = sorted(self.running, key=lambda seq: (seq.remaining() > 1, seq.order))
+    running = sorted(self.running, key=lambda seq: (seq.remaining() > 1, seq))
     yield from running
     rows = {*range(self.config.max_num_seqs)} - {seq.row for seq in self.running}
     while self.waiting and rows and len(self.running) >= len(running):
