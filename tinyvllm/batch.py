@@ -75,7 +75,7 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
                    *[getattr(seq.params, name) for name in DRAWN_BY], seq.seed % 2**64))
   chosen = {row: seq for row, (seq, place) in enumerate(targets) if place == seq.length}   # where new tokens come of it
   edits = [(row, *edit) for row, seq in chosen.items() for edit in seq.edits()]
-  masks = {row: seq.mask(vocab_size) for row, seq in chosen.items()}
+  masks: dict[int, Any] = {row: seq.mask(vocab_size) for row, seq in chosen.items()}
   masks = {row: mask for row, mask in masks.items() if mask is not None}
   sampler = max([seq.params.sampler for seq, _ in targets], default=0)
   scored = any(seq.params.logprobs is not None or seq.scores_prompt for seq in batch)

@@ -12,6 +12,9 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 from .device import cpu_cores, renderer
 
 MMA = (8, 16, 16)   # the tensor core used here: n, m, k
+# Elements of w, x and the sum in a lane, by four axes: which two of 4 inputs, which eight of 16 outputs, which of the
+# two inputs, which of two rows of x
+ELEMENTS = ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2))
 
 
 # By rows of x and outputs, at most: tiles of 16 outputs and of 8 rows to a warp, warps that share a sum, steps of 32
@@ -119,8 +122,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp
   column, row = axes(2, 4, 8, kind=AxisType.LOCAL)   # lane = row * 4 + column
   k = (axis(K32 // steps // shares, 5) * shares + axis(shares, 4, AxisType.GROUP_REDUCE)) * steps
   h, r, p, e = axes(6, 2, 2, 2, 2, kind=AxisType.UPCAST)
-  # Which of these axes are of an element of w, x and the sum
-  elements = tuple(tuple(enumerate(own, 6)) for own in ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2)))
+  elements = tuple(tuple(enumerate(extents, 6)) for extents in ELEMENTS)   # by the axes' numbers
 
   def tile(n16, first):
     def product(k, i):   # of 16 inputs
