@@ -282,6 +282,14 @@ def test_a_server_is_ready_when_its_steps_are_captured(words_folder):
     assert lines[0].startswith("captured 12 steps in ") and "Traceback" not in server.log, server.log
 
 
+def test_ctrl_c_while_a_server_prepares_is_exit_code_130_and_no_traceback(words_folder, tmp_path):
+  empty = {"CACHEDB": str(tmp_path / "cache.db")}   # so that there is a lot to prepare
+  with Server(words_folder, ready=False, environment=empty) as server:
+    wait_until(lambda: "preparing" in server.get("/health").text, "it prepares")
+    server.signal(signal.SIGINT)
+    assert server.wait() == 130 and "Traceback" not in server.log, server.log
+
+
 def test_rare_kinds_are_captured_while_there_is_nothing_to_do(words_folder):
   llm = AsyncLLM(words_folder, prepare=True, cudagraph_capture_sizes=[8], max_num_seqs=4, max_num_batched_tokens=8)
   driver = llm._driver

@@ -250,7 +250,7 @@ def test_a_file_that_is_no_gguf_is_refused_with_its_name(tmp_path):
 
 def test_the_engine_says_how_to_convert_a_gguf(tmp_path):
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
-  refused(path, path, "config.json", "examples/convert_gguf.py")
+  refused(path, path, f"examples/convert_gguf.py {path} FOLDER")
 
 
 # memory

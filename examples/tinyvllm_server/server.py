@@ -159,6 +159,7 @@ class Server(uvicorn.Server):
     self.llm: Any = None   # until it is loaded
     self.requests = set[Request]()   # those that clients wait for
     self.error: Exception | None = None
+    self.code = 0
     self.loading, self.options = (model, engine), options
     self.key = options.api_key or os.environ.get("TINYVLLM_API_KEY")
     self.name = options.served_model_name or (pathlib.Path(model).resolve().name if model else "tinyvllm")
@@ -200,6 +201,7 @@ class Server(uvicorn.Server):
     return "the server is shutting down" if self.should_exit else self.llm.state if self.llm else "the model is loading"
 
   def handle_exit(self, sig: int, frame: Any) -> None:
+    if sig == signal.SIGINT and self.state(): self.code = 128 + sig   # it was never ready, or is told again
     self.should_exit, self.force_exit = True, self.should_exit and sig == signal.SIGINT
 
   async def shutdown(self, sockets: Any = None) -> None:
@@ -402,4 +404,4 @@ def main(argv: list[str]) -> int:
   server.run()
   if server.llm: server.llm.shutdown()
   if server.error: raise server.error
-  return 0
+  return server.code
