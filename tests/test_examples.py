@@ -100,12 +100,12 @@ def test_the_example_of_beam_search_prints_the_best_beams_of_each_prompt():
 def test_the_curl_script_asks_every_route(server):
   script = (SERVING / "curl.sh").read_text()
   for path in server.http().get("/openapi.json").raise_for_status().json()["paths"]:
-    assert f'"$url{path}"' in script, f"{path} is not in curl.sh"
+    assert f'"$url{path.replace("{name}", "$model")}"' in script, f"{path} is not in curl.sh"
   out = run("bash", SERVING / "curl.sh", server.url)
   answers = dict(part.strip().split("\n", 1) for part in out.split("\n\n# ")[1:])
   assert len(answers) == script.count("\nsay ")
   parsed = [json.loads(answer) for answer in answers.values() if answer.startswith("{")]
-  assert len(parsed) == 10 and not any("error" in answer for answer in parsed)
+  assert len(parsed) == 11 and not any("error" in answer for answer in parsed)
   assert out.count("data: [DONE]") == 2 and "tinyvllm:num_requests_running{" in out
   form, = (json.loads(answer) for question, answer in answers.items() if question.startswith("JSON by a schema"))
   assert json.loads(form["choices"][0]["text"])["name"] in ("Tom", "Kim")

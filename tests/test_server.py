@@ -456,9 +456,21 @@ def test_each_text_counts_by_its_end_and_each_prompts_times_once(server, streame
   body = {"prompt": ["the cat", "hello"], "n": 3, "max_tokens": 4, "ignore_eos": True, "seed": 1}
   found = rises(server, lambda: (stream if streamed else post)(server, "/v1/completions", body))
   assert found["request_success_total{finished_reason=length}"] == 6
-  for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
-    assert found[f"{name}_seconds_count"] == 2, name
-  assert found["generation_tokens_total"] == 24
+  times = [f"{name}_seconds" for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time",
+                                          "request_prefill_time", "request_decode_time")]
+  for name in (*times, "request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens"):
+    assert found[f"{name}_count"] == 2, name
+  latency, waited, prefill, decode = [found[f"{name}_sum"] for name in times[1:]]
+  assert min(waited, prefill, decode) > 0 and latency == pytest.approx(waited + prefill + decode)
+  assert found["generation_tokens_total"] == found["request_generation_tokens_sum"] == 24
+  assert found["prompt_tokens_total"] == found["request_prompt_tokens_sum"] > 0
+  assert found["request_params_max_tokens_sum"] == 8
+
+
+def test_each_metric_says_what_it_is(server):
+  said = dict(re.findall(r"^# HELP tinyvllm:(\w+) (.*)$", server.get("/metrics").text, re.M))
+  assert said["request_decode_time_seconds"] == "From the first token to the end" and len(said) > 15
+  for name, text in said.items(): assert " " in text and name not in text, name
 
 
 # Formats

@@ -20,6 +20,10 @@ curl "$url/version"
 say 'Which model? Its id is what "model" may say in a request, which may also leave it out.'
 curl "$url/v1/models" -H "$auth"
 
+say "The same by its name."
+model=$(curl "$url/v1/models" -H "$auth" | sed 's/.*"id":"\([^"]*\)".*/\1/')
+curl "$url/v1/models/$model" -H "$auth"
+
 say "A completion."
 curl "$url/v1/completions" -H "$auth" -H "$json" -d '{"prompt": "The cat", "max_tokens": 24, "temperature": 0}'
 

@@ -2,7 +2,7 @@
 bodies, answers, errors, limits. Each field of SamplingParams is one of a body, and what it may be is checked there."""
 import argparse, asyncio, contextlib, dataclasses, hmac, http, itertools, json, math, os, pathlib
 import re, signal, socket, threading, time, uuid
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal, cast
 
 import fastapi, fastapi.exceptions as exceptions, fastapi.middleware.cors as cors, pydantic, uvicorn
@@ -17,12 +17,29 @@ from .async_engine import AsyncLLM, Request
 
 # Answered without a key, and before the model is there
 OPEN = {"/", "/health", "/version", "/metrics", "/docs", "/openapi.json"}
-COUNTERS = {"prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens"}
-GAUGES = {"num_requests_running", "num_requests_waiting"}
-# Of RequestMetrics
-TIMES = {"time_to_first_token": "ttft", "e2e_request_latency": "latency", "request_queue_time": "queue_time"}
+# vLLM's metrics, and what they say
+COUNTERS = {"prefix_cache_queries": "Tokens of prompts that were looked for in the prefix cache",
+            "prefix_cache_hits": "Tokens of prompts that were found there",
+            "num_preemptions": "Sequences that had to give their blocks back", "prompt_tokens": "Tokens of prompts",
+            "generation_tokens": "Tokens generated"}
+GAUGES = {"num_requests_running": "Sequences that run", "num_requests_waiting": "Sequences that wait",
+          "kv_cache_usage_perc": "Share of the KV cache's blocks that are in use, from 0 to 1"}
+# Of each request: what it says, and how it is found when the request has ended
+TIMES: dict[str, tuple[str, Callable[[Request], float]]] = {
+  "time_to_first_token_seconds": ("From arrival to the first token", lambda x: x.metrics.ttft),
+  "e2e_request_latency_seconds": ("From arrival to the end", lambda x: x.metrics.latency),
+  "request_queue_time_seconds": ("From arrival to the first step", lambda x: x.metrics.queue_time),
+  "request_prefill_time_seconds": ("From the first step to the first token",
+                                   lambda x: x.metrics.first_token_time - x.metrics.first_scheduled_time),
+  "request_decode_time_seconds": ("From the first token to the end",
+                                  lambda x: x.metrics.finished_time - x.metrics.first_token_time),
+  "request_prompt_tokens": ("Tokens of the prompt", lambda x: x.sequences[0].num_prompt),
+  "request_generation_tokens": ("Tokens generated, of all samples", lambda x: x.metrics.num_generated),
+  "request_params_max_tokens": ("max_tokens, as asked", lambda x: x.sequences[0].params.max_tokens)}
+GAP = "inter_token_latency_seconds"
 EVENTS = "text/event-stream"
-BUCKETS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)]   # seconds
+SECONDS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)]
+TOKENS = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,9 +181,12 @@ class Server(uvicorn.Server):
     self.key = options.api_key or os.environ.get("TINYVLLM_API_KEY")
     self.name = options.served_model_name or (pathlib.Path(model).resolve().name if model else "tinyvllm")
     self.registry = CollectorRegistry()
-    self.times = {name: Histogram(f"tinyvllm:{name}_seconds", name, ["model_name"], registry=self.registry,
-                                  buckets=BUCKETS).labels(self.name) for name in (*TIMES, "inter_token_latency")}
-    self.ended = Counter("tinyvllm:request_success", "texts", ["model_name", "finished_reason"], registry=self.registry)
+    says = {**{name: text for name, (text, _) in TIMES.items()}, GAP: "From a text's token to its next one"}
+    self.times = {name: Histogram(f"tinyvllm:{name}", text, ["model_name"], registry=self.registry,
+                                  buckets=SECONDS if name.endswith("seconds") else TOKENS).labels(self.name)
+                  for name, text in says.items()}
+    self.ended = Counter("tinyvllm:request_success", "Texts that ended, by the reason why",
+                         ["model_name", "finished_reason"], registry=self.registry)
     self.registry.register(self)   # type: ignore[arg-type]
     raised: Any = (exceptions.StarletteHTTPException, exceptions.RequestValidationError, RuntimeError, ValueError)
     self.app = fastapi.FastAPI(title="tinyvllm", version=__version__, exception_handlers=dict.fromkeys(raised, explain),
@@ -247,9 +267,9 @@ class Server(uvicorn.Server):
     """What prometheus_client asks for."""
     found = self.llm.llm.get_metrics() if self.llm else {"blocks_used": 0, "blocks_free": 1}
     found["kv_cache_usage_perc"] = found["blocks_used"] / (found["blocks_used"] + found["blocks_free"])
-    for name in sorted({*COUNTERS, *GAUGES, "kv_cache_usage_perc"}):
+    for name, text in {**COUNTERS, **GAUGES}.items():
       kind = core.CounterMetricFamily if name in COUNTERS else core.GaugeMetricFamily
-      family = kind(f"tinyvllm:{name}", name, labels=["model_name"])
+      family = kind(f"tinyvllm:{name}", text, labels=["model_name"])
       family.add_metric([self.name], found.get(name, 0))
       yield family
 
@@ -277,14 +297,13 @@ class Server(uvicorn.Server):
       now, count = time.monotonic(), request.metrics.num_generated
       when, before = last.get(request, (now, 0))
       last[request] = now, count
-      for _ in range(max(1, before), count): self.times["inter_token_latency"].observe((now - when) / (count - before))
+      for _ in range(max(1, before), count): self.times[GAP].observe((now - when) / (count - before))
     def ended(request: Request) -> None:
       self.requests.remove(request)
       observe(request)   # the tokens that nobody has waited for
       for seq in request.sequences: self.ended.labels(self.name, seq.finish_reason).inc()
-      for name, field in TIMES.items():
-        seconds = getattr(request.metrics, field)
-        if not math.isnan(seconds): self.times[name].observe(seconds)   # else it never came
+      for name, (_, found) in TIMES.items():
+        if not math.isnan(found(request)): self.times[name].observe(found(request))   # else it never came
     self.requests.update(requests)
     try:
       async with contextlib.aclosing(self.llm.stream(requests, ended)) as stream:
