@@ -2,6 +2,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from reference import ENGINE, tiny_model
@@ -113,3 +114,39 @@ def test_what_is_no_models_folder_is_told_with_what_helps(tmp_path, monkeypatch,
   for model in ([name], ["--model", name]):
     assert main(["serve", *model, "--port", "0"]) == 1
     assert said in capfd.readouterr().err
+
+
+# What vLLM's first pages show, with another import. ./model: a folder
+SCRIPTS = {
+  "offline inference": """
+from tinyvllm import LLM, SamplingParams
+prompts = ["Hello", "The cat"]
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+llm = LLM(model="./model", trust_remote_code=True, tensor_parallel_size=1)
+for output in llm.generate(prompts, sampling_params):
+  print(f"Prompt: {output.prompt!r}, Generated text: {output.outputs[0].text!r}")
+assert [output.prompt for output in llm.generate(prompts, sampling_params)] == prompts
+""", "chat": """
+from tinyvllm import LLM
+llm = LLM(model="./model")
+sampling_params = llm.get_default_sampling_params()
+conversation = [{"role": "system", "content": "You are kind."}, {"role": "user", "content": "Hello"},
+                {"role": "assistant", "content": "Hi!"}, {"role": "user", "content": "Who are you?"}]
+outputs = llm.chat(conversation, sampling_params, use_tqdm=False)
+assert outputs[0].outputs[0].text
+assert len(llm.chat([conversation] * 2, sampling_params, use_tqdm=True)) == 2
+""", "structured outputs": """
+from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
+llm = LLM(model="./model", max_model_len=200)
+choice = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["Positive", "Negative"]))
+assert llm.generate("This is wonderful:", choice)[0].outputs[0].text in ("Positive", "Negative")
+regex = SamplingParams(structured_outputs=StructuredOutputsParams(regex="[a-z]{1,9}@[a-z]{1,9}[.]com"), max_tokens=60)
+assert llm.generate("An address:", regex)[0].outputs[0].text.endswith(".com")
+"""}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_vllms_first_pages_runs_with_another_import(tmp_path, monkeypatch, name):
+  (tmp_path / "model").symlink_to(Path(tinyvllm.__file__).with_name("default_model"))
+  monkeypatch.chdir(tmp_path)
+  exec(SCRIPTS[name], {})

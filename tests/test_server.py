@@ -736,6 +736,14 @@ def test_what_is_not_a_json_object_is_400(server, path, content):
   error_of(post(server, path, content=content, headers={"Content-Type": "application/json"}), 400)
 
 
+def test_a_body_that_is_no_json_or_not_said_to_be_is_told(server):
+  def said(content, kind): return error_of(post(server, "/v1/completions", content=content, headers={
+    "Content-Type": kind}), 400)["message"]
+  assert said(b'{"prompt": ', "application/json").startswith("the body is not JSON: ")
+  for kind in ("text/plain", "application/x-www-form-urlencoded"):   # curl -d without -H sends the second
+    assert "send the header Content-Type: application/json" in said(b'{"prompt": "a"}', kind)
+
+
 def test_a_prompt_that_is_too_long_is_400_and_none_of_its_request_runs(server, client, folder):
   before = server.metrics()
   begins = r"This model's maximum context length is 128 tokens\. However, "

@@ -71,7 +71,7 @@ def open_device() -> int:
       helpers.getenv.cache_clear()   # type: ignore[attr-defined]
     if Device.DEFAULT == "CUDA":
       from tinygrad.runtime.autogen import nvrtc
-      compiler = nvrtc.dll._name
+      compiler = getattr(nvrtc.dll, "_name", compiler)   # nvcc needs no nvrtc
       # Machine code, as the driver takes long to make it of PTX; tinygrad prints PTX only
       renderer().compiler.ptx = helpers.DEBUG >= 5
     patch_tinygrad(compiler or os.environ["CC"])

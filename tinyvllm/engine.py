@@ -291,6 +291,7 @@ class LLM(LLMEngine):
     return self.generate([{"messages": chat} for chat in chats], sampling_params, use_tqdm)
 
   def get_tokenizer(self) -> Tokenizer: return self.tokenizer
+  def get_default_sampling_params(self) -> SamplingParams: return SamplingParams()
 
 
 shared = functools.cache(LLM)   # one engine for each model

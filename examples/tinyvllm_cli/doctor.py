@@ -10,7 +10,8 @@ from tinygrad import Context, Device, Tensor, TinyJit, device as devices, dtypes
 from tinyvllm import __version__, config, device, llama
 
 LIMIT = 90   # seconds that a backend has to answer
-BUFFER, INPUTS = 2**28, 4096   # bytes and columns of W in the test
+BUFFER = 2**28   # bytes of W in the test
+INPUTS = 4096    # its columns
 GIB = 2**30
 DTYPES = ["float32", "float16", "bfloat16"]
 WORDS = {"True": "yes", "False": "no"}
@@ -46,7 +47,8 @@ def describe(opened: Any) -> tuple[str, int]:
   """A device's name, or what it is if it tells none, and all bytes of the memory that free_memory looks at."""
   if opened.device == "CUDA":
     from tinygrad.runtime.autogen import cuda
-    name, total = ctypes.create_string_buffer(256), ctypes.c_size_t()
+    name = ctypes.create_string_buffer(256)
+    total = ctypes.c_size_t()
     cuda.cuDeviceGetName(name, 256, opened.cu_device)
     cuda.cuDeviceTotalMem_v2(ctypes.byref(total), opened.cu_device)
     return name.value.decode(), total.value

@@ -11,7 +11,9 @@ from tinyvllm.config import check
 class Remote:
   """Stands in for an LLM whose engine is behind a URL."""
   def __init__(self, url: str, api_key: str | None = None, model: str | None = None):
-    self.url, self.api_key, self.model = url.rstrip("/"), api_key, model
+    self.url = url.rstrip("/")
+    self.api_key = api_key
+    self.model = model
 
   @classmethod
   def of(cls, flags: dict[str, Any], engine: dict[str, Any]) -> "Remote":

@@ -3,7 +3,7 @@ bodies, answers, errors, limits. Each field of SamplingParams is one of a body, 
 import argparse, asyncio, contextlib, dataclasses, hmac, http, itertools, json, math, os, pathlib
 import re, signal, socket, threading, time, uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import fastapi, fastapi.exceptions as exceptions, fastapi.middleware.cors as cors, pydantic, uvicorn
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
@@ -98,8 +98,12 @@ async def explain(request: fastapi.Request, error: Any) -> fastapi.Response:
   if isinstance(error, exceptions.StarletteHTTPException): return refuse(error.status_code, error.detail)
   if isinstance(error, RuntimeError): return refuse(500, str(error))
   if isinstance(error, exceptions.RequestValidationError):
-    where = [str(x) for x in error.errors()[0]["loc"][1:]]
-    return refuse(400, f"{'.'.join(where) or 'the body'}: {error.errors()[0]['msg']}", where[0] if where else None)
+    found = error.errors()[0]
+    if found["type"] == "json_invalid": return refuse(400, f"the body is not JSON: {found['ctx']['error']}")
+    if "json" not in request.headers.get("content-type", "json"):
+      return refuse(400, "the body is not said to be JSON: send the header Content-Type: application/json")
+    where = [str(x) for x in found["loc"][1:]]
+    return refuse(400, f"{'.'.join(where) or 'the body'}: {found['msg']}", where[0] if where else None)
   found = re.match(r"(\w+)[=:]", str(error))   # how this project's errors begin
   return refuse(400, str(error), found and {"prompt_token_ids": "prompt"}.get(found[1], found[1]))
 
@@ -126,7 +130,11 @@ class Answer:
   """What a request is answered with: the object around its choices, and each choice, whole or a part of it. kind:
   "cmpl", "chatcmpl" or "generate"."""
   def __init__(self, kind: str, name: str, body: Any, params: SamplingParams, tokenizer: Any):
-    self.chat, self.kind, self.body, self.params, self.tokenizer = kind == "chatcmpl", kind, body, params, tokenizer
+    self.chat = kind == "chatcmpl"
+    self.kind = kind
+    self.body = body
+    self.params = params
+    self.tokenizer = tokenizer
     self.head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
     self.begun = dict[int, tuple[int, list[int]]]()   # of each choice, the length of its text and its last token
 
@@ -136,14 +144,19 @@ class Answer:
     return {**self.head, "object": chat if self.chat else "text_completion", "choices": choices, **texts}
 
   def choice(self, number: int, output: RequestOutput, c: CompletionOutput) -> dict[str, Any]:
-    index, text, ids, known = number * self.params.n + c.index, c.text, c.token_ids, cast(Any, c.logprobs)
+    index = number * self.params.n + c.index
+    text = c.text
+    ids = c.token_ids
+    known: Any = c.logprobs
     offset, before = self.begun.get(index, (0, output.prompt_token_ids[-1:]))
-    first, extra = index not in self.begun, dict[str, Any]()
+    first = index not in self.begun
+    extra: dict[str, Any] = {}
     if first and self.body.prompt_logprobs is not None:   # vLLM's name and form
       extra["prompt_logprobs"] = [of and {i: x._asdict() for i, x in of.items()} for of in output.prompt_logprobs or []]
     if first and not self.chat and self.body.echo:
       text = (output.prompt or self.tokenizer.decode(output.prompt_token_ids)) + text
-      ids, before = output.prompt_token_ids + ids, []
+      ids = output.prompt_token_ids + ids
+      before = []
       known = None if known is None else [*(output.prompt_logprobs or []), *known]
     self.begun[index] = offset + len(text), ids[-1:] or before
     whole = {"message": {"role": "assistant", "content": text}}
@@ -177,7 +190,8 @@ class Server(uvicorn.Server):
     self.requests = set[Request]()   # those that clients wait for
     self.error: Exception | None = None
     self.code = 0
-    self.loading, self.options = (model, engine), options
+    self.loading = model, engine
+    self.options = options
     self.key = options.api_key or os.environ.get("TINYVLLM_API_KEY")
     self.name = options.served_model_name or (pathlib.Path(model).resolve().name if model else "tinyvllm")
     self.registry = CollectorRegistry()
@@ -215,14 +229,17 @@ class Server(uvicorn.Server):
 
   def load(self) -> None:
     try: self.llm = AsyncLLM(self.loading[0], self.options.stream_interval, prepare=True, **self.loading[1])
-    except Exception as error: self.error, self.should_exit = error, True
+    except Exception as error:
+      self.error = error
+      self.should_exit = True
 
   def state(self) -> str:
     return "the server is shutting down" if self.should_exit else self.llm.state if self.llm else "the model is loading"
 
   def handle_exit(self, sig: int, frame: Any) -> None:
     if sig == signal.SIGINT and self.state(): self.code = 128 + sig   # it was never ready, or is told again
-    self.should_exit, self.force_exit = True, self.should_exit and sig == signal.SIGINT
+    self.force_exit = self.should_exit and sig == signal.SIGINT   # told a second time
+    self.should_exit = True
 
   async def shutdown(self, sockets: Any = None) -> None:
     """uvicorn's, which waits for all answers: what runs when the time is up is aborted."""
@@ -294,7 +311,8 @@ class Server(uvicorn.Server):
     timer = asyncio.get_running_loop().call_later(self.options.request_timeout or 2**31, self.abort, requests)
     last: dict[Request, tuple[float, int]] = {}   # when, and how many tokens there were
     def observe(request: Request) -> None:
-      now, count = time.monotonic(), request.metrics.num_generated
+      now = time.monotonic()
+      count = request.metrics.num_generated
       when, before = last.get(request, (now, 0))
       last[request] = now, count
       for _ in range(max(1, before), count): self.times[GAP].observe((now - when) / (count - before))
@@ -328,7 +346,8 @@ class Server(uvicorn.Server):
             "parent": None, "max_model_len": self.llm.llm.max_model_len}
 
   async def tokenize(self, body: Text) -> dict[str, Any]:
-    engine, chat = self.llm.llm, body.messages is not None
+    engine = self.llm.llm
+    chat = body.messages is not None
     check((body.prompt is None) == chat, "prompt: give either prompt or messages")
     text = engine.tokenizer.apply_chat_template([*map(plain, body.messages)]) if chat else body.prompt
     ids = await asyncio.to_thread(engine.tokenizer.encode, text, not chat and body.add_special_tokens is not False)
@@ -352,7 +371,8 @@ class Server(uvicorn.Server):
       check(body.logprobs or body.top_logprobs is None, "top_logprobs: only with logprobs=true")
       given["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
     elif body.echo and "logprobs" in given: given.setdefault("prompt_logprobs", given["logprobs"])
-    if (form := body.response_format) and form.type != "text":
+    form = body.response_format
+    if form and form.type != "text":
       check("structured_outputs" not in given, "response_format: only without structured_outputs")
       check((form.type == "json_schema") == bool(form.json_schema), "response_format: json_schema belongs to its type")
       given["structured_outputs"] = {"json": form.json_schema.schema_} if form.json_schema else {"json_object": True}
