@@ -45,12 +45,13 @@ class Tokenizer:
     runs = itertools.groupby(ids, self.texts.get)   # of plain ids, whose text is None, and of each named one
     return "".join(self.plain_decode([*run]) if text is None else text * len([*run]) for text, run in runs)
 
-  def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    """The conversation as the model was trained to see it. Raises ValueError without a template, or where it
-    refuses."""
+  def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True,
+                          **variables: Any) -> str:
+    """The conversation as the model was trained to see it. variables: more of the template's, such as tools. Raises
+    ValueError without a template, or where it refuses."""
     check(self.config.get("chat_template"), "tokenizer_config.json has no chat template: use generate")
     env = optional("jinja2.sandbox").ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    try: return env.from_string(self.config["chat_template"]).render(self.config, messages=messages,
+    try: return env.from_string(self.config["chat_template"]).render(self.config | variables, messages=messages,
       add_generation_prompt=add_generation_prompt, raise_exception=functools.partial(check, False))
     # A template, or what it finds in a message, can fail in many ways
     except Exception as e: raise ValueError(f"the chat template does not take these messages: {e}") from e

@@ -14,6 +14,7 @@ from tinyvllm_cli import add_flags, given, set_log_level
 from tinyvllm.config import EngineConfig, ModelConfig, Options, check, kind_of, logger
 
 from .async_engine import AsyncLLM, Request
+from .tools import certain, read_calls, schema_of, with_objects
 
 # Answered without a key, and before the model is there
 OPEN = {"/", "/health", "/version", "/metrics", "/docs", "/openapi.json"}
@@ -74,10 +75,15 @@ HARMLESS = {"user": str, "store": bool, "metadata": dict, "service_tier": str, "
             "chat_template_kwargs": Annotated[dict, pydantic.Field(max_length=0)]}
 COMMON = FIELDS | HARMLESS | {"model": str, "stream": bool, "stream_options": Streaming, "response_format": Format,
                               "priority": int}
+Function = body("FunctionDefinition", name=(str, ...), description=str, parameters=dict, strict=bool)
+Tool = body("Tool", type=(Literal["function"], ...), function=(Function, ...))
+Named = body("NamedToolChoice", type=(Literal["function"], ...), function=(body("FunctionName", name=(str, ...)), ...))
+TOOLS = {"tools": list[Tool],   # type: ignore[valid-type]
+         "tool_choice": Literal["none", "auto", "required"] | Named, "chat_template_kwargs": dict}
 Completion: Any = body("CompletionRequest", **COMMON, echo=bool,
                        prompt=(str | list[str] | list[int] | list[list[int]], ...))
-Chat: Any = body("ChatCompletionRequest", **COMMON | {"logprobs": bool}, top_logprobs=int, max_completion_tokens=int,
-                 messages=(list[dict], ...))
+Chat: Any = body("ChatCompletionRequest", **COMMON | TOOLS | {"logprobs": bool}, top_logprobs=int,
+                 max_completion_tokens=int, messages=(list[dict], ...))
 Text: Any = body("TokenizeRequest", model=str, prompt=str, messages=list[dict], add_special_tokens=bool)
 Tokens: Any = body("DetokenizeRequest", model=str, tokens=(list[int], ...))
 Failure: Any = body("ErrorResponse", error=(dict[str, Any], ...))
@@ -123,7 +129,12 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
   texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
   check(isinstance(message.get("role"), str) and all(isinstance(text, str) for text in texts),
         "messages: each must have a role, and content that is a str or a list of parts of type text")
-  return {**message, "content": "".join(map(str, texts))}
+  return with_objects({**message, "content": "".join(map(str, texts))})
+
+
+def tools_of(body: Any) -> list[dict[str, Any]]:
+  """Those that a chat's answer may call."""
+  return [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
 
 
 class Answer:
@@ -137,6 +148,16 @@ class Answer:
     self.tokenizer = tokenizer
     self.head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": name}
     self.begun = dict[int, tuple[int, list[int]]]()   # of each choice, the length of its text and its last token
+    self.tools = tools_of(body) if self.chat else []
+    self.held = dict[int, tuple[str, int]]()   # of each choice that may call a tool, its text, and how much was sent
+
+  def called(self, index: int, text: str, ended: bool) -> tuple[str, list[dict]]:
+    """Of more text what may be sent as such, and the calls that it has come to."""
+    before, sent = self.held.get(index, ("", 0))
+    text = before + text
+    said, calls = read_calls(text, self.tools) if ended else (text[:certain(text)], [])
+    self.held[index] = text, len(said)
+    return said[sent:], calls
 
   def whole(self, choices: list[dict]) -> dict[str, Any]:
     chat = "chat.completion.chunk" if self.body.stream else "chat.completion"
@@ -159,10 +180,16 @@ class Answer:
       before = []
       known = None if known is None else [*(output.prompt_logprobs or []), *known]
     self.begun[index] = offset + len(text), ids[-1:] or before
-    whole = {"message": {"role": "assistant", "content": text}}
-    said: Any = {"text": text} if not self.chat else {"delta": {"content": text}} if self.body.stream else whole
+    calls: list[dict] = []
+    if self.tools: text, calls = self.called(index, text, bool(c.finish_reason))
+    message: dict[str, Any] = {"content": text}
+    if calls and self.body.stream: message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
+    elif calls: message = {"content": text or None, "tool_calls": calls}
+    whole = {"message": {"role": "assistant", **message}}
+    said: Any = {"text": text} if not self.chat else {"delta": message} if self.body.stream else whole
+    reason = "tool_calls" if calls and c.finish_reason == "stop" else c.finish_reason
     return {"index": index, **said, "logprobs": None if known is None else self.logprobs(before, ids, known, offset),
-            "finish_reason": c.finish_reason, "stop_reason": c.stop_reason, **extra}
+            "finish_reason": reason, "stop_reason": c.stop_reason, **extra}
 
   def logprobs(self, before: list[int], ids: list[int], known: list, offset: int) -> dict[str, list]:
     """OpenAI's two forms of what is known of each token; nothing is of a prompt's first."""
@@ -370,6 +397,11 @@ class Server(uvicorn.Server):
       if body.max_completion_tokens is not None: given["max_tokens"] = body.max_completion_tokens
       check(body.logprobs or body.top_logprobs is None, "top_logprobs: only with logprobs=true")
       given["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
+      choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, Named) else body.tool_choice
+      schema = schema_of(tools_of(body), choice)
+      check(not schema or "structured_outputs" not in given and not body.response_format,
+            f"tool_choice={choice!r} conflicts with structured_outputs and response_format: drop one")
+      if schema: given["structured_outputs"] = {"json": schema}
     elif body.echo and "logprobs" in given: given.setdefault("prompt_logprobs", given["logprobs"])
     form = body.response_format
     if form and form.type != "text":
@@ -378,13 +410,23 @@ class Server(uvicorn.Server):
       given["structured_outputs"] = {"json": form.json_schema.schema_} if form.json_schema else {"json_object": True}
     return SamplingParams(**given)
 
+  def conversation(self, body: Any) -> list[int]:
+    """The ids of a chat's messages, through the model's template."""
+    check(body.messages, "messages=[] must not be empty")
+    tokenizer = self.llm.llm.tokenizer
+    variables = body.chat_template_kwargs or {}
+    if tools_of(body): variables = {**variables, "tools": tools_of(body)}
+    check("tools" not in variables or "tools" in tokenizer.config.get("chat_template", ""),
+          "tools: the model's chat template knows none")
+    return tokenizer.encode(tokenizer.apply_chat_template([*map(plain, body.messages)], **variables), False)
+
   async def answer(self, kind: str, body: Any) -> fastapi.Response:
     if body.model not in (None, self.name): return refuse(404, f"The model `{body.model}` does not exist.", "model")
     check(body.stream or not body.stream_options, "stream_options: only with stream=true")
     engine = self.llm.llm
     params = self.params(body, kind == "chatcmpl")
     answer = Answer(kind, self.name, body, params, engine.tokenizer)
-    given = {"messages": [*map(plain, body.messages)]} if kind == "chatcmpl" else body.prompt
+    given = await asyncio.to_thread(self.conversation, body) if kind == "chatcmpl" else body.prompt
     if not isinstance(given, list) or given and isinstance(given[0], int): given = [given]
     check(given, "prompt=[] must not be empty")
     prompts = [{"prompt_token_ids": p} if isinstance(p, list) else p for p in given]
