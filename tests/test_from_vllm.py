@@ -1,4 +1,5 @@
 """A vLLM user's scripts and commands: what they say is taken where it changes nothing, else one line names it."""
+import json
 import re
 import subprocess
 import sys
@@ -6,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from reference import ENGINE, tiny_model
+from server import Server
 from tinyvllm_cli import main
 
 import tinyvllm
@@ -69,6 +71,41 @@ def test_several_conversations_are_answered_together(folder, tmp_path):
 def test_the_tokenizer_is_to_be_had(folder):
   tokenizer = LLM(folder, **ENGINE).get_tokenizer()
   assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+
+
+@pytest.fixture(scope="module")
+def own_defaults(tmp_path_factory):
+  folder = tiny_model(tmp_path_factory.mktemp("defaults"), words=True)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+  own = {"temperature": 1.5, "top_k": 7, "top_p": None, "repetition_penalty": 1.1, "do_sample": True, "eos_token_id": 2}
+  (folder / "generation_config.json").write_text(json.dumps(own))
+  return folder
+
+
+def test_a_models_own_defaults_of_sampling_are_used_where_none_are_given(own_defaults):
+  own = SamplingParams(temperature=1.5, top_k=7, repetition_penalty=1.1)
+  llm = LLM(own_defaults, **ENGINE)
+  assert llm.get_default_sampling_params() == own
+  implied, said = [LLM(own_defaults, **ENGINE).generate("the cat", params)[0].outputs[0].token_ids
+                   for params in (None, own)]
+  assert implied == said != llm.generate("the cat", SamplingParams())[0].outputs[0].token_ids
+  assert LLM(own_defaults, **ENGINE, generation_config="vllm").get_default_sampling_params() == SamplingParams()
+
+
+def test_a_server_uses_them_for_what_a_body_leaves_out(own_defaults):
+  flags = [x for name, value in ENGINE.items() for x in ("--" + name.replace("_", "-"), value)]
+  own = {"temperature": 1.5, "top_k": 7, "repetition_penalty": 1.1}
+
+  def texts(server, fields):
+    body = {"max_tokens": 8, "seed": 5, **fields}
+    return [server.post("/v1/completions", {"prompt": "the cat", **body}).json()["choices"][0]["text"],
+            server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "the cat"}], **body}).json()[
+              "choices"][0]["message"]["content"]]
+  with Server(own_defaults, *flags) as server:
+    assert texts(server, {}) == texts(server, own)
+    assert texts(server, {"temperature": 0}) == texts(server, {**own, "temperature": 0}) != texts(server, {})
+  with Server(own_defaults, *flags, "--generation-config", "vllm") as server:
+    assert texts(server, {}) != texts(server, own)
 
 
 def test_its_commands_flags_are_taken(folder, capfd):

@@ -79,6 +79,7 @@ class EngineConfig(Options):
   enable_prefix_caching: bool = True                      # find what has been computed before, prompts and answers
   enforce_eager: bool = False                             # never capture a step as a graph: slow, for debugging
   cudagraph_capture_sizes: Annotated[list | None, int] = None   # tokens of the steps captured at start; None: when met
+  generation_config: Annotated[str, "auto", "vllm"] = "auto"   # auto: the model's own defaults of sampling; vllm: none
   seed: Annotated[int | None, -2**63, 2**63 - 1] = 0      # of the requests that bring none; None: another each time
   scheduling_policy: Annotated[str, "fcfs", "priority"] = "fcfs"   # priority: lower numbers first
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from tinygrad import Device, dtypes, helpers, nn
 
-from .batch import Shape, Step, pack
-from .config import EngineConfig, ModelConfig, check, effective, logger
+from .batch import DRAWN_BY, Shape, Step, pack
+from .config import EngineConfig, ModelConfig, check, effective, logger, read_json
 from .device import cpu_cores, exclusive, largest_tensor, num_compiled, open_device, pick_dtype
 from .llama import Llama
 from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, Sequence
@@ -78,6 +78,8 @@ class LLMEngine:
     free = open_device()
     shape = self.model_config = ModelConfig.load(folder)
     self.tokenizer = load_tokenizer(folder)
+    own = read_json(folder / "generation_config.json") if config.generation_config == "auto" else {}
+    self.sampling = {name: own[name] for name in (*DRAWN_BY, "repetition_penalty") if own.get(name) is not None}
     limit = shape.max_position_embeddings
     length = config.max_model_len or limit
     check(length <= limit, f"max_model_len={length} must be at most the model's {limit}")
@@ -106,7 +108,7 @@ class LLMEngine:
 
   def request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
     """A request for `add`. Any thread may make one. Raises as add_request."""
-    params = params or SamplingParams()
+    params = params or SamplingParams(**self.sampling)
     check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
     text, ids = self._encode(prompt)
     size = self.model_config.vocab_size
@@ -291,7 +293,7 @@ class LLM(LLMEngine):
     return self.generate([{"messages": chat} for chat in chats], sampling_params, use_tqdm)
 
   def get_tokenizer(self) -> Tokenizer: return self.tokenizer
-  def get_default_sampling_params(self) -> SamplingParams: return SamplingParams()
+  def get_default_sampling_params(self) -> SamplingParams: return SamplingParams(**self.sampling)
 
 
 shared = functools.cache(LLM)   # one engine for each model

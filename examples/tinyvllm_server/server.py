@@ -391,6 +391,7 @@ class Server(uvicorn.Server):
 
   def params(self, body: Any, chat: bool) -> SamplingParams:
     given = {name: value for name, value in body if name in FIELDS and value is not None}
+    given = {**self.llm.llm.sampling, **given}
     if given.get("max_tokens") == -1: given["max_tokens"] = 2**31 - 1   # up to max_model_len, as llama.cpp has it
     if chat:
       given.setdefault("max_tokens", 2**31 - 1)   # up to max_model_len
