@@ -635,6 +635,10 @@ def test_the_pool_takes_all_sequences_at_their_full_length_or_what_fits_but_one_
   monkeypatch.setattr("tinyvllm.device.free_memory", lambda device: weights + one * block)
   with pytest.raises(ValueError, match=f"lower it to {(one - 1) * BS}"):
     LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
+  for left in (-1000, 0, block, 2 * block - 1):   # not a block beside block 0: no length would do
+    monkeypatch.setattr("tinyvllm.device.free_memory", lambda device, left=left: weights + left)
+    with pytest.raises(ValueError, match=r"^gpu_memory_utilization=1.0 leaves 0.00 GiB .* a smaller model$"):
+      LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
 
 
 def test_the_length_that_an_error_at_start_names_does_fit(tmp_path, monkeypatch):

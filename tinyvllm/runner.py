@@ -31,9 +31,11 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   fit = min(left // size, most)
   fit -= fit % (1 << max(0, fit.bit_length() - 6))   # one of few sizes: kernels know and cache it
   if cpu_cores(): fit = min(fit, max(2**32 // size, per_sequence + 1))   # 4 GiB will do: it is the user's memory
+  check(fit > 1 or config.num_gpu_blocks_override, f"gpu_memory_utilization={config.gpu_memory_utilization} leaves "
+        f"{left / 2**30:.2f} GiB for the KV cache: raise it, free some memory, or choose a smaller model")
   check(fit > per_sequence or config.num_gpu_blocks_override, f"max_model_len={max_model_len} needs "
         f"{per_sequence * size / 2**30:.2f} GiB of KV cache, of {left / 2**30:.2f} GiB free: lower it to "
-        f"{max(0, fit - 1) * BS} or raise gpu_memory_utilization={config.gpu_memory_utilization}")
+        f"{(fit - 1) * BS} or raise gpu_memory_utilization={config.gpu_memory_utilization}")
   num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
   check(num_blocks <= most, f"num_gpu_blocks_override={num_blocks} must be at most {most} on {Device.DEFAULT}")
   tokens = (num_blocks - 1) * BS
