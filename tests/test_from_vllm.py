@@ -104,7 +104,8 @@ def test_a_server_uses_them_for_what_a_body_leaves_out(own_defaults):
   with Server(own_defaults, *flags) as server:
     assert texts(server, {}) == texts(server, own)
     assert texts(server, {"temperature": 0}) == texts(server, {**own, "temperature": 0}) != texts(server, {})
-  with Server(own_defaults, *flags, "--generation-config", "vllm") as server:
+  others = ["--generation-config", "vllm", "--tensor-parallel-size", 1, "--trust-remote-code", "--swap-space", 4]
+  with Server(own_defaults, *flags, *others) as server:
     assert texts(server, {}) != texts(server, own)
 
 

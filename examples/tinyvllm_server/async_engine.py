@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, NamedTuple
 
 from tinyvllm import LLM, RequestOutput
-from tinyvllm.config import EngineConfig, check, logger
+from tinyvllm.config import EngineConfig, check, effective, logger
 from tinyvllm.engine import Params, Prompt, Request
 
 News = RequestOutput | Exception
@@ -89,7 +89,7 @@ class AsyncLLM:
   def __init__(self, model: str | pathlib.Path | None = None, stream_interval: int = 1, prepare: bool = False,
                **options: Any):
     check(type(stream_interval) is int and stream_interval > 0, f"stream_interval={stream_interval!r}: no int above 0")
-    sizes = EngineConfig(**options).cudagraph_capture_sizes
+    sizes = EngineConfig(**effective(options)).cudagraph_capture_sizes
     self.llm = LLM(model, **{**options, "cudagraph_capture_sizes": None})
     rare = ("" for _ in self.llm.capture(sizes, rare=True))
     captures = itertools.chain(self.llm.capture(sizes), [""], rare) if prepare or sizes else iter([""])
