@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from reference import ENGINE, check_invariants, reference_greedy, same_outputs
 
-import tinyvllm
+import tinyvllm.engine
 from tinyvllm import LLM, SamplingParams
 
 BS = ENGINE["block_size"]
@@ -299,6 +299,26 @@ def test_random_faults_change_no_text(small_engine, folder, monkeypatch, overlap
   assert len(jobs) > 10 and failures + more > 20 and small_engine.get_metrics()["num_preemptions"] > before
 
 
+def test_what_could_not_be_told_is_told_by_the_next_step(engine, folder, monkeypatch, overlaps):
+  """Outputs are made when the tokens are there: who is interrupted then has not lost who has just ended."""
+  jobs = {name: (prompt(length, overlaps, name, "untold"), n) for name, length, n in (("a", 5, 1), ("b", 3, 4))}
+  for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
+  made = tinyvllm.engine.Request.output
+  for ends in ("a", "b"):
+    def output(request, news=False, ends=ends):
+      if request.request_id == ends and request.finished: raise Failed("output")
+      return made(request, news)
+    last = {}
+    with monkeypatch.context() as patched:
+      patched.setattr(tinyvllm.engine.Request, "output", output)
+      with pytest.raises(Failed, match="output"):
+        while engine.has_unfinished_requests(): last |= {output.request_id: output for output in engine.step()}
+    assert ends not in last or not last[ends].finished
+    told = {output.request_id: output for output in engine.step()}
+    assert told[ends].finished and ids_of(told[ends]) == reference_greedy(folder, *jobs[ends])
+  assert not engine.has_unfinished_requests()
+
+
 # interrupts
 
 PACKAGE = str(Path(tinyvllm.__file__).parent)
@@ -361,7 +381,8 @@ def run_interrupted(engine, step=None, place=None):
 @pytest.mark.parametrize("more", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_an_interrupt_anywhere_in_a_step_leaves_an_engine_that_works(small_engine, folder, overlaps, more):
   """In each line where one could come, the last time that it is passed and some times more. The steps are of prompts in
-  chunks, of texts that end, and of one that is preempted. Of what ends in the interrupted step no step may tell."""
+  chunks, of texts that end, and of one that is preempted. Of what ends in a step that is interrupted as it returns no
+  step may tell."""
   salts = itertools.count()
 
   def run(*when):

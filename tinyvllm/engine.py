@@ -171,10 +171,10 @@ class LLMEngine:
   def step(self) -> list[RequestOutput]:
     """Advance the running requests together, and return those that have something new. On a GPU a step is packed while
     the one before runs, whose tokens it returns."""
-    with self._alone(): return [request.output() for request in self.advance()]
+    return self.advance(Request.output)
 
-  def advance(self) -> list[Request]:
-    """As `step`, for who makes no outputs of it."""
+  def advance(self, told: Callable[[Request], Any] = lambda request: request) -> list[Any]:
+    """As `step`, for who wants something else of each request that has news. If `told` fails, the next step tells."""
     with self._alone(), exclusive:   # another engine's capture would take in what this one reads
       started = time.perf_counter()
       for request_id in self._abandoned: self.abort_request(request_id)
@@ -187,12 +187,13 @@ class LLMEngine:
         self.scheduler.reset([seq for request in self.requests.values() for seq in request.sequences
                               if not seq.finish_reason and seq not in request.sequences[0].forks])
         raise
+      news = [told(request) for request in changed]
       ended = [request for request in changed if request.finished]
       for request in ended: self.requests.pop(request.request_id, None)   # an interrupted step may have
       self._changed.clear()
       self.scheduler.totals.update(   # type: ignore[call-overload]
         steps=1, requests_finished=len(ended), seconds=time.perf_counter() - started)
-      return changed
+      return news
 
   def _step(self) -> list[Request]:
     self._find_stops()   # of tokens that came with a step which failed

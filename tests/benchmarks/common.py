@@ -204,7 +204,7 @@ class Watch:
         setattr(self, total, getattr(self, total) + time.perf_counter() - started)
     return timed
 
-  def _record(self) -> list:
+  def _record(self, told: Callable = lambda request: request) -> list:
     launch, wait, started = self.launch, self.wait, time.perf_counter()
     changed = self._advance()
     seconds = time.perf_counter() - started
@@ -213,7 +213,7 @@ class Watch:
     decode = len(sequences) == running > 0 and all(seq.num_generated > 1 for seq in sequences)   # else prompts are read
     self.steps.append(Step(seconds, self.launch - launch, self.wait - wait, len(sequences), decode,
                            statistics.fmean([len(seq.tokens) for seq in sequences] or [0])))
-    return changed
+    return [told(request) for request in changed]
 
   def warn(self) -> None:
     if self.captured: print(f"  warning: {self.captured} graphs were captured while this was measured; run it again")
