@@ -15,7 +15,7 @@ import pytest
 from reference import ENGINE, check_invariants, tiny_model
 from server import wait_until
 
-from tinyvllm import SamplingParams
+from tinyvllm import SamplingParams, runner
 from tinyvllm_server import AsyncLLM
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -360,6 +360,33 @@ def test_a_bad_request_disturbs_no_other(llm):
     with pytest.raises(ValueError): await collect(llm, "")
     return await good
   assert finish(run()) == alone
+
+
+def test_an_upload_that_waits_for_the_device_keeps_nobody_waiting(llm, monkeypatch):
+  """On METAL and QCOM an upload waits for the step before: requests are made, added and aborted, and numbers are read,
+  meanwhile."""
+  uploads, go = threading.Event(), threading.Event()
+  upload = runner.upload
+
+  def waits(tensor, array):
+    uploads.set()
+    assert go.wait(60)
+    upload(tensor, array)
+
+  async def main():
+    first = asyncio.create_task(collect(llm, "the cat", greedy(3)))
+    await asyncio.to_thread(uploads.wait, 60)
+    for call in (lambda: llm.llm.request("mine", "the cat", greedy(3)), llm.llm.get_metrics, lambda: llm.abort("none")):
+      await asyncio.wait_for(asyncio.to_thread(call), 20)
+    second = asyncio.create_task(collect(llm, "the dog", greedy(3)))
+    await asyncio.sleep(0)   # it is asked for
+    assert not first.done()
+    go.set()
+    return await first, await second
+  with monkeypatch.context() as patched:
+    patched.setattr(runner, "upload", waits)
+    found = finish(main())
+  assert list(found) == [expected(llm, prompt, greedy(3)) for prompt in ("the cat", "the dog")]
 
 
 def test_lower_priorities_go_first(llm):
