@@ -54,7 +54,7 @@ def before_call(context, case, kwargs):   # texts of a few tokens: what is gener
   body = case.body
   if not isinstance(body, dict): return
   for name, most in ("max_tokens", 4), ("max_completion_tokens", 4), ("n", 3):
-    if type(body.get(name)) is int: body[name] = min(body[name], most)
+    if type(body.get(name)) is int: body[name] = min(body[name], most) if body[name] != -1 else most   # -1: any number
   if {"prompt", "messages"} & body.keys() and body.get("max_tokens") is None: body["max_tokens"] = 4
 """
 
@@ -172,10 +172,11 @@ def raw_number(rng: random.Random) -> bytes:
 
 
 def wrong_type(rng: random.Random) -> bytes:
-  """A value that SamplingParams refuses. (null is a field's default; 2.0 is an integer in JSON; b"" is no JSON.)"""
+  """A value that SamplingParams refuses. (null is a field's default; 2.0 is an integer in JSON; b"" is no JSON; a body's
+  max_tokens may be -1.)"""
   name = rng.choice([*BAD_SAMPLING])
   bad = [x for x in BAD_SAMPLING[name] if x is not None and not isinstance(x, bytes)
-         and not (name in INTEGERS and isinstance(x, float) and x == int(x))]
+         and not (name in INTEGERS and isinstance(x, float) and x == int(x)) and (name, x) != ("max_tokens", -1)]
   return merged(rng, "/v1/completions", "/generate", **{name: rng.choice(bad)})
 
 
