@@ -54,7 +54,8 @@ def before_call(context, case, kwargs):   # texts of a few tokens: what is gener
   body = case.body
   if not isinstance(body, dict): return
   for name, most in ("max_tokens", 4), ("max_completion_tokens", 4), ("n", 3):
-    if type(body.get(name)) is int: body[name] = min(body[name], most) if body[name] != -1 else most   # -1: any number
+    if body.get(name) == -1: body[name] = most   # as many as fit
+    if type(body.get(name)) is int: body[name] = min(body[name], most)
   if {"prompt", "messages"} & body.keys() and body.get("max_tokens") is None: body["max_tokens"] = 4
 """
 
