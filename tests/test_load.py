@@ -173,8 +173,8 @@ def raw_number(rng: random.Random) -> bytes:
 
 
 def wrong_type(rng: random.Random) -> bytes:
-  """A value that SamplingParams refuses. (null is a field's default; 2.0 is an integer in JSON; b"" is no JSON; a body's
-  max_tokens may be -1.)"""
+  """A value that SamplingParams refuses. (null is a field's default; 2.0 is an integer in JSON; b"" is no JSON; of a
+  body max_tokens may be -1.)"""
   name = rng.choice([*BAD_SAMPLING])
   bad = [x for x in BAD_SAMPLING[name] if x is not None and not isinstance(x, bytes)
          and not (name in INTEGERS and isinstance(x, float) and x == int(x)) and (name, x) != ("max_tokens", -1)]
