@@ -82,34 +82,36 @@ def chat_folder(tmp_path_factory):
   return folder
 
 
-def test_chat_answers_each_line_with_all_before_it(chat_folder, words_llm, capsys, monkeypatch):
-  monkeypatch.setattr("sys.stdin", io.StringIO("hello\nis that all\n"))
-  assert cli(chat_folder, ["chat"], "--max-tokens", "5") == 0
+@pytest.fixture
+def answer(chat_folder, words_llm):
+  """The five tokens that follow a conversation, by the reference's ids."""
   encode, decode = words_llm.tokenizer.encode, words_llm.tokenizer.decode
 
   def answer(prompt):
     ids = encode(prompt, False)
     return decode([*ids, *reference_greedy(chat_folder, ids, 5)])[len(decode(ids)):]
+  return answer
+
+
+def test_chat_answers_each_line_with_all_before_it(chat_folder, answer, capsys, monkeypatch):
+  monkeypatch.setattr("sys.stdin", io.StringIO("hello\nis that all\n"))
+  assert cli(chat_folder, ["chat"], "--max-tokens", "5") == 0
   first = answer("user: hello\n")
   second = answer(f"user: hello\nassistant: {first}\nuser: is that all\n")
   assert capsys.readouterr().out.rstrip("\n") == f"{first}\n{second}"
 
 
-def test_chat_takes_commands_and_drops_a_turn_that_is_too_long(chat_folder, words_llm, capsys, monkeypatch):
-  lines = ["hello", "is that all " * 99, "is that all", "/new", "hello", "/system be kind", "hello", "/exit", "hello"]
+def test_chat_takes_commands_and_drops_a_turn_that_is_too_long(chat_folder, answer, capsys, monkeypatch):
+  long = "is that all " * 99
+  lines = [long, "hello", long, "is that all", "/new", "hello", "/system be kind", "hello", "/exit", "hello"]
   monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
   assert cli(chat_folder, ["chat"], "--max-tokens", "5") == 0
-  encode, decode = words_llm.tokenizer.encode, words_llm.tokenizer.decode
-
-  def answer(prompt):
-    ids = encode(prompt, False)
-    return decode([*ids, *reference_greedy(chat_folder, ids, 5)])[len(decode(ids)):]
   first = answer("user: hello\n")
   wanted = [first, answer(f"user: hello\nassistant: {first}\nuser: is that all\n"), first,
             answer("system: be kind\nuser: hello\n")]
   said = capsys.readouterr()
   assert said.out.rstrip("\n") == "\n".join(wanted)
-  assert len([line for line in said.err.splitlines() if "maximum context length" in line]) == 1
+  assert len([line for line in said.err.splitlines() if "maximum context length" in line]) == 2
 
 
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on_and_ends_it_else(tmp_path):

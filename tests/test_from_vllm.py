@@ -111,7 +111,7 @@ def test_a_server_uses_them_for_what_a_body_leaves_out(own_defaults):
 
 def test_its_commands_flags_are_taken(folder, capfd):
   flags = ["--trust-remote-code", "--tensor-parallel-size", "1", "--kv-cache-dtype", "auto", "--swap-space", "4",
-           "--enable-chunked-prefill", "--dtype", "float", "--max-tokens", "4"]
+           "--enable-chunked-prefill", "--cpu-offload-gb", "0", "--dtype", "float", "--max-tokens", "4"]
   assert main(["generate", "the cat", "--model", str(folder), *flags]) == 0
   assert main(["generate", "the cat", "--model", str(folder), "--tensor-parallel-size", "2"]) == 1
   assert "tensor_parallel_size=2 is not supported, only 1" in capfd.readouterr().err

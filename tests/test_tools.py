@@ -95,7 +95,7 @@ def test_a_call_that_is_wanted_is_made_by_the_functions_schema(client, choice, n
   ("I look: " + HERMES, "I look: ", [("weather", {"city": "Ulm"})]),
   (HERMES + "\n" + HERMES.replace("Ulm", "Rom"), "", [("weather", {"city": "Ulm"}), ("weather", {"city": "Rom"})]),
   ("no call <tool", "no call <tool", []), ('{"name": "other", "arguments": {}}', None, []), ("{1 of 2}", None, []),
-  ("<tool_call>{not JSON}</tool_call>", None, []),
+  ("<tool_call>{not JSON}</tool_call>", None, []), ('{"name": ["time"], "arguments": {}}', None, []),
 ])
 def test_an_answers_calls_are_read_and_the_rest_is_text(client, text, said, calls):
   said = text if said is None else said
@@ -136,7 +136,9 @@ def test_the_template_gets_tools_calls_answers_and_other_variables(server, folde
   ({"tools": [{"type": "web_search"}]}, "tools"), ({"tools": [{"type": "function", "function": {}}]}, "tools"),
   ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
   ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "{"}}]}]},
-   "tool_calls"), ({"chat_template_kwargs": 5}, "chat_template_kwargs")], ids=lambda x: json.dumps(x)[:40])
+   "tool_calls"), ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+  ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 50000}}]}]}, "tool_calls"),
+  ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs")], ids=lambda x: json.dumps(x)[:40])
 def test_what_is_wrong_is_400_and_named(client, server, fields, word):
   answer = server.post("/v1/chat/completions", {**ASK, **fields})
   assert answer.status_code == 400 and word in answer.text, answer.text
@@ -154,4 +156,9 @@ def test_what_is_held_back_is_what_may_become_a_call():
 
 def test_no_choice_is_no_schema_and_messages_without_calls_stay():
   assert schema_of(TOOLS, "auto") is None and with_objects(USER) is USER
-  assert read_calls(HERMES, [TIME]) == (HERMES, [])
+  assert read_calls(HERMES, [TIME]) == (HERMES, []) and read_calls("[" * 50000, [TIME]) == ("[" * 50000, [])
+
+
+def test_any_other_name_is_a_templates_variable(server):
+  for name in ("self", "add_generation_prompt", "bos_token"):
+    assert server.post("/v1/chat/completions", {**ASK, "max_tokens": 1, "chat_template_kwargs": {name: "x"}}).is_success

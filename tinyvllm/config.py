@@ -53,7 +53,7 @@ NO_EFFECT: dict[str, list] = {
                    "speculative_config", "distributed_executor_backend"], [None]),
   **dict.fromkeys(["tokenizer_mode", "load_format", "config_format", "kv_cache_dtype", "device"], ["auto"]),
   **dict.fromkeys(["trust_remote_code", "disable_log_stats", "disable_custom_all_reduce"], [True, False]),
-  **dict.fromkeys(["enable_lora", "skip_tokenizer_init", "disable_sliding_window", "cpu_offload_gb"], [False]),
+  **dict.fromkeys(["enable_lora", "skip_tokenizer_init", "disable_sliding_window"], [False]), "cpu_offload_gb": [0],
   "enable_chunked_prefill": [True, None], "task": ["auto", "generate"], "runner": ["auto", "generate"],
   **dict.fromkeys(["swap_space", "download_dir", "max_seq_len_to_capture"], [...])}   # ...: at any
 

@@ -45,7 +45,7 @@ class Tokenizer:
     runs = itertools.groupby(ids, self.texts.get)   # of plain ids, whose text is None, and of each named one
     return "".join(self.plain_decode([*run]) if text is None else text * len([*run]) for text, run in runs)
 
-  def apply_chat_template(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True,
+  def apply_chat_template(self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True,
                           **variables: Any) -> str:
     """The conversation as the model was trained to see it. variables: more of the template's, such as tools. Raises
     ValueError without a template, or where it refuses."""

@@ -1,6 +1,7 @@
 """The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming, `tinyvllm serve` and `tinyvllm
 doctor`. It is no part of the engine, and needs nothing but the engine's own dependencies."""
-import argparse, contextlib, dataclasses, inspect, json, logging, os, re, signal, subprocess, sys, threading
+import argparse, contextlib, dataclasses, inspect, itertools, json, logging, os, re, signal, subprocess, sys, threading
+from collections.abc import Iterator
 from typing import Any, get_args
 
 from tinygrad.device import CompileError
@@ -28,10 +29,17 @@ def _show(outputs: Any, text: str = "", going: threading.Event | None = None) ->
   return print() or text
 
 
-def _talk(llm: Any, params: SamplingParams, answering: threading.Event) -> None:
-  """Answer each line. What is no answer, such as one that is too long, is dropped, but for the first."""
+def _lines() -> Iterator[str]:
+  with contextlib.suppress(EOFError):
+    while True: yield input("> " if sys.stdin.isatty() else "")
+  print()
+
+
+def _talk(llm: Any, params: SamplingParams, answering: threading.Event) -> int:
+  """Answer each line, and drop those that get none, as they are too long, say. Returns 1 if the last did, else 0."""
   messages: list[dict[str, str]] = []
-  while (line := input("> " if sys.stdin.isatty() else "")) != "/exit":
+  failed = 0
+  for line in itertools.takewhile(lambda line: line != "/exit", _lines()):
     command, _, text = line.partition(" ")
     if command == "/new": messages = []
     elif command == "/system": messages = [{"role": "system", "content": text}]
@@ -41,9 +49,11 @@ def _talk(llm: Any, params: SamplingParams, answering: threading.Event) -> None:
       try: messages = [*turn, {"role": "assistant", "content": _show(
         llm.generate_stream({"messages": turn}, params), going=answering)}]
       except ValueError as e:
-        if len(messages) < 2: raise
+        failed = 1
         print(f"tinyvllm: {e}", file=sys.stderr)
+      else: failed = 0
       answering.clear()
+  return failed
 
 
 def _tool(name: str) -> Any: return optional(*TOOLS[name][1:])
@@ -114,7 +124,6 @@ def main(argv: list[str] | None = None) -> int:
     params = SamplingParams(**{"temperature": 0.0, **given(args, SamplingParams)})
     llm = _tool("serve").Remote.of(args, engine) if args["url"] or args["api_key"] else LLM(args["model"], **engine)
     if args["command"] == "generate": _show(llm.generate_stream(args["prompt"], params), args["prompt"])
-    else: _talk(llm, params, answering)
+    else: return _talk(llm, params, answering)
   except FAILURES as e: return print(f"tinyvllm: {e}", file=sys.stderr) or 1
-  except EOFError: print()
   return 0

@@ -416,8 +416,9 @@ class Server(uvicorn.Server):
     check(body.messages, "messages=[] must not be empty")
     tokenizer = self.llm.llm.tokenizer
     variables = body.chat_template_kwargs or {}
+    for name in ("messages", "raise_exception"): check(name not in variables, f"chat_template_kwargs: not {name}")
     if tools_of(body): variables = {**variables, "tools": tools_of(body)}
-    check("tools" not in variables or "tools" in tokenizer.config.get("chat_template", ""),
+    check("tools" not in variables or "tools" in (tokenizer.config.get("chat_template") or ""),
           "tools: the model's chat template knows none")
     return tokenizer.encode(tokenizer.apply_chat_template([*map(plain, body.messages)], **variables), False)
 

@@ -30,7 +30,7 @@ def with_objects(message: dict[str, Any]) -> dict[str, Any]:
   if not calls: return message
   try: return {**message, "tool_calls": [{**call, "function": {
     **call["function"], "arguments": json.loads(call["function"]["arguments"])}} for call in calls]}
-  except (KeyError, TypeError, ValueError) as e:
+  except (KeyError, TypeError, ValueError, RecursionError) as e:
     raise ValueError(f"messages: each of tool_calls must have a function with name and arguments in JSON ({e})") from e
 
 
@@ -43,9 +43,9 @@ def certain(text: str) -> int:
 
 def read_calls(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
   """What a text says beside its calls, and these. What is no call of one of the tools is text."""
-  names = {tool["function"]["name"] for tool in tools}
+  names = [tool["function"]["name"] for tool in tools]   # a list: what is looked for there may be anything
   try: found = [json.loads(call) for call in CALLS.findall(text) or [text]]
-  except ValueError: return text, []
+  except (ValueError, RecursionError): return text, []
   if not all(isinstance(call, dict) and call.get("name") in names for call in found): return text, []
   functions = [{"name": call["name"], "arguments": json.dumps(call.get("arguments", call.get("parameters", {})))}
                for call in found]
