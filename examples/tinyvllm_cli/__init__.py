@@ -30,9 +30,10 @@ def _show(outputs: Any, text: str = "", going: threading.Event | None = None) ->
 
 
 def _lines() -> Iterator[str]:
+  asked = sys.stdin.isatty()
   with contextlib.suppress(EOFError):
-    while True: yield input("> " if sys.stdin.isatty() else "")
-  print()
+    while True: yield input("> " if asked else "")
+  if asked: print()
 
 
 def _talk(llm: Any, params: SamplingParams, answering: threading.Event) -> int:
