@@ -1,6 +1,7 @@
 """A vLLM user's scripts and commands: what they say is taken where it changes nothing, else one line names it."""
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,42 @@ def test_several_conversations_are_answered_together(folder, tmp_path):
   params = SamplingParams(temperature=0.0, max_tokens=6)
   both = [output.outputs[0].text for output in llm.chat(chats, params)]
   assert both == [llm.chat(chat, [params])[0].outputs[0].text for chat in chats]
+
+
+SHOWN = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}go{% endif %}" \
+  "{{ tools }}{{ thinking }}"
+
+
+@pytest.mark.parametrize("options,text", [
+  ({}, "user a b\nassistant cat \ngo"), ({"add_generation_prompt": False}, "user a b\nassistant cat \n"),
+  ({"add_generation_prompt": False, "continue_final_message": True}, "user a b\nassistant cat"),
+  ({"continue_final_message": True}, "user a b\nassistant cat"),
+  ({"chat_template_kwargs": {"thinking": 1}, "tools": ["t"]}, "user a b\nassistant cat \ngo['t']1"),
+  ({"chat_template": "{{ messages[0].content }}"}, "a b")])
+def test_a_chat_takes_what_vllms_takes(folder, tmp_path, options, text):
+  shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": SHOWN}))
+  parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+  chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "cat "}]
+  llm = LLM(tmp_path, **ENGINE)
+  output, = llm.chat(chat, SamplingParams(max_tokens=1), use_tqdm=False, **options)
+  assert output.prompt == text and output.prompt_token_ids == llm.get_tokenizer().encode(text, False)
+
+
+@pytest.mark.parametrize("message,options,said", [
+  ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, {}, "image_url are not supported"),
+  ({"content": "a"}, {}, "role"), ("a", {}, ""), ({"role": "user", "content": None}, {}, "content=None must be"),
+  ({"role": "user", "content": "a"}, {"chat_template": "{{ messages[0].content | upper }}",
+                                      "continue_final_message": True}, "not found")])
+def test_a_chat_that_will_not_do_says_why(message, options, said):
+  with pytest.raises(ValueError, match=f"^messages: .*{said}"): LLM(**ENGINE).chat([message], **options)
+
+
+def test_the_engine_is_found_where_scripts_look_for_it(folder):
+  llm = LLM(folder, **ENGINE)
+  llm.llm_engine.add_request("mine", "the cat", SamplingParams(max_tokens=2, ignore_eos=True))
+  while llm.llm_engine.has_unfinished_requests(): outputs = llm.llm_engine.step()
+  assert [len(output.outputs[0].token_ids) for output in outputs] == [2]
 
 
 def test_the_tokenizer_is_to_be_had(folder):

@@ -641,7 +641,15 @@ def test_the_schema_names_every_field(server):
   for name in [*(f.name for f in dataclasses.fields(SamplingParams)), "stream_options", "include_usage", "priority",
                "user", "echo", "response_format", "top_logprobs", "max_completion_tokens", "add_special_tokens"]:
     assert f'"{name}"' in text, name
-  assert server.get("/docs").status_code == 200
+
+
+def test_the_page_of_the_routes_loads_nothing_from_elsewhere(server):
+  page = server.get("/docs").text
+  assert not re.findall(r"(?:src|href)=.?https?:", page) and "swagger" in page
+  own = re.findall(r'(?:src|href)="(/[^"]+)"', page)
+  assert len(own) == 3
+  for path in own: assert server.get(path).status_code == 200 and len(server.get(path).content) > 1000
+  assert server.get("/redoc").status_code == 404
 
 
 # Errors
@@ -787,7 +795,8 @@ def test_without_the_key_there_is_401(guarded):
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
       error_of(post(guarded, path, {"prompt": "a"}, headers=headers), 401)
     error_of(guarded.get("/v1/models", headers=headers), 401)
-  for path in ("/", "/health", "/version", "/metrics", "/docs", "/openapi.json"):
+  for path in ("/", "/health", "/version", "/metrics", "/docs", "/openapi.json",
+               "/static-offline-docs/swagger-ui-bundle.js"):
     assert guarded.get(path).status_code == 200
   assert [x.id for x in guarded.client(api_key="secret").models.list()] == ["mine"]
   assert guarded.client(api_key="secret").completions.create(model="mine", prompt="a", max_tokens=1).model == "mine"

@@ -75,24 +75,48 @@ def joined(chunks):
   return text, [(name, json.loads(arguments)) for name, arguments in calls.values()], reason
 
 
+def answered(answer, streamed):
+  """Its text, the calls, the reason."""
+  if streamed: return joined(answer)
+  choice = answer.choices[0]
+  return choice.message.content, [call[1:] for call in called(choice)], choice.finish_reason
+
+
 @pytest.mark.parametrize("choice,names", [("required", ["weather", "time"]), (
   {"type": "function", "function": {"name": "time"}}, ["time"])], ids=["required", "named"])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_call_that_is_wanted_is_made_by_the_functions_schema(client, choice, names, streamed):
-  for seed in range(3):
-    answer = client(tools=TOOLS, tool_choice=choice, temperature=1.0, seed=seed, stream=streamed)
-    if streamed: text, calls, reason = joined(answer)
-    else:
-      text, reason = answer.choices[0].message.content, answer.choices[0].finish_reason
-      calls = [call[1:] for call in called(answer.choices[0])]
-    (name, arguments), = calls
-    assert not text and reason == "tool_calls" and name in names
-    assert arguments in ([{"city": "Rom"}, {"city": "Ulm"}] if name == "weather" else [{"zone": "UTC"}])
+@pytest.mark.parametrize("parallel", [None, True, False])
+def test_a_call_that_is_wanted_is_made_by_the_functions_schema(client, choice, names, streamed, parallel):
+  counts = []
+  for seed in range(5):
+    text, calls, reason = answered(client(tools=TOOLS, tool_choice=choice, temperature=1.0, seed=seed, stream=streamed,
+                                          **({} if parallel is None else {"parallel_tool_calls": parallel})), streamed)
+    assert not text and reason == "tool_calls" and calls
+    for name, arguments in calls:
+      assert name in names
+      assert arguments in ([{"city": "Rom"}, {"city": "Ulm"}] if name == "weather" else [{"zone": "UTC"}])
+    counts.append(len(calls))
+  assert (max(counts) > 1) == (choice == "required" and parallel is not False), counts
+
+
+def test_parameters_may_refer_to_definitions_of_their_own(client):
+  """As pydantic writes them for what is nested."""
+  city = {"type": "object", "properties": {"name": {"enum": ["Rom", "Ulm"]}}, "required": ["name"],
+          "additionalProperties": False}
+  def tool(name, city): return {"type": "function", "function": {"name": name, "parameters": {
+    "$defs": {"City": city}, "type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
+    "additionalProperties": False}}}
+  answer = client(tools=[tool("weather", city)], tool_choice="required", parallel_tool_calls=False)
+  (name, arguments), = [call[1:] for call in called(answer.choices[0])]
+  assert name == "weather" and arguments["city"]["name"] in ("Rom", "Ulm")
+  with pytest.raises(openai.BadRequestError, match="'City'"):
+    client(tools=[tool("weather", city), tool("time", {"type": "string"})], tool_choice="required")
 
 
 @pytest.mark.parametrize("text,said,calls", [
   (HERMES, "", [("weather", {"city": "Ulm"})]), (LLAMA, "", [("time", {"zone": "UTC"})]),
-  ("I look: " + HERMES, "I look: ", [("weather", {"city": "Ulm"})]),
+  (f"[{LLAMA}, {LLAMA}]", "", [("time", {"zone": "UTC"})] * 2), ("[a link](x)", None, []), ("[", None, []),
+  ("[1, 2]", None, []), ("[]", None, []), ("I look: " + HERMES, "I look: ", [("weather", {"city": "Ulm"})]),
   (HERMES + "\n" + HERMES.replace("Ulm", "Rom"), "", [("weather", {"city": "Ulm"}), ("weather", {"city": "Rom"})]),
   ("no call <tool", "no call <tool", []), ('{"name": "other", "arguments": {}}', None, []), ("{1 of 2}", None, []),
   ("<tool_call>{not JSON}</tool_call>", None, []), ('{"name": ["time"], "arguments": {}}', None, []),
@@ -104,6 +128,8 @@ def test_an_answers_calls_are_read_and_the_rest_is_text(client, text, said, call
   assert [call[1:] for call in called(choice)] == calls if calls else not choice.message.tool_calls
   streamed = joined(client(tools=TOOLS, stream=True, **made_to_say(text)))
   assert streamed == (said, calls, choice.finish_reason)
+  one = client(tools=TOOLS, parallel_tool_calls=False, **made_to_say(text)).choices[0]
+  assert [call[1:] for call in called(one)] == calls[:1] if calls else not one.message.tool_calls
   for tools in ({}, {"tools": TOOLS, "tool_choice": "none"}):   # then it is text
     assert client(**tools, **made_to_say(text)).choices[0].message.content == text
 
@@ -128,6 +154,7 @@ def test_the_template_gets_tools_calls_answers_and_other_variables(server, folde
   assert tokens() == tokens(tools=TOOLS, tool_choice="none") == tokens(tools=[]) == length(talk)
   assert tokens(tools=TOOLS) == length(told + talk)
   assert tokens(chat_template_kwargs={"thinking": 7}) == length("thinking 7\n" + talk)
+  assert tokens(add_generation_prompt=False, continue_final_message=True) == length(talk.rstrip())
 
 
 @pytest.mark.parametrize("fields,word", [
@@ -138,7 +165,9 @@ def test_the_template_gets_tools_calls_answers_and_other_variables(server, folde
   ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "{"}}]}]},
    "tool_calls"), ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
   ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 50000}}]}]}, "tool_calls"),
-  ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs")], ids=lambda x: json.dumps(x)[:40])
+  ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+  ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+  ({"add_generation_prompt": "yes"}, "add_generation_prompt")], ids=lambda x: json.dumps(x)[:40])
 def test_what_is_wrong_is_400_and_named(client, server, fields, word):
   answer = server.post("/v1/chat/completions", {**ASK, **fields})
   assert answer.status_code == 400 and word in answer.text, answer.text

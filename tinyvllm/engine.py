@@ -140,8 +140,8 @@ class LLMEngine:
     match [*prompt.items()] if isinstance(prompt, dict) else [("prompt", prompt)]:
       case [("prompt", str(text))] if text: return text, self.tokenizer.encode(text)
       case [("prompt_token_ids", list(ids))] if ids: return None, ids
-      case [("messages", list(messages))] if messages:
-        text = self.tokenizer.apply_chat_template(messages)
+      case [("messages", list(messages)), *rest] if messages and dict(rest).keys() <= {"template"}:
+        text = self.tokenizer.apply_chat_template(messages, **dict(rest).get("template", {}))
         return text, self.tokenizer.encode(text, False)   # a template brings its own BOS
     raise ValueError(f"prompt={prompt!r} must be a str, or a dict of prompt, prompt_token_ids or messages, not empty")
 
@@ -256,6 +256,8 @@ class LLMEngine:
 
 class LLM(LLMEngine):
   """The engine, with calls that run requests to their end. Takes what LLMEngine takes."""
+  llm_engine = property(lambda self: self)   # as vLLM's scripts find it
+
   def generate(self, prompts: Prompt | list[Prompt], sampling_params: Params | list[Params] = None,
                use_tqdm: bool = True) -> list[RequestOutput]:
     """Complete one prompt or a list, under one SamplingParams or one for each; outputs in the prompts' order. Raises
@@ -287,11 +289,14 @@ class LLM(LLMEngine):
         yield request.output(news=True)
     finally: self.abort_request(request.request_id)
 
-  def chat(self, messages: list[dict[str, str]] | list[list[dict[str, str]]],
-           sampling_params: Params | list[Params] = None, use_tqdm: bool = False) -> list[RequestOutput]:
-    """Answer a conversation, a list of {"role": ..., "content": ...}, through the model's chat template, or several."""
+  def chat(self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+           sampling_params: Params | list[Params] = None, use_tqdm: bool = True,
+           chat_template_kwargs: dict[str, Any] | None = None, **template: Any) -> list[RequestOutput]:
+    """Answer a conversation, a list of {"role": ..., "content": ...}, through the model's chat template, or several.
+    template, chat_template_kwargs: what Tokenizer.apply_chat_template takes."""
     chats: Any = messages if messages and isinstance(messages[0], list) else [messages]
-    return self.generate([{"messages": chat} for chat in chats], sampling_params, use_tqdm)
+    template |= chat_template_kwargs or {}
+    return self.generate([{"messages": chat, "template": template} for chat in chats], sampling_params, use_tqdm)
 
   def get_tokenizer(self) -> Tokenizer: return self.tokenizer
   def get_default_sampling_params(self) -> SamplingParams: return SamplingParams(**self.sampling)

@@ -16,6 +16,17 @@ def optional(name: str, extra: str = "hf") -> Any:
   except ImportError as e: raise ValueError(f"this needs {name}: pip install 'tinyvllm[{extra}]'") from e
 
 
+def plain(message: dict[str, Any]) -> dict[str, Any]:
+  """A chat's message whose content is a text, of the parts that it may have come in."""
+  content = message.get("content")
+  if message["role"] == "assistant" and content is None: content = ""   # it called a tool
+  check(isinstance(content, str | list), f"content={content!r} must be a str or a list of parts")
+  parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+  others = {part["type"] for part in parts} - {"text"}
+  check(not others, f"content: parts of type {', '.join(map(str, others))} are not supported, only text")
+  return {**message, "content": "".join(part["text"] for part in parts)}
+
+
 @dataclasses.dataclass(eq=False)
 class Tokenizer:
   """Text to ids and back, for a model."""
@@ -46,15 +57,24 @@ class Tokenizer:
     return "".join(self.plain_decode([*run]) if text is None else text * len([*run]) for text, run in runs)
 
   def apply_chat_template(self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True,
-                          **variables: Any) -> str:
-    """The conversation as the model was trained to see it. variables: more of the template's, such as tools. Raises
-    ValueError without a template, or where it refuses."""
-    check(self.config.get("chat_template"), "tokenizer_config.json has no chat template: use generate")
+                          continue_final_message: bool = False, **variables: Any) -> str:
+    """The conversation as the model was trained to see it. messages: each a role and a content, which is a str or a
+    list of {"type": "text", "text": str}. add_generation_prompt: an answer begins behind it, unless
+    continue_final_message: the last message goes on. variables: more of the template's, such as tools, or another
+    chat_template. Raises ValueError without a template, or where it refuses."""
+    variables = self.config | variables
+    check(variables.get("chat_template"), "tokenizer_config.json has no chat template: use generate")
     env = optional("jinja2.sandbox").ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    try: return env.from_string(self.config["chat_template"]).render(self.config | variables, messages=messages,
-      add_generation_prompt=add_generation_prompt, raise_exception=functools.partial(check, False))
+    try:
+      messages = [*map(plain, messages)]
+      text = env.from_string(variables["chat_template"]).render(
+        variables, messages=messages, add_generation_prompt=add_generation_prompt and not continue_final_message,
+        raise_exception=functools.partial(check, False))
+      if not continue_final_message: return text
+      last = messages[-1]["content"].strip()
+      return text[:text.rindex(last) + len(last)]
     # A template, or what it finds in a message, can fail in many ways
-    except Exception as e: raise ValueError(f"the chat template does not take these messages: {e}") from e
+    except Exception as e: raise ValueError(f"messages: the chat template does not take them: {e!r}") from e
 
 
 def load_tokenizer(folder: pathlib.Path) -> Tokenizer:

@@ -5,7 +5,7 @@ import re, signal, socket, threading, time, uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-import fastapi, fastapi.exceptions as exceptions, fastapi.middleware.cors as cors, pydantic, uvicorn
+import fastapi, fastapi.exceptions as exceptions, fastapi.middleware.cors as cors, fastapi_offline, pydantic, uvicorn
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, core, generate_latest
 
@@ -17,7 +17,8 @@ from .async_engine import AsyncLLM, Request
 from .tools import certain, read_calls, schema_of, with_objects
 
 # Answered without a key, and before the model is there
-OPEN = {"/", "/health", "/version", "/metrics", "/docs", "/openapi.json"}
+OPEN = {"/", "/health", "/version", "/metrics", "/docs", "/openapi.json",
+        *(f"/static-offline-docs/{name}" for name in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"))}
 # vLLM's metrics, and what they say
 COUNTERS = {"prefix_cache_queries": "Tokens of prompts that were looked for in the prefix cache",
             "prefix_cache_hits": "Tokens of prompts that were found there",
@@ -80,9 +81,10 @@ Tool = body("Tool", type=(Literal["function"], ...), function=(Function, ...))
 Named = body("NamedToolChoice", type=(Literal["function"], ...), function=(body("FunctionName", name=(str, ...)), ...))
 TOOLS = {"tools": list[Tool],   # type: ignore[valid-type]
          "tool_choice": Literal["none", "auto", "required"] | Named, "chat_template_kwargs": dict}
+TEMPLATE = dict.fromkeys(["add_generation_prompt", "continue_final_message"], bool)   # what its variables are, too
 Completion: Any = body("CompletionRequest", **COMMON, echo=bool,
                        prompt=(str | list[str] | list[int] | list[list[int]], ...))
-Chat: Any = body("ChatCompletionRequest", **COMMON | TOOLS | {"logprobs": bool}, top_logprobs=int,
+Chat: Any = body("ChatCompletionRequest", **COMMON | TOOLS | TEMPLATE | {"logprobs": bool}, top_logprobs=int,
                  max_completion_tokens=int, messages=(list[dict], ...))
 Text: Any = body("TokenizeRequest", model=str, prompt=str, messages=list[dict], add_special_tokens=bool)
 Tokens: Any = body("DetokenizeRequest", model=str, tokens=(list[int], ...))
@@ -121,17 +123,6 @@ def usage_of(requests: list[Request]) -> dict[str, Any]:
           "prompt_tokens_details": {"cached_tokens": sum(request.sequences[0].num_cached for request in requests)}}
 
 
-def plain(message: dict[str, Any]) -> dict[str, Any]:
-  """A message whose content is a text, of the parts that it may have come in."""
-  content = message.get("content")
-  if content is None and message.get("role") == "assistant": content = ""
-  parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-  texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
-  check(isinstance(message.get("role"), str) and all(isinstance(text, str) for text in texts),
-        "messages: each must have a role, and content that is a str or a list of parts of type text")
-  return with_objects({**message, "content": "".join(map(str, texts))})
-
-
 def tools_of(body: Any) -> list[dict[str, Any]]:
   """Those that a chat's answer may call."""
   return [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
@@ -156,6 +147,7 @@ class Answer:
     before, sent = self.held.get(index, ("", 0))
     text = before + text
     said, calls = read_calls(text, self.tools) if ended else (text[:certain(text)], [])
+    if self.body.parallel_tool_calls is False: calls = calls[:1]
     self.held[index] = text, len(said)
     return said[sent:], calls
 
@@ -230,8 +222,9 @@ class Server(uvicorn.Server):
                          ["model_name", "finished_reason"], registry=self.registry)
     self.registry.register(self)   # type: ignore[arg-type]
     raised: Any = (exceptions.StarletteHTTPException, exceptions.RequestValidationError, RuntimeError, ValueError)
-    self.app = fastapi.FastAPI(title="tinyvllm", version=__version__, exception_handlers=dict.fromkeys(raised, explain),
-                               responses={"4XX": {"model": Failure}, "5XX": {"model": Failure}})
+    self.app = fastapi_offline.FastAPIOffline(   # its /docs loads nothing from elsewhere
+      title="tinyvllm", version=__version__, exception_handlers=dict.fromkeys(raised, explain), redoc_url=None,
+      responses={"4XX": {"model": Failure}, "5XX": {"model": Failure}})
     self.app.get("/", response_class=HTMLResponse)(self.page)
     self.app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
     facts: Any = {"/health": self.health, "/version": self.version, "/v1/models": self.models,
@@ -376,7 +369,7 @@ class Server(uvicorn.Server):
     engine = self.llm.llm
     chat = body.messages is not None
     check((body.prompt is None) == chat, "prompt: give either prompt or messages")
-    text = engine.tokenizer.apply_chat_template([*map(plain, body.messages)]) if chat else body.prompt
+    text = engine.tokenizer.apply_chat_template([*map(with_objects, body.messages)]) if chat else body.prompt
     ids = await asyncio.to_thread(engine.tokenizer.encode, text, not chat and body.add_special_tokens is not False)
     return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
 
@@ -399,7 +392,7 @@ class Server(uvicorn.Server):
       check(body.logprobs or body.top_logprobs is None, "top_logprobs: only with logprobs=true")
       given["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
       choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, Named) else body.tool_choice
-      schema = schema_of(tools_of(body), choice)
+      schema = schema_of(tools_of(body), choice, body.parallel_tool_calls is not False)
       check(not schema or "structured_outputs" not in given and not body.response_format,
             f"tool_choice={choice!r} conflicts with structured_outputs and response_format: drop one")
       if schema: given["structured_outputs"] = {"json": schema}
@@ -415,12 +408,13 @@ class Server(uvicorn.Server):
     """The ids of a chat's messages, through the model's template."""
     check(body.messages, "messages=[] must not be empty")
     tokenizer = self.llm.llm.tokenizer
-    variables = body.chat_template_kwargs or {}
-    for name in ("messages", "raise_exception"): check(name not in variables, f"chat_template_kwargs: not {name}")
-    if tools_of(body): variables = {**variables, "tools": tools_of(body)}
+    own = {name: value for name, value in body if name in TEMPLATE and value is not None}
+    variables = {**(body.chat_template_kwargs or {}), **own, **({"tools": tools_of(body)} if tools_of(body) else {})}
+    for name in ("messages", "raise_exception", "chat_template"):
+      check(name not in variables, f"chat_template_kwargs: not {name}")
     check("tools" not in variables or "tools" in (tokenizer.config.get("chat_template") or ""),
           "tools: the model's chat template knows none")
-    return tokenizer.encode(tokenizer.apply_chat_template([*map(plain, body.messages)], **variables), False)
+    return tokenizer.encode(tokenizer.apply_chat_template([*map(with_objects, body.messages)], **variables), False)
 
   async def answer(self, kind: str, body: Any) -> fastapi.Response:
     if body.model not in (None, self.name): return refuse(404, f"The model `{body.model}` does not exist.", "model")
