@@ -1,5 +1,5 @@
 """Opens a device of tinygrad's, and tells what the engine must know of it: its compiler, free memory, types, limits.
-Adds what tinygrad 0.14 lacks: lowered kernels kept on disk, and a graph for CPUs that uses all cores."""
+Adds what tinygrad 0.14 lacks: lowered kernels kept on disk."""
 import concurrent.futures, contextlib, copy, ctypes, dataclasses, functools, hashlib, importlib.metadata, os, pathlib
 import pickle, shutil, sys, threading, zlib
 from collections.abc import Callable
@@ -7,10 +7,12 @@ from typing import Any
 
 from tinygrad import Device, UOp, codegen, device as devices, dtypes, helpers
 from tinygrad.codegen import do_to_program
-from tinygrad.engine import jit, realize
+from tinygrad.engine import realize
+from tinygrad.runtime.ops_cpu import CPUAllocator
 from tinygrad.uop.ops import Ops
 
 from .config import logger
+from .cpu import CPUGraph, allocate
 
 # tinygrad's capture of a graph takes in whatever any thread computes meanwhile: one loads or captures at a time
 exclusive = threading.RLock()
@@ -67,6 +69,7 @@ def open_device() -> int:
       raise RuntimeError("no C compiler found, and tinygrad's own assembler will not do")
     if cpu_cores():
       Device.default.graph = Device.default.graph or CPUGraph
+      CPUAllocator._alloc = allocate   # type: ignore[method-assign]
       os.environ["DMC"] = "1"   # else tinygrad packs loads into float4, and clang stays in 128-bit vectors
       helpers.getenv.cache_clear()   # type: ignore[attr-defined]
     if Device.DEFAULT == "CUDA":
@@ -135,31 +138,3 @@ def patch_tinygrad(compiler: str) -> None:
   realize.lower_and_compile = KernelFolder(folder, (compiler, file.st_size, file.st_mtime_ns))
   try: folder.mkdir(parents=True, exist_ok=True)
   except OSError as e: logger.warning(f"each start compiles all kernels, as {folder} cannot be made: {e.strerror}")
-
-
-class CPUGraph(jit.GraphRunner):
-  """tinygrad 0.14 runs a captured step on a CPU at 50 us a kernel, and a threaded kernel's parts in sequence. Here each
-  part is a call prepared beforehand, and parts run side by side, as ctypes lets go of the GIL; to wake a core takes
-  100 us, which kernels know. To be dropped as soon as tinygrad has a graph for CPUs."""
-  # Has as many as it needs
-  pool = concurrent.futures.ThreadPoolExecutor(max(1, helpers.NUM_CPU_THREADS.value - 1), "tinyvllm-core")
-
-  @staticmethod
-  def supports_uop(devices: Any, call: UOp) -> bool:   # type: ignore[override]
-    """Whether a call is always the same: no buffer of it changes, and no variable but the part's number."""
-    return (jit.GraphRunner.supports_uop(devices, call) and Ops.PARAM not in [x.op for x in call.src]
-            and {variable.expr for variable in call.src[0].arg.vars} <= {"core_id"})
-
-  @functools.cached_property
-  def parts(self) -> list[list[Callable]]:
-    """Of each kernel, the calls that are its parts."""
-    def parts_of(device, program, buffers, variables, kernel):
-      addresses = [ctypes.c_uint64(buffers[i]._buf.va_addr) for i in program.arg.globals]
-      return [functools.partial(kernel.fxn, *addresses, ctypes.c_uint64(i)) for i in range(program.arg.global_size[0])]
-    return [parts_of(*call, kernel) for call, kernel in zip(self.calls, self.runtimes, strict=True)]
-
-  def __call__(self, *args: Any, **kwargs: Any) -> None:
-    for first, *others in self.parts:
-      running = [self.pool.submit(part) for part in others]
-      first()
-      for part in running: part.result()

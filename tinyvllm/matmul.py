@@ -150,9 +150,8 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
   lane = axis(lanes, 7, kind)
   # Each share by itself, and then their sum
   total = fold(fold(x[t, k].float() * weight[n, k, lane].float(), kinds=(AxisType.REDUCE,)))
-  # Below 2**16 products another core is not awake in time
-  threads = divisor(N16 // tiles, cpu_cores()) if simd and T * K * N16 > 2**16 else 1
-  return kernel_of("linear", put(out, total, added, t, n * lanes + lane), threads if simd else None)
+  threads = divisor(N16 // tiles, cpu_cores()) if simd else None
+  return kernel_of("linear", put(out, total, added, t, n * lanes + lane), threads)
 
 
 class Norm:

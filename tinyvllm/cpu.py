@@ -1,0 +1,96 @@
+"""What tinygrad 0.14 lacks on a CPU: a captured step that all cores go through together, and memory in huge pages. To
+be dropped as soon as tinygrad has them."""
+import concurrent.futures, ctypes, dataclasses, functools, mmap, threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from tinygrad import Device, UOp, device, helpers
+from tinygrad.engine import jit
+from tinygrad.runtime.ops_cpu import CPUAllocator
+from tinygrad.uop.ops import Ops
+
+ARGUMENTS = 24   # of a kernel, at most; those that it does not take are not looked at
+CHUNK = 2**25    # bytes of memory taken at once
+
+GIVEN = ", ".join(f"call[{1 + i}]" for i in range(ARGUMENTS))
+# A core's way through a step: its part of each kernel, if it has one, and then it waits for the other cores, after a
+# while asleep, as they may wait for this one's time
+WALK = f"""
+typedef unsigned long long u64;
+#ifndef __x86_64__
+#define __builtin_ia32_pause()
+#endif
+void walk(u64 (*calls)[{1 + ARGUMENTS}], u64 (*done)[8], u64 count, u64 cores, int (*usleep)(unsigned), u64 core) {{
+  for (u64 n = 1; n <= count; n++) {{
+    u64 *call = calls[(n - 1) * cores + core];
+    if (*call) ((void (*)({", ".join(["u64"] * ARGUMENTS)}))*call)({GIVEN});
+    __atomic_store_n(done[core], n, __ATOMIC_RELEASE);
+    for (u64 other = 0, turns = 0; other < cores; other++)
+      while (__atomic_load_n(done[other], __ATOMIC_ACQUIRE) < n)
+        if (turns++ < 10000) __builtin_ia32_pause();
+        else usleep(20);
+    if (done[0][0] > count) return;
+  }}
+}}"""
+
+
+@functools.cache
+def walker() -> Any:
+  """The program of WALK, and the last but one of its arguments."""
+  cpu: Any = Device["CPU"]
+  program = cpu.runtime_t(cpu, device.TinyELF(cpu.compiler.compile(WALK), "walk", cpu.renderer.target, ()))
+  program.fxn.argtypes = [ctypes.c_uint64] * 6
+  return program, ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value
+
+
+class CPUGraph(jit.GraphRunner):
+  """A captured step. tinygrad runs one at 50 us a kernel, and the parts of a kernel in sequence. Here each core goes
+  through the step by itself, without Python's lock, and they meet after each kernel, which takes a microsecond."""
+  pool = concurrent.futures.ThreadPoolExecutor(max(1, helpers.NUM_CPU_THREADS.value - 1), "tinyvllm-core")
+  alone = threading.Lock()   # the cores of two steps would wait for each other
+
+  @staticmethod
+  def supports_uop(devices: Any, call: UOp) -> bool:   # type: ignore[override]
+    """Whether a call is always the same: no buffer of it changes, and no variable but the part's number."""
+    return (jit.GraphRunner.supports_uop(devices, call) and Ops.PARAM not in [x.op for x in call.src]
+            and len(call.src) <= ARGUMENTS and {x.expr for x in call.src[0].arg.vars} <= {"core_id"})
+
+  @functools.cached_property
+  def table(self) -> np.ndarray:
+    """Of each kernel and core, (kernels, cores, 1 + ARGUMENTS): the address of the kernel, or 0, and its arguments."""
+    kernels: list[Any] = self.runtimes
+    sizes = [program.arg.global_size[0] for _, program, *_ in self.calls]
+    table = np.zeros((len(sizes), max(sizes), 1 + ARGUMENTS), np.uint64)
+    for of_cores, size, (_, program, buffers, _), kernel in zip(table, sizes, self.calls, kernels, strict=True):
+      for core in range(size):
+        call = [kernel.addr, *(buffers[i]._buf.va_addr for i in program.arg.globals), core]
+        of_cores[core, :len(call)] = call
+    return table
+
+  def __call__(self, *args: Any, **kwargs: Any) -> None:
+    program, usleep = walker()
+    count, cores, _ = self.table.shape
+    done = np.zeros((cores, 8), np.uint64)   # kernels that each core is done with, in a cache line of its own
+    walk = functools.partial(program.fxn, self.table.ctypes.data, done.ctypes.data, count, cores, usleep)
+    others: list[concurrent.futures.Future] = []
+    with self.alone:
+      try:
+        for core in range(1, cores): others.append(self.pool.submit(walk, core))
+        walk(0)
+      finally:
+        done[0] = 2**63   # the end for the others, too, where an interrupt came before that
+        concurrent.futures.wait(others)
+
+
+def allocate(self: Any, size: int, options: Any, plain: Callable = CPUAllocator._alloc) -> Any:
+  """A CPU's buffers side by side in huge pages. tinygrad takes pages of 4 KiB, from which a core reads half as fast."""
+  if options.external_ptr is not None: return plain(self, size, options)
+  chunk = vars(self).get("chunk")
+  if chunk is None or size > len(chunk) - chunk.tell():
+    chunk = self.chunk = mmap.mmap(-1, max(size, CHUNK), mmap.MAP_ANON | mmap.MAP_PRIVATE)
+    if hasattr(mmap, "MADV_HUGEPAGE"): chunk.madvise(mmap.MADV_HUGEPAGE)   # Linux has them
+  buffer = plain(self, size, dataclasses.replace(options, external_ptr=helpers.mv_address(chunk) + chunk.tell()))
+  buffer.meta = chunk   # which lives as long as a buffer in it
+  chunk.seek(min(len(chunk), chunk.tell() + helpers.round_up(size, 128)))
+  return buffer
