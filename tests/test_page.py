@@ -18,7 +18,7 @@ from tinyvllm import SamplingParams
 
 pytestmark = pytest.mark.browser
 KEY, LONG = "a key", 8000   # LONG: more tokens than are streamed while a test looks
-OWN_LINES = 475
+OWN_LINES = 477
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 ENGINE = ("--max-num-seqs", "1", "--max-num-batched-tokens", "1")   # one graph to capture
 PHONE = {"viewport": {"width": 360, "height": 640}, "is_mobile": True, "has_touch": True}
@@ -904,7 +904,7 @@ def test_one_button_sends_and_stops_and_escape_stops_too(visit, server):
   for stop in (lambda: button.click(), lambda: page.keyboard.press("Escape")):
     expect(button).to_have_accessible_name("Send")
     page.get_by_label("Message").fill("hello")
-    button.click()
+    button.dblclick()
     expect(button).to_have_accessible_name("Stop")
     wait_until(lambda: answer_text(page), "some text", SECONDS)
     stop()
