@@ -1,0 +1,29 @@
+"""Takes the picture of the chat page that the README shows, in Chromium without a window:
+
+tinyvllm serve ~/models/SmolLM2-135M-Instruct
+python examples/chat_page.py http://127.0.0.1:8000 [FILE.png]"""
+import shutil, sys
+
+from playwright.sync_api import sync_playwright
+
+QUESTION = "How do I reverse a string in Python?"
+
+
+def main() -> None:
+  url, file = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else "examples/chat_page.png"
+  with sync_playwright() as playwright:
+    browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+    page = browser.new_page(viewport={"width": 900, "height": 640})
+    page.goto(url)
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("Temperature").fill("0")
+    page.get_by_text("Settings", exact=True).click()
+    page.get_by_label("Message").fill(QUESTION)
+    page.get_by_role("button", name="Send").click()
+    page.get_by_role("button", name="Stop").wait_for()
+    page.get_by_role("button", name="Send").wait_for(timeout=300_000)
+    page.screenshot(path=file)
+    browser.close()
+
+
+if __name__ == "__main__": main()
