@@ -39,7 +39,7 @@ class Options:
       check(typed, f"{said} be of type {getattr(kind, '__name__', kind)}")
       if isinstance(value, list):
         check(all(type(x) is limits[0] and x != "" for x in value), f"{said} list {limits[0].__name__}s, none empty")
-      elif kind is str: check(not limits or value in limits, f"{said} be one of {', '.join(limits)}")
+      elif isinstance(value, str): check(not limits or value in limits, f"{said} be one of {', '.join(limits)}")
       elif limits and value is not None:
         pairs = value.items() if isinstance(value, dict) else [(0, value)]   # by token id
         inside = all(type(i) is int and type(x) in (int, float) and limits[0] <= x <= limits[1] for i, x in pairs)
@@ -49,7 +49,7 @@ class Options:
 # vLLM's options that change nothing here, by the values at which that is so
 NO_EFFECT: dict[str, list] = {
   **dict.fromkeys(["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"], [1]),
-  **dict.fromkeys(["quantization", "tokenizer", "revision", "tokenizer_revision", "hf_token", "hf_overrides",
+  **dict.fromkeys(["tokenizer", "revision", "tokenizer_revision", "hf_token", "hf_overrides",
                    "speculative_config", "distributed_executor_backend"], [None]),
   **dict.fromkeys(["tokenizer_mode", "load_format", "config_format", "kv_cache_dtype", "device"], ["auto"]),
   **dict.fromkeys(["trust_remote_code", "disable_log_stats", "disable_custom_all_reduce"], [True, False]),
@@ -70,6 +70,7 @@ def effective(options: dict[str, Any]) -> dict[str, Any]:
 class EngineConfig(Options):
   """The engine's limits, with vLLM's names."""
   dtype: Annotated[str, "auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"   # auto: 32 bits on a CPU
+  quantization: Annotated[str | None, "int8", "int4"] = None   # make the layers' matrices of 8 or 4 bits while loading
   max_model_len: Annotated[int | None, 2, 2**24] = None   # of prompt and output together; None: the model's limit
   max_num_seqs: Annotated[int, 1, 1024] = 64              # sequences that run at once
   max_num_batched_tokens: Annotated[int | None, 1, 16384] = None   # of one step, prompts' chunks; None: 512, CPU 128

@@ -91,7 +91,7 @@ class LLMEngine:
     check(seqs <= most, f"max_num_seqs={seqs} must be at most max_num_batched_tokens={most}: each decodes one a step")
     config = self.config = dataclasses.replace(config, max_num_batched_tokens=most, dtype=pick_dtype(config.dtype))
     llama = Llama(shape, getattr(dtypes, config.dtype))
-    load_weights(llama, folder, llama.dtype)
+    load_weights(llama, folder, llama.dtype, config.quantization)
     weights = sum(x.nbytes() for part in llama.parts() for x in nn.state.get_parameters(part))
     logger.info(f"loaded {folder.name} in {config.dtype} on {Device.DEFAULT} in {time.perf_counter() - started:.1f} s; "
                 f"a step takes {most} tokens")

@@ -1,6 +1,8 @@
 """A LLaMA (Touvron et al. 2023) over a paged KV cache. One forward serves prefill, chunks of a prefill and decode: a
 flat batch of tokens, each with its position, block and row. Attributes are named as in Hugging Face's files, with q, k,
 v stored as one matrix and gate, up as one."""
+from typing import Any
+
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, function, nn
 from tinygrad.dtype import DType
@@ -81,8 +83,12 @@ class Llama:
     and V of all of them are written to `caches`, keys and values per layer. tokens, table: as the kernels take them."""
     x = self.embed_tokens.rows(ids, self.dtype)   # (T, hidden)
     def read(layer, *state): return [*[t.uop for t in state], *[t.uop.buf_uop for t in nn.state.get_parameters(layer)]]
-    first = function(self.layers[0], precompile=True, allow_implicit=True)(x, caches[0], tokens, table, rope).uop
-    inputs = read(self.layers[0], x, *caches[0])   # traced for all layers: the others differ in what they read
+    traced: dict[Any, tuple[UOp, list[UOp]]] = {}   # once for all layers of a kind: they differ in what they read
     for layer, cache in zip(self.layers, caches, strict=True):
-      x = Tensor(with_inputs(first, dict(zip(inputs, read(layer, x, *cache), strict=True))))
+      reads = read(layer, x, *cache)
+      kind = tuple((t.shape, t.dtype) for t in reads)
+      if kind not in traced:
+        traced[kind] = function(layer, precompile=True, allow_implicit=True)(x, cache, tokens, table, rope).uop, reads
+      first, inputs = traced[kind]
+      x = Tensor(with_inputs(first, dict(zip(inputs, reads, strict=True))))
     return self.lm_head(self.norm(x[samples].contiguous()), dtype=dtypes.float32)

@@ -1,6 +1,7 @@
 """x @ W.T as UOps that state their schedule, once for tensor cores and once for all other devices, and the norm before
 it. A custom kernel gets its buffers, and says what to loop over, what each thread does and where results go."""
 import functools
+from collections.abc import Sequence
 from math import gcd, inf
 
 import numpy as np
@@ -23,6 +24,8 @@ TILES = [(8, inf, 1, 1, 16, 1), (16, inf, 1, 2, 8, 1), (32, 8192, 1, 4, 8, 1), (
          (64, 8192, 2, 8, 4, 2), (inf, inf, 4, 8, 2, 2)]
 # How the axes of a vector, or of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), lie, by their number
 STORED = {1: (0,), 3: (0, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
+# Of 4 bits, eight to a word, of (out / 16, 16, in / 8, 8) or the same
+STORED_4_BITS = {4: (0, 2, 1, 3), 8: (0, 3, 5, 2, 4, 6, 1, 7)}
 
 
 def divisor(n: sint, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
@@ -79,21 +82,35 @@ def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   return weight.reshape([shape[i] for i in helpers.argsort(order)]).transpose(order)
 
 
+def pack_4_bits(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+  """As `pack`, of numbers from 0 to 15, in words of eight: neighbours among the inputs, or what a lane takes."""
+  sizes = [shape[i] for i in helpers.argsort(STORED[len(shape)])]
+  if len(shape) == 3: sizes[2:] = sizes[2] // 8, 8
+  order = STORED_4_BITS[len(sizes)]
+  eights = q.reshape(sizes).transpose(order)
+  pairs = eights.reshape(-1, 8)
+  words = (pairs[:, ::2] | pairs[:, 1::2] << 4).view(np.uint32)
+  return words.reshape(eights.shape[:len(order) // 2 + 1])
+
+
 class Linear:
   """x @ W.T + bias, accumulated in float32. sources: the matrices of the files whose rows follow each other in W, and
-  how many each has. dtype: of x, and of W unless its file is narrower."""
+  how many each has. dtype: of x, and of W unless its file is narrower, or it is quantized."""
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType):
     self.out_features = sum(sources.values())
     self.sources = sources
     self.weight = Tensor.empty(*stored_shape(self.out_features, in_features, dtype), dtype=dtype)
+    self.scales: list[Tensor] = []   # of a quantized W: what each number is multiplied by, and what is added to that
+    self.order: Tensor | None = None   # (in,): of a W whose columns are for the inputs in another order
     self.bias = Tensor.empty(self.out_features, dtype=dtype) if bias else None
 
   def __call__(self, x: Tensor, *residual: Tensor, dtype: DType | None = None) -> Tensor:
     """x: (T, in). residual: (T, out), added to the result. Returns (T, out), of x's type unless said."""
     out = Tensor.empty(x.shape[0], self.out_features, dtype=dtype or x.dtype, device=x.device)   # (T, out)
+    if self.order is not None: x = x[:, self.order].contiguous()
     added = residual if self.bias is None else (self.bias.unsqueeze(0), *residual)
     kernel = linear_kernel if self.weight.ndim == 3 else tensor_core_linear_kernel
-    return out.custom_kernel(x, self.weight, *added, fxn=kernel)[0]
+    return out.custom_kernel(x, self.weight, *self.scales, *added, fxn=kernel)[0]
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
     """Of each id, (T,), a row of W: (T, in)."""
@@ -101,19 +118,34 @@ class Linear:
     return plain[ids].cast(dtype).contiguous()
 
 
-def put(out: UOp, total: UOp, added: tuple[UOp, ...], row: UOp, column: UOp) -> UOp:
+def split(rest: tuple[UOp, ...]) -> tuple[list[UOp], list[UOp]]:
+  """Of a kernel's further arguments the scales, (out / 16, groups, 16), and what is added to the result, (T, out)."""
+  return [x for x in rest if len(x.shape) == 3], [x for x in rest if len(x.shape) < 3]
+
+
+def dequantize(stored: UOp, nibble: UOp, scales: list[UOp], *place: sint | UOp) -> UOp:
+  """A weight in float32: a number by itself, or of a word the nibble of this number; q, q * scale or q * scale +
+  offset."""
+  q = (stored >> (nibble * 4).cast(dtypes.uint32) & 15 if stored.dtype == dtypes.uint32 else stored).float()
+  for op, scale in zip((UOp.mul, UOp.add), scales, strict=False): q = op(q, scale[place].float())
+  return q
+
+
+def put(out: UOp, total: UOp, added: Sequence[UOp], row: UOp, column: UOp) -> UOp:
   """The store of a result, with what is added to it, unless its row is one too many."""
   for x in added: total += x[row.minimum(x.shape[0] - 1), column].cast(total.dtype)
   return out.base.index((row * out.shape[1] + column).valid(row < out.shape[0])).store(total.cast(out.dtype))
 
 
 @functools.cache   # for greedy steps and for sampled ones
-def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
+def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   """A warp: some tiles of 16 outputs, some of 8 rows of x, and the k-th share of the inputs. Of 32 inputs a lane takes
   8 neighbours of x and the weights that belong to them, 4 at a time, which lie as lanes ask for them. The tensor cores
   take 8, 4 and 4 elements of w, x and the sum from a lane (PTX ISA, mma.m16n8k16)."""
   T, N = out.shape
   N16, K32, *_ = weight.shape
+  scales, added = split(rest)
+  group = K32 * 32 // scales[0].shape[1] if scales else 1
   n_tiles, t_tiles, shares, steps = next(tiles for rows, outputs, *tiles in TILES if rows >= T and outputs >= N)
   n_tiles = gcd(N16, n_tiles)
   steps = gcd(K32, steps)
@@ -126,7 +158,10 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp
 
   def tile(n16, first):
     def product(k, i):   # of 16 inputs
-      w = weight[n16, k, i, h, row, column, r, p]
+      lane = (row, column) if weight.dtype == dtypes.uint32 else (h, row, column, r, p)
+      w = weight[n16, k, i, *lane]
+      place = n16, (k * 32 + column * 8) // group, r * 8 + row
+      if scales: w = dequantize(w, h * 4 + r * 2 + p, scales, *place).cast(x.dtype)
       inputs = x[(first + row).minimum(T - 1), k * 32 + column * 8 + i * 4 + h * 2 + p]
       return UOp.wmma(w, inputs, UOp.const((0.0,) * 4, dtypes.float32), MMA, "CUDA", 32, elements)
     total = fold(sum(product(k + u, i) for u, i in np.ndindex(steps, 2)))
@@ -135,21 +170,25 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp
   return kernel_of("linear_tc", UOp.group(*tiles), 1)
 
 
-def linear_kernel(out: UOp, x: UOp, weight: UOp, *added: UOp) -> UOp:
+def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   """One pass over the weights: 16 outputs stay in the cache while the rows of x go by. A CPU has 4 sums of 16 lanes in
   registers, of rows of x and tiles of outputs, or of one row in shares of the inputs: more spill, fewer wait."""
   T, K = x.shape
-  N16, _, lanes = weight.shape
+  N16, words, lanes = weight.shape
+  scales, added = split(rest)
+  groups = scales[0].shape[1] if scales else 1
   simd = cpu_cores() and lanes == 16
   kind = AxisType.UPCAST if simd else AxisType.WEAK
   rows = gcd(T, 4 if T > 8 else 2) if simd else 1
   tiles = gcd(N16, 4 // rows) if simd and T > 1 else 1
   n = axis(N16 // tiles, 0, AxisType.WEAK) * tiles + axis(tiles, 3, kind)
   t = axis(T // rows, 1, AxisType.WEAK) * rows + axis(rows, 4, kind)
-  k = unrolled(K, 4 if simd and T == 1 else 1, 5)
+  group = axis(groups, 2)
+  k = group * (K // groups) + unrolled(K // groups, 4 if simd and T == 1 else 1, 5)
   lane = axis(lanes, 7, kind)
+  w = dequantize(weight[n, k // (K // words), lane], k % 8, scales, n, group, lane)
   # Each share by itself, and then their sum
-  total = fold(fold(x[t, k].float() * weight[n, k, lane].float(), kinds=(AxisType.REDUCE,)))
+  total = fold(fold(x[t, k].float() * w, kinds=(AxisType.REDUCE,)))
   threads = divisor(N16 // tiles, cpu_cores()) if simd else None
   return kernel_of("linear", put(out, total, added, t, n * lanes + lane), threads)
 

@@ -1,6 +1,7 @@
 """Reads a model's files, safetensors whole or sharded, one tensor at a time, each checked against the shape that the
 config promises. A weight stays in its file's type where that is narrower than the one that is computed in."""
 import json, pathlib
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,11 @@ from tinygrad import Tensor, dtype, dtypes, helpers, nn
 from .config import check, read_json
 from .device import largest_tensor, renderer
 from .llama import Llama
-from .matmul import pack
+from .matmul import pack, pack_4_bits, stored_shape
+from .quantization import Quantized, dequantized, joined, layouts_of, quantize, read
 
-DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16: its bits
+# numpy has no bfloat16: its bits. Integers are of quantized matrices
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I8": np.int8, "I32": np.int32, "I64": np.int64}
 
 
 def read_files(folder: pathlib.Path) -> dict[str, Any]:
@@ -32,35 +35,62 @@ def read_files(folder: pathlib.Path) -> dict[str, Any]:
   return maps
 
 
-def to_device(array: np.ndarray, compute: dtype.DType) -> Tensor:
-  """A tensor of the array's type, or of the one to compute in where that is no wider or the device lacks the other."""
+def to_device(array: np.ndarray, compute: dtype.DType | None) -> Tensor:
+  """A tensor of the array's type, or of the one to compute in, if there is one, where that is no wider or the device
+  lacks the other."""
   brain = array.dtype == np.uint16
   stored = Tensor(array).bitcast(dtypes.bfloat16) if brain else Tensor(array)
+  if compute is None: return stored.contiguous()
   if array.itemsize < compute.itemsize and stored.dtype in renderer().supported_dtypes(): return stored.contiguous()
   if brain: array = (array.astype(np.uint32) << 16).view(np.float32)   # the upper half of float32
   if compute == dtypes.float32: array = array.astype(np.float32)   # here, or the device keeps a buffer of either kind
   return Tensor(array).cast(compute).contiguous()
 
 
-def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType) -> None:
-  """Fill the model's tensors. compute: the type of what is computed with them. Raises ValueError naming the file and
-  the tensor that is missing, surplus or misshapen."""
+def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quantization: str | None = None) -> None:
+  """Fill the model's tensors. compute: the type of what is computed with them. quantization: "int8" or "int4", what is
+  made of the layers' matrices. Raises ValueError naming the file and the tensor that is missing, surplus or
+  misshapen."""
   maps = read_files(folder)
+  layouts = layouts_of(read_json(folder / "config.json").get("quantization_config") or {})
+  check(not (layouts and quantization), f"quantization={quantization!r}: the model in {folder} is quantized already")
 
   def take(name, *shape):
     found = list(maps[name][-1]) if name in maps else "missing"
     check(found == [*shape], f"{folder}: tensor {name} is {found}; its config says {[*shape]}")
     return np.memmap(*maps.pop(name))
 
+  def take_matrix(name, *shape):
+    integers = {x: entry[-1] for x, entry in maps.items() if x.startswith(name) and np.dtype(entry[1]).kind == "i"}
+    layout = next((x for x in layouts if f"{name}.{x.weight}" in integers), None)
+    if layout is None: return take(f"{name}.weight", *shape)
+    return read(name, shape, layout, {x: entry[-1] for x, entry in maps.items()}, take)
+
+  def place(part, array, kind=compute):
+    array = np.ascontiguousarray(array)
+    stored = to_device(array, kind)
+    size = max(array.nbytes, stored.nbytes())   # it is brought as it is, and then cast
+    check(size <= largest_tensor(), f"{folder}: {', '.join(part.sources)}: {size} bytes, of "
+          f"{largest_tensor()} that this device takes in one tensor: choose another one, as in DEV=CPU")
+    return stored.realize()
+
   for part in helpers.tqdm(model.parts(), desc="loading weights", disable=None):
     for kind, tensor in nn.state.get_state_dict(part).items():   # its weight, its bias
       columns = [tensor.numel() // sum(part.sources.values())] if tensor.ndim > 1 else []
-      arrays = [take(f"{name}.{kind}", rows, *columns) for name, rows in part.sources.items()]
-      array = np.concatenate(arrays) if len(arrays) > 1 else arrays[0]
-      stored = to_device(np.ascontiguousarray(pack(array, tensor.shape)), compute)   # type: ignore[arg-type]
-      size = max(array.nbytes, stored.nbytes())   # it is brought as it is, and then cast
-      check(size <= largest_tensor(), f"{folder}: {', '.join(part.sources)}: {size} bytes, of "
-            f"{largest_tensor()} that this device takes in one tensor: choose another one, as in DEV=CPU")
-      tensor.replace(stored.realize())
-  rest = next((name for name in maps if name != "lm_head.weight" and not name.endswith(".inv_freq")), None)   # derived
-  check(rest is None, f"{folder}: tensor {rest} has no place in the model that its config describes")
+      read_one = take_matrix if columns else lambda name, *shape, kind=kind: take(f"{name}.{kind}", *shape)
+      w = joined([read_one(name, rows, *columns) for name, rows in part.sources.items()])
+      if quantization and columns and part not in (model.embed_tokens, model.lm_head):
+        w = quantize(w, {"int8": 8, "int4": 4}[quantization])
+      if isinstance(w, Quantized) and part is model.embed_tokens: w = dequantized(w)
+      if not isinstance(w, Quantized):
+        tensor.replace(place(part, pack(w, tensor.shape)))   # type: ignore[arg-type]
+        continue
+      shape = stored_shape(*w.q.shape, compute)
+      tile = gcd(len(w.q), 16)
+      part.weight = place(part, pack_4_bits(w.q, shape) if w.q.dtype == np.uint8 else pack(w.q, shape), None)
+      part.scales = [place(part, pack(x, (len(x) // tile, x.shape[1], tile)), None)
+                     for x in (w.scale, w.offset) if x is not None]
+      if (np.diff(w.order) != 1).any(): part.order = Tensor(w.order.astype(np.int32)).realize()
+  rest = [name for name in maps if name != "lm_head.weight" and not name.endswith((".inv_freq", ".weight_shape"))
+          and not (layouts and name.endswith(".bias") and not np.memmap(*maps[name]).any())]   # derived, or nothing
+  check(not rest, f"{folder}: tensor {next(iter(rest), None)} has no place in the model that its config describes")

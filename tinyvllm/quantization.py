@@ -1,0 +1,137 @@
+"""Weights of 8 and 4 bits, w = q * scale + offset by groups of neighbouring inputs: made of any model while it loads,
+or read as they were published by AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) and compressed-tensors."""
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .config import check
+
+GROUP = 32   # inputs that share a scale, where it is made here
+
+
+class Quantized(NamedTuple):
+  """Of a matrix. Groups are equal parts of the inputs."""
+  q: np.ndarray               # (out, in): int8, or uint8 from 0 to 15
+  scale: np.ndarray           # (out, groups)
+  offset: np.ndarray | None   # (out, groups); None: zeros
+  order: np.ndarray           # (in,): the input that each column is for
+
+
+class Layout(NamedTuple):
+  """How files hold a matrix: words of 32 bits with neighbours of one axis, or a number by itself."""
+  weight: str = "qweight"        # what follows the matrix's name
+  scale: str = "scales"
+  zero: str = "qzeros"           # of a scale, in words of neighbouring outputs: what q is when w is 0
+  outputs_first: bool = False    # (out, in), else (in, out)
+  packed: str | None = "in"      # the axis that words are of
+  places: tuple = tuple(range(8))   # of neighbours, in a word of eight
+  zero_is: int = 0               # more than the file says
+
+
+LAYOUTS = {
+  "awq": [Layout(packed="out", places=(0, 4, 1, 5, 2, 6, 3, 7))], "gptq": [Layout(zero_is=1)],
+  "compressed-tensors": [Layout("weight_packed", "weight_scale", "weight_zero_point", True),
+                         Layout("weight", "weight_scale", "weight_zero_point", True, None)]}
+KNOWN = ("awq (gemm, 4 bits), gptq (4 or 8 bits), compressed-tensors (weights alone, pack-quantized of 4 or 8 bits or "
+         "int-quantized)")
+
+
+def layouts_of(config: dict[str, Any]) -> list[Layout]:
+  """Those that a model's quantization_config stands for. Raises ValueError for others than are read."""
+  if not config: return []
+  method = config.get("quant_method")
+  groups = config.get("config_groups", {}).values()
+  kinds = [group.get("weights") or {} for group in groups] or [{"num_bits": config.get("bits")}]
+  bits = (4,) if method == "awq" else (4, 8)
+  known = (method in LAYOUTS and config.get("version", "gemm").lower() == "gemm"
+           and all(kind.get("num_bits") in bits and kind.get("type", "int") == "int" for kind in kinds)
+           and not any(group.get("input_activations") or group.get("output_activations") for group in groups))
+  check(known, f"quantization_config={config} is not supported; supported: {KNOWN}")
+  if config.get("checkpoint_format") == "gptq_v2": return [Layout()]
+  return LAYOUTS[method]
+
+
+def unpacked(words: np.ndarray, bits: int, axis: int, places: tuple) -> np.ndarray:
+  """The numbers in words of 32 bits, in their order along the axis, as uint8."""
+  shifts = np.array(places[:32 // bits], np.uint32) * bits
+  numbers = np.moveaxis(words.view(np.uint32), axis, -1)[..., None] >> shifts & (1 << bits) - 1
+  return np.moveaxis(numbers.astype(np.uint8).reshape(*numbers.shape[:-2], -1), -1, axis)
+
+
+def narrow(x: np.ndarray) -> np.ndarray:
+  """In 16 bits, where those hold it."""
+  with np.errstate(over="ignore"): half = x.astype(np.float16)
+  return half if np.array_equal(half, x) else x
+
+
+def read(name: str, shape: tuple[int, int], layout: Layout, shapes: dict[str, tuple], take: Callable) -> Quantized:
+  """A matrix of this shape, (out, in). take: reads a tensor of this name and shape."""
+  def sized(*sizes): return sizes if layout.outputs_first else sizes[::-1]
+  out_features, in_features = shape
+  outputs, inputs = (0, 1) if layout.outputs_first else (1, 0)
+  weight, scale, zero, order = [f"{name}.{x}" for x in (layout.weight, layout.scale, layout.zero, "g_idx")]
+  groups = dict(enumerate(shapes.get(scale, ()))).get(inputs, 1)   # missing: to take it says so
+  check(in_features % groups == 0, f"{scale}: {groups} groups do not divide {in_features} inputs")
+  axis = {"in": inputs, "out": outputs, None: 0}[layout.packed]
+  length = shape[axis == inputs]
+  bits = 8 if layout.packed is None else 32 * shapes[weight][axis] // length
+  check(bits in (4, 8), f"{weight} is {list(shapes[weight])}: neither 4 nor 8 bits of {[*shape]}")
+  per_word = 1 if layout.packed is None else 32 // bits
+
+  def words(of: str, axis: int, *sizes):
+    stored = take(of, *[n // per_word if i == axis else n for i, n in enumerate(sized(*sizes))])
+    return stored if layout.packed is None else unpacked(stored, bits, axis, layout.places)
+  q = words(weight, axis, *shape)
+  scales = take(scale, *sized(out_features, groups)).astype(np.float32)
+  half = 0 if layout.packed is None else 1 << bits - 1   # what stands for 0 where the file has no zeros
+  zeros = words(zero, outputs, out_features, groups) + np.float32(layout.zero_is) if zero in shapes else half
+  offset = -zeros * scales
+  if bits == 8 and layout.packed: q, offset = (q ^ 128).view(np.int8), offset + 128 * scales
+  if f"{name}.weight_offset" in shapes: offset = take(f"{name}.weight_offset", out_features, groups).astype(np.float32)
+  if not layout.outputs_first: q, scales, offset = q.T, scales.T, offset.T
+  index = take(order, in_features) if order in shapes else np.arange(in_features) // (in_features // groups)
+  columns = np.argsort(index, kind="stable")
+  check(np.array_equal(index[columns], np.arange(in_features) // (in_features // groups)),
+        f"{order}: each of {groups} groups must have {in_features // groups} inputs")
+  return Quantized(q[:, columns], narrow(scales), narrow(offset) if offset.any() else None, columns)
+
+
+def dequantized(w: Quantized) -> np.ndarray:
+  """The matrix, (out, in), in 16 bits."""
+  by_group = w.q.reshape(*w.scale.shape, -1) * w.scale[..., None].astype(np.float32)
+  if w.offset is not None: by_group += w.offset[..., None]
+  return by_group.reshape(w.q.shape)[:, np.argsort(w.order)].astype(np.float16)
+
+
+def joined(matrices: list[Any]) -> Any:
+  """Matrices below each other, all quantized in the same way or none."""
+  if not any(isinstance(x, Quantized) for x in matrices):
+    return np.concatenate(matrices) if len(matrices) > 1 else matrices[0]
+  kinds = {isinstance(x, Quantized) and (x.q.dtype, x.scale.shape[1], x.order.tobytes()) for x in matrices}
+  check(len(kinds) == 1, "quantization_config: q, k and v of a layer, or gate and up, are not quantized alike")
+  if any(x.offset is not None for x in matrices):
+    matrices = [x._replace(offset=np.zeros_like(x.scale) if x.offset is None else x.offset) for x in matrices]
+  q, scale, offset, _ = [None if parts[0] is None else np.concatenate(parts) for parts in zip(*matrices, strict=True)]
+  return Quantized(q, scale, offset, matrices[0].order)   # type: ignore[arg-type]
+
+
+def quantize(weight: np.ndarray, bits: int) -> Quantized:
+  """A matrix, (out, in), by groups of inputs. 8 bits: symmetric. 4 bits: scale and offset of least squared error."""
+  groups = weight.shape[1] // GROUP if weight.shape[1] % GROUP == 0 else 1
+  w = weight.astype(np.float32).reshape(len(weight), groups, -1)   # (out, groups, in a group)
+  lowest, highest = (0, 15) if bits == 4 else (-127, 127)
+  offset = w.min(-1) if bits == 4 else np.zeros(w.shape[:2], np.float32)
+  scale = (w.max(-1) - offset) / 15 if bits == 4 else np.abs(w).max(-1) / 127
+
+  def rounded():
+    step = np.where(scale == 0, 1, scale)
+    return np.clip(np.rint((w - offset[..., None]) / step[..., None]), lowest, highest)
+  for _ in range(4 if bits == 4 else 0):   # q for these scales and offsets, these for that q, and so on
+    q = rounded()
+    apart = q - q.mean(-1, keepdims=True)
+    scale = (apart * w).sum(-1) / np.maximum((apart * apart).sum(-1), 1e-9)
+    offset = w.mean(-1) - scale * q.mean(-1)
+  scale, offset = [x.astype(np.float16) for x in (scale, offset)]
+  q = rounded().astype(np.uint8 if bits == 4 else np.int8).reshape(weight.shape)
+  return Quantized(q, scale, offset if bits == 4 else None, np.arange(weight.shape[1]))
