@@ -177,8 +177,7 @@ class LLMEngine:
     """As `step`, for who wants something else of each request that has news. If `told` fails, the next step tells."""
     with self._alone(), exclusive:   # another engine's capture would take in what this one reads
       started = time.perf_counter()
-      for request_id in self._abandoned: self.abort_request(request_id)
-      self._abandoned.clear()
+      while self._abandoned: self.abort_request(self._abandoned.pop())
       try:
         with self._stepping: changed = self._step()
       except BaseException:
@@ -245,13 +244,12 @@ class LLMEngine:
   def get_metrics(self) -> dict[str, float]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
     totals = self.scheduler.totals
-    seconds = totals["seconds"] or 1
     return {**totals, "blocks_used": self.blocks.num_used(), "blocks_free": self.blocks.num_free(),
             "blocks_cached": len(self.blocks.unused), "blocks_shared": len(self.blocks.shared),
             "num_requests_running": len(self.scheduler.running), "num_requests_waiting": len(self.scheduler.waiting),
             "mean_batch_size": totals["scheduled"] / (totals["steps"] or 1),
-            "tokens_per_second": totals["generation_tokens"] / seconds,
-            "requests_per_second": totals["requests_finished"] / seconds}
+            "tokens_per_second": totals["generation_tokens"] / (totals["seconds"] or 1),
+            "requests_per_second": totals["requests_finished"] / (totals["seconds"] or 1)}
 
 
 class LLM(LLMEngine):

@@ -52,8 +52,9 @@ class Tokenizer:
     return self.prefix + ids if add_special_tokens and ids[:1] != self.prefix else ids
 
   def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-    if skip_special_tokens: ids = [i for i in ids if i not in self.specials]
-    runs = itertools.groupby(ids, self.texts.get)   # of plain ids, whose text is None, and of each named one
+    if self.texts.keys().isdisjoint(ids): return self.plain_decode(ids) if ids else ""   # as nearly always
+    hidden = self.specials if skip_special_tokens else ()   # the others: plain ids, whose text is None, or named ones
+    runs = itertools.groupby([i for i in ids if i not in hidden], self.texts.get)
     return "".join(self.plain_decode([*run]) if text is None else text * len([*run]) for text, run in runs)
 
   def apply_chat_template(self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True,
@@ -114,12 +115,13 @@ class TextStream:
 
   def __post_init__(self) -> None:
     self.num_decoded = self.seq.num_prompt   # tokens whose text is there
+    self.known: dict[int, str] = {}          # the text of those from a place on, if it was decoded
     self.seen = 0, self.seq.num_prompt       # characters and tokens that the reader has had
 
   @property
   def shown(self) -> int:
-    stops = [] if self.seq.finish_reason else self.seq.params.stop or []
-    begun = [n for stop in stops for n in range(len(stop)) if self.text.endswith(stop[:n])]
+    if self.seq.finish_reason or not self.seq.params.stop: return len(self.text)
+    begun = [n for stop in self.seq.params.stop for n in range(len(stop)) if self.text.endswith(stop[:n])]
     return len(self.text) - max(begun, default=0)
 
   def feed(self) -> None:
@@ -128,14 +130,15 @@ class TextStream:
     params = seq.params
     hidden = seq.finish_reason == "stop" and seq.tokens[-1] in seq.stop_ids and not params.include_stop_str_in_output
     ids = seq.tokens[:-1] if hidden else seq.tokens
-    for start in (max(0, self.num_decoded - 8), 0):   # a text depends on that before: on all if those have none or half
-      before = self.tokenizer.decode(ids[start:self.num_decoded], params.skip_special_tokens)
-      if before and "\ufffd" not in before: break
+    # A text depends on that before: on all if the last have none or half. What is known is used until that is long
+    for start in (*self.known, max(0, self.num_decoded - 8), 0):
+      before = self.known.get(start) or self.tokenizer.decode(ids[start:self.num_decoded], params.skip_special_tokens)
+      if before and "\ufffd" not in before and self.num_decoded - start < 16: break
     text = self.tokenizer.decode(ids[start:], params.skip_special_tokens)
     if text.endswith("\ufffd") and not seq.finish_reason: return   # a character whose bytes have not all come
     searched = len(self.text)
     # Both at once: an interrupt finds both done, or none
-    vars(self).update(text=self.text + text[len(before):], num_decoded=len(ids))
+    vars(self).update(text=self.text + text[len(before):], num_decoded=len(ids), known={start: text})
     stops = params.stop or [] if seq.num_generated > params.min_tokens else []
     places = [(self.text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in stops]
     place, stop = min((found for found in places if found[0] >= 0), default=(0, ""))

@@ -9,6 +9,7 @@ from tinyvllm.config import EngineConfig, check, effective, logger
 from tinyvllm.engine import Params, Prompt, Request
 
 News = RequestOutput | Exception
+Numbered = tuple[int, RequestOutput]   # which of some requests, and what is new of it
 IDLE = 2.0   # seconds without a request, after which steps are captured that may never be met
 
 
@@ -112,29 +113,39 @@ class AsyncLLM:
     request. Raises ValueError for a bad request, RuntimeError if a step of it fails."""
     request = await asyncio.to_thread(self.llm.request, request_id or uuid.uuid4().hex, prompt, params, priority)
     async with contextlib.aclosing(self.stream([request])) as stream:
-      async for _, output in stream: yield output
+      async for news in stream:
+        for _, output in news: yield output
 
-  async def stream(self, requests: list[Request], ended: Any = None) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """As `generate`, of several requests that `llm.request` has made: the number of each, and what is new. Once this is
-    closed all have ended, unless that is cancelled, too. ended: called with each one as it ends, come what may."""
-    pieces: asyncio.Queue[tuple[Request, News]] = asyncio.Queue()
+  async def stream(self, requests: list[Request], ended: Any = None) -> AsyncGenerator[list[Numbered], None]:
+    """As `generate`, of several requests that `llm.request` has made: all that is new since the last time, and the
+    number of the request that each piece is of. Once this is closed all have ended, unless that is cancelled, too.
+    ended: called with each one as it ends, come what may."""
+    pieces: list[tuple[Request, News]] = []   # that came and were not yielded
+    came = asyncio.Event()
     left = set(requests)   # those that have not ended
 
     def take(request: Request, news: News, last: bool) -> None:
-      pieces.put_nowait((request, news))
+      pieces.append((request, news))
+      came.set()
       if last: left.remove(request)
       if last and ended: ended(request)
 
     reader = Reader(asyncio.get_running_loop(), take)
     for request in requests: self._driver.inbox.put(functools.partial(self._driver.add, request, reader))
     try:
-      while left or not pieces.empty():
-        request, news = await pieces.get()
-        if isinstance(news, Exception): raise news
-        yield requests.index(request), news
+      while left or pieces:
+        await came.wait()
+        came.clear()
+        outputs = [(requests.index(request), news) for request, news in pieces if not isinstance(news, Exception)]
+        errors = [news for _, news in pieces if isinstance(news, Exception)]
+        pieces.clear()
+        if outputs: yield outputs
+        for error in errors: raise error
     finally:
       for request in left: self._driver.inbox.put(functools.partial(self._driver.end, request))
-      while left: await pieces.get()
+      while left:
+        came.clear()
+        await came.wait()
 
   def abort(self, request_id: str) -> None:
     """End a request with finish_reason "abort", wherever it is. Any thread may call this."""

@@ -5,7 +5,8 @@ import re, signal, socket, threading, time, uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-import fastapi, fastapi.exceptions as exceptions, fastapi.middleware.cors as cors, fastapi_offline, pydantic, uvicorn
+import fastapi, fastapi.exceptions as exceptions, fastapi.middleware.cors as cors, fastapi_offline, orjson, pydantic
+import uvicorn
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, core, generate_latest
 
@@ -13,7 +14,7 @@ from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams, _
 from tinyvllm_cli import add_flags, given, set_log_level
 from tinyvllm.config import EngineConfig, ModelConfig, Options, check, kind_of, logger
 
-from .async_engine import AsyncLLM, Request
+from .async_engine import AsyncLLM, Numbered, Request
 from .tools import certain, read_calls, schema_of, with_objects
 
 # Answered without a key, and before the model is there
@@ -40,6 +41,7 @@ TIMES: dict[str, tuple[str, Callable[[Request], float]]] = {
   "request_params_max_tokens": ("max_tokens, as asked", lambda x: x.sequences[0].params.max_tokens)}
 GAP = "inter_token_latency_seconds"
 EVENTS = "text/event-stream"
+KEYS = orjson.OPT_NON_STR_KEYS   # ids of tokens are
 SECONDS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)]
 TOKENS = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 
@@ -126,6 +128,9 @@ def usage_of(requests: list[Request]) -> dict[str, Any]:
 def tools_of(body: Any) -> list[dict[str, Any]]:
   """Those that a chat's answer may call."""
   return [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+
+
+def event(content: dict[str, Any]) -> bytes: return b"data: %b\n\n" % orjson.dumps(content, option=KEYS)
 
 
 class Answer:
@@ -326,7 +331,7 @@ class Server(uvicorn.Server):
                     f"Prefix cache hit rate: {hits:.1%}")
       before = now
 
-  async def watched(self, requests: list[Request]) -> AsyncIterator[tuple[int, RequestOutput]]:
+  async def watched(self, requests: list[Request]) -> AsyncIterator[list[Numbered]]:
     """AsyncLLM.stream, with its times taken and its time limited."""
     timer = asyncio.get_running_loop().call_later(self.options.request_timeout or 2**31, self.abort, requests)
     last: dict[Request, tuple[float, int]] = {}   # when, and how many tokens there were
@@ -345,9 +350,9 @@ class Server(uvicorn.Server):
     self.requests.update(requests)
     try:
       async with contextlib.aclosing(self.llm.stream(requests, ended)) as stream:
-        async for number, output in stream:
-          observe(requests[number])
-          yield number, output
+        async for news in stream:
+          for number, _ in news: observe(requests[number])
+          yield news
     finally: timer.cancel()
 
   # Routes
@@ -443,23 +448,26 @@ class Server(uvicorn.Server):
     choices = [answer.choice(i, output, c) for i, output in outputs for c in output.outputs]
     return JSONResponse({**answer.whole(choices), "usage": usage_of(requests)})
 
-  async def events(self, answer: Answer, news: Any, stream: Any, requests: list[Request]) -> AsyncIterator[str]:
-    def event(content: dict) -> str: return f"data: {json.dumps(content)}\n\n"
+  async def events(self, answer: Answer, news: Any, stream: Any, requests: list[Request]) -> AsyncIterator[bytes]:
+    """What arrives together is yielded together: each write to a socket takes longer than all else of an event."""
     usage = {"usage": None} if getattr(answer.body.stream_options, "include_usage", False) else {}
-    for i in range(answer.params.n if answer.chat else 0):
-      role = {"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-      yield event({**answer.whole([role]), **usage})
+    roles = [{"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+             for i in range(answer.params.n if answer.chat else 0)]
+    found = [event({**answer.whole([role]), **usage}) for role in roles]
     ended = set[tuple[int, int]]()
     try:
       while news:
-        i, output = news
-        for c in output.outputs:
-          if (i, c.index) in ended or not (c.token_ids or c.finish_reason): continue
-          if c.finish_reason: ended.add((i, c.index))
-          yield event({**answer.whole([answer.choice(i, output, c)]), **usage})
+        for i, output in news:
+          for c in output.outputs:
+            if (i, c.index) in ended or not (c.token_ids or c.finish_reason): continue
+            if c.finish_reason: ended.add((i, c.index))
+            found.append(event({**answer.whole([answer.choice(i, output, c)]), **usage}))
+        if found and len(ended) < len(requests) * answer.params.n:   # else what is last comes with them
+          yield b"".join(found)
+          found.clear()
         news = await anext(stream, None)
-      if usage: yield event({**answer.whole([]), "usage": usage_of(requests)})
-      yield "data: [DONE]\n\n"
+      if usage: found.append(event({**answer.whole([]), "usage": usage_of(requests)}))
+      yield b"".join([*found, b"data: [DONE]\n\n"])
     except RuntimeError as error: yield event(error_of(500, str(error)))
     finally: await stream.aclose()
 

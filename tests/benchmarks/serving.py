@@ -3,6 +3,7 @@
   python tests/benchmarks/serving.py [--model DIR] --num-prompts 100 --request-rate 8 --max-concurrency 32
   python tests/benchmarks/serving.py --url http://127.0.0.1:8000 --input-len 128 --output-len 64
   python tests/benchmarks/serving.py --compare [--model DIR | --shape smollm2-135m]
+  python tests/benchmarks/serving.py --compare --step-ms 2.2
 
 It starts a server, of the shipped model unless told otherwise, or takes the one at --url. Prompts are random ids, all
 different; every answer has --output-len tokens. Requests arrive as a Poisson process. TTFT: from sending a request to
@@ -11,6 +12,10 @@ the first byte of the first event with text; ITL: between events; TPOT: what fol
 --compare measures HTTP and LLM.generate in turn, in several rounds of one run, on the same work without a prefix cache:
 (a) one request at a time: its TTFT less RequestMetrics.ttft of an engine without HTTP; (b) --streams at once: output
 tokens/s over HTTP, over those of LLM.generate. The engine without HTTP is in this process, idle while the server works.
+
+--step-ms: no step is computed. A device that is not there takes so long for each, beside the host, as a GPU does, and
+chooses tokens by their place. What is left is the host's work, the server's and the client's: a fast GPU's server without
+the GPU. The engine without HTTP has the same device, so the ratio says what HTTP costs beside such a step.
 
 The client is asyncio on bare sockets in this process; the server has its own, and so its own interpreter lock. Where
 cores are few they share these: the client's share of one is printed."""
@@ -204,7 +209,29 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
           "max_num_batched_tokens": max(args.max_num_batched_tokens, running), "gpu_memory_utilization": share}
 
 
+def pretend(llm: LLM, seconds: float) -> None:
+  """Give it a device that is not there."""
+  words, busy_until = [i for i in range(llm.model_config.vocab_size) if llm.tokenizer.decode([i]).isalpha()], 0.0
+
+  def launch(step: Any) -> Callable[[], tuple]:
+    nonlocal busy_until
+    end = busy_until = max(busy_until, time.perf_counter()) + seconds
+
+    def read() -> tuple:
+      time.sleep(max(0.0, end - time.perf_counter()))
+      return step, [words[7 * place % len(words)] for _, place in step.targets], []
+    return read
+  llm.runner.launch, llm.runner.overlaps = launch, True
+  llm.capture = lambda *_, **__: iter(())
+
+
 def open_llm(args: argparse.Namespace, **given: Any) -> LLM:
+  llm = _open_llm(args, **given)
+  if args.step_ms: pretend(llm, args.step_ms / 1e3)
+  return llm
+
+
+def _open_llm(args: argparse.Namespace, **given: Any) -> LLM:
   if args.shape or args.layers: return common.open_llm(args, **given)
   return LLM(args.model, **{"dtype": args.dtype, "enable_prefix_caching": False, **given})
 
@@ -369,6 +396,7 @@ def main() -> int:
   parser.add_argument("--rounds", type=common.positive, default=7, help="--compare: so many")
   parser.add_argument("--requests", type=common.positive, default=10, help="--compare: of (a) in each round")
   parser.add_argument("--stream-interval", type=int, default=1, help="the server's: tokens in an event")
+  parser.add_argument("--step-ms", type=float, help="of a device that is not there, in place of computing")
   parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.serve: return serve(args)
