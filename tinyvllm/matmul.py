@@ -13,6 +13,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 from .device import cpu_cores, renderer
 
 MMA = (8, 16, 16)   # the tensor core used here: n, m, k
+AHEAD = 4096   # bytes, by which a CPU's core asks for weights before it needs them
 # Elements of w, x and the sum in a lane, by four axes: which two of 4 inputs, which eight of 16 outputs, which of the
 # two inputs, which of two rows of x
 ELEMENTS = ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2))
@@ -170,25 +171,37 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   return kernel_of("linear_tc", UOp.group(*tiles), 1)
 
 
+def fetch(buffer: UOp, index: UOp, size: int) -> UOp:
+  """0, and the core is told to fetch so many bytes from AHEAD of an index on."""
+  lines = [f"__builtin_prefetch({{0}} + {at // buffer.dtype.itemsize}), " for at in range(AHEAD, AHEAD + size, 64)]
+  return UOp(Ops.CUSTOMI, dtypes.int32, (buffer.base.index(index),), f"({''.join(lines)}0)")
+
+
 def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   """One pass over the weights: 16 outputs stay in the cache while the rows of x go by. A CPU has 4 sums of 16 lanes in
   registers, of rows of x and tiles of outputs, or of one row in shares of the inputs: more spill, fewer wait."""
   T, K = x.shape
   N16, words, lanes = weight.shape
+  in_word = K // words   # inputs
   scales, added = split(rest)
   groups = scales[0].shape[1] if scales else 1
   simd = cpu_cores() and lanes == 16
   kind = AxisType.UPCAST if simd else AxisType.WEAK
   rows = gcd(T, 4 if T > 8 else 2) if simd else 1
   tiles = gcd(N16, 4 // rows) if simd and T > 1 else 1
+  shares = gcd(K // groups, max(4, in_word)) if simd and T == 1 else 1
   n = axis(N16 // tiles, 0, AxisType.WEAK) * tiles + axis(tiles, 3, kind)
   t = axis(T // rows, 1, AxisType.WEAK) * rows + axis(rows, 4, kind)
   group = axis(groups, 2)
-  k = group * (K // groups) + unrolled(K // groups, 4 if simd and T == 1 else 1, 5)
+  first = group * (K // groups) + axis(K // groups // shares, 5) * shares
+  k = first + axis(shares, 6, AxisType.UNROLL)
   lane = axis(lanes, 7, kind)
-  w = dequantize(weight[n, k // (K // words), lane], k % 8, scales, n, group, lane)
+  w = dequantize(weight[n, k // in_word, lane], k % 8, scales, n, group, lane)
+  # Of one row a core waits for weights
+  size = shares * lanes * weight.dtype.itemsize // in_word
+  ahead = fetch(weight, (n * words + first // in_word) * lanes, size) if shares > 1 else 0
   # Each share by itself, and then their sum
-  total = fold(fold(x[t, k].float() * w, kinds=(AxisType.REDUCE,)))
+  total = fold(fold(x[t, k + ahead].float() * w, kinds=(AxisType.REDUCE,)))
   threads = divisor(N16 // tiles, cpu_cores()) if simd else None
   return kernel_of("linear", put(out, total, added, t, n * lanes + lane), threads)
 
