@@ -234,8 +234,9 @@ def model(path: pathlib.Path, kv: dict[str, Any], found: dict[str, Tensor]) -> t
         "llama-gguf-split --merge makes it")
   config = {name: kv[f"{arch}.{key}"] for key, name in KEYS.items() if f"{arch}.{key}" in kv}
   for key in REQUIRED: check(KEYS[key] in config, f"{path} lacks {arch}.{key}")
-  lists = ", ".join(name for name, value in config.items() if isinstance(value, list))
-  check(not lists, f"{path}: {lists}: one number for each layer is not supported, only one for all")
+  for name, value in config.items():
+    kind = float if name in ("rms_norm_eps", "rope_theta") else int
+    check(type(value) is kind and value > 0, f"{path}: {name}={str(value)[:40]}; expected one {kind.__name__} above 0")
   layers = [f"blk.{i}.{name}.weight" for i in range(config["num_hidden_layers"]) for name in IN_LAYER]
   for name in ["token_embd.weight", *layers, "output_norm.weight"]:
     check(name in found, f"{path}: tensor {name} is missing")
@@ -334,12 +335,10 @@ def write_safetensors(path: pathlib.Path, tensors: Iterator[tuple[str, np.ndarra
 
 # Its tokenizer
 
-def byte_level(path: pathlib.Path, config: dict[str, Any]) -> bytes:
+def byte_level(config: dict[str, Any]) -> bytes:
   """tokenizer.json of a byte-level BPE. config: what the file says of its tokenizer."""
   lib = optional("tokenizers")
   pre = config.get("pre", "default")
-  check(pre in SPLITS, f"{path}: tokenizer.ggml.pre {pre} is not supported; supported: {', '.join(SPLITS)}: use the "
-        "model's folder with safetensors")
   tokens = config["tokens"]
   merges = [tuple(merge.split(" ")) for merge in config["merges"]]
   bpe = lib.Tokenizer(lib.models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=pre in WHOLE_WORDS))
@@ -366,7 +365,7 @@ def proto(*fields: tuple[int, Any]) -> bytes:
   return b"".join(field(number, value) for number, value in fields)
 
 
-def sentencepiece(path: pathlib.Path, config: dict[str, Any]) -> bytes:
+def sentencepiece(config: dict[str, Any]) -> bytes:
   """tokenizer.model of a sentencepiece vocabulary, which merges by the pieces' scores. Numbers: those of the fields
   in sentencepiece_model.proto."""
   pieces = [*zip(config["tokens"], config["scores"], config["token_type"], strict=True)]
@@ -376,31 +375,35 @@ def sentencepiece(path: pathlib.Path, config: dict[str, Any]) -> bytes:
   spaces = proto((1, b"identity"), (3, bool(config.get("add_space_prefix", True))),
                  (4, bool(config.get("remove_extra_whitespaces", False))))
   made = proto(*out, (2, trainer), (3, spaces))
-  try: SentencePieceProcessor(model_proto=made)
-  except RuntimeError as e: raise ValueError(f"{path}: its vocabulary is not one of sentencepiece: {e}") from e
+  SentencePieceProcessor(model_proto=made)   # it says what it does not take
   return made
 
 
 def tokenizer(path: pathlib.Path, kv: dict[str, Any], vocab_size: int) -> dict[str, bytes]:
   """The tokenizer's files, by name. vocab_size: ids that the model has."""
   config = {name.split(".")[-1]: value for name, value in kv.items() if name.startswith("tokenizer.")}
-  kind = config.get("model")
   makers: dict[str, Any] = {"gpt2": ("tokenizer.json", byte_level, ("merges",)),
                             "llama": ("tokenizer.model", sentencepiece, ("scores", "token_type"))}
-  check(kind in makers, f"{path}: GGUF tokenizer {kind} is not supported; supported: {', '.join(makers)}: use the "
-        "model's folder with safetensors")
-  name, make, required = makers[str(kind)]
+  kind = str(config.get("model"))
+  pre = str(config.get("pre", "default"))
+  for key, value, known in (("model", kind, makers), ("pre", pre, SPLITS if kind == "gpt2" else [pre])):
+    check(value in known, f"{path}: tokenizer.ggml.{key} {value} is not supported; supported: {', '.join(known)}: use "
+          "the model's folder with safetensors")
+  name, make, required = makers[kind]
   for key in ("tokens", *required): check(isinstance(config.get(key), list), f"{path} lacks tokenizer.ggml.{key}")
   tokens = config["tokens"]
   check(len(tokens) <= vocab_size, f"{path}: {len(tokens)} tokens; expected at most token_embd's {vocab_size} rows")
-  begins = kind == "llama" or config.get("pre") in WHOLE_WORDS
-  says: dict[str, Any] = {"add_bos_token": begins}
+  says: dict[str, Any] = {"add_bos_token": kind == "llama" or pre in WHOLE_WORDS}
   says |= {k: config[k] for k in ("chat_template", "add_bos_token") if k in config}
-  says |= {f"{n}_token": tokens[config[k]] for n in ("bos", "eos") if (k := f"{n}_token_id") in config}
-  if kind == "llama":   # those that are text, but split it first
-    own = [i for i, k in enumerate(config["token_type"]) if k == USER_DEFINED]
-    says["added_tokens_decoder"] = {str(i): {"content": tokens[i], "special": False} for i in own}
-  return {name: make(path, config), "tokenizer_config.json": json.dumps(says).encode()}
+  ids = {f"{n}_token": config[f"{n}_token_id"] for n in ("bos", "eos") if f"{n}_token_id" in config}
+  try:
+    says |= {n: tokens[i] for n, i in ids.items()}
+    if kind == "llama":   # those that are text, but split it first
+      own = [i for i, k in enumerate(config["token_type"]) if k == USER_DEFINED]
+      says["added_tokens_decoder"] = {str(i): {"content": tokens[i], "special": False} for i in own}
+    return {name: make(config), "tokenizer_config.json": json.dumps(says).encode()}
+  except Exception as e:   # the libraries fail in many ways
+    raise ValueError(f"{path}: expected a vocabulary of the kind {kind} in tokenizer.ggml: {e}") from e
 
 
 # The folder
