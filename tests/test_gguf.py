@@ -256,6 +256,15 @@ def refused(path, folder, *parts):
   assert sorted(folder.parent.rglob("*")) == before
 
 
+def test_without_tokenizers_one_line_names_the_extra(tmp_path, monkeypatch):
+  folder = tiny_model(tmp_path / "hf")
+  path = write_gguf(tmp_path / "model.gguf", folder)
+  monkeypatch.setitem(sys.modules, "tokenizers", None)
+  with pytest.raises(ValueError, match=r"^this needs tokenizers: pip install 'tinyvllm\[hf\]'$"):
+    convert(path, tmp_path / "converted")
+  convert(write_gguf(path, folder, tokenizer="llama"), tmp_path / "converted")   # which needs none
+
+
 @pytest.mark.parametrize("architecture", ["gpt2", "mamba"])
 def test_another_architecture_is_refused(tmp_path, architecture):
   path = written(tmp_path / "model.gguf", architecture)
@@ -341,6 +350,17 @@ def test_other_files_are_no_gguf(tmp_path):
 def test_one_of_several_parts_is_refused_with_what_joins_them(tmp_path):
   path = written(tmp_path / "model.gguf", split__count=3)
   refused(path, tmp_path / "converted", "one of 3 parts", "--merge")
+
+
+@pytest.mark.parametrize("name", ["foo", "blk.0.ffn_gate_exps.weight"])
+def test_a_tensor_that_has_no_place_is_named(tmp_path, monkeypatch, name):
+  real = converter.read
+  def read(path):
+    kv, found = real(path)
+    return kv, {**found, name: found["output_norm.weight"]}
+  monkeypatch.setattr(converter, "read", read)
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
+  refused(path, tmp_path / "converted", f"tensor {name} is not known", "ffn_gate")
 
 
 # the folder

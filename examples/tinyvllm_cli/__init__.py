@@ -10,6 +10,8 @@ from tinyvllm import LLM, SamplingParams, __version__
 from tinyvllm.config import NO_EFFECT, EngineConfig, kind_of, logger
 from tinyvllm.tokenizer import optional
 
+from .gguf import folder_of as folder_of
+
 FAILURES = (ValueError, RuntimeError, CompileError, subprocess.CalledProcessError)   # the last two: of a compiler
 # What has a main of its own: what it is for, its module, and the extra that brings what that needs
 TOOLS = {"serve": ("answer HTTP", "tinyvllm_server", "server"),
@@ -117,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     args = vars(parser.parse_args(argv))
     set_log_level(args)
     remote = args["url"] or args["api_key"]
-    if not remote: args["model"] = _tool("convert").folder_of(args["model"])
+    if not remote: args["model"] = folder_of(args["model"])
     answering = threading.Event()
     def interrupt(*_: Any) -> None:   # no KeyboardInterrupt, which is lost where it comes into a __del__ of tinygrad's
       if answering.is_set(): return answering.clear()   # the answer stops, the chat goes on

@@ -2,7 +2,7 @@
 by groups of inputs w = q * scale + offset, as compressed-tensors lays that out, exact but for the rounding of scales to
 float16. In 4 bits without offsets the files have q + 8, else q itself; `weight_offset` is an extension of ours. numpy
 alone reads and writes: no device is opened, and nothing compiled."""
-import argparse, collections, hashlib, json, logging, math, os, pathlib, struct, tempfile
+import argparse, collections, hashlib, itertools, json, logging, math, os, pathlib, struct, tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -107,17 +107,19 @@ def quantized(kind: Type, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
   q = (q.view(np.int8) - np.int8(kind.zero)).reshape(len(data), -1)
   scale = blocks["d"].astype(np.float32)[..., None]
   offset = blocks["m"].astype(np.float32)[..., None] if "m" in blocks.dtype.names else None
-  if "scales" in blocks.dtype.names:
-    scales, minima = (blocks["scales"], None) if offset is None else k_scales(blocks["scales"])
+  scaled = "scales" in blocks.dtype.names
+  if scaled and offset is None: scale = scale * blocks["scales"]
+  elif scaled and offset is not None:
+    scales, minima = k_scales(blocks["scales"])
     scale = scale * scales
-    if offset is not None: offset = -offset * minima
+    offset = -offset * minima
   return q, scale.reshape(len(data), -1), None if offset is None else offset.reshape(len(data), -1)
 
 
 def numbers(kind: Type, data: np.ndarray) -> np.ndarray:
   """What a tensor stands for, in float32."""
   if kind.name == "BF16": return (data.astype(np.uint32) << 16).view(np.float32)   # the upper half of float32
-  if not kind.form: return data.astype(np.float32)
+  if not kind.form: return data.astype(np.float32, copy=False)
   q, scale, offset = quantized(kind, data)
   values = q.reshape(*scale.shape, -1) * scale[..., None]
   if offset is not None: values += offset[..., None]
@@ -187,7 +189,7 @@ class Reader:
 
 def read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
   """A GGUF file's metadata and its tensors. Raises ValueError for a file that is none, or that is cut short."""
-  check(path.is_file(), f"{path} is no file")
+  check(path.is_file() and os.access(path, os.R_OK), f"{path} is no file that can be read")
   size = path.stat().st_size
   check(size, f"{path} is empty: expected a GGUF file")
   reader = Reader(np.memmap(path, np.uint8, "r"))
@@ -208,12 +210,13 @@ def read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
   alignment = kv.get("general.alignment", 32)
   check(type(alignment) is int and alignment > 0, f"{path}: general.alignment={alignment!r}; expected a power of two")
   start = -(-reader.at // alignment) * alignment
+  known = ", ".join(x.name for x in TYPES.values())
   tensors = {}
   for name, shape, kind, offset in found:
     said = f"{path}: tensor {name}"
-    known = ", ".join(x.name for x in TYPES.values())
     check(kind in TYPES, f"{said} is of GGUF type {OTHER_TYPES.get(kind, kind)}; supported: {known}")
-    tensor = tensors[name] = Tensor(TYPES[kind], shape, start + offset)
+    tensor = Tensor(TYPES[kind], shape, start + offset)
+    tensors[name] = tensor
     least = 2 if tensor.kind.form else 1
     whole = least <= len(shape) <= 2 and math.prod(shape) and shape[-1] % tensor.kind.inputs == 0
     check(whole, f"{said} has the shape {[*shape]}; expected {least} or 2 axes, the last a multiple of "
@@ -232,13 +235,13 @@ def model(path: pathlib.Path, kv: dict[str, Any], found: dict[str, Tensor]) -> t
         f"{', '.join(ARCHITECTURES)}")
   check(kv.get("split.count", 1) == 1, f"{path} is one of {kv.get('split.count')} parts: expected one file; "
         "llama-gguf-split --merge makes it")
-  config = {name: kv[f"{arch}.{key}"] for key, name in KEYS.items() if f"{arch}.{key}" in kv}
+  config = {name: kv[f"{arch}.{key}"] for key, name in KEYS.items() if kv.get(f"{arch}.{key}")}
   for key in REQUIRED: check(KEYS[key] in config, f"{path} lacks {arch}.{key}")
   for name, value in config.items():
     kind = float if name in ("rms_norm_eps", "rope_theta") else int
     check(type(value) is kind and value > 0, f"{path}: {name}={str(value)[:40]}; expected one {kind.__name__} above 0")
-  layers = [f"blk.{i}.{name}.weight" for i in range(config["num_hidden_layers"]) for name in IN_LAYER]
-  for name in ["token_embd.weight", *layers, "output_norm.weight"]:
+  layers = (f"blk.{i}.{name}.weight" for i in range(config["num_hidden_layers"]) for name in IN_LAYER)
+  for name in itertools.chain(["token_embd.weight", "output_norm.weight"], layers):
     check(name in found, f"{path}: tensor {name} is missing")
   heads = config["num_attention_heads"]
   width = config.setdefault("head_dim", config["hidden_size"] // heads)
@@ -260,7 +263,8 @@ def model(path: pathlib.Path, kv: dict[str, Any], found: dict[str, Tensor]) -> t
   for name, tensor in found.items():
     parts = name.split(".")
     said = f"{path}: tensor {name}"
-    check(all(part in NAMES or part.isdecimal() for part in parts[:-1]), f"{said} is not known; known: {[*NAMES]}")
+    known = len(parts) > 1 and all(part in NAMES or part.isdecimal() for part in parts[:-1])
+    check(known, f"{said} is not known; known: {', '.join(NAMES)}")
     if n := permuted.get(parts[-2]):   # rows of q and k lie in RoPE's pairs of neighbours: put them back into halves
       check(tensor.shape[0] == n * width, f"{said} has {tensor.shape[0]} rows; expected {n * width}")
       tensor = tensor._replace(rows=np.arange(n * width).reshape(n, -1, 2).swapaxes(1, 2).ravel())
@@ -386,13 +390,16 @@ def tokenizer(path: pathlib.Path, kv: dict[str, Any], vocab_size: int) -> dict[s
                             "llama": ("tokenizer.model", sentencepiece, ("scores", "token_type"))}
   kind = str(config.get("model"))
   pre = str(config.get("pre", "default"))
-  for key, value, known in (("model", kind, makers), ("pre", pre, SPLITS if kind == "gpt2" else [pre])):
+  def supported(key: str, value: str, known: Any) -> None:
     check(value in known, f"{path}: tokenizer.ggml.{key} {value} is not supported; supported: {', '.join(known)}: use "
           "the model's folder with safetensors")
+  supported("model", kind, makers)
+  if kind == "gpt2": supported("pre", pre, SPLITS)
   name, make, required = makers[kind]
   for key in ("tokens", *required): check(isinstance(config.get(key), list), f"{path} lacks tokenizer.ggml.{key}")
   tokens = config["tokens"]
   check(len(tokens) <= vocab_size, f"{path}: {len(tokens)} tokens; expected at most token_embd's {vocab_size} rows")
+  if kind == "gpt2": optional("tokenizers")   # or this says what is missing
   says: dict[str, Any] = {"add_bos_token": kind == "llama" or pre in WHOLE_WORDS}
   says |= {k: config[k] for k in ("chat_template", "add_bos_token") if k in config}
   ids = {f"{n}_token": config[f"{n}_token_id"] for n in ("bos", "eos") if f"{n}_token_id" in config}
