@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "tinyvllm"
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
         tokenize.ENDMARKER}
 # Packages in examples/, and the lines that each stays within
-BESIDE = {"tinyvllm_server": 588, "tinyvllm_cli": 596, "tinyvllm_guidance": 60}
+BESIDE = {"tinyvllm_server": 588, "tinyvllm_cli": 599, "tinyvllm_guidance": 60}
 # The promise is under 1000 lines, and the aim 855: this is where the engine stands, and it may only fall (ROADMAP.md)
 LINES, WIDTH = 1403, 120
 MEAN, DENSEST = 17.0, 20.0   # tokens a line: over the package, in any file

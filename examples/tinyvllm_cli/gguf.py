@@ -87,7 +87,8 @@ STORED = {"f4": "F32", "f2": "F16", "u2": "BF16", "i1": "I8", "i4": "I32", "i8":
 def planes(data: np.ndarray, width: int, bits: int) -> np.ndarray:
   """(…, n) bytes to (…, n * 8 / bits) numbers: of `width` bytes first the lowest bits of each, then the next, …"""
   shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-  spread = data.reshape(*data.shape[:-1], -1, 1, width) >> shifts & np.uint8(2**bits - 1)
+  spread = data.reshape(*data.shape[:-1], -1, 1, width) >> shifts
+  spread &= np.uint8(2**bits - 1)
   return spread.reshape(*data.shape[:-1], -1)
 
 
@@ -104,7 +105,8 @@ def quantized(kind: Type, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.
   blocks = data.view(kind.fields)   # (rows, blocks)
   q = planes(blocks["low"], *kind.low)
   if "high" in blocks.dtype.names: q |= planes(blocks["high"], *kind.high) << np.uint8(4)
-  q = (q.view(np.int8) - np.int8(kind.zero)).reshape(len(data), -1)
+  q = q.view(np.int8).reshape(len(data), -1)
+  q -= np.int8(kind.zero)
   scale = blocks["d"].astype(np.float32)[..., None]
   offset = blocks["m"].astype(np.float32)[..., None] if "m" in blocks.dtype.names else None
   scaled = "scales" in blocks.dtype.names
@@ -240,6 +242,7 @@ def model(path: pathlib.Path, kv: dict[str, Any], found: dict[str, Tensor]) -> t
   for name, value in config.items():
     kind = float if name in ("rms_norm_eps", "rope_theta") else int
     check(type(value) is kind and value > 0, f"{path}: {name}={str(value)[:40]}; expected one {kind.__name__} above 0")
+    if kind is float: config[name] = float(str(np.float32(value)))   # 1e-5, not the float32 nearest to it
   layers = (f"blk.{i}.{name}.weight" for i in range(config["num_hidden_layers"]) for name in IN_LAYER)
   for name in itertools.chain(["token_embd.weight", "output_norm.weight"], layers):
     check(name in found, f"{path}: tensor {name} is missing")
