@@ -234,20 +234,40 @@ def until(ids: list[int], ends: Iterable[int]) -> list[int]:
   return next((ids[:i + 1] for i, x in enumerate(ids) if x in ends), ids)
 
 
+def ggml_blocks(x: np.ndarray, kind: Any) -> np.ndarray:
+  """A matrix in one of GGUF's types. gguf cannot quantize to those with super-blocks of 256: blocks of random bits with
+  scales of a usual size stand for them, whatever x is."""
+  import gguf
+  d_at = {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}   # bytes of a block at which d and dmin are
+  if kind.name not in d_at: return gguf.quants.quantize(np.ascontiguousarray(x, np.float32), kind)
+  rng = np.random.default_rng(x.size)
+  block, size = gguf.GGML_QUANT_SIZES[kind]
+  out = rng.integers(0, 256, (x.shape[0], x.shape[1] // block, size), dtype=np.uint8)
+  for at in d_at[kind.name]:
+    d = rng.uniform(1e-5, 1e-3, out.shape[:2]).astype(np.float16)
+    out[:, :, at:at + 2] = d[..., None].view(np.uint8)
+  return out.reshape(len(x), -1)
+
+
 def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | None = None,
                merges: list[str] | None = None, specials: Iterable[str] = (), template: str | None = None,
-               tokenizer: str = "gpt2") -> Path:
-  """The model in `folder` as llama.cpp's converter writes it: q and k rows in pairs of neighbours, norms in float32."""
+               tokenizer: str = "gpt2", kinds: dict[str, str] | None = None, pre: str = "gpt-2",
+               architecture: str | None = None) -> Path:
+  """The model in `folder` as llama.cpp's converter writes it: q and k rows of a llama in pairs of neighbours, norms and
+  biases in float32. kind: of the matrices, but those that `kinds` names. tokenizer: gpt2, of tokens and merges, or
+  llama, which is the folder's tokenizer.model."""
   import gguf
   config, weights = load(folder)
   tokens = tokens or ["a", "b", "ab", *(f"t{i}" for i in range(config["vocab_size"] - 3))]
-  writer = gguf.GGUFWriter(path, "llama")
+  arch = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(config["architectures"][0], "llama")
+  writer = gguf.GGUFWriter(path, architecture or arch)
   writer.add_block_count(config["num_hidden_layers"])
   writer.add_context_length(config["max_position_embeddings"])
   writer.add_embedding_length(config["hidden_size"])
   writer.add_feed_forward_length(config["intermediate_size"])
   writer.add_head_count(config["num_attention_heads"])
-  writer.add_head_count_kv(config["num_key_value_heads"])
+  if config.get("num_key_value_heads"): writer.add_head_count_kv(config["num_key_value_heads"])
+  if config.get("head_dim"): writer.add_key_length(config["head_dim"])
   writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
   writer.add_rope_freq_base(config["rope_theta"])
   scaling = config.get("rope_scaling") or {}
@@ -256,28 +276,41 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
     plain = rope_frequencies({**config, "rope_scaling": None}, D)
     writer.add_tensor("rope_freqs.weight", (plain / rope_frequencies(config, D)).astype(np.float32))
   elif scaling:
-    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
     writer.add_rope_scaling_factor(scaling["factor"])
   writer.add_tokenizer_model(tokenizer)
-  writer.add_tokenizer_pre("gpt-2")
-  writer.add_token_list(tokens)
-  writer.add_token_types([3 if t in specials else 1 for t in tokens])
-  writer.add_token_merges(merges or ["a b"])
+  if tokenizer == "llama":
+    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    ids = range(model.GetPieceSize())
+    writer.add_token_list([model.IdToPiece(i) for i in ids])
+    writer.add_token_scores([model.GetScore(i) for i in ids])
+    kind_of = [(model.IsUnknown, 2), (model.IsControl, 3), (model.IsUnused, 5), (model.IsByte, 6), (lambda _: True, 1)]
+    writer.add_token_types([next(number for test, number in kind_of if test(i)) for i in ids])
+  else:
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if t in specials else 1 for t in tokens])
+    writer.add_token_merges(merges or ["a b"])
   if template: writer.add_chat_template(template)
   writer.add_bos_token_id(1)
   writer.add_eos_token_id(2)
   names: dict[str, str] = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
   parts = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
            "self_attn.o_proj": "attn_output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
+           "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
            "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
   layers = range(config["num_hidden_layers"])
   names |= {f"model.layers.{i}.{k}": f"blk.{i}.{v}" for i in layers for k, v in parts.items()}
-  heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+  H = config["num_attention_heads"]
+  heads = {"attn_q": H, "attn_k": config.get("num_key_value_heads") or H} if arch == "llama" else {}
   for name, x in weights.items():
-    name, x = names[name.removesuffix(".weight")], x.astype(np.float32)
-    if n := heads.get(name.split(".")[-1]): x = x.reshape(n, 2, -1, x.shape[1]).swapaxes(1, 2).reshape(x.shape)
-    dtype = gguf.GGMLQuantizationType.F32 if x.ndim == 1 else gguf.GGMLQuantizationType[kind]
-    writer.add_tensor(f"{name}.weight", gguf.quants.quantize(np.ascontiguousarray(x), dtype), raw_dtype=dtype)
+    module, _, suffix = name.rpartition(".")
+    name = names[module]
+    part = name.split(".")[-1]
+    if n := heads.get(part): x = x.reshape(n, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+    dtype = gguf.GGMLQuantizationType["F32" if x.ndim == 1 else (kinds or {}).get(part, kind)]
+    data = x.astype(np.float32) if x.ndim == 1 else ggml_blocks(x, dtype)
+    writer.add_tensor(f"{name}.{suffix}", data, raw_dtype=dtype)
   writer.write_header_to_file()
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()

@@ -180,7 +180,7 @@ def test_prompts_may_be_made_by_vllms_names(folder):
 
 
 @pytest.mark.parametrize("name,said", [("facebook/opt-125m", "hf download facebook/opt-125m --local-dir FOLDER"),
-                                       ("model.gguf", "convert_gguf.py model.gguf FOLDER"),
+                                       ("model.gguf", "model.gguf"),
                                        (".", "has no config.json")])
 def test_what_is_no_models_folder_is_told_with_what_helps(tmp_path, monkeypatch, capfd, name, said):
   monkeypatch.chdir(tmp_path)

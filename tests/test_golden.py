@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from reference import LogitsRecorder
 
-from examples.convert_gguf import convert
-
 from tinyvllm import LLM, SamplingParams
+from tinyvllm_cli.gguf import convert
 
 pytestmark = pytest.mark.model
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "smollm2.npz"

@@ -15,6 +15,7 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
+from reference import tiny_model, write_gguf
 
 pytestmark = pytest.mark.install
 ROOT = Path(__file__).parents[1]
@@ -238,6 +239,13 @@ def test_what_needs_an_extra_says_in_one_line_which(installed, used_home, progra
   assert run.returncode == 1 and run.stdout == "" and "Traceback" not in run.stderr
   assert last.startswith("tinyvllm: ") and f"pip install 'tinyvllm[{extra}]'" in last
   assert all(line.startswith(("loaded ", "KV cache")) for line in log), run.stderr
+
+
+def test_a_gguf_is_converted_without_any_compiler(installed, tmp_path):
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"), "Q8_0", tokenizer="llama")
+  run = installed.tinyvllm(tmp_path / "home", "convert", str(path), str(tmp_path / "converted"))
+  assert (run.returncode, run.stdout, run.stderr) == (0, f"{tmp_path / 'converted'}\n", "")
+  assert (tmp_path / "converted" / "tokenizer.model").exists()
 
 
 def test_an_archive_of_the_checkout_installs_without_git(installed, used_home, programs, tmp_path):

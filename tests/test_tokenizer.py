@@ -4,13 +4,13 @@ import random
 
 import pytest
 import tokenizers
-from examples.convert_gguf import convert
 from reference import VOCAB, sentencepiece_model, tiny_model, write_gguf
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from tinyvllm import SamplingParams
 from tinyvllm.request import Sequence
 from tinyvllm.tokenizer import TextStream, load_tokenizer
+from tinyvllm_cli.gguf import convert
 
 TEXTS = ["the cat sat on the mat", "hello world, 12 3456!", "tabs\tand\nnew lines\n\n", "日本語 and ελληνικά",
          "\U0001f469\u200d\U0001f467 emoji \U0001f642\U0001f642 e\u0301 \u00e9", "  two  spaces  ", "x",
@@ -252,8 +252,9 @@ def test_a_folder_without_a_tokenizer_is_an_error_naming_it(tmp_path):
 
 
 def test_a_gguf_with_another_kind_of_tokenizer_is_an_error_naming_it(tmp_path):
-  path = write_gguf(tmp_path / "a.gguf", tiny_model(tmp_path), tokenizer="llama")
-  with pytest.raises(ValueError, match="llama.*supported: gpt2"): convert(path, tmp_path / "converted")
+  path = write_gguf(tmp_path / "a.gguf", tiny_model(tmp_path), tokenizer="bert")
+  with pytest.raises(ValueError, match="bert is not supported; supported: gpt2, llama"):
+    convert(path, tmp_path / "converted")
   assert not (tmp_path / "converted").exists()
 
 

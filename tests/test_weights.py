@@ -4,10 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
-from examples.convert_gguf import convert
 from reference import (
   LogitsRecorder,
   load,
@@ -16,7 +14,6 @@ from reference import (
   reference_logits,
   tiny_config,
   tiny_model,
-  write_gguf,
   write_safetensors,
 )
 from tinygrad import Device, dtypes, nn
@@ -209,48 +206,6 @@ def test_the_model_may_be_a_str_with_a_home(tmp_path, monkeypatch):
   folder = tiny_model(tmp_path / "model")
   monkeypatch.setenv("HOME", str(tmp_path))
   check("~/model", folder)
-
-
-# GGUF
-
-@pytest.mark.parametrize("kind,options", [("F32", {}), ("F16", {"tie_word_embeddings": True}), ("Q8_0", {}),
-                                          ("F32", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-                                          ("F32", {"rope_scaling": LLAMA3, "rope_theta": 500.0})])
-def test_a_gguf_equals_the_same_weights_in_safetensors(tmp_path, kind, options):
-  folder = tiny_model(tmp_path / "hf", dtype="float16" if kind == "F16" else "float32", **options)
-  path = write_gguf(tmp_path / "model.gguf", folder, kind)
-  if kind == "Q8_0":   # what is left of the weights
-    weights = {k: v.astype(np.float32) for k, v in load(folder)[1].items()}
-    q8 = gguf.GGMLQuantizationType.Q8_0
-    for k, v in weights.items():
-      if v.ndim > 1: weights[k] = gguf.quants.dequantize(gguf.quants.quantize(v, q8), q8)
-    write_safetensors(folder / "model.safetensors", weights)
-  check(convert(path, tmp_path / "converted", "float16" if kind == "F16" else "float32"), folder)
-
-
-@pytest.mark.parametrize("architecture", ["gpt2", "mamba"])
-def test_a_gguf_of_another_architecture_is_refused(tmp_path, architecture):
-  writer = gguf.GGUFWriter(tmp_path / "model.gguf", architecture)
-  writer.add_block_count(1)
-  if architecture == "gpt2": writer.add_head_count(2)   # mamba has no heads
-  writer.add_token_list(["a"])
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
-  with pytest.raises(ValueError, match=f"{architecture}.*supported"):
-    convert(tmp_path / "model.gguf", tmp_path / "converted")
-
-
-def test_a_file_that_is_no_gguf_is_refused_with_its_name(tmp_path):
-  (tmp_path / "model.gguf").write_bytes(b"GGUF but no more")
-  with pytest.raises(ValueError, match=r"model\.gguf is not a readable"):
-    convert(tmp_path / "model.gguf", tmp_path / "converted")
-
-
-def test_the_engine_says_how_to_convert_a_gguf(tmp_path):
-  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
-  refused(path, path, f"examples/convert_gguf.py {path} FOLDER")
 
 
 # memory

@@ -137,6 +137,6 @@ class ModelConfig:
   def load(cls, folder: pathlib.Path) -> "ModelConfig":
     """From a folder's config.json, with the end tokens that generation_config.json knows."""
     said = f"model={str(folder)!r}"
-    check(folder.suffix != ".gguf", f"{said}: python examples/convert_gguf.py {folder} FOLDER makes a folder of it")
+    check(folder.suffix != ".gguf", f"{said}: tinyvllm convert {folder} FOLDER makes a folder of it")
     check(folder.is_dir(), f"{said} is no folder: hf download {folder} --local-dir FOLDER fetches one")
     return cls.from_hf(read_json(folder / "config.json") | read_json(folder / "generation_config.json"), folder)

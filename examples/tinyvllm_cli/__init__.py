@@ -1,5 +1,5 @@
-"""The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming, `tinyvllm serve` and `tinyvllm
-doctor`. It is no part of the engine, and needs nothing but the engine's own dependencies."""
+"""The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, both streaming, `tinyvllm serve`, `tinyvllm
+convert` and `tinyvllm doctor`. It is no part of the engine, and needs nothing but the engine's own dependencies."""
 import argparse, contextlib, dataclasses, inspect, itertools, json, logging, os, re, signal, subprocess, sys, threading
 from collections.abc import Iterator
 from typing import Any, get_args
@@ -10,9 +10,12 @@ from tinyvllm import LLM, SamplingParams, __version__
 from tinyvllm.config import NO_EFFECT, EngineConfig, kind_of, logger
 from tinyvllm.tokenizer import optional
 
+from .gguf import folder_of as folder_of
+
 FAILURES = (ValueError, RuntimeError, CompileError, subprocess.CalledProcessError)   # the last two: of a compiler
 # What has a main of its own: what it is for, its module, and the extra that brings what that needs
 TOOLS = {"serve": ("answer HTTP", "tinyvllm_server", "server"),
+         "convert": ("make a model's folder of a GGUF file", "tinyvllm_cli.gguf", "hf"),
          "doctor": ("try each device", "tinyvllm_cli.doctor", "cpu")}
 
 
@@ -107,24 +110,27 @@ def main(argv: list[str] | None = None) -> int:
   for name, (text, *_) in {"generate": ["complete a prompt"], "chat": [talk], **TOOLS}.items():
     command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
     if name == "generate": command.add_argument("prompt")
-    for flag, of in {"model": "folder; default: the shipped one", "url": "server to ask", "api-key": "its key"}.items():
+    for flag, of in {"model": "folder or GGUF; default: shipped", "url": "server to ask", "api-key": "its key"}.items():
       command.add_argument("--" + flag, default=None, help=of)
     add_flags(command, EngineConfig, SamplingParams)
   try:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in TOOLS: return _tool(argv[0]).main(argv[1:])
     args = vars(parser.parse_args(argv))
+    set_log_level(args)
+    remote = args["url"] or args["api_key"]
+    if not remote: args["model"] = folder_of(args["model"])
     answering = threading.Event()
     def interrupt(*_: Any) -> None:   # no KeyboardInterrupt, which is lost where it comes into a __del__ of tinygrad's
       if answering.is_set(): return answering.clear()   # the answer stops, the chat goes on
       os.write(1, b"\n")
       os._exit(130)
     signal.signal(signal.SIGINT, interrupt)
-    set_log_level(args)
     engine = given(args, EngineConfig)
     params = SamplingParams(**{"temperature": 0.0, **given(args, SamplingParams)})
-    llm = _tool("serve").Remote.of(args, engine) if args["url"] or args["api_key"] else LLM(args["model"], **engine)
+    llm = _tool("serve").Remote.of(args, engine) if remote else LLM(args["model"], **engine)
     if args["command"] == "generate": _show(llm.generate_stream(args["prompt"], params), args["prompt"])
     else: return _talk(llm, params, answering)
+  except KeyboardInterrupt: return 130
   except FAILURES as e: return print(f"tinyvllm: {e}", file=sys.stderr) or 1
   return 0

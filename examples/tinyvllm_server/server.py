@@ -11,7 +11,7 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTex
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, core, generate_latest
 
 from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams, __version__
-from tinyvllm_cli import add_flags, given, set_log_level
+from tinyvllm_cli import add_flags, folder_of, given, set_log_level
 from tinyvllm.config import EngineConfig, ModelConfig, Options, check, kind_of, logger
 
 from .async_engine import AsyncLLM, Numbered, Request
@@ -476,16 +476,17 @@ def main(argv: list[str]) -> int:
   """`tinyvllm serve`. Raises what loading the model raised."""
   parser = argparse.ArgumentParser(prog="tinyvllm serve", argument_default=argparse.SUPPRESS,
                                    description="Answer HTTP requests in OpenAI's protocol.")
-  for model in ("model", "--model"): parser.add_argument(model, nargs="?", help="a folder; default: the shipped model")
+  for model in ("model", "--model"): parser.add_argument(model, nargs="?", help="folder or GGUF; default: shipped")
   add_flags(parser, EngineConfig, ServerConfig)
   args = vars(parser.parse_args(argv))
   set_log_level(args)
   config = ServerConfig(**given(args, ServerConfig))
-  if args.get("model"): ModelConfig.load(pathlib.Path(args["model"]).expanduser())   # before a port is taken
+  folder = folder_of(args.get("model"))
+  if folder: ModelConfig.load(pathlib.Path(folder).expanduser())   # before a port is taken
   family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
   try: socket.create_server((config.host, config.port), family=family).close()   # before a model is loaded for nothing
   except OSError as error: raise ValueError(f"host={config.host!r}, port={config.port}: {error.strerror}") from error
-  server = Server(args.get("model"), given(args, EngineConfig), config)
+  server = Server(folder, given(args, EngineConfig), config)
   server.run()
   if server.llm: server.llm.shutdown()
   if server.error: raise server.error

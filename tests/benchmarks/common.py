@@ -58,7 +58,7 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
   """With the options that every benchmark has."""
   parser = argparse.ArgumentParser(description=doc, formatter_class=Formatter)
   parser.add_argument("--shape", choices=SHAPES, default="shipped", help="a model of this shape with random weights")
-  parser.add_argument("--model", metavar="DIR", help="a model's folder or .gguf file, with its own weights")
+  parser.add_argument("--model", metavar="DIR", help="a model's folder, with its own weights")
   parser.add_argument("--layers", type=positive, help="only so many layers, for a quick check; a --model's weights are "
                       "then random too, in the shape of its config.json")
   parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"),

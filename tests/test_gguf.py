@@ -1,0 +1,473 @@
+"""`tinyvllm convert`: what a GGUF file's folder stands for is what gguf, ggml's own package, makes of the file."""
+import errno
+import json
+import logging
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from reference import CORPUS, load, reference_greedy, tiny_model, write_gguf
+from server import Server
+from safetensors import safe_open
+from tinygrad.helpers import CACHEDB
+
+import tinyvllm
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.tokenizer import load_tokenizer
+from tinyvllm_cli import gguf as converter, main
+from tinyvllm_cli.gguf import convert, folder_of
+
+SMALL = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4}
+IDS = [3, 50, 99, 301]
+WIDE = {"hidden_size": 256, "intermediate_size": 512}   # blocks are of up to 256 inputs
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
+# (bits, group, with offsets) of each type; rounded: whether scales are
+KINDS = {"Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (8, 32, False), "Q5_1": (8, 32, True),
+         "Q8_0": (8, 32, False), "Q4_K": (4, 32, True), "Q5_K": (8, 32, True), "Q6_K": (8, 16, False)}
+ROUNDED = {"Q4_K", "Q5_K", "Q6_K"}
+ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
+HEADS = {"attn_q": 4, "attn_k": 2}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  return tmp_path / "cache"
+
+
+def made(tmp_path, kind="F32", config=WIDE, **options):
+  """The folder of a tiny model's GGUF, which is beside it."""
+  write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **config), kind, **options)
+  return convert(tmp_path / "model.gguf", tmp_path / "converted")
+
+
+def tensors_of(folder):
+  with safe_open(folder / "model.safetensors", "np") as file: return {x: file.get_tensor(x) for x in file.offset_keys()}
+
+
+def groups_of(folder):
+  """(bits, group, with offsets) and the format of each module, by config.json."""
+  config = json.loads((folder / "config.json").read_text()).get("quantization_config", {"config_groups": {}})
+  return {name: ((g["weights"]["num_bits"], g["weights"]["group_size"], not g["weights"]["symmetric"]), g["format"])
+          for g in config["config_groups"].values() for name in g["targets"]}
+
+
+def values(tensors, module):
+  """What a module's tensors stand for by the layout, number by number where it is packed, and the bound of what the
+  rounding of its scales to float16 may have changed."""
+  if f"{module}.weight_packed" in tensors:
+    rows, columns = tensors[f"{module}.weight_shape"]
+    words = tensors[f"{module}.weight_packed"].view(np.uint32)
+    q = np.array([[word >> 4 * i & 15 for word in row for i in range(8)] for row in words.tolist()], np.float32)
+    assert q.shape == (rows, columns)
+    if f"{module}.weight_offset" not in tensors: q -= 8
+  else:
+    q = tensors[f"{module}.weight"]
+    if f"{module}.weight_scale" not in tensors: return q.astype(np.float32), 0.0
+    assert q.dtype == np.int8
+  scale = tensors[f"{module}.weight_scale"]
+  offset = tensors.get(f"{module}.weight_offset", np.zeros_like(scale))
+  assert scale.dtype == offset.dtype == np.float16
+  scale, offset = (x.astype(np.float32).repeat(q.shape[1] // x.shape[1], 1) for x in (scale, offset))
+  return q * scale + offset, 2.0**-11 * (np.abs(q * scale) + np.abs(offset)) + 1e-9
+
+
+def compare(folder, path, exact=False):
+  """Every tensor of the file is in the folder, and stands there for what gguf makes of it."""
+  names = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
+  parts = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+           "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+           "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+           "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+  reader = gguf.GGUFReader(path)
+  llama = reader.fields["general.architecture"].contents() == "llama"
+  tensors = tensors_of(folder)
+  found = set()
+  for tensor in reader.tensors:
+    first, *rest = tensor.name.split(".")
+    module = f"model.layers.{rest[0]}.{parts[rest[1]]}" if first == "blk" else names[first]
+    expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    if llama and (heads := HEADS.get(rest[1] if first == "blk" else "")):
+      expected = expected.reshape(heads, -1, 2, *expected.shape[1:]).swapaxes(1, 2).reshape(expected.shape)
+    if rest[-1] == "bias": np.testing.assert_array_equal(tensors[f"{module}.bias"], expected)
+    else:
+      got, bound = values(tensors, module)
+      assert got.shape == expected.shape, module
+      assert (np.abs(got - expected) <= (0 if exact else bound)).all(), module
+    found |= {name for name in tensors if name.startswith(f"{module}.")}
+  assert found == tensors.keys(), "nothing else is there"
+
+
+# weights
+
+@pytest.mark.parametrize("config", [WIDE, {**WIDE, "head_dim": 128, "num_hidden_layers": 1, "intermediate_size": 768,
+                                           "vocab_size": 323}], ids=["square", "odd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_type_stands_for_what_ggufs_package_makes_of_it(tmp_path, kind, config):
+  folder = made(tmp_path, kind, config)
+  compare(folder, tmp_path / "model.gguf", exact=kind not in ROUNDED)
+  modules = groups_of(folder)
+  assert {form for form, _ in modules.values()} == {KINDS[kind]} and "lm_head" in modules
+  tensors = tensors_of(folder)
+  assert all((f"{name}.weight_packed" in tensors) == (KINDS[kind][0] == 4) for name in modules)
+  quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
+  assert quantization["format"] == ("pack-quantized" if KINDS[kind][0] == 4 else "int-quantized")
+  assert quantization["quant_method"] == "compressed-tensors" and quantization["ignore"] == []
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
+def test_blocks_of_32_need_no_row_of_256(tmp_path, kind):
+  compare(made(tmp_path, kind, {}), tmp_path / "model.gguf", exact=True)
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_numbers_are_kept_as_they_are(tmp_path, kind):
+  folder = made(tmp_path, kind, {})
+  assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+  with safe_open(folder / "model.safetensors", "np") as file:
+    kinds = {name: file.get_slice(name).get_dtype() for name in file.offset_keys()}
+  assert {x for name, x in kinds.items() if "norm" not in name} == {kind}
+  assert {x for name, x in kinds.items() if "norm" in name} == {"F32"}
+  if kind != "BF16": compare(folder, tmp_path / "model.gguf", exact=True)   # numpy has none
+
+
+def test_the_members_of_a_fused_matrix_share_a_form(tmp_path):
+  """The Q4_K_M of llama.cpp has attn_v and ffn_down in Q6_K."""
+  kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "ffn_gate": "Q4_0", "ffn_up": "Q8_0",
+           "token_embd": "F16"}
+  folder = made(tmp_path, "Q4_K", kinds=kinds)
+  compare(folder, tmp_path / "model.gguf")
+  modules = groups_of(folder)
+  layer = "model.layers.1"
+  assert {modules[f"{layer}.self_attn.{x}_proj"] for x in "qkv"} == {((8, 16, True), "int-quantized")}
+  assert {modules[f"{layer}.mlp.{x}_proj"] for x in ("gate", "up")} == {((8, 32, False), "int-quantized")}
+  assert modules[f"{layer}.self_attn.o_proj"] == ((4, 32, True), "pack-quantized")
+  assert modules[f"{layer}.mlp.down_proj"] == modules["lm_head"] == ((8, 16, False), "int-quantized")
+  quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
+  assert quantization["format"] == "mixed-precision" and quantization["ignore"] == ["model.embed_tokens"]
+
+
+def test_beside_one_in_16_bits_a_fused_matrix_is_not_quantized(tmp_path):
+  folder = made(tmp_path, "Q8_0", kinds={"attn_v": "F16", "ffn_up": "BF16"})
+  compare(folder, tmp_path / "model.gguf", exact=True)
+  assert tensors_of(folder)["model.layers.0.self_attn.q_proj.weight"].dtype == np.float32
+  assert {name.split(".")[-1] for name in groups_of(folder)} == {"embed_tokens", "lm_head", "o_proj", "down_proj"}
+
+
+# architectures
+
+def check(model, folder):
+  """The model's greedy ids are those of the reference with the weights in `folder`."""
+  params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+  output, = LLM(model, **SMALL).generate({"prompt_token_ids": IDS}, params)
+  assert output.outputs[0].token_ids == reference_greedy(folder, IDS, 8)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
+def test_every_architecture_keeps_its_bits(tmp_path, architecture, kind):
+  folder = made(tmp_path, kind, {**WIDE, "architectures": [architecture]})
+  compare(folder, tmp_path / "model.gguf")
+  source = tinyvllm.config.ModelConfig.load(tmp_path / "hf")
+  found = tinyvllm.config.ModelConfig.load(folder)
+  assert found.eos_token_ids == (2,) and vars(found) == vars(source)
+
+
+@pytest.mark.parametrize("kind,options", [
+  ("F32", {}), ("F16", {"tie_word_embeddings": True}),
+  ("F32", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+  ("F32", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}), ("F32", {"num_key_value_heads": None}),
+  ("F32", {"attention_bias": True, "mlp_bias": True}), ("BF16", {"architectures": ["Qwen2ForCausalLM"]}),
+  ("F32", {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16})])
+def test_a_gguf_equals_the_same_weights_in_safetensors(tmp_path, kind, options):
+  dtype = {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
+  folder = tiny_model(tmp_path / "hf", dtype=dtype, **options)
+  path = write_gguf(tmp_path / "model.gguf", folder, kind)
+  check(convert(path, tmp_path / "converted"), folder)
+
+
+# tokenizers
+
+def texts():
+  letters = [*"abc de.,<>▁\n\t09éλ日\u0301\U0001f642", "</s>", "<s>", "<0x41>", "  ", "the ", " house"]
+  rng = random.Random(0)
+  drawn = ["".join(rng.choices(letters, k=rng.randrange(40))) for _ in range(300)]
+  return [*CORPUS, "", " ", "  two  spaces  ", *drawn]
+
+
+@pytest.mark.parametrize("shipped", [True, False])
+def test_a_sentencepiece_vocabulary_gives_its_ids(tmp_path, shipped):
+  own = Path(tinyvllm.__file__).parent / "default_model"
+  folder = own if shipped else tiny_model(tmp_path / "hf")
+  template = json.loads((own / "tokenizer_config.json").read_text())["chat_template"]
+  path = write_gguf(tmp_path / "model.gguf", folder, tokenizer="llama", template=template)
+  expected = load_tokenizer(folder)
+  found = load_tokenizer(convert(path, tmp_path / "converted"))
+  for text in texts():
+    ids = expected.encode(text)
+    assert found.encode(text) == ids and found.decode(ids) == expected.decode(ids), repr(text)
+  assert (found.eos_token_id, found.config["bos_token"], found.prefix) == (2, "<s>", [1])
+  messages = [{"role": "user", "content": "hello"}]
+  if shipped: assert found.apply_chat_template(messages) == expected.apply_chat_template(messages)
+  assert found.config["chat_template"] == template
+
+
+def written(path, architecture="llama", vocabulary=True, **values):
+  """A file that holds what is given and, perhaps, a vocabulary of byte-level BPE, but no tensor."""
+  writer = gguf.GGUFWriter(path, architecture)
+  for key, value in values.items(): writer.add_uint32(key.replace("__", "."), value)
+  if vocabulary: writer.add_token_list(["a"])
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return path
+
+
+def test_tokens_of_a_byte_level_vocabulary_that_are_added_are_found_whole(tmp_path):
+  alphabet = [chr(i) for i in range(33, 127)]
+  tokens = [*alphabet, "<think>", "<end>", "Ġ"]
+  kv = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": [], "tokenizer.ggml.token_type": [1] * len(alphabet) + [4, 3, 1],
+        "tokenizer.ggml.eos_token_id": len(alphabet) + 1}
+  for name, content in converter.tokenizer(tmp_path, kv, 200).items(): (tmp_path / name).write_bytes(content)
+  found = load_tokenizer(tmp_path)
+  ids = found.encode("a <think>b<end>")
+  assert [tokens[i] for i in ids] == ["a", "Ġ", "<think>", "b", "<end>"]
+  assert found.decode(ids) == "a <think>b" and found.eos_token_id == ids[-1], "the end is special, the thought is not"
+
+
+# bad input
+
+def refused(path, folder, *parts):
+  """One line that has the parts in it, and nothing left."""
+  before = sorted(folder.parent.rglob("*"))
+  with pytest.raises(ValueError) as e: convert(path, folder)
+  message = str(e.value)
+  for part in (path, *parts): assert str(part) in message, f"{part} is not in: {message}"
+  assert len(message.splitlines()) == 1
+  assert sorted(folder.parent.rglob("*")) == before
+
+
+def test_without_tokenizers_one_line_names_the_extra(tmp_path, monkeypatch):
+  folder = tiny_model(tmp_path / "hf")
+  path = write_gguf(tmp_path / "model.gguf", folder)
+  monkeypatch.setitem(sys.modules, "tokenizers", None)
+  with pytest.raises(ValueError, match=r"^this needs tokenizers: pip install 'tinyvllm\[hf\]'$"):
+    convert(path, tmp_path / "converted")
+  convert(write_gguf(path, folder, tokenizer="llama"), tmp_path / "converted")   # which needs none
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "mamba"])
+def test_another_architecture_is_refused(tmp_path, architecture):
+  path = written(tmp_path / "model.gguf", architecture)
+  refused(path, tmp_path / "converted", architecture, "supported: llama, qwen2, qwen3")
+
+
+@pytest.mark.parametrize("kind,name", [(gguf.GGMLQuantizationType.IQ4_NL, "IQ4_NL"),
+                                       (gguf.GGMLQuantizationType.Q2_K, "Q2_K")])
+def test_another_type_is_refused_with_the_tensors_name(tmp_path, kind, name):
+  block, size = gguf.GGML_QUANT_SIZES[kind]
+  writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+  writer.add_tensor("blk.0.ffn_up.weight", np.zeros((2, size), np.uint8), raw_dtype=kind)
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  refused(tmp_path / "model.gguf", tmp_path / "converted", "blk.0.ffn_up.weight", name, "Q4_0, Q4_1", "Q6_K")
+
+
+@pytest.mark.parametrize("options,said", [
+  ({"pre": "poro-chat"}, "tokenizer.ggml.pre poro-chat is not supported; supported: llama-bpe"),
+  ({"tokenizer": "bert"}, "tokenizer.ggml.model bert is not supported; supported: gpt2, llama"),
+  ({"tokens": ["a"] * 400}, "400 tokens; expected at most token_embd's 320 rows"),
+  ({"merges": ["a missing"]}, "expected a vocabulary of the kind gpt2")])
+def test_what_else_is_not_known_is_refused(tmp_path, options, said):
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"), **options)
+  refused(path, tmp_path / "converted", said)
+
+
+@pytest.mark.parametrize("edit,said", [
+  (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), "tensor blk.1.ffn_up.weight is missing"),
+  (lambda w: w.update({"model.layers.0.self_attn.q_proj.weight": np.zeros((8, 32), np.float32)}),
+   "tensor blk.0.attn_q.weight has 8 rows; expected 32")])
+def test_a_tensor_that_is_missing_or_misshapen_is_named(tmp_path, monkeypatch, edit, said):
+  import reference
+  config, weights = load(tiny_model(tmp_path / "hf"))
+  weights = dict(weights)
+  edit(weights)
+  monkeypatch.setattr(reference, "load", lambda folder: (config, weights))
+  refused(write_gguf(tmp_path / "model.gguf", tmp_path / "hf"), tmp_path / "converted", said)
+
+
+def test_rope_scaling_that_is_not_known_is_refused(tmp_path):
+  folder = tiny_model(tmp_path / "hf", rope_scaling={"rope_type": "yarn", "factor": 4.0})
+  refused(write_gguf(tmp_path / "model.gguf", folder), tmp_path / "converted", "'yarn'", "supported: default")
+
+
+def test_a_file_cut_short_anywhere_is_refused(tmp_path):
+  path = write_gguf(tmp_path / "whole.gguf", tiny_model(tmp_path / "hf"), "Q8_0", tokenizer="llama")
+  data = path.read_bytes()
+  convert(path, tmp_path / "whole")
+  cut = tmp_path / "cut.gguf"
+  for size in [0, 1, 3, 4, 5, 8, 16, 24, 25, *range(30, len(data), len(data) // 300), len(data) - 32]:
+    cut.write_bytes(data[:size])
+    refused(cut, tmp_path / "converted")
+  assert "it is cut short" in str(pytest.raises(ValueError, convert, cut, tmp_path / "converted").value)
+
+
+def test_a_damaged_file_is_refused_or_converted_but_nothing_else(tmp_path):
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"), "Q8_0", tokenizer="llama")
+  data = path.read_bytes()
+  rng = random.Random(0)
+  end = data.index(b"output_norm.weight")   # what stands before the tensors' data, or most of it
+  for i in range(300):
+    damaged = bytearray(data)
+    for _ in range(rng.randrange(1, 4)): damaged[rng.randrange(end)] = rng.choice([0, 1, 8, 9, 127, 255, i % 256])
+    path.write_bytes(damaged)
+    try: convert(path, tmp_path / f"converted{i}")
+    except ValueError as e: assert str(path) in str(e) and not (tmp_path / f"converted{i}").exists()
+
+
+def test_other_files_are_no_gguf(tmp_path):
+  path = tmp_path / "model.gguf"
+  refused(path, tmp_path / "converted", "is no file")
+  path.write_bytes(b"PK but no GGUF")
+  refused(path, tmp_path / "converted", "not a readable GGUF")
+  path.write_bytes(b"GGUF but no more")
+  refused(path, tmp_path / "converted", "GGUF of version")
+  path.write_bytes(b"GGUF" + (3).to_bytes(4, "big") + bytes(16))   # of a big-endian machine
+  refused(path, tmp_path / "converted", "supported: 2, 3")
+
+
+def test_one_of_several_parts_is_refused_with_what_joins_them(tmp_path):
+  path = written(tmp_path / "model.gguf", split__count=3)
+  refused(path, tmp_path / "converted", "one of 3 parts", "--merge")
+
+
+@pytest.mark.parametrize("name", ["foo", "blk.0.ffn_gate_exps.weight"])
+def test_a_tensor_that_has_no_place_is_named(tmp_path, monkeypatch, name):
+  real = converter.read
+  def read(path):
+    kv, found = real(path)
+    return kv, {**found, name: found["output_norm.weight"]}
+  monkeypatch.setattr(converter, "read", read)
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
+  refused(path, tmp_path / "converted", f"tensor {name} is not known", "ffn_gate")
+
+
+# the folder
+
+def test_a_folder_that_is_there_is_kept(tmp_path):
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
+  (tmp_path / "full").mkdir()
+  (tmp_path / "full" / "mine").write_text("mine")
+  for name in ("full", "full/mine", "hf"):
+    with pytest.raises(ValueError, match="is there already: choose an empty folder, or a new one"):
+      convert(path, tmp_path / name)
+  assert (tmp_path / "full" / "mine").read_text() == "mine"
+  (tmp_path / "empty").mkdir()
+  for name in ("empty", "new/in/new"):
+    assert convert(path, tmp_path / name) == tmp_path / name
+    assert {x.name for x in (tmp_path / name).iterdir()} == {"config.json", "model.safetensors", "tokenizer.json",
+                                                            "tokenizer_config.json"}
+  assert {x.name for x in tmp_path.iterdir()} == {"model.gguf", "hf", "full", "empty", "new"}, "nothing hidden is left"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_conversion_that_is_broken_off_leaves_nothing(tmp_path, monkeypatch, error):
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
+  real = converter.Tensor.read
+  calls = []
+
+  def read(tensor, path):
+    calls.append(tensor)
+    if len(calls) == 9: raise error
+    return real(tensor, path)
+  monkeypatch.setattr(converter.Tensor, "read", read)
+  before = sorted(tmp_path.rglob("*"))
+  kind = ValueError if isinstance(error, OSError) else KeyboardInterrupt
+  with pytest.raises(kind) as e: convert(path, tmp_path / "a" / "b")
+  assert kind is KeyboardInterrupt or str(e.value) == f"{tmp_path / 'a' / 'b'}: No space left on device"
+  calls.clear()
+  assert main(["convert", str(path), str(tmp_path / "a" / "b")]) == (1 if kind is ValueError else 130)
+  assert sorted(tmp_path.rglob("*")) == before
+
+
+# the command line
+
+def run(*arguments, **env):
+  return subprocess.run([sys.executable, "-m", "tinyvllm", *map(str, arguments)], capture_output=True, text=True,
+                        check=False, timeout=120, cwd=Path(__file__).parents[1], env={**os.environ, **env})
+
+
+def test_the_command_needs_no_compiler_and_no_device(tmp_path):
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **WIDE), "Q4_K", tokenizer="llama")
+  nothing = {"PATH": str(tmp_path / "nowhere"), "DEV": "NOSUCH", "CC": "/nowhere/clang"}
+  done = run("convert", path, tmp_path / "converted", **nothing)
+  assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'converted'}\n", "")
+  compare(tmp_path / "converted", path)
+  done = run("convert", path, tmp_path / "converted", **nothing)
+  assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+  assert done.stderr.startswith(f"tinyvllm: {tmp_path / 'converted'} is there already")
+  assert "convert" in run("--help").stdout and "GGUF" in run("convert", "--help").stdout
+
+
+@pytest.fixture
+def words(words_folder, tmp_path): return write_gguf(tmp_path / "words-F16.gguf", words_folder, tokenizer="llama")
+
+
+def test_a_gguf_is_converted_once_and_said_so(words, words_folder, cache, capfd, caplog):
+  options = ["--max-tokens", "8", "--max-model-len", "64"]
+  assert main(["generate", "the cat", "--model", str(words_folder), *options]) == 0
+  text = capfd.readouterr().out
+  caplog.set_level(logging.INFO, "tinyvllm")
+  def said(): return [line for line in caplog.messages if line.startswith("converting")]
+  for _ in range(2):
+    assert main(["generate", "the cat", "--model", str(words), *options]) == 0
+    assert capfd.readouterr().out == text
+    line, = said()
+    assert line.startswith(f"converting {words}, this once, to {cache}/tinyvllm/gguf/")
+  caplog.set_level(logging.INFO, "tinyvllm")   # an answer has taken that back
+  os.utime(words, ns=(0, 0))
+  folder = Path(folder_of(str(words)))
+  assert len(said()) == 2, "it is another file now"
+  assert folder.name == "words-F16" and len([*(cache / "tinyvllm" / "gguf").iterdir()]) == 2
+
+
+def test_what_is_no_gguf_is_left_as_it_is(tmp_path, capfd):
+  (tmp_path / "folder.gguf").mkdir()
+  for name in (None, "", "nowhere", "~/model", str(tmp_path / "folder.gguf")): assert folder_of(name) == name
+  with pytest.raises(ValueError, match="nowhere.gguf' is no file"): folder_of("nowhere.gguf")
+  (tmp_path / "bad.gguf").write_bytes(b"GGUF")
+  for command in (["generate", "a", "--model"], ["chat", "--model"], ["serve"], ["serve", "--model"]):
+    assert main([*command, str(tmp_path / "bad.gguf")]) == 1
+    assert "bad.gguf is not a readable GGUF" in capfd.readouterr().err
+  assert not [*tmp_path.rglob("bad")]
+
+
+def test_a_faster_process_folder_is_taken(words, monkeypatch):
+  real = converter.convert
+  def slower(path, folder):
+    real(path, folder)
+    return real(path, folder)   # as if it were the second
+  monkeypatch.setattr(converter, "convert", slower)
+  assert Path(folder_of(str(words))).is_dir()
+
+
+def test_a_server_takes_a_gguf_and_calls_it_by_its_name(words, cache):
+  few = ["--max-model-len", 64, "--max-num-seqs", 1, "--max-num-batched-tokens", 8, "--cudagraph-capture-sizes", 8]
+  with Server(words, *few, environment={"CACHEDB": CACHEDB}) as server:
+    assert server.get("/v1/models").json()["data"][0]["id"] == "words-F16"
+    assert f"converting {words}, this once, to {cache}" in server.log
+
+
+def test_the_engine_says_how_to_convert_a_gguf(tmp_path):
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
+  with pytest.raises(ValueError, match="tinyvllm convert .*model.gguf FOLDER"): LLM(path, **SMALL)
