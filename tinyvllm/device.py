@@ -14,6 +14,9 @@ from tinygrad.uop.ops import Ops
 from .config import logger
 from .cpu import CPUGraph, allocate
 
+WIDE = "-mprefer-vector-width=512"   # else clang takes half of AVX-512's vectors
+# What Linux says of a CPU
+CPU_FLAGS = pathlib.Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
 # tinygrad's capture of a graph takes in whatever any thread computes meanwhile: one loads or captures at a time
 exclusive = threading.RLock()
 
@@ -26,6 +29,12 @@ def renderer() -> Any:
 def cpu_cores() -> int:
   """Cores that share a kernel, where the device is a CPU; else 0. A few read all that memory gives, all cost."""
   return 0 if renderer().has_local else min(8, renderer().global_max[0])
+
+
+@functools.cache
+def cpu_sums() -> int:
+  """Of 16 float32, as many as a CPU's registers hold beside what is added to them: more spill, fewer wait."""
+  return 8 if "avx512f" in CPU_FLAGS else 4
 
 
 def largest_tensor() -> int:
@@ -70,6 +79,7 @@ def open_device() -> int:
     if cpu_cores():
       Device.default.graph = Device.default.graph or CPUGraph
       CPUAllocator._alloc = allocate   # type: ignore[method-assign]
+      if cpu_sums() == 8 and WIDE not in renderer().compiler.args: renderer().compiler.args.append(WIDE)
       os.environ["DMC"] = "1"   # else tinygrad packs loads into float4, and clang stays in 128-bit vectors
       helpers.getenv.cache_clear()   # type: ignore[attr-defined]
     if Device.DEFAULT == "CUDA":
@@ -103,7 +113,8 @@ class KernelFolder:
 
   def begin(self, ast: UOp, renderer: Any) -> Callable[[], UOp]:
     """Read a kernel's program, or lower it. What it returns waits for the compiler."""
-    key = codegen.to_program_key(ast, renderer), ast.tag, importlib.metadata.version("tinygrad"), self.compiler
+    flags = getattr(renderer.compiler, "args", None)
+    key = codegen.to_program_key(ast, renderer), ast.tag, importlib.metadata.version("tinygrad"), self.compiler, flags
     path = self.path / hashlib.sha256(repr(key).encode()).hexdigest()
     with contextlib.suppress(OSError, zlib.error):   # it is not there, or damaged
       return functools.partial(pickle.loads, zlib.decompress(path.read_bytes()))

@@ -10,7 +10,7 @@ from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
-from .device import cpu_cores, renderer
+from .device import cpu_cores, cpu_sums, renderer
 
 MMA = (8, 16, 16)   # the tensor core used here: n, m, k
 AHEAD = 4096   # bytes, by which a CPU's core asks for weights before it needs them
@@ -178,8 +178,8 @@ def fetch(buffer: UOp, index: UOp, size: int) -> UOp:
 
 
 def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
-  """One pass over the weights: 16 outputs stay in the cache while the rows of x go by. A CPU has 4 sums of 16 lanes in
-  registers, of rows of x and tiles of outputs, or of one row in shares of the inputs: more spill, fewer wait."""
+  """One pass over the weights: 16 outputs stay in the cache while the rows of x go by. A CPU has as many sums of 16
+  lanes as its registers hold, of rows of x and, where these are few, of shares of the inputs."""
   T, K = x.shape
   N16, words, lanes = weight.shape
   in_word = K // words   # inputs
@@ -187,23 +187,22 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   groups = scales[0].shape[1] if scales else 1
   simd = cpu_cores() and lanes == 16
   kind = AxisType.UPCAST if simd else AxisType.WEAK
-  rows = gcd(T, 4 if T > 8 else 2) if simd else 1
-  tiles = gcd(N16, 4 // rows) if simd and T > 1 else 1
-  shares = gcd(K // groups, max(4, in_word)) if simd and T == 1 else 1
-  n = axis(N16 // tiles, 0, AxisType.WEAK) * tiles + axis(tiles, 3, kind)
+  sums = cpu_sums() if simd else 1
+  rows = gcd(T, sums)
+  shares = gcd(K // groups, sums // rows)
+  n = axis(N16, 0, AxisType.WEAK)
   t = axis(T // rows, 1, AxisType.WEAK) * rows + axis(rows, 4, kind)
   group = axis(groups, 2)
   first = group * (K // groups) + axis(K // groups // shares, 5) * shares
   k = first + axis(shares, 6, AxisType.UNROLL)
   lane = axis(lanes, 7, kind)
   w = dequantize(weight[n, k // in_word, lane], k % 8, scales, n, group, lane)
-  # Of one row a core waits for weights
+  # Where all rows go by at once, a core waits for weights
   size = shares * lanes * weight.dtype.itemsize // in_word
-  ahead = fetch(weight, (n * words + first // in_word) * lanes, size) if shares > 1 else 0
+  ahead = fetch(weight, (n * words + first // in_word) * lanes, size) if simd and T == rows else 0
   # Each share by itself, and then their sum
   total = fold(fold(x[t, k + ahead].float() * w, kinds=(AxisType.REDUCE,)))
-  threads = divisor(N16 // tiles, cpu_cores()) if simd else None
-  return kernel_of("linear", put(out, total, added, t, n * lanes + lane), threads)
+  return kernel_of("linear", put(out, total, added, t, n * lanes + lane), divisor(N16, cpu_cores()) if simd else None)
 
 
 class Norm:
