@@ -3,6 +3,7 @@ it. A custom kernel gets its buffers, and says what to loop over, what each thre
 import functools
 from collections.abc import Sequence
 from math import gcd, inf
+from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, helpers
@@ -171,7 +172,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   return kernel_of("linear_tc", UOp.group(*tiles), 1)
 
 
-def fetch(buffer: UOp, index: UOp, size: int) -> UOp:
+def fetch(buffer: UOp, index: UOp, size: Any) -> UOp:
   """0, and the core is told to fetch so many bytes from AHEAD of an index on."""
   lines = [f"__builtin_prefetch({{0}} + {at // buffer.dtype.itemsize}), " for at in range(AHEAD, AHEAD + size, 64)]
   return UOp(Ops.CUSTOMI, dtypes.int32, (buffer.base.index(index),), f"({''.join(lines)}0)")
@@ -199,7 +200,7 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   w = dequantize(weight[n, k // in_word, lane], k % 8, scales, n, group, lane)
   # Where all rows go by at once, a core waits for weights
   size = shares * lanes * weight.dtype.itemsize // in_word
-  ahead = fetch(weight, (n * words + first // in_word) * lanes, size) if simd and T == rows else 0
+  ahead = fetch(weight, (n * words + first // in_word) * lanes, size) if simd and rows == T else 0
   # Each share by itself, and then their sum
   total = fold(fold(x[t, k + ahead].float() * w, kinds=(AxisType.REDUCE,)))
   return kernel_of("linear", put(out, total, added, t, n * lanes + lane), divisor(N16, cpu_cores()) if simd else None)

@@ -40,7 +40,7 @@ KNOWN = ("awq (gemm, 4 bits), gptq (4 or 8 bits), compressed-tensors (weights al
 def layouts_of(config: dict[str, Any]) -> list[Layout]:
   """Those that a model's quantization_config stands for. Raises ValueError for others than are read."""
   if not config: return []
-  method = config.get("quant_method")
+  method = config.get("quant_method", "")
   groups = config.get("config_groups", {}).values()
   kinds = [group.get("weights") or {} for group in groups] or [{"num_bits": config.get("bits")}]
   bits = (4,) if method == "awq" else (4, 8)
@@ -90,7 +90,7 @@ def read(name: str, shape: tuple[int, int], layout: Layout, shapes: dict[str, tu
   if bits == 8 and layout.packed: q, offset = (q ^ 128).view(np.int8), offset + 128 * scales
   if f"{name}.weight_offset" in shapes: offset = take(f"{name}.weight_offset", out_features, groups).astype(np.float32)
   if not layout.outputs_first: q, scales, offset = q.T, scales.T, offset.T
-  index = take(order, in_features) if order in shapes else np.arange(in_features) // (in_features // groups)
+  index = np.array(take(order, in_features)) if order in shapes else np.arange(in_features) // (in_features // groups)
   columns = np.argsort(index, kind="stable")
   check(np.array_equal(index[columns], np.arange(in_features) // (in_features // groups)),
         f"{order}: each of {groups} groups must have {in_features // groups} inputs")

@@ -21,7 +21,7 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
   content = message.get("content")
   if message["role"] == "assistant" and content is None: content = ""   # it called a tool
   check(isinstance(content, str | list), f"content={content!r} must be a str or a list of parts")
-  parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+  parts: Any = content if isinstance(content, list) else [{"type": "text", "text": content}]
   others = {part["type"] for part in parts} - {"text"}
   check(not others, f"content: parts of type {', '.join(map(str, others))} are not supported, only text")
   return {**message, "content": "".join(part["text"] for part in parts)}

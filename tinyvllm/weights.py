@@ -11,7 +11,7 @@ from tinygrad import Tensor, dtype, dtypes, helpers, nn
 from .config import check, read_json
 from .device import largest_tensor, renderer
 from .llama import Llama
-from .matmul import pack, pack_4_bits, stored_shape
+from .matmul import Linear, pack, pack_4_bits, stored_shape
 from .quantization import Quantized, dequantized, joined, layouts_of, quantize, read
 
 # numpy has no bfloat16: its bits. Integers are of quantized matrices
@@ -48,12 +48,16 @@ def to_device(array: np.ndarray, compute: dtype.DType | None) -> Tensor:
 
 
 def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quantization: str | None = None) -> None:
-  """Fill the model's tensors. compute: the type of what is computed with them. quantization: "int8" or "int4", what is
-  made of the layers' matrices. Raises ValueError naming the file and the tensor that is missing, surplus or
-  misshapen."""
+  """Fill the model's tensors. compute: the type of what is computed with them. quantization: what is made of the
+  layers' matrices, "int8" or "int4", or what they are. Raises ValueError naming the file and the tensor that is
+  missing, surplus or misshapen."""
   maps = read_files(folder)
-  layouts = layouts_of(read_json(folder / "config.json").get("quantization_config") or {})
-  check(not (layouts and quantization), f"quantization={quantization!r}: the model in {folder} is quantized already")
+  published = read_json(folder / "config.json").get("quantization_config") or {}
+  layouts = layouts_of(published)
+  method = published.get("quant_method")
+  bits = {"int8": 8, "int4": 4}.get(quantization or "")
+  check(quantization in (None, method) or bits and not method,
+        f"quantization={quantization!r}: the model in {folder} is {f'{method} already' if method else 'not quantized'}")
 
   def take(name, *shape):
     found = list(maps[name][-1]) if name in maps else "missing"
@@ -79,13 +83,12 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
       columns = [tensor.numel() // sum(part.sources.values())] if tensor.ndim > 1 else []
       read_one = take_matrix if columns else lambda name, *shape, kind=kind: take(f"{name}.{kind}", *shape)
       w = joined([read_one(name, rows, *columns) for name, rows in part.sources.items()])
-      if quantization and columns and part not in (model.embed_tokens, model.lm_head):
-        w = quantize(w, {"int8": 8, "int4": 4}[quantization])
+      if bits and columns and part not in (model.embed_tokens, model.lm_head): w = quantize(w, bits)
       if isinstance(w, Quantized) and part is model.embed_tokens: w = dequantized(w)
-      if not isinstance(w, Quantized):
+      if not isinstance(w, Quantized) or not isinstance(part, Linear):
         tensor.replace(place(part, pack(w, tensor.shape)))   # type: ignore[arg-type]
         continue
-      shape = stored_shape(*w.q.shape, compute)
+      shape = stored_shape(len(w.q), len(w.order), compute)
       tile = gcd(len(w.q), 16)
       part.weight = place(part, pack_4_bits(w.q, shape) if w.q.dtype == np.uint8 else pack(w.q, shape), None)
       part.scales = [place(part, pack(x, (len(x) // tile, x.shape[1], tile)), None)

@@ -1,6 +1,6 @@
 """An HTTP server that speaks OpenAI's protocol, with vLLM's further fields and metrics. It owns what a client sees:
 bodies, answers, errors, limits. Each field of SamplingParams is one of a body, and what it may be is checked there."""
-import argparse, asyncio, contextlib, dataclasses, hmac, http, itertools, json, math, os, pathlib
+import argparse, asyncio, contextlib, dataclasses, hmac, http, itertools, math, os, pathlib
 import re, signal, socket, threading, time, uuid
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal

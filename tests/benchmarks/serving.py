@@ -14,8 +14,8 @@ the first byte of the first event with text; ITL: between events; TPOT: what fol
 tokens/s over HTTP, over those of LLM.generate. The engine without HTTP is in this process, idle while the server works.
 
 --step-ms: no step is computed. A device that is not there takes so long for each, beside the host, as a GPU does, and
-chooses tokens by their place. What is left is the host's work, the server's and the client's: a fast GPU's server without
-the GPU. The engine without HTTP has the same device, so the ratio says what HTTP costs beside such a step.
+chooses tokens by their place. What is left is the host's work, the server's and the client's. The engine without HTTP
+has the same device, so the ratio says what HTTP costs beside such a step.
 
 The client is asyncio on bare sockets in this process; the server has its own, and so its own interpreter lock. Where
 cores are few they share these: the client's share of one is printed."""
