@@ -35,7 +35,7 @@ BAD_ENGINE = {
   "gpu_memory_utilization": [0, -0.1, 1.01, NAN, "0.9", None], "num_gpu_blocks_override": [0, 1, -3, 8.0, "8", True],
   "enable_prefix_caching": [1, "yes", None], "enforce_eager": [1, "yes", None],
   "cudagraph_capture_sizes": [8, "8", [3], [0], [-8], [8, 12], [8.0], [True], [None], {8: 8}],
-  "seed": [1.5, "1", 2**63, True], "scheduling_policy": ["lifo", "", 1, None],
+  "quantization": ["int3", "fp8", 8, ""], "seed": [1.5, "1", 2**63, True], "scheduling_policy": ["lifo", "", 1, None],
   "generation_config": ["model", "", 5, None],
 }
 

@@ -14,11 +14,11 @@ from .llama import Llama
 from .matmul import Linear, pack, pack_4_bits, stored_shape
 from .quantization import Quantized, dequantized, joined, layouts_of, quantize, read
 
-# numpy has no bfloat16: its bits. Integers are of quantized matrices
-DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16, "I8": np.int8, "I32": np.int32, "I64": np.int64}
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16: its bits
+INTEGERS = {"I8": np.int8, "I32": np.int32, "I64": np.int64}   # of quantized matrices
 
 
-def read_files(folder: pathlib.Path) -> dict[str, Any]:
+def read_files(folder: pathlib.Path, kinds: dict[str, Any]) -> dict[str, Any]:
   """The tensors of model.safetensors, or of the shards that model.safetensors.index.json names: by name, the arguments
   of the np.memmap that reads each, as the pages of a whole file in one would count as ours."""
   maps = {}
@@ -30,8 +30,8 @@ def read_files(folder: pathlib.Path) -> dict[str, Any]:
     header = json.loads(bytes(np.fromfile(path, np.uint8, size, offset=8)))
     header.pop("__metadata__", None)
     for name, entry in header.items():
-      check(entry["dtype"] in DTYPES, f"{path}: tensor {name} is {entry['dtype']}; supported: {', '.join(DTYPES)}")
-      maps[name] = path, DTYPES[entry["dtype"]], "c", 8 + size + entry["data_offsets"][0], tuple(entry["shape"])
+      check(entry["dtype"] in kinds, f"{path}: tensor {name} is {entry['dtype']}; supported: {', '.join(kinds)}")
+      maps[name] = path, kinds[entry["dtype"]], "c", 8 + size + entry["data_offsets"][0], tuple(entry["shape"])
   return maps
 
 
@@ -51,9 +51,9 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
   """Fill the model's tensors. compute: the type of what is computed with them. quantization: what is made of the
   layers' matrices, "int8" or "int4", or what they are. Raises ValueError naming the file and the tensor that is
   missing, surplus or misshapen."""
-  maps = read_files(folder)
   published = read_json(folder / "config.json").get("quantization_config") or {}
   layouts = layouts_of(published)
+  maps = read_files(folder, DTYPES | INTEGERS if layouts else DTYPES)
   method = published.get("quant_method")
   bits = {"int8": 8, "int4": 4}.get(quantization or "")
   check(quantization in (None, method) or bits and not method,
