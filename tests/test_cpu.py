@@ -1,5 +1,7 @@
 """The graph of a CPU: what its cores compute together is what one computes alone."""
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -81,6 +83,59 @@ def test_steps_of_several_threads_do_not_mix():
   for thread in threads: thread.start()
   for thread in threads: thread.join(timeout=60)
   assert not failures and not any(thread.is_alive() for thread in threads)
+
+
+INTERRUPTED = """
+import numpy as np
+from tinygrad import Context, Tensor, TinyJit, dtypes
+from tinyvllm import cpu
+from tinyvllm.device import cpu_cores, open_device
+from tinyvllm.matmul import Linear
+open_device()
+assert cpu_cores() == 4
+linears = [Linear(64, {"w": 64}, False, dtypes.float32) for _ in range(40)]
+for linear in linears: linear.weight = (Tensor.randn(*linear.weight.shape) / 8).realize()
+x = Tensor.randn(1, 64).realize()
+def step():
+  y = x
+  for linear in linears: y = linear(y)
+  return y.realize()
+jit = TinyJit(step)
+with Context(JIT_BATCH_SIZE=0):
+  for _ in range(3): expected = jit().numpy()
+submit = cpu.CPUGraph.pool.submit
+for count in range(4):
+  left = [count]
+  def interrupted(*args):
+    if not left[0]: raise KeyboardInterrupt
+    left[0] -= 1
+    return submit(*args)
+  cpu.CPUGraph.pool.submit = interrupted
+  try: jit()
+  except KeyboardInterrupt: print("interrupted")
+  cpu.CPUGraph.pool.submit = submit
+  for _ in range(3): np.testing.assert_array_equal(jit().numpy(), expected)
+"""
+
+
+def test_an_interrupt_before_all_cores_are_on_their_way_holds_none_of_them():
+  """Of four, of which as many are on their way as have been told when it comes."""
+  run = subprocess.run([sys.executable, "-c", INTERRUPTED], env={**os.environ, "NUM_CPU_THREADS": "4"}, timeout=120,
+                       capture_output=True, text=True)
+  assert run.returncode == 0 and run.stdout.split() == ["interrupted"] * 3, run.stderr
+
+
+def test_buffers_lie_side_by_side_and_live_as_long_as_they_are_used():
+  first, second = [Tensor(np.full(1000, i, np.float32)).realize() for i in range(2)]
+  addresses = [t.uop.buffer._buf.va_addr for t in (first, second)]
+  assert 0 < addresses[1] - addresses[0] <= 2**25 and not any(address % 128 for address in addresses)
+  large = Tensor(np.arange(2**24, dtype=np.int32)).realize()   # larger than what is taken at once
+  chunk = first.uop.buffer._buf.meta
+  del second
+  Device["CPU"].allocator.free_cache()
+  others = [Tensor(np.full(2**20, 7, np.int32)).realize() for _ in range(12)]
+  assert first.numpy().sum() == 0 and len(chunk) >= 2**25 and large.numpy()[-1] == 2**24 - 1
+  assert all(other.numpy().min() == 7 for other in others)
 
 
 def test_what_the_graph_does_not_take_runs_as_tinygrad_runs_it():

@@ -27,10 +27,11 @@ void walk(u64 (*calls)[{1 + ARGUMENTS}], u64 (*done)[8], u64 count, u64 cores, i
     if (*call) ((void (*)({", ".join(["u64"] * ARGUMENTS)}))*call)({GIVEN});
     __atomic_store_n(done[core], n, __ATOMIC_RELEASE);
     for (u64 other = 0, turns = 0; other < cores; other++)
-      while (__atomic_load_n(done[other], __ATOMIC_ACQUIRE) < n)
+      while (__atomic_load_n(done[other], __ATOMIC_ACQUIRE) < n) {{
+        if (__atomic_load_n(done[0], __ATOMIC_ACQUIRE) > count) return;
         if (turns++ < 10000) __builtin_ia32_pause();
         else usleep(20);
-    if (done[0][0] > count) return;
+      }}
   }}
 }}"""
 
@@ -72,14 +73,15 @@ class CPUGraph(jit.GraphRunner):
     program, usleep = walker()
     count, cores, _ = self.table.shape
     done = np.zeros((cores, 8), np.uint64)   # kernels that each core is done with, in a cache line of its own
-    walk = functools.partial(program.fxn, self.table.ctypes.data, done.ctypes.data, count, cores, usleep)
+    walk: Any = functools.partial(program.fxn, self.table.ctypes.data, done.ctypes.data, count, cores, usleep)
+    walk.done = done   # which lives as long as a core goes through it
     others: list[concurrent.futures.Future] = []
     with self.alone:
       try:
         for core in range(1, cores): others.append(self.pool.submit(walk, core))
         walk(0)
       finally:
-        done[0] = 2**63   # the end for the others, too, where an interrupt came before that
+        done[0] = 2**63   # the end for who waits, where an interrupt came before that
         concurrent.futures.wait(others)
 
 
