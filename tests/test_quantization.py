@@ -1,12 +1,21 @@
 """Weights of 8 and 4 bits: as they were published, by the formulas of each format; made while loading; the kernels that
 read them. What decides is the same model with its matrices dequantized by hand, in float32."""
+import json
 from math import gcd
 from pathlib import Path
 
 import numpy as np
 import pytest
-from reference import ENGINE, random_weights, reference_greedy, tiny_config, tiny_model, write_safetensors
-from safetensors.numpy import save_file
+from reference import (
+  ENGINE,
+  random_weights,
+  read_safetensors,
+  reference_greedy,
+  tiny_config,
+  tiny_model,
+  write_safetensors,
+)
+from safetensors.numpy import load_file, save_file
 from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm import LLM, SamplingParams
@@ -76,6 +85,14 @@ def plain(name, q, scale, zero, group_of, bits):
   return {f"{name}.weight": (q - 128).astype(np.int8), f"{name}.weight_scale": scale}
 
 
+def plain_with_zeros(name, q, scale, zero, group_of, bits):
+  return plain(name, q, scale, zero, group_of, bits) | {f"{name}.weight_zero_point": (zero - 128).astype(np.int8)}
+
+
+def packed_in_order(name, q, scale, zero, group_of, bits):
+  return packed(name, q, scale, zero, group_of, bits) | {f"{name}.weight_g_idx": np.array(group_of, np.int32)}
+
+
 def with_offsets(name, q, scale, zero, group_of, bits):
   """As `tinyvllm convert` writes what is no multiple of the scale."""
   return {f"{name}.weight_packed": words(q, 4, 1), f"{name}.weight_scale": scale,
@@ -102,6 +119,8 @@ FORMATS = {
   "compressed-tensors, 8 bits packed": (compressed(8), packed, 8, 32, True),
   "compressed-tensors, int8 by channel": (compressed(8, "int-quantized"), plain, 8, 0, True),
   "compressed-tensors, int8 by group": (compressed(8, "int-quantized"), plain, 8, 16, True),
+  "compressed-tensors, int8, zero points": (compressed(8, symmetric=False), plain_with_zeros, 8, 32, False),
+  "compressed-tensors, act-order": (compressed(4, actorder="group"), packed_in_order, 4, 32, True),
   "offsets": (compressed(4), with_offsets, 4, 32, False)}
 
 
@@ -152,7 +171,6 @@ def test_layers_of_several_kinds_are_read_each_as_it_is(tmp_path):
   """As in GGUF's mixtures: 4 bits, 8 bits and none."""
   four, four_plain = quantized_model(tmp_path / "four", "compressed-tensors", 1)
   eight, eight_plain = quantized_model(tmp_path / "eight", "compressed-tensors, int8 by group", 1)
-  from safetensors.numpy import load_file
   def chosen(a, b, c): return {**{k: v for k, v in load_file(a / "model.safetensors").items() if "layers.0.self" in k},
     **{k: v for k, v in load_file(b / "model.safetensors").items() if "layers.0.mlp" in k},
     **{k: v for k, v in load_file(c / "model.safetensors").items() if "layers.0.self" not in k and ".0.mlp" not in k}}
@@ -174,6 +192,40 @@ def test_what_is_made_while_loading_is_what_is_nearest(tmp_path, bits):
   tiny_model(tmp_path / "by_hand", **SIZES)
   write_safetensors(tmp_path / "by_hand" / "model.safetensors", weights)
   assert answer(folder, quantization=f"int{bits}")[0] == reference_greedy(tmp_path / "by_hand", PROMPT, 8)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_bfloat16_is_what_it_stands_for(tmp_path, bits):
+  """Of matrices that are quantized here."""
+  brain = tiny_model(tmp_path / "brain", dtype="bfloat16", **SIZES)
+  tiny_model(tmp_path / "same", **SIZES)
+  write_safetensors(tmp_path / "same" / "model.safetensors", read_safetensors(brain / "model.safetensors"))
+  assert answer(brain, quantization=f"int{bits}") == answer(tmp_path / "same", quantization=f"int{bits}")
+
+
+def test_scales_in_bfloat16_are_read(tmp_path):
+  """As compressed-tensors' files often have them."""
+  quantized, plain = quantized_model(tmp_path, "compressed-tensors")
+  tensors = load_file(quantized / "model.safetensors")
+  bits = {key: (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for key, x in tensors.items()
+          if key.endswith("weight_scale")}
+  weights = load_file(plain / "model.safetensors")
+  for key, x in bits.items():
+    name = key.removesuffix("_scale")
+    rounded = (x.astype(np.uint32) << 16).view(np.float32)
+    of = weights[name].reshape(*rounded.shape, -1) / tensors[key].astype(np.float32)[..., None]
+    weights[name] = (np.rint(of) * rounded[..., None]).reshape(weights[name].shape)
+  write_safetensors(plain / "model.safetensors", weights)
+  header, offset, data = {}, 0, []
+  for key, x in {**tensors, **bits}.items():
+    kind = {"uint16": "BF16", "int32": "I32", "int64": "I64", "float32": "F32"}[x.dtype.name]
+    header[key] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [offset, offset + x.nbytes]}
+    offset += x.nbytes
+    data.append(x.tobytes())
+  text = json.dumps(header).encode()
+  text += b" " * (-len(text) % 8)
+  (quantized / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
+  assert answer(quantized)[0] == answer(plain)[0] == reference_greedy(plain, PROMPT, 8)
 
 
 @pytest.mark.parametrize("bits,levels", [(8, 254), (4, 15)])
@@ -236,7 +288,6 @@ def test_the_kernels_multiply_what_they_read(rows, out, inputs, group, bits, off
 def broken(name, change):
   """A model of this format after a change to its tensors."""
   def make(folder):
-    from safetensors.numpy import load_file
     quantized, _ = quantized_model(folder, name)
     tensors = load_file(quantized / "model.safetensors")
     change(tensors)
@@ -284,7 +335,6 @@ def test_other_bits_and_a_model_that_is_quantized_are_refused(tmp_path):
 
 
 def test_members_of_one_matrix_that_differ_are_refused(tmp_path):
-  from safetensors.numpy import load_file
   quantized, plain = quantized_model(tmp_path, "gptq")
   tensors = load_file(quantized / "model.safetensors")
   name = "model.layers.0.self_attn.k_proj."

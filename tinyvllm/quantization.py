@@ -23,6 +23,7 @@ class Layout(NamedTuple):
   weight: str = "qweight"        # what follows the matrix's name
   scale: str = "scales"
   zero: str = "qzeros"           # of a scale, in words of neighbouring outputs: what q is when w is 0
+  group: str = "g_idx"           # of each input
   outputs_first: bool = False    # (out, in), else (in, out)
   packed: str | None = "in"      # the axis that words are of
   places: tuple = tuple(range(8))   # of neighbours, in a word of eight
@@ -31,8 +32,8 @@ class Layout(NamedTuple):
 
 LAYOUTS = {
   "awq": [Layout(packed="out", places=(0, 4, 1, 5, 2, 6, 3, 7))], "gptq": [Layout(zero_is=1)],
-  "compressed-tensors": [Layout("weight_packed", "weight_scale", "weight_zero_point", True),
-                         Layout("weight", "weight_scale", "weight_zero_point", True, None)]}
+  "compressed-tensors": [Layout("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", True),
+                         Layout("weight", "weight_scale", "weight_zero_point", "weight_g_idx", True, None)]}
 KNOWN = ("awq (gemm, 4 bits), gptq (4 or 8 bits), compressed-tensors (weights alone, pack-quantized of 4 or 8 bits or "
          "int-quantized)")
 
@@ -59,6 +60,11 @@ def unpacked(words: np.ndarray, bits: int, axis: int, places: tuple) -> np.ndarr
   return np.moveaxis(numbers.astype(np.uint8).reshape(*numbers.shape[:-2], -1), -1, axis)
 
 
+def floats(x: np.ndarray) -> np.ndarray:
+  """In float32. uint16: bfloat16's bits, which numpy has not, and which are the upper half of float32's."""
+  return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
+
+
 def narrow(x: np.ndarray) -> np.ndarray:
   """In 16 bits, where those hold it."""
   with np.errstate(over="ignore"): half = x.astype(np.float16)
@@ -70,7 +76,7 @@ def read(name: str, shape: tuple[int, int], layout: Layout, shapes: dict[str, tu
   def sized(*sizes): return sizes if layout.outputs_first else sizes[::-1]
   out_features, in_features = shape
   outputs, inputs = (0, 1) if layout.outputs_first else (1, 0)
-  weight, scale, zero, order = [f"{name}.{x}" for x in (layout.weight, layout.scale, layout.zero, "g_idx")]
+  weight, scale, zero, order = [f"{name}.{x}" for x in (layout.weight, layout.scale, layout.zero, layout.group)]
   groups = dict(enumerate(shapes.get(scale, ()))).get(inputs, 1)   # missing: to take it says so
   check(in_features % groups == 0, f"{scale}: {groups} groups do not divide {in_features} inputs")
   axis = {"in": inputs, "out": outputs, None: 0}[layout.packed]
@@ -83,12 +89,12 @@ def read(name: str, shape: tuple[int, int], layout: Layout, shapes: dict[str, tu
     stored = take(of, *[n // per_word if i == axis else n for i, n in enumerate(sized(*sizes))])
     return stored if layout.packed is None else unpacked(stored, bits, axis, layout.places)
   q = words(weight, axis, *shape)
-  scales = take(scale, *sized(out_features, groups)).astype(np.float32)
+  scales = floats(take(scale, *sized(out_features, groups)))
   half = 0 if layout.packed is None else 1 << bits - 1   # what stands for 0 where the file has no zeros
   zeros = words(zero, outputs, out_features, groups) + np.float32(layout.zero_is) if zero in shapes else half
   offset = -zeros * scales
   if bits == 8 and layout.packed: q, offset = (q ^ 128).view(np.int8), offset + 128 * scales
-  if f"{name}.weight_offset" in shapes: offset = take(f"{name}.weight_offset", out_features, groups).astype(np.float32)
+  if f"{name}.weight_offset" in shapes: offset = floats(take(f"{name}.weight_offset", out_features, groups))
   if not layout.outputs_first: q, scales, offset = q.T, scales.T, offset.T
   index = np.array(take(order, in_features)) if order in shapes else np.arange(in_features) // (in_features // groups)
   columns = np.argsort(index, kind="stable")
@@ -119,7 +125,7 @@ def joined(matrices: list[Any]) -> Any:
 def quantize(weight: np.ndarray, bits: int) -> Quantized:
   """A matrix, (out, in), by groups of inputs. 8 bits: symmetric. 4 bits: scale and offset of least squared error."""
   groups = weight.shape[1] // GROUP if weight.shape[1] % GROUP == 0 else 1
-  w = weight.astype(np.float32).reshape(len(weight), groups, -1)   # (out, groups, in a group)
+  w = floats(weight).reshape(len(weight), groups, -1)   # (out, groups, in a group)
   lowest, highest = (0, 15) if bits == 4 else (-127, 127)
   offset = w.min(-1) if bits == 4 else np.zeros(w.shape[:2], np.float32)
   scale = (w.max(-1) - offset) / 15 if bits == 4 else np.abs(w).max(-1) / 127

@@ -12,7 +12,7 @@ from .config import check, read_json
 from .device import largest_tensor, renderer
 from .llama import Llama
 from .matmul import Linear, pack, pack_4_bits, stored_shape
-from .quantization import Quantized, dequantized, joined, layouts_of, quantize, read
+from .quantization import Quantized, dequantized, floats, joined, layouts_of, quantize, read
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16: its bits
 INTEGERS = {"I8": np.int8, "I32": np.int32, "I64": np.int64}   # of quantized matrices
@@ -42,7 +42,7 @@ def to_device(array: np.ndarray, compute: dtype.DType | None) -> Tensor:
   stored = Tensor(array).bitcast(dtypes.bfloat16) if brain else Tensor(array)
   if compute is None: return stored.contiguous()
   if array.itemsize < compute.itemsize and stored.dtype in renderer().supported_dtypes(): return stored.contiguous()
-  if brain: array = (array.astype(np.uint32) << 16).view(np.float32)   # the upper half of float32
+  if brain: array = floats(array)
   if compute == dtypes.float32: array = array.astype(np.float32)   # here, or the device keeps a buffer of either kind
   return Tensor(array).cast(compute).contiguous()
 
