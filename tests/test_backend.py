@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from reference import check_invariants, reference_keep, reference_logits, same_outputs, tiny_model
 from test_fields import changed
+from test_quantization import quantized_model
 from tinygrad import Device, dtypes
 from tinygrad.engine.realize import get_call_arg_uops
 from tinygrad.helpers import ansistrip
@@ -183,6 +184,15 @@ def test_an_engine_computes_in_the_type_asked_for_or_says_which_it_takes_instead
   assert engine.dtype == expected
   told = [line for line in engine.told if engine.asked in line and expected in line and engine.asked != expected]
   assert len(told) == (engine.asked != expected), engine.told
+
+
+@pytest.mark.parametrize("name", ["offsets", "compressed-tensors, int8 by group"])
+def test_weights_of_4_and_8_bits_say_what_those_say_that_they_stand_for(tmp_path, name):
+  quantized, plain = quantized_model(tmp_path, name)
+  llm, _ = open_engine(quantized, dtype="float32", num_gpu_blocks_override=BLOCKS + 1)
+  for length in (1, 2 * BS + 1):
+    expected = job(plain, length, 5, length)
+    assert ids_of(llm.generate(expected.prompt, expected.params)[0]) == expected.said
 
 
 # greedy text, and what may not change it

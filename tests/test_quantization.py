@@ -180,16 +180,19 @@ def test_layers_of_several_kinds_are_read_each_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_what_is_made_while_loading_is_what_is_nearest(tmp_path, bits):
+@pytest.mark.parametrize("intermediate", [96, 72, 44])   # groups of 32; of all; and no words of eight
+def test_what_is_made_while_loading_is_what_is_nearest(tmp_path, bits, intermediate):
   """Greedy ids are those of the model whose matrices are dequantized by hand; embeddings and the head stay."""
-  folder = tiny_model(tmp_path / "float", **SIZES)
-  weights = random_weights(tiny_config(**SIZES), 0)
+  sizes = {**SIZES, "intermediate_size": intermediate}
+  folder = tiny_model(tmp_path / "float", **sizes)
+  weights = random_weights(tiny_config(**sizes), 0)
   for key, w in weights.items():
     if key.endswith(tuple(f"{x}.weight" for x in PROJECTIONS)):
-      made = quantize(w, bits)
-      weights[key] = (made.q.reshape(len(w), -1, 32).astype(np.float32) * made.scale[..., None].astype(np.float32)
+      made = quantize(w, bits if w.shape[1] % 8 == 0 else 8)
+      by_group = made.q.reshape(len(w), made.scale.shape[1], -1).astype(np.float32)
+      weights[key] = (by_group * made.scale[..., None].astype(np.float32)
                       + (0 if made.offset is None else made.offset[..., None].astype(np.float32))).reshape(w.shape)
-  tiny_model(tmp_path / "by_hand", **SIZES)
+  tiny_model(tmp_path / "by_hand", **sizes)
   write_safetensors(tmp_path / "by_hand" / "model.safetensors", weights)
   assert answer(folder, quantization=f"int{bits}")[0] == reference_greedy(tmp_path / "by_hand", PROMPT, 8)
 

@@ -83,7 +83,8 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
       columns = [tensor.numel() // sum(part.sources.values())] if tensor.ndim > 1 else []
       read_one = take_matrix if columns else lambda name, *shape, kind=kind: take(f"{name}.{kind}", *shape)
       w = joined([read_one(name, rows, *columns) for name, rows in part.sources.items()])
-      if bits and columns and part not in (model.embed_tokens, model.lm_head): w = quantize(w, bits)
+      if bits and columns and part not in (model.embed_tokens, model.lm_head):
+        w = quantize(w, bits if w.shape[1] % 8 == 0 else 8)   # a word has 4 bits of eight
       if isinstance(w, Quantized) and part is model.embed_tokens: w = dequantized(w)
       if not isinstance(w, Quantized) or not isinstance(part, Linear):
         tensor.replace(place(part, pack(w, tensor.shape)))   # type: ignore[arg-type]
