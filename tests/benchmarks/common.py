@@ -32,6 +32,8 @@ import tinyvllm.runner
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import ModelConfig
 from tinyvllm.device import largest_tensor, open_device
+from tinyvllm.llama import Llama
+from tinyvllm.matmul import Linear
 from tinyvllm.tokenizer import Tokenizer
 
 
@@ -63,6 +65,7 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
                       "then random too, in the shape of its config.json")
   parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"),
                       help="of weights and KV cache; auto: float32 on CPU, else float16")
+  parser.add_argument("--quantization", choices=("int8", "int4"), help="what the layers' matrices are made")
   parser.add_argument("--max-num-batched-tokens", type=positive, default=512, help="tokens of one step at most")
   parser.add_argument("--seed", type=int, default=0, help="of the prompts and arrivals")
   return parser
@@ -92,7 +95,7 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
   """The engine of the model that the arguments name; without a prefix cache, as runs repeat their prompts. padded: as
   others have it, to a captured shape at first; else each shape is captured when it is met, and so by a warm-up."""
   if not padded: tinyvllm.runner.OFTEN = 0
-  options = {"enable_prefix_caching": False, **options}
+  options = {"enable_prefix_caching": False, "quantization": getattr(args, "quantization", None), **options}
   if args.model and args.layers is None: return LLM(args.model, dtype=args.dtype, **options)
   config = hf_config(args)
   with TemporaryDirectory() as folder, stub_tokenizer(), patch("tinyvllm.engine.load_weights", fill_weights):
@@ -110,11 +113,25 @@ def stub_tokenizer():
 _filled: dict[tuple, Tensor] = {}   # engines that follow one another share their weights
 
 
-def fill_weights(model: object, folder: Path, dtype: DType) -> None:
+def fill_weights(model: Llama, folder: Path, dtype: DType, quantization: str | None) -> None:
   """In place of load_weights: norms' weights 1, biases 0, all else uniform with a deviation of 0.02, one tensor at a
-  time."""
+  time. Quantized ones are of any bits."""
+  matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear) and quantization]
+  for matrix in matrices:
+    plain = matrix.weight.shape
+    words = (plain[0], plain[1] // 8, 16) if len(plain) == 3 else (*plain[:3], 8, 4)
+    shape, kind, levels = (words, dtypes.uint32, 2.0**32) if quantization == "int4" else (plain, dtypes.int8, 255.0)
+    scales = (plain[0], math.prod(plain) // plain[0] // 16 // 32, 16)
+    key = "quantized", shape, kind
+    if key not in _filled: _filled[key] = (_noise(math.prod(shape), 1) * levels - (kind == dtypes.int8) * 127).cast(
+      kind).reshape(shape).clone().realize()
+    matrix.weight = _filled[key].clone().realize()
+    matrix.scales = [Tensor.full(scales, x, dtype=dtypes.float16).clone().realize()
+                     for x in ((0.004, -0.03) if quantization == "int4" else (0.0003,))]
   named = {id(tensor): (name, tensor) for name, tensor in nn.state.get_state_dict(model).items()}   # each once
+  of_matrices = {id(x) for matrix in matrices for x in (matrix.weight, *matrix.scales)}
   for seed, (name, tensor) in enumerate(named.values()):
+    if id(tensor) in of_matrices: continue
     kind = dtype if dtypes.is_float(tensor.dtype) else tensor.dtype
     key = name, tensor.shape, kind
     if key not in _filled:
