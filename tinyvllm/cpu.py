@@ -12,6 +12,7 @@ from tinygrad.uop.ops import Ops
 
 ARGUMENTS = 24   # of a kernel, at most; those that it does not take are not looked at
 CHUNK = 2**25    # bytes of memory taken at once
+allocating = threading.Lock()
 
 GIVEN = ", ".join(f"call[{1 + i}]" for i in range(ARGUMENTS))
 # A core's way through a step: its part of each kernel, if it has one, and then it waits for the other cores, after a
@@ -88,11 +89,13 @@ class CPUGraph(jit.GraphRunner):
 def allocate(self: Any, size: int, options: Any, plain: Callable = CPUAllocator._alloc) -> Any:
   """A CPU's buffers side by side in huge pages. tinygrad takes pages of 4 KiB, from which a core reads half as fast."""
   if options.external_ptr is not None: return plain(self, size, options)
-  chunk = vars(self).get("chunk")
-  if chunk is None or size > len(chunk) - chunk.tell():
-    chunk = self.chunk = mmap.mmap(-1, max(size, CHUNK), mmap.MAP_ANON | mmap.MAP_PRIVATE)
-    if hasattr(mmap, "MADV_HUGEPAGE"): chunk.madvise(mmap.MADV_HUGEPAGE)   # Linux has them
-  buffer = plain(self, size, dataclasses.replace(options, external_ptr=helpers.mv_address(chunk) + chunk.tell()))
+  with allocating:
+    chunk = vars(self).get("chunk")
+    if chunk is None or size > len(chunk) - chunk.tell():
+      chunk = self.chunk = mmap.mmap(-1, max(size, CHUNK), mmap.MAP_ANON | mmap.MAP_PRIVATE)
+      if hasattr(mmap, "MADV_HUGEPAGE"): chunk.madvise(mmap.MADV_HUGEPAGE)   # Linux has them
+    start = chunk.tell()
+    chunk.seek(min(len(chunk), start + helpers.round_up(size, 128)))
+  buffer = plain(self, size, dataclasses.replace(options, external_ptr=helpers.mv_address(chunk) + start))
   buffer.meta = chunk   # which lives as long as a buffer in it
-  chunk.seek(min(len(chunk), chunk.tell() + helpers.round_up(size, 128)))
   return buffer
