@@ -128,4 +128,5 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: 
   kinds: list[Any] = [((shares, G, D), shared)] * 3 + [((G,), AddrSpace.REG)] * 2
   made = State(*[UOp.placeholder(size, dtypes.float32, 100 + i, space) for i, (size, space) in enumerate(kinds)])
   state = made.after(summed(scored(made.after(begun, loop))).end(loop, (turn + 1) * shares * D <= position))
-  return kernel_of("attend", out[t, h, *own[1:]].store(combined(state).cast(out.dtype)), divisor(T, cpu_cores()))
+  threads = divisor(T, cpu_cores()) if T * KV * G * D > 2**12 else 1
+  return kernel_of("attend", out[t, h, *own[1:]].store(combined(state).cast(out.dtype)), threads)

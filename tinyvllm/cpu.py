@@ -15,24 +15,25 @@ CHUNK = 2**25    # bytes of memory taken at once
 allocating = threading.Lock()
 
 GIVEN = ", ".join(f"call[{1 + i}]" for i in range(ARGUMENTS))
-# A core's way through a step: its part of each kernel, if it has one, and then it waits for the other cores, after a
-# while asleep, as they may wait for this one's time
+# A core's way through a step: its part of each kernel, if it has one, and then it waits for the cores that have one,
+# after a while asleep, as they may wait for this one's time
 WALK = f"""
 typedef unsigned long long u64;
 #ifndef __x86_64__
 #define __builtin_ia32_pause()
 #endif
 void walk(u64 (*calls)[{1 + ARGUMENTS}], u64 (*done)[8], u64 count, u64 cores, int (*usleep)(unsigned), u64 core) {{
-  for (u64 n = 1; n <= count; n++) {{
-    u64 *call = calls[(n - 1) * cores + core];
+  for (u64 n = 1; n <= count; n++, calls += cores) {{
+    u64 *call = calls[core];
     if (*call) ((void (*)({", ".join(["u64"] * ARGUMENTS)}))*call)({GIVEN});
     __atomic_store_n(done[core], n, __ATOMIC_RELEASE);
     for (u64 other = 0, turns = 0; other < cores; other++)
-      while (__atomic_load_n(done[other], __ATOMIC_ACQUIRE) < n) {{
+      while (*calls[other] && __atomic_load_n(done[other], __ATOMIC_ACQUIRE) < n) {{
         if (__atomic_load_n(done[0], __ATOMIC_ACQUIRE) > count) return;
         if (turns++ < 10000) __builtin_ia32_pause();
         else usleep(20);
       }}
+    if (__atomic_load_n(done[0], __ATOMIC_ACQUIRE) > count) return;
   }}
 }}"""
 

@@ -203,7 +203,9 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   ahead = fetch(weight, (n * words + first // in_word) * lanes, size) if simd and rows == T else 0
   # Each share by itself, and then their sum
   total = fold(fold(x[t, k + ahead].float() * w, kinds=(AxisType.REDUCE,)))
-  return kernel_of("linear", put(out, total, added, t, n * lanes + lane), divisor(N16, cpu_cores()) if simd else None)
+  # A core's part of less is done before the other is there
+  threads = divisor(N16, cpu_cores()) if simd and T * K * N16 > 2**13 else 1
+  return kernel_of("linear", put(out, total, added, t, n * lanes + lane), threads if simd else None)
 
 
 class Norm:
