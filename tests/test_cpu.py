@@ -71,6 +71,16 @@ def test_kernels_that_cores_share_wait_for_each_other():
     np.testing.assert_allclose(jit().numpy(), reflected(new), atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 8, 16])
+@pytest.mark.parametrize("sums", [4, 8])
+def test_any_number_of_sums_gives_the_same(monkeypatch, rows, sums):
+  """As CPUs with few registers have it, and those with AVX-512."""
+  monkeypatch.setattr("tinyvllm.matmul.cpu_sums", lambda: sums)
+  linears, reflected = layers(3)
+  x = np.random.default_rng(rows).standard_normal((rows, SIZE)).astype(np.float32)
+  np.testing.assert_allclose(through(linears, Tensor(x).realize()).numpy(), reflected(x), atol=1e-4)
+
+
 def test_steps_of_several_threads_do_not_mix():
   jobs, failures = [layers(seed) for seed in range(3)], []
   xs = [Tensor(np.random.default_rng(9).standard_normal((1, SIZE)).astype(np.float32)).realize() for _ in jobs]

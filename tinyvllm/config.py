@@ -71,7 +71,7 @@ class EngineConfig(Options):
   """The engine's limits, with vLLM's names."""
   dtype: Annotated[str, "auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"   # auto: 32 bits on a CPU
   # int8, int4: what the layers' matrices are made while they are loaded; others: what the files have
-  quantization: Annotated[str | None, "int8", "int4", "awq", "gptq", "compressed-tensors"] = None   # of weights
+  quantization: Annotated[str | None, "int8", "int4", "awq", "gptq", "compressed-tensors"] = None   # int8, int4: made
   max_model_len: Annotated[int | None, 2, 2**24] = None   # of prompt and output together; None: the model's limit
   max_num_seqs: Annotated[int, 1, 1024] = 64              # sequences that run at once
   max_num_batched_tokens: Annotated[int | None, 1, 16384] = None   # of one step, prompts' chunks; None: 512, CPU 128

@@ -146,7 +146,8 @@ class LLMEngine:
     raise ValueError(f"prompt={prompt!r} must be a str, or a dict of prompt, prompt_token_ids or messages, not empty")
 
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
-    """Queue a request: a str, {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [{"role", "content"}]}.
+    """Queue a request: a str, {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [{"role", "content"}]},
+    the last with "template": what Tokenizer.apply_chat_template takes, if that is wanted.
     Lower priorities go first. Raises ValueError for a request that can never run."""
     self.add(self.request(request_id, prompt, params, priority))
 

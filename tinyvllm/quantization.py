@@ -72,7 +72,8 @@ def narrow(x: np.ndarray) -> np.ndarray:
 
 
 def read(name: str, shape: tuple[int, int], layout: Layout, shapes: dict[str, tuple], take: Callable) -> Quantized:
-  """A matrix of this shape, (out, in). take: reads a tensor of this name and shape."""
+  """A matrix of this shape, (out, in). shapes: of the files' tensors. take: reads the tensor of a name and shape.
+  Raises ValueError naming the tensor that is missing or misshapen, or whose groups are not of one size."""
   def sized(*sizes): return sizes if layout.outputs_first else sizes[::-1]
   out_features, in_features = shape
   outputs, inputs = (0, 1) if layout.outputs_first else (1, 0)
@@ -80,26 +81,26 @@ def read(name: str, shape: tuple[int, int], layout: Layout, shapes: dict[str, tu
   groups = dict(enumerate(shapes.get(scale, ()))).get(inputs, 1)   # missing: to take it says so
   check(in_features % groups == 0, f"{scale}: {groups} groups do not divide {in_features} inputs")
   axis = {"in": inputs, "out": outputs, None: 0}[layout.packed]
-  length = shape[axis == inputs]
-  bits = 8 if layout.packed is None else 32 * shapes[weight][axis] // length
+  bits = 8 if layout.packed is None else 32 * shapes[weight][axis] // sized(*shape)[axis]
   check(bits in (4, 8), f"{weight} is {list(shapes[weight])}: neither 4 nor 8 bits of {[*shape]}")
-  per_word = 1 if layout.packed is None else 32 // bits
 
   def words(of: str, axis: int, *sizes):
-    stored = take(of, *[n // per_word if i == axis else n for i, n in enumerate(sized(*sizes))])
+    stored = take(of, *[n * bits // 32 if layout.packed and i == axis else n for i, n in enumerate(sized(*sizes))])
     return stored if layout.packed is None else unpacked(stored, bits, axis, layout.places)
   q = words(weight, axis, *shape)
   scales = floats(take(scale, *sized(out_features, groups)))
-  half = 0 if layout.packed is None else 1 << bits - 1   # what stands for 0 where the file has no zeros
-  zeros = words(zero, outputs, out_features, groups) + np.float32(layout.zero_is) if zero in shapes else half
+  zeros: Any = 0 if layout.packed is None else 1 << bits - 1   # where the file has none
+  if zero in shapes: zeros = words(zero, outputs, out_features, groups) + np.float32(layout.zero_is)
   offset = -zeros * scales
-  if bits == 8 and layout.packed: q, offset = (q ^ 128).view(np.int8), offset + 128 * scales
+  if bits == 8 and layout.packed:   # from 0 to 255, which int8 does not hold
+    q = (q ^ 128).view(np.int8)
+    offset = offset + 128 * scales
   if f"{name}.weight_offset" in shapes: offset = floats(take(f"{name}.weight_offset", out_features, groups))
-  if not layout.outputs_first: q, scales, offset = q.T, scales.T, offset.T
-  index = np.array(take(order, in_features)) if order in shapes else np.arange(in_features) // (in_features // groups)
+  q, scales, offset = [x if layout.outputs_first else x.T for x in (q, scales, offset)]
+  in_order = np.arange(in_features) // (in_features // groups)
+  index = np.array(take(order, in_features)) if order in shapes else in_order
   columns = np.argsort(index, kind="stable")
-  check(np.array_equal(index[columns], np.arange(in_features) // (in_features // groups)),
-        f"{order}: each of {groups} groups must have {in_features // groups} inputs")
+  check(np.array_equal(index[columns], in_order), f"{order}: its {groups} groups must be of one size")
   return Quantized(q[:, columns], narrow(scales), narrow(offset) if offset.any() else None, columns)
 
 
