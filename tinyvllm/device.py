@@ -9,7 +9,8 @@ from tinygrad import Device, UOp, codegen, device as devices, dtypes, helpers
 from tinygrad.codegen import do_to_program
 from tinygrad.engine import realize
 from tinygrad.runtime.ops_cpu import CPUAllocator
-from tinygrad.uop.ops import Ops
+from tinygrad.renderer.cstyle import CUDARenderer
+from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 
 from .config import logger
 from .cpu import CPUGraph, allocate
@@ -137,9 +138,20 @@ class KernelFolder:
 def num_compiled() -> int: return getattr(realize.lower_and_compile, "compiled", 0)   # kernels that no file had
 
 
+def whole_words(ctx: Any, x: UOp) -> str | None:
+  """Halves that are the halves of words, in C++: a compiler takes these apart and joins them, where they come singly."""
+  words = [half.src[0].src[0] for half in x.src[::2] if half.op is Ops.BITCAST and half.src[0].op is Ops.CAST]
+  upper = UOp.const(16).cast(dtypes.uint32)
+  parts = [part for word in words for part in (word, word.alu(Ops.SHR, upper))]
+  if x.src != tuple(part.cast(dtypes.uint16).bitcast(dtypes.half) for part in parts): return None
+  return f"tg_bitcast<{ctx.render_type(x)}>(make_uint{len(words)}({', '.join(ctx[word] for word in words)}))"
+
+
 @functools.cache
 def patch_tinygrad(compiler: str) -> None:
   """Make captures cheap. compiler: of kernels, whose file's size and age tell its version without a start of it."""
+  rules = PatternMatcher([(UPat(Ops.STACK, dtypes.half, name="x"), whole_words)])
+  CUDARenderer.string_rewrite = rules + CUDARenderer.string_rewrite
   shape = vars(UOp)["_shape"]
   # A slice in a loop takes long to check
   shape.fxn = lambda x, of=shape.fxn: x.src[2].as_shape if x.op is Ops.SHRINK and x.src[1].ranges else of(x)

@@ -22,12 +22,10 @@ ELEMENTS = ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2))
 
 # By rows of x and outputs, at most: tiles of 16 outputs and of 8 rows to a warp, warps that share a sum, steps of 32
 # inputs at once. Found by trying them on an H200 (tests/benchmarks/LOG.md): few outputs want smaller tiles, more warps
-TILES = [(8, inf, 1, 1, 16, 1), (16, inf, 1, 2, 8, 1), (32, 8192, 1, 4, 8, 1), (32, inf, 2, 4, 4, 2),
-         (64, 8192, 2, 8, 4, 2), (inf, inf, 4, 8, 2, 2)]
+TILES = [(1, inf, 1, 1, 16, 4), (8, inf, 1, 1, 8, 2), (16, inf, 2, 2, 8, 1), (32, inf, 2, 4, 4, 2),
+         (64, inf, 4, 8, 2, 2), (128, 8192, 4, 8, 2, 2), (inf, inf, 4, 8, 1, 2)]
 # How the axes of a vector, or of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), lie, by their number
-STORED = {1: (0,), 3: (0, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
-# Of 4 bits, eight to a word, of (out / 16, 16, in / 8, 8) or the same
-STORED_4_BITS = {4: (0, 2, 1, 3), 8: (0, 3, 5, 2, 4, 6, 1, 7)}
+STORED = {1: (0,), 3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 
 
 def divisor(n: sint, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
@@ -84,15 +82,21 @@ def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   return weight.reshape([shape[i] for i in helpers.argsort(order)]).transpose(order)
 
 
-def pack_4_bits(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """As `pack`, of numbers from 0 to 15, in words of eight: neighbours among the inputs, or what a lane takes."""
-  sizes = [shape[i] for i in helpers.argsort(STORED[len(shape)])]
-  if len(shape) == 3: sizes[2:] = sizes[2] // 8, 8
-  order = STORED_4_BITS[len(sizes)]
-  eights = q.reshape(sizes).transpose(order)
-  pairs = eights.reshape(-1, 8)
-  words = (pairs[:, ::2] | pairs[:, 1::2] << 4).view(np.uint32)
-  return words.reshape(eights.shape[:len(order) // 2 + 1])
+def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+  """As `pack`, of a quantized W: each byte by itself, but nibbles, and what tensor cores take, in words of 32 bits."""
+  bits = 4 if q.dtype == np.uint8 else 8
+  if len(shape) == 3:
+    if bits == 8: return pack(q, shape)
+    numbers = q.reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
+  else:
+    if bits == 8: q = q.view(np.uint8) ^ 128   # from 0 on
+    sizes = [shape[i] for i in helpers.argsort(STORED[8])]
+    lanes = q.reshape(sizes).transpose(0, 3, 2, 4, 5, 6, 1, 7)   # (out / 16, in / 32, 8, 4, and 16 numbers of a lane)
+    # A word's pairs of neighbours follow each other, each in the lower and in the upper half
+    numbers = lanes.reshape(*lanes.shape[:4], bits // 2, 16 // bits, 2).swapaxes(-1, -2)
+    numbers = numbers.reshape(*lanes.shape[:4], bits // 2, 32 // bits)
+  if bits == 4: numbers = numbers[..., ::2] | numbers[..., 1::2] << 4
+  return np.ascontiguousarray(numbers).view(np.uint32)[..., 0]
 
 
 class Linear:
@@ -121,8 +125,8 @@ class Linear:
 
 
 def split(rest: tuple[UOp, ...]) -> tuple[list[UOp], list[UOp]]:
-  """Of a kernel's further arguments the scales, (out / 16, groups, 16), and what is added to the result, (T, out)."""
-  return [x for x in rest if len(x.shape) == 3], [x for x in rest if len(x.shape) < 3]
+  """Of a kernel's further arguments the scales, (out / 16, groups, …), and what is added to the result, (T, out)."""
+  return [x for x in rest if len(x.shape) > 2], [x for x in rest if len(x.shape) < 3]
 
 
 def dequantize(stored: UOp, nibble: UOp, scales: list[UOp], *place: sint | UOp) -> UOp:
@@ -147,7 +151,10 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   T, N = out.shape
   N16, K32, *_ = weight.shape
   scales, added = split(rest)
-  group = K32 * 32 // scales[0].shape[1] if scales else 1
+  bits = weight.shape[-1] * 2 if scales else 16
+  group = K32 * 32 // scales[0].shape[1] if scales else 32
+  # Of few rows sums are scaled, of many the weights
+  scaled_sums = bits < 16 and T <= 8 and group % 32 == 0 and x.dtype == dtypes.float16
   n_tiles, t_tiles, shares, steps = next(tiles for rows, outputs, *tiles in TILES if rows >= T and outputs >= N)
   n_tiles = gcd(N16, n_tiles)
   steps = gcd(K32, steps)
@@ -157,16 +164,32 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   k = (axis(K32 // steps // shares, 5) * shares + axis(shares, 4, AxisType.GROUP_REDUCE)) * steps
   h, r, p, e = axes(6, 2, 2, 2, 2, kind=AxisType.UPCAST)
   elements = tuple(tuple(enumerate(extents, 6)) for extents in ELEMENTS)   # by the axes' numbers
+  element = h * 4 + r * 2 + p
+  one = (element * element - element * 7 < 1).where(UOp.const(1.0, x.dtype), UOp.const(0.0, x.dtype))   # for each w
+
+  def number(n16, k, i):   # without arithmetic: its bits are a half's last. Of many rows this is 1024 + q
+    place = h * 2 + r
+    in_half = 16 // bits
+    word = weight[n16, k, row, column, (i * 4 + place) // in_half]
+    pair = word >> (place % in_half * bits).cast(dtypes.uint32) & (2**bits - 1) * 0x10001
+    if not scaled_sums: pair = pair | 0x64006400
+    return (pair >> (p * 16).cast(dtypes.uint32)).cast(dtypes.uint16).bitcast(dtypes.half)
+
+  def product(n16, first, k):   # of 32 inputs
+    def times(w):
+      inputs = [x[(first + row).minimum(T - 1), k * 32 + column * 8 + i * 4 + h * 2 + p] for i in range(2)]
+      zero = UOp.const((0.0,) * 4, dtypes.float32)
+      return sum(UOp.wmma(w[i], inputs[i], zero, MMA, "CUDA", 32, elements) for i in range(2))
+    if not scales: return times([weight[n16, k, i, h, row, column, r, p] for i in range(2)])
+    scale, offset = [s[n16, (k * 32 + column * 8) // group, row, r] for s in scales] + [0] * (2 - len(scales))
+    q = [number(n16, k, i) for i in range(2)]
+    middle = 128 if bits == 8 else 0   # what stands for 0
+    if not scaled_sums: return times([((y - (1024 + middle)) * scale + offset).cast(x.dtype) for y in q])
+    scale = scale.float()
+    return times(q) * (scale * 2**24) + times([one, one]) * (offset - scale * middle)
 
   def tile(n16, first):
-    def product(k, i):   # of 16 inputs
-      lane = (row, column) if weight.dtype == dtypes.uint32 else (h, row, column, r, p)
-      w = weight[n16, k, i, *lane]
-      place = n16, (k * 32 + column * 8) // group, r * 8 + row
-      if scales: w = dequantize(w, h * 4 + r * 2 + p, scales, *place).cast(x.dtype)
-      inputs = x[(first + row).minimum(T - 1), k * 32 + column * 8 + i * 4 + h * 2 + p]
-      return UOp.wmma(w, inputs, UOp.const((0.0,) * 4, dtypes.float32), MMA, "CUDA", 32, elements)
-    total = fold(sum(product(k + u, i) for u, i in np.ndindex(steps, 2)))
+    total = fold(sum(product(n16, first, k + step) for step in range(steps)))
     return put(out, total, added, first + column * 2 + e, n16 * 16 + r * 8 + row)
   tiles = [tile(n * n_tiles + i, (t * t_tiles + j) * 8) for i, j in np.ndindex(n_tiles, t_tiles)]
   return kernel_of("linear_tc", UOp.group(*tiles), 1)

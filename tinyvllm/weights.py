@@ -1,7 +1,6 @@
 """Reads a model's files, safetensors whole or sharded, one tensor at a time, each checked against the shape that the
 config promises. A weight stays in its file's type where that is narrower than the one that is computed in."""
 import json, pathlib
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ from tinygrad import Tensor, dtype, dtypes, helpers, nn
 from .config import check, read_json
 from .device import largest_tensor, renderer
 from .llama import Llama
-from .matmul import Linear, pack, pack_4_bits, stored_shape
+from .matmul import Linear, pack, pack_numbers, stored_shape
 from .quantization import Quantized, dequantized, floats, joined, layouts_of, quantize, read
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16: its bits
@@ -90,9 +89,9 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
         tensor.replace(place(part, pack(w, tensor.shape)))   # type: ignore[arg-type]
         continue
       shape = stored_shape(len(w.q), len(w.order), compute)
-      tile = gcd(len(w.q), 16)
-      part.weight = place(part, pack_4_bits(w.q, shape) if w.q.dtype == np.uint8 else pack(w.q, shape), None)
-      part.scales = [place(part, pack(x, (len(x) // tile, x.shape[1], tile)), None)
+      part.weight = place(part, pack_numbers(w.q, shape), None)
+      rows = (8, 2) if len(shape) == 8 else (shape[-1],)   # of a tile, as a kernel reads them
+      part.scales = [place(part, pack(x, (shape[0], x.shape[1], *rows)), None)
                      for x in (w.scale, w.offset) if x is not None]
       if (np.diff(w.order) != 1).any(): part.order = Tensor(w.order.astype(np.int32)).realize()
   rest = [name for name in maps if name != "lm_head.weight" and not name.endswith((".inv_freq", ".weight_shape"))

@@ -119,15 +119,17 @@ def fill_weights(model: Llama, folder: Path, dtype: DType, quantization: str | N
   matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear) and quantization]
   for matrix in matrices:
     plain = matrix.weight.shape
-    words = (plain[0], plain[1] // 8, 16) if len(plain) == 3 else (*plain[:3], 8, 4)
-    shape, kind, levels = (words, dtypes.uint32, 2.0**32) if quantization == "int4" else (plain, dtypes.int8, 255.0)
-    scales = (plain[0], math.prod(plain) // plain[0] // 16 // 32, 16)
+    bits = 4 if quantization == "int4" else 8
+    lanes = len(plain) == 8   # of tensor cores, which take words
+    shape = (*plain[:2], 8, 4, bits // 2) if lanes else (plain[0], plain[1] * bits // 32 if bits == 4 else plain[1], 16)
+    kind, levels = (dtypes.uint32, 2.0**32) if lanes or bits == 4 else (dtypes.int8, 255.0)
+    scales = (plain[0], math.prod(plain) // plain[0] // 16 // 32, *((8, 2) if lanes else (16,)))
     key = "quantized", shape, kind
     if key not in _filled: _filled[key] = (_noise(math.prod(shape), 1) * levels - (kind == dtypes.int8) * 127).cast(
       kind).reshape(shape).clone().realize()
     matrix.weight = _filled[key].clone().realize()
     matrix.scales = [Tensor.full(scales, x, dtype=dtypes.float16).clone().realize()
-                     for x in ((0.004, -0.03) if quantization == "int4" else (0.0003,))]
+                     for x in ((0.004, -0.03) if bits == 4 else (0.0003,))]
   named = {id(tensor): (name, tensor) for name, tensor in nn.state.get_state_dict(model).items()}   # each once
   of_matrices = {id(x) for matrix in matrices for x in (matrix.weight, *matrix.scales)}
   for seed, (name, tensor) in enumerate(named.values()):
@@ -264,22 +266,21 @@ def measure_bandwidth(repeats: int = 9) -> float:
   return size / statistics.median(times[3:])
 
 
-def weights_read(config: ModelConfig) -> int:
-  """Parameters that a step reads: all but the table of embeddings, which only the tied head reads whole."""
-  hidden, D = config.hidden_size, config.head_dim
-  attention = hidden * D * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
-  return config.num_hidden_layers * (attention + 3 * hidden * config.intermediate_size) + hidden * config.vocab_size
+def bytes_read(model: Llama) -> int:
+  """Of the weights that a step reads: all but the table of embeddings, which only the tied head reads whole."""
+  parts = [part for part in model.parts() if part is not model.embed_tokens or part is model.lm_head]
+  return sum({id(t): t.nbytes() for part in parts for t in nn.state.get_parameters(part)}.values())
 
 
 def roofline(llm: LLM, bandwidth: float, running: int, context: float) -> float:
   """The seconds that a decode step takes at least: weights and the KV of all running sequences, read once."""
   config = llm.model_config
-  weights = (weights_read(config) + running * config.hidden_size) * weight_dtype(llm).itemsize
+  embeddings = running * config.hidden_size * weight_dtype(llm).itemsize
   kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * context * running
-  return (weights + kv * cache_dtype(llm).itemsize) / bandwidth
+  return (bytes_read(llm.runner.model) + embeddings + kv * cache_dtype(llm).itemsize) / bandwidth
 
 
-def weight_dtype(llm: LLM) -> DType: return nn.state.get_parameters(llm.runner.model)[0].dtype
+def weight_dtype(llm: LLM) -> DType: return llm.runner.model.embed_tokens.weight.dtype
 def cache_dtype(llm: LLM) -> DType: return llm.runner.caches[0][0].dtype   # of K and V
 
 
