@@ -15,7 +15,7 @@ from tinygrad.device import ALL_DEVICES
 
 import tinyvllm
 from tinyvllm_cli import main
-from tinyvllm_cli.doctor import fit
+from tinyvllm_cli.doctor import fit, published
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -120,7 +120,7 @@ def test_a_device_that_was_asked_for_and_does_not_open_is_told_and_the_rest_is_t
   metal = backends_of(report)["METAL"]
   assert not metal["opens"] and metal["reason"] and "\n" not in metal["reason"]
   assert report["chosen"] is None and report["why"] == f"DEV=METAL: {metal['reason']}"
-  assert any(row["opens"] for row in report["backends"]) and len(report["fit"]) == 5
+  assert any(row["opens"] for row in report["backends"]) and len(report["fit"]) == 15
 
 
 def test_json_has_what_the_text_says(runs):
@@ -135,7 +135,7 @@ def test_json_has_what_the_text_says(runs):
       for dtype in ("float32", "float16", "bfloat16"): assert shown[dtype] == ("yes" if row[dtype] else "no")
   assert f"C compiler: {report['compiler']['path']}\n{report['compiler']['version'][:120]}\n" in text
   fits = [row["model"] for row in report["fit"]]
-  assert [row["model"] for row in rows_of(text, "model")][:5] == fits
+  assert [row["model"] for row in rows_of(text, "model")][:15] == fits
 
 
 def test_the_first_that_opens_is_chosen_unless_dev_says_another(runs):
@@ -157,7 +157,7 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(runs):
 def test_what_fits_is_what_the_models_numbers_give(runs):
   """By hand, for two, whose files are of 16 bits: weights stay so, K and V are not; tied embeddings are there once."""
   report = report_of(runs["faults"])
-  cpu, fits = backends_of(report)["CPU"], {row["model"]: row for row in report["fit"]}
+  cpu, fits = backends_of(report)["CPU"], {row["model"]: row for row in report["fit"][::3]}
   layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
   for name, weights, embeddings, token in (
       ("Llama-3.1-8B", 32 * (layer + 2 * 4096) + 4096 + 2 * 128256 * 4096, 128256 * 4096, 2 * 32 * 8 * 128),
@@ -184,11 +184,30 @@ def test_a_weight_stays_in_its_files_type_where_that_is_narrower_and_the_device_
   assert found["tokens_per_s_at_most"] > 0 and found["fits"] and found["kv_tokens"] >= plain["kv_tokens"]
 
 
+def test_what_fits_in_8_and_in_4_bits_is_told(runs):
+  """The layers' matrices with a scale for each 32 inputs, and of 4 bits an offset; all else in 16 bits."""
+  layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+  rest = 2 * (32 * 2 * 4096 + 4096 + 2 * 128256 * 4096)
+  rows = [row for row in report_of(runs["faults"])["fit"] if row["model"] == "Llama-3.1-8B"]
+  assert [row["stored"] for row in rows] == ["bfloat16", "int8", "int4"]
+  assert [row["weights_gib"] * GIB for row in rows[1:]] == [32 * layer * 17 // 16 + rest, 32 * layer * 5 // 8 + rest]
+  assert rows[1]["weights_gib"] < 9.3 and rows[2]["weights_gib"] < 6.4
+  for narrow, wide in zip(rows[1:], rows, strict=False):
+    assert narrow["kv_tokens"] >= wide["kv_tokens"] and narrow["tokens_per_s_at_most"] > wide["tokens_per_s_at_most"]
+
+
+@pytest.mark.parametrize("said,found", [
+  ({"quant_method": "gptq", "bits": 4}, "int4"), ({"quant_method": "awq", "w_bit": 4}, "int4"), (None, None),
+  ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, "int8")])
+def test_a_model_that_is_quantized_is_told_as_it_is(said, found):
+  assert published(tiny_config(quantization_config=said)) == found
+
+
 def test_a_models_folder_is_added(runs, folder):
   config = tiny_config()
   shapes = tensor_shapes(config)
   count = sum(a * (b[0] if b else 1) for a, *b in shapes.values())
-  row = report_of(runs["faults"])["fit"][-1]
+  row = report_of(runs["faults"])["fit"][-3]
   assert row["model"] == str(folder) and row["weights_gib"] * GIB == 4 * count and row["fits"]
   assert rows_of(runs["text"].stdout, "model")[-1]["line"].startswith(str(folder)[:36])
 

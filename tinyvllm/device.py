@@ -139,7 +139,7 @@ def num_compiled() -> int: return getattr(realize.lower_and_compile, "compiled",
 
 
 def whole_words(ctx: Any, x: UOp) -> str | None:
-  """Halves that are the halves of words, in C++: a compiler takes these apart and joins them, where they come singly."""
+  """In C++, halves that are the parts of words: a compiler takes these apart and joins them, where they come singly."""
   words = [half.src[0].src[0] for half in x.src[::2] if half.op is Ops.BITCAST and half.src[0].op is Ops.CAST]
   upper = UOp.const(16).cast(dtypes.uint32)
   parts = [part for word in words for part in (word, word.alu(Ops.SHR, upper))]

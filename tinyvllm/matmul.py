@@ -20,10 +20,11 @@ AHEAD = 4096   # bytes, by which a CPU's core asks for weights before it needs t
 ELEMENTS = ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2))
 
 
-# By rows of x and outputs, at most: tiles of 16 outputs and of 8 rows to a warp, warps that share a sum, steps of 32
-# inputs at once. Found by trying them on an H200 (tests/benchmarks/LOG.md): few outputs want smaller tiles, more warps
-TILES = [(1, inf, 1, 1, 16, 4), (8, inf, 1, 1, 8, 2), (16, inf, 2, 2, 8, 1), (32, inf, 2, 4, 4, 2),
-         (64, inf, 4, 8, 2, 2), (128, 8192, 4, 8, 2, 2), (inf, inf, 4, 8, 1, 2)]
+# By rows of x, outputs and bits of W, at most: tiles of 16 outputs and of 8 rows to a warp, warps that share a sum,
+# steps of 32 inputs at once. Found by trying them on an H200 (tests/benchmarks/LOG.md): few outputs want more warps
+TILES = [(1, inf, 8, 1, 1, 16, 2), (1, inf, 16, 1, 1, 16, 1), (8, inf, 16, 1, 1, 8, 2), (16, inf, 16, 1, 2, 8, 2),
+         (32, inf, 8, 2, 4, 4, 2), (32, 8192, 16, 1, 4, 8, 1), (32, inf, 16, 2, 4, 4, 2), (64, 8192, 16, 2, 8, 4, 2),
+         (64, inf, 16, 4, 8, 2, 2), (inf, 8192, 16, 4, 8, 2, 2), (inf, inf, 16, 4, 8, 1, 2)]
 # How the axes of a vector, or of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), lie, by their number
 STORED = {1: (0,), 3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 
@@ -155,7 +156,8 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   group = K32 * 32 // scales[0].shape[1] if scales else 32
   # Of few rows sums are scaled, of many the weights
   scaled_sums = bits < 16 and T <= 8 and group % 32 == 0 and x.dtype == dtypes.float16
-  n_tiles, t_tiles, shares, steps = next(tiles for rows, outputs, *tiles in TILES if rows >= T and outputs >= N)
+  fits = (tiles for rows, outputs, most, *tiles in TILES if rows >= T and outputs >= N and most >= bits)
+  n_tiles, t_tiles, shares, steps = next(fits)
   n_tiles = gcd(N16, n_tiles)
   steps = gcd(K32, steps)
   shares = gcd(K32 // steps, shares)

@@ -1,5 +1,6 @@
 """Weights of 8 and 4 bits, w = q * scale + offset by groups of neighbouring inputs: made of any model while it loads,
 or read as they were published by AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) and compressed-tensors."""
+import concurrent.futures
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import numpy as np
 from .config import check
 
 GROUP = 32   # inputs that share a scale, where it is made here
+PART = 2**17   # numbers that a thread quantizes at once: so many stay in a core's cache
 
 
 class Quantized(NamedTuple):
@@ -125,6 +127,13 @@ def joined(matrices: list[Any]) -> Any:
 
 def quantize(weight: np.ndarray, bits: int) -> Quantized:
   """A matrix, (out, in), by groups of inputs. 8 bits: symmetric. 4 bits: scale and offset of least squared error."""
+  rows = max(1, PART // weight.shape[1])
+  parts = [weight[i:i + rows] for i in range(0, len(weight), rows)]
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    return joined([*pool.map(lambda part: quantize_part(part, bits), parts)])
+
+
+def quantize_part(weight: np.ndarray, bits: int) -> Quantized:
   groups = weight.shape[1] // GROUP if weight.shape[1] % GROUP == 0 else 1
   w = floats(weight).reshape(len(weight), groups, -1)   # (out, groups, in a group)
   lowest, highest = (0, 15) if bits == 4 else (-127, 127)

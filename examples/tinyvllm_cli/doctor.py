@@ -14,6 +14,8 @@ BUFFER = 2**28   # bytes of W in the test
 INPUTS = 4096    # its columns
 GIB = 2**30
 DTYPES = ["float32", "float16", "bfloat16"]
+# Bits of a number in the layers' matrices, and of what 32 of them share
+QUANTIZED = {"int8": 8 + 16 / 32, "int4": 4 + 32 / 32}
 WORDS = {"True": "yes", "False": "no"}
 ORDER = [name for name in devices.ALL_DEVICES if name != "DSP"]
 NO_COMPILER = "none: the CPU wants one; pip install 'tinyvllm[cpu]' brings clang"
@@ -99,20 +101,32 @@ def compiler() -> dict[str, Any]:
   return {"path": path, "version": subprocess.getoutput(shlex.join([path, "--version"])).split("\n")[0] if path else ""}
 
 
-def fit(name: str, hf: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+def published(hf: dict[str, Any]) -> str | None:
+  """What a model's files are quantized to, if they are. hf: its config.json."""
+  found = hf.get("quantization_config") or {}
+  weights = [group.get("weights") or {} for group in found.get("config_groups", {}).values()]
+  bits = {x.get("num_bits") for x in weights} | {found.get("bits"), found.get("w_bit")}
+  return next((name for name in QUANTIZED if int(name[3:]) in bits), None)
+
+
+def fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | None = None) -> dict[str, Any]:
   """What a model takes on a backend, as the engine holds it, and what that leaves. hf: its config.json."""
   shape = config.ModelConfig.from_hf(hf, pathlib.Path(name))
   sizes = {dtype: getattr(dtypes, dtype).itemsize for dtype in DTYPES if row[dtype]}
   # That of the files is kept where it is narrower
   stored = min(row["dtype"], hf.get("dtype") or hf.get("torch_dtype"), key=lambda dtype: sizes.get(dtype, 4))
   with Context(DEV="PYTHON"): model = llama.Llama(shape, dtypes.float32)   # of empty tensors, which take no memory
-  weights = sum(int(x.numel()) for part in model.parts() for x in nn.state.get_parameters(part)) * sizes[stored]
+  numbers = sum(int(x.numel()) for part in model.parts() for x in nn.state.get_parameters(part))
+  matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, llama.Linear)]
+  quantized = sum(int(x.weight.numel()) for x in matrices) if quantization else 0
+  weights = (numbers - quantized) * sizes[stored] + int(quantized * QUANTIZED.get(quantization or "", 0) / 8)
   # A step reads a row of the embeddings, but all of the head
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
   token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * sizes[row["dtype"]]
   left = int(row["free_gib"] * GIB * config.EngineConfig().gpu_memory_utilization) - weights
-  return {"model": name, "dtype": row["dtype"], "stored": stored, "weights_gib": weights / GIB, "fits": left >= token,
-          "kv_tokens": max(0, left) // token, "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}
+  return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,
+          "fits": left >= token, "kv_tokens": max(0, left) // token,
+          "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}
 
 
 def examine(seconds: float, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -128,7 +142,8 @@ def examine(seconds: float, models: dict[str, dict[str, Any]]) -> dict[str, Any]
   return {"machine": {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"), **machine},
           "compiler": compiler(), "backends": backends, "chosen": chosen[0]["backend"] if chosen else None,
           "why": why if chosen else f"{why}: {default.get('reason', 'it fails now and then')}",
-          "fit": [fit(name, hf, row) for row in (chosen or opened)[:1] for name, hf in models.items()]}
+          "fit": [fit(name, hf, row, kind) for row in (chosen or opened)[:1] for name, hf in models.items()
+                  for kind in ([published(hf)] if published(hf) else [None, *QUANTIZED])]}
 
 
 def table(rows: list[dict[str, Any]], *columns: str) -> list[str]:
