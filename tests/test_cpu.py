@@ -13,6 +13,7 @@ from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.engine import realize
 from tinygrad.engine.realize import get_graph_runtime
 from tinygrad.uop.ops import KernelInfo
+from tinyvllm_tinygrad import kernels
 
 from tinyvllm import LLM, device
 from tinyvllm.device import cpu_cores, open_device
@@ -98,7 +99,7 @@ def test_steps_of_several_threads_do_not_mix():
 INTERRUPTED = """
 import numpy as np
 from tinygrad import Context, Tensor, TinyJit, dtypes
-from tinyvllm import cpu
+from tinyvllm_tinygrad import cpu
 from tinyvllm.device import cpu_cores, open_device
 from tinyvllm.matmul import Linear
 open_device()
@@ -162,8 +163,8 @@ def test_opening_the_device_again_changes_nothing():
 
 
 def test_a_kernel_is_lowered_once_and_then_found_on_disk(monkeypatch):
-  lowered, lower, renderer = [], device.do_to_program, Device["CPU"].renderer
-  monkeypatch.setattr(device, "do_to_program", lambda *args: lowered.append(args) or lower(*args))
+  lowered, lower, renderer = [], kernels.do_to_program, Device["CPU"].renderer
+  monkeypatch.setattr(kernels, "do_to_program", lambda *args: lowered.append(args) or lower(*args))
   a, i = UOp.placeholder((4,), dtypes.float32, 0), UOp.range(4, 0)
   name = f"only_{os.getpid()}_{time.time_ns()}"   # in no cache yet
   kernel = a[i].store(i.cast(dtypes.float32)).end(i).sink(arg=KernelInfo(name))

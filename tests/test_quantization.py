@@ -1,6 +1,7 @@
 """Weights of 8 and 4 bits: as they were published, by the formulas of each format; made while loading; the kernels that
 read them. What decides is the same model with its matrices dequantized by hand, in float32."""
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.device import open_device
 from tinyvllm.matmul import Linear, pack, pack_numbers, stored_shape
-from tinyvllm.quantization import Quantized, dequantized, quantize
+from tinyvllm_quantization import Quantized, dequantized, quantize
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -270,6 +271,8 @@ def stored(w: Quantized, dtype) -> Linear:
 @pytest.mark.parametrize("out,inputs,group", [(48, 64, 32), (32, 96, 16), (16, 128, 128), (40, 72, 72)])
 @pytest.mark.parametrize("bits,offset", [(8, False), (8, True), (4, True)])
 def test_the_kernels_multiply_what_they_read(rows, out, inputs, group, bits, offset):
+  if Device.DEFAULT == "PYTHON" and sys.version_info < (3, 12) and rows <= 8:
+    pytest.skip("tinygrad's interpreter makes halves by itself before Python 3.12, and of the smallest it makes 0")
   open_device()
   dtype = dtypes.float32 if Device.DEFAULT == "CPU" else dtypes.float16
   rng = np.random.default_rng(rows)

@@ -15,6 +15,7 @@ from server import Server, wait_until
 from tinygrad import Tensor, UOp, dtypes, function, helpers
 from tinygrad.uop.ops import KernelInfo, Ops
 from tinyvllm_server import AsyncLLM
+from tinyvllm_tinygrad import kernels
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams, device
@@ -55,13 +56,13 @@ def lowered(monkeypatch):
   def do_to_program(ast, renderer):
     names.append(ast.arg.name)
     return UOp(Ops.PROGRAM, src=(UOp(Ops.BINARY, arg=renderer.compiler.compile_cached(f"void f{len(names)}() {{}}")),))
-  monkeypatch.setattr(device, "do_to_program", do_to_program)
+  monkeypatch.setattr(kernels, "do_to_program", do_to_program)
   return names
 
 
 def kept(folder, name="a", compiler=CLANG):
   ast = UOp.sink(UOp.const(1), arg=KernelInfo(name=name))
-  return device.KernelFolder(folder, compiler).begin(ast, device.renderer())()
+  return kernels.KernelFolder(folder, compiler).begin(ast, device.renderer())()
 
 
 def test_a_kernel_is_lowered_once_for_all_runs(lowered, tmp_path):
@@ -253,6 +254,17 @@ def test_a_script_that_sets_up_no_log_reads_it_too(tmp_path):
   quiet = run("import logging, tinyvllm; logging.getLogger('tinyvllm').addHandler(logging.NullHandler())\n"
               "print(tinyvllm.generate('Hello'))")
   assert (quiet.stdout, quiet.stderr) == (", world!\n", "")
+
+
+def test_the_engine_gives_the_same_without_the_packages_beside_it(tmp_path):
+  code = ("import sys\nfor name in sys.argv[1:]: sys.modules[name] = None   # as if it was not installed\n"
+          "import tinyvllm; print(tinyvllm.generate('Hello'))")
+  env = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
+  beside = [path.name for path in (ROOT / "examples").glob("tinyvllm_*")]
+  assert "tinyvllm_tinygrad" in beside
+  runs = [subprocess.run([sys.executable, "-c", code, *names], env=env, capture_output=True, text=True, timeout=120)
+          for names in ([], beside)]
+  assert runs[0].stdout == runs[1].stdout == ", world!\n"
 
 
 def test_ctrl_c_during_captures_is_exit_code_130_and_no_traceback(tmp_path):

@@ -1,6 +1,6 @@
 """Reads a model's files, safetensors whole or sharded, one tensor at a time, each checked against the shape that the
 config promises. A weight stays in its file's type where that is narrower than the one that is computed in."""
-import json, pathlib
+import importlib, json, pathlib
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ from .config import check, read_json
 from .device import largest_tensor, renderer
 from .llama import Llama
 from .matmul import Linear, pack, pack_numbers, stored_shape
-from .quantization import Quantized, dequantized, floats, joined, layouts_of, quantize, read
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16: its bits
 INTEGERS = {"I8": np.int8, "I32": np.int32, "I64": np.int64}   # of quantized matrices
@@ -34,6 +33,11 @@ def read_files(folder: pathlib.Path, kinds: dict[str, Any]) -> dict[str, Any]:
   return maps
 
 
+def floats(x: np.ndarray) -> np.ndarray:
+  """In float32. uint16: bfloat16's bits, which numpy has not, and which are the upper half of float32's."""
+  return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
+
+
 def to_device(array: np.ndarray, compute: dtype.DType | None) -> Tensor:
   """A tensor of the array's type, or of the one to compute in, if there is one, where that is no wider or the device
   lacks the other."""
@@ -51,7 +55,8 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
   layers' matrices, "int8" or "int4", or what they are. Raises ValueError naming the file and the tensor that is
   missing, surplus or misshapen."""
   published = read_json(folder / "config.json").get("quantization_config") or {}
-  layouts = layouts_of(published)
+  formats: Any = importlib.import_module("tinyvllm_quantization") if published or quantization else None
+  layouts = formats.layouts_of(published) if formats else []
   maps = read_files(folder, DTYPES | INTEGERS if layouts else DTYPES)
   method = published.get("quant_method")
   bits = {"int8": 8, "int4": 4}.get(quantization or "")
@@ -67,7 +72,7 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
     integers = {x: entry[-1] for x, entry in maps.items() if x.startswith(name) and np.dtype(entry[1]).kind == "i"}
     layout = next((x for x in layouts if f"{name}.{x.weight}" in integers), None)
     if layout is None: return take(f"{name}.weight", *shape)
-    return read(name, shape, layout, {x: entry[-1] for x, entry in maps.items()}, take)
+    return formats.read(name, shape, layout, {x: entry[-1] for x, entry in maps.items()}, take)
 
   def place(part, array, kind=compute):
     array = np.ascontiguousarray(array)
@@ -81,11 +86,12 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
     for kind, tensor in nn.state.get_state_dict(part).items():   # its weight, its bias
       columns = [tensor.numel() // sum(part.sources.values())] if tensor.ndim > 1 else []
       read_one = take_matrix if columns else lambda name, *shape, kind=kind: take(f"{name}.{kind}", *shape)
-      w = joined([read_one(name, rows, *columns) for name, rows in part.sources.items()])
+      matrices = [read_one(name, rows, *columns) for name, rows in part.sources.items()]
+      w = matrices[0] if len(matrices) == 1 else (formats.joined if formats else np.concatenate)(matrices)
       if bits and columns and part not in (model.embed_tokens, model.lm_head):
-        w = quantize(w, bits if w.shape[1] % 8 == 0 else 8)   # a word has 4 bits of eight
-      if isinstance(w, Quantized) and part is model.embed_tokens: w = dequantized(w)
-      if not isinstance(w, Quantized) or not isinstance(part, Linear):
+        w = formats.quantize(w, bits if w.shape[1] % 8 == 0 else 8)   # a word has 4 bits of eight
+      if not isinstance(w, np.ndarray) and part is model.embed_tokens: w = formats.dequantized(w)
+      if isinstance(w, np.ndarray) or not isinstance(part, Linear):
         tensor.replace(place(part, pack(w, tensor.shape)))   # type: ignore[arg-type]
         continue
       shape = stored_shape(len(w.q), len(w.order), compute)

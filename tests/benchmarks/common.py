@@ -30,7 +30,6 @@ from tinygrad.uop.ops import KernelInfo
 
 import tinyvllm.runner
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import ModelConfig
 from tinyvllm.device import largest_tensor, open_device
 from tinyvllm.llama import Llama
 from tinyvllm.matmul import Linear

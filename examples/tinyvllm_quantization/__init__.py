@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .config import check
+from tinyvllm.config import check
+from tinyvllm.weights import floats
 
 GROUP = 32   # inputs that share a scale, where it is made here
 PART = 2**17   # numbers that a thread quantizes at once: so many stay in a core's cache
@@ -62,11 +63,6 @@ def unpacked(words: np.ndarray, bits: int, axis: int, places: tuple) -> np.ndarr
   return np.moveaxis(numbers.astype(np.uint8).reshape(*numbers.shape[:-2], -1), -1, axis)
 
 
-def floats(x: np.ndarray) -> np.ndarray:
-  """In float32. uint16: bfloat16's bits, which numpy has not, and which are the upper half of float32's."""
-  return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
-
-
 def narrow(x: np.ndarray) -> np.ndarray:
   """In 16 bits, where those hold it."""
   with np.errstate(over="ignore"): half = x.astype(np.float16)
@@ -115,8 +111,7 @@ def dequantized(w: Quantized) -> np.ndarray:
 
 def joined(matrices: list[Any]) -> Any:
   """Matrices below each other, all quantized in the same way or none."""
-  if not any(isinstance(x, Quantized) for x in matrices):
-    return np.concatenate(matrices) if len(matrices) > 1 else matrices[0]
+  if not any(isinstance(x, Quantized) for x in matrices): return np.concatenate(matrices)
   kinds = {isinstance(x, Quantized) and (x.q.dtype, x.scale.shape[1], x.order.tobytes()) for x in matrices}
   check(len(kinds) == 1, "quantization_config: q, k and v of a layer, or gate and up, are not quantized alike")
   if any(x.offset is not None for x in matrices):

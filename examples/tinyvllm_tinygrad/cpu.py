@@ -1,5 +1,4 @@
-"""What tinygrad 0.14 lacks on a CPU: a captured step that all cores go through together, and memory in huge pages. To
-be dropped as soon as tinygrad has them."""
+"""On a CPU: a captured step that all cores go through together, and memory in huge pages."""
 import concurrent.futures, ctypes, dataclasses, functools, mmap, threading
 from collections.abc import Callable
 from typing import Any
