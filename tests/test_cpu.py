@@ -156,6 +156,14 @@ def test_what_the_graph_does_not_take_runs_as_tinygrad_runs_it():
   for i in range(5): assert double(Tensor([i, i + 1]).realize()).tolist() == [2 * i + 1, 2 * i + 3]
 
 
+def test_powers_of_two_are_those_of_numpy():
+  x = np.concatenate([np.linspace(-125, 128, 100_001), np.linspace(-1, 1, 10_001)]).astype(np.float32)
+  open_device()
+  np.testing.assert_allclose(Tensor(x[x < 128]).exp2().numpy(), np.exp2(x[x < 128].astype(np.float64)), rtol=2**-23)
+  edges = np.array([-np.inf, -1e30, -200, -127, 128, 1e30, np.inf, np.nan, 0, -1, 1], np.float32)
+  np.testing.assert_array_equal(Tensor(edges).exp2().numpy(), [0, 0, 0, 0, *[np.inf] * 3, np.nan, 1, 0.5, 2])
+
+
 def test_opening_the_device_again_changes_nothing():
   before = Device["CPU"].graph
   open_device()

@@ -1,11 +1,12 @@
 """What tinygrad 0.14 lacks, and the engine is faster with: a captured step that all cores of a CPU go through together,
-memory in huge pages, lowered kernels kept on disk. To be dropped as soon as tinygrad has them."""
+memory in huge pages, powers of two without branches, lowered kernels kept on disk. To be dropped as soon as tinygrad
+has them."""
 from tinygrad import Device
 from tinygrad.runtime.ops_cpu import CPUAllocator
 
 from tinyvllm.device import cpu_cores
 
-from .cpu import CPUGraph, allocate
+from .cpu import CPUGraph, allocate, patch_exp2
 from .kernels import patch_tinygrad
 
 
@@ -14,4 +15,5 @@ def extend(compiler: str) -> None:
   if cpu_cores():
     Device.default.graph = Device.default.graph or CPUGraph
     CPUAllocator._alloc = allocate   # type: ignore[method-assign]
+    patch_exp2()
   patch_tinygrad(compiler)

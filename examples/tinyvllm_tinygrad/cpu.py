@@ -1,4 +1,4 @@
-"""On a CPU: a captured step that all cores go through together, and memory in huge pages."""
+"""On a CPU: a captured step that all cores go through together, huge pages, powers of two without branches."""
 import concurrent.futures, ctypes, dataclasses, functools, mmap, threading
 from collections.abc import Callable
 from typing import Any
@@ -6,12 +6,28 @@ from typing import Any
 import numpy as np
 from tinygrad import Device, UOp, device, helpers
 from tinygrad.engine import jit
+from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.ops_cpu import CPUAllocator
 from tinygrad.uop.ops import Ops
 
 ARGUMENTS = 24   # of a kernel, at most; those that it does not take are not looked at
 CHUNK = 2**25    # bytes of memory taken at once
 allocating = threading.Lock()
+
+# 2**x by a polynomial of Cephes' for what is left of x beside the nearest integer: it differs by at most a unit in the
+# last place. What is below 2**-125 is 0. tinygrad's own has branches, so compilers leave it as it is, number by number
+EXP2 = """static inline float tv_exp2(float x) {
+  x = x < -126.0f ? -126.0f : x > 128.0f ? 128.0f : x;
+  int n = (int)(x + 128.5f) - 128;
+  float f = x - (float)n, p = 1.535336188319500e-4f;
+  p = p * f + 1.339887440266574e-3f;
+  p = p * f + 9.618437357674640e-3f;
+  p = p * f + 5.550332471162809e-2f;
+  p = p * f + 2.402264791363012e-1f;
+  p = p * f + 6.931472028550421e-1f;
+  p = p * f + 1.0f;
+  return p * __builtin_bit_cast(float, (n + 126) << 23) * 2.0f;
+}"""
 
 GIVEN = ", ".join(f"call[{1 + i}]" for i in range(ARGUMENTS))
 # A core's way through a step: its part of each kernel, if it has one, and then it waits for the cores that have one,
@@ -99,3 +115,12 @@ def allocate(self: Any, size: int, options: Any, plain: Callable = CPUAllocator.
   buffer = plain(self, size, dataclasses.replace(options, external_ptr=helpers.mv_address(chunk) + start))
   buffer.meta = chunk   # which lives as long as a buffer in it
   return buffer
+
+
+@functools.cache
+def patch_exp2() -> None:
+  """Have C call EXP2, in place of what tinygrad makes of a power of two."""
+  defines = ClangRenderer._render_defines
+  ClangRenderer.code_for_op = {**ClangRenderer.code_for_op, Ops.EXP2: lambda x, dtype: f"tv_exp2({x})"}
+  def with_exp2(self: ClangRenderer, uops: Any) -> list[str]: return [EXP2, *defines(self, uops)]
+  ClangRenderer._render_defines = with_exp2   # type: ignore[method-assign, assignment]

@@ -12,6 +12,8 @@ from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 
 from tinyvllm.config import logger
 
+from .cpu import EXP2
+
 
 @dataclasses.dataclass
 class KernelFolder:
@@ -33,7 +35,8 @@ class KernelFolder:
   def begin(self, ast: UOp, renderer: Any) -> Callable[[], UOp]:
     """Read a kernel's program, or lower it. What it returns waits for the compiler."""
     flags = getattr(renderer.compiler, "args", None)
-    key = codegen.to_program_key(ast, renderer), ast.tag, importlib.metadata.version("tinygrad"), self.compiler, flags
+    version = importlib.metadata.version("tinygrad"), EXP2
+    key = codegen.to_program_key(ast, renderer), ast.tag, version, self.compiler, flags
     path = self.path / hashlib.sha256(repr(key).encode()).hexdigest()
     with contextlib.suppress(OSError, zlib.error):   # it is not there, or damaged
       return functools.partial(pickle.loads, zlib.decompress(path.read_bytes()))
