@@ -1,5 +1,5 @@
 """Opens a device of tinygrad's, and tells what the engine must know of it: its compiler, free memory, types, limits."""
-import contextlib, ctypes, functools, importlib, os, pathlib, shutil, sys, threading
+import ctypes, functools, importlib.util, os, pathlib, shutil, sys, threading
 from typing import Any
 
 from tinygrad import Device, dtypes, helpers
@@ -78,7 +78,7 @@ def open_device() -> int:
       compiler = getattr(nvrtc.dll, "_name", compiler)   # nvcc needs no nvrtc
       # Machine code, as the driver takes long to make it of PTX; tinygrad prints PTX only
       renderer().compiler.ptx = helpers.DEBUG >= 5
-    with contextlib.suppress(ModuleNotFoundError):   # without it starts take longer, and steps on a CPU
+    if importlib.util.find_spec("tinyvllm_tinygrad"):   # without it starts take longer, and steps on a CPU
       importlib.import_module("tinyvllm_tinygrad").extend(compiler or os.environ["CC"])
     return free_memory(Device.DEFAULT)
   except Exception as e:   # a backend fails to open in its own way
