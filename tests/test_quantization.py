@@ -267,7 +267,7 @@ def stored(w: Quantized, dtype) -> Linear:
   return linear
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 64])
+@pytest.mark.parametrize("rows", [1, 5, 16, 32, 64, 128])
 @pytest.mark.parametrize("out,inputs,group", [(48, 64, 32), (32, 96, 16), (16, 128, 128), (40, 72, 72)])
 @pytest.mark.parametrize("bits,offset", [(8, False), (8, True), (4, True)])
 def test_the_kernels_multiply_what_they_read(rows, out, inputs, group, bits, offset):
