@@ -20,7 +20,7 @@ from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.device import open_device
-from tinyvllm.matmul import Linear, pack, pack_numbers, stored_shape
+from tinyvllm.matmul import Linear, pack, pack_numbers, scales_shape, stored_shape
 from tinyvllm_quantization import Quantized, dequantized, quantize
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -261,8 +261,7 @@ def stored(w: Quantized, dtype) -> Linear:
   linear = Linear(w.q.shape[1], {"w": len(w.q)}, False, dtype)
   shape = stored_shape(*w.q.shape, dtype)
   linear.weight = Tensor(pack_numbers(w.q, shape)).realize()
-  rows = (8, 2) if len(shape) == 8 else (shape[-1],)
-  linear.scales = [Tensor(np.ascontiguousarray(pack(x, (shape[0], x.shape[1], *rows)))).realize()
+  linear.scales = [Tensor(np.ascontiguousarray(pack(x, scales_shape(shape, x.shape[1])))).realize()
                    for x in (w.scale, w.offset) if x is not None]
   return linear
 

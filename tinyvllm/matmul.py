@@ -83,8 +83,14 @@ def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   return weight.reshape([shape[i] for i in helpers.argsort(order)]).transpose(order)
 
 
+def scales_shape(stored: tuple[int, ...], groups: int) -> tuple[int, ...]:
+  """Of a quantized W's scales, where W has this stored shape: by tiles, and (…, 8, 2) as tensor cores' lanes ask."""
+  return (stored[0], groups, 8, 2) if len(stored) == 8 else (stored[0], groups, stored[-1])
+
+
 def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """As `pack`, of a quantized W: each byte by itself, but nibbles, and what tensor cores take, in words of 32 bits."""
+  """As `pack`, of a quantized W, (out, in), int8 or uint8 from 0 to 15, for W of a stored shape: bytes by themselves,
+  but nibbles, and what tensor cores take, in uint32, (out / 16, in / 8, 16) or (out / 16, in / 32, 8, 4, bits / 2)."""
   bits = 4 if q.dtype == np.uint8 else 8
   if len(shape) == 3:
     if bits == 8: return pack(q, shape)
@@ -166,10 +172,11 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   k = (axis(K32 // steps // shares, 5) * shares + axis(shares, 4, AxisType.GROUP_REDUCE)) * steps
   h, r, p, e = axes(6, 2, 2, 2, 2, kind=AxisType.UPCAST)
   elements = tuple(tuple(enumerate(extents, 6)) for extents in ELEMENTS)   # by the axes' numbers
+  # 1 for each element of w, in a form that is not seen to be constant: that would have no axes
   element = h * 4 + r * 2 + p
-  one = (element * element - element * 7 < 1).where(UOp.const(1.0, x.dtype), UOp.const(0.0, x.dtype))   # for each w
+  one = (element * element - element * 7 < 1).where(UOp.const(1.0, x.dtype), UOp.const(0.0, x.dtype))
 
-  def number(n16, k, i):   # without arithmetic: its bits are a half's last. Of many rows this is 1024 + q
+  def number(n16, k, i):   # q * 2**-24 without arithmetic: its bits are a half's last. Of many rows 1024 + q
     place = h * 2 + r
     in_half = 16 // bits
     word = weight[n16, k, row, column, (i * 4 + place) // in_half]
@@ -187,8 +194,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
     q = [number(n16, k, i) for i in range(2)]
     middle = 128 if bits == 8 else 0   # what stands for 0
     if not scaled_sums: return times([((y - (1024 + middle)) * scale + offset).cast(x.dtype) for y in q])
-    scale = scale.float()
-    return times(q) * (scale * 2**24) + times([one, one]) * (offset - scale * middle)
+    return times(q) * (scale.float() * 2**24) + times([one, one]) * (offset - scale.float() * middle)
 
   def tile(n16, first):
     total = fold(sum(product(n16, first, k + step) for step in range(steps)))

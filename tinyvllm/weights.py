@@ -10,7 +10,7 @@ from tinygrad import Tensor, dtype, dtypes, helpers, nn
 from .config import check, read_json
 from .device import largest_tensor, renderer
 from .llama import Llama
-from .matmul import Linear, pack, pack_numbers, stored_shape
+from .matmul import Linear, pack, pack_numbers, scales_shape, stored_shape
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16: its bits
 INTEGERS = {"I8": np.int8, "I32": np.int32, "I64": np.int64}   # of quantized matrices
@@ -96,8 +96,7 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
         continue
       shape = stored_shape(len(w.q), len(w.order), compute)
       part.weight = place(part, pack_numbers(w.q, shape), None)
-      rows = (8, 2) if len(shape) == 8 else (shape[-1],)   # of a tile, as a kernel reads them
-      part.scales = [place(part, pack(x, (shape[0], x.shape[1], *rows)), None)
+      part.scales = [place(part, pack(x, scales_shape(shape, x.shape[1])), None)
                      for x in (w.scale, w.offset) if x is not None]
       if (np.diff(w.order) != 1).any(): part.order = Tensor(w.order.astype(np.int32)).realize()
   rest = [name for name in maps if name != "lm_head.weight" and not name.endswith((".inv_freq", ".weight_shape"))

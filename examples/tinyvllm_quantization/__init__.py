@@ -129,6 +129,7 @@ def quantize(weight: np.ndarray, bits: int) -> Quantized:
 
 
 def quantize_part(weight: np.ndarray, bits: int) -> Quantized:
+  """As `quantize`, of some rows."""
   groups = weight.shape[1] // GROUP if weight.shape[1] % GROUP == 0 else 1
   w = floats(weight).reshape(len(weight), groups, -1)   # (out, groups, in a group)
   lowest, highest = (0, 15) if bits == 4 else (-127, 127)

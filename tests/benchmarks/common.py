@@ -32,7 +32,7 @@ import tinyvllm.runner
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.device import largest_tensor, open_device
 from tinyvllm.llama import Llama
-from tinyvllm.matmul import Linear
+from tinyvllm.matmul import Linear, scales_shape
 from tinyvllm.tokenizer import Tokenizer
 
 
@@ -122,7 +122,7 @@ def fill_weights(model: Llama, folder: Path, dtype: DType, quantization: str | N
     lanes = len(plain) == 8   # of tensor cores, which take words
     shape = (*plain[:2], 8, 4, bits // 2) if lanes else (plain[0], plain[1] * bits // 32 if bits == 4 else plain[1], 16)
     kind, levels = (dtypes.uint32, 2.0**32) if lanes or bits == 4 else (dtypes.int8, 255.0)
-    scales = (plain[0], math.prod(plain) // plain[0] // 16 // 32, *((8, 2) if lanes else (16,)))
+    scales = scales_shape(plain, math.prod(plain) // plain[0] // 16 // 32)
     key = "quantized", shape, kind
     if key not in _filled: _filled[key] = (_noise(math.prod(shape), 1) * levels - (kind == dtypes.int8) * 127).cast(
       kind).reshape(shape).clone().realize()
