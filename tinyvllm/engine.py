@@ -76,9 +76,9 @@ class LLMEngine:
       logger.addHandler(logging.StreamHandler())
       logger.setLevel(logger.level or logging.INFO)
     free = open_device()
-    asked = config.speculative_config
-    drafts: Any = None if asked is None else importlib.import_module("tinyvllm_speculation")
-    self.speculation = drafts and drafts.Speculation(asked)
+    self.speculation: Any = None
+    if config.speculative_config is not None:
+      self.speculation = importlib.import_module("tinyvllm_speculation").Speculation(config.speculative_config)
     shape = self.model_config = ModelConfig.load(folder)
     self.tokenizer = load_tokenizer(folder)
     own = read_json(folder / "generation_config.json") if config.generation_config == "auto" else {}
@@ -98,10 +98,14 @@ class LLMEngine:
     weights = sum(x.nbytes() for part in llama.parts() for x in nn.state.get_parameters(part))
     logger.info(f"loaded {folder.name} in {config.dtype} on {Device.DEFAULT} in {time.perf_counter() - started:.1f} s; "
                 f"a step takes {most} tokens")
-    self.runner = Runner(llama, shape, config, length, max(0, int(free * config.gpu_memory_utilization - weights)))
+    left = max(0, int(free * config.gpu_memory_utilization - weights))
+    if self.speculation: left = self.speculation.load(shape, config, length, left)
+    self.runner = Runner(llama, shape, config, length, left)
     self.blocks = BlockManager(self.runner.num_blocks, config)
     self.max_model_len = min(length, self.blocks.num_tokens)   # where an override holds less
     self._pack = functools.partial(pack, config=config, max_blocks=self.runner.max_blocks, vocab_size=shape.vocab_size)
+    drafts = self.speculation.start(self.runner.num_blocks, config, self._pack) if self.speculation else []
+    self.runners = [self.runner, *drafts]
 
   @contextlib.contextmanager
   def _alone(self) -> Iterator[None]:
@@ -136,7 +140,7 @@ class LLMEngine:
       max_len=length, bad_words=bad_words, metrics=metrics,
       stop_ids=frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())]),
       constraint=structured and structured.constraint(self.tokenizer, size, eos),
-      drafter=self.speculation.drafter() if self.speculation and not reads else None) for i in range(params.n)]
+      drafter=self.speculation.drafter(params) if self.speculation and not reads else None) for i in range(params.n)]
     runs[0].forks += runs[1:]
     return Request(request_id, text, metrics, [TextStream(self.tokenizer, seq) for seq in runs])
 
@@ -203,6 +207,7 @@ class LLMEngine:
   def _step(self) -> list[Request]:
     self._find_stops()   # of tokens that came with a step which failed
     batch = self.scheduler.schedule()
+    if self.speculation: self.speculation.fill(batch)
     step = self._pack(batch, fit=self.runner.fit) if batch else None
     self.scheduler.advance(batch)
     def launch(): return self.runner.launch(step) if step else tuple
@@ -217,13 +222,15 @@ class LLMEngine:
     Yields how far it is, before each."""
     started = time.perf_counter()
     known = num_compiled()
-    self.runner.sizes = [] if self.config.enforce_eager else sorted(sizes or self.runner.usual_sizes())
+    for runner in self.runners:
+      runner.sizes = [] if self.config.enforce_eager else sorted(sizes or runner.usual_sizes())
     kinds = [(1, False, 0, False), (2, True, 128, True)] if rare else [(0, False, 0, False), (2, False, 0, False)]
     shapes = [Shape(size, min(size, self.runner.max_rows), *kind) for size in self.runner.sizes for kind in kinds]
     for i, shape in enumerate(helpers.tqdm(shapes, desc="capturing steps", disable=rare or None), 1):
       yield f"preparing {i} of {len(shapes)}"
       def fit(need, shape=shape): return shape
-      with self._alone(), exclusive: self.runner.launch(self._pack({}, fit=fit))()
+      with self._alone(), exclusive:
+        for runner in self.runners: runner.launch(self._pack({}, fit=fit))()
     seconds = time.perf_counter() - started
     logger.info(f"captured {len(shapes)} steps in {seconds:.1f} s, {num_compiled() - known} new kernels")
 

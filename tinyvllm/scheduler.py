@@ -147,6 +147,7 @@ class Scheduler:
     for seq, n in batch.items():
       if n >= seq.remaining(): seq.num_unread += 1
       seq.num_computed += n
+      if seq.drafts: seq.num_computed -= seq.drafter.num_behind
 
   def update(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
     """Take the results of a step that has been read. computed: the places of each sequence's tokens whose K and V it
