@@ -26,9 +26,9 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import common
+import tinyvllm_speculation
 from common import LLM, SamplingParams, Watch
-
-from tinyvllm import speculate
+from tinyvllm_speculation import Drafter, NGram
 
 # Each with the name that the editing task replaces, and the one that it puts there
 STORIES = [
@@ -116,14 +116,14 @@ def config_of(args: argparse.Namespace, k: int, folder: str | None = None) -> di
 def drafted(llm: LLM) -> tuple[int, int]:
   """Drafts checked since the start, and accepted."""
   metrics = llm.get_metrics()
-  return metrics["spec_decode_num_draft_tokens"], metrics["spec_decode_num_accepted_tokens"]
+  return metrics.get("spec_decode_num_draft_tokens", 0), metrics.get("spec_decode_num_accepted_tokens", 0)
 
 
 @dataclass
 class Run:
   """What it took to generate the texts of a task."""
   ids: list[list[int]]
-  seconds: float
+  seconds: list[float]   # of each step
   gave: int       # how often a step gave a sequence tokens behind its first, which comes of the prompt
   drafts: int     # that were checked
   accepted: int
@@ -132,14 +132,20 @@ class Run:
 
 def run_task(llm: LLM, prompts: list[str], params: list, streams: int) -> Run:
   """So many of the prompts at once, then the next ones."""
-  before, started, ids = drafted(llm), time.perf_counter(), []
+  before, ids = drafted(llm), []
   with Watch(llm) as watch:
     for i in range(0, len(prompts), streams):
       outputs = llm.generate(prompts[i:i + streams], params[i:i + streams], use_tqdm=False)
       ids += [output.outputs[0].token_ids for output in outputs]
-  seconds = time.perf_counter() - started
   checked, accepted = (new - old for new, old in zip(drafted(llm), before, strict=True))
+  seconds = [step.seconds for step in watch.steps]
   return Run(ids, seconds, sum(step.outputs for step in watch.steps) - len(ids), checked, accepted, watch.captured)
+
+
+def quiet_seconds(runs: list[Run]) -> float:
+  """The least time of each step, if every run took the same steps, which leaves out what others do on the machine."""
+  if len({len(run.seconds) for run in runs}) > 1: return min(sum(run.seconds) for run in runs)
+  return sum(map(min, zip(*(run.seconds for run in runs), strict=True)))
 
 
 def measure_task(engines: dict[int, LLM], task: str, streams: int, args: argparse.Namespace) -> bool:
@@ -155,11 +161,11 @@ def measure_task(engines: dict[int, LLM], task: str, streams: int, args: argpars
   runs: dict[int, list[Run]] = {k: [] for k in engines}
   for _ in range(args.rounds):   # in turn, as the clock may wander
     for k, llm in engines.items(): runs[k].append(run_task(llm, prompts, params, streams))
-  best = {k: min(run.seconds for run in runs[k]) for k in engines}
+  best = {k: quiet_seconds(runs[k]) for k in engines}
   rows = []
   for k in engines:
     run, tokens = runs[k][-1], len(prompts) * args.output_len
-    worst = max(run.seconds for run in runs[k])
+    worst = max(sum(run.seconds) for run in runs[k])
     rows.append([str(k), f"{(tokens - len(prompts)) / run.gave:.2f}", f"{run.drafts / run.gave:.2f}",
                  f"{run.accepted / run.drafts:.0%}" if run.drafts else "-", f"{tokens / best[k]:.1f}",
                  f"{best[0] / best[k]:.2f}" if 0 in best else "-", f"{worst / best[k] - 1:+.0%}"])
@@ -182,12 +188,13 @@ def same_ids(expected: list[list[int]], ids: list[list[int]], k: int) -> bool:
 def measure_tasks(args: argparse.Namespace) -> bool:
   """Engines of each k side by side, which share their weights."""
   engines: dict[int, LLM] = {}
+  models: dict[int, object] = {}   # the target, and perhaps a draft model
   for k in args.k:
     llm = engines[k] = common.open_llm(
       args, max_model_len=args.max_model_len, max_num_seqs=max(args.streams), enable_prefix_caching=True,
       max_num_batched_tokens=max(args.max_num_batched_tokens, *args.streams),
       speculative_config=config_of(args, k, args.draft))
-    llm.runner.model = engines[args.k[0]].runner.model
+    for i, runner in enumerate(llm.runners): runner.model = models.setdefault(i, runner.model)
     common.release()
   return all([measure_task(engines, task, streams, args) for streams in args.streams for task in args.tasks])
 
@@ -197,10 +204,10 @@ def wrong_drafts(k: int, vocabulary: int) -> Iterator[None]:
   """While entered, every sequence wants k drafts, whatever comes of them, and n-grams propose random ids."""
   rng = random.Random(0)
   def propose(drafter, tokens: list[int], n: int) -> list[int]: return [rng.randrange(3, vocabulary) for _ in range(n)]
-  with (patch.object(speculate.Drafter, "wanted", lambda drafter, length: k),
-        patch.object(speculate.Drafter, "judge", lambda drafter, length, accepted: None),
-        patch.object(speculate.NGram, "waits", lambda drafter, tokens: True),
-        patch.object(speculate.NGram, "propose", propose)): yield
+  with (patch.object(Drafter, "wanted", lambda drafter, length: k),
+        patch.object(Drafter, "judge", lambda drafter, *counts: None),
+        patch.object(NGram, "waits", lambda drafter, tokens: True),
+        patch.object(NGram, "propose", propose)): yield
 
 
 class Decoding:
@@ -209,15 +216,18 @@ class Decoding:
     self.args, self.k, self.running = args, k, running
     budget = max(args.max_num_batched_tokens, running * (k + 1))
     # While prompts are read in chunks, sequences already read decode; and a draft may be right, if rarely
-    room = running * (-(-args.context // max(1, budget - running * (k + 1))) + 1) + args.steps * (args.rounds + 1) + 32
+    each = 1 + k * (args.draft_shape == args.shape)   # tokens of a step: such a draft model is always right
+    room = running * (-(-args.context // max(1, budget - running * (k + 1))) + 1)
+    room += each * (args.steps * (args.rounds + 1) + 32)
     self.llm = common.open_llm(args, max_model_len=args.context + room, max_num_seqs=running,
                                max_num_batched_tokens=budget, speculative_config=config_of(args, k, folder))
+    if k: self.llm.speculation.read_time = 1e9   # as many drafts as are wanted make most tokens of the time
     self.vocabulary, rng = self.llm.model_config.vocab_size, random.Random(args.seed)
     for i in range(running):
       self.llm.add_request(str(i), common.random_ids(self.vocabulary, args.context, rng), common.greedy(room - 1))
     self.rounds: list[list[float]] = []   # milliseconds of a step, as columns of the table, and drafts and context
     with wrong_drafts(k, self.vocabulary):
-      while min(seq.num_generated for request in self.llm.requests.values() for seq in request.sequences) < 4:
+      while min(seq.num_generated for request in self.llm.requests.values() for seq in request.sequences) < 1 + 4 * each:
         self.llm.step()
 
   def measure(self) -> None:
@@ -242,6 +252,7 @@ def measure_steps(args: argparse.Namespace, running: int, bandwidth: float) -> N
       folder = stack.enter_context(TemporaryDirectory())
       layers = {"num_hidden_layers": args.layers} if args.layers else {}
       (Path(folder) / "config.json").write_text(json.dumps(common.SHAPES[args.draft_shape] | layers))
+      stack.enter_context(patch.object(tinyvllm_speculation, "load_weights", common.fill_weights))
     started = time.perf_counter()
     decoding = {k: Decoding(args, k, running, folder) for k in args.k}
   print(f"\n{running} running: prompts and captures took {time.perf_counter() - started:.1f} s", flush=True)
@@ -261,8 +272,8 @@ def measure_steps(args: argparse.Namespace, running: int, bandwidth: float) -> N
 def main() -> None:
   parser = common.make_parser(__doc__)
   parser.add_argument("--k", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="num_speculative_tokens; 0: none")
-  parser.add_argument("--rounds", type=common.positive, default=2, help="of all k in turn; the best one counts, "
-                      "with --steps the median")
+  parser.add_argument("--rounds", type=common.positive, default=3, help="of all k in turn; each step's best "
+                      "counts, with --steps the median round")
   parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS], help="kinds of text")
   parser.add_argument("--streams", type=int, choices=range(1, 9), nargs="+", default=[1, 8], help="texts at once")
   parser.add_argument("--prompts", type=int, choices=range(1, 9), default=4, help="texts of a task, at least")
