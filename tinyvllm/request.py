@@ -134,12 +134,11 @@ class Sequence:
   scores_prompt = property(lambda self: self.index == 0 and self.params.prompt_logprobs is not None)
   def remaining(self) -> int: return self.length - self.num_computed
 
-  def ready(self) -> bool:
-    """Whether a step may compute it: it is running, its length lets it, and the host has read what the choice of its
-    next token hangs on."""
-    reads = self.params.penalized or self.bad_words or self.constraint or self.drafts
-    waits = self.num_unread and (reads or self.drafter and self.drafter.waits(self.tokens))
-    return self.row is not None and not self.exhausted and not waits
+  def waits(self) -> bool:
+    """Whether the host has not read what the choice of its next token hangs on."""
+    if not self.num_unread: return False
+    p = self.params
+    return bool(p.penalized or self.bad_words or self.constraint or self.drafter and self.drafter.waits(self))
 
   def append(self, token: int) -> None:
     """Take the next token, and finish where it, the constraint or the length says so."""
@@ -153,11 +152,6 @@ class Sequence:
     self.metrics.num_generated += 1
     if self.num_unread: self.num_unread -= 1
     self.tokens.append(token)
-
-  def num_logits(self, n: int) -> int:
-    """How many of the next n tokens want logits: those that a new token follows, or all."""
-    if self.scores_prompt and self.num_computed < self.num_prompt: return n
-    return max(0, n - self.remaining() + 1)
 
   def mask(self, vocab_size: int) -> np.ndarray | None:
     """A bit for each token that may come next, in int32 words; None: all may."""

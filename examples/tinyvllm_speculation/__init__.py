@@ -2,13 +2,13 @@
 one without, as it is the weights that take time to read. Noise is a function of seed, position and token id, so that a
 draft is right exactly where it is what would be drawn: the text is that without drafts. The engine checks drafts; who
 makes them, and how many, is said here."""
-import collections, copy, dataclasses, functools, pathlib
+import collections, copy, dataclasses, pathlib
 from collections.abc import Callable
 from typing import Annotated, Any
 
 from tinygrad import dtypes, nn
 
-from tinyvllm.batch import DRAFT_ROWS, bucket
+from tinyvllm.batch import DRAFT_ROWS, Step, bucket
 from tinyvllm.config import EngineConfig, ModelConfig, Options, check, logger
 from tinyvllm.device import cpu_cores
 from tinyvllm.llama import Llama
@@ -50,8 +50,8 @@ class Drafter:
 
   def wanted(self, length: int) -> int: return self.num_wanted if length >= self.resume else 0
 
-  def waits(self, tokens: list[int]) -> bool:
-    """Whether its next step waits until the host has read the token before, for drafts."""
+  def waits(self, seq: Sequence) -> bool:
+    """Whether a sequence's next step waits until the host has read the token before, for drafts."""
     return True
 
   def propose(self, tokens: list[int], n: int) -> list[int]:
@@ -83,7 +83,8 @@ class NGram(Drafter):
     ends = (tuple(tokens[-size:]) for size in self.sizes)
     return next((self.places[end] for end in ends if end in self.places), None)
 
-  def waits(self, tokens: list[int]) -> bool: return self.wanted(len(tokens)) > 0 and self.find(tokens) is not None
+  def waits(self, seq: Sequence) -> bool:
+    return bool(seq.drafts) or self.wanted(len(seq.tokens)) > 0 and self.find(seq.tokens) is not None
 
   def propose(self, tokens: list[int], n: int) -> list[int]:   # what was repeated without a break goes on so
     place = self.find(tokens) if n else None
@@ -95,6 +96,7 @@ class Speculation:
   def __init__(self, config: dict[str, Any]):
     self.config = SpeculativeConfig(**config)
     self.read_time = 12 if cpu_cores() else 64   # of the weights: as long as so many tokens take
+    self.runners: list[Runner] = []   # the draft model's, if there is one
     self.totals = collections.Counter(num_drafts=0, num_draft_tokens=0, num_accepted_tokens=0)
     self.accepted_at: collections.Counter[int] = collections.Counter()   # by their place among those of a step
 
@@ -102,15 +104,17 @@ class Speculation:
     """Of a sequence."""
     return (NGram if self.config.model is None else Drafter)(self.config, params)
 
-  def load(self, target: ModelConfig, config: EngineConfig, max_model_len: int, left: int) -> int:
-    """Load the draft model, if there is one. left: bytes of the device. Returns those that the target's caches may
-    have. Raises ValueError for a draft model that does not go with the target, or does not fit beside it."""
-    if self.config.model is None: return left
+  def open(self, target: Callable[[int], Runner], target_shape: ModelConfig, config: EngineConfig, max_model_len: int,
+           left: int) -> list[Runner]:
+    """The target's runner, which is made of the bytes that its caches may take, and that of the draft model, if there
+    is one, with caches of as many blocks. left: bytes of the device. Raises ValueError for a draft model that does not
+    go with the target, or does not fit beside it."""
+    if self.config.model is None: return [target(left)]
     folder = pathlib.Path(self.config.model).expanduser()
     shape = ModelConfig.load(folder)
     said = f"speculative_config: the draft model {str(folder)!r}"
-    check(shape.vocab_size == target.vocab_size, f"{said} has a vocab_size of {shape.vocab_size}, the target "
-          f"{target.vocab_size}: choose one of the same family")
+    check(shape.vocab_size == target_shape.vocab_size, f"{said} has a vocab_size of {shape.vocab_size}, the target "
+          f"{target_shape.vocab_size}: choose one of the same family")
     check(shape.max_position_embeddings >= max_model_len, f"{said} takes {shape.max_position_embeddings} tokens: "
           f"max_model_len={shape.max_position_embeddings} would do")
     model = Llama(shape, getattr(dtypes, config.dtype))
@@ -119,20 +123,15 @@ class Speculation:
     check(size < left, f"{said} has {size / 2**30:.2f} GiB of weights, of {left / 2**30:.2f} GiB that the target's "
           f"leave: choose a smaller one, quantize it or the target, or raise gpu_memory_utilization")
     logger.info(f"loaded {folder.name} as draft model")
-    of_token = [x.num_hidden_layers * x.num_key_value_heads * x.head_dim for x in (target, shape)]
-    self.open = functools.partial(Runner, model, shape, max_model_len=max_model_len, left=left)
-    return (left - size) * of_token[0] // sum(of_token)
+    of_token, of_draft = [x.num_hidden_layers * x.num_key_value_heads * x.head_dim for x in (target_shape, shape)]
+    runner = target((left - size) * of_token // (of_token + of_draft))
+    config = dataclasses.replace(config, num_gpu_blocks_override=runner.num_blocks)
+    self.runners = [Runner(model, shape, config, max_model_len, left)]
+    return [runner, *self.runners]
 
-  def start(self, num_blocks: int, config: EngineConfig, pack: Callable[..., Any]) -> list[Runner]:
-    """Give the draft model caches of as many blocks as the target's. Returns its runner, if there is one."""
-    self.pack = pack
-    config = dataclasses.replace(config, num_gpu_blocks_override=num_blocks)
-    self.runners = [] if self.config.model is None else [self.open(config=config)]
-    return self.runners
-
-  def fill(self, batch: dict[Sequence, int]) -> None:
+  def fill(self, batch: dict[Sequence, int], pack: Callable[..., Step]) -> None:
     """Let the draft model, if there is one, compute what the target is about to, and then draft, a token of each
-    sequence at a time, by the same noise."""
+    sequence at a time, by the same noise. pack: of the target's engine."""
     for runner in self.runners:
       copies = {}   # with the drafts so far
       for seq in batch:
@@ -141,7 +140,7 @@ class Speculation:
         vars(copies[seq]).update(tokens=[*seq.tokens], drafts=[], params=params, constraint=None)
       todo = {copies[seq]: n - len(seq.drafts) for seq, n in batch.items()}
       while todo:
-        step, ids, _ = runner.launch(self.pack(todo, fit=runner.fit))()
+        step, ids, _ = runner.launch(pack(todo, fit=runner.fit))()
         for token, (seq, place, _) in zip(ids, step.targets, strict=False):
           if place == len(seq.tokens): seq.tokens.append(token)
           seq.num_computed = len(seq.tokens) - 1
@@ -162,8 +161,9 @@ class Speculation:
     counts = collections.Counter(k for _, k in ranked[:room])
     return {seqs[k]: drafts[k][:n] for k, n in counts.items()}
 
-  def judge(self, seq: Sequence, proposed: int, accepted: int) -> None:
-    """So many of a sequence's drafts came true."""
+  def judge(self, seq: Sequence, accepted: int) -> None:
+    """So many of a sequence's drafts came true. Those behind the end of a text do not count."""
+    proposed = max(accepted, len(seq.drafts))
     seq.metrics.num_draft_tokens += proposed
     seq.metrics.num_accepted_tokens += accepted
     self.totals.update(num_drafts=1, num_draft_tokens=proposed, num_accepted_tokens=accepted)
