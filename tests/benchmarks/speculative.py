@@ -227,8 +227,8 @@ class Decoding:
       self.llm.add_request(str(i), common.random_ids(self.vocabulary, args.context, rng), common.greedy(room - 1))
     self.rounds: list[list[float]] = []   # milliseconds of a step, as columns of the table, and drafts and context
     with wrong_drafts(k, self.vocabulary):
-      while min(seq.num_generated for request in self.llm.requests.values() for seq in request.sequences) < 1 + 4 * each:
-        self.llm.step()
+      sequences = [seq for request in self.llm.requests.values() for seq in request.sequences]
+      while min(seq.num_generated for seq in sequences) < 1 + 4 * each: self.llm.step()
 
   def measure(self) -> None:
     """A step may be launched in one call and read in the next: a step is what gives each sequence tokens."""
