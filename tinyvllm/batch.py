@@ -39,7 +39,8 @@ class Step(NamedTuple):
   """What the device computes next, and what its results belong to."""
   shape: Shape
   array: np.ndarray                     # TOKEN and LOGITS, 16 words a token together; EDIT; masks
-  targets: list[tuple[Sequence, int]]   # of each row of logits: the sequence, and the place of the token that it gives
+  # Of each row of logits: the sequence, the place of the token that it gives, and the token before, -1 if not read
+  targets: list[tuple[Sequence, int, int]]
   computed: dict[Sequence, range]       # the places of the tokens whose K and V it writes
 
 
@@ -64,20 +65,22 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
   targets = []
   computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
   for seq, places in computed.items():
-    known = [*seq.tokens[places.start:places.stop + 1], -1, -1]   # the host has not read the last, or nobody knows
+    # -1: the host has not read the last, or nobody knows
+    known = [*seq.tokens[places.start:places.stop + 1], *seq.drafts, -1, -1]
     for position, (token, target) in zip(places, itertools.pairwise(known), strict=False):
       page = position // config.block_size
       block = seq.block_table[page]
       tokens.append((token, position, seq.row, seq.row * max_blocks + page, block))   # type: ignore[operator]
       if position < places.stop - seq.num_logits(len(places)): continue
-      targets.append((seq, position + 1))
-      rows.append((len(tokens) - 1, position, seq.row if target < 0 else spare, target,
+      new = position + 1 >= seq.length
+      targets.append((seq, position + 1, token))
+      rows.append((len(tokens) - 1, position, seq.row if new else spare, -1 if new else target,
                    *[getattr(seq.params, name) for name in DRAWN_BY], seq.seed % 2**64))
-  chosen = {row: seq for row, (seq, place) in enumerate(targets) if place == seq.length}   # where new tokens come of it
-  edits = [(row, *edit) for row, seq in chosen.items() for edit in seq.edits()]
-  masks: dict[int, Any] = {row: seq.mask(vocab_size) for row, seq in chosen.items()}
+  chosen = [(row, seq, place) for row, (seq, place, _) in enumerate(targets) if place >= seq.length]   # of new tokens
+  edits = [(row, *edit) for row, seq, place in chosen for edit in seq.edits(place)]
+  masks: dict[int, Any] = {row: seq.mask(vocab_size) for row, seq, _ in chosen}
   masks = {row: mask for row, mask in masks.items() if mask is not None}
-  sampler = max([seq.params.sampler for seq, _ in targets], default=0)
+  sampler = max([seq.params.sampler for seq, *_ in targets], default=0)
   scored = any(seq.params.logprobs is not None or seq.scores_prompt for seq in batch)
   shape = fit(Shape(len(tokens), len(rows), sampler, scored, len(edits), bool(masks)))
   parts = [words(tokens, TOKEN, shape.tokens, row=spare, entry=spare * max_blocks),

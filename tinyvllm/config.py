@@ -50,7 +50,7 @@ class Options:
 NO_EFFECT: dict[str, list] = {
   **dict.fromkeys(["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"], [1]),
   **dict.fromkeys(["tokenizer", "revision", "tokenizer_revision", "hf_token", "hf_overrides",
-                   "speculative_config", "distributed_executor_backend"], [None]),
+                   "distributed_executor_backend"], [None]),
   **dict.fromkeys(["tokenizer_mode", "load_format", "config_format", "kv_cache_dtype", "device"], ["auto"]),
   **dict.fromkeys(["trust_remote_code", "disable_log_stats", "disable_custom_all_reduce"], [True, False]),
   **dict.fromkeys(["enable_lora", "skip_tokenizer_init", "disable_sliding_window"], [False]), "cpu_offload_gb": [0],
@@ -82,6 +82,7 @@ class EngineConfig(Options):
   enforce_eager: bool = False                             # never capture a step as a graph: slow, for debugging
   cudagraph_capture_sizes: Annotated[list | None, int] = None   # tokens of the steps captured at start; None: when met
   generation_config: Annotated[str, "auto", "vllm"] = "auto"   # auto: the model's own defaults of sampling; vllm: none
+  speculative_config: dict | None = None                  # drafts: {"method": "ngram", "num_speculative_tokens": 5}
   seed: Annotated[int | None, -2**63, 2**63 - 1] = 0      # of the requests that bring none; None: another each time
   scheduling_policy: Annotated[str, "fcfs", "priority"] = "fcfs"   # priority: lower numbers first
 

@@ -1,6 +1,6 @@
 """The engine: text in, text out. Requests are added at any time, and a step advances all of them together; everything
 below knows token ids only. One thread drives an engine."""
-import contextlib, dataclasses, functools, itertools, logging, pathlib, random, threading, time
+import collections, contextlib, dataclasses, functools, itertools, logging, pathlib, random, threading, time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +13,7 @@ from .llama import Llama
 from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, Sequence
 from .runner import Runner
 from .scheduler import BlockManager, Scheduler
+from .speculate import NGram, SpeculativeConfig
 from .tokenizer import TextStream, Tokenizer, load_tokenizer
 from .weights import load_weights
 
@@ -72,6 +73,8 @@ class LLMEngine:
 
   def _load(self, folder: pathlib.Path, config: EngineConfig) -> None:
     started = time.perf_counter()
+    drafts = config.speculative_config
+    self.speculation = None if drafts is None else SpeculativeConfig(**drafts)
     if not logger.hasHandlers():   # the program has not said where logs go
       logger.addHandler(logging.StreamHandler())
       logger.setLevel(logger.level or logging.INFO)
@@ -124,6 +127,7 @@ class LLMEngine:
     bad_words = [*filter(None, (self.tokenizer.encode(spelling, False) for spelling in spellings))]
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
     structured: Any = params.structured_outputs
+    reads = params.penalized or bad_words or structured   # what the host knows of the tokens before: drafts it would not
     arrival = next(self._arrivals)
     metrics = RequestMetrics()
     length = min(self.max_model_len, len(ids) + params.max_tokens)   # type: ignore[operator]   # by now a number
@@ -131,7 +135,8 @@ class LLMEngine:
       request_id=request_id, tokens=[*ids], params=params, seed=seed + i, order=(priority, arrival, i), index=i,
       max_len=length, bad_words=bad_words, metrics=metrics,
       stop_ids=frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())]),
-      constraint=structured and structured.constraint(self.tokenizer, size, eos)) for i in range(params.n)]
+      constraint=structured and structured.constraint(self.tokenizer, size, eos),
+      drafter=NGram(self.speculation) if self.speculation and not reads else None) for i in range(params.n)]
     runs[0].forks += runs[1:]
     return Request(request_id, text, metrics, [TextStream(self.tokenizer, seq) for seq in runs])
 
@@ -204,7 +209,6 @@ class LLMEngine:
     results = self._read() if self.runner.overlaps else launch()()   # waits for the device
     self._read = launch() if self.runner.overlaps else tuple
     if results: self._record(*results)
-    self._find_stops()
     return [*self._changed]
 
   def capture(self, sizes: list[int] | None = None, rare: bool = False) -> Iterator[str]:
@@ -230,23 +234,38 @@ class LLMEngine:
       if text.seq.stop_reason is not None: self.scheduler.finish(text.seq, "stop")
 
   def _record(self, step: Step, ids: list[int], logprobs: list[list[float]]) -> None:
-    """Give a step's tokens to their sequences."""
-    sampled = {seq: token for token, (seq, place) in zip(ids, step.targets, strict=False)
-               if place == len(seq.tokens) and not seq.finish_reason}   # else it is the prompt's, or has ended
+    """Give a step's tokens to their sequences: of drafts those that are what was chosen, and the choice behind them."""
+    sampled: dict[Sequence, list[int]] = {}
+    for token, (seq, place, before) in zip(ids, step.targets, strict=False):
+      new = sampled.get(seq, [])
+      if place != len(seq.tokens) + len(new) or seq.finish_reason: continue   # the prompt's, not accepted, or behind it
+      if not new or new[-1] == before: sampled[seq] = [*new, token]
+    drafted = collections.Counter(seq for seq, place, _ in step.targets if place > len(seq.tokens) and seq in sampled)
+    begin = {seq: len(seq.tokens) for seq in drafted}
     self._changed |= dict.fromkeys(self.requests[seq.request_id] for seq in sampled)
-    for (seq, place), (own, rank, *best) in zip(step.targets, logprobs, strict=False):
+    for (seq, place, _), (own, rank, *best) in zip(step.targets, logprobs, strict=False):
       k = seq.params.logprobs if place >= seq.num_prompt else seq.params.prompt_logprobs
-      token = sampled.get(seq) if place == len(seq.tokens) else seq.tokens[place]
-      if k is None or token is None: continue
-      rows = [(token, own, rank), *zip(best[::2], best[1::2], range(1, k + 1), strict=False)]
+      tokens = [*seq.tokens[place:place + 1], *sampled.get(seq, [])[max(0, place - len(seq.tokens)):]]
+      if k is None or not tokens: continue
+      rows = [(tokens[0], own, rank), *zip(best[::2], best[1::2], range(1, k + 1), strict=False)]
       seq.logprobs[place] = {int(i): Logprob(x, int(r), self.tokenizer.decode([int(i)], False)) for i, x, r in rows}
-    self.scheduler.update(step.computed, sampled)   # last: a token that counts has all that belongs to it
+    # Last: a token that counts has all that belongs to it. One at a time, as a text may end at each
+    self.scheduler.totals.update(scheduled=len(step.computed))
+    for i in range(max(map(len, sampled.values()), default=1)):
+      tokens_at = {seq: new[i] for seq, new in sampled.items() if i < len(new) and not seq.finish_reason}
+      self.scheduler.update(step.computed, tokens_at)
+      self._find_stops()
+    for seq, proposed in drafted.items():
+      accepted = len(seq.tokens) - begin[seq] - 1
+      self.scheduler.judge(seq, accepted if seq.finish_reason else proposed, accepted)   # none behind a text's end
 
-  def get_metrics(self) -> dict[str, float]:
+  def get_metrics(self) -> dict[str, Any]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
     totals = self.scheduler.totals
+    accepted_at = self.scheduler.accepted_at
     return {**totals, "blocks_used": self.blocks.num_used(), "blocks_free": self.blocks.num_free(),
             "blocks_cached": len(self.blocks.unused), "blocks_shared": len(self.blocks.shared),
+            "spec_decode_num_accepted_tokens_per_pos": [accepted_at[i] for i in range(len(accepted_at))],
             "num_requests_running": len(self.scheduler.running), "num_requests_waiting": len(self.scheduler.waiting),
             "mean_batch_size": totals["scheduled"] / (totals["steps"] or 1),
             "tokens_per_second": totals["generation_tokens"] / (totals["seconds"] or 1),

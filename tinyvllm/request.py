@@ -83,6 +83,8 @@ class RequestMetrics:
   first_token_time: float = math.nan
   finished_time: float = math.nan
   num_generated: int = 0   # by all samples
+  num_draft_tokens: int = 0   # of these, guessed before, and how many guesses came true
+  num_accepted_tokens: int = 0
 
   queue_time = property(lambda self: self.first_scheduled_time - self.arrival_time)
   ttft = property(lambda self: self.first_token_time - self.arrival_time)
@@ -104,6 +106,7 @@ class Sequence:
   metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
   bad_words: list[list[int]] = dataclasses.field(default_factory=list)
   constraint: Any = None           # of structured output: mask(), accept(token), done
+  drafter: Any = None              # of its next tokens: see Drafter
   forks: list["Sequence"] = dataclasses.field(default_factory=list)   # its prompt's others: they wait for it
   num_cached: int = 0              # tokens of the prompt that were found when it first ran
   logprobs: dict[int, dict[int, Logprob]] = dataclasses.field(default_factory=dict)   # by place
@@ -120,6 +123,7 @@ class Sequence:
     self.row: int | None = None   # of the device's block tables, while it runs
     self.num_computed = 0
     self.num_unread = 0           # tokens that the device has chosen and the host has not read
+    self.drafts: list[int] = []   # of its next tokens, which a step checks
 
   def __lt__(self, other: "Sequence") -> bool: return self.order < other.order
 
@@ -128,13 +132,15 @@ class Sequence:
   exhausted = property(lambda self: self.length >= self.max_len)
   # Whether logits of all its prompt are wanted, so that all of it is computed
   scores_prompt = property(lambda self: self.index == 0 and self.params.prompt_logprobs is not None)
+  num_wanted = property(lambda self: self.drafter.wanted(self.length) if self.drafter else 0)   # drafts
   def remaining(self) -> int: return self.length - self.num_computed
 
   def ready(self) -> bool:
     """Whether a step may compute it: it is running, its length lets it, and the host has read what the choice of its
     next token hangs on."""
-    reads = self.params.penalized or self.bad_words or self.constraint
-    return self.row is not None and not self.exhausted and not (reads and self.num_unread)
+    reads = self.params.penalized or self.bad_words or self.constraint or self.drafts
+    waits = self.num_unread and (reads or self.drafter and self.drafter.waits(self.tokens))
+    return self.row is not None and not self.exhausted and not waits
 
   def append(self, token: int) -> None:
     """Take the next token, and finish where it, the constraint or the length says so."""
@@ -150,8 +156,9 @@ class Sequence:
     self.tokens.append(token)
 
   def num_logits(self, n: int) -> int:
-    """How many of the next n tokens want logits: the last one if a new token follows it, or all."""
-    return n if self.scores_prompt and self.num_computed < self.num_prompt else int(n == self.remaining())
+    """How many of the next n tokens want logits: those that a new token follows, or all."""
+    if self.scores_prompt and self.num_computed < self.num_prompt: return n
+    return max(0, n - self.remaining() + 1)
 
   def mask(self, vocab_size: int) -> np.ndarray | None:
     """A bit for each token that may come next, in int32 words; None: all may."""
@@ -160,12 +167,12 @@ class Sequence:
     bits = np.isin(np.arange(-(-vocab_size // 32) * 32), self.params.allowed_token_ids)
     return np.packbits(bits, bitorder="little").view(np.int32)
 
-  def edits(self) -> list[tuple[int, float, float, float]]:
-    """What is done to the logits of its next token, as EDIT has it behind the row, for each token that is touched."""
+  def edits(self, place: int) -> list[tuple[int, float, float, float]]:
+    """What is done to the logits of the token at a place, as EDIT has it behind the row, for each that is touched."""
     p = self.params
     banned = {word[-1] for word in self.bad_words   # whose others are there
               if self.tokens[max(self.num_prompt, len(self.tokens) - len(word) + 1):] == word[:-1]}
-    if self.length < self.num_prompt + p.min_tokens: banned |= self.stop_ids
+    if place < self.num_prompt + p.min_tokens: banned |= self.stop_ids
     if p.allowed_token_ids and banned.issuperset(p.allowed_token_ids): banned.clear()   # or nothing would be left
     bias = {**(p.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}
     said = collections.Counter(self.tokens[self.num_prompt:] if p.penalized else ())

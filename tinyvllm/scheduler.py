@@ -4,6 +4,7 @@ import bisect, hashlib, math, time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 
+from .batch import bucket
 from .config import EngineConfig, logger
 from .request import Sequence
 
@@ -30,7 +31,11 @@ class BlockManager:
 
   def num_free(self) -> int: return len(self.empty) + len(self.unused)
   def num_used(self) -> int: return self.num_blocks - 1 - self.num_free()
-  def can_allocate(self, table: list[int], n: int) -> bool: return n <= (len(table) + self.num_free()) * self.block_size
+
+
+  def can_allocate(self, table: list[int], num_tokens: int, left: int = 0) -> bool:
+    """Whether a table may grow until it holds so many, and so many free blocks are left."""
+    return num_tokens <= (len(table) + self.num_free() - left) * self.block_size
 
   def allocate(self, table: list[int], num_tokens: int) -> None:
     """Grow `table` until it holds `num_tokens`. The caller has asked `can_allocate`."""
@@ -39,15 +44,16 @@ class BlockManager:
       if self.cached.get(self.keys[block]) == block: del self.cached[self.keys[block]]
       table.append(block)
 
-  def free(self, seq: Sequence) -> None:
-    """Let go of a sequence's blocks, the newest first."""
-    for block in reversed(seq.block_table):
+  def free(self, seq: Sequence, kept: int = 0) -> None:
+    """Let go of a sequence's blocks, the newest first, but for so many: without any it has to begin anew."""
+    for block in reversed(seq.block_table[kept:]):
       if block in self.shared:
         self.shared[block] -= 1
         if not self.shared[block]: del self.shared[block]
       elif self.cached.get(self.keys[block]) == block: self.unused[block] = None
       else: self.empty.append(block)   # it cannot be found
-    seq.restart()
+    if kept: del seq.block_table[kept:]
+    else: seq.restart()
 
   def _key(self, seq: Sequence, i: int) -> bytes:
     parent = self.keys[seq.block_table[i - 1]] if i else b""
@@ -79,7 +85,9 @@ class Scheduler:
     self.waiting: list[Sequence] = []   # in order
     self.running: list[Sequence] = []
     self.totals = Counter(steps=0, scheduled=0, seconds=0, num_preemptions=0, prompt_tokens=0, generation_tokens=0,
-                          requests_finished=0, prefix_cache_queries=0, prefix_cache_hits=0)
+                          requests_finished=0, prefix_cache_queries=0, prefix_cache_hits=0, spec_decode_num_drafts=0,
+                          spec_decode_num_draft_tokens=0, spec_decode_num_accepted_tokens=0)
+    self.accepted_at: Counter[int] = Counter()   # drafts that came true, by their place among those of a step
 
   def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq)
 
@@ -99,7 +107,23 @@ class Scheduler:
       if n: batch[seq] = n
       left -= n
       if not left: break
+    self._draft(batch, left)
     return batch
+
+  def _draft(self, batch: dict[Sequence, int], left: int) -> None:
+    """Let those who decode have drafts checked, in what the others leave of the step and of the pool: rows of logits
+    up to four times as many, and 64, or 8 in all."""
+    seqs = [seq for seq, n in batch.items() if n == seq.remaining() and not seq.num_unread and seq.num_wanted]
+    tokens = sum(batch.values())
+    rows = max(8, min(64, bucket(4 * len(seqs))))
+    room = min(left, rows - len(seqs), max(rows, bucket(tokens)) - tokens)
+    for seq in seqs:
+      drafts = seq.drafter.propose(seq.tokens, max(0, min(seq.num_wanted, room // len(seqs), seq.max_len - seq.length - 1)))
+      # A block is left for each that runs: it may want one before the drafts have been checked
+      if not self.blocks.can_allocate(seq.block_table, seq.length + len(drafts), len(self.running)): continue
+      self.blocks.allocate(seq.block_table, seq.length + len(drafts))
+      seq.drafts = drafts
+      batch[seq] += len(drafts)
 
   def _candidates(self) -> Iterator[Sequence]:
     """Those who run, what is left of prompts last, and then, unless one has been preempted meanwhile, those who wait:
@@ -133,19 +157,31 @@ class Scheduler:
   def advance(self, batch: dict[Sequence, int]) -> None:
     """Count what a step that is about to run computes, and the tokens that come of it: they may be scheduled unread."""
     for seq, n in batch.items():
-      if n == seq.remaining(): seq.num_unread += 1
+      if n >= seq.remaining(): seq.num_unread += 1
       seq.num_computed += n
 
   def update(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
     """Take the results of a step that has been read. computed: the places of each sequence's tokens whose K and V it
-    wrote. Of those who have lost their blocks since nothing can be found."""
-    for seq, places in computed.items():
-      if self.config.enable_prefix_caching and seq.num_computed >= places.stop: self.blocks.publish(seq, places)
+    wrote. Of those who have lost their blocks since nothing can be found, nor of drafts that were not accepted."""
+    for seq, places in computed.items() if self.config.enable_prefix_caching else ():
+      self.blocks.publish(seq, range(places.start, min(places.stop, seq.num_computed, len(seq.tokens))))
     for seq, token in sampled.items():
       seq.append(token)
       while seq.forks: self.add(seq.forks.pop())
       if seq.finish_reason: self.finish(seq, seq.finish_reason)
-    self.totals.update(scheduled=len(computed), generation_tokens=len(sampled))
+    self.totals.update(generation_tokens=len(sampled))
+
+  def judge(self, seq: Sequence, proposed: int, accepted: int) -> None:
+    """Go on behind the drafts that came true, and without the blocks of the others."""
+    seq.metrics.num_draft_tokens += proposed
+    seq.metrics.num_accepted_tokens += accepted
+    self.totals.update(spec_decode_num_drafts=1, spec_decode_num_draft_tokens=proposed,
+                       spec_decode_num_accepted_tokens=accepted)
+    self.accepted_at.update(range(accepted))
+    seq.drafter.judge(seq.length, accepted)
+    seq.drafts = []
+    seq.num_computed = min(seq.num_computed, seq.length - 1)
+    if seq.block_table: self.blocks.free(seq, -(-seq.num_computed // self.blocks.block_size))
 
   def finish(self, seq: Sequence, reason: str) -> None:
     """End a sequence wherever it is, and free what it holds."""
