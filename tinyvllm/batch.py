@@ -21,6 +21,9 @@ LOGITS: Any = np.dtype({"names": ["token", "position", "last_row", "target", *DR
                         "formats": ["i4"] * 4 + ["f4"] * 4 + ["u8"], "itemsize": 44})
 
 
+DRAFT_ROWS = 64   # of logits that a step may have where there are drafts
+
+
 class Shape(NamedTuple):
   """Of a step's array, and so of its graph. One that is nowhere less than another can take the other's place."""
   tokens: int

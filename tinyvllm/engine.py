@@ -1,6 +1,6 @@
 """The engine: text in, text out. Requests are added at any time, and a step advances all of them together; everything
 below knows token ids only. One thread drives an engine."""
-import collections, contextlib, dataclasses, functools, itertools, logging, pathlib, random, threading, time
+import collections, contextlib, dataclasses, functools, importlib, itertools, logging, pathlib, random, threading, time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +13,6 @@ from .llama import Llama
 from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, Sequence
 from .runner import Runner
 from .scheduler import BlockManager, Scheduler
-from .speculate import NGram, SpeculativeConfig
 from .tokenizer import TextStream, Tokenizer, load_tokenizer
 from .weights import load_weights
 
@@ -60,7 +59,7 @@ class LLMEngine:
   def __init__(self, model: str | pathlib.Path | None = None, **options: Any):
     folder = pathlib.Path(model or pathlib.Path(__file__).with_name("default_model")).expanduser()
     with exclusive: self._load(folder, EngineConfig(**effective(options)))
-    self.scheduler = Scheduler(self.config, self.blocks)
+    self.scheduler = Scheduler(self.config, self.blocks, self.speculation)
     self.requests: dict[str, Request] = {}
     self._read: Callable[[], tuple] = tuple   # waits for what the device works on; tuple: for nothing
     self._changed: dict[Request, None] = {}   # have tokens that nobody was told of, also where a step failed
@@ -73,12 +72,13 @@ class LLMEngine:
 
   def _load(self, folder: pathlib.Path, config: EngineConfig) -> None:
     started = time.perf_counter()
-    drafts = config.speculative_config
-    self.speculation = None if drafts is None else SpeculativeConfig(**drafts)
     if not logger.hasHandlers():   # the program has not said where logs go
       logger.addHandler(logging.StreamHandler())
       logger.setLevel(logger.level or logging.INFO)
     free = open_device()
+    asked = config.speculative_config
+    drafts: Any = None if asked is None else importlib.import_module("tinyvllm_speculation")
+    self.speculation = drafts and drafts.Speculation(asked)
     shape = self.model_config = ModelConfig.load(folder)
     self.tokenizer = load_tokenizer(folder)
     own = read_json(folder / "generation_config.json") if config.generation_config == "auto" else {}
@@ -127,7 +127,7 @@ class LLMEngine:
     bad_words = [*filter(None, (self.tokenizer.encode(spelling, False) for spelling in spellings))]
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
     structured: Any = params.structured_outputs
-    reads = params.penalized or bad_words or structured   # what the host knows of the tokens before: drafts it would not
+    reads = params.penalized or bad_words or structured   # of tokens before: of drafts nobody knows whether they are
     arrival = next(self._arrivals)
     metrics = RequestMetrics()
     length = min(self.max_model_len, len(ids) + params.max_tokens)   # type: ignore[operator]   # by now a number
@@ -136,7 +136,7 @@ class LLMEngine:
       max_len=length, bad_words=bad_words, metrics=metrics,
       stop_ids=frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())]),
       constraint=structured and structured.constraint(self.tokenizer, size, eos),
-      drafter=NGram(self.speculation) if self.speculation and not reads else None) for i in range(params.n)]
+      drafter=self.speculation.drafter() if self.speculation and not reads else None) for i in range(params.n)]
     runs[0].forks += runs[1:]
     return Request(request_id, text, metrics, [TextStream(self.tokenizer, seq) for seq in runs])
 
@@ -262,10 +262,9 @@ class LLMEngine:
   def get_metrics(self) -> dict[str, Any]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
     totals = self.scheduler.totals
-    accepted_at = self.scheduler.accepted_at
-    return {**totals, "blocks_used": self.blocks.num_used(), "blocks_free": self.blocks.num_free(),
+    drafts = self.speculation.metrics() if self.speculation else {}
+    return {**totals, **drafts, "blocks_used": self.blocks.num_used(), "blocks_free": self.blocks.num_free(),
             "blocks_cached": len(self.blocks.unused), "blocks_shared": len(self.blocks.shared),
-            "spec_decode_num_accepted_tokens_per_pos": [accepted_at[i] for i in range(len(accepted_at))],
             "num_requests_running": len(self.scheduler.running), "num_requests_waiting": len(self.scheduler.waiting),
             "mean_batch_size": totals["scheduled"] / (totals["steps"] or 1),
             "tokens_per_second": totals["generation_tokens"] / (totals["seconds"] or 1),

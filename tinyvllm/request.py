@@ -132,7 +132,6 @@ class Sequence:
   exhausted = property(lambda self: self.length >= self.max_len)
   # Whether logits of all its prompt are wanted, so that all of it is computed
   scores_prompt = property(lambda self: self.index == 0 and self.params.prompt_logprobs is not None)
-  num_wanted = property(lambda self: self.drafter.wanted(self.length) if self.drafter else 0)   # drafts
   def remaining(self) -> int: return self.length - self.num_computed
 
   def ready(self) -> bool:

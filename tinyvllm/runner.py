@@ -8,7 +8,7 @@ import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 
-from .batch import DRAWN_BY, LOGITS, TOKEN, Shape, Step, bucket
+from .batch import DRAFT_ROWS, DRAWN_BY, LOGITS, TOKEN, Shape, Step, bucket
 from .config import EngineConfig, ModelConfig, check, logger
 from .device import cpu_cores, largest_tensor, num_compiled, renderer
 from .llama import Llama, rope_table
@@ -71,7 +71,8 @@ class Runner:
     self.overlaps = not cpu_cores()   # whether a launched step goes on while the host does other things
     self.max_blocks = -(-max_model_len // config.block_size)
     self.max_tokens = bucket(config.max_num_batched_tokens)   # type: ignore[arg-type]   # by now a number
-    self.max_rows = bucket(config.max_num_seqs)   # of logits, but where a prompt's are wanted
+    # Of logits, but where a prompt's are wanted
+    self.max_rows = bucket(max(config.max_num_seqs, DRAFT_ROWS if config.speculative_config else 1))
     self.sizes: list[int] = []   # tokens of the steps that are captured before they are met, if any are
     self.met: collections.Counter[Shape] = collections.Counter()
     self.table = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last row is padding's

@@ -3,8 +3,8 @@ at most max_num_batched_tokens together. The oldest running sequence of the high
 import bisect, hashlib, math, time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from typing import Any
 
-from .batch import bucket
 from .config import EngineConfig, logger
 from .request import Sequence
 
@@ -32,9 +32,8 @@ class BlockManager:
   def num_free(self) -> int: return len(self.empty) + len(self.unused)
   def num_used(self) -> int: return self.num_blocks - 1 - self.num_free()
 
-
   def can_allocate(self, table: list[int], num_tokens: int, left: int = 0) -> bool:
-    """Whether a table may grow until it holds so many, and so many free blocks are left."""
+    """Whether a table may grow until it holds so many tokens, and so many free blocks are left."""
     return num_tokens <= (len(table) + self.num_free() - left) * self.block_size
 
   def allocate(self, table: list[int], num_tokens: int) -> None:
@@ -78,16 +77,15 @@ class BlockManager:
 
 
 class Scheduler:
-  """Who runs, who waits, and how many tokens of each sequence the next step computes."""
-  def __init__(self, config: EngineConfig, blocks: BlockManager):
+  """Who runs, who waits, and how many tokens of each sequence the next step computes. speculation: who drafts."""
+  def __init__(self, config: EngineConfig, blocks: BlockManager, speculation: Any = None):
     self.config = config
+    self.speculation = speculation
     self.blocks = blocks
     self.waiting: list[Sequence] = []   # in order
     self.running: list[Sequence] = []
     self.totals = Counter(steps=0, scheduled=0, seconds=0, num_preemptions=0, prompt_tokens=0, generation_tokens=0,
-                          requests_finished=0, prefix_cache_queries=0, prefix_cache_hits=0, spec_decode_num_drafts=0,
-                          spec_decode_num_draft_tokens=0, spec_decode_num_accepted_tokens=0)
-    self.accepted_at: Counter[int] = Counter()   # drafts that came true, by their place among those of a step
+                          requests_finished=0, prefix_cache_queries=0, prefix_cache_hits=0)
 
   def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq)
 
@@ -107,23 +105,13 @@ class Scheduler:
       if n: batch[seq] = n
       left -= n
       if not left: break
-    self._draft(batch, left)
-    return batch
-
-  def _draft(self, batch: dict[Sequence, int], left: int) -> None:
-    """Let those who decode have drafts checked, in what the others leave of the step and of the pool: rows of logits
-    up to four times as many, and 64, or 8 in all."""
-    seqs = [seq for seq, n in batch.items() if n == seq.remaining() and not seq.num_unread and seq.num_wanted]
-    tokens = sum(batch.values())
-    rows = max(8, min(64, bucket(4 * len(seqs))))
-    room = min(left, rows - len(seqs), max(rows, bucket(tokens)) - tokens)
-    for seq in seqs:
-      drafts = seq.drafter.propose(seq.tokens, max(0, min(seq.num_wanted, room // len(seqs), seq.max_len - seq.length - 1)))
+    for seq, drafts in self.speculation.choose(batch, left).items() if self.speculation else ():
       # A block is left for each that runs: it may want one before the drafts have been checked
       if not self.blocks.can_allocate(seq.block_table, seq.length + len(drafts), len(self.running)): continue
       self.blocks.allocate(seq.block_table, seq.length + len(drafts))
       seq.drafts = drafts
       batch[seq] += len(drafts)
+    return batch
 
   def _candidates(self) -> Iterator[Sequence]:
     """Those who run, what is left of prompts last, and then, unless one has been preempted meanwhile, those who wait:
@@ -162,7 +150,7 @@ class Scheduler:
 
   def update(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
     """Take the results of a step that has been read. computed: the places of each sequence's tokens whose K and V it
-    wrote. Of those who have lost their blocks since nothing can be found, nor of drafts that were not accepted."""
+    wrote. Of those who have lost their blocks since nothing can be found, nor of drafts that did not come true."""
     for seq, places in computed.items() if self.config.enable_prefix_caching else ():
       self.blocks.publish(seq, range(places.start, min(places.stop, seq.num_computed, len(seq.tokens))))
     for seq, token in sampled.items():
@@ -172,13 +160,8 @@ class Scheduler:
     self.totals.update(generation_tokens=len(sampled))
 
   def judge(self, seq: Sequence, proposed: int, accepted: int) -> None:
-    """Go on behind the drafts that came true, and without the blocks of the others."""
-    seq.metrics.num_draft_tokens += proposed
-    seq.metrics.num_accepted_tokens += accepted
-    self.totals.update(spec_decode_num_drafts=1, spec_decode_num_draft_tokens=proposed,
-                       spec_decode_num_accepted_tokens=accepted)
-    self.accepted_at.update(range(accepted))
-    seq.drafter.judge(seq.length, accepted)
+    """So many of a sequence's drafts came true: it goes on behind these, and without the blocks of the others."""
+    self.speculation.judge(seq, proposed, accepted)
     seq.drafts = []
     seq.num_computed = min(seq.num_computed, seq.length - 1)
     if seq.block_table: self.blocks.free(seq, -(-seq.num_computed // self.blocks.block_size))
