@@ -253,7 +253,7 @@ class LLMEngine:
     self.scheduler.totals.update(scheduled=len(step.computed))
     for i in range(max(map(len, sampled.values()), default=1)):
       tokens_at = {seq: new[i] for seq, new in sampled.items() if i < len(new) and not seq.finish_reason}
-      self.scheduler.update({s: x for s, x in step.computed.items() if not i or s in tokens_at}, tokens_at)
+      self.scheduler.update(step.computed, tokens_at)
       self._find_stops()
     for seq, proposed in drafted.items():
       accepted = len(seq.tokens) - begin[seq] - 1
