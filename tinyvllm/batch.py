@@ -68,16 +68,16 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
   targets = []
   computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
   for seq, places in computed.items():
-    # -1: the host has not read the last, or nobody knows
-    known = [*seq.tokens[places.start:places.stop + 1], *seq.drafts, -1, -1]
-    for position, (token, target) in zip(places, itertools.pairwise(known), strict=False):
+    inputs = [*seq.tokens[places.start:places.stop], *seq.drafts, -1]   # -1: the host has not read the last
+    known = itertools.chain(seq.tokens[places.start + 1:places.stop + 1], itertools.repeat(-1))
+    wanted = places.start if seq.scores_prompt and places.start < seq.num_prompt else seq.length - 1   # logits
+    for position, token, target in zip(places, inputs, known, strict=False):
       page = position // config.block_size
       block = seq.block_table[page]
       tokens.append((token, position, seq.row, seq.row * max_blocks + page, block))   # type: ignore[operator]
-      if position < places.stop - seq.num_logits(len(places)): continue
-      new = position + 1 >= seq.length
+      if position < wanted: continue
       targets.append((seq, position + 1, token))
-      rows.append((len(tokens) - 1, position, seq.row if new else spare, -1 if new else target,
+      rows.append((len(tokens) - 1, position, seq.row if target < 0 else spare, target,
                    *[getattr(seq.params, name) for name in DRAWN_BY], seq.seed % 2**64))
   chosen = [(row, seq, place) for row, (seq, place, _) in enumerate(targets) if place >= seq.length]   # of new tokens
   edits = [(row, *edit) for row, seq, place in chosen for edit in seq.edits(place)]

@@ -1,6 +1,6 @@
 """The engine: text in, text out. Requests are added at any time, and a step advances all of them together; everything
 below knows token ids only. One thread drives an engine."""
-import collections, contextlib, dataclasses, functools, importlib, itertools, logging, pathlib, random, threading, time
+import contextlib, dataclasses, functools, importlib, itertools, logging, pathlib, random, threading, time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,9 +76,9 @@ class LLMEngine:
       logger.addHandler(logging.StreamHandler())
       logger.setLevel(logger.level or logging.INFO)
     free = open_device()
-    asked = config.speculative_config
-    drafts: Any = None if asked is None else importlib.import_module("tinyvllm_speculation")
-    self.speculation = drafts and drafts.Speculation(asked)
+    made: Any = config.speculative_config
+    if made is not None: made = importlib.import_module("tinyvllm_speculation").Speculation(made)
+    self.speculation = made
     shape = self.model_config = ModelConfig.load(folder)
     self.tokenizer = load_tokenizer(folder)
     own = read_json(folder / "generation_config.json") if config.generation_config == "auto" else {}
@@ -98,7 +98,10 @@ class LLMEngine:
     weights = sum(x.nbytes() for part in llama.parts() for x in nn.state.get_parameters(part))
     logger.info(f"loaded {folder.name} in {config.dtype} on {Device.DEFAULT} in {time.perf_counter() - started:.1f} s; "
                 f"a step takes {most} tokens")
-    self.runner = Runner(llama, shape, config, length, max(0, int(free * config.gpu_memory_utilization - weights)))
+    left = max(0, int(free * config.gpu_memory_utilization - weights))
+    target = functools.partial(Runner, llama, shape, config, length)
+    self.runners = self.speculation.open(target, shape, config, length, left) if self.speculation else [target(left)]
+    self.runner = self.runners[0]
     self.blocks = BlockManager(self.runner.num_blocks, config)
     self.max_model_len = min(length, self.blocks.num_tokens)   # where an override holds less
     self._pack = functools.partial(pack, config=config, max_blocks=self.runner.max_blocks, vocab_size=shape.vocab_size)
@@ -136,7 +139,7 @@ class LLMEngine:
       max_len=length, bad_words=bad_words, metrics=metrics,
       stop_ids=frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())]),
       constraint=structured and structured.constraint(self.tokenizer, size, eos),
-      drafter=self.speculation.drafter() if self.speculation and not reads else None) for i in range(params.n)]
+      drafter=self.speculation.drafter(params) if self.speculation and not reads else None) for i in range(params.n)]
     runs[0].forks += runs[1:]
     return Request(request_id, text, metrics, [TextStream(self.tokenizer, seq) for seq in runs])
 
@@ -203,6 +206,7 @@ class LLMEngine:
   def _step(self) -> list[Request]:
     self._find_stops()   # of tokens that came with a step which failed
     batch = self.scheduler.schedule()
+    if self.speculation: self.speculation.fill(batch, self._pack)
     step = self._pack(batch, fit=self.runner.fit) if batch else None
     self.scheduler.advance(batch)
     def launch(): return self.runner.launch(step) if step else tuple
@@ -217,15 +221,17 @@ class LLMEngine:
     Yields how far it is, before each."""
     started = time.perf_counter()
     known = num_compiled()
-    self.runner.sizes = [] if self.config.enforce_eager else sorted(sizes or self.runner.usual_sizes())
+    sizes = [] if self.config.enforce_eager else sorted(sizes or self.runner.usual_sizes())
+    for runner in self.runners: runner.sizes = sizes
     kinds = [(1, False, 0, False), (2, True, 128, True)] if rare else [(0, False, 0, False), (2, False, 0, False)]
-    shapes = [Shape(size, min(size, self.runner.max_rows), *kind) for size in self.runner.sizes for kind in kinds]
-    for i, shape in enumerate(helpers.tqdm(shapes, desc="capturing steps", disable=rare or None), 1):
-      yield f"preparing {i} of {len(shapes)}"
+    shapes = [Shape(size, min(size, self.runner.max_rows), *kind) for size in sizes for kind in kinds]
+    steps = [*itertools.product(shapes, self.runners)]
+    for i, (shape, runner) in enumerate(helpers.tqdm(steps, desc="capturing steps", disable=rare or None), 1):
+      yield f"preparing {i} of {len(steps)}"
       def fit(need, shape=shape): return shape
-      with self._alone(), exclusive: self.runner.launch(self._pack({}, fit=fit))()
+      with self._alone(), exclusive: runner.launch(self._pack({}, fit=fit))()
     seconds = time.perf_counter() - started
-    logger.info(f"captured {len(shapes)} steps in {seconds:.1f} s, {num_compiled() - known} new kernels")
+    logger.info(f"captured {len(steps)} steps in {seconds:.1f} s, {num_compiled() - known} new kernels")
 
   def _find_stops(self) -> None:
     """End the texts in which a stop string has come."""
@@ -234,38 +240,34 @@ class LLMEngine:
       if text.seq.stop_reason is not None: self.scheduler.finish(text.seq, "stop")
 
   def _record(self, step: Step, ids: list[int], logprobs: list[list[float]]) -> None:
-    """Give a step's tokens to their sequences: of drafts those that are what was chosen, and the choice behind them."""
-    sampled: dict[Sequence, list[int]] = {}
-    for token, (seq, place, before) in zip(ids, step.targets, strict=False):
-      new = sampled.get(seq, [])
-      if place != len(seq.tokens) + len(new) or seq.finish_reason: continue   # the prompt's, not accepted, or behind it
-      if not new or new[-1] == before: sampled[seq] = [*new, token]
-    drafted = collections.Counter(seq for seq, place, _ in step.targets if place > len(seq.tokens) and seq in sampled)
-    begin = {seq: len(seq.tokens) for seq in drafted}
-    self._changed |= dict.fromkeys(self.requests[seq.request_id] for seq in sampled)
-    for (seq, place, _), (own, rank, *best) in zip(step.targets, logprobs, strict=False):
+    """Give a step's tokens to their sequences."""
+    for token, (seq, place, _), (own, rank, *best) in zip(ids, step.targets, logprobs, strict=False):
       k = seq.params.logprobs if place >= seq.num_prompt else seq.params.prompt_logprobs
-      tokens = [*seq.tokens[place:place + 1], *sampled.get(seq, [])[max(0, place - len(seq.tokens)):]]
-      if k is None or not tokens: continue
-      rows = [(tokens[0], own, rank), *zip(best[::2], best[1::2], range(1, k + 1), strict=False)]
+      if k is None: continue
+      if place < len(seq.tokens): token = seq.tokens[place]
+      rows = [(token, own, rank), *zip(best[::2], best[1::2], range(1, k + 1), strict=False)]
       seq.logprobs[place] = {int(i): Logprob(x, int(r), self.tokenizer.decode([int(i)], False)) for i, x, r in rows}
-    # Last: a token that counts has all that belongs to it. One at a time, as a text may end at each
     self.scheduler.totals.update(scheduled=len(step.computed))
-    for i in range(max(map(len, sampled.values()), default=1)):
-      tokens_at = {seq: new[i] for seq, new in sampled.items() if i < len(new) and not seq.finish_reason}
-      self.scheduler.update(step.computed, tokens_at)
+    begun = {seq: len(seq.tokens) for seq in step.computed if seq.drafts}
+    computed = step.computed
+    # A token at a time, as a text may end at each; last, as one that counts has all that belongs to it. Behind a draft
+    # it does if that came true
+    for _ in range(1 + max((len(seq.drafts) for seq in begun), default=0)):
+      sampled = {seq: token for token, (seq, place, before) in zip(ids, step.targets, strict=False)
+                 if place == len(seq.tokens) and before in (-1, seq.tokens[-1]) and not seq.finish_reason}
+      self._changed |= dict.fromkeys(self.requests[seq.request_id] for seq in sampled)
+      self.scheduler.update(computed, sampled)
       self._find_stops()
-    for seq, proposed in drafted.items():
-      accepted = len(seq.tokens) - begin[seq] - 1
-      self.scheduler.judge(seq, accepted if seq.finish_reason else proposed, accepted)   # none behind a text's end
+      computed = {seq: step.computed[seq] for seq in begun}
+    for seq, length in begun.items(): self.scheduler.judge(seq, len(seq.tokens) - length - 1)
 
   def get_metrics(self) -> dict[str, Any]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
     totals = self.scheduler.totals
-    drafts = self.speculation.metrics() if self.speculation else {}
-    return {**totals, **drafts, "blocks_used": self.blocks.num_used(), "blocks_free": self.blocks.num_free(),
-            "blocks_cached": len(self.blocks.unused), "blocks_shared": len(self.blocks.shared),
-            "num_requests_running": len(self.scheduler.running), "num_requests_waiting": len(self.scheduler.waiting),
+    return {**totals, **(self.speculation.metrics() if self.speculation else {}), "blocks_used": self.blocks.num_used(),
+            "blocks_free": self.blocks.num_free(), "blocks_cached": len(self.blocks.unused),
+            "blocks_shared": len(self.blocks.shared), "num_requests_running": len(self.scheduler.running),
+            "num_requests_waiting": len(self.scheduler.waiting),
             "mean_batch_size": totals["scheduled"] / (totals["steps"] or 1),
             "tokens_per_second": totals["generation_tokens"] / (totals["seconds"] or 1),
             "requests_per_second": totals["requests_finished"] / (totals["seconds"] or 1)}

@@ -154,11 +154,6 @@ class Sequence:
     if self.num_unread: self.num_unread -= 1
     self.tokens.append(token)
 
-  def num_logits(self, n: int) -> int:
-    """How many of the next n tokens want logits: those that a new token follows, or all."""
-    if self.scores_prompt and self.num_computed < self.num_prompt: return n
-    return max(0, n - self.remaining() + 1)
-
   def mask(self, vocab_size: int) -> np.ndarray | None:
     """A bit for each token that may come next, in int32 words; None: all may."""
     if self.constraint: return self.constraint.mask()

@@ -32,9 +32,9 @@ class BlockManager:
   def num_free(self) -> int: return len(self.empty) + len(self.unused)
   def num_used(self) -> int: return self.num_blocks - 1 - self.num_free()
 
-  def can_allocate(self, table: list[int], num_tokens: int, left: int = 0) -> bool:
-    """Whether a table may grow until it holds so many tokens, and so many free blocks are left."""
-    return num_tokens <= (len(table) + self.num_free() - left) * self.block_size
+  def can_allocate(self, table: list[int], n: int, left: int = 0) -> bool:
+    """Whether a table may grow until it holds n tokens, and so many free blocks are left."""
+    return n <= (len(table) + self.num_free() - left) * self.block_size
 
   def allocate(self, table: list[int], num_tokens: int) -> None:
     """Grow `table` until it holds `num_tokens`. The caller has asked `can_allocate`."""
@@ -147,6 +147,7 @@ class Scheduler:
     for seq, n in batch.items():
       if n >= seq.remaining(): seq.num_unread += 1
       seq.num_computed += n
+      if seq.drafts: seq.num_computed -= seq.drafter.num_behind
 
   def update(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
     """Take the results of a step that has been read. computed: the places of each sequence's tokens whose K and V it
@@ -159,9 +160,9 @@ class Scheduler:
       if seq.finish_reason: self.finish(seq, seq.finish_reason)
     self.totals.update(generation_tokens=len(sampled))
 
-  def judge(self, seq: Sequence, proposed: int, accepted: int) -> None:
+  def judge(self, seq: Sequence, accepted: int) -> None:
     """So many of a sequence's drafts came true: it goes on behind these, and without the blocks of the others."""
-    self.speculation.judge(seq, proposed, accepted)
+    self.speculation.judge(seq, accepted)
     seq.drafts = []
     seq.num_computed = min(seq.num_computed, seq.length - 1)
     if seq.block_table: self.blocks.free(seq, -(-seq.num_computed // self.blocks.block_size))

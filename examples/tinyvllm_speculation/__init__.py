@@ -2,13 +2,19 @@
 one without, as it is the weights that take time to read. Noise is a function of seed, position and token id, so that a
 draft is right exactly where it is what would be drawn: the text is that without drafts. The engine checks drafts; who
 makes them, and how many, is said here."""
-import collections, dataclasses, pathlib
+import collections, copy, dataclasses, pathlib
+from collections.abc import Callable
 from typing import Annotated, Any
 
-from tinyvllm.batch import DRAFT_ROWS, bucket
-from tinyvllm.config import Options, check
+from tinygrad import dtypes, nn
+
+from tinyvllm.batch import DRAFT_ROWS, Step, bucket
+from tinyvllm.config import EngineConfig, ModelConfig, Options, check, logger
 from tinyvllm.device import cpu_cores
-from tinyvllm.request import Sequence
+from tinyvllm.llama import Llama
+from tinyvllm.request import SamplingParams, Sequence
+from tinyvllm.runner import Runner
+from tinyvllm.weights import load_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +23,7 @@ class SpeculativeConfig(Options):
   num_speculative_tokens: Annotated[int | None, 1, 16] = None      # of a sequence in one step, at most
   method: Annotated[str | None, "ngram", "draft_model"] = None   # None: a draft model, if there is one
   model: str | pathlib.Path | None = None   # the draft model's folder
+  quantization: Annotated[str | None, "int8", "int4", "awq", "gptq", "compressed-tensors"] = None   # the draft model's
   prompt_lookup_max: Annotated[int, 1, 16] = 4   # tokens of the longest end of a text that is looked for in it
   prompt_lookup_min: Annotated[int, 1, 16] = 2   # and of the shortest
 
@@ -30,14 +37,26 @@ class SpeculativeConfig(Options):
 
 
 class Drafter:
-  """How many drafts a sequence wants: more while they come true, and after a run of misses none for a while."""
-  def __init__(self, config: SpeculativeConfig):
+  """How many drafts a sequence wants: more while they come true, and after a run of misses none for a while. A draft
+  model makes them."""
+  num_behind = 1   # drafts whose K and V are not in all caches: of its last one a draft model has none
+
+  def __init__(self, config: SpeculativeConfig, params: SamplingParams):
+    self.params = dataclasses.replace(params, logprobs=None, prompt_logprobs=None)   # the draft model's
     self.most: int = config.num_speculative_tokens   # type: ignore[assignment]   # by now a number
     self.num_wanted = 1
     self.misses = 0   # in a row
     self.resume = 0   # the length from which on there are drafts again
 
   def wanted(self, length: int) -> int: return self.num_wanted if length >= self.resume else 0
+
+  def waits(self, tokens: list[int]) -> bool:
+    """Whether its next step waits until the host has read the token before, for drafts."""
+    return True
+
+  def propose(self, tokens: list[int], n: int) -> list[int]:
+    """n drafts, or none. Here places for them."""
+    return [0] * n
 
   def judge(self, length: int, proposed: int, accepted: int) -> None:
     """So many came true of what was drafted for a text that now has this length."""
@@ -48,8 +67,10 @@ class Drafter:
 
 class NGram(Drafter):
   """Prompt lookup: what followed the end of the text where that was there before, the last time; the longest end."""
-  def __init__(self, config: SpeculativeConfig):
-    super().__init__(config)
+  num_behind = 0
+
+  def __init__(self, config: SpeculativeConfig, params: SamplingParams):
+    super().__init__(config, params)
     self.sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
     self.places: dict[tuple[int, ...], int] = {}   # of what has followed these tokens last
     self.num_known = 0   # places that are in there
@@ -62,12 +83,9 @@ class NGram(Drafter):
     ends = (tuple(tokens[-size:]) for size in self.sizes)
     return next((self.places[end] for end in ends if end in self.places), None)
 
-  def waits(self, tokens: list[int]) -> bool:
-    """Whether drafts are worth it that its next step waits until the host has read the token before."""
-    return self.wanted(len(tokens)) > 0 and self.find(tokens) is not None
+  def waits(self, tokens: list[int]) -> bool: return self.wanted(len(tokens)) > 0 and self.find(tokens) is not None
 
-  def propose(self, tokens: list[int], n: int) -> list[int]:
-    """n drafts, or none. What has been repeated without a break is expected to go on so."""
+  def propose(self, tokens: list[int], n: int) -> list[int]:   # what was repeated without a break goes on so
     place = self.find(tokens) if n else None
     return [] if place is None else (tokens[place:place + n] * n)[:n]
 
@@ -77,12 +95,56 @@ class Speculation:
   def __init__(self, config: dict[str, Any]):
     self.config = SpeculativeConfig(**config)
     self.read_time = 12 if cpu_cores() else 64   # of the weights: as long as so many tokens take
+    self.runners: list[Runner] = []   # the draft model's, if there is one
     self.totals = collections.Counter(num_drafts=0, num_draft_tokens=0, num_accepted_tokens=0)
     self.accepted_at: collections.Counter[int] = collections.Counter()   # by their place among those of a step
 
-  def drafter(self) -> Drafter:
+  def drafter(self, params: SamplingParams) -> Drafter:
     """Of a sequence."""
-    return NGram(self.config)
+    return (NGram if self.config.model is None else Drafter)(self.config, params)
+
+  def open(self, target: Callable[[int], Runner], target_shape: ModelConfig, config: EngineConfig, max_model_len: int,
+           left: int) -> list[Runner]:
+    """The target's runner, which is made of the bytes that its caches may take, and that of the draft model, if there
+    is one, with caches of as many blocks. left: bytes of the device. Raises ValueError for a draft model that does not
+    go with the target, or does not fit beside it."""
+    if self.config.model is None: return [target(left)]
+    folder = pathlib.Path(self.config.model).expanduser()
+    shape = ModelConfig.load(folder)
+    said = f"speculative_config: the draft model {str(folder)!r}"
+    check(shape.vocab_size == target_shape.vocab_size, f"{said} has a vocab_size of {shape.vocab_size}, the target "
+          f"{target_shape.vocab_size}: choose one of the same family")
+    check(shape.max_position_embeddings >= max_model_len, f"{said} takes {shape.max_position_embeddings} tokens: "
+          f"max_model_len={shape.max_position_embeddings} would do")
+    model = Llama(shape, getattr(dtypes, config.dtype))
+    load_weights(model, folder, model.dtype, self.config.quantization)
+    size = sum(x.nbytes() for part in model.parts() for x in nn.state.get_parameters(part))
+    check(size < left, f"{said} has {size / 2**30:.2f} GiB of weights, of {left / 2**30:.2f} GiB that the target's "
+          f"leave: choose a smaller one, quantize it or the target, or raise gpu_memory_utilization")
+    logger.info(f"loaded {folder.name} as draft model")
+    of_token, of_draft = [x.num_hidden_layers * x.num_key_value_heads * x.head_dim for x in (target_shape, shape)]
+    runner = target((left - size) * of_token // (of_token + of_draft))
+    config = dataclasses.replace(config, num_gpu_blocks_override=runner.num_blocks)
+    self.runners = [Runner(model, shape, config, max_model_len, left)]
+    return [runner, *self.runners]
+
+  def fill(self, batch: dict[Sequence, int], pack: Callable[..., Step]) -> None:
+    """Let the draft model, if there is one, compute what the target is about to, and then draft, a token of each
+    sequence at a time, by the same noise. pack: of the target's engine."""
+    for runner in self.runners:
+      copies = {}   # with the drafts so far
+      for seq in batch:
+        copies[seq] = copy.copy(seq)
+        params = seq.drafter.params if seq.drafter else seq.params
+        vars(copies[seq]).update(tokens=[*seq.tokens], drafts=[], params=params, constraint=None)
+      todo = {copies[seq]: n - len(seq.drafts) for seq, n in batch.items()}
+      while todo:
+        step, ids, _ = runner.launch(pack(todo, fit=runner.fit))()
+        for token, (seq, place, _) in zip(ids, step.targets, strict=False):
+          if place == len(seq.tokens): seq.tokens.append(token)
+          seq.num_computed = len(seq.tokens) - 1
+        todo = {made: 1 for seq, made in copies.items() if len(made.tokens) < len(seq.tokens) + len(seq.drafts)}
+      for seq, made in copies.items(): seq.drafts = made.tokens[len(seq.tokens):][:len(seq.drafts)]
 
   def choose(self, batch: dict[Sequence, int], left: int) -> dict[Sequence, list[int]]:
     """Drafts for those of a step who are to get a token: as many as make most tokens of the time, half of them coming
@@ -98,8 +160,9 @@ class Speculation:
     counts = collections.Counter(k for _, k in ranked[:room])
     return {seqs[k]: drafts[k][:n] for k, n in counts.items()}
 
-  def judge(self, seq: Sequence, proposed: int, accepted: int) -> None:
-    """So many of a sequence's drafts came true."""
+  def judge(self, seq: Sequence, accepted: int) -> None:
+    """So many of a sequence's drafts came true. Of a text that has ended, what was drafted behind that does not count."""
+    proposed = max(accepted, len(seq.drafts))
     seq.metrics.num_draft_tokens += proposed
     seq.metrics.num_accepted_tokens += accepted
     self.totals.update(num_drafts=1, num_draft_tokens=proposed, num_accepted_tokens=accepted)
