@@ -205,6 +205,9 @@ class LLMEngine:
 
   def _step(self) -> list[Request]:
     self._find_stops()   # of tokens that came with a step which failed
+    if any(seq.waits() for seq in self.scheduler.running):   # then nobody goes on before it is read
+      self._record(*self._read())
+      self._read = tuple
     batch = self.scheduler.schedule()
     if self.speculation: self.speculation.fill(batch, self._pack)
     step = self._pack(batch, fit=self.runner.fit) if batch else None

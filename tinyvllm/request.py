@@ -134,12 +134,11 @@ class Sequence:
   scores_prompt = property(lambda self: self.index == 0 and self.params.prompt_logprobs is not None)
   def remaining(self) -> int: return self.length - self.num_computed
 
-  def ready(self) -> bool:
-    """Whether a step may compute it: it is running, its length lets it, and the host has read what the choice of its
-    next token hangs on."""
-    reads = self.params.penalized or self.bad_words or self.constraint or self.drafts
-    waits = self.num_unread and (reads or self.drafter and self.drafter.waits(self.tokens))
-    return self.row is not None and not self.exhausted and not waits
+  def waits(self) -> bool:
+    """Whether the host has not read what the choice of its next token hangs on."""
+    if not self.num_unread: return False
+    p = self.params
+    return bool(p.penalized or self.bad_words or self.constraint or self.drafter and self.drafter.waits(self))
 
   def append(self, token: int) -> None:
     """Take the next token, and finish where it, the constraint or the length says so."""

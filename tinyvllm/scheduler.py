@@ -95,7 +95,7 @@ class Scheduler:
     batch: dict[Sequence, int] = {}
     left: int = self.config.max_num_batched_tokens   # type: ignore[assignment]   # by now a number
     for seq in self._candidates():
-      n = min(seq.remaining(), left) if seq.ready() else 0
+      n = 0 if seq.row is None or seq.exhausted else min(seq.remaining(), left)   # None: it was preempted just now
       while not self.blocks.can_allocate(seq.block_table, seq.num_computed + n):
         victim = max(self.running)
         self.preempt(victim)

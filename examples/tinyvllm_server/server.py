@@ -24,7 +24,9 @@ OPEN = {"/", "/health", "/version", "/metrics", "/docs", "/openapi.json",
 COUNTERS = {"prefix_cache_queries": "Tokens of prompts that were looked for in the prefix cache",
             "prefix_cache_hits": "Tokens of prompts that were found there",
             "num_preemptions": "Sequences that had to give their blocks back", "prompt_tokens": "Tokens of prompts",
-            "generation_tokens": "Tokens generated"}
+            "generation_tokens": "Tokens generated",
+            "spec_decode_num_drafts": "Times that drafts of a sequence were checked",
+            "spec_decode_num_draft_tokens": "Tokens drafted", "spec_decode_num_accepted_tokens": "Drafts that came true"}
 GAUGES = {"num_requests_running": "Sequences that run", "num_requests_waiting": "Sequences that wait",
           "kv_cache_usage_perc": "Share of the KV cache's blocks that are in use, from 0 to 1"}
 # Of each request: what it says, and how it is found when the request has ended
@@ -128,6 +130,14 @@ def usage_of(requests: list[Request]) -> dict[str, Any]:
 def tools_of(body: Any) -> list[dict[str, Any]]:
   """Those that a chat's answer may call."""
   return [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+
+
+def drafts_of(metrics: dict[str, Any]) -> str:
+  """For the line of the log: how many drafts came true, and tokens that a sequence gets of a step with some."""
+  if not metrics.get("spec_decode_num_draft_tokens"): return ""
+  accepted = metrics["spec_decode_num_accepted_tokens"]
+  return (f", Draft acceptance rate: {accepted / metrics['spec_decode_num_draft_tokens']:.1%}, "
+          f"Mean acceptance length: {1 + accepted / metrics['spec_decode_num_drafts']:.2f}")
 
 
 def event(content: dict[str, Any]) -> bytes: return b"data: %b\n\n" % orjson.dumps(content, option=KEYS)
@@ -314,6 +324,11 @@ class Server(uvicorn.Server):
       family = kind(f"tinyvllm:{name}", text, labels=["model_name"])
       family.add_metric([self.name], found.get(name, 0))
       yield family
+    family = core.CounterMetricFamily("tinyvllm:spec_decode_num_accepted_tokens_per_pos", "Drafts that came true, by "
+                                      "their place among those of a step", labels=["model_name", "position"])
+    for position, count in enumerate(found.get("spec_decode_num_accepted_tokens_per_pos", [])):
+      family.add_metric([self.name, str(position)], count)
+    yield family
 
   async def report(self) -> None:
     """vLLM's line of the log, every 10 s while there is work."""
@@ -328,7 +343,7 @@ class Server(uvicorn.Server):
         logger.info(f"Engine 000: Avg prompt throughput: {prompt:.1f} tokens/s, Avg generation throughput: "
                     f"{generation:.1f} tokens/s, Running: {now['num_requests_running']} reqs, Waiting: "
                     f"{now['num_requests_waiting']} reqs, GPU KV cache usage: {used:.1%}, "
-                    f"Prefix cache hit rate: {hits:.1%}")
+                    f"Prefix cache hit rate: {hits:.1%}{drafts_of(now)}")
       before = now
 
   async def watched(self, requests: list[Request]) -> AsyncIterator[list[Numbered]]:

@@ -50,8 +50,8 @@ class Drafter:
 
   def wanted(self, length: int) -> int: return self.num_wanted if length >= self.resume else 0
 
-  def waits(self, tokens: list[int]) -> bool:
-    """Whether its next step waits until the host has read the token before, for drafts."""
+  def waits(self, seq: Sequence) -> bool:
+    """Whether a sequence's next step waits until the host has read the token before, for drafts."""
     return True
 
   def propose(self, tokens: list[int], n: int) -> list[int]:
@@ -83,7 +83,8 @@ class NGram(Drafter):
     ends = (tuple(tokens[-size:]) for size in self.sizes)
     return next((self.places[end] for end in ends if end in self.places), None)
 
-  def waits(self, tokens: list[int]) -> bool: return self.wanted(len(tokens)) > 0 and self.find(tokens) is not None
+  def waits(self, seq: Sequence) -> bool:
+    return bool(seq.drafts) or self.wanted(len(seq.tokens)) > 0 and self.find(seq.tokens) is not None
 
   def propose(self, tokens: list[int], n: int) -> list[int]:   # what was repeated without a break goes on so
     place = self.find(tokens) if n else None
@@ -161,7 +162,7 @@ class Speculation:
     return {seqs[k]: drafts[k][:n] for k, n in counts.items()}
 
   def judge(self, seq: Sequence, accepted: int) -> None:
-    """So many of a sequence's drafts came true. Of a text that has ended, what was drafted behind that does not count."""
+    """So many of a sequence's drafts came true. Those behind the end of a text do not count."""
     proposed = max(accepted, len(seq.drafts))
     seq.metrics.num_draft_tokens += proposed
     seq.metrics.num_accepted_tokens += accepted

@@ -1,0 +1,301 @@
+"""What drafts are worth: texts of several kinds with and without them, in turn in one run, and what a step costs.
+
+  python tests/benchmarks/speculative.py --model DIR --k 0 1 2 3 5 7 --streams 1 8 --tasks editing summary free code
+  python tests/benchmarks/speculative.py --model DIR --draft DIR --k 0 3
+  python tests/benchmarks/speculative.py --steps --shape llama-7b --running 1 8 --k 0 1 3 5 7
+  python tests/benchmarks/speculative.py --steps --shape llama-3.1-8b --draft-shape llama-3.2-1b --k 0 3
+
+Drafts come from the text so far (ngram), or from a draft model. With --model one table for each task and number of
+streams: k: num_speculative_tokens, 0 without drafts; tokens a step: that a sequence got in each step that gave it any,
+after its first; drafts a step: that were checked; accepted: of these; speed-up: over k = 0. Prompts are in the prefix
+cache, so that seconds are of decoding. All k must give the same ids: if not, a line says where, and the exit code is 1.
+
+With --steps the time of a step in which each running sequence has k drafts checked, all of them wrong, at random
+weights: over k = 0 is also how many tokens a step must give for drafts to pay. drafts: that really were checked;
+together: sequences that got tokens in one call, less than are running where they wait for their drafts in turn."""
+import argparse
+import contextlib
+import json
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+import common
+import tinyvllm_speculation
+from common import LLM, SamplingParams, Watch
+from tinyvllm_speculation import Drafter, NGram
+
+# Each with the name that the editing task replaces, and the one that it puts there
+STORIES = [
+  ("Anna", "Clara", "Anna kept a small shop of clocks at the end of Mill Street. Every morning Anna wound the tall "
+   "ones by the door, and then the little ones on the shelf. One day a boy brought a watch that ran backwards. Anna "
+   "opened it with great care, and found a spring that someone had put in the wrong way round."),
+  ("harbour", "market", "The old harbour wakes up long before the rest of the town. Men carry boxes of fish across "
+   "the harbour square, and women call out their prices over the noise of the gulls. By nine the harbour is full of "
+   "people, and at noon it is quiet again, with nothing left but wet stones and a sleeping dog."),
+  ("Peter", "Oscar", "Peter wanted to plant an apple tree behind the house. His sister told Peter that the soil was "
+   "too dry, so he dug a deep hole and filled it with leaves. In the third spring the tree had seven flowers, and in "
+   "the autumn Peter ate the first apple, which was small, green and very sour."),
+  ("bridge", "tower", "The council has decided to repair the bridge before the winter. Engineers found cracks in two "
+   "of the stones on which the bridge stands, and rust on most of its iron. The work will take eleven weeks. While "
+   "it goes on, nobody may use the bridge after eight in the evening."),
+  ("Marta", "Helen", "Marta plays the violin in a small orchestra in the north. Last winter Marta fell on the ice "
+   "and broke her left hand, and for three months she could only listen. She says that she has never heard so much "
+   "music. Now Marta plays again, slower than before, and everybody says that it is better."),
+  ("train", "coach", "The train to the coast leaves at seven and takes four hours. It stops in every village, and at "
+   "each stop the driver of the train talks with somebody on the platform. Nobody minds. Children count the cows "
+   "from the windows of the train, and there is a woman who sells tea and warm bread."),
+  ("Doctor Lind", "Doctor Webb", "Doctor Lind measures the snow on the mountain twice a year. With two students and "
+   "a sledge Doctor Lind climbs to the hut, digs a hole, and weighs what comes out of it. The numbers go back sixty "
+   "years. There is less snow each year, Doctor Lind says, but there is also more to learn."),
+  ("library", "school", "A fox has moved into the garden of the library. It sleeps under the steps, and at night it "
+   "walks along the wall and looks into the windows. The people of the library have put up a sign that asks readers "
+   "not to feed it. Since then more children have come to the library than ever before."),
+]
+OPENINGS = [
+  "The ship had been at sea for forty days when the captain", "My grandmother used to say that every house",
+  "Nobody in the village could explain why the bell", "When the lights went out in the museum, the guard",
+  "It was the first warm day of the year, and the two brothers", "The letter had no stamp and no address, but it",
+  "On the other side of the mountain there lived a painter who", "The robot opened its eyes and asked for"]
+RECORDS = ["user name email age", "book title author year", "city region country population",
+           "order customer product amount", "sensor place unit value", "song singer album length",
+           "plant family colour height", "flight origin target delay"]
+
+
+def editing(i: int) -> str:
+  """A text of three stories and its first words with one name replaced, after another text for which all is there."""
+  def pair(i: int, n: int) -> tuple[str, str]:
+    text = "\n".join(story for _, _, story in (STORIES * 2)[i:i + n])
+    return text, text.replace(*STORIES[i][:2])
+  prompt = ""
+  for number, n in ((i + 5) % 8, 1), ((i + 6) % 8, 1), (i, 3):
+    old, new, _ = STORIES[number]
+    text, edited = pair(number, n)
+    prompt += f'### Text\n{text}\n\n### The same text, with "{new}" in place of "{old}"\n{edited}\n\n\n'
+  begun = edited.index(new, edited.index(new) + 1) + len(new)
+  return prompt[:-3 - len(edited)] + edited[:begun]
+
+
+def summary(i: int) -> str:
+  """A long text, and the beginning of its summary."""
+  text = "\n\n".join(f"Sent by our reporter.\n{story}" for _, _, story in STORIES[i:] + STORIES[:i])
+  return f"# News of the week\n\n{text}\n\n# Summary\n\nThis week's news in short:\n\n1."
+
+
+def free(i: int) -> str: return OPENINGS[i]
+
+
+def code(i: int) -> str:
+  """A class with a getter and a setter for one field, to go on with the others."""
+  name, *fields = RECORDS[i].split()
+  first, second, *_ = fields
+  text = f'"""A {name}, as the database has it."""\n\n\nclass {name.title()}:\n  def __init__(self, row):\n'
+  text += "".join(f'    self._{field} = row["{field}"]\n' for field in fields)
+  text += f'\n  def get_{first}(self):\n    """Return the {first} of this {name}."""\n    return self._{first}\n'
+  text += f'\n  def set_{first}(self, value):\n    """Set the {first} of this {name}."""\n    if value is None:\n'
+  text += f'      raise ValueError("{first} is missing")\n    self._{first} = value\n'
+  return text + f"\n  def get_{second}(self):\n    \"\"\"Return the"
+
+
+TASKS = {"editing": editing, "summary": summary, "free": free, "code": code}
+
+
+def config_of(args: argparse.Namespace, k: int, folder: str | None = None) -> dict | None:
+  """The engine's speculative_config. folder: the draft model's; None: ngram."""
+  if not k: return None
+  if folder: return {"model": folder, "num_speculative_tokens": k}
+  return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": args.lookup[0],
+          "prompt_lookup_max": args.lookup[1]}
+
+
+def drafted(llm: LLM) -> tuple[int, int]:
+  """Drafts checked since the start, and accepted."""
+  metrics = llm.get_metrics()
+  return metrics.get("spec_decode_num_draft_tokens", 0), metrics.get("spec_decode_num_accepted_tokens", 0)
+
+
+@dataclass
+class Run:
+  """What it took to generate the texts of a task."""
+  ids: list[list[int]]
+  seconds: list[float]   # of each step
+  gave: int       # how often a step gave a sequence tokens behind its first, which comes of the prompt
+  drafts: int     # that were checked
+  accepted: int
+  captured: int   # graphs
+
+
+def run_task(llm: LLM, prompts: list[str], params: list, streams: int) -> Run:
+  """So many of the prompts at once, then the next ones."""
+  before, ids = drafted(llm), []
+  with Watch(llm) as watch:
+    for i in range(0, len(prompts), streams):
+      outputs = llm.generate(prompts[i:i + streams], params[i:i + streams], use_tqdm=False)
+      ids += [output.outputs[0].token_ids for output in outputs]
+  checked, accepted = (new - old for new, old in zip(drafted(llm), before, strict=True))
+  seconds = [step.seconds for step in watch.steps]
+  return Run(ids, seconds, sum(step.outputs for step in watch.steps) - len(ids), checked, accepted, watch.captured)
+
+
+def quiet_seconds(runs: list[Run]) -> float:
+  """The least time of each step, if every run took the same steps, which leaves out what others do on the machine."""
+  if len({len(run.seconds) for run in runs}) > 1: return min(sum(run.seconds) for run in runs)
+  return sum(map(min, zip(*(run.seconds for run in runs), strict=True)))
+
+
+def measure_task(engines: dict[int, LLM], task: str, streams: int, args: argparse.Namespace) -> bool:
+  """Print a table. Returns whether the ids are the same for every k."""
+  prompts = [TASKS[task](i) for i in range(streams * -(-args.prompts // streams))]
+  params = [SamplingParams(temperature=args.temperature, seed=i, max_tokens=args.output_len, ignore_eos=True)
+            for i in range(len(prompts))]
+  for llm in engines.values():   # prompts go to the prefix cache, and the second time other steps are captured
+    read = llm.generate(prompts, common.greedy(1), use_tqdm=False)
+    run_task(llm, prompts, params, streams)
+  lengths = [len(output.prompt_token_ids) for output in read]
+  print(f"\n{task}: {len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, {streams} at once", flush=True)
+  runs: dict[int, list[Run]] = {k: [] for k in engines}
+  for _ in range(args.rounds):   # in turn, as the clock may wander
+    for k, llm in engines.items(): runs[k].append(run_task(llm, prompts, params, streams))
+  best = {k: quiet_seconds(runs[k]) for k in engines}
+  rows = []
+  for k in engines:
+    run, tokens = runs[k][-1], len(prompts) * args.output_len
+    worst = max(sum(run.seconds) for run in runs[k])
+    rows.append([str(k), f"{(tokens - len(prompts)) / run.gave:.2f}", f"{run.drafts / run.gave:.2f}",
+                 f"{run.accepted / run.drafts:.0%}" if run.drafts else "-", f"{tokens / best[k]:.1f}",
+                 f"{best[0] / best[k]:.2f}" if 0 in best else "-", f"{worst / best[k] - 1:+.0%}"])
+  common.print_table(["k", "tokens a step", "drafts a step", "accepted", "tokens/s", "speed-up", "worst round"], rows)
+  captured = sum(run.captured for k in engines for run in runs[k])
+  if captured: print(f"  warning: {captured} graphs were captured while this was measured; run it again")
+  return all([same_ids(runs[min(engines)][0].ids, run.ids, k) for k in engines for run in runs[k]])
+
+
+def same_ids(expected: list[list[int]], ids: list[list[int]], k: int) -> bool:
+  """Whether they are the same; prints the first difference."""
+  for i, (one, other) in enumerate(zip(expected, ids, strict=True)):
+    place = next((j for j, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
+    if place is None: continue
+    print(f"  error: k = {k}, text {i}: token {place} is {other[place]}, not {one[place]}")
+    return False
+  return True
+
+
+def measure_tasks(args: argparse.Namespace) -> bool:
+  """Engines of each k side by side, which share their weights."""
+  engines: dict[int, LLM] = {}
+  models: dict[int, object] = {}   # the target, and perhaps a draft model
+  for k in args.k:
+    llm = engines[k] = common.open_llm(
+      args, max_model_len=args.max_model_len, max_num_seqs=max(args.streams), enable_prefix_caching=True,
+      max_num_batched_tokens=max(args.max_num_batched_tokens, *args.streams),
+      speculative_config=config_of(args, k, args.draft))
+    for i, runner in enumerate(llm.runners): runner.model = models.setdefault(i, runner.model)
+    common.release()
+  return all([measure_task(engines, task, streams, args) for streams in args.streams for task in args.tasks])
+
+
+@contextlib.contextmanager
+def wrong_drafts(k: int, vocabulary: int) -> Iterator[None]:
+  """While entered, every sequence wants k drafts, whatever comes of them, and n-grams propose random ids."""
+  rng = random.Random(0)
+  def propose(drafter, tokens: list[int], n: int) -> list[int]: return [rng.randrange(3, vocabulary) for _ in range(n)]
+  with (patch.object(Drafter, "wanted", lambda drafter, length: k),
+        patch.object(Drafter, "judge", lambda drafter, *counts: None),
+        patch.object(NGram, "waits", lambda drafter, tokens: True),
+        patch.object(NGram, "propose", propose)): yield
+
+
+class Decoding:
+  """An engine whose sequences all decode, without an end."""
+  def __init__(self, args: argparse.Namespace, k: int, running: int, folder: str | None):
+    self.args, self.k, self.running = args, k, running
+    budget = max(args.max_num_batched_tokens, running * (k + 1))
+    # While prompts are read in chunks, sequences already read decode; and a draft may be right, if rarely
+    each = 1 + k * (args.draft_shape == args.shape)   # tokens of a step: such a draft model is always right
+    room = running * (-(-args.context // max(1, budget - running * (k + 1))) + 1)
+    room += each * (args.steps * (args.rounds + 1) + 32)
+    self.llm = common.open_llm(args, max_model_len=args.context + room, max_num_seqs=running,
+                               max_num_batched_tokens=budget, speculative_config=config_of(args, k, folder))
+    if k: self.llm.speculation.read_time = 1e9   # as many drafts as are wanted make most tokens of the time
+    self.vocabulary, rng = self.llm.model_config.vocab_size, random.Random(args.seed)
+    for i in range(running):
+      self.llm.add_request(str(i), common.random_ids(self.vocabulary, args.context, rng), common.greedy(room - 1))
+    self.rounds: list[list[float]] = []   # milliseconds of a step, as columns of the table, and drafts and context
+    with wrong_drafts(k, self.vocabulary):
+      while min(seq.num_generated for request in self.llm.requests.values() for seq in request.sequences) < 1 + 4 * each:
+        self.llm.step()
+
+  def measure(self) -> None:
+    """A step may be launched in one call and read in the next: a step is what gives each sequence tokens."""
+    checked, _ = drafted(self.llm)
+    with wrong_drafts(self.k, self.vocabulary), Watch(self.llm) as watch:
+      while sum(step.outputs for step in watch.steps) < self.args.steps * self.running: self.llm.step()
+    watch.warn()
+    gave = [step.outputs for step in watch.steps if step.outputs]
+    steps = sum(gave) / self.running
+    times = [sum(getattr(step, name) for step in watch.steps) for name in ("seconds", "host", "launch", "wait")]
+    context = statistics.fmean(step.context for step in watch.steps if step.outputs)
+    checked = drafted(self.llm)[0] - checked
+    self.rounds.append([*(1e3 * x / steps for x in times), checked / sum(gave), statistics.fmean(gave), context])
+
+
+def measure_steps(args: argparse.Namespace, running: int, bandwidth: float) -> None:
+  """Print a table. Engines of each k side by side: random weights are shared."""
+  with contextlib.ExitStack() as stack:
+    folder = None
+    if args.draft_shape:
+      folder = stack.enter_context(TemporaryDirectory())
+      layers = {"num_hidden_layers": args.layers} if args.layers else {}
+      (Path(folder) / "config.json").write_text(json.dumps(common.SHAPES[args.draft_shape] | layers))
+      stack.enter_context(patch.object(tinyvllm_speculation, "load_weights", common.fill_weights))
+    started = time.perf_counter()
+    decoding = {k: Decoding(args, k, running, folder) for k in args.k}
+  print(f"\n{running} running: prompts and captures took {time.perf_counter() - started:.1f} s", flush=True)
+  for _ in range(args.rounds):
+    for each in decoding.values(): each.measure()
+  medians = {k: [statistics.median(x) for x in zip(*each.rounds, strict=True)] for k, each in decoding.items()}
+  rows = []
+  for k, (ms, host, launch, wait, checked, together, context) in medians.items():
+    least = 1e3 * common.roofline(decoding[k].llm, bandwidth, running, context)
+    ratio = ms / medians[0][0] if 0 in medians else float("nan")
+    rows.append([str(k), f"{checked:.2f}", f"{together:.2f}", f"{ms:.3f}", f"{ratio:.3f}",
+                 f"{(1 + checked) / ratio:.2f}", f"{least / ms:.0%}", f"{host:.3f}", f"{launch:.3f}", f"{wait:.3f}"])
+  common.print_table(["k", "drafts a step", "together", "ms/step", "over k = 0", "speed-up at most", "of roofline",
+                      "host ms", "launch ms", "wait ms"], rows)
+
+
+def main() -> None:
+  parser = common.make_parser(__doc__)
+  parser.add_argument("--k", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="num_speculative_tokens; 0: none")
+  parser.add_argument("--rounds", type=common.positive, default=3, help="of all k in turn; each step's best "
+                      "counts, with --steps the median round")
+  parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS], help="kinds of text")
+  parser.add_argument("--streams", type=int, choices=range(1, 9), nargs="+", default=[1, 8], help="texts at once")
+  parser.add_argument("--prompts", type=int, choices=range(1, 9), default=4, help="texts of a task, at least")
+  parser.add_argument("--output-len", type=common.positive, default=128, help="tokens generated for each prompt")
+  parser.add_argument("--max-model-len", type=common.positive, default=1024, help="tokens of prompt and output")
+  parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy; each text has its seed")
+  parser.add_argument("--lookup", type=common.positive, nargs=2, metavar=("MIN", "MAX"), default=[2, 4],
+                      help="prompt_lookup_min and prompt_lookup_max")
+  parser.add_argument("--draft", metavar="DIR", help="the draft model's folder; else drafts are of n-grams")
+  parser.add_argument("--steps", type=common.positive, nargs="?", const=32, help="instead measure so many steps a "
+                      "round, with drafts that are wrong")
+  parser.add_argument("--running", type=common.positive, nargs="+", default=[1, 8], help="sequences of these steps")
+  parser.add_argument("--context", type=common.positive, default=128, help="tokens of their prompts")
+  parser.add_argument("--draft-shape", choices=common.SHAPES, help="of a draft model, random, for these steps")
+  args = parser.parse_args()
+  if not (args.steps or args.model): parser.error("give --model DIR, or --steps: random weights write nothing to find")
+  bandwidth = common.start(args)
+  if args.steps:
+    for running in args.running:
+      measure_steps(args, running, bandwidth)
+      common.release()
+  elif not measure_tasks(args): raise SystemExit(1)
+
+
+if __name__ == "__main__": main()
