@@ -48,7 +48,7 @@ def nothing_is_left(request):
 def launches(llm, monkeypatch):
   """The ids of the requests that each step gives a token, as steps begin."""
   found, launch = [], llm.llm.runner.launch
-  monkeypatch.setattr(llm.llm.runner, "launch", lambda step: (found.append([s.request_id for s, _ in step.targets]),
+  monkeypatch.setattr(llm.llm.runner, "launch", lambda step: (found.append([s.request_id for s, *_ in step.targets]),
                                                               launch(step))[1])
   return found
 
@@ -291,8 +291,8 @@ def test_a_failing_step_fails_those_in_it_and_no_others(llm, monkeypatch, error)
   launch, failed = llm.llm.runner.launch, []
 
   def faulty(step):
-    ids = [s.request_id for s, _ in step.targets]
-    if not failed and len(ids) == 4 and all(s.num_generated > 2 for s, _ in step.targets):
+    ids = [s.request_id for s, *_ in step.targets]
+    if not failed and len(ids) == 4 and all(s.num_generated > 2 for s, *_ in step.targets):
       failed.extend(ids)
       raise error
     return launch(step)

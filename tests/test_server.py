@@ -898,7 +898,7 @@ import time
 from tinyvllm.runner import Runner
 launch = Runner.launch
 def faulty(self, step):
-  if any(s.params.max_tokens == 13 and s.num_generated > 2 for s, _ in step.targets):
+  if any(s.params.max_tokens == 13 and s.num_generated > 2 for s, *_ in step.targets):
     time.sleep(0.2)   # the tokens before are on their way, as from a model that takes longer
     raise RuntimeError("boom")
   return launch(self, step)

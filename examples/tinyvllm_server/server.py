@@ -26,7 +26,7 @@ COUNTERS = {"prefix_cache_queries": "Tokens of prompts that were looked for in t
             "num_preemptions": "Sequences that had to give their blocks back", "prompt_tokens": "Tokens of prompts",
             "generation_tokens": "Tokens generated",
             "spec_decode_num_drafts": "Times that drafts of a sequence were checked",
-            "spec_decode_num_draft_tokens": "Tokens drafted", "spec_decode_num_accepted_tokens": "Drafts that came true"}
+            "spec_decode_num_draft_tokens": "Tokens drafted", "spec_decode_num_accepted_tokens": "Drafts come true"}
 GAUGES = {"num_requests_running": "Sequences that run", "num_requests_waiting": "Sequences that wait",
           "kv_cache_usage_perc": "Share of the KV cache's blocks that are in use, from 0 to 1"}
 # Of each request: what it says, and how it is found when the request has ended
