@@ -612,7 +612,7 @@ def test_who_was_wrong_and_is_right_again_drafts_all_that_it_may(fake, monkeypat
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_drafts_that_are_wrong_change_no_step_of_a_tight_pool(fake, monkeypatch, overlaps):
-  """Sequences are preempted as often, and the steps are as many; but where steps overlap, reading drafts is one more."""
+  """Sequences are preempted as often, and the steps are as many, but where steps overlap."""
   told = []
   for drafts in (None, NGRAM):
     engine, model = fake(drafts, num_gpu_blocks_override=13, max_num_seqs=4, max_num_batched_tokens=32,
