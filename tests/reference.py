@@ -385,11 +385,13 @@ def check_scheduler(scheduler: Any, blocks: Any) -> None:
   assert len(set(seqs)) == len(seqs), "a sequence twice"
   check_pool(blocks, [seq.block_table for seq in seqs])
   for seq in seqs:
-    assert 0 <= seq.num_computed < seq.length or seq.exhausted, f"{seq.num_computed} of {seq.length} tokens computed"
+    most = seq.length + len(seq.drafts)   # those that are being checked
+    assert 0 <= seq.num_computed < most or seq.exhausted, f"{seq.num_computed} of {most} tokens computed"
+    assert not seq.drafts or seq.num_unread == 1, "drafts that no step checks"
     assert len(seq.block_table) * blocks.block_size >= seq.num_computed, "a computed token without a block"
     assert seq.finish_reason is None, "finished, and still in the scheduler"
   for seq in scheduler.waiting:
-    assert not seq.block_table and seq.row is None and seq.num_computed == seq.num_unread == 0
+    assert not seq.block_table and seq.row is None and seq.num_computed == seq.num_unread == 0 == len(seq.drafts)
   rows = [seq.row for seq in scheduler.running]
   assert len({*rows}) == len(rows) and {*rows} <= {*range(scheduler.config.max_num_seqs)}, "two in a row, or none"
   order = [seq.order for seq in scheduler.waiting]
