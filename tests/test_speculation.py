@@ -17,6 +17,7 @@ from test_failed_steps import PLACES, Failed, break_steps, once
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.batch import LOGITS, TOKEN
 from tinyvllm_cli import main
+import tinyvllm_speculation
 from tinyvllm_speculation import Drafter, NGram, SpeculativeConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -64,6 +65,11 @@ class Counts:
   preemptions = property(lambda self: self.engine.get_metrics()["num_preemptions"] - self.start["num_preemptions"])
 
 
+def hopeful(monkeypatch):
+  """As many drafts as may be are checked, however few came true."""
+  monkeypatch.setattr(Drafter, "hope", property(lambda self: 0.99, lambda self, value: None), raising=False)
+
+
 class Oracle:
   """Stands for NGram's lookup: it knows the texts. style(rng, right) makes drafts of those that are right. patience:
   how often a step is worth waiting for."""
@@ -71,7 +77,7 @@ class Oracle:
     self.texts, self.style, self.rng, self.asked = [], style or STYLES["right"], random.Random(seed), []
     monkeypatch.setattr(NGram, "propose", lambda drafter, ids, n: self.propose(list(ids), n))
     monkeypatch.setattr(NGram, "waits", lambda drafter, seq: bool(seq.drafts) or (
-      drafter.wanted(len(seq.tokens)) > 0 and self.rng.random() < patience))
+      drafter.hope > 0.1 and self.rng.random() < patience))
 
   def propose(self, ids, n):
     self.asked.append(n)
@@ -340,6 +346,14 @@ def watch_drafts(engine, model):
   engine.speculation.fill = watched
 
 
+@pytest.fixture(scope="module", autouse=True)
+def large():
+  """A tiny model's weights lie in the cache, where drafts do not pay: here they are a large one's."""
+  with pytest.MonkeyPatch.context() as patched:
+    patched.setattr(tinyvllm_speculation, "read_time", lambda model: 12)
+    yield
+
+
 @pytest.fixture
 def fake(words_folder, monkeypatch):
   """fake(...): an engine with such a device and its model."""
@@ -461,7 +475,7 @@ def fuzz(words_folder, monkeypatch, seed, cases, drafter="ngram"):
   if drafter != "ngram": watch_drafts(engine, draft_model)
   style, patience = STYLES[rng.choice(["right", "spoilt", "spoilt"])], rng.choice([0.5, 1.0])
   oracle = None if real or drafter != "ngram" else Oracle(monkeypatch, style, seed, patience)
-  if rng.random() < 0.7: monkeypatch.setattr(Drafter, "wanted", lambda self, length: k)   # however wrong they were
+  if rng.random() < 0.7: hopeful(monkeypatch)   # however wrong they were
   fails = rng.choice([0, 0, 0.02])
   break_steps(engine, monkeypatch, lambda place: rng.random() < fails)
   for runner in engine.runners[1:]:   # a draft model's steps
@@ -508,7 +522,7 @@ def fuzz(words_folder, monkeypatch, seed, cases, drafter="ngram"):
 @pytest.mark.parametrize("seed", range(12))
 def test_any_texts_in_any_company_are_those_without_drafts(words_folder, monkeypatch, seed):
   (drafts, _, accepted), _ = fuzz(words_folder, monkeypatch, seed, 100)
-  assert drafts > 10 and accepted > 10, "that was meant to happen"
+  assert drafts > 10 and accepted > 5, "that was meant to happen"
 
 
 @pytest.mark.slow
@@ -684,7 +698,7 @@ def test_a_step_is_full_of_prompts_before_it_has_drafts(fake, monkeypatch):
 def test_what_was_generated_with_drafts_is_found_and_is_right(fake, monkeypatch, style, overlaps):
   engine, model = fake(overlaps=overlaps)
   oracle, ids = Oracle(monkeypatch, STYLES[style]), prompt(6, "found")
-  monkeypatch.setattr(NGram, "wanted", lambda self, length: 5)
+  hopeful(monkeypatch)
   expected, _ = model.text(ids, greedy(60), 0, 60)
   oracle.texts.append([*ids, *expected])
   assert ids_of(engine.generate(tokens(ids), greedy(41), False)[0]) == expected[:41]
@@ -698,7 +712,7 @@ def test_what_is_behind_a_wrong_draft_is_not_found_where_another_text_has_more_t
   """Of a text whose drafts are all wrong beside one whose drafts are right."""
   engine, model = fake()
   oracle, jobs = Oracle(monkeypatch), [prompt(6, "wrong"), prompt(6, "right")]
-  monkeypatch.setattr(NGram, "wanted", lambda self, length: 3)
+  hopeful(monkeypatch)
   said = [model.text(ids, greedy(40), 0, 40)[0] for ids in jobs]
   wrong, right = ([*ids, *text] for ids, text in zip(jobs, said, strict=True))
   oracle.texts += [wrong, right]
@@ -889,7 +903,7 @@ def test_a_stream_brings_accepted_drafts_at_once_and_all_the_text(plain, engine,
 
 def test_aborted_amid_drafts_the_others_go_on_and_nothing_wrong_is_found(plain, engine, monkeypatch):
   oracle = Oracle(monkeypatch, STYLES["spoilt"])
-  monkeypatch.setattr(NGram, "wanted", lambda self, length: 5)
+  hopeful(monkeypatch)
   for number in range(2, 9):
     jobs, params = [prompt(5, "abort", number, i) for i in range(3)], [greedy(20), sampled(20, seed=1, n=2), greedy(20)]
     tell(oracle, plain, [tokens(ids) for ids in jobs], params)
@@ -910,7 +924,7 @@ def test_aborted_amid_drafts_the_others_go_on_and_nothing_wrong_is_found(plain, 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_with_drafts_that_fails_loses_and_doubles_no_token(engine, words_folder, monkeypatch, place):
-  monkeypatch.setattr(NGram, "wanted", lambda self, length: 5)
+  hopeful(monkeypatch)
   for number, style in itertools.product(range(1, 6), ("right", "spoilt")):
     oracle, last, failures = Oracle(monkeypatch, STYLES[style]), {}, 0
     jobs = {name: prompt(length, "fails", name) for name, length in (("a", 3), ("b", 20), ("c", 6))}

@@ -251,17 +251,16 @@ class LLMEngine:
       rows = [(token, own, rank), *zip(best[::2], best[1::2], range(1, k + 1), strict=False)]
       seq.logprobs[place] = {int(i): Logprob(x, int(r), self.tokenizer.decode([int(i)], False)) for i, x, r in rows}
     self.scheduler.totals.update(scheduled=len(step.computed))
-    begun = {seq: len(seq.tokens) for seq in step.computed if seq.drafts}
-    computed = step.computed
+    begun = {seq: len(seq.tokens) for seq, place, _ in step.targets if place > len(seq.tokens) and seq.drafts}
     # A token at a time, as a text may end at each; last, as one that counts has all that belongs to it. Behind a draft
     # it does if that came true
-    for _ in range(1 + max((len(seq.drafts) for seq in begun), default=0)):
+    for i in itertools.count():
       sampled = {seq: token for token, (seq, place, before) in zip(ids, step.targets, strict=False)
                  if place == len(seq.tokens) and before in (-1, seq.tokens[-1]) and not seq.finish_reason}
       self._changed |= dict.fromkeys(self.requests[seq.request_id] for seq in sampled)
-      self.scheduler.update(computed, sampled)
+      self.scheduler.update({seq: step.computed[seq] for seq in (sampled if i else step.computed)}, sampled)
       self._find_stops()
-      computed = {seq: step.computed[seq] for seq in begun}
+      if not (begun and sampled): break
     for seq, length in begun.items(): self.scheduler.judge(seq, len(seq.tokens) - length - 1)
 
   def get_metrics(self) -> dict[str, Any]:

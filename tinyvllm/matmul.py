@@ -22,9 +22,10 @@ ELEMENTS = ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2))
 
 # By rows of x, outputs and bits of W, at most: tiles of 16 outputs and of 8 rows to a warp, warps that share a sum,
 # steps of 32 inputs at once. Found by trying them on an H200 (tests/benchmarks/LOG.md): few outputs want more warps
-TILES = [(1, inf, 4, 1, 1, 16, 4), (1, inf, 8, 1, 1, 16, 2), (8, inf, 8, 1, 1, 8, 2), (8, inf, 16, 1, 1, 16, 1),
-         (16, inf, 16, 1, 2, 8, 2), (32, inf, 8, 2, 4, 4, 2), (32, 8192, 16, 1, 4, 8, 1), (32, inf, 16, 2, 4, 4, 2),
-         (64, 8192, 16, 2, 8, 4, 2), (64, inf, 16, 4, 8, 2, 2), (inf, 8192, 16, 4, 8, 2, 2), (inf, inf, 16, 4, 8, 1, 2)]
+TILES = [(1, inf, 8, 1, 1, 16, 2), (1, inf, 16, 1, 1, 16, 1), (8, inf, 8, 1, 1, 8, 2), (8, 4096, 16, 1, 1, 16, 1),
+         (8, inf, 16, 1, 1, 8, 2), (16, inf, 16, 1, 2, 8, 2), (32, inf, 8, 2, 4, 4, 2), (32, 8192, 16, 1, 4, 8, 1),
+         (32, inf, 16, 2, 4, 4, 2), (64, 8192, 16, 2, 8, 4, 2), (64, inf, 16, 4, 8, 2, 2), (inf, 8192, 16, 4, 8, 2, 2),
+         (inf, inf, 16, 4, 8, 1, 2)]
 # How the axes of a vector, or of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), lie, by their number
 STORED = {1: (0,), 3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 

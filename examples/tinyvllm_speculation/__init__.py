@@ -2,7 +2,7 @@
 one without, as it is the weights that take time to read. Noise is a function of seed, position and token id, so that a
 draft is right exactly where it is what would be drawn: the text is that without drafts. The engine checks drafts; who
 makes them, and how many, is said here."""
-import collections, copy, dataclasses, pathlib
+import collections, copy, dataclasses, itertools, pathlib
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -37,18 +37,22 @@ class SpeculativeConfig(Options):
 
 
 class Drafter:
-  """How many drafts a sequence wants: more while they come true, and after a run of misses none for a while. A draft
-  model makes them."""
+  """Of a sequence: its drafts, and how likely one is to come true, which says how many are worth a check. A draft model
+  makes them."""
   num_behind = 1   # drafts whose K and V are not in all caches: of its last one a draft model has none
 
   def __init__(self, config: SpeculativeConfig, params: SamplingParams):
     self.params = dataclasses.replace(params, logprobs=None, prompt_logprobs=None)   # the draft model's
     self.most: int = config.num_speculative_tokens   # type: ignore[assignment]   # by now a number
-    self.num_wanted = 1
-    self.misses = 0   # in a row
-    self.resume = 0   # the length from which on there are drafts again
+    self.hope = 0.5
 
-  def wanted(self, length: int) -> int: return self.num_wanted if length >= self.resume else 0
+  def judge(self, proposed: int, accepted: int) -> None:
+    """So many came true: of the last ones. Those behind one that did not were not tried."""
+    self.hope = (4 * self.hope + accepted) / (4 + min(proposed, accepted + 1))
+
+  def rest(self) -> None:
+    """It had none in a step: after a while it may try again."""
+    self.hope += (0.5 - self.hope) / 256
 
   def waits(self, seq: Sequence) -> bool:
     """Whether a sequence's next step waits until the host has read the token before, for drafts."""
@@ -57,12 +61,6 @@ class Drafter:
   def propose(self, tokens: list[int], n: int) -> list[int]:
     """n drafts, or none. Here places for them."""
     return [0] * n
-
-  def judge(self, length: int, proposed: int, accepted: int) -> None:
-    """So many came true of what was drafted for a text that now has this length."""
-    self.num_wanted = min(self.most, max(1, 2 * (accepted if accepted < proposed else self.num_wanted)))
-    self.misses = 0 if accepted else self.misses + 1
-    if self.misses > 2: self.resume = length + min(64, 8 * self.misses)
 
 
 class NGram(Drafter):
@@ -84,18 +82,30 @@ class NGram(Drafter):
     return next((self.places[end] for end in ends if end in self.places), None)
 
   def waits(self, seq: Sequence) -> bool:
-    return bool(seq.drafts) or self.wanted(len(seq.tokens)) > 0 and self.find(seq.tokens) is not None
+    return bool(seq.drafts) or self.hope > 0.1 and self.find(seq.tokens) is not None
 
   def propose(self, tokens: list[int], n: int) -> list[int]:   # what was repeated without a break goes on so
     place = self.find(tokens) if n else None
     return [] if place is None else (tokens[place:place + n] * n)[:n]
 
 
+def size_of(model: Llama) -> int:
+  """Bytes of the weights."""
+  return sum(x.nbytes() for part in model.parts() for x in nn.state.get_parameters(part))
+
+
+def read_time(model: Llama) -> float:
+  """Of the weights: as long as so many tokens take. A CPU's cache may hold those of a small model."""
+  return min(12, max(2, size_of(model) >> 22)) if cpu_cores() else 64
+
+
 class Speculation:
   """Of an engine: who drafts, which drafts a step checks, and what has come of them."""
   def __init__(self, config: dict[str, Any]):
     self.config = SpeculativeConfig(**config)
-    self.read_time = 12 if cpu_cores() else 64   # of the weights: as long as so many tokens take
+    # Of the weights, and of a draft model's token: as long as so many tokens take
+    self.read_time = 0.0
+    self.draft_time = 0.0
     self.runners: list[Runner] = []   # the draft model's, if there is one
     self.totals = collections.Counter(num_drafts=0, num_draft_tokens=0, num_accepted_tokens=0)
     self.accepted_at: collections.Counter[int] = collections.Counter()   # by their place among those of a step
@@ -109,7 +119,10 @@ class Speculation:
     """The target's runner, which is made of the bytes that its caches may take, and that of the draft model, if there
     is one, with caches of as many blocks. left: bytes of the device. Raises ValueError for a draft model that does not
     go with the target, or does not fit beside it."""
-    if self.config.model is None: return [target(left)]
+    if self.config.model is None:
+      runner = target(left)
+      self.read_time = read_time(runner.model)
+      return [runner]
     folder = pathlib.Path(self.config.model).expanduser()
     shape = ModelConfig.load(folder)
     said = f"speculative_config: the draft model {str(folder)!r}"
@@ -119,7 +132,7 @@ class Speculation:
           f"max_model_len={shape.max_position_embeddings} would do")
     model = Llama(shape, getattr(dtypes, config.dtype))
     load_weights(model, folder, model.dtype, self.config.quantization)
-    size = sum(x.nbytes() for part in model.parts() for x in nn.state.get_parameters(part))
+    size = size_of(model)
     check(size < left, f"{said} has {size / 2**30:.2f} GiB of weights, of {left / 2**30:.2f} GiB that the target's "
           f"leave: choose a smaller one, quantize it or the target, or raise gpu_memory_utilization")
     logger.info(f"loaded {folder.name} as draft model")
@@ -127,6 +140,9 @@ class Speculation:
     runner = target((left - size) * of_token // (of_token + of_draft))
     config = dataclasses.replace(config, num_gpu_blocks_override=runner.num_blocks)
     self.runners = [Runner(model, shape, config, max_model_len, left)]
+    self.read_time = read_time(runner.model)
+    # At most a quarter: with one that takes longer nothing is gained, but it was asked for
+    self.draft_time = self.read_time * min(0.25, size / size_of(runner.model))
     return [runner, *self.runners]
 
   def fill(self, batch: dict[Sequence, int], pack: Callable[..., Step]) -> None:
@@ -148,18 +164,21 @@ class Speculation:
       for seq, made in copies.items(): seq.drafts = made.tokens[len(seq.tokens):][:len(seq.drafts)]
 
   def choose(self, batch: dict[Sequence, int], left: int) -> dict[Sequence, list[int]]:
-    """Drafts for those of a step who are to get a token: as many as make most tokens of the time, half of them coming
-    true, and the step has room for. First drafts go before second ones."""
+    """Drafts for those of a step who are to get a token, the likeliest first, as many as make most tokens of the time
+    and the step has room for."""
     seqs = [seq for seq, n in batch.items() if seq.drafter and n == seq.remaining() and not seq.num_unread]
-    drafts = [seq.drafter.propose(seq.tokens, min(seq.drafter.wanted(seq.length), seq.max_len - seq.length - 1))
-              for seq in seqs]
-    ranked = sorted((i, k) for k, tokens in enumerate(drafts) for i in range(len(tokens)))
+    drafts = [seq.drafter.propose(seq.tokens, min(seq.drafter.most, seq.max_len - seq.length - 1)) for seq in seqs]
+    ranked = sorted(((seqs[k].drafter.hope ** (i + 1), i, k) for k, tokens in enumerate(drafts)
+                     for i in range(len(tokens))), reverse=True)
+    ranked = ranked[:max(0, min(left, DRAFT_ROWS - len(batch)))]
+    expected = [*itertools.accumulate((worth for worth, *_ in ranked), initial=len(batch))]   # tokens, by drafts
+    rounds = [*itertools.accumulate((i + 1 for _, i, _ in ranked), max, initial=0)]   # of a draft model
     tokens = sum(batch.values())
-    most = max(0, min(left, DRAFT_ROWS - len(batch), len(ranked)))
-    def gain(size): return (len(batch) + min(most, size - tokens) / 2) / (self.read_time + size)
-    room = min(most, max((bucket(tokens) << i for i in range(7)), key=gain) - tokens)
-    counts = collections.Counter(k for _, k in ranked[:room])
-    return {seqs[k]: drafts[k][:n] for k, n in counts.items()}
+    def rate(n): return expected[n] / (self.read_time + bucket(tokens + n) + self.draft_time * rounds[n])
+    counts = collections.Counter(k for *_, k in ranked[:max(range(len(expected)), key=rate)])
+    for k, seq in enumerate(seqs):
+      if not counts[k]: seq.drafter.rest()
+    return {seqs[k]: drafts[k][:n] for k, n in counts.items() if n}
 
   def judge(self, seq: Sequence, accepted: int) -> None:
     """So many of a sequence's drafts came true. Those behind the end of a text do not count."""
@@ -168,7 +187,7 @@ class Speculation:
     seq.metrics.num_accepted_tokens += accepted
     self.totals.update(num_drafts=1, num_draft_tokens=proposed, num_accepted_tokens=accepted)
     self.accepted_at.update(range(accepted))
-    seq.drafter.judge(len(seq.tokens), proposed, accepted)
+    seq.drafter.judge(proposed, accepted)
 
   def metrics(self) -> dict[str, Any]:
     """vLLM's, of get_metrics."""

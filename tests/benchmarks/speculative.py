@@ -204,8 +204,7 @@ def wrong_drafts(k: int, vocabulary: int) -> Iterator[None]:
   """While entered, every sequence wants k drafts, whatever comes of them, and n-grams propose random ids."""
   rng = random.Random(0)
   def propose(drafter, tokens: list[int], n: int) -> list[int]: return [rng.randrange(3, vocabulary) for _ in range(n)]
-  with (patch.object(Drafter, "wanted", lambda drafter, length: k),
-        patch.object(Drafter, "judge", lambda drafter, *counts: None),
+  with (patch.object(Drafter, "hope", property(lambda drafter: 0.99, lambda drafter, value: None), create=True),
         patch.object(NGram, "waits", lambda drafter, tokens: True),
         patch.object(NGram, "propose", propose)): yield
 
