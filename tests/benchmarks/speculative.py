@@ -221,19 +221,20 @@ class Decoding:
     room += each * (args.steps * (args.rounds + 1) + 32)
     self.llm = common.open_llm(args, max_model_len=args.context + room, max_num_seqs=running,
                                max_num_batched_tokens=budget, speculative_config=config_of(args, k, folder))
+    if k: self.llm.speculation.draft_time = 0
     self.vocabulary, rng = self.llm.model_config.vocab_size, random.Random(args.seed)
     for i in range(running):
       self.llm.add_request(str(i), common.random_ids(self.vocabulary, args.context, rng), common.greedy(room - 1))
     self.rounds: list[list[float]] = []   # milliseconds of a step, as columns of the table, and drafts and context
     with wrong_drafts(k, self.vocabulary):
       sequences = [seq for request in self.llm.requests.values() for seq in request.sequences]
-      while min(seq.num_generated for seq in sequences) < 1 + 4 * each: self.llm.step()
+      while min(seq.num_generated for seq in sequences) < 1 + 4 * each: self.llm.advance()
 
   def measure(self) -> None:
     """A step may be launched in one call and read in the next: a step is what gives each sequence tokens."""
     checked, _ = drafted(self.llm)
     with wrong_drafts(self.k, self.vocabulary), Watch(self.llm) as watch:
-      while sum(step.outputs for step in watch.steps) < self.args.steps * self.running: self.llm.step()
+      while sum(step.outputs for step in watch.steps) < self.args.steps * self.running: self.llm.advance()
     watch.warn()
     gave = [step.outputs for step in watch.steps if step.outputs]
     steps = sum(gave) / self.running
