@@ -10,6 +10,7 @@ import re
 
 import numpy as np
 import pytest
+import sentencepiece
 from reference import ENGINE, VOCAB, check_invariants, reference_greedy, same_outputs, tiny_model
 from server import Server
 from test_failed_steps import PLACES, Failed, break_steps, once
@@ -598,7 +599,7 @@ def test_who_is_always_wrong_soon_drafts_little_and_is_tried_again(fake, monkeyp
     engine.step()
     proposed.append(count()[1])
   assert len(proposed) == 401 and count()[2] == 0
-  assert 0 < proposed[200] <= 60 and proposed[400] - proposed[200] <= 25, "one in eight, after a while"
+  assert 0 < proposed[200] <= 60 and proposed[400] - proposed[200] <= 30, "one in seven, after a while"
   assert proposed[400] > proposed[200] or proposed[200] > proposed[100], "it is tried again"
 
 
@@ -1143,6 +1144,16 @@ class TestDraftModel:
     with pytest.raises(ValueError, match="vocab_size") as e:
       LLM(words_folder, **ENGINE, speculative_config={"model": folder, "num_speculative_tokens": 2})
     assert "333" in str(e.value) and "320" in str(e.value)
+
+  def test_a_draft_of_another_vocabulary_of_the_same_size_is_refused(self, words_folder, tmp_path):
+    folder = tiny_model(tmp_path, words=True)
+    sentencepiece.SentencePieceTrainer.train(
+      sentence_iterator=iter(["zebra quilts jump vex", "pyx fjord waltz bog", "sphinx of black quartz judge my vow",
+                              "how vexingly quick daft zebras jump", "pack my box with five dozen liquor jugs"]),
+      model_prefix=str(tmp_path / "tokenizer"), vocab_size=VOCAB, model_type="bpe", byte_fallback=True,
+      character_coverage=1.0, hard_vocab_limit=False, num_threads=1, minloglevel=2)
+    with pytest.raises(ValueError, match="another vocabulary"):
+      LLM(words_folder, **ENGINE, speculative_config={"model": folder, "num_speculative_tokens": 2})
 
   def test_a_draft_that_does_not_fit_beside_the_model_is_refused(self, words_folder, monkeypatch):
     free = 300_000   # bytes: room for one of the two

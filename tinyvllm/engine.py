@@ -100,7 +100,8 @@ class LLMEngine:
                 f"a step takes {most} tokens")
     left = max(0, int(free * config.gpu_memory_utilization - weights))
     target = functools.partial(Runner, llama, shape, config, length)
-    self.runners = self.speculation.open(target, shape, config, length, left) if self.speculation else [target(left)]
+    if self.speculation: self.runners = self.speculation.open(target, shape, self.tokenizer, config, length, left)
+    else: self.runners = [target(left)]
     self.runner = self.runners[0]
     self.blocks = BlockManager(self.runner.num_blocks, config)
     self.max_model_len = min(length, self.blocks.num_tokens)   # where an override holds less

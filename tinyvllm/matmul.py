@@ -236,7 +236,7 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   # Each share by itself, and then their sum
   total = fold(fold(x[t, k + ahead].float() * w, kinds=(AxisType.REDUCE,)))
   # A core's part of less is done before the other is there
-  threads = divisor(N16, cpu_cores()) if simd and T * K * N16 > 2**13 else 1
+  threads = divisor(N16, cpu_cores()) if simd and T * K * N16 > 8192 else 1
   return kernel_of("linear", put(out, total, added, t, n * lanes + lane), threads if simd else None)
 
 

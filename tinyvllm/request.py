@@ -106,7 +106,7 @@ class Sequence:
   metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
   bad_words: list[list[int]] = dataclasses.field(default_factory=list)
   constraint: Any = None           # of structured output: mask(), accept(token), done
-  drafter: Any = None              # of its next tokens: see Drafter
+  drafter: Any = None              # of its next tokens: tinyvllm_speculation's Drafter
   forks: list["Sequence"] = dataclasses.field(default_factory=list)   # its prompt's others: they wait for it
   num_cached: int = 0              # tokens of the prompt that were found when it first ran
   logprobs: dict[int, dict[int, Logprob]] = dataclasses.field(default_factory=dict)   # by place

@@ -14,13 +14,14 @@ from tinyvllm.device import cpu_cores, cpu_sums
 from tinyvllm.llama import Llama
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner import Runner
+from tinyvllm.tokenizer import Tokenizer, load_tokenizer
 from tinyvllm.weights import load_weights
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeculativeConfig(Options):
   """Who drafts, and how much, with vLLM's names."""
-  num_speculative_tokens: Annotated[int | None, 1, 16] = None      # of a sequence in one step, at most
+  num_speculative_tokens: Annotated[int | None, 1, 16] = None   # of a sequence in one step, at most
   method: Annotated[str | None, "ngram", "draft_model"] = None   # None: a draft model, if there is one
   model: str | pathlib.Path | None = None   # the draft model's folder
   quantization: Annotated[str | None, "int8", "int4", "awq", "gptq", "compressed-tensors"] = None   # the draft model's
@@ -29,9 +30,9 @@ class SpeculativeConfig(Options):
 
   def __post_init__(self) -> None:
     super().__post_init__()
-    check(self.num_speculative_tokens, "speculative_config: num_speculative_tokens is missing: 5, say")
-    check((self.method == "ngram") == (self.model is None), f"speculative_config: method={self.method!r} with "
-          f"model={self.model!r}: give method='ngram', or the folder of a draft model")
+    check(self.num_speculative_tokens, "num_speculative_tokens is missing: 5, say")
+    check((self.method == "ngram") == (self.model is None), f"method={self.method!r} with model={self.model!r}: give "
+          "method='ngram', or the folder of a draft model")
     check(self.prompt_lookup_min <= self.prompt_lookup_max, f"prompt_lookup_min={self.prompt_lookup_min} must be at "
           f"most prompt_lookup_max={self.prompt_lookup_max}")
 
@@ -109,7 +110,8 @@ def step_time(n: int) -> float:
 class Speculation:
   """Of an engine: who drafts, which drafts a step checks, and what has come of them."""
   def __init__(self, config: dict[str, Any]):
-    self.config = SpeculativeConfig(**config)
+    try: self.config = SpeculativeConfig(**config)
+    except ValueError as e: raise ValueError(f"speculative_config={config!r}: {e}") from e
     self.draft_time = 0.0   # of a draft model's step
     self.runners: list[Runner] = []   # the draft model's, if there is one
     self.totals = collections.Counter(num_drafts=0, num_draft_tokens=0, num_accepted_tokens=0)
@@ -119,8 +121,8 @@ class Speculation:
     """Of a sequence."""
     return (NGram if self.config.model is None else Drafter)(self.config, params)
 
-  def open(self, target: Callable[[int], Runner], target_shape: ModelConfig, config: EngineConfig, max_model_len: int,
-           left: int) -> list[Runner]:
+  def open(self, target: Callable[[int], Runner], target_shape: ModelConfig, tokenizer: Tokenizer,
+           config: EngineConfig, max_model_len: int, left: int) -> list[Runner]:
     """The target's runner, which is made of the bytes that its caches may take, and that of the draft model, if there
     is one, with caches of as many blocks. left: bytes of the device. Raises ValueError for a draft model that does not
     go with the target, or does not fit beside it."""
@@ -130,6 +132,11 @@ class Speculation:
     said = f"speculative_config: the draft model {str(folder)!r}"
     check(shape.vocab_size == target_shape.vocab_size, f"{said} has a vocab_size of {shape.vocab_size}, the target "
           f"{target_shape.vocab_size}: choose one of the same family")
+    if any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+      other = load_tokenizer(folder)
+      differ = [i for i in range(0, shape.vocab_size, 17) if other.decode([i], False) != tokenizer.decode([i], False)]
+      check(not differ, f"{said} has another vocabulary, in which id {differ[:1]} is another text: choose one of the "
+            "same family")
     check(shape.max_position_embeddings >= max_model_len, f"{said} takes {shape.max_position_embeddings} tokens: "
           f"max_model_len={shape.max_position_embeddings} would do")
     model = Llama(shape, getattr(dtypes, config.dtype))
@@ -186,7 +193,7 @@ class Speculation:
     proposed = max(accepted, len(seq.drafts))
     seq.metrics.num_draft_tokens += proposed
     seq.metrics.num_accepted_tokens += accepted
-    self.totals.update(num_drafts=1, num_draft_tokens=proposed, num_accepted_tokens=accepted)
+    self.totals.update(num_drafts=min(1, proposed), num_draft_tokens=proposed, num_accepted_tokens=accepted)
     self.accepted_at.update(range(accepted))
     seq.drafter.judge(proposed, accepted)
 
