@@ -37,7 +37,7 @@ class SpeculativeConfig(Options):
           f"most prompt_lookup_max={self.prompt_lookup_max}")
 
 
-HOPE = 0.9   # that a draft comes true, while nobody knows
+HOPE = 0.95   # that a draft comes true, while nobody knows
 
 
 class Drafter:
