@@ -76,9 +76,9 @@ class LLMEngine:
       logger.addHandler(logging.StreamHandler())
       logger.setLevel(logger.level or logging.INFO)
     free = open_device()
-    made: Any = config.speculative_config
-    if made is not None: made = importlib.import_module("tinyvllm_speculation").Speculation(made)
-    self.speculation = made
+    drafts = config.speculative_config
+    self.speculation: Any = None
+    if drafts is not None: self.speculation = importlib.import_module("tinyvllm_speculation").Speculation(drafts)
     shape = self.model_config = ModelConfig.load(folder)
     self.tokenizer = load_tokenizer(folder)
     own = read_json(folder / "generation_config.json") if config.generation_config == "auto" else {}
@@ -131,7 +131,7 @@ class LLMEngine:
     bad_words = [*filter(None, (self.tokenizer.encode(spelling, False) for spelling in spellings))]
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
     structured: Any = params.structured_outputs
-    reads = params.penalized or bad_words or structured   # of tokens before: of drafts nobody knows whether they are
+    reads = params.penalized or bad_words or structured   # what tokens came before: behind a draft nobody knows
     arrival = next(self._arrivals)
     metrics = RequestMetrics()
     length = min(self.max_model_len, len(ids) + params.max_tokens)   # type: ignore[operator]   # by now a number
@@ -206,7 +206,7 @@ class LLMEngine:
 
   def _step(self) -> list[Request]:
     self._find_stops()   # of tokens that came with a step which failed
-    if any(seq.waits() for seq in self.scheduler.running):   # then nobody goes on before it is read
+    if any(seq.waits() for seq in self.scheduler.running):   # then all do, or they would take turns
       self._record(*self._read())
       self._read = tuple
     batch = self.scheduler.schedule()

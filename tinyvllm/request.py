@@ -83,8 +83,8 @@ class RequestMetrics:
   first_token_time: float = math.nan
   finished_time: float = math.nan
   num_generated: int = 0   # by all samples
-  num_draft_tokens: int = 0   # of these, guessed before, and how many guesses came true
-  num_accepted_tokens: int = 0
+  num_draft_tokens: int = 0      # that were guessed, and checked
+  num_accepted_tokens: int = 0   # of these, that came true
 
   queue_time = property(lambda self: self.first_scheduled_time - self.arrival_time)
   ttft = property(lambda self: self.first_token_time - self.arrival_time)

@@ -51,7 +51,7 @@ class Drafter:
     self.hope = HOPE
 
   def judge(self, proposed: int, accepted: int) -> None:
-    """So many came true: of the last ones. Those behind one that did not were not tried."""
+    """Learn of the last ones: those behind one that did not come true were not tried."""
     self.hope = (4 * self.hope + accepted) / (4 + min(proposed, accepted + 1))
 
   def rest(self) -> None:
