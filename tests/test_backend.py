@@ -390,6 +390,20 @@ def test_seeded_text_does_not_depend_on_the_batch(exact, folder):
   assert together == [ids_of(exact.generate(want.prompt, want.params)[0])] * 2
 
 
+@pytest.mark.parametrize("drafts", ["ngram", "itself"])
+def test_the_text_with_drafts_is_that_without(exact, folder, drafts):
+  """By what was said before, and by the model itself, which is always right. Greedy, drawn, and one that repeats."""
+  config = {"num_speculative_tokens": 3, **({"model": str(folder)} if drafts == "itself" else {"method": "ngram"})}
+  drafting, _ = open_engine(folder, dtype="float32", num_gpu_blocks_override=BLOCKS + 1, speculative_config=config)
+  jobs = [tokens([*range(260, 266)] * 2), tokens(range(270, 276)), tokens(range(280, 283))]
+  asked = [params(16), params(16, **SAMPLED, seed=7), params(16, logit_bias={300: 100})]
+  same_outputs(drafting.generate(jobs, asked, False), exact.generate(jobs, asked, False))
+  check_invariants(drafting)
+  found = drafting.get_metrics()
+  drafted, accepted = (found[f"spec_decode_num_{name}_tokens"] for name in ("draft", "accepted"))
+  assert (accepted == drafted > 10 if drafts == "itself" else drafted >= accepted > 5), (accepted, drafted)
+
+
 # limits, by construction
 
 def kernels_of(llm):
