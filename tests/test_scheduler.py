@@ -62,6 +62,9 @@ class Bench:
     """A step as the engine makes it, and what must hold of its batch. fails: "launch", or "record" of the step that is
     read. Returns the batch."""
     scheduler = self.scheduler
+    if any(seq.waits() for seq in scheduler.running):   # then nobody goes on before it is read
+      self.read(self.unread)
+      self.unread = self.nothing
     running = {*scheduler.running}
     unread = {s for s in self.unread[1] if s.params.presence_penalty and not s.finish_reason}   # they wait for it
     decoding = {s for s in running - unread if s.remaining() == 1 and not s.exhausted}
@@ -94,11 +97,15 @@ class Bench:
       self.content |= dict.fromkeys([*ready[2], *step[2]], "rubbish")
       self.recover()
     else:
-      told = {seq: token for seq, token in ready[1].items() if not seq.finish_reason}
-      scheduler.update(ready[0], told if fails is None else dict([*told.items()][::2]))
+      self.read(ready, fails)
       if fails: self.recover()
     self.check()
     return batch
+
+  def read(self, step, fails=None):
+    """Give sequences their tokens; where that fails, every other one's."""
+    told = {seq: token for seq, token in step[1].items() if not seq.finish_reason}
+    self.scheduler.update(step[0], told if fails is None else dict([*told.items()][::2]))
 
   def write(self, computed):
     """Compute what a step does. Returns what it has put where."""
