@@ -423,3 +423,13 @@ def work_of(call: Callable[[], Any]) -> int:
   finally: sys.settrace(None)
   assert count, "that was meant to be counted"
   return count
+
+
+def run_to_end(engine: Any, limit: int) -> dict[str, Any]:
+  """Step to the end, invariants after each step; the last output of each request."""
+  last = {}
+  for _ in range(limit):
+    if not engine.has_unfinished_requests(): return last
+    for output in engine.step(): last[output.request_id] = output
+    check_invariants(engine)
+  raise AssertionError(f"not finished after {limit} steps")

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from reference import check_invariants, reference_keep, reference_logits, same_outputs, tiny_model
+from reference import check_invariants, reference_keep, reference_logits, same_outputs, tiny_model, run_to_end
 from test_fields import changed
 from test_quantization import quantized_model
 from tinygrad import Device, dtypes
@@ -159,14 +159,7 @@ def exact(engines):
   yield from idle_before_and_after(engines("float32").llm)
 
 
-def run(llm, limit=400):
-  """Step to the end, invariants after each step; the last output of each request."""
-  last = {}
-  for _ in range(limit):
-    if not llm.has_unfinished_requests(): return last
-    for output in llm.step(): last[output.request_id] = output
-    check_invariants(llm)
-  raise AssertionError(f"not finished after {limit} steps")
+run = functools.partial(run_to_end, limit=400)
 
 
 def forget(llm):

@@ -9,6 +9,7 @@ import time
 import numpy as np
 import pytest
 from reference import (
+  run_to_end,
   ENGINE,
   SAMPLING_ENGINE,
   LogitsRecorder,
@@ -38,14 +39,7 @@ def prompt(length, salt=0): return [3 + (7 * i + 5 * salt + i * i) % 300 for i i
 def ids_of(output): return output.outputs[0].token_ids
 
 
-def run(engine, limit=2000):
-  """Step to the end, invariants after each step; the last output of each request."""
-  last = {}
-  for _ in range(limit):
-    if not engine.has_unfinished_requests(): return last
-    for output in engine.step(): last[output.request_id] = output
-    check_invariants(engine)
-  raise AssertionError(f"not finished after {limit} steps")
+run = functools.partial(run_to_end, limit=2000)
 
 
 # the numbers

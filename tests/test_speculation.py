@@ -3,6 +3,7 @@ nobody's way. Most is checked beside a model that is not there: of a step's arra
 it makes the next tokens by hashing, so that one wrong input, place or table shows at once."""
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import random
@@ -11,13 +12,14 @@ import re
 import numpy as np
 import pytest
 import sentencepiece
-from reference import ENGINE, VOCAB, check_invariants, reference_greedy, same_outputs, tiny_model
+from reference import ENGINE, VOCAB, check_invariants, reference_greedy, same_outputs, tiny_model, run_to_end
 from server import Server
 from test_failed_steps import PLACES, Failed, break_steps, once
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.batch import LOGITS, TOKEN
 from tinyvllm_cli import main
+from tinyvllm_server.server import drafts_of
 from tinyvllm_speculation import Drafter, NGram, SpeculativeConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -358,14 +360,7 @@ def fake(words_folder, monkeypatch):
   return make
 
 
-def run(engine, limit=5000):
-  """Step to the end, invariants after each step; the last output of each request."""
-  last = {}
-  for _ in range(limit):
-    if not engine.has_unfinished_requests(): return last
-    for output in engine.step(): last[output.request_id] = output
-    check_invariants(engine)
-  raise AssertionError(f"not finished after {limit} steps")
+run = functools.partial(run_to_end, limit=5000)
 
 
 def test_the_model_that_is_not_there_notices_what_is_wrong(fake):
@@ -1138,6 +1133,18 @@ class TestDraftModel:
     if config["model"] == "words": config["model"] = str(words_folder)
     with pytest.raises(ValueError) as e: LLM(words_folder, **ENGINE, speculative_config=config)
     assert all(x in str(e.value) for x in said), str(e.value)
+
+  @pytest.mark.parametrize("config, name", [
+    ({"method": "ngram", "quantization": "int8"}, "quantization='int8'"),
+    ({"model": "words", "prompt_lookup_max": 3}, "prompt_lookup_max=3")])
+  def test_what_would_change_nothing_is_refused(self, words_folder, config, name):
+    with pytest.raises(ValueError, match=f"{name} changes nothing"):
+      LLM(words_folder, **ENGINE, speculative_config={"num_speculative_tokens": 2, **config})
+
+  def test_the_servers_line_of_the_log_tells_of_drafts(self):
+    assert drafts_of({"steps": 5}) == drafts_of({"spec_decode_num_draft_tokens": 0}) == ""
+    found = {"spec_decode_num_drafts": 4, "spec_decode_num_draft_tokens": 20, "spec_decode_num_accepted_tokens": 15}
+    assert drafts_of(found) == ", Draft acceptance rate: 75.0%, Mean acceptance length: 4.75"
 
   def test_a_draft_of_another_vocabulary_is_refused(self, words_folder, tmp_path):
     folder = tiny_model(tmp_path, vocab_size=333, tokenizer=False)

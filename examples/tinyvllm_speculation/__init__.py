@@ -33,6 +33,9 @@ class SpeculativeConfig(Options):
     check(self.num_speculative_tokens, "num_speculative_tokens is missing: 5, say")
     check((self.method == "ngram") == (self.model is None), f"method={self.method!r} with model={self.model!r}: give "
           "method='ngram', or the folder of a draft model")
+    others = ["quantization"] if self.model is None else ["prompt_lookup_max", "prompt_lookup_min"]
+    changed = [f"{name}={getattr(self, name)!r}" for name in others if getattr(self, name) != getattr(type(self), name)]
+    check(not changed, f"{', '.join(changed)} changes nothing where this method drafts: leave it out")
     check(self.prompt_lookup_min <= self.prompt_lookup_max, f"prompt_lookup_min={self.prompt_lookup_min} must be at "
           f"most prompt_lookup_max={self.prompt_lookup_max}")
 
@@ -157,11 +160,9 @@ class Speculation:
     """Let the draft model, if there is one, compute what the target is about to, and then draft, a token of each
     sequence at a time, by the same noise. pack: of the target's engine."""
     for runner in self.runners:
-      copies = {}   # with the drafts so far
-      for seq in batch:
-        copies[seq] = copy.copy(seq)
-        params = seq.drafter.params if seq.drafter else seq.params
-        vars(copies[seq]).update(tokens=[*seq.tokens], drafts=[], params=params, constraint=None)
+      copies = {seq: copy.copy(seq) for seq in batch}   # with the drafts so far
+      for seq, made in copies.items():
+        vars(made).update(tokens=[*seq.tokens], drafts=[], params=(seq.drafter or seq).params, constraint=None)
       todo = {copies[seq]: n - len(seq.drafts) for seq, n in batch.items()}
       while todo:
         step, ids, _ = runner.launch(pack(todo, fit=runner.fit))()
@@ -181,8 +182,7 @@ class Speculation:
     ranked = ranked[:max(0, min(left, DRAFT_ROWS - len(batch)))]
     expected = [*itertools.accumulate((worth for worth, *_ in ranked), initial=len(batch))]   # tokens, by drafts
     rounds = [*itertools.accumulate((i + 1 for _, i, _ in ranked), max, initial=0)]   # of a draft model
-    tokens = sum(batch.values())
-    def rate(n): return expected[n] / (step_time(bucket(tokens + n)) + self.draft_time * rounds[n])
+    def rate(n): return expected[n] / (step_time(bucket(sum(batch.values()) + n)) + self.draft_time * rounds[n])
     counts = collections.Counter(k for *_, k in ranked[:max(range(len(expected)), key=rate)])
     for k, seq in enumerate(seqs):
       if not counts[k]: seq.drafter.rest()
@@ -200,5 +200,5 @@ class Speculation:
   def metrics(self) -> dict[str, Any]:
     """vLLM's, of get_metrics."""
     by_place = [self.accepted_at[i] for i in range(self.config.num_speculative_tokens or 0)]
-    named = {**self.totals, "num_accepted_tokens_per_pos": by_place}
-    return {f"spec_decode_{name}": value for name, value in named.items()}
+    counts: dict[str, Any] = {f"spec_decode_{name}": count for name, count in self.totals.items()}
+    return counts | {"spec_decode_num_accepted_tokens_per_pos": by_place}
