@@ -6,6 +6,7 @@ logger = logging.getLogger("tinyvllm")
 # What this engine takes
 KNOWN = {"architecture": ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
          "hidden_act": ["silu"], "rope_type": ["default", "llama3", "linear", "factors"]}
+MOST_DEVICES = 8
 
 
 def check(ok: Any, message: str) -> None:
@@ -48,7 +49,7 @@ class Options:
 
 # vLLM's options that change nothing here, by the values at which that is so
 NO_EFFECT: dict[str, list] = {
-  **dict.fromkeys(["tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"], [1]),
+  **dict.fromkeys(["pipeline_parallel_size", "data_parallel_size"], [1]),
   **dict.fromkeys(["tokenizer", "revision", "tokenizer_revision", "hf_token", "hf_overrides",
                    "distributed_executor_backend"], [None]),
   **dict.fromkeys(["tokenizer_mode", "load_format", "config_format", "kv_cache_dtype", "device"], ["auto"]),
@@ -78,6 +79,7 @@ class EngineConfig(Options):
   block_size: Annotated[int, 1, 256] = 16                 # tokens in one block of the KV cache
   gpu_memory_utilization: Annotated[float | int, 0.01, 1.0] = 0.9   # share of free memory for the KV cache
   num_gpu_blocks_override: Annotated[int | None, 2, 2**24] = None   # blocks, scratch block 0 included
+  tensor_parallel_size: Annotated[int, 1, MOST_DEVICES] = 1   # devices of this machine that share every layer
   enable_prefix_caching: bool = True                      # find what has been computed before, prompts and answers
   enforce_eager: bool = False                             # never capture a step as a graph: slow, for debugging
   cudagraph_capture_sizes: Annotated[list | None, int] = None   # tokens of the steps captured at start; None: when met
@@ -90,6 +92,8 @@ class EngineConfig(Options):
     super().__post_init__()
     sizes = self.cudagraph_capture_sizes or []
     check(all(x > 0 and x.bit_count() == 1 for x in sizes), f"cudagraph_capture_sizes={sizes} must be powers of two")
+    check(not self.enforce_eager or self.tensor_parallel_size == 1, f"tensor_parallel_size={self.tensor_parallel_size} "
+          "needs enforce_eager=False: devices wait for each other within a graph only")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +138,14 @@ class ModelConfig:
     if hf.get("sliding_window") and hf.get("use_sliding_window", True):   # within it, the model is plain
       values["max_position_embeddings"] = min(hf["max_position_embeddings"], hf["sliding_window"])
     return cls(**{name: values[name] for name in cls.__match_args__})
+
+  def share(self, n: int) -> "ModelConfig":
+    """What each of n devices has: its part of the heads, of the MLP and of the vocabulary."""
+    names = "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
+    sizes = {name: getattr(self, name) for name in names}
+    fit = [str(x) for x in range(1, MOST_DEVICES + 1) if not any(size % x for size in sizes.values())]
+    check(str(n) in fit, f"tensor_parallel_size={n} must divide each of {sizes}: {' or '.join(fit)} would do")
+    return dataclasses.replace(self, **{name: size // n for name, size in sizes.items()})
 
   @classmethod
   def load(cls, folder: pathlib.Path) -> "ModelConfig":

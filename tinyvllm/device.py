@@ -1,11 +1,11 @@
 """Opens a device of tinygrad's, and tells what the engine must know of it: its compiler, free memory, types, limits."""
-import ctypes, functools, importlib.util, os, pathlib, shutil, sys, threading
+import ctypes, functools, importlib.util, itertools, os, pathlib, shutil, sys, threading
 from typing import Any
 
 from tinygrad import Device, dtypes, helpers
 from tinygrad.engine import realize
 
-from .config import logger
+from .config import check, logger
 
 WIDE = "-mprefer-vector-width=512"   # else clang takes half of AVX-512's vectors
 # What Linux says of a CPU
@@ -37,9 +37,10 @@ def largest_tensor() -> int:
 
 def free_memory(device: str) -> int:
   """Free bytes of the device; of the host where the device shares its memory or does not tell."""
-  if device == "CUDA":
+  if device.startswith("CUDA"):
     from tinygrad.runtime.autogen import cuda
     free = ctypes.c_size_t()
+    cuda.cuCtxSetCurrent(Device[device].context)   # type: ignore[attr-defined]
     cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(ctypes.c_size_t()))
     return free.value
   return os.sysconf(os.sysconf_names.get("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
@@ -61,8 +62,28 @@ def find_compiler() -> str | None:
   return shutil.which("clang") or shutil.which("clang", path=os.path.dirname(sys.executable))
 
 
-def open_device() -> int:
-  """Open tinygrad's default device, and return its free bytes. Raises RuntimeError where none opens."""
+def device_names(count: int) -> tuple[str, ...]:
+  """The default device, and others of its kind."""
+  return tuple(Device.canonicalize(f"{Device.DEFAULT}:{i}") for i in range(count))
+
+
+def open_peers(count: int) -> None:
+  """Open devices that read each other's memory. Raises ValueError where they cannot, or are not so many."""
+  said = f"tensor_parallel_size={count}"
+  check(Device.DEFAULT in ("CUDA", "CPU"), f"{said}: {Device.DEFAULT} takes 1; CUDA and CPU take more")
+  if Device.DEFAULT == "CPU": return
+  there = Device.default.count()
+  check(count <= there, f"{said}: there are {there} {Device.DEFAULT} devices here: at most that would do")
+  from tinygrad.runtime.autogen import cuda
+  able = ctypes.c_int()
+  for reader, read in itertools.permutations([Device[name] for name in device_names(count)], 2):
+    cuda.cuDeviceCanAccessPeer(ctypes.byref(able), reader.cu_device, read.cu_device)   # type: ignore[attr-defined]
+    check(able.value, f"{said}: {reader.device} cannot read {read.device}'s memory (nvidia-smi topo -p2p r): 1 would do")
+
+
+def open_device(count: int = 1) -> int:
+  """Open tinygrad's default device, or several of its kind, and return the free bytes of each. Raises RuntimeError
+  where none opens, ValueError where it has no such peers."""
   compiler = find_compiler()
   os.environ["CC"] = compiler or "echo"   # tinygrad wants a command, though it may never need what that makes
   try:
@@ -80,10 +101,14 @@ def open_device() -> int:
       renderer().compiler.ptx = helpers.DEBUG >= 5
     if importlib.util.find_spec("tinyvllm_tinygrad"):   # without it starts take longer, and steps on a CPU
       importlib.import_module("tinyvllm_tinygrad").extend(compiler or os.environ["CC"])
-    return free_memory(Device.DEFAULT)
+    free = free_memory(Device.DEFAULT)
   except Exception as e:   # a backend fails to open in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
                        "'tinyvllm[cpu]', which brings a compiler; or name another: DEV=CUDA, METAL, AMD, ...") from e
+  if count == 1: return free
+  open_peers(count)
+  if Device.DEFAULT == "CPU": return free // count   # memory that all have in common
+  return min(map(free_memory, reversed(device_names(count))))   # the first one's context is to stay the current one
 
 
 def num_compiled() -> int: return getattr(realize.lower_and_compile, "compiled", 0)   # kernels that no file had

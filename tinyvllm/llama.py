@@ -4,15 +4,15 @@ v stored as one matrix and gate, up as one."""
 from typing import Any
 
 import numpy as np
-from tinygrad import Tensor, UOp, dtypes, function, nn
+from tinygrad import Device, Tensor, UOp, dtypes, function, nn
 from tinygrad.dtype import DType
 
 from .attention import attend_kernel, rope_kernel
 from .config import ModelConfig
-from .matmul import Linear, Norm
+from .matmul import Linear, Norm, whole_buffer
 
 
-def rope_table(config: ModelConfig, length: int) -> Tensor:
+def rope_table(config: ModelConfig, length: int, devices: tuple[str, ...]) -> Tensor:
   """Cosines and sines of rotary positions (Su et al. 2021), (length, 2, head_dim / 2), their frequencies scaled."""
   scaling = config.rope_scaling
   freqs = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)   # (D/2,)
@@ -22,14 +22,15 @@ def rope_table(config: ModelConfig, length: int) -> Tensor:
     turns = scaling["original_max_position_embeddings"] * freqs / (2 * np.pi)
     freqs *= np.interp(turns, [scaling["low_freq_factor"], scaling["high_freq_factor"]], [1 / scaling["factor"], 1])
   angles = np.outer(np.arange(length), freqs)   # (length, D/2)
-  return Tensor(np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)).realize()
+  table = Tensor(np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32))
+  return table.to(devices if len(devices) > 1 else None).realize()
 
 
-def with_inputs(traced: UOp, inputs: dict[UOp, UOp]) -> UOp:
-  """The result of a traced function's call with some of its inputs in the place of others, which it has to have."""
-  call, *rest = traced.src
+def with_inputs(call: UOp, inputs: dict[UOp, UOp]) -> tuple[Tensor, Tensor]:
+  """Both results of a traced function's call with some of its inputs in the place of others, which it has to have."""
   assert inputs.keys() <= set(call.src), "a layer reads what it was not given"
-  return traced.replace(src=(call.replace(src=tuple(inputs.get(x, x) for x in call.src)), *rest))
+  call = call.replace(src=tuple(inputs.get(x, x) for x in call.src))
+  return Tensor(call.gettuple(0)), Tensor(call.gettuple(1))
 
 
 class Layer:
@@ -38,35 +39,41 @@ class Layer:
     hidden = config.hidden_size
     intermediate = config.intermediate_size
     def norm(kind, size): return Norm(f"{name}.{kind}", size, config.rms_norm_eps, dtype)
-    def linear(module, inputs, bias, **sources):
-      return Linear(inputs, {f"{name}.{module}.{kind}": rows for kind, rows in sources.items()}, bias, dtype)
+    def linear(module, inputs, bias, axis=0, **sources):
+      return Linear(inputs, {f"{name}.{module}.{kind}": rows for kind, rows in sources.items()}, bias, dtype, axis)
     self.input_layernorm = norm("input_layernorm", hidden)
     self.qkv_proj = linear("self_attn", hidden, config.qkv_bias, q_proj=H * D, k_proj=KV * D, v_proj=KV * D)
-    self.o_proj = linear("self_attn", H * D, config.attention_bias, o_proj=hidden)
+    self.o_proj = linear("self_attn", H * D, config.attention_bias, axis=1, o_proj=hidden)
     self.post_attention_layernorm = norm("post_attention_layernorm", hidden)
     self.gate_up_proj = linear("mlp", hidden, config.mlp_bias, gate_proj=intermediate, up_proj=intermediate)
-    self.down_proj = linear("mlp", intermediate, config.mlp_bias, down_proj=hidden)
+    self.down_proj = linear("mlp", intermediate, config.mlp_bias, axis=1, down_proj=hidden)
     if config.qk_norm: self.q_norm, self.k_norm = [norm(f"self_attn.{kind}", D) for kind in ("q_norm", "k_norm")]
 
-  def __call__(self, x: Tensor, cache: list[Tensor], tokens: Tensor, table: Tensor, rope: Tensor) -> Tensor:
+  def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], tokens: Tensor, table: Tensor,
+               rope: Tensor) -> tuple[Tensor, Tensor]:
+    """x: (T * hidden,), of the layers before but the last one's delta, which is what is to be added to it. Returns the
+    same of this layer. Of deltas each device has a part, the sum of which is meant."""
     H, KV, D = self.shape
-    qkv = self.qkv_proj(self.input_layernorm(x))   # (T, (H + 2 KV) * D)
+    x, delta = [t.reshape(tokens.shape[1], -1) for t in (x, delta)]   # (T, hidden)
+    x, normed = self.input_layernorm.add(x, delta)
+    qkv = self.qkv_proj(normed)   # (T, (H + 2 KV) * D)
     q, k, v = qkv.unflatten(1, (-1, D)).split([H, KV, KV], 1)   # (T, heads, D) each
     if hasattr(self, "q_norm"):
       qkv = self.q_norm(q.contiguous()).cat(self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
     # q and out: (T, KV, G, D)
     q, *cache = q.unflatten(1, (KV, -1)).empty_like().custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:3]
     out = q.empty_like().custom_kernel(q, *cache, table, tokens, fxn=attend_kernel)[0]
-    x = self.o_proj(out.flatten(1), x)   # (T, hidden)
-    gate, up = self.gate_up_proj(self.post_attention_layernorm(x)).chunk(2, 1)   # (T, intermediate) each
-    return self.down_proj((gate.silu() * up).contiguous(), x)
+    x, normed = self.post_attention_layernorm.add(x, self.o_proj(out.flatten(1)))   # (T, hidden)
+    gate, up = self.gate_up_proj(normed).chunk(2, 1)   # (T, intermediate) each
+    return whole_buffer(x), whole_buffer(self.down_proj((gate.silu() * up).contiguous()))
 
 
 class Llama:
-  """dtype: of all that is computed but sums, norms and logits."""
-  def __init__(self, config: ModelConfig, dtype: DType):
+  """config: of what each device has. dtype: of all that is computed but sums, norms and logits."""
+  def __init__(self, config: ModelConfig, dtype: DType, devices: tuple[str, ...] = ()):
     def vocabulary(name): return Linear(config.hidden_size, {name: config.vocab_size}, False, dtype)
     self.dtype = dtype
+    self.devices = devices or (Device.DEFAULT,)
     self.embed_tokens = self.lm_head = vocabulary("model.embed_tokens")
     if not config.tie_word_embeddings: self.lm_head = vocabulary("lm_head")
     self.layers = [Layer(config, f"model.layers.{i}", dtype) for i in range(config.num_hidden_layers)]
@@ -81,14 +88,19 @@ class Llama:
                caches: list[list[Tensor]]) -> Tensor:
     """Logits, (S, vocab) in float32, of the tokens that `samples`, (S,), indexes in the flat batch `ids`, (T,). The K
     and V of all of them are written to `caches`, keys and values per layer. tokens, table: as the kernels take them."""
-    x = self.embed_tokens.rows(ids, self.dtype)   # (T, hidden)
+    ids, samples, tokens, table = [t.to(rope.device) for t in (ids, samples, tokens, table)]
+    delta = whole_buffer(self.embed_tokens.rows(ids, self.dtype))   # (T * hidden,)
+    x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()
     def read(layer, *state): return [*[t.uop for t in state], *[t.uop.buf_uop for t in nn.state.get_parameters(layer)]]
     traced: dict[Any, tuple[UOp, list[UOp]]] = {}   # once for all layers of a kind: they differ in what they read
     for layer, cache in zip(self.layers, caches, strict=True):
-      reads = read(layer, x, *cache)
+      reads = read(layer, x, delta, *cache)
       kind = tuple((t.shape, t.dtype) for t in reads)
       if kind not in traced:
-        traced[kind] = function(layer, precompile=True, allow_implicit=True)(x, cache, tokens, table, rope).uop, reads
+        results = function(layer, precompile=True, allow_implicit=True)(x, delta, cache, tokens, table, rope)
+        traced[kind] = results[0].uop.src[0], reads
       first, inputs = traced[kind]
-      x = Tensor(with_inputs(first, dict(zip(inputs, reads, strict=True))))
-    return self.lm_head(self.norm(x[samples].contiguous()), dtype=dtypes.float32)
+      x, delta = with_inputs(first, dict(zip(inputs, reads, strict=True)))
+    x, delta = [t.reshape(ids.shape[0], -1)[samples].contiguous() for t in (x, delta)]   # (S, hidden)
+    logits = self.lm_head(self.norm.add(x, delta)[1], dtype=dtypes.float32)   # (S, vocab), or each device's part of it
+    return Tensor(logits.uop.unshard(1)).to(None) if isinstance(logits.device, tuple) else logits

@@ -107,29 +107,59 @@ def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   return np.ascontiguousarray(numbers).view(np.uint32)[..., 0]
 
 
+def new(like: Tensor, columns: int, dtype: DType | None = None) -> Tensor:
+  """A tensor for a kernel to fill, (rows of another one, columns): scratch that a traced function may return."""
+  flat = Tensor.invalids(like.shape[0] * columns, dtype=dtype or like.dtype, device=like.device)
+  return flat.reshape(like.shape[0], columns)
+
+
+def whole_buffer(x: Tensor) -> Tensor:
+  """What a kernel has made of a new tensor, flat: returned like this from a traced function, it is not copied."""
+  shaped, kernel = x.uop.src
+  return Tensor(shaped.base.after(kernel))
+
+
+def parts_of(x: Tensor) -> list[Tensor]:
+  """What each device has of x, where it is, for all of them to read."""
+  count = len(helpers.to_tuple(x.device))
+  return [x] if count == 1 else [Tensor(UOp.mstack(*[x.uop.mselect(i)] * count)) for i in range(count)]
+
+
 class Linear:
   """x @ W.T + bias, accumulated in float32. sources: the matrices of the files whose rows follow each other in W, and
-  how many each has. dtype: of x, and of W unless its file is narrower, or it is quantized."""
-  def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType):
+  how many each has. dtype: of x, and of W unless its file is narrower, or it is quantized. axis: of W, (out, in), of
+  which each device has a part; of inputs the results are parts of a sum."""
+  def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
     self.out_features = sum(sources.values())
     self.sources = sources
+    self.axis = axis
     self.weight = Tensor.empty(*stored_shape(self.out_features, in_features, dtype), dtype=dtype)
     self.scales: list[Tensor] = []   # of a quantized W: what each number is multiplied by, and what is added to that
     self.order: Tensor | None = None   # (in,): of a W whose columns are for the inputs in another order
     self.bias = Tensor.empty(self.out_features, dtype=dtype) if bias else None
 
-  def __call__(self, x: Tensor, *residual: Tensor, dtype: DType | None = None) -> Tensor:
-    """x: (T, in). residual: (T, out), added to the result. Returns (T, out), of x's type unless said."""
-    out = Tensor.empty(x.shape[0], self.out_features, dtype=dtype or x.dtype, device=x.device)   # (T, out)
+  def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
+    """x: (T, in). Returns (T, out), of x's type unless said."""
+    out = new(x, self.out_features, dtype)
     if self.order is not None: x = x[:, self.order].contiguous()
-    added = residual if self.bias is None else (self.bias.unsqueeze(0), *residual)
+    added = () if self.bias is None else (self.bias.unsqueeze(0),)
     kernel = linear_kernel if self.weight.ndim == 3 else tensor_core_linear_kernel
     return out.custom_kernel(x, self.weight, *self.scales, *added, fxn=kernel)[0]
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
-    """Of each id, (T,), a row of W: (T, in)."""
-    plain = self.weight.permute(helpers.argsort(STORED[self.weight.ndim])).reshape(self.out_features, -1)
-    return plain[ids].cast(dtype).contiguous()
+    """Of each id, (T,), a row of W: (T, in), or zeros on all devices but the one that has it."""
+    if isinstance(ids.device, tuple):   # each device has those that follow the ones of the device before
+      ids = ids - Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * self.out_features
+    in_features = self.weight.numel() // self.out_features
+    return new(ids, in_features, dtype).custom_kernel(ids.contiguous(), self.weight, fxn=rows_kernel)[0]
+
+
+def rows_kernel(out: UOp, ids: UOp, weight: UOp) -> UOp:
+  """out: (T, K). ids: (T,). weight: W, (N, K), as it is stored."""
+  t, k = axes(0, *out.shape)
+  plain = weight.permute(helpers.argsort(STORED[weight.ndim])).reshape(-1, out.shape[1])
+  row = ids[t].load().cast(dtypes.weakint)
+  return kernel_of("rows", out[t, k].store(plain[row.valid((row >= 0) & (row < plain.shape[0])), k].cast(out.dtype)))
 
 
 def split(rest: tuple[UOp, ...]) -> tuple[list[UOp], list[UOp]]:
@@ -166,11 +196,12 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   fits = (tiles for rows, outputs, most, *tiles in TILES if rows >= T and outputs >= N and most >= bits)
   n_tiles, t_tiles, shares, steps = next(fits)
   n_tiles = gcd(N16, n_tiles)
-  shares = gcd(K32, shares)
-  steps = gcd(K32 // shares, steps)
+  rounds = -(-K32 // shares)   # of a warp, as even as can be: the last one's may be less
+  shares = -(-K32 // rounds)
+  steps = gcd(rounds, steps)
   t, n = axes(0, -(-T // 8) // t_tiles, N16 // n_tiles, kind=AxisType.GLOBAL)
   column, row = axes(2, 4, 8, kind=AxisType.LOCAL)   # lane = row * 4 + column
-  k = (axis(K32 // steps // shares, 5) * shares + axis(shares, 4, AxisType.GROUP_REDUCE)) * steps
+  k = (axis(rounds // steps, 5) * shares + axis(shares, 4, AxisType.GROUP_REDUCE)) * steps
   h, r, p, e = axes(6, 2, 2, 2, 2, kind=AxisType.UPCAST)
   elements = tuple(tuple(enumerate(extents, 6)) for extents in ELEMENTS)   # by the axes' numbers
   # 1 for each element of w, in a form that is not seen to be constant: that would have no axes
@@ -185,9 +216,11 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
     if not scaled_sums: pair = pair | 0x64006400
     return (pair >> (p * 16).cast(dtypes.uint32)).cast(dtypes.uint16).bitcast(dtypes.half)
 
-  def product(n16, first, k):   # of 32 inputs
+  def product(n16, first, k):   # of 32 inputs; where there are no more, of zeros
+    places = (k * 32 + column * 8).valid(k < K32)
+    k = k.minimum(K32 - 1)
     def times(w):
-      inputs = [x[(first + row).minimum(T - 1), k * 32 + column * 8 + i * 4 + h * 2 + p] for i in range(2)]
+      inputs = [x[(first + row).minimum(T - 1), places + i * 4 + h * 2 + p] for i in range(2)]
       zero = UOp.const((0.0,) * 4, dtypes.float32)
       return sum(UOp.wmma(w[i], inputs[i], zero, MMA, "CUDA", 32, elements) for i in range(2))
     if not scales: return times([weight[n16, k, i, h, row, column, r, p] for i in range(2)])
@@ -242,6 +275,7 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
 
 class Norm:
   """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019), in float32. sources: the weight's name, size."""
+  axis = None   # each device has all of it
   def __init__(self, name: str, size: int, eps: float, dtype: DType):
     self.eps = eps
     self.sources = {name: size}
@@ -252,8 +286,15 @@ class Norm:
     rows = x.reshape(-1, x.shape[-1])
     return Tensor.empty_like(rows).custom_kernel(rows, self.weight, fxn=self.kernel)[0].reshape(x.shape)
 
-  def kernel(self, out: UOp, x: UOp, weight: UOp) -> UOp:
-    """A work group takes a row, of which each lane squares a part; they share the sums. x: (T, K). weight: (K,)."""
+  def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """x + delta, of which each device has a part, and the norm of that. Both (T, size)."""
+    normed = Tensor.empty_like(x)
+    made = normed.custom_kernel(x, self.weight, new(x, x.shape[1]), *parts_of(delta), fxn=self.kernel)
+    return made[3], made[0]
+
+  def kernel(self, out: UOp, x: UOp, weight: UOp, total: UOp | None = None, *parts: UOp) -> UOp:
+    """A work group takes a row, of which each lane squares a part; they share the sums. x: (T, K). weight: (K,).
+    total: the sum of x and the parts, whose norm is then meant."""
     T, K = x.shape
     kind, shared = lane_axis()
     wide = 1 if cpu_cores() else gcd(K, 8)   # neighbours that a thread reads at once
@@ -261,6 +302,11 @@ class Norm:
     rounds = K // wide // lanes
     t = UOp.range(T, 0)
     lane = UOp.range(lanes, 1, kind)
+    if total is not None:   # a lane reads again what it has stored
+      column = (axis(rounds, 8, AxisType.LOOP) * lanes + lane) * wide + axis(wide, 9, AxisType.UPCAST)
+      terms = [term[t, column].float() for term in (x, *parts)]
+      store = total[t, column].store(sum(terms).cast(total.dtype))
+      x = total.after(store.end(*[a for a in column.ranges if a is not lane]))
     part = x[t, (axis(rounds, 2) * lanes + lane) * wide + axis(wide, 6, AxisType.UNROLL)].float()
     sums = UOp.placeholder((lanes,), dtypes.float32, 100, shared)
     sums = sums.after(end(sums[lane].store(fold(part * part))))

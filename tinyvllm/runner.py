@@ -19,7 +19,8 @@ from .sampling import argmax, edit_kernel, restrict, sample, top_logprobs
 OFTEN = 16   # times that a shape is met before it is worth a capture of its own
 
 
-def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int, dtype: DType, left: int) -> list:
+def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int, dtype: DType, left: int,
+                    devices: Any) -> list:
   """For each layer K, (num_blocks, n_kv_heads, head_dim, block_size), and V, its last axes the other way round, as the
   kernels read them. num_blocks, of which block 0 takes padding's writes, is the override, or what fits `left` bytes, at
   most what max_num_seqs sequences of max_model_len can use. Raises ValueError where not one such sequence fits."""
@@ -41,7 +42,9 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   tokens = (num_blocks - 1) * BS
   logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {BS} tokens = {tokens} "
              f"tokens, {num_blocks * size / 2**30:.2f} GiB: {tokens / max_model_len:.1f} sequences of {max_model_len}")
-  def new(*axes): return Tensor.empty(num_blocks, model.num_key_value_heads, *axes, dtype=dtype).contiguous().realize()
+  def new(*axes):
+    heads = model.num_key_value_heads
+    return Tensor.empty(num_blocks, heads, *axes, dtype=dtype, device=devices).contiguous().realize()
   return [[new(model.head_dim, BS), new(BS, model.head_dim)] for _ in range(model.num_hidden_layers)]
 
 
@@ -65,9 +68,9 @@ class Runner:
   def __init__(self, model: Llama, shape: ModelConfig, config: EngineConfig, max_model_len: int, left: int):
     self.model = model
     self.jit: Any = functools.partial if config.enforce_eager else TinyJit   # of a computation; eager: itself
-    self.caches = allocate_caches(shape, config, max_model_len, model.dtype, left)
+    self.rope = rope_table(shape, max_model_len, model.devices)
+    self.caches = allocate_caches(shape, config, max_model_len, model.dtype, left, self.rope.device)
     self.num_blocks = int(self.caches[0][0].shape[0])
-    self.rope = rope_table(shape, max_model_len)
     self.overlaps = not cpu_cores()   # whether a launched step goes on while the host does other things
     self.max_blocks = -(-max_model_len // config.block_size)
     self.max_tokens = bucket(config.max_num_batched_tokens)   # type: ignore[arg-type]   # by now a number
@@ -116,8 +119,12 @@ class Runner:
       for row, block_table in self.known.items(): tables[row, :len(block_table)] = block_table
       upload(self.table, tables)
     upload(words, step.array)
-    with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8): ids, logprobs = graph()   # 8: WebGPU's
+    # With memory in common, devices that share a step would wait for each other's every kernel
+    apart = len(self.model.devices) > 1 and step.shape.tokens <= 64
+    with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8, NO_MEMORY_PLANNER=int(apart)): ids, logprobs = graph()   # 8: WebGPU's
     if graph.cnt == 2:   # that call has captured it
+      # which may have left any of the devices the current one, in whose stream it then runs
+      for name in reversed(self.model.devices): Device[name].synchronize()
       logger.log(10 if self.sizes else 20, f"captured a step of {step.shape.tokens} tokens in "
                  f"{time.perf_counter() - started:.1f} s, {num_compiled() - known} new kernels")
     return lambda: (step, ids.tolist(), logprobs.tolist())

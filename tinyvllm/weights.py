@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from tinygrad import Tensor, dtype, dtypes, helpers, nn
+from tinygrad import Tensor, UOp, dtype, dtypes, helpers, nn
 
 from .config import check, read_json
 from .device import largest_tensor, renderer
@@ -38,22 +38,24 @@ def floats(x: np.ndarray) -> np.ndarray:
   return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
 
 
-def to_device(array: np.ndarray, compute: dtype.DType | None) -> Tensor:
+def to_device(array: np.ndarray, compute: dtype.DType | None, device: str) -> Tensor:
   """A tensor of the array's type, or of the one to compute in, if there is one, where that is no wider or the device
   lacks the other."""
   brain = array.dtype == np.uint16
-  stored = Tensor(array).bitcast(dtypes.bfloat16) if brain else Tensor(array)
+  stored = Tensor(array, device=device)
+  if brain: stored = stored.bitcast(dtypes.bfloat16)
   if compute is None: return stored.contiguous()
   if array.itemsize < compute.itemsize and stored.dtype in renderer().supported_dtypes(): return stored.contiguous()
   if brain: array = floats(array)
   if compute == dtypes.float32: array = array.astype(np.float32)   # here, or the device keeps a buffer of either kind
-  return Tensor(array).cast(compute).contiguous()
+  return Tensor(array, device=device).cast(compute).contiguous()
 
 
 def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quantization: str | None = None) -> None:
   """Fill the model's tensors. compute: the type of what is computed with them. quantization: what is made of the
   layers' matrices, "int8" or "int4", or what they are. Raises ValueError naming the file and the tensor that is
   missing, surplus or misshapen."""
+  count = len(model.devices)
   published = read_json(folder / "config.json").get("quantization_config") or {}
   formats: Any = importlib.import_module("tinyvllm_quantization") if published or quantization else None
   layouts = formats.layouts_of(published) if formats else []
@@ -74,31 +76,44 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
     if layout is None: return take(f"{name}.weight", *shape)
     return formats.read(name, shape, layout, {x: entry[-1] for x, entry in maps.items()}, take)
 
-  def place(part, array, kind=compute):
+  def place_one(part, array, kind, device):
     array = np.ascontiguousarray(array)
-    stored = to_device(array, kind)
+    stored = to_device(array, kind, device)
     size = max(array.nbytes, stored.nbytes())   # it is brought as it is, and then cast
     check(size <= largest_tensor(), f"{folder}: {', '.join(part.sources)}: {size} bytes, of "
           f"{largest_tensor()} that this device takes in one tensor: choose another one, as in DEV=CPU")
     return stored.realize()
 
+  def place(part, arrays, kind=compute):
+    tensors = [place_one(part, *of_one) for of_one in zip(arrays, [kind] * count, model.devices, strict=True)]
+    return tensors[0] if count == 1 else Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()
+
+  def shares(w, axis):
+    if axis is None or count == 1: return [w] * count
+    if axis == 1 and w.ndim == 1: return [w] + [np.zeros_like(w)] * (count - 1)   # a bias, added once
+    return np.split(w, count, axis) if isinstance(w, np.ndarray) else formats.split(w, count, axis)
+
   for part in helpers.tqdm(model.parts(), desc="loading weights", disable=None):
     for kind, tensor in nn.state.get_state_dict(part).items():   # its weight, its bias
-      columns = [tensor.numel() // sum(part.sources.values())] if tensor.ndim > 1 else []
+      rows_of, columns = count if part.axis == 0 else 1, []
+      if tensor.ndim > 1: columns = [tensor.numel() // sum(part.sources.values()) * (count if part.axis == 1 else 1)]
       read_one = take_matrix if columns else lambda name, *shape, kind=kind: take(f"{name}.{kind}", *shape)
-      matrices = [read_one(name, rows, *columns) for name, rows in part.sources.items()]
-      w = matrices[0] if len(matrices) == 1 else (formats.joined if formats else np.concatenate)(matrices)
+      matrices = [shares(read_one(name, rows * rows_of, *columns), part.axis) for name, rows in part.sources.items()]
+      weights = [x[0] if len(x) == 1 else (formats.joined if formats else np.concatenate)(x)
+                 for x in zip(*matrices, strict=True)]   # by devices
       if bits and columns and part not in (model.embed_tokens, model.lm_head):
-        w = formats.quantize(w, bits if w.shape[1] % 8 == 0 else 8)   # a word has 4 bits of eight
-      if not isinstance(w, np.ndarray) and part is model.embed_tokens: w = formats.dequantized(w)
-      if isinstance(w, np.ndarray) or not isinstance(part, Linear):
-        tensor.replace(place(part, pack(w, tensor.shape)))   # type: ignore[arg-type]
+        weights = [formats.quantize(w, bits if w.shape[1] % 8 == 0 else 8) for w in weights]   # a word has 4 bits of eight
+      if part is model.embed_tokens: weights = [w if isinstance(w, np.ndarray) else formats.dequantized(w) for w in weights]
+      if isinstance(weights[0], np.ndarray) or not isinstance(part, Linear):
+        tensor.replace(place(part, [pack(w, tensor.shape) for w in weights]))   # type: ignore[arg-type]
         continue
-      shape = stored_shape(len(w.q), len(w.order), compute)
-      part.weight = place(part, pack_numbers(w.q, shape), None)
-      part.scales = [place(part, pack(x, scales_shape(shape, x.shape[1])), None)
-                     for x in (w.scale, w.offset) if x is not None]
-      if (np.diff(w.order) != 1).any(): part.order = Tensor(w.order.astype(np.int32)).realize()
+      order = weights[0].order
+      shape = stored_shape(len(weights[0].q), len(order), compute)
+      part.weight = place(part, [pack_numbers(w.q, shape) for w in weights], None)
+      for terms in zip(*[(w.scale, w.offset) for w in weights], strict=True):
+        if terms[0] is None: continue
+        part.scales.append(place(part, [pack(x, scales_shape(shape, x.shape[1])) for x in terms], None))
+      if (np.diff(order) != 1).any(): part.order = place(part, [order.astype(np.int32)] * count, None)
   rest = [name for name in maps if name != "lm_head.weight" and not name.endswith((".inv_freq", ".weight_shape"))
           and not (layouts and name.endswith(".bias") and not np.memmap(*maps[name]).any())]   # derived, or nothing
   check(not rest, f"{folder}: tensor {next(iter(rest), None)} has no place in the model that its config describes")

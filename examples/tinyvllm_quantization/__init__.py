@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tinyvllm.config import check
+from tinyvllm.config import check, logger
 from tinyvllm.weights import floats
 
 GROUP = 32   # inputs that share a scale, where it is made here
@@ -118,6 +118,20 @@ def joined(matrices: list[Any]) -> Any:
     matrices = [x._replace(offset=np.zeros_like(x.scale) if x.offset is None else x.offset) for x in matrices]
   q, scale, offset, _ = [None if parts[0] is None else np.concatenate(parts) for parts in zip(*matrices, strict=True)]
   return Quantized(q, scale, offset, matrices[0].order)   # type: ignore[arg-type]
+
+
+def split(w: Quantized, count: int, axis: int) -> list[Any]:
+  """Equal parts by outputs (axis 0) or by inputs (1); these in 16 bits where inputs are in another order, or a part's
+  end is within a group."""
+  groups = w.scale.shape[1]
+  if axis == 1 and ((np.diff(w.order) != 1).any() or groups > 1 and groups % count):
+    logger.warning("a matrix stays in 16 bits: its groups cannot be split by tensor_parallel_size=%d", count)
+    return np.split(dequantized(w), count, 1)
+  def cut(x):
+    if x is None or axis == 1 and x.shape[1] == 1: return [x] * count
+    return np.split(x, count, axis)
+  parts = zip(cut(w.q), cut(w.scale), cut(w.offset), strict=True)
+  return [Quantized(*part, np.arange(part[0].shape[1]) if axis == 1 else w.order) for part in parts]
 
 
 def quantize(weight: np.ndarray, bits: int) -> Quantized:

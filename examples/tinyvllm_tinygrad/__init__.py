@@ -1,6 +1,8 @@
 """What tinygrad 0.14 lacks, and the engine is faster with: a captured step that all cores of a CPU go through together,
-memory in huge pages, powers of two without branches, lowered kernels kept on disk. To be dropped as soon as tinygrad
-has them."""
+memory in huge pages, powers of two without branches, lowered kernels kept on disk, GPUs that do not take turns. To be
+dropped as soon as tinygrad has them."""
+import importlib
+
 from tinygrad import Device
 from tinygrad.runtime.ops_cpu import CPUAllocator
 
@@ -16,4 +18,5 @@ def extend(compiler: str) -> None:
     Device.default.graph = Device.default.graph or CPUGraph
     CPUAllocator._alloc = allocate   # type: ignore[method-assign]
     patch_exp2()
+  if Device.DEFAULT == "CUDA": Device.default.graph = importlib.import_module(f"{__name__}.cuda").RangedGraph
   patch_tinygrad(compiler)

@@ -48,6 +48,7 @@ def _shape(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: in
 SHAPES = {"llama-7b": _shape(32, 4096, 11008, 32, 32, 32000, False, 4096),
           "llama-3.2-1b": _shape(16, 2048, 8192, 32, 8, 128256, True, 131072, 5e5),
           "llama-3.1-8b": _shape(32, 4096, 14336, 32, 8, 128256, False, 131072, 5e5),
+          "llama-3.1-70b": _shape(80, 8192, 28672, 64, 8, 128256, False, 131072, 5e5),
           "smollm2-135m": _shape(30, 576, 1536, 9, 3, 49152, True, 8192, 1e5),
           "shipped": json.loads((Path(tinyvllm.__file__).parent / "default_model/config.json").read_text())}
 
@@ -65,6 +66,7 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
   parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"),
                       help="of weights and KV cache; auto: float32 on CPU, else float16")
   parser.add_argument("--quantization", choices=("int8", "int4"), help="what the layers' matrices are made")
+  parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="devices that share the model")
   parser.add_argument("--max-num-batched-tokens", type=positive, default=512, help="tokens of one step at most")
   parser.add_argument("--seed", type=int, default=0, help="of the prompts and arrivals")
   return parser
@@ -94,7 +96,8 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
   """The engine of the model that the arguments name; without a prefix cache, as runs repeat their prompts. padded: as
   others have it, to a captured shape at first; else each shape is captured when it is met, and so by a warm-up."""
   if not padded: tinyvllm.runner.OFTEN = 0
-  options = {"enable_prefix_caching": False, "quantization": getattr(args, "quantization", None), **options}
+  options = {"enable_prefix_caching": False, "quantization": getattr(args, "quantization", None),
+             "tensor_parallel_size": getattr(args, "tensor_parallel_size", 1), **options}
   if args.model and args.layers is None: return LLM(args.model, dtype=args.dtype, **options)
   config = hf_config(args)
   with TemporaryDirectory() as folder, stub_tokenizer(), patch("tinyvllm.engine.load_weights", fill_weights):
@@ -123,28 +126,38 @@ def fill_weights(model: Llama, folder: Path, dtype: DType, quantization: str | N
     shape = (*plain[:2], 8, 4, bits // 2) if lanes else (plain[0], plain[1] * bits // 32 if bits == 4 else plain[1], 16)
     kind, levels = (dtypes.uint32, 2.0**32) if lanes or bits == 4 else (dtypes.int8, 255.0)
     scales = scales_shape(plain, math.prod(plain) // plain[0] // 16 // 32)
-    key = "quantized", shape, kind
-    if key not in _filled: _filled[key] = (_noise(math.prod(shape), 1) * levels - (kind == dtypes.int8) * 127).cast(
-      kind).reshape(shape).clone().realize()
-    matrix.weight = _filled[key].clone().realize()
-    matrix.scales = [Tensor.full(scales, x, dtype=dtypes.float16).clone().realize()
-                     for x in ((0.004, -0.03) if bits == 4 else (0.0003,))]
+    def made(device: str, shape=shape, kind=kind, levels=levels) -> Tensor:
+      noise = _noise(math.prod(shape), 1, device) * levels - (kind == dtypes.int8) * 127
+      return noise.cast(kind).reshape(shape).clone()
+    matrix.weight = _on_each(made, model, "quantized", shape, kind).clone().realize()
+    matrix.scales = [_on_each(lambda device, x=x, scales=scales: Tensor.full(
+      scales, x, dtype=dtypes.float16, device=device).clone(), model, "scales", scales, x)
+      for x in ((0.004, -0.03) if bits == 4 else (0.0003,))]
   named = {id(tensor): (name, tensor) for name, tensor in nn.state.get_state_dict(model).items()}   # each once
   of_matrices = {id(x) for matrix in matrices for x in (matrix.weight, *matrix.scales)}
   for seed, (name, tensor) in enumerate(named.values()):
     if id(tensor) in of_matrices: continue
     kind = dtype if dtypes.is_float(tensor.dtype) else tensor.dtype
-    key = name, tensor.shape, kind
-    if key not in _filled:
-      if tensor.ndim == 1: values = Tensor.full(tensor.shape, float(name.endswith("weight")))
-      else: values = ((_noise(math.prod(tensor.shape), seed) - 0.5) * (0.02 * math.sqrt(12))).reshape(tensor.shape)
-      _filled[key] = values.cast(kind).clone().realize()   # without clone, arange would be computed at every use
-    tensor.replace(_filled[key])
+    def values(device: str, name=name, shape=tensor.shape, kind=kind, seed=seed) -> Tensor:
+      if len(shape) == 1: return Tensor.full(shape, float(name.endswith("weight")), dtype=kind, device=device).clone()
+      noise = (_noise(math.prod(shape), seed, device) - 0.5) * (0.02 * math.sqrt(12))
+      return noise.reshape(shape).cast(kind).clone()   # without clone, arange would be computed at every use
+    tensor.replace(_on_each(values, model, name, tensor.shape, kind))
 
 
-def _noise(n: int, seed: int) -> Tensor:
+def _on_each(make: Callable[[str], Tensor], model: Llama, *key) -> Tensor:
+  """What is made on each of a model's devices, as one tensor."""
+  of = (model.devices, *key)
+  if of not in _filled:
+    tensors = [make(device).realize() for device in model.devices]
+    _filled[of] = tensors[0] if len(tensors) == 1 else Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()
+  return _filled[of]
+
+
+def _noise(n: int, seed: int, device: str) -> Tensor:
   """From 0 to 1: a hash of the index, in one kernel with no memory of its own."""
-  offset = Tensor([seed * 0x9e3779b9 % 2**32], dtype=dtypes.uint32)   # no constant: tensors of a shape share a kernel
+  # No constant: tensors of a shape share a kernel
+  offset = Tensor([seed * 0x9e3779b9 % 2**32], dtype=dtypes.uint32, device=device)
   x = (Tensor.arange(n, dtype=dtypes.uint32) + offset) * 2654435761
   x = (x ^ (x >> 15)) * 2246822519
   return ((x ^ (x >> 13)) >> 8).float() * 2.0**-24
@@ -153,7 +166,8 @@ def _noise(n: int, seed: int) -> Tensor:
 def release() -> None:
   """Give back what engines out of use held: the next sizes its KV cache by what is free."""
   gc.collect()
-  if hasattr(allocator := Device[Device.DEFAULT].allocator, "free_cache"): allocator.free_cache()
+  for name in Device._opened_devices:
+    if hasattr(allocator := Device[name].allocator, "free_cache"): allocator.free_cache()
 
 
 def random_ids(vocabulary: int, n: int, rng: random.Random) -> dict:
@@ -272,10 +286,12 @@ def bytes_read(model: Llama) -> int:
 
 
 def roofline(llm: LLM, bandwidth: float, running: int, context: float) -> float:
-  """The seconds that a decode step takes at least: weights and the KV of all running sequences, read once."""
+  """The seconds that a decode step takes at least: weights and the KV of all running sequences, read once, each device
+  its part."""
   config = llm.model_config
+  heads = llm.runner.caches[0][0].shape[1]
   embeddings = running * config.hidden_size * weight_dtype(llm).itemsize
-  kv = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * context * running
+  kv = 2 * config.num_hidden_layers * heads * config.head_dim * context * running
   return (bytes_read(llm.runner.model) + embeddings + kv * cache_dtype(llm).itemsize) / bandwidth
 
 
