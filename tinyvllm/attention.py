@@ -13,7 +13,7 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, Ops
 
 from .batch import TOKEN
-from .device import cpu_cores
+from .device import cpu_cores, renderer
 from .matmul import axes, axis, divisor, end, fold, kernel_of, lane_axis, unrolled
 
 LOWEST = -1e30   # a score that weighs nothing, and yet is no infinity: inf - inf is not a number
@@ -50,7 +50,9 @@ def tiling(T: Any, G: Any, D: Any, block_size: Any) -> tuple[int, int, int]:
   was tried on an H200 (tests/benchmarks/LOG.md)."""
   if cpu_cores(): return D // math.gcd(D, 16, block_size), 1, 1
   parts = math.gcd(D, block_size, 4 if T > 64 else 2)
-  return parts, 64 // parts, 1 if T > 64 else max(1, min(256 // D, 1024 // (G * D)))
+  lanes = 512 if T <= 8 and G == 1 else 256
+  most = 2048 if renderer().tensor_cores else 1024   # of State's numbers by 12 bytes: WebGPU has room for 16 KiB
+  return parts, 64 // parts, 1 if T > 64 else max(1, min(lanes // D, most // (G * D)))
 
 
 class State(NamedTuple):

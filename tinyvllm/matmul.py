@@ -23,8 +23,8 @@ ELEMENTS = ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2))
 # By rows of x, outputs and bits of W, at most: tiles of 16 outputs and of 8 rows to a warp, warps that share a sum,
 # steps of 32 inputs at once. Found by trying them on an H200 (tests/benchmarks/LOG.md): few outputs want more warps
 TILES = [(1, inf, 8, 1, 1, 16, 2), (1, inf, 16, 1, 1, 16, 1), (8, inf, 8, 1, 1, 8, 2), (8, 3072, 16, 1, 1, 16, 1),
-         (8, inf, 16, 1, 1, 8, 2), (16, inf, 16, 1, 2, 8, 2), (32, inf, 8, 2, 4, 4, 2), (32, 8192, 16, 1, 4, 8, 1),
-         (32, inf, 16, 2, 4, 4, 2), (64, 8192, 16, 2, 8, 4, 2), (64, inf, 16, 4, 8, 2, 2), (inf, 8192, 16, 4, 8, 2, 2),
+         (8, inf, 16, 1, 1, 8, 2), (16, inf, 16, 1, 2, 8, 2), (32, inf, 8, 2, 4, 4, 2), (32, 8192, 16, 1, 2, 8, 1),
+         (32, inf, 16, 2, 4, 8, 2), (64, 8192, 16, 2, 8, 4, 2), (64, inf, 16, 4, 8, 2, 2), (inf, 8192, 16, 4, 8, 2, 2),
          (inf, inf, 16, 4, 8, 1, 2)]
 # How the axes of a vector, or of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), lie, by their number
 STORED = {1: (0,), 3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
@@ -302,14 +302,19 @@ class Norm:
     rounds = K // wide // lanes
     t = UOp.range(T, 0)
     lane = UOp.range(lanes, 1, kind)
-    if total is not None:   # a lane reads again what it has stored
-      column = (axis(rounds, 8, AxisType.LOOP) * lanes + lane) * wide + axis(wide, 9, AxisType.UPCAST)
-      terms = [term[t, column].float() for term in (x, *parts)]
-      store = total[t, column].store(sum(terms).cast(total.dtype))
-      x = total.after(store.end(*[a for a in column.ranges if a is not lane]))
-    part = x[t, (axis(rounds, 2) * lanes + lane) * wide + axis(wide, 6, AxisType.UNROLL)].float()
+    def own(round_kind, kind, first):   # a lane's part: its rounds, the neighbours within them, and where these are
+      i = axis(rounds, first, round_kind)
+      j = axis(wide, first + 1, kind)
+      return (i, j, lane if cpu_cores() else 0), (i * lanes + lane) * wide + j
+    kept = UOp.placeholder((rounds, wide, lanes if cpu_cores() else 1), dtypes.float32, 101, AddrSpace.REG)
+    place, column = own(AxisType.LOOP, AxisType.UPCAST, 8)
+    value = sum(term[t, column].float() for term in (x, *parts))
+    stores = [kept[place].store(value)]
+    if total is not None: stores.append(total[t, column].store(value.cast(total.dtype)))
+    kept = kept.after(UOp.group(*stores).end(*[a for a in column.ranges if a.arg[1] in (AxisType.LOOP, AxisType.UPCAST)]))
+    part = kept[own(AxisType.REDUCE, AxisType.UNROLL, 2)[0]]
     sums = UOp.placeholder((lanes,), dtypes.float32, 100, shared)
     sums = sums.after(end(sums[lane].store(fold(part * part))))
     scale = (fold(sums[unrolled(lanes, 32, 4)]) / K + self.eps).rsqrt()
-    column = (axis(rounds, 3, AxisType.LOOP) * lanes + lane) * wide + axis(wide, 7, AxisType.UPCAST)
-    return kernel_of("rms_norm", put(out, x[t, column].float() * scale * weight[column].float(), (), t, column), 1)
+    place, column = own(AxisType.LOOP, AxisType.UPCAST, 6)
+    return kernel_of("rms_norm", put(out, kept[place] * scale * weight[column].float(), (), t, column), 1)
