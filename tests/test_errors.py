@@ -33,6 +33,7 @@ BAD_ENGINE = {
   "max_num_seqs": [0, -1, 2.0, "4", None],
   "max_num_batched_tokens": [0, -1, 2.5, "16", 10**9], "block_size": [0, -4, 4.0, "16", None, True, 10**6],
   "gpu_memory_utilization": [0, -0.1, 1.01, NAN, "0.9", None], "num_gpu_blocks_override": [0, 1, -3, 8.0, "8", True],
+  "tensor_parallel_size": [0, -1, 9, 2.0, "2", True, None],
   "enable_prefix_caching": [1, "yes", None], "enforce_eager": [1, "yes", None],
   "cudagraph_capture_sizes": [8, "8", [3], [0], [-8], [8, 12], [8.0], [True], [None], {8: 8}],
   "quantization": ["int3", "fp8", 8, ""], "seed": [1.5, "1", 2**63, True], "scheduling_policy": ["lifo", "", 1, None],

@@ -78,7 +78,7 @@ def open_peers(count: int) -> None:
   able = ctypes.c_int()
   for reader, read in itertools.permutations([Device[name] for name in device_names(count)], 2):
     cuda.cuDeviceCanAccessPeer(ctypes.byref(able), reader.cu_device, read.cu_device)   # type: ignore[attr-defined]
-    check(able.value, f"{said}: {reader.device} cannot read {read.device}'s memory (nvidia-smi topo -p2p r): 1 would do")
+    check(able.value, f"{said}: {reader.device} cannot read {read.device}'s memory (nvidia-smi topo -p2p r); 1 will do")
 
 
 def open_device(count: int = 1) -> int:

@@ -4,7 +4,7 @@ import contextlib, dataclasses, functools, importlib, itertools, logging, pathli
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tinygrad import Device, dtypes, helpers, nn
+from tinygrad import dtypes, helpers, nn
 
 from .batch import DRAWN_BY, Shape, Step, pack
 from .config import EngineConfig, ModelConfig, check, effective, logger, read_json
@@ -98,7 +98,8 @@ class LLMEngine:
     llama = Llama(part, getattr(dtypes, config.dtype), devices)
     load_weights(llama, folder, llama.dtype, config.quantization)
     weights = sum(x.nbytes() for part in llama.parts() for x in nn.state.get_parameters(part))
-    logger.info(f"loaded {folder.name} in {config.dtype} on {', '.join(devices)} in {time.perf_counter() - started:.1f} s; "
+    seconds = time.perf_counter() - started
+    logger.info(f"loaded {folder.name} in {config.dtype} on {', '.join(devices)} in {seconds:.1f} s; "
                 f"a step takes {most} tokens")
     left = max(0, int(free * config.gpu_memory_utilization - weights))
     target = functools.partial(Runner, llama, part, config, length)
@@ -216,8 +217,9 @@ class LLMEngine:
     step = self._pack(batch, fit=self.runner.fit) if batch else None
     self.scheduler.advance(batch)
     def launch(): return self.runner.launch(step) if step else tuple
+    ahead = launch() if self.runner.reads_early else None   # the device goes on with it at once
     results = self._read() if self.runner.overlaps else launch()()   # waits for the device
-    self._read = launch() if self.runner.overlaps else tuple
+    self._read = ahead or launch() if self.runner.overlaps else tuple
     if results: self._record(*results)
     return [*self._changed]
 

@@ -24,8 +24,8 @@ ELEMENTS = ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2))
 # steps of 32 inputs at once. Found by trying them on an H200 (tests/benchmarks/LOG.md): few outputs want more warps
 TILES = [(1, inf, 8, 1, 1, 16, 2), (1, inf, 16, 1, 1, 16, 1), (8, inf, 8, 1, 1, 8, 2), (8, 3072, 16, 1, 1, 16, 1),
          (8, inf, 16, 1, 1, 8, 2), (16, inf, 16, 1, 2, 8, 2), (32, inf, 8, 2, 4, 4, 2), (32, 8192, 16, 1, 2, 8, 1),
-         (32, inf, 16, 2, 4, 8, 2), (64, 8192, 16, 2, 8, 4, 2), (64, inf, 16, 4, 8, 2, 2), (inf, 8192, 16, 4, 8, 2, 2),
-         (inf, inf, 16, 4, 8, 1, 2)]
+         (32, 16384, 16, 2, 4, 8, 2), (32, inf, 16, 2, 4, 4, 2), (64, 8192, 16, 2, 8, 4, 2), (64, inf, 16, 4, 8, 2, 2),
+         (inf, 8192, 16, 4, 8, 2, 2), (inf, inf, 16, 4, 8, 1, 2)]
 # How the axes of a vector, or of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), lie, by their number
 STORED = {1: (0,), 3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 
@@ -107,7 +107,7 @@ def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   return np.ascontiguousarray(numbers).view(np.uint32)[..., 0]
 
 
-def new(like: Tensor, columns: int, dtype: DType | None = None) -> Tensor:
+def new(like: Tensor, columns: sint, dtype: DType | None = None) -> Tensor:
   """A tensor for a kernel to fill, (rows of another one, columns): scratch that a traced function may return."""
   flat = Tensor.invalids(like.shape[0] * columns, dtype=dtype or like.dtype, device=like.device)
   return flat.reshape(like.shape[0], columns)
@@ -196,8 +196,8 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   fits = (tiles for rows, outputs, most, *tiles in TILES if rows >= T and outputs >= N and most >= bits)
   n_tiles, t_tiles, shares, steps = next(fits)
   n_tiles = gcd(N16, n_tiles)
-  rounds = -(-K32 // shares)   # of a warp, as even as can be: the last one's may be less
-  shares = -(-K32 // rounds)
+  rounds: Any = -(-K32 // shares)   # of a warp, as even as can be: the last one's may be less
+  shares = -(-K32 // rounds)   # type: ignore[assignment]
   steps = gcd(rounds, steps)
   t, n = axes(0, -(-T // 8) // t_tiles, N16 // n_tiles, kind=AxisType.GLOBAL)
   column, row = axes(2, 4, 8, kind=AxisType.LOCAL)   # lane = row * 4 + column
@@ -299,7 +299,7 @@ class Norm:
     kind, shared = lane_axis()
     wide = 1 if cpu_cores() else gcd(K, 8)   # neighbours that a thread reads at once
     lanes = gcd(K, 16) if cpu_cores() else divisor(K // wide, 256)
-    rounds = K // wide // lanes
+    rounds: Any = K // wide // lanes
     t = UOp.range(T, 0)
     lane = UOp.range(lanes, 1, kind)
     def own(round_kind, kind, first):   # a lane's part: its rounds, the neighbours within them, and where these are
@@ -311,7 +311,8 @@ class Norm:
     value = sum(term[t, column].float() for term in (x, *parts))
     stores = [kept[place].store(value)]
     if total is not None: stores.append(total[t, column].store(value.cast(total.dtype)))
-    kept = kept.after(UOp.group(*stores).end(*[a for a in column.ranges if a.arg[1] in (AxisType.LOOP, AxisType.UPCAST)]))
+    repeated = [a for a in column.ranges if a.arg[1] in (AxisType.LOOP, AxisType.UPCAST)]
+    kept = kept.after(UOp.group(*stores).end(*repeated))
     part = kept[own(AxisType.REDUCE, AxisType.UNROLL, 2)[0]]
     sums = UOp.placeholder((lanes,), dtypes.float32, 100, shared)
     sums = sums.after(end(sums[lane].store(fold(part * part))))

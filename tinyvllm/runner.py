@@ -20,7 +20,7 @@ OFTEN = 16   # times that a shape is met before it is worth a capture of its own
 
 
 def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int, dtype: DType, left: int,
-                    devices: Any) -> list:
+                    device: Any = None) -> list:
   """For each layer K, (num_blocks, n_kv_heads, head_dim, block_size), and V, its last axes the other way round, as the
   kernels read them. num_blocks, of which block 0 takes padding's writes, is the override, or what fits `left` bytes, at
   most what max_num_seqs sequences of max_model_len can use. Raises ValueError where not one such sequence fits."""
@@ -44,7 +44,7 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
              f"tokens, {num_blocks * size / 2**30:.2f} GiB: {tokens / max_model_len:.1f} sequences of {max_model_len}")
   def new(*axes):
     heads = model.num_key_value_heads
-    return Tensor.empty(num_blocks, heads, *axes, dtype=dtype, device=devices).contiguous().realize()
+    return Tensor.empty(num_blocks, heads, *axes, dtype=dtype, device=device).contiguous().realize()
   return [[new(model.head_dim, BS), new(BS, model.head_dim)] for _ in range(model.num_hidden_layers)]
 
 
@@ -68,10 +68,14 @@ class Runner:
   def __init__(self, model: Llama, shape: ModelConfig, config: EngineConfig, max_model_len: int, left: int):
     self.model = model
     self.jit: Any = functools.partial if config.enforce_eager else TinyJit   # of a computation; eager: itself
-    self.rope = rope_table(shape, max_model_len, model.devices)
+    self.devices = model.devices
+    self.rope = rope_table(shape, max_model_len, self.devices)
     self.caches = allocate_caches(shape, config, max_model_len, model.dtype, left, self.rope.device)
     self.num_blocks = int(self.caches[0][0].shape[0])
     self.overlaps = not cpu_cores()   # whether a launched step goes on while the host does other things
+    # tinygrad waits for the device whenever it reads, for all that was launched
+    self.reads_early = hasattr(Device.default, "start_reading")
+    self.start_reading: Any = getattr(Device.default, "start_reading", lambda tensor: tensor.tolist)
     self.max_blocks = -(-max_model_len // config.block_size)
     self.max_tokens = bucket(config.max_num_batched_tokens)   # type: ignore[arg-type]   # by now a number
     # Of logits, but where a prompt's are wanted
@@ -101,7 +105,7 @@ class Runner:
     self.met[exact] += 1
     return best if self.sizes or self.met[exact] <= OFTEN and best.cost() < 2 * exact.cost() else exact
 
-  def launch(self, step: Step) -> Callable[[], tuple[Step, list[int], list]]:
+  def launch(self, step: Step) -> Callable[[], tuple]:
     """Start a step. What it returns waits for its end, and gives the step, the ids that its rows of logits chose, and
     what top_logprobs says of each, if it was asked for."""
     started = time.perf_counter()
@@ -119,15 +123,17 @@ class Runner:
       for row, block_table in self.known.items(): tables[row, :len(block_table)] = block_table
       upload(self.table, tables)
     upload(words, step.array)
-    # With memory in common, devices that share a step would wait for each other's every kernel
-    apart = len(self.model.devices) > 1 and step.shape.tokens <= 64
-    with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8, NO_MEMORY_PLANNER=int(apart)): ids, logprobs = graph()   # 8: WebGPU's
+    # Where results take the place of others, devices that read them wait for each other. Few tokens need little memory
+    apart = len(self.devices) > 1 and step.shape.tokens <= 64
+    with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8, NO_MEMORY_PLANNER=int(apart)):   # 8: WebGPU's
+      ids, logprobs = graph()
     if graph.cnt == 2:   # that call has captured it
       # which may have left any of the devices the current one, in whose stream it then runs
-      for name in reversed(self.model.devices): Device[name].synchronize()
+      for name in reversed(self.devices): Device[name].synchronize()
       logger.log(10 if self.sizes else 20, f"captured a step of {step.shape.tokens} tokens in "
                  f"{time.perf_counter() - started:.1f} s, {num_compiled() - known} new kernels")
-    return lambda: (step, ids.tolist(), logprobs.tolist())
+    reads = [self.start_reading(tensor) for tensor in (ids, logprobs)]
+    return lambda: (step, *[read() for read in reads])
 
   def _compute(self, words: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
     """The graph. Returns the ids of all rows of logits, (S,), and what top_logprobs says of them, or of none."""

@@ -76,43 +76,43 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
     if layout is None: return take(f"{name}.weight", *shape)
     return formats.read(name, shape, layout, {x: entry[-1] for x, entry in maps.items()}, take)
 
-  def place_one(part, array, kind, device):
-    array = np.ascontiguousarray(array)
-    stored = to_device(array, kind, device)
-    size = max(array.nbytes, stored.nbytes())   # it is brought as it is, and then cast
-    check(size <= largest_tensor(), f"{folder}: {', '.join(part.sources)}: {size} bytes, of "
-          f"{largest_tensor()} that this device takes in one tensor: choose another one, as in DEV=CPU")
-    return stored.realize()
-
-  def place(part, arrays, kind=compute):
-    tensors = [place_one(part, *of_one) for of_one in zip(arrays, [kind] * count, model.devices, strict=True)]
-    return tensors[0] if count == 1 else Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()
-
-  def shares(w, axis):
+  def shares(w, axis):   # a device's each
     if axis is None or count == 1: return [w] * count
     if axis == 1 and w.ndim == 1: return [w] + [np.zeros_like(w)] * (count - 1)   # a bias, added once
     return np.split(w, count, axis) if isinstance(w, np.ndarray) else formats.split(w, count, axis)
 
+  def joined(part, matrices):   # of a device, as it computes with them
+    w = matrices[0] if len(matrices) == 1 else (formats.joined if formats else np.concatenate)(matrices)
+    inner = part not in (model.embed_tokens, model.lm_head)
+    if bits and inner and w.ndim > 1: w = formats.quantize(w, bits if w.shape[1] % 8 == 0 else 8)   # eight to a word
+    return formats.dequantized(w) if part is model.embed_tokens and not isinstance(w, np.ndarray) else w
+
+  def place(part, arrays, kind=compute):   # one for each device
+    tensors = []
+    for array, device in zip(map(np.ascontiguousarray, arrays), model.devices, strict=True):
+      stored = to_device(array, kind, device)
+      size = max(array.nbytes, stored.nbytes())   # it is brought as it is, and then cast
+      check(size <= largest_tensor(), f"{folder}: {', '.join(part.sources)}: {size} bytes, of "
+            f"{largest_tensor()} that this device takes in one tensor: choose another one, as in DEV=CPU")
+      tensors.append(stored.realize().uop)
+    return Tensor(tensors[0]) if count == 1 else Tensor(UOp.mstack(*tensors)).clone().realize()
+
   for part in helpers.tqdm(model.parts(), desc="loading weights", disable=None):
     for kind, tensor in nn.state.get_state_dict(part).items():   # its weight, its bias
-      rows_of, columns = count if part.axis == 0 else 1, []
-      if tensor.ndim > 1: columns = [tensor.numel() // sum(part.sources.values()) * (count if part.axis == 1 else 1)]
+      above, beside = [count if part.axis == axis else 1 for axis in range(2)]   # as many as it in the files
+      columns = [tensor.numel() // sum(part.sources.values()) * beside] if tensor.ndim > 1 else []
       read_one = take_matrix if columns else lambda name, *shape, kind=kind: take(f"{name}.{kind}", *shape)
-      matrices = [shares(read_one(name, rows * rows_of, *columns), part.axis) for name, rows in part.sources.items()]
-      weights = [x[0] if len(x) == 1 else (formats.joined if formats else np.concatenate)(x)
-                 for x in zip(*matrices, strict=True)]   # by devices
-      if bits and columns and part not in (model.embed_tokens, model.lm_head):
-        weights = [formats.quantize(w, bits if w.shape[1] % 8 == 0 else 8) for w in weights]   # a word has 4 bits of eight
-      if part is model.embed_tokens: weights = [w if isinstance(w, np.ndarray) else formats.dequantized(w) for w in weights]
+      matrices = [shares(read_one(name, rows * above, *columns), part.axis) for name, rows in part.sources.items()]
+      weights = [joined(part, own) for own in zip(*matrices, strict=True)]
       if isinstance(weights[0], np.ndarray) or not isinstance(part, Linear):
         tensor.replace(place(part, [pack(w, tensor.shape) for w in weights]))   # type: ignore[arg-type]
         continue
       order = weights[0].order
       shape = stored_shape(len(weights[0].q), len(order), compute)
       part.weight = place(part, [pack_numbers(w.q, shape) for w in weights], None)
-      for terms in zip(*[(w.scale, w.offset) for w in weights], strict=True):
-        if terms[0] is None: continue
-        part.scales.append(place(part, [pack(x, scales_shape(shape, x.shape[1])) for x in terms], None))
+      for terms in zip(*[w[1:3] for w in weights], strict=True):   # scales, and offsets if there are any
+        if terms[0] is not None:
+          part.scales.append(place(part, [pack(x, scales_shape(shape, x.shape[1])) for x in terms], None))
       if (np.diff(order) != 1).any(): part.order = place(part, [order.astype(np.int32)] * count, None)
   rest = [name for name in maps if name != "lm_head.weight" and not name.endswith((".inv_freq", ".weight_shape"))
           and not (layouts and name.endswith(".bias") and not np.memmap(*maps[name]).any())]   # derived, or nothing

@@ -18,5 +18,8 @@ def extend(compiler: str) -> None:
     Device.default.graph = Device.default.graph or CPUGraph
     CPUAllocator._alloc = allocate   # type: ignore[method-assign]
     patch_exp2()
-  if Device.DEFAULT == "CUDA": Device.default.graph = importlib.import_module(f"{__name__}.cuda").RangedGraph
+  if Device.DEFAULT == "CUDA":
+    cuda = importlib.import_module(f"{__name__}.cuda")
+    Device.default.graph = cuda.RangedGraph
+    Device.default.start_reading = cuda.start_reading   # type: ignore[attr-defined]   # the engine looks for it
   patch_tinygrad(compiler)

@@ -222,6 +222,9 @@ class Watch:
                                (Buffer, "as_memoryview", self._timed("wait", Buffer.as_memoryview)),
                                (self.llm, "advance", self._record)):
       self._stack.enter_context(patch.object(owner, name, value))
+    reading = self.llm.runner.start_reading
+    timed_reading = patch.object(self.llm.runner, "start_reading", lambda x: self._timed("wait", reading(x)))
+    self._stack.enter_context(timed_reading)
     return self
 
   def __exit__(self, *error) -> None: self._stack.close()
