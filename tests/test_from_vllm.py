@@ -24,7 +24,7 @@ VLLM = {"tokenizer": None, "tokenizer_mode": "auto", "skip_tokenizer_init": Fals
         "max_seq_len_to_capture": 8192, "disable_log_stats": True, "pipeline_parallel_size": 1, "enable_lora": False,
         "distributed_executor_backend": None, "speculative_config": None, "task": "generate", "runner": "auto",
         "max_num_seqs": 4, "max_num_batched_tokens": 8, "block_size": 16, "enable_prefix_caching": True}
-OTHERS = {"tensor_parallel_size": 2, "tokenizer": "other", "kv_cache_dtype": "fp8",
+OTHERS = {"pipeline_parallel_size": 2, "tokenizer": "other", "kv_cache_dtype": "fp8",
           "enable_chunked_prefill": False, "cpu_offload_gb": 4, "enable_lora": True, "load_format": "gguf",
           "skip_tokenizer_init": True, "task": "embed"}
 
@@ -150,8 +150,8 @@ def test_its_commands_flags_are_taken(folder, capfd):
   flags = ["--trust-remote-code", "--tensor-parallel-size", "1", "--kv-cache-dtype", "auto", "--swap-space", "4",
            "--enable-chunked-prefill", "--cpu-offload-gb", "0", "--dtype", "float", "--max-tokens", "4"]
   assert main(["generate", "the cat", "--model", str(folder), *flags]) == 0
-  assert main(["generate", "the cat", "--model", str(folder), "--tensor-parallel-size", "2"]) == 1
-  assert "tensor_parallel_size=2 is not supported, only 1" in capfd.readouterr().err
+  assert main(["generate", "the cat", "--model", str(folder), "--pipeline-parallel-size", "2"]) == 1
+  assert "pipeline_parallel_size=2 is not supported, only 1" in capfd.readouterr().err
 
 
 def test_the_version_is_told():
