@@ -90,8 +90,9 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
 
   def shares(w, axis):
     if axis is None or count == 1: return [w] * count
+    if not isinstance(w, np.ndarray): return formats.split(w, count, axis)
     if axis == 1 and w.ndim == 1: return [w] + [np.zeros_like(w)] * (count - 1)   # a bias, added once
-    return np.split(w, count, axis) if isinstance(w, np.ndarray) else formats.split(w, count, axis)
+    return np.split(w, count, axis)
 
   for part in helpers.tqdm(model.parts(), desc="loading weights", disable=None):
     for kind, tensor in nn.state.get_state_dict(part).items():   # its weight, its bias
