@@ -335,6 +335,7 @@ class LogitsRecorder:
     self.engine, self.model, V = engine, engine.runner.model, engine.model_config.vocab_size
     rows = range(1, 2 * engine.config.max_num_seqs)   # a power of two
     self.kept = {n: Tensor.zeros(n, V).contiguous().realize() for n in rows}   # by the rows that a graph samples
+    self.devices = self.model.devices
     engine.runner.model = self
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:

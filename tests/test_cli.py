@@ -194,7 +194,7 @@ def test_help_names_every_option(capsys):
   text = capsys.readouterr().out
   flags = {"--" + f.name.replace("_", "-") for f in [*fields(EngineConfig), *fields(SamplingParams)]}
   for flag in flags - {"--n"}: assert re.search(rf"^  {flag}(,.*| .*)?\n? +.*[a-z]", text, re.M), flag
-  assert "The engine's limits" in text and "{fcfs,priority}" in text and "--tensor-parallel-size" not in text
+  assert "The engine's limits" in text and "{fcfs,priority}" in text and "--pipeline-parallel-size" not in text
   assert "--n " not in text, "a stream to a terminal is one text"
 
 

@@ -659,7 +659,7 @@ def test_the_length_that_an_error_at_start_names_does_fit(tmp_path, monkeypatch)
 def pool_in(llm):
   """How many blocks, block 0 among them, are made of so many free bytes for texts of 8 blocks."""
   def pool_in(free):
-    caches = allocate_caches(llm.model_config, EngineConfig(block_size=BS), 8 * BS, dtypes.float32, free)
+    caches = allocate_caches(llm.model_config, EngineConfig(block_size=BS), 8 * BS, dtypes.float32, free, None)
     return caches[0][0].shape[0]
   return pool_in
 

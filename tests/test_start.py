@@ -35,12 +35,14 @@ def files(folder): return [path for path in folder.rglob("*") if path.is_file()]
 def test_a_trace_of_one_layer_serves_others_only_if_it_reads_all_that_is_theirs():
   weights = [Tensor.full((4,), float(i)).contiguous().realize() for i in range(3)]
   x = Tensor.ones(4).contiguous().realize()
-  traced = function(lambda x: (x + weights[0], x * 2), precompile=True, allow_implicit=True)(x)[0].uop.src[0]
+  def layer(x): return x + weights[0], x - weights[0]
+  call = function(layer, precompile=True, allow_implicit=True)(x)[0].uop.src[0]
 
   def of(weight): return {x.uop: x.uop, weights[0].uop.buf_uop: weight.uop.buf_uop}
-  for i, weight in enumerate(weights): assert with_inputs(traced, of(weight))[0].tolist() == [i + 1.0] * 4
+  for i, weight in enumerate(weights):
+    assert [y.tolist() for y in with_inputs(call, of(weight))] == [[1.0 + i] * 4, [1.0 - i] * 4]
   with pytest.raises(AssertionError, match="not given"):
-    with_inputs(traced, {weights[1].uop.buf_uop: weights[2].uop.buf_uop})
+    with_inputs(call, {weights[1].uop.buf_uop: weights[2].uop.buf_uop})
 
 
 # kernels from files
@@ -228,9 +230,9 @@ def test_on_a_cpu_the_pool_is_the_same_at_the_next_start_and_so_are_the_kernels(
     rms_norm_eps=1e-5, num_key_value_heads=3, max_position_embeddings=2**18,
     architectures=["LlamaForCausalLM"]), Path())
   made = []
-  monkeypatch.setattr("tinyvllm.runner.Tensor.empty", lambda *shape, **kind: made.append(shape) or Tensor(0.0))
+  monkeypatch.setattr("tinyvllm.runner.Tensor.empty", lambda *shape, **_: made.append(shape) or Tensor(0.0))
   config = EngineConfig(max_num_seqs=1024)
-  for gib_left in (20, 17.3): allocate_caches(shape, config, length, dtypes.float16, int(gib_left * 2**30))
+  for gib_left in (20, 17.3): allocate_caches(shape, config, length, dtypes.float16, int(gib_left * 2**30), None)
   assert len({tuple(made[:60]), tuple(made[60:])}) == 1
   blocks, heads, dim, size = made[0]
   assert 0.9 * gib * 2**30 <= 60 * blocks * heads * dim * size * 2 <= 1.02 * gib * 2**30

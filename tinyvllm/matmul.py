@@ -158,8 +158,11 @@ def rows_kernel(out: UOp, ids: UOp, weight: UOp) -> UOp:
   """out: (T, K). ids: (T,). weight: W, (N, K), as it is stored."""
   t, k = axes(0, *out.shape)
   plain = weight.permute(helpers.argsort(STORED[weight.ndim])).reshape(-1, out.shape[1])
-  row = ids[t].load().cast(dtypes.weakint)
-  return kernel_of("rows", out[t, k].store(plain[row.valid((row >= 0) & (row < plain.shape[0])), k].cast(out.dtype)))
+  row = ids[t].load()
+  last = plain.shape[0] - 1
+  value = plain[row.maximum(0).minimum(last).cast(dtypes.weakint), k].cast(out.dtype)
+  # Not row.valid(…): of a lone row tinygrad 0.14 drops that condition
+  return kernel_of("rows", out[t, k].store(((row >= 0) & (row <= last)).where(value, value.const_like(0))))
 
 
 def split(rest: tuple[UOp, ...]) -> tuple[list[UOp], list[UOp]]:

@@ -78,8 +78,9 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
 
   def shares(w, axis):   # a device's each
     if axis is None or count == 1: return [w] * count
+    if not isinstance(w, np.ndarray): return formats.split(w, count, axis)
     if axis == 1 and w.ndim == 1: return [w] + [np.zeros_like(w)] * (count - 1)   # a bias, added once
-    return np.split(w, count, axis) if isinstance(w, np.ndarray) else formats.split(w, count, axis)
+    return np.split(w, count, axis)
 
   def joined(part, matrices):   # of a device, as it computes with them
     w = matrices[0] if len(matrices) == 1 else (formats.joined if formats else np.concatenate)(matrices)

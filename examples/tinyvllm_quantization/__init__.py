@@ -122,9 +122,10 @@ def joined(matrices: list[Any]) -> Any:
 
 def split(w: Quantized, count: int, axis: int) -> list[Any]:
   """Equal parts by outputs (axis 0) or by inputs (1); these in 16 bits where inputs are in another order, or a part's
-  end is within a group."""
+  end is within a group or, of 4 bits, a word of eight."""
   groups = w.scale.shape[1]
-  if axis == 1 and ((np.diff(w.order) != 1).any() or groups > 1 and groups % count):
+  within = groups > 1 and groups % count or w.q.dtype == np.uint8 and len(w.order) // count % 8
+  if axis == 1 and ((np.diff(w.order) != 1).any() or within):
     logger.warning("a matrix stays in 16 bits: its groups cannot be split by tensor_parallel_size=%d", count)
     return np.split(dequantized(w), count, 1)
   def cut(x):
