@@ -68,14 +68,15 @@ def logprobs_of(logits):
   return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def check(model, count, folder=None, **options):
-  """Devices that share a model give the reference's greedy ids with its log probabilities. folder: of a model in
-  float32 that says the same. Returns the engine."""
+def check(model, count, folder=None, close=False, **options):
+  """Devices that share a model give the reference's greedy ids, and if asked, as that takes a second to capture, its
+  log probabilities. folder: of a model in float32 that says the same. Returns the engine."""
   llm = LLM(model, **{**SMALL, **options}, tensor_parallel_size=count)
-  outputs = llm.generate([tokens(ids) for ids in JOBS], greedy(5, logprobs=0), use_tqdm=False)
+  outputs = llm.generate([tokens(ids) for ids in JOBS], greedy(5, logprobs=0 if close else None), use_tqdm=False)
   for job, output in zip(JOBS, outputs, strict=True):
     ids = ids_of(output)
     assert ids == reference_greedy(folder or model, job, 5)
+    if not close: continue
     expected = logprobs_of(reference_logits(folder or model, [*job, *ids])[len(job) - 1:-1])
     got = [of[i].logprob for i, of in zip(ids, output.outputs[0].logprobs, strict=True)]
     np.testing.assert_allclose(got, expected[np.arange(5), ids], atol=1e-4)
@@ -123,7 +124,7 @@ def random_model(rng):
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(12)])
 def test_models_of_random_sizes_say_what_numpy_says(tmp_path, seed):
   config, count = random_model(random.Random(seed))
-  check(tiny_model(tmp_path, seed, **config), count)
+  check(tiny_model(tmp_path, seed, **config), count, close=True)
 
 
 @pytest.mark.slow
@@ -196,7 +197,7 @@ def test_a_published_format_is_split_or_said_to_stay_in_16_bits(tmp_path, caplog
   group = FORMATS[name][3]
   whole = ["o_proj", "down_proj"] if "act-order" in name else ["down_proj"] if group == 32 else []
   in_16_bits(plain, whole)
-  with caplog.at_level("WARNING", "tinyvllm"): llm = check(quantized, 2, plain)
+  with caplog.at_level("WARNING", "tinyvllm"): llm = check(quantized, 2, plain, close=True)
   said = [x.getMessage() for x in caplog.records if "stays in 16 bits" in x.getMessage()]
   assert len(said) == 2 * len(whole) and all("tensor_parallel_size=2" in x for x in said), said
   for layer in llm.runner.model.layers:
