@@ -23,6 +23,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from starlette.routing import Mount, Route, Router
+from tinygrad import Device
 
 from tinyvllm import SamplingParams
 from tinyvllm.config import NO_EFFECT, EngineConfig, ModelConfig, Options, check, effective, kind_of
@@ -137,6 +138,7 @@ class Ingress:
   """What takes requests. limit: bytes of a body, of which no more is passed on than shows that there are too many."""
   def __init__(self, replicas: Any, limit: int):
     self.replicas = replicas   # Serve's handle
+    self.http = replicas.options(method_name="http", stream=True)
     self.limit = limit
 
   async def metrics(self, request: Request) -> Response:
@@ -153,8 +155,7 @@ class Ingress:
       if message["type"] == "http.disconnect": return
       if len(body) <= self.limit: body += message.get("body", b"")
     key = conversation(body) if scope["method"] == "POST" else b""
-    handle = self.replicas.options(method_name="http", stream=True)
-    answer = handle.remote(key, {name: scope[name] for name in SCOPE if name in scope}, body)
+    answer = self.http.remote(key, {name: scope[name] for name in SCOPE if name in scope}, body)
     begun = False
     try:
       async for messages in answer:
@@ -196,8 +197,10 @@ def app(args: dict[str, Any]) -> Any:
     folder = str(pathlib.Path(folder).expanduser().resolve())   # a replica is elsewhere
     ModelConfig.load(pathlib.Path(folder))
   seqs = engine.get("max_num_seqs", EngineConfig.max_num_seqs)
+  # `serve run` asks before Ray is there, and then this machine is what is known
+  any_gpu = ray.cluster_resources().get("GPU") if ray.is_initialized() else Device.DEFAULT in ("AMD", "CUDA", "NV")
   gpus = own.gpus_per_replica
-  if gpus is None: gpus = engine.get("tensor_parallel_size", 1) if ray.cluster_resources().get("GPU") else 0
+  if gpus is None: gpus = int(engine.get("tensor_parallel_size", 1)) if any_gpu else 0
   copies: dict[str, Any] = {"num_replicas": own.num_replicas or 1}
   if own.max_replicas:
     copies = {"autoscaling_config": {"min_replicas": own.min_replicas or 1, "max_replicas": own.max_replicas,
@@ -254,4 +257,6 @@ def main(argv: list[str] | None = None) -> int:
   return 0
 
 
-if __name__ == "__main__": sys.exit(main())
+if __name__ == "__main__":
+  import ray_serve   # as which the replicas and Ray's own commands know what is here
+  sys.exit(ray_serve.main())
