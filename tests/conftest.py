@@ -26,7 +26,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
   """What -n auto stands for: as most of a run is compiling, on one core a process, two processes take turns with the
   files. Alone, in this process: one file, lanes that fill a machine as it is, and a device that is no CPU."""
   one_file = len(config.args) == 1 and ".py" in config.args[0]
-  alone = one_file or config.option.markexpr in ("backend", "model", "slow") or Device.DEFAULT != "CPU"
+  alone = one_file or config.option.markexpr in ("backend", "model", "ray", "slow") or Device.DEFAULT != "CPU"
   return 0 if alone else min(2, os.cpu_count() or 1)
 
 

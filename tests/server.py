@@ -41,14 +41,15 @@ def events(lines: Iterable[str]) -> Iterator[Any]:
 class Server:
   """`Server(model, "--max-queue", "2")` starts one and waits until it answers; `ready=False` only until it listens.
   Its stderr goes to a file, `log` is its text. As a context manager it is terminated at the end. `environment`: more
-  variables for it; `before`: Python that it runs first, to put a fault in."""
+  variables for it; `before`: Python that it runs first, to put a fault in; `script`: one that serves in place of
+  `tinyvllm serve`, and takes its options."""
   def __init__(self, model: str | os.PathLike | None = None, *options: Any, ready: bool = True, before: str = "",
-               environment: dict[str, str] | None = None, seconds: float = 120.0):
+               environment: dict[str, str] | None = None, seconds: float = 120.0, script: str = ""):
     self.folder = tempfile.TemporaryDirectory(prefix="tinyvllm-server-")
     self.stderr_file, self.url = Path(self.folder.name) / "stderr.txt", ""
     code = f"{before}\nimport sys, tinyvllm_cli\nsys.exit(tinyvllm_cli.main())"
-    run = ["-c", code] if before else ["-m", "tinyvllm"]
-    command = [sys.executable, *run, "serve", *([str(model)] if model else []), "--port", "0"]
+    run = [script] if script else [*(["-c", code] if before else ["-m", "tinyvllm"]), "serve"]
+    command = [sys.executable, *run, *([str(model)] if model else []), "--port", "0"]
     with open(self.stderr_file, "wb") as file:
       self.process = subprocess.Popen(
         [*command, *map(str, options)], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file,
@@ -63,7 +64,7 @@ class Server:
       raise
 
   def _listens(self) -> str:
-    found = re.search(r"Uvicorn running on (http://[^\s]*:\d+)", self.log)
+    found = re.search(r"(?:Uvicorn|tinyvllm:) running on (http://[^\s]*:\d+)", self.log)
     assert found or self.process.poll() is None, f"the server ended with exit code {self.process.poll()}"
     return found[1] if found else ""
 
