@@ -5,8 +5,8 @@
 A replica is the server's app over an engine of its own. Before the replicas stands an ingress, which reads a request,
 passes it to the replica that its conversation belongs to, and passes back what that says, as it comes. Nothing of a
 request is kept here: one whose replica dies gets a 503, and is cut off where its answer had begun."""
-import argparse, asyncio, contextlib, dataclasses, hashlib, json, os, pathlib, random, re, signal, socket
-import sys
+import argparse, asyncio, contextlib, dataclasses, hashlib, json, os, pathlib, random, re, signal
+import socket, sys
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, get_args
 
@@ -162,7 +162,6 @@ class Ingress:
       if len(body) <= self.options.max_body_size: body += message.get("body", b"")
     key = conversation(bytes(body)) if scope["method"] == "POST" else b""
     answer = self.http.remote(key, {name: scope[name] for name in SCOPE if name in scope}, bytes(body))
-
     begun = ended = False
 
     async def pass_on() -> None:
