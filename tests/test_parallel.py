@@ -552,7 +552,7 @@ def test_more_gpus_than_there_are_are_refused_and_so_are_those_that_cannot_read_
   monkeypatch.setattr(cuda, "cuDeviceCanAccessPeer", can_access)
   with pytest.raises(ValueError, match="^tensor_parallel_size=4: there are 3 CUDA devices here: at most that"):
     device.open_peers(4)
-  with pytest.raises(ValueError, match="^tensor_parallel_size=2: CUDA:1 cannot read CUDA's memory .*: 1 would do"):
+  with pytest.raises(ValueError, match="^tensor_parallel_size=2: CUDA:1 cannot read CUDA's memory .*; 1 will do"):
     device.open_peers(2)
   cannot.clear()
   asked.clear()

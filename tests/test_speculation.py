@@ -348,6 +348,12 @@ def watch_drafts(engine, model):
   engine.speculation.fill = watched
 
 
+@pytest.fixture(autouse=True)
+def wide_registers(monkeypatch):
+  """How many drafts are worth their time hangs on the CPU: here it has AVX-512's registers, whatever this one has."""
+  monkeypatch.setattr("tinyvllm_speculation.cpu_sums", lambda: 8)
+
+
 @pytest.fixture
 def fake(words_folder, monkeypatch):
   """fake(...): an engine with such a device and its model."""
