@@ -434,3 +434,14 @@ def run_to_end(engine: Any, limit: int) -> dict[str, Any]:
     for output in engine.step(): last[output.request_id] = output
     check_invariants(engine)
   raise AssertionError(f"not finished after {limit} steps")
+
+
+def set_overlap(monkeypatch: Any, runner: Any, overlaps: str) -> None:
+  """overlaps: "overlapped", "early" or neither: a step is read after the next one is packed, or launched, as CUDA can.
+  What a CPU has computed is copied at once, or that would be overwritten."""
+  def start_reading(tensor):
+    values = tensor.tolist()
+    return lambda: values
+  monkeypatch.setattr(runner, "overlaps", bool(overlaps))
+  monkeypatch.setattr(runner, "reads_early", overlaps == "early")
+  if overlaps == "early": monkeypatch.setattr(runner, "start_reading", start_reading)

@@ -17,6 +17,7 @@ from reference import (
   reference_greedy,
   reference_logits,
   same_outputs,
+  set_overlap,
   tiny_model,
   until,
   work_of,
@@ -201,27 +202,33 @@ def test_steps_that_overlap_tell_the_same_story(any_llm, monkeypatch):
     (9, SamplingParams(seed=3, max_tokens=10, ignore_eos=True)),
     (12, SamplingParams(seed=4, max_tokens=7, top_k=5)), (6, greedy(9, stop=["e", "no"])), (17, greedy(20)))]
   expected = any_llm.generate(*map(list, zip(*jobs, strict=True)))
-  monkeypatch.setattr(any_llm.runner, "overlaps", True)
-  same_outputs(any_llm.generate(*map(list, zip(*jobs, strict=True))), expected)
+  for overlaps in ("early", "overlapped"):
+    set_overlap(monkeypatch, any_llm.runner, overlaps)
+    same_outputs(any_llm.generate(*map(list, zip(*jobs, strict=True))), expected)
   for job, output in zip(jobs, expected, strict=True):   # alone, and as a stream
     same_outputs(any_llm.generate(*job), [output])
     assert "".join(x.outputs[0].text for x in any_llm.generate_stream(*job)) == output.outputs[0].text
   check_invariants(any_llm)
 
 
-def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_recorded(llm, monkeypatch):
-  told, launch, record = [], llm.runner.launch, llm._record
-  monkeypatch.setattr(llm.runner, "overlaps", True)
-  monkeypatch.setattr(llm.runner, "launch", lambda step: (told.append("launch"), launch(step))[1])
-  monkeypatch.setattr(llm, "_record", lambda *args: (told.append("record"), record(*args))[1])
+@pytest.mark.parametrize("overlaps,order", [("overlapped", ["read", "launch", "record"]),
+                                            ("early", ["launch", "read", "record"])])
+def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_recorded(llm, monkeypatch, overlaps, order):
+  set_overlap(monkeypatch, llm.runner, overlaps)
+  told, record = [], llm._record
+  def noted(name, call): return lambda *args: (told.append(name), call(*args))[1]
+  launch = noted("launch", llm.runner.launch)
+  monkeypatch.setattr(llm.runner, "launch", lambda step: noted("read", launch(step)))
+  monkeypatch.setattr(llm, "_record", noted("record", record))
   before = llm.get_metrics()
   llm.generate(tokens(*prompt(5)), greedy(4))
-  assert told == ["launch", *["launch", "record"] * 3, "record"], "a record is of the step before"
+  assert told == ["launch", *order * 3, "read", "record"], "a record is of the step before"
   assert llm.get_metrics()["generation_tokens"] - before["generation_tokens"] == 4
 
 
-def test_an_aborted_request_leaves_an_overlapped_step_without_a_trace(llm, folder, monkeypatch):
-  monkeypatch.setattr(llm.runner, "overlaps", True)
+@pytest.mark.parametrize("overlaps", ["overlapped", "early"])
+def test_an_aborted_request_leaves_an_overlapped_step_without_a_trace(llm, folder, monkeypatch, overlaps):
+  set_overlap(monkeypatch, llm.runner, overlaps)
   for i in range(3): llm.add_request(f"r{i}", tokens(*prompt(5, i)), greedy(8))
   for _ in range(3): llm.step()
   llm.abort_request("r1")

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from reference import ENGINE, check_invariants, reference_greedy, same_outputs
+from reference import ENGINE, check_invariants, reference_greedy, same_outputs, set_overlap
 
 import tinyvllm.engine
 from tinyvllm import LLM, SamplingParams
@@ -35,7 +35,8 @@ def prompt(length, *salt):
   return [rng.randrange(259, 320) for _ in range(length)]
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+@pytest.fixture(params=["", "overlapped", pytest.param("early", marks=pytest.mark.slow)],
+                ids=["plain", "overlapped", "early"])
 def overlaps(request): return request.param
 
 
@@ -46,7 +47,7 @@ def folder(words_folder): return words_folder
 @pytest.fixture
 def engine(words_llm, monkeypatch, overlaps):
   """With room for all."""
-  monkeypatch.setattr(words_llm.runner, "overlaps", overlaps)
+  set_overlap(monkeypatch, words_llm.runner, overlaps)
   yield words_llm
   for name in list(words_llm.requests): words_llm.abort_request(name)   # one test fails, not all behind it
 
@@ -58,7 +59,7 @@ def small_words_llm(folder): return LLM(folder, num_gpu_blocks_override=13, **EN
 @pytest.fixture
 def small_engine(small_words_llm, monkeypatch, overlaps):
   """With 12 blocks of 4 tokens."""
-  monkeypatch.setattr(small_words_llm.runner, "overlaps", overlaps)
+  set_overlap(monkeypatch, small_words_llm.runner, overlaps)
   yield small_words_llm
   for name in list(small_words_llm.requests): small_words_llm.abort_request(name)
 

@@ -121,6 +121,7 @@ def as_stored(cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 CASES = {   # tokens, K/V heads, groups, head_dim, the longest context, sequences
   "decode": (8, 2, 4, 64, 100, 8), "one token": (1, 2, 4, 64, 70, 1), "no groups": (16, 4, 1, 128, 60, 16),
+  "few without groups": (4, 2, 1, 64, 150, 4),
   "three groups": (4, 3, 3, 64, 40, 4), "many groups": (2, 1, 12, 32, 40, 2), "narrow": (4, 2, 2, 24, 40, 4),
   "a chunk": (64, 2, 2, 64, 64, 1), "a long chunk": (128, 1, 4, 32, 130, 1), "chunks": (128, 2, 1, 64, 90, 3)}
 if SLOW: CASES = {name: (min(T, 4), min(KV, 2), min(G, 3), D // 4, min(longest, 20), min(R, 2))

@@ -23,7 +23,8 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
                     device: Any = None) -> list:
   """For each layer K, (num_blocks, n_kv_heads, head_dim, block_size), and V, its last axes the other way round, as the
   kernels read them. num_blocks, of which block 0 takes padding's writes, is the override, or what fits `left` bytes, at
-  most what max_num_seqs sequences of max_model_len can use. Raises ValueError where not one such sequence fits."""
+  most what max_num_seqs sequences of max_model_len can use. n_kv_heads, left: of each device, where there are several.
+  Raises ValueError where not one such sequence fits."""
   BS = config.block_size
   part = model.num_key_value_heads * model.head_dim * BS * dtype.itemsize   # bytes of a block in one tensor, and in all
   size = 2 * model.num_hidden_layers * part
@@ -64,7 +65,7 @@ def zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32
 
 
 class Runner:
-  """left: bytes of the device that the caches may take."""
+  """shape: of what each device has of the model. left: bytes of each device that the caches may take."""
   def __init__(self, model: Llama, shape: ModelConfig, config: EngineConfig, max_model_len: int, left: int):
     self.model = model
     self.jit: Any = functools.partial if config.enforce_eager else TinyJit   # of a computation; eager: itself

@@ -52,9 +52,9 @@ def to_device(array: np.ndarray, compute: dtype.DType | None, device: str) -> Te
 
 
 def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quantization: str | None = None) -> None:
-  """Fill the model's tensors. compute: the type of what is computed with them. quantization: what is made of the
-  layers' matrices, "int8" or "int4", or what they are. Raises ValueError naming the file and the tensor that is
-  missing, surplus or misshapen."""
+  """Fill the model's tensors, on each of its devices with that one's part. compute: the type of what is computed with
+  them. quantization: what is made of the layers' matrices, "int8" or "int4", or what they are. Raises ValueError naming
+  the file and the tensor that is missing, surplus or misshapen."""
   count = len(model.devices)
   published = read_json(folder / "config.json").get("quantization_config") or {}
   formats: Any = importlib.import_module("tinyvllm_quantization") if published or quantization else None
