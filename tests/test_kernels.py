@@ -53,6 +53,14 @@ def test_linear_equals_numpy_for_every_bucket(inputs, outputs, kind):
     if i % 2 == 0: close(layer(on_device(x)), expected, KINDS[kind][1])
 
 
+@pytest.mark.skipif(not TENSOR_CORES, reason="only theirs are shared like this")
+@pytest.mark.parametrize("inputs", [96, 160])
+def test_warps_share_a_sum_that_does_not_divide(inputs):
+  layer, weight = linear(inputs, 32, "float16")
+  x = normal(128, inputs, kind="float16")
+  close(layer(on_device(x), dtype=dtypes.float32), x.astype(np.float32) @ weight.T, KINDS["float16"][1])
+
+
 @kinds
 def test_a_bias_is_added(kind):
   layer, weight = linear(64, 48, kind, bias=True)

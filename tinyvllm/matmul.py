@@ -201,7 +201,8 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   n_tiles = gcd(N16, n_tiles)
   rounds: Any = -(-K32 // shares)   # of a warp, as even as can be: the last one's may be less
   shares = -(-K32 // rounds)   # type: ignore[assignment]
-  steps = gcd(rounds, steps)
+  # Where one round is all, tinygrad 0.14 may lose the condition of what is too many
+  steps = gcd(rounds, steps) if rounds > steps else 1
   t, n = axes(0, -(-T // 8) // t_tiles, N16 // n_tiles, kind=AxisType.GLOBAL)
   column, row = axes(2, 4, 8, kind=AxisType.LOCAL)   # lane = row * 4 + column
   k = (axis(rounds // steps, 5) * shares + axis(shares, 4, AxisType.GROUP_REDUCE)) * steps
