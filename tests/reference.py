@@ -165,8 +165,25 @@ def rope_frequencies(config: dict[str, Any], D: int) -> np.ndarray:
   return freqs
 
 
-def reference_logits(folder: Path, ids: list[int]) -> np.ndarray:
-  """Logits (T, V) in float64 of a whole text at once, from the files in `folder`."""
+# The numbers that are not negative of 8 bits with 4 of exponent: 448 is the largest
+E4M3 = np.array([(1 + m / 8) * 2.0**(e - 7) if e else m / 8 * 2.0**-6 for e in range(16) for m in range(8)][:127])
+
+
+def in_8_bits(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+  """Of K or V, (..., D), as int8 or fp8: the numbers that are held, the bytes, and the scales, (...), if there are."""
+  x = x.astype(np.float32)
+  if kind == "int8":
+    scale = np.maximum(np.abs(x).max(-1, keepdims=True), 1e-30) / 127
+    q = np.round(x / scale)
+    return q * scale, (q + 128).astype(np.uint8), [scale[..., 0].astype(np.float32)]
+  code = np.abs(np.abs(x)[..., None] - E4M3).argmin(-1)   # of two as near the lower one
+  between = np.abs(np.abs(x) - E4M3[code]) == np.abs(np.abs(x) - E4M3[np.minimum(code + 1, 126)])
+  code = np.where(between & (code % 2 == 1), code + 1, code)
+  return np.copysign(E4M3[code], x), (code + 128 * np.signbit(x)).astype(np.uint8), []
+
+
+def reference_logits(folder: Path, ids: list[int], kept: Callable = lambda x: x) -> np.ndarray:
+  """Logits (T, V) in float64 of a whole text at once, from the files in `folder`. kept: what is cached of K, of V."""
   config, w = load(folder)
   H, T, E = config["num_attention_heads"], len(ids), config["hidden_size"]
   KV, D, eps = config.get("num_key_value_heads") or H, config.get("head_dim") or E // H, config["rms_norm_eps"]
@@ -187,7 +204,7 @@ def reference_logits(folder: Path, ids: list[int]) -> np.ndarray:
     h = norm(x, p + "input_layernorm")
     q, k, v = (linear(h, f"{p}self_attn.{n}_proj").reshape(T, -1, D) for n in "qkv")
     if p + "self_attn.q_norm.weight" in w: q, k = norm(q, p + "self_attn.q_norm"), norm(k, p + "self_attn.k_norm")
-    q, k = rotate(q), rotate(k)
+    q, k, v = rotate(q), kept(rotate(k)), kept(v)
     k, v = np.repeat(k, H // KV, 1), np.repeat(v, H // KV, 1)   # (T, H, D)
     scores = np.einsum("thd,shd->hts", q, k) / math.sqrt(D)
     scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)

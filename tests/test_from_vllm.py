@@ -24,7 +24,7 @@ VLLM = {"tokenizer": None, "tokenizer_mode": "auto", "skip_tokenizer_init": Fals
         "max_seq_len_to_capture": 8192, "disable_log_stats": True, "pipeline_parallel_size": 1, "enable_lora": False,
         "distributed_executor_backend": None, "speculative_config": None, "task": "generate", "runner": "auto",
         "max_num_seqs": 4, "max_num_batched_tokens": 8, "block_size": 16, "enable_prefix_caching": True}
-OTHERS = {"pipeline_parallel_size": 2, "tokenizer": "other", "kv_cache_dtype": "fp8",
+OTHERS = {"pipeline_parallel_size": 2, "tokenizer": "other",
           "enable_chunked_prefill": False, "cpu_offload_gb": 4, "enable_lora": True, "load_format": "gguf",
           "skip_tokenizer_init": True, "task": "embed"}
 

@@ -1,12 +1,14 @@
 """The kernels against numpy, in the shapes and types that models have, on whatever device tinygrad finds. DEV=PYTHON,
 tinygrad's interpreter, runs the same tests in smaller shapes."""
+import sys
 
 import numpy as np
 import pytest
-from reference import rope_frequencies, token_rows
+from reference import in_8_bits, rope_frequencies, token_rows
 from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm.attention import attend_kernel, rope_kernel
+from tinyvllm.device import cpu_cores
 from tinyvllm.llama import Linear, Norm
 from tinyvllm.matmul import pack, stored_shape
 from tinyvllm.runner import scatter_kernel
@@ -127,6 +129,13 @@ def as_stored(cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   return cache[0].transpose(0, 2, 3, 1), cache[1].transpose(0, 2, 1, 3)
 
 
+def bytes_as_stored(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Of (blocks, block_size, KV, D) uint8 each: on CPUs as they are, else four along D to a word."""
+  if cpu_cores(): return keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
+  keys, values = (np.ascontiguousarray(x).view(np.uint32) for x in (keys, values))
+  return keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
+
+
 CASES = {   # tokens, K/V heads, groups, head_dim, the longest context, sequences
   "decode": (8, 2, 4, 64, 100, 8), "one token": (1, 2, 4, 64, 70, 1), "no groups": (16, 4, 1, 128, 60, 16),
   "few without groups": (4, 2, 1, 64, 150, 4),
@@ -136,10 +145,24 @@ if SLOW: CASES = {name: (min(T, 4), min(KV, 2), min(G, 3), D // 4, min(longest, 
                   for name, (T, KV, G, D, longest, R) in CASES.items()}
 
 
+in_bytes = pytest.mark.parametrize("stored_as", ["int8", pytest.param("fp8", marks=pytest.mark.skipif(
+  SLOW and sys.version_info < (3, 12), reason="of small halves tinygrad's interpreter makes 0 before Python 3.12"))])
+
+
+@in_bytes
+@pytest.mark.parametrize("case", ["decode", "no groups", "chunks"])
+def test_attention_reads_8_bits(case, stored_as):
+  attention_equals_numpy(case, 16, "float32", stored_as)
+
+
 @slow_in_half
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("block_size", [16, pytest.param(4, marks=pytest.mark.slow)])
 def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, block_size, kind):
+  attention_equals_numpy(case, block_size, kind)
+
+
+def attention_equals_numpy(case: str, block_size: int, kind: str, stored_as: str = "auto") -> None:
   (T, KV, G, D, longest, R), (_, tolerance), rng = CASES[case], KINDS[kind], np.random.default_rng(5)
   M = -(-longest // block_size) + 1
   lengths = rng.integers(1, longest + 1, R)
@@ -152,6 +175,14 @@ def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, b
   for r in range(R):
     for p in range(positions[rows == r].max() + 1):
       cache[:, table[r, p // block_size], p % block_size] = rng.standard_normal((2, KV, D))
+  caches = list(as_stored(cache))
+  if stored_as != "auto":
+    (keys, k_bytes, k_scales), (values, v_bytes, v_scales) = [in_8_bits(np.nan_to_num(x), stored_as) for x in cache]
+    unwritten = np.isnan(cache)
+    cache = np.where(unwritten, np.nan, [keys, values])
+    garbage = rng.integers(0, 256, cache.shape).astype(np.uint8)   # as what no sequence wrote may be anything
+    caches = list(bytes_as_stored(*np.where(unwritten, garbage, [k_bytes, v_bytes])))
+    if k_scales: caches.append(np.where(unwritten[..., 0], np.nan, [*k_scales, *v_scales]).transpose(1, 3, 0, 2))
   q = normal(T, KV, G, D, kind=kind)
   expected = np.zeros(q.shape, np.float32)
   for t, (r, p) in enumerate(zip(rows, positions, strict=True)):
@@ -160,13 +191,21 @@ def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, b
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected[t] = np.einsum("hgn,nhd->hgd", weights / weights.sum(-1, keepdims=True), v)
   tokens = token_rows(positions, rows, table[rows, positions // block_size], block_size, M)
-  tensors = [on_device(x) for x in (q, *as_stored(cache), table.astype(np.int32), tokens)]
+  tensors = [on_device(x) for x in (q, *caches, table.astype(np.int32), tokens)]
   out = Tensor.empty_like(tensors[0]).custom_kernel(*tensors, fxn=attend_kernel)[0]
   close(out, expected, tolerance)
 
 
+@in_bytes
+def test_8_bits_are_written_as_the_nearest_numbers_that_they_hold(stored_as):
+  rope_equals_numpy("float32", stored_as)
+
+
 @kinds
-def test_rope_and_the_writes_equal_numpy(kind):
+def test_rope_and_the_writes_equal_numpy(kind): rope_equals_numpy(kind)
+
+
+def rope_equals_numpy(kind: str, stored_as: str = "auto") -> None:
   T, KV, G, D, BS, rng = 8, 2, 3, 32, 4, np.random.default_rng(0)
   blocks, positions = rng.permutation(10)[:T], rng.integers(0, 99, T)
   slots = blocks * BS + positions % BS
@@ -175,16 +214,32 @@ def test_rope_and_the_writes_equal_numpy(kind):
   every = np.arange(99)[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
   table, rope = (np.stack([np.cos(x), np.sin(x)], 1).astype(np.float32) for x in (every, angles))
   tokens = token_rows(positions, 0 * positions, blocks, BS)
-  inputs = [on_device(x) for x in (*as_stored(cache), qkv.reshape(T, -1), table, tokens)]
-  q, keys, values, *_ = on_device(np.zeros((T, KV, G, D), kind)).custom_kernel(*inputs, fxn=rope_kernel)
+  caches = list(as_stored(cache))
+  if stored_as != "auto": caches = list(bytes_as_stored(*np.zeros(cache.shape, np.uint8)))
+  if stored_as == "int8": caches.append(np.zeros((10, KV, 2, BS), np.float32))
+  inputs = [on_device(x) for x in (*caches, qkv.reshape(T, -1), table, tokens)]
+  q, *written = on_device(np.zeros((T, KV, G, D), kind)).custom_kernel(*inputs, fxn=rope_kernel)
   wide, cos, sin = qkv.astype(np.float32), rope[:, 0, None], rope[:, 1, None]
   a, b = wide[..., :D // 2], wide[..., D // 2:]
   turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
   close(q, turned[:, :KV * G].reshape(T, KV, G, D), KINDS[kind][1])
   cache = cache.reshape(2, -1, KV, D).astype(np.float32)
   cache[0, slots], cache[1, slots] = turned[:, KV * G:KV * (G + 1)], wide[:, KV * (G + 1):]
-  for written, expected in zip((keys, values), as_stored(cache.reshape(2, -1, BS, KV, D)), strict=True):
-    close(written, expected, KINDS[kind][1])
+  cache = cache.reshape(2, -1, BS, KV, D)
+  expected = list(as_stored(cache))
+  if stored_as == "auto":
+    for got, wanted in zip(written[:2], expected, strict=True): close(got, wanted, KINDS[kind][1])
+    return
+  (_, k_bytes, k_scales), (_, v_bytes, v_scales) = [in_8_bits(x, stored_as) for x in cache]
+  for got, wanted in zip(written[:2], bytes_as_stored(k_bytes, v_bytes), strict=True):
+    got, wanted = [np.ascontiguousarray(x).view(np.uint8).astype(int) for x in (got.numpy(), wanted)]
+    filled = got != 0   # one number of 256 is 0, too
+    assert np.abs(got - wanted)[filled].max() <= 1 and (got != wanted)[filled].mean() < 0.01   # cos rounds, too
+    assert filled.mean() > 0.9 * T / (10 * BS)
+  if k_scales:
+    got, wanted = written[2].numpy().transpose(2, 0, 3, 1), np.stack([*k_scales, *v_scales])   # (2, blocks, BS, KV)
+    got, wanted = [x.reshape(2, -1, KV)[:, slots] for x in (got, wanted)]
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
 def test_values_are_scattered_to_their_flat_indices_and_nothing_else_changes():

@@ -3,42 +3,84 @@ schedule. K and V are written to blocks and read through their table, so that no
 a write returns carries the order: what reads after must use it.
 
 tokens: (fields of TOKEN, T) int32, a flat batch. keys: (num_blocks, KV, D, block_size), values: (num_blocks, KV,
-block_size, D), so that neighbours in memory are what neighbouring lanes read. table: (rows, max_blocks). G query heads
-share a K/V head."""
-import functools, math
+block_size, D), so that neighbours in memory are what neighbouring lanes read. Of 8 bits they are uint8, or four
+dimensions to a uint32: a byte is an e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), or, where there are scales, 128
++ number / scale. scales: of each token and head, (num_blocks, KV, 2, block_size), for K and for V. table: (rows,
+max_blocks). G query heads share a K/V head."""
+import functools, itertools, math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tinygrad import UOp, dtypes
-from tinygrad.dtype import AddrSpace
+from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import AxisType, Ops
 
 from .batch import TOKEN
 from .device import cpu_cores, renderer
 from .matmul import axes, axis, divisor, end, fold, kernel_of, lane_axis, unrolled
 
+E4M3_MAX = 448
+SMALLEST = 1e-30   # of the largest number that a scale is for: nothing is divided by 0
 LOWEST = -1e30   # a score that weighs nothing, and yet is no infinity: inf - inf is not a number
 
 
 def field(tokens: UOp, name: str, t: UOp) -> UOp: return tokens[TOKEN.names.index(name), t].load().cast(dtypes.weakint)
 
 
-def rope_kernel(q: UOp, keys: UOp, values: UOp, qkv: UOp, rope: UOp, tokens: UOp) -> UOp:
+def stored(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:
+  """What the cache has of neighbours along D: itself of one, or a byte of each."""
+  if dtype in dtypes.floats: return numbers[0].cast(dtype)
+  def byte(x):
+    if scaled: return (x.round() + 128).cast(dtypes.uint32)
+    half = (x.maximum(-E4M3_MAX).minimum(E4M3_MAX) / 256).cast(dtypes.half).bitcast(dtypes.uint16).cast(dtypes.uint32)
+    nearest = (half & 0x7fff) + 63 + (half >> 7 & 1) >> 7   # a half's exponent, of which e4m3 has 4 bits, and 3 more
+    return nearest | half >> 8 & 128
+  return functools.reduce(UOp.__or__, [byte(x) << 8 * i for i, x in enumerate(numbers)]).cast(dtype)
+
+
+def number(element: UOp, i: UOp, scaled: bool) -> UOp:
+  """In float32 the i-th of the neighbours along D that an element of the cache holds, unless it is of 8 bits."""
+  if element.dtype in dtypes.floats: return element.float()
+  byte = element >> (i * 8).cast(dtypes.uint32) & 255 if element.dtype == dtypes.uint32 else element
+  if scaled: return byte.float() - 128
+  byte = byte.cast(dtypes.uint16)
+  return ((byte & 127) << 7 | (byte & 128) << 8).bitcast(dtypes.half).float() * 256
+
+
+def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   """Turn q and k by their positions, the first half of each head against the second (Su et al. 2021), and store k and v
-  in their blocks. q: (T, KV, G, D), filled. qkv: (T, (KV * G + 2 KV) * D). rope: (length, 2, D/2), of cos and sin."""
+  in their blocks. q: (T, KV, G, D), filled. rest: scales, if there are any; qkv, (T, (KV * G + 2 KV) * D); rope,
+  (length, 2, D/2), of cos and sin; tokens."""
+  *scales, qkv, rope, tokens = rest
   T, KV, G, D = q.shape
-  pages, _, _, BS = keys.shape
-  t, h, i = axes(0, T, KV, D // 2)
+  pages, _, elements, BS = keys.shape
+  together = D // elements   # neighbours in one element of the cache
+  t, h, i = axes(0, T, KV, elements // 2)
   page = field(tokens, "block", t) % pages
   position = field(tokens, "position", t)
   offset = position % BS
-  cos, sin = [rope[position % rope.shape[0], z, i] for z in range(2)]
-  dims = (i, i + D // 2)
-  stores = [values[page, h, offset, d].store(qkv[t, (KV * G + KV + h) * D + d]) for d in dims]
-  for n in range(G + 1):   # the queries of a K/V head, and its key
-    head = h * G + n if n < G else KV * G + h
-    a, b = [qkv[t, head * D + d].float() for d in dims]
-    first, second = [q[t, h, n, d] if n < G else keys[page, h, d, offset] for d in dims]
-    stores += [first.store((a * cos - b * sin).cast(q.dtype)), second.store((b * cos + a * sin).cast(q.dtype))]
+
+  def plain(head, i): return [qkv[t, head * D + d].float() for d in (i, i + D // 2)]
+  def turned(head, i):
+    cos, sin = [rope[position % rope.shape[0], z, i] for z in range(2)]
+    a, b = plain(head, i)
+    return [a * cos - b * sin, b * cos + a * sin]
+
+  stores = []
+  near = [i * together + j for j in range(together)]
+  for n, j in itertools.product(range(G), near):
+    stores += [q[t, h, n, j + z * (D // 2)].store(x.cast(q.dtype)) for z, x in enumerate(turned(h * G + n, j))]
+  for kind, (made, head) in enumerate([(turned, KV * G + h), (plain, KV * G + KV + h)]):   # K and V
+    pairs = [made(head, j) for j in near]
+    if scales:
+      largest = UOp.maximum(*[x.maximum(-x) for x in made(head, unrolled(D // 2, 8, 3 + 2 * kind))])
+      scale = fold(largest, Ops.MAX).maximum(SMALLEST) / 127
+      stores.append(scales[0][page, h, kind, offset].store(scale))
+      pairs = [[x / scale for x in pair] for pair in pairs]
+    for z, numbers in enumerate(zip(*pairs, strict=True)):
+      d = i + z * (elements // 2)
+      place = values[page, h, offset, d] if kind else keys[page, h, d, offset]
+      stores.append(place.store(stored(numbers, keys.dtype, bool(scales))))
   return kernel_of("rope_and_write", UOp.group(*stores))
 
 
@@ -66,11 +108,13 @@ class State(NamedTuple):
   def after(self, *done: UOp) -> "State": return State(*[x.after(*done) for x in self])
 
 
-def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: UOp) -> UOp:
+def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   """Causal attention of each token over its own sequence: no memory but for out, (T, KV, G, D), and no work beyond the
-  sequence's length."""
+  sequence's length. rest: scales, if there are any; table, tokens."""
+  *scales, table, tokens = rest
   T, KV, G, D = q.shape
-  pages, _, _, BS = keys.shape
+  pages, _, elements, BS = keys.shape
+  together = D // elements   # neighbours in one element of the cache
   rows, max_blocks = table.shape
   parts, unroll, shares = tiling(T, G, D, BS)
   kind, shared = lane_axis()
@@ -93,14 +137,17 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: 
 
   def read(cache, at, index, seen):
     page = table[row % rows, (at // BS).minimum(max_blocks - 1)].cast(dtypes.weakint) % pages
-    return cache.base.index(((page * KV + h) * D * BS + index).valid(seen)).float()
+    size = math.prod(cache.shape[2:])
+    return cache.base.index(((page * KV + h) * size + index).valid(seen)).load()
 
   def scored(state):
     """With the scores of D positions: q . k / sqrt(D), for exp2."""
     at = first + begin
     d = unrolled(D, unroll, 6)
-    k = read(keys, at, d * BS + at % BS + near, at // BS * BS <= position)   # a block is read as a whole
+    there = at // BS * BS <= position   # a block is read as a whole
+    k = number(read(keys, at, d // together * BS + at % BS + near, there), d % together, bool(scales))
     score = fold(q[t, h, g, d].float() * k) * (math.log2(math.e) / math.sqrt(D))
+    for scale in scales: score *= read(scale, at, at % BS + near, there)
     seen = (at + near <= position).where(score, LOWEST)   # what is not may be anything, NaN too
     return state._replace(scores=state.scores.after(end(state.scores[own].store(seen))))
 
@@ -112,8 +159,11 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: 
     fade = (state.highest[g] - top).exp2()
     weights = state.weights.after(end(state.weights[own].store((state.scores[own] - top).exp2())))
     i = unrolled(D, unroll, 10)
+    at = first + i
     w = weights[share, g, i]
-    v = read(values, first + i, (first + i) % BS * D + own[2], first + i <= position)
+    d = own[2]
+    v = number(read(values, at, at % BS * elements + d // together, at <= position), d % together, bool(scales))
+    for scale in scales: v *= read(scale, at, BS + at % BS, at <= position)
     return UOp.group(add(state.total[own], w * v), add(state.weight[g], w), end(state.highest[g].store(top)),
                      done.store(done.load() + 1))
 

@@ -52,7 +52,7 @@ NO_EFFECT: dict[str, list] = {
   **dict.fromkeys(["pipeline_parallel_size", "data_parallel_size"], [1]),
   **dict.fromkeys(["tokenizer", "revision", "tokenizer_revision", "hf_token", "hf_overrides",
                    "distributed_executor_backend"], [None]),
-  **dict.fromkeys(["tokenizer_mode", "load_format", "config_format", "kv_cache_dtype", "device"], ["auto"]),
+  **dict.fromkeys(["tokenizer_mode", "load_format", "config_format", "device"], ["auto"]),
   **dict.fromkeys(["trust_remote_code", "disable_log_stats", "disable_custom_all_reduce"], [True, False]),
   **dict.fromkeys(["enable_lora", "skip_tokenizer_init", "disable_sliding_window"], [False]), "cpu_offload_gb": [0],
   "enable_chunked_prefill": [True, None], "task": ["auto", "generate"], "runner": ["auto", "generate"],
@@ -78,6 +78,7 @@ class EngineConfig(Options):
   max_num_batched_tokens: Annotated[int | None, 1, 16384] = None   # of one step, prompts' chunks; None: 512, CPU 128
   block_size: Annotated[int, 1, 256] = 16                 # tokens in one block of the KV cache
   gpu_memory_utilization: Annotated[float | int, 0.01, 1.0] = 0.9   # share of free memory for the KV cache
+  kv_cache_dtype: Annotated[str, "auto", "fp8", "int8"] = "auto"   # auto: as what is computed; int8: scaled by token
   num_gpu_blocks_override: Annotated[int | None, 2, 2**24] = None   # blocks, scratch block 0 included
   tensor_parallel_size: Annotated[int, 1, MOST_DEVICES] = 1   # devices of this machine that share every layer
   enable_prefix_caching: bool = True                      # find what has been computed before, prompts and answers

@@ -61,7 +61,8 @@ class Layer:
     if hasattr(self, "q_norm"):
       qkv = self.q_norm(q.contiguous()).cat(self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
     # q and out: (T, KV, G, D)
-    q, *cache = q.unflatten(1, (KV, -1)).empty_like().custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:3]
+    q = q.unflatten(1, (KV, -1)).empty_like()
+    q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:-3]
     out = q.empty_like().custom_kernel(q, *cache, table, tokens, fxn=attend_kernel)[0]
     x, normed = self.post_attention_layernorm.add(x, self.o_proj(out.flatten(1)))   # (T, hidden)
     gate, up = self.gate_up_proj(normed).chunk(2, 1)   # (T, intermediate) each

@@ -1,6 +1,6 @@
 """Runs packed steps, each as one call of a captured graph: there is one for each shape. Owns what stays on the device:
 the block tensors of the KV cache, allocated once, the block tables and the last tokens."""
-import collections, functools, operator, time
+import collections, functools, math, operator, time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,17 +19,34 @@ from .sampling import argmax, edit_kernel, restrict, sample, top_logprobs
 OFTEN = 16   # times that a shape is met before it is worth a capture of its own
 
 
+def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
+  """What a block is in each tensor of a layer, as the kernels read them: K, (n_kv_heads, head_dim, block_size), V, its
+  last axes the other way round, and scales, (n_kv_heads, 2, block_size), if there are any. Raises ValueError for what
+  the device, or the model, cannot have."""
+  asked = config.kv_cache_dtype
+  heads, D, BS = model.num_key_value_heads, model.head_dim, config.block_size
+  if asked != "auto":
+    said = f"kv_cache_dtype={asked!r} needs"
+    check(asked == "int8" or dtypes.half in renderer().supported_dtypes(), f"{said} float16: int8 will do")
+    dtype = dtypes.uint8 if cpu_cores() else dtypes.uint32   # four to a word
+    check(D % (2 * dtype.itemsize) == 0, f"{said} a head_dim that {2 * dtype.itemsize} divides, not {D}: auto will do")
+    D //= dtype.itemsize
+  scales = [((heads, 2, BS), dtypes.float32)] if asked == "int8" else []
+  return [((heads, D, BS), dtype), ((heads, BS, D), dtype), *scales]
+
+
 def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int, dtype: DType, left: int,
                     device: Any = None) -> list:
-  """For each layer K, (num_blocks, n_kv_heads, head_dim, block_size), and V, its last axes the other way round, as the
-  kernels read them. num_blocks, of which block 0 takes padding's writes, is the override, or what fits `left` bytes, at
-  most what max_num_seqs sequences of max_model_len can use. n_kv_heads, left: of each device, where there are several.
-  Raises ValueError where not one such sequence fits."""
+  """For each layer K, V and, for some types, their scales: a first axis of num_blocks, and what block_parts says.
+  num_blocks, of which block 0 takes padding's writes, is the override, or what fits `left` bytes, at most what
+  max_num_seqs sequences of max_model_len can use. n_kv_heads, left: of each device, where there are several. Raises
+  ValueError where not one such sequence fits."""
   BS = config.block_size
-  part = model.num_key_value_heads * model.head_dim * BS * dtype.itemsize   # bytes of a block in one tensor, and in all
-  size = 2 * model.num_hidden_layers * part
+  parts = block_parts(model, config, dtype)
+  sizes = [math.prod(shape) * kind.itemsize for shape, kind in parts]   # bytes
+  size = model.num_hidden_layers * sum(sizes)
   per_sequence = -(-max_model_len // BS)
-  most = largest_tensor() // part
+  most = largest_tensor() // max(sizes)
   fit = min(left // size, most)
   fit -= fit % (1 << max(0, fit.bit_length() - 6))   # one of few sizes: kernels know and cache it
   if cpu_cores(): fit = min(fit, max(2**32 // size, per_sequence + 1))   # 4 GiB will do: it is the user's memory
@@ -43,10 +60,8 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   tokens = (num_blocks - 1) * BS
   logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {BS} tokens = {tokens} "
              f"tokens, {num_blocks * size / 2**30:.2f} GiB: {tokens / max_model_len:.1f} sequences of {max_model_len}")
-  def new(*axes):
-    heads = model.num_key_value_heads
-    return Tensor.empty(num_blocks, heads, *axes, dtype=dtype, device=device).contiguous().realize()
-  return [[new(model.head_dim, BS), new(BS, model.head_dim)] for _ in range(model.num_hidden_layers)]
+  def new(shape, kind): return Tensor.empty(num_blocks, *shape, dtype=kind, device=device).contiguous().realize()
+  return [[new(*part) for part in parts] for _ in range(model.num_hidden_layers)]
 
 
 def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:

@@ -109,7 +109,8 @@ def published(hf: dict[str, Any]) -> str | None:
   return next((name for name in QUANTIZED if int(name[3:]) in bits), None)
 
 
-def fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | None = None) -> dict[str, Any]:
+def fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | None = None,
+        kv_cache_dtype: str = "auto") -> dict[str, Any]:
   """What a model takes on a backend, as the engine holds it, and what that leaves. hf: its config.json."""
   shape = config.ModelConfig.from_hf(hf, pathlib.Path(name))
   sizes = {dtype: getattr(dtypes, dtype).itemsize for dtype in DTYPES if row[dtype]}
@@ -122,14 +123,16 @@ def fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | 
   weights = (numbers - quantized) * sizes[stored] + int(quantized * QUANTIZED.get(quantization or "", 0) / 8)
   # A step reads a row of the embeddings, but all of the head
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
-  token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * sizes[row["dtype"]]
+  number = sizes[row["dtype"]] if kv_cache_dtype == "auto" else 1
+  scale = 4 if kv_cache_dtype == "int8" else 0
+  token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * (shape.head_dim * number + scale)   # bytes
   left = int(row["free_gib"] * GIB * config.EngineConfig().gpu_memory_utilization) - weights
   return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,
           "fits": left >= token, "kv_tokens": max(0, left) // token,
           "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}
 
 
-def examine(seconds: float, models: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def examine(seconds: float, models: dict[str, dict[str, Any]], kv_cache_dtype: str) -> dict[str, Any]:
   """The report. models: their config.json, by name."""
   dev = os.environ.get("DEV", "")
   backends = [{"backend": name, **ask(name, seconds)} for name in dict.fromkeys(filter(None, [*ORDER, dev.upper()]))]
@@ -142,7 +145,8 @@ def examine(seconds: float, models: dict[str, dict[str, Any]]) -> dict[str, Any]
   return {"machine": {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"), **machine},
           "compiler": compiler(), "backends": backends, "chosen": chosen[0]["backend"] if chosen else None,
           "why": why if chosen else f"{why}: {default.get('reason', 'it fails now and then')}",
-          "fit": [fit(name, hf, row, kind) for row in (chosen or opened)[:1] for name, hf in models.items()
+          "fit": [fit(name, hf, row, kind, kv_cache_dtype) for row in (chosen or opened)[:1]
+                  for name, hf in models.items()
                   for kind in ([published(hf)] if published(hf) else [None, *QUANTIZED])]}
 
 
@@ -172,6 +176,8 @@ def main(argv: list[str]) -> int:
   parser = argparse.ArgumentParser(prog="tinyvllm doctor", description="Say what this machine's devices can do.")
   parser.add_argument("--model", help="a model's folder, to say whether it fits")
   parser.add_argument("--seconds", type=float, default=1.0, help="to read each device's memory for; default: 1")
+  parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto",
+                      help="of the KV cache, to say how many tokens fit; default: auto")
   parser.add_argument("--json", action="store_true", help="the same as one JSON object")
   args = parser.parse_args(argv)
   try:
@@ -179,7 +185,7 @@ def main(argv: list[str]) -> int:
     models = config.read_json(pathlib.Path(__file__).parent / "shapes.json")
     if args.model: models[args.model] = json.loads((pathlib.Path(args.model).expanduser() / "config.json").read_text())
     for name, hf in models.items(): config.ModelConfig.from_hf(hf, pathlib.Path(name))   # or nothing is opened
-    report = examine(args.seconds, models)
+    report = examine(args.seconds, models, args.kv_cache_dtype)
     print(json.dumps(report, indent=2) if args.json else "\n".join(line[:120] for line in text(report)))
     return 0 if any(row["opens"] for row in report["backends"]) else 1
   except Exception as e: raise ValueError(reason_of(e)) from e   # no traceback, whatever this machine is like

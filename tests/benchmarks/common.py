@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -66,6 +67,7 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
   parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"),
                       help="of weights and KV cache; auto: float32 on CPU, else float16")
   parser.add_argument("--quantization", choices=("int8", "int4"), help="what the layers' matrices are made")
+  parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto", help="of the KV cache")
   parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="devices that share the model")
   parser.add_argument("--max-num-batched-tokens", type=positive, default=512, help="tokens of one step at most")
   parser.add_argument("--seed", type=int, default=0, help="of the prompts and arrivals")
@@ -97,6 +99,7 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
   others have it, to a captured shape at first; else each shape is captured when it is met, and so by a warm-up."""
   if not padded: tinyvllm.runner.OFTEN = 0
   options = {"enable_prefix_caching": False, "quantization": getattr(args, "quantization", None),
+             "kv_cache_dtype": getattr(args, "kv_cache_dtype", "auto"),
              "tensor_parallel_size": getattr(args, "tensor_parallel_size", 1), **options}
   if args.model and args.layers is None: return LLM(args.model, dtype=args.dtype, **options)
   config = hf_config(args)
@@ -291,15 +294,15 @@ def bytes_read(model: Llama) -> int:
 def roofline(llm: LLM, bandwidth: float, running: int, context: float) -> float:
   """The seconds that a decode step takes at least: weights and the KV of all running sequences, read once, each device
   its part."""
-  config = llm.model_config
-  heads = llm.runner.caches[0][0].shape[1]
-  embeddings = running * config.hidden_size * weight_dtype(llm).itemsize
-  kv = 2 * config.num_hidden_layers * heads * config.head_dim * context * running
-  return (bytes_read(llm.runner.model) + embeddings + kv * cache_dtype(llm).itemsize) / bandwidth
+  embeddings = running * llm.model_config.hidden_size * weight_dtype(llm).itemsize
+  return (bytes_read(llm.runner.model) + embeddings + token_bytes(llm) * context * running) / bandwidth
 
 
 def weight_dtype(llm: LLM) -> DType: return llm.runner.model.embed_tokens.weight.dtype
-def cache_dtype(llm: LLM) -> DType: return llm.runner.caches[0][0].dtype   # of K and V
+
+def token_bytes(llm: LLM) -> int:
+  """Of a token in the KV cache of all layers, or a device's part of it."""
+  return sum(x.nbytes() for x in chain(*llm.runner.caches)) // (llm.runner.num_blocks * llm.config.block_size)
 
 
 def machine_line() -> str:

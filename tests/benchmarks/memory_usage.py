@@ -13,8 +13,11 @@ serves several sequences. MiB each: blocks held over sequences, shared ones coun
 its own. With --overhead, instead: tokens/s of prompts that have nothing in common, with the prefix cache and without,
 by turns. With --pressure: seconds that --requests prompts of 128 to 512 tokens take, 192 out, with all the blocks that
 they need, and with a quarter, where those preempted are computed again. With --plan: what a step of each shape takes
-beside weights and KV cache, by tinygrad's plan of its memory."""
+beside weights and KV cache, by tinygrad's plan of its memory. With --kv-caches: what each kv_cache_dtype takes of
+the memory, how fast --running sequences of --context tokens decode with it, by turns, and with a --model what it does
+to the perplexity of a text."""
 import json
+import math
 import random
 import statistics
 import time
@@ -26,6 +29,7 @@ from unittest.mock import patch
 
 import common
 from common import LLM, SamplingParams
+from perplexity import ROOT, perplexity
 from tinygrad import UOp
 from tinygrad.engine.realize import capturing
 from tinygrad.schedule.memory import memory_plan_rewrite
@@ -33,6 +37,7 @@ from tinygrad.uop.ops import Ops, buffers
 
 from tinyvllm.runner import zeros
 
+TEXT = ROOT / "examples" / "default_model_text.txt"
 OWN, NEW = 16, 64   # tokens after the prefix; tokens generated in a load
 
 
@@ -117,9 +122,9 @@ def run_load(llm: LLM, prompts: list[dict]) -> list[Sample]:
 
 
 def measure_load(llm: LLM, prompts: list[dict]) -> dict:
-  config, size, before = llm.model_config, llm.config.block_size, llm.get_metrics()
-  samples, after, item = run_load(llm, prompts), llm.get_metrics(), common.cache_dtype(llm).itemsize
-  block = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * size * item   # bytes
+  size, before = llm.config.block_size, llm.get_metrics()
+  samples, after = run_load(llm, prompts), llm.get_metrics()
+  block = common.token_bytes(llm) * size
   full = [s for s in samples if s.waiting or s.running == len(prompts)] or samples
   used = [s.computed / (s.held * size) for s in samples]
   return {"requests": len(prompts), "at_once": statistics.median(s.running for s in full),
@@ -128,6 +133,42 @@ def measure_load(llm: LLM, prompts: list[dict]) -> dict:
           "bytes_each": block * statistics.fmean(s.held / s.running for s in full),
           "bytes_unshared": block * statistics.fmean(s.listed / s.running for s in full),
           "num_preemptions": after["num_preemptions"] - before["num_preemptions"]}
+
+
+def decoding(args, kind: str) -> LLM:
+  """An engine whose sequences have all been read, and decode."""
+  room = -(-args.context // (args.max_num_batched_tokens - args.running)) * args.running + 8 * args.rounds + 16
+  blocks = args.running * -(-(args.context + room) // 16) + 1
+  llm = common.open_llm(args, kv_cache_dtype=kind, max_num_seqs=args.running, num_gpu_blocks_override=blocks,
+                        max_num_batched_tokens=args.max_num_batched_tokens)
+  for i in range(args.running):
+    prompt = common.random_ids(llm.model_config.vocab_size, args.context, random.Random(args.seed + i))
+    llm.add_request(str(i), prompt, common.greedy(room))
+  while any(seq.remaining() > 1 for seq in llm.scheduler.running) or llm.scheduler.waiting: llm.step()
+  for _ in range(3): llm.step()
+  return llm
+
+
+def measure_caches(args) -> dict:
+  """By kv_cache_dtype, in one process."""
+  engines = {kind: decoding(args, kind) for kind in ("auto", "int8", "fp8")}
+  times: dict[str, list[float]] = {kind: [] for kind in engines}
+  for kind, llm in [*engines.items()] * args.rounds:
+    started = time.perf_counter()
+    for _ in range(8): llm.step()
+    times[kind].append((time.perf_counter() - started) / 8)
+  sizes = {kind: common.token_bytes(llm) for kind, llm in engines.items()}
+  found = {kind: perplexity(args.text.read_text(), 8192, args.model, kv_cache_dtype=kind) if args.model else math.nan
+           for kind in engines}
+  results = {kind: {"bytes_a_token": size, "tokens": sizes["auto"] / size, "ms": 1e3 * statistics.median(times[kind]),
+                    "speed": statistics.median(times["auto"]) / statistics.median(times[kind]),
+                    "perplexity": found[kind] / found["auto"]} for kind, size in sizes.items()}
+  rows = [[kind, str(x["bytes_a_token"]), f"{x['tokens']:.2f}", f"{x['ms']:.2f}", f"{x['speed']:.3f}",
+           f"{x['perplexity']:.4f}"] for kind, x in results.items()]
+  print(f"{args.running} running at {args.context} tokens")
+  names = ["kv_cache_dtype", "bytes a token", "tokens in the same memory", "ms a step", "speed", "perplexity"]
+  common.print_table(names, rows)
+  return results
 
 
 def measure_memory(args) -> dict:
@@ -249,14 +290,19 @@ def main() -> None:
   parser.add_argument("--overhead", action="store_true", help="instead measure what the cache costs if nothing hits")
   parser.add_argument("--pressure", action="store_true", help="instead time a pool of a quarter of the blocks needed")
   parser.add_argument("--plan", action="store_true", help="instead print the memory of a step of each shape")
-  parser.add_argument("--rounds", type=common.positive, default=9, help="of --overhead")
+  parser.add_argument("--kv-caches", action="store_true", help="instead compare the types of the KV cache")
+  parser.add_argument("--running", type=common.positive, default=8, help="sequences, with --kv-caches")
+  parser.add_argument("--context", type=common.positive, default=1500, help="their tokens, with --kv-caches")
+  parser.add_argument("--text", type=Path, default=TEXT, help="whose perplexity is told, with --kv-caches")
+  parser.add_argument("--rounds", type=common.positive, default=9, help="of --overhead and --kv-caches")
   parser.add_argument("--input-len", type=common.positive, default=128, help="tokens of a prompt, with --overhead")
   parser.add_argument("--output-len", type=common.positive, default=32, help="tokens generated, with --overhead")
   parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
   args = parser.parse_args()
   if not args.shape and not args.model: args.shape, args.layers = "smollm2-135m", args.layers or 4
   common.start(args)
-  modes = {"overhead": measure_overhead, "pressure": measure_pressure, "plan": measure_plan}
+  modes = {"overhead": measure_overhead, "pressure": measure_pressure, "plan": measure_plan,
+           "kv_caches": measure_caches}
   results = next((measure for name, measure in modes.items() if getattr(args, name)), measure_memory)(args)
   if args.json: args.json.write_text(json.dumps(results, indent=2) + "\n")
 

@@ -2,9 +2,10 @@
 
 python tests/benchmarks/perplexity.py --model DIR [--other DIR|FILE.gguf ...] [--text FILE]
 
-Prints one row each: the model as it is, made int8 and int4 while loading, and others (a conversion of the same model,
-say), and each one's perplexity over the first's. The text, by default examples/default_model_text.txt, is cut into
-windows of 512 tokens; the first 32 of each are not counted, as little is known there."""
+Prints one row each: the model as it is, with a KV cache of 8 bits, made int8 and int4 while loading, and others (a
+conversion of the same model, say), and each one's perplexity over the first's. The text, by default
+examples/default_model_text.txt, is cut into windows of 512 tokens; the first 32 of each are not counted, as little is
+known there."""
 import argparse
 import math
 from pathlib import Path
@@ -36,7 +37,8 @@ def main() -> None:
   parser.add_argument("--tokens", type=int, default=8192)
   args = parser.parse_args()
   text = args.text.read_text()
-  rows = [("as it is", args.model, {}), ("int8", args.model, {"quantization": "int8"}),
+  caches = [(f"KV cache {kind}", args.model, {"kv_cache_dtype": kind}) for kind in ("int8", "fp8")]
+  rows = [("as it is", args.model, {}), *caches, ("int8", args.model, {"quantization": "int8"}),
           ("int4", args.model, {"quantization": "int4"}), *((Path(x).name, x, {}) for x in args.other)]
   first = None
   for name, model, options in rows:

@@ -1,0 +1,148 @@
+"""A KV cache of 8 bits: ids are those of a plain numpy LLaMA that rounds K and V in the same way, and texts are the
+same however they are computed: alone or together, in chunks, found in the prefix cache, preempted, drafted, on two
+devices."""
+import logging
+import math
+import random
+
+import numpy as np
+import pytest
+from reference import ENGINE, VOCAB, in_8_bits, reference_logits, tiny_config, tiny_model
+from tinygrad import dtypes
+from tinyvllm_cli import main
+from tinyvllm_cli.doctor import fit
+
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.config import EngineConfig, ModelConfig
+from tinyvllm.runner import block_parts
+
+KINDS = "int8", "fp8"
+MODEL = {"head_dim": 16}
+LENGTHS = 1, 5, 11, 30, 17
+
+
+def tokens(n, salt):
+  rng = random.Random(f"{salt} {n}")
+  return {"prompt_token_ids": [rng.randrange(3, VOCAB) for _ in range(n)]}
+
+
+def greedy(n, **fields): return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, **fields)
+def texts(llm, prompts, params):
+  outputs = llm.generate(prompts, params, use_tqdm=False)
+  return [x.token_ids for output in outputs for x in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("eight"), **MODEL)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def llm(request, folder): return LLM(folder, kv_cache_dtype=request.param, **ENGINE)
+
+
+def test_ids_are_those_of_numpy_with_k_and_v_rounded_alike(llm, folder):
+  """Where two tokens are nearly as likely, rounding of sums may choose: few of these texts come to such a place."""
+  def kept(x): return in_8_bits(x, llm.config.kv_cache_dtype)[0]
+  prompts = [tokens(n, "numpy") for n in LENGTHS]
+  same = 0
+  for prompt, found in zip(prompts, texts(llm, prompts, greedy(8)), strict=True):
+    ids = prompt["prompt_token_ids"]
+    logits = reference_logits(folder, [*ids, *found], kept)[len(ids) - 1:-1]
+    best = logits.max(-1)
+    chosen = logits[range(len(found)), found]
+    assert (best - chosen < 0.02).all()
+    same += sum(best == chosen)
+  assert same >= 0.95 * 8 * len(prompts)
+
+
+def test_rounding_is_seen(llm, folder):
+  """Log probabilities are not those of 32 bits, yet near them."""
+  prompt = tokens(40, "seen")
+  found = llm.generate(prompt, greedy(1, logprobs=0), use_tqdm=False)[0].outputs[0]
+  logits = reference_logits(folder, prompt["prompt_token_ids"])[-1]
+  token, = found.token_ids
+  exact = logits[token] - np.log(np.exp(logits).sum())
+  assert 1e-5 < abs(found.logprobs[0][token].logprob - exact) < 0.3
+
+
+@pytest.mark.parametrize("params", [
+  pytest.param(greedy(20), id="greedy"),
+  pytest.param(SamplingParams(seed=3, max_tokens=20, ignore_eos=True, n=2), id="seeded", marks=pytest.mark.slow)])
+def test_texts_are_the_same_however_they_are_computed(llm, folder, params):
+  prompts = [tokens(n, "same") for n in LENGTHS]
+  alone = [text for prompt in prompts for text in texts(llm, prompt, params)]
+  assert texts(llm, prompts, params) == alone   # together, and found in the prefix cache
+  options = {**ENGINE, "kv_cache_dtype": llm.config.kv_cache_dtype}
+  small = LLM(folder, num_gpu_blocks_override=20, **options)
+  assert texts(small, prompts, params) == alone
+  assert small.get_metrics()["num_preemptions"] > 0
+  assert texts(LLM(folder, **{**options, "max_num_batched_tokens": 8, "enable_prefix_caching": False}), prompts,
+               params) == alone
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft model"])
+def test_drafts_change_no_text(llm, folder, method):
+  """The draft model's cache is of 8 bits, too."""
+  prompts = [{"prompt_token_ids": 3 * tokens(n, "drafts")["prompt_token_ids"]} for n in LENGTHS]
+  config = {"method": "ngram", "num_speculative_tokens": 3} if method == "ngram" else {
+    "model": str(folder), "num_speculative_tokens": 2}
+  drafting = LLM(folder, speculative_config=config, kv_cache_dtype=llm.config.kv_cache_dtype, **ENGINE)
+  assert texts(drafting, prompts, greedy(20)) == texts(llm, prompts, greedy(20))
+  assert drafting.get_metrics()["spec_decode_num_accepted_tokens"] > 0
+  kinds = {tuple(x.dtype for x in cache) for runner in drafting.runners for cache in runner.caches}
+  assert len(kinds) == 1
+
+
+def test_devices_that_share_a_model_give_the_same_texts(llm, folder):
+  prompts = [tokens(n, "devices") for n in LENGTHS]
+  two = LLM(folder, kv_cache_dtype=llm.config.kv_cache_dtype, tensor_parallel_size=2, **ENGINE)
+  assert texts(two, prompts, greedy(12)) == texts(llm, prompts, greedy(12))
+
+
+def bytes_of(asked, dtype, **config):
+  model = ModelConfig.from_hf(tiny_config(**config), "x")
+  parts = block_parts(model, EngineConfig(kv_cache_dtype=asked), dtype)
+  return sum(math.prod(shape) * kind.itemsize for shape, kind in parts)
+
+
+def test_twice_the_tokens_fit_in_the_memory():
+  for D, least in ((64, 1.88), (128, 1.93)):
+    half = bytes_of("auto", dtypes.float16, head_dim=D)
+    assert half / bytes_of("int8", dtypes.float16, head_dim=D) > least
+    assert half / bytes_of("fp8", dtypes.float16, head_dim=D) == 2
+
+
+def test_the_pool_and_what_is_said_of_it_count_with_it(folder, monkeypatch, caplog):
+  """As many blocks as fit in the bytes that are free, more of fewer bytes."""
+  monkeypatch.setattr("tinyvllm.device.free_memory", lambda device: 300_000)
+  options = {**ENGINE, "max_num_seqs": 16}
+  blocks = {}
+  for kind in ("auto", *KINDS):
+    with caplog.at_level(logging.INFO, "tinyvllm"): llm = LLM(folder, kv_cache_dtype=kind, **options)
+    blocks[kind] = llm.runner.num_blocks
+    assert f"KV cache: {blocks[kind] - 1} blocks" in caplog.messages[-1]
+  assert blocks["auto"] * 2.5 < blocks["int8"] < blocks["fp8"]   # of 128 bytes a head's K and V have 40, 32
+
+
+def test_doctor_counts_with_it():
+  row = {"dtype": "float32", "float32": True, "float16": True, "bfloat16": True, "free_gib": 8.0, "gb_per_s": 10.0}
+  counts = [fit("x", tiny_config(head_dim=64), row, None, kind)["kv_tokens"] for kind in ("auto", "int8", "fp8")]
+  assert counts[1] / counts[0] == pytest.approx(256 / 68, 1e-3) and counts[2] / counts[0] == pytest.approx(4, 1e-3)
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp16", 8])
+def test_others_are_refused_with_what_there_is(folder, kind):
+  with pytest.raises(ValueError, match="kv_cache_dtype=.* must be (of type str|one of auto, fp8, int8)"):
+    LLM(folder, kv_cache_dtype=kind, **ENGINE)
+
+
+def test_a_head_of_an_odd_size_is_refused_where_words_hold_four(tmp_path, monkeypatch):
+  monkeypatch.setattr("tinyvllm.runner.cpu_cores", lambda: 0)   # as on a GPU
+  with pytest.raises(ValueError, match="kv_cache_dtype='int8' needs a head_dim that 8 divides, not 12: auto will do"):
+    bytes_of("int8", dtypes.float16, head_dim=12)
+
+
+def test_the_command_line_takes_it(folder, capsys):
+  assert main(["generate", "hello", "--model", str(folder), "--kv-cache-dtype", "int8", "--max-tokens", "2"]) == 0
+  assert main(["generate", "hello", "--kv-cache-dtype", "int3"]) != 0
+  assert "kv_cache_dtype='int3' must be one of auto, fp8, int8" in capsys.readouterr().err
