@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from reference import check_invariants, reference_keep, reference_logits, same_outputs, tiny_model, run_to_end
+from reference import (check_invariants, in_8_bits, reference_keep, reference_logits, run_to_end, same_outputs,
+                       tiny_model)
 from test_fields import changed
 from test_quantization import quantized_model
 from tinygrad import Device, dtypes
@@ -431,6 +432,28 @@ def beyond_limits(llm, largest):
     if {b.device for b, _ in buffers} != {Device.DEFAULT}: found.add(f"{key} {name}: not on {Device.DEFAULT}")
   assert steps.keys() == llm.runner.steps.keys() and min(steps.values()) > 10, "kernels that nobody has looked at"
   return sorted(found)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_with_a_cache_of_8_bits_ids_are_those_of_numpy_with_k_and_v_rounded_alike(folder, kind):
+  """But for places where two tokens are nearly as likely; alone as in a batch, in chunks and found in the cache."""
+  if kind == "fp8" and dtypes.half not in Device.default.renderer.supported_dtypes():
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8' needs float16: int8 will do"):
+      open_engine(folder, kv_cache_dtype=kind)
+    return
+  llm, _ = open_engine(folder, dtype="float32", kv_cache_dtype=kind)
+  rng = random.Random(kind)
+  prompts = [[rng.randrange(3, 320) for _ in range(n)] for n in (1, 7, 2 * BS, 2 * BUDGET + 3)]
+  said = [ids_of(output) for output in llm.generate([tokens(ids) for ids in prompts], params(6))]
+  same = 0
+  for ids, new in zip(prompts, said, strict=True):
+    logits = reference_logits(folder, [*ids, *new], lambda x: in_8_bits(x, kind)[0])[len(ids) - 1:-1]
+    behind = logits.max(1) - logits[range(6), new]
+    assert (behind < DECIDED).all(), behind
+    same += sum(behind == 0)
+    assert ids_of(llm.generate(tokens(ids), params(6))[0]) == new
+  assert same >= 22, same
+  assert beyond_limits(llm, largest_tensor()) == []
 
 
 def test_kernels_of_every_kind_of_step_keep_within_what_the_narrowest_device_takes(exact, folder, monkeypatch):

@@ -32,9 +32,10 @@ def stored(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:
   if dtype in dtypes.floats: return numbers[0].cast(dtype)
   def byte(x):
     if scaled: return (x.round() + 128).cast(dtypes.uint32)
-    half = (x.maximum(-E4M3_MAX).minimum(E4M3_MAX) / 256).cast(dtypes.half).bitcast(dtypes.uint16).cast(dtypes.uint32)
-    nearest = (half & 0x7fff) + 63 + (half >> 7 & 1) >> 7   # a half's exponent, of which e4m3 has 4 bits, and 3 more
-    return nearest | half >> 8 & 128
+    size = x.maximum(-x).minimum(E4M3_MAX)
+    bits = size.bitcast(dtypes.uint32)
+    normal = bits - (120 << 23) + 0x7ffff + (bits >> 20 & 1) >> 20   # 4 bits of the exponent and 3 of what follows
+    return (size < 2**-6).where((size * 2**9).round().cast(dtypes.uint32), normal) | (x < 0).where(128, 0)
   return functools.reduce(UOp.__or__, [byte(x) << 8 * i for i, x in enumerate(numbers)]).cast(dtype)
 
 
