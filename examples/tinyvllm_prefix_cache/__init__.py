@@ -26,14 +26,15 @@ def fingerprint(folder: pathlib.Path, shape: ModelConfig) -> str:
   for name, (path, kind, mode, offset, axes) in sorted(read_files(folder, DTYPES | INTEGERS).items()):
     digest.update(repr((name, np.dtype(kind).str, axes)).encode())
     weight = np.memmap(path, np.uint8, mode, offset, (math.prod(axes) * np.dtype(kind).itemsize,))
-    for place in range(0, len(weight), max(PIECE, len(weight) // 4)): digest.update(weight[place:place + PIECE])
+    for place in range(0, len(weight), max(PIECE, len(weight) // 4)): digest.update(weight[place:place + PIECE].data)
   return digest.hexdigest()[:32]
 
 
 def identity(engine: LLMEngine) -> dict[str, str]:
   """What an engine's blocks and keys hang on. Its models' files are read the first time only: they may be others by the
   time that a server ends."""
-  if hasattr(engine, "blocks_identity"): return engine.blocks_identity
+  known = vars(engine).get("blocks_identity")
+  if known: return known
   config = engine.config
   drafts = engine.speculation.config if len(engine.runners) > 1 else None
   found: dict[str, Any] = {"format": FORMAT, "model": fingerprint(engine.folder, engine.model_config)}
@@ -45,8 +46,8 @@ def identity(engine: LLMEngine) -> dict[str, str]:
   for name in ("kv_cache_dtype", "block_size", "tensor_parallel_size"): found[name] = getattr(config, name, "auto")
   parts = collections.Counter(f"{x.dtype.name} {x.shape[1:]}" for x in tensors_of(engine))
   found["parts"] = ", ".join(f"{count} of {part}" for part, count in parts.items())
-  engine.blocks_identity = {name: str(value) for name, value in found.items()}   # type: ignore[attr-defined]
-  return engine.blocks_identity
+  known = vars(engine)["blocks_identity"] = {name: str(value) for name, value in found.items()}
+  return known
 
 
 def tensors_of(engine: LLMEngine) -> list[Tensor]:
@@ -111,15 +112,15 @@ class Blocks:
 @contextlib.contextmanager
 def replaced(path: pathlib.Path) -> Iterator[Any]:
   """A file that takes the place of another, if there is one, once all is written and on the disk; else it goes."""
-  file = tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False)   # its owner's alone
+  handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")   # its owner's alone
   try:
-    with file:
+    with os.fdopen(handle, "wb") as file:
       yield file
       file.flush()
-      os.fsync(file.fileno())
-    os.replace(file.name, path)
+      os.fsync(handle)
+    os.replace(name, path)
   except BaseException:
-    os.unlink(file.name)
+    os.unlink(name)
     raise
 
 
@@ -163,7 +164,7 @@ def load(engine: LLMEngine, path: str | os.PathLike) -> int:
   nothing that is found. Returns how many. Raises ValueError for a file that is not there, damaged, or of another
   engine's blocks: the engine then is as it was."""
   said = f"prefix cache {str(path)!r}"
-  check(engine.config.enable_prefix_caching, f"{said}: enable_prefix_caching=False finds nothing: leave one of them out")
+  check(engine.config.enable_prefix_caching, f"{said}: enable_prefix_caching=False finds nothing: leave one out")
   started = time.perf_counter()
   try:
     with safe_open(pathlib.Path(path).expanduser(), "numpy") as file: count = _load(engine, file, said)

@@ -91,8 +91,8 @@ class AsyncLLM:
   """Takes what LLM takes. stream_interval: tokens from one piece of a text to the next. prepare: have its thread
   capture the steps of cudagraph_capture_sizes, or of what suits the device, before the first request, and rare ones
   when there is none; `state` says how far it is. prefix_cache_file: what `LLM.load_prefix_cache` reads at the start, if
-  it is there and will do, and `LLM.save_prefix_cache` writes at the end. llm: the engine, of which any thread may call `request` and
-  `get_metrics`; all else is for its own thread, which ends with this object."""
+  it is there and will do, and `LLM.save_prefix_cache` writes at the shutdown. llm: the engine, of which any thread may
+  call `request` and `get_metrics`; all else is for its own thread, which ends with this object."""
   def __init__(self, model: str | pathlib.Path | None = None, stream_interval: int = 1, prepare: bool = False,
                prefix_cache_file: str | None = None, **options: Any):
     check(type(stream_interval) is int and stream_interval > 0, f"stream_interval={stream_interval!r}: no int above 0")

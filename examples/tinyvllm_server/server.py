@@ -283,7 +283,7 @@ class Server(uvicorn.Server):
     """uvicorn's, which waits for all answers: what runs when the time is up is aborted."""
     asyncio.get_running_loop().call_later(self.options.shutdown_timeout, self.abort, self.requests)
     await super().shutdown(sockets)
-    if self.llm and not self.force_exit: await asyncio.to_thread(self.llm.shutdown)   # a signal does not disturb it
+    if self.llm and self.options.prefix_cache_file: await asyncio.to_thread(self.llm.shutdown)   # whatever signals come
 
   def save(self, sig: int, frame: Any) -> None:
     if self.llm: self.llm.save_prefix_cache()
