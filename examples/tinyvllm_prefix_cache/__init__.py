@@ -197,9 +197,9 @@ def _load(engine: LLMEngine, file: Any, said: str) -> int:
     check(not damaged, f"{said} is damaged (block {damaged[:1]}): remove it")
     blocks.write([taken[i] for i in some], rows)   # nothing is found there yet
   del pool.empty[len(pool.empty) - len(taken):]
-  for i, block in taken.items():
+  for i, block in reversed(taken.items()):
     pool.keys[block] = keys[i]
     pool.cached[keys[i]] = block
-    pool.unused[block] = None
-    pool.unused.move_to_end(block, last=False)   # older than what was there, and than those before
+  # In the order in which they were let go of, before what this engine has let go of since
+  pool.unused = collections.OrderedDict.fromkeys([*reversed(taken.values()), *pool.unused])
   return len(taken)
