@@ -269,19 +269,19 @@ def test_blocks_go_through_in_pieces(engine, file, saved, monkeypatch):
   assert file.read_bytes() == before
 
 
-def test_a_block_may_be_in_tensors_of_any_types_and_shapes(monkeypatch):
+def test_a_block_may_be_in_tensors_of_any_types_and_shapes():
   """As of an 8-bit cache with scales."""
   n, rng = 11, np.random.default_rng(3)
   kinds = [(dtypes.bfloat16, (2, 3)), (dtypes.int8, (5,)), (dtypes.uint32, (2, 2)), (dtypes.float16, (1, 4, 2)),
            (dtypes.uint8, (3,))]
   caches = [Tensor.empty(n, *shape, dtype=kind).contiguous().realize() for kind, shape in kinds]
-  fake = SimpleNamespace(runners=[SimpleNamespace(caches=[caches[:2]]), SimpleNamespace(caches=[caches[2:]])],
-                         blocks=SimpleNamespace(num_blocks=n))
+  runners = [SimpleNamespace(caches=[part], devices=(Device.DEFAULT,)) for part in (caches[:2], caches[2:])]
+  fake = SimpleNamespace(runners=runners, blocks=SimpleNamespace(num_blocks=n))
   for x in buffers(fake): x.allocator._copyin(x._buf, memoryview(bytearray(rng.bytes(x.nbytes))))
-  def whole(): return np.concatenate([np.frombuffer(x.as_memoryview(), np.uint8).reshape(n, -1) for x in buffers(fake)], 1)
-  blocks = Blocks(fake)
-  blocks.count, before = n, whole()
-  assert blocks.row == before.shape[1] and (blocks.read([3, 1, 10]) == before[[3, 1, 10]]).all()
+  def bytes_of(x): return np.frombuffer(x.as_memoryview(), np.uint8).reshape(n, -1)
+  def whole(): return np.concatenate([bytes_of(x) for x in buffers(fake)], 1)
+  blocks, before = Blocks(fake), whole()
+  assert blocks.count == n and blocks.row == before.shape[1] and (blocks.read([3, 1, 10]) == before[[3, 1, 10]]).all()
   rows = rng.integers(0, 256, (2, blocks.row), np.uint8)
   blocks.write([4, 9], rows)
   expected = before.copy()
@@ -321,7 +321,7 @@ def test_a_model_that_differs_in_one_norm_alone_is_another(folder, tmp_path, fil
   path = tmp_path / "tuned" / "model.safetensors"
   raw = bytearray(path.read_bytes())
   start, end = header_of(path)[0]["model.layers.1.input_layernorm.weight"]["data_offsets"]
-  place = header_of(path)[1] + (start + end) // 2
+  place = header_of(path)[1] + (start + end) // 2 + 21
   raw[place] ^= 1
   path.write_bytes(raw)
   refuses(LLM(tmp_path / "tuned", **ENGINE), file, "model ")
@@ -458,8 +458,9 @@ def test_a_link_is_followed(engine, file, tmp_path):
 # with drafts, on several devices
 
 @pytest.mark.slow
-def test_a_draft_models_blocks_are_kept_too(folder, tmp_path):
+def test_a_draft_models_blocks_are_kept_too(folder, tmp_path, monkeypatch):
   """Its drafts come true as often as they would have: of blocks with noise it would draft noise."""
+  monkeypatch.setattr(tinyvllm_prefix_cache, "MOST", 4096)
   llm = LLM(folder, speculative_config={"model": str(folder), "num_speculative_tokens": 3}, **ENGINE)
   first = prompt(8 * BS + 1, "draft")
   path = tmp_path / "cache"
@@ -480,7 +481,8 @@ def test_a_draft_models_blocks_are_kept_too(folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(Device.DEFAULT != "CPU", reason="others have as many devices as there are")
-def test_each_devices_heads_are_kept(folder, tmp_path, file):
+def test_each_devices_heads_are_kept(folder, tmp_path, file, monkeypatch):
+  monkeypatch.setattr(tinyvllm_prefix_cache, "MOST", 2048)
   llm = LLM(folder, tensor_parallel_size=2, **ENGINE)
   refuses(llm, file, "tensor_parallel_size 1, here 2")
   first = prompt(6 * BS + 1, "devices")

@@ -1,13 +1,13 @@
 """The prefix cache on disk: the blocks in which something is found, with their keys, so that an engine that starts anew
 has what another had computed. Only an engine whose blocks would be the same takes a file, a block whose checksum is
 wrong is never found, and a file is replaced as a whole or not at all."""
-import collections, contextlib, hashlib, json, math, os, pathlib, tempfile, time, zlib
+import collections, contextlib, functools, hashlib, json, math, os, pathlib, tempfile, time, zlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from tinygrad import Tensor, UOp
+from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
 from tinyvllm.config import ModelConfig, check, logger, read_json
 from tinyvllm.engine import LLMEngine
@@ -70,43 +70,67 @@ def copy_kernel(out: UOp, places: UOp, source: UOp, blocks: UOp) -> UOp:
   return kernel_of("copy_blocks", out.base.index(places[i].load() * size + j).store(value))
 
 
+def copy_blocks(out: list[Tensor], places: dict[Any, Tensor], source: list[Tensor], blocks: dict[Any, Tensor]) -> None:
+  """On the device. places, blocks: their numbers, on each device that there is."""
+  copied = [x.custom_kernel(places[x.device], y, blocks[x.device], fxn=copy_kernel)[0]
+            for x, y in zip(out, source, strict=True)]
+  Tensor.realize(*copied)
+
+
+def fill(tensor: Tensor, array: np.ndarray) -> None:
+  """Each device's part with all of the array."""
+  for part in buffers_of(tensor): part.allocator._copyin(part._buf, array.data.cast("B"))
+
+
 class Blocks:
   """An engine's blocks as rows of bytes, at most `count` at a time, by way of as many on the device in tensors of the
   same kinds. So nothing hangs on how many tensors hold a block, or on their types."""
   def __init__(self, engine: LLMEngine):
-    self.tensors = tensors_of(engine)
-    parts = [part for tensor in self.tensors for part in buffers_of(tensor)]
-    self.row = sum(part.nbytes for part in parts) // engine.blocks.num_blocks   # bytes of a block
+    tensors = tensors_of(engine)
+    self.devices = engine.runners[0].devices
+    self.row = sum(part.nbytes for x in tensors for part in buffers_of(x)) // engine.blocks.num_blocks   # bytes of one
     self.count = max(1, min(MOST // self.row, engine.blocks.num_blocks))
-    self.staged = [Tensor.empty(self.count, *x.shape[1:], dtype=x.dtype, device=x.device).contiguous().realize()
-                   for x in self.tensors]
-    self.parts = [part for tensor in self.staged for part in buffers_of(tensor)]
+    def new(device, dtype, *shape): return Tensor.empty(*shape, dtype=dtype, device=device).contiguous().realize()
+    def numbers(): return {device: new(device, dtypes.int32, self.count) for device in {x.device for x in tensors}}
+    staged = [new(x.device, x.dtype, self.count, *x.shape[1:]) for x in tensors]
+    self.parts = [part for x in staged for part in buffers_of(x)]
+    self.blocks = numbers()   # those that are copied
+    rows = numbers()
+    for x in rows.values(): fill(x, np.arange(self.count, dtype=np.int32))
+    # From the third time on these are graphs
+    self.gather = TinyJit(functools.partial(copy_blocks, staged, rows, tensors, self.blocks))
+    self.scatter = TinyJit(functools.partial(copy_blocks, tensors, self.blocks, staged, rows))
+    self._settle()
 
-  def _copy(self, out: list[Tensor], places: list[int], source: list[Tensor], blocks: list[int]) -> None:
-    def upload(numbers, device):
-      padded = np.zeros(self.count, np.int32)   # block 0, which is nobody's, for those that are wanting
-      padded[:len(numbers)] = numbers
-      return Tensor(padded, device=device).contiguous().realize()
-    ids = {device: [upload(places, device), upload(blocks, device)] for device in {x.device for x in out}}
-    copied = [x.custom_kernel(ids[x.device][0], y, ids[x.device][1], fxn=copy_kernel)[0]
-              for x, y in zip(out, source, strict=True)]
-    Tensor.realize(*copied)
+  def _settle(self) -> None:
+    """Wait, for the first device last: CUDA runs the next step in the stream of the one that was last used."""
+    for name in reversed(self.devices): Device[name].synchronize()
+
+  def _choose(self, blocks: list[int]) -> None:
+    """Those that are copied next; for those that are wanting block 0, which is nobody's."""
+    padded = np.zeros(self.count, np.int32)
+    padded[:len(blocks)] = blocks
+    for x in self.blocks.values(): fill(x, padded)
 
   def read(self, blocks: list[int]) -> np.ndarray:
     """(len(blocks), row) bytes."""
-    self._copy(self.staged, [*range(self.count)], self.tensors, blocks)
+    self._choose(blocks)
+    self.gather()
     columns = [np.frombuffer(part.as_memoryview(allow_zero_copy=True), np.uint8) for part in self.parts]
-    return np.concatenate([x.reshape(self.count, -1)[:len(blocks)] for x in columns], 1)
+    rows = np.concatenate([x.reshape(self.count, -1)[:len(blocks)] for x in columns], 1)
+    self._settle()
+    return rows
 
   def write(self, blocks: list[int], rows: np.ndarray) -> None:
     """Fill blocks, each with a row of bytes."""
+    self._choose(blocks)
     ends = np.cumsum([part.nbytes // self.count for part in self.parts])
     padded = np.zeros((self.count, self.row), np.uint8)
     padded[:len(rows)] = rows
     for part, columns in zip(self.parts, np.split(padded, ends[:-1], 1), strict=True):
-      part.allocator.dev.synchronize()   # it may still copy the ones before
       part.allocator._copyin(part._buf, np.ascontiguousarray(columns).data.cast("B"))
-    self._copy(self.tensors, blocks, self.staged, [*range(self.count)])
+    self.scatter()
+    self._settle()
 
 
 @contextlib.contextmanager
