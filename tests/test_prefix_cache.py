@@ -328,8 +328,8 @@ def test_a_model_that_differs_in_one_norm_alone_is_another(folder, tmp_path, fil
 
 
 @pytest.mark.parametrize(("options", "words"), [
-  ({"block_size": 8}, ["block_size 4, here 8"]), ({"dtype": "float16"}, ["dtype float, here half"]),
-  ({"quantization": "int8"}, ["quantization None, here int8"]),
+  ({"block_size": 8}, ["block_size '4', here '8'"]), ({"dtype": "float16"}, ["dtype 'float', here 'half'"]),
+  ({"quantization": "int8"}, ["quantization 'None', here 'int8'"]),
   ({"speculative_config": {"model": "FOLDER", "num_speculative_tokens": 2}}, ["draft model None, here", "parts "]),
 ], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
 def test_the_file_of_an_engine_with_other_blocks_is_refused(folder, file, options, words):
@@ -343,8 +343,8 @@ def test_a_draft_in_ngrams_changes_no_block(folder, file, saved):
 
 
 @pytest.mark.parametrize(("changes", "word"), [
-  ({"format": "0"}, "format 0, here 1"), ({"tensor_parallel_size": "2"}, "tensor_parallel_size 2, here 1"),
-  ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8"), ({"parts": "4 of half (2, 8, 4)"}, "parts 4 of half"),
+  ({"format": "0"}, "format '0', here '1'"), ({"tensor_parallel_size": "2"}, "tensor_parallel_size '2', here '1'"),
+  ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"), ({"parts": "4 of half (2, 8, 4)"}, "parts '4 of half"),
   ({"more": "1"}, "other blocks")])
 def test_a_file_of_another_format_is_refused(engine, file, changes, word):
   with_metadata(file, **changes)
@@ -356,7 +356,8 @@ def test_what_is_no_such_file_is_refused(engine, folder, tmp_path):
   (tmp_path / "noise").write_bytes(random.Random(1).randbytes(5000))
   (tmp_path / "text").write_text("hello " * 1000)
   (tmp_path / "folder").mkdir()
-  for name in ("empty", "noise", "text", "folder", "missing"): refuses(engine, tmp_path / name, "missing or damaged")
+  for name in ("empty", "noise", "text", "folder"): refuses(engine, tmp_path / name, "is damaged", "remove it")
+  refuses(engine, tmp_path / "missing", "is not there")
   refuses(engine, folder / "model.safetensors", "other blocks")
 
 
@@ -366,9 +367,9 @@ def test_a_file_cut_short_anywhere_is_refused(engine, file):
   _, start = header_of(file)
   for size in (*range(0, start, 37), start, start + 1, start + 32 * 5, *range(start, len(raw), 1777), len(raw) - 1):
     file.write_bytes(raw[:size])
-    refuses(engine, file, "missing or damaged")
+    refuses(engine, file, "is damaged")
   file.write_bytes(raw + b"\0")
-  refuses(engine, file, "missing or damaged")
+  refuses(engine, file, "is damaged")
 
 
 @pytest.mark.parametrize("name", ["keys", "blocks", "checksums"])
@@ -484,7 +485,7 @@ def test_a_draft_models_blocks_are_kept_too(folder, tmp_path, monkeypatch):
 def test_each_devices_heads_are_kept(folder, tmp_path, file, monkeypatch):
   monkeypatch.setattr(tinyvllm_prefix_cache, "MOST", 2048)
   llm = LLM(folder, tensor_parallel_size=2, **ENGINE)
-  refuses(llm, file, "tensor_parallel_size 1, here 2")
+  refuses(llm, file, "tensor_parallel_size '1', here '2'")
   first = prompt(6 * BS + 1, "devices")
   expected, _ = run(llm, first)
   count = llm.save_prefix_cache(tmp_path / "cache")
@@ -516,6 +517,17 @@ def test_a_thread_that_serves_writes_between_two_steps(folder, tmp_path):
   again.shutdown()
 
 
+def test_a_model_that_was_replaced_meanwhile_does_not_get_the_old_ones_blocks(folder, tmp_path):
+  """As where a server is started anew because of it."""
+  path, model = tmp_path / "cache", Path(shutil.copytree(folder, tmp_path / "model"))
+  llm = AsyncLLM(model, prefix_cache_file=str(path), **ENGINE)
+  run(llm.llm, prompt(20, "replaced"))
+  tiny_model(model, seed=1)
+  llm.shutdown()
+  refuses(LLM(model, **ENGINE), path, "model ")
+  assert LLM(folder, **ENGINE).load_prefix_cache(path) > 0
+
+
 @pytest.fixture(scope="module")
 def chat_folder(tmp_path_factory):
   folder = tiny_model(tmp_path_factory.mktemp("served"), words=True)
@@ -532,7 +544,8 @@ def ask(server, question):
   return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def warnings_of(server): return [line for line in server.log.splitlines() if "prefix cache '" in line]
+def warnings_of(server):
+  return [line for line in server.log.splitlines() if "prefix cache '" in line and "is not there" not in line]
 
 
 @pytest.mark.slow
@@ -542,7 +555,7 @@ def test_a_server_keeps_its_prefix_cache(chat_folder, tmp_path):
   path = tmp_path / "cache"
   options = [*SERVE, "--prefix-cache-file", path]
   with Server(chat_folder, *options) as server:
-    assert "prefix cache" not in server.log, "there is no file yet"
+    assert server.log.count("prefix cache") == 1 and "is not there; starting without it" in server.log
     first, found = ask(server, "hello")
     assert found == 0
     server.signal(signal.SIGUSR1)
@@ -601,4 +614,4 @@ def test_a_file_that_will_not_do_is_one_warning_and_a_start_all_the_same(folder,
   with caplog.at_level(logging.WARNING, "tinyvllm"):
     llm = AsyncLLM(folder, prefix_cache_file=str(file), **ENGINE)
     llm.shutdown()
-  assert [record.levelname for record in caplog.records] == ["WARNING"] and "format 0" in caplog.text
+  assert [record.levelname for record in caplog.records] == ["WARNING"] and "format '0'" in caplog.text

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "tinyvllm"
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
         tokenize.ENDMARKER}
 # Packages in examples/, and the lines that each stays within
-BESIDE = {"tinyvllm_server": 632, "tinyvllm_cli": 610, "tinyvllm_guidance": 60, "tinyvllm_prefix_cache": 171,
+BESIDE = {"tinyvllm_server": 633, "tinyvllm_cli": 610, "tinyvllm_guidance": 60, "tinyvllm_prefix_cache": 174,
           "tinyvllm_quantization": 120, "tinyvllm_speculation": 143, "tinyvllm_tinygrad": 206}
 # The promise is under 1000 lines, and the aim 855: this is where the engine stands, and it may only fall (ROADMAP.md)
 LINES, WIDTH = 1600, 120

@@ -31,8 +31,8 @@ def fingerprint(folder: pathlib.Path, shape: ModelConfig) -> str:
 
 
 def identity(engine: LLMEngine) -> dict[str, str]:
-  """What an engine's blocks and keys hang on. Its models' files are read the first time only: they may be others by the
-  time that a server ends."""
+  """What an engine's blocks and keys hang on. Its models' files are read the first time only, which should be soon: by
+  the time that a server ends others may lie in their place."""
   known = vars(engine).get("blocks_identity")
   if known: return known
   config = engine.config
@@ -151,7 +151,7 @@ def replaced(path: pathlib.Path) -> Iterator[Any]:
 def save(engine: LLMEngine, path: str | os.PathLike) -> int:
   """Write the blocks in which something is found to a file, the one used last first, in the place of what was there.
   Returns how many; where there are none nothing is written. Raises OSError where the file cannot be written: what was
-  there stays."""
+  there stays. Unless a load was tried before, the model's files must still be those that the engine was made of."""
   started = time.perf_counter()
   pool = engine.blocks
   held = [block for seq in engine.scheduler.running for block in seq.block_table]
@@ -190,9 +190,12 @@ def load(engine: LLMEngine, path: str | os.PathLike) -> int:
   said = f"prefix cache {str(path)!r}"
   check(engine.config.enable_prefix_caching, f"{said}: enable_prefix_caching=False finds nothing: leave one out")
   started = time.perf_counter()
+  identity(engine)
+  there = pathlib.Path(path).expanduser()
+  check(there.exists(), f"{said} is not there")
   try:
-    with safe_open(pathlib.Path(path).expanduser(), "numpy") as file: count = _load(engine, file, said)
-  except (OSError, SafetensorError) as e: raise ValueError(f"{said} is missing or damaged ({e}): remove it") from e
+    with safe_open(there, "numpy") as file: count = _load(engine, file, said)
+  except (OSError, SafetensorError) as e: raise ValueError(f"{said} is damaged ({e}): remove it") from e
   logger.info(f"prefix cache: {count} blocks of {path} in {time.perf_counter() - started:.1f} s")
   return count
 
@@ -200,7 +203,7 @@ def load(engine: LLMEngine, path: str | os.PathLike) -> int:
 def _load(engine: LLMEngine, file: Any, said: str) -> int:
   own = identity(engine)
   theirs = file.metadata() or {}
-  differ = [f"{name} {theirs.get(name)}, here {own[name]}" for name in own if theirs.get(name) != own[name]]
+  differ = [f"{name} {theirs.get(name)!r}, here {own[name]!r}" for name in own if theirs.get(name) != own[name]]
   check(own.keys() == theirs.keys() and not differ, f"{said} is of other blocks ({'; '.join(differ)}): remove it, or "
         "name another file")
   blocks = Blocks(engine)

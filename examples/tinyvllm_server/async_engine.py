@@ -98,9 +98,10 @@ class AsyncLLM:
     check(type(stream_interval) is int and stream_interval > 0, f"stream_interval={stream_interval!r}: no int above 0")
     sizes = EngineConfig(**effective(options)).cudagraph_capture_sizes
     self.llm = LLM(model, **{**options, "cudagraph_capture_sizes": None})
-    if prefix_cache_file and pathlib.Path(prefix_cache_file).expanduser().exists():
+    if prefix_cache_file:
+      there = pathlib.Path(prefix_cache_file).expanduser().exists()
       try: self.llm.load_prefix_cache(prefix_cache_file)
-      except ValueError as error: logger.warning(f"{error}; starting without it")
+      except ValueError as error: logger.log(30 if there else 20, f"{error}; starting without it")
     rare = ("" for _ in self.llm.capture(sizes, rare=True))
     captures = itertools.chain(self.llm.capture(sizes), [""], rare) if prepare or sizes else iter([""])
     self._driver = Driver(self.llm, stream_interval, captures, prefix_cache_file)
