@@ -242,6 +242,17 @@ def test_cached_equals_uncached(llm, folder, length, found):
   assert [o.num_cached_tokens for o in outputs] == [0, found] and [ids_of(o) for o in outputs] == [want.said] * 2
 
 
+def test_what_a_file_has_kept_is_found(llm, folder, tmp_path):
+  """In blocks that have held something else meanwhile."""
+  want, other = job(folder, 2 * BS + 1, 3, 450), job(folder, 4 * BS, 3, 451)
+  forget(llm).generate(want.prompt, want.params)
+  count = llm.save_prefix_cache(tmp_path / "cache")
+  forget(llm).generate(other.prompt, other.params)
+  assert forget(llm).load_prefix_cache(tmp_path / "cache") == count == 2
+  output, = llm.generate(want.prompt, want.params)
+  assert output.num_cached_tokens == 2 * BS and ids_of(output) == want.said
+
+
 @pytest.mark.parametrize("length", [BS, BS + 2])
 def test_two_of_one_prefix_in_one_step_do_not_read_what_it_is_still_writing(llm, folder, length):
   """The longer ones have a tail of their own, and the second begins in the same step."""

@@ -379,7 +379,7 @@ def run_interrupted(engine, step=None, place=None):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("more", [0, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("more", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interrupt_anywhere_in_a_step_leaves_an_engine_that_works(small_engine, folder, overlaps, more):
   """In each line where one could come, the last time that it is passed and some times more. The steps are of prompts in
   chunks, of texts that end, and of one that is preempted. Of what ends in a step that is interrupted as it returns no

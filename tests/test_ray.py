@@ -300,6 +300,7 @@ def test_options_that_will_not_do_are_one_line(environment, flags, line):
   ({"min_replicas": 3, "max_replicas": 2}, "min_replicas=3 must be at most max_replicas=2"),
   ({"model": "/nowhere"}, "/nowhere"),
   ({"max_model_len": "1"}, "max_model_len=1 must be from 2"),
+  ({"prefix_cache_file": "/tmp/file"}, "prefix_cache_file: each replica would write it"),
 ])
 def test_an_application_says_what_will_not_do(ray_serve, args, message):
   with pytest.raises(ValueError, match=re.escape(message)): ray_serve.app(args)

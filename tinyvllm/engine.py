@@ -58,6 +58,7 @@ class LLMEngine:
   EngineConfig's. Raises ValueError for files or options that will not do, RuntimeError for no device or compiler."""
   def __init__(self, model: str | pathlib.Path | None = None, **options: Any):
     folder = pathlib.Path(model or pathlib.Path(__file__).with_name("default_model")).expanduser()
+    self.folder = folder
     with exclusive: self._load(folder, EngineConfig(**effective(options)))
     self.scheduler = Scheduler(self.config, self.blocks, self.speculation)
     self.requests: dict[str, Request] = {}
@@ -240,6 +241,16 @@ class LLMEngine:
       with self._alone(), exclusive: runner.launch(self._pack({}, fit=fit))()
     seconds = time.perf_counter() - started
     logger.info(f"captured {len(steps)} steps in {seconds:.1f} s, {num_compiled() - known} new kernels")
+
+  def save_prefix_cache(self, path: str | pathlib.Path) -> int:
+    """Write the blocks in which something is found to a file, whole or not at all. Returns how many; none: no file.
+    Raises OSError where it cannot be written."""
+    with self._alone(), exclusive: return importlib.import_module("tinyvllm_prefix_cache").save(self, path)
+
+  def load_prefix_cache(self, path: str | pathlib.Path) -> int:
+    """Find what is in such a file, too: as many blocks as are free, those used last first. Returns how many. Raises
+    ValueError for a file that is damaged, or of another model or other options that its blocks hang on."""
+    with self._alone(), exclusive: return importlib.import_module("tinyvllm_prefix_cache").load(self, path)
 
   def _find_stops(self) -> None:
     """End the texts in which a stop string has come."""

@@ -217,6 +217,7 @@ def configs(args: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig, RayConf
   args = {name: value(of, types.get(name)) for name, of in args.items() if of is not None}
   engine, server, own = (given(args, kind) for kind in kinds)
   EngineConfig(**effective(engine))
+  check("prefix_cache_file" not in server, "prefix_cache_file: each replica would write it: tinyvllm serve has one")
   return engine, ServerConfig(**{"api_key": os.environ.get("TINYVLLM_API_KEY"), **server}), RayConfig(**own)
 
 

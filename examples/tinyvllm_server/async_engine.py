@@ -21,8 +21,9 @@ class Reader(NamedTuple):
 
 class Driver:
   """What the engine's thread does. Others put calls of it into its inbox."""
-  def __init__(self, llm: LLM, interval: int, captures: Iterator[str]):
+  def __init__(self, llm: LLM, interval: int, captures: Iterator[str], prefix_cache_file: str | None):
     self.llm = llm
+    self.prefix_cache_file = prefix_cache_file
     self.interval = interval   # tokens from one piece of a text to the next
     self.captures: Iterator[str] | None = captures   # each next does one, and says what is still waited for
     self.state = next(captures)
@@ -44,6 +45,10 @@ class Driver:
   def capture(self) -> None:
     try: self.state = next(self.captures)   # type: ignore[arg-type]
     except StopIteration: self.captures = None
+
+  def save(self) -> None:
+    try: self.llm.save_prefix_cache(self.prefix_cache_file)   # type: ignore[arg-type]   # there is one
+    except Exception as error: logger.warning(f"prefix cache {self.prefix_cache_file!r} is not written: {error}")
 
   def add(self, request: Request, reader: Reader) -> None:
     self.readers[request] = reader
@@ -85,16 +90,21 @@ class Driver:
 class AsyncLLM:
   """Takes what LLM takes. stream_interval: tokens from one piece of a text to the next. prepare: have its thread
   capture the steps of cudagraph_capture_sizes, or of what suits the device, before the first request, and rare ones
-  when there is none; `state` says how far it is. llm: the engine, of which any thread may call `request` and
-  `get_metrics`; all else is for its own thread, which ends with this object."""
+  when there is none; `state` says how far it is. prefix_cache_file: what `LLM.load_prefix_cache` reads at the start, if
+  it is there and will do, and `LLM.save_prefix_cache` writes at the shutdown. llm: the engine, of which any thread may
+  call `request` and `get_metrics`; all else is for its own thread, which ends with this object."""
   def __init__(self, model: str | pathlib.Path | None = None, stream_interval: int = 1, prepare: bool = False,
-               **options: Any):
+               prefix_cache_file: str | None = None, **options: Any):
     check(type(stream_interval) is int and stream_interval > 0, f"stream_interval={stream_interval!r}: no int above 0")
     sizes = EngineConfig(**effective(options)).cudagraph_capture_sizes
     self.llm = LLM(model, **{**options, "cudagraph_capture_sizes": None})
+    if prefix_cache_file:
+      there = pathlib.Path(prefix_cache_file).expanduser().exists()
+      try: self.llm.load_prefix_cache(prefix_cache_file)
+      except ValueError as error: logger.log(30 if there else 20, f"{error}; starting without it")
     rare = ("" for _ in self.llm.capture(sizes, rare=True))
     captures = itertools.chain(self.llm.capture(sizes), [""], rare) if prepare or sizes else iter([""])
-    self._driver = Driver(self.llm, stream_interval, captures)
+    self._driver = Driver(self.llm, stream_interval, captures, prefix_cache_file)
     weakref.finalize(self, self._driver.inbox.put, None)
     self._thread = threading.Thread(target=self._driver.run, name="tinyvllm-engine", daemon=True)
     self._thread.start()
@@ -102,8 +112,14 @@ class AsyncLLM:
   def shutdown(self) -> None:
     """End its thread, once that is between two steps or captures: as it traces one tinygrad could close no device."""
     self._driver.captures = iter([""])
+    self.save_prefix_cache()
     self._driver.inbox.put(None)
     self._thread.join()
+
+  def save_prefix_cache(self) -> None:
+    """Have its thread write the prefix cache's file, if it has one, between two steps; if that fails, the log says so.
+    Any thread may call this, and a signal's handler."""
+    if self._driver.prefix_cache_file: self._driver.inbox.put(self._driver.save)
 
   state = property(lambda self: self._driver.state)   # what it waits for before it takes requests, or ""
 

@@ -61,6 +61,7 @@ class ServerConfig(Options):
   max_body_size: Annotated[int, 1, 2**40] = 2**22         # bytes of a request
   stream_interval: Annotated[int, 1, 2**31] = 1           # tokens in an event, if they come that fast
   allowed_origins: Annotated[list | None, str] = None     # of other pages in a browser (CORS)
+  prefix_cache_file: str | None = None                    # keeps the prefix cache: read at start, written at the end
 
 
 def body(title: str, **types: Any) -> Any:
@@ -263,7 +264,9 @@ class Server(uvicorn.Server):
     await super().startup(sockets)
 
   def load(self) -> None:
-    try: self.llm = AsyncLLM(self.loading[0], self.options.stream_interval, prepare=True, **self.loading[1])
+    model, engine = self.loading
+    file = self.options.prefix_cache_file
+    try: self.llm = AsyncLLM(model, self.options.stream_interval, True, file, **engine)
     except Exception as error:
       self.error = error
       self.should_exit = True
@@ -280,6 +283,10 @@ class Server(uvicorn.Server):
     """uvicorn's, which waits for all answers: what runs when the time is up is aborted."""
     asyncio.get_running_loop().call_later(self.options.shutdown_timeout, self.abort, self.requests)
     await super().shutdown(sockets)
+    if self.llm and self.options.prefix_cache_file: await asyncio.to_thread(self.llm.shutdown)   # whatever signals come
+
+  def save(self, sig: int, frame: Any) -> None:
+    if self.llm: self.llm.save_prefix_cache()
 
   def abort(self, requests: Iterable[Request]) -> None:
     for request in requests: self.llm.abort(request.request_id)
@@ -502,6 +509,7 @@ def main(argv: list[str]) -> int:
   try: socket.create_server((config.host, config.port), family=family).close()   # before a model is loaded for nothing
   except OSError as error: raise ValueError(f"host={config.host!r}, port={config.port}: {error.strerror}") from error
   server = Server(folder, given(args, EngineConfig), config)
+  if config.prefix_cache_file and hasattr(signal, "SIGUSR1"): signal.signal(signal.SIGUSR1, server.save)
   server.run()
   if server.llm: server.llm.shutdown()
   if server.error: raise server.error

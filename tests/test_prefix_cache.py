@@ -1,0 +1,630 @@
+"""The prefix cache on disk: an engine that starts anew says what the old one would have said, and finds what that would
+have found; what is not its own, or damaged, is never found; and a file is replaced as a whole or not at all. Most tests
+restart an engine in its own process: nothing is found in it any more, and its blocks hold noise."""
+import asyncio
+import errno
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference import ENGINE, check_invariants, reference_greedy, run_to_end, set_overlap, tiny_model
+from safetensors import safe_open
+from server import Server, wait_until
+from tinygrad import Device, Tensor, dtypes
+
+import tinyvllm_prefix_cache
+from tinyvllm import LLM, SamplingParams
+from tinyvllm_prefix_cache import Blocks
+from tinyvllm_server import AsyncLLM
+
+BS = ENGINE["block_size"]
+SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
+SERVE = [x for name, value in SMALL.items() for x in ("--" + name.replace("_", "-"), str(value))]
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def greedy(n, **options): return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, **options)
+def tokens(ids): return {"prompt_token_ids": list(ids)}
+def ids_of(output): return output.outputs[0].token_ids
+
+
+def prompt(length, *salt):
+  """Random words, which no other salt has."""
+  rng = random.Random(str(salt))
+  return [rng.randrange(259, 320) for _ in range(length)]
+
+
+def buffers(engine):
+  """Of all block tensors, each device's part."""
+  found = [cache.uop.buffer for runner in engine.runners for layer in runner.caches for cache in layer]
+  return [part.ensure_allocated() for buffer in found for part in getattr(buffer, "bufs", [buffer])]
+
+
+def contents(engine):
+  """The bytes of the blocks that can be found, by key: by way of the whole cache, not of the code under test."""
+  parts = [np.frombuffer(x.as_memoryview(), np.uint8).reshape(engine.blocks.num_blocks, -1) for x in buffers(engine)]
+  return {key: b"".join(part[block].tobytes() for part in parts) for key, block in engine.blocks.cached.items()}
+
+
+def order(engine):
+  """Keys of the blocks that nobody holds, the one that is reused first first."""
+  return [engine.blocks.keys[block] for block in engine.blocks.unused]
+
+
+def state(engine):
+  """Of the pool, and what can be found in it."""
+  blocks = engine.blocks
+  return dict(blocks.cached), [*blocks.unused], [*blocks.empty], contents(engine)
+
+
+def restart(engine):
+  """As the process would begin anew: nothing is found, and the blocks hold noise."""
+  assert not engine.has_unfinished_requests()
+  engine.blocks.cached.clear()
+  engine.blocks.keys = [b""] * engine.blocks.num_blocks
+  engine.blocks.reset()
+  noise = random.Random(7).randbytes(max(x.nbytes for x in buffers(engine)))
+  for x in buffers(engine): x.allocator._copyin(x._buf, memoryview(bytearray(noise[:x.nbytes])))
+  return engine
+
+
+def run(engine, *prompts, n=6):
+  """What comes of each, one after the other, and how many tokens of each were found."""
+  outputs = [engine.generate(tokens(ids), greedy(n), use_tqdm=False)[0] for ids in prompts]
+  return [ids_of(output) for output in outputs], [output.num_cached_tokens for output in outputs]
+
+
+def header_of(path):
+  """And where the data begins."""
+  raw = Path(path).read_bytes()
+  size = 8 + int.from_bytes(raw[:8], "little")
+  return json.loads(raw[8:size]), size
+
+
+def with_metadata(path, **changes):
+  """The same file, but for this in its header."""
+  header, size = header_of(path)
+  header["__metadata__"] |= changes
+  text = json.dumps(header).encode()
+  path.write_bytes(len(text).to_bytes(8, "little") + text + path.read_bytes()[size:])
+
+
+@pytest.fixture(scope="module")
+def engine(folder): return LLM(folder, **ENGINE)
+
+
+@pytest.fixture(scope="module")
+def saved(engine, tmp_path_factory):
+  """A file of three conversations, and what was found in the engine that wrote it."""
+  restart(engine)
+  run(engine, *[prompt(5 * BS + i, "saved", i) for i in range(3)])
+  path = tmp_path_factory.mktemp("saved") / "cache"
+  assert engine.save_prefix_cache(path) == len(engine.blocks.cached)
+  return path, contents(engine)
+
+
+@pytest.fixture
+def file(saved, tmp_path):
+  """A copy."""
+  return Path(shutil.copy(saved[0], tmp_path / "cache"))
+
+
+def refuses(engine, path, *words):
+  """A ValueError of one line that says so, and the engine is as it was."""
+  before = state(engine)
+  with pytest.raises(ValueError) as caught: engine.load_prefix_cache(path)
+  message = str(caught.value)
+  assert "\n" not in message and str(path) in message
+  assert all(word in message for word in words), message
+  assert state(engine) == before
+
+
+# what is found after a restart
+
+def test_a_new_engine_says_and_finds_what_the_old_one_does(engine, folder, tmp_path, caplog):
+  restart(engine)
+  first = [prompt(7 * BS + 1, "a", i) for i in range(3)]
+  answers, _ = run(engine, *first)
+  again = [*first, first[0] + answers[0] + prompt(3, "b"), first[1][:3 * BS] + prompt(9, "c"), prompt(20, "d")]
+  with caplog.at_level(logging.INFO, "tinyvllm"):
+    count = engine.save_prefix_cache(tmp_path / "cache")
+    new = LLM(folder, **ENGINE)
+    assert new.load_prefix_cache(str(tmp_path / "cache")) == count == len(engine.blocks.cached)
+  assert sum(f"prefix cache: {count} blocks" in line for line in caplog.messages) == 2
+  assert contents(new) == contents(engine) and order(new) == order(engine)
+  check_invariants(new)
+  old, found = run(engine, *again)
+  assert run(new, *again) == (old, found) and old == [reference_greedy(folder, ids, 6) for ids in again]
+  assert found[:3] == [7 * BS] * 3 and found[3] >= 7 * BS and found[4:] == [3 * BS, 0]
+  assert new.get_metrics()["prefix_cache_hits"] == sum(found)
+  assert order(new) == order(engine)
+
+
+def test_graphs_that_were_captured_before_read_what_is_loaded(engine, folder, tmp_path):
+  restart(engine)
+  first = prompt(6 * BS + 1, "captured")
+  expected, _ = run(engine, first)
+  engine.save_prefix_cache(tmp_path / "cache")
+  assert run(restart(engine), first) == (expected, [0]), "it was forgotten"
+  restart(engine).load_prefix_cache(tmp_path / "cache")
+  assert run(engine, first) == (expected, [6 * BS])
+
+
+def test_the_file_is_one_that_safetensors_reads(saved, engine):
+  path, found = saved
+  with safe_open(path, "numpy") as file:
+    shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}   # noqa: SIM118   # it is no dict
+    keys = [key.tobytes() for key in file.get_tensor("keys")]
+    rows = [row.tobytes() for row in file.get_tensor("blocks")]
+    assert file.metadata()["format"] == "1"
+  n = len(found)
+  assert shapes == {"keys": [n, 32], "blocks": [n, len(next(iter(found.values())))], "checksums": [n]}
+  assert dict(zip(keys, rows, strict=True)) == found
+  assert path.stat().st_mode & 0o77 == 0, "conversations are its owner's"
+
+
+def test_what_is_evicted_first_is_so_after_a_restart(engine, folder, tmp_path):
+  """The pool is filled up by another conversation, bit by bit."""
+  restart(engine)
+  old = [prompt(4 * BS, "old", i) for i in range(4)]
+  run(engine, *old, old[1])   # which makes it the most recent
+  engine.save_prefix_cache(tmp_path / "cache")
+  expected = order(engine)
+  restart(engine).load_prefix_cache(tmp_path / "cache")
+  assert order(engine) == expected
+  engine.scheduler.reset([])   # as after a failed step
+  assert order(engine) == expected
+  table = []
+  engine.blocks.allocate(table, (engine.blocks.num_blocks - 1 - len(expected) + 5) * BS)
+  assert order(engine) == expected[5:]
+  engine.blocks.empty += table
+  check_invariants(engine)
+
+
+def test_held_blocks_are_saved_first_and_those_who_hold_them_go_on(engine, folder, tmp_path):
+  restart(engine)
+  before, runs = prompt(4 * BS, "before"), [prompt(3 * BS + 2, "runs", i) for i in range(2)]
+  run(engine, before)
+  for i, ids in enumerate(runs): engine.add_request(str(i), tokens(ids), greedy(12))
+  for _ in range(4): engine.step()
+  held = [block for seq in engine.scheduler.running for block in seq.block_table]
+  found = {key for key, block in engine.blocks.cached.items() if block in held}
+  count = engine.save_prefix_cache(tmp_path / "cache")
+  assert count == len(engine.blocks.cached) and len(found) >= 6
+  with safe_open(tmp_path / "cache", "numpy") as file: keys = [key.tobytes() for key in file.get_tensor("keys")]
+  assert {*keys[:len(found)]} == found and {*keys} == {*engine.blocks.cached}
+  assert engine.load_prefix_cache(tmp_path / "cache") == 0, "all is there"
+  last = run_to_end(engine, 100)
+  assert [ids_of(last[str(i)]) for i in range(2)] == [reference_greedy(folder, ids, 12) for ids in runs]
+
+
+@pytest.mark.parametrize("overlaps", ["", "overlapped"])
+def test_requests_that_run_are_not_disturbed_by_a_load(engine, folder, file, overlaps, monkeypatch):
+  """Also where a step is under way whose results nobody has read."""
+  set_overlap(monkeypatch, engine.runner, overlaps)
+  restart(engine)
+  runs = [prompt(3 * BS + 2, "load", i) for i in range(3)]
+  for i, ids in enumerate(runs): engine.add_request(str(i), tokens(ids), greedy(12))
+  for _ in range(4): engine.step()
+  engine.abort_request("2")   # whose blocks a step may still write to
+  assert engine.load_prefix_cache(file) > 0
+  check_invariants(engine)
+  engine.add_request("3", tokens(prompt(5 * BS, "saved", 0)), greedy(4))
+  last = run_to_end(engine, 100)
+  assert [ids_of(last[str(i)]) for i in range(2)] == [reference_greedy(folder, ids, 12) for ids in runs[:2]]
+  assert last["3"].num_cached_tokens == 4 * BS and ids_of(last["3"]) == reference_greedy(folder, prompt(
+    5 * BS, "saved", 0), 4)
+
+
+def test_a_load_takes_only_free_blocks_the_most_recent_of_the_file_parents_first(small_llm, engine, folder, tmp_path):
+  """12 blocks, of which one that runs holds some, and others are found already."""
+  restart(engine)
+  texts = [prompt(5 * BS, "small", i) for i in range(4)]
+  run(engine, *texts, n=1)
+  path = tmp_path / "cache"
+  assert engine.save_prefix_cache(path) == 20
+  with safe_open(path, "numpy") as file: keys = [key.tobytes() for key in file.get_tensor("keys")]
+  small = restart(small_llm)
+  run(small, texts[0], n=1)   # found, and older than the file's
+  known = [*small.blocks.unused]
+  small.add_request("0", tokens(prompt(2 * BS, "runs")), greedy(3))
+  small.step()
+  held = [block for seq in small.scheduler.running for block in seq.block_table]
+  room = len(small.blocks.empty)
+  assert 0 < room == 12 - len(held) - len(known)
+  assert small.load_prefix_cache(path) == room
+  check_invariants(small)
+  assert [*small.blocks.unused][room:] == known, "what it had is younger than what came of the file"
+  assert order(small)[:room] == keys[:room][::-1]
+  assert not small.blocks.empty and small.load_prefix_cache(path) == 0, "no block is free"
+  run_to_end(small, 100)
+  restart(small).load_prefix_cache(path)
+  check_invariants(small)
+  answers, found = run(small, texts[3], texts[2], texts[0], n=1)
+  assert answers == [reference_greedy(folder, texts[i], 1) for i in (3, 2, 0)] and found == [4 * BS, 4 * BS, 0]
+
+
+def test_blocks_go_through_in_pieces(engine, file, saved, monkeypatch):
+  """Of three blocks, some of which are there already."""
+  _, found = saved
+  restart(engine)
+  run(engine, prompt(5 * BS + 1, "saved", 1))
+  monkeypatch.setattr(tinyvllm_prefix_cache, "MOST", 3 * len(next(iter(found.values()))) + 5)
+  assert Blocks(engine).count == 3
+  missing = {*found} - {*engine.blocks.cached}
+  assert 3 < len(missing) < len(found) and engine.load_prefix_cache(file) == len(missing)
+  assert contents(engine) == found
+  before = file.read_bytes()
+  restart(engine).load_prefix_cache(file)
+  assert engine.save_prefix_cache(file) == len(found)
+  assert file.read_bytes() == before
+
+
+def test_a_block_may_be_in_tensors_of_any_types_and_shapes():
+  """As of an 8-bit cache with scales."""
+  n, rng = 11, np.random.default_rng(3)
+  kinds = [(dtypes.bfloat16, (2, 3)), (dtypes.int8, (5,)), (dtypes.uint32, (2, 2)), (dtypes.float16, (1, 4, 2)),
+           (dtypes.uint8, (3,))]
+  caches = [Tensor.empty(n, *shape, dtype=kind).contiguous().realize() for kind, shape in kinds]
+  runners = [SimpleNamespace(caches=[part], devices=(Device.DEFAULT,)) for part in (caches[:2], caches[2:])]
+  fake = SimpleNamespace(runners=runners, blocks=SimpleNamespace(num_blocks=n))
+  for x in buffers(fake): x.allocator._copyin(x._buf, memoryview(bytearray(rng.bytes(x.nbytes))))
+  def bytes_of(x): return np.frombuffer(x.as_memoryview(), np.uint8).reshape(n, -1)
+  def whole(): return np.concatenate([bytes_of(x) for x in buffers(fake)], 1)
+  blocks, before = Blocks(fake), whole()
+  assert blocks.count == n and blocks.row == before.shape[1] and (blocks.read([3, 1, 10]) == before[[3, 1, 10]]).all()
+  rows = rng.integers(0, 256, (2, blocks.row), np.uint8)
+  blocks.write([4, 9], rows)
+  expected = before.copy()
+  expected[[4, 9]] = rows
+  assert (whole()[1:] == expected[1:]).all(), "block 0 takes the rest"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_conversation_is_the_same_with_restarts_and_without(engine, folder, tmp_path, seed):
+  """Turns of several chats, at random, and restarts between and within them."""
+  rng = random.Random(seed)
+  restart(engine)
+  chats = [prompt(rng.randrange(1, 20), "chat", seed, i) for i in range(3)]
+  path = tmp_path / "cache"
+  for turn in range(8):
+    i = rng.randrange(3)
+    chats[i] += prompt(rng.randrange(1, 6), "turn", seed, turn)
+    (answer,), (found,) = run(engine, chats[i], n=4)
+    assert answer == reference_greedy(folder, chats[i], 4)
+    if found: chats[i] += answer
+    if rng.random() < 0.5:
+      count = engine.save_prefix_cache(path)
+      before = order(engine), contents(engine)
+      assert restart(engine).load_prefix_cache(path) == count
+      assert (order(engine), contents(engine)) == before
+    check_invariants(engine)
+
+
+# what is refused
+
+def test_the_file_of_another_model_of_the_same_shape_is_refused(tmp_path, file):
+  refuses(LLM(tiny_model(tmp_path / "other", seed=1), **ENGINE), file, "model ", "remove it")
+
+
+def test_a_model_that_differs_in_one_norm_alone_is_another(folder, tmp_path, file):
+  shutil.copytree(folder, tmp_path / "tuned")
+  path = tmp_path / "tuned" / "model.safetensors"
+  raw = bytearray(path.read_bytes())
+  start, end = header_of(path)[0]["model.layers.1.input_layernorm.weight"]["data_offsets"]
+  place = header_of(path)[1] + (start + end) // 2 + 21
+  raw[place] ^= 1
+  path.write_bytes(raw)
+  refuses(LLM(tmp_path / "tuned", **ENGINE), file, "model ")
+
+
+@pytest.mark.parametrize(("options", "words"), [
+  ({"block_size": 8}, ["block_size '4', here '8'"]), ({"dtype": "float16"}, ["dtype 'float', here 'half'"]),
+  ({"quantization": "int8"}, ["quantization 'None', here 'int8'"]),
+  ({"speculative_config": {"model": "FOLDER", "num_speculative_tokens": 2}}, ["draft model None, here", "parts "]),
+], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
+def test_the_file_of_an_engine_with_other_blocks_is_refused(folder, file, options, words):
+  options = json.loads(json.dumps(options).replace("FOLDER", str(folder)))
+  refuses(LLM(folder, **{**ENGINE, **options}), file, *words)
+
+
+def test_a_draft_in_ngrams_changes_no_block(folder, file, saved):
+  new = LLM(folder, speculative_config={"method": "ngram", "num_speculative_tokens": 2}, **ENGINE)
+  assert new.load_prefix_cache(file) == len(saved[1])
+
+
+@pytest.mark.parametrize(("changes", "word"), [
+  ({"format": "0"}, "format '0', here '1'"), ({"tensor_parallel_size": "2"}, "tensor_parallel_size '2', here '1'"),
+  ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"), ({"parts": "4 of half (2, 8, 4)"}, "parts '4 of half"),
+  ({"more": "1"}, "other blocks")])
+def test_a_file_of_another_format_is_refused(engine, file, changes, word):
+  with_metadata(file, **changes)
+  refuses(engine, file, word)
+
+
+def test_what_is_no_such_file_is_refused(engine, folder, tmp_path):
+  (tmp_path / "empty").write_bytes(b"")
+  (tmp_path / "noise").write_bytes(random.Random(1).randbytes(5000))
+  (tmp_path / "text").write_text("hello " * 1000)
+  (tmp_path / "folder").mkdir()
+  for name in ("empty", "noise", "text", "folder"): refuses(engine, tmp_path / name, "is damaged", "remove it")
+  refuses(engine, tmp_path / "missing", "is not there")
+  refuses(engine, folder / "model.safetensors", "other blocks")
+
+
+def test_a_file_cut_short_anywhere_is_refused(engine, file):
+  raw = file.read_bytes()
+  restart(engine)
+  _, start = header_of(file)
+  for size in (*range(0, start, 37), start, start + 1, start + 32 * 5, *range(start, len(raw), 1777), len(raw) - 1):
+    file.write_bytes(raw[:size])
+    refuses(engine, file, "is damaged")
+  file.write_bytes(raw + b"\0")
+  refuses(engine, file, "is damaged")
+
+
+@pytest.mark.parametrize("name", ["keys", "blocks", "checksums"])
+def test_a_flipped_byte_in_the_data_is_refused_and_nothing_of_the_file_is_found(engine, file, name, monkeypatch):
+  """The last block's, behind several that are good and have been written."""
+  header, start = header_of(file)
+  raw = bytearray(file.read_bytes())
+  raw[start + header[name]["data_offsets"][1] - 1] ^= 4
+  file.write_bytes(raw)
+  monkeypatch.setattr(tinyvllm_prefix_cache, "MOST", 4096)
+  restart(engine)
+  ids = prompt(4 * BS, "unharmed")
+  expected = run(engine, ids)
+  refuses(engine, file, "is damaged (block", "remove it")
+  assert run(engine, ids) == (expected[0], [3 * BS])
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[*HealthCheck])
+@given(st.data())
+def test_whatever_bytes_are_flipped_nothing_wrong_is_found(engine, saved, tmp_path_factory, data):
+  path, found = saved
+  raw = bytearray(path.read_bytes())
+  _, start = header_of(path)
+  for _ in range(data.draw(st.integers(1, 3))):
+    place = data.draw(st.integers(0, start - 1) | st.integers(0, len(raw) - 1))
+    raw[place] ^= data.draw(st.integers(1, 255))
+  damaged = tmp_path_factory.getbasetemp() / "damaged"
+  damaged.write_bytes(raw)
+  restart(engine)
+  before = state(engine)
+  try: engine.load_prefix_cache(damaged)
+  except ValueError: assert state(engine) == before
+  else: assert contents(engine).items() <= found.items()
+  check_invariants(engine)
+
+
+def test_without_prefix_caching_nothing_is_written_and_a_file_is_refused(folder, file, tmp_path):
+  plain = LLM(folder, enable_prefix_caching=False, **ENGINE)
+  run(plain, prompt(20, "plain"))
+  assert plain.save_prefix_cache(tmp_path / "none") == 0 and not (tmp_path / "none").exists()
+  refuses(plain, file, "enable_prefix_caching=False")
+
+
+# how it is written
+
+def test_where_nothing_can_be_found_the_old_file_stays(engine, file):
+  before = file.read_bytes()
+  assert restart(engine).save_prefix_cache(file) == 0 and file.read_bytes() == before
+
+
+@pytest.mark.parametrize("place", ["os.replace", "os.fsync", "tinyvllm_prefix_cache.zlib.crc32"])
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(engine, file, place, error, monkeypatch):
+  before, calls = file.read_bytes(), []
+  restart(engine)
+  expected = run(engine, prompt(5 * BS, "fails"))[0]
+
+  def fail(*args):
+    calls.append(args)
+    if len(calls) > 2 or place.startswith("os"): raise error
+    return 0
+  with monkeypatch.context() as patch:
+    patch.setattr(place, fail)
+    with pytest.raises(type(error)): engine.save_prefix_cache(file)
+  assert calls and file.read_bytes() == before and os.listdir(file.parent) == [file.name]
+  assert run(engine, prompt(5 * BS, "fails")) == (expected, [4 * BS]), "and the engine goes on"
+  assert engine.save_prefix_cache(file) > 0 and file.read_bytes() != before
+
+
+def test_where_no_file_can_be_is_an_os_error(engine, tmp_path):
+  restart(engine)
+  run(engine, prompt(5 * BS, "nowhere"))
+  (tmp_path / "folder").mkdir()
+  for path in (tmp_path / "missing" / "cache", tmp_path / "folder"):
+    with pytest.raises(OSError): engine.save_prefix_cache(path)
+  assert os.listdir(tmp_path) == ["folder"] and not os.listdir(tmp_path / "folder")
+
+
+def test_another_file_is_not_overwritten_but_a_damaged_one_is(engine, file, tmp_path):
+  restart(engine)
+  run(engine, prompt(5 * BS, "other"))
+  other = tmp_path / "notes"
+  other.write_text("hello " * 1000)
+  with pytest.raises(FileExistsError, match="'.*notes' is no prefix cache: remove it, or name another file"):
+    engine.save_prefix_cache(other)
+  assert other.read_text() == "hello " * 1000
+  for size in (0, 5, 8, 60):
+    file.write_bytes(file.read_bytes()[:size])
+    assert engine.save_prefix_cache(file) == restart(engine).load_prefix_cache(file) > 0
+
+
+def test_a_link_is_followed(engine, file, tmp_path):
+  restart(engine)
+  run(engine, prompt(5 * BS, "link"))
+  (tmp_path / "link").symlink_to(file)
+  count = engine.save_prefix_cache(tmp_path / "link")
+  assert (tmp_path / "link").is_symlink() and restart(engine).load_prefix_cache(file) == count
+
+
+# with drafts, on several devices
+
+@pytest.mark.slow
+def test_a_draft_models_blocks_are_kept_too(folder, tmp_path, monkeypatch):
+  """Its drafts come true as often as they would have: of blocks with noise it would draft noise."""
+  monkeypatch.setattr(tinyvllm_prefix_cache, "MOST", 4096)
+  llm = LLM(folder, speculative_config={"model": str(folder), "num_speculative_tokens": 3}, **ENGINE)
+  first = prompt(8 * BS + 1, "draft")
+  path = tmp_path / "cache"
+
+  def accepted():
+    before = llm.get_metrics()["spec_decode_num_accepted_tokens"]
+    (answer,), (found,) = run(llm, first, n=20)
+    assert answer == reference_greedy(folder, first, 20)
+    return found, llm.get_metrics()["spec_decode_num_accepted_tokens"] - before
+  accepted()
+  count = llm.save_prefix_cache(path)
+  before = contents(llm)
+  expected = accepted()
+  assert expected[0] == 8 * BS and expected[1] > 10
+  assert restart(llm).load_prefix_cache(path) == count and contents(llm) == before
+  assert accepted() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(Device.DEFAULT != "CPU", reason="others have as many devices as there are")
+def test_each_devices_heads_are_kept(folder, tmp_path, file, monkeypatch):
+  monkeypatch.setattr(tinyvllm_prefix_cache, "MOST", 2048)
+  llm = LLM(folder, tensor_parallel_size=2, **ENGINE)
+  refuses(llm, file, "tensor_parallel_size '1', here '2'")
+  first = prompt(6 * BS + 1, "devices")
+  expected, _ = run(llm, first)
+  count = llm.save_prefix_cache(tmp_path / "cache")
+  before = contents(llm)
+  assert restart(llm).load_prefix_cache(tmp_path / "cache") == count and contents(llm) == before
+  assert run(llm, first) == (expected, [6 * BS]) and expected == [reference_greedy(folder, first, 6)]
+
+
+# AsyncLLM and the server
+
+@pytest.mark.slow
+def test_a_thread_that_serves_writes_between_two_steps(folder, tmp_path):
+  path = tmp_path / "cache"
+  llm = AsyncLLM(folder, prefix_cache_file=str(path), **ENGINE)
+  ids = prompt(6 * BS + 1, "async")
+
+  async def story():
+    found = []
+    async for output in llm.generate(tokens(ids), greedy(40)):
+      found += ids_of(output)
+      if not path.exists(): llm.save_prefix_cache()
+    return found
+  assert asyncio.run(story()) == reference_greedy(folder, ids, 40)
+  wait_until(path.exists, "the file is there")
+  path.unlink()
+  llm.shutdown()
+  again = AsyncLLM(folder, prefix_cache_file=str(path), **ENGINE)
+  assert again.llm.generate(tokens(ids), greedy(1), use_tqdm=False)[0].num_cached_tokens == 6 * BS
+  again.shutdown()
+
+
+def test_a_model_that_was_replaced_meanwhile_does_not_get_the_old_ones_blocks(folder, tmp_path):
+  """As where a server is started anew because of it."""
+  path, model = tmp_path / "cache", Path(shutil.copytree(folder, tmp_path / "model"))
+  llm = AsyncLLM(model, prefix_cache_file=str(path), **ENGINE)
+  run(llm.llm, prompt(20, "replaced"))
+  tiny_model(model, seed=1)
+  llm.shutdown()
+  refuses(LLM(model, **ENGINE), path, "model ")
+  assert LLM(folder, **ENGINE).load_prefix_cache(path) > 0
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory):
+  folder = tiny_model(tmp_path_factory.mktemp("served"), words=True)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+  return folder
+
+
+def ask(server, question):
+  """The answer, and how many tokens of the prompt were found."""
+  messages = [{"role": "system", "content": "the cat sat on the mat and the dog ran to the red house " * 2},
+              {"role": "user", "content": question}]
+  body = {"messages": messages, "temperature": 0.0, "max_tokens": 8}
+  answer = server.post("/v1/chat/completions", body).raise_for_status().json()
+  return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def warnings_of(server):
+  return [line for line in server.log.splitlines() if "prefix cache '" in line and "is not there" not in line]
+
+
+@pytest.mark.slow
+def test_a_server_keeps_its_prefix_cache(chat_folder, tmp_path):
+  """Written on SIGUSR1, after which it goes on, and at SIGTERM; read by the next one. What is damaged, or cannot be
+  written, is one line of the log, and no more."""
+  path = tmp_path / "cache"
+  options = [*SERVE, "--prefix-cache-file", path]
+  with Server(chat_folder, *options) as server:
+    assert server.log.count("prefix cache") == 1 and "is not there; starting without it" in server.log
+    first, found = ask(server, "hello")
+    assert found == 0
+    server.signal(signal.SIGUSR1)
+    wait_until(path.exists, "SIGUSR1 has it written")
+    answer, found = ask(server, "hello")
+    assert answer == first and found > 40
+    path.unlink()
+    assert server.stop() == 0, server.log
+    assert path.exists() and os.listdir(tmp_path) == ["cache"] and "Traceback" not in server.log
+  raw = path.read_bytes()
+  with Server(chat_folder, *options) as server:
+    assert ask(server, "hello") == (first, found)
+    assert ask(server, "the dog")[1] > 20, "the system prompt's"
+    assert not warnings_of(server)
+    server.signal(signal.SIGKILL)
+    server.wait()
+  assert path.read_bytes() == raw
+  path.write_bytes(raw[:-7])
+  shutil.copytree(tmp_path, tmp_path.parent / "gone")
+  options[-1] = tmp_path.parent / "gone" / "cache"
+  with Server(chat_folder, *options) as server:
+    assert len(warnings_of(server)) == 1 and "damaged" in warnings_of(server)[0] and "Traceback" not in server.log
+    assert ask(server, "hello") == (first, 0)
+    shutil.rmtree(tmp_path.parent / "gone")
+    assert server.stop() == 0, server.log
+    assert len(warnings_of(server)) == 2 and "is not written" in warnings_of(server)[1]
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.slow
+def test_signals_while_the_file_is_written_do_not_harm_it(chat_folder, tmp_path):
+  path, slow = tmp_path / "cache", tmp_path / "slow"
+  fault = f"""
+import os, pathlib, time, tinyvllm_prefix_cache
+replace = os.replace
+def slowly(*paths):
+  pathlib.Path({str(slow)!r}).touch()
+  time.sleep(2)
+  replace(*paths)
+os.replace = slowly
+"""
+  with Server(chat_folder, *SERVE, "--prefix-cache-file", path, before=fault) as server:
+    ask(server, "hello")
+    server.signal()
+    wait_until(slow.exists, "it is being written")
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT): server.signal(number)
+    code = server.wait()
+    assert path.exists() and sorted(os.listdir(tmp_path)) == ["cache", "slow"] and "Traceback" not in server.log
+    assert code in (0, 130), server.log
+  with Server(chat_folder, *SERVE, "--prefix-cache-file", path) as server:
+    assert ask(server, "hello")[1] > 40 and not warnings_of(server)
+
+
+def test_a_file_that_will_not_do_is_one_warning_and_a_start_all_the_same(folder, file, caplog):
+  with_metadata(file, format="0")
+  with caplog.at_level(logging.WARNING, "tinyvllm"):
+    llm = AsyncLLM(folder, prefix_cache_file=str(file), **ENGINE)
+    llm.shutdown()
+  assert [record.levelname for record in caplog.records] == ["WARNING"] and "format '0'" in caplog.text
