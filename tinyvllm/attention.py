@@ -145,7 +145,8 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
     """With the scores of D positions: q . k / sqrt(D), for exp2."""
     at = first + begin
     d = unrolled(D, unroll, 6)
-    there = at // BS * BS <= position   # a block is read as a whole
+    # A block is read as a whole; on a CPU without a question, which clang would make branches of
+    there = (at // BS * BS <= position) | bool(cpu_cores())
     k = number(read(keys, at, d // together * BS + at % BS + near, there), d % together, bool(scales))
     score = fold(q[t, h, g, d].float() * k) * (math.log2(math.e) / math.sqrt(D))
     for scale in scales: score *= read(scale, at, at % BS + near, there)
