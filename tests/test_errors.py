@@ -29,7 +29,8 @@ BAD_SAMPLING = {
   "structured_outputs": [5, "x", ["x"], True],
 }
 BAD_ENGINE = {
-  "dtype": ["float8", "", 16, None], "max_model_len": [0, 1, -5, 1.5, "128", True],
+  "dtype": ["float8", "", 16, None], "kv_cache_dtype": ["fp16", "int4", "", 8, None, True],
+  "max_model_len": [0, 1, -5, 1.5, "128", True],
   "max_num_seqs": [0, -1, 2.0, "4", None],
   "max_num_batched_tokens": [0, -1, 2.5, "16", 10**9], "block_size": [0, -4, 4.0, "16", None, True, 10**6],
   "gpu_memory_utilization": [0, -0.1, 1.01, NAN, "0.9", None], "num_gpu_blocks_override": [0, 1, -3, 8.0, "8", True],

@@ -28,7 +28,7 @@ def field(tokens: UOp, name: str, t: UOp) -> UOp: return tokens[TOKEN.names.inde
 
 
 def stored(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:
-  """What the cache has of neighbours along D: itself of one, or a byte of each."""
+  """The cache's element for neighbours along D: the one that there is, or a byte of each."""
   if dtype in dtypes.floats: return numbers[0].cast(dtype)
   def byte(x):
     if scaled: return (x.round() + 128).cast(dtypes.uint32)
@@ -40,7 +40,7 @@ def stored(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:
 
 
 def number(element: UOp, i: UOp, scaled: bool) -> UOp:
-  """In float32 the i-th of the neighbours along D that an element of the cache holds, unless it is of 8 bits."""
+  """In float32 what an element of the cache holds; of 8 bits, and so of several neighbours along D, the i-th."""
   if element.dtype in dtypes.floats: return element.float()
   byte = element >> (i * 8).cast(dtypes.uint32) & 255 if element.dtype == dtypes.uint32 else element
   if scaled: return byte.float() - 128
@@ -76,7 +76,7 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
     if scales:
       largest = UOp.maximum(*[x.maximum(-x) for x in made(head, unrolled(D // 2, 8, 3 + 2 * kind))])
       scale = fold(largest, Ops.MAX).maximum(SMALLEST) / 127
-      stores.append(scales[0][page, h, kind, offset].store(scale))
+      stores.append(scales[0][page, h, kind, offset].store(scale))   # each i does
       pairs = [[x / scale for x in pair] for pair in pairs]
     for z, numbers in enumerate(zip(*pairs, strict=True)):
       d = i + z * (elements // 2)
