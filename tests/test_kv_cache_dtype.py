@@ -1,6 +1,7 @@
 """A KV cache of 8 bits: ids are those of a plain numpy LLaMA that rounds K and V in the same way, and texts are the
 same however they are computed: alone or together, in chunks, found in the prefix cache, preempted, drafted, on two
 devices."""
+import json
 import logging
 import math
 import random
@@ -99,6 +100,21 @@ def test_devices_that_share_a_model_give_the_same_texts(llm, folder):
   assert texts(two, prompts, greedy(12)) == texts(llm, prompts, greedy(12))
 
 
+def test_blocks_are_kept_on_disk_for_who_has_the_same_type(llm, folder, tmp_path):
+  prompts = [tokens(n, "disk") for n in LENGTHS]
+  said = texts(llm, prompts, greedy(12))
+  llm.save_prefix_cache(tmp_path / "cache")
+  for kind in ("auto", *KINDS):
+    other = LLM(folder, kv_cache_dtype=kind, **ENGINE)
+    if kind != llm.config.kv_cache_dtype:
+      with pytest.raises(ValueError, match=f"kv_cache_dtype '{llm.config.kv_cache_dtype}', here '{kind}'"):
+        other.load_prefix_cache(tmp_path / "cache")
+      continue
+    assert other.load_prefix_cache(tmp_path / "cache") > 0
+    assert texts(other, prompts, greedy(12)) == said
+    assert other.get_metrics()["prefix_cache_hits"] >= 40
+
+
 def bytes_of(asked, dtype, **config):
   model = ModelConfig.from_hf(tiny_config(**config), "x")
   parts = block_parts(model, EngineConfig(kv_cache_dtype=asked), dtype)
@@ -128,6 +144,17 @@ def test_doctor_counts_with_it():
   row = {"dtype": "float32", "float32": True, "float16": True, "bfloat16": True, "free_gib": 8.0, "gb_per_s": 10.0}
   counts = [fit("x", tiny_config(head_dim=64), row, None, kind)["kv_tokens"] for kind in ("auto", "int8", "fp8")]
   assert counts[1] / counts[0] == pytest.approx(256 / 68, 1e-3) and counts[2] / counts[0] == pytest.approx(4, 1e-3)
+
+
+def test_doctor_is_told_by_the_command_line(monkeypatch, capsys):
+  row = {"opens": True, "renderer": "x", "dtype": "float32", "float32": True, "float16": True, "bfloat16": True,
+         "free_gib": 8.0, "gb_per_s": 10.0}
+  monkeypatch.setattr("tinyvllm_cli.doctor.ask", lambda *_: row)
+  counts = []
+  for kind in ("auto", "fp8"):
+    assert main(["doctor", "--json", "--kv-cache-dtype", kind]) == 0
+    counts.append(json.loads(capsys.readouterr().out)["fit"][0]["kv_tokens"])
+  assert counts[1] / counts[0] == pytest.approx(4, 1e-3)
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp16", 8])

@@ -19,7 +19,6 @@ from .batch import TOKEN
 from .device import cpu_cores, renderer
 from .matmul import axes, axis, divisor, end, fold, kernel_of, lane_axis, unrolled
 
-E4M3_MAX = 448
 SMALLEST = 1e-30   # of the largest number that a scale is for: nothing is divided by 0
 LOWEST = -1e30   # a score that weighs nothing, and yet is no infinity: inf - inf is not a number
 
@@ -32,7 +31,7 @@ def stored(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:
   if dtype in dtypes.floats: return numbers[0].cast(dtype)
   def byte(x):
     if scaled: return (x.round() + 128).cast(dtypes.uint32)
-    size = x.maximum(-x).minimum(E4M3_MAX)
+    size = x.maximum(-x).minimum(448)   # e4m3's largest
     bits = size.bitcast(dtypes.uint32)
     normal = bits - (120 << 23) + 0x7ffff + (bits >> 20 & 1) >> 20   # 4 bits of the exponent and 3 of what follows
     return (size < 2**-6).where((size * 2**9).round().cast(dtypes.uint32), normal) | (x < 0).where(128, 0)
@@ -138,8 +137,7 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
 
   def read(cache, at, index, seen):
     page = table[row % rows, (at // BS).minimum(max_blocks - 1)].cast(dtypes.weakint) % pages
-    size = math.prod(cache.shape[2:])
-    return cache.base.index(((page * KV + h) * size + index).valid(seen)).load()
+    return cache.base.index(((page * KV + h) * math.prod(cache.shape[2:]) + index).valid(seen)).load()
 
   def scored(state):
     """With the scores of D positions: q . k / sqrt(D), for exp2."""

@@ -24,7 +24,9 @@ def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[
   last axes the other way round, and scales, (n_kv_heads, 2, block_size), if there are any. Raises ValueError for what
   the device, or the model, cannot have."""
   asked = config.kv_cache_dtype
-  heads, D, BS = model.num_key_value_heads, model.head_dim, config.block_size
+  heads = model.num_key_value_heads
+  D = model.head_dim
+  BS = config.block_size
   if asked != "auto":
     said = f"kv_cache_dtype={asked!r} needs"
     check(asked == "int8" or dtypes.half in renderer().supported_dtypes(), f"{said} float16: int8 will do")

@@ -44,7 +44,7 @@ def identity(engine: LLMEngine) -> dict[str, str]:
     found["draft model"] = f"{fingerprint(folder, ModelConfig.load(folder))}, quantization {drafts.quantization}"
   found["dtype"] = engine.runner.model.dtype.name
   found["quantization"] = config.quantization if config.quantization in ("int8", "int4") else None   # else the files'
-  for name in ("kv_cache_dtype", "block_size", "tensor_parallel_size"): found[name] = getattr(config, name, "auto")
+  for name in ("kv_cache_dtype", "block_size", "tensor_parallel_size"): found[name] = getattr(config, name)
   parts = collections.Counter(f"{x.dtype.name} {x.shape[1:]}" for x in tensors_of(engine))
   found["parts"] = ", ".join(f"{count} of {part}" for part, count in parts.items())
   known = vars(engine)["blocks_identity"] = {name: str(value) for name, value in found.items()}

@@ -300,6 +300,7 @@ def roofline(llm: LLM, bandwidth: float, running: int, context: float) -> float:
 
 def weight_dtype(llm: LLM) -> DType: return llm.runner.model.embed_tokens.weight.dtype
 
+
 def token_bytes(llm: LLM) -> int:
   """Of a token in the KV cache of all layers, or a device's part of it."""
   return sum(x.nbytes() for x in chain(*llm.runner.caches)) // (llm.runner.num_blocks * llm.config.block_size)

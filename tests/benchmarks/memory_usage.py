@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import common
 from common import LLM, SamplingParams
-from perplexity import ROOT, perplexity
+from perplexity import TEXT, perplexity
 from tinygrad import UOp
 from tinygrad.engine.realize import capturing
 from tinygrad.schedule.memory import memory_plan_rewrite
@@ -37,7 +37,6 @@ from tinygrad.uop.ops import Ops, buffers
 
 from tinyvllm.runner import zeros
 
-TEXT = ROOT / "examples" / "default_model_text.txt"
 OWN, NEW = 16, 64   # tokens after the prefix; tokens generated in a load
 
 

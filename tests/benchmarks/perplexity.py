@@ -15,6 +15,7 @@ from tinyvllm_cli.gguf import folder_of
 from tinyvllm import LLM, SamplingParams
 
 ROOT = Path(__file__).parents[2]
+TEXT = ROOT / "examples" / "default_model_text.txt"
 WINDOW, SKIPPED = 512, 32
 
 
@@ -33,7 +34,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--model", required=True)
   parser.add_argument("--other", nargs="+", default=[])
-  parser.add_argument("--text", type=Path, default=ROOT / "examples" / "default_model_text.txt")
+  parser.add_argument("--text", type=Path, default=TEXT)
   parser.add_argument("--tokens", type=int, default=8192)
   args = parser.parse_args()
   text = args.text.read_text()
