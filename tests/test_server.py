@@ -606,6 +606,13 @@ def test_lower_priorities_go_first(guarded):
 
 # Other routes
 
+def test_a_template_without_tools_refuses_them(shipped):
+  hello = {"role": "user", "content": "hello"}
+  tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+  with pytest.raises(openai.BadRequestError, match="template knows none"):
+    shipped.client().chat.completions.create(model="tinyvllm", messages=[hello], tools=[tool])
+
+
 def test_models_lists_the_one_there_is(client, shipped, folder):
   model, = client.models.list().data
   assert (model.id, model.object, model.max_model_len) == (folder.name, "model", 128)

@@ -173,11 +173,6 @@ def test_what_is_wrong_is_400_and_named(client, server, fields, word):
   assert answer.status_code == 400 and word in answer.text, answer.text
 
 
-def test_a_template_without_tools_refuses_them():
-  with Server() as server, pytest.raises(openai.BadRequestError, match="template knows none"):
-    server.client().chat.completions.create(model="tinyvllm", messages=[USER], tools=TOOLS)
-
-
 def test_what_is_held_back_is_what_may_become_a_call():
   assert certain("the <tool_ca") == len("the ") and certain("a < b") == len("a < b") and certain(' {"na') == 0
   assert certain("so <tool_call>{}") == len("so ")
