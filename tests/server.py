@@ -41,9 +41,9 @@ def events(lines: Iterable[str]) -> Iterator[Any]:
 class Server:
   """`Server(model, "--max-queue", "2")` starts one and waits until it answers; `ready=False` only until it listens.
   Its stderr goes to a file, `log` is its text. As a context manager it is terminated at the end. `environment`: more
-  variables for it; `before`: Python that it runs first, to put a fault in; `seconds`: to wait at most; one that compiles
-  all of the shipped model's kernels takes 80 on an idle machine; `script`: one that serves in place of `tinyvllm serve`,
-  and takes its options."""
+  variables for it; `before`: Python that it runs first, to put a fault in; `seconds`: to wait at most; one
+  that compiles all kernels of the shipped model takes 80 on an idle machine; `script`: one that serves in place of
+  `tinyvllm serve`, and takes its options."""
   def __init__(self, model: str | os.PathLike | None = None, *options: Any, ready: bool = True, before: str = "",
                environment: dict[str, str] | None = None, seconds: float = 240.0, script: str = ""):
     self.folder = tempfile.TemporaryDirectory(prefix="tinyvllm-server-")
