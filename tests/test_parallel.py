@@ -36,11 +36,10 @@ from tinygrad.runtime.autogen import cuda
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams, device
 from tinyvllm.config import EngineConfig
-from tinyvllm.llama import Linear, Norm
-from tinyvllm.matmul import pack
 from tinyvllm_cli import main
 from tinyvllm_quantization import Quantized, dequantized, quantize, split
 from tinyvllm_server import AsyncLLM
+from tinyvllm_tinygrad.matmul import Linear, Norm, pack
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="others have as many devices as there are")
 

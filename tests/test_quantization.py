@@ -20,7 +20,7 @@ from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.device import open_device
-from tinyvllm.matmul import Linear, pack, pack_numbers, scales_shape, stored_shape
+from tinyvllm_tinygrad.matmul import Linear, pack, pack_numbers, scales_shape, stored_shape
 from tinyvllm_quantization import Quantized, dequantized, quantize
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

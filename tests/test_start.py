@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from reference import reference_greedy
+from reference import ENGINE, reference_greedy
 from server import Server, wait_until
 from tinygrad import Tensor, UOp, dtypes, function, helpers
 from tinygrad.uop.ops import KernelInfo, Ops
@@ -267,6 +267,20 @@ def test_the_engine_gives_the_same_without_the_packages_beside_it(tmp_path):
   runs = [subprocess.run([sys.executable, "-c", code, *names], env=env, capture_output=True, text=True, timeout=120)
           for names in ([], beside)]
   assert runs[0].stdout == runs[1].stdout == ", world!\n"
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"dtype": "float16"}], ids=str)
+def test_plain_matrices_and_norms_give_the_same(words_folder, options):
+  """Those of the engine, which tinyvllm_tinygrad's stand in for: on devices that read each other's sums, too."""
+  code = ("import sys\nif sys.argv[2:]: sys.modules['tinyvllm_tinygrad'] = None\n"
+          f"import tinyvllm; llm = tinyvllm.LLM(sys.argv[1], **{({**ENGINE, **options})})\n"
+          "output, = llm.generate('ab', tinyvllm.SamplingParams(temperature=0, max_tokens=20), False)\n"
+          "print(type(llm.runner.model.norm).__module__, output.outputs[0].token_ids)")
+  env = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
+  runs = [subprocess.run([sys.executable, "-c", code, str(words_folder), *more], env=env, capture_output=True,
+                         text=True, timeout=120).stdout.split(maxsplit=1) for more in ([], ["without"])]
+  modules, ids = zip(*runs, strict=True)
+  assert modules == ("tinyvllm_tinygrad.matmul", "tinyvllm.llama") and ids[0] == ids[1]
 
 
 def test_ctrl_c_during_captures_is_exit_code_130_and_no_traceback(tmp_path):

@@ -17,7 +17,7 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from .batch import TOKEN
 from .device import cpu_cores, renderer
-from .matmul import axes, axis, divisor, end, fold, kernel_of, lane_axis, unrolled
+from .schedule import axes, axis, divisor, end, fold, kernel_of, lane_axis, unrolled
 
 SMALLEST = 1e-30   # of the largest number that a scale is for: nothing is divided by 0
 LOWEST = -1e30   # a score that weighs nothing, and yet is no infinity: inf - inf is not a number

@@ -4,12 +4,14 @@ v stored as one matrix and gate, up as one."""
 from typing import Any
 
 import numpy as np
-from tinygrad import Device, Tensor, UOp, dtypes, function, nn
+from tinygrad import Device, Tensor, UOp, dtypes, function, helpers, nn
 from tinygrad.dtype import DType
+from tinygrad.uop.ops import AxisType, Ops
 
 from .attention import attend_kernel, rope_kernel
 from .config import ModelConfig
-from .matmul import Linear, Norm, whole_buffer
+from .device import best
+from .schedule import axes, kernel_of
 
 
 def rope_table(config: ModelConfig, length: int, devices: tuple[str, ...]) -> Tensor:
@@ -26,6 +28,75 @@ def rope_table(config: ModelConfig, length: int, devices: tuple[str, ...]) -> Te
   return table.to(devices if len(devices) > 1 else None).realize()
 
 
+def flat(x: Tensor) -> Tensor:
+  """In one axis, and a buffer of its own: what a kernel has made is not copied where a traced function returns it."""
+  if x.uop.op is not Ops.AFTER: return x.flatten().contiguous()
+  return Tensor(x.uop.src[0].base.after(x.uop.src[1]))
+
+
+def parts_of(x: Tensor) -> list[Tensor]:
+  """What each device has of x, where it is, for all of them to read."""
+  count = len(helpers.to_tuple(x.device))
+  return [x] if count == 1 else [Tensor(UOp.mstack(*[x.uop.mselect(i)] * count)) for i in range(count)]
+
+
+def sum_kernel(out: UOp, *terms: UOp) -> UOp:
+  """All of one shape, also where another device has them."""
+  index = axes(0, *out.shape)
+  return kernel_of("sum", out[*index].store(sum(x[*index].float() for x in terms).cast(out.dtype)))
+
+
+class Linear:
+  """x @ W.T + bias, accumulated in float32. sources: the matrices of the files whose rows follow each other in W, and
+  how many each has. dtype: of x, and of W unless its file is narrower. axis: of W, (out, in), of which each device has
+  a part; of inputs the results are parts of a sum."""
+  def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
+    self.out_features = sum(sources.values())
+    self.sources = sources
+    self.axis = axis
+    self.weight = Tensor.empty(self.out_features, in_features, dtype=dtype)
+    self.bias = Tensor.empty(self.out_features, dtype=dtype) if bias else None
+
+  def stored(self, w: np.ndarray) -> np.ndarray: return w   # W, or a part of it, as the weight has it
+
+  def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
+    """x: (T, in). Returns (T, out), of x's type unless said."""
+    out = x.float().linear(self.weight.float().T, self.bias)
+    return out.cast(dtype or x.dtype).contiguous()
+
+  def own(self, ids: Tensor) -> Tensor:
+    """The rows of W for ids, (T,): each device has those that follow the ones of the device before."""
+    if not isinstance(ids.device, tuple): return ids.contiguous()
+    first = Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * self.out_features
+    return (ids - first).contiguous()
+
+  def rows(self, ids: Tensor, dtype: DType) -> Tensor:
+    """Of each id, (T,), a row of W: (T, in), or zeros on all devices but the one that has it."""
+    ids = self.own(ids)
+    here = (ids >= 0) & (ids < self.out_features)
+    return here.unsqueeze(1).where(self.weight[here.where(ids, 0)], 0).cast(dtype).contiguous()
+
+
+class Norm:
+  """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019), in float32. sources: the weight's name, size."""
+  axis = None   # each device has all of it
+  def __init__(self, name: str, size: int, eps: float, dtype: DType):
+    self.eps = eps
+    self.sources = {name: size}
+    self.weight = Tensor.empty(size, dtype=dtype)
+
+  def __call__(self, x: Tensor) -> Tensor:
+    """x: (..., size), contiguous. Returns the same shape."""
+    wide = x.float()
+    scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()   # (..., 1)
+    return (wide * scale * self.weight).cast(x.dtype).contiguous()
+
+  def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """x + delta, of which each device has a part, and the norm of that. Both (T, size)."""
+    total = Tensor.empty_like(x).custom_kernel(x, *parts_of(delta), fxn=sum_kernel)[0]
+    return total, self(total)
+
+
 def with_inputs(call: UOp, inputs: dict[UOp, UOp]) -> tuple[Tensor, Tensor]:
   """Both results of a traced function's call with some of its inputs in the place of others, which it has to have."""
   assert inputs.keys() <= set(call.src), "a layer reads what it was not given"
@@ -38,9 +109,10 @@ class Layer:
     self.shape = H, KV, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     hidden = config.hidden_size
     intermediate = config.intermediate_size
-    def norm(kind, size): return Norm(f"{name}.{kind}", size, config.rms_norm_eps, dtype)
+    def norm(kind, size): return best(Norm)(f"{name}.{kind}", size, config.rms_norm_eps, dtype)
     def linear(module, inputs, bias, axis=0, **sources):
-      return Linear(inputs, {f"{name}.{module}.{kind}": rows for kind, rows in sources.items()}, bias, dtype, axis)
+      named = {f"{name}.{module}.{kind}": rows for kind, rows in sources.items()}
+      return best(Linear)(inputs, named, bias, dtype, axis)
     self.input_layernorm = norm("input_layernorm", hidden)
     self.qkv_proj = linear("self_attn", hidden, config.qkv_bias, q_proj=H * D, k_proj=KV * D, v_proj=KV * D)
     self.o_proj = linear("self_attn", H * D, config.attention_bias, axis=1, o_proj=hidden)
@@ -66,19 +138,19 @@ class Layer:
     out = q.empty_like().custom_kernel(q, *cache, table, tokens, fxn=attend_kernel)[0]
     x, normed = self.post_attention_layernorm.add(x, self.o_proj(out.flatten(1)))   # (T, hidden)
     gate, up = self.gate_up_proj(normed).chunk(2, 1)   # (T, intermediate) each
-    return whole_buffer(x), whole_buffer(self.down_proj((gate.silu() * up).contiguous()))
+    return flat(x), flat(self.down_proj((gate.silu() * up).contiguous()))
 
 
 class Llama:
   """config: of what each device has. dtype: of all that is computed but sums, norms and logits."""
   def __init__(self, config: ModelConfig, dtype: DType, devices: tuple[str, ...] = ()):
-    def vocabulary(name): return Linear(config.hidden_size, {name: config.vocab_size}, False, dtype)
+    def vocabulary(name): return best(Linear)(config.hidden_size, {name: config.vocab_size}, False, dtype)
     self.dtype = dtype
     self.devices = devices or (Device.DEFAULT,)
     self.embed_tokens = self.lm_head = vocabulary("model.embed_tokens")
     if not config.tie_word_embeddings: self.lm_head = vocabulary("lm_head")
     self.layers = [Layer(config, f"model.layers.{i}", dtype) for i in range(config.num_hidden_layers)]
-    self.norm = Norm("model.norm", config.hidden_size, config.rms_norm_eps, dtype)
+    self.norm = best(Norm)("model.norm", config.hidden_size, config.rms_norm_eps, dtype)
 
   def parts(self) -> list[Linear | Norm]:
     """All that has weights, each once."""
@@ -90,7 +162,7 @@ class Llama:
     """Logits, (S, vocab) in float32, of the tokens that `samples`, (S,), indexes in the flat batch `ids`, (T,). The K
     and V of all of them are written to `caches`, keys and values per layer. tokens, table: as the kernels take them."""
     ids, samples, tokens, table = [t.to(rope.device) for t in (ids, samples, tokens, table)]
-    delta = whole_buffer(self.embed_tokens.rows(ids, self.dtype))   # (T * hidden,)
+    delta = flat(self.embed_tokens.rows(ids, self.dtype))   # (T * hidden,)
     x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()
     def read(layer, *state): return [*[t.uop for t in state], *[t.uop.buf_uop for t in nn.state.get_parameters(layer)]]
     traced: dict[Any, tuple[UOp, list[UOp]]] = {}   # once for all layers of a kind: they differ in what they read

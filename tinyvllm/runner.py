@@ -12,7 +12,7 @@ from .batch import DRAFT_ROWS, DRAWN_BY, LOGITS, TOKEN, Shape, Step, bucket
 from .config import EngineConfig, ModelConfig, check, logger
 from .device import cpu_cores, largest_tensor, num_compiled, renderer
 from .llama import Llama, rope_table
-from .matmul import kernel_of
+from .schedule import kernel_of
 from .sampling import argmax, edit_kernel, restrict, sample, top_logprobs
 
 

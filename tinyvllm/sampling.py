@@ -6,7 +6,7 @@ from collections.abc import Callable
 from tinygrad import Tensor, UOp, dtypes, function
 
 from .device import cpu_cores
-from .matmul import divisor, kernel_of
+from .schedule import divisor, kernel_of
 from .request import EDIT
 
 TOP = 20   # tokens whose log probabilities come with those of a token

@@ -9,8 +9,7 @@ from tinygrad import Tensor, UOp, dtype, dtypes, helpers, nn
 
 from .config import check, read_json
 from .device import largest_tensor, renderer
-from .llama import Llama
-from .matmul import Linear, pack, pack_numbers, scales_shape, stored_shape
+from .llama import Linear, Llama
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16: its bits
 INTEGERS = {"I8": np.int8, "I32": np.int32, "I64": np.int64}   # of quantized matrices
@@ -105,16 +104,9 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
       read_one = take_matrix if columns else lambda name, *shape, kind=kind: take(f"{name}.{kind}", *shape)
       matrices = [shares(read_one(name, rows * above, *columns), part.axis) for name, rows in part.sources.items()]
       weights = [joined(part, own) for own in zip(*matrices, strict=True)]
-      if isinstance(weights[0], np.ndarray) or not isinstance(part, Linear):
-        tensor.replace(place(part, [pack(w, tensor.shape) for w in weights]))   # type: ignore[arg-type]
-        continue
-      order = weights[0].order
-      shape = stored_shape(len(weights[0].q), len(order), compute)
-      part.weight = place(part, [pack_numbers(w.q, shape) for w in weights], None)
-      for terms in zip(*[w[1:3] for w in weights], strict=True):   # scales, and offsets if there are any
-        if terms[0] is not None:
-          part.scales.append(place(part, [pack(x, scales_shape(shape, x.shape[1])) for x in terms], None))
-      if (np.diff(order) != 1).any(): part.order = place(part, [order.astype(np.int32)] * count, None)
+      if not isinstance(weights[0], np.ndarray): formats.fill(part, weights, place)
+      elif isinstance(part, Linear) and columns: part.weight = place(part, [*map(part.stored, weights)])
+      else: tensor.replace(place(part, weights))
   rest = [name for name in maps if name != "lm_head.weight" and not name.endswith((".inv_freq", ".weight_shape"))
           and not (layouts and name.endswith(".bias") and not np.memmap(*maps[name]).any())]   # derived, or nothing
   check(not rest, f"{folder}: tensor {next(iter(rest), None)} has no place in the model that its config describes")

@@ -65,7 +65,7 @@ def host_memory() -> int: return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PA
 def bandwidth(size: int, dtype: Any, seconds: float) -> float:
   """Bytes a second, the median, that the engine's x @ W.T reads of a W of some size, captured as a step is. A fast
   device reads it 16 times in each graph, as a model's layers do: once would measure the host."""
-  linear = llama.Linear(INPUTS, {"W": size // INPUTS // dtype.itemsize // 16 * 16}, False, dtype)
+  linear = device.best(llama.Linear)(INPUTS, {"W": size // INPUTS // dtype.itemsize // 16 * 16}, False, dtype)
   linear.weight = linear.weight.contiguous().realize()
   x = Tensor.empty(1, INPUTS, dtype=dtype).contiguous().realize()
 

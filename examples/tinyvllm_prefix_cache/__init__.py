@@ -11,7 +11,7 @@ from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
 from tinyvllm.config import ModelConfig, check, logger, read_json
 from tinyvllm.engine import LLMEngine
-from tinyvllm.matmul import kernel_of
+from tinyvllm.schedule import kernel_of
 from tinyvllm.weights import DTYPES, INTEGERS, read_files
 
 BEGIN = b'{"__metadata__": {"format": "'   # of a file's header

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from tinygrad import Tensor
 
 from tinyvllm.config import check, logger
 from tinyvllm.weights import floats
+from tinyvllm_tinygrad.matmul import Linear, pack, pack_numbers, scales_shape
 
 GROUP = 32   # inputs that share a scale, where it is made here
 PART = 2**17   # numbers that a thread quantizes at once: so many stay in a core's cache
@@ -133,6 +135,17 @@ def split(w: Quantized, count: int, axis: int) -> list[Any]:
     return np.split(x, count, axis)
   parts = zip(cut(w.q), cut(w.scale), cut(w.offset), strict=True)
   return [Quantized(*part, np.arange(part[0].shape[1]) if axis == 1 else w.order) for part in parts]
+
+
+def fill(linear: Linear, weights: list[Quantized], place: Callable[..., Tensor]) -> None:
+  """Give a linear its W, of which each device has one of these. place: arrays, one for each device, as a tensor."""
+  shape: Any = linear.weight.shape
+  linear.weight = place(linear, [pack_numbers(w.q, shape) for w in weights], None)
+  for terms in zip(*[w[1:3] for w in weights], strict=True):   # scales, and offsets if there are any
+    if terms[0] is not None:
+      linear.scales.append(place(linear, [pack(x, scales_shape(shape, x.shape[1])) for x in terms], None))
+  order = weights[0].order
+  if (np.diff(order) != 1).any(): linear.order = place(linear, [order.astype(np.int32)] * len(weights), None)
 
 
 def quantize(weight: np.ndarray, bits: int) -> Quantized:

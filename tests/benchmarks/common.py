@@ -33,7 +33,7 @@ import tinyvllm.runner
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.device import largest_tensor, open_device
 from tinyvllm.llama import Llama
-from tinyvllm.matmul import Linear, scales_shape
+from tinyvllm_tinygrad.matmul import Linear, scales_shape
 from tinyvllm.tokenizer import Tokenizer
 
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, helpers
-from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
+from tinygrad.uop.ops import AxisType, Ops, sint
 
-from .device import cpu_cores, cpu_sums, renderer
+from tinyvllm import llama
+from tinyvllm.device import cpu_cores, cpu_sums, renderer
+from tinyvllm.schedule import axes, axis, divisor, end, fold, kernel_of, lane_axis, unrolled
 
 MMA = (8, 16, 16)   # the tensor core used here: n, m, k
 AHEAD = 4096   # bytes, by which a CPU's core asks for weights before it needs them
@@ -28,46 +29,6 @@ TILES = [(1, inf, 8, 1, 1, 16, 2), (1, inf, 16, 1, 1, 16, 1), (8, inf, 8, 1, 1, 
          (inf, 8192, 16, 4, 8, 2, 2), (inf, inf, 16, 4, 8, 1, 2)]
 # How the axes of a vector, or of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), lie, by their number
 STORED = {1: (0,), 3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
-
-
-def divisor(n: sint, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
-
-
-def axis(extent: sint, number: int, kind: AxisType = AxisType.REDUCE) -> UOp:
-  return UOp.range(extent, number, kind) if extent > 1 else UOp.const(0)   # tinygrad takes no reduce over one
-
-
-def axes(first: int, *extents: sint, kind: AxisType = AxisType.WEAK) -> list[UOp]:
-  """Of these extents, numbered from the first."""
-  return [UOp.range(extent, first + i, kind) for i, extent in enumerate(extents)]
-
-
-def unrolled(extent: sint, by: int, number: int) -> UOp:
-  """An index that runs over extent: a loop and, within it, `by` rounds at once."""
-  by = gcd(extent, by)
-  return axis(extent // by, number) * by + axis(by, number + 1, AxisType.UNROLL)
-
-
-def fold(x: UOp, op: Ops = Ops.ADD, kinds: tuple = (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE)) -> UOp:
-  """The sum, unless another op is said, over the axes of these kinds."""
-  return x.reduce(*[a for a in x.ranges if a.arg[1] in kinds], arg=op)
-
-
-def end(store: UOp) -> UOp:
-  """What is repeated side by side is done. Threads go on to the kernel's end, as do loops that hold more than this."""
-  return store.end(*[a for a in store.ranges if a.arg[1] is AxisType.UPCAST])
-
-
-def kernel_of(name: str, store: UOp, threads: int | None = None) -> UOp:
-  """A kernel of this store for all axes, the first of which this many threads share. None: tinygrad does what it sees
-  fit to the kernel, else no more than that."""
-  opts = None if threads is None else (Opt(OptOps.THREAD, 0, threads),) if threads > 1 else ()
-  return store.end(*store.ranges).sink(arg=KernelInfo(name=name, opts_to_apply=opts))
-
-
-def lane_axis() -> tuple[AxisType, AddrSpace]:
-  """What lanes that work side by side are, and where they share numbers: SIMD and registers on a CPU, else threads."""
-  return (AxisType.UPCAST, AddrSpace.REG) if cpu_cores() else (AxisType.LOCAL, AddrSpace.LOCAL)
 
 
 def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int, ...]:
@@ -113,33 +74,17 @@ def new(like: Tensor, columns: sint, dtype: DType | None = None) -> Tensor:
   return flat.reshape(like.shape[0], columns)
 
 
-def whole_buffer(x: Tensor) -> Tensor:
-  """What a kernel has made of a new tensor, flat: returned like this from a traced function, it is not copied."""
-  shaped, kernel = x.uop.src
-  return Tensor(shaped.base.after(kernel))
-
-
-def parts_of(x: Tensor) -> list[Tensor]:
-  """What each device has of x, where it is, for all of them to read."""
-  count = len(helpers.to_tuple(x.device))
-  return [x] if count == 1 else [Tensor(UOp.mstack(*[x.uop.mselect(i)] * count)) for i in range(count)]
-
-
-class Linear:
-  """x @ W.T + bias, accumulated in float32. sources: the matrices of the files whose rows follow each other in W, and
-  how many each has. dtype: of x, and of W unless its file is narrower, or it is quantized. axis: of W, (out, in), of
-  which each device has a part; of inputs the results are parts of a sum."""
+class Linear(llama.Linear):
+  """W as neighbouring lanes read it; also of 8 and 4 bits."""
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
-    self.out_features = sum(sources.values())
-    self.sources = sources
-    self.axis = axis
+    super().__init__(in_features, sources, bias, dtype, axis)
     self.weight = Tensor.empty(*stored_shape(self.out_features, in_features, dtype), dtype=dtype)
     self.scales: list[Tensor] = []   # of a quantized W: what each number is multiplied by, and what is added to that
     self.order: Tensor | None = None   # (in,): of a W whose columns are for the inputs in another order
-    self.bias = Tensor.empty(self.out_features, dtype=dtype) if bias else None
+
+  def stored(self, w: np.ndarray) -> np.ndarray: return pack(w, self.weight.shape)   # type: ignore[arg-type]
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    """x: (T, in). Returns (T, out), of x's type unless said."""
     out = new(x, self.out_features, dtype)
     if self.order is not None: x = x[:, self.order].contiguous()
     added = () if self.bias is None else (self.bias.unsqueeze(0),)
@@ -147,11 +92,8 @@ class Linear:
     return out.custom_kernel(x, self.weight, *self.scales, *added, fxn=kernel)[0]
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
-    """Of each id, (T,), a row of W: (T, in), or zeros on all devices but the one that has it."""
-    if isinstance(ids.device, tuple):   # each device has those that follow the ones of the device before
-      ids = ids - Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * self.out_features
     in_features = self.weight.numel() // self.out_features
-    return new(ids, in_features, dtype).custom_kernel(ids.contiguous(), self.weight, fxn=rows_kernel)[0]
+    return new(ids, in_features, dtype).custom_kernel(self.own(ids), self.weight, fxn=rows_kernel)[0]
 
 
 def rows_kernel(out: UOp, ids: UOp, weight: UOp) -> UOp:
@@ -277,23 +219,14 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   return kernel_of("linear", put(out, total, added, t, n * lanes + lane), threads if simd else None)
 
 
-class Norm:
-  """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019), in float32. sources: the weight's name, size."""
-  axis = None   # each device has all of it
-  def __init__(self, name: str, size: int, eps: float, dtype: DType):
-    self.eps = eps
-    self.sources = {name: size}
-    self.weight = Tensor.empty(size, dtype=dtype)
-
+class Norm(llama.Norm):
   def __call__(self, x: Tensor) -> Tensor:
-    """x: (..., size), contiguous. Returns the same shape."""
     rows = x.reshape(-1, x.shape[-1])
     return Tensor.empty_like(rows).custom_kernel(rows, self.weight, fxn=self.kernel)[0].reshape(x.shape)
 
   def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """x + delta, of which each device has a part, and the norm of that. Both (T, size)."""
     normed = Tensor.empty_like(x)
-    made = normed.custom_kernel(x, self.weight, new(x, x.shape[1]), *parts_of(delta), fxn=self.kernel)
+    made = normed.custom_kernel(x, self.weight, new(x, x.shape[1]), *llama.parts_of(delta), fxn=self.kernel)
     return made[3], made[0]
 
   def kernel(self, out: UOp, x: UOp, weight: UOp, total: UOp | None = None, *parts: UOp) -> UOp:
