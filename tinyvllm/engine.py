@@ -60,7 +60,7 @@ class LLMEngine:
     folder = pathlib.Path(model or pathlib.Path(__file__).with_name("default_model")).expanduser()
     self.folder = folder
     with exclusive: self._load(folder, EngineConfig(**effective(options)))
-    self.scheduler = Scheduler(self.config, self.blocks, self.speculation)
+    self.scheduler = Scheduler(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
     self._read: Callable[[], tuple] = tuple   # waits for what the device works on; tuple: for nothing
     self._changed: dict[Request, None] = {}   # have tokens that nobody was told of, also where a step failed
@@ -214,7 +214,7 @@ class LLMEngine:
       self._record(*self._read())
       self._read = tuple
     batch = self.scheduler.schedule()
-    if self.speculation: self.speculation.fill(batch, self._pack)
+    if self.speculation: self.speculation.draft(self.scheduler, batch, self._pack)
     step = self._pack(batch, fit=self.runner.fit) if batch else None
     self.scheduler.advance(batch)
     def launch(): return self.runner.launch(step) if step else tuple
@@ -277,7 +277,7 @@ class LLMEngine:
       self.scheduler.update({seq: step.computed[seq] for seq in (sampled if i else step.computed)}, sampled)
       self._find_stops()
       if not (begun and sampled): break
-    for seq, length in begun.items(): self.scheduler.judge(seq, len(seq.tokens) - length - 1)
+    for seq, length in begun.items(): self.speculation.judge(self.blocks, seq, len(seq.tokens) - length - 1)
 
   def get_metrics(self) -> dict[str, Any]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
