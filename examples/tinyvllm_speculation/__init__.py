@@ -189,7 +189,7 @@ class Speculation:
   def choose(self, batch: dict[Sequence, int], left: int) -> dict[Sequence, list[int]]:
     """Drafts for those of a step who are to get a token, the likeliest first, as many as make most tokens of the time
     and the step has room for."""
-    seqs = [seq for seq, n in batch.items() if seq.drafter and n == seq.remaining() and not seq.num_unread]
+    seqs = [seq for seq, n in batch.items() if n == seq.remaining() and not seq.num_unread and not seq.reads]
     drafts = [seq.drafter.propose(seq.tokens, min(seq.drafter.wanted(), seq.max_len - seq.length - 1)) for seq in seqs]
     ranked = sorted(((seqs[k].drafter.hope ** (i + 1), i, k) for k, tokens in enumerate(drafts)
                      for i in range(len(tokens))), reverse=True)
