@@ -52,6 +52,7 @@ class Tokenizer:
     return self.prefix + ids if add_special_tokens and ids[:1] != self.prefix else ids
 
   def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    if self.texts.keys().isdisjoint(ids): return self.plain_decode(ids) if ids else ""   # as nearly always
     hidden = self.specials if skip_special_tokens else ()   # the others: plain ids, whose text is None, or named ones
     runs = itertools.groupby([i for i in ids if i not in hidden], self.texts.get)
     return "".join(self.plain_decode([*run]) if text is None else text * len([*run]) for text, run in runs)
