@@ -30,7 +30,7 @@ class Request:
 
   sequences = property(lambda self: [text.seq for text in self.texts])
   finished = property(lambda self: all(seq.finish_reason for seq in self.sequences))
-  told = property(lambda self: all(text.seen[1] == len(text.seq.tokens) for text in self.texts))   # of all its tokens
+  told = property(lambda self: all(text.seen == text.there for text in self.texts))   # of all of it
 
   def output(self, news: bool = False) -> RequestOutput:
     """All there is so far, or what has come since the last call for news."""
@@ -42,8 +42,8 @@ class Request:
   def _completion(self, text: TextStream, news: bool) -> CompletionOutput:
     text.feed()
     seq = text.seq
-    characters, tokens = text.seen if news else (0, seq.num_prompt)
-    if news: text.seen = text.shown, len(seq.tokens)
+    characters, tokens, _ = text.seen if news else (0, seq.num_prompt, None)
+    if news: text.seen = text.there
     logprobs = None if seq.params.logprobs is None else [seq.logprobs[i] for i in range(tokens, len(seq.tokens))]
     total = None if logprobs is None else sum(
       seq.logprobs[i][seq.tokens[i]].logprob for i in range(seq.num_prompt, len(seq.tokens)))
@@ -57,10 +57,9 @@ class LLMEngine:
   model: a folder with config.json, *.safetensors and a tokenizer; None: the model shipped with tinyvllm. options:
   EngineConfig's. Raises ValueError for files or options that will not do, RuntimeError for no device or compiler."""
   def __init__(self, model: str | pathlib.Path | None = None, **options: Any):
-    folder = pathlib.Path(model or pathlib.Path(__file__).with_name("default_model")).expanduser()
-    self.folder = folder
+    folder = self.folder = pathlib.Path(model or pathlib.Path(__file__).with_name("default_model")).expanduser()
     with exclusive: self._load(folder, EngineConfig(**effective(options)))
-    self.scheduler = Scheduler(self.config, self.blocks, self.speculation)
+    self.scheduler = Scheduler(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
     self._read: Callable[[], tuple] = tuple   # waits for what the device works on; tuple: for nothing
     self._changed: dict[Request, None] = {}   # have tokens that nobody was told of, also where a step failed
@@ -99,9 +98,8 @@ class LLMEngine:
     llama = Llama(part, getattr(dtypes, config.dtype), devices)
     load_weights(llama, folder, llama.dtype, config.quantization)
     weights = sum(x.nbytes() for part in llama.parts() for x in nn.state.get_parameters(part))
-    seconds = time.perf_counter() - started
-    logger.info(f"loaded {folder.name} in {config.dtype} on {', '.join(devices)} in {seconds:.1f} s; "
-                f"a step takes {most} tokens")
+    logger.info(f"loaded {folder.name} in {config.dtype} on {', '.join(devices)} in "
+                f"{time.perf_counter() - started:.1f} s; a step takes {most} tokens")
     left = max(0, int(free * config.gpu_memory_utilization - weights))
     target = functools.partial(Runner, llama, part, config, length)
     if self.speculation: self.runners = self.speculation.open(target, shape, self.tokenizer, config, length, left)
@@ -135,16 +133,14 @@ class LLMEngine:
     bad_words = [*filter(None, (self.tokenizer.encode(spelling, False) for spelling in spellings))]
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
     structured: Any = params.structured_outputs
-    reads = params.penalized or bad_words or structured   # what tokens came before: behind a draft nobody knows
-    arrival = next(self._arrivals)
     metrics = RequestMetrics()
-    length = min(self.max_model_len, len(ids) + params.max_tokens)   # type: ignore[operator]   # by now a number
     runs = [Sequence(
-      request_id=request_id, tokens=[*ids], params=params, seed=seed + i, order=(priority, arrival, i), index=i,
-      max_len=length, bad_words=bad_words, metrics=metrics,
+      request_id=request_id, tokens=[*ids], params=params, seed=seed + i, order=(priority, next(self._arrivals)),
+      max_len=min(self.max_model_len, len(ids) + params.max_tokens),   # type: ignore[operator]   # by now a number
+      index=i, bad_words=bad_words, metrics=metrics,
       stop_ids=frozenset([*(() if params.ignore_eos else eos), *(params.stop_token_ids or ())]),
       constraint=structured and structured.constraint(self.tokenizer, size, eos),
-      drafter=self.speculation.drafter(params) if self.speculation and not reads else None) for i in range(params.n)]
+      drafter=self.speculation and self.speculation.drafter(params)) for i in range(params.n)]
     runs[0].forks += runs[1:]
     return Request(request_id, text, metrics, [TextStream(self.tokenizer, seq) for seq in runs])
 
@@ -214,7 +210,7 @@ class LLMEngine:
       self._record(*self._read())
       self._read = tuple
     batch = self.scheduler.schedule()
-    if self.speculation: self.speculation.fill(batch, self._pack)
+    if self.speculation: self.speculation.draft(self.scheduler, batch, self._pack)
     step = self._pack(batch, fit=self.runner.fit) if batch else None
     self.scheduler.advance(batch)
     def launch(): return self.runner.launch(step) if step else tuple
@@ -239,8 +235,8 @@ class LLMEngine:
       yield f"preparing {i} of {len(steps)}"
       def fit(need, shape=shape): return shape
       with self._alone(), exclusive: runner.launch(self._pack({}, fit=fit))()
-    seconds = time.perf_counter() - started
-    logger.info(f"captured {len(steps)} steps in {seconds:.1f} s, {num_compiled() - known} new kernels")
+    logger.info(f"captured {len(steps)} steps in {time.perf_counter() - started:.1f} s, "
+                f"{num_compiled() - known} new kernels")
 
   def save_prefix_cache(self, path: str | pathlib.Path) -> int:
     """Write the blocks in which something is found to a file, whole or not at all. Returns how many; none: no file.
@@ -277,7 +273,7 @@ class LLMEngine:
       self.scheduler.update({seq: step.computed[seq] for seq in (sampled if i else step.computed)}, sampled)
       self._find_stops()
       if not (begun and sampled): break
-    for seq, length in begun.items(): self.scheduler.judge(seq, len(seq.tokens) - length - 1)
+    for seq, length in begun.items(): self.speculation.judge(self.blocks, seq, len(seq.tokens) - length - 1)
 
   def get_metrics(self) -> dict[str, Any]:
     """Totals since the start, rates over the seconds spent in steps, and the state of the pool and the queue."""
@@ -318,11 +314,9 @@ class LLM(LLMEngine):
 
   def _stream(self, request: Request) -> Iterator[RequestOutput]:
     self.add(request)
-    finished = False
     try:
-      while not finished:
-        while request.told and not request.finished: self.advance()
-        finished = request.finished
+      while not (request.finished and request.told):
+        while request.told: self.advance()
         yield request.output(news=True)
     finally: self.abort_request(request.request_id)
 

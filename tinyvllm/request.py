@@ -43,12 +43,10 @@ class SamplingParams(Options):
     if isinstance(self.stop, str): values["stop"] = [self.stop]
     if isinstance(self.logit_bias, dict):
       values["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
-    if isinstance(self.structured_outputs, dict):
-      from . import StructuredOutputsParams   # of a package beside the engine, loaded when it is needed
-      values["structured_outputs"] = StructuredOutputsParams(**self.structured_outputs)
     structured = self.structured_outputs
-    known = structured is None or hasattr(structured, "constraint")
-    check(known, f"structured_outputs={structured!r} must be of type StructuredOutputsParams")
+    if structured is not None:
+      from . import StructuredOutputsParams   # of a package beside the engine, loaded when it is needed
+      values["structured_outputs"] = StructuredOutputsParams.of(structured)
     super().__post_init__()
     most = values["max_tokens"]
     check(self.min_tokens <= most, f"min_tokens={self.min_tokens} is above max_tokens={most}")
@@ -99,7 +97,7 @@ class Sequence:
   tokens: list[int]                # the prompt's, then those generated
   params: SamplingParams
   seed: int
-  order: tuple[int, ...]           # by which it is scheduled: priority, arrival, index
+  order: tuple[int, ...]           # by which it is scheduled: priority, arrival
   index: int                       # of the samples of its prompt
   stop_ids: frozenset[int]         # that end it, the model's end tokens among them
   max_len: int                     # tokens, with the prompt's
@@ -132,13 +130,13 @@ class Sequence:
   exhausted = property(lambda self: self.length >= self.max_len)
   # Whether logits of all its prompt are wanted, so that all of it is computed
   scores_prompt = property(lambda self: self.index == 0 and self.params.prompt_logprobs is not None)
+  # Whether the choice of a token hangs on which came before: behind a draft nobody knows
+  reads = property(lambda self: bool(self.params.penalized or self.bad_words or self.constraint))
   def remaining(self) -> int: return self.length - self.num_computed
 
   def waits(self) -> bool:
     """Whether the host has not read what the choice of its next token hangs on."""
-    if not self.num_unread: return False
-    p = self.params
-    return bool(p.penalized or self.bad_words or self.constraint or self.drafter and self.drafter.waits(self))
+    return bool(self.num_unread and (self.reads or self.drafter and self.drafter.waits(self)))
 
   def append(self, token: int) -> None:
     """Take the next token, and finish where it, the constraint or the length says so."""

@@ -3,7 +3,6 @@ at most max_num_batched_tokens together. The oldest running sequence of the high
 import bisect, hashlib, math, time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from typing import Any
 
 from .config import EngineConfig, logger
 from .request import Sequence
@@ -32,9 +31,9 @@ class BlockManager:
   def num_free(self) -> int: return len(self.empty) + len(self.unused)
   def num_used(self) -> int: return self.num_blocks - 1 - self.num_free()
 
-  def can_allocate(self, table: list[int], n: int, left: int = 0) -> bool:
-    """Whether a table may grow until it holds n tokens, and so many free blocks are left."""
-    return n <= (len(table) + self.num_free() - left) * self.block_size
+  def can_allocate(self, table: list[int], n: int) -> bool:
+    """Whether a table may grow until it holds n tokens."""
+    return n <= (len(table) + self.num_free()) * self.block_size
 
   def allocate(self, table: list[int], num_tokens: int) -> None:
     """Grow `table` until it holds `num_tokens`. The caller has asked `can_allocate`."""
@@ -77,10 +76,9 @@ class BlockManager:
 
 
 class Scheduler:
-  """Who runs, who waits, and how many tokens of each sequence the next step computes. speculation: who drafts."""
-  def __init__(self, config: EngineConfig, blocks: BlockManager, speculation: Any = None):
+  """Who runs, who waits, and how many tokens of each sequence the next step computes."""
+  def __init__(self, config: EngineConfig, blocks: BlockManager):
     self.config = config
-    self.speculation = speculation
     self.blocks = blocks
     self.waiting: list[Sequence] = []   # in order
     self.running: list[Sequence] = []
@@ -105,12 +103,6 @@ class Scheduler:
       if n: batch[seq] = n
       left -= n
       if not left: break
-    for seq, drafts in self.speculation.choose(batch, left).items() if self.speculation else ():
-      # A block is left for each that runs: it may want one before the drafts have been checked
-      if not self.blocks.can_allocate(seq.block_table, seq.length + len(drafts), len(self.running)): continue
-      self.blocks.allocate(seq.block_table, seq.length + len(drafts))
-      seq.drafts = drafts
-      batch[seq] += len(drafts)
     return batch
 
   def _candidates(self) -> Iterator[Sequence]:
@@ -159,13 +151,6 @@ class Scheduler:
       while seq.forks: self.add(seq.forks.pop())
       if seq.finish_reason: self.finish(seq, seq.finish_reason)
     self.totals.update(generation_tokens=len(sampled))
-
-  def judge(self, seq: Sequence, accepted: int) -> None:
-    """So many of a sequence's drafts came true: it goes on behind these, and without the blocks of the others."""
-    self.speculation.judge(seq, accepted)
-    seq.drafts = []
-    seq.num_computed = min(seq.num_computed, seq.length - 1)
-    if seq.block_table: self.blocks.free(seq, -(-seq.num_computed // self.blocks.block_size))
 
   def finish(self, seq: Sequence, reason: str) -> None:
     """End a sequence wherever it is, and free what it holds."""

@@ -116,12 +116,15 @@ class TextStream:
   def __post_init__(self) -> None:
     self.num_decoded = self.seq.num_prompt   # tokens whose text is there
     self.known: dict[int, str] = {}          # the text of those from a place on, if it was decoded
-    self.seen = 0, self.seq.num_prompt       # characters and tokens that the reader has had
+    self.seen = self.there                   # what the reader has had
+
+  # Of what a reader may have: characters, tokens, and whether that is all
+  there = property(lambda self: (self.shown, len(self.seq.tokens), self.seq.finish_reason))
 
   @property
   def shown(self) -> int:
-    if self.seq.finish_reason or not self.seq.params.stop: return len(self.text)
-    begun = [n for stop in self.seq.params.stop for n in range(len(stop)) if self.text.endswith(stop[:n])]
+    stops = () if self.seq.finish_reason else self.seq.params.stop or ()
+    begun = [n for stop in stops for n in range(len(stop)) if self.text.endswith(stop[:n])]
     return len(self.text) - max(begun, default=0)
 
   def feed(self) -> None:

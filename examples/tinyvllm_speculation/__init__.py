@@ -1,7 +1,7 @@
 """Drafts of what comes next (Leviathan et al. 2022, arXiv:2211.17192). A step that checks some takes little longer than
 one without, as it is the weights that take time to read. Noise is a function of seed, position and token id, so that a
 draft is right exactly where it is what would be drawn: the text is that without drafts. The engine checks drafts; who
-makes them, and how many, is said here."""
+makes them, how many, and what is done with those that did not come true is said here."""
 import collections, copy, dataclasses, itertools, pathlib
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -14,6 +14,7 @@ from tinyvllm.device import cpu_cores, cpu_sums
 from tinyvllm.llama import Llama
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner import Runner
+from tinyvllm.scheduler import BlockManager, Scheduler
 from tinyvllm.tokenizer import Tokenizer, load_tokenizer
 from tinyvllm.weights import load_weights
 
@@ -156,6 +157,19 @@ class Speculation:
     self.draft_time = step_time(1) * min(0.25, size / size_of(runner.model))
     return [runner, *self.runners]
 
+  def draft(self, scheduler: Scheduler, batch: dict[Sequence, int], pack: Callable[..., Step]) -> None:
+    """Let a step that is scheduled check drafts, too, as many as it has room and blocks for."""
+    blocks = scheduler.blocks
+    left = scheduler.config.max_num_batched_tokens - sum(batch.values())   # type: ignore[operator]   # by now a number
+    for seq, drafts in self.choose(batch, left).items():
+      most = seq.length + len(drafts)
+      # A block is left for each that runs: it may want one before the drafts have been checked
+      if not blocks.can_allocate(seq.block_table, most + len(scheduler.running) * blocks.block_size): continue
+      blocks.allocate(seq.block_table, most)
+      seq.drafts = drafts
+      batch[seq] += len(drafts)
+    self.fill(batch, pack)
+
   def fill(self, batch: dict[Sequence, int], pack: Callable[..., Step]) -> None:
     """Let the draft model, if there is one, compute what the target is about to, and then draft, a token of each
     sequence at a time, by the same noise. pack: of the target's engine."""
@@ -175,7 +189,7 @@ class Speculation:
   def choose(self, batch: dict[Sequence, int], left: int) -> dict[Sequence, list[int]]:
     """Drafts for those of a step who are to get a token, the likeliest first, as many as make most tokens of the time
     and the step has room for."""
-    seqs = [seq for seq, n in batch.items() if seq.drafter and n == seq.remaining() and not seq.num_unread]
+    seqs = [seq for seq, n in batch.items() if n == seq.remaining() and not seq.num_unread and not seq.reads]
     drafts = [seq.drafter.propose(seq.tokens, min(seq.drafter.wanted(), seq.max_len - seq.length - 1)) for seq in seqs]
     ranked = sorted(((seqs[k].drafter.hope ** (i + 1), i, k) for k, tokens in enumerate(drafts)
                      for i in range(len(tokens))), reverse=True)
@@ -188,14 +202,18 @@ class Speculation:
       if not counts[k]: seq.drafter.rest()
     return {seqs[k]: drafts[k][:n] for k, n in counts.items() if n}
 
-  def judge(self, seq: Sequence, accepted: int) -> None:
-    """So many of a sequence's drafts came true. Those behind the end of a text do not count."""
+  def judge(self, blocks: BlockManager, seq: Sequence, accepted: int) -> None:
+    """So many of a sequence's drafts came true: it goes on behind these, and without the blocks of the others. Those
+    behind the end of a text do not count."""
     proposed = max(accepted, len(seq.drafts))
     seq.metrics.num_draft_tokens += proposed
     seq.metrics.num_accepted_tokens += accepted
     self.totals.update(num_drafts=min(1, proposed), num_draft_tokens=proposed, num_accepted_tokens=accepted)
     self.accepted_at.update(range(accepted))
     seq.drafter.judge(proposed, accepted)
+    seq.drafts = []
+    seq.num_computed = min(seq.num_computed, seq.length - 1)
+    if seq.block_table: blocks.free(seq, -(-seq.num_computed // blocks.block_size))
 
   def metrics(self) -> dict[str, Any]:
     """vLLM's, of get_metrics."""
