@@ -92,10 +92,9 @@ class Llama:
     ids, samples, tokens, table = [t.to(rope.device) for t in (ids, samples, tokens, table)]
     delta = whole_buffer(self.embed_tokens.rows(ids, self.dtype))   # (T * hidden,)
     x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()
-    def read(layer, *state): return [*[t.uop for t in state], *[t.uop.buf_uop for t in nn.state.get_parameters(layer)]]
     traced: dict[Any, tuple[UOp, list[UOp]]] = {}   # once for all layers of a kind: they differ in what they read
     for layer, cache in zip(self.layers, caches, strict=True):
-      reads = read(layer, x, delta, *cache)
+      reads = [t.uop for t in (x, delta, *cache)] + [t.uop.buf_uop for t in nn.state.get_parameters(layer)]
       kind = tuple((t.shape, t.dtype) for t in reads)
       if kind not in traced:
         results = function(layer, precompile=True, allow_implicit=True)(x, delta, cache, tokens, table, rope)

@@ -1,6 +1,6 @@
 """What tinygrad 0.14 lacks, and the engine is faster with: a captured step that all cores of a CPU go through together,
-memory in huge pages, powers of two without branches, lowered kernels kept on disk, GPUs that do not take turns. To be
-dropped as soon as tinygrad has them."""
+memory in huge pages, powers of two without branches, the widest vectors, lowered kernels kept on disk, GPUs that do not
+take turns. To be dropped as soon as tinygrad has them."""
 import importlib
 
 from tinygrad import Device
@@ -8,18 +8,20 @@ from tinygrad.runtime.ops_cpu import CPUAllocator
 
 from tinyvllm.device import cpu_cores
 
-from .cpu import CPUGraph, allocate, patch_exp2
+from .cpu import CPUGraph, allocate, patch_exp2, widen
 from .kernels import patch_tinygrad
 
 
 def extend(compiler: str) -> None:
-  """Give the default device what it lacks. compiler: of its kernels."""
+  """Give the default device what it lacks. compiler: of C."""
   if cpu_cores():
     Device.default.graph = Device.default.graph or CPUGraph
     CPUAllocator._alloc = allocate   # type: ignore[method-assign]
     patch_exp2()
+    widen(Device.default.renderer.compiler)
   if Device.DEFAULT == "CUDA":
     cuda = importlib.import_module(f"{__name__}.cuda")
     Device.default.graph = cuda.RangedGraph
     Device.default.start_reading = cuda.start_reading   # type: ignore[attr-defined]   # the engine looks for it
+    compiler = cuda.take_machine_code(Device.default.renderer.compiler) or compiler
   patch_tinygrad(compiler)
