@@ -4,7 +4,7 @@ v stored as one matrix and gate, up as one."""
 from typing import Any
 
 import numpy as np
-from tinygrad import Device, Tensor, UOp, dtypes, function, nn
+from tinygrad import Device, Tensor, UOp, dtypes, function, helpers, nn
 from tinygrad.dtype import DType
 
 from .attention import attend_kernel, rope_kernel
@@ -26,13 +26,6 @@ def rope_table(config: ModelConfig, length: int, devices: tuple[str, ...]) -> Te
   return table.to(devices if len(devices) > 1 else None).realize()
 
 
-def with_inputs(call: UOp, inputs: dict[UOp, UOp]) -> tuple[Tensor, Tensor]:
-  """Both results of a traced function's call with some of its inputs in the place of others, which it has to have."""
-  assert inputs.keys() <= set(call.src), "a layer reads what it was not given"
-  call = call.replace(src=tuple(inputs.get(x, x) for x in call.src))
-  return Tensor(call.gettuple(0)), Tensor(call.gettuple(1))
-
-
 class Layer:
   def __init__(self, config: ModelConfig, name: str, dtype: DType):
     self.shape = H, KV, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -49,6 +42,7 @@ class Layer:
     self.down_proj = linear("mlp", intermediate, config.mlp_bias, axis=1, down_proj=hidden)
     if config.qk_norm: self.q_norm, self.k_norm = [norm(f"self_attn.{kind}", D) for kind in ("q_norm", "k_norm")]
 
+  @function(precompile=True, allow_implicit=True)
   def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], tokens: Tensor, table: Tensor,
                rope: Tensor) -> tuple[Tensor, Tensor]:
     """x: (T * hidden,), of the layers before but the last one's delta, which is what is to be added to it. Returns the
@@ -92,15 +86,15 @@ class Llama:
     ids, samples, tokens, table = [t.to(rope.device) for t in (ids, samples, tokens, table)]
     delta = whole_buffer(self.embed_tokens.rows(ids, self.dtype))   # (T * hidden,)
     x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()
-    traced: dict[Any, tuple[UOp, list[UOp]]] = {}   # once for all layers of a kind: they differ in what they read
+    traced: dict[Any, UOp] = {}   # once for all layers of a kind: they differ in what they read
     for layer, cache in zip(self.layers, caches, strict=True):
-      reads = [t.uop for t in (x, delta, *cache)] + [t.uop.buf_uop for t in nn.state.get_parameters(layer)]
+      state = layer, x, delta, cache, tokens, table, rope
+      reads = helpers.dedup([t.uop for t in nn.state.get_parameters(state)])   # in a call's order
       kind = tuple((t.shape, t.dtype) for t in reads)
-      if kind not in traced:
-        results = function(layer, precompile=True, allow_implicit=True)(x, delta, cache, tokens, table, rope)
-        traced[kind] = results[0].uop.src[0], reads
-      first, inputs = traced[kind]
-      x, delta = with_inputs(first, dict(zip(inputs, reads, strict=True)))
+      if kind not in traced: traced[kind] = Layer.__call__(*state)[0].uop.src[0]
+      body, *inputs = traced[kind].src
+      call = traced[kind].replace(src=(body, *reads, *inputs[len(reads):]))   # behind what it is given: scratch
+      x, delta = [Tensor(call.gettuple(i)) for i in range(2)]
     x, delta = [t.reshape(ids.shape[0], -1)[samples].contiguous() for t in (x, delta)]   # (S, hidden)
     logits = self.lm_head(self.norm.add(x, delta)[1], dtype=dtypes.float32)   # (S, vocab), or each device's part of it
     return Tensor(logits.uop.unshard(1)).to(None) if isinstance(logits.device, tuple) else logits
