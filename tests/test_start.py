@@ -7,12 +7,13 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from reference import ENGINE, reference_greedy
 from server import Server, wait_until
-from tinygrad import Tensor, UOp, dtypes, function, helpers
+from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.uop.ops import KernelInfo, Ops
 from tinyvllm_server import AsyncLLM
 from tinyvllm_tinygrad import kernels
@@ -21,28 +22,13 @@ import tinyvllm
 from tinyvllm import LLM, SamplingParams, device
 from tinyvllm.batch import Shape
 from tinyvllm.config import EngineConfig, ModelConfig
-from tinyvllm.llama import with_inputs
+from tinyvllm.llama import Layer
 from tinyvllm.runner import OFTEN, allocate_caches
 
 ROOT = Path(tinyvllm.__file__).parents[1]
 
 
 def files(folder): return [path for path in folder.rglob("*") if path.is_file()]
-
-
-# one layer is traced for all
-
-def test_a_trace_of_one_layer_serves_others_only_if_it_reads_all_that_is_theirs():
-  weights = [Tensor.full((4,), float(i)).contiguous().realize() for i in range(3)]
-  x = Tensor.ones(4).contiguous().realize()
-  def layer(x): return x + weights[0], x - weights[0]
-  call = function(layer, precompile=True, allow_implicit=True)(x)[0].uop.src[0]
-
-  def of(weight): return {x.uop: x.uop, weights[0].uop.buf_uop: weight.uop.buf_uop}
-  for i, weight in enumerate(weights):
-    assert [y.tolist() for y in with_inputs(call, of(weight))] == [[1.0 + i] * 4, [1.0 - i] * 4]
-  with pytest.raises(AssertionError, match="not given"):
-    with_inputs(call, {weights[1].uop.buf_uop: weights[2].uop.buf_uop})
 
 
 # kernels from files
@@ -236,6 +222,25 @@ def test_on_a_cpu_the_pool_is_the_same_at_the_next_start_and_so_are_the_kernels(
   assert len({tuple(made[:60]), tuple(made[60:])}) == 1
   blocks, heads, dim, size = made[0]
   assert 0.9 * gib * 2**30 <= 60 * blocks * heads * dim * size * 2 <= 1.02 * gib * 2**30
+
+
+# one layer is traced for all
+
+def test_one_trace_serves_all_layers_of_a_kind_which_read_their_own(fresh, words_folder, monkeypatch):
+  traced = Counter()
+  kept = vars(Layer)["__call__"]
+  monkeypatch.setattr(kept, "fxn", lambda layer, *args, trace=kept.fxn: traced.update([layer]) or trace(layer, *args))
+  for kinds in (1, 2):
+    llm = fresh()
+    layers = llm.runner.model.layers
+    assert len(layers) == 2
+    if kinds == 2:   # one that reads one thing more
+      linear = layers[1].o_proj
+      linear.bias = Tensor.zeros(linear.out_features).contiguous().realize()
+    traced.clear()
+    said = llm.generate(tokens(7), greedy(4), use_tqdm=False)[0].outputs[0].token_ids
+    assert traced == dict.fromkeys(layers[:kinds], len(llm.runner.steps))
+    assert said == reference_greedy(words_folder, tokens(7)["prompt_token_ids"], 4)
 
 
 # what is said

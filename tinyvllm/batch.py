@@ -1,6 +1,5 @@
 """A scheduled batch as one int32 array of parts with named fields, which is all that the device is given; numpy only.
 It is padded to one of few shapes, each of which is a graph."""
-import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -69,7 +68,7 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
   computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
   for seq, places in computed.items():
     inputs = [*seq.tokens[places.start:places.stop], *seq.drafts, -1]   # -1: the host has not read the last
-    known = itertools.chain(seq.tokens[places.start + 1:places.stop + 1], itertools.repeat(-1))
+    known = seq.tokens[places.start + 1:places.stop + 1] + [-1] * len(places)
     wanted = places.start if seq.scores_prompt and places.start < seq.num_prompt else seq.length - 1   # logits
     for position, token, target in zip(places, inputs, known, strict=False):
       page = position // config.block_size
@@ -81,8 +80,7 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
                    *[getattr(seq.params, name) for name in DRAWN_BY], seq.seed % 2**64))
   chosen = [(row, seq, place) for row, (seq, place, _) in enumerate(targets) if place >= seq.length]   # of new tokens
   edits = [(row, *edit) for row, seq, place in chosen for edit in seq.edits(place)]
-  masks: dict[int, Any] = {row: seq.mask(vocab_size) for row, seq, _ in chosen}
-  masks = {row: mask for row, mask in masks.items() if mask is not None}
+  masks = {row: mask for row, seq, _ in chosen for mask in [seq.mask(vocab_size)] if mask is not None}
   sampler = max([seq.params.sampler for seq, *_ in targets], default=0)
   scored = any(seq.params.logprobs is not None or seq.scores_prompt for seq in batch)
   shape = fit(Shape(len(tokens), len(rows), sampler, scored, len(edits), bool(masks)))

@@ -48,15 +48,13 @@ class Options:
 
 
 # vLLM's options that change nothing here, by the values at which that is so
-NO_EFFECT: dict[str, list] = {
-  **dict.fromkeys(["pipeline_parallel_size", "data_parallel_size"], [1]),
-  **dict.fromkeys(["tokenizer", "revision", "tokenizer_revision", "hf_token", "hf_overrides",
-                   "distributed_executor_backend"], [None]),
-  **dict.fromkeys(["tokenizer_mode", "load_format", "config_format", "device"], ["auto"]),
-  **dict.fromkeys(["trust_remote_code", "disable_log_stats", "disable_custom_all_reduce"], [True, False]),
-  **dict.fromkeys(["enable_lora", "skip_tokenizer_init", "disable_sliding_window"], [False]), "cpu_offload_gb": [0],
-  "enable_chunked_prefill": [True, None], "task": ["auto", "generate"], "runner": ["auto", "generate"],
-  **dict.fromkeys(["swap_space", "download_dir", "max_seq_len_to_capture"], [...])}   # ...: at any
+NO_EFFECT: dict[str, list] = {name: values for names, values in {   # type: ignore[misc]   # lists of anything
+  "pipeline_parallel_size data_parallel_size": [1], "cpu_offload_gb": [0], "enable_chunked_prefill": [True, None],
+  "tokenizer revision tokenizer_revision hf_token hf_overrides distributed_executor_backend": [None],
+  "tokenizer_mode load_format config_format device": ["auto"], "task runner": ["auto", "generate"],
+  "trust_remote_code disable_log_stats disable_custom_all_reduce": [True, False],
+  "enable_lora skip_tokenizer_init disable_sliding_window": [False],
+  "swap_space download_dir max_seq_len_to_capture": [...]}.items() for name in names.split()}   # ...: at any
 
 
 def effective(options: dict[str, Any]) -> dict[str, Any]:

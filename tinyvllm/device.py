@@ -1,5 +1,5 @@
 """Opens a device of tinygrad's, and tells what the engine must know of it: its compiler, free memory, types, limits."""
-import ctypes, functools, importlib.util, itertools, os, pathlib, shutil, sys, threading
+import ctypes, importlib.util, itertools, os, pathlib, shutil, sys, threading
 from typing import Any
 
 from tinygrad import Device, dtypes, helpers
@@ -7,9 +7,8 @@ from tinygrad.engine import realize
 
 from .config import check, logger
 
-WIDE = "-mprefer-vector-width=512"   # else clang takes half of AVX-512's vectors
-# What Linux says of a CPU
-CPU_FLAGS = pathlib.Path("/proc/cpuinfo").read_text() if os.path.exists("/proc/cpuinfo") else ""
+# As Linux says of its CPU
+AVX512 = os.path.exists("/proc/cpuinfo") and "avx512f" in pathlib.Path("/proc/cpuinfo").read_text()
 # tinygrad's capture of a graph takes in whatever any thread computes meanwhile: one loads or captures at a time
 exclusive = threading.RLock()
 
@@ -24,10 +23,9 @@ def cpu_cores() -> int:
   return 0 if renderer().has_local else min(8, renderer().global_max[0])
 
 
-@functools.cache
 def cpu_sums() -> int:
   """Of 16 float32, as many as a CPU's registers hold beside what is added to them: more spill, fewer wait."""
-  return 8 if "avx512f" in CPU_FLAGS else 4
+  return 8 if AVX512 else 4
 
 
 def largest_tensor() -> int:
@@ -70,8 +68,8 @@ def device_names(count: int) -> tuple[str, ...]:
 def open_peers(count: int) -> None:
   """Open devices that read each other's memory. Raises ValueError where they cannot, or are not so many."""
   said = f"tensor_parallel_size={count}"
-  check(Device.DEFAULT in ("CUDA", "CPU"), f"{said}: {Device.DEFAULT} takes 1; CUDA and CPU take more")
-  if Device.DEFAULT == "CPU": return
+  check(count == 1 or Device.DEFAULT in ("CUDA", "CPU"), f"{said}: {Device.DEFAULT} takes 1; CUDA and CPU take more")
+  if Device.DEFAULT != "CUDA": return
   there = Device.default.count()
   check(count <= there, f"{said}: there are {there} {Device.DEFAULT} devices here: at most that would do")
   from tinygrad.runtime.autogen import cuda
@@ -90,25 +88,15 @@ def open_device(count: int = 1) -> int:
     if compiler is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open one, too
     if Device.DEFAULT == "CPU" and (compiler is None or helpers.DEV.renderer == "X86"):
       raise RuntimeError("no C compiler found, and tinygrad's own assembler will not do")
-    if cpu_cores():
-      if cpu_sums() == 8 and WIDE not in renderer().compiler.args: renderer().compiler.args.append(WIDE)
-      os.environ["DMC"] = "1"   # else tinygrad packs loads into float4, and clang stays in 128-bit vectors
-      helpers.getenv.cache_clear()   # type: ignore[attr-defined]
-    if Device.DEFAULT == "CUDA":
-      from tinygrad.runtime.autogen import nvrtc
-      compiler = getattr(nvrtc.dll, "_name", compiler)   # nvcc needs no nvrtc
-      # Machine code, as the driver takes long to make it of PTX; tinygrad prints PTX only
-      renderer().compiler.ptx = helpers.DEBUG >= 5
+    renderer()   # opens it
     if importlib.util.find_spec("tinyvllm_tinygrad"):   # without it starts take longer, and steps on a CPU
-      importlib.import_module("tinyvllm_tinygrad").extend(compiler or os.environ["CC"])
-    free = free_memory(Device.DEFAULT)
+      importlib.import_module("tinyvllm_tinygrad").extend(os.environ["CC"])
   except Exception as e:   # a backend fails to open in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
                        "'tinyvllm[cpu]', which brings a compiler; or name another: DEV=CUDA, METAL, AMD, ...") from e
-  if count == 1: return free
   open_peers(count)
-  if Device.DEFAULT == "CPU": return free // count   # memory that all have in common
-  return min(map(free_memory, reversed(device_names(count))))   # the first one's context is to stay the current one
+  free = min(map(free_memory, reversed(device_names(count))))   # the first one's context is to stay the current one
+  return free // count if Device.DEFAULT == "CPU" else free   # a CPU's is memory that all have in common
 
 
 def best(kind: type) -> Any:

@@ -97,13 +97,6 @@ class Norm:
     return total, self(total)
 
 
-def with_inputs(call: UOp, inputs: dict[UOp, UOp]) -> tuple[Tensor, Tensor]:
-  """Both results of a traced function's call with some of its inputs in the place of others, which it has to have."""
-  assert inputs.keys() <= set(call.src), "a layer reads what it was not given"
-  call = call.replace(src=tuple(inputs.get(x, x) for x in call.src))
-  return Tensor(call.gettuple(0)), Tensor(call.gettuple(1))
-
-
 class Layer:
   def __init__(self, config: ModelConfig, name: str, dtype: DType):
     self.shape = H, KV, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
@@ -121,6 +114,7 @@ class Layer:
     self.down_proj = linear("mlp", intermediate, config.mlp_bias, axis=1, down_proj=hidden)
     if config.qk_norm: self.q_norm, self.k_norm = [norm(f"self_attn.{kind}", D) for kind in ("q_norm", "k_norm")]
 
+  @function(precompile=True, allow_implicit=True)
   def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], tokens: Tensor, table: Tensor,
                rope: Tensor) -> tuple[Tensor, Tensor]:
     """x: (T * hidden,), of the layers before but the last one's delta, which is what is to be added to it. Returns the
@@ -164,16 +158,17 @@ class Llama:
     ids, samples, tokens, table = [t.to(rope.device) for t in (ids, samples, tokens, table)]
     delta = flat(self.embed_tokens.rows(ids, self.dtype))   # (T * hidden,)
     x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()
-    def read(layer, *state): return [*[t.uop for t in state], *[t.uop.buf_uop for t in nn.state.get_parameters(layer)]]
-    traced: dict[Any, tuple[UOp, list[UOp]]] = {}   # once for all layers of a kind: they differ in what they read
+    traced: dict[Any, UOp] = {}   # once for all layers of a kind: they differ in what they read
     for layer, cache in zip(self.layers, caches, strict=True):
-      reads = read(layer, x, delta, *cache)
+      state = layer, x, delta, cache, tokens, table, rope
+      reads = helpers.dedup([t.uop for t in nn.state.get_parameters(state)])   # in a call's order
       kind = tuple((t.shape, t.dtype) for t in reads)
       if kind not in traced:
-        results = function(layer, precompile=True, allow_implicit=True)(x, delta, cache, tokens, table, rope)
-        traced[kind] = results[0].uop.src[0], reads
-      first, inputs = traced[kind]
-      x, delta = with_inputs(first, dict(zip(inputs, reads, strict=True)))
+        traced[kind] = Layer.__call__(*state)[0].uop.src[0]
+        assert traced[kind].src[1:len(reads) + 1] == (*reads,), "a call's inputs are in another order"
+      body, *inputs = traced[kind].src
+      call = traced[kind].replace(src=(body, *reads, *inputs[len(reads):]))   # behind what it is given: scratch
+      x, delta = [Tensor(call.gettuple(i)) for i in range(2)]
     x, delta = [t.reshape(ids.shape[0], -1)[samples].contiguous() for t in (x, delta)]   # (S, hidden)
     logits = self.lm_head(self.norm.add(x, delta)[1], dtype=dtypes.float32)   # (S, vocab), or each device's part of it
     return Tensor(logits.uop.unshard(1)).to(None) if isinstance(logits.device, tuple) else logits

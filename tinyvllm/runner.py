@@ -86,10 +86,9 @@ class Runner:
   def __init__(self, model: Llama, shape: ModelConfig, config: EngineConfig, max_model_len: int, left: int):
     self.model = model
     self.jit: Any = functools.partial if config.enforce_eager else TinyJit   # of a computation; eager: itself
-    self.devices = model.devices
-    self.rope = rope_table(shape, max_model_len, self.devices)
+    self.rope = rope_table(shape, max_model_len, model.devices)
     self.caches = allocate_caches(shape, config, max_model_len, model.dtype, left, self.rope.device)
-    self.num_blocks = int(self.caches[0][0].shape[0])
+    self.num_blocks = len(self.caches[0][0])
     self.overlaps = not cpu_cores()   # whether a launched step goes on while the host does other things
     # tinygrad waits for the device whenever it reads, for all that was launched
     self.reads_early = hasattr(Device.default, "start_reading")
@@ -108,9 +107,9 @@ class Runner:
   def usual_sizes(self) -> list[int]:
     """Tokens of the steps that are worth a capture on this device. Tensor cores take 8 in the time of 2, and more than
     all sequences have at once are of prompts, and many."""
-    sizes = [1 << i for i in range(20)]
-    if renderer().tensor_cores: sizes = [1, *[size for size in sizes if 8 <= size <= max(64, self.max_rows)]]
-    return [*[size for size in sizes if size < self.max_tokens], self.max_tokens]
+    sizes = [1 << i for i in range(self.max_tokens.bit_length())]
+    if not renderer().tensor_cores: return sizes
+    return [size for size in sizes if size in (1, self.max_tokens) or 8 <= size <= max(64, self.max_rows)]
 
   def fit(self, need: Shape) -> Shape:
     """The shape to compute in: the smallest of the few that there are, but at first a captured one that takes less than
@@ -142,12 +141,12 @@ class Runner:
       upload(self.table, tables)
     upload(words, step.array)
     # Where results take the place of others, devices that read them wait for each other. Few tokens need little memory
-    apart = len(self.devices) > 1 and step.shape.tokens <= 64
+    apart = len(self.model.devices) > 1 and step.shape.tokens <= 64
     with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8, NO_MEMORY_PLANNER=int(apart)):   # 8: WebGPU's
       ids, logprobs = graph()
     if graph.cnt == 2:   # that call has captured it
       # which may have left any of the devices the current one, in whose stream it then runs
-      for name in reversed(self.devices): Device[name].synchronize()
+      for name in reversed(self.model.devices): Device[name].synchronize()
       logger.log(10 if self.sizes else 20, f"captured a step of {step.shape.tokens} tokens in "
                  f"{time.perf_counter() - started:.1f} s, {num_compiled() - known} new kernels")
     reads = [self.start_reading(tensor) for tensor in (ids, logprobs)]

@@ -1,6 +1,6 @@
-"""What tinygrad 0.14 lacks, and the engine is faster with: matrices on tensor cores and on all of a CPU's lanes, a
-captured step that all cores of a CPU go through together, memory in huge pages, powers of two without branches, lowered
-kernels kept on disk, GPUs that do not take turns. To be dropped as soon as tinygrad has them."""
+"""What tinygrad 0.14 lacks, and the engine is faster with: matrices on tensor cores and in a CPU's registers, a captured
+step that all cores of a CPU go through together, memory in huge pages, powers of two without branches, the widest
+vectors, lowered kernels kept on disk, GPUs that do not take turns. To be dropped as soon as tinygrad has them."""
 import importlib
 
 from tinygrad import Device
@@ -8,21 +8,23 @@ from tinygrad.runtime.ops_cpu import CPUAllocator
 
 from tinyvllm.device import cpu_cores
 
-from .cpu import CPUGraph, allocate, patch_exp2
+from .cpu import CPUGraph, allocate, patch_exp2, widen
 from .kernels import patch_tinygrad
 from .matmul import Linear, Norm
 
 
 def extend(compiler: str) -> None:
-  """Give the default device what it lacks. compiler: of its kernels."""
+  """Give the default device what it lacks. compiler: of C."""
   Device.default.Linear = Linear   # type: ignore[attr-defined]   # the engine looks for them
   Device.default.Norm = Norm   # type: ignore[attr-defined]
   if cpu_cores():
     Device.default.graph = Device.default.graph or CPUGraph
     CPUAllocator._alloc = allocate   # type: ignore[method-assign]
     patch_exp2()
+    widen(Device.default.renderer.compiler)
   if Device.DEFAULT == "CUDA":
     cuda = importlib.import_module(f"{__name__}.cuda")
     Device.default.graph = cuda.RangedGraph
     Device.default.start_reading = cuda.start_reading   # type: ignore[attr-defined]   # the engine looks for it
+    compiler = cuda.take_machine_code(Device.default.renderer.compiler) or compiler
   patch_tinygrad(compiler)

@@ -1,5 +1,6 @@
-"""On a CPU: a captured step that all cores go through together, huge pages, powers of two without branches."""
-import concurrent.futures, ctypes, dataclasses, functools, mmap, threading
+"""On a CPU: a captured step that all cores go through together, huge pages, powers of two without branches, vectors as
+wide as can be."""
+import concurrent.futures, ctypes, dataclasses, functools, mmap, os, threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,9 @@ from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.ops_cpu import CPUAllocator
 from tinygrad.uop.ops import Ops
 
+from tinyvllm.device import cpu_sums
+
+WIDE = "-mprefer-vector-width=512"   # else clang takes half of AVX-512's vectors
 ARGUMENTS = 24   # of a kernel, at most; those that it does not take are not looked at
 CHUNK = 2**25    # bytes of memory taken at once
 allocating = threading.Lock()
@@ -124,3 +128,10 @@ def patch_exp2() -> None:
   ClangRenderer.code_for_op = {**ClangRenderer.code_for_op, Ops.EXP2: lambda x, dtype: f"tv_exp2({x})"}
   def with_exp2(self: ClangRenderer, uops: Any) -> list[str]: return [EXP2, *defines(self, uops)]
   ClangRenderer._render_defines = with_exp2   # type: ignore[method-assign, assignment]
+
+
+def widen(compiler: Any) -> None:
+  """Have C's compiler take the widest vectors there are."""
+  if cpu_sums() == 8 and WIDE not in compiler.args: compiler.args.append(WIDE)
+  os.environ["DMC"] = "1"   # else tinygrad packs loads into float4, and clang stays in 128-bit vectors
+  helpers.getenv.cache_clear()   # type: ignore[attr-defined]

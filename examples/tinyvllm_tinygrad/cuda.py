@@ -1,16 +1,25 @@
-"""On CUDA: kernels of a captured step wait for no more than they have to, and neither does who reads its results."""
+"""On CUDA: kernels of a captured step wait for no more than they have to, and neither does who reads its results; they
+come as machine code."""
 import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tinygrad import Device, Tensor
+from tinygrad import Device, Tensor, helpers
 from tinygrad.device import BufferSpec
 from tinygrad.dtype import _to_np_dtype
+from tinygrad.runtime.autogen import nvrtc
 from tinygrad.runtime.graph.cuda import CUDAGraph
 from tinygrad.runtime.ops_cuda import check, cuda, init_c_var
 
 PINNED = BufferSpec(host=True)
+
+
+def take_machine_code(compiler: Any) -> str | None:
+  """Have it from the compiler, as the driver takes long to make it of PTX; tinygrad prints PTX only. Returns the file
+  of nvrtc, if there is one: nvcc needs none."""
+  compiler.ptx = helpers.DEBUG >= 5
+  return getattr(nvrtc.dll, "_name", None)
 
 
 class RangedGraph(CUDAGraph):
