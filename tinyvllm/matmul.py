@@ -84,29 +84,6 @@ def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   return weight.reshape([shape[i] for i in helpers.argsort(order)]).transpose(order)
 
 
-def scales_shape(stored: tuple[int, ...], groups: int) -> tuple[int, ...]:
-  """Of a quantized W's scales, where W has this stored shape: by tiles, and (…, 8, 2) as tensor cores' lanes ask."""
-  return (stored[0], groups, 8, 2) if len(stored) == 8 else (stored[0], groups, stored[-1])
-
-
-def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """As `pack`, of a quantized W, (out, in), int8 or uint8 from 0 to 15, for W of a stored shape: bytes by themselves,
-  but nibbles, and what tensor cores take, in uint32, (out / 16, in / 8, 16) or (out / 16, in / 32, 8, 4, bits / 2)."""
-  bits = 4 if q.dtype == np.uint8 else 8
-  if len(shape) == 3:
-    if bits == 8: return pack(q, shape)
-    numbers = q.reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
-  else:
-    if bits == 8: q = q.view(np.uint8) ^ 128   # from 0 on
-    sizes = [shape[i] for i in helpers.argsort(STORED[8])]
-    lanes = q.reshape(sizes).transpose(0, 3, 2, 4, 5, 6, 1, 7)   # (out / 16, in / 32, 8, 4, and 16 numbers of a lane)
-    # A word's pairs of neighbours follow each other, each in the lower and in the upper half
-    numbers = lanes.reshape(*lanes.shape[:4], bits // 2, 16 // bits, 2).swapaxes(-1, -2)
-    numbers = numbers.reshape(*lanes.shape[:4], bits // 2, 32 // bits)
-  if bits == 4: numbers = numbers[..., ::2] | numbers[..., 1::2] << 4
-  return np.ascontiguousarray(numbers).view(np.uint32)[..., 0]
-
-
 def new(like: Tensor, columns: sint, dtype: DType | None = None) -> Tensor:
   """A tensor for a kernel to fill, (rows of another one, columns): scratch that a traced function may return."""
   flat = Tensor.invalids(like.shape[0] * columns, dtype=dtype or like.dtype, device=like.device)
