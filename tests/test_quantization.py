@@ -20,8 +20,8 @@ from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.device import open_device
-from tinyvllm_tinygrad.matmul import Linear, pack, pack_numbers, scales_shape, stored_shape
-from tinyvllm_quantization import Quantized, dequantized, quantize
+from tinyvllm_quantization import Quantized, dequantized, pack_numbers, quantize, scales_shape
+from tinyvllm_tinygrad.matmul import Linear, pack, stored_shape
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -33,9 +33,10 @@ def fold(x: UOp, op: Ops = Ops.ADD, kinds: tuple = (AxisType.REDUCE, AxisType.UN
   return x.reduce(*[a for a in x.ranges if a.arg[1] in kinds], arg=op)
 
 
-def end(store: UOp) -> UOp:
-  """What is repeated side by side is done. Threads go on to the kernel's end, as do loops that hold more than this."""
-  return store.end(*[a for a in store.ranges if a.arg[1] is AxisType.UPCAST])
+def end(store: UOp, *kinds: AxisType) -> UOp:
+  """What is repeated side by side is done, and in axes of these kinds. Threads go on to the kernel's end, as do loops
+  that hold more than this."""
+  return store.end(*[a for a in store.ranges if a.arg[1] in (AxisType.UPCAST, *kinds)])
 
 
 def kernel_of(name: str, store: UOp, threads: int | None = None) -> UOp:

@@ -43,10 +43,9 @@ def to_device(array: np.ndarray, compute: dtype.DType | None, device: str) -> Te
   brain = array.dtype == np.uint16
   stored = Tensor(array, device=device)
   if brain: stored = stored.bitcast(dtypes.bfloat16)
-  if compute is None: return stored.contiguous()
-  if array.itemsize < compute.itemsize and stored.dtype in renderer().supported_dtypes(): return stored.contiguous()
-  if brain: array = floats(array)
-  if compute == dtypes.float32: array = array.astype(np.float32)   # here, or the device keeps a buffer of either kind
+  if compute is None or (array.itemsize < compute.itemsize and stored.dtype in renderer().supported_dtypes()):
+    return stored.contiguous()
+  if brain or compute == dtypes.float32: array = floats(array)   # here, or the device keeps a buffer of either kind
   return Tensor(array, device=device).cast(compute).contiguous()
 
 
@@ -56,36 +55,20 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
   the file and the tensor that is missing, surplus or misshapen."""
   count = len(model.devices)
   published = read_json(folder / "config.json").get("quantization_config") or {}
-  formats: Any = importlib.import_module("tinyvllm_quantization") if published or quantization else None
-  layouts = formats.layouts_of(published) if formats else []
-  maps = read_files(folder, DTYPES | INTEGERS if layouts else DTYPES)
-  method = published.get("quant_method")
-  bits = {"int8": 8, "int4": 4}.get(quantization or "")
-  check(quantization in (None, method) or bits and not method,
-        f"quantization={quantization!r}: the model in {folder} is {f'{method} already' if method else 'not quantized'}")
+  fill = None
+  if published or quantization:
+    fill = importlib.import_module("tinyvllm_quantization").filler(model, folder, published, quantization)
+  maps = read_files(folder, DTYPES | INTEGERS if published else DTYPES)
 
   def take(name, *shape):
     found = list(maps[name][-1]) if name in maps else "missing"
     check(found == [*shape], f"{folder}: tensor {name} is {found}; its config says {[*shape]}")
     return np.memmap(*maps.pop(name))
 
-  def take_matrix(name, *shape):
-    integers = {x: entry[-1] for x, entry in maps.items() if x.startswith(name) and np.dtype(entry[1]).kind == "i"}
-    layout = next((x for x in layouts if f"{name}.{x.weight}" in integers), None)
-    if layout is None: return take(f"{name}.weight", *shape)
-    return formats.read(name, shape, layout, {x: entry[-1] for x, entry in maps.items()}, take)
-
   def shares(w, axis):   # a device's each
-    if axis is None or count == 1: return [w] * count
-    if not isinstance(w, np.ndarray): return formats.split(w, count, axis)
-    if axis == 1 and w.ndim == 1: return [w] + [np.zeros_like(w)] * (count - 1)   # a bias, added once
+    if axis is None: return [w] * count
+    if axis == w.ndim: return [w] + [np.zeros_like(w)] * (count - 1)   # a bias, added once
     return np.split(w, count, axis)
-
-  def joined(part, matrices):   # of a device, as it computes with them
-    w = matrices[0] if len(matrices) == 1 else (formats.joined if formats else np.concatenate)(matrices)
-    inner = part not in (model.embed_tokens, model.lm_head)
-    if bits and inner and w.ndim > 1: w = formats.quantize(w, bits if w.shape[1] % 8 == 0 else 8)   # eight to a word
-    return formats.dequantized(w) if part is model.embed_tokens and not isinstance(w, np.ndarray) else w
 
   def place(part, arrays, kind=compute):   # one for each device
     tensors = []
@@ -101,12 +84,13 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
     for kind, tensor in nn.state.get_state_dict(part).items():   # its weight, its bias
       above, beside = [count if part.axis == axis else 1 for axis in range(2)]   # as many as it in the files
       columns = [tensor.numel() // sum(part.sources.values()) * beside] if tensor.ndim > 1 else []
-      read_one = take_matrix if columns else lambda name, *shape, kind=kind: take(f"{name}.{kind}", *shape)
-      matrices = [shares(read_one(name, rows * above, *columns), part.axis) for name, rows in part.sources.items()]
-      weights = [joined(part, own) for own in zip(*matrices, strict=True)]
-      if not isinstance(weights[0], np.ndarray): formats.fill(part, weights, place)
-      elif isinstance(part, Linear) and columns: part.weight = place(part, [*map(part.stored, weights)])
-      else: tensor.replace(place(part, weights))
+      shapes = {name: (rows * above, *columns) for name, rows in part.sources.items()}
+      if fill and columns: fill(part, shapes, maps, take, place)
+      else:
+        matrices = [shares(take(f"{name}.{kind}", *shape), part.axis) for name, shape in shapes.items()]
+        weights = [own[0] if len(own) == 1 else np.concatenate(own) for own in zip(*matrices, strict=True)]
+        if isinstance(part, Linear) and columns: weights = [*map(part.stored, weights)]
+        tensor.replace(place(part, weights))
   rest = [name for name in maps if name != "lm_head.weight" and not name.endswith((".inv_freq", ".weight_shape"))
-          and not (layouts and name.endswith(".bias") and not np.memmap(*maps[name]).any())]   # derived, or nothing
+          and not (published and name.endswith(".bias") and not np.memmap(*maps[name]).any())]   # derived, or nothing
   check(not rest, f"{folder}: tensor {next(iter(rest), None)} has no place in the model that its config describes")

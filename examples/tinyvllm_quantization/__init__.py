@@ -1,15 +1,16 @@
 """Weights of 8 and 4 bits, w = q * scale + offset by groups of neighbouring inputs: made of any model while it loads,
 or read as they were published by AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) and compressed-tensors."""
-import concurrent.futures
-from collections.abc import Callable
+import concurrent.futures, pathlib
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from tinygrad import Tensor
+from tinygrad import helpers
 
 from tinyvllm.config import check, logger
+from tinyvllm.llama import Llama
 from tinyvllm.weights import floats
-from tinyvllm_tinygrad.matmul import Linear, pack, pack_numbers, scales_shape
+from tinyvllm_tinygrad.matmul import STORED, Linear, pack
 
 GROUP = 32   # inputs that share a scale, where it is made here
 PART = 2**17   # numbers that a thread quantizes at once: so many stay in a core's cache
@@ -71,9 +72,15 @@ def narrow(x: np.ndarray) -> np.ndarray:
   return half if np.array_equal(half, x) else x
 
 
-def read(name: str, shape: tuple[int, int], layout: Layout, shapes: dict[str, tuple], take: Callable) -> Quantized:
-  """A matrix of this shape, (out, in). shapes: of the files' tensors. take: reads the tensor of a name and shape.
-  Raises ValueError naming the tensor that is missing or misshapen, or whose groups are not of one size."""
+def read(name: str, shape: tuple[int, int], layouts: list[Layout], maps: dict[str, Any], take: Callable) -> Any:
+  """A matrix of this shape, (out, in), Quantized if it is in one of these layouts. maps: of the files' tensors. take:
+  reads the tensor of a name and shape. Raises ValueError naming the tensor that is missing or misshapen, or whose
+  groups are not of one size."""
+  shapes = {x: entry[-1] for x, entry in maps.items() if x.startswith(f"{name}.")}
+  integers = [x for x in shapes if np.dtype(maps[x][1]).kind == "i"]
+  layout = next((x for x in layouts if f"{name}.{x.weight}" in integers), None)
+  if layout is None: return take(f"{name}.weight", *shape)
+
   def sized(*sizes): return sizes if layout.outputs_first else sizes[::-1]
   out_features, in_features = shape
   outputs, inputs = (0, 1) if layout.outputs_first else (1, 0)
@@ -104,15 +111,17 @@ def read(name: str, shape: tuple[int, int], layout: Layout, shapes: dict[str, tu
   return Quantized(q[:, columns], narrow(scales), narrow(offset) if offset.any() else None, columns)
 
 
-def dequantized(w: Quantized) -> np.ndarray:
-  """The matrix, (out, in), in 16 bits."""
+def dequantized(w: Any) -> np.ndarray:
+  """The matrix, (out, in), in 16 bits, if it was quantized."""
+  if isinstance(w, np.ndarray): return w
   by_group = w.q.reshape(*w.scale.shape, -1) * w.scale[..., None].astype(np.float32)
   if w.offset is not None: by_group += w.offset[..., None]
   return by_group.reshape(w.q.shape)[:, np.argsort(w.order)].astype(np.float16)
 
 
-def joined(matrices: list[Any]) -> Any:
+def joined(matrices: Sequence[Any]) -> Any:
   """Matrices below each other, all quantized in the same way or none."""
+  if len(matrices) == 1: return matrices[0]
   if not any(isinstance(x, Quantized) for x in matrices): return np.concatenate(matrices)
   kinds = {isinstance(x, Quantized) and (x.q.dtype, x.scale.shape[1], x.order.tobytes()) for x in matrices}
   check(len(kinds) == 1, "quantization_config: q, k and v of a layer, or gate and up, are not quantized alike")
@@ -122,9 +131,11 @@ def joined(matrices: list[Any]) -> Any:
   return Quantized(q, scale, offset, matrices[0].order)   # type: ignore[arg-type]
 
 
-def split(w: Quantized, count: int, axis: int) -> list[Any]:
+def split(w: Any, count: int, axis: int) -> list[Any]:
   """Equal parts by outputs (axis 0) or by inputs (1); these in 16 bits where inputs are in another order, or a part's
   end is within a group or, of 4 bits, a word of eight."""
+  if count == 1: return [w]
+  if isinstance(w, np.ndarray): return np.split(w, count, axis)
   groups = w.scale.shape[1]
   within = groups > 1 and groups % count or w.q.dtype == np.uint8 and len(w.order) // count % 8
   if axis == 1 and ((np.diff(w.order) != 1).any() or within):
@@ -135,17 +146,6 @@ def split(w: Quantized, count: int, axis: int) -> list[Any]:
     return np.split(x, count, axis)
   parts = zip(cut(w.q), cut(w.scale), cut(w.offset), strict=True)
   return [Quantized(*part, np.arange(part[0].shape[1]) if axis == 1 else w.order) for part in parts]
-
-
-def fill(linear: Linear, weights: list[Quantized], place: Callable[..., Tensor]) -> None:
-  """Give a linear its W, of which each device has one of these. place: arrays, one for each device, as a tensor."""
-  shape: Any = linear.weight.shape
-  linear.weight = place(linear, [pack_numbers(w.q, shape) for w in weights], None)
-  for terms in zip(*[w[1:3] for w in weights], strict=True):   # scales, and offsets if there are any
-    if terms[0] is not None:
-      linear.scales.append(place(linear, [pack(x, scales_shape(shape, x.shape[1])) for x in terms], None))
-  order = weights[0].order
-  if (np.diff(order) != 1).any(): linear.order = place(linear, [order.astype(np.int32)] * len(weights), None)
 
 
 def quantize(weight: np.ndarray, bits: int) -> Quantized:
@@ -175,3 +175,59 @@ def quantize_part(weight: np.ndarray, bits: int) -> Quantized:
   scale, offset = [x.astype(np.float16) for x in (scale, offset)]
   q = rounded().astype(np.uint8 if bits == 4 else np.int8).reshape(weight.shape)
   return Quantized(q, scale, offset if bits == 4 else None, np.arange(weight.shape[1]))
+
+
+def scales_shape(stored: tuple[int, ...], groups: int) -> tuple[int, ...]:
+  """Of a quantized W's scales, where W has this stored shape: by tiles, and (…, 8, 2) as tensor cores' lanes ask."""
+  return (stored[0], groups, 8, 2) if len(stored) == 8 else (stored[0], groups, stored[-1])
+
+
+def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+  """As `pack`, of a quantized W, (out, in), int8 or uint8 from 0 to 15, for W of a stored shape: bytes by themselves,
+  but nibbles, and what tensor cores take, in uint32, (out / 16, in / 8, 16) or (out / 16, in / 32, 8, 4, bits / 2)."""
+  bits = 4 if q.dtype == np.uint8 else 8
+  if len(shape) == 3:
+    if bits == 8: return pack(q, shape)
+    numbers = q.reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
+  else:
+    if bits == 8: q = q.view(np.uint8) ^ 128   # from 0 on
+    sizes = [shape[i] for i in helpers.argsort(STORED[8])]
+    lanes = q.reshape(sizes).transpose(0, 3, 2, 4, 5, 6, 1, 7)   # (out / 16, in / 32, 8, 4, and 16 numbers of a lane)
+    # A word's pairs of neighbours follow each other, each in the lower and in the upper half
+    numbers = lanes.reshape(*lanes.shape[:4], bits // 2, 16 // bits, 2).swapaxes(-1, -2)
+    numbers = numbers.reshape(*lanes.shape[:4], bits // 2, 32 // bits)
+  if bits == 4: numbers = numbers[..., ::2] | numbers[..., 1::2] << 4
+  return np.ascontiguousarray(numbers).view(np.uint32)[..., 0]
+
+
+def filler(model: Llama, folder: pathlib.Path, published: dict[str, Any], quantization: str | None) -> Callable:
+  """What fills a Linear of a model's with the matrices of its files: as its quantization_config, `published`, says that
+  they are, or as `quantization` asks for. Raises ValueError where these do not agree."""
+  layouts = layouts_of(published)
+  method = published.get("quant_method")
+  bits = {"int8": 8, "int4": 4}.get(quantization or "")
+  said = f"{method} already" if method else "not quantized"
+  check(quantization in (None, method) or bits and not method,
+        f"quantization={quantization!r}: the model in {folder} is {said}")
+
+  def fill(part: Linear, shapes: dict[str, tuple[int, int]], maps: dict[str, Any], take: Callable,
+           place: Callable) -> None:
+    """On each device with its part. shapes: of the matrices, by name. maps: of the files' tensors. take: reads one of
+    a name and shape. place: brings arrays to the devices."""
+    matrices = [read(name, shape, layouts, maps, take) for name, shape in shapes.items()]
+    parts = [split(w, len(model.devices), part.axis) for w in matrices]
+    weights = [joined(own) for own in zip(*parts, strict=True)]
+    if bits and part not in (model.embed_tokens, model.lm_head):   # of 4 bits there are eight to a word
+      weights = [quantize(w, bits if w.shape[1] % 8 == 0 else 8) for w in weights]
+    if part is model.embed_tokens: weights = [dequantized(w) for w in weights]
+    stored: Any = part.weight.shape
+    if isinstance(weights[0], np.ndarray):
+      part.weight.replace(place(part, [pack(w, stored) for w in weights]))
+      return
+    part.weight = place(part, [pack_numbers(w.q, stored) for w in weights], None)
+    for terms in zip(*[(w.scale, w.offset) for w in weights], strict=True):
+      if terms[0] is not None:
+        part.scales.append(place(part, [pack(x, scales_shape(stored, x.shape[1])) for x in terms], None))
+    order = weights[0].order
+    if (np.diff(order) != 1).any(): part.order = place(part, [order.astype(np.int32)] * len(weights), None)
+  return fill

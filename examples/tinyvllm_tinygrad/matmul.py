@@ -16,9 +16,9 @@ from tinyvllm.schedule import axes, axis, divisor, end, fold, kernel_of, lane_ax
 
 MMA = (8, 16, 16)   # the tensor core used here: n, m, k
 AHEAD = 4096   # bytes, by which a CPU's core asks for weights before it needs them
-# Elements of w, x and the sum in a lane, by four axes: which two of 4 inputs, which eight of 16 outputs, which of the
-# two inputs, which of two rows of x
-ELEMENTS = ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2))
+# Elements of w, x and the sum in a lane, by four axes, from the 6th on: which two of 4 inputs, which eight of 16
+# outputs, which of the two inputs, which of two rows of x
+ELEMENTS = tuple(tuple(enumerate(extents, 6)) for extents in ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2)))
 
 
 # By rows of x, outputs and bits of W, at most: tiles of 16 outputs and of 8 rows to a warp, warps that share a sum,
@@ -45,29 +45,6 @@ def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   return weight.reshape([shape[i] for i in helpers.argsort(order)]).transpose(order)
 
 
-def scales_shape(stored: tuple[int, ...], groups: int) -> tuple[int, ...]:
-  """Of a quantized W's scales, where W has this stored shape: by tiles, and (…, 8, 2) as tensor cores' lanes ask."""
-  return (stored[0], groups, 8, 2) if len(stored) == 8 else (stored[0], groups, stored[-1])
-
-
-def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """As `pack`, of a quantized W, (out, in), int8 or uint8 from 0 to 15, for W of a stored shape: bytes by themselves,
-  but nibbles, and what tensor cores take, in uint32, (out / 16, in / 8, 16) or (out / 16, in / 32, 8, 4, bits / 2)."""
-  bits = 4 if q.dtype == np.uint8 else 8
-  if len(shape) == 3:
-    if bits == 8: return pack(q, shape)
-    numbers = q.reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
-  else:
-    if bits == 8: q = q.view(np.uint8) ^ 128   # from 0 on
-    sizes = [shape[i] for i in helpers.argsort(STORED[8])]
-    lanes = q.reshape(sizes).transpose(0, 3, 2, 4, 5, 6, 1, 7)   # (out / 16, in / 32, 8, 4, and 16 numbers of a lane)
-    # A word's pairs of neighbours follow each other, each in the lower and in the upper half
-    numbers = lanes.reshape(*lanes.shape[:4], bits // 2, 16 // bits, 2).swapaxes(-1, -2)
-    numbers = numbers.reshape(*lanes.shape[:4], bits // 2, 32 // bits)
-  if bits == 4: numbers = numbers[..., ::2] | numbers[..., 1::2] << 4
-  return np.ascontiguousarray(numbers).view(np.uint32)[..., 0]
-
-
 def new(like: Tensor, columns: sint, dtype: DType | None = None) -> Tensor:
   """A tensor for a kernel to fill, (rows of another one, columns): scratch that a traced function may return."""
   flat = Tensor.invalids(like.shape[0] * columns, dtype=dtype or like.dtype, device=like.device)
@@ -87,13 +64,13 @@ class Linear(llama.Linear):
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     out = new(x, self.out_features, dtype)
     if self.order is not None: x = x[:, self.order].contiguous()
-    added = () if self.bias is None else (self.bias.unsqueeze(0),)
+    added = () if self.bias is None else (self.bias,)
     kernel = linear_kernel if self.weight.ndim == 3 else tensor_core_linear_kernel
     return out.custom_kernel(x, self.weight, *self.scales, *added, fxn=kernel)[0]
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
-    in_features = self.weight.numel() // self.out_features
-    return new(ids, in_features, dtype).custom_kernel(self.own(ids), self.weight, fxn=rows_kernel)[0]
+    out = new(ids, self.weight.numel() // self.out_features, dtype)
+    return out.custom_kernel(self.own(ids), self.weight, fxn=rows_kernel)[0]
 
 
 def rows_kernel(out: UOp, ids: UOp, weight: UOp) -> UOp:
@@ -107,22 +84,9 @@ def rows_kernel(out: UOp, ids: UOp, weight: UOp) -> UOp:
   return kernel_of("rows", out[t, k].store(((row >= 0) & (row <= last)).where(value, value.const_like(0))))
 
 
-def split(rest: tuple[UOp, ...]) -> tuple[list[UOp], list[UOp]]:
-  """Of a kernel's further arguments the scales, (out / 16, groups, …), and what is added to the result, (T, out)."""
-  return [x for x in rest if len(x.shape) > 2], [x for x in rest if len(x.shape) < 3]
-
-
-def dequantize(stored: UOp, nibble: UOp, scales: list[UOp], *place: sint | UOp) -> UOp:
-  """A weight in float32: a number by itself, or of a word the nibble of this number; q, q * scale or q * scale +
-  offset."""
-  q = (stored >> (nibble * 4).cast(dtypes.uint32) & 15 if stored.dtype == dtypes.uint32 else stored).float()
-  for op, scale in zip((UOp.mul, UOp.add), scales, strict=False): q = op(q, scale[place].float())
-  return q
-
-
-def put(out: UOp, total: UOp, added: Sequence[UOp], row: UOp, column: UOp) -> UOp:
-  """The store of a result, with what is added to it, unless its row is one too many."""
-  for x in added: total += x[row.minimum(x.shape[0] - 1), column].cast(total.dtype)
+def put(out: UOp, total: UOp, rest: Sequence[UOp], row: UOp, column: UOp) -> UOp:
+  """The store of a result, with its bias, unless its row is one too many."""
+  total = sum((x[column].cast(total.dtype) for x in rest if len(x.shape) == 1), total)
   return out.base.index((row * out.shape[1] + column).valid(row < out.shape[0])).store(total.cast(out.dtype))
 
 
@@ -133,7 +97,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   take 8, 4 and 4 elements of w, x and the sum from a lane (PTX ISA, mma.m16n8k16)."""
   T, N = out.shape
   N16, K32, *_ = weight.shape
-  scales, added = split(rest)
+  scales = [x for x in rest if len(x.shape) > 1]
   bits = weight.shape[-1] * 2 if scales else 16
   group = K32 * 32 // scales[0].shape[1] if scales else 32
   # Of few rows sums are scaled, of many the weights
@@ -149,7 +113,6 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   column, row = axes(2, 4, 8, kind=AxisType.LOCAL)   # lane = row * 4 + column
   k = (axis(rounds // steps, 5) * shares + axis(shares, 4, AxisType.GROUP_REDUCE)) * steps
   h, r, p, e = axes(6, 2, 2, 2, 2, kind=AxisType.UPCAST)
-  elements = tuple(tuple(enumerate(extents, 6)) for extents in ELEMENTS)   # by the axes' numbers
   # 1 for each element of w, in a form that is not seen to be constant: that would have no axes
   element = h * 4 + r * 2 + p
   one = (element * element - element * 7 < 1).where(UOp.const(1.0, x.dtype), UOp.const(0.0, x.dtype))
@@ -168,7 +131,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
     def times(w):
       inputs = [x[(first + row).minimum(T - 1), places + i * 4 + h * 2 + p] for i in range(2)]
       zero = UOp.const((0.0,) * 4, dtypes.float32)
-      return sum(UOp.wmma(w[i], inputs[i], zero, MMA, "CUDA", 32, elements) for i in range(2))
+      return sum(UOp.wmma(w[i], inputs[i], zero, MMA, "CUDA", 32, ELEMENTS) for i in range(2))
     if not scales: return times([weight[n16, k, i, h, row, column, r, p] for i in range(2)])
     scale, offset = [s[n16, (k * 32 + column * 8) // group, row, r] for s in scales] + [0] * (2 - len(scales))
     q = [number(n16, k, i) for i in range(2)]
@@ -178,7 +141,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
 
   def tile(n16, first):
     total = fold(sum(product(n16, first, k + step) for step in range(steps)))
-    return put(out, total, added, first + column * 2 + e, n16 * 16 + r * 8 + row)
+    return put(out, total, rest, first + column * 2 + e, n16 * 16 + r * 8 + row)
   tiles = [tile(n * n_tiles + i, (t * t_tiles + j) * 8) for i, j in np.ndindex(n_tiles, t_tiles)]
   return kernel_of("linear_tc", UOp.group(*tiles), 1)
 
@@ -195,7 +158,7 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   T, K = x.shape
   N16, words, lanes = weight.shape
   in_word = K // words   # inputs
-  scales, added = split(rest)
+  scales = [x for x in rest if len(x.shape) > 1]
   groups = scales[0].shape[1] if scales else 1
   simd = cpu_cores() and lanes == 16
   kind = AxisType.UPCAST if simd else AxisType.WEAK
@@ -208,15 +171,18 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   first = group * (K // groups) + axis(K // groups // shares, 5) * shares
   k = first + axis(shares, 6, AxisType.UNROLL)
   lane = axis(lanes, 7, kind)
-  w = dequantize(weight[n, k // in_word, lane], k % 8, scales, n, group, lane)
+  w = weight[n, k // in_word, lane]
+  if in_word > 1: w = w >> (k % 8 * 4).cast(dtypes.uint32) & 15   # its nibble
+  w = w.float()
+  for op, scale in zip((UOp.mul, UOp.add), scales, strict=False): w = op(w, scale[n, group, lane].float())
   # Where all rows go by at once, a core waits for weights
   size = shares * lanes * weight.dtype.itemsize // in_word
   ahead = fetch(weight, (n * words + first // in_word) * lanes, size) if simd and rows == T else 0
   # Each share by itself, and then their sum
   total = fold(fold(x[t, k + ahead].float() * w, kinds=(AxisType.REDUCE,)))
   # A core's part of less is done before the other is there
-  threads = divisor(N16, cpu_cores()) if simd and T * K * N16 > 8192 else 1
-  return kernel_of("linear", put(out, total, added, t, n * lanes + lane), threads if simd else None)
+  threads = divisor(N16, cpu_cores()) if T * K * N16 > 8192 else 1
+  return kernel_of("linear", put(out, total, rest, t, n * lanes + lane), threads if simd else None)
 
 
 class Norm(llama.Norm):
@@ -248,8 +214,7 @@ class Norm(llama.Norm):
     value = sum(term[t, column].float() for term in (x, *parts))
     stores = [kept[place].store(value)]
     if total is not None: stores.append(total[t, column].store(value.cast(total.dtype)))
-    repeated = [a for a in column.ranges if a.arg[1] in (AxisType.LOOP, AxisType.UPCAST)]
-    kept = kept.after(UOp.group(*stores).end(*repeated))
+    kept = kept.after(end(UOp.group(*stores), AxisType.LOOP))
     part = kept[own(AxisType.REDUCE, AxisType.UNROLL, 2)[0]]
     sums = UOp.placeholder((lanes,), dtypes.float32, 100, shared)
     sums = sums.after(end(sums[lane].store(fold(part * part))))

@@ -33,8 +33,9 @@ import tinyvllm.runner
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.device import largest_tensor, open_device
 from tinyvllm.llama import Llama
-from tinyvllm_tinygrad.matmul import Linear, scales_shape
 from tinyvllm.tokenizer import Tokenizer
+from tinyvllm_quantization import scales_shape
+from tinyvllm_tinygrad.matmul import Linear
 
 
 def _shape(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, tied: bool, length: int,
