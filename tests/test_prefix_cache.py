@@ -275,7 +275,8 @@ def test_a_block_may_be_in_tensors_of_any_types_and_shapes():
   kinds = [(dtypes.bfloat16, (2, 3)), (dtypes.int8, (5,)), (dtypes.uint32, (2, 2)), (dtypes.float16, (1, 4, 2)),
            (dtypes.uint8, (3,))]
   caches = [Tensor.empty(n, *shape, dtype=kind).contiguous().realize() for kind, shape in kinds]
-  runners = [SimpleNamespace(caches=[part], devices=(Device.DEFAULT,)) for part in (caches[:2], caches[2:])]
+  model = SimpleNamespace(devices=(Device.DEFAULT,))
+  runners = [SimpleNamespace(caches=[part], model=model) for part in (caches[:2], caches[2:])]
   fake = SimpleNamespace(runners=runners, blocks=SimpleNamespace(num_blocks=n))
   for x in buffers(fake): x.allocator._copyin(x._buf, memoryview(bytearray(rng.bytes(x.nbytes))))
   def bytes_of(x): return np.frombuffer(x.as_memoryview(), np.uint8).reshape(n, -1)

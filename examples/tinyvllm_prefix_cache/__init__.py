@@ -88,7 +88,7 @@ class Blocks:
   same kinds. So nothing hangs on how many tensors hold a block, or on their types."""
   def __init__(self, engine: LLMEngine):
     tensors = tensors_of(engine)
-    self.devices = engine.runner.model.devices
+    self.devices = engine.runners[0].model.devices
     self.row = sum(part.nbytes for x in tensors for part in buffers_of(x)) // engine.blocks.num_blocks   # bytes of one
     self.count = max(1, min(MOST // self.row, engine.blocks.num_blocks))
     def new(device, dtype, *shape): return Tensor.empty(*shape, dtype=dtype, device=device).contiguous().realize()
