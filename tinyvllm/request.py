@@ -43,10 +43,12 @@ class SamplingParams(Options):
     if isinstance(self.stop, str): values["stop"] = [self.stop]
     if isinstance(self.logit_bias, dict):
       values["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
-    structured = self.structured_outputs
-    if structured is not None:
+    if isinstance(self.structured_outputs, dict):
       from . import StructuredOutputsParams   # of a package beside the engine, loaded when it is needed
-      values["structured_outputs"] = StructuredOutputsParams.of(structured)
+      values["structured_outputs"] = StructuredOutputsParams(**self.structured_outputs)
+    structured = self.structured_outputs
+    known = structured is None or hasattr(structured, "constraint")
+    check(known, f"structured_outputs={structured!r} must be of type StructuredOutputsParams")
     super().__post_init__()
     most = values["max_tokens"]
     check(self.min_tokens <= most, f"min_tokens={self.min_tokens} is above max_tokens={most}")

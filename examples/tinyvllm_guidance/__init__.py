@@ -27,12 +27,6 @@ class StructuredOutputsParams:
     check(len(typed) == len(named) == 1 and texts, f"structured_outputs={given}: use one of {(*KINDS,)}")
     vars(self).update(named)
 
-  @classmethod
-  def of(cls, given: Any) -> "StructuredOutputsParams":
-    """Itself, or that of a dict. Raises ValueError for anything else."""
-    check(isinstance(given, cls | dict), f"structured_outputs={given!r} must be of type {cls.__name__}")
-    return cls(**given) if isinstance(given, dict) else given
-
   def constraint(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Constraint":
     """Raises ValueError for a schema, expression or grammar that llguidance does not take."""
     (kind, value), = vars(self).items()
