@@ -5,12 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from tinygrad import helpers
 
 from tinyvllm.config import check, logger
 from tinyvllm.llama import Llama
 from tinyvllm.weights import floats
-from tinyvllm_tinygrad.matmul import STORED, Linear, pack
+from tinyvllm_tinygrad.matmul import Linear, pack
 
 GROUP = 32   # inputs that share a scale, where it is made here
 PART = 2**17   # numbers that a thread quantizes at once: so many stay in a core's cache
@@ -191,8 +190,7 @@ def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     numbers = q.reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
   else:
     if bits == 8: q = q.view(np.uint8) ^ 128   # from 0 on
-    sizes = [shape[i] for i in helpers.argsort(STORED[8])]
-    lanes = q.reshape(sizes).transpose(0, 3, 2, 4, 5, 6, 1, 7)   # (out / 16, in / 32, 8, 4, and 16 numbers of a lane)
+    lanes = pack(q, shape).transpose(0, 1, 4, 5, 2, 3, 6, 7)   # (out / 16, in / 32, 8, 4, and 16 numbers of a lane)
     # A word's pairs of neighbours follow each other, each in the lower and in the upper half
     numbers = lanes.reshape(*lanes.shape[:4], bits // 2, 16 // bits, 2).swapaxes(-1, -2)
     numbers = numbers.reshape(*lanes.shape[:4], bits // 2, 32 // bits)
@@ -225,7 +223,7 @@ def filler(model: Llama, folder: pathlib.Path, published: dict[str, Any], quanti
       part.weight.replace(place(part, [pack(w, stored) for w in weights]))
       return
     part.weight = place(part, [pack_numbers(w.q, stored) for w in weights], None)
-    for terms in zip(*[(w.scale, w.offset) for w in weights], strict=True):
+    for terms in zip(*[w[1:3] for w in weights], strict=True):   # scales, and offsets if there are any
       if terms[0] is not None:
         part.scales.append(place(part, [pack(x, scales_shape(stored, x.shape[1])) for x in terms], None))
     order = weights[0].order

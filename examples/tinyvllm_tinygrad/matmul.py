@@ -47,8 +47,7 @@ def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 def new(like: Tensor, columns: sint, dtype: DType | None = None) -> Tensor:
   """A tensor for a kernel to fill, (rows of another one, columns): scratch that a traced function may return."""
-  flat = Tensor.invalids(like.shape[0] * columns, dtype=dtype or like.dtype, device=like.device)
-  return flat.reshape(like.shape[0], columns)
+  return Tensor.invalids(like.shape[0] * columns, dtype=dtype or like.dtype, device=like.device).reshape(-1, columns)
 
 
 class Linear(llama.Linear):
@@ -101,7 +100,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   bits = weight.shape[-1] * 2 if scales else 16
   group = K32 * 32 // scales[0].shape[1] if scales else 32
   # Of few rows sums are scaled, of many the weights
-  scaled_sums = bits < 16 and T <= 8 and group % 32 == 0 and x.dtype == dtypes.float16
+  scaled_sums = T <= 8 and group % 32 == 0 and x.dtype == dtypes.float16
   fits = (tiles for rows, outputs, most, *tiles in TILES if rows >= T and outputs >= N and most >= bits)
   n_tiles, t_tiles, shares, steps = next(fits)
   n_tiles = gcd(N16, n_tiles)
@@ -208,8 +207,8 @@ class Norm(llama.Norm):
     def own(round_kind, kind, first):   # a lane's part: its rounds, the neighbours within them, and where these are
       i = axis(rounds, first, round_kind)
       j = axis(wide, first + 1, kind)
-      return (i, j, lane if cpu_cores() else 0), (i * lanes + lane) * wide + j
-    kept = UOp.placeholder((rounds, wide, lanes if cpu_cores() else 1), dtypes.float32, 101, AddrSpace.REG)
+      return (i, lane if cpu_cores() else j), (i * lanes + lane) * wide + j
+    kept = UOp.placeholder((rounds, lanes if cpu_cores() else wide), dtypes.float32, 101, AddrSpace.REG)
     place, column = own(AxisType.LOOP, AxisType.UPCAST, 8)
     value = sum(term[t, column].float() for term in (x, *parts))
     stores = [kept[place].store(value)]
