@@ -164,7 +164,7 @@ def test_others_are_refused_with_what_there_is(folder, kind):
 
 
 def test_a_head_of_an_odd_size_is_refused_where_words_hold_four(tmp_path, monkeypatch):
-  monkeypatch.setattr("tinyvllm.runner.cpu_cores", lambda: 0)   # as on a GPU
+  monkeypatch.setattr("tinyvllm_quantization.kv_cache.cpu_cores", lambda: 0)   # as on a GPU
   with pytest.raises(ValueError, match="kv_cache_dtype='int8' needs a head_dim that 8 divides, not 12: auto will do"):
     bytes_of("int8", dtypes.float16, head_dim=12)
 

@@ -7,7 +7,7 @@ block_size, D), so that neighbours in memory are what neighbouring lanes read. O
 dimensions to a uint32: a byte is an e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), or, where there are scales, 128
 + number / scale. scales: of each token and head, (num_blocks, KV, 2, block_size), for K and for V. table: (rows,
 max_blocks). G query heads share a K/V head."""
-import functools, itertools, math
+import functools, importlib, itertools, math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,25 +26,17 @@ LOWEST = -1e30   # a score that weighs nothing, and yet is no infinity: inf - in
 def field(tokens: UOp, name: str, t: UOp) -> UOp: return tokens[TOKEN.names.index(name), t].load().cast(dtypes.weakint)
 
 
+def in_8_bits() -> Any: return importlib.import_module("tinyvllm_quantization.kv_cache")
+
+
 def stored(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:
-  """The cache's element for neighbours along D: the one that there is, or a byte of each."""
-  if dtype in dtypes.floats: return numbers[0].cast(dtype)
-  def byte(x):
-    if scaled: return (x.round() + 128).cast(dtypes.uint32)
-    size = x.maximum(-x).minimum(448)   # e4m3's largest
-    bits = size.bitcast(dtypes.uint32)
-    normal = bits - (120 << 23) + 0x7ffff + (bits >> 20 & 1) >> 20   # 4 bits of the exponent and 3 of what follows
-    return (size < 2**-6).where((size * 2**9).round().cast(dtypes.uint32), normal) | (x < 0).where(128, 0)
-  return functools.reduce(UOp.__or__, [byte(x) << 8 * i for i, x in enumerate(numbers)]).cast(dtype)
+  """The cache's element for neighbours along D: the one that there is, or of 8 bits several."""
+  return numbers[0].cast(dtype) if dtype in dtypes.floats else in_8_bits().stored(numbers, dtype, scaled)
 
 
 def number(element: UOp, i: UOp, scaled: bool) -> UOp:
   """In float32 what an element of the cache holds; of 8 bits, and so of several neighbours along D, the i-th."""
-  if element.dtype in dtypes.floats: return element.float()
-  byte = element >> (i * 8).cast(dtypes.uint32) & 255 if element.dtype == dtypes.uint32 else element
-  if scaled: return byte.float() - 128
-  byte = byte.cast(dtypes.uint16)
-  return ((byte & 127) << 7 | (byte & 128) << 8).bitcast(dtypes.half).float() * 256
+  return element.float() if element.dtype in dtypes.floats else in_8_bits().number(element, i, scaled)
 
 
 def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:

@@ -8,6 +8,7 @@ import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 
+from .attention import in_8_bits
 from .batch import DRAFT_ROWS, DRAWN_BY, LOGITS, TOKEN, Shape, Step, bucket
 from .config import EngineConfig, ModelConfig, check, logger
 from .device import cpu_cores, largest_tensor, num_compiled, renderer
@@ -28,11 +29,8 @@ def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[
   D = model.head_dim
   BS = config.block_size
   if asked != "auto":
-    said = f"kv_cache_dtype={asked!r} needs"
-    check(asked == "int8" or dtypes.half in renderer().supported_dtypes(), f"{said} float16: int8 will do")
-    dtype = dtypes.uint8 if cpu_cores() else dtypes.uint32   # four to a word
-    check(D % (2 * dtype.itemsize) == 0, f"{said} a head_dim that {2 * dtype.itemsize} divides, not {D}: auto will do")
-    D //= dtype.itemsize
+    dtype = in_8_bits().kind_of(asked, D)
+    D //= dtype.itemsize   # that many in one element
   scales = [((heads, 2, BS), dtypes.float32)] if asked == "int8" else []
   return [((heads, D, BS), dtype), ((heads, BS, D), dtype), *scales]
 
