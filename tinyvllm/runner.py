@@ -13,8 +13,8 @@ from .batch import DRAFT_ROWS, DRAWN_BY, LOGITS, TOKEN, Shape, Step, bucket
 from .config import EngineConfig, ModelConfig, check, logger
 from .device import cpu_cores, largest_tensor, num_compiled, renderer
 from .llama import Llama, rope_table
-from .schedule import kernel_of
 from .sampling import argmax, edit_kernel, restrict, sample, top_logprobs
+from .schedule import kernel_of
 
 
 OFTEN = 16   # times that a shape is met before it is worth a capture of its own
