@@ -1,0 +1,101 @@
+"""Which tiles suit a device's tensor cores: what the table in tinyvllm_tinygrad.matmul is made with.
+
+  python tests/benchmarks/tiles.py --shape llama-7b --layers 8 --tokens 1 32 512
+
+The matrices of each number of outputs in turn get each tiling that fits, while the others keep the best so far, and the
+captured step is run whole: single products mislead, as a graph runs those side by side that do not wait for each other,
+and a cache holds weights that are read again and again. Prints the best beside what the table says today, in
+microseconds of a step, and rows for the table. Up to 64 --tokens are sequences that decode one each, more a chunk."""
+import argparse
+import itertools
+import statistics
+import time
+
+import common
+import kernels
+from common import LLM
+from tinygrad import Device
+from tinygrad.engine import realize
+from tinyvllm_tinygrad import matmul
+
+from tinyvllm.batch import bucket
+
+Tiling = tuple[int, ...]   # tiles of 16 outputs, of 8 rows, warps that share a sum, steps of 32 inputs at once
+DECODING = 64              # tokens at most
+
+
+def current(tokens: int, outputs: int, bits: int) -> Tiling:
+  """What the table says."""
+  return next(tuple(tiling) for rows, most, most_bits, *tiling in matmul.TILES
+              if rows >= tokens and most >= outputs and most_bits >= bits)
+
+
+def candidates(tokens: int, outputs: int, inputs: int) -> list[Tiling]:
+  """Those whose sums fit a warp's registers, and what its work group shares 48 KiB."""
+  sizes = itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2))
+  return [(n, t, shares, steps) for n, t, shares, steps in sizes
+          if outputs // 16 % n == 0 and -(-tokens // 8) % t == 0 and n * t <= 16 and n * t * shares <= 96
+          and shares * steps <= inputs // 32]
+
+
+def step_time(llm: LLM, tokens: int, args: argparse.Namespace) -> float:
+  """Microseconds of a step captured anew, the median."""
+  matmul.tensor_core_linear_kernel.cache_clear()
+  llm.runner.steps = {shape: step for shape, step in llm.runner.steps.items() if shape.tokens != bucket(tokens)}
+  jit, inputs, values = kernels.capture(llm, tokens, args.context, tokens <= DECODING)
+  device = Device[Device.DEFAULT]
+  times = []
+  for _ in range(args.rounds + 3):
+    device.synchronize()
+    started = time.perf_counter()
+    realize.run_linear(jit.linear, values, input_uops=inputs, jit=True, update_stats=False)
+    device.synchronize()
+    times.append(1e6 * (time.perf_counter() - started))
+  return statistics.median(times[3:])
+
+
+def sweep(llm: LLM, tokens: int, args: argparse.Namespace) -> None:
+  layer = vars(llm.runner.model.layers[0])
+  matrices = {name: x for name, x in layer.items() if isinstance(x, matmul.Linear) and len(x.weight.shape) != 3}
+  if not matrices: raise SystemExit("error: this device's tensor cores take none of these matrices")
+  bits = {None: 16, "int8": 8, "int4": 4}[args.quantization]
+  table = [*matmul.TILES]
+  chosen = {x.out_features: current(tokens, x.out_features, bits) for x in matrices.values()}
+
+  def measured(outputs: int, tiling: Tiling) -> tuple[float, Tiling]:
+    tried = sorted({**chosen, outputs: tiling}.items())
+    below = sum(rows < tokens for rows, *_ in table)   # of steps with fewer rows, and of the head's
+    matmul.TILES[below:below] = [(tokens, most, bits, *sizes) for most, sizes in tried]
+    try: return step_time(llm, tokens, args), tiling
+    finally: matmul.TILES[:] = table
+
+  rows = []
+  for outputs, before in chosen.items():
+    of = {name: x for name, x in matrices.items() if x.out_features == outputs}
+    inputs = min(int(x.weight.shape[1]) * 32 for x in of.values())
+    today = measured(outputs, before)[0]
+    best, tiling = min(measured(outputs, x) for x in candidates(tokens, outputs, inputs)[:args.most])
+    if best < today * 0.99: chosen[outputs] = tiling   # else it may be chance
+    rows.append([", ".join(of), str(outputs), str(before), f"{today:.0f}", str(tiling), f"{best:.0f}"])
+    print(*rows[-1], flush=True)
+  print(f"\n{tokens} tokens, {bits} bits")
+  common.print_table(["matrices", "outputs", "today", "us", "best", "us"], rows)
+  print("rows of the table:", *[(tokens, outputs, bits, *tiling) for outputs, tiling in sorted(chosen.items())])
+
+
+def main() -> None:
+  parser = common.make_parser(__doc__)
+  parser.set_defaults(layers=8)
+  parser.add_argument("--tokens", type=common.positive, nargs="+", default=[1, 32, 512], help="of a step")
+  parser.add_argument("--context", type=common.positive, default=64, help="tokens that the sequences hold before")
+  parser.add_argument("--rounds", type=common.positive, default=20, help="times that each step is run")
+  parser.add_argument("--most", type=common.positive, help="tilings that are tried of each matrix, for a quick look")
+  args = parser.parse_args()
+  common.start(args)
+  for tokens in args.tokens:
+    common.release()
+    sweep(common.open_llm(args, max_model_len=args.context + 8 * tokens + 8, max_num_seqs=min(tokens, DECODING),
+                          max_num_batched_tokens=max(tokens, DECODING)), tokens, args)
+
+
+if __name__ == "__main__": main()
