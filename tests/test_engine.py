@@ -584,6 +584,15 @@ def test_two_first_callers_of_generate_get_one_engine(folder, monkeypatch):
   assert tinyvllm.generate("the cat", folder, max_tokens=3, ignore_eos=True) and len(made) == 1
 
 
+def test_generate_takes_no_name_that_a_user_may_have_given(folder):
+  llm = LLM(folder, **ENGINE)
+  names = [f"{kind}-{i}" for kind in ("generate", "stream") for i in range(150, 250)]   # 200 of them
+  for name in names: llm.add_request(name, tokens(3), greedy(2))
+  output, = llm.generate(tokens(5), greedy(2), use_tqdm=False)
+  *_, last = llm.generate_stream(tokens(5), greedy(2))
+  assert output.finished and last.finished
+
+
 def test_closing_a_stream_aborts_its_request(llm):
   stream = llm.generate_stream(tokens(*prompt(9)), greedy(50))
   next(stream)

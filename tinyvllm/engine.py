@@ -1,6 +1,6 @@
 """The engine: text in, text out. Requests are added at any time, and a step advances all of them together; everything
 below knows token ids only. One thread drives an engine."""
-import contextlib, dataclasses, functools, importlib, itertools, logging, pathlib, random, threading, time
+import contextlib, dataclasses, functools, importlib, itertools, logging, pathlib, random, threading, time, uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -298,7 +298,7 @@ class LLM(LLMEngine):
     prompts = prompts if isinstance(prompts, list) else [prompts]
     params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
     check(len(params) == len(prompts), f"sampling_params: {len(params)} for {len(prompts)} prompts: give one or all")
-    requests = [self.request(f"generate-{next(self._arrivals)}", *pair) for pair in zip(prompts, params, strict=True)]
+    requests = [self.request(uuid.uuid4().hex, *pair) for pair in zip(prompts, params, strict=True)]
     with self._alone(), contextlib.ExitStack() as aborts:
       for request in requests:
         aborts.callback(self.abort_request, request.request_id)
@@ -310,7 +310,7 @@ class LLM(LLMEngine):
   def generate_stream(self, prompt: Prompt, sampling_params: Params = None) -> Iterator[RequestOutput]:
     """Complete one prompt, yielding the new text and ids as they come. Raises ValueError at once for a bad request.
     Closing the iterator aborts it."""
-    return self._stream(self.request(f"stream-{next(self._arrivals)}", prompt, sampling_params))
+    return self._stream(self.request(uuid.uuid4().hex, prompt, sampling_params))
 
   def _stream(self, request: Request) -> Iterator[RequestOutput]:
     self.add(request)
