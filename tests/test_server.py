@@ -908,6 +908,7 @@ def faulty(self, step):
   if any(s.params.max_tokens == 13 and s.num_generated > 2 for s, *_ in step.targets):
     time.sleep(0.2)   # the tokens before are on their way, as from a model that takes longer
     raise RuntimeError("boom")
+  if any(s.params.max_tokens == 14 for s, *_ in step.targets): raise SystemExit("bye")   # it would end a thread
   return launch(self, step)
 Runner.launch = faulty
 """
@@ -923,9 +924,10 @@ def faulty(long_folder):
     yield server
 
 
-def test_a_failing_step_is_500_and_the_next_request_works(faulty, long_folder):
+@pytest.mark.parametrize("size", [13, 14])
+def test_a_failing_step_is_500_and_the_next_request_works(faulty, long_folder, size):
   client = faulty.client()
-  options = {"model": long_folder.name, "prompt": "the cat", "max_tokens": 13, "temperature": 0}
+  options = {"model": long_folder.name, "prompt": "the cat", "max_tokens": size, "temperature": 0}
   with pytest.raises(openai.InternalServerError) as e: client.completions.create(**options)
   assert e.value.status_code == e.value.body["code"] == 500 and e.value.type == "InternalServerError"
   error_of(post(faulty, "/v1/completions", options), 500)

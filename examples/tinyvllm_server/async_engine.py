@@ -40,7 +40,7 @@ class Driver:
       except queue.Empty: call = self.capture
       if call is None: return
       try: call()
-      except Exception: logger.exception("the engine's thread goes on")
+      except BaseException: logger.exception("the engine's thread goes on")   # also where a library wants to exit
 
   def capture(self) -> None:
     try: self.state = next(self.captures)   # type: ignore[arg-type]
@@ -62,14 +62,14 @@ class Driver:
 
   def step(self) -> None:
     try: changed = [request for request in self.llm.advance() if request in self.readers]
-    except Exception as error: return self.fail(error)
+    except BaseException as error: return self.fail(error)
     self.tell({request: request.output(news=True) for request in changed if self.due(request)})
 
   def due(self, request: Request) -> bool:
     seen = sum(text.seen[1] - text.seq.num_prompt for text in request.texts)
     return request.finished or not seen or request.metrics.num_generated >= seen + self.interval
 
-  def fail(self, error: Exception) -> None:
+  def fail(self, error: BaseException) -> None:
     """The engine goes on without the requests that have begun: one of them may have made the step fail."""
     if self.readers: logger.exception("a step failed, and the requests in it")
     begun = [request for request in self.readers if request.metrics.first_scheduled_time > 0]   # else it is NaN
