@@ -183,6 +183,12 @@ def test_of_two_that_begin_at_one_place_and_come_with_one_token_the_lexicographi
     assert got.text == "one E" and got.reason == ("stop", "one E")
 
 
+def test_an_enormous_stop_string_takes_no_time(llm):
+  """To compare each of its beginnings with the text would take minutes."""
+  params = SamplingParams(temperature=0.0, max_tokens=6, stop=["x" * 1_000_000, "hello world, and more"])
+  assert "".join(x.outputs[0].text for x in llm.generate_stream(SCRIPTS["hello"][0], params)) == ""
+
+
 def test_a_stop_string_that_begins_as_anothers_tail(llm):
   got = ask(llm, "tail", stop=["xabb", "abc"])   # xab a bc: the first fails, the second begins in it
   assert got.text == "xab" and got.pieces == ["", "xab", ""] and got.reason == ("stop", "abc")

@@ -124,7 +124,7 @@ class TextStream:
   @property
   def shown(self) -> int:
     stops = () if self.seq.finish_reason else self.seq.params.stop or ()
-    begun = [n for stop in stops for n in range(len(stop)) if self.text.endswith(stop[:n])]
+    begun = [n for stop in stops for n in range(min(len(stop), len(self.text) + 1)) if self.text.endswith(stop[:n])]
     return len(self.text) - max(begun, default=0)
 
   def feed(self) -> None:

@@ -27,8 +27,8 @@ TILES = [(1, inf, 8, 1, 1, 16, 2), (1, inf, 16, 1, 1, 16, 1), (8, inf, 8, 1, 1, 
          (8, inf, 16, 1, 1, 8, 2), (16, inf, 16, 1, 2, 8, 2), (32, inf, 8, 2, 4, 4, 2), (32, 8192, 16, 1, 2, 8, 1),
          (32, 16384, 16, 2, 4, 8, 2), (32, inf, 16, 2, 4, 4, 2), (64, 8192, 16, 2, 8, 4, 2), (64, inf, 16, 4, 8, 2, 2),
          (inf, 8192, 16, 4, 8, 2, 2), (inf, inf, 16, 4, 8, 1, 2)]
-# How the axes of a vector, or of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), lie, by their number
-STORED = {1: (0,), 3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
+# How the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), or of scales lie, by their number
+STORED = {3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 
 
 def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int
 
 
 def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """W, (out, in), or a vector, in the order of a stored shape."""
+  """W, (out, in), or what belongs to it, in the order of a stored shape."""
   order = STORED[len(shape)]
   return weight.reshape([shape[i] for i in helpers.argsort(order)]).transpose(order)
 
