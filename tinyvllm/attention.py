@@ -26,7 +26,7 @@ LOWEST = -1e30   # a score that weighs nothing, and yet is no infinity: inf - in
 def field(tokens: UOp, name: str, t: UOp) -> UOp: return tokens[TOKEN.names.index(name), t].load().cast(dtypes.weakint)
 
 
-def in_8_bits() -> Any: return importlib.import_module("tinyvllm_quantization.kv_cache")
+def in_8_bits() -> Any: return importlib.import_module("tinyvllm_quantization.kv_cache")   # when it is needed
 
 
 def stored(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:

@@ -223,7 +223,7 @@ def filler(model: Llama, folder: pathlib.Path, published: dict[str, Any], quanti
       part.weight.replace(place(part, [pack(w, stored) for w in weights]))
       return
     part.weight = place(part, [pack_numbers(w.q, stored) for w in weights], None)
-    for terms in zip(*[w[1:3] for w in weights], strict=True):   # scales, and offsets if there are any
+    for terms in zip(*[(w.scale, w.offset) for w in weights], strict=True):   # offsets if there are any
       if terms[0] is not None:
         part.scales.append(place(part, [pack(x, scales_shape(stored, x.shape[1])) for x in terms], None))
     order = weights[0].order

@@ -18,6 +18,7 @@ import common
 from common import LLM, Watch
 from tinygrad import Device, Tensor, TinyJit, dtypes, nn
 from tinygrad.engine import realize
+from tinygrad.engine.jit import CapturedJit
 from tinygrad.helpers import ansistrip
 from tinygrad.uop.ops import Ops, UOp
 
@@ -93,6 +94,19 @@ def capture(llm: LLM, tokens: int, context: int, decode: bool) -> tuple:
   return watch.last
 
 
+def step_time(jit: CapturedJit, inputs: list[UOp], values: dict[str, int], rounds: int) -> float:
+  """Seconds of a captured step as the engine calls it, the median."""
+  device = Device[Device.DEFAULT]
+  times = []
+  for _ in range(rounds + 3):
+    device.synchronize()
+    started = time.perf_counter()
+    realize.run_linear(jit.linear, values, input_uops=inputs, jit=True, update_stats=False)
+    device.synchronize()
+    times.append(time.perf_counter() - started)
+  return statistics.median(times[3:])
+
+
 def measure(args, tokens: int, bandwidth: float) -> None:
   decode = tokens <= args.max_num_seqs and not args.prefill
   context = args.context if decode else args.context // tokens * tokens   # prompts are read in chunks of `tokens`
@@ -102,18 +116,12 @@ def measure(args, tokens: int, bandwidth: float) -> None:
                              max_num_batched_tokens=max(args.max_num_batched_tokens, tokens) if decode else tokens)
   except ValueError as e: raise SystemExit(f"error: {e}") from e
   jit, inputs, values = capture(llm, tokens, context, decode)
-  calls, device = calls_of(jit.linear), Device[Device.DEFAULT]
-  whole = []
-  for _ in range(args.rounds + 3):
-    device.synchronize()
-    started = time.perf_counter()
-    realize.run_linear(jit.linear, values, input_uops=inputs, jit=True, update_stats=False)
-    device.synchronize()
-    whole.append(time.perf_counter() - started)
+  calls = calls_of(jit.linear)
+  whole = step_time(jit, inputs, values, args.rounds)
   times = kernel_times(calls, values, inputs, args)
   kind = f"{tokens} sequences decoding at {context}" if decode else f"a chunk of {tokens} tokens behind {context}"
   print(f"\n{kind}: {len(calls)} launches, {1e6 * sum(times):.0f} us one after another, "
-        f"{1e6 * statistics.median(whole[3:]):.0f} us as the step calls them")
+        f"{1e6 * whole:.0f} us as the step calls them")
   print_kernels(llm, calls, inputs, times, tokens, tokens * context if decode else context + tokens, decode, bandwidth)
 
 

@@ -8,14 +8,10 @@ and a cache holds weights that are read again and again. Prints the best beside 
 microseconds of a step, and rows for the table. Up to 64 --tokens are sequences that decode one each, more a chunk."""
 import argparse
 import itertools
-import statistics
-import time
 
 import common
 import kernels
 from common import LLM
-from tinygrad import Device
-from tinygrad.engine import realize
 from tinyvllm_tinygrad import matmul
 
 from tinyvllm.batch import bucket
@@ -43,15 +39,7 @@ def step_time(llm: LLM, tokens: int, args: argparse.Namespace) -> float:
   matmul.tensor_core_linear_kernel.cache_clear()
   llm.runner.steps = {shape: step for shape, step in llm.runner.steps.items() if shape.tokens != bucket(tokens)}
   jit, inputs, values = kernels.capture(llm, tokens, args.context, tokens <= DECODING)
-  device = Device[Device.DEFAULT]
-  times = []
-  for _ in range(args.rounds + 3):
-    device.synchronize()
-    started = time.perf_counter()
-    realize.run_linear(jit.linear, values, input_uops=inputs, jit=True, update_stats=False)
-    device.synchronize()
-    times.append(1e6 * (time.perf_counter() - started))
-  return statistics.median(times[3:])
+  return 1e6 * kernels.step_time(jit, inputs, values, args.rounds)
 
 
 def sweep(llm: LLM, tokens: int, args: argparse.Namespace) -> None:
