@@ -10,7 +10,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinyvllm.attention import attend_kernel, rope_kernel
 from tinyvllm.device import cpu_cores
 from tinyvllm.runner import scatter_kernel
-from tinyvllm_tinygrad.matmul import Linear, Norm, pack, stored_shape
+from tinyvllm_tinygrad.matmul import GateUp, Linear, Norm, pack, stored_shape
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # and the error that rounding allows
 SLOW = Device.DEFAULT == "PYTHON"
@@ -79,6 +79,30 @@ def test_a_stored_weight_can_be_read_back(inputs, outputs, kind):
   for ids, rows in (([-1, outputs, 2], [nothing, nothing, weight[2]]), ([-1], [nothing]), ([outputs], [nothing])):
     found = layer.rows(on_device(np.array(ids, np.int32)), dtypes.float32)   # of some, other devices have the rows
     np.testing.assert_array_equal(found.numpy(), rows)
+
+
+def silu_product(both: np.ndarray) -> np.ndarray:
+  """Of gate's columns and then up's, by the formula."""
+  gate, up = np.split(both, 2, 1)
+  return gate / (1 + np.exp(-gate)) * up
+
+
+@slow_in_half
+@pytest.mark.parametrize(("inputs", "size", "bias"), [(64, 24, True), (160, 16, False), (64, 20, True),
+                                                      (40, 24, False)])
+def test_silu_of_gate_times_up_is_one_kernel_where_tensor_cores_take_it(inputs, size, bias, kind):
+  """Of 2 * 20 outputs, or of 40 inputs, no tiles can be made."""
+  layer = GateUp(inputs, {"gate": size, "up": size}, bias, KINDS[kind][0])
+  assert (layer.weight.ndim == 8) == (TENSOR_CORES and kind == "float16" and (inputs, size) in [(64, 24), (160, 16)])
+  weight = normal(2 * size, inputs, kind=kind, seed=1) / 4
+  layer.weight, added = on_device(layer.stored(weight)), 0
+  if bias:
+    layer.bias = on_device(normal(2 * size, kind=kind, seed=3))
+    added = layer.bias.numpy()
+  for rows in (1, 8, 64):
+    x = normal(rows, inputs, kind=kind)
+    both = x.astype(np.float32) @ weight.astype(np.float32).T + added
+    close(layer(on_device(x)), silu_product(both), KINDS[kind][1])
 
 
 def test_float16_takes_tensor_cores_where_there_are_any():

@@ -19,9 +19,12 @@ from safetensors.numpy import load_file, save_file
 from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.device import open_device
+from tinyvllm.config import ModelConfig
+from tinyvllm.device import device_names, open_device
+from tinyvllm.llama import Llama
+from tinyvllm.weights import load_weights
 from tinyvllm_quantization import Quantized, dequantized, pack_numbers, quantize, scales_shape
-from tinyvllm_tinygrad.matmul import Linear, pack, stored_shape
+from tinyvllm_tinygrad.matmul import GateUp, Linear, pack, stored_shape
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -257,11 +260,15 @@ def test_groups_without_a_range_and_very_small_and_large_ones(w, bits):
   np.testing.assert_allclose(made, w, atol=max(1e-6, np.abs(w).max() / (12 if bits == 4 else 250)))
 
 
-def stored(w: Quantized, dtype) -> Linear:
-  linear = Linear(w.q.shape[1], {"w": len(w.q)}, False, dtype)
+def silu_product(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
+  with np.errstate(over="ignore"): return gate / (1 + np.exp(-gate)) * up
+
+
+def stored(w: Quantized, dtype, kind=Linear) -> Linear:
+  linear = kind(w.q.shape[1], {"w": len(w.q)}, False, dtype)
   shape = stored_shape(*w.q.shape, dtype)
-  linear.weight = Tensor(pack_numbers(w.q, shape)).realize()
-  linear.scales = [Tensor(np.ascontiguousarray(pack(x, scales_shape(shape, x.shape[1])))).realize()
+  linear.weight = Tensor(pack_numbers(linear.ordered(w.q), shape)).realize()
+  linear.scales = [Tensor(np.ascontiguousarray(pack(linear.ordered(x), scales_shape(shape, x.shape[1])))).realize()
                    for x in (w.scale, w.offset) if x is not None]
   return linear
 
@@ -282,10 +289,34 @@ def test_the_kernels_multiply_what_they_read(rows, out, inputs, group, bits, off
   x = rng.standard_normal((rows, inputs)).astype(np.float16)
   w = q * np.repeat(scale.astype(np.float32), group, 1)
   if offsets is not None: w = w + np.repeat(offsets.astype(np.float32), group, 1)
-  linear = stored(Quantized(q, scale, offsets, np.arange(inputs)), dtype)
-  got = linear(Tensor(x).cast(dtype).contiguous().realize(), dtype=dtypes.float32).numpy()
-  expected = x.astype(np.float32) @ w.T
-  np.testing.assert_allclose(got, expected, atol=np.abs(expected).max() * (1e-5 if dtype == dtypes.float32 else 2e-3))
+  product = x.astype(np.float32) @ w.T
+  for kind, expected in ((Linear, product), (GateUp, silu_product(*np.split(product, 2, 1)))):
+    linear = stored(Quantized(q, scale, offsets, np.arange(inputs)), dtype, kind)
+    got = linear(Tensor(x).cast(dtype).contiguous().realize(), dtype=dtypes.float32).numpy()
+    np.testing.assert_allclose(got, expected, atol=np.abs(expected).max() * (1e-5 if dtype == dtypes.float32 else 2e-3))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_gate_and_up_are_loaded_in_the_order_that_their_kernel_reads(tmp_path, bits, count):
+  """On each device its part of both, with biases."""
+  open_device()
+  dtype = dtypes.float32 if Device.DEFAULT == "CPU" else dtypes.float16
+  tiny_model(tmp_path, num_hidden_layers=1, hidden_size=64, intermediate_size=80, mlp_bias=True, dtype="float16")
+  model = Llama(ModelConfig.load(tmp_path).share(count), dtype, device_names(count))
+  load_weights(model, tmp_path, dtype, None if bits == 16 else f"int{bits}")
+  weights, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp."
+  x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float16)
+  def linear(kind):
+    w = weights[f"{name}{kind}_proj.weight"]
+    if bits < 16: w = dequantized(quantize(w, bits))
+    return x.astype(np.float32) @ w.T.astype(np.float32) + weights[f"{name}{kind}_proj.bias"]
+  expected = silu_product(linear("gate"), linear("up"))
+  x_there = Tensor(x).cast(dtype).to(model.devices if count > 1 else None).contiguous().realize()
+  got = model.layers[0].gate_up_proj(x_there)
+  parts = [got] if count == 1 else [Tensor(got.realize().uop.mselect(i)) for i in range(count)]
+  for part, wanted in zip(parts, np.split(expected, count, 1), strict=True):
+    np.testing.assert_allclose(part.numpy(), wanted, atol=np.abs(expected).max() * 5e-3)
 
 
 def broken(name, change):

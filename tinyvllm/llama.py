@@ -61,8 +61,7 @@ class Linear:
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     """x: (T, in). Returns (T, out), of x's type unless said."""
-    out = x.float().linear(self.weight.float().T, self.bias)
-    return out.cast(dtype or x.dtype).contiguous()
+    return x.float().linear(self.weight.float().T, self.bias).cast(dtype or x.dtype).contiguous()
 
   def own(self, ids: Tensor) -> Tensor:
     """The rows of W for ids, (T,): each device has those that follow the ones of the device before."""
@@ -75,6 +74,13 @@ class Linear:
     ids = self.own(ids)
     here = (ids >= 0) & (ids < self.out_features)
     return here.unsqueeze(1).where(self.weight[here.where(ids, 0)], 0).cast(dtype).contiguous()
+
+
+class GateUp(Linear):
+  """silu(gate) * up (Shazeer 2020), of which W has the rows of gate, and then those of up."""
+  def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
+    gate, up = super().__call__(x, dtype).chunk(2, 1)   # (T, out / 2) each
+    return (gate.silu() * up).contiguous()
 
 
 class Norm:
@@ -103,14 +109,14 @@ class Layer:
     hidden = config.hidden_size
     intermediate = config.intermediate_size
     def norm(kind, size): return best(Norm)(f"{name}.{kind}", size, config.rms_norm_eps, dtype)
-    def linear(module, inputs, bias, axis=0, **sources):
-      named = {f"{name}.{module}.{kind}": rows for kind, rows in sources.items()}
-      return best(Linear)(inputs, named, bias, dtype, axis)
+    def linear(module, inputs, bias, kind=Linear, axis=0, **sources):
+      named = {f"{name}.{module}.{source}": rows for source, rows in sources.items()}
+      return best(kind)(inputs, named, bias, dtype, axis)
     self.input_layernorm = norm("input_layernorm", hidden)
     self.qkv_proj = linear("self_attn", hidden, config.qkv_bias, q_proj=H * D, k_proj=KV * D, v_proj=KV * D)
     self.o_proj = linear("self_attn", H * D, config.attention_bias, axis=1, o_proj=hidden)
     self.post_attention_layernorm = norm("post_attention_layernorm", hidden)
-    self.gate_up_proj = linear("mlp", hidden, config.mlp_bias, gate_proj=intermediate, up_proj=intermediate)
+    self.gate_up_proj = linear("mlp", hidden, config.mlp_bias, GateUp, gate_proj=intermediate, up_proj=intermediate)
     self.down_proj = linear("mlp", intermediate, config.mlp_bias, axis=1, down_proj=hidden)
     if config.qk_norm: self.q_norm, self.k_norm = [norm(f"self_attn.{kind}", D) for kind in ("q_norm", "k_norm")]
 
@@ -131,8 +137,7 @@ class Layer:
     q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:-3]
     out = q.empty_like().custom_kernel(q, *cache, table, tokens, fxn=attend_kernel)[0]
     x, normed = self.post_attention_layernorm.add(x, self.o_proj(out.flatten(1)))   # (T, hidden)
-    gate, up = self.gate_up_proj(normed).chunk(2, 1)   # (T, intermediate) each
-    return flat(x), flat(self.down_proj((gate.silu() * up).contiguous()))
+    return flat(x), flat(self.down_proj(self.gate_up_proj(normed)))
 
 
 class Llama:

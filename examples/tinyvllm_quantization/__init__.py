@@ -220,12 +220,12 @@ def filler(model: Llama, folder: pathlib.Path, published: dict[str, Any], quanti
     if part is model.embed_tokens: weights = [dequantized(w) for w in weights]
     stored: Any = part.weight.shape
     if isinstance(weights[0], np.ndarray):
-      part.weight.replace(place(part, [pack(w, stored) for w in weights]))
+      part.weight.replace(place(part, [*map(part.stored, weights)]))
       return
-    part.weight = place(part, [pack_numbers(w.q, stored) for w in weights], None)
+    part.weight = place(part, [pack_numbers(part.ordered(w.q), stored) for w in weights], None)
     for terms in zip(*[(w.scale, w.offset) for w in weights], strict=True):   # offsets if there are any
       if terms[0] is not None:
-        part.scales.append(place(part, [pack(x, scales_shape(stored, x.shape[1])) for x in terms], None))
+        part.scales.append(place(part, [pack(part.ordered(x), scales_shape(stored, x.shape[1])) for x in terms], None))
     order = weights[0].order
     if (np.diff(order) != 1).any(): part.order = place(part, [order.astype(np.int32)] * len(weights), None)
   return fill

@@ -10,13 +10,14 @@ from tinyvllm.device import cpu_cores
 
 from .cpu import CPUGraph, allocate, patch_exp2, widen
 from .kernels import patch_tinygrad
-from .matmul import Linear, Norm
+from .matmul import GateUp, Linear, Norm
 
 
 def extend(compiler: str) -> None:
   """Give the default device what it lacks. compiler: of C."""
   Device.default.Linear = Linear   # type: ignore[attr-defined]   # the engine looks for them
   Device.default.Norm = Norm   # type: ignore[attr-defined]
+  Device.default.GateUp = GateUp   # type: ignore[attr-defined]
   if cpu_cores():
     Device.default.graph = Device.default.graph or CPUGraph
     CPUAllocator._alloc = allocate   # type: ignore[method-assign]

@@ -40,7 +40,7 @@ def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int
 
 
 def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """W, (out, in), or what belongs to it, in the order of a stored shape."""
+  """W, (out, in), or what belongs to it, its first axis whole or in parts, in the order of a stored shape."""
   order = STORED[len(shape)]
   return weight.reshape([shape[i] for i in helpers.argsort(order)]).transpose(order)
 
@@ -58,10 +58,15 @@ class Linear(llama.Linear):
     self.scales: list[Tensor] = []   # of a quantized W: what each number is multiplied by, and what is added to that
     self.order: Tensor | None = None   # (in,): of a W whose columns are for the inputs in another order
 
-  def stored(self, w: np.ndarray) -> np.ndarray: return pack(w, self.weight.shape)   # type: ignore[arg-type]
+  def ordered(self, w: np.ndarray) -> np.ndarray: return w   # W, or what belongs to its rows, for `pack`
+
+  def stored(self, w: np.ndarray) -> np.ndarray:
+    return pack(self.ordered(w), self.weight.shape)   # type: ignore[arg-type]
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    out = new(x, self.out_features, dtype)
+    return self.fill(new(x, self.out_features, dtype), x)
+
+  def fill(self, out: Tensor, x: Tensor) -> Tensor:
     if self.order is not None: x = x[:, self.order].contiguous()
     added = () if self.bias is None else (self.bias,)
     kernel = linear_kernel if self.weight.ndim == 3 else tensor_core_linear_kernel
@@ -70,6 +75,16 @@ class Linear(llama.Linear):
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
     out = new(ids, self.weight.numel() // self.out_features, dtype)
     return out.custom_kernel(self.own(ids), self.weight, fxn=rows_kernel)[0]
+
+
+class GateUp(llama.GateUp, Linear):
+  """On tensor cores 16 outputs are eight of gate and the same of up: a lane has both, and stores the product."""
+  def ordered(self, w: np.ndarray) -> np.ndarray:
+    return w if self.weight.ndim == 3 else w.reshape(2, -1, 8, w.shape[1]).swapaxes(0, 1)   # no copy
+
+  def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
+    if self.weight.ndim == 3: return super().__call__(x, dtype)
+    return self.fill(new(x, self.out_features // 2, dtype), x)
 
 
 def rows_kernel(out: UOp, ids: UOp, weight: UOp) -> UOp:
@@ -83,9 +98,13 @@ def rows_kernel(out: UOp, ids: UOp, weight: UOp) -> UOp:
   return kernel_of("rows", out[t, k].store(((row >= 0) & (row <= last)).where(value, value.const_like(0))))
 
 
+def biased(total: UOp, rest: Sequence[UOp], column: UOp) -> UOp:
+  return sum((x[column].cast(total.dtype) for x in rest if len(x.shape) == 1), total)
+
+
 def put(out: UOp, total: UOp, rest: Sequence[UOp], row: UOp, column: UOp) -> UOp:
   """The store of a result, with its bias, unless its row is one too many."""
-  total = sum((x[column].cast(total.dtype) for x in rest if len(x.shape) == 1), total)
+  total = biased(total, rest, column)
   return out.base.index((row * out.shape[1] + column).valid(row < out.shape[0])).store(total.cast(out.dtype))
 
 
@@ -96,12 +115,13 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   take 8, 4 and 4 elements of w, x and the sum from a lane (PTX ISA, mma.m16n8k16)."""
   T, N = out.shape
   N16, K32, *_ = weight.shape
+  gated = N < N16 * 16   # out is silu(gate) * up, and W as GateUp orders it
   scales = [x for x in rest if len(x.shape) > 1]
   bits = weight.shape[-1] * 2 if scales else 16
   group = K32 * 32 // scales[0].shape[1] if scales else 32
   # Of few rows sums are scaled, of many the weights
   scaled_sums = T <= 8 and group % 32 == 0 and x.dtype == dtypes.float16
-  fits = (tiles for rows, outputs, most, *tiles in TILES if rows >= T and outputs >= N and most >= bits)
+  fits = (tiles for rows, outputs, most, *tiles in TILES if rows >= T and outputs >= N16 * 16 and most >= bits)
   n_tiles, t_tiles, shares, steps = next(fits)
   n_tiles = gcd(N16, n_tiles)
   rounds: Any = -(-K32 // shares)   # of a warp, as even as can be: the last one's may be less
@@ -140,7 +160,12 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
 
   def tile(n16, first):
     total = fold(sum(product(n16, first, k + step) for step in range(steps)))
-    return put(out, total, rest, first + column * 2 + e, n16 * 16 + r * 8 + row)
+    at = first + column * 2 + e
+    if not gated: return put(out, total, rest, at, n16 * 16 + r * 8 + row)
+    total = biased(total, rest, r * N + n16 * 8 + row)
+    # A lane's sums of either r by itself: the others' zeros are gone from the code
+    gate, up = [r.eq(i).where(total, 0).reduce(r, arg=Ops.ADD) for i in range(2)]
+    return put(out, gate.silu() * up, (), at, n16 * 8 + row)
   tiles = [tile(n * n_tiles + i, (t * t_tiles + j) * 8) for i, j in np.ndindex(n_tiles, t_tiles)]
   return kernel_of("linear_tc", UOp.group(*tiles), 1)
 
