@@ -11,11 +11,12 @@ import functools, importlib, itertools, math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tinygrad import UOp, dtypes
+from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import AxisType, Ops
 
 from .batch import TOKEN
+from .config import EngineConfig, ModelConfig
 from .device import cpu_cores, renderer
 from .schedule import axes, axis, divisor, end, fold, kernel_of, lane_axis, unrolled
 
@@ -27,6 +28,28 @@ def field(tokens: UOp, name: str, t: UOp) -> UOp: return tokens[TOKEN.names.inde
 
 
 def in_8_bits() -> Any: return importlib.import_module("tinyvllm_quantization.kv_cache")   # when it is needed
+
+
+def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
+  """What a block is in each tensor of a layer, as the kernels read them: K, (n_kv_heads, head_dim, block_size), V, its
+  last axes the other way round, and scales, (n_kv_heads, 2, block_size), if there are any. Raises ValueError for what
+  the device, or the model, cannot have."""
+  asked = config.kv_cache_dtype
+  heads = model.num_key_value_heads
+  D = model.head_dim
+  BS = config.block_size
+  if asked != "auto":
+    dtype = in_8_bits().kind_of(asked, D)
+    D //= dtype.itemsize   # that many in one element
+  scales = [((heads, 2, BS), dtypes.float32)] if asked == "int8" else []
+  return [((heads, D, BS), dtype), ((heads, BS, D), dtype), *scales]
+
+
+def attend(q: Tensor, cache: list[Tensor], qkv: Tensor, rope: Tensor, table: Tensor, tokens: Tensor) -> Tensor:
+  """What a layer does with its q, k and v. q: (T, KV, G, D), to be filled. The rest is as the kernels take it. Returns
+  as much as q has."""
+  q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:-3]
+  return q.empty_like().custom_kernel(q, *cache, table, tokens, fxn=attend_kernel)[0]
 
 
 def stored(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:

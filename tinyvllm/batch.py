@@ -1,5 +1,6 @@
 """A scheduled batch as one int32 array of parts with named fields, which is all that the device is given; numpy only.
 It is padded to one of few shapes, each of which is a graph."""
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,15 +10,17 @@ from .config import EngineConfig
 from .request import EDIT, Sequence
 
 # id: -1 where the host has not read it: the device's last one of the row. row: of the block tables, max_num_seqs for
-# padding. block: of its position. entry: where the tables have that, seen flat
-TOKEN: Any = np.dtype({"names": ["id", "position", "row", "entry", "block"], "formats": ["i4"] * 5})
+# padding. block: of its position. entry: where the tables have that, seen flat. tile: not of this token, but of the
+# n-th tile of up to TILE tokens that follow one another in a sequence: TILE * the first one + how many follow it, or -1
+TOKEN: Any = np.dtype({"names": ["id", "position", "row", "entry", "block", "tile"], "formats": ["i4"] * 6})
+TILE = 64
 # SamplingParams' fields that the device draws by
 DRAWN_BY = ["temperature", "top_k", "top_p", "min_p"]
 # Of each row of logits: the token in the batch that it follows, and its position; the row whose last token is chosen
 # here, max_num_seqs for none; the token whose log probability is wanted, -1 for the one that is chosen
-# itemsize: 16 words a token with TOKEN's, as GPUs load four words at once of what follows
+# With TOKEN's they are 16 words, as GPUs load four words at once of what follows
 LOGITS: Any = np.dtype({"names": ["token", "position", "last_row", "target", *DRAWN_BY, "seed"],
-                        "formats": ["i4"] * 4 + ["f4"] * 4 + ["u8"], "itemsize": 44})
+                        "formats": ["i4"] * 4 + ["f4"] * 4 + ["u8"]})
 
 
 DRAFT_ROWS = 64   # of logits that a step may have where there are drafts
@@ -63,12 +66,14 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
   fit: the shape that is to hold what is needed."""
   spare = config.max_num_seqs   # padding's row
   tokens = []
+  tiles = []
   rows = []
   targets = []
   computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
   for seq, places in computed.items():
     inputs = [*seq.tokens[places.start:places.stop], *seq.drafts, -1]   # -1: the host has not read the last
     known = seq.tokens[places.start + 1:places.stop + 1] + [-1] * len(places)
+    tiles += [(len(tokens) + i) * TILE + min(TILE, len(places) - i) - 1 for i in range(0, len(places), TILE)]
     wanted = places.start if seq.scores_prompt and places.start < seq.num_prompt else seq.length - 1   # logits
     for position, token, target in zip(places, inputs, known, strict=False):
       page = position // config.block_size
@@ -84,7 +89,8 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
   sampler = max([seq.params.sampler for seq, *_ in targets], default=0)
   scored = any(seq.params.logprobs is not None or seq.scores_prompt for seq in batch)
   shape = fit(Shape(len(tokens), len(rows), sampler, scored, len(edits), bool(masks)))
-  parts = [words(tokens, TOKEN, shape.tokens, row=spare, entry=spare * max_blocks),
+  tokens = [(*token, tile) for token, tile in itertools.zip_longest(tokens, tiles, fillvalue=-1)]
+  parts = [words(tokens, TOKEN, shape.tokens, row=spare, entry=spare * max_blocks, tile=-1),
            words(rows, LOGITS, shape.tokens, last_row=spare), words(edits, EDIT, shape.edits, row=-1)]
   everything = np.full(-(-vocab_size // 32), -1, np.int32)
   if shape.masked: parts += [masks.get(row, everything) for row in range(shape.rows)]

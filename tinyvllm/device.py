@@ -99,8 +99,8 @@ def open_device(count: int = 1) -> int:
   return free // count if Device.DEFAULT == "CPU" else free   # a CPU's is memory that all have in common
 
 
-def best(kind: type) -> Any:
-  """The class itself, or the one that does the same faster here, which a package beside the engine brings."""
+def best(kind: Any) -> Any:
+  """The class or function itself, or the one that does the same faster here, which a package beside the engine brings."""
   return getattr(Device.default, kind.__name__, kind)
 
 

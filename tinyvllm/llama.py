@@ -8,7 +8,7 @@ from tinygrad import Device, Tensor, UOp, dtypes, function, helpers, nn
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import AxisType, Ops
 
-from .attention import attend_kernel, rope_kernel
+from .attention import attend
 from .config import ModelConfig
 from .device import best
 from .schedule import axes, kernel_of
@@ -118,6 +118,7 @@ class Layer:
     self.post_attention_layernorm = norm("post_attention_layernorm", hidden)
     self.gate_up_proj = linear("mlp", hidden, config.mlp_bias, GateUp, gate_proj=intermediate, up_proj=intermediate)
     self.down_proj = linear("mlp", intermediate, config.mlp_bias, axis=1, down_proj=hidden)
+    self.attend = best(attend)
     if config.qk_norm: self.q_norm, self.k_norm = [norm(f"self_attn.{kind}", D) for kind in ("q_norm", "k_norm")]
 
   @function(precompile=True, allow_implicit=True)
@@ -134,8 +135,7 @@ class Layer:
       qkv = self.q_norm(q.contiguous()).cat(self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
     # q and out: (T, KV, G, D)
     q = q.unflatten(1, (KV, -1)).empty_like()
-    q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:-3]
-    out = q.empty_like().custom_kernel(q, *cache, table, tokens, fxn=attend_kernel)[0]
+    out = self.attend(q, cache, qkv, rope, table, tokens)
     x, normed = self.post_attention_layernorm.add(x, self.o_proj(out.flatten(1)))   # (T, hidden)
     return flat(x), flat(self.down_proj(self.gate_up_proj(normed)))
 

@@ -8,31 +8,16 @@ import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.dtype import DType
 
-from .attention import in_8_bits
+from .attention import block_parts
 from .batch import DRAFT_ROWS, DRAWN_BY, LOGITS, TOKEN, Shape, Step, bucket
 from .config import EngineConfig, ModelConfig, check, logger
-from .device import cpu_cores, largest_tensor, num_compiled, renderer
+from .device import best, cpu_cores, largest_tensor, num_compiled, renderer
 from .llama import Llama, rope_table
 from .sampling import argmax, edit_kernel, restrict, sample, top_logprobs
 from .schedule import kernel_of
 
 
 OFTEN = 16   # times that a shape is met before it is worth a capture of its own
-
-
-def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
-  """What a block is in each tensor of a layer, as the kernels read them: K, (n_kv_heads, head_dim, block_size), V, its
-  last axes the other way round, and scales, (n_kv_heads, 2, block_size), if there are any. Raises ValueError for what
-  the device, or the model, cannot have."""
-  asked = config.kv_cache_dtype
-  heads = model.num_key_value_heads
-  D = model.head_dim
-  BS = config.block_size
-  if asked != "auto":
-    dtype = in_8_bits().kind_of(asked, D)
-    D //= dtype.itemsize   # that many in one element
-  scales = [((heads, 2, BS), dtypes.float32)] if asked == "int8" else []
-  return [((heads, D, BS), dtype), ((heads, BS, D), dtype), *scales]
 
 
 def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int, dtype: DType, left: int,
@@ -42,7 +27,7 @@ def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int
   max_num_seqs sequences of max_model_len can use. n_kv_heads, left: of each device, where there are several. Raises
   ValueError where not one such sequence fits."""
   BS = config.block_size
-  parts = block_parts(model, config, dtype)
+  parts = best(block_parts)(model, config, dtype)
   sizes = [math.prod(shape) * kind.itemsize for shape, kind in parts]   # bytes
   size = model.num_hidden_layers * sum(sizes)
   per_sequence = -(-max_model_len // BS)
@@ -163,7 +148,7 @@ class Runner:
     logits = restrict(raw, rest[5 * E:].reshape(S, -1)).contiguous() if masked else raw.clone() if E else raw
     if E: logits = logits.custom_kernel(rest[:5 * E].reshape(5, E).contiguous(), fxn=edit_kernel)[0]   # in place
     params: Any = {name: logit[name].bitcast(dtypes.float32) for name in DRAWN_BY}
-    params |= {"positions": logit["position"], "seeds": packed[13:15, :S].bitcast(dtypes.uint32).T}   # seeds: (S, 2)
+    params |= {"positions": logit["position"], "seeds": packed[14:, :S].bitcast(dtypes.uint32).T}   # seeds: (S, 2)
     chosen = (sample(logits, filtered=sampler > 1, **params) if sampler else argmax(logits)).contiguous()   # (S,)
     last_token = self.last_token.custom_kernel(logit["last_row"], chosen, fxn=scatter_kernel)[0]
     wanted = (logit["target"] < 0).where(chosen, logit["target"])

@@ -32,6 +32,15 @@ def stored(numbers: Sequence[UOp], kind: DType, scaled: bool) -> UOp:
   return functools.reduce(UOp.__or__, [byte(x) << 8 * i for i, x in enumerate(numbers)]).cast(kind)
 
 
+# What a half of half_bits is multiplied by, to be a number that has no scale, or 128 + one that has
+FACTOR = {False: 2**8, True: 2**24}
+
+
+def half_bits(pair: UOp, scaled: bool) -> UOp:
+  """Of two bytes, the lower ones of a word's halves, the bits of two float16, FACTOR times smaller."""
+  return pair if scaled else (pair & 0x7f007f) << 7 | (pair & 0x800080) << 8
+
+
 def number(element: UOp, i: UOp, scaled: bool) -> UOp:
   """In float32 the i-th of the neighbours that an element of the cache holds."""
   byte = element >> (i * 8).cast(dtypes.uint32) & 255 if element.dtype == dtypes.uint32 else element

@@ -8,6 +8,7 @@ from tinygrad.runtime.ops_cpu import CPUAllocator
 
 from tinyvllm.device import cpu_cores
 
+from .attention import attend, block_parts
 from .cpu import CPUGraph, allocate, patch_exp2, widen
 from .kernels import patch_tinygrad
 from .matmul import GateUp, Linear, Norm
@@ -15,9 +16,7 @@ from .matmul import GateUp, Linear, Norm
 
 def extend(compiler: str) -> None:
   """Give the default device what it lacks. compiler: of C."""
-  Device.default.Linear = Linear   # type: ignore[attr-defined]   # the engine looks for them
-  Device.default.Norm = Norm   # type: ignore[attr-defined]
-  Device.default.GateUp = GateUp   # type: ignore[attr-defined]
+  for better in (Linear, GateUp, Norm, attend, block_parts): setattr(Device.default, better.__name__, better)
   if cpu_cores():
     Device.default.graph = Device.default.graph or CPUGraph
     CPUAllocator._alloc = allocate   # type: ignore[method-assign]
