@@ -15,7 +15,7 @@ from tinyvllm_cli.doctor import fit
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig, ModelConfig
-from tinyvllm.runner import block_parts
+from tinyvllm.attention import block_parts
 
 KINDS = "int8", "fp8"
 MODEL = {"head_dim": 16}

@@ -34,15 +34,9 @@ def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[
   """What a block is in each tensor of a layer, as the kernels read them: K, (n_kv_heads, head_dim, block_size), V, its
   last axes the other way round, and scales, (n_kv_heads, 2, block_size), if there are any. Raises ValueError for what
   the device, or the model, cannot have."""
-  asked = config.kv_cache_dtype
-  heads = model.num_key_value_heads
-  D = model.head_dim
-  BS = config.block_size
-  if asked != "auto":
-    dtype = in_8_bits().kind_of(asked, D)
-    D //= dtype.itemsize   # that many in one element
-  scales = [((heads, 2, BS), dtypes.float32)] if asked == "int8" else []
-  return [((heads, D, BS), dtype), ((heads, BS, D), dtype), *scales]
+  heads, D, BS = shape = model.num_key_value_heads, model.head_dim, config.block_size
+  if config.kv_cache_dtype != "auto": return in_8_bits().block_parts(config.kv_cache_dtype, *shape)
+  return [((heads, D, BS), dtype), ((heads, BS, D), dtype)]
 
 
 def attend(q: Tensor, cache: list[Tensor], qkv: Tensor, rope: Tensor, table: Tensor, tokens: Tensor) -> Tensor:

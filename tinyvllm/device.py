@@ -100,7 +100,7 @@ def open_device(count: int = 1) -> int:
 
 
 def best(kind: Any) -> Any:
-  """The class or function itself, or the one that does the same faster here, which a package beside the engine brings."""
+  """The class or function itself, or what does the same faster here, which a package beside the engine brings."""
   return getattr(Device.default, kind.__name__, kind)
 
 

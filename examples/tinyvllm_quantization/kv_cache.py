@@ -21,6 +21,14 @@ def kind_of(asked: str, head_dim: int) -> DType:
   return kind
 
 
+def block_parts(asked: str, heads: int, head_dim: int, block_size: int) -> list[tuple[tuple[int, ...], DType]]:
+  """As tinyvllm.attention's."""
+  kind = kind_of(asked, head_dim)
+  words = head_dim // kind.itemsize
+  scales = [((heads, 2, block_size), dtypes.float32)] if asked == "int8" else []
+  return [((heads, words, block_size), kind), ((heads, block_size, words), kind), *scales]
+
+
 def stored(numbers: Sequence[UOp], kind: DType, scaled: bool) -> UOp:
   """The cache's element for neighbours along D, a byte of each."""
   def byte(x):

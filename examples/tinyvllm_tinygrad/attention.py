@@ -23,6 +23,7 @@ from .matmul import MMA
 BS = 16       # positions in a block
 LIFT = 64     # what weights with V's scales are multiplied by, lest they are too small for float16
 ROOM = 2**15  # bytes that a work group shares, at most
+ENOUGH = 128  # work groups, for a GPU to be busy
 
 
 def speaks_cuda() -> bool: return isinstance(renderer(), CUDARenderer)
@@ -43,9 +44,14 @@ def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[
 def attend(q: Tensor, cache: list[Tensor], qkv: Tensor, rope: Tensor, table: Tensor, tokens: Tensor) -> Tensor:
   if cache[0].ndim == 4: return attention.attend(q, cache, qkv, rope, table, tokens)
   q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:-3]
+  return read(q, cache, table, tokens)
+
+
+def read(q: Tensor, cache: list[Tensor], table: Tensor, tokens: Tensor) -> Tensor:
+  """Attention of q, (T, KV, G, D), over what is written."""
   T, KV, *_ = q.shape
   # Work groups that share a token and a K/V head, where these are few, and sequences may be long
-  parts = max(1, 128 // (T * KV)) if table.shape[1] * BS > 1024 else 1
+  parts = max(1, ENOUGH // (T * KV)) if table.shape[1] * BS > 1024 else 1
   if parts == 1: return q.empty_like().custom_kernel(q, *cache, table, tokens, fxn=attend_kernel)[0]
   means, logs = [Tensor.empty(parts, *shape, dtype=dtypes.float32, device=q.device) for shape in (q.shape, q.shape[:3])]
   means, *_, logs = means.custom_kernel(q, *cache, table, tokens, logs, fxn=attend_kernel)
@@ -99,8 +105,9 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
 def combine_kernel(out: UOp, means: UOp, logs: UOp) -> UOp:
   """The mean of parts by the logarithms, to the base of 2, of their weights. means: (parts, T, KV, G, D)."""
   t, h, g, d = axes(0, *out.shape)
-  return kernel_of("combine", out[t, h, g, d].store(mean([means[i, t, h, g, d] for i in range(means.shape[0])],
-                                                         [logs[i, t, h, g] for i in range(logs.shape[0])]).cast(out.dtype)))
+  terms = [means[i, t, h, g, d] for i in range(means.shape[0])]
+  found = mean(terms, [logs[i, t, h, g] for i in range(means.shape[0])])
+  return kernel_of("combine", out[t, h, g, d].store(found.cast(out.dtype)))
 
 
 def mean(terms: list[UOp], logs: list[UOp]) -> UOp:
@@ -211,7 +218,8 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   sizes = [D // 8 * len(lane_rows) * 2, *[len(lane_rows)] * 3, 1]
   starts = State(0.0, LOWEST, 0.0, 0.0, 0)
   types = [dtypes.float32] * 4 + [dtypes.int32]
-  made = State(*[UOp.placeholder((n,), x, 100 + i, AddrSpace.REG) for i, (n, x) in enumerate(zip(sizes, types, strict=True))])
+  kinds = enumerate(zip(sizes, types, strict=True), 100)
+  made = State(*[UOp.placeholder((n,), x, slot, AddrSpace.REG) for slot, (n, x) in kinds])
   begun = [x.after(*begin)[i].store(y) for x, n, y in zip(made, sizes, starts, strict=True) for i in range(n)]
   loop = UOp.loop(0)
   state = made.after(UOp.group(*begun), loop)
@@ -272,7 +280,7 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   stores = []
   for r in lane_rows:
     at = warp * used + row + 8 * r
-    is_row = (row + 8 * r < used)
+    is_row = row + 8 * r < used
     weight = of_row(state.weight[r].load(), UOp.add)
     lifted = of_row(state.lifted[r].load(), UOp.add) * (128 / LIFT) if scales else 0
     stores.append(known.base.index(at.valid(is_row & (column < 1))).store(state.highest[r].load() + weight.log2()))
