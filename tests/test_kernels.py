@@ -10,7 +10,6 @@ from tinygrad import Device, Tensor, dtypes
 from tinyvllm.attention import attend_kernel, rope_kernel
 from tinyvllm.device import cpu_cores
 from tinyvllm.runner import scatter_kernel
-from tinyvllm_tinygrad import attention as on_tensor_cores
 from tinyvllm_tinygrad.matmul import GateUp, Linear, Norm, pack, stored_shape
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # and the error that rounding allows

@@ -106,8 +106,9 @@ def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, k
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected[t] = np.einsum("hgn,nhd->hgd", weights / weights.sum(-1, keepdims=True), v)
   tokens = token_rows(positions, rows, table[rows, positions // BS], BS, M)
-  got = attention.read(on_device(q), [on_device(x) for x in stored], on_device(table.astype(np.int32)), on_device(tokens)).numpy()
-  np.testing.assert_allclose(got.astype(np.float32), expected, rtol=NEAR[kind], atol=NEAR[kind] * np.abs(expected).max())
+  inputs = on_device(q), [on_device(x) for x in stored], on_device(table.astype(np.int32)), on_device(tokens)
+  got = attention.read(*inputs).numpy().astype(np.float32)
+  np.testing.assert_allclose(got, expected, rtol=NEAR[kind], atol=NEAR[kind] * np.abs(expected).max())
 
 
 @on_tensor_cores

@@ -65,7 +65,7 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
   """The next n tokens of each sequence, and the rows of logits that these want. max_blocks: in a row of the tables.
   fit: the shape that is to hold what is needed."""
   spare = config.max_num_seqs   # padding's row
-  tokens = []
+  tokens: list[tuple] = []
   tiles = []
   rows = []
   targets = []
@@ -89,7 +89,7 @@ def pack(batch: dict[Sequence, int], config: EngineConfig, max_blocks: int, voca
   sampler = max([seq.params.sampler for seq, *_ in targets], default=0)
   scored = any(seq.params.logprobs is not None or seq.scores_prompt for seq in batch)
   shape = fit(Shape(len(tokens), len(rows), sampler, scored, len(edits), bool(masks)))
-  tokens = [(*token, tile) for token, tile in itertools.zip_longest(tokens, tiles, fillvalue=-1)]
+  tokens = [(*token, tile) for token, tile in itertools.zip_longest(tokens, tiles, fillvalue=-1)]   # type: ignore[misc]
   parts = [words(tokens, TOKEN, shape.tokens, row=spare, entry=spare * max_blocks, tile=-1),
            words(rows, LOGITS, shape.tokens, last_row=spare), words(edits, EDIT, shape.edits, row=-1)]
   everything = np.full(-(-vocab_size // 32), -1, np.int32)

@@ -35,8 +35,8 @@ def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[
   heads = model.num_key_value_heads
   D = model.head_dim
   fits = config.block_size == BS and D in (32, 64, 96, 128) and model.num_attention_heads <= 16 * heads
-  takes = speaks_cuda() and dtype in [core.dtype_in for core in renderer().tensor_cores if core.dims == MMA]
-  if not fits or not takes or dtype not in (kind, dtypes.float16): return parts
+  takes = speaks_cuda() and (MMA, dtype) in [(core.dims, core.dtype_in) for core in renderer().tensor_cores]
+  if not fits or not takes or dtype != dtypes.half: return parts   # of bfloat16 tinygrad joins no loads
   each = 1 if dtype == kind else 4
   return [((heads, D // 32, BS, 32 // each), kind), ((heads, D // each, BS), kind), *parts[2:]]
 
@@ -62,7 +62,8 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   """As tinyvllm.attention's. A lane has 16 numbers of a head, and its neighbours have those of the tokens that follow,
   whose values lie side by side in a block."""
   *scales, qkv, rope, tokens = rest
-  T, KV, G, D = q.shape
+  sizes: Any = q.shape
+  T, KV, G, D = sizes
   near = 8   # neighbours of either half of a head
   side = math.gcd(T, BS)
   group, h = axes(0, T // side, KV, kind=AxisType.GLOBAL)
@@ -86,6 +87,7 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
       stores.append(place((z * (D // 2) + i * near + j) // together, halves[z][j:j + together]))
   for n in range(G): put(turned(h * G + n), 1, lambda d, x, n=n: q[t, h, n, d].store(x[0].cast(q.dtype)))
   each = D // values.shape[2]
+  width = 32 // each
   for kind, halves in enumerate([turned(KV * G + h), plain(KV * G + KV + h)]):   # K and V
     if scales:
       lanes = UOp.placeholder((side, D // 2 // near), dtypes.float32, 100 + kind, AddrSpace.LOCAL)
@@ -94,7 +96,6 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
       scale = functools.reduce(UOp.maximum, [lanes[own, j] for j in range(D // 2 // near)]).maximum(SMALLEST) / 127
       stores.append(scales[0][page, h, kind, offset].store(scale))   # each i does
       halves = [[x / scale for x in half] for half in halves]
-    width = 32 // each
     def place(d, x, kind=kind):
       to = values[page, h, d, offset] if kind else keys[page, h, d // width, offset, d % width]
       return to.store(x[0].cast(keys.dtype) if each == 1 else in_8_bits().stored(x, keys.dtype, bool(scales)))
@@ -110,7 +111,7 @@ def combine_kernel(out: UOp, means: UOp, logs: UOp) -> UOp:
   return kernel_of("combine", out[t, h, g, d].store(found.cast(out.dtype)))
 
 
-def mean(terms: list[UOp], logs: list[UOp]) -> UOp:
+def mean(terms: list[UOp], logs: list[UOp]) -> Any:
   highest = functools.reduce(UOp.maximum, logs)
   fades = [(x - highest).exp2() for x in logs]
   return sum(x * fade for x, fade in zip(terms, fades, strict=True)) / sum(fades)
@@ -153,9 +154,10 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   work group share its context; of more tokens 16 of a tile's, of a head, and warps share the context of a tile of so
   few. out: (T, KV, G, D), or (parts, T, KV, G, D) in float32 where as many work groups share a context. rest: scales,
   if there are any; table; tokens; logs, of the weights' sum in each part, (parts, T, KV, G), if there are parts."""
-  T, KV, G, D = q.shape
-  parts, logs, rest = (out.shape[0], rest[-1], rest[:-1]) if len(out.shape) == 5 else (1, None, rest)
-  *scales, table, tokens = rest
+  sizes: Any = q.shape
+  T, KV, G, D = sizes
+  *parts, _, _, _, _ = out.shape
+  *scales, table, tokens = rest[:-1] if parts else rest
   pages = keys.shape[0]
   rows, max_blocks = table.shape
   words = D // values.shape[2] > 1
@@ -170,12 +172,14 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   row = lane // 4
   column = lane % 4
   begin = []
+  count: Any = 1
+  together: Any = True   # whether all warps have the same rows
   if of_token:
     first = UOp.special(T, "gidx1")
-    count = together = 1
     h = head
-    share = UOp.special(parts, "gidx2") * warps + warp
-    shares = parts * warps
+    part = UOp.special(parts[0], "gidx2") if parts else UOp.const(0)
+    share = part * warps + warp
+    shares: Any = math.prod(parts) * warps
   else:
     tile = field(tokens, "tile", UOp.special(min(T, T // TILE + rows - 1), "gidx1"))
     begin = [leave(tile < 0)]   # there may be fewer
@@ -199,8 +203,7 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
     bits = in_8_bits().half_bits(low | high << 16, bool(scales))
     return [(bits >> 16 * p).cast(dtypes.uint16).bitcast(dtypes.half) for p in range(2)]
   factor = in_8_bits().FACTOR[bool(scales)] if words else 1
-  kind = dtypes.half if words else q.dtype
-  zero = UOp.const(0.0, kind)
+  zero = UOp.const(0.0, dtypes.half)
 
   def rows_of(numbers):   # as mma takes its 16 rows: (row, elements) of 16 columns of theirs
     low, high = numbers if len(numbers) == 2 else (*numbers, [zero] * 4)
@@ -209,18 +212,17 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   order = (0, 2, 1, 3) if words else range(4)
   def query(step, r):   # of 16 dimensions the lane's four
     at = flat(*place(r)) + step // 2 * 32 + column * 8 + step % 2 * 4
-    return [q.base.after(*begin).index(at + e).load().cast(kind) for e in order]
+    return [q.base.after(*begin).index(at + e).load() for e in order]
   asked = [rows_of([query(step, r) for r in lane_rows]) for step in range(D // 16)]
   none = UOp.const((0.0,) * 4, dtypes.float32)
   sums = none   # of the queries' numbers
-  for a in asked: sums = mma(a, [UOp.const(1.0, kind)] * 4, sums) if scales else none
+  for a in asked: sums = mma(a, [UOp.const(1.0, dtypes.half)] * 4, sums) if scales else none
 
-  sizes = [D // 8 * len(lane_rows) * 2, *[len(lane_rows)] * 3, 1]
-  starts = State(0.0, LOWEST, 0.0, 0.0, 0)
-  types = [dtypes.float32] * 4 + [dtypes.int32]
-  kinds = enumerate(zip(sizes, types, strict=True), 100)
-  made = State(*[UOp.placeholder((n,), x, slot, AddrSpace.REG) for slot, (n, x) in kinds])
-  begun = [x.after(*begin)[i].store(y) for x, n, y in zip(made, sizes, starts, strict=True) for i in range(n)]
+  n = len(lane_rows)
+  kinds: list[Any] = [(D // 8 * n * 2, 0.0), (n, LOWEST), (n, 0.0), (n, 0.0), (1, 0)]   # numbers, and the first of each
+  made = State(*[UOp.placeholder((size,), dtypes.float32 if i < 4 else dtypes.int32, 100 + i, AddrSpace.REG)
+                 for i, (size, _) in enumerate(kinds)])
+  begun = [x.after(*begin)[i].store(y) for x, (size, y) in zip(made, kinds, strict=True) for i in range(size)]
   loop = UOp.loop(0)
   state = made.after(UOp.group(*begun), loop)
   turn = state.turn[0].load().cast(dtypes.weakint) % max_blocks
@@ -261,7 +263,7 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   if scales:
     lifts = [scales[0].base.index((page * 2 + 1) * BS + column * 4 + e).load() * LIFT for e in range(4)]
     taken = [[(start + column * 4 + e <= last).where(x * lifts[e], 0.0) for e, x in enumerate(row)] for row in weights]
-  taken = [[x.cast(kind) for x in row] for row in taken]
+  taken = [[x.cast(dtypes.half) for x in row] for row in taken]
   stores = [state.turn[0].store(state.turn[0].load() + 1)]
   for r, (top, fade) in enumerate(zip(tops, fades, strict=True)):
     stores += [state.highest[r].store(top), state.weight[r].store(state.weight[r] * fade + sum(weights[r]))]
@@ -300,12 +302,12 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
       g = (at // D).minimum(G - 1)
       x, counted = of_warps(g, at % D)
       to = flat(0, 0) + at
-      if logs is not None:
-        part = UOp.special(parts, "gidx2") * T * KV * G
+      if parts:
         highest = functools.reduce(UOp.maximum, counted)
         log = sum((y - highest).exp2() for y in counted).log2() + highest
-        stores.append(logs.base.index((part + flat(0, 0) // D + g).valid((at < G * D) & (at % D < 1))).store(log))
-        to = to + part * D
+        row_of = (part * T + first) * KV * G + h * G + g
+        stores.append(rest[-1].base.index(row_of.valid((at < G * D) & (at % D < 1))).store(log))
+        to = to + part * T * KV * G * D
       stores.append(out.base.index(to.valid(at < G * D)).store(x.cast(out.dtype)))
   else:
     r = UOp.range(16, 1, AxisType.LOOP)
