@@ -5,12 +5,14 @@ import sys
 import numpy as np
 import pytest
 from reference import in_8_bits, rope_frequencies, token_rows
-from tinygrad import Device, Tensor, dtypes
+from tinygrad import Device, Tensor, UOp, dtypes
+from tinygrad.uop.ops import Ops
 
 from tinyvllm.attention import attend_kernel, rope_kernel
 from tinyvllm.device import cpu_cores
 from tinyvllm.runner import scatter_kernel
-from tinyvllm_tinygrad.matmul import GateUp, Linear, Norm, pack, stored_shape
+from tinyvllm_tinygrad import matmul
+from tinyvllm_tinygrad.matmul import GateUp, Linear, Norm, pack, speaks_cuda, stored_shape
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # and the error that rounding allows
 SLOW = Device.DEFAULT == "PYTHON"
@@ -18,6 +20,7 @@ TENSOR_CORES = "sm_" in str(Device.default.renderer.target)   # CUDA's, or an in
 lacks_half = dtypes.float16 not in Device.default.renderer.supported_dtypes()   # Python 3.11's interpreter, for vectors
 if lacks_half and not TENSOR_CORES: del KINDS["float16"]
 kinds = pytest.mark.parametrize("kind", KINDS)
+needs_tensor_cores = pytest.mark.skipif(not TENSOR_CORES, reason="only theirs are shared like this")
 slow_in_half = pytest.mark.parametrize(
   "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "float16")) for kind in KINDS])
 
@@ -54,7 +57,7 @@ def test_linear_equals_numpy_for_every_bucket(inputs, outputs, kind):
     if i % 2 == 0: close(layer(on_device(x)), expected, KINDS[kind][1])
 
 
-@pytest.mark.skipif(not TENSOR_CORES, reason="only theirs are shared like this")
+@needs_tensor_cores
 @pytest.mark.parametrize("inputs", [96, 160])
 def test_warps_share_a_sum_that_does_not_divide(inputs):
   layer, weight = linear(inputs, 32, "float16")
@@ -105,6 +108,67 @@ def test_silu_of_gate_times_up_is_one_kernel_where_tensor_cores_take_it(inputs, 
     close(layer(on_device(x)), silu_product(both), KINDS[kind][1])
 
 
+def kernel_names(x: Tensor) -> list[str]:
+  return [u.src[0].arg.name for u in x.schedule_linear().toposort() if u.op is Ops.CALL and u.src[0].op is Ops.SINK]
+
+
+@pytest.fixture
+def many_rows(monkeypatch):
+  """The kernel for many rows is taken from one work group on. What does not speak CUDA copies by plain loads."""
+  if lacks_half: pytest.skip("before Python 3.12 what threads share is no halves in tinygrad's interpreter")
+  monkeypatch.setattr(matmul, "MANY", 1)
+  if speaks_cuda(): return
+  def copied(pairs, wanted):
+    parts = [(to.src, source.src, i) for to, source in pairs for i in range(8)]
+    return UOp.group(*[to.index(at + i).store(source.index((start + i).valid(wanted)))
+                       for (to, at), (source, start), i in parts])
+  monkeypatch.setattr(matmul, "speaks_cuda", lambda: True)
+  monkeypatch.setattr(matmul, "copied", copied)
+  monkeypatch.setattr(matmul, "arrived", lambda copies, turn: UOp(Ops.BARRIER, src=(copies, turn)))
+
+
+@needs_tensor_cores
+@pytest.mark.parametrize(("inputs", "outputs", "bias", "gated"), [
+  (64, 128, True, False), (96, 256, False, False), (160, 128, False, False), (96, 256, True, True)])
+def test_warps_share_what_they_read_of_many_rows(many_rows, inputs, outputs, bias, gated):
+  layer = (GateUp if gated else Linear)(inputs, {"a": outputs // 2, "b": outputs // 2}, bias, dtypes.float16)
+  weight, x = normal(outputs, inputs, kind="float16", seed=1) / 4, normal(128, inputs, kind="float16")
+  layer.weight, expected = on_device(layer.stored(weight)), x.astype(np.float32) @ weight.astype(np.float32).T
+  if bias:
+    layer.bias = on_device(normal(outputs, kind="float16", seed=3))
+    expected += layer.bias.numpy()
+  assert kernel_names(layer(on_device(x))) == ["linear_many"]
+  close(layer(on_device(x)), silu_product(expected) if gated else expected, KINDS["float16"][1])
+
+
+@needs_tensor_cores
+def test_inputs_are_divided_among_work_groups_whose_warps_share_what_they_read(many_rows, monkeypatch):
+  monkeypatch.setattr(matmul, "MANY", 4)
+  layer = Linear(192, {"w": 256}, False, dtypes.float16, axis=1)
+  weight, x = normal(256, 192, kind="float16", seed=1) / 4, normal(128, 192, kind="float16")
+  layer.weight = on_device(layer.stored(weight))
+  assert kernel_names(layer(on_device(x))) == ["linear_many"]
+  expected = [x[:, k].astype(np.float32) @ weight[:, k].astype(np.float32).T for k in (slice(96), slice(96, 192))]
+  close(layer(on_device(x)), np.concatenate(expected), KINDS["float16"][1])
+
+
+@needs_tensor_cores
+def test_warps_share_what_they_read_where_work_groups_are_enough_for_a_device(monkeypatch):
+  monkeypatch.setattr(matmul, "speaks_cuda", lambda: True)
+  def splits(rows, outputs, *, dtype=dtypes.float16, bias=False, axis=0, inputs=64, scales=()):
+    layer = Linear(inputs, {"w": outputs}, bias, dtype, axis)
+    layer.scales = [*scales]
+    return layer.splits(Tensor.empty(rows, inputs, dtype=dtype))
+  assert [splits(*shape) for shape in ((512, 8192), (128, 32768), (4096, 1024))] == [1, 1, 1]
+  assert [splits(*shape) for shape in ((512, 8064), (512, 8192 + 64), (64, 65536), (448, 65536))] == [0] * 4
+  assert splits(512, 8192, dtype=dtypes.float32) == splits(512, 8192, scales=[Tensor.empty(512, 1, 8, 2)]) == 0
+  # Two parts of a sum: where a norm adds what devices have, and it is one of parts without a bias
+  assert splits(512, 4096, axis=1) == 2 and splits(512, 8192, axis=1) == 1 and splits(512, 3968, axis=1) == 0
+  assert splits(512, 4096, axis=1, bias=True) == splits(512, 4096, axis=1, inputs=96) == 0
+  monkeypatch.setattr(matmul, "speaks_cuda", lambda: False)
+  assert splits(512, 8192) == 0
+
+
 def test_float16_takes_tensor_cores_where_there_are_any():
   assert len(stored_shape(48, 64, dtypes.float16)) == (8 if TENSOR_CORES else 3)
   assert len(stored_shape(48, 64, dtypes.float32)) == len(stored_shape(40, 64, dtypes.float16)) == 3
@@ -134,6 +198,17 @@ def test_what_a_layer_adds_is_summed_and_the_sum_normalized(size, kind):
     summed, normed = norm.add(on_device(x), on_device(delta))
     np.testing.assert_array_equal(summed.numpy(), total)
     close(normed, wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-5) * np.float32(0.5), KINDS[kind][1])
+
+
+@kinds
+def test_what_a_layer_adds_may_be_parts_of_a_sum_below_each_other(kind):
+  norm = Norm("norm", 64, 1e-5, KINDS[kind][0])
+  norm.weight = on_device(np.full(64, 0.5, kind))
+  x, parts = normal(8, 64, kind=kind), normal(3, 8, 64, kind=kind, seed=1)
+  summed, normed = norm.add(on_device(x), on_device(parts.reshape(-1, 64)))
+  wide = x.astype(np.float32) + parts.astype(np.float32).sum(0)
+  close(summed, wide, KINDS[kind][1])
+  close(normed, wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-5) * np.float32(0.5), KINDS[kind][1])
 
 
 @pytest.mark.skipif(len(KINDS) < 2, reason="this device has no float16")

@@ -296,6 +296,19 @@ def test_log_probabilities_are_close_to_those_of_one_device(one, two):
       np.testing.assert_allclose([x.logprob for x in b.values()], [x.logprob for x in a.values()], atol=1e-4)
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_each_device_may_have_parts_of_a_sum_below_each_other(folder, monkeypatch, devices):
+  """As of many rows on tensor cores: a norm adds them."""
+  whole = Linear.__call__
+  def in_parts(self, x, dtype=None):
+    out = whole(self, x, dtype)
+    return out if self.axis == 0 else (out * 0.25).cat(out * 0.75).contiguous()
+  monkeypatch.setattr(Linear, "__call__", in_parts)
+  llm = LLM(folder, **SMALL, tensor_parallel_size=devices)
+  assert [ids_of(x) for x in llm.generate([tokens(x) for x in JOBS], greedy(5), use_tqdm=False)] == [
+    reference_greedy(folder, ids, 5) for ids in JOBS]
+
+
 def test_a_prompt_met_again_is_found_on_all_devices(two, folder):
   ids = prompt(18, "found")
   found = []

@@ -105,8 +105,8 @@ class Norm:
 
 class Layer:
   def __init__(self, config: ModelConfig, name: str, dtype: DType):
-    self.shape = H, KV, D = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    hidden = config.hidden_size
+    self.shape = H, KV, D, hidden = (config.num_attention_heads, config.num_key_value_heads, config.head_dim,
+                                     config.hidden_size)
     intermediate = config.intermediate_size
     def norm(kind, size): return best(Norm)(f"{name}.{kind}", size, config.rms_norm_eps, dtype)
     def linear(module, inputs, bias, kind=Linear, axis=0, **sources):
@@ -125,10 +125,9 @@ class Layer:
   def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], tokens: Tensor, table: Tensor,
                rope: Tensor) -> tuple[Tensor, Tensor]:
     """x: (T * hidden,), of the layers before but the last one's delta, which is what is to be added to it. Returns the
-    same of this layer. Of deltas each device has a part, the sum of which is meant."""
-    H, KV, D = self.shape
-    x, delta = [t.reshape(tokens.shape[1], -1) for t in (x, delta)]   # (T, hidden)
-    x, normed = self.input_layernorm.add(x, delta)
+    same of this layer. Of deltas each device has a part, or several one behind the other, the sum of which is meant."""
+    H, KV, D, hidden = self.shape
+    x, normed = self.input_layernorm.add(*[t.reshape(-1, hidden) for t in (x, delta)])   # (T, hidden)
     qkv = self.qkv_proj(normed)   # (T, (H + 2 KV) * D)
     q, k, v = qkv.unflatten(1, (-1, D)).split([H, KV, KV], 1)   # (T, heads, D) each
     if hasattr(self, "q_norm"):
@@ -174,6 +173,7 @@ class Llama:
       body, *inputs = traced[kind].src
       call = traced[kind].replace(src=(body, *reads, *inputs[len(reads):]))   # behind what it is given: scratch
       x, delta = [Tensor(call.gettuple(i)) for i in range(2)]
-    x, delta = [t.reshape(ids.shape[0], -1)[samples].contiguous() for t in (x, delta)]   # (S, hidden)
+    hidden = self.norm.weight.shape[0]
+    x, delta = [t.reshape(-1, ids.shape[0], hidden)[:, samples].flatten(0, 1).contiguous() for t in (x, delta)]
     logits = self.lm_head(self.norm.add(x, delta)[1], dtype=dtypes.float32)   # (S, vocab), or each device's part of it
     return Tensor(logits.uop.unshard(1)).to(None) if isinstance(logits.device, tuple) else logits

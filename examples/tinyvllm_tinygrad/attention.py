@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
 from tinyvllm import attention
@@ -18,15 +17,12 @@ from tinyvllm.config import EngineConfig, ModelConfig
 from tinyvllm.device import renderer
 from tinyvllm.schedule import axes, axis, kernel_of
 
-from .matmul import MMA
+from .matmul import MMA, speaks_cuda
 
 BS = 16       # positions in a block
 LIFT = 64     # what weights with V's scales are multiplied by, lest they are too small for float16
 ROOM = 2**15  # bytes that a work group shares, at most
 ENOUGH = 128  # work groups, for a GPU to be busy
-
-
-def speaks_cuda() -> bool: return isinstance(renderer(), CUDARenderer)
 
 
 def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.dtype import AddrSpace, DType
+from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.uop.ops import AxisType, Ops, sint
 
 from tinyvllm import llama
@@ -29,6 +30,17 @@ TILES = [(1, inf, 8, 1, 1, 16, 2), (1, inf, 16, 1, 1, 16, 1), (8, inf, 8, 1, 1, 
          (inf, 8192, 16, 4, 8, 2, 2), (inf, inf, 16, 4, 8, 1, 2)]
 # How the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), or of scales lie, by their number
 STORED = {3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
+SIDE = 128   # outputs, and rows of x, of a work group that shares what it reads
+MANY = 256   # such work groups, from which on they are faster: an H200 runs 264 of them at once
+# CUDA's copy of 16 bytes to shared memory {0} from memory {1}, if {2}: who asks for it goes on. What was asked for
+# until COMMIT is a group, and WAIT is for all groups but the last
+COPY = ('asm volatile("{{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}}" :: '
+        '"r"((uint)__cvta_generic_to_shared({0})), "l"({1}), "r"({2}) : "memory");')
+COMMIT = '0; asm volatile("cp.async.commit_group;" ::: "memory")'   # behind an int, see `copied`
+WAIT = 'asm volatile("cp.async.wait_group 1;" ::: "memory");'
+
+
+def speaks_cuda() -> bool: return isinstance(renderer(), CUDARenderer)
 
 
 def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int, ...]:
@@ -64,13 +76,24 @@ class Linear(llama.Linear):
     return pack(self.ordered(w), self.weight.shape)   # type: ignore[arg-type]
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    return self.fill(new(x, self.out_features, dtype), x)
+    """As llama.Linear's; or where each device has a part of a sum, (2 * T, out): two parts, one below the other."""
+    return self.fill(new(x, max(1, self.splits(x)) * self.out_features, dtype).reshape(-1, self.out_features), x)
 
   def fill(self, out: Tensor, x: Tensor) -> Tensor:
     if self.order is not None: x = x[:, self.order].contiguous()
     added = () if self.bias is None else (self.bias,)
     kernel = linear_kernel if self.weight.ndim == 3 else tensor_core_linear_kernel
+    if self.splits(x): kernel = many_rows_linear_kernel
     return out.custom_kernel(x, self.weight, *self.scales, *added, fxn=kernel)[0]
+
+  def splits(self, x: Tensor) -> int:
+    """Parts into which inputs are divided for MANY work groups that take SIDE rows of x each, and so many outputs; 0:
+    there are less."""
+    whole = x.shape[0] % SIDE == 0 and self.out_features % SIDE == 0
+    if not whole or self.weight.ndim != 8 or self.scales or not speaks_cuda(): return 0
+    groups = x.shape[0] // SIDE * (self.out_features // SIDE)
+    divisible = self.axis == 1 and self.bias is None and self.weight.shape[1] % 2 == 0
+    return 1 if groups >= MANY else 2 if divisible and groups * 2 >= MANY else 0
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
     out = new(ids, self.weight.numel() // self.out_features, dtype)
@@ -108,14 +131,23 @@ def put(out: UOp, total: UOp, rest: Sequence[UOp], row: UOp, column: UOp) -> UOp
   return out.base.index((row * out.shape[1] + column).valid(row < out.shape[0])).store(total.cast(out.dtype))
 
 
+def put_tile(out: UOp, total: UOp, rest: Sequence[UOp], weight: UOp, t: UOp, n16: UOp, r: UOp, row: UOp) -> UOp:
+  """The store of a lane's sums of 16 outputs, in eights. Where out has half as many columns as W has rows, it is
+  silu(gate) * up, and W as GateUp orders it."""
+  if out.shape[1] == weight.shape[0] * 16: return put(out, total, rest, t, n16 * 16 + r * 8 + row)
+  total = biased(total, rest, r * out.shape[1] + n16 * 8 + row)
+  # A lane's sums of either r by itself: the others' zeros are gone from the code
+  gate, up = [r.eq(i).where(total, 0).reduce(r, arg=Ops.ADD) for i in range(2)]
+  return put(out, gate.silu() * up, (), t, n16 * 8 + row)
+
+
 @functools.cache   # for greedy steps and for sampled ones
 def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   """A warp: some tiles of 16 outputs, some of 8 rows of x, and the k-th share of the inputs. Of 32 inputs a lane takes
   8 neighbours of x and the weights that belong to them, 4 at a time, which lie as lanes ask for them. The tensor cores
   take 8, 4 and 4 elements of w, x and the sum from a lane (PTX ISA, mma.m16n8k16)."""
-  T, N = out.shape
+  T, _ = out.shape
   N16, K32, *_ = weight.shape
-  gated = N < N16 * 16   # out is silu(gate) * up, and W as GateUp orders it
   scales = [x for x in rest if len(x.shape) > 1]
   bits = weight.shape[-1] * 2 if scales else 16
   group = K32 * 32 // scales[0].shape[1] if scales else 32
@@ -160,14 +192,74 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
 
   def tile(n16, first):
     total = fold(sum(product(n16, first, k + step) for step in range(steps)))
-    at = first + column * 2 + e
-    if not gated: return put(out, total, rest, at, n16 * 16 + r * 8 + row)
-    total = biased(total, rest, r * N + n16 * 8 + row)
-    # A lane's sums of either r by itself: the others' zeros are gone from the code
-    gate, up = [r.eq(i).where(total, 0).reduce(r, arg=Ops.ADD) for i in range(2)]
-    return put(out, gate.silu() * up, (), at, n16 * 8 + row)
+    return put_tile(out, total, rest, weight, first + column * 2 + e, n16, r, row)
   tiles = [tile(n * n_tiles + i, (t * t_tiles + j) * 8) for i, j in np.ndindex(n_tiles, t_tiles)]
   return kernel_of("linear_tc", UOp.group(*tiles), 1)
+
+
+def copied(pairs: Sequence[tuple[UOp, UOp]], wanted: UOp) -> UOp:
+  """A group of copies is asked for, of 16 bytes each; if they are not wanted, an empty one, so that WAIT may count. To
+  tinygrad it is a store: that stays in its place, where other statements may be moved or dropped."""
+  wanted = wanted.cast(dtypes.int32)
+  copies = [UOp(Ops.CUSTOM, dtypes.void, (*pair, wanted), COPY) for pair in pairs]
+  nothing = UOp.placeholder((1,), dtypes.int32, 299, AddrSpace.REG)
+  return nothing[0].store(UOp(Ops.CUSTOM, dtypes.int32, (wanted, *copies), COMMIT))   # of the first one's shape
+
+
+def arrived(copies: UOp, turn: UOp) -> UOp:
+  """All warps' copies have been made, but for each one's last group, and what a turn before was to read has been."""
+  return UOp(Ops.BARRIER, src=(UOp(Ops.CUSTOM, dtypes.void, (copies, turn), WAIT),))
+
+
+@functools.cache
+def many_rows_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
+  """8 warps, of 64 outputs and 32 rows of x each, share what they read. In a turn, of 32 inputs, they ask for the x and
+  W of the turn after the next, and multiply what has arrived. Of the three buffers the one that is filled was read a
+  turn ago: one barrier will do. In a buffer each 8 rows of x lie by themselves, and W as it is stored. out: (T, N), or
+  below each other what parts of the inputs give."""
+  T, splits = x.shape[0], out.shape[0] // x.shape[0]
+  N16, K32, *_ = weight.shape
+  turns = K32 // splits
+  split = UOp.special(splits, "gidx2")
+  group_n, group_t = UOp.special(N16 * 16 // SIDE, "gidx1"), UOp.special(T // SIDE, "gidx0")
+  lane, warp = UOp.special(32, "lidx0"), UOp.special(8, "lidx1")
+  row, column = lane // 4, lane % 4
+  warp_n, warp_t = warp // 4, warp % 4
+  turn = UOp.range(turns, 11, AxisType.REDUCE)
+  h, r, p, e = axes(6, 2, 2, 2, 2, kind=AxisType.UPCAST)
+  size = SIDE * 32   # of x and of W, for a turn
+  xs, ws = [UOp.placeholder((3 * size,), x.dtype, 200 + i, AddrSpace.LOCAL) for i in range(2)]
+
+  def ask(turn, *after):   # each lane for 8 neighbours of two rows of x, and of two halves of W's tiles
+    pairs = []
+    for part in (warp, warp + 8):
+      place = turn % 3 * size + part * 256 + lane * 8
+      t = (group_t * 16 + part) * 8 + row
+      k = split * turns + turn
+      tile = (group_n * 8 + part // 2) * K32 + k
+      pairs.append((xs.after(*after).index(place), x.base.index((t * K32 + k) * 32 + column * 8)))
+      pairs.append((ws.after(*after).index(place), weight.base.index(tile * 512 + part % 2 * 256 + lane * 8)))
+    return copied(pairs, turn < turns)
+  first = ask(UOp.const(0))
+  second = ask(UOp.const(1), first)
+  ready = arrived(second, turn)   # in each turn: what was asked for last is for the next
+  xs, ws = [buffer.after(ask(turn + 2, ready)) for buffer in (xs, ws)]
+
+  def product(n, t):
+    w = [ws[turn % 3 * size + (warp_n * 4 + n) * 512 + i * 256 + h * 128 + lane * 4 + r * 2 + p] for i in range(2)]
+    inputs = [xs[turn % 3 * size + (warp_t * 4 + t) * 256 + lane * 8 + i * 4 + h * 2 + p] for i in range(2)]
+    zero = UOp.const((0.0,) * 4, dtypes.float32)
+    return sum(UOp.wmma(w[i], inputs[i], zero, MMA, "CUDA", 32, ELEMENTS) for i in range(2))
+  tiles = list(np.ndindex(4, 4))
+  sums = [UOp.placeholder((2, 2), dtypes.float32, 300 + i, AddrSpace.REG) for i in range(len(tiles))]
+  begun = [a.after(UOp.group(*[a[i].store(0.0) for i in np.ndindex(2, 2)]), turn) for a in sums]
+  adds = [a[r, e].store(a[r, e] + product(n, t)) for a, (n, t) in zip(begun, tiles, strict=True)]
+  done = UOp.group(*adds).end(h, e, p, r, turn)
+  def put_one(total, n, t):
+    at = split * T + ((group_t * 4 + warp_t) * 4 + t) * 8 + column * 2 + e
+    return put_tile(out, total, rest, weight, at, (group_n * 2 + warp_n) * 4 + n, r, row)
+  stores = [put_one(a.after(done)[r, e], n, t) for a, (n, t) in zip(sums, tiles, strict=True)]
+  return kernel_of("linear_many", UOp.group(*stores), 1)
 
 
 def fetch(buffer: UOp, index: UOp, size: Any) -> UOp:
@@ -221,7 +313,7 @@ class Norm(llama.Norm):
 
   def kernel(self, out: UOp, x: UOp, weight: UOp, total: UOp | None = None, *parts: UOp) -> UOp:
     """A work group takes a row, of which each lane squares a part; they share the sums. x: (T, K). weight: (K,).
-    total: the sum of x and the parts, whose norm is then meant."""
+    total: the sum of x and the parts, (T, K) or several below each other, whose norm is then meant."""
     T, K = x.shape
     kind, shared = lane_axis()
     wide = 1 if cpu_cores() else gcd(K, 8)   # neighbours that a thread reads at once
@@ -235,7 +327,7 @@ class Norm(llama.Norm):
       return (i, lane if cpu_cores() else j), (i * lanes + lane) * wide + j
     kept = UOp.placeholder((rounds, lanes if cpu_cores() else wide), dtypes.float32, 101, AddrSpace.REG)
     place, column = own(AxisType.LOOP, AxisType.UPCAST, 8)
-    value = sum(term[t, column].float() for term in (x, *parts))
+    value = sum(term[i + t, column].float() for term in (x, *parts) for i in range(0, term.shape[0], T))
     stores = [kept[place].store(value)]
     if total is not None: stores.append(total[t, column].store(value.cast(total.dtype)))
     kept = kept.after(end(UOp.group(*stores), AxisType.LOOP))
