@@ -271,7 +271,7 @@ class Device:
     self.table.ravel()[entries] = blocks
     states = self.write(ids, positions, rows, blocks)
     temperatures = logits["temperature"].view(np.float32).tolist()
-    seeds = np.ascontiguousarray(packed[13:15, :S].T).view(np.uint64)[:, 0].tolist()
+    seeds = np.ascontiguousarray(packed[14:, :S].T).view(np.uint64)[:, 0].tolist()
     fields = rest[:5 * E].reshape(5, E)
     numbers = fields[2:].view(np.float32)
     edits = [(*fields[:2, i].tolist(), *numbers[:, i].tolist()) for i in np.flatnonzero(fields[0] >= 0)]
