@@ -3,7 +3,7 @@ it. A custom kernel gets its buffers, and says what to loop over, what each thre
 import functools
 from collections.abc import Sequence
 from math import gcd, inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, helpers
@@ -30,14 +30,41 @@ TILES = [(1, inf, 8, 1, 1, 16, 2), (1, inf, 16, 1, 1, 16, 1), (8, inf, 8, 1, 1, 
          (inf, 8192, 16, 4, 8, 2, 2), (inf, inf, 16, 4, 8, 1, 2)]
 # How the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), or of scales lie, by their number
 STORED = {3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
-SIDE = 128   # outputs, and rows of x, of a work group that shares what it reads
-MANY = 256   # such work groups, from which on they are faster: an H200 runs 264 of them at once
+PARTS = 8   # of the inputs, at most
+MANY = 192   # work groups, from which on it is faster that their warps share what they read: an H200 has 132 cores
 # CUDA's copy of 16 bytes to shared memory {0} from memory {1}, if {2}: who asks for it goes on. What was asked for
-# until COMMIT is a group, and WAIT is for all groups but the last
+# until COMMIT is a group, and WAIT is for all groups but the last few
 COPY = ('asm volatile("{{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}}" :: '
         '"r"((uint)__cvta_generic_to_shared({0})), "l"({1}), "r"({2}) : "memory");')
 COMMIT = '0; asm volatile("cp.async.commit_group;" ::: "memory")'   # behind an int, see `copied`
-WAIT = 'asm volatile("cp.async.wait_group 1;" ::: "memory");'
+WAIT = 'asm volatile("cp.async.wait_group %d;" ::: "memory");'
+
+
+class Shared(NamedTuple):
+  """What a work group whose warps share what they read takes. 16 or 32 bytes a number of outputs and rows that fit
+  48 KiB."""
+  n: int        # tiles of 16 outputs to a warp
+  t: int        # tiles of 8 rows of x
+  wide: int     # warps side by side in outputs
+  high: int     # and in rows
+  buffers: int  # each of 32 inputs: how far ahead copies are
+
+  @property
+  def outputs(self) -> int: return 16 * self.n * self.wide
+
+  @property
+  def rows(self) -> int: return 8 * self.t * self.high
+
+
+# The largest that gives MANY work groups is taken
+SHARED = [Shared(4, 4, 2, 4, 3), Shared(2, 4, 2, 2, 6), Shared(2, 4, 2, 1, 8)]
+
+
+def shared_tiles(rows: int, outputs: int, parts: Sequence[int]) -> tuple[Shared, int] | None:
+  """Tiles for MANY work groups, and the parts into which they divide the inputs; None: there would be less."""
+  fits = [x for x in SHARED if rows % x.rows == 0 == outputs % x.outputs]
+  groups = [rows // x.rows * (outputs // x.outputs) for x in fits]
+  return next(((x, p) for x, n in zip(fits, groups, strict=True) for p in parts if n * p >= MANY), None)
 
 
 def speaks_cuda() -> bool: return isinstance(renderer(), CUDARenderer)
@@ -76,7 +103,7 @@ class Linear(llama.Linear):
     return pack(self.ordered(w), self.weight.shape)   # type: ignore[arg-type]
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    """As llama.Linear's; or where each device has a part of a sum, (2 * T, out): two parts, one below the other."""
+    """As llama.Linear's; or where each device has a part of a sum, several of (T, out) below each other, to be added."""
     return self.fill(new(x, max(1, self.splits(x)) * self.out_features, dtype).reshape(-1, self.out_features), x)
 
   def fill(self, out: Tensor, x: Tensor) -> Tensor:
@@ -87,13 +114,11 @@ class Linear(llama.Linear):
     return out.custom_kernel(x, self.weight, *self.scales, *added, fxn=kernel)[0]
 
   def splits(self, x: Tensor) -> int:
-    """Parts into which inputs are divided for MANY work groups that take SIDE rows of x each, and so many outputs; 0:
-    there are less."""
-    whole = x.shape[0] % SIDE == 0 and self.out_features % SIDE == 0
-    if not whole or self.weight.ndim != 8 or self.scales or not speaks_cuda(): return 0
-    groups = x.shape[0] // SIDE * (self.out_features // SIDE)
-    divisible = self.axis == 1 and self.bias is None and self.weight.shape[1] % 2 == 0
-    return 1 if groups >= MANY else 2 if divisible and groups * 2 >= MANY else 0
+    """Parts into which inputs are divided for work groups whose warps share what they read; 0: none do."""
+    if self.weight.ndim != 8 or self.scales or not speaks_cuda(): return 0
+    most = gcd(self.weight.shape[1], PARTS) if self.axis == 1 and self.bias is None else 1
+    found = shared_tiles(x.shape[0], self.out_features, [p for p in range(1, most + 1) if most % p == 0])
+    return found[1] if found else 0
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
     out = new(ids, self.weight.numel() // self.out_features, dtype)
@@ -206,59 +231,66 @@ def copied(pairs: Sequence[tuple[UOp, UOp]], wanted: UOp) -> UOp:
   return nothing[0].store(UOp(Ops.CUSTOM, dtypes.int32, (wanted, *copies), COMMIT))   # of the first one's shape
 
 
-def arrived(copies: UOp, turn: UOp) -> UOp:
-  """All warps' copies have been made, but for each one's last group, and what a turn before was to read has been."""
-  return UOp(Ops.BARRIER, src=(UOp(Ops.CUSTOM, dtypes.void, (copies, turn), WAIT),))
+def arrived(copies: UOp, turn: UOp, last: int) -> UOp:
+  """All warps' copies have been made, but for each one's last groups, and what a turn before was to read has been."""
+  return UOp(Ops.BARRIER, src=(UOp(Ops.CUSTOM, dtypes.void, (copies, turn), WAIT % last),))
 
 
 @functools.cache
 def many_rows_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
-  """8 warps, of 64 outputs and 32 rows of x each, share what they read. In a turn, of 32 inputs, they ask for the x and
-  W of the turn after the next, and multiply what has arrived. Of the three buffers the one that is filled was read a
-  turn ago: one barrier will do. In a buffer each 8 rows of x lie by themselves, and W as it is stored. out: (T, N), or
-  below each other what parts of the inputs give."""
+  """Warps of some outputs and rows of x each share what they read. In a turn, of 32 inputs, they ask for the x and W of
+  a turn to come, and multiply what has arrived. The buffer that is filled was read a turn ago: one barrier will do. In
+  a buffer each 8 rows of x lie by themselves, and W as it is stored. out: (T, N), or below each other what parts of the
+  inputs give."""
   T, splits = x.shape[0], out.shape[0] // x.shape[0]
   N16, K32, *_ = weight.shape
+  tiles, _ = shared_tiles(T, N16 * 16, [splits])   # type: ignore[misc]
   turns = K32 // splits
   split = UOp.special(splits, "gidx2")
-  group_n, group_t = UOp.special(N16 * 16 // SIDE, "gidx1"), UOp.special(T // SIDE, "gidx0")
-  lane, warp = UOp.special(32, "lidx0"), UOp.special(8, "lidx1")
+  group_n, group_t = UOp.special(N16 * 16 // tiles.outputs, "gidx1"), UOp.special(T // tiles.rows, "gidx0")
+  lane, warp = UOp.special(32, "lidx0"), UOp.special(tiles.wide * tiles.high, "lidx1")
   row, column = lane // 4, lane % 4
-  warp_n, warp_t = warp // 4, warp % 4
+  warp_n, warp_t = warp // tiles.high, warp % tiles.high
   turn = UOp.range(turns, 11, AxisType.REDUCE)
   h, r, p, e = axes(6, 2, 2, 2, 2, kind=AxisType.UPCAST)
-  size = SIDE * 32   # of x and of W, for a turn
-  xs, ws = [UOp.placeholder((3 * size,), x.dtype, 200 + i, AddrSpace.LOCAL) for i in range(2)]
+  x_size, w_size = tiles.rows * 32, tiles.outputs * 32   # numbers of a turn
+  xs, ws = [UOp.placeholder((tiles.buffers * n,), x.dtype, 200 + i, AddrSpace.LOCAL) for i, n in enumerate((x_size, w_size))]
 
-  def ask(turn, *after):   # each lane for 8 neighbours of two rows of x, and of two halves of W's tiles
+  def ask(turn, *after):   # each lane for 8 neighbours: a warp for 8 rows of x at once, or for half of a tile of W
     pairs = []
-    for part in (warp, warp + 8):
-      place = turn % 3 * size + part * 256 + lane * 8
-      t = (group_t * 16 + part) * 8 + row
-      k = split * turns + turn
-      tile = (group_n * 8 + part // 2) * K32 + k
+    buffer = turn % tiles.buffers
+    k = split * turns + turn
+    for part in range(0, tiles.rows // 8, tiles.wide * tiles.high):
+      t = (group_t * (tiles.rows // 8) + part + warp) * 8 + row
+      place = buffer * x_size + (part + warp) * 256 + lane * 8
       pairs.append((xs.after(*after).index(place), x.base.index((t * K32 + k) * 32 + column * 8)))
-      pairs.append((ws.after(*after).index(place), weight.base.index(tile * 512 + part % 2 * 256 + lane * 8)))
+    for part in range(0, tiles.outputs // 8, tiles.wide * tiles.high):
+      half = part + warp
+      tile = (group_n * (tiles.outputs // 16) + half // 2) * K32 + k
+      place = buffer * w_size + half * 256 + lane * 8
+      pairs.append((ws.after(*after).index(place), weight.base.index(tile * 512 + half % 2 * 256 + lane * 8)))
     return copied(pairs, turn < turns)
-  first = ask(UOp.const(0))
-  second = ask(UOp.const(1), first)
-  ready = arrived(second, turn)   # in each turn: what was asked for last is for the next
-  xs, ws = [buffer.after(ask(turn + 2, ready)) for buffer in (xs, ws)]
+  asked = ask(UOp.const(0))
+  for ahead in range(1, tiles.buffers - 1): asked = ask(UOp.const(ahead), asked)
+  ready = arrived(asked, turn, tiles.buffers - 2)   # in each turn
+  xs, ws = [buffer.after(ask(turn + tiles.buffers - 1, ready)) for buffer in (xs, ws)]
 
   def product(n, t):
-    w = [ws[turn % 3 * size + (warp_n * 4 + n) * 512 + i * 256 + h * 128 + lane * 4 + r * 2 + p] for i in range(2)]
-    inputs = [xs[turn % 3 * size + (warp_t * 4 + t) * 256 + lane * 8 + i * 4 + h * 2 + p] for i in range(2)]
+    at_w = turn % tiles.buffers * w_size + (warp_n * tiles.n + n) * 512 + lane * 4
+    at_x = turn % tiles.buffers * x_size + (warp_t * tiles.t + t) * 256 + lane * 8
+    w = [ws[at_w + i * 256 + h * 128 + r * 2 + p] for i in range(2)]
+    inputs = [xs[at_x + i * 4 + h * 2 + p] for i in range(2)]
     zero = UOp.const((0.0,) * 4, dtypes.float32)
     return sum(UOp.wmma(w[i], inputs[i], zero, MMA, "CUDA", 32, ELEMENTS) for i in range(2))
-  tiles = list(np.ndindex(4, 4))
-  sums = [UOp.placeholder((2, 2), dtypes.float32, 300 + i, AddrSpace.REG) for i in range(len(tiles))]
+  places = list(np.ndindex(tiles.n, tiles.t))
+  sums = [UOp.placeholder((2, 2), dtypes.float32, 300 + i, AddrSpace.REG) for i in range(len(places))]
   begun = [a.after(UOp.group(*[a[i].store(0.0) for i in np.ndindex(2, 2)]), turn) for a in sums]
-  adds = [a[r, e].store(a[r, e] + product(n, t)) for a, (n, t) in zip(begun, tiles, strict=True)]
+  adds = [a[r, e].store(a[r, e] + product(n, t)) for a, (n, t) in zip(begun, places, strict=True)]
   done = UOp.group(*adds).end(h, e, p, r, turn)
   def put_one(total, n, t):
-    at = split * T + ((group_t * 4 + warp_t) * 4 + t) * 8 + column * 2 + e
-    return put_tile(out, total, rest, weight, at, (group_n * 2 + warp_n) * 4 + n, r, row)
-  stores = [put_one(a.after(done)[r, e], n, t) for a, (n, t) in zip(sums, tiles, strict=True)]
+    at = split * T + ((group_t * tiles.high + warp_t) * tiles.t + t) * 8 + column * 2 + e
+    return put_tile(out, total, rest, weight, at, (group_n * tiles.wide + warp_n) * tiles.n + n, r, row)
+  stores = [put_one(a.after(done)[r, e], n, t) for a, (n, t) in zip(sums, places, strict=True)]
   return kernel_of("linear_many", UOp.group(*stores), 1)
 
 
