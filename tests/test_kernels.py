@@ -124,15 +124,18 @@ def many_rows(monkeypatch):
                        for (to, at), (source, start), i in parts])
   monkeypatch.setattr(matmul, "speaks_cuda", lambda: True)
   monkeypatch.setattr(matmul, "copied", copied)
-  monkeypatch.setattr(matmul, "arrived", lambda copies, turn: UOp(Ops.BARRIER, src=(copies, turn)))
+  monkeypatch.setattr(matmul, "arrived", lambda copies, turn, _: UOp(Ops.BARRIER, src=(copies, turn)))
 
 
 @needs_tensor_cores
-@pytest.mark.parametrize(("inputs", "outputs", "bias", "gated"), [
-  (64, 128, True, False), (96, 256, False, False), (160, 128, False, False), (96, 256, True, True)])
-def test_warps_share_what_they_read_of_many_rows(many_rows, inputs, outputs, bias, gated):
+@pytest.mark.parametrize(("rows", "inputs", "outputs", "bias", "gated"), [
+  (128, 64, 128, True, False), (128, 96, 256, False, False), (128, 160, 128, False, False), (128, 96, 256, True, True),
+  (32, 64, 64, True, False), (32, 352, 64, False, False), (96, 96, 128, False, True), (64, 64, 64, False, False),
+  (64, 288, 128, True, False), (64, 96, 192, True, True)])
+def test_warps_share_what_they_read_of_many_rows(many_rows, rows, inputs, outputs, bias, gated):
+  """More turns than buffers, and less."""
   layer = (GateUp if gated else Linear)(inputs, {"a": outputs // 2, "b": outputs // 2}, bias, dtypes.float16)
-  weight, x = normal(outputs, inputs, kind="float16", seed=1) / 4, normal(128, inputs, kind="float16")
+  weight, x = normal(outputs, inputs, kind="float16", seed=1) / 4, normal(rows, inputs, kind="float16")
   layer.weight, expected = on_device(layer.stored(weight)), x.astype(np.float32) @ weight.astype(np.float32).T
   if bias:
     layer.bias = on_device(normal(outputs, kind="float16", seed=3))
@@ -142,29 +145,40 @@ def test_warps_share_what_they_read_of_many_rows(many_rows, inputs, outputs, bia
 
 
 @needs_tensor_cores
-def test_inputs_are_divided_among_work_groups_whose_warps_share_what_they_read(many_rows, monkeypatch):
-  monkeypatch.setattr(matmul, "MANY", 4)
-  layer = Linear(192, {"w": 256}, False, dtypes.float16, axis=1)
-  weight, x = normal(256, 192, kind="float16", seed=1) / 4, normal(128, 192, kind="float16")
+@pytest.mark.parametrize(("rows", "least", "parts"), [(128, 3, 2), (64, 5, 2), (64, 16, 4), (32, 8, 2), (32, 32, 8)])
+def test_inputs_are_divided_among_work_groups_whose_warps_share_what_they_read(many_rows, monkeypatch, rows, least,
+                                                                               parts):
+  monkeypatch.setattr(matmul, "MANY", least)
+  layer = Linear(256, {"w": 256}, False, dtypes.float16, axis=1)
+  weight, x = normal(256, 256, kind="float16", seed=1) / 4, normal(rows, 256, kind="float16")
   layer.weight = on_device(layer.stored(weight))
   assert kernel_names(layer(on_device(x))) == ["linear_many"]
-  expected = [x[:, k].astype(np.float32) @ weight[:, k].astype(np.float32).T for k in (slice(96), slice(96, 192))]
+  expected = [a.astype(np.float32) @ b.astype(np.float32).T
+              for a, b in zip(np.split(x, parts, 1), np.split(weight, parts, 1), strict=True)]
   close(layer(on_device(x)), np.concatenate(expected), KINDS["float16"][1])
+
+
+def test_tiles_that_warps_share_fit_what_a_work_group_has():
+  for tiles in matmul.SHARED:
+    assert tiles.buffers * (tiles.outputs + tiles.rows) * 32 * 2 <= 48 * 1024
+    warps = tiles.wide * tiles.high
+    assert not tiles.rows // 8 % warps and not tiles.outputs // 8 % warps, "each warp copies as much"
 
 
 @needs_tensor_cores
 def test_warps_share_what_they_read_where_work_groups_are_enough_for_a_device(monkeypatch):
   monkeypatch.setattr(matmul, "speaks_cuda", lambda: True)
-  def splits(rows, outputs, *, dtype=dtypes.float16, bias=False, axis=0, inputs=64, scales=()):
+  def splits(rows, outputs, *, dtype=dtypes.float16, bias=False, axis=0, inputs=256, scales=()):
     layer = Linear(inputs, {"w": outputs}, bias, dtype, axis)
     layer.scales = [*scales]
     return layer.splits(Tensor.empty(rows, inputs, dtype=dtype))
-  assert [splits(*shape) for shape in ((512, 8192), (128, 32768), (4096, 1024))] == [1, 1, 1]
-  assert [splits(*shape) for shape in ((512, 8064), (512, 8192 + 64), (64, 65536), (448, 65536))] == [0] * 4
+  assert [splits(*shape) for shape in ((512, 6144), (128, 6144), (4096, 768), (64, 12288), (32, 12288))] == [1] * 5
+  assert [splits(*shape) for shape in ((512, 704), (512, 8208), (16, 65536), (24, 65536), (32, 12224))] == [0] * 5
   assert splits(512, 8192, dtype=dtypes.float32) == splits(512, 8192, scales=[Tensor.empty(512, 1, 8, 2)]) == 0
-  # Two parts of a sum: where a norm adds what devices have, and it is one of parts without a bias
-  assert splits(512, 4096, axis=1) == 2 and splits(512, 8192, axis=1) == 1 and splits(512, 3968, axis=1) == 0
-  assert splits(512, 4096, axis=1, bias=True) == splits(512, 4096, axis=1, inputs=96) == 0
+  # Parts of a sum: where a norm adds what devices have, and it is one of parts without a bias
+  assert splits(512, 4096, axis=1) == 2 and splits(512, 8192, axis=1) == 1 and splits(32, 4096, axis=1) == 4
+  assert splits(32, 2048, axis=1) == 8 and splits(32, 1024, axis=1) == 0
+  assert splits(32, 4096, axis=1, bias=True) == splits(32, 4096, axis=1, inputs=96) == 0
   monkeypatch.setattr(matmul, "speaks_cuda", lambda: False)
   assert splits(512, 8192) == 0
 

@@ -41,13 +41,12 @@ WAIT = 'asm volatile("cp.async.wait_group %d;" ::: "memory");'
 
 
 class Shared(NamedTuple):
-  """What a work group whose warps share what they read takes. 16 or 32 bytes a number of outputs and rows that fit
-  48 KiB."""
+  """What a work group takes whose warps share what they read."""
   n: int        # tiles of 16 outputs to a warp
   t: int        # tiles of 8 rows of x
   wide: int     # warps side by side in outputs
   high: int     # and in rows
-  buffers: int  # each of 32 inputs: how far ahead copies are
+  buffers: int  # each of 32 inputs: how far copies are ahead, in 48 KiB together
 
   @property
   def outputs(self) -> int: return 16 * self.n * self.wide
@@ -103,7 +102,7 @@ class Linear(llama.Linear):
     return pack(self.ordered(w), self.weight.shape)   # type: ignore[arg-type]
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    """As llama.Linear's; or where each device has a part of a sum, several of (T, out) below each other, to be added."""
+    """As llama.Linear's; where each device has a part of a sum, maybe several of (T, out) below each other, to be summed."""
     return self.fill(new(x, max(1, self.splits(x)) * self.out_features, dtype).reshape(-1, self.out_features), x)
 
   def fill(self, out: Tensor, x: Tensor) -> Tensor:
@@ -254,7 +253,8 @@ def many_rows_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   turn = UOp.range(turns, 11, AxisType.REDUCE)
   h, r, p, e = axes(6, 2, 2, 2, 2, kind=AxisType.UPCAST)
   x_size, w_size = tiles.rows * 32, tiles.outputs * 32   # numbers of a turn
-  xs, ws = [UOp.placeholder((tiles.buffers * n,), x.dtype, 200 + i, AddrSpace.LOCAL) for i, n in enumerate((x_size, w_size))]
+  xs, ws = [UOp.placeholder((tiles.buffers * size,), x.dtype, 200 + i, AddrSpace.LOCAL)
+            for i, size in enumerate((x_size, w_size))]
 
   def ask(turn, *after):   # each lane for 8 neighbours: a warp for 8 rows of x at once, or for half of a tile of W
     pairs = []
