@@ -102,7 +102,7 @@ class Linear(llama.Linear):
     return pack(self.ordered(w), self.weight.shape)   # type: ignore[arg-type]
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    """As llama.Linear's; where each device has a part of a sum, maybe several of (T, out) below each other, to be summed."""
+    """As llama.Linear's; where each device has a part of a sum, maybe several of (T, out) below each other."""
     return self.fill(new(x, max(1, self.splits(x)) * self.out_features, dtype).reshape(-1, self.out_features), x)
 
   def fill(self, out: Tensor, x: Tensor) -> Tensor:
