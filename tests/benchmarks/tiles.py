@@ -8,6 +8,7 @@ and a cache holds weights that are read again and again. Prints the best beside 
 microseconds of a step, and rows for the table. Up to 64 --tokens are sequences that decode one each, more a chunk."""
 import argparse
 import itertools
+import operator
 
 import common
 import kernels
@@ -71,6 +72,39 @@ def sweep(llm: LLM, tokens: int, args: argparse.Namespace) -> None:
   print("rows of the table:", *[(tokens, outputs, bits, *tiling) for outputs, tiling in sorted(chosen.items())])
 
 
+def shared_candidates(tokens: int, outputs: int) -> list[tuple[matmul.Shared, int]]:
+  """Tiles that warps share, and parts of the inputs: what fits 48 KiB and keeps a card busy."""
+  sizes = [matmul.Shared(*size, 0) for size in itertools.product((1, 2, 4), repeat=4)]
+  full = [x._replace(buffers=min(8, 48 * 1024 // (64 * (x.outputs + x.rows)))) for x in sizes]
+  return [(x, parts) for x, parts in itertools.product(full, (1, 2, 4, 8))
+          if tokens % x.rows == 0 == outputs % x.outputs and x.buffers > 2 and 2 <= x.wide * x.high <= 8
+          and x.rows // 8 % (x.wide * x.high) == 0 == x.outputs // 8 % (x.wide * x.high)
+          and 96 <= tokens // x.rows * (outputs // x.outputs) * parts <= 1100]
+
+
+def sweep_shared(llm: LLM, tokens: int, args: argparse.Namespace) -> None:
+  """Each matrix in turn by warps that share what they read, or as the rule says (None)."""
+  layer = vars(llm.runner.model.layers[0])
+  matrices = [x for x in layer.values() if isinstance(x, matmul.Linear) and len(x.weight.shape) != 3]
+  rule, rows = matmul.shared_tiles, []
+  for outputs in {x.out_features for x in matrices}:
+    def measured(choice: tuple[matmul.Shared, int] | None, outputs=outputs) -> float:
+      def shared_tiles(rows, features, parts):
+        taken = choice and (rows, features) == (tokens, outputs) and choice[1] in parts
+        return choice if taken else rule(rows, features, parts)
+      matmul.shared_tiles = shared_tiles
+      matmul.many_rows_linear_kernel.cache_clear()
+      try: return step_time(llm, tokens, args)
+      finally: matmul.shared_tiles = rule
+    names = [name for name, x in layer.items() if x in matrices and x.out_features == outputs]
+    times = {choice: measured(choice) for choice in [None, *shared_candidates(tokens, outputs)[:args.most]]}
+    best, took = min(times.items(), key=operator.itemgetter(1))
+    rows.append([", ".join(names), str(outputs), f"{times[None]:.0f}", str(best), f"{took:.0f}"])
+    print(*rows[-1], flush=True)
+  print(f"\n{tokens} tokens, warps that share what they read")
+  common.print_table(["matrices", "outputs", "us by the rule", "best", "us"], rows)
+
+
 def main() -> None:
   parser = common.make_parser(__doc__)
   parser.set_defaults(layers=8)
@@ -82,8 +116,9 @@ def main() -> None:
   common.start(args)
   for tokens in args.tokens:
     common.release()
-    sweep(common.open_llm(args, max_model_len=args.context + 8 * tokens + 8, max_num_seqs=min(tokens, DECODING),
-                          max_num_batched_tokens=max(tokens, DECODING)), tokens, args)
+    llm = common.open_llm(args, max_model_len=args.context + 8 * tokens + 8, max_num_seqs=min(tokens, DECODING),
+                          max_num_batched_tokens=max(tokens, DECODING))
+    (sweep if tokens % 32 or args.quantization else sweep_shared)(llm, tokens, args)
 
 
 if __name__ == "__main__": main()
