@@ -25,7 +25,7 @@ from reference import (
 
 import tinyvllm
 from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams
-from tinyvllm.batch import bucket
+from tinyvllm.batch import TILE, TOKEN, bucket
 from tinyvllm.scheduler import BlockManager
 
 BS = ENGINE["block_size"]
@@ -909,3 +909,26 @@ def test_a_request_aborted_as_its_step_starts_disturbs_no_other(llm, folder, mon
   while llm.has_unfinished_requests(): done |= {o.request_id: ids_of(o) for o in llm.step() if o.finished}
   assert done == {f"r{i}": reference_greedy(folder, prompt(5, i), 6) for i in (0, 2)}
   check_invariants(llm)
+
+
+def test_tiles_have_each_token_once_and_are_of_one_sequence(tmp_path, monkeypatch):
+  """A step says where tiles of tokens begin that follow one another: prompts in parts, and beside them decoded tokens."""
+  llm = LLM(str(tiny_model(tmp_path, max_position_embeddings=512)), max_num_seqs=6, max_num_batched_tokens=256,
+            max_model_len=400, num_gpu_blocks_override=200)
+  launch, seen = llm.runner.launch, []
+  def checked(step):
+    T = step.shape.tokens
+    fields = dict(zip(TOKEN.names, step.array[:16 * T].reshape(16, T).tolist(), strict=False))
+    tiles = list(itertools.takewhile(lambda tile: tile >= 0, fields["tile"]))
+    assert set(fields["tile"][len(tiles):]) <= {-1} and len(tiles) <= T // TILE + llm.config.max_num_seqs
+    spans = [range(tile // TILE, tile // TILE + tile % TILE + 1) for tile in tiles]
+    real = sum(len(places) for places in step.computed.values())
+    assert sorted(itertools.chain(*spans)) == [*range(real)]
+    for span in spans:
+      assert len({fields["row"][i] for i in span}) == 1
+      assert [fields["position"][i] for i in span] == [fields["position"][span[0]] + i for i in range(len(span))]
+    seen.append([len(span) for span in spans])
+    return launch(step)
+  monkeypatch.setattr(llm.runner, "launch", checked)
+  llm.generate([tokens(*prompt(length, length)) for length in (5, 300, 64, 65, 1, 130)], greedy(6))
+  assert any(1 in sizes and TILE in sizes for sizes in seen), "decoded tokens beside parts of prompts"

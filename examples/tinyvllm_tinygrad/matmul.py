@@ -59,7 +59,7 @@ class Shared(NamedTuple):
 SHARED = [Shared(4, 4, 2, 4, 3), Shared(2, 4, 2, 2, 6), Shared(2, 4, 2, 1, 8)]
 
 
-def shared_tiles(rows: int, outputs: int, parts: Sequence[int]) -> tuple[Shared, int] | None:
+def shared_tiles(rows: Any, outputs: Any, parts: Sequence[Any]) -> tuple[Shared, int] | None:
   """Tiles for MANY work groups, and the parts into which they divide the inputs; None: there would be less."""
   fits = [x for x in SHARED if rows % x.rows == 0 == outputs % x.outputs]
   groups = [rows // x.rows * (outputs // x.outputs) for x in fits]
