@@ -912,7 +912,7 @@ def test_a_request_aborted_as_its_step_starts_disturbs_no_other(llm, folder, mon
 
 
 def test_tiles_have_each_token_once_and_are_of_one_sequence(tmp_path, monkeypatch):
-  """A step says where tiles of tokens begin that follow one another: prompts in parts, and beside them decoded tokens."""
+  """A step says where tiles of tokens begin that follow one another: of prompts in parts, and of decoded tokens."""
   llm = LLM(str(tiny_model(tmp_path, max_position_embeddings=512)), max_num_seqs=6, max_num_batched_tokens=256,
             max_model_len=400, num_gpu_blocks_override=200)
   launch, seen = llm.runner.launch, []
