@@ -34,9 +34,9 @@ def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[
   """What a block is in each tensor of a layer, as the kernels read them: K, (n_kv_heads, head_dim, block_size), V, its
   last axes the other way round, and scales, (n_kv_heads, 2, block_size), if there are any. Raises ValueError for what
   the device, or the model, cannot have."""
-  heads, D, BS = shape = model.num_key_value_heads, model.head_dim, config.block_size
+  shape = (model.num_key_value_heads, model.head_dim, config.block_size)
   if config.kv_cache_dtype != "auto": return in_8_bits().block_parts(config.kv_cache_dtype, *shape)
-  return [((heads, D, BS), dtype), ((heads, BS, D), dtype)]
+  return [(shape, dtype), ((shape[0], *reversed(shape[1:])), dtype)]
 
 
 def attend(q: Tensor, cache: list[Tensor], qkv: Tensor, rope: Tensor, table: Tensor, tokens: Tensor) -> Tensor:

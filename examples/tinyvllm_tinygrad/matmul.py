@@ -30,7 +30,7 @@ TILES = [(1, inf, 8, 1, 1, 16, 2), (1, inf, 16, 1, 1, 16, 1), (8, inf, 8, 1, 1, 
          (inf, 8192, 16, 4, 8, 2, 2), (inf, inf, 16, 4, 8, 1, 2)]
 # How the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), or of scales lie, by their number
 STORED = {3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
-PARTS = 8   # of the inputs, at most
+PARTS = 8   # of a matrix's inputs, at most
 MANY = 192   # work groups, from which on it is faster that their warps share what they read: an H200 has 132 cores
 # CUDA's copy of 16 bytes to shared memory {0} from memory {1}, if {2}: who asks for it goes on. What was asked for
 # until COMMIT is a group, and WAIT is for all groups but the last few
@@ -55,12 +55,13 @@ class Shared(NamedTuple):
   def rows(self) -> int: return 8 * self.t * self.high
 
 
-# The largest that gives MANY work groups is taken
+# The first that gives MANY work groups is taken. Found by trying them on an H200 (tests/benchmarks/LOG.md)
 SHARED = [Shared(4, 4, 2, 4, 3), Shared(2, 4, 2, 2, 6), Shared(2, 4, 2, 1, 8)]
 
 
 def shared_tiles(rows: Any, outputs: Any, parts: Sequence[Any]) -> tuple[Shared, int] | None:
-  """Tiles for MANY work groups, and the parts into which they divide the inputs; None: there would be less."""
+  """Tiles for MANY work groups, and the parts into which they divide the inputs; None: there would be less. rows: of
+  x. outputs: of W. parts: how many there may be, in order; by the one that was found come the same tiles again."""
   fits = [x for x in SHARED if rows % x.rows == 0 == outputs % x.outputs]
   groups = [rows // x.rows * (outputs // x.outputs) for x in fits]
   return next(((x, p) for x, n in zip(fits, groups, strict=True) for p in parts if n * p >= MANY), None)

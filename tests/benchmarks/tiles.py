@@ -1,11 +1,12 @@
-"""Which tiles suit a device's tensor cores: what the table in tinyvllm_tinygrad.matmul is made with.
+"""Which tiles suit a device's tensor cores: what TILES and SHARED in tinyvllm_tinygrad.matmul are made with.
 
   python tests/benchmarks/tiles.py --shape llama-7b --layers 8 --tokens 1 32 512
 
 The matrices of each number of outputs in turn get each tiling that fits, while the others keep the best so far, and the
 captured step is run whole: single products mislead, as a graph runs those side by side that do not wait for each other,
 and a cache holds weights that are read again and again. Prints the best beside what the table says today, in
-microseconds of a step, and rows for the table. Up to 64 --tokens are sequences that decode one each, more a chunk."""
+microseconds of a step, and rows for the table. Up to 64 --tokens are sequences that decode one each, more a chunk.
+TILES is for the matrices that SHARED leaves; of a multiple of 32 tokens all are tried in tiles of its kind, too."""
 import argparse
 import itertools
 import operator
@@ -13,6 +14,7 @@ import operator
 import common
 import kernels
 from common import LLM
+from tinygrad import Tensor
 from tinyvllm_tinygrad import matmul
 
 from tinyvllm.batch import bucket
@@ -39,14 +41,25 @@ def step_time(llm: LLM, tokens: int, args: argparse.Namespace) -> float:
   """Microseconds of a step captured anew, the median."""
   matmul.tensor_core_linear_kernel.cache_clear()
   llm.runner.steps = {shape: step for shape, step in llm.runner.steps.items() if shape.tokens != bucket(tokens)}
-  jit, inputs, values = kernels.capture(llm, tokens, args.context, tokens <= DECODING)
+  decode = tokens <= DECODING
+  context = args.context if decode else args.context // tokens * tokens   # or the last chunk would be less
+  jit, inputs, values = kernels.capture(llm, tokens, context, decode)
   return 1e6 * kernels.step_time(jit, inputs, values, args.rounds)
 
 
-def sweep(llm: LLM, tokens: int, args: argparse.Namespace) -> None:
+def matrices_of(llm: LLM) -> dict[str, matmul.Linear]:
+  """A layer's, by name, that tensor cores take."""
   layer = vars(llm.runner.model.layers[0])
-  matrices = {name: x for name, x in layer.items() if isinstance(x, matmul.Linear) and len(x.weight.shape) != 3}
-  if not matrices: raise SystemExit("error: this device's tensor cores take none of these matrices")
+  found = {name: x for name, x in layer.items() if isinstance(x, matmul.Linear) and len(x.weight.shape) != 3}
+  if not found: raise SystemExit("error: this device's tensor cores take none of these matrices")
+  return found
+
+
+def sweep(llm: LLM, tokens: int, args: argparse.Namespace) -> None:
+  """The matrices whose warps share nothing, by TILES."""
+  def alone(x): return not x.splits(Tensor.empty(tokens, 1, dtype=llm.runner.model.dtype))
+  matrices = {name: x for name, x in matrices_of(llm).items() if alone(x)}
+  if not matrices: return
   bits = {None: 16, "int8": 8, "int4": 4}[args.quantization]
   table = [*matmul.TILES]
   chosen = {x.out_features: current(tokens, x.out_features, bits) for x in matrices.values()}
@@ -84,10 +97,10 @@ def shared_candidates(tokens: int, outputs: int) -> list[tuple[matmul.Shared, in
 
 def sweep_shared(llm: LLM, tokens: int, args: argparse.Namespace) -> None:
   """Each matrix in turn by warps that share what they read, or as the rule says (None)."""
-  layer = vars(llm.runner.model.layers[0])
-  matrices = [x for x in layer.values() if isinstance(x, matmul.Linear) and len(x.weight.shape) != 3]
-  rule, rows = matmul.shared_tiles, []
-  for outputs in {x.out_features for x in matrices}:
+  matrices = matrices_of(llm)
+  rule = matmul.shared_tiles
+  rows = []
+  for outputs in dict.fromkeys(x.out_features for x in matrices.values()):
     def measured(choice: tuple[matmul.Shared, int] | None, outputs=outputs) -> float:
       def shared_tiles(rows, features, parts):
         taken = choice and (rows, features) == (tokens, outputs) and choice[1] in parts
@@ -96,7 +109,7 @@ def sweep_shared(llm: LLM, tokens: int, args: argparse.Namespace) -> None:
       matmul.many_rows_linear_kernel.cache_clear()
       try: return step_time(llm, tokens, args)
       finally: matmul.shared_tiles = rule
-    names = [name for name, x in layer.items() if x in matrices and x.out_features == outputs]
+    names = [name for name, x in matrices.items() if x.out_features == outputs]
     times = {choice: measured(choice) for choice in [None, *shared_candidates(tokens, outputs)[:args.most]]}
     best, took = min(times.items(), key=operator.itemgetter(1))
     rows.append([", ".join(names), str(outputs), f"{times[None]:.0f}", str(best), f"{took:.0f}"])
@@ -118,7 +131,8 @@ def main() -> None:
     common.release()
     llm = common.open_llm(args, max_model_len=args.context + 8 * tokens + 8, max_num_seqs=min(tokens, DECODING),
                           max_num_batched_tokens=max(tokens, DECODING))
-    (sweep if tokens % 32 or args.quantization else sweep_shared)(llm, tokens, args)
+    sweep(llm, tokens, args)
+    if tokens % 32 == 0 and not args.quantization: sweep_shared(llm, tokens, args)
 
 
 if __name__ == "__main__": main()
