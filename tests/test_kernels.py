@@ -1,6 +1,7 @@
 """The kernels against numpy, in the shapes and types that models have, on whatever device tinygrad finds. DEV=PYTHON,
 tinygrad's interpreter, runs the same tests in smaller shapes."""
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,10 +9,10 @@ from reference import in_8_bits, rope_frequencies, token_rows
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
-from tinyvllm.attention import attend_kernel, rope_kernel
+from tinyvllm import attention as plain
 from tinyvllm.device import cpu_cores
 from tinyvllm.runner import scatter_kernel
-from tinyvllm_tinygrad import matmul
+from tinyvllm_tinygrad import attention, matmul
 from tinyvllm_tinygrad.matmul import GateUp, Linear, Norm, pack, speaks_cuda, stored_shape
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # and the error that rounding allows
@@ -274,7 +275,15 @@ def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, b
   attention_equals_numpy(case, block_size, kind)
 
 
-def attention_equals_numpy(case: str, block_size: int, kind: str, stored_as: str = "auto") -> None:
+@slow_in_half
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("block_size", [16, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_engines_own_attention_does_too(case, block_size, kind):
+  attention_equals_numpy(case, block_size, kind, kernel=plain.attend_kernel)
+
+
+def attention_equals_numpy(case: str, block_size: int, kind: str, stored_as: str = "auto",
+                           kernel: Any = attention.attend_kernel) -> None:
   (T, KV, G, D, longest, R), (_, tolerance), rng = CASES[case], KINDS[kind], np.random.default_rng(5)
   M = -(-longest // block_size) + 1
   lengths = rng.integers(1, longest + 1, R)
@@ -304,7 +313,7 @@ def attention_equals_numpy(case: str, block_size: int, kind: str, stored_as: str
     expected[t] = np.einsum("hgn,nhd->hgd", weights / weights.sum(-1, keepdims=True), v)
   tokens = token_rows(positions, rows, table[rows, positions // block_size], block_size, M)
   tensors = [on_device(x) for x in (q, *caches, table.astype(np.int32), tokens)]
-  out = Tensor.empty_like(tensors[0]).custom_kernel(*tensors, fxn=attend_kernel)[0]
+  out = Tensor.empty_like(tensors[0]).custom_kernel(*tensors, fxn=kernel)[0]
   close(out, expected, tolerance)
 
 
@@ -330,7 +339,8 @@ def rope_equals_numpy(kind: str, stored_as: str = "auto") -> None:
   if stored_as != "auto": caches = list(bytes_as_stored(*np.zeros(cache.shape, np.uint8)))
   if stored_as == "int8": caches.append(np.zeros((10, KV, 2, BS), np.float32))
   inputs = [on_device(x) for x in (*caches, qkv.reshape(T, -1), table, tokens)]
-  q, *written = on_device(np.zeros((T, KV, G, D), kind)).custom_kernel(*inputs, fxn=rope_kernel)
+  kernel = plain.rope_kernel if stored_as == "auto" else attention.rope_kernel
+  q, *written = on_device(np.zeros((T, KV, G, D), kind)).custom_kernel(*inputs, fxn=kernel)
   wide, cos, sin = qkv.astype(np.float32), rope[:, 0, None], rope[:, 1, None]
   a, b = wide[..., :D // 2], wide[..., D // 2:]
   turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)

@@ -13,9 +13,9 @@ from tinygrad import dtypes
 from tinyvllm_cli import main
 from tinyvllm_cli.doctor import fit
 
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import LLM, SamplingParams, attention
 from tinyvllm.config import EngineConfig, ModelConfig
-from tinyvllm.attention import block_parts
+from tinyvllm_tinygrad.tensor_cores import block_parts
 
 KINDS = "int8", "fp8"
 MODEL = {"head_dim": 16}
@@ -119,6 +119,12 @@ def bytes_of(asked, dtype, **config):
   model = ModelConfig.from_hf(tiny_config(**config), "x")
   parts = block_parts(model, EngineConfig(kv_cache_dtype=asked), dtype)
   return sum(math.prod(shape) * kind.itemsize for shape, kind in parts)
+
+
+def test_without_the_package_that_brings_it_8_bits_are_refused():
+  model = ModelConfig.from_hf(tiny_config(), "x")
+  with pytest.raises(ValueError, match="kv_cache_dtype='int8' needs tinyvllm_tinygrad.*auto will do"):
+    attention.block_parts(model, EngineConfig(kv_cache_dtype="int8"), dtypes.float32)
 
 
 def test_twice_the_tokens_fit_in_the_memory():

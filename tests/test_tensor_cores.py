@@ -11,8 +11,8 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops
 
 from tinyvllm.batch import TILE
-from tinyvllm_tinygrad import attention
-from tinyvllm_tinygrad.attention import BS
+from tinyvllm_tinygrad import tensor_cores
+from tinyvllm_tinygrad.tensor_cores import BS
 
 SLOW = Device.DEFAULT == "PYTHON"
 on_tensor_cores = pytest.mark.skipif("sm_" not in str(Device.default.renderer.target), reason="this device has none")
@@ -35,10 +35,10 @@ def interpreted(monkeypatch):
     shared = UOp.placeholder((count * 32,), x.dtype, next(slots), AddrSpace.LOCAL)
     shared = shared.after(shared[warp * 32 + lane].store(x))
     return shared[warp * 32 + lane + bit - lane // bit % 2 * (2 * bit)].load()
-  monkeypatch.setattr(attention, "exchanged", exchanged)
-  monkeypatch.setattr(attention, "ENOUGH", 3)
-  monkeypatch.setattr(attention, "leave", lambda condition: UOp(Ops.BARRIER, dtypes.void))
-  monkeypatch.setattr(attention, "speaks_cuda", lambda: True)
+  monkeypatch.setattr(tensor_cores, "exchanged", exchanged)
+  monkeypatch.setattr(tensor_cores, "ENOUGH", 3)
+  monkeypatch.setattr(tensor_cores, "leave", lambda condition: UOp(Ops.BARRIER, dtypes.void))
+  monkeypatch.setattr(tensor_cores, "speaks_cuda", lambda: True)
 
 
 def on_device(x: np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x)).contiguous().realize()
@@ -47,7 +47,7 @@ def on_device(x: np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x)).c
 def parts(kv_heads: int, groups: int, head_dim: int, kind: str = "auto", block_size: int = BS,
           dtype=dtypes.float16) -> list:
   model = SimpleNamespace(num_key_value_heads=kv_heads, num_attention_heads=kv_heads * groups, head_dim=head_dim)
-  return attention.block_parts(model, SimpleNamespace(kv_cache_dtype=kind, block_size=block_size), dtype)
+  return tensor_cores.block_parts(model, SimpleNamespace(kv_cache_dtype=kind, block_size=block_size), dtype)
 
 
 def as_stored(keys: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
@@ -107,7 +107,7 @@ def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, k
     expected[t] = np.einsum("hgn,nhd->hgd", weights / weights.sum(-1, keepdims=True), v)
   tokens = token_rows(positions, rows, table[rows, positions // BS], BS, M)
   inputs = on_device(q), [on_device(x) for x in stored], on_device(table.astype(np.int32)), on_device(tokens)
-  got = attention.read(*inputs).numpy().astype(np.float32)
+  got = tensor_cores.read(*inputs).numpy().astype(np.float32)
   np.testing.assert_allclose(got, expected, rtol=NEAR[kind], atol=NEAR[kind] * np.abs(expected).max())
 
 
@@ -126,7 +126,7 @@ def test_rope_and_the_writes_equal_numpy(T, kind):
   names = {dtypes.float16: np.float16, dtypes.uint32: np.uint32, dtypes.float32: np.float32}
   cache = [on_device(np.zeros((blocks, *shape), names[x])) for shape, x in parts(KV, G, D, kind)]
   inputs = [*cache, *[on_device(x) for x in (qkv.reshape(T, -1), rope, tokens)]]
-  q, *written = on_device(np.zeros((T, KV, G, D), np.float16)).custom_kernel(*inputs, fxn=attention.rope_kernel)
+  q, *written = on_device(np.zeros((T, KV, G, D), np.float16)).custom_kernel(*inputs, fxn=tensor_cores.rope_kernel)
   cos, sin = rope[positions].transpose(1, 0, 2)[:, :, None]
   a, b = np.split(qkv.astype(np.float32), 2, -1)
   turned = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)

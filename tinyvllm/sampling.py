@@ -7,7 +7,7 @@ from tinygrad import Tensor, UOp, dtypes, function
 
 from .device import cpu_cores
 from .request import EDIT
-from .schedule import divisor, kernel_of
+from .schedule import kernel_of
 
 TOP = 20   # tokens whose log probabilities come with those of a token
 
@@ -29,7 +29,7 @@ def _gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 def _rows(reduce: Callable[..., Tensor], x: Tensor) -> Tensor:
   """A sum or maximum over V of (S, V, ...): (S, 1, ...), in two steps, as few rows would leave most of a GPU idle."""
   common = math.gcd(int(x.shape[1]), 1 if cpu_cores() else 256)
-  columns = common * divisor(x.shape[1] // common, 4)
+  columns = common * max(n for n in (1, 2, 3, 4) if x.shape[1] // common % n == 0)
   # (S, columns, ...), and then of these
   return reduce(reduce(x.unflatten(1, (-1, columns)), 1).contiguous(), 1, keepdim=True).contiguous()
 

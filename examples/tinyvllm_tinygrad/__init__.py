@@ -1,5 +1,5 @@
-"""What tinygrad 0.14 lacks, and the engine is faster with: attention on tensor cores, matrices there and in a CPU's
-registers, a step that all cores of a CPU go through together, memory in huge pages, powers of two without branches,
+"""What tinygrad 0.14 lacks, and the engine is faster with: attention whose lanes share more, on tensor cores and of 8
+bits, matrices there and in a CPU's registers, a step that all cores of a CPU go through together, memory in huge pages, powers of two without branches,
 the widest vectors, lowered kernels kept on disk, GPUs that do not take turns. To be dropped as soon as tinygrad has
 them."""
 import importlib
@@ -9,10 +9,10 @@ from tinygrad.runtime.ops_cpu import CPUAllocator
 
 from tinyvllm.device import cpu_cores
 
-from .attention import attend, block_parts
 from .cpu import CPUGraph, allocate, patch_exp2, widen
 from .kernels import patch_tinygrad
 from .matmul import GateUp, Linear, Norm
+from .tensor_cores import attend, block_parts
 
 
 def extend(compiler: str) -> None:

@@ -13,7 +13,9 @@ from tinygrad.uop.ops import AxisType, Ops, sint
 
 from tinyvllm import llama
 from tinyvllm.device import cpu_cores, cpu_sums, renderer
-from tinyvllm.schedule import axes, axis, divisor, end, fold, kernel_of, lane_axis, unrolled
+from tinyvllm.schedule import axes, kernel_of
+
+from .schedule import axis, divisor, end, fold, lane_axis, shared_by, unrolled
 
 MMA = (8, 16, 16)   # the tensor core used here: n, m, k
 AHEAD = 4096   # bytes, by which a CPU's core asks for weights before it needs them
@@ -219,7 +221,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
     total = fold(sum(product(n16, first, k + step) for step in range(steps)))
     return put_tile(out, total, rest, weight, first + column * 2 + e, n16, r, row)
   tiles = [tile(n * n_tiles + i, (t * t_tiles + j) * 8) for i, j in np.ndindex(n_tiles, t_tiles)]
-  return kernel_of("linear_tc", UOp.group(*tiles), 1)
+  return kernel_of("linear_tc", UOp.group(*tiles), ())
 
 
 def copied(pairs: Sequence[tuple[UOp, UOp]], wanted: UOp) -> UOp:
@@ -292,7 +294,7 @@ def many_rows_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
     at = split * T + ((group_t * tiles.high + warp_t) * tiles.t + t) * 8 + column * 2 + e
     return put_tile(out, total, rest, weight, at, (group_n * tiles.wide + warp_n) * tiles.n + n, r, row)
   stores = [put_one(a.after(done)[r, e], n, t) for a, (n, t) in zip(sums, places, strict=True)]
-  return kernel_of("linear_many", UOp.group(*stores), 1)
+  return kernel_of("linear_many", UOp.group(*stores), ())
 
 
 def fetch(buffer: UOp, index: UOp, size: Any) -> UOp:
@@ -331,7 +333,7 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   total = fold(fold(x[t, k + ahead].float() * w, kinds=(AxisType.REDUCE,)))
   # A core's part of less is done before the other is there
   threads = divisor(N16, cpu_cores()) if T * K * N16 > 8192 else 1
-  return kernel_of("linear", put(out, total, rest, t, n * lanes + lane), threads if simd else None)
+  return kernel_of("linear", put(out, total, rest, t, n * lanes + lane), shared_by(threads) if simd else None)
 
 
 class Norm(llama.Norm):
@@ -369,4 +371,4 @@ class Norm(llama.Norm):
     sums = sums.after(end(sums[lane].store(fold(part * part))))
     scale = (fold(sums[unrolled(lanes, 32, 4)]) / K + self.eps).rsqrt()
     place, column = own(AxisType.LOOP, AxisType.UPCAST, 6)
-    return kernel_of("rms_norm", put(out, kept[place] * scale * weight[column].float(), (), t, column), 1)
+    return kernel_of("rms_norm", put(out, kept[place] * scale * weight[column].float(), (), t, column), ())
