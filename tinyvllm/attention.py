@@ -85,7 +85,7 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, table: UOp, tokens: 
   kind, shared = (AxisType.UPCAST, AddrSpace.REG) if cpu_cores() else (AxisType.LOCAL, AddrSpace.LOCAL)
   t, h = axes(0, T, KV)
   g = UOp.range(G, 2, AxisType.UPCAST)
-  width = math.gcd(D, 16) if cpu_cores() else D   # tinygrad has vectors of no more than 16
+  width = math.gcd(D, 16, BS) if cpu_cores() else D   # vectors are of no more than 16, and of one block
   lane = UOp.range(D // width, 8, AxisType.UPCAST) * width + UOp.range(width, 3, kind)
   position, row = [field(tokens, name, t) for name in ("position", "row")]
   loop = UOp.loop(4)

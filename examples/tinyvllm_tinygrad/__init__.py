@@ -1,7 +1,7 @@
-"""What tinygrad 0.14 lacks, and the engine is faster with: attention whose lanes share more, on tensor cores and of 8
-bits, matrices there and in a CPU's registers, a step that all cores of a CPU go through together, memory in huge pages, powers of two without branches,
-the widest vectors, lowered kernels kept on disk, GPUs that do not take turns. To be dropped as soon as tinygrad has
-them."""
+"""What tinygrad 0.14 lacks, and the engine is faster with: attention whose lanes share more, on tensor cores too and of
+8 bits, matrices there and in a CPU's registers, a step that all cores of a CPU go through together, memory in huge
+pages, powers of two without branches, the widest vectors, lowered kernels kept on disk, GPUs that do not take turns.
+To be dropped as soon as tinygrad has them."""
 import importlib
 
 from tinygrad import Device
