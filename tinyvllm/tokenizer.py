@@ -1,6 +1,6 @@
-"""Text to token ids and back: sentencepiece's tokenizer.model, Hugging Face's tokenizer.json; chat templates; a text as
-its tokens come."""
-import dataclasses, functools, importlib, itertools, pathlib, re
+"""Text to token ids and back, with sentencepiece's tokenizer.model, and a text as its tokens come. tinyvllm_hf knows
+Hugging Face's tokenizer.json and chat templates."""
+import dataclasses, importlib, itertools, pathlib, re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,23 +8,6 @@ from sentencepiece import SentencePieceProcessor
 
 from .config import check, read_json
 from .request import Sequence
-
-
-def optional(name: str, extra: str = "hf") -> Any:
-  """A module that an extra of this package brings."""
-  try: return importlib.import_module(name)
-  except ImportError as e: raise ValueError(f"this needs {name}: pip install 'tinyvllm[{extra}]'") from e
-
-
-def plain(message: dict[str, Any]) -> dict[str, Any]:
-  """A chat's message whose content is a text, of the parts that it may have come in."""
-  content = message.get("content")
-  if message["role"] == "assistant" and content is None: content = ""   # it called a tool
-  check(isinstance(content, str | list), f"content={content!r} must be a str or a list of parts")
-  parts: Any = content if isinstance(content, list) else [{"type": "text", "text": content}]
-  others = {part["type"] for part in parts} - {"text"}
-  check(not others, f"content: parts of type {', '.join(map(str, others))} are not supported, only text")
-  return {**message, "content": "".join(part["text"] for part in parts)}
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,25 +40,9 @@ class Tokenizer:
     runs = itertools.groupby([i for i in ids if i not in hidden], self.texts.get)
     return "".join(self.plain_decode([*run]) if text is None else text * len([*run]) for text, run in runs)
 
-  def apply_chat_template(self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True,
-                          continue_final_message: bool = False, **variables: Any) -> str:
-    """The conversation as the model was trained to see it. messages: each a role and a content, which is a str or a
-    list of {"type": "text", "text": str}. add_generation_prompt: an answer begins behind it, unless
-    continue_final_message: the last message goes on. variables: more of the template's, such as tools, or another
-    chat_template. Raises ValueError without a template, or where it refuses."""
-    variables = self.config | variables
-    check(variables.get("chat_template"), "tokenizer_config.json has no chat template: use generate")
-    env = optional("jinja2.sandbox").ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    try:
-      messages = [*map(plain, messages)]
-      text = env.from_string(variables["chat_template"]).render(
-        variables, messages=messages, add_generation_prompt=add_generation_prompt and not continue_final_message,
-        raise_exception=functools.partial(check, False))
-      if not continue_final_message: return text
-      last = messages[-1]["content"].strip()
-      return text[:text.rindex(last) + len(last)]
-    # A template, or what it finds in a message, can fail in many ways
-    except Exception as e: raise ValueError(f"messages: the chat template does not take them: {e!r}") from e
+  def apply_chat_template(self, messages: list[dict[str, Any]], /, **options: Any) -> str:
+    """The conversation as the model was trained to see it: tinyvllm_hf.render, which says what it takes."""
+    return importlib.import_module("tinyvllm_hf").render(messages, self.config, **options)
 
 
 def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
@@ -83,10 +50,7 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
   config = read_json(folder / "tokenizer_config.json")
   config |= {path.stem: path.read_text() for path in folder.glob("chat_template.jinja")}   # where there is one
   if not (folder / "tokenizer.json").exists(): return _load_sentencepiece(folder / "tokenizer.model", config)
-  library = optional("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json"))
-  named = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
-  return Tokenizer(lambda text, special: library.encode(text, add_special_tokens=special).ids, library.decode, named,
-                   set(named.values()), config, library)
+  return importlib.import_module("tinyvllm_hf").load(folder / "tokenizer.json", config)
 
 
 def _load_sentencepiece(path: pathlib.Path, config: dict[str, Any]) -> Tokenizer:

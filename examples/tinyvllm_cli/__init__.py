@@ -8,7 +8,7 @@ from tinygrad.device import CompileError
 
 from tinyvllm import LLM, SamplingParams, __version__
 from tinyvllm.config import NO_EFFECT, EngineConfig, kind_of, logger
-from tinyvllm.tokenizer import optional
+from tinyvllm_hf import optional
 
 from .gguf import folder_of as folder_of
 

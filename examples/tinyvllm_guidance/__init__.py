@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.config import check
-from tinyvllm.tokenizer import Tokenizer, optional
+from tinyvllm.tokenizer import Tokenizer
+from tinyvllm_hf import optional
 
 KINDS: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool}
 

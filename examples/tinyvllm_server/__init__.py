@@ -1,6 +1,6 @@
 """`tinyvllm serve`: the engine for asyncio, and an HTTP server over it that speaks OpenAI's protocol. It is no part of
 the engine, which knows nothing of it; `pip install 'tinyvllm[server]'` brings what it needs."""
-from tinyvllm.tokenizer import optional
+from tinyvllm_hf import optional
 
 from .async_engine import AsyncLLM as AsyncLLM
 from .client import Remote as Remote
