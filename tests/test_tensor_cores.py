@@ -60,13 +60,14 @@ def as_stored(keys: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
 CASES = {   # tokens, K/V heads, groups, head_dim, the longest context, sequences, blocks in a row of the table at least
   "decode": (8, 2, 4, 64, 700, 8, 0), "one token": (1, 8, 4, 128, 1000, 1, 0),
   "no groups": (16, 32, 1, 128, 60, 16, 0), "many groups": (2, 1, 12, 96, 300, 2, 0),
-  "drafts": (10, 2, 2, 32, 90, 2, 0), "a chunk": (64, 2, 2, 64, 64, 1, 0), "shared": (2, 4, 4, 128, 900, 2, 65),
+  "drafts": (10, 2, 2, 32, 90, 2, 0), "a chunk": (64, 2, 2, 64, 70, 1, 0), "shared": (2, 4, 4, 128, 900, 2, 65),
   "tiles": (128, 2, 2, 64, 300, 1, 0), "few in a tile": (128, 2, 1, 128, 90, 9, 0),
   "a mixed step": (256, 2, 4, 64, 200, 7, 0), "sixteen": (128, 1, 2, 32, 70, 8, 0)}
 if SLOW:
   CASES = {"decode": (2, 1, 4, 32, 40, 2, 0), "many groups": (1, 1, 12, 32, 20, 1, 0),
            "shared": (1, 1, 1, 32, 40, 1, 65), "drafts": (4, 1, 2, 64, 20, 2, 0),
-           "few in a tile": (80, 1, 1, 32, 20, 8, 0), "tiles": (72, 1, 1, 32, 80, 1, 0)}
+           "few in a tile": (80, 1, 1, 32, 20, 8, 0), "tiles": (72, 1, 1, 32, 80, 1, 0),
+           "a tile that ends within a warp": (84, 1, 1, 32, 88, 1, 0)}
 
 
 @on_tensor_cores

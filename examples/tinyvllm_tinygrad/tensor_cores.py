@@ -253,7 +253,8 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
       if scales:
         score = score - sums.index(r * 2) * (128 * math.log2(math.e) / math.sqrt(D))
         score = score * scales[0].base.index(page * 2 * BS + at).load()
-      scores[r].append((start + at <= own + place(r)[0]).where(score, LOWEST))
+      # Of a row beyond the tile, too, no more than is written: its NaN would be in the mean of all warps
+      scores[r].append((start + at <= (own + place(r)[0]).minimum(last)).where(score, LOWEST))
   tops = [of_row(functools.reduce(UOp.maximum, x, state.highest[r].load()), UOp.maximum) for r, x in enumerate(scores)]
   fades = [(state.highest[r].load() - top).exp2() for r, top in enumerate(tops)]
   weights = [[(x - top).exp2() for x in row] for row, top in zip(scores, tops, strict=True)]
