@@ -34,9 +34,11 @@ from safetensors.numpy import load_file, save_file
 from tinygrad import Device, Tensor, UOp, dtypes, nn
 from tinygrad.runtime.autogen import cuda
 
-from tinyvllm import LLM, SamplingParams, StructuredOutputsParams, device
+from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import EngineConfig
+from tinyvllm.device import open_device
 from tinyvllm_cli import main
+from tinyvllm_parallel import check_peers, device_names, own_rows, parts_of
 from tinyvllm_quantization import Quantized, dequantized, quantize, split
 from tinyvllm_server import AsyncLLM
 from tinyvllm_tinygrad.matmul import Linear, Norm, pack
@@ -443,11 +445,11 @@ def test_each_device_has_its_part_of_each_matrix_and_all_norms(tmp_path):
       assert whole.sources.keys() == part.sources.keys()
       tensors = [nn.state.get_state_dict(x) for x in (whole, part)]
       for kind, tensor in tensors[1].items():
-        assert tensor.device == device.device_names(n)
+        assert tensor.device == device_names(n)
         split = isinstance(part, Linear) and (kind == "weight" or part.axis == 0)
         assert tensor.nbytes() * (n if split else 1) == tensors[0][kind].nbytes(), (part.sources, kind)
         buffers = tensor.uop.buffer.bufs
-        assert [(x.device, x.nbytes) for x in buffers] == [(name, tensor.nbytes()) for name in device.device_names(n)]
+        assert [(x.device, x.nbytes) for x in buffers] == [(name, tensor.nbytes()) for name in device_names(n)]
 
 
 def test_a_bias_of_what_is_summed_is_on_one_device_alone(tmp_path):
@@ -554,7 +556,7 @@ class Cards:
 
 def test_more_gpus_than_there_are_are_refused_and_so_are_those_that_cannot_read_each_other(monkeypatch):
   """As the driver says it of each pair, in this direction."""
-  monkeypatch.setattr(device, "Device", Cards(3))
+  monkeypatch.setattr("tinyvllm_parallel.Device", Cards(3))
   asked, cannot = [], {(1, 0)}
 
   def can_access(able, reader, read):
@@ -563,12 +565,12 @@ def test_more_gpus_than_there_are_are_refused_and_so_are_those_that_cannot_read_
     return 0
   monkeypatch.setattr(cuda, "cuDeviceCanAccessPeer", can_access)
   with pytest.raises(ValueError, match="^tensor_parallel_size=4: there are 3 CUDA devices here: at most that"):
-    device.open_peers(4)
+    check_peers(4)
   with pytest.raises(ValueError, match="^tensor_parallel_size=2: CUDA:1 cannot read CUDA's memory .*; 1 will do"):
-    device.open_peers(2)
+    check_peers(2)
   cannot.clear()
   asked.clear()
-  device.open_peers(3)
+  check_peers(3)
   assert sorted(asked) == sorted(itertools.permutations(range(3), 2))
 
 
@@ -606,8 +608,8 @@ def test_help_shows_it(command, capsys):
 
 def on_devices(arrays):
   """A tensor of which each device has one of the arrays."""
-  names = device.device_names(len(arrays))
-  device.open_device(len(arrays))
+  names = device_names(len(arrays))
+  open_device()
   tensors = [Tensor(np.ascontiguousarray(x), device=name).contiguous().realize()
              for name, x in zip(names, arrays, strict=True)]
   return Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()
@@ -623,7 +625,7 @@ def test_a_norm_adds_what_each_device_has_of_a_sum(count, rows, size):
   deltas = [normal(rows, size, seed=2 + i) for i in range(count)]
   norm = Norm("norm", size, 1e-5, dtypes.float32)
   norm.weight = on_devices([weight] * count)
-  summed, normed = norm.add(on_devices([x] * count), on_devices(deltas))
+  summed, normed = norm.add(on_devices([x] * count), *parts_of(on_devices(deltas)))
   Tensor.realize(summed, normed)
   total = x + sum(deltas)
   expected = total / np.sqrt((total * total).mean(-1, keepdims=True) + 1e-5) * weight
@@ -637,7 +639,7 @@ def test_a_row_is_on_the_device_that_has_it_and_zeros_are_on_the_others(count, r
   linear = Linear(24, {"w": rows}, False, dtypes.float32)
   linear.weight = on_devices([pack(part, linear.weight.shape) for part in np.split(weight, count)])
   ids = np.array([0, rows - 1, rows, count * rows - 1, count * rows - rows, 5], np.int32)
-  found = linear.rows(on_devices([ids] * count), dtypes.float32).realize()
+  found = linear.rows(own_rows(on_devices([ids] * count), rows), dtypes.float32).realize()
   for i, got in enumerate(parts_by_device(found)):
     np.testing.assert_array_equal(got.reshape(len(ids), 24), weight[ids] * (ids // rows == i)[:, None])
 

@@ -20,9 +20,10 @@ from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import ModelConfig
-from tinyvllm.device import device_names, open_device
+from tinyvllm.device import open_device
 from tinyvllm.llama import Llama
 from tinyvllm.weights import load_weights
+from tinyvllm_parallel import open_peers
 from tinyvllm_quantization import Quantized, dequantized, pack_numbers, quantize, scales_shape
 from tinyvllm_tinygrad.matmul import GateUp, Linear, pack, stored_shape
 
@@ -303,7 +304,8 @@ def test_gate_and_up_are_loaded_in_the_order_that_their_kernel_reads(tmp_path, b
   open_device()
   dtype = dtypes.float32 if Device.DEFAULT == "CPU" else dtypes.float16
   tiny_model(tmp_path, num_hidden_layers=1, hidden_size=64, intermediate_size=80, mlp_bias=True, dtype="float16")
-  model = Llama(ModelConfig.load(tmp_path).share(count), dtype, device_names(count))
+  kind = Llama if count == 1 else open_peers(count)[1]
+  model = kind(ModelConfig.load(tmp_path), dtype)
   load_weights(model, tmp_path, dtype, None if bits == 16 else f"int{bits}")
   weights, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp."
   x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float16)

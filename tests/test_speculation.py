@@ -1170,7 +1170,7 @@ class TestDraftModel:
 
   def test_a_draft_that_does_not_fit_beside_the_model_is_refused(self, words_folder, monkeypatch):
     free = 300_000   # bytes: room for one of the two
-    monkeypatch.setattr("tinyvllm.engine.open_device", lambda count: free)
+    monkeypatch.setattr("tinyvllm.engine.open_device", lambda: free)
     LLM(words_folder, **ENGINE)
     with pytest.raises(ValueError) as e:
       LLM(words_folder, **ENGINE, speculative_config={"model": words_folder, "num_speculative_tokens": 2})

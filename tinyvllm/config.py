@@ -6,7 +6,6 @@ logger = logging.getLogger("tinyvllm")
 # What this engine takes
 KNOWN = {"architecture": ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
          "hidden_act": ["silu"], "rope_type": ["default", "llama3", "linear", "factors"]}
-MOST_DEVICES = 8
 
 
 def check(ok: Any, message: str) -> None:
@@ -78,7 +77,7 @@ class EngineConfig(Options):
   gpu_memory_utilization: Annotated[float | int, 0.01, 1.0] = 0.9   # share of free memory for the KV cache
   kv_cache_dtype: Annotated[str, "auto", "fp8", "int8"] = "auto"   # auto: as what is computed; int8: scaled by token
   num_gpu_blocks_override: Annotated[int | None, 2, 2**24] = None   # blocks, scratch block 0 included
-  tensor_parallel_size: Annotated[int, 1, MOST_DEVICES] = 1   # devices of this machine that share every layer
+  tensor_parallel_size: Annotated[int, 1, 8] = 1   # devices of this machine that share every layer
   enable_prefix_caching: bool = True                      # find what has been computed before, prompts and answers
   enforce_eager: bool = False                             # never capture a step as a graph: slow, for debugging
   cudagraph_capture_sizes: Annotated[list | None, int] = None   # tokens of the steps captured at start; None: when met
@@ -137,14 +136,6 @@ class ModelConfig:
     if hf.get("sliding_window") and hf.get("use_sliding_window", True):   # within it, the model is plain
       values["max_position_embeddings"] = min(hf["max_position_embeddings"], hf["sliding_window"])
     return cls(**{name: values[name] for name in cls.__match_args__})
-
-  def share(self, n: int) -> "ModelConfig":
-    """What each of n devices has: its part of the heads, of the MLP and of the vocabulary."""
-    names = "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
-    sizes = {name: getattr(self, name) for name in names}
-    fit = [str(x) for x in range(1, MOST_DEVICES + 1) if not any(size % x for size in sizes.values())]
-    check(str(n) in fit, f"tensor_parallel_size={n} must divide each of {sizes}: {' or '.join(fit)} would do")
-    return dataclasses.replace(self, **{name: size // n for name, size in sizes.items()})
 
   @classmethod
   def load(cls, folder: pathlib.Path) -> "ModelConfig":

@@ -1,11 +1,11 @@
 """Opens a device of tinygrad's, and tells what the engine must know of it: its compiler, free memory, types, limits."""
-import ctypes, importlib.util, itertools, os, pathlib, shutil, sys, threading
+import ctypes, importlib.util, os, pathlib, shutil, sys, threading
 from typing import Any
 
 from tinygrad import Device, dtypes, helpers
 from tinygrad.engine import realize
 
-from .config import check, logger
+from .config import logger
 
 # As Linux says of its CPU
 AVX512 = os.path.exists("/proc/cpuinfo") and "avx512f" in pathlib.Path("/proc/cpuinfo").read_text()
@@ -60,28 +60,8 @@ def find_compiler() -> str | None:
   return shutil.which("clang") or shutil.which("clang", path=os.path.dirname(sys.executable))
 
 
-def device_names(count: int) -> tuple[str, ...]:
-  """The default device, and others of its kind."""
-  return tuple(Device.canonicalize(f"{Device.DEFAULT}:{i}") for i in range(count))
-
-
-def open_peers(count: int) -> None:
-  """Open devices that read each other's memory. Raises ValueError where they cannot, or are not so many."""
-  said = f"tensor_parallel_size={count}"
-  check(count == 1 or Device.DEFAULT in ("CUDA", "CPU"), f"{said}: {Device.DEFAULT} takes 1; CUDA and CPU take more")
-  if Device.DEFAULT != "CUDA": return
-  there = Device.default.count()
-  check(count <= there, f"{said}: there are {there} {Device.DEFAULT} devices here: at most that would do")
-  from tinygrad.runtime.autogen import cuda
-  able = ctypes.c_int()
-  for reader, read in itertools.permutations([Device[name] for name in device_names(count)], 2):
-    cuda.cuDeviceCanAccessPeer(ctypes.byref(able), reader.cu_device, read.cu_device)   # type: ignore[attr-defined]
-    check(able.value, f"{said}: {reader.device} cannot read {read.device}'s memory (nvidia-smi topo -p2p r); 1 will do")
-
-
-def open_device(count: int = 1) -> int:
-  """Open tinygrad's default device, or several of its kind, and return the free bytes of each. Raises RuntimeError
-  where none opens, ValueError where it has no such peers."""
+def open_device() -> int:
+  """Open tinygrad's default device, and return its free bytes. Raises RuntimeError where none opens."""
   compiler = find_compiler()
   os.environ["CC"] = compiler or "echo"   # tinygrad wants a command, though it may never need what that makes
   try:
@@ -94,9 +74,7 @@ def open_device(count: int = 1) -> int:
   except Exception as e:   # a backend fails to open in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
                        "'tinyvllm[cpu]', which brings a compiler; or name another: DEV=CUDA, METAL, AMD, ...") from e
-  open_peers(count)
-  free = min(map(free_memory, reversed(device_names(count))))   # the first one's context is to stay the current one
-  return free // count if Device.DEFAULT == "CPU" else free   # a CPU's is memory that all have in common
+  return free_memory(Device.DEFAULT)
 
 
 def best(kind: Any) -> Any:

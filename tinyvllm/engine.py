@@ -8,7 +8,7 @@ from tinygrad import dtypes, helpers, nn
 
 from .batch import DRAWN_BY, Shape, Step, pack
 from .config import EngineConfig, ModelConfig, check, effective, logger, read_json
-from .device import cpu_cores, device_names, exclusive, largest_tensor, num_compiled, open_device, pick_dtype
+from .device import cpu_cores, exclusive, largest_tensor, num_compiled, open_device, pick_dtype
 from .llama import Llama
 from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, Sequence
 from .runner import Runner
@@ -75,8 +75,10 @@ class LLMEngine:
     if not logger.hasHandlers():   # the program has not said where logs go
       logger.addHandler(logging.StreamHandler())
       logger.setLevel(logger.level or logging.INFO)
-    free = open_device(config.tensor_parallel_size)
-    devices = device_names(config.tensor_parallel_size)
+    free = open_device()
+    kind: Any = Llama
+    if config.tensor_parallel_size > 1:
+      free, kind = importlib.import_module("tinyvllm_parallel").open_peers(config.tensor_parallel_size)
     drafts = config.speculative_config
     self.speculation: Any = None
     if drafts is not None: self.speculation = importlib.import_module("tinyvllm_speculation").Speculation(drafts)
@@ -94,14 +96,13 @@ class LLMEngine:
     most = min(budget, 1 << (largest_tensor() // (4 * shape.vocab_size)).bit_length() - 1)
     check(seqs <= most, f"max_num_seqs={seqs} must be at most max_num_batched_tokens={most}: each decodes one a step")
     config = self.config = dataclasses.replace(config, max_num_batched_tokens=most, dtype=pick_dtype(config.dtype))
-    part = shape.share(len(devices))
-    llama = Llama(part, getattr(dtypes, config.dtype), devices)
+    llama = kind(shape, getattr(dtypes, config.dtype))
     load_weights(llama, folder, llama.dtype, config.quantization)
     weights = sum(x.nbytes() for part in llama.parts() for x in nn.state.get_parameters(part))
-    logger.info(f"loaded {folder.name} in {config.dtype} on {', '.join(devices)} in "
+    logger.info(f"loaded {folder.name} in {config.dtype} on {', '.join(llama.devices)} in "
                 f"{time.perf_counter() - started:.1f} s; a step takes {most} tokens")
     left = max(0, int(free * config.gpu_memory_utilization - weights))
-    target = functools.partial(Runner, llama, part, config, length)
+    target = functools.partial(Runner, llama, config, length)
     if self.speculation: self.runners = self.speculation.open(target, shape, self.tokenizer, config, length, left)
     else: self.runners = [target(left)]
     self.runner = self.runners[0]

@@ -4,17 +4,16 @@ v stored as one matrix and gate, up as one."""
 from typing import Any
 
 import numpy as np
-from tinygrad import Device, Tensor, UOp, dtypes, function, helpers, nn
+from tinygrad import Device, Tensor, TinyJit, UOp, dtypes, function, helpers, nn
 from tinygrad.dtype import DType
-from tinygrad.uop.ops import AxisType, Ops
+from tinygrad.uop.ops import Ops
 
 from .attention import attend
 from .config import ModelConfig
 from .device import best
-from .schedule import axes, kernel_of
 
 
-def rope_table(config: ModelConfig, length: int, devices: tuple[str, ...]) -> Tensor:
+def rope_table(config: ModelConfig, length: int) -> Tensor:
   """Cosines and sines of rotary positions (Su et al. 2021), (length, 2, head_dim / 2), their frequencies scaled."""
   scaling = config.rope_scaling
   freqs = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)   # (D/2,)
@@ -24,26 +23,13 @@ def rope_table(config: ModelConfig, length: int, devices: tuple[str, ...]) -> Te
     turns = scaling["original_max_position_embeddings"] * freqs / (2 * np.pi)
     freqs *= np.interp(turns, [scaling["low_freq_factor"], scaling["high_freq_factor"]], [1 / scaling["factor"], 1])
   angles = np.outer(np.arange(length), freqs)   # (length, D/2)
-  table = Tensor(np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32))
-  return table.to(devices if len(devices) > 1 else None).realize()
+  return Tensor(np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32))
 
 
 def flat(x: Tensor) -> Tensor:
   """In one axis, and a buffer of its own: what a kernel has made is not copied where a traced function returns it."""
   if x.uop.op is not Ops.AFTER: return x.flatten().contiguous()
   return Tensor(x.uop.src[0].base.after(x.uop.src[1]))
-
-
-def parts_of(x: Tensor) -> list[Tensor]:
-  """What each device has of x, where it is, for all of them to read."""
-  count = len(helpers.to_tuple(x.device))
-  return [x] if count == 1 else [Tensor(UOp.mstack(*[x.uop.mselect(i)] * count)) for i in range(count)]
-
-
-def sum_kernel(out: UOp, *terms: UOp) -> UOp:
-  """All of one shape, also where another device has them."""
-  index = axes(0, *out.shape)
-  return kernel_of("sum", out[*index].store(sum(x[*index].float() for x in terms).cast(out.dtype)))
 
 
 class Linear:
@@ -63,17 +49,9 @@ class Linear:
     """x: (T, in). Returns (T, out), of x's type unless said."""
     return x.float().linear(self.weight.float().T, self.bias).cast(dtype or x.dtype).contiguous()
 
-  def own(self, ids: Tensor) -> Tensor:
-    """The rows of W for ids, (T,): each device has those that follow the ones of the device before."""
-    if not isinstance(ids.device, tuple): return ids.contiguous()
-    first = Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * self.out_features
-    return (ids - first).contiguous()
-
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
-    """Of each id, (T,), a row of W: (T, in), or zeros on all devices but the one that has it."""
-    ids = self.own(ids)
-    here = (ids >= 0) & (ids < self.out_features)
-    return here.unsqueeze(1).where(self.weight[here.where(ids, 0)], 0).cast(dtype).contiguous()
+    """Of each id, (T,), a row of W, or zeros where it is beyond them: (T, in)."""
+    return self.weight[ids].cast(dtype).contiguous()
 
 
 class GateUp(Linear):
@@ -97,9 +75,9 @@ class Norm:
     scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()   # (..., 1)
     return (wide * scale * self.weight).cast(x.dtype).contiguous()
 
-  def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """x + delta, of which each device has a part, and the norm of that. Both (T, size)."""
-    total = Tensor.empty_like(x).custom_kernel(x, *parts_of(delta), fxn=sum_kernel)[0]
+  def add(self, x: Tensor, *deltas: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum of x and the deltas, and the norm of that. All (T, size)."""
+    total = sum((t.float() for t in deltas), x.float()).cast(x.dtype).contiguous()
     return total, self(total)
 
 
@@ -140,11 +118,15 @@ class Layer:
 
 
 class Llama:
-  """config: of what each device has. dtype: of all that is computed but sums, norms and logits."""
-  def __init__(self, config: ModelConfig, dtype: DType, devices: tuple[str, ...] = ()):
+  """dtype: of all that is computed but sums, norms and logits."""
+  fill: Any = None   # what else fills a part's tensor with those of the files, if anything does
+
+  def __init__(self, config: ModelConfig, dtype: DType):
     def vocabulary(name): return best(Linear)(config.hidden_size, {name: config.vocab_size}, False, dtype)
+    self.config = config   # of what the device has
     self.dtype = dtype
-    self.devices = devices or (Device.DEFAULT,)
+    self.devices: tuple[str, ...] = (Device.DEFAULT,)
+    self.jit: Any = TinyJit   # what captures a step
     self.embed_tokens = self.lm_head = vocabulary("model.embed_tokens")
     if not config.tie_word_embeddings: self.lm_head = vocabulary("lm_head")
     self.layers = [Layer(config, f"model.layers.{i}", dtype) for i in range(config.num_hidden_layers)]
@@ -159,7 +141,6 @@ class Llama:
                caches: list[list[Tensor]]) -> Tensor:
     """Logits, (S, vocab) in float32, of the tokens that `samples`, (S,), indexes in the flat batch `ids`, (T,). The K
     and V of all of them are written to `caches`, keys and values per layer. tokens, table: as the kernels take them."""
-    ids, samples, tokens, table = [t.to(rope.device) for t in (ids, samples, tokens, table)]
     delta = flat(self.embed_tokens.rows(ids, self.dtype))   # (T * hidden,)
     x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()
     traced: dict[Any, UOp] = {}   # once for all layers of a kind: they differ in what they read
@@ -175,5 +156,4 @@ class Llama:
       x, delta = [Tensor(call.gettuple(i)) for i in range(2)]
     hidden = self.norm.weight.shape[0]
     x, delta = [t.reshape(-1, ids.shape[0], hidden)[:, samples].flatten(0, 1).contiguous() for t in (x, delta)]
-    logits = self.lm_head(self.norm.add(x, delta)[1], dtype=dtypes.float32)   # (S, vocab), or each device's part of it
-    return Tensor(logits.uop.unshard(1)).to(None) if isinstance(logits.device, tuple) else logits
+    return self.lm_head(self.norm.add(x, delta)[1], dtype=dtypes.float32)   # (S, vocab)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
+from tinygrad import Context, Device, Tensor, UOp, dtypes
 from tinygrad.dtype import DType
 
 from .attention import block_parts
@@ -65,12 +65,12 @@ def zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32
 
 
 class Runner:
-  """shape: of what each device has of the model. left: bytes of each device that the caches may take."""
-  def __init__(self, model: Llama, shape: ModelConfig, config: EngineConfig, max_model_len: int, left: int):
+  """left: bytes of the device, or of each of several, that the caches may take."""
+  def __init__(self, model: Llama, config: EngineConfig, max_model_len: int, left: int):
     self.model = model
-    self.jit: Any = functools.partial if config.enforce_eager else TinyJit   # of a computation; eager: itself
-    self.rope = rope_table(shape, max_model_len, model.devices)
-    self.caches = allocate_caches(shape, config, max_model_len, model.dtype, left, self.rope.device)
+    self.jit: Any = functools.partial if config.enforce_eager else model.jit   # of a computation; eager: itself
+    self.rope = rope_table(model.config, max_model_len).to(model.devices).realize()
+    self.caches = allocate_caches(model.config, config, max_model_len, model.dtype, left, model.devices)
     self.num_blocks = len(self.caches[0][0])
     self.overlaps = not cpu_cores()   # whether a launched step goes on while the host does other things
     # tinygrad waits for the device whenever it reads, for all that was launched
@@ -123,13 +123,9 @@ class Runner:
       for row, block_table in self.known.items(): tables[row, :len(block_table)] = block_table
       upload(self.table, tables)
     upload(words, step.array)
-    # Where results take the place of others, devices that read them wait for each other. Few tokens need little memory
-    apart = len(self.model.devices) > 1 and step.shape.tokens <= 64
-    with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8, NO_MEMORY_PLANNER=int(apart)):   # 8: WebGPU's
-      ids, logprobs = graph()
+    with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8): ids, logprobs = graph()   # 8: WebGPU's
     if graph.cnt == 2:   # that call has captured it
-      # which may have left any of the devices the current one, in whose stream it then runs
-      for name in reversed(self.model.devices): Device[name].synchronize()
+      Device.default.synchronize()
       logger.log(10 if self.sizes else 20, f"captured a step of {step.shape.tokens} tokens in "
                  f"{time.perf_counter() - started:.1f} s, {num_compiled() - known} new kernels")
     reads = [self.start_reading(tensor) for tensor in (ids, logprobs)]

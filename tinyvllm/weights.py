@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from tinygrad import Tensor, UOp, dtype, dtypes, helpers, nn
+from tinygrad import Device, Tensor, dtype, dtypes, helpers, nn
 
 from .config import check, read_json
 from .device import largest_tensor, renderer
@@ -50,10 +50,9 @@ def to_device(array: np.ndarray, compute: dtype.DType | None, device: str) -> Te
 
 
 def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quantization: str | None = None) -> None:
-  """Fill the model's tensors, on each of its devices with that one's part. compute: the type of what is computed with
-  them. quantization: what is made of the layers' matrices, "int8" or "int4", or what they are. Raises ValueError naming
-  the file and the tensor that is missing, surplus or misshapen."""
-  count = len(model.devices)
+  """Fill the model's tensors. compute: the type of what is computed with them. quantization: what is made of the
+  layers' matrices, "int8" or "int4", or what they are. Raises ValueError naming the file and the tensor that is
+  missing, surplus or misshapen."""
   published = read_json(folder / "config.json").get("quantization_config") or {}
   fill = None
   if published or quantization:
@@ -65,32 +64,24 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
     check(found == [*shape], f"{folder}: tensor {name} is {found}; its config says {[*shape]}")
     return np.memmap(*maps.pop(name))
 
-  def shares(w, axis):   # a device's each
-    if axis is None: return [w] * count
-    if axis == w.ndim: return [w] + [np.zeros_like(w)] * (count - 1)   # a bias, added once
-    return np.split(w, count, axis)
-
-  def place(part, arrays, kind=compute):   # one for each device
-    tensors = []
-    for array, device in zip(map(np.ascontiguousarray, arrays), model.devices, strict=True):
-      stored = to_device(array, kind, device)
-      size = max(array.nbytes, stored.nbytes())   # it is brought as it is, and then cast
-      check(size <= largest_tensor(), f"{folder}: {', '.join(part.sources)}: {size} bytes, of "
-            f"{largest_tensor()} that this device takes in one tensor: choose another one, as in DEV=CPU")
-      tensors.append(stored.realize().uop)
-    return Tensor(tensors[0]) if count == 1 else Tensor(UOp.mstack(*tensors)).clone().realize()
+  def place(part, arrays, kind=compute, device=Device.DEFAULT):   # the one that a device has
+    array = np.ascontiguousarray(*arrays)
+    stored = to_device(array, kind, device)
+    size = max(array.nbytes, stored.nbytes())   # it is brought as it is, and then cast
+    check(size <= largest_tensor(), f"{folder}: {', '.join(part.sources)}: {size} bytes, of "
+          f"{largest_tensor()} that this device takes in one tensor: choose another one, as in DEV=CPU")
+    return stored.realize()
 
   for part in helpers.tqdm(model.parts(), desc="loading weights", disable=None):
     for kind, tensor in nn.state.get_state_dict(part).items():   # its weight, its bias
-      above, beside = [count if part.axis == axis else 1 for axis in range(2)]   # as many as it in the files
-      columns = [tensor.numel() // sum(part.sources.values()) * beside] if tensor.ndim > 1 else []
-      shapes = {name: (rows * above, *columns) for name, rows in part.sources.items()}
-      if fill and columns: fill(part, shapes, maps, take, place)
+      columns = [tensor.numel() // sum(part.sources.values())] if tensor.ndim > 1 else []
+      shapes = {name: (rows, *columns) for name, rows in part.sources.items()}
+      if model.fill: model.fill(part, kind, shapes, fill, maps, take, place)
+      elif fill and columns: fill(part, shapes, maps, take, place)
       else:
-        matrices = [shares(take(f"{name}.{kind}", *shape), part.axis) for name, shape in shapes.items()]
-        weights = [own[0] if len(own) == 1 else np.concatenate(own) for own in zip(*matrices, strict=True)]
-        if isinstance(part, Linear) and columns: weights = [*map(part.stored, weights)]
-        tensor.replace(place(part, weights))
+        arrays = [take(f"{name}.{kind}", *shape) for name, shape in shapes.items()]
+        whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+        tensor.replace(place(part, [part.stored(whole) if isinstance(part, Linear) and columns else whole]))
   rest = [name for name in maps if name != "lm_head.weight" and not name.endswith((".inv_freq", ".weight_shape"))
           and not (published and name.endswith(".bias") and not np.memmap(*maps[name]).any())]   # derived, or nothing
   check(not rest, f"{folder}: tensor {next(iter(rest), None)} has no place in the model that its config describes")

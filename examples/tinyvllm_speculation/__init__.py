@@ -152,7 +152,7 @@ class Speculation:
     of_token, of_draft = [x.num_hidden_layers * x.num_key_value_heads * x.head_dim for x in (target_shape, shape)]
     runner = target((left - size) * of_token // (of_token + of_draft))
     config = dataclasses.replace(config, num_gpu_blocks_override=runner.num_blocks)
-    self.runners = [Runner(model, shape, config, max_model_len, left)]
+    self.runners = [Runner(model, config, max_model_len, left)]
     # At most a quarter: with one that takes longer nothing is gained, but it was asked for
     self.draft_time = step_time(1) * min(0.25, size / size_of(runner.model))
     return [runner, *self.runners]

@@ -124,7 +124,7 @@ class Linear(llama.Linear):
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
     out = new(ids, self.weight.numel() // self.out_features, dtype)
-    return out.custom_kernel(self.own(ids), self.weight, fxn=rows_kernel)[0]
+    return out.custom_kernel(ids, self.weight, fxn=rows_kernel)[0]
 
 
 class GateUp(llama.GateUp, Linear):
@@ -341,9 +341,9 @@ class Norm(llama.Norm):
     rows = x.reshape(-1, x.shape[-1])
     return Tensor.empty_like(rows).custom_kernel(rows, self.weight, fxn=self.kernel)[0].reshape(x.shape)
 
-  def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+  def add(self, x: Tensor, *deltas: Tensor) -> tuple[Tensor, Tensor]:
     normed = Tensor.empty_like(x)
-    made = normed.custom_kernel(x, self.weight, new(x, x.shape[1]), *llama.parts_of(delta), fxn=self.kernel)
+    made = normed.custom_kernel(x, self.weight, new(x, x.shape[1]), *deltas, fxn=self.kernel)
     return made[3], made[0]
 
   def kernel(self, out: UOp, x: UOp, weight: UOp, total: UOp | None = None, *parts: UOp) -> UOp:
