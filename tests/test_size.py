@@ -15,7 +15,7 @@ BESIDE = {"tinyvllm_server": 633, "tinyvllm_cli": 616, "tinyvllm_guidance": 60, 
           "tinyvllm_parallel": 92, "tinyvllm_prefix_cache": 180, "tinyvllm_quantization": 204,
           "tinyvllm_speculation": 157, "tinyvllm_tinygrad": 888}
 # The promise is under 1000 lines, and the aim 855: this is where the engine stands, and it may only fall (ROADMAP.md)
-LINES, WIDTH = 1314, 120
+LINES, WIDTH = 1313, 120
 MEAN, DENSEST = 17.0, 20.0   # tokens a line: over the package, in any file
 
 

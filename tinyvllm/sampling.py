@@ -40,10 +40,10 @@ def argmax(x: Tensor) -> Tensor:
   return -_rows(Tensor.max, best.where(-Tensor.arange(x.shape[1]), 1 - x.shape[1])).squeeze(1)
 
 
-def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-  """The greatest t such that the weights of all p >= t sum to target or more, by two of p's bits a round, which order
-  as p does: exact after 15 sums for three values each, and no sort of the vocabulary. p: (S, V) in 0..1. weight:
-  (S, V). target: (S, 1). Returns (S, 1)."""
+def _greatest(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+  """p, (S, V) in 0..1, but 0 where it is below the greatest t such that the weights, (S, V), of all p >= t sum to
+  target, (S, 1), or more: a target beyond reach keeps all. By two of p's bits a round, which order as p does: exact
+  after 15 sums for three values each, and no sort of the vocabulary."""
   low = target.const_like(1 << 28).cast(dtypes.int32).contiguous()   # the bits of 1.0 are below 2**30
 
   @function(precompile=True)   # scheduled once for all rounds
@@ -54,7 +54,7 @@ def _threshold(p: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     count = (_rows(Tensor.sum, kept) >= target.unsqueeze(1)).sum(2)   # (S, 1)
     return (low + step * (count - 1) + step // 4).contiguous()
   for _ in range(15): low = narrowed(low, p, weight, target.contiguous())
-  return low.bitcast(dtypes.float32)
+  return (p >= low.bitcast(dtypes.float32)).where(p, 0.0)
 
 
 def restrict(logits: Tensor, allowed: Tensor) -> Tensor:
@@ -92,11 +92,10 @@ def sample(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, mi
   temperature, top_k, top_p, min_p = [x.unsqueeze(1) for x in (temperature, top_k, top_p, min_p)]   # (S, 1)
   random = temperature >= 1e-5
   x = (logits / random.where(temperature, 1.0)).contiguous()   # (S, V)
-  def kept(p, least): return (p >= least).where(p, 0.0)
-  p = kept((x - _rows(Tensor.max, x)).exp(), min_p).contiguous()   # unnormalised: 1 at the best token
+  p = (x - _rows(Tensor.max, x)).exp()   # unnormalised: 1 at the best token
+  p = (p >= min_p).where(p, 0.0).contiguous()
   if filtered:
-    most = (top_k > 0).where(top_k, p.shape[1]).cast(dtypes.float32)
-    p = kept(p, _threshold(p, p.const_like(1.0), most)).contiguous()
-    p = kept(p, (top_p < 1.0).where(_threshold(p, p, top_p * _rows(Tensor.sum, p)), 0.0))
+    p = _greatest(p, p.const_like(1.0), (top_k > 0).where(top_k.float(), math.inf)).contiguous()
+    p = _greatest(p, p, (top_p < 1.0).where(top_p * _rows(Tensor.sum, p), math.inf))
   x = x + random.where(_gumbel(seeds, positions, int(p.shape[1])), 0.0)
   return argmax((p > 0.0).where(x, -math.inf).contiguous())
