@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "tinyvllm"
 FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
         tokenize.ENDMARKER}
 # Packages in examples/, and the lines that each stays within
-BESIDE = {"tinyvllm_server": 633, "tinyvllm_cli": 616, "tinyvllm_guidance": 60, "tinyvllm_hf": 34,
+BESIDE = {"tinyvllm_server": 633, "tinyvllm_cli": 616, "tinyvllm_guidance": 58, "tinyvllm_hf": 34,
           "tinyvllm_parallel": 92, "tinyvllm_prefix_cache": 180, "tinyvllm_quantization": 204,
           "tinyvllm_speculation": 157, "tinyvllm_tinygrad": 888}
 # The promise is under 1000 lines, and the aim 855: this is where the engine stands, and it may only fall (ROADMAP.md)
