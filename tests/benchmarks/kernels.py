@@ -86,7 +86,8 @@ def capture(llm: LLM, tokens: int, context: int, decode: bool) -> tuple:
   rng = random.Random(0)
   for i in range(tokens if decode else 1):
     prompt = common.random_ids(llm.model_config.vocab_size, context if decode else context + tokens, rng)
-    llm.add_request(str(i), prompt, common.greedy(llm.max_model_len - len(prompt["prompt_token_ids"])))
+    # Behind a chunk nothing is to come: where steps overlap, the last graph would be of what comes
+    llm.add_request(str(i), prompt, common.greedy(llm.max_model_len - len(prompt["prompt_token_ids"]) if decode else 1))
   with Watch(llm) as watch:
     while not (watch.steps and watch.steps[-1].outputs and watch.steps[-1].decode == decode): llm.step()
   for i in range(tokens if decode else 1): llm.abort_request(str(i))
