@@ -195,6 +195,9 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
     at = row + 8 * r
     return (0, at.minimum(G - 1)) if of_token else (together.where(0, warp * 16) + at, head % G)
 
+  # The last position that a row sees. One beyond the tile sees no more: its NaN would be in the mean of all warps
+  reach = [own if of_token else (own + place(r)[0]).minimum(last) for r in lane_rows]
+
   def flat(token, g): return (((first + token).minimum(T - 1) * KV + h) * G + g) * D
 
   def pairs(low, high):   # of numbers in 8 bits the halves, in which they are factor times smaller
@@ -253,8 +256,7 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
       if scales:
         score = score - sums.index(r * 2) * (128 * math.log2(math.e) / math.sqrt(D))
         score = score * scales[0].base.index(page * 2 * BS + at).load()
-      # Of a row beyond the tile, too, no more than is written: its NaN would be in the mean of all warps
-      scores[r].append((start + at <= (own + place(r)[0]).minimum(last)).where(score, LOWEST))
+      scores[r].append((start + at <= reach[r]).where(score, LOWEST))
   tops = [of_row(functools.reduce(UOp.maximum, x, state.highest[r].load()), UOp.maximum) for r, x in enumerate(scores)]
   fades = [(state.highest[r].load() - top).exp2() for r, top in enumerate(tops)]
   weights = [[(x - top).exp2() for x in row] for row, top in zip(scores, tops, strict=True)]
