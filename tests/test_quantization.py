@@ -1,5 +1,6 @@
 """Weights of 8 and 4 bits: as they were published, by the formulas of each format; made while loading; the kernels that
 read them. What decides is the same model with its matrices dequantized by hand, in float32."""
+import functools
 import json
 import sys
 from pathlib import Path
@@ -18,12 +19,12 @@ from reference import (
 from safetensors.numpy import load_file, save_file
 from tinygrad import Device, Tensor, dtypes
 
+import tinyvllm_parallel
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import ModelConfig
 from tinyvllm.device import open_device
 from tinyvllm.llama import Llama
 from tinyvllm.weights import load_weights
-from tinyvllm_parallel import open_peers
 from tinyvllm_quantization import Quantized, dequantized, pack_numbers, quantize, scales_shape
 from tinyvllm_tinygrad.matmul import GateUp, Linear, pack, stored_shape
 
@@ -304,7 +305,7 @@ def test_gate_and_up_are_loaded_in_the_order_that_their_kernel_reads(tmp_path, b
   open_device()
   dtype = dtypes.float32 if Device.DEFAULT == "CPU" else dtypes.float16
   tiny_model(tmp_path, num_hidden_layers=1, hidden_size=64, intermediate_size=80, mlp_bias=True, dtype="float16")
-  kind = Llama if count == 1 else open_peers(count)[1]
+  kind = Llama if count == 1 else functools.partial(tinyvllm_parallel.Llama, tinyvllm_parallel.device_names(count))
   model = kind(ModelConfig.load(tmp_path), dtype)
   load_weights(model, tmp_path, dtype, None if bits == 16 else f"int{bits}")
   weights, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp."
