@@ -320,14 +320,14 @@ def test_a_stream_interval_gives_fewer_pieces_of_the_same_text(llm, monkeypatch)
 
 
 def test_a_step_that_cannot_be_prepared_fails_those_in_it_and_no_others(llm, monkeypatch):
-  pack, failed = llm.llm._pack, []
+  pack, failed = llm.llm.pack, []
 
   def faulty(batch, **rest):
     if not failed and len(batch) == 2 and all(s.num_generated > 2 for s in batch):
       failed.extend(s.request_id for s in batch)
       raise ValueError("boom")
     return pack(batch, **rest)
-  monkeypatch.setattr(llm.llm, "_pack", faulty)
+  monkeypatch.setattr(llm.llm, "pack", faulty)
 
   async def run():
     jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS[:2])]

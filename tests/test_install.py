@@ -135,8 +135,9 @@ def lines_about_the_compiler(run: subprocess.CompletedProcess) -> list[str]:
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
   """Each file with its bytes, those of the shipped model and the chat page among them: no tests, no caches, no CI."""
   expected = {str(name): ROOT / name for name in tracked("tinyvllm")}
-  for beside in ("tinyvllm_cli", "tinyvllm_guidance", "tinyvllm_hf", "tinyvllm_parallel", "tinyvllm_prefix_cache",
-                 "tinyvllm_quantization", "tinyvllm_server", "tinyvllm_speculation", "tinyvllm_tinygrad"):
+  for beside in ("tinyvllm_capture", "tinyvllm_cli", "tinyvllm_guidance", "tinyvllm_hf", "tinyvllm_parallel",
+                 "tinyvllm_prefix_cache", "tinyvllm_quantization", "tinyvllm_server", "tinyvllm_speculation",
+                 "tinyvllm_tinygrad"):
     expected |= {str(name.relative_to("examples")): ROOT / name for name in tracked(f"examples/{beside}")}
   assert {"tinyvllm/default_model/model.safetensors", "tinyvllm_server/chat.html"} <= expected.keys()
   with zipfile.ZipFile(wheel) as archive:

@@ -15,6 +15,7 @@ from reference import ENGINE, reference_greedy, tiny_model
 from server import Server, wait_until
 from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.uop.ops import KernelInfo, Ops
+from tinyvllm_capture import usual_sizes
 from tinyvllm_server import AsyncLLM
 from tinyvllm_tinygrad import kernels
 
@@ -204,8 +205,8 @@ def test_eager_engines_capture_nothing(fresh):
 
 
 def test_what_suits_the_device_ends_with_the_largest_step(fresh):
-  assert fresh().runner.usual_sizes() == [1, 2, 4, 8, 16, 32]
-  assert fresh(max_num_batched_tokens=20).runner.usual_sizes()[-1] == 32
+  assert usual_sizes(fresh().runner) == [1, 2, 4, 8, 16, 32]
+  assert usual_sizes(fresh(max_num_batched_tokens=20).runner)[-1] == 32
 
 
 @pytest.mark.parametrize("length,gib", [(2048, 4), (2**18, 6)], ids=["4 GiB", "what one sequence takes"])

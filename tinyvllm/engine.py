@@ -6,9 +6,9 @@ from typing import Any
 
 from tinygrad import dtypes, helpers, nn
 
-from .batch import DRAWN_BY, Shape, Step, pack
+from .batch import DRAWN_BY, Step, pack
 from .config import EngineConfig, ModelConfig, check, effective, logger, read_json
-from .device import cpu_cores, exclusive, largest_tensor, num_compiled, open_device, pick_dtype
+from .device import cpu_cores, exclusive, largest_tensor, open_device, pick_dtype
 from .llama import Llama
 from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, Sequence
 from .runner import Runner
@@ -108,10 +108,11 @@ class LLMEngine:
     self.runner = self.runners[0]
     self.blocks = BlockManager(self.runner.num_blocks, config)
     self.max_model_len = min(length, self.blocks.num_tokens)   # where an override holds less
-    self._pack = functools.partial(pack, config=config, max_blocks=self.runner.max_blocks, vocab_size=shape.vocab_size)
+    self.pack = functools.partial(pack, config=config, max_blocks=self.runner.max_blocks, vocab_size=shape.vocab_size)
 
   @contextlib.contextmanager
-  def _alone(self) -> Iterator[None]:
+  def alone(self) -> Iterator[None]:
+    """What one thread does with the engine. Raises RuntimeError if another one is in there."""
     if not self._driver.acquire(False): raise RuntimeError("another thread has this LLM: use tinyvllm_server.AsyncLLM")
     try: yield
     finally: self._driver.release()
@@ -162,14 +163,14 @@ class LLMEngine:
     self.add(self.request(request_id, prompt, params, priority))
 
   def add(self, request: Request) -> None:
-    with self._alone():
+    with self.alone():
       name = request.request_id
       check(self.requests.setdefault(name, request) is request, f"request_id={name!r} is in use")
       self.scheduler.add(request.sequences[0])
 
   def abort_request(self, request_id: str) -> None:
     """End a request with finish_reason "abort". One that has finished, or never was, is let be."""
-    with self._alone():
+    with self.alone():
       if self._stepping.locked(): return self._abandoned.append(request_id)   # a garbage collection closed its stream
       if request_id not in self.requests: return
       request = self.requests.pop(request_id)
@@ -186,7 +187,7 @@ class LLMEngine:
 
   def advance(self, told: Callable[[Request], Any] = lambda request: request) -> list[Any]:
     """As `step`, for who wants something else of each request that has news. If `told` fails, the next step tells."""
-    with self._alone(), exclusive:   # another engine's capture would take in what this one reads
+    with self.alone(), exclusive:   # another engine's capture would take in what this one reads
       started = time.perf_counter()
       while self._abandoned: self.abort_request(self._abandoned.pop())
       try:
@@ -211,8 +212,8 @@ class LLMEngine:
       self._record(*self._read())
       self._read = tuple
     batch = self.scheduler.schedule()
-    if self.speculation: self.speculation.draft(self.scheduler, batch, self._pack)
-    step = self._pack(batch, fit=self.runner.fit) if batch else None
+    if self.speculation: self.speculation.draft(self.scheduler, batch, self.pack)
+    step = self.pack(batch, fit=self.runner.fit) if batch else None
     self.scheduler.advance(batch)
     def launch(): return self.runner.launch(step) if step else tuple
     ahead = launch() if self.runner.reads_early else None   # the device goes on with it at once
@@ -225,29 +226,17 @@ class LLMEngine:
     """Capture steps of so many tokens, greedy and sampled, or those with all that is rare, so that none of them stalls
     the requests that meet it first, and pad to them from now on. sizes: powers of two; None: what suits the device.
     Yields how far it is, before each."""
-    started = time.perf_counter()
-    known = num_compiled()
-    sizes = [] if self.config.enforce_eager else sorted(sizes or self.runner.usual_sizes())
-    for runner in self.runners: runner.sizes = sizes
-    kinds = [(1, False, 0, False), (2, True, 128, True)] if rare else [(0, False, 0, False), (2, False, 0, False)]
-    shapes = [Shape(size, min(size, self.runner.max_rows), *kind) for size in sizes for kind in kinds]
-    steps = [*itertools.product(shapes, self.runners)]
-    for i, (shape, runner) in enumerate(helpers.tqdm(steps, desc="capturing steps", disable=rare or None), 1):
-      yield f"preparing {i} of {len(steps)}"
-      def fit(need, shape=shape): return shape
-      with self._alone(), exclusive: runner.launch(self._pack({}, fit=fit))()
-    logger.info(f"captured {len(steps)} steps in {time.perf_counter() - started:.1f} s, "
-                f"{num_compiled() - known} new kernels")
+    return importlib.import_module("tinyvllm_capture").capture(self, sizes, rare)
 
   def save_prefix_cache(self, path: str | pathlib.Path) -> int:
     """Write the blocks in which something is found to a file, whole or not at all. Returns how many; none: no file.
     Raises OSError where it cannot be written."""
-    with self._alone(), exclusive: return importlib.import_module("tinyvllm_prefix_cache").save(self, path)
+    with self.alone(), exclusive: return importlib.import_module("tinyvllm_prefix_cache").save(self, path)
 
   def load_prefix_cache(self, path: str | pathlib.Path) -> int:
     """Find what is in such a file, too: as many blocks as are free, those used last first. Returns how many. Raises
     ValueError for a file that is damaged, or of another model or other options that its blocks hang on."""
-    with self._alone(), exclusive: return importlib.import_module("tinyvllm_prefix_cache").load(self, path)
+    with self.alone(), exclusive: return importlib.import_module("tinyvllm_prefix_cache").load(self, path)
 
   def _find_stops(self) -> None:
     """End the texts in which a stop string has come."""
@@ -300,7 +289,7 @@ class LLM(LLMEngine):
     params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
     check(len(params) == len(prompts), f"sampling_params: {len(params)} for {len(prompts)} prompts: give one or all")
     requests = [self.request(uuid.uuid4().hex, *pair) for pair in zip(prompts, params, strict=True)]
-    with self._alone(), contextlib.ExitStack() as aborts:
+    with self.alone(), contextlib.ExitStack() as aborts:
       for request in requests:
         aborts.callback(self.abort_request, request.request_id)
         self.add(request)

@@ -11,7 +11,7 @@ from tinygrad.dtype import DType
 from .attention import block_parts
 from .batch import DRAFT_ROWS, DRAWN_BY, LOGITS, TOKEN, Shape, Step, bucket
 from .config import EngineConfig, ModelConfig, check, logger
-from .device import best, cpu_cores, largest_tensor, num_compiled, renderer
+from .device import best, cpu_cores, largest_tensor, num_compiled
 from .llama import Llama, rope_table
 from .sampling import argmax, edit_kernel, restrict, sample, top_logprobs
 from .schedule import kernel_of
@@ -86,13 +86,6 @@ class Runner:
     self.last_token = zeros(config.max_num_seqs + 1)
     self.steps: dict[Shape, tuple[Tensor, Any]] = {}   # what each graph reads, and itself
     self.known: dict[int | None, list[int]] = {}   # the block tables that the device has, by row
-
-  def usual_sizes(self) -> list[int]:
-    """Tokens of the steps that are worth a capture on this device. Tensor cores take 8 in the time of 2, and more than
-    all sequences have at once are of prompts, and many."""
-    sizes = [1 << i for i in range(self.max_tokens.bit_length())]
-    if not renderer().tensor_cores: return sizes
-    return [size for size in sizes if size in (1, self.max_tokens) or 8 <= size <= max(64, self.max_rows)]
 
   def fit(self, need: Shape) -> Shape:
     """The shape to compute in: the smallest of the few that there are, but at first a captured one that takes less than

@@ -13,6 +13,7 @@ import time
 
 import common
 from common import LLM, Watch
+from tinyvllm_capture import usual_sizes
 
 
 def decode_columns(llm: LLM, steps: list, running: int, bandwidth: float, host: bool) -> tuple[float, list[str]]:
@@ -49,7 +50,7 @@ def measure_throughput(args, running: int, bandwidth: float) -> tuple[list[str],
 
 def print_padding(llm: LLM, args, prompts: list, exact: list) -> None:
   """What it costs to compute in the shapes that a server captures at its start."""
-  usual = llm.runner.usual_sizes()
+  usual = usual_sizes(llm.runner)
   for _ in llm.capture(): pass
   for sizes in (usual, [], usual, []):   # back and forth, as the clock may wander
     llm.runner.sizes = sizes
