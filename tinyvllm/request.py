@@ -1,5 +1,5 @@
 """What a request asks for, what each of its sequences has so far, and what comes back. Token ids only, no text."""
-import collections, dataclasses, math, time
+import collections, dataclasses, importlib, math, time
 from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
@@ -43,18 +43,12 @@ class SamplingParams(Options):
     if isinstance(self.stop, str): values["stop"] = [self.stop]
     if isinstance(self.logit_bias, dict):
       values["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
-    if isinstance(self.structured_outputs, dict):
-      from . import StructuredOutputsParams   # of a package beside the engine, loaded when it is needed
-      values["structured_outputs"] = StructuredOutputsParams(**self.structured_outputs)
-    structured = self.structured_outputs
-    known = structured is None or hasattr(structured, "constraint")
-    check(known, f"structured_outputs={structured!r} must be of type StructuredOutputsParams")
+    if self.structured_outputs is not None:
+      values["structured_outputs"] = importlib.import_module("tinyvllm_guidance").taken(self)
     super().__post_init__()
     most = values["max_tokens"]
     check(self.min_tokens <= most, f"min_tokens={self.min_tokens} is above max_tokens={most}")
     check(self.allowed_token_ids != [], "allowed_token_ids=[] allows nothing: None allows all")
-    for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
-      check(not (structured and values[name]), f"{name}={values[name]!r} conflicts with structured_outputs: drop one")
 
   def clone(self) -> "SamplingParams": return dataclasses.replace(self)
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.config import check
+from tinyvllm.request import SamplingParams
 from tinyvllm.tokenizer import Tokenizer
 from tinyvllm_hf import optional
 
@@ -38,6 +39,19 @@ class StructuredOutputsParams:
     except ValueError as e: raise ValueError(f"structured_outputs: {kind}: {e}") from e
     check(not matcher.is_error(), f"structured_outputs: {kind}: {' '.join(matcher.get_error().split())}")
     return Constraint(matcher, vocab_size)
+
+
+def taken(params: SamplingParams) -> Any:
+  """The structured_outputs of some SamplingParams, which JSON has as a dict. Raises ValueError for what is none, or
+  conflicts with another field."""
+  given = params.structured_outputs
+  structured = StructuredOutputsParams(**given) if isinstance(given, dict) else given
+  known = hasattr(structured, "constraint")
+  check(known, f"structured_outputs={structured!r} must be of type StructuredOutputsParams")
+  for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
+    value = getattr(params, name)
+    check(not value, f"{name}={value!r} conflicts with structured_outputs: drop one")
+  return structured
 
 
 class Constraint:
