@@ -75,9 +75,9 @@ class Norm:
     scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()   # (..., 1)
     return (wide * scale * self.weight).cast(x.dtype).contiguous()
 
-  def add(self, x: Tensor, *deltas: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of x and the deltas, and the norm of that. All (T, size)."""
-    total = sum((t.float() for t in deltas), x.float()).cast(x.dtype).contiguous()
+  def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """x + delta, and the norm of that. Both (T, size)."""
+    total = (x + delta).contiguous()
     return total, self(total)
 
 
