@@ -76,6 +76,18 @@ def finish(coroutine): return asyncio.run(asyncio.wait_for(coroutine, 60))
 async def gather(*tasks): return await asyncio.gather(*tasks)
 
 
+async def together(llm, *jobs, **options):
+  """Run several, of which none begins before the engine's thread has been given all: on a busy machine one could end
+  before the next comes."""
+  go = threading.Event()
+  llm._driver.inbox.put(lambda: go.wait(30))
+  await until(llm._driver.inbox.empty, "the thread waits")
+  tasks = [asyncio.create_task(job) for job in jobs]
+  await until(lambda: llm._driver.inbox.qsize() >= len(tasks), "all are given to it")
+  go.set()
+  return await asyncio.gather(*tasks, **options)
+
+
 async def until(condition, what):
   """wait_until for a coroutine: others run meanwhile."""
   async def ask():
@@ -217,7 +229,7 @@ def test_one_call_a_step_wakes_all_who_read_in_a_loop(llm, launches):
     with pytest.MonkeyPatch.context() as patch:
       patch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(threading.current_thread().name),
                                                                   wake(*given))[1])
-      await gather(*(collect(llm, prompt, LONG) for prompt in PROMPTS[:4]))
+      await together(llm, *(collect(llm, prompt, LONG) for prompt in PROMPTS[:4]))
     return calls.count("tinyvllm-engine")
   assert finish(run()) <= len(launches) < 150, "of 400 pieces"
 
@@ -300,7 +312,7 @@ def test_a_failing_step_fails_those_in_it_and_no_others(llm, monkeypatch, error)
 
   async def run():
     jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS)]
-    return await asyncio.gather(*jobs, return_exceptions=True)
+    return await together(llm, *jobs, return_exceptions=True)
   results = finish(run())
   assert len({*failed}) == 4, "four run at once"
   for i, result in enumerate(results):
@@ -331,7 +343,7 @@ def test_a_step_that_cannot_be_prepared_fails_those_in_it_and_no_others(llm, mon
 
   async def run():
     jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS[:2])]
-    return await asyncio.gather(*jobs, return_exceptions=True)
+    return await together(llm, *jobs, return_exceptions=True)
   assert all(type(result) is RuntimeError and "boom" in str(result) for result in finish(run())) and len(failed) == 2
   assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later ones work"
 
