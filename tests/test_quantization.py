@@ -344,7 +344,8 @@ def far(tensors): tensors[KEY + "g_idx"][3] = 99
   ("gptq", cut("scales"), "do not divide|qzeros"), ("awq", cut("qzeros"), KEY + "qzeros"),
   ("awq", lost("qweight"), KEY + "weight"), ("compressed-tensors", cut("weight_packed"), KEY + "weight_packed"),
   ("compressed-tensors", lost("weight_scale"), KEY + "weight_scale"),
-  ("compressed-tensors", lambda tensors: tensors.update({KEY + "other": np.ones(3, np.float32)}), "no place")])
+  ("compressed-tensors", lambda tensors: tensors.update({KEY + "other": np.ones(3, np.float32)}), "no place"),
+  ("gptq", lambda tensors: tensors[KEY + "bias"].fill(1), KEY + "bias has no place")])
 def test_a_damaged_tensor_is_named(tmp_path, name, change, said):
   with pytest.raises(ValueError, match=said): LLM(broken(name, change)(tmp_path), **ENGINE)
 

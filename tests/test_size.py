@@ -12,10 +12,10 @@ FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokeni
         tokenize.ENDMARKER}
 # Packages in examples/, and the lines that each stays within
 BESIDE = {"tinyvllm_server": 633, "tinyvllm_cli": 616, "tinyvllm_capture": 26, "tinyvllm_guidance": 68,
-          "tinyvllm_hf": 34, "tinyvllm_parallel": 92, "tinyvllm_prefix_cache": 180, "tinyvllm_quantization": 204,
-          "tinyvllm_speculation": 157, "tinyvllm_tinygrad": 889}
+          "tinyvllm_hf": 34, "tinyvllm_parallel": 92, "tinyvllm_prefix_cache": 180, "tinyvllm_quantization": 208,
+          "tinyvllm_speculation": 158, "tinyvllm_tinygrad": 889}
 # The promise is under 1000 lines, and the aim 855: this is where the engine stands, and it may only fall (ROADMAP.md)
-LINES, WIDTH = 1291, 120
+LINES, WIDTH = 1287, 120
 MEAN, DENSEST = 17.0, 20.0   # tokens a line: over the package, in any file
 
 

@@ -14,8 +14,7 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from .batch import TOKEN
 from .config import EngineConfig, ModelConfig, check
-from .device import cpu_cores
-from .schedule import axes, kernel_of
+from .device import axes, cpu_cores, kernel_of
 
 LOWEST = -1e30   # a score that weighs nothing, and yet is no infinity: inf - inf is not a number
 

@@ -1,14 +1,16 @@
-"""Opens a device of tinygrad's, and tells what the engine must know of it: its compiler, free memory, types, limits."""
-import ctypes, importlib.util, os, pathlib, shutil, sys, threading
+"""Opens a device of tinygrad's, and tells what the engine must know of it: its compiler, free memory, types, limits.
+Also what kernels are written with: a custom kernel gets its buffers, and says as UOps what to loop over, what each
+thread does and where results go."""
+import ctypes, importlib.util, os, shutil, sys, threading
 from typing import Any
 
-from tinygrad import Device, dtypes, helpers
+from tinygrad import Device, UOp, dtypes, helpers
+from tinygrad.codegen.opt import Opt
 from tinygrad.engine import realize
+from tinygrad.uop.ops import AxisType, KernelInfo, sint
 
 from .config import logger
 
-# As Linux says of its CPU
-AVX512 = os.path.exists("/proc/cpuinfo") and "avx512f" in pathlib.Path("/proc/cpuinfo").read_text()
 # tinygrad's capture of a graph takes in whatever any thread computes meanwhile: one loads or captures at a time
 exclusive = threading.RLock()
 
@@ -21,11 +23,6 @@ def renderer() -> Any:
 def cpu_cores() -> int:
   """Cores that share a kernel, where the device is a CPU; else 0. A few read all that memory gives, all cost."""
   return 0 if renderer().has_local else min(8, renderer().global_max[0])
-
-
-def cpu_sums() -> int:
-  """Of 16 float32, as many as a CPU's registers hold beside what is added to them: more spill, fewer wait."""
-  return 8 if AVX512 else 4
 
 
 def largest_tensor() -> int:
@@ -83,3 +80,13 @@ def best(kind: Any) -> Any:
 
 
 def num_compiled() -> int: return getattr(realize.lower_and_compile, "compiled", 0)   # kernels that no file had
+
+
+def axes(first: int, *extents: sint, kind: AxisType = AxisType.WEAK) -> list[UOp]:
+  """Of these extents, numbered from the first."""
+  return [UOp.range(extent, first + i, kind) for i, extent in enumerate(extents)]
+
+
+def kernel_of(name: str, store: UOp, opts: tuple[Opt, ...] | None = None) -> UOp:
+  """A kernel of this store for all axes. opts: what tinygrad does to it; None: what it sees fit."""
+  return store.end(*store.ranges).sink(arg=KernelInfo(name=name, opts_to_apply=opts))

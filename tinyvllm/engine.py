@@ -13,7 +13,7 @@ from .llama import Llama
 from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams, Sequence
 from .runner import Runner
 from .scheduler import BlockManager, Scheduler
-from .tokenizer import TextStream, Tokenizer, load_tokenizer
+from .tokenizer import Seen, TextStream, Tokenizer, load_tokenizer
 from .weights import load_weights
 
 Prompt = str | dict[str, Any]
@@ -42,12 +42,12 @@ class Request:
   def _completion(self, text: TextStream, news: bool) -> CompletionOutput:
     text.feed()
     seq = text.seq
-    characters, tokens, _ = text.seen if news else (0, seq.num_prompt, None)
+    seen = text.seen if news else Seen(0, seq.num_prompt, None)
     if news: text.seen = text.there
-    logprobs = None if seq.params.logprobs is None else [seq.logprobs[i] for i in range(tokens, len(seq.tokens))]
+    logprobs = None if seq.params.logprobs is None else [seq.logprobs[i] for i in range(seen.tokens, len(seq.tokens))]
     total = None if logprobs is None else sum(
       seq.logprobs[i][seq.tokens[i]].logprob for i in range(seq.num_prompt, len(seq.tokens)))
-    return CompletionOutput(seq.index, text.text[characters:text.shown], seq.tokens[tokens:], total, logprobs,
+    return CompletionOutput(seq.index, text.text[seen.characters:text.shown], seq.tokens[seen.tokens:], total, logprobs,
                             seq.finish_reason, seq.stop_reason)
 
 

@@ -11,10 +11,9 @@ from tinygrad.dtype import DType
 from .attention import block_parts
 from .batch import DRAFT_ROWS, DRAWN_BY, LOGITS, TOKEN, Shape, Step, bucket
 from .config import EngineConfig, ModelConfig, check, logger
-from .device import best, cpu_cores, largest_tensor, num_compiled
+from .device import best, cpu_cores, kernel_of, largest_tensor, num_compiled
 from .llama import Llama, rope_table
 from .sampling import argmax, edit_kernel, restrict, sample, top_logprobs
-from .schedule import kernel_of
 
 
 OFTEN = 16   # times that a shape is met before it is worth a capture of its own

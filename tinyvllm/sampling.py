@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 from tinygrad import Tensor, UOp, dtypes, function
 
-from .device import cpu_cores
+from .device import cpu_cores, kernel_of
 from .request import EDIT
-from .schedule import kernel_of
 
 TOP = 20   # tokens whose log probabilities come with those of a token
 

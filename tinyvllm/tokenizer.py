@@ -2,7 +2,7 @@
 Hugging Face's tokenizer.json and chat templates."""
 import dataclasses, importlib, itertools, pathlib, re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
@@ -69,6 +69,13 @@ def _load_sentencepiece(path: pathlib.Path, config: dict[str, Any]) -> Tokenizer
   return Tokenizer(encode, decode, named, {i for i, token in tokens.items() if token["special"]}, config, model)
 
 
+class Seen(NamedTuple):
+  """What a reader has of a text."""
+  characters: int
+  tokens: int                  # with the prompt's
+  finish_reason: str | None    # if its end was told
+
+
 @dataclasses.dataclass(eq=False)
 class TextStream:
   """The text of a sequence as its tokens come. `text[:shown]` may be seen: the rest could still become a stop string.
@@ -80,10 +87,9 @@ class TextStream:
   def __post_init__(self) -> None:
     self.num_decoded = self.seq.num_prompt   # tokens whose text is there
     self.known: dict[int, str] = {}          # the text of those from a place on, if it was decoded
-    self.seen = self.there                   # what the reader has had
+    self.seen = self.there
 
-  # Of what a reader may have: characters, tokens, and whether that is all
-  there = property(lambda self: (self.shown, len(self.seq.tokens), self.seq.finish_reason))
+  there = property(lambda self: Seen(self.shown, len(self.seq.tokens), self.seq.finish_reason))   # what may be seen
 
   @property
   def shown(self) -> int:

@@ -82,6 +82,5 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
         arrays = [take(f"{name}.{kind}", *shape) for name, shape in shapes.items()]
         whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
         tensor.replace(place(part, [part.stored(whole) if isinstance(part, Linear) and columns else whole]))
-  rest = [name for name in maps if name != "lm_head.weight" and not name.endswith((".inv_freq", ".weight_shape"))
-          and not (published and name.endswith(".bias") and not np.memmap(*maps[name]).any())]   # derived, or nothing
+  rest = [name for name in maps if name != "lm_head.weight" and not name.endswith(".inv_freq")]   # tied, and derived
   check(not rest, f"{folder}: tensor {next(iter(rest), None)} has no place in the model that its config describes")

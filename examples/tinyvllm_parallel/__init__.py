@@ -12,7 +12,7 @@ from tinygrad.uop.ops import AxisType
 
 from tinyvllm import device, llama
 from tinyvllm.config import EngineConfig, ModelConfig, check, kind_of
-from tinyvllm.schedule import axes, kernel_of
+from tinyvllm.device import axes, kernel_of
 
 
 def device_names(count: int) -> tuple[str, ...]:

@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
 from tinyvllm.config import ModelConfig, check, logger, read_json
+from tinyvllm.device import kernel_of
 from tinyvllm.engine import LLMEngine
-from tinyvllm.schedule import kernel_of
 from tinyvllm.weights import DTYPES, INTEGERS, read_files
 
 BEGIN = b'{"__metadata__": {"format": "'   # of a file's header

@@ -213,6 +213,10 @@ def filler(model: Llama, folder: pathlib.Path, published: dict[str, Any], quanti
     """On each device with its part. shapes: of the matrices, by name. maps: of the files' tensors. take: reads one of
     a name and shape. place: brings arrays to the devices."""
     matrices = [read(name, shape, layouts, maps, take) for name, shape in shapes.items()]
+    for name in shapes if published else ():   # what says nothing: the shape, and zeros where a model has no bias
+      maps.pop(f"{name}.weight_shape", None)
+      bias = maps.get(f"{name}.bias")
+      if bias and part.bias is None and not np.memmap(*bias).any(): del maps[f"{name}.bias"]
     parts = [split(w, len(model.devices), part.axis) for w in matrices]
     weights = [joined(own) for own in zip(*parts, strict=True)]
     if bits and part not in (model.embed_tokens, model.lm_head):   # of 4 bits there are eight to a word

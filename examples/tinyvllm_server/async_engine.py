@@ -66,7 +66,7 @@ class Driver:
     self.tell({request: request.output(news=True) for request in changed if self.due(request)})
 
   def due(self, request: Request) -> bool:
-    seen = sum(text.seen[1] - text.seq.num_prompt for text in request.texts)
+    seen = sum(text.seen.tokens - text.seq.num_prompt for text in request.texts)
     return request.finished or not seen or request.metrics.num_generated >= seen + self.interval
 
   def fail(self, error: BaseException) -> None:

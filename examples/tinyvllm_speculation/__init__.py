@@ -10,13 +10,14 @@ from tinygrad import dtypes, nn
 
 from tinyvllm.batch import DRAFT_ROWS, Step, bucket
 from tinyvllm.config import EngineConfig, ModelConfig, Options, check, logger
-from tinyvllm.device import cpu_cores, cpu_sums
+from tinyvllm.device import cpu_cores
 from tinyvllm.llama import Llama
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner import Runner
 from tinyvllm.scheduler import BlockManager, Scheduler
 from tinyvllm.tokenizer import Tokenizer, load_tokenizer
 from tinyvllm.weights import load_weights
+from tinyvllm_tinygrad.cpu import cpu_sums
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,7 @@ from tinygrad.uop.ops import AxisType, Ops
 from tinyvllm import attention
 from tinyvllm.attention import LOWEST, field
 from tinyvllm.config import EngineConfig, ModelConfig
-from tinyvllm.device import cpu_cores, renderer
-from tinyvllm.schedule import axes, kernel_of
+from tinyvllm.device import axes, cpu_cores, kernel_of, renderer
 
 from .schedule import axis, divisor, end, fold, lane_axis, shared_by, unrolled
 

@@ -1,6 +1,6 @@
 """On a CPU: a captured step that all cores go through together, huge pages, powers of two without branches, vectors as
 wide as can be."""
-import concurrent.futures, ctypes, dataclasses, functools, mmap, os, threading
+import concurrent.futures, ctypes, dataclasses, functools, mmap, os, pathlib, threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +11,8 @@ from tinygrad.renderer.cstyle import ClangRenderer
 from tinygrad.runtime.ops_cpu import CPUAllocator
 from tinygrad.uop.ops import Ops
 
-from tinyvllm.device import cpu_sums
-
+# As Linux says of its CPU
+AVX512 = os.path.exists("/proc/cpuinfo") and "avx512f" in pathlib.Path("/proc/cpuinfo").read_text()
 WIDE = "-mprefer-vector-width=512"   # else clang takes half of AVX-512's vectors
 ARGUMENTS = 24   # of a kernel, at most; those that it does not take are not looked at
 CHUNK = 2**25    # bytes of memory taken at once
@@ -130,8 +130,13 @@ def patch_exp2() -> None:
   ClangRenderer._render_defines = with_exp2   # type: ignore[method-assign, assignment]
 
 
+def cpu_sums() -> int:
+  """Of 16 float32, as many as a CPU's registers hold beside what is added to them: more spill, fewer wait."""
+  return 8 if AVX512 else 4
+
+
 def widen(compiler: Any) -> None:
   """Have C's compiler take the widest vectors there are."""
-  if cpu_sums() == 8 and WIDE not in compiler.args: compiler.args.append(WIDE)
+  if AVX512 and WIDE not in compiler.args: compiler.args.append(WIDE)
   os.environ["DMC"] = "1"   # else tinygrad packs loads into float4, and clang stays in 128-bit vectors
   helpers.getenv.cache_clear()   # type: ignore[attr-defined]

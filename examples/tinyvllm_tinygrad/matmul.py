@@ -12,9 +12,9 @@ from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.uop.ops import AxisType, Ops, sint
 
 from tinyvllm import llama
-from tinyvllm.device import cpu_cores, cpu_sums, renderer
-from tinyvllm.schedule import axes, kernel_of
+from tinyvllm.device import axes, cpu_cores, kernel_of, renderer
 
+from .cpu import cpu_sums
 from .schedule import axis, divisor, end, fold, lane_axis, shared_by, unrolled
 
 MMA = (8, 16, 16)   # the tensor core used here: n, m, k

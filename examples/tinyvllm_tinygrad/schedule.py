@@ -1,4 +1,4 @@
-"""What these kernels are written with, beside what tinyvllm.schedule has."""
+"""What these kernels are written with, beside what tinyvllm.device has."""
 from math import gcd
 
 from tinygrad import UOp

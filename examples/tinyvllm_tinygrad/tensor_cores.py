@@ -13,8 +13,7 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 from tinyvllm.attention import LOWEST, field
 from tinyvllm.batch import TILE
 from tinyvllm.config import EngineConfig, ModelConfig
-from tinyvllm.device import renderer
-from tinyvllm.schedule import axes, kernel_of
+from tinyvllm.device import axes, kernel_of, renderer
 
 from . import attention
 from .attention import SMALLEST, in_8_bits
