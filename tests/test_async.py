@@ -1,6 +1,7 @@
 """AsyncLLM in this process: what LLM.generate gives, for many at once, and what becomes of requests that are left,
 cancelled, bad, or in a step that fails."""
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -88,6 +89,25 @@ async def together(llm, *jobs, **options):
   return await asyncio.gather(*tasks, **options)
 
 
+@contextlib.asynccontextmanager
+async def paced(llm):
+  """Before each step the engine's thread waits until this loop has gone round ten times: on a busy machine a text could
+  end before who reads it comes to leave it. Gives a lock: while somebody has it no step begins."""
+  turn, loop, advance = asyncio.Lock(), asyncio.get_running_loop(), llm.llm.advance
+
+  async def rounds():
+    async with turn:
+      for _ in range(10): await asyncio.sleep(0)
+
+  def after_them(*given):
+    asyncio.run_coroutine_threadsafe(rounds(), loop).result(30)
+    return advance(*given)
+
+  llm.llm.advance = after_them
+  try: yield turn
+  finally: del llm.llm.advance
+
+
 async def until(condition, what):
   """wait_until for a coroutine: others run meanwhile."""
   async def ask():
@@ -155,8 +175,9 @@ def test_one_that_reads_slowly_loses_nothing(llm):
 def test_a_request_has_the_id_that_it_was_given_and_another_may_not_take_it_meanwhile(llm):
   async def run():
     stream = llm.generate("the cat", LONG, request_id="mine")
-    assert (await anext(stream)).request_id == "mine"
-    with pytest.raises(ValueError, match="mine"): await anext(llm.generate("the cat", greedy(), request_id="mine"))
+    async with paced(llm):
+      assert (await anext(stream)).request_id == "mine"
+      with pytest.raises(ValueError, match="mine"): await anext(llm.generate("the cat", greedy(), request_id="mine"))
     rest = [o async for o in stream]
     assert rest[-1].finished and rest[-1].outputs[0].finish_reason == "length", "the first goes on"
     assert await collect(llm, "the cat", greedy(), request_id="mine"), "and then it may be used again"
@@ -167,11 +188,13 @@ def test_a_request_has_the_id_that_it_was_given_and_another_may_not_take_it_mean
 def test_abort_ends_the_loop_with_abort_whatever_thread_calls_it(llm, elsewhere):
   async def run():
     outputs = []
-    async for output in llm.generate("the cat", LONG, request_id="mine"):
-      outputs.append(output)
-      if len(outputs) != 3: continue
-      if elsewhere: await asyncio.to_thread(llm.abort, "mine")
-      else: llm.abort("mine")
+    async with paced(llm) as turn:
+      async for output in llm.generate("the cat", LONG, request_id="mine"):
+        outputs.append(output)
+        if len(outputs) != 3: continue
+        async with turn:
+          if elsewhere: await asyncio.to_thread(llm.abort, "mine")
+          else: llm.abort("mine")
     llm.abort("mine")
     llm.abort("nobody's")   # both are let be
     return outputs
@@ -188,10 +211,11 @@ def test_once_a_stream_is_closed_its_request_has_ended_and_its_blocks_are_free(l
     await anext(stream)
     await stream.aclose()
     assert gone()
-    task = asyncio.create_task(collect(llm, "the cat", LONG, request_id="left"))
-    await until(lambda: not gone(), "it runs")
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError): await task
+    async with paced(llm):
+      task = asyncio.create_task(collect(llm, "the cat", LONG, request_id="left"))
+      await until(lambda: not gone(), "it runs")
+      task.cancel()
+      with pytest.raises(asyncio.CancelledError): await task
     assert gone()
   finish(run())
 
@@ -255,11 +279,12 @@ def test_leaving_the_loop_frees_the_blocks_within_one_step(llm, launches):
   async def run():
     other = asyncio.create_task(collect(llm, "hello world, this", LONG, request_id="other"))
     read = 0
-    async for _ in llm.generate("the cat", LONG, request_id="left"):
-      if (read := read + 1) == 4: break
-    await until(lambda: "left" not in llm.llm.requests, "the request is aborted")
-    left_at = len(launches)
-    assert not other.done(), "that was meant to go on"
+    async with paced(llm):
+      async for _ in llm.generate("the cat", LONG, request_id="left"):
+        if (read := read + 1) == 4: break
+      await until(lambda: "left" not in llm.llm.requests, "the request is aborted")
+      left_at = len(launches)
+      assert not other.done(), "that was meant to go on"
     assert await other == alone
     return left_at
   left_at = finish(run())
