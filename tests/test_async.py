@@ -152,9 +152,10 @@ def test_forty_at_once_get_their_own_text(llm):
 def test_each_step_is_seen_before_later_tokens_exist(llm):
   async def run():
     before, n, seen = llm.llm.get_metrics()["generation_tokens"], 0, None
-    async for output in llm.generate("the cat", LONG):
-      n += len(output.outputs[0].token_ids)
-      seen = seen or llm.llm.get_metrics()
+    async with paced(llm):
+      async for output in llm.generate("the cat", LONG):
+        n += len(output.outputs[0].token_ids)
+        seen = seen or llm.llm.get_metrics()
     return seen["generation_tokens"] - before, seen["num_requests_running"], n
   made, running, total = finish(run())
   assert total == LONG.max_tokens and running == 1 and made < total, f"{made} of {total} made when the first was read"
@@ -298,9 +299,10 @@ def test_cancelling_the_task_frees_the_blocks_within_one_step(llm, launches):
   async def run():
     other = asyncio.create_task(collect(llm, "hello world, this", LONG, request_id="other"))
     mine = asyncio.create_task(collect(llm, "the cat", LONG, request_id="left"))
-    await until(lambda: sum("left" in x for x in launches) > 3, "it decodes")
-    mine.cancel()
-    with pytest.raises(asyncio.CancelledError): await mine
+    async with paced(llm):
+      await until(lambda: sum("left" in x for x in launches) > 3, "it decodes")
+      mine.cancel()
+      with pytest.raises(asyncio.CancelledError): await mine
     left_at = len(launches)
     assert await other == alone
     return left_at
@@ -311,11 +313,12 @@ def test_cancelling_the_task_frees_the_blocks_within_one_step(llm, launches):
 def test_cancelling_one_that_waits_takes_it_out_of_the_queue(llm, launches):
   async def run():
     running = [asyncio.create_task(collect(llm, p, LONG)) for p in PROMPTS[:4]]
-    await until(lambda: launches and len(launches[-1]) == 4, "four run, which are all that may")
-    waiting = asyncio.create_task(collect(llm, "the cat", greedy(), request_id="left"))
-    await until(lambda: llm.llm.get_metrics()["num_requests_waiting"] == 1, "the fifth waits")
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError): await waiting
+    async with paced(llm):
+      await until(lambda: launches and len(launches[-1]) == 4, "four run, which are all that may")
+      waiting = asyncio.create_task(collect(llm, "the cat", greedy(), request_id="left"))
+      await until(lambda: llm.llm.get_metrics()["num_requests_waiting"] == 1, "the fifth waits")
+      waiting.cancel()
+      with pytest.raises(asyncio.CancelledError): await waiting
     assert llm.llm.get_metrics()["num_requests_waiting"] == 0
     return await asyncio.gather(*running)
   assert [x[0][2] for x in finish(run())] == ["length"] * 4
@@ -393,8 +396,9 @@ def test_a_bad_request_disturbs_no_other(llm):
 
   async def run():
     good = asyncio.create_task(collect(llm, "the cat", LONG))
-    await until(lambda: llm.llm.get_metrics()["num_requests_running"], "it runs")
-    with pytest.raises(ValueError): await collect(llm, "")
+    async with paced(llm):
+      await until(lambda: llm.llm.get_metrics()["num_requests_running"], "it runs")
+      with pytest.raises(ValueError): await collect(llm, "")
     return await good
   assert finish(run()) == alone
 
@@ -436,9 +440,10 @@ def test_lower_priorities_go_first(llm):
   async def run():
     blockers = [asyncio.create_task(one("blocker", -9, 60))]
     blockers += [asyncio.create_task(collect(llm, "the dog", LONG, priority=-9)) for _ in range(3)]
-    await until(lambda: llm.llm.get_metrics()["num_requests_running"] == 4, "all that may run")
-    others = [asyncio.create_task(one(*x, 4)) for x in (("last", 7), ("second", 0), ("first", -3))]
-    await asyncio.gather(*blockers, *others)
+    async with paced(llm):
+      await until(lambda: llm.llm.get_metrics()["num_requests_running"] == 4, "all that may run")
+      others = [asyncio.create_task(one(*x, 4)) for x in (("last", 7), ("second", 0), ("first", -3))]
+      await asyncio.gather(*blockers, *others)
   finish(run())
   assert ended == ["blocker", "first", "second", "last"]
 
