@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import sentencepiece
 
 VOCAB = 320
@@ -24,6 +25,11 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 # architecture -> (bias of q, k, v; of o; norms of q and k); None: as attention_bias says
 KINDS = {"LlamaForCausalLM": (None, None, False), "MistralForCausalLM": (False, False, False),
          "Qwen2ForCausalLM": (True, False, False), "Qwen3ForCausalLM": (None, None, True)}
+
+
+def slow(*values: Any) -> list[Any]:
+  """Of a test's parameters, each a value or a tuple of several, those that only `pytest -m slow` runs."""
+  return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values]
 
 
 @functools.cache

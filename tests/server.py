@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,15 @@ def wait_until(condition: Callable[[], Any], what: str = "", seconds: float = 60
     assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
     time.sleep(0.01)   # between two looks at the condition, not instead of one
   return answer
+
+
+def held_port() -> socket.socket:
+  """Bound to a free port of this machine, that no other program is given while this is open. A server may listen there
+  beside it, as this one does not."""
+  holder = socket.socket()
+  holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+  holder.bind(("127.0.0.1", 0))
+  return holder
 
 
 def events(lines: Iterable[str]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from reference import ENGINE
+from reference import ENGINE, slow
 from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.engine import realize
 from tinygrad.engine.realize import get_graph_runtime
@@ -129,7 +129,7 @@ for started in range(1, cores):
 """
 
 
-@pytest.mark.parametrize("cores", [2, 4])
+@pytest.mark.parametrize("cores", [2, *slow(4)])
 def test_an_interrupt_before_all_cores_are_on_their_way_holds_none_of_them(cores):
   """Of as many threads as cores are asked for, of which some are on their way when it comes, and the first is not."""
   run = subprocess.run([sys.executable, "-c", INTERRUPTED], env={**os.environ, "NUM_CPU_THREADS": str(cores)},

@@ -84,6 +84,7 @@ def test_the_openai_client_talks_to_the_shipped_model(server):
   assert len(tokens) == 6, "three tokens of the chat, three of the completion, with their log probabilities"
 
 
+@pytest.mark.slow
 def test_the_openai_client_needs_the_servers_key(server):
   run(sys.executable, "examples/openai_client.py", server.url, key="sk-wrong", code=1)
 
@@ -112,6 +113,7 @@ def test_the_curl_script_asks_every_route(server):
   assert out.count("\n200 text/html") == 2 and out.count("\n200 application/json") == 1
 
 
+@pytest.mark.slow
 def test_the_curl_script_ends_at_the_first_failure(server):
   assert '"code":401' in run("bash", SERVING / "curl.sh", server.url, key="sk-wrong", code=22).replace(" ", "")
 
@@ -137,6 +139,7 @@ def test_front_ends_are_pointed_at_the_servers_api():
   {"stream": True, "max_tokens": 4, "temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0,
    "seed": 7, "n": 1, "stop": ["\nUser:"], "logit_bias": {}, "min_p": 0.05, "repetition_penalty": 1.1}],   # SillyTavern
   ids=["Open WebUI", "Open WebUI's titles", "LibreChat", "SillyTavern"])
+@pytest.mark.slow
 def test_what_front_ends_send_is_accepted(server, fields):
   with server.http(headers={"Authorization": f"Bearer {KEY}"}) as client:
     model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
@@ -191,6 +194,7 @@ def test_the_units_command_starts_a_server_whose_key_nobody_sees_and_stops_at_si
   assert process.wait(60) == 0, (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 def test_prometheus_finds_the_metrics_where_its_configuration_says(server):
   config = yaml.safe_load((SERVING / "prometheus.yml").read_text())
   job, = config["scrape_configs"]

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from reference import ENGINE, check_invariants, reference_greedy, same_outputs, set_overlap
+from reference import ENGINE, check_invariants, reference_greedy, same_outputs, set_overlap, slow
 
 import tinyvllm.engine
 from tinyvllm import LLM, SamplingParams
@@ -35,7 +35,7 @@ def prompt(length, *salt):
   return [rng.randrange(259, 320) for _ in range(length)]
 
 
-@pytest.fixture(params=["", "overlapped", pytest.param("early", marks=pytest.mark.slow)],
+@pytest.fixture(params=["", "overlapped", *slow("early")],
                 ids=["plain", "overlapped", "early"])
 def overlaps(request): return request.param
 
@@ -379,7 +379,9 @@ def run_interrupted(engine, step=None, place=None):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("more", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("overlaps", ["overlapped", *slow("", "early")], indirect=True,
+                         ids=["overlapped", "plain", "early"])
+@pytest.mark.parametrize("more", [0, *slow(1)])
 def test_an_interrupt_anywhere_in_a_step_leaves_an_engine_that_works(small_engine, folder, overlaps, more):
   """In each line where one could come, the last time that it is passed and some times more. The steps are of prompts in
   chunks, of texts that end, and of one that is preempted. Of what ends in a step that is interrupted as it returns no

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from reference import ENGINE, tiny_model
+from reference import ENGINE, slow, tiny_model
 from server import Server
 from tinyvllm_cli import main
 
@@ -129,6 +129,7 @@ def test_a_models_own_defaults_of_sampling_are_used_where_none_are_given(own_def
   assert LLM(own_defaults, **ENGINE, generation_config="vllm").get_default_sampling_params() == SamplingParams()
 
 
+@pytest.mark.slow
 def test_a_server_uses_them_for_what_a_body_leaves_out(own_defaults):
   flags = [x for name, value in ENGINE.items() for x in ("--" + name.replace("_", "-"), value)]
   own = {"temperature": 1.5, "top_k": 7, "repetition_penalty": 1.1}
@@ -220,7 +221,7 @@ assert llm.generate("An address:", regex)[0].outputs[0].text.endswith(".com")
 """}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["offline inference", *slow("chat", "structured outputs")])
 def test_a_script_of_vllms_first_pages_runs_with_another_import(tmp_path, monkeypatch, name):
   (tmp_path / "model").symlink_to(Path(tinyvllm.__file__).with_name("default_model"))
   monkeypatch.chdir(tmp_path)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference import in_8_bits, rope_frequencies, token_rows
+from reference import in_8_bits, rope_frequencies, slow, token_rows
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
@@ -47,8 +47,8 @@ def linear(inputs: int, outputs: int, kind: str, bias: bool = False) -> tuple[Li
 
 
 @slow_in_half
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (1120, 16), (72, 80) if SLOW else (576, 960),
-                                                 (160, 16) if SLOW else (1536, 64), (40, 24), (32, 16), (32, 17)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (40, 24), (32, 17), *slow(
+  (1120, 16), (72, 80) if SLOW else (576, 960), (160, 16) if SLOW else (1536, 64), (32, 16))])
 def test_linear_equals_numpy_for_every_bucket(inputs, outputs, kind):
   layer, weight = linear(inputs, outputs, kind)
   for i, rows in enumerate((1, 2, 3, 8) if SLOW else (1, 2, 3, 4, 8, 16, 32, 64, 128)):
@@ -190,7 +190,7 @@ def test_float16_takes_tensor_cores_where_there_are_any():
 
 
 @kinds
-@pytest.mark.parametrize("size", [64, 72, 125] if SLOW else [64, 576, 1000, 2048])
+@pytest.mark.parametrize("size", [64, 72, 125] if SLOW else [64, 1000, *slow(576, 2048)])
 def test_rows_are_divided_by_their_root_mean_square_and_weighed(size, kind):
   norm, weight = Norm("norm", size, 1e-5, KINDS[kind][0]), 1 + normal(size, kind=kind, seed=1) / 4
   norm.weight = on_device(weight.astype(kind))
@@ -202,7 +202,7 @@ def test_rows_are_divided_by_their_root_mean_square_and_weighed(size, kind):
 
 
 @kinds
-@pytest.mark.parametrize("size", [64, 125] if SLOW else [64, 576, 1000, 2048])
+@pytest.mark.parametrize("size", [64, 125] if SLOW else [64, 1000, *slow(576, 2048)])
 def test_what_a_layer_adds_is_summed_and_the_sum_normalized(size, kind):
   norm = Norm("norm", size, 1e-5, KINDS[kind][0])
   norm.weight = on_device(np.full(size, 0.5, kind))
@@ -263,21 +263,23 @@ in_bytes = pytest.mark.parametrize("stored_as", ["int8", pytest.param("fp8", mar
 
 
 @in_bytes
-@pytest.mark.parametrize("case", ["decode", "no groups", "chunks"])
+@pytest.mark.parametrize("case", ["decode", "chunks", *slow("no groups")])
 def test_attention_reads_8_bits(case, stored_as):
   attention_equals_numpy(case, 16, "float32", stored_as)
 
 
 @slow_in_half
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("block_size", [16, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["decode", "no groups", "many groups", "narrow", "chunks", *slow(
+  "one token", "few without groups", "three groups", "a chunk", "a long chunk")])
+@pytest.mark.parametrize("block_size", [16, *slow(4)])
 def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, block_size, kind):
   attention_equals_numpy(case, block_size, kind)
 
 
 @slow_in_half
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("block_size", [16, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["decode", "no groups", "many groups", "narrow", "chunks", *slow(
+  "one token", "few without groups", "three groups", "a chunk", "a long chunk")])
+@pytest.mark.parametrize("block_size", [16, *slow(4)])
 def test_the_engines_own_attention_does_too(case, block_size, kind):
   attention_equals_numpy(case, block_size, kind, kernel=plain.attend_kernel)
 

@@ -456,6 +456,7 @@ def test_a_good_request_is_answered_as_ever_after_each_enormous_one(server):
   assert "Traceback" not in server.log, server.log[-4000:]
 
 
+@pytest.mark.slow
 def test_a_message_is_text_for_the_template_and_never_a_template(server):
   with server.http() as client:
     for text in ("{{ 7 * 7 }}", "{% set x = 1 %}", "{# gone #}"):

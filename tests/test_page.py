@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect, sync_playwright
 from reference import tiny_model
-from server import Server, wait_until
+from server import Server, held_port, wait_until
 
 from tinyvllm import SamplingParams
 
@@ -472,8 +472,10 @@ def test_a_stream_that_breaks_off_keeps_its_text_and_says_why(visit):
 
 
 def test_a_server_that_goes_away_and_comes_back_is_said_and_then_answers_the_question(visit, words_folder):
-  with Server(words_folder, *ENGINE) as server:
-    page, port = visit(server.url, key=""), server.port
+  holder = held_port()   # so that it is free when the server comes back
+  port = holder.getsockname()[1]
+  with Server(words_folder, *ENGINE, "--port", port) as server:
+    page = visit(server.url, key="")
     server.stop()
   send(page, "hello")
   expect(page.get_by_role("status")).to_have_text("The server does not answer. This page waits, and goes on by itself.")
@@ -483,6 +485,7 @@ def test_a_server_that_goes_away_and_comes_back_is_said_and_then_answers_the_que
     expect(page.get_by_role("heading", level=1)).to_have_text(f"tinyvllm {words_folder.name}")
     expect(page.get_by_role("status")).not_to_contain_text("does not answer")
     expect(page.get_by_role("alert")).to_have_count(0)
+  holder.close()
 
 
 def test_a_model_that_is_loading_is_said_and_the_question_waits_for_it(visit):

@@ -12,6 +12,7 @@ from reference import (
   random_weights,
   read_safetensors,
   reference_greedy,
+  slow,
   tiny_config,
   tiny_model,
   write_safetensors,
@@ -163,7 +164,10 @@ def answer(folder: Path, **options) -> tuple[list[int], list[float]]:
   return output.token_ids, [x[i].logprob for i, x in zip(output.token_ids, output.logprobs, strict=True)]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+USUAL = "awq", "gptq, act-order", "compressed-tensors, zero points", "compressed-tensors, int8, zero points"
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in USUAL)) for x in FORMATS])
 def test_a_published_format_gives_what_its_formula_says(tmp_path, name):
   quantized, plain = quantized_model(tmp_path, name)
   ids, logprobs = answer(quantized)
@@ -185,7 +189,7 @@ def test_layers_of_several_kinds_are_read_each_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("intermediate", [96, 72, 44])   # groups of 32; of all; and no words of eight
+@pytest.mark.parametrize("intermediate", [96, *slow(72, 44)])   # groups of 32; of all; and no words of eight
 def test_what_is_made_while_loading_is_what_is_nearest(tmp_path, bits, intermediate):
   """Greedy ids are those of the model whose matrices are dequantized by hand; embeddings and the head stay."""
   sizes = {**SIZES, "intermediate_size": intermediate}
@@ -275,8 +279,8 @@ def stored(w: Quantized, dtype, kind=Linear) -> Linear:
   return linear
 
 
-@pytest.mark.parametrize("rows", [1, 5, 16, 32, 64, 128])
-@pytest.mark.parametrize("out,inputs,group", [(48, 64, 32), (32, 96, 16), (16, 128, 128), (40, 72, 72)])
+@pytest.mark.parametrize("rows", [1, 16, 128, *slow(5, 32, 64)])
+@pytest.mark.parametrize("out,inputs,group", [(48, 64, 32), (40, 72, 72), *slow((32, 96, 16), (16, 128, 128))])
 @pytest.mark.parametrize("bits,offset", [(8, False), (8, True), (4, True)])
 def test_the_kernels_multiply_what_they_read(rows, out, inputs, group, bits, offset):
   if Device.DEFAULT == "PYTHON" and sys.version_info < (3, 12) and rows <= 8:
@@ -382,6 +386,7 @@ def test_members_of_one_matrix_that_differ_are_refused(tmp_path):
   with pytest.raises(ValueError, match="not quantized alike"): LLM(quantized, **ENGINE)
 
 
+@pytest.mark.slow
 def test_everything_else_works_as_with_any_weights(tmp_path):
   """Batch and single, a small pool, a prefix that is found, seeds."""
   quantized, _ = quantized_model(tmp_path, "awq")

@@ -7,7 +7,6 @@ import importlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ import httpx2 as httpx
 import openai
 import pytest
 import yaml
-from server import Server, wait_until
+from server import Server, held_port, wait_until
 
 from tinyvllm import LLM, SamplingParams
 
@@ -29,10 +28,6 @@ FOLDER = Path(__file__).parents[1] / "examples" / "serving"
 SIZES = ["--cudagraph-capture-sizes", 1, 8, 16, "--max-num-batched-tokens", 64]   # few graphs
 STORY = "The cat sat on the warm stone and closed its eyes. Then the dog came along the road and saw "   # over 64
 LONG = {"temperature": 0, "max_tokens": 400, "ignore_eos": True, "n": 8}   # over a second
-
-
-def free_port():
-  with socket.create_server(("127.0.0.1", 0)) as server: return server.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +50,13 @@ def ray_serve(environment):
 class Cluster(Server):
   """What the command line starts. Replicas are known by the names that metrics give them."""
   def __init__(self, *options):
-    super().__init__(None, *SIZES, "--port", free_port(), *options,
+    self.holder = held_port()   # Ray's own programs take free ports, too, before ours listens
+    super().__init__(None, *SIZES, "--port", self.holder.getsockname()[1], *options,
                      script=str(FOLDER / "ray_serve.py"))
+
+  def close(self):
+    super().close()
+    self.holder.close()
 
   def by_replica(self):
     """Their metrics: {replica: {name and other labels: value}}."""
@@ -285,8 +285,9 @@ def test_a_replica_that_is_not_healthy_is_replaced(cluster, fault):
   (["--max-num-batched-tokens", "32"], "max_num_seqs=64 must be at most max_num_batched_tokens=32"),   # a replica's
 ])
 def test_options_that_will_not_do_are_one_line(environment, flags, line):
-  command = [sys.executable, FOLDER / "ray_serve.py", "--port", str(free_port()), *flags]
-  run = subprocess.run(command, capture_output=True, text=True, timeout=200)
+  with held_port() as holder:
+    command = [sys.executable, FOLDER / "ray_serve.py", "--port", str(holder.getsockname()[1]), *flags]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
   assert run.returncode == 1 and f"\ntinyvllm: {line}" in "\n" + run.stderr, run.stderr
   assert "Traceback" not in run.stderr
 

@@ -606,6 +606,7 @@ def test_lower_priorities_go_first(guarded):
 
 # Other routes
 
+@pytest.mark.slow
 def test_a_template_without_tools_refuses_them(shipped):
   hello = {"role": "user", "content": "hello"}
   tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -613,11 +614,15 @@ def test_a_template_without_tools_refuses_them(shipped):
     shipped.client().chat.completions.create(model="tinyvllm", messages=[hello], tools=[tool])
 
 
-def test_models_lists_the_one_there_is(client, shipped, folder):
+def test_models_lists_the_one_there_is(client, server, folder):
   model, = client.models.list().data
   assert (model.id, model.object, model.max_model_len) == (folder.name, "model", 128)
   assert model.owned_by and model.created
-  assert shipped.get("/v1/models").json()["object"] == "list"
+  assert server.get("/v1/models").json()["object"] == "list"
+
+
+@pytest.mark.slow
+def test_the_shipped_model_is_called_tinyvllm(shipped):
   assert [x["id"] for x in shipped.get("/v1/models").json()["data"]] == ["tinyvllm"]
 
 
@@ -1149,6 +1154,7 @@ def test_prompt_logprobs_come_with_each_choice_once(server, twin):
   assert "prompt_logprobs" not in plain
 
 
+@pytest.mark.slow
 def test_the_key_may_come_from_the_environment(folder):
   with Server(folder, *flags(**SMALL), environment={"TINYVLLM_API_KEY": "secret"}) as kept:
     assert kept.http().get("/v1/models").status_code == 401

@@ -12,7 +12,7 @@ import re
 import numpy as np
 import pytest
 import sentencepiece
-from reference import ENGINE, VOCAB, check_invariants, reference_greedy, same_outputs, tiny_model, run_to_end
+from reference import ENGINE, VOCAB, check_invariants, reference_greedy, run_to_end, same_outputs, slow, tiny_model
 from server import Server
 from test_failed_steps import PLACES, Failed, break_steps, once
 
@@ -512,7 +512,7 @@ def fuzz(words_folder, monkeypatch, seed, cases, drafter="ngram"):
   return count(), count.preemptions
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(5), *slow(*range(5, 12))])
 def test_any_texts_in_any_company_are_those_without_drafts(words_folder, monkeypatch, seed):
   (drafts, _, accepted), _ = fuzz(words_folder, monkeypatch, seed, 100)
   assert drafts > 10 and accepted > 5, "that was meant to happen"
@@ -746,9 +746,9 @@ def drafting(words_folder):
   return engine
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "overlapped"])
+@pytest.fixture(params=["plain", "overlapped"])
 def engine(drafting, monkeypatch, request):
-  monkeypatch.setattr(drafting.runner, "overlaps", request.param)
+  monkeypatch.setattr(drafting.runner, "overlaps", request.param == "overlapped")
   yield drafting
   for name in list(drafting.requests): drafting.abort_request(name)   # one test fails, not all behind it
 
@@ -802,6 +802,7 @@ CASES = {
 UNDRAFTED = ["repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "structured_outputs"]
 
 
+@pytest.mark.parametrize("engine", ["overlapped", *slow("plain")], indirect=True)
 @pytest.mark.parametrize("case", CASES)
 def test_all_that_is_said_is_what_is_said_without_drafts(plain, engine, monkeypatch, case):
   params = [sampled(24, **{"seed": i, **CASES[case]}) for i in range(3)]
@@ -993,6 +994,7 @@ def test_each_command_knows_the_option(command, capsys):
   assert "--speculative-config" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_servers_metrics_count_drafts(words_folder):
   with Server(words_folder, *flags(**SMALL), "--speculative-config", json.dumps(NGRAM)) as server:
     said = dict(re.findall(r"^# HELP tinyvllm:(\w+) (.*)$", server.get("/metrics").text, re.M))
@@ -1058,7 +1060,7 @@ class TestDraftModel:
     assert (count()[1] > 0) == (case not in UNDRAFTED)
     check_invariants(strangers)
 
-  @pytest.mark.parametrize("seed", range(20, 26))
+  @pytest.mark.parametrize("seed", [20, 21, *slow(22, 23, 24, 25)])
   @pytest.mark.parametrize("drafter", ["itself", "other"])
   def test_any_texts_in_any_company_are_those_without_drafts(self, words_folder, monkeypatch, drafter, seed):
     (_, proposed, accepted), _ = fuzz(words_folder, monkeypatch, seed, 80, drafter)

@@ -108,17 +108,20 @@ def says_hello(run):
   return err
 
 
+@pytest.mark.slow
 def test_where_no_folder_can_be_made_one_line_says_so_and_all_goes_on(tmp_path):
   (tmp_path / "tinyvllm").write_text("a file in the folder's place, which stops root, too")
   lines = [line for line in says_hello(start(tmp_path)).splitlines() if "each start compiles all kernels" in line]
   assert len(lines) == 1 and str(tmp_path / "tinyvllm") in lines[0]
 
 
+@pytest.mark.slow
 def test_cachelevel_0_keeps_nothing(tmp_path):
   says_hello(start(tmp_path, CACHELEVEL="0"))
   assert files(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_two_processes_that_start_at_once_share_a_folder(tmp_path):
   for run in [start(tmp_path) for _ in range(2)]: says_hello(run)
   found = files(tmp_path / "tinyvllm")
@@ -181,6 +184,7 @@ def test_a_list_is_captured_at_start_and_nothing_is_captured_after(fresh, words_
   assert outputs[0].outputs[0].token_ids == reference_greedy(words_folder, prompts[0]["prompt_token_ids"], 6)
 
 
+@pytest.mark.slow
 def test_rare_kinds_are_captured_together(fresh):
   llm = fresh(cudagraph_capture_sizes=[8, 32])
   assert len(list(llm.capture([8, 32], rare=True))) == 4
@@ -275,6 +279,7 @@ def test_the_engine_gives_the_same_without_the_packages_beside_it(tmp_path):
   assert runs[0].stdout == runs[1].stdout == ", world!\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"dtype": "float16"}], ids=str)
 def test_plain_matrices_and_norms_give_the_same(tmp_path, options):
   """Those of the engine, which tinyvllm_tinygrad's stand in for: with all that a model may have, and on devices that
@@ -303,6 +308,7 @@ def test_ctrl_c_during_captures_is_exit_code_130_and_no_traceback(tmp_path):
 
 # a server
 
+@pytest.mark.slow
 def test_a_server_is_ready_when_its_steps_are_captured(words_folder):
   options = ["--max-num-seqs", 8, "--max-num-batched-tokens", 32, "--block-size", 4]
   with Server(words_folder, *options, ready=False) as server:
@@ -319,6 +325,7 @@ def test_a_server_is_ready_when_its_steps_are_captured(words_folder):
     assert lines[0].startswith("captured 12 steps in ") and "Traceback" not in server.log, server.log
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_a_server_prepares_is_exit_code_130_and_no_traceback(words_folder, tmp_path):
   empty = {"CACHEDB": str(tmp_path / "cache.db")}   # so that there is a lot to prepare
   with Server(words_folder, ready=False, environment=empty) as server:
@@ -327,6 +334,7 @@ def test_ctrl_c_while_a_server_prepares_is_exit_code_130_and_no_traceback(words_
     assert server.wait() == 130 and "Traceback" not in server.log, server.log
 
 
+@pytest.mark.slow
 def test_rare_kinds_are_captured_while_there_is_nothing_to_do(words_folder):
   llm = AsyncLLM(words_folder, prepare=True, cudagraph_capture_sizes=[8], max_num_seqs=4, max_num_batched_tokens=8)
   driver = llm._driver

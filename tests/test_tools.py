@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from reference import ENGINE, tiny_model
+from reference import ENGINE, slow, tiny_model
 from server import Server
 from tinyvllm_server.tools import certain, read_calls, schema_of, with_objects
 
@@ -85,7 +85,7 @@ def answered(answer, streamed):
 @pytest.mark.parametrize("choice,names", [("required", ["weather", "time"]), (
   {"type": "function", "function": {"name": "time"}}, ["time"])], ids=["required", "named"])
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("parallel", [None, True, False])
+@pytest.mark.parametrize("parallel", [None, False, *slow(True)])
 def test_a_call_that_is_wanted_is_made_by_the_functions_schema(client, choice, names, streamed, parallel):
   counts = []
   for seed in range(5):
