@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,11 @@ KINDS = {"LlamaForCausalLM": (None, None, False), "MistralForCausalLM": (False, 
 def slow(*values: Any) -> list[Any]:
   """Of a test's parameters, each a value or a tuple of several, those that only `pytest -m slow` runs."""
   return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values]
+
+
+def slow_but(quick: Container[Any], values: Iterable[Any]) -> list[Any]:
+  """All of a test's parameters, in order: those that are not among `quick` as `slow` has them."""
+  return [x for value in values for x in ([value] if value in quick else slow(value))]
 
 
 @functools.cache

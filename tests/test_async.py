@@ -93,7 +93,9 @@ async def together(llm, *jobs, **options):
 async def paced(llm):
   """Before each step the engine's thread waits until this loop has gone round ten times: on a busy machine a text could
   end before who reads it comes to leave it. Gives a lock: while somebody has it no step begins."""
-  turn, loop, advance = asyncio.Lock(), asyncio.get_running_loop(), llm.llm.advance
+  turn = asyncio.Lock()
+  loop = asyncio.get_running_loop()
+  advance = llm.llm.advance
 
   async def rounds():
     async with turn:

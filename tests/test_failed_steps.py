@@ -35,8 +35,7 @@ def prompt(length, *salt):
   return [rng.randrange(259, 320) for _ in range(length)]
 
 
-@pytest.fixture(params=["", "overlapped", *slow("early")],
-                ids=["plain", "overlapped", "early"])
+@pytest.fixture(params=["", "overlapped", *slow("early")], ids=["plain", "overlapped", "early"])
 def overlaps(request): return request.param
 
 

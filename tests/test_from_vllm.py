@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from reference import ENGINE, slow, tiny_model
+from reference import ENGINE, slow_but, tiny_model
 from server import Server
 from tinyvllm_cli import main
 
@@ -221,7 +221,7 @@ assert llm.generate("An address:", regex)[0].outputs[0].text.endswith(".com")
 """}
 
 
-@pytest.mark.parametrize("name", ["offline inference", *slow("chat", "structured outputs")])
+@pytest.mark.parametrize("name", slow_but(["offline inference"], SCRIPTS))
 def test_a_script_of_vllms_first_pages_runs_with_another_import(tmp_path, monkeypatch, name):
   (tmp_path / "model").symlink_to(Path(tinyvllm.__file__).with_name("default_model"))
   monkeypatch.chdir(tmp_path)

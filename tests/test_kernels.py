@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference import in_8_bits, rope_frequencies, slow, token_rows
+from reference import in_8_bits, rope_frequencies, slow, slow_but, token_rows
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
@@ -254,6 +254,7 @@ CASES = {   # tokens, K/V heads, groups, head_dim, the longest context, sequence
   "few without groups": (4, 2, 1, 64, 150, 4),
   "three groups": (4, 3, 3, 64, 40, 4), "many groups": (2, 1, 12, 32, 40, 2), "narrow": (4, 2, 2, 24, 40, 4),
   "a chunk": (64, 2, 2, 64, 64, 1), "a long chunk": (128, 1, 4, 32, 130, 1), "chunks": (128, 2, 1, 64, 90, 3)}
+USUAL = "decode", "no groups", "many groups", "narrow", "chunks"
 if SLOW: CASES = {name: (min(T, 4), min(KV, 2), min(G, 3), D // 4, min(longest, 20), min(R, 2))
                   for name, (T, KV, G, D, longest, R) in CASES.items()}
 
@@ -269,16 +270,14 @@ def test_attention_reads_8_bits(case, stored_as):
 
 
 @slow_in_half
-@pytest.mark.parametrize("case", ["decode", "no groups", "many groups", "narrow", "chunks", *slow(
-  "one token", "few without groups", "three groups", "a chunk", "a long chunk")])
+@pytest.mark.parametrize("case", slow_but(USUAL, CASES))
 @pytest.mark.parametrize("block_size", [16, *slow(4)])
 def test_attention_equals_numpy_and_sees_nothing_beyond_its_own_sequence(case, block_size, kind):
   attention_equals_numpy(case, block_size, kind)
 
 
 @slow_in_half
-@pytest.mark.parametrize("case", ["decode", "no groups", "many groups", "narrow", "chunks", *slow(
-  "one token", "few without groups", "three groups", "a chunk", "a long chunk")])
+@pytest.mark.parametrize("case", slow_but(USUAL, CASES))
 @pytest.mark.parametrize("block_size", [16, *slow(4)])
 def test_the_engines_own_attention_does_too(case, block_size, kind):
   attention_equals_numpy(case, block_size, kind, kernel=plain.attend_kernel)

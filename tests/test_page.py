@@ -471,9 +471,13 @@ def test_a_stream_that_breaks_off_keeps_its_text_and_says_why(visit):
   assert len(asked) == 2, "once more, as the server is there"
 
 
-def test_a_server_that_goes_away_and_comes_back_is_said_and_then_answers_the_question(visit, words_folder):
-  holder = held_port()   # so that it is free when the server comes back
-  port = holder.getsockname()[1]
+@pytest.fixture
+def port():
+  """Free whenever a server comes back to it."""
+  with held_port() as holder: yield holder.getsockname()[1]
+
+
+def test_a_server_that_goes_away_and_comes_back_is_said_and_then_answers_the_question(visit, words_folder, port):
   with Server(words_folder, *ENGINE, "--port", port) as server:
     page = visit(server.url, key="")
     server.stop()
@@ -485,7 +489,6 @@ def test_a_server_that_goes_away_and_comes_back_is_said_and_then_answers_the_que
     expect(page.get_by_role("heading", level=1)).to_have_text(f"tinyvllm {words_folder.name}")
     expect(page.get_by_role("status")).not_to_contain_text("does not answer")
     expect(page.get_by_role("alert")).to_have_count(0)
-  holder.close()
 
 
 def test_a_model_that_is_loading_is_said_and_the_question_waits_for_it(visit):

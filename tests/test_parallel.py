@@ -21,6 +21,8 @@ from reference import (
   reference_logits,
   run_to_end,
   same_outputs,
+  slow,
+  slow_but,
   tiny_config,
   tiny_model,
   write_safetensors,
@@ -123,7 +125,7 @@ def random_model(rng):
           "tie_word_embeddings": rng.random() < 0.5, "attention_bias": kind[0] == "L" and rng.random() < 0.7}, count
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(6)])
+@pytest.mark.parametrize("seed", [0, *slow(*range(1, 6))])
 def test_models_of_random_sizes_say_what_numpy_says(tmp_path, seed):
   config, count = random_model(random.Random(seed))
   check(tiny_model(tmp_path, seed, **config), count, close=True)
@@ -171,7 +173,7 @@ def in_float32(w):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("intermediate", [128, pytest.param(72, marks=pytest.mark.slow)])   # 64 or 36 inputs each
+@pytest.mark.parametrize("intermediate", [128, *slow(72)])   # 64 or 36 inputs each
 def test_what_is_quantized_while_it_loads_is_so_by_parts(tmp_path, bits, intermediate):
   sizes = {**SIZES, "intermediate_size": intermediate}
   weights = random_weights(tiny_config(**sizes))
@@ -192,7 +194,7 @@ def in_16_bits(folder, kinds):
 USUAL = "gptq, act-order", "compressed-tensors, zero points"
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in USUAL)) for x in FORMATS])
+@pytest.mark.parametrize("name", slow_but(USUAL, FORMATS))
 def test_a_published_format_is_split_or_said_to_stay_in_16_bits(tmp_path, caplog, name):
   """Of 64 and 96 inputs: 2 and 3 groups of 32, or 4 and 6 of 16."""
   quantized, plain = quantized_model(tmp_path, name)

@@ -13,6 +13,7 @@ from reference import (
   read_safetensors,
   reference_greedy,
   slow,
+  slow_but,
   tiny_config,
   tiny_model,
   write_safetensors,
@@ -167,7 +168,7 @@ def answer(folder: Path, **options) -> tuple[list[int], list[float]]:
 USUAL = "awq", "gptq, act-order", "compressed-tensors, zero points", "compressed-tensors, int8, zero points"
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x not in USUAL)) for x in FORMATS])
+@pytest.mark.parametrize("name", slow_but(USUAL, FORMATS))
 def test_a_published_format_gives_what_its_formula_says(tmp_path, name):
   quantized, plain = quantized_model(tmp_path, name)
   ids, logprobs = answer(quantized)
