@@ -58,7 +58,7 @@ class Server:
                environment: dict[str, str] | None = None, seconds: float = 240.0, script: str = ""):
     self.folder = tempfile.TemporaryDirectory(prefix="tinyvllm-server-")
     self.stderr_file, self.url = Path(self.folder.name) / "stderr.txt", ""
-    code = f"{before}\nimport sys, tinyvllm_cli\nsys.exit(tinyvllm_cli.main())"
+    code = f"{before}\nimport sys, tinyvllm_extra.cli\nsys.exit(tinyvllm_extra.cli.main())"
     run = [script] if script else [*(["-c", code] if before else ["-m", "tinyvllm"]), "serve"]
     command = [sys.executable, *run, *([str(model)] if model else []), "--port", "0"]
     with open(self.stderr_file, "wb") as file:

@@ -17,7 +17,7 @@ from reference import ENGINE, check_invariants, tiny_model
 from server import wait_until
 
 from tinyvllm import SamplingParams, runner
-from tinyvllm_server import AsyncLLM
+from tinyvllm_extra.server import AsyncLLM
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
@@ -482,7 +482,7 @@ def test_a_program_that_leaves_a_request_behind_ends_all_the_same():
   program = """
 import asyncio
 from tinyvllm import SamplingParams
-from tinyvllm_server import AsyncLLM
+from tinyvllm_extra.server import AsyncLLM
 async def main():
   async for output in AsyncLLM().generate("Hello", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)):
     return print("Hello" + output.outputs[0].text)

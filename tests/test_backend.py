@@ -399,7 +399,7 @@ def test_seeded_text_does_not_depend_on_the_batch(exact, folder):
 def test_the_text_with_drafts_is_that_without(exact, folder, drafts, monkeypatch):
   """By what was said before, and by the model itself, which is always right. Greedy, drawn, and one that repeats. How
   many drafts are worth their time hangs on the CPU: here it has AVX-512's registers, whatever this one has."""
-  monkeypatch.setattr("tinyvllm_speculation.cpu_sums", lambda: 8)
+  monkeypatch.setattr("tinyvllm_extra.speculation.cpu_sums", lambda: 8)
   config = {"num_speculative_tokens": 3, **({"model": str(folder)} if drafts == "itself" else {"method": "ngram"})}
   drafting, _ = open_engine(folder, dtype="float32", num_gpu_blocks_override=BLOCKS + 1, speculative_config=config)
   jobs = [tokens([*range(260, 266)] * 2), tokens(range(270, 276)), tokens(range(280, 283))]

@@ -15,7 +15,7 @@ from server import wait_until
 from tinygrad.device import CompileError
 
 from tinyvllm import generate, generate_stream
-from tinyvllm_cli import main
+from tinyvllm_extra.cli import main
 
 FLAGS = [x for name, value in ENGINE.items() for x in ("--" + name.replace("_", "-"), str(value))]
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -223,6 +223,6 @@ def test_a_newcomers_two_calls(words_folder, words_llm):
 @pytest.mark.parametrize("error", [CompileError("unknown type"), subprocess.CalledProcessError(1, ["clang"])])
 def test_a_kernel_that_does_not_compile_is_one_line_and_exit_code_1(monkeypatch, capsys, error):
   def fail(*_, **__): raise error
-  monkeypatch.setattr("tinyvllm_cli.LLM", fail)
+  monkeypatch.setattr("tinyvllm_extra.cli.LLM", fail)
   assert main(["generate", "Hello"]) == 1
   assert capsys.readouterr().err == f"tinyvllm: {error}\n"

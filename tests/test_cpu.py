@@ -13,11 +13,11 @@ from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.engine import realize
 from tinygrad.engine.realize import get_graph_runtime
 from tinygrad.uop.ops import KernelInfo
-from tinyvllm_tinygrad import kernels
+from tinyvllm_extra.kernels import tinygrad_patches as kernels
 
 from tinyvllm import LLM, device
 from tinyvllm.device import cpu_cores, open_device
-from tinyvllm_tinygrad.matmul import Linear, pack
+from tinyvllm_extra.kernels.matmul import Linear, pack
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="of CPUs only")
 SIZE, DEPTH = 1024, 8   # two rows of these are worth another core
@@ -75,7 +75,7 @@ def test_kernels_that_cores_share_wait_for_each_other():
 @pytest.mark.parametrize("sums", [4, 8])
 def test_any_number_of_sums_gives_the_same(monkeypatch, rows, sums):
   """As CPUs with few registers have it, and those with AVX-512."""
-  monkeypatch.setattr("tinyvllm_tinygrad.matmul.cpu_sums", lambda: sums)
+  monkeypatch.setattr("tinyvllm_extra.kernels.matmul.cpu_sums", lambda: sums)
   linears, reflected = layers(3)
   x = np.random.default_rng(rows).standard_normal((rows, SIZE)).astype(np.float32)
   np.testing.assert_allclose(through(linears, Tensor(x).realize()).numpy(), reflected(x), atol=1e-4)
@@ -98,9 +98,9 @@ def test_steps_of_several_threads_do_not_mix():
 INTERRUPTED = """
 import numpy as np
 from tinygrad import Context, Tensor, TinyJit, dtypes
-from tinyvllm_tinygrad import cpu
+from tinyvllm_extra.kernels import cpu
 from tinyvllm.device import cpu_cores, open_device
-from tinyvllm_tinygrad.matmul import Linear
+from tinyvllm_extra.kernels.matmul import Linear
 open_device()
 cores = cpu_cores()
 linears = [Linear(512, {"w": 512}, False, dtypes.float32) for _ in range(40)]

@@ -14,8 +14,8 @@ from reference import tensor_shapes, tiny_config
 from tinygrad.device import ALL_DEVICES
 
 import tinyvllm
-from tinyvllm_cli import main
-from tinyvllm_cli.doctor import fit, published
+from tinyvllm_extra.cli import main
+from tinyvllm_extra.cli.doctor import fit, published
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -37,7 +37,7 @@ def doctor(*options, python=sys.executable, order=None, limit=90, **env):
   """A run of its own. order: the backends that it is to try: each costs a start of Python. limit: the
   seconds that one may take. env: None takes a variable out."""
   change = f"doctor.LIMIT, doctor.ORDER = {limit}, {order or ORDER}"
-  code = f"import sys, tinyvllm_cli\nfrom tinyvllm_cli import doctor\n{change}\nsys.exit(tinyvllm_cli.main())"
+  code = f"import sys\nfrom tinyvllm_extra.cli import doctor, main\n{change}\nsys.exit(main())"
   path = os.pathsep.join([str(ROOT), str(ROOT / "examples"), env.pop("PYTHONPATH", "")])
   kept = {k: v for k, v in {**os.environ, "PYTHONPATH": path, "DEV": None, **env}.items() if v is not None}
   done = subprocess.run([str(python), "-c", code, "doctor", *map(str, options)], env=kept, capture_output=True,
@@ -228,7 +228,7 @@ def test_a_folder_that_is_not_there_is_one_line_and_exit_1():
 @pytest.fixture
 def refused(monkeypatch, capsys):
   """The one line of a run in this process that must end before a backend is tried."""
-  monkeypatch.setattr("tinyvllm_cli.doctor.ask", lambda *_: pytest.fail("a backend was tried"))
+  monkeypatch.setattr("tinyvllm_extra.cli.doctor.ask", lambda *_: pytest.fail("a backend was tried"))
   def run(*options):
     assert main(["doctor", *map(str, options)]) == 1
     said = capsys.readouterr()

@@ -21,7 +21,7 @@ from server import Server, wait_until
 from examples import openai_client
 
 ROOT = Path(__file__).parents[1]
-SERVING, KEY = ROOT / "examples/serving", "sk-examples"
+SERVING, KEY = ROOT / "examples/deploy", "sk-examples"
 PYTHONPATH = os.pathsep.join(map(str, [ROOT, ROOT / "examples"]))   # where the packages are not installed
 SMALL = "--max-num-seqs", 2, "--max-num-batched-tokens", 2   # two shapes of step, so few graphs
 MESSAGES = [{"role": "user", "content": "Hello"}]

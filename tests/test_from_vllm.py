@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from reference import ENGINE, slow_but, tiny_model
 from server import Server
-from tinyvllm_cli import main
+from tinyvllm_extra.cli import main
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams

@@ -19,8 +19,9 @@ from tinygrad.helpers import CACHEDB
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.tokenizer import load_tokenizer
-from tinyvllm_cli import gguf as converter, main
-from tinyvllm_cli.gguf import convert, folder_of
+from tinyvllm_extra import gguf as converter
+from tinyvllm_extra.cli import main
+from tinyvllm_extra.gguf import convert, folder_of
 
 SMALL = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4}
 IDS = [3, 50, 99, 301]

@@ -8,7 +8,7 @@ import pytest
 from reference import LogitsRecorder
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm_cli.gguf import convert
+from tinyvllm_extra.gguf import convert
 
 pytestmark = pytest.mark.model
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "smollm2.npz"

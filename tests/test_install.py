@@ -135,11 +135,8 @@ def lines_about_the_compiler(run: subprocess.CompletedProcess) -> list[str]:
 def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
   """Each file with its bytes, those of the shipped model and the chat page among them: no tests, no caches, no CI."""
   expected = {str(name): ROOT / name for name in tracked("tinyvllm")}
-  for beside in ("tinyvllm_capture", "tinyvllm_cli", "tinyvllm_guidance", "tinyvllm_hf", "tinyvllm_parallel",
-                 "tinyvllm_prefix_cache", "tinyvllm_quantization", "tinyvllm_server", "tinyvllm_speculation",
-                 "tinyvllm_tinygrad"):
-    expected |= {str(name.relative_to("examples")): ROOT / name for name in tracked(f"examples/{beside}")}
-  assert {"tinyvllm/default_model/model.safetensors", "tinyvllm_server/chat.html"} <= expected.keys()
+  expected |= {str(name.relative_to("examples")): ROOT / name for name in tracked("examples/tinyvllm_extra")}
+  assert {"tinyvllm/default_model/model.safetensors", "tinyvllm_extra/server/chat.html"} <= expected.keys()
   with zipfile.ZipFile(wheel) as archive:
     found = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert found == expected.keys()
@@ -154,7 +151,7 @@ def test_the_wheel_says_what_it_is_and_what_it_needs(wheel):
     points.read_string(archive.read(about["entry_points.txt"]).decode())
     metadata = message_from_string(archive.read(about["METADATA"]).decode())
   assert {name: dict(points[name]) for name in points.sections()} == {
-    "console_scripts": {"tinyvllm": "tinyvllm_cli:main"}}
+    "console_scripts": {"tinyvllm": "tinyvllm_extra.cli:main"}}
   needed = [line for line in metadata.get_all("Requires-Dist") or [] if "extra ==" not in line]
   assert {line.partition("=")[0].rstrip("<>~!") for line in needed} == CORE
   assert metadata["Version"] in wheel.name and metadata["Requires-Python"] == ">=3.11"
@@ -162,8 +159,10 @@ def test_the_wheel_says_what_it_is_and_what_it_needs(wheel):
 
 def test_what_runs_is_the_installed_copy(installed, tmp_path):
   run = installed.run(tmp_path, installed.python, "-c", """
-import sys, tinyvllm, tinyvllm_cli, tinyvllm_server.client
-print(tinyvllm.__file__, tinyvllm_cli.__file__, tinyvllm_server.client.__file__, *sys.path[1:], sep="\\n")""")
+import sys, tinyvllm
+from tinyvllm_extra import cli
+from tinyvllm_extra.server import client
+print(tinyvllm.__file__, cli.__file__, client.__file__, *sys.path[1:], sep="\\n")""")
   assert run.returncode == 0, run.stderr
   first, *rest = run.stdout.splitlines()
   assert Path(first).is_relative_to(installed.folder)

@@ -12,8 +12,8 @@ from tinygrad.uop.ops import Ops
 from tinyvllm import attention as plain
 from tinyvllm.device import cpu_cores
 from tinyvllm.runner import scatter_kernel
-from tinyvllm_tinygrad import attention, matmul
-from tinyvllm_tinygrad.matmul import GateUp, Linear, Norm, pack, speaks_cuda, stored_shape
+from tinyvllm_extra.kernels import generic as attention, matmul
+from tinyvllm_extra.kernels.matmul import GateUp, Linear, Norm, pack, speaks_cuda, stored_shape
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # and the error that rounding allows
 SLOW = Device.DEFAULT == "PYTHON"

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from reference import ENGINE, VOCAB, in_8_bits, reference_logits, tiny_config, tiny_model
 from tinygrad import dtypes
-from tinyvllm_cli import main
-from tinyvllm_cli.doctor import fit
+from tinyvllm_extra.cli import main
+from tinyvllm_extra.cli.doctor import fit
 
 from tinyvllm import LLM, SamplingParams, attention
 from tinyvllm.config import EngineConfig, ModelConfig
-from tinyvllm_tinygrad.tensor_cores import block_parts
+from tinyvllm_extra.kernels.tensor_cores import block_parts
 
 KINDS = "int8", "fp8"
 MODEL = {"head_dim": 16}
@@ -123,7 +123,7 @@ def bytes_of(asked, dtype, **config):
 
 def test_without_the_package_that_brings_it_8_bits_are_refused():
   model = ModelConfig.from_hf(tiny_config(), "x")
-  with pytest.raises(ValueError, match="kv_cache_dtype='int8' needs tinyvllm_tinygrad.*auto will do"):
+  with pytest.raises(ValueError, match="kv_cache_dtype='int8' needs tinyvllm_extra.kernels.*auto will do"):
     attention.block_parts(model, EngineConfig(kv_cache_dtype="int8"), dtypes.float32)
 
 
@@ -155,7 +155,7 @@ def test_doctor_counts_with_it():
 def test_doctor_is_told_by_the_command_line(monkeypatch, capsys):
   row = {"opens": True, "renderer": "x", "dtype": "float32", "float32": True, "float16": True, "bfloat16": True,
          "free_gib": 8.0, "gb_per_s": 10.0}
-  monkeypatch.setattr("tinyvllm_cli.doctor.ask", lambda *_: row)
+  monkeypatch.setattr("tinyvllm_extra.cli.doctor.ask", lambda *_: row)
   counts = []
   for kind in ("auto", "fp8"):
     assert main(["doctor", "--json", "--kv-cache-dtype", kind]) == 0
@@ -170,7 +170,7 @@ def test_others_are_refused_with_what_there_is(folder, kind):
 
 
 def test_a_head_of_an_odd_size_is_refused_where_words_hold_four(tmp_path, monkeypatch):
-  monkeypatch.setattr("tinyvllm_quantization.kv_cache.cpu_cores", lambda: 0)   # as on a GPU
+  monkeypatch.setattr("tinyvllm_extra.kernels.kv_cache.cpu_cores", lambda: 0)   # as on a GPU
   with pytest.raises(ValueError, match="kv_cache_dtype='int8' needs a head_dim that 8 divides, not 12: auto will do"):
     bytes_of("int8", dtypes.float16, head_dim=12)
 

@@ -22,7 +22,7 @@ OWN_LINES = 477
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 ENGINE = ("--max-num-seqs", "1", "--max-num-batched-tokens", "1")   # one graph to capture
 PHONE = {"viewport": {"width": 360, "height": 640}, "is_mobile": True, "has_touch": True}
-PAGE = Path(__file__).parents[1] / "examples/tinyvllm_server/chat.html"
+PAGE = Path(__file__).parents[1] / "examples/tinyvllm_extra/server/chat.html"
 SCRIPT = re.compile(r"<script[^>]*>(.*?)</script>", re.S)
 MARKUP = "<img src=x onerror='window.broken = 1'><script>window.broken = 1</script><b>bold</b> List<T>"
 ANSWER = """# Reversed

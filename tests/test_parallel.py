@@ -39,11 +39,11 @@ from tinygrad.runtime.autogen import cuda
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import EngineConfig
 from tinyvllm.device import open_device
-from tinyvllm_cli import main
-from tinyvllm_parallel import check_peers, device_names, own_rows, parts_of
-from tinyvllm_quantization import Quantized, dequantized, quantize, split
-from tinyvllm_server import AsyncLLM
-from tinyvllm_tinygrad.matmul import Linear, Norm, pack
+from tinyvllm_extra.cli import main
+from tinyvllm_extra.parallel import check_peers, device_names, own_rows, parts_of
+from tinyvllm_extra.quantization import Quantized, dequantized, quantize, split
+from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.kernels.matmul import Linear, Norm, pack
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="others have as many devices as there are")
 
@@ -559,7 +559,7 @@ class Cards:
 
 def test_more_gpus_than_there_are_are_refused_and_so_are_those_that_cannot_read_each_other(monkeypatch):
   """As the driver says it of each pair, in this direction."""
-  monkeypatch.setattr("tinyvllm_parallel.Device", Cards(3))
+  monkeypatch.setattr("tinyvllm_extra.parallel.Device", Cards(3))
   asked, cannot = [], {(1, 0)}
 
   def can_access(able, reader, read):

@@ -21,10 +21,10 @@ from safetensors import safe_open
 from server import Server, wait_until
 from tinygrad import Device, Tensor, dtypes
 
-import tinyvllm_prefix_cache
+from tinyvllm_extra import prefix_cache
 from tinyvllm import LLM, SamplingParams
-from tinyvllm_prefix_cache import Blocks
-from tinyvllm_server import AsyncLLM
+from tinyvllm_extra.prefix_cache import Blocks
+from tinyvllm_extra.server import AsyncLLM
 
 BS = ENGINE["block_size"]
 SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
@@ -258,7 +258,7 @@ def test_blocks_go_through_in_pieces(engine, file, saved, monkeypatch):
   _, found = saved
   restart(engine)
   run(engine, prompt(5 * BS + 1, "saved", 1))
-  monkeypatch.setattr(tinyvllm_prefix_cache, "MOST", 3 * len(next(iter(found.values()))) + 5)
+  monkeypatch.setattr(prefix_cache, "MOST", 3 * len(next(iter(found.values()))) + 5)
   assert Blocks(engine).count == 3
   missing = {*found} - {*engine.blocks.cached}
   assert 3 < len(missing) < len(found) and engine.load_prefix_cache(file) == len(missing)
@@ -380,7 +380,7 @@ def test_a_flipped_byte_in_the_data_is_refused_and_nothing_of_the_file_is_found(
   raw = bytearray(file.read_bytes())
   raw[start + header[name]["data_offsets"][1] - 1] ^= 4
   file.write_bytes(raw)
-  monkeypatch.setattr(tinyvllm_prefix_cache, "MOST", 4096)
+  monkeypatch.setattr(prefix_cache, "MOST", 4096)
   restart(engine)
   ids = prompt(4 * BS, "unharmed")
   expected = run(engine, ids)
@@ -421,7 +421,7 @@ def test_where_nothing_can_be_found_the_old_file_stays(engine, file):
   assert restart(engine).save_prefix_cache(file) == 0 and file.read_bytes() == before
 
 
-@pytest.mark.parametrize("place", ["os.replace", "os.fsync", "tinyvllm_prefix_cache.zlib.crc32"])
+@pytest.mark.parametrize("place", ["os.replace", "os.fsync", "tinyvllm_extra.prefix_cache.zlib.crc32"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(engine, file, place, error, monkeypatch):
   before, calls = file.read_bytes(), []
@@ -475,7 +475,7 @@ def test_a_link_is_followed(engine, file, tmp_path):
 @pytest.mark.slow
 def test_a_draft_models_blocks_are_kept_too(folder, tmp_path, monkeypatch):
   """Its drafts come true as often as they would have: of blocks with noise it would draft noise."""
-  monkeypatch.setattr(tinyvllm_prefix_cache, "MOST", 4096)
+  monkeypatch.setattr(prefix_cache, "MOST", 4096)
   llm = LLM(folder, speculative_config={"model": str(folder), "num_speculative_tokens": 3}, **ENGINE)
   first = prompt(8 * BS + 1, "draft")
   path = tmp_path / "cache"
@@ -497,7 +497,7 @@ def test_a_draft_models_blocks_are_kept_too(folder, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(Device.DEFAULT != "CPU", reason="others have as many devices as there are")
 def test_each_devices_heads_are_kept(folder, tmp_path, file, monkeypatch):
-  monkeypatch.setattr(tinyvllm_prefix_cache, "MOST", 2048)
+  monkeypatch.setattr(prefix_cache, "MOST", 2048)
   llm = LLM(folder, tensor_parallel_size=2, **ENGINE)
   refuses(llm, file, "tensor_parallel_size '1', here '2'")
   first = prompt(6 * BS + 1, "devices")
@@ -603,7 +603,7 @@ def test_a_server_keeps_its_prefix_cache(chat_folder, tmp_path):
 def test_signals_while_the_file_is_written_do_not_harm_it(chat_folder, tmp_path):
   path, slow = tmp_path / "cache", tmp_path / "slow"
   fault = f"""
-import os, pathlib, time, tinyvllm_prefix_cache
+import os, pathlib, time, tinyvllm_extra.prefix_cache
 replace = os.replace
 def slowly(*paths):
   pathlib.Path({str(slow)!r}).touch()

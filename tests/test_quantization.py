@@ -21,14 +21,14 @@ from reference import (
 from safetensors.numpy import load_file, save_file
 from tinygrad import Device, Tensor, dtypes
 
-import tinyvllm_parallel
+from tinyvllm_extra import parallel
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import ModelConfig
 from tinyvllm.device import open_device
 from tinyvllm.llama import Llama
 from tinyvllm.weights import load_weights
-from tinyvllm_quantization import Quantized, dequantized, pack_numbers, quantize, scales_shape
-from tinyvllm_tinygrad.matmul import GateUp, Linear, pack, stored_shape
+from tinyvllm_extra.quantization import Quantized, dequantized, pack_numbers, quantize, scales_shape
+from tinyvllm_extra.kernels.matmul import GateUp, Linear, pack, stored_shape
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -310,7 +310,7 @@ def test_gate_and_up_are_loaded_in_the_order_that_their_kernel_reads(tmp_path, b
   open_device()
   dtype = dtypes.float32 if Device.DEFAULT == "CPU" else dtypes.float16
   tiny_model(tmp_path, num_hidden_layers=1, hidden_size=64, intermediate_size=80, mlp_bias=True, dtype="float16")
-  kind = Llama if count == 1 else functools.partial(tinyvllm_parallel.Llama, tinyvllm_parallel.device_names(count))
+  kind = Llama if count == 1 else functools.partial(parallel.Llama, parallel.device_names(count))
   model = kind(ModelConfig.load(tmp_path), dtype)
   load_weights(model, tmp_path, dtype, None if bits == 16 else f"int{bits}")
   weights, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp."
@@ -401,7 +401,7 @@ def test_everything_else_works_as_with_any_weights(tmp_path):
 
 
 def test_the_command_line_takes_it(tmp_path, capsys):
-  from tinyvllm_cli import main
+  from tinyvllm_extra.cli import main
   folder = tiny_model(tmp_path, words=True, **SIZES)
   flags = ["--model", str(folder), "--max-tokens", "4"]
   assert main(["generate", "the cat", *flags, "--quantization", "int8"]) == 0

@@ -1,4 +1,4 @@
-"""Two replicas of the shipped model behind Ray Serve, as examples/serving/ray_serve.py starts them, on this machine.
+"""Two replicas of the shipped model behind Ray Serve, as examples/deploy/ray_serve.py starts them, on this machine.
 What they answer is what LLM.generate gives in this process. Replicas are killed and broken from outside. `pytest -m
 ray`."""
 import asyncio
@@ -24,7 +24,7 @@ from server import Server, held_port, wait_until
 from tinyvllm import LLM, SamplingParams
 
 pytestmark = pytest.mark.ray
-FOLDER = Path(__file__).parents[1] / "examples" / "serving"
+FOLDER = Path(__file__).parents[1] / "examples" / "deploy"
 SIZES = ["--cudagraph-capture-sizes", 1, 8, 16, "--max-num-batched-tokens", 64]   # few graphs
 STORY = "The cat sat on the warm stone and closed its eyes. Then the dog came along the road and saw "   # over 64
 LONG = {"temperature": 0, "max_tokens": 400, "ignore_eos": True, "n": 8}   # over a second

@@ -23,7 +23,7 @@ from server import Server, events, wait_until
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
-from tinyvllm_cli import main
+from tinyvllm_extra.cli import main
 
 SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"

@@ -18,9 +18,9 @@ from test_failed_steps import PLACES, Failed, break_steps, once
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.batch import LOGITS, TOKEN
-from tinyvllm_cli import main
-from tinyvllm_server.server import drafts_of
-from tinyvllm_speculation import Drafter, NGram, SpeculativeConfig
+from tinyvllm_extra.cli import main
+from tinyvllm_extra.server.server import drafts_of
+from tinyvllm_extra.speculation import Drafter, NGram, SpeculativeConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 # One graph for all that is asked for
@@ -351,7 +351,7 @@ def watch_drafts(engine, model):
 @pytest.fixture(autouse=True)
 def wide_registers(monkeypatch):
   """How many drafts are worth their time hangs on the CPU: here it has AVX-512's registers, whatever this one has."""
-  monkeypatch.setattr("tinyvllm_speculation.cpu_sums", lambda: 8)
+  monkeypatch.setattr("tinyvllm_extra.speculation.cpu_sums", lambda: 8)
 
 
 @pytest.fixture

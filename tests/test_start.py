@@ -15,9 +15,9 @@ from reference import ENGINE, reference_greedy, tiny_model
 from server import Server, wait_until
 from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.uop.ops import KernelInfo, Ops
-from tinyvllm_capture import usual_sizes
-from tinyvllm_server import AsyncLLM
-from tinyvllm_tinygrad import kernels
+from tinyvllm_extra.graphs import usual_sizes
+from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.kernels import tinygrad_patches as kernels
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams, device
@@ -272,8 +272,7 @@ def test_the_engine_gives_the_same_without_the_packages_beside_it(tmp_path):
   code = ("import sys\nfor name in sys.argv[1:]: sys.modules[name] = None   # as if it was not installed\n"
           "import tinyvllm; print(tinyvllm.generate('Hello'))")
   env = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
-  beside = [path.name for path in (ROOT / "examples").glob("tinyvllm_*")]
-  assert "tinyvllm_tinygrad" in beside
+  beside = ["tinyvllm_extra"]
   runs = [subprocess.run([sys.executable, "-c", code, *names], env=env, capture_output=True, text=True, timeout=120)
           for names in ([], beside)]
   assert runs[0].stdout == runs[1].stdout == ", world!\n"
@@ -282,11 +281,11 @@ def test_the_engine_gives_the_same_without_the_packages_beside_it(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"dtype": "float16"}], ids=str)
 def test_plain_matrices_and_norms_give_the_same(tmp_path, options):
-  """Those of the engine, which tinyvllm_tinygrad's stand in for: with all that a model may have, and on devices that
-  read each other's sums."""
+  """Those of the engine, which the extension's kernels stand in for: with all that a model may have, and on devices
+  that read each other's sums."""
   folder = tiny_model(tmp_path, dtype="bfloat16", architectures=["Qwen3ForCausalLM"], head_dim=16, attention_bias=True,
                       num_key_value_heads=None, mlp_bias=True, tie_word_embeddings=True)
-  code = ("import sys\nif sys.argv[2:]: sys.modules['tinyvllm_tinygrad'] = None\n"
+  code = ("import sys\nif sys.argv[2:]: sys.modules['tinyvllm_extra.kernels'] = None\n"
           f"import tinyvllm; llm = tinyvllm.LLM(sys.argv[1], **{({**ENGINE, **options})})\n"
           "output, = llm.generate('ab', tinyvllm.SamplingParams(temperature=0, max_tokens=20), False)\n"
           "print(type(llm.runner.model.norm).__module__, output.outputs[0].token_ids)")
@@ -294,7 +293,7 @@ def test_plain_matrices_and_norms_give_the_same(tmp_path, options):
   runs = [subprocess.run([sys.executable, "-c", code, str(folder), *more], env=env, capture_output=True, text=True,
                          timeout=120).stdout.split(maxsplit=1) for more in ([], ["without"])]
   modules, ids = zip(*runs, strict=True)
-  assert modules == ("tinyvllm_tinygrad.matmul", "tinyvllm.llama") and ids[0] == ids[1] and len(ids[0]) > 60
+  assert modules == ("tinyvllm_extra.kernels.matmul", "tinyvllm.llama") and ids[0] == ids[1] and len(ids[0]) > 60
 
 
 def test_ctrl_c_during_captures_is_exit_code_130_and_no_traceback(tmp_path):

@@ -11,8 +11,8 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops
 
 from tinyvllm.batch import TILE
-from tinyvllm_tinygrad import tensor_cores
-from tinyvllm_tinygrad.tensor_cores import BS
+from tinyvllm_extra.kernels import tensor_cores
+from tinyvllm_extra.kernels.tensor_cores import BS
 
 SLOW = Device.DEFAULT == "PYTHON"
 on_tensor_cores = pytest.mark.skipif("sm_" not in str(Device.default.renderer.target), reason="this device has none")

@@ -6,7 +6,7 @@ import openai
 import pytest
 from reference import ENGINE, slow, tiny_model
 from server import Server
-from tinyvllm_server.tools import certain, read_calls, schema_of, with_objects
+from tinyvllm_extra.server.tools import certain, read_calls, schema_of, with_objects
 
 from tinyvllm import LLM
 

@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from tinyvllm_guidance import StructuredOutputsParams
+  from tinyvllm_extra.structured_outputs import StructuredOutputsParams
   from .engine import LLM, LLMEngine, generate, generate_stream
   from .request import CompletionOutput, Logprob, RequestMetrics, RequestOutput, SamplingParams
   from .request import TextPrompt, TokensPrompt
@@ -13,7 +13,8 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "LLMEngine", "generate", "generate_stream", "CompletionOutput", "Logprob", "RequestMetrics",
            "RequestOutput", "SamplingParams", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"]
 # What is not in tinyvllm.request: one name is of a package beside the engine, the first four are the engine's
-PLACES = {"StructuredOutputsParams": "tinyvllm_guidance", **dict.fromkeys(__all__[:4], "tinyvllm.engine")}
+PLACES: dict[str, str] = {"StructuredOutputsParams": "tinyvllm_extra.structured_outputs",
+          **dict.fromkeys(__all__[:4], "tinyvllm.engine")}
 
 
 def __getattr__(name: str) -> Any:

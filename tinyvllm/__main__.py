@@ -1,6 +1,6 @@
-"""`python -m tinyvllm`: the command line, which is kept beside the engine in examples/tinyvllm_cli."""
+"""`python -m tinyvllm`: the command line, which is kept beside the engine in examples/tinyvllm_extra.cli."""
 import sys
 
-from tinyvllm_cli import main
+from tinyvllm_extra.cli import main
 
 sys.exit(main())

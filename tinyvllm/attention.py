@@ -4,7 +4,7 @@ a write returns carries the order: what reads after must use it.
 
 tokens: (fields of TOKEN, T) int32, a flat batch. keys: (num_blocks, KV, D, block_size), values: (num_blocks, KV,
 block_size, D), so that neighbours in memory are what neighbouring lanes read. table: (rows, max_blocks). G query heads
-share a K/V head. tinyvllm_tinygrad has the same for lanes that share more, for 8 bits and for tensor cores."""
+share a K/V head. tinyvllm_extra.kernels has the same for lanes that share more, for 8 bits and for tensor cores."""
 import math
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[
   """What a block is in each tensor of a layer, as the kernels read them: K, (n_kv_heads, head_dim, block_size), and V,
   its last axes the other way round. Raises ValueError for what the device, or the model, cannot have."""
   asked = config.kv_cache_dtype
-  check(asked == "auto", f"kv_cache_dtype={asked!r} needs tinyvllm_tinygrad, which is not here: auto will do")
+  check(asked == "auto", f"kv_cache_dtype={asked!r} needs tinyvllm_extra.kernels, which is not here: auto will do")
   KV = model.num_key_value_heads
   D = model.head_dim
   return [((KV, D, config.block_size), dtype), ((KV, config.block_size, D), dtype)]

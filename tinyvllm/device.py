@@ -66,8 +66,8 @@ def open_device() -> int:
     if Device.DEFAULT == "CPU" and (compiler is None or helpers.DEV.renderer == "X86"):
       raise RuntimeError("no C compiler found, and tinygrad's own assembler will not do")
     renderer()   # opens it
-    if importlib.util.find_spec("tinyvllm_tinygrad"):   # without it starts take longer, and steps on a CPU
-      importlib.import_module("tinyvllm_tinygrad").extend(os.environ["CC"])
+    if importlib.util.find_spec("tinyvllm_extra"):   # without it starts take longer, and steps on a CPU
+      importlib.import_module("tinyvllm_extra.kernels").extend(os.environ["CC"])
   except Exception as e:   # a backend fails to open in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
                        "'tinyvllm[cpu]', which brings a compiler; or name another: DEV=CUDA, METAL, AMD, ...") from e

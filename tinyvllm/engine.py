@@ -78,10 +78,10 @@ class LLMEngine:
     free = open_device()
     kind: Any = Llama
     if config.tensor_parallel_size > 1:
-      free, kind = importlib.import_module("tinyvllm_parallel").open_peers(config.tensor_parallel_size)
+      free, kind = importlib.import_module("tinyvllm_extra.parallel").open_peers(config.tensor_parallel_size)
     drafts = config.speculative_config
     self.speculation: Any = None
-    if drafts is not None: self.speculation = importlib.import_module("tinyvllm_speculation").Speculation(drafts)
+    if drafts is not None: self.speculation = importlib.import_module("tinyvllm_extra.speculation").Speculation(drafts)
     shape = self.model_config = ModelConfig.load(folder)
     self.tokenizer = load_tokenizer(folder)
     own = read_json(folder / "generation_config.json") if config.generation_config == "auto" else {}
@@ -113,7 +113,7 @@ class LLMEngine:
   @contextlib.contextmanager
   def alone(self) -> Iterator[None]:
     """What one thread does with the engine. Raises RuntimeError if another one is in there."""
-    if not self._driver.acquire(False): raise RuntimeError("another thread has this LLM: use tinyvllm_server.AsyncLLM")
+    if not self._driver.acquire(False): raise RuntimeError("another thread has this LLM: use AsyncLLM")
     try: yield
     finally: self._driver.release()
 
@@ -226,17 +226,17 @@ class LLMEngine:
     """Capture steps of so many tokens, greedy and sampled, or those with all that is rare, so that none of them stalls
     the requests that meet it first, and pad to them from now on. sizes: powers of two; None: what suits the device.
     Yields how far it is, before each."""
-    return importlib.import_module("tinyvllm_capture").capture(self, sizes, rare)
+    return importlib.import_module("tinyvllm_extra.graphs").capture(self, sizes, rare)
 
   def save_prefix_cache(self, path: str | pathlib.Path) -> int:
     """Write the blocks in which something is found to a file, whole or not at all. Returns how many; none: no file.
     Raises OSError where it cannot be written."""
-    with self.alone(), exclusive: return importlib.import_module("tinyvllm_prefix_cache").save(self, path)
+    with self.alone(), exclusive: return importlib.import_module("tinyvllm_extra.prefix_cache").save(self, path)
 
   def load_prefix_cache(self, path: str | pathlib.Path) -> int:
     """Find what is in such a file, too: as many blocks as are free, those used last first. Returns how many. Raises
     ValueError for a file that is damaged, or of another model or other options that its blocks hang on."""
-    with self.alone(), exclusive: return importlib.import_module("tinyvllm_prefix_cache").load(self, path)
+    with self.alone(), exclusive: return importlib.import_module("tinyvllm_extra.prefix_cache").load(self, path)
 
   def _find_stops(self) -> None:
     """End the texts in which a stop string has come."""

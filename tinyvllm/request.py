@@ -44,7 +44,7 @@ class SamplingParams(Options):
     if isinstance(self.logit_bias, dict):
       values["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
     if self.structured_outputs is not None:
-      values["structured_outputs"] = importlib.import_module("tinyvllm_guidance").taken(self)
+      values["structured_outputs"] = importlib.import_module("tinyvllm_extra.structured_outputs").taken(self)
     super().__post_init__()
     most = values["max_tokens"]
     check(self.min_tokens <= most, f"min_tokens={self.min_tokens} is above max_tokens={most}")
@@ -100,7 +100,7 @@ class Sequence:
   metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
   bad_words: list[list[int]] = dataclasses.field(default_factory=list)
   constraint: Any = None           # of structured output: mask(), accept(token), done
-  drafter: Any = None              # of its next tokens: tinyvllm_speculation's Drafter
+  drafter: Any = None              # of its next tokens: tinyvllm_extra.speculation's Drafter
   forks: list["Sequence"] = dataclasses.field(default_factory=list)   # its prompt's others: they wait for it
   num_cached: int = 0              # tokens of the prompt that were found when it first ran
   logprobs: dict[int, dict[int, Logprob]] = dataclasses.field(default_factory=dict)   # by place

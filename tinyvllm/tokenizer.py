@@ -1,5 +1,5 @@
-"""Text to token ids and back, with sentencepiece's tokenizer.model, and a text as its tokens come. tinyvllm_hf knows
-Hugging Face's tokenizer.json and chat templates."""
+"""Text to token ids and back, with sentencepiece's tokenizer.model, and a text as its tokens come. The extension's
+huggingface.py reads Hugging Face's tokenizer.json and chat templates."""
 import dataclasses, importlib, itertools, pathlib, re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -41,8 +41,8 @@ class Tokenizer:
     return "".join(self.plain_decode([*run]) if text is None else text * len([*run]) for text, run in runs)
 
   def apply_chat_template(self, messages: list[dict[str, Any]], /, **options: Any) -> str:
-    """The conversation as the model was trained to see it: tinyvllm_hf.render, which says what it takes."""
-    return importlib.import_module("tinyvllm_hf").render(messages, self.config, **options)
+    """The conversation as the model was trained to see it: huggingface.render, which says what it takes."""
+    return importlib.import_module("tinyvllm_extra.huggingface").render(messages, self.config, **options)
 
 
 def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
@@ -50,7 +50,7 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
   config = read_json(folder / "tokenizer_config.json")
   config |= {path.stem: path.read_text() for path in folder.glob("chat_template.jinja")}   # where there is one
   if not (folder / "tokenizer.json").exists(): return _load_sentencepiece(folder / "tokenizer.model", config)
-  return importlib.import_module("tinyvllm_hf").load(folder / "tokenizer.json", config)
+  return importlib.import_module("tinyvllm_extra.huggingface").load(folder / "tokenizer.json", config)
 
 
 def _load_sentencepiece(path: pathlib.Path, config: dict[str, Any]) -> Tokenizer:

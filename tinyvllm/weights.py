@@ -56,7 +56,7 @@ def load_weights(model: Llama, folder: pathlib.Path, compute: dtype.DType, quant
   published = read_json(folder / "config.json").get("quantization_config") or {}
   fill = None
   if published or quantization:
-    fill = importlib.import_module("tinyvllm_quantization").filler(model, folder, published, quantization)
+    fill = importlib.import_module("tinyvllm_extra.quantization").filler(model, folder, published, quantization)
   maps = read_files(folder, DTYPES | INTEGERS if published else DTYPES)
 
   def take(name, *shape):

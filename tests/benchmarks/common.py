@@ -34,8 +34,8 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm.device import largest_tensor, open_device
 from tinyvllm.llama import Llama
 from tinyvllm.tokenizer import Tokenizer
-from tinyvllm_quantization import scales_shape
-from tinyvllm_tinygrad.matmul import Linear
+from tinyvllm_extra.quantization import scales_shape
+from tinyvllm_extra.kernels.matmul import Linear
 
 
 def _shape(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, tied: bool, length: int,

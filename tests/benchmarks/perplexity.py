@@ -10,7 +10,7 @@ import argparse
 import math
 from pathlib import Path
 
-from tinyvllm_cli.gguf import folder_of
+from tinyvllm_extra.gguf import folder_of
 
 from tinyvllm import LLM, SamplingParams
 

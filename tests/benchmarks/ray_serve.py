@@ -1,5 +1,5 @@
 """What Ray Serve takes of a request: the same one at a time, in turn to `tinyvllm serve` and to two replicas of
-examples/serving/ray_serve.py, both on this machine and of the shipped model.
+examples/deploy/ray_serve.py, both on this machine and of the shipped model.
 
   python tests/benchmarks/ray_serve.py --requests 200 --output-len 16
 

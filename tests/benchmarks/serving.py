@@ -238,10 +238,10 @@ def _open_llm(args: argparse.Namespace, **given: Any) -> LLM:
 
 def serve(args: argparse.Namespace) -> int:
   """`tinyvllm serve` with the engine of open_llm, whose weights may be random."""
-  import tinyvllm_cli
-  from tinyvllm_server import async_engine
+  from tinyvllm_extra import cli
+  from tinyvllm_extra.server import async_engine
   with patch.object(async_engine, "LLM", lambda model, **given: open_llm(args, **given)):
-    return tinyvllm_cli.main(["serve", "--port=0", *(f"--{k.replace('_', '-')}={v}" for k, v in options(args).items()),
+    return cli.main(["serve", "--port=0", *(f"--{k.replace('_', '-')}={v}" for k, v in options(args).items()),
                      f"--stream-interval={args.stream_interval}"])
 
 

@@ -26,9 +26,9 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import common
-import tinyvllm_speculation
+from tinyvllm_extra import speculation
 from common import LLM, SamplingParams, Watch
-from tinyvllm_speculation import Drafter, NGram
+from tinyvllm_extra.speculation import Drafter, NGram
 
 # Each with the name that the editing task replaces, and the one that it puts there
 STORIES = [
@@ -205,7 +205,7 @@ def wrong_drafts(k: int, vocabulary: int) -> Iterator[None]:
   rng = random.Random(0)
   def propose(drafter, tokens: list[int], n: int) -> list[int]: return [rng.randrange(3, vocabulary) for _ in range(n)]
   with (patch.object(Drafter, "hope", property(lambda drafter: 0.99, lambda drafter, value: None), create=True),
-        patch("tinyvllm_speculation.step_time", lambda tokens: 1),   # as many as may be make most tokens of the time
+        patch("tinyvllm_extra.speculation.step_time", lambda tokens: 1),   # always the most drafts
         patch.object(NGram, "waits", lambda drafter, tokens: True),
         patch.object(NGram, "propose", propose)): yield
 
@@ -252,7 +252,7 @@ def measure_steps(args: argparse.Namespace, running: int, bandwidth: float) -> N
       folder = stack.enter_context(TemporaryDirectory())
       layers = {"num_hidden_layers": args.layers} if args.layers else {}
       (Path(folder) / "config.json").write_text(json.dumps(common.SHAPES[args.draft_shape] | layers))
-      stack.enter_context(patch.object(tinyvllm_speculation, "load_weights", common.fill_weights))
+      stack.enter_context(patch.object(speculation, "load_weights", common.fill_weights))
     started = time.perf_counter()
     decoding = {k: Decoding(args, k, running, folder) for k in args.k}
   print(f"\n{running} running: prompts and captures took {time.perf_counter() - started:.1f} s", flush=True)

@@ -38,9 +38,9 @@ def start(args: argparse.Namespace) -> None:
 
 async def load(args: argparse.Namespace) -> None:
   """In a process of its own: what the streams of many requests meet."""
-  from tinyvllm_server import AsyncLLM
+  from tinyvllm_extra.server import AsyncLLM
   def opened(model, **options): return common.open_llm(args, padded=True, **options)
-  with patch("tinyvllm_server.async_engine.LLM", opened):
+  with patch("tinyvllm_extra.server.async_engine.LLM", opened):
     llm = AsyncLLM(args.model, prepare=args.prepare)
   while llm.state: await asyncio.sleep(0.1)
   rng = random.Random(args.seed)

@@ -13,7 +13,7 @@ import time
 
 import common
 from common import LLM, Watch
-from tinyvllm_capture import usual_sizes
+from tinyvllm_extra.graphs import usual_sizes
 
 
 def decode_columns(llm: LLM, steps: list, running: int, bandwidth: float, host: bool) -> tuple[float, list[str]]:

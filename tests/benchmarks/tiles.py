@@ -1,4 +1,4 @@
-"""Which tiles suit a device's tensor cores: what TILES and SHARED in tinyvllm_tinygrad.matmul are made with.
+"""Which tiles suit a device's tensor cores: what TILES and SHARED in tinyvllm_extra.kernels.matmul are made with.
 
   python tests/benchmarks/tiles.py --shape llama-7b --layers 8 --tokens 1 32 512
 
@@ -15,7 +15,7 @@ import common
 import kernels
 from common import LLM
 from tinygrad import Tensor
-from tinyvllm_tinygrad import matmul
+from tinyvllm_extra.kernels import matmul
 
 from tinyvllm.batch import bucket
 

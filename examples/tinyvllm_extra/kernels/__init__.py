@@ -10,7 +10,7 @@ from tinygrad.runtime.ops_cpu import CPUAllocator
 from tinyvllm.device import cpu_cores
 
 from .cpu import CPUGraph, allocate, patch_exp2, widen
-from .kernels import patch_tinygrad
+from .tinygrad_patches import patch_tinygrad
 from .matmul import GateUp, Linear, Norm
 from .tensor_cores import attend, block_parts
 

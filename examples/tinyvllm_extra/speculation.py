@@ -17,7 +17,7 @@ from tinyvllm.runner import Runner
 from tinyvllm.scheduler import BlockManager, Scheduler
 from tinyvllm.tokenizer import Tokenizer, load_tokenizer
 from tinyvllm.weights import load_weights
-from tinyvllm_tinygrad.cpu import cpu_sums
+from tinyvllm_extra.kernels.cpu import cpu_sums
 
 
 @dataclasses.dataclass(frozen=True)

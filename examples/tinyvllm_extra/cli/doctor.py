@@ -85,7 +85,7 @@ def bandwidth(size: int, dtype: Any, seconds: float) -> float:
 
 def ask(dev: str, seconds: float) -> dict[str, Any]:
   """What a backend tells of itself, or the reason why not. dev: "" for the one that tinygrad takes."""
-  try: done = subprocess.run([sys.executable, "-c", f"from tinyvllm_cli import doctor; doctor.probe({seconds})"],
+  try: done = subprocess.run([sys.executable, "-c", f"from tinyvllm_extra.cli import doctor; doctor.probe({seconds})"],
                              env={**os.environ, "DEV": dev}, capture_output=True, timeout=LIMIT + seconds, check=False)
   except subprocess.TimeoutExpired: return {"opens": False, "reason": f"no answer within {LIMIT + seconds:.0f} s"}
   facts: dict[str, Any] = {"opens": False}

@@ -15,8 +15,8 @@ from tinyvllm.batch import TILE
 from tinyvllm.config import EngineConfig, ModelConfig
 from tinyvllm.device import axes, kernel_of, renderer
 
-from . import attention
-from .attention import SMALLEST, in_8_bits
+from . import generic as attention
+from .generic import SMALLEST, in_8_bits
 from .matmul import MMA, speaks_cuda
 from .schedule import axis
 

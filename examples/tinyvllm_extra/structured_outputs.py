@@ -8,7 +8,7 @@ import numpy as np
 from tinyvllm.config import check
 from tinyvllm.request import SamplingParams
 from tinyvllm.tokenizer import Tokenizer
-from tinyvllm_hf import optional
+from tinyvllm_extra.huggingface import optional
 
 KINDS: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool}
 

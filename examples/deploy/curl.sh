@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every route of `tinyvllm serve`, by curl.   bash examples/serving/curl.sh [URL]
+# Every route of `tinyvllm serve`, by curl.   bash examples/deploy/curl.sh [URL]
 #
 # URL: http://127.0.0.1:8000. A server started with --api-key wants the key in OPENAI_API_KEY; one without takes any.
 # Each command stands alone, to be copied with $url, $auth and $json. -N shows a stream as it comes.

@@ -11,7 +11,7 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTex
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, core, generate_latest
 
 from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams, __version__
-from tinyvllm_cli import add_flags, folder_of, given, set_log_level
+from tinyvllm_extra.cli import add_flags, folder_of, given, set_log_level
 from tinyvllm.config import EngineConfig, ModelConfig, Options, check, kind_of, logger
 
 from .async_engine import AsyncLLM, Numbered, Request

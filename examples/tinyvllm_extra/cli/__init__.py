@@ -8,15 +8,15 @@ from tinygrad.device import CompileError
 
 from tinyvllm import LLM, SamplingParams, __version__
 from tinyvllm.config import NO_EFFECT, EngineConfig, kind_of, logger
-from tinyvllm_hf import optional
+from tinyvllm_extra.huggingface import optional
 
-from .gguf import folder_of as folder_of
+from tinyvllm_extra.gguf import folder_of as folder_of
 
 FAILURES = (ValueError, RuntimeError, CompileError, subprocess.CalledProcessError)   # the last two: of a compiler
 # What has a main of its own: what it is for, its module, and the extra that brings what that needs
-TOOLS = {"serve": ("answer HTTP", "tinyvllm_server", "server"),
-         "convert": ("make a model's folder of a GGUF file", "tinyvllm_cli.gguf", "hf"),
-         "doctor": ("try each device", "tinyvllm_cli.doctor", "cpu")}
+TOOLS = {"serve": ("answer HTTP", "tinyvllm_extra.server", "server"),
+         "convert": ("make a model's folder of a GGUF file", "tinyvllm_extra.gguf", "hf"),
+         "doctor": ("try each device", "tinyvllm_extra.cli.doctor", "cpu")}
 
 
 def _show(outputs: Any, text: str = "", going: threading.Event | None = None) -> str:

@@ -11,7 +11,7 @@ from sentencepiece import SentencePieceProcessor
 
 from tinyvllm import __version__
 from tinyvllm.config import ModelConfig, check, logger
-from tinyvllm_hf import optional
+from tinyvllm_extra.huggingface import optional
 
 # What a GGUF file says of a model, and what config.json calls that. The first are in every file
 KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",

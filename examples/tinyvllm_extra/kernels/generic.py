@@ -21,7 +21,7 @@ from .schedule import axis, divisor, end, fold, lane_axis, shared_by, unrolled
 SMALLEST = 1e-30   # of the largest number that a scale is for: nothing is divided by 0
 
 
-def in_8_bits() -> Any: return importlib.import_module("tinyvllm_quantization.kv_cache")   # when it is needed
+def in_8_bits() -> Any: return importlib.import_module("tinyvllm_extra.kernels.kv_cache")   # when it is needed
 
 
 def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:

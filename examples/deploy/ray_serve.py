@@ -1,6 +1,6 @@
 """`tinyvllm serve` in several copies, on one machine or on many, by Ray Serve. README.md, beside this, has commands.
 
-  python examples/serving/ray_serve.py MODEL --num-replicas 2 --port 8000
+  python examples/deploy/ray_serve.py MODEL --num-replicas 2 --port 8000
 
 A replica is the server's app over an engine of its own. Before the replicas stands an ingress, which reads a request,
 passes it to the replica that its conversation belongs to, and passes back what that says, as it comes. Nothing of a
@@ -28,8 +28,8 @@ from tinygrad import Device
 
 from tinyvllm import SamplingParams
 from tinyvllm.config import NO_EFFECT, EngineConfig, ModelConfig, Options, check, effective, kind_of
-from tinyvllm_cli import FAILURES, add_flags, folder_of, given, set_log_level
-from tinyvllm_server.server import Server, ServerConfig, refuse
+from tinyvllm_extra.cli import FAILURES, add_flags, folder_of, given, set_log_level
+from tinyvllm_extra.server.server import Server, ServerConfig, refuse
 
 NAME = "tinyvllm"   # of the application
 SLACK = 8    # requests by which a replica may be busier than the least busy one and still get its conversations

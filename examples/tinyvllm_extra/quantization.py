@@ -9,7 +9,7 @@ import numpy as np
 from tinyvllm.config import check, logger
 from tinyvllm.llama import Llama
 from tinyvllm.weights import floats
-from tinyvllm_tinygrad.matmul import Linear, pack
+from tinyvllm_extra.kernels.matmul import Linear, pack
 
 GROUP = 32   # inputs that share a scale, where it is made here
 PART = 2**17   # numbers that a thread quantizes at once: so many stay in a core's cache
