@@ -1,6 +1,6 @@
-"""`python -m tinyvllm`: the command line, which is kept beside the engine in examples/tinyvllm_extra.cli."""
+"""`python -m tinyvllm`: the command line, which is part of the extension."""
 import sys
 
-from tinyvllm_extra.cli import main
+from .config import extension
 
-sys.exit(main())
+if __name__ == "__main__": sys.exit(extension("cli").main())

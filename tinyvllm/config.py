@@ -1,102 +1,107 @@
-"""What is known before anything is loaded: the user's options, checked, and the model's shape, from its own files."""
-import dataclasses, json, logging, pathlib
-from typing import Annotated, Any
+"""The options of an engine, checked, and the shape of a model, read from its config.json. Owns the two ways to refuse
+something: InputError for the user's mistakes, and a missing extension."""
+import dataclasses, importlib.util, json, logging, pathlib, re, types, typing
+from typing import Any
 
 logger = logging.getLogger("tinyvllm")
-# What this engine takes
-KNOWN = {"architecture": ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
-         "hidden_act": ["silu"], "rope_type": ["default", "llama3", "linear", "factors"]}
+DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
+QUANTIZATIONS = ("int8", "int4", "awq", "gptq", "compressed-tensors")
+# The values of config.json that the core computes with
+SUPPORTED = {"architecture": ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
+             "hidden_act": ["silu"], "rope_type": ["default", "llama3", "linear", "factors"]}
 
 
-def check(ok: Any, message: str) -> None:
-  """Raise ValueError with the message unless ok: how every mistake of a user's is refused."""
-  if not ok: raise ValueError(message)
+class InputError(ValueError):
+  """A mistake in what the user asked for (HTTP 400). Every other exception is a fault of ours (HTTP 500).
+  `parameter` is the field that the message begins with, as in "top_p=2 must be ...", or None; `value` is its value."""
+  def __init__(self, message: str, value: Any = None):
+    super().__init__(message)
+    field = re.match(r"(\w+)[=:]", message)
+    self.parameter = field[1] if field else None
+    self.value = value
+
+
+def check(ok: Any, message: str, value: Any = None) -> None:
+  """Raise InputError unless `ok`. The message names field, value, what is allowed and what to change."""
+  if not ok: raise InputError(message, value)
+
+
+def has_extension() -> bool: return importlib.util.find_spec("tinyvllm_extra") is not None
+
+
+def extension(name: str) -> Any:
+  """Import tinyvllm_extra.NAME, the package with everything that a plain request does not use. Raises ImportError."""
+  if has_extension(): return importlib.import_module(f"tinyvllm_extra.{name}")
+  raise ImportError(f"{name} is part of the package tinyvllm_extra, which is not importable: pip install tinyvllm")
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
 
 
-def kind_of(field: Any) -> tuple[Any, tuple]:
-  """An option's type, and its limits if it has any: inclusive bounds, all the strings that will do, or what a list is
-  of."""
-  return getattr(field.type, "__origin__", field.type), getattr(field.type, "__metadata__", ())
+def option(default: Any, help: str, *, min: float | None = None, max: float | None = None,
+           choices: tuple[str, ...] = ()) -> Any:
+  """A dataclass field with a help text and its allowed values: inclusive bounds, or the strings to choose from."""
+  return dataclasses.field(default=default, metadata={"help": help, "min": min, "max": max, "choices": choices})
+
+
+def has_type(value: Any, kind: Any) -> bool:
+  """Whether `value` has an annotated type: a class, list[X], dict[K, V] or a union. An int is a float, a bool no int."""
+  args = typing.get_args(kind)
+  if isinstance(kind, types.UnionType): return any(has_type(value, arg) for arg in args)
+  if typing.get_origin(kind) is list: return isinstance(value, list) and all(has_type(x, args[0]) for x in value)
+  if typing.get_origin(kind) is dict:
+    return isinstance(value, dict) and all(has_type(k, args[0]) and has_type(v, args[1]) for k, v in value.items())
+  if kind is Any: return True
+  return isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
 
 
 class Options:
-  """A frozen dataclass that refuses unknown names, wrong types and values outside an Annotated field's limits with a
-  ValueError that says what would do."""
+  """A frozen dataclass that refuses unknown names, wrong types and values beyond an `option`'s limits with InputError."""
   def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-    names = cls.__match_args__   # type: ignore[attr-defined]   # the fields'
+    names = cls.__match_args__   # type: ignore[attr-defined]   # the dataclass fields
     for name in kwargs: check(name in names, f"{cls.__name__} has no field {name!r}; its fields are {', '.join(names)}")
     return super().__new__(cls)
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):   # type: ignore[arg-type]
       value = getattr(self, field.name)
-      kind, limits = kind_of(field)
-      said = f"{field.name}={value!r} must"
-      typed = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-      check(typed, f"{said} be of type {getattr(kind, '__name__', kind)}")
-      if isinstance(value, list):
-        check(all(type(x) is limits[0] and x != "" for x in value), f"{said} list {limits[0].__name__}s, none empty")
-      elif isinstance(value, str): check(not limits or value in limits, f"{said} be one of {', '.join(limits)}")
-      elif limits and value is not None:
-        pairs = value.items() if isinstance(value, dict) else [(0, value)]   # by token id
-        inside = all(type(i) is int and type(x) in (int, float) and limits[0] <= x <= limits[1] for i, x in pairs)
-        check(inside, f"{said} be from {limits[0]} to {limits[1]}")
-
-
-# vLLM's options that change nothing here, by the values at which that is so
-NO_EFFECT: dict[str, list] = {name: values for names, values in {   # type: ignore[misc]   # lists of anything
-  "pipeline_parallel_size data_parallel_size": [1], "cpu_offload_gb": [0], "enable_chunked_prefill": [True, None],
-  "tokenizer revision tokenizer_revision hf_token hf_overrides distributed_executor_backend": [None],
-  "tokenizer_mode load_format config_format device": ["auto"], "task runner": ["auto", "generate"],
-  "trust_remote_code disable_log_stats disable_custom_all_reduce": [True, False],
-  "enable_lora skip_tokenizer_init disable_sliding_window": [False],
-  "swap_space download_dir max_seq_len_to_capture": [...]}.items() for name in names.split()}   # ...: at any
-
-
-def effective(options: dict[str, Any]) -> dict[str, Any]:
-  """Options without those of vLLM's that change nothing. Raises ValueError for such a name at another value."""
-  for name in options.keys() & NO_EFFECT.keys():
-    taken = options[name] in NO_EFFECT[name] or ... in NO_EFFECT[name]
-    check(taken, f"{name}={options[name]!r} is not supported, only {' or '.join(map(repr, NO_EFFECT[name]))}")
-  return {name: value for name, value in options.items() if name not in NO_EFFECT}
+      text = f"{field.name}={value!r} must"
+      check(has_type(value, field.type), f"{text} be of type {getattr(field.type, '__name__', field.type)}", value)
+      check(not isinstance(value, list) or "" not in value, f"{text} not hold an empty string", value)
+      choices, low, high = (field.metadata.get(key) for key in ("choices", "min", "max"))
+      check(not choices or value is None or value in choices, f"{text} be one of {', '.join(choices or ())}", value)
+      numbers = value.values() if isinstance(value, dict) else [] if value is None else [value]
+      inside = low is None or all(low <= x <= high for x in numbers)
+      check(inside, f"{text} be between {low} and {high}", value)
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig(Options):
-  """The engine's limits, with vLLM's names."""
-  dtype: Annotated[str, "auto", "float32", "float16", "bfloat16", "float", "half"] = "auto"   # auto: 32 bits on a CPU
-  # int8, int4: what the layers' matrices are made while they are loaded; others: what the files have
-  quantization: Annotated[str | None, "int8", "int4", "awq", "gptq", "compressed-tensors"] = None   # int8, int4: made
-  max_model_len: Annotated[int | None, 2, 2**24] = None   # of prompt and output together; None: the model's limit
-  max_num_seqs: Annotated[int, 1, 1024] = 64              # sequences that run at once
-  max_num_batched_tokens: Annotated[int | None, 1, 16384] = None   # of one step, prompts' chunks; None: 512, CPU 128
-  block_size: Annotated[int, 1, 256] = 16                 # tokens in one block of the KV cache
-  gpu_memory_utilization: Annotated[float | int, 0.01, 1.0] = 0.9   # share of free memory for the KV cache
-  kv_cache_dtype: Annotated[str, "auto", "fp8", "int8"] = "auto"   # auto: as what is computed; int8: scaled by token
-  num_gpu_blocks_override: Annotated[int | None, 2, 2**24] = None   # blocks, scratch block 0 included
-  tensor_parallel_size: Annotated[int, 1, 8] = 1   # devices of this machine that share every layer
-  enable_prefix_caching: bool = True                      # find what has been computed before, prompts and answers
-  enforce_eager: bool = False                             # never capture a step as a graph: slow, for debugging
-  cudagraph_capture_sizes: Annotated[list | None, int] = None   # tokens of the steps captured at start; None: when met
-  generation_config: Annotated[str, "auto", "vllm"] = "auto"   # auto: the model's own defaults of sampling; vllm: none
-  speculative_config: dict | None = None                  # drafts: {"method": "ngram", "num_speculative_tokens": 5}
-  seed: Annotated[int | None, -2**63, 2**63 - 1] = 0      # of the requests that bring none; None: another each time
-  scheduling_policy: Annotated[str, "fcfs", "priority"] = "fcfs"   # priority: lower numbers first
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    sizes = self.cudagraph_capture_sizes or []
-    check(all(x > 0 and x.bit_count() == 1 for x in sizes), f"cudagraph_capture_sizes={sizes} must be powers of two")
-    check(not self.enforce_eager or self.tensor_parallel_size == 1, f"tensor_parallel_size={self.tensor_parallel_size} "
-          "needs enforce_eager=False: devices wait for each other within a graph only")
+  """Engine options, under vLLM's names."""
+  dtype: str = option("auto", "dtype of activations; auto: float32 on a CPU, float16 elsewhere", choices=DTYPES)
+  quantization: str | None = option(None, "weight format: int8 and int4 quantize at load", choices=QUANTIZATIONS)
+  max_model_len: int | None = option(None, "maximum tokens of prompt plus output; None: the model's", min=2, max=2**24)
+  max_num_seqs: int = option(64, "maximum number of running sequences", min=1, max=1024)
+  max_num_batched_tokens: int | None = option(
+    None, "maximum tokens per step, prefill chunks included; None: 512, on a CPU 128", min=1, max=16384)
+  block_size: int = option(16, "tokens per block of the KV cache", min=1, max=256)
+  gpu_memory_utilization: float = option(0.9, "fraction of free memory for weights and KV cache", min=0.01, max=1.0)
+  kv_cache_dtype: str = option("auto", "dtype of the KV cache; auto: as dtype", choices=("auto", "fp8", "int8"))
+  num_gpu_blocks_override: int | None = option(None, "number of KV cache blocks, null block included", min=2, max=2**24)
+  tensor_parallel_size: int = option(1, "number of devices of this machine that share every layer", min=1, max=8)
+  enable_prefix_caching: bool = option(True, "reuse the KV cache of earlier prompts and answers")
+  enforce_eager: bool = option(False, "never capture a step as a graph (slow, for debugging)")
+  cudagraph_capture_sizes: list[int] | None = option(None, "step sizes in tokens to capture at startup; powers of two")
+  generation_config: str = option("auto", "sampling defaults: auto: the model's; vllm: none", choices=("auto", "vllm"))
+  speculative_config: dict[str, Any] | None = option(
+    None, 'speculative decoding, as in {"method": "ngram", "num_speculative_tokens": 5}')
+  seed: int | None = option(0, "seed of requests without one; None: random", min=-2**63, max=2**63 - 1)
+  scheduling_policy: str = option("fcfs", "priority: lower numbers run first", choices=("fcfs", "priority"))
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """A LLaMA-like model's shape, under Hugging Face's names. What has no default must be in config.json."""
+  """The shape of a LLaMA-like model, under Hugging Face's names. Fields without a default must be in config.json."""
   vocab_size: int
   hidden_size: int
   intermediate_size: int
@@ -111,13 +116,13 @@ class ModelConfig:
   rope_theta: float = 10000.0
   tie_word_embeddings: bool = False
   qkv_bias: bool = False
-  attention_bias: bool = False       # of o; and of q, k and v, which may have one without it
+  attention_bias: bool = False       # bias of o_proj; implies qkv_bias
   mlp_bias: bool = False
-  qk_norm: bool = False              # norms of each head of q and k
+  qk_norm: bool = False              # RMS norm of each head of q and k
 
   @classmethod
   def from_hf(cls, hf: dict[str, Any], source: pathlib.Path) -> "ModelConfig":
-    """From config.json's content; its eos_token_id may be a list. Raises ValueError for what this engine lacks."""
+    """Read config.json's content. Raises InputError for a missing field or an unsupported value."""
     hf = {**vars(cls), "architectures": [], "hidden_act": "silu", "eos_token_id": [],   # vars: the fields' defaults
           **{name: value for name, value in hf.items() if value is not None}}
     missing = ", ".join(name for name in cls.__match_args__[:6] if name not in hf)
@@ -131,16 +136,8 @@ class ModelConfig:
               "architecture": architecture, "qk_norm": architecture == "Qwen3ForCausalLM",
               "qkv_bias": hf["attention_bias"] or architecture == "Qwen2ForCausalLM",
               "eos_token_ids": tuple(eos if isinstance(eos, list) else [eos])}
-    for name, known in KNOWN.items():
+    for name, known in SUPPORTED.items():
       check(values[name] in known, f"{source}: {name} {values[name]!r} is not supported; supported: {', '.join(known)}")
-    if hf.get("sliding_window") and hf.get("use_sliding_window", True):   # within it, the model is plain
+    if hf.get("sliding_window") and hf.get("use_sliding_window", True):   # full attention is exact within the window
       values["max_position_embeddings"] = min(hf["max_position_embeddings"], hf["sliding_window"])
     return cls(**{name: values[name] for name in cls.__match_args__})
-
-  @classmethod
-  def load(cls, folder: pathlib.Path) -> "ModelConfig":
-    """From a folder's config.json, with the end tokens that generation_config.json knows."""
-    said = f"model={str(folder)!r}"
-    check(folder.suffix != ".gguf", f"{said}: tinyvllm convert {folder} FOLDER makes a folder of it")
-    check(folder.is_dir(), f"{said} is no folder: hf download {folder} --local-dir FOLDER fetches one")
-    return cls.from_hf(read_json(folder / "config.json") | read_json(folder / "generation_config.json"), folder)

@@ -1,159 +1,163 @@
-"""A LLaMA (Touvron et al. 2023) over a paged KV cache. One forward serves prefill, chunks of a prefill and decode: a
-flat batch of tokens, each with its position, block and row. Attributes are named as in Hugging Face's files, with q, k,
-v stored as one matrix and gate, up as one."""
+"""A LLaMA (Touvron et al. 2023) over a paged KV cache, and the files that its weights come from. One forward pass serves
+prefill, prefill chunks, decode and drafts: a flat batch of T tokens, each with its position, block and slot. Attributes
+are named after Hugging Face's weights, with q, k, v stored as one matrix and gate, up as one. Declares two seams: Model
+and Checkpoint, the loader."""
+import pathlib
 from typing import Any
 
 import numpy as np
-from tinygrad import Device, Tensor, TinyJit, UOp, dtypes, function, helpers, nn
+from safetensors import SafetensorError, safe_open
+from tinygrad import Tensor, dtypes, helpers, nn
 from tinygrad.dtype import DType
-from tinygrad.uop.ops import Ops
 
-from .attention import attend
-from .config import ModelConfig
-from .device import best
+from .backend import Backend, Devices, Linear, Module
+from .config import ModelConfig, check, extension, has_extension, read_json
+from .tokenizer import Tokenizer, load_tokenizer
+
+
+class Model:
+  """An architecture (seam; tinyvllm_extra/models): its config, and a forward pass made of the backend's parts."""
+  config: ModelConfig   # of one device
+  dtype: DType          # of activations, except norms, sums and logits
+  backend: Backend
+  devices: Devices
+  layers: list
+
+  def modules(self) -> list[Module]:
+    """Everything with weights, each once."""
+    values = [x for owner in (self, *self.layers) for x in vars(owner).values()]
+    return [*dict.fromkeys(x for x in values if isinstance(x, Module))]
+
+  def __call__(self, ids: Tensor, rows: Tensor, tokens: Tensor, block_tables: Tensor, rope: Tensor,
+               caches: list[list[Tensor]]) -> Tensor:
+    """Return float32 logits, (S, V), after the tokens `rows`, (S,) indices into the batch `ids`, (T,). Write K and V of
+    all T tokens to `caches`, a list for each layer. tokens, block_tables, rope: see Backend.attend."""
+    raise NotImplementedError
+
+
+class Checkpoint:
+  """A model's files in Hugging Face's layout (seam for other formats; weights.py, gguf.py). Raises InputError naming the
+  file and the tensor that is missing, surplus or has the wrong shape."""
+  def __init__(self, path: pathlib.Path):
+    self.path = path
+    check(path.is_dir(), f"model={str(path)!r} is no folder: hf download {path} --local-dir FOLDER makes one")
+    self.generation_config = read_json(path / "generation_config.json")
+    self.hf_config = read_json(path / "config.json") | self.generation_config   # which may have more end tokens
+
+  def tokenizer(self) -> Tokenizer: return load_tokenizer(self.path)
+
+  def load(self, model: Model, quantization: str | None = None) -> None:
+    """Fill the model's weights. quantization: the format to quantize its matrices to."""
+    check(quantization is None, f"quantization={quantization!r} needs the package tinyvllm_extra: use None")
+    self.tensors: dict[str, Tensor] = {}
+    index = read_json(self.path / "model.safetensors.index.json")
+    for file in {self.path / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}:
+      try: safe_open(file, "np")   # checks the whole header
+      except (OSError, SafetensorError) as e: check(False, f"model: {file} is missing, damaged or cut short: {e}")
+      self.tensors |= nn.state.safe_load(file)
+    for module in helpers.tqdm(model.modules(), desc="loading weights", disable=None): module.load(self)
+    self.check_unused(self.tensors)
+
+  def read(self, name: str, *shape: int) -> Tensor:
+    """Return a tensor of the checkpoint, which must have this shape."""
+    actual = list(self.tensors[name].shape) if name in self.tensors else "missing"
+    check(actual == [*shape], f"model: {self.path}: tensor {name} is {actual}; its config says {[*shape]}")
+    return self.tensors.pop(name)
+
+  def check_unused(self, names: Any) -> None:
+    """Refuse tensors that no module has read, except tied and derived ones."""
+    unused = [name for name in names if name != "lm_head.weight" and not name.endswith(".inv_freq")]
+    check(not unused, f"model: {self.path}: tensor {unused[:1]} has no place in the model that its config describes")
+
+
+def open_checkpoint(path: pathlib.Path) -> Checkpoint:
+  return extension("weights").open_checkpoint(path) if has_extension() else Checkpoint(path)
 
 
 def rope_table(config: ModelConfig, length: int) -> Tensor:
-  """Cosines and sines of rotary positions (Su et al. 2021), (length, 2, head_dim / 2), their frequencies scaled."""
+  """Cosines and sines of the rotary embedding (Su et al. 2021), with scaled frequencies: (length, 2, D / 2)."""
   scaling = config.rope_scaling
-  freqs = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)   # (D/2,)
+  freqs = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)   # (D / 2,)
   if scaling["rope_type"] == "linear": freqs /= scaling["factor"]
   if scaling["rope_type"] == "factors": freqs /= scaling["factors"]
-  if scaling["rope_type"] == "llama3":   # long waves are stretched by factor, short ones left alone, others between
-    turns = scaling["original_max_position_embeddings"] * freqs / (2 * np.pi)
-    freqs *= np.interp(turns, [scaling["low_freq_factor"], scaling["high_freq_factor"]], [1 / scaling["factor"], 1])
-  angles = np.outer(np.arange(length), freqs)   # (length, D/2)
+  if scaling["rope_type"] == "llama3":   # divide low frequencies by factor, keep high ones, interpolate between
+    rotations = scaling["original_max_position_embeddings"] * freqs / (2 * np.pi)
+    bounds = [scaling["low_freq_factor"], scaling["high_freq_factor"]]
+    freqs *= np.interp(rotations, bounds, [1 / scaling["factor"], 1])
+  angles = np.outer(np.arange(length), freqs)                           # (length, D / 2)
   return Tensor(np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32))
 
 
-def flat(x: Tensor) -> Tensor:
-  """In one axis, and a buffer of its own: what a kernel has made is not copied where a traced function returns it."""
-  if x.uop.op is not Ops.AFTER: return x.flatten().contiguous()
-  return Tensor(x.uop.src[0].base.after(x.uop.src[1]))
-
-
-class Linear:
-  """x @ W.T + bias, accumulated in float32. sources: the matrices of the files whose rows follow each other in W, and
-  how many each has. dtype: of x, and of W unless its file is narrower. axis: of W, (out, in), of which each device has
-  a part; of inputs the results are parts of a sum."""
-  def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
-    self.out_features = sum(sources.values())
-    self.sources = sources
-    self.axis = axis
-    self.weight = Tensor.empty(self.out_features, in_features, dtype=dtype)
-    self.bias = Tensor.empty(self.out_features, dtype=dtype) if bias else None
-
-  def stored(self, w: np.ndarray) -> np.ndarray: return w   # W, or a part of it, as the weight has it
-
-  def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    """x: (T, in). Returns (T, out), of x's type unless said."""
-    return x.float().linear(self.weight.float().T, self.bias).cast(dtype or x.dtype).contiguous()
-
-  def rows(self, ids: Tensor, dtype: DType) -> Tensor:
-    """Of each id, (T,), a row of W, or zeros where it is beyond them: (T, in)."""
-    return self.weight[ids].cast(dtype).contiguous()
-
-
-class GateUp(Linear):
-  """silu(gate) * up (Shazeer 2020), of which W has the rows of gate, and then those of up."""
-  def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    gate, up = super().__call__(x, dtype).chunk(2, 1)   # (T, out / 2) each
-    return (gate.silu() * up).contiguous()
-
-
-class Norm:
-  """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019), in float32. sources: the weight's name, size."""
-  axis = None   # each device has all of it
-  def __init__(self, name: str, size: int, eps: float, dtype: DType):
-    self.eps = eps
-    self.sources = {name: size}
-    self.weight = Tensor.empty(size, dtype=dtype)
-
-  def __call__(self, x: Tensor) -> Tensor:
-    """x: (..., size), contiguous. Returns the same shape."""
-    wide = x.float()
-    scale = (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()   # (..., 1)
-    return (wide * scale * self.weight).cast(x.dtype).contiguous()
-
-  def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """x + delta, and the norm of that. Both (T, size)."""
-    total = (x + delta).contiguous()
-    return total, self(total)
-
-
 class Layer:
-  def __init__(self, config: ModelConfig, name: str, dtype: DType):
-    self.shape = H, KV, D, hidden = (config.num_attention_heads, config.num_key_value_heads, config.head_dim,
-                                     config.hidden_size)
-    intermediate = config.intermediate_size
-    def norm(kind, size): return best(Norm)(f"{name}.{kind}", size, config.rms_norm_eps, dtype)
-    def linear(module, inputs, bias, kind=Linear, axis=0, **sources):
-      named = {f"{name}.{module}.{source}": rows for source, rows in sources.items()}
-      return best(kind)(inputs, named, bias, dtype, axis)
+  """A transformer block. It returns its last sum as two terms, x and delta: the next norm adds them."""
+  def __init__(self, config: ModelConfig, name: str, dtype: DType, backend: Backend, devices: Devices):
+    self.num_heads = config.num_attention_heads
+    self.num_kv_heads = config.num_key_value_heads
+    self.backend = backend
+    self.devices = devices
+    D = config.head_dim
+    hidden = config.hidden_size
+    inner = config.intermediate_size
+    def norm(kind, size): return backend.Norm(f"{name}.{kind}", size, config.rms_norm_eps, dtype)
+    def linear(kind, module, inputs, bias, axis, **rows):
+      sources = {f"{name}.{module}.{source}": n for source, n in rows.items()}
+      return kind(inputs, sources, bias, dtype, axis)
+    q_size, kv_size = self.num_heads * D, self.num_kv_heads * D
     self.input_layernorm = norm("input_layernorm", hidden)
-    self.qkv_proj = linear("self_attn", hidden, config.qkv_bias, q_proj=H * D, k_proj=KV * D, v_proj=KV * D)
-    self.o_proj = linear("self_attn", H * D, config.attention_bias, axis=1, o_proj=hidden)
+    self.qkv_proj = linear(backend.Linear, "self_attn", hidden, config.qkv_bias, 0,
+                           q_proj=q_size, k_proj=kv_size, v_proj=kv_size)
+    if config.qk_norm: self.q_norm, self.k_norm = norm("self_attn.q_norm", D), norm("self_attn.k_norm", D)
+    self.o_proj = linear(backend.Linear, "self_attn", q_size, config.attention_bias, 1, o_proj=hidden)
     self.post_attention_layernorm = norm("post_attention_layernorm", hidden)
-    self.gate_up_proj = linear("mlp", hidden, config.mlp_bias, GateUp, gate_proj=intermediate, up_proj=intermediate)
-    self.down_proj = linear("mlp", intermediate, config.mlp_bias, axis=1, down_proj=hidden)
-    self.attend = best(attend)
-    if config.qk_norm: self.q_norm, self.k_norm = [norm(f"self_attn.{kind}", D) for kind in ("q_norm", "k_norm")]
+    self.gate_up_proj = linear(backend.GateUp, "mlp", hidden, config.mlp_bias, 0, gate_proj=inner, up_proj=inner)
+    self.down_proj = linear(backend.Linear, "mlp", inner, config.mlp_bias, 1, down_proj=hidden)
 
-  @function(precompile=True, allow_implicit=True)
-  def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], tokens: Tensor, table: Tensor,
-               rope: Tensor) -> tuple[Tensor, Tensor]:
-    """x: (T * hidden,), of the layers before but the last one's delta, which is what is to be added to it. Returns the
-    same of this layer. Of deltas each device has a part, or several one behind the other, the sum of which is meant."""
-    H, KV, D, hidden = self.shape
-    x, normed = self.input_layernorm.add(*[t.reshape(-1, hidden) for t in (x, delta)])   # (T, hidden)
-    qkv = self.qkv_proj(normed)   # (T, (H + 2 KV) * D)
-    q, k, v = qkv.unflatten(1, (-1, D)).split([H, KV, KV], 1)   # (T, heads, D) each
-    if hasattr(self, "q_norm"):
-      qkv = self.q_norm(q.contiguous()).cat(self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
-    # q and out: (T, KV, G, D)
-    q = q.unflatten(1, (KV, -1)).empty_like()
-    out = self.attend(q, cache, qkv, rope, table, tokens)
-    x, normed = self.post_attention_layernorm.add(x, self.o_proj(out.flatten(1)))   # (T, hidden)
-    return flat(x), flat(self.down_proj(self.gate_up_proj(normed)))
+  def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor,
+               block_tables: Tensor) -> tuple[Tensor, Tensor]:
+    """x, delta: (T, hidden); each device may have a part of delta, or several below each other. Returns the same."""
+    x, h = self.input_layernorm.add(x, *self.devices.partial_sums(delta))   # (T, hidden) each
+    qkv = self.qkv_proj(h)                                              # (T, (H + 2 KV) * D)
+    if hasattr(self, "q_norm"): qkv = self.normalize_heads(qkv)
+    out = self.backend.attend(qkv, cache, rope, tokens, block_tables, self.num_heads)   # (T, H * D)
+    x, h = self.post_attention_layernorm.add(x, *self.devices.partial_sums(self.o_proj(out)))
+    return x, self.down_proj(self.gate_up_proj(h))
+
+  def normalize_heads(self, qkv: Tensor) -> Tensor:
+    """The RMS norm of each head of q and k (Qwen3)."""
+    heads = qkv.unflatten(1, (-1, self.q_norm.weight.shape[0]))         # (T, H + 2 KV, D)
+    q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+    return Tensor.cat(self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
 
 
-class Llama:
-  """dtype: of all that is computed but sums, norms and logits."""
-  fill: Any = None   # what else fills a part's tensor with those of the files, if anything does
-
-  def __init__(self, config: ModelConfig, dtype: DType):
-    def vocabulary(name): return best(Linear)(config.hidden_size, {name: config.vocab_size}, False, dtype)
-    self.config = config   # of what the device has
+class Llama(Model):
+  """LLaMA, Mistral, Qwen2 and Qwen3 (a Model). config: of the whole model, which `devices` shares out."""
+  def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
+    config = devices.shard(config)
+    self.config = config
     self.dtype = dtype
-    self.devices: tuple[str, ...] = (Device.DEFAULT,)
-    self.jit: Any = TinyJit   # what captures a step
-    self.embed_tokens = self.lm_head = vocabulary("model.embed_tokens")
-    if not config.tie_word_embeddings: self.lm_head = vocabulary("lm_head")
-    self.layers = [Layer(config, f"model.layers.{i}", dtype) for i in range(config.num_hidden_layers)]
-    self.norm = best(Norm)("model.norm", config.hidden_size, config.rms_norm_eps, dtype)
+    self.backend = backend
+    self.devices = devices
+    def vocabulary(name): return backend.Linear(config.hidden_size, {name: config.vocab_size}, False, dtype)
+    self.embed_tokens = vocabulary("model.embed_tokens")
+    self.lm_head = self.embed_tokens if config.tie_word_embeddings else vocabulary("lm_head")
+    self.layers = [Layer(config, f"model.layers.{i}", dtype, backend, devices) for i in range(config.num_hidden_layers)]
+    self.norm = backend.Norm("model.norm", config.hidden_size, config.rms_norm_eps, dtype)
 
-  def parts(self) -> list[Linear | Norm]:
-    """All that has weights, each once."""
-    attributes = (x for owner in (self, *self.layers) for x in vars(owner).values() if isinstance(x, Linear | Norm))
-    return [*dict.fromkeys(attributes)]
-
-  def __call__(self, ids: Tensor, samples: Tensor, tokens: Tensor, table: Tensor, rope: Tensor,
+  def __call__(self, ids: Tensor, rows: Tensor, tokens: Tensor, block_tables: Tensor, rope: Tensor,
                caches: list[list[Tensor]]) -> Tensor:
-    """Logits, (S, vocab) in float32, of the tokens that `samples`, (S,), indexes in the flat batch `ids`, (T,). The K
-    and V of all of them are written to `caches`, keys and values per layer. tokens, table: as the kernels take them."""
-    delta = flat(self.embed_tokens.rows(ids, self.dtype))   # (T * hidden,)
-    x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()
-    traced: dict[Any, UOp] = {}   # once for all layers of a kind: they differ in what they read
-    for layer, cache in zip(self.layers, caches, strict=True):
-      state = layer, x, delta, cache, tokens, table, rope
-      reads = helpers.dedup([t.uop for t in nn.state.get_parameters(state)])   # in a call's order
-      kind = tuple((t.shape, t.dtype) for t in reads)
-      if kind not in traced:
-        traced[kind] = Layer.__call__(*state)[0].uop.src[0]
-        assert traced[kind].src[1:len(reads) + 1] == (*reads,), "a call's inputs are in another order"
-      body, *inputs = traced[kind].src
-      call = traced[kind].replace(src=(body, *reads, *inputs[len(reads):]))   # behind what it is given: scratch
-      x, delta = [Tensor(call.gettuple(i)) for i in range(2)]
-    hidden = self.norm.weight.shape[0]
-    x, delta = [t.reshape(-1, ids.shape[0], hidden)[:, samples].flatten(0, 1).contiguous() for t in (x, delta)]
-    return self.lm_head(self.norm.add(x, delta)[1], dtype=dtypes.float32)   # (S, vocab)
+    ids, rows, tokens, block_tables = self.devices.replicate(ids, rows, tokens, block_tables)
+    hidden = self.config.hidden_size
+    delta = self.embed_tokens.rows(self.devices.local_ids(ids, self.embed_tokens.out_features), self.dtype)
+    x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()   # (T, hidden)
+    x, delta = self.backend.run_layers(self.layers, x, delta, caches, rope, tokens, block_tables)
+    x, delta = [t.reshape(-1, *ids.shape, hidden)[:, rows].flatten(0, 1).contiguous() for t in (x, delta)]
+    h = self.norm.add(x, *self.devices.partial_sums(delta))[1]
+    return self.devices.gather(self.lm_head(h, dtype=dtypes.float32))   # (S, V)
+
+
+def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, Any]:
+  """The config of a checkpoint and the class of its Model. Raises InputError for an unsupported architecture."""
+  architecture = next(iter(hf_config.get("architectures") or []), None)
+  models = extension("models").MODELS if has_extension() else {}
+  if architecture in models: return models[architecture](hf_config, path)
+  return ModelConfig.from_hf(hf_config, path), Llama

@@ -1,57 +1,157 @@
-"""Runs packed steps, each as one call of a captured graph: there is one for each shape. Owns what stays on the device:
-the block tensors of the KV cache, allocated once, the block tables and the last tokens."""
-import collections, functools, math, operator, time
-from collections.abc import Callable
-from typing import Any
+"""Runs steps. A step is one int32 array, built by the host with numpy, and a captured graph that reads it; batches are
+padded to few graph shapes. Owns what stays on the device: the KV cache, allocated once, the block tables and the last
+token of each slot."""
+import collections, contextlib, functools, itertools, math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
-from tinygrad import Context, Device, Tensor, UOp, dtypes
-from tinygrad.dtype import DType
+from tinygrad import Context, Device, Tensor, dtypes
 
-from .attention import block_parts
-from .batch import DRAFT_ROWS, DRAWN_BY, LOGITS, TOKEN, Shape, Step, bucket
-from .config import EngineConfig, ModelConfig, check, logger
-from .device import best, cpu_cores, kernel_of, largest_tensor, num_compiled
-from .llama import Llama, rope_table
-from .sampling import argmax, edit_kernel, restrict, sample, top_logprobs
+from .backend import cpu_cores, exclusive, scatter_kernel
+from .config import EngineConfig, check, extension, logger
+from .llama import Model, rope_table
+from .request import SAMPLING_FIELDS, SamplerMode, Sequence
 
-
-OFTEN = 16   # times that a shape is met before it is worth a capture of its own
+UNKNOWN = -1      # a token id that only the device knows
+NO_TILE = -1
+TILE = 64         # tokens in a query tile
 
 
-def allocate_caches(model: ModelConfig, config: EngineConfig, max_model_len: int, dtype: DType, left: int,
-                    device: Any = None) -> list:
-  """For each layer K, V and, for some types, their scales: a first axis of num_blocks, and what block_parts says.
-  num_blocks, of which block 0 takes padding's writes, is the override, or what fits `left` bytes, at most what
-  max_num_seqs sequences of max_model_len can use. n_kv_heads, left: of each device, where there are several. Raises
-  ValueError where not one such sequence fits."""
-  BS = config.block_size
-  parts = best(block_parts)(model, config, dtype)
-  sizes = [math.prod(shape) * kind.itemsize for shape, kind in parts]   # bytes
-  size = model.num_hidden_layers * sum(sizes)
-  per_sequence = -(-max_model_len // BS)
-  most = largest_tensor() // max(sizes)
-  fit = min(left // size, most)
-  fit -= fit % (1 << max(0, fit.bit_length() - 6))   # one of few sizes: kernels know and cache it
-  if cpu_cores(): fit = min(fit, max(2**32 // size, per_sequence + 1))   # 4 GiB will do: it is the user's memory
-  check(fit > 1 or config.num_gpu_blocks_override, f"gpu_memory_utilization={config.gpu_memory_utilization} leaves "
-        f"{left / 2**30:.2f} GiB for the KV cache: raise it, free some memory, or choose a smaller model")
-  check(fit > per_sequence or config.num_gpu_blocks_override, f"max_model_len={max_model_len} needs "
-        f"{per_sequence * size / 2**30:.2f} GiB of KV cache, of {left / 2**30:.2f} GiB free: lower it to "
-        f"{(fit - 1) * BS} or raise gpu_memory_utilization={config.gpu_memory_utilization}")
-  num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
-  check(num_blocks <= most, f"num_gpu_blocks_override={num_blocks} must be at most {most} on {Device.DEFAULT}")
-  tokens = (num_blocks - 1) * BS
-  logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {BS} tokens = {tokens} "
-             f"tokens, {num_blocks * size / 2**30:.2f} GiB: {tokens / max_model_len:.1f} sequences of {max_model_len}")
-  def new(shape, kind): return Tensor.empty(num_blocks, *shape, dtype=kind, device=device).contiguous().realize()
-  return [[new(*part) for part in parts] for _ in range(model.num_hidden_layers)]
+class Table:
+  """Named columns of 32-bit words, a row per token or row of logits: written by the host, read in the graph."""
+  def __init__(self, **formats: str):
+    self.dtype = np.dtype([*formats.items()])
+    self.num_words = self.dtype.itemsize // 4
+
+  def write(self, rows: list[tuple], size: int, **padding: int) -> np.ndarray:
+    """(num_words * size,) int32, column after column; rows beyond the given ones hold `padding`, or 0."""
+    array = np.zeros(size, self.dtype)
+    for name, value in padding.items(): array[name] = value
+    array[:len(rows)] = rows
+    return array.view(np.int32).reshape(size, self.num_words).T.ravel()
+
+  def read(self, words: Tensor) -> dict[str, Tensor]:
+    """The columns by name, (size,) int32 or float32, or (2, size) uint32. words: (num_words, size)."""
+    kinds = {"i": dtypes.int32, "f": dtypes.float32, "u": dtypes.uint32}
+    fields = {name: (self.dtype[name], self.dtype.fields[name][1] // 4) for name in self.dtype.names}   # type: ignore
+    return {name: words[start:start + kind.itemsize // 4].squeeze(0).bitcast(kinds[kind.kind])
+            for name, (kind, start) in fields.items()}
 
 
-def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
-  """Store each value at its index in out, seen flat."""
-  i = UOp.range(index.shape[0], 0)
-  return kernel_of("scatter", out.base.index(index[i].load()).store(values[i]))
+# id: UNKNOWN takes the slot's last token. slot: row of the block tables, max_num_seqs for padding. table_index: of the
+# token's block in the flat block tables. block: that block. query_tile: of the n-th tile, not of this token: TILE * its
+# first token + its number of further tokens; a tile is up to TILE consecutive tokens of a sequence
+TOKENS = Table(id="i4", position="i4", slot="i4", table_index="i4", block="i4", query_tile="i4")
+# token: index in the batch of the token before. slot: takes the sampled token as its last one, max_num_seqs for none.
+# target: the token whose log probability is wanted, UNKNOWN for the sampled one. With TOKENS 16 words, as GPUs load 4
+LOGITS = Table(token="i4", position="i4", slot="i4", target="i4", temperature="f4", top_k="i4", top_p="f4", min_p="f4",
+               seed="u8")
+NUM_WORDS = TOKENS.num_words + LOGITS.num_words
+
+
+class GraphKey(NamedTuple):
+  """The shape of a graph. It also runs any step that is smaller in every field."""
+  num_tokens: int
+  num_rows: int                       # rows of logits
+  sampler_mode: SamplerMode = SamplerMode.GREEDY
+  plan: Any = None                    # LogitsPlan of logits.py, for LogitsProcessors: hashable
+
+
+class Row(NamedTuple):
+  """A row of logits: it gives the token of `seq` at `position`, which is `target` if the host knows it."""
+  seq: Sequence
+  position: int
+  target: int
+  token: int                          # index in the batch of the token before
+
+
+class Step(NamedTuple):
+  """What the device computes next."""
+  key: GraphKey
+  words: np.ndarray                   # TOKENS and LOGITS, then the words of the logits plan
+  rows: list[Row]
+  computed: dict[Sequence, range]     # positions whose K and V it writes
+
+
+class Results(NamedTuple):
+  """What a step has computed, for each of its rows of logits."""
+  step: Step
+  token_ids: list[int]
+  logprobs: list[list[float]]         # as logits.py lays them out; empty unless requested
+
+
+def next_power_of_two(n: int) -> int: return 1 << max(0, n - 1).bit_length()
+
+
+def token_rows(seq: Sequence, positions: range, block_size: int, max_blocks: int) -> Iterator[tuple]:
+  """The rows of TOKENS of a sequence, drafts included, without query_tile."""
+  inputs = [*seq.tokens[positions.start:positions.stop], *seq.draft_token_ids, UNKNOWN]
+  for position, token in zip(positions, inputs, strict=False):   # UNKNOWN may be one too many
+    page = position // block_size
+    yield token, position, seq.slot, seq.slot * max_blocks + page, seq.block_table[page]   # type: ignore[operator]
+
+
+def logits_rows(seq: Sequence, positions: range, first_token: int) -> Iterator[Row]:
+  """The rows of logits that a sequence needs: of its last token and its drafts, or of its prompt."""
+  in_prompt = seq.wants_prompt_logprobs and positions.start < seq.num_prompt
+  for position in range(max(positions.start, 0 if in_prompt else seq.length - 1), positions.stop):
+    target = seq.tokens[position + 1] if position + 1 < len(seq.tokens) else UNKNOWN
+    yield Row(seq, position + 1, target, first_token + position - positions.start)
+
+
+def build_step(batch: dict[Sequence, int], runner: "Runner") -> Step:
+  """Build the step that computes the next tokens of each sequence, padded to one of the runner's graph shapes."""
+  computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
+  padding = runner.config.max_num_seqs   # slot
+  tokens: list[tuple] = []
+  tiles: list[int] = []
+  rows: list[Row] = []
+  for seq, positions in computed.items():
+    first = len(tokens)
+    tiles += [(first + i) * TILE + min(TILE, len(positions) - i) - 1 for i in range(0, len(positions), TILE)]
+    rows += logits_rows(seq, positions, first)
+    tokens += token_rows(seq, positions, runner.config.block_size, runner.max_blocks)
+  mode = max([row.seq.params.sampler_mode for row in rows], default=SamplerMode.GREEDY)
+  logits_batch = extension("logits").LogitsBatch(rows) if any(seq.processor for seq in batch) else None
+  key = runner.choose_key(GraphKey(len(tokens), len(rows), mode, logits_batch.plan if logits_batch else None))
+  tokens = [(*token, tile) for token, tile in itertools.zip_longest(tokens, tiles, fillvalue=NO_TILE)]
+  logits = [(row.token, row.position - 1, row.seq.slot if row.target == UNKNOWN else padding, row.target,
+             *[getattr(row.seq.params, name) for name in SAMPLING_FIELDS], row.seq.seed % 2**64) for row in rows]
+  table_index = padding * runner.max_blocks
+  parts = [TOKENS.write(tokens, key.num_tokens, slot=padding, table_index=table_index, query_tile=NO_TILE),
+           LOGITS.write(logits, key.num_tokens, slot=padding)]
+  if key.plan: parts.append(key.plan.words(logits_batch, key.num_rows))
+  return Step(key, np.concatenate(parts), rows, computed)
+
+
+def allocate_kv_caches(model: Model, config: EngineConfig, num_bytes: int) -> list[list[Tensor]]:
+  """Allocate the cache tensors of each layer, (num_blocks, *block) each, within `num_bytes` of each device: at most for
+  max_num_seqs sequences of max_model_len. Raises InputError if not one such sequence fits."""
+  max_model_len: Any = config.max_model_len   # by now an int
+  layout = model.backend.kv_layout(model.config, config, model.dtype)
+  sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout]
+  num_layers = model.config.num_hidden_layers
+  block_bytes = num_layers * sum(sizes)
+  per_sequence = -(-max_model_len // config.block_size)   # blocks
+  limit = model.backend.largest_tensor() // max(sizes)
+  fit = min(num_bytes // block_bytes, limit)
+  fit -= fit % (1 << max(0, fit.bit_length() - 6))   # one of few sizes, as kernels are cached by it
+  if cpu_cores(): fit = min(fit, max(2**32 // block_bytes, per_sequence + 1))   # 4 GiB of the user's memory
+  override = config.num_gpu_blocks_override
+  check(fit > 1 or override, f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {num_bytes / 2**30:.2f} "
+        "GiB for the KV cache: raise it, free some memory, or choose a smaller model")
+  check(fit > per_sequence or override, f"max_model_len={max_model_len} needs {per_sequence * block_bytes / 2**30:.2f} "
+        f"GiB of KV cache, of {num_bytes / 2**30:.2f} GiB free: lower it to {(fit - 1) * config.block_size} or raise "
+        f"gpu_memory_utilization={config.gpu_memory_utilization}")
+  num_blocks = override or min(fit, config.max_num_seqs * per_sequence + 1)
+  check(num_blocks <= limit, f"num_gpu_blocks_override={num_blocks} must be at most {limit} on {Device.DEFAULT}")
+  num_tokens = (num_blocks - 1) * config.block_size
+  logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens "
+             f"= {num_tokens} tokens, {num_blocks * block_bytes / 2**30:.2f} GiB: {num_tokens / max_model_len:.1f} "
+             f"sequences of {max_model_len}")
+  def new(shape, dtype): return Tensor.empty(num_blocks, *shape, dtype=dtype, device=model.devices.names).contiguous()
+  return [[new(*part).realize() for part in layout] for _ in range(num_layers)]
 
 
 def upload(tensor: Tensor, array: np.ndarray) -> None:
@@ -63,83 +163,80 @@ def upload(tensor: Tensor, array: np.ndarray) -> None:
 def zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32).contiguous().realize()
 
 
+def capture(run: Callable[[], Any]) -> Any:
+  """Run a step for the first time, as one graph of kernels with at most 8 buffers, WebGPU's limit."""
+  with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8): return run()
+
+
 class Runner:
-  """left: bytes of the device, or of each of several, that the caches may take."""
-  def __init__(self, model: Llama, config: EngineConfig, max_model_len: int, left: int):
+  """Launches steps of a model. num_bytes: of each device, for the KV cache."""
+  def __init__(self, model: Model, config: EngineConfig, num_bytes: int):
     self.model = model
-    self.jit: Any = functools.partial if config.enforce_eager else model.jit   # of a computation; eager: itself
-    self.rope = rope_table(model.config, max_model_len).to(model.devices).realize()
-    self.caches = allocate_caches(model.config, config, max_model_len, model.dtype, left, model.devices)
-    self.num_blocks = len(self.caches[0][0])
-    self.overlaps = not cpu_cores()   # whether a launched step goes on while the host does other things
-    # tinygrad waits for the device whenever it reads, for all that was launched
-    self.reads_early = hasattr(Device.default, "start_reading")
-    self.start_reading: Any = getattr(Device.default, "start_reading", lambda tensor: tensor.tolist)
-    self.max_blocks = -(-max_model_len // config.block_size)
-    self.max_tokens = bucket(config.max_num_batched_tokens)   # type: ignore[arg-type]   # by now a number
-    # Of logits, but where a prompt's are wanted
-    self.max_rows = bucket(max(config.max_num_seqs, DRAFT_ROWS if config.speculative_config else 1))
-    self.sizes: list[int] = []   # tokens of the steps that are captured before they are met, if any are
-    self.met: collections.Counter[Shape] = collections.Counter()
-    self.table = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last row is padding's
-    self.last_token = zeros(config.max_num_seqs + 1)
-    self.steps: dict[Shape, tuple[Tensor, Any]] = {}   # what each graph reads, and itself
-    self.known: dict[int | None, list[int]] = {}   # the block tables that the device has, by row
+    self.config = config
+    self.backend = model.backend
+    self.is_async = model.backend.is_async
+    self.max_model_len: Any = config.max_model_len   # by now an int
+    self.rope = rope_table(model.config, self.max_model_len).to(model.devices.names).realize()
+    self.kv_caches = allocate_kv_caches(model, config, num_bytes)
+    self.num_blocks = len(self.kv_caches[0][0])
+    self.max_blocks = -(-self.max_model_len // config.block_size)
+    self.max_tokens = next_power_of_two(config.max_num_batched_tokens)   # type: ignore[arg-type]   # by now an int
+    self.max_rows = next_power_of_two(config.max_num_seqs)   # of logits; prompt_logprobs may exceed it
+    self.block_tables = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last row is the padding's
+    self.last_tokens = zeros(config.max_num_seqs + 1)
+    self.graphs: dict[GraphKey, tuple[Tensor, Any]] = {}   # the words that each graph reads, and itself
+    self.capture_sizes: list[int] = []   # tokens of the steps captured at startup
+    self.requested: collections.Counter[GraphKey] = collections.Counter()   # how often; for the backend's choice
+    self.device_tables: dict[int | None, tuple[int, list[int]]] = {}   # slot -> version and block table on the device
 
-  def fit(self, need: Shape) -> Shape:
-    """The shape to compute in: the smallest of the few that there are, but at first a captured one that takes less than
-    twice its time; where steps were captured before they were met, any of these."""
-    tokens = min([size for size in self.sizes if size >= need.tokens], default=bucket(need.tokens))
-    exact = need._replace(
-      tokens=tokens, rows=min(tokens, self.max_rows) if need.rows <= self.max_rows else tokens,
-      edits=16 * 8 ** -(-(need.edits // 16).bit_length() // 3) if need.edits else 0)   # few sizes
-    best = min([x for x in self.steps if all(map(operator.ge, x, exact))], key=Shape.cost, default=exact)
-    self.met[exact] += 1
-    return best if self.sizes or self.met[exact] <= OFTEN and best.cost() < 2 * exact.cost() else exact
+  def choose_key(self, key: GraphKey) -> GraphKey:
+    """Pad what a step needs to the next graph shape."""
+    num_tokens = next_power_of_two(key.num_tokens)
+    num_rows = min(num_tokens, self.max_rows) if key.num_rows <= self.max_rows else num_tokens
+    return self.backend.choose_graph(self, key._replace(num_tokens=num_tokens, num_rows=num_rows))
 
-  def launch(self, step: Step) -> Callable[[], tuple]:
-    """Start a step. What it returns waits for its end, and gives the step, the ids that its rows of logits chose, and
-    what top_logprobs says of each, if it was asked for."""
-    started = time.perf_counter()
-    known = num_compiled()
-    if step.shape not in self.steps:
-      words = zeros(len(step.array))
-      graph = self.jit(functools.partial(self._compute, words, step.shape))
-      graph.cnt = 1   # TinyJit's count of calls: capture at the first one, as all that it reads is realized
-      self.steps[step.shape] = words, graph
-    words, graph = self.steps[step.shape]
-    stale = any(self.known.get(seq.row) is not seq.block_table for seq, places in step.computed.items() if places.start)
-    self.known |= {seq.row: seq.block_table for seq in step.computed}
-    if stale:   # tokens bring the blocks of their own places, but a new sequence may begin with others
-      tables = np.zeros(self.table.shape, np.int32)
-      for row, block_table in self.known.items(): tables[row, :len(block_table)] = block_table
-      upload(self.table, tables)
-    upload(words, step.array)
-    with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8): ids, logprobs = graph()   # 8: WebGPU's
-    if graph.cnt == 2:   # that call has captured it
-      Device.default.synchronize()
-      logger.log(10 if self.sizes else 20, f"captured a step of {step.shape.tokens} tokens in "
-                 f"{time.perf_counter() - started:.1f} s, {num_compiled() - known} new kernels")
-    reads = [self.start_reading(tensor) for tensor in (ids, logprobs)]
-    return lambda: (step, *[read() for read in reads])
+  def launch(self, step: Step) -> Callable[[], Results]:
+    """Start a step. The returned function waits for its results."""
+    words, graph = self.graphs.get(step.key) or self._new_graph(step)
+    captured = getattr(graph, "cnt", 0) == 2   # TinyJit's number of calls
+    with contextlib.nullcontext() if captured else exclusive:
+      self._refresh_block_tables(step)
+      upload(words, step.words)
+      run = functools.partial(self.backend.run_graph, graph, step.key)
+      reads = [self.backend.start_reading(tensor) for tensor in (run() if captured else capture(run))]
+    return lambda: Results(step, *[read() for read in reads])
 
-  def _compute(self, words: Tensor, shape: Shape) -> tuple[Tensor, Tensor]:
-    """The graph. Returns the ids of all rows of logits, (S,), and what top_logprobs says of them, or of none."""
-    T, S, sampler, scored, E, masked = shape
-    packed = words[:16 * T].reshape(16, T)
-    rest = words[16 * T:]
-    token = dict(zip(TOKEN.names, packed, strict=False))   # type: ignore[call-overload]   # (T,) each
-    logit = dict(zip(LOGITS.names, packed[len(TOKEN.names):, :S], strict=False))   # type: ignore[call-overload]
-    table = self.table.custom_kernel(token["entry"], token["block"], fxn=scatter_kernel)[0]
-    ids = (token["id"] < 0).where(self.last_token[token["row"]], token["id"]).contiguous()   # (T,)
-    raw = self.model(ids, logit["token"], packed, table, self.rope, self.caches)   # (S, vocab)
-    logits = restrict(raw, rest[5 * E:].reshape(S, -1)).contiguous() if masked else raw.clone() if E else raw
-    if E: logits = logits.custom_kernel(rest[:5 * E].reshape(5, E).contiguous(), fxn=edit_kernel)[0]   # in place
-    params: Any = {name: logit[name].bitcast(dtypes.float32) for name in DRAWN_BY}
-    params |= {"positions": logit["position"], "seeds": packed[14:, :S].bitcast(dtypes.uint32).T}   # seeds: (S, 2)
-    chosen = (sample(logits, filtered=sampler > 1, **params) if sampler else argmax(logits)).contiguous()   # (S,)
-    last_token = self.last_token.custom_kernel(logit["last_row"], chosen, fxn=scatter_kernel)[0]
-    wanted = (logit["target"] < 0).where(chosen, logit["target"])
-    logprobs = top_logprobs(raw, wanted).contiguous() if scored else Tensor.empty(0)
-    Tensor.realize(chosen, last_token, logprobs)
-    return chosen, logprobs
+  def _new_graph(self, step: Step) -> tuple[Tensor, Any]:
+    with exclusive: words = zeros(len(step.words))
+    graph: Any = functools.partial(self._compute, words, step.key)
+    if not self.config.enforce_eager:
+      graph = self.model.devices.jit(graph)
+      graph.cnt = 1   # capture at the first call, as all inputs are realized
+    return self.graphs.setdefault(step.key, (words, graph))
+
+  def _refresh_block_tables(self, step: Step) -> None:
+    """Copy the block tables to the device if a sequence starts with cached blocks. Tokens bring their own blocks."""
+    stale = any(positions.start and self.device_tables.get(seq.slot, (None,))[0] != seq.table_version
+                for seq, positions in step.computed.items())
+    self.device_tables |= {seq.slot: (seq.table_version, seq.block_table) for seq in step.computed}
+    if not stale: return
+    tables = np.zeros(self.block_tables.shape, np.int32)
+    for slot, (_, block_table) in self.device_tables.items(): tables[slot, :len(block_table)] = block_table
+    upload(self.block_tables, tables)
+
+  def _compute(self, words: Tensor, key: GraphKey) -> tuple[Tensor, Tensor]:
+    """The graph: the sampled token of each row of logits, (S,), and the log probabilities that the plan asks for."""
+    T, S = key.num_tokens, key.num_rows
+    columns = words[:NUM_WORDS * T].reshape(NUM_WORDS, T)
+    tokens = TOKENS.read(columns[:TOKENS.num_words])
+    rows = LOGITS.read(columns[TOKENS.num_words:, :S])
+    block_tables = self.block_tables.custom_kernel(tokens["table_index"], tokens["block"], fxn=scatter_kernel)[0]
+    ids = (tokens["id"] == UNKNOWN).where(self.last_tokens[tokens["slot"]], tokens["id"]).contiguous()   # (T,)
+    raw = self.model(ids, rows["token"], columns, block_tables, self.rope, self.kv_caches)   # (S, V)
+    logits = key.plan.apply(raw, words[NUM_WORDS * T:]) if key.plan else raw
+    sampled = self.backend.sampler.sample(logits, rows, key.sampler_mode).contiguous()       # (S,)
+    last_tokens = self.last_tokens.custom_kernel(rows["slot"], sampled, fxn=scatter_kernel)[0]
+    targets = (rows["target"] == UNKNOWN).where(sampled, rows["target"])
+    logprobs = key.plan.logprobs(raw, targets, self.backend.sampler) if key.plan else Tensor.empty(0)
+    Tensor.realize(sampled, last_tokens, logprobs)
+    return sampled, logprobs

@@ -1,167 +1,180 @@
-"""What each step computes (Yu et al. 2022, Orca): one token for every decoding sequence, then chunks of prompts,
-at most max_num_batched_tokens together. The oldest running sequence of the highest priority always makes progress."""
+"""Decides what each step computes (Yu et al. 2022, Orca): one token of every decoding sequence, then prefill chunks, at
+most max_num_batched_tokens together. The oldest running sequence of the highest priority always makes progress."""
 import bisect, hashlib, math, time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from typing import Any
 
 from .config import EngineConfig, logger
 from .request import Sequence
 
 
 class BlockManager:
-  """Owns the physical blocks of the KV cache: who holds each, what is found in them, and in which order those that
-  nobody holds are reused. free + used == num_blocks - 1, as block 0 takes padding's writes and is nobody's. A full
-  block is found by the hash of its tokens and all before them (vLLM's automatic prefix caching), also while it is
-  free."""
+  """Owns the KV cache's physical blocks: reference counts, the prefix cache and LRU eviction.
+  A full block is cached under the hash of its tokens and all tokens before it, also while it is free.
+  Invariant: num_free() + num_used() == num_blocks - 1 (block 0 is the null block, which padding writes to)."""
   def __init__(self, num_blocks: int, config: EngineConfig):
     self.num_blocks = num_blocks
     self.block_size = config.block_size
-    self.num_tokens = (num_blocks - 1) * config.block_size
-    self.keys = [b""] * num_blocks   # of what has last filled each
-    self.cached: dict[bytes, int] = {}   # the first block with a key
+    self.block_hashes = [b""] * num_blocks         # hash of the content that last filled each block
+    self.cached_blocks: dict[bytes, int] = {}      # hash -> the first block with that content
     self.reset()
 
   def reset(self) -> None:
-    """Nobody holds a block. What is found stays so."""
-    self.shared: Counter[int] = Counter()   # blocks that several hold, and by how many more than one
-    # Free blocks: those that are found, the one let go of longest ago first, and the rest
-    self.unused = OrderedDict.fromkeys(self.cached.values())
-    self.empty = [block for block in range(self.num_blocks - 1, 0, -1) if block not in self.unused]
+    """Free all blocks. The prefix cache stays."""
+    self.shared: Counter[int] = Counter()          # blocks in several tables -> number of tables beyond the first
+    self.evictable = OrderedDict.fromkeys(self.cached_blocks.values())   # free but cached, least recently used first
+    self.free_blocks = [block for block in range(self.num_blocks - 1, 0, -1) if block not in self.evictable]
 
-  def num_free(self) -> int: return len(self.empty) + len(self.unused)
+  def num_free(self) -> int: return len(self.free_blocks) + len(self.evictable)
   def num_used(self) -> int: return self.num_blocks - 1 - self.num_free()
 
-  def can_allocate(self, table: list[int], n: int) -> bool:
-    """Whether a table may grow until it holds n tokens."""
-    return n <= (len(table) + self.num_free()) * self.block_size
+  def can_allocate(self, block_table: list[int], num_tokens: int) -> bool:
+    """Whether there are blocks to grow `block_table` until it holds `num_tokens`."""
+    return num_tokens <= (len(block_table) + self.num_free()) * self.block_size
 
-  def allocate(self, table: list[int], num_tokens: int) -> None:
-    """Grow `table` until it holds `num_tokens`. The caller has asked `can_allocate`."""
-    while len(table) * self.block_size < num_tokens:
-      block = self.empty.pop() if self.empty else self.unused.popitem(last=False)[0]
-      if self.cached.get(self.keys[block]) == block: del self.cached[self.keys[block]]
-      table.append(block)
+  def allocate(self, block_table: list[int], num_tokens: int) -> None:
+    """Grow `block_table` until it holds `num_tokens`. The caller has checked `can_allocate`."""
+    while len(block_table) * self.block_size < num_tokens:
+      block = self.free_blocks.pop() if self.free_blocks else self.evictable.popitem(last=False)[0]
+      if self.is_cached(block): del self.cached_blocks[self.block_hashes[block]]
+      block_table.append(block)
 
-  def free(self, seq: Sequence, kept: int = 0) -> None:
-    """Let go of a sequence's blocks, the newest first, but for so many: without any it has to begin anew."""
-    for block in reversed(seq.block_table[kept:]):
+  def is_cached(self, block: int) -> bool: return self.cached_blocks.get(self.block_hashes[block]) == block
+
+  def free(self, seq: Sequence, num_kept: int = 0) -> None:
+    """Free a sequence's blocks after the first `num_kept`, newest first. A sequence without blocks restarts."""
+    for block in reversed(seq.block_table[num_kept:]):
       if block in self.shared:
         self.shared[block] -= 1
         if not self.shared[block]: del self.shared[block]
-      elif self.cached.get(self.keys[block]) == block: self.unused[block] = None
-      else: self.empty.append(block)   # it cannot be found
-    if kept: del seq.block_table[kept:]
+      elif self.is_cached(block): self.evictable[block] = None
+      else: self.free_blocks.append(block)
+    if num_kept: del seq.block_table[num_kept:]
     else: seq.restart()
 
-  def _key(self, seq: Sequence, i: int) -> bytes:
-    parent = self.keys[seq.block_table[i - 1]] if i else b""
-    return hashlib.sha256(parent + str(seq.tokens[i * self.block_size:(i + 1) * self.block_size]).encode()).digest()
+  def block_hash(self, seq: Sequence, i: int) -> bytes:
+    """The hash of a sequence's i-th block, which is full. Each is computed once."""
+    while len(seq.block_hashes) <= i:
+      start = len(seq.block_hashes) * self.block_size
+      parent = seq.block_hashes[-1] if start else b""
+      content = str(seq.tokens[start:start + self.block_size]).encode()
+      seq.block_hashes.append(hashlib.sha256(parent + content).digest())
+    return seq.block_hashes[i]
 
-  def match(self, seq: Sequence) -> None:
-    """Give a sequence without blocks those in which its tokens are found. The last token is always computed."""
+  def match_prefix(self, seq: Sequence) -> None:
+    """Give a sequence without blocks the cached blocks of its tokens. The last token is always computed."""
     for i in range((len(seq.tokens) - 1) // self.block_size):
-      block = self.cached.get(self._key(seq, i))
+      block = self.cached_blocks.get(self.block_hash(seq, i))
       if block is None: break
-      if block in self.unused: del self.unused[block]
+      if block in self.evictable: del self.evictable[block]
       else: self.shared[block] += 1
       seq.block_table.append(block)
     seq.num_computed = len(seq.block_table) * self.block_size
 
-  def publish(self, seq: Sequence, computed: range) -> None:
-    """Let the blocks that the tokens in these places have filled be found: a step computed them, and was read."""
-    for i in range(computed.start // self.block_size, computed.stop // self.block_size):
+  def cache_full_blocks(self, seq: Sequence, positions: range) -> None:
+    """Add the blocks filled by these positions to the prefix cache. Call it after the step's results have been read."""
+    for i in range(positions.start // self.block_size, positions.stop // self.block_size):
       block = seq.block_table[i]
-      self.keys[block] = self._key(seq, i)
-      self.cached.setdefault(self.keys[block], block)
+      self.block_hashes[block] = self.block_hash(seq, i)
+      self.cached_blocks.setdefault(self.block_hashes[block], block)
 
 
 class Scheduler:
-  """Who runs, who waits, and how many tokens of each sequence the next step computes."""
+  """Owns the queue of waiting sequences and the running ones, and chooses the tokens of each step."""
   def __init__(self, config: EngineConfig, blocks: BlockManager):
     self.config = config
     self.blocks = blocks
-    self.waiting: list[Sequence] = []   # in order
+    self.token_budget: Any = config.max_num_batched_tokens   # by now an int
+    self.waiting: list[Sequence] = []   # sorted
     self.running: list[Sequence] = []
-    self.totals = Counter(steps=0, scheduled=0, seconds=0, num_preemptions=0, prompt_tokens=0, generation_tokens=0,
-                          requests_finished=0, prefix_cache_queries=0, prefix_cache_hits=0)
+    self.counters = Counter(steps=0, scheduled=0, seconds=0, num_preemptions=0, prompt_tokens=0, generation_tokens=0,
+                            requests_finished=0, prefix_cache_queries=0, prefix_cache_hits=0)
 
   def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq)
 
   def schedule(self) -> dict[Sequence, int]:
-    """The sequences of the next step and how many tokens of each, with blocks allocated. May preempt sequences, but
-    never the oldest one of the highest priority: the pool holds any one alone."""
+    """Return the sequences of the next step and the number of tokens of each, with their blocks allocated.
+    There is no prefill or decode phase: each sequence has a number of tokens left to compute. May preempt sequences,
+    but never the oldest one of the highest priority, as the pool holds any sequence alone."""
     batch: dict[Sequence, int] = {}
-    left: int = self.config.max_num_batched_tokens   # type: ignore[assignment]   # by now a number
-    for seq in self._candidates():
-      n = 0 if seq.row is None or seq.exhausted else min(seq.remaining(), left)   # None: it was preempted just now
-      while not self.blocks.can_allocate(seq.block_table, seq.num_computed + n):
+    budget = self.token_budget
+    num_running = len(self.running)
+    for seq in sorted(self.running, key=lambda seq: (seq.num_remaining > 1, seq)):   # decodes first
+      num_tokens = 0 if seq.slot is None or seq.reached_max_len else min(seq.num_remaining, budget)
+      while not self.blocks.can_allocate(seq.block_table, seq.num_computed + num_tokens):
         victim = max(self.running)
         self.preempt(victim)
-        left += batch.pop(victim, 0)
-        if victim is seq: n = 0
-      self.blocks.allocate(seq.block_table, seq.num_computed + n)
-      if n: batch[seq] = n
-      left -= n
-      if not left: break
+        budget += batch.pop(victim, 0)
+        if victim is seq: num_tokens = 0
+      budget -= self._schedule_tokens(batch, seq, num_tokens)
+    free_slots = {*range(self.config.max_num_seqs)} - {seq.slot for seq in self.running}
+    while self.waiting and free_slots and budget and len(self.running) >= num_running:   # nothing was preempted
+      seq = self.waiting[0]
+      if not self._start(seq, free_slots): break
+      budget -= self._schedule_tokens(batch, seq, min(seq.num_remaining, budget))
     return batch
 
-  def _candidates(self) -> Iterator[Sequence]:
-    """Those who run, what is left of prompts last, and then, unless one has been preempted meanwhile, those who wait:
-    each begins to run when it is asked for."""
-    running = sorted(self.running, key=lambda seq: (seq.remaining() > 1, seq))
-    yield from running
-    rows = {*range(self.config.max_num_seqs)} - {seq.row for seq in self.running}
-    while self.waiting and rows and len(self.running) >= len(running):
-      seq = self.waiting[0]
-      if not seq.scores_prompt: self.blocks.match(seq)
-      if not self.blocks.can_allocate(seq.block_table, len(seq.tokens)):
-        return self.blocks.free(seq)   # room for all of it, or the chunks of several would preempt each other
-      self.running.append(self.waiting.pop(0))
-      seq.row = rows.pop()
-      self.totals.update(prefix_cache_queries=len(seq.tokens), prefix_cache_hits=seq.num_computed)
-      if math.isnan(seq.metrics.first_scheduled_time):
-        self.totals["prompt_tokens"] += seq.num_prompt
-        seq.metrics.first_scheduled_time = time.monotonic()
-        seq.num_cached = seq.num_computed
-      yield seq
+  def _schedule_tokens(self, batch: dict[Sequence, int], seq: Sequence, num_tokens: int) -> int:
+    self.blocks.allocate(seq.block_table, seq.num_computed + num_tokens)
+    if num_tokens: batch[seq] = num_tokens
+    return num_tokens
+
+  def _start(self, seq: Sequence, free_slots: set[int]) -> bool:
+    """Move the first waiting sequence to the running ones, with the cached blocks of its tokens. Returns False without
+    room for all of its tokens: the chunks of several prompts would preempt each other."""
+    if not seq.wants_prompt_logprobs: self.blocks.match_prefix(seq)
+    if not self.blocks.can_allocate(seq.block_table, len(seq.tokens)):
+      self.blocks.free(seq)
+      return False
+    self.running.append(self.waiting.pop(0))
+    seq.slot = free_slots.pop()
+    self.counters.update(prefix_cache_queries=len(seq.tokens), prefix_cache_hits=seq.num_computed)
+    if math.isnan(seq.metrics.first_scheduled_time):
+      self.counters["prompt_tokens"] += seq.num_prompt
+      seq.metrics.first_scheduled_time = time.monotonic()
+      seq.num_cached = seq.num_computed
+    return True
 
   def preempt(self, seq: Sequence) -> None:
-    """Take a sequence's blocks. It waits in its old place in the order, and computes again what is not found then."""
+    """Free a running sequence's blocks and let it wait in its old place. It recomputes what is not cached by then."""
     self.running.remove(seq)
     self.blocks.free(seq)
     self.add(seq)
-    times = self.totals["num_preemptions"] = self.totals["num_preemptions"] + 1
-    if times.bit_count() == 1:   # ever more rarely
-      logger.warning(f"{times} preemptions: lower max_num_seqs or raise gpu_memory_utilization")
+    self.counters["num_preemptions"] += 1
+    count = self.counters["num_preemptions"]
+    if count.bit_count() == 1:   # at 1, 2, 4, 8, ...
+      logger.warning(f"{count} preemptions: lower max_num_seqs or raise gpu_memory_utilization")
 
-  def advance(self, batch: dict[Sequence, int]) -> None:
-    """Count what a step that is about to run computes, and the tokens that come of it: they may be scheduled unread."""
-    for seq, n in batch.items():
-      if n >= seq.remaining(): seq.num_unread += 1
-      seq.num_computed += n
-      if seq.drafts: seq.num_computed -= seq.drafter.num_behind
+  def start_step(self, batch: dict[Sequence, int], num_behind: int = 0) -> None:
+    """Count the tokens that the step will compute, and those that it will sample, which may be scheduled unread.
+    num_behind: the last draft tokens of a sequence that are computed again, see Proposer."""
+    for seq, num_tokens in batch.items():
+      if num_tokens >= seq.num_remaining: seq.num_in_flight += 1
+      seq.num_computed += num_tokens
+      if seq.draft_token_ids: seq.num_computed -= num_behind
 
   def update(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
-    """Take the results of a step that has been read. computed: the places of each sequence's tokens whose K and V it
-    wrote. Of those who have lost their blocks since nothing can be found, nor of drafts that did not come true."""
-    for seq, places in computed.items() if self.config.enable_prefix_caching else ():
-      self.blocks.publish(seq, range(places.start, min(places.stop, seq.num_computed, len(seq.tokens))))
+    """Take the results of a step that has been read: cache the blocks it filled, append the sampled tokens, finish.
+    computed: the positions whose K and V the step wrote. Blocks lost since, and rejected drafts, are not cached."""
+    for seq, positions in computed.items() if self.config.enable_prefix_caching else ():
+      self.blocks.cache_full_blocks(
+        seq, range(positions.start, min(positions.stop, seq.num_computed, len(seq.tokens))))
     for seq, token in sampled.items():
       seq.append(token)
-      while seq.forks: self.add(seq.forks.pop())
+      while seq.siblings: self.add(seq.siblings.pop())
       if seq.finish_reason: self.finish(seq, seq.finish_reason)
-    self.totals.update(generation_tokens=len(sampled))
+    self.counters.update(generation_tokens=len(sampled))
 
   def finish(self, seq: Sequence, reason: str) -> None:
-    """End a sequence wherever it is, and free what it holds."""
+    """End a sequence, waiting or running, and free its blocks."""
     seq.finish_reason = reason
     seq.metrics.finished_time = time.monotonic()
-    queue = self.waiting if seq.row is None else self.running
+    queue = self.waiting if seq.slot is None else self.running
     if seq in queue: queue.remove(seq)
     self.blocks.free(seq)
 
   def reset(self, unfinished: list[Sequence]) -> None:
-    """After a failed step all who are unfinished wait, without blocks, wherever the step has left them."""
+    """After a failed step: all unfinished sequences wait, without blocks, whatever the step has changed."""
     self.running = []
     self.waiting = sorted(unfinished)
     for seq in self.waiting: seq.restart()

@@ -1,120 +1,143 @@
-"""Text to token ids and back, with sentencepiece's tokenizer.model, and a text as its tokens come. The extension's
-huggingface.py reads Hugging Face's tokenizer.json and chat templates."""
-import dataclasses, importlib, itertools, pathlib, re
+"""Text to token ids and back with sentencepiece's tokenizer.model, and the text of a sequence while it is generated.
+The extension's huggingface.py reads tokenizer.json and renders chat templates."""
+import dataclasses, itertools, pathlib, re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
-from .config import check, read_json
+from .config import InputError, check, extension, read_json
 from .request import Sequence
 
 
 @dataclasses.dataclass(eq=False)
 class Tokenizer:
-  """Text to ids and back, for a model."""
-  plain_encode: Callable[[str, bool], list[int]]   # of a text, with what the library adds to it or without
-  plain_decode: Callable[[list[int]], str]         # of ids that are not named
-  named: dict[str, int]         # tokens that stand for a text of their own
-  specials: set[int]            # those of them that skip_special_tokens leaves out
-  config: dict[str, Any]        # the content of tokenizer_config.json
-  library: Any = None           # the tokenizers.Tokenizer or SentencePieceProcessor behind it
+  """Text to ids and back. Special tokens are encoded and decoded here, everything else by a library."""
+  encode_plain: Callable[[str, bool], list[int]]   # (text, add special tokens) -> ids
+  decode_plain: Callable[[list[int]], str]
+  added_tokens: dict[str, int]  # tokens that are matched as text before the library splits it
+  special_ids: set[int]         # those that skip_special_tokens leaves out
+  config: dict[str, Any]        # tokenizer_config.json
+  library: Any = None           # the tokenizers.Tokenizer or SentencePieceProcessor
 
   def __post_init__(self) -> None:
     self.config = {k: v.get("content", v) if isinstance(v, dict) else v for k, v in self.config.items()}
-    self.texts = {i: text for text, i in self.named.items()}
+    self.added_texts = {i: text for text, i in self.added_tokens.items()}
     bos = self.config.get("add_bos_token") and self.config.get("bos_token")
-    self.prefix = [self.named[bos]] if bos in self.named else []
+    self.prefix = [self.added_tokens[bos]] if bos in self.added_tokens else []
 
-  eos_token_id = property(lambda self: self.named.get(self.config.get("eos_token")))
+  eos_token_id = property(lambda self: self.added_tokens.get(self.config.get("eos_token")))
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Ids of a text, in which special tokens' texts stand for themselves, behind a BOS if the model's files want it."""
-    # Encoded first: half a character is a UnicodeEncodeError, a ValueError
-    ids = self.plain_encode(text.encode().decode(), add_special_tokens and "add_bos_token" not in self.config)
+    """Token ids of a text, after a BOS token if the model's files ask for one. Raises InputError for text that is not
+    Unicode."""
+    try: text = text.encode().decode()
+    except UnicodeEncodeError as e: raise InputError(f"prompt: {e}: half of a surrogate pair is no character") from e
+    ids = self.encode_plain(text, add_special_tokens and "add_bos_token" not in self.config)
     return self.prefix + ids if add_special_tokens and ids[:1] != self.prefix else ids
 
   def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-    if self.texts.keys().isdisjoint(ids): return self.plain_decode(ids) if ids else ""   # as nearly always
-    hidden = self.specials if skip_special_tokens else ()   # the others: plain ids, whose text is None, or named ones
-    runs = itertools.groupby([i for i in ids if i not in hidden], self.texts.get)
-    return "".join(self.plain_decode([*run]) if text is None else text * len([*run]) for text, run in runs)
+    if self.added_texts.keys().isdisjoint(ids): return self.decode_plain(ids) if ids else ""   # the usual case
+    hidden = self.special_ids if skip_special_tokens else ()
+    runs = itertools.groupby([i for i in ids if i not in hidden], self.added_texts.get)   # plain ids have no text
+    return "".join(self.decode_plain([*run]) if text is None else text * len([*run]) for text, run in runs)
 
   def apply_chat_template(self, messages: list[dict[str, Any]], /, **options: Any) -> str:
-    """The conversation as the model was trained to see it: huggingface.render, which says what it takes."""
-    return importlib.import_module("tinyvllm_extra.huggingface").render(messages, self.config, **options)
+    """Return the conversation as the model was trained to see it; see huggingface.render for the options."""
+    return extension("huggingface").render(messages, self.config, **options)
 
 
 def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
-  """From tokenizer.json or tokenizer.model, with tokenizer_config.json and chat_template.jinja where they are."""
+  """Read tokenizer.json or tokenizer.model, with tokenizer_config.json and chat_template.jinja if they exist."""
   config = read_json(folder / "tokenizer_config.json")
-  config |= {path.stem: path.read_text() for path in folder.glob("chat_template.jinja")}   # where there is one
-  if not (folder / "tokenizer.json").exists(): return _load_sentencepiece(folder / "tokenizer.model", config)
-  return importlib.import_module("tinyvllm_extra.huggingface").load(folder / "tokenizer.json", config)
-
-
-def _load_sentencepiece(path: pathlib.Path, config: dict[str, Any]) -> Tokenizer:
-  check(path.exists(), f"{path.parent} has no tokenizer.json and no tokenizer.model")
-  model = SentencePieceProcessor(model_file=str(path))
+  config |= {path.stem: path.read_text() for path in folder.glob("chat_template.jinja")}
+  if (folder / "tokenizer.json").exists(): return extension("huggingface").load(folder / "tokenizer.json", config)
+  check((folder / "tokenizer.model").exists(), f"model: {folder} has no tokenizer.json and no tokenizer.model")
+  model = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
   ids = range(model.GetPieceSize())
   tokens: dict[int, Any] = {i: {"content": model.IdToPiece(i), "special": True} for i in ids if model.IsControl(i)}
   tokens |= {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
-  named = {token["content"]: i for i, token in tokens.items()}
-  splitter = re.compile(f"({'|'.join(map(re.escape, named))})")
+  added = {token["content"]: i for i, token in tokens.items()}
+  splitter = re.compile(f"({'|'.join(map(re.escape, added))})")
 
   def encode(text: str, special: bool) -> list[int]:
-    return [i for part in splitter.split(text) for i in ([named[part]] if part in named else model.EncodeAsIds(part))]
+    parts = splitter.split(text)
+    return [i for part in parts for i in ([added[part]] if part in added else model.EncodeAsIds(part))]
   def decode(plain: list[int]) -> str: return model.DecodeIds([i for i in plain if i in ids])   # others are padding
   config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config}
-  return Tokenizer(encode, decode, named, {i for i, token in tokens.items() if token["special"]}, config, model)
+  return Tokenizer(encode, decode, added, {i for i, token in tokens.items() if token["special"]}, config, model)
 
 
-class Seen(NamedTuple):
-  """What a reader has of a text."""
-  characters: int
-  tokens: int                  # with the prompt's
-  finish_reason: str | None    # if its end was told
+class Detokenizer:
+  """Decodes a sequence incrementally. `text` only grows, half a character is held back, and it equals the decoding of
+  all ids at once."""
+  def __init__(self, tokenizer: Tokenizer, num_decoded: int, skip_special_tokens: bool):
+    self.tokenizer = tokenizer
+    self.num_decoded = num_decoded      # ids that were decoded, those of the prompt included
+    self.skip_special_tokens = skip_special_tokens
+    self.text = ""
+    self.context: dict[int, str] = {}   # text of the last ids, by the position of the first: saves a decoding
+
+  def update(self, ids: list[int], finished: bool) -> None:
+    """Add the text of the ids after the decoded ones, unless it ends within a character."""
+    # The text of a token depends on the tokens before it: on all of them if the last ones have no text, or half of one
+    for start in (*self.context, max(0, self.num_decoded - 8), 0):
+      before = self.context.get(start) or self._decode(ids[start:self.num_decoded])
+      if before and "\ufffd" not in before and self.num_decoded - start < 16: break
+    text = self._decode(ids[start:])
+    if text.endswith("\ufffd") and not finished: return
+    # In one call: a KeyboardInterrupt finds all of it changed, or nothing
+    vars(self).update(text=self.text + text[len(before):], num_decoded=len(ids), context={start: text})
+
+  def _decode(self, ids: list[int]) -> str: return self.tokenizer.decode(ids, self.skip_special_tokens)
 
 
-@dataclasses.dataclass(eq=False)
+def find_stop(text: str, start: int, stop: list[str]) -> tuple[int, str] | None:
+  """The first stop string in `text` that ends after `start`: its position and itself."""
+  matches = [(text.find(s, max(0, start - len(s) + 1)), s) for s in stop]
+  return min((match for match in matches if match[0] >= 0), default=None)
+
+
+def num_held_back(text: str, stop: list[str]) -> int:
+  """The number of characters at the end of `text` that could become a stop string."""
+  lengths = [n for s in stop for n in range(1, min(len(s), len(text) + 1)) if text.endswith(s[:n])]
+  return max(lengths, default=0)
+
+
+class Cursor(NamedTuple):
+  """How much of a sequence a reader has."""
+  num_characters: int
+  num_tokens: int              # prompt included
+  finish_reason: str | None
+
+
 class TextStream:
-  """The text of a sequence as its tokens come. `text[:shown]` may be seen: the rest could still become a stop string.
-  Text once there never changes, half a character is held back, and all of it is the decoding at once."""
-  tokenizer: Tokenizer
-  seq: Sequence
-  text: str = ""
+  """The text of a sequence up to its stop string, and the cursor of the reader who gets it part by part."""
+  def __init__(self, tokenizer: Tokenizer, seq: Sequence):
+    self.seq = seq
+    self.detokenizer = Detokenizer(tokenizer, seq.num_prompt, seq.params.skip_special_tokens)
+    self.num_searched = 0          # characters without a stop string
+    self.end: int | None = None    # where a stop string cuts the text
+    self.delivered = self.available
 
-  def __post_init__(self) -> None:
-    self.num_decoded = self.seq.num_prompt   # tokens whose text is there
-    self.known: dict[int, str] = {}          # the text of those from a place on, if it was decoded
-    self.seen = self.there
-
-  there = property(lambda self: Seen(self.shown, len(self.seq.tokens), self.seq.finish_reason))   # what may be seen
+  text = property(lambda self: self.detokenizer.text[:self.end])
 
   @property
-  def shown(self) -> int:
-    stops = () if self.seq.finish_reason else self.seq.params.stop or ()
-    begun = [n for stop in stops for n in range(min(len(stop), len(self.text) + 1)) if self.text.endswith(stop[:n])]
-    return len(self.text) - max(begun, default=0)
+  def available(self) -> Cursor:
+    """What may be delivered: the end of an unfinished text could still become a stop string."""
+    held_back = 0 if self.seq.finish_reason else num_held_back(self.text, self.seq.params.stop or [])
+    return Cursor(len(self.text) - held_back, len(self.seq.tokens), self.seq.finish_reason)
 
-  def feed(self) -> None:
-    """Add the text of new tokens, to the stop string that ends it, if one does, which becomes the stop_reason."""
+  def update(self) -> None:
+    """Add the text of new tokens. A stop string ends the text and becomes the sequence's stop_reason."""
     seq = self.seq
     params = seq.params
-    hidden = seq.finish_reason == "stop" and seq.tokens[-1] in seq.stop_ids and not params.include_stop_str_in_output
-    ids = seq.tokens[:-1] if hidden else seq.tokens
-    # A text depends on that before: on all if the last have none or half. What is known is used until that is long
-    for start in (*self.known, max(0, self.num_decoded - 8), 0):
-      before = self.known.get(start) or self.tokenizer.decode(ids[start:self.num_decoded], params.skip_special_tokens)
-      if before and "\ufffd" not in before and self.num_decoded - start < 16: break
-    text = self.tokenizer.decode(ids[start:], params.skip_special_tokens)
-    if text.endswith("\ufffd") and not seq.finish_reason: return   # a character whose bytes have not all come
-    searched = len(self.text)
-    # Both at once: an interrupt finds both done, or none
-    vars(self).update(text=self.text + text[len(before):], num_decoded=len(ids), known={start: text})
-    stops = params.stop or [] if seq.num_generated > params.min_tokens else []
-    places = [(self.text.find(stop, max(0, searched - len(stop) + 1)), stop) for stop in stops]
-    place, stop = min((found for found in places if found[0] >= 0), default=(0, ""))
-    if not stop: return
-    self.text = self.text[:place + len(stop) if params.include_stop_str_in_output else place]
-    seq.stop_reason = stop
+    hides_last = seq.finish_reason == "stop" and seq.tokens[-1] in seq.stop_ids
+    ids = seq.tokens[:-1] if hides_last and not params.include_stop_str_in_output else seq.tokens
+    self.detokenizer.update(ids, bool(seq.finish_reason))
+    text = self.detokenizer.text
+    match = find_stop(text, self.num_searched, params.stop or []) if seq.num_generated > params.min_tokens else None
+    if match:
+      self.end = match[0] + (len(match[1]) if params.include_stop_str_in_output else 0)
+      seq.stop_reason = match[1]
+    else: self.num_searched = len(text)

@@ -1,0 +1,265 @@
+"""What a device computes with. Declares two seams: Backend, which is correct on every device of tinygrad and is the
+reference for faster ones, and Devices, one device or several that share a model."""
+import math, os, threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from tinygrad import Device, Tensor, TinyJit, UOp, dtypes, helpers, nn
+from tinygrad.dtype import DType
+from tinygrad.uop.ops import KernelInfo
+
+from .config import EngineConfig, ModelConfig, check, extension, has_extension, logger
+from .request import SAMPLING_FIELDS, SamplerMode
+
+
+# Held by loads, captures and eager steps: tinygrad captures the kernels of all threads, and its scheduler is not meant
+# for several. A captured step needs no lock, so that engines step at the same time
+exclusive = threading.RLock()
+
+
+def renderer() -> Any:
+  """The default device's renderer. Works while a layer is traced, too, when tinygrad allows no device access."""
+  with helpers.Context(ALLOW_DEVICE_USAGE=1): return Device.default.renderer
+
+
+def cpu_cores() -> int:
+  """Cores that share a kernel if the device is a CPU (at most 8: a few saturate the memory), else 0."""
+  return 0 if renderer().has_local else min(8, renderer().global_max[0])
+
+
+def open_device() -> None:
+  """Open tinygrad's default device. Raises RuntimeError that says what to install if none opens."""
+  try:
+    if has_extension(): extension("kernels").prepare_device()   # finds a compiler and makes captures cheap
+    renderer()
+  except Exception as e:   # each device fails in its own way
+    raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
+                       "'tinyvllm[cpu]', which contains a compiler; or choose one: DEV=CUDA, METAL, AMD, ...") from e
+
+
+class Module:
+  """Has weights. `sources`: the checkpoint's tensors whose rows follow each other in `weight`, and their rows."""
+  sources: dict[str, int]
+  weight: Tensor
+
+  def load(self, checkpoint: Any) -> None:
+    """Read the weights from a Checkpoint, into the dtype and shape that they have here."""
+    for kind, tensor in nn.state.get_state_dict(self).items():   # weight, bias
+      rows = [checkpoint.read(f"{name}.{kind}", n, *tensor.shape[1:]) for name, n in self.sources.items()]
+      whole = Tensor.cat(*[x.to(tensor.device).cast(tensor.dtype) for x in rows])
+      tensor.replace(whole.contiguous().realize())
+
+
+class Linear(Module):
+  """x @ W.T + bias, accumulated in float32. axis: the axis of W, (out, in), that several devices split: 0, or 1, whose
+  results are partial sums."""
+  def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
+    self.out_features = sum(sources.values())
+    self.sources = sources
+    self.axis = axis
+    self.weight = Tensor.empty(self.out_features, in_features, dtype=dtype)
+    self.bias = Tensor.empty(self.out_features, dtype=dtype) if bias else None
+
+  def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
+    """x: (T, in). Returns (T, out) in `dtype`, by default x's."""
+    return x.float().linear(self.weight.float().T, self.bias).cast(dtype or x.dtype).contiguous()
+
+  def rows(self, ids: Tensor, dtype: DType) -> Tensor:
+    """Row ids[i] of W, or zeros for an id beyond W. ids: (T,). Returns (T, in)."""
+    return self.weight[ids].cast(dtype).contiguous()
+
+
+class GateUp(Linear):
+  """silu(gate) * up (Shazeer 2020). W holds the rows of gate, then those of up."""
+  def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
+    gate, up = super().__call__(x, dtype).chunk(2, 1)                   # (T, out / 2) each
+    return (gate.silu() * up).contiguous()
+
+
+class Norm(Module):
+  """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019), computed in float32, returned in x's dtype."""
+  axis = None   # each device has all of the weight
+
+  def __init__(self, name: str, size: int, eps: float, dtype: DType):
+    self.eps = eps
+    self.sources = {name: size}
+    self.weight = Tensor.empty(size, dtype=dtype)
+
+  def __call__(self, x: Tensor) -> Tensor:
+    """x: (..., size), contiguous. Returns the same shape."""
+    h = x.float()
+    scale = (h.square().mean(-1, keepdim=True) + self.eps).rsqrt()      # (..., 1)
+    return (h * scale * self.weight).cast(x.dtype).contiguous()
+
+  def add(self, x: Tensor, *deltas: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of x and the deltas, (T, size) each, and its norm."""
+    total = sum(deltas, x).contiguous()
+    return total, self(total)
+
+
+def mix_bits(x: Tensor) -> Tensor:
+  """Hash uint32 (lowbias32 of Wellons' hash-prospector)."""
+  for shift, factor in ((16, 0x7feb352d), (15, 0x846ca68b)): x = (x ^ x.rshift(shift)) * factor
+  return x ^ x.rshift(16)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+  """Gumbel noise, (S, V), a function of seed, position and token id only. seeds: (2, S) uint32. positions: (S,)."""
+  key = mix_bits(seeds[0] ^ mix_bits(seeds[1] ^ mix_bits(positions.cast(dtypes.uint32)))).unsqueeze(1)   # (S, 1)
+  bits = mix_bits(mix_bits(Tensor.arange(vocab_size, dtype=dtypes.uint32)) ^ key).rshift(9)   # (S, V), 23 bits each
+  uniform = (bits.cast(dtypes.float32) + 0.5) * 2.0**-23                # above 0, below 1, exact in float32
+  return -(-uniform.log()).log()
+
+
+class Sampler:
+  """From logits to token ids. Each row depends on its own logits only, so a text does not depend on its batch."""
+  def reduce(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """Sum or maximum of each row of x, (S, V): (S, 1)."""
+    return function(x, 1, keepdim=True).contiguous()
+
+  def keep_top(self, p: Tensor, weights: Tensor, target: Tensor) -> Tensor:
+    """Zero each p, (S, V) in 0..1, below the largest threshold for which the kept weights, (S, V), still sum to target,
+    (S, 1); a target that all do not reach keeps all. Radix search on the float bits, which sort as the floats do."""
+    bits = p.bitcast(dtypes.int32)
+    threshold = target.const_like(0).cast(dtypes.int32)
+    for bit in reversed(range(30)):                                     # 1.0 has no higher one
+      higher = threshold + (1 << bit)
+      reached = self.reduce(Tensor.sum, (bits >= higher).where(weights, 0.0)) >= target
+      threshold = reached.where(higher, threshold).contiguous()
+    return (bits >= threshold).where(p, 0.0)
+
+  def argmax(self, x: Tensor) -> Tensor:
+    """The first index of each row's maximum. x: (S, V). Returns (S,) int32."""
+    size = x.shape[1]
+    is_best = x == self.reduce(Tensor.max, x)
+    return -self.reduce(Tensor.max, is_best.where(-Tensor.arange(size), 1 - size)).squeeze(1)
+
+  def sample(self, logits: Tensor, rows: dict[str, Tensor], mode: SamplerMode) -> Tensor:
+    """Token ids, (S,), from float32 logits, (S, V): temperature, min_p, top_k and top_p (which keeps the token that
+    crosses p), then the argmax of logits plus Gumbel noise. rows: columns of runner.LOGITS, (S,), but seed (2, S)."""
+    if mode == SamplerMode.GREEDY: return self.argmax(logits)
+    temperature, top_k, top_p, min_p = [rows[name].unsqueeze(1) for name in SAMPLING_FIELDS]   # (S, 1) each
+    is_random = temperature >= 1e-5
+    x = (logits / is_random.where(temperature, 1.0)).contiguous()       # (S, V)
+    p = (x - self.reduce(Tensor.max, x)).exp()                          # unnormalized: 1 for the best token
+    p = (p >= min_p).where(p, 0.0).contiguous()
+    if mode == SamplerMode.FILTERED:
+      p = self.keep_top(p, p.const_like(1.0), (top_k > 0).where(top_k.float(), math.inf)).contiguous()
+      p = self.keep_top(p, p, (top_p < 1.0).where(top_p * self.reduce(Tensor.sum, p), math.inf))
+    noise = gumbel_noise(rows["seed"], rows["position"], int(p.shape[1]))
+    return self.argmax((p > 0.0).where(x + is_random.where(noise, 0.0), -math.inf).contiguous())
+
+
+def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
+  """Write row i of values to row index[i] of out, in place. out: seen as rows of values.numel() / index.numel()."""
+  size = values.numel() // index.numel()
+  i = UOp.range(index.shape[0], 0)
+  j = UOp.range(size, 1)
+  store = out.base.index(index[i].load() * size + j).store(values.base.index(i * size + j))
+  return store.end(i, j).sink(arg=KernelInfo(name="scatter"))
+
+
+class Backend:
+  """What a device computes with (seam). Override what your device does better and pass `LLM(backend=MyBackend())`;
+  examples/custom_backend.py replaces attention. The classes Linear, GateUp, Norm and Sampler may be replaced, too."""
+  Linear: type[Linear] = Linear
+  GateUp: type[GateUp] = GateUp
+  Norm: type[Norm] = Norm
+  sampler: Sampler = Sampler()
+  reads_early = False   # whether a step's results can be read while the next one runs
+
+  @property
+  def is_async(self) -> bool:
+    """Whether the host can build the next step while the device runs one."""
+    return not cpu_cores()
+
+  def free_memory(self, device: str) -> int:
+    """Free bytes of a device; here of the host, which shares its memory or is the best guess."""
+    return os.sysconf(os.sysconf_names.get("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+
+  def largest_tensor(self) -> int:
+    """Maximum bytes of a tensor: 128 MiB is WebGPU's limit, and the least that OpenCL allows."""
+    return 2**27 if Device.DEFAULT in ("CL", "WEBGPU") else 2**63
+
+  def pick_dtype(self, name: str) -> str:
+    """The dtype to compute in: `name`, or if the device lacks it another one, which is logged."""
+    if name == "auto": name = "float32" if Device.DEFAULT == "CPU" else "float16"
+    names = (name, "float16", "float32")
+    supported = next(x for x in names if getattr(dtypes, x) in renderer().supported_dtypes())
+    if supported != name: logger.warning(f"{Device.DEFAULT} has no {name}: computing in {supported}")
+    return supported
+
+  def kv_layout(self, model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
+    """Shape and dtype of one block in each cache tensor of a layer: here K and V, (block_size, KV, D) each. Raises
+    InputError for a kv_cache_dtype that the device or the model cannot have."""
+    name = config.kv_cache_dtype
+    check(name == "auto", f"kv_cache_dtype={name!r} needs the kernels of tinyvllm_extra: use 'auto'")
+    return [((config.block_size, model.num_key_value_heads, model.head_dim), dtype)] * 2
+
+  def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
+             num_heads: int) -> Tensor:
+    """RoPE (Su et al. 2021), then write K and V to their blocks, then causal attention of each token over its sequence,
+    read through the block table (Kwon et al. 2023). qkv: (T, (H + 2 KV) * D). cache: (num_blocks, *block) as kv_layout
+    says. rope: (length, 2, D / 2), cosines and sines. tokens: (columns of runner.TOKENS, T) int32. block_tables:
+    (slots, max_blocks) int32. Returns (T, H * D). This one copies max_blocks blocks of K and V for each token."""
+    KV, D = cache[0].shape[2:]
+    position, slot, block = [tokens[i] for i in (1, 2, 4)]              # (T,) each
+    q, k, v = qkv.unflatten(1, (-1, D)).split([num_heads, KV, KV], 1)   # (T, heads, D) each
+    cos, sin = rope[position].chunk(2, 1)                               # (T, 1, D / 2) each
+
+    def rotate(x: Tensor) -> Tensor:   # the first half of each head against the second
+      a, b = x.float().chunk(2, 2)                                      # (T, heads, D / 2) each
+      return Tensor.cat(a * cos - b * sin, b * cos + a * sin, dim=2).cast(x.dtype)
+
+    block_size = cache[0].shape[1]
+    slot_mapping = (block * block_size + position % block_size).contiguous()
+    written = [x.custom_kernel(slot_mapping, new.cast(x.dtype).contiguous(), fxn=scatter_kernel)[0]
+               for x, new in zip(cache, (rotate(k), v), strict=True)]
+    keys, values = [x[block_tables[slot]].flatten(1, 2).unsqueeze(3) for x in written]   # (T, length, KV, 1, D)
+    mask = (Tensor.arange(keys.shape[1]) <= position.unsqueeze(1)).reshape(keys.shape[0], -1, 1, 1)
+    grouped = rotate(q).unflatten(1, (KV, -1)).unsqueeze(1)             # (T, 1, KV, G, D)
+    scores = mask.where((grouped.float() * keys).sum(4) / math.sqrt(D), -math.inf)   # (T, length, KV, G)
+    weighted = scores.softmax(1).unsqueeze(4) * mask.unsqueeze(4).where(values, 0)   # masked values may be NaN
+    return weighted.sum(1).cast(qkv.dtype).flatten(1).contiguous()
+
+  def run_layers(self, layers: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
+    """Call each layer with its caches; see llama.Layer."""
+    for layer, cache in zip(layers, caches, strict=True): x, delta = layer(x, delta, cache, *inputs)
+    return x, delta
+
+  def choose_graph(self, runner: Any, key: Any) -> Any:
+    """The GraphKey that a step runs with: `key`, which holds the step, or a larger one that is captured."""
+    return key
+
+  def run_graph(self, graph: Callable[[], Any], key: Any) -> Any:
+    """Run a step; its first call captures it."""
+    return graph()
+
+  def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
+    """Return a function that waits for the device and returns the tensor's numbers, as nested lists. No Tensor operation:
+    those of several threads would disturb each other."""
+    def read() -> list:
+      array = np.empty(tensor.shape, np.int32 if tensor.dtype == dtypes.int32 else np.float32)
+      buffer: Any = tensor.uop.buffer if array.size else None
+      if buffer: buffer.allocator._copyout(array.data.cast("B"), buffer._buf)
+      return array.tolist()
+    return read
+
+
+class Devices:
+  """The devices that share a model (seam; parallel.py). Here one, so that each method returns what it is given.
+  shard: one device's share of the heads, of the MLP and of the vocabulary. jit: a step as a graph that is captured when
+  it is called with `cnt` 1. replicate: tensors on all devices. local_ids: each device's row of the embeddings for each
+  token id, num_rows for those of other devices. partial_sums: each device's term of a sum, readable by all. gather: all
+  logits, (S, V), on the first device."""
+  def __init__(self, names: tuple[str, ...] = ()):
+    self.names = names or (Device.DEFAULT,)
+
+  def free_memory(self, backend: Backend) -> int: return backend.free_memory(self.names[0])   # bytes of each device
+  def shard(self, model: ModelConfig) -> ModelConfig: return model
+  def jit(self, step: Callable[[], Any]) -> Any: return TinyJit(step)
+  def replicate(self, *tensors: Tensor) -> Sequence[Tensor]: return tensors
+  def local_ids(self, ids: Tensor, num_rows: int) -> Tensor: return ids
+  def partial_sums(self, x: Tensor) -> list[Tensor]: return [x]
+  def gather(self, logits: Tensor) -> Tensor: return logits
