@@ -232,7 +232,7 @@ class Backend:
     """The GraphKey that a step runs with: `key`, which holds the step, or a larger one that is captured."""
     return key
 
-  def run_graph(self, graph: Callable[[], Any], key: Any) -> Any:
+  def run_graph(self, runner: Any, graph: Callable[[], Any], key: Any) -> Any:
     """Run a step; its first call captures it."""
     return graph()
 

@@ -58,6 +58,7 @@ class LoadedModel:
     devices = extension("parallel").open_devices(config) if config.tensor_parallel_size > 1 else Devices()
     free = devices.free_memory(backend)
     self.path = path
+    self.backend = backend
     checkpoint = open_checkpoint(path)
     self.model_config, model_class = find_model(checkpoint.hf_config, path)   # of the whole model
     self.tokenizer = checkpoint.tokenizer()

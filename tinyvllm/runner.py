@@ -100,8 +100,8 @@ def logits_rows(seq: Sequence, positions: range, first_token: int) -> Iterator[R
     yield Row(seq, position + 1, target, first_token + position - positions.start)
 
 
-def build_step(batch: dict[Sequence, int], runner: "Runner") -> Step:
-  """Build the step that computes the next tokens of each sequence, padded to one of the runner's graph shapes."""
+def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | None = None) -> Step:
+  """Build the step that computes the next tokens of each sequence, padded to a graph key, by default the runner's choice."""
   computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
   padding = runner.config.max_num_seqs   # slot
   tokens: list[tuple] = []
@@ -114,7 +114,7 @@ def build_step(batch: dict[Sequence, int], runner: "Runner") -> Step:
     tokens += token_rows(seq, positions, runner.config.block_size, runner.max_blocks)
   mode = max([row.seq.params.sampler_mode for row in rows], default=SamplerMode.GREEDY)
   logits_batch = extension("logits").LogitsBatch(rows) if any(seq.processor for seq in batch) else None
-  key = runner.choose_key(GraphKey(len(tokens), len(rows), mode, logits_batch.plan if logits_batch else None))
+  key = key or runner.choose_key(GraphKey(len(tokens), len(rows), mode, logits_batch.plan if logits_batch else None))
   tokens = [(*token, tile) for token, tile in itertools.zip_longest(tokens, tiles, fillvalue=NO_TILE)]
   logits = [(row.token, row.position - 1, row.seq.slot if row.target == UNKNOWN else padding, row.target,
              *[getattr(row.seq.params, name) for name in SAMPLING_FIELDS], row.seq.seed % 2**64) for row in rows]
@@ -202,7 +202,7 @@ class Runner:
     with contextlib.nullcontext() if captured else exclusive:
       self._refresh_block_tables(step)
       upload(words, step.words)
-      run = functools.partial(self.backend.run_graph, graph, step.key)
+      run = functools.partial(self.backend.run_graph, self, graph, step.key)
       reads = [self.backend.start_reading(tensor) for tensor in (run() if captured else capture(run))]
     return lambda: Results(step, *[read() for read in reads])
 
