@@ -474,5 +474,5 @@ def set_overlap(monkeypatch: Any, runner: Any, overlaps: str) -> None:
     values = tensor.tolist()
     return lambda: values
   monkeypatch.setattr(runner, "is_async", bool(overlaps))
-  monkeypatch.setattr(runner, "reads_early", overlaps == "early")
-  if overlaps == "early": monkeypatch.setattr(runner, "start_reading", start_reading)
+  monkeypatch.setattr(runner.backend, "reads_early", overlaps == "early")
+  if overlaps == "early": monkeypatch.setattr(runner.backend, "start_reading", start_reading)
