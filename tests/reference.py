@@ -348,21 +348,21 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
 
 def token_rows(positions: Any, rows: Any, blocks: Any, block_size: int, max_blocks: int = 0) -> np.ndarray:
   """A step's tokens as kernels read them: each in its block, at its position's place there."""
-  from tinyvllm.batch import TILE, TOKEN
+  from tinyvllm.runner import TILE, TOKENS
   positions, rows, blocks = (np.asarray(x) for x in (positions, rows, blocks))
   fields = {"id": 0 * positions, "position": positions, "row": rows, "block": blocks,
             "entry": rows * max_blocks + positions // block_size, "tile": np.full(len(positions), -1)}
   runs = np.split(np.arange(len(positions)), np.flatnonzero((np.diff(rows) != 0) | (np.diff(positions) != 1)) + 1)
   tiles = [run[i:i + TILE] for run in runs for i in range(0, len(run), TILE)]
   fields["tile"][:len(tiles)] = [tile[0] * TILE + len(tile) - 1 for tile in tiles]
-  return np.stack([fields[name] for name in TOKEN.names]).astype(np.int32)   # (fields, T)
+  return np.stack([fields[name] for name in TOKENS.dtype.names]).astype(np.int32)   # (fields, T)
 
 
 class LogitsRecorder:
   """Stands in for the model of an engine that has no graphs yet, and keeps the logits that each step samples from."""
   def __init__(self, engine: Any):
     from tinygrad import Tensor
-    assert not engine.runner.steps
+    assert not engine.runner.graphs
     self.engine, self.model, V = engine, engine.runner.model, engine.model_config.vocab_size
     rows = range(1, 2 * engine.config.max_num_seqs)   # a power of two
     self.kept = {n: Tensor.zeros(n, V).contiguous().realize() for n in rows}   # by the rows that a graph samples
@@ -396,19 +396,19 @@ def same_outputs(got: list[Any], expected: list[Any]) -> None:
 
 def check_pool(blocks: Any, tables: list[list[int]]) -> None:
   """What must hold between a BlockManager and all the block tables there are."""
-  free, held = [*blocks.empty, *blocks.unused], Counter(b for table in tables for b in table)
+  free, held = [*blocks.free_blocks, *blocks.evictable], Counter(b for table in tables for b in table)
   assert blocks.num_free() == len(free) == len(set(free)), "a block is free twice"
   assert blocks.num_free() + blocks.num_used() == blocks.num_blocks - 1
   assert blocks.num_used() == len(held), f"{blocks.num_used()} blocks used, {len(held)} in tables"
   assert 0 not in held and 0 not in free, "block 0 takes padding's writes"
   for table in tables: assert len(set(table)) == len(table), "a block twice in a table"
-  found = {*blocks.cached.values()}
+  found = {*blocks.cached_blocks.values()}
   assert {*blocks.shared} <= found, "a block that may yet be written to, or is not found, is in two tables"
-  assert all(blocks.keys[b] == key and b for key, b in blocks.cached.items()), "what is found is something else"
+  assert all(blocks.block_hashes[b] == key and b for key, b in blocks.cached_blocks.items()), "what is found is something else"
   assert not set(free) & set(held), "a block is free and held"
   assert set(free) | set(held) == set(range(1, blocks.num_blocks)), "a block is lost"
   assert dict(blocks.shared) == {b: n - 1 for b, n in held.items() if n > 1}
-  assert {*blocks.unused} == found - {*held}, "free and findable: those that are reused last"
+  assert {*blocks.evictable} == found - {*held}, "free and findable: those that are reused last"
 
 
 def check_scheduler(scheduler: Any, blocks: Any) -> None:
@@ -417,14 +417,14 @@ def check_scheduler(scheduler: Any, blocks: Any) -> None:
   assert len(set(seqs)) == len(seqs), "a sequence twice"
   check_pool(blocks, [seq.block_table for seq in seqs])
   for seq in seqs:
-    most = seq.length + len(seq.drafts)   # those that are being checked
-    assert 0 <= seq.num_computed < most or seq.exhausted, f"{seq.num_computed} of {most} tokens computed"
-    assert not seq.drafts or seq.num_unread == 1, "drafts that no step checks"
+    most = seq.length + len(seq.draft_token_ids)   # those that are being checked
+    assert 0 <= seq.num_computed < most or seq.reached_max_len, f"{seq.num_computed} of {most} tokens computed"
+    assert not seq.draft_token_ids or seq.num_in_flight == 1, "drafts that no step checks"
     assert len(seq.block_table) * blocks.block_size >= seq.num_computed, "a computed token without a block"
     assert seq.finish_reason is None, "finished, and still in the scheduler"
   for seq in scheduler.waiting:
-    assert not seq.block_table and seq.row is None and seq.num_computed == seq.num_unread == 0 == len(seq.drafts)
-  rows = [seq.row for seq in scheduler.running]
+    assert not seq.block_table and seq.slot is None and seq.num_computed == seq.num_in_flight == 0 == len(seq.draft_token_ids)
+  rows = [seq.slot for seq in scheduler.running]
   assert len({*rows}) == len(rows) and {*rows} <= {*range(scheduler.config.max_num_seqs)}, "two in a row, or none"
   order = [seq.order for seq in scheduler.waiting]
   assert order == sorted(order), "the queue is out of order"
@@ -435,7 +435,7 @@ def check_invariants(engine: Any) -> None:
   blocks, metrics = engine.blocks, engine.get_metrics()
   check_scheduler(engine.scheduler, blocks)
   if not engine.has_unfinished_requests(): assert blocks.num_used() == 0, "blocks held by nobody"
-  assert metrics["blocks_cached"] == len(blocks.unused)
+  assert metrics["blocks_cached"] == len(blocks.evictable)
   assert metrics["blocks_shared"] == len(blocks.shared), "of which check_pool has seen that they are right"
 
 
@@ -473,6 +473,6 @@ def set_overlap(monkeypatch: Any, runner: Any, overlaps: str) -> None:
   def start_reading(tensor):
     values = tensor.tolist()
     return lambda: values
-  monkeypatch.setattr(runner, "overlaps", bool(overlaps))
+  monkeypatch.setattr(runner, "is_async", bool(overlaps))
   monkeypatch.setattr(runner, "reads_early", overlaps == "early")
   if overlaps == "early": monkeypatch.setattr(runner, "start_reading", start_reading)

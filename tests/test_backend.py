@@ -119,7 +119,7 @@ def open_engine(folder, **options):
 
 def dtype_of(llm):
   """Of what is computed; the weights may stay in their files' narrower one."""
-  kind, = {x.dtype for cache in llm.runner.caches for x in cache}
+  kind, = {x.dtype for cache in llm.runner.kv_caches for x in cache}
   return next(name for name in ROUNDING if getattr(dtypes, name) == kind)
 
 
@@ -166,7 +166,7 @@ run = functools.partial(run_to_end, limit=400)
 def forget(llm):
   """Let nothing be found in the prefix cache."""
   assert not llm.has_unfinished_requests()
-  llm.blocks.cached.clear()
+  llm.blocks.cached_blocks.clear()
   llm.blocks.reset()
   return llm
 
@@ -176,8 +176,8 @@ def forget(llm):
 def test_an_engine_computes_in_the_type_asked_for_or_says_which_it_takes_instead(engine):
   expected = engine.asked if device_takes(engine.asked) else "float32"
   assert engine.dtype == expected
-  told = [line for line in engine.told if engine.asked in line and expected in line and engine.asked != expected]
-  assert len(told) == (engine.asked != expected), engine.told
+  told = [line for line in engine.is_delivered if engine.asked in line and expected in line and engine.asked != expected]
+  assert len(told) == (engine.asked != expected), engine.is_delivered
 
 
 @pytest.mark.parametrize("name", ["offsets", "compressed-tensors, int8 by group"])
@@ -296,7 +296,7 @@ def test_every_request_ends_and_gives_its_blocks_back_and_no_new_graph_is_needed
   jobs, last, rng = {str(i): job(folder, 1 + 3 * i % 11, 1 + i % 5, 800 + i) for i in range(10)}, {}, random.Random(0)
   order, aborted = rng.sample(sorted(jobs), len(jobs)), {"3", "4", "8"}
   for length in (1, 2, 4, 8): llm.generate(tokens([260 + length] * length), params(1))   # all that greedy steps need
-  graphs = len(llm.runner.steps)
+  graphs = len(llm.runner.graphs)
   while order or llm.has_unfinished_requests():
     for name in [order.pop() for _ in range(min(len(order), rng.randrange(4)))]:
       llm.add_request(name, jobs[name].prompt, jobs[name].params)
@@ -306,7 +306,7 @@ def test_every_request_ends_and_gives_its_blocks_back_and_no_new_graph_is_needed
   for name, want in jobs.items():
     got = ids_of(last[name]) if name in last else []
     assert got == want.said[:len(got)] and (name in aborted or len(got) == len(want.said)), name
-  assert len(llm.runner.steps) == graphs
+  assert len(llm.runner.graphs) == graphs
 
 
 # the numbers
@@ -399,7 +399,7 @@ def test_seeded_text_does_not_depend_on_the_batch(exact, folder):
 def test_the_text_with_drafts_is_that_without(exact, folder, drafts, monkeypatch):
   """By what was said before, and by the model itself, which is always right. Greedy, drawn, and one that repeats. How
   many drafts are worth their time hangs on the CPU: here it has AVX-512's registers, whatever this one has."""
-  monkeypatch.setattr("tinyvllm_extra.speculation.cpu_sums", lambda: 8)
+  monkeypatch.setattr("tinyvllm_extra.proposer.cpu_sums", lambda: 8)
   config = {"num_speculative_tokens": 3, **({"model": str(folder)} if drafts == "itself" else {"method": "ngram"})}
   drafting, _ = open_engine(folder, dtype="float32", num_gpu_blocks_override=BLOCKS + 1, speculative_config=config)
   jobs = [tokens([*range(260, 266)] * 2), tokens(range(270, 276)), tokens(range(280, 283))]
@@ -416,7 +416,7 @@ def test_the_text_with_drafts_is_that_without(exact, folder, drafts, monkeypatch
 def kernels_of(llm):
   """Of all captured steps: the step's key, the kernel's name, its buffers as the device gets them and which of
   them it writes."""
-  for key, (_, graph) in llm.runner.steps.items():
+  for key, (_, graph) in llm.runner.graphs.items():
     calls = [*graph.captured.linear.src]
     while calls:
       call = calls.pop()
@@ -443,7 +443,7 @@ def beyond_limits(llm, largest):
     if twice: found.add(f"{key} {name}: the same memory twice")
     if (size := max(b.nbytes for b, _ in buffers)) > largest: found.add(f"{key} {name}: {size} bytes")
     if {b.device for b, _ in buffers} != {Device.DEFAULT}: found.add(f"{key} {name}: not on {Device.DEFAULT}")
-  assert steps.keys() == llm.runner.steps.keys() and min(steps.values()) > 10, "kernels that nobody has looked at"
+  assert steps.keys() == llm.runner.graphs.keys() and min(steps.values()) > 10, "kernels that nobody has looked at"
   return sorted(found)
 
 
@@ -476,7 +476,7 @@ def test_kernels_of_every_kind_of_step_keep_within_what_the_narrowest_device_tak
   for options in (*FIELDS.values(), {"logprobs": 3}): exact.generate(tokens([260]), params(1, **options))
   exact.generate(tokens([*range(260, 268)]), params(1, logprobs=20, prompt_logprobs=20))
   all_fields(exact, folder)
-  kinds = {(step.sampler, step.logprobs, step.edits > 0, step.masked) for step in exact.runner.steps}
+  kinds = {(step.sampler, step.logprobs, step.edits > 0, step.masked) for step in exact.runner.graphs}
   assert {(0, False, False, False), (1, False, False, False), (2, False, False, False), (0, True, False, False),
           (0, False, True, False), (0, False, False, True), (2, True, True, True)} <= kinds
   assert beyond_limits(exact, largest_tensor()) == []
@@ -504,7 +504,7 @@ def test_a_step_and_a_pool_are_no_larger_than_one_tensor_may_be_and_it_is_said(f
   assert [line for line in told if "a step takes 32 tokens" in line]
   with pytest.raises(ValueError, match="num_gpu_blocks_override=161 must be at most 160"):
     open_engine(folder, dtype="float32", num_gpu_blocks_override=161)
-  blocks = [x for cache in small.runner.caches for x in cache]
+  blocks = [x for cache in small.runner.kv_caches for x in cache]
   assert LARGEST / 2 < max(x.nbytes() for x in blocks) <= LARGEST and small.runner.num_blocks == small.blocks.num_blocks
   want = job(folder, 8, 3, 1300)
   output, = small.generate(want.prompt, asked := params(3, prompt_logprobs=3))

@@ -15,8 +15,8 @@ from tinygrad.engine.realize import get_graph_runtime
 from tinygrad.uop.ops import KernelInfo
 from tinyvllm_extra.kernels import tinygrad_patches as kernels
 
-from tinyvllm import LLM, device
-from tinyvllm.device import cpu_cores, open_device
+from tinyvllm import LLM, backend as device
+from tinyvllm.backend import cpu_cores, open_device
 from tinyvllm_extra.kernels.matmul import Linear, pack
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="of CPUs only")
@@ -99,7 +99,7 @@ INTERRUPTED = """
 import numpy as np
 from tinygrad import Context, Tensor, TinyJit, dtypes
 from tinyvllm_extra.kernels import cpu
-from tinyvllm.device import cpu_cores, open_device
+from tinyvllm.backend import cpu_cores, open_device
 from tinyvllm_extra.kernels.matmul import Linear
 open_device()
 cores = cpu_cores()
@@ -189,7 +189,7 @@ def test_a_dtype_that_the_device_lacks_gives_way_to_one_that_it_has_and_one_line
   has = renderer.supported_dtypes
   monkeypatch.setattr(renderer, "supported_dtypes", lambda self: has(self) - {getattr(dtypes, name) for name in lacks})
   llm = LLM(folder, **ENGINE | {"dtype": asked, "enforce_eager": True})
-  assert llm.runner.caches[0][0].dtype == getattr(dtypes, taken or asked)
+  assert llm.runner.kv_caches[0][0].dtype == getattr(dtypes, taken or asked)
   said = [record.getMessage() for record in caplog.records if "computing in" in record.getMessage()]
   assert said == ([f"CPU has no {asked}: computing in {taken}"] if taken else [])
   assert llm.runner.model.lm_head.weight.dtype == getattr(dtypes, taken or asked)

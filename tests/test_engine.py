@@ -25,7 +25,7 @@ from reference import (
 
 import tinyvllm
 from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams
-from tinyvllm.batch import TILE, TOKEN, bucket
+from tinyvllm.runner import TILE, TOKENS, next_power_of_two
 from tinyvllm.scheduler import BlockManager
 
 BS = ENGINE["block_size"]
@@ -99,7 +99,7 @@ def test_enforce_eager_equals_captured(llm, folder):
   eager = LLM(folder, enforce_eager=True, **ENGINE)
   jobs = [tokens(*prompt(4)), tokens(*prompt(12, 1))]
   same_outputs(eager.generate(jobs, greedy(4)), llm.generate(jobs, greedy(4)))
-  assert not any(hasattr(graph, "captured") for _, graph in eager.runner.steps.values())
+  assert not any(hasattr(graph, "captured") for _, graph in eager.runner.graphs.values())
 
 
 # batches
@@ -175,16 +175,16 @@ def test_the_number_of_graphs_is_constant_after_warm_up(llm, monkeypatch):
   jobs = [tokens(*prompt(1 + i, i)) for i in range(24)]
   llm.generate(jobs, greedy(9))
   for n in (1, 2, 4, 8, 16): llm.generate(tokens(*prompt(n)), greedy(1))
-  before = len(llm.runner.steps)
+  before = len(llm.runner.graphs)
   llm.generate(jobs[::-1], [greedy(1 + i % 7) for i in range(24)])
   llm.generate([tokens(*prompt(90))] * 7, greedy(11))
-  assert len(llm.runner.steps) == before
+  assert len(llm.runner.graphs) == before
   def plain(shape): return not (shape.sampler or shape.logprobs or shape.edits or shape.masked)
-  assert sum(map(plain, llm.runner.steps)) == 5
+  assert sum(map(plain, llm.runner.graphs)) == 5
 
 
 def test_few_sizes_hold_all_numbers_of_tokens():
-  assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 512)] == [1, 1, 2, 4, 4, 8, 8, 16, 512]
+  assert [next_power_of_two(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 512)] == [1, 1, 2, 4, 4, 8, 8, 16, 512]
 
 
 # steps that overlap
@@ -263,7 +263,7 @@ def failing(words_llm, monkeypatch):
       here("update")
       update(words_llm.scheduler, *args)
       here("updated")
-    monkeypatch.setattr(words_llm.runner, "overlaps", overlaps)
+    monkeypatch.setattr(words_llm.runner, "is_async", overlaps)
     monkeypatch.setattr(words_llm.runner, "launch", failing_launch)
     monkeypatch.setattr(words_llm.scheduler, "update", failing_update)
   yield fail
@@ -347,7 +347,7 @@ def test_a_capture_that_was_interrupted_is_made_again_as_one_graph(folder, monke
   monkeypatch.setattr(engine.runner, "_compute", interrupted)
   with pytest.raises(Interrupted): engine.generate(tokens(5), greedy(3))
   assert ids_of(engine.generate(tokens(5), greedy(3))[0]) == reference_greedy(folder, [5], 3)
-  assert [len(graph.captured.linear.src) for _, graph in engine.runner.steps.values()] == [1] and len(calls) == 2
+  assert [len(graph.captured.linear.src) for _, graph in engine.runner.graphs.values()] == [1] and len(calls) == 2
 
 
 # preemption and a full pool
@@ -394,7 +394,7 @@ def test_a_pool_of_max_model_len_does_not_limit_it(folder, caplog):
 @pytest.mark.parametrize("length", [1, 30, 12 * BS - BS, 12 * BS - 2, 12 * BS - 1])
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_a_lone_request_that_fills_the_pool_ends_with_length(small_llm, folder, monkeypatch, length, overlaps):
-  monkeypatch.setattr(small_llm.runner, "overlaps", overlaps)
+  monkeypatch.setattr(small_llm.runner, "is_async", overlaps)
   before, room = small_llm.get_metrics()["num_preemptions"], 12 * BS - length
   output, = small_llm.generate(tokens(*prompt(length)), greedy(60))
   assert output.outputs[0].finish_reason == "length" and output.finished
@@ -918,7 +918,7 @@ def test_tiles_have_each_token_once_and_are_of_one_sequence(tmp_path, monkeypatc
   launch, seen = llm.runner.launch, []
   def checked(step):
     T = step.shape.tokens
-    fields = dict(zip(TOKEN.names, step.array[:16 * T].reshape(16, T).tolist(), strict=False))
+    fields = dict(zip(TOKENS.dtype.names, step.array[:16 * T].reshape(16, T).tolist(), strict=False))
     tiles = list(itertools.takewhile(lambda tile: tile >= 0, fields["tile"]))
     assert set(fields["tile"][len(tiles):]) <= {-1} and len(tiles) <= T // TILE + llm.config.max_num_seqs
     spans = [range(tile // TILE, tile // TILE + tile % TILE + 1) for tile in tiles]

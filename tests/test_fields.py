@@ -13,7 +13,7 @@ from tinygrad import Tensor, TinyJit
 
 from tinyvllm import LLM, Logprob, SamplingParams
 from tinyvllm.request import EDIT
-from tinyvllm.sampling import edit_kernel, restrict, sample, top_logprobs
+from tinyvllm.sampling_defaults import edit_kernel, restrict, sample, top_logprobs
 
 pytestmark = pytest.mark.slow
 
@@ -290,7 +290,7 @@ def test_where_all_that_is_allowed_is_held_back_it_may_come_all_the_same(llm, fo
 
 @pytest.mark.parametrize("kind", [{}, {"temperature": 0.8, "seed": 1}], ids=["greedy", "sampled"])
 def test_a_batch_without_fields_takes_no_other_graph_after_one_with_them(llm, kind):
-  jobs, steps, kept = [tokens(prompt(9, 60 + i)) for i in range(3)], llm.runner.steps, llm.runner.steps.copy()
+  jobs, steps, kept = [tokens(prompt(9, 60 + i)) for i in range(3)], llm.runner.graphs, llm.runner.graphs.copy()
   fields = {"repetition_penalty": 1.5, "logit_bias": {5: 1.0}, "allowed_token_ids": [*range(99)]}
   llm.generate(jobs, params(2))   # from here on the prompts are found
   steps.clear()

@@ -10,7 +10,7 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
 from tinyvllm import attention as plain
-from tinyvllm.device import cpu_cores
+from tinyvllm.backend import cpu_cores
 from tinyvllm.runner import scatter_kernel
 from tinyvllm_extra.kernels import generic as attention, matmul
 from tinyvllm_extra.kernels.matmul import GateUp, Linear, Norm, pack, speaks_cuda, stored_shape

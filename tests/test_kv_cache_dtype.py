@@ -90,7 +90,7 @@ def test_drafts_change_no_text(llm, folder, method):
   drafting = LLM(folder, speculative_config=config, kv_cache_dtype=llm.config.kv_cache_dtype, **ENGINE)
   assert texts(drafting, prompts, greedy(20)) == texts(llm, prompts, greedy(20))
   assert drafting.get_metrics()["spec_decode_num_accepted_tokens"] > 0
-  kinds = {tuple(x.dtype for x in cache) for runner in drafting.runners for cache in runner.caches}
+  kinds = {tuple(x.dtype for x in cache) for runner in drafting.runners for cache in runner.kv_caches}
   assert len(kinds) == 1
 
 

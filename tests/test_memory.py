@@ -119,7 +119,7 @@ def test_what_is_found_is_not_computed_again(llm):
     before = llm.get_metrics()["steps"]
     llm.generate(job, greedy(1))
     steps.append(llm.get_metrics()["steps"] - before)
-  late = llm.runner.overlaps   # a GPU's tokens are read in the step after theirs
+  late = llm.runner.is_async   # a GPU's tokens are read in the step after theirs
   assert steps == [3 + late, 1 + late]
 
 
@@ -627,7 +627,7 @@ def test_the_pool_takes_all_sequences_at_their_full_length_or_what_fits_but_one_
   one = ENGINE["max_model_len"] // BS
   assert llm.get_metrics()["blocks_free"] == ENGINE["max_num_seqs"] * one
   weights = sum(x.nbytes() for x in nn.state.get_parameters(llm.runner.model))
-  block = sum(x.nbytes() for cache in llm.runner.caches for x in cache) // (ENGINE["max_num_seqs"] * one + 1)
+  block = sum(x.nbytes() for cache in llm.runner.kv_caches for x in cache) // (ENGINE["max_num_seqs"] * one + 1)
   for blocks in (one + 1, one + 5):
     monkeypatch.setattr("tinyvllm.device.free_memory", lambda device, n=blocks: weights + n * block)
     engine = LLM(folder, gpu_memory_utilization=1.0, **ENGINE)

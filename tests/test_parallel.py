@@ -38,7 +38,7 @@ from tinygrad.runtime.autogen import cuda
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import EngineConfig
-from tinyvllm.device import open_device
+from tinyvllm.backend import open_device
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.parallel import check_peers, device_names, own_rows, parts_of
 from tinyvllm_extra.quantization import Quantized, dequantized, quantize, split
@@ -354,10 +354,10 @@ def test_engines_of_several_sizes_take_turns(one, two, folder):
 @pytest.mark.slow
 def test_steps_that_are_captured_at_start_serve(folder):
   llm = LLM(folder, **SMALL, cudagraph_capture_sizes=[4], tensor_parallel_size=2)
-  steps = {*llm.runner.steps}
+  steps = {*llm.runner.graphs}
   outputs = llm.generate([tokens(ids) for ids in JOBS], greedy(5), use_tqdm=False)
   assert [ids_of(x) for x in outputs] == [reference_greedy(folder, ids, 5) for ids in JOBS]
-  assert {*llm.runner.steps} == steps and len(steps) == 2
+  assert {*llm.runner.graphs} == steps and len(steps) == 2
 
 
 @pytest.mark.slow
@@ -387,8 +387,8 @@ def test_a_draft_model_is_not_split_and_lies_on_the_first_device(folder, tmp_pat
   config = {"model": str(other), "num_speculative_tokens": 2}
   llm = LLM(folder, **SMALL, speculative_config=config, tensor_parallel_size=2)
   target, draft = llm.runners
-  assert {x.device for x in [*nn.state.get_parameters(draft.model), *itertools.chain(*draft.caches)]} == {"CPU"}
-  assert {x.device for x in itertools.chain(*target.caches)} == {("CPU", "CPU:1")}
+  assert {x.device for x in [*nn.state.get_parameters(draft.model), *itertools.chain(*draft.kv_caches)]} == {"CPU"}
+  assert {x.device for x in itertools.chain(*target.kv_caches)} == {("CPU", "CPU:1")}
   count = Counts(llm)
   outputs = llm.generate([tokens(ids) for ids in JOBS], greedy(8), use_tqdm=False)
   assert [ids_of(x) for x in outputs] == [reference_greedy(folder, ids, 8) for ids in JOBS]
@@ -484,7 +484,7 @@ def test_as_much_memory_each_holds_twice_the_tokens(folder, monkeypatch):
   """Behind the weights, of which each has half. The host's memory is that of all its devices."""
   plain = LLM(folder, **SMALL)
   one_text = SMALL["max_model_len"] // SMALL["block_size"]
-  block = sum(x.nbytes() for cache in plain.runner.caches for x in cache) // plain.runner.num_blocks
+  block = sum(x.nbytes() for cache in plain.runner.kv_caches for x in cache) // plain.runner.num_blocks
   def weights(llm): return sum(x.nbytes() for part in llm.runner.model.parts() for x in nn.state.get_parameters(part))
   halves = weights(LLM(folder, **SMALL, tensor_parallel_size=2))
   assert weights(plain) / 2 < halves < 0.52 * weights(plain), "norms are whole"
@@ -494,7 +494,7 @@ def test_as_much_memory_each_holds_twice_the_tokens(folder, monkeypatch):
     monkeypatch.setattr("tinyvllm.device.free_memory", lambda name, free=free: free)
     llm = LLM(folder, **SMALL, gpu_memory_utilization=1.0, tensor_parallel_size=count)
     blocks[count] = llm.runner.num_blocks
-    held = [x.nbytes() for cache in llm.runner.caches for x in cache]
+    held = [x.nbytes() for cache in llm.runner.kv_caches for x in cache]
     assert sum(held) == blocks[count] * block // count
   assert blocks == {1: one_text + 4, 2: 2 * (one_text + 4)}
 
@@ -537,7 +537,7 @@ def test_a_size_that_does_not_divide_is_named_with_what_would_do(tmp_path, confi
 
 
 @pytest.mark.parametrize("count,said", [
-  (0, "must be from 1 to 8"), (-1, "must be from 1 to 8"), (9, "must be from 1 to 8"), (True, "must be of type int"),
+  (0, "must be between 1 and 8"), (-1, "must be between 1 and 8"), (9, "must be between 1 and 8"), (True, "must be of type int"),
   ("2", "must be of type int"), (2.0, "must be of type int"), (None, "must be of type int")], ids=repr)
 def test_a_number_of_devices_that_will_not_do_is_named(count, said):
   refused(f"tensor_parallel_size={count!r} {said}", tensor_parallel_size=count)

@@ -45,32 +45,32 @@ def prompt(length, *salt):
 
 def buffers(engine):
   """Of all block tensors, each device's part."""
-  found = [cache.uop.buffer for runner in engine.runners for layer in runner.caches for cache in layer]
+  found = [cache.uop.buffer for runner in engine.runners for layer in runner.kv_caches for cache in layer]
   return [part.ensure_allocated() for buffer in found for part in getattr(buffer, "bufs", [buffer])]
 
 
 def contents(engine):
   """The bytes of the blocks that can be found, by key: by way of the whole cache, not of the code under test."""
   parts = [np.frombuffer(x.as_memoryview(), np.uint8).reshape(engine.blocks.num_blocks, -1) for x in buffers(engine)]
-  return {key: b"".join(part[block].tobytes() for part in parts) for key, block in engine.blocks.cached.items()}
+  return {key: b"".join(part[block].tobytes() for part in parts) for key, block in engine.blocks.cached_blocks.items()}
 
 
 def order(engine):
   """Keys of the blocks that nobody holds, the one that is reused first first."""
-  return [engine.blocks.keys[block] for block in engine.blocks.unused]
+  return [engine.blocks.block_hashes[block] for block in engine.blocks.evictable]
 
 
 def state(engine):
   """Of the pool, and what can be found in it."""
   blocks = engine.blocks
-  return dict(blocks.cached), [*blocks.unused], [*blocks.empty], contents(engine)
+  return dict(blocks.cached_blocks), [*blocks.evictable], [*blocks.free_blocks], contents(engine)
 
 
 def restart(engine):
   """As the process would begin anew: nothing is found, and the blocks hold noise."""
   assert not engine.has_unfinished_requests()
-  engine.blocks.cached.clear()
-  engine.blocks.keys = [b""] * engine.blocks.num_blocks
+  engine.blocks.cached_blocks.clear()
+  engine.blocks.block_hashes = [b""] * engine.blocks.num_blocks
   engine.blocks.reset()
   noise = random.Random(7).randbytes(max(x.nbytes for x in buffers(engine)))
   for x in buffers(engine): x.allocator._copyin(x._buf, memoryview(bytearray(noise[:x.nbytes])))
@@ -108,7 +108,7 @@ def saved(engine, tmp_path_factory):
   restart(engine)
   run(engine, *[prompt(5 * BS + i, "saved", i) for i in range(3)])
   path = tmp_path_factory.mktemp("saved") / "cache"
-  assert engine.save_prefix_cache(path) == len(engine.blocks.cached)
+  assert engine.save_prefix_cache(path) == len(engine.blocks.cached_blocks)
   return path, contents(engine)
 
 
@@ -138,7 +138,7 @@ def test_a_new_engine_says_and_finds_what_the_old_one_does(engine, folder, tmp_p
   with caplog.at_level(logging.INFO, "tinyvllm"):
     count = engine.save_prefix_cache(tmp_path / "cache")
     new = LLM(folder, **ENGINE)
-    assert new.load_prefix_cache(str(tmp_path / "cache")) == count == len(engine.blocks.cached)
+    assert new.load_prefix_cache(str(tmp_path / "cache")) == count == len(engine.blocks.cached_blocks)
   assert sum(f"prefix cache: {count} blocks" in line for line in caplog.messages) == 2
   assert contents(new) == contents(engine) and order(new) == order(engine)
   check_invariants(new)
@@ -186,7 +186,7 @@ def test_what_is_evicted_first_is_so_after_a_restart(engine, folder, tmp_path):
   table = []
   engine.blocks.allocate(table, (engine.blocks.num_blocks - 1 - len(expected) + 5) * BS)
   assert order(engine) == expected[5:]
-  engine.blocks.empty += table
+  engine.blocks.free_blocks += table
   check_invariants(engine)
 
 
@@ -197,11 +197,11 @@ def test_held_blocks_are_saved_first_and_those_who_hold_them_go_on(engine, folde
   for i, ids in enumerate(runs): engine.add_request(str(i), tokens(ids), greedy(12))
   for _ in range(4): engine.step()
   held = [block for seq in engine.scheduler.running for block in seq.block_table]
-  found = {key for key, block in engine.blocks.cached.items() if block in held}
+  found = {key for key, block in engine.blocks.cached_blocks.items() if block in held}
   count = engine.save_prefix_cache(tmp_path / "cache")
-  assert count == len(engine.blocks.cached) and len(found) >= 6
+  assert count == len(engine.blocks.cached_blocks) and len(found) >= 6
   with safe_open(tmp_path / "cache", "numpy") as file: keys = [key.tobytes() for key in file.get_tensor("keys")]
-  assert {*keys[:len(found)]} == found and {*keys} == {*engine.blocks.cached}
+  assert {*keys[:len(found)]} == found and {*keys} == {*engine.blocks.cached_blocks}
   assert engine.load_prefix_cache(tmp_path / "cache") == 0, "all is there"
   last = run_to_end(engine, 100)
   assert [ids_of(last[str(i)]) for i in range(2)] == [reference_greedy(folder, ids, 12) for ids in runs]
@@ -235,17 +235,17 @@ def test_a_load_takes_only_free_blocks_the_most_recent_of_the_file_parents_first
   with safe_open(path, "numpy") as file: keys = [key.tobytes() for key in file.get_tensor("keys")]
   small = restart(small_llm)
   run(small, texts[0], n=1)   # found, and older than the file's
-  known = [*small.blocks.unused]
+  known = [*small.blocks.evictable]
   small.add_request("0", tokens(prompt(2 * BS, "runs")), greedy(3))
   small.step()
   held = [block for seq in small.scheduler.running for block in seq.block_table]
-  room = len(small.blocks.empty)
+  room = len(small.blocks.free_blocks)
   assert 0 < room == 12 - len(held) - len(known)
   assert small.load_prefix_cache(path) == room
   check_invariants(small)
-  assert [*small.blocks.unused][room:] == known, "what it had is younger than what came of the file"
+  assert [*small.blocks.evictable][room:] == known, "what it had is younger than what came of the file"
   assert order(small)[:room] == keys[:room][::-1]
-  assert not small.blocks.empty and small.load_prefix_cache(path) == 0, "no block is free"
+  assert not small.blocks.free_blocks and small.load_prefix_cache(path) == 0, "no block is free"
   run_to_end(small, 100)
   restart(small).load_prefix_cache(path)
   check_invariants(small)
@@ -260,7 +260,7 @@ def test_blocks_go_through_in_pieces(engine, file, saved, monkeypatch):
   run(engine, prompt(5 * BS + 1, "saved", 1))
   monkeypatch.setattr(prefix_cache, "MOST", 3 * len(next(iter(found.values()))) + 5)
   assert Blocks(engine).count == 3
-  missing = {*found} - {*engine.blocks.cached}
+  missing = {*found} - {*engine.blocks.cached_blocks}
   assert 3 < len(missing) < len(found) and engine.load_prefix_cache(file) == len(missing)
   assert contents(engine) == found
   before = file.read_bytes()

@@ -24,7 +24,7 @@ from tinygrad import Device, Tensor, dtypes
 from tinyvllm_extra import parallel
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import ModelConfig
-from tinyvllm.device import open_device
+from tinyvllm.backend import open_device
 from tinyvllm.llama import Llama
 from tinyvllm.weights import load_weights
 from tinyvllm_extra.quantization import Quantized, dequantized, pack_numbers, quantize, scales_shape

@@ -281,7 +281,7 @@ def test_a_replica_that_is_not_healthy_is_replaced(cluster, fault):
 # Options
 
 @pytest.mark.parametrize(("flags", "line"), [
-  (["--max-num-seqs", "0"], "max_num_seqs=0 must be from 1 to 1024"),
+  (["--max-num-seqs", "0"], "max_num_seqs=0 must be between 1 and 1024"),
   (["--max-num-batched-tokens", "32"], "max_num_seqs=64 must be at most max_num_batched_tokens=32"),   # a replica's
 ])
 def test_options_that_will_not_do_are_one_line(environment, flags, line):
@@ -294,13 +294,13 @@ def test_options_that_will_not_do_are_one_line(environment, flags, line):
 
 @pytest.mark.parametrize(("args", "message"), [
   ({"replicas": 2}, "replicas: there is no such option"),
-  ({"num_replicas": 0}, "num_replicas=0 must be from 1 to 4096"),
+  ({"num_replicas": 0}, "num_replicas=0 must be between 1 and 4096"),
   ({"num_replicas": "two"}, "num_replicas='two' must be of type"),
   ({"num_replicas": 2, "max_replicas": 3}, "num_replicas: not with max_replicas"),
   ({"min_replicas": 2}, "min_replicas: only with max_replicas"),
   ({"min_replicas": 3, "max_replicas": 2}, "min_replicas=3 must be at most max_replicas=2"),
   ({"model": "/nowhere"}, "/nowhere"),
-  ({"max_model_len": "1"}, "max_model_len=1 must be from 2"),
+  ({"max_model_len": "1"}, "max_model_len=1 must be between 2"),
   ({"prefix_cache_file": "/tmp/file"}, "prefix_cache_file: each replica would write it"),
 ])
 def test_an_application_says_what_will_not_do(ray_serve, args, message):

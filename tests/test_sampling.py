@@ -7,7 +7,7 @@ from reference import SAMPLING_ENGINE, reference_keep, reference_logits, referen
 from tinygrad import Tensor, TinyJit, dtypes
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.sampling import _gumbel, restrict, sample
+from tinyvllm.sampling_defaults import _gumbel, restrict, sample
 
 ROWS, V = 4096, 24   # one shape, compiled once
 rng = np.random.default_rng(0)

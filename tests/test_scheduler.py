@@ -35,7 +35,7 @@ class Bench:
     self.max_len = min(max_len, self.blocks.num_tokens)
     self.scheduler = Scheduler(config, self.blocks)
     self.samples = False
-    self.all, self.steps, self.content, self.texts = [], 0, {}, {}
+    self.all, self.steps, self.content, self.streams = [], 0, {}, {}
     self.unread = self.nothing = {}, {}, {}
 
   def add(self, prompt=3, n=5, priority=0, family=0, samples=1, reads=False):
@@ -44,7 +44,7 @@ class Bench:
     tokens, i = [10_000 * family + j for j in range(prompt)], len(self.all)
     runs = [a_sequence(tokens, (priority, i, k), self.max_len, max_tokens=n, presence_penalty=0.5 * reads)
             for k in range(samples)]
-    runs[0].forks += runs[1:]
+    runs[0].siblings += runs[1:]
     self.samples |= samples > 1
     self.all += runs
     self.scheduler.add(runs[0])
@@ -67,7 +67,7 @@ class Bench:
       self.unread = self.nothing
     running = {*scheduler.running}
     unread = {s for s in self.unread[1] if s.params.presence_penalty and not s.finish_reason}   # they wait for it
-    decoding = {s for s in running - unread if s.remaining() == 1 and not s.exhausted}
+    decoding = {s for s in running - unread if s.num_remaining == 1 and not s.reached_max_len}
     # None is put off; but one of high priority, or a sample whose prompt is ready, waits for a row and blocks
     later = self.config.scheduling_policy == "priority" or self.samples
     waiting = [] if later and scheduler.running else scheduler.waiting
@@ -75,22 +75,22 @@ class Bench:
     batch = scheduler.schedule()
     self.steps += 1
     assert sum(batch.values()) <= self.config.max_num_batched_tokens and len(batch) <= self.config.max_num_seqs
-    assert all(seq.row is not None and 1 <= n <= seq.remaining() for seq, n in batch.items())
+    assert all(seq.slot is not None and 1 <= n <= seq.num_remaining for seq, n in batch.items())
     room = {seq: len(seq.block_table) * self.blocks.block_size for seq in batch}
     assert all(room[seq] >= seq.num_computed + n for seq, n in batch.items()), "tokens without a block"
     check_pool(self.blocks, [seq.block_table for seq in self.all])
     left_out = {s for s in decoding if s.row is not None and s not in batch}
     assert not left_out, "a running sequence that decodes gets its token, whatever prompts there are"
     assert not unread & {*batch}, "a step that must know a token which nobody has read"
-    order = [seq.remaining() > 1 for seq in batch if seq in running]
+    order = [seq.num_remaining > 1 for seq in batch if seq in running]
     assert order == sorted(order), "decodes before prefills"
-    assert not oldest or oldest.exhausted or oldest in unread or oldest in batch, "the oldest stands still"
+    assert not oldest or oldest.reached_max_len or oldest in unread or oldest in batch, "the oldest stands still"
     assert oldest not in running or oldest.row is not None, "the oldest was preempted"
     for seq in batch:
       for i in range(seq.num_computed): assert self.content[self.place(seq, i)] == self.text(seq, i), "not its K and V"
-    sampled = {seq: 1000 + seq.length for seq, n in batch.items() if n == seq.remaining()}
+    sampled = {seq: 1000 + seq.length for seq, n in batch.items() if n == seq.num_remaining}
     computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
-    scheduler.advance(batch)
+    scheduler.start_step(batch)
     step = computed, sampled, self.write(computed)
     ready, self.unread = (self.unread, step) if self.overlaps else (step, self.nothing)
     if fails == "launch":
@@ -109,7 +109,7 @@ class Bench:
 
   def write(self, computed):
     """Compute what a step does. Returns what it has put where."""
-    places, readable = {}, {*self.blocks.shared, *self.blocks.cached.values()}
+    places, readable = {}, {*self.blocks.shared, *self.blocks.cached_blocks.values()}
     for seq, positions in computed.items():
       for i in positions:
         block, offset = self.place(seq, i)
@@ -122,25 +122,25 @@ class Bench:
   def recover(self):
     """As the engine does after a failed step."""
     self.unread = self.nothing
-    forks = {fork for seq in self.all for fork in seq.forks}
+    forks = {fork for seq in self.all for fork in seq.siblings}
     self.scheduler.reset({seq for seq in self.all if not seq.finish_reason} - forks)
     assert not self.scheduler.running and self.blocks.num_used() == 0
 
   def abort(self, seq):
-    for run in [seq, *seq.forks]: self.scheduler.finish(run, "abort")
-    seq.forks = []
+    for run in [seq, *seq.siblings]: self.scheduler.finish(run, "abort")
+    seq.siblings = []
     self.check()
 
   def check(self):
     check_scheduler(self.scheduler, self.blocks)
-    live, forks = {*self.scheduler.running, *self.scheduler.waiting}, {f for s in self.all for f in s.forks}
+    live, forks = {*self.scheduler.running, *self.scheduler.waiting}, {f for s in self.all for f in s.siblings}
     assert live | forks == {s for s in self.all if not s.finish_reason}, "every request is somewhere until it ends"
     assert not live & forks, "a sample that waits for its prompt, and runs"
     for seq in self.all:
-      if seq not in live: assert not seq.block_table and seq.row is None
-    for key, block in self.blocks.cached.items():
+      if seq not in live: assert not seq.block_table and seq.slot is None
+    for key, block in self.blocks.cached_blocks.items():
       places = [(block, offset) for offset in range(self.blocks.block_size)]
-      text = self.texts.setdefault(key, self.content[places[-1]])
+      text = self.streams.setdefault(key, self.content[places[-1]])
       assert [self.content[place] for place in places] == [text[:len(text) - i] for i in range(len(places))][::-1]
       assert not {*places} & {*self.unread[2]}, "what nobody has read is found"
 
@@ -216,7 +216,7 @@ def test_a_thousand_operations_on_one_pool_keep_the_invariants(seed):
     elif live and rng.random() < 0.05: bench.abort(rng.choice(live))
     else: bench.step(fails=rng.choice(["launch", "record"]) if rng.random() < 0.02 else None)
   bench.ended_well()
-  totals = bench.scheduler.totals
+  totals = bench.scheduler.counters
   assert totals["num_preemptions"] > 10 and (totals["prefix_cache_hits"] > 100) == caching, "that was meant to happen"
 
 
@@ -230,7 +230,7 @@ def test_a_preempted_sequence_computes_again_what_is_not_found(caching):
     computed += sum(bench.step().values())
     lost += sum(n for seq, n in had.items() if seq in bench.scheduler.waiting)
   again = computed - sum(len(seq.tokens) - 1 for seq in bench.all)   # the last one's K and V are not
-  totals = bench.scheduler.totals
+  totals = bench.scheduler.counters
   assert totals["num_preemptions"] >= 2 and [seq.num_generated for seq in (first, second, third)] == [30] * 3
   assert again == lost - totals["prefix_cache_hits"] > 12 and (totals["prefix_cache_hits"] > 0) == caching
 
@@ -293,7 +293,7 @@ def test_one_sequence_may_fill_the_pool_and_is_never_preempted(block_size, overl
   before = 0
   while not first.finish_reason:
     bench.step()
-    if not first.exhausted: assert first.row is not None and first.num_computed > before, "it goes on in every step"
+    if not first.reached_max_len: assert first.row is not None and first.num_computed > before, "it goes on in every step"
     before = first.num_computed
   bench.ended_well()
   assert [len(seq.tokens) for seq in (first, *others)] == [12] * 3
@@ -306,7 +306,7 @@ def test_two_sequences_that_fill_the_pool_exactly_are_not_preempted():
   while not second.finish_reason:
     bench.step()
     most = max(most, bench.blocks.num_used())
-  assert most == 4 and bench.scheduler.totals["num_preemptions"] == 0
+  assert most == 4 and bench.scheduler.counters["num_preemptions"] == 0
   bench.ended_well()
   assert first.num_generated == second.num_generated == 5
 
@@ -320,7 +320,7 @@ def test_what_an_aborted_or_failed_sequence_had_in_flight_is_not_found():
     bench.step(fails)
     again = bench.add(prompt=9, n=9)
     bench.step()
-    assert again.num_cached == 0 and len(bench.blocks.cached) == 0
+    assert again.num_cached == 0 and len(bench.blocks.cached_blocks) == 0
     bench.ended_well()
     assert other.finish_reason == "length"
 
@@ -330,16 +330,16 @@ def test_blocks_that_cannot_be_found_are_reused_first_then_what_was_let_go_of_lo
   for family, prompt in ((0, 8), (1, 8), (2, 12)):
     bench.add(prompt=prompt, n=2, family=family)   # two, two and three blocks that can be found, and one more each
     bench.ended_well()
-  assert (len(bench.blocks.unused), len(bench.blocks.empty)) == (7, 5)
+  assert (len(bench.blocks.evictable), len(bench.blocks.free_blocks)) == (7, 5)
   bench.add(prompt=16, n=5, family=3)   # the five empty ones
   bench.ended_well()
-  assert (len(bench.blocks.unused), len(bench.blocks.empty)) == (12, 0), "all five are full, and all can be found"
+  assert (len(bench.blocks.evictable), len(bench.blocks.free_blocks)) == (12, 0), "all five are full, and all can be found"
   bench.add(prompt=4, n=1, family=4)
   bench.ended_well()
   found = []
   for family, prompt in ((3, 17), (2, 13), (1, 9), (0, 9)):
     seq = a_sequence([10_000 * family + j for j in range(prompt)])
-    bench.blocks.match(seq)
+    bench.blocks.match_prefix(seq)
     found.append(seq.num_computed)
     bench.blocks.free(seq)
   assert found == [16, 12, 8, 4], "of the first the newest block is gone"
@@ -350,13 +350,13 @@ def test_of_two_blocks_of_one_text_the_one_that_is_not_found_is_reused_first():
   twins = [bench.add(prompt=9, n=2) for _ in range(2)]
   bench.step()
   tables = [[*twin.block_table] for twin in twins]
-  assert not {*tables[0]} & {*tables[1]} and len(bench.blocks.cached) == 2
+  assert not {*tables[0]} & {*tables[1]} and len(bench.blocks.cached_blocks) == 2
   bench.ended_well()
-  found = {*bench.blocks.cached.values()}
-  assert found == {*bench.blocks.unused} == {*tables[0][:2]}
+  found = {*bench.blocks.cached_blocks.values()}
+  assert found == {*bench.blocks.evictable} == {*tables[0][:2]}
   bench.add(prompt=40, n=1, family=1)   # all but these two
   bench.step()
-  assert {*bench.blocks.cached.values()} >= found
+  assert {*bench.blocks.cached_blocks.values()} >= found
   bench.ended_well()
 
 
@@ -375,7 +375,7 @@ def test_a_step_does_not_walk_the_queue():
   while len(scheduler.waiting) > 10:
     batch = scheduler.schedule()
     computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
-    scheduler.advance(batch)
+    scheduler.start_step(batch)
     scheduler.update(computed, dict.fromkeys(batch, 7))
 
 
@@ -400,7 +400,7 @@ def test_a_prompt_waits_until_there_is_room_for_all_of_it():
   bench = Bench(blocks=10, seqs=2, budget=8)
   first, second = bench.add(prompt=20, n=19), bench.add(prompt=24, n=3)
   bench.ended_well()
-  assert bench.scheduler.totals["num_preemptions"] == 0, "for its chunks alone there would have been room"
+  assert bench.scheduler.counters["num_preemptions"] == 0, "for its chunks alone there would have been room"
   assert first.num_generated == 19 and second.num_generated == 3
 
 
@@ -409,7 +409,7 @@ def test_the_newest_of_the_lowest_priority_is_preempted_and_waits_in_its_old_pla
   high, low, lower = (bench.add(prompt=7, n=20, priority=p) for p in (0, 1, 2))
   assert set(bench.step()) == {high, low, lower}
   later = bench.add(prompt=1, n=1, priority=3)
-  while not bench.scheduler.totals["num_preemptions"]: bench.step()
+  while not bench.scheduler.counters["num_preemptions"]: bench.step()
   assert bench.scheduler.running == [high, low] and bench.scheduler.waiting == [lower, later]
   assert lower.num_computed == 0 and lower.num_generated > 0, "its tokens are kept and computed again"
 
@@ -417,11 +417,11 @@ def test_the_newest_of_the_lowest_priority_is_preempted_and_waits_in_its_old_pla
 def test_preemption_is_warned_of_when_it_is_the_first_and_whenever_their_number_has_doubled(caplog):
   bench = Bench(blocks=6, seqs=4, budget=24)
   with caplog.at_level(logging.WARNING, "tinyvllm"):
-    while bench.scheduler.totals["num_preemptions"] < 20:
+    while bench.scheduler.counters["num_preemptions"] < 20:
       for _ in range(3): bench.add(prompt=7, n=17)
       bench.finish()
   told = [int(record.getMessage().split(" preemptions: ")[0]) for record in caplog.records]
-  assert told == [2**i for i in range(bench.scheduler.totals["num_preemptions"].bit_length())]
+  assert told == [2**i for i in range(bench.scheduler.counters["num_preemptions"].bit_length())]
   assert all(option in caplog.text for option in ("max_num_seqs", "gpu_memory_utilization")), "what would help"
 
 
@@ -457,14 +457,14 @@ def test_two_sequences_that_fill_the_pool_exactly_run_side_by_side(block_size, o
     bench.step()
     most = max(most, bench.blocks.num_used())
   bench.ended_well()
-  assert bench.blocks.num_free() == 24 // block_size and bench.scheduler.totals["num_preemptions"] == 0
+  assert bench.blocks.num_free() == 24 // block_size and bench.scheduler.counters["num_preemptions"] == 0
   assert first.num_generated == second.num_generated == 9
 
 
 def test_what_a_step_still_computes_for_an_aborted_sequence_is_not_found():
   bench = Bench(blocks=20, budget=16, caching=True)
   first = bench.add(prompt=9)
-  bench.scheduler.advance(bench.scheduler.schedule())
+  bench.scheduler.start_step(bench.scheduler.schedule())
   bench.abort(first)
   second = bench.add(prompt=9)
   assert bench.step() == {second: 9}
@@ -475,10 +475,10 @@ def test_what_a_step_still_computes_for_an_aborted_sequence_is_not_found():
 
 def found_of(bench, **request):
   """How many tokens of one more request are found."""
-  before = bench.scheduler.totals["prefix_cache_hits"]
+  before = bench.scheduler.counters["prefix_cache_hits"]
   bench.add(**request)
   bench.finish()
-  return bench.scheduler.totals["prefix_cache_hits"] - before
+  return bench.scheduler.counters["prefix_cache_hits"] - before
 
 
 def test_blocks_in_which_nothing_is_found_are_taken_before_those_in_which_something_is():

@@ -17,10 +17,10 @@ from server import Server
 from test_failed_steps import PLACES, Failed, break_steps, once
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.batch import LOGITS, TOKEN
+from tinyvllm.runner import LOGITS, TOKENS
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.server.server import drafts_of
-from tinyvllm_extra.speculation import Drafter, NGram, SpeculativeConfig
+from tinyvllm_extra.proposer import Drafter, NGram, SpeculativeConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 # One graph for all that is asked for
@@ -76,14 +76,14 @@ class Oracle:
   """Stands for NGram's lookup: it knows the texts. style(rng, right) makes drafts of those that are right. patience:
   how often a step is worth waiting for."""
   def __init__(self, monkeypatch, style=None, seed=0, patience=1.0):
-    self.texts, self.style, self.rng, self.asked = [], style or STYLES["right"], random.Random(seed), []
+    self.streams, self.style, self.rng, self.asked = [], style or STYLES["right"], random.Random(seed), []
     monkeypatch.setattr(NGram, "propose", lambda drafter, ids, n: self.propose(list(ids), n))
-    monkeypatch.setattr(NGram, "waits", lambda drafter, seq: bool(seq.drafts) or (
+    monkeypatch.setattr(NGram, "waits", lambda drafter, seq: bool(seq.draft_token_ids) or (
       drafter.hope > 0.1 and self.rng.random() < patience))
 
   def propose(self, ids, n):
     self.asked.append(n)
-    text = next((text for text in self.texts if text[:len(ids)] == ids), ids)
+    text = next((text for text in self.streams if text[:len(ids)] == ids), ids)
     right = [*text[len(ids):], *[self.rng.randrange(VOCAB) for _ in range(n)]][:n]   # behind its end: anything
     return self.style(self.rng, right)[:n]
 
@@ -260,14 +260,14 @@ class Device:
       self.rows = len(step.targets)
       monkeypatch.setattr("tinyvllm.runner.upload", upload)
       return launch(step)
-    runner.steps, runner.launch = Graphs(), launched
+    runner.graphs, runner.launch = Graphs(), launched
 
   def compute(self, shape):
     T, S, E = shape.tokens, shape.rows, shape.edits
     packed, rest = self.words[:16 * T].reshape(16, T), self.words[16 * T:]
-    ids, positions, rows, entries, blocks = packed[[TOKEN.names.index(x) for x in
+    ids, positions, rows, entries, blocks = packed[[TOKENS.dtype.names.index(x) for x in
                                                     ("id", "position", "row", "entry", "block")]].tolist()
-    logits = dict(zip(LOGITS.names, packed[len(TOKEN.names):, :S], strict=False))
+    logits = dict(zip(LOGITS.dtype.names, packed[len(TOKENS.dtype.names):, :S], strict=False))
     self.table.ravel()[entries] = blocks
     states = self.write(ids, positions, rows, blocks)
     temperatures = logits["temperature"].view(np.float32).tolist()
@@ -298,7 +298,7 @@ class Device:
   def write(self, ids, positions, rows, blocks):
     """Fill the cache. Returns the state behind each token."""
     states, written, size = {}, set(), self.cache.shape[1]
-    kept = {*self.engine.blocks.shared, *self.engine.blocks.cached.values()}
+    kept = {*self.engine.blocks.shared, *self.engine.blocks.cached_blocks.values()}
     for i, row in enumerate(rows):
       if row == self.spare: continue
       position, token = positions[i], self.last[row] if ids[i] < 0 else ids[i]
@@ -324,11 +324,11 @@ def watch_preemptions(engine):
   scheduler, blocks, schedule = engine.scheduler, engine.blocks, engine.scheduler.schedule
 
   def watched():
-    before = scheduler.totals["num_preemptions"]
+    before = scheduler.counters["num_preemptions"]
     needs = sum(-(-seq.length // blocks.block_size) - len(seq.block_table) for seq in scheduler.running)
     enough = needs <= blocks.num_free()
     batch = schedule()
-    assert not enough or scheduler.totals["num_preemptions"] == before, "preempted for drafts"
+    assert not enough or scheduler.counters["num_preemptions"] == before, "preempted for drafts"
     assert sum(batch.values()) <= engine.config.max_num_batched_tokens
     return batch
   scheduler.schedule = watched
@@ -336,22 +336,22 @@ def watch_preemptions(engine):
 
 def watch_drafts(engine, model):
   """A draft model's drafts are what it says by itself behind all that is there, whatever was drafted before."""
-  fill = engine.speculation.fill
+  fill = engine.proposer.fill
 
   def watched(batch, pack):
     fill(batch, pack)
     for seq in batch:
-      if seq.drafts and seq.num_generated >= seq.params.min_tokens:
+      if seq.draft_token_ids and seq.num_generated >= seq.params.min_tokens:
         params = dataclasses.replace(seq.params, min_tokens=0)
-        said, _ = model.text(seq.tokens, params, seq.seed % 2**64, len(seq.drafts))
-        assert seq.drafts == said, "not what the draft model says"
-  engine.speculation.fill = watched
+        said, _ = model.text(seq.tokens, params, seq.seed % 2**64, len(seq.draft_token_ids))
+        assert seq.draft_token_ids == said, "not what the draft model says"
+  engine.proposer.fill = watched
 
 
 @pytest.fixture(autouse=True)
 def wide_registers(monkeypatch):
   """How many drafts are worth their time hangs on the CPU: here it has AVX-512's registers, whatever this one has."""
-  monkeypatch.setattr("tinyvllm_extra.speculation.cpu_sums", lambda: 8)
+  monkeypatch.setattr("tinyvllm_extra.proposer.cpu_sums", lambda: 8)
 
 
 @pytest.fixture
@@ -359,7 +359,7 @@ def fake(words_folder, monkeypatch):
   """fake(...): an engine with such a device and its model."""
   def make(drafts=NGRAM, alphabet=range(259, 320), overlaps=False, **options):
     engine = LLM(words_folder, **{**ENGINE, "max_model_len": 512, **options}, speculative_config=drafts)
-    engine.runner.overlaps, model = overlaps, Hashes([*alphabet])
+    engine.runner.is_async, model = overlaps, Hashes([*alphabet])
     engine.device, *_ = [Device(engine, runner, monkeypatch, model) for runner in engine.runners]
     watch_preemptions(engine)
     return engine, model
@@ -382,7 +382,7 @@ def test_the_model_that_is_not_there_notices_what_is_wrong(fake):
     else: seq.tokens[-1] = other_than(seq.tokens[-1])
     last = run(engine)[what]
     assert ids_of(last)[:3] == expected[:3] and ids_of(last)[-20:] != expected[-20:]
-    engine.blocks.cached.clear()
+    engine.blocks.cached_blocks.clear()
     engine.blocks.reset()
 
 
@@ -421,10 +421,10 @@ def expect(job, engine, model, oracle):
   stops = {*params.stop_token_ids, *(() if params.ignore_eos else engine.model_config.eos_token_ids)}
   for i in range(params.n):
     out, scores = model.text(ids, params, (params.seed + i) % 2**64, most + 20, stops)
-    if oracle: oracle.texts.append([*ids, *out])
+    if oracle: oracle.streams.append([*ids, *out])
     end = next((j + 1 for j, token in enumerate(out[:most]) if token in stops), most)
     stopped = out[end - 1] in stops
-    job.texts.append((out[:end], scores[:end], "stop" if stopped else "length",
+    job.streams.append((out[:end], scores[:end], "stop" if stopped else "length",
                       out[end - 1] if stopped and out[end - 1] in params.stop_token_ids else None))
 
 
@@ -434,7 +434,7 @@ def check_output(job, output):
   if params.prompt_logprobs is not None:
     got = [x and x[token].logprob for x, token in zip(output.prompt_logprobs, job.prompt, strict=True)]
     if any(len(c.token_ids) for c in output.outputs): assert got == job.scores
-  for completion, (ids, scores, reason, stop) in zip(output.outputs, job.texts, strict=True):
+  for completion, (ids, scores, reason, stop) in zip(output.outputs, job.streams, strict=True):
     n = len(completion.token_ids)
     assert completion.token_ids == ids[:n], f"{completion.token_ids} instead of {ids}"
     if params.logprobs is not None:
@@ -459,7 +459,7 @@ def fuzz(words_folder, monkeypatch, seed, cases, drafter="ngram"):
                max_num_batched_tokens=rng.choice([seqs, 8, 16, 32]), scheduling_policy=policy,
                num_gpu_blocks_override=rng.choice([56, 80, 200]) // size + 1, enable_prefix_caching=seed % 3 > 0,
                speculative_config={**drafts, "num_speculative_tokens": k})
-  engine.runner.overlaps = overlaps
+  engine.runner.is_async = overlaps
   alphabet = rng.choice([[2, 300], [2, 261, 262], range(VOCAB), range(VOCAB)])
   model, real = Hashes([*alphabet]), len(alphabet) < 10
   draft_model = HalfRight(model.alphabet) if drafter == "other" else model
@@ -504,7 +504,7 @@ def fuzz(words_folder, monkeypatch, seed, cases, drafter="ngram"):
         assert output.metrics.num_generated == sum(len(c.token_ids) for c in output.outputs)
         assert output.metrics.num_accepted_tokens <= output.metrics.num_draft_tokens
         done += job.params.n
-        if oracle: oracle.texts = [text for text in oracle.texts if text[:len(job.prompt)] != job.prompt or any(
+        if oracle: oracle.streams = [text for text in oracle.streams if text[:len(job.prompt)] != job.prompt or any(
           text[:len(other.prompt)] == other.prompt for other_name, other in jobs.items() if other_name != name)]
         del jobs[name]
     assert number < 400 * cases + 2000, "it does not come to an end"
@@ -531,7 +531,7 @@ def test_of_right_drafts_all_are_accepted_and_steps_are_as_many_fewer(fake, monk
   engine, model = fake({**NGRAM, "num_speculative_tokens": k}, max_num_batched_tokens=32)
   oracle, count, ids = Oracle(monkeypatch), Counts(engine), prompt(9, k)
   expected, _ = model.text(ids, greedy(200), 0, 200)
-  oracle.texts.append([*ids, *expected])
+  oracle.streams.append([*ids, *expected])
   output, = engine.generate(tokens(ids), greedy(200), False)
   drafts, proposed, accepted = count()
   assert ids_of(output) == expected
@@ -555,7 +555,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(fake):
 def test_a_request_counts_the_drafts_of_its_own_samples(fake, monkeypatch):
   engine, model = fake()
   oracle, count, params, ids = Oracle(monkeypatch), Counts(engine), sampled(40, seed=3, n=2), prompt(6, "own")
-  for i in range(2): oracle.texts.append([*ids, *model.text(ids, params, 3 + i, 40)[0]])
+  for i in range(2): oracle.streams.append([*ids, *model.text(ids, params, 3 + i, 40)[0]])
   alone = prompt(7, "own", 1)
   outputs = engine.generate([tokens(ids), tokens(alone)], [params, greedy(40)], False)
   _, proposed, accepted = count()
@@ -581,7 +581,7 @@ def test_max_tokens_and_the_models_length_are_never_exceeded(fake, monkeypatch, 
   for length, n in [(5, n) for n in range(1, 14)] + [(64 - n, 100) for n in range(1, 14)]:
     ids = prompt(length, n, "length")
     expected, _ = model.text(ids, greedy(100), 0, 40)
-    oracle.texts = [[*ids, *expected]]
+    oracle.streams = [[*ids, *expected]]
     output, = engine.generate(tokens(ids), greedy(n), False)
     assert ids_of(output) == expected[:min(n, 64 - length)] and output.outputs[0].finish_reason == "length"
     check_invariants(engine)
@@ -593,7 +593,7 @@ def test_who_is_always_wrong_soon_drafts_little_and_is_tried_again(fake, monkeyp
   engine, model = fake()
   oracle, count, ids = Oracle(monkeypatch, STYLES["wrong"]), Counts(engine), prompt(9, "wrong")
   expected, _ = model.text(ids, greedy(400), 0, 400)
-  oracle.texts.append([*ids, *expected])
+  oracle.streams.append([*ids, *expected])
   engine.add_request("a", tokens(ids), greedy(400))
   proposed = [0]
   while engine.has_unfinished_requests():
@@ -608,7 +608,7 @@ def test_who_was_wrong_and_is_right_again_drafts_all_that_it_may(fake, monkeypat
   engine, model = fake()
   oracle, ids = Oracle(monkeypatch, STYLES["wrong"]), prompt(9, "again")
   expected, _ = model.text(ids, greedy(400), 0, 400)
-  oracle.texts.append([*ids, *expected])
+  oracle.streams.append([*ids, *expected])
   engine.add_request("a", tokens(ids), greedy(400))
   for _ in range(100): engine.step()
   oracle.style, count = STYLES["right"], Counts(engine)
@@ -627,7 +627,7 @@ def test_drafts_that_are_wrong_change_no_step_of_a_tight_pool(fake, monkeypatch,
     oracle, count = Oracle(monkeypatch, STYLES["wrong"]), Counts(engine)
     jobs = [prompt(5 + i, "tight", i) for i in range(6)]
     expected = [model.text(ids, greedy(30), 0, 30)[0] for ids in jobs]
-    oracle.texts += [[*ids, *text] for ids, text in zip(jobs, expected, strict=True)]
+    oracle.streams += [[*ids, *text] for ids, text in zip(jobs, expected, strict=True)]
     for i, ids in enumerate(jobs): engine.add_request(str(i), tokens(ids), greedy(30))
     last = run(engine)
     assert [ids_of(last[str(i)]) for i in range(6)] == expected
@@ -645,7 +645,7 @@ def test_in_a_pool_that_is_too_small_texts_are_the_same_and_no_one_is_preempted_
     engine, model = fake(num_gpu_blocks_override=blocks, max_model_len=64, overlaps=overlaps)
     oracle, jobs = Oracle(monkeypatch, STYLES[style]), [prompt(3 + 4 * i, "small", i) for i in range(5)]
     expected = [model.text(ids, greedy(60), 0, min(30, engine.max_model_len - len(ids)))[0] for ids in jobs]
-    oracle.texts += [[*ids, *text] for ids, text in zip(jobs, expected, strict=True)]
+    oracle.streams += [[*ids, *text] for ids, text in zip(jobs, expected, strict=True)]
     for i, ids in enumerate(jobs): engine.add_request(str(i), tokens(ids), greedy(30))
     last = run(engine)
     assert [ids_of(last[str(i)]) for i in range(5)] == expected
@@ -655,7 +655,7 @@ def test_where_no_block_is_free_there_are_no_drafts_and_where_all_are_there_are(
   engine, model = fake(num_gpu_blocks_override=11, block_size=4, max_model_len=64)
   oracle, count = Oracle(monkeypatch), Counts(engine)
   ids, other = prompt(19, "a"), prompt(15, "b")
-  oracle.texts += [[*x, *model.text(x, greedy(9), 0, 9)[0]] for x in (ids, other)]
+  oracle.streams += [[*x, *model.text(x, greedy(9), 0, 9)[0]] for x in (ids, other)]
   engine.add_request("a", tokens(ids), greedy(2))
   engine.add_request("b", tokens(other), greedy(6))
   while not engine.blocks.num_free() < 2: engine.step()
@@ -663,7 +663,7 @@ def test_where_no_block_is_free_there_are_no_drafts_and_where_all_are_there_are(
   run(engine)
   count = Counts(engine)
   engine.generate(tokens(prompt(3, "c")), greedy(1), False)
-  oracle.texts.append([*ids, *model.text(ids, greedy(12), 0, 12)[0]])
+  oracle.streams.append([*ids, *model.text(ids, greedy(12), 0, 12)[0]])
   engine.generate(tokens(ids), greedy(12), False)
   assert count()[2] > 4
 
@@ -673,7 +673,7 @@ def test_a_step_is_full_of_prompts_before_it_has_drafts(fake, monkeypatch):
   engine, model = fake(max_num_batched_tokens=16)
   oracle, ids = Oracle(monkeypatch), prompt(3, "decodes")
   expected, _ = model.text(ids, greedy(60), 0, 60)
-  oracle.texts.append([*ids, *expected])
+  oracle.streams.append([*ids, *expected])
   engine.add_request("a", tokens(ids), greedy(60))
   for _ in range(6): engine.step()
   count, drafting = Counts(engine), engine.scheduler.running[0]
@@ -693,7 +693,7 @@ def test_what_was_generated_with_drafts_is_found_and_is_right(fake, monkeypatch,
   oracle, ids = Oracle(monkeypatch, STYLES[style]), prompt(6, "found")
   hopeful(monkeypatch)
   expected, _ = model.text(ids, greedy(60), 0, 60)
-  oracle.texts.append([*ids, *expected])
+  oracle.streams.append([*ids, *expected])
   assert ids_of(engine.generate(tokens(ids), greedy(41), False)[0]) == expected[:41]
   for n in (41, 40, 33, 5):
     output, = engine.generate(tokens([*ids, *expected[:n]]), greedy(60 - n), False)
@@ -708,7 +708,7 @@ def test_what_is_behind_a_wrong_draft_is_not_found_where_another_text_has_more_t
   hopeful(monkeypatch)
   said = [model.text(ids, greedy(40), 0, 40)[0] for ids in jobs]
   wrong, right = ([*ids, *text] for ids, text in zip(jobs, said, strict=True))
-  oracle.texts += [wrong, right]
+  oracle.streams += [wrong, right]
   propose = oracle.propose
   oracle.propose = lambda ids, n: [*map(other_than, propose(ids, n))] if ids == wrong[:len(ids)] else propose(ids, n)
   for _ in range(2):
@@ -724,7 +724,7 @@ def test_drafts_beside_the_last_chunk_of_a_prompt_are_counted_when_they_have_bee
   engine, model = fake(max_num_batched_tokens=16, overlaps=overlaps)
   oracle, ids, count = Oracle(monkeypatch), prompt(length, "chunk", overlaps), Counts(engine)
   said, _ = model.text(ids, greedy(30), 0, 30)
-  oracle.texts.append([*ids, *said])
+  oracle.streams.append([*ids, *said])
   assert ids_of(engine.generate(tokens(ids), greedy(30), False)[0]) == said
   drafts, proposed, accepted = count()
   assert accepted == proposed == 30 - (count.steps - overlaps - (length - 1) // 16) and drafts < 10
@@ -748,7 +748,7 @@ def drafting(words_folder):
 
 @pytest.fixture(params=["plain", "overlapped"])
 def engine(drafting, monkeypatch, request):
-  monkeypatch.setattr(drafting.runner, "overlaps", request.param == "overlapped")
+  monkeypatch.setattr(drafting.runner, "is_async", request.param == "overlapped")
   yield drafting
   for name in list(drafting.requests): drafting.abort_request(name)   # one test fails, not all behind it
 
@@ -762,7 +762,7 @@ def endless(params):
 def tell(oracle, plain, jobs, params):
   """Let the oracle know what they say."""
   for output in plain.generate(jobs, [endless(p) for p in params], False):
-    oracle.texts += [[*output.prompt_token_ids, *c.token_ids] for c in output.outputs]
+    oracle.streams += [[*output.prompt_token_ids, *c.token_ids] for c in output.outputs]
 
 
 def same(got, expected):
@@ -862,7 +862,7 @@ def test_a_text_ends_at_a_stop_id_amid_drafts(plain, engine, monkeypatch):
 @pytest.mark.parametrize("caching", [False, True])
 def test_batches_with_prompts_in_chunks_are_those_without_drafts(plain, engine, monkeypatch, caching):
   monkeypatch.setattr(engine.scheduler, "config", dataclasses.replace(engine.config, enable_prefix_caching=caching))
-  engine.blocks.cached.clear()
+  engine.blocks.cached_blocks.clear()
   engine.blocks.reset()
   jobs = [tokens(prompt([3, 50, 7, 41, 1][i % 5], "chunks", i)) for i in range(10)]
   params = [[greedy(30), sampled(30, seed=i)][i % 2] for i in range(10)]
@@ -870,13 +870,13 @@ def test_batches_with_prompts_in_chunks_are_those_without_drafts(plain, engine, 
   tell(oracle, plain, jobs, params)
   expected = plain.generate(jobs, params, False)
   for _ in range(2): same(engine.generate(jobs, params, False), expected)
-  assert count()[2] > 5 and (len(engine.blocks.cached) > 0) == caching
+  assert count()[2] > 5 and (len(engine.blocks.cached_blocks) > 0) == caching
 
 
 def test_a_long_text_is_the_references(engine, words_folder, monkeypatch):
   oracle, ids, count = Oracle(monkeypatch, STYLES["spoilt"]), prompt(11, "reference"), Counts(engine)
   expected = reference_greedy(words_folder, ids, 60)
-  oracle.texts.append([*ids, *expected])
+  oracle.streams.append([*ids, *expected])
   assert ids_of(engine.generate(tokens(ids), greedy(60), False)[0]) == expected and count()[2] > 10
   again, = engine.generate(tokens([*ids, *expected[:40]]), greedy(20), False)
   assert again.num_cached_tokens == 48 and ids_of(again) == expected[40:]
@@ -923,8 +923,8 @@ def test_a_step_with_drafts_that_fails_loses_and_doubles_no_token(engine, words_
     oracle, last, failures = Oracle(monkeypatch, STYLES[style]), {}, 0
     jobs = {name: prompt(length, "fails", name) for name, length in (("a", 3), ("b", 20), ("c", 6))}
     expected = {name: reference_greedy(words_folder, ids, 16) for name, ids in jobs.items()}
-    oracle.texts += [[*ids, *expected[name]] for name, ids in jobs.items()]
-    engine.blocks.cached.clear()
+    oracle.streams += [[*ids, *expected[name]] for name, ids in jobs.items()]
+    engine.blocks.cached_blocks.clear()
     engine.blocks.reset()
     for name, ids in jobs.items(): engine.add_request(name, tokens(ids), greedy(14, logprobs=0))
     with monkeypatch.context() as patched:
@@ -1113,7 +1113,7 @@ class TestDraftModel:
     count, jobs = Counts(engine), [prompt(3 + 3 * i, "twins", "small", i) for i in range(5)]
     expected = [ids_of(o) for o in plain.generate([tokens(ids) for ids in jobs], greedy(28), False)]
     for fails in (lambda place: False, once("launch", 6), once("read", 9), once("amid update", 12)):
-      engine.blocks.cached.clear()
+      engine.blocks.cached_blocks.clear()
       engine.blocks.reset()
       for i, ids in enumerate(jobs): engine.add_request(str(i), tokens(ids), greedy(28))
       last = {}

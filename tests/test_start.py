@@ -20,8 +20,8 @@ from tinyvllm_extra.server import AsyncLLM
 from tinyvllm_extra.kernels import tinygrad_patches as kernels
 
 import tinyvllm
-from tinyvllm import LLM, SamplingParams, device
-from tinyvllm.batch import Shape
+from tinyvllm import LLM, SamplingParams, backend as device
+from tinyvllm.runner import GraphKey
 from tinyvllm.config import EngineConfig, ModelConfig
 from tinyvllm.llama import Layer
 from tinyvllm.runner import OFTEN, allocate_caches
@@ -150,9 +150,9 @@ def need(tokens, rows=1, sampler=0, logprobs=False, edits=0, masked=False):
 def test_a_step_is_padded_to_a_captured_one_until_it_has_been_met_often(fresh, words_folder):
   llm = fresh()
   llm.generate(tokens(7), greedy(1), use_tqdm=False)
-  assert [shape.tokens for shape in llm.runner.steps] == [8]
+  assert [shape.tokens for shape in llm.runner.graphs] == [8]
   output = llm.generate(tokens(7), greedy(30), use_tqdm=False)[0]
-  assert [shape.tokens for shape in llm.runner.steps] == [8, 1], "a stream's own shape is worth a capture in the end"
+  assert [shape.tokens for shape in llm.runner.graphs] == [8, 1], "a stream's own shape is worth a capture in the end"
   assert llm.runner.met[need(1)] > OFTEN
   assert output.outputs[0].token_ids == reference_greedy(words_folder, tokens(7)["prompt_token_ids"], 30)
 
@@ -160,11 +160,11 @@ def test_a_step_is_padded_to_a_captured_one_until_it_has_been_met_often(fresh, w
 def test_what_would_take_twice_the_time_is_captured_at_once(fresh):
   llm = fresh()
   assert llm.runner.fit(need(3)) == need(4, 4)
-  llm.runner.steps[need(32, 8)] = None
+  llm.runner.graphs[need(32, 8)] = None
   assert llm.runner.fit(need(1)) == need(1), "32 tokens take over twice the time of one"
   assert llm.runner.fit(need(20)) == need(32, 8)
   assert llm.runner.fit(need(20, sampler=1)).sampler == 1, "no greedy step draws tokens"
-  llm.runner.steps[need(32, 8, sampler=2)] = None
+  llm.runner.graphs[need(32, 8, sampler=2)] = None
   assert llm.runner.fit(need(20, sampler=1)) == need(32, 8, sampler=2), "but one that draws can be greedy"
   assert llm.runner.fit(need(20)) == need(32, 8)
   assert llm.runner.fit(need(20, rows=20)).rows == 32, "all logits of a prompt"
@@ -172,13 +172,13 @@ def test_what_would_take_twice_the_time_is_captured_at_once(fresh):
 
 def test_a_list_is_captured_at_start_and_nothing_is_captured_after(fresh, words_folder):
   llm = fresh(cudagraph_capture_sizes=[32, 8])
-  shapes = set(llm.runner.steps)
+  shapes = set(llm.runner.graphs)
   assert shapes == {need(size, 8, sampler) for size in (8, 32) for sampler in (0, 2)}
   params = [greedy(6), SamplingParams(max_tokens=5, seed=1), SamplingParams(max_tokens=4, seed=2, top_p=0.9), greedy(1)]
   prompts = [tokens(n, n) for n in (1, 9, 30, 3)]
   outputs = llm.generate(prompts, params, use_tqdm=False)
   for prompt, param in zip(prompts, params, strict=True): llm.generate(prompt, param, use_tqdm=False)
-  assert set(llm.runner.steps) == shapes
+  assert set(llm.runner.graphs) == shapes
   plain = fresh().generate(prompts, params, use_tqdm=False)
   assert [x.outputs[0].token_ids for x in outputs] == [x.outputs[0].token_ids for x in plain]
   assert outputs[0].outputs[0].token_ids == reference_greedy(words_folder, prompts[0]["prompt_token_ids"], 6)
@@ -188,14 +188,14 @@ def test_a_list_is_captured_at_start_and_nothing_is_captured_after(fresh, words_
 def test_rare_kinds_are_captured_together(fresh):
   llm = fresh(cudagraph_capture_sizes=[8, 32])
   assert len(list(llm.capture([8, 32], rare=True))) == 4
-  shapes = set(llm.runner.steps)
+  shapes = set(llm.runner.graphs)
   for more in ({"logprobs": 3}, {"logit_bias": {5: 2.0}}, {"allowed_token_ids": [5, 6, 7]}, {"frequency_penalty": 1.0},
                {"bad_words": ["the"], "logprobs": 0}):
     rare = SamplingParams(temperature=0, max_tokens=4, **more)
     got = llm.generate(tokens(5), rare, use_tqdm=False)[0].outputs[0]
     expected = fresh().generate(tokens(5), rare, use_tqdm=False)[0].outputs[0]
     assert got.token_ids == expected.token_ids and (got.logprobs is None) == (more.get("logprobs") is None)
-  assert set(llm.runner.steps) == shapes
+  assert set(llm.runner.graphs) == shapes
 
 
 @pytest.mark.parametrize("sizes", [[3], [0], [-8], [8, 12]])
@@ -205,7 +205,7 @@ def test_sizes_are_powers_of_two(fresh, sizes):
 
 def test_eager_engines_capture_nothing(fresh):
   llm = fresh(enforce_eager=True, cudagraph_capture_sizes=[8])
-  assert llm.runner.steps == {} and list(llm.capture()) == []
+  assert llm.runner.graphs == {} and list(llm.capture()) == []
 
 
 def test_what_suits_the_device_ends_with_the_largest_step(fresh):
@@ -244,7 +244,7 @@ def test_one_trace_serves_all_layers_of_a_kind_which_read_their_own(fresh, words
       linear.bias = Tensor.zeros(linear.out_features).contiguous().realize()
     traced.clear()
     said = llm.generate(tokens(7), greedy(4), use_tqdm=False)[0].outputs[0].token_ids
-    assert traced == dict.fromkeys(layers[:kinds], len(llm.runner.steps))
+    assert traced == dict.fromkeys(layers[:kinds], len(llm.runner.graphs))
     assert said == reference_greedy(words_folder, tokens(7)["prompt_token_ids"], 4)
 
 
@@ -338,7 +338,7 @@ def test_rare_kinds_are_captured_while_there_is_nothing_to_do(words_folder):
   llm = AsyncLLM(words_folder, prepare=True, cudagraph_capture_sizes=[8], max_num_seqs=4, max_num_batched_tokens=8)
   driver = llm._driver
   wait_until(lambda: driver.captures is None, "all is captured")
-  assert {shape.sampler for shape in llm.llm.runner.steps} == {0, 1, 2} and len(llm.llm.runner.steps) == 4
+  assert {shape.sampler for shape in llm.llm.runner.graphs} == {0, 1, 2} and len(llm.llm.runner.graphs) == 4
   assert llm.state == ""
 
 

@@ -10,7 +10,7 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops
 
-from tinyvllm.batch import TILE
+from tinyvllm.runner import TILE
 from tinyvllm_extra.kernels import tensor_cores
 from tinyvllm_extra.kernels.tensor_cores import BS
 

@@ -3,6 +3,8 @@ import functools, importlib, pathlib
 from typing import Any
 
 from tinyvllm.config import check
+from tinyvllm.engine import LLM
+from tinyvllm.request import RequestOutput
 from tinyvllm.tokenizer import Tokenizer
 
 
@@ -42,6 +44,24 @@ def render(messages: list[dict[str, Any]], config: dict[str, Any], /, add_genera
     return text[:text.rindex(last) + len(last)]
   # A template, or what it finds in a message, can fail in many ways
   except Exception as e: raise ValueError(f"messages: the chat template does not take them: {e!r}") from e
+
+
+def encode(tokenizer: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any] | None = None,
+           **unknown: Any) -> tuple[str, list[int]]:
+  """The text and the token ids of a conversation. template: options of `render`."""
+  check(messages and not unknown, f"prompt: messages={messages!r} must not be empty, and only `template` goes with them")
+  text = tokenizer.apply_chat_template(messages, **template or {})
+  return text, tokenizer.encode(text, False)   # the template adds BOS
+
+
+def chat(llm: LLM, messages: list[dict[str, Any]] | list[list[dict[str, Any]]], sampling_params: Any = None,
+         use_tqdm: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
+         **template: Any) -> list[RequestOutput]:
+  """Answer a conversation, a list of {"role": ..., "content": ...}, or several, through the model's chat template.
+  template, chat_template_kwargs: options of `render`."""
+  chats: Any = messages if messages and isinstance(messages[0], list) else [messages]
+  template |= chat_template_kwargs or {}
+  return llm.generate([{"messages": messages, "template": template} for messages in chats], sampling_params, use_tqdm)
 
 
 def load(path: pathlib.Path, config: dict[str, Any]) -> Tokenizer:

@@ -41,7 +41,7 @@ class StructuredOutputsParams:
     return Constraint(matcher, vocab_size)
 
 
-def taken(params: SamplingParams) -> Any:
+def normalize(params: SamplingParams) -> Any:
   """The structured_outputs of some SamplingParams, which JSON has as a dict. Raises ValueError for what is none, or
   conflicts with another field."""
   given = params.structured_outputs
@@ -60,13 +60,13 @@ class Constraint:
     self.matcher = matcher
     self.words = -(-vocab_size // 32)
 
-  def mask(self) -> np.ndarray:
+  def bitmask(self) -> np.ndarray:
     """A bit for each token that may come next, in int32 words."""
     return np.pad(np.frombuffer(self.matcher.compute_bitmask(), np.int32), (0, self.words))[:self.words]
 
   def accept(self, token: int) -> None: self.matcher.consume_token(token)
   @property
-  def done(self) -> bool: return self.matcher.is_stopped()
+  def is_done(self) -> bool: return self.matcher.is_stopped()
 
 
 class Vocabulary:

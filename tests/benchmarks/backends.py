@@ -31,7 +31,7 @@ def device_name() -> str:
   """Of tinygrad's default device, as the system or the driver tells it."""
   from tinygrad import Device
 
-  from tinyvllm.device import open_device
+  from tinyvllm.backend import open_device
   open_device()   # it finds a compiler that is not on the PATH
   kind, device = Device.DEFAULT, Device[Device.DEFAULT]
   if kind == "CPU": return host_name()

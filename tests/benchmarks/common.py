@@ -304,7 +304,7 @@ def weight_dtype(llm: LLM) -> DType: return llm.runner.model.embed_tokens.weight
 
 def token_bytes(llm: LLM) -> int:
   """Of a token in the KV cache of all layers, or a device's part of it."""
-  return sum(x.nbytes() for x in chain(*llm.runner.caches)) // (llm.runner.num_blocks * llm.config.block_size)
+  return sum(x.nbytes() for x in chain(*llm.runner.kv_caches)) // (llm.runner.num_blocks * llm.config.block_size)
 
 
 def machine_line() -> str:

@@ -131,7 +131,7 @@ def print_kernels(llm: LLM, calls: list[UOp], inputs: list[UOp], times: list[flo
   """held: tokens in the KV cache, of all the sequences."""
   config = llm.model_config
   names = {t.uop.base.buffer.base: (name, t) for name, t in nn.state.get_state_dict(llm.runner.model).items()}
-  caches = {t.uop.base.buffer.base for cache in llm.runner.caches for t in cache}   # keys and values of each layer
+  caches = {t.uop.base.buffer.base for cache in llm.runner.kv_caches for t in cache}   # keys and values of each layer
   buffers = [[u.buffer for u in realize.resolve_params(call, tuple(inputs))] for call in calls]
   sides = [realize.get_call_outs_ins(call) for call in calls]
   read = [given[k].base for given, (_, ins) in zip(buffers, sides, strict=True) for k in set(ins)]

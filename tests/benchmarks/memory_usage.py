@@ -84,10 +84,10 @@ def mixed(llm: LLM, least: int, most: int, n: int, seed: int) -> list[dict]:
 
 def timed(llm: LLM, prompts: list[dict], new: int, warm: bool = True) -> tuple[list, float]:
   """The outputs of all submitted at once, and the seconds that took."""
-  graphs, started = len(llm.runner.steps), time.perf_counter()
+  graphs, started = len(llm.runner.graphs), time.perf_counter()
   outputs = llm.generate(prompts, common.greedy(new), use_tqdm=False)
   seconds = time.perf_counter() - started
-  if warm and len(llm.runner.steps) > graphs: print("  warning: graphs were captured while this was measured")
+  if warm and len(llm.runner.graphs) > graphs: print("  warning: graphs were captured while this was measured")
   return outputs, seconds
 
 
@@ -143,7 +143,7 @@ def decoding(args, kind: str) -> LLM:
   for i in range(args.running):
     prompt = common.random_ids(llm.model_config.vocab_size, args.context, random.Random(args.seed + i))
     llm.add_request(str(i), prompt, common.greedy(room))
-  while any(seq.remaining() > 1 for seq in llm.scheduler.running) or llm.scheduler.waiting: llm.step()
+  while any(seq.num_remaining > 1 for seq in llm.scheduler.running) or llm.scheduler.waiting: llm.step()
   for _ in range(3): llm.step()
   return llm
 
@@ -249,7 +249,7 @@ def plan_step(llm: LLM, tokens: int, params: SamplingParams) -> int:
   def launch(step):
     nonlocal took
     linears, words = [], zeros(len(step.array))
-    held = {*buffers, *(x.uop.base for layer in llm.runner.caches for x in layer)}
+    held = {*buffers, *(x.uop.base for layer in llm.runner.kv_caches for x in layer)}
     capturing.append(SimpleNamespace(add_linear=lambda linear, values: linears.append(linear)))
     try: llm.runner._compute(words, step.shape)
     finally: capturing.clear()

@@ -22,7 +22,7 @@ from common import LLM, SamplingParams, Watch
 from tinygrad import Context, Device, Tensor, TinyJit
 
 from tinyvllm.request import EDIT
-from tinyvllm.sampling import argmax, edit_kernel, restrict, sample, top_logprobs
+from tinyvllm.sampling_defaults import argmax, edit_kernel, restrict, sample, top_logprobs
 
 TARGET_SHARE, TARGET_SECONDS = 0.15, 0.3e-3
 BEST = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.02}

@@ -221,7 +221,7 @@ def pretend(llm: LLM, seconds: float) -> None:
       time.sleep(max(0.0, end - time.perf_counter()))
       return step, [words[7 * place % len(words)] for _, place, _ in step.targets], []
     return read
-  llm.runner.launch, llm.runner.overlaps = launch, True
+  llm.runner.launch, llm.runner.is_async = launch, True
   llm.capture = lambda *_, **__: iter(())
 
 

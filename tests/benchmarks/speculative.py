@@ -28,7 +28,7 @@ from unittest.mock import patch
 import common
 from tinyvllm_extra import speculation
 from common import LLM, SamplingParams, Watch
-from tinyvllm_extra.speculation import Drafter, NGram
+from tinyvllm_extra.proposer import Drafter, NGram
 
 # Each with the name that the editing task replaces, and the one that it puts there
 STORIES = [
@@ -166,8 +166,8 @@ def measure_task(engines: dict[int, LLM], task: str, streams: int, args: argpars
   for k in engines:
     run, tokens = runs[k][-1], len(prompts) * args.output_len
     worst = max(sum(run.seconds) for run in runs[k])
-    rows.append([str(k), f"{(tokens - len(prompts)) / run.gave:.2f}", f"{run.drafts / run.gave:.2f}",
-                 f"{run.accepted / run.drafts:.0%}" if run.drafts else "-", f"{tokens / best[k]:.1f}",
+    rows.append([str(k), f"{(tokens - len(prompts)) / run.gave:.2f}", f"{run.draft_token_ids / run.gave:.2f}",
+                 f"{run.accepted / run.draft_token_ids:.0%}" if run.draft_token_ids else "-", f"{tokens / best[k]:.1f}",
                  f"{best[0] / best[k]:.2f}" if 0 in best else "-", f"{worst / best[k] - 1:+.0%}"])
   common.print_table(["k", "tokens a step", "drafts a step", "accepted", "tokens/s", "speed-up", "worst round"], rows)
   captured = sum(run.captured for k in engines for run in runs[k])
@@ -205,7 +205,7 @@ def wrong_drafts(k: int, vocabulary: int) -> Iterator[None]:
   rng = random.Random(0)
   def propose(drafter, tokens: list[int], n: int) -> list[int]: return [rng.randrange(3, vocabulary) for _ in range(n)]
   with (patch.object(Drafter, "hope", property(lambda drafter: 0.99, lambda drafter, value: None), create=True),
-        patch("tinyvllm_extra.speculation.step_time", lambda tokens: 1),   # always the most drafts
+        patch("tinyvllm_extra.proposer.step_time", lambda tokens: 1),   # always the most drafts
         patch.object(NGram, "waits", lambda drafter, tokens: True),
         patch.object(NGram, "propose", propose)): yield
 
@@ -221,7 +221,7 @@ class Decoding:
     room += each * (args.steps * (args.rounds + 1) + 32)
     self.llm = common.open_llm(args, max_model_len=args.context + room, max_num_seqs=running,
                                max_num_batched_tokens=budget, speculative_config=config_of(args, k, folder))
-    if k: self.llm.speculation.draft_time = 0
+    if k: self.llm.proposer.draft_time = 0
     self.vocabulary, rng = self.llm.model_config.vocab_size, random.Random(args.seed)
     for i in range(running):
       self.llm.add_request(str(i), common.random_ids(self.vocabulary, args.context, rng), common.greedy(room - 1))

@@ -60,7 +60,7 @@ async def load(args: argparse.Namespace) -> None:
         last = time.monotonic()
         of = gaps
   await asyncio.gather(*[request() for _ in range(args.requests)])
-  tell(gap=max(gaps), wait=max(waits), graphs=len(llm.llm.runner.steps))
+  tell(gap=max(gaps), wait=max(waits), graphs=len(llm.llm.runner.graphs))
   llm.shutdown()
 
 

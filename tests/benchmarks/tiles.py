@@ -40,7 +40,7 @@ def candidates(tokens: int, outputs: int, inputs: int) -> list[Tiling]:
 def step_time(llm: LLM, tokens: int, args: argparse.Namespace) -> float:
   """Microseconds of a step captured anew, the median."""
   matmul.tensor_core_linear_kernel.cache_clear()
-  llm.runner.steps = {shape: step for shape, step in llm.runner.steps.items() if shape.tokens != bucket(tokens)}
+  llm.runner.graphs = {shape: step for shape, step in llm.runner.graphs.items() if shape.tokens != next_power_of_two(tokens)}
   decode = tokens <= DECODING
   context = args.context if decode else args.context // tokens * tokens   # or the last chunk would be less
   jit, inputs, values = kernels.capture(llm, tokens, context, decode)

@@ -1,31 +1,92 @@
-"""What tinygrad 0.14 lacks, and the engine is faster with: attention whose lanes share more, on tensor cores too and of
-8 bits, matrices there and in a CPU's registers, a step that all cores of a CPU go through together, memory in huge
-pages, powers of two without branches, the widest vectors, lowered kernels kept on disk, GPUs that do not take turns.
-To be dropped as soon as tinygrad has them."""
-import importlib
+"""Backends that are faster than the core's: attention and matrices as kernels that state their schedule, for CPUs, for
+any GPU and for NVIDIA's tensor cores; layers traced once; lowered kernels kept on disk."""
+import logging, os, time
+from collections.abc import Callable
+from typing import Any
 
-from tinygrad import Device
+from tinygrad import Device, Tensor, helpers
+from tinygrad.dtype import DType
 from tinygrad.runtime.ops_cpu import CPUAllocator
 
-from tinyvllm.device import cpu_cores
+from tinyvllm import backend
+from tinyvllm.backend import cpu_cores
+from tinyvllm.config import EngineConfig, ModelConfig, extension, logger
+from tinyvllm.runner import GraphKey, Runner
 
-from .cpu import CPUGraph, allocate, patch_exp2, widen
-from .tinygrad_patches import patch_tinygrad
-from .matmul import GateUp, Linear, Norm
-from .tensor_cores import attend, block_parts
+from . import layers, matmul, sampling, tensor_cores
+from .cpu import CPUGraph, allocate, find_compiler, patch_exp2, widen
+from .tinygrad_patches import num_compiled, patch_tinygrad
 
 
-def extend(compiler: str) -> None:
-  """Give the default device what it lacks. compiler: of C."""
-  for better in (Linear, GateUp, Norm, attend, block_parts): setattr(Device.default, better.__name__, better)
-  if cpu_cores():
+class FastBackend(backend.Backend):
+  """For every device."""
+  Linear = matmul.Linear
+  GateUp = matmul.GateUp
+  Norm = matmul.Norm
+  sampler = sampling.Sampler()
+
+  def kv_layout(self, model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
+    return tensor_cores.block_parts(model, config, dtype)
+
+  def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
+             num_heads: int) -> Tensor:
+    D = 2 * rope.shape[2]
+    KV = (qkv.shape[1] // D - num_heads) // 2
+    q = qkv.unflatten(1, (-1, D))[:, :num_heads].unflatten(1, (KV, -1)).empty_like()
+    return tensor_cores.attend(q, cache, qkv, rope, block_tables, tokens).flatten(1)
+
+  def run_layers(self, layers_: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
+    return layers.run_layers(layers_, x, delta, caches, *inputs)
+
+  def choose_graph(self, runner: Runner, key: GraphKey) -> GraphKey:
+    return extension("graphs").choose_graph(runner, key)
+
+  def run_graph(self, runner: Runner, graph: Any, key: GraphKey) -> Any:
+    """Log captures: those of a startup only for debugging."""
+    is_new = getattr(graph, "cnt", 2) == 1
+    started = time.perf_counter()
+    num_kernels = num_compiled()
+    results = graph()
+    if is_new:
+      Device.default.synchronize()
+      level = logging.DEBUG if runner.capture_sizes else logging.INFO
+      logger.log(level, f"captured a step of {key.num_tokens} tokens in {time.perf_counter() - started:.1f} s, "
+                 f"{num_compiled() - num_kernels} new kernels")
+    return results
+
+
+class CUDABackend(FastBackend):
+  """For NVIDIA GPUs."""
+  reads_early = True
+
+  def free_memory(self, device: str) -> int:
+    from .cuda import free_memory
+    return free_memory(device)
+
+  def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
+    from .cuda import start_reading
+    return start_reading(tensor)
+
+
+def make_backend() -> backend.Backend:
+  """The best backend for the default device."""
+  return CUDABackend() if Device.DEFAULT == "CUDA" else FastBackend()
+
+
+def prepare_device() -> None:
+  """Find a C compiler, open the default device and patch tinygrad for it. Raises RuntimeError without a compiler."""
+  found = find_compiler()
+  compiler = os.environ["CC"] = found or "echo"   # tinygrad needs a command, even if nothing it compiles is called
+  if found is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open a CPU, too
+  if Device.DEFAULT == "CPU" and (found is None or helpers.DEV.renderer == "X86"):
+    raise RuntimeError("no C compiler found, and tinygrad's own assembler cannot compile all kernels")
+  if cpu_cores():   # opens the device
     Device.default.graph = Device.default.graph or CPUGraph
     CPUAllocator._alloc = allocate   # type: ignore[method-assign]
     patch_exp2()
     widen(Device.default.renderer.compiler)
   if Device.DEFAULT == "CUDA":
-    cuda = importlib.import_module(f"{__name__}.cuda")
+    from . import cuda
     Device.default.graph = cuda.RangedGraph
-    Device.default.start_reading = cuda.start_reading   # type: ignore[attr-defined]   # the engine looks for it
     compiler = cuda.take_machine_code(Device.default.renderer.compiler) or compiler
   patch_tinygrad(compiler)

@@ -1,6 +1,6 @@
 """On a CPU: a captured step that all cores go through together, huge pages, powers of two without branches, vectors as
 wide as can be."""
-import concurrent.futures, ctypes, dataclasses, functools, mmap, os, pathlib, threading
+import concurrent.futures, ctypes, dataclasses, functools, mmap, os, pathlib, shutil, sys, threading
 from collections.abc import Callable
 from typing import Any
 
@@ -140,3 +140,11 @@ def widen(compiler: Any) -> None:
   if AVX512 and WIDE not in compiler.args: compiler.args.append(WIDE)
   os.environ["DMC"] = "1"   # else tinygrad packs loads into float4, and clang stays in 128-bit vectors
   helpers.getenv.cache_clear()   # type: ignore[attr-defined]
+
+
+def find_compiler() -> str | None:
+  """The C compiler for the CPU device: $CC, except gcc, which tinygrad cannot use, or clang on the PATH or next to this
+  Python, where pip installs it; None if there is none."""
+  name = os.environ.get("CC") or "echo"   # echo: as prepare_device leaves it without a compiler
+  if name != "echo" and "gcc" not in os.path.basename(name): return name
+  return shutil.which("clang") or shutil.which("clang", path=os.path.dirname(sys.executable))

@@ -48,3 +48,11 @@ def start_reading(tensor: Tensor) -> Callable[[], Any]:
     for memory in (*uploads, (host, buffer.nbytes, PINNED)): device.allocator.free(*memory)
     return values.reshape(tensor.shape).tolist()
   return read
+
+
+def free_memory(device: str) -> int:
+  """Free bytes of a CUDA device."""
+  free = ctypes.c_size_t()
+  check(cuda.cuCtxSetCurrent(Device[device].context))   # type: ignore[attr-defined]
+  check(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(ctypes.c_size_t())))
+  return free.value

@@ -1,5 +1,11 @@
-"""Paged attention as tinyvllm.attention has it, for any device, faster: work groups share a token's context, a lane has
-several of its positions, and cores several tokens. K and V may be of 8 bits, too.
+"""RoPE with the write of K and V, and paged attention (Kwon et al. 2023, arXiv:2309.06180) for any device, as UOps that
+state their schedule: work groups share a token's context, a lane has several of its positions, and cores several
+tokens. K and V are written to blocks and read through their table, so that nothing copies the context. A tensor that
+a write returns carries the order: what reads after must use it. K and V may be of 8 bits, too.
+
+tokens: (fields of TOKEN, T) int32, a flat batch. keys: (num_blocks, KV, D, block_size), values: (num_blocks, KV,
+block_size, D), so that neighbours in memory are what neighbouring lanes read. table: (rows, max_blocks). G query heads
+share a K/V head.
 
 Of 8 bits the elements of a block are uint8, or four dimensions to a uint32: a byte is an e4m3 (Micikevicius et al.
 2022, arXiv:2209.05433), or, where there are scales, 128 + number / scale. scales: of each token and head, (num_blocks,
@@ -11,12 +17,10 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import AxisType, Ops
 
-from tinyvllm import attention
-from tinyvllm.attention import LOWEST, field
+from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.config import EngineConfig, ModelConfig
-from tinyvllm.device import axes, cpu_cores, kernel_of, renderer
 
-from .schedule import axis, divisor, end, fold, lane_axis, shared_by, unrolled
+from .schedule import LOWEST, axes, axis, divisor, end, field, fold, kernel_of, lane_axis, shared_by, unrolled
 
 SMALLEST = 1e-30   # of the largest number that a scale is for: nothing is divided by 0
 
@@ -25,14 +29,16 @@ def in_8_bits() -> Any: return importlib.import_module("tinyvllm_extra.kernels.k
 
 
 def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
-  """As tinyvllm.attention's, and of 8 bits, with scales, (n_kv_heads, 2, block_size), if there are any."""
-  if config.kv_cache_dtype == "auto": return attention.block_parts(model, config, dtype)
-  return in_8_bits().block_parts(config.kv_cache_dtype, model.num_key_value_heads, model.head_dim, config.block_size)
+  """K, (n_kv_heads, head_dim, block_size), V, its last axes the other way round; of 8 bits with scales, (n_kv_heads, 2,
+  block_size), if there are any. Raises ValueError for what the device, or the model, cannot have."""
+  KV = model.num_key_value_heads
+  D = model.head_dim
+  if config.kv_cache_dtype == "auto": return [((KV, D, config.block_size), dtype), ((KV, config.block_size, D), dtype)]
+  return in_8_bits().block_parts(config.kv_cache_dtype, KV, D, config.block_size)
 
 
 def attend(q: Tensor, cache: list[Tensor], qkv: Tensor, rope: Tensor, table: Tensor, tokens: Tensor) -> Tensor:
-  write = attention.rope_kernel if cache[0].dtype in dtypes.floats else rope_kernel
-  q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=write)[:-3]
+  q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:-3]
   return q.empty_like().custom_kernel(q, *cache, table, tokens, fxn=attend_kernel)[0]
 
 
@@ -42,7 +48,9 @@ def number(element: UOp, i: UOp, scaled: bool) -> UOp:
 
 
 def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
-  """As tinyvllm.attention's, of 8 bits. rest: scales, if there are any; qkv; rope; tokens."""
+  """Turn q and k by their positions, the first half of each head against the second (Su et al. 2021), and store k and v
+  in their blocks. q: (T, KV, G, D), filled. rest: scales, if there are any; qkv, (T, (KV * G + 2 KV) * D); rope,
+  (length, 2, D / 2), of cos and sin; tokens."""
   *scales, qkv, rope, tokens = rest
   T, KV, G, D = q.shape
   pages, _, elements, BS = keys.shape
@@ -72,7 +80,9 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
     for z, numbers in enumerate(zip(*pairs, strict=True)):
       d = i + z * (elements // 2)
       place = values[page, h, offset, d] if kind else keys[page, h, d, offset]
-      stores.append(place.store(in_8_bits().stored(numbers, keys.dtype, bool(scales))))
+      whole = keys.dtype in dtypes.floats
+      stores.append(place.store(numbers[0].cast(keys.dtype) if whole else in_8_bits().stored(
+        numbers, keys.dtype, bool(scales))))
   return kernel_of("rope_and_write", UOp.group(*stores))
 
 

@@ -7,7 +7,7 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
 from tinyvllm.config import check
-from tinyvllm.device import cpu_cores, renderer
+from tinyvllm.backend import cpu_cores, renderer
 
 
 def kind_of(asked: str, head_dim: int) -> DType:

@@ -11,12 +11,12 @@ from tinygrad.dtype import AddrSpace, DType
 from tinygrad.renderer.cstyle import CUDARenderer
 from tinygrad.uop.ops import AxisType, Ops, sint
 
-from tinyvllm import backend as llama
-from tinyvllm.device import axes, cpu_cores, kernel_of, renderer
+from tinyvllm import backend
+from tinyvllm.backend import cpu_cores, renderer
 
 from ..quantization import Quantized
 from .cpu import cpu_sums
-from .schedule import axis, divisor, end, fold, lane_axis, shared_by, unrolled
+from .schedule import axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
 
 MMA = (8, 16, 16)   # the tensor core used here: n, m, k
 AHEAD = 4096   # bytes, by which a CPU's core asks for weights before it needs them
@@ -115,7 +115,7 @@ def new(like: Tensor, columns: sint, dtype: DType | None = None) -> Tensor:
   return Tensor.invalids(like.shape[0] * columns, dtype=dtype or like.dtype, device=like.device).reshape(-1, columns)
 
 
-class Linear(llama.Linear):
+class Linear(backend.Linear):
   """W as neighbouring lanes read it; also of 8 and 4 bits."""
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
     super().__init__(in_features, sources, bias, dtype, axis)
@@ -142,7 +142,7 @@ class Linear(llama.Linear):
     if (np.diff(order) != 1).any(): self.order = checkpoint.place(self, [order.astype(np.int32)] * len(parts))
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    """As llama.Linear's; where each device has a part of a sum, maybe several of (T, out) below each other."""
+    """As backend.Linear's; where each device has a part of a sum, maybe several of (T, out) below each other."""
     return self.fill(new(x, max(1, self.splits(x)) * self.out_features, dtype).reshape(-1, self.out_features), x)
 
   def fill(self, out: Tensor, x: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class Linear(llama.Linear):
     return out.custom_kernel(ids, self.weight, fxn=rows_kernel)[0]
 
 
-class GateUp(llama.GateUp, Linear):
+class GateUp(backend.GateUp, Linear):
   """On tensor cores 16 outputs are eight of gate and the same of up: a lane has both, and stores the product."""
   def ordered(self, w: np.ndarray) -> np.ndarray:
     return w if self.weight.ndim == 3 else w.reshape(2, -1, 8, w.shape[1]).swapaxes(0, 1)   # no copy
@@ -373,7 +373,7 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   return kernel_of("linear", put(out, total, rest, t, n * lanes + lane), shared_by(threads) if simd else None)
 
 
-class Norm(llama.Norm):
+class Norm(backend.Norm):
   def load(self, checkpoint: Any) -> None:
     self.weight.replace(checkpoint.place(self, checkpoint.vectors(self, "weight"), self.weight.dtype))
 

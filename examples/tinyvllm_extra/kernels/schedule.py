@@ -1,12 +1,30 @@
-"""What these kernels are written with, beside what tinyvllm.device has."""
+"""What these kernels are written with."""
 from math import gcd
 
-from tinygrad import UOp
+from tinygrad import UOp, dtypes
 from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import AddrSpace
-from tinygrad.uop.ops import AxisType, Ops, sint
+from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
-from tinyvllm.device import cpu_cores
+from tinyvllm.backend import cpu_cores
+from tinyvllm.runner import TOKENS
+
+LOWEST = -1e30   # a score without weight that is not infinite: inf - inf is not a number
+NAMES = {"row": "slot", "tile": "query_tile"}
+
+
+def field(tokens: UOp, name: str, t: UOp) -> UOp:
+  return tokens[TOKENS.dtype.names.index(NAMES.get(name, name)), t].load().cast(dtypes.weakint)
+
+
+def axes(first: int, *extents: sint, kind: AxisType = AxisType.WEAK) -> list[UOp]:
+  """Ranges of these extents, numbered from `first`."""
+  return [UOp.range(extent, first + i, kind) for i, extent in enumerate(extents)]
+
+
+def kernel_of(name: str, store: UOp, opts: tuple[Opt, ...] | None = None) -> UOp:
+  """A kernel of this store for all of its ranges. opts: tinygrad's optimizations; None: its heuristics."""
+  return store.end(*store.ranges).sink(arg=KernelInfo(name=name, opts_to_apply=opts))
 
 
 def divisor(n: sint, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)

@@ -10,15 +10,14 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops
 
-from tinyvllm.attention import LOWEST, field
-from tinyvllm.batch import TILE
+from tinyvllm.backend import renderer
 from tinyvllm.config import EngineConfig, ModelConfig
-from tinyvllm.device import axes, kernel_of, renderer
+from tinyvllm.runner import TILE
 
 from . import generic as attention
 from .generic import SMALLEST, in_8_bits
 from .matmul import MMA, speaks_cuda
-from .schedule import axis
+from .schedule import LOWEST, axes, axis, field, kernel_of
 
 BS = 16       # positions in a block
 LIFT = 64     # what weights with V's scales are multiplied by, lest they are too small for float16

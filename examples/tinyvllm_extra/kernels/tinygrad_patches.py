@@ -65,6 +65,11 @@ def whole_words(ctx: Any, x: UOp) -> str | None:
   return f"tg_bitcast<{ctx.render_type(x)}>(make_uint{len(words)}({', '.join(ctx[word] for word in words)}))"
 
 
+def num_compiled() -> int:
+  """The number of kernels compiled by this process, which no file had."""
+  return getattr(realize.lower_and_compile, "compiled", 0)
+
+
 @functools.cache
 def patch_tinygrad(compiler: str) -> None:
   """Make captures cheap. compiler: of kernels, whose file's size and age tell its version without a start of it."""

@@ -1,0 +1,175 @@
+"""Penalties, logit bias, allowed and banned tokens, structured outputs and log probabilities: the LogitsProcessor of a
+request, and what a step's graph does for the processors in it (a LogitsPlan)."""
+import collections, copy, math
+from typing import Any, NamedTuple
+
+import numpy as np
+from tinygrad import Tensor, UOp, dtypes
+from tinygrad.uop.ops import KernelInfo
+
+from tinyvllm.backend import Sampler
+from tinyvllm.config import ModelConfig, check
+from tinyvllm.engine import check_ids
+from tinyvllm.request import SamplingParams, Sequence
+from tinyvllm.runner import Results, Row, Table
+from tinyvllm.tokenizer import Tokenizer
+
+from . import structured_outputs
+
+# An adjustment of one logit: x = logit + bias, divided by factor if x > 0, else multiplied by it, minus penalty. row: of
+# the step's logits, NO_ROW for padding
+ADJUSTMENTS = Table(row="i4", token="i4", bias="f4", factor="f4", penalty="f4")
+NO_ROW = -1
+NUM_BEST = 20   # tokens whose log probabilities are computed with those of a token
+
+
+class Logprob(NamedTuple):
+  """The log probability of a token, from the model's own logits: before penalties and temperature."""
+  logprob: float
+  rank: int             # 1 for the most probable token
+  decoded_token: str
+
+
+def normalize(params: SamplingParams) -> dict[str, Any]:
+  """Fields of SamplingParams in the form that they have here, from JSON's. Raises InputError for contradictions."""
+  fields: dict[str, Any] = {}
+  if isinstance(params.logit_bias, dict):
+    fields["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in params.logit_bias.items()}
+  if params.structured_outputs is not None: fields["structured_outputs"] = structured_outputs.normalize(params)
+  low, high = params.min_tokens, params.max_tokens
+  ordered = type(low) is not int or type(high) is not int or low <= high   # other types are refused later
+  check(ordered, f"min_tokens={low} must be at most max_tokens={high}")
+  check(params.allowed_token_ids != [], "allowed_token_ids=[] allows no token: use None to allow all")
+  return fields
+
+
+class Processor:
+  """A LogitsProcessor for everything that SamplingParams can ask of logits."""
+  def __init__(self, params: SamplingParams, tokenizer: Tokenizer, model: ModelConfig):
+    for name in ("allowed_token_ids", "logit_bias"): check_ids(name, getattr(params, name), model.vocab_size)
+    self.params = params
+    self.vocab_size = model.vocab_size
+    spellings = [space + word.lstrip() for word in params.bad_words or () for space in ("", " ")]
+    self.bad_words = [*filter(None, (tokenizer.encode(spelling, False) for spelling in spellings))]
+    structured: Any = params.structured_outputs
+    self.constraint = structured and structured.constraint(tokenizer, model.vocab_size, model.eos_token_ids)
+    self.has_penalty = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+    self.depends_on_output = bool(self.has_penalty or self.bad_words or self.constraint)
+
+  def accept(self, token: int) -> bool:
+    if self.constraint: self.constraint.accept(token)
+    return bool(self.constraint and self.constraint.is_done)
+
+  def without_constraint(self) -> "Processor":
+    """A copy for a draft model, whose tokens the constraint must not see."""
+    processor = copy.copy(self)
+    processor.constraint = None
+    return processor
+
+  def bitmask(self) -> np.ndarray | None:
+    if self.constraint: return self.constraint.bitmask()
+    if not self.params.allowed_token_ids: return None
+    bits = np.isin(np.arange(-(-self.vocab_size // 32) * 32), self.params.allowed_token_ids)
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+  def adjustments(self, seq: Sequence, position: int) -> list[tuple[int, float, float, float]]:
+    p = self.params
+    banned = {word[-1] for word in self.bad_words   # whose other tokens come just before
+              if seq.tokens[max(seq.num_prompt, len(seq.tokens) - len(word) + 1):] == word[:-1]}
+    if position < seq.num_prompt + p.min_tokens: banned |= seq.stop_ids
+    if p.allowed_token_ids and banned.issuperset(p.allowed_token_ids): banned.clear()   # or no token would be left
+    bias = {**(p.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}
+    counts = collections.Counter(seq.tokens[seq.num_prompt:] if self.has_penalty else ())
+    repeated = {*(counts if p.repetition_penalty == 1 else seq.tokens)}
+    return [(i, bias.get(i, 0.0), p.repetition_penalty if i in repeated else 1.0,
+             counts[i] * p.frequency_penalty + min(counts[i], 1) * p.presence_penalty) for i in repeated | bias.keys()]
+
+  def output_logprobs(self, seq: Sequence, start: int) -> tuple[list[dict[int, Logprob]] | None, float | None]:
+    if self.params.logprobs is None: return None, None
+    total = sum(seq.logprobs[i][seq.tokens[i]].logprob for i in range(seq.num_prompt, len(seq.tokens)))
+    return [seq.logprobs[i] for i in range(start, len(seq.tokens))], total
+
+
+class LogitsPlan(NamedTuple):
+  """What a graph does with the logits of a step: part of its key. vocab_size: V."""
+  vocab_size: int
+  has_logprobs: bool
+  num_adjustments: int
+  has_bitmask: bool
+
+  def words(self, batch: "LogitsBatch | None", num_rows: int) -> np.ndarray:
+    """The int32 words of a step: ADJUSTMENTS, then a bitmask for each row of logits."""
+    everything = np.full(-(-self.vocab_size // 32), -1, np.int32)
+    bitmasks = batch.bitmasks if batch else {}
+    masks = [bitmasks.get(row, everything) for row in range(num_rows if self.has_bitmask else 0)]
+    adjustments = ADJUSTMENTS.write(batch.adjustments if batch else [], self.num_adjustments, row=NO_ROW)
+    return np.concatenate([adjustments, *masks])
+
+  def apply(self, logits: Tensor, words: Tensor) -> Tensor:
+    """Masked and adjusted logits. logits: (S, V). words: as `words` returns them."""
+    size = ADJUSTMENTS.num_words * self.num_adjustments
+    if self.has_bitmask: logits = apply_bitmask(logits, words[size:].reshape(logits.shape[0], -1)).contiguous()
+    elif self.num_adjustments: logits = logits.clone()   # the kernel works in place, and raw logits are needed later
+    if not self.num_adjustments: return logits
+    adjustments = words[:size].reshape(ADJUSTMENTS.num_words, -1).contiguous()
+    return logits.custom_kernel(adjustments, fxn=adjust_kernel)[0]
+
+  def logprobs(self, logits: Tensor, ids: Tensor, sampler: Sampler) -> Tensor:
+    """See top_logprobs; an empty tensor if no request asks for them."""
+    return top_logprobs(logits, ids, sampler) if self.has_logprobs else Tensor.empty(0)
+
+
+class LogitsBatch:
+  """What the processors of a step's sequences ask for, by row of logits."""
+  def __init__(self, rows: list[Row]):
+    # A row for a token that the host knows, of a prompt, or that another step samples first, is not changed
+    new = [(i, row) for i, row in enumerate(rows) if row.seq.processor and row.position >= row.seq.length]
+    self.adjustments = [(i, *x) for i, row in new for x in row.seq.processor.adjustments(row.seq, row.position)]
+    masks = {i: row.seq.processor.bitmask() for i, row in new}
+    self.bitmasks = {i: mask for i, mask in masks.items() if mask is not None}
+    wanted = any(row.seq.params.logprobs is not None or row.seq.wants_prompt_logprobs for row in rows)
+    # One of few sizes: 16, 128, 1024, ...
+    size = 16 * 8 ** -(-(len(self.adjustments) // 16).bit_length() // 3) if self.adjustments else 0
+    vocab_size = next((row.seq.processor.vocab_size for row in rows if row.seq.processor), 0)
+    self.plan = LogitsPlan(vocab_size, wanted, size, bool(self.bitmasks)) if vocab_size else None
+
+
+def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
+  """Logits, (S, V), with -inf for tokens whose bit is 0. bitmask: (S, ceil(V / 32)) int32."""
+  bits = bitmask.unsqueeze(2).rshift(Tensor.arange(32)) & 1             # (S, W, 32)
+  return bits.flatten(1)[:, :logits.shape[1]].ne(0).where(logits, -math.inf)
+
+
+def adjust_kernel(logits: UOp, adjustments: UOp) -> UOp:
+  """Change single logits, (S, V), in place. adjustments: (columns of ADJUSTMENTS, E), at most one for each logit."""
+  i = UOp.range(adjustments.shape[1], 0)
+  row, token, *words = [adjustments[column, i].load() for column in range(ADJUSTMENTS.num_words)]
+  bias, factor, penalty = [word.bitcast(dtypes.float32) for word in words]
+  logit = logits[row.cast(dtypes.weakint).valid(row >= 0), token.cast(dtypes.weakint)]
+  x = logit.load() + bias
+  store = logit.store((x > 0).where(x / factor, x * factor) - penalty)
+  return store.end(i).sink(arg=KernelInfo(name="adjust_logits"))
+
+
+def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BEST) -> Tensor:
+  """Log probability and rank of each id, (S,), then ids and log probabilities of the k best tokens: (S, 2 + 2k)."""
+  x = logits.log_softmax(1).contiguous()                                # (S, V)
+  own = x.gather(1, ids.unsqueeze(1))                                   # (S, 1)
+  columns = [own, 1 + (x > own).sum(1, keepdim=True)]
+  for _ in range(min(k, int(x.shape[1]))):
+    best = sampler.argmax(x).unsqueeze(1)
+    columns += [best, x.gather(1, best)]
+    x = (Tensor.arange(x.shape[1]) == best).where(-math.inf, x).contiguous()
+  return Tensor.cat(*columns, dim=1).contiguous()                       # ids below 2**24 are exact in float32
+
+
+def record(results: Results, tokenizer: Tokenizer) -> None:
+  """Keep the log probabilities of a step in the sequences that want them."""
+  for sampled, row, (own, rank, *best) in zip(results.token_ids, results.step.rows, results.logprobs, strict=False):
+    seq = row.seq
+    k = seq.params.logprobs if row.position >= seq.num_prompt else seq.params.prompt_logprobs
+    if k is None: continue
+    token = seq.tokens[row.position] if row.position < len(seq.tokens) else sampled
+    ranked = [(token, own, rank), *zip(best[::2], best[1::2], range(1, k + 1), strict=False)]
+    seq.logprobs[row.position] = {
+      int(i): Logprob(x, int(r), tokenizer.decode([int(i)], False)) for i, x, r in ranked}
