@@ -104,9 +104,9 @@ def mix_bits(x: Tensor) -> Tensor:
   return x ^ x.rshift(16)
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-  """Gumbel noise, (S, V), a function of seed, position and token id only. seeds: (2, S) uint32. positions: (S,)."""
-  key = mix_bits(seeds[0] ^ mix_bits(seeds[1] ^ mix_bits(positions.cast(dtypes.uint32)))).unsqueeze(1)   # (S, 1)
+def gumbel_noise(seed_low: Tensor, seed_high: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+  """Gumbel noise, (S, V), a function of seed, position and token id only. seed_low, seed_high: (S,) uint32."""
+  key = mix_bits(seed_low ^ mix_bits(seed_high ^ mix_bits(positions.cast(dtypes.uint32)))).unsqueeze(1)   # (S, 1)
   bits = mix_bits(mix_bits(Tensor.arange(vocab_size, dtype=dtypes.uint32)) ^ key).rshift(9)   # (S, V), 23 bits each
   uniform = (bits.cast(dtypes.float32) + 0.5) * 2.0**-23                # above 0, below 1, exact in float32
   return -(-uniform.log()).log()
@@ -137,7 +137,7 @@ class Sampler:
 
   def sample(self, logits: Tensor, rows: dict[str, Tensor], mode: SamplerMode) -> Tensor:
     """Token ids, (S,), from float32 logits, (S, V): temperature, min_p, top_k and top_p (which keeps the token that
-    crosses p), then the argmax of logits plus Gumbel noise. rows: columns of runner.LOGITS, (S,), but seed (2, S)."""
+    crosses p), then the argmax of logits plus Gumbel noise. rows: columns of runner.LOGITS, (S,) each."""
     if mode == SamplerMode.GREEDY: return self.argmax(logits)
     temperature, top_k, top_p, min_p = [rows[name].unsqueeze(1) for name in SAMPLING_FIELDS]   # (S, 1) each
     is_random = temperature >= 1e-5
@@ -147,7 +147,7 @@ class Sampler:
     if mode == SamplerMode.FILTERED:
       p = self.keep_top(p, p.const_like(1.0), (top_k > 0).where(top_k.float(), math.inf)).contiguous()
       p = self.keep_top(p, p, (top_p < 1.0).where(top_p * self.reduce(Tensor.sum, p), math.inf))
-    noise = gumbel_noise(rows["seed"], rows["position"], int(p.shape[1]))
+    noise = gumbel_noise(rows["seed_low"], rows["seed_high"], rows["position"], int(p.shape[1]))
     return self.argmax((p > 0.0).where(x + is_random.where(noise, 0.0), -math.inf).contiguous())
 
 
@@ -169,10 +169,7 @@ class Backend:
   sampler: Sampler = Sampler()
   reads_early = False   # whether a step's results can be read while the next one runs
 
-  @property
-  def is_async(self) -> bool:
-    """Whether the host can build the next step while the device runs one."""
-    return not cpu_cores()
+  is_async = property(lambda self: not cpu_cores())   # whether the host can build a step while the device runs one
 
   def free_memory(self, device: str) -> int:
     """Free bytes of a device; here of the host, which shares its memory or is the best guess."""

@@ -261,19 +261,16 @@ class LLMEngine(LoadedModel):
     return step
 
   def _update(self, results: Results) -> None:
-    """Verify drafts, then append the new tokens one at a time, as a text may end at each."""
-    step = results.step
-    if step.key.plan: extension("logits").record(results, self.tokenizer)
-    self.scheduler.counters.update(scheduled=len(step.computed))
-    new_tokens = verify(results)
-    drafted = {seq: len(seq.tokens) for seq in step.computed if seq.draft_token_ids}
-    for i in range(max(map(len, new_tokens.values()), default=1)):
-      sampled = {seq: ids[i] for seq, ids in new_tokens.items() if i < len(ids) and not seq.finish_reason}
-      self._updated |= dict.fromkeys(self.requests[seq.request_id] for seq in sampled)
-      self.scheduler.update({seq: step.computed[seq] for seq in sampled} if i else step.computed, sampled)
-      self._find_stops()
-    for seq, length in drafted.items():
-      if self.proposer: self.proposer.update(seq, len(seq.tokens) - length - 1)
+    if results.step.key.plan: extension("logits").record(results, self.tokenizer)
+    self.scheduler.counters.update(scheduled=len(results.step.computed))
+    if self.proposer: self.proposer.update(self, results)
+    else: self.append(results.step.computed, {row.seq: token for token, row in results.new_tokens()})
+
+  def append(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
+    """Append a token to each sequence that has one, see Scheduler.update, and end texts with a stop string."""
+    self._updated |= dict.fromkeys(self.requests[seq.request_id] for seq in sampled)
+    self.scheduler.update(computed, sampled)
+    self._find_stops()
 
   def _find_stops(self) -> None:
     """End the texts in which a stop string has appeared."""
@@ -286,17 +283,6 @@ class LLMEngine(LoadedModel):
     self._in_flight = None
     self.scheduler.reset([seq for request in self.requests.values() for seq in request.sequences
                           if not seq.finish_reason and seq not in request.sequences[0].siblings])
-
-
-def verify(results: Results) -> dict[Sequence, list[int]]:
-  """The new tokens of each sequence: sampled tokens up to the first one that differs from its draft (Leviathan et al.
-  2023). Tokens of a position that was computed before are not new."""
-  new_tokens: dict[Sequence, list[int]] = {}
-  for token, row in zip(results.token_ids, results.step.rows, strict=False):   # padding rows are left over
-    ids = new_tokens.setdefault(row.seq, [])
-    accepted = row.seq.draft_token_ids[:len(ids)] == ids
-    if row.position == len(row.seq.tokens) + len(ids) and accepted and not row.seq.finish_reason: ids.append(token)
-  return {seq: ids for seq, ids in new_tokens.items() if ids}
 
 
 class LLM(LLMEngine):

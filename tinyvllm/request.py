@@ -56,14 +56,10 @@ class SamplingParams(Options):
 
   def clone(self) -> "SamplingParams": return dataclasses.replace(self)
 
-  @property
-  def needs_processor(self) -> bool:
-    return any(getattr(self, name) != getattr(SamplingParams, name) for name in LOGITS_FIELDS)
-
-  @property
-  def sampler_mode(self) -> SamplerMode:
-    if self.temperature < 1e-5: return SamplerMode.GREEDY
-    return SamplerMode.FILTERED if self.top_k > 0 or self.top_p < 1 else SamplerMode.RANDOM
+  needs_processor = property(lambda self: any(getattr(self, x) != getattr(SamplingParams, x) for x in LOGITS_FIELDS))
+  is_greedy = property(lambda self: self.temperature < 1e-5)
+  sampler_mode = property(lambda self: SamplerMode.GREEDY if self.is_greedy else SamplerMode.FILTERED
+                          if self.top_k > 0 or self.top_p < 1 else SamplerMode.RANDOM)
 
 
 class LogitsProcessor(Protocol):
@@ -88,10 +84,10 @@ class Proposer(Protocol):
 
   def needs_sync(self, seq: "Sequence") -> bool:
     """Whether to draft for this sequence the tokens that the step in flight samples must be known."""
-  def propose(self, batch: dict["Sequence", int]) -> None:
+  def propose(self, scheduler: Any, batch: dict["Sequence", int]) -> None:
     """Set `draft_token_ids` of scheduled sequences, allocate their blocks and add their number to the batch."""
-  def update(self, seq: "Sequence", num_accepted: int) -> None:
-    """Drop the drafts of a verified sequence, and what the cache holds of rejected ones."""
+  def update(self, engine: Any, results: Any) -> None:
+    """Verify the drafts of a step, `engine.append` the new tokens, and drop the drafts and the blocks of rejected ones."""
   def metrics(self) -> dict[str, Any]:
     """Counters for get_metrics."""
 

@@ -16,13 +16,14 @@ from .request import SAMPLING_FIELDS, SamplerMode, Sequence
 UNKNOWN = -1      # a token id that only the device knows
 NO_TILE = -1
 TILE = 64         # tokens in a query tile
+KINDS = {"i": dtypes.int32, "u": dtypes.uint32, "f": dtypes.float32}   # by numpy's names
 
 
 class Table:
   """Named columns of 32-bit words, a row per token or row of logits: written by the host, read in the graph."""
   def __init__(self, **formats: str):
     self.dtype = np.dtype([*formats.items()])
-    self.num_words = self.dtype.itemsize // 4
+    self.num_words = len(formats)
 
   def write(self, rows: list[tuple], size: int, **padding: int) -> np.ndarray:
     """(num_words * size,) int32, column after column; rows beyond the given ones hold `padding`, or 0."""
@@ -32,11 +33,8 @@ class Table:
     return array.view(np.int32).reshape(size, self.num_words).T.ravel()
 
   def read(self, words: Tensor) -> dict[str, Tensor]:
-    """The columns by name, (size,) int32 or float32, or (2, size) uint32. words: (num_words, size)."""
-    kinds = {"i": dtypes.int32, "f": dtypes.float32, "u": dtypes.uint32}
-    fields = {name: (self.dtype[name], self.dtype.fields[name][1] // 4) for name in self.dtype.names}   # type: ignore
-    return {name: words[start:start + kind.itemsize // 4].squeeze(0).bitcast(kinds[kind.kind])
-            for name, (kind, start) in fields.items()}
+    """The columns by name, (size,) each. words: (num_words, size)."""
+    return {name: x.bitcast(KINDS[self.dtype[name].kind]) for name, x in zip(self.dtype.names or (), words, strict=True)}
 
 
 # id: UNKNOWN takes the slot's last token. slot: row of the block tables, max_num_seqs for padding. table_index: of the
@@ -46,7 +44,7 @@ TOKENS = Table(id="i4", position="i4", slot="i4", table_index="i4", block="i4", 
 # token: index in the batch of the token before. slot: takes the sampled token as its last one, max_num_seqs for none.
 # target: the token whose log probability is wanted, UNKNOWN for the sampled one. With TOKENS 16 words, as GPUs load 4
 LOGITS = Table(token="i4", position="i4", slot="i4", target="i4", temperature="f4", top_k="i4", top_p="f4", min_p="f4",
-               seed="u8")
+               seed_low="u4", seed_high="u4")
 NUM_WORDS = TOKENS.num_words + LOGITS.num_words
 
 
@@ -75,10 +73,15 @@ class Step(NamedTuple):
 
 
 class Results(NamedTuple):
-  """What a step has computed, for each of its rows of logits."""
+  """The sampled token of each row of logits of a step, and its log probabilities, see logits.py, or none."""
   step: Step
   token_ids: list[int]
-  logprobs: list[list[float]]         # as logits.py lays them out; empty unless requested
+  logprobs: list[list[float]]
+
+  def new_tokens(self) -> Iterator[tuple[int, Row]]:
+    """The sampled tokens that come next in their sequences, with their rows."""
+    for token, row in zip(self.token_ids, self.step.rows, strict=False):   # rows of padding are left over
+      if row.position == len(row.seq.tokens) and not row.seq.finish_reason: yield token, row
 
 
 def next_power_of_two(n: int) -> int: return 1 << max(0, n - 1).bit_length()
@@ -117,7 +120,8 @@ def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | Non
   key = key or runner.choose_key(GraphKey(len(tokens), len(rows), mode, logits_batch.plan if logits_batch else None))
   tokens = [(*token, tile) for token, tile in itertools.zip_longest(tokens, tiles, fillvalue=NO_TILE)]
   logits = [(row.token, row.position - 1, row.seq.slot if row.target == UNKNOWN else padding, row.target,
-             *[getattr(row.seq.params, name) for name in SAMPLING_FIELDS], row.seq.seed % 2**64) for row in rows]
+             *[getattr(row.seq.params, name) for name in SAMPLING_FIELDS],
+             row.seq.seed % 2**32, row.seq.seed // 2**32 % 2**32) for row in rows]
   table_index = padding * runner.max_blocks
   parts = [TOKENS.write(tokens, key.num_tokens, slot=padding, table_index=table_index, query_tile=NO_TILE),
            LOGITS.write(logits, key.num_tokens, slot=padding)]
@@ -128,28 +132,25 @@ def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | Non
 def allocate_kv_caches(model: Model, config: EngineConfig, num_bytes: int) -> list[list[Tensor]]:
   """Allocate the cache tensors of each layer, (num_blocks, *block) each, within `num_bytes` of each device: at most for
   max_num_seqs sequences of max_model_len. Raises InputError if not one such sequence fits."""
-  max_model_len: Any = config.max_model_len   # by now an int
   layout = model.backend.kv_layout(model.config, config, model.dtype)
   sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout]
   num_layers = model.config.num_hidden_layers
   block_bytes = num_layers * sum(sizes)
-  per_sequence = -(-max_model_len // config.block_size)   # blocks
+  per_sequence = -(-config.max_model_len // config.block_size)   # type: ignore[operator]   # blocks; by now an int
   limit = model.backend.largest_tensor() // max(sizes)
   fit = min(num_bytes // block_bytes, limit)
   fit -= fit % (1 << max(0, fit.bit_length() - 6))   # one of few sizes, as kernels are cached by it
   if cpu_cores(): fit = min(fit, max(2**32 // block_bytes, per_sequence + 1))   # 4 GiB of the user's memory
-  override = config.num_gpu_blocks_override
-  check(fit > 1 or override, f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {num_bytes / 2**30:.2f} "
-        "GiB for the KV cache: raise it, free some memory, or choose a smaller model")
-  check(fit > per_sequence or override, f"max_model_len={max_model_len} needs {per_sequence * block_bytes / 2**30:.2f} "
-        f"GiB of KV cache, of {num_bytes / 2**30:.2f} GiB free: lower it to {(fit - 1) * config.block_size} or raise "
-        f"gpu_memory_utilization={config.gpu_memory_utilization}")
-  num_blocks = override or min(fit, config.max_num_seqs * per_sequence + 1)
+  num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
+  check(config.num_gpu_blocks_override or fit > per_sequence,
+        f"max_model_len={config.max_model_len} needs {per_sequence * block_bytes / 2**30:.2f} GiB of KV cache, but "
+        f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {num_bytes / 2**30:.2f} GiB: lower max_model_len "
+        f"to {max(0, fit - 1) * config.block_size}, raise gpu_memory_utilization or choose a smaller model")
   check(num_blocks <= limit, f"num_gpu_blocks_override={num_blocks} must be at most {limit} on {Device.DEFAULT}")
   num_tokens = (num_blocks - 1) * config.block_size
   logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens "
-             f"= {num_tokens} tokens, {num_blocks * block_bytes / 2**30:.2f} GiB: {num_tokens / max_model_len:.1f} "
-             f"sequences of {max_model_len}")
+             f"= {num_tokens} tokens, {num_blocks * block_bytes / 2**30:.2f} GiB: "
+             f"{num_tokens / config.max_model_len:.1f} sequences of {config.max_model_len}")   # type: ignore[operator]
   def new(shape, dtype): return Tensor.empty(num_blocks, *shape, dtype=dtype, device=model.devices.names).contiguous()
   return [[new(*part).realize() for part in layout] for _ in range(num_layers)]
 

@@ -10,10 +10,10 @@ from tinygrad import dtypes, nn
 
 from tinyvllm.backend import Devices, cpu_cores
 from tinyvllm.config import QUANTIZATIONS, InputError, Options, check, logger, option
-from tinyvllm.engine import LoadedModel
+from tinyvllm.engine import LLMEngine, LoadedModel
 from tinyvllm.llama import Model, find_model
 from tinyvllm.request import SamplingParams, Sequence
-from tinyvllm.runner import Runner, build_step, next_power_of_two
+from tinyvllm.runner import Results, Runner, build_step, next_power_of_two
 from tinyvllm.scheduler import BlockManager, Scheduler
 
 from .kernels.cpu import cpu_sums
@@ -105,6 +105,16 @@ def step_time(num_tokens: int) -> float:
   return 9 + num_tokens / 3 if num_tokens <= cpu_sums() else 10 + 0.9 * num_tokens
 
 
+def verify(results: Results) -> dict[Sequence, list[int]]:
+  """The new tokens of each sequence: sampled tokens up to the first one that differs from its draft."""
+  new_tokens: dict[Sequence, list[int]] = {}
+  for token, row in zip(results.token_ids, results.step.rows, strict=False):   # rows of padding are left over
+    ids = new_tokens.setdefault(row.seq, [])
+    all_accepted = row.seq.draft_token_ids[:len(ids)] == ids
+    if row.position == len(row.seq.tokens) + len(ids) and all_accepted and not row.seq.finish_reason: ids.append(token)
+  return {seq: ids for seq, ids in new_tokens.items() if ids}
+
+
 class SpeculativeProposer:
   """A Proposer: n-gram lookup, or a draft model with its own runner."""
   blocks: BlockManager   # the target's
@@ -175,7 +185,18 @@ class SpeculativeProposer:
       if not counts[k]: self.drafter(seq).decay()
     return {seqs[k]: drafts[k][:n] for k, n in counts.items() if n}
 
-  def update(self, seq: Sequence, num_accepted: int) -> None:
+  def update(self, engine: LLMEngine, results: Results) -> None:
+    """Verify, then append the new tokens one at a time, as a text may end at each."""
+    computed = results.step.computed
+    new_tokens = verify(results)
+    lengths = {seq: len(seq.tokens) for seq in computed if seq.draft_token_ids}
+    for i in range(max(map(len, new_tokens.values()), default=1)):
+      sampled = {seq: ids[i] for seq, ids in new_tokens.items() if i < len(ids) and not seq.finish_reason}
+      engine.append({seq: computed[seq] for seq in sampled} if i else computed, sampled)
+    for seq, length in lengths.items(): self.update_drafts(seq, len(seq.tokens) - length - 1)
+
+  def update_drafts(self, seq: Sequence, num_accepted: int) -> None:
+    """Count what became of a sequence's drafts, and drop them and the blocks of rejected ones."""
     # A sequence that ended within its drafts has none left: those after the end do not count
     num_proposed = max(num_accepted, len(seq.draft_token_ids))
     seq.metrics.num_draft_tokens += num_proposed

@@ -1,9 +1,17 @@
-"""What scripts written for vLLM pass or import and the engine does not need: options without an effect here, and names
-of types."""
-import logging
-from typing import Any, TypedDict
+"""What scripts written for vLLM pass or import and the engine does not need: options without an effect here, and public
+names."""
+import importlib, logging
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from tinyvllm.config import check, logger
+
+if TYPE_CHECKING:
+  from .logits import Logprob
+  from .server import AsyncLLM
+  from .structured_outputs import StructuredOutputsParams
+
+# Public names of tinyvllm, imported when they are first used, and their modules
+MODULES = {"AsyncLLM": "server", "Logprob": "logits", "StructuredOutputsParams": "structured_outputs"}
 
 # vLLM's options without an effect, and the values at which that is true (...: at any)
 NO_EFFECT: dict[str, list] = {name: values for names, values in {   # type: ignore[misc]   # lists of anything
@@ -13,6 +21,11 @@ NO_EFFECT: dict[str, list] = {name: values for names, values in {   # type: igno
   "trust_remote_code disable_log_stats disable_custom_all_reduce": [True, False],
   "enable_lora skip_tokenizer_init disable_sliding_window": [False],
   "swap_space download_dir max_seq_len_to_capture": [...]}.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+  if name not in MODULES: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  return getattr(importlib.import_module(f"tinyvllm_extra.{MODULES[name]}"), name)
 
 
 class TextPrompt(TypedDict): prompt: str
