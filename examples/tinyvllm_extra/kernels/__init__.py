@@ -25,6 +25,9 @@ class FastBackend(backend.Backend):
   Norm = matmul.Norm
   sampler = sampling.Sampler()
 
+  def __init__(self) -> None:
+    self.graph_state = extension("graphs").GraphState()
+
   def kv_layout(self, model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
     return tensor_cores.block_parts(model, config, dtype)
 
@@ -49,7 +52,7 @@ class FastBackend(backend.Backend):
     results = graph()
     if is_new:
       Device.default.synchronize()
-      level = logging.DEBUG if runner.capture_sizes else logging.INFO
+      level = logging.DEBUG if self.graph_state.capture_sizes else logging.INFO
       logger.log(level, f"captured a step of {key.num_tokens} tokens in {time.perf_counter() - started:.1f} s, "
                  f"{num_compiled() - num_kernels} new kernels")
     return results
