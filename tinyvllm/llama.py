@@ -70,7 +70,7 @@ class Checkpoint:
   def check_unused(self, names: Any) -> None:
     """Refuse tensors that no module has read, except tied and derived ones."""
     unused = [name for name in names if name != "lm_head.weight" and not name.endswith(".inv_freq")]
-    check(not unused, f"model: {self.path}: tensor {unused[:1]} has no place in the model that its config describes")
+    check(not unused, f"model: {self.path}: tensor {''.join(unused[:1])} has no place in the model of its config")
 
 
 def open_checkpoint(path: pathlib.Path) -> Checkpoint:

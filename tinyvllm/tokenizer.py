@@ -53,7 +53,10 @@ def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
   config |= {path.stem: path.read_text() for path in folder.glob("chat_template.jinja")}
   if (folder / "tokenizer.json").exists(): return extension("huggingface").load(folder / "tokenizer.json", config)
   check((folder / "tokenizer.model").exists(), f"model: {folder} has no tokenizer.json and no tokenizer.model")
-  model = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+  return wrap_sentencepiece(SentencePieceProcessor(model_file=str(folder / "tokenizer.model")), config)
+
+
+def wrap_sentencepiece(model: SentencePieceProcessor, config: dict[str, Any]) -> Tokenizer:
   ids = range(model.GetPieceSize())
   tokens: dict[int, Any] = {i: {"content": model.IdToPiece(i), "special": True} for i in ids if model.IsControl(i)}
   tokens |= {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}

@@ -65,8 +65,12 @@ def chat(llm: LLM, messages: list[dict[str, Any]] | list[list[dict[str, Any]]], 
 
 
 def load(path: pathlib.Path, config: dict[str, Any]) -> Tokenizer:
-  """From tokenizer.json. config: the content of tokenizer_config.json."""
-  library = optional("tokenizers").Tokenizer.from_file(str(path))
+  """Read tokenizer.json. config: the content of tokenizer_config.json."""
+  return wrap(optional("tokenizers").Tokenizer.from_file(str(path)), config)
+
+
+def wrap(library: Any, config: dict[str, Any]) -> Tokenizer:
+  """Make a Tokenizer from a tokenizers.Tokenizer."""
   named = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
   return Tokenizer(lambda text, special: library.encode(text, add_special_tokens=special).ids, library.decode, named,
                    set(named.values()), config, library)

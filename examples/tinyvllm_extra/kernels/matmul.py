@@ -14,6 +14,7 @@ from tinygrad.uop.ops import AxisType, Ops, sint
 from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
 
+from ..quantization import Quantized
 from .cpu import cpu_sums
 from .schedule import axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
 
@@ -86,6 +87,29 @@ def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   return weight.reshape([shape[i] for i in helpers.argsort(order)]).transpose(order)
 
 
+def scales_shape(stored: tuple[int, ...], groups: int) -> tuple[int, ...]:
+  """The stored shape of scales, (out, groups), of a quantized W with a stored shape: tiles, or as tensor cores' lanes
+  read them."""
+  return (stored[0], groups, 8, 2) if len(stored) == 8 else (stored[0], groups, stored[-1])
+
+
+def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+  """As `pack`, for q of a quantized W, (out, in). int8 is stored as it is, int4 and what tensor cores read as uint32:
+  (out / 16, in / 8, 16) or (out / 16, in / 32, 8, 4, bits / 2)."""
+  bits = 4 if q.dtype == np.uint8 else 8
+  if len(shape) == 3:
+    if bits == 8: return pack(q, shape)
+    numbers = q.reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
+  else:
+    if bits == 8: q = q.view(np.uint8) ^ 128   # 0 and above
+    lanes = pack(q, shape).transpose(0, 1, 4, 5, 2, 3, 6, 7)   # (out / 16, in / 32, 8, 4, and 16 numbers of a lane)
+    # The pairs of neighbors in a word follow each other, each in the lower and the upper half
+    numbers = lanes.reshape(*lanes.shape[:4], bits // 2, 16 // bits, 2).swapaxes(-1, -2)
+    numbers = numbers.reshape(*lanes.shape[:4], bits // 2, 32 // bits)
+  if bits == 4: numbers = numbers[..., ::2] | numbers[..., 1::2] << 4
+  return np.ascontiguousarray(numbers).view(np.uint32)[..., 0]
+
+
 def new(like: Tensor, columns: sint, dtype: DType | None = None) -> Tensor:
   """A tensor for a kernel to fill, (rows of another one, columns): scratch that a traced function may return."""
   return Tensor.invalids(like.shape[0] * columns, dtype=dtype or like.dtype, device=like.device).reshape(-1, columns)
@@ -101,8 +125,21 @@ class Linear(backend.Linear):
 
   def ordered(self, w: np.ndarray) -> np.ndarray: return w   # W, or what belongs to its rows, for `pack`
 
-  def stored(self, w: np.ndarray) -> np.ndarray:
-    return pack(self.ordered(w), self.weight.shape)   # type: ignore[arg-type]
+  def load(self, checkpoint: Any) -> None:
+    """Read W and the bias from a weights.Checkpoint, a part for each device, into their stored layout."""
+    if self.bias is not None:
+      self.bias.replace(checkpoint.place(self, checkpoint.vectors(self, "bias"), self.bias.dtype))
+    parts = checkpoint.matrices(self)
+    shape: Any = self.weight.shape
+    if not isinstance(parts[0], Quantized):
+      self.weight.replace(checkpoint.place(self, [pack(self.ordered(w), shape) for w in parts], self.weight.dtype))
+      return
+    self.weight = checkpoint.place(self, [pack_numbers(self.ordered(w.q), shape) for w in parts])
+    terms = zip(*[(w.scale, w.offset) for w in parts], strict=True)   # each a part for each device
+    self.scales = [checkpoint.place(self, [pack(self.ordered(x), scales_shape(shape, x.shape[1])) for x in term])
+                   for term in terms if term[0] is not None]
+    order = parts[0].order
+    if (np.diff(order) != 1).any(): self.order = checkpoint.place(self, [order.astype(np.int32)] * len(parts))
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     """As backend.Linear's; where each device has a part of a sum, maybe several of (T, out) below each other."""
@@ -337,6 +374,9 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
 
 
 class Norm(backend.Norm):
+  def load(self, checkpoint: Any) -> None:
+    self.weight.replace(checkpoint.place(self, checkpoint.vectors(self, "weight"), self.weight.dtype))
+
   def __call__(self, x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     return Tensor.empty_like(rows).custom_kernel(rows, self.weight, fxn=self.kernel)[0].reshape(x.shape)
