@@ -139,8 +139,9 @@ def allocate_kv_caches(model: Model, config: EngineConfig, num_bytes: int) -> li
   num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
   check(config.num_gpu_blocks_override or fit > per_sequence,
         f"max_model_len={config.max_model_len} needs {per_sequence * block_bytes / 2**30:.2f} GiB of KV cache, but "
-        f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {num_bytes / 2**30:.2f} GiB: lower max_model_len "
-        f"to {max(0, fit - 1) * config.block_size}, raise gpu_memory_utilization or choose a smaller model")
+        f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {num_bytes / 2**30:.2f} GiB: "
+        f"{f'lower max_model_len to {(fit - 1) * config.block_size}, ' if fit > 1 else ''}raise gpu_memory_utilization "
+        "or choose a smaller model")
   check(num_blocks <= limit, f"num_gpu_blocks_override={num_blocks} must be at most {limit} on {Device.DEFAULT}")
   num_tokens = (num_blocks - 1) * config.block_size
   logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens "
