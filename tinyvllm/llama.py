@@ -107,13 +107,11 @@ class Layer:
     H, KV, D, hidden = self.shape
     x, normed = self.input_layernorm.add(*[t.reshape(-1, hidden) for t in (x, delta)])   # (T, hidden)
     qkv = self.qkv_proj(normed)   # (T, (H + 2 KV) * D)
-    q, k, v = qkv.unflatten(1, (-1, D)).split([H, KV, KV], 1)   # (T, heads, D) each
     if hasattr(self, "q_norm"):
+      q, k, v = qkv.unflatten(1, (-1, D)).split([H, KV, KV], 1)   # (T, heads, D) each
       qkv = self.q_norm(q.contiguous()).cat(self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
-    # q and out: (T, KV, G, D)
-    q = q.unflatten(1, (KV, -1)).empty_like()
-    out = self.attend(q, cache, qkv, rope, table, tokens)
-    x, normed = self.post_attention_layernorm.add(x, self.o_proj(out.flatten(1)))   # (T, hidden)
+    out = self.attend(qkv, cache, rope, tokens, table, H)   # (T, H * D)
+    x, normed = self.post_attention_layernorm.add(x, self.o_proj(out))   # (T, hidden)
     return flat(x), flat(self.down_proj(self.gate_up_proj(normed)))
 
 
