@@ -33,10 +33,7 @@ class FastBackend(backend.Backend):
 
   def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
              num_heads: int) -> Tensor:
-    D = 2 * rope.shape[2]
-    KV = (qkv.shape[1] // D - num_heads) // 2
-    q = qkv.unflatten(1, (-1, D))[:, :num_heads].unflatten(1, (KV, -1)).empty_like()
-    return tensor_cores.attend(q, cache, qkv, rope, block_tables, tokens).flatten(1)
+    return tensor_cores.attend(qkv, cache, rope, tokens, block_tables, num_heads)
 
   def run_layers(self, layers_: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
     return layers.run_layers(layers_, x, delta, caches, *inputs)
