@@ -19,7 +19,7 @@ from test_failed_steps import PLACES, Failed, break_steps, once
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.batch import LOGITS, TOKEN
 from tinyvllm_extra.cli import main
-from tinyvllm_extra.server.server import drafts_of
+from tinyvllm_extra.server.metrics import draft_statistics
 from tinyvllm_extra.speculation import Drafter, NGram, SpeculativeConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -1150,9 +1150,9 @@ class TestDraftModel:
       LLM(words_folder, **ENGINE, speculative_config={"num_speculative_tokens": 2, **config})
 
   def test_the_servers_line_of_the_log_tells_of_drafts(self):
-    assert drafts_of({"steps": 5}) == drafts_of({"spec_decode_num_draft_tokens": 0}) == ""
+    assert draft_statistics({"steps": 5}) == draft_statistics({"spec_decode_num_draft_tokens": 0}) == ""
     found = {"spec_decode_num_drafts": 4, "spec_decode_num_draft_tokens": 20, "spec_decode_num_accepted_tokens": 15}
-    assert drafts_of(found) == ", Draft acceptance rate: 75.0%, Mean acceptance length: 4.75"
+    assert draft_statistics(found) == ", Draft acceptance rate: 75.0%, Mean acceptance length: 4.75"
 
   def test_a_draft_of_another_vocabulary_is_refused(self, words_folder, tmp_path):
     folder = tiny_model(tmp_path, vocab_size=333, tokenizer=False)

@@ -1,5 +1,5 @@
 """What is known before anything is loaded: the user's options, checked, and the model's shape, from its own files."""
-import dataclasses, json, logging, pathlib
+import dataclasses, json, logging, pathlib, re
 from typing import Annotated, Any
 
 logger = logging.getLogger("tinyvllm")
@@ -8,9 +8,17 @@ KNOWN = {"architecture": ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCau
          "hidden_act": ["silu"], "rope_type": ["default", "llama3", "linear", "factors"]}
 
 
+class InputError(ValueError):
+  """A user's mistake: HTTP 400. `parameter` is the field that the message begins with, if any."""
+  def __init__(self, message: str):
+    super().__init__(message)
+    match = re.match(r"(\w+)(?:=|:)", message)
+    self.parameter = match[1] if match else None
+
+
 def check(ok: Any, message: str) -> None:
-  """Raise ValueError with the message unless ok: how every mistake of a user's is refused."""
-  if not ok: raise ValueError(message)
+  """Raise InputError with the message unless ok: how every mistake of a user's is refused."""
+  if not ok: raise InputError(message)
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}

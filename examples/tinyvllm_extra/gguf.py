@@ -2,7 +2,7 @@
 by groups of inputs w = q * scale + offset, as compressed-tensors lays that out, exact but for the rounding of scales to
 float16. In 4 bits without offsets the files have q + 8, else q itself; `weight_offset` is an extension of ours. numpy
 alone reads and writes: no device is opened, and nothing compiled."""
-import argparse, collections, hashlib, itertools, json, logging, math, os, pathlib, struct, tempfile
+import argparse, collections, hashlib, itertools, json, math, os, pathlib, struct, tempfile
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,7 +11,8 @@ from sentencepiece import SentencePieceProcessor
 
 from tinyvllm import __version__
 from tinyvllm.config import ModelConfig, check, logger
-from tinyvllm_extra.huggingface import optional
+from tinyvllm_extra.flags import setup_logging
+from tinyvllm_extra.packages import optional
 
 # What a GGUF file says of a model, and what config.json calls that. The first are in every file
 KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
@@ -344,7 +345,7 @@ def write_safetensors(path: pathlib.Path, tensors: Iterator[tuple[str, np.ndarra
 
 def byte_level(config: dict[str, Any]) -> bytes:
   """tokenizer.json of a byte-level BPE. config: what the file says of its tokenizer."""
-  lib = optional("tokenizers")
+  lib = optional("tokenizers", "hf", "a byte-level tokenizer")
   pre = config.get("pre", "default")
   tokens = config["tokens"]
   merges = [tuple(merge.split(" ")) for merge in config["merges"]]
@@ -402,7 +403,7 @@ def tokenizer(path: pathlib.Path, kv: dict[str, Any], vocab_size: int) -> dict[s
   for key in ("tokens", *required): check(isinstance(config.get(key), list), f"{path} lacks tokenizer.ggml.{key}")
   tokens = config["tokens"]
   check(len(tokens) <= vocab_size, f"{path}: {len(tokens)} tokens; expected at most token_embd's {vocab_size} rows")
-  if kind == "gpt2": optional("tokenizers")   # or this says what is missing
+  if kind == "gpt2": optional("tokenizers", "hf", "a byte-level tokenizer")   # or this says what is missing
   says: dict[str, Any] = {"add_bos_token": kind == "llama" or pre in WHOLE_WORDS}
   says |= {k: config[k] for k in ("chat_template", "add_bos_token") if k in config}
   ids = {f"{n}_token": config[f"{n}_token_id"] for n in ("bos", "eos") if f"{n}_token_id" in config}
@@ -452,9 +453,7 @@ def folder_of(name: str | None) -> str | None:
   cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
   folder = cache / "tinyvllm" / "gguf" / hashlib.sha256(stamp.encode()).hexdigest()[:12] / path.stem
   if folder.exists(): return str(folder)
-  if not logger.hasHandlers():   # the program has not said where logs go
-    logger.addHandler(logging.StreamHandler())
-    logger.setLevel(logger.level or logging.INFO)
+  setup_logging()
   logger.info("converting %s, this once, to %s", path, folder)
   try: convert(path, folder)
   except ValueError:
