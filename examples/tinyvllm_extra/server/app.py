@@ -43,12 +43,12 @@ class ServerConfig(Options):
 
 class Gate:
   """ASGI middleware in front of all routes. It limits the size of the body, checks the API key, answers 503 while the
-  server is not ready, and cancels the route when the client disconnects. state: why it is not ready, or ""."""
-  def __init__(self, app: Any, options: ServerConfig, state: Callable[[], str]):
+  server is not ready, and cancels the route when the client disconnects. not_ready: returns HTTP 503 until it is."""
+  def __init__(self, app: Any, options: ServerConfig, not_ready: Callable[[], fastapi.Response | None]):
     self.app = app
     self.limit = options.max_body_size
     self.key = options.api_key or os.environ.get("TINYVLLM_API_KEY")
-    self.state = state
+    self.not_ready = not_ready
 
   async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] != "http": return await self.app(scope, receive, send)
@@ -88,7 +88,7 @@ class Gate:
     expected = f"Bearer {self.key}"
     if self.key and not hmac.compare_digest(headers.get("authorization", "").encode(), expected.encode()):
       return error_response(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
-    return error_response(503, self.state()) if self.state() else None
+    return self.not_ready()
 
 
 class Server(uvicorn.Server):
@@ -96,14 +96,14 @@ class Server(uvicorn.Server):
   def __init__(self, model: str | None, engine_options: dict[str, Any], options: ServerConfig):
     self.llm: Any = None   # AsyncLLM once the model is loaded
     self.requests = set[Request]()   # unfinished
-    self.error: Exception | None = None   # of loading the model
+    self.error: Exception | None = None   # raised by loading the model
     self.code = 0   # exit code
     self.folder = model
     self.engine_options = engine_options
     self.options = options
     self.name = options.served_model_name or (pathlib.Path(model).resolve().name if model else "tinyvllm")
     self.observer = Metrics(self.name, self.engine_metrics)
-    app: Any = Gate(self.routes(), options, self.state)
+    app: Any = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
       app = cors.CORSMiddleware(app, options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
     super().__init__(uvicorn.Config(app, options.host, options.port, interface="asgi3", access_log=False,
@@ -116,16 +116,12 @@ class Server(uvicorn.Server):
       responses={"4XX": error, "5XX": error})
     app.get("/", response_class=HTMLResponse)(self.page)
     app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
-    app.get("/health")(self.health)
-    app.get("/version")(self.version)
-    app.get("/v1/models")(self.models)
-    app.get("/v1/models/{name:path}")(self.model)
-    app.post("/tokenize")(self.tokenize)
-    app.post("/detokenize")(self.detokenize)
-    streams: Any = {200: {"content": {EVENT_STREAM: {}}}}
-    app.post("/generate", responses=streams)(self.generate)
-    app.post("/v1/completions", responses=streams)(self.completions)
-    app.post("/v1/chat/completions", responses=streams)(self.chat)
+    facts: Any = {"/health": self.health, "/version": self.version, "/v1/models": self.models,
+                  "/v1/models/{name:path}": self.model}
+    for path, route in facts.items(): app.get(path)(route)
+    for path, route in {"/tokenize": self.tokenize, "/detokenize": self.detokenize}.items(): app.post(path)(route)
+    answers: Any = {"/generate": self.generate, "/v1/completions": self.completions, "/v1/chat/completions": self.chat}
+    for path, route in answers.items(): app.post(path, responses={200: {"content": {EVENT_STREAM: {}}}})(route)
     return app
 
   # Start and shutdown
@@ -146,6 +142,11 @@ class Server(uvicorn.Server):
     """Return why requests must wait, or ""."""
     if self.should_exit: return "the server is shutting down"
     return self.llm.state if self.llm else "the model is loading"
+
+  def not_ready(self) -> fastapi.Response | None:
+    """Return HTTP 503 while requests must wait."""
+    state = self.state()
+    return error_response(503, state) if state else None
 
   def engine_metrics(self) -> dict[str, Any]: return self.llm.llm.get_metrics() if self.llm else collections.Counter()
 
@@ -171,9 +172,7 @@ class Server(uvicorn.Server):
   async def page(self) -> fastapi.Response: return FileResponse(pathlib.Path(__file__).parent / "chat.html")
   async def version(self) -> dict[str, str]: return {"version": __version__}
 
-  async def health(self) -> fastapi.Response:
-    return error_response(503, self.state()) if self.state() else JSONResponse({})
-
+  async def health(self) -> fastapi.Response: return self.not_ready() or JSONResponse({})
   async def metrics(self) -> fastapi.Response:
     return fastapi.Response(generate_latest(self.observer.registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -258,11 +257,11 @@ class Server(uvicorn.Server):
 
   async def events(self, builder: ResponseBuilder, outputs: Any, stream: Any,
                    requests: list[Request]) -> AsyncIterator[bytes]:
-    """Yield a stream's events. Events of the same outputs are yielded together: writing to a socket dominates the cost
-    of an event."""
+    """Yield a stream's events. All events of one step are yielded together: writing to a socket is their main cost."""
     usage = {"usage": None} if getattr(builder.body.stream_options, "include_usage", False) else {}
-    roles = [builder.role(i) for i in range(builder.params.n if builder.chat else 0)]
-    pending = [event({**builder.response([role]), **usage}) for role in roles]
+    role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    pending = [event({**builder.response([{"index": i, **role}]), **usage})
+               for i in range(builder.params.n if builder.chat else 0)]
     finished = set[tuple[int, int]]()
     try:
       while outputs:

@@ -18,7 +18,7 @@ class StepError(RuntimeError):
 
 
 class Reader(NamedTuple):
-  """Where the output of a request is delivered."""
+  """Receiver of a request's output."""
   loop: asyncio.AbstractEventLoop
   receive: Callable[[Request, Delta, bool], None]   # called in `loop`; True: this is the request's end
 
@@ -30,7 +30,7 @@ class Driver:
     self.prefix_cache_file = prefix_cache_file
     self.interval = interval   # tokens from one delta to the next
     self.captures: Iterator[str] | None = captures   # each `next` captures a graph, and returns the next state
-    self.state = next(captures)   # what is still in progress before requests run, or ""
+    self.state = next(captures)   # progress of the preparation, "" once requests can run
     self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()   # None ends the thread
     self.readers: dict[Request, Reader] = {}   # by unfinished request
 
@@ -127,7 +127,7 @@ class AsyncLLM:
     handler may call this."""
     if self._driver.prefix_cache_file: self._driver.inbox.put(self._driver.save)
 
-  state = property(lambda self: self._driver.state)   # what is in progress before requests run, or ""
+  state = property(lambda self: self._driver.state)   # progress of the preparation, "" once requests can run
 
   async def generate(self, prompt: Prompt, params: Params = None, request_id: str | None = None,
                      priority: int = 0) -> AsyncGenerator[RequestOutput, None]:

@@ -81,7 +81,7 @@ class Metrics:
 
   def observe_end(self, request: Request) -> None:
     """Observe the times and token counts of a request that has ended for any reason."""
-    self.observe_tokens(request)   # those not delivered
+    self.observe_tokens(request)   # tokens that were not delivered
     del self.last_tokens[request]
     for seq in request.sequences: self.finished.labels(self.model_name, seq.finish_reason).inc()
     for name, (_, value_of) in HISTOGRAMS.items():
@@ -98,7 +98,7 @@ def draft_statistics(metrics: dict[str, Any]) -> str:
 
 
 async def log_throughput(engine_metrics: Callable[[], dict[str, Any]]) -> None:
-  """Log vLLM's line every LOG_INTERVAL seconds in which steps have run. Runs until it is cancelled."""
+  """Log vLLM's line every LOG_INTERVAL seconds if a step has run since the last one. Runs until it is cancelled."""
   before = engine_metrics()
   while True:
     await asyncio.sleep(LOG_INTERVAL)

@@ -94,7 +94,7 @@ def chat_token_ids(body: Any, tokenizer: Tokenizer) -> list[int]:
   for name in ("messages", "raise_exception", "chat_template"):
     check(name not in variables, f"chat_template_kwargs: {name} is reserved")
   check("tools" not in variables or "tools" in (tokenizer.config.get("chat_template") or ""),
-        "tools: the model's chat template does not support tools")
+        "tools: the model's chat template knows none")
   messages = [*map(with_parsed_arguments, body.messages)]
   return tokenizer.encode(tokenizer.apply_chat_template(messages, **variables), False)
 
@@ -141,10 +141,6 @@ class ResponseBuilder:
     chat = "chat.completion.chunk" if self.body.stream else "chat.completion"
     texts = {"text": [choice["text"] for choice in choices]} if self.kind == "generate" else {}
     return {**self.head, "object": chat if self.chat else "text_completion", "choices": choices, **texts}
-
-  def role(self, index: int) -> dict[str, Any]:
-    """Return the first choice object of a chat's stream."""
-    return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
   def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
     """Return a choice object with a completion's text and tokens, or with its new ones in a stream."""

@@ -40,7 +40,7 @@ def merged_definitions(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-  """Return a message whose tool calls have arguments as objects, as chat templates expect. OpenAI's are JSON texts."""
+  """Return a message whose tool calls have arguments as objects, as chat templates expect, instead of JSON."""
   calls = message.get("tool_calls")
   if not calls: return message
   try: return {**message, "tool_calls": [{**call, "function": {
