@@ -10,7 +10,7 @@ import numpy as np
 from sentencepiece import SentencePieceProcessor
 
 from tinyvllm import __version__
-from tinyvllm.config import ModelConfig, check, logger
+from tinyvllm.config import InputError, ModelConfig, check, logger
 from tinyvllm_extra.flags import setup_logging
 from tinyvllm_extra.packages import optional
 
@@ -209,7 +209,7 @@ def read(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
       sizes = [reader.number("Q") for _ in range(reader.number("I"))]
       found.append((name, (*reversed(sizes),), reader.number("I"), reader.number("Q")))
   except (EOFError, LookupError, UnicodeDecodeError, struct.error) as e:
-    raise ValueError(f"{path} is not a readable GGUF file, or is cut short: at byte {reader.at} of {size}: {e}") from e
+    raise InputError(f"{path} is not a readable GGUF file, or is cut short: at byte {reader.at} of {size}: {e}") from e
   alignment = kv.get("general.alignment", 32)
   check(type(alignment) is int and alignment > 0, f"{path}: general.alignment={alignment!r}; expected a power of two")
   start = -(-reader.at // alignment) * alignment
@@ -414,7 +414,7 @@ def tokenizer(path: pathlib.Path, kv: dict[str, Any], vocab_size: int) -> dict[s
       says["added_tokens_decoder"] = {str(i): {"content": tokens[i], "special": False} for i in own}
     return {name: make(config), "tokenizer_config.json": json.dumps(says).encode()}
   except Exception as e:   # the libraries fail in many ways
-    raise ValueError(f"{path}: expected a vocabulary of the kind {kind} in tokenizer.ggml: {e}") from e
+    raise InputError(f"{path}: expected a vocabulary of the kind {kind} in tokenizer.ggml: {e}") from e
 
 
 # The folder
@@ -439,7 +439,7 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
       folder.parent.mkdir(parents=True, exist_ok=True)
       if folder.is_dir(): folder.rmdir()
       made.replace(folder)
-  except OSError as e: raise ValueError(f"{folder}: {e.strerror}") from e
+  except OSError as e: raise InputError(f"{folder}: {e.strerror}") from e
   return folder
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from tinygrad import dtypes, nn
 
 from tinyvllm.batch import DRAFT_ROWS, Step, bucket
-from tinyvllm.config import EngineConfig, ModelConfig, Options, check, logger
+from tinyvllm.config import EngineConfig, InputError, ModelConfig, Options, check, logger
 from tinyvllm.device import cpu_cores
 from tinyvllm.llama import Llama
 from tinyvllm.request import SamplingParams, Sequence
@@ -116,7 +116,7 @@ class Speculation:
   """Of an engine: who drafts, which drafts a step checks, and what has come of them."""
   def __init__(self, config: dict[str, Any]):
     try: self.config = SpeculativeConfig(**config)
-    except ValueError as e: raise ValueError(f"speculative_config={config!r}: {e}") from e
+    except InputError as e: raise InputError(f"speculative_config={config!r}: {e}") from e
     self.draft_time = 0.0   # of a draft model's step
     self.runners: list[Runner] = []   # the draft model's, if there is one
     self.totals = collections.Counter(num_drafts=0, num_draft_tokens=0, num_accepted_tokens=0)
