@@ -11,7 +11,7 @@ from tinyvllm import __version__, config, device, llama
 
 LIMIT = 90   # timeout of a backend's process in seconds
 BUFFER = 2**28   # maximum bytes of the weights that the bandwidth test reads
-INPUTS = 4096    # columns of these weights
+INPUTS = 4096    # columns of the weights
 GIB = 2**30
 DTYPES = ["float32", "float16", "bfloat16"]
 # Bits per weight of the layers' matrices, with the scales and offsets that 32 weights share

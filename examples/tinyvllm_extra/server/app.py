@@ -33,12 +33,12 @@ class ServerConfig(Options):
   api_key: str | None = None                              # API key of clients (default: the variable TINYVLLM_API_KEY)
   served_model_name: str | None = None                    # model name in the API (default: the folder's name)
   max_queue: Annotated[int, 0, 2**31 - 1] = 256           # maximum number of waiting sequences; beyond it: HTTP 429
-  request_timeout: Annotated[float | int | None, 0.001, 2**31] = None   # seconds after which a request is aborted
+  request_timeout: Annotated[float | int | None, 0.001, 2**31] = None   # seconds until a request aborts (default: none)
   shutdown_timeout: Annotated[float | int, 0, 2**31] = 30   # seconds that requests may take to finish after a signal
   max_body_size: Annotated[int, 1, 2**40] = 2**22         # maximum size of a request's body in bytes
   stream_interval: Annotated[int, 1, 2**31] = 1           # minimum number of new tokens per stream event
-  allowed_origins: Annotated[list | None, str] = None     # origins of other web pages that may use the API (CORS)
-  prefix_cache_file: str | None = None                    # file that keeps the prefix cache between runs
+  allowed_origins: Annotated[list | None, str] = None     # web pages that may use the API (CORS; default: none)
+  prefix_cache_file: str | None = None                    # file of a saved prefix cache (default: none)
 
 
 class Gate:
