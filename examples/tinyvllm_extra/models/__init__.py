@@ -1,5 +1,5 @@
-"""Architectures beyond the core's. To add one, write models/NAME.py with a subclass of llama.Model (or of llama.Llama, if
-only its layers differ) and a function that reads its config.json:
+"""Architectures beyond the core's. To add one, write models/NAME.py with a class like llama.Llama (or a subclass, if only
+its layers differ) and a function that reads its config.json:
 
   def read_phi(hf_config, path):
     return ModelConfig.from_hf({**hf_config, "architectures": ["LlamaForCausalLM"]}, path), Phi
@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from tinyvllm.config import ModelConfig
-from tinyvllm.llama import Model
+from tinyvllm.llama import Llama
 
-MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, type[Model]]]] = {}
+MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, type[Llama]]]] = {}
 
 
-def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Model]] | None:
+def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Llama]] | None:
   """The config and the class of an architecture in MODELS; None: the core may know it."""
   architecture = next(iter(hf_config.get("architectures") or []), None)
   return MODELS[architecture](hf_config, path) if architecture in MODELS else None
