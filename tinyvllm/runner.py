@@ -189,7 +189,7 @@ class Runner:
     words, graph = self.graphs.get(step.key) or self._new_graph(step)
     self._refresh_block_tables(step)
     upload(words, step.words)
-    if getattr(graph, "cnt", 0) == 2: tensors = self.backend.run_graph(self, graph, step.key)   # TinyJit's: captured
+    if getattr(graph, "cnt", 0) >= 2: tensors = self.backend.run_graph(self, graph, step.key)   # TinyJit's: captured
     else:   # as one graph, of kernels with at most 8 buffers: WebGPU's limit
       with exclusive, Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8):
         tensors = self.backend.run_graph(self, graph, step.key)
