@@ -16,8 +16,9 @@ import pytest
 from reference import ENGINE, check_invariants, tiny_model
 from server import wait_until
 
-from tinyvllm import SamplingParams, runner
+from tinyvllm import SamplingParams, engine, runner
 from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.server.async_engine import StepError
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
@@ -346,7 +347,7 @@ def test_a_failing_step_fails_those_in_it_and_no_others(llm, monkeypatch, error)
   results = finish(run())
   assert len({*failed}) == 4, "four run at once"
   for i, result in enumerate(results):
-    if str(i) in failed: assert type(result) is RuntimeError and "boom" in str(result), repr(result)
+    if str(i) in failed: assert type(result) is StepError and "boom" in str(result), repr(result)
     else: assert result == expected(llm, PROMPTS[i], greedy(30))
   assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later ones work"
 
@@ -362,19 +363,19 @@ def test_a_stream_interval_gives_fewer_pieces_of_the_same_text(llm, monkeypatch)
 
 
 def test_a_step_that_cannot_be_prepared_fails_those_in_it_and_no_others(llm, monkeypatch):
-  pack, failed = llm.llm.pack, []
+  build_step, failed = engine.build_step, []
 
-  def faulty(batch, **rest):
+  def faulty(batch, runner):
     if not failed and len(batch) == 2 and all(s.num_generated > 2 for s in batch):
       failed.extend(s.request_id for s in batch)
       raise ValueError("boom")
-    return pack(batch, **rest)
-  monkeypatch.setattr(llm.llm, "pack", faulty)
+    return build_step(batch, runner)
+  monkeypatch.setattr(engine, "build_step", faulty)
 
   async def run():
     jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS[:2])]
     return await together(llm, *jobs, return_exceptions=True)
-  assert all(type(result) is RuntimeError and "boom" in str(result) for result in finish(run())) and len(failed) == 2
+  assert all(type(result) is StepError and "boom" in str(result) for result in finish(run())) and len(failed) == 2
   assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later ones work"
 
 
