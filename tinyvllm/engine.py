@@ -9,8 +9,7 @@ from tinygrad import dtypes, helpers, nn
 from .backend import Backend, Devices, cpu_cores, exclusive, open_device
 from .config import EngineConfig, InputError, ModelConfig, check, extension, has_extension, logger
 from .llama import find_model, open_checkpoint
-from .request import (SAMPLING_FIELDS, CompletionOutput, Proposer, RequestMetrics, RequestOutput, SamplingParams,
-                      Sequence)
+from .request import CompletionOutput, Proposer, RequestMetrics, RequestOutput, SamplingParams, Sequence
 from .runner import Results, Runner, Step, build_step
 from .scheduler import BlockManager, Scheduler
 from .tokenizer import Cursor, TextStream, Tokenizer
@@ -41,16 +40,17 @@ class Request:
   def _completion(self, stream: TextStream, delta: bool) -> CompletionOutput:
     stream.update()
     seq = stream.seq
-    available = stream.available
-    start = stream.delivered if delta else Cursor(0, seq.num_prompt, None)
-    if delta: stream.delivered = available
+    start, end = stream.delivered if delta else Cursor(0, seq.num_prompt, None), stream.available
+    if delta: stream.delivered = end
     logprobs, total = seq.processor.output_logprobs(seq, start.num_tokens) if seq.processor else (None, None)
-    return CompletionOutput(seq.index, stream.text[start.num_characters:available.num_characters],
+    return CompletionOutput(seq.index, stream.text[start.num_characters:end.num_characters],
                             seq.tokens[start.num_tokens:], total, logprobs, seq.finish_reason, seq.stop_reason)
 
 
 class LoadedModel:
   """A model on its devices with its KV cache, and what belongs to it."""
+  proposer: Proposer | None = None
+
   def __init__(self, path: pathlib.Path, config: EngineConfig, backend: Backend | None):
     started = time.perf_counter()
     open_device()
@@ -62,45 +62,38 @@ class LoadedModel:
     checkpoint = open_checkpoint(path)
     self.model_config, model_class = find_model(checkpoint.hf_config, path)   # of the whole model
     self.tokenizer = checkpoint.tokenizer()
-    defaults = checkpoint.generation_config if config.generation_config == "auto" else {}
-    names = (*SAMPLING_FIELDS, "repetition_penalty")
-    self.sampling_defaults = {name: defaults[name] for name in names if defaults.get(name) is not None}
-    self.config = config = with_defaults(config, self.model_config, backend)
-    model = model_class(self.model_config, getattr(dtypes, config.dtype), backend, devices)
+    self.sampling_defaults = checkpoint.sampling_defaults() if config.generation_config == "auto" else {}
+    self.config = with_defaults(config, self.model_config, backend)
+    model = model_class(self.model_config, getattr(dtypes, self.config.dtype), backend, devices)
     checkpoint.load(model, config.quantization)
     weights = sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
-    logger.info(f"loaded {path.name} in {config.dtype} on {', '.join(devices.names)} in "
-                f"{time.perf_counter() - started:.1f} s; a step takes {config.max_num_batched_tokens} tokens")
+    logger.info(f"loaded {path.name} in {self.config.dtype} on {', '.join(devices.names)} in "
+                f"{time.perf_counter() - started:.1f} s; a step takes {self.config.max_num_batched_tokens} tokens")
     num_bytes = max(0, int(free * config.gpu_memory_utilization - weights))
-    new_runner = functools.partial(Runner, model, config)
-    self.proposer: Proposer | None = None
-    self.runners = []   # the model's, and a draft model's if there is one
+    new_runner = functools.partial(Runner, model, self.config)
     if config.speculative_config is None: self.runners = [new_runner(num_bytes)]
     else: self.proposer, self.runners = extension("speculation").open_proposer(self, new_runner, num_bytes)
-    self.runner = self.runners[0]
+    self.runner = self.runners[0]   # the second one, if there is one, runs a draft model
 
 
 def with_defaults(config: EngineConfig, model: ModelConfig, backend: Backend) -> EngineConfig:
-  """Fill in what depends on the model and the device. Raises InputError for limits that do not fit the model or each other."""
+  """Fill in what depends on the model and the device. Raises InputError for limits that do not fit these."""
   limit = model.max_position_embeddings
   max_model_len = config.max_model_len or limit
   check(max_model_len <= limit, f"max_model_len={max_model_len} must be at most the model's {limit}")
-  num_seqs = config.max_num_seqs
   # On a CPU 512 tokens take a second, in which no running sequence gets a token
-  budget = config.max_num_batched_tokens or max(num_seqs, 128 if cpu_cores() else 512)
-  fit = backend.largest_tensor() // (4 * model.vocab_size)   # rows of float32 logits in a tensor
-  budget = min(budget, 1 << fit.bit_length() - 1)
-  check(num_seqs <= budget, f"max_num_seqs={num_seqs} must be at most max_num_batched_tokens={budget}: each running "
-        "sequence gets a token in each step")
-  return dataclasses.replace(config, max_model_len=max_model_len, max_num_batched_tokens=budget,
-                             dtype=backend.pick_dtype(config.dtype))
+  budget = config.max_num_batched_tokens or max(config.max_num_seqs, 128 if cpu_cores() else 512)
+  max_rows = backend.largest_tensor() // (4 * model.vocab_size)   # of float32 logits in a tensor
+  budget = min(budget, 1 << max_rows.bit_length() - 1)
+  check(config.max_num_seqs <= budget, f"max_num_seqs={config.max_num_seqs} must be at most max_num_batched_tokens="
+        f"{budget}: a running sequence gets a token in each step")
+  dtype = backend.pick_dtype(config.dtype)
+  return dataclasses.replace(config, max_model_len=max_model_len, max_num_batched_tokens=budget, dtype=dtype)
 
 
 def from_extension(module: str, name: str) -> Any:
   """A method that is a function of the extension, whose first parameter is the engine."""
-  def method(self: "LLMEngine", *args: Any, **kwargs: Any) -> Any:
-    return getattr(extension(module), name)(self, *args, **kwargs)
-  return method
+  return lambda self, *args, **kwargs: getattr(extension(module), name)(self, *args, **kwargs)
 
 
 def check_ids(name: str, ids: Any, vocab_size: int) -> None:
@@ -161,14 +154,12 @@ class LLMEngine(LoadedModel):
     stop_ids = {*(() if params.ignore_eos else model.eos_token_ids), *(params.stop_token_ids or ())}
     max_len = min(self.max_model_len, len(ids) + params.max_tokens)   # type: ignore[operator]   # by now an int
     metrics = RequestMetrics()
-
-    def sample(i: int) -> Sequence:
-      processor = extension("logits").Processor(params, self.tokenizer, model) if params.needs_processor else None
-      return Sequence(request_id=request_id, tokens=[*ids], params=params, seed=seed + i, index=i, max_len=max_len,
-                      order=(priority, next(self._arrivals)), stop_ids=stop_ids, metrics=metrics, processor=processor)
-    first, *others = map(sample, range(params.n))
-    first.siblings += others
-    return Request(request_id, text, metrics, [TextStream(self.tokenizer, seq) for seq in (first, *others)])
+    def processor(): return extension("logits").Processor(params, self.tokenizer, model) if params.needs_processor else None
+    samples = [Sequence(request_id=request_id, tokens=[*ids], params=params, seed=seed + i, index=i, max_len=max_len,
+                        order=(priority, next(self._arrivals)), stop_ids=stop_ids, metrics=metrics,
+                        processor=processor()) for i in range(params.n)]
+    samples[0].siblings += samples[1:]
+    return Request(request_id, text, metrics, [TextStream(self.tokenizer, seq) for seq in samples])
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """The text of a prompt, None if it was given as token ids, and its token ids."""
@@ -194,10 +185,9 @@ class LLMEngine(LoadedModel):
     """End a request with finish_reason "abort". Ignores one that has finished or never existed."""
     with self.driving():
       if self._stepping.locked(): return self._abandoned.append(request_id)   # garbage collection closed its stream
-      request = self.requests.pop(request_id, None)
-      if request is None: return
+      request: Any = self.requests.pop(request_id, None)
       self._updated.pop(request, None)
-      for seq in request.sequences:
+      for seq in request.sequences if request else ():
         if not seq.finish_reason: self.scheduler.finish(seq, "abort")
 
   def has_unfinished_requests(self) -> bool: return bool(self.requests)
@@ -224,8 +214,8 @@ class LLMEngine(LoadedModel):
       finished = [request for request in self._updated if request.finished]
       for request in finished: self.requests.pop(request.request_id, None)   # an interrupted step may have done so
       self._updated.clear()
-      self.scheduler.counters.update(   # type: ignore[call-overload]   # seconds are a float
-        steps=1, requests_finished=len(finished), seconds=time.perf_counter() - started)
+      seconds: Any = time.perf_counter() - started
+      self.scheduler.counters.update(steps=1, requests_finished=len(finished), seconds=seconds)
       return outputs
 
   def _step_sync(self) -> None:
@@ -237,21 +227,19 @@ class LLMEngine(LoadedModel):
   def _step_async(self) -> None:
     """The same, but a step is built while the device runs the one before, whose results come next."""
     self._find_stops()
-    if any(self._needs_sync(seq) for seq in self.scheduler.running): self._wait()   # for all, or they would alternate
+    if self._in_flight and any(self._needs_sync(seq) for seq in self.scheduler.running):   # all, or they would alternate
+      self._update(self._in_flight())
+      self._in_flight = None
     step = self._build_step()
-    launched = self.runner.launch(step) if step and self.runner.backend.reads_early else None
+    launched = self.runner.launch(step) if step and self.backend.reads_early else None
     results = self._in_flight() if self._in_flight else None
     self._in_flight = launched or (self.runner.launch(step) if step else None)
     if results: self._update(results)
 
   def _needs_sync(self, seq: Sequence) -> bool:
     """Whether its next token depends on one that the host has not read."""
-    if not seq.num_in_flight: return False
-    return bool(seq.processor and seq.processor.depends_on_output or self.proposer and self.proposer.needs_sync(seq))
-
-  def _wait(self) -> None:
-    if self._in_flight: self._update(self._in_flight())
-    self._in_flight = None
+    waits = seq.processor and seq.processor.depends_on_output or self.proposer and self.proposer.needs_sync(seq)
+    return bool(seq.num_in_flight and waits)
 
   def _build_step(self) -> Step | None:
     batch = self.scheduler.schedule()

@@ -82,7 +82,7 @@ class Vocabulary:
       if model.IsByte(i): return bytes([int(model.IdToPiece(i)[1:-1], 16)])   # <0x0A>
       return b"" if model.IsUnknown(i) else model.IdToPiece(i).replace("\u2581", " ").encode()
     self.tokens = [spelling(i) for i in range(model.GetPieceSize())]
-    self.special_token_ids = list(tokenizer.specials)
+    self.special_token_ids = list(tokenizer.special_ids)
     self.guide: Any = None
 
   def __call__(self, text: str) -> list[int]: return self.guide.greedy_tokenize(text)
