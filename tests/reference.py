@@ -350,11 +350,11 @@ def token_rows(positions: Any, rows: Any, blocks: Any, block_size: int, max_bloc
   """A step's tokens as kernels read them: each in its block, at its position's place there."""
   from tinyvllm.runner import TILE, TOKENS
   positions, rows, blocks = (np.asarray(x) for x in (positions, rows, blocks))
-  fields = {"id": 0 * positions, "position": positions, "row": rows, "block": blocks,
-            "entry": rows * max_blocks + positions // block_size, "tile": np.full(len(positions), -1)}
+  fields = {"id": 0 * positions, "position": positions, "slot": rows, "block": blocks,
+            "table_index": rows * max_blocks + positions // block_size, "query_tile": np.full(len(positions), -1)}
   runs = np.split(np.arange(len(positions)), np.flatnonzero((np.diff(rows) != 0) | (np.diff(positions) != 1)) + 1)
   tiles = [run[i:i + TILE] for run in runs for i in range(0, len(run), TILE)]
-  fields["tile"][:len(tiles)] = [tile[0] * TILE + len(tile) - 1 for tile in tiles]
+  fields["query_tile"][:len(tiles)] = [tile[0] * TILE + len(tile) - 1 for tile in tiles]
   return np.stack([fields[name] for name in TOKENS.dtype.names]).astype(np.int32)   # (fields, T)
 
 
@@ -474,5 +474,5 @@ def set_overlap(monkeypatch: Any, runner: Any, overlaps: str) -> None:
     values = tensor.tolist()
     return lambda: values
   monkeypatch.setattr(runner, "is_async", bool(overlaps))
-  monkeypatch.setattr(runner, "reads_early", overlaps == "early")
-  if overlaps == "early": monkeypatch.setattr(runner, "start_reading", start_reading)
+  monkeypatch.setattr(runner.backend, "reads_early", overlaps == "early")
+  if overlaps == "early": monkeypatch.setattr(runner.backend, "start_reading", start_reading)

@@ -49,7 +49,7 @@ def nothing_is_left(request):
 def launches(llm, monkeypatch):
   """The ids of the requests that each step gives a token, as steps begin."""
   found, launch = [], llm.llm.runner.launch
-  monkeypatch.setattr(llm.llm.runner, "launch", lambda step: (found.append([s.request_id for s, *_ in step.targets]),
+  monkeypatch.setattr(llm.llm.runner, "launch", lambda step: (found.append([row.seq.request_id for row in step.rows]),
                                                               launch(step))[1])
   return found
 
@@ -227,7 +227,7 @@ def test_one_that_takes_anothers_id_and_leaves_at_once_does_not_end_that(llm):
   async def run():
     stream = llm.generate("the cat", LONG, request_id="mine")
     await anext(stream)
-    task = asyncio.create_task(anext(llm.stream([llm.llm.request("mine", "the cat", greedy())])))
+    task = asyncio.create_task(anext(llm.stream([llm.llm.make_request("mine", "the cat", greedy())])))
     await asyncio.sleep(0)   # it has asked, and has no answer yet
     task.cancel()
     with pytest.raises((asyncio.CancelledError, ValueError)): await task
@@ -333,8 +333,8 @@ def test_a_failing_step_fails_those_in_it_and_no_others(llm, monkeypatch, error)
   launch, failed = llm.llm.runner.launch, []
 
   def faulty(step):
-    ids = [s.request_id for s, *_ in step.targets]
-    if not failed and len(ids) == 4 and all(s.num_generated > 2 for s, *_ in step.targets):
+    ids = [row.seq.request_id for row in step.rows]
+    if not failed and len(ids) == 4 and all(row.seq.num_generated > 2 for row in step.rows):
       failed.extend(ids)
       raise error
     return launch(step)
@@ -419,7 +419,7 @@ def test_an_upload_that_waits_for_the_device_keeps_nobody_waiting(llm, monkeypat
   async def main():
     first = asyncio.create_task(collect(llm, "the cat", greedy(3)))
     await asyncio.to_thread(uploads.wait, 60)
-    for call in (lambda: llm.llm.request("mine", "the cat", greedy(3)), llm.llm.get_metrics, lambda: llm.abort("none")):
+    for call in (lambda: llm.llm.make_request("mine", "the cat", greedy(3)), llm.llm.get_metrics, lambda: llm.abort("none")):
       await asyncio.wait_for(asyncio.to_thread(call), 20)
     second = asyncio.create_task(collect(llm, "the dog", greedy(3)))
     await asyncio.sleep(0)   # it is asked for

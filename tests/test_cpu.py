@@ -14,8 +14,9 @@ from tinygrad.engine import realize
 from tinygrad.engine.realize import get_graph_runtime
 from tinygrad.uop.ops import KernelInfo
 from tinyvllm_extra.kernels import tinygrad_patches as kernels
+from tinyvllm_extra.kernels.cpu import find_compiler
 
-from tinyvllm import LLM, backend as device
+from tinyvllm import LLM
 from tinyvllm.backend import cpu_cores, open_device
 from tinyvllm_extra.kernels.matmul import Linear, pack
 
@@ -208,9 +209,9 @@ def test_the_compiler_is_what_cc_names_but_not_gcc_or_clang_on_the_path_or_besid
     monkeypatch.setenv("PATH", str(tmp_path / path) if path else "/nowhere")
     monkeypatch.delenv("CC", raising=False)
     if cc is not None: monkeypatch.setenv("CC", cc)
-    assert device.find_compiler() == (found if found.startswith("/") else str(tmp_path / found)), (cc, path)
+    assert find_compiler() == (found if found.startswith("/") else str(tmp_path / found)), (cc, path)
   (tmp_path / "beside" / "clang").unlink()
   monkeypatch.setenv("PATH", "/nowhere")
   for cc in ("gcc", "echo"):   # echo: as open_device leaves it where there is none
     monkeypatch.setenv("CC", cc)
-    assert device.find_compiler() is None
+    assert find_compiler() is None

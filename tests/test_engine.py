@@ -25,7 +25,8 @@ from reference import (
 
 import tinyvllm
 from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams
-from tinyvllm.runner import TILE, TOKENS, next_power_of_two
+from tinyvllm.request import SamplerMode
+from tinyvllm.runner import NUM_WORDS, TILE, TOKENS, next_power_of_two
 from tinyvllm.scheduler import BlockManager
 
 BS = ENGINE["block_size"]
@@ -171,7 +172,7 @@ def test_a_long_prompt_never_stalls_running_streams(llm):
 
 
 def test_the_number_of_graphs_is_constant_after_warm_up(llm, monkeypatch):
-  monkeypatch.setattr("tinyvllm.runner.OFTEN", 0)   # each shape is captured when it is met
+  monkeypatch.setattr("tinyvllm_extra.graphs.OFTEN", 0)   # each shape is captured when it is met
   jobs = [tokens(*prompt(1 + i, i)) for i in range(24)]
   llm.generate(jobs, greedy(9))
   for n in (1, 2, 4, 8, 16): llm.generate(tokens(*prompt(n)), greedy(1))
@@ -179,8 +180,7 @@ def test_the_number_of_graphs_is_constant_after_warm_up(llm, monkeypatch):
   llm.generate(jobs[::-1], [greedy(1 + i % 7) for i in range(24)])
   llm.generate([tokens(*prompt(90))] * 7, greedy(11))
   assert len(llm.runner.graphs) == before
-  def plain(shape): return not (shape.sampler or shape.logprobs or shape.edits or shape.masked)
-  assert sum(map(plain, llm.runner.graphs)) == 5
+  assert sum(key.sampler_mode == SamplerMode.GREEDY and key.plan is None for key in llm.runner.graphs) == 5
 
 
 def test_few_sizes_hold_all_numbers_of_tokens():
@@ -215,11 +215,11 @@ def test_steps_that_overlap_tell_the_same_story(any_llm, monkeypatch):
                                             ("early", ["launch", "read", "record"])])
 def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_recorded(llm, monkeypatch, overlaps, order):
   set_overlap(monkeypatch, llm.runner, overlaps)
-  told, record = [], llm._record
+  told, record = [], llm._update
   def noted(name, call): return lambda *args: (told.append(name), call(*args))[1]
   launch = noted("launch", llm.runner.launch)
   monkeypatch.setattr(llm.runner, "launch", lambda step: noted("read", launch(step)))
-  monkeypatch.setattr(llm, "_record", noted("record", record))
+  monkeypatch.setattr(llm, "_update", noted("record", record))
   before = llm.get_metrics()
   llm.generate(tokens(*prompt(5)), greedy(4))
   assert told == ["launch", *order * 3, "read", "record"], "a record is of the step before"
@@ -576,7 +576,7 @@ def test_two_first_callers_of_generate_get_one_engine(folder, monkeypatch):
       made.append(args)
       time.sleep(0.2)
       super().__init__(*args, **ENGINE)
-  monkeypatch.setattr("tinyvllm.engine.shared", functools.cache(Counted))
+  monkeypatch.setattr("tinyvllm.engine.shared_llm", functools.cache(Counted))
   threads = [threading.Thread(target=tinyvllm.generate_stream, args=("Hello", folder), daemon=True) for _ in range(3)]
   for thread in threads: thread.start()
   for thread in threads: thread.join(60)
@@ -917,15 +917,15 @@ def test_tiles_have_each_token_once_and_are_of_one_sequence(tmp_path, monkeypatc
             max_model_len=400, num_gpu_blocks_override=200)
   launch, seen = llm.runner.launch, []
   def checked(step):
-    T = step.shape.tokens
-    fields = dict(zip(TOKENS.dtype.names, step.array[:16 * T].reshape(16, T).tolist(), strict=False))
-    tiles = list(itertools.takewhile(lambda tile: tile >= 0, fields["tile"]))
-    assert set(fields["tile"][len(tiles):]) <= {-1} and len(tiles) <= T // TILE + llm.config.max_num_seqs
+    T = step.key.num_tokens
+    fields = dict(zip(TOKENS.dtype.names, step.words[:NUM_WORDS * T].reshape(NUM_WORDS, T).tolist(), strict=False))
+    tiles = list(itertools.takewhile(lambda tile: tile >= 0, fields["query_tile"]))
+    assert set(fields["query_tile"][len(tiles):]) <= {-1} and len(tiles) <= T // TILE + llm.config.max_num_seqs
     spans = [range(tile // TILE, tile // TILE + tile % TILE + 1) for tile in tiles]
     real = sum(len(places) for places in step.computed.values())
     assert sorted(itertools.chain(*spans)) == [*range(real)]
     for span in spans:
-      assert len({fields["row"][i] for i in span}) == 1
+      assert len({fields["slot"][i] for i in span}) == 1
       assert [fields["position"][i] for i in span] == [fields["position"][span[0]] + i for i in range(len(span))]
     seen.append([len(span) for span in spans])
     return launch(step)

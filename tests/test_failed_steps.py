@@ -192,7 +192,7 @@ def test_a_failed_step_loses_no_log_probability(engine, monkeypatch, overlaps, p
       assert got.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("place", ["schedule", "advance", "update"])
+@pytest.mark.parametrize("place", ["schedule", "start_step", "update"])
 def test_a_stream_collected_within_a_step_ends_with_the_next(small_engine, folder, monkeypatch, overlaps, place):
   """A garbage collection closes it wherever it happens to run, in another request's step too."""
   stream = small_engine.generate_stream(tokens(prompt(6, overlaps, place)), greedy(9))
@@ -305,9 +305,9 @@ def test_what_could_not_be_told_is_told_by_the_next_step(engine, folder, monkeyp
   for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
   made = tinyvllm.engine.Request.output
   for ends in ("a", "b"):
-    def output(request, news=False, ends=ends):
+    def output(request, delta=False, ends=ends):
       if request.request_id == ends and request.finished: raise Failed("output")
-      return made(request, news)
+      return made(request, delta)
     last = {}
     with monkeypatch.context() as patched:
       patched.setattr(tinyvllm.engine.Request, "output", output)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from reference import ENGINE, reference_greedy, reference_logits, tiny_model
-from tinygrad import dtypes, nn
+from tinygrad import nn
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
-from tinyvllm.runner import allocate_caches
+from tinyvllm.runner import allocate_kv_caches
 
 BS = ENGINE["block_size"]
 NARROW = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # each sampler's graph compiles for seconds
@@ -622,32 +622,41 @@ def test_a_number_of_samples_that_will_not_do_is_refused_by_name(n):
   assert re.search(r"\bn=", str(e.value)) and repr(n) in str(e.value), str(e.value)
 
 
-def test_the_pool_takes_all_sequences_at_their_full_length_or_what_fits_but_one_at_least(folder, llm, monkeypatch):
+@pytest.fixture
+def set_free_memory(llm, monkeypatch):
+  """Sets the bytes that the device has free."""
+  kind = type(llm.backend)
+  return lambda num_bytes: monkeypatch.setattr(kind, "free_memory", lambda backend, device: num_bytes)
+
+
+def test_the_pool_takes_all_sequences_at_their_full_length_or_what_fits_but_one_at_least(folder, llm, set_free_memory):
   """Block 0, which takes padding's writes, holds nobody's tokens: it is one more in either case."""
   one = ENGINE["max_model_len"] // BS
   assert llm.get_metrics()["blocks_free"] == ENGINE["max_num_seqs"] * one
-  weights = sum(x.nbytes() for x in nn.state.get_parameters(llm.runner.model))
+  weights = sum(x.nbytes() for module in llm.runner.model.modules() for x in nn.state.get_parameters(module))
   block = sum(x.nbytes() for cache in llm.runner.kv_caches for x in cache) // (ENGINE["max_num_seqs"] * one + 1)
   for blocks in (one + 1, one + 5):
-    monkeypatch.setattr("tinyvllm.device.free_memory", lambda device, n=blocks: weights + n * block)
+    set_free_memory(weights + blocks * block)
     engine = LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
     assert engine.get_metrics()["blocks_free"] == blocks - 1 and engine.max_model_len == ENGINE["max_model_len"]
-  monkeypatch.setattr("tinyvllm.device.free_memory", lambda device: weights + one * block)
-  with pytest.raises(ValueError, match=f"lower it to {(one - 1) * BS}"):
+  set_free_memory(weights + one * block)
+  with pytest.raises(ValueError, match=f"lower max_model_len to {(one - 1) * BS},"):
     LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
-  for left in (-1000, 0, block, 2 * block - 1):   # not a block beside block 0: no length would do
-    monkeypatch.setattr("tinyvllm.device.free_memory", lambda device, left=left: weights + left)
-    with pytest.raises(ValueError, match=r"^gpu_memory_utilization=1.0 leaves 0.00 GiB .* a smaller model$"):
+  for left in (-1000, 0, block, 2 * block - 1):   # no block next to the null block: no length fits
+    set_free_memory(weights + left)
+    with pytest.raises(ValueError, match=(r"^max_model_len=128 needs 0.00 GiB of KV cache, but gpu_memory_utilization=1.0 leaves 0.00 GiB: "
+                                          "raise gpu_memory_utilization or choose a smaller model$")):
       LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
 
 
-def test_the_length_that_an_error_at_start_names_does_fit(tmp_path, monkeypatch):
+def test_the_length_that_an_error_at_start_names_does_fit(tmp_path, set_free_memory):
   model = tiny_model(tmp_path, max_position_embeddings=2**17)
-  monkeypatch.setattr("tinyvllm.device.free_memory", lambda device: 20 * 2**20)   # of 32 MiB
+  set_free_memory(20 * 2**20)   # of 32 MiB
   options = {**ENGINE, "block_size": 16, "max_num_seqs": 2}
   del options["max_model_len"]
   with pytest.raises(ValueError, match=r"gpu_memory_utilization") as e: LLM(model, **options)
-  words = r"max_model_len=(\d+) needs ([\d.]+) GiB of KV cache, of ([\d.]+) GiB free: lower it to (\d+)"
+  words = (r"max_model_len=(\d+) needs ([\d.]+) GiB of KV cache, but gpu_memory_utilization=0.9 leaves ([\d.]+) GiB: "
+           r"lower max_model_len to (\d+), raise")
   said = re.search(words, str(e.value))
   assert said and int(said[1]) == 2**17 and float(said[2]) > float(said[3]), str(e.value)
   fits = int(said[4])
@@ -659,7 +668,7 @@ def test_the_length_that_an_error_at_start_names_does_fit(tmp_path, monkeypatch)
 def pool_in(llm):
   """How many blocks, block 0 among them, are made of so many free bytes for texts of 8 blocks."""
   def pool_in(free):
-    caches = allocate_caches(llm.model_config, EngineConfig(block_size=BS), 8 * BS, dtypes.float32, free, None)
+    caches = allocate_kv_caches(llm.runner.model, EngineConfig(block_size=BS, max_model_len=8 * BS), free)
     return caches[0][0].shape[0]
   return pool_in
 
@@ -672,7 +681,7 @@ def block_bytes(llm):
 
 def test_a_text_of_max_model_len_needs_its_blocks_and_block_0(pool_in, block_bytes):
   assert pool_in(9 * block_bytes) == 9
-  with pytest.raises(ValueError, match=f"max_model_len={8 * BS} needs .*: lower it to {7 * BS} or raise"):
+  with pytest.raises(ValueError, match=f"max_model_len={8 * BS} needs .*: lower max_model_len to {7 * BS}, raise gpu"):
     pool_in(9 * block_bytes - 1)
 
 

@@ -11,14 +11,21 @@ from reference import check_pool, check_scheduler
 
 from tinyvllm import SamplingParams
 from tinyvllm.config import EngineConfig
+from tinyvllm.engine import LLMEngine
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import BlockManager, Scheduler
 
 
-def a_sequence(tokens=(1,), order=(0, 0), max_len=64, **options):
+class ReadsOutput:
+  """A LogitsProcessor whose logits depend on the tokens before."""
+  depends_on_output = True
+  def accept(self, token): return False
+
+
+def a_sequence(tokens=(1,), order=(0, 0), max_len=64, processor=None, **options):
   params = SamplingParams(**{"temperature": 0.0, **options})
   return Sequence(request_id=str(order[1]), tokens=list(tokens), params=params, seed=0, order=order, index=order[-1],
-                  stop_ids=frozenset(), max_len=min(max_len, len(tokens) + params.max_tokens))
+                  stop_ids=set(), max_len=min(max_len, len(tokens) + params.max_tokens), processor=processor)
 
 
 class Bench:
@@ -26,13 +33,15 @@ class Bench:
   that is less, as in the engine. caching: the prefix cache. overlaps: a step is read when the next one has been
   scheduled, as on a GPU. unread: the step that has been launched and not read, its tokens and the places that it
   writes."""
+  proposer = None   # as of an engine without one
+
   def __init__(self, blocks=12, block_size=4, seqs=4, budget=8, policy="fcfs", max_len=64, caching=False,
                overlaps=False):
     config = EngineConfig(block_size=block_size, max_num_seqs=seqs, max_num_batched_tokens=budget,
                           max_model_len=max_len, scheduling_policy=policy, enable_prefix_caching=caching)
     self.config, self.overlaps = config, overlaps
     self.blocks = BlockManager(blocks + 1, config)
-    self.max_len = min(max_len, self.blocks.num_tokens)
+    self.max_len = min(max_len, self.blocks.num_free() * block_size)
     self.scheduler = Scheduler(config, self.blocks)
     self.samples = False
     self.all, self.steps, self.content, self.streams = [], 0, {}, {}
@@ -42,7 +51,7 @@ class Bench:
     """Prompts of one family begin alike. reads: what comes next hangs on the token before, which must be known."""
     assert prompt < self.max_len, "the engine refuses it"
     tokens, i = [10_000 * family + j for j in range(prompt)], len(self.all)
-    runs = [a_sequence(tokens, (priority, i, k), self.max_len, max_tokens=n, presence_penalty=0.5 * reads)
+    runs = [a_sequence(tokens, (priority, i, k), self.max_len, ReadsOutput() if reads else None, max_tokens=n)
             for k in range(samples)]
     runs[0].siblings += runs[1:]
     self.samples |= samples > 1
@@ -62,11 +71,11 @@ class Bench:
     """A step as the engine makes it, and what must hold of its batch. fails: "launch", or "record" of the step that is
     read. Returns the batch."""
     scheduler = self.scheduler
-    if any(seq.waits() for seq in scheduler.running):   # then nobody goes on before it is read
+    if any(LLMEngine._needs_sync(self, seq) for seq in scheduler.running):   # then nobody goes on before it is read
       self.read(self.unread)
       self.unread = self.nothing
     running = {*scheduler.running}
-    unread = {s for s in self.unread[1] if s.params.presence_penalty and not s.finish_reason}   # they wait for it
+    unread = {s for s in self.unread[1] if s.processor and not s.finish_reason}   # they wait for it
     decoding = {s for s in running - unread if s.num_remaining == 1 and not s.reached_max_len}
     # None is put off; but one of high priority, or a sample whose prompt is ready, waits for a row and blocks
     later = self.config.scheduling_policy == "priority" or self.samples
@@ -79,13 +88,13 @@ class Bench:
     room = {seq: len(seq.block_table) * self.blocks.block_size for seq in batch}
     assert all(room[seq] >= seq.num_computed + n for seq, n in batch.items()), "tokens without a block"
     check_pool(self.blocks, [seq.block_table for seq in self.all])
-    left_out = {s for s in decoding if s.row is not None and s not in batch}
+    left_out = {s for s in decoding if s.slot is not None and s not in batch}
     assert not left_out, "a running sequence that decodes gets its token, whatever prompts there are"
     assert not unread & {*batch}, "a step that must know a token which nobody has read"
     order = [seq.num_remaining > 1 for seq in batch if seq in running]
     assert order == sorted(order), "decodes before prefills"
     assert not oldest or oldest.reached_max_len or oldest in unread or oldest in batch, "the oldest stands still"
-    assert oldest not in running or oldest.row is not None, "the oldest was preempted"
+    assert oldest not in running or oldest.slot is not None, "the oldest was preempted"
     for seq in batch:
       for i in range(seq.num_computed): assert self.content[self.place(seq, i)] == self.text(seq, i), "not its K and V"
     sampled = {seq: 1000 + seq.length for seq, n in batch.items() if n == seq.num_remaining}
@@ -293,7 +302,7 @@ def test_one_sequence_may_fill_the_pool_and_is_never_preempted(block_size, overl
   before = 0
   while not first.finish_reason:
     bench.step()
-    if not first.reached_max_len: assert first.row is not None and first.num_computed > before, "it goes on in every step"
+    if not first.reached_max_len: assert first.slot is not None and first.num_computed > before, "it goes on in every step"
     before = first.num_computed
   bench.ended_well()
   assert [len(seq.tokens) for seq in (first, *others)] == [12] * 3

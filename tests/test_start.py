@@ -9,22 +9,23 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from reference import ENGINE, reference_greedy, tiny_model
 from server import Server, wait_until
 from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.uop.ops import KernelInfo, Ops
-from tinyvllm_extra.graphs import usual_sizes
+from tinyvllm_extra.graphs import OFTEN, usual_sizes
 from tinyvllm_extra.server import AsyncLLM
-from tinyvllm_extra.kernels import tinygrad_patches as kernels
+from tinyvllm_extra.kernels import layers as traced_layers, make_backend, tinygrad_patches as kernels
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams, backend as device
-from tinyvllm.runner import GraphKey
 from tinyvllm.config import EngineConfig, ModelConfig
-from tinyvllm.llama import Layer
-from tinyvllm.runner import OFTEN, allocate_caches
+from tinyvllm.backend import Devices
+from tinyvllm.request import SamplerMode
+from tinyvllm.runner import GraphKey, allocate_kv_caches
 
 ROOT = Path(tinyvllm.__file__).parents[1]
 
@@ -143,37 +144,38 @@ def fresh(words_folder):
 
 def tokens(n, salt=0): return {"prompt_token_ids": [3 + (7 * i + 5 * salt) % 300 for i in range(n)]}
 def greedy(n): return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
-def need(tokens, rows=1, sampler=0, logprobs=False, edits=0, masked=False):
-  return Shape(tokens, rows, sampler, logprobs, edits, masked)
 
 
 def test_a_step_is_padded_to_a_captured_one_until_it_has_been_met_often(fresh, words_folder):
   llm = fresh()
   llm.generate(tokens(7), greedy(1), use_tqdm=False)
-  assert [shape.tokens for shape in llm.runner.graphs] == [8]
+  assert [key.num_tokens for key in llm.runner.graphs] == [8]
   output = llm.generate(tokens(7), greedy(30), use_tqdm=False)[0]
-  assert [shape.tokens for shape in llm.runner.graphs] == [8, 1], "a stream's own shape is worth a capture in the end"
-  assert llm.runner.met[need(1)] > OFTEN
+  assert [key.num_tokens for key in llm.runner.graphs] == [8, 1], "a stream's own shape is worth a capture in the end"
+  assert llm.runner.requested[GraphKey(1, 1)] > OFTEN
   assert output.outputs[0].token_ids == reference_greedy(words_folder, tokens(7)["prompt_token_ids"], 30)
 
 
 def test_what_would_take_twice_the_time_is_captured_at_once(fresh):
   llm = fresh()
-  assert llm.runner.fit(need(3)) == need(4, 4)
-  llm.runner.graphs[need(32, 8)] = None
-  assert llm.runner.fit(need(1)) == need(1), "32 tokens take over twice the time of one"
-  assert llm.runner.fit(need(20)) == need(32, 8)
-  assert llm.runner.fit(need(20, sampler=1)).sampler == 1, "no greedy step draws tokens"
-  llm.runner.graphs[need(32, 8, sampler=2)] = None
-  assert llm.runner.fit(need(20, sampler=1)) == need(32, 8, sampler=2), "but one that draws can be greedy"
-  assert llm.runner.fit(need(20)) == need(32, 8)
-  assert llm.runner.fit(need(20, rows=20)).rows == 32, "all logits of a prompt"
+  choose_key = llm.runner.choose_key
+  greedy_key, filtered_key = GraphKey(32, 8), GraphKey(32, 8, SamplerMode.FILTERED)
+  assert choose_key(GraphKey(3, 1)) == GraphKey(4, 4)
+  llm.runner.graphs[greedy_key] = None
+  assert choose_key(GraphKey(1, 1)) == GraphKey(1, 1), "32 tokens take more than twice the time of one"
+  assert choose_key(GraphKey(20, 1)) == greedy_key
+  random_key = GraphKey(20, 1, SamplerMode.RANDOM)
+  assert choose_key(random_key).sampler_mode == SamplerMode.RANDOM, "a greedy graph cannot sample"
+  llm.runner.graphs[filtered_key] = None
+  assert choose_key(random_key) == filtered_key, "a sampling graph can also be greedy"
+  assert choose_key(GraphKey(20, 1)) == greedy_key
+  assert choose_key(GraphKey(20, 20)).num_rows == 32, "all logits of a prompt"
 
 
 def test_a_list_is_captured_at_start_and_nothing_is_captured_after(fresh, words_folder):
   llm = fresh(cudagraph_capture_sizes=[32, 8])
   shapes = set(llm.runner.graphs)
-  assert shapes == {need(size, 8, sampler) for size in (8, 32) for sampler in (0, 2)}
+  assert shapes == {GraphKey(size, 8, mode) for size in (8, 32) for mode in (SamplerMode.GREEDY, SamplerMode.FILTERED)}
   params = [greedy(6), SamplingParams(max_tokens=5, seed=1), SamplingParams(max_tokens=4, seed=2, top_p=0.9), greedy(1)]
   prompts = [tokens(n, n) for n in (1, 9, 30, 3)]
   outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -187,7 +189,7 @@ def test_a_list_is_captured_at_start_and_nothing_is_captured_after(fresh, words_
 @pytest.mark.slow
 def test_rare_kinds_are_captured_together(fresh):
   llm = fresh(cudagraph_capture_sizes=[8, 32])
-  assert len(list(llm.capture([8, 32], rare=True))) == 4
+  assert len(list(llm.capture([8, 32], optional=True))) == 4
   shapes = set(llm.runner.graphs)
   for more in ({"logprobs": 3}, {"logit_bias": {5: 2.0}}, {"allowed_token_ids": [5, 6, 7]}, {"frequency_penalty": 1.0},
                {"bad_words": ["the"], "logprobs": 0}):
@@ -222,8 +224,9 @@ def test_on_a_cpu_the_pool_is_the_same_at_the_next_start_and_so_are_the_kernels(
     architectures=["LlamaForCausalLM"]), Path())
   made = []
   monkeypatch.setattr("tinyvllm.runner.Tensor.empty", lambda *shape, **_: made.append(shape) or Tensor(0.0))
-  config = EngineConfig(max_num_seqs=1024)
-  for gib_left in (20, 17.3): allocate_caches(shape, config, length, dtypes.float16, int(gib_left * 2**30), None)
+  config = EngineConfig(max_num_seqs=1024, max_model_len=length)
+  model = SimpleNamespace(config=shape, backend=make_backend(), dtype=dtypes.float16, devices=Devices())
+  for gib_left in (20, 17.3): allocate_kv_caches(model, config, int(gib_left * 2**30))
   assert len({tuple(made[:60]), tuple(made[60:])}) == 1
   blocks, heads, dim, size = made[0]
   assert 0.9 * gib * 2**30 <= 60 * blocks * heads * dim * size * 2 <= 1.02 * gib * 2**30
@@ -233,7 +236,7 @@ def test_on_a_cpu_the_pool_is_the_same_at_the_next_start_and_so_are_the_kernels(
 
 def test_one_trace_serves_all_layers_of_a_kind_which_read_their_own(fresh, words_folder, monkeypatch):
   traced = Counter()
-  kept = vars(Layer)["__call__"]
+  kept = traced_layers.call_layer
   monkeypatch.setattr(kept, "fxn", lambda layer, *args, trace=kept.fxn: traced.update([layer]) or trace(layer, *args))
   for kinds in (1, 2):
     llm = fresh()
@@ -285,15 +288,15 @@ def test_plain_matrices_and_norms_give_the_same(tmp_path, options):
   that read each other's sums."""
   folder = tiny_model(tmp_path, dtype="bfloat16", architectures=["Qwen3ForCausalLM"], head_dim=16, attention_bias=True,
                       num_key_value_heads=None, mlp_bias=True, tie_word_embeddings=True)
-  code = ("import sys\nif sys.argv[2:]: sys.modules['tinyvllm_extra.kernels'] = None\n"
-          f"import tinyvllm; llm = tinyvllm.LLM(sys.argv[1], **{({**ENGINE, **options})})\n"
+  code = ("import sys, tinyvllm\nbackend = tinyvllm.Backend() if sys.argv[2:] else None\n"
+          f"llm = tinyvllm.LLM(sys.argv[1], backend=backend, **{({**ENGINE, **options})})\n"
           "output, = llm.generate('ab', tinyvllm.SamplingParams(temperature=0, max_tokens=20), False)\n"
           "print(type(llm.runner.model.norm).__module__, output.outputs[0].token_ids)")
   env = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
   runs = [subprocess.run([sys.executable, "-c", code, str(folder), *more], env=env, capture_output=True, text=True,
                          timeout=120).stdout.split(maxsplit=1) for more in ([], ["without"])]
   modules, ids = zip(*runs, strict=True)
-  assert modules == ("tinyvllm_extra.kernels.matmul", "tinyvllm.llama") and ids[0] == ids[1] and len(ids[0]) > 60
+  assert modules == ("tinyvllm_extra.kernels.matmul", "tinyvllm.backend") and ids[0] == ids[1] and len(ids[0]) > 60
 
 
 def test_ctrl_c_during_captures_is_exit_code_130_and_no_traceback(tmp_path):
@@ -338,12 +341,12 @@ def test_rare_kinds_are_captured_while_there_is_nothing_to_do(words_folder):
   llm = AsyncLLM(words_folder, prepare=True, cudagraph_capture_sizes=[8], max_num_seqs=4, max_num_batched_tokens=8)
   driver = llm._driver
   wait_until(lambda: driver.captures is None, "all is captured")
-  assert {shape.sampler for shape in llm.llm.runner.graphs} == {0, 1, 2} and len(llm.llm.runner.graphs) == 4
+  assert {key.sampler_mode for key in llm.llm.runner.graphs} == {*SamplerMode} and len(llm.llm.runner.graphs) == 4
   assert llm.state == ""
 
 
 def test_a_capture_that_fails_is_logged_and_what_is_asked_is_answered(words_folder, monkeypatch, caplog):
-  def fails(self, sizes=None, rare=False):
+  def fails(self, sizes=None, optional=False):
     yield "preparing 1 of 1"
     raise RuntimeError("out of memory")
   monkeypatch.setattr(LLM, "capture", fails)

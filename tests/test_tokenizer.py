@@ -80,8 +80,8 @@ def streamed(tokenizer, ids, prompt=(), skip=True):
     if i is None: seq.finish_reason = "length"
     else: seq.append(i)
     before = len(stream.text)
-    stream.feed()
-    assert stream.shown == len(stream.text)
+    stream.update()
+    assert stream.available.num_characters == len(stream.text)
     pieces.append(stream.text[before:])
   return pieces
 

@@ -263,8 +263,10 @@ class LLMEngine(LoadedModel):
   def _update(self, results: Results) -> None:
     if results.step.key.plan: extension("logits").record(results, self.tokenizer)
     self.scheduler.counters.update(scheduled=len(results.step.computed))
-    if self.proposer: self.proposer.update(self, results)
-    else: self.append(results.step.computed, {row.seq: token for token, row in results.new_tokens()})
+    if self.proposer: return self.proposer.update(self, results)
+    self.append(results.step.computed, {   # rows of padding are left over
+      row.seq: token for token, row in zip(results.token_ids, results.step.rows, strict=False)
+      if row.position == len(row.seq.tokens) and not row.seq.finish_reason})
 
   def append(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
     """Append a token to each sequence that has one, see Scheduler.update, and end texts with a stop string."""

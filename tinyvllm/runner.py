@@ -1,7 +1,7 @@
 """Runs steps. A step is one int32 array, built by the host with numpy, and a captured graph that reads it; batches are
 padded to few graph shapes. Owns what stays on the device: the KV cache, allocated once, the block tables and the last
 token of each slot."""
-import collections, contextlib, functools, itertools, math
+import functools, itertools, math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -78,11 +78,6 @@ class Results(NamedTuple):
   token_ids: list[int]
   logprobs: list[list[float]]
 
-  def new_tokens(self) -> Iterator[tuple[int, Row]]:
-    """The sampled tokens that come next in their sequences, with their rows."""
-    for token, row in zip(self.token_ids, self.step.rows, strict=False):   # rows of padding are left over
-      if row.position == len(row.seq.tokens) and not row.seq.finish_reason: yield token, row
-
 
 def next_power_of_two(n: int) -> int: return 1 << max(0, n - 1).bit_length()
 
@@ -144,8 +139,9 @@ def allocate_kv_caches(model: Model, config: EngineConfig, num_bytes: int) -> li
   num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
   check(config.num_gpu_blocks_override or fit > per_sequence,
         f"max_model_len={config.max_model_len} needs {per_sequence * block_bytes / 2**30:.2f} GiB of KV cache, but "
-        f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {num_bytes / 2**30:.2f} GiB: lower max_model_len "
-        f"to {max(0, fit - 1) * config.block_size}, raise gpu_memory_utilization or choose a smaller model")
+        f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {num_bytes / 2**30:.2f} GiB: "
+        f"{f'lower max_model_len to {(fit - 1) * config.block_size}, ' if fit > 1 else ''}raise gpu_memory_utilization "
+        "or choose a smaller model")
   check(num_blocks <= limit, f"num_gpu_blocks_override={num_blocks} must be at most {limit} on {Device.DEFAULT}")
   num_tokens = (num_blocks - 1) * config.block_size
   logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens "
@@ -164,11 +160,6 @@ def upload(tensor: Tensor, array: np.ndarray) -> None:
 def zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32).contiguous().realize()
 
 
-def capture(run: Callable[[], Any]) -> Any:
-  """Run a step for the first time, as one graph of kernels with at most 8 buffers, WebGPU's limit."""
-  with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8): return run()
-
-
 class Runner:
   """Launches steps of a model. num_bytes: of each device, for the KV cache."""
   def __init__(self, model: Model, config: EngineConfig, num_bytes: int):
@@ -181,13 +172,10 @@ class Runner:
     self.kv_caches = allocate_kv_caches(model, config, num_bytes)
     self.num_blocks = len(self.kv_caches[0][0])
     self.max_blocks = -(-self.max_model_len // config.block_size)
-    self.max_tokens = next_power_of_two(config.max_num_batched_tokens)   # type: ignore[arg-type]   # by now an int
     self.max_rows = next_power_of_two(config.max_num_seqs)   # of logits; prompt_logprobs may exceed it
     self.block_tables = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last row is the padding's
     self.last_tokens = zeros(config.max_num_seqs + 1)
     self.graphs: dict[GraphKey, tuple[Tensor, Any]] = {}   # the words that each graph reads, and itself
-    self.capture_sizes: list[int] = []   # tokens of the steps captured at startup
-    self.requested: collections.Counter[GraphKey] = collections.Counter()   # how often; for the backend's choice
     self.device_tables: dict[int | None, tuple[int, list[int]]] = {}   # slot -> version and block table on the device
 
   def choose_key(self, key: GraphKey) -> GraphKey:
@@ -199,12 +187,13 @@ class Runner:
   def launch(self, step: Step) -> Callable[[], Results]:
     """Start a step. The returned function waits for its results."""
     words, graph = self.graphs.get(step.key) or self._new_graph(step)
-    captured = getattr(graph, "cnt", 0) == 2   # TinyJit's number of calls
-    with contextlib.nullcontext() if captured else exclusive:
-      self._refresh_block_tables(step)
-      upload(words, step.words)
-      run = functools.partial(self.backend.run_graph, self, graph, step.key)
-      reads = [self.backend.start_reading(tensor) for tensor in (run() if captured else capture(run))]
+    self._refresh_block_tables(step)
+    upload(words, step.words)
+    if getattr(graph, "cnt", 0) == 2: tensors = self.backend.run_graph(self, graph, step.key)   # TinyJit's: captured
+    else:   # as one graph, of kernels with at most 8 buffers: WebGPU's limit
+      with exclusive, Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8):
+        tensors = self.backend.run_graph(self, graph, step.key)
+    reads = [self.backend.start_reading(tensor) for tensor in tensors]
     return lambda: Results(step, *[read() for read in reads])
 
   def _new_graph(self, step: Step) -> tuple[Tensor, Any]:

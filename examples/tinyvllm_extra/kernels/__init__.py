@@ -25,15 +25,15 @@ class FastBackend(backend.Backend):
   Norm = matmul.Norm
   sampler = sampling.Sampler()
 
+  def __init__(self) -> None:
+    self.graph_state = extension("graphs").GraphState()
+
   def kv_layout(self, model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
     return tensor_cores.block_parts(model, config, dtype)
 
   def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
              num_heads: int) -> Tensor:
-    D = 2 * rope.shape[2]
-    KV = (qkv.shape[1] // D - num_heads) // 2
-    q = qkv.unflatten(1, (-1, D))[:, :num_heads].unflatten(1, (KV, -1)).empty_like()
-    return tensor_cores.attend(q, cache, qkv, rope, block_tables, tokens).flatten(1)
+    return tensor_cores.attend(qkv, cache, rope, tokens, block_tables, num_heads)
 
   def run_layers(self, layers_: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
     return layers.run_layers(layers_, x, delta, caches, *inputs)
@@ -49,7 +49,7 @@ class FastBackend(backend.Backend):
     results = graph()
     if is_new:
       Device.default.synchronize()
-      level = logging.DEBUG if runner.capture_sizes else logging.INFO
+      level = logging.DEBUG if self.graph_state.capture_sizes else logging.INFO
       logger.log(level, f"captured a step of {key.num_tokens} tokens in {time.perf_counter() - started:.1f} s, "
                  f"{num_compiled() - num_kernels} new kernels")
     return results
