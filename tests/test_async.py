@@ -18,6 +18,7 @@ from server import wait_until
 
 from tinyvllm import SamplingParams, runner
 from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.server.async_engine import StepError
 
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
@@ -346,7 +347,7 @@ def test_a_failing_step_fails_those_in_it_and_no_others(llm, monkeypatch, error)
   results = finish(run())
   assert len({*failed}) == 4, "four run at once"
   for i, result in enumerate(results):
-    if str(i) in failed: assert type(result) is RuntimeError and "boom" in str(result), repr(result)
+    if str(i) in failed: assert type(result) is StepError and "boom" in str(result), repr(result)
     else: assert result == expected(llm, PROMPTS[i], greedy(30))
   assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later ones work"
 
@@ -374,7 +375,7 @@ def test_a_step_that_cannot_be_prepared_fails_those_in_it_and_no_others(llm, mon
   async def run():
     jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS[:2])]
     return await together(llm, *jobs, return_exceptions=True)
-  assert all(type(result) is RuntimeError and "boom" in str(result) for result in finish(run())) and len(failed) == 2
+  assert all(type(result) is StepError and "boom" in str(result) for result in finish(run())) and len(failed) == 2
   assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later ones work"
 
 
@@ -483,6 +484,7 @@ def test_a_program_that_leaves_a_request_behind_ends_all_the_same():
 import asyncio
 from tinyvllm import SamplingParams
 from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.server.async_engine import StepError
 async def main():
   async for output in AsyncLLM().generate("Hello", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)):
     return print("Hello" + output.outputs[0].text)

@@ -155,7 +155,7 @@ def test_doctor_counts_with_it():
 def test_doctor_is_told_by_the_command_line(monkeypatch, capsys):
   row = {"opens": True, "renderer": "x", "dtype": "float32", "float32": True, "float16": True, "bfloat16": True,
          "free_gib": 8.0, "gb_per_s": 10.0}
-  monkeypatch.setattr("tinyvllm_extra.cli.doctor.ask", lambda *_: row)
+  monkeypatch.setattr("tinyvllm_extra.cli.doctor.run_probe", lambda *_: row)
   counts = []
   for kind in ("auto", "fp8"):
     assert main(["doctor", "--json", "--kv-cache-dtype", kind]) == 0

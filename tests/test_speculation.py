@@ -19,8 +19,8 @@ from test_failed_steps import PLACES, Failed, break_steps, once
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.runner import LOGITS, TOKENS
 from tinyvllm_extra.cli import main
-from tinyvllm_extra.server.server import drafts_of
-from tinyvllm_extra.proposer import Drafter, NGram, SpeculativeConfig
+from tinyvllm_extra.server.metrics import draft_statistics
+from tinyvllm_extra.speculation import Drafter, NGramDrafter, SpeculativeConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 # One graph for all that is asked for
@@ -552,7 +552,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(fake):
   assert accepted == proposed == output.metrics.num_accepted_tokens
 
 
-def test_a_request_counts_the_drafts_of_its_own_samples(fake, monkeypatch):
+def test_a_request_counts_the_draft_statistics_its_own_samples(fake, monkeypatch):
   engine, model = fake()
   oracle, count, params, ids = Oracle(monkeypatch), Counts(engine), sampled(40, seed=3, n=2), prompt(6, "own")
   for i in range(2): oracle.streams.append([*ids, *model.text(ids, params, 3 + i, 40)[0]])
@@ -1150,9 +1150,9 @@ class TestDraftModel:
       LLM(words_folder, **ENGINE, speculative_config={"num_speculative_tokens": 2, **config})
 
   def test_the_servers_line_of_the_log_tells_of_drafts(self):
-    assert drafts_of({"steps": 5}) == drafts_of({"spec_decode_num_draft_tokens": 0}) == ""
+    assert draft_statistics({"steps": 5}) == draft_statistics({"spec_decode_num_draft_tokens": 0}) == ""
     found = {"spec_decode_num_drafts": 4, "spec_decode_num_draft_tokens": 20, "spec_decode_num_accepted_tokens": 15}
-    assert drafts_of(found) == ", Draft acceptance rate: 75.0%, Mean acceptance length: 4.75"
+    assert draft_statistics(found) == ", Draft acceptance rate: 75.0%, Mean acceptance length: 4.75"
 
   def test_a_draft_of_another_vocabulary_is_refused(self, words_folder, tmp_path):
     folder = tiny_model(tmp_path, vocab_size=333, tokenizer=False)

@@ -1,7 +1,7 @@
 """What a device computes with. Declares two seams: Backend, which is correct on every device of tinygrad and is the
 reference for faster ones, and Devices, one device or several that share a model."""
 import math, os, threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,7 @@ class Linear(Module):
     return x.float().linear(self.weight.float().T, self.bias).cast(dtype or x.dtype).contiguous()
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
-    """Row ids[i] of W, or zeros for an id beyond W. ids: (T,). Returns (T, in)."""
+    """Row ids[i] of W, (T, in). ids: (T,). Of several devices each has zeros for the ids of others."""
     return self.weight[ids].cast(dtype).contiguous()
 
 
@@ -79,8 +79,6 @@ class GateUp(Linear):
 
 class Norm(Module):
   """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019), computed in float32, returned in x's dtype."""
-  axis = None   # each device has all of the weight
-
   def __init__(self, name: str, size: int, eps: float, dtype: DType):
     self.eps = eps
     self.sources = {name: size}
@@ -92,9 +90,9 @@ class Norm(Module):
     scale = (h.square().mean(-1, keepdim=True) + self.eps).rsqrt()      # (..., 1)
     return (h * scale * self.weight).cast(x.dtype).contiguous()
 
-  def add(self, x: Tensor, *deltas: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of x and the deltas, (T, size) each, and its norm."""
-    total = sum(deltas, x).contiguous()
+  def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x + delta, (T, size), and its norm. Of several devices each has a part of delta."""
+    total = (x + delta).contiguous()
     return total, self(total)
 
 
@@ -245,18 +243,14 @@ class Backend:
 
 
 class Devices:
-  """The devices that share a model (seam; parallel.py). Here one, so that each method returns what it is given.
-  shard: one device's share of the heads, of the MLP and of the vocabulary. jit: a step as a graph that is captured when
-  it is called with `cnt` 1. replicate: tensors on all devices. local_ids: each device's row of the embeddings for each
-  token id, num_rows for those of other devices. partial_sums: each device's term of a sum, readable by all. gather: all
-  logits, (S, V), on the first device."""
+  """The devices that share a model (seam; parallel.py), here one. Its tensors are on all of `names`; the backend's Linear
+  and Norm know what several devices do with them. free_memory: of each, in bytes. shard: one device's share of the heads,
+  of the MLP and of the vocabulary. jit: a step as a graph, captured when it is called with `cnt` 1. gather: the logits
+  of the whole vocabulary, (S, V), on the first device."""
   def __init__(self, names: tuple[str, ...] = ()):
     self.names = names or (Device.DEFAULT,)
 
-  def free_memory(self, backend: Backend) -> int: return backend.free_memory(self.names[0])   # bytes of each device
+  def free_memory(self, backend: Backend) -> int: return backend.free_memory(self.names[0])
   def shard(self, model: ModelConfig) -> ModelConfig: return model
   def jit(self, step: Callable[[], Any]) -> Any: return TinyJit(step)
-  def replicate(self, *tensors: Tensor) -> Sequence[Tensor]: return tensors
-  def local_ids(self, ids: Tensor, num_rows: int) -> Tensor: return ids
-  def partial_sums(self, x: Tensor) -> list[Tensor]: return [x]
   def gather(self, logits: Tensor) -> Tensor: return logits

@@ -15,29 +15,6 @@ from .config import ModelConfig, check, extension, has_extension, read_json
 from .tokenizer import Tokenizer, load_tokenizer
 
 
-class Model:
-  """An architecture (seam; tinyvllm_extra/models): a forward pass made of the backend's parts. config: of one device.
-  dtype: of activations, except norms, sums and logits."""
-  layers: list[Any]
-
-  def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
-    self.config = devices.shard(config)
-    self.dtype = dtype
-    self.backend = backend
-    self.devices = devices
-
-  def modules(self) -> list[Module]:
-    """Everything with weights, each once."""
-    values = [x for owner in (self, *self.layers) for x in vars(owner).values()]
-    return [*dict.fromkeys(x for x in values if isinstance(x, Module))]
-
-  def __call__(self, ids: Tensor, rows: Tensor, tokens: Tensor, block_tables: Tensor, rope: Tensor,
-               caches: list[list[Tensor]]) -> Tensor:
-    """Return float32 logits, (S, V), after the tokens `rows`, (S,) indices into the batch `ids`, (T,). Write K and V of
-    all T tokens to `caches`, a list for each layer. tokens, block_tables, rope: see Backend.attend."""
-    raise NotImplementedError
-
-
 class Checkpoint:
   """A model's files in Hugging Face's layout (seam for other formats; weights.py, gguf.py). Raises InputError naming the
   file and the tensor that is missing, surplus or has the wrong shape."""
@@ -49,7 +26,7 @@ class Checkpoint:
 
   def tokenizer(self) -> Tokenizer: return load_tokenizer(self.path)
 
-  def load(self, model: Model, quantization: str | None = None) -> None:
+  def load(self, model: "Llama", quantization: str | None = None) -> None:
     """Fill the model's weights. quantization: the format to quantize its matrices to."""
     check(quantization is None, f"quantization={quantization!r} needs the package tinyvllm_extra: use None")
     self.tensors: dict[str, Tensor] = {}
@@ -93,10 +70,9 @@ def rope_table(config: ModelConfig, length: int) -> Tensor:
 
 class Layer:
   """A transformer block. It returns its last sum as two terms, x and delta: the next norm adds them."""
-  def __init__(self, config: ModelConfig, name: str, dtype: DType, backend: Backend, devices: Devices):
+  def __init__(self, config: ModelConfig, name: str, dtype: DType, backend: Backend):
     self.config = config
     self.backend = backend
-    self.devices = devices
     hidden = config.hidden_size
     q_size = config.num_attention_heads * config.head_dim
     kv_size = config.num_key_value_heads * config.head_dim
@@ -118,35 +94,46 @@ class Layer:
                block_tables: Tensor) -> tuple[Tensor, Tensor]:
     """x, delta: (T, hidden); each device may have a part of delta, or several below each other. Returns the same."""
     num_heads, num_kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
-    x, h = self.input_layernorm.add(x, *self.devices.partial_sums(delta))   # (T, hidden) each
+    x, h = self.input_layernorm.add(x, delta)                         # (T, hidden) each
     qkv = self.qkv_proj(h)                                              # (T, (H + 2 KV) * D)
     if self.config.qk_norm:
       q, k, v = qkv.unflatten(1, (-1, self.config.head_dim)).split([num_heads, num_kv_heads, num_kv_heads], 1)
       qkv = Tensor.cat(self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
     out = self.backend.attend(qkv, cache, rope, tokens, block_tables, num_heads)   # (T, H * D)
-    x, h = self.post_attention_layernorm.add(x, *self.devices.partial_sums(self.o_proj(out)))
+    x, h = self.post_attention_layernorm.add(x, self.o_proj(out))
     return x, self.down_proj(self.gate_up_proj(h))
 
 
-class Llama(Model):
-  """LLaMA, Mistral, Qwen2 and Qwen3."""
+class Llama:
+  """LLaMA, Mistral, Qwen2 and Qwen3. A Model (seam; tinyvllm_extra/models): another architecture has the same
+  constructor and call, modules() and these attributes. config: one device's share. dtype: of activations, except norms,
+  sums and logits. layers, backend and devices make the rest independent of weight formats, kernels and devices."""
   def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
-    super().__init__(config, dtype, backend, devices)
-    config = self.config
+    self.config = config = devices.shard(config)
+    self.dtype = dtype
+    self.backend = backend
+    self.devices = devices
     def vocabulary(name): return backend.Linear(config.hidden_size, {name: config.vocab_size}, False, dtype)
     self.embed_tokens = vocabulary("model.embed_tokens")
     self.lm_head = self.embed_tokens if config.tie_word_embeddings else vocabulary("lm_head")
-    self.layers = [Layer(config, f"model.layers.{i}", dtype, backend, devices) for i in range(config.num_hidden_layers)]
+    self.layers = [Layer(config, f"model.layers.{i}", dtype, backend) for i in range(config.num_hidden_layers)]
     self.norm = backend.Norm("model.norm", config.hidden_size, config.rms_norm_eps, dtype)
+
+  def modules(self) -> list[Module]:
+    """Everything with weights, each once."""
+    values = [x for owner in (self, *self.layers) for x in vars(owner).values()]
+    return [*dict.fromkeys(x for x in values if isinstance(x, Module))]
 
   def __call__(self, ids: Tensor, rows: Tensor, tokens: Tensor, block_tables: Tensor, rope: Tensor,
                caches: list[list[Tensor]]) -> Tensor:
-    ids, rows, tokens, block_tables = self.devices.replicate(ids, rows, tokens, block_tables)
-    delta = self.embed_tokens.rows(self.devices.local_ids(ids, self.embed_tokens.out_features), self.dtype)
-    x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()   # (T, hidden)
+    """Return float32 logits, (S, V), after the tokens `rows`, (S,) indices into the batch `ids`, (T,). Write K and V of
+    all T tokens to `caches`, a list for each layer. tokens, block_tables, rope: see Backend.attend."""
+    ids, rows, tokens, block_tables = [t.to(self.devices.names) for t in (ids, rows, tokens, block_tables)]
+    delta = self.embed_tokens.rows(ids, self.dtype)                     # (T, hidden)
+    x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()
     x, delta = self.backend.run_layers(self.layers, x, delta, caches, rope, tokens, block_tables)
     x, delta = [t.reshape(-1, *ids.shape, t.shape[1])[:, rows].flatten(0, 1).contiguous() for t in (x, delta)]
-    h = self.norm.add(x, *self.devices.partial_sums(delta))[1]          # (S, hidden)
+    h = self.norm.add(x, delta)[1]                                      # (S, hidden)
     return self.devices.gather(self.lm_head(h, dtype=dtypes.float32))   # (S, V)
 
 

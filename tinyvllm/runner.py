@@ -10,7 +10,7 @@ from tinygrad import Context, Device, Tensor, dtypes
 
 from .backend import cpu_cores, exclusive, scatter_kernel
 from .config import EngineConfig, check, extension, logger
-from .llama import Model, rope_table
+from .llama import Llama, rope_table
 from .request import SAMPLING_FIELDS, SamplerMode, Sequence
 
 UNKNOWN = -1      # a token id that only the device knows
@@ -124,7 +124,7 @@ def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | Non
   return Step(key, np.concatenate(parts), rows, computed)
 
 
-def allocate_kv_caches(model: Model, config: EngineConfig, num_bytes: int) -> list[list[Tensor]]:
+def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> list[list[Tensor]]:
   """Allocate the cache tensors of each layer, (num_blocks, *block) each, within `num_bytes` of each device: at most for
   max_num_seqs sequences of max_model_len. Raises InputError if not one such sequence fits."""
   layout = model.backend.kv_layout(model.config, config, model.dtype)
@@ -162,7 +162,7 @@ def zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32
 
 class Runner:
   """Launches steps of a model. num_bytes: of each device, for the KV cache."""
-  def __init__(self, model: Model, config: EngineConfig, num_bytes: int):
+  def __init__(self, model: Llama, config: EngineConfig, num_bytes: int):
     self.model = model
     self.config = config
     self.backend = model.backend

@@ -8,7 +8,8 @@ from sentencepiece import SentencePieceProcessor
 from tinyvllm.config import InputError, check
 from tinyvllm.tokenizer import Tokenizer, wrap_sentencepiece
 
-from .huggingface import optional, wrap
+from .huggingface import wrap
+from .packages import optional
 
 # How a byte-level BPE splits text before it merges, by tokenizer.ggml.pre; "": as GPT-2
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"

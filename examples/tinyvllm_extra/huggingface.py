@@ -1,21 +1,16 @@
-"""What models in Hugging Face's layout come with that takes a library of theirs: tokenizer.json, chat templates."""
-import functools, importlib, pathlib
+"""Files of Hugging Face's layout that need a library: tokenizer.json (tokenizers) and chat templates (jinja2)."""
+import functools, pathlib
 from typing import Any
 
-from tinyvllm.config import check
+from tinyvllm.config import InputError, check
 from tinyvllm.engine import LLM
 from tinyvllm.request import RequestOutput
 from tinyvllm.tokenizer import Tokenizer
+from tinyvllm_extra.packages import optional
 
 
-def optional(name: str, extra: str = "hf") -> Any:
-  """A module that an extra of this package brings."""
-  try: return importlib.import_module(name)
-  except ImportError as e: raise ValueError(f"this needs {name}: pip install 'tinyvllm[{extra}]'") from e
-
-
-def plain(message: dict[str, Any]) -> dict[str, Any]:
-  """A chat's message whose content is a text, of the parts that it may have come in."""
+def with_plain_content(message: dict[str, Any]) -> dict[str, Any]:
+  """Return a chat message whose content is a str: text parts are joined, an assistant's None becomes ""."""
   content = message.get("content")
   if message["role"] == "assistant" and content is None: content = ""   # it called a tool
   check(isinstance(content, str | list), f"content={content!r} must be a str or a list of parts")
@@ -27,23 +22,26 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
 
 def render(messages: list[dict[str, Any]], config: dict[str, Any], /, add_generation_prompt: bool = True,
            continue_final_message: bool = False, **variables: Any) -> str:
-  """The conversation as the model was trained to see it. messages: each a role and a content, which is a str or a list
-  of {"type": "text", "text": str}. config: of the tokenizer. add_generation_prompt: an answer begins behind it, unless
-  continue_final_message: the last message goes on. variables: more of the template's, such as tools, or another
-  chat_template. Raises ValueError without a template, or where it refuses."""
+  """Return the prompt text of a conversation, by the model's chat template.
+
+  messages: each has a role, and content that is a str or a list of {"type": "text", "text": str}. config: the content
+  of tokenizer_config.json. add_generation_prompt: append the start of an answer. continue_final_message: end within the
+  last message instead, so that it is continued. variables: the template's other variables, such as tools, or another
+  chat_template. Raises InputError without a template, or if the template fails."""
   variables = config | variables
   check(variables.get("chat_template"), "tokenizer_config.json has no chat template: use generate")
-  env = optional("jinja2.sandbox").ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+  sandbox = optional("jinja2.sandbox", "hf", "a chat template")
+  environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
   try:
-    messages = [*map(plain, messages)]
-    text = env.from_string(variables["chat_template"]).render(
+    messages = [*map(with_plain_content, messages)]
+    text = environment.from_string(variables["chat_template"]).render(
       variables, messages=messages, add_generation_prompt=add_generation_prompt and not continue_final_message,
       raise_exception=functools.partial(check, False))
     if not continue_final_message: return text
     last = messages[-1]["content"].strip()
     return text[:text.rindex(last) + len(last)]
-  # A template, or what it finds in a message, can fail in many ways
-  except Exception as e: raise ValueError(f"messages: the chat template does not take them: {e!r}") from e
+  except Exception as error:   # a template can fail in many ways on the messages it gets
+    raise InputError(f"messages: the chat template does not take them: {error!r}") from error
 
 
 def encode(tokenizer: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any] | None = None,
@@ -66,7 +64,7 @@ def chat(llm: LLM, messages: list[dict[str, Any]] | list[list[dict[str, Any]]], 
 
 def load(path: pathlib.Path, config: dict[str, Any]) -> Tokenizer:
   """Read tokenizer.json. config: the content of tokenizer_config.json."""
-  return wrap(optional("tokenizers").Tokenizer.from_file(str(path)), config)
+  return wrap(optional("tokenizers", "hf", "tokenizer.json").Tokenizer.from_file(str(path)), config)
 
 
 def wrap(library: Any, config: dict[str, Any]) -> Tokenizer:

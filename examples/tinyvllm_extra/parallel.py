@@ -76,15 +76,19 @@ class Devices(backend.Devices):
     return dataclasses.replace(model, **{name: size // count for name, size in sizes.items()})
 
   def jit(self, step: Any) -> Any: return Graph(self.names, step)
-  def replicate(self, *tensors: Tensor) -> list[Tensor]: return [x.to(self.names) for x in tensors]
-
-  def local_ids(self, ids: Tensor, num_rows: int) -> Tensor:
-    first = Tensor(UOp.range(len(self.names), -1, AxisType.DEVICE)).cast(ids.dtype) * num_rows
-    own = ids - first
-    return (own < 0).where(num_rows, own).contiguous()
-
-  def partial_sums(self, x: Tensor) -> list[Tensor]:
-    count = len(self.names)
-    return [Tensor(UOp.mstack(*[x.uop.mselect(i)] * count)) for i in range(count)]
-
   def gather(self, logits: Tensor) -> Tensor: return Tensor(logits.uop.unshard(1)).to(None)
+
+
+def local_ids(ids: Tensor, num_rows: int) -> Tensor:
+  """Each device's row of the embeddings for each token id, num_rows for those of other devices. ids: (T,)."""
+  if not isinstance(ids.device, tuple): return ids
+  first = Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * num_rows
+  own = ids - first
+  return (own < 0).where(num_rows, own).contiguous()
+
+
+def partial_sums(x: Tensor) -> list[Tensor]:
+  """What each device has of x, readable by all."""
+  if not isinstance(x.device, tuple): return [x]
+  count = len(x.device)
+  return [Tensor(UOp.mstack(*[x.uop.mselect(i)] * count)) for i in range(count)]

@@ -11,7 +11,7 @@ from tinygrad import dtypes, nn
 from tinyvllm.backend import Devices, cpu_cores
 from tinyvllm.config import QUANTIZATIONS, InputError, Options, check, logger, option
 from tinyvllm.engine import LLMEngine, LoadedModel
-from tinyvllm.llama import Model, find_model
+from tinyvllm.llama import Llama, find_model
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner import Results, Runner, build_step, next_power_of_two
 from tinyvllm.scheduler import BlockManager, Scheduler
@@ -94,7 +94,7 @@ class NGramDrafter(Drafter):
     return [] if position is None else (tokens[position:position + n] * n)[:n]   # a repetition goes on
 
 
-def weight_bytes(model: Model) -> int:
+def weight_bytes(model: Llama) -> int:
   return sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
 
 
@@ -239,7 +239,7 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
   return proposer, runners
 
 
-def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: int) -> Model:
+def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: int) -> Llama:
   path = pathlib.Path(str(config.model)).expanduser()
   prefix = f"speculative_config: the draft model {str(path)!r}"
   checkpoint = open_checkpoint(path)

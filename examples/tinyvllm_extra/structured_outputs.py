@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm.config import check
+from tinyvllm.config import InputError, check
 from tinyvllm.request import SamplingParams
 from tinyvllm.tokenizer import Tokenizer
-from tinyvllm_extra.huggingface import optional
+from tinyvllm_extra.packages import optional
 
 KINDS: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool}
 
@@ -32,11 +32,11 @@ class StructuredOutputsParams:
   def constraint(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Constraint":
     """Raises ValueError for a schema, expression or grammar that llguidance does not take."""
     (kind, value), = vars(self).items()
-    library = optional("llguidance", "grammar")
+    library = optional("llguidance", "grammar", "structured output")
     text = value if isinstance(value, str) else json.dumps({"type": "object"} if kind == "json_object" else value)
     guide = _guide(tokenizer, vocab_size, eos_token_ids)
     try: matcher = library.LLMatcher(guide, library.grammar_from(kind.removesuffix("_object"), text), log_level=0)
-    except ValueError as e: raise ValueError(f"structured_outputs: {kind}: {e}") from e
+    except ValueError as e: raise InputError(f"structured_outputs: {kind}: {e}") from e
     check(not matcher.is_error(), f"structured_outputs: {kind}: {' '.join(matcher.get_error().split())}")
     return Constraint(matcher, vocab_size)
 
@@ -92,6 +92,7 @@ class Vocabulary:
 def _guide(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Any:
   plain = hasattr(tokenizer.library, "to_str")   # a tokenizer.json, which llguidance reads itself
   vocabulary: Any = tokenizer.library.to_str() if plain else Vocabulary(tokenizer)
-  guide = optional("llguidance", "grammar").LLTokenizer(vocabulary, vocab_size, list(eos_token_ids))
+  library = optional("llguidance", "grammar", "structured output")
+  guide = library.LLTokenizer(vocabulary, vocab_size, list(eos_token_ids))
   if not plain: vocabulary.guide = guide
   return guide

@@ -73,7 +73,7 @@ class Checkpoint(llama.Checkpoint):
     for name, tensor in sorted(self.stored().items()):
       yield name, np.dtype(tensor.dtype).str, tensor.shape, tensor.raw()
 
-  def load(self, model: llama.Model, quantization: str | None = None) -> None:
+  def load(self, model: llama.Llama, quantization: str | None = None) -> None:
     self.layouts = find_layouts(self.quantization_config)
     self.bits = {"int8": 8, "int4": 4}.get(quantization or "")
     state = f"{self.method} already" if self.method else "not quantized"

@@ -15,6 +15,7 @@ from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
 
 from ..quantization import Quantized
+from ..parallel import local_ids, partial_sums
 from .cpu import cpu_sums
 from .schedule import axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
 
@@ -161,7 +162,7 @@ class Linear(backend.Linear):
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
     out = new(ids, self.weight.numel() // self.out_features, dtype)
-    return out.custom_kernel(ids, self.weight, fxn=rows_kernel)[0]
+    return out.custom_kernel(local_ids(ids, self.out_features), self.weight, fxn=rows_kernel)[0]
 
 
 class GateUp(backend.GateUp, Linear):
@@ -374,6 +375,8 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
 
 
 class Norm(backend.Norm):
+  axis = None   # each device has all of the weight
+
   def load(self, checkpoint: Any) -> None:
     self.weight.replace(checkpoint.place(self, checkpoint.vectors(self, "weight"), self.weight.dtype))
 
@@ -381,10 +384,10 @@ class Norm(backend.Norm):
     rows = x.reshape(-1, x.shape[-1])
     return Tensor.empty_like(rows).custom_kernel(rows, self.weight, fxn=self.kernel)[0].reshape(x.shape)
 
-  def add(self, x: Tensor, *deltas: Tensor) -> tuple[Tensor, Tensor]:
+  def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     normed = Tensor.empty_like(x)
-    made = normed.custom_kernel(x, self.weight, new(x, x.shape[1]), *deltas, fxn=self.kernel)
-    return made[3], made[0]
+    outputs = normed.custom_kernel(x, self.weight, new(x, x.shape[1]), *partial_sums(delta), fxn=self.kernel)
+    return outputs[3], outputs[0]
 
   def kernel(self, out: UOp, x: UOp, weight: UOp, total: UOp | None = None, *parts: UOp) -> UOp:
     """A work group takes a row, of which each lane squares a part; they share the sums. x: (T, K). weight: (K,).

@@ -1,24 +1,23 @@
-"""Architectures beyond the core's. To add one, write models/NAME.py with a subclass of llama.Model (or of llama.Llama, if
-only its layers differ) and a function that reads its config.json:
+"""Architectures beyond the core's. To add one, write models/NAME.py with a class like llama.Llama (or a subclass, if only
+its layers differ) and a function that reads its config.json:
 
   def read_phi(hf_config, path):
     return ModelConfig.from_hf({**hf_config, "architectures": ["LlamaForCausalLM"]}, path), Phi
 
-then add `"PhiForCausalLM": read_phi` to MODELS, under the name in the `architectures` of config.json. The core asks
-`find_model` here first. The parts of a model are the backend's, so that every weight format and kernel works with it; their
+then add `"PhiForCausalLM": read_phi` to MODELS, under the name in the `architectures` of config.json. The core asks here
+first. The parts of a model are the backend's, so that every weight format and kernel works with it; their
 `sources` name the checkpoint's tensors. The config's fields are ModelConfig's, or those of a subclass."""
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 from tinyvllm.config import ModelConfig
-from tinyvllm.llama import Model
+from tinyvllm.llama import Llama
 
-Reader = Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, type[Model]]]
-MODELS: dict[str, Reader] = {}
+MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, type[Llama]]]] = {}
 
 
-def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Model]] | None:
-  """The config of a checkpoint and the class of its Model, or None for an architecture that is not in MODELS."""
-  read = MODELS.get(next(iter(hf_config.get("architectures") or []), ""))
-  return read(hf_config, path) if read else None
+def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Llama]] | None:
+  """The config and the class of an architecture in MODELS; None: the core may know it."""
+  architecture = next(iter(hf_config.get("architectures") or []), None)
+  return MODELS[architecture](hf_config, path) if architecture in MODELS else None
