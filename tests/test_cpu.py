@@ -13,7 +13,7 @@ from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.engine import realize
 from tinygrad.engine.realize import get_graph_runtime
 from tinygrad.uop.ops import KernelInfo
-from tinyvllm_extra.kernels import tinygrad_patches as kernels
+from tinyvllm_extra.kernels import kernel_cache
 
 from tinyvllm import LLM, device
 from tinyvllm.device import cpu_cores, open_device
@@ -170,8 +170,8 @@ def test_opening_the_device_again_changes_nothing():
 
 
 def test_a_kernel_is_lowered_once_and_then_found_on_disk(monkeypatch):
-  lowered, lower, renderer = [], kernels.do_to_program, Device["CPU"].renderer
-  monkeypatch.setattr(kernels, "do_to_program", lambda *args: lowered.append(args) or lower(*args))
+  lowered, lower, renderer = [], kernel_cache.do_to_program, Device["CPU"].renderer
+  monkeypatch.setattr(kernel_cache, "do_to_program", lambda *args: lowered.append(args) or lower(*args))
   a, i = UOp.placeholder((4,), dtypes.float32, 0), UOp.range(4, 0)
   name = f"only_{os.getpid()}_{time.time_ns()}"   # in no cache yet
   kernel = a[i].store(i.cast(dtypes.float32)).end(i).sink(arg=KernelInfo(name))

@@ -17,7 +17,7 @@ from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.uop.ops import KernelInfo, Ops
 from tinyvllm_extra.graphs import usual_sizes
 from tinyvllm_extra.server import AsyncLLM
-from tinyvllm_extra.kernels import tinygrad_patches as kernels
+from tinyvllm_extra.kernels import kernel_cache as kernels
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams, device

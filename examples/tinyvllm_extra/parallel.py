@@ -1,6 +1,6 @@
 """Several devices of this machine that share every layer (Shoeybi et al. 2019, arXiv:1909.08053): each has its part of
 the heads, of the MLP and of the vocabulary, and reads from the others what is to be summed."""
-import ctypes, dataclasses, functools, itertools
+import dataclasses, functools, itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,11 +36,11 @@ def check_peers(count: int) -> None:
   if Device.DEFAULT != "CUDA": return
   there = Device.default.count()
   check(count <= there, f"{said}: there are {there} {Device.DEFAULT} devices here: at most that would do")
-  from tinygrad.runtime.autogen import cuda
-  able = ctypes.c_int()
-  for reader, read in itertools.permutations([Device[name] for name in device_names(count)], 2):
-    cuda.cuDeviceCanAccessPeer(ctypes.byref(able), reader.cu_device, read.cu_device)   # type: ignore[attr-defined]
-    check(able.value, f"{said}: {reader.device} cannot read {read.device}'s memory (nvidia-smi topo -p2p r); 1 will do")
+  from tinyvllm_extra.kernels.cuda import can_access_peer
+  devices: list[Any] = [Device[name] for name in device_names(count)]
+  for reader, owner in itertools.permutations(devices, 2):
+    check(can_access_peer(reader, owner),
+          f"{said}: {reader.device} cannot read {owner.device}'s memory (nvidia-smi topo -p2p r); 1 will do")
 
 
 def share(config: ModelConfig, n: int) -> ModelConfig:

@@ -1,7 +1,7 @@
 """`tinyvllm doctor`: what each of tinygrad's backends can do on this machine, which one the engine takes and why, and
 which models fit on it. Each is opened as the engine opens it, in a process of its own, as a driver may hang or crash,
 and its memory is read by the engine's own matmul, so that the figures foretell the engine's."""
-import argparse, ctypes, importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, statistics
+import argparse, importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, statistics
 import subprocess, sys, time
 from typing import Any
 
@@ -48,12 +48,8 @@ def reason_of(error: BaseException) -> str:
 def describe(opened: Any) -> tuple[str, int]:
   """A device's name, or what it is if it tells none, and all bytes of the memory that free_memory looks at."""
   if opened.device == "CUDA":
-    from tinygrad.runtime.autogen import cuda
-    name = ctypes.create_string_buffer(256)
-    total = ctypes.c_size_t()
-    cuda.cuDeviceGetName(name, 256, opened.cu_device)
-    cuda.cuDeviceTotalMem_v2(ctypes.byref(total), opened.cu_device)
-    return name.value.decode(), total.value
+    from tinyvllm_extra.kernels import cuda
+    return cuda.describe(opened)
   info = pathlib.Path("/proc/cpuinfo")
   names = re.findall(r"model name\s*: (.*)", info.read_text()) if opened.device == "CPU" and info.exists() else []
   return [*names, getattr(opened, "device_name", opened.arch or "")][0], host_memory()
