@@ -6,16 +6,14 @@ from typing import Any
 
 from tinygrad import Device, Tensor, helpers
 from tinygrad.dtype import DType
-from tinygrad.runtime.ops_cpu import CPUAllocator
 
 from tinyvllm import backend
-from tinyvllm.backend import cpu_cores
 from tinyvllm.config import EngineConfig, ModelConfig, extension, logger
 from tinyvllm.runner import GraphKey, Runner
 
-from . import layers, matmul, sampling, tensor_cores
-from .cpu import CPUGraph, allocate, find_compiler, patch_exp2, widen
-from .tinygrad_patches import num_compiled, patch_tinygrad
+from . import layers, matmul, sampling, tensor_cores, tinygrad_patches
+from .cpu import find_compiler
+from .tinygrad_patches import num_compiled
 
 
 class FastBackend(backend.Backend):
@@ -61,7 +59,7 @@ class CUDABackend(FastBackend):
 
   def free_memory(self, device: str) -> int:
     from .cuda import free_memory
-    return free_memory(device)
+    return free_memory(Device[device])   # type: ignore[arg-type]   # a CUDADevice
 
   def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
     from .cuda import start_reading
@@ -80,13 +78,4 @@ def prepare_device() -> None:
   if found is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open a CPU, too
   if Device.DEFAULT == "CPU" and (found is None or helpers.DEV.renderer == "X86"):
     raise RuntimeError("no C compiler found, and tinygrad's own assembler cannot compile all kernels")
-  if cpu_cores():   # opens the device
-    Device.default.graph = Device.default.graph or CPUGraph
-    CPUAllocator._alloc = allocate   # type: ignore[method-assign]
-    patch_exp2()
-    widen(Device.default.renderer.compiler)
-  if Device.DEFAULT == "CUDA":
-    from . import cuda
-    Device.default.graph = cuda.RangedGraph
-    compiler = cuda.take_machine_code(Device.default.renderer.compiler) or compiler
-  patch_tinygrad(compiler)
+  tinygrad_patches.apply(compiler)
