@@ -9,10 +9,10 @@ from tinygrad import dtypes, helpers, nn
 from .backend import Backend, Devices, cpu_cores, exclusive, open_device
 from .config import EngineConfig, InputError, ModelConfig, check, extension, has_extension, logger
 from .llama import find_model, open_checkpoint
-from .request import CompletionOutput, Proposer, RequestMetrics, RequestOutput, SamplingParams, Sequence
+from .request import CompletionOutput, Proposer, RequestOutput, SamplingParams, Sequence
 from .runner import Results, Runner, Step, build_step
 from .scheduler import BlockManager, Scheduler
-from .tokenizer import Cursor, TextStream, Tokenizer
+from .tokenizer import Cursor, TextStream
 
 Prompt = str | dict[str, Any]
 Params = SamplingParams | None
@@ -23,7 +23,7 @@ class Request:
   """The samples of a prompt, with their texts."""
   request_id: str
   prompt: str | None
-  metrics: RequestMetrics
+  metrics: Any
   streams: list[TextStream]
 
   sequences = property(lambda self: [stream.seq for stream in self.streams])
@@ -35,7 +35,7 @@ class Request:
     first = self.sequences[0]
     scores = [first.logprobs.get(i) for i in range(first.num_prompt)] if first.wants_prompt_logprobs else None
     return RequestOutput(self.request_id, self.prompt, first.tokens[:first.num_prompt], scores,
-                         [self._completion(stream, delta) for stream in self.streams], self.metrics, first.num_cached)
+                         [self._completion(stream, delta) for stream in self.streams], self.metrics, first.num_cached or 0)
 
   def _completion(self, stream: TextStream, delta: bool) -> CompletionOutput:
     stream.update()
@@ -91,34 +91,26 @@ def with_defaults(config: EngineConfig, model: ModelConfig, backend: Backend) ->
   return dataclasses.replace(config, max_model_len=max_model_len, max_num_batched_tokens=budget, dtype=dtype)
 
 
-def from_extension(module: str, name: str) -> Any:
-  """A method that is a function of the extension, whose first parameter is the engine."""
-  return lambda self, *args, **kwargs: getattr(extension(module), name)(self, *args, **kwargs)
-
-
 def check_ids(name: str, ids: Any, vocab_size: int) -> None:
   for i in ids or ():
     check(type(i) is int and 0 <= i < vocab_size, f"{name}: id {i!r} must be an int from 0 to {vocab_size - 1}")
 
 
-class LLMEngine(LoadedModel):
+class Engine(LoadedModel):
   """Requests in, outputs out, one `step` at a time, for one thread at a time: a second one gets a RuntimeError.
 
   model: a folder with config.json, *.safetensors and a tokenizer, or with the extension a GGUF file; None: the model
   shipped with tinyvllm. backend: what to compute with; None: the best one for the device. options: EngineConfig's.
   Raises InputError for files or options that do not fit, RuntimeError without a device or a compiler."""
-  capture = from_extension("graphs", "capture")
-  get_metrics = from_extension("metrics", "get_metrics")
-  save_prefix_cache = from_extension("prefix_cache", "save_prefix_cache")
-  load_prefix_cache = from_extension("prefix_cache", "load_prefix_cache")
+  scheduler_class: Any = Scheduler
+  metrics_class: Any = staticmethod(lambda: None)   # the extension's RequestMetrics
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
-    if has_extension(): options = extension("vllm_names").prepare(options)
     path = pathlib.Path(model or pathlib.Path(__file__).with_name("default_model")).expanduser()
     with exclusive: super().__init__(path, EngineConfig(**options), backend)
     self.blocks = BlockManager(self.runner.num_blocks, self.config)
     self.max_model_len = min(self.runner.max_model_len, self.blocks.num_free() * self.config.block_size)
-    self.scheduler = Scheduler(self.config, self.blocks)
+    self.scheduler = self.scheduler_class(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
     self._in_flight: Callable[[], Results] | None = None   # waits for the step that the device runs
     self._updated: dict[Request, None] = {}   # requests with tokens that no step has returned yet
@@ -127,7 +119,6 @@ class LLMEngine(LoadedModel):
     self._abandoned: list[str] = []           # requests whose streams were closed during a step
     self._arrivals = itertools.count()
     self._random = random.Random(self.config.seed)
-    for _ in self.capture(self.config.cudagraph_capture_sizes) if self.config.cudagraph_capture_sizes else (): pass
 
   @contextlib.contextmanager
   def driving(self) -> Iterator[None]:
@@ -153,12 +144,13 @@ class LLMEngine(LoadedModel):
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
     stop_ids = {*(() if params.ignore_eos else model.eos_token_ids), *(params.stop_token_ids or ())}
     max_len = min(self.max_model_len, len(ids) + params.max_tokens)   # type: ignore[operator]   # by now an int
-    metrics = RequestMetrics()
+    metrics = self.metrics_class()
     def processor(): return extension("logits").Processor(params, self.tokenizer, model) if params.needs_processor else None
     samples = [Sequence(request_id=request_id, tokens=[*ids], params=params, seed=seed + i, index=i, max_len=max_len,
                         order=(priority, next(self._arrivals)), stop_ids=stop_ids, metrics=metrics,
                         processor=processor()) for i in range(params.n)]
     samples[0].siblings += samples[1:]
+    if metrics: metrics.samples = samples
     return Request(request_id, text, metrics, [TextStream(self.tokenizer, seq) for seq in samples])
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -203,7 +195,6 @@ class LLMEngine(LoadedModel):
     """Run one step and return `make_output` of each request with new tokens. If that raises, the next step returns them.
     A failed step leaves a working engine: no token is lost or duplicated."""
     with self.driving():
-      started = time.perf_counter()
       while self._abandoned: self.abort_request(self._abandoned.pop())
       try:
         with self._stepping: (self._step_async if self.runner.is_async else self._step_sync)()
@@ -211,11 +202,9 @@ class LLMEngine(LoadedModel):
         self._reset()
         raise
       outputs = [make_output(request) for request in self._updated]
-      finished = [request for request in self._updated if request.finished]
-      for request in finished: self.requests.pop(request.request_id, None)   # an interrupted step may have done so
+      for request in self._updated:   # an interrupted step may have removed it
+        if request.finished: self.requests.pop(request.request_id, None)
       self._updated.clear()
-      seconds: Any = time.perf_counter() - started
-      self.scheduler.counters.update(steps=1, requests_finished=len(finished), seconds=seconds)
       return outputs
 
   def _step_sync(self) -> None:
@@ -250,7 +239,6 @@ class LLMEngine(LoadedModel):
 
   def _update(self, results: Results) -> None:
     if results.step.key.plan: extension("logits").record(results, self.tokenizer)
-    self.scheduler.counters.update(scheduled=len(results.step.computed))
     if self.proposer: return self.proposer.update(self, results)
     self.append(results.step.computed, {   # rows of padding are left over
       row.seq: token for token, row in zip(results.token_ids, results.step.rows, strict=False)
@@ -275,10 +263,11 @@ class LLMEngine(LoadedModel):
                           if not seq.finish_reason and seq not in request.sequences[0].siblings])
 
 
-class LLM(LLMEngine):
-  """The engine, with calls that run requests to their end. Takes what LLMEngine takes."""
-  llm_engine = property(lambda self: self)   # as vLLM's scripts find it
-  chat = from_extension("huggingface", "chat")
+Methods: Any = extension("methods").Methods if has_extension() else object
+
+
+class LLM(Methods, Engine):
+  """The engine, with calls that run requests to their end. Takes what Engine takes. The extension adds methods."""
 
   def generate(self, prompts: Prompt | list[Prompt], sampling_params: Params | list[Params] = None,
                use_tqdm: bool = True) -> list[RequestOutput]:
@@ -309,10 +298,8 @@ class LLM(LLMEngine):
         yield request.output(delta=True)
     finally: self.abort_request(request.request_id)
 
-  def get_tokenizer(self) -> Tokenizer: return self.tokenizer
-  def get_default_sampling_params(self) -> SamplingParams: return SamplingParams(**self.sampling_defaults)
 
-
+LLMEngine = LLM   # vLLM's name
 shared_llm = functools.cache(LLM)   # one engine for each model
 
 
