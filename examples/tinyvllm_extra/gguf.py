@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinyvllm.config import check
-from tinyvllm.tokenizer import Tokenizer
+from tinyvllm_extra.huggingface import Tokenizer
 
 from . import weights
 from .gguf_tokenizer import make_tokenizer

@@ -7,7 +7,7 @@ import numpy as np
 
 from tinyvllm.config import InputError, check
 from tinyvllm.request import SamplingParams
-from tinyvllm.tokenizer import Tokenizer
+from tinyvllm_extra.huggingface import Tokenizer
 from tinyvllm_extra.packages import optional
 
 KINDS: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool}
