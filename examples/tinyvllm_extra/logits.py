@@ -36,7 +36,8 @@ def normalize(params: SamplingParams) -> dict[str, Any]:
   if isinstance(params.logit_bias, dict):
     fields["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in params.logit_bias.items()}
     wrong = [i for i in fields["logit_bias"] if type(i) is not int]
-    check(not wrong, f"logit_bias={params.logit_bias!r}: keys must be token ids (int), not {wrong[:1]}", params.logit_bias)
+    bias = params.logit_bias
+    check(not wrong, f"logit_bias={bias!r}: keys must be token ids (int), not {wrong[:1]}", bias)
   if params.structured_outputs is not None: fields["structured_outputs"] = structured_outputs.normalize(params)
   low, high = params.min_tokens, params.max_tokens
   ordered = type(low) is not int or type(high) is not int or low <= high   # other types are refused later
