@@ -23,9 +23,8 @@ def renderer() -> Any:
   with helpers.Context(ALLOW_DEVICE_USAGE=1): return Device.default.renderer
 
 
-def cpu_cores() -> int:
-  """Cores that share a kernel if the device is a CPU (at most 8: a few saturate the memory), else 0."""
-  return 0 if renderer().has_local else min(8, renderer().global_max[0])
+# Cores that share a kernel if the device is a CPU (at most 8: a few saturate the memory), else 0
+def cpu_cores() -> int: return 0 if renderer().has_local else min(8, renderer().global_max[0])
 
 
 def open_device() -> None:
@@ -52,8 +51,7 @@ class Linear(Module):
   results are partial sums."""
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
     self.out_features = sum(sources.values())
-    self.sources = sources
-    self.axis = axis
+    self.sources, self.axis = sources, axis
     self.weight = Tensor.empty(self.out_features, in_features, dtype=dtype)
     self.bias = Tensor.empty(self.out_features, dtype=dtype) if bias else None
 
@@ -61,9 +59,8 @@ class Linear(Module):
     """x: (T, in). Returns (T, out) in `dtype`, by default x's."""
     return x.float().linear(self.weight.float().T, self.bias).cast(dtype or x.dtype).contiguous()
 
-  def rows(self, ids: Tensor, dtype: DType) -> Tensor:
-    """Row ids[i] of W, (T, in). ids: (T,). Of several devices each has zeros for the ids of others."""
-    return self.weight[ids].cast(dtype).contiguous()
+  # Row ids[i] of W, (T, in). ids: (T,). Of several devices each has zeros for the ids of others
+  def rows(self, ids: Tensor, dtype: DType) -> Tensor: return self.weight[ids].cast(dtype).contiguous()
 
 
 class GateUp(Linear):
@@ -156,28 +153,31 @@ def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
 
 class Backend:
   """What a device computes with (seam). Override what your device does better and pass `LLM(backend=MyBackend())`;
-  examples/custom_backend.py replaces attention. The classes Linear, GateUp, Norm and Sampler may be replaced, too."""
+  examples/custom_backend.py replaces attention. Besides the methods with a docstring:
+
+  Linear, GateUp, Norm, sampler: parts of a model. reads_early: whether a step's results can be read while the next one
+  runs. is_async: whether the host can build a step while the device runs one. free_memory: free bytes of a device, here
+  of the host, which shares its memory or is the best guess. largest_tensor: maximum bytes of a tensor; 128 MiB is
+  WebGPU's limit, and the least that OpenCL allows. max_blocks: KV cache blocks that fit num_bytes, if all can be used;
+  at least min_blocks fit. choose_graph: the GraphKey that a step runs with: `key`, which holds the step, or a larger one
+  that is captured. run_graph: run a step; its first call captures it."""
   Linear: type[Linear] = Linear
   GateUp: type[GateUp] = GateUp
   Norm: type[Norm] = Norm
   sampler: Sampler = Sampler()
-  reads_early = False   # whether a step's results can be read while the next one runs
-
-  is_async = property(lambda self: not cpu_cores())   # whether the host can build a step while the device runs one
-
+  reads_early = False
+  is_async = property(lambda self: not cpu_cores())
+  def largest_tensor(self) -> int: return 2**27 if Device.DEFAULT in ("CL", "WEBGPU") else 2**63
+  def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int: return num_bytes // block_bytes
+  def choose_graph(self, runner: Any, key: Any) -> Any: return key
+  def run_graph(self, runner: Any, graph: Callable[[], Any], key: Any) -> Any: return graph()
   def free_memory(self, device: str) -> int:
-    """Free bytes of a device; here of the host, which shares its memory or is the best guess."""
     return os.sysconf(os.sysconf_names.get("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
-
-  def largest_tensor(self) -> int:
-    """Maximum bytes of a tensor: 128 MiB is WebGPU's limit, and the least that OpenCL allows."""
-    return 2**27 if Device.DEFAULT in ("CL", "WEBGPU") else 2**63
 
   def pick_dtype(self, name: str) -> str:
     """The dtype to compute in: `name`, or if the device lacks it another one, which is logged."""
     if name == "auto": name = "float32" if Device.DEFAULT == "CPU" else "float16"
-    names = (name, "float16", "float32")
-    supported = next(x for x in names if getattr(dtypes, x) in renderer().supported_dtypes())
+    supported = next(x for x in (name, "float16", "float32") if getattr(dtypes, x) in renderer().supported_dtypes())
     if supported != name: logger.warning(f"{Device.DEFAULT} has no {name}: computing in {supported}")
     return supported
 
@@ -219,14 +219,6 @@ class Backend:
     for layer, cache in zip(layers, caches, strict=True): x, delta = layer(x, delta, cache, *inputs)
     return x, delta
 
-  def choose_graph(self, runner: Any, key: Any) -> Any:
-    """The GraphKey that a step runs with: `key`, which holds the step, or a larger one that is captured."""
-    return key
-
-  def run_graph(self, runner: Any, graph: Callable[[], Any], key: Any) -> Any:
-    """Run a step; its first call captures it."""
-    return graph()
-
   def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
     """Return a function that waits for the device and returns the tensor's numbers, as nested lists. No Tensor operation:
     those of several threads would disturb each other."""
@@ -237,19 +229,13 @@ class Backend:
       return array.tolist()
     return read
 
-  def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int:
-    """The number of KV cache blocks to allocate within `num_bytes`, if that many can be used; at least min_blocks fit."""
-    return num_bytes // block_bytes
-
 
 class Devices:
   """The devices that share a model (seam; parallel.py), here one. Its tensors are on all of `names`; the backend's Linear
   and Norm know what several devices do with them. free_memory: of each, in bytes. shard: one device's share of the heads,
   of the MLP and of the vocabulary. jit: a step as a graph, captured when it is called with `cnt` 1. gather: the logits
   of the whole vocabulary, (S, V), on the first device."""
-  def __init__(self, names: tuple[str, ...] = ()):
-    self.names = names or (Device.DEFAULT,)
-
+  def __init__(self, names: tuple[str, ...] = ()): self.names = names or (Device.DEFAULT,)
   def free_memory(self, backend: Backend) -> int: return backend.free_memory(self.names[0])
   def shard(self, model: ModelConfig) -> ModelConfig: return model
   def jit(self, step: Callable[[], Any]) -> Any: return TinyJit(step)

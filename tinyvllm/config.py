@@ -34,6 +34,11 @@ def extension(name: str) -> Any:
   raise ImportError(f"{name} is part of the package tinyvllm_extra, which is not importable: pip install tinyvllm")
 
 
+def extended(module: str, name: str, default: Any) -> Any:
+  """The extension's version of something that the core has, too, if it is installed."""
+  return getattr(extension(module), name) if has_extension() else default
+
+
 def read_json(path: pathlib.Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -58,7 +63,8 @@ class Options:
   """A frozen dataclass that refuses unknown names, wrong types and values beyond an option's limits with InputError."""
   def __new__(cls, *args: Any, **kwargs: Any) -> Any:
     names = cls.__match_args__   # type: ignore[attr-defined]   # the dataclass fields
-    for name in kwargs: check(name in names, f"{cls.__name__} has no field {name!r}; its fields are {', '.join(names)}")
+    more = "" if has_extension() else " (the package tinyvllm_extra has more)"
+    for name in kwargs: check(name in names, f"{cls.__name__} has no field {name!r}; it has {', '.join(names)}{more}")
     return super().__new__(cls)
 
   def __post_init__(self) -> None:

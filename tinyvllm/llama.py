@@ -11,9 +11,9 @@ from tinygrad import Tensor, dtypes, helpers, nn
 from tinygrad.dtype import DType
 
 from .backend import Backend, Devices, Linear, Module
-from .config import ModelConfig, check, extension, has_extension, read_json
-from .request import SAMPLING_FIELDS
-from .tokenizer import load_tokenizer
+from .config import ModelConfig, check, extended, read_json
+from .request import SAMPLING_DEFAULTS
+from .tokenizer import Tokenizer
 
 
 class Checkpoint:
@@ -25,10 +25,9 @@ class Checkpoint:
     self.generation_config = read_json(path / "generation_config.json")
     self.hf_config = read_json(path / "config.json") | self.generation_config   # which may have more end tokens
 
-  def tokenizer(self) -> Any: return load_tokenizer(self.path)
+  def tokenizer(self) -> Any: return extended("huggingface", "load_tokenizer", Tokenizer)(self.path)
   def sampling_defaults(self) -> dict[str, Any]:
-    names = (*SAMPLING_FIELDS, "repetition_penalty")
-    return {name: x for name, x in self.generation_config.items() if name in names and x is not None}
+    return {name: x for name, x in self.generation_config.items() if name in SAMPLING_DEFAULTS and x is not None}
 
   def load(self, model: "Llama", quantization: str | None = None) -> None:
     """Fill the model's weights. quantization: the format to quantize its matrices to."""
@@ -54,16 +53,11 @@ class Checkpoint:
     check(not unused, f"model: {self.path}: tensor {''.join(unused[:1])} has no place in the model of its config")
 
 
-def open_checkpoint(path: pathlib.Path) -> Checkpoint:
-  return extension("weights").open_checkpoint(path) if has_extension() else Checkpoint(path)
-
-
 def rope_table(config: ModelConfig, length: int) -> Tensor:
   """Cosines and sines of the rotary embedding (Su et al. 2021), with scaled frequencies: (length, 2, D / 2)."""
   scaling = config.rope_scaling
   freqs = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)   # (D / 2,)
-  if scaling["rope_type"] == "linear": freqs /= scaling["factor"]
-  if scaling["rope_type"] == "factors": freqs /= scaling["factors"]
+  if scaling["rope_type"] in ("linear", "factors"): freqs /= scaling.get("factors", scaling.get("factor"))
   if scaling["rope_type"] == "llama3":   # divide low frequencies by factor, keep high ones, interpolate between
     rotations = scaling["original_max_position_embeddings"] * freqs / (2 * np.pi)
     bounds = [scaling["low_freq_factor"], scaling["high_freq_factor"]]
@@ -75,8 +69,7 @@ def rope_table(config: ModelConfig, length: int) -> Tensor:
 class Layer:
   """A transformer block. It returns its last sum as two terms, x and delta: the next norm adds them."""
   def __init__(self, config: ModelConfig, name: str, dtype: DType, backend: Backend):
-    self.config = config
-    self.backend = backend
+    self.config, self.backend = config, backend
     hidden = config.hidden_size
     q_size = config.num_attention_heads * config.head_dim
     kv_size = config.num_key_value_heads * config.head_dim
@@ -86,8 +79,7 @@ class Layer:
     self.input_layernorm = norm("input_layernorm", hidden)
     self.qkv_proj = linear(backend.Linear, hidden, config.qkv_bias, 0, self_attn__q_proj=q_size,
                            self_attn__k_proj=kv_size, self_attn__v_proj=kv_size)
-    if config.qk_norm: self.q_norm = norm("self_attn.q_norm", config.head_dim)
-    if config.qk_norm: self.k_norm = norm("self_attn.k_norm", config.head_dim)
+    if config.qk_norm: self.q_norm, self.k_norm = [norm(f"self_attn.{x}_norm", config.head_dim) for x in "qk"]
     self.o_proj = linear(backend.Linear, q_size, config.attention_bias, 1, self_attn__o_proj=hidden)
     self.post_attention_layernorm = norm("post_attention_layernorm", hidden)
     self.gate_up_proj = linear(backend.GateUp, hidden, config.mlp_bias, 0, mlp__gate_proj=config.intermediate_size,
@@ -115,8 +107,7 @@ class Llama:
   def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
     self.config = config = devices.shard(config)
     self.dtype = dtype
-    self.backend = backend
-    self.devices = devices
+    self.backend, self.devices = backend, devices
     def vocabulary(name): return backend.Linear(config.hidden_size, {name: config.vocab_size}, False, dtype)
     self.embed_tokens = vocabulary("model.embed_tokens")
     self.lm_head = self.embed_tokens if config.tie_word_embeddings else vocabulary("lm_head")
@@ -143,5 +134,4 @@ class Llama:
 
 def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, Any]:
   """The config of a checkpoint and the class of its Model. Raises InputError for an unsupported architecture."""
-  found = extension("models").find_model(hf_config, path) if has_extension() else None
-  return found or (ModelConfig.from_hf(hf_config, path), Llama)
+  return ModelConfig.from_hf(hf_config, path), Llama

@@ -147,15 +147,14 @@ def zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32
 class Runner:
   """Launches steps of a model. num_bytes: of each device, for the KV cache."""
   def __init__(self, model: Llama, config: EngineConfig, num_bytes: int):
-    self.model = model
-    self.config = config
+    self.model, self.config = model, config
     self.backend = model.backend
     self.is_async = model.backend.is_async
-    self.max_model_len: Any = config.max_model_len   # by now an int
-    self.rope = rope_table(model.config, self.max_model_len).to(model.devices.names).realize()
+    length: Any = config.max_model_len   # by now an int
+    self.rope = rope_table(model.config, length).to(model.devices.names).realize()
     self.kv_caches = allocate_kv_caches(model, config, num_bytes)
     self.num_blocks = len(self.kv_caches[0][0])
-    self.max_blocks = -(-self.max_model_len // config.block_size)
+    self.max_blocks = -(-length // config.block_size)
     self.max_rows = next_power_of_two(config.max_num_seqs)   # of logits; prompt_logprobs may exceed it
     self.block_tables = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last row is the padding's
     self.last_tokens = zeros(config.max_num_seqs + 1)

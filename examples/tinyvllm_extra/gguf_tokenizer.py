@@ -26,7 +26,7 @@ REQUIRED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores", "token_t
 
 def byte_level(config: dict[str, Any]) -> Any:
   """Build a tokenizers.Tokenizer. config: the metadata of the tokenizer."""
-  lib = optional("tokenizers")
+  lib = optional("tokenizers", "hf", "a GGUF file")
   pre = config.get("pre", "default")
   tokens = config["tokens"]
   merges = [tuple(merge.split(" ")) for merge in config["merges"]]
@@ -82,7 +82,7 @@ def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int
   tokens = config["tokens"]
   fits = len(tokens) <= vocab_size
   check(fits, f"model: {path}: {len(tokens)} tokens; expected at most token_embd's {vocab_size} rows")
-  if kind == "gpt2": optional("tokenizers")   # raises outside of the `try` below
+  if kind == "gpt2": optional("tokenizers", "hf", "a GGUF file")   # raises outside of the `try` below
   settings: dict[str, Any] = {"add_bos_token": kind == "llama" or pre in WHOLE_WORDS}
   settings |= {k: config[k] for k in ("chat_template", "add_bos_token") if k in config}
   try:

@@ -11,13 +11,14 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from tinyvllm import llama
 from tinyvllm.config import ModelConfig
 from tinyvllm.llama import Llama
 
 MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, type[Llama]]]] = {}
 
 
-def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Llama]] | None:
-  """The config and the class of an architecture in MODELS; None: the core may know it."""
+def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
+  """The config and the class of an architecture in MODELS, else of the core's."""
   architecture = next(iter(hf_config.get("architectures") or []), None)
-  return MODELS[architecture](hf_config, path) if architecture in MODELS else None
+  return MODELS.get(architecture, llama.find_model)(hf_config, path)   # type: ignore[arg-type]   # None is no key
