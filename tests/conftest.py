@@ -8,7 +8,7 @@ from reference import ENGINE, tiny_model
 from tinygrad import Device
 
 from tinyvllm import LLM
-from tinyvllm.backend import open_device
+from tinyvllm_extra.kernels import prepare_device as open_device
 
 # `pytest -m quick`: these files' tests that are not slow. They compile little, or nothing
 QUICK = {"test_cli.py", "test_errors.py", "test_readme.py", "test_scheduler.py", "test_size.py", "test_stops.py",

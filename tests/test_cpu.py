@@ -17,7 +17,8 @@ from tinyvllm_extra.kernels import kernel_cache
 from tinyvllm_extra.kernels.cpu import find_compiler
 
 from tinyvllm import LLM
-from tinyvllm.backend import cpu_cores, open_device
+from tinyvllm.backend import cpu_cores
+from tinyvllm_extra.kernels import prepare_device as open_device
 from tinyvllm_extra.kernels.matmul import Linear, pack
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU only")
@@ -100,7 +101,8 @@ INTERRUPTED = """
 import numpy as np
 from tinygrad import Context, Tensor, TinyJit, dtypes
 from tinyvllm_extra.kernels import cpu
-from tinyvllm.backend import cpu_cores, open_device
+from tinyvllm.backend import cpu_cores
+from tinyvllm_extra.kernels import prepare_device as open_device
 from tinyvllm_extra.kernels.matmul import Linear
 open_device()
 cores = cpu_cores()
