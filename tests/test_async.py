@@ -16,7 +16,7 @@ import pytest
 from reference import ENGINE, check_invariants, tiny_model
 from server import wait_until
 
-from tinyvllm import SamplingParams, runner
+from tinyvllm import SamplingParams, engine, runner
 from tinyvllm_extra.server import AsyncLLM
 from tinyvllm_extra.server.async_engine import StepError
 
@@ -363,14 +363,14 @@ def test_a_stream_interval_gives_fewer_pieces_of_the_same_text(llm, monkeypatch)
 
 
 def test_a_step_that_cannot_be_prepared_fails_those_in_it_and_no_others(llm, monkeypatch):
-  pack, failed = llm.llm.pack, []
+  build_step, failed = engine.build_step, []
 
-  def faulty(batch, **rest):
+  def faulty(batch, runner):
     if not failed and len(batch) == 2 and all(s.num_generated > 2 for s in batch):
       failed.extend(s.request_id for s in batch)
       raise ValueError("boom")
-    return pack(batch, **rest)
-  monkeypatch.setattr(llm.llm, "pack", faulty)
+    return build_step(batch, runner)
+  monkeypatch.setattr(engine, "build_step", faulty)
 
   async def run():
     jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS[:2])]

@@ -1,4 +1,4 @@
-"""The graph of a CPU: what its cores compute together is what one computes alone."""
+"""CPU backend: graphs on all cores, allocation in huge pages, exp2, the kernel cache, dtype and compiler selection."""
 import os
 import subprocess
 import sys
@@ -13,15 +13,15 @@ from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.engine import realize
 from tinygrad.engine.realize import get_graph_runtime
 from tinygrad.uop.ops import KernelInfo
-from tinyvllm_extra.kernels import tinygrad_patches as kernels
+from tinyvllm_extra.kernels import kernel_cache
 from tinyvllm_extra.kernels.cpu import find_compiler
 
 from tinyvllm import LLM
 from tinyvllm.backend import cpu_cores, open_device
 from tinyvllm_extra.kernels.matmul import Linear, pack
 
-pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="of CPUs only")
-SIZE, DEPTH = 1024, 8   # two rows of these are worth another core
+pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU only")
+SIZE, DEPTH = 1024, 8   # two rows of this size are divided among cores
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -29,8 +29,8 @@ def opened(): open_device()
 
 
 def layers(seed: int) -> tuple[list[Linear], Callable[[np.ndarray], np.ndarray]]:
-  """Mirrors that turn the order round, each in need of all that the one before has written; and what they make of rows.
-  By hand: numpy's matrices take minutes where others want the cores."""
+  """Return layers that reflect rows and reverse their order, so that each needs all results of the previous one, and
+  the same function in numpy. It avoids matrices: on a busy machine numpy takes minutes to multiply them."""
   normals = np.random.default_rng(seed).standard_normal((DEPTH, SIZE)).astype(np.float32)
   normals /= np.sqrt((normals * normals).sum(1, keepdims=True))
   linears = [Linear(in_features=SIZE, sources={"w": SIZE}, bias=False, dtype=dtypes.float32) for _ in normals]
@@ -56,15 +56,15 @@ def through(linears: list[Linear], x: Tensor) -> Tensor:
   return x.realize()
 
 
-def test_kernels_that_cores_share_wait_for_each_other():
+def test_graph_kernels_wait_for_previous_kernel_on_all_cores():
   linears, reflected = layers(0)
   x = Tensor(np.random.default_rng(1).standard_normal((2, SIZE)).astype(np.float32)).realize()
   jit = captured(lambda: through(linears, x))
   calls = jit.captured.linear.src
-  assert len(calls) == 1 and calls[0].src[0].arg == "graph", "a step is one graph"
+  assert len(calls) == 1 and calls[0].src[0].arg == "graph", "a step must be one graph"
   graph = get_graph_runtime(calls[0].src[0])
   parts = [sum(row[:, 0] > 0) for row in graph.table]
-  assert parts.count(cpu_cores()) == DEPTH, "each core has a part of each matrix"
+  assert parts.count(cpu_cores()) == DEPTH, "each core must have a part of each matrix"
   for i in range(100):
     new = np.random.default_rng(i).standard_normal((2, SIZE)).astype(np.float32)
     buffer = x.uop.buffer
@@ -74,15 +74,15 @@ def test_kernels_that_cores_share_wait_for_each_other():
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 16])
 @pytest.mark.parametrize("sums", [4, 8])
-def test_any_number_of_sums_gives_the_same(monkeypatch, rows, sums):
-  """As CPUs with few registers have it, and those with AVX-512."""
+def test_linear_equals_numpy_for_any_number_of_sums(monkeypatch, rows, sums):
+  """4 sums are for CPUs with few registers, 8 for AVX-512."""
   monkeypatch.setattr("tinyvllm_extra.kernels.matmul.cpu_sums", lambda: sums)
   linears, reflected = layers(3)
   x = np.random.default_rng(rows).standard_normal((rows, SIZE)).astype(np.float32)
   np.testing.assert_allclose(through(linears, Tensor(x).realize()).numpy(), reflected(x), atol=1e-4)
 
 
-def test_steps_of_several_threads_do_not_mix():
+def test_graphs_of_concurrent_threads_do_not_interfere():
   jobs, failures = [layers(seed) for seed in range(3)], []
   xs = [Tensor(np.random.default_rng(9).standard_normal((1, SIZE)).astype(np.float32)).realize() for _ in jobs]
   jits = [captured(lambda job=job, x=x: through(job[0], x)) for job, x in zip(jobs, xs, strict=True)]
@@ -131,18 +131,18 @@ for started in range(1, cores):
 
 
 @pytest.mark.parametrize("cores", [2, *slow(4)])
-def test_an_interrupt_before_all_cores_are_on_their_way_holds_none_of_them(cores):
-  """Of as many threads as cores are asked for, of which some are on their way when it comes, and the first is not."""
+def test_interrupt_while_cores_start_blocks_none(cores):
+  """The interrupt arrives when some of the other cores have started, and the first has not."""
   run = subprocess.run([sys.executable, "-c", INTERRUPTED], env={**os.environ, "NUM_CPU_THREADS": str(cores)},
                        timeout=120, capture_output=True, text=True)
   assert run.returncode == 0 and run.stdout.split() == ["interrupted"] * (cores - 1), run.stderr
 
 
-def test_buffers_lie_side_by_side_and_live_as_long_as_they_are_used():
+def test_buffers_share_a_chunk_that_outlives_freed_ones():
   first, second = [Tensor(np.full(1000, i, np.float32)).realize() for i in range(2)]
   addresses = [t.uop.buffer._buf.va_addr for t in (first, second)]
   assert 0 < addresses[1] - addresses[0] <= 2**25 and not any(address % 128 for address in addresses)
-  large = Tensor(np.arange(2**24, dtype=np.int32)).realize()   # larger than what is taken at once
+  large = Tensor(np.arange(2**24, dtype=np.int32)).realize()   # larger than a chunk
   chunk = first.uop.buffer._buf.meta
   del second
   Device["CPU"].allocator.free_cache()
@@ -151,12 +151,12 @@ def test_buffers_lie_side_by_side_and_live_as_long_as_they_are_used():
   assert all(other.numpy().min() == 7 for other in others)
 
 
-def test_what_the_graph_does_not_take_runs_as_tinygrad_runs_it():
-  double = TinyJit(lambda x: (x * 2 + 1).contiguous().realize())   # its input is another buffer at each call
+def test_graph_with_changing_input_runs_without_cpu_graph():
+  double = TinyJit(lambda x: (x * 2 + 1).contiguous().realize())   # each call has a different input buffer
   for i in range(5): assert double(Tensor([i, i + 1]).realize()).tolist() == [2 * i + 1, 2 * i + 3]
 
 
-def test_powers_of_two_are_those_of_numpy():
+def test_exp2_equals_numpy():
   x = np.concatenate([np.linspace(-125, 128, 100_001), np.linspace(-1, 1, 10_001)]).astype(np.float32)
   open_device()
   np.testing.assert_allclose(Tensor(x[x < 128]).exp2().numpy(), np.exp2(x[x < 128].astype(np.float64)), rtol=2**-23)
@@ -164,17 +164,17 @@ def test_powers_of_two_are_those_of_numpy():
   np.testing.assert_array_equal(Tensor(edges).exp2().numpy(), [0, 0, 0, 0, *[np.inf] * 3, np.nan, 1, 0.5, 2])
 
 
-def test_opening_the_device_again_changes_nothing():
+def test_open_device_twice_applies_patches_once():
   before = Device["CPU"].graph
   open_device()
   assert before and Device["CPU"].graph is before
 
 
-def test_a_kernel_is_lowered_once_and_then_found_on_disk(monkeypatch):
-  lowered, lower, renderer = [], kernels.do_to_program, Device["CPU"].renderer
-  monkeypatch.setattr(kernels, "do_to_program", lambda *args: lowered.append(args) or lower(*args))
+def test_kernel_is_lowered_once_then_read_from_disk(monkeypatch):
+  lowered, lower, renderer = [], kernel_cache.do_to_program, Device["CPU"].renderer
+  monkeypatch.setattr(kernel_cache, "do_to_program", lambda *args: lowered.append(args) or lower(*args))
   a, i = UOp.placeholder((4,), dtypes.float32, 0), UOp.range(4, 0)
-  name = f"only_{os.getpid()}_{time.time_ns()}"   # in no cache yet
+  name = f"only_{os.getpid()}_{time.time_ns()}"   # new in every cache
   kernel = a[i].store(i.cast(dtypes.float32)).end(i).sink(arg=KernelInfo(name))
   first, second = [realize.lower_and_compile.begin(kernel, renderer)() for _ in range(2)]
   assert len(lowered) == 1 and first.key == second.key and name in second.src[-2].arg
@@ -184,7 +184,7 @@ def test_a_kernel_is_lowered_once_and_then_found_on_disk(monkeypatch):
                                                        ("bfloat16", {"bfloat16", "half"}, "float32"),
                                                        ("float16", {"half"}, "float32"),
                                                        ("float16", {"bfloat16"}, None)])
-def test_a_dtype_that_the_device_lacks_gives_way_to_one_that_it_has_and_one_line_says_so(
+def test_unsupported_dtype_is_replaced_with_one_warning(
     folder, caplog, monkeypatch, asked, lacks, taken):
   renderer = type(Device["CPU"].renderer)
   has = renderer.supported_dtypes
@@ -196,7 +196,7 @@ def test_a_dtype_that_the_device_lacks_gives_way_to_one_that_it_has_and_one_line
   assert llm.runner.model.lm_head.weight.dtype == getattr(dtypes, taken or asked)
 
 
-def test_the_compiler_is_what_cc_names_but_not_gcc_or_clang_on_the_path_or_beside_this_python(monkeypatch, tmp_path):
+def test_find_compiler_prefers_cc_except_gcc_then_clang(monkeypatch, tmp_path):
   for name in ("path", "beside"):
     (tmp_path / name).mkdir()
     (tmp_path / name / "clang").write_text("#!/bin/sh\n")
@@ -212,6 +212,6 @@ def test_the_compiler_is_what_cc_names_but_not_gcc_or_clang_on_the_path_or_besid
     assert find_compiler() == (found if found.startswith("/") else str(tmp_path / found)), (cc, path)
   (tmp_path / "beside" / "clang").unlink()
   monkeypatch.setenv("PATH", "/nowhere")
-  for cc in ("gcc", "echo"):   # echo: as open_device leaves it where there is none
+  for cc in ("gcc", "echo"):   # open_device sets CC to echo if there is no compiler
     monkeypatch.setenv("CC", cc)
     assert find_compiler() is None

@@ -2,14 +2,18 @@
 import json
 import subprocess
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from reference import tiny_model, token_rows
 from server import Server
+from tinygrad import Tensor, dtypes
+from tinyvllm_extra import kernels
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.config import EngineConfig
 
 
 FEW_GRAPHS = {"max_num_batched_tokens": 16, "block_size": 4}   # of few shapes, which most engines here share
@@ -26,35 +30,42 @@ def test_1_hello_continues_to_hello_world():
   assert "Hello" + tinyvllm.generate("Hello") == "Hello, world!"
 
 
-def test_2_paged_attention_equals_naive_contiguous_attention():
-  from tinygrad import Tensor
+def naive_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+  """Causal attention over contiguous K and V, (N, KV, D), of one sequence. q: (N, KV, G, D)."""
+  scores = np.einsum("mhgd,nhd->mhgn", q, k) / np.sqrt(q.shape[-1])
+  scores = np.where(np.tri(len(q), dtype=bool)[:, None, None], scores, -np.inf)
+  weights = np.exp(scores - scores.max(-1, keepdims=True))
+  return np.einsum("mhgn,nhd->mhgd", weights / weights.sum(-1, keepdims=True), v)
 
-  from tinyvllm.attention import attend_kernel, rope_kernel
-  rng, BS, KV, G, D, lengths = np.random.default_rng(0), 16, 2, 3, 8, (1, 15, 16, 17, 40)
-  max_blocks = 4
-  q = rng.standard_normal((len(lengths), KV, G, D)).astype(np.float32)
-  k, v = rng.standard_normal((2, sum(lengths), KV, D)).astype(np.float32)
+
+@pytest.mark.parametrize("make_backend", [tinyvllm.Backend, kernels.make_backend], ids=["core", "extension"])
+def test_2_paged_attention_equals_naive_contiguous_attention(folder, make_backend):
+  """All tokens of five sequences in one step, then the last token of each one again in a step of its own."""
+  rng = np.random.default_rng(0)
+  backend = make_backend()
+  BS, KV, G, D, max_blocks, lengths = 16, 2, 3, 8, 4, (1, 15, 16, 17, 40)
+  model = SimpleNamespace(num_key_value_heads=KV, num_attention_heads=KV * G, head_dim=D)
+  layout = backend.kv_layout(model, EngineConfig(block_size=BS), dtypes.float32)
   tables = (rng.permutation(len(lengths) * max_blocks) + 1).reshape(len(lengths), max_blocks)   # block 0 in none
-  rows = np.repeat(np.arange(len(lengths)), lengths)
+  caches = [Tensor.full((len(lengths) * max_blocks + 1, *shape), np.nan, dtype=dtype).contiguous().realize()
+            for shape, dtype in layout]   # must not be read before it is written
+  rope = np.stack([np.ones((99, D // 2)), np.zeros((99, D // 2))], 1)   # no rotation
+  q = rng.standard_normal((sum(lengths), KV, G, D)).astype(np.float32)
+  k, v = rng.standard_normal((2, sum(lengths), KV, D)).astype(np.float32)
+  slots = np.repeat(np.arange(len(lengths)), lengths)
   positions = np.concatenate([np.arange(n) for n in lengths])
-  garbage = np.full((2, len(lengths) * max_blocks + 1, KV, BS * D), np.nan, np.float32)   # must not be seen
-  keys, values = (Tensor(x.reshape(-1, KV, *y)).realize() for x, y in zip(garbage, ((D, BS), (BS, D)), strict=True))
-  table = Tensor(tables.astype(np.int32)).realize()
-  tokens = Tensor(token_rows(positions, rows, tables[rows, positions // BS], BS, max_blocks)).realize()
-  qkv = Tensor(np.concatenate([np.zeros((len(k), KV * G, D), np.float32), k, v], axis=1).reshape(len(k), -1)).realize()
-  unturned = Tensor(np.stack([np.ones((99, D // 2)), np.zeros((99, D // 2))], 1).astype(np.float32)).realize()
-  unused = Tensor(np.zeros((len(k), KV, G, D), np.float32)).realize()
-  _, keys, values, *_ = unused.custom_kernel(keys, values, qkv, unturned, tokens, fxn=rope_kernel)
-  last, each = np.array(lengths) - 1, np.arange(len(lengths))
-  ends = Tensor(token_rows(last, each, tables[each, last // BS], BS, max_blocks)).realize()
-  inputs = (Tensor(q).realize(), keys, values, table, ends)
-  out = Tensor.empty(*q.shape).custom_kernel(*inputs, fxn=attend_kernel)[0].numpy()
-  for i, n in enumerate(lengths):
-    mine = rows == i
-    scores = np.einsum("hgd,nhd->hgn", q[i], k[mine]) / np.sqrt(D)
-    p = np.exp(scores - scores.max(-1, keepdims=True))
-    np.testing.assert_allclose(out[i], np.einsum("hgn,nhd->hgd", p / p.sum(-1, keepdims=True), v[mine]), atol=1e-5)
-    assert n == mine.sum()
+
+  def attend(batch: np.ndarray) -> np.ndarray:
+    slot, position = slots[batch], positions[batch]
+    qkv = np.concatenate([q[batch].reshape(len(batch), KV * G, D), k[batch], v[batch]], 1).reshape(len(batch), -1)
+    tokens = token_rows(position, slot, tables[slot, position // BS], BS, max_blocks)
+    inputs = [Tensor(x).realize() for x in (rope.astype(np.float32), tokens, tables.astype(np.int32))]
+    return backend.attend(Tensor(qkv).realize(), caches, *inputs, KV * G).numpy().reshape(len(batch), KV, G, D)
+
+  expected = np.concatenate([naive_attention(q[slots == i], k[slots == i], v[slots == i]) for i in range(len(lengths))])
+  np.testing.assert_allclose(attend(np.arange(len(slots))), expected, atol=1e-5)
+  last = np.cumsum(lengths) - 1
+  np.testing.assert_allclose(attend(last), expected[last], atol=1e-5)
 
 
 def test_3_ten_concurrent_requests_finish_right_in_a_small_pool(folder):

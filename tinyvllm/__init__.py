@@ -4,14 +4,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from tinyvllm_extra.vllm_names import AsyncLLM, Logprob, StructuredOutputsParams, TextPrompt, TokensPrompt
+  from tinyvllm_extra.vllm_names import AsyncLLM, Logprob, RequestMetrics, StructuredOutputsParams, TextPrompt, TokensPrompt
   from .engine import LLM, Backend, InputError, LLMEngine, generate, generate_stream
-  from .request import CompletionOutput, RequestMetrics, RequestOutput, SamplingParams
+  from .request import CompletionOutput, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
 NAMES = {"engine": ["LLM", "LLMEngine", "Backend", "InputError", "generate", "generate_stream"],
-         "request": ["CompletionOutput", "RequestMetrics", "RequestOutput", "SamplingParams"]}
-EXTENSION = ["AsyncLLM", "Logprob", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"]
+         "request": ["CompletionOutput", "RequestOutput", "SamplingParams"]}
+EXTENSION = ["AsyncLLM", "Logprob", "RequestMetrics", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"]
 __all__ = [*NAMES["engine"], *NAMES["request"], *EXTENSION]
 
 

@@ -29,13 +29,9 @@ def cpu_cores() -> int:
 
 
 def open_device() -> None:
-  """Open tinygrad's default device. Raises RuntimeError that says what to install if none opens."""
-  try:
-    if has_extension(): extension("kernels").prepare_device()   # finds a compiler and makes captures cheap
-    renderer()
-  except Exception as e:   # each device fails in its own way
-    raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
-                       "'tinyvllm[cpu]', which contains a compiler; or choose one: DEV=CUDA, METAL, AMD, ...") from e
+  """Open tinygrad's default device. Raises what tinygrad raises, or with the extension RuntimeError with a remedy."""
+  if has_extension(): extension("kernels").prepare_device()   # finds a compiler and makes captures cheap
+  renderer()
 
 
 class Module:
@@ -236,10 +232,14 @@ class Backend:
     those of several threads would disturb each other."""
     def read() -> list:
       array = np.empty(tensor.shape, np.int32 if tensor.dtype == dtypes.int32 else np.float32)
-      buffer: Any = tensor.uop.buffer if array.size else None
-      if buffer: buffer.allocator._copyout(array.data.cast("B"), buffer._buf)
+      buffer: Any = tensor.uop.buffer
+      buffer.allocator._copyout(array.data.cast("B"), buffer._buf)
       return array.tolist()
     return read
+
+  def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int:
+    """The number of KV cache blocks to allocate within `num_bytes`, if that many can be used; at least min_blocks fit."""
+    return num_bytes // block_bytes
 
 
 class Devices:

@@ -12,7 +12,8 @@ from tinygrad.dtype import DType
 
 from .backend import Backend, Devices, Linear, Module
 from .config import ModelConfig, check, extension, has_extension, read_json
-from .tokenizer import Tokenizer, load_tokenizer
+from .request import SAMPLING_FIELDS
+from .tokenizer import load_tokenizer
 
 
 class Checkpoint:
@@ -24,7 +25,10 @@ class Checkpoint:
     self.generation_config = read_json(path / "generation_config.json")
     self.hf_config = read_json(path / "config.json") | self.generation_config   # which may have more end tokens
 
-  def tokenizer(self) -> Tokenizer: return load_tokenizer(self.path)
+  def tokenizer(self) -> Any: return load_tokenizer(self.path)
+  def sampling_defaults(self) -> dict[str, Any]:
+    names = (*SAMPLING_FIELDS, "repetition_penalty")
+    return {name: x for name, x in self.generation_config.items() if name in names and x is not None}
 
   def load(self, model: "Llama", quantization: str | None = None) -> None:
     """Fill the model's weights. quantization: the format to quantize its matrices to."""

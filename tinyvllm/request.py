@@ -1,6 +1,6 @@
 """What a request asks for, the state of each of its sequences, and what it returns. Token ids only, no text. Declares
 two seams: LogitsProcessor and Proposer."""
-import dataclasses, enum, itertools, math, time
+import dataclasses, enum, itertools
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,11 +15,8 @@ SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 MAX_INT = 2**31 - 1
 
 
-class SamplerMode(enum.IntEnum):
-  """What the sampler of a step computes. A higher mode also serves the lower ones."""
-  GREEDY = 0
-  RANDOM = 1     # all tokens but those below min_p
-  FILTERED = 2   # with top_k and top_p
+# What the sampler of a step computes; a higher mode also serves the lower ones. FILTERED: with top_k and top_p
+SamplerMode = enum.IntEnum("SamplerMode", ["GREEDY", "RANDOM", "FILTERED"], start=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,23 +89,6 @@ class Proposer(Protocol):
     """Counters for get_metrics."""
 
 
-@dataclasses.dataclass
-class RequestMetrics:
-  """Monotonic times of a request's events and the seconds between them; NaN for events to come."""
-  arrival_time: float = dataclasses.field(default_factory=time.monotonic)
-  first_scheduled_time: float = math.nan
-  first_token_time: float = math.nan
-  finished_time: float = math.nan
-  num_generated: int = 0         # tokens, of all samples
-  num_draft_tokens: int = 0
-  num_accepted_tokens: int = 0   # draft tokens that were accepted
-
-  queue_time = property(lambda self: self.first_scheduled_time - self.arrival_time)
-  ttft = property(lambda self: self.first_token_time - self.arrival_time)
-  tpot = property(lambda self: (self.finished_time - self.first_token_time) / max(1, self.num_generated - 1))
-  latency = property(lambda self: self.finished_time - self.arrival_time)
-
-
 table_versions = itertools.count()
 
 
@@ -123,11 +103,11 @@ class Sequence:
   index: int                       # number of the sample
   stop_ids: set[int]               # token ids that end it, the model's end tokens included
   max_len: int                     # maximum number of tokens, prompt included
-  metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
+  metrics: Any = None              # the request's, of the extension's metrics.py
   processor: LogitsProcessor | None = None
   draft_state: Any = None          # the Proposer's
   siblings: list["Sequence"] = dataclasses.field(default_factory=list)   # further samples; added after the first token
-  num_cached: int = 0              # prompt tokens found in the prefix cache when it first ran
+  num_cached: int | None = None    # prompt tokens found in the prefix cache when it first ran
   logprobs: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)   # by position
   block_hashes: list[bytes] = dataclasses.field(default_factory=list)   # of its full blocks, as far as requested
   finish_reason: str | None = None
@@ -158,11 +138,9 @@ class Sequence:
     """Add the next token. Set finish_reason if it, the logits processor or the length ends the sequence."""
     done = self.processor is not None and self.processor.accept(token)
     is_end = done or token in self.stop_ids
-    if self.metrics.num_generated == 0: self.metrics.first_token_time = time.monotonic()
     # No calls from here on: a KeyboardInterrupt finds either all of the changes made, or none
     if is_end or len(self.tokens) + 1 >= self.max_len: self.finish_reason = "stop" if is_end else "length"
     if token in (self.params.stop_token_ids or ()): self.stop_reason = token
-    self.metrics.num_generated += 1
     if self.num_in_flight: self.num_in_flight -= 1
     self.tokens.append(token)
 
@@ -187,7 +165,7 @@ class RequestOutput:
   prompt_token_ids: list[int]
   prompt_logprobs: list[dict[int, Any] | None] | None   # None for the first token
   outputs: list[CompletionOutput]
-  metrics: RequestMetrics
+  metrics: Any                           # RequestMetrics; None without the extension
   num_cached_tokens: int                 # prompt tokens found in the prefix cache
 
   finished = property(lambda self: all(output.finish_reason for output in self.outputs))

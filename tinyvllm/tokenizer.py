@@ -1,74 +1,40 @@
 """Text to token ids and back with sentencepiece's tokenizer.model, and the text of a sequence while it is generated.
 The extension's huggingface.py reads tokenizer.json and renders chat templates."""
-import dataclasses, itertools, pathlib, re
-from collections.abc import Callable
+import pathlib
 from typing import Any, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
-from .config import InputError, check, extension, read_json
+from .config import InputError, check, extension, has_extension, read_json
 from .request import Sequence
 
 
-@dataclasses.dataclass(eq=False)
 class Tokenizer:
-  """Text to ids and back. Special tokens are encoded and decoded here, everything else by a library."""
-  encode_plain: Callable[[str, bool], list[int]]   # (text, add special tokens) -> ids
-  decode_plain: Callable[[list[int]], str]
-  added_tokens: dict[str, int]  # tokens that are matched as text before the library splits it
-  special_ids: set[int]         # those that skip_special_tokens leaves out
-  config: dict[str, Any]        # tokenizer_config.json
-  library: Any = None           # the tokenizers.Tokenizer or SentencePieceProcessor
-
-  def __post_init__(self) -> None:
-    self.config = {k: v.get("content", v) if isinstance(v, dict) else v for k, v in self.config.items()}
-    self.added_texts = {i: text for text, i in self.added_tokens.items()}
-    bos = self.config.get("add_bos_token") and self.config.get("bos_token")
-    self.prefix = [self.added_tokens[bos]] if bos in self.added_tokens else []
-
-  eos_token_id = property(lambda self: self.added_tokens.get(self.config.get("eos_token")))
+  """Text to ids and back with sentencepiece. The extension's (huggingface.py) also knows special tokens within a text,
+  tokenizer.json and chat templates."""
+  def __init__(self, folder: pathlib.Path):
+    check((folder / "tokenizer.model").exists(), f"model: {folder} has no tokenizer.model")
+    self.model = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    has_bos = read_json(folder / "tokenizer_config.json").get("add_bos_token", True)
+    self.prefix = [self.model.bos_id()] if has_bos else []
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text, after a BOS token if the model's files ask for one. Raises InputError for text that is not
-    Unicode."""
-    try: text = text.encode().decode()
-    except UnicodeEncodeError as e: raise InputError(f"prompt: {e}: half of a surrogate pair is no character") from e
-    ids = self.encode_plain(text, add_special_tokens and "add_bos_token" not in self.config)
-    return self.prefix + ids if add_special_tokens and ids[:1] != self.prefix else ids
+    """Token ids of a text, after a BOS token if the model's files ask for one."""
+    return [*(self.prefix if add_special_tokens else ()), *self.model.EncodeAsIds(checked_unicode(text))]
 
   def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-    if self.added_texts.keys().isdisjoint(ids): return self.decode_plain(ids) if ids else ""   # the usual case
-    hidden = self.special_ids if skip_special_tokens else ()
-    runs = itertools.groupby([i for i in ids if i not in hidden], self.added_texts.get)   # plain ids have no text
-    return "".join(self.decode_plain([*run]) if text is None else text * len([*run]) for text, run in runs)
-
-  def apply_chat_template(self, messages: list[dict[str, Any]], /, **options: Any) -> str:
-    """Return the conversation as the model was trained to see it; see huggingface.render for the options."""
-    return extension("huggingface").render(messages, self.config, **options)
+    if not skip_special_tokens: extension("huggingface")   # raises: here special tokens have no text
+    return self.model.DecodeIds([i for i in ids if i < self.model.GetPieceSize()])   # higher ids are padding
 
 
-def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
-  """Read tokenizer.json or tokenizer.model, with tokenizer_config.json and chat_template.jinja if they exist."""
-  config = read_json(folder / "tokenizer_config.json")
-  config |= {path.stem: path.read_text() for path in folder.glob("chat_template.jinja")}
-  if (folder / "tokenizer.json").exists(): return extension("huggingface").load(folder / "tokenizer.json", config)
-  check((folder / "tokenizer.model").exists(), f"model: {folder} has no tokenizer.json and no tokenizer.model")
-  return wrap_sentencepiece(SentencePieceProcessor(model_file=str(folder / "tokenizer.model")), config)
+def checked_unicode(text: str) -> str:
+  """The text. Raises InputError for half of a surrogate pair, which is no character."""
+  try: return text.encode().decode()
+  except UnicodeEncodeError as e: raise InputError(f"prompt: {e}") from e
 
 
-def wrap_sentencepiece(model: SentencePieceProcessor, config: dict[str, Any]) -> Tokenizer:
-  ids = range(model.GetPieceSize())
-  tokens: dict[int, Any] = {i: {"content": model.IdToPiece(i), "special": True} for i in ids if model.IsControl(i)}
-  tokens |= {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
-  added = {token["content"]: i for i, token in tokens.items()}
-  splitter = re.compile(f"({'|'.join(map(re.escape, added))})")
-
-  def encode(text: str, special: bool) -> list[int]:
-    parts = splitter.split(text)
-    return [i for part in parts for i in ([added[part]] if part in added else model.EncodeAsIds(part))]
-  def decode(plain: list[int]) -> str: return model.DecodeIds([i for i in plain if i in ids])   # others are padding
-  config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config}
-  return Tokenizer(encode, decode, added, {i for i, token in tokens.items() if token["special"]}, config, model)
+def load_tokenizer(folder: pathlib.Path) -> Any:
+  return extension("huggingface").load_tokenizer(folder) if has_extension() else Tokenizer(folder)
 
 
 class Detokenizer:
@@ -107,11 +73,8 @@ def num_held_back(text: str, stop: list[str]) -> int:
   return max(lengths, default=0)
 
 
-class Cursor(NamedTuple):
-  """How much of a sequence a reader has."""
-  num_characters: int
-  num_tokens: int              # prompt included
-  finish_reason: str | None
+# How much of a sequence a reader has; num_tokens includes the prompt's
+Cursor = NamedTuple("Cursor", [("num_characters", int), ("num_tokens", int), ("finish_reason", str | None)])
 
 
 class TextStream:

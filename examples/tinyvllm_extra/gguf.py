@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinyvllm.config import check
-from tinyvllm.tokenizer import Tokenizer
+from tinyvllm_extra.huggingface import Tokenizer
 
 from . import weights
 from .gguf_tokenizer import make_tokenizer
@@ -296,8 +296,7 @@ class Checkpoint(weights.Checkpoint):
     tensors: list[Any] = [self.take(f"{name}.weight", *shape) for name, shape in shapes.items()]
     form = shared_form([tensor.kind for tensor in tensors])
     if isinstance(form, Form): return [tensor.quantized(form) for tensor in tensors]
-    mixed = len({tensor.kind for tensor in tensors}) > 1
-    return [tensor.numbers() if mixed else tensor.read() for tensor in tensors]
+    return [tensor.numbers() if form == "F32" else tensor.read() for tensor in tensors]
 
 
 def folder_of(name: str | None) -> str | None: return name   # callers may go: LLM loads GGUF files itself

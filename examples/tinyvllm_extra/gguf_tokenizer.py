@@ -6,9 +6,8 @@ from typing import Any
 from sentencepiece import SentencePieceProcessor
 
 from tinyvllm.config import InputError, check
-from tinyvllm.tokenizer import Tokenizer, wrap_sentencepiece
 
-from .huggingface import wrap
+from .huggingface import Tokenizer, wrap, wrap_sentencepiece
 from .packages import optional
 
 # How a byte-level BPE splits text before it merges, by tokenizer.ggml.pre; "": as GPT-2

@@ -1,6 +1,6 @@
 """Devices of this machine that share every layer (tensor parallelism, Shoeybi et al. 2019): each has its part of the
 heads, of the MLP and of the vocabulary, and sums read the partial results of the others in place."""
-import ctypes, dataclasses, itertools
+import dataclasses, itertools
 from typing import Any
 
 from tinygrad import Context, Device, Tensor, UOp
@@ -30,18 +30,13 @@ def check_peers(count: int) -> None:
   text = f"tensor_parallel_size={count}"
   check(Device.DEFAULT in ("CUDA", "CPU"), f"{text} must be 1 on {Device.DEFAULT}; CUDA and CPU take more")
   if Device.DEFAULT != "CUDA": return
+  from tinyvllm_extra.kernels.cuda import can_access_peer
   available = Device.default.count()
   check(count <= available, f"{text} must be at most {available}, the number of {Device.DEFAULT} devices")
-  for reader, owner in itertools.permutations([Device[name] for name in device_names(count)], 2):
+  devices: list[Any] = [Device[name] for name in device_names(count)]
+  for reader, owner in itertools.permutations(devices, 2):
     readable = can_access_peer(reader, owner)
     check(readable, f"{text} must be 1: {reader.device} cannot read {owner.device}'s memory (nvidia-smi topo -p2p r)")
-
-
-def can_access_peer(reader: Any, owner: Any) -> bool:
-  from tinygrad.runtime.autogen import cuda
-  result = ctypes.c_int()
-  cuda.cuDeviceCanAccessPeer(ctypes.byref(result), reader.cu_device, owner.cu_device)
-  return bool(result.value)
 
 
 class Graph(_TinyJit):

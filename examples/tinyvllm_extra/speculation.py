@@ -189,7 +189,9 @@ class SpeculativeProposer:
     """Verify, then append the new tokens one at a time, as a text may end at each."""
     computed = results.step.computed
     new_tokens = verify(results)
-    lengths = {seq: len(seq.tokens) for seq in computed if seq.draft_token_ids}
+    # Only a step with rows after drafts verifies them: the drafts may belong to the step in flight
+    lengths = {row.seq: len(row.seq.tokens) for row in results.step.rows
+               if row.seq.draft_token_ids and row.position > len(row.seq.tokens)}
     for i in range(max(map(len, new_tokens.values()), default=1)):
       sampled = {seq: ids[i] for seq, ids in new_tokens.items() if i < len(ids) and not seq.finish_reason}
       engine.append({seq: computed[seq] for seq in sampled} if i else computed, sampled)

@@ -113,7 +113,7 @@ class Checkpoint(llama.Checkpoint):
     """Read a tensor for a part of the core, dequantized."""
     module, _, kind = name.rpartition(".")
     x = dequantize(self.matrix(module, *shape)) if kind == "weight" and len(shape) == 2 else self.array(name, *shape)
-    return Tensor(to_float32(x) if x.dtype == np.uint16 else x)
+    return Tensor(to_float32(x) if x.dtype == np.uint16 else np.asarray(x))
 
   def vectors(self, module: Any, kind: str) -> list[np.ndarray]:
     """Read a norm's weight or a bias: a part for each device. A bias of partial sums is added by the first."""

@@ -1,7 +1,7 @@
 """`tinyvllm doctor`: test each of tinygrad's backends on this machine, report which one the engine uses and why, and
 which models fit. Each backend runs in its own process, since a driver may hang or crash. Memory bandwidth is measured
 with the engine's own matmul, so that it predicts the engine's speed."""
-import argparse, ctypes, importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, statistics
+import argparse, importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, statistics
 import subprocess, sys, time
 from typing import Any
 
@@ -49,12 +49,8 @@ def reason_of(error: BaseException) -> str:
 def describe(opened: Any) -> tuple[str, int]:
   """Return a device's name, or its architecture if it has none, and the total bytes of its memory."""
   if opened.device == "CUDA":
-    from tinygrad.runtime.autogen import cuda
-    name = ctypes.create_string_buffer(256)
-    total = ctypes.c_size_t()
-    cuda.cuDeviceGetName(name, 256, opened.cu_device)
-    cuda.cuDeviceTotalMem_v2(ctypes.byref(total), opened.cu_device)
-    return name.value.decode(), total.value
+    from tinyvllm_extra.kernels import cuda
+    return cuda.describe(opened)
   info = pathlib.Path("/proc/cpuinfo")
   names = re.findall(r"model name\s*: (.*)", info.read_text()) if opened.device == "CPU" and info.exists() else []
   return [*names, getattr(opened, "device_name", opened.arch or "")][0], host_memory()

@@ -1,6 +1,6 @@
 """Rotary embedding with the write of K and V, and paged attention (Kwon et al. 2023, arXiv:2309.06180), for any device.
-The kernels read K and V through the block table, without a copy of the context. A tensor that a write returns carries the
-order: later reads must use it.
+The kernels read K and V through the block table, without a copy of the context. Later reads must use the tensors that a
+write returns, as these carry the order.
 
 qkv: (T, (H + 2 KV) * D), a flat batch. tokens: (fields of TOKEN, T) int32. rope: (length, 2, D / 2), cosines and sines.
 block_tables: (rows, max_blocks) int32. G = H / KV query heads share a K/V head. kv_cache.py describes the cache."""
@@ -37,10 +37,11 @@ def rotate_and_write(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Ten
 
 
 def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
-  """Rotate the first half of each head of q and k against the second, and write k and v to their blocks. q: (T, KV, G, D),
-  filled. rest: scales (int8 only), qkv, rope, tokens."""
+  """Rotate the first half of each head of q and k against the second, and write k and v to their blocks.
+  q: (T, KV, G, D), filled. rest: scales (int8 only), qkv, rope, tokens."""
   *scales, qkv, rope, tokens = rest
-  T, KV, G, D = q.shape
+  sizes: Any = q.shape
+  T, KV, G, D = sizes
   pages, _, elements, BS = keys.shape
   n = D // elements   # dimensions in an element
   t, h, i = axes(0, T, KV, elements // 2)
@@ -50,8 +51,8 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   def rotated(head, i): return rotate(*plain(head, i), *[rope[position % rope.shape[0], z, i] for z in range(2)])
 
   stores = []
-  dimensions = [i * n + j for j in range(n)]   # type: ignore[arg-type]
-  for g in range(G):   # type: ignore[arg-type]
+  dimensions = [i * n + j for j in range(n)]
+  for g in range(G):
     for d in dimensions:
       stores += [q[t, h, g, d + z * (D // 2)].store(x.cast(q.dtype)) for z, x in enumerate(rotated(h * G + g, d))]
   for kind, (source, head) in enumerate([(rotated, KV * G + h), (plain, KV * G + KV + h)]):   # K and V
@@ -69,10 +70,10 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
 
 
 def tiling(T: Any, G: Any, D: Any, block_size: Any) -> tuple[int, int, int]:
-  """Choose how a work group iterates over a context, D positions at a time. Its lanes score a few positions each for all
-  G queries, then sum a few dimensions of V each, so that they share loads.
-  Returns positions (and dimensions) per lane, the unroll factor of inner loops, and how many sets of lanes share a token's
-  context (split-KV, for few tokens). GPU values were measured on an H200 (tests/benchmarks/LOG.md)."""
+  """Choose how a work group iterates over a context, D positions at a time. Its lanes score a few positions each for
+  all G queries, then sum a few dimensions of V each, so that they share loads.
+  Returns positions (and dimensions) per lane, the unroll factor of inner loops, and how many sets of lanes share a
+  token's context (split-KV, for few tokens). GPU values were measured on an H200 (tests/benchmarks/LOG.md)."""
   if cpu_cores(): return D // math.gcd(D, 16, block_size), 1, 1   # lanes are SIMD
   parts = math.gcd(D, block_size, 4 if T > 64 else 2)
   lanes = 512 if T <= 8 and G == 1 else 256
@@ -83,7 +84,7 @@ def tiling(T: Any, G: Any, D: Any, block_size: Any) -> tuple[int, int, int]:
 @dataclasses.dataclass(frozen=True)
 class GroupState(State):
   """A work group's accumulators. total, scores, weights: (shares, G, D). highest, weight: (G,)."""
-  scores: UOp    # of the iteration's positions
+  scores: UOp    # q . k in this iteration
   weights: UOp   # exp2(score - highest)
 
 
@@ -121,7 +122,8 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   """Causal attention of each token over its own sequence, with no memory but out, (T, KV, G, D), and no work beyond the
   sequence's length. rest: scales (int8 only), block_tables, tokens."""
   *scales, table, tokens = rest
-  T, KV, G, D = q.shape
+  sizes: Any = q.shape
+  T, KV, G, D = sizes
   BS = keys.shape[3]
   parts, unroll, shares = tiling(T, G, D, BS)
   kind, shared = lane_axis()
@@ -134,16 +136,17 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   position, row = [field(tokens, name, t) for name in ("position", "slot")]
   group = WorkGroup(q, scales, table, BS, t, h, g, share, shares, near, begin, unroll, position, row)
 
-  sizes = {"scores": (shares, G, D), "weights": (shares, G, D), "total": (shares, G, D), "highest": (G,), "weight": (G,)}
+  size = (shares, G, D)
+  accumulators = {"scores": size, "weights": size, "total": size, "highest": (G,), "weight": (G,)}
   arrays = {name: UOp.placeholder(size, dtypes.float32, 100 + i, shared if len(size) > 1 else AddrSpace.REG)
-            for i, (name, size) in enumerate(sizes.items())}
+            for i, (name, size) in enumerate(accumulators.items())}
   state = GroupState(iteration=UOp.placeholder((1,), dtypes.int32, 105, AddrSpace.REG), **arrays)
   loop = UOp.loop(5)
   current = state.after(state.iteration.after(t, h)[0].store(0), loop)
   iteration = current.index(-(-table.shape[1] * BS // (shares * D)))
   stores = add_values(group, add_scores(group, current, keys, iteration), values, iteration)
   state = state.after(UOp.group(*stores).end(loop, (iteration + 1) * shares * D <= position))
-  threads = divisor(T, cpu_cores()) if T * KV * G * D > 2**12 else 1   # type: ignore[operator]
+  threads = divisor(T, cpu_cores()) if T * KV * G * D > 2**12 else 1
   return kernel_of("attend", out[t, h, *group.own[1:]].store(result(group, state).cast(out.dtype)), shared_by(threads))
 
 

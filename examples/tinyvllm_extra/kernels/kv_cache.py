@@ -1,9 +1,9 @@
-"""The KV cache's blocks and number formats: floats, int8 with a scale per token and head, and fp8 (e4m3, Micikevicius et
-al. 2022, arXiv:2209.05433), which is converted with integer arithmetic, so that every device with float16 supports it.
+"""The KV cache's blocks and number formats: floats, int8 with a scale per token and head, and fp8 (e4m3, Micikevicius
+et al. 2022, arXiv:2209.05433). Conversion from and to fp8 uses integers, so that any device with float16 supports it.
 
-keys: (num_blocks, KV, D / n, block_size) and values: (num_blocks, KV, block_size, D / n) of elements that hold n
-dimensions: a float, a byte on a CPU, or a uint32 word with four bytes elsewhere, because tinygrad does not combine byte
-loads on a GPU. An int8 byte is 128 + number / scale. scales: (num_blocks, KV, 2, block_size) in float32, for K and V."""
+keys: (num_blocks, KV, D / n, block_size), values: (num_blocks, KV, block_size, D / n). An element holds n dimensions: a
+float, a byte on a CPU, or a uint32 word of four bytes on a GPU, where tinygrad does not combine byte loads. An int8
+byte is 128 + number / scale. scales: (num_blocks, KV, 2, block_size) in float32, for K and V."""
 import functools
 from collections.abc import Sequence
 
@@ -51,7 +51,7 @@ def pack(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:
   return functools.reduce(UOp.__or__, [byte(x) << 8 * i for i, x in enumerate(numbers)]).cast(dtype)
 
 
-# Factor by which half_bits are too small, for fp8 (False) and int8 (True)
+# True value / value of half_bits, for fp8 (False) and int8 (True)
 FACTOR = {False: 2**8, True: 2**24}
 
 

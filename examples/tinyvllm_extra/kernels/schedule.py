@@ -42,12 +42,12 @@ def unrolled(extent: sint, by: int, number: int) -> UOp:
 
 
 def fold(x: UOp, op: Ops = Ops.ADD, kinds: tuple = (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE)) -> UOp:
-  """Reduce x with `op` over its axes of these kinds."""
+  """Reduce x with `op` over its axes of the given kinds."""
   return x.reduce(*[a for a in x.ranges if a.arg[1] in kinds], arg=op)
 
 
 def end(store: UOp, *kinds: AxisType) -> UOp:
-  """End a store's UPCAST axes and its axes of these kinds. Its other axes, such as threads, stay open."""
+  """End a store's UPCAST axes and its axes of the given kinds. Its other axes, such as threads, stay open."""
   return store.end(*[a for a in store.ranges if a.arg[1] in (AxisType.UPCAST, *kinds)])
 
 
@@ -93,7 +93,7 @@ class State:
   total: UOp     # V, weighted
   highest: UOp   # highest score
   weight: UOp    # sum of the weights exp2(score - highest)
-  iteration: UOp   # (1,) int32
+  iteration: UOp # (1,) int32
 
   def index(self, limit: sint) -> UOp:
     """Load the iteration's index. limit: an upper bound, so that 32 bits suffice for all that is computed from it."""

@@ -1,5 +1,5 @@
-"""Paged attention on NVIDIA tensor cores (FlashAttention-2, Dao 2023, arXiv:2307.08691): a warp multiplies 16 query rows
-by 16 positions, and the scores stay in the registers from which they weigh V.
+"""Paged attention on NVIDIA tensor cores (FlashAttention-2, Dao 2023, arXiv:2307.08691): a warp multiplies 16 query
+rows by 16 positions, and the scores weigh V without leaving their registers.
 
 A lane's loads are neighbours in memory. Blocks of K: (KV, D / 32, 16, 32), of V: (KV, D, 16) in float16; for int8 and
 fp8 (KV, D / 32, 16, 8) and (KV, D / 4, 16) uint32 words of four dimensions."""
@@ -43,7 +43,7 @@ def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[
 
 def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
            num_heads: int) -> Tensor:
-  """Attention of one layer, as generic.attend, for both block layouts."""
+  """As generic.attend, for both block layouts."""
   if cache[0].ndim == 4: return generic.attend(qkv, cache, rope, tokens, block_tables, num_heads)
   q, cache = generic.rotate_and_write(qkv, cache, rope, tokens, num_heads, rope_kernel)
   return read(q, cache, tokens, block_tables).flatten(1)
@@ -53,7 +53,7 @@ def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor) -
   """Attend to the cache. q: (T, KV, G, D). Returns the same shape."""
   T, KV, *_ = q.shape
   kernel = decode_kernel if T <= TILE else prefill_kernel
-  # Split-KV: work groups share a token and a K/V head if there are few of these and contexts may be long
+  # Split-KV: if contexts may be long and tokens are few, several work groups share a token and a K/V head
   parts = max(1, MIN_WORK_GROUPS // (T * KV)) if block_tables.shape[1] * BS > 1024 else 1
   if parts == 1: return q.empty_like().custom_kernel(q, *cache, block_tables, tokens, fxn=kernel)[0]
   means = Tensor.empty(parts, *q.shape, dtype=dtypes.float32, device=q.device)
@@ -63,9 +63,9 @@ def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor) -
 
 
 def combine_kernel(out: UOp, means: UOp, logs: UOp) -> UOp:
-  """Combine the parts of split-KV. means: (parts, T, KV, G, D). logs: (parts, T, KV, G), log2 of the sums of weights."""
+  """Combine the parts of split-KV. means: (parts, T, KV, G, D). logs: (parts, T, KV, G), log2 of the weights' sums."""
   t, h, g, d = axes(0, *out.shape)
-  parts = range(means.shape[0])   # type: ignore[arg-type]
+  parts = range(means.shape[0])
   combined = mean([means[i, t, h, g, d] for i in parts], [logs[i, t, h, g] for i in parts])
   return kernel_of("combine", out[t, h, g, d].store(combined.cast(out.dtype)))
 
@@ -74,10 +74,11 @@ def combine_kernel(out: UOp, means: UOp, logs: UOp) -> UOp:
 
 def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   """As generic.rope_kernel. A lane rotates NEAR dimensions in each half of a head. Neighbouring lanes have neighbouring
-  tokens, whose V is contiguous in a block."""
+  tokens, because their V is contiguous in a block."""
   *scales, qkv, rope, tokens = rest
-  T, KV, G, D = q.shape
-  side = math.gcd(T, BS)   # type: ignore[arg-type]
+  sizes: Any = q.shape
+  T, KV, G, D = sizes
+  side = math.gcd(T, BS)
   group, h = axes(0, T // side, KV, kind=AxisType.GLOBAL)
   token = axis(side, 2, AxisType.LOCAL)
   i = UOp.range(D // 2 // NEAR, 3, AxisType.LOCAL)
@@ -90,7 +91,7 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   def rotated(head): return [*zip(*[rotate(*pair) for pair in zip(*plain(head), *waves, strict=True)], strict=True)]
 
   stores = []
-  for g in range(G):   # type: ignore[arg-type]
+  for g in range(G):
     stores += [q[t, h, g, d].store(x[0].cast(q.dtype)) for d, x in runs(rotated(h * G + g), i, D, 1)]
   n = D // values.shape[2]   # dimensions in an element
   for kind, halves in enumerate([rotated(KV * G + h), plain(KV * G + KV + h)]):   # K and V
@@ -104,17 +105,17 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   return kernel_of("rope_and_write", UOp.group(*stores), ())
 
 
-def runs(halves: Sequence[Sequence[UOp]], i: UOp, D: sint, n: sint) -> Iterator[tuple[UOp, Sequence[UOp]]]:
+def runs(halves: Sequence[Sequence[UOp]], i: UOp, D: int, n: int) -> Iterator[tuple[UOp, Sequence[UOp]]]:
   """Yield a lane's dimensions in runs of n neighbours: the index of the run within the head, and the numbers."""
-  for z, j in itertools.product(range(2), range(0, NEAR, n)):   # type: ignore[arg-type]
-    yield (z * (D // 2) + i * NEAR + j) // n, halves[z][j:j + n]   # type: ignore[misc]
+  for z, j in itertools.product(range(2), range(0, NEAR, n)):
+    yield (z * (D // 2) + i * NEAR + j) // n, halves[z][j:j + n]
 
 
-def head_scale(numbers: list[UOp], token: UOp, i: UOp, tokens: sint, lanes: sint, kind: int) -> UOp:
+def head_scale(numbers: list[UOp], token: UOp, i: UOp, tokens: int, lanes: int, kind: int) -> UOp:
   """Return the int8 scale of a head, which `lanes` lanes hold together. kind: 0 for K, 1 for V."""
   shared = UOp.placeholder((tokens, lanes), dtypes.float32, 100 + kind, AddrSpace.LOCAL)
   shared = shared.after(shared[token, i].store(largest(numbers)))
-  others = [shared[token, j] for j in range(lanes)]   # type: ignore[arg-type]
+  others = [shared[token, j] for j in range(lanes)]
   return functools.reduce(UOp.maximum, others).maximum(SMALLEST) / 127
 
 
@@ -125,10 +126,11 @@ def decode_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   warps, which share the context.
   out: (T, KV, G, D), or (parts, T, KV, G, D) in float32, each part by another work group. rest: scales (int8 only),
   block_tables, tokens, and with parts logs (parts, T, KV, G): log2 of the sum of the weights."""
-  T, KV, G, D = q.shape
+  sizes: Any = q.shape
+  T, KV, G, D = sizes
   parts = out.shape[0] if len(out.shape) == 5 else 1
   *scales, table, tokens = rest[:-1] if parts > 1 else rest
-  count: Any = 1 << (SHARED_BYTES // (G * D * 4)).bit_length() - 1   # type: ignore[operator]
+  count: Any = 1 << (SHARED_BYTES // (G * D * 4)).bit_length() - 1
   count = min(TILE // 16 if T * KV > 256 else 16, count)
   index = UOp.special(count, "lidx1")
   first = UOp.special(T, "gidx1")
@@ -158,10 +160,11 @@ def decode_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
 
 def prefill_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   """Attention for more than TILE tokens. A work group has a query head and a tile of up to TILE consecutive tokens of a
-  sequence, of which each warp takes 16. The warps of a tile of up to 16 tokens share its context instead.
+  sequence, 16 per warp. The warps of a tile of up to 16 tokens share its context instead.
   out: (T, KV, G, D). rest: scales (int8 only), block_tables, tokens."""
   *scales, table, tokens = rest
-  T, KV, G, D = q.shape
+  sizes: Any = q.shape
+  T, KV, G, D = sizes
   count = TILE // 16
   lane = UOp.special(32, "lidx0")
   index = UOp.special(count, "lidx1")
@@ -186,7 +189,7 @@ def prefill_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   is_own = (token < size) & (is_shared.ne(True) | (r % count).eq(index))
   counted = [(is_shared | index.eq(w)).where(logs[w, r], LOWEST) for w in range(count)]
   stores = []
-  for d in range(0, D, 32):   # type: ignore[arg-type]
+  for d in range(0, D, 32):
     x = mean([means[w, r, d + lane] for w in range(count)], counted)
     to = row_start(q.shape, warp, token, head % G) + d + lane
     stores.append(out.base.index(to.valid(is_own)).store(x.cast(out.dtype)))
@@ -199,10 +202,10 @@ def attend_sink(stores: list[UOp]) -> UOp:
 
 @dataclasses.dataclass(frozen=True)
 class Warp:
-  """A warp's query rows, and the part of the context that it reads. A lane holds row `lane // 4`, and of more than 8 rows
-  also `lane // 4 + 8`."""
+  """A warp's query rows, and the part of the context that it reads. A lane holds row `lane // 4`, and if there are more
+  than 8 rows also `lane // 4 + 8`."""
   lane: UOp
-  index: UOp                             # of the warp in its work group
+  index: UOp                             # the warp's number in its work group
   count: int                             # warps in the work group
   num_rows: Any                          # query rows
   kv_head: UOp
@@ -226,7 +229,7 @@ class Block(NamedTuple):
   """A block of the context."""
   start: UOp   # its first position
   last: UOp    # the last position that the warp attends to
-  index: UOp   # physical block * KV + K/V head
+  page: UOp    # physical block * KV + K/V head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +259,7 @@ class Cache:
 
   def key(self, warp: Warp, block: Block, half: int, step: int) -> list[UOp]:
     """Load K of eight positions and the 16 dimensions from 16 * step: a lane has four dimensions of one position."""
-    at = (block.index * self.keys.shape[2] + step // 2) * BS + warp.row // 2 * 4 + half * 2 + warp.row % 2
+    at = (block.page * self.keys.shape[2] + step // 2) * BS + warp.row // 2 * 4 + half * 2 + warp.row % 2
     def load(i): return self.keys.base.index(i.valid(block.start <= block.last)).load()
     if not self.has_words: return [load(at * 32 + warp.column * 8 + step % 2 * 4 + e) for e in range(4)]
     word = load(at * 8 + warp.column * 2 + step % 2)
@@ -265,7 +268,7 @@ class Cache:
   def value(self, warp: Warp, block: Block, n: int) -> list[UOp]:
     """Load V of 16 positions and eight dimensions, the n-th: a lane has four positions of one dimension."""
     d = (n // 4 * 8 if self.has_words else n * 8) + warp.row
-    at = (block.index * self.values.shape[2] + d) * BS + warp.column * 4
+    at = (block.page * self.values.shape[2] + d) * BS + warp.column * 4
     position = block.start + warp.column * 4
     elements = [self.values.base.index((at + e).valid(position <= block.last)).load() for e in range(4)]
     if not self.has_words:   # positions that are not written may hold NaN
@@ -278,7 +281,7 @@ class Cache:
 
   def scale(self, block: Block, kind: int, i: UOp) -> UOp:
     """Load the int8 scale of K (kind 0) or V (1) at the block's i-th position."""
-    return self.scales[0].base.index((block.index * 2 + kind) * BS + i).load()
+    return self.scales[0].base.index((block.page * 2 + kind) * BS + i).load()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,7 +325,7 @@ def query(warp: Warp, q: UOp, cache: Cache, step: int) -> list[UOp]:
 def scores(warp: Warp, cache: Cache, block: Block, queries: list[list[UOp]]) -> list[list[UOp]]:
   """Return log2(e) * q . k / sqrt(D) of the lane's rows and four positions."""
   unit = math.log2(math.e) / math.sqrt(16 * len(queries))
-  sums = ZEROS   # of each query's numbers, for the 128 in int8
+  sums = ZEROS   # sums of the queries' numbers, which int8's 128 is multiplied by
   for a in queries: sums = mma(a, [UOp.const(1.0, dtypes.half)] * 4, sums) if cache.scales else ZEROS
   result: list[list[UOp]] = [[] for _ in warp.rows]
   for half in range(2):
@@ -346,7 +349,8 @@ def add_block(warp: Warp, cache: Cache, block: Block, state: WarpState, scores: 
   factors = [[x.cast(dtypes.half) for x in row] for row in scaled(warp, cache, block, weights)]
   stores = []
   for r in rows:
-    stores += [state.highest[r].store(highest[r]), state.weight[r].store(state.weight[r] * rescales[r] + sum(weights[r]))]
+    weight = state.weight[r] * rescales[r] + sum(weights[r])
+    stores += [state.highest[r].store(highest[r]), state.weight[r].store(weight)]
     if not cache.scales: continue
     added = sum(x.float() for x in factors[r])
     stores.append(state.scaled_weight[r].store(state.scaled_weight[r] * rescales[r] + added))
@@ -398,11 +402,12 @@ def row_start(shape: tuple[sint, ...], warp: Warp, token: Any, g: Any) -> UOp:
 def log_sum(logs: list[UOp]) -> UOp:
   """Return log2 of a sum, from the base-2 logarithms of its terms."""
   highest = functools.reduce(UOp.maximum, logs)
-  return sum((x - highest).exp2() for x in logs).log2() + highest   # type: ignore[union-attr]
+  total: Any = sum((x - highest).exp2() for x in logs)
+  return total.log2() + highest
 
 
 def fragment(rows: list[list[UOp]]) -> list[UOp]:
-  """Return mma's fragment of 16 rows and 16 columns: four columns of the lane's row and of the row 8 below, or zeros."""
+  """Return mma's fragment of 16 rows and 16 columns: four columns of the lane's row and of the row 8 below (or 0)."""
   low, high = rows if len(rows) == 2 else (*rows, [HALF_ZERO] * 4)
   return [*low[:2], *high[:2], *low[2:], *high[2:]]
 

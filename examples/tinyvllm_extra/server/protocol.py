@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from tinyvllm.config import InputError, check, logger
 from tinyvllm.engine import Request
-from tinyvllm.tokenizer import Tokenizer
+from tinyvllm_extra.huggingface import Tokenizer
 from tinyvllm_extra.packages import MissingPackage
 
 from .async_engine import StepError
