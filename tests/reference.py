@@ -371,7 +371,7 @@ class LogitsRecorder:
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     logits = self.model(*args, **kwargs)
-    return self.kept[logits.shape[0]].assign(logits).realize()   # a part of the graph: what follows reads it
+    return self.kept[logits.shape[0]].assign(logits)   # a part of the graph: what follows reads it
 
   def generate(self, ids: list[int], n: int) -> tuple[list[int], np.ndarray]:
     """The next n ids of a lone text, greedily, and the logits (n, V) that each was chosen from."""

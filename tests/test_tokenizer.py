@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tinyvllm import SamplingParams
 from tinyvllm.request import Sequence
 from tinyvllm.tokenizer import TextStream, load_tokenizer
-from tinyvllm_extra.gguf_export import convert
+from tinyvllm_extra.weights import open_checkpoint
 
 TEXTS = ["the cat sat on the mat", "hello world, 12 3456!", "tabs\tand\nnew lines\n\n", "日本語 and ελληνικά",
          "\U0001f469\u200d\U0001f467 emoji \U0001f642\U0001f642 e\u0301 \u00e9", "  two  spaces  ", "x",
@@ -55,7 +55,7 @@ def gguf(tmp_path_factory):
   merges = [" ".join(m) if isinstance(m, list) else m for m in trained["merges"]]
   tiny_model(folder, vocab_size=len(vocab))
   write_gguf(folder / "a.gguf", folder, tokens=vocab, merges=merges, specials=SPECIALS, template=CHAT)
-  return load_tokenizer(convert(folder / "a.gguf", folder / "converted"))
+  return open_checkpoint(folder / "a.gguf").tokenizer()
 
 
 @pytest.fixture(params=["spm", "bpe", "gguf"])
@@ -254,8 +254,7 @@ def test_a_folder_without_a_tokenizer_is_an_error_naming_it(tmp_path):
 def test_a_gguf_with_another_kind_of_tokenizer_is_an_error_naming_it(tmp_path):
   path = write_gguf(tmp_path / "a.gguf", tiny_model(tmp_path), tokenizer="bert")
   with pytest.raises(ValueError, match="bert is not supported; supported: gpt2, llama"):
-    convert(path, tmp_path / "converted")
-  assert not (tmp_path / "converted").exists()
+    open_checkpoint(path).tokenizer()
 
 
 def test_tokens_added_to_a_bpe_that_are_not_special_are_text(tmp_path):
