@@ -121,7 +121,7 @@ def finish(engine, last=None, limit=2000):
   raise AssertionError(f"not finished after {limit} steps")
 
 
-def check_story(folder, last, jobs):
+def check_outputs(folder, last, jobs):
   """Check that each request finished with the ids that it gets without failures. jobs: name -> prompt, length."""
   assert {name: ids_of(output) for name, output in last.items()} == {
     name: reference_greedy(folder, *job) for name, job in jobs.items()}
@@ -140,9 +140,9 @@ def test_failed_step_loses_and_repeats_no_token(engine, folder, monkeypatch, ove
       break_steps(engine, patched, once(place, number))
       last, failures = finish(engine)
     assert failures == 1, f"{place} {number} must fail"
-    check_story(folder, last, jobs)
+    check_outputs(folder, last, jobs)
     again = engine.generate([tokens(ids) for ids, _ in jobs.values()], [greedy(n) for _, n in jobs.values()])
-    check_story(folder, dict(zip(jobs, again, strict=True)), jobs)
+    check_outputs(folder, dict(zip(jobs, again, strict=True)), jobs)
     same_outputs([last[name] for name in jobs], again)
 
 
@@ -160,7 +160,7 @@ def test_failed_step_caches_no_blocks(engine, folder, monkeypatch, overlaps, pla
   for _ in range(2): step(engine, last)
   engine.add_request("c", tokens(ids), greedy(6))
   last, _ = finish(engine, last)
-  check_story(folder, last, jobs)
+  check_outputs(folder, last, jobs)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -173,7 +173,7 @@ def test_generate_raises_the_steps_error_and_leaves_nothing(engine, folder, monk
       with pytest.raises(Failed, match=place): engine.generate(*arguments)
     assert not engine.has_unfinished_requests()
     check_invariants(engine)
-    check_story(folder, dict(enumerate(engine.generate(*arguments))), jobs)
+    check_outputs(folder, dict(enumerate(engine.generate(*arguments))), jobs)
 
 
 @pytest.mark.parametrize("place", ["amid update", "after update"])
@@ -240,7 +240,7 @@ def test_failed_step_leaves_request_aborted_at_launch_aborted(engine, folder, mo
   last, _ = finish(engine, last)
   if "b" in last: assert not last.pop("b").finished
   del jobs["b"]
-  check_story(folder, last, jobs)
+  check_outputs(folder, last, jobs)
 
 
 def test_failed_step_leaves_request_aborted_before_read_aborted(engine, folder, monkeypatch, overlaps):
@@ -254,7 +254,7 @@ def test_failed_step_leaves_request_aborted_before_read_aborted(engine, folder, 
   last, _ = finish(engine, last)
   if "b" in last: assert not last.pop("b").finished
   del jobs["b"]
-  check_story(folder, last, jobs)
+  check_outputs(folder, last, jobs)
 
 
 @pytest.mark.parametrize("place", ["launch", "compute"])
@@ -269,7 +269,7 @@ def test_failed_step_caches_no_blocks_of_an_aborted_request(engine, folder, monk
     step(engine, last)
     engine.add_request("b", tokens(ids), greedy(6))
     last, _ = finish(engine, last)
-  check_story(folder, last, {"b": (ids, 6)})
+  check_outputs(folder, last, {"b": (ids, 6)})
   assert last["b"].num_cached_tokens == 0
 
 
@@ -295,7 +295,7 @@ def test_random_faults_change_no_text(small_engine, folder, monkeypatch, overlap
         last.pop(victim, None)
       else: failures += step(small_engine, last)
     last, more = finish(small_engine, last)
-  check_story(folder, last, jobs)
+  check_outputs(folder, last, jobs)
   assert len(jobs) > 10 and failures + more > 20 and small_engine.get_metrics()["num_preemptions"] > before
 
 

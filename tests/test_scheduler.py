@@ -522,5 +522,5 @@ def test_reuse_of_a_second_copy_keeps_the_first_cached():
   other = bench.add(prompt=9, n=1, family=1)
   assert bench.step() == {first: 1, other: 9}, "it takes all blocks of the second"
   again = bench.add(prompt=9, n=1)
-  assert bench.step() == {first: 1, again: 1}, "8 tokens are found"
+  assert bench.step() == {first: 1, again: 1}, "8 tokens are cached"
   bench.ended_well()
