@@ -1,40 +1,46 @@
-"""Beam search as vLLM has it, beside the engine. Each step asks `LLM.generate` for one token of every beam, and goes on
-with the beams whose log probabilities add up to most; what a beam has computed before, the prefix cache finds.
+"""Beam search with vLLM's names, outside the engine. Each step asks `LLM.generate` for one token of every beam and
+keeps the beams whose log probabilities sum to most; the prefix cache holds what a beam has computed before.
 
 python examples/beam_search.py [MODEL]"""
 import sys
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 from tinyvllm import LLM, Logprob, RequestOutput, SamplingParams
-from tinyvllm.config import Options, check
+from tinyvllm.config import Options, check, option
+
+
+def required(help: str, **limits: Any) -> Any:
+  """An option without a default."""
+  return field(metadata=option(None, help, **limits).metadata)
 
 
 @dataclass(frozen=True)
 class BeamSearchParams(Options):
-  """How wide and how far to search, with vLLM's names. Raises ValueError for what is out of range or not supported."""
-  beam_width: Annotated[int, 1, 10]                 # each beam asks for twice as many log probabilities, and 20 is most
-  max_tokens: Annotated[int, 1, 2**31 - 1]          # tokens to generate at most
-  ignore_eos: bool = False                          # go on after the model's end token
-  temperature: float | int = 0.0                    # 0 alone: the model's own probabilities decide
-  length_penalty: Annotated[float | int, -10, 10] = 1.0   # above 0: long texts gain
-  include_stop_str_in_output: bool = False          # False alone: an end token is in `tokens`, and not in `text`
+  """Parameters of a beam search, under vLLM's names. Raises InputError for values out of range or not supported."""
+  # At most half of the maximum number of log probabilities: each beam asks for twice as many
+  beam_width: int = required("number of beams", min=1, max=10)
+  max_tokens: int = required("maximum tokens to generate", min=1, max=2**31 - 1)
+  ignore_eos: bool = option(False, "continue after the model's end token")
+  temperature: float = option(0.0, "must be 0: beams are ranked by the model's own probabilities")
+  length_penalty: float = option(1.0, "above 0: prefer long texts", min=-10, max=10)
+  include_stop_str_in_output: bool = option(False, "must be False: an end token is in `tokens`, but not in `text`")
 
   def __post_init__(self) -> None:
     super().__post_init__()
     for name in ("temperature", "include_stop_str_in_output"):
       value = getattr(self, name)
-      check(not value, f"{name}={value!r} is not supported by beam search: leave it at {type(value)()!r}")
+      check(not value, f"{name}={value!r} is not supported by beam search: use {type(value)()!r}", value)
 
 
 @dataclass
 class BeamSearchSequence:
-  """A beam: a prompt's tokens and those behind it, and what the log probabilities of these add up to."""
+  """A beam: the tokens of a prompt and of the text after it, and the sum of the latter's log probabilities."""
   tokens: list[int]
-  logprobs: list[dict[int, Logprob]] = field(default_factory=list)   # the best ones at each place behind the prompt
+  logprobs: list[dict[int, Logprob]] = field(default_factory=list)   # the best tokens at each position after the prompt
   cum_logprob: float = 0.0
-  finish_reason: str | None = None                  # "stop": by an end token; "length": max_tokens or max_model_len
-  text: str | None = None                           # of all tokens, once the search is over
+  finish_reason: str | None = None                  # "stop": an end token; "length": max_tokens or max_model_len
+  text: str | None = None                           # of all tokens, at the end of the search
 
 
 @dataclass
@@ -43,15 +49,15 @@ class BeamSearchOutput:
 
 
 class Search:
-  """The search behind one prompt: the beams that go on, the best first, and all that have ended."""
+  """The search of one prompt: its unfinished beams, best first, and all finished ones."""
   def __init__(self, llm: LLM, params: BeamSearchParams):
     self.llm = llm
     self.params = params
-    self.beams = [BeamSearchSequence([])]           # its prompt's ids come with the first output
-    self.ended = list[BeamSearchSequence]()
+    self.beams = [BeamSearchSequence([])]           # the first output gives the prompt's ids
+    self.finished = list[BeamSearchSequence]()
 
   def advance(self, outputs: list[RequestOutput]) -> None:
-    """Try the best tokens behind each beam. outputs: one for each beam."""
+    """Extend each beam by its best tokens. outputs: one for each beam."""
     longer = []
     for beam, output in zip(self.beams, outputs, strict=True):
       best = output.outputs[0].logprobs[0]          # type: ignore[index]
@@ -59,9 +65,9 @@ class Search:
         tokens = [*output.prompt_token_ids, token]
         longer.append(BeamSearchSequence(tokens, [*beam.logprobs, best], beam.cum_logprob + logprob.logprob))
     for beam in longer: beam.finish_reason = self.finish_reason(beam)
-    self.ended += [beam for beam in longer if beam.finish_reason]
-    going = [beam for beam in longer if not beam.finish_reason]
-    self.beams = sorted(going, key=lambda beam: -beam.cum_logprob)[:self.params.beam_width]
+    self.finished += [beam for beam in longer if beam.finish_reason]
+    unfinished = [beam for beam in longer if not beam.finish_reason]
+    self.beams = sorted(unfinished, key=lambda beam: -beam.cum_logprob)[:self.params.beam_width]
 
   def finish_reason(self, beam: BeamSearchSequence) -> str | None:
     if beam.tokens[-1] in self.llm.model_config.eos_token_ids and not self.params.ignore_eos: return "stop"
@@ -69,21 +75,21 @@ class Search:
     return "length" if full else None
 
   def score(self, beam: BeamSearchSequence) -> float:
-    """By what texts of different lengths are compared. The prompt's tokens do not count."""
+    """The log probability, normalized by the length without the prompt."""
     return beam.cum_logprob / len(beam.logprobs)**self.params.length_penalty
 
   def output(self) -> BeamSearchOutput:
-    best = sorted(self.ended, key=self.score, reverse=True)[:self.params.beam_width]
+    best = sorted(self.finished, key=self.score, reverse=True)[:self.params.beam_width]
     for beam in best: beam.text = self.llm.tokenizer.decode(beam.tokens)
     return BeamSearchOutput(best)
 
 
 def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
-  """Search for the likeliest texts behind prompts, which are what `LLM.generate` takes; outputs come in their order.
-  Raises ValueError, and runs none, if any prompt is bad."""
+  """Search for the most probable texts after each prompt. prompts: as for `LLM.generate`. Returns outputs in the order
+  of the prompts. Raises InputError, and runs none, if any prompt is bad."""
   jobs = prompts if isinstance(prompts, list) else [prompts]
-  most = min(2 * params.beam_width, llm.model_config.vocab_size)   # half of them may be end tokens
-  step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=most)
+  num_logprobs = min(2 * params.beam_width, llm.model_config.vocab_size)   # half of the tokens may be end tokens
+  step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_logprobs)
   searches = [Search(llm, params) for _ in jobs]
   while jobs:
     outputs = iter(llm.generate(jobs, step, use_tqdm=False))

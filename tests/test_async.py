@@ -486,6 +486,7 @@ def test_program_with_an_unfinished_request_exits():
 import asyncio
 from tinyvllm import SamplingParams
 from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.server.async_engine import StepError
 async def main():
   async for output in AsyncLLM().generate("Hello", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)):
     return print("Hello" + output.outputs[0].text)

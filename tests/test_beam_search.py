@@ -191,7 +191,7 @@ def test_beams_that_will_not_do_are_refused_by_name(options):
   (name, value), = options.items()
   with pytest.raises(ValueError) as e: BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **options})
   assert name in str(e.value) and repr(value) in str(e.value), str(e.value)
-  if name == "beam_width" and type(value) is int: assert "from 1 to 10" in str(e.value)
+  if name == "beam_width" and type(value) is int: assert "between 1 and 10" in str(e.value)
 
 
 def test_a_field_that_beam_search_does_not_have_is_refused():

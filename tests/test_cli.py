@@ -1,4 +1,6 @@
 """The command line, in this process where kernels are compiled already, and as a process of its own."""
+import argparse
+import dataclasses
 import io
 import json
 import os
@@ -7,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pytest
@@ -15,7 +18,9 @@ from server import wait_until
 from tinygrad.device import CompileError
 
 from tinyvllm import generate, generate_stream
+from tinyvllm.config import Options
 from tinyvllm_extra.cli import main
+from tinyvllm_extra.flags import add_flags, select_options
 
 FLAGS = [x for name, value in ENGINE.items() for x in ("--" + name.replace("_", "-"), str(value))]
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -226,3 +231,39 @@ def test_a_kernel_that_does_not_compile_is_one_line_and_exit_code_1(monkeypatch,
   monkeypatch.setattr("tinyvllm_extra.cli.LLM", fail)
   assert main(["generate", "Hello"]) == 1
   assert capsys.readouterr().err == f"tinyvllm: {error}\n"
+
+
+def test_missing_package_is_one_line_and_exit_code_1(chat_folder, capsys, monkeypatch):
+  monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
+  monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+  assert cli(chat_folder, ["chat"]) == 1
+  said = capsys.readouterr()
+  assert said.err.splitlines()[-1] == "tinyvllm: a chat template needs jinja2: pip install 'tinyvllm[hf]'"
+  assert said.out == "" and "Traceback" not in said.err
+
+
+@dataclasses.dataclass(frozen=True)
+class Described(Options):
+  """Options of a test, described in their metadata."""
+  sizes: list[int] | None = dataclasses.field(default=None, metadata={"help": "sizes in bytes"})
+  kind: str = dataclasses.field(default="a", metadata={"help": "the kind", "choices": ("a", "b")})
+  ratio: float | None = dataclasses.field(default=None, metadata={"help": "100% at most (default: half)"})
+  limit: Annotated[int | None, 1, 9] = 3   # most of them
+
+
+def test_add_flags_reads_types_and_help_from_metadata_or_comments():
+  parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
+  add_flags(parser, Described)
+  flags = ["--sizes", "1", "2", "--sizes", "3", "--ratio", "0.5", "--limit", "4", "--kind", "b"]
+  args = vars(parser.parse_args(flags))
+  assert select_options(args, Described) == {"sizes": [1, 2, 3], "ratio": 0.5, "limit": 4, "kind": "b"}
+  text = " ".join(parser.format_help().split())
+  for words in ("--sizes SIZES [SIZES ...] sizes in bytes (default: None)", "--kind {a,b} the kind (default: a)",
+                "--ratio FLOAT 100% at most (default: half) --limit INT most of them (default: 3)"):
+    assert words in text, text
+
+
+def test_server_modules_do_not_import_the_command_line():
+  code = "import sys, tinyvllm_extra.server.app\nprint([name for name in sys.modules if 'tinyvllm_extra.cli' in name])"
+  run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  assert run.stdout == "[]\n"

@@ -1,5 +1,4 @@
-"""The CPU's graph: several cores compute the same numbers as one core. Also the CPU's allocator, exp2, dtypes, kernel
-files and the search for a compiler."""
+"""CPU backend: graphs on all cores, allocation in huge pages, exp2, the kernel cache, dtype and compiler selection."""
 import os
 import subprocess
 import sys
@@ -14,15 +13,15 @@ from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
 from tinygrad.engine import realize
 from tinygrad.engine.realize import get_graph_runtime
 from tinygrad.uop.ops import KernelInfo
-from tinyvllm_extra.kernels import tinygrad_patches as kernels
+from tinyvllm_extra.kernels import kernel_cache
 from tinyvllm_extra.kernels.cpu import find_compiler
 
 from tinyvllm import LLM
 from tinyvllm.backend import cpu_cores, open_device
 from tinyvllm_extra.kernels.matmul import Linear, pack
 
-pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="needs a CPU device")
-SIZE, DEPTH = 1024, 8   # two rows of such a matrix are worth another core
+pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU only")
+SIZE, DEPTH = 1024, 8   # two rows of this size are divided among cores
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,8 +29,8 @@ def opened(): open_device()
 
 
 def layers(seed: int) -> tuple[list[Linear], Callable[[np.ndarray], np.ndarray]]:
-  """Layers that reflect a vector and reverse its order, so that each one needs all outputs of the one before; and a
-  function that computes the same in numpy, without matrices: those take minutes on a loaded machine."""
+  """Return layers that reflect rows and reverse their order, so that each needs all results of the previous one, and
+  the same function in numpy. It avoids matrices: on a busy machine numpy takes minutes to multiply them."""
   normals = np.random.default_rng(seed).standard_normal((DEPTH, SIZE)).astype(np.float32)
   normals /= np.sqrt((normals * normals).sum(1, keepdims=True))
   linears = [Linear(in_features=SIZE, sources={"w": SIZE}, bias=False, dtype=dtypes.float32) for _ in normals]
@@ -57,7 +56,7 @@ def through(linears: list[Linear], x: Tensor) -> Tensor:
   return x.realize()
 
 
-def test_cpu_graph_cores_wait_for_each_other():
+def test_graph_kernels_wait_for_previous_kernel_on_all_cores():
   linears, reflected = layers(0)
   x = Tensor(np.random.default_rng(1).standard_normal((2, SIZE)).astype(np.float32)).realize()
   jit = captured(lambda: through(linears, x))
@@ -65,7 +64,7 @@ def test_cpu_graph_cores_wait_for_each_other():
   assert len(calls) == 1 and calls[0].src[0].arg == "graph", "a step must be one graph"
   graph = get_graph_runtime(calls[0].src[0])
   parts = [sum(row[:, 0] > 0) for row in graph.table]
-  assert parts.count(cpu_cores()) == DEPTH, "each core must compute a part of each matrix"
+  assert parts.count(cpu_cores()) == DEPTH, "each core must have a part of each matrix"
   for i in range(100):
     new = np.random.default_rng(i).standard_normal((2, SIZE)).astype(np.float32)
     buffer = x.uop.buffer
@@ -75,15 +74,15 @@ def test_cpu_graph_cores_wait_for_each_other():
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 16])
 @pytest.mark.parametrize("sums", [4, 8])
-def test_matmul_any_number_of_sums_gives_the_same_result(monkeypatch, rows, sums):
-  """4 sums for CPUs with few registers, 8 with AVX-512."""
+def test_linear_equals_numpy_for_any_number_of_sums(monkeypatch, rows, sums):
+  """4 sums are for CPUs with few registers, 8 for AVX-512."""
   monkeypatch.setattr("tinyvllm_extra.kernels.matmul.cpu_sums", lambda: sums)
   linears, reflected = layers(3)
   x = np.random.default_rng(rows).standard_normal((rows, SIZE)).astype(np.float32)
   np.testing.assert_allclose(through(linears, Tensor(x).realize()).numpy(), reflected(x), atol=1e-4)
 
 
-def test_graphs_of_several_threads_do_not_mix():
+def test_graphs_of_concurrent_threads_do_not_interfere():
   jobs, failures = [layers(seed) for seed in range(3)], []
   xs = [Tensor(np.random.default_rng(9).standard_normal((1, SIZE)).astype(np.float32)).realize() for _ in jobs]
   jits = [captured(lambda job=job, x=x: through(job[0], x)) for job, x in zip(jobs, xs, strict=True)]
@@ -132,18 +131,18 @@ for started in range(1, cores):
 
 
 @pytest.mark.parametrize("cores", [2, *slow(4)])
-def test_interrupt_during_core_start_leaves_no_core_waiting(cores):
-  """The interrupt comes after 1, 2, ... of the cores' threads have started, before the calling thread's own part."""
+def test_interrupt_while_cores_start_blocks_none(cores):
+  """The interrupt arrives when some of the other cores have started, and the first has not."""
   run = subprocess.run([sys.executable, "-c", INTERRUPTED], env={**os.environ, "NUM_CPU_THREADS": str(cores)},
                        timeout=120, capture_output=True, text=True)
   assert run.returncode == 0 and run.stdout.split() == ["interrupted"] * (cores - 1), run.stderr
 
 
-def test_allocated_buffers_are_adjacent_and_live_while_used():
+def test_buffers_share_a_chunk_that_outlives_freed_ones():
   first, second = [Tensor(np.full(1000, i, np.float32)).realize() for i in range(2)]
   addresses = [t.uop.buffer._buf.va_addr for t in (first, second)]
   assert 0 < addresses[1] - addresses[0] <= 2**25 and not any(address % 128 for address in addresses)
-  large = Tensor(np.arange(2**24, dtype=np.int32)).realize()   # larger than an allocator chunk
+  large = Tensor(np.arange(2**24, dtype=np.int32)).realize()   # larger than a chunk
   chunk = first.uop.buffer._buf.meta
   del second
   Device["CPU"].allocator.free_cache()
@@ -152,8 +151,8 @@ def test_allocated_buffers_are_adjacent_and_live_while_used():
   assert all(other.numpy().min() == 7 for other in others)
 
 
-def test_jit_with_changing_inputs_runs_without_cpu_graph():
-  double = TinyJit(lambda x: (x * 2 + 1).contiguous().realize())   # its input is a different buffer in each call
+def test_graph_with_changing_input_runs_without_cpu_graph():
+  double = TinyJit(lambda x: (x * 2 + 1).contiguous().realize())   # each call has a different input buffer
   for i in range(5): assert double(Tensor([i, i + 1]).realize()).tolist() == [2 * i + 1, 2 * i + 3]
 
 
@@ -165,55 +164,54 @@ def test_exp2_equals_numpy():
   np.testing.assert_array_equal(Tensor(edges).exp2().numpy(), [0, 0, 0, 0, *[np.inf] * 3, np.nan, 1, 0.5, 2])
 
 
-def test_open_device_twice_changes_nothing():
+def test_open_device_twice_applies_patches_once():
   before = Device["CPU"].graph
   open_device()
   assert before and Device["CPU"].graph is before
 
 
-def test_kernel_lowered_once_is_then_read_from_disk(monkeypatch):
-  lowered, lower, renderer = [], kernels.do_to_program, Device["CPU"].renderer
-  monkeypatch.setattr(kernels, "do_to_program", lambda *args: lowered.append(args) or lower(*args))
+def test_kernel_is_lowered_once_then_read_from_disk(monkeypatch):
+  lowered, lower, renderer = [], kernel_cache.do_to_program, Device["CPU"].renderer
+  monkeypatch.setattr(kernel_cache, "do_to_program", lambda *args: lowered.append(args) or lower(*args))
   a, i = UOp.placeholder((4,), dtypes.float32, 0), UOp.range(4, 0)
-  name = f"only_{os.getpid()}_{time.time_ns()}"   # not cached yet
+  name = f"only_{os.getpid()}_{time.time_ns()}"   # new in every cache
   kernel = a[i].store(i.cast(dtypes.float32)).end(i).sink(arg=KernelInfo(name))
   first, second = [realize.lower_and_compile.begin(kernel, renderer)() for _ in range(2)]
   assert len(lowered) == 1 and first.key == second.key and name in second.src[-2].arg
 
 
-@pytest.mark.parametrize(("requested", "missing", "used"), [("bfloat16", {"bfloat16"}, "float16"),
+@pytest.mark.parametrize(("asked", "lacks", "taken"), [("bfloat16", {"bfloat16"}, "float16"),
                                                        ("bfloat16", {"bfloat16", "half"}, "float32"),
                                                        ("float16", {"half"}, "float32"),
                                                        ("float16", {"bfloat16"}, None)])
-def test_unsupported_dtype_is_replaced_and_logged_once(
-    folder, caplog, monkeypatch, requested, missing, used):
+def test_unsupported_dtype_is_replaced_with_one_warning(
+    folder, caplog, monkeypatch, asked, lacks, taken):
   renderer = type(Device["CPU"].renderer)
-  supported_dtypes = renderer.supported_dtypes
-  unsupported = {getattr(dtypes, name) for name in missing}
-  monkeypatch.setattr(renderer, "supported_dtypes", lambda self: supported_dtypes(self) - unsupported)
-  llm = LLM(folder, **ENGINE | {"dtype": requested, "enforce_eager": True})
-  assert llm.runner.kv_caches[0][0].dtype == getattr(dtypes, used or requested)
-  messages = [record.getMessage() for record in caplog.records if "computing in" in record.getMessage()]
-  assert messages == ([f"CPU has no {requested}: computing in {used}"] if used else [])
-  assert llm.runner.model.lm_head.weight.dtype == getattr(dtypes, used or requested)
+  has = renderer.supported_dtypes
+  monkeypatch.setattr(renderer, "supported_dtypes", lambda self: has(self) - {getattr(dtypes, name) for name in lacks})
+  llm = LLM(folder, **ENGINE | {"dtype": asked, "enforce_eager": True})
+  assert llm.runner.kv_caches[0][0].dtype == getattr(dtypes, taken or asked)
+  said = [record.getMessage() for record in caplog.records if "computing in" in record.getMessage()]
+  assert said == ([f"CPU has no {asked}: computing in {taken}"] if taken else [])
+  assert llm.runner.model.lm_head.weight.dtype == getattr(dtypes, taken or asked)
 
 
-def test_find_compiler_tries_cc_then_path_then_python_folder(monkeypatch, tmp_path):
-  for name in ("path", "python"):
+def test_find_compiler_prefers_cc_except_gcc_then_clang(monkeypatch, tmp_path):
+  for name in ("path", "beside"):
     (tmp_path / name).mkdir()
     (tmp_path / name / "clang").write_text("#!/bin/sh\n")
     (tmp_path / name / "clang").chmod(0o755)
-  monkeypatch.setattr("sys.executable", str(tmp_path / "python" / "python"))
-  for cc, path, expected in (("/opt/clang-19", "path", "/opt/clang-19"), ("/usr/bin/gcc-13", "path", "path/clang"),
-                          ("", "path", "path/clang"), (None, "", "python/clang"),
-                          ("x86_64-linux-gnu-gcc", "", "python/clang"),
+  monkeypatch.setattr("sys.executable", str(tmp_path / "beside" / "python"))
+  for cc, path, found in (("/opt/clang-19", "path", "/opt/clang-19"), ("/usr/bin/gcc-13", "path", "path/clang"),
+                          ("", "path", "path/clang"), (None, "", "beside/clang"),
+                          ("x86_64-linux-gnu-gcc", "", "beside/clang"),
                           ("/opt/gcc-toolset/bin/clang", "", "/opt/gcc-toolset/bin/clang")):
     monkeypatch.setenv("PATH", str(tmp_path / path) if path else "/nowhere")
     monkeypatch.delenv("CC", raising=False)
     if cc is not None: monkeypatch.setenv("CC", cc)
-    assert find_compiler() == str(tmp_path / expected), (cc, path)   # absolute paths stay
-  (tmp_path / "python" / "clang").unlink()
+    assert find_compiler() == (found if found.startswith("/") else str(tmp_path / found)), (cc, path)
+  (tmp_path / "beside" / "clang").unlink()
   monkeypatch.setenv("PATH", "/nowhere")
-  for cc in ("gcc", "echo"):   # echo: set by open_device if there is no compiler
+  for cc in ("gcc", "echo"):   # open_device sets CC to echo if there is no compiler
     monkeypatch.setenv("CC", cc)
     assert find_compiler() is None

@@ -15,7 +15,7 @@ from tinygrad.device import ALL_DEVICES
 
 import tinyvllm
 from tinyvllm_extra.cli import main
-from tinyvllm_extra.cli.doctor import fit, published
+from tinyvllm_extra.cli.doctor import fit, prequantized
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -200,7 +200,7 @@ def test_what_fits_in_8_and_in_4_bits_is_told(runs):
   ({"quant_method": "gptq", "bits": 4}, "int4"), ({"quant_method": "awq", "w_bit": 4}, "int4"), (None, None),
   ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, "int8")])
 def test_a_model_that_is_quantized_is_told_as_it_is(said, found):
-  assert published(tiny_config(quantization_config=said)) == found
+  assert prequantized(tiny_config(quantization_config=said)) == found
 
 
 def test_a_models_folder_is_added(runs, folder):
@@ -228,7 +228,7 @@ def test_a_folder_that_is_not_there_is_one_line_and_exit_1():
 @pytest.fixture
 def refused(monkeypatch, capsys):
   """The one line of a run in this process that must end before a backend is tried."""
-  monkeypatch.setattr("tinyvllm_extra.cli.doctor.ask", lambda *_: pytest.fail("a backend was tried"))
+  monkeypatch.setattr("tinyvllm_extra.cli.doctor.run_probe", lambda *_: pytest.fail("a backend was tried"))
   def run(*options):
     assert main(["doctor", *map(str, options)]) == 1
     said = capsys.readouterr()

@@ -112,9 +112,9 @@ def test_max_model_len_beyond_the_models_is_refused_with_both(folder):
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(folder, monkeypatch):
-  monkeypatch.setattr("tinyvllm.device.free_memory", lambda device: 100_000)   # not even the weights
+  monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: 100_000)   # not even the weights
   with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.9 leaves 0.00 GiB .* a smaller model"): LLM(folder)
-  monkeypatch.setattr("tinyvllm.device.free_memory", lambda device: 220_000)   # and some blocks
+  monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: 220_000)   # and some blocks
   with pytest.raises(ValueError, match=r"max_model_len=512.*GiB.*gpu_memory_utilization"): LLM(folder)
 
 

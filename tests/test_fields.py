@@ -1,5 +1,5 @@
-"""What a request may ask for beside temperature and the like: penalties, biases, masks, log probabilities. Against
-plain numpy, one function at a time and through the engine."""
+"""Fields of SamplingParams that a LogitsProcessor serves: penalties, logit bias, allowed and banned tokens, log
+probabilities. Each function, and then the whole engine, against plain numpy."""
 import functools
 
 import numpy as np
@@ -12,18 +12,21 @@ from test_sampling import chi_square_passes
 from tinygrad import Tensor, TinyJit
 
 from tinyvllm import LLM, Logprob, SamplingParams
-from tinyvllm.request import EDIT
-from tinyvllm.sampling_defaults import edit_kernel, restrict, sample, top_logprobs
+from tinyvllm.request import SAMPLING_FIELDS, SamplerMode
+from tinyvllm_extra.kernels.sampling import Sampler
+from tinyvllm_extra.logits import ADJUSTMENTS, adjust_kernel, apply_bitmask, top_logprobs
 
 pytestmark = pytest.mark.slow
 
-ROWS, SPM = 128, sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
+ROWS = 128
+SPM = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
+SAMPLER = Sampler()
 
 
-# the functions
+# Functions
 
 def cases(*strategies):
-  """Two vocabularies, of which one fills the last word of a mask, 40 calls, and 128 rows: 10,240 random cases."""
+  """10,240 random cases: two vocabularies (one fills the last word of a bitmask), 40 calls, 128 rows."""
   many = settings(max_examples=40, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
   one = given(st.builds(np.random.default_rng, st.integers(0, 2**32 - 1)), *strategies)
   return lambda test: pytest.mark.parametrize("V", [64, 50])(many(one(test)))
@@ -35,16 +38,22 @@ def call(function, *arrays, constants=()):
   return jit(function, arrays[0].shape, *constants)(*[Tensor(x).realize() for x in arrays]).numpy()
 
 
-def edit(logits, edits): return logits.clone().custom_kernel(edits, fxn=edit_kernel)[0]
+def adjust(logits, adjustments): return logits.clone().custom_kernel(adjustments, fxn=adjust_kernel)[0]
+def best_logprobs(logits, ids, k): return top_logprobs(logits, ids, SAMPLER, k)
 
 
-def edits_of(touched, bias, factor, penalty):
-  """What the kernel reads of each logit of (S, V); of those that are not to be touched, the row is -1."""
-  edits = np.zeros(touched.shape, EDIT)
-  row, token = np.indices(touched.shape)
-  for name, values in {"row": np.where(touched, row, -1), "token": token, "bias": bias, "factor": factor,
-                       "penalty": penalty}.items(): edits[name] = values
-  return np.ascontiguousarray(edits.view(np.int32).reshape(-1, len(EDIT.names)).T)   # (fields, S * V)
+def sample(logits, temperature, top_k, top_p, min_p, seed, position):
+  columns = zip(SAMPLING_FIELDS, (temperature, top_k, top_p, min_p), strict=True)
+  return SAMPLER.sample(logits, {**dict(columns), "seed": seed, "position": position}, SamplerMode.FILTERED)
+
+
+def adjustments_of(is_adjusted, bias, factor, penalty):
+  """ADJUSTMENTS of all logits, (S, V), as int32 words, (columns, S * V). The row is -1 for those not to be adjusted."""
+  adjustments = np.zeros(is_adjusted.shape, ADJUSTMENTS.dtype)
+  row, token = np.indices(is_adjusted.shape)
+  columns = {"row": np.where(is_adjusted, row, -1), "token": token, "bias": bias, "factor": factor, "penalty": penalty}
+  for name, values in columns.items(): adjustments[name] = values
+  return np.ascontiguousarray(adjustments.view(np.int32).reshape(-1, ADJUSTMENTS.num_words).T)
 
 
 def log_softmax(x):
@@ -53,38 +62,42 @@ def log_softmax(x):
 
 
 def logits_of(rng, V):
-  """(ROWS, V), peaked and flat rows, with many ties and few, near zero and far. Of a grid, so that float32 has them
-  exactly and no two are apart by less than its rounding."""
+  """(ROWS, V): peaked and flat rows, many ties and few, near zero and far. Rounded to a grid, so that float32 holds
+  them exactly and no two differ by less than its rounding."""
   scale, grid = rng.choice([0.05, 1, 3, 8], (ROWS, 1)), rng.choice([1, 4, 256], (ROWS, 1))
   x = np.round(rng.standard_normal((ROWS, V)) * scale * grid) / grid + rng.choice([-16, 0, 0, 16], (ROWS, 1))
   return x.astype(np.float32)
 
 
 @cases()
-def test_restrict_takes_what_has_no_bit(V, rng):
+def test_apply_bitmask_removes_tokens_without_bit(V, rng):
   logits, bits = logits_of(rng, V), rng.random((ROWS, 64)) < rng.choice([0.02, 0.5, 0.98], (ROWS, 1))   # some beyond V
   words = (bits.reshape(ROWS, 2, 32) << np.arange(32, dtype=np.uint32)).sum(2, dtype=np.uint32).view(np.int32)
-  np.testing.assert_array_equal(call(restrict, logits, words), np.where(bits[:, :V], logits, -np.inf))
+  np.testing.assert_array_equal(call(apply_bitmask, logits, words), np.where(bits[:, :V], logits, -np.inf))
 
 
 @cases()
-def test_an_edit_adds_then_divides_or_multiplies_then_subtracts(V, rng):
-  logits, touched = logits_of(rng, V), rng.random((ROWS, V)) < rng.choice([0, 0.1, 0.9], (ROWS, 1))
+def test_adjust_adds_bias_scales_and_subtracts_penalty(V, rng):
+  logits = logits_of(rng, V)
+  is_adjusted = rng.random((ROWS, V)) < rng.choice([0, 0.1, 0.9], (ROWS, 1))
   logits[rng.random((ROWS, V)) < rng.choice([0, 0.5, 0.98], (ROWS, 1))] = -np.inf
   choices = np.arange(-100, 100.1, 0.25), [1, 1, 0.01, 0.3, 1.1, 2, 100], np.arange(-10, 10.1, 0.125)
   bias, factor, penalty = (rng.choice(x, (ROWS, V)).astype(np.float32).astype(float) for x in choices)
-  got, x, finite = call(edit, logits, edits_of(touched, bias, factor, penalty)), logits + bias, np.isfinite(logits)
-  assert np.isneginf(got[~finite]).all(), "what may not come still may not"
-  scaled, penalty, new = np.where(x > 0, x / factor, x * factor), penalty[finite & touched], got[finite & touched]
-  scaled = scaled[finite & touched]
-  assert (np.abs(new - (scaled - penalty)) <= 1e-6 * (np.abs(scaled) + np.abs(penalty))).all()
-  np.testing.assert_array_equal(got[~touched], logits[~touched])
+  adjusted = call(adjust, logits, adjustments_of(is_adjusted, bias, factor, penalty))
+  x = logits + bias
+  is_finite = np.isfinite(logits)
+  assert np.isneginf(adjusted[~is_finite]).all(), "a masked token stays masked"
+  changed = is_finite & is_adjusted
+  scaled = np.where(x > 0, x / factor, x * factor)[changed]
+  error = np.abs(adjusted[changed] - (scaled - penalty[changed]))
+  assert (error <= 1e-6 * (np.abs(scaled) + np.abs(penalty[changed]))).all()
+  np.testing.assert_array_equal(adjusted[~is_adjusted], logits[~is_adjusted])
 
 
 @cases(st.sampled_from([0, 20]))
-def test_top_logprobs_are_those_of_a_log_softmax(V, rng, k):
+def test_top_logprobs_equals_log_softmax(V, rng, k):
   logits, ids = logits_of(rng, V), rng.integers(0, V, (ROWS, 1)).astype(np.int32)
-  got, best = call(top_logprobs, logits, ids[:, 0], constants=(k,)), np.argsort(-logits, 1, kind="stable")[:, :k]
+  got, best = call(best_logprobs, logits, ids[:, 0], constants=(k,)), np.argsort(-logits, 1, kind="stable")[:, :k]
   assert got.shape == (ROWS, 2 + 2 * k)
   np.testing.assert_array_equal(got[:, 1:2], 1 + (logits > np.take_along_axis(logits, ids, 1)).sum(1, keepdims=True))
   np.testing.assert_array_equal(got[:, 2::2], best)
@@ -93,7 +106,7 @@ def test_top_logprobs_are_those_of_a_log_softmax(V, rng, k):
 
 
 def settings_of(rng, V):
-  """temperature, top_k, top_p, min_p of a row, as float32 has them: the edges, and anything between."""
+  """temperature, top_k, top_p, min_p of a row, exact in float32: edge values, and random ones between."""
   choices = ([0, 0.05, 0.5, 1, 1, 2, 30, rng.uniform(0.1, 3)],
              [-1, 0, 0, 1, 2, rng.integers(1, V), V - 1, V, V + 9, 2**31 - 1],
              [1, 1, 1e-6, 0.999, rng.uniform(1e-3, 1), rng.uniform(0.8, 1)],
@@ -102,7 +115,7 @@ def settings_of(rng, V):
 
 
 def decided(logits, temperature, top_k, top_p, min_p):
-  """Whether each token is kept or not by more than float32's rounding, which for p is that of the logit behind it."""
+  """Whether rounding in float32 cannot decide which tokens are kept. The error of p is that of its logit."""
   if temperature == 0: return True
   x = logits[np.isfinite(logits)].astype(float) / temperature
   doubt, ratio = 1e-6 + 3e-7 * np.abs(x).max(), np.exp(x - x.max())
@@ -113,10 +126,10 @@ def decided(logits, temperature, top_k, top_p, min_p):
 
 
 @cases()
-def test_sampled_ids_are_of_those_that_the_reference_keeps(V, rng):
+def test_sample_ids_are_among_reference_keep(V, rng):
   logits, rows = logits_of(rng, V), []
   masked = rng.random((ROWS, V)) < rng.choice([0, 0, 0.5, 0.9, 1], (ROWS, 1))
-  masked[np.arange(ROWS), rng.integers(0, V, ROWS)] = False   # of the last kind all but one
+  masked[np.arange(ROWS), rng.integers(0, V, ROWS)] = False   # at least one token per row is left
   logits[masked] = -np.inf
   for x in logits:
     while not decided(x, *(row := settings_of(rng, V))): pass
@@ -124,7 +137,7 @@ def test_sampled_ids_are_of_those_that_the_reference_keeps(V, rng):
   columns = [np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), "fiff", strict=True)]
   keep = [reference_keep(x, *row) & np.isfinite(x) if row[0] else np.arange(V) == x.argmax()
           for x, row in zip(logits, rows, strict=True)]
-  seeds, positions = rng.integers(0, 2**32, (ROWS, 2), np.uint32), rng.integers(0, 2**20, ROWS).astype(np.int32)
+  seeds, positions = rng.integers(0, 2**32, (2, ROWS), np.uint32), rng.integers(0, 2**20, ROWS).astype(np.int32)
   ids = call(sample, logits, *columns, seeds, positions)
   for row, i in enumerate(ids): assert keep[row][i], (i, rows[row], logits[row].tolist())
 
@@ -134,17 +147,17 @@ def frequencies_fit(ids, logits, temperature, **filters):
   return (p[ids] > 0).all() and chi_square_passes(ids, p / p.sum())
 
 
-def test_frequencies_after_bias_and_penalties_and_all_that_keeps_tokens():
+def test_frequencies_after_adjustments_and_filters_match_reference():
   logits = 2 * np.random.default_rng(0).standard_normal(50, np.float32)
   order, filters = np.argsort(-logits), {"temperature": 1.4, "top_k": 14, "top_p": 0.93, "min_p": 0.03}
   bias, factor, penalty = np.zeros(50), np.ones(50), np.zeros(50)
   bias[order[[3, 12, 30]]], factor[order[[0, 5, 45]]], penalty[order[:8:3]] = (-1.5, 2, 4), (1.8, 0.6, 3), (1, -1, 2)
   x = np.where(logits + bias > 0, (logits + bias) / factor, (logits + bias) * factor) - penalty
-  assert 6 < reference_keep(x, **filters).sum() < 14, "more than top_k was meant to matter"
+  assert 6 < reference_keep(x, **filters).sum() < 14, "top_k alone must not decide"
   rows = [np.tile(value, (ROWS, 1)) for value in (logits, np.ones(50, bool), bias, factor, penalty)]
-  adjusted, positions = call(edit, rows[0], edits_of(*rows[1:])), np.arange(ROWS, dtype=np.int32)
+  adjusted, positions = call(adjust, rows[0], adjustments_of(*rows[1:])), np.arange(ROWS, dtype=np.int32)
   columns = [np.full(ROWS, value, kind) for value, kind in zip(filters.values(), "fiff", strict=True)]
-  seeds = [np.full((ROWS, 2), seed, np.uint32) for seed in range(32)]
+  seeds = [np.full((2, ROWS), seed, np.uint32) for seed in range(32)]
   ids = np.concatenate([call(sample, adjusted, *columns, seed, positions) for seed in seeds])
   assert frequencies_fit(ids, x, **filters) and not frequencies_fit(ids, logits, **filters)
 

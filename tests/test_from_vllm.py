@@ -13,7 +13,8 @@ from tinyvllm_extra.cli import main
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import NO_EFFECT, EngineConfig
+from tinyvllm.config import EngineConfig
+from tinyvllm_extra.vllm_names import NO_EFFECT
 
 # As the arguments of vLLM's LLM have them by default, or as scripts often do
 VLLM = {"tokenizer": None, "tokenizer_mode": "auto", "skip_tokenizer_init": False, "trust_remote_code": True,

@@ -22,6 +22,7 @@ from tinyvllm.tokenizer import load_tokenizer
 from tinyvllm_extra import gguf as converter
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.gguf import convert, folder_of
+from tinyvllm_extra.packages import MissingPackage
 
 SMALL = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4}
 IDS = [3, 50, 99, 301]
@@ -260,7 +261,7 @@ def test_without_tokenizers_one_line_names_the_extra(tmp_path, monkeypatch):
   folder = tiny_model(tmp_path / "hf")
   path = write_gguf(tmp_path / "model.gguf", folder)
   monkeypatch.setitem(sys.modules, "tokenizers", None)
-  with pytest.raises(ValueError, match=r"^this needs tokenizers: pip install 'tinyvllm\[hf\]'$"):
+  with pytest.raises(MissingPackage, match=r"needs tokenizers: pip install 'tinyvllm\[hf\]'$"):
     convert(path, tmp_path / "converted")
   convert(write_gguf(path, folder, tokenizer="llama"), tmp_path / "converted")   # which needs none
 

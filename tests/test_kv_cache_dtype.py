@@ -1,6 +1,6 @@
-"""A KV cache of 8 bits: ids are those of a plain numpy LLaMA that rounds K and V in the same way, and texts are the
-same however they are computed: alone or together, in chunks, found in the prefix cache, preempted, drafted, on two
-devices."""
+"""int8 and fp8 KV cache: ids equal a numpy LLaMA's that rounds K and V in the same way, and outputs are equal however
+they are computed: alone or in a batch, in chunks, from the prefix cache, after preemption, with speculative decoding,
+on two devices."""
 import json
 import logging
 import math
@@ -28,7 +28,7 @@ def tokens(n, salt):
 
 
 def greedy(n, **fields): return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True, **fields)
-def texts(llm, prompts, params):
+def output_ids(llm, prompts, params):
   outputs = llm.generate(prompts, params, use_tqdm=False)
   return [x.token_ids for output in outputs for x in output.outputs]
 
@@ -41,23 +41,22 @@ def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("eight")
 def llm(request, folder): return LLM(folder, kv_cache_dtype=request.param, **ENGINE)
 
 
-def test_ids_are_those_of_numpy_with_k_and_v_rounded_alike(llm, folder):
-  """Where two tokens are nearly as likely, rounding of sums may choose: few of these texts come to such a place."""
+def test_ids_equal_numpy_with_rounded_k_and_v(llm, folder):
+  """Rounding of sums may decide between two tokens of nearly equal probability, which is rare in these outputs."""
   def kept(x): return in_8_bits(x, llm.config.kv_cache_dtype)[0]
   prompts = [tokens(n, "numpy") for n in LENGTHS]
   same = 0
-  for prompt, found in zip(prompts, texts(llm, prompts, greedy(8)), strict=True):
+  for prompt, output in zip(prompts, output_ids(llm, prompts, greedy(8)), strict=True):
     ids = prompt["prompt_token_ids"]
-    logits = reference_logits(folder, [*ids, *found], kept)[len(ids) - 1:-1]
+    logits = reference_logits(folder, [*ids, *output], kept)[len(ids) - 1:-1]
     best = logits.max(-1)
-    chosen = logits[range(len(found)), found]
+    chosen = logits[range(len(output)), output]
     assert (best - chosen < 0.02).all()
     same += sum(best == chosen)
   assert same >= 0.95 * 8 * len(prompts)
 
 
-def test_rounding_is_seen(llm, folder):
-  """Log probabilities are not those of 32 bits, yet near them."""
+def test_logprobs_differ_slightly_from_float32(llm, folder):
   prompt = tokens(40, "seen")
   found = llm.generate(prompt, greedy(1, logprobs=0), use_tqdm=False)[0].outputs[0]
   logits = reference_logits(folder, prompt["prompt_token_ids"])[-1]
@@ -69,40 +68,40 @@ def test_rounding_is_seen(llm, folder):
 @pytest.mark.parametrize("params", [
   pytest.param(greedy(20), id="greedy"),
   pytest.param(SamplingParams(seed=3, max_tokens=20, ignore_eos=True, n=2), id="seeded", marks=pytest.mark.slow)])
-def test_texts_are_the_same_however_they_are_computed(llm, folder, params):
+def test_outputs_are_equal_however_computed(llm, folder, params):
   prompts = [tokens(n, "same") for n in LENGTHS]
-  alone = [text for prompt in prompts for text in texts(llm, prompt, params)]
-  assert texts(llm, prompts, params) == alone   # together, and found in the prefix cache
+  alone = [text for prompt in prompts for text in output_ids(llm, prompt, params)]
+  assert output_ids(llm, prompts, params) == alone   # in a batch, and from the prefix cache
   options = {**ENGINE, "kv_cache_dtype": llm.config.kv_cache_dtype}
   small = LLM(folder, num_gpu_blocks_override=20, **options)
-  assert texts(small, prompts, params) == alone
+  assert output_ids(small, prompts, params) == alone
   assert small.get_metrics()["num_preemptions"] > 0
-  assert texts(LLM(folder, **{**options, "max_num_batched_tokens": 8, "enable_prefix_caching": False}), prompts,
-               params) == alone
+  chunked = LLM(folder, **{**options, "max_num_batched_tokens": 8, "enable_prefix_caching": False})
+  assert output_ids(chunked, prompts, params) == alone
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft model"])
-def test_drafts_change_no_text(llm, folder, method):
-  """The draft model's cache is of 8 bits, too."""
+def test_speculative_decoding_changes_no_output(llm, folder, method):
+  """The draft model's cache has the same dtype."""
   prompts = [{"prompt_token_ids": 3 * tokens(n, "drafts")["prompt_token_ids"]} for n in LENGTHS]
   config = {"method": "ngram", "num_speculative_tokens": 3} if method == "ngram" else {
     "model": str(folder), "num_speculative_tokens": 2}
   drafting = LLM(folder, speculative_config=config, kv_cache_dtype=llm.config.kv_cache_dtype, **ENGINE)
-  assert texts(drafting, prompts, greedy(20)) == texts(llm, prompts, greedy(20))
+  assert output_ids(drafting, prompts, greedy(20)) == output_ids(llm, prompts, greedy(20))
   assert drafting.get_metrics()["spec_decode_num_accepted_tokens"] > 0
   kinds = {tuple(x.dtype for x in cache) for runner in drafting.runners for cache in runner.kv_caches}
   assert len(kinds) == 1
 
 
-def test_devices_that_share_a_model_give_the_same_texts(llm, folder):
+def test_two_devices_equal_one(llm, folder):
   prompts = [tokens(n, "devices") for n in LENGTHS]
   two = LLM(folder, kv_cache_dtype=llm.config.kv_cache_dtype, tensor_parallel_size=2, **ENGINE)
-  assert texts(two, prompts, greedy(12)) == texts(llm, prompts, greedy(12))
+  assert output_ids(two, prompts, greedy(12)) == output_ids(llm, prompts, greedy(12))
 
 
-def test_blocks_are_kept_on_disk_for_who_has_the_same_type(llm, folder, tmp_path):
+def test_saved_prefix_cache_loads_only_with_same_dtype(llm, folder, tmp_path):
   prompts = [tokens(n, "disk") for n in LENGTHS]
-  said = texts(llm, prompts, greedy(12))
+  expected = output_ids(llm, prompts, greedy(12))
   llm.save_prefix_cache(tmp_path / "cache")
   for kind in ("auto", *KINDS):
     other = LLM(folder, kv_cache_dtype=kind, **ENGINE)
@@ -111,31 +110,31 @@ def test_blocks_are_kept_on_disk_for_who_has_the_same_type(llm, folder, tmp_path
         other.load_prefix_cache(tmp_path / "cache")
       continue
     assert other.load_prefix_cache(tmp_path / "cache") > 0
-    assert texts(other, prompts, greedy(12)) == said
+    assert output_ids(other, prompts, greedy(12)) == expected
     assert other.get_metrics()["prefix_cache_hits"] >= 40
 
 
-def bytes_of(asked, dtype, **config):
+def block_bytes(kind, dtype, **config):
   model = ModelConfig.from_hf(tiny_config(**config), "x")
-  parts = block_parts(model, EngineConfig(kv_cache_dtype=asked), dtype)
-  return sum(math.prod(shape) * kind.itemsize for shape, kind in parts)
+  parts = block_parts(model, EngineConfig(kv_cache_dtype=kind), dtype)
+  return sum(math.prod(shape) * element.itemsize for shape, element in parts)
 
 
-def test_without_the_package_that_brings_it_8_bits_are_refused():
+def test_core_alone_refuses_int8():
   model = ModelConfig.from_hf(tiny_config(), "x")
   with pytest.raises(ValueError, match="kv_cache_dtype='int8' needs tinyvllm_extra.kernels.*auto will do"):
     attention.block_parts(model, EngineConfig(kv_cache_dtype="int8"), dtypes.float32)
 
 
-def test_twice_the_tokens_fit_in_the_memory():
+def test_half_the_bytes_per_token_of_float16():
   for D, least in ((64, 1.88), (128, 1.93)):
-    half = bytes_of("auto", dtypes.float16, head_dim=D)
-    assert half / bytes_of("int8", dtypes.float16, head_dim=D) > least
-    assert half / bytes_of("fp8", dtypes.float16, head_dim=D) == 2
+    half = block_bytes("auto", dtypes.float16, head_dim=D)
+    assert half / block_bytes("int8", dtypes.float16, head_dim=D) > least
+    assert half / block_bytes("fp8", dtypes.float16, head_dim=D) == 2
 
 
-def test_the_pool_and_what_is_said_of_it_count_with_it(folder, monkeypatch, caplog):
-  """As many blocks as fit in the bytes that are free, more of fewer bytes."""
+def test_number_of_blocks_follows_kv_cache_dtype(folder, monkeypatch, caplog):
+  """The pool has as many blocks as fit the free memory."""
   monkeypatch.setattr("tinyvllm.device.free_memory", lambda device: 300_000)
   options = {**ENGINE, "max_num_seqs": 16}
   blocks = {}
@@ -143,19 +142,19 @@ def test_the_pool_and_what_is_said_of_it_count_with_it(folder, monkeypatch, capl
     with caplog.at_level(logging.INFO, "tinyvllm"): llm = LLM(folder, kv_cache_dtype=kind, **options)
     blocks[kind] = llm.runner.num_blocks
     assert f"KV cache: {blocks[kind] - 1} blocks" in caplog.messages[-1]
-  assert blocks["auto"] * 2.5 < blocks["int8"] < blocks["fp8"]   # of 128 bytes a head's K and V have 40, 32
+  assert blocks["auto"] * 2.5 < blocks["int8"] < blocks["fp8"]   # a head's K and V have 128, 40 and 32 bytes
 
 
-def test_doctor_counts_with_it():
+def test_doctor_fit_follows_kv_cache_dtype():
   row = {"dtype": "float32", "float32": True, "float16": True, "bfloat16": True, "free_gib": 8.0, "gb_per_s": 10.0}
   counts = [fit("x", tiny_config(head_dim=64), row, None, kind)["kv_tokens"] for kind in ("auto", "int8", "fp8")]
   assert counts[1] / counts[0] == pytest.approx(256 / 68, 1e-3) and counts[2] / counts[0] == pytest.approx(4, 1e-3)
 
 
-def test_doctor_is_told_by_the_command_line(monkeypatch, capsys):
+def test_doctor_command_passes_kv_cache_dtype(monkeypatch, capsys):
   row = {"opens": True, "renderer": "x", "dtype": "float32", "float32": True, "float16": True, "bfloat16": True,
          "free_gib": 8.0, "gb_per_s": 10.0}
-  monkeypatch.setattr("tinyvllm_extra.cli.doctor.ask", lambda *_: row)
+  monkeypatch.setattr("tinyvllm_extra.cli.doctor.run_probe", lambda *_: row)
   counts = []
   for kind in ("auto", "fp8"):
     assert main(["doctor", "--json", "--kv-cache-dtype", kind]) == 0
@@ -164,18 +163,18 @@ def test_doctor_is_told_by_the_command_line(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp16", 8])
-def test_others_are_refused_with_what_there_is(folder, kind):
+def test_other_dtypes_are_refused_with_allowed_values(folder, kind):
   with pytest.raises(ValueError, match="kv_cache_dtype=.* must be (of type str|one of auto, fp8, int8)"):
     LLM(folder, kv_cache_dtype=kind, **ENGINE)
 
 
-def test_a_head_of_an_odd_size_is_refused_where_words_hold_four(tmp_path, monkeypatch):
+def test_head_dim_must_fit_words_of_four(tmp_path, monkeypatch):
   monkeypatch.setattr("tinyvllm_extra.kernels.kv_cache.cpu_cores", lambda: 0)   # as on a GPU
-  with pytest.raises(ValueError, match="kv_cache_dtype='int8' needs a head_dim that 8 divides, not 12: auto will do"):
-    bytes_of("int8", dtypes.float16, head_dim=12)
+  with pytest.raises(ValueError, match="='int8' needs a head_dim that is a multiple of 8, not 12; use 'auto'"):
+    block_bytes("int8", dtypes.float16, head_dim=12)
 
 
-def test_the_command_line_takes_it(folder, capsys):
+def test_generate_command_accepts_kv_cache_dtype(folder, capsys):
   assert main(["generate", "hello", "--model", str(folder), "--kv-cache-dtype", "int8", "--max-tokens", "2"]) == 0
   assert main(["generate", "hello", "--kv-cache-dtype", "int3"]) != 0
   assert "kv_cache_dtype='int3' must be one of auto, fp8, int8" in capsys.readouterr().err

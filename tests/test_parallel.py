@@ -40,10 +40,10 @@ from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import EngineConfig
 from tinyvllm.backend import open_device
 from tinyvllm_extra.cli import main
-from tinyvllm_extra.parallel import check_peers, device_names, own_rows, parts_of
-from tinyvllm_extra.quantization import Quantized, dequantized, quantize, split
-from tinyvllm_extra.server import AsyncLLM
 from tinyvllm_extra.kernels.matmul import Linear, Norm, pack
+from tinyvllm_extra.parallel import Devices, check_peers, device_names
+from tinyvllm_extra.quantization import Quantized, dequantize, quantize, split
+from tinyvllm_extra.server import AsyncLLM
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="others have as many devices as there are")
 
@@ -140,7 +140,7 @@ def test_eight_devices_are_the_most(tmp_path):
 def test_files_of_16_bits_stay_so_whole_or_sharded(tmp_path, dtype, shards):
   folder = tiny_model(tmp_path, dtype=dtype, shards=shards, attention_bias=True)
   llm = check(folder, 2)
-  assert {x.dtype for x in nn.state.get_parameters(llm.runner.model)} == {getattr(dtypes, dtype)}
+  assert {x.dtype for x in nn.state.get_parameters(llm.runner.model.modules())} == {getattr(dtypes, dtype)}
 
 
 def test_devices_may_compute_in_half_precision(tmp_path):
@@ -202,7 +202,7 @@ def test_a_published_format_is_split_or_said_to_stay_in_16_bits(tmp_path, caplog
   whole = ["o_proj", "down_proj"] if "act-order" in name else ["down_proj"] if group == 32 else []
   in_16_bits(plain, whole)
   with caplog.at_level("WARNING", "tinyvllm"): llm = check(quantized, 2, plain, close=True)
-  said = [x.getMessage() for x in caplog.records if "stays in 16 bits" in x.getMessage()]
+  said = [x.getMessage() for x in caplog.records if "stays in float16" in x.getMessage()]
   assert len(said) == 2 * len(whole) and all("tensor_parallel_size=2" in x for x in said), said
   for layer in llm.runner.model.layers:
     kinds = {name for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if not getattr(layer, name).scales}
@@ -214,7 +214,7 @@ def test_three_devices_share_three_groups(tmp_path, caplog):
   sizes = {**SIZES, "num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8, "vocab_size": 321}
   quantized, plain = gptq_model(tmp_path, 32, **sizes)
   check(quantized, 3, plain)
-  assert "16 bits" not in caplog.text
+  assert "float16" not in caplog.text
 
 
 def test_a_matrix_whose_parts_end_within_a_word_of_8_inputs_stays_in_16_bits(tmp_path, caplog):
@@ -222,7 +222,7 @@ def test_a_matrix_whose_parts_end_within_a_word_of_8_inputs_stays_in_16_bits(tmp
   quantized, plain = gptq_model(tmp_path, 0, **{**SIZES, "intermediate_size": 24})
   in_16_bits(plain, ["down_proj"])
   check(quantized, 2, plain)
-  assert caplog.text.count("stays in 16 bits") == 2
+  assert caplog.text.count("stays in float16") == 2
 
 
 def gptq_model(folder, group, symmetric=False, **sizes):
@@ -253,7 +253,7 @@ def folder(words_folder): return words_folder
 def captured(folder, **options):
   """An engine with one graph for all that can be asked for."""
   llm = LLM(folder, **SMALL, **options)
-  for _ in llm.capture([4], rare=True): pass
+  for _ in llm.capture([4], optional=True): pass
   return llm
 
 
@@ -387,7 +387,7 @@ def test_a_draft_model_is_not_split_and_lies_on_the_first_device(folder, tmp_pat
   config = {"model": str(other), "num_speculative_tokens": 2}
   llm = LLM(folder, **SMALL, speculative_config=config, tensor_parallel_size=2)
   target, draft = llm.runners
-  assert {x.device for x in [*nn.state.get_parameters(draft.model), *itertools.chain(*draft.kv_caches)]} == {"CPU"}
+  assert {x.device for x in [*nn.state.get_parameters(draft.model.modules()), *itertools.chain(*draft.kv_caches)]} == {"CPU"}
   assert {x.device for x in itertools.chain(*target.kv_caches)} == {("CPU", "CPU:1")}
   count = Counts(llm)
   outputs = llm.generate([tokens(ids) for ids in JOBS], greedy(8), use_tqdm=False)
@@ -425,7 +425,7 @@ def test_a_capture_that_fails_midway_is_made_again(folder, monkeypatch):
   llm = LLM(folder, **SMALL, tensor_parallel_size=2)
   def fail(logits): raise KeyboardInterrupt   # as the devices' logits are there
   with monkeypatch.context() as patched:
-    patched.setattr("tinyvllm.runner.argmax", fail)
+    patched.setattr("tinyvllm.backend.Sampler.argmax", fail)
     for _ in range(2):
       with pytest.raises(KeyboardInterrupt): llm.generate(tokens(JOBS[0]), greedy(4), use_tqdm=False)
   output, = llm.generate(tokens(JOBS[0]), greedy(4), use_tqdm=False)
@@ -444,7 +444,7 @@ def test_each_device_has_its_part_of_each_matrix_and_all_norms(tmp_path):
   folder = tiny_model(tmp_path, num_key_value_heads=4, **BIASES)
   models = {n: LLM(folder, **SMALL, tensor_parallel_size=n).runner.model for n in (1, 2, 4)}
   for n in (2, 4):
-    for whole, part in zip(models[1].parts(), models[n].parts(), strict=True):
+    for whole, part in zip(models[1].modules(), models[n].modules(), strict=True):
       assert whole.sources.keys() == part.sources.keys()
       tensors = [nn.state.get_state_dict(x) for x in (whole, part)]
       for kind, tensor in tensors[1].items():
@@ -485,13 +485,13 @@ def test_as_much_memory_each_holds_twice_the_tokens(folder, monkeypatch):
   plain = LLM(folder, **SMALL)
   one_text = SMALL["max_model_len"] // SMALL["block_size"]
   block = sum(x.nbytes() for cache in plain.runner.kv_caches for x in cache) // plain.runner.num_blocks
-  def weights(llm): return sum(x.nbytes() for part in llm.runner.model.parts() for x in nn.state.get_parameters(part))
+  def weights(llm): return sum(x.nbytes() for part in llm.runner.model.modules() for x in nn.state.get_parameters(part))
   halves = weights(LLM(folder, **SMALL, tensor_parallel_size=2))
   assert weights(plain) / 2 < halves < 0.52 * weights(plain), "norms are whole"
   blocks = {}
   for count, of_one in ((1, weights(plain)), (2, halves)):
     free = count * (of_one + (one_text + 4) * block)   # each has room for so many whole blocks
-    monkeypatch.setattr("tinyvllm.device.free_memory", lambda name, free=free: free)
+    monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda self, name, free=free: free)
     llm = LLM(folder, **SMALL, gpu_memory_utilization=1.0, tensor_parallel_size=count)
     blocks[count] = llm.runner.num_blocks
     held = [x.nbytes() for cache in llm.runner.kv_caches for x in cache]
@@ -532,7 +532,7 @@ def refused(*words, model=None, **options):
 def test_a_size_that_does_not_divide_is_named_with_what_would_do(tmp_path, config, count, fit):
   config = tiny_config(**config)
   names = "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
-  refused(f"tensor_parallel_size={count} must divide", *[f"'{x}': {config[x]}" for x in names], f": {fit} would do",
+  refused(f"tensor_parallel_size={count} must divide", *[f"'{x}': {config[x]}" for x in names], f": use {fit}",
           model=tiny_model(tmp_path, **config), tensor_parallel_size=count)
 
 
@@ -567,9 +567,9 @@ def test_more_gpus_than_there_are_are_refused_and_so_are_those_that_cannot_read_
     able._obj.value = (reader, read) not in cannot
     return 0
   monkeypatch.setattr(cuda, "cuDeviceCanAccessPeer", can_access)
-  with pytest.raises(ValueError, match="^tensor_parallel_size=4: there are 3 CUDA devices here: at most that"):
+  with pytest.raises(ValueError, match="^tensor_parallel_size=4 must be at most 3, the number of CUDA devices"):
     check_peers(4)
-  with pytest.raises(ValueError, match="^tensor_parallel_size=2: CUDA:1 cannot read CUDA's memory .*; 1 will do"):
+  with pytest.raises(ValueError, match="^tensor_parallel_size=2 must be 1: CUDA:1 cannot read CUDA's memory "):
     check_peers(2)
   cannot.clear()
   asked.clear()
@@ -580,7 +580,7 @@ def test_more_gpus_than_there_are_are_refused_and_so_are_those_that_cannot_read_
 def test_a_backend_that_takes_one_device_says_so(folder):
   run = process("generate", "a", "--model", folder, *FLAGS, "--tensor-parallel-size", "2", DEV="PYTHON")
   assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
-  assert run.stderr.splitlines()[-1] == "tinyvllm: tensor_parallel_size=2: PYTHON takes 1; CUDA and CPU take more"
+  assert run.stderr.splitlines()[-1] == "tinyvllm: tensor_parallel_size=2 must be 1 on PYTHON; CUDA and CPU take more"
 
 
 # the command line
@@ -628,7 +628,7 @@ def test_a_norm_adds_what_each_device_has_of_a_sum(count, rows, size):
   deltas = [normal(rows, size, seed=2 + i) for i in range(count)]
   norm = Norm("norm", size, 1e-5, dtypes.float32)
   norm.weight = on_devices([weight] * count)
-  summed, normed = norm.add(on_devices([x] * count), *parts_of(on_devices(deltas)))
+  summed, normed = norm.add(on_devices([x] * count), *Devices(device_names(count)).partial_sums(on_devices(deltas)))
   Tensor.realize(summed, normed)
   total = x + sum(deltas)
   expected = total / np.sqrt((total * total).mean(-1, keepdims=True) + 1e-5) * weight
@@ -642,7 +642,7 @@ def test_a_row_is_on_the_device_that_has_it_and_zeros_are_on_the_others(count, r
   linear = Linear(24, {"w": rows}, False, dtypes.float32)
   linear.weight = on_devices([pack(part, linear.weight.shape) for part in np.split(weight, count)])
   ids = np.array([0, rows - 1, rows, count * rows - 1, count * rows - rows, 5], np.int32)
-  found = linear.rows(own_rows(on_devices([ids] * count), rows), dtypes.float32).realize()
+  found = linear.rows(Devices(device_names(count)).local_ids(on_devices([ids] * count), rows), dtypes.float32).realize()
   for i, got in enumerate(parts_by_device(found)):
     np.testing.assert_array_equal(got.reshape(len(ids), 24), weight[ids] * (ids // rows == i)[:, None])
 
@@ -665,7 +665,7 @@ def test_parts_of_a_quantized_matrix_joined_again_are_the_matrix(bits, offset, c
   assert all(isinstance(x, Quantized) and (x.offset is None) != offset and x.q.dtype == w.q.dtype for x in parts)
   assert {x.q.shape for x in parts} == {(48 // count, 96) if axis == 0 else (48, 96 // count)}
   assert all(np.array_equal(x.order, np.arange(x.q.shape[1])) for x in parts)
-  np.testing.assert_array_equal(np.concatenate([dequantized(x) for x in parts], axis), dequantized(w))
+  np.testing.assert_array_equal(np.concatenate([dequantize(x) for x in parts], axis), dequantize(w))
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -674,7 +674,7 @@ def test_what_cannot_be_split_by_inputs_is_split_in_16_bits_with_a_warning(caplo
   w = numbers(np.random.default_rng(0), 32, inputs, groups, 4, True, ordered)
   with caplog.at_level(logging.WARNING, "tinyvllm"): parts = split(w, 2, axis)
   assert [isinstance(x, Quantized) for x in parts] == [axis == 0] * 2
-  assert ("stays in 16 bits" in caplog.text) == (axis == 1)
-  made = [dequantized(x) if axis == 0 else x for x in parts]
+  assert ("stays in float16" in caplog.text) == (axis == 1)
+  made = [dequantize(x) if axis == 0 else x for x in parts]
   assert {x.dtype for x in made} == {np.dtype(np.float16)}
-  np.testing.assert_array_equal(np.concatenate(made, axis), dequantized(w))
+  np.testing.assert_array_equal(np.concatenate(made, axis), dequantize(w))

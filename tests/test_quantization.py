@@ -1,6 +1,5 @@
 """Weights of 8 and 4 bits: as they were published, by the formulas of each format; made while loading; the kernels that
 read them. What decides is the same model with its matrices dequantized by hand, in float32."""
-import functools
 import json
 import sys
 from pathlib import Path
@@ -21,14 +20,13 @@ from reference import (
 from safetensors.numpy import load_file, save_file
 from tinygrad import Device, Tensor, dtypes
 
-from tinyvllm_extra import parallel
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import ModelConfig
-from tinyvllm.backend import open_device
-from tinyvllm.llama import Llama
-from tinyvllm.weights import load_weights
-from tinyvllm_extra.quantization import Quantized, dequantized, pack_numbers, quantize, scales_shape
-from tinyvllm_extra.kernels.matmul import GateUp, Linear, pack, stored_shape
+from tinyvllm.backend import Backend, Devices, open_device
+from tinyvllm.llama import find_model
+from tinyvllm_extra import kernels, parallel
+from tinyvllm_extra.kernels.matmul import GateUp, Linear, pack, pack_numbers, scales_shape, stored_shape
+from tinyvllm_extra.quantization import Quantized, dequantize, quantize
+from tinyvllm_extra.weights import open_checkpoint
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -245,7 +243,7 @@ def test_scales_in_bfloat16_are_read(tmp_path):
 def test_no_number_is_further_from_its_weight_than_half_a_step(bits, levels):
   w = np.random.default_rng(0).standard_normal((32, 96)).astype(np.float32)
   made = quantize(w, bits)
-  error = np.abs(dequantized(made).astype(np.float32) - w).reshape(32, 3, 32)
+  error = np.abs(dequantize(made).astype(np.float32) - w).reshape(32, 3, 32)
   inside = error <= 0.51 * made.scale[..., None].astype(np.float32) + 2e-3
   assert inside.mean() > (0.98 if bits == 4 else 0.9999)   # of 4 bits the outermost may be cut
 
@@ -256,14 +254,14 @@ def test_4_bits_err_less_than_by_the_range_alone():
   low, high = by_group.min(-1, keepdims=True), by_group.max(-1, keepdims=True)
   step = (high - low) / 15
   by_range = np.rint((by_group - low) / step) * step + low
-  error = ((dequantized(quantize(w, 4)).astype(np.float32) - w) ** 2).mean()
+  error = ((dequantize(quantize(w, 4)).astype(np.float32) - w) ** 2).mean()
   assert error < 0.93 * ((by_range - by_group) ** 2).mean()
 
 
 @pytest.mark.parametrize("w", [np.zeros((16, 32)), np.full((16, 32), 0.5), np.eye(16, 32) * 1e-9, np.eye(16, 32) * 3e4])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_groups_without_a_range_and_very_small_and_large_ones(w, bits):
-  made = dequantized(quantize(w.astype(np.float32), bits)).astype(np.float32)
+  made = dequantize(quantize(w.astype(np.float32), bits)).astype(np.float32)
   np.testing.assert_allclose(made, w, atol=max(1e-6, np.abs(w).max() / (12 if bits == 4 else 250)))
 
 
@@ -310,17 +308,19 @@ def test_gate_and_up_are_loaded_in_the_order_that_their_kernel_reads(tmp_path, b
   open_device()
   dtype = dtypes.float32 if Device.DEFAULT == "CPU" else dtypes.float16
   tiny_model(tmp_path, num_hidden_layers=1, hidden_size=64, intermediate_size=80, mlp_bias=True, dtype="float16")
-  kind = Llama if count == 1 else functools.partial(parallel.Llama, parallel.device_names(count))
-  model = kind(ModelConfig.load(tmp_path), dtype)
-  load_weights(model, tmp_path, dtype, None if bits == 16 else f"int{bits}")
+  checkpoint = open_checkpoint(tmp_path)
+  config, kind = find_model(checkpoint.hf_config, tmp_path)
+  devices = Devices() if count == 1 else parallel.Devices(parallel.device_names(count))
+  model = kind(config, dtype, kernels.make_backend(), devices)
+  checkpoint.load(model, None if bits == 16 else f"int{bits}")
   weights, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp."
   x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float16)
   def linear(kind):
     w = weights[f"{name}{kind}_proj.weight"]
-    if bits < 16: w = dequantized(quantize(w, bits))
+    if bits < 16: w = dequantize(quantize(w, bits))
     return x.astype(np.float32) @ w.T.astype(np.float32) + weights[f"{name}{kind}_proj.bias"]
   expected = silu_product(linear("gate"), linear("up"))
-  x_there = Tensor(x).cast(dtype).to(model.devices if count > 1 else None).contiguous().realize()
+  x_there = Tensor(x).cast(dtype).to(devices.names if count > 1 else None).contiguous().realize()
   got = model.layers[0].gate_up_proj(x_there)
   parts = [got] if count == 1 else [Tensor(got.realize().uop.mselect(i)) for i in range(count)]
   for part, wanted in zip(parts, np.split(expected, count, 1), strict=True):

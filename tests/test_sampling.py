@@ -1,13 +1,17 @@
-"""The sampler against a sort-based one in numpy: what may come, how often, and that a seed fixes the text."""
+"""The samplers of the core and of the extension against a sort-based reference in numpy: allowed tokens, frequencies,
+and texts that depend on the seed only."""
 import functools
 
 import numpy as np
 import pytest
-from reference import SAMPLING_ENGINE, reference_keep, reference_logits, reference_probabilities
+from reference import SAMPLING_ENGINE, reference_keep, reference_logits, reference_probabilities, slow
 from tinygrad import Tensor, TinyJit, dtypes
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.sampling_defaults import _gumbel, restrict, sample
+from tinyvllm.backend import Sampler, gumbel_noise
+from tinyvllm.request import SamplerMode
+from tinyvllm_extra.kernels import sampling
+from tinyvllm_extra.logits import apply_bitmask
 
 ROWS, V = 4096, 24   # one shape, compiled once
 rng = np.random.default_rng(0)
@@ -16,24 +20,36 @@ TIED = np.repeat(np.array([3.0, 2.0, 2.0, 0.0], np.float32), [1, 2, 3, 18])   # 
 
 
 @functools.cache
-def sampler(): return TinyJit(lambda logits, allowed, *arrays: sample(restrict(logits, allowed), *arrays).realize())
+def compiled(sampler):
+  """sampler.sample as one graph. words: a bitmask of the tokens that may be sampled."""
+  def sample(logits, words, temperature, top_k, top_p, min_p, seed, position):
+    rows = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
+            "position": position}
+    return sampler.sample(apply_bitmask(logits, words), rows, SamplerMode.FILTERED).realize()
+  return TinyJit(sample)
 
 
-def draw(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=None, banned=()):
-  """ROWS ids. Each row has its own seed; or one seed for all and its own position."""
-  def full(x, dtype): return np.broadcast_to(np.asarray(x, dtype), ROWS).copy()
-  seeds = np.zeros((ROWS, 2), np.uint32)
-  seeds[:, 0], seeds[:, 1] = (np.arange(ROWS), seed) if position is None else (12345, seed)
-  positions = full(7, np.int32) if position is None else np.arange(ROWS, dtype=np.int32) + position
-  allowed = np.full((ROWS, 1), -1 - sum(1 << int(i) for i in banned), np.int32)   # a word of bits
-  arrays = (np.broadcast_to(logits, (ROWS, V)).copy(), allowed, full(temperature, np.float32), full(top_k, np.int32),
-            full(top_p, np.float32), full(min_p, np.float32), seeds, positions)
-  for _ in range(2): out = sampler()(*[Tensor(x).realize() for x in arrays]).numpy()   # the first call of all captures
-  return out
+@pytest.fixture(scope="module", params=[sampling.Sampler(), *slow(Sampler())], ids=["extension", "core"])
+def draw(request):
+  """draw(logits, ...): ROWS ids. Each row has its own seed, or with `position` all have one seed and their own
+  positions."""
+  def draw(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=None, banned=()):
+    def full(x, dtype): return np.broadcast_to(np.asarray(x, dtype), ROWS).copy()
+    seeds = np.zeros((2, ROWS), np.uint32)
+    seeds[0], seeds[1] = (np.arange(ROWS), seed) if position is None else (12345, seed)
+    positions = full(7, np.int32) if position is None else np.arange(ROWS, dtype=np.int32) + position
+    words = np.full((ROWS, 1), -1 - sum(1 << int(i) for i in banned), np.int32)
+    arrays = (np.broadcast_to(logits, (ROWS, V)).copy(), words, full(temperature, np.float32), full(top_k, np.int32),
+              full(top_p, np.float32), full(min_p, np.float32), seeds, positions)
+    for _ in range(2):   # the first call captures
+      ids = compiled(request.param)(*[Tensor(x).realize() for x in arrays]).numpy()
+    return ids
+  return draw
 
 
 def chi_square_passes(ids, p):
-  """Whether counts of ids fit probabilities p, by Wilson-Hilferty's critical value at 1e-4. Rare ids count as one."""
+  """Whether the counts of ids fit the probabilities p: chi-square test with Wilson-Hilferty's critical value at 1e-4.
+  Rare ids form one group."""
   counts, expected = np.bincount(ids, minlength=len(p)).astype(float), len(ids) * p
   rare = expected < 5
   groups = [(counts[i], expected[i]) for i in np.flatnonzero(~rare)]
@@ -53,61 +69,61 @@ SETTINGS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("logits", [PEAKED, TIED], ids=["peaked", "tied"])
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
-def test_only_tokens_the_reference_keeps_come_each_as_often_as_it_should(logits, options):
+def test_sample_frequencies_match_reference(draw, logits, options):
   keep = reference_keep(logits, **{"temperature": 1.0, **options})
   ids = draw(logits, **options)
-  assert keep[ids].all(), f"{sorted(set(ids[~keep[ids]].tolist()))} should not come"
+  assert keep[ids].all(), f"{sorted(set(ids[~keep[ids]].tolist()))} must not be sampled"
   p = np.where(keep, reference_probabilities(logits, options.get("temperature", 1.0)), 0.0)
   assert chi_square_passes(ids, p / p.sum())
 
 
-def test_the_chi_square_test_can_fail():
+def test_chi_square_wrong_probabilities_fails(draw):
   assert not chi_square_passes(draw(PEAKED), reference_probabilities(PEAKED, 1.25))
 
 
-def test_noise_is_as_good_over_positions_as_over_seeds():
+def test_noise_over_positions_fits_probabilities(draw):
   p = reference_probabilities(PEAKED, 1.0)
   for seed in range(3): assert chi_square_passes(draw(PEAKED, seed=seed, position=seed * 1000), p)
 
 
-def test_neighbouring_positions_are_independent():
+def test_noise_of_adjacent_positions_is_independent(draw):
   """Pairs of ids at positions i and i + 1 of one seed fit the product of their probabilities."""
   logits = np.where(np.arange(V) < 4, PEAKED, -np.inf).astype(np.float32)
   ids, p = draw(logits, position=0), reference_probabilities(logits, 1.0)[:4]
   assert chi_square_passes(ids[0::2] * 4 + ids[1::2], np.outer(p, p).ravel())
 
 
-def test_top_p_keeps_the_token_that_crosses_p():
+def test_top_p_keeps_token_that_crosses_p(draw):
   logits = np.log(np.array([0.5, 0.3, 0.15] + [0.05 / 21] * 21, np.float32))
   for top_p, kept in ((0.4, 1), (0.55, 2), (0.79, 2), (0.81, 3), (0.94, 3), (0.96, V)):
     assert set(draw(logits, top_p=top_p)) == set(range(kept)), top_p
 
 
-def test_top_p_counts_what_top_k_kept():
+def test_top_p_applies_after_top_k(draw):
   logits = np.log(np.array([0.3, 0.2, 0.1] + [0.4 / 21] * 21, np.float32))
-  assert set(draw(logits, top_k=2, top_p=0.55)) == {0}, "0.3 of the 0.5 kept is 0.6"
+  assert set(draw(logits, top_k=2, top_p=0.55)) == {0}, "top_k keeps a mass of 0.5, of which 0.3 is 0.6"
   assert set(draw(logits, top_p=0.55)) == {0, 1, 2}
 
 
-def test_ties_at_the_threshold_are_kept():
+def test_ties_at_threshold_are_kept(draw):
   assert set(draw(TIED, top_k=2)) == {0, 1, 2, 3, 4, 5}
   assert set(draw(TIED, top_p=0.5)) == {0, 1, 2, 3, 4, 5}
   assert set(draw(np.zeros(V, np.float32), top_k=1)) == set(range(V))
 
 
-def test_one_kept_token_is_greedy():
+def test_one_allowed_token_equals_greedy(draw):
   cold = {"temperature": 0.0}
   for options in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, cold, {**cold, "top_k": 5}):
     assert set(draw(PEAKED, **options)) == {PEAKED.argmax()}, options
 
 
-def test_all_but_one_masked():
+def test_logits_all_but_one_masked_gives_that_token(draw):
   logits = np.full(V, -np.inf, np.float32)
   logits[17] = -50.0
   for options in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}): assert set(draw(logits, **options)) == {17}
 
 
-def test_restricted_ids_never_come():
+def test_banned_ids_are_never_sampled(draw):
   banned = np.argsort(PEAKED)[::-1][:16]
   keep = np.ones(V, bool)
   keep[banned] = False
@@ -119,15 +135,15 @@ def test_restricted_ids_never_come():
     assert kept[ids].all() and chi_square_passes(ids, p / p.sum())
 
 
-def test_extreme_temperatures_give_tokens():
+def test_extreme_temperatures_are_valid(draw):
   assert set(draw(PEAKED, temperature=2e-5)) == {PEAKED.argmax()}
   flat = np.full(V, 1 / V)
   assert chi_square_passes(draw((PEAKED / 100).astype(np.float32), temperature=100.0), flat)
   assert set(draw((PEAKED * 1000).astype(np.float32), temperature=1e-4)) == {PEAKED.argmax()}
 
 
-def test_rows_do_not_see_each_other():
-  """Every row with settings of its own equals the same row among equals."""
+def test_rows_are_independent(draw):
+  """A row in a batch of mixed parameters equals the same row in a uniform batch."""
   options = [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5, "temperature": 1.5}, {"min_p": 0.2}]
   defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
   which = np.arange(ROWS) % len(options)
@@ -135,7 +151,7 @@ def test_rows_do_not_see_each_other():
   for i, o in enumerate(options): assert (mixed[which == i] == draw(PEAKED, **o)[which == i]).all()
 
 
-# through the engine
+# The engine
 
 def params(i, **options):
   common = {"seed": 1000 + i, "max_tokens": 16, "ignore_eos": True, "temperature": 0.9, "top_p": 0.95}
@@ -157,24 +173,24 @@ def alone(llm): return [ids_of(llm.generate(p, params(i)))[0] for i, p in enumer
 
 
 @pytest.mark.slow
-def test_seeded_text_is_the_same_alone_and_in_a_batch_of_8(llm, alone):
+def test_seeded_text_in_batch_of_8_equals_single(llm, alone):
   assert ids_of(llm.generate(PROMPTS, [params(i) for i in range(8)])) == alone
 
 
 @pytest.mark.slow
-def test_seeded_text_is_the_same_in_any_arrival_order(llm, alone):
+def test_seeded_text_any_arrival_order_is_equal(llm, alone):
   order = np.random.default_rng(1).permutation(8).tolist()
   assert ids_of(llm.generate([PROMPTS[i] for i in order], [params(i) for i in order])) == [alone[i] for i in order]
 
 
 @pytest.mark.slow
-def test_seeded_text_is_the_same_after_preemption(folder, alone):
+def test_seeded_text_after_preemption_is_equal(folder, alone):
   small = LLM(folder, num_gpu_blocks_override=13, **SAMPLING_ENGINE)
   assert ids_of(small.generate(PROMPTS, [params(i) for i in range(8)])) == alone
   assert small.get_metrics()["num_preemptions"] > 0
 
 
-def test_greedy_and_random_requests_share_a_batch(llm, alone):
+def test_greedy_and_random_requests_share_batch(llm, alone):
   mixed = [params(i) if i % 2 else params(i, temperature=0.0) for i in range(8)]
   greedy = ids_of(llm.generate(PROMPTS, params(0, temperature=0.0)))
   assert ids_of(llm.generate(PROMPTS, mixed)) == [alone[i] if i % 2 else greedy[i] for i in range(8)]
@@ -187,7 +203,7 @@ def test_different_seeds_differ(llm):
   assert len(set(map(tuple, words))) == 3, "all 64 bits of a seed count"
 
 
-def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them(llm, folder):
+def test_requests_without_seed_depend_on_engine_seed(llm, folder):
   def four(seed):
     fresh = LLM(folder, seed=seed, **SAMPLING_ENGINE)
     return ids_of(fresh.generate([{"prompt_token_ids": [5]}] * 4, params(0, seed=None)))
@@ -195,26 +211,26 @@ def test_requests_without_a_seed_differ_and_the_engines_seed_repeats_them(llm, f
   assert len(set(map(tuple, first))) == 4 and four(1) == first and four(2) != first
 
 
-def test_the_first_sampled_token_is_as_frequent_as_the_models_probabilities_say(llm, folder):
+def test_first_token_frequencies_match_model_probabilities(llm, folder):
   ids = [5, 9, 200]
   logits = reference_logits(folder, ids)[-1]
   options = {"max_tokens": 1, "temperature": 0.8, "top_p": 1.0, "top_k": 12}
   first = llm.generate([{"prompt_token_ids": ids}] * 600, [params(i, **options) for i in range(600)])
   keep = reference_keep(logits, 0.8, top_k=12)
   p = np.where(keep, reference_probabilities(logits, 0.8), 0.0)
-  drawn = np.array([o.outputs[0].token_ids[0] for o in first])
-  assert keep[drawn].all() and chi_square_passes(drawn, p / p.sum())
+  ids_sampled = np.array([o.outputs[0].token_ids[0] for o in first])
+  assert keep[ids_sampled].all() and chi_square_passes(ids_sampled, p / p.sum())
 
 
-def test_noise_is_finite_for_the_largest_hash_too():
-  """Of 2**24 words of noise one is the largest. In float32 it must not become 1 as it is put between 0 and 1: the noise
-  would be infinite, and its token drawn whatever its logit."""
+def test_noise_of_largest_hash_is_finite():
+  """The largest hash must not round to a uniform number of 1 in float32: infinite noise would select its token whatever
+  its logit."""
   size, limit = 1 << 20, np.float32(2**-23)
   def mixed(x):   # lowbias32 of Wellons' hash-prospector
     for shift, factor in ((16, 0x7feb352d), (15, 0x846ca68b)): x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     return x ^ (x >> np.uint32(16))
   ids, position = mixed(np.arange(size, dtype=np.uint32)), np.zeros(1, np.uint32)
   seeds = np.arange(1, 200, dtype=np.uint32)
-  found = next(seed for seed in seeds if mixed(ids ^ mixed(seed ^ mixed(mixed(position)))).max() >= 2**32 - 2**8)
-  noise = _gumbel(Tensor([[int(found), 0]], dtype=dtypes.uint32), Tensor([0], dtype=dtypes.int32), size).numpy()
+  seed = next(seed for seed in seeds if mixed(ids ^ mixed(seed ^ mixed(mixed(position)))).max() >= 2**32 - 2**8)
+  noise = gumbel_noise(Tensor([[int(seed)], [0]], dtype=dtypes.uint32), Tensor([0], dtype=dtypes.int32), size).numpy()
   assert np.isfinite(noise).all() and noise.max() < -np.log(limit / 2) + 1

@@ -31,7 +31,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 8}
 ENDLESS = {"temperature": 0.0, "max_tokens": 30000, "ignore_eos": True, "prompt": "the cat"}   # for a minute
 TYPES = {400: "BadRequestError", 401: "UnauthorizedError", 404: "NotFoundError", 405: "MethodNotAllowedError",
          413: "RequestEntityTooLargeError", 429: "TooManyRequestsError", 500: "InternalServerError",
-         503: "ServiceUnavailableError"}
+         501: "NotImplementedError", 503: "ServiceUnavailableError"}
 KEY = {"Authorization": "Bearer secret"}
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer", "minimum": 0,
                                                                                     "maximum": 99}},
@@ -696,6 +696,8 @@ CHATS = [
   ({"tool_choice": "required"}, "tool_choice"), ({"best_of": 2}, "best_of"), ({"store": "yes"}, "store"),
   ({"max_tokens": -2}, "max_tokens"),
   ({"messages": [{"role": "user", "content": None}]}, "content"),
+  ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$defs": [1]}}}],
+    "tool_choice": "required"}, "tools"),
 ]
 # What clients send unasked
 HARMLESS = {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "reasoning_effort": "low",
@@ -762,6 +764,16 @@ def test_a_body_that_is_no_json_or_not_said_to_be_is_told(server):
   assert said(b'{"prompt": ', "application/json").startswith("the body is not JSON: ")
   for kind in ("text/plain", "application/x-www-form-urlencoded"):   # curl -d without -H sends the second
     assert "send the header Content-Type: application/json" in said(b'{"prompt": "a"}', kind)
+
+
+@pytest.mark.parametrize("path,body", [
+  ("/v1/completions", {"prompt": "\ud800"}), ("/v1/completions", {"prompt": "a", "bad_words": ["\ud800"]}),
+  ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}),
+  ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "\ud800"}}), ("/tokenize", {"prompt": "\ud800"}),
+  ("/tokenize", {"messages": [{"role": "user", "content": "\ud800"}]}), ("/tokenize", {"prompt": "a", "\ud800": 1})],
+  ids=lambda x: json.dumps(x)[:50])
+def test_half_of_a_surrogate_pair_is_400(server, path, body):
+  error_of(post(server, path, content=json.dumps(body), headers={"Content-Type": "application/json"}), 400)
 
 
 def test_a_prompt_that_is_too_long_is_400_and_none_of_its_request_runs(server, client, folder):
@@ -916,6 +928,19 @@ def faulty(self, step):
   if any(s.params.max_tokens == 14 for s, *_ in step.targets): raise SystemExit("bye")   # it would end a thread
   return launch(self, step)
 Runner.launch = faulty
+
+import sys
+from tinyvllm import LLM
+from tinyvllm.tokenizer import Tokenizer
+sys.modules.update({"llguidance": None, "jinja2.sandbox": None})   # as if they were not installed
+encode, request = Tokenizer.encode, LLM.request
+def broken_encode(self, text, *options):
+  if text == "broken": raise ValueError("operands could not be broadcast")
+  return encode(self, text, *options)
+def broken_request(self, request_id, prompt, params, priority):
+  if params.max_tokens == 15: raise KeyError("absent")
+  return request(self, request_id, prompt, params, priority)
+Tokenizer.encode, LLM.request = broken_encode, broken_request
 """
 
 
@@ -948,6 +973,36 @@ def test_a_failure_in_the_middle_of_a_stream_is_an_error_event_and_its_end(fault
   with pytest.raises(openai.APIError):
     list(faulty.client().completions.create(model=long_folder.name, prompt="the cat", max_tokens=13, stream=True,
                                             temperature=0))
+
+
+@pytest.mark.parametrize("path,fields,words", [
+  ("/tokenize", {"prompt": "broken"}, "operands could not be broadcast"),
+  ("/v1/completions", {"prompt": "broken"}, "operands could not be broadcast"),
+  ("/v1/completions", {"prompt": "broken", "stream": True}, "operands could not be broadcast"),
+  ("/v1/completions", {"prompt": "the cat", "max_tokens": 15}, "absent")],
+  ids=["tokenize", "tokenizer", "tokenizer of a stream", "engine"])
+def test_internal_error_is_500_with_a_logged_traceback(faulty, path, fields, words):
+  before = len(faulty.log)
+  error = error_of(post(faulty, path, fields), 500)
+  assert words in error["message"] and error["param"] is None
+  wait_until(lambda: words in faulty.log[before:], "the log has the exception")
+  assert faulty.log[before:].count("Traceback") == 1, faulty.log[before:]
+  body = {"prompt": "the cat", "max_tokens": 12, "temperature": 0}
+  assert post(faulty, "/v1/completions", body).json()["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("path,fields,package,extra", [
+  ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "a"}}, "llguidance", "grammar"),
+  ("/v1/completions", {"prompt": "a", "response_format": {"type": "json_object"}}, "llguidance", "grammar"),
+  ("/v1/chat/completions", {"messages": MESSAGES}, "jinja2", "hf"),
+  ("/tokenize", {"messages": MESSAGES}, "jinja2", "hf")],
+  ids=["structured_outputs", "response_format", "chat", "tokenize"])
+def test_package_missing_on_the_server_is_501_and_a_warning(faulty, path, fields, package, extra):
+  before = len(faulty.log)
+  error = error_of(post(faulty, path, fields), 501)
+  assert package in error["message"] and f"pip install 'tinyvllm[{extra}]'" in error["message"]
+  wait_until(lambda: error["message"] in faulty.log[before:], "the log has the message")
+  assert "Traceback" not in faulty.log[before:]
 
 
 @pytest.mark.slow

@@ -19,8 +19,9 @@ from test_failed_steps import PLACES, Failed, break_steps, once
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.runner import LOGITS, TOKENS
 from tinyvllm_extra.cli import main
-from tinyvllm_extra.server.server import drafts_of
-from tinyvllm_extra.proposer import Drafter, NGram, SpeculativeConfig
+from tinyvllm_extra.logits import LogitsPlan
+from tinyvllm_extra.server.metrics import draft_statistics
+from tinyvllm_extra.speculation import Drafter, NGramDrafter, SpeculativeConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 # One graph for all that is asked for
@@ -69,21 +70,21 @@ class Counts:
 
 def hopeful(monkeypatch):
   """As many drafts as may be are checked, however few came true."""
-  monkeypatch.setattr(Drafter, "hope", property(lambda self: 0.99, lambda self, value: None), raising=False)
+  monkeypatch.setattr(Drafter, "rate", property(lambda self: 0.99, lambda self, value: None), raising=False)
 
 
 class Oracle:
-  """Stands for NGram's lookup: it knows the texts. style(rng, right) makes drafts of those that are right. patience:
+  """Stands for NGramDrafter's lookup: it knows the texts. style(rng, right) makes drafts of those that are right. patience:
   how often a step is worth waiting for."""
   def __init__(self, monkeypatch, style=None, seed=0, patience=1.0):
-    self.streams, self.style, self.rng, self.asked = [], style or STYLES["right"], random.Random(seed), []
-    monkeypatch.setattr(NGram, "propose", lambda drafter, ids, n: self.propose(list(ids), n))
-    monkeypatch.setattr(NGram, "waits", lambda drafter, seq: bool(seq.draft_token_ids) or (
-      drafter.hope > 0.1 and self.rng.random() < patience))
+    self.texts, self.style, self.rng, self.asked = [], style or STYLES["right"], random.Random(seed), []
+    monkeypatch.setattr(NGramDrafter, "propose", lambda drafter, ids, n: self.propose(list(ids), n))
+    monkeypatch.setattr(NGramDrafter, "needs_sync", lambda drafter, seq: bool(seq.draft_token_ids) or (
+      drafter.rate > 0.1 and self.rng.random() < patience))
 
   def propose(self, ids, n):
     self.asked.append(n)
-    text = next((text for text in self.streams if text[:len(ids)] == ids), ids)
+    text = next((text for text in self.texts if text[:len(ids)] == ids), ids)
     right = [*text[len(ids):], *[self.rng.randrange(VOCAB) for _ in range(n)]][:n]   # behind its end: anything
     return self.style(self.rng, right)[:n]
 
@@ -120,7 +121,7 @@ def test_prompt_lookup_proposes_what_followed_the_longest_end_the_last_time(long
   rng, found, missed = random.Random(longest), 0, 0
   config = SpeculativeConfig(**NGRAM | {"prompt_lookup_max": longest, "prompt_lookup_min": shortest})
   for _ in range(150):
-    drafter, letters, ids = NGram(config, SamplingParams()), rng.choice([1, 2, 3, 5, 12]), []
+    drafter, letters, ids = NGramDrafter(config, SamplingParams()), rng.choice([1, 2, 3, 5, 12]), []
     for _ in range(rng.randrange(2, 12)):
       ids += [rng.randrange(letters) for _ in range(rng.randrange(1, 6))]   # several at once, as drafts bring them
       n = rng.randrange(1, 9)
@@ -135,7 +136,7 @@ def test_prompt_lookup_proposes_what_followed_the_longest_end_the_last_time(long
 
 
 def test_prompt_lookup_proposes_no_more_than_it_is_asked_for():
-  drafter = NGram(SpeculativeConfig(**NGRAM), SamplingParams())
+  drafter = NGramDrafter(SpeculativeConfig(**NGRAM), SamplingParams())
   for n in (0, 1, 3): assert len(drafter.propose([7, 8, 9] * 4, n)) == n
 
 
@@ -157,7 +158,7 @@ class Watched(list):
 
 def test_prompt_lookup_reads_a_few_tokens_of_a_long_text_that_it_knows():
   rng, ids = random.Random(0), Watched()
-  drafter = NGram(SpeculativeConfig(**NGRAM), SamplingParams())
+  drafter = NGramDrafter(SpeculativeConfig(**NGRAM), SamplingParams())
   ids += [rng.randrange(20) for _ in range(8000)]
   drafter.propose(ids, 5)
   for _ in range(20):
@@ -238,18 +239,16 @@ class Device:
     config = engine.config
     self.engine, self.model, self.spare, self.width = engine, model, config.max_num_seqs, runner.max_blocks
     self.cache = np.zeros((runner.num_blocks, config.block_size), np.uint64)
-    self.table = np.zeros(runner.table.shape, np.int32)
+    self.table = np.zeros(runner.block_tables.shape, np.int32)
     self.last = [-1] * (self.spare + 1)
     self.most = 0   # tokens of a step
     launch, device = runner.launch, self
 
     class Graphs(dict):
-      """There is one of each shape."""
-      def __contains__(self, shape): return True
-
-      def __getitem__(self, shape):
-        def graph(): return device.compute(shape)
-        graph.cnt = 0
+      """A captured graph of every key."""
+      def get(self, key):
+        def graph(): return device.compute(key)
+        graph.cnt = 2   # captured
         return None, graph
 
     def upload(tensor, array):
@@ -257,16 +256,19 @@ class Device:
       else: self.table = array.copy()
 
     def launched(step):
-      self.rows = len(step.targets)
+      self.rows = len(step.rows)
       monkeypatch.setattr("tinyvllm.runner.upload", upload)
       return launch(step)
     runner.graphs, runner.launch = Graphs(), launched
+    runner.backend.start_reading = lambda array: array.tolist
 
-  def compute(self, shape):
-    T, S, E = shape.tokens, shape.rows, shape.edits
+  def compute(self, key):
+    T, S = key.num_tokens, key.num_rows
+    plan = key.plan or LogitsPlan(VOCAB, False, 0, False)
+    E = plan.num_adjustments
     packed, rest = self.words[:16 * T].reshape(16, T), self.words[16 * T:]
     ids, positions, rows, entries, blocks = packed[[TOKENS.dtype.names.index(x) for x in
-                                                    ("id", "position", "row", "entry", "block")]].tolist()
+                                                    ("id", "position", "slot", "table_index", "block")]].tolist()
     logits = dict(zip(LOGITS.dtype.names, packed[len(TOKENS.dtype.names):, :S], strict=False))
     self.table.ravel()[entries] = blocks
     states = self.write(ids, positions, rows, blocks)
@@ -275,10 +277,10 @@ class Device:
     fields = rest[:5 * E].reshape(5, E)
     numbers = fields[2:].view(np.float32)
     edits = [(*fields[:2, i].tolist(), *numbers[:, i].tolist()) for i in np.flatnonzero(fields[0] >= 0)]
-    masks = rest[5 * E:].reshape(S, -1) if shape.masked else None
+    masks = rest[5 * E:].reshape(S, -1) if plan.has_bitmask else None
     chosen, scores, given = [0] * S, [[0.0] * 4] * S, set()
     for i, (token, position, last_row, target) in enumerate(zip(
-        *[logits[x][:self.rows].tolist() for x in ("token", "position", "last_row", "target")], strict=True)):
+        *[logits[x][:self.rows].tolist() for x in ("token", "position", "slot", "target")], strict=True)):
       assert positions[token] == position
       mine = [edit[1:] for edit in edits if edit[0] == i]
       banned = {t for t, bias, _, _ in mine if bias == -np.inf}
@@ -293,7 +295,7 @@ class Device:
       if last_row != self.spare:   # two threads write at once: nobody knows who is last
         self.last[last_row] = -9 if last_row in given else chosen[i]
         given.add(last_row)
-    return np.array(chosen), np.array(scores if shape.logprobs else [])
+    return np.array(chosen), np.array(scores if plan.has_logprobs else [])
 
   def write(self, ids, positions, rows, blocks):
     """Fill the cache. Returns the state behind each token."""
@@ -336,22 +338,22 @@ def watch_preemptions(engine):
 
 def watch_drafts(engine, model):
   """A draft model's drafts are what it says by itself behind all that is there, whatever was drafted before."""
-  fill = engine.proposer.fill
+  run_draft_model = engine.proposer.run_draft_model
 
-  def watched(batch, pack):
-    fill(batch, pack)
+  def watched(runner, batch):
+    run_draft_model(runner, batch)
     for seq in batch:
       if seq.draft_token_ids and seq.num_generated >= seq.params.min_tokens:
         params = dataclasses.replace(seq.params, min_tokens=0)
         said, _ = model.text(seq.tokens, params, seq.seed % 2**64, len(seq.draft_token_ids))
         assert seq.draft_token_ids == said, "not what the draft model says"
-  engine.proposer.fill = watched
+  engine.proposer.run_draft_model = watched
 
 
 @pytest.fixture(autouse=True)
 def wide_registers(monkeypatch):
   """How many drafts are worth their time hangs on the CPU: here it has AVX-512's registers, whatever this one has."""
-  monkeypatch.setattr("tinyvllm_extra.proposer.cpu_sums", lambda: 8)
+  monkeypatch.setattr("tinyvllm_extra.speculation.cpu_sums", lambda: 8)
 
 
 @pytest.fixture
@@ -421,10 +423,10 @@ def expect(job, engine, model, oracle):
   stops = {*params.stop_token_ids, *(() if params.ignore_eos else engine.model_config.eos_token_ids)}
   for i in range(params.n):
     out, scores = model.text(ids, params, (params.seed + i) % 2**64, most + 20, stops)
-    if oracle: oracle.streams.append([*ids, *out])
+    if oracle: oracle.texts.append([*ids, *out])
     end = next((j + 1 for j, token in enumerate(out[:most]) if token in stops), most)
     stopped = out[end - 1] in stops
-    job.streams.append((out[:end], scores[:end], "stop" if stopped else "length",
+    job.texts.append((out[:end], scores[:end], "stop" if stopped else "length",
                       out[end - 1] if stopped and out[end - 1] in params.stop_token_ids else None))
 
 
@@ -434,7 +436,7 @@ def check_output(job, output):
   if params.prompt_logprobs is not None:
     got = [x and x[token].logprob for x, token in zip(output.prompt_logprobs, job.prompt, strict=True)]
     if any(len(c.token_ids) for c in output.outputs): assert got == job.scores
-  for completion, (ids, scores, reason, stop) in zip(output.outputs, job.streams, strict=True):
+  for completion, (ids, scores, reason, stop) in zip(output.outputs, job.texts, strict=True):
     n = len(completion.token_ids)
     assert completion.token_ids == ids[:n], f"{completion.token_ids} instead of {ids}"
     if params.logprobs is not None:
@@ -504,7 +506,7 @@ def fuzz(words_folder, monkeypatch, seed, cases, drafter="ngram"):
         assert output.metrics.num_generated == sum(len(c.token_ids) for c in output.outputs)
         assert output.metrics.num_accepted_tokens <= output.metrics.num_draft_tokens
         done += job.params.n
-        if oracle: oracle.streams = [text for text in oracle.streams if text[:len(job.prompt)] != job.prompt or any(
+        if oracle: oracle.texts = [text for text in oracle.texts if text[:len(job.prompt)] != job.prompt or any(
           text[:len(other.prompt)] == other.prompt for other_name, other in jobs.items() if other_name != name)]
         del jobs[name]
     assert number < 400 * cases + 2000, "it does not come to an end"
@@ -531,7 +533,7 @@ def test_of_right_drafts_all_are_accepted_and_steps_are_as_many_fewer(fake, monk
   engine, model = fake({**NGRAM, "num_speculative_tokens": k}, max_num_batched_tokens=32)
   oracle, count, ids = Oracle(monkeypatch), Counts(engine), prompt(9, k)
   expected, _ = model.text(ids, greedy(200), 0, 200)
-  oracle.streams.append([*ids, *expected])
+  oracle.texts.append([*ids, *expected])
   output, = engine.generate(tokens(ids), greedy(200), False)
   drafts, proposed, accepted = count()
   assert ids_of(output) == expected
@@ -555,7 +557,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(fake):
 def test_a_request_counts_the_drafts_of_its_own_samples(fake, monkeypatch):
   engine, model = fake()
   oracle, count, params, ids = Oracle(monkeypatch), Counts(engine), sampled(40, seed=3, n=2), prompt(6, "own")
-  for i in range(2): oracle.streams.append([*ids, *model.text(ids, params, 3 + i, 40)[0]])
+  for i in range(2): oracle.texts.append([*ids, *model.text(ids, params, 3 + i, 40)[0]])
   alone = prompt(7, "own", 1)
   outputs = engine.generate([tokens(ids), tokens(alone)], [params, greedy(40)], False)
   _, proposed, accepted = count()
@@ -581,7 +583,7 @@ def test_max_tokens_and_the_models_length_are_never_exceeded(fake, monkeypatch, 
   for length, n in [(5, n) for n in range(1, 14)] + [(64 - n, 100) for n in range(1, 14)]:
     ids = prompt(length, n, "length")
     expected, _ = model.text(ids, greedy(100), 0, 40)
-    oracle.streams = [[*ids, *expected]]
+    oracle.texts = [[*ids, *expected]]
     output, = engine.generate(tokens(ids), greedy(n), False)
     assert ids_of(output) == expected[:min(n, 64 - length)] and output.outputs[0].finish_reason == "length"
     check_invariants(engine)
@@ -593,7 +595,7 @@ def test_who_is_always_wrong_soon_drafts_little_and_is_tried_again(fake, monkeyp
   engine, model = fake()
   oracle, count, ids = Oracle(monkeypatch, STYLES["wrong"]), Counts(engine), prompt(9, "wrong")
   expected, _ = model.text(ids, greedy(400), 0, 400)
-  oracle.streams.append([*ids, *expected])
+  oracle.texts.append([*ids, *expected])
   engine.add_request("a", tokens(ids), greedy(400))
   proposed = [0]
   while engine.has_unfinished_requests():
@@ -608,7 +610,7 @@ def test_who_was_wrong_and_is_right_again_drafts_all_that_it_may(fake, monkeypat
   engine, model = fake()
   oracle, ids = Oracle(monkeypatch, STYLES["wrong"]), prompt(9, "again")
   expected, _ = model.text(ids, greedy(400), 0, 400)
-  oracle.streams.append([*ids, *expected])
+  oracle.texts.append([*ids, *expected])
   engine.add_request("a", tokens(ids), greedy(400))
   for _ in range(100): engine.step()
   oracle.style, count = STYLES["right"], Counts(engine)
@@ -627,7 +629,7 @@ def test_drafts_that_are_wrong_change_no_step_of_a_tight_pool(fake, monkeypatch,
     oracle, count = Oracle(monkeypatch, STYLES["wrong"]), Counts(engine)
     jobs = [prompt(5 + i, "tight", i) for i in range(6)]
     expected = [model.text(ids, greedy(30), 0, 30)[0] for ids in jobs]
-    oracle.streams += [[*ids, *text] for ids, text in zip(jobs, expected, strict=True)]
+    oracle.texts += [[*ids, *text] for ids, text in zip(jobs, expected, strict=True)]
     for i, ids in enumerate(jobs): engine.add_request(str(i), tokens(ids), greedy(30))
     last = run(engine)
     assert [ids_of(last[str(i)]) for i in range(6)] == expected
@@ -645,7 +647,7 @@ def test_in_a_pool_that_is_too_small_texts_are_the_same_and_no_one_is_preempted_
     engine, model = fake(num_gpu_blocks_override=blocks, max_model_len=64, overlaps=overlaps)
     oracle, jobs = Oracle(monkeypatch, STYLES[style]), [prompt(3 + 4 * i, "small", i) for i in range(5)]
     expected = [model.text(ids, greedy(60), 0, min(30, engine.max_model_len - len(ids)))[0] for ids in jobs]
-    oracle.streams += [[*ids, *text] for ids, text in zip(jobs, expected, strict=True)]
+    oracle.texts += [[*ids, *text] for ids, text in zip(jobs, expected, strict=True)]
     for i, ids in enumerate(jobs): engine.add_request(str(i), tokens(ids), greedy(30))
     last = run(engine)
     assert [ids_of(last[str(i)]) for i in range(5)] == expected
@@ -655,7 +657,7 @@ def test_where_no_block_is_free_there_are_no_drafts_and_where_all_are_there_are(
   engine, model = fake(num_gpu_blocks_override=11, block_size=4, max_model_len=64)
   oracle, count = Oracle(monkeypatch), Counts(engine)
   ids, other = prompt(19, "a"), prompt(15, "b")
-  oracle.streams += [[*x, *model.text(x, greedy(9), 0, 9)[0]] for x in (ids, other)]
+  oracle.texts += [[*x, *model.text(x, greedy(9), 0, 9)[0]] for x in (ids, other)]
   engine.add_request("a", tokens(ids), greedy(2))
   engine.add_request("b", tokens(other), greedy(6))
   while not engine.blocks.num_free() < 2: engine.step()
@@ -663,7 +665,7 @@ def test_where_no_block_is_free_there_are_no_drafts_and_where_all_are_there_are(
   run(engine)
   count = Counts(engine)
   engine.generate(tokens(prompt(3, "c")), greedy(1), False)
-  oracle.streams.append([*ids, *model.text(ids, greedy(12), 0, 12)[0]])
+  oracle.texts.append([*ids, *model.text(ids, greedy(12), 0, 12)[0]])
   engine.generate(tokens(ids), greedy(12), False)
   assert count()[2] > 4
 
@@ -673,7 +675,7 @@ def test_a_step_is_full_of_prompts_before_it_has_drafts(fake, monkeypatch):
   engine, model = fake(max_num_batched_tokens=16)
   oracle, ids = Oracle(monkeypatch), prompt(3, "decodes")
   expected, _ = model.text(ids, greedy(60), 0, 60)
-  oracle.streams.append([*ids, *expected])
+  oracle.texts.append([*ids, *expected])
   engine.add_request("a", tokens(ids), greedy(60))
   for _ in range(6): engine.step()
   count, drafting = Counts(engine), engine.scheduler.running[0]
@@ -693,7 +695,7 @@ def test_what_was_generated_with_drafts_is_found_and_is_right(fake, monkeypatch,
   oracle, ids = Oracle(monkeypatch, STYLES[style]), prompt(6, "found")
   hopeful(monkeypatch)
   expected, _ = model.text(ids, greedy(60), 0, 60)
-  oracle.streams.append([*ids, *expected])
+  oracle.texts.append([*ids, *expected])
   assert ids_of(engine.generate(tokens(ids), greedy(41), False)[0]) == expected[:41]
   for n in (41, 40, 33, 5):
     output, = engine.generate(tokens([*ids, *expected[:n]]), greedy(60 - n), False)
@@ -708,7 +710,7 @@ def test_what_is_behind_a_wrong_draft_is_not_found_where_another_text_has_more_t
   hopeful(monkeypatch)
   said = [model.text(ids, greedy(40), 0, 40)[0] for ids in jobs]
   wrong, right = ([*ids, *text] for ids, text in zip(jobs, said, strict=True))
-  oracle.streams += [wrong, right]
+  oracle.texts += [wrong, right]
   propose = oracle.propose
   oracle.propose = lambda ids, n: [*map(other_than, propose(ids, n))] if ids == wrong[:len(ids)] else propose(ids, n)
   for _ in range(2):
@@ -724,7 +726,7 @@ def test_drafts_beside_the_last_chunk_of_a_prompt_are_counted_when_they_have_bee
   engine, model = fake(max_num_batched_tokens=16, overlaps=overlaps)
   oracle, ids, count = Oracle(monkeypatch), prompt(length, "chunk", overlaps), Counts(engine)
   said, _ = model.text(ids, greedy(30), 0, 30)
-  oracle.streams.append([*ids, *said])
+  oracle.texts.append([*ids, *said])
   assert ids_of(engine.generate(tokens(ids), greedy(30), False)[0]) == said
   drafts, proposed, accepted = count()
   assert accepted == proposed == 30 - (count.steps - overlaps - (length - 1) // 16) and drafts < 10
@@ -735,14 +737,14 @@ def test_drafts_beside_the_last_chunk_of_a_prompt_are_counted_when_they_have_bee
 @pytest.fixture(scope="module")
 def plain(words_folder):
   engine = LLM(words_folder, **OPTIONS)
-  for _ in engine.capture([16], rare=True): pass
+  for _ in engine.capture([16], optional=True): pass
   return engine
 
 
 @pytest.fixture(scope="module")
 def drafting(words_folder):
   engine = LLM(words_folder, **OPTIONS, speculative_config=NGRAM | {"prompt_lookup_min": 1})
-  for _ in engine.capture([16], rare=True): pass
+  for _ in engine.capture([16], optional=True): pass
   return engine
 
 
@@ -762,7 +764,7 @@ def endless(params):
 def tell(oracle, plain, jobs, params):
   """Let the oracle know what they say."""
   for output in plain.generate(jobs, [endless(p) for p in params], False):
-    oracle.streams += [[*output.prompt_token_ids, *c.token_ids] for c in output.outputs]
+    oracle.texts += [[*output.prompt_token_ids, *c.token_ids] for c in output.outputs]
 
 
 def same(got, expected):
@@ -876,7 +878,7 @@ def test_batches_with_prompts_in_chunks_are_those_without_drafts(plain, engine, 
 def test_a_long_text_is_the_references(engine, words_folder, monkeypatch):
   oracle, ids, count = Oracle(monkeypatch, STYLES["spoilt"]), prompt(11, "reference"), Counts(engine)
   expected = reference_greedy(words_folder, ids, 60)
-  oracle.streams.append([*ids, *expected])
+  oracle.texts.append([*ids, *expected])
   assert ids_of(engine.generate(tokens(ids), greedy(60), False)[0]) == expected and count()[2] > 10
   again, = engine.generate(tokens([*ids, *expected[:40]]), greedy(20), False)
   assert again.num_cached_tokens == 48 and ids_of(again) == expected[40:]
@@ -923,7 +925,7 @@ def test_a_step_with_drafts_that_fails_loses_and_doubles_no_token(engine, words_
     oracle, last, failures = Oracle(monkeypatch, STYLES[style]), {}, 0
     jobs = {name: prompt(length, "fails", name) for name, length in (("a", 3), ("b", 20), ("c", 6))}
     expected = {name: reference_greedy(words_folder, ids, 16) for name, ids in jobs.items()}
-    oracle.streams += [[*ids, *expected[name]] for name, ids in jobs.items()]
+    oracle.texts += [[*ids, *expected[name]] for name, ids in jobs.items()]
     engine.blocks.cached_blocks.clear()
     engine.blocks.reset()
     for name, ids in jobs.items(): engine.add_request(name, tokens(ids), greedy(14, logprobs=0))
@@ -1026,14 +1028,14 @@ def other_folder(tmp_path_factory):
 def twins(words_folder):
   """A model that drafts for itself."""
   engine = LLM(words_folder, **OPTIONS, speculative_config={"model": str(words_folder), "num_speculative_tokens": 3})
-  for _ in engine.capture([16], rare=True): pass
+  for _ in engine.capture([16], optional=True): pass
   return engine
 
 
 @pytest.fixture(scope="module")
 def strangers(words_folder, other_folder):
   engine = LLM(words_folder, **OPTIONS, speculative_config={"model": other_folder, "num_speculative_tokens": 3})
-  for _ in engine.capture([16], rare=True): pass
+  for _ in engine.capture([16], optional=True): pass
   return engine
 
 
@@ -1146,13 +1148,13 @@ class TestDraftModel:
     ({"method": "ngram", "quantization": "int8"}, "quantization='int8'"),
     ({"model": "words", "prompt_lookup_max": 3}, "prompt_lookup_max=3")])
   def test_what_would_change_nothing_is_refused(self, words_folder, config, name):
-    with pytest.raises(ValueError, match=f"{name} changes nothing"):
+    with pytest.raises(ValueError, match=f"{name} has no effect"):
       LLM(words_folder, **ENGINE, speculative_config={"num_speculative_tokens": 2, **config})
 
   def test_the_servers_line_of_the_log_tells_of_drafts(self):
-    assert drafts_of({"steps": 5}) == drafts_of({"spec_decode_num_draft_tokens": 0}) == ""
+    assert draft_statistics({"steps": 5}) == draft_statistics({"spec_decode_num_draft_tokens": 0}) == ""
     found = {"spec_decode_num_drafts": 4, "spec_decode_num_draft_tokens": 20, "spec_decode_num_accepted_tokens": 15}
-    assert drafts_of(found) == ", Draft acceptance rate: 75.0%, Mean acceptance length: 4.75"
+    assert draft_statistics(found) == ", Draft acceptance rate: 75.0%, Mean acceptance length: 4.75"
 
   def test_a_draft_of_another_vocabulary_is_refused(self, words_folder, tmp_path):
     folder = tiny_model(tmp_path, vocab_size=333, tokenizer=False)
@@ -1172,7 +1174,7 @@ class TestDraftModel:
 
   def test_a_draft_that_does_not_fit_beside_the_model_is_refused(self, words_folder, monkeypatch):
     free = 300_000   # bytes: room for one of the two
-    monkeypatch.setattr("tinyvllm.engine.open_device", lambda: free)
+    monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: free)
     LLM(words_folder, **ENGINE)
     with pytest.raises(ValueError) as e:
       LLM(words_folder, **ENGINE, speculative_config={"model": words_folder, "num_speculative_tokens": 2})

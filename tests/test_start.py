@@ -17,7 +17,7 @@ from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.uop.ops import KernelInfo, Ops
 from tinyvllm_extra.graphs import OFTEN, usual_sizes
 from tinyvllm_extra.server import AsyncLLM
-from tinyvllm_extra.kernels import layers as traced_layers, make_backend, tinygrad_patches as kernels
+from tinyvllm_extra.kernels import kernel_cache as kernels, layers as traced_layers, make_backend
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams, backend as device

@@ -14,6 +14,7 @@ from reference import ENGINE, VOCAB, reference_logits, same_outputs, sentencepie
 from test_tokenizer import byte_level_bpe
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
+from tinyvllm_extra.packages import MissingPackage
 
 pytestmark = pytest.mark.slow
 
@@ -299,5 +300,5 @@ def test_what_llguidance_cannot_take_is_refused_before_anything_is_queued_and_ot
 def test_without_llguidance_it_says_what_to_install_and_other_requests_run(folder, monkeypatch):
   fresh, install = LLM(folder, **LONE), re.escape("pip install 'tinyvllm[grammar]'")
   monkeypatch.setitem(sys.modules, "llguidance", None)
-  with pytest.raises(ValueError, match=install): fresh.generate("the cat", structured("regex", "a+"))
+  with pytest.raises(MissingPackage, match=install): fresh.generate("the cat", structured("regex", "a+"))
   assert not fresh.has_unfinished_requests() and fresh.generate("the cat", free())[0].finished

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tinyvllm import SamplingParams
 from tinyvllm.request import Sequence
 from tinyvllm.tokenizer import TextStream, load_tokenizer
-from tinyvllm_extra.gguf import convert
+from tinyvllm_extra.gguf_export import convert
 
 TEXTS = ["the cat sat on the mat", "hello world, 12 3456!", "tabs\tand\nnew lines\n\n", "日本語 and ελληνικά",
          "\U0001f469\u200d\U0001f467 emoji \U0001f642\U0001f642 e\u0301 \u00e9", "  two  spaces  ", "x",
@@ -80,8 +80,8 @@ def streamed(tokenizer, ids, prompt=(), skip=True):
     if i is None: seq.finish_reason = "length"
     else: seq.append(i)
     before = len(stream.text)
-    stream.feed()
-    assert stream.shown == len(stream.text)
+    stream.update()
+    assert stream.available.num_characters == len(stream.text)
     pieces.append(stream.text[before:])
   return pieces
 

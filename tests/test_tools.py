@@ -6,7 +6,7 @@ import openai
 import pytest
 from reference import ENGINE, slow, tiny_model
 from server import Server
-from tinyvllm_extra.server.tools import certain, read_calls, schema_of, with_objects
+from tinyvllm_extra.server.tools import calls_schema, num_plain_characters, parse_calls, with_parsed_arguments
 
 from tinyvllm import LLM
 
@@ -174,13 +174,13 @@ def test_what_is_wrong_is_400_and_named(client, server, fields, word):
 
 
 def test_what_is_held_back_is_what_may_become_a_call():
-  assert certain("the <tool_ca") == len("the ") and certain("a < b") == len("a < b") and certain(' {"na') == 0
-  assert certain("so <tool_call>{}") == len("so ")
+  for text, plain in (("the <tool_ca", "the "), ("a < b", "a < b"), (' {"na', ""), ("so <tool_call>{}", "so ")):
+    assert num_plain_characters(text) == len(plain)
 
 
 def test_no_choice_is_no_schema_and_messages_without_calls_stay():
-  assert schema_of(TOOLS, "auto") is None and with_objects(USER) is USER
-  assert read_calls(HERMES, [TIME]) == (HERMES, []) and read_calls("[" * 50000, [TIME]) == ("[" * 50000, [])
+  assert calls_schema(TOOLS, "auto") is None and with_parsed_arguments(USER) is USER
+  assert parse_calls(HERMES, [TIME]) == (HERMES, []) and parse_calls("[" * 50000, [TIME]) == ("[" * 50000, [])
 
 
 def test_any_other_name_is_a_templates_variable(server):

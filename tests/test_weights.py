@@ -91,9 +91,9 @@ def test_what_is_too_large_for_the_device_as_it_will_lie_there_is_refused(tmp_pa
   folder, renderer = tiny_model(tmp_path, dtype=dtype), type(Device[Device.DEFAULT].renderer)
   has = renderer.supported_dtypes
   monkeypatch.setattr(renderer, "supported_dtypes", lambda self: has(self) - {dtypes.float16})
-  monkeypatch.setattr("tinyvllm.weights.largest_tensor", lambda: size - 1)
+  monkeypatch.setattr("tinyvllm.backend.Backend.largest_tensor", lambda self: size - 1)
   refused(folder, folder, "embed_tokens", f"{size} bytes", size - 1)
-  monkeypatch.setattr("tinyvllm.weights.largest_tensor", lambda: size)
+  monkeypatch.setattr("tinyvllm.backend.Backend.largest_tensor", lambda self: size)
   assert LLM(folder, **SMALL).generate({"prompt_token_ids": IDS}, SamplingParams(max_tokens=1))[0].finished
 
 

@@ -1,7 +1,7 @@
 """What a device computes with. Declares two seams: Backend, which is correct on every device of tinygrad and is the
 reference for faster ones, and Devices, one device or several that share a model."""
 import math, os, threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,19 +23,14 @@ def renderer() -> Any:
   with helpers.Context(ALLOW_DEVICE_USAGE=1): return Device.default.renderer
 
 
-def cpu_cores() -> int:
-  """Cores that share a kernel if the device is a CPU (at most 8: a few saturate the memory), else 0."""
-  return 0 if renderer().has_local else min(8, renderer().global_max[0])
+# Cores that share a kernel if the device is a CPU (at most 8: a few saturate the memory), else 0
+def cpu_cores() -> int: return 0 if renderer().has_local else min(8, renderer().global_max[0])
 
 
 def open_device() -> None:
-  """Open tinygrad's default device. Raises RuntimeError that says what to install if none opens."""
-  try:
-    if has_extension(): extension("kernels").prepare_device()   # finds a compiler and makes captures cheap
-    renderer()
-  except Exception as e:   # each device fails in its own way
-    raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
-                       "'tinyvllm[cpu]', which contains a compiler; or choose one: DEV=CUDA, METAL, AMD, ...") from e
+  """Open tinygrad's default device. Raises what tinygrad raises, or with the extension RuntimeError with a remedy."""
+  if has_extension(): extension("kernels").prepare_device()   # finds a compiler and makes captures cheap
+  renderer()
 
 
 class Module:
@@ -56,8 +51,7 @@ class Linear(Module):
   results are partial sums."""
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
     self.out_features = sum(sources.values())
-    self.sources = sources
-    self.axis = axis
+    self.sources, self.axis = sources, axis
     self.weight = Tensor.empty(self.out_features, in_features, dtype=dtype)
     self.bias = Tensor.empty(self.out_features, dtype=dtype) if bias else None
 
@@ -65,9 +59,8 @@ class Linear(Module):
     """x: (T, in). Returns (T, out) in `dtype`, by default x's."""
     return x.float().linear(self.weight.float().T, self.bias).cast(dtype or x.dtype).contiguous()
 
-  def rows(self, ids: Tensor, dtype: DType) -> Tensor:
-    """Row ids[i] of W, or zeros for an id beyond W. ids: (T,). Returns (T, in)."""
-    return self.weight[ids].cast(dtype).contiguous()
+  # Row ids[i] of W, (T, in). ids: (T,). Of several devices each has zeros for the ids of others
+  def rows(self, ids: Tensor, dtype: DType) -> Tensor: return self.weight[ids].cast(dtype).contiguous()
 
 
 class GateUp(Linear):
@@ -79,8 +72,6 @@ class GateUp(Linear):
 
 class Norm(Module):
   """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019), computed in float32, returned in x's dtype."""
-  axis = None   # each device has all of the weight
-
   def __init__(self, name: str, size: int, eps: float, dtype: DType):
     self.eps = eps
     self.sources = {name: size}
@@ -92,9 +83,9 @@ class Norm(Module):
     scale = (h.square().mean(-1, keepdim=True) + self.eps).rsqrt()      # (..., 1)
     return (h * scale * self.weight).cast(x.dtype).contiguous()
 
-  def add(self, x: Tensor, *deltas: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of x and the deltas, (T, size) each, and its norm."""
-    total = sum(deltas, x).contiguous()
+  def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x + delta, (T, size), and its norm. Of several devices each has a part of delta."""
+    total = (x + delta).contiguous()
     return total, self(total)
 
 
@@ -162,28 +153,31 @@ def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
 
 class Backend:
   """What a device computes with (seam). Override what your device does better and pass `LLM(backend=MyBackend())`;
-  examples/custom_backend.py replaces attention. The classes Linear, GateUp, Norm and Sampler may be replaced, too."""
+  examples/custom_backend.py replaces attention. Besides the methods with a docstring:
+
+  Linear, GateUp, Norm, sampler: parts of a model. reads_early: whether a step's results can be read while the next one
+  runs. is_async: whether the host can build a step while the device runs one. free_memory: free bytes of a device, here
+  of the host, which shares its memory or is the best guess. largest_tensor: maximum bytes of a tensor; 128 MiB is
+  WebGPU's limit, and the least that OpenCL allows. max_blocks: KV cache blocks that fit num_bytes, if all can be used;
+  at least min_blocks fit. choose_graph: the GraphKey that a step runs with: `key`, which holds the step, or a larger one
+  that is captured. run_graph: run a step; its first call captures it."""
   Linear: type[Linear] = Linear
   GateUp: type[GateUp] = GateUp
   Norm: type[Norm] = Norm
   sampler: Sampler = Sampler()
-  reads_early = False   # whether a step's results can be read while the next one runs
-
-  is_async = property(lambda self: not cpu_cores())   # whether the host can build a step while the device runs one
-
+  reads_early = False
+  is_async = property(lambda self: not cpu_cores())
+  def largest_tensor(self) -> int: return 2**27 if Device.DEFAULT in ("CL", "WEBGPU") else 2**63
+  def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int: return num_bytes // block_bytes
+  def choose_graph(self, runner: Any, key: Any) -> Any: return key
+  def run_graph(self, runner: Any, graph: Callable[[], Any], key: Any) -> Any: return graph()
   def free_memory(self, device: str) -> int:
-    """Free bytes of a device; here of the host, which shares its memory or is the best guess."""
     return os.sysconf(os.sysconf_names.get("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
-
-  def largest_tensor(self) -> int:
-    """Maximum bytes of a tensor: 128 MiB is WebGPU's limit, and the least that OpenCL allows."""
-    return 2**27 if Device.DEFAULT in ("CL", "WEBGPU") else 2**63
 
   def pick_dtype(self, name: str) -> str:
     """The dtype to compute in: `name`, or if the device lacks it another one, which is logged."""
     if name == "auto": name = "float32" if Device.DEFAULT == "CPU" else "float16"
-    names = (name, "float16", "float32")
-    supported = next(x for x in names if getattr(dtypes, x) in renderer().supported_dtypes())
+    supported = next(x for x in (name, "float16", "float32") if getattr(dtypes, x) in renderer().supported_dtypes())
     if supported != name: logger.warning(f"{Device.DEFAULT} has no {name}: computing in {supported}")
     return supported
 
@@ -225,38 +219,24 @@ class Backend:
     for layer, cache in zip(layers, caches, strict=True): x, delta = layer(x, delta, cache, *inputs)
     return x, delta
 
-  def choose_graph(self, runner: Any, key: Any) -> Any:
-    """The GraphKey that a step runs with: `key`, which holds the step, or a larger one that is captured."""
-    return key
-
-  def run_graph(self, runner: Any, graph: Callable[[], Any], key: Any) -> Any:
-    """Run a step; its first call captures it."""
-    return graph()
-
   def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
     """Return a function that waits for the device and returns the tensor's numbers, as nested lists. No Tensor operation:
     those of several threads would disturb each other."""
     def read() -> list:
       array = np.empty(tensor.shape, np.int32 if tensor.dtype == dtypes.int32 else np.float32)
-      buffer: Any = tensor.uop.buffer if array.size else None
-      if buffer: buffer.allocator._copyout(array.data.cast("B"), buffer._buf)
+      buffer: Any = tensor.uop.buffer
+      buffer.allocator._copyout(array.data.cast("B"), buffer._buf)
       return array.tolist()
     return read
 
 
 class Devices:
-  """The devices that share a model (seam; parallel.py). Here one, so that each method returns what it is given.
-  shard: one device's share of the heads, of the MLP and of the vocabulary. jit: a step as a graph that is captured when
-  it is called with `cnt` 1. replicate: tensors on all devices. local_ids: each device's row of the embeddings for each
-  token id, num_rows for those of other devices. partial_sums: each device's term of a sum, readable by all. gather: all
-  logits, (S, V), on the first device."""
-  def __init__(self, names: tuple[str, ...] = ()):
-    self.names = names or (Device.DEFAULT,)
-
-  def free_memory(self, backend: Backend) -> int: return backend.free_memory(self.names[0])   # bytes of each device
+  """The devices that share a model (seam; parallel.py), here one. Its tensors are on all of `names`; the backend's Linear
+  and Norm know what several devices do with them. free_memory: of each, in bytes. shard: one device's share of the heads,
+  of the MLP and of the vocabulary. jit: a step as a graph, captured when it is called with `cnt` 1. gather: the logits
+  of the whole vocabulary, (S, V), on the first device."""
+  def __init__(self, names: tuple[str, ...] = ()): self.names = names or (Device.DEFAULT,)
+  def free_memory(self, backend: Backend) -> int: return backend.free_memory(self.names[0])
   def shard(self, model: ModelConfig) -> ModelConfig: return model
   def jit(self, step: Callable[[], Any]) -> Any: return TinyJit(step)
-  def replicate(self, *tensors: Tensor) -> Sequence[Tensor]: return tensors
-  def local_ids(self, ids: Tensor, num_rows: int) -> Tensor: return ids
-  def partial_sums(self, x: Tensor) -> list[Tensor]: return [x]
   def gather(self, logits: Tensor) -> Tensor: return logits

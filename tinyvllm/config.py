@@ -16,8 +16,7 @@ class InputError(ValueError):
   `parameter` is the field that the message begins with, as in "top_p=2 must be ...", or None; `value` is its value."""
   def __init__(self, message: str, value: Any = None):
     super().__init__(message)
-    field = re.match(r"(\w+)[=:]", message)
-    self.parameter = field[1] if field else None
+    self.parameter = next(iter(re.findall(r"^(\w+)[=:]", message)), None)
     self.value = value
 
 
@@ -33,6 +32,11 @@ def extension(name: str) -> Any:
   """Import tinyvllm_extra.NAME, the package with everything that a plain request does not use. Raises ImportError."""
   if has_extension(): return importlib.import_module(f"tinyvllm_extra.{name}")
   raise ImportError(f"{name} is part of the package tinyvllm_extra, which is not importable: pip install tinyvllm")
+
+
+def extended(module: str, name: str, default: Any) -> Any:
+  """The extension's version of something that the core has, too, if it is installed."""
+  return getattr(extension(module), name) if has_extension() else default
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
@@ -56,10 +60,11 @@ def has_type(value: Any, kind: Any) -> bool:
 
 
 class Options:
-  """A frozen dataclass that refuses unknown names, wrong types and values beyond an `option`'s limits with InputError."""
+  """A frozen dataclass that refuses unknown names, wrong types and values beyond an option's limits with InputError."""
   def __new__(cls, *args: Any, **kwargs: Any) -> Any:
     names = cls.__match_args__   # type: ignore[attr-defined]   # the dataclass fields
-    for name in kwargs: check(name in names, f"{cls.__name__} has no field {name!r}; its fields are {', '.join(names)}")
+    more = "" if has_extension() else " (the package tinyvllm_extra has more)"
+    for name in kwargs: check(name in names, f"{cls.__name__} has no field {name!r}; it has {', '.join(names)}{more}")
     return super().__new__(cls)
 
   def __post_init__(self) -> None:
@@ -68,11 +73,12 @@ class Options:
       text = f"{field.name}={value!r} must"
       check(has_type(value, field.type), f"{text} be of type {getattr(field.type, '__name__', field.type)}", value)
       check(not isinstance(value, list) or "" not in value, f"{text} not hold an empty string", value)
-      choices, low, high = (field.metadata.get(key) for key in ("choices", "min", "max"))
-      check(not choices or value is None or value in choices, f"{text} be one of {', '.join(choices or ())}", value)
-      numbers = value.values() if isinstance(value, dict) else [] if value is None else [value]
-      inside = low is None or all(low <= x <= high for x in numbers)
-      check(inside, f"{text} be between {low} and {high}", value)
+      limits = field.metadata
+      choices = (*limits["choices"], None) if limits.get("choices") else (value,)
+      check(value in choices, f"{text} be one of {', '.join(map(str, choices[:-1]))}", value)
+      numbers = value.values() if isinstance(value, dict) else [value] if isinstance(value, int | float) else []
+      inside = limits.get("min") is None or all(limits["min"] <= x <= limits["max"] for x in numbers)
+      check(inside, f"{text} be between {limits.get('min')} and {limits.get('max')}", value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +88,7 @@ class EngineConfig(Options):
   quantization: str | None = option(None, "weight format: int8 and int4 quantize at load", choices=QUANTIZATIONS)
   max_model_len: int | None = option(None, "maximum tokens of prompt plus output; None: the model's", min=2, max=2**24)
   max_num_seqs: int = option(64, "maximum number of running sequences", min=1, max=1024)
-  max_num_batched_tokens: int | None = option(
-    None, "maximum tokens per step, prefill chunks included; None: 512, on a CPU 128", min=1, max=16384)
+  max_num_batched_tokens: int | None = option(None, "maximum tokens per step; None: 512, on a CPU 128", min=1, max=16384)
   block_size: int = option(16, "tokens per block of the KV cache", min=1, max=256)
   gpu_memory_utilization: float = option(0.9, "fraction of free memory for weights and KV cache", min=0.01, max=1.0)
   kv_cache_dtype: str = option("auto", "dtype of the KV cache; auto: as dtype", choices=("auto", "fp8", "int8"))
@@ -93,8 +98,7 @@ class EngineConfig(Options):
   enforce_eager: bool = option(False, "never capture a step as a graph (slow, for debugging)")
   cudagraph_capture_sizes: list[int] | None = option(None, "step sizes in tokens to capture at startup; powers of two")
   generation_config: str = option("auto", "sampling defaults: auto: the model's; vllm: none", choices=("auto", "vllm"))
-  speculative_config: dict[str, Any] | None = option(
-    None, 'speculative decoding, as in {"method": "ngram", "num_speculative_tokens": 5}')
+  speculative_config: dict[str, Any] | None = option(None, 'as in {"method": "ngram", "num_speculative_tokens": 5}')
   seed: int | None = option(0, "seed of requests without one; None: random", min=-2**63, max=2**63 - 1)
   scheduling_policy: str = option("fcfs", "priority: lower numbers run first", choices=("fcfs", "priority"))
 
@@ -123,11 +127,11 @@ class ModelConfig:
   @classmethod
   def from_hf(cls, hf: dict[str, Any], source: pathlib.Path) -> "ModelConfig":
     """Read config.json's content. Raises InputError for a missing field or an unsupported value."""
-    hf = {**vars(cls), "architectures": [], "hidden_act": "silu", "eos_token_id": [],   # vars: the fields' defaults
+    hf = {**vars(cls), "architectures": [None], "hidden_act": "silu", "eos_token_id": [],   # vars: the fields' defaults
           **{name: value for name, value in hf.items() if value is not None}}
     missing = ", ".join(name for name in cls.__match_args__[:6] if name not in hf)
     check(not missing, f"model={str(source)!r} has no config.json with {missing}: choose a model's folder")
-    architecture = next(iter(hf["architectures"]), None)
+    architecture = hf["architectures"][0]
     rope = hf.get("rope_parameters") or hf.get("rope_scaling", {})   # transformers 5 keeps rope_theta in the first
     rope = {"rope_type": rope.get("type", "default"), **rope}
     eos = hf["eos_token_id"]

@@ -7,13 +7,12 @@ from typing import Any
 from tinygrad import dtypes, helpers, nn
 
 from .backend import Backend, Devices, cpu_cores, exclusive, open_device
-from .config import EngineConfig, InputError, ModelConfig, check, extension, has_extension, logger
-from .llama import find_model, open_checkpoint
-from .request import (SAMPLING_FIELDS, CompletionOutput, Proposer, RequestMetrics, RequestOutput, SamplingParams,
-                      Sequence)
+from .config import EngineConfig, InputError, ModelConfig, check, extended, extension, logger
+from .llama import Checkpoint, find_model
+from .request import CompletionOutput, Proposer, RequestOutput, SamplingParams, Sequence
 from .runner import Results, Runner, Step, build_step
 from .scheduler import BlockManager, Scheduler
-from .tokenizer import Cursor, TextStream, Tokenizer
+from .tokenizer import Cursor, TextStream
 
 Prompt = str | dict[str, Any]
 Params = SamplingParams | None
@@ -24,7 +23,7 @@ class Request:
   """The samples of a prompt, with their texts."""
   request_id: str
   prompt: str | None
-  metrics: RequestMetrics
+  metrics: Any
   streams: list[TextStream]
 
   sequences = property(lambda self: [stream.seq for stream in self.streams])
@@ -36,71 +35,54 @@ class Request:
     first = self.sequences[0]
     scores = [first.logprobs.get(i) for i in range(first.num_prompt)] if first.wants_prompt_logprobs else None
     return RequestOutput(self.request_id, self.prompt, first.tokens[:first.num_prompt], scores,
-                         [self._completion(stream, delta) for stream in self.streams], self.metrics, first.num_cached)
+                         [self._completion(stream, delta) for stream in self.streams], self.metrics, first.num_cached or 0)
 
   def _completion(self, stream: TextStream, delta: bool) -> CompletionOutput:
     stream.update()
     seq = stream.seq
-    available = stream.available
-    start = stream.delivered if delta else Cursor(0, seq.num_prompt, None)
-    if delta: stream.delivered = available
+    start, end = stream.delivered if delta else Cursor(0, seq.num_prompt, None), stream.available
+    if delta: stream.delivered = end
     logprobs, total = seq.processor.output_logprobs(seq, start.num_tokens) if seq.processor else (None, None)
-    return CompletionOutput(seq.index, stream.text[start.num_characters:available.num_characters],
+    return CompletionOutput(seq.index, stream.text[start.num_characters:end.num_characters],
                             seq.tokens[start.num_tokens:], total, logprobs, seq.finish_reason, seq.stop_reason)
 
 
 class LoadedModel:
   """A model on its devices with its KV cache, and what belongs to it."""
+  proposer: Proposer | None = None
+
   def __init__(self, path: pathlib.Path, config: EngineConfig, backend: Backend | None):
     started = time.perf_counter()
     open_device()
-    if backend is None: backend = extension("kernels").make_backend() if has_extension() else Backend()
+    self.path = path
+    self.backend = backend = backend or extended("kernels", "make_backend", Backend)()
     devices = extension("parallel").open_devices(config) if config.tensor_parallel_size > 1 else Devices()
     free = devices.free_memory(backend)
-    self.path = path
-    self.backend = backend
-    checkpoint = open_checkpoint(path)
-    self.model_config, model_class = find_model(checkpoint.hf_config, path)   # of the whole model
+    checkpoint = extended("weights", "open_checkpoint", Checkpoint)(path)
+    self.model_config, model_class = extended("models", "find_model", find_model)(checkpoint.hf_config, path)
     self.tokenizer = checkpoint.tokenizer()
-    defaults = checkpoint.generation_config if config.generation_config == "auto" else {}
-    names = (*SAMPLING_FIELDS, "repetition_penalty")
-    self.sampling_defaults = {name: defaults[name] for name in names if defaults.get(name) is not None}
-    self.config = config = with_defaults(config, self.model_config, backend)
-    model = model_class(self.model_config, getattr(dtypes, config.dtype), backend, devices)
+    self.sampling_defaults = checkpoint.sampling_defaults() if config.generation_config == "auto" else {}
+    limit = self.model_config.max_position_embeddings
+    length = config.max_model_len or limit
+    check(length <= limit, f"max_model_len={length} must be at most the model's {limit}")
+    # On a CPU 512 tokens take a second, in which no running sequence gets a token; the logits of a step are one tensor
+    budget = config.max_num_batched_tokens or max(config.max_num_seqs, 128 if cpu_cores() else 512)
+    max_rows = backend.largest_tensor() // (4 * self.model_config.vocab_size)
+    budget = min(budget, 1 << max_rows.bit_length() - 1)
+    check(config.max_num_seqs <= budget, f"max_num_seqs={config.max_num_seqs} must be at most max_num_batched_tokens="
+          f"{budget}: a running sequence gets a token in each step")
+    self.config = dataclasses.replace(config, max_model_len=length, max_num_batched_tokens=budget,
+                                      dtype=backend.pick_dtype(config.dtype))
+    model = model_class(self.model_config, getattr(dtypes, self.config.dtype), backend, devices)
     checkpoint.load(model, config.quantization)
     weights = sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
-    logger.info(f"loaded {path.name} in {config.dtype} on {', '.join(devices.names)} in "
-                f"{time.perf_counter() - started:.1f} s; a step takes {config.max_num_batched_tokens} tokens")
+    logger.info(f"loaded {path.name} in {self.config.dtype} on {', '.join(devices.names)} in "
+                f"{time.perf_counter() - started:.1f} s; a step takes {self.config.max_num_batched_tokens} tokens")
     num_bytes = max(0, int(free * config.gpu_memory_utilization - weights))
-    new_runner = functools.partial(Runner, model, config)
-    self.proposer: Proposer | None = None
-    self.runners = []   # the model's, and a draft model's if there is one
+    new_runner = functools.partial(Runner, model, self.config)
     if config.speculative_config is None: self.runners = [new_runner(num_bytes)]
     else: self.proposer, self.runners = extension("speculation").open_proposer(self, new_runner, num_bytes)
-    self.runner = self.runners[0]
-
-
-def with_defaults(config: EngineConfig, model: ModelConfig, backend: Backend) -> EngineConfig:
-  """Fill in what depends on the model and the device. Raises InputError for limits that do not fit the model or each other."""
-  limit = model.max_position_embeddings
-  max_model_len = config.max_model_len or limit
-  check(max_model_len <= limit, f"max_model_len={max_model_len} must be at most the model's {limit}")
-  num_seqs = config.max_num_seqs
-  # On a CPU 512 tokens take a second, in which no running sequence gets a token
-  budget = config.max_num_batched_tokens or max(num_seqs, 128 if cpu_cores() else 512)
-  fit = backend.largest_tensor() // (4 * model.vocab_size)   # rows of float32 logits in a tensor
-  budget = min(budget, 1 << fit.bit_length() - 1)
-  check(num_seqs <= budget, f"max_num_seqs={num_seqs} must be at most max_num_batched_tokens={budget}: each running "
-        "sequence gets a token in each step")
-  return dataclasses.replace(config, max_model_len=max_model_len, max_num_batched_tokens=budget,
-                             dtype=backend.pick_dtype(config.dtype))
-
-
-def from_extension(module: str, name: str) -> Any:
-  """A method that is a function of the extension, whose first parameter is the engine."""
-  def method(self: "LLMEngine", *args: Any, **kwargs: Any) -> Any:
-    return getattr(extension(module), name)(self, *args, **kwargs)
-  return method
+    self.runner = self.runners[0]   # the second one, if there is one, runs a draft model
 
 
 def check_ids(name: str, ids: Any, vocab_size: int) -> None:
@@ -108,33 +90,29 @@ def check_ids(name: str, ids: Any, vocab_size: int) -> None:
     check(type(i) is int and 0 <= i < vocab_size, f"{name}: id {i!r} must be an int from 0 to {vocab_size - 1}")
 
 
-class LLMEngine(LoadedModel):
+class Engine(LoadedModel):
   """Requests in, outputs out, one `step` at a time, for one thread at a time: a second one gets a RuntimeError.
 
   model: a folder with config.json, *.safetensors and a tokenizer, or with the extension a GGUF file; None: the model
   shipped with tinyvllm. backend: what to compute with; None: the best one for the device. options: EngineConfig's.
   Raises InputError for files or options that do not fit, RuntimeError without a device or a compiler."""
-  capture = from_extension("graphs", "capture")
-  get_metrics = from_extension("metrics", "get_metrics")
-  save_prefix_cache = from_extension("prefix_cache", "save_prefix_cache")
-  load_prefix_cache = from_extension("prefix_cache", "load_prefix_cache")
+  # The extension's Methods have richer ones
+  scheduler_class, params_class = Scheduler, SamplingParams
+  metrics_class: Any = staticmethod(lambda samples: None)
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
-    if has_extension(): options = extension("vllm_names").prepare(options)
     path = pathlib.Path(model or pathlib.Path(__file__).with_name("default_model")).expanduser()
     with exclusive: super().__init__(path, EngineConfig(**options), backend)
     self.blocks = BlockManager(self.runner.num_blocks, self.config)
-    self.max_model_len = min(self.runner.max_model_len, self.blocks.num_free() * self.config.block_size)
-    self.scheduler = Scheduler(self.config, self.blocks)
+    self.max_model_len: Any = min(self.config.max_model_len, self.blocks.num_free() * self.config.block_size)
+    self.scheduler = self.scheduler_class(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
     self._in_flight: Callable[[], Results] | None = None   # waits for the step that the device runs
     self._updated: dict[Request, None] = {}   # requests with tokens that no step has returned yet
-    self._driver = threading.RLock()
-    self._stepping = threading.Lock()
+    self._driver, self._stepping = threading.RLock(), threading.Lock()
     self._abandoned: list[str] = []           # requests whose streams were closed during a step
     self._arrivals = itertools.count()
     self._random = random.Random(self.config.seed)
-    for _ in self.capture(self.config.cudagraph_capture_sizes) if self.config.cudagraph_capture_sizes else (): pass
 
   @contextlib.contextmanager
   def driving(self) -> Iterator[None]:
@@ -146,11 +124,12 @@ class LLMEngine(LoadedModel):
   # Requests
 
   def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
-    """A request for `add`. Any thread may call this. Raises as add_request does."""
-    params = params or SamplingParams(**self.sampling_defaults)
+    """A request for `add`. prompt: a str, {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [{"role",
+    "content"}], "template": {options of the chat template}}. Lower priorities run first. Any thread may call this. Raises
+    InputError for a request that can never run."""
+    params, model = params or self.params_class(**self.sampling_defaults), self.model_config
     check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
     text, ids = self.encode(prompt)
-    model = self.model_config
     check_ids("prompt_token_ids", ids, model.vocab_size)
     check_ids("stop_token_ids", params.stop_token_ids, model.vocab_size)
     check(len(ids) < self.max_model_len, f"This model's maximum context length is {self.max_model_len} tokens. "
@@ -160,15 +139,12 @@ class LLMEngine(LoadedModel):
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
     stop_ids = {*(() if params.ignore_eos else model.eos_token_ids), *(params.stop_token_ids or ())}
     max_len = min(self.max_model_len, len(ids) + params.max_tokens)   # type: ignore[operator]   # by now an int
-    metrics = RequestMetrics()
-
-    def sample(i: int) -> Sequence:
-      processor = extension("logits").Processor(params, self.tokenizer, model) if params.needs_processor else None
-      return Sequence(request_id=request_id, tokens=[*ids], params=params, seed=seed + i, index=i, max_len=max_len,
-                      order=(priority, next(self._arrivals)), stop_ids=stop_ids, metrics=metrics, processor=processor)
-    first, *others = map(sample, range(params.n))
-    first.siblings += others
-    return Request(request_id, text, metrics, [TextStream(self.tokenizer, seq) for seq in (first, *others)])
+    samples = [Sequence(request_id=request_id, tokens=[*ids], params=params, seed=seed + i, index=i, max_len=max_len,
+                        order=(priority, next(self._arrivals)), stop_ids=stop_ids,
+                        processor=params.processor(self.tokenizer, model)) for i in range(params.n)]
+    samples[0].siblings += samples[1:]
+    streams = [TextStream(self.tokenizer, seq) for seq in samples]
+    return Request(request_id, text, self.metrics_class(samples), streams)
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """The text of a prompt, None if it was given as token ids, and its token ids."""
@@ -177,12 +153,6 @@ class LLMEngine(LoadedModel):
       case [("prompt_token_ids", list(ids))] if ids: return None, ids
       case [("messages", list()), *_] as items: return extension("huggingface").encode(self.tokenizer, **dict(items))
     raise InputError(f"prompt={prompt!r} must be a str, or a dict of prompt, prompt_token_ids or messages, not empty")
-
-  def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
-    """Queue a request. prompt: a str, {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [{"role", "content"}],
-    "template": {options of the chat template}}. Lower priorities run first. Raises InputError for a request that can
-    never run."""
-    self.add(self.make_request(request_id, prompt, params, priority))
 
   def add(self, request: Request) -> None:
     with self.driving():
@@ -194,26 +164,18 @@ class LLMEngine(LoadedModel):
     """End a request with finish_reason "abort". Ignores one that has finished or never existed."""
     with self.driving():
       if self._stepping.locked(): return self._abandoned.append(request_id)   # garbage collection closed its stream
-      request = self.requests.pop(request_id, None)
-      if request is None: return
+      request: Any = self.requests.pop(request_id, None)
       self._updated.pop(request, None)
-      for seq in request.sequences:
+      for seq in request.sequences if request else ():
         if not seq.finish_reason: self.scheduler.finish(seq, "abort")
-
-  def has_unfinished_requests(self) -> bool: return bool(self.requests)
 
   # Steps
 
-  def step(self) -> list[RequestOutput]:
-    """Run one step and return the requests that have new tokens: on a GPU those of the step before, which the device
-    computed while this one was built."""
-    return self.advance(Request.output)
-
   def advance(self, make_output: Callable[[Request], Any] = lambda request: request) -> list[Any]:
-    """Run one step and return `make_output` of each request with new tokens. If that raises, the next step returns them.
-    A failed step leaves a working engine: no token is lost or duplicated."""
+    """Run one step, and return `make_output` of each request with new tokens: on a GPU those of the step before, which the
+    device computed while this one was built. If that raises, the next step returns them. A failed step leaves a working
+    engine: no token is lost or duplicated."""
     with self.driving():
-      started = time.perf_counter()
       while self._abandoned: self.abort_request(self._abandoned.pop())
       try:
         with self._stepping: (self._step_async if self.runner.is_async else self._step_sync)()
@@ -221,11 +183,9 @@ class LLMEngine(LoadedModel):
         self._reset()
         raise
       outputs = [make_output(request) for request in self._updated]
-      finished = [request for request in self._updated if request.finished]
-      for request in finished: self.requests.pop(request.request_id, None)   # an interrupted step may have done so
+      for request in self._updated:   # an interrupted step may have removed it
+        if request.finished: self.requests.pop(request.request_id, None)
       self._updated.clear()
-      self.scheduler.counters.update(   # type: ignore[call-overload]   # seconds are a float
-        steps=1, requests_finished=len(finished), seconds=time.perf_counter() - started)
       return outputs
 
   def _step_sync(self) -> None:
@@ -237,21 +197,19 @@ class LLMEngine(LoadedModel):
   def _step_async(self) -> None:
     """The same, but a step is built while the device runs the one before, whose results come next."""
     self._find_stops()
-    if any(self._needs_sync(seq) for seq in self.scheduler.running): self._wait()   # for all, or they would alternate
+    if self._in_flight and any(self._needs_sync(seq) for seq in self.scheduler.running):   # all, or they would alternate
+      self._update(self._in_flight())
+      self._in_flight = None
     step = self._build_step()
-    launched = self.runner.launch(step) if step and self.runner.backend.reads_early else None
+    launched = self.runner.launch(step) if step and self.backend.reads_early else None
     results = self._in_flight() if self._in_flight else None
     self._in_flight = launched or (self.runner.launch(step) if step else None)
     if results: self._update(results)
 
   def _needs_sync(self, seq: Sequence) -> bool:
     """Whether its next token depends on one that the host has not read."""
-    if not seq.num_in_flight: return False
-    return bool(seq.processor and seq.processor.depends_on_output or self.proposer and self.proposer.needs_sync(seq))
-
-  def _wait(self) -> None:
-    if self._in_flight: self._update(self._in_flight())
-    self._in_flight = None
+    waits = seq.processor and seq.processor.depends_on_output or self.proposer and self.proposer.needs_sync(seq)
+    return bool(seq.num_in_flight and waits)
 
   def _build_step(self) -> Step | None:
     batch = self.scheduler.schedule()
@@ -262,9 +220,10 @@ class LLMEngine(LoadedModel):
 
   def _update(self, results: Results) -> None:
     if results.step.key.plan: extension("logits").record(results, self.tokenizer)
-    self.scheduler.counters.update(scheduled=len(results.step.computed))
-    if self.proposer: self.proposer.update(self, results)
-    else: self.append(results.step.computed, {row.seq: token for token, row in results.new_tokens()})
+    if self.proposer: return self.proposer.update(self, results)
+    self.append(results.step.computed, {   # rows of padding are left over
+      row.seq: token for token, row in zip(results.token_ids, results.step.rows, strict=False)
+      if row.position == len(row.seq.tokens) and not row.seq.finish_reason})
 
   def append(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
     """Append a token to each sequence that has one, see Scheduler.update, and end texts with a stop string."""
@@ -285,10 +244,11 @@ class LLMEngine(LoadedModel):
                           if not seq.finish_reason and seq not in request.sequences[0].siblings])
 
 
-class LLM(LLMEngine):
-  """The engine, with calls that run requests to their end. Takes what LLMEngine takes."""
-  llm_engine = property(lambda self: self)   # as vLLM's scripts find it
-  chat = from_extension("huggingface", "chat")
+Methods: Any = extended("methods", "Methods", object)
+
+
+class LLM(Methods, Engine):
+  """The engine, with calls that run requests to their end. Takes what Engine takes. The extension adds methods."""
 
   def generate(self, prompts: Prompt | list[Prompt], sampling_params: Params | list[Params] = None,
                use_tqdm: bool = True) -> list[RequestOutput]:
@@ -319,10 +279,8 @@ class LLM(LLMEngine):
         yield request.output(delta=True)
     finally: self.abort_request(request.request_id)
 
-  def get_tokenizer(self) -> Tokenizer: return self.tokenizer
-  def get_default_sampling_params(self) -> SamplingParams: return SamplingParams(**self.sampling_defaults)
 
-
+LLMEngine = LLM   # vLLM's name
 shared_llm = functools.cache(LLM)   # one engine for each model
 
 
@@ -334,5 +292,5 @@ def generate(prompt: str, model: str | pathlib.Path | None = None, **sampling: A
 def generate_stream(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> Iterator[str]:
   """As `generate`, but yield pieces of text as tokens arrive."""
   with exclusive: llm = shared_llm(model)   # two first callers get one engine
-  outputs = llm.generate_stream(prompt, SamplingParams(**{"temperature": 0.0, **sampling}))
+  outputs = llm.generate_stream(prompt, llm.params_class(**{"temperature": 0.0, **sampling}))
   return (output.outputs[0].text for output in outputs if output.outputs[0].text)

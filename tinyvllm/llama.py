@@ -1,7 +1,7 @@
 """A LLaMA (Touvron et al. 2023) over a paged KV cache, and the files that its weights come from. One forward pass serves
-prefill, prefill chunks, decode and drafts: a flat batch of T tokens, each with its position, block and slot. Attributes
-are named after Hugging Face's weights, with q, k, v stored as one matrix and gate, up as one. Declares two seams: Model
-and Checkpoint, the loader."""
+prefill, its chunks, decode and drafts: a flat batch of T tokens, each with its position, block and slot. Attributes are
+named after Hugging Face's weights, with q, k, v stored as one matrix and gate, up as one. Declares two seams: Model and
+Checkpoint, the loader."""
 import pathlib
 from typing import Any
 
@@ -11,28 +11,9 @@ from tinygrad import Tensor, dtypes, helpers, nn
 from tinygrad.dtype import DType
 
 from .backend import Backend, Devices, Linear, Module
-from .config import ModelConfig, check, extension, has_extension, read_json
-from .tokenizer import Tokenizer, load_tokenizer
-
-
-class Model:
-  """An architecture (seam; tinyvllm_extra/models): its config, and a forward pass made of the backend's parts."""
-  config: ModelConfig   # of one device
-  dtype: DType          # of activations, except norms, sums and logits
-  backend: Backend
-  devices: Devices
-  layers: list
-
-  def modules(self) -> list[Module]:
-    """Everything with weights, each once."""
-    values = [x for owner in (self, *self.layers) for x in vars(owner).values()]
-    return [*dict.fromkeys(x for x in values if isinstance(x, Module))]
-
-  def __call__(self, ids: Tensor, rows: Tensor, tokens: Tensor, block_tables: Tensor, rope: Tensor,
-               caches: list[list[Tensor]]) -> Tensor:
-    """Return float32 logits, (S, V), after the tokens `rows`, (S,) indices into the batch `ids`, (T,). Write K and V of
-    all T tokens to `caches`, a list for each layer. tokens, block_tables, rope: see Backend.attend."""
-    raise NotImplementedError
+from .config import ModelConfig, check, extended, read_json
+from .request import SAMPLING_DEFAULTS
+from .tokenizer import Tokenizer
 
 
 class Checkpoint:
@@ -44,9 +25,11 @@ class Checkpoint:
     self.generation_config = read_json(path / "generation_config.json")
     self.hf_config = read_json(path / "config.json") | self.generation_config   # which may have more end tokens
 
-  def tokenizer(self) -> Tokenizer: return load_tokenizer(self.path)
+  def tokenizer(self) -> Any: return extended("huggingface", "load_tokenizer", Tokenizer)(self.path)
+  def sampling_defaults(self) -> dict[str, Any]:
+    return {name: x for name, x in self.generation_config.items() if name in SAMPLING_DEFAULTS and x is not None}
 
-  def load(self, model: Model, quantization: str | None = None) -> None:
+  def load(self, model: "Llama", quantization: str | None = None) -> None:
     """Fill the model's weights. quantization: the format to quantize its matrices to."""
     check(quantization is None, f"quantization={quantization!r} needs the package tinyvllm_extra: use None")
     self.tensors: dict[str, Tensor] = {}
@@ -67,19 +50,14 @@ class Checkpoint:
   def check_unused(self, names: Any) -> None:
     """Refuse tensors that no module has read, except tied and derived ones."""
     unused = [name for name in names if name != "lm_head.weight" and not name.endswith(".inv_freq")]
-    check(not unused, f"model: {self.path}: tensor {unused[:1]} has no place in the model that its config describes")
-
-
-def open_checkpoint(path: pathlib.Path) -> Checkpoint:
-  return extension("weights").open_checkpoint(path) if has_extension() else Checkpoint(path)
+    check(not unused, f"model: {self.path}: tensor {''.join(unused[:1])} has no place in the model of its config")
 
 
 def rope_table(config: ModelConfig, length: int) -> Tensor:
   """Cosines and sines of the rotary embedding (Su et al. 2021), with scaled frequencies: (length, 2, D / 2)."""
   scaling = config.rope_scaling
   freqs = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)   # (D / 2,)
-  if scaling["rope_type"] == "linear": freqs /= scaling["factor"]
-  if scaling["rope_type"] == "factors": freqs /= scaling["factors"]
+  if scaling["rope_type"] in ("linear", "factors"): freqs /= scaling.get("factors", scaling.get("factor"))
   if scaling["rope_type"] == "llama3":   # divide low frequencies by factor, keep high ones, interpolate between
     rotations = scaling["original_max_position_embeddings"] * freqs / (2 * np.pi)
     bounds = [scaling["low_freq_factor"], scaling["high_freq_factor"]]
@@ -90,74 +68,70 @@ def rope_table(config: ModelConfig, length: int) -> Tensor:
 
 class Layer:
   """A transformer block. It returns its last sum as two terms, x and delta: the next norm adds them."""
-  def __init__(self, config: ModelConfig, name: str, dtype: DType, backend: Backend, devices: Devices):
-    self.num_heads = config.num_attention_heads
-    self.num_kv_heads = config.num_key_value_heads
-    self.backend = backend
-    self.devices = devices
-    D = config.head_dim
+  def __init__(self, config: ModelConfig, name: str, dtype: DType, backend: Backend):
+    self.config, self.backend = config, backend
     hidden = config.hidden_size
-    inner = config.intermediate_size
-    def norm(kind, size): return backend.Norm(f"{name}.{kind}", size, config.rms_norm_eps, dtype)
-    def linear(kind, module, inputs, bias, axis, **rows):
-      sources = {f"{name}.{module}.{source}": n for source, n in rows.items()}
-      return kind(inputs, sources, bias, dtype, axis)
-    q_size, kv_size = self.num_heads * D, self.num_kv_heads * D
+    q_size = config.num_attention_heads * config.head_dim
+    kv_size = config.num_key_value_heads * config.head_dim
+    def norm(source, size): return backend.Norm(f"{name}.{source}", size, config.rms_norm_eps, dtype)
+    def linear(kind, in_features, bias, axis, **rows):
+      return kind(in_features, {f"{name}.{x.replace('__', '.')}": n for x, n in rows.items()}, bias, dtype, axis)
     self.input_layernorm = norm("input_layernorm", hidden)
-    self.qkv_proj = linear(backend.Linear, "self_attn", hidden, config.qkv_bias, 0,
-                           q_proj=q_size, k_proj=kv_size, v_proj=kv_size)
-    if config.qk_norm: self.q_norm, self.k_norm = norm("self_attn.q_norm", D), norm("self_attn.k_norm", D)
-    self.o_proj = linear(backend.Linear, "self_attn", q_size, config.attention_bias, 1, o_proj=hidden)
+    self.qkv_proj = linear(backend.Linear, hidden, config.qkv_bias, 0, self_attn__q_proj=q_size,
+                           self_attn__k_proj=kv_size, self_attn__v_proj=kv_size)
+    if config.qk_norm: self.q_norm, self.k_norm = [norm(f"self_attn.{x}_norm", config.head_dim) for x in "qk"]
+    self.o_proj = linear(backend.Linear, q_size, config.attention_bias, 1, self_attn__o_proj=hidden)
     self.post_attention_layernorm = norm("post_attention_layernorm", hidden)
-    self.gate_up_proj = linear(backend.GateUp, "mlp", hidden, config.mlp_bias, 0, gate_proj=inner, up_proj=inner)
-    self.down_proj = linear(backend.Linear, "mlp", inner, config.mlp_bias, 1, down_proj=hidden)
+    self.gate_up_proj = linear(backend.GateUp, hidden, config.mlp_bias, 0, mlp__gate_proj=config.intermediate_size,
+                               mlp__up_proj=config.intermediate_size)
+    self.down_proj = linear(backend.Linear, config.intermediate_size, config.mlp_bias, 1, mlp__down_proj=hidden)
 
   def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor,
                block_tables: Tensor) -> tuple[Tensor, Tensor]:
     """x, delta: (T, hidden); each device may have a part of delta, or several below each other. Returns the same."""
-    x, h = self.input_layernorm.add(x, *self.devices.partial_sums(delta))   # (T, hidden) each
+    num_heads, num_kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+    x, h = self.input_layernorm.add(x, delta)                         # (T, hidden) each
     qkv = self.qkv_proj(h)                                              # (T, (H + 2 KV) * D)
-    if hasattr(self, "q_norm"): qkv = self.normalize_heads(qkv)
-    out = self.backend.attend(qkv, cache, rope, tokens, block_tables, self.num_heads)   # (T, H * D)
-    x, h = self.post_attention_layernorm.add(x, *self.devices.partial_sums(self.o_proj(out)))
+    if self.config.qk_norm:
+      q, k, v = qkv.unflatten(1, (-1, self.config.head_dim)).split([num_heads, num_kv_heads, num_kv_heads], 1)
+      qkv = Tensor.cat(self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
+    out = self.backend.attend(qkv, cache, rope, tokens, block_tables, num_heads)   # (T, H * D)
+    x, h = self.post_attention_layernorm.add(x, self.o_proj(out))
     return x, self.down_proj(self.gate_up_proj(h))
 
-  def normalize_heads(self, qkv: Tensor) -> Tensor:
-    """The RMS norm of each head of q and k (Qwen3)."""
-    heads = qkv.unflatten(1, (-1, self.q_norm.weight.shape[0]))         # (T, H + 2 KV, D)
-    q, k, v = heads.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
-    return Tensor.cat(self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
 
-
-class Llama(Model):
-  """LLaMA, Mistral, Qwen2 and Qwen3 (a Model). config: of the whole model, which `devices` shares out."""
+class Llama:
+  """LLaMA, Mistral, Qwen2 and Qwen3. A Model (seam; tinyvllm_extra/models): another architecture has the same
+  constructor and call, modules() and these attributes. config: one device's share. dtype: of activations, except norms,
+  sums and logits. layers, backend and devices make the rest independent of weight formats, kernels and devices."""
   def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
-    config = devices.shard(config)
-    self.config = config
+    self.config = config = devices.shard(config)
     self.dtype = dtype
-    self.backend = backend
-    self.devices = devices
+    self.backend, self.devices = backend, devices
     def vocabulary(name): return backend.Linear(config.hidden_size, {name: config.vocab_size}, False, dtype)
     self.embed_tokens = vocabulary("model.embed_tokens")
     self.lm_head = self.embed_tokens if config.tie_word_embeddings else vocabulary("lm_head")
-    self.layers = [Layer(config, f"model.layers.{i}", dtype, backend, devices) for i in range(config.num_hidden_layers)]
+    self.layers = [Layer(config, f"model.layers.{i}", dtype, backend) for i in range(config.num_hidden_layers)]
     self.norm = backend.Norm("model.norm", config.hidden_size, config.rms_norm_eps, dtype)
+
+  def modules(self) -> list[Module]:
+    """Everything with weights, each once."""
+    values = [x for owner in (self, *self.layers) for x in vars(owner).values()]
+    return [*dict.fromkeys(x for x in values if isinstance(x, Module))]
 
   def __call__(self, ids: Tensor, rows: Tensor, tokens: Tensor, block_tables: Tensor, rope: Tensor,
                caches: list[list[Tensor]]) -> Tensor:
-    ids, rows, tokens, block_tables = self.devices.replicate(ids, rows, tokens, block_tables)
-    hidden = self.config.hidden_size
-    delta = self.embed_tokens.rows(self.devices.local_ids(ids, self.embed_tokens.out_features), self.dtype)
-    x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()   # (T, hidden)
+    """Return float32 logits, (S, V), after the tokens `rows`, (S,) indices into the batch `ids`, (T,). Write K and V of
+    all T tokens to `caches`, a list for each layer. tokens, block_tables, rope: see Backend.attend."""
+    ids, rows, tokens, block_tables = [t.to(self.devices.names) for t in (ids, rows, tokens, block_tables)]
+    delta = self.embed_tokens.rows(ids, self.dtype)                     # (T, hidden)
+    x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()
     x, delta = self.backend.run_layers(self.layers, x, delta, caches, rope, tokens, block_tables)
-    x, delta = [t.reshape(-1, *ids.shape, hidden)[:, rows].flatten(0, 1).contiguous() for t in (x, delta)]
-    h = self.norm.add(x, *self.devices.partial_sums(delta))[1]
+    x, delta = [t.reshape(-1, *ids.shape, t.shape[1])[:, rows].flatten(0, 1).contiguous() for t in (x, delta)]
+    h = self.norm.add(x, delta)[1]                                      # (S, hidden)
     return self.devices.gather(self.lm_head(h, dtype=dtypes.float32))   # (S, V)
 
 
 def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, Any]:
   """The config of a checkpoint and the class of its Model. Raises InputError for an unsupported architecture."""
-  architecture = next(iter(hf_config.get("architectures") or []), None)
-  models = extension("models").MODELS if has_extension() else {}
-  if architecture in models: return models[architecture](hf_config, path)
   return ModelConfig.from_hf(hf_config, path), Llama

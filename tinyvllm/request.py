@@ -1,33 +1,29 @@
 """What a request asks for, the state of each of its sequences, and what it returns. Token ids only, no text. Declares
 two seams: LogitsProcessor and Proposer."""
-import dataclasses, enum, itertools, math, time
+import dataclasses, enum, itertools
 from typing import Any, Protocol
 
 import numpy as np
 
-from .config import Options, extension, option
+from .config import ModelConfig, Options, option
 
-# Fields of SamplingParams that need a LogitsProcessor
-LOGITS_FIELDS = ("min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-                 "allowed_token_ids", "bad_words", "structured_outputs", "logprobs", "prompt_logprobs")
 # Fields that the sampler reads
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
+# Fields whose default the model's generation_config.json sets
+SAMPLING_DEFAULTS = (*SAMPLING_FIELDS, "repetition_penalty")
 MAX_INT = 2**31 - 1
 
 
-class SamplerMode(enum.IntEnum):
-  """What the sampler of a step computes. A higher mode also serves the lower ones."""
-  GREEDY = 0
-  RANDOM = 1     # all tokens but those below min_p
-  FILTERED = 2   # with top_k and top_p
+# What the sampler of a step computes; a higher mode also serves the lower ones. FILTERED: with top_k and top_p
+SamplerMode = enum.IntEnum("SamplerMode", ["GREEDY", "RANDOM", "FILTERED"], start=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams(Options):
-  """Sampling parameters of a request, under vLLM's names."""
+  """Sampling parameters of a request, under vLLM's names. `tinyvllm.SamplingParams` is the extension's subclass, which
+  has those of vLLM's that need a LogitsProcessor."""
   n: int = option(1, "number of samples of one prompt; their seeds are consecutive", min=1, max=1024)
   max_tokens: int | None = option(256, "maximum tokens to generate; None: up to max_model_len", min=1, max=MAX_INT)
-  min_tokens: int = option(0, "minimum tokens before an end token or a stop string", min=0, max=MAX_INT)
   temperature: float = option(1.0, "randomness; 0: greedy", min=0, max=100)
   top_k: int = option(0, "keep the k most probable tokens; 0 or -1: all", min=-1, max=MAX_INT)
   top_p: float = option(1.0, "keep the most probable tokens whose probabilities sum to p", min=1e-6, max=1)
@@ -38,32 +34,24 @@ class SamplingParams(Options):
   include_stop_str_in_output: bool = option(False, "keep the stop string, or the text of the stop token")
   ignore_eos: bool = option(False, "continue after the model's end token")
   skip_special_tokens: bool = option(True, "leave special tokens out of the text")
-  repetition_penalty: float = option(1.0, "penalty of tokens in the prompt or the output; 1: none", min=0.01, max=100)
-  presence_penalty: float = option(0.0, "penalty of tokens in the output", min=-2, max=2)
-  frequency_penalty: float = option(0.0, "penalty of tokens in the output, times their count", min=-2, max=2)
-  logit_bias: dict[int, float] | None = option(None, "number to add to the logit of each token id", min=-100, max=100)
-  allowed_token_ids: list[int] | None = option(None, "the only token ids to generate")
-  bad_words: list[str] | None = option(None, "words that must not be generated")
-  logprobs: int | None = option(None, "log probabilities per token: its own and the best ones", min=0, max=20)
-  prompt_logprobs: int | None = option(None, "log probabilities per prompt token", min=0, max=20)
-  structured_outputs: Any = option(None, "StructuredOutputsParams that the text must follow")
+  min_tokens, prompt_logprobs = 0, None   # fields of the subclass
 
   def __post_init__(self) -> None:
     if self.max_tokens is None: vars(self)["max_tokens"] = MAX_INT
     if isinstance(self.stop, str): vars(self)["stop"] = [self.stop]
-    if self.needs_processor: vars(self).update(extension("logits").normalize(self))
     super().__post_init__()
 
-  def clone(self) -> "SamplingParams": return dataclasses.replace(self)
+  def processor(self, tokenizer: Any, model: ModelConfig) -> "LogitsProcessor | None": return None   # for a sequence
 
-  needs_processor = property(lambda self: any(getattr(self, x) != getattr(SamplingParams, x) for x in LOGITS_FIELDS))
-  is_greedy = property(lambda self: self.temperature < 1e-5)
-  sampler_mode = property(lambda self: SamplerMode.GREEDY if self.is_greedy else SamplerMode.FILTERED
-                          if self.top_k > 0 or self.top_p < 1 else SamplerMode.RANDOM)
+  @property
+  def sampler_mode(self) -> SamplerMode:
+    if self.temperature < 1e-5: return SamplerMode.GREEDY
+    return SamplerMode.FILTERED if self.top_k > 0 or self.top_p < 1 else SamplerMode.RANDOM
 
 
 class LogitsProcessor(Protocol):
-  """Restricts and changes the logits of one sequence, and keeps its log probabilities (seam; logits.py)."""
+  """Restricts and changes the logits of one sequence, and keeps its log probabilities (seam; logits.py). Made by
+  `SamplingParams.processor`, of which a subclass may return its own."""
   depends_on_output: bool   # whether the logits of a token depend on the tokens generated before it
 
   def accept(self, token: int) -> bool:
@@ -88,25 +76,6 @@ class Proposer(Protocol):
     """Set `draft_token_ids` of scheduled sequences, allocate their blocks and add their number to the batch."""
   def update(self, engine: Any, results: Any) -> None:
     """Verify the drafts of a step, `engine.append` the new tokens, and drop the drafts and the blocks of rejected ones."""
-  def metrics(self) -> dict[str, Any]:
-    """Counters for get_metrics."""
-
-
-@dataclasses.dataclass
-class RequestMetrics:
-  """Monotonic times of a request's events and the seconds between them; NaN for events to come."""
-  arrival_time: float = dataclasses.field(default_factory=time.monotonic)
-  first_scheduled_time: float = math.nan
-  first_token_time: float = math.nan
-  finished_time: float = math.nan
-  num_generated: int = 0         # tokens, of all samples
-  num_draft_tokens: int = 0
-  num_accepted_tokens: int = 0   # draft tokens that were accepted
-
-  queue_time = property(lambda self: self.first_scheduled_time - self.arrival_time)
-  ttft = property(lambda self: self.first_token_time - self.arrival_time)
-  tpot = property(lambda self: (self.finished_time - self.first_token_time) / max(1, self.num_generated - 1))
-  latency = property(lambda self: self.finished_time - self.arrival_time)
 
 
 table_versions = itertools.count()
@@ -123,11 +92,11 @@ class Sequence:
   index: int                       # number of the sample
   stop_ids: set[int]               # token ids that end it, the model's end tokens included
   max_len: int                     # maximum number of tokens, prompt included
-  metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
+  metrics: Any = None              # the request's, of the extension's metrics.py
   processor: LogitsProcessor | None = None
   draft_state: Any = None          # the Proposer's
   siblings: list["Sequence"] = dataclasses.field(default_factory=list)   # further samples; added after the first token
-  num_cached: int = 0              # prompt tokens found in the prefix cache when it first ran
+  num_cached: int | None = None    # prompt tokens found in the prefix cache when it first ran
   logprobs: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)   # by position
   block_hashes: list[bytes] = dataclasses.field(default_factory=list)   # of its full blocks, as far as requested
   finish_reason: str | None = None
@@ -158,11 +127,9 @@ class Sequence:
     """Add the next token. Set finish_reason if it, the logits processor or the length ends the sequence."""
     done = self.processor is not None and self.processor.accept(token)
     is_end = done or token in self.stop_ids
-    if self.metrics.num_generated == 0: self.metrics.first_token_time = time.monotonic()
     # No calls from here on: a KeyboardInterrupt finds either all of the changes made, or none
     if is_end or len(self.tokens) + 1 >= self.max_len: self.finish_reason = "stop" if is_end else "length"
     if token in (self.params.stop_token_ids or ()): self.stop_reason = token
-    self.metrics.num_generated += 1
     if self.num_in_flight: self.num_in_flight -= 1
     self.tokens.append(token)
 
@@ -187,7 +154,7 @@ class RequestOutput:
   prompt_token_ids: list[int]
   prompt_logprobs: list[dict[int, Any] | None] | None   # None for the first token
   outputs: list[CompletionOutput]
-  metrics: RequestMetrics
+  metrics: Any                           # RequestMetrics; None without the extension
   num_cached_tokens: int                 # prompt tokens found in the prefix cache
 
   finished = property(lambda self: all(output.finish_reason for output in self.outputs))

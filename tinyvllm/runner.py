@@ -1,16 +1,16 @@
 """Runs steps. A step is one int32 array, built by the host with numpy, and a captured graph that reads it; batches are
 padded to few graph shapes. Owns what stays on the device: the KV cache, allocated once, the block tables and the last
 token of each slot."""
-import collections, contextlib, functools, itertools, math
+import functools, itertools, math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes
 
-from .backend import cpu_cores, exclusive, scatter_kernel
+from .backend import exclusive, scatter_kernel
 from .config import EngineConfig, check, extension, logger
-from .llama import Model, rope_table
+from .llama import Llama, rope_table
 from .request import SAMPLING_FIELDS, SamplerMode, Sequence
 
 UNKNOWN = -1      # a token id that only the device knows
@@ -42,8 +42,8 @@ class Table:
 # first token + its number of further tokens; a tile is up to TILE consecutive tokens of a sequence
 TOKENS = Table(id="i4", position="i4", slot="i4", table_index="i4", block="i4", query_tile="i4")
 # token: index in the batch of the token before. slot: takes the sampled token as its last one, max_num_seqs for none.
-# target: the token whose log probability is wanted, UNKNOWN for the sampled one. With TOKENS 16 words, as GPUs load 4
-LOGITS = Table(token="i4", position="i4", slot="i4", target="i4", temperature="f4", top_k="i4", top_p="f4", min_p="f4",
+# With TOKENS 16 words, as GPUs load 4 at a time
+LOGITS = Table(token="i4", position="i4", slot="i4", unused="i4", temperature="f4", top_k="i4", top_p="f4", min_p="f4",
                seed_low="u4", seed_high="u4")
 NUM_WORDS = TOKENS.num_words + LOGITS.num_words
 
@@ -56,32 +56,14 @@ class GraphKey(NamedTuple):
   plan: Any = None                    # LogitsPlan of logits.py, for LogitsProcessors: hashable
 
 
-class Row(NamedTuple):
-  """A row of logits: it gives the token of `seq` at `position`, which is `target` if the host knows it."""
-  seq: Sequence
-  position: int
-  target: int
-  token: int                          # index in the batch of the token before
-
-
-class Step(NamedTuple):
-  """What the device computes next."""
-  key: GraphKey
-  words: np.ndarray                   # TOKENS and LOGITS, then the words of the logits plan
-  rows: list[Row]
-  computed: dict[Sequence, range]     # positions whose K and V it writes
-
-
-class Results(NamedTuple):
-  """The sampled token of each row of logits of a step, and its log probabilities, see logits.py, or none."""
-  step: Step
-  token_ids: list[int]
-  logprobs: list[list[float]]
-
-  def new_tokens(self) -> Iterator[tuple[int, Row]]:
-    """The sampled tokens that come next in their sequences, with their rows."""
-    for token, row in zip(self.token_ids, self.step.rows, strict=False):   # rows of padding are left over
-      if row.position == len(row.seq.tokens) and not row.seq.finish_reason: yield token, row
+# A row of logits: it gives the token of `seq` at `position`. token: index in the batch of the token before
+Row = NamedTuple("Row", [("seq", Sequence), ("position", int), ("token", int)])
+# What the device computes next. words: TOKENS and LOGITS, then those of the logits plan. computed: the positions whose K
+# and V it writes
+Step = NamedTuple("Step", [("key", GraphKey), ("words", np.ndarray), ("rows", list[Row]),
+                           ("computed", dict[Sequence, range])])
+# The sampled token of each row of logits of a step, and a list of its log probabilities, see logits.py, or none
+Results = NamedTuple("Results", [("step", Step), ("token_ids", list[int]), ("logprobs", list)])
 
 
 def next_power_of_two(n: int) -> int: return 1 << max(0, n - 1).bit_length()
@@ -99,8 +81,7 @@ def logits_rows(seq: Sequence, positions: range, first_token: int) -> Iterator[R
   """The rows of logits that a sequence needs: of its last token and its drafts, or of its prompt."""
   in_prompt = seq.wants_prompt_logprobs and positions.start < seq.num_prompt
   for position in range(max(positions.start, 0 if in_prompt else seq.length - 1), positions.stop):
-    target = seq.tokens[position + 1] if position + 1 < len(seq.tokens) else UNKNOWN
-    yield Row(seq, position + 1, target, first_token + position - positions.start)
+    yield Row(seq, position + 1, first_token + position - positions.start)
 
 
 def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | None = None) -> Step:
@@ -119,7 +100,7 @@ def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | Non
   logits_batch = extension("logits").LogitsBatch(rows) if any(seq.processor for seq in batch) else None
   key = key or runner.choose_key(GraphKey(len(tokens), len(rows), mode, logits_batch.plan if logits_batch else None))
   tokens = [(*token, tile) for token, tile in itertools.zip_longest(tokens, tiles, fillvalue=NO_TILE)]
-  logits = [(row.token, row.position - 1, row.seq.slot if row.target == UNKNOWN else padding, row.target,
+  logits = [(row.token, row.position - 1, row.seq.slot if row.position >= row.seq.length else padding, 0,
              *[getattr(row.seq.params, name) for name in SAMPLING_FIELDS],
              row.seq.seed % 2**32, row.seq.seed // 2**32 % 2**32) for row in rows]
   table_index = padding * runner.max_blocks
@@ -129,7 +110,7 @@ def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | Non
   return Step(key, np.concatenate(parts), rows, computed)
 
 
-def allocate_kv_caches(model: Model, config: EngineConfig, num_bytes: int) -> list[list[Tensor]]:
+def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> list[list[Tensor]]:
   """Allocate the cache tensors of each layer, (num_blocks, *block) each, within `num_bytes` of each device: at most for
   max_num_seqs sequences of max_model_len. Raises InputError if not one such sequence fits."""
   layout = model.backend.kv_layout(model.config, config, model.dtype)
@@ -138,9 +119,7 @@ def allocate_kv_caches(model: Model, config: EngineConfig, num_bytes: int) -> li
   block_bytes = num_layers * sum(sizes)
   per_sequence = -(-config.max_model_len // config.block_size)   # type: ignore[operator]   # blocks; by now an int
   limit = model.backend.largest_tensor() // max(sizes)
-  fit = min(num_bytes // block_bytes, limit)
-  fit -= fit % (1 << max(0, fit.bit_length() - 6))   # one of few sizes, as kernels are cached by it
-  if cpu_cores(): fit = min(fit, max(2**32 // block_bytes, per_sequence + 1))   # 4 GiB of the user's memory
+  fit = min(model.backend.max_blocks(num_bytes, block_bytes, per_sequence + 1), limit)
   num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
   check(config.num_gpu_blocks_override or fit > per_sequence,
         f"max_model_len={config.max_model_len} needs {per_sequence * block_bytes / 2**30:.2f} GiB of KV cache, but "
@@ -165,30 +144,21 @@ def upload(tensor: Tensor, array: np.ndarray) -> None:
 def zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32).contiguous().realize()
 
 
-def capture(run: Callable[[], Any]) -> Any:
-  """Run a step for the first time, as one graph of kernels with at most 8 buffers, WebGPU's limit."""
-  with Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8): return run()
-
-
 class Runner:
   """Launches steps of a model. num_bytes: of each device, for the KV cache."""
-  def __init__(self, model: Model, config: EngineConfig, num_bytes: int):
-    self.model = model
-    self.config = config
+  def __init__(self, model: Llama, config: EngineConfig, num_bytes: int):
+    self.model, self.config = model, config
     self.backend = model.backend
     self.is_async = model.backend.is_async
-    self.max_model_len: Any = config.max_model_len   # by now an int
-    self.rope = rope_table(model.config, self.max_model_len).to(model.devices.names).realize()
+    length: Any = config.max_model_len   # by now an int
+    self.rope = rope_table(model.config, length).to(model.devices.names).realize()
     self.kv_caches = allocate_kv_caches(model, config, num_bytes)
     self.num_blocks = len(self.kv_caches[0][0])
-    self.max_blocks = -(-self.max_model_len // config.block_size)
-    self.max_tokens = next_power_of_two(config.max_num_batched_tokens)   # type: ignore[arg-type]   # by now an int
+    self.max_blocks = -(-length // config.block_size)
     self.max_rows = next_power_of_two(config.max_num_seqs)   # of logits; prompt_logprobs may exceed it
     self.block_tables = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last row is the padding's
     self.last_tokens = zeros(config.max_num_seqs + 1)
     self.graphs: dict[GraphKey, tuple[Tensor, Any]] = {}   # the words that each graph reads, and itself
-    self.capture_sizes: list[int] = []   # tokens of the steps captured at startup
-    self.requested: collections.Counter[GraphKey] = collections.Counter()   # how often; for the backend's choice
     self.device_tables: dict[int | None, tuple[int, list[int]]] = {}   # slot -> version and block table on the device
 
   def choose_key(self, key: GraphKey) -> GraphKey:
@@ -200,13 +170,14 @@ class Runner:
   def launch(self, step: Step) -> Callable[[], Results]:
     """Start a step. The returned function waits for its results."""
     words, graph = self.graphs.get(step.key) or self._new_graph(step)
-    captured = getattr(graph, "cnt", 0) == 2   # TinyJit's number of calls
-    with contextlib.nullcontext() if captured else exclusive:
-      self._refresh_block_tables(step)
-      upload(words, step.words)
-      run = functools.partial(self.backend.run_graph, self, graph, step.key)
-      reads = [self.backend.start_reading(tensor) for tensor in (run() if captured else capture(run))]
-    return lambda: Results(step, *[read() for read in reads])
+    self._refresh_block_tables(step)
+    upload(words, step.words)
+    if getattr(graph, "cnt", 0) == 2: tensors = self.backend.run_graph(self, graph, step.key)   # TinyJit's: captured
+    else:   # as one graph, of kernels with at most 8 buffers: WebGPU's limit
+      with exclusive, Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8):
+        tensors = self.backend.run_graph(self, graph, step.key)
+    reads = [self.backend.start_reading(tensor) for tensor in tensors]
+    return lambda: Results(step, reads[0](), [read() for read in reads[1:]])
 
   def _new_graph(self, step: Step) -> tuple[Tensor, Any]:
     with exclusive: words = zeros(len(step.words))
@@ -226,8 +197,8 @@ class Runner:
     for slot, (_, block_table) in self.device_tables.items(): tables[slot, :len(block_table)] = block_table
     upload(self.block_tables, tables)
 
-  def _compute(self, words: Tensor, key: GraphKey) -> tuple[Tensor, Tensor]:
-    """The graph: the sampled token of each row of logits, (S,), and the log probabilities that the plan asks for."""
+  def _compute(self, words: Tensor, key: GraphKey) -> list[Tensor]:
+    """The graph: the sampled token of each row of logits, (S,), and log probabilities if the plan asks for them."""
     T, S = key.num_tokens, key.num_rows
     columns = words[:NUM_WORDS * T].reshape(NUM_WORDS, T)
     tokens = TOKENS.read(columns[:TOKENS.num_words])
@@ -238,7 +209,7 @@ class Runner:
     logits = key.plan.apply(raw, words[NUM_WORDS * T:]) if key.plan else raw
     sampled = self.backend.sampler.sample(logits, rows, key.sampler_mode).contiguous()       # (S,)
     last_tokens = self.last_tokens.custom_kernel(rows["slot"], sampled, fxn=scatter_kernel)[0]
-    targets = (rows["target"] == UNKNOWN).where(sampled, rows["target"])
-    logprobs = key.plan.logprobs(raw, targets, self.backend.sampler) if key.plan else Tensor.empty(0)
-    Tensor.realize(sampled, last_tokens, logprobs)
-    return sampled, logprobs
+    outputs = [sampled]
+    if key.plan: outputs += key.plan.logprobs(raw, sampled, words[NUM_WORDS * T:], self.backend.sampler)
+    Tensor.realize(last_tokens, *outputs)
+    return outputs

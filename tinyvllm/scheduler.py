@@ -1,10 +1,10 @@
 """Decides what each step computes (Yu et al. 2022, Orca): one token of every decoding sequence, then prefill chunks, at
 most max_num_batched_tokens together. The oldest running sequence of the highest priority always makes progress."""
-import bisect, hashlib, math, time
+import bisect, hashlib
 from collections import Counter, OrderedDict
 from typing import Any
 
-from .config import EngineConfig, logger
+from .config import EngineConfig
 from .request import Sequence
 
 
@@ -13,8 +13,7 @@ class BlockManager:
   A full block is cached under the hash of its tokens and all tokens before it, also while it is free.
   Invariant: num_free() + num_used() == num_blocks - 1 (block 0 is the null block, which padding writes to)."""
   def __init__(self, num_blocks: int, config: EngineConfig):
-    self.num_blocks = num_blocks
-    self.block_size = config.block_size
+    self.num_blocks, self.block_size = num_blocks, config.block_size
     self.block_hashes = [b""] * num_blocks         # hash of the content that last filled each block
     self.cached_blocks: dict[bytes, int] = {}      # hash -> the first block with that content
     self.reset()
@@ -82,13 +81,9 @@ class BlockManager:
 class Scheduler:
   """Owns the queue of waiting sequences and the running ones, and chooses the tokens of each step."""
   def __init__(self, config: EngineConfig, blocks: BlockManager):
-    self.config = config
-    self.blocks = blocks
-    self.token_budget: Any = config.max_num_batched_tokens   # by now an int
+    self.config, self.blocks = config, blocks
     self.waiting: list[Sequence] = []   # sorted
     self.running: list[Sequence] = []
-    self.counters = Counter(steps=0, scheduled=0, seconds=0, num_preemptions=0, prompt_tokens=0, generation_tokens=0,
-                            requests_finished=0, prefix_cache_queries=0, prefix_cache_hits=0)
 
   def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq)
 
@@ -97,7 +92,7 @@ class Scheduler:
     There is no prefill or decode phase: each sequence has a number of tokens left to compute. May preempt sequences,
     but never the oldest one of the highest priority, as the pool holds any sequence alone."""
     batch: dict[Sequence, int] = {}
-    budget = self.token_budget
+    budget: Any = self.config.max_num_batched_tokens   # by now an int
     num_running = len(self.running)
     for seq in sorted(self.running, key=lambda seq: (seq.num_remaining > 1, seq)):   # decodes first
       num_tokens = 0 if seq.slot is None or seq.reached_max_len else min(seq.num_remaining, budget)
@@ -110,7 +105,7 @@ class Scheduler:
     free_slots = {*range(self.config.max_num_seqs)} - {seq.slot for seq in self.running}
     while self.waiting and free_slots and budget and len(self.running) >= num_running:   # nothing was preempted
       seq = self.waiting[0]
-      if not self._start(seq, free_slots): break
+      if not self.start(seq, free_slots): break
       budget -= self._schedule_tokens(batch, seq, min(seq.num_remaining, budget))
     return batch
 
@@ -119,7 +114,7 @@ class Scheduler:
     if num_tokens: batch[seq] = num_tokens
     return num_tokens
 
-  def _start(self, seq: Sequence, free_slots: set[int]) -> bool:
+  def start(self, seq: Sequence, free_slots: set[int]) -> bool:
     """Move the first waiting sequence to the running ones, with the cached blocks of its tokens. Returns False without
     room for all of its tokens: the chunks of several prompts would preempt each other."""
     if not seq.wants_prompt_logprobs: self.blocks.match_prefix(seq)
@@ -128,11 +123,7 @@ class Scheduler:
       return False
     self.running.append(self.waiting.pop(0))
     seq.slot = free_slots.pop()
-    self.counters.update(prefix_cache_queries=len(seq.tokens), prefix_cache_hits=seq.num_computed)
-    if math.isnan(seq.metrics.first_scheduled_time):
-      self.counters["prompt_tokens"] += seq.num_prompt
-      seq.metrics.first_scheduled_time = time.monotonic()
-      seq.num_cached = seq.num_computed
+    if seq.num_cached is None: seq.num_cached = seq.num_computed
     return True
 
   def preempt(self, seq: Sequence) -> None:
@@ -140,10 +131,6 @@ class Scheduler:
     self.running.remove(seq)
     self.blocks.free(seq)
     self.add(seq)
-    self.counters["num_preemptions"] += 1
-    count = self.counters["num_preemptions"]
-    if count.bit_count() == 1:   # at 1, 2, 4, 8, ...
-      logger.warning(f"{count} preemptions: lower max_num_seqs or raise gpu_memory_utilization")
 
   def start_step(self, batch: dict[Sequence, int], num_behind: int = 0) -> None:
     """Count the tokens that the step will compute, and those that it will sample, which may be scheduled unread.
@@ -163,12 +150,10 @@ class Scheduler:
       seq.append(token)
       while seq.siblings: self.add(seq.siblings.pop())
       if seq.finish_reason: self.finish(seq, seq.finish_reason)
-    self.counters.update(generation_tokens=len(sampled))
 
   def finish(self, seq: Sequence, reason: str) -> None:
     """End a sequence, waiting or running, and free its blocks."""
     seq.finish_reason = reason
-    seq.metrics.finished_time = time.monotonic()
     queue = self.waiting if seq.slot is None else self.running
     if seq in queue: queue.remove(seq)
     self.blocks.free(seq)

@@ -28,8 +28,11 @@ from tinygrad import Device
 
 from tinyvllm import SamplingParams
 from tinyvllm.config import NO_EFFECT, EngineConfig, ModelConfig, Options, check, effective, kind_of
-from tinyvllm_extra.cli import FAILURES, add_flags, folder_of, given, set_log_level
-from tinyvllm_extra.server.server import Server, ServerConfig, refuse
+from tinyvllm_extra.cli import FAILURES
+from tinyvllm_extra.flags import add_flags, select_options, set_log_level
+from tinyvllm_extra.gguf import folder_of
+from tinyvllm_extra.server.app import Server, ServerConfig, check_port
+from tinyvllm_extra.server.protocol import error_response
 
 NAME = "tinyvllm"   # of the application
 SLACK = 8    # requests by which a replica may be busier than the least busy one and still get its conversations
@@ -116,7 +119,7 @@ class Replica:
 
   async def metrics(self) -> tuple[str, str]:
     """This replica's name, and its /metrics."""
-    return serve.get_replica_context().replica_id.unique_id, generate_latest(self.server.registry).decode()
+    return serve.get_replica_context().replica_id.unique_id, generate_latest(self.server.observer.registry).decode()
 
   async def check_health(self) -> None:
     """Raises where /health would not say 200, and where a step has failed and another one does, too: a device that is
@@ -175,7 +178,7 @@ class Ingress:
       except RequestCancelledError: return   # the client has gone
       except Exception as error:
         if begun: raise   # the connection is cut, so that nobody takes this for the end
-        await refuse(503, f"the replica is gone: try again ({type(error).__name__})")(scope, receive, send)
+        await error_response(503, f"the replica is gone: try again ({type(error).__name__})")(scope, receive, send)
 
     passing = asyncio.create_task(pass_on())
     gone = asyncio.create_task(receive())   # which returns once the client has gone, or has all
@@ -215,7 +218,7 @@ def configs(args: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig, RayConf
   types = {field.name: kind_of(field)[0] for kind in kinds for field in dataclasses.fields(kind)}
   for name in args: check(name in {"model", "log_level", *types, *NO_EFFECT}, f"{name}: there is no such option")
   args = {name: value(of, types.get(name)) for name, of in args.items() if of is not None}
-  engine, server, own = (given(args, kind) for kind in kinds)
+  engine, server, own = (select_options(args, kind) for kind in kinds)
   EngineConfig(**effective(engine))
   check("prefix_cache_file" not in server, "prefix_cache_file: each replica would write it: tinyvllm serve has one")
   return engine, ServerConfig(**{"api_key": os.environ.get("TINYVLLM_API_KEY"), **server}), RayConfig(**own)
@@ -255,13 +258,6 @@ def app(args: dict[str, Any]) -> Any:
   return ingress(serve.ingress(make)()).bind(replica.bind(folder, engine, server, args.get("log_level", "info")))
 
 
-def free(options: ServerConfig) -> None:
-  """Raises ValueError where another program has the port, before a model is loaded for nothing."""
-  family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-  try: socket.create_server((options.host, options.port), family=family).close()
-  except OSError as error: raise ValueError(f"host={options.host!r}, port={options.port}: {error.strerror}") from error
-
-
 def deploy(application: Any) -> None:
   """Returns once all answer. Raises ValueError with what a replica said, where Serve says only that one has failed."""
   try: serve.run(application, name=NAME)
@@ -284,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     ray.init(log_to_driver=args["log_level"] == "debug")
     signal.signal(signal.SIGTERM, signal.default_int_handler)   # Ray has taken it
     serve.start(proxy_location="Disabled")
-    if NAME not in serve.status().applications: free(server)
+    if NAME not in serve.status().applications: check_port(server.host, server.port)
     deploy(app(args))
     print(f"tinyvllm: running on http://{server.host}:{server.port}", file=sys.stderr, flush=True)
     signal.pause()

@@ -1,5 +1,5 @@
 """Which graph a step runs with, and captures ahead of need, so that no request waits for one."""
-import itertools, logging, operator, time
+import collections, dataclasses, itertools, operator, time
 from collections.abc import Iterator
 
 from tinygrad import helpers
@@ -8,13 +8,19 @@ from tinyvllm.backend import exclusive, renderer
 from tinyvllm.config import check, logger
 from tinyvllm.engine import LLMEngine
 from tinyvllm.request import SamplerMode
-from tinyvllm.runner import GraphKey, Runner, build_step
+from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 
 from .kernels.tinygrad_patches import num_compiled
 from .logits import LogitsPlan
 
 OFTEN = 16   # times that a graph shape is requested before it is worth a capture of its own
-LOG_LEVEL = {False: logging.INFO, True: logging.DEBUG}   # of a capture, by whether it was captured ahead
+
+
+@dataclasses.dataclass
+class GraphState:
+  """What a backend knows of its engine's graphs."""
+  capture_sizes: list[int] = dataclasses.field(default_factory=list)   # of steps captured ahead, in tokens
+  num_requested: collections.Counter[tuple[Runner, GraphKey]] = dataclasses.field(default_factory=collections.Counter)
 
 
 def sizes_of(key: GraphKey) -> tuple[int, ...]:
@@ -32,24 +38,26 @@ def cost(key: GraphKey) -> int:
 def choose_graph(runner: Runner, key: GraphKey) -> GraphKey:
   """Return `key`, or a captured larger one: any if steps were captured ahead, else at first one that takes less than
   twice the time."""
-  if runner.capture_sizes:
-    size = min([size for size in runner.capture_sizes if size >= key.num_tokens], default=key.num_tokens)
+  state = runner.backend.graph_state   # type: ignore[attr-defined]   # FastBackend's
+  if state.capture_sizes:
+    size = min([size for size in state.capture_sizes if size >= key.num_tokens], default=key.num_tokens)
     rows = max(key.num_rows, min(size, runner.max_rows)) if key.num_rows <= runner.max_rows else size
     key = key._replace(num_tokens=size, num_rows=rows)
   sizes = sizes_of(key)
   larger = [graph for graph in runner.graphs if all(map(operator.ge, sizes_of(graph), sizes))]
   best = min(larger, key=cost, default=key)
-  runner.requested[key] += 1
-  is_worth_it = runner.requested[key] <= OFTEN and cost(best) < 2 * cost(key)
-  return best if runner.capture_sizes or is_worth_it else key
+  state.num_requested[runner, key] += 1
+  can_wait = state.num_requested[runner, key] <= OFTEN and cost(best) < 2 * cost(key)
+  return best if state.capture_sizes or can_wait else key
 
 
 def usual_sizes(runner: Runner) -> list[int]:
   """Step sizes in tokens that are worth a capture on this device. Tensor cores compute 8 tokens in the time of 2, and
   steps beyond the number of sequences are of prefill, with many tokens."""
-  sizes = [1 << i for i in range(runner.max_tokens.bit_length())]
+  largest = next_power_of_two(runner.config.max_num_batched_tokens)   # type: ignore[arg-type]   # by now an int
+  sizes = [1 << i for i in range(largest.bit_length())]
   if not renderer().tensor_cores: return sizes
-  return [size for size in sizes if size in (1, runner.max_tokens) or 8 <= size <= max(64, runner.max_rows)]
+  return [size for size in sizes if size in (1, largest) or 8 <= size <= max(64, runner.max_rows)]
 
 
 def capture(engine: LLMEngine, sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
@@ -63,7 +71,7 @@ def _capture(engine: LLMEngine, sizes: list[int] | None, optional: bool) -> Iter
   started = time.perf_counter()
   num_kernels = num_compiled()
   sizes = [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))
-  for runner in engine.runners: runner.capture_sizes = sizes
+  engine.backend.graph_state.capture_sizes = sizes   # type: ignore[attr-defined]   # FastBackend's
   plan = LogitsPlan(engine.model_config.vocab_size, True, 128, True)
   kinds = [(SamplerMode.RANDOM, None), (SamplerMode.FILTERED, plan)] if optional else [
     (SamplerMode.GREEDY, None), (SamplerMode.FILTERED, None)]

@@ -1,21 +1,75 @@
-"""What models in Hugging Face's layout come with that takes a library of theirs: tokenizer.json, chat templates."""
-import functools, importlib, pathlib
+"""Tokenizers: special tokens in sentencepiece's and Hugging Face's vocabularies, tokenizer.json (tokenizers) and chat
+templates (jinja2)."""
+import dataclasses, functools, itertools, pathlib, re
+from collections.abc import Callable
 from typing import Any
 
-from tinyvllm.config import check
-from tinyvllm.engine import LLM
-from tinyvllm.request import RequestOutput
-from tinyvllm.tokenizer import Tokenizer
+from sentencepiece import SentencePieceProcessor
+
+from tinyvllm import tokenizer
+from tinyvllm.config import InputError, check, read_json
+from tinyvllm_extra.packages import optional
 
 
-def optional(name: str, extra: str = "hf") -> Any:
-  """A module that an extra of this package brings."""
-  try: return importlib.import_module(name)
-  except ImportError as e: raise ValueError(f"this needs {name}: pip install 'tinyvllm[{extra}]'") from e
+@dataclasses.dataclass(eq=False)
+class Tokenizer(tokenizer.Tokenizer):
+  """Text to ids and back. Special tokens are encoded and decoded here, everything else by a library."""
+  encode_plain: Callable[[str, bool], list[int]]   # (text, add special tokens) -> ids
+  decode_plain: Callable[[list[int]], str]
+  added_tokens: dict[str, int]  # tokens that are matched as text before the library splits it
+  special_ids: set[int]         # those that skip_special_tokens leaves out
+  config: dict[str, Any]        # tokenizer_config.json
+  library: Any = None           # the tokenizers.Tokenizer or SentencePieceProcessor
+
+  def __post_init__(self) -> None:
+    self.config = {k: v.get("content", v) if isinstance(v, dict) else v for k, v in self.config.items()}
+    self.added_texts = {i: text for text, i in self.added_tokens.items()}
+    bos = self.config.get("add_bos_token") and self.config.get("bos_token")
+    self.prefix = [self.added_tokens[bos]] if bos in self.added_tokens else []
+
+  eos_token_id = property(lambda self: self.added_tokens.get(self.config.get("eos_token")))
+
+  def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    ids = self.encode_plain(tokenizer.checked_unicode(text), add_special_tokens and "add_bos_token" not in self.config)
+    return self.prefix + ids if add_special_tokens and ids[:1] != self.prefix else ids
+
+  def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+    if self.added_texts.keys().isdisjoint(ids): return self.decode_plain(ids) if ids else ""   # the usual case
+    hidden = self.special_ids if skip_special_tokens else ()
+    runs = itertools.groupby([i for i in ids if i not in hidden], self.added_texts.get)   # plain ids have no text
+    return "".join(self.decode_plain([*run]) if text is None else text * len([*run]) for text, run in runs)
+
+  def apply_chat_template(self, messages: list[dict[str, Any]], /, **options: Any) -> str:
+    """Return the conversation as the model was trained to see it; see `render` for the options."""
+    return render(messages, self.config, **options)
 
 
-def plain(message: dict[str, Any]) -> dict[str, Any]:
-  """A chat's message whose content is a text, of the parts that it may have come in."""
+def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
+  """Read tokenizer.json or tokenizer.model, with tokenizer_config.json and chat_template.jinja if they exist."""
+  config = read_json(folder / "tokenizer_config.json")
+  config |= {path.stem: path.read_text() for path in folder.glob("chat_template.jinja")}
+  if (folder / "tokenizer.json").exists(): return load(folder / "tokenizer.json", config)
+  check((folder / "tokenizer.model").exists(), f"model: {folder} has no tokenizer.json and no tokenizer.model")
+  return wrap_sentencepiece(SentencePieceProcessor(model_file=str(folder / "tokenizer.model")), config)
+
+
+def wrap_sentencepiece(model: SentencePieceProcessor, config: dict[str, Any]) -> Tokenizer:
+  ids = range(model.GetPieceSize())
+  tokens: dict[int, Any] = {i: {"content": model.IdToPiece(i), "special": True} for i in ids if model.IsControl(i)}
+  tokens |= {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
+  added = {token["content"]: i for i, token in tokens.items()}
+  splitter = re.compile(f"({'|'.join(map(re.escape, added))})")
+
+  def encode(text: str, special: bool) -> list[int]:
+    parts = splitter.split(text)
+    return [i for part in parts for i in ([added[part]] if part in added else model.EncodeAsIds(part))]
+  def decode(plain: list[int]) -> str: return model.DecodeIds([i for i in plain if i in ids])   # others are padding
+  config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config}
+  return Tokenizer(encode, decode, added, {i for i, token in tokens.items() if token["special"]}, config, model)
+
+
+def with_plain_content(message: dict[str, Any]) -> dict[str, Any]:
+  """Return a chat message whose content is a str: text parts are joined, an assistant's None becomes ""."""
   content = message.get("content")
   if message["role"] == "assistant" and content is None: content = ""   # it called a tool
   check(isinstance(content, str | list), f"content={content!r} must be a str or a list of parts")
@@ -27,46 +81,43 @@ def plain(message: dict[str, Any]) -> dict[str, Any]:
 
 def render(messages: list[dict[str, Any]], config: dict[str, Any], /, add_generation_prompt: bool = True,
            continue_final_message: bool = False, **variables: Any) -> str:
-  """The conversation as the model was trained to see it. messages: each a role and a content, which is a str or a list
-  of {"type": "text", "text": str}. config: of the tokenizer. add_generation_prompt: an answer begins behind it, unless
-  continue_final_message: the last message goes on. variables: more of the template's, such as tools, or another
-  chat_template. Raises ValueError without a template, or where it refuses."""
+  """Return the prompt text of a conversation, by the model's chat template.
+
+  messages: each has a role, and content that is a str or a list of {"type": "text", "text": str}. config: the content
+  of tokenizer_config.json. add_generation_prompt: append the start of an answer. continue_final_message: end within the
+  last message instead, so that it is continued. variables: the template's other variables, such as tools, or another
+  chat_template. Raises InputError without a template, or if the template fails."""
   variables = config | variables
   check(variables.get("chat_template"), "tokenizer_config.json has no chat template: use generate")
-  env = optional("jinja2.sandbox").ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+  sandbox = optional("jinja2.sandbox", "hf", "a chat template")
+  environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
   try:
-    messages = [*map(plain, messages)]
-    text = env.from_string(variables["chat_template"]).render(
+    messages = [*map(with_plain_content, messages)]
+    text = environment.from_string(variables["chat_template"]).render(
       variables, messages=messages, add_generation_prompt=add_generation_prompt and not continue_final_message,
       raise_exception=functools.partial(check, False))
     if not continue_final_message: return text
     last = messages[-1]["content"].strip()
     return text[:text.rindex(last) + len(last)]
-  # A template, or what it finds in a message, can fail in many ways
-  except Exception as e: raise ValueError(f"messages: the chat template does not take them: {e!r}") from e
+  except Exception as error:   # a template can fail in many ways on the messages it gets
+    raise InputError(f"messages: the chat template does not take them: {error!r}") from error
 
 
-def encode(tokenizer: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any] | None = None,
+def encode(to_ids: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any] | None = None,
            **unknown: Any) -> tuple[str, list[int]]:
   """The text and the token ids of a conversation. template: options of `render`."""
   check(messages and not unknown, f"prompt: messages={messages!r} must not be empty, and only `template` goes with them")
-  text = tokenizer.apply_chat_template(messages, **template or {})
-  return text, tokenizer.encode(text, False)   # the template adds BOS
-
-
-def chat(llm: LLM, messages: list[dict[str, Any]] | list[list[dict[str, Any]]], sampling_params: Any = None,
-         use_tqdm: bool = True, chat_template_kwargs: dict[str, Any] | None = None,
-         **template: Any) -> list[RequestOutput]:
-  """Answer a conversation, a list of {"role": ..., "content": ...}, or several, through the model's chat template.
-  template, chat_template_kwargs: options of `render`."""
-  chats: Any = messages if messages and isinstance(messages[0], list) else [messages]
-  template |= chat_template_kwargs or {}
-  return llm.generate([{"messages": messages, "template": template} for messages in chats], sampling_params, use_tqdm)
+  text = to_ids.apply_chat_template(messages, **template or {})
+  return text, to_ids.encode(text, False)   # the template adds BOS
 
 
 def load(path: pathlib.Path, config: dict[str, Any]) -> Tokenizer:
-  """From tokenizer.json. config: the content of tokenizer_config.json."""
-  library = optional("tokenizers").Tokenizer.from_file(str(path))
+  """Read tokenizer.json. config: the content of tokenizer_config.json."""
+  return wrap(optional("tokenizers", "hf", "tokenizer.json").Tokenizer.from_file(str(path)), config)
+
+
+def wrap(library: Any, config: dict[str, Any]) -> Tokenizer:
+  """Make a Tokenizer from a tokenizers.Tokenizer."""
   named = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
   return Tokenizer(lambda text, special: library.encode(text, add_special_tokens=special).ids, library.decode, named,
                    set(named.values()), config, library)

@@ -1,18 +1,19 @@
 """Penalties, logit bias, allowed and banned tokens, structured outputs and log probabilities: the LogitsProcessor of a
 request, and what a step's graph does for the processors in it (a LogitsPlan)."""
-import collections, copy, math
+import collections, copy, dataclasses, math
 from typing import Any, NamedTuple
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import KernelInfo
 
+from tinyvllm import request
 from tinyvllm.backend import Sampler
-from tinyvllm.config import ModelConfig, check
+from tinyvllm.config import ModelConfig, check, option
 from tinyvllm.engine import check_ids
-from tinyvllm.request import SamplingParams, Sequence
-from tinyvllm.runner import Results, Row, Table
-from tinyvllm.tokenizer import Tokenizer
+from tinyvllm.request import MAX_INT, Sequence
+from tinyvllm.runner import UNKNOWN, Results, Row, Table
+from tinyvllm_extra.huggingface import Tokenizer
 
 from . import structured_outputs
 
@@ -30,17 +31,38 @@ class Logprob(NamedTuple):
   decoded_token: str
 
 
-def normalize(params: SamplingParams) -> dict[str, Any]:
-  """Fields of SamplingParams in the form that they have here, from JSON's. Raises InputError for contradictions."""
-  fields: dict[str, Any] = {}
-  if isinstance(params.logit_bias, dict):
-    fields["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in params.logit_bias.items()}
-  if params.structured_outputs is not None: fields["structured_outputs"] = structured_outputs.normalize(params)
-  low, high = params.min_tokens, params.max_tokens
-  ordered = type(low) is not int or type(high) is not int or low <= high   # other types are refused later
-  check(ordered, f"min_tokens={low} must be at most max_tokens={high}")
-  check(params.allowed_token_ids != [], "allowed_token_ids=[] allows no token: use None to allow all")
-  return fields
+@dataclasses.dataclass(frozen=True)
+class SamplingParams(request.SamplingParams):
+  """Sampling parameters of a request, under vLLM's names."""
+  min_tokens: int = option(0, "minimum tokens before an end token or a stop string", min=0, max=MAX_INT)
+  repetition_penalty: float = option(1.0, "penalty of tokens in the prompt or the output; 1: none", min=0.01, max=100)
+  presence_penalty: float = option(0.0, "penalty of tokens in the output", min=-2, max=2)
+  frequency_penalty: float = option(0.0, "penalty of tokens in the output, times their count", min=-2, max=2)
+  logit_bias: dict[int, float] | None = option(None, "number to add to the logit of each token id", min=-100, max=100)
+  allowed_token_ids: list[int] | None = option(None, "the only token ids to generate")
+  bad_words: list[str] | None = option(None, "words that must not be generated")
+  logprobs: int | None = option(None, "log probabilities per token: its own and the best ones", min=0, max=20)
+  prompt_logprobs: int | None = option(None, "log probabilities per prompt token", min=0, max=20)
+  structured_outputs: Any = option(None, "StructuredOutputsParams that the text must follow")
+
+  def __post_init__(self) -> None:
+    if isinstance(self.logit_bias, dict):   # JSON has keys of type str
+      vars(self)["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
+    if self.structured_outputs is not None: vars(self)["structured_outputs"] = structured_outputs.normalize(self)
+    super().__post_init__()
+    low, high = self.min_tokens, self.max_tokens
+    check(low <= (high or 0), f"min_tokens={low} must be at most max_tokens={high}")
+    check(self.allowed_token_ids != [], "allowed_token_ids=[] allows no token: use None to allow all")
+
+  def clone(self) -> "SamplingParams": return dataclasses.replace(self)
+
+  def processor(self, tokenizer: Tokenizer, model: ModelConfig) -> "Processor | None":
+    plain = all(getattr(self, name) == getattr(SamplingParams, name) for name in FIELDS)
+    return None if plain else Processor(self, tokenizer, model)
+
+
+FIELDS = [field.name for field in dataclasses.fields(SamplingParams) if not hasattr(request.SamplingParams, field.name)
+          or field.name in ("min_tokens", "prompt_logprobs")]
 
 
 class Processor:
@@ -98,25 +120,32 @@ class LogitsPlan(NamedTuple):
   has_bitmask: bool
 
   def words(self, batch: "LogitsBatch | None", num_rows: int) -> np.ndarray:
-    """The int32 words of a step: ADJUSTMENTS, then a bitmask for each row of logits."""
+    """The int32 words of a step: ADJUSTMENTS, then for each row of logits a bitmask, then for each the token whose log
+    probability is wanted, UNKNOWN for the sampled one."""
     everything = np.full(-(-self.vocab_size // 32), -1, np.int32)
     bitmasks = batch.bitmasks if batch else {}
     masks = [bitmasks.get(row, everything) for row in range(num_rows if self.has_bitmask else 0)]
     adjustments = ADJUSTMENTS.write(batch.adjustments if batch else [], self.num_adjustments, row=NO_ROW)
-    return np.concatenate([adjustments, *masks])
+    targets = np.full(num_rows if self.has_logprobs else 0, UNKNOWN, np.int32)
+    if batch and self.has_logprobs: targets[:len(batch.targets)] = batch.targets
+    return np.concatenate([adjustments, *masks, targets])
 
   def apply(self, logits: Tensor, words: Tensor) -> Tensor:
     """Masked and adjusted logits. logits: (S, V). words: as `words` returns them."""
     size = ADJUSTMENTS.num_words * self.num_adjustments
-    if self.has_bitmask: logits = apply_bitmask(logits, words[size:].reshape(logits.shape[0], -1)).contiguous()
+    num_masks = logits.shape[0] * -(-self.vocab_size // 32)
+    masks = words[size:size + num_masks].reshape(logits.shape[0], -1) if self.has_bitmask else None
+    if masks is not None: logits = apply_bitmask(logits, masks).contiguous()
     elif self.num_adjustments: logits = logits.clone()   # the kernel works in place, and raw logits are needed later
     if not self.num_adjustments: return logits
     adjustments = words[:size].reshape(ADJUSTMENTS.num_words, -1).contiguous()
     return logits.custom_kernel(adjustments, fxn=adjust_kernel)[0]
 
-  def logprobs(self, logits: Tensor, ids: Tensor, sampler: Sampler) -> Tensor:
-    """See top_logprobs; an empty tensor if no request asks for them."""
-    return top_logprobs(logits, ids, sampler) if self.has_logprobs else Tensor.empty(0)
+  def logprobs(self, logits: Tensor, sampled: Tensor, words: Tensor, sampler: Sampler) -> list[Tensor]:
+    """See top_logprobs; nothing if no request asks for them."""
+    if not self.has_logprobs: return []
+    targets = words[words.shape[0] - sampled.shape[0]:]
+    return [top_logprobs(logits, (targets == UNKNOWN).where(sampled, targets), sampler)]
 
 
 class LogitsBatch:
@@ -127,6 +156,7 @@ class LogitsBatch:
     self.adjustments = [(i, *x) for i, row in new for x in row.seq.processor.adjustments(row.seq, row.position)]
     masks = {i: row.seq.processor.bitmask() for i, row in new}
     self.bitmasks = {i: mask for i, mask in masks.items() if mask is not None}
+    self.targets = [row.seq.tokens[row.position] if row.position < len(row.seq.tokens) else UNKNOWN for row in rows]
     wanted = any(row.seq.params.logprobs is not None or row.seq.wants_prompt_logprobs for row in rows)
     # One of few sizes: 16, 128, 1024, ...
     size = 16 * 8 ** -(-(len(self.adjustments) // 16).bit_length() // 3) if self.adjustments else 0
@@ -165,7 +195,8 @@ def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BES
 
 def record(results: Results, tokenizer: Tokenizer) -> None:
   """Keep the log probabilities of a step in the sequences that want them."""
-  for sampled, row, (own, rank, *best) in zip(results.token_ids, results.step.rows, results.logprobs, strict=False):
+  rows = zip(results.token_ids, results.step.rows, *results.logprobs, strict=False)
+  for sampled, row, (own, rank, *best) in rows if results.logprobs else ():
     seq = row.seq
     k = seq.params.logprobs if row.position >= seq.num_prompt else seq.params.prompt_logprobs
     if k is None: continue

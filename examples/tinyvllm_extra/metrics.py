@@ -1,11 +1,71 @@
-"""Numbers about a running engine, as get_metrics returns them."""
-from typing import Any
+"""Numbers about requests and a running engine. The core's scheduler knows none of this."""
+import collections, dataclasses, math, time
+from typing import TYPE_CHECKING, Any
 
-from tinyvllm.engine import LLMEngine
+from tinyvllm.config import EngineConfig, logger
+from tinyvllm.request import Sequence
+from tinyvllm.scheduler import BlockManager, Scheduler
+
+if TYPE_CHECKING: from tinyvllm.engine import Engine
 
 
-def get_metrics(engine: LLMEngine) -> dict[str, Any]:
-  """Counters since the start, rates over the seconds spent in steps, and the state of the blocks and the queue."""
+@dataclasses.dataclass
+class RequestMetrics:
+  """Monotonic times of a request's events and the seconds between them; NaN for events to come."""
+  samples: list[Sequence] = dataclasses.field(default_factory=list, repr=False)
+  arrival_time: float = dataclasses.field(default_factory=time.monotonic)
+  first_scheduled_time: float = math.nan
+  first_token_time: float = math.nan
+  finished_time: float = math.nan
+  num_draft_tokens: int = 0
+  num_accepted_tokens: int = 0   # draft tokens that were accepted
+
+  def __post_init__(self) -> None:
+    for seq in self.samples: seq.metrics = self
+
+  num_generated = property(lambda self: sum(seq.num_generated for seq in self.samples))   # tokens, of all samples
+  queue_time = property(lambda self: self.first_scheduled_time - self.arrival_time)
+  ttft = property(lambda self: self.first_token_time - self.arrival_time)
+  tpot = property(lambda self: (self.finished_time - self.first_token_time) / max(1, self.num_generated - 1))
+  latency = property(lambda self: self.finished_time - self.arrival_time)
+
+
+class MeteredScheduler(Scheduler):
+  """A Scheduler that counts, and sets the times of requests."""
+  def __init__(self, config: EngineConfig, blocks: BlockManager):
+    super().__init__(config, blocks)
+    self.counters = collections.Counter(
+      steps=0, scheduled=0, seconds=0, num_preemptions=0, prompt_tokens=0, generation_tokens=0, requests_finished=0,
+      prefix_cache_queries=0, prefix_cache_hits=0)
+
+  def start(self, seq: Sequence, free_slots: set[int]) -> bool:
+    if not super().start(seq, free_slots): return False
+    self.counters.update(prefix_cache_queries=len(seq.tokens), prefix_cache_hits=seq.num_computed)
+    if math.isnan(seq.metrics.first_scheduled_time):
+      self.counters["prompt_tokens"] += seq.num_prompt
+      seq.metrics.first_scheduled_time = time.monotonic()
+    return True
+
+  def preempt(self, seq: Sequence) -> None:
+    super().preempt(seq)
+    self.counters["num_preemptions"] += 1
+    count = self.counters["num_preemptions"]
+    if count.bit_count() == 1:   # at 1, 2, 4, 8, ...
+      logger.warning(f"{count} preemptions: lower max_num_seqs or raise gpu_memory_utilization")
+
+  def update(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
+    for seq in sampled:   # before its last token can finish it
+      if math.isnan(seq.metrics.first_token_time): seq.metrics.first_token_time = time.monotonic()
+    super().update(computed, sampled)
+    self.counters.update(generation_tokens=len(sampled))
+
+  def finish(self, seq: Sequence, reason: str) -> None:
+    seq.metrics.finished_time = time.monotonic()
+    super().finish(seq, reason)
+
+
+def get_metrics(engine: "Engine") -> dict[str, Any]:
+  """See LLM.get_metrics."""
   counters = engine.scheduler.counters
   blocks = engine.blocks
   seconds = counters["seconds"] or 1

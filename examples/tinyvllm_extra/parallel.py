@@ -1,138 +1,89 @@
-"""Several devices of this machine that share every layer (Shoeybi et al. 2019, arXiv:1909.08053): each has its part of
-the heads, of the MLP and of the vocabulary, and reads from the others what is to be summed."""
-import ctypes, dataclasses, functools, itertools
-from collections.abc import Callable
+"""Devices of this machine that share every layer (tensor parallelism, Shoeybi et al. 2019): each has its part of the
+heads, of the MLP and of the vocabulary, and sums read the partial results of the others in place."""
+import dataclasses, itertools
 from typing import Any
 
-import numpy as np
-from tinygrad import Context, Device, Tensor, UOp, helpers
-from tinygrad.dtype import DType
+from tinygrad import Context, Device, Tensor, UOp
 from tinygrad.engine.jit import _TinyJit
 from tinygrad.uop.ops import AxisType
 
-from tinyvllm import device, llama
-from tinyvllm.config import EngineConfig, ModelConfig, check, kind_of
-from tinyvllm.device import axes, kernel_of
+from tinyvllm import backend
+from tinyvllm.config import EngineConfig, ModelConfig, check
 
 
 def device_names(count: int) -> tuple[str, ...]:
-  """The default device, and others of its kind."""
+  """The default device and others of its kind."""
   return tuple(Device.canonicalize(f"{Device.DEFAULT}:{i}") for i in range(count))
 
 
-def open_peers(count: int) -> tuple[int, Callable]:
-  """Open devices that read each other's memory, the first of which is open. Returns the free bytes of each, and what
-  makes a Llama on them. Raises ValueError where they cannot, or are not so many."""
+def open_devices(config: EngineConfig) -> "Devices":
+  """Open tensor_parallel_size devices that read each other's memory. Raises InputError if there are fewer, or if they
+  cannot."""
+  count = config.tensor_parallel_size
+  check(not config.enforce_eager, f"tensor_parallel_size={count} needs enforce_eager=False: devices wait for each other "
+        "only within a graph")
   check_peers(count)
-  names = device_names(count)
-  free = min(map(device.free_memory, reversed(names)))   # the first one's context is to stay the current one
-  # A CPU's is memory that all have in common
-  return free // count if Device.DEFAULT == "CPU" else free, functools.partial(Llama, names)
+  return Devices(device_names(count))
 
 
 def check_peers(count: int) -> None:
-  said = f"tensor_parallel_size={count}"
-  check(Device.DEFAULT in ("CUDA", "CPU"), f"{said}: {Device.DEFAULT} takes 1; CUDA and CPU take more")
+  text = f"tensor_parallel_size={count}"
+  check(Device.DEFAULT in ("CUDA", "CPU"), f"{text} must be 1 on {Device.DEFAULT}; CUDA and CPU take more")
   if Device.DEFAULT != "CUDA": return
-  there = Device.default.count()
-  check(count <= there, f"{said}: there are {there} {Device.DEFAULT} devices here: at most that would do")
-  from tinygrad.runtime.autogen import cuda
-  able = ctypes.c_int()
-  for reader, read in itertools.permutations([Device[name] for name in device_names(count)], 2):
-    cuda.cuDeviceCanAccessPeer(ctypes.byref(able), reader.cu_device, read.cu_device)   # type: ignore[attr-defined]
-    check(able.value, f"{said}: {reader.device} cannot read {read.device}'s memory (nvidia-smi topo -p2p r); 1 will do")
-
-
-def share(config: ModelConfig, n: int) -> ModelConfig:
-  """What each of n devices has: its part of the heads, of the MLP and of the vocabulary."""
-  _, (least, most) = kind_of(EngineConfig.__dataclass_fields__["tensor_parallel_size"])
-  names = "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"
-  sizes = {name: getattr(config, name) for name in names}
-  fit = [str(x) for x in range(least, most + 1) if not any(size % x for size in sizes.values())]
-  check(str(n) in fit, f"tensor_parallel_size={n} must divide each of {sizes}: {' or '.join(fit)} would do")
-  return dataclasses.replace(config, **{name: size // n for name, size in sizes.items()})
-
-
-def parts_of(x: Tensor) -> list[Tensor]:
-  """What each device has of x, where it is, for all of them to read."""
-  count = len(helpers.to_tuple(x.device))
-  return [Tensor(UOp.mstack(*[x.uop.mselect(i)] * count)) for i in range(count)]
-
-
-def own_rows(ids: Tensor, rows: int) -> Tensor:
-  """Where each device has what ids, (T,), stand for: its rows follow those of the device before. What it has not is
-  beyond them."""
-  first = Tensor(UOp.range(len(helpers.to_tuple(ids.device)), -1, AxisType.DEVICE)).cast(ids.dtype) * rows
-  own = ids - first
-  return (own < 0).where(rows, own).contiguous()
+  from tinyvllm_extra.kernels.cuda import can_access_peer
+  available = Device.default.count()
+  check(count <= available, f"{text} must be at most {available}, the number of {Device.DEFAULT} devices")
+  devices: list[Any] = [Device[name] for name in device_names(count)]
+  for reader, owner in itertools.permutations(devices, 2):
+    readable = can_access_peer(reader, owner)
+    check(readable, f"{text} must be 1: {reader.device} cannot read {owner.device}'s memory (nvidia-smi topo -p2p r)")
 
 
 class Graph(_TinyJit):
-  """A step of several devices. step: a partial of Runner._compute."""
-  def __init__(self, devices: tuple[str, ...], step: functools.partial):
+  """A step of several devices. step: a partial of Runner._compute, whose last argument is the GraphKey."""
+  def __init__(self, devices: tuple[str, ...], step: Any):
     super().__init__(step)
     self.devices = devices
-    # Where results take the place of others, devices that read them wait for each other. Few tokens need little memory
-    self.apart = int(step.args[-1].tokens <= 64)
+    # If results take the place of others, devices that read them wait for each other. Few tokens need little memory
+    self.separate = int(step.args[-1].num_tokens <= 64)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    captures = self.cnt == 1
-    with Context(NO_MEMORY_PLANNER=self.apart): results = super().__call__(*args, **kwargs)
-    # A capture may have left any device the current one, in whose stream it then runs: the engine waits for the first
-    if captures:
-      for name in reversed(self.devices[1:]): Device[name].synchronize()
+    if self.cnt != 1: return super().__call__(*args, **kwargs)   # without a Context, which all threads share
+    with Context(NO_MEMORY_PLANNER=self.separate): results = super().__call__(*args, **kwargs)
+    # The capture may have left any device the current one, in whose stream it then runs: the engine waits for the first
+    for name in reversed(self.devices[1:]): Device[name].synchronize()
     return results
 
 
-class Llama(llama.Llama):
-  """config: of the whole model."""
-  def __init__(self, devices: tuple[str, ...], config: ModelConfig, dtype: DType):
-    super().__init__(share(config, len(devices)), dtype)
-    self.devices = devices
-    self.jit = functools.partial(Graph, devices)
-    for part in self.parts():
-      if isinstance(part, llama.Norm): part.add = functools.partial(add, part)   # type: ignore[method-assign]
+class Devices(backend.Devices):
+  """Several devices of one kind."""
+  def free_memory(self, backend: backend.Backend) -> int:
+    free = min(backend.free_memory(name) for name in reversed(self.names))   # CUDA's context must end as the first's
+    return free // len(self.names) if Device.DEFAULT == "CPU" else free      # a CPU's devices share the host's
 
-  def __call__(self, ids: Tensor, samples: Tensor, tokens: Tensor, table: Tensor, rope: Tensor,
-               caches: list[list[Tensor]]) -> Tensor:
-    ids, samples, tokens, table = [t.to(self.devices) for t in (ids, samples, tokens, table)]
-    ids = own_rows(ids, self.embed_tokens.out_features)
-    logits = super().__call__(ids, samples, tokens, table, rope, caches)   # of each device's part of the vocabulary
-    return Tensor(logits.uop.unshard(1)).to(None)
+  def shard(self, model: ModelConfig) -> ModelConfig:
+    count = len(self.names)
+    sizes = {name: getattr(model, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size",
+                                                     "vocab_size")}
+    limits = EngineConfig.__dataclass_fields__["tensor_parallel_size"].metadata
+    fit = [n for n in range(limits["min"], limits["max"] + 1) if not any(size % n for size in sizes.values())]
+    check(count in fit, f"tensor_parallel_size={count} must divide each of {sizes}: use {' or '.join(map(str, fit))}")
+    return dataclasses.replace(model, **{name: size // count for name, size in sizes.items()})
 
-  def fill(self, part: Any, kind: str, shapes: dict[str, tuple[int, ...]], quantized: Callable | None,
-           maps: dict[str, Any], take: Callable, place: Callable) -> None:
-    """A part's tensor on each device with that one's part. shapes: of the files' tensors, if there was one device.
-    quantized: what fills matrices, if they are. The rest is load_weights'."""
-    count = len(self.devices)
-
-    def shares(w, axis):   # a device's each
-      if axis is None: return [w] * count
-      if axis == w.ndim: return [w] + [np.zeros_like(w)] * (count - 1)   # a bias, added once
-      return np.split(w, count, axis)
-
-    def place_all(part, arrays, *kind):   # one for each device
-      tensors = [place(part, [x], *kind, device=name) for x, name in zip(arrays, self.devices, strict=True)]
-      return Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()
-
-    whole = {name: tuple(n * count if axis == part.axis else n for axis, n in enumerate(shape))
-             for name, shape in shapes.items()}
-    tensor = getattr(part, kind)
-    if quantized and tensor.ndim > 1: return quantized(part, whole, maps, take, place_all)
-    matrices = [shares(take(f"{name}.{kind}", *shape), part.axis) for name, shape in whole.items()]
-    weights = [own[0] if len(own) == 1 else np.concatenate(own) for own in zip(*matrices, strict=True)]
-    if tensor.ndim > 1: weights = [*map(part.stored, weights)]
-    tensor.replace(place_all(part, weights))
+  def jit(self, step: Any) -> Any: return Graph(self.names, step)
+  def gather(self, logits: Tensor) -> Tensor: return Tensor(logits.uop.unshard(1)).to(None)
 
 
-def sum_kernel(out: UOp, *terms: UOp) -> UOp:
-  """All of one shape, also where another device has them."""
-  index = axes(0, *out.shape)
-  return kernel_of("sum", out[*index].store(sum(x[*index].float() for x in terms).cast(out.dtype)))
+def local_ids(ids: Tensor, num_rows: int) -> Tensor:
+  """Each device's row of the embeddings for each token id, num_rows for those of other devices. ids: (T,)."""
+  if not isinstance(ids.device, tuple): return ids
+  first = Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * num_rows
+  own = ids - first
+  return (own < 0).where(num_rows, own).contiguous()
 
 
-def add(norm: llama.Norm, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-  """As Norm's, of what each device has of a sum."""
-  if type(norm) is not llama.Norm: return type(norm).add(norm, x, *parts_of(delta))
-  total = Tensor.empty_like(x).custom_kernel(x, *parts_of(delta), fxn=sum_kernel)[0]   # tinygrad's is of one device
-  return total, norm(total)
+def partial_sums(x: Tensor) -> list[Tensor]:
+  """What each device has of x, readable by all."""
+  if not isinstance(x.device, tuple): return [x]
+  count = len(x.device)
+  return [Tensor(UOp.mstack(*[x.uop.mselect(i)] * count)) for i in range(count)]

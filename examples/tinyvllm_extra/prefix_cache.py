@@ -9,7 +9,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
-from tinyvllm.config import ModelConfig, check, logger, read_json
+from tinyvllm.config import InputError, ModelConfig, check, logger, read_json
 from tinyvllm.device import kernel_of
 from tinyvllm.engine import LLMEngine
 from tinyvllm.weights import DTYPES, INTEGERS, read_files
@@ -202,7 +202,7 @@ def load(engine: LLMEngine, path: str | os.PathLike) -> int:
   check(there.exists(), f"{said} is not there")
   try:
     with safe_open(there, "numpy") as file: count = _load(engine, file, said)
-  except (OSError, SafetensorError) as e: raise ValueError(f"{said} is damaged ({e}): remove it") from e
+  except (OSError, SafetensorError) as e: raise InputError(f"{said} is damaged ({e}): remove it") from e
   logger.info(f"prefix cache: {count} blocks of {path} in {time.perf_counter() - started:.1f} s")
   return count
 

@@ -11,12 +11,13 @@ from tinygrad import dtypes, nn
 from tinyvllm.backend import Devices, cpu_cores
 from tinyvllm.config import QUANTIZATIONS, InputError, Options, check, logger, option
 from tinyvllm.engine import LLMEngine, LoadedModel
-from tinyvllm.llama import Model, find_model
+from tinyvllm.llama import Llama
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner import Results, Runner, build_step, next_power_of_two
 from tinyvllm.scheduler import BlockManager, Scheduler
 
 from .kernels.cpu import cpu_sums
+from .models import find_model
 from .weights import open_checkpoint
 
 
@@ -94,7 +95,7 @@ class NGramDrafter(Drafter):
     return [] if position is None else (tokens[position:position + n] * n)[:n]   # a repetition goes on
 
 
-def weight_bytes(model: Model) -> int:
+def weight_bytes(model: Llama) -> int:
   return sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
 
 
@@ -136,7 +137,7 @@ class SpeculativeProposer:
 
   def propose(self, scheduler: Scheduler, batch: dict[Sequence, int]) -> None:
     blocks = self.blocks = scheduler.blocks
-    budget = scheduler.token_budget - sum(batch.values())
+    budget = scheduler.config.max_num_batched_tokens - sum(batch.values())
     for seq, drafts in self.choose(batch, budget).items():
       num_tokens = seq.length + len(drafts)
       # Leave a block for each running sequence: it may need one before the drafts have been verified
@@ -189,7 +190,9 @@ class SpeculativeProposer:
     """Verify, then append the new tokens one at a time, as a text may end at each."""
     computed = results.step.computed
     new_tokens = verify(results)
-    lengths = {seq: len(seq.tokens) for seq in computed if seq.draft_token_ids}
+    # Only a step with rows after drafts verifies them: the drafts may belong to the step in flight
+    lengths = {row.seq: len(row.seq.tokens) for row in results.step.rows
+               if row.seq.draft_token_ids and row.position > len(row.seq.tokens)}
     for i in range(max(map(len, new_tokens.values()), default=1)):
       sampled = {seq: ids[i] for seq, ids in new_tokens.items() if i < len(ids) and not seq.finish_reason}
       engine.append({seq: computed[seq] for seq in sampled} if i else computed, sampled)
@@ -239,7 +242,7 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
   return proposer, runners
 
 
-def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: int) -> Model:
+def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: int) -> Llama:
   path = pathlib.Path(str(config.model)).expanduser()
   prefix = f"speculative_config: the draft model {str(path)!r}"
   checkpoint = open_checkpoint(path)

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from tinyvllm.config import check, logger
 
 if TYPE_CHECKING:
-  from .logits import Logprob
+  from .logits import Logprob, SamplingParams
+  from .metrics import RequestMetrics
   from .server import AsyncLLM
   from .structured_outputs import StructuredOutputsParams
 
 # Public names of tinyvllm, imported when they are first used, and their modules
-MODULES = {"AsyncLLM": "server", "Logprob": "logits", "StructuredOutputsParams": "structured_outputs"}
+MODULES = {"AsyncLLM": "server", "Logprob": "logits", "RequestMetrics": "metrics", "SamplingParams": "logits",
+           "StructuredOutputsParams": "structured_outputs"}
 
 # vLLM's options without an effect, and the values at which that is true (...: at any)
 NO_EFFECT: dict[str, list] = {name: values for names, values in {   # type: ignore[misc]   # lists of anything
@@ -46,9 +48,3 @@ def without_no_effect(options: dict[str, Any]) -> dict[str, Any]:
     check(options[name] in allowed or ... in allowed,
           f"{name}={options[name]!r} is not supported, only {' or '.join(map(repr, allowed))}")
   return {name: value for name, value in options.items() if name not in NO_EFFECT}
-
-
-def prepare(options: dict[str, Any]) -> dict[str, Any]:
-  """Set up what an LLM expects of its process, and return its options without those that have no effect."""
-  setup_logging()
-  return without_no_effect(options)

@@ -1,7 +1,7 @@
-"""`tinyvllm doctor`: what each of tinygrad's backends can do on this machine, which one the engine takes and why, and
-which models fit on it. Each is opened as the engine opens it, in a process of its own, as a driver may hang or crash,
-and its memory is read by the engine's own matmul, so that the figures foretell the engine's."""
-import argparse, ctypes, importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, statistics
+"""`tinyvllm doctor`: test each of tinygrad's backends on this machine, report which one the engine uses and why, and
+which models fit. Each backend runs in its own process, since a driver may hang or crash. Memory bandwidth is measured
+with the engine's own matmul, so that it predicts the engine's speed."""
+import argparse, importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, statistics
 import subprocess, sys, time
 from typing import Any
 
@@ -9,51 +9,48 @@ from tinygrad import Context, Device, Tensor, TinyJit, device as devices, dtypes
 
 from tinyvllm import __version__, config, device, llama
 
-LIMIT = 90   # seconds that a backend has to answer
-BUFFER = 2**28   # bytes of W in the test
-INPUTS = 4096    # its columns
+LIMIT = 90   # timeout of a backend's process in seconds
+BUFFER = 2**28   # maximum bytes of the weights that the bandwidth test reads
+INPUTS = 4096    # columns of the weights
 GIB = 2**30
 DTYPES = ["float32", "float16", "bfloat16"]
-# Bits of a number in the layers' matrices, and of what 32 of them share
+# Bits per weight of the layers' matrices, with the scales and offsets that 32 weights share
 QUANTIZED = {"int8": 8 + 16 / 32, "int4": 4 + 32 / 32}
 WORDS = {"True": "yes", "False": "no"}
 ORDER = [name for name in devices.ALL_DEVICES if name != "DSP"]
-NO_COMPILER = "none: the CPU wants one; pip install 'tinyvllm[cpu]' brings clang"
+NO_COMPILER = "none: the CPU needs one; pip install 'tinyvllm[cpu]' installs clang"
 
 
 # In a backend's process
 
 def probe(seconds: float) -> None:
-  """Open the backend that DEV names, or tinygrad's choice, and print what it is, then the bandwidth, unless seconds is
-  0: each as a line of JSON, so that a crash loses only what comes after it."""
-  def tell(**facts: Any) -> None: print("\n" + json.dumps({"doctor": facts}), flush=True)
+  """Open the backend of the variable DEV, or tinygrad's default, and print its properties, then its bandwidth unless
+  seconds is 0. Each is a line of JSON, so that a crash loses only later lines."""
+  def emit(**facts: Any) -> None: print("\n" + json.dumps({"doctor": facts}), flush=True)
   try:
     free = device.open_device()
     name, total = describe(Device.default)
     renderer = Device.default.renderer
     dtype = device.pick_dtype("auto")
     most = device.largest_tensor()
-    tell(opens=True, device=name, renderer=f"{Device.DEFAULT} {type(renderer).__name__}", dtype=dtype,
+    emit(opens=True, device=name, renderer=f"{Device.DEFAULT} {type(renderer).__name__}", dtype=dtype,
          **{name: getattr(dtypes, name) in renderer.supported_dtypes() for name in DTYPES},
          free_gib=free / GIB, total_gib=total / GIB, largest_gib=min(total, most) / GIB)
-    if seconds: tell(gb_per_s=bandwidth(min(BUFFER, most, free // 4), getattr(dtypes, dtype), seconds) / 1e9)
-  except Exception as e: tell(reason=reason_of(e))   # each backend fails in its own way
+    if seconds: emit(gb_per_s=bandwidth(min(BUFFER, most, free // 4), getattr(dtypes, dtype), seconds) / 1e9)
+  except Exception as error: emit(reason=reason_of(error))   # each backend fails in its own way
 
 
 def reason_of(error: BaseException) -> str:
-  cause = error.__cause__ or error   # open_device wraps it; a backend with several drivers says why not of each
+  """Return an error's message in one line."""
+  cause = error.__cause__ or error   # open_device wraps errors; a backend with several drivers raises a group of them
   return "; ".join(dict.fromkeys(str(e).split("\n")[0] or repr(e) for e in getattr(cause, "exceptions", [cause])))
 
 
 def describe(opened: Any) -> tuple[str, int]:
-  """A device's name, or what it is if it tells none, and all bytes of the memory that free_memory looks at."""
+  """Return a device's name, or its architecture if it has none, and the total bytes of its memory."""
   if opened.device == "CUDA":
-    from tinygrad.runtime.autogen import cuda
-    name = ctypes.create_string_buffer(256)
-    total = ctypes.c_size_t()
-    cuda.cuDeviceGetName(name, 256, opened.cu_device)
-    cuda.cuDeviceTotalMem_v2(ctypes.byref(total), opened.cu_device)
-    return name.value.decode(), total.value
+    from tinyvllm_extra.kernels import cuda
+    return cuda.describe(opened)
   info = pathlib.Path("/proc/cpuinfo")
   names = re.findall(r"model name\s*: (.*)", info.read_text()) if opened.device == "CPU" and info.exists() else []
   return [*names, getattr(opened, "device_name", opened.arch or "")][0], host_memory()
@@ -63,80 +60,82 @@ def host_memory() -> int: return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PA
 
 
 def bandwidth(size: int, dtype: Any, seconds: float) -> float:
-  """Bytes a second, the median, that the engine's x @ W.T reads of a W of some size, captured as a step is. A fast
-  device reads it 16 times in each graph, as a model's layers do: once would measure the host."""
+  """Return the median bytes per second that the engine's x @ W.T reads, captured as a graph. size: bytes of W. A graph
+  of a fast device reads W 16 times, as a model's layers do: a single read would measure the host."""
   linear = device.best(llama.Linear)(INPUTS, {"W": size // INPUTS // dtype.itemsize // 16 * 16}, False, dtype)
   linear.weight = linear.weight.contiguous().realize()
   x = Tensor.empty(1, INPUTS, dtype=dtype).contiguous().realize()
 
   def read(times: int, seconds: float) -> float:
     graph = TinyJit(lambda: Tensor.realize(*[linear(x) for _ in range(times)]))
-    found: list[float] = []
-    while len(found) < 3 or sum(found[2:]) * times < seconds:   # the first two calls compile and capture
+    durations: list[float] = []
+    while len(durations) < 3 or sum(durations[2:]) * times < seconds:   # the first two calls compile and capture
       started = time.perf_counter()
       with Context(JIT_BATCH_SIZE=0): graph()
       Device[Device.DEFAULT].synchronize()
-      found.append((time.perf_counter() - started) / times)
-    return statistics.median(found[2:])
+      durations.append((time.perf_counter() - started) / times)
+    return statistics.median(durations[2:])
   return linear.weight.nbytes() / read(16 if read(1, 0) < 2e-3 else 1, seconds)
 
 
-# In the user's process, which opens none
+# In the user's process, which opens no device
 
-def ask(dev: str, seconds: float) -> dict[str, Any]:
-  """What a backend tells of itself, or the reason why not. dev: "" for the one that tinygrad takes."""
+def run_probe(dev: str, seconds: float) -> dict[str, Any]:
+  """Run `probe` for a backend in a process, and return its facts. dev: "" for tinygrad's default."""
   try: done = subprocess.run([sys.executable, "-c", f"from tinyvllm_extra.cli import doctor; doctor.probe({seconds})"],
                              env={**os.environ, "DEV": dev}, capture_output=True, timeout=LIMIT + seconds, check=False)
   except subprocess.TimeoutExpired: return {"opens": False, "reason": f"no answer within {LIMIT + seconds:.0f} s"}
   facts: dict[str, Any] = {"opens": False}
   code = done.returncode
   if code: facts["reason"] = f"its process ended with {signal.strsignal(-code) if code < 0 else f'exit code {code}'}"
-  for told in re.findall(r'(?m)^{"doctor": (.*)}$', done.stdout.decode(errors="replace")): facts |= json.loads(told)
+  for line in re.findall(r'(?m)^{"doctor": (.*)}$', done.stdout.decode(errors="replace")): facts |= json.loads(line)
   return facts
 
 
 def compiler() -> dict[str, Any]:
-  """The C compiler that open_device takes, and what it calls itself."""
+  """Return the path and version of the C compiler that the engine uses."""
   path = shutil.which(device.find_compiler() or "")
   return {"path": path, "version": subprocess.getoutput(shlex.join([path, "--version"])).split("\n")[0] if path else ""}
 
 
-def published(hf: dict[str, Any]) -> str | None:
-  """What a model's files are quantized to, if they are. hf: its config.json."""
-  found = hf.get("quantization_config") or {}
-  weights = [group.get("weights") or {} for group in found.get("config_groups", {}).values()]
-  bits = {x.get("num_bits") for x in weights} | {found.get("bits"), found.get("w_bit")}
+def prequantized(hf: dict[str, Any]) -> str | None:
+  """Return "int8" or "int4" if a model's files are quantized. hf: the content of config.json."""
+  quantization = hf.get("quantization_config") or {}
+  weights = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
+  bits = {x.get("num_bits") for x in weights} | {quantization.get("bits"), quantization.get("w_bit")}
   return next((name for name in QUANTIZED if int(name[3:]) in bits), None)
 
 
 def fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | None = None,
         kv_cache_dtype: str = "auto") -> dict[str, Any]:
-  """What a model takes on a backend, as the engine holds it, and what that leaves. hf: its config.json."""
+  """Return a model's memory use on a backend, and the KV cache's tokens that fit. hf: the content of config.json. row:
+  the backend's facts."""
   shape = config.ModelConfig.from_hf(hf, pathlib.Path(name))
   sizes = {dtype: getattr(dtypes, dtype).itemsize for dtype in DTYPES if row[dtype]}
-  # That of the files is kept where it is narrower
+  # Weights keep the files' dtype if it is narrower
   stored = min(row["dtype"], hf.get("dtype") or hf.get("torch_dtype"), key=lambda dtype: sizes.get(dtype, 4))
-  with Context(DEV="PYTHON"): model = llama.Llama(shape, dtypes.float32)   # of empty tensors, which take no memory
+  with Context(DEV="PYTHON"): model = llama.Llama(shape, dtypes.float32)   # its empty tensors use no memory
   numbers = sum(int(x.numel()) for part in model.parts() for x in nn.state.get_parameters(part))
   matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, llama.Linear)]
   quantized = sum(int(x.weight.numel()) for x in matrices) if quantization else 0
   weights = (numbers - quantized) * sizes[stored] + int(quantized * QUANTIZED.get(quantization or "", 0) / 8)
-  # A step reads a row of the embeddings, but all of the head
+  # A step reads a row of the embeddings, but the whole output head
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
   number = sizes[row["dtype"]] if kv_cache_dtype == "auto" else 1
   scale = 4 if kv_cache_dtype == "int8" else 0
-  token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * (shape.head_dim * number + scale)   # bytes
+  per_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * (shape.head_dim * number + scale)   # bytes
   left = int(row["free_gib"] * GIB * config.EngineConfig().gpu_memory_utilization) - weights
   return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,
-          "fits": left >= token, "kv_tokens": max(0, left) // token,
+          "fits": left >= per_token, "kv_tokens": max(0, left) // per_token,
           "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}
 
 
-def examine(seconds: float, models: dict[str, dict[str, Any]], kv_cache_dtype: str) -> dict[str, Any]:
-  """The report. models: their config.json, by name."""
+def make_report(seconds: float, models: dict[str, dict[str, Any]], kv_cache_dtype: str) -> dict[str, Any]:
+  """Test all backends, and return the report. models: the content of config.json, by name."""
   dev = os.environ.get("DEV", "")
-  backends = [{"backend": name, **ask(name, seconds)} for name in dict.fromkeys(filter(None, [*ORDER, dev.upper()]))]
-  default = ask(dev, 0)
+  names = dict.fromkeys(filter(None, [*ORDER, dev.upper()]))
+  backends = [{"backend": name, **run_probe(name, seconds)} for name in names]
+  default = run_probe(dev, 0)
   opened = [row for row in backends if row["opens"]]
   chosen = [row for row in opened if row["renderer"] == default.get("renderer")]
   why = f"DEV={dev}" if dev else f"the first of {', '.join(ORDER)} that opens"
@@ -144,14 +143,14 @@ def examine(seconds: float, models: dict[str, dict[str, Any]], kv_cache_dtype: s
              "free_gib": device.free_memory("CPU") / GIB, "total_gib": host_memory() / GIB}
   return {"machine": {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"), **machine},
           "compiler": compiler(), "backends": backends, "chosen": chosen[0]["backend"] if chosen else None,
-          "why": why if chosen else f"{why}: {default.get('reason', 'it fails now and then')}",
+          "why": why if chosen else f"{why}: {default.get('reason', 'it fails sometimes')}",
           "fit": [fit(name, hf, row, kind, kv_cache_dtype) for row in (chosen or opened)[:1]
                   for name, hf in models.items()
-                  for kind in ([published(hf)] if published(hf) else [None, *QUANTIZED])]}
+                  for kind in ([prequantized(hf)] if prequantized(hf) else [None, *QUANTIZED])]}
 
 
 def table(rows: list[dict[str, Any]], *columns: str) -> list[str]:
-  """Lines: the columns' names, or all that the rows have, then one for each row."""
+  """Return a table's lines: a header, then a line per row. columns: names; none: all keys of the rows."""
   def show(x: Any) -> str: return f"{x:.{1 if x > 10 else 3}f}" if type(x) is float else WORDS.get(str(x), str(x)[:36])
   names = columns or [*dict.fromkeys(name for row in rows for name in row)]
   cells = [names, *[[show(row.get(name, "-")) for name in names] for row in rows]]
@@ -159,8 +158,8 @@ def table(rows: list[dict[str, Any]], *columns: str) -> list[str]:
   return ["  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
-def text(report: dict[str, Any]) -> list[str]:
-  """The report for people, in lines."""
+def format_report(report: dict[str, Any]) -> list[str]:
+  """Return the report's lines of text."""
   rows = [row for row in report["backends"] if "reason" not in row]
   head, *lines = table(rows, "backend", "device", *DTYPES, "free_gib", "total_gib", "largest_gib", "gb_per_s")
   lines = [f"{row['backend']:7}  {'opens, but its test' if row['opens'] else 'does not open'}: {row['reason']}"
@@ -171,21 +170,27 @@ def text(report: dict[str, Any]) -> list[str]:
           f"fastest: {best}; to choose it: DEV={best}", "", *table(report["fit"])]
 
 
-def main(argv: list[str]) -> int:
-  """`tinyvllm doctor`. Returns 0, or 1 if no backend opens. Raises ValueError for options that will not do."""
-  parser = argparse.ArgumentParser(prog="tinyvllm doctor", description="Say what this machine's devices can do.")
-  parser.add_argument("--model", help="a model's folder, to say whether it fits")
-  parser.add_argument("--seconds", type=float, default=1.0, help="to read each device's memory for; default: 1")
-  parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto",
-                      help="of the KV cache, to say how many tokens fit; default: auto")
-  parser.add_argument("--json", action="store_true", help="the same as one JSON object")
-  args = parser.parse_args(argv)
+def read_models(folder: str | None) -> dict[str, dict[str, Any]]:
+  """Return the config.json of well-known models and of a folder, by name. Raises InputError for a bad folder."""
+  models = config.read_json(pathlib.Path(__file__).parent / "shapes.json")
+  if not folder: return models
   try:
-    config.check(0 < args.seconds <= 60, f"seconds={args.seconds} must be above 0 and at most 60")
-    models = config.read_json(pathlib.Path(__file__).parent / "shapes.json")
-    if args.model: models[args.model] = json.loads((pathlib.Path(args.model).expanduser() / "config.json").read_text())
-    for name, hf in models.items(): config.ModelConfig.from_hf(hf, pathlib.Path(name))   # or nothing is opened
-    report = examine(args.seconds, models, args.kv_cache_dtype)
-    print(json.dumps(report, indent=2) if args.json else "\n".join(line[:120] for line in text(report)))
-    return 0 if any(row["opens"] for row in report["backends"]) else 1
-  except Exception as e: raise ValueError(reason_of(e)) from e   # no traceback, whatever this machine is like
+    models[folder] = json.loads((pathlib.Path(folder).expanduser() / "config.json").read_text())
+    config.ModelConfig.from_hf(models[folder], pathlib.Path(folder))
+  except Exception as error: raise config.InputError(f"model={folder!r}: {reason_of(error)}") from error
+  return models
+
+
+def main(argv: list[str]) -> int:
+  """Run `tinyvllm doctor`. Return the exit code: 0, or 1 if no backend opens. Raises InputError for a bad option."""
+  parser = argparse.ArgumentParser(prog="tinyvllm doctor", description="Test this machine's devices.")
+  parser.add_argument("--model", help="model folder, to report whether the model fits")
+  parser.add_argument("--seconds", type=float, default=1.0, help="seconds of each bandwidth test (default: 1)")
+  parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto",
+                      help="dtype of the KV cache, to report how many tokens fit (default: auto)")
+  parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+  args = parser.parse_args(argv)
+  config.check(0 < args.seconds <= 60, f"seconds={args.seconds} must be above 0 and at most 60")
+  report = make_report(args.seconds, read_models(args.model), args.kv_cache_dtype)
+  print(json.dumps(report, indent=2) if args.json else "\n".join(line[:120] for line in format_report(report)))
+  return 0 if any(row["opens"] for row in report["backends"]) else 1

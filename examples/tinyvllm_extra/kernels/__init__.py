@@ -6,16 +6,15 @@ from typing import Any
 
 from tinygrad import Device, Tensor, helpers
 from tinygrad.dtype import DType
-from tinygrad.runtime.ops_cpu import CPUAllocator
 
 from tinyvllm import backend
-from tinyvllm.backend import cpu_cores
+from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.config import EngineConfig, ModelConfig, extension, logger
 from tinyvllm.runner import GraphKey, Runner
 
-from . import layers, matmul, sampling, tensor_cores
-from .cpu import CPUGraph, allocate, find_compiler, patch_exp2, widen
-from .tinygrad_patches import num_compiled, patch_tinygrad
+from . import layers, matmul, sampling, tensor_cores, tinygrad_patches
+from .cpu import find_compiler
+from .tinygrad_patches import num_compiled
 
 
 class FastBackend(backend.Backend):
@@ -25,18 +24,24 @@ class FastBackend(backend.Backend):
   Norm = matmul.Norm
   sampler = sampling.Sampler()
 
+  def __init__(self) -> None:
+    self.graph_state = extension("graphs").GraphState()
+
   def kv_layout(self, model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
     return tensor_cores.block_parts(model, config, dtype)
 
   def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
              num_heads: int) -> Tensor:
-    D = 2 * rope.shape[2]
-    KV = (qkv.shape[1] // D - num_heads) // 2
-    q = qkv.unflatten(1, (-1, D))[:, :num_heads].unflatten(1, (KV, -1)).empty_like()
-    return tensor_cores.attend(q, cache, qkv, rope, block_tables, tokens).flatten(1)
+    return tensor_cores.attend(qkv, cache, rope, tokens, block_tables, num_heads)
 
   def run_layers(self, layers_: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
     return layers.run_layers(layers_, x, delta, caches, *inputs)
+
+  def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int:
+    """One of few numbers, as kernels are cached by it; on a CPU at most 4 GiB of the user's memory."""
+    fit = num_bytes // block_bytes
+    fit -= fit % (1 << max(0, fit.bit_length() - 6))
+    return min(fit, max(2**32 // block_bytes, min_blocks)) if cpu_cores() else fit
 
   def choose_graph(self, runner: Runner, key: GraphKey) -> GraphKey:
     return extension("graphs").choose_graph(runner, key)
@@ -49,7 +54,7 @@ class FastBackend(backend.Backend):
     results = graph()
     if is_new:
       Device.default.synchronize()
-      level = logging.DEBUG if runner.capture_sizes else logging.INFO
+      level = logging.DEBUG if self.graph_state.capture_sizes else logging.INFO
       logger.log(level, f"captured a step of {key.num_tokens} tokens in {time.perf_counter() - started:.1f} s, "
                  f"{num_compiled() - num_kernels} new kernels")
     return results
@@ -61,7 +66,7 @@ class CUDABackend(FastBackend):
 
   def free_memory(self, device: str) -> int:
     from .cuda import free_memory
-    return free_memory(device)
+    return free_memory(Device[device])   # type: ignore[arg-type]   # a CUDADevice
 
   def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
     from .cuda import start_reading
@@ -74,19 +79,19 @@ def make_backend() -> backend.Backend:
 
 
 def prepare_device() -> None:
-  """Find a C compiler, open the default device and patch tinygrad for it. Raises RuntimeError without a compiler."""
+  """Find a C compiler, open the default device and patch tinygrad for it. Raises RuntimeError that says what to install
+  if none opens."""
+  try: _prepare_device()
+  except Exception as e:   # each device fails in its own way
+    raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
+                       "'tinyvllm[cpu]', which contains a compiler; or choose one: DEV=CUDA, METAL, AMD, ...") from e
+
+
+def _prepare_device() -> None:
   found = find_compiler()
   compiler = os.environ["CC"] = found or "echo"   # tinygrad needs a command, even if nothing it compiles is called
   if found is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open a CPU, too
   if Device.DEFAULT == "CPU" and (found is None or helpers.DEV.renderer == "X86"):
     raise RuntimeError("no C compiler found, and tinygrad's own assembler cannot compile all kernels")
-  if cpu_cores():   # opens the device
-    Device.default.graph = Device.default.graph or CPUGraph
-    CPUAllocator._alloc = allocate   # type: ignore[method-assign]
-    patch_exp2()
-    widen(Device.default.renderer.compiler)
-  if Device.DEFAULT == "CUDA":
-    from . import cuda
-    Device.default.graph = cuda.RangedGraph
-    compiler = cuda.take_machine_code(Device.default.renderer.compiler) or compiler
-  patch_tinygrad(compiler)
+  renderer()   # opens the device
+  tinygrad_patches.apply(compiler)

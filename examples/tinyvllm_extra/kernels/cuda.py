@@ -1,36 +1,53 @@
-"""On CUDA: kernels of a captured step wait for no more than they have to, and neither does who reads its results; they
-come as machine code."""
+"""CUDA: captured steps with finer dependencies, read-back that does not wait for later steps, and the driver's facts
+about a device."""
 import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from tinygrad import Device, Tensor, helpers
+from tinygrad import Device, Tensor
 from tinygrad.device import BufferSpec
 from tinygrad.dtype import _to_np_dtype
-from tinygrad.runtime.autogen import nvrtc
+from tinygrad.runtime.autogen import cuda
 from tinygrad.runtime.graph.cuda import CUDAGraph
-from tinygrad.runtime.ops_cuda import check, cuda, init_c_var
+from tinygrad.runtime.ops_cuda import CUDADevice, check, init_c_var
 
 PINNED = BufferSpec(host=True)
 
 
-def take_machine_code(compiler: Any) -> str | None:
-  """Have it from the compiler, as the driver takes long to make it of PTX; tinygrad prints PTX only. Returns the file
-  of nvrtc, if there is one: nvcc needs none."""
-  compiler.ptx = helpers.DEBUG >= 5
-  return getattr(nvrtc.dll, "_name", None)
+def free_memory(device: CUDADevice) -> int:
+  """Return the device's free memory in bytes. Makes its context the current one."""
+  free = ctypes.c_size_t()
+  check(cuda.cuCtxSetCurrent(device.context))
+  check(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(ctypes.c_size_t())))
+  return free.value
+
+
+def describe(device: CUDADevice) -> tuple[str, int]:
+  """Return the device's name and its total memory in bytes."""
+  name = ctypes.create_string_buffer(256)
+  total = ctypes.c_size_t()
+  check(cuda.cuDeviceGetName(name, 256, device.cu_device))
+  check(cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device.cu_device))
+  return name.value.decode(), total.value
+
+
+def can_access_peer(reader: CUDADevice, owner: CUDADevice) -> bool:
+  """Return whether `reader` can read the memory of `owner`."""
+  result = ctypes.c_int()
+  check(cuda.cuDeviceCanAccessPeer(ctypes.byref(result), reader.cu_device, owner.cu_device))
+  return bool(result.value)
 
 
 class RangedGraph(CUDAGraph):
-  """A captured step whose kernels wait for those that use the same part of a buffer. tinygrad's wait for all that use
-  any of it, and as most of a step's memory is one buffer, devices that read each other's results would take turns."""
+  """A captured step whose kernels wait for the kernels that use the same range of a buffer. In tinygrad's they wait for
+  any use of the buffer, and most of a step's memory is one buffer: devices that read each other would take turns."""
   def new_node(self, bufs: Any, write: Any) -> Any: return super().new_node(self.calls[len(self.nodes)][2], write)
 
 
 def start_reading(tensor: Tensor) -> Callable[[], Any]:
-  """Copy a tensor to the host behind what the device has been given. What is returned waits for that and gives its
-  numbers. tinygrad would wait for all that the device is given later, too."""
+  """Start to copy a tensor to the host. Returns a function that waits for the copy and returns the numbers as a list.
+  tinygrad's own read-back also waits for kernels that were launched later."""
   if not tensor.numel(): return tensor.tolist
   device: Any = Device.default
   buffer: Any = tensor.uop.buffer
@@ -39,20 +56,13 @@ def start_reading(tensor: Tensor) -> Callable[[], Any]:
   check(cuda.cuMemcpyDtoHAsync_v2(host, buffer._buf, buffer.nbytes, None))
   event = init_c_var(cuda.CUevent, lambda x: check(cuda.cuEventCreate(ctypes.byref(x), 0)))
   check(cuda.cuEventRecord(event, None))
-  uploads, device.pending_copyin = device.pending_copyin, []   # are done by then, too
+  uploads = device.pending_copyin   # complete when the copy is
+  device.pending_copyin = []
 
-  def read():
+  def read() -> Any:
     check(cuda.cuEventSynchronize(event))
     check(cuda.cuEventDestroy_v2(event))
     values = np.frombuffer(ctypes.string_at(host, buffer.nbytes), _to_np_dtype(tensor.dtype))
     for memory in (*uploads, (host, buffer.nbytes, PINNED)): device.allocator.free(*memory)
     return values.reshape(tensor.shape).tolist()
   return read
-
-
-def free_memory(device: str) -> int:
-  """Free bytes of a CUDA device."""
-  free = ctypes.c_size_t()
-  check(cuda.cuCtxSetCurrent(Device[device].context))   # type: ignore[attr-defined]
-  check(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(ctypes.c_size_t())))
-  return free.value

@@ -1,56 +1,69 @@
-"""K and V in 8 bits: e4m3 (Micikevicius et al. 2022, arXiv:2209.05433) made of bits, so that every device with float16
-has it, or 128 + number / scale, with a scale for each token and head."""
+"""The KV cache's blocks and number formats: floats, int8 with a scale per token and head, and fp8 (e4m3, Micikevicius
+et al. 2022, arXiv:2209.05433). Conversion from and to fp8 uses integers, so that any device with float16 supports it.
+
+keys: (num_blocks, KV, D / n, block_size), values: (num_blocks, KV, block_size, D / n). An element holds n dimensions: a
+float, a byte on a CPU, or a uint32 word of four bytes on a GPU, where tinygrad does not combine byte loads. An int8
+byte is 128 + number / scale. scales: (num_blocks, KV, 2, block_size) in float32, for K and V."""
 import functools
 from collections.abc import Sequence
 
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.config import check
+from tinyvllm.config import EngineConfig, ModelConfig, check
 from tinyvllm.backend import cpu_cores, renderer
 
-
-def kind_of(asked: str, head_dim: int) -> DType:
-  """Of the cache's elements: bytes on a CPU, else words of four, as tinygrad joins no loads of bytes on a GPU. asked:
-  "int8" or "fp8". Raises ValueError for what the device, or the model, cannot have."""
-  said = f"kv_cache_dtype={asked!r} needs"
-  check(asked == "int8" or dtypes.half in renderer().supported_dtypes(), f"{said} float16: int8 will do")
-  kind = dtypes.uint8 if cpu_cores() else dtypes.uint32
-  least = 2 * kind.itemsize   # RoPE takes neighbours of either half
-  check(head_dim % least == 0, f"{said} a head_dim that {least} divides, not {head_dim}: auto will do")
-  return kind
+SMALLEST = 1e-30   # lower limit of a scale's largest number: avoids a division by 0
 
 
-def block_parts(asked: str, heads: int, head_dim: int, block_size: int) -> list[tuple[tuple[int, ...], DType]]:
-  """As tinyvllm.attention's."""
-  kind = kind_of(asked, head_dim)
-  words = head_dim // kind.itemsize
-  scales = [((heads, 2, block_size), dtypes.float32)] if asked == "int8" else []
-  return [((heads, words, block_size), kind), ((heads, block_size, words), kind), *scales]
+def element_dtype(kind: str, head_dim: int) -> DType:
+  """Return the dtype of an int8 or fp8 cache's elements. Raises ValueError if the device or the model does not fit."""
+  check(kind == "int8" or dtypes.half in renderer().supported_dtypes(),
+        f"kv_cache_dtype={kind!r} needs float16, which this device lacks; use 'int8'")
+  dtype = dtypes.uint8 if cpu_cores() else dtypes.uint32
+  multiple = 2 * dtype.itemsize   # RoPE rotates neighbours of both halves of a head
+  check(head_dim % multiple == 0,
+        f"kv_cache_dtype={kind!r} needs a head_dim that is a multiple of {multiple}, not {head_dim}; use 'auto'")
+  return dtype
 
 
-def stored(numbers: Sequence[UOp], kind: DType, scaled: bool) -> UOp:
-  """The cache's element for neighbours along D, a byte of each."""
+def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
+  """Return the shape and dtype of one block in each of a layer's cache tensors: K, V and for int8 the scales.
+  Raises ValueError if the device or the model does not support `config.kv_cache_dtype`."""
+  kind = config.kv_cache_dtype
+  heads = model.num_key_value_heads
+  size = config.block_size
+  element = dtype if kind == "auto" else element_dtype(kind, model.head_dim)
+  elements = model.head_dim if kind == "auto" else model.head_dim // element.itemsize
+  scales = [((heads, 2, size), dtypes.float32)] if kind == "int8" else []
+  return [((heads, elements, size), element), ((heads, size, elements), element), *scales]
+
+
+def pack(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:
+  """Return a cache element that holds neighbours along D. scaled: the numbers are divided by their int8 scale."""
+  if dtype in dtypes.floats: return numbers[0].cast(dtype)
   def byte(x):
     if scaled: return (x.round() + 128).cast(dtypes.uint32)
-    size = x.maximum(-x).minimum(448)   # e4m3's largest
+    size = x.maximum(-x).minimum(448)   # e4m3's largest number
     bits = size.bitcast(dtypes.uint32)
-    normal = bits - (120 << 23) + 0x7ffff + (bits >> 20 & 1) >> 20   # 4 bits of the exponent and 3 of what follows
+    normal = bits - (120 << 23) + 0x7ffff + (bits >> 20 & 1) >> 20   # 4 bits of the exponent and 3 of the mantissa
     return (size < 2**-6).where((size * 2**9).round().cast(dtypes.uint32), normal) | (x < 0).where(128, 0)
-  return functools.reduce(UOp.__or__, [byte(x) << 8 * i for i, x in enumerate(numbers)]).cast(kind)
+  return functools.reduce(UOp.__or__, [byte(x) << 8 * i for i, x in enumerate(numbers)]).cast(dtype)
 
 
-# What a half of half_bits is multiplied by, to be a number that has no scale, or 128 + one that has
+# True value / value of half_bits, for fp8 (False) and int8 (True)
 FACTOR = {False: 2**8, True: 2**24}
 
 
 def half_bits(pair: UOp, scaled: bool) -> UOp:
-  """Of two bytes, the lower ones of a word's halves, the bits of two float16, FACTOR times smaller."""
+  """Return the bits of two float16, FACTOR times too small, for the two bytes that are the low ones of a word's halves.
+  int8 (scaled) keeps its 128."""
   return pair if scaled else (pair & 0x7f007f) << 7 | (pair & 0x800080) << 8
 
 
-def number(element: UOp, i: UOp, scaled: bool) -> UOp:
-  """In float32 the i-th of the neighbours that an element of the cache holds."""
+def unpack(element: UOp, i: UOp, scaled: bool) -> UOp:
+  """Return the i-th number of a cache element in float32, for int8 (scaled) divided by its scale."""
+  if element.dtype in dtypes.floats: return element.float()
   byte = element >> (i * 8).cast(dtypes.uint32) & 255 if element.dtype == dtypes.uint32 else element
   if scaled: return byte.float() - 128
   byte = byte.cast(dtypes.uint16)

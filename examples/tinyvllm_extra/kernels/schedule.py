@@ -1,5 +1,9 @@
-"""What these kernels are written with."""
+"""Building blocks of the kernels: loops and reductions with their schedule, a token's fields, rotary embedding, and the
+accumulators of online softmax."""
+import dataclasses, functools
+from collections.abc import Sequence
 from math import gcd
+from typing import Any, Self
 
 from tinygrad import UOp, dtypes
 from tinygrad.codegen.opt import Opt, OptOps
@@ -9,53 +13,91 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 from tinyvllm.backend import cpu_cores
 from tinyvllm.runner import TOKENS
 
-LOWEST = -1e30   # a score without weight that is not infinite: inf - inf is not a number
-NAMES = {"row": "slot", "tile": "query_tile"}
-
-
-def field(tokens: UOp, name: str, t: UOp) -> UOp:
-  return tokens[TOKENS.dtype.names.index(NAMES.get(name, name)), t].load().cast(dtypes.weakint)
+LOWEST = -1e30   # score with the weight 0; not -inf, as inf - inf is NaN
 
 
 def axes(first: int, *extents: sint, kind: AxisType = AxisType.WEAK) -> list[UOp]:
-  """Ranges of these extents, numbered from `first`."""
+  """Return ranges of these extents, numbered from `first`."""
   return [UOp.range(extent, first + i, kind) for i, extent in enumerate(extents)]
 
 
 def kernel_of(name: str, store: UOp, opts: tuple[Opt, ...] | None = None) -> UOp:
-  """A kernel of this store for all of its ranges. opts: tinygrad's optimizations; None: its heuristics."""
+  """Return a kernel that does `store` for all its ranges. opts: tinygrad's optimizations; None: its heuristics."""
   return store.end(*store.ranges).sink(arg=KernelInfo(name=name, opts_to_apply=opts))
 
 
-def divisor(n: sint, limit: int) -> int: return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
+def divisor(n: sint, limit: int) -> int:
+  """Return the largest divisor of n up to `limit`."""
+  return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
 
 
 def axis(extent: sint, number: int, kind: AxisType = AxisType.REDUCE) -> UOp:
-  return UOp.range(extent, number, kind) if extent > 1 else UOp.const(0)   # tinygrad takes no reduce over one
+  return UOp.range(extent, number, kind) if extent > 1 else UOp.const(0)   # tinygrad rejects a reduce over one element
 
 
 def unrolled(extent: sint, by: int, number: int) -> UOp:
-  """An index that runs over extent: a loop and, within it, `by` rounds at once."""
+  """Return an index over `extent`: a loop around `by` unrolled iterations."""
   by = gcd(extent, by)
   return axis(extent // by, number) * by + axis(by, number + 1, AxisType.UNROLL)
 
 
 def fold(x: UOp, op: Ops = Ops.ADD, kinds: tuple = (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE)) -> UOp:
-  """The sum, unless another op is said, over the axes of these kinds."""
+  """Reduce x with `op` over its axes of the given kinds."""
   return x.reduce(*[a for a in x.ranges if a.arg[1] in kinds], arg=op)
 
 
 def end(store: UOp, *kinds: AxisType) -> UOp:
-  """What is repeated side by side is done, and in axes of these kinds. Threads go on to the kernel's end, as do loops
-  that hold more than this."""
+  """End a store's UPCAST axes and its axes of the given kinds. Its other axes, such as threads, stay open."""
   return store.end(*[a for a in store.ranges if a.arg[1] in (AxisType.UPCAST, *kinds)])
 
 
 def lane_axis() -> tuple[AxisType, AddrSpace]:
-  """What lanes that work side by side are, and where they share numbers: SIMD and registers on a CPU, else threads."""
+  """Return the axis type of parallel lanes and the memory they share: SIMD and registers on a CPU, else threads."""
   return (AxisType.UPCAST, AddrSpace.REG) if cpu_cores() else (AxisType.LOCAL, AddrSpace.LOCAL)
 
 
 def shared_by(threads: int) -> tuple[Opt, ...]:
-  """What is done to a kernel whose first axis so many threads share, and no more."""
+  """Return the optimizations that split a kernel's first axis among `threads` threads, and nothing else."""
   return (Opt(OptOps.THREAD, 0, threads),) if threads > 1 else ()
+
+
+def field(tokens: UOp, name: str, t: UOp) -> UOp:
+  """Load a column of runner.TOKENS. tokens: (columns, T) int32."""
+  return tokens[TOKENS.dtype.names.index(name), t].load().cast(dtypes.weakint)
+
+
+def slot(tokens: UOp, t: UOp, num_blocks: sint, block_size: sint) -> tuple[UOp, UOp, UOp]:
+  """Return a token's physical block, its position, and the position's offset within the block."""
+  position = field(tokens, "position", t)
+  return field(tokens, "block", t) % num_blocks, position, position % block_size
+
+
+def rotate(a: UOp, b: UOp, cos: UOp, sin: UOp) -> tuple[UOp, UOp]:
+  """Rotate a pair of dimensions (Su et al. 2021, arXiv:2104.09864)."""
+  return a * cos - b * sin, b * cos + a * sin
+
+
+def largest(numbers: Sequence[UOp]) -> UOp: return functools.reduce(UOp.maximum, [x.maximum(-x) for x in numbers])
+
+
+def mean(values: Sequence[UOp], logs: Sequence[UOp]) -> Any:
+  """Return the mean of values whose weights are given as base-2 logarithms."""
+  highest = functools.reduce(UOp.maximum, logs)
+  weights = [(x - highest).exp2() for x in logs]
+  return sum(x * weight for x, weight in zip(values, weights, strict=True)) / sum(weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+  """Accumulators of online softmax in float32 (Dao et al. 2022, arXiv:2205.14135), for some rows of queries."""
+  total: UOp     # V, weighted
+  highest: UOp   # highest score
+  weight: UOp    # sum of the weights exp2(score - highest)
+  iteration: UOp # (1,) int32
+
+  def index(self, limit: sint) -> UOp:
+    """Load the iteration's index. limit: an upper bound, so that 32 bits suffice for all that is computed from it."""
+    return self.iteration[0].load().cast(dtypes.weakint) % limit
+
+  def after(self, *stores: UOp) -> Self:
+    return dataclasses.replace(self, **{name: x.after(*stores) for name, x in vars(self).items()})

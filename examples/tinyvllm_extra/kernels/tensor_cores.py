@@ -1,319 +1,433 @@
-"""Paged attention on tensor cores, as FlashAttention-2 has it (Dao 2023, arXiv:2307.08691): the scores of 16 rows of
-queries at 16 positions leave them in the places in which they then take the weights of V.
+"""Paged attention on NVIDIA tensor cores (FlashAttention-2, Dao 2023, arXiv:2307.08691): a warp multiplies 16 query
+rows by 16 positions, and the scores weigh V without leaving their registers.
 
-As in tinyvllm.attention, but that a block of K is (D / 32, 16, 32), and one of V (D, 16): what a lane reads at once are
-neighbours. Of 8 bits they are (D / 32, 16, 8) and (D / 4, 16) words, of four dimensions each."""
-import functools, math
+A lane's loads are neighbours in memory. Blocks of K: (KV, D / 32, 16, 32), of V: (KV, D, 16) in float16; for int8 and
+fp8 (KV, D / 32, 16, 8) and (KV, D / 4, 16) uint32 words of four dimensions."""
+import dataclasses, functools, itertools, math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
-from tinygrad.uop.ops import AxisType, KernelInfo, Ops
+from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
 from tinyvllm.backend import renderer
 from tinyvllm.config import EngineConfig, ModelConfig
 from tinyvllm.runner import TILE
 
-from . import generic as attention
-from .generic import SMALLEST, in_8_bits
+from . import generic, kv_cache
+from .kv_cache import SMALLEST, half_bits
 from .matmul import MMA, speaks_cuda
-from .schedule import LOWEST, axes, axis, field, kernel_of
+from .schedule import LOWEST, State, axes, axis, field, kernel_of, largest, mean, rotate, slot
 
-BS = 16       # positions in a block
-LIFT = 64     # what weights with V's scales are multiplied by, lest they are too small for float16
-ROOM = 2**15  # bytes that a work group shares, at most
-ENOUGH = 128  # work groups, for a GPU to be busy
+BS = 16   # positions in a block
+MIN_WORK_GROUPS = 128   # keep a GPU busy
+SHARED_BYTES = 2**15    # limit for a work group's results in shared memory
+SCALE_FACTOR = 64       # keeps products of softmax weights and V's scales in float16's normal range
+NEAR = 8                # dimensions in each half of a head that a lane rotates
 
 
 def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
-  parts = attention.block_parts(model, config, dtype)
-  kind = parts[0][1]
+  """Return the shape and dtype of one block in each cache tensor: the tensor cores' layout where model and device fit
+  it, else the generic one."""
+  parts = kv_cache.block_parts(model, config, dtype)
+  element = parts[0][1]
   heads = model.num_key_value_heads
   D = model.head_dim
   fits = config.block_size == BS and D in (32, 64, 96, 128) and model.num_attention_heads <= 16 * heads
-  takes = speaks_cuda() and (MMA, dtype) in [(core.dims, core.dtype_in) for core in renderer().tensor_cores]
-  if not fits or not takes or dtype != dtypes.half: return parts   # of bfloat16 tinygrad joins no loads
-  each = 1 if dtype == kind else 4
-  return [((heads, D // 32, BS, 32 // each), kind), ((heads, D // each, BS), kind), *parts[2:]]
+  supported = speaks_cuda() and (MMA, dtype) in [(core.dims, core.dtype_in) for core in renderer().tensor_cores]
+  if not fits or not supported or dtype != dtypes.half: return parts   # tinygrad does not combine bfloat16 loads
+  n = 1 if dtype == element else 4   # dimensions in an element
+  return [((heads, D // 32, BS, 32 // n), element), ((heads, D // n, BS), element), *parts[2:]]
 
 
-def attend(q: Tensor, cache: list[Tensor], qkv: Tensor, rope: Tensor, table: Tensor, tokens: Tensor) -> Tensor:
-  if cache[0].ndim == 4: return attention.attend(q, cache, qkv, rope, table, tokens)
-  q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:-3]
-  return read(q, cache, table, tokens)
+def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
+           num_heads: int) -> Tensor:
+  """As generic.attend, for both block layouts."""
+  if cache[0].ndim == 4: return generic.attend(qkv, cache, rope, tokens, block_tables, num_heads)
+  q, cache = generic.rotate_and_write(qkv, cache, rope, tokens, num_heads, rope_kernel)
+  return read(q, cache, tokens, block_tables).flatten(1)
 
 
-def read(q: Tensor, cache: list[Tensor], table: Tensor, tokens: Tensor) -> Tensor:
-  """Attention of q, (T, KV, G, D), over what is written."""
+def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor) -> Tensor:
+  """Attend to the cache. q: (T, KV, G, D). Returns the same shape."""
   T, KV, *_ = q.shape
-  # Work groups that share a token and a K/V head, where these are few, and sequences may be long
-  parts = max(1, ENOUGH // (T * KV)) if table.shape[1] * BS > 1024 else 1
-  if parts == 1: return q.empty_like().custom_kernel(q, *cache, table, tokens, fxn=attend_kernel)[0]
-  means, logs = [Tensor.empty(parts, *shape, dtype=dtypes.float32, device=q.device) for shape in (q.shape, q.shape[:3])]
-  means, *_, logs = means.custom_kernel(q, *cache, table, tokens, logs, fxn=attend_kernel)
+  kernel = decode_kernel if T <= TILE else prefill_kernel
+  # Split-KV: if contexts may be long and tokens are few, several work groups share a token and a K/V head
+  parts = max(1, MIN_WORK_GROUPS // (T * KV)) if block_tables.shape[1] * BS > 1024 else 1
+  if parts == 1: return q.empty_like().custom_kernel(q, *cache, block_tables, tokens, fxn=kernel)[0]
+  means = Tensor.empty(parts, *q.shape, dtype=dtypes.float32, device=q.device)
+  logs = Tensor.empty(parts, *q.shape[:3], dtype=dtypes.float32, device=q.device)
+  means, *_, logs = means.custom_kernel(q, *cache, block_tables, tokens, logs, fxn=kernel)
   return q.empty_like().custom_kernel(means, logs, fxn=combine_kernel)[0]
 
 
+def combine_kernel(out: UOp, means: UOp, logs: UOp) -> UOp:
+  """Combine the parts of split-KV. means: (parts, T, KV, G, D). logs: (parts, T, KV, G), log2 of the weights' sums."""
+  t, h, g, d = axes(0, *out.shape)
+  parts = range(means.shape[0])
+  combined = mean([means[i, t, h, g, d] for i in parts], [logs[i, t, h, g] for i in parts])
+  return kernel_of("combine", out[t, h, g, d].store(combined.cast(out.dtype)))
+
+
+# Rotary embedding and the write of K and V
+
 def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
-  """As tinyvllm.attention's. A lane has 16 numbers of a head, and its neighbours have those of the tokens that follow,
-  whose values lie side by side in a block."""
+  """As generic.rope_kernel. A lane rotates NEAR dimensions in each half of a head. Neighbouring lanes have neighbouring
+  tokens, because their V is contiguous in a block."""
   *scales, qkv, rope, tokens = rest
   sizes: Any = q.shape
   T, KV, G, D = sizes
-  near = 8   # neighbours of either half of a head
   side = math.gcd(T, BS)
   group, h = axes(0, T // side, KV, kind=AxisType.GLOBAL)
-  own = axis(side, 2, AxisType.LOCAL)
-  i = UOp.range(D // 2 // near, 3, AxisType.LOCAL)
-  t = group * side + own
-  page = field(tokens, "block", t) % keys.shape[0]
-  position = field(tokens, "position", t)
-  offset = position % BS
-  waves = [[rope[position % rope.shape[0], z, i * near + j] for j in range(near)] for z in range(2)]
+  token = axis(side, 2, AxisType.LOCAL)
+  i = UOp.range(D // 2 // NEAR, 3, AxisType.LOCAL)
+  t = group * side + token
+  block, position, offset = slot(tokens, t, keys.shape[0], BS)
+  waves = [[rope[position % rope.shape[0], z, i * NEAR + j] for j in range(NEAR)] for z in range(2)]   # cos, sin
 
-  def plain(head):   # in two halves
-    return [[qkv[t, head * D + z * (D // 2) + i * near + j].float() for j in range(near)] for z in range(2)]
-  def turned(head):
-    terms = [*zip(*plain(head), *waves, strict=True)]
-    return [[a * cos - b * sin for a, b, cos, sin in terms], [b * cos + a * sin for a, b, cos, sin in terms]]
+  def plain(head):   # both halves of a head
+    return [[qkv[t, head * D + z * (D // 2) + i * NEAR + j].float() for j in range(NEAR)] for z in range(2)]
+  def rotated(head): return [*zip(*[rotate(*pair) for pair in zip(*plain(head), *waves, strict=True)], strict=True)]
 
   stores = []
-  def put(halves, together, place):   # elements of so many neighbours
-    for z, j in [(z, j) for z in range(2) for j in range(0, near, together)]:
-      stores.append(place((z * (D // 2) + i * near + j) // together, halves[z][j:j + together]))
-  for n in range(G): put(turned(h * G + n), 1, lambda d, x, n=n: q[t, h, n, d].store(x[0].cast(q.dtype)))
-  each = D // values.shape[2]
-  width = 32 // each
-  for kind, halves in enumerate([turned(KV * G + h), plain(KV * G + KV + h)]):   # K and V
+  for g in range(G):
+    stores += [q[t, h, g, d].store(x[0].cast(q.dtype)) for d, x in runs(rotated(h * G + g), i, D, 1)]
+  n = D // values.shape[2]   # dimensions in an element
+  for kind, halves in enumerate([rotated(KV * G + h), plain(KV * G + KV + h)]):   # K and V
     if scales:
-      lanes = UOp.placeholder((side, D // 2 // near), dtypes.float32, 100 + kind, AddrSpace.LOCAL)
-      largest = functools.reduce(UOp.maximum, [x.maximum(-x) for half in halves for x in half])
-      lanes = lanes.after(lanes[own, i].store(largest))
-      scale = functools.reduce(UOp.maximum, [lanes[own, j] for j in range(D // 2 // near)]).maximum(SMALLEST) / 127
-      stores.append(scales[0][page, h, kind, offset].store(scale))   # each i does
+      scale = head_scale([x for half in halves for x in half], token, i, side, D // 2 // NEAR, kind)
+      stores.append(scales[0][block, h, kind, offset].store(scale))   # by each lane of the head
       halves = [[x / scale for x in half] for half in halves]
-    def place(d, x, kind=kind):
-      to = values[page, h, d, offset] if kind else keys[page, h, d // width, offset, d % width]
-      return to.store(x[0].cast(keys.dtype) if each == 1 else in_8_bits().stored(x, keys.dtype, bool(scales)))
-    put(halves, each, place)
+    for d, numbers in runs(halves, i, D, n):
+      place = values[block, h, d, offset] if kind else keys[block, h, d // (32 // n), offset, d % (32 // n)]
+      stores.append(place.store(kv_cache.pack(numbers, keys.dtype, bool(scales))))
   return kernel_of("rope_and_write", UOp.group(*stores), ())
 
 
-def combine_kernel(out: UOp, means: UOp, logs: UOp) -> UOp:
-  """The mean of parts by the logarithms, to the base of 2, of their weights. means: (parts, T, KV, G, D)."""
-  t, h, g, d = axes(0, *out.shape)
-  terms = [means[i, t, h, g, d] for i in range(means.shape[0])]
-  found = mean(terms, [logs[i, t, h, g] for i in range(means.shape[0])])
-  return kernel_of("combine", out[t, h, g, d].store(found.cast(out.dtype)))
+def runs(halves: Sequence[Sequence[UOp]], i: UOp, D: int, n: int) -> Iterator[tuple[UOp, Sequence[UOp]]]:
+  """Yield a lane's dimensions in runs of n neighbours: the index of the run within the head, and the numbers."""
+  for z, j in itertools.product(range(2), range(0, NEAR, n)):
+    yield (z * (D // 2) + i * NEAR + j) // n, halves[z][j:j + n]
 
 
-def mean(terms: list[UOp], logs: list[UOp]) -> Any:
+def head_scale(numbers: list[UOp], token: UOp, i: UOp, tokens: int, lanes: int, kind: int) -> UOp:
+  """Return the int8 scale of a head, which `lanes` lanes hold together. kind: 0 for K, 1 for V."""
+  shared = UOp.placeholder((tokens, lanes), dtypes.float32, 100 + kind, AddrSpace.LOCAL)
+  shared = shared.after(shared[token, i].store(largest(numbers)))
+  others = [shared[token, j] for j in range(lanes)]
+  return functools.reduce(UOp.maximum, others).maximum(SMALLEST) / 127
+
+
+# Attention
+
+def decode_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
+  """Attention for up to TILE tokens. A work group has a token and a K/V head. The G query heads are the rows of all its
+  warps, which share the context.
+  out: (T, KV, G, D), or (parts, T, KV, G, D) in float32, each part by another work group. rest: scales (int8 only),
+  block_tables, tokens, and with parts logs (parts, T, KV, G): log2 of the sum of the weights."""
+  sizes: Any = q.shape
+  T, KV, G, D = sizes
+  parts = out.shape[0] if len(out.shape) == 5 else 1
+  *scales, table, tokens = rest[:-1] if parts > 1 else rest
+  count: Any = 1 << (SHARED_BYTES // (G * D * 4)).bit_length() - 1
+  count = min(TILE // 16 if T * KV > 256 else 16, count)
+  index = UOp.special(count, "lidx1")
+  first = UOp.special(T, "gidx1")
+  part = UOp.special(parts, "gidx2") if parts > 1 else UOp.const(0)
+  lane = UOp.special(32, "lidx0")
+  rows: Any = range(0, 8 if G <= 8 else 16, 8)
+  position = field(tokens, "position", first) % (table.shape[1] * BS)
+  warp = Warp(lane, index, count, G, UOp.special(KV, "gidx0"), first, field(tokens, "slot", first) % table.shape[0],
+              [(0, (lane // 4 + row).minimum(G - 1)) for row in rows], [position for _ in rows], position,
+              part * count + index, parts * count)
+  cache = Cache(keys, values, scales, table)
+  means, logs = warp_results(warp, cache, accumulate(warp, q, cache), D)
+  stores = []
+  for n in range(-(-G * D // (32 * count))):
+    i = n * 32 * count + index * 32 + lane   # index within the head group's G * D numbers
+    g = (i // D).minimum(G - 1)
+    counted = [logs[w, g] for w in range(count)]
+    x = mean([means[w, g, i % D] for w in range(count)], counted)
+    to = row_start(q.shape, warp, 0, 0) + i
+    if parts > 1:
+      row = (part * T + first) * KV * G + warp.kv_head * G + g
+      stores.append(rest[-1].base.index(row.valid((i < G * D) & (i % D < 1))).store(log_sum(counted)))
+      to = to + part * T * KV * G * D
+    stores.append(out.base.index(to.valid(i < G * D)).store(x.cast(out.dtype)))
+  return attend_sink(stores)
+
+
+def prefill_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
+  """Attention for more than TILE tokens. A work group has a query head and a tile of up to TILE consecutive tokens of a
+  sequence, 16 per warp. The warps of a tile of up to 16 tokens share its context instead.
+  out: (T, KV, G, D). rest: scales (int8 only), block_tables, tokens."""
+  *scales, table, tokens = rest
+  sizes: Any = q.shape
+  T, KV, G, D = sizes
+  count = TILE // 16
+  lane = UOp.special(32, "lidx0")
+  index = UOp.special(count, "lidx1")
+  head = UOp.special(KV * G, "gidx0")
+  tile = field(tokens, "query_tile", UOp.special(min(T, T // TILE + table.shape[0] - 1), "gidx1"))
+  first = tile.maximum(0) // TILE % T
+  size = (tile < 0).where(0, tile % TILE + 1)
+  is_shared = size <= 16
+  start = is_shared.where(0, index * 16)   # the warp's first token within the tile
+  rows = [start + (lane // 4 + row) for row in (0, 8)]
+  position = field(tokens, "position", first) % (table.shape[1] * BS)
+  last = position + size - 1
+  # A row beyond the tile is limited too: its NaN would reach the mean over the warps
+  visible = [(position + token).minimum(last) for token in rows]
+  warp = Warp(lane, index, count, 16, head // G, first, field(tokens, "slot", first) % table.shape[0],
+              [(token, head % G) for token in rows], visible, last,
+              is_shared.where(index, 0), is_shared.where(count, 1), [exit_if(tile < 0)])   # padding of the tiles
+  cache = Cache(keys, values, scales, table)
+  means, logs = warp_results(warp, cache, accumulate(warp, q, cache), D)
+  r = UOp.range(16, 1, AxisType.LOOP)
+  token = start + r
+  is_own = (token < size) & (is_shared.ne(True) | (r % count).eq(index))
+  counted = [(is_shared | index.eq(w)).where(logs[w, r], LOWEST) for w in range(count)]
+  stores = []
+  for d in range(0, D, 32):
+    x = mean([means[w, r, d + lane] for w in range(count)], counted)
+    to = row_start(q.shape, warp, token, head % G) + d + lane
+    stores.append(out.base.index(to.valid(is_own)).store(x.cast(out.dtype)))
+  return attend_sink([UOp.group(*stores).end(r)])
+
+
+def attend_sink(stores: list[UOp]) -> UOp:
+  return UOp.group(*stores).sink(arg=KernelInfo(name="attend_tc", opts_to_apply=()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Warp:
+  """A warp's query rows, and the part of the context that it reads. A lane holds row `lane // 4`, and if there are more
+  than 8 rows also `lane // 4 + 8`."""
+  lane: UOp
+  index: UOp                             # the warp's number in its work group
+  count: int                             # warps in the work group
+  num_rows: Any                          # query rows
+  kv_head: UOp
+  first: UOp                             # the first row's token in the flat batch
+  table_row: UOp                         # the sequence's row of block_tables
+  rows: list[tuple[Any, UOp]]            # the lane's rows: token after the first one, query head of the K/V head's G
+  visible: list[UOp]                     # the lane's rows: the last position that each attends to
+  last: UOp                              # the last position that any row attends to
+  share: UOp                             # the warp reads blocks share, share + num_shares, ...
+  num_shares: Any
+  guard: list[UOp] = dataclasses.field(default_factory=list)   # statements that precede the loads
+
+  @property
+  def row(self) -> UOp: return self.lane // 4
+
+  @property
+  def column(self) -> UOp: return self.lane % 4
+
+
+class Block(NamedTuple):
+  """A block of the context."""
+  start: UOp   # its first position
+  last: UOp    # the last position that the warp attends to
+  page: UOp    # physical block * KV + K/V head
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+  """A layer's K and V, read as fragments of a matrix multiplication: a lane's elements in mma's order. The fragments of
+  int8 and fp8 are `factor` times too small, and int8 includes its 128."""
+  keys: UOp
+  values: UOp
+  scales: list[UOp]   # one for int8, else none
+  table: UOp
+
+  @property
+  def has_words(self) -> bool: return self.keys.dtype != dtypes.half
+
+  @property
+  def factor(self) -> int: return kv_cache.FACTOR[bool(self.scales)] if self.has_words else 1
+
+  def block(self, warp: Warp, i: UOp) -> Block:
+    max_blocks = self.table.shape[1]
+    physical = self.table[warp.table_row, i.minimum(max_blocks - 1)].load().cast(dtypes.weakint) % self.keys.shape[0]
+    return Block(i * BS, warp.last, physical * self.keys.shape[1] + warp.kv_head)
+
+  def halves(self, low: UOp, high: UOp) -> list[UOp]:
+    """Return the float16 of two bytes."""
+    bits = half_bits(low | high << 16, bool(self.scales))
+    return [(bits >> 16 * i).cast(dtypes.uint16).bitcast(dtypes.half) for i in range(2)]
+
+  def key(self, warp: Warp, block: Block, half: int, step: int) -> list[UOp]:
+    """Load K of eight positions and the 16 dimensions from 16 * step: a lane has four dimensions of one position."""
+    at = (block.page * self.keys.shape[2] + step // 2) * BS + warp.row // 2 * 4 + half * 2 + warp.row % 2
+    def load(i): return self.keys.base.index(i.valid(block.start <= block.last)).load()
+    if not self.has_words: return [load(at * 32 + warp.column * 8 + step % 2 * 4 + e) for e in range(4)]
+    word = load(at * 8 + warp.column * 2 + step % 2)
+    return [x for i in range(2) for x in self.halves(word >> 8 * i & 255, word >> 8 * i + 16 & 255)]
+
+  def value(self, warp: Warp, block: Block, n: int) -> list[UOp]:
+    """Load V of 16 positions and eight dimensions, the n-th: a lane has four positions of one dimension."""
+    d = (n // 4 * 8 if self.has_words else n * 8) + warp.row
+    at = (block.page * self.values.shape[2] + d) * BS + warp.column * 4
+    position = block.start + warp.column * 4
+    elements = [self.values.base.index((at + e).valid(position <= block.last)).load() for e in range(4)]
+    if not self.has_words:   # positions that are not written may hold NaN
+      return [(position + e <= block.last).where(x, HALF_ZERO) for e, x in enumerate(elements)]
+    return [x for e in (0, 2) for x in self.halves(*[word >> n % 4 * 8 & 255 for word in elements[e:e + 2]])]
+
+  def dimension(self, n: int, i: Any) -> Any:
+    """Return which dimension is the i-th of the n-th eight."""
+    return n // 4 * 32 + i * 4 + n % 4 if self.has_words else n * 8 + i
+
+  def scale(self, block: Block, kind: int, i: UOp) -> UOp:
+    """Load the int8 scale of K (kind 0) or V (1) at the block's i-th position."""
+    return self.scales[0].base.index((block.page * 2 + kind) * BS + i).load()
+
+
+@dataclasses.dataclass(frozen=True)
+class WarpState(State):
+  """A lane's accumulators. total: (D / 8 * rows * 2,), the others: (rows,). weight: over the lane's own positions."""
+  scaled_weight: UOp   # sum of the weights times V's scales (int8)
+
+
+HALF_ZERO = UOp.const(0.0, dtypes.half)
+ZEROS = UOp.const((0.0,) * 4, dtypes.float32)
+
+
+def accumulate(warp: Warp, q: UOp, cache: Cache) -> WarpState:
+  """Attend the warp's rows to its share of the context, a block in an iteration."""
+  D: Any = q.shape[3]
+  queries = [query(warp, q, cache, step) for step in range(D // 16)]
+  rows = len(warp.rows)
+  initial: Any = {"total": (D // 8 * rows * 2, 0.0), "highest": (rows, LOWEST), "weight": (rows, 0.0),
+                  "scaled_weight": (rows, 0.0), "iteration": (1, 0)}   # sizes and values
+  registers = {name: UOp.placeholder((size,), dtypes.int32 if name == "iteration" else dtypes.float32, 100 + i,
+                                     AddrSpace.REG) for i, (name, (size, _)) in enumerate(initial.items())}
+  resets = [registers[name].after(*warp.guard)[i].store(value)
+            for name, (size, value) in initial.items() for i in range(size)]
+  state = WarpState(**registers)
+  loop = UOp.loop(0)
+  current = state.after(UOp.group(*resets), loop)
+  iteration = current.index(cache.table.shape[1])
+  block = cache.block(warp, iteration * warp.num_shares + warp.share)
+  stores = [current.iteration[0].store(current.iteration[0].load() + 1),
+            *add_block(warp, cache, block, current, scores(warp, cache, block, queries), D)]
+  return state.after(UOp.group(*stores).end(loop, (iteration + 1) * warp.num_shares * BS <= warp.last))
+
+
+def query(warp: Warp, q: UOp, cache: Cache, step: int) -> list[UOp]:
+  """Load the fragment of the 16 dimensions from 16 * step, in the order of Cache.key."""
+  order = (0, 2, 1, 3) if cache.has_words else range(4)
+  starts = [row_start(q.shape, warp, *row) + step // 2 * 32 + warp.column * 8 + step % 2 * 4 for row in warp.rows]
+  return fragment([[q.base.after(*warp.guard).index(start + e).load() for e in order] for start in starts])
+
+
+def scores(warp: Warp, cache: Cache, block: Block, queries: list[list[UOp]]) -> list[list[UOp]]:
+  """Return log2(e) * q . k / sqrt(D) of the lane's rows and four positions."""
+  unit = math.log2(math.e) / math.sqrt(16 * len(queries))
+  sums = ZEROS   # sums of the queries' numbers, which int8's 128 is multiplied by
+  for a in queries: sums = mma(a, [UOp.const(1.0, dtypes.half)] * 4, sums) if cache.scales else ZEROS
+  result: list[list[UOp]] = [[] for _ in warp.rows]
+  for half in range(2):
+    dot = ZEROS
+    for step, a in enumerate(queries): dot = mma(a, cache.key(warp, block, half, step), dot)
+    for r, e in itertools.product(range(len(warp.rows)), range(2)):
+      i = warp.column * 4 + half * 2 + e   # position in the block
+      score = dot.index(r * 2 + e) * (cache.factor * unit)
+      if cache.scales: score = (score - sums.index(r * 2) * (128 * unit)) * cache.scale(block, 0, i)
+      result[r].append((block.start + i <= warp.visible[r]).where(score, LOWEST))
+  return result
+
+
+def add_block(warp: Warp, cache: Cache, block: Block, state: WarpState, scores: list[list[UOp]], D: int) -> list[UOp]:
+  """Return the stores of online softmax: rescale the accumulators, and add a block's weighted V."""
+  rows = range(len(warp.rows))
+  highest = [over_row(functools.reduce(UOp.maximum, row, state.highest[r].load()), UOp.maximum)
+             for r, row in enumerate(scores)]
+  rescales = [(state.highest[r].load() - highest[r]).exp2() for r in rows]
+  weights = [[(x - highest[r]).exp2() for x in row] for r, row in enumerate(scores)]
+  factors = [[x.cast(dtypes.half) for x in row] for row in scaled(warp, cache, block, weights)]
+  stores = []
+  for r in rows:
+    weight = state.weight[r] * rescales[r] + sum(weights[r])
+    stores += [state.highest[r].store(highest[r]), state.weight[r].store(weight)]
+    if not cache.scales: continue
+    added = sum(x.float() for x in factors[r])
+    stores.append(state.scaled_weight[r].store(state.scaled_weight[r] * rescales[r] + added))
+  for n in range(D // 8):
+    places = [(n * len(rows) + r) * 2 + e for r in rows for e in range(2)]
+    total = [state.total[place] * rescales[i // 2] for i, place in enumerate(places)]
+    total += [UOp.const(0.0, dtypes.float32)] * (4 - len(total))
+    product = mma(fragment(factors), cache.value(warp, block, n), UOp.stack(*total))
+    stores += [state.total[place].store(product.index(i)) for i, place in enumerate(places)]
+  return stores
+
+
+def scaled(warp: Warp, cache: Cache, block: Block, weights: list[list[UOp]]) -> list[list[UOp]]:
+  """Multiply the weights by V's scales and SCALE_FACTOR, if the cache has scales."""
+  if not cache.scales: return weights
+  scales = [cache.scale(block, 1, warp.column * 4 + e) * SCALE_FACTOR for e in range(4)]
+  position = block.start + warp.column * 4
+  return [[(position + e <= block.last).where(x * scales[e], 0.0) for e, x in enumerate(row)] for row in weights]
+
+
+def warp_results(warp: Warp, cache: Cache, state: WarpState, D: Any) -> tuple[UOp, UOp]:
+  """Store each warp's results in shared memory. Returns V's mean, (warps, rows, D), and log2 of the sum of the weights,
+  (warps, rows)."""
+  means = UOp.placeholder((warp.count, warp.num_rows, D), dtypes.float32, 110, AddrSpace.LOCAL)
+  logs = UOp.placeholder((warp.count, warp.num_rows), dtypes.float32, 111, AddrSpace.LOCAL)
+  factor = cache.factor / SCALE_FACTOR if cache.scales else cache.factor
+  stores = []
+  for r in range(len(warp.rows)):
+    row = warp.index * warp.num_rows + warp.row + 8 * r
+    exists = warp.row + 8 * r < warp.num_rows
+    weight = over_row(state.weight[r].load(), UOp.add)
+    offset = over_row(state.scaled_weight[r].load(), UOp.add) * (128 / SCALE_FACTOR) if cache.scales else 0
+    log = state.highest[r].load() + weight.log2()
+    stores.append(logs.base.index(row.valid(exists & (warp.column < 1))).store(log))
+    for n, e in itertools.product(range(D // 8), range(2)):
+      total = state.total[(n * len(warp.rows) + r) * 2 + e] * factor - offset
+      place = row * D + cache.dimension(n, warp.column * 2 + e)
+      stores.append(means.base.index(place.valid(exists)).store(total / weight))
+  done = UOp.group(*stores)
+  return means.after(done), logs.after(done)
+
+
+def row_start(shape: tuple[sint, ...], warp: Warp, token: Any, g: Any) -> UOp:
+  """Return where a query row begins in a flat tensor of `shape`, (T, KV, G, D)."""
+  T, KV, G, D = shape
+  return (((warp.first + token).minimum(T - 1) * KV + warp.kv_head) * G + g) * D
+
+
+def log_sum(logs: list[UOp]) -> UOp:
+  """Return log2 of a sum, from the base-2 logarithms of its terms."""
   highest = functools.reduce(UOp.maximum, logs)
-  fades = [(x - highest).exp2() for x in logs]
-  return sum(x * fade for x, fade in zip(terms, fades, strict=True)) / sum(fades)
+  total: Any = sum((x - highest).exp2() for x in logs)
+  return total.log2() + highest
 
 
-def of_row(x: UOp, op: Any) -> UOp:
-  """Of the four lanes that share a row."""
-  for bit in (1, 2): x = op(x, exchanged(x, bit))
-  return x
-
-
-def exchanged(x: UOp, bit: int) -> UOp:
-  """What the lane has whose number differs in this bit."""
-  return UOp(Ops.CUSTOM, x.dtype, (x,), f"__shfl_xor_sync(0xffffffffu, {{0}}, {bit})")
-
-
-def leave(condition: UOp) -> UOp:
-  """A work group has nothing to do. Goes into what comes after: tinygrad keeps barriers there, and drops statements."""
-  return UOp(Ops.CUSTOM, dtypes.void, (condition,), "if ({0}) return;").barrier()
+def fragment(rows: list[list[UOp]]) -> list[UOp]:
+  """Return mma's fragment of 16 rows and 16 columns: four columns of the lane's row and of the row 8 below (or 0)."""
+  low, high = rows if len(rows) == 2 else (*rows, [HALF_ZERO] * 4)
+  return [*low[:2], *high[:2], *low[2:], *high[2:]]
 
 
 def mma(a: list[UOp], b: list[UOp], total: UOp) -> UOp:
-  """total + a @ b, of which a lane has 8, 4 and 4 elements (PTX ISA, mma.m16n8k16)."""
+  """Return total + a @ b. A lane has 8, 4 and 4 elements (PTX ISA, mma.m16n8k16)."""
   return UOp.wmma(UOp.stack(*a), UOp.stack(*b), total, MMA, "CUDA", 32)
 
 
-class State(NamedTuple):
-  """Of a lane's online softmax in registers. It has one row of queries, or two that are 8 apart."""
-  total: UOp     # (D / 8 * rows * 2,): V summed by its weights
-  highest: UOp   # (rows,): score so far
-  weight: UOp    # (rows,): the sum of weights, of the lane's own positions
-  lifted: UOp    # (rows,): of the weights with V's scales
-  turn: UOp      # (1,): of the loop
-
-  def after(self, *done: UOp) -> "State": return State(*[x.after(*done) for x in self])
+def over_row(x: UOp, op: Callable[[UOp, UOp], UOp]) -> UOp:
+  """Reduce x over the four lanes that share a row."""
+  for bit in (1, 2): x = op(x, shuffle_xor(x, bit))
+  return x
 
 
-def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
-  """A warp has 16 rows of queries. In a step of up to TILE tokens they are a token's, of a K/V head, and the warps of a
-  work group share its context; of more tokens 16 of a tile's, of a head, and warps share the context of a tile of so
-  few. out: (T, KV, G, D), or (parts, T, KV, G, D) in float32 where as many work groups share a context. rest: scales,
-  if there are any; table; tokens; logs, of the weights' sum in each part, (parts, T, KV, G), if there are parts."""
-  sizes: Any = q.shape
-  T, KV, G, D = sizes
-  *parts, _, _, _, _ = out.shape
-  *scales, table, tokens = rest[:-1] if parts else rest
-  pages = keys.shape[0]
-  rows, max_blocks = table.shape
-  words = D // values.shape[2] > 1
-  of_token = T <= TILE
-  used = G if of_token else 16   # rows of a warp
-  lane_rows = range(1 if used <= 8 else 2)
-  warps = TILE // 16
-  if of_token: warps = min(warps if T * KV > 256 else 16, 1 << (ROOM // (G * D * 4)).bit_length() - 1)
-  lane = UOp.special(32, "lidx0")
-  warp = UOp.special(warps, "lidx1")
-  head = UOp.special(KV if of_token else KV * G, "gidx0")
-  row = lane // 4
-  column = lane % 4
-  begin = []
-  count: Any = 1
-  together: Any = True   # whether all warps have the same rows
-  if of_token:
-    first = UOp.special(T, "gidx1")
-    h = head
-    part = UOp.special(parts[0], "gidx2") if parts else UOp.const(0)
-    share = part * warps + warp
-    shares: Any = math.prod(parts) * warps
-  else:
-    tile = field(tokens, "tile", UOp.special(min(T, T // TILE + rows - 1), "gidx1"))
-    begin = [leave(tile < 0)]   # there may be fewer
-    first = tile.maximum(0) // TILE % T
-    count = (tile < 0).where(0, tile % TILE + 1)
-    h = head // G
-    together = count <= 16
-    share = together.where(warp, 0)
-    shares = together.where(warps, 1)
-  own = field(tokens, "position", first) % (max_blocks * BS)
-  last = own + count - 1   # of the positions that there are for the tile
-  blocks = field(tokens, "row", first) % rows
+def shuffle_xor(x: UOp, bit: int) -> UOp:
+  """Return x of the lane whose number differs in `bit`."""
+  return UOp(Ops.CUSTOM, x.dtype, (x,), f"__shfl_xor_sync(0xffffffffu, {{0}}, {bit})")
 
-  def place(r):   # a row's token within the tile, and its head of the K/V head's
-    at = row + 8 * r
-    return (0, at.minimum(G - 1)) if of_token else (together.where(0, warp * 16) + at, head % G)
 
-  # The last position that a row sees. One beyond the tile sees no more: its NaN would be in the mean of all warps
-  reach = [own if of_token else (own + place(r)[0]).minimum(last) for r in lane_rows]
-
-  def flat(token, g): return (((first + token).minimum(T - 1) * KV + h) * G + g) * D
-
-  def pairs(low, high):   # of numbers in 8 bits the halves, in which they are factor times smaller
-    bits = in_8_bits().half_bits(low | high << 16, bool(scales))
-    return [(bits >> 16 * p).cast(dtypes.uint16).bitcast(dtypes.half) for p in range(2)]
-  factor = in_8_bits().FACTOR[bool(scales)] if words else 1
-  zero = UOp.const(0.0, dtypes.half)
-
-  def rows_of(numbers):   # as mma takes its 16 rows: (row, elements) of 16 columns of theirs
-    low, high = numbers if len(numbers) == 2 else (*numbers, [zero] * 4)
-    return [*low[:2], *high[:2], *low[2:], *high[2:]]
-
-  order = (0, 2, 1, 3) if words else range(4)
-  def query(step, r):   # of 16 dimensions the lane's four
-    at = flat(*place(r)) + step // 2 * 32 + column * 8 + step % 2 * 4
-    return [q.base.after(*begin).index(at + e).load() for e in order]
-  asked = [rows_of([query(step, r) for r in lane_rows]) for step in range(D // 16)]
-  none = UOp.const((0.0,) * 4, dtypes.float32)
-  sums = none   # of the queries' numbers
-  for a in asked: sums = mma(a, [UOp.const(1.0, dtypes.half)] * 4, sums) if scales else none
-
-  n = len(lane_rows)
-  kinds: list[Any] = [(D // 8 * n * 2, 0.0), (n, LOWEST), (n, 0.0), (n, 0.0), (1, 0)]   # numbers, and the first of each
-  made = State(*[UOp.placeholder((size,), dtypes.float32 if i < 4 else dtypes.int32, 100 + i, AddrSpace.REG)
-                 for i, (size, _) in enumerate(kinds)])
-  begun = [x.after(*begin)[i].store(y) for x, (size, y) in zip(made, kinds, strict=True) for i in range(size)]
-  loop = UOp.loop(0)
-  state = made.after(UOp.group(*begun), loop)
-  turn = state.turn[0].load().cast(dtypes.weakint) % max_blocks
-  block = turn * shares + share
-  start = block * BS
-  page = table[blocks, block.minimum(max_blocks - 1)].load().cast(dtypes.weakint) % pages * KV + h
-
-  def key(tile, step):   # of 8 positions a row's, and of 16 dimensions the lane's four
-    at = (page * (D // 32) + step // 2) * BS + row // 2 * 4 + tile * 2 + row % 2
-    def read(i): return keys.base.index(i.valid(start <= last)).load()
-    if not words: return [read(at * 32 + column * 8 + step % 2 * 4 + e) for e in range(4)]
-    word = read(at * 8 + column * 2 + step % 2)
-    return [x for i in range(2) for x in pairs(word >> 8 * i & 255, word >> 8 * i + 16 & 255)]
-
-  def value(n):   # of the lane's positions, of 8 dimensions a row's
-    at = (page * values.shape[2] + (n // 4 * 8 if words else n * 8) + row) * BS + column * 4
-    found = [values.base.index((at + e).valid(start + column * 4 <= last)).load() for e in range(4)]
-    if not words: return [(start + column * 4 + e <= last).where(x, zero) for e, x in enumerate(found)]   # not NaN
-    return [x for e in (0, 2) for x in pairs(*[y >> n % 4 * 8 & 255 for y in found[e:e + 2]])]
-
-  def dimension(n, i): return n // 4 * 32 + i * 4 + n % 4 if words else n * 8 + i
-
-  scores: list[list[UOp]] = [[] for _ in lane_rows]   # of four positions of the lane's
-  for j in range(2):
-    dot = none
-    for step in range(D // 16): dot = mma(asked[step], key(j, step), dot)
-    for r, e in [(r, e) for r in lane_rows for e in range(2)]:
-      at = column * 4 + j * 2 + e
-      score = dot.index(r * 2 + e) * (factor * math.log2(math.e) / math.sqrt(D))
-      if scales:
-        score = score - sums.index(r * 2) * (128 * math.log2(math.e) / math.sqrt(D))
-        score = score * scales[0].base.index(page * 2 * BS + at).load()
-      scores[r].append((start + at <= reach[r]).where(score, LOWEST))
-  tops = [of_row(functools.reduce(UOp.maximum, x, state.highest[r].load()), UOp.maximum) for r, x in enumerate(scores)]
-  fades = [(state.highest[r].load() - top).exp2() for r, top in enumerate(tops)]
-  weights = [[(x - top).exp2() for x in row] for row, top in zip(scores, tops, strict=True)]
-  taken = weights   # as V is weighed
-  if scales:
-    lifts = [scales[0].base.index((page * 2 + 1) * BS + column * 4 + e).load() * LIFT for e in range(4)]
-    taken = [[(start + column * 4 + e <= last).where(x * lifts[e], 0.0) for e, x in enumerate(row)] for row in weights]
-  taken = [[x.cast(dtypes.half) for x in row] for row in taken]
-  stores = [state.turn[0].store(state.turn[0].load() + 1)]
-  for r, (top, fade) in enumerate(zip(tops, fades, strict=True)):
-    stores += [state.highest[r].store(top), state.weight[r].store(state.weight[r] * fade + sum(weights[r]))]
-    if scales: stores.append(state.lifted[r].store(state.lifted[r] * fade + sum(x.float() for x in taken[r])))
-  for n in range(D // 8):
-    places = [(n * len(lane_rows) + r) * 2 + e for r in lane_rows for e in range(2)]
-    before = [state.total[i] * fades[k // 2] for k, i in enumerate(places)]
-    before += [UOp.const(0.0, dtypes.float32)] * (4 - len(before))
-    added = mma(rows_of(taken), value(n), UOp.stack(*before))
-    stores += [state.total[i].store(added.index(k)) for k, i in enumerate(places)]
-  state = made.after(UOp.group(*stores).end(loop, (turn + 1) * shares * BS <= last))
-
-  # What each warp found, for all of them
-  means = UOp.placeholder((warps, used, D), dtypes.float32, 110, AddrSpace.LOCAL)
-  known = UOp.placeholder((warps, used), dtypes.float32, 111, AddrSpace.LOCAL)
-  stores = []
-  for r in lane_rows:
-    at = warp * used + row + 8 * r
-    is_row = row + 8 * r < used
-    weight = of_row(state.weight[r].load(), UOp.add)
-    lifted = of_row(state.lifted[r].load(), UOp.add) * (128 / LIFT) if scales else 0
-    stores.append(known.base.index(at.valid(is_row & (column < 1))).store(state.highest[r].load() + weight.log2()))
-    for n, e in [(n, e) for n in range(D // 8) for e in range(2)]:
-      total = state.total[(n * len(lane_rows) + r) * 2 + e] * (factor / LIFT if scales else factor) - lifted
-      stores.append(means.base.index((at * D + dimension(n, column * 2 + e)).valid(is_row)).store(total / weight))
-  done = UOp.group(*stores)
-  means = means.after(done)
-  known = known.after(done)
-  def of_warps(r, d, of=range(warps)):
-    counted = [known[w, r] if of_token else (together | warp.eq(w)).where(known[w, r], LOWEST) for w in of]
-    return mean([means[w, r, d] for w in of], counted), counted
-  stores = []
-  if of_token:
-    for n in range(-(-G * D // (32 * warps))):
-      at = n * 32 * warps + warp * 32 + lane
-      g = (at // D).minimum(G - 1)
-      x, counted = of_warps(g, at % D)
-      to = flat(0, 0) + at
-      if parts:
-        highest = functools.reduce(UOp.maximum, counted)
-        log = sum((y - highest).exp2() for y in counted).log2() + highest
-        row_of = (part * T + first) * KV * G + h * G + g
-        stores.append(rest[-1].base.index(row_of.valid((at < G * D) & (at % D < 1))).store(log))
-        to = to + part * T * KV * G * D
-      stores.append(out.base.index(to.valid(at < G * D)).store(x.cast(out.dtype)))
-  else:
-    r = UOp.range(16, 1, AxisType.LOOP)
-    token = together.where(0, warp * 16) + r
-    mine = (token < count) & (together.ne(True) | (r % warps).eq(warp))
-    for d in range(0, D, 32):
-      x, _ = of_warps(r, d + lane)
-      stores.append(out.base.index((flat(token, head % G) + d + lane).valid(mine)).store(x.cast(out.dtype)))
-    stores = [UOp.group(*stores).end(r)]
-  return UOp.group(*stores).sink(arg=KernelInfo(name="attend_tc", opts_to_apply=()))
+def exit_if(condition: UOp) -> UOp:
+  """Return a statement that ends a work group. It is a barrier, since tinygrad would drop any other statement."""
+  return UOp(Ops.CUSTOM, dtypes.void, (condition,), "if ({0}) return;").barrier()

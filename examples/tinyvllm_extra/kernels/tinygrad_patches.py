@@ -1,67 +1,105 @@
-"""Lowered kernels kept on disk, cheap captures, and halves that are parts of words in CUDA's C++."""
-import concurrent.futures, contextlib, copy, dataclasses, functools, hashlib, importlib.metadata, os, pathlib, pickle
-import shutil, zlib
-from collections.abc import Callable
-from typing import Any
+"""All changes that tinyvllm makes to tinygrad itself. `apply` makes them when a device is opened; an import changes
+nothing. Each patch is a function whose docstring states its reason and the condition for its removal."""
+import functools, importlib, importlib.metadata, os, pathlib, shutil
 
-from tinygrad import UOp, codegen, device as devices, dtypes, helpers
-from tinygrad.codegen import do_to_program
+from tinygrad import Device, UOp, dtypes, helpers
 from tinygrad.engine import realize
-from tinygrad.renderer.cstyle import CUDARenderer
+from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
+from tinygrad.runtime.ops_cpu import CPUAllocator
 from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 
 from tinyvllm.config import logger
+from tinyvllm.backend import cpu_cores
 
-from .cpu import EXP2
+from .cpu import AVX512, EXP2, CPUGraph, allocate
+from .kernel_cache import KernelFolder
 
-
-@dataclasses.dataclass
-class KernelFolder:
-  """tinygrad's lower_and_compile, but for kernels that a run with the same compiler has left in a folder. A new one is
-  compiled in another thread while the next is lowered."""
-  path: pathlib.Path
-  compiler: tuple
-  compiled: int = 0   # which were not there
-  thread = concurrent.futures.ThreadPoolExecutor(1, "tinyvllm-compiler")
-
-  def __call__(self, linear: UOp) -> UOp:
-    found = [realize._get_call_to_compile(call) for call in linear.src]   # kernel and renderer; None: nothing to do
-    kernels = {codegen.to_program_key(*kernel): kernel for kernel in found if kernel}
-    begun = {key: self.begin(*kernel) for key, kernel in kernels.items() if key not in codegen.to_program_cache}
-    codegen.to_program_cache |= {key: finish() for key, finish in begun.items()}
-    return linear.replace(src=tuple(call.replace(src=(codegen.to_program(*kernel), *call.src[1:])) if kernel else call
-                                    for call, kernel in zip(linear.src, found, strict=True)))
-
-  def begin(self, ast: UOp, renderer: Any) -> Callable[[], UOp]:
-    """Read a kernel's program, or lower it. What it returns waits for the compiler."""
-    flags = getattr(renderer.compiler, "args", None)
-    version = importlib.metadata.version("tinygrad"), EXP2
-    key = codegen.to_program_key(ast, renderer), ast.tag, version, self.compiler, flags
-    path = self.path / hashlib.sha256(repr(key).encode()).hexdigest()
-    with contextlib.suppress(OSError, zlib.error):   # it is not there, or damaged
-      return functools.partial(pickle.loads, zlib.decompress(path.read_bytes()))
-    self.compiled += 1
-    beside = copy.copy(renderer)
-    beside.compiler = devices.Compiler()   # which returns the source
-    program = do_to_program(ast, beside)
-    binary = self.thread.submit(renderer.compiler.compile, program.src[-1].arg.decode())
-
-    def finish():
-      done = program.replace(src=(*program.src[:-1], UOp(Ops.BINARY, arg=binary.result())))
-      new = path.with_suffix(f".{os.getpid()}")
-      with contextlib.suppress(OSError):   # the disk is full
-        new.write_bytes(zlib.compress(pickle.dumps(done)))
-        new.replace(path)   # at once, as another process may read it
-      return done
-    return finish
+VERSION = "0.14."   # the patches were checked against these versions
+WIDE = "-mprefer-vector-width=512"
 
 
-def whole_words(ctx: Any, x: UOp) -> str | None:
-  """In C++, halves that are the parts of words: a compiler takes these apart and joins them, where they come singly."""
+def apply(compiler: str) -> None:
+  """Apply the default device's patches. A repeated call changes nothing. compiler: the C compiler of a CPU."""
+  check_version()
+  if cpu_cores():
+    run_graphs_on_all_cores()
+    allocate_huge_pages()
+    compute_exp2_without_branches()
+    use_widest_vectors()
+  if Device.DEFAULT == "CUDA":
+    order_kernels_by_ranges()
+    compiler = compile_machine_code() or compiler
+  load_whole_words()
+  skip_shapes_of_slices()
+  keep_kernels_on_disk(compiler)
+
+
+@functools.cache
+def check_version() -> None:
+  version = importlib.metadata.version("tinygrad")
+  if not version.startswith(VERSION):
+    logger.warning(f"tinygrad {version} is installed; tinyvllm's patches were tested with {VERSION}x")
+
+
+def run_graphs_on_all_cores() -> None:
+  """Run a captured step with CPUGraph. tinygrad needs 50 us per kernel, and runs the parts of a kernel in sequence.
+  Checked with 0.14.0. Remove when tinygrad runs a CPU's graph on several threads."""
+  Device.default.graph = Device.default.graph or CPUGraph
+
+
+def allocate_huge_pages() -> None:
+  """Allocate CPU buffers in huge pages. tinygrad uses pages of 4 KiB, which a core reads at half the speed.
+  Checked with 0.14.0. Remove when CPUAllocator requests huge pages."""
+  CPUAllocator._alloc = allocate   # type: ignore[method-assign]
+
+
+@functools.cache
+def compute_exp2_without_branches() -> None:
+  """Render exp2 as a call of cpu.EXP2. tinygrad's expansion has branches, which compilers do not vectorize.
+  Checked with 0.14.0. Remove when softmax is no slower without it."""
+  defines = ClangRenderer._render_defines
+  def with_exp2(self: ClangRenderer, uops: list[UOp]) -> list[str]: return [EXP2, *defines(self, uops)]
+  ClangRenderer.code_for_op = {**ClangRenderer.code_for_op, Ops.EXP2: lambda x, dtype: f"tv_exp2({x})"}
+  ClangRenderer._render_defines = with_exp2   # type: ignore[method-assign, assignment]
+
+
+def use_widest_vectors() -> None:
+  """Make clang use the widest vectors. It prefers half of AVX-512's, and tinygrad's float4 loads keep it at 128 bits.
+  Checked with 0.14.0. Remove when kernels.py (tests/benchmarks) shows the same speed without it."""
+  compiler = Device.default.renderer.compiler
+  if AVX512 and WIDE not in compiler.args: compiler.args.append(WIDE)   # type: ignore[attr-defined]
+  os.environ["DMC"] = "1"   # turns float4 off
+  helpers.getenv.cache_clear()   # type: ignore[attr-defined]
+
+
+def order_kernels_by_ranges() -> None:
+  """Capture CUDA steps with RangedGraph. tinygrad orders kernels by whole buffers, so that devices which read each
+  other's results would take turns. Checked with 0.14.0. Remove when CUDAGraph compares ranges of buffers."""
+  Device.default.graph = importlib.import_module(f"{__package__}.cuda").RangedGraph
+
+
+def compile_machine_code() -> str | None:
+  """Have nvrtc return machine code. tinygrad requests PTX, which the driver compiles slowly at each start.
+  Checked with 0.14.0. Remove when tinygrad's NVRTCCompiler returns cubins for CUDA. Returns nvrtc's file, if known."""
+  from tinygrad.runtime.autogen import nvrtc
+  Device.default.renderer.compiler.ptx = helpers.DEBUG >= 5   # type: ignore[attr-defined]   # tinygrad prints PTX only
+  return getattr(nvrtc.dll, "_name", None)
+
+
+@functools.cache
+def load_whole_words() -> None:
+  """Render a vector of float16 that are the halves of uint32 words as one bitcast. Compilers split and join the words
+  otherwise. Checked with 0.14.0. Remove when CUDARenderer renders it so."""
+  rules = PatternMatcher([(UPat(Ops.STACK, dtypes.half, name="x"), whole_words)])
+  CUDARenderer.string_rewrite = rules + CUDARenderer.string_rewrite
+
+
+def whole_words(ctx: CUDARenderer, x: UOp) -> str | None:
+  """Return the C++ of a vector that consists of the halves of words, or None for any other vector."""
   words = [half.src[0].src[0] for half in x.src[::2] if half.op is Ops.BITCAST and half.src[0].op is Ops.CAST]
   upper = UOp.const(16).cast(dtypes.uint32)
-  parts = [part for word in words for part in (word, word.alu(Ops.SHR, upper))]
-  if x.src != tuple(part.cast(dtypes.uint16).bitcast(dtypes.half) for part in parts): return None
+  halves = [half for word in words for half in (word, word.alu(Ops.SHR, upper))]
+  if x.src != tuple(half.cast(dtypes.uint16).bitcast(dtypes.half) for half in halves): return None
   return f"tg_bitcast<{ctx.render_type(x)}>(make_uint{len(words)}({', '.join(ctx[word] for word in words)}))"
 
 
@@ -71,16 +109,23 @@ def num_compiled() -> int:
 
 
 @functools.cache
-def patch_tinygrad(compiler: str) -> None:
-  """Make captures cheap. compiler: of kernels, whose file's size and age tell its version without a start of it."""
-  rules = PatternMatcher([(UPat(Ops.STACK, dtypes.half, name="x"), whole_words)])
-  CUDARenderer.string_rewrite = rules + CUDARenderer.string_rewrite
+def skip_shapes_of_slices() -> None:
+  """Do not derive the shape of a slice whose start depends on a loop: its check takes seconds per capture.
+  Checked with 0.14.0. Remove when a capture takes no longer without it (tests/test_start.py)."""
   shape = vars(UOp)["_shape"]
-  # A slice in a loop takes long to check
-  shape.fxn = lambda x, of=shape.fxn: x.src[2].as_shape if x.op is Ops.SHRINK and x.src[1].ranges else of(x)
+  derive = shape.fxn
+  shape.fxn = lambda x: x.src[2].as_shape if x.op is Ops.SHRINK and x.src[1].ranges else derive(x)
+
+
+@functools.cache
+def keep_kernels_on_disk(compiler: str) -> None:
+  """Replace lower_and_compile with a KernelFolder. tinygrad lowers all kernels again at each start.
+  Checked with 0.14.0. Remove when tinygrad caches lowered kernels. compiler: its file's size and modification time
+  identify the version without running it."""
   if helpers.CACHELEVEL < 1: return
   file = os.stat(shutil.which(compiler, os.F_OK) or os.devnull)
   folder = pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
   realize.lower_and_compile = KernelFolder(folder, (compiler, file.st_size, file.st_mtime_ns))
   try: folder.mkdir(parents=True, exist_ok=True)
-  except OSError as e: logger.warning(f"each start compiles all kernels, as {folder} cannot be made: {e.strerror}")
+  except OSError as e:
+    logger.warning(f"cannot create the kernel cache {folder}: {e.strerror}; each start compiles all kernels")

@@ -1,11 +1,11 @@
-"""`tinyvllm serve`: the engine for asyncio, and an HTTP server over it that speaks OpenAI's protocol. It is no part of
-the engine, which knows nothing of it; `pip install 'tinyvllm[server]'` brings what it needs."""
-from tinyvllm_extra.huggingface import optional
+"""`tinyvllm serve`: an engine for asyncio, and an HTTP server with OpenAI's protocol. `tinyvllm[server]` installs the
+packages that the HTTP server needs."""
+from tinyvllm_extra.packages import optional
 
 from .async_engine import AsyncLLM as AsyncLLM
 from .client import Remote as Remote
 
 
 def main(argv: list[str]) -> int:
-  """`tinyvllm serve`, with the arguments behind it. Raises ValueError for what will not do."""
-  return optional("tinyvllm_extra.server.server", "server").main(argv)
+  """Run `tinyvllm serve` with the arguments after it, and return the exit code. Raises InputError for a bad option."""
+  return optional("tinyvllm_extra.server.app", "server", "tinyvllm serve").main(argv)

@@ -52,7 +52,7 @@ class Driver:
 
   def save(self) -> None:
     try: self.llm.save_prefix_cache(self.prefix_cache_file)   # type: ignore[arg-type]   # not None here
-    except Exception as error: logger.warning(f"cannot write the prefix cache {self.prefix_cache_file!r}: {error}")
+    except Exception as error: logger.warning(f"prefix cache {self.prefix_cache_file!r} is not written: {error}")
 
   def add(self, request: Request, reader: Reader) -> None:
     self.readers[request] = reader

@@ -1,61 +1,70 @@
-"""Tools, as OpenAI's clients have them: what an answer must be that has to call some, and the calls in its text. Two
-formats are read: Hermes', <tool_call>{"name": ..., "arguments": {...}}</tool_call>, which Qwen has, too, and Llama
-3's, a text that is {"name": ..., "parameters": {...}}, or a list of such, and nothing else."""
+"""Tools in OpenAI's form: the JSON schema of an answer that must call tools, and the calls in an answer's text. Two
+formats are parsed: Hermes' and Qwen's <tool_call>{"name": ..., "arguments": {...}}</tool_call>, and Llama 3's: the
+whole text is {"name": ..., "parameters": {...}} or a list of such objects."""
 import json, re, uuid
 from typing import Any
 
-from tinyvllm.config import check
+from tinyvllm.config import InputError, check
 
 BEGIN = "<tool_call>"
 CALLS = re.compile(rf"{BEGIN}\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 
 
-def schema_of(tools: list[dict[str, Any]], choice: Any, parallel: bool = True) -> dict[str, Any] | None:
-  """What a text has to be that calls one of the tools, or, if parallel, several; None if it need not. choice: "auto",
-  "none", "required", or {"type": "function", "function": {"name": ...}}, which is called once. Raises ValueError for a
-  function that there is not."""
+def calls_schema(tools: list[dict[str, Any]], choice: Any, parallel: bool = True) -> dict[str, Any] | None:
+  """Return the JSON schema of an answer that calls one tool, or several if `parallel`; None if no call is required.
+
+  choice: "auto", "none", "required", or {"type": "function", "function": {"name": ...}}, which is called once. Raises
+  InputError for an unknown function or schemas that cannot be combined."""
   functions = {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in tools}
   if choice in (None, "auto", "none"): return None
-  named = choice["function"]["name"] if isinstance(choice, dict) else None
+  name = choice["function"]["name"] if isinstance(choice, dict) else None
   check(functions, f"tool_choice={choice!r} needs tools")
-  check(named is None or named in functions, f"tool_choice: there is no function {named!r}, but {', '.join(functions)}")
-  wanted = {name: parameters for name, parameters in functions.items() if named in (None, name)}
-  shared: dict[str, Any] = {}   # "#/$defs/X" is looked for at the top
-  for parameters in wanted.values():
-    for name, schema in (parameters.get("$defs") or {}).items():
-      check(shared.setdefault(name, schema) == schema, f"tools: two functions have another {name!r} each in $defs")
+  check(name is None or name in functions, f"tool_choice: unknown function {name!r}; use one of {', '.join(functions)}")
+  allowed = {name: functions[name]} if name else functions
   calls = [{"type": "object", "properties": {"name": {"const": name}, "arguments": parameters},
-            "required": ["name", "arguments"], "additionalProperties": False} for name, parameters in wanted.items()]
-  most = {} if parallel and named is None else {"maxItems": 1}
-  return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": shared,
-          "x-guidance": {"whitespace_flexible": False}}   # a small model could go on with spaces
+            "required": ["name", "arguments"], "additionalProperties": False} for name, parameters in allowed.items()]
+  limit = {} if parallel and name is None else {"maxItems": 1}
+  return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit, "$defs": merged_definitions(allowed),
+          "x-guidance": {"whitespace_flexible": False}}   # a small model could emit spaces without end
 
 
-def with_objects(message: dict[str, Any]) -> dict[str, Any]:
-  """A message whose calls have their arguments as templates want them, where OpenAI has them as JSON in a str."""
+def merged_definitions(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
+  """Return the $defs of all functions' schemas: references "#/$defs/X" are resolved at the top of the schema."""
+  merged: dict[str, Any] = {}
+  for parameters in functions.values():
+    definitions = parameters.get("$defs") or {}
+    check(isinstance(definitions, dict), f"tools: $defs={definitions!r} must be an object")
+    for name, schema in definitions.items():
+      check(merged.setdefault(name, schema) == schema, f"tools: two functions define {name!r} differently in $defs")
+  return merged
+
+
+def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+  """Return a message whose tool calls have arguments as objects, as chat templates expect, instead of JSON."""
   calls = message.get("tool_calls")
   if not calls: return message
   try: return {**message, "tool_calls": [{**call, "function": {
     **call["function"], "arguments": json.loads(call["function"]["arguments"])}} for call in calls]}
-  except (KeyError, TypeError, ValueError, RecursionError) as e:
-    raise ValueError(f"messages: each of tool_calls must have a function with name and arguments in JSON ({e})") from e
+  except (KeyError, TypeError, ValueError, RecursionError) as error:
+    raise InputError("messages: each of tool_calls must have a function with a name and arguments in JSON "
+                     f"({error})") from error
 
 
-def certain(text: str) -> int:
-  """How many characters at a text's beginning are of no call, whatever comes."""
+def num_plain_characters(text: str) -> int:
+  """Return how many characters at the beginning of an unfinished text cannot become part of a call."""
   if re.match(r"\s*(\[?\s*\{|\[?\s*$)", text): return 0
-  begun = (n for n in range(len(BEGIN)) if text.endswith(BEGIN[:n]))
-  return text.index(BEGIN) if BEGIN in text else len(text) - max(begun, default=0)
+  if BEGIN in text: return text.index(BEGIN)
+  return len(text) - max(n for n in range(len(BEGIN)) if text.endswith(BEGIN[:n]))
 
 
-def read_calls(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-  """What a text says beside its calls, and these. What is no call of one of the tools is text."""
-  names = [tool["function"]["name"] for tool in tools]   # a list: what is looked for there may be anything
-  try: found = [json.loads(call) for call in CALLS.findall(text) or [text]]
+def parse_calls(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+  """Split a finished text into plain text and tool calls. Without a valid call of one of the tools all is plain."""
+  names = [tool["function"]["name"] for tool in tools]   # a list, since a call's name may be unhashable
+  try: values = [json.loads(call) for call in CALLS.findall(text) or [text]]
   except (ValueError, RecursionError): return text, []
-  found = [call for some in found for call in (some if isinstance(some, list) else [some])]
-  if not found or not all(isinstance(call, dict) and call.get("name") in names for call in found): return text, []
+  calls = [call for value in values for call in (value if isinstance(value, list) else [value])]
+  if not calls or not all(isinstance(call, dict) and call.get("name") in names for call in calls): return text, []
   functions = [{"name": call["name"], "arguments": json.dumps(call.get("arguments", call.get("parameters", {})))}
-               for call in found]
+               for call in calls]
   return text[:text.index(BEGIN)] if BEGIN in text else "", [
     {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function} for function in functions]

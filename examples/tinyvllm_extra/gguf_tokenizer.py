@@ -1,0 +1,105 @@
+"""The tokenizer in a GGUF file's metadata: a byte-level BPE, as Hugging Face's tokenizers has it, or a vocabulary of
+sentencepiece's."""
+import pathlib, struct
+from typing import Any
+
+from sentencepiece import SentencePieceProcessor
+
+from tinyvllm.config import InputError, check
+
+from .huggingface import Tokenizer, wrap, wrap_sentencepiece
+from .packages import optional
+
+# How a byte-level BPE splits text before it merges, by tokenizer.ggml.pre; "": as GPT-2
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+          r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
+          r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+SPLITS = {**dict.fromkeys(["llama-bpe", "llama3", "llama-v3", "smaug-bpe"], LLAMA3), "tekken": TEKKEN,
+          **dict.fromkeys(["qwen2", "deepseek-r1-qwen"], LLAMA3.replace("{1,3}", "")),
+          **dict.fromkeys(["smollm", "starcoder", "refact"], r"\p{N}"), "gpt-2": "", "default": ""}
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")   # keep words that are tokens; texts begin with BOS
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)   # kinds of tokens, as sentencepiece numbers them
+REQUIRED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores", "token_type")}   # by tokenizer.ggml.model
+
+
+def byte_level(config: dict[str, Any]) -> Any:
+  """Build a tokenizers.Tokenizer. config: the metadata of the tokenizer."""
+  lib = optional("tokenizers")
+  pre = config.get("pre", "default")
+  tokens = config["tokens"]
+  merges = [tuple(merge.split(" ")) for merge in config["merges"]]
+  bpe = lib.Tokenizer(lib.models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=pre in WHOLE_WORDS))
+  split = lib.pre_tokenizers.Split(lib.Regex(SPLITS[pre] or "(?!)"), "isolated")   # (?!): never
+  splits_as_gpt2 = SPLITS[pre] in ("", r"\p{N}")
+  to_bytes = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_as_gpt2)
+  bpe.pre_tokenizer = lib.pre_tokenizers.Sequence([split, to_bytes])
+  bpe.decoder = lib.decoders.ByteLevel()
+  if pre == "qwen2": bpe.normalizer = lib.normalizers.NFC()   # as Qwen's own; llama.cpp has none
+  kinds = config.get("token_type", [NORMAL] * len(tokens))
+  for add, kind in ((bpe.add_special_tokens, CONTROL), (bpe.add_tokens, USER_DEFINED)):
+    texts = [token for token, k in zip(tokens, kinds, strict=True) if k == kind]
+    add([lib.AddedToken(text, special=kind == CONTROL, normalized=False) for text in texts])
+  return bpe
+
+
+def encode_protobuf(*fields: tuple[int, Any]) -> bytes:
+  """Encode a message. fields: number and value of each."""
+  def varint(n: int) -> bytes: return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
+  def field(number: int, value: Any) -> bytes:
+    if isinstance(value, float): return varint(number << 3 | 5) + struct.pack("<f", value)
+    if isinstance(value, int): return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+  return b"".join(field(number, value) for number, value in fields)
+
+
+def sentencepiece_model(config: dict[str, Any]) -> bytes:
+  """The content of tokenizer.model, for a vocabulary that merges by score. The numbers are those of the fields in
+  sentencepiece_model.proto."""
+  pieces = [*zip(config["tokens"], config["scores"], config["token_type"], strict=True)]
+  messages = [(1, encode_protobuf((1, text.encode()), (2, score), (3, kind))) for text, score, kind in pieces]
+  bpe = 2
+  has_bytes = any(kind == BYTE for *_, kind in pieces)
+  trainer = encode_protobuf((3, bpe), (4, len(pieces)), (35, has_bytes))
+  spaces = encode_protobuf((1, b"identity"), (3, bool(config.get("add_space_prefix", True))),
+                           (4, bool(config.get("remove_extra_whitespaces", False))))
+  return encode_protobuf(*messages, (2, trainer), (3, spaces))
+
+
+def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int) -> tuple[Any, dict[str, Any]]:
+  """A tokenizers.Tokenizer or the content of a tokenizer.model, and the content of tokenizer_config.json. vocab_size:
+  rows of the embeddings. Raises InputError naming the key that is missing or not supported."""
+  config = {name.split(".")[-1]: value for name, value in metadata.items() if name.startswith("tokenizer.")}
+  kind = str(config.get("model"))
+  pre = str(config.get("pre", "default"))
+  def check_supported(key: str, value: str, values: Any) -> None:
+    check(value in values, f"model: {path}: tokenizer.ggml.{key} {value} is not supported; supported: "
+          f"{', '.join(values)}: use the model's folder with safetensors")
+  check_supported("model", kind, REQUIRED)
+  if kind == "gpt2": check_supported("pre", pre, SPLITS)
+  for key in REQUIRED[kind]: check(isinstance(config.get(key), list), f"model: {path} lacks tokenizer.ggml.{key}")
+  tokens = config["tokens"]
+  fits = len(tokens) <= vocab_size
+  check(fits, f"model: {path}: {len(tokens)} tokens; expected at most token_embd's {vocab_size} rows")
+  if kind == "gpt2": optional("tokenizers")   # raises outside of the `try` below
+  settings: dict[str, Any] = {"add_bos_token": kind == "llama" or pre in WHOLE_WORDS}
+  settings |= {k: config[k] for k in ("chat_template", "add_bos_token") if k in config}
+  try:
+    for name in ("bos", "eos"):
+      if f"{name}_token_id" in config: settings[f"{name}_token"] = tokens[config[f"{name}_token_id"]]
+    if kind == "gpt2": return byte_level(config), settings
+    added = [i for i, k in enumerate(config["token_type"]) if k == USER_DEFINED]   # split the text first
+    settings["added_tokens_decoder"] = {str(i): {"content": tokens[i], "special": False} for i in added}
+    model = sentencepiece_model(config)
+    SentencePieceProcessor(model_proto=model)   # raises if it is damaged
+    return model, settings
+  except Exception as e:   # the libraries fail in many ways
+    raise InputError(f"model: {path}: expected a vocabulary of the kind {kind} in tokenizer.ggml: {e}") from e
+
+
+def make_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int) -> Tokenizer:
+  """Build the tokenizer of a file. Raises InputError as read_tokenizer does."""
+  library, settings = read_tokenizer(path, metadata, vocab_size)
+  if isinstance(library, bytes): return wrap_sentencepiece(SentencePieceProcessor(model_proto=library), settings)
+  return wrap(library, settings)

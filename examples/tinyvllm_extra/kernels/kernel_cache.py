@@ -1,0 +1,53 @@
+"""A cache of lowered and compiled kernels on disk."""
+import concurrent.futures, contextlib, copy, dataclasses, functools, hashlib, importlib.metadata, os, pathlib, pickle
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from tinygrad import UOp, codegen, device as devices
+from tinygrad.codegen import do_to_program
+from tinygrad.engine import realize
+from tinygrad.uop.ops import Ops
+
+from .cpu import EXP2
+
+
+@dataclasses.dataclass
+class KernelFolder:
+  """A replacement of tinygrad's lower_and_compile that reads kernels which an earlier run with the same compiler has
+  written. It compiles a new kernel in another thread while it lowers the next one."""
+  path: pathlib.Path
+  compiler: tuple     # name, size and modification time
+  compiled: int = 0   # kernels that were not in the folder
+  thread = concurrent.futures.ThreadPoolExecutor(1, "tinyvllm-compiler")
+
+  def __call__(self, linear: UOp) -> UOp:
+    calls = [realize._get_call_to_compile(call) for call in linear.src]   # kernel and renderer, or None
+    kernels = {codegen.to_program_key(*kernel): kernel for kernel in calls if kernel}
+    started = {key: self.begin(*kernel) for key, kernel in kernels.items() if key not in codegen.to_program_cache}
+    codegen.to_program_cache |= {key: finish() for key, finish in started.items()}
+    return linear.replace(src=tuple(call.replace(src=(codegen.to_program(*kernel), *call.src[1:])) if kernel else call
+                                    for call, kernel in zip(linear.src, calls, strict=True)))
+
+  def begin(self, ast: UOp, renderer: Any) -> Callable[[], UOp]:
+    """Read a kernel's program, or lower it and start the compiler. Returns a function that waits for the program."""
+    flags = getattr(renderer.compiler, "args", None)
+    version = importlib.metadata.version("tinygrad"), EXP2
+    key = codegen.to_program_key(ast, renderer), ast.tag, version, self.compiler, flags
+    path = self.path / hashlib.sha256(repr(key).encode()).hexdigest()
+    with contextlib.suppress(OSError, zlib.error):   # the file is missing or damaged
+      return functools.partial(pickle.loads, zlib.decompress(path.read_bytes()))
+    self.compiled += 1
+    source_renderer = copy.copy(renderer)
+    source_renderer.compiler = devices.Compiler()   # returns the source
+    program = do_to_program(ast, source_renderer)
+    binary = self.thread.submit(renderer.compiler.compile, program.src[-1].arg.decode())
+
+    def finish():
+      compiled = program.replace(src=(*program.src[:-1], UOp(Ops.BINARY, arg=binary.result())))
+      new = path.with_suffix(f".{os.getpid()}")
+      with contextlib.suppress(OSError):   # the disk is full
+        new.write_bytes(zlib.compress(pickle.dumps(compiled)))
+        new.replace(path)   # atomic, as another process may read it
+      return compiled
+    return finish

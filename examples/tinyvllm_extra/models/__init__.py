@@ -1,0 +1,24 @@
+"""Architectures beyond the core's. To add one, write models/NAME.py with a class like llama.Llama (or a subclass, if only
+its layers differ) and a function that reads its config.json:
+
+  def read_phi(hf_config, path):
+    return ModelConfig.from_hf({**hf_config, "architectures": ["LlamaForCausalLM"]}, path), Phi
+
+then add `"PhiForCausalLM": read_phi` to MODELS, under the name in the `architectures` of config.json. The core asks here
+first. The parts of a model are the backend's, so that every weight format and kernel works with it; their
+`sources` name the checkpoint's tensors. The config's fields are ModelConfig's, or those of a subclass."""
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from tinyvllm import llama
+from tinyvllm.config import ModelConfig
+from tinyvllm.llama import Llama
+
+MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, type[Llama]]]] = {}
+
+
+def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
+  """The config and the class of an architecture in MODELS, else of the core's."""
+  architecture = next(iter(hf_config.get("architectures") or []), None)
+  return MODELS.get(architecture, llama.find_model)(hf_config, path)   # type: ignore[arg-type]   # None is no key

@@ -1,0 +1,113 @@
+"""Metrics of a server under vLLM's names: a Prometheus registry and the periodic line of the log. The engine's totals
+are read at each scrape; times of requests are observed as their tokens arrive."""
+import asyncio, math, time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, core
+
+from tinyvllm.config import logger
+from tinyvllm.engine import Request
+
+LOG_INTERVAL = 10   # seconds between lines of the log
+COUNTERS = {"prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
+            "prefix_cache_hits": "Prompt tokens found in the prefix cache",
+            "num_preemptions": "Preemptions of running sequences",
+            "prompt_tokens": "Tokens of prompts", "generation_tokens": "Generated tokens",
+            "spec_decode_num_drafts": "Verifications of a sequence's draft tokens",
+            "spec_decode_num_draft_tokens": "Verified draft tokens",
+            "spec_decode_num_accepted_tokens": "Accepted draft tokens"}
+GAUGES = {"num_requests_running": "Running sequences", "num_requests_waiting": "Waiting sequences",
+          "kv_cache_usage_perc": "Fraction of the KV cache's blocks in use, from 0 to 1"}
+# Histograms of requests: help text, and the value of a finished request
+HISTOGRAMS: dict[str, tuple[str, Callable[[Request], float]]] = {
+  "time_to_first_token_seconds": ("From arrival to the first token", lambda x: x.metrics.ttft),
+  "e2e_request_latency_seconds": ("From arrival to the end", lambda x: x.metrics.latency),
+  "request_queue_time_seconds": ("From arrival to the first step", lambda x: x.metrics.queue_time),
+  "request_prefill_time_seconds": ("From the first step to the first token",
+                                   lambda x: x.metrics.first_token_time - x.metrics.first_scheduled_time),
+  "request_decode_time_seconds": ("From the first token to the end",
+                                  lambda x: x.metrics.finished_time - x.metrics.first_token_time),
+  "request_prompt_tokens": ("Tokens of the prompt", lambda x: x.sequences[0].num_prompt),
+  "request_generation_tokens": ("Generated tokens of all samples", lambda x: x.metrics.num_generated),
+  "request_params_max_tokens": ("The request's max_tokens", lambda x: x.sequences[0].params.max_tokens)}
+TOKEN_INTERVAL = "inter_token_latency_seconds"
+SECONDS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)]   # buckets
+TOKENS = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
+
+
+def cache_usage(metrics: dict[str, Any]) -> float:
+  return metrics["blocks_used"] / (metrics["blocks_used"] + metrics["blocks_free"] or 1)
+
+
+class Metrics:
+  """A server's Prometheus registry. engine_metrics: returns LLM.get_metrics(), or zeros until the model is loaded."""
+  def __init__(self, model_name: str, engine_metrics: Callable[[], dict[str, Any]]):
+    self.model_name = model_name
+    self.engine_metrics = engine_metrics
+    self.last_tokens: dict[Request, tuple[float, int]] = {}   # time of the last token, number of tokens
+    self.registry = CollectorRegistry()
+    texts = {**{name: text for name, (text, _) in HISTOGRAMS.items()}, TOKEN_INTERVAL: "From a token to the next one"}
+    self.histograms = {name: Histogram(f"tinyvllm:{name}", text, ["model_name"], registry=self.registry,
+                                       buckets=SECONDS if name.endswith("seconds") else TOKENS).labels(model_name)
+                       for name, text in texts.items()}
+    self.finished = Counter("tinyvllm:request_success", "Finished sequences, by finish reason",
+                            ["model_name", "finished_reason"], registry=self.registry)
+    self.registry.register(self)   # type: ignore[arg-type]
+
+  def collect(self) -> Iterator[Any]:
+    """Yield the engine's metric families. prometheus_client calls this at each scrape."""
+    metrics = self.engine_metrics()
+    metrics["kv_cache_usage_perc"] = cache_usage(metrics)
+    for name, text in {**COUNTERS, **GAUGES}.items():
+      kind = core.CounterMetricFamily if name in COUNTERS else core.GaugeMetricFamily
+      family = kind(f"tinyvllm:{name}", text, labels=["model_name"])
+      family.add_metric([self.model_name], metrics.get(name, 0))
+      yield family
+    name = "spec_decode_num_accepted_tokens_per_pos"
+    family = core.CounterMetricFamily(f"tinyvllm:{name}", "Accepted draft tokens, by position within their draft",
+                                      labels=["model_name", "position"])
+    for position, count in enumerate(metrics.get(name, [])): family.add_metric([self.model_name, str(position)], count)
+    yield family
+
+  def observe_tokens(self, request: Request) -> None:
+    """Observe the time per token since the last call for this request."""
+    now = time.monotonic()
+    count = request.metrics.num_generated
+    last_time, last_count = self.last_tokens.get(request, (now, 0))
+    self.last_tokens[request] = now, count
+    for _ in range(max(1, last_count), count):
+      self.histograms[TOKEN_INTERVAL].observe((now - last_time) / (count - last_count))
+
+  def observe_end(self, request: Request) -> None:
+    """Observe the times and token counts of a request that has ended for any reason."""
+    self.observe_tokens(request)   # tokens that were not delivered
+    del self.last_tokens[request]
+    for seq in request.sequences: self.finished.labels(self.model_name, seq.finish_reason).inc()
+    for name, (_, value_of) in HISTOGRAMS.items():
+      value = value_of(request)
+      if not math.isnan(value): self.histograms[name].observe(value)   # NaN: an event that has not occurred
+
+
+def draft_statistics(metrics: dict[str, Any]) -> str:
+  """Return the log line's part about speculative decoding. Acceptance length: tokens per verification."""
+  if not metrics.get("spec_decode_num_draft_tokens"): return ""
+  accepted = metrics["spec_decode_num_accepted_tokens"]
+  return (f", Draft acceptance rate: {accepted / metrics['spec_decode_num_draft_tokens']:.1%}, "
+          f"Mean acceptance length: {1 + accepted / metrics['spec_decode_num_drafts']:.2f}")
+
+
+async def log_throughput(engine_metrics: Callable[[], dict[str, Any]]) -> None:
+  """Log vLLM's line every LOG_INTERVAL seconds if a step has run since the last one. Runs until it is cancelled."""
+  before = engine_metrics()
+  while True:
+    await asyncio.sleep(LOG_INTERVAL)
+    now = engine_metrics()
+    if now["steps"] > before["steps"]:
+      prompt, generation = ((now[x] - before[x]) / LOG_INTERVAL for x in ("prompt_tokens", "generation_tokens"))
+      hit_rate = now["prefix_cache_hits"] / max(1, now["prefix_cache_queries"])
+      logger.info(f"Engine 000: Avg prompt throughput: {prompt:.1f} tokens/s, Avg generation throughput: "
+                  f"{generation:.1f} tokens/s, Running: {now['num_requests_running']} reqs, Waiting: "
+                  f"{now['num_requests_waiting']} reqs, GPU KV cache usage: {cache_usage(now):.1%}, "
+                  f"Prefix cache hit rate: {hit_rate:.1%}{draft_statistics(now)}")
+    before = now

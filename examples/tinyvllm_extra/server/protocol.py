@@ -1,0 +1,247 @@
+"""OpenAI's protocol with vLLM's further fields: request bodies, responses, stream events, errors. A body has every
+field of SamplingParams, whose values SamplingParams itself checks. Nothing here runs a request."""
+import dataclasses, functools, http, itertools, operator, time, types, typing, uuid
+from typing import Annotated, Any, Literal
+
+import fastapi, orjson, pydantic
+from fastapi.exceptions import RequestValidationError, StarletteHTTPException
+from fastapi.responses import JSONResponse
+
+from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from tinyvllm.config import InputError, check, logger
+from tinyvllm.engine import Request
+from tinyvllm_extra.huggingface import Tokenizer
+from tinyvllm_extra.packages import MissingPackage
+
+from .async_engine import StepError
+from .tools import calls_schema, num_plain_characters, parse_calls, with_parsed_arguments
+
+UNLIMITED = 2**31 - 1   # max_tokens: until max_model_len
+
+
+# Request bodies
+
+def body_model(title: str, **types: Any) -> Any:
+  """Return a pydantic model. A field is optional and may be null, unless its type is a tuple (type, default)."""
+  fields: Any = {name: kind if isinstance(kind, tuple) else (kind | None, None) for name, kind in types.items()}
+  return pydantic.create_model(title, __config__=pydantic.ConfigDict(extra="forbid", strict=True), **fields)
+
+
+def plain_type(kind: Any) -> Any:
+  """A type without the types of its elements, which SamplingParams checks with its own messages."""
+  kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+  return functools.reduce(operator.or_, [typing.get_origin(x) or x for x in kinds])
+
+
+SAMPLING = {f.name: plain_type(f.type) for f in dataclasses.fields(SamplingParams)} | {"structured_outputs": dict}
+JSONSchema = body_model("JSONSchema", schema_=(dict, pydantic.Field(alias="schema")), name=str, description=str,
+                        strict=bool)
+ResponseFormat = body_model("ResponseFormat", type=(Literal["text", "json_object", "json_schema"], ...),
+                            json_schema=JSONSchema)
+StreamOptions = body_model("StreamOptions", include_usage=bool, include_obfuscation=bool)
+# Fields without effect here, at the values that OpenAI's clients send by default
+NO_EFFECT = {"user": str, "store": bool, "metadata": dict, "service_tier": str, "reasoning_effort": str,
+             "parallel_tool_calls": bool, "tools": Annotated[list, pydantic.Field(max_length=0)],
+             "tool_choice": Literal["none", "auto"], "best_of": Literal[1],
+             "chat_template_kwargs": Annotated[dict, pydantic.Field(max_length=0)]}
+COMMON = SAMPLING | NO_EFFECT | {"model": str, "stream": bool, "stream_options": StreamOptions,
+                                 "response_format": ResponseFormat, "priority": int}
+FunctionDefinition = body_model("FunctionDefinition", name=(str, ...), description=str, parameters=dict, strict=bool)
+Tool = body_model("Tool", type=(Literal["function"], ...), function=(FunctionDefinition, ...))
+NamedToolChoice = body_model("NamedToolChoice", type=(Literal["function"], ...),
+                             function=(body_model("FunctionName", name=(str, ...)), ...))
+TOOLS = {"tools": list[Tool], "chat_template_kwargs": dict,   # type: ignore[valid-type]
+         "tool_choice": Literal["none", "auto", "required"] | NamedToolChoice}
+TEMPLATE = dict.fromkeys(["add_generation_prompt", "continue_final_message"], bool)
+CompletionRequest: Any = body_model("CompletionRequest", **COMMON, echo=bool,
+                                    prompt=(str | list[str] | list[int] | list[list[int]], ...))
+ChatRequest: Any = body_model("ChatCompletionRequest", **COMMON | TOOLS | TEMPLATE | {"logprobs": bool},
+                              top_logprobs=int, max_completion_tokens=int, messages=(list[dict], ...))
+TokenizeRequest: Any = body_model("TokenizeRequest", model=str, prompt=str, messages=list[dict],
+                                  add_special_tokens=bool)
+DetokenizeRequest: Any = body_model("DetokenizeRequest", model=str, tokens=(list[int], ...))
+ErrorResponse: Any = body_model("ErrorResponse", error=(dict[str, Any], ...))
+
+
+def tools_of(body: Any) -> list[dict[str, Any]]:
+  """Return the tools that a chat's answer may call."""
+  return [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+
+
+def sampling_params(body: Any, defaults: dict[str, Any], chat: bool) -> SamplingParams:
+  """Return a body's SamplingParams. defaults: the model's own values for fields that the body leaves out."""
+  fields = {**defaults, **{name: value for name, value in body if name in SAMPLING and value is not None}}
+  if fields.get("max_tokens") == -1: fields["max_tokens"] = UNLIMITED   # llama.cpp's notation
+  if chat:
+    fields.setdefault("max_tokens", UNLIMITED)
+    if body.max_completion_tokens is not None: fields["max_tokens"] = body.max_completion_tokens
+    check(body.logprobs or body.top_logprobs is None, "top_logprobs: only with logprobs=true")
+    fields["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
+    choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedToolChoice) else body.tool_choice
+    schema = calls_schema(tools_of(body), choice, body.parallel_tool_calls is not False)
+    check(not schema or "structured_outputs" not in fields and not body.response_format,
+          f"tool_choice={choice!r} conflicts with structured_outputs and response_format: drop one")
+    if schema: fields["structured_outputs"] = {"json": schema}
+  elif body.echo and "logprobs" in fields: fields.setdefault("prompt_logprobs", fields["logprobs"])
+  form = body.response_format
+  if form and form.type != "text":
+    check("structured_outputs" not in fields, "response_format: only without structured_outputs")
+    check((form.type == "json_schema") == bool(form.json_schema), "response_format: json_schema needs its type")
+    fields["structured_outputs"] = {"json": form.json_schema.schema_} if form.json_schema else {"json_object": True}
+  return SamplingParams(**fields)
+
+
+def chat_token_ids(body: Any, tokenizer: Tokenizer) -> list[int]:
+  """Return the token ids of a chat's messages, through the model's template."""
+  check(body.messages, "messages=[] must not be empty")
+  tools = tools_of(body)
+  options = {name: value for name, value in body if name in TEMPLATE and value is not None}
+  variables = {**(body.chat_template_kwargs or {}), **options, **({"tools": tools} if tools else {})}
+  for name in ("messages", "raise_exception", "chat_template"):
+    check(name not in variables, f"chat_template_kwargs: {name} is reserved")
+  check("tools" not in variables or "tools" in (tokenizer.config.get("chat_template") or ""),
+        "tools: the model's chat template knows none")
+  messages = [*map(with_parsed_arguments, body.messages)]
+  return tokenizer.encode(tokenizer.apply_chat_template(messages, **variables), False)
+
+
+# Responses
+
+def usage_of(requests: list[Request]) -> dict[str, Any]:
+  prompt = sum(request.sequences[0].num_prompt for request in requests)   # samples share it
+  generated = sum(request.metrics.num_generated for request in requests)
+  cached = sum(request.sequences[0].num_cached for request in requests)
+  return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
+          "prompt_tokens_details": {"cached_tokens": cached}}
+
+
+def event(content: dict[str, Any]) -> bytes:
+  """Return a server-sent event."""
+  return b"data: %b\n\n" % orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)   # token ids are keys
+
+
+class ResponseBuilder:
+  """Builds the responses to one request, whole or chunk by chunk. kind: "cmpl", "chatcmpl" or "generate"."""
+  def __init__(self, kind: str, model_name: str, body: Any, params: SamplingParams, tokenizer: Tokenizer):
+    self.chat = kind == "chatcmpl"
+    self.kind = kind
+    self.body = body
+    self.params = params
+    self.tokenizer = tokenizer
+    self.head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model_name}
+    self.cursors = dict[int, tuple[int, list[int]]]()   # by choice: length of its text so far, its last token
+    self.tools = tools_of(body) if self.chat else []
+    self.tool_texts = dict[int, tuple[str, int]]()   # by choice: its text so far, number of characters delivered
+
+  def split_calls(self, index: int, delta: str, finished: bool) -> tuple[str, list[dict]]:
+    """Return the new plain text of a choice that may call tools, and its calls once it has finished."""
+    before, num_delivered = self.tool_texts.get(index, ("", 0))
+    text = before + delta
+    plain, calls = parse_calls(text, self.tools) if finished else (text[:num_plain_characters(text)], [])
+    if self.body.parallel_tool_calls is False: calls = calls[:1]
+    self.tool_texts[index] = text, len(plain)
+    return plain[num_delivered:], calls
+
+  def response(self, choices: list[dict]) -> dict[str, Any]:
+    """Return the object around some choices: a response, or a chunk of a stream."""
+    chat = "chat.completion.chunk" if self.body.stream else "chat.completion"
+    texts = {"text": [choice["text"] for choice in choices]} if self.kind == "generate" else {}
+    return {**self.head, "object": chat if self.chat else "text_completion", "choices": choices, **texts}
+
+  def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    """Return a choice object with a completion's text and tokens, or with its new ones in a stream."""
+    index = prompt_index * self.params.n + completion.index
+    text = completion.text
+    ids = completion.token_ids
+    logprobs: Any = completion.logprobs
+    first = index not in self.cursors
+    offset, before = self.cursors.get(index, (0, output.prompt_token_ids[-1:]))
+    extra: dict[str, Any] = {}
+    if first and self.body.prompt_logprobs is not None:   # vLLM's name and form
+      rows = output.prompt_logprobs or []
+      extra["prompt_logprobs"] = [row and {i: x._asdict() for i, x in row.items()} for row in rows]
+    if first and not self.chat and self.body.echo:
+      text = (output.prompt or self.tokenizer.decode(output.prompt_token_ids)) + text
+      ids = output.prompt_token_ids + ids
+      before = []
+      logprobs = None if logprobs is None else [*(output.prompt_logprobs or []), *logprobs]
+    self.cursors[index] = offset + len(text), ids[-1:] or before
+    calls: list[dict] = []
+    if self.tools: text, calls = self.split_calls(index, text, bool(completion.finish_reason))
+    reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+    return {"index": index, **self.content(text, calls),
+            "logprobs": None if logprobs is None else self.logprobs(before, ids, logprobs, offset),
+            "finish_reason": reason, "stop_reason": completion.stop_reason, **extra}
+
+  def content(self, text: str, calls: list[dict]) -> dict[str, Any]:
+    """Return the part of a choice object that holds its text and tool calls."""
+    if not self.chat: return {"text": text}
+    if self.body.stream:
+      indexed = [{"index": i, **call} for i, call in enumerate(calls)]
+      return {"delta": {"content": text, **({"tool_calls": indexed} if calls else {})}}
+    message = {"content": text or None, "tool_calls": calls} if calls else {"content": text}
+    return {"message": {"role": "assistant", **message}}
+
+  def logprobs(self, before: list[int], ids: list[int], logprobs: list, offset: int) -> dict[str, list]:
+    """Return OpenAI's form of the tokens' log probabilities, one for chats and one for completions. before: the
+    previous token. logprobs: an entry per token, None for a prompt's first. offset: where the text begins."""
+    decode = self.tokenizer.decode
+    rows = [*zip([before, *([i] for i in ids)], ids, logprobs, strict=False)]   # the last token precedes none
+    def piece(before: list[int], token: int, skip: bool = False) -> str:   # some tokens lose their space alone
+      return decode([*before, token], skip)[len(decode(before, skip)):]
+    def entry(before: list[int], token: int, entries: dict[int, Logprob]) -> dict[str, Any]:
+      text = piece(before, token)
+      return {"token": text, "logprob": entries[token].logprob, "bytes": [*text.encode()]}
+    def best(x: dict[int, Logprob]) -> list[int]:
+      return sorted((i for i in x if x[i].rank <= (self.params.logprobs or 0)), key=lambda i: (x[i].rank, i))
+    if self.chat:
+      return {"content": [{**entry(b, i, x), "top_logprobs": [entry(b, j, x) for j in best(x)]} for b, i, x in rows]}
+    lengths = [len(piece(b, i, self.params.skip_special_tokens)) for b, i, _ in rows]
+    return {"tokens": [piece(b, i) for b, i, _ in rows], "token_logprobs": [x and x[i].logprob for _, i, x in rows],
+            "top_logprobs": [x and {piece(b, j): y.logprob for j, y in x.items()} for b, _, x in rows],
+            "text_offset": [*itertools.accumulate(lengths, initial=offset)][:-1]}
+
+
+# Errors
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, dict]:
+  phrase = "Request Entity Too Large" if status == 413 else http.HTTPStatus(status).phrase   # Python 3.13 renamed it
+  kind = phrase.replace(" ", "").removesuffix("Error") + "Error"
+  return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+
+
+def error_response(status: int, message: str, param: str | None = None) -> fastapi.Response:
+  headers = {"Retry-After": "1"} if status in (429, 503) else None
+  return JSONResponse(error_body(status, message, param), status, headers)
+
+
+async def explain(request: fastapi.Request, error: Any) -> fastapi.Response:
+  """Return the error response for an exception of a route. Log it, unless it is the client's mistake."""
+  if isinstance(error, StarletteHTTPException): return error_response(error.status_code, error.detail)
+  if isinstance(error, RequestValidationError): return explain_validation(request, error.errors()[0])
+  if isinstance(error, UnicodeEncodeError): return error_response(400, f"the text is not valid Unicode: {error}")
+  if isinstance(error, InputError):
+    return error_response(400, str(error), "prompt" if error.parameter == "prompt_token_ids" else error.parameter)
+  if not isinstance(error, MissingPackage): return JSONResponse(internal_error(error), 500)
+  logger.warning(f"{request.url.path}: {error}")
+  return error_response(501, str(error))
+
+
+def explain_validation(request: fastapi.Request, problem: dict[str, Any]) -> fastapi.Response:
+  """Return the error response for a body that pydantic refuses. problem: the first of its errors."""
+  if problem["type"] == "json_invalid":
+    return error_response(400, f"the body is not JSON: {problem['ctx']['error']}")
+  if "json" not in request.headers.get("content-type", "json"):
+    return error_response(400, "the body must be JSON: send the header Content-Type: application/json")
+  path = [str(x) for x in problem["loc"][1:]]
+  return error_response(400, f"{'.'.join(path) or 'the body'}: {problem['msg']}", path[0] if path else None)
+
+
+def internal_error(error: Exception) -> dict[str, dict]:
+  """Log an exception's traceback, unless the engine's thread has done so. Return the error body of HTTP 500."""
+  if not isinstance(error, StepError): logger.error("internal error", exc_info=error)
+  return error_body(500, str(error) or repr(error))
+
+
+EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys(
+  (StarletteHTTPException, RequestValidationError, InputError, UnicodeEncodeError, MissingPackage, Exception), explain)
