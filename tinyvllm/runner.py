@@ -180,7 +180,7 @@ class Runner:
     self._refresh_block_tables(step)
     upload(words, step.words)
     run = functools.partial(self.backend.run_graph, self, graph, step.key)
-    reads = [self.backend.start_reading(tensor) for tensor in (run() if graph.cnt == 2 else capture(run))]
+    reads = [self.backend.start_reading(tensor) for tensor in (run() if graph.cnt > 1 else capture(run))]
     return lambda: Results(step, reads[0](), [read() for read in reads[1:]])
 
   def _new_graph(self, step: Step) -> tuple[Tensor, Any]:

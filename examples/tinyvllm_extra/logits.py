@@ -48,6 +48,8 @@ class SamplingParams(request.SamplingParams):
   def __post_init__(self) -> None:
     if isinstance(self.logit_bias, dict):   # JSON has keys of type str
       vars(self)["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
+      wrong = [i for i in self.logit_bias if type(i) is not int]
+      check(not wrong, f"logit_bias={self.logit_bias!r}: keys must be token ids (int), not {wrong[:1]}", self.logit_bias)
     if self.structured_outputs is not None: vars(self)["structured_outputs"] = structured_outputs.normalize(self)
     super().__post_init__()
     low, high = self.min_tokens, self.max_tokens
