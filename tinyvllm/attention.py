@@ -32,14 +32,12 @@ def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[
   return [((KV, D, config.block_size), dtype), ((KV, config.block_size, D), dtype)]
 
 
-def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
-           num_heads: int) -> Tensor:
+def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, table: Tensor, num_heads: int) -> Tensor:
   """Rotate q and k by their positions, write k and v to the cache, and attend. Returns (T, num_heads * D)."""
-  KV = cache[0].shape[1]
-  D = qkv.shape[1] // (num_heads + 2 * KV)
+  KV, D = cache[0].shape[1:3]
   q = Tensor.empty(qkv.shape[0], KV, num_heads // KV, D, dtype=qkv.dtype, device=qkv.device)
   q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=rope_kernel)[:-3]
-  return q.empty_like().custom_kernel(q, *cache, block_tables, tokens, fxn=attend_kernel)[0].flatten(1)
+  return q.empty_like().custom_kernel(q, *cache, table, tokens, fxn=attend_kernel)[0].flatten(1)
 
 
 def rope_kernel(q: UOp, keys: UOp, values: UOp, qkv: UOp, rope: UOp, tokens: UOp) -> UOp:
