@@ -166,6 +166,30 @@ def test_exp2_equals_numpy():
   np.testing.assert_array_equal(Tensor(edges).exp2().numpy(), [0, 0, 0, 0, *[np.inf] * 3, np.nan, 1, 0.5, 2])
 
 
+IMPORTS = """
+import importlib, pkgutil
+from tinygrad import UOp
+from tinygrad.engine import realize
+from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
+from tinygrad.runtime.ops_cpu import CPUAllocator
+def patched():
+  return (CPUAllocator._alloc, ClangRenderer.code_for_op, ClangRenderer._render_defines, CUDARenderer.string_rewrite,
+          vars(UOp)["_shape"].fxn, realize.lower_and_compile)
+before = patched()
+import tinyvllm, tinyvllm_extra.kernels
+for module in pkgutil.iter_modules(tinyvllm_extra.kernels.__path__):
+  importlib.import_module("tinyvllm_extra.kernels." + module.name)
+print([x is y for x, y in zip(before, patched())])
+tinyvllm.device.open_device()
+print([x is y for x, y in zip(before, patched())])
+"""
+
+
+def test_imports_change_nothing_in_tinygrad_until_device_opens():
+  run = subprocess.run([sys.executable, "-c", IMPORTS], timeout=120, capture_output=True, text=True)
+  assert run.stdout.splitlines() == [str([True] * 6), str([False] * 6)], run.stderr
+
+
 def test_open_device_twice_applies_patches_once():
   before = Device["CPU"].graph
   open_device()
