@@ -1,7 +1,7 @@
-"""`tinyvllm convert`: what a GGUF file's folder stands for is what gguf, ggml's own package, makes of the file."""
+"""GGUF files, loaded and converted: the weights equal what gguf, ggml's own package, decodes, and a loaded file equals
+its converted folder bit for bit."""
 import errno
 import json
-import logging
 import os
 import random
 import subprocess
@@ -14,14 +14,21 @@ import pytest
 from reference import CORPUS, load, reference_greedy, tiny_model, write_gguf
 from server import Server
 from safetensors import safe_open
+from tinygrad import Tensor, dtypes, nn
 from tinygrad.helpers import CACHEDB
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.backend import Backend, Devices
+from tinyvllm.config import ModelConfig
+from tinyvllm.llama import find_model
 from tinyvllm.tokenizer import load_tokenizer
-from tinyvllm_extra import gguf as converter
+from tinyvllm_extra import gguf as loader
+from tinyvllm_extra import gguf_export, kernels, parallel
 from tinyvllm_extra.cli import main
-from tinyvllm_extra.gguf import convert, folder_of
+from tinyvllm_extra.gguf_export import convert
+from tinyvllm_extra.gguf_tokenizer import make_tokenizer
+from tinyvllm_extra.weights import open_checkpoint
 from tinyvllm_extra.packages import MissingPackage
 
 SMALL = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4}
@@ -35,12 +42,6 @@ KINDS = {"Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (8, 32, False), 
 ROUNDED = {"Q4_K", "Q5_K", "Q6_K"}
 ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 HEADS = {"attn_q": 4, "attn_k": 2}
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-  return tmp_path / "cache"
 
 
 def made(tmp_path, kind="F32", config=WIDE, **options):
@@ -176,9 +177,9 @@ def check(model, folder):
 def test_every_architecture_keeps_its_bits(tmp_path, architecture, kind):
   folder = made(tmp_path, kind, {**WIDE, "architectures": [architecture]})
   compare(folder, tmp_path / "model.gguf")
-  source = tinyvllm.config.ModelConfig.load(tmp_path / "hf")
-  found = tinyvllm.config.ModelConfig.load(folder)
-  assert found.eos_token_ids == (2,) and vars(found) == vars(source)
+  source, converted, loaded = [ModelConfig.from_hf(open_checkpoint(path).hf_config, path)
+                               for path in (tmp_path / "hf", folder, tmp_path / "model.gguf")]
+  assert converted.eos_token_ids == (2,) and vars(loaded) == vars(converted) == vars(source)
 
 
 @pytest.mark.parametrize("kind,options", [
@@ -191,7 +192,85 @@ def test_a_gguf_equals_the_same_weights_in_safetensors(tmp_path, kind, options):
   dtype = {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
   folder = tiny_model(tmp_path / "hf", dtype=dtype, **options)
   path = write_gguf(tmp_path / "model.gguf", folder, kind)
+  check(path, folder)
   check(convert(path, tmp_path / "converted"), folder)
+
+
+# loaded without a folder
+
+def loaded(path, dtype=dtypes.float32, count=1, backend=None):
+  """The model in a folder or a file, on several devices."""
+  checkpoint = open_checkpoint(path)
+  config, kind = find_model(checkpoint.hf_config, path)
+  devices = Devices() if count == 1 else parallel.Devices(parallel.device_names(count))
+  model = kind(config, dtype, backend or kernels.make_backend(), devices)
+  checkpoint.load(model)
+  return model
+
+
+def bits_of(tensor):
+  """The bytes that each device holds."""
+  parts = [tensor] if isinstance(tensor.device, str) else [
+    Tensor(tensor.uop.mselect(i)) for i in range(len(tensor.device))]
+  return [part.bitcast(dtypes.uint16).numpy() if part.dtype == dtypes.bfloat16 else part.numpy() for part in parts]
+
+
+def same_weights(a, b):
+  for one, other in zip(a.modules(), b.modules(), strict=True):
+    tensors = [nn.state.get_state_dict(module) for module in (one, other)]
+    assert tensors[0].keys() == tensors[1].keys(), one.sources
+    for name, tensor in tensors[0].items():
+      assert tensor.dtype == tensors[1][name].dtype, (one.sources, name)
+      for x, y in zip(bits_of(tensor), bits_of(tensors[1][name]), strict=True): np.testing.assert_array_equal(x, y)
+
+
+MIXTURES = {"Q4_K_M": {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K"},
+            "one fused matrix of three types": {"attn_q": "Q4_0", "attn_k": "Q5_1", "attn_v": "Q8_0"},
+            "one fused matrix partly quantized": {"attn_v": "F16", "ffn_up": "BF16"},
+            "embeddings in float16": {"token_embd": "F16", "output": "BF16"}}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("kind", [*KINDS, "F32", "F16", "BF16"])
+def test_loaded_weights_equal_converted_weights(tmp_path, kind, count):
+  folder = made(tmp_path, kind)
+  same_weights(loaded(tmp_path / "model.gguf", count=count), loaded(folder, count=count))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_loaded_mixtures_equal_converted_mixtures(tmp_path, name):
+  folder = made(tmp_path, "Q4_K", kinds=MIXTURES[name])
+  same_weights(loaded(tmp_path / "model.gguf"), loaded(folder))
+  params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+  outputs = [LLM(path, **SMALL).generate({"prompt_token_ids": IDS}, params) for path in (tmp_path / "model.gguf", folder)]
+  assert outputs[0][0].outputs[0].token_ids == outputs[1][0].outputs[0].token_ids
+
+
+def test_core_backend_loads_dequantized_weights(tmp_path):
+  """Within the rounding of scales and of quantized embeddings to float16."""
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **WIDE), "Q8_0")
+  plain = loaded(path, backend=Backend())
+  tensors = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+             for tensor in gguf.GGUFReader(path).tensors}
+  for name, module in (("token_embd", plain.embed_tokens), ("blk.1.ffn_down", plain.layers[1].down_proj)):
+    np.testing.assert_allclose(module.weight.numpy(), tensors[f"{name}.weight"], rtol=1e-3, atol=1e-6)
+  rows = tensors["blk.0.attn_q.weight"].reshape(4, -1, 2, 256).swapaxes(1, 2).reshape(-1, 256)
+  np.testing.assert_allclose(plain.layers[0].qkv_proj.weight.numpy()[:256], rows, rtol=1e-3, atol=1e-6)
+
+
+def test_quantization_of_a_quantized_file_is_refused(tmp_path):
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"), "Q8_0")
+  with pytest.raises(ValueError, match="quantization='int4': the model in .*model.gguf is gguf already"):
+    LLM(path, quantization="int4", **SMALL)
+
+
+def test_fingerprint_pieces_cover_every_tensor_and_differ_with_weights(tmp_path):
+  paths = [write_gguf(tmp_path / f"{seed}.gguf", tiny_model(tmp_path / str(seed), seed), "Q8_0") for seed in (0, 1)]
+  pieces = [{name: (kind, shape, raw.tobytes()) for name, kind, shape, raw in open_checkpoint(path).fingerprint_pieces()}
+            for path in (*paths, paths[0])]
+  assert pieces[0] == pieces[2] != pieces[1] and len(pieces[0]) == len(gguf.GGUFReader(paths[0]).tensors)
+  kind, shape, raw = pieces[0]["model.layers.0.mlp.up_proj.weight"]
+  assert shape == (64, 32) and len(raw) == 64 * 34 and kind == "|V34", "blocks of 34 bytes"
 
 
 # tokenizers
@@ -210,14 +289,14 @@ def test_a_sentencepiece_vocabulary_gives_its_ids(tmp_path, shipped):
   template = json.loads((own / "tokenizer_config.json").read_text())["chat_template"]
   path = write_gguf(tmp_path / "model.gguf", folder, tokenizer="llama", template=template)
   expected = load_tokenizer(folder)
-  found = load_tokenizer(convert(path, tmp_path / "converted"))
-  for text in texts():
-    ids = expected.encode(text)
-    assert found.encode(text) == ids and found.decode(ids) == expected.decode(ids), repr(text)
-  assert (found.eos_token_id, found.config["bos_token"], found.prefix) == (2, "<s>", [1])
-  messages = [{"role": "user", "content": "hello"}]
-  if shipped: assert found.apply_chat_template(messages) == expected.apply_chat_template(messages)
-  assert found.config["chat_template"] == template
+  for found in (open_checkpoint(path).tokenizer(), load_tokenizer(convert(path, tmp_path / "converted"))):
+    for text in texts():
+      ids = expected.encode(text)
+      assert found.encode(text) == ids and found.decode(ids) == expected.decode(ids), repr(text)
+    assert (found.eos_token_id, found.config["bos_token"], found.prefix) == (2, "<s>", [1])
+    messages = [{"role": "user", "content": "hello"}]
+    if shipped: assert found.apply_chat_template(messages) == expected.apply_chat_template(messages)
+    assert found.config["chat_template"] == template
 
 
 def written(path, architecture="llama", vocabulary=True, **values):
@@ -238,8 +317,7 @@ def test_tokens_of_a_byte_level_vocabulary_that_are_added_are_found_whole(tmp_pa
   kv = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.merges": [], "tokenizer.ggml.token_type": [1] * len(alphabet) + [4, 3, 1],
         "tokenizer.ggml.eos_token_id": len(alphabet) + 1}
-  for name, content in converter.tokenizer(tmp_path, kv, 200).items(): (tmp_path / name).write_bytes(content)
-  found = load_tokenizer(tmp_path)
+  found = make_tokenizer(tmp_path / "model.gguf", kv, 200)
   ids = found.encode("a <think>b<end>")
   assert [tokens[i] for i in ids] == ["a", "Ġ", "<think>", "b", "<end>"]
   assert found.decode(ids) == "a <think>b" and found.eos_token_id == ids[-1], "the end is special, the thought is not"
@@ -247,11 +325,20 @@ def test_tokens_of_a_byte_level_vocabulary_that_are_added_are_found_whole(tmp_pa
 
 # bad input
 
+def opened(path):
+  """All that a file is asked for before its weights are read."""
+  checkpoint = open_checkpoint(path)
+  ModelConfig.from_hf(checkpoint.hf_config, path)
+  return checkpoint.tokenizer()
+
+
 def refused(path, folder, *parts):
-  """One line that has the parts in it, and nothing left."""
+  """Converted or loaded: one line that has the parts in it, and nothing left."""
   before = sorted(folder.parent.rglob("*"))
   with pytest.raises(ValueError) as e: convert(path, folder)
   message = str(e.value)
+  with pytest.raises(ValueError) as e: opened(path)
+  assert str(e.value) == message
   for part in (path, *parts): assert str(part) in message, f"{part} is not in: {message}"
   assert len(message.splitlines()) == 1
   assert sorted(folder.parent.rglob("*")) == before
@@ -355,11 +442,11 @@ def test_one_of_several_parts_is_refused_with_what_joins_them(tmp_path):
 
 @pytest.mark.parametrize("name", ["foo", "blk.0.ffn_gate_exps.weight"])
 def test_a_tensor_that_has_no_place_is_named(tmp_path, monkeypatch, name):
-  real = converter.read
+  real = loader.read_header
   def read(path):
-    kv, found = real(path)
-    return kv, {**found, name: found["output_norm.weight"]}
-  monkeypatch.setattr(converter, "read", read)
+    metadata, tensors = real(path)
+    return metadata, {**tensors, name: tensors["output_norm.weight"]}
+  monkeypatch.setattr(loader, "read_header", read)
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
   refused(path, tmp_path / "converted", f"tensor {name} is not known", "ffn_gate")
 
@@ -385,14 +472,14 @@ def test_a_folder_that_is_there_is_kept(tmp_path):
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_a_conversion_that_is_broken_off_leaves_nothing(tmp_path, monkeypatch, error):
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
-  real = converter.Tensor.read
+  real = loader.Stored.read
   calls = []
 
-  def read(tensor, path):
+  def read(tensor):
     calls.append(tensor)
     if len(calls) == 9: raise error
-    return real(tensor, path)
-  monkeypatch.setattr(converter.Tensor, "read", read)
+    return real(tensor)
+  monkeypatch.setattr(loader.Stored, "read", read)
   before = sorted(tmp_path.rglob("*"))
   kind = ValueError if isinstance(error, OSError) else KeyboardInterrupt
   with pytest.raises(kind) as e: convert(path, tmp_path / "a" / "b")
@@ -425,28 +512,20 @@ def test_the_command_needs_no_compiler_and_no_device(tmp_path):
 def words(words_folder, tmp_path): return write_gguf(tmp_path / "words-F16.gguf", words_folder, tokenizer="llama")
 
 
-def test_a_gguf_is_converted_once_and_said_so(words, words_folder, cache, capfd, caplog):
+def test_generate_with_a_gguf_equals_its_folder(words, words_folder, tmp_path, capfd):
   options = ["--max-tokens", "8", "--max-model-len", "64"]
-  assert main(["generate", "the cat", "--model", str(words_folder), *options]) == 0
-  text = capfd.readouterr().out
-  caplog.set_level(logging.INFO, "tinyvllm")
-  def said(): return [line for line in caplog.messages if line.startswith("converting")]
-  for _ in range(2):
-    assert main(["generate", "the cat", "--model", str(words), *options]) == 0
-    assert capfd.readouterr().out == text
-    line, = said()
-    assert line.startswith(f"converting {words}, this once, to {cache}/tinyvllm/gguf/")
-  caplog.set_level(logging.INFO, "tinyvllm")   # an answer has taken that back
-  os.utime(words, ns=(0, 0))
-  folder = Path(folder_of(str(words)))
-  assert len(said()) == 2, "it is another file now"
-  assert folder.name == "words-F16" and len([*(cache / "tinyvllm" / "gguf").iterdir()]) == 2
+  texts = []
+  before = sorted(tmp_path.rglob("*"))
+  for model in (words_folder, words):
+    assert main(["generate", "the cat", "--model", str(model), *options]) == 0
+    texts.append(capfd.readouterr().out)
+  assert texts[0] == texts[1] and sorted(tmp_path.rglob("*")) == before, "no folder is written"
 
 
-def test_what_is_no_gguf_is_left_as_it_is(tmp_path, capfd):
+def test_commands_name_a_gguf_that_is_missing_or_damaged(tmp_path, capfd):
   (tmp_path / "folder.gguf").mkdir()
-  for name in (None, "", "nowhere", "~/model", str(tmp_path / "folder.gguf")): assert folder_of(name) == name
-  with pytest.raises(ValueError, match="nowhere.gguf' is no file"): folder_of("nowhere.gguf")
+  with pytest.raises(ValueError, match="has no config.json"): LLM(tmp_path / "folder.gguf")
+  with pytest.raises(ValueError, match="nowhere.gguf is no file"): LLM("nowhere.gguf")
   (tmp_path / "bad.gguf").write_bytes(b"GGUF")
   for command in (["generate", "a", "--model"], ["chat", "--model"], ["serve"], ["serve", "--model"]):
     assert main([*command, str(tmp_path / "bad.gguf")]) == 1
@@ -454,22 +533,7 @@ def test_what_is_no_gguf_is_left_as_it_is(tmp_path, capfd):
   assert not [*tmp_path.rglob("bad")]
 
 
-def test_a_faster_process_folder_is_taken(words, monkeypatch):
-  real = converter.convert
-  def slower(path, folder):
-    real(path, folder)
-    return real(path, folder)   # as if it were the second
-  monkeypatch.setattr(converter, "convert", slower)
-  assert Path(folder_of(str(words))).is_dir()
-
-
-def test_a_server_takes_a_gguf_and_calls_it_by_its_name(words, cache):
+def test_a_server_takes_a_gguf_and_calls_it_by_its_name(words):
   few = ["--max-model-len", 64, "--max-num-seqs", 1, "--max-num-batched-tokens", 8, "--cudagraph-capture-sizes", 8]
   with Server(words, *few, environment={"CACHEDB": CACHEDB}) as server:
     assert server.get("/v1/models").json()["data"][0]["id"] == "words-F16"
-    assert f"converting {words}, this once, to {cache}" in server.log
-
-
-def test_the_engine_says_how_to_convert_a_gguf(tmp_path):
-  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
-  with pytest.raises(ValueError, match="tinyvllm convert .*model.gguf FOLDER"): LLM(path, **SMALL)

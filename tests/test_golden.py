@@ -8,7 +8,7 @@ import pytest
 from reference import LogitsRecorder
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm_extra.gguf import convert
+from tinyvllm_extra.gguf_export import convert
 
 pytestmark = pytest.mark.model
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "smollm2.npz"
@@ -78,10 +78,11 @@ def test_greedy_ids_of_all_five_in_one_batch(llm, golden):
   for i in PROMPTS: check(golden, i, outputs[i].outputs[0].token_ids)
 
 
-def test_the_gguf_beside_it_gives_the_same_ids_once_converted(model, llm, golden, tmp_path):
+@pytest.mark.parametrize("converted", [False, True])
+def test_the_same_model_as_gguf_gives_the_same_ids(model, llm, golden, tmp_path, converted):
   path = Path(f"{model}.gguf")
   if not path.exists(): pytest.fail(f"{path} is missing: the same model as GGUF, beside TINYVLLM_MODEL")
-  gguf = LLM(convert(path, tmp_path / "converted"), **OPTIONS)
+  gguf = LLM(convert(path, tmp_path / "converted") if converted else path, **OPTIONS)
   output, = gguf.generate(text(golden, 0), greedy(8))
   assert output.prompt_token_ids == golden["input_ids_0"].tolist()
   assert output.outputs[0].token_ids == llm.generate(text(golden, 0), greedy(8))[0].outputs[0].token_ids

@@ -38,10 +38,10 @@ from tinygrad.runtime.autogen import cuda
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import EngineConfig
-from tinyvllm.backend import open_device
+from tinyvllm_extra.kernels import prepare_device as open_device
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.kernels.matmul import Linear, Norm, pack
-from tinyvllm_extra.parallel import Devices, check_peers, device_names
+from tinyvllm_extra.parallel import check_peers, device_names
 from tinyvllm_extra.quantization import Quantized, dequantize, quantize, split
 from tinyvllm_extra.server import AsyncLLM
 
@@ -423,7 +423,7 @@ def test_a_step_of_two_devices_that_fails_loses_and_doubles_no_token(two, folder
 
 def test_a_capture_that_fails_midway_is_made_again(folder, monkeypatch):
   llm = LLM(folder, **SMALL, tensor_parallel_size=2)
-  def fail(logits): raise KeyboardInterrupt   # as the devices' logits are there
+  def fail(*_): raise KeyboardInterrupt   # as the devices' logits are there
   with monkeypatch.context() as patched:
     patched.setattr("tinyvllm.backend.Sampler.argmax", fail)
     for _ in range(2):
@@ -628,7 +628,7 @@ def test_a_norm_adds_what_each_device_has_of_a_sum(count, rows, size):
   deltas = [normal(rows, size, seed=2 + i) for i in range(count)]
   norm = Norm("norm", size, 1e-5, dtypes.float32)
   norm.weight = on_devices([weight] * count)
-  summed, normed = norm.add(on_devices([x] * count), *Devices(device_names(count)).partial_sums(on_devices(deltas)))
+  summed, normed = norm.add(on_devices([x] * count), on_devices(deltas))
   Tensor.realize(summed, normed)
   total = x + sum(deltas)
   expected = total / np.sqrt((total * total).mean(-1, keepdims=True) + 1e-5) * weight
@@ -642,7 +642,7 @@ def test_a_row_is_on_the_device_that_has_it_and_zeros_are_on_the_others(count, r
   linear = Linear(24, {"w": rows}, False, dtypes.float32)
   linear.weight = on_devices([pack(part, linear.weight.shape) for part in np.split(weight, count)])
   ids = np.array([0, rows - 1, rows, count * rows - 1, count * rows - rows, 5], np.int32)
-  found = linear.rows(Devices(device_names(count)).local_ids(on_devices([ids] * count), rows), dtypes.float32).realize()
+  found = linear.rows(on_devices([ids] * count), dtypes.float32).realize()
   for i, got in enumerate(parts_by_device(found)):
     np.testing.assert_array_equal(got.reshape(len(ids), 24), weight[ids] * (ids // rows == i)[:, None])
 

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tinyvllm import SamplingParams
 from tinyvllm.request import Sequence
 from tinyvllm.tokenizer import TextStream, Tokenizer
-from tinyvllm_extra.gguf_export import convert
 from tinyvllm_extra.huggingface import load_tokenizer
+from tinyvllm_extra.weights import open_checkpoint
 
 TEXTS = ["the cat sat on the mat", "hello world, 12 3456!", "tabs\tand\nnew lines\n\n", "日本語 and ελληνικά",
          "\U0001f469\u200d\U0001f467 emoji \U0001f642\U0001f642 e\u0301 \u00e9", "  two  spaces  ", "x",
@@ -56,7 +56,7 @@ def gguf(tmp_path_factory):
   merges = [" ".join(m) if isinstance(m, list) else m for m in trained["merges"]]
   tiny_model(folder, vocab_size=len(vocab))
   write_gguf(folder / "a.gguf", folder, tokens=vocab, merges=merges, specials=SPECIALS, template=CHAT)
-  return load_tokenizer(convert(folder / "a.gguf", folder / "converted"))
+  return open_checkpoint(folder / "a.gguf").tokenizer()
 
 
 @pytest.fixture(params=["spm", "bpe", "gguf"])
@@ -265,8 +265,7 @@ def test_load_tokenizer_empty_folder_raises(tmp_path):
 def test_gguf_unsupported_tokenizer_raises(tmp_path):
   path = write_gguf(tmp_path / "a.gguf", tiny_model(tmp_path), tokenizer="bert")
   with pytest.raises(ValueError, match="bert is not supported; supported: gpt2, llama"):
-    convert(path, tmp_path / "converted")
-  assert not (tmp_path / "converted").exists()
+    open_checkpoint(path).tokenizer()
 
 
 def test_added_plain_token_of_bpe_round_trip_is_equal(tmp_path):

@@ -9,7 +9,7 @@ from tinygrad import Device, Tensor, TinyJit, UOp, dtypes, helpers, nn
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import KernelInfo
 
-from .config import EngineConfig, ModelConfig, check, extension, has_extension, logger
+from .config import EngineConfig, ModelConfig, check, logger
 from .request import SAMPLING_FIELDS, SamplerMode
 
 
@@ -25,12 +25,6 @@ def renderer() -> Any:
 
 # Cores that share a kernel if the device is a CPU (at most 8: a few saturate the memory), else 0
 def cpu_cores() -> int: return 0 if renderer().has_local else min(8, renderer().global_max[0])
-
-
-def open_device() -> None:
-  """Open tinygrad's default device. Raises what tinygrad raises, or with the extension RuntimeError with a remedy."""
-  if has_extension(): extension("kernels").prepare_device()   # finds a compiler and makes captures cheap
-  renderer()
 
 
 class Module:
@@ -70,23 +64,17 @@ class GateUp(Linear):
     return (gate.silu() * up).contiguous()
 
 
-class Norm(Module):
-  """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019), computed in float32, returned in x's dtype."""
+class Norm(nn.RMSNorm, Module):
+  """x / rms(x), computed in float32, times weight (Zhang and Sennrich 2019), over the last axis."""
   def __init__(self, name: str, size: int, eps: float, dtype: DType):
-    self.eps = eps
+    super().__init__(size, eps)
     self.sources = {name: size}
     self.weight = Tensor.empty(size, dtype=dtype)
-
-  def __call__(self, x: Tensor) -> Tensor:
-    """x: (..., size), contiguous. Returns the same shape."""
-    h = x.float()
-    scale = (h.square().mean(-1, keepdim=True) + self.eps).rsqrt()      # (..., 1)
-    return (h * scale * self.weight).cast(x.dtype).contiguous()
 
   def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Return x + delta, (T, size), and its norm. Of several devices each has a part of delta."""
     total = (x + delta).contiguous()
-    return total, self(total)
+    return total, self(total).contiguous()
 
 
 def mix_bits(x: Tensor) -> Tensor:
@@ -122,9 +110,8 @@ class Sampler:
 
   def argmax(self, x: Tensor) -> Tensor:
     """The first index of each row's maximum. x: (S, V). Returns (S,) int32."""
-    size = x.shape[1]
     is_best = x == self.reduce(Tensor.max, x)
-    return -self.reduce(Tensor.max, is_best.where(-Tensor.arange(size), 1 - size)).squeeze(1)
+    return -self.reduce(Tensor.max, is_best.where(-Tensor.arange(x.shape[1]), 1 - x.shape[1])).squeeze(1)
 
   def sample(self, logits: Tensor, rows: dict[str, Tensor], mode: SamplerMode) -> Tensor:
     """Token ids, (S,), from float32 logits, (S, V): temperature, min_p, top_k and top_p (which keeps the token that
@@ -159,8 +146,8 @@ class Backend:
   runs. is_async: whether the host can build a step while the device runs one. free_memory: free bytes of a device, here
   of the host, which shares its memory or is the best guess. largest_tensor: maximum bytes of a tensor; 128 MiB is
   WebGPU's limit, and the least that OpenCL allows. max_blocks: KV cache blocks that fit num_bytes, if all can be used;
-  at least min_blocks fit. choose_graph: the GraphKey that a step runs with: `key`, which holds the step, or a larger one
-  that is captured. run_graph: run a step; its first call captures it."""
+  at least min_blocks fit. choose_graph: the GraphKey that a step runs with: `key`, which holds the step, or a larger
+  captured one. run_graph: run a step; its first call captures it."""
   Linear: type[Linear] = Linear
   GateUp: type[GateUp] = GateUp
   Norm: type[Norm] = Norm
@@ -184,8 +171,7 @@ class Backend:
   def kv_layout(self, model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
     """Shape and dtype of one block in each cache tensor of a layer: here K and V, (block_size, KV, D) each. Raises
     InputError for a kv_cache_dtype that the device or the model cannot have."""
-    name = config.kv_cache_dtype
-    check(name == "auto", f"kv_cache_dtype={name!r} needs the kernels of tinyvllm_extra: use 'auto'")
+    check(config.kv_cache_dtype == "auto", f"kv_cache_dtype={config.kv_cache_dtype!r} must be 'auto' for this backend")
     return [((config.block_size, model.num_key_value_heads, model.head_dim), dtype)] * 2
 
   def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
@@ -194,7 +180,7 @@ class Backend:
     read through the block table (Kwon et al. 2023). qkv: (T, (H + 2 KV) * D). cache: (num_blocks, *block) as kv_layout
     says. rope: (length, 2, D / 2), cosines and sines. tokens: (columns of runner.TOKENS, T) int32. block_tables:
     (slots, max_blocks) int32. Returns (T, H * D). This one copies max_blocks blocks of K and V for each token."""
-    KV, D = cache[0].shape[2:]
+    block_size, KV, D = cache[0].shape[1:]
     position, slot, block = [tokens[i] for i in (1, 2, 4)]              # (T,) each
     q, k, v = qkv.unflatten(1, (-1, D)).split([num_heads, KV, KV], 1)   # (T, heads, D) each
     cos, sin = rope[position].chunk(2, 1)                               # (T, 1, D / 2) each
@@ -203,7 +189,6 @@ class Backend:
       a, b = x.float().chunk(2, 2)                                      # (T, heads, D / 2) each
       return Tensor.cat(a * cos - b * sin, b * cos + a * sin, dim=2).cast(x.dtype)
 
-    block_size = cache[0].shape[1]
     slot_mapping = (block * block_size + position % block_size).contiguous()
     written = [x.custom_kernel(slot_mapping, new.cast(x.dtype).contiguous(), fxn=scatter_kernel)[0]
                for x, new in zip(cache, (rotate(k), v), strict=True)]
@@ -220,8 +205,8 @@ class Backend:
     return x, delta
 
   def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
-    """Return a function that waits for the device and returns the tensor's numbers, as nested lists. No Tensor operation:
-    those of several threads would disturb each other."""
+    """Return a function that waits for the device and returns the tensor's numbers, as nested lists. It does no Tensor
+    operation: those of several threads would disturb each other."""
     def read() -> list:
       array = np.empty(tensor.shape, np.int32 if tensor.dtype == dtypes.int32 else np.float32)
       buffer: Any = tensor.uop.buffer
@@ -231,9 +216,9 @@ class Backend:
 
 
 class Devices:
-  """The devices that share a model (seam; parallel.py), here one. Its tensors are on all of `names`; the backend's Linear
-  and Norm know what several devices do with them. free_memory: of each, in bytes. shard: one device's share of the heads,
-  of the MLP and of the vocabulary. jit: a step as a graph, captured when it is called with `cnt` 1. gather: the logits
+  """The devices that share a model (seam; parallel.py), here one. Its tensors are on all of `names`; the backend's
+  Linear and Norm know what several devices do with them. free_memory: of each, in bytes. shard: one device's share of
+  the heads, of the MLP and of the vocabulary. jit: a step as a graph, captured when it is called with `cnt` 1. gather: the logits
   of the whole vocabulary, (S, V), on the first device."""
   def __init__(self, names: tuple[str, ...] = ()): self.names = names or (Device.DEFAULT,)
   def free_memory(self, backend: Backend) -> int: return backend.free_memory(self.names[0])

@@ -1,14 +1,14 @@
-"""The engine: text in, text out. Requests are added at any time, and each step advances all of them together. One thread
-drives an engine."""
+"""The engine: text in, text out. Requests are added at any time, and each step advances all of them together. One
+thread drives an engine."""
 import contextlib, dataclasses, functools, itertools, pathlib, random, threading, time, uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from tinygrad import dtypes, helpers, nn
 
-from .backend import Backend, Devices, cpu_cores, exclusive, open_device
+from .backend import Backend, Devices, cpu_cores, exclusive, renderer
 from .config import EngineConfig, InputError, ModelConfig, check, extended, extension, logger
-from .llama import Checkpoint, find_model
+from .llama import Checkpoint, Llama
 from .request import CompletionOutput, Proposer, RequestOutput, SamplingParams, Sequence
 from .runner import Results, Runner, Step, build_step
 from .scheduler import BlockManager, Scheduler
@@ -34,8 +34,9 @@ class Request:
     """Everything so far, or what came since the last call with `delta`."""
     first = self.sequences[0]
     scores = [first.logprobs.get(i) for i in range(first.num_prompt)] if first.wants_prompt_logprobs else None
-    return RequestOutput(self.request_id, self.prompt, first.tokens[:first.num_prompt], scores,
-                         [self._completion(stream, delta) for stream in self.streams], self.metrics, first.num_cached or 0)
+    completions = [self._completion(stream, delta) for stream in self.streams]
+    return RequestOutput(self.request_id, self.prompt, first.tokens[:first.num_prompt], scores, completions, self.metrics,
+                         first.num_cached or 0)
 
   def _completion(self, stream: TextStream, delta: bool) -> CompletionOutput:
     stream.update()
@@ -53,13 +54,14 @@ class LoadedModel:
 
   def __init__(self, path: pathlib.Path, config: EngineConfig, backend: Backend | None):
     started = time.perf_counter()
-    open_device()
+    extended("kernels", "prepare_device", renderer)()   # opens it
     self.path = path
     self.backend = backend = backend or extended("kernels", "make_backend", Backend)()
     devices = extension("parallel").open_devices(config) if config.tensor_parallel_size > 1 else Devices()
     free = devices.free_memory(backend)
     checkpoint = extended("weights", "open_checkpoint", Checkpoint)(path)
-    self.model_config, model_class = extended("models", "find_model", find_model)(checkpoint.hf_config, path)
+    find_model = extended("models", "find_model", lambda *hf: (ModelConfig.from_hf(*hf), Llama))
+    self.model_config, model_class = find_model(checkpoint.hf_config, path)
     self.tokenizer = checkpoint.tokenizer()
     self.sampling_defaults = checkpoint.sampling_defaults() if config.generation_config == "auto" else {}
     limit = self.model_config.max_position_embeddings
@@ -85,9 +87,8 @@ class LoadedModel:
     self.runner = self.runners[0]   # the second one, if there is one, runs a draft model
 
 
-def check_ids(name: str, ids: Any, vocab_size: int) -> None:
-  for i in ids or ():
-    check(type(i) is int and 0 <= i < vocab_size, f"{name}: id {i!r} must be an int from 0 to {vocab_size - 1}")
+def check_ids(name: str, ids: Any, size: int) -> None:
+  for i in ids or (): check(type(i) is int and 0 <= i < size, f"{name}: id {i!r} must be an int from 0 to {size - 1}")
 
 
 class Engine(LoadedModel):
@@ -96,9 +97,8 @@ class Engine(LoadedModel):
   model: a folder with config.json, *.safetensors and a tokenizer, or with the extension a GGUF file; None: the model
   shipped with tinyvllm. backend: what to compute with; None: the best one for the device. options: EngineConfig's.
   Raises InputError for files or options that do not fit, RuntimeError without a device or a compiler."""
-  # The extension's Methods have richer ones
-  scheduler_class, params_class = Scheduler, SamplingParams
-  metrics_class: Any = staticmethod(lambda samples: None)
+  # The extension's Methods have richer ones, and metrics
+  scheduler_class, params_class, metrics_class = Scheduler, SamplingParams, staticmethod(lambda samples: None)
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
     path = pathlib.Path(model or pathlib.Path(__file__).with_name("default_model")).expanduser()
@@ -125,8 +125,8 @@ class Engine(LoadedModel):
 
   def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
     """A request for `add`. prompt: a str, {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [{"role",
-    "content"}], "template": {options of the chat template}}. Lower priorities run first. Any thread may call this. Raises
-    InputError for a request that can never run."""
+    "content"}], "template": {options of the chat template}}. Lower priorities run first. Any thread may call this.
+    Raises InputError for a request that can never run."""
     params, model = params or self.params_class(**self.sampling_defaults), self.model_config
     check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
     text, ids = self.encode(prompt)
@@ -172,8 +172,8 @@ class Engine(LoadedModel):
   # Steps
 
   def advance(self, make_output: Callable[[Request], Any] = lambda request: request) -> list[Any]:
-    """Run one step, and return `make_output` of each request with new tokens: on a GPU those of the step before, which the
-    device computed while this one was built. If that raises, the next step returns them. A failed step leaves a working
+    """Run one step, and return `make_output` of each request with new tokens: on a GPU those of the step before, which
+    the device computed while this one was built. If that raises, the next step returns them. A failed step leaves a working
     engine: no token is lost or duplicated."""
     with self.driving():
       while self._abandoned: self.abort_request(self._abandoned.pop())
@@ -197,7 +197,7 @@ class Engine(LoadedModel):
   def _step_async(self) -> None:
     """The same, but a step is built while the device runs the one before, whose results come next."""
     self._find_stops()
-    if self._in_flight and any(self._needs_sync(seq) for seq in self.scheduler.running):   # all, or they would alternate
+    if self._in_flight and any(map(self._needs_sync, self.scheduler.running)):   # for all, or they would alternate
       self._update(self._in_flight())
       self._in_flight = None
     step = self._build_step()

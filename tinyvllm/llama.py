@@ -1,7 +1,7 @@
-"""A LLaMA (Touvron et al. 2023) over a paged KV cache, and the files that its weights come from. One forward pass serves
-prefill, its chunks, decode and drafts: a flat batch of T tokens, each with its position, block and slot. Attributes are
-named after Hugging Face's weights, with q, k, v stored as one matrix and gate, up as one. Declares two seams: Model and
-Checkpoint, the loader."""
+"""A LLaMA (Touvron et al. 2023) over a paged KV cache, and the files that its weights come from. One forward pass
+serves prefill, its chunks, decode and drafts: a flat batch of T tokens, each with its position, block and slot.
+Attributes are named after Hugging Face's weights, with q, k, v stored as one matrix and gate, up as one. Declares two
+seams: Model and Checkpoint, the loader."""
 import pathlib
 from typing import Any
 
@@ -17,8 +17,8 @@ from .tokenizer import Tokenizer
 
 
 class Checkpoint:
-  """A model's files in Hugging Face's layout (seam for other formats; weights.py, gguf.py). Raises InputError naming the
-  file and the tensor that is missing, surplus or has the wrong shape."""
+  """A model's files in Hugging Face's layout (seam for other formats; weights.py, gguf.py). Raises InputError naming
+  the file and the tensor that is missing, surplus or has the wrong shape."""
   def __init__(self, path: pathlib.Path):
     self.path = path
     check(path.is_dir(), f"model={str(path)!r} is no folder: hf download {path} --local-dir FOLDER makes one")
@@ -60,8 +60,7 @@ def rope_table(config: ModelConfig, length: int) -> Tensor:
   if scaling["rope_type"] in ("linear", "factors"): freqs /= scaling.get("factors", scaling.get("factor"))
   if scaling["rope_type"] == "llama3":   # divide low frequencies by factor, keep high ones, interpolate between
     rotations = scaling["original_max_position_embeddings"] * freqs / (2 * np.pi)
-    bounds = [scaling["low_freq_factor"], scaling["high_freq_factor"]]
-    freqs *= np.interp(rotations, bounds, [1 / scaling["factor"], 1])
+    freqs *= np.interp(rotations, [scaling["low_freq_factor"], scaling["high_freq_factor"]], [1 / scaling["factor"], 1])
   angles = np.outer(np.arange(length), freqs)                           # (length, D / 2)
   return Tensor(np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32))
 
@@ -130,8 +129,3 @@ class Llama:
     x, delta = [t.reshape(-1, *ids.shape, t.shape[1])[:, rows].flatten(0, 1).contiguous() for t in (x, delta)]
     h = self.norm.add(x, delta)[1]                                      # (S, hidden)
     return self.devices.gather(self.lm_head(h, dtype=dtypes.float32))   # (S, V)
-
-
-def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, Any]:
-  """The config of a checkpoint and the class of its Model. Raises InputError for an unsupported architecture."""
-  return ModelConfig.from_hf(hf_config, path), Llama

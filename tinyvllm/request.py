@@ -75,7 +75,7 @@ class Proposer(Protocol):
   def propose(self, scheduler: Any, batch: dict["Sequence", int]) -> None:
     """Set `draft_token_ids` of scheduled sequences, allocate their blocks and add their number to the batch."""
   def update(self, engine: Any, results: Any) -> None:
-    """Verify the drafts of a step, `engine.append` the new tokens, and drop the drafts and the blocks of rejected ones."""
+    """Verify the drafts of a step, `engine.append` the new tokens, drop the drafts and the blocks of rejected ones."""
 
 
 table_versions = itertools.count()

@@ -15,8 +15,8 @@ class Tokenizer:
   def __init__(self, folder: pathlib.Path):
     check((folder / "tokenizer.model").exists(), f"model: {folder} has no tokenizer.model")
     self.model = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    has_bos = read_json(folder / "tokenizer_config.json").get("add_bos_token", True)
-    self.prefix = [self.model.bos_id()] if has_bos else []
+    config = read_json(folder / "tokenizer_config.json")
+    self.prefix = [self.model.bos_id()] if config.get("add_bos_token", True) else []
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     """Token ids of a text, after a BOS token if the model's files ask for one."""

@@ -293,11 +293,10 @@ class Checkpoint(weights.Checkpoint):
 
   def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
     """Read matrices, which `shared_form` unifies."""
-    tensors: list[Any] = [self.take_stored(f"{name}.weight", *shape) for name, shape in shapes.items()]
+    tensors: list[Any] = [self.take(f"{name}.weight", *shape) for name, shape in shapes.items()]
     form = shared_form([tensor.kind for tensor in tensors])
     if isinstance(form, Form): return [tensor.quantized(form) for tensor in tensors]
-    mixed = len({tensor.kind for tensor in tensors}) > 1
-    return [tensor.numbers() if mixed else tensor.read() for tensor in tensors]
+    return [tensor.numbers() if form == "F32" else tensor.read() for tensor in tensors]
 
 
 def folder_of(name: str | None) -> str | None: return name   # callers may go: LLM loads GGUF files itself

@@ -24,9 +24,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)   # kinds of 
 REQUIRED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores", "token_type")}   # by tokenizer.ggml.model
 
 
-def byte_level(config: dict[str, Any]) -> Any:
-  """Build a tokenizers.Tokenizer. config: the metadata of the tokenizer."""
-  lib = optional("tokenizers", "hf", "a GGUF file")
+def byte_level(lib: Any, config: dict[str, Any]) -> Any:
+  """Build a tokenizers.Tokenizer. lib: the package tokenizers. config: the metadata of the tokenizer."""
   pre = config.get("pre", "default")
   tokens = config["tokens"]
   merges = [tuple(merge.split(" ")) for merge in config["merges"]]
@@ -82,13 +81,13 @@ def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int
   tokens = config["tokens"]
   fits = len(tokens) <= vocab_size
   check(fits, f"model: {path}: {len(tokens)} tokens; expected at most token_embd's {vocab_size} rows")
-  if kind == "gpt2": optional("tokenizers", "hf", "a GGUF file")   # raises outside of the `try` below
+  lib = optional("tokenizers", "hf", "a byte-level vocabulary") if kind == "gpt2" else None
   settings: dict[str, Any] = {"add_bos_token": kind == "llama" or pre in WHOLE_WORDS}
   settings |= {k: config[k] for k in ("chat_template", "add_bos_token") if k in config}
   try:
     for name in ("bos", "eos"):
       if f"{name}_token_id" in config: settings[f"{name}_token"] = tokens[config[f"{name}_token_id"]]
-    if kind == "gpt2": return byte_level(config), settings
+    if lib: return byte_level(lib, config), settings
     added = [i for i, k in enumerate(config["token_type"]) if k == USER_DEFINED]   # split the text first
     settings["added_tokens_decoder"] = {str(i): {"content": tokens[i], "special": False} for i in added}
     model = sentencepiece_model(config)

@@ -60,7 +60,7 @@ def find_layouts(config: dict[str, Any]) -> list[Layout]:
 
 def to_float32(x: np.ndarray) -> np.ndarray:
   """Decode uint16 as bfloat16, which numpy lacks: its bits are the upper half of a float32. Cast other dtypes."""
-  return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32)
+  return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32, copy=False)
 
 
 def unpack(words: np.ndarray, bits: int, axis: int, places: tuple) -> np.ndarray:

@@ -97,25 +97,28 @@ class Checkpoint(llama.Checkpoint):
 
   # What a part reads
 
-  def take(self, name: str, *shape: int) -> np.ndarray:
-    """Read a tensor of the files, which must have this shape, as a memory map. uint16 holds the bits of bfloat16."""
-    entry: Any = super().read(name, *shape)
-    return entry.read()
+  def take(self, name: str, *shape: int) -> Any:
+    """The Stored tensor of this name, which must have this shape."""
+    return super().read(name, *shape)
+
+  def array(self, name: str, *shape: int) -> np.ndarray:
+    """Read a tensor of the files as a memory map. uint16 holds the bits of bfloat16."""
+    return self.take(name, *shape).read()
 
   def matrix(self, name: str, *shape: int) -> Matrix:
     """Read a matrix, (out, in)."""
-    return read_matrix(name, shape, self.layouts, self.tensors, self.take)   # type: ignore[arg-type]
+    return read_matrix(name, shape, self.layouts, self.tensors, self.array)   # type: ignore[arg-type]
 
   def read(self, name: str, *shape: int) -> Tensor:
     """Read a tensor for a part of the core, dequantized."""
     module, _, kind = name.rpartition(".")
-    array = dequantize(self.matrix(module, *shape)) if kind == "weight" and len(shape) == 2 else self.take(name, *shape)
-    return Tensor(to_float32(array) if array.dtype == np.uint16 else array)
+    x = dequantize(self.matrix(module, *shape)) if kind == "weight" and len(shape) == 2 else self.array(name, *shape)
+    return Tensor(to_float32(x) if x.dtype == np.uint16 else np.asarray(x))
 
   def vectors(self, module: Any, kind: str) -> list[np.ndarray]:
     """Read a norm's weight or a bias: a part for each device. A bias of partial sums is added by the first."""
     scale = self.count if module.axis == 0 else 1
-    whole = [self.take(f"{name}.{kind}", n * scale) for name, n in module.sources.items()]
+    whole = [self.array(f"{name}.{kind}", n * scale) for name, n in module.sources.items()]
     if module.axis == 0: return [join(parts) for parts in zip(*[np.split(x, scale) for x in whole], strict=True)]
     vector = join(whole)
     rest = np.zeros_like(vector) if module.axis == 1 else vector

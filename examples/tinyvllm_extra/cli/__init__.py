@@ -15,7 +15,7 @@ from tinyvllm_extra.packages import MissingPackage, optional
 FAILURES = (ValueError, MissingPackage, RuntimeError, CompileError, subprocess.CalledProcessError)
 # Commands with their own `main`: help text, module, and the extra that installs their packages
 COMMANDS = {"serve": ("answer HTTP requests", "tinyvllm_extra.server", "server"),
-            "convert": ("convert a GGUF file to a model folder", "tinyvllm_extra.gguf", "hf"),
+            "convert": ("convert a GGUF file to a model folder", "tinyvllm_extra.gguf_export", "hf"),
             "doctor": ("test each device", "tinyvllm_extra.cli.doctor", "cpu")}
 CHAT = "interactive chat. Commands: /new starts again, /system TEXT does so with a system message, /exit ends the chat"
 
