@@ -1,5 +1,5 @@
-"""Models and engines that several files share: each graph is captured once. And what is common to all runs: which tests
-are quick, how many processes there are, and what tests have to tell."""
+"""Models and engines that several test files share, so that each graph is captured once. Also settings of all runs:
+which tests are quick, the number of processes, and messages that tests show at the end."""
 import os
 from collections.abc import Callable
 
@@ -8,13 +8,13 @@ from reference import ENGINE, tiny_model
 from tinygrad import Device
 
 from tinyvllm import LLM
-from tinyvllm.backend import open_device
+from tinyvllm_extra.kernels import prepare_device as open_device
 
-# `pytest -m quick`: these files' tests that are not slow. They compile little, or nothing
+# `pytest -m quick` runs the tests of these files that are not slow: they compile little or nothing
 QUICK = {"test_cli.py", "test_errors.py", "test_readme.py", "test_scheduler.py", "test_size.py", "test_stops.py",
          "test_tokenizer.py"}
 
-open_device()   # it finds a compiler that is not on the PATH; some tests ask the device as they are collected
+open_device()   # finds a compiler that is not on the PATH; some tests query the device at collection
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,8 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-  """What -n auto stands for: as most of a run is compiling, on one core a process, two processes take turns with the
-  files. Alone, in this process: one file, lanes that fill a machine as it is, and a device that is no CPU."""
+  """The number of processes for -n auto: two, as each compiles on one core most of the time; none for a single file,
+  for lanes that already use a whole machine, and on a device other than a CPU."""
   one_file = len(config.args) == 1 and ".py" in config.args[0]
   alone = one_file or config.option.markexpr in ("backend", "model", "ray", "slow") or Device.DEFAULT != "CPU"
   return 0 if alone else min(2, os.cpu_count() or 1)
@@ -32,7 +32,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.fixture
 def tell(record_property: Callable[[str, str], None]) -> Callable[..., None]:
-  """tell(*lines): shown at the end of the run, of tests that pass, too, in whatever process."""
+  """tell(*lines) shows lines at the end of the run, also if the test passes, from any process."""
   return lambda *lines: record_property("told", "\n".join(lines))
 
 
@@ -48,19 +48,19 @@ def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("tiny"))
 
 @pytest.fixture(scope="session")
 def words_folder(tmp_path_factory):
-  """A model whose greedy text is of letters."""
+  """A model whose greedy text consists of letters."""
   return tiny_model(tmp_path_factory.mktemp("words"), words=True)
 
 
 @pytest.fixture(scope="session")
 def llm(folder):
-  """A pool that never runs out."""
+  """An engine whose pool never runs out of blocks."""
   return LLM(folder, **ENGINE)
 
 
 @pytest.fixture(scope="session")
 def small_llm(folder):
-  """A pool of 12 blocks of 4 tokens."""
+  """An engine with a pool of 12 blocks of 4 tokens."""
   return LLM(folder, num_gpu_blocks_override=13, **ENGINE)
 
 

@@ -1,5 +1,5 @@
-"""What the tests compare with: tiny random models on disk, a plain numpy LLaMA that reads the same files, a sort-based
-sampler mask, and the invariants of an engine's blocks. Nothing here uses the package's own code."""
+"""References for the tests: tiny random models on disk, a plain numpy LLaMA that reads the same files, a sort-based
+sampler mask, and the invariants of an engine's blocks. The references use none of the package's code."""
 import functools
 import io
 import json
@@ -22,24 +22,24 @@ CORPUS = ["the cat sat on the mat and the dog ran to the red house", "hello worl
           "one two three four five six seven eight nine ten", "where there is a will there is a way, they say",
           "numbers: 0 1 2 3 4 5 6 7 8 9!"]
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# architecture -> (bias of q, k, v; of o; norms of q and k); None: as attention_bias says
+# architecture -> (bias of q, k, v; bias of o; norms of q and k); None: as in attention_bias
 KINDS = {"LlamaForCausalLM": (None, None, False), "MistralForCausalLM": (False, False, False),
          "Qwen2ForCausalLM": (True, False, False), "Qwen3ForCausalLM": (None, None, True)}
 
 
 def slow(*values: Any) -> list[Any]:
-  """Of a test's parameters, each a value or a tuple of several, those that only `pytest -m slow` runs."""
+  """Mark parameters of a test, each a value or a tuple, for `pytest -m slow` only."""
   return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values]
 
 
 def slow_but(quick: Container[Any], values: Iterable[Any]) -> list[Any]:
-  """All of a test's parameters, in order: those that are not among `quick` as `slow` has them."""
+  """All parameters of a test, in order; those not in `quick` are marked slow."""
   return [x for value in values for x in ([value] if value in quick else slow(value))]
 
 
 @functools.cache
 def sentencepiece_model() -> bytes:
-  """A tokenizer of 320 pieces: <unk> <s> </s>, 256 bytes, and what its corpus gives. Trained once in a process."""
+  """A tokenizer of 320 pieces: <unk> <s> </s>, 256 bytes, and pieces of CORPUS. Trained once per process."""
   out = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
     sentence_iterator=iter(CORPUS), model_writer=out, vocab_size=VOCAB, model_type="bpe", byte_fallback=True,
@@ -49,7 +49,7 @@ def sentencepiece_model() -> bytes:
 
 
 def tiny_config(**overrides: Any) -> dict[str, Any]:
-  """config.json of a LLaMA of 2 layers with 2 query heads to each K/V head. An override of None takes the key out."""
+  """config.json of a LLaMA with 2 layers and 2 query heads per KV head. An override of None removes the key."""
   config = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "vocab_size": VOCAB, "hidden_size": 32,
             "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
             "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
@@ -58,7 +58,7 @@ def tiny_config(**overrides: Any) -> dict[str, Any]:
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-  """Name and shape of every tensor that such a model has in Hugging Face's files."""
+  """Name and shape of every tensor of the model in Hugging Face's files."""
   kind, bias = KINDS[config["architectures"][0]], config.get("attention_bias", False)
   qkv_bias, o_bias, qk_norm = (bias if x is None else x for x in kind)
   E, F, V, H = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"))
@@ -80,7 +80,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-  """Logits of these weights have a deviation of about 2 and depend on all tokens before: greedy text is varied."""
+  """Weights whose logits have a standard deviation of about 2 and depend on all tokens, so that greedy text varies."""
   rng, weights = np.random.default_rng(seed), {}
   for name, shape in tensor_shapes(config).items():
     x = rng.standard_normal(shape)
@@ -98,7 +98,7 @@ def to_bytes(x: np.ndarray, dtype: str) -> bytes:
 
 
 def write_safetensors(path: Path, weights: dict[str, np.ndarray], dtype: str = "float32") -> None:
-  """The format by hand: the header's length, the header, the data."""
+  """Write the format by hand: the header's length, the header, the data."""
   header, start = {}, 0
   parts = {name: to_bytes(x, dtype) for name, x in weights.items()}
   for name, part in parts.items():
@@ -111,9 +111,9 @@ def write_safetensors(path: Path, weights: dict[str, np.ndarray], dtype: str = "
 
 def tiny_model(folder: Path, seed: int = 0, tokenizer: bool = True, shards: int = 1, dtype: str = "float32",
                words: bool = False, **config_overrides: Any) -> Path:
-  """Write a tiny random model into `folder` as Hugging Face lays it out: config.json, safetensors (shards > 1: with an
-  index), tokenizer.model. words: greedy text is of letters, never of bytes or special tokens. config_overrides: keys of
-  config.json; None takes one out."""
+  """Write a tiny random model into `folder` in Hugging Face's layout: config.json, safetensors (shards > 1: with an
+  index), tokenizer.model. words: greedy text consists of letters, never of bytes or special tokens. config_overrides:
+  keys of config.json; None removes one."""
   folder = Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   config = tiny_config(**config_overrides)
@@ -152,7 +152,7 @@ def _load(folder: Path, stamp: tuple) -> tuple[dict[str, Any], dict[str, np.ndar
 
 
 def load(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-  """config.json and the weights in float64; kept until a file changes."""
+  """config.json and the weights in float64; cached until a file changes."""
   files = sorted([*Path(folder).glob("*.safetensors"), Path(folder) / "config.json"])
   return _load(Path(folder), tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files))
 
@@ -176,25 +176,25 @@ def rope_frequencies(config: dict[str, Any], D: int) -> np.ndarray:
   return freqs
 
 
-# The numbers that are not negative of 8 bits with 4 of exponent: 448 is the largest
+# The non-negative numbers of float8 e4m3: 448 is the largest
 E4M3 = np.array([(1 + m / 8) * 2.0**(e - 7) if e else m / 8 * 2.0**-6 for e in range(16) for m in range(8)][:127])
 
 
 def in_8_bits(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-  """Of K or V, (..., D), as int8 or fp8: the numbers that are held, the bytes, and the scales, (...), if there are."""
+  """K or V, (..., D), quantized to int8 or fp8: the dequantized numbers, the bytes, and for int8 the scales, (...)."""
   x = x.astype(np.float32)
   if kind == "int8":
     scale = np.maximum(np.abs(x).max(-1, keepdims=True), 1e-30) / 127
     q = np.round(x / scale)
     return q * scale, (q + 128).astype(np.uint8), [scale[..., 0].astype(np.float32)]
-  code = np.abs(np.abs(x)[..., None] - E4M3).argmin(-1)   # of two as near the lower one
+  code = np.abs(np.abs(x)[..., None] - E4M3).argmin(-1)   # the lower one of two at equal distance
   between = np.abs(np.abs(x) - E4M3[code]) == np.abs(np.abs(x) - E4M3[np.minimum(code + 1, 126)])
   code = np.where(between & (code % 2 == 1), code + 1, code)
   return np.copysign(E4M3[code], x), (code + 128 * np.signbit(x)).astype(np.uint8), []
 
 
 def reference_logits(folder: Path, ids: list[int], kept: Callable = lambda x: x) -> np.ndarray:
-  """Logits (T, V) in float64 of a whole text at once, from the files in `folder`. kept: what is cached of K, of V."""
+  """Logits (T, V) in float64 of all tokens at once, from the files in `folder`. kept: maps K and V to cached form."""
   config, w = load(folder)
   H, T, E = config["num_attention_heads"], len(ids), config["hidden_size"]
   KV, D, eps = config.get("num_key_value_heads") or H, config.get("head_dim") or E // H, config["rms_norm_eps"]
@@ -231,7 +231,7 @@ _greedy: dict[tuple, list[int]] = {}
 
 
 def reference_greedy(folder: Path, ids: list[int], n: int) -> list[int]:
-  """The next n ids, end tokens or not, each the best after the whole text before it. Answers are kept, and grown."""
+  """The next n greedy ids, with end tokens ignored. Results are cached and extended."""
   out = _greedy.setdefault((Path(folder), (Path(folder) / "config.json").stat().st_mtime_ns, tuple(ids)), [])
   while len(out) < n: out.append(int(reference_logits(folder, [*ids, *out])[-1].argmax()))
   return out[:n]
@@ -239,8 +239,8 @@ def reference_greedy(folder: Path, ids: list[int], n: int) -> list[int]:
 
 def reference_keep(logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0,
                    min_p: float = 0.0) -> np.ndarray:
-  """Which of the (V,) tokens may be sampled: min_p, then top_k, then top_p over what top_k kept. Ties with the last one
-  kept are kept."""
+  """A mask of the (V,) tokens that may be sampled: min_p, then top_k, then top_p over the rest. Ties with the last kept
+  token are kept."""
   p = reference_probabilities(logits, temperature)
   keep = p >= min_p * p.max()
   if 0 < top_k < keep.sum(): keep &= p >= np.sort(p[keep])[::-1][top_k - 1]
@@ -258,15 +258,15 @@ def reference_probabilities(logits: np.ndarray, temperature: float) -> np.ndarra
 
 
 def until(ids: list[int], ends: Iterable[int]) -> list[int]:
-  """Ids up to the first end token, with it."""
+  """Ids up to and including the first end token."""
   return next((ids[:i + 1] for i, x in enumerate(ids) if x in ends), ids)
 
 
 def ggml_blocks(x: np.ndarray, kind: Any) -> np.ndarray:
-  """A matrix in one of GGUF's types. gguf cannot quantize to those with super-blocks of 256: blocks of random bits with
-  scales of a usual size stand for them, whatever x is."""
+  """A matrix in one of GGUF's types. gguf cannot quantize to types with super-blocks of 256: for these,
+  blocks of random bits with scales of a usual size, whatever x is."""
   import gguf
-  d_at = {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}   # bytes of a block at which d and dmin are
+  d_at = {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}   # byte offsets of d and dmin in a block
   if kind.name not in d_at: return gguf.quants.quantize(np.ascontiguousarray(x, np.float32), kind)
   rng = np.random.default_rng(x.size)
   block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -281,9 +281,9 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
                merges: list[str] | None = None, specials: Iterable[str] = (), template: str | None = None,
                tokenizer: str = "gpt2", kinds: dict[str, str] | None = None, pre: str = "gpt-2",
                architecture: str | None = None) -> Path:
-  """The model in `folder` as llama.cpp's converter writes it: q and k rows of a llama in pairs of neighbours, norms and
-  biases in float32. kind: of the matrices, but those that `kinds` names. tokenizer: gpt2, of tokens and merges, or
-  llama, which is the folder's tokenizer.model."""
+  """Write the model in `folder` as llama.cpp's converter does: rows of q and k of a llama interleaved, norms and biases
+  in float32. kind: type of the matrices, except those in `kinds`. tokenizer: gpt2, made of tokens and merges, or llama,
+  the folder's tokenizer.model."""
   import gguf
   config, weights = load(folder)
   tokens = tokens or ["a", "b", "ab", *(f"t{i}" for i in range(config["vocab_size"] - 3))]
@@ -299,7 +299,7 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
   writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
   writer.add_rope_freq_base(config["rope_theta"])
   scaling = config.get("rope_scaling") or {}
-  if scaling.get("rope_type") == "llama3":   # the converter writes no type, but what divides each frequency
+  if scaling.get("rope_type") == "llama3":   # the converter writes no type, but the factor of each frequency
     D = config["hidden_size"] // config["num_attention_heads"]
     plain = rope_frequencies({**config, "rope_scaling": None}, D)
     writer.add_tensor("rope_freqs.weight", (plain / rope_frequencies(config, D)).astype(np.float32))
@@ -346,35 +346,35 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
   return path
 
 
-def token_rows(positions: Any, rows: Any, blocks: Any, block_size: int, max_blocks: int = 0) -> np.ndarray:
-  """A step's tokens as kernels read them: each in its block, at its position's place there."""
+def token_rows(positions: Any, slots: Any, blocks: Any, block_size: int, max_blocks: int = 0) -> np.ndarray:
+  """The tokens of a step, (columns of TOKENS, T) int32, from their positions, slots and physical blocks, (T,) each."""
   from tinyvllm.runner import TILE, TOKENS
-  positions, rows, blocks = (np.asarray(x) for x in (positions, rows, blocks))
-  fields = {"id": 0 * positions, "position": positions, "slot": rows, "block": blocks,
-            "table_index": rows * max_blocks + positions // block_size, "query_tile": np.full(len(positions), -1)}
-  runs = np.split(np.arange(len(positions)), np.flatnonzero((np.diff(rows) != 0) | (np.diff(positions) != 1)) + 1)
+  positions, slots, blocks = (np.asarray(x) for x in (positions, slots, blocks))
+  fields = {"id": 0 * positions, "position": positions, "slot": slots, "block": blocks,
+            "table_index": slots * max_blocks + positions // block_size, "query_tile": np.full(len(positions), -1)}
+  runs = np.split(np.arange(len(positions)), np.flatnonzero((np.diff(slots) != 0) | (np.diff(positions) != 1)) + 1)
   tiles = [run[i:i + TILE] for run in runs for i in range(0, len(run), TILE)]
   fields["query_tile"][:len(tiles)] = [tile[0] * TILE + len(tile) - 1 for tile in tiles]
-  return np.stack([fields[name] for name in TOKENS.dtype.names]).astype(np.int32)   # (fields, T)
+  return np.stack([fields[name] for name in TOKENS.dtype.names]).astype(np.int32)   # (columns, T)
 
 
 class LogitsRecorder:
-  """Stands in for the model of an engine that has no graphs yet, and keeps the logits that each step samples from."""
+  """Replaces the model of an engine without graphs, and records the logits that each step samples from."""
   def __init__(self, engine: Any):
     from tinygrad import Tensor
     assert not engine.runner.graphs
     self.engine, self.model, V = engine, engine.runner.model, engine.model_config.vocab_size
     rows = range(1, 2 * engine.config.max_num_seqs)   # a power of two
-    self.kept = {n: Tensor.zeros(n, V).contiguous().realize() for n in rows}   # by the rows that a graph samples
+    self.kept = {n: Tensor.zeros(n, V).contiguous().realize() for n in rows}   # by the number of rows of a graph
     self.devices = self.model.devices
     engine.runner.model = self
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     logits = self.model(*args, **kwargs)
-    return self.kept[logits.shape[0]].assign(logits)   # a part of the graph: what follows reads it
+    return self.kept[logits.shape[0]].assign(logits).realize()   # part of the graph: the sampler reads it
 
   def generate(self, ids: list[int], n: int) -> tuple[list[int], np.ndarray]:
-    """The next n ids of a lone text, greedily, and the logits (n, V) that each was chosen from."""
+    """The next n greedy ids of a single request, and the logits, (n, V), of each."""
     from tinyvllm import SamplingParams
     engine, out, params = self.engine, [], SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
     engine.add_request("logits", {"prompt_token_ids": ids}, params)
@@ -386,62 +386,64 @@ class LogitsRecorder:
 
 
 def same_outputs(got: list[Any], expected: list[Any]) -> None:
-  """Two lists of RequestOutputs tell the same story: prompts, ids, text and why they ended."""
-  def story(o: Any) -> tuple:
+  """Check that two lists of RequestOutputs have equal prompts, ids, texts and finish reasons."""
+  def fields(o: Any) -> tuple:
     c = o.outputs[0]
     return o.prompt, o.prompt_token_ids, c.token_ids, c.text, c.finish_reason, c.stop_reason, o.finished
   assert len(got) == len(expected), f"{len(got)} outputs, {len(expected)} expected"
-  for i, (a, b) in enumerate(zip(got, expected, strict=True)): assert story(a) == story(b), f"output {i}"
+  for i, (a, b) in enumerate(zip(got, expected, strict=True)): assert fields(a) == fields(b), f"output {i}"
 
 
 def check_pool(blocks: Any, tables: list[list[int]]) -> None:
-  """What must hold between a BlockManager and all the block tables there are."""
+  """Check the invariants of a BlockManager and all block tables."""
   free, held = [*blocks.free_blocks, *blocks.evictable], Counter(b for table in tables for b in table)
   assert blocks.num_free() == len(free) == len(set(free)), "a block is free twice"
   assert blocks.num_free() + blocks.num_used() == blocks.num_blocks - 1
   assert blocks.num_used() == len(held), f"{blocks.num_used()} blocks used, {len(held)} in tables"
-  assert 0 not in held and 0 not in free, "block 0 takes padding's writes"
-  for table in tables: assert len(set(table)) == len(table), "a block twice in a table"
-  found = {*blocks.cached_blocks.values()}
-  assert {*blocks.shared} <= found, "a block that may yet be written to, or is not found, is in two tables"
-  assert all(blocks.block_hashes[b] == key and b for key, b in blocks.cached_blocks.items()), "what is found is something else"
-  assert not set(free) & set(held), "a block is free and held"
+  assert 0 not in held and 0 not in free, "block 0 is the null block"
+  for table in tables: assert len(set(table)) == len(table), "a block is twice in a table"
+  cached = {*blocks.cached_blocks.values()}
+  assert {*blocks.shared} <= cached, "a block that is not cached, or is still written to, is in two tables"
+  assert all(blocks.block_hashes[b] == key and b for key, b in blocks.cached_blocks.items()), "wrong hash"
+  assert not set(free) & set(held), "a free block is in a table"
   assert set(free) | set(held) == set(range(1, blocks.num_blocks)), "a block is lost"
   assert dict(blocks.shared) == {b: n - 1 for b, n in held.items() if n > 1}
-  assert {*blocks.evictable} == found - {*held}, "free and findable: those that are reused last"
+  assert {*blocks.evictable} == cached - {*held}, "evictable blocks must be those that are free and cached"
 
 
 def check_scheduler(scheduler: Any, blocks: Any) -> None:
-  """What must hold between steps."""
+  """Check the invariants of a scheduler between steps."""
   seqs = [*scheduler.running, *scheduler.waiting]
-  assert len(set(seqs)) == len(seqs), "a sequence twice"
+  assert len(set(seqs)) == len(seqs), "a sequence is queued twice"
   check_pool(blocks, [seq.block_table for seq in seqs])
   for seq in seqs:
-    most = seq.length + len(seq.draft_token_ids)   # those that are being checked
-    assert 0 <= seq.num_computed < most or seq.reached_max_len, f"{seq.num_computed} of {most} tokens computed"
-    assert not seq.draft_token_ids or seq.num_in_flight == 1, "drafts that no step checks"
+    length = seq.length + len(seq.draft_token_ids)   # with the drafts that are being verified
+    assert 0 <= seq.num_computed < length or seq.reached_max_len, f"{seq.num_computed} of {length} tokens computed"
+    assert not seq.draft_token_ids or seq.num_in_flight == 1, "drafts that no step verifies"
     assert len(seq.block_table) * blocks.block_size >= seq.num_computed, "a computed token without a block"
-    assert seq.finish_reason is None, "finished, and still in the scheduler"
+    assert seq.finish_reason is None, "a finished sequence is in the scheduler"
   for seq in scheduler.waiting:
-    assert not seq.block_table and seq.slot is None and seq.num_computed == seq.num_in_flight == 0 == len(seq.draft_token_ids)
-  rows = [seq.slot for seq in scheduler.running]
-  assert len({*rows}) == len(rows) and {*rows} <= {*range(scheduler.config.max_num_seqs)}, "two in a row, or none"
+    assert not seq.block_table and seq.slot is None and not seq.draft_token_ids
+    assert seq.num_computed == seq.num_in_flight == 0
+  slots = [seq.slot for seq in scheduler.running]
+  assert len({*slots}) == len(slots), "two sequences in a slot"
+  assert {*slots} <= {*range(scheduler.config.max_num_seqs)}, "a sequence without a slot"
   order = [seq.order for seq in scheduler.waiting]
-  assert order == sorted(order), "the queue is out of order"
+  assert order == sorted(order), "the queue is not sorted"
 
 
 def check_invariants(engine: Any) -> None:
-  """Blocks, tables, counters and rows of an engine between two steps; an idle one holds no block."""
+  """Check blocks, tables, counters and slots of an engine between two steps; an idle one holds no block."""
   blocks, metrics = engine.blocks, engine.get_metrics()
   check_scheduler(engine.scheduler, blocks)
-  if not engine.has_unfinished_requests(): assert blocks.num_used() == 0, "blocks held by nobody"
+  if not engine.has_unfinished_requests(): assert blocks.num_used() == 0, "an idle engine holds blocks"
   assert metrics["blocks_cached"] == len(blocks.evictable)
-  assert metrics["blocks_shared"] == len(blocks.shared), "of which check_pool has seen that they are right"
+  assert metrics["blocks_shared"] == len(blocks.shared)
 
 
 def work_of(call: Callable[[], Any]) -> int:
-  """How much a call does, in bytecodes of Python. What C code does is not counted, and by Python 3.13 nothing that is
-  called for the first time."""
+  """The number of Python bytecodes that a call runs. C code is not counted, nor in Python 3.13 functions called for the
+  first time."""
   count = 0
 
   def trace(frame: Any, event: str, argument: Any) -> Any:
@@ -449,16 +451,16 @@ def work_of(call: Callable[[], Any]) -> int:
     frame.f_trace_opcodes = True
     count += event == "opcode"
     return trace
-  sys._getframe().f_trace_opcodes = True   # Python 3.12 wants to know before
+  sys._getframe().f_trace_opcodes = True   # Python 3.12 needs it set first
   sys.settrace(trace)
   try: call()
   finally: sys.settrace(None)
-  assert count, "that was meant to be counted"
+  assert count, "nothing was counted"
   return count
 
 
 def run_to_end(engine: Any, limit: int) -> dict[str, Any]:
-  """Step to the end, invariants after each step; the last output of each request."""
+  """Step until all requests end, with a check of the invariants after each step. Returns the last output of each."""
   last = {}
   for _ in range(limit):
     if not engine.has_unfinished_requests(): return last
@@ -468,8 +470,8 @@ def run_to_end(engine: Any, limit: int) -> dict[str, Any]:
 
 
 def set_overlap(monkeypatch: Any, runner: Any, overlaps: str) -> None:
-  """overlaps: "overlapped", "early" or neither: a step is read after the next one is packed, or launched, as CUDA can.
-  What a CPU has computed is copied at once, or that would be overwritten."""
+  """Set how steps overlap: "overlapped" reads a step after the next one is built, "early" after it is launched, as CUDA
+  can; "" not at all. On a CPU "early" copies results at once, before the next step overwrites them."""
   def start_reading(tensor):
     values = tensor.tolist()
     return lambda: values

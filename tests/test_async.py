@@ -1,5 +1,5 @@
-"""AsyncLLM in this process: what LLM.generate gives, for many at once, and what becomes of requests that are left,
-cancelled, bad, or in a step that fails."""
+"""AsyncLLM in this process: concurrent requests equal LLM.generate, and requests may be abandoned, cancelled, bad, or
+part of a failed step."""
 import asyncio
 import contextlib
 import gc
@@ -37,8 +37,8 @@ def llm(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left(request):
-  """After each test all blocks are free, whatever it did."""
+def all_blocks_are_free(request):
+  """Check that all blocks are free after each test."""
   yield
   if "llm" not in request.fixturenames: return
   llm = request.getfixturevalue("llm").llm
@@ -48,15 +48,15 @@ def nothing_is_left(request):
 
 @pytest.fixture
 def launches(llm, monkeypatch):
-  """The ids of the requests that each step gives a token, as steps begin."""
-  found, launch = [], llm.llm.runner.launch
-  monkeypatch.setattr(llm.llm.runner, "launch", lambda step: (found.append([row.seq.request_id for row in step.rows]),
+  """For each launched step the ids of the requests that it samples a token for."""
+  ids, launch = [], llm.llm.runner.launch
+  monkeypatch.setattr(llm.llm.runner, "launch", lambda step: (ids.append([row.seq.request_id for row in step.rows]),
                                                               launch(step))[1])
-  return found
+  return ids
 
 
 async def collect(llm, prompt, params=None, **options):
-  """What a request gave in all, in the terms of story()."""
+  """Run a request, and return all of its output as fields_of does."""
   outputs = [o async for o in llm.generate(prompt, params, **options)]
   assert all(c.finish_reason is None for o in outputs[:-1] for c in o.outputs if not c.finish_reason)
   assert outputs[-1].finished and not any(o.finished for o in outputs[:-1])
@@ -65,11 +65,11 @@ async def collect(llm, prompt, params=None, **options):
            column[-1].stop_reason, [x for c in column for x in c.logprobs or []]) for column in columns]
 
 
-def story(output):
+def fields_of(output):
   return [(c.text, c.token_ids, c.finish_reason, c.stop_reason, c.logprobs or []) for c in output.outputs]
 
 
-def expected(llm, prompt, params): return story(llm.llm.generate(prompt, params, use_tqdm=False)[0])
+def expected(llm, prompt, params): return fields_of(llm.llm.generate(prompt, params, use_tqdm=False)[0])
 
 
 def finish(coroutine): return asyncio.run(asyncio.wait_for(coroutine, 60))
@@ -79,21 +79,21 @@ async def gather(*tasks): return await asyncio.gather(*tasks)
 
 
 async def together(llm, *jobs, **options):
-  """Run several, of which none begins before the engine's thread has been given all: on a busy machine one could end
-  before the next comes."""
+  """Run several jobs, which start only once the engine's thread has received all: on a busy machine one could end
+  before the next arrives."""
   go = threading.Event()
   llm._driver.inbox.put(lambda: go.wait(30))
-  await until(llm._driver.inbox.empty, "the thread waits")
+  await until(llm._driver.inbox.empty, "the engine's thread waits")
   tasks = [asyncio.create_task(job) for job in jobs]
-  await until(lambda: llm._driver.inbox.qsize() >= len(tasks), "all are given to it")
+  await until(lambda: llm._driver.inbox.qsize() >= len(tasks), "all jobs are in its inbox")
   go.set()
   return await asyncio.gather(*tasks, **options)
 
 
 @contextlib.asynccontextmanager
 async def paced(llm):
-  """Before each step the engine's thread waits until this loop has gone round ten times: on a busy machine a text could
-  end before who reads it comes to leave it. Gives a lock: while somebody has it no step begins."""
+  """Make the engine's thread wait for ten iterations of this event loop before each step: on a busy machine a request
+  could end before its reader can leave it. Yields a lock: while it is held, no step starts."""
   turn = asyncio.Lock()
   loop = asyncio.get_running_loop()
   advance = llm.llm.advance
@@ -102,20 +102,20 @@ async def paced(llm):
     async with turn:
       for _ in range(10): await asyncio.sleep(0)
 
-  def after_them(*given):
+  def paced_advance(*args):
     asyncio.run_coroutine_threadsafe(rounds(), loop).result(30)
-    return advance(*given)
+    return advance(*args)
 
-  llm.llm.advance = after_them
+  llm.llm.advance = paced_advance
   try: yield turn
   finally: del llm.llm.advance
 
 
 async def until(condition, what):
-  """wait_until for a coroutine: others run meanwhile."""
-  async def ask():
+  """wait_until for coroutines: other tasks run meanwhile."""
+  async def poll():
     while not condition(): await asyncio.sleep(0)
-  try: await asyncio.wait_for(ask(), 30)
+  try: await asyncio.wait_for(poll(), 30)
   except TimeoutError: raise AssertionError(f"not within 30 s: {what}") from None
 
 
@@ -123,52 +123,53 @@ async def until(condition, what):
   {"temperature": 0.0, "max_tokens": 12}, {"seed": 5, "max_tokens": 12, "n": 3}, {"temperature": 0.0, "max_tokens": 1},
   {"temperature": 0.0, "max_tokens": 6, "logprobs": 2}, {"temperature": 0.0, "max_tokens": 40, "stop": ["e", "th"]},
   {"temperature": 0.0, "max_tokens": 12, "stop": ["e"], "include_stop_str_in_output": True}], ids=str)
-def test_joined_pieces_are_what_generate_gives(llm, fields):
+def test_joined_outputs_equal_generate(llm, fields):
   params = SamplingParams(**fields)
   assert finish(collect(llm, "the cat", params)) == expected(llm, "the cat", params)
 
 
-def test_a_prompt_may_be_text_ids_or_messages(llm):
+def test_prompt_may_be_text_ids_or_messages(llm):
   messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"},
               {"role": "user", "content": "the cat"}]
   for prompt in ("the cat", {"prompt": "the cat"}, {"prompt_token_ids": [1, 300, 301, 302]}):
     assert finish(collect(llm, prompt, greedy())) == expected(llm, prompt, greedy())
-  answer = story(llm.llm.chat(messages, greedy())[0])
+  answer = fields_of(llm.llm.chat(messages, greedy())[0])
   assert finish(collect(llm, {"messages": messages}, greedy())) == answer
   assert answer != expected(llm, "the cat", greedy())
 
 
-def test_without_params_they_are_the_defaults(llm):
+def test_params_none_uses_the_defaults(llm):
   (text, ids, reason, _, _), = finish(collect(llm, "the cat"))
   assert text and reason == "length" and len(ids) == ENGINE["max_model_len"] - len(llm.llm.tokenizer.encode("the cat"))
 
 
-def test_forty_at_once_get_their_own_text(llm):
+def test_forty_concurrent_requests_get_their_own_text(llm):
   rng = random.Random(0)
   jobs = [(rng.choice(PROMPTS), SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=i, n=1 + i % 2,
                                                max_tokens=rng.randint(1, 16))) for i in range(40)]
   alone = [expected(llm, *job) for job in jobs]
   assert finish(gather(*(collect(llm, *job) for job in jobs))) == alone
-  assert len({str(x) for x in alone}) > 20, "they were meant to differ"
+  assert len({str(x) for x in alone}) > 20, "outputs must differ"
 
 
-def test_each_step_is_seen_before_later_tokens_exist(llm):
+def test_first_output_arrives_before_later_tokens_exist(llm):
   async def run():
-    before, n, seen = llm.llm.get_metrics()["generation_tokens"], 0, None
+    before, n, metrics = llm.llm.get_metrics()["generation_tokens"], 0, None
     async with paced(llm):
       async for output in llm.generate("the cat", LONG):
         n += len(output.outputs[0].token_ids)
-        seen = seen or llm.llm.get_metrics()
-    return seen["generation_tokens"] - before, seen["num_requests_running"], n
-  made, running, total = finish(run())
-  assert total == LONG.max_tokens and running == 1 and made < total, f"{made} of {total} made when the first was read"
+        metrics = metrics or llm.llm.get_metrics()
+    return metrics["generation_tokens"] - before, metrics["num_requests_running"], n
+  generated, running, total = finish(run())
+  assert total == LONG.max_tokens and running == 1
+  assert generated < total, f"{generated} tokens of {total} existed when the first one was read"
 
 
-def test_one_that_reads_slowly_loses_nothing(llm):
+def test_slow_reader_loses_nothing(llm):
   async def run():
     stream = llm.generate("the cat", greedy(12))
     outputs = [await anext(stream)]
-    await until(lambda: not llm.llm.has_unfinished_requests(), "the request ends, read or not")
+    await until(lambda: not llm.llm.has_unfinished_requests(), "the request ends without its reader")
     return outputs + [o async for o in stream]
   outputs = finish(run())
   (text, ids, reason, _, _), = expected(llm, "the cat", greedy(12))
@@ -176,20 +177,20 @@ def test_one_that_reads_slowly_loses_nothing(llm):
   assert [i for o in outputs for i in o.outputs[0].token_ids] == ids
 
 
-def test_a_request_has_the_id_that_it_was_given_and_another_may_not_take_it_meanwhile(llm):
+def test_request_id_in_use_is_refused(llm):
   async def run():
     stream = llm.generate("the cat", LONG, request_id="mine")
     async with paced(llm):
       assert (await anext(stream)).request_id == "mine"
       with pytest.raises(ValueError, match="mine"): await anext(llm.generate("the cat", greedy(), request_id="mine"))
     rest = [o async for o in stream]
-    assert rest[-1].finished and rest[-1].outputs[0].finish_reason == "length", "the first goes on"
-    assert await collect(llm, "the cat", greedy(), request_id="mine"), "and then it may be used again"
+    assert rest[-1].finished and rest[-1].outputs[0].finish_reason == "length", "the first request continues"
+    assert await collect(llm, "the cat", greedy(), request_id="mine"), "the id is free again"
   finish(run())
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_abort_ends_the_loop_with_abort_whatever_thread_calls_it(llm, elsewhere):
+def test_abort_from_any_thread_ends_the_stream_with_abort(llm, elsewhere):
   async def run():
     outputs = []
     async with paced(llm) as turn:
@@ -200,75 +201,75 @@ def test_abort_ends_the_loop_with_abort_whatever_thread_calls_it(llm, elsewhere)
           if elsewhere: await asyncio.to_thread(llm.abort, "mine")
           else: llm.abort("mine")
     llm.abort("mine")
-    llm.abort("nobody's")   # both are let be
+    llm.abort("unknown")   # both are ignored
     return outputs
   outputs = finish(run())
   assert outputs[-1].outputs[0].finish_reason == "abort" and outputs[-1].finished and len(outputs) < 100
   assert expected(llm, "the cat", LONG)[0][0].startswith("".join(o.outputs[0].text for o in outputs))
 
 
-def test_once_a_stream_is_closed_its_request_has_ended_and_its_blocks_are_free(llm):
-  def gone(): return "left" not in llm.llm.requests and not llm.llm.get_metrics()["blocks_used"]
+def test_closed_stream_has_ended_its_request_and_freed_blocks(llm):
+  def is_gone(): return "left" not in llm.llm.requests and not llm.llm.get_metrics()["blocks_used"]
 
   async def run():
     stream = llm.generate("the cat", LONG, request_id="left")
     await anext(stream)
     await stream.aclose()
-    assert gone()
+    assert is_gone()
     async with paced(llm):
       task = asyncio.create_task(collect(llm, "the cat", LONG, request_id="left"))
-      await until(lambda: not gone(), "it runs")
+      await until(lambda: not is_gone(), "the request runs")
       task.cancel()
       with pytest.raises(asyncio.CancelledError): await task
-    assert gone()
+    assert is_gone()
   finish(run())
 
 
-def test_one_that_takes_anothers_id_and_leaves_at_once_does_not_end_that(llm):
+def test_cancelled_duplicate_id_does_not_end_the_first_request(llm):
   async def run():
     stream = llm.generate("the cat", LONG, request_id="mine")
     await anext(stream)
     task = asyncio.create_task(anext(llm.stream([llm.llm.make_request("mine", "the cat", greedy())])))
-    await asyncio.sleep(0)   # it has asked, and has no answer yet
+    await asyncio.sleep(0)   # it has sent the request, without an answer yet
     task.cancel()
     with pytest.raises((asyncio.CancelledError, ValueError)): await task
     return [o async for o in stream][-1].outputs[0].finish_reason
   assert finish(run()) == "length"
 
 
-def test_nothing_is_left_of_requests_that_came_and_went_while_one_ran(llm):
+def test_finished_requests_leave_no_readers_while_another_runs(llm):
   async def run():
     mine = asyncio.create_task(collect(llm, "the cat", LONG))
-    await until(lambda: llm.llm.get_metrics()["num_requests_running"], "it runs")
+    await until(lambda: llm.llm.get_metrics()["num_requests_running"], "the request runs")
     left = []
-    while not mine.done() and len(left) < 10:   # a machine may be so busy that it ends meanwhile
+    while not mine.done() and len(left) < 10:   # on a busy machine `mine` may end earlier
       await gather(*(collect(llm, "the dog", greedy(1)) for _ in range(3)))
       left.append((llm._driver.inbox.qsize(), len(llm._driver.readers)))
     await mine
     return left
-  assert {*finish(run())} <= {(0, 0), (0, 1)}, "more than the one that ran"
+  assert {*finish(run())} <= {(0, 0), (0, 1)}, "readers or calls of finished requests are left"
   assert llm._driver.inbox.empty() and not llm._driver.readers
 
 
-def test_one_call_a_step_wakes_all_who_read_in_a_loop(llm, launches):
+def test_step_makes_one_call_per_event_loop(llm, launches):
   async def run():
     calls, loop = [], asyncio.get_running_loop()
     wake = loop.call_soon_threadsafe
     with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(loop, "call_soon_threadsafe", lambda *given: (calls.append(threading.current_thread().name),
-                                                                  wake(*given))[1])
+      patch.setattr(loop, "call_soon_threadsafe", lambda *args: (calls.append(threading.current_thread().name),
+                                                                 wake(*args))[1])
       await together(llm, *(collect(llm, prompt, LONG) for prompt in PROMPTS[:4]))
     return calls.count("tinyvllm-engine")
-  assert finish(run()) <= len(launches) < 150, "of 400 pieces"
+  assert finish(run()) <= len(launches) < 150, "one call per step, not one per output: 400"
 
 
-def test_readers_in_several_loops_get_their_own_text(llm):
+def test_readers_in_several_event_loops_get_their_own_text(llm):
   alone = [expected(llm, prompt, greedy(20)) for prompt in PROMPTS[:3]]
   with ThreadPoolExecutor(3) as pool:
     assert list(pool.map(lambda prompt: finish(collect(llm, prompt, greedy(20))), PROMPTS[:3])) == alone
 
 
-def test_the_thread_ends_with_the_last_who_had_the_engine(llm):
+def test_engine_thread_ends_with_the_async_llm(llm):
   def threads(): return sum(thread.name == "tinyvllm-engine" for thread in threading.enumerate())
   before, another = threads(), AsyncLLM(max_num_seqs=1, max_num_batched_tokens=1)
   assert finish(collect(another, "Hello", greedy(2))) and threads() == before + 1
@@ -277,7 +278,7 @@ def test_the_thread_ends_with_the_last_who_had_the_engine(llm):
   wait_until(lambda: threads() == before, "the thread ends", 20)
 
 
-def test_leaving_the_loop_frees_the_blocks_within_one_step(llm, launches):
+def test_leaving_the_stream_frees_blocks_within_one_step(llm, launches):
   alone = expected(llm, "hello world, this", LONG)
 
   async def run():
@@ -288,7 +289,7 @@ def test_leaving_the_loop_frees_the_blocks_within_one_step(llm, launches):
         if (read := read + 1) == 4: break
       await until(lambda: "left" not in llm.llm.requests, "the request is aborted")
       left_at = len(launches)
-      assert not other.done(), "that was meant to go on"
+      assert not other.done(), "the other request must still run"
     assert await other == alone
     return left_at
   left_at = finish(run())
@@ -296,7 +297,7 @@ def test_leaving_the_loop_frees_the_blocks_within_one_step(llm, launches):
   assert sum("left" in x for x in launches) < LONG.max_tokens
 
 
-def test_cancelling_the_task_frees_the_blocks_within_one_step(llm, launches):
+def test_cancelling_the_task_frees_blocks_within_one_step(llm, launches):
   alone = expected(llm, "hello world, this", LONG)
 
   async def run():
@@ -313,11 +314,11 @@ def test_cancelling_the_task_frees_the_blocks_within_one_step(llm, launches):
   assert "left" not in sum(launches[left_at + 1:], []) and sum("other" in x for x in launches[left_at + 1:]) > 1
 
 
-def test_cancelling_one_that_waits_takes_it_out_of_the_queue(llm, launches):
+def test_cancelling_a_waiting_request_removes_it_from_the_queue(llm, launches):
   async def run():
     running = [asyncio.create_task(collect(llm, p, LONG)) for p in PROMPTS[:4]]
     async with paced(llm):
-      await until(lambda: launches and len(launches[-1]) == 4, "four run, which are all that may")
+      await until(lambda: launches and len(launches[-1]) == 4, "four run, the maximum")
       waiting = asyncio.create_task(collect(llm, "the cat", greedy(), request_id="left"))
       await until(lambda: llm.llm.get_metrics()["num_requests_waiting"] == 1, "the fifth waits")
       waiting.cancel()
@@ -330,7 +331,7 @@ def test_cancelling_one_that_waits_takes_it_out_of_the_queue(llm, launches):
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), MemoryError("boom"), ValueError("boom"), KeyError("boom")],
                          ids=lambda e: type(e).__name__)
-def test_a_failing_step_fails_those_in_it_and_no_others(llm, monkeypatch, error):
+def test_failed_step_fails_only_its_requests(llm, monkeypatch, error):
   launch, failed = llm.llm.runner.launch, []
 
   def faulty(step):
@@ -345,24 +346,24 @@ def test_a_failing_step_fails_those_in_it_and_no_others(llm, monkeypatch, error)
     jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS)]
     return await together(llm, *jobs, return_exceptions=True)
   results = finish(run())
-  assert len({*failed}) == 4, "four run at once"
+  assert len({*failed}) == 4, "four requests run at once"
   for i, result in enumerate(results):
     if str(i) in failed: assert type(result) is StepError and "boom" in str(result), repr(result)
     else: assert result == expected(llm, PROMPTS[i], greedy(30))
-  assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later ones work"
+  assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later requests work"
 
 
-def test_a_stream_interval_gives_fewer_pieces_of_the_same_text(llm, monkeypatch):
+def test_stream_interval_gives_fewer_outputs_of_the_same_text(llm, monkeypatch):
   monkeypatch.setattr(llm._driver, "interval", 4)
   async def run(): return [o.outputs[0] async for o in llm.generate(PROMPTS[0], greedy(13))]
   pieces = finish(run())
-  assert len(pieces) <= 4, "of 13 tokens, at the 1st, 5th, 9th and 13th, or later if the reader is late"
+  assert len(pieces) <= 4, "at tokens 1, 5, 9 and 13, or later if the reader is late"
   assert "".join(c.text for c in pieces) == expected(llm, PROMPTS[0], greedy(13))[0][0]
   for wrong in (0, -1, 1.5, True):
     with pytest.raises(ValueError, match="stream_interval"): AsyncLLM(stream_interval=wrong)
 
 
-def test_a_step_that_cannot_be_prepared_fails_those_in_it_and_no_others(llm, monkeypatch):
+def test_failed_build_step_fails_only_its_requests(llm, monkeypatch):
   build_step, failed = engine.build_step, []
 
   def faulty(batch, runner):
@@ -376,7 +377,7 @@ def test_a_step_that_cannot_be_prepared_fails_those_in_it_and_no_others(llm, mon
     jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS[:2])]
     return await together(llm, *jobs, return_exceptions=True)
   assert all(type(result) is StepError and "boom" in str(result) for result in finish(run())) and len(failed) == 2
-  assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later ones work"
+  assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later requests work"
 
 
 @pytest.mark.parametrize("prompt,options,words", [
@@ -386,33 +387,33 @@ def test_a_step_that_cannot_be_prepared_fails_those_in_it_and_no_others(llm, mon
   ("the cat", {"params": {"max_tokens": 5}}, "params"), ("the cat", {"params": greedy(logit_bias={999: 1})}, "999"),
   ("the cat", {"params": SamplingParams(structured_outputs={"regex": "(["})}, "structured_outputs"),
 ], ids=lambda x: str(x)[:40])
-def test_a_bad_request_is_a_value_error_before_anything_runs(llm, launches, prompt, options, words):
+def test_bad_request_raises_value_error_before_any_step(llm, launches, prompt, options, words):
   async def run():
     with pytest.raises(ValueError, match=words):
-      async for _ in llm.generate(prompt, **options): raise AssertionError("that runs")
+      async for _ in llm.generate(prompt, **options): raise AssertionError("the request runs")
   finish(run())
   assert not launches and not llm.llm.has_unfinished_requests()
 
 
-def test_a_bad_request_disturbs_no_other(llm):
+def test_bad_request_leaves_others_unchanged(llm):
   alone = expected(llm, "the cat", LONG)
 
   async def run():
     good = asyncio.create_task(collect(llm, "the cat", LONG))
     async with paced(llm):
-      await until(lambda: llm.llm.get_metrics()["num_requests_running"], "it runs")
+      await until(lambda: llm.llm.get_metrics()["num_requests_running"], "the request runs")
       with pytest.raises(ValueError): await collect(llm, "")
     return await good
   assert finish(run()) == alone
 
 
-def test_an_upload_that_waits_for_the_device_keeps_nobody_waiting(llm, monkeypatch):
-  """On METAL and QCOM an upload waits for the step before: requests are made, added and aborted, and numbers are read,
-  meanwhile."""
+def test_blocked_upload_blocks_no_other_call(llm, monkeypatch):
+  """On METAL and QCOM an upload waits for the previous step: other threads can still make, add and abort requests, and
+  read metrics."""
   uploads, go = threading.Event(), threading.Event()
   upload = runner.upload
 
-  def waits(tensor, array):
+  def blocked_upload(tensor, array):
     uploads.set()
     assert go.wait(60)
     upload(tensor, array)
@@ -420,20 +421,21 @@ def test_an_upload_that_waits_for_the_device_keeps_nobody_waiting(llm, monkeypat
   async def main():
     first = asyncio.create_task(collect(llm, "the cat", greedy(3)))
     await asyncio.to_thread(uploads.wait, 60)
-    for call in (lambda: llm.llm.make_request("mine", "the cat", greedy(3)), llm.llm.get_metrics, lambda: llm.abort("none")):
+    def make_request(): return llm.llm.make_request("mine", "the cat", greedy(3))
+    for call in (make_request, llm.llm.get_metrics, lambda: llm.abort("none")):
       await asyncio.wait_for(asyncio.to_thread(call), 20)
     second = asyncio.create_task(collect(llm, "the dog", greedy(3)))
-    await asyncio.sleep(0)   # it is asked for
+    await asyncio.sleep(0)   # it sends the request
     assert not first.done()
     go.set()
     return await first, await second
   with monkeypatch.context() as patched:
-    patched.setattr(runner, "upload", waits)
-    found = finish(main())
-  assert list(found) == [expected(llm, prompt, greedy(3)) for prompt in ("the cat", "the dog")]
+    patched.setattr(runner, "upload", blocked_upload)
+    outputs = finish(main())
+  assert list(outputs) == [expected(llm, prompt, greedy(3)) for prompt in ("the cat", "the dog")]
 
 
-def test_lower_priorities_go_first(llm):
+def test_lower_priorities_run_first(llm):
   ended = []
 
   async def one(name, priority, n):
@@ -444,14 +446,14 @@ def test_lower_priorities_go_first(llm):
     blockers = [asyncio.create_task(one("blocker", -9, 60))]
     blockers += [asyncio.create_task(collect(llm, "the dog", LONG, priority=-9)) for _ in range(3)]
     async with paced(llm):
-      await until(lambda: llm.llm.get_metrics()["num_requests_running"] == 4, "all that may run")
+      await until(lambda: llm.llm.get_metrics()["num_requests_running"] == 4, "the maximum runs")
       others = [asyncio.create_task(one(*x, 4)) for x in (("last", 7), ("second", 0), ("first", -3))]
       await asyncio.gather(*blockers, *others)
   finish(run())
   assert ended == ["blocker", "first", "second", "last"]
 
 
-def test_another_thread_that_uses_the_llm_below_meanwhile_is_told_who_takes_several(llm, monkeypatch):
+def test_other_thread_using_the_inner_llm_is_refused(llm, monkeypatch):
   alone, launch = expected(llm, "the cat", LONG), llm.llm.runner.launch
   inside, go_on = threading.Event(), threading.Event()
 
@@ -474,12 +476,12 @@ def test_another_thread_that_uses_the_llm_below_meanwhile_is_told_who_takes_seve
 
 @pytest.mark.parametrize("options,words", [({"max_sequences": 4}, "max_sequences"), ({"block_size": 0}, "block_size"),
                                            ({"model": "/nowhere"}, "nowhere")], ids=str)
-def test_bad_options_are_value_errors(options, words):
+def test_bad_options_raise_value_error(options, words):
   with pytest.raises(ValueError, match=words): AsyncLLM(**options)
 
 
 @pytest.mark.slow
-def test_a_program_that_leaves_a_request_behind_ends_all_the_same():
+def test_program_with_an_unfinished_request_exits():
   program = """
 import asyncio
 from tinyvllm import SamplingParams

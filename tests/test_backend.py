@@ -451,7 +451,7 @@ def beyond_limits(llm, largest):
 def test_with_a_cache_of_8_bits_ids_are_those_of_numpy_with_k_and_v_rounded_alike(folder, kind):
   """But for places where two tokens are nearly as likely; alone as in a batch, in chunks and found in the cache."""
   if kind == "fp8" and dtypes.half not in Device.default.renderer.supported_dtypes():
-    with pytest.raises(ValueError, match="kv_cache_dtype='fp8' needs float16: int8 will do"):
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8' needs float16, which this device lacks; use 'int8'"):
       open_engine(folder, kv_cache_dtype=kind)
     return
   llm, _ = open_engine(folder, dtype="float32", kv_cache_dtype=kind)

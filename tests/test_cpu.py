@@ -17,7 +17,8 @@ from tinyvllm_extra.kernels import kernel_cache
 from tinyvllm_extra.kernels.cpu import find_compiler
 
 from tinyvllm import LLM
-from tinyvllm.backend import cpu_cores, open_device
+from tinyvllm.backend import cpu_cores
+from tinyvllm_extra.kernels import prepare_device as open_device
 from tinyvllm_extra.kernels.matmul import Linear, pack
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU only")
@@ -100,7 +101,8 @@ INTERRUPTED = """
 import numpy as np
 from tinygrad import Context, Tensor, TinyJit, dtypes
 from tinyvllm_extra.kernels import cpu
-from tinyvllm.backend import cpu_cores, open_device
+from tinyvllm.backend import cpu_cores
+from tinyvllm_extra.kernels import prepare_device as open_device
 from tinyvllm_extra.kernels.matmul import Linear
 open_device()
 cores = cpu_cores()
@@ -162,6 +164,30 @@ def test_exp2_equals_numpy():
   np.testing.assert_allclose(Tensor(x[x < 128]).exp2().numpy(), np.exp2(x[x < 128].astype(np.float64)), rtol=2**-23)
   edges = np.array([-np.inf, -1e30, -200, -127, 128, 1e30, np.inf, np.nan, 0, -1, 1], np.float32)
   np.testing.assert_array_equal(Tensor(edges).exp2().numpy(), [0, 0, 0, 0, *[np.inf] * 3, np.nan, 1, 0.5, 2])
+
+
+IMPORTS = """
+import importlib, pkgutil
+from tinygrad import UOp
+from tinygrad.engine import realize
+from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
+from tinygrad.runtime.ops_cpu import CPUAllocator
+def patched():
+  return (CPUAllocator._alloc, ClangRenderer.code_for_op, ClangRenderer._render_defines, CUDARenderer.string_rewrite,
+          vars(UOp)["_shape"].fxn, realize.lower_and_compile)
+before = patched()
+import tinyvllm, tinyvllm_extra.kernels
+for module in pkgutil.iter_modules(tinyvllm_extra.kernels.__path__):
+  importlib.import_module("tinyvllm_extra.kernels." + module.name)
+print([x is y for x, y in zip(before, patched())])
+tinyvllm.device.open_device()
+print([x is y for x, y in zip(before, patched())])
+"""
+
+
+def test_imports_change_nothing_in_tinygrad_until_device_opens():
+  run = subprocess.run([sys.executable, "-c", IMPORTS], timeout=120, capture_output=True, text=True)
+  assert run.stdout.splitlines() == [str([True] * 6), str([False] * 6)], run.stderr
 
 
 def test_open_device_twice_applies_patches_once():

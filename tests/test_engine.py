@@ -1,4 +1,4 @@
-"""The engine's answers against a plain numpy LLaMA, alone, batched, chunked, preempted, streamed and aborted."""
+"""The engine compared with a plain numpy LLaMA: single, batched, chunked, preempted, streamed and aborted requests."""
 import functools
 import itertools
 import logging
@@ -9,13 +9,13 @@ import time
 import numpy as np
 import pytest
 from reference import (
-  run_to_end,
   ENGINE,
   SAMPLING_ENGINE,
   LogitsRecorder,
   check_invariants,
   reference_greedy,
   reference_logits,
+  run_to_end,
   same_outputs,
   set_overlap,
   tiny_model,
@@ -44,10 +44,10 @@ def ids_of(output): return output.outputs[0].token_ids
 run = functools.partial(run_to_end, limit=2000)
 
 
-# the numbers
+# ids and logits
 
 @pytest.mark.parametrize("length", [1, BS - 1, BS, BS + 1, 4 * BS - 1, 4 * BS, 4 * BS + 1])
-def test_greedy_ids_equal_the_reference(llm, folder, length):
+def test_greedy_ids_equal_reference(llm, folder, length):
   output, = llm.generate(tokens(*prompt(length)), greedy(2 * BS + 1))
   assert ids_of(output) == reference_greedy(folder, prompt(length), 2 * BS + 1)
 
@@ -60,22 +60,22 @@ def test_decode_equals_prefill(llm):
 
 
 def check_logits(engine, folder, ids, n):
-  """Greedy ids equal the reference's, and every logit they were chosen from is within 1e-4."""
+  """Check that greedy ids equal the reference's and all their logits are within 1e-4."""
   out, logits = LogitsRecorder(engine).generate(ids, n)
   assert out == reference_greedy(folder, ids, n)
   np.testing.assert_allclose(logits, reference_logits(folder, [*ids, *out])[len(ids) - 1:-1], atol=1e-4)
 
 
 @pytest.mark.parametrize("length", [BS, 4 * BS + 3])
-def test_logits_equal_the_reference(folder, length): check_logits(LLM(folder, **ENGINE), folder, prompt(length), BS + 2)
+def test_logits_equal_reference(folder, length): check_logits(LLM(folder, **ENGINE), folder, prompt(length), BS + 2)
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
 VARIANTS = {
   "tied": {"tie_word_embeddings": True},
-  "as many k/v heads as heads": {"num_key_value_heads": None},
-  "one k/v head of 16": {"num_key_value_heads": 1, "head_dim": 16},
+  "no grouped KV heads": {"num_key_value_heads": None},
+  "one KV head of 16": {"num_key_value_heads": 1, "head_dim": 16},
   "all biases": {"attention_bias": True, "mlp_bias": True},
   "rope llama3": {"rope_scaling": LLAMA3, "rope_theta": 500.0},
   "rope linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
@@ -89,8 +89,8 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_kind_of_model_equals_the_reference(tmp_path, variant):
-  """Graphs of 1 and 4 tokens: a prompt of 3 chunks, then decoding."""
+def test_model_variant_equals_reference(tmp_path, variant):
+  """Graphs of 1 and 4 tokens: a prompt in 3 chunks, then decode steps."""
   variant_folder = tiny_model(tmp_path, seed=1, **VARIANTS[variant])
   engine = LLM(variant_folder, max_model_len=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=4)
   check_logits(engine, variant_folder, prompt(12), 12)
@@ -105,7 +105,7 @@ def test_enforce_eager_equals_captured(llm, folder):
 
 # batches
 
-def test_batched_equals_alone_in_any_arrival_order(llm, folder):
+def test_batch_in_any_arrival_order_equals_single_requests(llm, folder):
   jobs = {str(i): (prompt(1 + 5 * i, i), 4 + 3 * i) for i in range(8)}
   rng = random.Random(0)
   for _ in range(4):
@@ -119,7 +119,7 @@ def test_batched_equals_alone_in_any_arrival_order(llm, folder):
 
 
 @pytest.mark.parametrize("budget", [7, 64])
-def test_chunked_equals_whole(llm, folder, budget):
+def test_chunked_prefill_equals_whole(llm, folder, budget):
   """A prompt of 40 tokens in chunks of 7, in chunks of 16, and whole."""
   other = LLM(folder, **{**ENGINE, "max_num_batched_tokens": budget})
   jobs = [tokens(*prompt(40, salt)) for salt in range(2)]
@@ -127,7 +127,7 @@ def test_chunked_equals_whole(llm, folder, budget):
   for engine in (other, llm): assert [ids_of(engine.generate(job, greedy(6))[0]) for job in jobs] == expected
 
 
-def test_outputs_come_in_the_prompts_order_each_with_its_own_params(llm, folder):
+def test_generate_keeps_prompt_order_with_params_for_each(llm, folder):
   jobs, lengths = [prompt(3 + i, i) for i in range(9)], [9, 1, 7, 3, 8, 2, 5, 4, 6]
   outputs = llm.generate([tokens(*job) for job in jobs], [greedy(n) for n in lengths])
   assert [o.prompt_token_ids for o in outputs] == jobs
@@ -135,7 +135,7 @@ def test_outputs_come_in_the_prompts_order_each_with_its_own_params(llm, folder)
   assert all(o.finished and o.outputs[0].finish_reason == "length" and isinstance(o, RequestOutput) for o in outputs)
 
 
-def test_prompts_may_be_text_a_dict_or_ids_and_one_or_many(llm):
+def test_generate_takes_text_dict_or_ids_one_or_many(llm):
   text = "the cat sat"
   ids = llm.tokenizer.encode(text)
   several = llm.generate([text, {"prompt": text}, tokens(*ids)], greedy(5))
@@ -145,19 +145,19 @@ def test_prompts_may_be_text_a_dict_or_ids_and_one_or_many(llm):
   assert llm.generate([], greedy(5)) == []
 
 
-def test_one_token_is_one_prefill(llm, folder):
+def test_one_token_request_takes_one_step(llm, folder):
   steps = llm.get_metrics()["steps"]
   output, = llm.generate(tokens(*prompt(9)), greedy(1))
   assert ids_of(output) == reference_greedy(folder, prompt(9), 1) and llm.get_metrics()["steps"] == steps + 1
 
 
-def test_the_models_length_ends_a_request(llm, folder):
+def test_request_ends_at_max_model_len(llm, folder):
   ids = prompt(ENGINE["max_model_len"] - 3)
   output, = llm.generate(tokens(*ids), greedy(50))
   assert ids_of(output) == reference_greedy(folder, ids, 3) and output.outputs[0].finish_reason == "length"
 
 
-def test_a_long_prompt_never_stalls_running_streams(llm):
+def test_long_prompt_does_not_stall_running_requests(llm):
   for i in range(2): llm.add_request(f"stream-{i}", tokens(*prompt(3, i)), greedy(40))
   llm.step()
   llm.add_request("long", tokens(*prompt(100, 77)), greedy(2))
@@ -165,14 +165,14 @@ def test_a_long_prompt_never_stalls_running_streams(llm):
   while True:
     seen = {output.request_id: len(ids_of(output)) for output in llm.step()}
     steps += 1
-    assert seen["stream-0"] == seen["stream-1"] == steps + 1, "each running stream gets a token in every step"
+    assert seen["stream-0"] == seen["stream-1"] == steps + 1, "each running request gets a token in every step"
     if "long" in seen: break
-  assert steps == -(-100 // (ENGINE["max_num_batched_tokens"] - 2)), "chunks fill what the decodes leave"
+  assert steps == -(-100 // (ENGINE["max_num_batched_tokens"] - 2)), "prefill chunks fill the rest of the budget"
   run(llm)
 
 
-def test_the_number_of_graphs_is_constant_after_warm_up(llm, monkeypatch):
-  monkeypatch.setattr("tinyvllm_extra.graphs.OFTEN", 0)   # each shape is captured when it is met
+def test_number_of_graphs_is_constant_after_warm_up(llm, monkeypatch):
+  monkeypatch.setattr("tinyvllm_extra.graphs.OFTEN", 0)   # captures each shape at its first request
   jobs = [tokens(*prompt(1 + i, i)) for i in range(24)]
   llm.generate(jobs, greedy(9))
   for n in (1, 2, 4, 8, 16): llm.generate(tokens(*prompt(n)), greedy(1))
@@ -183,18 +183,18 @@ def test_the_number_of_graphs_is_constant_after_warm_up(llm, monkeypatch):
   assert sum(key.sampler_mode == SamplerMode.GREEDY and key.plan is None for key in llm.runner.graphs) == 5
 
 
-def test_few_sizes_hold_all_numbers_of_tokens():
+def test_next_power_of_two():
   assert [next_power_of_two(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 512)] == [1, 1, 2, 4, 4, 8, 8, 16, 512]
 
 
-# steps that overlap
+# overlapped steps
 
 @pytest.fixture(params=["llm", "small_llm", "words_llm"])
 def any_llm(request): return request.getfixturevalue(request.param)
 
 
 @pytest.mark.slow
-def test_steps_that_overlap_tell_the_same_story(any_llm, monkeypatch):
+def test_overlapped_steps_give_the_same_outputs(any_llm, monkeypatch):
   ids = any_llm.generate(tokens(*prompt(6)), greedy(9))[0].outputs[0].token_ids
   jobs = [(tokens(*prompt(n)), params) for n, params in (
     (6, greedy(9)), (6, greedy(9, stop_token_ids=[ids[4]], ignore_eos=False)), (3, greedy(1)), (20, greedy(12)),
@@ -205,49 +205,49 @@ def test_steps_that_overlap_tell_the_same_story(any_llm, monkeypatch):
   for overlaps in ("early", "overlapped"):
     set_overlap(monkeypatch, any_llm.runner, overlaps)
     same_outputs(any_llm.generate(*map(list, zip(*jobs, strict=True))), expected)
-  for job, output in zip(jobs, expected, strict=True):   # alone, and as a stream
+  for job, output in zip(jobs, expected, strict=True):   # single requests and streams
     same_outputs(any_llm.generate(*job), [output])
     assert "".join(x.outputs[0].text for x in any_llm.generate_stream(*job)) == output.outputs[0].text
   check_invariants(any_llm)
 
 
-@pytest.mark.parametrize("overlaps,order", [("overlapped", ["read", "launch", "record"]),
-                                            ("early", ["launch", "read", "record"])])
-def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_recorded(llm, monkeypatch, overlaps, order):
+@pytest.mark.parametrize("overlaps,order", [("overlapped", ["read", "launch", "update"]),
+                                            ("early", ["launch", "read", "update"])])
+def test_overlapped_step_is_launched_before_previous_update(llm, monkeypatch, overlaps, order):
   set_overlap(monkeypatch, llm.runner, overlaps)
-  told, record = [], llm._update
-  def noted(name, call): return lambda *args: (told.append(name), call(*args))[1]
-  launch = noted("launch", llm.runner.launch)
-  monkeypatch.setattr(llm.runner, "launch", lambda step: noted("read", launch(step)))
-  monkeypatch.setattr(llm, "_update", noted("record", record))
+  events = []
+  def recorded(name, call): return lambda *args: (events.append(name), call(*args))[1]
+  launch = recorded("launch", llm.runner.launch)
+  monkeypatch.setattr(llm.runner, "launch", lambda step: recorded("read", launch(step)))
+  monkeypatch.setattr(llm, "_update", recorded("update", llm._update))
   before = llm.get_metrics()
   llm.generate(tokens(*prompt(5)), greedy(4))
-  assert told == ["launch", *order * 3, "read", "record"], "a record is of the step before"
+  assert events == ["launch", *order * 3, "read", "update"], "an update follows the next launch"
   assert llm.get_metrics()["generation_tokens"] - before["generation_tokens"] == 4
 
 
 @pytest.mark.parametrize("overlaps", ["overlapped", "early"])
-def test_an_aborted_request_leaves_an_overlapped_step_without_a_trace(llm, folder, monkeypatch, overlaps):
+def test_abort_during_overlapped_step_leaves_no_trace(llm, folder, monkeypatch, overlaps):
   set_overlap(monkeypatch, llm.runner, overlaps)
   for i in range(3): llm.add_request(f"r{i}", tokens(*prompt(5, i)), greedy(8))
   for _ in range(3): llm.step()
   llm.abort_request("r1")
-  llm.add_request("r3", tokens(*prompt(7, 3)), greedy(8))   # takes the row and the blocks of r1
+  llm.add_request("r3", tokens(*prompt(7, 3)), greedy(8))   # takes the slot and the blocks of r1
   done = {}
   while llm.has_unfinished_requests(): done |= {o.request_id: ids_of(o) for o in llm.step() if o.finished}
   assert done == {f"r{i}": reference_greedy(folder, prompt(7 if i == 3 else 5, i), 8) for i in (0, 2, 3)}
   check_invariants(llm)
 
 
-# steps that fail
+# failed steps
 
-class Interrupted(BaseException): """As by Ctrl-C, which would end the tests."""
+class Interrupted(BaseException): """Stands for KeyboardInterrupt, which would end the tests."""
 
 
 @pytest.fixture
 def failing(words_llm, monkeypatch):
-  """Lets the n-th call at one of five places of a step raise. A step's `update` is that of the one before, if steps
-  overlap."""
+  """Makes the n-th call at one of five places of a step raise. With overlapped steps, `update` gets the results of the
+  previous step."""
   def fail(where, n, overlaps):
     launch, update, calls = type(words_llm.runner).launch, type(words_llm.scheduler).update, itertools.count()
     def here(place):
@@ -267,23 +267,23 @@ def failing(words_llm, monkeypatch):
     monkeypatch.setattr(words_llm.runner, "launch", failing_launch)
     monkeypatch.setattr(words_llm.scheduler, "update", failing_update)
   yield fail
-  for name in list(words_llm.requests): words_llm.abort_request(name)   # one test fails, not all behind it
+  for name in list(words_llm.requests): words_llm.abort_request(name)   # so that later tests do not fail, too
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("where", ["launch", "launched", "read", "update", "updated"])
-def test_a_failed_step_loses_and_doubles_no_token_and_leaves_nothing_wrong_to_be_found(words_llm, words_folder, failing,
+def test_failed_step_loses_no_token_and_caches_nothing_wrong(words_llm, words_folder, failing,
                                                                                        where, overlaps):
   kinds = {"short": greedy(2), "two": greedy(5, n=2), "ends": greedy(12),
            "scored": greedy(4, logprobs=2, prompt_logprobs=1), "chunks": greedy(3)}
   for n in range(6):
     failing(where, n, overlaps)
-    prompts = {name: prompt(length, 1000 + len(where) * 100 + 10 * n + i + 50 * overlaps)   # found by no other test
+    prompts = {name: prompt(length, 1000 + len(where) * 100 + 10 * n + i + 50 * overlaps)   # cached by no other test
                for i, (name, length) in enumerate(zip(kinds, (BS, 2 * BS + 1, 3, BS + 1, 20), strict=True))}
     third = words_llm.tokenizer.decode(reference_greedy(words_folder, prompts["ends"], 3))
     kinds["ends"] = greedy(12, stop=[third[-2:]])
     for name, params in kinds.items(): words_llm.add_request(name, tokens(*prompts[name]), params)
-    told, failures = {}, 0
+    last, failures = {}, 0
     for _ in range(100):
       try: outputs = words_llm.step()
       except Interrupted:
@@ -291,20 +291,20 @@ def test_a_failed_step_loses_and_doubles_no_token_and_leaves_nothing_wrong_to_be
         assert not words_llm.scheduler.running and words_llm.get_metrics()["blocks_used"] == 0
       check_invariants(words_llm)
       for output in outputs:
-        assert output.request_id not in told or not told[output.request_id].finished, "its end came twice"
-        told[output.request_id] = output
-    assert failures == 1 and told.keys() == kinds.keys()
-    for name, output in told.items():
-      again, = words_llm.generate(tokens(*prompts[name]), kinds[name])   # from what is found
+        assert output.request_id not in last or not last[output.request_id].finished, "it finished twice"
+        last[output.request_id] = output
+    assert failures == 1 and last.keys() == kinds.keys()
+    for name, output in last.items():
+      again, = words_llm.generate(tokens(*prompts[name]), kinds[name])   # with cached blocks
       same_outputs([output], [again])
       for c in output.outputs:
         assert c.token_ids == reference_greedy(words_folder, prompts[name], 12)[:len(c.token_ids)]
         assert len(c.token_ids) == kinds[name].max_tokens or c.finish_reason == "stop"
-    assert [len(x) for x in (told["scored"].outputs[0].logprobs, told["scored"].prompt_logprobs)] == [4, BS + 1]
+    assert [len(x) for x in (last["scored"].outputs[0].logprobs, last["scored"].prompt_logprobs)] == [4, BS + 1]
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_request_that_ended_in_a_failed_step_may_be_aborted_and_its_name_taken_again(words_llm, words_folder, failing,
+def test_request_finished_in_failed_step_may_be_aborted_and_readded(words_llm, words_folder, failing,
                                                                                        overlaps):
   failing("updated", 0, overlaps)
   for name, n in (("a", 1), ("b", 4)): words_llm.add_request(name, tokens(*prompt(5, n)), greedy(n))
@@ -318,7 +318,7 @@ def test_a_request_that_ended_in_a_failed_step_may_be_aborted_and_its_name_taken
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_request_aborted_as_its_step_fails_does_not_come_back(words_llm, words_folder, failing, monkeypatch,
+def test_request_aborted_in_a_failed_step_stays_aborted(words_llm, words_folder, failing, monkeypatch,
                                                                 overlaps):
   failing("launched", 1, overlaps)
   launch = words_llm.runner.launch
@@ -328,7 +328,7 @@ def test_a_request_aborted_as_its_step_fails_does_not_come_back(words_llm, words
     for _ in range(3): words_llm.step()
   check_invariants(words_llm)
   assert len(words_llm.scheduler.waiting) == 2
-  thread = threading.Thread(target=words_llm.step, daemon=True)   # the one that failed holds it no longer
+  thread = threading.Thread(target=words_llm.step, daemon=True)   # the failed step has released the engine
   thread.start()
   thread.join(60)
   assert words_llm.get_metrics()["num_requests_running"] == 2
@@ -337,7 +337,7 @@ def test_a_request_aborted_as_its_step_fails_does_not_come_back(words_llm, words
                                                      for n, i in (("a", 0), ("c", 2))}
 
 
-def test_a_capture_that_was_interrupted_is_made_again_as_one_graph(folder, monkeypatch):
+def test_interrupted_capture_is_repeated_as_one_graph(folder, monkeypatch):
   engine, calls = LLM(folder, **ENGINE), []
   compute = engine.runner._compute
   def interrupted(*args):
@@ -352,15 +352,15 @@ def test_a_capture_that_was_interrupted_is_made_again_as_one_graph(folder, monke
 
 # preemption and a full pool
 
-def test_preempted_equals_not_preempted_with_invariants_after_each_step(small_llm, folder):
+def test_preempted_requests_equal_reference(small_llm, folder):
   before, jobs = small_llm.get_metrics()["num_preemptions"], [prompt(5 + i, i) for i in range(6)]
   for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(24))
   outputs = run(small_llm)
-  assert small_llm.get_metrics()["num_preemptions"] > before, "the pool was meant to be too small for all at once"
+  assert small_llm.get_metrics()["num_preemptions"] > before, "the pool must be too small for all requests at once"
   assert [ids_of(outputs[str(i)]) for i in range(6)] == [reference_greedy(folder, job, 24) for job in jobs]
 
 
-def test_the_newest_is_preempted_and_the_oldest_never(small_llm):
+def test_preemption_takes_the_newest_and_never_the_oldest(small_llm):
   for i in range(3): small_llm.add_request(str(i), tokens(*prompt(13, i)), greedy(20))
   finished, lengths = [], {"0": 0}
   while small_llm.has_unfinished_requests():
@@ -373,19 +373,19 @@ def test_the_newest_is_preempted_and_the_oldest_never(small_llm):
 
 
 @pytest.mark.parametrize("blocks", [2, 13, 32])
-def test_a_pool_smaller_than_max_model_len_limits_it_with_a_warning(folder, caplog, blocks):
+def test_pool_below_max_model_len_lowers_it_with_a_warning(folder, caplog, blocks):
   held = (blocks - 1) * BS
   with caplog.at_level(logging.WARNING, "tinyvllm"): engine = LLM(folder, num_gpu_blocks_override=blocks, **ENGINE)
-  told, = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-  assert f"{blocks - 1} blocks" in told and f"= {held} tokens" in told
-  assert told.endswith(f"{held / ENGINE['max_model_len']:.1f} sequences of {ENGINE['max_model_len']}")
+  message, = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+  assert f"{blocks - 1} blocks" in message and f"= {held} tokens" in message
+  assert message.endswith(f"{held / ENGINE['max_model_len']:.1f} sequences of {ENGINE['max_model_len']}")
   assert engine.max_model_len == held
   with pytest.raises(ValueError, match=f"maximum context length is {held} tokens. However, the prompt has {held}"):
     engine.generate(tokens(*prompt(held)), greedy(1))
   assert not engine.has_unfinished_requests()
 
 
-def test_a_pool_of_max_model_len_does_not_limit_it(folder, caplog):
+def test_pool_of_exactly_max_model_len_keeps_it(folder, caplog):
   blocks = ENGINE["max_model_len"] // BS + 1
   with caplog.at_level(logging.WARNING, "tinyvllm"): engine = LLM(folder, num_gpu_blocks_override=blocks, **ENGINE)
   assert engine.max_model_len == ENGINE["max_model_len"] and not caplog.records
@@ -393,17 +393,17 @@ def test_a_pool_of_max_model_len_does_not_limit_it(folder, caplog):
 
 @pytest.mark.parametrize("length", [1, 30, 12 * BS - BS, 12 * BS - 2, 12 * BS - 1])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_a_lone_request_that_fills_the_pool_ends_with_length(small_llm, folder, monkeypatch, length, overlaps):
+def test_single_request_filling_the_pool_ends_with_length(small_llm, folder, monkeypatch, length, overlaps):
   monkeypatch.setattr(small_llm.runner, "is_async", overlaps)
   before, room = small_llm.get_metrics()["num_preemptions"], 12 * BS - length
   output, = small_llm.generate(tokens(*prompt(length)), greedy(60))
   assert output.outputs[0].finish_reason == "length" and output.finished
-  assert ids_of(output) == reference_greedy(folder, prompt(length), room), "all of the pool is used"
+  assert ids_of(output) == reference_greedy(folder, prompt(length), room), "the whole pool is used"
   assert small_llm.get_metrics()["num_preemptions"] == before
   check_invariants(small_llm)
 
 
-def test_a_pool_of_one_block_answers_with_what_it_holds(folder):
+def test_pool_of_one_block_generates_what_fits(folder):
   engine = LLM(folder, num_gpu_blocks_override=2, **ENGINE)
   for i in range(3): engine.add_request(str(i), tokens(*prompt(1 + i, i)), greedy(60))
   outputs = run(engine)
@@ -412,7 +412,7 @@ def test_a_pool_of_one_block_answers_with_what_it_holds(folder):
   assert {o.outputs[0].finish_reason for o in outputs.values()} == {"length"}
 
 
-def test_every_request_ends_in_bounded_steps_in_a_pool_too_small_for_any_two(small_llm, folder):
+def test_every_request_ends_in_a_pool_for_one(small_llm, folder):
   jobs = [prompt(n, n) for n in (40, 46, 33, 44)]
   for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(100))
   outputs = run(small_llm, limit=4 * 40)
@@ -423,7 +423,7 @@ def test_every_request_ends_in_bounded_steps_in_a_pool_too_small_for_any_two(sma
 
 # aborts, streams, threads
 
-def test_abort_frees_the_blocks_of_waiting_and_running_requests(small_llm, folder):
+def test_abort_frees_blocks_of_waiting_and_running_requests(small_llm, folder):
   for i in range(4): small_llm.add_request(str(i), tokens(*prompt(20, i)), greedy(20))
   small_llm.step()
   small_llm.step()
@@ -435,13 +435,13 @@ def test_abort_frees_the_blocks_of_waiting_and_running_requests(small_llm, folde
   small_llm.abort_request("unknown")
   check_invariants(small_llm)
   outputs = run(small_llm)
-  assert set(outputs) == {"1", "2"}, "nothing more is heard of the aborted"
+  assert set(outputs) == {"1", "2"}, "aborted requests give no more outputs"
   assert all(ids_of(outputs[i]) == reference_greedy(folder, prompt(20, int(i)), 20) for i in ("1", "2"))
-  small_llm.add_request("0", tokens(5), greedy(1))   # its name is free again
+  small_llm.add_request("0", tokens(5), greedy(1))   # its id is free again
   run(small_llm)
 
 
-def test_a_stream_joined_equals_generate(words_llm, llm):
+def test_joined_stream_equals_generate(words_llm, llm):
   for engine in (words_llm, llm):
     job = tokens(*prompt(7))
     whole, parts = engine.generate(job, greedy(40))[0].outputs[0], list(engine.generate_stream(job, greedy(40)))
@@ -451,7 +451,7 @@ def test_a_stream_joined_equals_generate(words_llm, llm):
     assert parts[-1].outputs[0].finish_reason == "length" and parts[0].outputs[0].finish_reason is None
 
 
-def test_step_gives_all_text_so_far(words_llm):
+def test_step_returns_all_text_so_far(words_llm):
   words_llm.add_request("a", tokens(*prompt(7)), greedy(12))
   texts = []
   while words_llm.has_unfinished_requests(): texts += [o.outputs[0].text for o in words_llm.step()]
@@ -460,7 +460,7 @@ def test_step_gives_all_text_so_far(words_llm):
   assert all(after.startswith(before) for before, after in zip(texts, texts[1:], strict=False))
 
 
-def test_interleaved_streams_each_get_their_own_text(llm, folder):
+def test_interleaved_streams_get_their_own_tokens(llm, folder):
   streams = [llm.generate_stream(tokens(*prompt(4, i)), greedy(12 + i)) for i in range(3)]
   got = [[] for _ in streams]
   rng, live = random.Random(1), {0, 1, 2}
@@ -473,8 +473,8 @@ def test_interleaved_streams_each_get_their_own_text(llm, folder):
   assert got == [reference_greedy(folder, prompt(4, i), 12 + i) for i in range(3)]
 
 
-def test_a_stream_read_late_loses_nothing(llm, folder):
-  """Another stream's steps bring the request to its end while its reader waits."""
+def test_stream_read_late_loses_nothing(llm, folder):
+  """Another stream's steps finish the request before its reader continues."""
   slow, fast = (llm.generate_stream(tokens(*prompt(4, i)), greedy(n)) for i, n in enumerate((6, 30)))
   got = [next(slow)]
   assert sum(len(ids_of(o)) for o in fast) == 30
@@ -484,15 +484,15 @@ def test_a_stream_read_late_loses_nothing(llm, folder):
   assert "".join(o.outputs[0].text for o in got) == llm.generate(tokens(*prompt(4)), greedy(6))[0].outputs[0].text
 
 
-def test_a_stream_beside_generate_loses_nothing(llm, folder):
+def test_stream_during_generate_loses_nothing(llm, folder):
   stream = llm.generate_stream(tokens(*prompt(4)), greedy(6))
   got = [next(stream)]
   assert ids_of(llm.generate(tokens(*prompt(5)), greedy(20))[0]) == reference_greedy(folder, prompt(5), 20)
   assert [i for o in [*got, *stream] for i in ids_of(o)] == reference_greedy(folder, prompt(4), 6)
 
 
-def test_a_second_thread_at_once_is_refused_and_told_what_is_for_several(llm, folder, monkeypatch):
-  """Each call that another thread makes while a step runs; and none of them disturbs it. Later it may."""
+def test_second_thread_during_a_step_is_refused(llm, folder, monkeypatch):
+  """Each call from another thread during a step is refused, and changes nothing; after the step it is allowed."""
   refused, launch, ids = [], llm.runner.launch, prompt(5)
   calls = [lambda: llm.generate(tokens(7), greedy(1)), lambda: next(llm.generate_stream(tokens(7), greedy(1))),
            llm.step, lambda: llm.add_request("b", tokens(7), greedy(1)), lambda: llm.abort_request("generate-0")]
@@ -520,12 +520,12 @@ def test_a_second_thread_at_once_is_refused_and_told_what_is_for_several(llm, fo
   refused.clear()
   calls[2:] = []
   elsewhere()
-  assert not refused, "one after another is no mistake"
+  assert not refused, "calls one after another are allowed"
   check_invariants(llm)
 
 
-def test_a_stream_goes_on_where_another_thread_has_stepped_it(llm, folder):
-  """One thread at a time, but not always the same."""
+def test_stream_may_continue_on_other_threads(llm, folder):
+  """One thread at a time, each time a different one."""
   stream, got = llm.generate_stream(tokens(*prompt(4)), greedy(8)), []
   for _ in range(8):
     thread = threading.Thread(target=lambda: got.extend(ids_of(next(stream))), daemon=True)
@@ -535,8 +535,8 @@ def test_a_stream_goes_on_where_another_thread_has_stepped_it(llm, folder):
   assert list(stream) == []
 
 
-def test_two_engines_on_two_threads_do_not_take_part_in_each_others_captures(tmp_path):
-  """tinygrad captures whatever any thread computes, and nothing can be read meanwhile."""
+def test_engines_on_two_threads_capture_separately(tmp_path):
+  """tinygrad captures the kernels of all threads, and nothing can be read during a capture."""
   folders, results = [tiny_model(tmp_path / str(i), seed=i, intermediate_size=64 + 16 * i) for i in range(2)], {}
 
   def work(i):
@@ -551,7 +551,7 @@ def test_two_engines_on_two_threads_do_not_take_part_in_each_others_captures(tmp
                      for i in range(2) for run in range(2) for n in (1, 2, 4, 8, 3)}
 
 
-def test_nothing_is_loaded_while_a_step_is_captured(folder, monkeypatch):
+def test_load_waits_for_a_capture(folder, monkeypatch):
   engine, started, loaded = LLM(folder, **ENGINE), [], threading.Event()
   def load():
     LLM(folder, **ENGINE)
@@ -569,22 +569,22 @@ def test_nothing_is_loaded_while_a_step_is_captured(folder, monkeypatch):
   assert loaded.wait(60)
 
 
-def test_two_first_callers_of_generate_get_one_engine(folder, monkeypatch):
-  made = []
+def test_concurrent_first_calls_of_generate_share_one_engine(folder, monkeypatch):
+  created = []
   class Counted(LLM):
     def __init__(self, *args):
-      made.append(args)
+      created.append(args)
       time.sleep(0.2)
       super().__init__(*args, **ENGINE)
   monkeypatch.setattr("tinyvllm.engine.shared_llm", functools.cache(Counted))
   threads = [threading.Thread(target=tinyvllm.generate_stream, args=("Hello", folder), daemon=True) for _ in range(3)]
   for thread in threads: thread.start()
   for thread in threads: thread.join(60)
-  assert len(made) == 1
-  assert tinyvllm.generate("the cat", folder, max_tokens=3, ignore_eos=True) and len(made) == 1
+  assert len(created) == 1
+  assert tinyvllm.generate("the cat", folder, max_tokens=3, ignore_eos=True) and len(created) == 1
 
 
-def test_generate_takes_no_name_that_a_user_may_have_given(folder):
+def test_generate_request_ids_do_not_clash_with_the_users(folder):
   llm = LLM(folder, **ENGINE)
   names = [f"{kind}-{i}" for kind in ("generate", "stream") for i in range(150, 250)]   # 200 of them
   for name in names: llm.add_request(name, tokens(3), greedy(2))
@@ -601,7 +601,7 @@ def test_closing_a_stream_aborts_its_request(llm):
   assert not llm.has_unfinished_requests() and llm.get_metrics()["blocks_used"] == 0
 
 
-def test_a_stream_whose_request_is_aborted_ends_with_abort(llm):
+def test_stream_of_an_aborted_request_ends_with_abort(llm):
   stream = llm.generate_stream(tokens(*prompt(9)), greedy(50))
   first = next(stream)
   llm.abort_request(first.request_id)
@@ -610,7 +610,7 @@ def test_a_stream_whose_request_is_aborted_ends_with_abort(llm):
   check_invariants(llm)
 
 
-def test_an_error_in_the_model_reaches_the_caller_and_leaves_nothing_behind(llm, folder, monkeypatch):
+def test_error_in_a_step_reaches_the_caller_and_leaves_nothing(llm, folder, monkeypatch):
   def fail(batch): raise RuntimeError("device lost")
   with monkeypatch.context() as patched:
     patched.setattr(llm.runner, "launch", fail)
@@ -620,13 +620,13 @@ def test_an_error_in_the_model_reaches_the_caller_and_leaves_nothing_behind(llm,
   assert ids_of(llm.generate(tokens(*prompt(5)), greedy(5))[0]) == reference_greedy(folder, prompt(5), 5)
 
 
-def test_a_step_does_not_walk_all_requests(folder, monkeypatch):
-  class Unwalked(dict):
-    def __iter__(self): raise AssertionError("a step walks all requests")
+def test_step_does_not_iterate_over_all_requests(folder, monkeypatch):
+  class NotIterable(dict):
+    def __iter__(self): raise AssertionError("a step iterates over all requests")
     keys = values = items = __iter__
   engine = LLM(folder, **ENGINE)
   for i in range(50): engine.add_request(str(i), tokens(*prompt(3, i)), greedy(3))
-  requests, engine.requests = engine.requests, Unwalked(engine.requests)
+  requests, engine.requests = engine.requests, NotIterable(engine.requests)
   done = {}
   for _ in range(30): done |= {o.request_id: ids_of(o) for o in engine.step() if o.finished}
   assert len(done) > 20 and all(ids == reference_greedy(folder, prompt(3, int(i)), 3) for i, ids in done.items())
@@ -639,10 +639,10 @@ def test_a_step_does_not_walk_all_requests(folder, monkeypatch):
 def priority_llm(folder): return LLM(folder, num_gpu_blocks_override=13, scheduling_policy="priority", **ENGINE)
 
 
-def test_lower_priority_numbers_go_first_and_equal_ones_in_order_of_arrival(priority_llm, folder):
+def test_priorities_order_requests_then_arrival(priority_llm, folder):
   priorities = {"a": 3, "b": 1, "c": 2, "d": 0, "e": 1}
   for i, (name, priority) in enumerate(priorities.items()):
-    priority_llm.add_request(name, tokens(*prompt(30, i)), greedy(3), priority=priority)   # one fills most of the pool
+    priority_llm.add_request(name, tokens(*prompt(30, i)), greedy(3), priority=priority)   # each fills most of the pool
   finished, last = [], {}
   while priority_llm.has_unfinished_requests():
     for output in priority_llm.step():
@@ -653,7 +653,7 @@ def test_lower_priority_numbers_go_first_and_equal_ones_in_order_of_arrival(prio
   assert all(ids_of(last[name]) == reference_greedy(folder, prompt(30, i), 3) for i, name in enumerate(priorities))
 
 
-def test_the_lowest_priority_is_preempted(priority_llm, folder):
+def test_preemption_takes_the_lowest_priority(priority_llm, folder):
   for i, (name, priority) in enumerate({"low": 9, "high": 0}.items()):
     priority_llm.add_request(name, tokens(*prompt(18, i)), greedy(20), priority=priority)
   finished, last = [], {}
@@ -666,7 +666,7 @@ def test_the_lowest_priority_is_preempted(priority_llm, folder):
   assert [ids_of(last[n]) for n in ("low", "high")] == [reference_greedy(folder, prompt(18, i), 20) for i in range(2)]
 
 
-def test_negative_priorities_are_ints_too(priority_llm):
+def test_negative_priority_is_accepted(priority_llm):
   priority_llm.add_request("a", tokens(5), greedy(1), priority=-3)
   assert [o.request_id for o in priority_llm.step()] == ["a"]
 
@@ -674,16 +674,16 @@ def test_negative_priorities_are_ints_too(priority_llm):
 # random operations
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_adds_steps_and_aborts_give_the_reference(small_llm, folder, seed):
+def test_random_adds_steps_and_aborts_equal_reference(small_llm, folder, seed):
   rng, jobs, last, aborted, number = random.Random(seed), {}, {}, set(), 0
   prompts = [prompt(n, n) for n in (1, 3, 4, 5, 8, 15, 16, 17, 22, 31)]
   for _ in range(300):
-    what = rng.random()
-    if what < 0.25 and len(jobs) - len(last) < 12:
+    draw = rng.random()
+    if draw < 0.25 and len(jobs) - len(last) < 12:
       jobs[str(number)] = job = (rng.choice(prompts), rng.choice((1, 2, 5, 16)), rng.random() < 0.5)
       small_llm.add_request(str(number), tokens(*job[0]), greedy(job[1], ignore_eos=job[2]))
       number += 1
-    elif what < 0.30 and (live := [i for i in jobs if i not in aborted and not (i in last and last[i].finished)]):
+    elif draw < 0.30 and (live := [i for i in jobs if i not in aborted and not (i in last and last[i].finished)]):
       aborted.add(victim := rng.choice(live))
       small_llm.abort_request(victim)
     else: last |= {o.request_id: o for o in small_llm.step()}
@@ -696,19 +696,19 @@ def test_random_adds_steps_and_aborts_give_the_reference(small_llm, folder, seed
   assert aborted and len(jobs) > 40
 
 
-# when to stop
+# stop strings and stop tokens
 
 @pytest.fixture(scope="module")
 def story(words_llm):
-  """A text, the ids and the piece of text that each of its tokens brought."""
+  """A text, its ids, and the piece of text of each token."""
   parts = list(words_llm.generate_stream(tokens(*prompt(7, 1)), greedy(24)))
   pieces = [p.outputs[0].text for p in parts]
-  assert sum(len(p) > 1 for p in pieces) > 6, "a story of longer pieces"
+  assert sum(len(p) > 1 for p in pieces) > 6, "pieces must be longer than a character"
   return "".join(pieces), [i for p in parts for i in ids_of(p)], pieces
 
 
 def stopped(engine, **options):
-  """The same request by generate and by stream: its completion, and the stream's pieces of text."""
+  """Run the same request by generate and as a stream. Returns its completion and the stream's pieces of text."""
   job, params = tokens(*prompt(7, 1)), greedy(24, **options)
   whole, parts = engine.generate(job, params)[0].outputs[0], list(engine.generate_stream(job, params))
   pieces, last = [p.outputs[0].text for p in parts], parts[-1].outputs[0]
@@ -718,15 +718,15 @@ def stopped(engine, **options):
 
 
 def across(pieces, after=4):
-  """A stop string that begins within one token's text and ends within a later one's, and the tokens until then."""
+  """A stop string from within one token's text to within a later one's, and the number of tokens up to its end."""
   for i in range(after, len(pieces) - 3):
     stop = pieces[i][-1:] + pieces[i + 1] + pieces[i + 2][:1]
     if pieces[i + 1] and "".join(pieces).find(stop) == len("".join(pieces[:i + 1])) - 1: return stop, i + 3
-  raise AssertionError("no such place in this story")
+  raise AssertionError("the text has no such place")
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_split_over_tokens_ends_the_text(words_llm, story, include):
+def test_stop_string_across_tokens_ends_the_text(words_llm, story, include):
   text, ids, pieces = story
   stop, n = across(pieces)
   got, _ = stopped(words_llm, stop=stop, include_stop_str_in_output=include)
@@ -735,16 +735,16 @@ def test_a_stop_string_split_over_tokens_ends_the_text(words_llm, story, include
   assert (got.finish_reason, got.stop_reason) == ("stop", stop)
 
 
-def test_a_stop_string_is_never_shown_in_a_stream(words_llm, story):
+def test_stream_never_yields_a_stop_string(words_llm, story):
   text, _, pieces = story
   stop, _ = across(pieces)
-  shown = ""
+  text_so_far = ""
   for output in words_llm.generate_stream(tokens(*prompt(7, 1)), greedy(24, stop=[stop])):
-    shown += output.outputs[0].text
-    assert text.startswith(shown) and len(shown) <= text.index(stop)
+    text_so_far += output.outputs[0].text
+    assert text.startswith(text_so_far) and len(text_so_far) <= text.index(stop)
 
 
-def test_a_stop_string_at_the_very_end(words_llm, story):
+def test_stop_string_at_the_very_end_is_removed(words_llm, story):
   text, ids, _ = story
   stop = text[-3:]
   assert text.index(stop) == len(text) - 3
@@ -752,30 +752,30 @@ def test_a_stop_string_at_the_very_end(words_llm, story):
   assert got.text == text[:-3] and got.token_ids == ids and (got.finish_reason, got.stop_reason) == ("stop", stop)
 
 
-def test_of_two_stop_strings_the_earliest_wins(words_llm, story):
+def test_earliest_of_two_stop_strings_wins(words_llm, story):
   text, _, pieces = story
   stop, _ = across(pieces)
   at = text.index(stop)
-  late = text[at + 1:at + len(stop)]   # ends with the same character, begins after it
+  late = text[at + 1:at + len(stop)]   # begins one character later, with the same end
   assert text.index(late) == at + 1
   got, _ = stopped(words_llm, stop=[late, stop])
   assert got.text == text[:at] and got.stop_reason == stop
 
 
-def test_text_held_back_for_a_stop_string_that_does_not_come_is_flushed_once(words_llm, story):
+def test_text_held_back_without_a_stop_is_flushed_once(words_llm, story):
   text, ids, _ = story
-  got, shown = stopped(words_llm, stop=[text[-2:] + "#", text[4:9] + "#"])
+  got, parts = stopped(words_llm, stop=[text[-2:] + "#", text[4:9] + "#"])
   assert got.text == text and got.token_ids == ids and (got.finish_reason, got.stop_reason) == ("length", None)
-  assert shown[-1].endswith(text[-2:])
+  assert parts[-1].endswith(text[-2:])
 
 
-def test_a_stop_string_in_the_prompt_does_not_count(words_llm):
+def test_stop_string_in_the_prompt_is_ignored(words_llm):
   text = "the cat sat on the mat"
   assert words_llm.generate(text, greedy(5, stop="cat"))[0].outputs[0].finish_reason == "length"
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_token_is_in_the_ids_and_not_in_the_text(words_llm, story, include):
+def test_stop_token_is_in_the_ids_but_not_the_text(words_llm, story, include):
   text, ids, pieces = story
   n = next(i for i in range(4, 24) if ids.index(ids[i]) == i and pieces[i])
   got, _ = stopped(words_llm, stop_token_ids=[ids[n], 300], include_stop_str_in_output=include)
@@ -785,7 +785,7 @@ def test_a_stop_token_is_in_the_ids_and_not_in_the_text(words_llm, story, includ
 
 @pytest.fixture(scope="module")
 def eos_llm(tmp_path_factory, folder):
-  """The common model, whose generation_config.json names the 4th and 7th token that follow prompt(5) as end tokens."""
+  """The common model with the 4th and 7th token that follow prompt(5) as end tokens in generation_config.json."""
   copy = tiny_model(tmp_path_factory.mktemp("eos"))
   ids = reference_greedy(folder, prompt(5), 7)
   assert len(set(ids)) == 7
@@ -797,15 +797,15 @@ def test_any_of_several_end_tokens_ends_the_text(eos_llm, folder):
   expected = reference_greedy(folder, prompt(5), 20)
   got = eos_llm.generate(tokens(*prompt(5)), greedy(20, ignore_eos=False))[0].outputs[0]
   assert got.token_ids == expected[:4] and (got.finish_reason, got.stop_reason) == ("stop", None)
-  assert got.text == eos_llm.generate(tokens(*prompt(5)), greedy(3))[0].outputs[0].text, "an end token has no text"
+  assert got.text == eos_llm.generate(tokens(*prompt(5)), greedy(3))[0].outputs[0].text, "an end token has text"
 
 
-def test_ignore_eos_goes_on(eos_llm, folder):
+def test_ignore_eos_continues(eos_llm, folder):
   got = eos_llm.generate(tokens(*prompt(5)), greedy(20))[0].outputs[0]
   assert got.token_ids == reference_greedy(folder, prompt(5), 20) and got.finish_reason == "length"
 
 
-def test_min_tokens_holds_end_tokens_and_stop_ids_back(eos_llm, folder):
+def test_min_tokens_suppresses_end_tokens_and_stop_ids(eos_llm, folder):
   ends = {reference_greedy(folder, prompt(5), 7)[i] for i in (3, 6)} | {77}
   ids = prompt(5)
   for i in range(12):
@@ -819,7 +819,7 @@ def test_min_tokens_holds_end_tokens_and_stop_ids_back(eos_llm, folder):
   assert not ends & set(got.token_ids[:6])
 
 
-def test_a_stop_string_before_min_tokens_does_not_end_the_text(words_llm, story):
+def test_stop_string_before_min_tokens_is_ignored(words_llm, story):
   text, ids, pieces = story
   stop, n = across(pieces)
   assert text.count(stop) == 1
@@ -829,7 +829,7 @@ def test_a_stop_string_before_min_tokens_does_not_end_the_text(words_llm, story)
 
 # metrics
 
-def test_a_requests_metrics_follow_its_events(llm):
+def test_request_metrics_follow_its_events(llm):
   output, = llm.generate(tokens(*prompt(20)), greedy(5))
   m = output.metrics
   assert m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.finished_time and m.num_generated == 5
@@ -838,7 +838,7 @@ def test_a_requests_metrics_follow_its_events(llm):
   assert m.tpot == pytest.approx((m.finished_time - m.first_token_time) / 4) and m.tpot > 0
 
 
-def test_the_engines_metrics_equal_the_counts_the_caller_saw(folder):
+def test_engine_metrics_equal_observed_counts(folder):
   engine = LLMEngine(folder, **ENGINE)
   idle = engine.get_metrics()
   assert idle["tokens_per_second"] == 0 and idle["generation_tokens"] == 0 and idle["blocks_used"] == 0
@@ -858,7 +858,7 @@ def test_the_engines_metrics_equal_the_counts_the_caller_saw(folder):
   assert m["blocks_used"] == 0 and m["blocks_free"] == engine.blocks.num_blocks - 1 and m["num_preemptions"] == 0
 
 
-def test_metrics_take_no_more_work_of_a_large_pool(llm, monkeypatch):
+def test_get_metrics_work_does_not_depend_on_pool_size(llm, monkeypatch):
   def work(size):
     blocks = BlockManager(size, llm.config)
     monkeypatch.setattr(llm, "blocks", blocks)
@@ -868,9 +868,9 @@ def test_metrics_take_no_more_work_of_a_large_pool(llm, monkeypatch):
   assert work(250_000) == work(100)
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["all decode", "one ends, the next begins"])
-def test_a_step_takes_no_more_work_where_many_wait(llm, ends):
-  """Of six that run one ends in the second step, or none; the next one that waits begins in the third."""
+@pytest.mark.parametrize("ends", [False, True], ids=["all decode", "one ends and the next starts"])
+def test_step_work_does_not_depend_on_waiting_requests(llm, ends):
+  """Six requests run. In the second step one of them ends, or none; in the third the next one starts."""
   def work(waiting):
     for i in range(6): llm.add_request(f"runs {i}", tokens(5 + i), greedy(2 if ends and i == 0 else 9))
     llm.step()
@@ -880,12 +880,12 @@ def test_a_step_takes_no_more_work_where_many_wait(llm, ends):
     assert metrics["num_requests_running"] == 6 and metrics["num_requests_waiting"] == waiting - ends
     for name in [*llm.requests]: llm.abort_request(name)
     return counted
-  work(10)   # its graphs are captured
+  work(10)   # captures the graphs
   assert work(10_000) < 1.05 * work(10)
 
 
-def test_steps_are_captured_on_whichever_thread_asks(tmp_path):
-  """Kernels that nobody compiled yet: tinygrad's cache on disk belongs to the thread that opened it."""
+def test_capture_works_on_any_thread(tmp_path):
+  """Kernels that are not compiled yet: tinygrad's cache on disk belongs to the thread that opened it."""
   llm = LLM(tiny_model(tmp_path, intermediate_size=80), **ENGINE)
   results = {}
 
@@ -897,7 +897,7 @@ def test_steps_are_captured_on_whichever_thread_asks(tmp_path):
   assert results == {n: reference_greedy(tmp_path, prompt(n), 4) for n in (3, 9)}
 
 
-def test_a_request_aborted_as_its_step_starts_disturbs_no_other(llm, folder, monkeypatch):
+def test_abort_during_launch_leaves_other_requests_unchanged(llm, folder, monkeypatch):
   launch = llm.runner.launch
   def abort_and_launch(step):
     llm.abort_request("r1")
@@ -911,24 +911,24 @@ def test_a_request_aborted_as_its_step_starts_disturbs_no_other(llm, folder, mon
   check_invariants(llm)
 
 
-def test_tiles_have_each_token_once_and_are_of_one_sequence(tmp_path, monkeypatch):
-  """A step says where tiles of tokens begin that follow one another: of prompts in parts, and of decoded tokens."""
+def test_query_tiles_cover_each_token_once_within_a_sequence(tmp_path, monkeypatch):
+  """Query tiles hold consecutive tokens of a sequence, of prefill chunks and decodes alike."""
   llm = LLM(str(tiny_model(tmp_path, max_position_embeddings=512)), max_num_seqs=6, max_num_batched_tokens=256,
             max_model_len=400, num_gpu_blocks_override=200)
-  launch, seen = llm.runner.launch, []
+  launch, sizes = llm.runner.launch, []
   def checked(step):
     T = step.key.num_tokens
     fields = dict(zip(TOKENS.dtype.names, step.words[:NUM_WORDS * T].reshape(NUM_WORDS, T).tolist(), strict=False))
     tiles = list(itertools.takewhile(lambda tile: tile >= 0, fields["query_tile"]))
     assert set(fields["query_tile"][len(tiles):]) <= {-1} and len(tiles) <= T // TILE + llm.config.max_num_seqs
     spans = [range(tile // TILE, tile // TILE + tile % TILE + 1) for tile in tiles]
-    real = sum(len(places) for places in step.computed.values())
-    assert sorted(itertools.chain(*spans)) == [*range(real)]
+    num_tokens = sum(map(len, step.computed.values()))
+    assert sorted(itertools.chain(*spans)) == [*range(num_tokens)]
     for span in spans:
       assert len({fields["slot"][i] for i in span}) == 1
       assert [fields["position"][i] for i in span] == [fields["position"][span[0]] + i for i in range(len(span))]
-    seen.append([len(span) for span in spans])
+    sizes.append([len(span) for span in spans])
     return launch(step)
   monkeypatch.setattr(llm.runner, "launch", checked)
   llm.generate([tokens(*prompt(length, length)) for length in (5, 300, 64, 65, 1, 130)], greedy(6))
-  assert any(1 in sizes and TILE in sizes for sizes in seen), "decoded tokens beside parts of prompts"
+  assert any(1 in step and TILE in step for step in sizes), "decodes must share a step with prefill chunks"

@@ -1,4 +1,4 @@
-"""What cannot be done is a ValueError at once, whose message holds field, value and what would do; others run on."""
+"""A mistake in a request or an option is a ValueError with field, value and limit. Other requests continue."""
 import math
 from dataclasses import FrozenInstanceError, fields
 
@@ -9,7 +9,7 @@ from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import EngineConfig
 
 NAN, INF = math.nan, math.inf
-# field -> values that are refused
+# field -> invalid values
 BAD_SAMPLING = {
   "n": [0, -1, 1.5, "2", None, True, 10**6],
   "max_tokens": [0, -1, 1.5, "5", True], "min_tokens": [-1, 2.0, "1", None, True],
@@ -51,17 +51,17 @@ def message(error): return str(error.value)
 
 
 @pytest.mark.parametrize("options,bad", [(SamplingParams, BAD_SAMPLING), (EngineConfig, BAD_ENGINE)])
-def test_every_field_has_values_that_are_refused(options, bad): assert {f.name for f in fields(options)} == set(bad)
+def test_every_field_has_invalid_values(options, bad): assert {f.name for f in fields(options)} == set(bad)
 
 
 @pytest.mark.parametrize("name,value", cases(BAD_SAMPLING))
-def test_sampling_params_refuse(name, value):
+def test_sampling_params_invalid_value_raises(name, value):
   with pytest.raises(ValueError) as e: SamplingParams(**{name: value})
   assert name in message(e) and (repr(value) in message(e) or value in ("", [""])), message(e)
 
 
 @pytest.mark.parametrize("name,value", cases(BAD_ENGINE))
-def test_engine_config_refuses(folder, name, value):
+def test_engine_config_invalid_value_raises(folder, name, value):
   with pytest.raises(ValueError) as e: LLM(folder, **{name: value})
   assert name in message(e) and repr(value) in message(e), message(e)
 
@@ -77,16 +77,16 @@ def test_engine_config_refuses(folder, name, value):
   {"logprobs": None}, {"prompt_logprobs": 0}, {"prompt_logprobs": 20}, {"prompt_logprobs": None},
   {"structured_outputs": None}, {"structured_outputs": {"regex": "a"}, "n": 2, "stop": "x", "logit_bias": {5: 1}},
 ])
-def test_sampling_params_take_their_limits(options): SamplingParams(**options)
+def test_sampling_params_limits_are_valid(options): SamplingParams(**options)
 
 
-def test_what_json_has_is_taken_as_what_it_means():
+def test_sampling_params_json_values_are_converted():
   assert SamplingParams(logit_bias={"5": 1, 7: 2.5}).logit_bias == {5: 1, 7: 2.5}
   taken = SamplingParams(structured_outputs={"choice": ["a", "b"]}).structured_outputs
   assert taken == StructuredOutputsParams(choice=["a", "b"])
 
 
-def test_limits_are_in_the_messages():
+def test_error_messages_name_limits():
   for options, limit in (({"top_p": 1.5}, 1), ({"temperature": -1.0}, 0), ({"top_k": -7}, -1), ({"max_tokens": 0}, 1),
                          ({"presence_penalty": 3}, -2), ({"frequency_penalty": 3}, 2), ({"logprobs": 21}, 20),
                          ({"prompt_logprobs": -1}, 0), ({"repetition_penalty": 101}, 100),
@@ -98,23 +98,23 @@ def test_limits_are_in_the_messages():
     LLM(max_num_batched_tokens=16, max_num_seqs=32)
 
 
-def test_unknown_names_are_refused_with_the_names_there_are(folder):
+def test_unknown_option_raises_with_known_names(folder):
   with pytest.raises(ValueError, match="'temprature'.*temperature"): SamplingParams(temprature=1.0)
   with pytest.raises(ValueError, match="'max_seqs'.*max_num_seqs"): LLM(folder, max_seqs=4)
 
 
-def test_sampling_params_cannot_be_changed():
+def test_sampling_params_are_frozen():
   with pytest.raises(FrozenInstanceError): SamplingParams().top_k = 5
 
 
-def test_max_model_len_beyond_the_models_is_refused_with_both(folder):
+def test_max_model_len_above_model_limit_raises(folder):
   with pytest.raises(ValueError, match="max_model_len=513.*512"): LLM(folder, max_model_len=513)
 
 
-def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(folder, monkeypatch):
-  monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: 100_000)   # not even the weights
+def test_kv_cache_without_memory_raises(folder, monkeypatch):
+  monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: 100_000)   # less than the weights
   with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.9 leaves 0.00 GiB .* a smaller model"): LLM(folder)
-  monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: 220_000)   # and some blocks
+  monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: 220_000)   # some blocks
   with pytest.raises(ValueError, match=r"max_model_len=512.*GiB.*gpu_memory_utilization"): LLM(folder)
 
 
@@ -142,15 +142,15 @@ BAD_REQUESTS = {
 
 
 @pytest.fixture
-def undisturbed(small_llm, folder):
-  """An engine with a request in flight that has to end as if nothing had happened."""
+def busy_llm(small_llm, folder):
+  """An engine with a running request, which must end normally."""
   params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
   small_llm.add_request("in flight", {"prompt_token_ids": [5, 6, 7]}, params)
   small_llm.step()
   before = small_llm.get_metrics()
   yield small_llm
   check_invariants(small_llm)
-  assert small_llm.get_metrics() == before, "a refused request leaves nothing behind"
+  assert small_llm.get_metrics() == before, "an invalid request changes nothing"
   outputs = []
   while small_llm.has_unfinished_requests(): outputs += small_llm.step()
   assert outputs[-1].outputs[0].token_ids == reference_greedy(folder, [5, 6, 7], 8)
@@ -158,36 +158,36 @@ def undisturbed(small_llm, folder):
 
 
 @pytest.mark.parametrize("case", BAD_PROMPTS)
-def test_a_prompt_that_can_never_run_is_refused_by_every_call(undisturbed, case):
+def test_invalid_prompt_raises_in_every_call(busy_llm, case):
   prompt, words = BAD_PROMPTS[case]
   good = {"prompt_token_ids": [9]}
-  for call in (lambda: undisturbed.add_request("bad", prompt), lambda: undisturbed.generate([good, prompt, good]),
-               lambda: undisturbed.generate_stream(prompt)):
+  for call in (lambda: busy_llm.add_request("bad", prompt), lambda: busy_llm.generate([good, prompt, good]),
+               lambda: busy_llm.generate_stream(prompt)):
     with pytest.raises(ValueError, match=words): call()
 
 
 @pytest.mark.parametrize("case", BAD_REQUESTS)
-def test_a_request_that_can_never_run_is_refused(undisturbed, case):
+def test_invalid_request_raises(busy_llm, case):
   params, priority, words = BAD_REQUESTS[case]
   good = {"prompt_token_ids": [9]}
-  with pytest.raises(ValueError, match=words): undisturbed.add_request("bad", good, params, priority)
+  with pytest.raises(ValueError, match=words): busy_llm.add_request("bad", good, params, priority)
 
 
-def test_a_request_id_in_use_is_refused(undisturbed):
+def test_request_id_in_use_raises(busy_llm):
   with pytest.raises(ValueError, match="'in flight'"):
-    undisturbed.add_request("in flight", {"prompt_token_ids": [9]})
+    busy_llm.add_request("in flight", {"prompt_token_ids": [9]})
 
 
-def test_params_for_another_number_of_prompts_are_refused(undisturbed):
+def test_number_of_params_differs_from_prompts_raises(busy_llm):
   with pytest.raises(ValueError, match="2.*3"):
-    undisturbed.generate([{"prompt_token_ids": [9]}] * 3, [SamplingParams()] * 2)
+    busy_llm.generate([{"prompt_token_ids": [9]}] * 3, [SamplingParams()] * 2)
 
 
-def test_chat_without_a_template_is_refused(undisturbed):
-  with pytest.raises(ValueError, match="chat.template"): undisturbed.chat([{"role": "user", "content": "hi"}])
+def test_chat_without_template_raises(busy_llm):
+  with pytest.raises(ValueError, match="chat.template"): busy_llm.chat([{"role": "user", "content": "hi"}])
 
 
-def test_the_longest_prompts_that_fit_run(small_llm, llm):
+def test_longest_prompts_that_fit_run(small_llm, llm):
   for engine, n in ((small_llm, POOL - 1), (llm, LIMIT - 1)):
     output, = engine.generate({"prompt_token_ids": [5] * n}, SamplingParams(temperature=0.0))
     assert len(output.outputs[0].token_ids) >= 1 and output.outputs[0].finish_reason == "length"

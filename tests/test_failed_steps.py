@@ -1,5 +1,5 @@
-"""Steps that fail, wherever they do: no token is lost or comes twice, what was not computed is not found, and the
-engine goes on."""
+"""Steps that fail, at any point: no token is lost or repeated, no block that was not computed is cached, and the engine
+continues."""
 import dis
 import functools
 import inspect
@@ -16,12 +16,12 @@ import tinyvllm.engine
 from tinyvllm import LLM, SamplingParams
 
 BS = ENGINE["block_size"]
-# In launch; as its results are awaited, of a step that was never computed, or that was; around the recording of tokens
+# In launch; while waiting for the results of a step that was not computed, or that was; around Scheduler.update
 PLACES = ["launch", "compute", "read", "before update", "amid update", "after update"]
 
 
 class Failed(BaseException):
-  """Not an Exception, as Ctrl-C is none."""
+  """A BaseException, like KeyboardInterrupt."""
 
 
 def greedy(n): return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
@@ -30,7 +30,7 @@ def ids_of(output): return output.outputs[0].token_ids
 
 
 def prompt(length, *salt):
-  """Random words, which no other salt has: of a new prompt nothing is in the prefix cache."""
+  """Random ids that differ for each salt: the prefix cache has nothing of a new prompt."""
   rng = random.Random(str(salt))
   return [rng.randrange(259, 320) for _ in range(length)]
 
@@ -45,10 +45,10 @@ def folder(words_folder): return words_folder
 
 @pytest.fixture
 def engine(words_llm, monkeypatch, overlaps):
-  """With room for all."""
+  """An engine with room for all requests."""
   set_overlap(monkeypatch, words_llm.runner, overlaps)
   yield words_llm
-  for name in list(words_llm.requests): words_llm.abort_request(name)   # one test fails, not all behind it
+  for name in list(words_llm.requests): words_llm.abort_request(name)   # so that later tests do not fail, too
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +57,14 @@ def small_words_llm(folder): return LLM(folder, num_gpu_blocks_override=13, **EN
 
 @pytest.fixture
 def small_engine(small_words_llm, monkeypatch, overlaps):
-  """With 12 blocks of 4 tokens."""
+  """An engine with 12 blocks of 4 tokens."""
   set_overlap(monkeypatch, small_words_llm.runner, overlaps)
   yield small_words_llm
   for name in list(small_words_llm.requests): small_words_llm.abort_request(name)
 
 
 def break_steps(engine, patched, fails):
-  """Let an engine's steps fail at each of PLACES that they come by where `fails(place)` says so."""
+  """Make an engine's steps fail at each of PLACES for which `fails(place)` is true."""
   launch, update = engine.runner.launch, engine.scheduler.update
 
   def fail_at(place):
@@ -93,7 +93,7 @@ def break_steps(engine, patched, fails):
 
 
 def once(place, number):
-  """At the so-manieth time that a step comes by this place."""
+  """Return a `fails` for break_steps that is true at the number-th visit of a place."""
   left = {place: number}
 
   def fails(at):
@@ -103,7 +103,7 @@ def once(place, number):
 
 
 def step(engine, last):
-  """One step, with invariants after it. What it gives is added to `last`. Returns whether it failed."""
+  """Run a step, check the invariants and add its outputs to `last`. Returns whether it failed."""
   failed = False
   try:
     for output in engine.step(): last[output.request_id] = output
@@ -113,7 +113,7 @@ def step(engine, last):
 
 
 def finish(engine, last=None, limit=2000):
-  """Step to the end, whatever fails: the last output of each request, and how many steps failed."""
+  """Step until all requests end. Returns the last output of each one and the number of failed steps."""
   last, failures = {} if last is None else last, 0
   for _ in range(limit):
     if not engine.has_unfinished_requests(): return last, failures
@@ -121,8 +121,8 @@ def finish(engine, last=None, limit=2000):
   raise AssertionError(f"not finished after {limit} steps")
 
 
-def check_story(folder, last, jobs):
-  """Each request has come to its end, with the ids that it has when nothing fails. jobs: by name, prompt and length."""
+def check_outputs(folder, last, jobs):
+  """Check that each request finished with the ids that it gets without failures. jobs: name -> prompt, length."""
   assert {name: ids_of(output) for name, output in last.items()} == {
     name: reference_greedy(folder, *job) for name, job in jobs.items()}
   assert all(output.finished for output in last.values())
@@ -130,8 +130,8 @@ def check_story(folder, last, jobs):
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_step_that_fails_loses_and_doubles_no_token(engine, folder, monkeypatch, overlaps, place):
-  """Whichever it is: of these requests one has its last token in almost every step."""
+def test_failed_step_loses_and_repeats_no_token(engine, folder, monkeypatch, overlaps, place):
+  """The first to the eighth step fails; some request gets its last token in almost every one."""
   for number in range(1, 9):
     lengths = {"a": (3, 1), "b": (20, 2), "c": (4, 3), "d": (1, 5), "e": (7, 7)}
     jobs = {name: (prompt(length, place, overlaps, number, name), n) for name, (length, n) in lengths.items()}
@@ -139,17 +139,17 @@ def test_a_step_that_fails_loses_and_doubles_no_token(engine, folder, monkeypatc
     with monkeypatch.context() as patched:
       break_steps(engine, patched, once(place, number))
       last, failures = finish(engine)
-    assert failures == 1, f"{place} {number} was meant to fail"
-    check_story(folder, last, jobs)
+    assert failures == 1, f"{place} {number} must fail"
+    check_outputs(folder, last, jobs)
     again = engine.generate([tokens(ids) for ids, _ in jobs.values()], [greedy(n) for _, n in jobs.values()])
-    check_story(folder, dict(zip(jobs, again, strict=True)), jobs)
+    check_outputs(folder, dict(zip(jobs, again, strict=True)), jobs)
     same_outputs([last[name] for name in jobs], again)
 
 
 @pytest.mark.parametrize("place", ["launch", "compute", "read"])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_what_a_failed_step_was_to_compute_is_not_found(engine, folder, monkeypatch, overlaps, place, number):
-  """A prompt of three steps of 16."""
+def test_failed_step_caches_no_blocks(engine, folder, monkeypatch, overlaps, place, number):
+  """A prompt that takes three steps of 16 tokens."""
   ids, last = prompt(11 * BS, place, number, overlaps), {}
   jobs = {name: (ids, 6) for name in "abc"}
   with monkeypatch.context() as patched:
@@ -160,24 +160,24 @@ def test_what_a_failed_step_was_to_compute_is_not_found(engine, folder, monkeypa
   for _ in range(2): step(engine, last)
   engine.add_request("c", tokens(ids), greedy(6))
   last, _ = finish(engine, last)
-  check_story(folder, last, jobs)
+  check_outputs(folder, last, jobs)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_generate_raises_what_a_step_raised_and_leaves_nothing_behind(engine, folder, monkeypatch, overlaps, place):
+def test_generate_raises_the_steps_error_and_leaves_nothing(engine, folder, monkeypatch, overlaps, place):
   jobs = {i: (prompt(6 * i + 3, place, overlaps, i), 2 * i + 2) for i in range(3)}
-  given = [tokens(ids) for ids, _ in jobs.values()], [greedy(n) for _, n in jobs.values()]
+  arguments = [tokens(ids) for ids, _ in jobs.values()], [greedy(n) for _, n in jobs.values()]
   for number in (1, 2, 3):
     with monkeypatch.context() as patched:
       break_steps(engine, patched, once(place, number))
-      with pytest.raises(Failed, match=place): engine.generate(*given)
+      with pytest.raises(Failed, match=place): engine.generate(*arguments)
     assert not engine.has_unfinished_requests()
     check_invariants(engine)
-    check_story(folder, dict(enumerate(engine.generate(*given))), jobs)
+    check_outputs(folder, dict(enumerate(engine.generate(*arguments))), jobs)
 
 
 @pytest.mark.parametrize("place", ["amid update", "after update"])
-def test_a_failed_step_loses_no_log_probability(engine, monkeypatch, overlaps, place):
+def test_failed_step_loses_no_log_probability(engine, monkeypatch, overlaps, place):
   for number in (1, 2, 3):
     jobs = {name: tokens(prompt(3, place, overlaps, number, name)) for name in "ab"}
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)
@@ -188,32 +188,32 @@ def test_a_failed_step_loses_no_log_probability(engine, monkeypatch, overlaps, p
     assert failures == 1
     for name, output in zip(jobs, engine.generate([*jobs.values()], params), strict=True):
       (got,), (expected,) = last[name].outputs, output.outputs
-      assert got.token_ids == [next(iter(of)) for of in got.logprobs] == expected.token_ids
+      assert got.token_ids == [next(iter(logprobs)) for logprobs in got.logprobs] == expected.token_ids
       assert got.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("place", ["schedule", "start_step", "update"])
-def test_a_stream_collected_within_a_step_ends_with_the_next(small_engine, folder, monkeypatch, overlaps, place):
-  """A garbage collection closes it wherever it happens to run, in another request's step too."""
+def test_stream_closed_during_a_step_ends_in_the_next(small_engine, folder, monkeypatch, overlaps, place):
+  """A garbage collection may close a stream at any time, also in another request's step."""
   stream = small_engine.generate_stream(tokens(prompt(6, overlaps, place)), greedy(9))
   next(stream)
   small_engine.add_request("other", tokens(prompt(5, overlaps, place)), greedy(4))
   scheduler = small_engine.scheduler
-  usual = getattr(scheduler, place)
+  call = getattr(scheduler, place)
 
-  def collected(*args):
-    result = usual(*args)
+  def close_stream_after(*args):
+    result = call(*args)
     stream.close()
     return result
   with monkeypatch.context() as patched:
-    patched.setattr(scheduler, place, collected)
+    patched.setattr(scheduler, place, close_stream_after)
     small_engine.step()
   last, _ = finish(small_engine, {})
   assert ids_of(last["other"]) == reference_greedy(folder, prompt(5, overlaps, place), 4)
   assert not small_engine.requests and small_engine.blocks.num_used() == 0
 
 
-def test_a_stream_beside_one_whose_step_failed_goes_on(engine, folder, monkeypatch, overlaps):
+def test_failed_step_of_one_stream_leaves_the_other_running(engine, folder, monkeypatch, overlaps):
   ids = [prompt(5, overlaps, i) for i in range(2)]
   other, broken = (engine.generate_stream(tokens(ids[i]), greedy(8)) for i in range(2))
   got = [*ids_of(next(other)), *ids_of(next(other))]
@@ -225,10 +225,10 @@ def test_a_stream_beside_one_whose_step_failed_goes_on(engine, folder, monkeypat
   check_invariants(engine)
 
 
-# requests that are aborted meanwhile
+# requests aborted during a failed step
 
 @pytest.mark.parametrize("place", ["launch", "compute"])
-def test_a_failed_step_leaves_alone_what_was_aborted_as_it_began(engine, folder, monkeypatch, overlaps, place):
+def test_failed_step_leaves_request_aborted_at_launch_aborted(engine, folder, monkeypatch, overlaps, place):
   jobs, last = {name: (prompt(9, place, overlaps, name), 6) for name in "abc"}, {}
   for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
   for _ in range(2): step(engine, last)
@@ -240,25 +240,25 @@ def test_a_failed_step_leaves_alone_what_was_aborted_as_it_began(engine, folder,
   last, _ = finish(engine, last)
   if "b" in last: assert not last.pop("b").finished
   del jobs["b"]
-  check_story(folder, last, jobs)
+  check_outputs(folder, last, jobs)
 
 
-def test_a_failed_step_leaves_alone_what_was_aborted_before_it_was_read(engine, folder, monkeypatch, overlaps):
+def test_failed_step_leaves_request_aborted_before_read_aborted(engine, folder, monkeypatch, overlaps):
   jobs, last = {name: (prompt(9, overlaps, name), 6) for name in "abc"}, {}
   for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
   for _ in range(2): step(engine, last)
   engine.abort_request("b")
   with monkeypatch.context() as patched:
     break_steps(engine, patched, lambda place: place in ("compute", "read"))
-    assert step(engine, last) or step(engine, last), "an overlapped one is read in the step after"
+    assert step(engine, last) or step(engine, last), "an overlapped step is read in the next one"
   last, _ = finish(engine, last)
   if "b" in last: assert not last.pop("b").finished
   del jobs["b"]
-  check_story(folder, last, jobs)
+  check_outputs(folder, last, jobs)
 
 
 @pytest.mark.parametrize("place", ["launch", "compute"])
-def test_what_a_failed_step_was_to_compute_of_an_aborted_request_is_not_found(engine, folder, monkeypatch, overlaps,
+def test_failed_step_caches_no_blocks_of_an_aborted_request(engine, folder, monkeypatch, overlaps,
                                                                               place):
   ids, last = prompt(3 * BS + 1, place, overlaps), {}
   engine.add_request("a", tokens(ids), greedy(6))
@@ -269,7 +269,7 @@ def test_what_a_failed_step_was_to_compute_of_an_aborted_request_is_not_found(en
     step(engine, last)
     engine.add_request("b", tokens(ids), greedy(6))
     last, _ = finish(engine, last)
-  check_story(folder, last, {"b": (ids, 6)})
+  check_outputs(folder, last, {"b": (ids, 6)})
   assert last["b"].num_cached_tokens == 0
 
 
@@ -277,7 +277,7 @@ def test_what_a_failed_step_was_to_compute_of_an_aborted_request_is_not_found(en
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_faults_change_no_text(small_engine, folder, monkeypatch, overlaps, seed):
-  """Some eight requests at once, in a pool of 12 blocks; every fifth step or so fails."""
+  """About eight requests at once in a pool of 12 blocks; about every fifth step fails."""
   rng, jobs, last, failures = random.Random(seed), {}, {}, 0
   before = small_engine.get_metrics()["num_preemptions"]
   prompts = [[*prompt(2 * BS, seed, overlaps, i % 2), *prompt(n, seed, overlaps, i)]
@@ -285,37 +285,37 @@ def test_random_faults_change_no_text(small_engine, folder, monkeypatch, overlap
   with monkeypatch.context() as patched:
     break_steps(small_engine, patched, lambda place: rng.random() < 0.05)
     for i in range(200):
-      what, live = rng.random(), [name for name in jobs if not (name in last and last[name].finished)]
-      if what < 0.3 and len(live) < 8:
+      draw, live = rng.random(), [name for name in jobs if not (name in last and last[name].finished)]
+      if draw < 0.3 and len(live) < 8:
         jobs[str(i)] = rng.choice(prompts), rng.choice((1, 2, 5, 12))
         small_engine.add_request(str(i), tokens(jobs[str(i)][0]), greedy(jobs[str(i)][1]))
-      elif what < 0.35 and live:
+      elif draw < 0.35 and live:
         small_engine.abort_request(victim := rng.choice(live))
         del jobs[victim]
         last.pop(victim, None)
       else: failures += step(small_engine, last)
     last, more = finish(small_engine, last)
-  check_story(folder, last, jobs)
+  check_outputs(folder, last, jobs)
   assert len(jobs) > 10 and failures + more > 20 and small_engine.get_metrics()["num_preemptions"] > before
 
 
-def test_what_could_not_be_told_is_told_by_the_next_step(engine, folder, monkeypatch, overlaps):
-  """Outputs are made when the tokens are there: who is interrupted then has not lost who has just ended."""
+def test_failed_output_is_returned_by_the_next_step(engine, folder, monkeypatch, overlaps):
+  """Outputs are made after the tokens were appended: if that fails, the next step returns the finished request."""
   jobs = {name: (prompt(length, overlaps, name, "untold"), n) for name, length, n in (("a", 5, 1), ("b", 3, 4))}
   for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
-  made = tinyvllm.engine.Request.output
+  make_output = tinyvllm.engine.Request.output
   for ends in ("a", "b"):
     def output(request, delta=False, ends=ends):
       if request.request_id == ends and request.finished: raise Failed("output")
-      return made(request, delta)
+      return make_output(request, delta)
     last = {}
     with monkeypatch.context() as patched:
       patched.setattr(tinyvllm.engine.Request, "output", output)
       with pytest.raises(Failed, match="output"):
         while engine.has_unfinished_requests(): last |= {output.request_id: output for output in engine.step()}
     assert ends not in last or not last[ends].finished
-    told = {output.request_id: output for output in engine.step()}
-    assert told[ends].finished and ids_of(told[ends]) == reference_greedy(folder, *jobs[ends])
+    outputs = {output.request_id: output for output in engine.step()}
+    assert outputs[ends].finished and ids_of(outputs[ends]) == reference_greedy(folder, *jobs[ends])
   assert not engine.has_unfinished_requests()
 
 
@@ -327,18 +327,18 @@ CHECKED = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
 
 @functools.cache
 def checks(code):
-  """Where in a function CPython looks whether a signal has come, but for its beginning."""
+  """The offsets in a function, except its start, at which CPython checks for signals."""
   return {instruction.offset for instruction in dis.get_instructions(code) if instruction.opname in CHECKED}
 
 
 class Interrupt:
-  """Raises Failed where a Ctrl-C could: where CPython looks for a signal in a function of the package, which it does as
-  one begins, as a loop goes round and as a call of what is not written in Python returns. place: the function and line,
-  and which time that it is passed; None: never. passed: all places, and how often each was passed."""
+  """Raises Failed where Ctrl-C could: where CPython checks for signals in the package's functions, which it does at the
+  start of a function, at the end of a loop's iteration and after a call of native code. place: the function and line,
+  and the number of the visit at which to raise; None: never. passed: number of visits of each place."""
   def __init__(self, place=None): self.place, self.passed, self.last = place, Counter(), {}
 
   def __enter__(self):
-    sys._getframe().f_trace_opcodes = True   # Python 3.12 wants to know before
+    sys._getframe().f_trace_opcodes = True   # Python 3.12 needs it set first
     sys.settrace(self.trace)
 
   def __exit__(self, *error):
@@ -347,10 +347,10 @@ class Interrupt:
 
   def trace(self, frame, event, argument):
     if event == "call":
-      self.last.pop(frame.f_back, None)   # what was called there is written in Python
+      self.last.pop(frame.f_back, None)   # the call there was one of Python code
       if not frame.f_code.co_filename.startswith(PACKAGE): return None
       frame.f_trace_opcodes = True
-      if not frame.f_code.co_flags & inspect.CO_GENERATOR: self.look(frame)   # it may be called to be closed
+      if not frame.f_code.co_flags & inspect.CO_GENERATOR: self.look(frame)   # the call may close a generator
     if event == "opcode":
       if self.last.get(frame) in checks(frame.f_code): self.look(frame)
       self.last[frame] = frame.f_lasti
@@ -363,11 +363,11 @@ class Interrupt:
 
 
 def run_interrupted(engine, step=None, place=None):
-  """Step to the end, and interrupt the so-manieth step in this place, or none. Returns the last output of each request,
-  the places that each step passed, if none is to be interrupted, and whether one was."""
+  """Step until all requests end, and interrupt the step of this number at a place, or none. Returns the last output of
+  each request, the places that each step passed, and whether a step was interrupted."""
   last, passed, interrupted = {}, [], False
   while engine.has_unfinished_requests():
-    interrupt = Interrupt(place if step == len(passed) else None)   # Python 3.13 tells late: watch all
+    interrupt = Interrupt(place if step == len(passed) else None)   # Python 3.13 traces late: watch all steps
     try:
       with interrupt: last |= {output.request_id: output for output in engine.step()}
     except Failed: interrupted = True
@@ -381,10 +381,9 @@ def run_interrupted(engine, step=None, place=None):
 @pytest.mark.parametrize("overlaps", ["overlapped", *slow("", "early")], indirect=True,
                          ids=["overlapped", "plain", "early"])
 @pytest.mark.parametrize("more", [0, *slow(1)])
-def test_an_interrupt_anywhere_in_a_step_leaves_an_engine_that_works(small_engine, folder, overlaps, more):
-  """In each line where one could come, the last time that it is passed and some times more. The steps are of prompts in
-  chunks, of texts that end, and of one that is preempted. Of what ends in a step that is interrupted as it returns no
-  step may tell."""
+def test_interrupt_anywhere_in_a_step_leaves_a_working_engine(small_engine, folder, overlaps, more):
+  """Interrupts each line at its last visit, and at `more` random ones. The steps contain prefill chunks, sequences that
+  finish and one that is preempted. No step need return a request that finishes in a step interrupted on return."""
   salts = itertools.count()
 
   def run(*when):
@@ -406,14 +405,14 @@ def test_an_interrupt_anywhere_in_a_step_leaves_an_engine_that_works(small_engin
       assert last[name].metrics.num_generated == jobs[name][1]
     return passed, interrupted
 
-  run()   # its graphs are captured; Python 3.13 tells of a function's bytecodes from the second time on
-  before, found, hits = small_engine.get_metrics()["num_preemptions"], {}, []   # found: of each line, when it is passed
+  run()   # captures the graphs; Python 3.13 traces a function's bytecodes from its second call on
+  before, visits, hits = small_engine.get_metrics()["num_preemptions"], {}, []   # visits: line -> step, visit
   for step, passed in enumerate(run()[0]):
-    for line, times in passed.items(): found.setdefault(line, []).extend((step, (line, i + 1)) for i in range(times))
-  assert len(found) > 80, "that was meant to be all of a step"
-  assert small_engine.get_metrics()["num_preemptions"] > before, "that was meant to be short of blocks"
-  for line, times in found.items():
+    for line, times in passed.items(): visits.setdefault(line, []).extend((step, (line, i + 1)) for i in range(times))
+  assert len(visits) > 80, "all of a step must be traced"
+  assert small_engine.get_metrics()["num_preemptions"] > before, "the pool must be short of blocks"
+  for line, times in visits.items():
     for when in times[-1:] + random.Random(line).sample(times[:-1], min(more, len(times) - 1)):
       try: hits.append(run(*when)[1])
       except AssertionError as error: raise AssertionError(f"interrupted in {line}: {error}") from error
-  assert sum(hits) > 0.9 * len(hits), "those were meant to be interrupts"   # a new graph makes a place rarer
+  assert sum(hits) > 0.9 * len(hits), "too few interrupts"   # a new graph makes a place rarer

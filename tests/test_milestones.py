@@ -1,4 +1,4 @@
-"""One test per milestone of the project, each through the public API. Speed is compared as a ratio within one run."""
+"""One test per milestone of the project, each through the public API. Speeds are compared as ratios within one run."""
 import json
 import subprocess
 import time
@@ -15,8 +15,7 @@ import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
 
-
-FEW_GRAPHS = {"max_num_batched_tokens": 16, "block_size": 4}   # of few shapes, which most engines here share
+FEW_GRAPHS = {"max_num_batched_tokens": 16, "block_size": 4}   # few graph shapes, shared by most engines here
 
 
 def greedy(n: int) -> SamplingParams: return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
@@ -68,18 +67,18 @@ def test_2_paged_attention_equals_naive_contiguous_attention(folder, make_backen
   np.testing.assert_allclose(attend(last), expected[last], atol=1e-5)
 
 
-def test_3_ten_concurrent_requests_finish_right_in_a_small_pool(folder):
+def test_3_ten_concurrent_requests_in_a_small_pool_are_correct(folder):
   prompts = [{"prompt_token_ids": [3 + i, 7, 11 + i] * (1 + i % 4)} for i in range(10)]
   alone = LLM(folder, max_model_len=128, max_num_seqs=1, **FEW_GRAPHS)
   expected = [alone.generate(p, greedy(20))[0].outputs[0].token_ids for p in prompts]
   small = LLM(folder, max_model_len=128, max_num_seqs=10, num_gpu_blocks_override=24, **FEW_GRAPHS)
   outputs = small.generate(prompts, greedy(20))
   assert [o.outputs[0].token_ids for o in outputs] == expected
-  assert small.get_metrics()["num_preemptions"] > 0, "the pool was meant to be too small for all at once"
+  assert small.get_metrics()["num_preemptions"] > 0, "the pool must be too small for all requests at once"
   assert small.get_metrics()["blocks_used"] == 0
 
 
-def test_4_continuous_batching_makes_more_tokens_per_second_than_static_batching(folder):
+def test_4_continuous_batching_is_faster_than_static_batching(folder):
   llm = LLM(folder, max_model_len=256, max_num_seqs=8, **FEW_GRAPHS)
   lengths = [8, 12, 16, 20, 24, 28, 32, 128] * 3
   jobs = [({"prompt_token_ids": [5 + i] * 4}, greedy(n)) for i, n in enumerate(lengths)]
@@ -91,14 +90,14 @@ def test_4_continuous_batching_makes_more_tokens_per_second_than_static_batching
     assert tokens == sum(lengths)
     return tokens / (time.perf_counter() - started)
   static = [jobs[i:i + 8] for i in range(0, len(jobs), 8)]
-  run(static), run([jobs])   # capture every bucket first
+  run(static), run([jobs])   # captures every graph
   rates = [(run([jobs]), run(static)) for _ in range(3)]
   ratio = sorted(a / b for a, b in rates)[1]
   assert ratio > 1.2, f"continuous over static: {ratio:.2f}"
 
 
-def test_5_twice_the_concurrent_sequences_of_preallocated_caches_in_the_same_memory(folder):
-  max_model_len, blocks = 256, 65   # 64 blocks of 16 tokens: preallocated, 4 sequences of 256
+def test_5_paging_doubles_concurrent_sequences_in_the_same_memory(folder):
+  max_model_len, blocks = 256, 65   # 64 blocks of 16 tokens; preallocated, they hold 4 sequences of 256 tokens
   llm = LLM(folder, max_model_len=max_model_len, num_gpu_blocks_override=blocks, max_num_seqs=32,
             max_num_batched_tokens=32)
   for i in range(32): llm.add_request(str(i), {"prompt_token_ids": [3 + i % 5] * 20}, greedy(20))
@@ -106,10 +105,10 @@ def test_5_twice_the_concurrent_sequences_of_preallocated_caches_in_the_same_mem
   while llm.has_unfinished_requests():
     llm.step()
     most = max(most, int(llm.get_metrics()["num_requests_running"]))
-  assert most >= 2 * ((blocks - 1) * 16 // max_model_len), f"{most} at once"
+  assert most >= 2 * ((blocks - 1) * 16 // max_model_len), f"{most} sequences ran at once"
 
 
-def test_6_the_server_answers_curl_with_what_generate_gives(folder):
+def test_6_server_answers_curl_as_generate_does(folder):
   body = {"prompt": ["the cat", "hello"], "n": 2, "seed": 3, "max_tokens": 5}
   with Server(folder, "--max-num-seqs", 8, "--max-num-batched-tokens", 16, "--block-size", 4) as server:
     command = ["curl", "-sS", "--fail", server.url + "/generate", "-H", "Content-Type: application/json"]
@@ -122,7 +121,7 @@ def test_6_the_server_answers_curl_with_what_generate_gives(folder):
   assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
 
 
-def test_7_tokens_arrive_one_by_one(folder):
+def test_7_stream_yields_tokens_one_by_one(folder):
   llm = LLM(folder, max_model_len=128, max_num_seqs=1, **FEW_GRAPHS)
   stream = llm.generate_stream({"prompt_token_ids": [5, 6, 7]}, greedy(10))
   for i, output in enumerate(stream):

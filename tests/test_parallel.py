@@ -38,7 +38,7 @@ from tinygrad.runtime.autogen import cuda
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import EngineConfig
-from tinyvllm.backend import open_device
+from tinyvllm_extra.kernels import prepare_device as open_device
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.kernels.matmul import Linear, Norm, pack
 from tinyvllm_extra.parallel import check_peers, device_names

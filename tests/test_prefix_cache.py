@@ -21,8 +21,9 @@ from safetensors import safe_open
 from server import Server, wait_until
 from tinygrad import Device, Tensor, dtypes
 
-from tinyvllm_extra import prefix_cache
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.backend import Devices
+from tinyvllm_extra import prefix_cache
 from tinyvllm_extra.prefix_cache import Blocks
 from tinyvllm_extra.server import AsyncLLM
 
@@ -258,7 +259,7 @@ def test_blocks_go_through_in_pieces(engine, file, saved, monkeypatch):
   _, found = saved
   restart(engine)
   run(engine, prompt(5 * BS + 1, "saved", 1))
-  monkeypatch.setattr(prefix_cache, "MOST", 3 * len(next(iter(found.values()))) + 5)
+  monkeypatch.setattr(prefix_cache, "MAX_BYTES", 3 * len(next(iter(found.values()))) + 5)
   assert Blocks(engine).count == 3
   missing = {*found} - {*engine.blocks.cached_blocks}
   assert 3 < len(missing) < len(found) and engine.load_prefix_cache(file) == len(missing)
@@ -275,15 +276,15 @@ def test_a_block_may_be_in_tensors_of_any_types_and_shapes():
   kinds = [(dtypes.bfloat16, (2, 3)), (dtypes.int8, (5,)), (dtypes.uint32, (2, 2)), (dtypes.float16, (1, 4, 2)),
            (dtypes.uint8, (3,))]
   caches = [Tensor.empty(n, *shape, dtype=kind).contiguous().realize() for kind, shape in kinds]
-  model = SimpleNamespace(devices=(Device.DEFAULT,))
-  runners = [SimpleNamespace(caches=[part], model=model) for part in (caches[:2], caches[2:])]
+  model = SimpleNamespace(devices=Devices())
+  runners = [SimpleNamespace(kv_caches=[part], model=model) for part in (caches[:2], caches[2:])]
   fake = SimpleNamespace(runners=runners, blocks=SimpleNamespace(num_blocks=n))
   for x in buffers(fake): x.allocator._copyin(x._buf, memoryview(bytearray(rng.bytes(x.nbytes))))
   def bytes_of(x): return np.frombuffer(x.as_memoryview(), np.uint8).reshape(n, -1)
   def whole(): return np.concatenate([bytes_of(x) for x in buffers(fake)], 1)
   blocks, before = Blocks(fake), whole()
-  assert blocks.count == n and blocks.row == before.shape[1] and (blocks.read([3, 1, 10]) == before[[3, 1, 10]]).all()
-  rows = rng.integers(0, 256, (2, blocks.row), np.uint8)
+  assert blocks.count == n and blocks.row_bytes == before.shape[1] and (blocks.read([3, 1, 10]) == before[[3, 1, 10]]).all()
+  rows = rng.integers(0, 256, (2, blocks.row_bytes), np.uint8)
   blocks.write([4, 9], rows)
   expected = before.copy()
   expected[[4, 9]] = rows
@@ -346,7 +347,7 @@ def test_a_draft_in_ngrams_changes_no_block(folder, file, saved):
 @pytest.mark.parametrize(("changes", "word"), [
   ({"format": "0"}, "format '0', here '1'"), ({"tensor_parallel_size": "2"}, "tensor_parallel_size '2', here '1'"),
   ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"), ({"parts": "4 of half (2, 8, 4)"}, "parts '4 of half"),
-  ({"more": "1"}, "other blocks")])
+  ({"more": "1"}, "do not fit this engine")])
 def test_a_file_of_another_format_is_refused(engine, file, changes, word):
   with_metadata(file, **changes)
   refuses(engine, file, word)
@@ -358,8 +359,8 @@ def test_what_is_no_such_file_is_refused(engine, folder, tmp_path):
   (tmp_path / "text").write_text("hello " * 1000)
   (tmp_path / "folder").mkdir()
   for name in ("empty", "noise", "text", "folder"): refuses(engine, tmp_path / name, "is damaged", "remove it")
-  refuses(engine, tmp_path / "missing", "is not there")
-  refuses(engine, folder / "model.safetensors", "other blocks")
+  refuses(engine, tmp_path / "missing", "does not exist")
+  refuses(engine, folder / "model.safetensors", "do not fit this engine")
 
 
 def test_a_file_cut_short_anywhere_is_refused(engine, file):
@@ -380,7 +381,7 @@ def test_a_flipped_byte_in_the_data_is_refused_and_nothing_of_the_file_is_found(
   raw = bytearray(file.read_bytes())
   raw[start + header[name]["data_offsets"][1] - 1] ^= 4
   file.write_bytes(raw)
-  monkeypatch.setattr(prefix_cache, "MOST", 4096)
+  monkeypatch.setattr(prefix_cache, "MAX_BYTES", 4096)
   restart(engine)
   ids = prompt(4 * BS, "unharmed")
   expected = run(engine, ids)
@@ -454,7 +455,7 @@ def test_another_file_is_not_overwritten_but_a_damaged_one_is(engine, file, tmp_
   run(engine, prompt(5 * BS, "other"))
   other = tmp_path / "notes"
   other.write_text("hello " * 1000)
-  with pytest.raises(FileExistsError, match="'.*notes' is no prefix cache: remove it, or name another file"):
+  with pytest.raises(FileExistsError, match="'.*notes' is not a prefix cache: remove it, or choose another file"):
     engine.save_prefix_cache(other)
   assert other.read_text() == "hello " * 1000
   for size in (0, 5, 8, 60):
@@ -475,7 +476,7 @@ def test_a_link_is_followed(engine, file, tmp_path):
 @pytest.mark.slow
 def test_a_draft_models_blocks_are_kept_too(folder, tmp_path, monkeypatch):
   """Its drafts come true as often as they would have: of blocks with noise it would draft noise."""
-  monkeypatch.setattr(prefix_cache, "MOST", 4096)
+  monkeypatch.setattr(prefix_cache, "MAX_BYTES", 4096)
   llm = LLM(folder, speculative_config={"model": str(folder), "num_speculative_tokens": 3}, **ENGINE)
   first = prompt(8 * BS + 1, "draft")
   path = tmp_path / "cache"
@@ -497,7 +498,7 @@ def test_a_draft_models_blocks_are_kept_too(folder, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(Device.DEFAULT != "CPU", reason="others have as many devices as there are")
 def test_each_devices_heads_are_kept(folder, tmp_path, file, monkeypatch):
-  monkeypatch.setattr(prefix_cache, "MOST", 2048)
+  monkeypatch.setattr(prefix_cache, "MAX_BYTES", 2048)
   llm = LLM(folder, tensor_parallel_size=2, **ENGINE)
   refuses(llm, file, "tensor_parallel_size '1', here '2'")
   first = prompt(6 * BS + 1, "devices")
@@ -559,7 +560,7 @@ def ask(server, question):
 
 
 def warnings_of(server):
-  return [line for line in server.log.splitlines() if "prefix cache '" in line and "is not there" not in line]
+  return [line for line in server.log.splitlines() if "prefix cache '" in line and "does not exist" not in line]
 
 
 @pytest.mark.slow
@@ -569,7 +570,7 @@ def test_a_server_keeps_its_prefix_cache(chat_folder, tmp_path):
   path = tmp_path / "cache"
   options = [*SERVE, "--prefix-cache-file", path]
   with Server(chat_folder, *options) as server:
-    assert server.log.count("prefix cache") == 1 and "is not there; starting without it" in server.log
+    assert server.log.count("prefix cache") == 1 and "does not exist; starting without it" in server.log
     first, found = ask(server, "hello")
     assert found == 0
     server.signal(signal.SIGUSR1)

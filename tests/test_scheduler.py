@@ -1,5 +1,5 @@
-"""The scheduler and the block manager alone, under random operations. The model's next token is a function of the
-text's length, and its cache holds in each place the text up to there: what is read must be what belongs there."""
+"""The scheduler and the block manager alone, under random operations. The fake model's next token depends on the length
+of the sequence, and its cache holds for each position the tokens up to it, so that every read can be checked."""
 import logging
 import random
 
@@ -17,23 +17,22 @@ from tinyvllm.scheduler import BlockManager, Scheduler
 
 
 class ReadsOutput:
-  """A LogitsProcessor whose logits depend on the tokens before."""
+  """A LogitsProcessor whose logits depend on the output."""
   depends_on_output = True
   def accept(self, token): return False
 
 
-def a_sequence(tokens=(1,), order=(0, 0), max_len=64, processor=None, **options):
+def make_sequence(tokens=(1,), order=(0, 0), max_len=64, processor=None, **options):
   params = SamplingParams(**{"temperature": 0.0, **options})
   return Sequence(request_id=str(order[1]), tokens=list(tokens), params=params, seed=0, order=order, index=order[-1],
                   stop_ids=set(), max_len=min(max_len, len(tokens) + params.max_tokens), processor=processor)
 
 
 class Bench:
-  """A scheduler with a fake model, checked after every operation. max_len: of a sequence, or what the pool holds where
-  that is less, as in the engine. caching: the prefix cache. overlaps: a step is read when the next one has been
-  scheduled, as on a GPU. unread: the step that has been launched and not read, its tokens and the places that it
-  writes."""
-  proposer = None   # as of an engine without one
+  """A scheduler with a fake model, checked after every operation. max_len: maximum tokens of a sequence; at most those
+  that the pool holds, as in the engine. caching: the prefix cache. overlaps: a step is read after the next one was
+  scheduled, as on a GPU. unread: the launched step that was not read, its tokens and the cache positions it writes."""
+  proposer = None   # as in an engine without one
 
   def __init__(self, blocks=12, block_size=4, seqs=4, budget=8, policy="fcfs", max_len=64, caching=False,
                overlaps=False):
@@ -48,10 +47,10 @@ class Bench:
     self.unread = self.nothing = {}, {}, {}
 
   def add(self, prompt=3, n=5, priority=0, family=0, samples=1, reads=False):
-    """Prompts of one family begin alike. reads: what comes next hangs on the token before, which must be known."""
-    assert prompt < self.max_len, "the engine refuses it"
+    """Prompts of one family have a common prefix. reads: sampling needs the token before, which must have been read."""
+    assert prompt < self.max_len, "the engine would refuse it"
     tokens, i = [10_000 * family + j for j in range(prompt)], len(self.all)
-    runs = [a_sequence(tokens, (priority, i, k), self.max_len, ReadsOutput() if reads else None, max_tokens=n)
+    runs = [make_sequence(tokens, (priority, i, k), self.max_len, ReadsOutput() if reads else None, max_tokens=n)
             for k in range(samples)]
     runs[0].siblings += runs[1:]
     self.samples |= samples > 1
@@ -61,23 +60,23 @@ class Bench:
     return runs[0]
 
   def text(self, seq, position):
-    """What belongs in a place: all tokens up to there, those that nobody has read yet, too."""
+    """The cache content that belongs to a position: all tokens up to it, including unread ones."""
     return (*seq.tokens[:position + 1], *range(1000 + len(seq.tokens), 1001 + position))
 
   def place(self, seq, position):
     return seq.block_table[position // self.blocks.block_size], position % self.blocks.block_size
 
   def step(self, fails=None):
-    """A step as the engine makes it, and what must hold of its batch. fails: "launch", or "record" of the step that is
-    read. Returns the batch."""
+    """Run a step as the engine does, check its batch and return it. fails: "launch", or "record", the update with the
+    results of the step that is read."""
     scheduler = self.scheduler
-    if any(LLMEngine._needs_sync(self, seq) for seq in scheduler.running):   # then nobody goes on before it is read
+    if any(LLMEngine._needs_sync(self, seq) for seq in scheduler.running):   # then all wait for the results
       self.read(self.unread)
       self.unread = self.nothing
     running = {*scheduler.running}
-    unread = {s for s in self.unread[1] if s.processor and not s.finish_reason}   # they wait for it
+    unread = {s for s in self.unread[1] if s.processor and not s.finish_reason}   # must be read first
     decoding = {s for s in running - unread if s.num_remaining == 1 and not s.reached_max_len}
-    # None is put off; but one of high priority, or a sample whose prompt is ready, waits for a row and blocks
+    # The oldest one is never delayed, except by the wait for a slot and blocks: with priorities, or for a sample
     later = self.config.scheduling_policy == "priority" or self.samples
     waiting = [] if later and scheduler.running else scheduler.waiting
     oldest = min([*scheduler.running, *waiting], key=lambda s: s.order, default=None)
@@ -89,21 +88,21 @@ class Bench:
     assert all(room[seq] >= seq.num_computed + n for seq, n in batch.items()), "tokens without a block"
     check_pool(self.blocks, [seq.block_table for seq in self.all])
     left_out = {s for s in decoding if s.slot is not None and s not in batch}
-    assert not left_out, "a running sequence that decodes gets its token, whatever prompts there are"
-    assert not unread & {*batch}, "a step that must know a token which nobody has read"
+    assert not left_out, "a decoding sequence gets a token in every step"
+    assert not unread & {*batch}, "a step needs a token that was not read"
     order = [seq.num_remaining > 1 for seq in batch if seq in running]
     assert order == sorted(order), "decodes before prefills"
-    assert not oldest or oldest.reached_max_len or oldest in unread or oldest in batch, "the oldest stands still"
+    assert not oldest or oldest.reached_max_len or oldest in unread or oldest in batch, "the oldest makes no progress"
     assert oldest not in running or oldest.slot is not None, "the oldest was preempted"
     for seq in batch:
-      for i in range(seq.num_computed): assert self.content[self.place(seq, i)] == self.text(seq, i), "not its K and V"
+      for i in range(seq.num_computed): assert self.content[self.place(seq, i)] == self.text(seq, i), "wrong content"
     sampled = {seq: 1000 + seq.length for seq, n in batch.items() if n == seq.num_remaining}
     computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
     scheduler.start_step(batch)
     step = computed, sampled, self.write(computed)
     ready, self.unread = (self.unread, step) if self.overlaps else (step, self.nothing)
     if fails == "launch":
-      self.content |= dict.fromkeys([*ready[2], *step[2]], "rubbish")
+      self.content |= dict.fromkeys([*ready[2], *step[2]], "garbage")
       self.recover()
     else:
       self.read(ready, fails)
@@ -112,24 +111,24 @@ class Bench:
     return batch
 
   def read(self, step, fails=None):
-    """Give sequences their tokens; where that fails, every other one's."""
-    told = {seq: token for seq, token in step[1].items() if not seq.finish_reason}
-    self.scheduler.update(step[0], told if fails is None else dict([*told.items()][::2]))
+    """Append the tokens of a step; if that fails, only every other one."""
+    sampled = {seq: token for seq, token in step[1].items() if not seq.finish_reason}
+    self.scheduler.update(step[0], sampled if fails is None else dict([*sampled.items()][::2]))
 
   def write(self, computed):
-    """Compute what a step does. Returns what it has put where."""
+    """Write the cache content of a step, and return it by block and offset."""
     places, readable = {}, {*self.blocks.shared, *self.blocks.cached_blocks.values()}
     for seq, positions in computed.items():
       for i in positions:
         block, offset = self.place(seq, i)
-        assert block not in readable, "a write to what others read"
-        assert (block, offset) not in places, "two tokens in one place"
+        assert block not in readable, "a write to a block that others read"
+        assert (block, offset) not in places, "two tokens at one cache position"
         places[block, offset] = self.text(seq, i)
     self.content |= places
     return places
 
   def recover(self):
-    """As the engine does after a failed step."""
+    """Reset as the engine does after a failed step."""
     self.unread = self.nothing
     forks = {fork for seq in self.all for fork in seq.siblings}
     self.scheduler.reset({seq for seq in self.all if not seq.finish_reason} - forks)
@@ -143,36 +142,36 @@ class Bench:
   def check(self):
     check_scheduler(self.scheduler, self.blocks)
     live, forks = {*self.scheduler.running, *self.scheduler.waiting}, {f for s in self.all for f in s.siblings}
-    assert live | forks == {s for s in self.all if not s.finish_reason}, "every request is somewhere until it ends"
-    assert not live & forks, "a sample that waits for its prompt, and runs"
+    assert live | forks == {s for s in self.all if not s.finish_reason}, "a request is lost"
+    assert not live & forks, "a sample runs before its prompt is computed"
     for seq in self.all:
       if seq not in live: assert not seq.block_table and seq.slot is None
     for key, block in self.blocks.cached_blocks.items():
       places = [(block, offset) for offset in range(self.blocks.block_size)]
       text = self.streams.setdefault(key, self.content[places[-1]])
       assert [self.content[place] for place in places] == [text[:len(text) - i] for i in range(len(places))][::-1]
-      assert not {*places} & {*self.unread[2]}, "what nobody has read is found"
+      assert not {*places} & {*self.unread[2]}, "a block is cached before its step was read"
 
   def finish(self):
-    """Every request ends within the steps that all take if each step advances one of them by one token."""
+    """Step until all requests end: each step must advance at least one of them by one token."""
     for _ in range(sum(seq.max_len for seq in self.all) + 10):
       if not self.scheduler.running and not self.scheduler.waiting: return
       self.step()
-    raise AssertionError("requests that do not end")
+    raise AssertionError("requests do not end")
 
   def ended_well(self):
-    """Nothing is held, and no token was lost or came twice, whatever happened on the way."""
+    """Finish, and check that all blocks are free and no token was lost or repeated."""
     self.finish()
     assert self.blocks.num_used() == 0
     for seq in self.all:
-      made = seq.tokens[seq.num_prompt:]
-      assert made == [1000 + i for i in range(seq.num_prompt, len(seq.tokens))], "a token lost or twice"
+      output = seq.tokens[seq.num_prompt:]
+      assert output == [1000 + i for i in range(seq.num_prompt, len(seq.tokens))], "a token was lost or repeated"
       assert seq.finish_reason in ("length", "abort")
-      assert seq.finish_reason == "abort" or len(seq.tokens) == seq.max_len, "ended before its time"
+      assert seq.finish_reason == "abort" or len(seq.tokens) == seq.max_len, "ended too early"
 
 
 class Machine(RuleBasedStateMachine):
-  """Requests of a few families, with samples, priorities and aborts, and steps that may fail, in a pool too small."""
+  """Requests of a few families, with samples, priorities, aborts and failed steps, in a pool that is too small."""
   @initialize(size=st.sampled_from([1, 2, 4, 16]), blocks=st.integers(11, 30), seqs=st.integers(1, 6),
               more=st.integers(0, 12), policy=st.sampled_from(["fcfs", "priority"]), caching=st.booleans(),
               overlaps=st.booleans())
@@ -205,15 +204,15 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_any_sequence_of_operations_keeps_the_invariants_and_every_request_ends():
-  """10,000 operations that hypothesis chooses, and can make fewer of where they fail; the next test has 20,000 more."""
+def test_scheduler_any_operations_keep_invariants_and_end_every_request():
+  """10,000 operations chosen by hypothesis, which shrinks failures; the next test runs 20,000 more."""
   run_state_machine_as_test(Machine, settings=settings(max_examples=200, stateful_step_count=50, deadline=None,
                                                        derandomize=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_a_thousand_operations_on_one_pool_keep_the_invariants(seed):
+def test_scheduler_thousand_random_operations_keep_invariants(seed):
   rng, (size, caching) = random.Random(seed), [(4, True), (1, True), (2, True), (4, False)][seed % 4]
   bench = Bench(64 // size, size, 5, 16, "priority" if seed % 3 == 0 else "fcfs", 64, caching, seed // 4 % 2 == 1)
   for _ in range(1000):
@@ -226,11 +225,11 @@ def test_a_thousand_operations_on_one_pool_keep_the_invariants(seed):
     else: bench.step(fails=rng.choice(["launch", "record"]) if rng.random() < 0.02 else None)
   bench.ended_well()
   totals = bench.scheduler.counters
-  assert totals["num_preemptions"] > 10 and (totals["prefix_cache_hits"] > 100) == caching, "that was meant to happen"
+  assert totals["num_preemptions"] > 10 and (totals["prefix_cache_hits"] > 100) == caching, "cases not reached"
 
 
 @pytest.mark.parametrize("caching", [True, False])
-def test_a_preempted_sequence_computes_again_what_is_not_found(caching):
+def test_preempted_sequence_recomputes_only_uncached_tokens(caching):
   bench = Bench(blocks=12, seqs=4, budget=48, caching=caching)
   first, second, third = (bench.add(prompt=12, n=30, family=i) for i in range(3))
   computed = lost = 0
@@ -238,7 +237,7 @@ def test_a_preempted_sequence_computes_again_what_is_not_found(caching):
     had = {seq: seq.num_computed for seq in bench.scheduler.running}
     computed += sum(bench.step().values())
     lost += sum(n for seq, n in had.items() if seq in bench.scheduler.waiting)
-  again = computed - sum(len(seq.tokens) - 1 for seq in bench.all)   # the last one's K and V are not
+  again = computed - sum(len(seq.tokens) - 1 for seq in bench.all)   # without the last token's K and V
   totals = bench.scheduler.counters
   assert totals["num_preemptions"] >= 2 and [seq.num_generated for seq in (first, second, third)] == [30] * 3
   assert again == lost - totals["prefix_cache_hits"] > 12 and (totals["prefix_cache_hits"] > 0) == caching
@@ -247,8 +246,8 @@ def test_a_preempted_sequence_computes_again_what_is_not_found(caching):
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30), st.booleans()), max_size=60), st.integers(2, 20),
        st.integers(1, 7))
-def test_the_block_manager_never_loses_or_doubles_a_block(todo, num_blocks, block_size):
-  blocks, seqs = BlockManager(num_blocks, EngineConfig(block_size=block_size)), [a_sequence() for _ in range(6)]
+def test_block_manager_never_loses_or_duplicates_a_block(todo, num_blocks, block_size):
+  blocks, seqs = BlockManager(num_blocks, EngineConfig(block_size=block_size)), [make_sequence() for _ in range(6)]
   for i, n, release in todo:
     table, old = seqs[i].block_table, list(seqs[i].block_table)
     if release: blocks.free(seqs[i])
@@ -259,14 +258,14 @@ def test_the_block_manager_never_loses_or_doubles_a_block(todo, num_blocks, bloc
     check_pool(blocks, [seq.block_table for seq in seqs])
 
 
-def test_a_table_grows_only_when_its_next_token_needs_a_block():
+def test_allocate_grows_a_table_only_when_needed():
   blocks, table = BlockManager(9, EngineConfig(block_size=4)), []
   for n, held in ((1, 1), (4, 1), (5, 2), (8, 2), (9, 3)):
     blocks.allocate(table, n)
     assert len(table) == held == blocks.num_used()
 
 
-def test_a_sequence_holds_no_block_that_its_tokens_do_not_need():
+def test_sequence_holds_no_unneeded_block():
   bench = Bench(blocks=20, budget=8)
   seq = bench.add(prompt=11, n=10)
   while not seq.finish_reason:
@@ -274,7 +273,7 @@ def test_a_sequence_holds_no_block_that_its_tokens_do_not_need():
     if not seq.finish_reason: assert len(seq.block_table) == -(-seq.num_computed // 4)
 
 
-def test_decodes_come_first_and_prompts_fill_the_rest_of_the_budget():
+def test_schedule_puts_decodes_first_and_fills_budget_with_prompts():
   bench = Bench(blocks=40, seqs=4, budget=8)
   a, b = bench.add(prompt=2), bench.add(prompt=3)
   assert bench.step() == {a: 2, b: 3}
@@ -284,33 +283,33 @@ def test_decodes_come_first_and_prompts_fill_the_rest_of_the_budget():
   assert list(bench.step().items()) == [(a, 1), (b, 1), (c, 1), (d, 2)]
 
 
-def test_a_request_preempted_one_token_before_it_fills_the_pool_comes_back():
+def test_request_preempted_just_before_filling_the_pool_resumes():
   bench = Bench(blocks=3, block_size=1, seqs=2, budget=8)
   first, second = bench.add(prompt=1, n=9), bench.add(prompt=1, n=9)
   bench.step()
   bench.step()
   assert bench.scheduler.waiting == [second] and len(second.tokens) == 2
   bench.ended_well()
-  assert first.num_generated == second.num_generated == 2, "as many as the pool holds with the prompt"
+  assert first.num_generated == second.num_generated == 2, "the pool holds two more tokens than the prompt"
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("block_size", [1, 4, 12])
-def test_one_sequence_may_fill_the_pool_and_is_never_preempted(block_size, overlaps):
+def test_one_sequence_may_fill_the_pool_without_preemption(block_size, overlaps):
   bench = Bench(blocks=12 // block_size, block_size=block_size, seqs=3, overlaps=overlaps)
   first, others = bench.add(prompt=5, n=99), [bench.add(prompt=5, n=99, family=i) for i in (1, 2)]
   before = 0
   while not first.finish_reason:
     bench.step()
-    if not first.reached_max_len: assert first.slot is not None and first.num_computed > before, "it goes on in every step"
+    if not first.reached_max_len: assert first.slot is not None and first.num_computed > before, "a token in every step"
     before = first.num_computed
   bench.ended_well()
   assert [len(seq.tokens) for seq in (first, *others)] == [12] * 3
 
 
-def test_two_sequences_that_fill_the_pool_exactly_are_not_preempted():
+def test_two_sequences_filling_the_pool_exactly_are_not_preempted():
   bench = Bench(blocks=4, seqs=2, budget=8)
-  first, second = bench.add(prompt=4, n=5), bench.add(prompt=4, n=5)   # the ninth token's K and V are not needed
+  first, second = bench.add(prompt=4, n=5), bench.add(prompt=4, n=5)   # the ninth token needs no K and V
   most = 0
   while not second.finish_reason:
     bench.step()
@@ -320,7 +319,7 @@ def test_two_sequences_that_fill_the_pool_exactly_are_not_preempted():
   assert first.num_generated == second.num_generated == 5
 
 
-def test_what_an_aborted_or_failed_sequence_had_in_flight_is_not_found():
+def test_tokens_in_flight_at_abort_or_failure_are_not_cached():
   for fails in (None, "launch", "record"):
     bench = Bench(blocks=20, budget=16, caching=True, overlaps=True)
     first, other = bench.add(prompt=9, n=9), bench.add(prompt=1, n=30, family=1)
@@ -334,53 +333,53 @@ def test_what_an_aborted_or_failed_sequence_had_in_flight_is_not_found():
     assert other.finish_reason == "length"
 
 
-def test_blocks_that_cannot_be_found_are_reused_first_then_what_was_let_go_of_longest_ago():
+def test_allocate_reuses_uncached_blocks_then_least_recently_used():
   bench = Bench(blocks=12, seqs=2, budget=48, caching=True)
   for family, prompt in ((0, 8), (1, 8), (2, 12)):
-    bench.add(prompt=prompt, n=2, family=family)   # two, two and three blocks that can be found, and one more each
+    bench.add(prompt=prompt, n=2, family=family)   # 2, 2 and 3 full blocks, and one partial block each
     bench.ended_well()
   assert (len(bench.blocks.evictable), len(bench.blocks.free_blocks)) == (7, 5)
-  bench.add(prompt=16, n=5, family=3)   # the five empty ones
+  bench.add(prompt=16, n=5, family=3)   # takes the five free blocks
   bench.ended_well()
-  assert (len(bench.blocks.evictable), len(bench.blocks.free_blocks)) == (12, 0), "all five are full, and all can be found"
+  assert (len(bench.blocks.evictable), len(bench.blocks.free_blocks)) == (12, 0), "all five are full and cached"
   bench.add(prompt=4, n=1, family=4)
   bench.ended_well()
-  found = []
+  hits = []
   for family, prompt in ((3, 17), (2, 13), (1, 9), (0, 9)):
-    seq = a_sequence([10_000 * family + j for j in range(prompt)])
+    seq = make_sequence([10_000 * family + j for j in range(prompt)])
     bench.blocks.match_prefix(seq)
-    found.append(seq.num_computed)
+    hits.append(seq.num_computed)
     bench.blocks.free(seq)
-  assert found == [16, 12, 8, 4], "of the first the newest block is gone"
+  assert hits == [16, 12, 8, 4], "the first prompt lost its newest block"
 
 
-def test_of_two_blocks_of_one_text_the_one_that_is_not_found_is_reused_first():
+def test_allocate_reuses_the_uncached_copy_of_a_block_first():
   bench = Bench(blocks=12, budget=48, caching=True)
   twins = [bench.add(prompt=9, n=2) for _ in range(2)]
   bench.step()
   tables = [[*twin.block_table] for twin in twins]
   assert not {*tables[0]} & {*tables[1]} and len(bench.blocks.cached_blocks) == 2
   bench.ended_well()
-  found = {*bench.blocks.cached_blocks.values()}
-  assert found == {*bench.blocks.evictable} == {*tables[0][:2]}
-  bench.add(prompt=40, n=1, family=1)   # all but these two
+  cached = {*bench.blocks.cached_blocks.values()}
+  assert cached == {*bench.blocks.evictable} == {*tables[0][:2]}
+  bench.add(prompt=40, n=1, family=1)   # all blocks except these two
   bench.step()
-  assert {*bench.blocks.cached_blocks.values()} >= found
+  assert {*bench.blocks.cached_blocks.values()} >= cached
   bench.ended_well()
 
 
-class Unwalked(list):
-  """A queue that must not be walked."""
-  def __iter__(self): raise AssertionError("a step walks the queue")
+class NotIterable(list):
+  """A queue that refuses iteration."""
+  def __iter__(self): raise AssertionError("a step iterates over the queue")
   def __contains__(self, x): raise AssertionError("a step searches the queue")
 
 
-def test_a_step_does_not_walk_the_queue():
+def test_schedule_does_not_iterate_over_the_waiting_queue():
   config = EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=8)
   blocks = BlockManager(12, config)
   scheduler = Scheduler(config, blocks)
-  scheduler.waiting = Unwalked()
-  for i in range(100): scheduler.add(a_sequence([1, 2, 3], (0, i, 0), max_tokens=3))
+  scheduler.waiting = NotIterable()
+  for i in range(100): scheduler.add(make_sequence([1, 2, 3], (0, i, 0), max_tokens=3))
   while len(scheduler.waiting) > 10:
     batch = scheduler.schedule()
     computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
@@ -388,7 +387,7 @@ def test_a_step_does_not_walk_the_queue():
     scheduler.update(computed, dict.fromkeys(batch, 7))
 
 
-def test_no_more_sequences_run_than_max_num_seqs():
+def test_schedule_runs_at_most_max_num_seqs():
   bench = Bench(blocks=40, seqs=2, budget=8)
   a, b, c = (bench.add(prompt=1, n=n) for n in (2, 4, 2))
   assert set(bench.step()) == {a, b} and c in bench.scheduler.waiting
@@ -396,7 +395,7 @@ def test_no_more_sequences_run_than_max_num_seqs():
   assert a.finish_reason == "length" and set(bench.step()) == {b, c}
 
 
-def test_a_waiting_request_is_not_overtaken_by_a_smaller_one():
+def test_waiting_request_is_not_overtaken_by_a_smaller_one():
   bench = Bench(blocks=10, seqs=4, budget=40)
   bench.add(prompt=20, n=8)
   bench.step()
@@ -405,36 +404,36 @@ def test_a_waiting_request_is_not_overtaken_by_a_smaller_one():
   assert bench.scheduler.waiting == [big, small]
 
 
-def test_a_prompt_waits_until_there_is_room_for_all_of_it():
+def test_prompt_waits_until_all_of_it_fits():
   bench = Bench(blocks=10, seqs=2, budget=8)
   first, second = bench.add(prompt=20, n=19), bench.add(prompt=24, n=3)
   bench.ended_well()
-  assert bench.scheduler.counters["num_preemptions"] == 0, "for its chunks alone there would have been room"
+  assert bench.scheduler.counters["num_preemptions"] == 0, "only its first chunks would have fit"
   assert first.num_generated == 19 and second.num_generated == 3
 
 
-def test_the_newest_of_the_lowest_priority_is_preempted_and_waits_in_its_old_place():
+def test_preempt_newest_of_lowest_priority_which_keeps_its_order():
   bench = Bench(blocks=6, seqs=4, budget=24, policy="priority")
   high, low, lower = (bench.add(prompt=7, n=20, priority=p) for p in (0, 1, 2))
   assert set(bench.step()) == {high, low, lower}
   later = bench.add(prompt=1, n=1, priority=3)
   while not bench.scheduler.counters["num_preemptions"]: bench.step()
   assert bench.scheduler.running == [high, low] and bench.scheduler.waiting == [lower, later]
-  assert lower.num_computed == 0 and lower.num_generated > 0, "its tokens are kept and computed again"
+  assert lower.num_computed == 0 and lower.num_generated > 0, "its tokens are kept and recomputed"
 
 
-def test_preemption_is_warned_of_when_it_is_the_first_and_whenever_their_number_has_doubled(caplog):
+def test_preemption_warnings_come_at_powers_of_two(caplog):
   bench = Bench(blocks=6, seqs=4, budget=24)
   with caplog.at_level(logging.WARNING, "tinyvllm"):
     while bench.scheduler.counters["num_preemptions"] < 20:
       for _ in range(3): bench.add(prompt=7, n=17)
       bench.finish()
-  told = [int(record.getMessage().split(" preemptions: ")[0]) for record in caplog.records]
-  assert told == [2**i for i in range(bench.scheduler.counters["num_preemptions"].bit_length())]
-  assert all(option in caplog.text for option in ("max_num_seqs", "gpu_memory_utilization")), "what would help"
+  counts = [int(record.getMessage().split(" preemptions: ")[0]) for record in caplog.records]
+  assert counts == [2**i for i in range(bench.scheduler.counters["num_preemptions"].bit_length())]
+  assert all(option in caplog.text for option in ("max_num_seqs", "gpu_memory_utilization")), "a remedy is missing"
 
 
-def test_finishing_one_that_waits_or_has_finished_changes_nothing_else():
+def test_finish_of_a_waiting_or_finished_sequence_changes_nothing_else():
   bench = Bench(seqs=1)
   a, b, c = (bench.add() for _ in range(3))
   bench.step()
@@ -446,7 +445,7 @@ def test_finishing_one_that_waits_or_has_finished_changes_nothing_else():
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 16])
-def test_a_lone_request_takes_the_fewest_steps(budget):
+def test_single_request_takes_the_fewest_steps(budget):
   bench = Bench(blocks=20, seqs=1, budget=budget)
   bench.add(prompt=16, n=6)
   bench.finish()
@@ -455,12 +454,12 @@ def test_a_lone_request_takes_the_fewest_steps(budget):
 
 @pytest.mark.parametrize("block_size", [1, 4, 12])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_two_sequences_that_fill_the_pool_exactly_run_side_by_side(block_size, overlaps):
+def test_two_sequences_filling_the_pool_exactly_run_together(block_size, overlaps):
   bench = Bench(blocks=24 // block_size, block_size=block_size, budget=24, overlaps=overlaps)
   first, second = bench.add(prompt=12, n=1), bench.add(prompt=12, n=1, family=1)
-  assert bench.step() == {first: 12, second: 12}, "the prompts alone fill it"
+  assert bench.step() == {first: 12, second: 12}, "the prompts alone fill the pool"
   bench.finish()
-  first, second = bench.add(prompt=4, n=9), bench.add(prompt=4, n=9, family=1)   # of 13 tokens 12 are computed
+  first, second = bench.add(prompt=4, n=9), bench.add(prompt=4, n=9, family=1)   # 12 of 13 tokens are computed
   most = 0
   while bench.scheduler.running or bench.scheduler.waiting:
     bench.step()
@@ -470,7 +469,7 @@ def test_two_sequences_that_fill_the_pool_exactly_run_side_by_side(block_size, o
   assert first.num_generated == second.num_generated == 9
 
 
-def test_what_a_step_still_computes_for_an_aborted_sequence_is_not_found():
+def test_step_of_an_aborted_sequence_caches_no_blocks():
   bench = Bench(blocks=20, budget=16, caching=True)
   first = bench.add(prompt=9)
   bench.scheduler.start_step(bench.scheduler.schedule())
@@ -480,47 +479,48 @@ def test_what_a_step_still_computes_for_an_aborted_sequence_is_not_found():
   bench.ended_well()
 
 
-# which free block is taken: in a pool of 6 blocks of 4, a text of 9 tokens and one more has 2 full blocks and a part
+# Reuse of free blocks in a pool of 6 blocks of 4 tokens, where a prompt of 9 tokens and one output token fill 2 blocks
+# and part of a third
 
-def found_of(bench, **request):
-  """How many tokens of one more request are found."""
+def num_hits(bench, **request):
+  """Run a request, and return the number of its tokens found in the prefix cache."""
   before = bench.scheduler.counters["prefix_cache_hits"]
   bench.add(**request)
   bench.finish()
   return bench.scheduler.counters["prefix_cache_hits"] - before
 
 
-def test_blocks_in_which_nothing_is_found_are_taken_before_those_in_which_something_is():
+def test_allocate_takes_uncached_blocks_before_cached_ones():
   bench = Bench(blocks=6, budget=16, caching=True)
-  for family in (1, 2): assert found_of(bench, prompt=9, n=1, family=family) == 0
-  assert found_of(bench, prompt=5, n=1, family=3) == 0, "it takes the two parts"
-  assert [found_of(bench, prompt=9, n=1, family=family) for family in (1, 2)] == [8, 8]
+  for family in (1, 2): assert num_hits(bench, prompt=9, n=1, family=family) == 0
+  assert num_hits(bench, prompt=5, n=1, family=3) == 0, "it takes the two partial blocks"
+  assert [num_hits(bench, prompt=9, n=1, family=family) for family in (1, 2)] == [8, 8]
 
 
-def test_of_blocks_in_which_something_is_found_those_let_go_of_longest_ago_are_taken():
+def test_allocate_evicts_the_least_recently_used_cached_blocks():
   bench = Bench(blocks=6, budget=16, caching=True)
-  for family in (1, 2, 1): found_of(bench, prompt=9, n=1, family=family)
-  assert found_of(bench, prompt=13, n=1, family=3) == 0, "it takes the two parts, and the two blocks of the second"
-  assert [found_of(bench, prompt=9, n=1, family=family) for family in (1, 2)] == [8, 0]
+  for family in (1, 2, 1): num_hits(bench, prompt=9, n=1, family=family)
+  assert num_hits(bench, prompt=13, n=1, family=3) == 0, "it takes the two partial blocks and the second prompt's two"
+  assert [num_hits(bench, prompt=9, n=1, family=family) for family in (1, 2)] == [8, 0]
 
 
-def test_a_second_copy_of_a_block_is_never_found_and_taken_first():
+def test_second_copy_of_a_block_is_uncached_and_reused_first():
   bench = Bench(blocks=6, budget=24, caching=True)
   copies = [bench.add(prompt=9, n=n) for n in (1, 2)]
-  assert bench.step() == dict.fromkeys(copies, 9), "neither finds what the other is writing"
+  assert bench.step() == dict.fromkeys(copies, 9), "blocks that are being written are not shared"
   bench.finish()
   assert bench.blocks.num_free() == 6
-  assert found_of(bench, prompt=13, n=1, family=1) == 0, "it takes the two parts, and the two copies"
-  assert found_of(bench, prompt=9, n=1) == 8
+  assert num_hits(bench, prompt=13, n=1, family=1) == 0, "it takes the two partial blocks and the two copies"
+  assert num_hits(bench, prompt=9, n=1) == 8
 
 
-def test_a_second_copy_of_a_block_leaves_the_first_to_be_found_when_another_text_takes_its_place():
+def test_reuse_of_a_second_copy_keeps_the_first_cached():
   bench = Bench(blocks=6, budget=24, caching=True)
   first, second = bench.add(prompt=9, n=4), bench.add(prompt=9, n=2)
   assert bench.step() == {first: 9, second: 9}
   assert bench.step() == {first: 1, second: 1} and second.finish_reason
   other = bench.add(prompt=9, n=1, family=1)
-  assert bench.step() == {first: 1, other: 9}, "it takes all that the second had"
+  assert bench.step() == {first: 1, other: 9}, "it takes all blocks of the second"
   again = bench.add(prompt=9, n=1)
-  assert bench.step() == {first: 1, again: 1}, "8 are found"
+  assert bench.step() == {first: 1, again: 1}, "8 tokens are cached"
   bench.ended_well()

@@ -1,5 +1,4 @@
-"""How an engine starts: kernels from files, whatever has become of these; few shapes of step, captured before they are
-needed; what is said of it meanwhile."""
+"""Engine start: kernels from files, also damaged ones; few graph shapes, captured ahead; log lines."""
 import asyncio
 import os
 import pickle
@@ -33,14 +32,14 @@ ROOT = Path(tinyvllm.__file__).parents[1]
 def files(folder): return [path for path in folder.rglob("*") if path.is_file()]
 
 
-# kernels from files
+# kernel files
 
-CLANG = "clang", 1, 2   # a compiler: its name, size and age
+CLANG = "clang", 1, 2   # a compiler: its name, file size and modification time
 
 
 @pytest.fixture
 def lowered(monkeypatch):
-  """The names of the kernels that tinygrad has lowered."""
+  """The names of the kernels that tinygrad lowers."""
   names = []
 
   def do_to_program(ast, renderer):
@@ -55,13 +54,13 @@ def kept(folder, name="a", compiler=CLANG):
   return kernels.KernelFolder(folder, compiler).begin(ast, device.renderer())()
 
 
-def test_a_kernel_is_lowered_once_for_all_runs(lowered, tmp_path):
+def test_kernel_folder_lowers_each_kernel_once(lowered, tmp_path):
   assert kept(tmp_path) is kept(tmp_path) and lowered == ["a"]
   assert kept(tmp_path, "b") is not kept(tmp_path) and lowered == ["a", "b"]
-  assert len(files(tmp_path)) == 2 and all(len(path.name) == 64 for path in files(tmp_path)), "nothing is left behind"
+  assert len(files(tmp_path)) == 2 and all(len(path.name) == 64 for path in files(tmp_path)), "a temporary file is left"
 
 
-def test_another_version_or_compiler_or_setting_has_kernels_of_its_own(lowered, monkeypatch, tmp_path):
+def test_kernel_folder_separates_versions_compilers_and_settings(lowered, monkeypatch, tmp_path):
   kept(tmp_path)
   with monkeypatch.context() as patched:
     patched.setattr("importlib.metadata.version", lambda name: "0.15.0")
@@ -77,8 +76,8 @@ def test_another_version_or_compiler_or_setting_has_kernels_of_its_own(lowered, 
   lambda path: path.write_bytes(b""), lambda path: path.write_bytes(path.read_bytes()[:-1]),
   lambda path: path.write_bytes(b"x" * 500), lambda path: path.write_bytes(path.read_bytes()[:40] + b"\xff" * 8),
   lambda path: path.write_bytes(pickle.dumps("no program")), lambda path: path.unlink(),
-], ids=["empty", "cut short", "garbage", "changed", "of something else", "gone"])
-def test_a_damaged_file_is_made_anew(lowered, tmp_path, harm):
+], ids=["empty", "truncated", "garbage", "changed", "other object", "missing"])
+def test_kernel_folder_damaged_file_is_replaced(lowered, tmp_path, harm):
   first = kept(tmp_path)
   harm(files(tmp_path)[0])
   again = kept(tmp_path)
@@ -86,7 +85,7 @@ def test_a_damaged_file_is_made_anew(lowered, tmp_path, harm):
   assert kept(tmp_path) is again and lowered == ["a", "a"]
 
 
-def test_a_full_disk_keeps_nothing_and_harms_nothing(lowered, monkeypatch, tmp_path):
+def test_kernel_folder_full_disk_keeps_nothing(lowered, monkeypatch, tmp_path):
   def full(path, content): raise OSError(28, "No space left on device")
   with monkeypatch.context() as patched:
     patched.setattr(Path, "write_bytes", full)
@@ -95,48 +94,48 @@ def test_a_full_disk_keeps_nothing_and_harms_nothing(lowered, monkeypatch, tmp_p
 
 
 def start(folder, *options, **env):
-  """`tinyvllm generate Hello`, with its caches in a folder: a process that has begun."""
+  """Start a process of `tinyvllm generate Hello` with its caches in a folder."""
   env = {**os.environ, "CACHEDB": str(folder / "cache.db"), "DEV": "CPU",
          "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]), **env}
   return subprocess.Popen([sys.executable, "-m", "tinyvllm", "generate", "Hello", *options], env=env, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def says_hello(run):
-  """Its stderr."""
+def check_hello(run):
+  """Check the exit code and output of a process, and return its stderr."""
   out, err = run.communicate(timeout=120)
   assert (run.returncode, out) == (0, "Hello, world!\n"), err
   return err
 
 
 @pytest.mark.slow
-def test_where_no_folder_can_be_made_one_line_says_so_and_all_goes_on(tmp_path):
-  (tmp_path / "tinyvllm").write_text("a file in the folder's place, which stops root, too")
-  lines = [line for line in says_hello(start(tmp_path)).splitlines() if "each start compiles all kernels" in line]
+def test_kernel_folder_creation_failure_logs_one_line(tmp_path):
+  (tmp_path / "tinyvllm").write_text("a file in the folder's place, which stops even root")
+  lines = [line for line in check_hello(start(tmp_path)).splitlines() if "each start compiles all kernels" in line]
   assert len(lines) == 1 and str(tmp_path / "tinyvllm") in lines[0]
 
 
 @pytest.mark.slow
-def test_cachelevel_0_keeps_nothing(tmp_path):
-  says_hello(start(tmp_path, CACHELEVEL="0"))
+def test_cachelevel_0_writes_no_files(tmp_path):
+  check_hello(start(tmp_path, CACHELEVEL="0"))
   assert files(tmp_path) == []
 
 
 @pytest.mark.slow
-def test_two_processes_that_start_at_once_share_a_folder(tmp_path):
-  for run in [start(tmp_path) for _ in range(2)]: says_hello(run)
-  found = files(tmp_path / "tinyvllm")
-  assert found and all(len(path.name) == 64 for path in found)
-  before = {path: path.stat().st_mtime_ns for path in found}
-  says_hello(start(tmp_path))
-  assert {path: path.stat().st_mtime_ns for path in files(tmp_path / "tinyvllm")} == before, "all was found"
+def test_two_processes_share_a_kernel_folder(tmp_path):
+  for run in [start(tmp_path) for _ in range(2)]: check_hello(run)
+  kernel_files = files(tmp_path / "tinyvllm")
+  assert kernel_files and all(len(path.name) == 64 for path in kernel_files)
+  before = {path: path.stat().st_mtime_ns for path in kernel_files}
+  check_hello(start(tmp_path))
+  assert {path: path.stat().st_mtime_ns for path in files(tmp_path / "tinyvllm")} == before, "a kernel was compiled"
 
 
-# few shapes
+# graph shapes
 
 @pytest.fixture(scope="module")
 def fresh(words_folder):
-  """Makes an engine that has captured nothing yet, of 8 sequences and 32 tokens a step at most."""
+  """Makes an engine without graphs, with at most 8 sequences and 32 tokens per step."""
   def make(**options):
     return LLM(words_folder, **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4, **options})
   return make
@@ -146,17 +145,17 @@ def tokens(n, salt=0): return {"prompt_token_ids": [3 + (7 * i + 5 * salt) % 300
 def greedy(n): return SamplingParams(temperature=0, max_tokens=n, ignore_eos=True)
 
 
-def test_a_step_is_padded_to_a_captured_one_until_it_has_been_met_often(fresh, words_folder):
+def test_choose_key_pads_to_captured_graph_until_requested_often(fresh, words_folder):
   llm = fresh()
   llm.generate(tokens(7), greedy(1), use_tqdm=False)
   assert [key.num_tokens for key in llm.runner.graphs] == [8]
   output = llm.generate(tokens(7), greedy(30), use_tqdm=False)[0]
-  assert [key.num_tokens for key in llm.runner.graphs] == [8, 1], "a stream's own shape is worth a capture in the end"
+  assert [key.num_tokens for key in llm.runner.graphs] == [8, 1], "a frequent shape gets its own graph"
   assert llm.runner.requested[GraphKey(1, 1)] > OFTEN
   assert output.outputs[0].token_ids == reference_greedy(words_folder, tokens(7)["prompt_token_ids"], 30)
 
 
-def test_what_would_take_twice_the_time_is_captured_at_once(fresh):
+def test_choose_key_captures_at_once_if_padding_doubles_time(fresh):
   llm = fresh()
   choose_key = llm.runner.choose_key
   greedy_key, filtered_key = GraphKey(32, 8), GraphKey(32, 8, SamplerMode.FILTERED)
@@ -172,120 +171,119 @@ def test_what_would_take_twice_the_time_is_captured_at_once(fresh):
   assert choose_key(GraphKey(20, 20)).num_rows == 32, "all logits of a prompt"
 
 
-def test_a_list_is_captured_at_start_and_nothing_is_captured_after(fresh, words_folder):
+def test_capture_sizes_are_captured_at_start_and_none_after(fresh, words_folder):
   llm = fresh(cudagraph_capture_sizes=[32, 8])
-  shapes = set(llm.runner.graphs)
-  assert shapes == {GraphKey(size, 8, mode) for size in (8, 32) for mode in (SamplerMode.GREEDY, SamplerMode.FILTERED)}
+  keys = set(llm.runner.graphs)
+  assert keys == {GraphKey(size, 8, mode) for size in (8, 32) for mode in (SamplerMode.GREEDY, SamplerMode.FILTERED)}
   params = [greedy(6), SamplingParams(max_tokens=5, seed=1), SamplingParams(max_tokens=4, seed=2, top_p=0.9), greedy(1)]
   prompts = [tokens(n, n) for n in (1, 9, 30, 3)]
   outputs = llm.generate(prompts, params, use_tqdm=False)
   for prompt, param in zip(prompts, params, strict=True): llm.generate(prompt, param, use_tqdm=False)
-  assert set(llm.runner.graphs) == shapes
+  assert set(llm.runner.graphs) == keys
   plain = fresh().generate(prompts, params, use_tqdm=False)
   assert [x.outputs[0].token_ids for x in outputs] == [x.outputs[0].token_ids for x in plain]
   assert outputs[0].outputs[0].token_ids == reference_greedy(words_folder, prompts[0]["prompt_token_ids"], 6)
 
 
 @pytest.mark.slow
-def test_rare_kinds_are_captured_together(fresh):
+def test_capture_optional_covers_all_optional_features(fresh):
   llm = fresh(cudagraph_capture_sizes=[8, 32])
   assert len(list(llm.capture([8, 32], optional=True))) == 4
-  shapes = set(llm.runner.graphs)
+  keys = set(llm.runner.graphs)
   for more in ({"logprobs": 3}, {"logit_bias": {5: 2.0}}, {"allowed_token_ids": [5, 6, 7]}, {"frequency_penalty": 1.0},
                {"bad_words": ["the"], "logprobs": 0}):
-    rare = SamplingParams(temperature=0, max_tokens=4, **more)
-    got = llm.generate(tokens(5), rare, use_tqdm=False)[0].outputs[0]
-    expected = fresh().generate(tokens(5), rare, use_tqdm=False)[0].outputs[0]
+    params = SamplingParams(temperature=0, max_tokens=4, **more)
+    got = llm.generate(tokens(5), params, use_tqdm=False)[0].outputs[0]
+    expected = fresh().generate(tokens(5), params, use_tqdm=False)[0].outputs[0]
     assert got.token_ids == expected.token_ids and (got.logprobs is None) == (more.get("logprobs") is None)
-  assert set(llm.runner.graphs) == shapes
+  assert set(llm.runner.graphs) == keys
 
 
 @pytest.mark.parametrize("sizes", [[3], [0], [-8], [8, 12]])
-def test_sizes_are_powers_of_two(fresh, sizes):
+def test_capture_sizes_other_than_powers_of_two_are_refused(fresh, sizes):
   with pytest.raises(ValueError, match="cudagraph_capture_sizes"): fresh(cudagraph_capture_sizes=sizes)
 
 
-def test_eager_engines_capture_nothing(fresh):
+def test_enforce_eager_captures_nothing(fresh):
   llm = fresh(enforce_eager=True, cudagraph_capture_sizes=[8])
   assert llm.runner.graphs == {} and list(llm.capture()) == []
 
 
-def test_what_suits_the_device_ends_with_the_largest_step(fresh):
+def test_usual_sizes_end_with_the_largest_step(fresh):
   assert usual_sizes(fresh().runner) == [1, 2, 4, 8, 16, 32]
   assert usual_sizes(fresh(max_num_batched_tokens=20).runner)[-1] == 32
 
 
-@pytest.mark.parametrize("length,gib", [(2048, 4), (2**18, 6)], ids=["4 GiB", "what one sequence takes"])
-def test_on_a_cpu_the_pool_is_the_same_at_the_next_start_and_so_are_the_kernels(length, gib, monkeypatch):
-  """30 layers of 3 heads of 64 dimensions: 23 KiB a token in float16."""
-  shape = ModelConfig.from_hf(dict(
+@pytest.mark.parametrize("length,gib", [(2048, 4), (2**18, 6)], ids=["4 GiB", "one sequence"])
+def test_allocate_kv_caches_on_cpu_gives_same_size_each_start(length, gib, monkeypatch):
+  """30 layers with 3 KV heads of 64 dimensions: 23 KiB per token in float16."""
+  model_config = ModelConfig.from_hf(dict(
     vocab_size=32, hidden_size=576, intermediate_size=64, num_hidden_layers=30, num_attention_heads=9,
     rms_norm_eps=1e-5, num_key_value_heads=3, max_position_embeddings=2**18,
     architectures=["LlamaForCausalLM"]), Path())
-  made = []
-  monkeypatch.setattr("tinyvllm.runner.Tensor.empty", lambda *shape, **_: made.append(shape) or Tensor(0.0))
+  shapes = []
+  monkeypatch.setattr("tinyvllm.runner.Tensor.empty", lambda *shape, **_: shapes.append(shape) or Tensor(0.0))
   config = EngineConfig(max_num_seqs=1024, max_model_len=length)
-  model = SimpleNamespace(config=shape, backend=make_backend(), dtype=dtypes.float16, devices=Devices())
-  for gib_left in (20, 17.3): allocate_kv_caches(model, config, int(gib_left * 2**30))
-  assert len({tuple(made[:60]), tuple(made[60:])}) == 1
-  blocks, heads, dim, size = made[0]
+  model = SimpleNamespace(config=model_config, backend=make_backend(), dtype=dtypes.float16, devices=Devices())
+  for gib_free in (20, 17.3): allocate_kv_caches(model, config, int(gib_free * 2**30))
+  assert len({tuple(shapes[:60]), tuple(shapes[60:])}) == 1
+  blocks, heads, dim, size = shapes[0]
   assert 0.9 * gib * 2**30 <= 60 * blocks * heads * dim * size * 2 <= 1.02 * gib * 2**30
 
 
-# one layer is traced for all
+# layers traced once
 
-def test_one_trace_serves_all_layers_of_a_kind_which_read_their_own(fresh, words_folder, monkeypatch):
+def test_run_layers_traces_equal_layers_once(fresh, words_folder, monkeypatch):
   traced = Counter()
-  kept = traced_layers.call_layer
-  monkeypatch.setattr(kept, "fxn", lambda layer, *args, trace=kept.fxn: traced.update([layer]) or trace(layer, *args))
+  call_layer = traced_layers.call_layer
+  trace = call_layer.fxn
+  monkeypatch.setattr(call_layer, "fxn", lambda layer, *args: traced.update([layer]) or trace(layer, *args))
   for kinds in (1, 2):
     llm = fresh()
     layers = llm.runner.model.layers
     assert len(layers) == 2
-    if kinds == 2:   # one that reads one thing more
+    if kinds == 2:   # a layer with one more input
       linear = layers[1].o_proj
       linear.bias = Tensor.zeros(linear.out_features).contiguous().realize()
     traced.clear()
-    said = llm.generate(tokens(7), greedy(4), use_tqdm=False)[0].outputs[0].token_ids
+    ids = llm.generate(tokens(7), greedy(4), use_tqdm=False)[0].outputs[0].token_ids
     assert traced == dict.fromkeys(layers[:kinds], len(llm.runner.graphs))
-    assert said == reference_greedy(words_folder, tokens(7)["prompt_token_ids"], 4)
+    assert ids == reference_greedy(words_folder, tokens(7)["prompt_token_ids"], 4)
 
 
-# what is said
+# the log
 
-def test_each_stage_is_a_line_of_the_log(fresh, caplog):
+def test_engine_start_logs_a_line_per_stage(fresh, caplog):
   with caplog.at_level("INFO", "tinyvllm"): fresh(cudagraph_capture_sizes=[8])
   text = "\n".join(record.message for record in caplog.records)
   assert re.search(r"^loaded .* s; a step takes 32 tokens\nKV cache: .*\n"
                    r"captured 2 steps in [\d.]+ s, \d+ new kernels$", text, re.M)
 
 
-def test_a_script_that_sets_up_no_log_reads_it_too(tmp_path):
+def test_script_without_logging_setup_sees_the_log(tmp_path):
   def run(code):
     env = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
-  said = run("import tinyvllm; print(tinyvllm.generate('Hello'))")
-  assert said.stdout == ", world!\n" and said.stderr.startswith("loaded default_model")
+  loud = run("import tinyvllm; print(tinyvllm.generate('Hello'))")
+  assert loud.stdout == ", world!\n" and loud.stderr.startswith("loaded default_model")
   quiet = run("import logging, tinyvllm; logging.getLogger('tinyvllm').addHandler(logging.NullHandler())\n"
               "print(tinyvllm.generate('Hello'))")
   assert (quiet.stdout, quiet.stderr) == (", world!\n", "")
 
 
-def test_the_engine_gives_the_same_without_the_packages_beside_it(tmp_path):
-  code = ("import sys\nfor name in sys.argv[1:]: sys.modules[name] = None   # as if it was not installed\n"
+def test_core_without_extension_generates_the_same(tmp_path):
+  code = ("import sys\nfor name in sys.argv[1:]: sys.modules[name] = None   # as if not installed\n"
           "import tinyvllm; print(tinyvllm.generate('Hello'))")
   env = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
-  beside = ["tinyvllm_extra"]
   runs = [subprocess.run([sys.executable, "-c", code, *names], env=env, capture_output=True, text=True, timeout=120)
-          for names in ([], beside)]
+          for names in ([], ["tinyvllm_extra"])]
   assert runs[0].stdout == runs[1].stdout == ", world!\n"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"dtype": "float16"}], ids=str)
-def test_plain_matrices_and_norms_give_the_same(tmp_path, options):
-  """Those of the engine, which the extension's kernels stand in for: with all that a model may have, and on devices
-  that read each other's sums."""
+def test_core_backend_generates_the_same_as_extension_kernels(tmp_path, options):
+  """A model with every optional part, and two devices that read each other's partial sums."""
   folder = tiny_model(tmp_path, dtype="bfloat16", architectures=["Qwen3ForCausalLM"], head_dim=16, attention_bias=True,
                       num_key_value_heads=None, mlp_bias=True, tie_word_embeddings=True)
   code = ("import sys, tinyvllm\nbackend = tinyvllm.Backend() if sys.argv[2:] else None\n"
@@ -299,10 +297,10 @@ def test_plain_matrices_and_norms_give_the_same(tmp_path, options):
   assert modules == ("tinyvllm_extra.kernels.matmul", "tinyvllm.backend") and ids[0] == ids[1] and len(ids[0]) > 60
 
 
-def test_ctrl_c_during_captures_is_exit_code_130_and_no_traceback(tmp_path):
+def test_ctrl_c_during_captures_exits_130_without_traceback(tmp_path):
   run = start(tmp_path, "--cudagraph-capture-sizes", "1", "2", "4", "8", "16", "32", "64", "128", "256", "512")
   for line in run.stderr:
-    if line.startswith("KV cache"): break   # nothing is in the caches: to capture all takes a while
+    if line.startswith("KV cache"): break   # the caches are empty: capturing all graphs takes a while
   run.send_signal(signal.SIGINT)
   out, err = run.communicate(timeout=60)
   assert (run.returncode, out.strip()) == (130, "") and "Traceback" not in err, err
@@ -311,14 +309,14 @@ def test_ctrl_c_during_captures_is_exit_code_130_and_no_traceback(tmp_path):
 # a server
 
 @pytest.mark.slow
-def test_a_server_is_ready_when_its_steps_are_captured(words_folder):
+def test_server_is_ready_when_steps_are_captured(words_folder):
   options = ["--max-num-seqs", 8, "--max-num-batched-tokens", 32, "--block-size", 4]
   with Server(words_folder, *options, ready=False) as server:
-    said = []
+    messages = []
     while not server.healthy():
       error = server.get("/health").json().get("error", {"message": ""})
-      said.append(error["message"])
-    assert {text for text in said if re.fullmatch(r"preparing \d+ of 12", text)}, said
+      messages.append(error["message"])
+    assert {text for text in messages if re.fullmatch(r"preparing \d+ of 12", text)}, messages
     body = {"prompt": "the cat", "max_tokens": 20}
     for more in ({"temperature": 0}, {"top_p": 0.9}, {"logprobs": 2}):
       assert server.post("/v1/completions", {**body, **more}).status_code == 200
@@ -328,24 +326,24 @@ def test_a_server_is_ready_when_its_steps_are_captured(words_folder):
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_a_server_prepares_is_exit_code_130_and_no_traceback(words_folder, tmp_path):
-  empty = {"CACHEDB": str(tmp_path / "cache.db")}   # so that there is a lot to prepare
+def test_ctrl_c_during_server_captures_exits_130_without_traceback(words_folder, tmp_path):
+  empty = {"CACHEDB": str(tmp_path / "cache.db")}   # empty caches, so that preparing takes a while
   with Server(words_folder, ready=False, environment=empty) as server:
-    wait_until(lambda: "preparing" in server.get("/health").text, "it prepares")
+    wait_until(lambda: "preparing" in server.get("/health").text, "captures begin")
     server.signal(signal.SIGINT)
     assert server.wait() == 130 and "Traceback" not in server.log, server.log
 
 
 @pytest.mark.slow
-def test_rare_kinds_are_captured_while_there_is_nothing_to_do(words_folder):
+def test_async_llm_captures_optional_graphs_while_idle(words_folder):
   llm = AsyncLLM(words_folder, prepare=True, cudagraph_capture_sizes=[8], max_num_seqs=4, max_num_batched_tokens=8)
   driver = llm._driver
-  wait_until(lambda: driver.captures is None, "all is captured")
+  wait_until(lambda: driver.captures is None, "all graphs are captured")
   assert {key.sampler_mode for key in llm.llm.runner.graphs} == {*SamplerMode} and len(llm.llm.runner.graphs) == 4
   assert llm.state == ""
 
 
-def test_a_capture_that_fails_is_logged_and_what_is_asked_is_answered(words_folder, monkeypatch, caplog):
+def test_async_llm_failed_capture_is_logged_and_requests_run(words_folder, monkeypatch, caplog):
   def fails(self, sizes=None, optional=False):
     yield "preparing 1 of 1"
     raise RuntimeError("out of memory")

@@ -1,5 +1,5 @@
-"""Where a text ends, to the character and to the token, by LLM.generate and LLM.generate_stream. The model says what
-it is told to: its tokens are the pieces of scripts, and greedy text goes from each piece to the next of its script."""
+"""The exact character and token at which output ends, by LLM.generate and LLM.generate_stream. The model follows
+scripts: its tokens are the pieces of the scripts, and the greedy next token is the next piece."""
 import json
 from types import SimpleNamespace
 
@@ -12,8 +12,8 @@ from tokenizers import decoders, models
 from tinyvllm import LLM, SamplingParams
 
 EOS = "</s>"
-# The first piece is the prompt. Behind the last comes the end token, or the piece again where the script ends with "…".
-# A piece is text, or a byte as <0xC3>. Each script has tokens of its own, but for the bytes of "long", each there once.
+# The first piece is the prompt. After the last piece comes the end token, or with "…" the last piece again. A piece is
+# text or a byte, as in <0xC3>. Each script has its own tokens, except the bytes of "long", which occur once each.
 SCRIPTS = {
   "hello": ["Say: ", "he", "llo", " wor", "ld", ", and", " more", EOS],
   "prompt": ["the c", "at", " and the ", "c", "at", " sat", "…"],
@@ -30,7 +30,7 @@ SCRIPTS = {
 
 
 def token(name, i):
-  """A token's name in the vocabulary."""
+  """The token's name in the vocabulary."""
   piece = SCRIPTS[name][i]
   return piece if name == "long" and piece.startswith("<0x") else f"{name}:{i}#{piece}"
 
@@ -39,27 +39,27 @@ SCRIPTED = [token(name, i) for name, pieces in SCRIPTS.items() for i in range(le
 VOCAB = list(dict.fromkeys([EOS, *(f"<0x{byte:02X}>" for byte in range(256)), *SCRIPTED]))
 IDS = {text: i for i, text in enumerate(VOCAB)}
 SIZE = -(-len(VOCAB) // 8) * 8
-COIN = "again:1#a", "one token:1#one END two"   # behind the first comes either
+COIN = "again:1#a", "one token:1#one END two"   # after the first token, both are equally probable
 
 
 def id_of(name, i): return IDS[token(name, i)]
 
 
 def following(name, i):
-  """The id behind a script's i-th piece."""
+  """The id after a script's i-th piece."""
   piece = SCRIPTS[name][i + 1]
   return {EOS: 0, "…": id_of(name, i)}.get(piece) if piece in (EOS, "…") else id_of(name, i + 1)
 
 
 def script_ids(name, n):
-  """The ids that a script gives behind its prompt."""
+  """The first n ids after a script's prompt."""
   ids = [id_of(name, i) for i in range(1, len(SCRIPTS[name]) - 1)]
   return (ids + [0 if SCRIPTS[name][-1] == EOS else ids[-1]] * n)[:n]
 
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-  """Attention and MLP add nothing, an embedding is a one at its token's place, and the head maps it to what follows."""
+  """Attention and MLP add nothing, embeddings are one-hot, and the head maps each token to the next one."""
   folder = tiny_model(tmp_path_factory.mktemp("scripts"), tokenizer=False, hidden_size=SIZE, vocab_size=SIZE,
                       eos_token_id=0, num_hidden_layers=1)
   weights = random_weights(tiny_config(hidden_size=SIZE, vocab_size=SIZE, num_hidden_layers=1))
@@ -82,8 +82,8 @@ def llm(tmp_path_factory):
 
 
 def ask(llm, name, max_tokens=8, **options):
-  """A script by generate and by stream, which must tell the same: its text, the pieces of text that came with each
-  token, the number of tokens, and why it ended."""
+  """Run a script by generate and by generate_stream, which must agree. Return its text, the new text of each token, the
+  number of tokens, and finish_reason with stop_reason."""
   job = {"prompt_token_ids": [id_of(name, 0)]}
   params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **options})
   whole, parts = llm.generate(job, params, use_tqdm=False)[0].outputs[0], list(llm.generate_stream(job, params))
@@ -96,51 +96,51 @@ def ask(llm, name, max_tokens=8, **options):
   return SimpleNamespace(text=whole.text, pieces=[p.text for p in parts], n=len(parts), reason=reason)
 
 
-def test_the_model_follows_its_scripts(llm):
+def test_model_follows_scripts(llm):
   assert ask(llm, "hello").text == "hello world, and more" and ask(llm, "hello").reason == ("stop", None)
   assert ask(llm, "bytes", 14).text == "café🙂a🙃bb"
   assert ask(llm, "again", 3).pieces == ["a", "a", "a"]
 
 
-# a stop string's place among tokens
+# Position of a stop string
 
 @pytest.mark.parametrize("include", [False, True])
 @pytest.mark.parametrize("stop, n, pieces", [
   ("llo", 2, ["he", ""]), ("lo wo", 3, ["he", "l", ""]), ("o world,", 5, ["he", "ll", "", "", ""]),
   ("hello", 2, ["", ""]), ("h", 1, [""]), (" world", 4, ["he", "llo", "", ""])])
-def test_a_stop_string_ends_the_text_at_its_first_character_and_is_held_back_until_then(llm, stop, n, pieces, include):
+def test_stop_string_at_any_position_ends_text(llm, stop, n, pieces, include):
   got, shown = ask(llm, "hello", stop=stop, include_stop_str_in_output=include), "".join(pieces)
   assert got.text == shown + stop * include and got.n == n and got.reason == ("stop", stop)
   assert got.pieces == pieces[:-1] + [pieces[-1] + stop * include]
 
 
-def test_text_behind_a_stop_string_in_the_same_token_is_cut(llm):
+def test_stop_string_within_token_cuts_rest(llm):
   for include, text in ((False, "one "), (True, "one END")):
     got = ask(llm, "one token", stop="END", include_stop_str_in_output=include)
     assert (got.text, got.n, got.reason) == (text, 1, ("stop", "END"))
 
 
-def test_a_stop_string_does_not_match_across_the_prompts_end_and_does_behind_it(llm):
+def test_stop_string_matches_output_only(llm):
   got = ask(llm, "prompt", stop="the cat")
-  assert got.text == "at and " and got.n == 4, "the first 'cat' is half the prompt's"
-  assert ask(llm, "prompt", 3, stop=["the cat", "cat", "c"]).reason == ("stop", "c"), "…nor does the prompt's 'c'"
+  assert got.text == "at and " and got.n == 4, "the first 'cat' begins in the prompt"
+  assert ask(llm, "prompt", 3, stop=["the cat", "cat", "c"]).reason == ("stop", "c"), "the prompt's 'c' does not match"
   assert ask(llm, "prompt", 1, stop=["cat", "the c"]).reason == ("length", None)
 
 
-def test_a_stop_string_begins_anew_within_a_failed_one(llm):
+def test_stop_string_within_partial_match_ends_text(llm):
   got = ask(llm, "overlap", stop="aab")   # aaab…
   assert (got.text, got.n, got.pieces) == ("a", 2, ["", "a"]) and got.reason == ("stop", "aab")
   got = ask(llm, "overlap", 3, stop="abaaba")
   assert got.text == "aaabaab" and got.pieces == ["a", "a", "abaab"] and got.reason == ("length", None)
 
 
-def test_a_stop_string_that_the_last_token_completes_wins_over_length(llm):
+def test_stop_string_in_last_token_overrides_length(llm):
   for include, text in ((False, "hel"), (True, "hello w")):
     got = ask(llm, "hello", 3, stop="lo w", include_stop_str_in_output=include)
     assert got.text == text and got.reason == ("stop", "lo w") and got.n == 3
 
 
-def test_text_held_back_is_shown_once_when_something_else_ends_it(llm):
+def test_held_back_text_is_delivered_at_end(llm):
   got = ask(llm, "hello", 3, stop=["lo world", "o wx"])
   assert got.text == "hello wor" and got.pieces == ["he", "l", "lo wor"] and got.reason == ("length", None)
   got = ask(llm, "end", stop="ne!")
@@ -149,67 +149,67 @@ def test_text_held_back_is_shown_once_when_something_else_ends_it(llm):
   assert got.text == "hello wor" and got.pieces == ["he", "", "", "llo wor"]
 
 
-def test_text_held_back_is_shown_once_when_it_cannot_become_the_stop_string(llm):
+def test_held_back_text_is_delivered_after_mismatch(llm):
   got = ask(llm, "hello", 6, stop=["llo wax", "world!"])
   assert got.pieces == ["he", "", "llo ", "", "world, and", " more"] and got.text == "hello world, and more"
 
 
-def test_one_token_at_most(llm):
+def test_max_tokens_1_gives_one_token(llm):
   got = ask(llm, "hello", 1)
   assert (got.text, got.n, got.reason) == ("he", 1, ("length", None))
-  assert ask(llm, "hello", 1, stop="hel").pieces == ["he"], "held back, and shown"
+  assert ask(llm, "hello", 1, stop="hel").pieces == ["he"], "held back, then delivered"
   assert ask(llm, "hello", 1, stop="e").reason == ("stop", "e") and ask(llm, "hello", 1, stop="e").text == "h"
   got = ask(llm, "bytes", 2)
-  assert got.pieces == ["caf", "\ufffd"] and got.reason == ("length", None), "half a character, and nothing to come"
+  assert got.pieces == ["caf", "\ufffd"] and got.reason == ("length", None), "a partial character at the end"
 
 
-# several stop strings
+# Several stop strings
 
 @pytest.mark.parametrize("stop, text, reason", [
-  (["cd", "de"], "ab", "cd"), (["de", "cd"], "ab", "cd"),               # the earliest, in any order
-  (["bcd", "cd"], "a", "bcd"), (["ef", "f"], "abcd", "ef"),             # one is another's tail
-  (["cd", "cde"], "ab", "cd"), (["cde", "cd"], "ab", "cd"),             # one begins another
-  (["bcdef", "d"], "abc", "d"), (["abcdefgx", "e"], "abcd", "e"),       # a longer one that begins earlier has not come
+  (["cd", "de"], "ab", "cd"), (["de", "cd"], "ab", "cd"),               # the earliest wins, in any order
+  (["bcd", "cd"], "a", "bcd"), (["ef", "f"], "abcd", "ef"),             # one is the end of another
+  (["cd", "cde"], "ab", "cd"), (["cde", "cd"], "ab", "cd"),             # one is the start of another
+  (["bcdef", "d"], "abc", "d"), (["abcdefgx", "e"], "abcd", "e"),       # a longer one is not complete
   (["x", "gh", "h"], "abcdef", "gh")])
-def test_of_several_stop_strings_the_first_to_be_there_wins_and_of_one_token_the_earliest(llm, stop, text, reason):
+def test_stop_strings_first_complete_one_wins(llm, stop, text, reason):
   for include in (False, True):
     got = ask(llm, "twins", 4, stop=stop, include_stop_str_in_output=include)
     assert got.text == text + reason * include and got.reason == ("stop", reason)
 
 
-def test_of_two_that_begin_at_one_place_and_come_with_one_token_the_lexicographically_smaller_wins(llm):
+def test_stop_strings_at_same_position_smaller_wins(llm):
   for stop in (["one EN", "one E"], ["one E", "one EN"]):
     got = ask(llm, "one token", stop=stop, include_stop_str_in_output=True)
     assert got.text == "one E" and got.reason == ("stop", "one E")
 
 
-def test_an_enormous_stop_string_takes_no_time(llm):
-  """To compare each of its beginnings with the text would take minutes."""
+def test_stop_string_of_a_million_characters_is_fast(llm):
+  """Comparing each of its prefixes with the text would take minutes."""
   params = SamplingParams(temperature=0.0, max_tokens=6, stop=["x" * 1_000_000, "hello world, and more"])
   assert "".join(x.outputs[0].text for x in llm.generate_stream(SCRIPTS["hello"][0], params)) == ""
 
 
-def test_a_stop_string_that_begins_as_anothers_tail(llm):
+def test_stop_string_within_other_partial_match_ends_text(llm):
   got = ask(llm, "tail", stop=["xabb", "abc"])   # xab a bc: the first fails, the second begins in it
   assert got.text == "xab" and got.pieces == ["", "xab", ""] and got.reason == ("stop", "abc")
   got = ask(llm, "tail", 4, stop=["abx", "bcde"])
   assert got.text == "xabab" + "cd" and got.pieces == ["x", "ab", "a", "bcd"] and got.reason == ("length", None)
 
 
-# characters of several tokens
+# Characters of several tokens
 
-def test_a_stop_string_within_a_character_of_several_tokens(llm):
+def test_stop_string_of_multi_token_character_ends_text(llm):
   got = ask(llm, "bytes", 14, stop="é")
   assert got.pieces == ["caf", "", ""] and got.n == 3 and got.reason == ("stop", "é")
-  got = ask(llm, "bytes", 14, stop="🙃")   # its first three bytes are those of the other one, too
+  got = ask(llm, "bytes", 14, stop="🙃")   # shares three bytes with the other emoji
   assert got.pieces == ["caf", "", "é", "", "", "", "🙂", "a", "", "", "", ""] and got.n == 12
   got = ask(llm, "bytes", 14, stop="🙂a🙃b", include_stop_str_in_output=True)
   assert got.text == "café🙂a🙃b" and got.pieces[-1] == "🙂a🙃b" and got.n == 13
   assert ask(llm, "bytes", 14, stop="fé🙃").text == "café🙂a🙃bb"
 
 
-def test_a_long_run_of_characters_of_several_tokens_is_shown_character_by_character(llm):
-  """12 tokens of a byte each; with a stop string, the text is made as the tokens come."""
+def test_multi_token_characters_are_delivered_one_by_one(llm):
+  """12 tokens of one byte each. With a stop string, text is decoded in each step."""
   characters = [part for c in "日語の한" for part in ("", "", c)]
   for options in ({}, {"stop": "#"}):
     got = ask(llm, "long", 13, **options)
@@ -237,19 +237,19 @@ def test_half_a_character_before_a_stop_id_spoils_those_in_bytes_before_it_too(l
   assert got.text == "\ufffd" * 4 and got.stop_reason == stop and len(got.token_ids) == 5
 
 
-def test_half_a_character_is_no_stop_string_while_its_other_half_may_come(llm):
+def test_stop_string_does_not_match_partial_character(llm):
   got = ask(llm, "bytes", 14, stop="\ufffd")
   assert got.text == "café🙂a🙃bb" and got.reason == ("length", None)
 
 
-def test_a_stop_string_counts_from_the_token_behind_min_tokens(llm):
+def test_stop_string_counts_after_min_tokens(llm):
   for n, text in ((2, "hel"), (3, "hello world, and more")):
-    assert ask(llm, "hello", 6, stop="lo w", min_tokens=n).text == text, "it is there with the third token"
+    assert ask(llm, "hello", 6, stop="lo w", min_tokens=n).text == text, "the third token completes it"
   got = ask(llm, "again", 6, stop="aa", min_tokens=3)
-  assert got.text == "aa" and got.n == 4 and got.reason == ("stop", "aa"), "of the third and the fourth"
+  assert got.text == "aa" and got.n == 4 and got.reason == ("stop", "aa"), "made of the third and the fourth token"
 
 
-def test_a_stop_id_held_back_by_min_tokens_gives_way_to_another_token(llm):
+def test_stop_id_is_banned_before_min_tokens(llm):
   stop = id_of("again", 1)
   job, params = {"prompt_token_ids": [id_of("again", 0)]}, {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
   got = llm.generate(job, SamplingParams(**params, stop_token_ids=[stop], min_tokens=2))[0].outputs[0]
@@ -257,27 +257,27 @@ def test_a_stop_id_held_back_by_min_tokens_gives_way_to_another_token(llm):
   assert llm.generate(job, SamplingParams(**params, stop_token_ids=[stop]))[0].outputs[0].token_ids == [stop]
 
 
-# stop ids and end tokens
+# Stop ids and end tokens
 
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_ids_text_is_shown_where_asked_for(llm, include):
+def test_stop_id_text_is_kept_if_included(llm, include):
   stop = id_of("hello", 3)
   got = ask(llm, "hello", stop_token_ids=[stop, 0], include_stop_str_in_output=include)
   assert got.pieces == ["he", "llo", " wor" * include] and got.reason == ("stop", stop)
   got = ask(llm, "hello", 3, stop_token_ids=[stop], include_stop_str_in_output=include)
-  assert got.n == 3 and got.reason == ("stop", stop), "the last token that may come"
+  assert got.n == 3 and got.reason == ("stop", stop), "the last token that max_tokens allows"
   got = ask(llm, "again", stop_token_ids=[id_of("again", 1)], include_stop_str_in_output=include)
-  assert got.text == "a" * include and got.n == 1, "the first token of all"
+  assert got.text == "a" * include and got.n == 1, "the first token"
 
 
-def test_a_stop_string_in_a_stop_ids_text(llm):
+def test_stop_string_within_stop_id_text_matches_if_included(llm):
   stop, both = id_of("hello", 3), {"stop_token_ids": [id_of("hello", 3)], "stop": "o w"}
   got = ask(llm, "hello", **both)
-  assert got.text == "hello" and got.reason == ("stop", stop), "text that is not shown has no stop string"
+  assert got.text == "hello" and got.reason == ("stop", stop), "hidden text has no stop string"
   assert ask(llm, "hello", **both, include_stop_str_in_output=True).text == "hello w"
 
 
-def test_an_end_tokens_text_is_not_shown(llm):
+def test_end_token_text_is_hidden(llm):
   for options in ({}, {"skip_special_tokens": False}, {"include_stop_str_in_output": True}, {"stop_token_ids": [0]}):
     got = ask(llm, "end", **options)
     assert got.text == "done" and got.n == 2 and got.pieces == ["done", ""], options
@@ -285,7 +285,7 @@ def test_an_end_tokens_text_is_not_shown(llm):
   assert ask(llm, "end", stop=EOS, skip_special_tokens=False).reason == ("stop", None)
 
 
-def test_an_end_token_that_is_ignored_is_text_where_special_tokens_are(llm):
+def test_ignored_end_token_is_text_without_skip_special_tokens(llm):
   job, params = {"prompt_token_ids": [id_of("end", 0)]}, {"temperature": 0.0, "max_tokens": 2, "ignore_eos": True}
   for skip, text in ((True, "done"), (False, "done" + EOS)):
     got = llm.generate(job, SamplingParams(**params, skip_special_tokens=skip))[0].outputs[0]
@@ -294,10 +294,10 @@ def test_an_end_token_that_is_ignored_is_text_where_special_tokens_are(llm):
   assert got.text == "don" and got.stop_reason == "e</"
 
 
-# samples
+# Samples
 
 @pytest.mark.slow
-def test_each_sample_ends_at_its_own_place(llm):
+def test_samples_end_independently(llm):
   job, options = {"prompt_token_ids": [id_of("again", 1)]}, {"max_tokens": 12, "stop": ["END", "aaaaaaa"], "top_k": 2}
   lengths = set()
   for seed in range(0, 60, 3):
@@ -312,4 +312,4 @@ def test_each_sample_ends_at_its_own_place(llm):
       expected = ("a" * (n - 1) + "one ", "END") if got.token_ids[-1] == IDS[COIN[1]] else ("", "aaaaaaa")
       assert (got.text, got.stop_reason) == expected and got.finish_reason == "stop"
     lengths.add(tuple(len(c.token_ids) for c in whole))
-  assert any(len(set(x)) == 3 for x in lengths), "no three samples ended at three places"
+  assert any(len(set(x)) == 3 for x in lengths), "no request had samples of three lengths"

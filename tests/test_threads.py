@@ -1,4 +1,4 @@
-"""An engine is for one thread at a time: a second one that comes meanwhile is told so, and disturbs nothing."""
+"""One thread at a time drives an engine: a second one gets a RuntimeError and changes nothing."""
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,7 +26,7 @@ def generated(llm): return ids_of(llm.generate(tokens(IDS), greedy(6), use_tqdm=
 def streamed(llm): return [i for output in llm.generate_stream(tokens(IDS), greedy(6)) for i in ids_of(output)]
 
 
-# What a second thread may try meanwhile
+# Calls that a second thread makes during a step
 CALLS = {
   "add_request": lambda llm: llm.add_request("second", tokens(OTHER), greedy(3)),
   "abort_request": lambda llm: llm.abort_request(next(iter(llm.requests))),
@@ -38,28 +38,28 @@ CALLS = {
 
 @pytest.fixture
 def second():
-  """A second thread."""
+  """Runs calls on a second thread."""
   with ThreadPoolExecutor(1) as pool: yield lambda call, *args: pool.submit(call, *args)
 
 
 @pytest.fixture
 def busy(words_llm, monkeypatch):
-  """Lets a thread begin something, and holds it within the third step that it launches. Gives what becomes of it, and
-  what lets it go on."""
+  """Returns a function that starts work on a thread and blocks it in its third launch. It returns the work's future and
+  a function that unblocks the thread."""
   held, go_on, launch, launched = threading.Event(), threading.Event(), words_llm.runner.launch, []
 
   def wait_and_launch(step):
     launched.append(step)
     if len(launched) == 3:
       held.set()
-      assert go_on.wait(60), "nobody lets it go on"
+      assert go_on.wait(60), "the thread was never unblocked"
     return launch(step)
   monkeypatch.setattr(words_llm.runner, "launch", wait_and_launch)
   with ThreadPoolExecutor(1) as pool:
     def begin(work):
       future = pool.submit(work, words_llm)
       future.add_done_callback(lambda _: held.set())
-      assert held.wait(60) and not future.done(), "it was meant to come to its third step"
+      assert held.wait(60) and not future.done(), "the third step must be running"
       return future, go_on.set
     yield begin
     go_on.set()
@@ -67,18 +67,18 @@ def busy(words_llm, monkeypatch):
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("work", [stepped, generated, streamed])
-def test_a_second_thread_is_told_of_async_llm_and_disturbs_nothing(words_llm, words_folder, second, busy, work, name):
+def test_second_thread_is_refused_and_changes_nothing(words_llm, words_folder, second, busy, work, name):
   first, go_on = busy(work)
   running, = words_llm.requests
   with pytest.raises(RuntimeError, match="AsyncLLM"): second(CALLS[name], words_llm).result(10)
-  assert [*words_llm.requests] == [running], "it has added nothing, and ended nothing"
+  assert [*words_llm.requests] == [running], "the refused call added or ended a request"
   go_on()
   assert first.result(60) == reference_greedy(words_folder, IDS, 6)
   check_invariants(words_llm)
-  assert second(generated, words_llm).result(60) == reference_greedy(words_folder, IDS, 6), "now it may"
+  assert second(generated, words_llm).result(60) == reference_greedy(words_folder, IDS, 6), "allowed after the step"
 
 
-def test_a_second_thread_may_look_meanwhile(words_llm, second, busy):
+def test_second_thread_may_read_metrics_during_a_step(words_llm, second, busy):
   first, go_on = busy(stepped)
   metrics = second(words_llm.get_metrics).result(10)
   assert metrics["num_requests_running"] == 1 and metrics["blocks_used"] == 2
@@ -88,10 +88,10 @@ def test_a_second_thread_may_look_meanwhile(words_llm, second, busy):
 
 
 class Failed(BaseException):
-  """Not an Exception, as Ctrl-C is none."""
+  """A BaseException, like KeyboardInterrupt."""
 
 
-def test_a_thread_whose_step_failed_lets_others_in(words_llm, words_folder, second, monkeypatch):
+def test_failed_step_releases_the_engine_to_other_threads(words_llm, words_folder, second, monkeypatch):
   def fail(step): raise Failed
   with monkeypatch.context() as patched, pytest.raises(Failed):
     patched.setattr(words_llm.runner, "launch", fail)
@@ -99,7 +99,7 @@ def test_a_thread_whose_step_failed_lets_others_in(words_llm, words_folder, seco
   assert second(generated, words_llm).result(60) == reference_greedy(words_folder, IDS, 6)
 
 
-def test_between_two_tokens_of_a_stream_another_thread_may_use_the_engine(words_llm, words_folder, second):
+def test_other_thread_may_use_engine_between_stream_tokens(words_llm, words_folder, second):
   stream = words_llm.generate_stream(tokens(IDS), greedy(6))
   got = ids_of(next(stream))
   assert second(generated, words_llm).result(60) == reference_greedy(words_folder, IDS, 6)

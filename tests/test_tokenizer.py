@@ -21,7 +21,7 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def byte_level_bpe():
-  """A byte-level BPE trained on TEXTS, whose first ids are SPECIALS."""
+  """A byte-level BPE trained on TEXTS. Its first ids are SPECIALS."""
   model = tokenizers.Tokenizer(models.BPE())
   model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   model.decoder = decoders.ByteLevel()
@@ -49,7 +49,7 @@ def bpe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gguf(tmp_path_factory):
-  """The same BPE, from a GGUF."""
+  """The same BPE, read from a GGUF file."""
   trained = json.loads(byte_level_bpe().to_str())["model"]
   vocab, folder = sorted(trained["vocab"], key=trained["vocab"].get), tmp_path_factory.mktemp("gguf")
   merges = [" ".join(m) if isinstance(m, list) else m for m in trained["merges"]]
@@ -71,7 +71,7 @@ def rewritten(tmp_path, tokenizer_config, post_processor=None):
 
 
 def streamed(tokenizer, ids, prompt=(), skip=True):
-  """The pieces that come token by token, and what the end brings."""
+  """The new text after each token, and after the end of the sequence."""
   params = SamplingParams(skip_special_tokens=skip)
   seq = Sequence(request_id="", tokens=[*prompt], params=params, seed=0, order=(0,), index=0, stop_ids=frozenset(),
                  max_len=10**6)
@@ -87,35 +87,35 @@ def streamed(tokenizer, ids, prompt=(), skip=True):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_text_survives_a_round_trip(tokenizer, text):
+def test_encode_decode_round_trip_is_equal(tokenizer, text):
   ids = tokenizer.encode(text)
   assert ids and all(isinstance(i, int) for i in ids)
   assert tokenizer.decode(ids) == text
 
 
-def test_a_ggufs_tokenizer_gives_the_same_ids_as_tokenizer_json(bpe, gguf):
+def test_gguf_tokenizer_equals_tokenizer_json(bpe, gguf):
   for text in [*TEXTS, "".join(TEXTS)]: assert gguf.encode(text, False) == bpe.encode(text, False)
 
 
-def test_the_end_token_is_the_one_that_the_files_name(tokenizer, tmp_path):
+def test_eos_token_id_is_read_from_files(tokenizer, tmp_path):
   assert tokenizer.eos_token_id == 2
-  assert rewritten(tmp_path, {}).eos_token_id is None, "none is named"
+  assert rewritten(tmp_path, {}).eos_token_id is None, "the files name no end token"
 
 
-def test_sentencepiece_begins_with_bos_once_and_ends_without_eos(spm):
+def test_sentencepiece_encode_adds_bos_and_no_eos(spm):
   ids = spm.encode("hello")
   assert ids[0] == 1 and 1 not in ids[1:] and 2 not in ids
   assert spm.encode("hello", add_special_tokens=False) == ids[1:]
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
-def test_bos_is_as_tokenizer_config_says(tmp_path, add_bos):
+def test_sentencepiece_add_bos_token_decides_bos(tmp_path, add_bos):
   (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
   (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": add_bos}))
   assert (load_tokenizer(tmp_path).encode("hello")[0] == 1) is add_bos
 
 
-def test_bos_of_a_tokenizer_json_is_as_its_files_say(tmp_path, bpe):
+def test_tokenizer_json_files_decide_bos(tmp_path, bpe):
   assert bpe.encode("the cat") == bpe.encode("the cat", False), "no post-processor, no add_bos_token"
   names = {"bos_token": "<|endoftext|>"}
   bos = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
@@ -124,18 +124,18 @@ def test_bos_of_a_tokenizer_json_is_as_its_files_say(tmp_path, bpe):
   assert rewritten(tmp_path, {**names, "add_bos_token": False}, bos).encode("the cat") == bpe.encode("the cat")
 
 
-def test_a_post_processor_that_adds_an_end_token_adds_no_bos(tmp_path, bpe):
+def test_post_processor_with_end_token_adds_no_bos(tmp_path, bpe):
   names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
   end = processors.TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", 2)])
   assert rewritten(tmp_path, names, end).encode("the cat")[:-1] == bpe.encode("the cat")
 
 
-def test_a_tokenizer_json_needs_no_tokenizer_config_for_its_bos(tmp_path, bpe):
+def test_post_processor_adds_bos_without_tokenizer_config(tmp_path, bpe):
   bos = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
   assert rewritten(tmp_path, {}, bos).encode("the cat") == [0, *bpe.encode("the cat")]
 
 
-def test_special_tokens_are_ids_in_a_prompt_and_left_out_of_text(tokenizer):
+def test_special_tokens_are_encoded_and_skipped_by_decode(tokenizer):
   special, number = ("</s>", 2) if tokenizer.encode("</s>", False) == [2] else ("<|im_end|>", 2)
   ids = tokenizer.encode(f"the cat{special}")
   assert ids.count(number) == 1 and ids[-1] == number
@@ -143,7 +143,7 @@ def test_special_tokens_are_ids_in_a_prompt_and_left_out_of_text(tokenizer):
   assert tokenizer.decode(ids, skip_special_tokens=False).endswith(f"the cat{special}")
 
 
-def test_added_tokens_of_a_tokenizer_config_are_special(tmp_path):
+def test_added_special_token_is_skipped_by_decode(tmp_path):
   (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
   added = {str(VOCAB): {"content": "<|im_end|>", "special": True}}
   (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
@@ -153,19 +153,19 @@ def test_added_tokens_of_a_tokenizer_config_are_special(tmp_path):
   assert tokenizer.decode(ids, skip_special_tokens=False).endswith("hello<|im_end|>")
 
 
-def test_added_tokens_that_are_not_special_are_text(tmp_path):
+def test_added_plain_token_is_decoded(tmp_path):
   (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
   added = {str(VOCAB): {"content": "<think>", "special": False}}
   (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
   assert load_tokenizer(tmp_path).decode([VOCAB]) == "<think>"
 
 
-# chat
+# Chat templates
 
 HI = [{"role": "user", "content": "hi"}]
 
 
-def test_a_chat_templates_special_tokens_become_ids(bpe, gguf):
+def test_chat_template_special_tokens_are_encoded(bpe, gguf):
   messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
   for tokenizer in (bpe, gguf):
     text = tokenizer.apply_chat_template(messages)
@@ -175,7 +175,7 @@ def test_a_chat_templates_special_tokens_become_ids(bpe, gguf):
     assert ids.count(SPECIALS.index("<|im_start|>")) == 3 and ids.count(SPECIALS.index("<|im_end|>")) == 2
 
 
-def test_a_template_may_stand_in_a_file_of_its_own(tmp_path):
+def test_chat_template_file_is_read(tmp_path):
   (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
   template = "{{ bos_token }}{% for m in messages %}\n  {{ m.content }}{{ eos_token }}\n{% endfor %}\n"
   (tmp_path / "chat_template.jinja").write_text(template)
@@ -183,22 +183,22 @@ def test_a_template_may_stand_in_a_file_of_its_own(tmp_path):
   assert text.startswith("<s>") and "hi</s>" in text
 
 
-def test_no_chat_template_is_an_error_that_says_so(spm):
+def test_chat_without_template_raises(spm):
   with pytest.raises(ValueError, match="no chat.template.*generate"): spm.apply_chat_template(HI)
 
 
 @pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{% if %}",
                                       "{{ messages[0].content.x.y }}", "{{ ''.__class__.__mro__ }}"])
-def test_a_template_that_refuses_or_is_broken_or_reaches_out_is_a_value_error(tmp_path, template):
+def test_chat_template_failure_is_value_error(tmp_path, template):
   with pytest.raises(ValueError, match="chat template") as e:
     rewritten(tmp_path, {"chat_template": template}).apply_chat_template(HI)
   if "alternate" in template: assert "roles must alternate" in str(e.value)
 
 
-# decoding as tokens arrive
+# Incremental decoding
 
 @pytest.mark.parametrize("seed", range(40))
-def test_streamed_text_joined_is_the_text_decoded_at_once(tokenizer, seed):
+def test_stream_joined_equals_decode(tokenizer, seed):
   rng = random.Random(seed)
   words = [i for text in TEXTS for i in tokenizer.encode(text, False)]
   n = rng.choice((1, 5, 17, 60))
@@ -207,57 +207,57 @@ def test_streamed_text_joined_is_the_text_decoded_at_once(tokenizer, seed):
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "".join(TEXTS) * 3])
-def test_half_a_character_is_never_shown_and_shown_text_never_changes(tokenizer, text):
+def test_stream_pieces_have_no_partial_characters(tokenizer, text):
   ids = tokenizer.encode(text, False)
   pieces = streamed(tokenizer, ids)
   assert "".join(pieces) == tokenizer.decode(ids) and pieces[-1] == ""
   assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_an_emoji_split_over_tokens_comes_when_its_last_byte_comes(spm, bpe):
+def test_stream_emoji_of_several_tokens_appears_at_last_byte(spm, bpe):
   for tokenizer in (spm, bpe):
-    ids = tokenizer.encode("🙃", False)[-4:]   # bytes: no text that was trained on has it
+    ids = tokenizer.encode("🙃", False)[-4:]   # byte tokens: the emoji is not in the training data
     pieces = streamed(tokenizer, ids, prompt=tokenizer.encode("a"))
     assert len(ids) >= 2 and pieces == [""] * (len(ids) - 1) + ["🙃", ""]
 
 
-def test_half_a_character_at_the_end_is_shown_as_decoding_shows_it(spm):
+def test_stream_partial_character_at_end_equals_decode(spm):
   ids = spm.encode("🙃", False)[-4:-1]
   pieces = streamed(spm, ids)
   assert pieces[:-1] == [""] * 3 and pieces[-1] == spm.decode(ids) != ""
 
 
-def test_text_goes_on_after_the_prompt_with_its_space(spm, bpe):
+def test_stream_after_prompt_keeps_space(spm, bpe):
   for tokenizer in (spm, bpe):
     prompt, text = tokenizer.encode("the cat"), tokenizer.encode("the cat sat on the mat")
     assert text[:len(prompt)] == prompt
     assert "".join(streamed(tokenizer, text[len(prompt):], prompt=prompt)) == " sat on the mat"
 
 
-def test_special_tokens_in_a_stream_are_shown_only_when_asked_for(bpe):
+def test_stream_skip_special_tokens_decides_visibility(bpe):
   ids = [*bpe.encode("the cat"), SPECIALS.index("<|im_end|>"), *bpe.encode(" sat")]
   assert "".join(streamed(bpe, ids)) == "the cat sat"
   assert "".join(streamed(bpe, ids, skip=False)) == "the cat<|im_end|> sat"
 
 
-def test_a_long_run_of_special_tokens_does_not_eat_the_space_behind_it(spm):
+def test_stream_many_special_tokens_keep_next_space(spm):
   ids = [*spm.encode("the cat", False), *[2] * 30, *spm.encode("the mat", False)]
   assert "".join(streamed(spm, ids)) == spm.decode(ids)
 
 
-# files
+# Files
 
-def test_a_folder_without_a_tokenizer_is_an_error_naming_it(tmp_path):
+def test_load_tokenizer_empty_folder_raises(tmp_path):
   with pytest.raises(ValueError, match=f"{tmp_path}.*tokenizer.json.*tokenizer.model"): load_tokenizer(tmp_path)
 
 
-def test_a_gguf_with_another_kind_of_tokenizer_is_an_error_naming_it(tmp_path):
+def test_gguf_unsupported_tokenizer_raises(tmp_path):
   path = write_gguf(tmp_path / "a.gguf", tiny_model(tmp_path), tokenizer="bert")
   with pytest.raises(ValueError, match="bert is not supported; supported: gpt2, llama"):
     open_checkpoint(path).tokenizer()
 
 
-def test_tokens_added_to_a_bpe_that_are_not_special_are_text(tmp_path):
+def test_added_plain_token_of_bpe_round_trip_is_equal(tmp_path):
   model = byte_level_bpe()
   model.add_tokens([AddedToken("<think>", special=False, normalized=False)])
   model.save(str(tmp_path / "tokenizer.json"))

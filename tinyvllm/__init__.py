@@ -3,20 +3,22 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .config import has_extension
+
 if TYPE_CHECKING:
-  from tinyvllm_extra.vllm_names import AsyncLLM, Logprob, RequestMetrics, StructuredOutputsParams, TextPrompt, TokensPrompt
-  from .engine import LLM, Backend, InputError, LLMEngine, generate, generate_stream
-  from .request import CompletionOutput, RequestOutput, SamplingParams
+  from tinyvllm_extra.vllm_names import (AsyncLLM, Logprob, RequestMetrics, SamplingParams, StructuredOutputsParams,
+                                         TextPrompt, TokensPrompt)
+  from .engine import LLM, Backend, CompletionOutput, InputError, LLMEngine, RequestOutput, generate, generate_stream
 
 __version__ = "0.1.0"
-NAMES = {"engine": ["LLM", "LLMEngine", "Backend", "InputError", "generate", "generate_stream"],
-         "request": ["CompletionOutput", "RequestOutput", "SamplingParams"]}
-EXTENSION = ["AsyncLLM", "Logprob", "RequestMetrics", "StructuredOutputsParams", "TextPrompt", "TokensPrompt"]
-__all__ = [*NAMES["engine"], *NAMES["request"], *EXTENSION]
+EXTENSION = ["AsyncLLM", "Logprob", "RequestMetrics", "SamplingParams", "StructuredOutputsParams", "TextPrompt",
+             "TokensPrompt"]
+__all__ = ["LLM", "Backend", "CompletionOutput", "InputError", "LLMEngine", "RequestOutput", "generate",
+           "generate_stream", *EXTENSION]
 
 
 def __getattr__(name: str) -> Any:
-  """Import a public name when it is first used: tinygrad and numpy take a while."""
+  """Import a public name when it is first used: tinygrad and numpy take a while. The core has SamplingParams, too."""
   if name not in __all__: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  module = next((f"tinyvllm.{module}" for module, names in NAMES.items() if name in names), "tinyvllm_extra.vllm_names")
-  return getattr(importlib.import_module(module), name)
+  in_extension = name in EXTENSION and has_extension()
+  return getattr(importlib.import_module("tinyvllm_extra.vllm_names" if in_extension else "tinyvllm.engine"), name)

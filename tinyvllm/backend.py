@@ -9,7 +9,7 @@ from tinygrad import Device, Tensor, TinyJit, UOp, dtypes, helpers, nn
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import KernelInfo
 
-from .config import EngineConfig, ModelConfig, check, extension, has_extension, logger
+from .config import EngineConfig, ModelConfig, check, logger
 from .request import SAMPLING_FIELDS, SamplerMode
 
 
@@ -23,15 +23,8 @@ def renderer() -> Any:
   with helpers.Context(ALLOW_DEVICE_USAGE=1): return Device.default.renderer
 
 
-def cpu_cores() -> int:
-  """Cores that share a kernel if the device is a CPU (at most 8: a few saturate the memory), else 0."""
-  return 0 if renderer().has_local else min(8, renderer().global_max[0])
-
-
-def open_device() -> None:
-  """Open tinygrad's default device. Raises what tinygrad raises, or with the extension RuntimeError with a remedy."""
-  if has_extension(): extension("kernels").prepare_device()   # finds a compiler and makes captures cheap
-  renderer()
+# Cores that share a kernel if the device is a CPU (at most 8: a few saturate the memory), else 0
+def cpu_cores() -> int: return 0 if renderer().has_local else min(8, renderer().global_max[0])
 
 
 class Module:
@@ -52,8 +45,7 @@ class Linear(Module):
   results are partial sums."""
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
     self.out_features = sum(sources.values())
-    self.sources = sources
-    self.axis = axis
+    self.sources, self.axis = sources, axis
     self.weight = Tensor.empty(self.out_features, in_features, dtype=dtype)
     self.bias = Tensor.empty(self.out_features, dtype=dtype) if bias else None
 
@@ -61,9 +53,8 @@ class Linear(Module):
     """x: (T, in). Returns (T, out) in `dtype`, by default x's."""
     return x.float().linear(self.weight.float().T, self.bias).cast(dtype or x.dtype).contiguous()
 
-  def rows(self, ids: Tensor, dtype: DType) -> Tensor:
-    """Row ids[i] of W, (T, in). ids: (T,). Of several devices each has zeros for the ids of others."""
-    return self.weight[ids].cast(dtype).contiguous()
+  # Row ids[i] of W, (T, in). ids: (T,). Of several devices each has zeros for the ids of others
+  def rows(self, ids: Tensor, dtype: DType) -> Tensor: return self.weight[ids].cast(dtype).contiguous()
 
 
 class GateUp(Linear):
@@ -73,23 +64,17 @@ class GateUp(Linear):
     return (gate.silu() * up).contiguous()
 
 
-class Norm(Module):
-  """x / rms(x) * weight over the last axis (Zhang and Sennrich 2019), computed in float32, returned in x's dtype."""
+class Norm(nn.RMSNorm, Module):
+  """x / rms(x), computed in float32, times weight (Zhang and Sennrich 2019), over the last axis."""
   def __init__(self, name: str, size: int, eps: float, dtype: DType):
-    self.eps = eps
+    super().__init__(size, eps)
     self.sources = {name: size}
     self.weight = Tensor.empty(size, dtype=dtype)
-
-  def __call__(self, x: Tensor) -> Tensor:
-    """x: (..., size), contiguous. Returns the same shape."""
-    h = x.float()
-    scale = (h.square().mean(-1, keepdim=True) + self.eps).rsqrt()      # (..., 1)
-    return (h * scale * self.weight).cast(x.dtype).contiguous()
 
   def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
     """Return x + delta, (T, size), and its norm. Of several devices each has a part of delta."""
     total = (x + delta).contiguous()
-    return total, self(total)
+    return total, self(total).contiguous()
 
 
 def mix_bits(x: Tensor) -> Tensor:
@@ -125,9 +110,8 @@ class Sampler:
 
   def argmax(self, x: Tensor) -> Tensor:
     """The first index of each row's maximum. x: (S, V). Returns (S,) int32."""
-    size = x.shape[1]
     is_best = x == self.reduce(Tensor.max, x)
-    return -self.reduce(Tensor.max, is_best.where(-Tensor.arange(size), 1 - size)).squeeze(1)
+    return -self.reduce(Tensor.max, is_best.where(-Tensor.arange(x.shape[1]), 1 - x.shape[1])).squeeze(1)
 
   def sample(self, logits: Tensor, rows: dict[str, Tensor], mode: SamplerMode) -> Tensor:
     """Token ids, (S,), from float32 logits, (S, V): temperature, min_p, top_k and top_p (which keeps the token that
@@ -156,36 +140,38 @@ def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
 
 class Backend:
   """What a device computes with (seam). Override what your device does better and pass `LLM(backend=MyBackend())`;
-  examples/custom_backend.py replaces attention. The classes Linear, GateUp, Norm and Sampler may be replaced, too."""
+  examples/custom_backend.py replaces attention. Besides the methods with a docstring:
+
+  Linear, GateUp, Norm, sampler: parts of a model. reads_early: whether a step's results can be read while the next one
+  runs. is_async: whether the host can build a step while the device runs one. free_memory: free bytes of a device, here
+  of the host, which shares its memory or is the best guess. largest_tensor: maximum bytes of a tensor; 128 MiB is
+  WebGPU's limit, and the least that OpenCL allows. max_blocks: KV cache blocks that fit num_bytes, if all can be used;
+  at least min_blocks fit. choose_graph: the GraphKey that a step runs with: `key`, which holds the step, or a larger
+  captured one. run_graph: run a step; its first call captures it."""
   Linear: type[Linear] = Linear
   GateUp: type[GateUp] = GateUp
   Norm: type[Norm] = Norm
   sampler: Sampler = Sampler()
-  reads_early = False   # whether a step's results can be read while the next one runs
-
-  is_async = property(lambda self: not cpu_cores())   # whether the host can build a step while the device runs one
-
+  reads_early = False
+  is_async = property(lambda self: not cpu_cores())
+  def largest_tensor(self) -> int: return 2**27 if Device.DEFAULT in ("CL", "WEBGPU") else 2**63
+  def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int: return num_bytes // block_bytes
+  def choose_graph(self, runner: Any, key: Any) -> Any: return key
+  def run_graph(self, runner: Any, graph: Callable[[], Any], key: Any) -> Any: return graph()
   def free_memory(self, device: str) -> int:
-    """Free bytes of a device; here of the host, which shares its memory or is the best guess."""
     return os.sysconf(os.sysconf_names.get("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
-
-  def largest_tensor(self) -> int:
-    """Maximum bytes of a tensor: 128 MiB is WebGPU's limit, and the least that OpenCL allows."""
-    return 2**27 if Device.DEFAULT in ("CL", "WEBGPU") else 2**63
 
   def pick_dtype(self, name: str) -> str:
     """The dtype to compute in: `name`, or if the device lacks it another one, which is logged."""
     if name == "auto": name = "float32" if Device.DEFAULT == "CPU" else "float16"
-    names = (name, "float16", "float32")
-    supported = next(x for x in names if getattr(dtypes, x) in renderer().supported_dtypes())
+    supported = next(x for x in (name, "float16", "float32") if getattr(dtypes, x) in renderer().supported_dtypes())
     if supported != name: logger.warning(f"{Device.DEFAULT} has no {name}: computing in {supported}")
     return supported
 
   def kv_layout(self, model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
     """Shape and dtype of one block in each cache tensor of a layer: here K and V, (block_size, KV, D) each. Raises
     InputError for a kv_cache_dtype that the device or the model cannot have."""
-    name = config.kv_cache_dtype
-    check(name == "auto", f"kv_cache_dtype={name!r} needs the kernels of tinyvllm_extra: use 'auto'")
+    check(config.kv_cache_dtype == "auto", f"kv_cache_dtype={config.kv_cache_dtype!r} must be 'auto' for this backend")
     return [((config.block_size, model.num_key_value_heads, model.head_dim), dtype)] * 2
 
   def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
@@ -194,7 +180,7 @@ class Backend:
     read through the block table (Kwon et al. 2023). qkv: (T, (H + 2 KV) * D). cache: (num_blocks, *block) as kv_layout
     says. rope: (length, 2, D / 2), cosines and sines. tokens: (columns of runner.TOKENS, T) int32. block_tables:
     (slots, max_blocks) int32. Returns (T, H * D). This one copies max_blocks blocks of K and V for each token."""
-    KV, D = cache[0].shape[2:]
+    block_size, KV, D = cache[0].shape[1:]
     position, slot, block = [tokens[i] for i in (1, 2, 4)]              # (T,) each
     q, k, v = qkv.unflatten(1, (-1, D)).split([num_heads, KV, KV], 1)   # (T, heads, D) each
     cos, sin = rope[position].chunk(2, 1)                               # (T, 1, D / 2) each
@@ -203,7 +189,6 @@ class Backend:
       a, b = x.float().chunk(2, 2)                                      # (T, heads, D / 2) each
       return Tensor.cat(a * cos - b * sin, b * cos + a * sin, dim=2).cast(x.dtype)
 
-    block_size = cache[0].shape[1]
     slot_mapping = (block * block_size + position % block_size).contiguous()
     written = [x.custom_kernel(slot_mapping, new.cast(x.dtype).contiguous(), fxn=scatter_kernel)[0]
                for x, new in zip(cache, (rotate(k), v), strict=True)]
@@ -219,17 +204,9 @@ class Backend:
     for layer, cache in zip(layers, caches, strict=True): x, delta = layer(x, delta, cache, *inputs)
     return x, delta
 
-  def choose_graph(self, runner: Any, key: Any) -> Any:
-    """The GraphKey that a step runs with: `key`, which holds the step, or a larger one that is captured."""
-    return key
-
-  def run_graph(self, runner: Any, graph: Callable[[], Any], key: Any) -> Any:
-    """Run a step; its first call captures it."""
-    return graph()
-
   def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
-    """Return a function that waits for the device and returns the tensor's numbers, as nested lists. No Tensor operation:
-    those of several threads would disturb each other."""
+    """Return a function that waits for the device and returns the tensor's numbers, as nested lists. It does no Tensor
+    operation: those of several threads would disturb each other."""
     def read() -> list:
       array = np.empty(tensor.shape, np.int32 if tensor.dtype == dtypes.int32 else np.float32)
       buffer: Any = tensor.uop.buffer
@@ -237,19 +214,13 @@ class Backend:
       return array.tolist()
     return read
 
-  def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int:
-    """The number of KV cache blocks to allocate within `num_bytes`, if that many can be used; at least min_blocks fit."""
-    return num_bytes // block_bytes
-
 
 class Devices:
-  """The devices that share a model (seam; parallel.py), here one. Its tensors are on all of `names`; the backend's Linear
-  and Norm know what several devices do with them. free_memory: of each, in bytes. shard: one device's share of the heads,
-  of the MLP and of the vocabulary. jit: a step as a graph, captured when it is called with `cnt` 1. gather: the logits
+  """The devices that share a model (seam; parallel.py), here one. Its tensors are on all of `names`; the backend's
+  Linear and Norm know what several devices do with them. free_memory: of each, in bytes. shard: one device's share of
+  the heads, of the MLP and of the vocabulary. jit: a step as a graph, captured when it is called with `cnt` 1. gather: the logits
   of the whole vocabulary, (S, V), on the first device."""
-  def __init__(self, names: tuple[str, ...] = ()):
-    self.names = names or (Device.DEFAULT,)
-
+  def __init__(self, names: tuple[str, ...] = ()): self.names = names or (Device.DEFAULT,)
   def free_memory(self, backend: Backend) -> int: return backend.free_memory(self.names[0])
   def shard(self, model: ModelConfig) -> ModelConfig: return model
   def jit(self, step: Callable[[], Any]) -> Any: return TinyJit(step)

@@ -34,17 +34,21 @@ def extension(name: str) -> Any:
   raise ImportError(f"{name} is part of the package tinyvllm_extra, which is not importable: pip install tinyvllm")
 
 
+def extended(module: str, name: str, default: Any) -> Any:
+  """The extension's version of something that the core has, too, if it is installed."""
+  return getattr(extension(module), name) if has_extension() else default
+
+
 def read_json(path: pathlib.Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
 
 
-def option(default: Any, help: str, *, min: float | None = None, max: float | None = None,
-           choices: tuple[str, ...] = ()) -> Any:
+def option(default: Any, help: str, *, min: Any = None, max: Any = None, choices: tuple[str, ...] = ()) -> Any:
   """A dataclass field with a help text and its allowed values: inclusive bounds, or the strings to choose from."""
   return dataclasses.field(default=default, metadata={"help": help, "min": min, "max": max, "choices": choices})
 
 
 def has_type(value: Any, kind: Any) -> bool:
-  """Whether `value` has an annotated type: a class, list[X], dict[K, V] or a union. An int is a float, a bool no int."""
+  """Whether `value` has an annotated type: a class, list[X], dict[K, V] or a union. An int is a float, no bool an int."""
   args = typing.get_args(kind)
   if isinstance(kind, types.UnionType): return any(has_type(value, arg) for arg in args)
   if typing.get_origin(kind) is list: return isinstance(value, list) and all(has_type(x, args[0]) for x in value)
@@ -58,7 +62,8 @@ class Options:
   """A frozen dataclass that refuses unknown names, wrong types and values beyond an option's limits with InputError."""
   def __new__(cls, *args: Any, **kwargs: Any) -> Any:
     names = cls.__match_args__   # type: ignore[attr-defined]   # the dataclass fields
-    for name in kwargs: check(name in names, f"{cls.__name__} has no field {name!r}; its fields are {', '.join(names)}")
+    more = "" if has_extension() else " (the package tinyvllm_extra has more)"
+    for name in kwargs: check(name in names, f"{cls.__name__} has no field {name!r}; it has {', '.join(names)}{more}")
     return super().__new__(cls)
 
   def __post_init__(self) -> None:
@@ -67,12 +72,10 @@ class Options:
       text = f"{field.name}={value!r} must"
       check(has_type(value, field.type), f"{text} be of type {getattr(field.type, '__name__', field.type)}", value)
       check(not isinstance(value, list) or "" not in value, f"{text} not hold an empty string", value)
-      limits = field.metadata
-      choices = (*limits["choices"], None) if limits.get("choices") else (value,)
-      check(value in choices, f"{text} be one of {', '.join(map(str, choices[:-1]))}", value)
+      choices, low, high = (field.metadata.get(limit) for limit in ("choices", "min", "max"))
+      check(not choices or value in (*choices, None), f"{text} be one of {', '.join(choices or ())}", value)
       numbers = value.values() if isinstance(value, dict) else [value] if isinstance(value, int | float) else []
-      inside = limits.get("min") is None or all(limits["min"] <= x <= limits["max"] for x in numbers)
-      check(inside, f"{text} be between {limits.get('min')} and {limits.get('max')}", value)
+      check(low is None or all(low <= x <= high for x in numbers), f"{text} be between {low} and {high}", value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +85,7 @@ class EngineConfig(Options):
   quantization: str | None = option(None, "weight format: int8 and int4 quantize at load", choices=QUANTIZATIONS)
   max_model_len: int | None = option(None, "maximum tokens of prompt plus output; None: the model's", min=2, max=2**24)
   max_num_seqs: int = option(64, "maximum number of running sequences", min=1, max=1024)
-  max_num_batched_tokens: int | None = option(None, "maximum tokens per step; None: 512, on a CPU 128", min=1, max=16384)
+  max_num_batched_tokens: int | None = option(None, "maximum tokens of a step; None: 512, CPU: 128", min=1, max=16384)
   block_size: int = option(16, "tokens per block of the KV cache", min=1, max=256)
   gpu_memory_utilization: float = option(0.9, "fraction of free memory for weights and KV cache", min=0.01, max=1.0)
   kv_cache_dtype: str = option("auto", "dtype of the KV cache; auto: as dtype", choices=("auto", "fp8", "int8"))

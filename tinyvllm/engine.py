@@ -1,14 +1,14 @@
-"""The engine: text in, text out. Requests are added at any time, and each step advances all of them together. One thread
-drives an engine."""
+"""The engine: text in, text out. Requests are added at any time, and each step advances all of them together. One
+thread drives an engine."""
 import contextlib, dataclasses, functools, itertools, pathlib, random, threading, time, uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from tinygrad import dtypes, helpers, nn
 
-from .backend import Backend, Devices, cpu_cores, exclusive, open_device
-from .config import EngineConfig, InputError, ModelConfig, check, extension, has_extension, logger
-from .llama import find_model, open_checkpoint
+from .backend import Backend, Devices, cpu_cores, exclusive, renderer
+from .config import EngineConfig, InputError, ModelConfig, check, extended, extension, logger
+from .llama import Checkpoint, Llama
 from .request import CompletionOutput, Proposer, RequestOutput, SamplingParams, Sequence
 from .runner import Results, Runner, Step, build_step
 from .scheduler import BlockManager, Scheduler
@@ -34,8 +34,9 @@ class Request:
     """Everything so far, or what came since the last call with `delta`."""
     first = self.sequences[0]
     scores = [first.logprobs.get(i) for i in range(first.num_prompt)] if first.wants_prompt_logprobs else None
-    return RequestOutput(self.request_id, self.prompt, first.tokens[:first.num_prompt], scores,
-                         [self._completion(stream, delta) for stream in self.streams], self.metrics, first.num_cached or 0)
+    completions = [self._completion(stream, delta) for stream in self.streams]
+    return RequestOutput(self.request_id, self.prompt, first.tokens[:first.num_prompt], scores, completions, self.metrics,
+                         first.num_cached or 0)
 
   def _completion(self, stream: TextStream, delta: bool) -> CompletionOutput:
     stream.update()
@@ -53,17 +54,27 @@ class LoadedModel:
 
   def __init__(self, path: pathlib.Path, config: EngineConfig, backend: Backend | None):
     started = time.perf_counter()
-    open_device()
-    if backend is None: backend = extension("kernels").make_backend() if has_extension() else Backend()
+    extended("kernels", "prepare_device", renderer)()   # opens it
+    self.path = path
+    self.backend = backend = backend or extended("kernels", "make_backend", Backend)()
     devices = extension("parallel").open_devices(config) if config.tensor_parallel_size > 1 else Devices()
     free = devices.free_memory(backend)
-    self.path = path
-    self.backend = backend
-    checkpoint = open_checkpoint(path)
-    self.model_config, model_class = find_model(checkpoint.hf_config, path)   # of the whole model
+    checkpoint = extended("weights", "open_checkpoint", Checkpoint)(path)
+    find_model = extended("models", "find_model", lambda *hf: (ModelConfig.from_hf(*hf), Llama))
+    self.model_config, model_class = find_model(checkpoint.hf_config, path)
     self.tokenizer = checkpoint.tokenizer()
     self.sampling_defaults = checkpoint.sampling_defaults() if config.generation_config == "auto" else {}
-    self.config = with_defaults(config, self.model_config, backend)
+    limit = self.model_config.max_position_embeddings
+    length = config.max_model_len or limit
+    check(length <= limit, f"max_model_len={length} must be at most the model's {limit}")
+    # On a CPU 512 tokens take a second, in which no running sequence gets a token; the logits of a step are one tensor
+    budget = config.max_num_batched_tokens or max(config.max_num_seqs, 128 if cpu_cores() else 512)
+    max_rows = backend.largest_tensor() // (4 * self.model_config.vocab_size)
+    budget = min(budget, 1 << max_rows.bit_length() - 1)
+    check(config.max_num_seqs <= budget, f"max_num_seqs={config.max_num_seqs} must be at most max_num_batched_tokens="
+          f"{budget}: a running sequence gets a token in each step")
+    self.config = dataclasses.replace(config, max_model_len=length, max_num_batched_tokens=budget,
+                                      dtype=backend.pick_dtype(config.dtype))
     model = model_class(self.model_config, getattr(dtypes, self.config.dtype), backend, devices)
     checkpoint.load(model, config.quantization)
     weights = sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
@@ -76,24 +87,8 @@ class LoadedModel:
     self.runner = self.runners[0]   # the second one, if there is one, runs a draft model
 
 
-def with_defaults(config: EngineConfig, model: ModelConfig, backend: Backend) -> EngineConfig:
-  """Fill in what depends on the model and the device. Raises InputError for limits that do not fit these."""
-  limit = model.max_position_embeddings
-  max_model_len = config.max_model_len or limit
-  check(max_model_len <= limit, f"max_model_len={max_model_len} must be at most the model's {limit}")
-  # On a CPU 512 tokens take a second, in which no running sequence gets a token
-  budget = config.max_num_batched_tokens or max(config.max_num_seqs, 128 if cpu_cores() else 512)
-  max_rows = backend.largest_tensor() // (4 * model.vocab_size)   # of float32 logits in a tensor
-  budget = min(budget, 1 << max_rows.bit_length() - 1)
-  check(config.max_num_seqs <= budget, f"max_num_seqs={config.max_num_seqs} must be at most max_num_batched_tokens="
-        f"{budget}: a running sequence gets a token in each step")
-  dtype = backend.pick_dtype(config.dtype)
-  return dataclasses.replace(config, max_model_len=max_model_len, max_num_batched_tokens=budget, dtype=dtype)
-
-
-def check_ids(name: str, ids: Any, vocab_size: int) -> None:
-  for i in ids or ():
-    check(type(i) is int and 0 <= i < vocab_size, f"{name}: id {i!r} must be an int from 0 to {vocab_size - 1}")
+def check_ids(name: str, ids: Any, size: int) -> None:
+  for i in ids or (): check(type(i) is int and 0 <= i < size, f"{name}: id {i!r} must be an int from 0 to {size - 1}")
 
 
 class Engine(LoadedModel):
@@ -102,20 +97,19 @@ class Engine(LoadedModel):
   model: a folder with config.json, *.safetensors and a tokenizer, or with the extension a GGUF file; None: the model
   shipped with tinyvllm. backend: what to compute with; None: the best one for the device. options: EngineConfig's.
   Raises InputError for files or options that do not fit, RuntimeError without a device or a compiler."""
-  scheduler_class: Any = Scheduler
-  metrics_class: Any = staticmethod(lambda: None)   # the extension's RequestMetrics
+  # The extension's Methods have richer ones, and metrics
+  scheduler_class, params_class, metrics_class = Scheduler, SamplingParams, staticmethod(lambda samples: None)
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
     path = pathlib.Path(model or pathlib.Path(__file__).with_name("default_model")).expanduser()
     with exclusive: super().__init__(path, EngineConfig(**options), backend)
     self.blocks = BlockManager(self.runner.num_blocks, self.config)
-    self.max_model_len = min(self.runner.max_model_len, self.blocks.num_free() * self.config.block_size)
+    self.max_model_len: Any = min(self.config.max_model_len, self.blocks.num_free() * self.config.block_size)
     self.scheduler = self.scheduler_class(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
     self._in_flight: Callable[[], Results] | None = None   # waits for the step that the device runs
     self._updated: dict[Request, None] = {}   # requests with tokens that no step has returned yet
-    self._driver = threading.RLock()
-    self._stepping = threading.Lock()
+    self._driver, self._stepping = threading.RLock(), threading.Lock()
     self._abandoned: list[str] = []           # requests whose streams were closed during a step
     self._arrivals = itertools.count()
     self._random = random.Random(self.config.seed)
@@ -130,11 +124,12 @@ class Engine(LoadedModel):
   # Requests
 
   def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
-    """A request for `add`. Any thread may call this. Raises as add_request does."""
-    params = params or SamplingParams(**self.sampling_defaults)
+    """A request for `add`. prompt: a str, {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [{"role",
+    "content"}], "template": {options of the chat template}}. Lower priorities run first. Any thread may call this.
+    Raises InputError for a request that can never run."""
+    params, model = params or self.params_class(**self.sampling_defaults), self.model_config
     check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
     text, ids = self.encode(prompt)
-    model = self.model_config
     check_ids("prompt_token_ids", ids, model.vocab_size)
     check_ids("stop_token_ids", params.stop_token_ids, model.vocab_size)
     check(len(ids) < self.max_model_len, f"This model's maximum context length is {self.max_model_len} tokens. "
@@ -144,14 +139,12 @@ class Engine(LoadedModel):
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
     stop_ids = {*(() if params.ignore_eos else model.eos_token_ids), *(params.stop_token_ids or ())}
     max_len = min(self.max_model_len, len(ids) + params.max_tokens)   # type: ignore[operator]   # by now an int
-    metrics = self.metrics_class()
-    def processor(): return extension("logits").Processor(params, self.tokenizer, model) if params.needs_processor else None
     samples = [Sequence(request_id=request_id, tokens=[*ids], params=params, seed=seed + i, index=i, max_len=max_len,
-                        order=(priority, next(self._arrivals)), stop_ids=stop_ids, metrics=metrics,
-                        processor=processor()) for i in range(params.n)]
+                        order=(priority, next(self._arrivals)), stop_ids=stop_ids,
+                        processor=params.processor(self.tokenizer, model)) for i in range(params.n)]
     samples[0].siblings += samples[1:]
-    if metrics: metrics.samples = samples
-    return Request(request_id, text, metrics, [TextStream(self.tokenizer, seq) for seq in samples])
+    streams = [TextStream(self.tokenizer, seq) for seq in samples]
+    return Request(request_id, text, self.metrics_class(samples), streams)
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """The text of a prompt, None if it was given as token ids, and its token ids."""
@@ -160,12 +153,6 @@ class Engine(LoadedModel):
       case [("prompt_token_ids", list(ids))] if ids: return None, ids
       case [("messages", list()), *_] as items: return extension("huggingface").encode(self.tokenizer, **dict(items))
     raise InputError(f"prompt={prompt!r} must be a str, or a dict of prompt, prompt_token_ids or messages, not empty")
-
-  def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
-    """Queue a request. prompt: a str, {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [{"role", "content"}],
-    "template": {options of the chat template}}. Lower priorities run first. Raises InputError for a request that can
-    never run."""
-    self.add(self.make_request(request_id, prompt, params, priority))
 
   def add(self, request: Request) -> None:
     with self.driving():
@@ -182,18 +169,12 @@ class Engine(LoadedModel):
       for seq in request.sequences if request else ():
         if not seq.finish_reason: self.scheduler.finish(seq, "abort")
 
-  def has_unfinished_requests(self) -> bool: return bool(self.requests)
-
   # Steps
 
-  def step(self) -> list[RequestOutput]:
-    """Run one step and return the requests that have new tokens: on a GPU those of the step before, which the device
-    computed while this one was built."""
-    return self.advance(Request.output)
-
   def advance(self, make_output: Callable[[Request], Any] = lambda request: request) -> list[Any]:
-    """Run one step and return `make_output` of each request with new tokens. If that raises, the next step returns them.
-    A failed step leaves a working engine: no token is lost or duplicated."""
+    """Run one step, and return `make_output` of each request with new tokens: on a GPU those of the step before, which
+    the device computed while this one was built. If that raises, the next step returns them. A failed step leaves a working
+    engine: no token is lost or duplicated."""
     with self.driving():
       while self._abandoned: self.abort_request(self._abandoned.pop())
       try:
@@ -216,7 +197,7 @@ class Engine(LoadedModel):
   def _step_async(self) -> None:
     """The same, but a step is built while the device runs the one before, whose results come next."""
     self._find_stops()
-    if self._in_flight and any(self._needs_sync(seq) for seq in self.scheduler.running):   # all, or they would alternate
+    if self._in_flight and any(map(self._needs_sync, self.scheduler.running)):   # for all, or they would alternate
       self._update(self._in_flight())
       self._in_flight = None
     step = self._build_step()
@@ -263,7 +244,7 @@ class Engine(LoadedModel):
                           if not seq.finish_reason and seq not in request.sequences[0].siblings])
 
 
-Methods: Any = extension("methods").Methods if has_extension() else object
+Methods: Any = extended("methods", "Methods", object)
 
 
 class LLM(Methods, Engine):
@@ -311,5 +292,5 @@ def generate(prompt: str, model: str | pathlib.Path | None = None, **sampling: A
 def generate_stream(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> Iterator[str]:
   """As `generate`, but yield pieces of text as tokens arrive."""
   with exclusive: llm = shared_llm(model)   # two first callers get one engine
-  outputs = llm.generate_stream(prompt, SamplingParams(**{"temperature": 0.0, **sampling}))
+  outputs = llm.generate_stream(prompt, llm.params_class(**{"temperature": 0.0, **sampling}))
   return (output.outputs[0].text for output in outputs if output.outputs[0].text)

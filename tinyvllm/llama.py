@@ -1,7 +1,7 @@
-"""A LLaMA (Touvron et al. 2023) over a paged KV cache, and the files that its weights come from. One forward pass serves
-prefill, its chunks, decode and drafts: a flat batch of T tokens, each with its position, block and slot. Attributes are
-named after Hugging Face's weights, with q, k, v stored as one matrix and gate, up as one. Declares two seams: Model and
-Checkpoint, the loader."""
+"""A LLaMA (Touvron et al. 2023) over a paged KV cache, and the files that its weights come from. One forward pass
+serves prefill, its chunks, decode and drafts: a flat batch of T tokens, each with its position, block and slot.
+Attributes are named after Hugging Face's weights, with q, k, v stored as one matrix and gate, up as one. Declares two
+seams: Model and Checkpoint, the loader."""
 import pathlib
 from typing import Any
 
@@ -11,24 +11,23 @@ from tinygrad import Tensor, dtypes, helpers, nn
 from tinygrad.dtype import DType
 
 from .backend import Backend, Devices, Linear, Module
-from .config import ModelConfig, check, extension, has_extension, read_json
-from .request import SAMPLING_FIELDS
-from .tokenizer import load_tokenizer
+from .config import ModelConfig, check, extended, read_json
+from .request import SAMPLING_DEFAULTS
+from .tokenizer import Tokenizer
 
 
 class Checkpoint:
-  """A model's files in Hugging Face's layout (seam for other formats; weights.py, gguf.py). Raises InputError naming the
-  file and the tensor that is missing, surplus or has the wrong shape."""
+  """A model's files in Hugging Face's layout (seam for other formats; weights.py, gguf.py). Raises InputError naming
+  the file and the tensor that is missing, surplus or has the wrong shape."""
   def __init__(self, path: pathlib.Path):
     self.path = path
     check(path.is_dir(), f"model={str(path)!r} is no folder: hf download {path} --local-dir FOLDER makes one")
     self.generation_config = read_json(path / "generation_config.json")
     self.hf_config = read_json(path / "config.json") | self.generation_config   # which may have more end tokens
 
-  def tokenizer(self) -> Any: return load_tokenizer(self.path)
+  def tokenizer(self) -> Any: return extended("huggingface", "load_tokenizer", Tokenizer)(self.path)
   def sampling_defaults(self) -> dict[str, Any]:
-    names = (*SAMPLING_FIELDS, "repetition_penalty")
-    return {name: x for name, x in self.generation_config.items() if name in names and x is not None}
+    return {name: x for name, x in self.generation_config.items() if name in SAMPLING_DEFAULTS and x is not None}
 
   def load(self, model: "Llama", quantization: str | None = None) -> None:
     """Fill the model's weights. quantization: the format to quantize its matrices to."""
@@ -54,20 +53,14 @@ class Checkpoint:
     check(not unused, f"model: {self.path}: tensor {''.join(unused[:1])} has no place in the model of its config")
 
 
-def open_checkpoint(path: pathlib.Path) -> Checkpoint:
-  return extension("weights").open_checkpoint(path) if has_extension() else Checkpoint(path)
-
-
 def rope_table(config: ModelConfig, length: int) -> Tensor:
   """Cosines and sines of the rotary embedding (Su et al. 2021), with scaled frequencies: (length, 2, D / 2)."""
   scaling = config.rope_scaling
   freqs = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)   # (D / 2,)
-  if scaling["rope_type"] == "linear": freqs /= scaling["factor"]
-  if scaling["rope_type"] == "factors": freqs /= scaling["factors"]
+  if scaling["rope_type"] in ("linear", "factors"): freqs /= scaling.get("factors", scaling.get("factor"))
   if scaling["rope_type"] == "llama3":   # divide low frequencies by factor, keep high ones, interpolate between
     rotations = scaling["original_max_position_embeddings"] * freqs / (2 * np.pi)
-    bounds = [scaling["low_freq_factor"], scaling["high_freq_factor"]]
-    freqs *= np.interp(rotations, bounds, [1 / scaling["factor"], 1])
+    freqs *= np.interp(rotations, [scaling["low_freq_factor"], scaling["high_freq_factor"]], [1 / scaling["factor"], 1])
   angles = np.outer(np.arange(length), freqs)                           # (length, D / 2)
   return Tensor(np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32))
 
@@ -75,8 +68,7 @@ def rope_table(config: ModelConfig, length: int) -> Tensor:
 class Layer:
   """A transformer block. It returns its last sum as two terms, x and delta: the next norm adds them."""
   def __init__(self, config: ModelConfig, name: str, dtype: DType, backend: Backend):
-    self.config = config
-    self.backend = backend
+    self.config, self.backend = config, backend
     hidden = config.hidden_size
     q_size = config.num_attention_heads * config.head_dim
     kv_size = config.num_key_value_heads * config.head_dim
@@ -86,8 +78,7 @@ class Layer:
     self.input_layernorm = norm("input_layernorm", hidden)
     self.qkv_proj = linear(backend.Linear, hidden, config.qkv_bias, 0, self_attn__q_proj=q_size,
                            self_attn__k_proj=kv_size, self_attn__v_proj=kv_size)
-    if config.qk_norm: self.q_norm = norm("self_attn.q_norm", config.head_dim)
-    if config.qk_norm: self.k_norm = norm("self_attn.k_norm", config.head_dim)
+    if config.qk_norm: self.q_norm, self.k_norm = [norm(f"self_attn.{x}_norm", config.head_dim) for x in "qk"]
     self.o_proj = linear(backend.Linear, q_size, config.attention_bias, 1, self_attn__o_proj=hidden)
     self.post_attention_layernorm = norm("post_attention_layernorm", hidden)
     self.gate_up_proj = linear(backend.GateUp, hidden, config.mlp_bias, 0, mlp__gate_proj=config.intermediate_size,
@@ -115,8 +106,7 @@ class Llama:
   def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
     self.config = config = devices.shard(config)
     self.dtype = dtype
-    self.backend = backend
-    self.devices = devices
+    self.backend, self.devices = backend, devices
     def vocabulary(name): return backend.Linear(config.hidden_size, {name: config.vocab_size}, False, dtype)
     self.embed_tokens = vocabulary("model.embed_tokens")
     self.lm_head = self.embed_tokens if config.tie_word_embeddings else vocabulary("lm_head")
@@ -139,9 +129,3 @@ class Llama:
     x, delta = [t.reshape(-1, *ids.shape, t.shape[1])[:, rows].flatten(0, 1).contiguous() for t in (x, delta)]
     h = self.norm.add(x, delta)[1]                                      # (S, hidden)
     return self.devices.gather(self.lm_head(h, dtype=dtypes.float32))   # (S, V)
-
-
-def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, Any]:
-  """The config of a checkpoint and the class of its Model. Raises InputError for an unsupported architecture."""
-  found = extension("models").find_model(hf_config, path) if has_extension() else None
-  return found or (ModelConfig.from_hf(hf_config, path), Llama)

@@ -5,13 +5,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .config import Options, extension, option
+from .config import ModelConfig, Options, option
 
-# Fields of SamplingParams that need a LogitsProcessor
-LOGITS_FIELDS = ("min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
-                 "allowed_token_ids", "bad_words", "structured_outputs", "logprobs", "prompt_logprobs")
 # Fields that the sampler reads
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
+# Fields whose default the model's generation_config.json sets
+SAMPLING_DEFAULTS = (*SAMPLING_FIELDS, "repetition_penalty")
 MAX_INT = 2**31 - 1
 
 
@@ -21,10 +20,10 @@ SamplerMode = enum.IntEnum("SamplerMode", ["GREEDY", "RANDOM", "FILTERED"], star
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams(Options):
-  """Sampling parameters of a request, under vLLM's names."""
+  """Sampling parameters of a request, under vLLM's names. `tinyvllm.SamplingParams` is the extension's subclass, which
+  has those of vLLM's that need a LogitsProcessor."""
   n: int = option(1, "number of samples of one prompt; their seeds are consecutive", min=1, max=1024)
   max_tokens: int | None = option(256, "maximum tokens to generate; None: up to max_model_len", min=1, max=MAX_INT)
-  min_tokens: int = option(0, "minimum tokens before an end token or a stop string", min=0, max=MAX_INT)
   temperature: float = option(1.0, "randomness; 0: greedy", min=0, max=100)
   top_k: int = option(0, "keep the k most probable tokens; 0 or -1: all", min=-1, max=MAX_INT)
   top_p: float = option(1.0, "keep the most probable tokens whose probabilities sum to p", min=1e-6, max=1)
@@ -35,32 +34,24 @@ class SamplingParams(Options):
   include_stop_str_in_output: bool = option(False, "keep the stop string, or the text of the stop token")
   ignore_eos: bool = option(False, "continue after the model's end token")
   skip_special_tokens: bool = option(True, "leave special tokens out of the text")
-  repetition_penalty: float = option(1.0, "penalty of tokens in the prompt or the output; 1: none", min=0.01, max=100)
-  presence_penalty: float = option(0.0, "penalty of tokens in the output", min=-2, max=2)
-  frequency_penalty: float = option(0.0, "penalty of tokens in the output, times their count", min=-2, max=2)
-  logit_bias: dict[int, float] | None = option(None, "number to add to the logit of each token id", min=-100, max=100)
-  allowed_token_ids: list[int] | None = option(None, "the only token ids to generate")
-  bad_words: list[str] | None = option(None, "words that must not be generated")
-  logprobs: int | None = option(None, "log probabilities per token: its own and the best ones", min=0, max=20)
-  prompt_logprobs: int | None = option(None, "log probabilities per prompt token", min=0, max=20)
-  structured_outputs: Any = option(None, "StructuredOutputsParams that the text must follow")
+  min_tokens, prompt_logprobs = 0, None   # fields of the subclass
 
   def __post_init__(self) -> None:
     if self.max_tokens is None: vars(self)["max_tokens"] = MAX_INT
     if isinstance(self.stop, str): vars(self)["stop"] = [self.stop]
-    if self.needs_processor: vars(self).update(extension("logits").normalize(self))
     super().__post_init__()
 
-  def clone(self) -> "SamplingParams": return dataclasses.replace(self)
+  def processor(self, tokenizer: Any, model: ModelConfig) -> "LogitsProcessor | None": return None   # for a sequence
 
-  needs_processor = property(lambda self: any(getattr(self, x) != getattr(SamplingParams, x) for x in LOGITS_FIELDS))
-  is_greedy = property(lambda self: self.temperature < 1e-5)
-  sampler_mode = property(lambda self: SamplerMode.GREEDY if self.is_greedy else SamplerMode.FILTERED
-                          if self.top_k > 0 or self.top_p < 1 else SamplerMode.RANDOM)
+  @property
+  def sampler_mode(self) -> SamplerMode:
+    if self.temperature < 1e-5: return SamplerMode.GREEDY
+    return SamplerMode.FILTERED if self.top_k > 0 or self.top_p < 1 else SamplerMode.RANDOM
 
 
 class LogitsProcessor(Protocol):
-  """Restricts and changes the logits of one sequence, and keeps its log probabilities (seam; logits.py)."""
+  """Restricts and changes the logits of one sequence, and keeps its log probabilities (seam; logits.py). Made by
+  `SamplingParams.processor`, of which a subclass may return its own."""
   depends_on_output: bool   # whether the logits of a token depend on the tokens generated before it
 
   def accept(self, token: int) -> bool:
@@ -84,9 +75,7 @@ class Proposer(Protocol):
   def propose(self, scheduler: Any, batch: dict["Sequence", int]) -> None:
     """Set `draft_token_ids` of scheduled sequences, allocate their blocks and add their number to the batch."""
   def update(self, engine: Any, results: Any) -> None:
-    """Verify the drafts of a step, `engine.append` the new tokens, and drop the drafts and the blocks of rejected ones."""
-  def metrics(self) -> dict[str, Any]:
-    """Counters for get_metrics."""
+    """Verify the drafts of a step, `engine.append` the new tokens, drop the drafts and the blocks of rejected ones."""
 
 
 table_versions = itertools.count()

@@ -34,7 +34,8 @@ class Table:
 
   def read(self, words: Tensor) -> dict[str, Tensor]:
     """The columns by name, (size,) each. words: (num_words, size)."""
-    return {name: x.bitcast(KINDS[self.dtype[name].kind]) for name, x in zip(self.dtype.names or (), words, strict=True)}
+    return {name: x.bitcast(KINDS[self.dtype[name].kind])
+            for name, x in zip(self.dtype.names or (), words, strict=True)}
 
 
 # id: UNKNOWN takes the slot's last token. slot: row of the block tables, max_num_seqs for padding. table_index: of the
@@ -58,8 +59,8 @@ class GraphKey(NamedTuple):
 
 # A row of logits: it gives the token of `seq` at `position`. token: index in the batch of the token before
 Row = NamedTuple("Row", [("seq", Sequence), ("position", int), ("token", int)])
-# What the device computes next. words: TOKENS and LOGITS, then those of the logits plan. computed: the positions whose K
-# and V it writes
+# What the device computes next. words: TOKENS and LOGITS, then those of the logits plan. computed: the positions whose
+# K and V it writes
 Step = NamedTuple("Step", [("key", GraphKey), ("words", np.ndarray), ("rows", list[Row]),
                            ("computed", dict[Sequence, range])])
 # The sampled token of each row of logits of a step, and a list of its log probabilities, see logits.py, or none
@@ -85,7 +86,8 @@ def logits_rows(seq: Sequence, positions: range, first_token: int) -> Iterator[R
 
 
 def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | None = None) -> Step:
-  """Build the step that computes the next tokens of each sequence, padded to a graph key, by default the runner's choice."""
+  """Build the step that computes the next tokens of each sequence, padded to a graph key, by default the runner's
+  choice."""
   computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
   padding = runner.config.max_num_seqs   # slot
   tokens: list[tuple] = []
@@ -128,8 +130,8 @@ def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> li
         "or choose a smaller model")
   check(num_blocks <= limit, f"num_gpu_blocks_override={num_blocks} must be at most {limit} on {Device.DEFAULT}")
   num_tokens = (num_blocks - 1) * config.block_size
-  logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens "
-             f"= {num_tokens} tokens, {num_blocks * block_bytes / 2**30:.2f} GiB: "
+  logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {config.block_size} "
+             f"tokens = {num_tokens} tokens, {num_blocks * block_bytes / 2**30:.2f} GiB: "
              f"{num_tokens / config.max_model_len:.1f} sequences of {config.max_model_len}")   # type: ignore[operator]
   def new(shape, dtype): return Tensor.empty(num_blocks, *shape, dtype=dtype, device=model.devices.names).contiguous()
   return [[new(*part).realize() for part in layout] for _ in range(num_layers)]
@@ -141,21 +143,25 @@ def upload(tensor: Tensor, array: np.ndarray) -> None:
   buffer.allocator._copyin(buffer._buf, array.data.cast("B"))
 
 
+def capture(run: Callable[[], Any]) -> Any:
+  """Run a step that is not captured yet: as one graph, of kernels with at most 8 buffers, which is WebGPU's limit."""
+  with exclusive, Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8): return run()
+
+
 def zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32).contiguous().realize()
 
 
 class Runner:
   """Launches steps of a model. num_bytes: of each device, for the KV cache."""
   def __init__(self, model: Llama, config: EngineConfig, num_bytes: int):
-    self.model = model
-    self.config = config
+    self.model, self.config = model, config
     self.backend = model.backend
     self.is_async = model.backend.is_async
-    self.max_model_len: Any = config.max_model_len   # by now an int
-    self.rope = rope_table(model.config, self.max_model_len).to(model.devices.names).realize()
+    length: Any = config.max_model_len   # by now an int
+    self.rope = rope_table(model.config, length).to(model.devices.names).realize()
     self.kv_caches = allocate_kv_caches(model, config, num_bytes)
     self.num_blocks = len(self.kv_caches[0][0])
-    self.max_blocks = -(-self.max_model_len // config.block_size)
+    self.max_blocks = -(-length // config.block_size)
     self.max_rows = next_power_of_two(config.max_num_seqs)   # of logits; prompt_logprobs may exceed it
     self.block_tables = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last row is the padding's
     self.last_tokens = zeros(config.max_num_seqs + 1)
@@ -173,19 +179,15 @@ class Runner:
     words, graph = self.graphs.get(step.key) or self._new_graph(step)
     self._refresh_block_tables(step)
     upload(words, step.words)
-    if getattr(graph, "cnt", 0) == 2: tensors = self.backend.run_graph(self, graph, step.key)   # TinyJit's: captured
-    else:   # as one graph, of kernels with at most 8 buffers: WebGPU's limit
-      with exclusive, Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8):
-        tensors = self.backend.run_graph(self, graph, step.key)
-    reads = [self.backend.start_reading(tensor) for tensor in tensors]
+    run = functools.partial(self.backend.run_graph, self, graph, step.key)
+    reads = [self.backend.start_reading(tensor) for tensor in (run() if graph.cnt > 1 else capture(run))]
     return lambda: Results(step, reads[0](), [read() for read in reads[1:]])
 
   def _new_graph(self, step: Step) -> tuple[Tensor, Any]:
     with exclusive: words = zeros(len(step.words))
     graph: Any = functools.partial(self._compute, words, step.key)
-    if not self.config.enforce_eager:
-      graph = self.model.devices.jit(graph)
-      graph.cnt = 1   # capture at the first call, as all inputs are realized
+    if not self.config.enforce_eager: graph = self.model.devices.jit(graph)
+    graph.cnt = 1   # capture at the first call, as all inputs are realized
     return self.graphs.setdefault(step.key, (words, graph))
 
   def _refresh_block_tables(self, step: Step) -> None:

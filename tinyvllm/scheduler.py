@@ -13,8 +13,7 @@ class BlockManager:
   A full block is cached under the hash of its tokens and all tokens before it, also while it is free.
   Invariant: num_free() + num_used() == num_blocks - 1 (block 0 is the null block, which padding writes to)."""
   def __init__(self, num_blocks: int, config: EngineConfig):
-    self.num_blocks = num_blocks
-    self.block_size = config.block_size
+    self.num_blocks, self.block_size = num_blocks, config.block_size
     self.block_hashes = [b""] * num_blocks         # hash of the content that last filled each block
     self.cached_blocks: dict[bytes, int] = {}      # hash -> the first block with that content
     self.reset()
@@ -82,9 +81,7 @@ class BlockManager:
 class Scheduler:
   """Owns the queue of waiting sequences and the running ones, and chooses the tokens of each step."""
   def __init__(self, config: EngineConfig, blocks: BlockManager):
-    self.config = config
-    self.blocks = blocks
-    self.token_budget: Any = config.max_num_batched_tokens   # by now an int
+    self.config, self.blocks = config, blocks
     self.waiting: list[Sequence] = []   # sorted
     self.running: list[Sequence] = []
 
@@ -95,7 +92,7 @@ class Scheduler:
     There is no prefill or decode phase: each sequence has a number of tokens left to compute. May preempt sequences,
     but never the oldest one of the highest priority, as the pool holds any sequence alone."""
     batch: dict[Sequence, int] = {}
-    budget = self.token_budget
+    budget: Any = self.config.max_num_batched_tokens   # by now an int
     num_running = len(self.running)
     for seq in sorted(self.running, key=lambda seq: (seq.num_remaining > 1, seq)):   # decodes first
       num_tokens = 0 if seq.slot is None or seq.reached_max_len else min(seq.num_remaining, budget)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
-from .config import InputError, check, extension, has_extension, read_json
+from .config import InputError, check, extension, read_json
 from .request import Sequence
 
 
@@ -15,8 +15,8 @@ class Tokenizer:
   def __init__(self, folder: pathlib.Path):
     check((folder / "tokenizer.model").exists(), f"model: {folder} has no tokenizer.model")
     self.model = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    has_bos = read_json(folder / "tokenizer_config.json").get("add_bos_token", True)
-    self.prefix = [self.model.bos_id()] if has_bos else []
+    config = read_json(folder / "tokenizer_config.json")
+    self.prefix = [self.model.bos_id()] if config.get("add_bos_token", True) else []
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     """Token ids of a text, after a BOS token if the model's files ask for one."""
@@ -31,34 +31,6 @@ def checked_unicode(text: str) -> str:
   """The text. Raises InputError for half of a surrogate pair, which is no character."""
   try: return text.encode().decode()
   except UnicodeEncodeError as e: raise InputError(f"prompt: {e}") from e
-
-
-def load_tokenizer(folder: pathlib.Path) -> Any:
-  return extension("huggingface").load_tokenizer(folder) if has_extension() else Tokenizer(folder)
-
-
-class Detokenizer:
-  """Decodes a sequence incrementally. `text` only grows, half a character is held back, and it equals the decoding of
-  all ids at once."""
-  def __init__(self, tokenizer: Tokenizer, num_decoded: int, skip_special_tokens: bool):
-    self.tokenizer = tokenizer
-    self.num_decoded = num_decoded      # ids that were decoded, those of the prompt included
-    self.skip_special_tokens = skip_special_tokens
-    self.text = ""
-    self.context: dict[int, str] = {}   # text of the last ids, by the position of the first: saves a decoding
-
-  def update(self, ids: list[int], finished: bool) -> None:
-    """Add the text of the ids after the decoded ones, unless it ends within a character."""
-    # The text of a token depends on the tokens before it: on all of them if the last ones have no text, or half of one
-    for start in (*self.context, max(0, self.num_decoded - 8), 0):
-      before = self.context.get(start) or self._decode(ids[start:self.num_decoded])
-      if before and "\ufffd" not in before and self.num_decoded - start < 16: break
-    text = self._decode(ids[start:])
-    if text.endswith("\ufffd") and not finished: return
-    # In one call: a KeyboardInterrupt finds all of it changed, or nothing
-    vars(self).update(text=self.text + text[len(before):], num_decoded=len(ids), context={start: text})
-
-  def _decode(self, ids: list[int]) -> str: return self.tokenizer.decode(ids, self.skip_special_tokens)
 
 
 def find_stop(text: str, start: int, stop: list[str]) -> tuple[int, str] | None:
@@ -78,15 +50,18 @@ Cursor = NamedTuple("Cursor", [("num_characters", int), ("num_tokens", int), ("f
 
 
 class TextStream:
-  """The text of a sequence up to its stop string, and the cursor of the reader who gets it part by part."""
-  def __init__(self, tokenizer: Tokenizer, seq: Sequence):
-    self.seq = seq
-    self.detokenizer = Detokenizer(tokenizer, seq.num_prompt, seq.params.skip_special_tokens)
-    self.num_searched = 0          # characters without a stop string
-    self.end: int | None = None    # where a stop string cuts the text
+  """The text of a sequence up to its stop string, decoded as its tokens come, and the cursor of the reader who gets it
+  part by part. Decoded text only grows, half a character is held back, and all of it equals one decoding of all ids."""
+  def __init__(self, tokenizer: Any, seq: Sequence):
+    self.tokenizer, self.seq = tokenizer, seq
+    self.decoded = ""                    # all text, also after a stop string
+    self.num_decoded = seq.num_prompt    # ids whose text is in there, or of the prompt
+    self.context: dict[int, str] = {}    # text of the last ids, by the position of the first: saves a decoding
+    self.num_searched = 0                # characters without a stop string
+    self.end: int | None = None          # where a stop string cuts the text
     self.delivered = self.available
 
-  text = property(lambda self: self.detokenizer.text[:self.end])
+  text = property(lambda self: self.decoded[:self.end])
 
   @property
   def available(self) -> Cursor:
@@ -94,16 +69,26 @@ class TextStream:
     held_back = 0 if self.seq.finish_reason else num_held_back(self.text, self.seq.params.stop or [])
     return Cursor(len(self.text) - held_back, len(self.seq.tokens), self.seq.finish_reason)
 
+  def decode(self, ids: list[int]) -> None:
+    """Add the text of the ids after the decoded ones, unless it ends within a character."""
+    def text_of(part: list[int]) -> str: return self.tokenizer.decode(part, self.seq.params.skip_special_tokens)
+    # The text of a token depends on the tokens before it: on all of them if the last ones have no text, or half of one
+    for start in (*self.context, max(0, self.num_decoded - 8), 0):
+      before = self.context.get(start) or text_of(ids[start:self.num_decoded])
+      if before and "\ufffd" not in before and self.num_decoded - start < 16: break
+    text = text_of(ids[start:])
+    if text.endswith("\ufffd") and not self.seq.finish_reason: return
+    # In one call: a KeyboardInterrupt finds all of it changed, or nothing
+    vars(self).update(decoded=self.decoded + text[len(before):], num_decoded=len(ids), context={start: text})
+
   def update(self) -> None:
     """Add the text of new tokens. A stop string ends the text and becomes the sequence's stop_reason."""
-    seq = self.seq
-    params = seq.params
+    seq, params = self.seq, self.seq.params
     hides_last = seq.finish_reason == "stop" and seq.tokens[-1] in seq.stop_ids
-    ids = seq.tokens[:-1] if hides_last and not params.include_stop_str_in_output else seq.tokens
-    self.detokenizer.update(ids, bool(seq.finish_reason))
-    text = self.detokenizer.text
-    match = find_stop(text, self.num_searched, params.stop or []) if seq.num_generated > params.min_tokens else None
+    self.decode(seq.tokens[:-1] if hides_last and not params.include_stop_str_in_output else seq.tokens)
+    can_stop = params.stop and seq.num_generated > params.min_tokens
+    match = find_stop(self.decoded, self.num_searched, params.stop) if can_stop else None
     if match:
       self.end = match[0] + (len(match[1]) if params.include_stop_str_in_output else 0)
       seq.stop_reason = match[1]
-    else: self.num_searched = len(text)
+    else: self.num_searched = len(self.decoded)

@@ -1,16 +1,17 @@
 """Penalties, logit bias, allowed and banned tokens, structured outputs and log probabilities: the LogitsProcessor of a
 request, and what a step's graph does for the processors in it (a LogitsPlan)."""
-import collections, copy, math
+import collections, copy, dataclasses, math
 from typing import Any, NamedTuple
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import KernelInfo
 
+from tinyvllm import request
 from tinyvllm.backend import Sampler
-from tinyvllm.config import ModelConfig, check
+from tinyvllm.config import ModelConfig, check, option
 from tinyvllm.engine import check_ids
-from tinyvllm.request import SamplingParams, Sequence
+from tinyvllm.request import MAX_INT, Sequence
 from tinyvllm.runner import UNKNOWN, Results, Row, Table
 from tinyvllm_extra.huggingface import Tokenizer
 
@@ -30,17 +31,40 @@ class Logprob(NamedTuple):
   decoded_token: str
 
 
-def normalize(params: SamplingParams) -> dict[str, Any]:
-  """Fields of SamplingParams in the form that they have here, from JSON's. Raises InputError for contradictions."""
-  fields: dict[str, Any] = {}
-  if isinstance(params.logit_bias, dict):
-    fields["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in params.logit_bias.items()}
-  if params.structured_outputs is not None: fields["structured_outputs"] = structured_outputs.normalize(params)
-  low, high = params.min_tokens, params.max_tokens
-  ordered = type(low) is not int or type(high) is not int or low <= high   # other types are refused later
-  check(ordered, f"min_tokens={low} must be at most max_tokens={high}")
-  check(params.allowed_token_ids != [], "allowed_token_ids=[] allows no token: use None to allow all")
-  return fields
+@dataclasses.dataclass(frozen=True)
+class SamplingParams(request.SamplingParams):
+  """Sampling parameters of a request, under vLLM's names."""
+  min_tokens: int = option(0, "minimum tokens before an end token or a stop string", min=0, max=MAX_INT)
+  repetition_penalty: float = option(1.0, "penalty of tokens in the prompt or the output; 1: none", min=0.01, max=100)
+  presence_penalty: float = option(0.0, "penalty of tokens in the output", min=-2, max=2)
+  frequency_penalty: float = option(0.0, "penalty of tokens in the output, times their count", min=-2, max=2)
+  logit_bias: dict[int, float] | None = option(None, "number to add to the logit of each token id", min=-100, max=100)
+  allowed_token_ids: list[int] | None = option(None, "the only token ids to generate")
+  bad_words: list[str] | None = option(None, "words that must not be generated")
+  logprobs: int | None = option(None, "log probabilities per token: its own and the best ones", min=0, max=20)
+  prompt_logprobs: int | None = option(None, "log probabilities per prompt token", min=0, max=20)
+  structured_outputs: Any = option(None, "StructuredOutputsParams that the text must follow")
+
+  def __post_init__(self) -> None:
+    if isinstance(self.logit_bias, dict):   # JSON has keys of type str
+      vars(self)["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
+      wrong = [i for i in self.logit_bias if type(i) is not int]
+      check(not wrong, f"logit_bias={self.logit_bias!r}: keys must be token ids (int), not {wrong[:1]}", self.logit_bias)
+    if self.structured_outputs is not None: vars(self)["structured_outputs"] = structured_outputs.normalize(self)
+    super().__post_init__()
+    low, high = self.min_tokens, self.max_tokens
+    check(low <= (high or 0), f"min_tokens={low} must be at most max_tokens={high}")
+    check(self.allowed_token_ids != [], "allowed_token_ids=[] allows no token: use None to allow all")
+
+  def clone(self) -> "SamplingParams": return dataclasses.replace(self)
+
+  def processor(self, tokenizer: Tokenizer, model: ModelConfig) -> "Processor | None":
+    plain = all(getattr(self, name) == getattr(SamplingParams, name) for name in FIELDS)
+    return None if plain else Processor(self, tokenizer, model)
+
+
+FIELDS = [field.name for field in dataclasses.fields(SamplingParams) if not hasattr(request.SamplingParams, field.name)
+          or field.name in ("min_tokens", "prompt_logprobs")]
 
 
 class Processor:

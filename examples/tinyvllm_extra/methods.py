@@ -4,19 +4,21 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.backend import Backend
-from tinyvllm.request import RequestOutput, SamplingParams
+from tinyvllm.request import RequestOutput
 from tinyvllm_extra.huggingface import Tokenizer
 
 from . import metrics
+from .logits import SamplingParams
 from .vllm_names import setup_logging, without_no_effect
 
-if TYPE_CHECKING: from tinyvllm.engine import Engine, Params, Request
+if TYPE_CHECKING: from tinyvllm.engine import Engine, Params, Prompt, Request
 else: Engine = object
 
 
 class Methods(Engine):
   """Mixed into LLM, before the core's Engine."""
   scheduler_class = metrics.MeteredScheduler
+  params_class = SamplingParams
   metrics_class = metrics.RequestMetrics
   llm_engine = property(lambda self: self)   # as vLLM's scripts find it
 
@@ -25,6 +27,17 @@ class Methods(Engine):
     super().__init__(model, backend=backend, **without_no_effect(options))
     sizes = self.config.cudagraph_capture_sizes
     for _ in self.capture(sizes) if sizes else (): pass
+
+  def add_request(self, request_id: str, prompt: "Prompt", params: "Params" = None, priority: int = 0) -> None:
+    """Queue a request: see make_request for its prompt. Raises InputError for one that can never run."""
+    self.add(self.make_request(request_id, prompt, params, priority))
+
+  def has_unfinished_requests(self) -> bool: return bool(self.requests)
+
+  def step(self) -> list[RequestOutput]:
+    """Run one step and return the requests that have new tokens: on a GPU those of the step before, which the device
+    computed while this one was built."""
+    return self.advance(lambda request: request.output())
 
   def advance(self, make_output: "Callable[[Request], Any]" = lambda request: request) -> list[Any]:
     started = time.perf_counter()

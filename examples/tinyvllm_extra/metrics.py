@@ -12,13 +12,16 @@ if TYPE_CHECKING: from tinyvllm.engine import Engine
 @dataclasses.dataclass
 class RequestMetrics:
   """Monotonic times of a request's events and the seconds between them; NaN for events to come."""
+  samples: list[Sequence] = dataclasses.field(default_factory=list, repr=False)
   arrival_time: float = dataclasses.field(default_factory=time.monotonic)
   first_scheduled_time: float = math.nan
   first_token_time: float = math.nan
   finished_time: float = math.nan
   num_draft_tokens: int = 0
   num_accepted_tokens: int = 0   # draft tokens that were accepted
-  samples: list[Sequence] = dataclasses.field(default_factory=list, repr=False)
+
+  def __post_init__(self) -> None:
+    for seq in self.samples: seq.metrics = self
 
   num_generated = property(lambda self: sum(seq.num_generated for seq in self.samples))   # tokens, of all samples
   queue_time = property(lambda self: self.first_scheduled_time - self.arrival_time)

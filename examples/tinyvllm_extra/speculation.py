@@ -11,12 +11,13 @@ from tinygrad import dtypes, nn
 from tinyvllm.backend import Devices, cpu_cores
 from tinyvllm.config import QUANTIZATIONS, InputError, Options, check, logger, option
 from tinyvllm.engine import LLMEngine, LoadedModel
-from tinyvllm.llama import Llama, find_model
+from tinyvllm.llama import Llama
 from tinyvllm.request import SamplingParams, Sequence
 from tinyvllm.runner import Results, Runner, build_step, next_power_of_two
 from tinyvllm.scheduler import BlockManager, Scheduler
 
 from .kernels.cpu import cpu_sums
+from .models import find_model
 from .weights import open_checkpoint
 
 
@@ -136,7 +137,7 @@ class SpeculativeProposer:
 
   def propose(self, scheduler: Scheduler, batch: dict[Sequence, int]) -> None:
     blocks = self.blocks = scheduler.blocks
-    budget = scheduler.token_budget - sum(batch.values())
+    budget = scheduler.config.max_num_batched_tokens - sum(batch.values())
     for seq, drafts in self.choose(batch, budget).items():
       num_tokens = seq.length + len(drafts)
       # Leave a block for each running sequence: it may need one before the drafts have been verified

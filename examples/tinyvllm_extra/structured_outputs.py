@@ -15,10 +15,10 @@ KINDS: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "gra
 
 @dataclasses.dataclass(init=False)
 class StructuredOutputsParams:
-  """The format of a text, under vLLM's names. Exactly one field must be set."""
+  """The format of the output, under vLLM's names. Exactly one field must be set."""
   json: str | dict | None = None    # a JSON schema
   regex: str | None = None
-  choice: list[str] | None = None   # one of these texts
+  choice: list[str] | None = None   # the output is one of them
   grammar: str | None = None        # in Lark's or GBNF's notation
   json_object: bool | None = None   # True: any JSON object
 

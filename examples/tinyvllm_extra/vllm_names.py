@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from tinyvllm.config import check, logger
 
 if TYPE_CHECKING:
-  from .logits import Logprob
+  from .logits import Logprob, SamplingParams
   from .metrics import RequestMetrics
   from .server import AsyncLLM
   from .structured_outputs import StructuredOutputsParams
 
 # Public names of tinyvllm, imported when they are first used, and their modules
-MODULES = {"AsyncLLM": "server", "Logprob": "logits", "RequestMetrics": "metrics",
+MODULES = {"AsyncLLM": "server", "Logprob": "logits", "RequestMetrics": "metrics", "SamplingParams": "logits",
            "StructuredOutputsParams": "structured_outputs"}
 
 # vLLM's options without an effect, and the values at which that is true (...: at any)

@@ -48,11 +48,11 @@ class FastBackend(backend.Backend):
 
   def run_graph(self, runner: Runner, graph: Any, key: GraphKey) -> Any:
     """Log captures: those of a startup only for debugging."""
-    is_new = getattr(graph, "cnt", 2) == 1
+    is_new = graph.cnt == 1
     started = time.perf_counter()
     num_kernels = num_compiled()
     results = graph()
-    if is_new:
+    if is_new and graph.cnt > 1:   # an eager step is never captured
       Device.default.synchronize()
       level = logging.DEBUG if self.graph_state.capture_sizes else logging.INFO
       logger.log(level, f"captured a step of {key.num_tokens} tokens in {time.perf_counter() - started:.1f} s, "

@@ -130,70 +130,73 @@ def decode_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   T, KV, G, D = sizes
   parts = out.shape[0] if len(out.shape) == 5 else 1
   *scales, table, tokens = rest[:-1] if parts > 1 else rest
-  count: Any = 1 << (SHARED_BYTES // (G * D * 4)).bit_length() - 1
-  count = min(TILE // 16 if T * KV > 256 else 16, count)
-  index = UOp.special(count, "lidx1")
-  first = UOp.special(T, "gidx1")
   part = UOp.special(parts, "gidx2") if parts > 1 else UOp.const(0)
-  lane = UOp.special(32, "lidx0")
-  rows: Any = range(0, 8 if G <= 8 else 16, 8)
-  position = field(tokens, "position", first) % (table.shape[1] * BS)
-  warp = Warp(lane, index, count, G, UOp.special(KV, "gidx0"), first, field(tokens, "slot", first) % table.shape[0],
-              [(0, (lane // 4 + row).minimum(G - 1)) for row in rows], [position for _ in rows], position,
-              part * count + index, parts * count)
-  cache = Cache(keys, values, scales, table)
-  means, logs = warp_results(warp, cache, accumulate(warp, q, cache), D)
+  warp = decode_warp(sizes, table, tokens, part, parts)
+  means, logs = warp_results(warp, q, Cache(keys, values, scales, table))
   stores = []
-  for n in range(-(-G * D // (32 * count))):
-    i = n * 32 * count + index * 32 + lane   # index within the head group's G * D numbers
+  for n in range(-(-G * D // (32 * warp.count))):
+    i = n * 32 * warp.count + warp.index * 32 + warp.lane   # index within the head group's G * D numbers
     g = (i // D).minimum(G - 1)
-    counted = [logs[w, g] for w in range(count)]
-    x = mean([means[w, g, i % D] for w in range(count)], counted)
-    to = row_start(q.shape, warp, 0, 0) + i
+    counted = [logs[w, g] for w in range(warp.count)]
+    x = mean([means[w, g, i % D] for w in range(warp.count)], counted)
+    to = row_start(sizes, warp, 0, 0) + i
     if parts > 1:
-      row = (part * T + first) * KV * G + warp.kv_head * G + g
+      row = (part * T + warp.first) * KV * G + warp.kv_head * G + g
       stores.append(rest[-1].base.index(row.valid((i < G * D) & (i % D < 1))).store(log_sum(counted)))
       to = to + part * T * KV * G * D
     stores.append(out.base.index(to.valid(i < G * D)).store(x.cast(out.dtype)))
   return attend_sink(stores)
 
 
+def decode_warp(sizes: tuple[int, ...], table: UOp, tokens: UOp, part: UOp, parts: Any) -> "Warp":
+  T, KV, G, D = sizes
+  count = min(TILE // 16 if T * KV > 256 else 16, 1 << (SHARED_BYTES // (G * D * 4)).bit_length() - 1)
+  index = UOp.special(count, "lidx1")
+  lane = UOp.special(32, "lidx0")
+  first = UOp.special(T, "gidx1")
+  position = field(tokens, "position", first) % (table.shape[1] * BS)
+  rows: list[tuple[Any, UOp]] = [(0, (lane // 4 + row).minimum(G - 1)) for row in range(0, 8 if G <= 8 else 16, 8)]
+  return Warp(lane, index, count, G, UOp.special(KV, "gidx0"), first, field(tokens, "slot", first) % table.shape[0],
+              rows, [position for _ in rows], position, part * count + index, parts * count)
+
+
 def prefill_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   """Attention for more than TILE tokens. A work group has a query head and a tile of up to TILE consecutive tokens of a
   sequence, 16 per warp. The warps of a tile of up to 16 tokens share its context instead.
   out: (T, KV, G, D). rest: scales (int8 only), block_tables, tokens."""
-  *scales, table, tokens = rest
   sizes: Any = q.shape
-  T, KV, G, D = sizes
+  *scales, table, tokens = rest
+  tile = field(tokens, "query_tile", UOp.special(min(sizes[0], sizes[0] // TILE + table.shape[0] - 1), "gidx1"))
+  size = (tile < 0).where(0, tile % TILE + 1)
+  is_shared = size <= 16
+  warp = prefill_warp(sizes, table, tokens, tile, size, is_shared)
+  means, logs = warp_results(warp, q, Cache(keys, values, scales, table))
+  r = UOp.range(16, 1, AxisType.LOOP)
+  token = is_shared.where(0, warp.index * 16) + r
+  is_own = (token < size) & (is_shared.ne(True) | (r % warp.count).eq(warp.index))
+  counted = [(is_shared | warp.index.eq(w)).where(logs[w, r], LOWEST) for w in range(warp.count)]
+  stores = []
+  for d in range(0, sizes[3], 32):
+    x = mean([means[w, r, d + warp.lane] for w in range(warp.count)], counted)
+    to = row_start(sizes, warp, token, warp.rows[0][1]) + d + warp.lane
+    stores.append(out.base.index(to.valid(is_own)).store(x.cast(out.dtype)))
+  return attend_sink([UOp.group(*stores).end(r)])
+
+
+def prefill_warp(sizes: tuple[int, ...], table: UOp, tokens: UOp, tile: UOp, size: UOp, is_shared: UOp) -> "Warp":
+  T, KV, G, _ = sizes
   count = TILE // 16
   lane = UOp.special(32, "lidx0")
   index = UOp.special(count, "lidx1")
   head = UOp.special(KV * G, "gidx0")
-  tile = field(tokens, "query_tile", UOp.special(min(T, T // TILE + table.shape[0] - 1), "gidx1"))
   first = tile.maximum(0) // TILE % T
-  size = (tile < 0).where(0, tile % TILE + 1)
-  is_shared = size <= 16
-  start = is_shared.where(0, index * 16)   # the warp's first token within the tile
-  rows = [start + (lane // 4 + row) for row in (0, 8)]
+  rows = [(is_shared.where(0, index * 16) + (lane // 4 + row), head % G) for row in (0, 8)]
   position = field(tokens, "position", first) % (table.shape[1] * BS)
   last = position + size - 1
   # A row beyond the tile is limited too: its NaN would reach the mean over the warps
-  visible = [(position + token).minimum(last) for token in rows]
-  warp = Warp(lane, index, count, 16, head // G, first, field(tokens, "slot", first) % table.shape[0],
-              [(token, head % G) for token in rows], visible, last,
-              is_shared.where(index, 0), is_shared.where(count, 1), [exit_if(tile < 0)])   # padding of the tiles
-  cache = Cache(keys, values, scales, table)
-  means, logs = warp_results(warp, cache, accumulate(warp, q, cache), D)
-  r = UOp.range(16, 1, AxisType.LOOP)
-  token = start + r
-  is_own = (token < size) & (is_shared.ne(True) | (r % count).eq(index))
-  counted = [(is_shared | index.eq(w)).where(logs[w, r], LOWEST) for w in range(count)]
-  stores = []
-  for d in range(0, D, 32):
-    x = mean([means[w, r, d + lane] for w in range(count)], counted)
-    to = row_start(q.shape, warp, token, head % G) + d + lane
-    stores.append(out.base.index(to.valid(is_own)).store(x.cast(out.dtype)))
-  return attend_sink([UOp.group(*stores).end(r)])
+  visible = [(position + token).minimum(last) for token, _ in rows]
+  return Warp(lane, index, count, 16, head // G, first, field(tokens, "slot", first) % table.shape[0], rows, visible,
+              last, is_shared.where(index, 0), is_shared.where(count, 1), (exit_if(tile < 0),))   # tile < 0: padding
 
 
 def attend_sink(stores: list[UOp]) -> UOp:
@@ -216,7 +219,7 @@ class Warp:
   last: UOp                              # the last position that any row attends to
   share: UOp                             # the warp reads blocks share, share + num_shares, ...
   num_shares: Any
-  guard: list[UOp] = dataclasses.field(default_factory=list)   # statements that precede the loads
+  guard: tuple[UOp, ...] = ()            # statements that precede the loads
 
   @property
   def row(self) -> UOp: return self.lane // 4
@@ -371,9 +374,11 @@ def scaled(warp: Warp, cache: Cache, block: Block, weights: list[list[UOp]]) -> 
   return [[(position + e <= block.last).where(x * scales[e], 0.0) for e, x in enumerate(row)] for row in weights]
 
 
-def warp_results(warp: Warp, cache: Cache, state: WarpState, D: Any) -> tuple[UOp, UOp]:
-  """Store each warp's results in shared memory. Returns V's mean, (warps, rows, D), and log2 of the sum of the weights,
-  (warps, rows)."""
+def warp_results(warp: Warp, q: UOp, cache: Cache) -> tuple[UOp, UOp]:
+  """Attend, and store each warp's results in shared memory. Returns V's mean, (warps, rows, D), and log2 of the sum of
+  the weights, (warps, rows)."""
+  D: Any = q.shape[3]
+  state = accumulate(warp, q, cache)
   means = UOp.placeholder((warp.count, warp.num_rows, D), dtypes.float32, 110, AddrSpace.LOCAL)
   logs = UOp.placeholder((warp.count, warp.num_rows), dtypes.float32, 111, AddrSpace.LOCAL)
   factor = cache.factor / SCALE_FACTOR if cache.scales else cache.factor

@@ -17,7 +17,8 @@ from tinyvllm.llama import Llama
 MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, type[Llama]]]] = {}
 
 
-def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Llama]] | None:
-  """The config and the class of an architecture in MODELS; None: the core may know it."""
+def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
+  """The config and the class of an architecture in MODELS, else of the core's."""
   architecture = next(iter(hf_config.get("architectures") or []), None)
-  return MODELS[architecture](hf_config, path) if architecture in MODELS else None
+  if architecture in MODELS: return MODELS[architecture](hf_config, path)
+  return ModelConfig.from_hf(hf_config, path), Llama

@@ -10,8 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from tinyvllm import __version__
 from tinyvllm.config import EngineConfig, InputError, Options, check, option
-from tinyvllm.llama import find_model
 from tinyvllm_extra.flags import add_flags, select_options, set_log_level
+from tinyvllm_extra.models import find_model
 from tinyvllm_extra.weights import open_checkpoint
 
 from . import protocol
