@@ -243,7 +243,7 @@ class Engine(LoadedModel):
                           if not seq.finish_reason and seq not in request.sequences[0].siblings])
 
 
-Methods: Any = extended("methods", "Methods", object)
+Methods: Any = extended("methods", "Methods", type("NoMethods", (), {}))
 
 
 class LLM(Methods, Engine):
