@@ -175,6 +175,20 @@ def test_a_published_format_gives_what_its_formula_says(tmp_path, name):
   np.testing.assert_allclose(logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["awq", "gptq, act-order", "compressed-tensors, zero points"])
+def test_core_backend_reads_published_formats_dequantized(tmp_path, name):
+  """Within the rounding of weights to float16."""
+  quantized, plain = quantized_model(tmp_path, name)
+  models = []
+  for folder in (quantized, plain):
+    checkpoint = open_checkpoint(folder)
+    config, kind = find_model(checkpoint.hf_config, folder)
+    models.append(kind(config, dtypes.float32, Backend(), Devices()))
+    checkpoint.load(models[-1])
+  for got, expected in zip(*[model.modules() for model in models], strict=True):
+    np.testing.assert_allclose(got.weight.numpy(), expected.weight.numpy(), rtol=1e-3, atol=1e-6)
+
+
 def test_layers_of_several_kinds_are_read_each_as_it_is(tmp_path):
   """As in GGUF's mixtures: 4 bits, 8 bits and none."""
   four, four_plain = quantized_model(tmp_path / "four", "compressed-tensors", 1)

@@ -18,7 +18,8 @@ from reference import (
 )
 from tinygrad import Device, dtypes, nn
 
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import LLM, InputError, SamplingParams
+from tinyvllm.backend import Backend
 
 SMALL = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4}
 IDS = [3, 50, 99, 301]
@@ -206,6 +207,24 @@ def test_the_model_may_be_a_str_with_a_home(tmp_path, monkeypatch):
   folder = tiny_model(tmp_path / "model")
   monkeypatch.setenv("HOME", str(tmp_path))
   check("~/model", folder)
+
+
+# parts of the core
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_core_backend_reads_files_of_every_dtype(tmp_path, dtype):
+  folder = tiny_model(tmp_path, dtype=dtype, attention_bias=True)
+  params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+  output, = LLM(folder, backend=Backend(), **SMALL).generate({"prompt_token_ids": IDS}, params)
+  assert output.outputs[0].token_ids == reference_greedy(folder, IDS, 4)
+
+
+@pytest.mark.parametrize("options,said", [
+  ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 must be 1 for Backend, whose Linear, Norm, GateUp know one"),
+  ({"quantization": "int8"}, "quantization='int8' must be None for Backend, whose Linear")])
+def test_core_backend_refuses_what_its_parts_cannot_load(tmp_path, options, said):
+  folder = tiny_model(tmp_path)
+  with pytest.raises(InputError, match=said): LLM(folder, backend=Backend(), **SMALL, **options)
 
 
 # memory

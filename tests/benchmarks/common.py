@@ -29,13 +29,13 @@ from tinygrad.dtype import DType
 from tinygrad.engine.jit import CapturedJit
 from tinygrad.uop.ops import KernelInfo
 
-import tinyvllm.runner
+import tinyvllm
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.device import largest_tensor, open_device
+from tinyvllm.backend import Backend, open_device
 from tinyvllm.llama import Llama
 from tinyvllm.tokenizer import Tokenizer
-from tinyvllm_extra.quantization import scales_shape
-from tinyvllm_extra.kernels.matmul import Linear
+from tinyvllm_extra import graphs, weights
+from tinyvllm_extra.kernels.matmul import Linear, scales_shape
 
 
 def _shape(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, tied: bool, length: int,
@@ -98,30 +98,45 @@ def hf_config(args: argparse.Namespace) -> dict:
 def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
   """The engine of the model that the arguments name; without a prefix cache, as runs repeat their prompts. padded: as
   others have it, to a captured shape at first; else each shape is captured when it is met, and so by a warm-up."""
-  if not padded: tinyvllm.runner.OFTEN = 0
+  if not padded: graphs.OFTEN = 0
   options = {"enable_prefix_caching": False, "quantization": getattr(args, "quantization", None),
              "kv_cache_dtype": getattr(args, "kv_cache_dtype", "auto"),
              "tensor_parallel_size": getattr(args, "tensor_parallel_size", 1), **options}
   if args.model and args.layers is None: return LLM(args.model, dtype=args.dtype, **options)
   config = hf_config(args)
-  with TemporaryDirectory() as folder, stub_tokenizer(), patch("tinyvllm.engine.load_weights", fill_weights):
+  with TemporaryDirectory() as folder, random_weights():
     (Path(folder) / "config.json").write_text(json.dumps(config))
     return LLM(folder, dtype=args.dtype, **options)
 
 
-def stub_tokenizer():
-  """While entered, a folder needs no tokenizer: prompts are ids, and an id's text is a letter."""
-  def decode(ids: list[int]) -> str: return "".join(chr(97 + i % 26) for i in ids)
-  stub = Tokenizer(lambda text, special: [3], decode, {}, set(), {}, [])
-  return patch("tinyvllm.engine.load_tokenizer", lambda path: stub)
+class RandomCheckpoint(weights.Checkpoint):
+  """A folder with config.json only: random weights, prompts that are ids, and a letter as the text of each id."""
+  def tokenizer(self) -> Tokenizer:
+    def decode(ids: list[int]) -> str: return "".join(chr(97 + i % 26) for i in ids)
+    return Tokenizer(lambda text, special: [3], decode, {}, set(), {}, [])
+
+  def load(self, model: Llama, quantization: str | None = None) -> None: fill_weights(model, quantization)
+
+
+class OwnWeights(RandomCheckpoint):
+  """A model's folder with its weights, but without a tokenizer."""
+  load = weights.Checkpoint.load
+
+
+def random_weights(checkpoint: type[weights.Checkpoint] = RandomCheckpoint) -> ExitStack:
+  """While entered, models and draft models are loaded as this Checkpoint does."""
+  stack = ExitStack()
+  for module in ("tinyvllm.engine", "tinyvllm_extra.speculation"):
+    stack.enter_context(patch(f"{module}.open_checkpoint", checkpoint))
+  return stack
 
 
 _filled: dict[tuple, Tensor] = {}   # engines that follow one another share their weights
 
 
-def fill_weights(model: Llama, folder: Path, dtype: DType, quantization: str | None) -> None:
-  """In place of load_weights: norms' weights 1, biases 0, all else uniform with a deviation of 0.02, one tensor at a
-  time. Quantized ones are of any bits."""
+def fill_weights(model: Llama, quantization: str | None) -> None:
+  """Fill weights of norms with 1, biases with 0, everything else with uniform numbers of deviation 0.02, one tensor at a
+  time, and quantized matrices with random bits."""
   matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear) and quantization]
   for matrix in matrices:
     plain = matrix.weight.shape
@@ -137,11 +152,12 @@ def fill_weights(model: Llama, folder: Path, dtype: DType, quantization: str | N
     matrix.scales = [_on_each(lambda device, x=x, scales=scales: Tensor.full(
       scales, x, dtype=dtypes.float16, device=device).clone(), model, "scales", scales, x)
       for x in ((0.004, -0.03) if bits == 4 else (0.0003,))]
-  named = {id(tensor): (name, tensor) for name, tensor in nn.state.get_state_dict(model).items()}   # each once
+  named = {id(tensor): (f"{i}.{name}", tensor) for i, module in enumerate(model.modules())
+           for name, tensor in nn.state.get_state_dict(module).items()}
   of_matrices = {id(x) for matrix in matrices for x in (matrix.weight, *matrix.scales)}
   for seed, (name, tensor) in enumerate(named.values()):
     if id(tensor) in of_matrices: continue
-    kind = dtype if dtypes.is_float(tensor.dtype) else tensor.dtype
+    kind = model.dtype if dtypes.is_float(tensor.dtype) else tensor.dtype
     def values(device: str, name=name, shape=tensor.shape, kind=kind, seed=seed) -> Tensor:
       if len(shape) == 1: return Tensor.full(shape, float(name.endswith("weight")), dtype=kind, device=device).clone()
       noise = (_noise(math.prod(shape), seed, device) - 0.5) * (0.02 * math.sqrt(12))
@@ -151,9 +167,9 @@ def fill_weights(model: Llama, folder: Path, dtype: DType, quantization: str | N
 
 def _on_each(make: Callable[[str], Tensor], model: Llama, *key) -> Tensor:
   """What is made on each of a model's devices, as one tensor."""
-  of = (model.devices, *key)
+  of = (model.devices.names, *key)
   if of not in _filled:
-    tensors = [make(device).realize() for device in model.devices]
+    tensors = [make(device).realize() for device in model.devices.names]
     _filled[of] = tensors[0] if len(tensors) == 1 else Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()
   return _filled[of]
 
@@ -226,8 +242,9 @@ class Watch:
                                (Buffer, "as_memoryview", self._timed("wait", Buffer.as_memoryview)),
                                (self.llm, "advance", self._record)):
       self._stack.enter_context(patch.object(owner, name, value))
-    reading = self.llm.runner.start_reading
-    timed_reading = patch.object(self.llm.runner, "start_reading", lambda x: self._timed("wait", reading(x)))
+    backend = self.llm.runner.backend
+    reading = backend.start_reading
+    timed_reading = patch.object(backend, "start_reading", lambda x: self._timed("wait", reading(x)))
     self._stack.enter_context(timed_reading)
     return self
 
@@ -262,7 +279,7 @@ def make_copy() -> tuple[Callable[[], Tensor], int]:
   """A kernel that copies more than the caches hold, and the bytes that it reads and writes. On a GPU 16 bytes a thread:
   tinygrad's heuristics reach 40% of that."""
   gpu = Device[Device.DEFAULT].renderer.has_local
-  size = min(2**30 if gpu else 2**28, largest_tensor())   # bytes
+  size = min(2**30 if gpu else 2**28, Backend().largest_tensor())   # bytes
   source, target = (Tensor.zeros(size // 4).clone().realize() for _ in range(2))
   opts = (Opt(OptOps.UPCAST, 0, 4), Opt(OptOps.LOCAL, 0, 256)) if gpu else None
 
@@ -288,7 +305,7 @@ def measure_bandwidth(repeats: int = 9) -> float:
 
 def bytes_read(model: Llama) -> int:
   """Of the weights that a step reads: all but the table of embeddings, which only the tied head reads whole."""
-  parts = [part for part in model.parts() if part is not model.embed_tokens or part is model.lm_head]
+  parts = [part for part in model.modules() if part is not model.embed_tokens or part is model.lm_head]
   return sum({id(t): t.nbytes() for part in parts for t in nn.state.get_parameters(part)}.values())
 
 

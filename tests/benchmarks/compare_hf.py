@@ -104,7 +104,7 @@ def main() -> None:
     if args.same_weights: args.model, args.layers = folder, None
     budget = max(args.max_num_batched_tokens, args.running)
     try:
-      with common.stub_tokenizer(): llm = common.open_llm(
+      with common.random_weights(common.OwnWeights): llm = common.open_llm(
         args, max_model_len=args.input_len + args.output_len, max_num_seqs=args.running, max_num_batched_tokens=budget)
     except ValueError as e: raise SystemExit(f"error: {e}") from e
   requests = [{"prompt_token_ids": ids} for ids in prompts]

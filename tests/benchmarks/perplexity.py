@@ -10,8 +10,6 @@ import argparse
 import math
 from pathlib import Path
 
-from tinyvllm_extra.gguf import folder_of
-
 from tinyvllm import LLM, SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +18,7 @@ WINDOW, SKIPPED = 512, 32
 
 
 def perplexity(text: str, limit: int, model: str, **options: str) -> float:
-  llm = LLM(folder_of(model), max_model_len=WINDOW + 8, max_num_seqs=8, enable_prefix_caching=False, **options)
+  llm = LLM(model, max_model_len=WINDOW + 8, max_num_seqs=8, enable_prefix_caching=False, **options)
   ids = llm.get_tokenizer().encode(text)[:limit]
   windows = [ids[i:i + WINDOW] for i in range(0, len(ids) - WINDOW + 1, WINDOW)]
   outputs = llm.generate([{"prompt_token_ids": window} for window in windows],

@@ -252,7 +252,7 @@ def measure_steps(args: argparse.Namespace, running: int, bandwidth: float) -> N
       folder = stack.enter_context(TemporaryDirectory())
       layers = {"num_hidden_layers": args.layers} if args.layers else {}
       (Path(folder) / "config.json").write_text(json.dumps(common.SHAPES[args.draft_shape] | layers))
-      stack.enter_context(patch.object(speculation, "load_weights", common.fill_weights))
+      stack.enter_context(patch.object(speculation, "open_checkpoint", common.RandomCheckpoint))
     started = time.perf_counter()
     decoding = {k: Decoding(args, k, running, folder) for k in args.k}
   print(f"\n{running} running: prompts and captures took {time.perf_counter() - started:.1f} s", flush=True)

@@ -52,7 +52,7 @@ def main() -> None:
   loaded, peak = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
   next(iter(llm.generate_stream("Hello", SamplingParams(temperature=0.0, max_tokens=2))))
   first = time.perf_counter()
-  weights = sum(t.nbytes() for part in llm.runner.model.parts() for t in nn.state.get_parameters(part))
+  weights = sum(t.nbytes() for part in llm.runner.model.modules() for t in nn.state.get_parameters(part))
   vocabulary, rows = llm.model_config.vocab_size, []
 
   def prompt(i: int, n: int) -> dict:

@@ -102,7 +102,8 @@ class Server(uvicorn.Server):
     self.folder = model
     self.engine_options = engine_options
     self.options = options
-    self.name = options.served_model_name or (pathlib.Path(model).resolve().name.removesuffix(".gguf") if model else "tinyvllm")
+    name = pathlib.Path(model).resolve().name.removesuffix(".gguf") if model else "tinyvllm"
+    self.name = options.served_model_name or name
     self.observer = Metrics(self.name, self.engine_metrics)
     app: Any = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
