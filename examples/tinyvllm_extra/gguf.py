@@ -10,7 +10,7 @@ from tinyvllm.config import check
 from tinyvllm_extra.huggingface import Tokenizer
 
 from . import weights
-from .gguf_tokenizer import make_tokenizer
+from .gguf_tokenizer import Tokenizer, make_tokenizer
 from .quantization import Matrix, Quantized
 
 # Keys of the metadata after the architecture's name -> config.json. The first five are required
@@ -131,9 +131,7 @@ class Stored(weights.Stored):
     """The weight in float32."""
     if not self.kind.form: return weights.to_float32(self.read())
     q, scale, offset = decode(self.kind, self.read())
-    values = q.reshape(*scale.shape, -1) * scale[..., None]
-    if offset is not None: values += offset[..., None]
-    return values.reshape(q.shape)
+    return weights.dequantize(Quantized(q, scale, offset, np.arange(q.shape[1])), np.float32)
 
 
 def shared_form(kinds: Sequence[Type]) -> Form | str:
