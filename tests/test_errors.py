@@ -113,7 +113,7 @@ def test_max_model_len_above_model_limit_raises(folder):
 
 def test_kv_cache_without_memory_raises(folder, monkeypatch):
   monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: 100_000)   # less than the weights
-  with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.9 leaves 0.00 GiB .* a smaller model"): LLM(folder)
+  with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.9 leaves 0.00 GiB.* a smaller model"): LLM(folder)
   monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: 220_000)   # some blocks
   with pytest.raises(ValueError, match=r"max_model_len=512.*GiB.*gpu_memory_utilization"): LLM(folder)
 

@@ -186,7 +186,7 @@ def test_two_engines_on_two_threads_give_their_own_texts(engines, folder, pool):
 
 
 def test_captured_step_runs_during_load(engines, folder, monkeypatch, gate, pool):
-  monkeypatch.setattr(tinyvllm.engine, "open_checkpoint", gate.guard("load", tinyvllm.engine.open_checkpoint))
+  monkeypatch.setattr(tinyvllm.engine, "open_device", gate.guard("load", tinyvllm.engine.open_device))
   loading = pool.submit(LLM, folder, **ENGINE)
   gate.wait_for_entry()
   generating = pool.submit(generate, engines[0], PROMPTS[0], 9)
@@ -203,7 +203,7 @@ def test_captures_and_loads_exclude_each_other(folder, monkeypatch, gate, pool, 
   for engine in engines:
     backend = engine.runner.backend
     monkeypatch.setattr(backend, "run_graph", gate.guard("capture", backend.run_graph))
-  monkeypatch.setattr(tinyvllm.engine, "open_checkpoint", gate.guard("load", tinyvllm.engine.open_checkpoint))
+  monkeypatch.setattr(tinyvllm.engine, "open_device", gate.guard("load", tinyvllm.engine.open_device))
   def start(kind, engine):
     return pool.submit(generate, engine, PROMPTS[0], 1) if kind == "capture" else pool.submit(LLM, folder, **ENGINE)
   futures = [start(first, engines[0])]

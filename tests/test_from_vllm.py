@@ -48,7 +48,7 @@ def test_at_another_value_one_line_names_it(folder, name):
 
 
 def test_what_nobody_knows_is_refused_with_what_there_is(folder):
-  with pytest.raises(ValueError, match="no field 'tensor_paralel_size'; its fields are dtype"):
+  with pytest.raises(ValueError, match="no field 'tensor_paralel_size'; it has dtype"):
     LLM(folder, tensor_paralel_size=1)
 
 

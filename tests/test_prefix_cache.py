@@ -283,7 +283,8 @@ def test_a_block_may_be_in_tensors_of_any_types_and_shapes():
   def bytes_of(x): return np.frombuffer(x.as_memoryview(), np.uint8).reshape(n, -1)
   def whole(): return np.concatenate([bytes_of(x) for x in buffers(fake)], 1)
   blocks, before = Blocks(fake), whole()
-  assert blocks.count == n and blocks.row_bytes == before.shape[1] and (blocks.read([3, 1, 10]) == before[[3, 1, 10]]).all()
+  assert blocks.count == n and blocks.row_bytes == before.shape[1]
+  assert (blocks.read([3, 1, 10]) == before[[3, 1, 10]]).all()
   rows = rng.integers(0, 256, (2, blocks.row_bytes), np.uint8)
   blocks.write([4, 9], rows)
   expected = before.copy()

@@ -14,6 +14,7 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.engine import LLMEngine
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import BlockManager, Scheduler
+from tinyvllm_extra.metrics import MeteredScheduler, RequestMetrics
 
 
 class ReadsOutput:
@@ -41,7 +42,7 @@ class Bench:
     self.config, self.overlaps = config, overlaps
     self.blocks = BlockManager(blocks + 1, config)
     self.max_len = min(max_len, self.blocks.num_free() * block_size)
-    self.scheduler = Scheduler(config, self.blocks)
+    self.scheduler = MeteredScheduler(config, self.blocks)
     self.samples = False
     self.all, self.steps, self.content, self.streams = [], 0, {}, {}
     self.unread = self.nothing = {}, {}, {}
@@ -52,6 +53,7 @@ class Bench:
     tokens, i = [10_000 * family + j for j in range(prompt)], len(self.all)
     runs = [make_sequence(tokens, (priority, i, k), self.max_len, ReadsOutput() if reads else None, max_tokens=n)
             for k in range(samples)]
+    RequestMetrics(runs)
     runs[0].siblings += runs[1:]
     self.samples |= samples > 1
     self.all += runs

@@ -10,9 +10,9 @@ FREE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokeni
         tokenize.ENDMARKER}
 EXTENSION = PACKAGE.parent / "examples" / "tinyvllm_extra"
 # The promise is under 1000 lines, and the aim 855: this is where the engine stands, and it may only fall (ROADMAP.md)
-LINES, WIDTH = 1288, 120
+LINES, WIDTH = 999, 120
 TOGETHER = 4200   # lines of core and extension
-MEAN, DENSEST = 17.0, 20.0   # tokens a line: over the package, in any file
+MEAN, DENSEST = 16.5, 19.5   # tokens a line: over the package, in any file
 
 
 def tokens_of(source: str) -> Iterator[tokenize.TokenInfo]:

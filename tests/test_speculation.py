@@ -277,10 +277,12 @@ class Device:
     fields = rest[:5 * E].reshape(5, E)
     numbers = fields[2:].view(np.float32)
     edits = [(*fields[:2, i].tolist(), *numbers[:, i].tolist()) for i in np.flatnonzero(fields[0] >= 0)]
-    masks = rest[5 * E:].reshape(S, -1) if plan.has_bitmask else None
+    num_masks = S * -(-VOCAB // 32) * plan.has_bitmask
+    masks = rest[5 * E:5 * E + num_masks].reshape(S, -1) if num_masks else None
+    targets = rest[5 * E + num_masks:].tolist() if plan.has_logprobs else [-1] * S
     chosen, scores, given = [0] * S, [[0.0] * 4] * S, set()
-    for i, (token, position, last_row, target) in enumerate(zip(
-        *[logits[x][:self.rows].tolist() for x in ("token", "position", "slot", "target")], strict=True)):
+    for i, (token, position, slot) in enumerate(zip(
+        *[logits[x][:self.rows].tolist() for x in ("token", "position", "slot")], strict=True)):
       assert positions[token] == position
       mine = [edit[1:] for edit in edits if edit[0] == i]
       banned = {t for t, bias, _, _ in mine if bias == -np.inf}
@@ -290,12 +292,12 @@ class Device:
         allowed = np.flatnonzero(np.unpackbits(masks[i].view(np.uint8), bitorder="little")).tolist()
       state = states[token]
       chosen[i] = self.model.choose(state, seeds[i] if temperatures[i] > 0 else 0, salt, banned, allowed)
-      wanted = chosen[i] if target < 0 else target
+      wanted = chosen[i] if targets[i] < 0 else targets[i]
       scores[i] = [self.model.score(state, wanted), 1.0 + wanted, 5, self.model.score(state, 5)]
-      if last_row != self.spare:   # two threads write at once: nobody knows who is last
-        self.last[last_row] = -9 if last_row in given else chosen[i]
-        given.add(last_row)
-    return np.array(chosen), np.array(scores if plan.has_logprobs else [])
+      if slot != self.spare:   # two threads write at once: the order is unknown
+        self.last[slot] = -9 if slot in given else chosen[i]
+        given.add(slot)
+    return [np.array(chosen), *([np.array(scores)] if plan.has_logprobs else [])]
 
   def write(self, ids, positions, rows, blocks):
     """Fill the cache. Returns the state behind each token."""

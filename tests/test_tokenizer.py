@@ -9,7 +9,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 
 from tinyvllm import SamplingParams
 from tinyvllm.request import Sequence
-from tinyvllm.tokenizer import TextStream, load_tokenizer
+from tinyvllm.tokenizer import TextStream, Tokenizer
+from tinyvllm_extra.huggingface import load_tokenizer
 from tinyvllm_extra.weights import open_checkpoint
 
 TEXTS = ["the cat sat on the mat", "hello world, 12 3456!", "tabs\tand\nnew lines\n\n", "日本語 and ελληνικά",
@@ -91,6 +92,16 @@ def test_encode_decode_round_trip_is_equal(tokenizer, text):
   ids = tokenizer.encode(text)
   assert ids and all(isinstance(i, int) for i in ids)
   assert tokenizer.decode(ids) == text
+
+
+def test_core_tokenizer_equals_extension_on_plain_text(spm, tmp_path):
+  (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+  core = Tokenizer(tmp_path)
+  for text in [*TEXTS, "".join(TEXTS)]:
+    ids = spm.encode(text)
+    assert core.encode(text) == ids and core.encode(text, False) == spm.encode(text, False)
+    assert core.decode(ids) == text and streamed(core, ids) == streamed(spm, ids)
+  assert core.decode([*ids, 2, VOCAB]) == spm.decode([*ids, 2, VOCAB])
 
 
 def test_gguf_tokenizer_equals_tokenizer_json(bpe, gguf):

@@ -6,19 +6,18 @@ from typing import TYPE_CHECKING, Any
 from .config import has_extension
 
 if TYPE_CHECKING:
-  from tinyvllm_extra.vllm_names import (AsyncLLM, Logprob, RequestMetrics, SamplingParams, StructuredOutputsParams,
-                                         TextPrompt, TokensPrompt)
+  from tinyvllm_extra.vllm_names import AsyncLLM, Logprob, RequestMetrics, SamplingParams, StructuredOutputsParams
+  from tinyvllm_extra.vllm_names import TextPrompt, TokensPrompt
   from .engine import LLM, Backend, CompletionOutput, InputError, LLMEngine, RequestOutput, generate, generate_stream
 
 __version__ = "0.1.0"
-EXTENSION = ["AsyncLLM", "Logprob", "RequestMetrics", "SamplingParams", "StructuredOutputsParams", "TextPrompt",
-             "TokensPrompt"]
-__all__ = ["LLM", "Backend", "CompletionOutput", "InputError", "LLMEngine", "RequestOutput", "generate",
-           "generate_stream", *EXTENSION]
+__all__ = ["AsyncLLM", "Logprob", "RequestMetrics", "SamplingParams", "StructuredOutputsParams", "TextPrompt",
+           "TokensPrompt", "LLM", "Backend", "CompletionOutput", "InputError", "LLMEngine", "RequestOutput", "generate",
+           "generate_stream"]
 
 
 def __getattr__(name: str) -> Any:
   """Import a public name when it is first used: tinygrad and numpy take a while. The core has SamplingParams, too."""
   if name not in __all__: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  in_extension = name in EXTENSION and has_extension()
+  in_extension = name in __all__[:7] and has_extension()
   return getattr(importlib.import_module("tinyvllm_extra.vllm_names" if in_extension else "tinyvllm.engine"), name)

@@ -66,6 +66,8 @@ class GateUp(Linear):
 
 class Norm(nn.RMSNorm, Module):
   """x / rms(x), computed in float32, times weight (Zhang and Sennrich 2019), over the last axis."""
+  weight: Tensor
+
   def __init__(self, name: str, size: int, eps: float, dtype: DType):
     super().__init__(size, eps)
     self.sources = {name: size}
@@ -180,7 +182,7 @@ class Backend:
     read through the block table (Kwon et al. 2023). qkv: (T, (H + 2 KV) * D). cache: (num_blocks, *block) as kv_layout
     says. rope: (length, 2, D / 2), cosines and sines. tokens: (columns of runner.TOKENS, T) int32. block_tables:
     (slots, max_blocks) int32. Returns (T, H * D). This one copies max_blocks blocks of K and V for each token."""
-    block_size, KV, D = cache[0].shape[1:]
+    block_size, KV, D = [int(n) for n in cache[0].shape[1:]]
     position, slot, block = [tokens[i] for i in (1, 2, 4)]              # (T,) each
     q, k, v = qkv.unflatten(1, (-1, D)).split([num_heads, KV, KV], 1)   # (T, heads, D) each
     cos, sin = rope[position].chunk(2, 1)                               # (T, 1, D / 2) each
@@ -209,8 +211,7 @@ class Backend:
     operation: those of several threads would disturb each other."""
     def read() -> list:
       array = np.empty(tensor.shape, np.int32 if tensor.dtype == dtypes.int32 else np.float32)
-      buffer: Any = tensor.uop.buffer
-      buffer.allocator._copyout(array.data.cast("B"), buffer._buf)
+      tensor.uop.buffer.allocator._copyout(array.data.cast("B"), tensor.uop.buffer._buf)   # type: ignore[union-attr]
       return array.tolist()
     return read
 
@@ -218,8 +219,8 @@ class Backend:
 class Devices:
   """The devices that share a model (seam; parallel.py), here one. Its tensors are on all of `names`; the backend's
   Linear and Norm know what several devices do with them. free_memory: of each, in bytes. shard: one device's share of
-  the heads, of the MLP and of the vocabulary. jit: a step as a graph, captured when it is called with `cnt` 1. gather: the logits
-  of the whole vocabulary, (S, V), on the first device."""
+  the heads, of the MLP and of the vocabulary. jit: a step as a graph, captured when it is called with `cnt` 1. gather:
+  the logits of the whole vocabulary, (S, V), on the first device."""
   def __init__(self, names: tuple[str, ...] = ()): self.names = names or (Device.DEFAULT,)
   def free_memory(self, backend: Backend) -> int: return backend.free_memory(self.names[0])
   def shard(self, model: ModelConfig) -> ModelConfig: return model

@@ -48,14 +48,14 @@ def option(default: Any, help: str, *, min: Any = None, max: Any = None, choices
 
 
 def has_type(value: Any, kind: Any) -> bool:
-  """Whether `value` has an annotated type: a class, list[X], dict[K, V] or a union. An int is a float, no bool an int."""
+  """Whether `value` has an annotated type: a class, list[X], dict[K, V] or a union. An int is a float, not a bool."""
   args = typing.get_args(kind)
   if isinstance(kind, types.UnionType): return any(has_type(value, arg) for arg in args)
   if typing.get_origin(kind) is list: return isinstance(value, list) and all(has_type(x, args[0]) for x in value)
   if typing.get_origin(kind) is dict:
     return isinstance(value, dict) and all(has_type(k, args[0]) and has_type(v, args[1]) for k, v in value.items())
-  if kind is Any: return True
-  return isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+  if kind is Any or kind is float: return kind is Any or type(value) in (int, float)
+  return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
 
 
 class Options:
@@ -68,13 +68,13 @@ class Options:
 
   def __post_init__(self) -> None:
     for field in dataclasses.fields(self):   # type: ignore[arg-type]
-      value = getattr(self, field.name)
+      value: Any = getattr(self, field.name)
       text = f"{field.name}={value!r} must"
       check(has_type(value, field.type), f"{text} be of type {getattr(field.type, '__name__', field.type)}", value)
       check(not isinstance(value, list) or "" not in value, f"{text} not hold an empty string", value)
       choices, low, high = (field.metadata.get(limit) for limit in ("choices", "min", "max"))
       check(not choices or value in (*choices, None), f"{text} be one of {', '.join(choices or ())}", value)
-      numbers = value.values() if isinstance(value, dict) else [value] if isinstance(value, int | float) else []
+      numbers: Any = value.values() if isinstance(value, dict) else [value] if isinstance(value, int | float) else []
       check(low is None or all(low <= x <= high for x in numbers), f"{text} be between {low} and {high}", value)
 
 

@@ -34,9 +34,8 @@ class Request:
     """Everything so far, or what came since the last call with `delta`."""
     first = self.sequences[0]
     scores = [first.logprobs.get(i) for i in range(first.num_prompt)] if first.wants_prompt_logprobs else None
-    completions = [self._completion(stream, delta) for stream in self.streams]
-    return RequestOutput(self.request_id, self.prompt, first.tokens[:first.num_prompt], scores, completions, self.metrics,
-                         first.num_cached or 0)
+    return RequestOutput(self.request_id, self.prompt, first.tokens[:first.num_prompt], scores,
+                         [self._completion(x, delta) for x in self.streams], self.metrics, first.num_cached or 0)
 
   def _completion(self, stream: TextStream, delta: bool) -> CompletionOutput:
     stream.update()
@@ -104,7 +103,7 @@ class Engine(LoadedModel):
     path = pathlib.Path(model or pathlib.Path(__file__).with_name("default_model")).expanduser()
     with exclusive: super().__init__(path, EngineConfig(**options), backend)
     self.blocks = BlockManager(self.runner.num_blocks, self.config)
-    self.max_model_len: Any = min(self.config.max_model_len, self.blocks.num_free() * self.config.block_size)
+    self.max_model_len = min(self.config.max_model_len or 0, self.blocks.num_free() * self.config.block_size)
     self.scheduler = self.scheduler_class(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
     self._in_flight: Callable[[], Results] | None = None   # waits for the step that the device runs
@@ -173,8 +172,8 @@ class Engine(LoadedModel):
 
   def advance(self, make_output: Callable[[Request], Any] = lambda request: request) -> list[Any]:
     """Run one step, and return `make_output` of each request with new tokens: on a GPU those of the step before, which
-    the device computed while this one was built. If that raises, the next step returns them. A failed step leaves a working
-    engine: no token is lost or duplicated."""
+    the device computed while this one was built. If that raises, the next step returns them. A failed step leaves a
+    working engine: no token is lost or duplicated."""
     with self.driving():
       while self._abandoned: self.abort_request(self._abandoned.pop())
       try:
@@ -244,7 +243,7 @@ class Engine(LoadedModel):
                           if not seq.finish_reason and seq not in request.sequences[0].siblings])
 
 
-Methods: Any = extended("methods", "Methods", object)
+Methods: Any = extended("methods", "Methods", type("NoMethods", (), {}))
 
 
 class LLM(Methods, Engine):

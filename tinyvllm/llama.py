@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from tinygrad import Tensor, dtypes, helpers, nn
 from tinygrad.dtype import DType
 
-from .backend import Backend, Devices, Linear, Module
+from .backend import Backend, Devices, Module
 from .config import ModelConfig, check, extended, read_json
 from .request import SAMPLING_DEFAULTS
 from .tokenizer import Tokenizer
@@ -57,7 +57,7 @@ def rope_table(config: ModelConfig, length: int) -> Tensor:
   """Cosines and sines of the rotary embedding (Su et al. 2021), with scaled frequencies: (length, 2, D / 2)."""
   scaling = config.rope_scaling
   freqs = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)   # (D / 2,)
-  if scaling["rope_type"] in ("linear", "factors"): freqs /= scaling.get("factors", scaling.get("factor"))
+  if scaling["rope_type"] in ("linear", "factors"): freqs /= scaling["factors" if "factors" in scaling else "factor"]
   if scaling["rope_type"] == "llama3":   # divide low frequencies by factor, keep high ones, interpolate between
     rotations = scaling["original_max_position_embeddings"] * freqs / (2 * np.pi)
     freqs *= np.interp(rotations, [scaling["low_freq_factor"], scaling["high_freq_factor"]], [1 / scaling["factor"], 1])

@@ -43,10 +43,8 @@ class SamplingParams(Options):
 
   def processor(self, tokenizer: Any, model: ModelConfig) -> "LogitsProcessor | None": return None   # for a sequence
 
-  @property
-  def sampler_mode(self) -> SamplerMode:
-    if self.temperature < 1e-5: return SamplerMode.GREEDY
-    return SamplerMode.FILTERED if self.top_k > 0 or self.top_p < 1 else SamplerMode.RANDOM
+  sampler_mode = property(lambda self: SamplerMode.GREEDY if self.temperature < 1e-5 else SamplerMode.FILTERED
+                          if self.top_k > 0 or self.top_p < 1 else SamplerMode.RANDOM)
 
 
 class LogitsProcessor(Protocol):

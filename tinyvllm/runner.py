@@ -22,7 +22,7 @@ KINDS = {"i": dtypes.int32, "u": dtypes.uint32, "f": dtypes.float32}   # by nump
 class Table:
   """Named columns of 32-bit words, a row per token or row of logits: written by the host, read in the graph."""
   def __init__(self, **formats: str):
-    self.dtype = np.dtype([*formats.items()])
+    self.dtype: Any = np.dtype([*formats.items()])
     self.num_words = len(formats)
 
   def write(self, rows: list[tuple], size: int, **padding: int) -> np.ndarray:
@@ -35,7 +35,7 @@ class Table:
   def read(self, words: Tensor) -> dict[str, Tensor]:
     """The columns by name, (size,) each. words: (num_words, size)."""
     return {name: x.bitcast(KINDS[self.dtype[name].kind])
-            for name, x in zip(self.dtype.names or (), words, strict=True)}
+            for name, x in zip(self.dtype.names, words, strict=True)}   # type: ignore[call-overload]
 
 
 # id: UNKNOWN takes the slot's last token. slot: row of the block tables, max_num_seqs for padding. table_index: of the
@@ -101,7 +101,7 @@ def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | Non
   mode = max([row.seq.params.sampler_mode for row in rows], default=SamplerMode.GREEDY)
   logits_batch = extension("logits").LogitsBatch(rows) if any(seq.processor for seq in batch) else None
   key = key or runner.choose_key(GraphKey(len(tokens), len(rows), mode, logits_batch.plan if logits_batch else None))
-  tokens = [(*token, tile) for token, tile in itertools.zip_longest(tokens, tiles, fillvalue=NO_TILE)]
+  tokens = [(*x, tile) for x, tile in itertools.zip_longest(tokens, tiles, fillvalue=NO_TILE)]   # type: ignore[misc]
   logits = [(row.token, row.position - 1, row.seq.slot if row.position >= row.seq.length else padding, 0,
              *[getattr(row.seq.params, name) for name in SAMPLING_FIELDS],
              row.seq.seed % 2**32, row.seq.seed // 2**32 % 2**32) for row in rows]
@@ -139,8 +139,7 @@ def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> li
 
 def upload(tensor: Tensor, array: np.ndarray) -> None:
   """Fill a tensor on the device. Tensor(array) would be scheduled, which takes 1 ms."""
-  buffer: Any = tensor.uop.buffer
-  buffer.allocator._copyin(buffer._buf, array.data.cast("B"))
+  tensor.uop.buffer.allocator._copyin(tensor.uop.buffer._buf, array.data.cast("B"))   # type: ignore[union-attr]
 
 
 def capture(run: Callable[[], Any]) -> Any:

@@ -82,8 +82,7 @@ class Scheduler:
   """Owns the queue of waiting sequences and the running ones, and chooses the tokens of each step."""
   def __init__(self, config: EngineConfig, blocks: BlockManager):
     self.config, self.blocks = config, blocks
-    self.waiting: list[Sequence] = []   # sorted
-    self.running: list[Sequence] = []
+    self.waiting, self.running = list[Sequence](), list[Sequence]()   # the first is sorted
 
   def add(self, seq: Sequence) -> None: bisect.insort(self.waiting, seq)
 
@@ -160,7 +159,6 @@ class Scheduler:
 
   def reset(self, unfinished: list[Sequence]) -> None:
     """After a failed step: all unfinished sequences wait, without blocks, whatever the step has changed."""
-    self.running = []
-    self.waiting = sorted(unfinished)
+    self.running, self.waiting = [], sorted(unfinished)
     for seq in self.waiting: seq.restart()
     self.blocks.reset()

@@ -54,6 +54,7 @@ class TextStream:
   part by part. Decoded text only grows, half a character is held back, and all of it equals one decoding of all ids."""
   def __init__(self, tokenizer: Any, seq: Sequence):
     self.tokenizer, self.seq = tokenizer, seq
+    self.stop: Any = seq.params.stop or []   # a list by now
     self.decoded = ""                    # all text, also after a stop string
     self.num_decoded = seq.num_prompt    # ids whose text is in there, or of the prompt
     self.context: dict[int, str] = {}    # text of the last ids, by the position of the first: saves a decoding
@@ -66,7 +67,7 @@ class TextStream:
   @property
   def available(self) -> Cursor:
     """What may be delivered: the end of an unfinished text could still become a stop string."""
-    held_back = 0 if self.seq.finish_reason else num_held_back(self.text, self.seq.params.stop or [])
+    held_back = 0 if self.seq.finish_reason else num_held_back(self.text, self.stop)
     return Cursor(len(self.text) - held_back, len(self.seq.tokens), self.seq.finish_reason)
 
   def decode(self, ids: list[int]) -> None:
@@ -86,8 +87,7 @@ class TextStream:
     seq, params = self.seq, self.seq.params
     hides_last = seq.finish_reason == "stop" and seq.tokens[-1] in seq.stop_ids
     self.decode(seq.tokens[:-1] if hides_last and not params.include_stop_str_in_output else seq.tokens)
-    can_stop = params.stop and seq.num_generated > params.min_tokens
-    match = find_stop(self.decoded, self.num_searched, params.stop) if can_stop else None
+    match = find_stop(self.decoded, self.num_searched, self.stop) if seq.num_generated > params.min_tokens else None
     if match:
       self.end = match[0] + (len(match[1]) if params.include_stop_str_in_output else 0)
       seq.stop_reason = match[1]

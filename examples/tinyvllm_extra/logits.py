@@ -17,8 +17,8 @@ from tinyvllm_extra.huggingface import Tokenizer
 
 from . import structured_outputs
 
-# An adjustment of one logit: x = logit + bias, divided by factor if x > 0, else multiplied by it, minus penalty. row: of
-# the step's logits, NO_ROW for padding
+# An adjustment of one logit: x = logit + bias, divided by factor if x > 0, else multiplied by it, minus penalty. row:
+# of the step's logits, NO_ROW for padding
 ADJUSTMENTS = Table(row="i4", token="i4", bias="f4", factor="f4", penalty="f4")
 NO_ROW = -1
 NUM_BEST = 20   # tokens whose log probabilities are computed with those of a token
@@ -49,7 +49,8 @@ class SamplingParams(request.SamplingParams):
     if isinstance(self.logit_bias, dict):   # JSON has keys of type str
       vars(self)["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
       wrong = [i for i in self.logit_bias if type(i) is not int]
-      check(not wrong, f"logit_bias={self.logit_bias!r}: keys must be token ids (int), not {wrong[:1]}", self.logit_bias)
+      text = f"logit_bias={self.logit_bias!r}: keys must be token ids (int)"
+      check(not wrong, f"{text}, not {wrong[:1]}", self.logit_bias)
     if self.structured_outputs is not None: vars(self)["structured_outputs"] = structured_outputs.normalize(self)
     super().__post_init__()
     low, high = self.min_tokens, self.max_tokens

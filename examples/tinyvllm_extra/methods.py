@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tinyvllm.backend import Backend
 from tinyvllm.request import RequestOutput
+from tinyvllm.runner import Results
 from tinyvllm_extra.huggingface import Tokenizer
 
 from . import metrics
@@ -46,6 +47,10 @@ class Methods(Engine):
     seconds: Any = time.perf_counter() - started
     self.scheduler.counters.update(steps=1, requests_finished=num_requests - len(self.requests), seconds=seconds)
     return outputs
+
+  def _update(self, results: Results) -> None:
+    self.scheduler.counters.update(scheduled=len(results.step.computed))
+    super()._update(results)
 
   def get_metrics(self) -> dict[str, Any]:
     """Counters since the start, rates over the seconds spent in steps, and the state of the blocks and the queue."""
