@@ -31,15 +31,15 @@ IN_LAYER = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm"
 
 
 class Form(NamedTuple):
-  """How a quantized weight is kept."""
+  """The numbers that a quantized weight is kept as."""
   bits: int
   group: int      # inputs that share a scale
   offsets: bool
 
 
 class Type(NamedTuple):
-  """The layout of a tensor: each row is a sequence of blocks of `inputs` numbers, with `fields`. q is made of the bit
-  planes in `low`, with those in `high` 4 bits above them, minus `zero`."""
+  """The layout of a tensor: each row is a sequence of blocks of `inputs` numbers, with `fields`. q is `low`
+  plus 16 times `high`, whose bit planes lie as `planes` reads them, minus `zero`."""
   name: str
   inputs: int
   fields: Any
@@ -135,7 +135,7 @@ class Stored(weights.Stored):
 
 
 def shared_form(kinds: Sequence[Type]) -> Form | str:
-  """How to keep matrices that are fused: in their form or dtype if they have the same; if all are quantized in 8 bits by
+  """The form of fused matrices: their own form or dtype if it is the same; if all are quantized in 8 bits by
   the smallest group, which holds any of them exactly; else in float32."""
   forms = [kind.form or kind.name for kind in kinds]
   quantized = [form for form in forms if isinstance(form, Form)]
@@ -162,7 +162,7 @@ class Reader:
     size = self.number("Q")
     start = self.position
     self.position += size
-    if self.position > len(self.data): raise EOFError("a text goes beyond the end of the file")
+    if self.position > len(self.data): raise EOFError("a string goes beyond the end of the file")
     return bytes(self.data[start:self.position]).decode()
 
   def value(self, kind: int, nested: bool = False) -> Any:
@@ -216,7 +216,7 @@ def make_stored(path: pathlib.Path, start: int, size: int, name: str, shape: tup
 
 
 def read_config(path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str, Stored]) -> dict[str, Any]:
-  """The content of config.json. Raises InputError for what the engine does not support."""
+  """The content of config.json. Raises InputError for an unsupported file."""
   arch = str(metadata.get("general.architecture"))
   parts = metadata.get("split.count", 1)
   supported = ", ".join(ARCHITECTURES)

@@ -16,7 +16,7 @@ from tinyvllm.config import check, read_json
 from .quantization import Matrix, dequantize, find_layouts, join, quantize, read_matrix, split, to_float32
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16: its bits
-INTEGERS = {"I8": np.int8, "I32": np.int32, "I64": np.int64}         # of quantized matrices
+INTEGERS = {"I8": np.int8, "I32": np.int32, "I64": np.int64}         # in quantized matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Stored:
 
 
 class Checkpoint(llama.Checkpoint):
-  """A folder of safetensors, quantized or not. `tensors` holds those that no part has read yet."""
-  tensors: dict[str, Any]   # of Stored, by name
+  """A folder of safetensors, quantized or not."""
+  tensors: dict[str, Any]   # name -> Stored: everything that no part has read yet
 
   @property
   def method(self) -> str | None:
@@ -87,7 +87,7 @@ class Checkpoint(llama.Checkpoint):
       return name.endswith(".weight_shape") or name.endswith(".bias") and not self.tensors[name].read().any()
     super().check_unused([name for name in names if not (self.method and is_empty(name))])
 
-  # What a part reads
+  # Called by `load` of a part
 
   def take(self, name: str, *shape: int) -> Any:
     """The Stored tensor of this name, which must have this shape."""
