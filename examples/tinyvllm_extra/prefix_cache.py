@@ -12,9 +12,9 @@ from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 from tinyvllm.backend import exclusive
 from tinyvllm.config import check, logger
 from tinyvllm.engine import LLMEngine
-from tinyvllm.llama import find_model
 
 from .kernels.schedule import kernel_of
+from .models import find_model
 from .weights import open_checkpoint
 
 MAGIC = b'{"__metadata__": {"format": "'   # start of the JSON header
