@@ -1,5 +1,5 @@
-"""int8 and int4 weights, w = q * scale + offset in groups of neighboring inputs: quantized from any model while it loads,
-or read as published by AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) and compressed-tensors. Needs numpy only."""
+"""int8 and int4 weights, w = q * scale + offset in groups of neighboring inputs: quantized from any model while it
+loads, or read as published by AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) and compressed-tensors. Needs numpy only."""
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -116,12 +116,12 @@ def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensor
   return Quantized(q[:, columns], narrow(scales), narrow(offset) if offset.any() else None, columns)
 
 
-def dequantize(w: Matrix) -> np.ndarray:
-  """The matrix as numbers, (out, in): in float16 if it was quantized."""
+def dequantize(w: Matrix, dtype: Any = np.float16) -> np.ndarray:
+  """The matrix as numbers, (out, in): in `dtype` if it was quantized."""
   if isinstance(w, np.ndarray): return w
   by_group = w.q.reshape(*w.scale.shape, -1) * w.scale[..., None].astype(np.float32)
   if w.offset is not None: by_group += w.offset[..., None]
-  return by_group.reshape(w.q.shape)[:, np.argsort(w.order)].astype(np.float16)
+  return by_group.reshape(w.q.shape)[:, np.argsort(w.order)].astype(dtype, copy=False)
 
 
 def join(matrices: Sequence[Matrix]) -> Matrix:
@@ -142,8 +142,8 @@ def join(matrices: Sequence[Matrix]) -> Matrix:
 
 
 def split(w: Matrix, count: int, axis: int) -> list[Matrix]:
-  """Equal parts by outputs (axis 0) or by inputs (1). The latter are float16 if the inputs are in another order, or if a
-  part ends within a group or, in int4, within a word of eight."""
+  """Equal parts by outputs (axis 0) or by inputs (1). The latter are float16 if the inputs are in another order, or if
+  a part ends within a group or, in int4, within a word of eight."""
   if count == 1: return [w]
   if isinstance(w, np.ndarray): return [*np.split(w, count, axis)]
   groups = w.scale.shape[1]
