@@ -135,8 +135,8 @@ class Stored(weights.Stored):
 
 
 def shared_form(kinds: Sequence[Type]) -> Form | str:
-  """The form of fused matrices: their own form or dtype if it is the same; if all are quantized in 8 bits by
-  the smallest group, which holds any of them exactly; else in float32."""
+  """How to keep matrices that are fused: in their form or dtype if they have the same; if all are quantized in 8 bits
+  by the smallest group, which holds any of them exactly; else in float32."""
   forms = [kind.form or kind.name for kind in kinds]
   quantized = [form for form in forms if isinstance(form, Form)]
   if len({*forms}) == 1: return forms[0]
@@ -192,7 +192,7 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Stored]]:
       sizes = [reader.number("Q") for _ in range(reader.number("I"))]
       entries.append((name, (*reversed(sizes),), reader.number("I"), reader.number("Q")))
   except (EOFError, LookupError, UnicodeDecodeError, struct.error) as e:
-    check(False, f"model: {path} is not a readable GGUF file, or is cut short: at byte {reader.position} of {size}: {e}")
+    check(False, f"model: {path} is no readable GGUF file, or is cut short: at byte {reader.position} of {size}: {e}")
   alignment = metadata.get("general.alignment", 32)
   valid = type(alignment) is int and alignment > 0
   check(valid, f"model: {path}: general.alignment={alignment!r}; expected a power of two")

@@ -14,6 +14,7 @@ from tinyvllm.config import ModelConfig, check, logger
 from tinyvllm.engine import LLMEngine
 
 from .kernels.schedule import kernel_of
+from .models import find_model
 from .weights import open_checkpoint
 
 MAGIC = b'{"__metadata__": {"format": "'   # start of the JSON header
