@@ -31,10 +31,11 @@ from tinygrad.uop.ops import KernelInfo
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.backend import Backend, open_device
+from tinyvllm.backend import Backend
 from tinyvllm.llama import Llama
-from tinyvllm.tokenizer import Tokenizer
 from tinyvllm_extra import graphs, weights
+from tinyvllm_extra.huggingface import Tokenizer
+from tinyvllm_extra.kernels import prepare_device
 from tinyvllm_extra.kernels.matmul import Linear, scales_shape
 
 
@@ -126,7 +127,7 @@ class OwnWeights(RandomCheckpoint):
 def random_weights(checkpoint: type[weights.Checkpoint] = RandomCheckpoint) -> ExitStack:
   """While entered, models and draft models are loaded as this Checkpoint does."""
   stack = ExitStack()
-  for module in ("tinyvllm.engine", "tinyvllm_extra.speculation"):
+  for module in ("tinyvllm_extra.weights", "tinyvllm_extra.speculation"):
     stack.enter_context(patch(f"{module}.open_checkpoint", checkpoint))
   return stack
 
@@ -135,8 +136,8 @@ _filled: dict[tuple, Tensor] = {}   # engines that follow one another share thei
 
 
 def fill_weights(model: Llama, quantization: str | None) -> None:
-  """Fill weights of norms with 1, biases with 0, everything else with uniform numbers of deviation 0.02, one tensor at a
-  time, and quantized matrices with random bits."""
+  """Fill weights of norms with 1, biases with 0, everything else with uniform numbers of deviation 0.02, one tensor at
+  a time, and quantized matrices with random bits."""
   matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear) and quantization]
   for matrix in matrices:
     plain = matrix.weight.shape
@@ -338,7 +339,7 @@ def machine_line() -> str:
 
 def start(args: argparse.Namespace) -> float:
   """Print what the numbers belong to; returns the measured bandwidth."""
-  open_device()
+  prepare_device()
   layers = f", {args.layers} layers" if args.layers else ""
   source = f"{args.model}{', random weights' if args.layers else ''}" if args.model else f"{args.shape}, random weights"
   print(machine_line())

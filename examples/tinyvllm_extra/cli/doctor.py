@@ -46,7 +46,7 @@ def probe(seconds: float) -> None:
 
 def reason_of(error: BaseException) -> str:
   """Return an error's message in one line."""
-  cause = error.__cause__ or error   # prepare_device wraps errors; a backend with several drivers raises a group of them
+  cause = error.__cause__ or error   # prepare_device wraps errors; a backend of several drivers raises a group
   return "; ".join(dict.fromkeys(str(e).split("\n")[0] or repr(e) for e in getattr(cause, "exceptions", [cause])))
 
 
