@@ -295,6 +295,3 @@ class Checkpoint(weights.Checkpoint):
     form = shared_form([tensor.kind for tensor in tensors])
     if isinstance(form, Form): return [tensor.quantized(form) for tensor in tensors]
     return [tensor.numbers() if form == "F32" else tensor.read() for tensor in tensors]
-
-
-def folder_of(name: str | None) -> str | None: return name   # callers may go: LLM loads GGUF files itself

@@ -12,15 +12,19 @@ from . import metrics
 from .logits import SamplingParams
 from .vllm_names import setup_logging, without_no_effect
 
-if TYPE_CHECKING: from tinyvllm.engine import Engine, Params, Prompt, Request
+if TYPE_CHECKING:
+  from tinyvllm.engine import Engine, Params, Prompt, Request
+  from .speculation import SpeculativeProposer
 else: Engine = object
 
 
 class Methods(Engine):
   """Mixed into LLM, before the core's Engine."""
   scheduler_class = metrics.MeteredScheduler
+  scheduler: metrics.MeteredScheduler
   params_class = SamplingParams
-  metrics_class = metrics.RequestMetrics
+  metrics_class: Any = metrics.RequestMetrics
+  proposer: "SpeculativeProposer | None"
   llm_engine = property(lambda self: self)   # as vLLM's scripts find it
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
@@ -80,7 +84,8 @@ class Methods(Engine):
 
   def load_prefix_cache(self, path: str | pathlib.Path) -> int:
     """Add the blocks of such a file to the prefix cache, as many as are free, the last used first. Returns their
-    number. Raises InputError for a file that is damaged, or of another model or other options that its blocks depend on."""
+    number. Raises InputError for a file that is damaged, or of another model or other options that its blocks depend
+    on."""
     from .prefix_cache import load_prefix_cache
     return load_prefix_cache(self, path)
 

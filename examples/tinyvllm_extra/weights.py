@@ -13,7 +13,7 @@ from tinyvllm import llama
 from tinyvllm.backend import Module, renderer
 from tinyvllm.config import check, read_json
 
-from .quantization import Matrix, dequantize, find_layouts, join, quantize, read_matrix, split, to_float32
+from .quantization import Matrix, concatenate, dequantize, find_layouts, join, quantize, read_matrix, split, to_float32
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16: its bits
 INTEGERS = {"I8": np.int8, "I32": np.int32, "I64": np.int64}         # in quantized matrices
@@ -111,8 +111,8 @@ class Checkpoint(llama.Checkpoint):
     """Read a norm's weight or a bias: a part for each device. A bias of partial sums is added by the first."""
     scale = self.count if module.axis == 0 else 1
     whole = [self.array(f"{name}.{kind}", n * scale) for name, n in module.sources.items()]
-    if module.axis == 0: return [join(parts) for parts in zip(*[np.split(x, scale) for x in whole], strict=True)]
-    vector = join(whole)
+    if module.axis == 0: return [concatenate(parts) for parts in zip(*[np.split(x, scale) for x in whole], strict=True)]
+    vector = concatenate(whole)
     rest = np.zeros_like(vector) if module.axis == 1 else vector
     return [vector] + [rest] * (self.count - 1)
 
@@ -129,7 +129,7 @@ class Checkpoint(llama.Checkpoint):
     parts = [join(part) for part in zip(*[split(w, self.count, module.axis) for w in whole], strict=True)]
     in_layer = all(module is not x for x in vars(model).values())
     if self.bits and in_layer:   # int4 is stored in words of eight
-      parts = [quantize(w, self.bits if w.shape[1] % 8 == 0 else 8) for w in parts]   # type: ignore[union-attr]
+      parts = [quantize(w, self.bits if w.shape[1] % 8 == 0 else 8) if isinstance(w, np.ndarray) else w for w in parts]
     return [dequantize(w) for w in parts] if module is getattr(model, "embed_tokens", None) else parts
 
   def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
