@@ -192,7 +192,8 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Stored]]:
       sizes = [reader.number("Q") for _ in range(reader.number("I"))]
       entries.append((name, (*reversed(sizes),), reader.number("I"), reader.number("Q")))
   except (EOFError, LookupError, UnicodeDecodeError, struct.error) as e:
-    check(False, f"model: {path} is not a readable GGUF file, or is cut short: at byte {reader.position} of {size}: {e}")
+    place = f"at byte {reader.position} of {size}"
+    check(False, f"model: {path} is not a readable GGUF file, or is cut short: {place}: {e}")
   alignment = metadata.get("general.alignment", 32)
   valid = type(alignment) is int and alignment > 0
   check(valid, f"model: {path}: general.alignment={alignment!r}; expected a power of two")
