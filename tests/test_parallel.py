@@ -539,7 +539,8 @@ def test_a_size_that_does_not_divide_is_named_with_what_would_do(tmp_path, confi
 
 @pytest.mark.parametrize("count,said", [
   (0, "must be between 1 and 8"), (-1, "must be between 1 and 8"), (9, "must be between 1 and 8"),
-  (True, "must be of type int"), ("2", "must be of type int"), (2.0, "must be of type int"), (None, "must be of type int")], ids=repr)
+  (True, "must be of type int"), ("2", "must be of type int"), (2.0, "must be of type int"),
+  (None, "must be of type int")], ids=repr)
 def test_a_number_of_devices_that_will_not_do_is_named(count, said):
   refused(f"tensor_parallel_size={count!r} {said}", tensor_parallel_size=count)
 

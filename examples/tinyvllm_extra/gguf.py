@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinyvllm.config import check
-from tinyvllm_extra.huggingface import Tokenizer
 
 from . import weights
-from .gguf_tokenizer import Tokenizer, make_tokenizer
+from .gguf_tokenizer import make_tokenizer
+from .huggingface import Tokenizer
 from .quantization import Matrix, Quantized
 
 # Keys of the metadata after the architecture's name -> config.json. The first five are required

@@ -1,5 +1,5 @@
 """The weights of a model, read one tensor at a time from safetensors, whole or sharded, and copied to each device in
-the dtype of the file if that is narrower than the dtype to compute in. A part's `load` asks a Checkpoint for tensors."""
+the dtype of the file if that is narrower than the one to compute in. A part's `load` asks a Checkpoint for tensors."""
 import dataclasses, importlib, json, math, pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -139,8 +139,8 @@ class Checkpoint(llama.Checkpoint):
       tensor = to_device(np.ascontiguousarray(array), dtype, device)
       size = max(array.nbytes, tensor.nbytes())   # it is copied first, then cast
       limit = self.model.backend.largest_tensor()
-      check(size <= limit, f"model: {self.path}: {', '.join(module.sources)}: {size} bytes, but a tensor may have {limit} on "
-            "this device: choose another one, as in DEV=CPU")
+      check(size <= limit, f"model: {self.path}: {', '.join(module.sources)}: {size} bytes, but a tensor may have "
+            f"{limit} on this device: choose another one, as in DEV=CPU")
       tensors.append(tensor.realize())
     if len(tensors) == 1: return tensors[0]
     return Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()
