@@ -135,8 +135,8 @@ class Stored(weights.Stored):
 
 
 def shared_form(kinds: Sequence[Type]) -> Form | str:
-  """The form of fused matrices: their own form or dtype if it is the same; if all are quantized in 8 bits by
-  the smallest group, which holds any of them exactly; else in float32."""
+  """How to keep matrices that are fused: in their form or dtype if they have the same; if all are quantized in 8 bits
+  by the smallest group, which holds any of them exactly; else in float32."""
   forms = [kind.form or kind.name for kind in kinds]
   quantized = [form for form in forms if isinstance(form, Form)]
   if len({*forms}) == 1: return forms[0]
