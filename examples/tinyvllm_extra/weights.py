@@ -107,12 +107,12 @@ class Checkpoint(llama.Checkpoint):
     x = dequantize(self.matrix(module, *shape)) if kind == "weight" and len(shape) == 2 else self.array(name, *shape)
     return Tensor(to_float32(x) if x.dtype == np.uint16 else np.asarray(x))
 
-  def vectors(self, module: Any, kind: str) -> list[np.ndarray]:
+  def vectors(self, module: Any, kind: str) -> list[Any]:
     """Read a norm's weight or a bias: a part for each device. A bias of partial sums is added by the first."""
     scale = self.count if module.axis == 0 else 1
     whole = [self.array(f"{name}.{kind}", n * scale) for name, n in module.sources.items()]
     if module.axis == 0: return [join(parts) for parts in zip(*[np.split(x, scale) for x in whole], strict=True)]
-    vector = join(whole)
+    vector: Any = join(whole)
     rest = np.zeros_like(vector) if module.axis == 1 else vector
     return [vector] + [rest] * (self.count - 1)
 
@@ -129,7 +129,7 @@ class Checkpoint(llama.Checkpoint):
     parts = [join(part) for part in zip(*[split(w, self.count, module.axis) for w in whole], strict=True)]
     in_layer = all(module is not x for x in vars(model).values())
     if self.bits and in_layer:   # int4 is stored in words of eight
-      parts = [quantize(w, self.bits if w.shape[1] % 8 == 0 else 8) for w in parts]   # type: ignore[union-attr]
+      parts = [quantize(w, self.bits if w.shape[1] % 8 == 0 else 8) for w in parts]   # type: ignore[union-attr, arg-type]
     return [dequantize(w) for w in parts] if module is getattr(model, "embed_tokens", None) else parts
 
   def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
