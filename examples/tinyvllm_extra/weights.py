@@ -128,8 +128,9 @@ class Checkpoint(llama.Checkpoint):
     whole = self.fused({name: (n * rows, columns) for name, n in module.sources.items()})
     parts = [join(part) for part in zip(*[split(w, self.count, module.axis) for w in whole], strict=True)]
     in_layer = all(module is not x for x in vars(model).values())
-    if self.bits and in_layer:   # int4 is stored in words of eight
-      parts = [quantize(w, self.bits if w.shape[1] % 8 == 0 else 8) for w in parts]   # type: ignore[union-attr, arg-type]
+    if self.bits and in_layer:
+      arrays: list[Any] = parts
+      parts = [quantize(w, self.bits if w.shape[1] % 8 == 0 else 8) for w in arrays]   # int4 in words of eight
     return [dequantize(w) for w in parts] if module is getattr(model, "embed_tokens", None) else parts
 
   def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
