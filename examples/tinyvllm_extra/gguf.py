@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinyvllm.config import check
-from tinyvllm_extra.huggingface import Tokenizer
 
 from . import weights
-from .gguf_tokenizer import Tokenizer, make_tokenizer
+from .gguf_tokenizer import make_tokenizer
+from .huggingface import Tokenizer
 from .quantization import Matrix, Quantized
 
 # Keys of the metadata after the architecture's name -> config.json. The first five are required
@@ -192,7 +192,8 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Stored]]:
       sizes = [reader.number("Q") for _ in range(reader.number("I"))]
       entries.append((name, (*reversed(sizes),), reader.number("I"), reader.number("Q")))
   except (EOFError, LookupError, UnicodeDecodeError, struct.error) as e:
-    check(False, f"model: {path} is no readable GGUF file, or is cut short: at byte {reader.position} of {size}: {e}")
+    place = f"at byte {reader.position} of {size}"
+    check(False, f"model: {path} is not a readable GGUF file, or is cut short: {place}: {e}")
   alignment = metadata.get("general.alignment", 32)
   valid = type(alignment) is int and alignment > 0
   check(valid, f"model: {path}: general.alignment={alignment!r}; expected a power of two")

@@ -1,5 +1,5 @@
 """The weights of a model, read one tensor at a time from safetensors, whole or sharded, and copied to each device in
-the dtype of the file if that is narrower than the dtype to compute in. A part's `load` asks a Checkpoint for them."""
+the dtype of the file if that is narrower than the one to compute in. A part's `load` asks a Checkpoint for tensors."""
 import dataclasses, importlib, json, math, pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -107,7 +107,7 @@ class Checkpoint(llama.Checkpoint):
     x = dequantize(self.matrix(module, *shape)) if kind == "weight" and len(shape) == 2 else self.array(name, *shape)
     return Tensor(to_float32(x) if x.dtype == np.uint16 else np.asarray(x))
 
-  def vectors(self, module: Any, kind: str) -> list[np.ndarray]:
+  def vectors(self, module: Any, kind: str) -> list[Any]:
     """Read a norm's weight or a bias: a part for each device. A bias of partial sums is added by the first."""
     scale = self.count if module.axis == 0 else 1
     whole = [self.array(f"{name}.{kind}", n * scale) for name, n in module.sources.items()]
@@ -133,8 +133,7 @@ class Checkpoint(llama.Checkpoint):
     return [dequantize(w) for w in parts] if module is getattr(model, "embed_tokens", None) else parts
 
   def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
-    """Copy each array to its device. dtype: the one to compute in, unless the array's is narrower; None: the
-    array's."""
+    """Copy each array to its device, in `dtype` or in its own if that is narrower; None: in its own."""
     tensors = []
     for array, device in zip(arrays, self.model.devices.names, strict=True):
       tensor = to_device(np.ascontiguousarray(array), dtype, device)
