@@ -1,5 +1,5 @@
-"""`tinyvllm convert`: writes a GGUF file as a folder in Hugging Face's layout, for other programs. Quantized weights keep
-their bits in the format of compressed-tensors; `weight_offset` is our extension of it. Opens no device."""
+"""`tinyvllm convert`: writes a GGUF file as a folder in Hugging Face's layout, for other programs. Quantized weights
+keep their bits in the format of compressed-tensors; `weight_offset` is our extension of it. Opens no device."""
 import argparse, collections, json, os, pathlib, tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -62,8 +62,8 @@ def export_tensors(tensors: dict[str, Stored], forms: dict[str, Form | str]) -> 
 
 
 def write_safetensors(path: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]], header_size: int) -> None:
-  """Write one tensor at a time: safetensors' own writer needs all at once, and numpy has no bfloat16. header_size: bytes
-  to reserve, a multiple of 8."""
+  """Write one tensor at a time: safetensors' own writer needs all at once, and numpy has no bfloat16. header_size:
+  bytes to reserve, a multiple of 8."""
   header = {}
   with path.open("wb") as file:
     file.seek(8 + header_size)

@@ -63,7 +63,8 @@ def usual_sizes(runner: Runner) -> list[int]:
 def capture(engine: LLMEngine, sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
   """Capture steps ahead, and pad to them from then on: of these numbers of tokens, greedy and sampled, or with
   `optional` features. sizes: powers of two; None: what suits the device. Yields its progress before each capture."""
-  check(all(x > 0 and x.bit_count() == 1 for x in sizes or ()), f"cudagraph_capture_sizes={sizes} must be powers of two")
+  are_powers = all(x > 0 and x.bit_count() == 1 for x in sizes or ())
+  check(are_powers, f"cudagraph_capture_sizes={sizes} must be powers of two")
   return _capture(engine, sizes, optional)
 
 

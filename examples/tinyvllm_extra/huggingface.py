@@ -106,7 +106,7 @@ def render(messages: list[dict[str, Any]], config: dict[str, Any], /, add_genera
 def encode(to_ids: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any] | None = None,
            **unknown: Any) -> tuple[str, list[int]]:
   """The text and the token ids of a conversation. template: options of `render`."""
-  check(messages and not unknown, f"prompt: messages={messages!r} must not be empty, and only `template` goes with them")
+  check(messages and not unknown, f"prompt: messages={messages!r} must not be empty, and only `template` may be added")
   text = to_ids.apply_chat_template(messages, **template or {})
   return text, to_ids.encode(text, False)   # the template adds BOS
 

@@ -1,4 +1,4 @@
-"""Methods of `tinyvllm.LLM` beyond plain requests: chat, metrics, captures ahead, the prefix cache on disk, vLLM's names."""
+"""Methods of `tinyvllm.LLM` beyond plain requests: chat, metrics, captures ahead, prefix cache files, vLLM's names."""
 import pathlib, time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -79,8 +79,8 @@ class Methods(Engine):
     return save_prefix_cache(self, path)
 
   def load_prefix_cache(self, path: str | pathlib.Path) -> int:
-    """Add the blocks of such a file to the prefix cache, as many as are free, the last used first. Returns their number.
-    Raises InputError for a file that is damaged, or of another model or other options that its blocks depend on."""
+    """Add the blocks of such a file to the prefix cache, as many as are free, the last used first. Returns their
+    number. Raises InputError for a file that is damaged, or of another model or other options that its blocks depend on."""
     from .prefix_cache import load_prefix_cache
     return load_prefix_cache(self, path)
 

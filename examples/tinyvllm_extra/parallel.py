@@ -20,8 +20,8 @@ def open_devices(config: EngineConfig) -> "Devices":
   """Open tensor_parallel_size devices that read each other's memory. Raises InputError if there are fewer, or if they
   cannot."""
   count = config.tensor_parallel_size
-  check(not config.enforce_eager, f"tensor_parallel_size={count} needs enforce_eager=False: devices wait for each other "
-        "only within a graph")
+  check(not config.enforce_eager, f"tensor_parallel_size={count} needs enforce_eager=False: devices wait for each "
+        "other only within a graph")
   check_peers(count)
   return Devices(device_names(count))
 

@@ -1,5 +1,5 @@
-"""int8 and int4 weights, w = q * scale + offset in groups of neighboring inputs: quantized from any model while it loads,
-or read as published by AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) and compressed-tensors. Needs numpy only."""
+"""int8 and int4 weights, w = q * scale + offset in groups of neighboring inputs: quantized from any model while it
+loads, or read as published by AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) and compressed-tensors. Needs numpy only."""
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -142,8 +142,8 @@ def join(matrices: Sequence[Matrix]) -> Matrix:
 
 
 def split(w: Matrix, count: int, axis: int) -> list[Matrix]:
-  """Equal parts by outputs (axis 0) or by inputs (1). The latter are float16 if the inputs are in another order, or if a
-  part ends within a group or, in int4, within a word of eight."""
+  """Equal parts by outputs (axis 0) or by inputs (1). The latter are float16 if the inputs are in another order, or if
+  a part ends within a group or, in int4, within a word of eight."""
   if count == 1: return [w]
   if isinstance(w, np.ndarray): return [*np.split(w, count, axis)]
   groups = w.scale.shape[1]

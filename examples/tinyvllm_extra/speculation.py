@@ -160,13 +160,14 @@ class SpeculativeProposer:
       for token, row in zip(results.token_ids, results.step.rows, strict=False):
         if row.position == len(row.seq.tokens): row.seq.tokens.append(token)
         row.seq.num_computed = len(row.seq.tokens) - 1
-      todo = {clone: 1 for seq, clone in copies.items() if len(clone.tokens) < len(seq.tokens) + len(seq.draft_token_ids)}
+      todo = {clone: 1 for seq, clone in copies.items()
+              if len(clone.tokens) < len(seq.tokens) + len(seq.draft_token_ids)}
     for seq, clone in copies.items():
       seq.draft_token_ids = clone.tokens[len(seq.tokens):][:len(seq.draft_token_ids)]
 
   def choose(self, batch: dict[Sequence, int], budget: int) -> dict[Sequence, list[int]]:
-    """Drafts for sequences that get a token in this step: the likeliest ones, as many as maximize tokens per time within
-    the budget."""
+    """Drafts for sequences that get a token in this step: the likeliest ones, as many as maximize tokens per time
+    within the budget."""
     seqs = [seq for seq, n in batch.items() if n == seq.num_remaining and not seq.num_in_flight
             and not (seq.processor and seq.processor.depends_on_output)]
     def propose(seq: Sequence) -> list[int]:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from tinyvllm.config import check, logger
 
 if TYPE_CHECKING:
-  from .logits import Logprob, SamplingParams
-  from .metrics import RequestMetrics
-  from .server import AsyncLLM
-  from .structured_outputs import StructuredOutputsParams
+  from .logits import Logprob as Logprob, SamplingParams as SamplingParams   # re-exported
+  from .metrics import RequestMetrics as RequestMetrics
+  from .server import AsyncLLM as AsyncLLM
+  from .structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 # Public names of tinyvllm, imported when they are first used, and their modules
 MODULES = {"AsyncLLM": "server", "Logprob": "logits", "RequestMetrics": "metrics", "SamplingParams": "logits",

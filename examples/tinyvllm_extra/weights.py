@@ -1,5 +1,5 @@
-"""The weights of a model, read one tensor at a time from safetensors, whole or sharded, and copied to each device in the
-dtype of the file if that is narrower than the dtype to compute in. A part's `load` asks a Checkpoint for its tensors."""
+"""The weights of a model, read one tensor at a time from safetensors, whole or sharded, and copied to each device in
+the dtype of the file if that is narrower than the dtype to compute in. A part's `load` asks a Checkpoint for them."""
 import dataclasses, importlib, json, math, pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -133,14 +133,15 @@ class Checkpoint(llama.Checkpoint):
     return [dequantize(w) for w in parts] if module is getattr(model, "embed_tokens", None) else parts
 
   def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
-    """Copy each array to its device. dtype: the one to compute in, unless the array's is narrower; None: the array's."""
+    """Copy each array to its device. dtype: the one to compute in, unless the array's is narrower; None: the
+    array's."""
     tensors = []
     for array, device in zip(arrays, self.model.devices.names, strict=True):
       tensor = to_device(np.ascontiguousarray(array), dtype, device)
       size = max(array.nbytes, tensor.nbytes())   # it is copied first, then cast
       limit = self.model.backend.largest_tensor()
-      check(size <= limit, f"model: {self.path}: {', '.join(module.sources)}: {size} bytes, but a tensor may have {limit} "
-            "on this device: choose another one, as in DEV=CPU")
+      check(size <= limit, f"model: {self.path}: {', '.join(module.sources)}: {size} bytes, but a tensor may have "
+            f"{limit} on this device: choose another one, as in DEV=CPU")
       tensors.append(tensor.realize())
     if len(tensors) == 1: return tensors[0]
     return Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()

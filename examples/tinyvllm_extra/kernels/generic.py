@@ -15,8 +15,8 @@ from tinygrad.uop.ops import AxisType, Ops, sint
 from tinyvllm.backend import cpu_cores, renderer
 
 from .kv_cache import SMALLEST, pack, unpack
-from .schedule import (LOWEST, State, axes, axis, divisor, end, field, fold, kernel_of, lane_axis, largest, mean, rotate,
-                       shared_by, slot, unrolled)
+from .schedule import (LOWEST, State, axes, axis, divisor, end, field, fold, kernel_of, lane_axis, largest, mean,
+                       rotate, shared_by, slot, unrolled)
 
 
 def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,

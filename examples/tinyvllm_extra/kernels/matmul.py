@@ -146,7 +146,7 @@ class Linear(backend.Linear):
     if (np.diff(order) != 1).any(): self.order = checkpoint.place(self, [order.astype(np.int32)] * len(parts))
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    """As backend.Linear. A layer with partial sums may return several (T, out) stacked along the first axis (split-K)."""
+    """As backend.Linear. A layer with partial sums may return several (T, out) below each other (split-K)."""
     return self.fill(new(x, max(1, self.splits(x)) * self.out_features, dtype).reshape(-1, self.out_features), x)
 
   def fill(self, out: Tensor, x: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""Architectures beyond the core's. To add one, write models/NAME.py with a class like llama.Llama (or a subclass, if only
-its layers differ) and a function that reads its config.json:
+"""Architectures beyond the core's. To add one, write models/NAME.py with a class like llama.Llama (or a subclass, if
+only its layers differ) and a function that reads its config.json:
 
   def read_phi(hf_config, path):
     return ModelConfig.from_hf({**hf_config, "architectures": ["LlamaForCausalLM"]}, path), Phi
 
-then add `"PhiForCausalLM": read_phi` to MODELS, under the name in the `architectures` of config.json. The core asks here
-first. The parts of a model are the backend's, so that every weight format and kernel works with it; their
-`sources` name the checkpoint's tensors. The config's fields are ModelConfig's or a subclass's."""
+then add `"PhiForCausalLM": read_phi` to MODELS, under the name in the `architectures` of config.json. The core asks
+here first. The parts of a model are the backend's, so that every weight format and kernel works with it; their
+`sources` name the checkpoint's tensors. The config's fields are ModelConfig's, or those of a subclass."""
 import pathlib
 from collections.abc import Callable
 from typing import Any

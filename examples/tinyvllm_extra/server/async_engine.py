@@ -98,7 +98,8 @@ class AsyncLLM:
   stream_interval: minimum number of new tokens per output. prepare: capture the graphs of cudagraph_capture_sizes, or
   the device's default sizes, before the first request, and graphs of optional features when idle; `state` is the
   progress. prefix_cache_file: read at the start if it is usable, written at shutdown. llm: the engine. Any thread may
-  call its `make_request` and `get_metrics`; its other methods are for the engine's thread, which ends with this object."""
+  call its `make_request` and `get_metrics`; its other methods are for the engine's thread, which ends with this
+  object."""
   def __init__(self, model: str | pathlib.Path | None = None, stream_interval: int = 1, prepare: bool = False,
                prefix_cache_file: str | None = None, **options: Any):
     check(type(stream_interval) is int and stream_interval > 0,
@@ -140,8 +141,8 @@ class AsyncLLM:
         for _, output in outputs: yield output
 
   async def stream(self, requests: list[Request], on_end: Any = None) -> AsyncGenerator[list[IndexedOutput], None]:
-    """Run several requests made by `llm.make_request`; yield all new outputs since the last time, with each request's index.
-    All requests have ended once this is closed, unless the closing is cancelled, too. on_end: called with each request
+    """Run several requests made by `llm.make_request`; yield all new outputs since the last time, with each request's
+    index. All requests have ended once this is closed, unless the closing is cancelled, too. on_end: called with each request
     at its end, whatever the reason."""
     received: list[tuple[Request, Delta]] = []   # not yielded yet
     arrival = asyncio.Event()
