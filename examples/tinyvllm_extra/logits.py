@@ -10,8 +10,7 @@ from tinygrad.uop.ops import KernelInfo
 from tinyvllm import request
 from tinyvllm.backend import Sampler
 from tinyvllm.config import ModelConfig, check, option
-from tinyvllm.engine import check_ids
-from tinyvllm.request import MAX_INT, Sequence
+from tinyvllm.request import MAX_INT, Sequence, check_ids
 from tinyvllm.runner import UNKNOWN, Results, Row, Table
 from tinyvllm_extra.huggingface import Tokenizer
 

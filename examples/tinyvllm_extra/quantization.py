@@ -1,5 +1,6 @@
 """int8 and int4 weights, w = q * scale + offset in groups of neighboring inputs: quantized from any model while it
-loads, or read as published by AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) and compressed-tensors. Needs numpy only."""
+loads, or read as published by AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) and compressed-tensors. Needs only
+numpy."""
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

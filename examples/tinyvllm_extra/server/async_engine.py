@@ -142,8 +142,8 @@ class AsyncLLM:
 
   async def stream(self, requests: list[Request], on_end: Any = None) -> AsyncGenerator[list[IndexedOutput], None]:
     """Run several requests made by `llm.make_request`; yield all new outputs since the last time, with each request's
-    index. All requests have ended once this is closed, unless the closing is cancelled, too. on_end: called with each request
-    at its end, whatever the reason."""
+    index. All requests have ended once this is closed, unless the closing is cancelled, too. on_end: called with each
+    request at its end, whatever the reason."""
     received: list[tuple[Request, Delta]] = []   # not yielded yet
     arrival = asyncio.Event()
     unfinished = set(requests)
