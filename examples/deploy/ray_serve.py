@@ -30,7 +30,6 @@ from tinyvllm import SamplingParams
 from tinyvllm.config import NO_EFFECT, EngineConfig, ModelConfig, Options, check, effective, kind_of
 from tinyvllm_extra.cli import FAILURES
 from tinyvllm_extra.flags import add_flags, select_options, set_log_level
-from tinyvllm_extra.gguf import folder_of
 from tinyvllm_extra.server.app import Server, ServerConfig, check_port
 from tinyvllm_extra.server.protocol import error_response
 
@@ -92,7 +91,7 @@ class Replica:
   async def __init__(self, model: str | None, engine: dict[str, Any], options: ServerConfig,   # type: ignore[misc]
                      log_level: str):   # Serve awaits it
     set_log_level({"log_level": log_level})
-    self.server = Server(folder_of(model), engine, options)
+    self.server = Server(model, engine, options)
     self.failed = False   # whether the last answer was that a step failed
     await asyncio.to_thread(self.server.load)
     if self.server.error: raise self.server.error
@@ -228,7 +227,7 @@ def app(args: dict[str, Any]) -> Any:
   """The application, for `serve run ray_serve:app` and for KubeRay's `import_path`. args: the command line's options,
   with underscores. With `port` its ingresses listen there, else Serve's proxies take requests."""
   engine, server, own = configs(args)
-  folder = folder_of(args.get("model"))
+  folder = args.get("model")
   if folder:
     folder = str(pathlib.Path(folder).expanduser().resolve())   # a replica is elsewhere
     ModelConfig.load(pathlib.Path(folder))

@@ -10,7 +10,7 @@ from tinyvllm.config import check
 from tinyvllm_extra.huggingface import Tokenizer
 
 from . import weights
-from .gguf_tokenizer import make_tokenizer
+from .gguf_tokenizer import Tokenizer, make_tokenizer
 from .quantization import Matrix, Quantized
 
 # Keys of the metadata after the architecture's name -> config.json. The first five are required
@@ -108,7 +108,8 @@ class Stored(weights.Stored):
   kind: Type
   rows: np.ndarray | None = None   # their order in the model, if it differs
 
-  nbytes = property(lambda self: math.prod(self.shape) // self.kind.inputs * np.dtype(self.dtype).itemsize)
+  @property
+  def nbytes(self) -> int: return math.prod(self.shape) // self.kind.inputs * np.dtype(self.dtype).itemsize
 
   def read(self) -> np.ndarray:
     """Its numbers in their shape; blocks, (rows, blocks), if it is quantized."""
@@ -134,8 +135,8 @@ class Stored(weights.Stored):
 
 
 def shared_form(kinds: Sequence[Type]) -> Form | str:
-  """The form of fused matrices: their own form or dtype if it is the same; if all are quantized in 8 bits by
-  the smallest group, which holds any of them exactly; else in float32."""
+  """How to keep matrices that are fused: in their form or dtype if they have the same; if all are quantized in 8 bits
+  by the smallest group, which holds any of them exactly; else in float32."""
   forms = [kind.form or kind.name for kind in kinds]
   quantized = [form for form in forms if isinstance(form, Form)]
   if len({*forms}) == 1: return forms[0]
@@ -191,7 +192,7 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Stored]]:
       sizes = [reader.number("Q") for _ in range(reader.number("I"))]
       entries.append((name, (*reversed(sizes),), reader.number("I"), reader.number("Q")))
   except (EOFError, LookupError, UnicodeDecodeError, struct.error) as e:
-    check(False, f"model: {path} is not a readable GGUF file, or cut short: at byte {reader.position} of {size}: {e}")
+    check(False, f"model: {path} is no readable GGUF file, or is cut short: at byte {reader.position} of {size}: {e}")
   alignment = metadata.get("general.alignment", 32)
   valid = type(alignment) is int and alignment > 0
   check(valid, f"model: {path}: general.alignment={alignment!r}; expected a power of two")
@@ -280,9 +281,13 @@ class Checkpoint(weights.Checkpoint):
     self.hf_config = read_config(path, self.metadata, tensors)
     self.all_tensors = rename(path, self.hf_config, tensors)
 
-  method = property(lambda self: "gguf" if any(x.kind.form for x in self.all_tensors.values()) else None)
+  @property
+  def method(self) -> str | None: return "gguf" if any(x.kind.form for x in self.all_tensors.values()) else None
+
   def stored(self) -> dict[str, Any]: return dict(self.all_tensors)
   def tokenizer(self) -> Tokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
+
+  def matrix(self, name: str, *shape: int) -> Matrix: return self.fused({name: shape})[0]   # type: ignore[dict-item]
 
   def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
     """Read matrices, which `shared_form` unifies."""
@@ -290,3 +295,6 @@ class Checkpoint(weights.Checkpoint):
     form = shared_form([tensor.kind for tensor in tensors])
     if isinstance(form, Form): return [tensor.quantized(form) for tensor in tensors]
     return [tensor.numbers() if form == "F32" else tensor.read() for tensor in tensors]
+
+
+def folder_of(name: str | None) -> str | None: return name   # callers may go: LLM loads GGUF files itself

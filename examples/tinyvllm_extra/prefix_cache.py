@@ -13,6 +13,7 @@ from tinyvllm.backend import exclusive
 from tinyvllm.config import ModelConfig, check, logger
 
 from .kernels.schedule import kernel_of
+from .models import find_model
 from .weights import open_checkpoint
 
 if TYPE_CHECKING: from tinyvllm.engine import Engine
