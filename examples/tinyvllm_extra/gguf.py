@@ -10,7 +10,7 @@ from tinyvllm.config import check
 from tinyvllm_extra.huggingface import Tokenizer
 
 from . import weights
-from .gguf_tokenizer import Tokenizer, make_tokenizer
+from .gguf_tokenizer import make_tokenizer
 from .quantization import Matrix, Quantized
 
 # Keys of the metadata after the architecture's name -> config.json. The first five are required
@@ -108,8 +108,7 @@ class Stored(weights.Stored):
   kind: Type
   rows: np.ndarray | None = None   # their order in the model, if it differs
 
-  @property
-  def nbytes(self) -> int: return math.prod(self.shape) // self.kind.inputs * np.dtype(self.dtype).itemsize
+  nbytes = property(lambda self: math.prod(self.shape) // self.kind.inputs * np.dtype(self.dtype).itemsize)
 
   def read(self) -> np.ndarray:
     """Its numbers in their shape; blocks, (rows, blocks), if it is quantized."""
@@ -281,13 +280,9 @@ class Checkpoint(weights.Checkpoint):
     self.hf_config = read_config(path, self.metadata, tensors)
     self.all_tensors = rename(path, self.hf_config, tensors)
 
-  @property
-  def method(self) -> str | None: return "gguf" if any(x.kind.form for x in self.all_tensors.values()) else None
-
+  method = property(lambda self: "gguf" if any(x.kind.form for x in self.all_tensors.values()) else None)
   def stored(self) -> dict[str, Any]: return dict(self.all_tensors)
   def tokenizer(self) -> Tokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
-
-  def matrix(self, name: str, *shape: int) -> Matrix: return self.fused({name: shape})[0]   # type: ignore[dict-item]
 
   def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
     """Read matrices, which `shared_form` unifies."""
@@ -295,6 +290,3 @@ class Checkpoint(weights.Checkpoint):
     form = shared_form([tensor.kind for tensor in tensors])
     if isinstance(form, Form): return [tensor.quantized(form) for tensor in tensors]
     return [tensor.numbers() if form == "F32" else tensor.read() for tensor in tensors]
-
-
-def folder_of(name: str | None) -> str | None: return name   # callers may go: LLM loads GGUF files itself
