@@ -1,6 +1,6 @@
 """Loads GGUF files (github.com/ggml-org/ggml, docs/gguf.md): the config, the tokenizer and the weights come from one
 file. A quantized weight keeps its bits: q * scale + offset in groups of inputs, with scale and offset in float16."""
-import dataclasses, itertools, math, os, pathlib, struct
+import dataclasses, itertools, math, mmap, os, pathlib, struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -143,30 +143,22 @@ def shared_form(kinds: Sequence[Type]) -> Form | str:
   return Form(8, min(form.group for form in quantized), any(form.offsets for form in quantized))
 
 
-class Reader:
+class Reader(mmap.mmap):
   """Reads the header of a file from front to end."""
   STRING, ARRAY = 8, 9
   NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
-  def __init__(self, data: Any):
-    self.data = data
-    self.position = 0
-
-  def number(self, form: str) -> Any:
-    value, = struct.unpack_from("<" + form, self.data, self.position)
-    self.position += struct.calcsize("<" + form)
-    return value
+  def number(self, form: str) -> Any: return struct.unpack("<" + form, self.read(struct.calcsize("<" + form)))[0]
 
   def text(self) -> str:
     size = self.number("Q")
-    start = self.position
-    self.position += size
-    if self.position > len(self.data): raise EOFError("a string goes beyond the end of the file")
-    return bytes(self.data[start:self.position]).decode()
+    data = self.read(min(size, len(self)))
+    if len(data) < size: raise EOFError("a string goes beyond the end of the file")
+    return data.decode()
 
-  def value(self, kind: int, nested: bool = False) -> Any:
-    if kind == self.STRING: return self.text()
-    if kind != self.ARRAY or nested: return self.number(self.NUMBERS[kind])
+  def value(self, type_id: int, nested: bool = False) -> Any:
+    if type_id == self.STRING: return self.text()
+    if type_id != self.ARRAY or nested: return self.number(self.NUMBERS[type_id])
     element = self.number("I")
     return [self.value(element, nested=True) for _ in range(self.number("Q"))]
 
@@ -176,9 +168,8 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Stored]]:
   check(path.is_file() and os.access(path, os.R_OK), f"model: {path} is no file that can be read")
   size = path.stat().st_size
   check(size, f"model: {path} is empty: expected a GGUF file")
-  reader = Reader(np.memmap(path, np.uint8, "r"))
-  check(bytes(reader.data[:4]) == b"GGUF", f"model: {path} is not a readable GGUF file: it does not begin with GGUF")
-  reader.position = 4
+  with path.open("rb") as file: reader = Reader(file.fileno(), 0, access=mmap.ACCESS_READ)
+  check(reader.read(4) == b"GGUF", f"model: {path} is not a readable GGUF file: it does not begin with GGUF")
   metadata: dict[str, Any] = {}
   entries = []
   try:
@@ -191,11 +182,11 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Stored]]:
       sizes = [reader.number("Q") for _ in range(reader.number("I"))]
       entries.append((name, (*reversed(sizes),), reader.number("I"), reader.number("Q")))
   except (EOFError, LookupError, UnicodeDecodeError, struct.error) as e:
-    check(False, f"model: {path} is no readable GGUF file, or is cut short: at byte {reader.position} of {size}: {e}")
+    check(False, f"model: {path} is not a readable GGUF file, or cut short: at byte {reader.tell()} of {size}: {e}")
   alignment = metadata.get("general.alignment", 32)
   valid = type(alignment) is int and alignment > 0
   check(valid, f"model: {path}: general.alignment={alignment!r}; expected a power of two")
-  start = -(-reader.position // alignment) * alignment
+  start = -(-reader.tell() // alignment) * alignment
   return metadata, {entry[0]: make_stored(path, start, size, *entry) for entry in entries}
 
 

@@ -59,12 +59,9 @@ class SamplingParams(request.SamplingParams):
   def clone(self) -> "SamplingParams": return dataclasses.replace(self)
 
   def processor(self, tokenizer: Tokenizer, model: ModelConfig) -> "Processor | None":
-    plain = all(getattr(self, name) == getattr(SamplingParams, name) for name in FIELDS)
-    return None if plain else Processor(self, tokenizer, model)
-
-
-FIELDS = [field.name for field in dataclasses.fields(SamplingParams) if not hasattr(request.SamplingParams, field.name)
-          or field.name in ("min_tokens", "prompt_logprobs")]
+    own_fields = dataclasses.fields(self)[len(dataclasses.fields(request.SamplingParams)):]
+    is_plain = all(getattr(self, field.name) == field.default for field in own_fields)
+    return None if is_plain else Processor(self, tokenizer, model)
 
 
 class Processor:

@@ -13,7 +13,6 @@ from tinyvllm.backend import exclusive
 from tinyvllm.config import ModelConfig, check, logger
 
 from .kernels.schedule import kernel_of
-from .models import find_model
 from .weights import open_checkpoint
 
 if TYPE_CHECKING: from tinyvllm.engine import Engine
@@ -205,19 +204,16 @@ def load_prefix_cache(engine: "Engine", path: str | os.PathLike) -> int:
   """Add a file's blocks to the prefix cache, most recently used first, as far as there are free blocks without cached
   content, and return their number. Raises InputError for a file that is missing, damaged or made by another model or
   with other options; the engine is then unchanged."""
-  with engine.driving(), exclusive: return _load(engine, path)
-
-
-def _load(engine: "Engine", path: str | os.PathLike) -> int:
   prefix = f"prefix cache {str(path)!r}"
   check(engine.config.enable_prefix_caching, f"{prefix} has no use with enable_prefix_caching=False: leave one out")
   started = time.perf_counter()
-  identity(engine)
-  source = pathlib.Path(path).expanduser()
-  check(source.exists(), f"{prefix} does not exist")
-  try:
-    with safe_open(source, "numpy") as file: count = read_blocks(engine, file, prefix)
-  except (OSError, SafetensorError) as e: check(False, f"{prefix} is damaged ({e}): remove it")
+  with engine.driving(), exclusive:
+    identity(engine)
+    source = pathlib.Path(path).expanduser()
+    check(source.exists(), f"{prefix} does not exist")
+    try:
+      with safe_open(source, "numpy") as file: count = read_blocks(engine, file, prefix)
+    except (OSError, SafetensorError) as e: check(False, f"{prefix} is damaged ({e}): remove it")
   logger.info(f"prefix cache: {count} blocks of {path} in {time.perf_counter() - started:.1f} s")
   return count
 
