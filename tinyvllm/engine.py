@@ -7,9 +7,9 @@ from typing import Any
 from tinygrad import dtypes, helpers, nn
 
 from .backend import Backend, Devices, cpu_cores, exclusive, renderer
-from .config import EngineConfig, InputError, ModelConfig, check, extended, extension, logger
+from .config import EngineConfig, InputError, ModelConfig, check, check_ids, extended, extension, logger
 from .llama import Checkpoint, Llama
-from .request import CompletionOutput, Proposer, RequestOutput, SamplingParams, Sequence, check_ids
+from .request import CompletionOutput, Proposer, RequestOutput, SamplingParams, Sequence
 from .runner import Results, Runner, Step, build_step
 from .scheduler import BlockManager, Scheduler
 from .tokenizer import Cursor, TextStream

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .config import ModelConfig, Options, check, option
+from .config import ModelConfig, Options, option
 
 # Fields that the sampler reads
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
@@ -16,10 +16,6 @@ MAX_INT = 2**31 - 1
 
 # What the sampler of a step computes; a higher mode also serves the lower ones. FILTERED: with top_k and top_p
 SamplerMode = enum.IntEnum("SamplerMode", ["GREEDY", "RANDOM", "FILTERED"], start=0)
-
-
-def check_ids(name: str, ids: Any, size: int) -> None:
-  for i in ids or (): check(type(i) is int and 0 <= i < size, f"{name}: id {i!r} must be an int from 0 to {size - 1}")
 
 
 @dataclasses.dataclass(frozen=True)

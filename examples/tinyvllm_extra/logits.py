@@ -9,8 +9,8 @@ from tinygrad.uop.ops import KernelInfo
 
 from tinyvllm import request
 from tinyvllm.backend import Sampler
-from tinyvllm.config import ModelConfig, check, option
-from tinyvllm.request import MAX_INT, Sequence, check_ids
+from tinyvllm.config import ModelConfig, check, check_ids, option
+from tinyvllm.request import MAX_INT, Sequence
 from tinyvllm.runner import UNKNOWN, Results, Row, Table
 from tinyvllm_extra.huggingface import Tokenizer
 
