@@ -10,6 +10,7 @@ from tinyvllm.config import check
 
 from . import weights
 from .gguf_tokenizer import make_tokenizer
+from .huggingface import Tokenizer
 from .quantization import Matrix, Quantized
 
 # Keys of the metadata after the architecture's name -> config.json. The first five are required
@@ -133,7 +134,7 @@ class Stored(weights.Stored):
 
 
 def shared_form(kinds: Sequence[Type]) -> Form | str:
-  """How to keep matrices that are fused: in their form or dtype if they have the same; if all are quantized in 8 bits
+  """The form of fused matrices: their own form or dtype if they have the same; if all are quantized in 8 bits
   by the smallest group, which holds any of them exactly; else in float32."""
   forms = [kind.form or kind.name for kind in kinds]
   quantized = [form for form in forms if isinstance(form, Form)]
