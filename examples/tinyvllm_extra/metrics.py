@@ -64,7 +64,7 @@ class MeteredScheduler(Scheduler):
     super().finish(seq, reason)
 
 
-def get_metrics(engine: "Engine") -> dict[str, Any]:
+def get_metrics(engine: "Methods") -> dict[str, Any]:
   """Return counters since the start, rates over the seconds spent in steps, and the state of blocks and queue."""
   counters = engine.scheduler.counters
   blocks = engine.blocks
