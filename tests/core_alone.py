@@ -38,7 +38,7 @@ OPTIONS = {"max_num_seqs": 4, **milestones.FEW_GRAPHS}
 
 
 class CountingScheduler(engine.Scheduler):
-  """Counts what the extension's metrics would."""
+  """Counts preemptions and generated tokens, as the extension's metrics do."""
   num_preemptions = num_generated = 0
 
   def preempt(self, seq: request.Sequence) -> None:

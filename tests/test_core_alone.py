@@ -52,7 +52,7 @@ def test_feature_of_the_extension_names_it_in_its_error(alone, feature, error, p
 
 def test_command_line_without_the_extension_names_it(tmp_path):
   shutil.copytree(ROOT / "tinyvllm", tmp_path / "tinyvllm", ignore=shutil.ignore_patterns("__pycache__"))
-  block = "import sys\nsys.modules['tinyvllm_extra'] = None\n"   # where the environment has it installed
+  block = "import sys\nsys.modules['tinyvllm_extra'] = None\n"   # the environment may have it installed
   (tmp_path / "sitecustomize.py").write_text(block)
   run = subprocess.run([sys.executable, "-m", "tinyvllm", "generate", "Hello"], cwd=tmp_path, capture_output=True,
                        env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True, timeout=60)

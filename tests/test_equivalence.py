@@ -1,5 +1,5 @@
-"""The core's plain backend and the extension's fast one give the same token ids, in float32: whatever a step consists of,
-and for every kind of model."""
+"""The core's plain backend and the extension's fast one give the same token ids in float32: for prefill chunks, decode,
+prefix cache hits, preemption, sampling and logits features, and for several kinds of models."""
 import pytest
 from reference import tiny_model
 
@@ -19,9 +19,9 @@ PROMPTS = [[3, 7, 11], [5, 6, 7, 8, 9, 10, 12, 13, 14], [4] * 8, [21, 22, 23, 24
 
 class Pair:
   """Two engines of a model that differ in their backends."""
-  def __init__(self, folder):
-    self.plain = LLM(folder, backend=tinyvllm.Backend(), **OPTIONS)
-    self.fast = LLM(folder, **OPTIONS)
+  def __init__(self, folder, **options):
+    self.plain = LLM(folder, backend=tinyvllm.Backend(), **OPTIONS | options)
+    self.fast = LLM(folder, **OPTIONS | options)
     assert type(self.plain.backend) is tinyvllm.Backend and isinstance(self.fast.backend, FastBackend)
 
   def generate(self, prompts, **params):
@@ -46,7 +46,9 @@ def pair(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory): return Pair(tiny_model(tmp_path_factory.mktemp("llama")))
+def sampling_pair(tmp_path_factory):
+  """With two graph shapes: the plain sampler has many kernels."""
+  return Pair(tiny_model(tmp_path_factory.mktemp("llama")), max_num_seqs=2, max_num_batched_tokens=2)
 
 
 def test_prefill_chunks_and_decode_give_the_same_ids(pair):
@@ -66,21 +68,21 @@ def test_preempted_batch_gives_the_same_ids(pair):
 
 
 @pytest.mark.parametrize("fields", [{"top_k": 5}, {"top_p": 0.8}, {"top_k": 40, "top_p": 0.9, "min_p": 0.05}], ids=str)
-def test_seeded_sampling_gives_the_same_ids(llama, fields):
-  outputs = llama.generate(PROMPTS[:2], temperature=0.9, seed=7, **fields)
-  again = llama.generate(PROMPTS[:2], temperature=0.9, seed=8, **fields)
+def test_seeded_sampling_gives_the_same_ids(sampling_pair, fields):
+  outputs = sampling_pair.generate(PROMPTS[:2], temperature=0.9, seed=7, **fields)
+  again = sampling_pair.generate(PROMPTS[:2], temperature=0.9, seed=8, **fields)
   assert summary(outputs[0][0]) != summary(again[0][0]), "the seed has an effect"
 
 
-def test_two_samples_give_the_same_ids(llama):
-  (output, _), = llama.generate([PROMPTS[1]], n=2, temperature=0.9, top_k=50, seed=3)
+def test_two_samples_give_the_same_ids(sampling_pair):
+  (output, _), = sampling_pair.generate([PROMPTS[1]], n=2, temperature=0.9, top_k=50, seed=3)
   first, second = output.outputs
   assert first.token_ids != second.token_ids
 
 
-def test_log_probabilities_and_penalties_are_the_same(llama):
+def test_log_probabilities_and_penalties_are_the_same(sampling_pair):
   fields = {"logprobs": 2, "repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.4}
-  (output, expected), = llama.generate([PROMPTS[0]], max_tokens=5, **fields)
+  (output, expected), = sampling_pair.generate([PROMPTS[0]], max_tokens=5, **fields)
   for found, plain in zip(output.outputs[0].logprobs, expected.outputs[0].logprobs, strict=True):
     assert found.keys() == plain.keys() and len(found) >= 2
     for token in found: assert found[token].logprob == pytest.approx(plain[token].logprob, abs=1e-4)
