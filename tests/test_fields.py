@@ -42,9 +42,9 @@ def adjust(logits, adjustments): return logits.clone().custom_kernel(adjustments
 def best_logprobs(logits, ids, k): return top_logprobs(logits, ids, SAMPLER, k)
 
 
-def sample(logits, temperature, top_k, top_p, min_p, seed, position):
-  columns = zip(SAMPLING_FIELDS, (temperature, top_k, top_p, min_p), strict=True)
-  return SAMPLER.sample(logits, {**dict(columns), "seed": seed, "position": position}, SamplerMode.FILTERED)
+def sample(logits, *columns):
+  rows = dict(zip((*SAMPLING_FIELDS, "seed_low", "seed_high", "position"), columns, strict=True))
+  return SAMPLER.sample(logits, rows, SamplerMode.FILTERED)
 
 
 def adjustments_of(is_adjusted, bias, factor, penalty):
@@ -138,7 +138,7 @@ def test_sample_ids_are_among_reference_keep(V, rng):
   keep = [reference_keep(x, *row) & np.isfinite(x) if row[0] else np.arange(V) == x.argmax()
           for x, row in zip(logits, rows, strict=True)]
   seeds, positions = rng.integers(0, 2**32, (2, ROWS), np.uint32), rng.integers(0, 2**20, ROWS).astype(np.int32)
-  ids = call(sample, logits, *columns, seeds, positions)
+  ids = call(sample, logits, *columns, *seeds, positions)
   for row, i in enumerate(ids): assert keep[row][i], (i, rows[row], logits[row].tolist())
 
 
@@ -158,7 +158,7 @@ def test_frequencies_after_adjustments_and_filters_match_reference():
   adjusted, positions = call(adjust, rows[0], adjustments_of(*rows[1:])), np.arange(ROWS, dtype=np.int32)
   columns = [np.full(ROWS, value, kind) for value, kind in zip(filters.values(), "fiff", strict=True)]
   seeds = [np.full((2, ROWS), seed, np.uint32) for seed in range(32)]
-  ids = np.concatenate([call(sample, adjusted, *columns, seed, positions) for seed in seeds])
+  ids = np.concatenate([call(sample, adjusted, *columns, *seed, positions) for seed in seeds])
   assert frequencies_fit(ids, x, **filters) and not frequencies_fit(ids, logits, **filters)
 
 

@@ -162,6 +162,16 @@ def test_version_flag_prints_version():
   assert out.stdout.strip() == tinyvllm.__version__
 
 
+def test_any_public_name_can_be_imported_first():
+  """Each in a process of its own: modules import each other when a name is first used."""
+  names = [f"tinyvllm.{name}" for name in ("LLM", "SamplingParams", "StructuredOutputsParams", "AsyncLLM", "Logprob")]
+  names += [f"tinyvllm_extra.{name}" for name in ("logits.Processor", "server.AsyncLLM", "speculation.Drafter")]
+  imports = [f"from {module} import {name}" for module, _, name in (x.rpartition(".") for x in names)]
+  processes = [subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.PIPE) for text in imports]
+  errors = [process.communicate()[1].decode() for process in processes]
+  assert not any(errors), "\n".join(errors)
+
+
 def test_max_tokens_none_generates_to_max_model_len(folder):
   llm = LLM(folder, **{**ENGINE, "max_model_len": 32})
   output, = llm.generate("the cat", SamplingParams(max_tokens=None, ignore_eos=True))

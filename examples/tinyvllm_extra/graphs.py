@@ -1,17 +1,19 @@
 """Which graph a step runs with, and captures ahead of need, so that no request waits for one."""
 import collections, dataclasses, itertools, operator, time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from tinygrad import helpers
 
-from tinyvllm.backend import exclusive, renderer
+from tinyvllm.backend import Backend, exclusive, renderer
 from tinyvllm.config import check, logger
-from tinyvllm.engine import LLMEngine
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 
 from .kernels.tinygrad_patches import num_compiled
 from .logits import LogitsPlan
+
+if TYPE_CHECKING: from tinyvllm.engine import Engine
 
 OFTEN = 16   # times that a graph shape is requested before it is worth a capture of its own
 
@@ -21,6 +23,11 @@ class GraphState:
   """What a backend knows of its engine's graphs."""
   capture_sizes: list[int] = dataclasses.field(default_factory=list)   # of steps captured ahead, in tokens
   num_requested: collections.Counter[tuple[Runner, GraphKey]] = dataclasses.field(default_factory=collections.Counter)
+
+
+def state_of(backend: Backend) -> GraphState:
+  """The backend's state, which the core's Backend gets here."""
+  return vars(backend).setdefault("graph_state", GraphState())
 
 
 def sizes_of(key: GraphKey) -> tuple[int, ...]:
@@ -38,7 +45,7 @@ def cost(key: GraphKey) -> int:
 def choose_graph(runner: Runner, key: GraphKey) -> GraphKey:
   """Return `key`, or a captured larger one: any if steps were captured ahead, else at first one that takes less than
   twice the time."""
-  state = runner.backend.graph_state   # type: ignore[attr-defined]   # FastBackend's
+  state = state_of(runner.backend)
   if state.capture_sizes:
     size = min([size for size in state.capture_sizes if size >= key.num_tokens], default=key.num_tokens)
     rows = max(key.num_rows, min(size, runner.max_rows)) if key.num_rows <= runner.max_rows else size
@@ -60,7 +67,7 @@ def usual_sizes(runner: Runner) -> list[int]:
   return [size for size in sizes if size in (1, largest) or 8 <= size <= max(64, runner.max_rows)]
 
 
-def capture(engine: LLMEngine, sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
+def capture(engine: "Engine", sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
   """Capture steps ahead, and pad to them from then on: of these numbers of tokens, greedy and sampled, or with
   `optional` features. sizes: powers of two; None: what suits the device. Yields its progress before each capture."""
   are_powers = all(x > 0 and x.bit_count() == 1 for x in sizes or ())
@@ -68,11 +75,11 @@ def capture(engine: LLMEngine, sizes: list[int] | None = None, optional: bool = 
   return _capture(engine, sizes, optional)
 
 
-def _capture(engine: LLMEngine, sizes: list[int] | None, optional: bool) -> Iterator[str]:
+def _capture(engine: "Engine", sizes: list[int] | None, optional: bool) -> Iterator[str]:
   started = time.perf_counter()
   num_kernels = num_compiled()
   sizes = [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))
-  engine.backend.graph_state.capture_sizes = sizes   # type: ignore[attr-defined]   # FastBackend's
+  state_of(engine.runner.backend).capture_sizes = sizes
   plan = LogitsPlan(engine.model_config.vocab_size, True, 128, True)
   kinds = [(SamplerMode.RANDOM, None), (SamplerMode.FILTERED, plan)] if optional else [
     (SamplerMode.GREEDY, None), (SamplerMode.FILTERED, None)]

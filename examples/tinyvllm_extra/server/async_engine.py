@@ -18,10 +18,9 @@ class StepError(RuntimeError):
   """A step failed, and the request with it. The engine's thread has logged the traceback."""
 
 
-class Reader(NamedTuple):
-  """Receiver of a request's output."""
-  loop: asyncio.AbstractEventLoop
-  receive: Callable[[Request, Delta, bool], None]   # called in `loop`; True: this is the request's end
+# Receiver of a request's output. receive is called in `loop`; True: this is the request's end
+Receive = Callable[[Request, Delta, bool], None]
+Reader = NamedTuple("Reader", [("loop", asyncio.AbstractEventLoop), ("receive", Receive)])
 
 
 class Driver:
@@ -142,8 +141,8 @@ class AsyncLLM:
 
   async def stream(self, requests: list[Request], on_end: Any = None) -> AsyncGenerator[list[IndexedOutput], None]:
     """Run several requests made by `llm.make_request`; yield all new outputs since the last time, with each request's
-    index. All requests have ended once this is closed, unless the closing is cancelled, too. on_end: called with each request
-    at its end, whatever the reason."""
+    index. All requests have ended once this is closed, unless the closing is cancelled, too. on_end: called with each
+    request at its end, whatever the reason."""
     received: list[tuple[Request, Delta]] = []   # not yielded yet
     arrival = asyncio.Event()
     unfinished = set(requests)
