@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import sentencepiece
 
 VOCAB = 320
@@ -29,6 +28,7 @@ KINDS = {"LlamaForCausalLM": (None, None, False), "MistralForCausalLM": (False, 
 
 def slow(*values: Any) -> list[Any]:
   """Mark parameters of a test, each a value or a tuple, for `pytest -m slow` only."""
+  import pytest   # the other functions need numpy and sentencepiece only
   return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values]
 
 

@@ -98,6 +98,12 @@ def test_the_example_of_beam_search_prints_the_best_beams_of_each_prompt():
 
 
 @pytest.mark.slow
+def test_custom_backend_leaves_the_output_unchanged():
+  out = run(sys.executable, "examples/custom_backend.py")
+  assert re.fullmatch(r"the output is unchanged: The cat \w[^\n]{20,}\n", out)
+
+
+@pytest.mark.slow
 def test_the_curl_script_asks_every_route(server):
   script = (SERVING / "curl.sh").read_text()
   for path in server.http().get("/openapi.json").raise_for_status().json()["paths"]:

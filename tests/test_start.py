@@ -271,15 +271,6 @@ def test_script_without_logging_setup_sees_the_log(tmp_path):
   assert (quiet.stdout, quiet.stderr) == (", world!\n", "")
 
 
-def test_core_without_extension_generates_the_same(tmp_path):
-  code = ("import sys\nfor name in sys.argv[1:]: sys.modules[name] = None   # as if not installed\n"
-          "import tinyvllm; print(tinyvllm.generate('Hello'))")
-  env = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
-  runs = [subprocess.run([sys.executable, "-c", code, *names], env=env, capture_output=True, text=True, timeout=120)
-          for names in ([], ["tinyvllm_extra"])]
-  assert runs[0].stdout == runs[1].stdout == ", world!\n"
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"dtype": "float16"}], ids=str)
 def test_core_alone_generates_the_same_as_with_extension(tmp_path, options):
