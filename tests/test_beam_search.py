@@ -1,21 +1,21 @@
-"""examples/beam_search.py: its texts are those of a naive search, and of trying all texts, by a plain numpy LLaMA."""
+"""examples/beam_search.py against a naive beam search and an exhaustive search with a plain numpy LLaMA."""
 import itertools
 
 import numpy as np
 import pytest
 from reference import ENGINE, reference_greedy, reference_logits, tiny_model, until
-from test_memory import greedy, ids_of, pool_comes_back, prompt, run, tokens
+from test_memory import greedy, ids_of, all_blocks_return, prompt, run, tokens
 
 from examples.beam_search import BeamSearchParams, beam_search
 from tinyvllm import LLM
 
 BS = ENGINE["block_size"]
 NAN = float("nan")
-# A vocabulary of 7, so that all texts of two tokens can be tried; fewer tokens than a beam of ten asks for
+# The vocabulary has 7 tokens: an exhaustive search of two tokens is fast, and a beam of ten asks for more tokens
 BEAM = {**ENGINE, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
 ENDS = {"an end token": {2}, "no end token": set()}
-# With these, texts that end are among the best, and ways of searching that differ in when a text that has ended leaves
-# the beam agree. No two scores that decide are closer than 2e-3
+# Finished sequences are among the best ones, and it does not matter when a search removes finished sequences from the
+# beam. Scores that decide differ by at least 2e-3
 NARROW_PROMPTS = {
   "an end token": [[1, 6, 5], [4, 4, 6, 6], [4, 6, 5, 6, 6], [6, 5, 5, 5, 6, 6, 3], [4, 6, 4, 1, 6, 3, 3, 1]],
   "no end token": [[5, 5, 1], [4, 3, 4, 5], [3, 1, 5, 5, 1], [1, 1, 3, 4, 6, 6, 4], [3, 5, 5, 6, 4, 5, 1, 5]]}
@@ -37,7 +37,7 @@ def words_llm(words_folder): return LLM(words_folder, **BEAM)
 
 
 def search(llm, ids, width, length, **options):
-  """The sequences behind one prompt."""
+  """The sequences of one prompt."""
   output, = beam_search(llm, [tokens(*ids)], BeamSearchParams(width, length, **options))
   return output.sequences
 
@@ -48,15 +48,15 @@ def log_softmax(x):
 
 
 def best(found, width, penalty):
-  """The best of (ids, sum of log probabilities) by score, best first."""
+  """The best pairs of (ids, sum of log probabilities) by score, best first."""
   return sorted(found, key=lambda x: x[1] / len(x[0]) ** penalty, reverse=True)[:width]
 
 
 def all_texts(folder, ids, ends):
-  """All texts of two tokens, or of one if it ends them, with the sum of their log probabilities."""
+  """All outputs of two tokens, or one end token, with the sum of their log probabilities."""
   found = {}
   for first in range(7):
-    logprobs = log_softmax(reference_logits(folder, [*ids, first])[-2:])   # behind the prompt, behind the first
+    logprobs = log_softmax(reference_logits(folder, [*ids, first])[-2:])   # after the prompt, after the first token
     for last in range(7):
       text = tuple(until([first, last], ends))
       found[text] = sum(logprobs[i, x] for i, x in enumerate(text))
@@ -64,7 +64,7 @@ def all_texts(folder, ids, ends):
 
 
 def naive_beam_search(folder, ids, width, length, penalty, ends):
-  """Each step keeps the best `width` texts that go on; those that end are put aside."""
+  """Each step keeps the best `width` unfinished sequences, and collects finished ones."""
   beams, done = [([], 0.0)], []
   for _ in range(length):
     grown = [([*out, token], total + logprob) for out, total in beams
@@ -85,22 +85,22 @@ def check_beams(sequences, ids, expected, ends):
 
 @pytest.mark.parametrize("width", [7, 10])
 @pytest.mark.parametrize("ends", ENDS)
-def test_a_beam_wide_enough_finds_the_best_of_all_texts(llms, folders, ends, width):
-  llm, ids = llms[ends], [6, 1, 4]   # no two of the best scores are closer than 1e-2
+def test_wide_beam_equals_exhaustive_search(llms, folders, ends, width):
+  llm, ids = llms[ends], [6, 1, 4]   # the best scores differ by at least 1e-2
   texts = all_texts(folders[ends], ids, ENDS[ends])
   assert len(texts) == (1 + 6 * 7 if ENDS[ends] else 49)
   for penalty in (0, 1.0, 2.0):
-    with pool_comes_back(llm): sequences = search(llm, ids, width, 2, length_penalty=penalty)
+    with all_blocks_return(llm): sequences = search(llm, ids, width, 2, length_penalty=penalty)
     check_beams(sequences, ids, best(texts, width, penalty), ENDS[ends])
 
 
 @pytest.mark.parametrize("ends", ENDS)
-def test_a_narrow_beam_equals_a_naive_one(llms, folders, ends):
-  """Prompts at block edges, texts over several blocks; several prompts in one call, answered in their order."""
+def test_narrow_beam_equals_naive_beam_search(llms, folders, ends):
+  """Prompt lengths around block boundaries, outputs of several blocks, several prompts in one call."""
   llm, prompts = llms[ends], NARROW_PROMPTS[ends]
   for penalty in (1.0, 0.0):
     params = BeamSearchParams(2, 7, length_penalty=penalty)
-    with pool_comes_back(llm): outputs = beam_search(llm, [tokens(*p) for p in prompts], params)
+    with all_blocks_return(llm): outputs = beam_search(llm, [tokens(*p) for p in prompts], params)
     assert len(outputs) == len(prompts)
     for ids, output in zip(prompts, outputs, strict=True):
       expected = naive_beam_search(folders[ends], ids, 2, 7, penalty, ENDS[ends])
@@ -108,48 +108,48 @@ def test_a_narrow_beam_equals_a_naive_one(llms, folders, ends):
     if ENDS[ends]: assert {x.finish_reason for o in outputs for x in o.sequences} == {"stop", "length"}
 
 
-def test_a_beam_of_one_is_greedy(llms, folders):
+def test_beam_of_one_equals_greedy(llms, folders):
   llm, ids = llms["no end token"], [3, 1, 4, 1, 5]
   sequence, = search(llm, ids, 1, 9)
   assert sequence.tokens == [*ids, *reference_greedy(folders["no end token"], ids, 9)]
 
 
-def test_length_penalty_is_1_unless_given(llms):
+def test_length_penalty_default_is_1(llms):
   llm, ids = llms["an end token"], NARROW_PROMPTS["an end token"][1]
   plain, one, none = ([x.tokens for x in search(llm, ids, 2, 7, **options)]
                       for options in ({}, {"length_penalty": 1.0}, {"length_penalty": 0.0}))
   assert plain == one != none
 
 
-def test_beams_of_a_larger_vocabulary_over_several_blocks(words_llm, words_folder):
-  """Ids of 320, in blocks of 4, from a prompt that the second time is found."""
-  with pool_comes_back(words_llm):
+def test_beam_search_vocabulary_of_320_equals_naive(words_llm, words_folder):
+  """In blocks of 4 tokens. The first prompt is searched again, when it is cached."""
+  with all_blocks_return(words_llm):
     for ids in (prompt(2 * BS - 1, 2600), prompt(2 * BS, 2601), prompt(2 * BS - 1, 2600)):
       expected = naive_beam_search(words_folder, ids, 3, 2 * BS + 1, 1.0, {2})
       check_beams(search(words_llm, ids, 3, 2 * BS + 1), ids, expected, {2})
 
 
-def test_what_a_beam_has_computed_is_found(words_llm):
-  with pool_comes_back(words_llm) as before: search(words_llm, prompt(10 * BS, 2610), 3, 5)
+def test_beams_hit_prefix_cache(words_llm):
+  with all_blocks_return(words_llm) as before: search(words_llm, prompt(10 * BS, 2610), 3, 5)
   after = words_llm.get_metrics()
   asked, found = (after[name] - before[name] for name in ("prefix_cache_queries", "prefix_cache_hits"))
-  assert found == 4 * 3 * 10 * BS and asked - found < 10 * BS + 4 * 3 * BS, "all of the prompt but at first"
+  assert found == 4 * 3 * 10 * BS and asked - found < 10 * BS + 4 * 3 * BS, "the prompt is computed once"
 
 
-def test_an_end_token_that_is_ignored_is_one_like_others(llms, folders):
+def test_ignored_end_token_is_plain_token(llms, folders):
   ids = NARROW_PROMPTS["an end token"][0]
   sequences = search(llms["an end token"], ids, 2, 7, ignore_eos=True)
   check_beams(sequences, ids, naive_beam_search(folders["an end token"], ids, 2, 7, 1.0, ()), ())
 
 
-def test_a_beam_ends_where_max_model_len_does(llms, folders):
+def test_beam_ends_at_max_model_len(llms, folders):
   ids = [3 + i % 4 for i in range(BEAM["max_model_len"] - 3)]
   sequences = search(llms["no end token"], ids, 2, 20)
   check_beams(sequences, ids, naive_beam_search(folders["no end token"], ids, 2, 3, 1.0, ()), ())
 
 
-def test_texts_are_the_prompts_and_what_follows(words_llm):
-  """A prompt alone, without a list, is one, too."""
+def test_text_includes_prompt(words_llm):
+  """A single prompt need not be in a list."""
   output, = beam_search(words_llm, "the cat", BeamSearchParams(2, 4))
   greedy_text = words_llm.generate("the cat", greedy(4))[0].outputs[0].text
   alone, = beam_search(words_llm, [{"prompt": "the cat"}], BeamSearchParams(1, 4))
@@ -157,20 +157,20 @@ def test_texts_are_the_prompts_and_what_follows(words_llm):
   assert len(output.sequences) == 2 and all(x.text.startswith("the cat") for x in output.sequences)
 
 
-def test_beam_search_beside_other_requests(llms, folders):
-  path, llm, ids, beside = folders["no end token"], llms["no end token"], [3, 1, 4, 1, 5], [5, 6, 3, 4, 6, 1]
-  with pool_comes_back(llm):
-    llm.add_request("beside", tokens(*beside), greedy(50))
+def test_beam_search_with_running_request_is_equal(llms, folders):
+  path, llm, ids, other = folders["no end token"], llms["no end token"], [3, 1, 4, 1, 5], [5, 6, 3, 4, 6, 1]
+  with all_blocks_return(llm):
+    llm.add_request("other", tokens(*other), greedy(50))
     llm.step()
     check_beams(search(llm, ids, 4, 7), ids, naive_beam_search(path, ids, 4, 7, 1.0, ()), ())
     last, _ = run(llm)
-    assert ids_of(last["beside"]) == reference_greedy(path, beside, 50), "most of its tokens are made after the search"
+    assert ids_of(last["other"]) == reference_greedy(path, other, 50), "most of its tokens follow the search"
 
 
-def test_beam_search_between_two_tokens_of_a_stream(llms, folders):
+def test_beam_search_within_stream_is_equal(llms, folders):
   path, llm, ids, streamed = folders["no end token"], llms["no end token"], [3, 1, 4, 1, 5], [3, 6, 4, 5]
   expected = naive_beam_search(path, ids, 4, 7, 1.0, ())
-  with pool_comes_back(llm):
+  with all_blocks_return(llm):
     stream, got = llm.generate_stream(tokens(*streamed), greedy(20)), []
     for output in itertools.islice(stream, 3):
       got += output.outputs[0].token_ids
@@ -179,7 +179,7 @@ def test_beam_search_between_two_tokens_of_a_stream(llms, folders):
   assert got == reference_greedy(path, streamed, 20)
 
 
-def test_no_prompts_give_no_outputs(words_llm): assert beam_search(words_llm, [], BeamSearchParams(2, 3)) == []
+def test_no_prompts_gives_no_outputs(words_llm): assert beam_search(words_llm, [], BeamSearchParams(2, 3)) == []
 
 
 @pytest.mark.parametrize("options", [
@@ -187,19 +187,19 @@ def test_no_prompts_give_no_outputs(words_llm): assert beam_search(words_llm, []
   *({"max_tokens": x} for x in (0, -1, 1.5, "3", None)),
   *({"length_penalty": x} for x in ("1", None, NAN)),
   *({"temperature": x} for x in (0.7, "0")), {"ignore_eos": 1}, {"include_stop_str_in_output": True}], ids=str)
-def test_beams_that_will_not_do_are_refused_by_name(options):
+def test_invalid_params_raise_with_name_and_value(options):
   (name, value), = options.items()
   with pytest.raises(ValueError) as e: BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **options})
   assert name in str(e.value) and repr(value) in str(e.value), str(e.value)
   if name == "beam_width" and type(value) is int: assert "between 1 and 10" in str(e.value)
 
 
-def test_a_field_that_beam_search_does_not_have_is_refused():
+def test_unknown_param_raises():
   with pytest.raises(ValueError, match="top_k.*beam_width"): BeamSearchParams(beam_width=2, max_tokens=3, top_k=5)
 
 
-def test_a_bad_prompt_among_those_of_a_beam_search_runs_none(words_llm):
-  with pool_comes_back(words_llm) as before:
+def test_invalid_prompt_raises_and_runs_none(words_llm):
+  with all_blocks_return(words_llm) as before:
     with pytest.raises(ValueError, match="320"):
       beam_search(words_llm, [tokens(5), tokens(5, 320)], BeamSearchParams(2, 3))
     assert words_llm.get_metrics() == before

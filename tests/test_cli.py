@@ -261,9 +261,3 @@ def test_add_flags_reads_types_and_help_from_metadata_or_comments():
   for words in ("--sizes SIZES [SIZES ...] sizes in bytes (default: None)", "--kind {a,b} the kind (default: a)",
                 "--ratio FLOAT 100% at most (default: half) --limit INT most of them (default: 3)"):
     assert words in text, text
-
-
-def test_server_modules_do_not_import_the_command_line():
-  code = "import sys, tinyvllm_extra.server.app\nprint([name for name in sys.modules if 'tinyvllm_extra.cli' in name])"
-  run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-  assert run.stdout == "[]\n"

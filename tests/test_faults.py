@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from reference import ENGINE, check_invariants, reference_greedy, run_to_end, set_overlap
 
-import tinyvllm.engine
 from tinyvllm import LLM, SamplingParams, config
 
 BS = ENGINE["block_size"]
@@ -185,9 +184,15 @@ def test_two_engines_on_two_threads_give_their_own_texts(engines, folder, pool):
   assert [future.result(TIMEOUT) for future in futures] == expected
 
 
-def test_captured_step_runs_during_load(engines, folder, monkeypatch, gate, pool):
-  monkeypatch.setattr(tinyvllm.engine, "open_device", gate.guard("load", tinyvllm.engine.open_device))
-  loading = pool.submit(LLM, folder, **ENGINE)
+def load(folder, gate, kind):
+  """Load an engine, which waits at the gate as it asks for the free memory."""
+  backend = kind()
+  backend.free_memory = gate.guard("load", backend.free_memory)
+  return LLM(folder, backend=backend, **ENGINE)
+
+
+def test_captured_step_runs_during_load(engines, folder, gate, pool):
+  loading = pool.submit(load, folder, gate, type(engines[0].backend))
   gate.wait_for_entry()
   generating = pool.submit(generate, engines[0], PROMPTS[0], 9)
   assert generating.result(TIMEOUT / 4) == reference_greedy(folder, PROMPTS[0], 9)
@@ -203,9 +208,9 @@ def test_captures_and_loads_exclude_each_other(folder, monkeypatch, gate, pool, 
   for engine in engines:
     backend = engine.runner.backend
     monkeypatch.setattr(backend, "run_graph", gate.guard("capture", backend.run_graph))
-  monkeypatch.setattr(tinyvllm.engine, "open_device", gate.guard("load", tinyvllm.engine.open_device))
   def start(kind, engine):
-    return pool.submit(generate, engine, PROMPTS[0], 1) if kind == "capture" else pool.submit(LLM, folder, **ENGINE)
+    if kind == "load": return pool.submit(load, folder, gate, type(engine.backend))
+    return pool.submit(generate, engine, PROMPTS[0], 1)
   futures = [start(first, engines[0])]
   gate.wait_for_entry()
   futures.append(start(second, engines[1]))

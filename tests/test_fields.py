@@ -42,9 +42,9 @@ def adjust(logits, adjustments): return logits.clone().custom_kernel(adjustments
 def best_logprobs(logits, ids, k): return top_logprobs(logits, ids, SAMPLER, k)
 
 
-def sample(logits, temperature, top_k, top_p, min_p, seed, position):
-  columns = zip(SAMPLING_FIELDS, (temperature, top_k, top_p, min_p), strict=True)
-  return SAMPLER.sample(logits, {**dict(columns), "seed": seed, "position": position}, SamplerMode.FILTERED)
+def sample(logits, *columns):
+  rows = dict(zip((*SAMPLING_FIELDS, "seed_low", "seed_high", "position"), columns, strict=True))
+  return SAMPLER.sample(logits, rows, SamplerMode.FILTERED)
 
 
 def adjustments_of(is_adjusted, bias, factor, penalty):
@@ -115,7 +115,7 @@ def settings_of(rng, V):
 
 
 def decided(logits, temperature, top_k, top_p, min_p):
-  """Whether rounding in float32 cannot decide which tokens are kept. The error of p is that of its logit."""
+  """Whether rounding in float32 cannot decide which tokens are kept. p has its logit's error."""
   if temperature == 0: return True
   x = logits[np.isfinite(logits)].astype(float) / temperature
   doubt, ratio = 1e-6 + 3e-7 * np.abs(x).max(), np.exp(x - x.max())
@@ -138,7 +138,7 @@ def test_sample_ids_are_among_reference_keep(V, rng):
   keep = [reference_keep(x, *row) & np.isfinite(x) if row[0] else np.arange(V) == x.argmax()
           for x, row in zip(logits, rows, strict=True)]
   seeds, positions = rng.integers(0, 2**32, (2, ROWS), np.uint32), rng.integers(0, 2**20, ROWS).astype(np.int32)
-  ids = call(sample, logits, *columns, seeds, positions)
+  ids = call(sample, logits, *columns, *seeds, positions)
   for row, i in enumerate(ids): assert keep[row][i], (i, rows[row], logits[row].tolist())
 
 
@@ -158,13 +158,13 @@ def test_frequencies_after_adjustments_and_filters_match_reference():
   adjusted, positions = call(adjust, rows[0], adjustments_of(*rows[1:])), np.arange(ROWS, dtype=np.int32)
   columns = [np.full(ROWS, value, kind) for value, kind in zip(filters.values(), "fiff", strict=True)]
   seeds = [np.full((2, ROWS), seed, np.uint32) for seed in range(32)]
-  ids = np.concatenate([call(sample, adjusted, *columns, seed, positions) for seed in seeds])
+  ids = np.concatenate([call(sample, adjusted, *columns, *seed, positions) for seed in seeds])
   assert frequencies_fit(ids, x, **filters) and not frequencies_fit(ids, logits, **filters)
 
 
-# through the engine, against each step's logits changed by hand
+# The engine, against each step's adjusted reference logits
 
-N, END = 18, 302   # tokens of a text; the end token of the models here, which greedy texts meet
+N, END = 18, 302   # generated tokens; an end token that greedy outputs contain
 
 
 def params(size, **o): return SamplingParams(**{"temperature": 0.0, "max_tokens": size, "ignore_eos": True, **o})
@@ -175,14 +175,14 @@ def samples(output): return [c.token_ids for c in output.outputs]
 def prompt(length, salt=0): return [259 + (7 * i + 5 * salt + i * i) % 61 for i in range(length)]
 
 
-def encodings(words, encode=SPM.EncodeAsIds):   # of bad words, as vLLM has them
+def encodings(words, encode=SPM.EncodeAsIds):   # with and without a space before each bad word, as in vLLM
   pairs = [(encode(word), encode(" " + word)) for word in words]
   return [ids for a, b in pairs for ids in ([a, b] if len(a) == len(b) and a[0] != b[0] else [a])]
 
 
 def ends_of(o): return {*o.get("stop_token_ids", []), *([] if o.get("ignore_eos", True) else [2, END])}
 def changed(logits, before, said, o, encode=SPM.EncodeAsIds):
-  """Logits (V,) of one step after the options o, where `said` follows the prompt `before`."""
+  """Adjust the logits, (V,), of one step by the options o. The text is the prompt `before` and the output `said`."""
   x, bias = logits.copy(), {int(i): value for i, value in o.get("logit_bias", {}).items()}
   banned = ends_of(o) if len(said) < o.get("min_tokens", 0) else set()
   for *first, last in encodings(o.get("bad_words", []), encode):
@@ -197,12 +197,12 @@ def changed(logits, before, said, o, encode=SPM.EncodeAsIds):
 
 
 def naive(folder, before, n, encode=SPM.EncodeAsIds, counted=None, **o):
-  """The greedy ids that follow a prompt, of which `counted` is what the penalties count."""
+  """The greedy ids after a prompt. Penalties count the prompt tokens `counted`, by default all."""
   said = []
   while len(said) < n and not ends_of(o) & {*said}:
     x = changed(reference_logits(folder, [*before, *said])[-1], counted or before, said, o, encode)
     best = np.sort(x[np.isfinite(x)])[-2:]
-    assert len(best) == 1 or best[1] > best[0] + 1e-4, "a tie, which rounding decides: take another prompt"
+    assert len(best) == 1 or best[1] > best[0] + 1e-4, "a tie that rounding decides: choose another prompt"
     said.append(int(x.argmax()))
   return said
 
@@ -212,7 +212,7 @@ CASES = {name: (prompt(3 + salt % 7, salt), options) for name, (salt, options) i
   "presence": (9, {"presence_penalty": 1.5}), "presence below zero": (1, {"presence_penalty": -1.5}),
   "frequency": (8, {"frequency_penalty": 0.6}), "frequency below zero": (4, {"frequency_penalty": -1.25}),
   "a bias of -100": (16, {"logit_bias": {278: -100, 274: -100.0}}), "of 100": (17, {"logit_bias": {300: 100.0}}),
-  "JSON's": (18, {"logit_bias": {"300": 3.5, "7": 6, "306": 2}}), "min": (10, {"ignore_eos": False, "min_tokens": 6}),
+  "JSON": (18, {"logit_bias": {"300": 3.5, "7": 6, "306": 2}}), "min": (10, {"ignore_eos": False, "min_tokens": 6}),
   "allowed": (7, {"allowed_token_ids": [*range(259, 320, 4), 6]}),
   "a bad word of one token": (19, {"bad_words": ["n", "is"]}), "of several": (2, {"bad_words": ["wm", "oyl", "a"]}),
   "three stop ids": (22, {"stop_token_ids": [312, 282, 9], "min_tokens": 9}),
@@ -232,12 +232,12 @@ def llm(folder): return LLM(folder, **{**ENGINE, "max_num_seqs": 16})
 
 
 @pytest.fixture(scope="module")
-def small(folder):   # two at once, in 10 blocks of 4 tokens
+def small(folder):   # two sequences, 10 blocks of 4 tokens
   return LLM(folder, num_gpu_blocks_override=11, **{**ENGINE, "max_num_seqs": 2, "max_num_batched_tokens": 2})
 
 
 @pytest.fixture(scope="module")
-def expected(folder):   # by the case, and whether it has its options
+def expected(folder):   # by name of the case, and whether its options are set
   return {(name, has): naive(folder, before, N, **options if has else {})
           for has in (True, False) for name, (before, options) in CASES.items()}
 
@@ -248,30 +248,30 @@ def generate(engine, jobs):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_greedy_ids_are_the_best_of_the_changed_logits_and_nothing_is_left_in_the_row(llm, expected, name):
-  assert expected[name, True] != expected[name, False][:len(expected[name, True])], "that was meant to matter"
+def test_greedy_ids_equal_argmax_of_adjusted_logits(llm, expected, name):
+  assert expected[name, True] != expected[name, False][:len(expected[name, True])], "the options must change the text"
   for job in ((name, True), (name, False), (name, True)): assert generate(llm, [job]) == [expected[job]]
 
 
-def test_each_of_a_mixed_batch_is_as_alone_and_after_preemption_and_in_a_row_that_was_anothers(llm, small, expected):
+def test_mixed_batch_equals_single_also_after_preemption(llm, small, expected):
   jobs, before = [(name, True) for name in CASES], small.get_metrics()["num_preemptions"]
-  others = [(name, i % 3 > 0) for i, name in enumerate([*CASES] * 3)]   # 48 in 16 rows, or two
+  others = [(name, i % 3 > 0) for i, name in enumerate([*CASES] * 3)]   # 48 requests in 16 slots, or two
   for engine, batch in ((llm, jobs), (llm, others), (small, others)):
     assert generate(engine, batch) == [expected[job] for job in batch]
-  assert small.get_metrics()["num_preemptions"] > before + 3, "the pool was meant to be too small"
+  assert small.get_metrics()["num_preemptions"] > before + 3, "the pool must be too small"
 
 
-def test_a_prompt_in_chunks_or_found_in_the_cache_counts_as_a_whole(llm, folder):
+def test_penalties_count_chunked_and_cached_prompts(llm, folder):
   options = {"repetition_penalty": 2.0, "presence_penalty": 0.5, "bad_words": ["n", "no"], "logit_bias": {306: -2}}
   for salt in (31, 32, 33):
     before = prompt(45, salt)   # steps are of 16
     ids = naive(folder, before, N, **options)
-    assert ids != naive(folder, before, N, counted=before[-13:], **options), "that was meant to matter"
+    assert ids != naive(folder, before, N, counted=before[-13:], **options), "the options must change the text"
     outputs = [llm.generate(tokens(before), params(N, **options))[0] for _ in range(2)]
     assert [ids_of(o) for o in outputs] == [ids, ids] and [o.num_cached_tokens for o in outputs] == [0, 44]
 
 
-def test_a_bad_word_that_the_prompt_begins_may_end(llm, folder):
+def test_bad_word_begun_in_prompt_is_allowed(llm, folder):
   w, m = SPM.EncodeAsIds("wm")
   for bias, first in ({m: 8.0}, m), ({w: 1.0}, w):
     before, options = [*prompt(4, 1), w], {"bad_words": ["wm"], "allowed_token_ids": [w, m], "logit_bias": bias}
@@ -280,8 +280,8 @@ def test_a_bad_word_that_the_prompt_begins_may_end(llm, folder):
     assert (w, m) not in zip(ids, ids[1:], strict=False)
 
 
-def test_a_bad_word_is_taken_with_a_space_before_it_too(tmp_path):
-  """By a tokenizer that has both: byte-level, where a space is a part of the token behind it."""
+def test_bad_word_with_space_before_is_banned(tmp_path):
+  """A byte-level tokenizer has tokens for both: a space is part of the next token."""
   from test_tokenizer import byte_level_bpe
   model = byte_level_bpe()
   model.save(str(tmp_path / "tokenizer.json"))
@@ -290,22 +290,22 @@ def test_a_bad_word_is_taken_with_a_space_before_it_too(tmp_path):
   forms = encode("the") + encode(" the")
   options = {"bad_words": ["the"], "logit_bias": dict.fromkeys(forms, 9.0)}
   assert len(forms) == 2 and encodings(["the"], encode) == [[i] for i in forms]
-  assert naive(folder, [5, 6, 7], 1, **{**options, "bad_words": []}) == forms[1:], "that was meant to come"
+  assert naive(folder, [5, 6, 7], 1, **{**options, "bad_words": []}) == forms[1:], "it must be the best"
   ids = ids_of(LLM(folder, **ENGINE).generate(tokens([5, 6, 7]), params(4, **options))[0])
   assert ids == naive(folder, [5, 6, 7], 4, encode, **options) and not {*ids} & {*forms}
 
 
-def test_where_all_that_is_allowed_is_held_back_it_may_come_all_the_same(llm, folder):
+def test_allowed_ids_all_banned_by_min_tokens_are_allowed(llm, folder):
   options = {"allowed_token_ids": [300, 301], "stop_token_ids": [*range(320)], "min_tokens": 3}
   ids = ids_of(llm.generate(tokens(prompt(5, 3)), params(6, **options))[0])
   assert ids[:1] == naive(folder, prompt(5, 3), 1, **options) and {*ids} <= {300, 301}
 
 
 @pytest.mark.parametrize("kind", [{}, {"temperature": 0.8, "seed": 1}], ids=["greedy", "sampled"])
-def test_a_batch_without_fields_takes_no_other_graph_after_one_with_them(llm, kind):
+def test_batch_without_processors_uses_plain_graphs(llm, kind):
   jobs, steps, kept = [tokens(prompt(9, 60 + i)) for i in range(3)], llm.runner.graphs, llm.runner.graphs.copy()
   fields = {"repetition_penalty": 1.5, "logit_bias": {5: 1.0}, "allowed_token_ids": [*range(99)]}
-  llm.generate(jobs, params(2))   # from here on the prompts are found
+  llm.generate(jobs, params(2))   # now the prompts are cached
   steps.clear()
   llm.generate(jobs, params(3, **kind))
   plain = steps.copy()
@@ -313,22 +313,22 @@ def test_a_batch_without_fields_takes_no_other_graph_after_one_with_them(llm, ki
   assert len(steps) > len(plain)
   kept |= steps
   for key in {*steps} - {*plain}: del steps[key]
-  llm.generate(jobs, params(3, **kind, repetition_penalty=1.0))   # which changes nothing
+  llm.generate(jobs, params(3, **kind, repetition_penalty=1.0))   # the default value
   assert {*steps} == {*plain}
   steps.update(kept)
 
 
-def test_first_tokens_are_as_frequent_as_the_changed_logits_say(llm, folder):
+def test_first_token_frequencies_match_adjusted_logits(llm, folder):
   before, filters = prompt(17, 50), {"temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
   options = {"repetition_penalty": 1.6, "logit_bias": {before[0]: 3.0, 306: -1.5}}
   logits = reference_logits(folder, before)[-1]
   outputs = llm.generate([tokens(before)] * 600, [seeded(1, i, **options, **filters) for i in range(600)])
   ids = np.array([ids_of(o)[0] for o in outputs])
   assert frequencies_fit(ids, changed(logits, before, [], options), **filters)
-  assert not frequencies_fit(ids, logits, **filters), "or the test could not fail"
+  assert not frequencies_fit(ids, logits, **filters), "the test must be able to fail"
 
 
-# seeds
+# Seeds
 
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
 SEEDED = [(tokens(prompt(17, 70 + i)), {"seed": 900 + i, **PENALTIES}) for i in range(16)]
@@ -338,25 +338,25 @@ SEEDED = [(tokens(prompt(17, 70 + i)), {"seed": 900 + i, **PENALTIES}) for i in 
 def alone(llm): return [ids_of(llm.generate(job, seeded(N, **o))[0]) for job, o in SEEDED]
 
 
-def test_a_seed_gives_the_same_text_alone_in_a_batch_and_after_preemption(llm, small, alone):
+def test_seeded_text_in_batch_and_after_preemption_equals_single(llm, small, alone):
   (jobs, options), before = map(list, zip(*SEEDED, strict=True)), small.get_metrics()["num_preemptions"]
   for engine, n in ((llm, N), (small, N), (llm, 1)):
     assert [ids_of(o) for o in engine.generate(jobs, [seeded(n, **o) for o in options])] == [ids[:n] for ids in alone]
-  assert small.get_metrics()["num_preemptions"] > before + 3, "the pool was meant to be too small"
+  assert small.get_metrics()["num_preemptions"] > before + 3, "the pool must be too small"
   assert len({*map(tuple, alone)}) == 16 and ids_of(llm.generate(jobs[3], seeded(N, 8, **PENALTIES))[0]) != alone[3]
 
 
 @pytest.mark.parametrize("order", range(3))
-def test_a_seed_gives_the_same_text_in_any_order_of_arrival(llm, alone, order):
+def test_seeded_text_any_arrival_order_is_equal(llm, alone, order):
   waiting, last = np.random.default_rng(order).permutation(16).tolist(), {}
   while waiting or llm.has_unfinished_requests():
-    for i in [waiting.pop() for _ in range(min(4, len(waiting)))]:   # four at each step
+    for i in [waiting.pop() for _ in range(min(4, len(waiting)))]:   # four in each step
       llm.add_request(str(i), SEEDED[i][0], seeded(N, **SEEDED[i][1]))
     last |= {o.request_id: ids_of(o) for o in llm.step()}
   assert [last[str(i)] for i in range(16)] == alone
 
 
-def test_each_of_several_samples_is_as_alone_with_penalties_and_a_seed_of_its_own(llm, folder):
+def test_samples_with_penalties_equal_single_requests(llm, folder):
   job = tokens(prompt(17, 40))
   alone = [ids_of(llm.generate(job, seeded(N, 60 + i, **PENALTIES))[0]) for i in range(4)]
   assert samples(llm.generate(job, seeded(N, 60, n=4, **PENALTIES))[0]) == alone and len({*map(tuple, alone)}) == 4
@@ -364,10 +364,10 @@ def test_each_of_several_samples_is_as_alone_with_penalties_and_a_seed_of_its_ow
   assert samples(llm.generate(job, params(N, n=3, **PENALTIES))[0]) == [expected] * 3
 
 
-# log probabilities
+# Log probabilities
 
 def check_entries(folder, entries, before, ids, k):
-  """What there is of each of `ids`, which follow `before`, is what the reference says."""
+  """The log probabilities of `ids`, which follow `before`, must equal the reference's."""
   rows = log_softmax(reference_logits(folder, [*before, *ids])[len(before) - 1:-1])
   for entry, token, row in zip(entries, ids, rows, strict=True):
     best = np.argsort(-row, kind="stable")[:k].tolist()
@@ -375,11 +375,11 @@ def check_entries(folder, entries, before, ids, k):
     for i, got in entry.items():
       assert isinstance(got, Logprob) and type(got.rank) is int and abs(got.logprob - row[i]) < 1e-4
       assert got.rank == (best.index(i) if i in best else (row > row[i]).sum()) + 1
-      assert i < 259 or got.decoded_token == SPM.DecodeIds([i])   # others are bytes, or no text
+      assert i < 259 or got.decoded_token == SPM.DecodeIds([i])   # lower ids are bytes or special tokens
 
 
 def check(output, folder, k=None, of_prompt=None, n=1):
-  """That an output of n samples has the log probabilities asked for, and no others."""
+  """An output of n samples must have the requested log probabilities, and no others."""
   before, got = output.prompt_token_ids, output.prompt_logprobs
   assert (got is None if of_prompt is None else got[0] is None) and len(output.outputs) == n
   if of_prompt is not None: check_entries(folder, got[1:], before[:1], before[1:], of_prompt)
@@ -391,42 +391,42 @@ def check(output, folder, k=None, of_prompt=None, n=1):
     assert abs(c.cumulative_logprob - sum(own)) < 1e-4
 
 
-def test_log_probabilities_of_a_mixed_batch_are_of_the_raw_logits(llm, folder):
+def test_logprobs_in_mixed_batch_equal_raw_logits(llm, folder):
   kinds = [{}, {"temperature": 1.7, "seed": 3, **PENALTIES}, {"repetition_penalty": 1.8, "logit_bias": {300: 3.0}}]
   asked = [(k, options) for k in (0, 1, 5, 20, None) for options in kinds]
   jobs = [tokens(prompt(17, 70 + i)) for i in range(len(asked))]
   plain = [ids_of(o) for o in llm.generate(jobs, [params(10, **options) for _, options in asked])]
   outputs = llm.generate(jobs, [params(10, logprobs=k, **options) for k, options in asked])
-  assert [ids_of(o) for o in outputs] == plain, "who asks gets the same text"
+  assert [ids_of(o) for o in outputs] == plain, "logprobs do not change the text"
   for output, (k, _) in zip(outputs, asked, strict=True): check(output, folder, k)
-  assert any(len(entry) == 6 for entry in outputs[7].outputs[0].logprobs), "a token beyond the best was meant to come"
+  assert any(len(entry) == 6 for entry in outputs[7].outputs[0].logprobs), "a token must be outside of the best"
 
 
 @pytest.mark.parametrize("k", [0, 2, 20])
-def test_a_prompts_log_probabilities_are_all_there_in_chunks_and_after_a_hit(llm, folder, k):
+def test_prompt_logprobs_chunked_and_cached_are_complete(llm, folder, k):
   other = prompt(7, 3)
   for length in (1, 2, 16, 17, 45):   # steps are of 16 tokens
     before = prompt(length, 80 + length)
     llm.generate(tokens(before), params(2))
-    output, beside = llm.generate([tokens(before), tokens(other)], [params(5, prompt_logprobs=k), params(N)])
+    output, other_output = llm.generate([tokens(before), tokens(other)], [params(5, prompt_logprobs=k), params(N)])
     check(output, folder, of_prompt=k)
-    check(beside, folder)
+    check(other_output, folder)
     assert output.num_cached_tokens == 0 and ids_of(output) == reference_greedy(folder, before, 5)
-    assert ids_of(beside) == reference_greedy(folder, other, N)
-  assert llm.generate(tokens(before), params(2))[0].num_cached_tokens == 44, "others find what it computed"
+    assert ids_of(other_output) == reference_greedy(folder, other, N)
+  assert llm.generate(tokens(before), params(2))[0].num_cached_tokens == 44, "its blocks are cached for others"
 
 
-def test_log_probabilities_are_there_once_after_preemption(small, folder):
+def test_logprobs_after_preemption_are_complete(small, folder):
   asked = [(3, 4), (None, 4), (4, None), (3, 3), (None, None)]
   jobs, before = [tokens(prompt(13 + i, 90 + i)) for i in range(5)], small.get_metrics()["num_preemptions"]
   outputs = small.generate(jobs, [params(16, logprobs=k, prompt_logprobs=p) for k, p in asked])
-  assert small.get_metrics()["num_preemptions"] > before, "the pool was meant to be too small"
+  assert small.get_metrics()["num_preemptions"] > before, "the pool must be too small"
   for output, (k, p) in zip(outputs, asked, strict=True):
     assert ids_of(output) == reference_greedy(folder, output.prompt_token_ids, 16)
     check(output, folder, k, p)
 
 
-def test_samples_and_streams_have_the_log_probabilities_of_their_own_new_tokens(llm, folder):
+def test_logprobs_of_samples_and_streams_match_new_tokens(llm, folder):
   before, joined, asked = prompt(13, 96), [[], []], seeded(10, 77, n=2, logprobs=3, prompt_logprobs=3)
   whole, = llm.generate(tokens(before), asked)
   check(whole, folder, 3, 3, n=2)
@@ -435,13 +435,13 @@ def test_samples_and_streams_have_the_log_probabilities_of_their_own_new_tokens(
     for i, c in enumerate(output.outputs):
       assert [next(iter(entry)) for entry in c.logprobs] == c.token_ids
       joined[i] += c.logprobs
-      assert abs(c.cumulative_logprob - sum([*x.values()][0].logprob for x in joined[i])) < 1e-4, "of all so far"
+      assert abs(c.cumulative_logprob - sum([*x.values()][0].logprob for x in joined[i])) < 1e-4, "the sum so far"
   for entries, c in zip(joined, whole.outputs, strict=True):
     check_entries(folder, entries, before, c.token_ids, 3)
     assert [[*entry] for entry in entries] == [[*entry] for entry in c.logprobs]
 
 
-def test_of_a_vocabulary_of_seven_there_are_no_more_than_seven_best(tmp_path):
+def test_logprobs_of_vocabulary_of_7_have_7_entries(tmp_path):
   small = tiny_model(tmp_path, vocab_size=7, eos_token_id=None)
   output, = LLM(small, **ENGINE).generate(tokens([3, 6, 4]), params(3, logprobs=20))
   rows = log_softmax(reference_logits(small, [3, 6, 4, *ids_of(output)])[2:-1])
@@ -450,12 +450,12 @@ def test_of_a_vocabulary_of_seven_there_are_no_more_than_seven_best(tmp_path):
     np.testing.assert_allclose([entry[i].logprob for i in range(7)], row, atol=1e-4)
 
 
-# errors
+# Errors
 
 @pytest.mark.parametrize("name,value", [
   ("logit_bias", {320: 1.0}), ("logit_bias", {"5": 1, "320": 1}), ("logit_bias", {-1: 1.0}),
   ("allowed_token_ids", [5, 320]), ("allowed_token_ids", [-1]), ("stop_token_ids", [320])], ids=str)
-def test_ids_outside_the_vocabulary_are_refused_by_name_and_nothing_is_queued(llm, folder, name, value):
+def test_ids_outside_vocabulary_raise_and_queue_nothing(llm, folder, name, value):
   def bad(): return params(8, **{name: value})
   good, outside = tokens(prompt(5, 2)), "-1" if "-1" in str(value) else "320"
   for running in ([], ["in flight"]):
@@ -470,7 +470,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_name_and_nothing_is_queued(ll
   assert ids_of(output) == naive(folder, prompt(5, 2), 8, **PENALTIES)
 
 
-def test_what_conflicts_with_structured_outputs_is_refused_with_both_names():
+def test_conflict_with_structured_outputs_names_both_fields():
   for name, value in {"min_tokens": 3, "ignore_eos": True, "allowed_token_ids": [5, 6], "bad_words": ["a"]}.items():
     with pytest.raises(ValueError, match=f"{name}.*structured_outputs|structured_outputs.*{name}"):
       SamplingParams(**{name: value}, structured_outputs={"regex": "a"})

@@ -1,4 +1,5 @@
-"""A vLLM user's scripts and commands: what they say is taken where it changes nothing, else one line names it."""
+"""Scripts and commands written for vLLM: options without an effect here are accepted at vLLM's defaults, other values
+raise an error of one line."""
 import json
 import re
 import shutil
@@ -16,7 +17,7 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
 from tinyvllm_extra.vllm_names import NO_EFFECT
 
-# As the arguments of vLLM's LLM have them by default, or as scripts often do
+# Arguments of vLLM's LLM at their defaults, or at values that scripts often use
 VLLM = {"tokenizer": None, "tokenizer_mode": "auto", "skip_tokenizer_init": False, "trust_remote_code": True,
         "tensor_parallel_size": 1, "dtype": "float", "quantization": None, "revision": None, "tokenizer_revision": None,
         "seed": None, "gpu_memory_utilization": 0.5, "swap_space": 4, "cpu_offload_gb": 0, "enforce_eager": False,
@@ -34,7 +35,7 @@ OTHERS = {"pipeline_parallel_size": 2, "tokenizer": "other",
 def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("vllm"), words=True)
 
 
-def test_arguments_that_change_nothing_are_taken(folder):
+def test_options_without_effect_are_accepted(folder):
   plain = LLM(folder, dtype="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8, block_size=16)
   params = SamplingParams(temperature=0.0, max_tokens=4)
   texts = [llm.generate("the cat", params)[0].outputs[0].token_ids for llm in (LLM(model=folder, **VLLM), plain)]
@@ -42,27 +43,27 @@ def test_arguments_that_change_nothing_are_taken(folder):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_at_another_value_one_line_names_it(folder, name):
+def test_options_at_unsupported_value_raise(folder, name):
   with pytest.raises(ValueError, match=f"{name}=.*is not supported") as error: LLM(folder, **{name: OTHERS[name]})
   assert repr(OTHERS[name]) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_what_nobody_knows_is_refused_with_what_there_is(folder):
+def test_unknown_option_raises_with_known_names(folder):
   with pytest.raises(ValueError, match="no field 'tensor_paralel_size'; it has dtype"):
     LLM(folder, tensor_paralel_size=1)
 
 
-def test_a_name_is_either_an_option_or_changes_nothing():
+def test_options_and_names_without_effect_are_disjoint():
   assert not NO_EFFECT.keys() & set(EngineConfig.__match_args__)
 
 
-def test_no_seed_is_another_one_each_time(folder):
+def test_seed_none_gives_different_texts(folder):
   texts = [LLM(folder, **{**ENGINE, "seed": None}).generate("the cat", SamplingParams(max_tokens=12))[0].outputs[0]
            for _ in range(2)]
-  assert texts[0].token_ids != texts[1].token_ids   # 12 of 300 tokens drawn by chance are the same at 1 in 10**20
+  assert texts[0].token_ids != texts[1].token_ids   # 12 of 300 tokens are equal with a probability below 10**-20
 
 
-def test_several_conversations_are_answered_together(folder, tmp_path):
+def test_chat_several_conversations_equals_single(folder, tmp_path):
   llm = LLM(**ENGINE)
   chats = [[{"role": "user", "content": text}] for text in ("Hello", "The cat")]
   params = SamplingParams(temperature=0.0, max_tokens=6)
@@ -80,7 +81,7 @@ SHOWN = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}{% if 
   ({"continue_final_message": True}, "user a b\nassistant cat"),
   ({"chat_template_kwargs": {"thinking": 1}, "tools": ["t"]}, "user a b\nassistant cat \ngo['t']1"),
   ({"chat_template": "{{ messages[0].content }}"}, "a b")])
-def test_a_chat_takes_what_vllms_takes(folder, tmp_path, options, text):
+def test_chat_vllm_options_are_applied(folder, tmp_path, options, text):
   shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
   (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": SHOWN}))
   parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
@@ -95,18 +96,18 @@ def test_a_chat_takes_what_vllms_takes(folder, tmp_path, options, text):
   ({"content": "a"}, {}, "role"), ("a", {}, ""), ({"role": "user", "content": None}, {}, "content=None must be"),
   ({"role": "user", "content": "a"}, {"chat_template": "{{ messages[0].content | upper }}",
                                       "continue_final_message": True}, "not found")])
-def test_a_chat_that_will_not_do_says_why(message, options, said):
+def test_chat_invalid_message_raises(message, options, said):
   with pytest.raises(ValueError, match=f"^messages: .*{said}"): LLM(**ENGINE).chat([message], **options)
 
 
-def test_the_engine_is_found_where_scripts_look_for_it(folder):
+def test_llm_engine_attribute_runs_requests(folder):
   llm = LLM(folder, **ENGINE)
   llm.llm_engine.add_request("mine", "the cat", SamplingParams(max_tokens=2, ignore_eos=True))
   while llm.llm_engine.has_unfinished_requests(): outputs = llm.llm_engine.step()
   assert [len(output.outputs[0].token_ids) for output in outputs] == [2]
 
 
-def test_the_tokenizer_is_to_be_had(folder):
+def test_get_tokenizer_round_trip_is_equal(folder):
   tokenizer = LLM(folder, **ENGINE).get_tokenizer()
   assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
 
@@ -120,7 +121,7 @@ def own_defaults(tmp_path_factory):
   return folder
 
 
-def test_a_models_own_defaults_of_sampling_are_used_where_none_are_given(own_defaults):
+def test_generation_config_gives_sampling_defaults(own_defaults):
   own = SamplingParams(temperature=1.5, top_k=7, repetition_penalty=1.1)
   llm = LLM(own_defaults, **ENGINE)
   assert llm.get_default_sampling_params() == own
@@ -131,7 +132,7 @@ def test_a_models_own_defaults_of_sampling_are_used_where_none_are_given(own_def
 
 
 @pytest.mark.slow
-def test_a_server_uses_them_for_what_a_body_leaves_out(own_defaults):
+def test_server_uses_generation_config_for_missing_fields(own_defaults):
   flags = [x for name, value in ENGINE.items() for x in ("--" + name.replace("_", "-"), value)]
   own = {"temperature": 1.5, "top_k": 7, "repetition_penalty": 1.1}
 
@@ -148,7 +149,7 @@ def test_a_server_uses_them_for_what_a_body_leaves_out(own_defaults):
     assert texts(server, {}) != texts(server, own)
 
 
-def test_its_commands_flags_are_taken(folder, capfd):
+def test_command_flags_without_effect_are_accepted(folder, capfd):
   flags = ["--trust-remote-code", "--tensor-parallel-size", "1", "--kv-cache-dtype", "auto", "--swap-space", "4",
            "--enable-chunked-prefill", "--cpu-offload-gb", "0", "--dtype", "float", "--max-tokens", "4"]
   assert main(["generate", "the cat", "--model", str(folder), *flags]) == 0
@@ -156,23 +157,33 @@ def test_its_commands_flags_are_taken(folder, capfd):
   assert "pipeline_parallel_size=2 is not supported, only 1" in capfd.readouterr().err
 
 
-def test_the_version_is_told():
+def test_version_flag_prints_version():
   out = subprocess.run([sys.executable, "-m", "tinyvllm", "--version"], capture_output=True, text=True, check=True)
   assert out.stdout.strip() == tinyvllm.__version__
 
 
-def test_max_tokens_none_goes_on_to_the_end_of_the_context(folder):
+def test_any_public_name_can_be_imported_first():
+  """Each in a process of its own: modules import each other when a name is first used."""
+  names = [f"tinyvllm.{name}" for name in ("LLM", "SamplingParams", "StructuredOutputsParams", "AsyncLLM", "Logprob")]
+  names += [f"tinyvllm_extra.{name}" for name in ("logits.Processor", "server.AsyncLLM", "speculation.Drafter")]
+  imports = [f"from {module} import {name}" for module, _, name in (x.rpartition(".") for x in names)]
+  processes = [subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.PIPE) for text in imports]
+  errors = [process.communicate()[1].decode() for process in processes]
+  assert not any(errors), "\n".join(errors)
+
+
+def test_max_tokens_none_generates_to_max_model_len(folder):
   llm = LLM(folder, **{**ENGINE, "max_model_len": 32})
   output, = llm.generate("the cat", SamplingParams(max_tokens=None, ignore_eos=True))
   assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 32
 
 
-def test_params_are_cloned():
+def test_sampling_params_clone_is_equal_copy():
   params = SamplingParams(max_tokens=None, stop="x", logit_bias={"5": 1.0}, seed=7)
   assert params.clone() == params and params.clone() is not params
 
 
-def test_prompts_may_be_made_by_vllms_names(folder):
+def test_text_prompt_and_tokens_prompt_are_equal(folder):
   llm = LLM(folder, **ENGINE)
   params = SamplingParams(temperature=0.0, max_tokens=3)
   ids = llm.get_tokenizer().encode("the cat")
@@ -184,7 +195,7 @@ def test_prompts_may_be_made_by_vllms_names(folder):
 @pytest.mark.parametrize("name,said", [("facebook/opt-125m", "hf download facebook/opt-125m --local-dir FOLDER"),
                                        ("model.gguf", "model.gguf"),
                                        (".", "has no config.json")])
-def test_what_is_no_models_folder_is_told_with_what_helps(tmp_path, monkeypatch, capfd, name, said):
+def test_model_that_is_no_folder_raises_with_remedy(tmp_path, monkeypatch, capfd, name, said):
   monkeypatch.chdir(tmp_path)
   (tmp_path / "model.gguf").write_bytes(b"GGUF")
   with pytest.raises(ValueError, match=re.escape(said)): LLM(name)
@@ -193,7 +204,7 @@ def test_what_is_no_models_folder_is_told_with_what_helps(tmp_path, monkeypatch,
     assert said in capfd.readouterr().err
 
 
-# What vLLM's first pages show, with another import. ./model: a folder
+# vLLM's introductory examples with another import. ./model is a folder
 SCRIPTS = {
   "offline inference": """
 from tinyvllm import LLM, SamplingParams
@@ -223,7 +234,7 @@ assert llm.generate("An address:", regex)[0].outputs[0].text.endswith(".com")
 
 
 @pytest.mark.parametrize("name", slow_but(["offline inference"], SCRIPTS))
-def test_a_script_of_vllms_first_pages_runs_with_another_import(tmp_path, monkeypatch, name):
+def test_vllm_example_script_runs(tmp_path, monkeypatch, name):
   (tmp_path / "model").symlink_to(Path(tinyvllm.__file__).with_name("default_model"))
   monkeypatch.chdir(tmp_path)
   exec(SCRIPTS[name], {})

@@ -21,13 +21,13 @@ import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backend import Backend, Devices
 from tinyvllm.config import ModelConfig
-from tinyvllm.llama import find_model
-from tinyvllm.tokenizer import load_tokenizer
+from tinyvllm.llama import Llama
 from tinyvllm_extra import gguf as loader
 from tinyvllm_extra import gguf_export, kernels, parallel
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.gguf_export import convert
 from tinyvllm_extra.gguf_tokenizer import make_tokenizer
+from tinyvllm_extra.huggingface import load_tokenizer
 from tinyvllm_extra.weights import open_checkpoint
 from tinyvllm_extra.packages import MissingPackage
 
@@ -201,9 +201,9 @@ def test_a_gguf_equals_the_same_weights_in_safetensors(tmp_path, kind, options):
 def loaded(path, dtype=dtypes.float32, count=1, backend=None):
   """The model in a folder or a file, on several devices."""
   checkpoint = open_checkpoint(path)
-  config, kind = find_model(checkpoint.hf_config, path)
+  config = ModelConfig.from_hf(checkpoint.hf_config, path)
   devices = Devices() if count == 1 else parallel.Devices(parallel.device_names(count))
-  model = kind(config, dtype, backend or kernels.make_backend(), devices)
+  model = Llama(config, dtype, backend or kernels.make_backend(), devices)
   checkpoint.load(model)
   return model
 

@@ -1,6 +1,6 @@
-"""The prefix cache on disk: an engine that starts anew says what the old one would have said, and finds what that would
-have found; what is not its own, or damaged, is never found; and a file is replaced as a whole or not at all. Most tests
-restart an engine in its own process: nothing is found in it any more, and its blocks hold noise."""
+"""The prefix cache in a file: a restarted engine gives the same outputs and cache hits as the old one; blocks of other
+engines or damaged blocks are never loaded; a file is replaced completely or not at all. Most tests simulate a restart:
+they empty an engine's cache and fill its blocks with noise."""
 import asyncio
 import errno
 import json
@@ -39,36 +39,36 @@ def ids_of(output): return output.outputs[0].token_ids
 
 
 def prompt(length, *salt):
-  """Random words, which no other salt has."""
+  """Random words, different for each salt."""
   rng = random.Random(str(salt))
   return [rng.randrange(259, 320) for _ in range(length)]
 
 
 def buffers(engine):
-  """Of all block tensors, each device's part."""
+  """The buffers of all cache tensors on each device."""
   found = [cache.uop.buffer for runner in engine.runners for layer in runner.kv_caches for cache in layer]
   return [part.ensure_allocated() for buffer in found for part in getattr(buffer, "bufs", [buffer])]
 
 
 def contents(engine):
-  """The bytes of the blocks that can be found, by key: by way of the whole cache, not of the code under test."""
+  """The bytes of the cached blocks by hash, read from the whole cache and not by the code under test."""
   parts = [np.frombuffer(x.as_memoryview(), np.uint8).reshape(engine.blocks.num_blocks, -1) for x in buffers(engine)]
   return {key: b"".join(part[block].tobytes() for part in parts) for key, block in engine.blocks.cached_blocks.items()}
 
 
 def order(engine):
-  """Keys of the blocks that nobody holds, the one that is reused first first."""
+  """Hashes of the evictable blocks, least recently used first."""
   return [engine.blocks.block_hashes[block] for block in engine.blocks.evictable]
 
 
 def state(engine):
-  """Of the pool, and what can be found in it."""
+  """The state of the pool, and the content of its cached blocks."""
   blocks = engine.blocks
   return dict(blocks.cached_blocks), [*blocks.evictable], [*blocks.free_blocks], contents(engine)
 
 
 def restart(engine):
-  """As the process would begin anew: nothing is found, and the blocks hold noise."""
+  """Simulate a restart: empty the prefix cache and fill the blocks with noise."""
   assert not engine.has_unfinished_requests()
   engine.blocks.cached_blocks.clear()
   engine.blocks.block_hashes = [b""] * engine.blocks.num_blocks
@@ -79,20 +79,20 @@ def restart(engine):
 
 
 def run(engine, *prompts, n=6):
-  """What comes of each, one after the other, and how many tokens of each were found."""
+  """The output ids of each prompt, one after the other, and its number of cached tokens."""
   outputs = [engine.generate(tokens(ids), greedy(n), use_tqdm=False)[0] for ids in prompts]
   return [ids_of(output) for output in outputs], [output.num_cached_tokens for output in outputs]
 
 
 def header_of(path):
-  """And where the data begins."""
+  """The header, and the offset of the data."""
   raw = Path(path).read_bytes()
   size = 8 + int.from_bytes(raw[:8], "little")
   return json.loads(raw[8:size]), size
 
 
 def with_metadata(path, **changes):
-  """The same file, but for this in its header."""
+  """Change metadata in the header of a file."""
   header, size = header_of(path)
   header["__metadata__"] |= changes
   text = json.dumps(header).encode()
@@ -105,7 +105,7 @@ def engine(folder): return LLM(folder, **ENGINE)
 
 @pytest.fixture(scope="module")
 def saved(engine, tmp_path_factory):
-  """A file of three conversations, and what was found in the engine that wrote it."""
+  """A file of three conversations, and the cached blocks of the engine that wrote it."""
   restart(engine)
   run(engine, *[prompt(5 * BS + i, "saved", i) for i in range(3)])
   path = tmp_path_factory.mktemp("saved") / "cache"
@@ -115,12 +115,12 @@ def saved(engine, tmp_path_factory):
 
 @pytest.fixture
 def file(saved, tmp_path):
-  """A copy."""
+  """A copy of the saved file."""
   return Path(shutil.copy(saved[0], tmp_path / "cache"))
 
 
 def refuses(engine, path, *words):
-  """A ValueError of one line that says so, and the engine is as it was."""
+  """Loading must raise a ValueError of one line with these words, and leave the engine unchanged."""
   before = state(engine)
   with pytest.raises(ValueError) as caught: engine.load_prefix_cache(path)
   message = str(caught.value)
@@ -129,9 +129,9 @@ def refuses(engine, path, *words):
   assert state(engine) == before
 
 
-# what is found after a restart
+# Cache hits after a restart
 
-def test_a_new_engine_says_and_finds_what_the_old_one_does(engine, folder, tmp_path, caplog):
+def test_load_in_new_engine_gives_equal_outputs_and_hits(engine, folder, tmp_path, caplog):
   restart(engine)
   first = [prompt(7 * BS + 1, "a", i) for i in range(3)]
   answers, _ = run(engine, *first)
@@ -150,34 +150,34 @@ def test_a_new_engine_says_and_finds_what_the_old_one_does(engine, folder, tmp_p
   assert order(new) == order(engine)
 
 
-def test_graphs_that_were_captured_before_read_what_is_loaded(engine, folder, tmp_path):
+def test_load_after_captures_gives_hits(engine, folder, tmp_path):
   restart(engine)
   first = prompt(6 * BS + 1, "captured")
   expected, _ = run(engine, first)
   engine.save_prefix_cache(tmp_path / "cache")
-  assert run(restart(engine), first) == (expected, [0]), "it was forgotten"
+  assert run(restart(engine), first) == (expected, [0]), "the restart empties the cache"
   restart(engine).load_prefix_cache(tmp_path / "cache")
   assert run(engine, first) == (expected, [6 * BS])
 
 
-def test_the_file_is_one_that_safetensors_reads(saved, engine):
+def test_saved_file_is_valid_safetensors(saved, engine):
   path, found = saved
   with safe_open(path, "numpy") as file:
-    shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}   # noqa: SIM118   # it is no dict
+    shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}   # noqa: SIM118   # not a dict
     keys = [key.tobytes() for key in file.get_tensor("keys")]
     rows = [row.tobytes() for row in file.get_tensor("blocks")]
     assert file.metadata()["format"] == "1"
   n = len(found)
   assert shapes == {"keys": [n, 32], "blocks": [n, len(next(iter(found.values())))], "checksums": [n]}
   assert dict(zip(keys, rows, strict=True)) == found
-  assert path.stat().st_mode & 0o77 == 0, "conversations are its owner's"
+  assert path.stat().st_mode & 0o77 == 0, "only the owner may read conversations"
 
 
-def test_what_is_evicted_first_is_so_after_a_restart(engine, folder, tmp_path):
-  """The pool is filled up by another conversation, bit by bit."""
+def test_load_keeps_eviction_order(engine, folder, tmp_path):
+  """Another conversation fills the pool step by step."""
   restart(engine)
   old = [prompt(4 * BS, "old", i) for i in range(4)]
-  run(engine, *old, old[1])   # which makes it the most recent
+  run(engine, *old, old[1])   # now the most recently used
   engine.save_prefix_cache(tmp_path / "cache")
   expected = order(engine)
   restart(engine).load_prefix_cache(tmp_path / "cache")
@@ -191,7 +191,7 @@ def test_what_is_evicted_first_is_so_after_a_restart(engine, folder, tmp_path):
   check_invariants(engine)
 
 
-def test_held_blocks_are_saved_first_and_those_who_hold_them_go_on(engine, folder, tmp_path):
+def test_save_writes_blocks_of_running_requests_first(engine, folder, tmp_path):
   restart(engine)
   before, runs = prompt(4 * BS, "before"), [prompt(3 * BS + 2, "runs", i) for i in range(2)]
   run(engine, before)
@@ -203,20 +203,20 @@ def test_held_blocks_are_saved_first_and_those_who_hold_them_go_on(engine, folde
   assert count == len(engine.blocks.cached_blocks) and len(found) >= 6
   with safe_open(tmp_path / "cache", "numpy") as file: keys = [key.tobytes() for key in file.get_tensor("keys")]
   assert {*keys[:len(found)]} == found and {*keys} == {*engine.blocks.cached_blocks}
-  assert engine.load_prefix_cache(tmp_path / "cache") == 0, "all is there"
+  assert engine.load_prefix_cache(tmp_path / "cache") == 0, "all blocks are cached"
   last = run_to_end(engine, 100)
   assert [ids_of(last[str(i)]) for i in range(2)] == [reference_greedy(folder, ids, 12) for ids in runs]
 
 
 @pytest.mark.parametrize("overlaps", ["", "overlapped"])
-def test_requests_that_run_are_not_disturbed_by_a_load(engine, folder, file, overlaps, monkeypatch):
-  """Also where a step is under way whose results nobody has read."""
+def test_load_does_not_disturb_running_requests(engine, folder, file, overlaps, monkeypatch):
+  """Also with a step in flight."""
   set_overlap(monkeypatch, engine.runner, overlaps)
   restart(engine)
   runs = [prompt(3 * BS + 2, "load", i) for i in range(3)]
   for i, ids in enumerate(runs): engine.add_request(str(i), tokens(ids), greedy(12))
   for _ in range(4): engine.step()
-  engine.abort_request("2")   # whose blocks a step may still write to
+  engine.abort_request("2")   # the step in flight may still write to its blocks
   assert engine.load_prefix_cache(file) > 0
   check_invariants(engine)
   engine.add_request("3", tokens(prompt(5 * BS, "saved", 0)), greedy(4))
@@ -226,8 +226,8 @@ def test_requests_that_run_are_not_disturbed_by_a_load(engine, folder, file, ove
     5 * BS, "saved", 0), 4)
 
 
-def test_a_load_takes_only_free_blocks_the_most_recent_of_the_file_parents_first(small_llm, engine, folder, tmp_path):
-  """12 blocks, of which one that runs holds some, and others are found already."""
+def test_load_fills_free_blocks_with_most_recent_blocks(small_llm, engine, folder, tmp_path):
+  """A pool of 12 blocks: a running request holds some, and others are cached."""
   restart(engine)
   texts = [prompt(5 * BS, "small", i) for i in range(4)]
   run(engine, *texts, n=1)
@@ -235,7 +235,7 @@ def test_a_load_takes_only_free_blocks_the_most_recent_of_the_file_parents_first
   assert engine.save_prefix_cache(path) == 20
   with safe_open(path, "numpy") as file: keys = [key.tobytes() for key in file.get_tensor("keys")]
   small = restart(small_llm)
-  run(small, texts[0], n=1)   # found, and older than the file's
+  run(small, texts[0], n=1)   # cached before the load
   known = [*small.blocks.evictable]
   small.add_request("0", tokens(prompt(2 * BS, "runs")), greedy(3))
   small.step()
@@ -244,7 +244,7 @@ def test_a_load_takes_only_free_blocks_the_most_recent_of_the_file_parents_first
   assert 0 < room == 12 - len(held) - len(known)
   assert small.load_prefix_cache(path) == room
   check_invariants(small)
-  assert [*small.blocks.evictable][room:] == known, "what it had is younger than what came of the file"
+  assert [*small.blocks.evictable][room:] == known, "own cached blocks are newer than loaded ones"
   assert order(small)[:room] == keys[:room][::-1]
   assert not small.blocks.free_blocks and small.load_prefix_cache(path) == 0, "no block is free"
   run_to_end(small, 100)
@@ -254,8 +254,8 @@ def test_a_load_takes_only_free_blocks_the_most_recent_of_the_file_parents_first
   assert answers == [reference_greedy(folder, texts[i], 1) for i in (3, 2, 0)] and found == [4 * BS, 4 * BS, 0]
 
 
-def test_blocks_go_through_in_pieces(engine, file, saved, monkeypatch):
-  """Of three blocks, some of which are there already."""
+def test_load_and_save_in_several_batches(engine, file, saved, monkeypatch):
+  """Batches of three blocks. Some blocks are cached before the load."""
   _, found = saved
   restart(engine)
   run(engine, prompt(5 * BS + 1, "saved", 1))
@@ -270,8 +270,8 @@ def test_blocks_go_through_in_pieces(engine, file, saved, monkeypatch):
   assert file.read_bytes() == before
 
 
-def test_a_block_may_be_in_tensors_of_any_types_and_shapes():
-  """As of an 8-bit cache with scales."""
+def test_blocks_of_any_dtypes_and_shapes_are_read_and_written():
+  """As in an int8 KV cache with scales."""
   n, rng = 11, np.random.default_rng(3)
   kinds = [(dtypes.bfloat16, (2, 3)), (dtypes.int8, (5,)), (dtypes.uint32, (2, 2)), (dtypes.float16, (1, 4, 2)),
            (dtypes.uint8, (3,))]
@@ -289,12 +289,12 @@ def test_a_block_may_be_in_tensors_of_any_types_and_shapes():
   blocks.write([4, 9], rows)
   expected = before.copy()
   expected[[4, 9]] = rows
-  assert (whole()[1:] == expected[1:]).all(), "block 0 takes the rest"
+  assert (whole()[1:] == expected[1:]).all(), "padding is written to the null block"
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_conversation_is_the_same_with_restarts_and_without(engine, folder, tmp_path, seed):
-  """Turns of several chats, at random, and restarts between and within them."""
+def test_chats_with_random_restarts_are_equal(engine, folder, tmp_path, seed):
+  """Random turns of several chats with restarts in between."""
   rng = random.Random(seed)
   restart(engine)
   chats = [prompt(rng.randrange(1, 20), "chat", seed, i) for i in range(3)]
@@ -313,13 +313,13 @@ def test_a_conversation_is_the_same_with_restarts_and_without(engine, folder, tm
     check_invariants(engine)
 
 
-# what is refused
+# Errors
 
-def test_the_file_of_another_model_of_the_same_shape_is_refused(tmp_path, file):
+def test_load_file_of_other_weights_raises(tmp_path, file):
   refuses(LLM(tiny_model(tmp_path / "other", seed=1), **ENGINE), file, "model ", "remove it")
 
 
-def test_a_model_that_differs_in_one_norm_alone_is_another(folder, tmp_path, file):
+def test_load_file_of_model_with_one_changed_norm_raises(folder, tmp_path, file):
   shutil.copytree(folder, tmp_path / "tuned")
   path = tmp_path / "tuned" / "model.safetensors"
   raw = bytearray(path.read_bytes())
@@ -335,12 +335,12 @@ def test_a_model_that_differs_in_one_norm_alone_is_another(folder, tmp_path, fil
   ({"quantization": "int8"}, ["quantization 'None', here 'int8'"]),
   ({"speculative_config": {"model": "FOLDER", "num_speculative_tokens": 2}}, ["draft model None, here", "parts "]),
 ], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
-def test_the_file_of_an_engine_with_other_blocks_is_refused(folder, file, options, words):
+def test_load_file_of_engine_with_other_blocks_raises(folder, file, options, words):
   options = json.loads(json.dumps(options).replace("FOLDER", str(folder)))
   refuses(LLM(folder, **{**ENGINE, **options}), file, *words)
 
 
-def test_a_draft_in_ngrams_changes_no_block(folder, file, saved):
+def test_load_with_ngram_drafts_works(folder, file, saved):
   new = LLM(folder, speculative_config={"method": "ngram", "num_speculative_tokens": 2}, **ENGINE)
   assert new.load_prefix_cache(file) == len(saved[1])
 
@@ -349,12 +349,12 @@ def test_a_draft_in_ngrams_changes_no_block(folder, file, saved):
   ({"format": "0"}, "format '0', here '1'"), ({"tensor_parallel_size": "2"}, "tensor_parallel_size '2', here '1'"),
   ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"), ({"parts": "4 of half (2, 8, 4)"}, "parts '4 of half"),
   ({"more": "1"}, "do not fit this engine")])
-def test_a_file_of_another_format_is_refused(engine, file, changes, word):
+def test_load_file_of_other_format_raises(engine, file, changes, word):
   with_metadata(file, **changes)
   refuses(engine, file, word)
 
 
-def test_what_is_no_such_file_is_refused(engine, folder, tmp_path):
+def test_load_other_files_raises(engine, folder, tmp_path):
   (tmp_path / "empty").write_bytes(b"")
   (tmp_path / "noise").write_bytes(random.Random(1).randbytes(5000))
   (tmp_path / "text").write_text("hello " * 1000)
@@ -364,7 +364,7 @@ def test_what_is_no_such_file_is_refused(engine, folder, tmp_path):
   refuses(engine, folder / "model.safetensors", "do not fit this engine")
 
 
-def test_a_file_cut_short_anywhere_is_refused(engine, file):
+def test_load_truncated_file_raises(engine, file):
   raw = file.read_bytes()
   restart(engine)
   _, start = header_of(file)
@@ -376,8 +376,8 @@ def test_a_file_cut_short_anywhere_is_refused(engine, file):
 
 
 @pytest.mark.parametrize("name", ["keys", "blocks", "checksums"])
-def test_a_flipped_byte_in_the_data_is_refused_and_nothing_of_the_file_is_found(engine, file, name, monkeypatch):
-  """The last block's, behind several that are good and have been written."""
+def test_load_file_with_flipped_byte_loads_nothing(engine, file, name, monkeypatch):
+  """In the last block, after several good ones have been written to the device."""
   header, start = header_of(file)
   raw = bytearray(file.read_bytes())
   raw[start + header[name]["data_offsets"][1] - 1] ^= 4
@@ -392,7 +392,7 @@ def test_a_flipped_byte_in_the_data_is_refused_and_nothing_of_the_file_is_found(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[*HealthCheck])
 @given(st.data())
-def test_whatever_bytes_are_flipped_nothing_wrong_is_found(engine, saved, tmp_path_factory, data):
+def test_load_file_with_random_flips_loads_no_wrong_block(engine, saved, tmp_path_factory, data):
   path, found = saved
   raw = bytearray(path.read_bytes())
   _, start = header_of(path)
@@ -409,23 +409,23 @@ def test_whatever_bytes_are_flipped_nothing_wrong_is_found(engine, saved, tmp_pa
   check_invariants(engine)
 
 
-def test_without_prefix_caching_nothing_is_written_and_a_file_is_refused(folder, file, tmp_path):
+def test_without_prefix_caching_save_writes_nothing_and_load_raises(folder, file, tmp_path):
   plain = LLM(folder, enable_prefix_caching=False, **ENGINE)
   run(plain, prompt(20, "plain"))
   assert plain.save_prefix_cache(tmp_path / "none") == 0 and not (tmp_path / "none").exists()
   refuses(plain, file, "enable_prefix_caching=False")
 
 
-# how it is written
+# Writing
 
-def test_where_nothing_can_be_found_the_old_file_stays(engine, file):
+def test_save_empty_cache_keeps_old_file(engine, file):
   before = file.read_bytes()
   assert restart(engine).save_prefix_cache(file) == 0 and file.read_bytes() == before
 
 
 @pytest.mark.parametrize("place", ["os.replace", "os.fsync", "tinyvllm_extra.prefix_cache.zlib.crc32"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(engine, file, place, error, monkeypatch):
+def test_failed_save_keeps_old_file(engine, file, place, error, monkeypatch):
   before, calls = file.read_bytes(), []
   restart(engine)
   expected = run(engine, prompt(5 * BS, "fails"))[0]
@@ -438,11 +438,11 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(engine, file, place
     patch.setattr(place, fail)
     with pytest.raises(type(error)): engine.save_prefix_cache(file)
   assert calls and file.read_bytes() == before and os.listdir(file.parent) == [file.name]
-  assert run(engine, prompt(5 * BS, "fails")) == (expected, [4 * BS]), "and the engine goes on"
+  assert run(engine, prompt(5 * BS, "fails")) == (expected, [4 * BS]), "the engine continues"
   assert engine.save_prefix_cache(file) > 0 and file.read_bytes() != before
 
 
-def test_where_no_file_can_be_is_an_os_error(engine, tmp_path):
+def test_save_to_impossible_path_raises_os_error(engine, tmp_path):
   restart(engine)
   run(engine, prompt(5 * BS, "nowhere"))
   (tmp_path / "folder").mkdir()
@@ -451,7 +451,7 @@ def test_where_no_file_can_be_is_an_os_error(engine, tmp_path):
   assert os.listdir(tmp_path) == ["folder"] and not os.listdir(tmp_path / "folder")
 
 
-def test_another_file_is_not_overwritten_but_a_damaged_one_is(engine, file, tmp_path):
+def test_save_overwrites_damaged_but_no_other_file(engine, file, tmp_path):
   restart(engine)
   run(engine, prompt(5 * BS, "other"))
   other = tmp_path / "notes"
@@ -464,7 +464,7 @@ def test_another_file_is_not_overwritten_but_a_damaged_one_is(engine, file, tmp_
     assert engine.save_prefix_cache(file) == restart(engine).load_prefix_cache(file) > 0
 
 
-def test_a_link_is_followed(engine, file, tmp_path):
+def test_save_follows_symlink(engine, file, tmp_path):
   restart(engine)
   run(engine, prompt(5 * BS, "link"))
   (tmp_path / "link").symlink_to(file)
@@ -472,11 +472,11 @@ def test_a_link_is_followed(engine, file, tmp_path):
   assert (tmp_path / "link").is_symlink() and restart(engine).load_prefix_cache(file) == count
 
 
-# with drafts, on several devices
+# Draft model and several devices
 
 @pytest.mark.slow
-def test_a_draft_models_blocks_are_kept_too(folder, tmp_path, monkeypatch):
-  """Its drafts come true as often as they would have: of blocks with noise it would draft noise."""
+def test_draft_model_blocks_are_saved(folder, tmp_path, monkeypatch):
+  """As many drafts are accepted as without the restart: from blocks of noise, drafts would be noise."""
   monkeypatch.setattr(prefix_cache, "MAX_BYTES", 4096)
   llm = LLM(folder, speculative_config={"model": str(folder), "num_speculative_tokens": 3}, **ENGINE)
   first = prompt(8 * BS + 1, "draft")
@@ -497,8 +497,8 @@ def test_a_draft_models_blocks_are_kept_too(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(Device.DEFAULT != "CPU", reason="others have as many devices as there are")
-def test_each_devices_heads_are_kept(folder, tmp_path, file, monkeypatch):
+@pytest.mark.skipif(Device.DEFAULT != "CPU", reason="the number of other devices is fixed")
+def test_blocks_of_two_devices_are_saved(folder, tmp_path, file, monkeypatch):
   monkeypatch.setattr(prefix_cache, "MAX_BYTES", 2048)
   llm = LLM(folder, tensor_parallel_size=2, **ENGINE)
   refuses(llm, file, "tensor_parallel_size '1', here '2'")
@@ -513,7 +513,7 @@ def test_each_devices_heads_are_kept(folder, tmp_path, file, monkeypatch):
 # AsyncLLM and the server
 
 @pytest.mark.slow
-def test_a_thread_that_serves_writes_between_two_steps(folder, tmp_path):
+def test_async_llm_saves_between_steps(folder, tmp_path):
   path = tmp_path / "cache"
   llm = AsyncLLM(folder, prefix_cache_file=str(path), **ENGINE)
   ids = prompt(6 * BS + 1, "async")
@@ -525,7 +525,7 @@ def test_a_thread_that_serves_writes_between_two_steps(folder, tmp_path):
       if not path.exists(): llm.save_prefix_cache()
     return found
   assert asyncio.run(story()) == reference_greedy(folder, ids, 40)
-  wait_until(path.exists, "the file is there")
+  wait_until(path.exists, "the file exists")
   path.unlink()
   llm.shutdown()
   again = AsyncLLM(folder, prefix_cache_file=str(path), **ENGINE)
@@ -533,8 +533,8 @@ def test_a_thread_that_serves_writes_between_two_steps(folder, tmp_path):
   again.shutdown()
 
 
-def test_a_model_that_was_replaced_meanwhile_does_not_get_the_old_ones_blocks(folder, tmp_path):
-  """As where a server is started anew because of it."""
+def test_model_replaced_before_shutdown_does_not_get_old_blocks(folder, tmp_path):
+  """As when a server restarts after an update of the model."""
   path, model = tmp_path / "cache", Path(shutil.copytree(folder, tmp_path / "model"))
   llm = AsyncLLM(model, prefix_cache_file=str(path), **ENGINE)
   run(llm.llm, prompt(20, "replaced"))
@@ -552,7 +552,7 @@ def chat_folder(tmp_path_factory):
 
 
 def ask(server, question):
-  """The answer, and how many tokens of the prompt were found."""
+  """The answer, and the number of cached prompt tokens."""
   messages = [{"role": "system", "content": "the cat sat on the mat and the dog ran to the red house " * 2},
               {"role": "user", "content": question}]
   body = {"messages": messages, "temperature": 0.0, "max_tokens": 8}
@@ -565,9 +565,8 @@ def warnings_of(server):
 
 
 @pytest.mark.slow
-def test_a_server_keeps_its_prefix_cache(chat_folder, tmp_path):
-  """Written on SIGUSR1, after which it goes on, and at SIGTERM; read by the next one. What is damaged, or cannot be
-  written, is one line of the log, and no more."""
+def test_server_keeps_prefix_cache_across_restarts(chat_folder, tmp_path):
+  """Saved on SIGUSR1 and at SIGTERM, loaded at startup. A damaged or unwritable file is one line in the log."""
   path = tmp_path / "cache"
   options = [*SERVE, "--prefix-cache-file", path]
   with Server(chat_folder, *options) as server:
@@ -575,7 +574,7 @@ def test_a_server_keeps_its_prefix_cache(chat_folder, tmp_path):
     first, found = ask(server, "hello")
     assert found == 0
     server.signal(signal.SIGUSR1)
-    wait_until(path.exists, "SIGUSR1 has it written")
+    wait_until(path.exists, "SIGUSR1 saves the file")
     answer, found = ask(server, "hello")
     assert answer == first and found > 40
     path.unlink()
@@ -584,7 +583,7 @@ def test_a_server_keeps_its_prefix_cache(chat_folder, tmp_path):
   raw = path.read_bytes()
   with Server(chat_folder, *options) as server:
     assert ask(server, "hello") == (first, found)
-    assert ask(server, "the dog")[1] > 20, "the system prompt's"
+    assert ask(server, "the dog")[1] > 20, "the system prompt is cached"
     assert not warnings_of(server)
     server.signal(signal.SIGKILL)
     server.wait()
@@ -602,7 +601,7 @@ def test_a_server_keeps_its_prefix_cache(chat_folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_signals_while_the_file_is_written_do_not_harm_it(chat_folder, tmp_path):
+def test_signals_during_save_do_not_damage_file(chat_folder, tmp_path):
   path, slow = tmp_path / "cache", tmp_path / "slow"
   fault = f"""
 import os, pathlib, time, tinyvllm_extra.prefix_cache
@@ -616,7 +615,7 @@ os.replace = slowly
   with Server(chat_folder, *SERVE, "--prefix-cache-file", path, before=fault) as server:
     ask(server, "hello")
     server.signal()
-    wait_until(slow.exists, "it is being written")
+    wait_until(slow.exists, "saving has begun")
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT): server.signal(number)
     code = server.wait()
     assert path.exists() and sorted(os.listdir(tmp_path)) == ["cache", "slow"] and "Traceback" not in server.log
@@ -625,7 +624,7 @@ os.replace = slowly
     assert ask(server, "hello")[1] > 40 and not warnings_of(server)
 
 
-def test_a_file_that_will_not_do_is_one_warning_and_a_start_all_the_same(folder, file, caplog):
+def test_async_llm_with_unusable_file_warns_and_starts(folder, file, caplog):
   with_metadata(file, format="0")
   with caplog.at_level(logging.WARNING, "tinyvllm"):
     llm = AsyncLLM(folder, prefix_cache_file=str(file), **ENGINE)

@@ -21,8 +21,9 @@ from safetensors.numpy import load_file, save_file
 from tinygrad import Device, Tensor, dtypes
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.backend import Backend, Devices, open_device
-from tinyvllm.llama import find_model
+from tinyvllm.backend import Backend, Devices
+from tinyvllm.config import ModelConfig
+from tinyvllm.llama import Llama
 from tinyvllm_extra import kernels, parallel
 from tinyvllm_extra.kernels.matmul import GateUp, Linear, pack, pack_numbers, scales_shape, stored_shape
 from tinyvllm_extra.quantization import Quantized, dequantize, quantize
@@ -182,8 +183,8 @@ def test_core_backend_reads_published_formats_dequantized(tmp_path, name):
   models = []
   for folder in (quantized, plain):
     checkpoint = open_checkpoint(folder)
-    config, kind = find_model(checkpoint.hf_config, folder)
-    models.append(kind(config, dtypes.float32, Backend(), Devices()))
+    config = ModelConfig.from_hf(checkpoint.hf_config, folder)
+    models.append(Llama(config, dtypes.float32, Backend(), Devices()))
     checkpoint.load(models[-1])
   for got, expected in zip(*[model.modules() for model in models], strict=True):
     np.testing.assert_allclose(got.weight.numpy(), expected.weight.numpy(), rtol=1e-3, atol=1e-6)
@@ -298,7 +299,7 @@ def stored(w: Quantized, dtype, kind=Linear) -> Linear:
 def test_the_kernels_multiply_what_they_read(rows, out, inputs, group, bits, offset):
   if Device.DEFAULT == "PYTHON" and sys.version_info < (3, 12) and rows <= 8:
     pytest.skip("tinygrad's interpreter makes halves by itself before Python 3.12, and of the smallest it makes 0")
-  open_device()
+  kernels.prepare_device()
   dtype = dtypes.float32 if Device.DEFAULT == "CPU" else dtypes.float16
   rng = np.random.default_rng(rows)
   q = rng.integers(-128, 128, (out, inputs)).astype(np.int8) if bits == 8 else rng.integers(
@@ -319,13 +320,13 @@ def test_the_kernels_multiply_what_they_read(rows, out, inputs, group, bits, off
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_gate_and_up_are_loaded_in_the_order_that_their_kernel_reads(tmp_path, bits, count):
   """On each device its part of both, with biases."""
-  open_device()
+  kernels.prepare_device()
   dtype = dtypes.float32 if Device.DEFAULT == "CPU" else dtypes.float16
   tiny_model(tmp_path, num_hidden_layers=1, hidden_size=64, intermediate_size=80, mlp_bias=True, dtype="float16")
   checkpoint = open_checkpoint(tmp_path)
-  config, kind = find_model(checkpoint.hf_config, tmp_path)
+  config = ModelConfig.from_hf(checkpoint.hf_config, tmp_path)
   devices = Devices() if count == 1 else parallel.Devices(parallel.device_names(count))
-  model = kind(config, dtype, kernels.make_backend(), devices)
+  model = Llama(config, dtype, kernels.make_backend(), devices)
   checkpoint.load(model, None if bits == 16 else f"int{bits}")
   weights, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp."
   x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float16)

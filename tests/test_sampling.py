@@ -9,7 +9,7 @@ from tinygrad import Tensor, TinyJit, dtypes
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backend import Sampler, gumbel_noise
-from tinyvllm.request import SamplerMode
+from tinyvllm.request import SAMPLING_FIELDS, SamplerMode
 from tinyvllm_extra.kernels import sampling
 from tinyvllm_extra.logits import apply_bitmask
 
@@ -22,9 +22,8 @@ TIED = np.repeat(np.array([3.0, 2.0, 2.0, 0.0], np.float32), [1, 2, 3, 18])   # 
 @functools.cache
 def compiled(sampler):
   """sampler.sample as one graph. words: a bitmask of the tokens that may be sampled."""
-  def sample(logits, words, temperature, top_k, top_p, min_p, seed, position):
-    rows = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
-            "position": position}
+  def sample(logits, words, *columns):
+    rows = dict(zip((*SAMPLING_FIELDS, "seed_low", "seed_high", "position"), columns, strict=True))
     return sampler.sample(apply_bitmask(logits, words), rows, SamplerMode.FILTERED).realize()
   return TinyJit(sample)
 
@@ -35,12 +34,11 @@ def draw(request):
   positions."""
   def draw(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=None, banned=()):
     def full(x, dtype): return np.broadcast_to(np.asarray(x, dtype), ROWS).copy()
-    seeds = np.zeros((2, ROWS), np.uint32)
-    seeds[0], seeds[1] = (np.arange(ROWS), seed) if position is None else (12345, seed)
+    seeds = [full(np.arange(ROWS) if position is None else 12345, np.uint32), full(seed, np.uint32)]
     positions = full(7, np.int32) if position is None else np.arange(ROWS, dtype=np.int32) + position
     words = np.full((ROWS, 1), -1 - sum(1 << int(i) for i in banned), np.int32)
     arrays = (np.broadcast_to(logits, (ROWS, V)).copy(), words, full(temperature, np.float32), full(top_k, np.int32),
-              full(top_p, np.float32), full(min_p, np.float32), seeds, positions)
+              full(top_p, np.float32), full(min_p, np.float32), *seeds, positions)
     for _ in range(2):   # the first call captures
       ids = compiled(request.param)(*[Tensor(x).realize() for x in arrays]).numpy()
     return ids
@@ -232,5 +230,6 @@ def test_noise_of_largest_hash_is_finite():
   ids, position = mixed(np.arange(size, dtype=np.uint32)), np.zeros(1, np.uint32)
   seeds = np.arange(1, 200, dtype=np.uint32)
   seed = next(seed for seed in seeds if mixed(ids ^ mixed(seed ^ mixed(mixed(position)))).max() >= 2**32 - 2**8)
-  noise = gumbel_noise(Tensor([[int(seed)], [0]], dtype=dtypes.uint32), Tensor([0], dtype=dtypes.int32), size).numpy()
+  words = [Tensor([x], dtype=dtypes.uint32) for x in (int(seed), 0)]
+  noise = gumbel_noise(*words, Tensor([0], dtype=dtypes.int32), size).numpy()
   assert np.isfinite(noise).all() and noise.max() < -np.log(limit / 2) + 1

@@ -1,6 +1,6 @@
-"""Drafts of next tokens: the text with them is the text without, whoever drafts and whatever it says, and they are in
-nobody's way. Most is checked beside a model that is not there: of a step's array, and of what is in the blocks by then,
-it makes the next tokens by hashing, so that one wrong input, place or table shows at once."""
+"""Speculative decoding: the output equals the output without drafts, whatever proposes them, and drafts delay no other
+request. Most tests use a fake model, which hashes a step's array and the content of its blocks into the next tokens:
+one wrong token, position or block table changes the output."""
 import contextlib
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from tinyvllm_extra.server.metrics import draft_statistics
 from tinyvllm_extra.speculation import Drafter, NGramDrafter, SpeculativeConfig
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
-# One graph for all that is asked for
+# One graph serves all requests
 OPTIONS = {**ENGINE, "max_num_seqs": 16}
 METRICS = ["spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"]
 PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
@@ -43,13 +43,13 @@ def ids_of(output): return output.outputs[0].token_ids
 
 
 def prompt(length, *salt):
-  """Random words, which no other salt has."""
+  """Random words, different for each salt."""
   rng = random.Random(str(salt))
   return [rng.randrange(259, 320) for _ in range(length)]
 
 
 class Counts:
-  """What an engine's counters of drafts have grown by. In itself it must agree at any time."""
+  """The growth of an engine's draft counters, which must be consistent at any time."""
   def __init__(self, engine):
     self.engine, self.start = engine, engine.get_metrics()
 
@@ -60,7 +60,7 @@ class Counts:
     per_position, before = now[PER_POSITION], self.start[PER_POSITION]
     grown = [x - y for x, y in zip(per_position, before, strict=True)]
     assert sum(grown) == accepted <= proposed
-    assert grown == sorted(grown, reverse=True), "a draft counts where those before it do"
+    assert grown == sorted(grown, reverse=True), "a draft is accepted only if all drafts before it are"
     assert grown[0] <= drafts
     return drafts, proposed, accepted
 
@@ -69,13 +69,13 @@ class Counts:
 
 
 def hopeful(monkeypatch):
-  """As many drafts as may be are checked, however few came true."""
+  """Verify as many drafts as possible, however few were accepted."""
   monkeypatch.setattr(Drafter, "rate", property(lambda self: 0.99, lambda self, value: None), raising=False)
 
 
 class Oracle:
-  """Stands for NGramDrafter's lookup: it knows the texts. style(rng, right) makes drafts of those that are right. patience:
-  how often a step is worth waiting for."""
+  """Replaces NGramDrafter's lookup by known outputs. style(rng, right) changes the right drafts. patience: the
+  probability that a step waits for the one in flight."""
   def __init__(self, monkeypatch, style=None, seed=0, patience=1.0):
     self.texts, self.style, self.rng, self.asked = [], style or STYLES["right"], random.Random(seed), []
     monkeypatch.setattr(NGramDrafter, "propose", lambda drafter, ids, n: self.propose(list(ids), n))
@@ -85,15 +85,15 @@ class Oracle:
   def propose(self, ids, n):
     self.asked.append(n)
     text = next((text for text in self.texts if text[:len(ids)] == ids), ids)
-    right = [*text[len(ids):], *[self.rng.randrange(VOCAB) for _ in range(n)]][:n]   # behind its end: anything
+    right = [*text[len(ids):], *[self.rng.randrange(VOCAB) for _ in range(n)]][:n]   # after its end: random tokens
     return self.style(self.rng, right)[:n]
 
 
-def other_than(token): return 259 + (token - 258) % 61   # never the same, and a word
+def other_than(token): return 259 + (token - 258) % 61   # a different word token
 
 
 def spoilt(rng, right):
-  """Wrong from some place on, or right, or fewer."""
+  """Drafts that are wrong from some position on, or right, or fewer."""
   if not right: return right
   at, kind = rng.randrange(len(right)), rng.randrange(4)
   if kind == 0: return right[:at]
@@ -106,10 +106,10 @@ STYLES = {"right": lambda rng, right: right, "wrong": lambda rng, right: [other_
           "spoilt": spoilt, "none": lambda rng, right: []}
 
 
-# prompt lookup
+# Prompt lookup
 
 def lookup(ids, n, longest, shortest):
-  """What followed the longest end of ids that is there before, the last time that it is: n tokens at most."""
+  """The up to n tokens after the last earlier occurrence of the longest n-gram that ends ids."""
   for size in range(min(longest, len(ids) - 1), shortest - 1, -1):
     for end in range(len(ids) - 1, size - 1, -1):
       if ids[end - size:end] == ids[-size:]: return ids[end:end + n]
@@ -117,31 +117,31 @@ def lookup(ids, n, longest, shortest):
 
 
 @pytest.mark.parametrize("longest, shortest", [(4, 2), (3, 1), (1, 1), (2, 2), (8, 3)])
-def test_prompt_lookup_proposes_what_followed_the_longest_end_the_last_time(longest, shortest):
+def test_ngram_drafter_equals_naive_lookup(longest, shortest):
   rng, found, missed = random.Random(longest), 0, 0
   config = SpeculativeConfig(**NGRAM | {"prompt_lookup_max": longest, "prompt_lookup_min": shortest})
   for _ in range(150):
     drafter, letters, ids = NGramDrafter(config, SamplingParams()), rng.choice([1, 2, 3, 5, 12]), []
     for _ in range(rng.randrange(2, 12)):
-      ids += [rng.randrange(letters) for _ in range(rng.randrange(1, 6))]   # several at once, as drafts bring them
+      ids += [rng.randrange(letters) for _ in range(rng.randrange(1, 6))]   # several at once, as with accepted drafts
       n = rng.randrange(1, 9)
       expected = lookup(ids, n, longest, shortest)
       got = drafter.propose(list(ids), n)
       assert got[:len(expected)] == expected and len(got) <= n, (ids, n)
-      # Where less has followed than is wanted, it may be expected to go on so
+      # If fewer than n tokens follow, a repetition continues
       assert got == (expected * n)[:len(got)] and bool(got) == bool(expected), (ids, n)
       found += bool(got)
       missed += not got
-  assert found > 100 and (missed > 100 or longest == 1), "both were meant to happen"
+  assert found > 100 and (missed > 100 or longest == 1), "both cases must occur"
 
 
-def test_prompt_lookup_proposes_no_more_than_it_is_asked_for():
+def test_ngram_drafter_proposes_at_most_n_tokens():
   drafter = NGramDrafter(SpeculativeConfig(**NGRAM), SamplingParams())
   for n in (0, 1, 3): assert len(drafter.propose([7, 8, 9] * 4, n)) == n
 
 
 class Watched(list):
-  """A list that counts what is read of it."""
+  """A list that counts the items read."""
   def __init__(self, *items):
     super().__init__(*items)
     self.read = 0
@@ -156,7 +156,7 @@ class Watched(list):
     return super().__iter__()
 
 
-def test_prompt_lookup_reads_a_few_tokens_of_a_long_text_that_it_knows():
+def test_ngram_drafter_reads_only_new_tokens():
   rng, ids = random.Random(0), Watched()
   drafter = NGramDrafter(SpeculativeConfig(**NGRAM), SamplingParams())
   ids += [rng.randrange(20) for _ in range(8000)]
@@ -168,7 +168,7 @@ def test_prompt_lookup_reads_a_few_tokens_of_a_long_text_that_it_knows():
     assert 0 < ids.read < 100
 
 
-# a model that is not there
+# A fake model
 
 MASK = 2**64 - 1
 
@@ -181,17 +181,16 @@ def mix(x):
   return x ^ x >> 31
 
 
-WEIGHTS = [mix(i + 1) | 1 for i in range(1024)]   # of the places of a text
+WEIGHTS = [mix(i + 1) | 1 for i in range(1024)]   # by position in the sequence
 WEIGHTS_ARRAY = np.array(WEIGHTS, np.uint64)
 
 
 class Hashes:
-  """A model of the alphabet given. Its state is a sum over all places before, of what it had computed for each, as
-  attention's is over K and V."""
+  """A model with an alphabet. Its state is the sum of a value for each earlier position, as attention sums over V."""
   def __init__(self, alphabet): self.alphabet = alphabet
 
   def fold(self, state, token, position):
-    """What the cache gets for a token, and the state behind it."""
+    """The cached value of a token, and the state after it."""
     value = mix(state ^ (token + 1) * 0x9e3779b97f4a7c15)
     return value, state + value * WEIGHTS[position] & MASK
 
@@ -203,7 +202,7 @@ class Hashes:
   def score(self, state, token): return -(mix(state ^ token * 0x632be59bd9b4e019) % 4096) / 64
 
   def read(self, ids):
-    """The state behind a text, and the score of each of its tokens but the first."""
+    """The state after a sequence, and the score of each of its tokens except the first."""
     state, scores = 0, [None]
     for position, token in enumerate(ids):
       if position: scores.append(self.score(state, token))
@@ -211,7 +210,7 @@ class Hashes:
     return state, scores
 
   def text(self, ids, params, seed, n, stop_ids=()):
-    """The next n tokens and their scores, whatever would end the text."""
+    """The next n tokens and their scores. End tokens do not end them."""
     (state, _), out, scores = self.read(ids), [], []
     for _ in range(n):
       banned = stop_ids if len(out) < params.min_tokens else ()
@@ -226,22 +225,22 @@ class Hashes:
 
 
 class HalfRight(Hashes):
-  """A draft model that often says what the model does."""
+  """A draft model that often agrees with the model."""
   def choose(self, state, *args):
     token = super().choose(state, *args)
     return token if mix(state + 1) % 3 else self.alphabet[(self.alphabet.index(token) + 1) % len(self.alphabet)]
 
 
 class Device:
-  """Stands for a runner's graphs: it has the step's words, the block tables, the last tokens and a cache, and no more.
-  A write to where others read, or of two tokens to one place, is an error."""
+  """Replaces a runner's graphs. It sees only the step's words, block tables, last tokens and a cache. A write to a shared
+  or cached block, or of two tokens to one entry, is an error."""
   def __init__(self, engine, runner, monkeypatch, model):
     config = engine.config
     self.engine, self.model, self.spare, self.width = engine, model, config.max_num_seqs, runner.max_blocks
     self.cache = np.zeros((runner.num_blocks, config.block_size), np.uint64)
     self.table = np.zeros(runner.block_tables.shape, np.int32)
     self.last = [-1] * (self.spare + 1)
-    self.most = 0   # tokens of a step
+    self.most = 0   # maximum number of tokens in a step
     launch, device = runner.launch, self
 
     class Graphs(dict):
@@ -294,24 +293,24 @@ class Device:
       chosen[i] = self.model.choose(state, seeds[i] if temperatures[i] > 0 else 0, salt, banned, allowed)
       wanted = chosen[i] if targets[i] < 0 else targets[i]
       scores[i] = [self.model.score(state, wanted), 1.0 + wanted, 5, self.model.score(state, 5)]
-      if slot != self.spare:   # two threads write at once: the order is unknown
+      if slot != self.spare:   # two threads would write in any order
         self.last[slot] = -9 if slot in given else chosen[i]
         given.add(slot)
     return [np.array(chosen), *([np.array(scores)] if plan.has_logprobs else [])]
 
   def write(self, ids, positions, rows, blocks):
-    """Fill the cache. Returns the state behind each token."""
+    """Fill the cache. Returns the state after each token."""
     states, written, size = {}, set(), self.cache.shape[1]
     kept = {*self.engine.blocks.shared, *self.engine.blocks.cached_blocks.values()}
     for i, row in enumerate(rows):
       if row == self.spare: continue
       position, token = positions[i], self.last[row] if ids[i] < 0 else ids[i]
-      assert 0 <= token < VOCAB, "a token that nobody knows"
+      assert 0 <= token < VOCAB, "an unknown token"
       page, offset = divmod(position, size)
       block = blocks[i]
       assert 0 < block == self.table[row, page]
-      assert (block, offset) not in written, "two tokens in one place"
-      assert block not in kept, "a write to what others read, or will"
+      assert (block, offset) not in written, "two tokens in one cache entry"
+      assert block not in kept, "a write to a shared or cached block"
       written.add((block, offset))
       if i and rows[i - 1] == row and positions[i - 1] == position - 1: state = states[i - 1]
       else:
@@ -319,12 +318,12 @@ class Device:
         state = int((before * WEIGHTS_ARRAY[:position]).sum())
       self.cache[block, offset], states[i] = self.model.fold(state, token, position)
     self.most = max(self.most, len(written))
-    assert len(written) <= self.engine.config.max_num_batched_tokens, "a step beyond its budget"
+    assert len(written) <= self.engine.config.max_num_batched_tokens, "a step above its token budget"
     return states
 
 
 def watch_preemptions(engine):
-  """No sequence loses its blocks where the pool holds what all who run need without drafts."""
+  """No sequence is preempted while the pool holds the blocks that all running ones need without drafts."""
   scheduler, blocks, schedule = engine.scheduler, engine.blocks, engine.scheduler.schedule
 
   def watched():
@@ -339,7 +338,7 @@ def watch_preemptions(engine):
 
 
 def watch_drafts(engine, model):
-  """A draft model's drafts are what it says by itself behind all that is there, whatever was drafted before."""
+  """A draft model's drafts must equal its own continuation of the tokens, whatever was drafted before."""
   run_draft_model = engine.proposer.run_draft_model
 
   def watched(runner, batch):
@@ -348,19 +347,19 @@ def watch_drafts(engine, model):
       if seq.draft_token_ids and seq.num_generated >= seq.params.min_tokens:
         params = dataclasses.replace(seq.params, min_tokens=0)
         said, _ = model.text(seq.tokens, params, seq.seed % 2**64, len(seq.draft_token_ids))
-        assert seq.draft_token_ids == said, "not what the draft model says"
+        assert seq.draft_token_ids == said, "the drafts differ from the draft model's continuation"
   engine.proposer.run_draft_model = watched
 
 
 @pytest.fixture(autouse=True)
 def wide_registers(monkeypatch):
-  """How many drafts are worth their time hangs on the CPU: here it has AVX-512's registers, whatever this one has."""
+  """The best number of drafts depends on the CPU: assume the registers of AVX-512."""
   monkeypatch.setattr("tinyvllm_extra.speculation.cpu_sums", lambda: 8)
 
 
 @pytest.fixture
 def fake(words_folder, monkeypatch):
-  """fake(...): an engine with such a device and its model."""
+  """fake(...): an engine with a fake device, and its model."""
   def make(drafts=NGRAM, alphabet=range(259, 320), overlaps=False, **options):
     engine = LLM(words_folder, **{**ENGINE, "max_model_len": 512, **options}, speculative_config=drafts)
     engine.runner.is_async, model = overlaps, Hashes([*alphabet])
@@ -373,8 +372,8 @@ def fake(words_folder, monkeypatch):
 run = functools.partial(run_to_end, limit=5000)
 
 
-def test_the_model_that_is_not_there_notices_what_is_wrong(fake):
-  """Without drafts it says what it should; with a wrong token in a block, or in a step, something else."""
+def test_fake_model_detects_wrong_cache_and_token(fake):
+  """Without faults it gives the expected text; a wrong value in a block or a wrong token changes it."""
   engine, model = fake(None)
   expected, _ = model.text(prompt(20, "fake"), greedy(30), 0, 30)
   assert ids_of(engine.generate(tokens(prompt(20, "fake")), greedy(30), False)[0]) == expected
@@ -390,18 +389,18 @@ def test_the_model_that_is_not_there_notices_what_is_wrong(fake):
     engine.blocks.reset()
 
 
-# any operations, drafts of any kind
+# Random operations
 
 @dataclasses.dataclass
 class Job:
   params: SamplingParams
   prompt: list
-  texts: list   # of each sample: ids, scores, finish_reason, stop_reason
-  scores: list   # of the prompt's tokens
+  texts: list   # by sample: ids, scores, finish_reason, stop_reason
+  scores: list   # by prompt token
   aborted: bool = False
 
 
-def a_job(rng, engine, model, families):
+def random_job(rng, engine, model, families):
   length = rng.randrange(1, min(30, engine.max_model_len - 2))
   family = rng.choice(families)
   shared = length if rng.random() < 0.5 else rng.randrange(length)
@@ -419,7 +418,7 @@ def a_job(rng, engine, model, families):
 
 
 def expect(job, engine, model, oracle):
-  """What its samples say, and to the oracle what they would have said after their end."""
+  """Fill in the job's expected outputs. The oracle gets them with further tokens after their end."""
   params, ids = job.params, job.prompt
   most = min(params.max_tokens, engine.max_model_len - len(ids))
   stops = {*params.stop_token_ids, *(() if params.ignore_eos else engine.model_config.eos_token_ids)}
@@ -433,7 +432,7 @@ def expect(job, engine, model, oracle):
 
 
 def check_output(job, output):
-  """What has come is how the text begins, and if it has ended, all of it."""
+  """The output must be a prefix of the expected text, and after its end all of it."""
   params = job.params
   if params.prompt_logprobs is not None:
     got = [x and x[token].logprob for x, token in zip(output.prompt_logprobs, job.prompt, strict=True)]
@@ -443,18 +442,18 @@ def check_output(job, output):
     assert completion.token_ids == ids[:n], f"{completion.token_ids} instead of {ids}"
     if params.logprobs is not None:
       got = [x[token].logprob for x, token in zip(completion.logprobs, completion.token_ids, strict=True)]
-      assert got == scores[:n], "the score of another token"
+      assert got == scores[:n], "log probabilities of other tokens"
       assert all((5 in x) == (params.logprobs > 0) or token == 5
                  for x, token in zip(completion.logprobs, completion.token_ids, strict=True))
     if completion.finish_reason == "abort": assert job.aborted
     elif completion.finish_reason:
       assert (n, completion.finish_reason, completion.stop_reason) == (len(ids), reason, stop)
-    else: assert n < len(ids), "it should have ended"
+    else: assert n < len(ids), "it must have ended"
 
 
 def fuzz(words_folder, monkeypatch, seed, cases, drafter="ngram"):
-  """Texts in any company on an engine of any size, until so many have ended. drafter: lookup, a model that is the
-  target, or one that is not. Returns the counts."""
+  """Run random requests, aborts and failures on an engine of random size until `cases` samples have ended. drafter:
+  "ngram", "itself" (the target as draft model) or "other". Returns the counts."""
   rng = random.Random(seed)
   size, k = rng.choice([1, 2, 4, 8]), rng.choice([1, 2, 3, 5, 8, 16])
   seqs, overlaps, policy = rng.randrange(1, 7), seed % 2 == 1, ["fcfs", "priority"][seed // 2 % 2]
@@ -472,10 +471,10 @@ def fuzz(words_folder, monkeypatch, seed, cases, drafter="ngram"):
   if drafter != "ngram": watch_drafts(engine, draft_model)
   style, patience = STYLES[rng.choice(["right", "spoilt", "spoilt"])], rng.choice([0.5, 1.0])
   oracle = None if real or drafter != "ngram" else Oracle(monkeypatch, style, seed, patience)
-  if rng.random() < 0.7: hopeful(monkeypatch)   # however wrong they were
+  if rng.random() < 0.7: hopeful(monkeypatch)   # however many were wrong
   fails = rng.choice([0, 0, 0.02])
   break_steps(engine, monkeypatch, lambda place: rng.random() < fails)
-  for runner in engine.runners[1:]:   # a draft model's steps
+  for runner in engine.runners[1:]:   # steps of a draft model
     launch = runner.launch
 
     def faulty_launch(step, launch=launch):
@@ -486,7 +485,7 @@ def fuzz(words_folder, monkeypatch, seed, cases, drafter="ngram"):
   for number in itertools.count():
     if done >= cases and not jobs: break
     if done < cases and len(jobs) < 8 and rng.random() < 0.5:
-      name, job = str(number), a_job(rng, engine, model, families)
+      name, job = str(number), random_job(rng, engine, model, families)
       expect(job, engine, model, oracle)
       priority = rng.randrange(-2, 3) if policy == "priority" else 0
       engine.add_request(name, tokens(job.prompt), job.params, priority)
@@ -511,27 +510,27 @@ def fuzz(words_folder, monkeypatch, seed, cases, drafter="ngram"):
         if oracle: oracle.texts = [text for text in oracle.texts if text[:len(job.prompt)] != job.prompt or any(
           text[:len(other.prompt)] == other.prompt for other_name, other in jobs.items() if other_name != name)]
         del jobs[name]
-    assert number < 400 * cases + 2000, "it does not come to an end"
+    assert number < 400 * cases + 2000, "the requests do not end"
   assert engine.get_metrics()["generation_tokens"] >= generated
   return count(), count.preemptions
 
 
 @pytest.mark.parametrize("seed", [*range(5), *slow(*range(5, 12))])
-def test_any_texts_in_any_company_are_those_without_drafts(words_folder, monkeypatch, seed):
+def test_random_operations_equal_expected_texts(words_folder, monkeypatch, seed):
   (drafts, _, accepted), _ = fuzz(words_folder, monkeypatch, seed, 100)
-  assert drafts > 10 and accepted > 5, "that was meant to happen"
+  assert drafts > 10 and accepted > 5, "the test must reach this case"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 150))
-def test_ten_thousand_texts_are_those_without_drafts(words_folder, monkeypatch, seed):
+def test_ten_thousand_random_texts_equal_expected(words_folder, monkeypatch, seed):
   fuzz(words_folder, monkeypatch, seed, 200)
 
 
-# the counts
+# Counters
 
 @pytest.mark.parametrize("k", [1, 3, 5, 7, 16])
-def test_of_right_drafts_all_are_accepted_and_steps_are_as_many_fewer(fake, monkeypatch, k):
+def test_right_drafts_are_all_accepted_and_save_steps(fake, monkeypatch, k):
   engine, model = fake({**NGRAM, "num_speculative_tokens": k}, max_num_batched_tokens=32)
   oracle, count, ids = Oracle(monkeypatch), Counts(engine), prompt(9, k)
   expected, _ = model.text(ids, greedy(200), 0, 200)
@@ -539,15 +538,15 @@ def test_of_right_drafts_all_are_accepted_and_steps_are_as_many_fewer(fake, monk
   output, = engine.generate(tokens(ids), greedy(200), False)
   drafts, proposed, accepted = count()
   assert ids_of(output) == expected
-  assert accepted == proposed == 200 - count.steps, "each step brings one, and what was accepted"
-  # More than seven may not be worth their time
-  assert -(-200 // (k + 1)) <= count.steps <= 200 // (min(k, 7) + 1) + 6, "soon there are as many as there may be"
+  assert accepted == proposed == 200 - count.steps, "each step gives one token and the accepted drafts"
+  # More than seven drafts may not pay off
+  assert -(-200 // (k + 1)) <= count.steps <= 200 // (min(k, 7) + 1) + 6, "drafts soon reach their maximum"
   assert max(oracle.asked) == k == len(engine.get_metrics()[PER_POSITION])
   assert (output.metrics.num_draft_tokens, output.metrics.num_accepted_tokens) == (proposed, accepted)
   assert drafts == engine.get_metrics()[PER_POSITION][0]
 
 
-def test_a_text_that_repeats_itself_takes_fewer_steps(fake):
+def test_repetitive_text_takes_fewer_steps(fake):
   engine, _ = fake(NGRAM, alphabet=[300])
   count = Counts(engine)
   output, = engine.generate(tokens(prompt(5)), greedy(120), False)
@@ -556,7 +555,7 @@ def test_a_text_that_repeats_itself_takes_fewer_steps(fake):
   assert accepted == proposed == output.metrics.num_accepted_tokens
 
 
-def test_a_request_counts_the_drafts_of_its_own_samples(fake, monkeypatch):
+def test_request_metrics_count_drafts_of_all_samples(fake, monkeypatch):
   engine, model = fake()
   oracle, count, params, ids = Oracle(monkeypatch), Counts(engine), sampled(40, seed=3, n=2), prompt(6, "own")
   for i in range(2): oracle.texts.append([*ids, *model.text(ids, params, 3 + i, 40)[0]])
@@ -570,7 +569,7 @@ def test_a_request_counts_the_drafts_of_its_own_samples(fake, monkeypatch):
   assert metrics[1].num_accepted_tokens < 3
 
 
-def test_without_a_configuration_nothing_is_drafted(fake):
+def test_without_speculative_config_drafts_nothing(fake):
   engine, _ = fake(None, alphabet=[300])
   count = Counts(engine)
   output, = engine.generate(tokens(prompt(5)), greedy(50), False)
@@ -579,7 +578,7 @@ def test_without_a_configuration_nothing_is_drafted(fake):
 
 
 @pytest.mark.parametrize("drafts", [None, NGRAM], ids=["without", "with"])
-def test_max_tokens_and_the_models_length_are_never_exceeded(fake, monkeypatch, drafts):
+def test_max_tokens_and_max_model_len_are_never_exceeded(fake, monkeypatch, drafts):
   engine, model = fake(drafts, max_model_len=64)
   oracle = Oracle(monkeypatch)
   for length, n in [(5, n) for n in range(1, 14)] + [(64 - n, 100) for n in range(1, 14)]:
@@ -591,9 +590,9 @@ def test_max_tokens_and_the_models_length_are_never_exceeded(fake, monkeypatch, 
     check_invariants(engine)
 
 
-# when drafts are wrong
+# Wrong drafts
 
-def test_who_is_always_wrong_soon_drafts_little_and_is_tried_again(fake, monkeypatch):
+def test_wrong_drafts_become_rare_and_are_retried(fake, monkeypatch):
   engine, model = fake()
   oracle, count, ids = Oracle(monkeypatch, STYLES["wrong"]), Counts(engine), prompt(9, "wrong")
   expected, _ = model.text(ids, greedy(400), 0, 400)
@@ -604,11 +603,11 @@ def test_who_is_always_wrong_soon_drafts_little_and_is_tried_again(fake, monkeyp
     engine.step()
     proposed.append(count()[1])
   assert len(proposed) == 401 and count()[2] == 0
-  assert 0 < proposed[200] <= 60 and proposed[400] - proposed[200] <= 30, "one in seven, after a while"
-  assert proposed[400] > proposed[200] or proposed[200] > proposed[100], "it is tried again"
+  assert 0 < proposed[200] <= 60 and proposed[400] - proposed[200] <= 30, "one in seven, after some time"
+  assert proposed[400] > proposed[200] or proposed[200] > proposed[100], "drafting is retried"
 
 
-def test_who_was_wrong_and_is_right_again_drafts_all_that_it_may(fake, monkeypatch):
+def test_right_drafts_after_wrong_ones_reach_maximum(fake, monkeypatch):
   engine, model = fake()
   oracle, ids = Oracle(monkeypatch, STYLES["wrong"]), prompt(9, "again")
   expected, _ = model.text(ids, greedy(400), 0, 400)
@@ -618,12 +617,12 @@ def test_who_was_wrong_and_is_right_again_drafts_all_that_it_may(fake, monkeypat
   oracle.style, count = STYLES["right"], Counts(engine)
   output = run(engine)["a"]
   assert ids_of(output) == expected and count()[2] > 150 and max(oracle.asked[-5:]) == 5
-  assert count.steps < 64 + 10 + 300 // 6 + 10, "within 64 tokens it is tried again"
+  assert count.steps < 64 + 10 + 300 // 6 + 10, "drafting is retried within 64 tokens"
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_drafts_that_are_wrong_change_no_step_of_a_tight_pool(fake, monkeypatch, overlaps):
-  """Sequences are preempted as often, and the steps are as many, but where steps overlap."""
+def test_wrong_drafts_in_small_pool_change_no_step(fake, monkeypatch, overlaps):
+  """Preemptions are equal to those without drafts, and so are steps unless they overlap."""
   told = []
   for drafts in (None, NGRAM):
     engine, model = fake(drafts, num_gpu_blocks_override=13, max_num_seqs=4, max_num_batched_tokens=32,
@@ -636,15 +635,15 @@ def test_drafts_that_are_wrong_change_no_step_of_a_tight_pool(fake, monkeypatch,
     last = run(engine)
     assert [ids_of(last[str(i)]) for i in range(6)] == expected
     told.append((count.preemptions, count.steps))
-  assert count()[1] > 0 and told[0][0] > 0, "that was meant to happen"
+  assert count()[1] > 0 and told[0][0] > 0, "the test must reach this case"
   if not overlaps: assert told[0] == told[1]
 
 
 @pytest.mark.parametrize("style", ["right", "spoilt", "wrong"])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_in_a_pool_that_is_too_small_texts_are_the_same_and_no_one_is_preempted_for_drafts(fake, monkeypatch, style,
+def test_drafts_in_small_pool_cause_no_preemption(fake, monkeypatch, style,
                                                                                           overlaps):
-  """fake() watches each preemption."""
+  """fake() checks each preemption."""
   for blocks in (10, 13, 17):
     engine, model = fake(num_gpu_blocks_override=blocks, max_model_len=64, overlaps=overlaps)
     oracle, jobs = Oracle(monkeypatch, STYLES[style]), [prompt(3 + 4 * i, "small", i) for i in range(5)]
@@ -655,7 +654,7 @@ def test_in_a_pool_that_is_too_small_texts_are_the_same_and_no_one_is_preempted_
     assert [ids_of(last[str(i)]) for i in range(5)] == expected
 
 
-def test_where_no_block_is_free_there_are_no_drafts_and_where_all_are_there_are(fake, monkeypatch):
+def test_drafts_need_free_blocks(fake, monkeypatch):
   engine, model = fake(num_gpu_blocks_override=11, block_size=4, max_model_len=64)
   oracle, count = Oracle(monkeypatch), Counts(engine)
   ids, other = prompt(19, "a"), prompt(15, "b")
@@ -663,7 +662,7 @@ def test_where_no_block_is_free_there_are_no_drafts_and_where_all_are_there_are(
   engine.add_request("a", tokens(ids), greedy(2))
   engine.add_request("b", tokens(other), greedy(6))
   while not engine.blocks.num_free() < 2: engine.step()
-  assert count()[0] == 0, "5 and 4 blocks of 10: one is left, and may be wanted"
+  assert count()[0] == 0, "5 and 4 blocks of 10 are used: the last one may be needed"
   run(engine)
   count = Counts(engine)
   engine.generate(tokens(prompt(3, "c")), greedy(1), False)
@@ -672,8 +671,8 @@ def test_where_no_block_is_free_there_are_no_drafts_and_where_all_are_there_are(
   assert count()[2] > 4
 
 
-def test_a_step_is_full_of_prompts_before_it_has_drafts(fake, monkeypatch):
-  """Of a budget of 16 a long prompt takes what those who decode leave."""
+def test_prompts_fill_token_budget_before_drafts(fake, monkeypatch):
+  """A long prompt takes the rest of the budget of 16 after decoding sequences."""
   engine, model = fake(max_num_batched_tokens=16)
   oracle, ids = Oracle(monkeypatch), prompt(3, "decodes")
   expected, _ = model.text(ids, greedy(60), 0, 60)
@@ -692,7 +691,7 @@ def test_a_step_is_full_of_prompts_before_it_has_drafts(fake, monkeypatch):
 
 @pytest.mark.parametrize("style", ["spoilt", "wrong", "right"])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_what_was_generated_with_drafts_is_found_and_is_right(fake, monkeypatch, style, overlaps):
+def test_prefix_cache_after_drafts_is_correct(fake, monkeypatch, style, overlaps):
   engine, model = fake(overlaps=overlaps)
   oracle, ids = Oracle(monkeypatch, STYLES[style]), prompt(6, "found")
   hopeful(monkeypatch)
@@ -701,12 +700,12 @@ def test_what_was_generated_with_drafts_is_found_and_is_right(fake, monkeypatch,
   assert ids_of(engine.generate(tokens(ids), greedy(41), False)[0]) == expected[:41]
   for n in (41, 40, 33, 5):
     output, = engine.generate(tokens([*ids, *expected[:n]]), greedy(60 - n), False)
-    assert output.num_cached_tokens == (6 + n - 1) // 4 * 4, "all of it but the last token"
+    assert output.num_cached_tokens == (6 + n - 1) // 4 * 4, "all except the last token"
     assert ids_of(output) == expected[n:]
 
 
-def test_what_is_behind_a_wrong_draft_is_not_found_where_another_text_has_more_tokens_of_the_step(fake, monkeypatch):
-  """Of a text whose drafts are all wrong beside one whose drafts are right."""
+def test_rejected_drafts_in_mixed_step_are_not_cached(fake, monkeypatch):
+  """One sequence has only wrong drafts, the other one only right ones."""
   engine, model = fake()
   oracle, jobs = Oracle(monkeypatch), [prompt(6, "wrong"), prompt(6, "right")]
   hopeful(monkeypatch)
@@ -722,9 +721,9 @@ def test_what_is_behind_a_wrong_draft_is_not_found_where_another_text_has_more_t
 
 @pytest.mark.parametrize("length", [16, 17, 20, 33])
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_drafts_beside_the_last_chunk_of_a_prompt_are_counted_when_they_have_been_checked(fake, monkeypatch, length,
+def test_drafts_after_last_prompt_chunk_are_counted_once_verified(fake, monkeypatch, length,
                                                                                          overlaps):
-  """In chunks of 16: as the first is read, the second one may have drafts behind it."""
+  """Chunks of 16 tokens: when a chunk's results are read, a later step with drafts may be in flight."""
   engine, model = fake(max_num_batched_tokens=16, overlaps=overlaps)
   oracle, ids, count = Oracle(monkeypatch), prompt(length, "chunk", overlaps), Counts(engine)
   said, _ = model.text(ids, greedy(30), 0, 30)
@@ -734,7 +733,7 @@ def test_drafts_beside_the_last_chunk_of_a_prompt_are_counted_when_they_have_bee
   assert accepted == proposed == 30 - (count.steps - overlaps - (length - 1) // 16) and drafts < 10
 
 
-# the engine with its model
+# The engine with a real model
 
 @pytest.fixture(scope="module")
 def plain(words_folder):
@@ -754,23 +753,23 @@ def drafting(words_folder):
 def engine(drafting, monkeypatch, request):
   monkeypatch.setattr(drafting.runner, "is_async", request.param == "overlapped")
   yield drafting
-  for name in list(drafting.requests): drafting.abort_request(name)   # one test fails, not all behind it
+  for name in list(drafting.requests): drafting.abort_request(name)   # so that only the failed test fails
 
 
 def endless(params):
-  """What the same request says, and goes on to say."""
+  """Parameters of the same output with 8 more tokens, without an end."""
   return dataclasses.replace(params, stop=None, stop_token_ids=None, ignore_eos=True, min_tokens=0, logprobs=None,
                              prompt_logprobs=None, max_tokens=params.max_tokens + 8)
 
 
 def tell(oracle, plain, jobs, params):
-  """Let the oracle know what they say."""
+  """Tell the oracle the outputs of the requests."""
   for output in plain.generate(jobs, [endless(p) for p in params], False):
     oracle.texts += [[*output.prompt_token_ids, *c.token_ids] for c in output.outputs]
 
 
 def same(got, expected):
-  """All that outputs say: ids, texts, ends and log probabilities."""
+  """Outputs must be equal: ids, text, finish reasons and log probabilities."""
   same_outputs(got, expected)
   for a, b in zip(got, expected, strict=True):
     assert len(a.outputs) == len(b.outputs)
@@ -798,7 +797,7 @@ CASES = {
   "min_tokens": {"min_tokens": 20, "ignore_eos": False, "stop_token_ids": [*range(262, 300)]},
   "eos": {"ignore_eos": False, "logit_bias": {2: 4.0}}, "max_tokens": {"max_tokens": 3},
   "seed": {"seed": -2**63}, "no seed": {"seed": None, "temperature": 0.0},
-  # What hangs on the tokens before is not drafted
+  # Logits that depend on earlier tokens: nothing is drafted
   "repetition_penalty": {"repetition_penalty": 1.3}, "presence_penalty": {"presence_penalty": 0.5},
   "frequency_penalty": {"frequency_penalty": -0.5, "temperature": 0.0}, "bad_words": {"bad_words": ["the", "a cat"]},
   "structured_outputs": {"structured_outputs": {"regex": "[a-z ]{30}"}, "ignore_eos": False},
@@ -808,12 +807,12 @@ UNDRAFTED = ["repetition_penalty", "presence_penalty", "frequency_penalty", "bad
 
 @pytest.mark.parametrize("engine", ["overlapped", *slow("plain")], indirect=True)
 @pytest.mark.parametrize("case", CASES)
-def test_all_that_is_said_is_what_is_said_without_drafts(plain, engine, monkeypatch, case):
+def test_outputs_equal_those_without_drafts(plain, engine, monkeypatch, case):
   params = [sampled(24, **{"seed": i, **CASES[case]}) for i in range(3)]
   jobs = [tokens(prompt(5 + 6 * i, case, i)) for i in range(3)]
   expected = plain.generate(jobs, params, False)
   count = Counts(engine)
-  looked_up = engine.generate(jobs, params, False)   # whatever is there
+  looked_up = engine.generate(jobs, params, False)   # n-grams that occur by chance
   same(looked_up, expected)
   oracle = Oracle(monkeypatch, STYLES["spoilt"])
   if case not in UNDRAFTED: tell(oracle, plain, jobs, params)
@@ -825,15 +824,15 @@ def test_all_that_is_said_is_what_is_said_without_drafts(plain, engine, monkeypa
   check_invariants(engine)
 
 
-def test_a_prompt_that_repeats_itself_is_looked_up(plain, engine):
-  """Where the text goes on as it has before, which this model's does when few tokens are allowed."""
+def test_repetitive_prompt_gives_accepted_drafts(plain, engine):
+  """The text repeats itself because few tokens are allowed."""
   params = [sampled(60, seed=i, allowed_token_ids=[265, 300], temperature=[0.0, 0.5, 1.0][i]) for i in range(3)]
   jobs, count = [tokens([265, 300] * 6 + [i + 270]) for i in range(3)], Counts(engine)
   same(engine.generate(jobs, params, False), plain.generate(jobs, params, False))
   assert count()[2] > 20
 
 
-def test_a_text_ends_at_the_same_token_where_a_stop_string_comes_amid_drafts(plain, engine, monkeypatch):
+def test_stop_string_within_drafts_ends_text(plain, engine, monkeypatch):
   ids, whole = prompt(7, "stops"), sampled(24, seed=4, top_k=3)
   text = plain.generate(tokens(ids), whole, False)[0].outputs[0].text
   params = [dataclasses.replace(whole, stop=[text[i:i + 1 + i % 4], "#"], include_stop_str_in_output=i % 2 == 0,
@@ -845,11 +844,11 @@ def test_a_text_ends_at_the_same_token_where_a_stop_string_comes_amid_drafts(pla
   same(engine.generate(jobs, params, False), expected)
   for job, p, output in zip(jobs, params, expected, strict=True): same(engine.generate([job], [p], False), [output])
   assert sum(o.outputs[0].finish_reason == "stop" for o in expected) > 7 and count()[2] > 30
-  assert len({len(ids_of(o)) for o in expected}) > 6, "they end in many places"
+  assert len({len(ids_of(o)) for o in expected}) > 6, "they end at many positions"
   assert engine.blocks.num_used() == 0
 
 
-def test_a_text_ends_at_a_stop_id_amid_drafts(plain, engine, monkeypatch):
+def test_stop_id_within_drafts_ends_text(plain, engine, monkeypatch):
   ids, whole = prompt(7, "stop ids"), sampled(24, seed=5)
   said = ids_of(plain.generate(tokens(ids), whole, False)[0])
   params = [dataclasses.replace(whole, stop_token_ids=[token], min_tokens=i % 3 * 5) for i, token in enumerate(said)]
@@ -860,11 +859,11 @@ def test_a_text_ends_at_a_stop_id_amid_drafts(plain, engine, monkeypatch):
   assert sum(o.outputs[0].finish_reason == "stop" for o in expected) > 15 and count()[2] > 40
   count = Counts(engine)
   for p in params[::3]: engine.generate(jobs[:1], p, False)
-  assert count()[1] == count()[2] > 20, "a draft of what is behind the end is neither right nor wrong"
+  assert count()[1] == count()[2] > 20, "drafts after the end do not count"
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_batches_with_prompts_in_chunks_are_those_without_drafts(plain, engine, monkeypatch, caching):
+def test_batches_with_prompt_chunks_equal_those_without_drafts(plain, engine, monkeypatch, caching):
   monkeypatch.setattr(engine.scheduler, "config", dataclasses.replace(engine.config, enable_prefix_caching=caching))
   engine.blocks.cached_blocks.clear()
   engine.blocks.reset()
@@ -877,7 +876,7 @@ def test_batches_with_prompts_in_chunks_are_those_without_drafts(plain, engine, 
   assert count()[2] > 5 and (len(engine.blocks.cached_blocks) > 0) == caching
 
 
-def test_a_long_text_is_the_references(engine, words_folder, monkeypatch):
+def test_long_text_equals_reference(engine, words_folder, monkeypatch):
   oracle, ids, count = Oracle(monkeypatch, STYLES["spoilt"]), prompt(11, "reference"), Counts(engine)
   expected = reference_greedy(words_folder, ids, 60)
   oracle.texts.append([*ids, *expected])
@@ -886,7 +885,7 @@ def test_a_long_text_is_the_references(engine, words_folder, monkeypatch):
   assert again.num_cached_tokens == 48 and ids_of(again) == expected[40:]
 
 
-def test_a_stream_brings_accepted_drafts_at_once_and_all_the_text(plain, engine, monkeypatch):
+def test_stream_delivers_accepted_drafts_together(plain, engine, monkeypatch):
   ids, params = prompt(9, "stream"), sampled(40, seed=2, logprobs=0)
   oracle = Oracle(monkeypatch)
   tell(oracle, plain, [tokens(ids)], [params])
@@ -899,7 +898,7 @@ def test_a_stream_brings_accepted_drafts_at_once_and_all_the_text(plain, engine,
   assert pieces[-1].finish_reason == "length"
 
 
-def test_aborted_amid_drafts_the_others_go_on_and_nothing_wrong_is_found(plain, engine, monkeypatch):
+def test_abort_with_drafts_leaves_others_and_cache_correct(plain, engine, monkeypatch):
   oracle = Oracle(monkeypatch, STYLES["spoilt"])
   hopeful(monkeypatch)
   for number in range(2, 9):
@@ -921,7 +920,7 @@ def test_aborted_amid_drafts_the_others_go_on_and_nothing_wrong_is_found(plain, 
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_step_with_drafts_that_fails_loses_and_doubles_no_token(engine, words_folder, monkeypatch, place):
+def test_failed_step_with_drafts_loses_and_repeats_no_token(engine, words_folder, monkeypatch, place):
   hopeful(monkeypatch)
   for number, style in itertools.product(range(1, 6), ("right", "spoilt")):
     oracle, last, failures = Oracle(monkeypatch, STYLES[style]), {}, 0
@@ -938,14 +937,14 @@ def test_a_step_with_drafts_that_fails_loses_and_doubles_no_token(engine, words_
         try: last |= {output.request_id: output for output in engine.step()}
         except Failed: failures += 1
         check_invariants(engine)
-    assert failures == 1, f"{place} {number} was meant to fail"
+    assert failures == 1, f"{place} {number} must fail"
     assert {name: ids_of(output) for name, output in last.items()} == {name: x[:14] for name, x in expected.items()}
     assert all(len(output.outputs[0].logprobs) == 14 for output in last.values())
     again = engine.generate([tokens(ids) for ids in jobs.values()], greedy(14, logprobs=0), False)
     same(again, [last[name] for name in jobs])
 
 
-# how it is asked for
+# Options
 
 @pytest.mark.parametrize("config, said", [
   ({**NGRAM, "num_speculative_token": 3}, ["num_speculative_token'", "num_speculative_tokens"]),
@@ -964,7 +963,7 @@ def test_a_step_with_drafts_that_fails_loses_and_doubles_no_token(engine, words_
   ([("method", "ngram")], ["speculative_config", "dict"]), ("ngram", ["speculative_config='ngram'", "dict"]),
   (5, ["speculative_config=5", "dict"]), (True, ["speculative_config=True", "dict"]),
 ])
-def test_a_configuration_that_will_not_do_is_refused_with_what_would(words_folder, config, said):
+def test_invalid_config_raises_with_remedy(words_folder, config, said):
   with pytest.raises(ValueError) as e: LLM(words_folder, **ENGINE, speculative_config=config)
   assert all(x in str(e.value) for x in said), str(e.value)
 
@@ -972,7 +971,7 @@ def test_a_configuration_that_will_not_do_is_refused_with_what_would(words_folde
 @pytest.mark.parametrize("config", [
   None, {"method": "ngram", "num_speculative_tokens": 1}, {"method": "ngram", "num_speculative_tokens": 16},
   {**NGRAM, "prompt_lookup_min": 4}])
-def test_a_configuration_that_will_do_is_taken(words_folder, config): LLM(words_folder, **ENGINE,
+def test_valid_config_is_accepted(words_folder, config): LLM(words_folder, **ENGINE,
                                                                           speculative_config=config)
 
 
@@ -982,7 +981,7 @@ def flags(**options): return [x for k, v in options.items() for x in ("--" + k.r
 SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}
 
 
-def test_the_command_line_takes_it_as_json(words_folder, plain, capsys):
+def test_command_line_takes_json_config(words_folder, plain, capsys):
   command = ["generate", "the cat", "--model", str(words_folder), *flags(**SMALL), "--max-tokens", "12"]
   assert main(command) == 0
   expected = capsys.readouterr().out
@@ -993,13 +992,13 @@ def test_the_command_line_takes_it_as_json(words_folder, plain, capsys):
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "serve"])
-def test_each_command_knows_the_option(command, capsys):
+def test_commands_have_speculative_config_option(command, capsys):
   with pytest.raises(SystemExit): main([command, "--help"])
   assert "--speculative-config" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_the_servers_metrics_count_drafts(words_folder):
+def test_server_metrics_count_drafts(words_folder):
   with Server(words_folder, *flags(**SMALL), "--speculative-config", json.dumps(NGRAM)) as server:
     said = dict(re.findall(r"^# HELP tinyvllm:(\w+) (.*)$", server.get("/metrics").text, re.M))
     before = server.metrics()
@@ -1018,17 +1017,17 @@ def test_the_servers_metrics_count_drafts(words_folder):
     assert server.stop() == 0
 
 
-# a draft model
+# Draft models
 
 @pytest.fixture(scope="module")
 def other_folder(tmp_path_factory):
-  """Another model of the same vocabulary, smaller."""
+  """A smaller model with the same vocabulary."""
   return tiny_model(tmp_path_factory.mktemp("other"), seed=7, words=True, num_hidden_layers=1, hidden_size=16)
 
 
 @pytest.fixture(scope="module")
 def twins(words_folder):
-  """A model that drafts for itself."""
+  """A model that is its own draft model."""
   engine = LLM(words_folder, **OPTIONS, speculative_config={"model": str(words_folder), "num_speculative_tokens": 3})
   for _ in engine.capture([16], optional=True): pass
   return engine
@@ -1043,7 +1042,7 @@ def strangers(words_folder, other_folder):
 
 class TestDraftModel:
   @pytest.mark.parametrize("case", [case for case in CASES if case not in UNDRAFTED and case != "n"] + ["n"])
-  def test_a_model_that_drafts_for_itself_is_always_right(self, plain, twins, case):
+  def test_own_draft_model_is_always_accepted(self, plain, twins, case):
     params = [sampled(24, **{"seed": i, **CASES[case]}) for i in range(3)]
     jobs = [tokens(prompt(5 + 6 * i, case, i)) for i in range(3)]
     count, expected = Counts(twins), plain.generate(jobs, params, False)
@@ -1054,7 +1053,7 @@ class TestDraftModel:
     check_invariants(twins)
 
   @pytest.mark.parametrize("case", CASES)
-  def test_with_another_models_drafts_all_that_is_said_is_the_same(self, plain, strangers, case):
+  def test_other_draft_model_gives_equal_outputs(self, plain, strangers, case):
     params = [sampled(24, **{"seed": i, **CASES[case]}) for i in range(3)]
     jobs = [tokens(prompt(5 + 6 * i, case, i)) for i in range(3)]
     count, expected = Counts(strangers), plain.generate(jobs, params, False)
@@ -1066,12 +1065,12 @@ class TestDraftModel:
 
   @pytest.mark.parametrize("seed", [20, 21, *slow(22, 23, 24, 25)])
   @pytest.mark.parametrize("drafter", ["itself", "other"])
-  def test_any_texts_in_any_company_are_those_without_drafts(self, words_folder, monkeypatch, drafter, seed):
+  def test_random_operations_equal_expected_texts(self, words_folder, monkeypatch, drafter, seed):
     (_, proposed, accepted), _ = fuzz(words_folder, monkeypatch, seed, 80, drafter)
     assert accepted > 20 and (accepted == proposed) == (drafter == "itself")
 
   @pytest.mark.parametrize("overlaps", [False, True])
-  def test_it_takes_as_many_fewer_steps(self, fake, words_folder, overlaps):
+  def test_draft_model_saves_steps(self, fake, words_folder, overlaps):
     engine, model = fake({"model": words_folder, "num_speculative_tokens": 3}, overlaps=overlaps)
     count, ids = Counts(engine), prompt(9, "steps")
     expected, _ = model.text(ids, greedy(120), 0, 120)
@@ -1081,11 +1080,11 @@ class TestDraftModel:
   @pytest.mark.slow
   @pytest.mark.parametrize("seed", range(200, 208))
   @pytest.mark.parametrize("drafter", ["itself", "other"])
-  def test_thousands_of_texts_are_those_without_drafts(self, words_folder, monkeypatch, drafter, seed):
+  def test_thousands_of_random_texts_equal_expected(self, words_folder, monkeypatch, drafter, seed):
     (_, proposed, accepted), _ = fuzz(words_folder, monkeypatch, seed, 200, drafter)
     assert accepted == proposed or drafter == "other"
 
-  def test_it_is_right_behind_what_the_prefix_cache_had(self, plain, twins):
+  def test_own_draft_model_after_prefix_cache_hit_is_accepted(self, plain, twins):
     ids, count = prompt(30, "twins' cache"), Counts(twins)
     expected, = plain.generate(tokens(ids), greedy(50), False)
     for n in (0, 3, 17, 30):
@@ -1093,7 +1092,7 @@ class TestDraftModel:
       assert ids_of(output) == ids_of(expected)[n:] and (n == 0 or output.num_cached_tokens >= 28)
     assert count()[1] == count()[2] > 80
 
-  def test_it_is_right_in_company_that_comes_in_chunks_and_goes(self, plain, twins):
+  def test_own_draft_model_with_chunks_and_aborts_is_accepted(self, plain, twins):
     rng, count = random.Random(0), Counts(twins)
     jobs = [tokens(prompt([3, 50, 7, 41, 1][i % 5], "twins", i // 2)) for i in range(20)]
     params = [[greedy(30), sampled(20, seed=i), sampled(25, n=2, seed=i)][i % 3] for i in range(20)]
@@ -1111,7 +1110,7 @@ class TestDraftModel:
     same([last[str(i)] for i in range(20)], expected)
     assert count()[1] == count()[2] > 100
 
-  def test_it_is_right_after_preemptions_and_failed_steps(self, plain, words_folder, monkeypatch):
+  def test_own_draft_model_after_preemptions_and_failures_is_accepted(self, plain, words_folder, monkeypatch):
     engine = LLM(words_folder, **ENGINE, num_gpu_blocks_override=13,
                  speculative_config={"model": words_folder, "num_speculative_tokens": 3})
     count, jobs = Counts(engine), [prompt(3 + 3 * i, "twins", "small", i) for i in range(5)]
@@ -1129,18 +1128,18 @@ class TestDraftModel:
       assert [ids_of(last[str(i)]) for i in range(5)] == expected
     assert count()[1] == count()[2] > 50 and count.preemptions > 0
 
-  def test_it_may_be_called_by_its_method_and_be_quantized(self, plain, words_folder):
+  def test_quantized_draft_model_is_mostly_accepted(self, plain, words_folder):
     config = {"method": "draft_model", "model": str(words_folder), "num_speculative_tokens": 2, "quantization": "int8"}
     engine, jobs = LLM(words_folder, **ENGINE, speculative_config=config), [tokens(prompt(9, "int8"))]
     count = Counts(engine)
     same_outputs(engine.generate(jobs, greedy(30), False), plain.generate(jobs, greedy(30), False))
-    assert count()[1] >= count()[2] > 10, "8 bits are nearly the same"
+    assert count()[1] >= count()[2] > 10, "int8 weights are nearly the same"
 
   @pytest.mark.parametrize("config, said", [
     ({"model": "/nowhere"}, ["/nowhere"]), ({"method": "ngram", "model": "words"}, ["method='ngram'", "model"]),
     ({"model": "words", "quantization": "int5"}, ["quantization='int5'", "int8"]), ({"model": 5}, ["model=5"]),
   ])
-  def test_a_configuration_that_will_not_do_is_refused(self, words_folder, config, said):
+  def test_invalid_draft_model_config_raises(self, words_folder, config, said):
     config = {"num_speculative_tokens": 2, **config}
     if config["model"] == "words": config["model"] = str(words_folder)
     with pytest.raises(ValueError) as e: LLM(words_folder, **ENGINE, speculative_config=config)
@@ -1149,22 +1148,22 @@ class TestDraftModel:
   @pytest.mark.parametrize("config, name", [
     ({"method": "ngram", "quantization": "int8"}, "quantization='int8'"),
     ({"model": "words", "prompt_lookup_max": 3}, "prompt_lookup_max=3")])
-  def test_what_would_change_nothing_is_refused(self, words_folder, config, name):
+  def test_option_without_effect_raises(self, words_folder, config, name):
     with pytest.raises(ValueError, match=f"{name} has no effect"):
       LLM(words_folder, **ENGINE, speculative_config={"num_speculative_tokens": 2, **config})
 
-  def test_the_servers_line_of_the_log_tells_of_drafts(self):
+  def test_draft_statistics_of_server_log(self):
     assert draft_statistics({"steps": 5}) == draft_statistics({"spec_decode_num_draft_tokens": 0}) == ""
     found = {"spec_decode_num_drafts": 4, "spec_decode_num_draft_tokens": 20, "spec_decode_num_accepted_tokens": 15}
     assert draft_statistics(found) == ", Draft acceptance rate: 75.0%, Mean acceptance length: 4.75"
 
-  def test_a_draft_of_another_vocabulary_is_refused(self, words_folder, tmp_path):
+  def test_draft_model_with_other_vocab_size_raises(self, words_folder, tmp_path):
     folder = tiny_model(tmp_path, vocab_size=333, tokenizer=False)
     with pytest.raises(ValueError, match="vocab_size") as e:
       LLM(words_folder, **ENGINE, speculative_config={"model": folder, "num_speculative_tokens": 2})
     assert "333" in str(e.value) and "320" in str(e.value)
 
-  def test_a_draft_of_another_vocabulary_of_the_same_size_is_refused(self, words_folder, tmp_path):
+  def test_draft_model_with_other_vocabulary_raises(self, words_folder, tmp_path):
     folder = tiny_model(tmp_path, words=True)
     sentencepiece.SentencePieceTrainer.train(
       sentence_iterator=iter(["zebra quilts jump vex", "pyx fjord waltz bog", "sphinx of black quartz judge my vow",
@@ -1174,7 +1173,7 @@ class TestDraftModel:
     with pytest.raises(ValueError, match="another vocabulary"):
       LLM(words_folder, **ENGINE, speculative_config={"model": folder, "num_speculative_tokens": 2})
 
-  def test_a_draft_that_does_not_fit_beside_the_model_is_refused(self, words_folder, monkeypatch):
+  def test_draft_model_without_memory_raises(self, words_folder, monkeypatch):
     free = 300_000   # bytes: room for one of the two
     monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: free)
     LLM(words_folder, **ENGINE)

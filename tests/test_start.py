@@ -282,19 +282,26 @@ def test_core_without_extension_generates_the_same(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"dtype": "float16"}], ids=str)
-def test_core_backend_generates_the_same_as_extension_kernels(tmp_path, options):
-  """A model with every optional part, and two devices that read each other's partial sums."""
+def test_core_alone_generates_the_same_as_with_extension(tmp_path, options):
+  """A model with every optional part. The core has one device; the extension's two read each other's partial sums."""
   folder = tiny_model(tmp_path, dtype="bfloat16", architectures=["Qwen3ForCausalLM"], head_dim=16, attention_bias=True,
                       num_key_value_heads=None, mlp_bias=True, tie_word_embeddings=True)
-  code = ("import sys, tinyvllm\nbackend = tinyvllm.Backend() if sys.argv[2:] else None\n"
-          f"llm = tinyvllm.LLM(sys.argv[1], backend=backend, **{({**ENGINE, **options})})\n"
+  code = ("import sys\nfor name in sys.argv[2:]: sys.modules[name] = None   # as if not installed\n"
+          "import tinyvllm; llm = tinyvllm.LLM(sys.argv[1], **{options})\n"
           "output, = llm.generate('ab', tinyvllm.SamplingParams(temperature=0, max_tokens=20), False)\n"
           "print(type(llm.runner.model.norm).__module__, output.outputs[0].token_ids)")
   env = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
-  runs = [subprocess.run([sys.executable, "-c", code, str(folder), *more], env=env, capture_output=True, text=True,
-                         timeout=120).stdout.split(maxsplit=1) for more in ([], ["without"])]
-  modules, ids = zip(*runs, strict=True)
+
+  def run(*missing, **more):
+    command = [sys.executable, "-c", code.replace("{options}", str({**ENGINE, **options, **more})), str(folder), *missing]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120).stdout.split(maxsplit=1)
+  modules, ids = zip(run(), run("tinyvllm_extra", tensor_parallel_size=1), strict=True)
   assert modules == ("tinyvllm_extra.kernels.matmul", "tinyvllm.backend") and ids[0] == ids[1] and len(ids[0]) > 60
+
+
+def test_core_backend_with_two_devices_is_refused(folder):
+  with pytest.raises(tinyvllm.InputError, match="^tensor_parallel_size=2 must be 1 for Backend"):
+    LLM(folder, backend=tinyvllm.Backend(), tensor_parallel_size=2, **ENGINE)
 
 
 def test_ctrl_c_during_captures_exits_130_without_traceback(tmp_path):

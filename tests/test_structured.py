@@ -1,5 +1,5 @@
-"""Structured outputs: whatever a random model would say, its text is what a schema, expression, list or grammar allows,
-checked by json, jsonschema, re and, token by token, by llguidance over a vocabulary that is made here."""
+"""Structured outputs: the output of a random model follows its schema, regular expression, list or grammar, as checked
+by json, jsonschema, re and, token by token, by llguidance with a vocabulary that this file makes."""
 import functools
 import json
 import re
@@ -19,7 +19,7 @@ from tinyvllm_extra.packages import MissingPackage
 pytestmark = pytest.mark.slow
 
 GUIDED = {**ENGINE, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 4}
-LONE = {**GUIDED, "max_num_seqs": 1, "max_num_batched_tokens": 1}   # each graph compiles for a second or more
+LONE = {**GUIDED, "max_num_seqs": 1, "max_num_batched_tokens": 1}   # compiling a graph takes a second or more
 OBJECT = {"type": "object", "additionalProperties": False}
 SCHEMAS = {
   "nested object": {**OBJECT, "required": ["name", "at"], "properties": {
@@ -48,7 +48,7 @@ def prompts(n): return [tokens(3 + 7 * i % 300, 5 + i, 300 - i) for i in range(n
 
 
 def ask(llm, n, kind, value, **options):
-  """n samples of n prompts; each must have ended because its text was complete."""
+  """The texts of n prompts. Each must end because it is complete."""
   params = [structured(kind, value, seed, **options) for seed in range(n)]
   outputs = [o.outputs[0] for o in llm.generate(prompts(n), params, use_tqdm=False)]
   assert {(o.finish_reason, o.stop_reason) for o in outputs} == {("stop", None)}
@@ -68,7 +68,7 @@ def lone(folder): return LLM(folder, **LONE)
 
 
 class Vocabulary:
-  """Of the sentencepiece model, as llguidance takes it: what a token adds to a text, and an encoder to bytes."""
+  """The sentencepiece model in llguidance's interface: the bytes of each token, and an encoder to byte tokens."""
   eos_token_id, bos_token_id, special_token_ids, is_tokenizer_wrapper = 2, 1, [0, 1, 2], True
 
   def __init__(self):
@@ -91,11 +91,11 @@ def matcher(kind, value):
 
 def naive_greedy(folder, prompt, kind, value, logit_bias=(), repetition_penalty=1.0, presence_penalty=0.0,
                  frequency_penalty=0.0):
-  """At each step the best of the reference's logits, as the fields change them, among what the matcher allows, up to
-  the end token, or until nothing else may come."""
+  """The greedy ids of the reference's adjusted logits among the tokens that the matcher allows, up to the end token or
+  the end of the grammar."""
   out, allowed = [], matcher(kind, value)
   while 2 not in out and not allowed.is_stopped():
-    assert not allowed.compute_ff_bytes(), "where text is forced, its tokens are a matter of the tokenizer"
+    assert not allowed.compute_ff_bytes(), "the tokens of forced text depend on the tokenizer"
     mask = np.unpackbits(np.frombuffer(allowed.compute_bitmask(), np.uint8), bitorder="little")[:VOCAB].astype(bool)
     x = np.where(mask, reference_logits(folder, [*prompt, *out])[-1], -np.inf)
     for token, change in dict(logit_bias).items(): x[token] += change
@@ -106,35 +106,35 @@ def naive_greedy(folder, prompt, kind, value, logit_bias=(), repetition_penalty=
   return out
 
 
-# what is asked for
+# Parameters
 
 @pytest.mark.parametrize("options", [
   {}, {"json_object": False}, {"json": {"type": "null"}, "regex": "a"}, {"choice": ["a"], "json_object": True},
   {"regex": "a", "grammar": "start: \"a\""}, {"json": 5}, {"json": None, "regex": None}, {"regex": ["a"]},
   {"regex": b"a"}, {"choice": "abc"}, {"choice": []}, {"choice": ["a", 5]}, {"choice": ("a",)}, {"grammar": {"a": "b"}},
   {"json_object": "yes"}, {"json_object": 1}, {"xml": "a"}], ids=str)
-def test_anything_but_exactly_one_constraint_of_its_type_is_refused(options):
+def test_params_without_exactly_one_valid_field_raise(options):
   with pytest.raises(ValueError): StructuredOutputsParams(**options)
   with pytest.raises(ValueError): SamplingParams(structured_outputs=options)
 
 
 @pytest.mark.parametrize("other", ["a", ["a"], 5])
-def test_a_dict_is_made_params_and_nothing_else_is_taken(other):
+def test_params_as_dict_are_converted_other_types_raise(other):
   params = SamplingParams(structured_outputs={"choice": ["a", "b"]}).structured_outputs
   assert params == StructuredOutputsParams(choice=["a", "b"])
   with pytest.raises(ValueError, match="structured_outputs"): SamplingParams(structured_outputs=other)
 
 
-def test_a_field_in_conflict_is_refused_and_both_are_named():
+def test_conflicting_field_raises_with_both_names():
   for name, value in {"min_tokens": 1, "ignore_eos": True, "allowed_token_ids": [5], "bad_words": ["a"]}.items():
     with pytest.raises(ValueError) as e: structured("regex", "a+", **{name: value})
     assert "structured_outputs" in str(e.value) and name in str(e.value)
 
 
-# what comes: 500 texts by a schema, and the rest
+# Outputs: 500 by a schema, and other constraints
 
 @pytest.mark.parametrize("name, n", [*zip(SCHEMAS, (40, 115, 115, 115, 115), strict=True)])
-def test_texts_of_a_schema_parse_and_validate(llm, name, n):
+def test_schema_outputs_validate(llm, name, n):
   texts = ask(llm, n, "json", json.dumps(SCHEMAS[name]) if name == "array" else SCHEMAS[name])
   values = [json.loads(text) for text in texts]
   for value in values: jsonschema.validate(value, SCHEMAS[name])
@@ -145,19 +145,19 @@ def test_texts_of_a_schema_parse_and_validate(llm, name, n):
 @pytest.mark.parametrize("kind, value, regex", [
   *(("regex", regex, regex) for regex in REGEXES), ("grammar", LARK, r"sum [1-9]\d{0,2}([+-][1-9]\d{0,2}){1,3}"),
   ("grammar", GBNF, r"\(([a-c]+|\d\d)(,([a-c]+|\d\d))?\)")], ids=[*REGEXES, "Lark", "GBNF"])
-def test_texts_of_an_expression_or_grammar_match_it_whole(llm, kind, value, regex):
+def test_regex_and_grammar_outputs_match(llm, kind, value, regex):
   texts = ask(llm, 24, kind, value)
   assert all(re.fullmatch(regex, text) for text in texts) and len(set(texts)) > 8, texts
 
 
 @pytest.mark.parametrize("choices", [["yes", "no", "maybe"], ["a", "ab", "abc"], [" the", "the", "th"],
                                      ["é", "🙂", "naïve 🙃", "e"], ["say \"hi\"\n", "back\\slash"]], ids=str)
-def test_each_choice_comes_sometimes_and_nothing_else(llm, choices):
+def test_choice_outputs_are_all_choices(llm, choices):
   assert set(ask(llm, 64, "choice", choices)) == {*choices}
 
 
-def test_json_objects(lone):
-  """Any object; a bias for } and " and against blanks ends them."""
+def test_json_object_outputs_are_objects(lone):
+  """A bias for } and ", and against white space, ends the objects."""
   model = Vocabulary()
   bias = dict.fromkeys(model.all_of(b"}", b'"'), 6) | dict.fromkeys(model.all_of(b" ", b"\n", b"\r", b"\t"), -100)
   objects = [json.loads(text) for text in ask(lone, 24, "json_object", True, logit_bias=bias)]
@@ -167,7 +167,7 @@ def test_json_objects(lone):
 @pytest.mark.parametrize("kind, value, n", [
   ("json", SCHEMAS["nested object"], 12), ("regex", "(ab|cd){30}", 25), ("grammar", LARK, 5),
   ("choice", ["a long choice", "another one"], 1)], ids=["json", "regex", "grammar", "choice"])
-def test_a_text_cut_by_max_tokens_is_the_beginning_of_a_valid_one(llm, kind, value, n):
+def test_output_cut_by_max_tokens_is_valid_prefix(llm, kind, value, n):
   for output in llm.generate(prompts(8), [structured(kind, value, seed, max_tokens=n) for seed in range(8)]):
     got = output.outputs[0]
     assert got.finish_reason == "length" and len(got.token_ids) == n
@@ -175,7 +175,7 @@ def test_a_text_cut_by_max_tokens_is_the_beginning_of_a_valid_one(llm, kind, val
     if kind == "regex": assert re.fullmatch("(ab|cd)*[ac]?", got.text)
 
 
-def test_a_text_that_is_complete_with_the_last_token_that_may_come_ends_with_stop(llm):
+def test_output_complete_at_max_tokens_ends_with_stop(llm):
   for n, reason in ((3, "length"), (4, "stop")):
     got = llm.generate("the cat", structured("regex", "x{4}", max_tokens=n))[0].outputs[0]
     assert (got.text, got.finish_reason) == ("x" * n, reason)
@@ -185,15 +185,15 @@ def test_a_text_that_is_complete_with_the_last_token_that_may_come_ends_with_sto
   {}, {"repetition_penalty": 1.5}, {"presence_penalty": 1.5, "frequency_penalty": 0.7},
   {"logit_bias": {289: 3, 290: -100}, "repetition_penalty": 1.2, "frequency_penalty": 1.0}], ids=str)
 @pytest.mark.parametrize("kind, value", [("regex", "[a-z ]{6,20}"), ("grammar", 'start: /[0-9]{2}[a-h]{2,12}/ "!"?')])
-def test_greedy_text_is_of_the_best_tokens_that_are_allowed(llm, folder, kind, value, options):
+def test_greedy_ids_equal_best_allowed_tokens(llm, folder, kind, value, options):
   for job in prompts(4):
     expected = naive_greedy(folder, job["prompt_token_ids"], kind, value, **options)
     got = llm.generate(job, structured(kind, value, temperature=0.0, max_tokens=40, **options))[0].outputs[0]
     assert got.token_ids == expected and got.finish_reason == "stop"
 
 
-def test_each_request_of_a_mixed_batch_gives_what_it_gives_alone(llm):
-  """A prompt of several chunks among short ones; every other request is free."""
+def test_mixed_batch_equals_single_requests(llm):
+  """One prompt has several chunks. Every other request has no constraint."""
   given = [("json", SCHEMAS["integers"]), ("regex", "[a-z]{20,40}"), ("choice", ["yes", "no"]), ("grammar", LARK),
            ("regex", "[0-9]{9}"), ("json", SCHEMAS["enum"])]
   pairs = [(structured(*constraint, i, temperature=1.5 * (i % 3 > 0)), free(i, temperature=i % 2, min_p=i / 50))
@@ -204,14 +204,14 @@ def test_each_request_of_a_mixed_batch_gives_what_it_gives_alone(llm):
   assert {o.outputs[0].finish_reason for o in together[::2]} == {"stop"}
 
 
-def test_the_text_is_the_same_after_preemption(llm, folder):
+def test_text_after_preemption_is_equal(llm, folder):
   small = LLM(folder, num_gpu_blocks_override=17, **{**GUIDED, "max_num_seqs": 2, "max_num_batched_tokens": 2})
   params = [structured("regex", "[a-z ]{30,50}x", i) if i % 4 else free(i) for i in range(8)]
   same_outputs(small.generate(prompts(8), params), llm.generate(prompts(8), params))
   assert small.get_metrics()["num_preemptions"] > 0
 
 
-def test_samples_are_those_of_lone_requests_with_the_next_seeds(llm):
+def test_samples_equal_single_requests_with_next_seeds(llm):
   for kind, value in (("json", SCHEMAS["nested object"]), ("regex", "[a-z]{5,20}")):
     samples = llm.generate(prompts(1), structured(kind, value, 7, n=4))[0].outputs
     alone = [llm.generate(prompts(1), structured(kind, value, 7 + i))[0].outputs[0] for i in range(4)]
@@ -219,7 +219,7 @@ def test_samples_are_those_of_lone_requests_with_the_next_seeds(llm):
     assert {c.finish_reason for c in samples} == {"stop"} and len({c.text for c in samples}) == 4
 
 
-def test_a_stream_tells_what_generate_tells(llm):
+def test_stream_equals_generate(llm):
   given = [("json", SCHEMAS["string"]), ("choice", ["naïve 🙃", "🙂 é"]), ("grammar", GBNF)]
   for seed, (kind, value) in enumerate(given * 3):
     params = structured(kind, value, seed)
@@ -229,7 +229,7 @@ def test_a_stream_tells_what_generate_tells(llm):
     assert [p.outputs[0].finish_reason for p in parts] == [None] * (len(parts) - 1) + ["stop"]
 
 
-def test_a_stop_string_or_id_ends_it_before_it_is_complete(llm):
+def test_stop_string_or_id_ends_incomplete_output(llm):
   for seed in range(8):
     got = llm.generate("the cat", structured("regex", "[a-e]{60}", seed, stop=["e", "dd"]))[0].outputs[0]
     assert got.finish_reason == "stop" and got.stop_reason in ("e", "dd") and re.fullmatch("[a-d]*", got.text)
@@ -238,7 +238,7 @@ def test_a_stop_string_or_id_ends_it_before_it_is_complete(llm):
   assert got.text == "a" * 9 and got.token_ids[-1] == got.stop_reason in stop
 
 
-def test_bias_and_penalties_choose_among_what_is_allowed_and_allow_nothing_else(lone):
+def test_bias_and_penalties_allow_no_other_tokens(lone):
   model = Vocabulary()
   for value in ask(lone, 8, "json", SCHEMAS["array"], logit_bias=dict.fromkeys([2, *model.all_of(b"}", b"[")], 100)):
     jsonschema.validate(json.loads(value), SCHEMAS["array"])
@@ -249,7 +249,7 @@ def test_bias_and_penalties_choose_among_what_is_allowed_and_allow_nothing_else(
   assert set(ask(lone, 8, "choice", ["b", "c"], logit_bias=dict.fromkeys(model.all_of(b"b"), -100))) == {"c"}
 
 
-def test_a_tokenizer_json(tmp_path):
+def test_tokenizer_json_outputs_match(tmp_path):
   folder = tiny_model(tmp_path, tokenizer=False, seed=3, max_position_embeddings=1024)
   byte_level_bpe().save(str(folder / "tokenizer.json"))
   (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
@@ -260,22 +260,22 @@ def test_a_tokenizer_json(tmp_path):
   assert all(re.fullmatch("[a-z ]{5,9}", text) for text in ask(llm, 24, "regex", "[a-z ]{5,9}"))
 
 
-def test_a_vocabulary_larger_than_the_tokenizers_and_several_end_tokens(tmp_path):
-  """Of no multiple of 32. Ids beyond the tokenizer's have no text, and the unknown token stands for none."""
+def test_vocabulary_larger_than_tokenizer_outputs_match(tmp_path):
+  """365 is no multiple of 32. Ids beyond the tokenizer's and the unknown token have no text."""
   llm = LLM(tiny_model(tmp_path, vocab_size=365, eos_token_id=[2, 1], seed=4, max_position_embeddings=1024), **LONE)
   params = [structured("regex", ".{3,40}", i) for i in range(64)]
   outputs = [o.outputs[0] for o in llm.generate(prompts(64), params)]
   assert all(re.fullmatch(".{3,40}", o.text) and o.finish_reason == "stop" for o in outputs)
   assert all(0 < i < VOCAB for o in outputs for i in o.token_ids) and "\u2047" not in "".join(o.text for o in outputs)
-  assert {1, 2} <= {o.token_ids[-1] for o in outputs}, "either ends a text"
+  assert {1, 2} <= {o.token_ids[-1] for o in outputs}, "both end tokens occur"
 
 
-def test_the_tokenizers_end_token_stays_the_models(llm):
+def test_tokenizer_end_token_is_unchanged(llm):
   ask(llm, 1, "choice", ["a", "b"])
   assert llm.tokenizer.eos_token_id == 2
 
 
-# what is refused
+# Errors
 
 BAD = [("json", "{"), ("json", {"type": "nope"}), ("json", {"type": "string", "pattern": "("}), ("regex", "("),
        ("regex", "a{2,1}"), ("grammar", "start: nothing"), ("grammar", "start: (\"a\""), ("grammar", "root ::= ("),
@@ -283,7 +283,7 @@ BAD = [("json", "{"), ("json", {"type": "nope"}), ("json", {"type": "string", "p
 
 
 @pytest.mark.parametrize("kind, value", BAD, ids=str)
-def test_what_llguidance_cannot_take_is_refused_before_anything_is_queued_and_others_go_on(llm, kind, value):
+def test_invalid_constraint_raises_and_other_requests_continue(llm, kind, value):
   alone, last = llm.generate("the cat", free(3)), None
   llm.add_request("other", "the cat", free(3))
   llm.step()
@@ -297,7 +297,7 @@ def test_what_llguidance_cannot_take_is_refused_before_anything_is_queued_and_ot
   same_outputs(last, alone)
 
 
-def test_without_llguidance_it_says_what_to_install_and_other_requests_run(folder, monkeypatch):
+def test_missing_llguidance_raises_and_other_requests_continue(folder, monkeypatch):
   fresh, install = LLM(folder, **LONE), re.escape("pip install 'tinyvllm[grammar]'")
   monkeypatch.setitem(sys.modules, "llguidance", None)
   with pytest.raises(MissingPackage, match=install): fresh.generate("the cat", structured("regex", "a+"))

@@ -25,6 +25,10 @@ def check(ok: Any, message: str, value: Any = None) -> None:
   if not ok: raise InputError(message, value)
 
 
+def check_ids(name: str, ids: Any, size: int) -> None:
+  for i in ids or (): check(type(i) is int and 0 <= i < size, f"{name}: id {i!r} must be an int from 0 to {size - 1}")
+
+
 def has_extension() -> bool: return importlib.util.find_spec("tinyvllm_extra") is not None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from tinygrad import dtypes, helpers, nn
 
 from .backend import Backend, Devices, cpu_cores, exclusive, renderer
-from .config import EngineConfig, InputError, ModelConfig, check, extended, extension, logger
+from .config import EngineConfig, InputError, ModelConfig, check, check_ids, extended, extension, logger
 from .llama import Checkpoint, Llama
 from .request import CompletionOutput, Proposer, RequestOutput, SamplingParams, Sequence
 from .runner import Results, Runner, Step, build_step
@@ -84,10 +84,6 @@ class LoadedModel:
     if config.speculative_config is None: self.runners = [new_runner(num_bytes)]
     else: self.proposer, self.runners = extension("speculation").open_proposer(self, new_runner, num_bytes)
     self.runner = self.runners[0]   # the second one, if there is one, runs a draft model
-
-
-def check_ids(name: str, ids: Any, size: int) -> None:
-  for i in ids or (): check(type(i) is int and 0 <= i < size, f"{name}: id {i!r} must be an int from 0 to {size - 1}")
 
 
 class Engine(LoadedModel):

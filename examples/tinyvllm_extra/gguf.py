@@ -10,7 +10,7 @@ from tinyvllm.config import check
 from tinyvllm_extra.huggingface import Tokenizer
 
 from . import weights
-from .gguf_tokenizer import make_tokenizer
+from .gguf_tokenizer import Tokenizer, make_tokenizer
 from .quantization import Matrix, Quantized
 
 # Keys of the metadata after the architecture's name -> config.json. The first five are required
@@ -31,15 +31,15 @@ IN_LAYER = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm"
 
 
 class Form(NamedTuple):
-  """How a quantized weight is kept."""
+  """The numbers that a quantized weight is kept as."""
   bits: int
   group: int      # inputs that share a scale
   offsets: bool
 
 
 class Type(NamedTuple):
-  """The layout of a tensor: each row is a sequence of blocks of `inputs` numbers, with `fields`. q is made of the bit
-  planes in `low`, with those in `high` 4 bits above them, minus `zero`."""
+  """The layout of a tensor: each row is a sequence of blocks of `inputs` numbers, with `fields`. q is `low`
+  plus 16 times `high`, whose bit planes lie as `planes` reads them, minus `zero`."""
   name: str
   inputs: int
   fields: Any
@@ -131,9 +131,7 @@ class Stored(weights.Stored):
     """The weight in float32."""
     if not self.kind.form: return weights.to_float32(self.read())
     q, scale, offset = decode(self.kind, self.read())
-    values = q.reshape(*scale.shape, -1) * scale[..., None]
-    if offset is not None: values += offset[..., None]
-    return values.reshape(q.shape)
+    return weights.dequantize(Quantized(q, scale, offset, np.arange(q.shape[1])), np.float32)
 
 
 def shared_form(kinds: Sequence[Type]) -> Form | str:
@@ -164,7 +162,7 @@ class Reader:
     size = self.number("Q")
     start = self.position
     self.position += size
-    if self.position > len(self.data): raise EOFError("a text goes beyond the end of the file")
+    if self.position > len(self.data): raise EOFError("a string goes beyond the end of the file")
     return bytes(self.data[start:self.position]).decode()
 
   def value(self, kind: int, nested: bool = False) -> Any:
@@ -218,7 +216,7 @@ def make_stored(path: pathlib.Path, start: int, size: int, name: str, shape: tup
 
 
 def read_config(path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str, Stored]) -> dict[str, Any]:
-  """The content of config.json. Raises InputError for what the engine does not support."""
+  """The content of config.json. Raises InputError for an unsupported file."""
   arch = str(metadata.get("general.architecture"))
   parts = metadata.get("split.count", 1)
   supported = ", ".join(ARCHITECTURES)

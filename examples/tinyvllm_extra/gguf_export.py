@@ -16,7 +16,7 @@ SAFETENSORS = {"f4": "F32", "f2": "F16", "u2": "BF16", "i1": "I8", "i4": "I32", 
 
 
 def find_forms(tensors: dict[str, Stored]) -> dict[str, Form | str]:
-  """The form of each matrix, by its module's name. Those that the engine fuses share one."""
+  """The form of each matrix, by its module's name. Fused matrices share one."""
   fused: dict[str, list[str]] = collections.defaultdict(list)
   for name in [name.removesuffix(".weight") for name, tensor in tensors.items() if len(tensor.shape) == 2]:
     owner, _, kind = name.rpartition(".")
@@ -85,7 +85,7 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
   check(free, f"{folder} is there already: choose an empty folder, or a new one")
   checkpoint = Checkpoint(path)
   config = checkpoint.hf_config
-  ModelConfig.from_hf(config, path)   # raises for what the engine does not support
+  ModelConfig.from_hf(config, path)   # raises for an unsupported architecture
   forms = find_forms(checkpoint.all_tensors)
   library, settings = read_tokenizer(path, checkpoint.metadata, config["vocab_size"])
   files = {"config.json": json.dumps(config | quantization_config(forms), indent=2).encode(),

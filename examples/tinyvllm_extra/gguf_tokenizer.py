@@ -10,7 +10,7 @@ from tinyvllm.config import InputError, check
 from .huggingface import Tokenizer, wrap, wrap_sentencepiece
 from .packages import optional
 
-# How a byte-level BPE splits text before it merges, by tokenizer.ggml.pre; "": as GPT-2
+# Regular expressions that split text before a byte-level BPE merges, by tokenizer.ggml.pre; "": as GPT-2
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -19,7 +19,7 @@ TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo
 SPLITS = {**dict.fromkeys(["llama-bpe", "llama3", "llama-v3", "smaug-bpe"], LLAMA3), "tekken": TEKKEN,
           **dict.fromkeys(["qwen2", "deepseek-r1-qwen"], LLAMA3.replace("{1,3}", "")),
           **dict.fromkeys(["smollm", "starcoder", "refact"], r"\p{N}"), "gpt-2": "", "default": ""}
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")   # keep words that are tokens; texts begin with BOS
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")   # words that are tokens are not merged; a prompt begins with BOS
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)   # kinds of tokens, as sentencepiece numbers them
 REQUIRED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores", "token_type")}   # by tokenizer.ggml.model
 
@@ -54,7 +54,7 @@ def encode_protobuf(*fields: tuple[int, Any]) -> bytes:
 
 
 def sentencepiece_model(config: dict[str, Any]) -> bytes:
-  """The content of tokenizer.model, for a vocabulary that merges by score. The numbers are those of the fields in
+  """The content of tokenizer.model, for a vocabulary that merges by score. Field numbers are from
   sentencepiece_model.proto."""
   pieces = [*zip(config["tokens"], config["scores"], config["token_type"], strict=True)]
   messages = [(1, encode_protobuf((1, text.encode()), (2, score), (3, kind))) for text, score, kind in pieces]

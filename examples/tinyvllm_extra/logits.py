@@ -9,8 +9,7 @@ from tinygrad.uop.ops import KernelInfo
 
 from tinyvllm import request
 from tinyvllm.backend import Sampler
-from tinyvllm.config import ModelConfig, check, option
-from tinyvllm.engine import check_ids
+from tinyvllm.config import ModelConfig, check, check_ids, option
 from tinyvllm.request import MAX_INT, Sequence
 from tinyvllm.runner import UNKNOWN, Results, Row, Runner, Table
 from tinyvllm_extra.huggingface import Tokenizer

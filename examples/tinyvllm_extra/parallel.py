@@ -75,7 +75,7 @@ class Devices(backend.Devices):
 
 
 def local_ids(ids: Tensor, num_rows: int) -> Tensor:
-  """Each device's row of the embeddings for each token id, num_rows for those of other devices. ids: (T,)."""
+  """Each device's row of the embeddings for each token id, num_rows for ids of other devices. ids: (T,)."""
   if not isinstance(ids.device, tuple): return ids
   first = Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * num_rows
   own = ids - first
@@ -83,7 +83,7 @@ def local_ids(ids: Tensor, num_rows: int) -> Tensor:
 
 
 def partial_sums(x: Tensor) -> list[Tensor]:
-  """What each device has of x, readable by all."""
+  """The parts of x on each device, readable by all."""
   if not isinstance(x.device, tuple): return [x]
   count = len(x.device)
   return [Tensor(UOp.mstack(*[x.uop.mselect(i)] * count)) for i in range(count)]

@@ -10,11 +10,10 @@ from safetensors import SafetensorError, safe_open
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
 from tinyvllm.backend import exclusive
-from tinyvllm.config import check, logger
+from tinyvllm.config import ModelConfig, check, logger
 from tinyvllm.engine import Engine
 
 from .kernels.schedule import kernel_of
-from .models import find_model
 from .weights import open_checkpoint
 
 MAGIC = b'{"__metadata__": {"format": "'   # start of the JSON header
@@ -25,10 +24,9 @@ SAMPLE_BYTES = 2**16   # bytes of a weight to hash, at each of four offsets
 identities: weakref.WeakKeyDictionary[Engine, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
-def fingerprint(path: pathlib.Path) -> str:
+def fingerprint(path: pathlib.Path, config: ModelConfig) -> str:
   """Hash a model's config and samples of each of its weights: fine-tuned ones differ, and few bytes are read."""
   checkpoint = open_checkpoint(path)
-  config, _ = find_model(checkpoint.hf_config, path)
   digest = hashlib.sha256(repr((config, checkpoint.hf_config.get("quantization_config"))).encode())
   for name, dtype, shape, data in checkpoint.fingerprint_pieces():
     digest.update(repr((name, dtype, shape)).encode())
@@ -44,10 +42,11 @@ def identity(engine: Engine) -> dict[str, str]:
   config = engine.config
   proposer: Any = engine.proposer
   draft = proposer.config if len(engine.runners) > 1 else None
-  values: dict[str, Any] = {"format": FORMAT, "model": fingerprint(engine.path)}
+  values: dict[str, Any] = {"format": FORMAT, "model": fingerprint(engine.path, engine.model_config)}
   if draft:
     draft_path = pathlib.Path(draft.model).expanduser()
-    values["draft model"] = f"{fingerprint(draft_path)}, quantization {draft.quantization}"
+    draft_config = engine.runners[1].model.config
+    values["draft model"] = f"{fingerprint(draft_path, draft_config)}, quantization {draft.quantization}"
   values["dtype"] = engine.runner.model.dtype.name
   values["quantization"] = config.quantization if config.quantization in ("int8", "int4") else None   # else the model's
   for name in ("kv_cache_dtype", "block_size", "tensor_parallel_size"): values[name] = getattr(config, name)

@@ -117,12 +117,12 @@ def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensor
   return Quantized(q[:, columns], narrow(scales), narrow(offset) if offset.any() else None, columns)
 
 
-def dequantize(w: Matrix) -> np.ndarray:
-  """The matrix as numbers, (out, in): in float16 if it was quantized."""
+def dequantize(w: Matrix, dtype: Any = np.float16) -> np.ndarray:
+  """The matrix as numbers, (out, in): in `dtype` if it was quantized."""
   if isinstance(w, np.ndarray): return w
   by_group = w.q.reshape(*w.scale.shape, -1) * w.scale[..., None].astype(np.float32)
   if w.offset is not None: by_group += w.offset[..., None]
-  return by_group.reshape(w.q.shape)[:, np.argsort(w.order)].astype(np.float16)
+  return by_group.reshape(w.q.shape)[:, np.argsort(w.order)].astype(dtype, copy=False)
 
 
 def concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:

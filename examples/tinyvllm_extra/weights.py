@@ -16,7 +16,7 @@ from tinyvllm.config import check, read_json
 from .quantization import Matrix, concatenate, dequantize, find_layouts, join, quantize, read_matrix, split, to_float32
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16: its bits
-INTEGERS = {"I8": np.int8, "I32": np.int32, "I64": np.int64}         # of quantized matrices
+INTEGERS = {"I8": np.int8, "I32": np.int32, "I64": np.int64}         # in quantized matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,38 +34,30 @@ class Stored:
   def raw(self) -> np.ndarray: return np.memmap(self.path, np.uint8, "c", self.start, (self.nbytes,))
 
 
-def read_header(path: pathlib.Path) -> dict[str, tuple[str, Stored]]:
-  """The tensors of a safetensors file, with the name of their dtype. Raises InputError for a damaged file."""
-  try: safe_open(path, "np")   # checks the whole file, but cannot read bfloat16
-  except (OSError, SafetensorError) as e: check(False, f"model: {path} is missing, damaged or cut short: {e}")
-  size = int(np.fromfile(path, "<u8", 1)[0])
-  header = json.loads(bytes(np.fromfile(path, np.uint8, size, offset=8)))
-  header.pop("__metadata__", None)
-  return {name: (entry["dtype"], Stored(path, (DTYPES | INTEGERS).get(entry["dtype"]), tuple(entry["shape"]),
-                                        8 + size + entry["data_offsets"][0])) for name, entry in header.items()}
-
-
 class Checkpoint(llama.Checkpoint):
-  """A folder of safetensors, quantized or not. `tensors` holds those that no part has read yet."""
-  tensors: dict[str, Any]   # of Stored, by name
+  """A folder of safetensors, quantized or not."""
+  tensors: dict[str, Any]   # name -> Stored: everything that no part has read yet
 
   @property
   def method(self) -> str | None:
     """The format of quantized matrices; None: there are none."""
-    return self.quantization_config.get("quant_method")
-
-  @property
-  def quantization_config(self) -> dict[str, Any]: return self.hf_config.get("quantization_config") or {}
+    return (self.hf_config.get("quantization_config") or {}).get("quant_method")
 
   def stored(self) -> dict[str, Any]:
     """All tensors of the files. Raises InputError for a file or a dtype that cannot be read."""
-    kinds = DTYPES | INTEGERS if self.quantization_config else DTYPES
+    kinds = DTYPES | INTEGERS if self.method else DTYPES
     index = read_json(self.path / "model.safetensors.index.json")
     tensors = {}
     for file in {self.path / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}:
-      for name, (kind, tensor) in read_header(file).items():
+      try: safe_open(file, "np")   # checks the whole file, but cannot read bfloat16
+      except (OSError, SafetensorError) as e: check(False, f"model: {file} is missing, damaged or cut short: {e}")
+      size = int(np.fromfile(file, "<u8", 1)[0])
+      header = json.loads(bytes(np.fromfile(file, np.uint8, size, offset=8)))
+      header.pop("__metadata__", None)
+      for name, entry in header.items():
+        kind = entry["dtype"]
         check(kind in kinds, f"model: {file}: tensor {name} is {kind}; supported: {', '.join(kinds)}")
-        tensors[name] = tensor
+        tensors[name] = Stored(file, kinds[kind], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
     return tensors
 
   def fingerprint_pieces(self) -> Iterator[tuple[str, str, tuple[int, ...], np.ndarray]]:
@@ -74,7 +66,7 @@ class Checkpoint(llama.Checkpoint):
       yield name, np.dtype(tensor.dtype).str, tensor.shape, tensor.raw()
 
   def load(self, model: llama.Llama, quantization: str | None = None) -> None:
-    self.layouts = find_layouts(self.quantization_config)
+    self.layouts = find_layouts(self.hf_config.get("quantization_config") or {})
     self.bits = {"int8": 8, "int4": 4}.get(quantization or "")
     state = f"{self.method} already" if self.method else "not quantized"
     check(quantization in (None, self.method) or self.bits and not self.method,
@@ -95,7 +87,7 @@ class Checkpoint(llama.Checkpoint):
       return name.endswith(".weight_shape") or name.endswith(".bias") and not self.tensors[name].read().any()
     super().check_unused([name for name in names if not (self.method and is_empty(name))])
 
-  # What a part reads
+  # Called by `load` of a part
 
   def take(self, name: str, *shape: int) -> Any:
     """The Stored tensor of this name, which must have this shape."""

@@ -1,8 +1,10 @@
 """All changes that tinyvllm makes to tinygrad itself. `apply` makes them when a device is opened; an import changes
 nothing. Each patch is a function whose docstring states its reason and the condition for its removal."""
-import functools, importlib, importlib.metadata, os, pathlib, shutil
+import functools, importlib, importlib.metadata, os, pathlib, shutil, threading
+from typing import Any
 
 from tinygrad import Device, UOp, dtypes, helpers
+from tinygrad.device import LRUAllocator
 from tinygrad.engine import realize
 from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
 from tinygrad.runtime.ops_cpu import CPUAllocator
@@ -29,6 +31,7 @@ def apply(compiler: str) -> None:
   if Device.DEFAULT == "CUDA":
     order_kernels_by_ranges()
     compiler = compile_machine_code() or compiler
+  lock_allocators()
   load_whole_words()
   skip_shapes_of_slices()
   keep_kernels_on_disk(compiler)
@@ -70,6 +73,17 @@ def use_widest_vectors() -> None:
   if AVX512 and WIDE not in compiler.args: compiler.args.append(WIDE)   # type: ignore[attr-defined]
   os.environ["DMC"] = "1"   # turns float4 off
   helpers.getenv.cache_clear()   # type: ignore[attr-defined]
+
+
+@functools.cache
+def lock_allocators() -> None:
+  """Guard the cache of freed buffers: engines on several threads copy to and from a device at the same time, and
+  tinygrad takes a buffer in two operations. Checked with 0.14.0. Remove when LRUAllocator is safe for threads."""
+  lock, alloc = threading.RLock(), LRUAllocator.alloc
+
+  def alloc_locked(self: Any, *args: Any, **kwargs: Any) -> Any:
+    with lock: return alloc(self, *args, **kwargs)
+  LRUAllocator.alloc = alloc_locked   # type: ignore[method-assign]
 
 
 def order_kernels_by_ranges() -> None:

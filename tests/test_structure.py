@@ -1,0 +1,195 @@
+"""The modules of core and extension: which of them may import which, and where tinygrad is patched. Reads the source
+with `ast`; imports nothing of it."""
+import ast
+import graphlib
+import tomllib
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+from test_size import EXTENSION, PACKAGE, code_tokens
+
+ROOT = PACKAGE.parent
+CORE, EXTRA = PACKAGE.name, EXTENSION.name
+FILES = {".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__"): path
+         for folder in (PACKAGE, EXTENSION) for path in sorted(folder.rglob("*.py"))}   # by module name
+MAX_FUNCTION_LINES = 40
+PATCHES = f"{EXTRA}.kernels.tinygrad_patches"
+# Assignments to tinygrad's state that patch no behavior
+ALLOWED_ASSIGNMENTS = {
+  (f"{EXTRA}.kernels", "helpers.DEV.value"),   # selects a renderer for the CPU device, as DEV does
+  (f"{EXTRA}.kernels.kernel_cache", "codegen.to_program_cache"),   # |= adds to a dict
+}
+
+
+@cache
+def parse(module: str) -> ast.Module: return ast.parse(FILES[module].read_text())
+
+
+def is_type_checking(node: ast.AST) -> bool:
+  return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def walk(node: ast.AST, into: Callable[[ast.AST], bool]) -> Iterator[ast.AST]:
+  """All descendants, except below nodes that `into` refuses. An `else` branch is not below TYPE_CHECKING."""
+  children = node.orelse if is_type_checking(node) and not into(node) else [*ast.iter_child_nodes(node)]
+  for child in children:
+    yield child
+    if into(child) or is_type_checking(child): yield from walk(child, into)
+
+
+def runs(node: ast.AST) -> bool: return not is_type_checking(node)
+def runs_at_import(node: ast.AST) -> bool:
+  return runs(node) and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+
+
+def imported_names(module: str, node: ast.AST) -> list[str]:
+  """Absolute dotted names that a statement imports: modules, or attributes of modules."""
+  if isinstance(node, ast.Import): return [alias.name for alias in node.names]
+  if not isinstance(node, ast.ImportFrom): return []
+  package = module.split(".")
+  if FILES[module].name != "__init__.py": package.pop()
+  base = package[:len(package) - node.level + 1] if node.level else []
+  return [".".join([*base, *filter(None, [node.module]), alias.name]) for alias in node.names]
+
+
+def module_of(name: str) -> str | None:
+  """The module of ours that an imported name belongs to; None for other packages."""
+  if name in FILES: return name
+  return module_of(name.rpartition(".")[0]) if "." in name else None
+
+
+def imports(module: str, into: Callable[[ast.AST], bool] = runs) -> set[str]:
+  """Modules of core and extension that a module imports itself."""
+  names = [name for node in walk(parse(module), into) for name in imported_names(module, node)]
+  return {found for name in names if (found := module_of(name))} - {module}
+
+
+def in_package(module: str, package: str) -> bool: return f"{module}.".startswith(f"{package}.")
+
+
+def assigned_targets(node: ast.AST) -> list[ast.expr]:
+  """The targets of an assignment or a deletion. setattr and delattr count as assignments."""
+  if isinstance(node, ast.Assign | ast.Delete): targets = node.targets
+  elif isinstance(node, ast.AugAssign | ast.AnnAssign): targets = [node.target]
+  elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "object.__setattr__"):
+    return [ast.Attribute(node.args[0], ast.unparse(node.args[1]))]
+  else: targets = []
+  return [x for target in targets for x in (target.elts if isinstance(target, ast.Tuple | ast.List) else [target])]
+
+
+def root_name(expression: ast.expr) -> str | None:
+  """The variable at the start of an expression such as `a.b[0]().c`."""
+  while isinstance(expression, ast.Attribute | ast.Subscript | ast.Call):
+    expression = expression.func if isinstance(expression, ast.Call) else expression.value
+  return expression.id if isinstance(expression, ast.Name) else None
+
+
+def tinygrad_assignments(module: str) -> list[str]:
+  """Targets of a module's assignments that are attributes or items of its imports from tinygrad."""
+  imported = set()
+  for node in ast.walk(parse(module)):
+    if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "tinygrad" and not node.level:
+      imported |= {alias.asname or alias.name for alias in node.names}
+    if isinstance(node, ast.Import):
+      imported |= {alias.asname or "tinygrad" for alias in node.names if alias.name.partition(".")[0] == "tinygrad"}
+  return [ast.unparse(target) for node in ast.walk(parse(module)) for target in assigned_targets(node)
+          if not isinstance(target, ast.Name) and root_name(target) in imported]
+
+
+@pytest.mark.parametrize("package", [CORE, EXTRA])
+def test_modules_do_not_import_each_other_in_a_cycle(package):
+  graph = {module: {x for x in imports(module, runs_at_import) if in_package(x, package)}
+           for module in FILES if in_package(module, package)}
+  try: [*graphlib.TopologicalSorter(graph).static_order()]
+  except graphlib.CycleError as e: pytest.fail("import cycle: " + " <- ".join(e.args[1]))
+
+
+def test_core_reaches_the_extension_through_config_only():
+  for module in FILES:
+    if not in_package(module, CORE): continue
+    for_types = (lambda node: True) if module != CORE else runs   # __init__.py has types under TYPE_CHECKING
+    assert not [x for x in imports(module, for_types) if in_package(x, EXTRA)], f"{module} imports the extension"
+    if module not in (CORE, f"{CORE}.config"):   # __init__.py has a table of public names
+      strings = [node.value for node in ast.walk(parse(module))
+                 if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+      assert not [text for text in strings if text.startswith(EXTRA) and " " not in text], module
+      assert not [node for node in ast.walk(parse(module)) if isinstance(node, ast.Attribute | ast.Name)
+                  and ast.unparse(node).endswith(("import_module", "__import__"))], module
+
+
+def test_core_names_existing_members_of_the_extension():
+  """`extended("module", "name", default)` and `extension("module").name`, whose errors would come at run time."""
+  for module in FILES:
+    for node in ast.walk(parse(module)):
+      if not (isinstance(node, ast.Call) and ast.unparse(node.func) in ("extension", "extended")): continue
+      arguments = [argument.value for argument in node.args[:2] if isinstance(argument, ast.Constant)]
+      if not arguments: continue   # config.py, with variables
+      target = f"{EXTRA}.{arguments[0]}"
+      assert target in FILES, f"{module} names {target}"
+      if len(arguments) == 2: assert arguments[1] in top_level_names(target), f"{module} names {target}.{arguments[1]}"
+    for node in ast.walk(parse(module)):
+      if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call)): continue
+      if ast.unparse(node.value.func) != "extension" or not isinstance(node.value.args[0], ast.Constant): continue
+      target = f"{EXTRA}.{node.value.args[0].value}"
+      assert node.attr in top_level_names(target), f"{module} names {target}.{node.attr}"
+
+
+def top_level_names(module: str) -> set[str]:
+  names = set()
+  for node in parse(module).body:
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef): names.add(node.name)
+    names |= {target.id for target in assigned_targets(node) if isinstance(target, ast.Name)}
+    if isinstance(node, ast.Import | ast.ImportFrom): names |= {alias.asname or alias.name for alias in node.names}
+  return names
+
+
+def test_imported_members_exist():
+  """`from module import name`, of core and extension, also within functions."""
+  for module in FILES:
+    for node in walk(parse(module), lambda node: True):
+      for name in imported_names(module, node):
+        target = module_of(name)
+        member = name[len(target) + 1:] if target else ""
+        if not member or "__getattr__" in top_level_names(target): continue
+        assert member in top_level_names(target), f"{module} imports {name}, which {target} does not define"
+
+
+@pytest.mark.parametrize("package, forbidden", [("kernels", ["server", "cli"]), ("server", ["cli"])])
+def test_extension_layers_import_nothing_above_them(package, forbidden):
+  """Directly, also within functions, or through a module of the extension."""
+  pending = [module for module in FILES if in_package(module, f"{EXTRA}.{package}")]
+  checked = set(pending)
+  while pending:
+    module = pending.pop()
+    for found in imports(module):
+      above = [name for name in forbidden if in_package(found, f"{EXTRA}.{name}")]
+      assert not above, f"{package} reaches {found} through {module}"
+      if found not in checked and in_package(found, EXTRA): pending.append(found)
+      checked.add(found)
+
+
+def test_only_tinygrad_patches_assigns_to_tinygrad():
+  assert tinygrad_assignments(PATCHES), "the check finds the patches"
+  assignments = {(module, target) for module in FILES if module != PATCHES for target in tinygrad_assignments(module)}
+  assert assignments == ALLOWED_ASSIGNMENTS
+
+
+def test_functions_of_the_core_stay_short():
+  for module in FILES:
+    if not in_package(module, CORE): continue
+    lines = {line for token in code_tokens(FILES[module].read_text())
+             for line in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(parse(module)):
+      if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef): continue
+      num_lines = len(lines & {*range(node.lineno, (node.end_lineno or 0) + 1)})
+      assert num_lines <= MAX_FUNCTION_LINES, f"{module}.{node.name} has {num_lines} code lines"
+
+
+def test_project_installs_core_and_extension_with_all_subpackages():
+  setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+  packages = [module for module, path in FILES.items() if path.name == "__init__.py"]
+  assert sorted(setuptools["packages"]) == sorted(packages)
+  assert setuptools["package-dir"] == {EXTRA: EXTENSION.relative_to(ROOT).as_posix()}
+  for package, patterns in setuptools["package-data"].items():
+    for pattern in patterns: assert [*FILES[package].parent.glob(pattern)], f"{package} has no {pattern}"
