@@ -1,16 +1,15 @@
 """Loads GGUF files (github.com/ggml-org/ggml, docs/gguf.md): the config, the tokenizer and the weights come from one
 file. A quantized weight keeps its bits: q * scale + offset in groups of inputs, with scale and offset in float16."""
-import dataclasses, itertools, math, os, pathlib, struct
+import dataclasses, itertools, math, mmap, os, pathlib, struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tinyvllm.config import check
-from tinyvllm_extra.huggingface import Tokenizer
 
 from . import weights
-from .gguf_tokenizer import Tokenizer, make_tokenizer
+from .gguf_tokenizer import make_tokenizer
 from .quantization import Matrix, Quantized
 
 # Keys of the metadata after the architecture's name -> config.json. The first five are required
@@ -108,8 +107,7 @@ class Stored(weights.Stored):
   kind: Type
   rows: np.ndarray | None = None   # their order in the model, if it differs
 
-  @property
-  def nbytes(self) -> int: return math.prod(self.shape) // self.kind.inputs * np.dtype(self.dtype).itemsize
+  nbytes = property(lambda self: math.prod(self.shape) // self.kind.inputs * np.dtype(self.dtype).itemsize)
 
   def read(self) -> np.ndarray:
     """Its numbers in their shape; blocks, (rows, blocks), if it is quantized."""
@@ -144,30 +142,22 @@ def shared_form(kinds: Sequence[Type]) -> Form | str:
   return Form(8, min(form.group for form in quantized), any(form.offsets for form in quantized))
 
 
-class Reader:
+class Reader(mmap.mmap):
   """Reads the header of a file from front to end."""
   STRING, ARRAY = 8, 9
   NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
-  def __init__(self, data: Any):
-    self.data = data
-    self.position = 0
-
-  def number(self, form: str) -> Any:
-    value, = struct.unpack_from("<" + form, self.data, self.position)
-    self.position += struct.calcsize("<" + form)
-    return value
+  def number(self, form: str) -> Any: return struct.unpack("<" + form, self.read(struct.calcsize("<" + form)))[0]
 
   def text(self) -> str:
     size = self.number("Q")
-    start = self.position
-    self.position += size
-    if self.position > len(self.data): raise EOFError("a string goes beyond the end of the file")
-    return bytes(self.data[start:self.position]).decode()
+    data = self.read(min(size, len(self)))
+    if len(data) < size: raise EOFError("a string goes beyond the end of the file")
+    return data.decode()
 
-  def value(self, kind: int, nested: bool = False) -> Any:
-    if kind == self.STRING: return self.text()
-    if kind != self.ARRAY or nested: return self.number(self.NUMBERS[kind])
+  def value(self, type_id: int, nested: bool = False) -> Any:
+    if type_id == self.STRING: return self.text()
+    if type_id != self.ARRAY or nested: return self.number(self.NUMBERS[type_id])
     element = self.number("I")
     return [self.value(element, nested=True) for _ in range(self.number("Q"))]
 
@@ -177,9 +167,8 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Stored]]:
   check(path.is_file() and os.access(path, os.R_OK), f"model: {path} is no file that can be read")
   size = path.stat().st_size
   check(size, f"model: {path} is empty: expected a GGUF file")
-  reader = Reader(np.memmap(path, np.uint8, "r"))
-  check(bytes(reader.data[:4]) == b"GGUF", f"model: {path} is not a readable GGUF file: it does not begin with GGUF")
-  reader.position = 4
+  with path.open("rb") as file: reader = Reader(file.fileno(), 0, access=mmap.ACCESS_READ)
+  check(reader.read(4) == b"GGUF", f"model: {path} is not a readable GGUF file: it does not begin with GGUF")
   metadata: dict[str, Any] = {}
   entries = []
   try:
@@ -192,11 +181,11 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, Stored]]:
       sizes = [reader.number("Q") for _ in range(reader.number("I"))]
       entries.append((name, (*reversed(sizes),), reader.number("I"), reader.number("Q")))
   except (EOFError, LookupError, UnicodeDecodeError, struct.error) as e:
-    check(False, f"model: {path} is no readable GGUF file, or is cut short: at byte {reader.position} of {size}: {e}")
+    check(False, f"model: {path} is not a readable GGUF file, or cut short: at byte {reader.tell()} of {size}: {e}")
   alignment = metadata.get("general.alignment", 32)
   valid = type(alignment) is int and alignment > 0
   check(valid, f"model: {path}: general.alignment={alignment!r}; expected a power of two")
-  start = -(-reader.position // alignment) * alignment
+  start = -(-reader.tell() // alignment) * alignment
   return metadata, {entry[0]: make_stored(path, start, size, *entry) for entry in entries}
 
 
@@ -281,13 +270,9 @@ class Checkpoint(weights.Checkpoint):
     self.hf_config = read_config(path, self.metadata, tensors)
     self.all_tensors = rename(path, self.hf_config, tensors)
 
-  @property
-  def method(self) -> str | None: return "gguf" if any(x.kind.form for x in self.all_tensors.values()) else None
-
+  method = property(lambda self: "gguf" if any(x.kind.form for x in self.all_tensors.values()) else None)
   def stored(self) -> dict[str, Any]: return dict(self.all_tensors)
-  def tokenizer(self) -> Tokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
-
-  def matrix(self, name: str, *shape: int) -> Matrix: return self.fused({name: shape})[0]   # type: ignore[dict-item]
+  def tokenizer(self) -> Any: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
 
   def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
     """Read matrices, which `shared_form` unifies."""

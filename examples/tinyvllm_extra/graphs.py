@@ -1,17 +1,19 @@
 """Which graph a step runs with, and captures ahead of need, so that no request waits for one."""
 import collections, dataclasses, itertools, operator, time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from tinygrad import helpers
 
 from tinyvllm.backend import Backend, exclusive, renderer
 from tinyvllm.config import check, logger
-from tinyvllm.engine import Engine
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 
 from .kernels.tinygrad_patches import num_compiled
 from .logits import LogitsPlan
+
+if TYPE_CHECKING: from tinyvllm.engine import Engine
 
 OFTEN = 16   # times that a graph shape is requested before it is worth a capture of its own
 
@@ -65,7 +67,7 @@ def usual_sizes(runner: Runner) -> list[int]:
   return [size for size in sizes if size in (1, largest) or 8 <= size <= max(64, runner.max_rows)]
 
 
-def capture(engine: Engine, sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
+def capture(engine: "Engine", sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
   """Capture steps ahead, and pad to them from then on: of these numbers of tokens, greedy and sampled, or with
   `optional` features. sizes: powers of two; None: what suits the device. Yields its progress before each capture."""
   are_powers = all(x > 0 and x.bit_count() == 1 for x in sizes or ())
@@ -73,7 +75,7 @@ def capture(engine: Engine, sizes: list[int] | None = None, optional: bool = Fal
   return _capture(engine, sizes, optional)
 
 
-def _capture(engine: Engine, sizes: list[int] | None, optional: bool) -> Iterator[str]:
+def _capture(engine: "Engine", sizes: list[int] | None, optional: bool) -> Iterator[str]:
   started = time.perf_counter()
   num_kernels = num_compiled()
   sizes = [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))

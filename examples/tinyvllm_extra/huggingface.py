@@ -39,16 +39,36 @@ class Tokenizer(tokenizer.Tokenizer):
     runs = itertools.groupby([i for i in ids if i not in hidden], self.added_texts.get)   # plain ids have no text
     return "".join(self.decode_plain([*run]) if text is None else text * len([*run]) for text, run in runs)
 
-  def apply_chat_template(self, messages: list[dict[str, Any]], /, **options: Any) -> str:
-    """Return the conversation as the model was trained to see it; see `render` for the options."""
-    return render(messages, self.config, **options)
+  def apply_chat_template(self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True,
+                          continue_final_message: bool = False, **variables: Any) -> str:
+    """Return the prompt text of a conversation, by the model's chat template.
+
+    messages: each has a role, and content that is a str or a list of {"type": "text", "text": str}.
+    add_generation_prompt: append the start of an answer. continue_final_message: end within the last message instead,
+    so that it is continued. variables: the template's other variables, such as tools, or another chat_template. Raises
+    InputError without a template, or if the template fails."""
+    variables = self.config | variables
+    check(variables.get("chat_template"), "tokenizer_config.json has no chat template: use generate")
+    sandbox = optional("jinja2.sandbox", "hf", "a chat template")
+    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    try:
+      messages = [*map(with_plain_content, messages)]
+      text = environment.from_string(variables["chat_template"]).render(
+        variables, messages=messages, add_generation_prompt=add_generation_prompt and not continue_final_message,
+        raise_exception=functools.partial(check, False))
+      if not continue_final_message: return text
+      last = messages[-1]["content"].strip()
+      return text[:text.rindex(last) + len(last)]
+    except Exception as error:   # a template can fail in many ways on the messages it gets
+      raise InputError(f"messages: the chat template does not take them: {error!r}") from error
 
 
 def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
   """Read tokenizer.json or tokenizer.model, with tokenizer_config.json and chat_template.jinja if they exist."""
   config = read_json(folder / "tokenizer_config.json")
   config |= {path.stem: path.read_text() for path in folder.glob("chat_template.jinja")}
-  if (folder / "tokenizer.json").exists(): return load(folder / "tokenizer.json", config)
+  file = folder / "tokenizer.json"
+  if file.exists(): return wrap(optional("tokenizers", "hf", "tokenizer.json").Tokenizer.from_file(str(file)), config)
   check((folder / "tokenizer.model").exists(), f"model: {folder} has no tokenizer.json and no tokenizer.model")
   return wrap_sentencepiece(SentencePieceProcessor(model_file=str(folder / "tokenizer.model")), config)
 
@@ -79,41 +99,12 @@ def with_plain_content(message: dict[str, Any]) -> dict[str, Any]:
   return {**message, "content": "".join(part["text"] for part in parts)}
 
 
-def render(messages: list[dict[str, Any]], config: dict[str, Any], /, add_generation_prompt: bool = True,
-           continue_final_message: bool = False, **variables: Any) -> str:
-  """Return the prompt text of a conversation, by the model's chat template.
-
-  messages: each has a role, and content that is a str or a list of {"type": "text", "text": str}. config: the content
-  of tokenizer_config.json. add_generation_prompt: append the start of an answer. continue_final_message: end within the
-  last message instead, so that it is continued. variables: the template's other variables, such as tools, or another
-  chat_template. Raises InputError without a template, or if the template fails."""
-  variables = config | variables
-  check(variables.get("chat_template"), "tokenizer_config.json has no chat template: use generate")
-  sandbox = optional("jinja2.sandbox", "hf", "a chat template")
-  environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-  try:
-    messages = [*map(with_plain_content, messages)]
-    text = environment.from_string(variables["chat_template"]).render(
-      variables, messages=messages, add_generation_prompt=add_generation_prompt and not continue_final_message,
-      raise_exception=functools.partial(check, False))
-    if not continue_final_message: return text
-    last = messages[-1]["content"].strip()
-    return text[:text.rindex(last) + len(last)]
-  except Exception as error:   # a template can fail in many ways on the messages it gets
-    raise InputError(f"messages: the chat template does not take them: {error!r}") from error
-
-
 def encode(to_ids: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any] | None = None,
            **unknown: Any) -> tuple[str, list[int]]:
   """The text and the token ids of a conversation. template: options of `render`."""
   check(messages and not unknown, f"prompt: messages={messages!r} must not be empty, and only `template` may be added")
   text = to_ids.apply_chat_template(messages, **template or {})
   return text, to_ids.encode(text, False)   # the template adds BOS
-
-
-def load(path: pathlib.Path, config: dict[str, Any]) -> Tokenizer:
-  """Read tokenizer.json. config: the content of tokenizer_config.json."""
-  return wrap(optional("tokenizers", "hf", "tokenizer.json").Tokenizer.from_file(str(path)), config)
 
 
 def wrap(library: Any, config: dict[str, Any]) -> Tokenizer:

@@ -60,11 +60,9 @@ class SamplingParams(request.SamplingParams):
   def without_logprobs(self) -> "SamplingParams": return dataclasses.replace(self, logprobs=None, prompt_logprobs=None)
 
   def processor(self, tokenizer: Tokenizer, model: ModelConfig) -> "Processor | None":
-    plain = all(getattr(self, name) == getattr(SamplingParams, name) for name in FIELDS)
-    return None if plain else Processor(self, tokenizer, model)
-
-
-FIELDS = [name for name in SamplingParams.__match_args__ if name not in request.SamplingParams.__match_args__]
+    own_fields = dataclasses.fields(self)[len(dataclasses.fields(request.SamplingParams)):]
+    is_plain = all(getattr(self, field.name) == field.default for field in own_fields)
+    return None if is_plain else Processor(self, tokenizer, model)
 
 
 class Processor:

@@ -1,6 +1,6 @@
 """Methods of `tinyvllm.LLM` beyond plain requests: chat, metrics, captures ahead, prefix cache files, vLLM's names."""
 import pathlib, time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.backend import Backend
@@ -8,7 +8,7 @@ from tinyvllm.request import RequestOutput
 from tinyvllm.runner import Results
 from tinyvllm_extra.huggingface import Tokenizer
 
-from . import metrics
+from . import graphs, metrics, prefix_cache
 from .logits import SamplingParams
 from .vllm_names import setup_logging, without_no_effect
 
@@ -25,6 +25,10 @@ class Methods(Engine):
   params_class = SamplingParams
   metrics_class: Any = metrics.RequestMetrics
   proposer: "SpeculativeProposer | None"
+  get_metrics = metrics.get_metrics
+  capture = graphs.capture
+  save_prefix_cache = prefix_cache.save_prefix_cache
+  load_prefix_cache = prefix_cache.load_prefix_cache
   llm_engine = property(lambda self: self)   # as vLLM's scripts find it
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
@@ -56,10 +60,6 @@ class Methods(Engine):
     self.scheduler.counters.update(scheduled=len(results.step.computed))
     super()._update(results)
 
-  def get_metrics(self) -> dict[str, Any]:
-    """Counters since the start, rates over the seconds spent in steps, and the state of the blocks and the queue."""
-    return metrics.get_metrics(self)
-
   def chat(self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
            sampling_params: "Params | list[Params]" = None, use_tqdm: bool = True,
            chat_template_kwargs: dict[str, Any] | None = None, **template: Any) -> list[RequestOutput]:
@@ -69,25 +69,6 @@ class Methods(Engine):
     options = template | (chat_template_kwargs or {})
     prompts = [{"messages": chat, "template": options} for chat in chats]
     return self.generate(prompts, sampling_params, use_tqdm)   # type: ignore[attr-defined]   # LLM has it
-
-  def capture(self, sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
-    """Capture steps ahead, and pad to them from then on: of these numbers of tokens, greedy and sampled, or with
-    `optional` features. sizes: powers of two; None: what suits the device. Yields its progress before each capture."""
-    from .graphs import capture
-    return capture(self, sizes, optional)
-
-  def save_prefix_cache(self, path: str | pathlib.Path) -> int:
-    """Write the cached blocks to a file, whole or not at all. Returns their number; without any, no file is written.
-    Raises OSError if it cannot be written."""
-    from .prefix_cache import save_prefix_cache
-    return save_prefix_cache(self, path)
-
-  def load_prefix_cache(self, path: str | pathlib.Path) -> int:
-    """Add the blocks of such a file to the prefix cache, as many as are free, the last used first. Returns their
-    number. Raises InputError for a file that is damaged, or of another model or other options that its blocks depend
-    on."""
-    from .prefix_cache import load_prefix_cache
-    return load_prefix_cache(self, path)
 
   def get_tokenizer(self) -> Tokenizer: return self.tokenizer
   def get_default_sampling_params(self) -> SamplingParams: return SamplingParams(**self.sampling_defaults)

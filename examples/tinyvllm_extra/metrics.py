@@ -65,7 +65,7 @@ class MeteredScheduler(Scheduler):
 
 
 def get_metrics(engine: "Methods") -> dict[str, Any]:
-  """See LLM.get_metrics."""
+  """Return counters since the start, rates over the seconds spent in steps, and the state of blocks and queue."""
   counters = engine.scheduler.counters
   blocks = engine.blocks
   seconds = counters["seconds"] or 1

@@ -3,7 +3,7 @@ computed. A file is only loaded into an engine whose blocks would be the same, a
 loaded, and a file is replaced completely or not at all."""
 import collections, contextlib, functools, hashlib, json, math, os, pathlib, tempfile, time, weakref, zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -11,17 +11,18 @@ from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
 
 from tinyvllm.backend import exclusive
 from tinyvllm.config import ModelConfig, check, logger
-from tinyvllm.engine import Engine
 
 from .kernels.schedule import kernel_of
 from .weights import open_checkpoint
+
+if TYPE_CHECKING: from tinyvllm.engine import Engine
 
 MAGIC = b'{"__metadata__": {"format": "'   # start of the JSON header
 FORMAT = "1"           # change it if hashes, blocks or the file are made differently
 MAX_BYTES = 2**26      # bytes of blocks to copy at a time, or one block if it is larger
 SAMPLE_BYTES = 2**16   # bytes of a weight to hash, at each of four offsets
 
-identities: weakref.WeakKeyDictionary[Engine, dict[str, str]] = weakref.WeakKeyDictionary()
+identities: "weakref.WeakKeyDictionary[Engine, dict[str, str]]" = weakref.WeakKeyDictionary()
 
 
 def fingerprint(path: pathlib.Path, config: ModelConfig) -> str:
@@ -35,7 +36,7 @@ def fingerprint(path: pathlib.Path, config: ModelConfig) -> str:
   return digest.hexdigest()[:32]
 
 
-def identity(engine: Engine) -> dict[str, str]:
+def identity(engine: "Engine") -> dict[str, str]:
   """Everything that an engine's blocks and hashes depend on. The first call reads the model's files: call it early, as
   they may be replaced while the engine runs."""
   if engine in identities: return identities[engine]
@@ -56,7 +57,7 @@ def identity(engine: Engine) -> dict[str, str]:
   return identities[engine]
 
 
-def cache_tensors(engine: Engine) -> list[Tensor]:
+def cache_tensors(engine: "Engine") -> list[Tensor]:
   """All tensors that hold a part of each block."""
   return [tensor for runner in engine.runners for layer in runner.kv_caches for tensor in layer]
 
@@ -91,7 +92,7 @@ def fill(tensor: Tensor, array: np.ndarray) -> None:
 class Blocks:
   """An engine's blocks as rows of bytes, read or written up to `count` at a time through a staging tensor on the device
   for each cache tensor. Works for any number of cache tensors of any dtypes and shapes."""
-  def __init__(self, engine: Engine):
+  def __init__(self, engine: "Engine"):
     tensors = cache_tensors(engine)
     self.devices = engine.runners[0].model.devices.names
     self.row_bytes = sum(part.nbytes for x in tensors for part in buffers_of(x)) // engine.blocks.num_blocks
@@ -153,7 +154,7 @@ def replacing(path: pathlib.Path) -> Iterator[Any]:
     raise
 
 
-def save_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
+def save_prefix_cache(engine: "Engine", path: str | os.PathLike) -> int:
   """Write all cached blocks to a file, most recently used first, and return their number; without any, write nothing.
   Replaces an earlier file. The model's files must not have changed since the engine loaded them, unless
   load_prefix_cache was called before. Raises OSError if the file cannot be written or holds something else; it is then
@@ -161,7 +162,7 @@ def save_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
   with engine.driving(), exclusive: return _save(engine, path)
 
 
-def _save(engine: Engine, path: str | os.PathLike) -> int:
+def _save(engine: "Engine", path: str | os.PathLike) -> int:
   started = time.perf_counter()
   target = pathlib.Path(path).expanduser().resolve()
   start = b""
@@ -199,28 +200,25 @@ def _save(engine: Engine, path: str | os.PathLike) -> int:
   return len(cached)
 
 
-def load_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
+def load_prefix_cache(engine: "Engine", path: str | os.PathLike) -> int:
   """Add a file's blocks to the prefix cache, most recently used first, as far as there are free blocks without cached
   content, and return their number. Raises InputError for a file that is missing, damaged or made by another model or
   with other options; the engine is then unchanged."""
-  with engine.driving(), exclusive: return _load(engine, path)
-
-
-def _load(engine: Engine, path: str | os.PathLike) -> int:
   prefix = f"prefix cache {str(path)!r}"
   check(engine.config.enable_prefix_caching, f"{prefix} has no use with enable_prefix_caching=False: leave one out")
   started = time.perf_counter()
-  identity(engine)
-  source = pathlib.Path(path).expanduser()
-  check(source.exists(), f"{prefix} does not exist")
-  try:
-    with safe_open(source, "numpy") as file: count = read_blocks(engine, file, prefix)
-  except (OSError, SafetensorError) as e: check(False, f"{prefix} is damaged ({e}): remove it")
+  with engine.driving(), exclusive:
+    identity(engine)
+    source = pathlib.Path(path).expanduser()
+    check(source.exists(), f"{prefix} does not exist")
+    try:
+      with safe_open(source, "numpy") as file: count = read_blocks(engine, file, prefix)
+    except (OSError, SafetensorError) as e: check(False, f"{prefix} is damaged ({e}): remove it")
   logger.info(f"prefix cache: {count} blocks of {path} in {time.perf_counter() - started:.1f} s")
   return count
 
 
-def read_blocks(engine: Engine, file: Any, prefix: str) -> int:
+def read_blocks(engine: "Engine", file: Any, prefix: str) -> int:
   """Check and load the blocks of a safetensors file. prefix: of errors."""
   expected = identity(engine)
   metadata = file.metadata() or {}

@@ -68,8 +68,7 @@ class Constraint:
     return np.pad(bitmask, (0, self.num_words))[:self.num_words]
 
   def accept(self, token: int) -> None: self.matcher.consume_token(token)
-  @property
-  def is_done(self) -> bool: return self.matcher.is_stopped()
+  is_done = property(lambda self: self.matcher.is_stopped())
 
 
 class Vocabulary:

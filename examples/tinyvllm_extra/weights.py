@@ -1,5 +1,5 @@
 """The weights of a model, read one tensor at a time from safetensors, whole or sharded, and copied to each device in
-the dtype of the file if that is narrower than the dtype to compute in. A part's `load` asks a Checkpoint for them."""
+the dtype of the file if that is narrower than the one to compute in. A part's `load` asks a Checkpoint for tensors."""
 import dataclasses, importlib, json, math, pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -27,8 +27,7 @@ class Stored:
   shape: tuple[int, ...]
   start: int               # in the file, in bytes
 
-  @property
-  def nbytes(self) -> int: return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+  nbytes = property(lambda self: math.prod(self.shape) * np.dtype(self.dtype).itemsize)
 
   def read(self) -> np.ndarray: return np.memmap(self.path, self.dtype, "c", self.start, self.shape)
   def raw(self) -> np.ndarray: return np.memmap(self.path, np.uint8, "c", self.start, (self.nbytes,))
@@ -37,11 +36,8 @@ class Stored:
 class Checkpoint(llama.Checkpoint):
   """A folder of safetensors, quantized or not."""
   tensors: dict[str, Any]   # name -> Stored: everything that no part has read yet
-
-  @property
-  def method(self) -> str | None:
-    """The format of quantized matrices; None: there are none."""
-    return (self.hf_config.get("quantization_config") or {}).get("quant_method")
+  quantization_config = property(lambda self: self.hf_config.get("quantization_config") or {})
+  method = property(lambda self: self.quantization_config.get("quant_method"))   # format of quantized matrices, or None
 
   def stored(self) -> dict[str, Any]:
     """All tensors of the files. Raises InputError for a file or a dtype that cannot be read."""
@@ -66,7 +62,7 @@ class Checkpoint(llama.Checkpoint):
       yield name, np.dtype(tensor.dtype).str, tensor.shape, tensor.raw()
 
   def load(self, model: llama.Llama, quantization: str | None = None) -> None:
-    self.layouts = find_layouts(self.hf_config.get("quantization_config") or {})
+    self.layouts = find_layouts(self.quantization_config)
     self.bits = {"int8": 8, "int4": 4}.get(quantization or "")
     state = f"{self.method} already" if self.method else "not quantized"
     check(quantization in (None, self.method) or self.bits and not self.method,
@@ -97,17 +93,18 @@ class Checkpoint(llama.Checkpoint):
     """Read a tensor of the files as a memory map. uint16 holds the bits of bfloat16."""
     return self.take(name, *shape).read()
 
-  def matrix(self, name: str, *shape: int) -> Matrix:
-    """Read a matrix, (out, in)."""
-    return read_matrix(name, shape, self.layouts, self.tensors, self.array)   # type: ignore[arg-type]
+  def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
+    """Read matrices, (out, in), whose rows follow each other in one."""
+    return [read_matrix(name, shape, self.layouts, self.tensors, self.array) for name, shape in shapes.items()]
 
   def read(self, name: str, *shape: int) -> Tensor:
     """Read a tensor for a part of the core, dequantized."""
     module, _, kind = name.rpartition(".")
-    x = dequantize(self.matrix(module, *shape)) if kind == "weight" and len(shape) == 2 else self.array(name, *shape)
+    is_matrix = kind == "weight" and len(shape) == 2
+    x = dequantize(*self.fused({module: shape})) if is_matrix else self.array(name, *shape)   # type: ignore[dict-item]
     return Tensor(to_float32(x) if x.dtype == np.uint16 else np.asarray(x))
 
-  def vectors(self, module: Any, kind: str) -> list[np.ndarray]:
+  def vectors(self, module: Any, kind: str) -> list[Any]:
     """Read a norm's weight or a bias: a part for each device. A bias of partial sums is added by the first."""
     scale = self.count if module.axis == 0 else 1
     whole = [self.array(f"{name}.{kind}", n * scale) for name, n in module.sources.items()]
@@ -115,10 +112,6 @@ class Checkpoint(llama.Checkpoint):
     vector = concatenate(whole)
     rest = np.zeros_like(vector) if module.axis == 1 else vector
     return [vector] + [rest] * (self.count - 1)
-
-  def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
-    """Read matrices whose rows follow each other in one."""
-    return [self.matrix(name, *shape) for name, shape in shapes.items()]
 
   def matrices(self, module: Any) -> list[Matrix]:
     """Read the matrix of a Linear: a part for each device, quantized as `load` was told. Embeddings never are."""
@@ -133,8 +126,7 @@ class Checkpoint(llama.Checkpoint):
     return [dequantize(w) for w in parts] if module is getattr(model, "embed_tokens", None) else parts
 
   def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
-    """Copy each array to its device. dtype: the one to compute in, unless the array's is narrower; None: the
-    array's."""
+    """Copy each array to its device, in `dtype` or in its own if that is narrower; None: in its own."""
     tensors = []
     for array, device in zip(arrays, self.model.devices.names, strict=True):
       tensor = to_device(np.ascontiguousarray(array), dtype, device)

@@ -8,9 +8,10 @@ Each row is a way to choose tokens; all running sequences take it, one after ano
 the machine does falls on all. ms a step: the median decode step of all rounds. more: over greedy, the median of the
 rounds' differences; share: the same as a part of the greedy step of that round, with the least and the greatest. A
 sequence begins with --context tokens, 1 unless given: the less attention has to read, the more sampling weighs.
-Structured outputs need a tokenizer: --model. With --device: microseconds of the bitmask, of adjustments (256 logits of
-a row) and of sampling as one graph, over random logits, beside argmax alone and the time in which the logits are read once. Targets:
-15% of a decode step of eight sequences of SmolLM2 on a CPU; 0.3 ms for 32 rows of 128,256 on an H200."""
+Structured outputs need a tokenizer: --model. With --device: microseconds of the bitmask, of adjustments (256 logits
+of a row) and of sampling as one graph, over random logits, beside argmax alone and the time in which the logits are
+read once. Targets: 15% of a decode step of eight sequences of SmolLM2 on a CPU; 0.3 ms for 32 rows of 128,256 on an
+H200."""
 import random
 import statistics
 import time

@@ -97,10 +97,9 @@ def run(args: dict[str, Any]) -> int:
 
   engine = select_options(args, EngineConfig)
   remote = args["url"] or args["api_key"]
-  model = None if remote else args["model"]
   signal.signal(signal.SIGINT, interrupt)
   params = SamplingParams(**{"temperature": 0.0, **select_options(args, SamplingParams)})
-  llm = module_of("serve").Remote.from_flags(args, engine) if remote else LLM(model, **engine)
+  llm = module_of("serve").Remote.from_flags(args, engine) if remote else LLM(args["model"], **engine)
   if args["command"] == "chat": return chat(llm, params, answering)
   print_stream(llm.generate_stream(args["prompt"], params), args["prompt"])
   return 0

@@ -1,15 +1,13 @@
 """Backends that are faster than the core's: attention and matrices as kernels that state their schedule, for CPUs, for
 any GPU and for NVIDIA's tensor cores; layers traced once; lowered kernels kept on disk."""
 import logging, os, time
-from collections.abc import Callable
 from typing import Any
 
-from tinygrad import Device, Tensor, helpers
-from tinygrad.dtype import DType
+from tinygrad import Device, helpers
 
 from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
-from tinyvllm.config import EngineConfig, ModelConfig, extension, logger
+from tinyvllm.config import extension, logger
 from tinyvllm.runner import GraphKey, Runner
 
 from . import layers, matmul, sampling, tensor_cores, tinygrad_patches
@@ -23,19 +21,11 @@ class FastBackend(backend.Backend):
   GateUp = matmul.GateUp
   Norm = matmul.Norm
   sampler = sampling.Sampler()
+  kv_layout = staticmethod(tensor_cores.block_parts)
+  attend = staticmethod(tensor_cores.attend)
+  run_layers = staticmethod(layers.run_layers)
 
-  def __init__(self) -> None:
-    self.graph_state = extension("graphs").GraphState()
-
-  def kv_layout(self, model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
-    return tensor_cores.block_parts(model, config, dtype)
-
-  def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
-             num_heads: int) -> Tensor:
-    return tensor_cores.attend(qkv, cache, rope, tokens, block_tables, num_heads)
-
-  def run_layers(self, layers_: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
-    return layers.run_layers(layers_, x, delta, caches, *inputs)
+  def __init__(self) -> None: self.graph_state = extension("graphs").GraphState()
 
   def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int:
     """One of few numbers, as kernels are cached by it; on a CPU at most 4 GiB of the user's memory."""
@@ -60,38 +50,22 @@ class FastBackend(backend.Backend):
     return results
 
 
-class CUDABackend(FastBackend):
-  """For NVIDIA GPUs."""
-  reads_early = True
-
-  def free_memory(self, device: str) -> int:
-    from .cuda import free_memory
-    return free_memory(Device[device])   # type: ignore[arg-type]   # a CUDADevice
-
-  def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
-    from .cuda import start_reading
-    return start_reading(tensor)
-
-
 def make_backend() -> backend.Backend:
   """The best backend for the default device."""
-  return CUDABackend() if Device.DEFAULT == "CUDA" else FastBackend()
+  return extension("kernels.cuda").CUDABackend() if Device.DEFAULT == "CUDA" else FastBackend()
 
 
 def prepare_device() -> None:
   """Find a C compiler, open the default device and patch tinygrad for it. Raises RuntimeError that says what to install
   if none opens."""
-  try: _prepare_device()
+  try:
+    path = find_compiler()
+    compiler = os.environ["CC"] = path or "echo"   # tinygrad needs a command, even if nothing it compiles is called
+    if path is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open a CPU, too
+    if Device.DEFAULT == "CPU" and (path is None or helpers.DEV.renderer == "X86"):
+      raise RuntimeError("no C compiler found, and tinygrad's own assembler cannot compile all kernels")
+    renderer()   # opens the device
+    tinygrad_patches.apply(compiler)
   except Exception as e:   # each device fails in its own way
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
                        "'tinyvllm[cpu]', which contains a compiler; or choose one: DEV=CUDA, METAL, AMD, ...") from e
-
-
-def _prepare_device() -> None:
-  found = find_compiler()
-  compiler = os.environ["CC"] = found or "echo"   # tinygrad needs a command, even if nothing it compiles is called
-  if found is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open a CPU, too
-  if Device.DEFAULT == "CPU" and (found is None or helpers.DEV.renderer == "X86"):
-    raise RuntimeError("no C compiler found, and tinygrad's own assembler cannot compile all kernels")
-  renderer()   # opens the device
-  tinygrad_patches.apply(compiler)

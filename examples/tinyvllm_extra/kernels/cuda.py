@@ -12,15 +12,9 @@ from tinygrad.runtime.autogen import cuda
 from tinygrad.runtime.graph.cuda import CUDAGraph
 from tinygrad.runtime.ops_cuda import CUDADevice, check, init_c_var
 
+from . import FastBackend
+
 PINNED = BufferSpec(host=True)
-
-
-def free_memory(device: CUDADevice) -> int:
-  """Return the device's free memory in bytes. Makes its context the current one."""
-  free = ctypes.c_size_t()
-  check(cuda.cuCtxSetCurrent(device.context))
-  check(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(ctypes.c_size_t())))
-  return free.value
 
 
 def describe(device: CUDADevice) -> tuple[str, int]:
@@ -45,24 +39,35 @@ class RangedGraph(CUDAGraph):
   def new_node(self, bufs: Any, write: Any) -> Any: return super().new_node(self.calls[len(self.nodes)][2], write)
 
 
-def start_reading(tensor: Tensor) -> Callable[[], Any]:
-  """Start to copy a tensor to the host. Returns a function that waits for the copy and returns the numbers as a list.
-  tinygrad's own read-back also waits for kernels that were launched later."""
-  if not tensor.numel(): return tensor.tolist
-  device: Any = Device.default
-  buffer: Any = tensor.uop.buffer
-  check(cuda.cuCtxSetCurrent(device.context))
-  host = device.allocator.alloc(buffer.nbytes, PINNED)
-  check(cuda.cuMemcpyDtoHAsync_v2(host, buffer._buf, buffer.nbytes, None))
-  event = init_c_var(cuda.CUevent, lambda x: check(cuda.cuEventCreate(ctypes.byref(x), 0)))
-  check(cuda.cuEventRecord(event, None))
-  uploads = device.pending_copyin   # complete when the copy is
-  device.pending_copyin = []
+class CUDABackend(FastBackend):
+  """For NVIDIA GPUs."""
+  reads_early = True
 
-  def read() -> Any:
-    check(cuda.cuEventSynchronize(event))
-    check(cuda.cuEventDestroy_v2(event))
-    values = np.frombuffer(ctypes.string_at(host, buffer.nbytes), _to_np_dtype(tensor.dtype))
-    for memory in (*uploads, (host, buffer.nbytes, PINNED)): device.allocator.free(*memory)
-    return values.reshape(tensor.shape).tolist()
-  return read
+  def free_memory(self, device: str) -> int:
+    """Return the device's free memory in bytes. Makes its context the current one."""
+    free = ctypes.c_size_t()
+    check(cuda.cuCtxSetCurrent(Device[device].context))   # type: ignore[attr-defined]   # a CUDADevice
+    check(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(ctypes.c_size_t())))
+    return free.value
+
+  def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
+    """Start to copy a tensor to the host. Returns a function that waits for the copy and returns the numbers as a list.
+    tinygrad's own read-back also waits for kernels that were launched later."""
+    if not tensor.numel(): return tensor.tolist
+    device: Any = Device.default
+    buffer: Any = tensor.uop.buffer
+    check(cuda.cuCtxSetCurrent(device.context))
+    host = device.allocator.alloc(buffer.nbytes, PINNED)
+    check(cuda.cuMemcpyDtoHAsync_v2(host, buffer._buf, buffer.nbytes, None))
+    event = init_c_var(cuda.CUevent, lambda x: check(cuda.cuEventCreate(ctypes.byref(x), 0)))
+    check(cuda.cuEventRecord(event, None))
+    uploads = device.pending_copyin   # complete when the copy is
+    device.pending_copyin = []
+
+    def read() -> Any:
+      check(cuda.cuEventSynchronize(event))
+      check(cuda.cuEventDestroy_v2(event))
+      values = np.frombuffer(ctypes.string_at(host, buffer.nbytes), _to_np_dtype(tensor.dtype))
+      for memory in (*uploads, (host, buffer.nbytes, PINNED)): device.allocator.free(*memory)
+      return values.reshape(tensor.shape).tolist()
+    return read

@@ -10,7 +10,7 @@ from typing import Any
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
-from tinygrad.uop.ops import AxisType, Ops, sint
+from tinygrad.uop.ops import AxisType, Ops
 
 from tinyvllm.backend import cpu_cores, renderer
 
@@ -88,26 +88,25 @@ class GroupState(State):
   weights: UOp   # exp2(score - highest)
 
 
-@dataclasses.dataclass(frozen=True)
 class WorkGroup:
-  """A token, a K/V head, and the axes of the lanes that attend to the token's context."""
-  q: UOp
-  scales: list[UOp]   # one for int8, else none
-  table: UOp
-  block_size: sint
-  t: UOp
-  h: UOp
-  g: UOp              # query head of the K/V head's G
-  share: UOp          # set of lanes
-  shares: int         # sets of lanes
-  near: UOp           # which of a lane's neighbouring positions, or dimensions of V
-  begin: UOp          # the first of them
-  unroll: int
-  position: UOp
-  row: UOp            # the sequence's row of block_tables
-
-  @property
-  def own(self) -> tuple[UOp, UOp, UOp]: return self.share, self.g, self.begin + self.near
+  """A token, a K/V head, and the axes of the lanes that attend to the token's context. scales: one tensor for int8,
+  else none. table: block_tables."""
+  def __init__(self, q: UOp, scales: list[UOp], table: UOp, tokens: UOp, block_size: int):
+    self.q, self.scales, self.table, self.block_size = q, scales, table, block_size
+    sizes: Any = q.shape
+    T, KV, G, D = sizes
+    parts, self.unroll, self.shares = tiling(T, G, D, block_size)   # shares: sets of lanes
+    self.t, self.h = axes(0, T, KV)
+    self.g = UOp.range(G, 2, AxisType.UPCAST)                       # query head of the K/V head's G
+    self.share = axis(self.shares, 3, AxisType.LOCAL)
+    lane = UOp.range(D // parts, 4, lane_axis()[0])
+    part = axis(parts, 12, AxisType.UPCAST)
+    # Which of a lane's neighbouring positions, or dimensions of V, and the first of them
+    self.near = lane if cpu_cores() else part
+    self.begin = part * (D // parts) if cpu_cores() else lane * parts
+    self.own = self.share, self.g, self.begin + self.near
+    self.position = field(tokens, "position", self.t)
+    self.row = field(tokens, "slot", self.t)                        # the sequence's row of block_tables
 
   def load(self, tensor: UOp, at: UOp, index: UOp, is_visible: UOp) -> UOp:
     """Load from the block of position `at`, or 0 where that is not visible. index: within the block's head."""
@@ -124,30 +123,21 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   *scales, table, tokens = rest
   sizes: Any = q.shape
   T, KV, G, D = sizes
-  BS = keys.shape[3]
-  parts, unroll, shares = tiling(T, G, D, BS)
-  kind, shared = lane_axis()
-  t, h = axes(0, T, KV)
-  g = UOp.range(G, 2, AxisType.UPCAST)
-  share = axis(shares, 3, AxisType.LOCAL)
-  lane = UOp.range(D // parts, 4, kind)
-  part = axis(parts, 12, AxisType.UPCAST)
-  near, begin = (lane, part * (D // parts)) if cpu_cores() else (part, lane * parts)
-  position, row = [field(tokens, name, t) for name in ("position", "slot")]
-  group = WorkGroup(q, scales, table, BS, t, h, g, share, shares, near, begin, unroll, position, row)
-
-  size = (shares, G, D)
+  BS: Any = keys.shape[3]
+  group = WorkGroup(q, scales, table, tokens, BS)
+  size = (group.shares, G, D)
   accumulators = {"scores": size, "weights": size, "total": size, "highest": (G,), "weight": (G,)}
-  arrays = {name: UOp.placeholder(size, dtypes.float32, 100 + i, shared if len(size) > 1 else AddrSpace.REG)
+  arrays = {name: UOp.placeholder(size, dtypes.float32, 100 + i, lane_axis()[1] if len(size) > 1 else AddrSpace.REG)
             for i, (name, size) in enumerate(accumulators.items())}
   state = GroupState(iteration=UOp.placeholder((1,), dtypes.int32, 105, AddrSpace.REG), **arrays)
   loop = UOp.loop(5)
-  current = state.after(state.iteration.after(t, h)[0].store(0), loop)
-  iteration = current.index(-(-table.shape[1] * BS // (shares * D)))
+  current = state.after(state.iteration.after(group.t, group.h)[0].store(0), loop)
+  iteration = current.index(-(-table.shape[1] * BS // (group.shares * D)))
   stores = add_values(group, add_scores(group, current, keys, iteration), values, iteration)
-  state = state.after(UOp.group(*stores).end(loop, (iteration + 1) * shares * D <= position))
+  state = state.after(UOp.group(*stores).end(loop, (iteration + 1) * group.shares * D <= group.position))
   threads = divisor(T, cpu_cores()) if T * KV * G * D > 2**12 else 1
-  return kernel_of("attend", out[t, h, *group.own[1:]].store(result(group, state).cast(out.dtype)), shared_by(threads))
+  mean_value = result(group, state).cast(out.dtype)
+  return kernel_of("attend", out[group.t, group.h, *group.own[1:]].store(mean_value), shared_by(threads))
 
 
 def add_scores(group: WorkGroup, state: GroupState, keys: UOp, iteration: UOp) -> GroupState:

@@ -16,26 +16,20 @@ from tinyvllm.backend import cpu_cores, renderer
 SMALLEST = 1e-30   # lower limit of a scale's largest number: avoids a division by 0
 
 
-def element_dtype(kind: str, head_dim: int) -> DType:
-  """Return the dtype of an int8 or fp8 cache's elements. Raises ValueError if the device or the model does not fit."""
-  check(kind == "int8" or dtypes.half in renderer().supported_dtypes(),
-        f"kv_cache_dtype={kind!r} needs float16, which this device lacks; use 'int8'")
-  dtype = dtypes.uint8 if cpu_cores() else dtypes.uint32
-  multiple = 2 * dtype.itemsize   # RoPE rotates neighbours of both halves of a head
-  check(head_dim % multiple == 0,
-        f"kv_cache_dtype={kind!r} needs a head_dim that is a multiple of {multiple}, not {head_dim}; use 'auto'")
-  return dtype
-
-
 def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
   """Return the shape and dtype of one block in each of a layer's cache tensors: K, V and for int8 the scales.
   Raises ValueError if the device or the model does not support `config.kv_cache_dtype`."""
-  kind = config.kv_cache_dtype
+  cache_dtype = config.kv_cache_dtype
   heads = model.num_key_value_heads
   size = config.block_size
-  element = dtype if kind == "auto" else element_dtype(kind, model.head_dim)
-  elements = model.head_dim if kind == "auto" else model.head_dim // element.itemsize
-  scales = [((heads, 2, size), dtypes.float32)] if kind == "int8" else []
+  element = dtype if cache_dtype == "auto" else dtypes.uint8 if cpu_cores() else dtypes.uint32
+  elements = model.head_dim if cache_dtype == "auto" else model.head_dim // element.itemsize
+  check(cache_dtype in ("auto", "int8") or dtypes.half in renderer().supported_dtypes(),
+        f"kv_cache_dtype={cache_dtype!r} needs float16, which this device lacks; use 'int8'")
+  multiple = 2 * element.itemsize   # RoPE rotates neighbours of both halves of a head
+  check(cache_dtype == "auto" or model.head_dim % multiple == 0, f"kv_cache_dtype={cache_dtype!r} needs a head_dim "
+        f"that is a multiple of {multiple}, not {model.head_dim}; use 'auto'")
+  scales = [((heads, 2, size), dtypes.float32)] if cache_dtype == "int8" else []
   return [((heads, elements, size), element), ((heads, size, elements), element), *scales]
 
 

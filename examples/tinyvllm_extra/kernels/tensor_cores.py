@@ -142,7 +142,10 @@ def decode_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
     to = row_start(sizes, warp, 0, 0) + i
     if parts > 1:
       row = (part * T + warp.first) * KV * G + warp.kv_head * G + g
-      stores.append(rest[-1].base.index(row.valid((i < G * D) & (i % D < 1))).store(log_sum(counted)))
+      highest = functools.reduce(UOp.maximum, counted)
+      total: Any = sum((x - highest).exp2() for x in counted)
+      log_sum = total.log2() + highest
+      stores.append(rest[-1].base.index(row.valid((i < G * D) & (i % D < 1))).store(log_sum))
       to = to + part * T * KV * G * D
     stores.append(out.base.index(to.valid(i < G * D)).store(x.cast(out.dtype)))
   return attend_sink(stores)
@@ -221,18 +224,12 @@ class Warp:
   num_shares: Any
   guard: tuple[UOp, ...] = ()            # statements that precede the loads
 
-  @property
-  def row(self) -> UOp: return self.lane // 4
-
-  @property
-  def column(self) -> UOp: return self.lane % 4
+  row = property(lambda self: self.lane // 4)
+  column = property(lambda self: self.lane % 4)
 
 
-class Block(NamedTuple):
-  """A block of the context."""
-  start: UOp   # its first position
-  last: UOp    # the last position that the warp attends to
-  page: UOp    # physical block * KV + K/V head
+# A block of the context. start: its first position. page: physical block * KV + K/V head
+Block = NamedTuple("Block", [("start", UOp), ("page", UOp)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,16 +241,13 @@ class Cache:
   scales: list[UOp]   # one for int8, else none
   table: UOp
 
-  @property
-  def has_words(self) -> bool: return self.keys.dtype != dtypes.half
-
-  @property
-  def factor(self) -> int: return kv_cache.FACTOR[bool(self.scales)] if self.has_words else 1
+  has_words = property(lambda self: self.keys.dtype != dtypes.half)
+  factor = property(lambda self: kv_cache.FACTOR[bool(self.scales)] if self.has_words else 1)
 
   def block(self, warp: Warp, i: UOp) -> Block:
     max_blocks = self.table.shape[1]
     physical = self.table[warp.table_row, i.minimum(max_blocks - 1)].load().cast(dtypes.weakint) % self.keys.shape[0]
-    return Block(i * BS, warp.last, physical * self.keys.shape[1] + warp.kv_head)
+    return Block(i * BS, physical * self.keys.shape[1] + warp.kv_head)
 
   def halves(self, low: UOp, high: UOp) -> list[UOp]:
     """Return the float16 of two bytes."""
@@ -263,7 +257,7 @@ class Cache:
   def key(self, warp: Warp, block: Block, half: int, step: int) -> list[UOp]:
     """Load K of eight positions and the 16 dimensions from 16 * step: a lane has four dimensions of one position."""
     at = (block.page * self.keys.shape[2] + step // 2) * BS + warp.row // 2 * 4 + half * 2 + warp.row % 2
-    def load(i): return self.keys.base.index(i.valid(block.start <= block.last)).load()
+    def load(i): return self.keys.base.index(i.valid(block.start <= warp.last)).load()
     if not self.has_words: return [load(at * 32 + warp.column * 8 + step % 2 * 4 + e) for e in range(4)]
     word = load(at * 8 + warp.column * 2 + step % 2)
     return [x for i in range(2) for x in self.halves(word >> 8 * i & 255, word >> 8 * i + 16 & 255)]
@@ -273,9 +267,9 @@ class Cache:
     d = (n // 4 * 8 if self.has_words else n * 8) + warp.row
     at = (block.page * self.values.shape[2] + d) * BS + warp.column * 4
     position = block.start + warp.column * 4
-    elements = [self.values.base.index((at + e).valid(position <= block.last)).load() for e in range(4)]
+    elements = [self.values.base.index((at + e).valid(position <= warp.last)).load() for e in range(4)]
     if not self.has_words:   # positions that are not written may hold NaN
-      return [(position + e <= block.last).where(x, HALF_ZERO) for e, x in enumerate(elements)]
+      return [(position + e <= warp.last).where(x, HALF_ZERO) for e, x in enumerate(elements)]
     return [x for e in (0, 2) for x in self.halves(*[word >> n % 4 * 8 & 255 for word in elements[e:e + 2]])]
 
   def dimension(self, n: int, i: Any) -> Any:
@@ -349,7 +343,12 @@ def add_block(warp: Warp, cache: Cache, block: Block, state: WarpState, scores: 
              for r, row in enumerate(scores)]
   rescales = [(state.highest[r].load() - highest[r]).exp2() for r in rows]
   weights = [[(x - highest[r]).exp2() for x in row] for r, row in enumerate(scores)]
-  factors = [[x.cast(dtypes.half) for x in row] for row in scaled(warp, cache, block, weights)]
+  scaled = weights
+  if cache.scales:
+    scales = [cache.scale(block, 1, warp.column * 4 + e) * SCALE_FACTOR for e in range(4)]
+    position = block.start + warp.column * 4
+    scaled = [[(position + e <= warp.last).where(x * scales[e], 0.0) for e, x in enumerate(row)] for row in weights]
+  factors = [[x.cast(dtypes.half) for x in row] for row in scaled]
   stores = []
   for r in rows:
     weight = state.weight[r] * rescales[r] + sum(weights[r])
@@ -364,14 +363,6 @@ def add_block(warp: Warp, cache: Cache, block: Block, state: WarpState, scores: 
     product = mma(fragment(factors), cache.value(warp, block, n), UOp.stack(*total))
     stores += [state.total[place].store(product.index(i)) for i, place in enumerate(places)]
   return stores
-
-
-def scaled(warp: Warp, cache: Cache, block: Block, weights: list[list[UOp]]) -> list[list[UOp]]:
-  """Multiply the weights by V's scales and SCALE_FACTOR, if the cache has scales."""
-  if not cache.scales: return weights
-  scales = [cache.scale(block, 1, warp.column * 4 + e) * SCALE_FACTOR for e in range(4)]
-  position = block.start + warp.column * 4
-  return [[(position + e <= block.last).where(x * scales[e], 0.0) for e, x in enumerate(row)] for row in weights]
 
 
 def warp_results(warp: Warp, q: UOp, cache: Cache) -> tuple[UOp, UOp]:
@@ -402,13 +393,6 @@ def row_start(shape: tuple[sint, ...], warp: Warp, token: Any, g: Any) -> UOp:
   """Return where a query row begins in a flat tensor of `shape`, (T, KV, G, D)."""
   T, KV, G, D = shape
   return (((warp.first + token).minimum(T - 1) * KV + warp.kv_head) * G + g) * D
-
-
-def log_sum(logs: list[UOp]) -> UOp:
-  """Return log2 of a sum, from the base-2 logarithms of its terms."""
-  highest = functools.reduce(UOp.maximum, logs)
-  total: Any = sum((x - highest).exp2() for x in logs)
-  return total.log2() + highest
 
 
 def fragment(rows: list[list[UOp]]) -> list[UOp]:

@@ -118,12 +118,12 @@ class Server(uvicorn.Server):
       responses={"4XX": error, "5XX": error})
     app.get("/", response_class=HTMLResponse)(self.page)
     app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
-    facts: Any = {"/health": self.health, "/version": self.version, "/v1/models": self.models,
+    reads: Any = {"/health": self.health, "/version": self.version, "/v1/models": self.models,
                   "/v1/models/{name:path}": self.model}
-    for path, route in facts.items(): app.get(path)(route)
+    for path, route in reads.items(): app.get(path)(route)
     for path, route in {"/tokenize": self.tokenize, "/detokenize": self.detokenize}.items(): app.post(path)(route)
-    answers: Any = {"/generate": self.generate, "/v1/completions": self.completions, "/v1/chat/completions": self.chat}
-    for path, route in answers.items(): app.post(path, responses={200: {"content": {EVENT_STREAM: {}}}})(route)
+    streams: Any = {"/generate": self.generate, "/v1/completions": self.completions, "/v1/chat/completions": self.chat}
+    for path, route in streams.items(): app.post(path, responses={200: {"content": {EVENT_STREAM: {}}}})(route)
     return app
 
   # Start and shutdown
@@ -162,9 +162,6 @@ class Server(uvicorn.Server):
     asyncio.get_running_loop().call_later(self.options.shutdown_timeout, self.abort, self.requests)
     await super().shutdown(sockets)
     if self.llm and self.options.prefix_cache_file: await asyncio.to_thread(self.llm.shutdown)   # no signal stops this
-
-  def save_prefix_cache(self, sig: int, frame: Any) -> None:
-    if self.llm: self.llm.save_prefix_cache()
 
   def abort(self, requests: Iterable[Request]) -> None:
     for request in requests: self.llm.abort(request.request_id)
@@ -305,7 +302,8 @@ def main(argv: list[str]) -> int:
     find_model(open_checkpoint(path).hf_config, path)
   check_port(config.host, config.port)
   server = Server(folder, select_options(args, EngineConfig), config)
-  if config.prefix_cache_file and hasattr(signal, "SIGUSR1"): signal.signal(signal.SIGUSR1, server.save_prefix_cache)
+  if config.prefix_cache_file and hasattr(signal, "SIGUSR1"):
+    signal.signal(signal.SIGUSR1, lambda *_: server.llm and server.llm.save_prefix_cache())
   server.run()
   if server.llm: server.llm.shutdown()
   if server.error: raise server.error

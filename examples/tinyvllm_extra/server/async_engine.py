@@ -18,10 +18,9 @@ class StepError(RuntimeError):
   """A step failed, and the request with it. The engine's thread has logged the traceback."""
 
 
-class Reader(NamedTuple):
-  """Receiver of a request's output."""
-  loop: asyncio.AbstractEventLoop
-  receive: Callable[[Request, Delta, bool], None]   # called in `loop`; True: this is the request's end
+# Receiver of a request's output. receive is called in `loop`; True: this is the request's end
+Receive = Callable[[Request, Delta, bool], None]
+Reader = NamedTuple("Reader", [("loop", asyncio.AbstractEventLoop), ("receive", Receive)])
 
 
 class Driver:

@@ -101,8 +101,8 @@ def chat_token_ids(body: Any, tokenizer: Tokenizer) -> list[int]:
     check(name not in variables, f"chat_template_kwargs: {name} is reserved")
   check("tools" not in variables or "tools" in (tokenizer.config.get("chat_template") or ""),
         "tools: the model's chat template knows none")
-  messages = [*map(with_parsed_arguments, body.messages)]
-  return tokenizer.encode(tokenizer.apply_chat_template(messages, **variables), False)
+  text = tokenizer.apply_chat_template([*map(with_parsed_arguments, body.messages)], **variables)
+  return tokenizer.encode(text, False)
 
 
 # Responses
