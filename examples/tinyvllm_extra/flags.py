@@ -17,14 +17,14 @@ NO_EFFECT: dict[str, list] = {name: values for names, values in {   # type: igno
 
 def parsing_of(field: dataclasses.Field) -> dict[str, Any]:
   """Return the arguments of argparse's add_argument that parse a value of the field's type."""
-  kind: Any = get_args(field.type)[0] if isinstance(field.type, UnionType) else field.type   # int of int | None
-  if kind is bool: return {"action": argparse.BooleanOptionalAction}
-  if get_origin(kind) is list:
-    item, = get_args(kind)
+  value_type: Any = get_args(field.type)[0] if isinstance(field.type, UnionType) else field.type   # int of int | None
+  if value_type is bool: return {"action": argparse.BooleanOptionalAction}
+  if get_origin(value_type) is list:
+    item, = get_args(value_type)
     return {"nargs": "+", "type": item, "action": "extend", "metavar": field.name.upper()}
-  if kind not in (int, float, str): return {"type": json.loads, "metavar": "JSON"}
+  if value_type not in (int, float, str): return {"type": json.loads, "metavar": "JSON"}
   choices = field.metadata["choices"]
-  return {"type": kind, "metavar": f"{{{','.join(choices)}}}" if choices else kind.__name__.upper()}
+  return {"type": value_type, "metavar": f"{{{','.join(choices)}}}" if choices else value_type.__name__.upper()}
 
 
 def help_of(field: dataclasses.Field) -> str:
