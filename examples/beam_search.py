@@ -1,5 +1,5 @@
 """Beam search with vLLM's names, outside the engine. Each step asks `LLM.generate` for one token of every beam and
-keeps the beams whose log probabilities sum to most; the prefix cache holds what a beam has computed before.
+keeps the beams with the largest sums of log probabilities; the prefix cache saves recomputation.
 
 python examples/beam_search.py [MODEL]"""
 import sys
@@ -23,7 +23,7 @@ class BeamSearchParams(Options):
   max_tokens: int = required("maximum tokens to generate", min=1, max=2**31 - 1)
   ignore_eos: bool = option(False, "continue after the model's end token")
   temperature: float = option(0.0, "must be 0: beams are ranked by the model's own probabilities")
-  length_penalty: float = option(1.0, "above 0: prefer long texts", min=-10, max=10)
+  length_penalty: float = option(1.0, "above 0: prefer long sequences", min=-10, max=10)
   include_stop_str_in_output: bool = option(False, "must be False: an end token is in `tokens`, but not in `text`")
 
   def __post_init__(self) -> None:
@@ -85,8 +85,8 @@ class Search:
 
 
 def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
-  """Search for the most probable texts after each prompt. prompts: as for `LLM.generate`. Returns outputs in the order
-  of the prompts. Raises InputError, and runs none, if any prompt is bad."""
+  """Find the most probable sequences after each prompt. prompts: as for `LLM.generate`. Returns outputs in the order of
+  the prompts. Raises InputError, and runs none, if any prompt is bad."""
   jobs = prompts if isinstance(prompts, list) else [prompts]
   num_logprobs = min(2 * params.beam_width, llm.model_config.vocab_size)   # half of the tokens may be end tokens
   step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_logprobs)

@@ -1,4 +1,4 @@
-"""Takes the picture of the chat page that the README shows, in Chromium without a window:
+"""Take the README's picture of the chat page, in headless Chromium:
 
 tinyvllm serve ~/models/SmolLM2-135M-Instruct
 python examples/chat_page.py http://127.0.0.1:8000 [FILE.png]"""

@@ -1,18 +1,18 @@
-"""The openai package against tinyvllm's server: completions, chat, streams, JSON by a schema, log probabilities.
+"""Use tinyvllm's server with the openai package: completions, chat, streams, JSON by a schema, log probabilities.
 
   tinyvllm serve                                                    # in one terminal: the shipped model on port 8000
   python examples/openai_client.py [URL] [PROMPT]                   # in another; URL: http://127.0.0.1:8000
 
-A server started with --api-key wants the key in OPENAI_API_KEY. The shipped model knows short English sentences, and
-its chat template shows it the last user message only; a larger model (tinyvllm serve FOLDER) sees the conversation. A
-base model has no chat template: its server refuses chats, which this script then leaves out, and completes texts."""
+If the server was started with --api-key, set the key in OPENAI_API_KEY. The shipped model writes short English
+sentences, and its chat template uses only the last user message; a larger model (tinyvllm serve FOLDER) uses the whole
+conversation. A base model has no chat template: its server rejects chats, and this script skips them."""
 import json
 import os
 import sys
 
 import openai
 
-# x-guidance, for llguidance: no white space that JSON does not need, as a small model might add it without end
+# x-guidance is read by llguidance: without optional white space, which a small model might repeat forever
 SCHEMA = {"type": "object", "x-guidance": {"whitespace_flexible": False}, "additionalProperties": False,
           "properties": {"animal": {"enum": ["cat", "dog", "bird"]}, "name": {"enum": ["Tom", "Kim", "Sam"]},
                          "age": {"type": "integer", "minimum": 0, "maximum": 20}},
@@ -29,7 +29,7 @@ def completions(client: openai.OpenAI, model: str, prompt: str) -> None:
   # Several prompts, several samples of each: choice i * n + j is sample j of prompt i
   answer = client.completions.create(model=model, prompt=[prompt, "The sun"], n=2, seed=7, max_tokens=12, stop="\n")
   for choice in answer.choices: show(f"Choice {choice.index}", choice.text)
-  # What OpenAI's API has no name for goes into extra_body, under vLLM's names
+  # Parameters that are not in OpenAI's API go into extra_body, under vLLM's names
   extra = {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
   answer = client.completions.create(model=model, prompt=prompt, max_tokens=24, seed=7, extra_body=extra)
   show("With top_k, min_p and a repetition penalty", answer.choices[0].text)
@@ -39,7 +39,7 @@ def stream(client: openai.OpenAI, model: str, prompt: str) -> None:
   print(f"\nA stream\n  {prompt}", end="", flush=True)
   usage = {"include_usage": True}
   events = client.completions.create(model=model, prompt=prompt, max_tokens=40, stream=True, stream_options=usage)
-  with events:   # to leave this block early closes the connection, and the server stops generating
+  with events:   # leaving this block early closes the connection, and the server stops generating
     for event in events:
       if event.choices: print(event.choices[0].text, end="", flush=True)
       if event.usage: print(f"\n  {event.usage.completion_tokens} tokens of {event.usage.prompt_tokens} in the prompt")
@@ -87,7 +87,7 @@ def logprobs(client: openai.OpenAI, model: str, prompt: str) -> None:
 def main() -> None:
   url, prompt = (sys.argv[1:] + ["http://127.0.0.1:8000", "The cat"][len(sys.argv) - 1:])[:2]
   client = openai.OpenAI(base_url=url.rstrip("/") + "/v1", api_key=os.environ.get("OPENAI_API_KEY", "none"))
-  model = client.models.list().data[0].id   # a server has one; its name is what `model` must say
+  model = client.models.list().data[0].id   # a server has one model; requests must name it
   print(f"{url} serves {model}")
   completions(client, model, prompt)
   stream(client, model, prompt)

@@ -1,10 +1,10 @@
-"""Draws who has the blocks of the KV cache, step by step, while forty requests run through a small pool.
+"""Draw the use of the KV cache's blocks in each step, while forty requests run with a small pool.
 
 python examples/pool_over_time.py [FILE.svg]
 
-Half of the requests begin with the same words, whose blocks they share, and every fifth asks for two texts (n=2), which
-share the prompt's. A block that nobody holds any more stays findable until it is needed: cached. Where too few are
-free, the newest sequence gives its blocks back, and waits."""
+Half of the requests begin with the same words and share their blocks; every fifth has two samples (n=2), which share
+the prompt's blocks. A free block stays cached until it is needed. Without free blocks, the newest sequence is
+preempted: it frees its blocks and waits."""
 import random, sys
 
 from tinyvllm import LLM, SamplingParams
@@ -13,19 +13,19 @@ SYSTEM = ("Once upon a time there was a small cat who lived in a house near the 
           "and it had many friends. Every day they came to the house, sat by the door and told it what they had seen. "
           "The cat listened, thought for a while, and gave a short answer. ")
 STARTS = ["The cat", "The sun", "I like", "My friend", "A computer", "What is", "We", "The rain", "Tomorrow", "Hello"]
-LAYERS = {"own": ("held by one sequence", "#2b6cb0"), "shared": ("held by several", "#dd6b20"),
+LAYERS = {"own": ("used by one sequence", "#2b6cb0"), "shared": ("used by several", "#dd6b20"),
           "cached": ("free, but cached", "#9ad0a5"), "free": ("free", "#e8e8e8")}
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 440, 64, 20, 64, 52   # of the picture, and around the chart
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 440, 64, 20, 64, 52   # picture size, and margins of the chart
 
 
 def run() -> tuple[LLM, list[dict[str, float]]]:
-  """The blocks of each kind after each step."""
+  """Run the requests. Return the number of blocks of each kind after each step."""
   llm = LLM(num_gpu_blocks_override=65, max_num_seqs=16)
   rng = random.Random(0)
   samples: list[dict[str, float]] = []
   added = 0
   while added < 40 or llm.has_unfinished_requests():
-    if added < 40 and len(samples) % 6 == 0:   # one more every six steps
+    if added < 40 and len(samples) % 6 == 0:   # one request every six steps
       prompt = (SYSTEM if added % 2 else "") + " ".join(rng.choices(STARTS, k=rng.randint(1, 12)))
       texts = 2 if added % 5 == 0 else 1
       params = SamplingParams(n=texts, seed=added, max_tokens=rng.randint(16, 128), ignore_eos=True)
@@ -39,7 +39,7 @@ def run() -> tuple[LLM, list[dict[str, float]]]:
 
 
 def draw(samples: list[dict[str, float]]) -> str:
-  """An SVG of areas stacked upon each other."""
+  """An SVG with stacked areas."""
   steps, pool = len(samples), sum(samples[0].values())
   def x(step: float) -> float: return LEFT + (WIDTH - LEFT - RIGHT) * step / steps
   def y(blocks: float) -> float: return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * blocks / pool
@@ -76,7 +76,7 @@ def main() -> None:
   m = llm.get_metrics()
   shared = max(s["shared"] for s in samples)
   print(f"{path}: {len(samples)} steps; at most {shared} blocks shared; {m['prefix_cache_hits']} of "
-        f"{m['prefix_cache_queries']} prompt tokens found; {m['num_preemptions']} preemptions")
+        f"{m['prefix_cache_queries']} prompt tokens cached; {m['num_preemptions']} preemptions")
 
 
 if __name__ == "__main__": main()

@@ -1,4 +1,4 @@
-"""The two calls a newcomer makes, then an engine of one's own.   python examples/quickstart.py [MODEL]"""
+"""One-line generation, then an engine with several prompts.   python examples/quickstart.py [MODEL]"""
 import sys
 
 import tinyvllm

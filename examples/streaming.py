@@ -1,4 +1,4 @@
-"""Print a text as its tokens arrive.   python examples/streaming.py [PROMPT] [MODEL]"""
+"""Print generated text as its tokens arrive.   python examples/streaming.py [PROMPT] [MODEL]"""
 import sys
 
 import tinyvllm

@@ -1,5 +1,5 @@
-"""Ten users stream from one engine at once: every step serves all of them. LLM itself is for one thread; AsyncLLM owns
-that thread, and takes any number of users.
+"""Ten users stream from one engine at the same time: each step serves all of them. AsyncLLM runs the engine in its own
+thread and accepts any number of users.
 
 python examples/ten_users.py [MODEL]"""
 import asyncio, sys

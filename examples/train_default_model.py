@@ -1,4 +1,4 @@
-"""Trains the model that ships inside the package: a LLaMA of 0.9M parameters that writes short English sentences.
+"""Train the model that is bundled with the package: a LLaMA of 0.9M parameters that writes short English sentences.
 
   DEV=CPU python examples/train_default_model.py [--steps N] [--out DIR]
 
@@ -19,7 +19,7 @@ from tinygrad.nn.optim import AdamW
 from tinygrad.nn.state import safe_save
 
 HERE = Path(__file__).resolve().parent
-BOS, EOS, PAD = 1, 2, -100   # PAD marks targets that the loss leaves out
+BOS, EOS, PAD = 1, 2, -100   # PAD marks targets that the loss ignores
 BATCH, PEAK_LR, WARMUP, DROPOUT = 16, 2e-3, 100, 0.1
 VOCAB, D, FFN, LAYERS, HEADS, KV_HEADS, H, EPS, THETA = 768, 128, 384, 4, 4, 2, 32, 1e-5, 10000.0
 CONFIG = {
@@ -39,7 +39,7 @@ PROMPTS = ["Hello", "The cat", "Once upon a time", "I like", "The sun", "What is
            "User: Hello\nAssistant:", "User: What is a cat?\nAssistant:"]
 
 def train_tokenizer(docs: list[str]) -> bytes:
-  """A LLaMA-style BPE model. Newlines are left out of its training text, so that they become the byte token <0x0A>."""
+  """A LLaMA-style BPE model. Its training text has no newlines, so that they become the byte token <0x0A>."""
   model = BytesIO()
   SentencePieceTrainer.train(
     sentence_iterator=iter([line for doc in docs for line in doc.split("\n")]), model_writer=model, model_type="bpe",
@@ -60,7 +60,7 @@ def init_weights() -> dict[str, Tensor]:
           for name, s in shapes.items()}
 
 def rope(x: Tensor, T: int) -> Tensor:
-  """Rotates x (B, T, heads, H) by position, the two halves of a head paired as Hugging Face pairs them."""
+  """Rotate x (B, T, heads, H) by position, the two halves of a head paired as Hugging Face pairs them."""
   angle = np.arange(T)[:, None] * THETA ** (-np.arange(0, H, 2) / H)   # (T, H/2)
   cos, sin = (Tensor(f(angle).astype(np.float32)).reshape(1, -1, 1, H // 2) for f in (np.cos, np.sin))
   a, b = x.chunk(2, dim=-1)
@@ -89,7 +89,7 @@ def forward(w: dict[str, Tensor], tokens: Tensor) -> Tensor:
   return linear(norm(x, "norm"), "embed_tokens")
 
 def train(w: dict[str, Tensor], rows: np.ndarray, steps: int) -> None:
-  """Fits `w` in place to rows (docs, T+1) of token ids, the rest of each row PAD."""
+  """Fit `w` in place to rows (docs, T+1) of token ids, the rest of each row PAD."""
   optimizer = AdamW(list(w.values()), lr=PEAK_LR, b2=0.98, weight_decay=0.1)
 
   @TinyJit

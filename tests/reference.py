@@ -371,7 +371,8 @@ class LogitsRecorder:
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     logits = self.model(*args, **kwargs)
-    return self.kept[logits.shape[0]].assign(logits).realize()   # part of the graph: the sampler reads it
+    # The sampler reads it, so that it is part of the graph. Of several devices tinygrad cannot schedule it alone
+    return self.kept[logits.shape[0]].assign(logits)
 
   def generate(self, ids: list[int], n: int) -> tuple[list[int], np.ndarray]:
     """The next n greedy ids of a single request, and the logits, (n, V), of each."""

@@ -180,7 +180,7 @@ import tinyvllm, tinyvllm_extra.kernels
 for module in pkgutil.iter_modules(tinyvllm_extra.kernels.__path__):
   importlib.import_module("tinyvllm_extra.kernels." + module.name)
 print([x is y for x, y in zip(before, patched())])
-tinyvllm.device.open_device()
+tinyvllm_extra.kernels.prepare_device()
 print([x is y for x, y in zip(before, patched())])
 """
 

@@ -23,7 +23,7 @@ from tinyvllm.backend import Backend, Devices
 from tinyvllm.config import ModelConfig
 from tinyvllm.llama import Llama
 from tinyvllm_extra import gguf as loader
-from tinyvllm_extra import gguf_export, kernels, parallel
+from tinyvllm_extra import kernels, parallel
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.gguf_export import convert
 from tinyvllm_extra.gguf_tokenizer import make_tokenizer
@@ -242,7 +242,8 @@ def test_loaded_mixtures_equal_converted_mixtures(tmp_path, name):
   folder = made(tmp_path, "Q4_K", kinds=MIXTURES[name])
   same_weights(loaded(tmp_path / "model.gguf"), loaded(folder))
   params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-  outputs = [LLM(path, **SMALL).generate({"prompt_token_ids": IDS}, params) for path in (tmp_path / "model.gguf", folder)]
+  outputs = [LLM(path, **SMALL).generate({"prompt_token_ids": IDS}, params)
+             for path in (tmp_path / "model.gguf", folder)]
   assert outputs[0][0].outputs[0].token_ids == outputs[1][0].outputs[0].token_ids
 
 
@@ -266,8 +267,9 @@ def test_quantization_of_a_quantized_file_is_refused(tmp_path):
 
 def test_fingerprint_pieces_cover_every_tensor_and_differ_with_weights(tmp_path):
   paths = [write_gguf(tmp_path / f"{seed}.gguf", tiny_model(tmp_path / str(seed), seed), "Q8_0") for seed in (0, 1)]
-  pieces = [{name: (kind, shape, raw.tobytes()) for name, kind, shape, raw in open_checkpoint(path).fingerprint_pieces()}
-            for path in (*paths, paths[0])]
+  checkpoints = [open_checkpoint(path) for path in (*paths, paths[0])]
+  pieces = [{name: (kind, shape, raw.tobytes()) for name, kind, shape, raw in checkpoint.fingerprint_pieces()}
+            for checkpoint in checkpoints]
   assert pieces[0] == pieces[2] != pieces[1] and len(pieces[0]) == len(gguf.GGUFReader(paths[0]).tensors)
   kind, shape, raw = pieces[0]["model.layers.0.mlp.up_proj.weight"]
   assert shape == (64, 32) and len(raw) == 64 * 34 and kind == "|V34", "blocks of 34 bytes"

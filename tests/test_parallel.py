@@ -387,7 +387,8 @@ def test_a_draft_model_is_not_split_and_lies_on_the_first_device(folder, tmp_pat
   config = {"model": str(other), "num_speculative_tokens": 2}
   llm = LLM(folder, **SMALL, speculative_config=config, tensor_parallel_size=2)
   target, draft = llm.runners
-  assert {x.device for x in [*nn.state.get_parameters(draft.model.modules()), *itertools.chain(*draft.kv_caches)]} == {"CPU"}
+  tensors = [*nn.state.get_parameters(draft.model.modules()), *itertools.chain(*draft.kv_caches)]
+  assert {x.device for x in tensors} == {"CPU"}
   assert {x.device for x in itertools.chain(*target.kv_caches)} == {("CPU", "CPU:1")}
   count = Counts(llm)
   outputs = llm.generate([tokens(ids) for ids in JOBS], greedy(8), use_tqdm=False)
@@ -537,8 +538,9 @@ def test_a_size_that_does_not_divide_is_named_with_what_would_do(tmp_path, confi
 
 
 @pytest.mark.parametrize("count,said", [
-  (0, "must be between 1 and 8"), (-1, "must be between 1 and 8"), (9, "must be between 1 and 8"), (True, "must be of type int"),
-  ("2", "must be of type int"), (2.0, "must be of type int"), (None, "must be of type int")], ids=repr)
+  (0, "must be between 1 and 8"), (-1, "must be between 1 and 8"), (9, "must be between 1 and 8"),
+  (True, "must be of type int"), ("2", "must be of type int"), (2.0, "must be of type int"),
+  (None, "must be of type int")], ids=repr)
 def test_a_number_of_devices_that_will_not_do_is_named(count, said):
   refused(f"tensor_parallel_size={count!r} {said}", tensor_parallel_size=count)
 

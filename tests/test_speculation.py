@@ -232,8 +232,8 @@ class HalfRight(Hashes):
 
 
 class Device:
-  """Replaces a runner's graphs. It sees only the step's words, block tables, last tokens and a cache. A write to a shared
-  or cached block, or of two tokens to one entry, is an error."""
+  """Replaces a runner's graphs. It sees only the step's words, block tables, last tokens and a cache. A write to a
+  shared or cached block, or of two tokens to one entry, is an error."""
   def __init__(self, engine, runner, monkeypatch, model):
     config = engine.config
     self.engine, self.model, self.spare, self.width = engine, model, config.max_num_seqs, runner.max_blocks

@@ -293,7 +293,7 @@ def test_core_alone_generates_the_same_as_with_extension(tmp_path, options):
   env = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
 
   def run(*missing, **more):
-    command = [sys.executable, "-c", code.replace("{options}", str({**ENGINE, **options, **more})), str(folder), *missing]
+    command = [sys.executable, "-c", code.replace("{options}", str({**ENGINE, **options, **more})), folder, *missing]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120).stdout.split(maxsplit=1)
   modules, ids = zip(run(), run("tinyvllm_extra", tensor_parallel_size=1), strict=True)
   assert modules == ("tinyvllm_extra.kernels.matmul", "tinyvllm.backend") and ids[0] == ids[1] and len(ids[0]) > 60

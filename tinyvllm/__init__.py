@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .config import has_extension
+from .config import extension, has_extension
 
 if TYPE_CHECKING:
   from tinyvllm_extra.vllm_names import AsyncLLM, Logprob, RequestMetrics, SamplingParams, StructuredOutputsParams
@@ -19,5 +19,5 @@ __all__ = ["AsyncLLM", "Logprob", "RequestMetrics", "SamplingParams", "Structure
 def __getattr__(name: str) -> Any:
   """Import a public name when it is first used: tinygrad and numpy take a while. The core has SamplingParams, too."""
   if name not in __all__: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  in_extension = name in __all__[:7] and has_extension()
-  return getattr(importlib.import_module("tinyvllm_extra.vllm_names" if in_extension else "tinyvllm.engine"), name)
+  if name in __all__[:7] and has_extension(): return getattr(extension("vllm_names"), name)
+  return getattr(importlib.import_module("tinyvllm.engine"), name, None) or extension(name)   # which raises ImportError

@@ -173,7 +173,7 @@ class Backend:
   def kv_layout(self, model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
     """Shape and dtype of one block in each cache tensor of a layer: here K and V, (block_size, KV, D) each. Raises
     InputError for a kv_cache_dtype that the device or the model cannot have."""
-    check(config.kv_cache_dtype == "auto", f"kv_cache_dtype={config.kv_cache_dtype!r} must be 'auto' for this backend")
+    check(config.kv_cache_dtype == "auto", f"kv_cache_dtype={config.kv_cache_dtype!r} needs a tinyvllm_extra backend")
     return [((config.block_size, model.num_key_value_heads, model.head_dim), dtype)] * 2
 
   def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,

@@ -239,7 +239,8 @@ class Engine(LoadedModel):
                           if not seq.finish_reason and seq not in request.sequences[0].siblings])
 
 
-Methods: Any = extended("methods", "Methods", type("NoMethods", (), {}))
+# Without the extension the first use of one of its methods raises ImportError
+Methods: Any = extended("methods", "Methods", type("Methods", (), {"__getattr__": lambda _, name: extension(name)}))
 
 
 class LLM(Methods, Engine):

@@ -34,7 +34,7 @@ class SamplingParams(Options):
   include_stop_str_in_output: bool = option(False, "keep the stop string, or the text of the stop token")
   ignore_eos: bool = option(False, "continue after the model's end token")
   skip_special_tokens: bool = option(True, "leave special tokens out of the text")
-  min_tokens, prompt_logprobs = 0, None   # fields of the subclass
+  min_tokens, logprobs, prompt_logprobs = 0, None, None   # type: int, int | None, int | None   # fields of the subclass
 
   def __post_init__(self) -> None:
     if self.max_tokens is None: vars(self)["max_tokens"] = MAX_INT

@@ -99,7 +99,7 @@ def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | Non
     rows += logits_rows(seq, positions, first)
     tokens += token_rows(seq, positions, runner.config.block_size, runner.max_blocks)
   mode = max([row.seq.params.sampler_mode for row in rows], default=SamplerMode.GREEDY)
-  logits_batch = extension("logits").LogitsBatch(rows) if any(seq.processor for seq in batch) else None
+  logits_batch = extension("logits").LogitsBatch(rows, runner) if any(seq.processor for seq in batch) else None
   key = key or runner.choose_key(GraphKey(len(tokens), len(rows), mode, logits_batch.plan if logits_batch else None))
   tokens = [(*x, tile) for x, tile in itertools.zip_longest(tokens, tiles, fillvalue=NO_TILE)]   # type: ignore[misc]
   logits = [(row.token, row.position - 1, row.seq.slot if row.position >= row.seq.length else padding, 0,

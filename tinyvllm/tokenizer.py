@@ -13,7 +13,7 @@ class Tokenizer:
   """Text to ids and back with sentencepiece. The extension's (huggingface.py) also knows special tokens within a text,
   tokenizer.json and chat templates."""
   def __init__(self, folder: pathlib.Path):
-    check((folder / "tokenizer.model").exists(), f"model: {folder} has no tokenizer.model")
+    check((folder / "tokenizer.model").exists(), f"model: {folder} has no tokenizer.model; others need tinyvllm_extra")
     self.model = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     config = read_json(folder / "tokenizer_config.json")
     self.prefix = [self.model.bos_id()] if config.get("add_bos_token", True) else []

@@ -8,7 +8,7 @@ request is kept here: one whose replica dies gets a 503, and is cut off where it
 import argparse, asyncio, contextlib, dataclasses, hashlib, json, os, pathlib, random, re, signal
 import socket, sys
 from collections.abc import AsyncIterator
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 if __name__ == "__main__":   # Ray and Serve read these as they are imported. Who starts them otherwise sets them there
   os.environ.update({
@@ -27,11 +27,14 @@ from starlette.routing import Mount, Route, Router
 from tinygrad import Device
 
 from tinyvllm import SamplingParams
-from tinyvllm.config import NO_EFFECT, EngineConfig, ModelConfig, Options, check, effective, kind_of
+from tinyvllm.config import EngineConfig, Options, check, option
 from tinyvllm_extra.cli import FAILURES
 from tinyvllm_extra.flags import add_flags, select_options, set_log_level
+from tinyvllm_extra.models import find_model
 from tinyvllm_extra.server.app import Server, ServerConfig, check_port
 from tinyvllm_extra.server.protocol import error_response
+from tinyvllm_extra.vllm_names import NO_EFFECT, without_no_effect
+from tinyvllm_extra.weights import open_checkpoint
 
 NAME = "tinyvllm"   # of the application
 SLACK = 8    # requests by which a replica may be busier than the least busy one and still get its conversations
@@ -42,13 +45,15 @@ SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path",
 @dataclasses.dataclass(frozen=True)
 class RayConfig(Options):
   """Ray Serve's: how many replicas, and what each takes."""
-  num_replicas: Annotated[int | None, 1, 4096] = None     # copies of the engine, always as many; None: 1
-  min_replicas: Annotated[int | None, 1, 4096] = None     # at least so many, with max_replicas; None: 1
-  max_replicas: Annotated[int | None, 1, 4096] = None     # as many as the requests want, up to so many
-  target_ongoing_requests: Annotated[float | int | None, 0.01, 2**31] = None   # a replica; None: max_num_seqs / 2
-  num_ingresses: Annotated[int, 1, 4096] = 1              # processes that take requests and pass them on
-  gpus_per_replica: Annotated[float | int | None, 0, 64] = None   # None: tensor_parallel_size, 0 without any GPU
-  cpus_per_replica: Annotated[float | int, 0, 1024] = 1   # cores, which a model on a CPU uses
+  num_replicas: int | None = option(None, "number of copies of the engine; None: 1", min=1, max=4096)
+  min_replicas: int | None = option(None, "minimum number of copies, with max_replicas; None: 1", min=1, max=4096)
+  max_replicas: int | None = option(None, "maximum number of copies, started as needed", min=1, max=4096)
+  target_ongoing_requests: float | None = option(None, "requests per replica to aim at; None: max_num_seqs / 2",
+                                                 min=0.01, max=2**31)
+  num_ingresses: int = option(1, "number of processes that pass requests on", min=1, max=4096)
+  gpus_per_replica: float | None = option(None, "GPUs per replica; None: tensor_parallel_size, 0 without any GPU",
+                                          min=0, max=64)
+  cpus_per_replica: float = option(1, "CPU cores per replica", min=0, max=1024)
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -214,11 +219,11 @@ def configs(args: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig, RayConf
   """The options of the engine, the server and Ray. Raises ValueError for what will not do, as far as that is known
   before a model is loaded."""
   kinds = (EngineConfig, ServerConfig, RayConfig)
-  types = {field.name: kind_of(field)[0] for kind in kinds for field in dataclasses.fields(kind)}
+  types = {field.name: field.type for kind in kinds for field in dataclasses.fields(kind)}
   for name in args: check(name in {"model", "log_level", *types, *NO_EFFECT}, f"{name}: there is no such option")
   args = {name: value(of, types.get(name)) for name, of in args.items() if of is not None}
   engine, server, own = (select_options(args, kind) for kind in kinds)
-  EngineConfig(**effective(engine))
+  EngineConfig(**without_no_effect(engine))
   check("prefix_cache_file" not in server, "prefix_cache_file: each replica would write it: tinyvllm serve has one")
   return engine, ServerConfig(**{"api_key": os.environ.get("TINYVLLM_API_KEY"), **server}), RayConfig(**own)
 
@@ -230,7 +235,8 @@ def app(args: dict[str, Any]) -> Any:
   folder = args.get("model")
   if folder:
     folder = str(pathlib.Path(folder).expanduser().resolve())   # a replica is elsewhere
-    ModelConfig.load(pathlib.Path(folder))
+    path = pathlib.Path(folder)
+    find_model(open_checkpoint(path).hf_config, path)   # raises InputError for another kind of model
   seqs = engine.get("max_num_seqs", EngineConfig.max_num_seqs)
   # `serve run` asks before Ray is there, and then this machine is what is known
   any_gpu = ray.cluster_resources().get("GPU") if ray.is_initialized() else Device.DEFAULT in ("AMD", "CUDA", "NV")

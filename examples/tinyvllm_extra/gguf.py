@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tinyvllm.config import check
-from tinyvllm_extra.huggingface import Tokenizer
 
 from . import weights
 from .gguf_tokenizer import make_tokenizer
@@ -271,7 +270,7 @@ class Checkpoint(weights.Checkpoint):
 
   method = property(lambda self: "gguf" if any(x.tensor_type.form for x in self.all_tensors.values()) else None)
   def stored(self) -> dict[str, Any]: return dict(self.all_tensors)
-  def tokenizer(self) -> Tokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
+  def tokenizer(self) -> Any: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
 
   def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
     """Read matrices, which `shared_form` unifies."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tinygrad import helpers
 
-from tinyvllm.backend import exclusive, renderer
+from tinyvllm.backend import Backend, exclusive, renderer
 from tinyvllm.config import check, logger
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
@@ -25,6 +25,11 @@ class GraphState:
   num_requested: collections.Counter[tuple[Runner, GraphKey]] = dataclasses.field(default_factory=collections.Counter)
 
 
+def state_of(backend: Backend) -> GraphState:
+  """The backend's state, which the core's Backend gets here."""
+  return vars(backend).setdefault("graph_state", GraphState())
+
+
 def sizes_of(key: GraphKey) -> tuple[int, ...]:
   """A key as numbers: a graph runs every step that is smaller in each."""
   plan = key.plan or LogitsPlan(0, False, 0, False)
@@ -40,7 +45,7 @@ def cost(key: GraphKey) -> int:
 def choose_graph(runner: Runner, key: GraphKey) -> GraphKey:
   """Return `key`, or a captured larger one: any if steps were captured ahead, else at first one that takes less than
   twice the time."""
-  state = runner.backend.graph_state   # type: ignore[attr-defined]   # FastBackend's
+  state = state_of(runner.backend)
   if state.capture_sizes:
     size = min([size for size in state.capture_sizes if size >= key.num_tokens], default=key.num_tokens)
     rows = max(key.num_rows, min(size, runner.max_rows)) if key.num_rows <= runner.max_rows else size
@@ -74,7 +79,7 @@ def _capture(engine: "Engine", sizes: list[int] | None, optional: bool) -> Itera
   started = time.perf_counter()
   num_kernels = num_compiled()
   sizes = [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))
-  engine.backend.graph_state.capture_sizes = sizes   # type: ignore[attr-defined]   # FastBackend's
+  state_of(engine.runner.backend).capture_sizes = sizes
   plan = LogitsPlan(engine.model_config.vocab_size, True, 128, True)
   kinds = [(SamplerMode.RANDOM, None), (SamplerMode.FILTERED, plan)] if optional else [
     (SamplerMode.GREEDY, None), (SamplerMode.FILTERED, None)]

@@ -11,7 +11,7 @@ from tinyvllm import request
 from tinyvllm.backend import Sampler
 from tinyvllm.config import ModelConfig, check, check_ids, option
 from tinyvllm.request import MAX_INT, Sequence
-from tinyvllm.runner import UNKNOWN, Results, Row, Table
+from tinyvllm.runner import UNKNOWN, Results, Row, Runner, Table
 from tinyvllm_extra.huggingface import Tokenizer
 
 from . import structured_outputs
@@ -57,6 +57,7 @@ class SamplingParams(request.SamplingParams):
     check(self.allowed_token_ids != [], "allowed_token_ids=[] allows no token: use None to allow all")
 
   def clone(self) -> "SamplingParams": return dataclasses.replace(self)
+  def without_logprobs(self) -> "SamplingParams": return dataclasses.replace(self, logprobs=None, prompt_logprobs=None)
 
   def processor(self, tokenizer: Tokenizer, model: ModelConfig) -> "Processor | None":
     own_fields = dataclasses.fields(self)[len(dataclasses.fields(request.SamplingParams)):]
@@ -149,18 +150,20 @@ class LogitsPlan(NamedTuple):
 
 class LogitsBatch:
   """What the processors of a step's sequences ask for, by row of logits."""
-  def __init__(self, rows: list[Row]):
+  def __init__(self, rows: list[Row], runner: Runner):
     # A row for a token that the host knows, of a prompt, or that another step samples first, is not changed
-    new = [(i, row) for i, row in enumerate(rows) if row.seq.processor and row.position >= row.seq.length]
-    self.adjustments = [(i, *x) for i, row in new for x in row.seq.processor.adjustments(row.seq, row.position)]
-    masks = {i: row.seq.processor.bitmask() for i, row in new}
+    processors = {i: row.seq.processor for i, row in enumerate(rows) if row.position >= row.seq.length}
+    new = [(i, rows[i], processor) for i, processor in processors.items() if processor]
+    self.adjustments = [(i, *x) for i, row, processor in new for x in processor.adjustments(row.seq, row.position)]
+    masks = {i: processor.bitmask() for i, _, processor in new}
     self.bitmasks = {i: mask for i, mask in masks.items() if mask is not None}
     self.targets = [row.seq.tokens[row.position] if row.position < len(row.seq.tokens) else UNKNOWN for row in rows]
     wanted = any(row.seq.params.logprobs is not None or row.seq.wants_prompt_logprobs for row in rows)
     # One of few sizes: 16, 128, 1024, ...
     size = 16 * 8 ** -(-(len(self.adjustments) // 16).bit_length() // 3) if self.adjustments else 0
-    vocab_size = next((row.seq.processor.vocab_size for row in rows if row.seq.processor), 0)
-    self.plan = LogitsPlan(vocab_size, wanted, size, bool(self.bitmasks)) if vocab_size else None
+    vocab_size = runner.model.config.vocab_size * len(runner.model.devices.names)   # each has a part
+    plan = LogitsPlan(vocab_size, wanted, size, bool(self.bitmasks))
+    self.plan = plan if any(row.seq.processor for row in rows) else None
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:

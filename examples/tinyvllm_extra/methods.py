@@ -12,15 +12,19 @@ from . import graphs, metrics, prefix_cache
 from .logits import SamplingParams
 from .flags import setup_logging, without_no_effect
 
-if TYPE_CHECKING: from tinyvllm.engine import Engine, Params, Prompt, Request
+if TYPE_CHECKING:
+  from tinyvllm.engine import Engine, Params, Prompt, Request
+  from .speculation import SpeculativeProposer
 else: Engine = object
 
 
 class Methods(Engine):
   """Mixed into LLM, before the core's Engine."""
   scheduler_class = metrics.MeteredScheduler
+  scheduler: metrics.MeteredScheduler
   params_class = SamplingParams
-  metrics_class = metrics.RequestMetrics
+  metrics_class: Any = metrics.RequestMetrics
+  proposer: "SpeculativeProposer | None"
   get_metrics = metrics.get_metrics
   capture = graphs.capture
   save_prefix_cache = prefix_cache.save_prefix_cache

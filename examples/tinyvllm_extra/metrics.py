@@ -6,7 +6,7 @@ from tinyvllm.config import EngineConfig, logger
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import BlockManager, Scheduler
 
-if TYPE_CHECKING: from tinyvllm.engine import Engine
+if TYPE_CHECKING: from .methods import Methods
 
 
 @dataclasses.dataclass
@@ -64,7 +64,7 @@ class MeteredScheduler(Scheduler):
     super().finish(seq, reason)
 
 
-def get_metrics(engine: "Engine") -> dict[str, Any]:
+def get_metrics(engine: "Methods") -> dict[str, Any]:
   """Return counters since the start, rates over the seconds spent in steps, and the state of blocks and queue."""
   counters = engine.scheduler.counters
   blocks = engine.blocks

@@ -125,14 +125,18 @@ def dequantize(w: Matrix, dtype: Any = np.float16) -> np.ndarray:
   return by_group.reshape(w.q.shape)[:, np.argsort(w.order)].astype(dtype, copy=False)
 
 
+def concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
+  """Stack the rows of arrays: in float32 if their dtypes differ."""
+  mixed = len({x.dtype for x in arrays}) > 1
+  return np.concatenate([to_float32(x) for x in arrays] if mixed else arrays)
+
+
 def join(matrices: Sequence[Matrix]) -> Matrix:
   """Stack the rows of matrices that are all quantized alike, or all unquantized."""
   if len(matrices) == 1: return matrices[0]
   arrays = [x for x in matrices if isinstance(x, np.ndarray)]
   quantized = [x for x in matrices if isinstance(x, Quantized)]
-  if not quantized:
-    mixed = len({x.dtype for x in arrays}) > 1
-    return np.concatenate([to_float32(x) for x in arrays] if mixed else arrays)
+  if not quantized: return concatenate(arrays)
   kinds = {(x.q.dtype, x.scale.shape[1], x.order.tobytes()) for x in quantized}
   alike = not arrays and len(kinds) == 1
   check(alike, "quantization_config: q, k and v of a layer, or gate and up, are not quantized alike")

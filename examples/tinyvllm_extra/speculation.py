@@ -8,15 +8,17 @@ from typing import Any
 
 from tinygrad import dtypes, nn
 
+from tinyvllm import request
 from tinyvllm.backend import Devices, cpu_cores
 from tinyvllm.config import QUANTIZATIONS, InputError, Options, check, logger, option
 from tinyvllm.engine import LLMEngine, LoadedModel
 from tinyvllm.llama import Llama
-from tinyvllm.request import SamplingParams, Sequence
+from tinyvllm.request import Sequence
 from tinyvllm.runner import Results, Runner, build_step, next_power_of_two
 from tinyvllm.scheduler import BlockManager, Scheduler
 
 from .kernels.cpu import cpu_sums
+from .logits import SamplingParams
 from .models import find_model
 from .weights import open_checkpoint
 
@@ -50,8 +52,9 @@ DRAFT_ROWS = 64       # maximum rows of logits in a step with drafts
 class Drafter:
   """The drafts of a sequence and their acceptance rate, which decides how many are worth a verification. This one
   leaves room for a draft model's tokens."""
-  def __init__(self, config: SpeculativeConfig, params: SamplingParams):
-    self.params = dataclasses.replace(params, logprobs=None, prompt_logprobs=None)   # for the draft model
+  def __init__(self, config: SpeculativeConfig, params: request.SamplingParams):
+    self.params = params   # for the draft model
+    if isinstance(params, SamplingParams): self.params = params.without_logprobs()
     self.max_drafts: int = config.num_speculative_tokens   # type: ignore[assignment]   # by now an int
     self.rate = INITIAL_RATE
 
@@ -73,7 +76,7 @@ class Drafter:
 
 class NGramDrafter(Drafter):
   """Prompt lookup: what followed the longest n-gram at the end of the text the last time it occurred."""
-  def __init__(self, config: SpeculativeConfig, params: SamplingParams):
+  def __init__(self, config: SpeculativeConfig, params: request.SamplingParams):
     super().__init__(config, params)
     self.sizes = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
     self.positions: dict[tuple[int, ...], int] = {}   # n-gram -> position after its last occurrence
@@ -137,7 +140,7 @@ class SpeculativeProposer:
 
   def propose(self, scheduler: Scheduler, batch: dict[Sequence, int]) -> None:
     blocks = self.blocks = scheduler.blocks
-    budget = scheduler.config.max_num_batched_tokens - sum(batch.values())
+    budget = (scheduler.config.max_num_batched_tokens or 0) - sum(batch.values())
     for seq, drafts in self.choose(batch, budget).items():
       num_tokens = seq.length + len(drafts)
       # Leave a block for each running sequence: it may need one before the drafts have been verified

@@ -1,14 +1,15 @@
 """Structured outputs: llguidance turns a JSON schema, a regular expression or a grammar into a Constraint, which gives
 the bitmask of allowed tokens at each position."""
 import dataclasses, functools, json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tinyvllm.config import InputError, check
-from tinyvllm.request import SamplingParams
 from tinyvllm_extra.huggingface import Tokenizer
 from tinyvllm_extra.packages import optional
+
+if TYPE_CHECKING: from .logits import SamplingParams
 
 KINDS: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool}
 
@@ -42,7 +43,7 @@ class StructuredOutputsParams:
     return Constraint(matcher, vocab_size)
 
 
-def normalize(params: SamplingParams) -> Any:
+def normalize(params: "SamplingParams") -> Any:
   """Return params.structured_outputs as StructuredOutputsParams; JSON gives a dict. Raises InputError for another type
   or a conflict with another field."""
   structured = params.structured_outputs

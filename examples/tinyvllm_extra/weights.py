@@ -1,5 +1,5 @@
 """The weights of a model, read one tensor at a time from safetensors, whole or sharded, and copied to each device in
-the dtype of the file if that is narrower than the dtype to compute in. A part's `load` asks a Checkpoint for them."""
+the dtype of the file if that is narrower than the one to compute in. A part's `load` asks a Checkpoint for tensors."""
 import dataclasses, importlib, json, math, pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from tinyvllm import llama
 from tinyvllm.backend import Module, renderer
 from tinyvllm.config import check, read_json
 
-from .quantization import Matrix, dequantize, find_layouts, join, quantize, read_matrix, split, to_float32
+from .quantization import Matrix, concatenate, dequantize, find_layouts, join, quantize, read_matrix, split, to_float32
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16: its bits
 INTEGERS = {"I8": np.int8, "I32": np.int32, "I64": np.int64}         # in quantized matrices
@@ -104,12 +104,12 @@ class Checkpoint(llama.Checkpoint):
     x = dequantize(*self.fused({module: shape})) if is_matrix else self.array(name, *shape)   # type: ignore[dict-item]
     return Tensor(to_float32(x) if x.dtype == np.uint16 else np.asarray(x))
 
-  def vectors(self, module: Any, kind: str) -> list[np.ndarray]:
+  def vectors(self, module: Any, kind: str) -> list[Any]:
     """Read a norm's weight or a bias: a part for each device. A bias of partial sums is added by the first."""
     scale = self.count if module.axis == 0 else 1
     whole = [self.array(f"{name}.{kind}", n * scale) for name, n in module.sources.items()]
-    if module.axis == 0: return [join(parts) for parts in zip(*[np.split(x, scale) for x in whole], strict=True)]
-    vector = join(whole)
+    if module.axis == 0: return [concatenate(parts) for parts in zip(*[np.split(x, scale) for x in whole], strict=True)]
+    vector = concatenate(whole)
     rest = np.zeros_like(vector) if module.axis == 1 else vector
     return [vector] + [rest] * (self.count - 1)
 
@@ -122,12 +122,11 @@ class Checkpoint(llama.Checkpoint):
     parts = [join(part) for part in zip(*[split(w, self.count, module.axis) for w in whole], strict=True)]
     in_layer = all(module is not x for x in vars(model).values())
     if self.bits and in_layer:   # int4 is stored in words of eight
-      parts = [quantize(w, self.bits if w.shape[1] % 8 == 0 else 8) for w in parts]   # type: ignore[union-attr]
+      parts = [quantize(w, self.bits if w.shape[1] % 8 == 0 else 8) if isinstance(w, np.ndarray) else w for w in parts]
     return [dequantize(w) for w in parts] if module is getattr(model, "embed_tokens", None) else parts
 
   def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
-    """Copy each array to its device. dtype: the one to compute in, unless the array's is narrower; None: the
-    array's."""
+    """Copy each array to its device, in `dtype` or in its own if that is narrower; None: in its own."""
     tensors = []
     for array, device in zip(arrays, self.model.devices.names, strict=True):
       tensor = to_device(np.ascontiguousarray(array), dtype, device)

@@ -31,8 +31,8 @@ def device_name() -> str:
   """Of tinygrad's default device, as the system or the driver tells it."""
   from tinygrad import Device
 
-  from tinyvllm.backend import open_device
-  open_device()   # it finds a compiler that is not on the PATH
+  from tinyvllm_extra.kernels import prepare_device
+  prepare_device()   # it finds a compiler that is not on the PATH
   kind, device = Device.DEFAULT, Device[Device.DEFAULT]
   if kind == "CPU": return host_name()
   if kind == "CL": return device.device_name   # type: ignore[attr-defined]

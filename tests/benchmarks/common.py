@@ -136,8 +136,8 @@ _filled: dict[tuple, Tensor] = {}   # engines that follow one another share thei
 
 
 def fill_weights(model: Llama, quantization: str | None) -> None:
-  """Fill weights of norms with 1, biases with 0, everything else with uniform numbers of deviation 0.02, one tensor at a
-  time, and quantized matrices with random bits."""
+  """Fill weights of norms with 1, biases with 0, everything else with uniform numbers of deviation 0.02, one tensor at
+  a time, and quantized matrices with random bits."""
   matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear) and quantization]
   for matrix in matrices:
     plain = matrix.weight.shape

@@ -127,11 +127,14 @@ def measure_load(llm: LLM, prompts: list[dict]) -> dict:
   full = [s for s in samples if s.waiting or s.running == len(prompts)] or samples
   used = [s.computed / (s.held * size) for s in samples]
   return {"requests": len(prompts), "at_once": statistics.median(s.running for s in full),
-          "most": max(s.running for s in samples), "preallocated": llm.blocks.num_tokens // llm.max_model_len,
+          "most": max(s.running for s in samples), "preallocated": pool_tokens(llm) // llm.max_model_len,
           "utilization": statistics.fmean(used), "utilization_least": min(used),
           "bytes_each": block * statistics.fmean(s.held / s.running for s in full),
           "bytes_unshared": block * statistics.fmean(s.listed / s.running for s in full),
           "num_preemptions": after["num_preemptions"] - before["num_preemptions"]}
+
+
+def pool_tokens(llm: LLM) -> int: return (llm.blocks.num_blocks - 1) * llm.config.block_size
 
 
 def decoding(args, kind: str) -> LLM:
@@ -191,7 +194,7 @@ def measure_memory(args) -> dict:
            f"{x['utilization']:.1%}", f"{x['utilization_least']:.0%}", f"{x['bytes_each'] / 2**20:.2f}",
            f"{x['bytes_unshared'] / 2**20:.2f}", f"{x['num_preemptions']:g}"]
           for name, x in loads.items()]
-  print(f"{llm.blocks.num_tokens} tokens of KV cache in {args.blocks} blocks, max_model_len {llm.max_model_len}")
+  print(f"{pool_tokens(llm)} tokens of KV cache in {args.blocks} blocks, max_model_len {llm.max_model_len}")
   common.print_table(["load", "requests", "at once", "most", "preallocated", "utilization", "least", "MiB each",
                       "unshared", "preempted"], rows)
   return {"prefill": prefill, "ratio": ratio, "loads": loads}
@@ -248,10 +251,10 @@ def plan_step(llm: LLM, tokens: int, params: SamplingParams) -> int:
 
   def launch(step):
     nonlocal took
-    linears, words = [], zeros(len(step.array))
+    linears, words = [], zeros(len(step.words))
     held = {*buffers, *(x.uop.base for layer in llm.runner.kv_caches for x in layer)}
     capturing.append(SimpleNamespace(add_linear=lambda linear, values: linears.append(linear)))
-    try: llm.runner._compute(words, step.shape)
+    try: llm.runner._compute(words, step.key)
     finally: capturing.clear()
     plan = memory_plan_rewrite(UOp(Ops.LINEAR, src=tuple(x for linear in linears for x in linear.src)), held)
     took = sum(u.nbytes() for u in {u for u in plan.toposort() if u.op is Ops.BUFFER and u not in held})

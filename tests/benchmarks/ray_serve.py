@@ -20,7 +20,7 @@ import common
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from server import Server
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "serving" / "ray_serve.py"
+SCRIPT = Path(__file__).parents[2] / "examples" / "deploy" / "ray_serve.py"
 
 
 class Client:

@@ -8,9 +8,10 @@ Each row is a way to choose tokens; all running sequences take it, one after ano
 the machine does falls on all. ms a step: the median decode step of all rounds. more: over greedy, the median of the
 rounds' differences; share: the same as a part of the greedy step of that round, with the least and the greatest. A
 sequence begins with --context tokens, 1 unless given: the less attention has to read, the more sampling weighs.
-Structured outputs need a tokenizer: --model. With --device: microseconds of restrict, edit (256 logits of a row) and
-sample as one graph, over random logits, beside argmax alone and the time in which the logits are read once. Targets:
-15% of a decode step of eight sequences of SmolLM2 on a CPU; 0.3 ms for 32 rows of 128,256 on an H200."""
+Structured outputs need a tokenizer: --model. With --device: microseconds of the bitmask, of adjustments (256 logits
+of a row) and of sampling as one graph, over random logits, beside argmax alone and the time in which the logits are
+read once. Targets: 15% of a decode step of eight sequences of SmolLM2 on a CPU; 0.3 ms for 32 rows of 128,256 on an
+H200."""
 import random
 import statistics
 import time
@@ -21,8 +22,9 @@ import numpy as np
 from common import LLM, SamplingParams, Watch
 from tinygrad import Context, Device, Tensor, TinyJit
 
-from tinyvllm.request import EDIT
-from tinyvllm.sampling_defaults import argmax, edit_kernel, restrict, sample, top_logprobs
+from tinyvllm.request import SAMPLING_FIELDS, SamplerMode
+from tinyvllm_extra.kernels import make_backend
+from tinyvllm_extra.logits import ADJUSTMENTS, adjust_kernel, apply_bitmask, top_logprobs
 
 TARGET_SHARE, TARGET_SECONDS = 0.15, 0.3e-3
 BEST = {"temperature": 0.8, "top_k": 50, "top_p": 0.95, "min_p": 0.02}
@@ -111,24 +113,23 @@ def measure_device(args, bandwidth: float) -> None:
   def full(value: float, kind: type) -> Tensor: return tensor(np.full(S, value, kind))
   logits = tensor(3 * rng.standard_normal((S, V), np.float32))
   allowed = tensor(rng.integers(-2**31, 2**31 - 1, (S, -(-V // 32)), np.int32))
-  edits = np.zeros(S * 256, EDIT)
-  edits["row"] = np.arange(S).repeat(256)
-  edits["token"] = np.tile(np.arange(0, 512, 2), S)
-  for name in ("bias", "factor", "penalty"): edits[name] = rng.uniform(0.5, 1, len(edits))
-  settings = [full(0.8, np.float32), full(50, np.float32), full(0.95, np.float32), full(0.02, np.float32),
-              tensor(rng.integers(0, 2**32, (S, 2), np.uint32)), full(7, np.int32)]
-  ids, edited = full(5, np.int32), [logits, allowed, tensor(edits.view(np.int32).reshape(len(edits), -1).T.copy())]
+  changes = [(row, token, *rng.uniform(0.5, 1, 3)) for row in range(S) for token in range(0, 512, 2)]
+  adjustments = tensor(ADJUSTMENTS.write(changes, len(changes)).reshape(ADJUSTMENTS.num_words, -1))
+  settings = [full(0.8, np.float32), full(50, np.int32), full(0.95, np.float32), full(0.02, np.float32),
+              *(tensor(rng.integers(0, 2**32, S, np.uint32)) for _ in range(2)), full(7, np.int32)]
+  ids, changed, sampler = full(5, np.int32), [logits, allowed, adjustments], make_backend().sampler
 
-  def best(x: Tensor) -> Tensor: return argmax(x).contiguous().realize()
+  def best(x: Tensor) -> Tensor: return sampler.argmax(x).contiguous().realize()
   def prepare(x: Tensor, mask: Tensor, by: Tensor) -> Tensor:
-    return restrict(x, mask).contiguous().custom_kernel(by, fxn=edit_kernel)[0]
+    return apply_bitmask(x, mask).contiguous().custom_kernel(by, fxn=adjust_kernel)[0]
+  def sample(x: Tensor, *columns: Tensor) -> Tensor:
+    rows = dict(zip((*SAMPLING_FIELDS, "seed_low", "seed_high", "position"), columns, strict=True))
+    return sampler.sample(x, rows, SamplerMode.FILTERED).contiguous().realize()
   works: dict[str, tuple[Callable, list[Tensor]]] = {
     "argmax alone": (best, [logits]),
-    "restrict, edit, argmax": (lambda *x: best(prepare(*x)), edited),
-    "sample": (lambda *x: sample(*x).contiguous().realize(), [logits, *settings]),
-    "restrict, edit, sample": (lambda *x: sample(prepare(*x[:3]), *x[3:]).contiguous().realize(),
-                               [*edited, *settings]),
-    "top_logprobs of 5": (lambda x, ids: top_logprobs(x, ids, 5).contiguous().realize(), [logits, ids])}
+    "mask, adjust, argmax": (lambda *x: best(prepare(*x)), changed), "sample": (sample, [logits, *settings]),
+    "mask, adjust, sample": (lambda *x: sample(prepare(*x[:3]), *x[3:]), [*changed, *settings]),
+    "top_logprobs of 5": (lambda x, ids: top_logprobs(x, ids, sampler, 5).realize(), [logits, ids])}
   calls = 20 if Device[Device.DEFAULT].renderer.has_local else 1
   runs = {name: timed(*work, calls) for name, work in works.items()}
   with Context(JIT_BATCH_SIZE=0): times = [{name: run() for name, run in runs.items()} for _ in range(args.rounds)]
@@ -138,7 +139,7 @@ def measure_device(args, bandwidth: float) -> None:
     ratio = statistics.median(each[name] / each["argmax alone"] for each in times)
     rows.append([name, f"{1e6 * (middle := statistics.median(seconds)):.1f}", f"{1e6 * seconds[0]:.1f} to "
                  f"{1e6 * seconds[-1]:.1f}", f"{ratio:.1f} x", f"{middle / least:.1f} x"])
-    if name == "restrict, edit, sample": whole = middle
+    if name == "mask, adjust, sample": whole = middle
   print(f"{S} rows of {V} logits, {args.rounds} rounds of {calls} calls; to read the logits once takes "
         f"{1e6 * least:.1f} us")
   common.print_table(["function", "us a call", "of rounds", "of argmax", "of one read"], rows)
@@ -154,8 +155,7 @@ def main() -> None:
   parser.add_argument("--rounds", type=common.positive, default=9, help="that all ways take part in")
   parser.add_argument("--host", action="store_true", help="also a step's milliseconds in Python, in launching its "
                       "graph (on a CPU: running it), and in waiting for its result")
-  parser.add_argument("--device", action="store_true", help="only the functions of tinyvllm/sampling.py, without an "
-                      "engine")
+  parser.add_argument("--device", action="store_true", help="only the sampler's functions, without an engine")
   parser.add_argument("--rows", type=common.positive, default=32, help="of logits, with --device")
   parser.add_argument("--vocab", type=common.positive, default=128256, help="logits of a row, with --device")
   args = parser.parse_args()

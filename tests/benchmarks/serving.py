@@ -46,6 +46,7 @@ from urllib.request import Request, urlopen
 import common
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
+from tinyvllm.runner import Results, Step
 
 KEY = os.environ.get("OPENAI_API_KEY", "none")
 
@@ -213,13 +214,13 @@ def pretend(llm: LLM, seconds: float) -> None:
   """Give it a device that is not there."""
   words, busy_until = [i for i in range(llm.model_config.vocab_size) if llm.tokenizer.decode([i]).isalpha()], 0.0
 
-  def launch(step: Any) -> Callable[[], tuple]:
+  def launch(step: Step) -> Callable[[], Results]:
     nonlocal busy_until
     end = busy_until = max(busy_until, time.perf_counter()) + seconds
 
-    def read() -> tuple:
+    def read() -> Results:
       time.sleep(max(0.0, end - time.perf_counter()))
-      return step, [words[7 * place % len(words)] for _, place, _ in step.targets], []
+      return Results(step, [words[7 * row.position % len(words)] for row in step.rows], [])
     return read
   llm.runner.launch, llm.runner.is_async = launch, True
   llm.capture = lambda *_, **__: iter(())

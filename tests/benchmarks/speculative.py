@@ -26,9 +26,10 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import common
-from tinyvllm_extra import speculation
 from common import LLM, SamplingParams, Watch
-from tinyvllm_extra.proposer import Drafter, NGram
+
+from tinyvllm.request import Sequence
+from tinyvllm_extra.speculation import Drafter, NGramDrafter
 
 # Each with the name that the editing task replaces, and the one that it puts there
 STORIES = [
@@ -166,8 +167,8 @@ def measure_task(engines: dict[int, LLM], task: str, streams: int, args: argpars
   for k in engines:
     run, tokens = runs[k][-1], len(prompts) * args.output_len
     worst = max(sum(run.seconds) for run in runs[k])
-    rows.append([str(k), f"{(tokens - len(prompts)) / run.gave:.2f}", f"{run.draft_token_ids / run.gave:.2f}",
-                 f"{run.accepted / run.draft_token_ids:.0%}" if run.draft_token_ids else "-", f"{tokens / best[k]:.1f}",
+    rows.append([str(k), f"{(tokens - len(prompts)) / run.gave:.2f}", f"{run.drafts / run.gave:.2f}",
+                 f"{run.accepted / run.drafts:.0%}" if run.drafts else "-", f"{tokens / best[k]:.1f}",
                  f"{best[0] / best[k]:.2f}" if 0 in best else "-", f"{worst / best[k] - 1:+.0%}"])
   common.print_table(["k", "tokens a step", "drafts a step", "accepted", "tokens/s", "speed-up", "worst round"], rows)
   captured = sum(run.captured for k in engines for run in runs[k])
@@ -203,11 +204,12 @@ def measure_tasks(args: argparse.Namespace) -> bool:
 def wrong_drafts(k: int, vocabulary: int) -> Iterator[None]:
   """While entered, every sequence wants k drafts, whatever comes of them, and n-grams propose random ids."""
   rng = random.Random(0)
+  def needs_sync(drafter, seq: Sequence) -> bool: return True
   def propose(drafter, tokens: list[int], n: int) -> list[int]: return [rng.randrange(3, vocabulary) for _ in range(n)]
-  with (patch.object(Drafter, "hope", property(lambda drafter: 0.99, lambda drafter, value: None), create=True),
-        patch("tinyvllm_extra.proposer.step_time", lambda tokens: 1),   # always the most drafts
-        patch.object(NGram, "waits", lambda drafter, tokens: True),
-        patch.object(NGram, "propose", propose)): yield
+  with (patch.object(Drafter, "rate", property(lambda drafter: 0.99, lambda drafter, value: None), create=True),
+        patch("tinyvllm_extra.speculation.step_time", lambda tokens: 1),   # always the most drafts
+        patch.object(NGramDrafter, "needs_sync", needs_sync),
+        patch.object(NGramDrafter, "propose", propose)): yield
 
 
 class Decoding:
@@ -252,7 +254,7 @@ def measure_steps(args: argparse.Namespace, running: int, bandwidth: float) -> N
       folder = stack.enter_context(TemporaryDirectory())
       layers = {"num_hidden_layers": args.layers} if args.layers else {}
       (Path(folder) / "config.json").write_text(json.dumps(common.SHAPES[args.draft_shape] | layers))
-      stack.enter_context(patch.object(speculation, "open_checkpoint", common.RandomCheckpoint))
+      stack.enter_context(common.random_weights())
     started = time.perf_counter()
     decoding = {k: Decoding(args, k, running, folder) for k in args.k}
   print(f"\n{running} running: prompts and captures took {time.perf_counter() - started:.1f} s", flush=True)

@@ -13,7 +13,7 @@ import time
 
 import common
 from common import LLM, Watch
-from tinyvllm_extra.graphs import usual_sizes
+from tinyvllm_extra.graphs import state_of, usual_sizes
 
 
 def decode_columns(llm: LLM, steps: list, running: int, bandwidth: float, host: bool) -> tuple[float, list[str]]:
@@ -53,7 +53,7 @@ def print_padding(llm: LLM, args, prompts: list, exact: list) -> None:
   usual = usual_sizes(llm.runner)
   for _ in llm.capture(): pass
   for sizes in (usual, [], usual, []):   # back and forth, as the clock may wander
-    llm.runner.sizes = sizes
+    state_of(llm.backend).capture_sizes = sizes
     llm.generate(prompts, common.greedy(args.output_len), use_tqdm=False)
     with Watch(llm) as watch: llm.generate(prompts, common.greedy(args.output_len), use_tqdm=False)
     running = llm.config.max_num_seqs

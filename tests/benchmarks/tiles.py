@@ -15,9 +15,9 @@ import common
 import kernels
 from common import LLM
 from tinygrad import Tensor
-from tinyvllm_extra.kernels import matmul
 
-from tinyvllm.batch import bucket
+from tinyvllm.runner import next_power_of_two
+from tinyvllm_extra.kernels import matmul
 
 Tiling = tuple[int, ...]   # tiles of 16 outputs, of 8 rows, warps that share a sum, steps of 32 inputs at once
 DECODING = 64              # tokens at most
@@ -40,7 +40,8 @@ def candidates(tokens: int, outputs: int, inputs: int) -> list[Tiling]:
 def step_time(llm: LLM, tokens: int, args: argparse.Namespace) -> float:
   """Microseconds of a step captured anew, the median."""
   matmul.tensor_core_linear_kernel.cache_clear()
-  llm.runner.graphs = {shape: step for shape, step in llm.runner.graphs.items() if shape.tokens != next_power_of_two(tokens)}
+  num_tokens = next_power_of_two(tokens)
+  llm.runner.graphs = {key: graph for key, graph in llm.runner.graphs.items() if key.num_tokens != num_tokens}
   decode = tokens <= DECODING
   context = args.context if decode else args.context // tokens * tokens   # or the last chunk would be less
   jit, inputs, values = kernels.capture(llm, tokens, context, decode)

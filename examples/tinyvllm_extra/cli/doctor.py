@@ -1,13 +1,14 @@
 """`tinyvllm doctor`: test each of tinygrad's backends on this machine, report which one the engine uses and why, and
 which models fit. Each backend runs in its own process, since a driver may hang or crash. Memory bandwidth is measured
 with the engine's own matmul, so that it predicts the engine's speed."""
-import argparse, importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, statistics
+import argparse, importlib.metadata, json, math, os, pathlib, platform, re, shlex, shutil, signal, statistics
 import subprocess, sys, time
 from typing import Any
 
 from tinygrad import Context, Device, Tensor, TinyJit, device as devices, dtypes, nn
 
-from tinyvllm import __version__, config, device, llama
+from tinyvllm import __version__, backend, config, llama
+from tinyvllm_extra import kernels
 
 LIMIT = 90   # timeout of a backend's process in seconds
 BUFFER = 2**28   # maximum bytes of the weights that the bandwidth test reads
@@ -28,21 +29,24 @@ def probe(seconds: float) -> None:
   seconds is 0. Each is a line of JSON, so that a crash loses only later lines."""
   def emit(**facts: Any) -> None: print("\n" + json.dumps({"doctor": facts}), flush=True)
   try:
-    free = device.open_device()
+    kernels.prepare_device()
+    best = kernels.make_backend()
+    free = best.free_memory(Device.DEFAULT)
     name, total = describe(Device.default)
     renderer = Device.default.renderer
-    dtype = device.pick_dtype("auto")
-    most = device.largest_tensor()
+    dtype = best.pick_dtype("auto")
+    most = best.largest_tensor()
     emit(opens=True, device=name, renderer=f"{Device.DEFAULT} {type(renderer).__name__}", dtype=dtype,
          **{name: getattr(dtypes, name) in renderer.supported_dtypes() for name in DTYPES},
          free_gib=free / GIB, total_gib=total / GIB, largest_gib=min(total, most) / GIB)
-    if seconds: emit(gb_per_s=bandwidth(min(BUFFER, most, free // 4), getattr(dtypes, dtype), seconds) / 1e9)
+    size = min(BUFFER, most, free // 4)
+    if seconds: emit(gb_per_s=bandwidth(best.Linear, size, getattr(dtypes, dtype), seconds) / 1e9)
   except Exception as error: emit(reason=reason_of(error))   # each backend fails in its own way
 
 
 def reason_of(error: BaseException) -> str:
   """Return an error's message in one line."""
-  cause = error.__cause__ or error   # open_device wraps errors; a backend with several drivers raises a group of them
+  cause = error.__cause__ or error   # prepare_device wraps errors; a backend of several drivers raises a group
   return "; ".join(dict.fromkeys(str(e).split("\n")[0] or repr(e) for e in getattr(cause, "exceptions", [cause])))
 
 
@@ -59,10 +63,10 @@ def describe(opened: Any) -> tuple[str, int]:
 def host_memory() -> int: return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def bandwidth(size: int, dtype: Any, seconds: float) -> float:
-  """Return the median bytes per second that the engine's x @ W.T reads, captured as a graph. size: bytes of W. A graph
+def bandwidth(kind: type[backend.Linear], size: int, dtype: Any, seconds: float) -> float:
+  """Return the median bytes per second that a backend's x @ W.T reads, captured as a graph. size: bytes of W. A graph
   of a fast device reads W 16 times, as a model's layers do: a single read would measure the host."""
-  linear = device.best(llama.Linear)(INPUTS, {"W": size // INPUTS // dtype.itemsize // 16 * 16}, False, dtype)
+  linear = kind(INPUTS, {"W": size // INPUTS // dtype.itemsize // 16 * 16}, False, dtype)
   linear.weight = linear.weight.contiguous().realize()
   x = Tensor.empty(1, INPUTS, dtype=dtype).contiguous().realize()
 
@@ -94,7 +98,7 @@ def run_probe(dev: str, seconds: float) -> dict[str, Any]:
 
 def compiler() -> dict[str, Any]:
   """Return the path and version of the C compiler that the engine uses."""
-  path = shutil.which(device.find_compiler() or "")
+  path = shutil.which(kernels.find_compiler() or "")
   return {"path": path, "version": subprocess.getoutput(shlex.join([path, "--version"])).split("\n")[0] if path else ""}
 
 
@@ -114,16 +118,18 @@ def fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | 
   sizes = {dtype: getattr(dtypes, dtype).itemsize for dtype in DTYPES if row[dtype]}
   # Weights keep the files' dtype if it is narrower
   stored = min(row["dtype"], hf.get("dtype") or hf.get("torch_dtype"), key=lambda dtype: sizes.get(dtype, 4))
-  with Context(DEV="PYTHON"): model = llama.Llama(shape, dtypes.float32)   # its empty tensors use no memory
-  numbers = sum(int(x.numel()) for part in model.parts() for x in nn.state.get_parameters(part))
-  matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, llama.Linear)]
+  with Context(DEV="PYTHON"):   # its empty tensors use no memory
+    fast = kernels.FastBackend()
+    model = llama.Llama(shape, dtypes.float32, fast, backend.Devices())
+    cache = fast.kv_layout(shape, config.EngineConfig(kv_cache_dtype=kv_cache_dtype, block_size=1),
+                           getattr(dtypes, row["dtype"]))
+  numbers = sum(int(x.numel()) for module in model.modules() for x in nn.state.get_parameters(module))
+  matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, backend.Linear)]
   quantized = sum(int(x.weight.numel()) for x in matrices) if quantization else 0
   weights = (numbers - quantized) * sizes[stored] + int(quantized * QUANTIZED.get(quantization or "", 0) / 8)
   # A step reads a row of the embeddings, but the whole output head
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
-  number = sizes[row["dtype"]] if kv_cache_dtype == "auto" else 1
-  scale = 4 if kv_cache_dtype == "int8" else 0
-  per_token = 2 * shape.num_hidden_layers * shape.num_key_value_heads * (shape.head_dim * number + scale)   # bytes
+  per_token = shape.num_hidden_layers * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
   left = int(row["free_gib"] * GIB * config.EngineConfig().gpu_memory_utilization) - weights
   return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,
           "fits": left >= per_token, "kv_tokens": max(0, left) // per_token,
@@ -140,7 +146,7 @@ def make_report(seconds: float, models: dict[str, dict[str, Any]], kv_cache_dtyp
   chosen = [row for row in opened if row["renderer"] == default.get("renderer")]
   why = f"DEV={dev}" if dev else f"the first of {', '.join(ORDER)} that opens"
   machine = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(),
-             "free_gib": device.free_memory("CPU") / GIB, "total_gib": host_memory() / GIB}
+             "free_gib": backend.Backend().free_memory("CPU") / GIB, "total_gib": host_memory() / GIB}
   return {"machine": {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"), **machine},
           "compiler": compiler(), "backends": backends, "chosen": chosen[0]["backend"] if chosen else None,
           "why": why if chosen else f"{why}: {default.get('reason', 'it fails sometimes')}",

@@ -6,7 +6,7 @@ only its layers differ) and a function that reads its config.json:
 
 then add `"PhiForCausalLM": read_phi` to MODELS, under the name in the `architectures` of config.json. The core asks
 here first. The parts of a model are the backend's, so that every weight format and kernel works with it; their
-`sources` name the checkpoint's tensors. The config's fields are ModelConfig's, or those of a subclass."""
+`sources` name the checkpoint's tensors. The config's fields are ModelConfig's or a subclass's."""
 import pathlib
 from collections.abc import Callable
 from typing import Any
