@@ -1,7 +1,6 @@
 """Kernels compared with numpy, in the shapes and dtypes of real models, on tinygrad's default device. tinygrad's
 interpreter (DEV=PYTHON) runs the same tests in smaller shapes."""
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,9 +8,7 @@ from reference import in_8_bits, rope_frequencies, slow, slow_but, token_rows
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
-from tinyvllm import attention as plain
-from tinyvllm.backend import cpu_cores
-from tinyvllm.runner import scatter_kernel
+from tinyvllm.backend import Backend, cpu_cores, scatter_kernel
 from tinyvllm_extra.kernels import generic as attention, matmul
 from tinyvllm_extra.kernels.matmul import GateUp, Linear, Norm, pack, speaks_cuda, stored_shape
 
@@ -99,7 +96,7 @@ def test_gate_up_equals_numpy_and_is_one_tensor_core_kernel(inputs, size, bias, 
   layer = GateUp(inputs, {"gate": size, "up": size}, bias, KINDS[kind][0])
   assert (layer.weight.ndim == 8) == (TENSOR_CORES and kind == "float16" and (inputs, size) in [(64, 24), (160, 16)])
   weight = normal(2 * size, inputs, kind=kind, seed=1) / 4
-  layer.weight, added = on_device(layer.stored(weight)), 0
+  layer.weight, added = on_device(pack(layer.ordered(weight), layer.weight.shape)), 0
   if bias:
     layer.bias = on_device(normal(2 * size, kind=kind, seed=3))
     added = layer.bias.numpy()
@@ -137,7 +134,8 @@ def test_many_rows_kernel_equals_numpy(many_rows, rows, inputs, outputs, bias, g
   """Both more and fewer iterations than buffers."""
   layer = (GateUp if gated else Linear)(inputs, {"a": outputs // 2, "b": outputs // 2}, bias, dtypes.float16)
   weight, x = normal(outputs, inputs, kind="float16", seed=1) / 4, normal(rows, inputs, kind="float16")
-  layer.weight, expected = on_device(layer.stored(weight)), x.astype(np.float32) @ weight.astype(np.float32).T
+  layer.weight = on_device(pack(layer.ordered(weight), layer.weight.shape))
+  expected = x.astype(np.float32) @ weight.astype(np.float32).T
   if bias:
     layer.bias = on_device(normal(outputs, kind="float16", seed=3))
     expected += layer.bias.numpy()
@@ -151,7 +149,7 @@ def test_many_rows_kernel_split_k_equals_numpy(many_rows, monkeypatch, rows, lea
   monkeypatch.setattr(matmul, "MIN_WORK_GROUPS", least)
   layer = Linear(256, {"w": 256}, False, dtypes.float16, axis=1)
   weight, x = normal(256, 256, kind="float16", seed=1) / 4, normal(rows, 256, kind="float16")
-  layer.weight = on_device(layer.stored(weight))
+  layer.weight = on_device(pack(layer.ordered(weight), layer.weight.shape))
   assert kernel_names(layer(on_device(x))) == ["linear_many"]
   expected = [a.astype(np.float32) @ b.astype(np.float32).T
               for a, b in zip(np.split(x, parts, 1), np.split(weight, parts, 1), strict=True)]
@@ -279,11 +277,11 @@ def test_attention_equals_numpy_and_reads_only_own_sequence(case, block_size, ki
 @pytest.mark.parametrize("case", slow_but(QUICK, CASES))
 @pytest.mark.parametrize("block_size", [16, *slow(4)])
 def test_core_attention_equals_numpy(case, block_size, kind):
-  attention_equals_numpy(case, block_size, kind, kernel=plain.attend_kernel)
+  attention_equals_numpy(case, block_size, kind, of_core=True)
 
 
 def attention_equals_numpy(case: str, block_size: int, kind: str, stored_as: str = "auto",
-                           kernel: Any = attention.attend_kernel) -> None:
+                           of_core: bool = False) -> None:
   (T, KV, G, D, longest, R), (_, tolerance), rng = CASES[case], KINDS[kind], np.random.default_rng(5)
   M = -(-longest // block_size) + 1
   lengths = rng.integers(1, longest + 1, R)
@@ -312,8 +310,17 @@ def attention_equals_numpy(case: str, block_size: int, kind: str, stored_as: str
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     expected[t] = np.einsum("hgn,nhd->hgd", weights / weights.sum(-1, keepdims=True), v)
   tokens = token_rows(positions, rows, table[rows, positions // block_size], block_size, M)
-  tensors = [on_device(x) for x in (q, *caches, table.astype(np.int32), tokens)]
-  out = Tensor.empty_like(tensors[0]).custom_kernel(*tensors, fxn=kernel)[0]
+  tables = table.astype(np.int32)
+  if of_core:   # writes K and V of these tokens once more; cosine 1 and sine 0 rotate nothing
+    written = cache[:, table[rows, positions // block_size], positions % block_size]   # (2, T, KV, D)
+    qkv = np.concatenate([x.reshape(T, -1) for x in (q, *written)], 1)
+    rope = np.stack([np.ones((longest, D // 2)), np.zeros((longest, D // 2))], 1).astype(np.float32)
+    core_caches = [on_device(x) for x in cache]
+    out = Backend().attend(on_device(qkv), core_caches, on_device(rope), on_device(tokens), on_device(tables), KV * G)
+    close(out.reshape(q.shape), expected, tolerance)
+    return
+  tensors = [on_device(x) for x in (q, *caches, tables, tokens)]
+  out = Tensor.empty_like(tensors[0]).custom_kernel(*tensors, fxn=attention.attend_kernel)[0]
   close(out, expected, tolerance)
 
 
