@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pytest
@@ -18,7 +17,7 @@ from server import wait_until
 from tinygrad.device import CompileError
 
 from tinyvllm import generate, generate_stream
-from tinyvllm.config import Options
+from tinyvllm.config import Options, option
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.flags import add_flags, select_options
 
@@ -199,7 +198,7 @@ def test_help_names_every_option(capsys):
   text = capsys.readouterr().out
   flags = {"--" + f.name.replace("_", "-") for f in [*fields(EngineConfig), *fields(SamplingParams)]}
   for flag in flags - {"--n"}: assert re.search(rf"^  {flag}(,.*| .*)?\n? +.*[a-z]", text, re.M), flag
-  assert "The engine's limits" in text and "{fcfs,priority}" in text and "--pipeline-parallel-size" not in text
+  assert "Engine options" in text and "{fcfs,priority}" in text and "--pipeline-parallel-size" not in text
   assert "--n " not in text, "a stream to a terminal is one text"
 
 
@@ -245,13 +244,13 @@ def test_missing_package_is_one_line_and_exit_code_1(chat_folder, capsys, monkey
 @dataclasses.dataclass(frozen=True)
 class Described(Options):
   """Options of a test, described in their metadata."""
-  sizes: list[int] | None = dataclasses.field(default=None, metadata={"help": "sizes in bytes"})
-  kind: str = dataclasses.field(default="a", metadata={"help": "the kind", "choices": ("a", "b")})
-  ratio: float | None = dataclasses.field(default=None, metadata={"help": "100% at most (default: half)"})
-  limit: Annotated[int | None, 1, 9] = 3   # most of them
+  sizes: list[int] | None = option(None, "sizes in bytes")
+  kind: str = option("a", "the kind", choices=("a", "b"))
+  ratio: float | None = option(None, "100% at most (default: half)")
+  limit: int | None = option(3, "most of them", min=1, max=9)
 
 
-def test_add_flags_reads_types_and_help_from_metadata_or_comments():
+def test_add_flags_reads_types_and_help_from_metadata():
   parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
   add_flags(parser, Described)
   flags = ["--sizes", "1", "2", "--sizes", "3", "--ratio", "0.5", "--limit", "4", "--kind", "b"]

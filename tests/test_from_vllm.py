@@ -15,7 +15,7 @@ from tinyvllm_extra.cli import main
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
-from tinyvllm_extra.vllm_names import NO_EFFECT
+from tinyvllm_extra.flags import NO_EFFECT
 
 # Arguments of vLLM's LLM at their defaults, or at values that scripts often use
 VLLM = {"tokenizer": None, "tokenizer_mode": "auto", "skip_tokenizer_init": False, "trust_remote_code": True,

@@ -13,7 +13,8 @@ from tinygrad import dtypes
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.cli.doctor import fit
 
-from tinyvllm import LLM, SamplingParams, attention
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.backend import Backend
 from tinyvllm.config import EngineConfig, ModelConfig
 from tinyvllm_extra.kernels.tensor_cores import block_parts
 
@@ -122,8 +123,8 @@ def block_bytes(kind, dtype, **config):
 
 def test_core_alone_refuses_int8():
   model = ModelConfig.from_hf(tiny_config(), "x")
-  with pytest.raises(ValueError, match="kv_cache_dtype='int8' needs tinyvllm_extra.kernels.*auto will do"):
-    attention.block_parts(model, EngineConfig(kv_cache_dtype="int8"), dtypes.float32)
+  with pytest.raises(ValueError, match="kv_cache_dtype='int8' needs a tinyvllm_extra backend"):
+    Backend().kv_layout(model, EngineConfig(kv_cache_dtype="int8"), dtypes.float32)
 
 
 def test_half_the_bytes_per_token_of_float16():
@@ -135,7 +136,7 @@ def test_half_the_bytes_per_token_of_float16():
 
 def test_number_of_blocks_follows_kv_cache_dtype(folder, monkeypatch, caplog):
   """The pool has as many blocks as fit the free memory."""
-  monkeypatch.setattr("tinyvllm.device.free_memory", lambda device: 300_000)
+  monkeypatch.setattr(Backend, "free_memory", lambda backend, device: 300_000)
   options = {**ENGINE, "max_num_seqs": 16}
   blocks = {}
   for kind in ("auto", *KINDS):

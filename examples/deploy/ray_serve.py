@@ -29,11 +29,10 @@ from tinygrad import Device
 from tinyvllm import SamplingParams
 from tinyvllm.config import EngineConfig, Options, check, option
 from tinyvllm_extra.cli import FAILURES
-from tinyvllm_extra.flags import add_flags, select_options, set_log_level
+from tinyvllm_extra.flags import NO_EFFECT, add_flags, select_options, set_log_level, without_no_effect
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.server.app import Server, ServerConfig, check_port
 from tinyvllm_extra.server.protocol import error_response
-from tinyvllm_extra.vllm_names import NO_EFFECT, without_no_effect
 from tinyvllm_extra.weights import open_checkpoint
 
 NAME = "tinyvllm"   # of the application

@@ -10,6 +10,7 @@ from tinyvllm.config import check
 
 from . import weights
 from .gguf_tokenizer import make_tokenizer
+from .huggingface import Tokenizer
 from .quantization import Matrix, Quantized
 
 # Keys of the metadata after the architecture's name -> config.json. The first five are required
@@ -76,21 +77,19 @@ def planes(data: np.ndarray, width: int, bits: int) -> np.ndarray:
 def k_scales(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """The 8 scales and 8 minima, of 6 bits each, in 12 bytes: the first four of each are the lower bits of a byte, whose
   upper bits belong to the other four; the last 4 bytes hold the lower bits of those."""
-  scales = data[..., :4]
-  minima = data[..., 4:8]
-  rest = data[..., 8:]
+  scales, minima, rest = np.split(data, 3, -1)
   return (np.concatenate([scales & 63, rest & 15 | scales >> 2 & 48], -1),
           np.concatenate([minima & 63, rest >> 4 | minima >> 2 & 48], -1))
 
 
-def decode(kind: Type, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def decode(tensor_type: Type, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
   """q, (rows, inputs) int8, scale, (rows, groups) float32, and offset, likewise or None. blocks: (rows, blocks)."""
   rows = len(blocks)
   fields = blocks.dtype.names or ()
-  q = planes(blocks["low"], *kind.low)
-  if "high" in fields: q |= planes(blocks["high"], *kind.high) << np.uint8(4)
+  q = planes(blocks["low"], *tensor_type.low)
+  if "high" in fields: q |= planes(blocks["high"], *tensor_type.high) << np.uint8(4)
   q = q.view(np.int8).reshape(rows, -1)
-  q -= np.int8(kind.zero)
+  q -= np.int8(tensor_type.zero)
   scale = blocks["d"].astype(np.float32)[..., None]
   if "m" not in fields: return q, (scale * blocks["scales"] if "scales" in fields else scale).reshape(rows, -1), None
   offset = blocks["m"].astype(np.float32)[..., None]
@@ -104,20 +103,20 @@ def decode(kind: Type, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.n
 @dataclasses.dataclass(frozen=True)
 class Stored(weights.Stored):
   """A tensor in a GGUF file."""
-  kind: Type
+  tensor_type: Type
   rows: np.ndarray | None = None   # their order in the model, if it differs
 
-  nbytes = property(lambda self: math.prod(self.shape) // self.kind.inputs * np.dtype(self.dtype).itemsize)
+  nbytes = property(lambda self: math.prod(self.shape) // self.tensor_type.inputs * np.dtype(self.dtype).itemsize)
 
   def read(self) -> np.ndarray:
     """Its numbers in their shape; blocks, (rows, blocks), if it is quantized."""
-    shape = (*self.shape[:-1], self.shape[-1] // self.kind.inputs)
+    shape = (*self.shape[:-1], self.shape[-1] // self.tensor_type.inputs)
     data = np.memmap(self.path, self.dtype, "c", self.start, shape)
     return data if self.rows is None else data[self.rows]
 
   def quantized(self, form: Form) -> Quantized:
     """A form that holds the weight exactly, except that scales and offsets are rounded to float16."""
-    q, scale, offset = decode(self.kind, self.read())
+    q, scale, offset = decode(self.tensor_type, self.read())
     times = q.shape[1] // form.group // scale.shape[1]   # a group of 32 becomes two of 16
     scale = scale.astype("<f2").repeat(times, 1)
     if form.bits == 4: q = (q if form.offsets else q + np.int8(8)).view(np.uint8)
@@ -127,15 +126,15 @@ class Stored(weights.Stored):
 
   def numbers(self) -> np.ndarray:
     """The weight in float32."""
-    if not self.kind.form: return weights.to_float32(self.read())
-    q, scale, offset = decode(self.kind, self.read())
+    if not self.tensor_type.form: return weights.to_float32(self.read())
+    q, scale, offset = decode(self.tensor_type, self.read())
     return weights.dequantize(Quantized(q, scale, offset, np.arange(q.shape[1])), np.float32)
 
 
-def shared_form(kinds: Sequence[Type]) -> Form | str:
+def shared_form(types: Sequence[Type]) -> Form | str:
   """How to keep matrices that are fused: in their form or dtype if they have the same; if all are quantized in 8 bits
   by the smallest group, which holds any of them exactly; else in float32."""
-  forms = [kind.form or kind.name for kind in kinds]
+  forms = [tensor_type.form or tensor_type.name for tensor_type in types]
   quantized = [form for form in forms if isinstance(form, Form)]
   if len({*forms}) == 1: return forms[0]
   if len(quantized) < len(forms): return "F32"
@@ -193,12 +192,12 @@ def make_stored(path: pathlib.Path, start: int, size: int, name: str, shape: tup
   supported = ", ".join(x.name for x in TYPES.values())
   text = f"model: {path}: tensor {name}"
   check(number in TYPES, f"{text} is of GGUF type {OTHER_TYPES.get(number, number)}; supported: {supported}")
-  kind = TYPES[number]
-  stored = Stored(path, np.dtype(kind.fields), shape, start + offset, kind)
-  least = 2 if kind.form else 1
-  whole = least <= len(shape) <= 2 and math.prod(shape) and shape[-1] % kind.inputs == 0
+  tensor_type = TYPES[number]
+  stored = Stored(path, np.dtype(tensor_type.fields), shape, start + offset, tensor_type)
+  least = 2 if tensor_type.form else 1
+  whole = least <= len(shape) <= 2 and math.prod(shape) and shape[-1] % tensor_type.inputs == 0
   check(whole, f"{text} has the shape {[*shape]}; expected {least} or 2 axes, the last a multiple of "
-        f"{kind.inputs}, as {kind.name} requires")
+        f"{tensor_type.inputs}, as {tensor_type.name} requires")
   end = stored.start + stored.nbytes
   check(end <= size, f"{text} should end at byte {end}, but the file has {size}: it is cut short")
   return stored
@@ -214,10 +213,10 @@ def read_config(path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str,
   config = {name: metadata[f"{arch}.{key}"] for key, name in KEYS.items() if metadata.get(f"{arch}.{key}")}
   for key in REQUIRED: check(KEYS[key] in config, f"model: {path} lacks {arch}.{key}")
   for name, value in config.items():
-    kind = float if name in ("rms_norm_eps", "rope_theta") else int
+    value_type = float if name in ("rms_norm_eps", "rope_theta") else int
     text = f"model: {path}: {name}={str(value)[:40]}"
-    check(type(value) is kind and value > 0, f"{text}; expected one {kind.__name__} above 0")
-    if kind is float: config[name] = float(str(np.float32(value)))   # 1e-5, not the float32 nearest to it
+    check(type(value) is value_type and value > 0, f"{text}; expected one {value_type.__name__} above 0")
+    if value_type is float: config[name] = float(str(np.float32(value)))   # 1e-5, not the float32 nearest to it
   layers = (f"blk.{i}.{name}.weight" for i in range(config["num_hidden_layers"]) for name in IN_LAYER)
   for name in itertools.chain(["token_embd.weight", "output_norm.weight"], layers):
     check(name in tensors, f"model: {path}: tensor {name} is missing")
@@ -250,8 +249,8 @@ def rename(path: pathlib.Path, config: dict[str, Any], tensors: dict[str, Stored
   for name, tensor in tensors.items():
     if name == "rope_freqs.weight": continue
     parts = name.split(".")
-    known = len(parts) > 1 and all(part in NAMES or part.isdecimal() for part in parts[:-1])
-    check(known, f"model: {path}: tensor {name} is not known; known: {', '.join(NAMES)}")
+    is_known = len(parts) > 1 and all(part in NAMES or part.isdecimal() for part in parts[:-1])
+    check(is_known, f"model: {path}: tensor {name} is not known; known: {', '.join(NAMES)}")
     n = permuted.get(parts[-2])
     if n:   # RoPE's pairs of rows are neighbors in the file, and in different halves of a head here
       rows = tensor.shape[0]
@@ -270,13 +269,13 @@ class Checkpoint(weights.Checkpoint):
     self.hf_config = read_config(path, self.metadata, tensors)
     self.all_tensors = rename(path, self.hf_config, tensors)
 
-  method = property(lambda self: "gguf" if any(x.kind.form for x in self.all_tensors.values()) else None)
+  method = property(lambda self: "gguf" if any(x.tensor_type.form for x in self.all_tensors.values()) else None)
   def stored(self) -> dict[str, Any]: return dict(self.all_tensors)
-  def tokenizer(self) -> Any: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
+  def tokenizer(self) -> Tokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
 
   def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
     """Read matrices, which `shared_form` unifies."""
     tensors: list[Any] = [self.take(f"{name}.weight", *shape) for name, shape in shapes.items()]
-    form = shared_form([tensor.kind for tensor in tensors])
+    form = shared_form([tensor.tensor_type for tensor in tensors])
     if isinstance(form, Form): return [tensor.quantized(form) for tensor in tensors]
     return [tensor.numbers() if form == "F32" else tensor.read() for tensor in tensors]

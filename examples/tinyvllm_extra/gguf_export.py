@@ -19,11 +19,11 @@ def find_forms(tensors: dict[str, Stored]) -> dict[str, Form | str]:
   """The form of each matrix, by its module's name. Fused matrices share one."""
   fused: dict[str, list[str]] = collections.defaultdict(list)
   for name in [name.removesuffix(".weight") for name, tensor in tensors.items() if len(tensor.shape) == 2]:
-    owner, _, kind = name.rpartition(".")
-    fused[f"{owner}.{FUSED.get(kind, kind)}"].append(name)
+    owner, _, module = name.rpartition(".")
+    fused[f"{owner}.{FUSED.get(module, module)}"].append(name)
   forms: dict[str, Form | str] = {}
   for names in fused.values():
-    forms |= dict.fromkeys(names, shared_form([tensors[f"{name}.weight"].kind for name in names]))
+    forms |= dict.fromkeys(names, shared_form([tensors[f"{name}.weight"].tensor_type for name in names]))
   return forms
 
 

@@ -36,10 +36,10 @@ def byte_level(lib: Any, config: dict[str, Any]) -> Any:
   bpe.pre_tokenizer = lib.pre_tokenizers.Sequence([split, to_bytes])
   bpe.decoder = lib.decoders.ByteLevel()
   if pre == "qwen2": bpe.normalizer = lib.normalizers.NFC()   # as Qwen's own; llama.cpp has none
-  kinds = config.get("token_type", [NORMAL] * len(tokens))
-  for add, kind in ((bpe.add_special_tokens, CONTROL), (bpe.add_tokens, USER_DEFINED)):
-    texts = [token for token, k in zip(tokens, kinds, strict=True) if k == kind]
-    add([lib.AddedToken(text, special=kind == CONTROL, normalized=False) for text in texts])
+  token_types = config.get("token_type", [NORMAL] * len(tokens))
+  for add, token_type in ((bpe.add_special_tokens, CONTROL), (bpe.add_tokens, USER_DEFINED)):
+    texts = [token for token, k in zip(tokens, token_types, strict=True) if k == token_type]
+    add([lib.AddedToken(text, special=token_type == CONTROL, normalized=False) for text in texts])
   return bpe
 
 
@@ -57,9 +57,9 @@ def sentencepiece_model(config: dict[str, Any]) -> bytes:
   """The content of tokenizer.model, for a vocabulary that merges by score. Field numbers are from
   sentencepiece_model.proto."""
   pieces = [*zip(config["tokens"], config["scores"], config["token_type"], strict=True)]
-  messages = [(1, encode_protobuf((1, text.encode()), (2, score), (3, kind))) for text, score, kind in pieces]
+  messages = [(1, encode_protobuf((1, text.encode()), (2, score), (3, type_id))) for text, score, type_id in pieces]
   bpe = 2
-  has_bytes = any(kind == BYTE for *_, kind in pieces)
+  has_bytes = any(type_id == BYTE for *_, type_id in pieces)
   trainer = encode_protobuf((3, bpe), (4, len(pieces)), (35, has_bytes))
   spaces = encode_protobuf((1, b"identity"), (3, bool(config.get("add_space_prefix", True))),
                            (4, bool(config.get("remove_extra_whitespaces", False))))
@@ -70,19 +70,19 @@ def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int
   """A tokenizers.Tokenizer or the content of a tokenizer.model, and the content of tokenizer_config.json. vocab_size:
   rows of the embeddings. Raises InputError naming the key that is missing or not supported."""
   config = {name.split(".")[-1]: value for name, value in metadata.items() if name.startswith("tokenizer.")}
-  kind = str(config.get("model"))
+  model_type = str(config.get("model"))
   pre = str(config.get("pre", "default"))
   def check_supported(key: str, value: str, values: Any) -> None:
     check(value in values, f"model: {path}: tokenizer.ggml.{key} {value} is not supported; supported: "
           f"{', '.join(values)}: use the model's folder with safetensors")
-  check_supported("model", kind, REQUIRED)
-  if kind == "gpt2": check_supported("pre", pre, SPLITS)
-  for key in REQUIRED[kind]: check(isinstance(config.get(key), list), f"model: {path} lacks tokenizer.ggml.{key}")
+  check_supported("model", model_type, REQUIRED)
+  if model_type == "gpt2": check_supported("pre", pre, SPLITS)
+  for key in REQUIRED[model_type]: check(isinstance(config.get(key), list), f"model: {path} lacks tokenizer.ggml.{key}")
   tokens = config["tokens"]
   fits = len(tokens) <= vocab_size
   check(fits, f"model: {path}: {len(tokens)} tokens; expected at most token_embd's {vocab_size} rows")
-  lib = optional("tokenizers", "hf", "a byte-level vocabulary") if kind == "gpt2" else None
-  settings: dict[str, Any] = {"add_bos_token": kind == "llama" or pre in WHOLE_WORDS}
+  lib = optional("tokenizers", "hf", "a byte-level vocabulary") if model_type == "gpt2" else None
+  settings: dict[str, Any] = {"add_bos_token": model_type == "llama" or pre in WHOLE_WORDS}
   settings |= {k: config[k] for k in ("chat_template", "add_bos_token") if k in config}
   try:
     for name in ("bos", "eos"):
@@ -94,7 +94,7 @@ def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int
     SentencePieceProcessor(model_proto=model)   # raises if it is damaged
     return model, settings
   except Exception as e:   # the libraries fail in many ways
-    raise InputError(f"model: {path}: expected a vocabulary of the kind {kind} in tokenizer.ggml: {e}") from e
+    raise InputError(f"model: {path}: expected a vocabulary of the kind {model_type} in tokenizer.ggml: {e}") from e
 
 
 def make_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int) -> Tokenizer:

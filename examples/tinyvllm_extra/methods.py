@@ -10,7 +10,7 @@ from tinyvllm_extra.huggingface import Tokenizer
 
 from . import graphs, metrics, prefix_cache
 from .logits import SamplingParams
-from .vllm_names import setup_logging, without_no_effect
+from .flags import setup_logging, without_no_effect
 
 if TYPE_CHECKING:
   from tinyvllm.engine import Engine, Params, Prompt, Request

@@ -41,18 +41,16 @@ def identity(engine: "Engine") -> dict[str, str]:
   they may be replaced while the engine runs."""
   if engine in identities: return identities[engine]
   config = engine.config
-  proposer: Any = engine.proposer
-  draft = proposer.config if len(engine.runners) > 1 else None
-  values: dict[str, Any] = {"format": FORMAT, "model": fingerprint(engine.path, engine.model_config)}
-  if draft:
-    draft_path = pathlib.Path(draft.model).expanduser()
-    draft_config = engine.runners[1].model.config
-    values["draft model"] = f"{fingerprint(draft_path, draft_config)}, quantization {draft.quantization}"
-  values["dtype"] = engine.runner.model.dtype.name
-  values["quantization"] = config.quantization if config.quantization in ("int8", "int4") else None   # else the model's
-  for name in ("kv_cache_dtype", "block_size", "tensor_parallel_size"): values[name] = getattr(config, name)
   parts = collections.Counter(f"{x.dtype.name} {x.shape[1:]}" for x in cache_tensors(engine))
-  values["parts"] = ", ".join(f"{count} of {part}" for part, count in parts.items())
+  values: dict[str, Any] = {
+    "format": FORMAT, "model": fingerprint(engine.path, engine.model_config), "dtype": engine.runner.model.dtype.name,
+    "quantization": config.quantization if config.quantization in ("int8", "int4") else None,   # else the model's
+    **{name: getattr(config, name) for name in ("kv_cache_dtype", "block_size", "tensor_parallel_size")},
+    "parts": ", ".join(f"{count} of {part}" for part, count in parts.items())}
+  for runner in engine.runners[1:]:   # of a draft model
+    draft: Any = engine.proposer.config   # type: ignore[union-attr]
+    draft_model = fingerprint(pathlib.Path(draft.model).expanduser(), runner.model.config)
+    values["draft model"] = f"{draft_model}, quantization {draft.quantization}"
   identities[engine] = {name: str(value) for name, value in values.items()}
   return identities[engine]
 

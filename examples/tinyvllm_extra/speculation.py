@@ -132,8 +132,8 @@ class SpeculativeProposer:
     self.accepted_at: collections.Counter[int] = collections.Counter()   # accepted tokens by index among the drafts
 
   def drafter(self, seq: Sequence) -> Drafter:
-    kind = NGramDrafter if self.config.model is None else Drafter
-    if seq.draft_state is None: seq.draft_state = kind(self.config, seq.params)
+    drafter_class = NGramDrafter if self.config.model is None else Drafter
+    if seq.draft_state is None: seq.draft_state = drafter_class(self.config, seq.params)
     return seq.draft_state
 
   def needs_sync(self, seq: Sequence) -> bool: return self.drafter(seq).needs_sync(seq)

@@ -33,13 +33,13 @@ class StructuredOutputsParams:
 
   def constraint(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Constraint":
     """A Constraint for one text. Raises InputError for a schema, expression or grammar that llguidance rejects."""
-    (kind, value), = vars(self).items()
+    (name, value), = vars(self).items()
     library = optional("llguidance", "grammar", "structured output")
-    text = value if isinstance(value, str) else json.dumps({"type": "object"} if kind == "json_object" else value)
+    text = value if isinstance(value, str) else json.dumps({"type": "object"} if name == "json_object" else value)
     vocabulary = load_vocabulary(tokenizer, vocab_size, eos_token_ids)
-    try: matcher = library.LLMatcher(vocabulary, library.grammar_from(kind.removesuffix("_object"), text), log_level=0)
-    except ValueError as e: raise InputError(f"structured_outputs: {kind}: {e}") from e
-    check(not matcher.is_error(), f"structured_outputs: {kind}: {' '.join(matcher.get_error().split())}")
+    try: matcher = library.LLMatcher(vocabulary, library.grammar_from(name.removesuffix("_object"), text), log_level=0)
+    except ValueError as e: raise InputError(f"structured_outputs: {name}: {e}") from e
+    check(not matcher.is_error(), f"structured_outputs: {name}: {' '.join(matcher.get_error().split())}")
     return Constraint(matcher, vocab_size)
 
 

@@ -41,7 +41,7 @@ class Checkpoint(llama.Checkpoint):
 
   def stored(self) -> dict[str, Any]:
     """All tensors of the files. Raises InputError for a file or a dtype that cannot be read."""
-    kinds = DTYPES | INTEGERS if self.method else DTYPES
+    supported = DTYPES | INTEGERS if self.method else DTYPES
     index = read_json(self.path / "model.safetensors.index.json")
     tensors = {}
     for file in {self.path / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}:
@@ -51,9 +51,9 @@ class Checkpoint(llama.Checkpoint):
       header = json.loads(bytes(np.fromfile(file, np.uint8, size, offset=8)))
       header.pop("__metadata__", None)
       for name, entry in header.items():
-        kind = entry["dtype"]
-        check(kind in kinds, f"model: {file}: tensor {name} is {kind}; supported: {', '.join(kinds)}")
-        tensors[name] = Stored(file, kinds[kind], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
+        dtype = entry["dtype"]
+        check(dtype in supported, f"model: {file}: tensor {name} is {dtype}; supported: {', '.join(supported)}")
+        tensors[name] = Stored(file, supported[dtype], tuple(entry["shape"]), 8 + size + entry["data_offsets"][0])
     return tensors
 
   def fingerprint_pieces(self) -> Iterator[tuple[str, str, tuple[int, ...], np.ndarray]]:
@@ -99,8 +99,8 @@ class Checkpoint(llama.Checkpoint):
 
   def read(self, name: str, *shape: int) -> Tensor:
     """Read a tensor for a part of the core, dequantized."""
-    module, _, kind = name.rpartition(".")
-    is_matrix = kind == "weight" and len(shape) == 2
+    module, _, suffix = name.rpartition(".")
+    is_matrix = suffix == "weight" and len(shape) == 2
     x = dequantize(*self.fused({module: shape})) if is_matrix else self.array(name, *shape)   # type: ignore[dict-item]
     return Tensor(to_float32(x) if x.dtype == np.uint16 else np.asarray(x))
 

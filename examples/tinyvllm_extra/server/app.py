@@ -302,8 +302,7 @@ def main(argv: list[str]) -> int:
     find_model(open_checkpoint(path).hf_config, path)
   check_port(config.host, config.port)
   server = Server(folder, select_options(args, EngineConfig), config)
-  if config.prefix_cache_file and hasattr(signal, "SIGUSR1"):
-    signal.signal(signal.SIGUSR1, lambda *_: server.llm and server.llm.save_prefix_cache())
+  if config.prefix_cache_file: signal.signal(signal.SIGUSR1, lambda *_: server.llm and server.llm.save_prefix_cache())
   server.run()
   if server.llm: server.llm.shutdown()
   if server.error: raise server.error

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from tinyvllm import LLM, RequestOutput
 from tinyvllm.config import EngineConfig, check, logger
 from tinyvllm.engine import Params, Prompt, Request
-from tinyvllm_extra.vllm_names import without_no_effect
+from tinyvllm_extra.flags import without_no_effect
 
 Delta = RequestOutput | Exception      # a request's new text and tokens, or the reason why it ended
 IndexedOutput = tuple[int, RequestOutput]   # index of the request in a list, its new text and tokens

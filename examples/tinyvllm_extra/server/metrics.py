@@ -60,8 +60,8 @@ class Metrics:
     metrics = self.engine_metrics()
     metrics["kv_cache_usage_perc"] = cache_usage(metrics)
     for name, text in {**COUNTERS, **GAUGES}.items():
-      kind = core.CounterMetricFamily if name in COUNTERS else core.GaugeMetricFamily
-      family = kind(f"tinyvllm:{name}", text, labels=["model_name"])
+      family_class = core.CounterMetricFamily if name in COUNTERS else core.GaugeMetricFamily
+      family = family_class(f"tinyvllm:{name}", text, labels=["model_name"])
       family.add_metric([self.model_name], metrics.get(name, 0))
       yield family
     name = "spec_decode_num_accepted_tokens_per_pos"

@@ -27,10 +27,10 @@ def body_model(title: str, **types: Any) -> Any:
   return pydantic.create_model(title, __config__=pydantic.ConfigDict(extra="forbid", strict=True), **fields)
 
 
-def plain_type(kind: Any) -> Any:
+def plain_type(annotation: Any) -> Any:
   """A type without the types of its elements, which SamplingParams checks with its own messages."""
-  kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
-  return functools.reduce(operator.or_, [typing.get_origin(x) or x for x in kinds])
+  alternatives = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+  return functools.reduce(operator.or_, [typing.get_origin(x) or x for x in alternatives])
 
 
 SAMPLING = {f.name: plain_type(f.type) for f in dataclasses.fields(SamplingParams)} | {"structured_outputs": dict}
