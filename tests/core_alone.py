@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DEPENDENCIES = {"tinygrad", "numpy", "safetensors", "sentencepiece"}
-ALLOWED = {*sys.stdlib_module_names, *DEPENDENCIES, "tinyvllm", "milestones", "reference"}
+ALLOWED = {*sys.stdlib_module_names, "tinygrad", "numpy", "safetensors", "sentencepiece",
+           "tinyvllm", "milestones", "reference"}
 
 
 def is_allowed(name: str) -> bool: return name.partition(".")[0] in ALLOWED or name.startswith("_sysconfigdata_")
@@ -33,8 +33,6 @@ sys.meta_path.insert(0, Blocker)       # type: ignore[arg-type]
 import milestones   # noqa: E402
 import tinyvllm     # noqa: E402
 from tinyvllm import LLM, SamplingParams, engine, request   # noqa: E402
-
-OPTIONS = {"max_num_seqs": 4, **milestones.FEW_GRAPHS}
 
 
 class CountingScheduler(engine.Scheduler):
@@ -73,10 +71,10 @@ def run_milestones(folder: Path) -> dict[str, str]:
 
 
 def errors_of_features(folder: Path, json_folder: Path) -> dict[str, tuple[str, str]]:
-  llm: Any = LLM(folder, **OPTIONS)   # type: ignore[arg-type]
+  llm: Any = LLM(folder, **milestones.ONE)   # type: ignore[arg-type]
   cat: Any = {"messages": [{"role": "user", "content": "the cat"}]}
   speculation = {"method": "ngram", "num_speculative_tokens": 2}
-  def load(path: Path = folder, **options: Any) -> LLM: return LLM(path, **OPTIONS, **options)
+  def load(path: Path = folder, **options: Any) -> LLM: return LLM(path, **milestones.ONE, **options)
   uses: dict[str, Callable[[], Any]] = {
     "logprobs": lambda: SamplingParams(**{"logprobs": 1}),   # type: ignore[arg-type]
     "messages": lambda: llm.generate(cat),

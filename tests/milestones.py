@@ -15,6 +15,9 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
 
 FEW_GRAPHS = {"max_num_batched_tokens": 16, "block_size": 4}   # few graph shapes, shared by most engines here
+# Pools that hold all requests; without a fixed size the core's kernels differ in each run, and no cache has them
+ONE = {"max_model_len": 128, "max_num_seqs": 1, "num_gpu_blocks_override": 33, **FEW_GRAPHS}
+EIGHT = {"max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 8 * 64 + 1, **FEW_GRAPHS}
 
 
 def greedy(n: int) -> SamplingParams: return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
@@ -62,7 +65,7 @@ def paged_attention(backend: tinyvllm.Backend) -> None:
 def ten_requests(folder: Path, get_metrics: Callable[[LLM], dict[str, Any]]) -> None:
   """Ten concurrent requests in a pool that is too small for all of them."""
   prompts: list = [{"prompt_token_ids": [3 + i, 7, 11 + i] * (1 + i % 4)} for i in range(10)]
-  alone = LLM(folder, max_model_len=128, max_num_seqs=1, **FEW_GRAPHS)
+  alone = LLM(folder, **ONE)
   expected = [alone.generate(p, greedy(20))[0].outputs[0].token_ids for p in prompts]
   small = LLM(folder, max_model_len=128, max_num_seqs=10, num_gpu_blocks_override=24, **FEW_GRAPHS)
   outputs = small.generate(prompts, greedy(20))
@@ -73,7 +76,7 @@ def ten_requests(folder: Path, get_metrics: Callable[[LLM], dict[str, Any]]) -> 
 
 def continuous_batching(folder: Path) -> None:
   """Continuous batching is faster than static batching."""
-  llm = LLM(folder, max_model_len=256, max_num_seqs=8, **FEW_GRAPHS)
+  llm = LLM(folder, **EIGHT)
   lengths = [8, 12, 16, 20, 24, 28, 32, 128] * 3
   jobs = [({"prompt_token_ids": [5 + i] * 4}, greedy(n)) for i, n in enumerate(lengths)]
 
@@ -105,7 +108,7 @@ def paging(folder: Path, get_metrics: Callable[[LLM], dict[str, Any]]) -> None:
 
 def streaming(folder: Path, get_metrics: Callable[[LLM], dict[str, Any]]) -> None:
   """A stream yields tokens one by one, each before the next one is computed."""
-  llm = LLM(folder, max_model_len=128, max_num_seqs=1, **FEW_GRAPHS)
+  llm = LLM(folder, **ONE)
   stream = llm.generate_stream({"prompt_token_ids": [5, 6, 7]}, greedy(10))
   for i, output in enumerate(stream):
     assert len(output.outputs[0].token_ids) == 1

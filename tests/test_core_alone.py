@@ -11,6 +11,7 @@ import pytest
 from reference import tiny_model
 
 ROOT = Path(__file__).parents[1]
+DEPENDENCIES = {"tinygrad", "numpy", "safetensors", "sentencepiece"}
 ENVIRONMENT = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests"]))}
 
 
