@@ -41,6 +41,7 @@ def test_core_alone_reaches_the_milestone(alone, name): assert not alone["milest
   ("logprobs", "InputError", "'logprobs'"), ("messages", "ImportError", "huggingface"),
   ("speculative_config", "ImportError", "speculation"), ("tensor_parallel_size", "ImportError", "parallel"),
   ("quantization", "InputError", "quantization='int8'"), ("kv_cache_dtype", "InputError", "kv_cache_dtype='int8'"),
+  ("cudagraph_capture_sizes", "ImportError", "graphs"), ("gguf", "InputError", "GGUF"),
   ("tokenizer.json", "InputError", "tokenizer.model"), ("skip_special_tokens", "ImportError", "huggingface"),
   ("AsyncLLM", "ImportError", "AsyncLLM"), ("chat", "ImportError", "chat"), ("step", "ImportError", "step"),
   ("get_metrics", "ImportError", "get_metrics")])

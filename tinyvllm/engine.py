@@ -108,6 +108,7 @@ class Engine(LoadedModel):
     self._abandoned: list[str] = []           # requests whose streams were closed during a step
     self._arrivals = itertools.count()
     self._random = random.Random(self.config.seed)
+    if sizes := self.config.cudagraph_capture_sizes: [*extension("graphs").capture(self, sizes)]
 
   @contextlib.contextmanager
   def driving(self) -> Iterator[None]:
@@ -185,13 +186,11 @@ class Engine(LoadedModel):
 
   def _step_sync(self) -> None:
     """Schedule, build, run, update."""
-    self._find_stops()   # in tokens that a failed step has appended
     step = self._build_step()
     if step: self._update(self.runner.launch(step)())
 
   def _step_async(self) -> None:
     """The same, but a step is built while the device runs the one before, whose results come next."""
-    self._find_stops()
     if self._in_flight and any(map(self._needs_sync, self.scheduler.running)):   # for all, or they would alternate
       self._update(self._in_flight())
       self._in_flight = None
@@ -207,6 +206,7 @@ class Engine(LoadedModel):
     return bool(seq.num_in_flight and waits)
 
   def _build_step(self) -> Step | None:
+    self._find_stops()   # in tokens that a failed step has appended
     batch = self.scheduler.schedule()
     if self.proposer: self.proposer.propose(self.scheduler, batch)
     step = build_step(batch, self.runner) if batch else None

@@ -34,8 +34,6 @@ class Methods(Engine):
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
     setup_logging()
     super().__init__(model, backend=backend, **without_no_effect(options))
-    sizes = self.config.cudagraph_capture_sizes
-    for _ in self.capture(sizes) if sizes else (): pass
 
   def add_request(self, request_id: str, prompt: "Prompt", params: "Params" = None, priority: int = 0) -> None:
     """Queue a request: see make_request for its prompt. Raises InputError for one that can never run."""
