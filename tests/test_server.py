@@ -922,25 +922,25 @@ import time
 from tinyvllm.runner import Runner
 launch = Runner.launch
 def faulty(self, step):
-  if any(s.params.max_tokens == 13 and s.num_generated > 2 for s, *_ in step.targets):
+  if any(s.params.max_tokens == 13 and s.num_generated > 2 for s, *_ in step.rows):
     time.sleep(0.2)   # the tokens before are on their way, as from a model that takes longer
     raise RuntimeError("boom")
-  if any(s.params.max_tokens == 14 for s, *_ in step.targets): raise SystemExit("bye")   # it would end a thread
+  if any(s.params.max_tokens == 14 for s, *_ in step.rows): raise SystemExit("bye")   # it would end a thread
   return launch(self, step)
 Runner.launch = faulty
 
 import sys
 from tinyvllm import LLM
-from tinyvllm.tokenizer import Tokenizer
+from tinyvllm_extra.huggingface import Tokenizer
 sys.modules.update({"llguidance": None, "jinja2.sandbox": None})   # as if they were not installed
-encode, request = Tokenizer.encode, LLM.request
+encode, make_request = Tokenizer.encode, LLM.make_request
 def broken_encode(self, text, *options):
   if text == "broken": raise ValueError("operands could not be broadcast")
   return encode(self, text, *options)
 def broken_request(self, request_id, prompt, params, priority):
   if params.max_tokens == 15: raise KeyError("absent")
-  return request(self, request_id, prompt, params, priority)
-Tokenizer.encode, LLM.request = broken_encode, broken_request
+  return make_request(self, request_id, prompt, params, priority)
+Tokenizer.encode, LLM.make_request = broken_encode, broken_request
 """
 
 

@@ -110,7 +110,7 @@ def chat_token_ids(body: Any, tokenizer: Tokenizer) -> list[int]:
 def usage_of(requests: list[Request]) -> dict[str, Any]:
   prompt = sum(request.sequences[0].num_prompt for request in requests)   # samples share it
   generated = sum(request.metrics.num_generated for request in requests)
-  cached = sum(request.sequences[0].num_cached for request in requests)
+  cached = sum(request.sequences[0].num_cached or 0 for request in requests)
   return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
           "prompt_tokens_details": {"cached_tokens": cached}}
 
