@@ -21,7 +21,7 @@ class Checkpoint:
   the file and the tensor that is missing, surplus or has the wrong shape."""
   def __init__(self, path: pathlib.Path):
     self.path = path
-    check(path.is_dir(), f"model='{path}' is no folder (hf download {path} --local-dir FOLDER); tinyvllm_extra reads GGUF")
+    check(path.is_dir(), f"model='{path}' is no folder: hf download {path} --local-dir FOLDER; tinyvllm_extra has GGUF")
     self.generation_config = read_json(path / "generation_config.json")
     self.hf_config = read_json(path / "config.json") | self.generation_config   # which may have more end tokens
 
