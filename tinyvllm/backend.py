@@ -1,5 +1,5 @@
-"""What a device computes with. Declares two seams: Backend, which is correct on every device of tinygrad and is the
-reference for faster ones, and Devices, one device or several that share a model."""
+"""Layers, attention and sampling of a device. Declares two seams: Backend, which is correct on every tinygrad device
+and is the reference for faster backends, and Devices, one or more devices that share a model."""
 import math, os, threading
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +58,7 @@ class Linear(Module):
 
 
 class GateUp(Linear):
-  """silu(gate) * up (Shazeer 2020). W holds the rows of gate, then those of up."""
+  """silu(gate) * up (Shazeer 2020). W holds the gate rows, then the up rows."""
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     gate, up = super().__call__(x, dtype).chunk(2, 1)                   # (T, out / 2) each
     return (gate.silu() * up).contiguous()
@@ -94,9 +94,9 @@ def gumbel_noise(seed_low: Tensor, seed_high: Tensor, positions: Tensor, vocab_s
 
 
 class Sampler:
-  """From logits to token ids. Each row depends on its own logits only, so a text does not depend on its batch."""
+  """Choose token ids from logits. Each row uses only its own logits, so the output does not depend on the batch."""
   def reduce(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """Sum or maximum of each row of x, (S, V): (S, 1)."""
+    """Return the sum or maximum, (S, 1), of each row of x, (S, V)."""
     return function(x, 1, keepdim=True).contiguous()
 
   def keep_top(self, p: Tensor, weights: Tensor, target: Tensor) -> Tensor:
@@ -141,15 +141,15 @@ def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
 
 
 class Backend:
-  """What a device computes with (seam). Override what your device does better and pass `LLM(backend=MyBackend())`;
-  examples/custom_backend.py replaces attention. Besides the methods with a docstring:
+  """Computes a model's steps on a device (seam). Override the parts that your device does better, and pass it as
+  `LLM(backend=MyBackend())`; examples/custom_backend.py replaces attention. Besides the methods with a docstring:
 
   Linear, GateUp, Norm, sampler: parts of a model. reads_early: whether a step's results can be read while the next one
-  runs. is_async: whether the host can build a step while the device runs one. free_memory: free bytes of a device, here
-  of the host, which shares its memory or is the best guess. largest_tensor: maximum bytes of a tensor; 128 MiB is
-  WebGPU's limit, and the least that OpenCL allows. max_blocks: KV cache blocks that fit num_bytes, if all can be used;
-  at least min_blocks fit. choose_graph: the GraphKey that a step runs with: `key`, which holds the step, or a larger
-  captured one. run_graph: run a step; its first call captures it."""
+  runs. is_async: whether the host can build a step while the device runs one. free_memory: free bytes of a device; this
+  one returns the host's, which is exact on a CPU and a guess elsewhere. largest_tensor: maximum bytes of a tensor;
+  128 MiB is the limit on WebGPU and the smallest limit that OpenCL allows. max_blocks: number of KV cache blocks that
+  fit num_bytes; min_blocks always fit. choose_graph: the GraphKey that a step runs with: `key`, which holds the step,
+  or a larger captured one. run_graph: run a step; the first call captures it."""
   Linear: type[Linear] = Linear
   GateUp: type[GateUp] = GateUp
   Norm: type[Norm] = Norm
@@ -207,8 +207,8 @@ class Backend:
     return x, delta
 
   def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
-    """Return a function that waits for the device and returns the tensor's numbers, as nested lists. It does no Tensor
-    operation: those of several threads would disturb each other."""
+    """Return a function that waits for the device and returns the tensor's numbers as nested lists. It uses no Tensor
+    operation, because these are not thread-safe."""
     def read() -> list:
       array = np.empty(tensor.shape, np.int32 if tensor.dtype == dtypes.int32 else np.float32)
       tensor.uop.buffer.allocator._copyout(array.data.cast("B"), tensor.uop.buffer._buf)   # type: ignore[union-attr]

@@ -12,7 +12,7 @@ SUPPORTED = {"architecture": ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2Fo
 
 
 class InputError(ValueError):
-  """A mistake in what the user asked for (HTTP 400). Every other exception is a fault of ours (HTTP 500).
+  """A mistake of the user (HTTP 400). Every other exception is a bug in tinyvllm (HTTP 500).
   `parameter` is the field that the message begins with, as in "top_p=2 must be ...", or None; `value` is its value."""
   def __init__(self, message: str, value: Any = None):
     super().__init__(message)
@@ -21,7 +21,7 @@ class InputError(ValueError):
 
 
 def check(ok: Any, message: str, value: Any = None) -> None:
-  """Raise InputError unless `ok`. The message names field, value, what is allowed and what to change."""
+  """Raise InputError unless `ok`. The message names the field, its value, the limit and the remedy."""
   if not ok: raise InputError(message, value)
 
 

@@ -20,7 +20,7 @@ Params = SamplingParams | None
 
 @dataclasses.dataclass(eq=False)
 class Request:
-  """The samples of a prompt, with their texts."""
+  """A prompt with its samples and their text streams."""
   request_id: str
   prompt: str | None
   metrics: Any
@@ -48,7 +48,7 @@ class Request:
 
 
 class LoadedModel:
-  """A model on its devices with its KV cache, and what belongs to it."""
+  """A model on its devices, with its tokenizer, runner and KV cache."""
   proposer: Proposer | None = None
 
   def __init__(self, path: pathlib.Path, config: EngineConfig, backend: Backend | None):
@@ -66,7 +66,7 @@ class LoadedModel:
     limit = self.model_config.max_position_embeddings
     length = config.max_model_len or limit
     check(length <= limit, f"max_model_len={length} must be at most the model's {limit}")
-    # On a CPU 512 tokens take a second, in which no running sequence gets a token; the logits of a step are one tensor
+    # 512 tokens take a CPU a second, too long for the running sequences; the logits of a step are one tensor
     budget = config.max_num_batched_tokens or max(config.max_num_seqs, 128 if cpu_cores() else 512)
     max_rows = backend.largest_tensor() // (4 * self.model_config.vocab_size)
     budget = min(budget, 1 << max_rows.bit_length() - 1)
@@ -112,7 +112,7 @@ class Engine(LoadedModel):
 
   @contextlib.contextmanager
   def driving(self) -> Iterator[None]:
-    """What one thread does with the engine. Raises RuntimeError while another one does."""
+    """Reserve the engine for the calling thread. Raises RuntimeError if another thread uses it."""
     if not self._driver.acquire(False): raise RuntimeError("another thread uses this LLM: use tinyvllm.AsyncLLM")
     try: yield
     finally: self._driver.release()
@@ -168,9 +168,9 @@ class Engine(LoadedModel):
   # Steps
 
   def advance(self, make_output: Callable[[Request], Any] = lambda request: request) -> list[Any]:
-    """Run one step, and return `make_output` of each request with new tokens: on a GPU those of the step before, which
-    the device computed while this one was built. If that raises, the next step returns them. A failed step leaves a
-    working engine: no token is lost or duplicated."""
+    """Run one step, and return `make_output(request)` for each request with new tokens. On a GPU these are the previous
+    step's tokens, computed while this step was built. If `make_output` raises, the next step returns them. A failed
+    step leaves a working engine: no token is lost or duplicated."""
     with self.driving():
       while self._abandoned: self.abort_request(self._abandoned.pop())
       try:
@@ -221,19 +221,19 @@ class Engine(LoadedModel):
       if row.position == len(row.seq.tokens) and not row.seq.finish_reason})
 
   def append(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
-    """Append a token to each sequence that has one, see Scheduler.update, and end texts with a stop string."""
+    """Append the sampled tokens, see Scheduler.update, and finish sequences at a stop string."""
     self._updated |= dict.fromkeys(self.requests[seq.request_id] for seq in sampled)
     self.scheduler.update(computed, sampled)
     self._find_stops()
 
   def _find_stops(self) -> None:
-    """End the texts in which a stop string has appeared."""
+    """Finish the sequences whose text contains a stop string."""
     for stream in [stream for request in self._updated for stream in request.streams if stream.seq.params.stop]:
       stream.update()
       if stream.seq.stop_reason is not None: self.scheduler.finish(stream.seq, "stop")
 
   def _reset(self) -> None:
-    """After a failed step: discard what was launched, free all blocks, and recompute all unfinished sequences."""
+    """After a failed step: discard the step in flight, free all blocks, and recompute all unfinished sequences."""
     self._in_flight = None
     self.scheduler.reset([seq for request in self.requests.values() for seq in request.sequences
                           if not seq.finish_reason and seq not in request.sequences[0].siblings])

@@ -1,5 +1,5 @@
-"""What a request asks for, the state of each of its sequences, and what it returns. Token ids only, no text. Declares
-two seams: LogitsProcessor and Proposer."""
+"""A request's sampling parameters, the state of its sequences, and its outputs. Declares two seams: LogitsProcessor and
+Proposer."""
 import dataclasses, enum, itertools
 from typing import Any, Protocol
 
@@ -14,14 +14,14 @@ SAMPLING_DEFAULTS = (*SAMPLING_FIELDS, "repetition_penalty")
 MAX_INT = 2**31 - 1
 
 
-# What the sampler of a step computes; a higher mode also serves the lower ones. FILTERED: with top_k and top_p
+# The sampler of a step; a higher mode also serves rows of the lower ones. FILTERED: with top_k and top_p
 SamplerMode = enum.IntEnum("SamplerMode", ["GREEDY", "RANDOM", "FILTERED"], start=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams(Options):
-  """Sampling parameters of a request, under vLLM's names. `tinyvllm.SamplingParams` is the extension's subclass, which
-  has those of vLLM's that need a LogitsProcessor."""
+  """Sampling parameters of a request, under vLLM's names. `tinyvllm.SamplingParams` is the extension's subclass with
+  vLLM's other parameters, which need a LogitsProcessor."""
   n: int = option(1, "number of samples of one prompt; their seeds are consecutive", min=1, max=1024)
   max_tokens: int | None = option(256, "maximum tokens to generate; None: up to max_model_len", min=1, max=MAX_INT)
   temperature: float = option(1.0, "randomness; 0: greedy", min=0, max=100)
@@ -48,8 +48,8 @@ class SamplingParams(Options):
 
 
 class LogitsProcessor(Protocol):
-  """Restricts and changes the logits of one sequence, and keeps its log probabilities (seam; logits.py). Made by
-  `SamplingParams.processor`, of which a subclass may return its own."""
+  """Restricts and changes the logits of one sequence, and keeps its log probabilities (seam; logits.py). Override
+  `SamplingParams.processor` in a subclass to add one."""
   depends_on_output: bool   # whether the logits of a token depend on the tokens generated before it
 
   def accept(self, token: int) -> bool:
@@ -96,7 +96,7 @@ class Sequence:
   siblings: list["Sequence"] = dataclasses.field(default_factory=list)   # further samples; added after the first token
   num_cached: int | None = None    # prompt tokens found in the prefix cache when it first ran
   logprobs: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)   # by position
-  block_hashes: list[bytes] = dataclasses.field(default_factory=list)   # of its full blocks, as far as requested
+  block_hashes: list[bytes] = dataclasses.field(default_factory=list)   # one for each full block, computed on demand
   finish_reason: str | None = None
   stop_reason: int | str | None = None   # the stop string or token id that ended it
 

@@ -59,8 +59,8 @@ class GraphKey(NamedTuple):
 
 # A row of logits: it gives the token of `seq` at `position`. token: index in the batch of the token before
 Row = NamedTuple("Row", [("seq", Sequence), ("position", int), ("token", int)])
-# What the device computes next. words: TOKENS and LOGITS, then those of the logits plan. computed: the positions whose
-# K and V it writes
+# A step for the device. words: the tables TOKENS and LOGITS, then the words of the logits plan. computed: positions
+# at which it writes K and V
 Step = NamedTuple("Step", [("key", GraphKey), ("words", np.ndarray), ("rows", list[Row]),
                            ("computed", dict[Sequence, range])])
 # The sampled token of each row of logits of a step, and a list of its log probabilities, see logits.py, or none
@@ -161,14 +161,14 @@ class Runner:
     self.kv_caches = allocate_kv_caches(model, config, num_bytes)
     self.num_blocks = len(self.kv_caches[0][0])
     self.max_blocks = -(-length // config.block_size)
-    self.max_rows = next_power_of_two(config.max_num_seqs)   # of logits; prompt_logprobs may exceed it
+    self.max_rows = next_power_of_two(config.max_num_seqs)   # of logits in a step; prompt_logprobs may exceed it
     self.block_tables = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last row is the padding's
     self.last_tokens = zeros(config.max_num_seqs + 1)
     self.graphs: dict[GraphKey, tuple[Tensor, Any]] = {}   # the words that each graph reads, and itself
     self.device_tables: dict[int | None, tuple[int, list[int]]] = {}   # slot -> version and block table on the device
 
   def choose_key(self, key: GraphKey) -> GraphKey:
-    """Pad what a step needs to the next graph shape."""
+    """Return the graph shape for a step: its sizes, padded."""
     num_tokens = next_power_of_two(key.num_tokens)
     num_rows = min(num_tokens, self.max_rows) if key.num_rows <= self.max_rows else num_tokens
     return self.backend.choose_graph(self, key._replace(num_tokens=num_tokens, num_rows=num_rows))

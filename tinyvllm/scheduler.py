@@ -1,5 +1,5 @@
-"""Decides what each step computes (Yu et al. 2022, Orca): one token of every decoding sequence, then prefill chunks, at
-most max_num_batched_tokens together. The oldest running sequence of the highest priority always makes progress."""
+"""Schedules each step (Yu et al. 2022, Orca): one token of every decoding sequence, then prefill chunks, at most
+max_num_batched_tokens together. The oldest running sequence of the highest priority always makes progress."""
 import bisect, hashlib
 from collections import Counter, OrderedDict
 from typing import Any
@@ -126,13 +126,13 @@ class Scheduler:
     return True
 
   def preempt(self, seq: Sequence) -> None:
-    """Free a running sequence's blocks and let it wait in its old place. It recomputes what is not cached by then."""
+    """Free a running sequence's blocks and return it to the queue in its old order. Uncached blocks are recomputed."""
     self.running.remove(seq)
     self.blocks.free(seq)
     self.add(seq)
 
   def start_step(self, batch: dict[Sequence, int], num_behind: int = 0) -> None:
-    """Count the tokens that the step will compute, and those that it will sample, which may be scheduled unread.
+    """Count the tokens that the step computes and samples. A sampled token can be scheduled before it is read.
     num_behind: the last draft tokens of a sequence that are computed again, see Proposer."""
     for seq, num_tokens in batch.items():
       if num_tokens >= seq.num_remaining: seq.num_in_flight += 1

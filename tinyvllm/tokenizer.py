@@ -10,8 +10,8 @@ from .request import Sequence
 
 
 class Tokenizer:
-  """Text to ids and back with sentencepiece. The extension's (huggingface.py) also knows special tokens within a text,
-  tokenizer.json and chat templates."""
+  """Converts text to ids and back with sentencepiece. The extension's tokenizer (huggingface.py) also handles special
+  tokens in the text, tokenizer.json and chat templates."""
   def __init__(self, folder: pathlib.Path):
     check((folder / "tokenizer.model").exists(), f"model: {folder} has no tokenizer.model; others need tinyvllm_extra")
     self.model = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
@@ -19,7 +19,7 @@ class Tokenizer:
     self.prefix = [self.model.bos_id()] if config.get("add_bos_token", True) else []
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text, after a BOS token if the model's files ask for one."""
+    """Return the text's token ids, after a BOS token if tokenizer_config.json asks for one."""
     return [*(self.prefix if add_special_tokens else ()), *self.model.EncodeAsIds(checked_unicode(text))]
 
   def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -45,13 +45,13 @@ def num_held_back(text: str, stop: list[str]) -> int:
   return max(lengths, default=0)
 
 
-# How much of a sequence a reader has; num_tokens includes the prompt's
+# The part of a sequence that was delivered; num_tokens includes the prompt's
 Cursor = NamedTuple("Cursor", [("num_characters", int), ("num_tokens", int), ("finish_reason", str | None)])
 
 
 class TextStream:
-  """The text of a sequence up to its stop string, decoded as its tokens come, and the cursor of the reader who gets it
-  part by part. Decoded text only grows, half a character is held back, and all of it equals one decoding of all ids."""
+  """The text of a sequence up to its stop string, decoded as its tokens come, and the cursor of the delivered
+  part. Decoded text only grows, an incomplete character is held back, and the whole equals one decoding of all ids."""
   def __init__(self, tokenizer: Any, seq: Sequence):
     self.tokenizer, self.seq = tokenizer, seq
     self.stop: Any = seq.params.stop or []   # a list by now
@@ -59,14 +59,14 @@ class TextStream:
     self.num_decoded = seq.num_prompt    # ids whose text is in there, or of the prompt
     self.context: dict[int, str] = {}    # text of the last ids, by the position of the first: saves a decoding
     self.num_searched = 0                # characters without a stop string
-    self.end: int | None = None          # where a stop string cuts the text
+    self.end: int | None = None          # index in `decoded` of the stop string
     self.delivered = self.available
 
   text = property(lambda self: self.decoded[:self.end])
 
   @property
   def available(self) -> Cursor:
-    """What may be delivered: the end of an unfinished text could still become a stop string."""
+    """The part that may be delivered. The end of unfinished text is held back while it could become a stop string."""
     held_back = 0 if self.seq.finish_reason else num_held_back(self.text, self.stop)
     return Cursor(len(self.text) - held_back, len(self.seq.tokens), self.seq.finish_reason)
 
