@@ -1,7 +1,7 @@
 """The core's plain backend and the extension's fast one give the same token ids in float32: for prefill chunks, decode,
 prefix cache hits, preemption, sampling and logits features, and for several kinds of models."""
 import pytest
-from reference import tiny_model
+from reference import slow, tiny_model
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
@@ -40,7 +40,7 @@ def summary(output):
 def num_preemptions(llm): return llm.get_metrics()["num_preemptions"]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=["llama", *slow("qwen3_tied", "biases")])
 def pair(request, tmp_path_factory):
   return Pair(tiny_model(tmp_path_factory.mktemp(request.param), **MODELS[request.param]))
 
@@ -67,6 +67,7 @@ def test_preempted_batch_gives_the_same_ids(pair):
   assert num_preemptions(pair.plain) > before[0] and num_preemptions(pair.fast) > before[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"top_k": 5}, {"top_p": 0.8}, {"top_k": 40, "top_p": 0.9, "min_p": 0.05}], ids=str)
 def test_seeded_sampling_gives_the_same_ids(sampling_pair, fields):
   outputs = sampling_pair.generate(PROMPTS[:2], temperature=0.9, seed=7, **fields)
@@ -74,12 +75,14 @@ def test_seeded_sampling_gives_the_same_ids(sampling_pair, fields):
   assert summary(outputs[0][0]) != summary(again[0][0]), "the seed has an effect"
 
 
+@pytest.mark.slow
 def test_two_samples_give_the_same_ids(sampling_pair):
   (output, _), = sampling_pair.generate([PROMPTS[1]], n=2, temperature=0.9, top_k=50, seed=3)
   first, second = output.outputs
   assert first.token_ids != second.token_ids
 
 
+@pytest.mark.slow
 def test_log_probabilities_and_penalties_are_the_same(sampling_pair):
   fields = {"logprobs": 2, "repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.4}
   (output, expected), = sampling_pair.generate([PROMPTS[0]], max_tokens=5, **fields)
