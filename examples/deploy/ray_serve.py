@@ -267,7 +267,7 @@ def deploy(application: Any) -> None:
   try: serve.run(application, name=NAME)
   except RuntimeError as error:
     said = "".join(of.message for of in serve.status().applications[NAME].deployments.values())
-    causes = re.findall(r"^\w*Error: (.+)$", said, re.M)
+    causes = re.findall(r"^[\w.]*Error: (.+)$", said, re.M)   # with its module, as in a traceback
     raise ValueError(causes[-1] if causes else str(error)) from error
 
 
