@@ -1,7 +1,7 @@
 """The core in a process that can import nothing but its dependencies. Prints one JSON object: the milestones by name,
 each with its traceback or "", and the features of the extension, each with the type and the text of its error.
 
-python tests/core_alone.py FOLDER-OF-A-MODEL FOLDER-OF-A-MODEL-WITH-tokenizer.json"""
+python tests/core_alone.py FOLDER-OF-A-MODEL FOLDER-OF-A-MODEL-WITH-tokenizer.json NAME-OF-A-MILESTONE..."""
 import importlib.util
 import json
 import sys
@@ -54,7 +54,7 @@ def get_metrics(llm: LLM) -> dict[str, Any]:
           "blocks_used": llm.blocks.num_used(), "num_requests_running": len(scheduler.running)}
 
 
-def run_milestones(folder: Path) -> dict[str, str]:
+def run_milestones(folder: Path, names: list[str]) -> dict[str, str]:
   runs: dict[str, Callable[[], None]] = {
     "hello": milestones.hello,
     "paged_attention": lambda: milestones.paged_attention(tinyvllm.Backend()),
@@ -63,9 +63,9 @@ def run_milestones(folder: Path) -> dict[str, str]:
     "paging": lambda: milestones.paging(folder, get_metrics),
     "streaming": lambda: milestones.streaming(folder, get_metrics)}
   found = {}
-  for name, run in runs.items():
+  for name in names:
     found[name] = ""
-    try: run()
+    try: runs[name]()
     except Exception: found[name] = traceback.format_exc()
   return found
 
@@ -102,6 +102,7 @@ if __name__ == "__main__":
   assert SamplingParams is request.SamplingParams and importlib.util.find_spec("tinyvllm_extra") is None
   llm_class: Any = LLM
   llm_class.scheduler_class = CountingScheduler
-  found = {"milestones": run_milestones(Path(sys.argv[1])), "errors": errors_of_features(*map(Path, sys.argv[1:3]))}
+  folder, json_folder = map(Path, sys.argv[1:3])
+  found = {"milestones": run_milestones(folder, sys.argv[3:]), "errors": errors_of_features(folder, json_folder)}
   names = {name.partition(".")[0] for name, module in sys.modules.items() if module}
   print(json.dumps(found | {"packages": sorted(names - sys.stdlib_module_names)}))

@@ -15,26 +15,42 @@ DEPENDENCIES = {"tinygrad", "numpy", "safetensors", "sentencepiece"}
 ENVIRONMENT = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests"]))}
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-  """What core_alone.py prints."""
+QUICK = ["hello", "paged_attention"]
+SLOW = ["ten_requests", "continuous_batching", "paging", "streaming"]   # these lower their kernels in each process
+
+
+def run_alone(tmp_path_factory, names):
+  """The report of core_alone.py."""
   folder = tiny_model(tmp_path_factory.mktemp("model"))
   json_folder = tiny_model(tmp_path_factory.mktemp("json"), tokenizer=False)
   (json_folder / "tokenizer.json").write_text("{}")
-  run = subprocess.run([sys.executable, ROOT / "tests" / "core_alone.py", folder, json_folder], env=ENVIRONMENT,
+  run = subprocess.run([sys.executable, ROOT / "tests" / "core_alone.py", folder, json_folder, *names], env=ENVIRONMENT,
                        capture_output=True, text=True, timeout=240)
   assert run.returncode == 0, run.stderr
   return json.loads(run.stdout)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory): return run_alone(tmp_path_factory, QUICK)
+
+
+@pytest.fixture(scope="module")
+def slow_milestones(tmp_path_factory): return run_alone(tmp_path_factory, SLOW)["milestones"]
+
+
 def test_core_imports_its_dependencies_only(alone):
   packages = {name for name in alone["packages"] if not name.startswith("_sysconfigdata_")}
-  assert packages >= {"tinygrad", "numpy", "safetensors", "sentencepiece", "tinyvllm"}
+  assert packages >= {*DEPENDENCIES, "tinyvllm"}
 
 
-@pytest.mark.parametrize("name", ["hello", "paged_attention", "ten_requests", "continuous_batching", "paging",
-                                  "streaming"])
+@pytest.mark.parametrize("name", QUICK)
 def test_core_alone_reaches_the_milestone(alone, name): assert not alone["milestones"][name], alone["milestones"][name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_core_alone_reaches_the_slow_milestone(slow_milestones, name):
+  assert not slow_milestones[name], slow_milestones[name]
 
 
 @pytest.mark.parametrize("feature, error, part", [
