@@ -16,10 +16,11 @@ from reference import ENGINE, reference_greedy, reference_logits, tiny_model
 from server import wait_until
 from tinygrad.device import CompileError
 
-from tinyvllm import generate, generate_stream
-from tinyvllm.config import Options, option
+from tinyvllm import SamplingParams, generate, generate_stream
+from tinyvllm.config import EngineConfig, Options, option
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.flags import add_flags, select_options
+from tinyvllm_extra.server.app import ServerConfig
 
 FLAGS = [x for name, value in ENGINE.items() for x in ("--" + name.replace("_", "-"), str(value))]
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -189,17 +190,48 @@ def test_what_the_parser_does_not_know_is_exit_code_2(arguments):
   assert e.value.code == 2
 
 
-def test_help_names_every_option(capsys):
-  from dataclasses import fields
+def help_text(command, flag="--help"):
+  """Return what `tinyvllm COMMAND --help` prints on a terminal of 80 columns."""
+  run = process(*command.split(), flag, COLUMNS="80")
+  assert run.returncode == 0 and not run.stderr
+  return run.stdout
 
-  from tinyvllm import SamplingParams
-  from tinyvllm.config import EngineConfig
-  with pytest.raises(SystemExit): main(["generate", "--help"])
-  text = capsys.readouterr().out
-  flags = {"--" + f.name.replace("_", "-") for f in [*fields(EngineConfig), *fields(SamplingParams)]}
-  for flag in flags - {"--n"}: assert re.search(rf"^  {flag}(,.*| .*)?\n? +.*[a-z]", text, re.M), flag
-  assert "Engine options" in text and "{fcfs,priority}" in text and "--pipeline-parallel-size" not in text
-  assert "--n " not in text, "a stream to a terminal is one text"
+
+def help_entries(text):
+  """Return the help text of each option, by its flags."""
+  entries = re.findall(r"^  (-\S.*?)(?:  +|\n {32})(\S.*(?:\n {32}.*)*)", text, re.M)
+  return {flags: " ".join(words.split()) for flags, words in entries}
+
+
+@pytest.mark.parametrize("command", ["", "generate", "chat", "serve", "convert", "doctor"])
+def test_help_fits_on_two_screens(command):
+  lines = help_text(command).splitlines()
+  assert len(lines) <= 48 and max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("command,kinds", [
+  ("generate", [EngineConfig, SamplingParams]), ("chat", [EngineConfig, SamplingParams]),
+  ("serve", [EngineConfig, ServerConfig])])
+def test_help_all_has_a_text_and_a_default_for_every_option(command, kinds):
+  text = help_text(command, "--help-all")
+  entries = help_entries(text)
+  flags = {re.sub(r"^--(\[no-])?", "", words.split()[0]) for words in entries}
+  fields = {field.name.replace("_", "-") for kind in kinds for field in dataclasses.fields(kind)} - {"n"}
+  assert fields | {"model", "log-level"} <= flags, "a terminal shows one sample, so --n is missing"
+  for name, words in entries.items():
+    assert len(words.partition("(default")[0].split()) >= 3, name
+    assert re.search(r"\(default: [^)]+\)$", words) or name.startswith(("-h,", "--help-all")), name
+    assert "None" not in words, name
+  assert "--pipeline-parallel-size" not in text, "vLLM's flags without effect stay hidden"
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_help_is_grouped_and_hides_rare_flags(command):
+  text, everything = help_text(command), help_text(command, "--help-all")
+  headings = ["options", "Model", "Memory", "Scheduling", "Decoding", "Server"]
+  assert re.findall(r"^(\w+):$", text, re.M) == re.findall(r"^(\w+):$", everything, re.M) == headings
+  assert "--max-model-len" in text and "--block-size" not in text and "--block-size" in everything
+  assert "--[no-]enable-prefix-caching" in text
 
 
 def test_the_module_runs_as_a_process_and_text_alone_is_on_stdout(words_folder, words_llm):
@@ -243,20 +275,22 @@ def test_missing_package_is_one_line_and_exit_code_1(chat_folder, capsys, monkey
 
 @dataclasses.dataclass(frozen=True)
 class Described(Options):
-  """Options of a test, described in their metadata."""
-  sizes: list[int] | None = option(None, "sizes in bytes")
-  kind: str = option("a", "the kind", choices=("a", "b"))
-  ratio: float | None = option(None, "100% at most (default: half)")
-  limit: int | None = option(3, "most of them", min=1, max=9)
+  """Options with each kind of type and default."""
+  sizes: list[int] | None = option(None, "Sizes in bytes (default: none)")
+  mode: str = option("a", "Mode of operation", choices=("a", "b"))
+  ratio: float | None = option(None, "Ratio, 100% at most (default: half)")
+  limit: int | None = option(3, "Maximum number of retries", min=1, max=9)
+  fast: bool = option(True, "Skip the slow part")
 
 
 def test_add_flags_reads_types_and_help_from_metadata():
   parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
   add_flags(parser, Described)
-  flags = ["--sizes", "1", "2", "--sizes", "3", "--ratio", "0.5", "--limit", "4", "--kind", "b"]
+  flags = ["--sizes", "1", "2", "--sizes", "3", "--ratio", "0.5", "--limit", "4", "--mode", "b", "--no-fast"]
   args = vars(parser.parse_args(flags))
-  assert select_options(args, Described) == {"sizes": [1, 2, 3], "ratio": 0.5, "limit": 4, "kind": "b"}
-  text = " ".join(parser.format_help().split())
-  for words in ("--sizes SIZES [SIZES ...] sizes in bytes (default: None)", "--kind {a,b} the kind (default: a)",
-                "--ratio FLOAT 100% at most (default: half) --limit INT most of them (default: 3)"):
-    assert words in text, text
+  assert select_options(args, Described) == {"sizes": [1, 2, 3], "ratio": 0.5, "limit": 4, "mode": "b", "fast": False}
+  entries = help_entries(parser.format_help())
+  expected = {"--sizes INT [INT ...]": "Sizes in bytes (default: none)", "--mode {a,b}": "Mode of operation (default: a)",
+              "--ratio FLOAT": "Ratio, 100% at most (default: half)", "--[no-]fast": "Skip the slow part (default: on)",
+              "--limit INT": "Maximum number of retries (default: 3)"}
+  assert {flags: words for flags, words in entries.items() if flags in expected} == expected

@@ -22,18 +22,18 @@ SamplerMode = enum.IntEnum("SamplerMode", ["GREEDY", "RANDOM", "FILTERED"], star
 class SamplingParams(Options):
   """Sampling parameters of a request, under vLLM's names. `tinyvllm.SamplingParams` is the extension's subclass with
   vLLM's other parameters, which need a LogitsProcessor."""
-  n: int = option(1, "number of samples of one prompt; their seeds are consecutive", min=1, max=1024)
-  max_tokens: int | None = option(256, "maximum tokens to generate; None: up to max_model_len", min=1, max=MAX_INT)
-  temperature: float = option(1.0, "randomness; 0: greedy", min=0, max=100)
-  top_k: int = option(0, "keep the k most probable tokens; 0 or -1: all", min=-1, max=MAX_INT)
-  top_p: float = option(1.0, "keep the most probable tokens whose probabilities sum to p", min=1e-6, max=1)
-  min_p: float = option(0.0, "keep tokens at least min_p times as probable as the best one", min=0, max=1)
-  seed: int | None = option(None, "seed; the same seed gives the same text in any batch", min=-2**63, max=2**63 - 1)
-  stop: list[str] | str | None = option(None, "strings that end the text; they are not part of it")
-  stop_token_ids: list[int] | None = option(None, "token ids that end the text")
-  include_stop_str_in_output: bool = option(False, "keep the stop string, or the text of the stop token")
-  ignore_eos: bool = option(False, "continue after the model's end token")
-  skip_special_tokens: bool = option(True, "leave special tokens out of the text")
+  n: int = option(1, "Number of samples per prompt; their seeds are consecutive", min=1, max=1024)
+  max_tokens: int | None = option(256, "Maximum tokens to generate", min=1, max=MAX_INT)   # None: up to max_model_len
+  temperature: float = option(1.0, "Sampling randomness; 0: greedy", min=0, max=100)
+  top_k: int = option(0, "Keep the k best tokens; 0: all", min=-1, max=MAX_INT)
+  top_p: float = option(1.0, "Keep the most probable tokens, with total probability p", min=1e-6, max=1)
+  min_p: float = option(0.0, "Drop tokens less probable than min_p times the best one", min=0, max=1)
+  seed: int | None = option(None, "Seed; equal seeds give equal text in any batch", min=-2**63, max=2**63 - 1)
+  stop: list[str] | str | None = option(None, "Strings that end the text (default: none)")
+  stop_token_ids: list[int] | None = option(None, "Token ids that end the text (default: none)")
+  include_stop_str_in_output: bool = option(False, "Keep the stop string, or the text of the stop token")
+  ignore_eos: bool = option(False, "Continue after the model's end token")
+  skip_special_tokens: bool = option(True, "Leave special tokens out of the text")
   min_tokens, logprobs, prompt_logprobs = 0, None, None   # type: int, int | None, int | None   # fields of the subclass
 
   def __post_init__(self) -> None:

@@ -109,10 +109,10 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 
 def main(argv: list[str]) -> int:
   """`tinyvllm convert`. Returns 0. Raises InputError as convert does."""
-  parser = argparse.ArgumentParser(prog="tinyvllm convert", description="Write a GGUF file as a folder of safetensors. "
-                                   "Quantized weights keep their bits.")
-  parser.add_argument("file", type=pathlib.Path, help="GGUF file")
-  parser.add_argument("folder", type=pathlib.Path, help="folder to write, new or empty")
+  parser = argparse.ArgumentParser(prog="tinyvllm convert", description="Convert a GGUF file to a model "
+                                   "folder. Quantized weights stay quantized.")
+  parser.add_argument("file", type=pathlib.Path, help="GGUF file to read")
+  parser.add_argument("folder", type=pathlib.Path, help="Folder to write, new or empty")
   args = parser.parse_args(argv)
   print(convert(args.file.expanduser(), args.folder.expanduser()))
   return 0

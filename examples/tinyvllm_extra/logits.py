@@ -33,16 +33,16 @@ class Logprob(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class SamplingParams(request.SamplingParams):
   """Sampling parameters of a request, under vLLM's names."""
-  min_tokens: int = option(0, "minimum tokens before an end token or a stop string", min=0, max=MAX_INT)
-  repetition_penalty: float = option(1.0, "penalty of tokens in the prompt or the output; 1: none", min=0.01, max=100)
-  presence_penalty: float = option(0.0, "penalty of tokens in the output", min=-2, max=2)
-  frequency_penalty: float = option(0.0, "penalty of tokens in the output, times their count", min=-2, max=2)
-  logit_bias: dict[int, float] | None = option(None, "number to add to the logit of each token id", min=-100, max=100)
-  allowed_token_ids: list[int] | None = option(None, "the only token ids to generate")
-  bad_words: list[str] | None = option(None, "words that must not be generated")
-  logprobs: int | None = option(None, "log probabilities per token: its own and the best ones", min=0, max=20)
-  prompt_logprobs: int | None = option(None, "log probabilities per prompt token", min=0, max=20)
-  structured_outputs: Any = option(None, "StructuredOutputsParams that the text must follow")
+  min_tokens: int = option(0, "Minimum tokens before an end token or a stop string", min=0, max=MAX_INT)
+  repetition_penalty: float = option(1.0, "Penalty for tokens in the prompt or output; 1: none", min=0.01, max=100)
+  presence_penalty: float = option(0.0, "Penalty for tokens in the output", min=-2, max=2)
+  frequency_penalty: float = option(0.0, "Penalty for tokens in the output, times their count", min=-2, max=2)
+  logit_bias: dict[int, float] | None = option(None, "Logit bias by token id (default: none)", min=-100, max=100)
+  allowed_token_ids: list[int] | None = option(None, "The only token ids to sample (default: all)")
+  bad_words: list[str] | None = option(None, "Words that must not be generated (default: none)")
+  logprobs: int | None = option(None, "Log probabilities per token, besides its own (default: off)", min=0, max=20)
+  prompt_logprobs: int | None = option(None, "Log probabilities per prompt token (default: off)", min=0, max=20)
+  structured_outputs: Any = option(None, 'Required format, as in {"regex": "[0-9]+"} (default: any)')
 
   def __post_init__(self) -> None:
     if isinstance(self.logit_bias, dict):   # JSON has keys of type str

@@ -190,11 +190,11 @@ def read_models(folder: str | None) -> dict[str, dict[str, Any]]:
 def main(argv: list[str]) -> int:
   """Run `tinyvllm doctor`. Return the exit code: 0, or 1 if no backend opens. Raises InputError for a bad option."""
   parser = argparse.ArgumentParser(prog="tinyvllm doctor", description="Test this machine's devices.")
-  parser.add_argument("--model", help="model folder, to report whether the model fits")
-  parser.add_argument("--seconds", type=float, default=1.0, help="seconds of each bandwidth test (default: 1)")
+  parser.add_argument("--model", help="Also check if this model folder fits (default: none)")
+  parser.add_argument("--seconds", type=float, default=1.0, help="Seconds per bandwidth test (default: 1)")
   parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto",
-                      help="dtype of the KV cache, to report how many tokens fit (default: auto)")
-  parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+                      help="KV cache dtype to report capacity for (default: auto)")
+  parser.add_argument("--json", action="store_true", help="Print the report as JSON (default: text)")
   args = parser.parse_args(argv)
   config.check(0 < args.seconds <= 60, f"seconds={args.seconds} must be above 0 and at most 60")
   report = make_report(args.seconds, read_models(args.model), args.kv_cache_dtype)

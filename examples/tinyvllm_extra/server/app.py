@@ -29,17 +29,17 @@ EVENT_STREAM = "text/event-stream"
 @dataclasses.dataclass(frozen=True)
 class ServerConfig(Options):
   """The server's options, with vLLM's names."""
-  host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all networks of the machine")
+  host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: every network interface")
   port: int = option(8000, "TCP port; 0: any free port", min=0, max=65535)
-  api_key: str | None = option(None, "API key of clients (default: the variable TINYVLLM_API_KEY)")
-  served_model_name: str | None = option(None, "model name in the API (default: the folder's name)")
-  max_queue: int = option(256, "maximum number of waiting sequences; beyond it: HTTP 429", min=0, max=2**31 - 1)
-  request_timeout: float | None = option(None, "seconds until a request aborts (default: none)", min=0.001, max=2**31)
-  shutdown_timeout: float = option(30, "seconds that requests may take to finish after a signal", min=0, max=2**31)
-  max_body_size: int = option(2**22, "maximum size of a request's body in bytes", min=1, max=2**40)
-  stream_interval: int = option(1, "minimum number of new tokens per stream event", min=1, max=2**31)
-  allowed_origins: list[str] | None = option(None, "web pages that may use the API (CORS; default: none)")
-  prefix_cache_file: str | None = option(None, "file of a saved prefix cache (default: none)")
+  api_key: str | None = option(None, "API key of clients (default: $TINYVLLM_API_KEY)")
+  served_model_name: str | None = option(None, "Model name in the API (default: folder name)")
+  max_queue: int = option(256, "Maximum number of waiting sequences, then HTTP 429", min=0, max=2**31 - 1)
+  request_timeout: float | None = option(None, "Seconds until a request aborts (default: none)", min=0.001, max=2**31)
+  shutdown_timeout: float = option(30, "Seconds for requests to finish after a signal", min=0, max=2**31)
+  max_body_size: int = option(2**22, "Maximum size of a request body in bytes", min=1, max=2**40)
+  stream_interval: int = option(1, "Minimum number of new tokens per stream event", min=1, max=2**31)
+  allowed_origins: list[str] | None = option(None, "Web origins that may call the API, CORS (default: none)")
+  prefix_cache_file: str | None = option(None, "File to load and save the prefix cache (default: none)")
 
 
 class Gate:
@@ -288,10 +288,9 @@ def check_port(host: str, port: int) -> None:
 
 def main(argv: list[str]) -> int:
   """Run `tinyvllm serve` and return the exit code. Raises any exception of loading the model."""
-  parser = argparse.ArgumentParser(prog="tinyvllm serve", argument_default=argparse.SUPPRESS,
-                                   description="Answer HTTP requests in OpenAI's protocol.")
-  for name in ("model", "--model"):
-    parser.add_argument(name, nargs="?", help="model folder or GGUF file (default: the bundled model)")
+  parser = argparse.ArgumentParser(usage="tinyvllm serve [MODEL] [options]", argument_default=argparse.SUPPRESS,
+                                   description="Serve the OpenAI API over HTTP.")
+  parser.add_argument("model", nargs="?", help=argparse.SUPPRESS)
   add_flags(parser, EngineConfig, ServerConfig)
   args = vars(parser.parse_args(argv))
   set_log_level(args)
