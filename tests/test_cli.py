@@ -290,7 +290,8 @@ def test_add_flags_reads_types_and_help_from_metadata():
   args = vars(parser.parse_args(flags))
   assert select_options(args, Described) == {"sizes": [1, 2, 3], "ratio": 0.5, "limit": 4, "mode": "b", "fast": False}
   entries = help_entries(parser.format_help())
-  expected = {"--sizes INT [INT ...]": "Sizes in bytes (default: none)", "--mode {a,b}": "Mode of operation (default: a)",
+  expected = {"--sizes INT [INT ...]": "Sizes in bytes (default: none)",
+              "--mode {a,b}": "Mode of operation (default: a)",
               "--ratio FLOAT": "Ratio, 100% at most (default: half)", "--[no-]fast": "Skip the slow part (default: on)",
               "--limit INT": "Maximum number of retries (default: 3)"}
   assert {flags: words for flags, words in entries.items() if flags in expected} == expected

@@ -1,5 +1,5 @@
-"""The options of an engine, checked, and the shape of a model, read from its config.json. Owns the two ways to refuse
-something: InputError for the user's mistakes, and a missing extension."""
+"""Engine options with their checks, and the model's shape from config.json. Raises InputError for a user's mistake, and
+ImportError for a feature of the extension if that is not installed."""
 import dataclasses, importlib.util, json, logging, pathlib, re, types, typing
 from typing import Any
 
@@ -12,7 +12,7 @@ SUPPORTED = {"architecture": ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2Fo
 
 
 class InputError(ValueError):
-  """A mistake of the user (HTTP 400). Every other exception is a bug in tinyvllm (HTTP 500).
+  """A user's mistake (HTTP 400). Every other exception is a bug in tinyvllm (HTTP 500).
   `parameter` is the field that the message begins with, as in "top_p=2 must be ...", or None; `value` is its value."""
   def __init__(self, message: str, value: Any = None):
     super().__init__(message)
@@ -39,7 +39,7 @@ def extension(name: str) -> Any:
 
 
 def extended(module: str, name: str, default: Any) -> Any:
-  """The extension's version of something that the core has, too, if it is installed."""
+  """Return NAME of tinyvllm_extra.MODULE if the extension is installed, else the core's `default`."""
   return getattr(extension(module), name) if has_extension() else default
 
 
@@ -47,12 +47,12 @@ def read_json(path: pathlib.Path) -> dict[str, Any]: return json.loads(path.read
 
 
 def option(default: Any, help: str, *, min: Any = None, max: Any = None, choices: tuple[str, ...] = ()) -> Any:
-  """A dataclass field with a help text and its allowed values: inclusive bounds, or the strings to choose from."""
+  """Return a dataclass field with a help text and its limits: inclusive bounds, or the strings to choose from."""
   return dataclasses.field(default=default, metadata={"help": help, "min": min, "max": max, "choices": choices})
 
 
 def has_type(value: Any, kind: Any) -> bool:
-  """Whether `value` has an annotated type: a class, list[X], dict[K, V] or a union. An int is a float, not a bool."""
+  """Return whether `value` has an annotated type (class, list[X], dict[K, V], union). An int is a float, not a bool."""
   args = typing.get_args(kind)
   if isinstance(kind, types.UnionType): return any(has_type(value, arg) for arg in args)
   if typing.get_origin(kind) is list: return isinstance(value, list) and all(has_type(x, args[0]) for x in value)
@@ -141,8 +141,8 @@ class ModelConfig:
               "architecture": architecture, "qk_norm": architecture == "Qwen3ForCausalLM",
               "qkv_bias": hf["attention_bias"] or architecture == "Qwen2ForCausalLM",
               "eos_token_ids": tuple(eos if isinstance(eos, list) else [eos])}
-    for name, known in SUPPORTED.items():
-      check(values[name] in known, f"{source}: {name} {values[name]!r} is not supported; supported: {', '.join(known)}")
+    for name, names in SUPPORTED.items():
+      check(values[name] in names, f"{source}: {name} {values[name]!r} is not supported; supported: {', '.join(names)}")
     if hf.get("sliding_window") and hf.get("use_sliding_window", True):   # full attention is exact within the window
       values["max_position_embeddings"] = min(hf["max_position_embeddings"], hf["sliding_window"])
     return cls(**{name: values[name] for name in cls.__match_args__})

@@ -43,8 +43,8 @@ def parsing_of(field: dataclasses.Field) -> dict[str, Any]:
 def help_of(field: dataclasses.Field) -> str:
   """Return a field's help text, and its default value unless the text states it."""
   text = field.metadata["help"]
-  default = {True: "on", False: "off"}.get(field.default, field.default) if field.type is bool else field.default
-  if field.name == "temperature": default = 0.0
+  default: Any = 0.0 if field.name == "temperature" else field.default
+  if field.type is bool: default = "on" if default else "off"
   return (text if "(default: " in text else f"{text} (default: {default})").replace("%", "%%")
 
 
