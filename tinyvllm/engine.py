@@ -168,9 +168,9 @@ class Engine(LoadedModel):
   # Steps
 
   def advance(self, make_output: Callable[[Request], Any] = lambda request: request) -> list[Any]:
-    """Run one step, and return `make_output(request)` for each request with new tokens. On a GPU these tokens
-    come from the previous step, which ran while this one was built. If `make_output` raises, the next step returns them. After
-    a failed step the engine still works, and no token is lost or duplicated."""
+    """Run one step, and return `make_output(request)` for each request with new tokens. On a GPU these tokens come from
+    the previous step, which ran while this one was built. If `make_output` raises, the next step returns them. After a
+    failed step the engine still works, and no token is lost or duplicated."""
     with self.driving():
       while self._abandoned: self.abort_request(self._abandoned.pop())
       try:
