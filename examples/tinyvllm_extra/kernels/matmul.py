@@ -112,7 +112,7 @@ def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def new(like: Tensor, columns: sint, dtype: DType | None = None) -> Tensor:
-  """Return an uninitialized tensor, (rows of `like`, columns), for a kernel to write. A traced function may return it."""
+  """Return an uninitialized tensor, (rows of `like`, columns), as a kernel's output. Traced functions may return it."""
   return Tensor.invalids(like.shape[0] * columns, dtype=dtype or like.dtype, device=like.device).reshape(-1, columns)
 
 

@@ -17,7 +17,7 @@ LOWEST = -1e30   # score with weight 0; not -inf, because inf - inf is NaN
 
 
 def axes(first: int, *extents: sint, axis_type: AxisType = AxisType.WEAK) -> list[UOp]:
-  """Return ranges of these extents, numbered from `first`."""
+  """Return one range per extent, numbered from `first`."""
   return [UOp.range(extent, first + i, axis_type) for i, extent in enumerate(extents)]
 
 
@@ -42,12 +42,12 @@ def unrolled(extent: sint, by: int, number: int) -> UOp:
 
 
 def fold(x: UOp, op: Ops = Ops.ADD, types: tuple = (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE)) -> UOp:
-  """Reduce x with `op` over its axes of these types."""
+  """Reduce x with `op` over its axes of the given types."""
   return x.reduce(*[a for a in x.ranges if a.arg[1] in types], arg=op)
 
 
 def end(store: UOp, *types: AxisType) -> UOp:
-  """End a store's UPCAST axes and its axes of these types. Other axes, such as threads, stay open."""
+  """End a store's UPCAST axes and its axes of the given types. Other axes, such as threads, stay open."""
   return store.end(*[a for a in store.ranges if a.arg[1] in (AxisType.UPCAST, *types)])
 
 

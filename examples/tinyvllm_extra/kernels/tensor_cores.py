@@ -367,8 +367,8 @@ def add_block(warp: Warp, cache: Cache, block: Block, state: WarpState, scores: 
 
 
 def warp_results(warp: Warp, q: UOp, cache: Cache) -> tuple[UOp, UOp]:
-  """Attend, and store each warp's results in shared memory. Return the mean of V, (warps, rows, D), and log2 of the sum
-  of the weights, (warps, rows)."""
+  """Attend, and store each warp's results in shared memory. Return the mean of V, (warps, rows, D), and log2 of the
+  weights' sum, (warps, rows)."""
   D: Any = q.shape[3]
   state = accumulate(warp, q, cache)
   means = UOp.placeholder((warp.count, warp.num_rows, D), dtypes.float32, 110, AddrSpace.LOCAL)

@@ -59,7 +59,7 @@ def allocate_huge_pages() -> None:
 @functools.cache
 def compute_exp2_without_branches() -> None:
   """Render exp2 as a call of cpu.EXP2. tinygrad's expansion has branches, which compilers do not vectorize.
-  Checked with 0.14.0. Remove when softmax is no slower without it."""
+  Checked with 0.14.0. Remove when softmax is equally fast without this patch."""
   defines = ClangRenderer._render_defines
   def with_exp2(self: ClangRenderer, uops: list[UOp]) -> list[str]: return [EXP2, *defines(self, uops)]
   ClangRenderer.code_for_op = {**ClangRenderer.code_for_op, Ops.EXP2: lambda x, dtype: f"tv_exp2({x})"}
@@ -68,7 +68,7 @@ def compute_exp2_without_branches() -> None:
 
 def use_widest_vectors() -> None:
   """Make clang use the widest vectors. It prefers 256 bits on AVX-512, and tinygrad's float4 loads limit it to 128.
-  Checked with 0.14.0. Remove when kernels.py (tests/benchmarks) shows the same speed without it."""
+  Checked with 0.14.0. Remove when kernels.py (tests/benchmarks) shows the same speed without this."""
   compiler = Device.default.renderer.compiler
   if AVX512 and WIDE not in compiler.args: compiler.args.append(WIDE)   # type: ignore[attr-defined]
   os.environ["DMC"] = "1"   # turns float4 off
@@ -125,7 +125,7 @@ def num_compiled() -> int:
 @functools.cache
 def skip_shapes_of_slices() -> None:
   """Do not derive the shape of a slice whose start depends on a loop: its check takes seconds per capture.
-  Checked with 0.14.0. Remove when a capture takes no longer without it (tests/test_start.py)."""
+  Checked with 0.14.0. Remove when captures are equally fast without this (tests/test_start.py)."""
   shape = vars(UOp)["_shape"]
   derive = shape.fxn
   shape.fxn = lambda x: x.src[2].as_shape if x.op is Ops.SHRINK and x.src[1].ranges else derive(x)
