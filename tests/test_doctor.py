@@ -114,7 +114,7 @@ def test_cpu_row_has_bandwidth_and_dtypes_of_tinygrad(runs):
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="METAL opens on macOS")
-def test_dev_backend_does_not_open_report_has_reason_and_other_backends(runs):
+def test_dev_backend_does_not_open_report_has_its_reason(runs):
   run, report = runs["metal"], parse_report(runs["metal"])
   assert run.returncode == 0, "another backend must open"
   metal = backends_by_name(report)["METAL"]
@@ -213,7 +213,7 @@ def test_model_option_adds_model_to_fit(runs, folder):
   assert parse_table(runs["text"].stdout, "model")[-1]["line"].startswith(str(folder)[:36])
 
 
-def test_driver_crashes_exits_or_hangs_report_has_reason_and_other_backends(runs):
+def test_driver_crashes_exits_or_hangs_report_has_its_reason(runs):
   run, rows = runs["faults"], backends_by_name(parse_report(runs["faults"]))
   assert run.returncode == 0 and rows["CPU"]["opens"]
   for name, words in (("CUDA", "Segmentation fault"), ("QCOM", "exit code 7"), ("NV", "15 s")):
@@ -245,7 +245,8 @@ def test_seconds_out_of_range_exits_with_error(error_line, seconds):
 
 @pytest.mark.parametrize("content, words", [
   ("{", "Expecting"), ("[]", ""), ("{}", "vocab_size"), (json.dumps(tiny_config(hidden_act="gelu")), "gelu"),
-  (json.dumps(tiny_config(num_attention_heads=0)), "")], ids=["truncated", "list", "empty", "unknown activation", "no heads"])
+  (json.dumps(tiny_config(num_attention_heads=0)), "")],
+  ids=["truncated", "list", "empty", "unknown activation", "no heads"])
 def test_invalid_config_json_exits_before_opening_a_backend(error_line, tmp_path, content, words):
   (tmp_path / "config.json").write_text(content)
   assert words in error_line("--model", tmp_path)
