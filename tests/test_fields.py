@@ -118,7 +118,8 @@ def is_robust_to_rounding(logits, temperature, top_k, top_p, min_p):
   """Return True if float32 rounding cannot change which tokens may be sampled."""
   if temperature == 0: return True
   x = logits[np.isfinite(logits)].astype(float) / temperature
-  tolerance, ratio = 1e-6 + 3e-7 * np.abs(x).max(), np.exp(x - x.max())
+  tolerance = 1e-6 + 3e-7 * np.abs(x).max()   # relative error of p: the float32 error of its logit
+  ratio = np.exp(x - x.max())
   if (np.abs(ratio - min_p) <= tolerance * min_p)[ratio < 1].any(): return False
   ratio = np.sort(ratio[ratio >= min_p])[::-1]
   if 0 < top_k < len(ratio): ratio = ratio[ratio >= ratio[top_k - 1]]

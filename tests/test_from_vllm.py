@@ -71,8 +71,8 @@ def test_chat_several_conversations_equals_single(folder, tmp_path):
   assert batch == [llm.chat(chat, [params])[0].outputs[0].text for chat in chats]
 
 
-TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}go{% endif %}" \
-  "{{ tools }}{{ thinking }}"
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}" \
+  "{% if add_generation_prompt %}go{% endif %}{{ tools }}{{ thinking }}"
 
 
 @pytest.mark.parametrize("options,text", [
