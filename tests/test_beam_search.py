@@ -11,7 +11,7 @@ from tinyvllm import LLM
 
 BS = ENGINE["block_size"]
 NAN = float("nan")
-# The vocabulary has 7 tokens: an exhaustive search of two tokens is fast, and a beam of ten is wider than the vocabulary
+# The vocabulary has 7 tokens: an exhaustive search of two tokens is fast, and a beam of ten exceeds the vocabulary
 BEAM = {**ENGINE, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
 ENDS = {"end token": {2}, "no end token": set()}
 # Prompts for which some of the best sequences are finished, and for which it does not matter when a search removes
