@@ -37,8 +37,8 @@ def held_port() -> socket.socket:
 
 
 def events(lines: Iterable[str]) -> Iterator[Any]:
-  """Yield the data of each event in a text/event-stream: parsed JSON, or the string "[DONE]". Raises AssertionError for
-  any line that is not part of an event."""
+  """Yield the data of each server-sent event: parsed JSON, or the string "[DONE]". Raises AssertionError for any line
+  that is not part of an event."""
   last = ""
   for line in lines:
     if line: assert line.startswith("data: ") and not last, f"{line!r} after {last!r}: an event must be one data line"
