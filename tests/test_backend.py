@@ -181,7 +181,7 @@ def test_dtype_unsupported_by_device_falls_back_to_float32_with_message(engine):
   assert len(warnings) == falls_back, engine.messages
 
 
-@pytest.mark.parametrize("name", ["offsets", "compressed-tensors, int8 by group"])
+@pytest.mark.parametrize("name", ["offsets", "compressed-tensors, int8 per group"])
 def test_quantized_weights_equal_dequantized_reference(tmp_path, name):
   quantized, plain = quantized_model(tmp_path, name)
   llm, _ = open_engine(quantized, dtype="float32", num_gpu_blocks_override=BLOCKS + 1)

@@ -22,16 +22,16 @@ from tinyvllm_extra.kernels import prepare_device as open_device
 from tinyvllm_extra.kernels.matmul import Linear, pack
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU only")
-SIZE, DEPTH = 1024, 8   # two rows of this size are divided among cores
+SIZE, DEPTH = 1024, 8   # two rows of this size are split among cores
 
 
 @pytest.fixture(scope="module", autouse=True)
-def opened(): open_device()
+def device(): open_device()
 
 
 def layers(seed: int) -> tuple[list[Linear], Callable[[np.ndarray], np.ndarray]]:
   """Return layers that reflect rows and reverse their order, so that each needs all results of the previous one, and
-  the same function in numpy. It avoids matrices: on a busy machine numpy takes minutes to multiply them."""
+  the same function in numpy, without matrices: on a busy machine numpy takes minutes to multiply them."""
   normals = np.random.default_rng(seed).standard_normal((DEPTH, SIZE)).astype(np.float32)
   normals /= np.sqrt((normals * normals).sum(1, keepdims=True))
   linears = [Linear(in_features=SIZE, sources={"w": SIZE}, bias=False, dtype=dtypes.float32) for _ in normals]
@@ -76,7 +76,7 @@ def test_graph_kernels_wait_for_previous_kernel_on_all_cores():
 @pytest.mark.parametrize("rows", [1, 2, 8, 16])
 @pytest.mark.parametrize("sums", [4, 8])
 def test_linear_equals_numpy_for_any_number_of_sums(monkeypatch, rows, sums):
-  """4 sums are for CPUs with few registers, 8 for AVX-512."""
+  """CPUs with few registers use 4 sums, AVX-512 uses 8."""
   monkeypatch.setattr("tinyvllm_extra.kernels.matmul.cpu_sums", lambda: sums)
   linears, reflected = layers(3)
   x = np.random.default_rng(rows).standard_normal((rows, SIZE)).astype(np.float32)
@@ -117,12 +117,12 @@ jit = TinyJit(step)
 with Context(JIT_BATCH_SIZE=0):
   for _ in range(3): expected = jit().numpy()
 submit = cpu.CPUGraph.pool.submit
-for started in range(1, cores):
-  left = [started]
+for num_started in range(1, cores):
+  remaining = [num_started]
   def interrupted(*args):
-    left[0] -= 1
+    remaining[0] -= 1
     future = submit(*args)
-    if not left[0]: raise KeyboardInterrupt
+    if not remaining[0]: raise KeyboardInterrupt
     return future
   cpu.CPUGraph.pool.submit = interrupted
   try: jit()
@@ -133,14 +133,14 @@ for started in range(1, cores):
 
 
 @pytest.mark.parametrize("cores", [2, *slow(4)])
-def test_interrupt_while_cores_start_blocks_none(cores):
-  """The interrupt arrives when some of the other cores have started, and the first has not."""
+def test_interrupt_while_cores_start_does_not_deadlock(cores):
+  """The interrupt arrives when some of the other cores have started, but not the first one."""
   run = subprocess.run([sys.executable, "-c", INTERRUPTED], env={**os.environ, "NUM_CPU_THREADS": str(cores)},
                        timeout=120, capture_output=True, text=True)
   assert run.returncode == 0 and run.stdout.split() == ["interrupted"] * (cores - 1), run.stderr
 
 
-def test_buffers_share_a_chunk_that_outlives_freed_ones():
+def test_buffers_share_chunk_that_outlives_freed_buffers():
   first, second = [Tensor(np.full(1000, i, np.float32)).realize() for i in range(2)]
   addresses = [t.uop.buffer._buf.va_addr for t in (first, second)]
   assert 0 < addresses[1] - addresses[0] <= 2**25 and not any(address % 128 for address in addresses)
@@ -206,37 +206,37 @@ def test_kernel_is_lowered_once_then_read_from_disk(monkeypatch):
   assert len(lowered) == 1 and first.key == second.key and name in second.src[-2].arg
 
 
-@pytest.mark.parametrize(("asked", "lacks", "taken"), [("bfloat16", {"bfloat16"}, "float16"),
-                                                       ("bfloat16", {"bfloat16", "half"}, "float32"),
-                                                       ("float16", {"half"}, "float32"),
-                                                       ("float16", {"bfloat16"}, None)])
+@pytest.mark.parametrize(("requested", "unsupported", "replacement"), [
+  ("bfloat16", {"bfloat16"}, "float16"), ("bfloat16", {"bfloat16", "half"}, "float32"),
+  ("float16", {"half"}, "float32"), ("float16", {"bfloat16"}, None)])
 def test_unsupported_dtype_is_replaced_with_one_warning(
-    folder, caplog, monkeypatch, asked, lacks, taken):
+    folder, caplog, monkeypatch, requested, unsupported, replacement):
   renderer = type(Device["CPU"].renderer)
-  has = renderer.supported_dtypes
-  monkeypatch.setattr(renderer, "supported_dtypes", lambda self: has(self) - {getattr(dtypes, name) for name in lacks})
-  llm = LLM(folder, **ENGINE | {"dtype": asked, "enforce_eager": True})
-  assert llm.runner.kv_caches[0][0].dtype == getattr(dtypes, taken or asked)
-  said = [record.getMessage() for record in caplog.records if "computing in" in record.getMessage()]
-  assert said == ([f"CPU has no {asked}: computing in {taken}"] if taken else [])
-  assert llm.runner.model.lm_head.weight.dtype == getattr(dtypes, taken or asked)
+  supported = renderer.supported_dtypes(Device["CPU"].renderer) - {getattr(dtypes, name) for name in unsupported}
+  monkeypatch.setattr(renderer, "supported_dtypes", lambda self: supported)
+  llm = LLM(folder, **ENGINE | {"dtype": requested, "enforce_eager": True})
+  assert llm.runner.kv_caches[0][0].dtype == getattr(dtypes, replacement or requested)
+  warnings = [record.getMessage() for record in caplog.records
+              if record.levelname == "WARNING" and requested in record.getMessage()]
+  assert len(warnings) == bool(replacement) and all(replacement in warning for warning in warnings)
+  assert llm.runner.model.lm_head.weight.dtype == getattr(dtypes, replacement or requested)
 
 
 def test_find_compiler_prefers_cc_except_gcc_then_clang(monkeypatch, tmp_path):
-  for name in ("path", "beside"):
+  for name in ("path", "environment"):
     (tmp_path / name).mkdir()
     (tmp_path / name / "clang").write_text("#!/bin/sh\n")
     (tmp_path / name / "clang").chmod(0o755)
-  monkeypatch.setattr("sys.executable", str(tmp_path / "beside" / "python"))
-  for cc, path, found in (("/opt/clang-19", "path", "/opt/clang-19"), ("/usr/bin/gcc-13", "path", "path/clang"),
-                          ("", "path", "path/clang"), (None, "", "beside/clang"),
-                          ("x86_64-linux-gnu-gcc", "", "beside/clang"),
-                          ("/opt/gcc-toolset/bin/clang", "", "/opt/gcc-toolset/bin/clang")):
+  monkeypatch.setattr("sys.executable", str(tmp_path / "environment" / "python"))
+  for cc, path, compiler in (("/opt/clang-19", "path", "/opt/clang-19"), ("/usr/bin/gcc-13", "path", "path/clang"),
+                             ("", "path", "path/clang"), (None, "", "environment/clang"),
+                             ("x86_64-linux-gnu-gcc", "", "environment/clang"),
+                             ("/opt/gcc-toolset/bin/clang", "", "/opt/gcc-toolset/bin/clang")):
     monkeypatch.setenv("PATH", str(tmp_path / path) if path else "/nowhere")
     monkeypatch.delenv("CC", raising=False)
     if cc is not None: monkeypatch.setenv("CC", cc)
-    assert find_compiler() == (found if found.startswith("/") else str(tmp_path / found)), (cc, path)
-  (tmp_path / "beside" / "clang").unlink()
+    assert find_compiler() == str(tmp_path / compiler), (cc, path)
+  (tmp_path / "environment" / "clang").unlink()
   monkeypatch.setenv("PATH", "/nowhere")
   for cc in ("gcc", "echo"):   # open_device sets CC to echo if there is no compiler
     monkeypatch.setenv("CC", cc)

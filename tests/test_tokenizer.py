@@ -1,4 +1,4 @@
-"""Text to ids and back with every kind of tokenizer, and decoding as tokens arrive."""
+"""Encoding, decoding and incremental decoding with each kind of tokenizer."""
 import json
 import random
 
@@ -22,7 +22,7 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def byte_level_bpe():
-  """A byte-level BPE trained on TEXTS. Its first ids are SPECIALS."""
+  """Return a byte-level BPE trained on TEXTS. Its first ids are SPECIALS."""
   model = tokenizers.Tokenizer(models.BPE())
   model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   model.decoder = decoders.ByteLevel()
@@ -63,7 +63,7 @@ def gguf(tmp_path_factory):
 def tokenizer(request): return request.getfixturevalue(request.param)
 
 
-def rewritten(tmp_path, tokenizer_config, post_processor=None):
+def bpe_with(tmp_path, tokenizer_config, post_processor=None):
   model = byte_level_bpe()
   if post_processor: model.post_processor = post_processor
   model.save(str(tmp_path / "tokenizer.json"))
@@ -72,7 +72,7 @@ def rewritten(tmp_path, tokenizer_config, post_processor=None):
 
 
 def streamed(tokenizer, ids, prompt=(), skip=True):
-  """The new text after each token, and after the end of the sequence."""
+  """Return the new text after each token, and after the end of the sequence."""
   params = SamplingParams(skip_special_tokens=skip)
   seq = Sequence(request_id="", tokens=[*prompt], params=params, seed=0, order=(0,), index=0, stop_ids=frozenset(),
                  max_len=10**6)
@@ -110,7 +110,7 @@ def test_gguf_tokenizer_equals_tokenizer_json(bpe, gguf):
 
 def test_eos_token_id_is_read_from_files(tokenizer, tmp_path):
   assert tokenizer.eos_token_id == 2
-  assert rewritten(tmp_path, {}).eos_token_id is None, "the files name no end token"
+  assert bpe_with(tmp_path, {}).eos_token_id is None, "the files name no end token"
 
 
 def test_sentencepiece_encode_adds_bos_and_no_eos(spm):
@@ -130,20 +130,20 @@ def test_tokenizer_json_files_decide_bos(tmp_path, bpe):
   assert bpe.encode("the cat") == bpe.encode("the cat", False), "no post-processor, no add_bos_token"
   names = {"bos_token": "<|endoftext|>"}
   bos = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
-  assert rewritten(tmp_path, names, bos).encode("the cat") == [0, *bpe.encode("the cat")]
-  assert rewritten(tmp_path, {**names, "add_bos_token": True}).encode("the cat") == [0, *bpe.encode("the cat")]
-  assert rewritten(tmp_path, {**names, "add_bos_token": False}, bos).encode("the cat") == bpe.encode("the cat")
+  assert bpe_with(tmp_path, names, bos).encode("the cat") == [0, *bpe.encode("the cat")]
+  assert bpe_with(tmp_path, {**names, "add_bos_token": True}).encode("the cat") == [0, *bpe.encode("the cat")]
+  assert bpe_with(tmp_path, {**names, "add_bos_token": False}, bos).encode("the cat") == bpe.encode("the cat")
 
 
 def test_post_processor_with_end_token_adds_no_bos(tmp_path, bpe):
   names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
   end = processors.TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", 2)])
-  assert rewritten(tmp_path, names, end).encode("the cat")[:-1] == bpe.encode("the cat")
+  assert bpe_with(tmp_path, names, end).encode("the cat")[:-1] == bpe.encode("the cat")
 
 
 def test_post_processor_adds_bos_without_tokenizer_config(tmp_path, bpe):
   bos = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
-  assert rewritten(tmp_path, {}, bos).encode("the cat") == [0, *bpe.encode("the cat")]
+  assert bpe_with(tmp_path, {}, bos).encode("the cat") == [0, *bpe.encode("the cat")]
 
 
 def test_special_tokens_are_encoded_and_skipped_by_decode(tokenizer):
@@ -202,7 +202,7 @@ def test_chat_without_template_raises(spm):
                                       "{{ messages[0].content.x.y }}", "{{ ''.__class__.__mro__ }}"])
 def test_chat_template_failure_is_value_error(tmp_path, template):
   with pytest.raises(ValueError, match="chat template") as e:
-    rewritten(tmp_path, {"chat_template": template}).apply_chat_template(HI)
+    bpe_with(tmp_path, {"chat_template": template}).apply_chat_template(HI)
   if "alternate" in template: assert "roles must alternate" in str(e.value)
 
 
