@@ -1,5 +1,6 @@
-"""SmolLM2-135M compared with Hugging Face transformers in float32. TINYVLLM_MODEL: the model's folder, next to which is
-the same model as .gguf. TINYVLLM_GOLDEN: prompts, their ids, last logits, greedy ids and their margins in logits."""
+"""SmolLM2-135M compared with Hugging Face transformers in float32. TINYVLLM_MODEL: the model's folder. The same
+model as GGUF must have this path with .gguf added. TINYVLLM_GOLDEN: prompts, their ids, last logits, greedy ids, and the
+margin of each greedy id over the second best."""
 import os
 from pathlib import Path
 

@@ -127,9 +127,9 @@ def test_banned_ids_are_never_sampled(draw):
   masked = np.where(keep, PEAKED, -np.inf)
   assert set(draw(PEAKED, banned=banned, temperature=0.0)) == {masked.argmax()}
   for options in ({}, {"top_k": 4}, {"top_p": 0.5}):
-    ids, allowed = draw(PEAKED, banned=banned, **options), reference_keep(masked, 1.0, **options) & keep
-    p = np.where(allowed, reference_probabilities(masked, 1.0), 0.0)
-    assert allowed[ids].all() and chi_square_passes(ids, p / p.sum())
+    ids, mask = draw(PEAKED, banned=banned, **options), reference_keep(masked, 1.0, **options) & keep
+    p = np.where(mask, reference_probabilities(masked, 1.0), 0.0)
+    assert mask[ids].all() and chi_square_passes(ids, p / p.sum())
 
 
 def test_extreme_temperatures_are_valid(draw):
