@@ -337,7 +337,7 @@ def test_logprobs_equal_reference(llm, engine, folder):
   assert worst < LOGPROB_ERROR[engine.dtype] < MIN_MARGIN / 2
 
 
-def test_prompt_logprobs_of_20_equal_reference(llm_float32, folder):
+def test_top_20_logprobs_of_prompt_and_output_equal_reference(llm_float32, folder):
   job = make_job(folder, 8, 1, 910)
   output, = clear_cache(llm_float32).generate(job.prompt, params(1, prompt_logprobs=20, logprobs=20))
   logprobs = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
@@ -382,7 +382,7 @@ def check_batch(llm, folder, options_by_salt):
 
 
 def check_all_fields(llm, folder):
-  small = [options for options in FIELDS.values() if len(options.get("logit_bias", ())) < 8]   # more need another graph
+  small = [options for options in FIELDS.values() if len(options.get("logit_bias", ())) < 8]   # larger: another graph
   return check_batch(llm, folder, dict(enumerate([
     *small, {**FIELDS["sampled"], **FIELDS["penalties"]}, {"allowed_token_ids": [*range(259, 320, 3)]},
     {**SAMPLED, "seed": -3}], 1100)))

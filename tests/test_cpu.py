@@ -40,28 +40,28 @@ def layers(seed: int) -> tuple[list[Linear], Callable[[np.ndarray], np.ndarray]]
     matrix = (np.eye(SIZE, dtype=np.float32) - 2 * np.outer(normal, normal))[::-1]
     linear.weight = Tensor(np.ascontiguousarray(pack(matrix, linear.weight.shape))).realize()
 
-  def reflected(x: np.ndarray) -> np.ndarray:
+  def reflect(x: np.ndarray) -> np.ndarray:
     for normal in normals: x = (x - 2 * (x * normal).sum(1, keepdims=True) * normal)[:, ::-1]
     return x
-  return linears, reflected
+  return linears, reflect
 
 
-def captured(step) -> TinyJit:
+def capture(step) -> TinyJit:
   jit = TinyJit(step)
   with Context(JIT_BATCH_SIZE=0):
     for _ in range(2): jit()
   return jit
 
 
-def through(linears: list[Linear], x: Tensor) -> Tensor:
+def apply_layers(linears: list[Linear], x: Tensor) -> Tensor:
   for linear in linears: x = linear(x)
   return x.realize()
 
 
 def test_graph_kernels_wait_for_previous_kernel_on_all_cores():
-  linears, reflected = layers(0)
+  linears, reflect = layers(0)
   x = Tensor(np.random.default_rng(1).standard_normal((2, SIZE)).astype(np.float32)).realize()
-  jit = captured(lambda: through(linears, x))
+  jit = capture(lambda: apply_layers(linears, x))
   calls = jit.captured.linear.src
   assert len(calls) == 1 and calls[0].src[0].arg == "graph", "a step must be one graph"
   graph = get_graph_runtime(calls[0].src[0])
@@ -71,7 +71,7 @@ def test_graph_kernels_wait_for_previous_kernel_on_all_cores():
     new = np.random.default_rng(i).standard_normal((2, SIZE)).astype(np.float32)
     buffer = x.uop.buffer
     buffer.allocator._copyin(buffer._buf, new.data.cast("B"))
-    np.testing.assert_allclose(jit().numpy(), reflected(new), atol=1e-4)
+    np.testing.assert_allclose(jit().numpy(), reflect(new), atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 16])
@@ -79,19 +79,19 @@ def test_graph_kernels_wait_for_previous_kernel_on_all_cores():
 def test_linear_equals_numpy_for_any_number_of_sums(monkeypatch, rows, sums):
   """CPUs with few registers use 4 sums, AVX-512 uses 8."""
   monkeypatch.setattr("tinyvllm_extra.kernels.matmul.cpu_sums", lambda: sums)
-  linears, reflected = layers(3)
+  linears, reflect = layers(3)
   x = np.random.default_rng(rows).standard_normal((rows, SIZE)).astype(np.float32)
-  np.testing.assert_allclose(through(linears, Tensor(x).realize()).numpy(), reflected(x), atol=1e-4)
+  np.testing.assert_allclose(apply_layers(linears, Tensor(x).realize()).numpy(), reflect(x), atol=1e-4)
 
 
 def test_graphs_of_concurrent_threads_do_not_interfere():
   jobs, failures = [layers(seed) for seed in range(3)], []
   xs = [Tensor(np.random.default_rng(9).standard_normal((1, SIZE)).astype(np.float32)).realize() for _ in jobs]
-  jits = [captured(lambda job=job, x=x: through(job[0], x)) for job, x in zip(jobs, xs, strict=True)]
+  jits = [capture(lambda job=job, x=x: apply_layers(job[0], x)) for job, x in zip(jobs, xs, strict=True)]
 
-  def work(jit, x, reflected):
+  def work(jit, x, reflect):
     for _ in range(50):
-      if not np.allclose(jit().numpy(), reflected(x.numpy()), atol=1e-4): failures.append(jit)
+      if not np.allclose(jit().numpy(), reflect(x.numpy()), atol=1e-4): failures.append(jit)
   threads = [threading.Thread(target=work, args=(jit, x, job[1])) for jit, x, job in zip(jits, xs, jobs, strict=True)]
   for thread in threads: thread.start()
   for thread in threads: thread.join(timeout=60)
@@ -201,7 +201,7 @@ def test_kernel_is_lowered_once_then_read_from_disk(monkeypatch):
   lowered, lower, renderer = [], kernel_cache.do_to_program, Device["CPU"].renderer
   monkeypatch.setattr(kernel_cache, "do_to_program", lambda *args: lowered.append(args) or lower(*args))
   a, i = UOp.placeholder((4,), dtypes.float32, 0), UOp.range(4, 0)
-  name = f"only_{os.getpid()}_{time.time_ns()}"   # new in every cache
+  name = f"only_{os.getpid()}_{time.time_ns()}"   # not yet in any cache
   kernel = a[i].store(i.cast(dtypes.float32)).end(i).sink(arg=KernelInfo(name))
   first, second = [realize.lower_and_compile.begin(kernel, renderer)() for _ in range(2)]
   assert len(lowered) == 1 and first.key == second.key and name in second.src[-2].arg

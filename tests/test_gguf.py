@@ -301,7 +301,7 @@ def test_sentencepiece_tokenizer_equals_original(tmp_path, shipped):
 
 
 def write_empty_gguf(path, architecture="llama", vocabulary=True, **values):
-  """Write a GGUF file without tensors: these integer fields and, if wanted, a vocabulary of one token."""
+  """Write a GGUF file without tensors: these integer fields and optionally a vocabulary of one token."""
   writer = gguf.GGUFWriter(path, architecture)
   for key, value in values.items(): writer.add_uint32(key.replace("__", "."), value)
   if vocabulary: writer.add_token_list(["a"])

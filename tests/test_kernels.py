@@ -131,7 +131,7 @@ def many_rows(monkeypatch):
   (32, 64, 64, True, False), (32, 352, 64, False, False), (96, 96, 128, False, True), (64, 64, 64, False, False),
   (64, 288, 128, True, False), (64, 96, 192, True, True)])
 def test_many_rows_kernel_equals_numpy(many_rows, rows, inputs, outputs, bias, gated):
-  """Both more and fewer iterations than buffers."""
+  """The cases have both more and fewer iterations than buffers."""
   layer = (GateUp if gated else Linear)(inputs, {"a": outputs // 2, "b": outputs // 2}, bias, dtypes.float16)
   weight, x = normal(outputs, inputs, kind="float16", seed=1) / 4, normal(rows, inputs, kind="float16")
   layer.weight = on_device(pack(layer.ordered(weight), layer.weight.shape))
@@ -278,18 +278,18 @@ def test_attention_equals_numpy_and_reads_only_own_sequence(case, block_size, ki
 @pytest.mark.parametrize("case", slow_but(("decode", "narrow"), CASES))
 @pytest.mark.parametrize("block_size", [16, *slow(4)])
 def test_core_attention_equals_numpy(case, block_size, kind):
-  attention_equals_numpy(case, block_size, kind, of_core=True)
+  attention_equals_numpy(case, block_size, kind, use_core=True)
 
 
 def attention_equals_numpy(case: str, block_size: int, kind: str, stored_as: str = "auto",
-                           of_core: bool = False) -> None:
+                           use_core: bool = False) -> None:
   (T, KV, G, D, longest, R), (_, tolerance), rng = CASES[case], KINDS[kind], np.random.default_rng(5)
   M = -(-longest // block_size) + 1
   lengths = rng.integers(1, longest + 1, R)
   lengths[0] = longest
   rows = np.sort(np.resize(np.arange(R), T))
-  before = [lengths[r] - (rows == r).sum() - np.flatnonzero(rows == r)[0] for r in rows]
-  positions = np.array([max(0, start + i) for i, start in enumerate(before)])
+  offsets = [lengths[r] - (rows == r).sum() - np.flatnonzero(rows == r)[0] for r in rows]
+  positions = np.array([max(0, i + offset) for i, offset in enumerate(offsets)])
   table = (rng.permutation(R * M) + 1).reshape(R, M)
   cache = np.full((2, R * M + 1, block_size, KV, D), np.nan, kind)   # unwritten positions must not be read
   for r in range(R):
@@ -312,7 +312,7 @@ def attention_equals_numpy(case: str, block_size: int, kind: str, stored_as: str
     expected[t] = np.einsum("hgn,nhd->hgd", weights / weights.sum(-1, keepdims=True), v)
   tokens = token_rows(positions, rows, table[rows, positions // block_size], block_size, M)
   tables = table.astype(np.int32)
-  if of_core:   # writes the step's K and V again; cosine 1 and sine 0 are no rotation
+  if use_core:   # writes the step's K and V again; cosine 1 and sine 0 are no rotation
     kv = cache[:, table[rows, positions // block_size], positions % block_size]   # (2, T, KV, D)
     qkv = np.concatenate([x.reshape(T, -1) for x in (q, *kv)], 1)
     rope = np.stack([np.ones((longest, D // 2)), np.zeros((longest, D // 2))], 1).astype(np.float32)
@@ -340,8 +340,8 @@ def rope_equals_numpy(kind: str, stored_as: str = "auto") -> None:
   slots = blocks * BS + positions % BS
   qkv, cache = normal(T, KV * (G + 2), D, kind=kind), np.zeros((2, 10, BS, KV, D), kind)
   angles = positions[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
-  every = np.arange(99)[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
-  table, rope = (np.stack([np.cos(x), np.sin(x)], 1).astype(np.float32) for x in (every, angles))
+  all_angles = np.arange(99)[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
+  table, rope = (np.stack([np.cos(x), np.sin(x)], 1).astype(np.float32) for x in (all_angles, angles))
   tokens = token_rows(positions, 0 * positions, blocks, BS)
   caches = list(as_stored(cache))
   if stored_as != "auto": caches = list(bytes_as_stored(*np.zeros(cache.shape, np.uint8)))

@@ -134,7 +134,7 @@ def test_bytes_per_token_are_half_of_float16():
 
 
 def test_number_of_blocks_follows_kv_cache_dtype(folder, monkeypatch, caplog):
-  """The pool has as many blocks as fit the free memory."""
+  """The pool has as many blocks as fit in free memory."""
   monkeypatch.setattr(Backend, "free_memory", lambda backend, device: 300_000)
   options = {**ENGINE, "max_num_seqs": 16}
   blocks = {}

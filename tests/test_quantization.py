@@ -101,7 +101,7 @@ def pack_quantized_with_g_idx(name, q, scale, zero, group_of, bits):
 
 
 def pack_quantized_with_offsets(name, q, scale, zero, group_of, bits):
-  """`tinyvllm convert` writes this format if zero points are not integers."""
+  """`tinyvllm convert` writes this format if offsets are not multiples of the scale."""
   return {f"{name}.weight_packed": words(q, 4, 1), f"{name}.weight_scale": scale,
           f"{name}.weight_offset": (-zero * scale.astype(np.float32)).astype(np.float16)}
 
@@ -178,7 +178,7 @@ def test_format_outputs_equal_dequantized_model(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq, act-order", "compressed-tensors, zero points"])
-def test_core_backend_reads_published_formats_dequantized(tmp_path, name):
+def test_core_backend_loads_prequantized_formats_dequantized(tmp_path, name):
   """The tolerance allows for rounding to float16."""
   quantized, plain = quantized_model(tmp_path, name)
   models = []

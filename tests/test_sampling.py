@@ -45,8 +45,8 @@ def draw(request):
 
 
 def chi_square_passes(ids, p):
-  """True if the counts of ids fit the probabilities p: chi-square test with Wilson-Hilferty's critical value at 1e-4.
-  Rare ids form one group."""
+  """Return True if the counts of ids fit the probabilities p: chi-square test with Wilson-Hilferty's critical value at
+  1e-4. Rare ids form one group."""
   counts, expected = np.bincount(ids, minlength=len(p)).astype(float), len(ids) * p
   rare = expected < 5
   groups = [(counts[i], expected[i]) for i in np.flatnonzero(~rare)]
