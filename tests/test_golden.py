@@ -53,7 +53,7 @@ def check_ids(golden, i, ids):
   expected, margin = golden[f"greedy_ids_{i}"].tolist(), golden[f"margin_{i}"]
   assert len(ids) == len(expected)
   at = next((j for j in range(len(ids)) if ids[j] != expected[j]), None)
-  if at is not None: assert margin[at] <= 1e-2, f"prompt {i}, token {at}: {ids[at]} must be {expected[at]}"
+  if at is not None: assert margin[at] <= 1e-2, f"prompt {i}, position {at}: id {ids[at]} must be {expected[at]}"
 
 
 @pytest.mark.parametrize("i", PROMPTS)

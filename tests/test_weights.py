@@ -84,7 +84,7 @@ def test_weights_keep_file_dtype_and_compute_in_float32(tmp_path, dtype, tied):
 
 @pytest.mark.parametrize("dtype, size", [("float16", 2 * 20480), ("bfloat16", 20480), ("float32", 2 * 20480)])
 def test_tensor_above_largest_tensor_raises_with_sizes(tmp_path, monkeypatch, dtype, size):
-  """Embeddings of (320, 32) on a device without float16, where they become float32."""
+  """Embeddings of (320, 32) on a device without float16: float16 weights become float32."""
   folder, renderer = tiny_model(tmp_path, dtype=dtype), type(Device[Device.DEFAULT].renderer)
   supported_dtypes = renderer.supported_dtypes
   monkeypatch.setattr(renderer, "supported_dtypes", lambda self: supported_dtypes(self) - {dtypes.float16})
@@ -112,7 +112,7 @@ def test_tensor_order_in_file_does_not_matter(tmp_path):
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight",
                                   "model.layers.0.mlp.up_proj.weight", "model.norm.weight", "lm_head.weight"])
 def test_missing_tensor_raises_with_name(tmp_path, name):
-  check_refused(edited_model(tmp_path, lambda weights: weights.pop(name)), tmp_path, name, "missing")
+  check_refused(edited_model(tmp_path, lambda weights: weights.pop(name)), tmp_path, name, " missing")
 
 
 def test_missing_bias_raises_with_name(tmp_path):
@@ -167,7 +167,7 @@ def test_unsupported_file_dtype_raises_with_tensor_name(tmp_path):
 
 
 def test_folder_without_tokenizer_raises_with_path(tmp_path):
-  check_refused(tiny_model(tmp_path, tokenizer=False), tmp_path, "tokenizer")
+  check_refused(tiny_model(tmp_path, tokenizer=False), tmp_path, "tokenizer.model")
 
 
 @pytest.mark.parametrize("config,parts", [
