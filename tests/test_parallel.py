@@ -416,8 +416,8 @@ def test_failed_step_on_two_devices_loses_and_repeats_no_token(two_devices, fold
   prompts = {name: prompt(n, place, name) for name, n in (("a", 3), ("b", 10), ("c", 1))}
   for number in (1, 3):
     for name, ids in prompts.items(): two_devices.add_request(name, tokens(ids), greedy(4))
-    with monkeypatch.context() as patched:
-      break_steps(two_devices, patched, fail_once(place, number))
+    with monkeypatch.context() as patch:
+      break_steps(two_devices, patch, fail_once(place, number))
       last, failures = finish(two_devices)
     assert failures == 1
     assert {name: ids_of(output) for name, output in last.items()} == {
@@ -427,8 +427,8 @@ def test_failed_step_on_two_devices_loses_and_repeats_no_token(two_devices, fold
 def test_interrupted_capture_on_two_devices_is_repeated(folder, monkeypatch):
   llm = LLM(folder, **SMALL, tensor_parallel_size=2)
   def fail(*_): raise KeyboardInterrupt   # after the devices' logits were computed
-  with monkeypatch.context() as patched:
-    patched.setattr("tinyvllm.backend.Sampler.argmax", fail)
+  with monkeypatch.context() as patch:
+    patch.setattr("tinyvllm.backend.Sampler.argmax", fail)
     for _ in range(2):
       with pytest.raises(KeyboardInterrupt): llm.generate(tokens(PROMPTS[0]), greedy(4), use_tqdm=False)
   output, = llm.generate(tokens(PROMPTS[0]), greedy(4), use_tqdm=False)

@@ -186,7 +186,7 @@ WEIGHTS_ARRAY = np.array(WEIGHTS, np.uint64)
 
 
 class HashModel:
-  """A fake model over the tokens of `alphabet`. Its state is a weighted sum of one value per position, like attention."""
+  """A fake model over the tokens of `alphabet`. Its state is a weighted sum of a value per position, like attention."""
   def __init__(self, alphabet): self.alphabet = alphabet
 
   def fold(self, state, token, position):
@@ -1120,13 +1120,13 @@ class TestDraftModel:
                  speculative_config={"model": words_folder, "num_speculative_tokens": 3})
     count, jobs = Counts(engine), [prompt(3 + 3 * i, "twins", "small", i) for i in range(5)]
     expected = [ids_of(o) for o in plain.generate([tokens(ids) for ids in jobs], greedy(28), False)]
-    for should_fail in (lambda place: False, fail_once("launch", 6), fail_once("read", 9), fail_once("amid update", 12)):
+    for place, number in (("never", 1), ("launch", 6), ("read", 9), ("amid update", 12)):
       engine.blocks.cached_blocks.clear()
       engine.blocks.reset()
       for i, ids in enumerate(jobs): engine.add_request(str(i), tokens(ids), greedy(28))
       last = {}
       with monkeypatch.context() as patch:
-        break_steps(engine, patch, should_fail)
+        break_steps(engine, patch, fail_once(place, number))
         while engine.has_unfinished_requests():
           with contextlib.suppress(Failed): last |= {output.request_id: output for output in engine.step()}
           check_invariants(engine)
