@@ -238,7 +238,7 @@ def test_prompt_with_evicted_blocks_is_recomputed(small_llm, folder):
 
 @pytest.mark.parametrize("length", range(4, 26, 3))
 def test_block_with_evicted_parent_does_not_match_another_parent(small_llm, folder, length):
-  """Two requests with a common prefix in one step write it twice. One copy is freed and reused; the block after it stays
+  """Two requests with a common prefix in one step write it twice. One copy is freed and reused; the next block stays
   cached: first because the other request uses it, then because it was used most recently."""
   a = prompt(BS + 3, 50_000 + length)
   b = [*a[:BS], *prompt(3, 600)]
