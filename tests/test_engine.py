@@ -716,7 +716,7 @@ def run_with_stop(engine, **options):
 
 
 def stop_across_tokens(pieces, min_tokens=4):
-  """Return a stop string from the end of one token to the start of a later one, and the number of tokens up to there."""
+  """Return a stop string from the end of a token to the start of a later one, and the number of tokens up to there."""
   for i in range(min_tokens, len(pieces) - 3):
     stop = pieces[i][-1:] + pieces[i + 1] + pieces[i + 2][:1]
     if pieces[i + 1] and "".join(pieces).find(stop) == len("".join(pieces[:i + 1])) - 1: return stop, i + 3

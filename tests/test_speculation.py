@@ -1070,7 +1070,7 @@ class TestDraftModel:
 
   @pytest.mark.parametrize("seed", [20, 21, *slow(22, 23, 24, 25)])
   @pytest.mark.parametrize("drafter", ["itself", "other"])
-  def test_random_operations_equal_expected_outputs(self, words_folder, monkeypatch, drafter, seed):
+  def test_random_operations_with_draft_model_equal_expected_outputs(self, words_folder, monkeypatch, drafter, seed):
     (_, proposed, accepted), _ = fuzz(words_folder, monkeypatch, seed, 80, drafter)
     assert accepted > 20 and (accepted == proposed) == (drafter == "itself")
 
@@ -1085,7 +1085,7 @@ class TestDraftModel:
   @pytest.mark.slow
   @pytest.mark.parametrize("seed", range(200, 208))
   @pytest.mark.parametrize("drafter", ["itself", "other"])
-  def test_thousands_of_random_outputs_equal_expected(self, words_folder, monkeypatch, drafter, seed):
+  def test_thousands_of_random_outputs_with_draft_model_equal_expected(self, words_folder, monkeypatch, drafter, seed):
     (_, proposed, accepted), _ = fuzz(words_folder, monkeypatch, seed, 200, drafter)
     assert accepted == proposed or drafter == "other"
 
