@@ -668,7 +668,7 @@ def test_pool_too_small_error_suggests_valid_max_model_len(tmp_path, set_free_me
 
 @pytest.fixture
 def num_pool_blocks(llm):
-  """A function: the number of blocks, null block included, that fit in `free` bytes for sequences of up to 8 blocks."""
+  """A function that returns the pool size for `free` bytes and sequences of up to 8 blocks, null block included."""
   def num_pool_blocks(free):
     caches = allocate_kv_caches(llm.runner.model, EngineConfig(block_size=BS, max_model_len=8 * BS), free)
     return caches[0][0].shape[0]

@@ -624,7 +624,7 @@ def test_right_drafts_after_wrong_ones_reach_maximum(fake, monkeypatch):
 
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_wrong_drafts_in_small_pool_change_no_step(fake, monkeypatch, overlaps):
-  """As many preemptions as without drafts, and as many steps unless they overlap."""
+  """Preemptions equal those without drafts; steps do, too, unless they overlap."""
   results = []
   for drafts in (None, NGRAM):
     engine, model = fake(drafts, num_gpu_blocks_override=13, max_num_seqs=4, max_num_batched_tokens=32,
@@ -797,7 +797,7 @@ CASES = {
   "min_tokens": {"min_tokens": 20, "ignore_eos": False, "stop_token_ids": [*range(262, 300)]},
   "eos": {"ignore_eos": False, "logit_bias": {2: 4.0}}, "max_tokens": {"max_tokens": 3},
   "seed": {"seed": -2**63}, "no seed": {"seed": None, "temperature": 0.0},
-  # Logits that depend on earlier output tokens: no drafts
+  # Logits that depend on earlier tokens: no drafts
   "repetition_penalty": {"repetition_penalty": 1.3}, "presence_penalty": {"presence_penalty": 0.5},
   "frequency_penalty": {"frequency_penalty": -0.5, "temperature": 0.0}, "bad_words": {"bad_words": ["the", "a cat"]},
   "structured_outputs": {"structured_outputs": {"regex": "[a-z ]{30}"}, "ignore_eos": False},
