@@ -195,7 +195,7 @@ def test_200_requests_are_correct_when_a_replica_is_killed(cluster, llm):
 
   def ask(prompt):
     request = {"model": "tinyvllm", "prompt": prompt, "max_tokens": 48, "temperature": 0,
-             "extra_body": {"ignore_eos": True}}
+               "extra_body": {"ignore_eos": True}}
     with cluster.client() as client:
       try: answer = client.completions.create(**request)
       except openai.APITimeoutError: raise   # the request hangs
@@ -318,7 +318,7 @@ def test_kubernetes_manifest_has_a_valid_serve_config(ray_serve):
 
 def test_string_arguments_of_serve_run_are_converted(ray_serve):
   engine, server, config = ray_serve.configs({"num_replicas": "2", "enable_prefix_caching": "false", "port": "80",
-                                           "served_model_name": "7", "gpus_per_replica": "0.5", "dtype": "float32"})
+                                              "served_model_name": "7", "gpus_per_replica": "0.5", "dtype": "float32"})
   assert engine == {"enable_prefix_caching": False, "dtype": "float32"} and server.port == 80
   assert (config.num_replicas, config.gpus_per_replica, server.served_model_name) == (2, 0.5, "7")
 

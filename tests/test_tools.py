@@ -90,7 +90,7 @@ def test_required_or_named_tool_call_follows_the_functions_schema(client, choice
   counts = []
   for seed in range(5):
     text, calls, reason = parse(client(tools=TOOLS, tool_choice=choice, temperature=1.0, seed=seed, stream=streamed,
-                                          **({} if parallel is None else {"parallel_tool_calls": parallel})), streamed)
+                                      **({} if parallel is None else {"parallel_tool_calls": parallel})), streamed)
     assert not text and reason == "tool_calls" and calls
     for name, arguments in calls:
       assert name in names
