@@ -106,11 +106,11 @@ NUMBERS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 BAD_NUMBERS = ["1e999", "-1e999", "NaN", "Infinity", "-Infinity", "9" * 5000, "-" + "9" * 400, "0x10", "01", "1_0",
                ".5", "+1", "1e", "--1", "1.", "nul", "True", "1e400e4", "123456789" * 40]
 BAD_BODIES = [b"", b" ", b"null", b"true", b"0", b'"x"', b"[]", b"[1, 2]", b'[{"prompt": "x"}]', b"{}", b"{", b"}",
-             b"[", b"{]", b"\x80\x04N.", b"\xef\xbb\xbf", b"%7B%7D", b"\x1f\x8b\x08\0", b"{1: 2}",
-             b"{'prompt': 'x'}", b'{"prompt": "x",}', b'{"prompt": "x"} {}', b'{"prompt": }', b'{"prompt" "x"}', b"\0",
-             b'{"prompt": "a\0b"}', b'{"prompt": "a\nb"}', b'{"prompt": "\xff\xfe"}', b'{"prompt": "\xed\xa0\x80"}',
-             b'{"prompt": "\\ud8"}', b'{"prompt": "\\x41"}', b"// \n{}", b"prompt=x&max_tokens=1", b"<a/>",
-             b'{"prompt": "x", "stop": undefined}']
+              b"[", b"{]", b"\x80\x04N.", b"\xef\xbb\xbf", b"%7B%7D", b"\x1f\x8b\x08\0", b"{1: 2}",
+              b"{'prompt': 'x'}", b'{"prompt": "x",}', b'{"prompt": "x"} {}', b'{"prompt": }', b'{"prompt" "x"}', b"\0",
+              b'{"prompt": "a\0b"}', b'{"prompt": "a\nb"}', b'{"prompt": "\xff\xfe"}', b'{"prompt": "\xed\xa0\x80"}',
+              b'{"prompt": "\\ud8"}', b'{"prompt": "\\x41"}', b"// \n{}", b"prompt=x&max_tokens=1", b"<a/>",
+              b'{"prompt": "x", "stop": undefined}']
 BAD_MESSAGES: list[Any] = [
   [], None, "hi", 5, {}, {"role": "user", "content": "x"}, [None], [[]], ["hi"], [5], [{}], [{"role": "user"}],
   [{"content": "x"}], [{"role": 5, "content": "x"}], [{"role": "user", "content": 5}],
