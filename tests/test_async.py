@@ -304,7 +304,7 @@ def test_cancelling_the_task_frees_blocks_within_one_step(llm, launches):
     other = asyncio.create_task(collect(llm, "hello world, this", LONG, request_id="other"))
     mine = asyncio.create_task(collect(llm, "the cat", LONG, request_id="aborted"))
     async with paced(llm):
-      await until(lambda: sum("aborted" in x for x in launches) > 3, "it decodes")
+      await until(lambda: sum("aborted" in x for x in launches) > 3, "the request decodes")
       mine.cancel()
       with pytest.raises(asyncio.CancelledError): await mine
     end = len(launches)
@@ -465,7 +465,7 @@ def test_inner_llm_call_from_other_thread_raises(llm, monkeypatch):
 
   async def run():
     mine = asyncio.create_task(collect(llm, "the cat", LONG))
-    await until(inside.is_set, "a step")
+    await until(inside.is_set, "a step runs")
     for call in (lambda: expected(llm, "one two three", LONG), llm.llm.step, lambda: llm.llm.abort_request("mine"),
                 lambda: llm.llm.add_request("theirs", "the cat")):
       with pytest.raises(RuntimeError, match="AsyncLLM"): await asyncio.to_thread(call)

@@ -30,7 +30,7 @@ VALID = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def server():
-  # One arena: otherwise each thread that compiled a grammar keeps its memory, and their number depends on the load
+  # One malloc arena: with one per thread, memory depends on how many threads have compiled a grammar
   with Server(None, *OPTIONS, environment={"MALLOC_ARENA_MAX": "1"}) as s:
     yield s
     assert s.process.poll() is None, f"the server ended on its own:\n{s.log[-4000:]}"
@@ -133,7 +133,7 @@ BAD_STRUCTURES: list[Any] = [
   {"json": {"$ref": "file:///etc/passwd"}}, {"json": {"$ref": "http://127.0.0.1:1/x"}}, {"json": {"pattern": "("}},
   {"json": {"enum": []}}, {"json": {"type": "integer", "minimum": 5, "maximum": 4}}, {"json_object": "yes"},
   {"json": {"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(14)]}}, {"no such": "x"}]
-HEAVY: list[Any] = [   # take other servers seconds or all memory
+HEAVY: list[Any] = [   # cost other servers seconds or all their memory
   {"regex": "(a+)+b"}, {"regex": "(a|aa)*c"}, {"regex": "a{1000}"}, {"regex": "(a|b)*a(a|b){200}"},
   {"regex": "a\0b"}, {"choice": [f"x{i}" for i in range(5000)]},
   {"choice": ["a" * 20_000]}, {"choice": ["\ud800"]}, {"json": {"$ref": "#"}}, {"json": {"not": {}}},
@@ -173,8 +173,8 @@ def raw_number(rng: random.Random) -> bytes:
 
 
 def wrong_type(rng: random.Random) -> bytes:
-  """Send a value that SamplingParams rejects, except values that are valid in a body: null is a field's default, 2.0 is
-  an integer in JSON, and max_tokens may be -1. Bytes have no JSON form."""
+  """Send a value that SamplingParams rejects, except bytes and values that are valid in a body: null is a field's
+  default, 2.0 is an integer in JSON, and max_tokens may be -1."""
   name = rng.choice([*BAD_SAMPLING])
   bad = [x for x in BAD_SAMPLING[name] if x is not None and not isinstance(x, bytes)
          and not (name in INTEGERS and isinstance(x, float) and x == int(x)) and (name, x) != ("max_tokens", -1)]
@@ -567,12 +567,12 @@ async def run_together(server: Server) -> list[Answer]:
 
   async def run_client(client: Client, wire: Wire, answer: Answer) -> None:
     try: await ask(wire, client, answer, client.stream, on_event)
-    except (OSError, asyncio.IncompleteReadError): assert client.is_killed and wire.writer is None, "a connection broke"
+    except (OSError, asyncio.IncompleteReadError): assert client.is_killed and wire.writer is None, "a survivor's connection broke"
     else: assert not client.is_killed, "a client finished before it was killed"
     finally: wire.close()
 
   async def wait_for_all() -> None:
-    """Start killing only after the server has received all requests: it cannot count others."""
+    """Start killing only after the server has received all requests: its metrics cannot count others."""
     async with asyncio.timeout(30):
       while await asyncio.to_thread(num_received) < CLIENTS: pass
     all_received.set()

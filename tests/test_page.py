@@ -167,7 +167,7 @@ def visit(browser, server):
   for context in contexts: context.close()
   assert not errors
   assert requested
-  assert not [there for here, there in requested if not there.startswith((here + "/", "data:"))]
+  assert not [target for origin, target in requested if not target.startswith((origin + "/", "data:"))]
 
 
 def settings(page, **values):
@@ -202,7 +202,7 @@ def idle(server):
   wait_until(lambda: server.metrics()["num_requests_running"] == 0, "no request runs", TIMEOUT)
 
 
-def aborted(server): return server.metrics().get("request_success_total{finished_reason=abort}", 0)
+def num_aborted(server): return server.metrics().get("request_success_total{finished_reason=abort}", 0)
 
 
 def expected(server, messages, **fields):
@@ -218,7 +218,7 @@ def events(*events, done=True):
   return {"content_type": "text/event-stream", "body": body}
 
 
-def refusal(status, message):
+def error_response(status, message):
   return {"status": status, "content_type": "application/json", "body": json.dumps({"error": {"message": message}})}
 
 
@@ -241,7 +241,7 @@ def policy(text): return re.search(r'http-equiv="Content-Security-Policy" conten
 
 def test_page_is_one_short_file_without_external_resources(server):
   response = server.http().get("/")
-  assert response.status_code == 200 and response.headers["content-type"].startswith("text/html"), "without a key"
+  assert response.status_code == 200 and response.headers["content-type"].startswith("text/html"), "the page itself needs no key"
   text = page_only(response.text)
   assert text != response.text == PAGE.read_text() and len(response.text) < 130_000
   assert len(text.splitlines()) <= OWN_LINES
@@ -260,19 +260,19 @@ def test_content_security_policy_allows_three_scripts_and_own_server():
                    "trusted-types": "dompurify"}
 
 
-def test_bundled_libraries_match_their_versions_and_include_their_licences(visit):
+def test_bundled_libraries_match_their_versions_and_include_licenses(visit):
   comments = re.findall(r"<!-- (\w+) (\d+\.\d+\.\d+)(.*?)-->\n<script>(.*?)</script>", PAGE.read_text(), re.S)
-  (marked, version, licence, code), (purify, its_version, its_licence, _) = comments
+  (marked, version, license, code), (purify, purify_version, purify_license, _) = comments
   assert (marked, purify) == ("marked", "DOMPurify")
   assert f"marked v{version} - a markdown parser" in code
-  assert visit().evaluate("DOMPurify.version") == its_version
+  assert visit().evaluate("DOMPurify.version") == purify_version
   for words in ("Copyright (c) 2018+, MarkedJS", "Permission is hereby granted, free of charge", "John Gruber"):
-    assert words in licence
+    assert words in license
   for words in ("Apache License", "Version 2.0, January 2004", "END OF TERMS AND CONDITIONS", "under the License."):
-    assert words in its_licence
+    assert words in purify_license
 
 
-def test_streamed_answer_grows_and_equals_the_servers(visit, server):
+def test_streamed_answer_grows_and_equals_server_response(visit, server):
   page = visit()
   settings(page, max_tokens=400)
   page.evaluate("""() => {
@@ -320,7 +320,7 @@ def test_stop_button_aborts_request_and_conversation_continues(visit, server):
   send(page, "hello")
   wait_until(lambda: len(answer_text(page)) > 20, "some text", TIMEOUT)
   assert server.metrics()["num_requests_running"] == 1
-  before = aborted(server)
+  before = num_aborted(server)
   expect(page.get_by_role("button", name="Send")).to_have_count(0)
   page.get_by_label("Message").fill("too early")
   page.get_by_label("Message").press("Enter")
@@ -328,7 +328,7 @@ def test_stop_button_aborts_request_and_conversation_continues(visit, server):
   text = wait_for_answers(page)
   idle(server)
   assert answer_text(page) == text
-  wait_until(lambda: aborted(server) == before + 1, "it was aborted", TIMEOUT)
+  wait_until(lambda: num_aborted(server) == before + 1, "the request is aborted", TIMEOUT)
   expect_stats(page, r"^\d+ tokens, \d+\.\d tokens/s, .* s, stopped$")
   expect(page.get_by_role("alert")).to_have_count(0)
   expect(page.get_by_label("Message")).to_be_focused()
@@ -387,7 +387,7 @@ def test_enter_sends_and_shift_enter_inserts_a_newline(visit):
   message.press_sequentially("two")
   expect(message).to_have_value("one\ntwo")
   message.evaluate("x => x.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', isComposing: true}))")
-  assert not page.posts, "Enter during an input method's composition does not send"
+  assert not page.posts, "Enter within an input method's composition must not send"
   message.press("Enter")
   expect(message).to_have_value("")
   wait_for_answers(page)
@@ -413,9 +413,9 @@ def test_log_follows_answer_until_user_scrolls_up(visit, server):
   wait_until(lambda: place("scrollTop") > 100, "the log follows the text", TIMEOUT)
   page.get_by_role("log").hover()
 
-  def wheel(delta, there):
+  def wheel(delta, condition):
     page.mouse.wheel(0, delta)
-    return there()
+    return condition()
   wait_until(lambda: wheel(-9999, lambda: place("scrollTop") == 0), "at the top", TIMEOUT)
   wait_for_growth()
   assert place("scrollTop") == 0
@@ -433,7 +433,7 @@ def test_markup_of_user_model_and_server_is_shown_as_text(visit):
   send(page, MARKUP)
   assert wait_for_answers(page) == MARKUP
   assert page.get_by_role("article", name="You").locator("div").text_content() == MARKUP
-  respond_with(page, "**", **refusal(400, MARKUP))
+  respond_with(page, "**", **error_response(400, MARKUP))
   send(page, "more")
   expect(page.get_by_role("alert")).to_have_text(f"400: {MARKUP}")
   settings(page, api_key="another")
@@ -444,7 +444,7 @@ def test_markup_of_user_model_and_server_is_shown_as_text(visit):
   assert page.evaluate("window.broken") is None
 
 
-def test_token_count_is_the_servers_when_events_have_several_tokens(visit):
+def test_token_count_is_the_completion_tokens_of_the_server(visit):
   page = visit()
   usage = {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 9, "total_tokens": 11}}
   respond_with(page, "chat/completions", **events(chunk("the cat sat"), chunk(" on the mat", "stop"), usage))
@@ -456,8 +456,8 @@ def test_token_count_is_the_servers_when_events_have_several_tokens(visit):
 
 def test_interrupted_stream_keeps_its_text_and_shows_the_error(visit):
   page = visit()
-  failed = {"error": {"message": "a step failed", "type": "InternalServerError", "param": None, "code": 500}}
-  for response, error in ((events(chunk("some"), failed), "a step failed"),
+  error_event = {"error": {"message": "a step failed", "type": "InternalServerError", "param": None, "code": 500}}
+  for response, error in ((events(chunk("some"), error_event), "a step failed"),
                           (events(chunk("some"), done=False), "The connection")):
     respond_with(page, "chat/completions", **response)
     send(page, "hello")
@@ -495,10 +495,10 @@ def test_question_waits_while_the_server_is_down(visit, words_folder, port):
 
 def test_question_waits_while_the_model_is_loading(visit):
   page, state = visit(), {"status": 503}
-  def either(route):
-    if state["status"]: route.fulfill(**refusal(state["status"], state["message"]))
+  def handle(route):
+    if state["status"]: route.fulfill(**error_response(state["status"], state["message"]))
     else: route.continue_()
-  page.route("**/v1/**", either)
+  page.route("**/v1/**", handle)
   state["message"] = "the model is loading"
   page.reload()
   expect(page.get_by_role("status")).to_contain_text("(503: the model is loading)")
@@ -523,7 +523,7 @@ def test_full_queue_shows_an_error_and_keeps_the_conversation(visit):
   send(page, "first")
   wait_for_answers(page)
   page.unroute("**/v1/chat/completions")
-  respond_with(page, "chat/completions", **refusal(429, "at most 2 sequences may wait"))
+  respond_with(page, "chat/completions", **error_response(429, "at most 2 sequences may wait"))
   send(page, "second")
   expect(page.get_by_role("alert")).to_have_text(re.compile(r"queue is full.*\(429: at most 2 sequences may wait\)"))
   expect(page.get_by_label("Message")).to_have_value("second")
@@ -588,12 +588,12 @@ def test_model_without_chat_template_uses_completions_and_shows_a_notice(visit, 
     assert not page.get_by_role("alert").count()
 
 
-def edit(page, question, words):
+def edit(page, question, text):
   """Edit a question, and send it again."""
   page.get_by_role("article", name="You").filter(has_text=question).get_by_role("button", name="Edit").click()
   expect(page.get_by_label("Message")).to_have_value(question)
   expect(page.get_by_label("Message")).to_be_focused()
-  send(page, words)
+  send(page, text)
 
 
 def chats(page): return page.get_by_role("navigation", name="Chats").get_by_role("listitem")
@@ -904,7 +904,7 @@ def test_empty_chat_has_three_examples_that_are_sent_on_click(visit):
     expect(examples).to_have_count(3)
 
 
-def test_send_button_stops_and_escape_stops_too(visit, server):
+def test_send_button_and_escape_stop_the_answer(visit, server):
   page = visit()
   settings(page, max_tokens=LONG)
   button = page.locator("form").get_by_role("button")
@@ -960,7 +960,7 @@ def test_axe_finds_no_accessibility_violations(visit, options):
   check("editing")
   page.keyboard.press("Escape")
   page.unroute("**/v1/chat/completions")
-  respond_with(page, "chat/completions", **refusal(429, "at most 2 sequences may wait"))
+  respond_with(page, "chat/completions", **error_response(429, "at most 2 sequences may wait"))
   send(page, "more")
   expect(page.get_by_role("alert")).to_be_visible()
   check("an error")

@@ -141,16 +141,16 @@ def test_ingress_returns_the_servers_status_codes_and_headers(cluster):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_disconnect_aborts_its_request(cluster, stream):
-  def aborted():
+  def num_aborted():
     name = "request_success_total{finished_reason=abort}"
     return sum(metrics.get(name, 0) for metrics in cluster.metrics_by_replica().values())
-  before = aborted()
+  before = num_aborted()
   body = {**LONG, "prompt": STORY}
   if stream:
     with cluster.stream("/v1/completions", body) as response: next(response.iter_lines())
   else:
     with pytest.raises(httpx.ReadTimeout): cluster.post("/v1/completions", body, timeout=0.3)
-  wait_until(lambda: aborted() == before + LONG["n"], "all samples are aborted", 20)
+  wait_until(lambda: num_aborted() == before + LONG["n"], "all samples are aborted", 20)
   assert all(metrics["num_requests_running"] == 0 for metrics in cluster.metrics_by_replica().values())
 
 

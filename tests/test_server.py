@@ -1056,14 +1056,14 @@ def test_cors_allows_only_the_allowed_origins(server, limited):
 # Startup and shutdown
 
 @pytest.fixture
-def slow(folder, tmp_path):
+def piped_folder(folder, tmp_path):
   """A model whose tokenizer_config.json is a named pipe: loading blocks until a test writes into it."""
-  slow = tmp_path / "slow"
-  slow.mkdir()
-  for file in folder.iterdir(): (slow / file.name).symlink_to(file)
-  (slow / "tokenizer_config.json").unlink()
-  os.mkfifo(slow / "tokenizer_config.json")
-  return slow
+  piped_folder = tmp_path / "slow"
+  piped_folder.mkdir()
+  for file in folder.iterdir(): (piped_folder / file.name).symlink_to(file)
+  (piped_folder / "tokenizer_config.json").unlink()
+  os.mkfifo(piped_folder / "tokenizer_config.json")
+  return piped_folder
 
 
 def open_writer(pipe):
@@ -1072,9 +1072,9 @@ def open_writer(pipe):
   except OSError: return None
 
 
-def test_requests_are_503_until_the_model_is_loaded(slow, folder):
-  pipe, text = slow / "tokenizer_config.json", (folder / "tokenizer_config.json").read_text()
-  with Server(slow, *flags(**SMALL), ready=False) as server:
+def test_requests_are_503_until_the_model_is_loaded(piped_folder, folder):
+  pipe, text = piped_folder / "tokenizer_config.json", (folder / "tokenizer_config.json").read_text()
+  with Server(piped_folder, *flags(**SMALL), ready=False) as server:
     file = wait_until(lambda: open_writer(pipe), "the server reads the model's folder")
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
       response = post(server, path, {"prompt": "a"})
@@ -1086,17 +1086,17 @@ def test_requests_are_503_until_the_model_is_loaded(slow, folder):
       assert server.get(path).status_code == 200, path
     with pytest.raises(openai.InternalServerError) as e: server.client().models.list()
     assert e.value.status_code == 503 and e.value.type == "ServiceUnavailableError"
-    (slow / "new").write_text(text)
-    (slow / "new").replace(pipe)
+    (piped_folder / "new").write_text(text)
+    (piped_folder / "new").replace(pipe)
     with file: file.write(text)
     wait_until(server.healthy, "/health answers 200")
     assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
     assert server.stop() == 0
 
 
-def test_sigterm_during_model_loading_exits_at_once(slow):
-  with Server(slow, *flags(**SMALL), "--shutdown-timeout", "1", ready=False) as server:
-    with wait_until(lambda: open_writer(slow / "tokenizer_config.json"), "the model loads"):
+def test_sigterm_during_model_loading_exits_at_once(piped_folder):
+  with Server(piped_folder, *flags(**SMALL), "--shutdown-timeout", "1", ready=False) as server:
+    with wait_until(lambda: open_writer(piped_folder / "tokenizer_config.json"), "the model loads"):
       assert server.stop(15) == 0, "exits without waiting for the model"
     assert "Traceback" not in server.log, server.log
 

@@ -86,7 +86,7 @@ def parse(answer, streamed):
   {"type": "function", "function": {"name": "time"}}, ["time"])], ids=["required", "named"])
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("parallel", [None, False, *slow(True)])
-def test_required_or_named_tool_call_follows_the_functions_schema(client, choice, names, streamed, parallel):
+def test_required_or_named_tool_call_follows_function_schema(client, choice, names, streamed, parallel):
   counts = []
   for seed in range(5):
     text, calls, reason = parse(client(tools=TOOLS, tool_choice=choice, temperature=1.0, seed=seed, stream=streamed,
