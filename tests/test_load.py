@@ -567,7 +567,7 @@ async def run_together(server: Server) -> list[Answer]:
 
   async def run_client(client: Client, wire: Wire, answer: Answer) -> None:
     try: await ask(wire, client, answer, client.stream, on_event)
-    except (OSError, asyncio.IncompleteReadError): assert client.is_killed and wire.writer is None, "a survivor's connection broke"
+    except (OSError, asyncio.IncompleteReadError): assert client.is_killed and wire.writer is None, "connection lost"
     else: assert not client.is_killed, "a client finished before it was killed"
     finally: wire.close()
 

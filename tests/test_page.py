@@ -241,7 +241,7 @@ def policy(text): return re.search(r'http-equiv="Content-Security-Policy" conten
 
 def test_page_is_one_short_file_without_external_resources(server):
   response = server.http().get("/")
-  assert response.status_code == 200 and response.headers["content-type"].startswith("text/html"), "the page itself needs no key"
+  assert response.status_code == 200 and response.headers["content-type"].startswith("text/html"), "no key needed"
   text = page_only(response.text)
   assert text != response.text == PAGE.read_text() and len(response.text) < 130_000
   assert len(text.splitlines()) <= OWN_LINES
