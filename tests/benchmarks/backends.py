@@ -35,8 +35,10 @@ def device_name() -> str:
   kind, device = Device.DEFAULT, Device[Device.DEFAULT]
   if kind == "CPU": return host_name()
   if kind == "CL": return device.device_name   # type: ignore[attr-defined]
-  if kind in ("CUDA", "NV"): return stdout_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()[0]
-  if kind == "METAL": return stdout_of("system_profiler", "SPDisplaysDataType").split("Chipset Model:")[1].splitlines()[0]
+  if kind in ("CUDA", "NV"):
+    return read_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()[0]
+  if kind == "METAL":
+    return read_output("system_profiler", "SPDisplaysDataType").split("Chipset Model:")[1].splitlines()[0]
   if kind == "WEBGPU":
     from tinygrad.runtime.autogen import webgpu
     webgpu.wgpuDeviceGetAdapterInfo(device.device_res, info := webgpu.WGPUAdapterInfo())   # type: ignore
@@ -45,12 +47,12 @@ def device_name() -> str:
   return str(getattr(device, "arch", kind))
 
 
-def stdout_of(*command: str) -> str: return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def read_output(*command: str) -> str: return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def host_name() -> str:
   """Return the processor's name and number of cores."""
-  if platform.system() == "Darwin": name = stdout_of("sysctl", "-n", "machdep.cpu.brand_string").strip()
+  if platform.system() == "Darwin": name = read_output("sysctl", "-n", "machdep.cpu.brand_string").strip()
   else:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

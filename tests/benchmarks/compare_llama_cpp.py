@@ -82,9 +82,10 @@ def llama_cpp_timer(path: Path, repack: bool) -> Callable[[int, int, int], float
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="model folder for tinyvllm")
-  parser.add_argument("--gguf", type=Path, required=True, metavar="FILE", help="the same model as a GGUF file for llama.cpp")
+  parser.add_argument("--gguf", type=Path, required=True, metavar="FILE",
+                      help="the same model as a GGUF file for llama.cpp")
   parser.add_argument("--rounds", type=int, default=3, help="timed rounds; the best counts (default: 3)")
-  parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="types to compare (default: all)")
+  parser.add_argument("--kinds", nargs="+", default=[*KINDS], help=f"types to compare (default: {' '.join(KINDS)})")
   parser.add_argument("--repack", action="store_true", help="let llama.cpp repack its weights for this CPU")
   args = parser.parse_args()
   print(f"{'tokens/s':8} {'':9} {'1 stream':>12} {'8 streams':>12} {'prefill':>12}")

@@ -113,7 +113,7 @@ def step_time(jit: CapturedJit, inputs: list[UOp], values: dict[str, int], round
 def measure(args, tokens: int, bandwidth: float) -> None:
   decode = tokens <= args.max_num_seqs and not args.prefill
   context = args.context if decode else args.context // tokens * tokens   # prefill in chunks of `tokens`
-  room = 8 + (tokens * (2 + context // args.max_num_batched_tokens) if decode else tokens)   # until all sequences decode
+  room = 8 + (tokens * (2 + context // args.max_num_batched_tokens) if decode else tokens)   # until all decode
   common.release()
   try: llm = common.open_llm(args, max_model_len=context + room, max_num_seqs=min(args.max_num_seqs, tokens),
                              max_num_batched_tokens=max(args.max_num_batched_tokens, tokens) if decode else tokens)
@@ -185,7 +185,7 @@ def main() -> None:
   parser.add_argument("--context", type=common.positive, default=256, help="tokens per sequence before the step")
   parser.add_argument("--max-num-seqs", type=common.positive, default=64, help="maximum running sequences")
   parser.add_argument("--rounds", type=common.positive, default=20, help="runs of the step")
-  parser.add_argument("--one-by-one", action="store_true", help="on CUDA, synchronize after each kernel; adds to each time")
+  parser.add_argument("--one-by-one", action="store_true", help="on CUDA, synchronize after each kernel (slower)")
   args = parser.parse_args()
   bandwidth = common.start(args)
   tiny = TinyJit(lambda x: (x + 1).realize())
