@@ -56,7 +56,11 @@ SHAPES = {"llama-7b": _shape(32, 4096, 11008, 32, 32, 32000, False, 4096),
           "shipped": json.loads((Path(tinyvllm.__file__).parent / "default_model/config.json").read_text())}
 
 
-class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter): pass
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+  """Adds the default to a help text, unless the text states it or the option is off by default."""
+  def _get_help_string(self, action: argparse.Action) -> str | None:
+    has_no_default = action.default is None or action.default is False
+    return action.help if has_no_default or "default:" in (action.help or "") else super()._get_help_string(action)
 
 
 def make_parser(doc: str) -> argparse.ArgumentParser:
