@@ -88,7 +88,7 @@ def runs(tmp_path_factory, folder):
 def test_all_sections_are_there_in_their_order_within_120_columns(runs):
   done = runs["text"]
   assert done.returncode == 0, done.stderr
-  places = [done.stdout.index(x) for x in ("tinyvllm ", "C compiler: ", "\nbackend ", "\nchosen: ", "\nmodel ")]
+  places = [done.stdout.index(x) for x in ("tinyvllm ", "C compiler: ", "\nbackend ", "\ndefault ", "\nmodel ")]
   assert places == sorted(places)
   assert max(map(len, done.stdout.splitlines())) <= 120
   machine, = rows_of(done.stdout, "tinyvllm")
@@ -141,7 +141,7 @@ def test_json_has_what_the_text_says(runs):
 def test_the_first_that_opens_is_chosen_unless_dev_says_another(runs):
   opened = [row["line"].split()[0] for row in rows_of(runs["text"].stdout, "backend")
             if "does not open" not in row["line"]]
-  assert f"\nchosen: {opened[0]} (the first of {', '.join(ORDER)} that opens)\n" in runs["text"].stdout
+  assert f"\ndefault backend: {opened[0]} (the first of {', '.join(ORDER)} that opens)\n" in runs["text"].stdout
   report = report_of(runs["faults"])
   assert (report["chosen"], report["why"]) == ("CPU", "DEV=CPU")
 

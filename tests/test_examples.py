@@ -79,7 +79,7 @@ def test_the_openai_client_talks_to_the_shipped_model(server):
   assert "Hello! How can I help you?" in out and "base model" not in out
   pet = json.loads(re.search(r"A chat that answers in JSON\n  '(.*)'", out)[1])
   assert pet["animal"] in ("cat", "dog", "bird") and 0 <= pet["age"] <= 20
-  assert re.search(r"JSON by a schema\n  '(Tom|Kim|Sam), a (cat|dog|bird), is \d+'", out)
+  assert re.search(r"JSON that matches a schema\n  '(Tom|Kim|Sam), a (cat|dog|bird), is \d+'", out)
   tokens = re.findall(r"^  ('.*') (-\d+\.\d\d|-?0\.00) (\{.*\})$", out, re.MULTILINE)
   assert len(tokens) == 6, "three tokens of the chat, three of the completion, with their log probabilities"
 
