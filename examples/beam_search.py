@@ -1,5 +1,5 @@
-"""Beam search outside the engine, with vLLM's names. Each step calls `LLM.generate` for one token per beam and keeps the
-beams with the largest sums of log probabilities; the prefix cache avoids recomputation.
+"""Beam search outside the engine, with vLLM's names. Each step calls `LLM.generate` for one token per beam, then keeps
+the beams with the largest sums of log probabilities; the prefix cache avoids recomputation.
 
 python examples/beam_search.py [MODEL]"""
 import sys

@@ -231,7 +231,7 @@ def piece(text, finish_reason=None):
 
 def own(text):
   """The page without its two libraries."""
-  return text.partition("<!-- From here on nothing is ours")[0]
+  return text.partition("<!-- Third-party code from here on")[0]
 
 
 def policy(text): return re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]
@@ -286,7 +286,7 @@ def test_an_answer_grows_while_it_is_streamed_and_is_the_servers(visit, server):
   assert len(lengths) > 3 and {n for n in lengths if 0 < n < len(text)}, lengths
   assert page.get_by_role("log").get_attribute("aria-busy") == "false"
   assert page.get_by_role("log").get_attribute("aria-live") == "polite"
-  expect_stats(page, r"^400 tokens, \d+\.\d tokens/s, the first after \d+\.\d\d s \(length\)$")
+  expect_stats(page, r"^400 tokens, \d+\.\d tokens/s, first token after \d+\.\d\d s \(length\)$")
 
 
 def test_the_conversation_is_sent_with_the_settings_and_a_new_chat_forgets_it(visit, server):
@@ -327,7 +327,7 @@ def test_stop_ends_the_request_on_the_server_and_the_conversation_goes_on(visit,
   idle(server)
   assert answer_text(page) == text
   wait_until(lambda: aborted(server) == before + 1, "it was aborted", SECONDS)
-  expect_stats(page, r"^\d+ tokens, \d+\.\d tokens/s, the first .* s, stopped$")
+  expect_stats(page, r"^\d+ tokens, \d+\.\d tokens/s, first token .* s, stopped$")
   expect(page.get_by_role("alert")).to_have_count(0)
   expect(page.get_by_label("Message")).to_be_focused()
   expect(page.get_by_label("Message")).to_have_value("too early")
@@ -449,14 +449,14 @@ def test_the_count_of_tokens_is_the_servers_where_an_event_has_several(visit):
   send(page, "hello")
   assert finished(page) == "the cat sat on the mat"
   # Events that come at once have no time to divide by
-  expect_stats(page, r"^9 tokens(, \d+\.\d tokens/s)?, the first after \d+\.\d\d s$")
+  expect_stats(page, r"^9 tokens(, \d+\.\d tokens/s)?, first token after \d+\.\d\d s$")
 
 
 def test_a_stream_that_breaks_off_keeps_its_text_and_says_why(visit):
   page = visit()
   failed = {"error": {"message": "a step failed", "type": "InternalServerError", "param": None, "code": 500}}
   for canned, why in ((events(piece("some"), failed), "a step failed"),
-                      (events(piece("some"), done=False), "The connection ended before the answer did.")):
+                      (events(piece("some"), done=False), "The connection closed before the answer was complete.")):
     replace(page, "chat/completions", **canned)
     send(page, "hello")
     expect(page.get_by_role("alert")).to_have_text(why)
@@ -466,7 +466,7 @@ def test_a_stream_that_breaks_off_keeps_its_text_and_says_why(visit):
   asked = []
   page.route("**/v1/chat/completions", lambda route: (asked.append(route), route.abort()))
   send(page, "hello")
-  expect(page.get_by_role("alert")).to_have_text("The server does not answer.")
+  expect(page.get_by_role("alert")).to_have_text("The server is not responding.")
   expect(page.get_by_label("Message")).to_have_value("hello")
   assert len(asked) == 2, "once more, as the server is there"
 
@@ -482,12 +482,12 @@ def test_a_server_that_goes_away_and_comes_back_is_said_and_then_answers_the_que
     page = visit(server.url, key="")
     server.stop()
   send(page, "hello")
-  expect(page.get_by_role("status")).to_have_text("The server does not answer. This page waits, and goes on by itself.")
+  expect(page.get_by_role("status")).to_have_text("The server is not responding. Retrying automatically.")
   expect(page.get_by_role("button", name="Stop")).to_be_visible()
   with Server(words_folder, *ENGINE, "--port", port, ready=False):
     assert finished(page)
     expect(page.get_by_role("heading", level=1)).to_have_text(f"tinyvllm {words_folder.name}")
-    expect(page.get_by_role("status")).not_to_contain_text("does not answer")
+    expect(page.get_by_role("status")).not_to_contain_text("not responding")
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
@@ -499,7 +499,7 @@ def test_a_model_that_is_loading_is_said_and_the_question_waits_for_it(visit):
   page.route("**/v1/**", either)
   state["message"] = "the model is loading"
   page.reload()
-  expect(page.get_by_role("status")).to_contain_text("not ready yet (503: the model is loading). This page waits")
+  expect(page.get_by_role("status")).to_contain_text("not ready yet (503: the model is loading). Retrying")
   settings(page, max_tokens=5)
   send(page, "hello")
   state["message"] = "preparing 5 of 16"
@@ -523,7 +523,7 @@ def test_a_full_queue_is_said_in_words_and_nothing_is_lost(visit):
   page.unroute("**/v1/chat/completions")
   replace(page, "chat/completions", **refusal(429, "at most 2 texts may wait"))
   send(page, "second")
-  words = "The server's queue is full, ask again in a moment (429: at most 2 texts may wait)."
+  words = "The server's queue is full, try again later (429: at most 2 texts may wait)."
   expect(page.get_by_role("alert")).to_have_text(words)
   expect(page.get_by_label("Message")).to_have_value("second")
   page.get_by_role("button", name="Regenerate").click()
@@ -754,7 +754,7 @@ def test_a_question_is_edited_and_what_followed_it_is_dropped(visit):
     finished(page, i + 1)
   page.get_by_label("Message").fill("a draft")
   page.get_by_role("article", name="You").nth(1).get_by_role("button", name="Edit").click()
-  expect(page.get_by_role("status")).to_contain_text("Escape leaves all as it is")
+  expect(page.get_by_role("status")).to_contain_text("Escape to cancel")
   page.keyboard.press("Escape")
   expect(page.get_by_label("Message")).to_have_value("a draft")
   expect(page.get_by_role("article")).to_have_count(6)
@@ -782,7 +782,7 @@ def test_conversations_survive_a_reload_and_are_chosen_and_deleted(visit):
   expect(page.get_by_label("Message")).to_be_focused()
   page.reload()
   expect(answers(page).locator("strong")).to_have_text("green")
-  expect_stats(page, r"^1 tokens.*, the first after")
+  expect_stats(page, r"^1 tokens.*, first token after")
   expect(chats(page)).to_have_text([f"{title}✕" for title in titles])
   expect(page.locator("nav [aria-current=true]")).to_have_text("what is green?")
   send(page, "more")
@@ -871,8 +871,8 @@ def test_every_sampling_setting_is_there_is_sent_and_survives_a_reload(visit):
   assert names == {field.name for field in dataclasses.fields(SamplingParams)} - FOR_PROGRAMS
   settings(page, max_tokens=9, min_tokens=1, temperature=0.5, top_p=0.9, top_k=40, min_p=0.05, presence_penalty=0.1,
            frequency_penalty=0.2, repetition_penalty=1.1, seed=7, bad_words="ugly", system_prompt="be kind")
-  page.get_by_label("Stop texts").fill("one\n\\n\\n")
-  page.get_by_label("Ignore the end token").select_option("yes")
+  page.get_by_label("Stop strings").fill("one\n\\n\\n")
+  page.get_by_label("Ignore EOS token").select_option("yes")
   page.get_by_label("Skip special tokens").select_option("no")
   send(page, "hello")
   finished(page)

@@ -12,7 +12,7 @@ from tinyvllm_extra import kernels
 
 LIMIT = 90   # timeout of a backend's process, in seconds
 BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
-INPUTS = 4096    # input features of these weights
+INPUTS = 4096    # number of input features of the weights
 GIB = 2**30
 DTYPES = ["float32", "float16", "bfloat16"]
 # Bits per weight of the layers' matrices, including scale and offset of each group of 32 weights
