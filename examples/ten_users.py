@@ -1,4 +1,4 @@
-"""Ten users stream from one engine at the same time: each step serves all of them. AsyncLLM runs the engine in its own
+"""Ten users stream from one engine at the same time; each step serves all of them. AsyncLLM runs the engine in its own
 thread and accepts any number of users.
 
 python examples/ten_users.py [MODEL]"""

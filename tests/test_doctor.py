@@ -88,7 +88,7 @@ def runs(tmp_path_factory, folder):
 def test_text_report_has_all_sections_in_order_within_120_columns(runs):
   run = runs["text"]
   assert run.returncode == 0, run.stderr
-  offsets = [run.stdout.index(x) for x in ("tinyvllm ", "C compiler: ", "\nbackend ", "\nchosen: ", "\nmodel ")]
+  offsets = [run.stdout.index(x) for x in ("tinyvllm ", "C compiler: ", "\nbackend ", "\ndefault backend: ", "\nmodel ")]
   assert offsets == sorted(offsets)
   assert max(map(len, run.stdout.splitlines())) <= 120
   machine, = parse_table(run.stdout, "tinyvllm")
@@ -141,8 +141,8 @@ def test_json_report_equals_text_report(runs):
 def test_chosen_backend_is_dev_or_first_that_opens(runs):
   opened = [row["line"].split()[0] for row in parse_table(runs["text"].stdout, "backend")
             if "does not open" not in row["line"]]
-  line, = [line for line in runs["text"].stdout.splitlines() if line.startswith("chosen: ")]
-  assert line.startswith(f"chosen: {opened[0]} ") and ", ".join(ORDER) in line
+  line, = [line for line in runs["text"].stdout.splitlines() if line.startswith("default backend: ")]
+  assert line.startswith(f"default backend: {opened[0]} ") and ", ".join(ORDER) in line
   report = parse_report(runs["faults"])
   assert (report["chosen"], report["why"]) == ("CPU", "DEV=CPU")
 

@@ -233,7 +233,7 @@ def chunk(text, finish_reason=None):
 
 def page_only(text):
   """Return the page's HTML without the two bundled libraries."""
-  return text[:text.rindex("<!--", 0, text.index("<!-- marked "))]
+  return text.partition("<!-- Third-party code")[0]
 
 
 def policy(text): return re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]
