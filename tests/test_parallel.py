@@ -104,7 +104,7 @@ MODELS = {
   "odd MLP shard": ({"intermediate_size": 54, "mlp_bias": True}, 2)}
 
 
-# Other models cover these cases, too
+# Slow: other models cover these cases, too
 SLOW_MODELS = "all biases", "tied embeddings", "two KV heads per device", "KV heads equal heads"
 
 
