@@ -184,9 +184,9 @@ def test_two_engines_on_two_threads_equal_reference(engines, folder, pool):
   assert [future.result(TIMEOUT) for future in futures] == expected
 
 
-def load(folder, gate, kind):
+def load(folder, gate, backend_class):
   """Load an engine, which blocks at the gate when it queries the free memory."""
-  backend = kind()
+  backend = backend_class()
   backend.free_memory = gate.guard("load", backend.free_memory)
   return LLM(folder, backend=backend, **ENGINE)
 
