@@ -15,7 +15,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=40)
 async def user(llm: AsyncLLM, prompt: str) -> str:
   outputs = [output async for output in llm.generate(prompt, PARAMS)]
   text = "".join(output.outputs[0].text for output in outputs)
-  return f"{prompt}{text}   ({len(outputs)} pieces, first after {outputs[-1].metrics.ttft:.2f} s)"
+  return f"{prompt}{text}   ({len(outputs)} pieces, first token after {outputs[-1].metrics.ttft:.2f} s)"
 
 
 async def serve(model: str | None) -> None:

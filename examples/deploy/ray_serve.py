@@ -181,7 +181,7 @@ class Ingress:
       except RequestCancelledError: return   # the client has disconnected
       except Exception as error:
         if is_started: raise   # closes the connection, so that the client sees an incomplete response
-        await error_response(503, f"the replica is gone: try again ({type(error).__name__})")(scope, receive, send)
+        await error_response(503, f"the replica died: retry the request ({type(error).__name__})")(scope, receive, send)
 
     forwarding = asyncio.create_task(forward())
     disconnect = asyncio.create_task(receive())   # returns after a disconnect or the whole response
