@@ -31,7 +31,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 @pytest.fixture
-def tell(record_property: Callable[[str, str], None]) -> Callable[..., None]:
+def print_at_end(record_property: Callable[[str, str], None]) -> Callable[..., None]:
   """Return a function that prints lines at the end of the run, from any process, even if the test passes."""
   return lambda *lines: record_property("summary", "\n".join(lines))
 

@@ -32,7 +32,7 @@ def slow(*values: Any) -> list[Any]:
   return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values]
 
 
-def slow_but(quick: Container[Any], values: Iterable[Any]) -> list[Any]:
+def mark_slow_except(quick: Container[Any], values: Iterable[Any]) -> list[Any]:
   """Return all parameters of a test in order, with all except `quick` marked as slow."""
   return [x for value in values for x in ([value] if value in quick else slow(value))]
 
@@ -181,7 +181,7 @@ def rope_frequencies(config: dict[str, Any], D: int) -> np.ndarray:
 E4M3 = np.array([(1 + m / 8) * 2.0**(e - 7) if e else m / 8 * 2.0**-6 for e in range(16) for m in range(8)][:127])
 
 
-def in_8_bits(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+def quantize_kv(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
   """Quantize K or V, (..., D), to int8 or fp8. Returns the dequantized values, the bytes, and for int8 the scales,
   (...)."""
   x = x.astype(np.float32)
@@ -240,7 +240,7 @@ def reference_greedy(folder: Path, ids: list[int], n: int) -> list[int]:
   return out[:n]
 
 
-def reference_keep(logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0,
+def reference_sampling_mask(logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0,
                    min_p: float = 0.0) -> np.ndarray:
   """Return a mask, (V,), of the tokens that may be sampled: min_p, then top_k, then top_p over the rest. Ties with the
   last token in the mask are in it too."""
@@ -260,7 +260,7 @@ def reference_probabilities(logits: np.ndarray, temperature: float) -> np.ndarra
   return p / p.sum()
 
 
-def until(ids: list[int], ends: Iterable[int]) -> list[int]:
+def cut_after_end_token(ids: list[int], ends: Iterable[int]) -> list[int]:
   """Return the ids up to and including the first end token."""
   return next((ids[:i + 1] for i, x in enumerate(ids) if x in ends), ids)
 
@@ -390,7 +390,7 @@ class LogitsRecorder:
     return outputs[-1].outputs[0].token_ids, np.stack(out)
 
 
-def same_outputs(outputs: list[Any], expected: list[Any]) -> None:
+def assert_same_outputs(outputs: list[Any], expected: list[Any]) -> None:
   """Check that two lists of RequestOutputs have equal prompts, ids, text and finish reasons."""
   def fields(o: Any) -> tuple:
     c = o.outputs[0]
@@ -446,7 +446,7 @@ def check_invariants(engine: Any) -> None:
   assert metrics["blocks_shared"] == len(blocks.shared)
 
 
-def work_of(call: Callable[[], Any]) -> int:
+def count_bytecodes(call: Callable[[], Any]) -> int:
   """Return the number of Python bytecodes that a call runs. Excludes C code and, in Python 3.13, functions called for
   the first time."""
   count = 0

@@ -27,7 +27,7 @@ def wait_until(condition: Callable[[], Any], description: str = "", seconds: flo
   return result
 
 
-def held_port() -> socket.socket:
+def reserve_port() -> socket.socket:
   """Return a socket bound to a free port, which reserves the port. A server may still listen on it, since this socket
   does not."""
   holder = socket.socket()

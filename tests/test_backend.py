@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from reference import (check_invariants, in_8_bits, reference_keep, reference_logits, run_to_end, same_outputs,
+from reference import (check_invariants, quantize_kv, reference_sampling_mask, reference_logits, run_to_end, assert_same_outputs,
                        tiny_model)
 from test_fields import changed
 from test_quantization import quantized_model
@@ -69,9 +69,9 @@ def reference_ids(folder, prompt_ids, n, **options):
     x = changed(reference_logits(folder, [*prompt_ids, *ids])[-1], prompt_ids, ids, options)
     if temperature := options.get("temperature", 0):
       finite = np.isfinite(x)
-      keep = reference_keep(x, temperature, *filters) & finite
+      keep = reference_sampling_mask(x, temperature, *filters) & finite
       for error in np.random.default_rng(0).standard_normal((8, len(x))) * 1e-3:
-        if (reference_keep(x + error, temperature, *filters) & finite != keep).any(): return None
+        if (reference_sampling_mask(x + error, temperature, *filters) & finite != keep).any(): return None
       x = np.where(keep, x / temperature + noise(options["seed"], len(prompt_ids) + len(ids) - 1, len(x)), -np.inf)
     second, best = np.sort(x)[-2:]
     if best - second < MIN_MARGIN: return None
@@ -411,7 +411,7 @@ def test_speculative_decoding_keeps_outputs(llm_float32, folder, method, monkeyp
   prompts = [tokens([*range(260, 266)] * 2), tokens(range(270, 276)), tokens(range(280, 283))]
   prompt_params = [params(16), params(16, **SAMPLED, seed=7), params(16, logit_bias={300: 100})]
   expected = llm_float32.generate(prompts, prompt_params, False)
-  same_outputs(drafting.generate(prompts, prompt_params, False), expected)
+  assert_same_outputs(drafting.generate(prompts, prompt_params, False), expected)
   check_invariants(drafting)
   metrics = drafting.get_metrics()
   num_drafts, num_accepted = (metrics[f"spec_decode_num_{name}_tokens"] for name in ("draft", "accepted"))
@@ -467,7 +467,7 @@ def test_quantized_kv_cache_equals_reference_with_rounded_k_and_v(folder, kind):
   outputs = [ids_of(output) for output in llm.generate([tokens(ids) for ids in prompts], params(6))]
   num_equal = 0
   for ids, output_ids in zip(prompts, outputs, strict=True):
-    logits = reference_logits(folder, [*ids, *output_ids], lambda x: in_8_bits(x, kind)[0])[len(ids) - 1:-1]
+    logits = reference_logits(folder, [*ids, *output_ids], lambda x: quantize_kv(x, kind)[0])[len(ids) - 1:-1]
     margins = logits.max(1) - logits[range(6), output_ids]
     assert (margins < MIN_MARGIN).all(), margins
     num_equal += sum(margins == 0)
@@ -515,7 +515,7 @@ def test_largest_tensor_limits_step_and_pool_with_message(folder, monkeypatch, l
   job_params = params(3, prompt_logprobs=3)
   output, = small.generate(job.prompt, job_params)
   assert limit_violations(small, LARGEST) == []
-  same_outputs([output], plain := clear_cache(llm_float32).generate(job.prompt, job_params))
+  assert_same_outputs([output], plain := clear_cache(llm_float32).generate(job.prompt, job_params))
   assert ids_of(output) == job.output_ids
   for a, b in zip(output.prompt_logprobs[1:], plain[0].prompt_logprobs[1:], strict=True):
     assert {*a} == {*b} and max(abs(a[i].logprob - b[i].logprob) for i in a) < 1e-5

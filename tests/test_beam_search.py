@@ -3,8 +3,8 @@ import itertools
 
 import numpy as np
 import pytest
-from reference import ENGINE, reference_greedy, reference_logits, tiny_model, until
-from test_memory import greedy, ids_of, all_blocks_return, prompt, run, tokens
+from reference import ENGINE, reference_greedy, reference_logits, tiny_model, cut_after_end_token
+from test_memory import greedy, ids_of, assert_all_blocks_freed, prompt, run, tokens
 
 from examples.beam_search import BeamSearchParams, beam_search
 from tinyvllm import LLM
@@ -57,7 +57,7 @@ def all_sequences(folder, ids, ends):
   for first in range(7):
     logprobs = log_softmax(reference_logits(folder, [*ids, first])[-2:])   # after the prompt, after the first token
     for last in range(7):
-      sequence = tuple(until([first, last], ends))
+      sequence = tuple(cut_after_end_token([first, last], ends))
       totals[sequence] = sum(logprobs[i, x] for i, x in enumerate(sequence))
   return [(list(sequence), total) for sequence, total in totals.items()]
 
@@ -89,7 +89,7 @@ def test_wide_beam_equals_exhaustive_search(llms, folders, ends, width):
   expected = all_sequences(folders[ends], ids, ENDS[ends])
   assert len(expected) == (1 + 6 * 7 if ENDS[ends] else 49)
   for penalty in (0, 1.0, 2.0):
-    with all_blocks_return(llm): sequences = search(llm, ids, width, 2, length_penalty=penalty)
+    with assert_all_blocks_freed(llm): sequences = search(llm, ids, width, 2, length_penalty=penalty)
     check_beams(sequences, ids, best(expected, width, penalty), ENDS[ends])
 
 
@@ -99,7 +99,7 @@ def test_narrow_beam_equals_naive_beam_search(llms, folders, ends):
   llm, prompts = llms[ends], NARROW_PROMPTS[ends]
   for penalty in (1.0, 0.0):
     params = BeamSearchParams(2, 7, length_penalty=penalty)
-    with all_blocks_return(llm): outputs = beam_search(llm, [tokens(*p) for p in prompts], params)
+    with assert_all_blocks_freed(llm): outputs = beam_search(llm, [tokens(*p) for p in prompts], params)
     assert len(outputs) == len(prompts)
     for ids, output in zip(prompts, outputs, strict=True):
       expected = naive_beam_search(folders[ends], ids, 2, 7, penalty, ENDS[ends])
@@ -122,14 +122,14 @@ def test_length_penalty_default_is_1(llms):
 
 def test_beam_search_vocabulary_of_320_equals_naive(words_llm, words_folder):
   """Prompts around block boundaries. The second search of the first prompt hits the prefix cache."""
-  with all_blocks_return(words_llm):
+  with assert_all_blocks_freed(words_llm):
     for ids in (prompt(2 * BS - 1, 2600), prompt(2 * BS, 2601), prompt(2 * BS - 1, 2600)):
       expected = naive_beam_search(words_folder, ids, 3, 2 * BS + 1, 1.0, {2})
       check_beams(search(words_llm, ids, 3, 2 * BS + 1), ids, expected, {2})
 
 
 def test_beams_hit_prefix_cache(words_llm):
-  with all_blocks_return(words_llm) as before: search(words_llm, prompt(10 * BS, 2610), 3, 5)
+  with assert_all_blocks_freed(words_llm) as before: search(words_llm, prompt(10 * BS, 2610), 3, 5)
   after = words_llm.get_metrics()
   queries, hits = (after[name] - before[name] for name in ("prefix_cache_queries", "prefix_cache_hits"))
   assert hits == 4 * 3 * 10 * BS and queries - hits < 10 * BS + 4 * 3 * BS, "the prompt must be computed only once"
@@ -158,7 +158,7 @@ def test_text_includes_prompt(words_llm):
 
 def test_beam_search_with_running_request_is_equal(llms, folders):
   path, llm, ids, other = folders["no end token"], llms["no end token"], [3, 1, 4, 1, 5], [5, 6, 3, 4, 6, 1]
-  with all_blocks_return(llm):
+  with assert_all_blocks_freed(llm):
     llm.add_request("other", tokens(*other), greedy(50))
     llm.step()
     check_beams(search(llm, ids, 4, 7), ids, naive_beam_search(path, ids, 4, 7, 1.0, ()), ())
@@ -169,7 +169,7 @@ def test_beam_search_with_running_request_is_equal(llms, folders):
 def test_beam_search_within_stream_is_equal(llms, folders):
   path, llm, ids, stream_prompt = folders["no end token"], llms["no end token"], [3, 1, 4, 1, 5], [3, 6, 4, 5]
   expected = naive_beam_search(path, ids, 4, 7, 1.0, ())
-  with all_blocks_return(llm):
+  with assert_all_blocks_freed(llm):
     stream, output_ids = llm.generate_stream(tokens(*stream_prompt), greedy(20)), []
     for output in itertools.islice(stream, 3):
       output_ids += output.outputs[0].token_ids
@@ -198,7 +198,7 @@ def test_unknown_param_raises():
 
 
 def test_invalid_prompt_raises_before_any_prompt_runs(words_llm):
-  with all_blocks_return(words_llm) as before:
+  with assert_all_blocks_freed(words_llm) as before:
     with pytest.raises(ValueError, match="320"):
       beam_search(words_llm, [tokens(5), tokens(5, 320)], BeamSearchParams(2, 3))
     assert words_llm.get_metrics() == before

@@ -16,11 +16,11 @@ from reference import (
   reference_greedy,
   reference_logits,
   run_to_end,
-  same_outputs,
+  assert_same_outputs,
   set_overlap,
   tiny_model,
-  until,
-  work_of,
+  cut_after_end_token,
+  count_bytecodes,
 )
 
 import tinyvllm
@@ -99,7 +99,7 @@ def test_model_variant_equals_reference(tmp_path, variant):
 def test_enforce_eager_equals_captured(llm, folder):
   eager = LLM(folder, enforce_eager=True, **ENGINE)
   jobs = [tokens(*prompt(4)), tokens(*prompt(12, 1))]
-  same_outputs(eager.generate(jobs, greedy(4)), llm.generate(jobs, greedy(4)))
+  assert_same_outputs(eager.generate(jobs, greedy(4)), llm.generate(jobs, greedy(4)))
   assert not any(hasattr(graph, "captured") for _, graph in eager.runner.graphs.values())
 
 
@@ -141,7 +141,7 @@ def test_generate_takes_text_dict_or_ids(llm):
   several = llm.generate([text, {"prompt": text}, tokens(*ids)], greedy(5))
   assert len({tuple(ids_of(o)) for o in several}) == 1 and [o.prompt for o in several] == [text, text, None]
   assert all(o.prompt_token_ids == ids for o in several)
-  same_outputs(llm.generate(text, greedy(5)), several[:1])
+  assert_same_outputs(llm.generate(text, greedy(5)), several[:1])
   assert llm.generate([], greedy(5)) == []
 
 
@@ -204,9 +204,9 @@ def test_overlapped_steps_give_same_outputs(any_llm, monkeypatch):
   expected = any_llm.generate(*map(list, zip(*jobs, strict=True)))
   for overlaps in ("early", "overlapped"):
     set_overlap(monkeypatch, any_llm.runner, overlaps)
-    same_outputs(any_llm.generate(*map(list, zip(*jobs, strict=True))), expected)
+    assert_same_outputs(any_llm.generate(*map(list, zip(*jobs, strict=True))), expected)
   for job, output in zip(jobs, expected, strict=True):   # single requests and streams
-    same_outputs(any_llm.generate(*job), [output])
+    assert_same_outputs(any_llm.generate(*job), [output])
     assert "".join(x.outputs[0].text for x in any_llm.generate_stream(*job)) == output.outputs[0].text
   check_invariants(any_llm)
 
@@ -295,7 +295,7 @@ def test_failed_step_loses_no_token_and_caches_no_wrong_block(words_llm, words_f
     assert failures == 1 and last.keys() == kinds.keys()
     for name, output in last.items():
       again, = words_llm.generate(tokens(*prompts[name]), kinds[name])   # with cached blocks
-      same_outputs([output], [again])
+      assert_same_outputs([output], [again])
       for c in output.outputs:
         assert c.token_ids == reference_greedy(words_folder, prompts[name], 12)[:len(c.token_ids)]
         assert len(c.token_ids) == kinds[name].max_tokens or c.finish_reason == "stop"
@@ -688,7 +688,7 @@ def test_random_adds_steps_and_aborts_equal_reference(small_llm, folder, seed):
     check_invariants(small_llm)
   last |= run(small_llm)
   for i, (ids, n, ignore_eos) in jobs.items():
-    expected = until(reference_greedy(folder, ids, n), () if ignore_eos else (2,))
+    expected = cut_after_end_token(reference_greedy(folder, ids, n), () if ignore_eos else (2,))
     if i in aborted: assert i not in last or ids_of(last[i]) == expected[:len(ids_of(last[i]))]
     else: assert ids_of(last[i]) == expected and last[i].finished
   assert aborted and len(jobs) > 40
@@ -812,7 +812,7 @@ def test_min_tokens_suppresses_eos_and_stop_tokens(eos_llm, folder):
     logits = reference_logits(folder, ids)[-1]
     if i < 6: logits[list(ends)] = -np.inf
     ids.append(int(logits.argmax()))
-  expected = until(ids[5 + 6:], ends)
+  expected = cut_after_end_token(ids[5 + 6:], ends)
   params = greedy(12, ignore_eos=False, min_tokens=6, stop_token_ids=[77])
   completion = eos_llm.generate(tokens(*prompt(5)), params)[0].outputs[0]
   assert completion.token_ids == ids[5:5 + 6] + expected
@@ -863,7 +863,7 @@ def test_get_metrics_work_does_not_depend_on_pool_size(llm, monkeypatch):
     blocks = BlockManager(size, llm.config)
     monkeypatch.setattr(llm, "blocks", blocks)
     monkeypatch.setattr(llm.scheduler, "blocks", blocks)
-    return work_of(llm.get_metrics)
+    return count_bytecodes(llm.get_metrics)
   work(10)
   assert work(250_000) == work(100)
 
@@ -875,7 +875,7 @@ def test_step_work_does_not_depend_on_waiting_requests(llm, one_finishes):
     for i in range(6): llm.add_request(f"runs {i}", tokens(5 + i), greedy(2 if one_finishes and i == 0 else 9))
     llm.step()
     for i in range(waiting): llm.add_request(f"waits {i}", tokens(3), greedy(9))
-    count = work_of(llm.step) + work_of(llm.step)
+    count = count_bytecodes(llm.step) + count_bytecodes(llm.step)
     metrics = llm.get_metrics()
     assert metrics["num_requests_running"] == 6 and metrics["num_requests_waiting"] == waiting - one_finishes
     for name in [*llm.requests]: llm.abort_request(name)

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from reference import ENGINE, check_invariants, reference_greedy, same_outputs, set_overlap, slow
+from reference import ENGINE, check_invariants, reference_greedy, assert_same_outputs, set_overlap, slow
 
 import tinyvllm.engine
 from tinyvllm import LLM, SamplingParams
@@ -142,7 +142,7 @@ def test_failed_step_loses_and_repeats_no_token(engine, folder, monkeypatch, ove
     check_outputs(folder, last, jobs)
     again = engine.generate([tokens(ids) for ids, _ in jobs.values()], [greedy(n) for _, n in jobs.values()])
     check_outputs(folder, dict(zip(jobs, again, strict=True)), jobs)
-    same_outputs([last[name] for name in jobs], again)
+    assert_same_outputs([last[name] for name in jobs], again)
 
 
 @pytest.mark.parametrize("place", ["launch", "compute", "read"])
@@ -399,7 +399,7 @@ def test_interrupt_anywhere_in_a_step_loses_no_token(small_engine, folder, overl
     for name, output in zip(jobs, again, strict=True):
       assert ids_of(output) == expected[name]
       if name not in last or not last[name].finished: continue
-      same_outputs([last[name]], [output])
+      assert_same_outputs([last[name]], [output])
       assert last[name].metrics.num_generated == jobs[name][1]
     return visits_by_step, interrupted
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import sentencepiece
 from hypothesis import Phase, given, settings, strategies as st
-from reference import (ENGINE, reference_greedy, reference_keep, reference_logits, reference_probabilities,
+from reference import (ENGINE, reference_greedy, reference_sampling_mask, reference_logits, reference_probabilities,
                        sentencepiece_model, tiny_model)
 from test_sampling import chi_square_passes
 from tinygrad import Tensor, TinyJit
@@ -136,7 +136,7 @@ def test_sample_ids_are_in_reference_mask(V, rng):
     while not is_robust_to_rounding(x, *(row := random_sampling_fields(rng, V))): pass
     rows.append(row)
   columns = [np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), "fiff", strict=True)]
-  keep = [reference_keep(x, *row) & np.isfinite(x) if row[0] else np.arange(V) == x.argmax()
+  keep = [reference_sampling_mask(x, *row) & np.isfinite(x) if row[0] else np.arange(V) == x.argmax()
           for x, row in zip(logits, rows, strict=True)]
   seeds, positions = rng.integers(0, 2**32, (2, ROWS), np.uint32), rng.integers(0, 2**20, ROWS).astype(np.int32)
   ids = call(sample, logits, *columns, *seeds, positions)
@@ -144,7 +144,7 @@ def test_sample_ids_are_in_reference_mask(V, rng):
 
 
 def frequencies_fit(ids, logits, temperature, **filters):
-  p = reference_probabilities(logits, temperature) * reference_keep(logits, temperature, **filters)
+  p = reference_probabilities(logits, temperature) * reference_sampling_mask(logits, temperature, **filters)
   return (p[ids] > 0).all() and chi_square_passes(ids, p / p.sum())
 
 
@@ -154,7 +154,7 @@ def test_frequencies_after_adjustments_and_filters_match_reference():
   bias, factor, penalty = np.zeros(50), np.ones(50), np.zeros(50)
   bias[order[[3, 12, 30]]], factor[order[[0, 5, 45]]], penalty[order[:8:3]] = (-1.5, 2, 4), (1.8, 0.6, 3), (1, -1, 2)
   x = np.where(logits + bias > 0, (logits + bias) / factor, (logits + bias) * factor) - penalty
-  assert 6 < reference_keep(x, **filters).sum() < 14, "top_p and min_p must remove tokens too"
+  assert 6 < reference_sampling_mask(x, **filters).sum() < 14, "top_p and min_p must remove tokens too"
   rows = [np.tile(value, (ROWS, 1)) for value in (logits, np.ones(50, bool), bias, factor, penalty)]
   adjusted, positions = call(adjust, rows[0], make_adjustments(*rows[1:])), np.arange(ROWS, dtype=np.int32)
   columns = [np.full(ROWS, value, kind) for value, kind in zip(filters.values(), "fiff", strict=True)]

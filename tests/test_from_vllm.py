@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from reference import ENGINE, slow_but, tiny_model
+from reference import ENGINE, mark_slow_except, tiny_model
 from server import Server
 from tinyvllm_extra.cli import main
 
@@ -235,7 +235,7 @@ assert llm.generate("An address:", regex)[0].outputs[0].text.endswith(".com")
 """}
 
 
-@pytest.mark.parametrize("name", slow_but(["offline inference"], SCRIPTS))
+@pytest.mark.parametrize("name", mark_slow_except(["offline inference"], SCRIPTS))
 def test_vllm_example_script_runs(tmp_path, monkeypatch, name):
   (tmp_path / "model").symlink_to(Path(tinyvllm.__file__).with_name("default_model"))
   monkeypatch.chdir(tmp_path)

@@ -283,10 +283,10 @@ def texts():
   return [*CORPUS, "", " ", "  two  spaces  ", *random_texts]
 
 
-@pytest.mark.parametrize("shipped", [True, False])
-def test_sentencepiece_tokenizer_equals_original(tmp_path, shipped):
+@pytest.mark.parametrize("bundled", [True, False])
+def test_sentencepiece_tokenizer_equals_original(tmp_path, bundled):
   own = Path(tinyvllm.__file__).parent / "default_model"
-  folder = own if shipped else tiny_model(tmp_path / "hf")
+  folder = own if bundled else tiny_model(tmp_path / "hf")
   template = json.loads((own / "tokenizer_config.json").read_text())["chat_template"]
   path = write_gguf(tmp_path / "model.gguf", folder, tokenizer="llama", template=template)
   expected = load_tokenizer(folder)
@@ -296,7 +296,7 @@ def test_sentencepiece_tokenizer_equals_original(tmp_path, shipped):
       assert tokenizer.encode(text) == ids and tokenizer.decode(ids) == expected.decode(ids), repr(text)
     assert (tokenizer.eos_token_id, tokenizer.config["bos_token"], tokenizer.prefix) == (2, "<s>", [1])
     messages = [{"role": "user", "content": "hello"}]
-    if shipped: assert tokenizer.apply_chat_template(messages) == expected.apply_chat_template(messages)
+    if bundled: assert tokenizer.apply_chat_template(messages) == expected.apply_chat_template(messages)
     assert tokenizer.config["chat_template"] == template
 
 

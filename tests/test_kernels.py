@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from reference import in_8_bits, rope_frequencies, slow, slow_but, token_rows
+from reference import quantize_kv, rope_frequencies, slow, mark_slow_except, token_rows
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
@@ -268,14 +268,14 @@ def test_attention_reads_int8_and_fp8(case, stored_as):
 
 
 @slow_in_half
-@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
+@pytest.mark.parametrize("case", mark_slow_except(QUICK, CASES))
 @pytest.mark.parametrize("block_size", [16, *slow(4)])
 def test_attention_equals_numpy_and_reads_only_own_sequence(case, block_size, kind):
   attention_equals_numpy(case, block_size, kind)
 
 
 @slow_in_half
-@pytest.mark.parametrize("case", slow_but(("decode", "narrow"), CASES))
+@pytest.mark.parametrize("case", mark_slow_except(("decode", "narrow"), CASES))
 @pytest.mark.parametrize("block_size", [16, *slow(4)])
 def test_core_attention_equals_numpy(case, block_size, kind):
   attention_equals_numpy(case, block_size, kind, use_core=True)
@@ -297,7 +297,7 @@ def attention_equals_numpy(case: str, block_size: int, kind: str, stored_as: str
       cache[:, table[r, p // block_size], p % block_size] = rng.standard_normal((2, KV, D))
   caches = list(as_stored(cache))
   if stored_as != "auto":
-    (keys, k_bytes, k_scales), (values, v_bytes, v_scales) = [in_8_bits(np.nan_to_num(x), stored_as) for x in cache]
+    (keys, k_bytes, k_scales), (values, v_bytes, v_scales) = [quantize_kv(np.nan_to_num(x), stored_as) for x in cache]
     unwritten = np.isnan(cache)
     cache = np.where(unwritten, np.nan, [keys, values])
     garbage = rng.integers(0, 256, cache.shape).astype(np.uint8)   # in unwritten positions
@@ -359,7 +359,7 @@ def rope_equals_numpy(kind: str, stored_as: str = "auto") -> None:
   if stored_as == "auto":
     for output, reference in zip(outputs[:2], expected, strict=True): close(output, reference, KINDS[kind][1])
     return
-  (_, k_bytes, k_scales), (_, v_bytes, v_scales) = [in_8_bits(x, stored_as) for x in cache]
+  (_, k_bytes, k_scales), (_, v_bytes, v_scales) = [quantize_kv(x, stored_as) for x in cache]
   for output, reference in zip(outputs[:2], bytes_as_stored(k_bytes, v_bytes), strict=True):
     output, reference = [np.ascontiguousarray(x).view(np.uint8).astype(int) for x in (output.numpy(), reference)]
     nonzero = output != 0   # about 1 in 256 written bytes is 0 too

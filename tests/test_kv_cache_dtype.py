@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from reference import ENGINE, VOCAB, in_8_bits, reference_logits, tiny_config, tiny_model
+from reference import ENGINE, VOCAB, quantize_kv, reference_logits, tiny_config, tiny_model
 from tinygrad import dtypes
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.cli.doctor import fit
@@ -44,7 +44,7 @@ def llm(request, folder): return LLM(folder, kv_cache_dtype=request.param, **ENG
 
 def test_ids_equal_numpy_with_rounded_k_and_v(llm, folder):
   """Rounding of sums may choose between two tokens of nearly equal probability, which is rare in these outputs."""
-  def rounded(x): return in_8_bits(x, llm.config.kv_cache_dtype)[0]
+  def rounded(x): return quantize_kv(x, llm.config.kv_cache_dtype)[0]
   prompts = [tokens(n, "numpy") for n in LENGTHS]
   num_equal = 0
   for prompt, output in zip(prompts, output_ids(llm, prompts, greedy(8)), strict=True):

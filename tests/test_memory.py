@@ -45,7 +45,7 @@ def check_metrics(engine, total):
 
 
 @contextmanager
-def all_blocks_return(engine):
+def assert_all_blocks_freed(engine):
   """Check that the engine is idle, with all blocks free, before and after. Yields the metrics before."""
   before = engine.get_metrics()
   assert not engine.has_unfinished_requests() and before["blocks_used"] == 0, "requests of another test remain"
@@ -98,7 +98,7 @@ def cached_tokens(engine, *names):
 @pytest.mark.parametrize("length", [1, *EDGES, 10 * BS, 10 * BS + 1])
 def test_repeated_prompt_is_cached_and_gives_same_output(llm, uncached_llm, folder, length):
   job, num_cached = tokens(*prompt(length, 200 + length)), full_blocks(length - 1)
-  with all_blocks_return(llm) as before:
+  with assert_all_blocks_freed(llm) as before:
     first, = llm.generate(job, greedy(6))
     between = llm.get_metrics()
     second, = llm.generate(job, greedy(6))
@@ -157,7 +157,7 @@ def test_equal_prefixes_in_one_step_do_not_share_unwritten_blocks(llm, folder, l
   common, tail = prompt(BS, 400 + length), length - BS
   jobs = {name: [*common, *prompt(tail, 410 + i)] for i, name in enumerate("abc")}
   jobs["same as a"] = jobs["a"]
-  with all_blocks_return(llm):
+  with assert_all_blocks_freed(llm):
     for name in "ab": llm.add_request(name, tokens(*jobs[name]), greedy(9))
     assert cached_tokens(llm, "a", "b") == {"a": 0, "b": 0}
     for name in ("c", "same as a"): llm.add_request(name, tokens(*jobs[name]), greedy(9))
@@ -170,7 +170,7 @@ def test_equal_prefixes_in_one_step_do_not_share_unwritten_blocks(llm, folder, l
 def test_prompt_hits_computed_chunks_of_equal_running_prompt(llm, folder, n):
   """The first prompt of 40 tokens takes three steps of 16 tokens: the others hit only chunks computed by then."""
   job = prompt(10 * BS, 420 + n)
-  with all_blocks_return(llm):
+  with assert_all_blocks_freed(llm):
     for i in range(n): llm.add_request(str(i), tokens(*job), greedy(9))
     last, _ = run(llm)
   assert [ids_of(last[str(i)]) for i in range(n)] == [reference_greedy(folder, job, 9)] * n
@@ -180,7 +180,7 @@ def test_prompt_hits_computed_chunks_of_equal_running_prompt(llm, folder, n):
 
 def test_shared_blocks_survive_abort_of_first_owner(llm, folder):
   job = prompt(2 * BS + 1, 430)
-  with all_blocks_return(llm):
+  with assert_all_blocks_freed(llm):
     llm.add_request("a", tokens(*job), greedy(20))
     llm.step()
     m = llm.get_metrics()
@@ -213,7 +213,7 @@ def test_metrics_count_free_cached_blocks(folder):
 
 def test_prefix_caching_disabled_gives_no_hits(uncached_llm, folder):
   job = prompt(6 * BS + 1, 450)
-  with all_blocks_return(uncached_llm):
+  with assert_all_blocks_freed(uncached_llm):
     outputs = [uncached_llm.generate(tokens(*job), greedy(5))[0] for _ in range(2)]
     outputs += uncached_llm.generate([tokens(*job)] * 3, greedy(5))
   assert [o.num_cached_tokens for o in outputs] == [0] * 5
@@ -225,7 +225,7 @@ def test_prefix_caching_disabled_gives_no_hits(uncached_llm, folder):
 # eviction
 
 def test_prompt_with_evicted_blocks_is_recomputed(small_llm, folder):
-  with all_blocks_return(small_llm):
+  with assert_all_blocks_freed(small_llm):
     for length in (6 * BS, 7 * BS, 8 * BS, 10 * BS, 11 * BS):   # 12 blocks in all
       chain, other = prompt(8 * BS + 1, 500 + length), prompt(length, 550 + length)
       for job in (chain, other, chain, other, chain[:3 * BS + 1], chain):
@@ -251,7 +251,7 @@ def test_block_with_evicted_parent_does_not_match_another_parent(small_llm, fold
         if output.request_id != "ask" or not output.finished: continue
         assert ids_of(output) == reference_greedy(folder, ids, 2)
         return output.num_cached_tokens
-  with all_blocks_return(small_llm):
+  with assert_all_blocks_freed(small_llm):
     small_llm.add_request("a", tokens(*a), greedy(1))
     small_llm.add_request("b", tokens(*b), greedy(length))
     small_llm.step()
@@ -267,7 +267,7 @@ def test_prefix_tree_in_a_small_pool_equals_reference(small_llm, folder):
   """About 120 branches of 4 blocks in a pool of 12: parents and children are evicted and hit in random order."""
   rng, hits = random.Random(0), small_llm.get_metrics()["prefix_cache_hits"]
   nodes = [[prompt(BS, 700 + 10 * level + i) for i in range(3)] for level in range(4)]
-  with all_blocks_return(small_llm):
+  with assert_all_blocks_freed(small_llm):
     for round in range(40):
       branches = [[rng.choice(level) for level in nodes[:rng.randrange(1, 5)]] for _ in range(rng.randrange(1, 5))]
       jobs = [[*sum(branch, []), *prompt(rng.randrange(BS), rng.randrange(3))] for branch in branches]
@@ -283,7 +283,7 @@ def test_prefix_tree_in_a_small_pool_equals_reference(small_llm, folder):
 
 def test_prefix_hit_after_preemption_equals_a_fresh_run(small_llm, folder):
   jobs = [prompt(9 + i, 800 + i) for i in range(4)]
-  with all_blocks_return(small_llm) as before:
+  with assert_all_blocks_freed(small_llm) as before:
     for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(24))
     last, _ = run(small_llm)
     assert small_llm.get_metrics()["num_preemptions"] > before["num_preemptions"], "the pool must be too small"
@@ -303,7 +303,7 @@ def test_sequence_preempted_at_257_tokens_continues_unchanged(folder, block_size
   engine = LLM(folder, num_gpu_blocks_override=2 * -(-257 // block_size), enable_prefix_caching=caching,
                **{**ENGINE, "block_size": block_size, "max_model_len": 512})
   jobs = [prompt(240, 900), prompt(250, 901)]
-  with all_blocks_return(engine):
+  with assert_all_blocks_freed(engine):
     for i, job in enumerate(jobs): engine.add_request(str(i), tokens(*job), greedy(30))
     last, finish_steps = run(engine)
     m = engine.get_metrics()
@@ -321,7 +321,7 @@ POOL_JOBS = [([*prompt(2 * BS, 1000 + i % 3)[:8 * (i % 2)], *prompt(1 + 7 * i % 
 def test_64_requests_with_quarter_of_needed_blocks_equal_reference(folder):
   need = sorted(-(-(len(job) + n) // BS) for job, n in POOL_JOBS)[-BUSY["max_num_seqs"]:]
   engine = LLM(folder, num_gpu_blocks_override=1 + sum(need) // 4, **BUSY)
-  with all_blocks_return(engine):
+  with assert_all_blocks_freed(engine):
     for i, (job, n) in enumerate(POOL_JOBS): engine.add_request(str(i), tokens(*job), greedy(n))
     last, _ = run(engine)
     m = engine.get_metrics()
@@ -335,7 +335,7 @@ def test_abort_while_preempted_leaves_no_block_in_use(small_llm, folder):
     while small_llm.get_metrics()["num_preemptions"] == before: small_llm.step()
 
   jobs = [prompt(13, 1200 + i) for i in range(3)]   # they use all 12 blocks; the newest is preempted at the 17th token
-  with all_blocks_return(small_llm) as before:
+  with assert_all_blocks_freed(small_llm) as before:
     for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(20))
     until_preempted()
     m = check_metrics(small_llm, before["blocks_free"])
@@ -356,7 +356,7 @@ def test_abort_while_preempted_leaves_no_block_in_use(small_llm, folder):
 
 def test_repeated_preemption_finishes_oldest_first(small_llm, folder):
   jobs = [prompt(9, 1300 + i) for i in range(6)]
-  with all_blocks_return(small_llm) as before:
+  with assert_all_blocks_freed(small_llm) as before:
     for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(30))
     last, finish_steps = run(small_llm)
     assert small_llm.get_metrics()["num_preemptions"] > before["num_preemptions"] + 3, "too few preemptions"
@@ -373,7 +373,7 @@ def priority_llm(folder):
 def test_repeated_preemption_keeps_priority_order(priority_llm, folder):
   priorities = [3, 0, 2, 0, -1, 2]
   jobs = [prompt(9, 1400 + i) for i in range(6)]
-  with all_blocks_return(priority_llm) as before:
+  with assert_all_blocks_freed(priority_llm) as before:
     for i, job in enumerate(jobs): priority_llm.add_request(str(i), tokens(*job), greedy(24), priority=priorities[i])
     last, finish_steps = run(priority_llm)
     assert priority_llm.get_metrics()["num_preemptions"] > before["num_preemptions"]
@@ -384,7 +384,7 @@ def test_repeated_preemption_keeps_priority_order(priority_llm, folder):
 
 def test_late_high_priority_request_overtakes_preempted_ones(priority_llm, folder):
   jobs = {f"low {i}": (prompt(13, 1500 + i), 20) for i in range(3)} | {"high": (prompt(5, 1510), 6)}
-  with all_blocks_return(priority_llm) as before:
+  with assert_all_blocks_freed(priority_llm) as before:
     for i in range(3): priority_llm.add_request(f"low {i}", tokens(*jobs[f"low {i}"][0]), greedy(20), priority=5)
     for _ in range(2): priority_llm.step()
     priority_llm.add_request("high", tokens(*jobs["high"][0]), greedy(6), priority=0)
@@ -410,7 +410,7 @@ def test_greedy_parallel_samples_equal_single_sample(llm, folder, length):
   job, expected = prompt(length, 1600 + length), reference_greedy(folder, prompt(length, 1600 + length), 2 * BS + 1)
   one_text = None
   for n, num_cached in ((3, 0), (1, full_blocks(length - 1)), (3, full_blocks(length - 1))):
-    with all_blocks_return(llm) as before: output, = llm.generate(tokens(*job), greedy(2 * BS + 1, n=n))
+    with assert_all_blocks_freed(llm) as before: output, = llm.generate(tokens(*job), greedy(2 * BS + 1, n=n))
     check_whole(output, n)
     assert samples(output) == [expected] * n and output.num_cached_tokens == num_cached
     one_text = one_text or output.outputs[0].text
@@ -424,7 +424,7 @@ def test_greedy_parallel_samples_equal_single_sample(llm, folder, length):
 @pytest.mark.parametrize("length", EDGES)
 def test_seeded_samples_equal_single_requests_with_each_seed(sampler, length):
   job = tokens(*prompt(length, 1700 + length))
-  with all_blocks_return(sampler):
+  with assert_all_blocks_freed(sampler):
     alone = [ids_of(sampler.generate(job, seeded(2 * BS + 1, 40 + i))[0]) for i in range(3)]
     output, = sampler.generate(job, seeded(2 * BS + 1, 40, n=3))
     fresh = tokens(*prompt(length, 1750 + length))   # not cached
@@ -443,7 +443,7 @@ def test_samples_without_seed_differ(sampler):
 def test_samples_share_blocks_of_their_prompt(llm, folder, length):
   """10 blocks for a prompt of 40 tokens, and 2 for 6 output tokens of each of 4 samples: 18 blocks, not 48."""
   job, num_used, num_shared = prompt(length, 1900 + length), [], []
-  with all_blocks_return(llm):
+  with assert_all_blocks_freed(llm):
     llm.add_request("a", tokens(*job), greedy(6, n=4))
     last, _ = run(llm, watch=lambda m: (num_used.append(m["blocks_used"]), num_shared.append(m["blocks_shared"])))
   assert samples(last["a"]) == [reference_greedy(folder, job, 6)] * 4
@@ -458,7 +458,7 @@ def test_samples_end_independently(sampler):
   job, stops = tokens(*prompt(7, 2000)), {"stop_token_ids": STOPS}
   alone = [sampler.generate(job, seeded(30, 7 + i, **stops))[0].outputs[0] for i in range(4)]
   assert len({len(c.token_ids) for c in alone}) >= 3, "lengths must differ"
-  with all_blocks_return(sampler):
+  with assert_all_blocks_freed(sampler):
     sampler.add_request("a", job, seeded(30, 7, n=4, **stops))
     outputs = []
     while sampler.has_unfinished_requests(): outputs += sampler.step()
@@ -478,7 +478,7 @@ def test_more_samples_than_max_num_seqs_equal_single_requests(tight_sampler, sam
   """Two slots, and enough blocks for all samples."""
   job, most = tokens(*prompt(6, 2100)), []
   alone = [ids_of(sampler.generate(job, seeded(9, 60 + i))[0]) for i in range(n)]
-  with all_blocks_return(tight_sampler) as before:
+  with assert_all_blocks_freed(tight_sampler) as before:
     tight_sampler.add_request("a", job, seeded(9, 60, n=n))
     last, _ = run(tight_sampler, watch=lambda m: most.append(m["num_requests_running"]))
     assert tight_sampler.get_metrics()["prompt_tokens"] - before["prompt_tokens"] == 6
@@ -491,7 +491,7 @@ def test_preempted_samples_continue_unchanged(tight_sampler, sampler, length):
   """Each sample needs 9 of the 12 blocks, 2 of them shared."""
   job = tokens(*prompt(length, 2200 + length))
   alone = [ids_of(sampler.generate(job, seeded(26, 80 + i))[0]) for i in range(3)]
-  with all_blocks_return(tight_sampler) as before:
+  with assert_all_blocks_freed(tight_sampler) as before:
     for _ in range(2):
       output, = tight_sampler.generate(job, seeded(26, 80, n=3))
       check_whole(output, 3)
@@ -501,7 +501,7 @@ def test_preempted_samples_continue_unchanged(tight_sampler, sampler, length):
 
 def test_samples_and_single_requests_in_small_pool_equal_reference(small_llm, folder):
   jobs = {"a": (prompt(11, 2300), 20, 3), "b": (prompt(6, 2301), 24, 1), "c": (prompt(11, 2300), 15, 2)}
-  with all_blocks_return(small_llm) as before:
+  with assert_all_blocks_freed(small_llm) as before:
     for name, (job, length, n) in jobs.items(): small_llm.add_request(name, tokens(*job), greedy(length, n=n))
     last, _ = run(small_llm)
     assert small_llm.get_metrics()["num_preemptions"] > before["num_preemptions"]
@@ -511,7 +511,7 @@ def test_samples_and_single_requests_in_small_pool_equal_reference(small_llm, fo
 
 def test_joined_stream_of_two_samples_equals_generate(sampler):
   request = tokens(*prompt(7, 2400)), seeded(24, 7, n=2, stop_token_ids=STOPS)
-  with all_blocks_return(sampler):
+  with assert_all_blocks_freed(sampler):
     whole, = sampler.generate(*request)
     parts = list(sampler.generate_stream(*request))
   for part in parts: assert [c.index for c in part.outputs] == [0, 1]
@@ -527,19 +527,19 @@ def test_joined_stream_of_two_samples_equals_generate(sampler):
 def test_abort_ends_all_samples(sampler, tight_sampler):
   for engine in (sampler, tight_sampler):   # in tight_sampler some samples have no slot yet
     for steps in (0, 1, 2, 3, 6, 9):   # while waiting, during prefill, between samples
-      with all_blocks_return(engine):
+      with assert_all_blocks_freed(engine):
         engine.add_request("a", tokens(*prompt(7, 2500 + steps)), seeded(20, 5, n=4))
         for _ in range(steps): engine.step()
         engine.abort_request("a")
         assert not engine.has_unfinished_requests() and engine.step() == []
         m = engine.get_metrics()
         assert m["num_requests_running"] == m["num_requests_waiting"] == 0
-    with all_blocks_return(engine):   # after one sample has ended
+    with assert_all_blocks_freed(engine):   # after one sample has ended
       engine.add_request("a", tokens(*prompt(7, 2000)), seeded(30, 7, n=4, stop_token_ids=STOPS))
       while not any(c.finish_reason for o in engine.step() for c in o.outputs): pass
       assert engine.has_unfinished_requests()
       engine.abort_request("a")
-    with all_blocks_return(engine):
+    with assert_all_blocks_freed(engine):
       stream = engine.generate_stream(tokens(*prompt(7, 2510)), seeded(20, 5, n=2))
       next(stream)
       stream.close()
@@ -552,7 +552,7 @@ def test_random_requests_with_common_prefixes_and_samples_equal_reference(small_
   rng, jobs, last, aborted = random.Random(seed), {}, {}, set()
   prompts = [[*prompt(2 * BS, 2700 + i % 3), *prompt(length, 2710 + length)] for i, length in
              enumerate((1, BS - 1, BS, BS + 1, 3 * BS))] + [prompt(length, 2703) for length in (1, BS, 2 * BS + 1)]
-  with all_blocks_return(small_llm) as before:
+  with assert_all_blocks_freed(small_llm) as before:
     total = before["blocks_free"]
     for _ in range(300):
       draw, live = rng.random(), [i for i in jobs if i not in aborted and not (i in last and last[i].finished)]
@@ -583,7 +583,7 @@ def test_5000_requests_and_aborts_leak_neither_blocks_nor_memory(folder):
   rng, num_finished, num_aborted, num_added, live = random.Random(0), 0, 0, 0, {}
   prompts = [[*prompt(3 * BS, 2800 + i % 5)[:i % 4 * BS], *prompt(1 + i % 8, 2810 + i)] for i in range(64)]
   expected = [reference_greedy(folder, ids, 4) for ids in prompts]
-  with all_blocks_return(engine):
+  with assert_all_blocks_freed(engine):
     for n in (1, 2, 4, 8, 16, 32): engine.generate(tokens(*prompt(n, 2890 + n)), greedy(1))   # captures each graph
     for target in (1000, 5000):
       while num_added < target or live:

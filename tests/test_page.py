@@ -12,7 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect, sync_playwright
 from reference import tiny_model
-from server import Server, held_port, wait_until
+from server import Server, reserve_port, wait_until
 
 from tinyvllm import SamplingParams
 
@@ -476,7 +476,7 @@ def test_interrupted_stream_keeps_its_text_and_shows_the_error(visit):
 @pytest.fixture
 def port():
   """A free port that two successive servers can use."""
-  with held_port() as holder: yield holder.getsockname()[1]
+  with reserve_port() as holder: yield holder.getsockname()[1]
 
 
 def test_question_waits_while_the_server_is_down(visit, words_folder, port):

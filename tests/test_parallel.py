@@ -20,18 +20,18 @@ from reference import (
   reference_greedy,
   reference_logits,
   run_to_end,
-  same_outputs,
+  assert_same_outputs,
   slow,
-  slow_but,
+  mark_slow_except,
   tiny_config,
   tiny_model,
   write_safetensors,
 )
 from test_cli import process
 from test_failed_steps import PLACES, break_steps, fail_once, finish
-from test_quantization import FORMATS, GPTQ, PROJECTIONS, SIZES, gptq, matrix, numbers_of, quantized_model
+from test_quantization import FORMATS, GPTQ, PROJECTIONS, SIZES, gptq, matrix, random_quantized_matrix, quantized_model
 from test_speculation import NGRAM, Counts, always_draft
-from test_weights import MEASURE
+from test_weights import MEASURE_PEAK_MEMORY
 from safetensors.numpy import load_file, save_file
 from tinygrad import Device, Tensor, UOp, dtypes, nn
 from tinygrad.runtime.autogen import cuda
@@ -153,7 +153,7 @@ def test_float16_logits_on_two_devices_are_near_reference(tmp_path):
 @pytest.mark.slow
 def test_default_model_on_two_devices_gives_same_output():
   texts = [LLM(**SMALL, tensor_parallel_size=n).generate("Once upon a time", greedy(8), use_tqdm=False) for n in (1, 2)]
-  same_outputs(*texts)
+  assert_same_outputs(*texts)
 
 
 # quantized
@@ -195,7 +195,7 @@ def round_to_float16(folder, kinds):
 QUICK_FORMATS = "gptq, act-order", "compressed-tensors, zero points"
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK_FORMATS, FORMATS))
+@pytest.mark.parametrize("name", mark_slow_except(QUICK_FORMATS, FORMATS))
 def test_prequantized_matrix_is_split_or_stays_float16_with_warning(tmp_path, caplog, name):
   """Matrices have 64 and 96 inputs: 2 and 3 groups of 32, or 4 and 6 groups of 16."""
   quantized, plain = quantized_model(tmp_path, name)
@@ -235,7 +235,7 @@ def gptq_model(folder, group, symmetric=False, **sizes):
       tensors[key] = w
       continue
     group_of = np.arange(w.shape[1]) // (group or w.shape[1])
-    numbers = numbers_of(rng, *w.shape, group or w.shape[1], 4, symmetric)
+    numbers = random_quantized_matrix(rng, *w.shape, group or w.shape[1], 4, symmetric)
     tensors |= gptq(key.removesuffix(".weight"), *numbers, group_of, 4)
     weights[key] = matrix(*numbers, group_of)
   tiny_model(folder / "float", **sizes)
@@ -287,7 +287,7 @@ def test_sampling_params_on_two_devices_equal_one_device(one_device, two_devices
   prompts = [tokens(prompt(n, case)) for n in (1, 9, 4)]
   params = [SamplingParams(**{"temperature": 0.9, "seed": i, "max_tokens": 8, **CASES[case]}) for i in range(3)]
   expected, actual = [llm.generate(prompts, params, use_tqdm=False) for llm in (one_device, two_devices)]
-  same_outputs(actual, expected)
+  assert_same_outputs(actual, expected)
   texts = [[(c.token_ids, c.text) for output in outputs for c in output.outputs] for outputs in (expected, actual)]
   assert texts[0] == texts[1] and len(texts[0]) == 3 * params[0].n
 
@@ -509,8 +509,8 @@ def test_load_on_two_devices_peak_memory_is_near_model_size(tmp_path):
            "num_key_value_heads": 2, "vocab_size": 1024}
   small, big = tiny_model(tmp_path / "small"), tiny_model(tmp_path / "big", **sizes)
   size = (big / "model.safetensors").stat().st_size
-  code = MEASURE.replace("max_num_seqs=1)", "max_num_seqs=1, tensor_parallel_size=2)")
-  assert code != MEASURE
+  code = MEASURE_PEAK_MEMORY.replace("max_num_seqs=1)", "max_num_seqs=1, tensor_parallel_size=2)")
+  assert code != MEASURE_PEAK_MEMORY
   result = subprocess.run([sys.executable, "-c", code, small, big], capture_output=True, text=True, check=False,
                           cwd=Path(__file__).parents[1], timeout=120)
   assert result.returncode == 0, result.stderr

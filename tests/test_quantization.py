@@ -12,7 +12,7 @@ from reference import (
   read_safetensors,
   reference_greedy,
   slow,
-  slow_but,
+  mark_slow_except,
   tiny_config,
   tiny_model,
   write_safetensors,
@@ -49,7 +49,7 @@ def words(numbers: np.ndarray, bits: int, axis: int, order=range(8)) -> np.ndarr
   return np.ascontiguousarray(np.moveaxis(out, -1, axis).astype(np.uint32).view(np.int32))
 
 
-def numbers_of(rng, out: int, inputs: int, group: int, bits: int, symmetric: bool):
+def random_quantized_matrix(rng, out: int, inputs: int, group: int, bits: int, symmetric: bool):
   """Return random q (out, inputs), scale and zero point (out, groups) of a matrix."""
   groups = inputs // group
   q = rng.integers(0, 2**bits, (out, inputs))
@@ -143,7 +143,7 @@ def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]
       tensors[key] = w.astype(np.float32)
       continue
     size = group or w.shape[1]
-    numbers = numbers_of(rng, *w.shape, size, bits, symmetric)
+    numbers = random_quantized_matrix(rng, *w.shape, size, bits, symmetric)
     group_of = np.arange(w.shape[1]) // size
     if "act-order" in name: group_of = g_idx.setdefault(w.shape[1], rng.permutation(group_of))
     tensors |= write(key.removesuffix(".weight"), *numbers, group_of, bits)
@@ -168,7 +168,7 @@ def generate(folder: Path, **options) -> tuple[list[int], list[float]]:
 QUICK = "awq", "gptq, act-order", "compressed-tensors, zero points", "compressed-tensors, int8, zero points"
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK, FORMATS))
+@pytest.mark.parametrize("name", mark_slow_except(QUICK, FORMATS))
 def test_format_outputs_equal_dequantized_model(tmp_path, name):
   quantized, plain = quantized_model(tmp_path, name)
   ids, logprobs = generate(quantized)

@@ -1,4 +1,4 @@
-"""Two replicas of the shipped model behind Ray Serve, started by examples/deploy/ray_serve.py on this machine. Their
+"""Two replicas of the bundled model behind Ray Serve, started by examples/deploy/ray_serve.py on this machine. Their
 outputs must equal LLM.generate's in this process. Tests kill and break replicas. Run with `pytest -m ray`."""
 import asyncio
 import collections
@@ -18,7 +18,7 @@ import httpx2 as httpx
 import openai
 import pytest
 import yaml
-from server import Server, held_port, wait_until
+from server import Server, reserve_port, wait_until
 
 from tinyvllm import LLM, SamplingParams
 
@@ -49,7 +49,7 @@ def ray_serve(environment):
 class Cluster(Server):
   """A running ray_serve.py. Replicas are identified by the `replica` label of the metrics."""
   def __init__(self, *options):
-    self.holder = held_port()   # Ray's own processes could take the port first
+    self.holder = reserve_port()   # Ray's own processes could take the port first
     super().__init__(None, *SIZES, "--port", self.holder.getsockname()[1], *options,
                      script=str(FOLDER / "ray_serve.py"))
 
@@ -285,7 +285,7 @@ def test_unhealthy_replica_is_replaced(cluster, fault):
   (["--max-num-batched-tokens", "32"], "max_num_seqs=64 must be at most max_num_batched_tokens=32"),   # replica
 ])
 def test_invalid_options_print_one_error_line(environment, flags, line):
-  with held_port() as holder:
+  with reserve_port() as holder:
     command = [sys.executable, FOLDER / "ray_serve.py", "--port", str(holder.getsockname()[1]), *flags]
     run = subprocess.run(command, capture_output=True, text=True, timeout=200)
   assert run.returncode == 1 and f"\ntinyvllm: {line}" in "\n" + run.stderr, run.stderr

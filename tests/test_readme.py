@@ -15,7 +15,7 @@ PAGES = [page for page in sorted(ROOT.rglob("*.md"))
          if not any(part.startswith(".") or part == "site-packages" for part in page.relative_to(ROOT).parts)]
 PAGE = Path(__file__).with_name("README.md")
 RECORD = {"backend": "METAL", "device": "Apple M9", "tinygrad": "0.14.0", "passed": 49, "failed": 0, "seconds": 61,
-          "tokens_per_second": 123.45, "model": "shipped", "date": "2030-01-02"}
+          "tokens_per_second": 123.45, "model": "bundled", "date": "2030-01-02"}
 
 
 def test_the_first_page_is_short():
@@ -46,7 +46,7 @@ def rows_of(records): return {line.split(" | ")[0]: line for line in backends.re
 
 def test_the_table_of_backends_is_the_records():
   text = PAGE.read_text()
-  assert backends.put_into(text, backends.render(backends.read_records())) == text, (
+  assert backends.replace_table(text, backends.render(backends.read_records())) == text, (
     "python tests/benchmarks/backends.py --write tests/README.md")
 
 
@@ -54,7 +54,7 @@ def test_a_backend_that_nobody_ran_has_a_row_that_says_so_until_there_is_a_recor
   rows = rows_of([])
   assert [name for name in rows if "not run by us" in rows[name]] == ["| `METAL`", "| `AMD`"]
   rows = rows_of([RECORD, {**RECORD, "backend": "NEW", "failed": 2}])
-  assert rows["| `METAL`"] == "| `METAL` | Apple M9 | 49 passed, 61 s | 123.5 tokens/s | shipped | 0.14.0, 2030-01-02 |"
+  assert rows["| `METAL`"] == "| `METAL` | Apple M9 | 49 passed, 61 s | 123.5 tokens/s | bundled | 0.14.0, 2030-01-02 |"
   assert "49 passed, 2 failed" in rows["| `NEW`"] and "not run by us" in rows["| `AMD`"]
 
 

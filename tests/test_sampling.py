@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from reference import SAMPLING_ENGINE, reference_keep, reference_logits, reference_probabilities, slow
+from reference import SAMPLING_ENGINE, reference_sampling_mask, reference_logits, reference_probabilities, slow
 from tinygrad import Tensor, TinyJit, dtypes
 
 from tinyvllm import LLM, SamplingParams
@@ -67,7 +67,7 @@ SETTINGS = [
 @pytest.mark.parametrize("logits", [PEAKED, TIED], ids=["peaked", "tied"])
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_sample_frequencies_match_reference(draw, logits, options):
-  keep = reference_keep(logits, **{"temperature": 1.0, **options})
+  keep = reference_sampling_mask(logits, **{"temperature": 1.0, **options})
   ids = draw(logits, **options)
   assert keep[ids].all(), f"{sorted(set(ids[~keep[ids]].tolist()))} must not be sampled"
   p = np.where(keep, reference_probabilities(logits, options.get("temperature", 1.0)), 0.0)
@@ -127,7 +127,7 @@ def test_banned_ids_are_never_sampled(draw):
   masked = np.where(keep, PEAKED, -np.inf)
   assert set(draw(PEAKED, banned=banned, temperature=0.0)) == {masked.argmax()}
   for options in ({}, {"top_k": 4}, {"top_p": 0.5}):
-    ids, mask = draw(PEAKED, banned=banned, **options), reference_keep(masked, 1.0, **options) & keep
+    ids, mask = draw(PEAKED, banned=banned, **options), reference_sampling_mask(masked, 1.0, **options) & keep
     p = np.where(mask, reference_probabilities(masked, 1.0), 0.0)
     assert mask[ids].all() and chi_square_passes(ids, p / p.sum())
 
@@ -213,7 +213,7 @@ def test_first_token_frequencies_match_model_probabilities(llm, folder):
   logits = reference_logits(folder, ids)[-1]
   options = {"max_tokens": 1, "temperature": 0.8, "top_p": 1.0, "top_k": 12}
   first = llm.generate([{"prompt_token_ids": ids}] * 600, [params(i, **options) for i in range(600)])
-  keep = reference_keep(logits, 0.8, top_k=12)
+  keep = reference_sampling_mask(logits, 0.8, top_k=12)
   p = np.where(keep, reference_probabilities(logits, 0.8), 0.0)
   ids_sampled = np.array([o.outputs[0].token_ids[0] for o in first])
   assert keep[ids_sampled].all() and chi_square_passes(ids_sampled, p / p.sum())

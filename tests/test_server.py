@@ -81,7 +81,7 @@ def server(folder): yield from checked(Server(folder, *flags(**SMALL)))
 
 
 @pytest.fixture(scope="module")
-def shipped_server(): yield from checked(Server())
+def bundled_server(): yield from checked(Server())
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def test_openai_client_reads_completion_and_chat_streams(client, folder, llm):
   assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage.completion_tokens == 8
 
 
-def test_first_event_arrives_before_later_tokens_are_generated(limited, tell):
+def test_first_event_arrives_before_later_tokens_are_generated(limited, print_at_end):
   client, times, before = limited.client(api_key="secret"), [], limited.metrics()["generation_tokens_total"]
   fields = {**ENDLESS, "extra_body": {"ignore_eos": True}}
   del fields["ignore_eos"]
@@ -310,7 +310,7 @@ def test_first_event_arrives_before_later_tokens_are_generated(limited, tell):
   assert first["num_requests_running"] == 1 and first["generation_tokens_total"] - before < 30000
   assert last["num_requests_running"] == 1 and last["generation_tokens_total"] > first["generation_tokens_total"]
   gaps = sorted(1e3 * (b - a) for a, b in zip(times, times[1:], strict=False))
-  tell(f"gaps between events: median {gaps[100]:.2f} ms, 99% {gaps[197]:.2f} ms, max {gaps[-1]:.2f} ms")
+  print_at_end(f"gaps between events: median {gaps[100]:.2f} ms, 99% {gaps[197]:.2f} ms, max {gaps[-1]:.2f} ms")
   wait_until(lambda: limited.metrics()["num_requests_running"] == 0, "closing the stream aborts the request")
 
 
@@ -494,8 +494,8 @@ def test_response_format_json_object_returns_an_object(server, llm, path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
-def test_response_format_json_schema_output_validates_with_shipped_model(shipped_server, streamed):
-  client, texts = shipped_server.client(), set()
+def test_response_format_json_schema_output_validates_with_bundled_model(bundled_server, streamed):
+  client, texts = bundled_server.client(), set()
   schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
   spaces = {str(i): -100 for i in spaces_of(LLM().tokenizer)}   # JSON allows unlimited white space
   for seed in range(4):
@@ -612,11 +612,11 @@ def test_lower_priority_values_run_first(limited):
 # Other routes
 
 @pytest.mark.slow
-def test_tools_without_template_support_are_400(shipped_server):
+def test_tools_without_template_support_are_400(bundled_server):
   hello = {"role": "user", "content": "hello"}
   tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
   with pytest.raises(openai.BadRequestError, match="tools"):
-    shipped_server.client().chat.completions.create(model="tinyvllm", messages=[hello], tools=[tool])
+    bundled_server.client().chat.completions.create(model="tinyvllm", messages=[hello], tools=[tool])
 
 
 def test_models_lists_the_served_model(client, server, folder):
@@ -627,8 +627,8 @@ def test_models_lists_the_served_model(client, server, folder):
 
 
 @pytest.mark.slow
-def test_shipped_model_is_named_tinyvllm(shipped_server):
-  assert [x["id"] for x in shipped_server.get("/v1/models").json()["data"]] == ["tinyvllm"]
+def test_bundled_model_is_named_tinyvllm(bundled_server):
+  assert [x["id"] for x in bundled_server.get("/v1/models").json()["data"]] == ["tinyvllm"]
 
 
 def test_health_version_and_chat_page_return_200(server):

@@ -12,7 +12,7 @@ import re
 import numpy as np
 import pytest
 import sentencepiece
-from reference import ENGINE, VOCAB, check_invariants, reference_greedy, run_to_end, same_outputs, slow, tiny_model
+from reference import ENGINE, VOCAB, check_invariants, reference_greedy, run_to_end, assert_same_outputs, slow, tiny_model
 from server import Server
 from test_failed_steps import PLACES, Failed, break_steps, fail_once
 
@@ -770,7 +770,7 @@ def add_outputs(oracle, plain, jobs, params):
 
 def check_same(actual, expected):
   """Check that outputs are equal: ids, text, finish reasons and log probabilities."""
-  same_outputs(actual, expected)
+  assert_same_outputs(actual, expected)
   for a, b in zip(actual, expected, strict=True):
     assert len(a.outputs) == len(b.outputs)
     scores = [(a.prompt_logprobs, b.prompt_logprobs)]
@@ -1137,7 +1137,7 @@ class TestDraftModel:
     config = {"method": "draft_model", "model": str(words_folder), "num_speculative_tokens": 2, "quantization": "int8"}
     engine, jobs = LLM(words_folder, **ENGINE, speculative_config=config), [tokens(prompt(9, "int8"))]
     count = Counts(engine)
-    same_outputs(engine.generate(jobs, greedy(30), False), plain.generate(jobs, greedy(30), False))
+    assert_same_outputs(engine.generate(jobs, greedy(30), False), plain.generate(jobs, greedy(30), False))
     assert count()[1] >= count()[2] > 10, "int8 weights are nearly the same"
 
   @pytest.mark.parametrize("config, parts", [

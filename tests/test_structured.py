@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import sentencepiece
 from llguidance import LLMatcher, LLTokenizer, grammar_from
-from reference import ENGINE, VOCAB, reference_logits, same_outputs, sentencepiece_model, tiny_model
+from reference import ENGINE, VOCAB, reference_logits, assert_same_outputs, sentencepiece_model, tiny_model
 from test_tokenizer import byte_level_bpe
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
@@ -200,14 +200,14 @@ def test_mixed_batch_equals_single_requests(llm):
            for i, constraint in enumerate(constraints)]
   jobs, params = [*prompts(11), tokens(*range(3, 36))], [params for pair in pairs for params in pair]
   together = llm.generate(jobs, params)
-  same_outputs(together, [llm.generate(*job)[0] for job in zip(jobs, params, strict=True)])
+  assert_same_outputs(together, [llm.generate(*job)[0] for job in zip(jobs, params, strict=True)])
   assert {o.outputs[0].finish_reason for o in together[::2]} == {"stop"}
 
 
 def test_text_after_preemption_is_equal(llm, folder):
   small = LLM(folder, num_gpu_blocks_override=17, **{**GUIDED, "max_num_seqs": 2, "max_num_batched_tokens": 2})
   params = [structured("regex", "[a-z ]{30,50}x", i) if i % 4 else free(i) for i in range(8)]
-  same_outputs(small.generate(prompts(8), params), llm.generate(prompts(8), params))
+  assert_same_outputs(small.generate(prompts(8), params), llm.generate(prompts(8), params))
   assert small.get_metrics()["num_preemptions"] > 0
 
 
@@ -294,7 +294,7 @@ def test_invalid_constraint_raises_and_other_requests_continue(llm, kind, value)
     with pytest.raises(ValueError, match="structured_outputs"): call()
   assert llm.get_metrics() == before
   while llm.has_unfinished_requests(): last = llm.step() or last
-  same_outputs(last, expected)
+  assert_same_outputs(last, expected)
 
 
 def test_missing_llguidance_raises_and_other_requests_continue(folder, monkeypatch):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from reference import in_8_bits, rope_frequencies, token_rows
+from reference import quantize_kv, rope_frequencies, token_rows
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops
@@ -93,7 +93,7 @@ def test_attention_equals_numpy_and_reads_only_own_sequence(case, kind):
   scales = []
   if kind == "auto": stored = [np.where(unwritten[..., None, None], np.float16(np.nan), x) for x in (keys, values)]
   else:   # unwritten positions hold random bytes
-    both = [in_8_bits(x.astype(np.float32), kind) for x in (keys, values)]
+    both = [quantize_kv(x.astype(np.float32), kind) for x in (keys, values)]
     (keys, k_bytes, k_scales), (values, v_bytes, v_scales) = both
     garbage = rng.integers(0, 256, keys.shape).astype(np.uint8)
     stored = [np.where(unwritten[..., None, None], garbage, x) for x in (k_bytes, v_bytes)]
@@ -140,7 +140,7 @@ def test_rope_kernel_equals_numpy(T, kind):
     for output, reference in zip(outputs[:2], as_stored(*expected.astype(np.float16)), strict=True):
       np.testing.assert_allclose(output.numpy(), reference, atol=4e-3)
     return
-  (_, k_bytes, k_scales), (_, v_bytes, v_scales) = [in_8_bits(x, kind) for x in expected]
+  (_, k_bytes, k_scales), (_, v_bytes, v_scales) = [quantize_kv(x, kind) for x in expected]
   for output, reference in zip(outputs[:2], as_stored(k_bytes, v_bytes), strict=True):
     output, reference = [np.ascontiguousarray(x).view(np.uint8).astype(int) for x in (output.numpy(), reference)]
     nonzero = output != 0   # about 1 in 256 written bytes is 0 too

@@ -98,7 +98,7 @@ def measure(backend: str, model: str | None) -> dict:
   options = ["--model", model] if model else []
   speed = read_speed(run(backend, str(HERE / "speed.py"), "--decode-only", *options))
   return {"backend": backend, "device": match[1], "tinygrad": version("tinygrad"), "passed": passed, "failed": failed,
-          "seconds": round(seconds), "tokens_per_second": speed, "model": Path(model).name if model else "shipped",
+          "seconds": round(seconds), "tokens_per_second": speed, "model": Path(model).name if model else "bundled",
           "date": str(date.today())}
 
 
@@ -121,7 +121,7 @@ def cells(record: dict | None) -> list[str]:
 def read_records() -> list[dict]: return json.loads(RECORDS.read_text()) if RECORDS.exists() else []
 
 
-def put_into(text: str, table: str) -> str:
+def replace_table(text: str, table: str) -> str:
   """Return `text` with `table` between the two marks. Raises ValueError if the marks are missing."""
   if text.count(BEGIN) != 1 or text.count(END) != 1: raise ValueError(f"needs a line {BEGIN!r} and one {END!r}")
   before, rest = text.split(BEGIN)
@@ -150,7 +150,7 @@ def main() -> int:
     RECORDS.write_text(json.dumps(list(records.values()), indent=2, ensure_ascii=False) + "\n")
   table = render([*records.values()])
   print(f"\n{table}")
-  if args.write: args.write.write_text(put_into(args.write.read_text(), table))
+  if args.write: args.write.write_text(replace_table(args.write.read_text(), table))
   for problem in problems: print(problem, file=sys.stderr)
   return 1 if problems else 0
 

@@ -53,7 +53,7 @@ SHAPES = {"llama-7b": _shape(32, 4096, 11008, 32, 32, 32000, False, 4096),
           "llama-3.1-8b": _shape(32, 4096, 14336, 32, 8, 128256, False, 131072, 5e5),
           "llama-3.1-70b": _shape(80, 8192, 28672, 64, 8, 128256, False, 131072, 5e5),
           "smollm2-135m": _shape(30, 576, 1536, 9, 3, 49152, True, 8192, 1e5),
-          "shipped": json.loads((Path(tinyvllm.__file__).parent / "default_model/config.json").read_text())}
+          "bundled": json.loads((Path(tinyvllm.__file__).parent / "default_model/config.json").read_text())}
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -66,7 +66,7 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 def make_parser(doc: str) -> argparse.ArgumentParser:
   """Return a parser with the options that all benchmarks share."""
   parser = argparse.ArgumentParser(description=doc, formatter_class=Formatter)
-  parser.add_argument("--shape", choices=SHAPES, default="shipped", help="model shape, filled with random weights")
+  parser.add_argument("--shape", choices=SHAPES, default="bundled", help="model shape, filled with random weights")
   parser.add_argument("--model", metavar="DIR", help="model folder; its own weights are loaded")
   parser.add_argument("--layers", type=positive, help="number of layers, for a quick check; weights are then random, "
                       "with --model too (in the shape of its config.json)")

@@ -2,7 +2,7 @@
 
   python tests/benchmarks/memory_usage.py    # four layers of SmolLM2-135M's shape; three minutes on two cores
   python tests/benchmarks/memory_usage.py --shape llama-3.2-1b --requests 32 --prefix 1024
-  python tests/benchmarks/memory_usage.py --overhead --shape shipped
+  python tests/benchmarks/memory_usage.py --overhead --shape bundled
 
 First, --requests prompts with a shared --prefix are submitted together: seconds until all have their first token, with
 and without the prefix cache. A warm-up on other tokens captures the graphs. Then several loads run in a pool of
