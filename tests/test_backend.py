@@ -12,8 +12,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from reference import (check_invariants, quantize_kv, reference_sampling_mask, reference_logits, run_to_end, assert_same_outputs,
-                       tiny_model)
+from reference import (assert_same_outputs, check_invariants, quantize_kv, reference_logits, reference_sampling_mask,
+                       run_to_end, tiny_model)
 from test_fields import changed
 from test_quantization import quantized_model
 from tinygrad import Device, dtypes

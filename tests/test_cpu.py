@@ -20,7 +20,7 @@ from tinyvllm_extra.kernels.cpu import find_compiler
 from tinyvllm import LLM
 from tinyvllm.backend import cpu_cores
 from tinyvllm_extra.kernels import prepare_device as open_device
-from tinyvllm_extra.kernels.matmul import Linear, pack
+from tinyvllm_extra.kernels.matmul import Linear, reorder
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU only")
 SIZE, DEPTH = 1024, 8   # two rows of this size are split among cores
@@ -38,7 +38,7 @@ def layers(seed: int) -> tuple[list[Linear], Callable[[np.ndarray], np.ndarray]]
   linears = [Linear(in_features=SIZE, sources={"w": SIZE}, bias=False, dtype=dtypes.float32) for _ in normals]
   for linear, normal in zip(linears, normals, strict=True):
     matrix = (np.eye(SIZE, dtype=np.float32) - 2 * np.outer(normal, normal))[::-1]
-    linear.weight = Tensor(np.ascontiguousarray(pack(matrix, linear.weight.shape))).realize()
+    linear.weight = Tensor(np.ascontiguousarray(reorder(matrix, linear.weight.shape))).realize()
 
   def reflect(x: np.ndarray) -> np.ndarray:
     for normal in normals: x = (x - 2 * (x * normal).sum(1, keepdims=True) * normal)[:, ::-1]

@@ -10,7 +10,7 @@ from tinygrad.uop.ops import Ops
 
 from tinyvllm.backend import Backend, cpu_cores, scatter_kernel
 from tinyvllm_extra.kernels import generic as attention, matmul
-from tinyvllm_extra.kernels.matmul import GateUp, Linear, Norm, pack, speaks_cuda, stored_shape
+from tinyvllm_extra.kernels.matmul import GateUp, Linear, Norm, reorder, speaks_cuda, stored_shape
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # dtype, tolerance for rounding
 SLOW = Device.DEFAULT == "PYTHON"
@@ -39,7 +39,7 @@ def close(output: Tensor, expected: np.ndarray, tolerance: float) -> None:
 def linear(inputs: int, outputs: int, kind: str, bias: bool = False) -> tuple[Linear, np.ndarray]:
   layer = Linear(in_features=inputs, sources={"w": outputs}, bias=bias, dtype=KINDS[kind][0])
   weight = normal(outputs, inputs, kind=kind, seed=1)
-  layer.weight = on_device(pack(weight, layer.weight.shape))
+  layer.weight = on_device(reorder(weight, layer.weight.shape))
   return layer, weight.astype(np.float32)
 
 
@@ -96,7 +96,7 @@ def test_gate_up_equals_numpy_and_is_one_tensor_core_kernel(inputs, size, bias, 
   layer = GateUp(inputs, {"gate": size, "up": size}, bias, KINDS[kind][0])
   assert (layer.weight.ndim == 8) == (TENSOR_CORES and kind == "float16" and (inputs, size) in [(64, 24), (160, 16)])
   weight = normal(2 * size, inputs, kind=kind, seed=1) / 4
-  layer.weight, added = on_device(pack(layer.ordered(weight), layer.weight.shape)), 0
+  layer.weight, added = on_device(reorder(layer.ordered(weight), layer.weight.shape)), 0
   if bias:
     layer.bias = on_device(normal(2 * size, kind=kind, seed=3))
     added = layer.bias.numpy()
@@ -134,7 +134,7 @@ def test_many_rows_kernel_equals_numpy(many_rows, rows, inputs, outputs, bias, g
   """The cases have both more and fewer iterations than buffers."""
   layer = (GateUp if gated else Linear)(inputs, {"a": outputs // 2, "b": outputs // 2}, bias, dtypes.float16)
   weight, x = normal(outputs, inputs, kind="float16", seed=1) / 4, normal(rows, inputs, kind="float16")
-  layer.weight = on_device(pack(layer.ordered(weight), layer.weight.shape))
+  layer.weight = on_device(reorder(layer.ordered(weight), layer.weight.shape))
   expected = x.astype(np.float32) @ weight.astype(np.float32).T
   if bias:
     layer.bias = on_device(normal(outputs, kind="float16", seed=3))
@@ -150,7 +150,7 @@ def test_many_rows_kernel_split_k_equals_numpy(many_rows, monkeypatch, rows, min
   monkeypatch.setattr(matmul, "MIN_WORK_GROUPS", min_work_groups)
   layer = Linear(256, {"w": 256}, False, dtypes.float16, axis=1)
   weight, x = normal(256, 256, kind="float16", seed=1) / 4, normal(rows, 256, kind="float16")
-  layer.weight = on_device(pack(layer.ordered(weight), layer.weight.shape))
+  layer.weight = on_device(reorder(layer.ordered(weight), layer.weight.shape))
   assert kernel_names(layer(on_device(x))) == ["linear_many"]
   expected = [a.astype(np.float32) @ b.astype(np.float32).T
               for a, b in zip(np.split(x, parts, 1), np.split(weight, parts, 1), strict=True)]
@@ -228,7 +228,7 @@ def test_norm_add_sums_stacked_partial_sums(kind):
 def test_float16_weight_with_float32_input_equals_numpy():
   layer, weight = linear(72, 48, "float16", bias=True)
   layer.bias, x = on_device(normal(48, kind="float16", seed=3)), normal(4, 72)
-  layer.weight = on_device(pack(weight.astype(np.float16), stored_shape(48, 72, dtypes.float32)))
+  layer.weight = on_device(reorder(weight.astype(np.float16), stored_shape(48, 72, dtypes.float32)))
   close(layer(on_device(x)), x @ weight.T + layer.bias.numpy(), KINDS["float32"][1])
   norm, weight = Norm("norm", 72, 1e-5, dtypes.float32), 1 + normal(72, kind="float16", seed=1)
   norm.weight = on_device(weight)

@@ -16,7 +16,7 @@ from tinyvllm_extra.cli.doctor import fit
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backend import Backend
 from tinyvllm.config import EngineConfig, ModelConfig
-from tinyvllm_extra.kernels.tensor_cores import block_parts
+from tinyvllm_extra.kernels.tensor_cores import kv_layout
 
 KINDS = "int8", "fp8"
 MODEL = {"head_dim": 16}
@@ -116,7 +116,7 @@ def test_saved_prefix_cache_loads_only_with_same_dtype(llm, folder, tmp_path):
 
 def block_bytes(kind, dtype, **config):
   model = ModelConfig.from_hf(tiny_config(**config), "x")
-  parts = block_parts(model, EngineConfig(kv_cache_dtype=kind), dtype)
+  parts = kv_layout(model, EngineConfig(kv_cache_dtype=kind), dtype)
   return sum(math.prod(shape) * element.itemsize for shape, element in parts)
 
 

@@ -40,7 +40,7 @@ from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import EngineConfig
 from tinyvllm_extra.kernels import prepare_device as open_device
 from tinyvllm_extra.cli import main
-from tinyvllm_extra.kernels.matmul import Linear, Norm, pack
+from tinyvllm_extra.kernels.matmul import Linear, Norm, reorder
 from tinyvllm_extra.parallel import check_peers, device_names
 from tinyvllm_extra.quantization import Quantized, dequantize, quantize, split
 from tinyvllm_extra.server import AsyncLLM
@@ -480,7 +480,7 @@ def test_shards_equal_heads_rows_and_columns_of_file(tmp_path):
               layer.gate_up_proj: joined(f"{mlp}gate_proj", f"{mlp}up_proj")}
   for linear, expected_shards in expected.items():
     for shard, expected_shard in zip(shards_of(linear.weight), expected_shards, strict=True):
-      np.testing.assert_array_equal(shard, pack(expected_shard, linear.weight.shape))
+      np.testing.assert_array_equal(shard, reorder(expected_shard, linear.weight.shape))
 
 
 def test_two_devices_hold_twice_the_blocks_of_one(folder, monkeypatch):
@@ -644,7 +644,7 @@ def test_norm_adds_partial_sums_of_all_devices(count, rows, size):
 def test_embedding_row_is_on_its_device_and_zero_elsewhere(count, rows):
   weight = normal(count * rows, 24, seed=0)
   linear = Linear(24, {"w": rows}, False, dtypes.float32)
-  linear.weight = multi_device_tensor([pack(shard, linear.weight.shape) for shard in np.split(weight, count)])
+  linear.weight = multi_device_tensor([reorder(shard, linear.weight.shape) for shard in np.split(weight, count)])
   ids = np.array([0, rows - 1, rows, count * rows - 1, count * rows - rows, 5], np.int32)
   rows_by_device = linear.rows(multi_device_tensor([ids] * count), dtypes.float32).realize()
   for i, part in enumerate(shards_of(rows_by_device)):

@@ -25,7 +25,7 @@ from tinyvllm.backend import Backend, Devices
 from tinyvllm.config import ModelConfig
 from tinyvllm.llama import Llama
 from tinyvllm_extra import kernels, parallel
-from tinyvllm_extra.kernels.matmul import GateUp, Linear, pack, pack_numbers, scales_shape, stored_shape
+from tinyvllm_extra.kernels.matmul import GateUp, Linear, reorder, pack_numbers, scales_shape, stored_shape
 from tinyvllm_extra.quantization import Quantized, dequantize, quantize
 from tinyvllm_extra.weights import open_checkpoint
 
@@ -292,7 +292,7 @@ def stored(w: Quantized, dtype, kind=Linear) -> Linear:
   linear = kind(w.q.shape[1], {"w": len(w.q)}, False, dtype)
   shape = stored_shape(*w.q.shape, dtype)
   linear.weight = Tensor(pack_numbers(linear.ordered(w.q), shape)).realize()
-  linear.scales = [Tensor(np.ascontiguousarray(pack(linear.ordered(x), scales_shape(shape, x.shape[1])))).realize()
+  linear.scales = [Tensor(np.ascontiguousarray(reorder(linear.ordered(x), scales_shape(shape, x.shape[1])))).realize()
                    for x in (w.scale, w.offset) if x is not None]
   return linear
 

@@ -12,7 +12,8 @@ import re
 import numpy as np
 import pytest
 import sentencepiece
-from reference import ENGINE, VOCAB, check_invariants, reference_greedy, run_to_end, assert_same_outputs, slow, tiny_model
+from reference import (ENGINE, VOCAB, assert_same_outputs, check_invariants, reference_greedy, run_to_end, slow,
+                       tiny_model)
 from server import Server
 from test_failed_steps import PLACES, Failed, break_steps, fail_once
 

@@ -47,7 +47,7 @@ def on_device(x: np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x)).c
 def parts(kv_heads: int, groups: int, head_dim: int, kind: str = "auto", block_size: int = BS,
           dtype=dtypes.float16) -> list:
   model = SimpleNamespace(num_key_value_heads=kv_heads, num_attention_heads=kv_heads * groups, head_dim=head_dim)
-  return tensor_cores.block_parts(model, SimpleNamespace(kv_cache_dtype=kind, block_size=block_size), dtype)
+  return tensor_cores.kv_layout(model, SimpleNamespace(kv_cache_dtype=kind, block_size=block_size), dtype)
 
 
 def as_stored(keys: np.ndarray, values: np.ndarray) -> list[np.ndarray]:

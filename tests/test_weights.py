@@ -248,7 +248,8 @@ def test_loading_peak_memory_is_at_most_1_3_models(tmp_path, shards):
   small, big = tiny_model(tmp_path / "small"), tiny_model(tmp_path / "big", shards=shards, **sizes)
   size = sum(f.stat().st_size for f in big.glob("*.safetensors"))
   assert size > 60e6
-  run = subprocess.run([sys.executable, "-c", MEASURE_PEAK_MEMORY, small, big], capture_output=True, text=True, check=False,
+  command = [sys.executable, "-c", MEASURE_PEAK_MEMORY, small, big]
+  run = subprocess.run(command, capture_output=True, text=True, check=False,
                        cwd=Path(__file__).parents[1], timeout=120)
   assert run.returncode == 0, run.stderr
   assert 0.9 * size < int(run.stdout) <= 1.3 * size, f"{int(run.stdout) / size:.2f} times the model's bytes"
