@@ -582,7 +582,7 @@ def test_more_gpus_than_there_are_are_refused_and_so_are_those_that_cannot_read_
 def test_a_backend_that_takes_one_device_says_so(folder):
   run = process("generate", "a", "--model", folder, *FLAGS, "--tensor-parallel-size", "2", DEV="PYTHON")
   assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr
-  assert run.stderr.splitlines()[-1] == "tinyvllm: tensor_parallel_size=2 must be 1 on PYTHON; CUDA and CPU take more"
+  assert run.stderr.splitlines()[-1].startswith("tinyvllm: tensor_parallel_size=2 must be 1 on PYTHON")
 
 
 # the command line

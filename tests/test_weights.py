@@ -220,8 +220,8 @@ def test_core_backend_reads_files_of_every_dtype(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("options,said", [
-  ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 must be 1 for Backend, whose Linear, Norm, GateUp know one"),
-  ({"quantization": "int8"}, "quantization='int8' must be None for Backend, whose Linear")])
+  ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 must be 1: Backend's Linear, Norm, GateUp"),
+  ({"quantization": "int8"}, "quantization='int8' must be None: Backend's Linear")])
 def test_core_backend_refuses_what_its_parts_cannot_load(tmp_path, options, said):
   folder = tiny_model(tmp_path)
   with pytest.raises(InputError, match=said): LLM(folder, backend=Backend(), **SMALL, **options)
