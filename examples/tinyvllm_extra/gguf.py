@@ -186,8 +186,7 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, StoredTen
   except (EOFError, LookupError, UnicodeDecodeError, struct.error) as e:
     check(False, f"model: {path} is not a readable GGUF file or is truncated: at byte {reader.tell()} of {size}: {e}")
   alignment = metadata.get("general.alignment", 32)
-  check(type(alignment) is int and alignment > 0,
-        f"model: {path}: general.alignment={alignment!r} must be a power of two")
+  check(type(alignment) is int and alignment > 0, f"model: {path}: general.alignment={alignment!r} must be above 0")
   start = -(-reader.tell() // alignment) * alignment
   return metadata, {info[0]: locate_tensor(path, start, size, *info) for info in tensor_infos}
 

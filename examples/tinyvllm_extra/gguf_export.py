@@ -44,8 +44,7 @@ def quantization_config(formats: dict[str, Format | str]) -> dict[str, Any]:
     "ignore": [name for name, x in formats.items() if isinstance(x, str)]}}
 
 
-def export_tensors(tensors: dict[str, StoredTensor],
-                   formats: dict[str, Format | str]) -> Iterator[tuple[str, np.ndarray]]:
+def export(tensors: dict[str, StoredTensor], formats: dict[str, Format | str]) -> Iterator[tuple[str, np.ndarray]]:
   """Yield the tensors of model.safetensors."""
   for name, tensor in tensors.items():
     module = name.removesuffix(".weight")
@@ -99,7 +98,7 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
       target = pathlib.Path(temporary) / "model"
       target.mkdir()
       for name, content in files.items(): (target / name).write_bytes(content)
-      tensors = export_tensors(checkpoint.all_tensors, formats)
+      tensors = export(checkpoint.all_tensors, formats)
       write_safetensors(target / "model.safetensors", tensors, 1024 * len(checkpoint.all_tensors))
       folder.parent.mkdir(parents=True, exist_ok=True)
       if folder.is_dir(): folder.rmdir()

@@ -20,8 +20,7 @@ def open_devices(config: EngineConfig) -> "Devices":
   """Open tensor_parallel_size devices. Raises InputError if there are fewer, or if they cannot read each other's
   memory."""
   count = config.tensor_parallel_size
-  check(not config.enforce_eager, f"tensor_parallel_size={count} needs enforce_eager=False: devices "
-        "synchronize only within a graph")
+  check(not config.enforce_eager, f"tensor_parallel_size={count} needs enforce_eager=False: only graphs sync devices")
   check_peers(count)
   return Devices(device_names(count))
 

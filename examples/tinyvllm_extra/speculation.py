@@ -263,8 +263,7 @@ def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: 
     check(not differences, f"{prefix} has another vocabulary (id {differences[:1]} has different text): choose one of "
           "the same family")
   limit = model_config.max_position_embeddings
-  check(limit >= (target.config.max_model_len or math.inf),
-        f"{prefix} has {limit} positions: use max_model_len={limit}")
+  check(limit >= (target.config.max_model_len or math.inf), f"{prefix} needs max_model_len={limit} or less")
   model = model_class(model_config, getattr(dtypes, target.config.dtype), target.backend, Devices())
   checkpoint.load(model, config.quantization)
   size = weight_bytes(model)
