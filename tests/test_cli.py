@@ -129,9 +129,9 @@ def test_ctrl_c_stops_the_answer_then_ends_the_chat(tmp_path):
     for _ in range(2):
       run.stdin.write(b"hello\n")
       run.stdin.flush()
-      assert run.stdout.read(40), "the answer has begun"
+      assert run.stdout.read(40), "the answer must start"
       run.send_signal(signal.SIGINT)
-      while run.stdout.read(1) != b"\n": pass   # it ends with its line, thousands of tokens early
+      while run.stdout.read(1) != b"\n": pass   # the line ends thousands of tokens early
     run.stdin.write(b"/exit\n")
     run.stdin.flush()
     assert run.wait(60) == 0
@@ -145,8 +145,8 @@ def test_ctrl_c_at_the_prompt_ends_the_chat(chat_folder):
     run.stdin.write(b"hello\n")
     run.stdin.flush()
     while run.stdout.read(1) != b"\n": pass
-    # The first may still find the answer, which it stops
-    wait_until(lambda: run.poll() is not None or run.send_signal(signal.SIGINT), "it has ended", 60)
+    # The first signal may still stop the answer
+    wait_until(lambda: run.poll() is not None or run.send_signal(signal.SIGINT), "the process ends", 60)
     assert run.returncode == 130
   finally: run.kill()
 
