@@ -478,7 +478,7 @@ def test_quantized_kv_cache_equals_reference_with_rounded_k_and_v(folder, kind):
 
 def test_kernels_of_each_graph_kind_stay_within_device_limits(llm_float32, folder, monkeypatch):
   """Runs each kind itself, so that the test passes alone: greedy, sampled, logit_bias, masked, log probabilities."""
-  monkeypatch.setattr(graphs, "OFTEN", 0)   # capture each graph instead of running a larger one
+  monkeypatch.setattr(graphs, "CAPTURE_THRESHOLD", 0)   # capture each graph instead of running a larger one
   for length in (1, 2, 4, 8): llm_float32.generate(tokens([270 + length] * length), params(1))
   for options in (*FIELDS.values(), {"logprobs": 3}): llm_float32.generate(tokens([260]), params(1, **options))
   llm_float32.generate(tokens([*range(260, 268)]), params(1, logprobs=20, prompt_logprobs=20))

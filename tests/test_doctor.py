@@ -15,7 +15,7 @@ from tinygrad.device import ALL_DEVICES
 
 import tinyvllm
 from tinyvllm_extra.cli import main
-from tinyvllm_extra.cli.doctor import fit, prequantized
+from tinyvllm_extra.cli.doctor import estimate_fit, prequantized
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -179,7 +179,7 @@ def test_fit_equals_memory_computed_from_model_shape(runs):
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_fit_keeps_file_dtype_if_narrower_and_supported(dtype, row, stored, key):
   row = {"float32": True, "float16": True, "bfloat16": True, "free_gib": 8.0, "gb_per_s": 10.0, **row}
-  result, plain = (fit("x", hf, row) for hf in (tiny_config(**{key: dtype}), tiny_config()))
+  result, plain = (estimate_fit("x", hf, row) for hf in (tiny_config(**{key: dtype}), tiny_config()))
   assert (result["dtype"], result["stored"], plain["stored"]) == (row["dtype"], stored, row["dtype"])
   assert plain["weights_gib"] / result["weights_gib"] == (2 if (row["dtype"], stored[-2:]) == ("float32", "16") else 1)
   assert result["tokens_per_s_at_most"] > 0 and result["fits"] and result["kv_tokens"] >= plain["kv_tokens"]

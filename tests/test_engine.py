@@ -172,7 +172,7 @@ def test_long_prompt_does_not_stall_running_requests(llm):
 
 
 def test_number_of_graphs_is_constant_after_warmup(llm, monkeypatch):
-  monkeypatch.setattr("tinyvllm_extra.graphs.OFTEN", 0)   # capture each shape at its first request
+  monkeypatch.setattr("tinyvllm_extra.graphs.CAPTURE_THRESHOLD", 0)   # capture each shape at its first request
   jobs = [tokens(*prompt(1 + i, i)) for i in range(24)]
   llm.generate(jobs, greedy(9))
   for n in (1, 2, 4, 8, 16): llm.generate(tokens(*prompt(n)), greedy(1))

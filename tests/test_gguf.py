@@ -471,14 +471,14 @@ def test_convert_into_nonempty_folder_raises_and_keeps_it(tmp_path):
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_convert_failure_leaves_no_files(tmp_path, monkeypatch, error):
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
-  original_read = loader.Stored.read
+  original_read = loader.StoredTensor.read
   calls = []
 
   def read(tensor):
     calls.append(tensor)
     if len(calls) == 9: raise error
     return original_read(tensor)
-  monkeypatch.setattr(loader.Stored, "read", read)
+  monkeypatch.setattr(loader.StoredTensor, "read", read)
   before = sorted(tmp_path.rglob("*"))
   kind = ValueError if isinstance(error, OSError) else KeyboardInterrupt
   with pytest.raises(kind) as e: convert(path, tmp_path / "a" / "b")

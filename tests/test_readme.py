@@ -65,7 +65,8 @@ def test_render_backend_without_record_is_not_run():
   ("49 passed in 61.20s (0:01:01)", (49, 0, 61.2)),
   ("=== 3 failed, 46 passed, 2 warnings in 96.30s (0:01:36) ===", (46, 3, 96.3)),
   ("1 passed, 2 errors in 3.00s", (1, 2, 3.0)), ("2 failed, 1 error in 3.00s", (0, 3, 3.0))])
-def test_read_tests_parses_pytest_summary(line, expected): assert backends.read_tests(f"....\nin 5s\n{line}\n") == expected
+def test_read_tests_parses_pytest_summary(line, expected):
+  assert backends.read_tests(f"....\nin 5s\n{line}\n") == expected
 
 
 def test_read_tests_and_read_speed_without_numbers_raise():

@@ -15,7 +15,7 @@ from reference import ENGINE, reference_greedy, tiny_model
 from server import Server, wait_until
 from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.uop.ops import KernelInfo, Ops
-from tinyvllm_extra.graphs import OFTEN, usual_sizes
+from tinyvllm_extra.graphs import CAPTURE_THRESHOLD, usual_sizes
 from tinyvllm_extra.server import AsyncLLM
 from tinyvllm_extra.kernels import kernel_cache as kernels, layers as traced_layers, make_backend
 
@@ -151,7 +151,7 @@ def test_choose_key_pads_to_captured_graph_until_requested_often(fresh, words_fo
   assert [key.num_tokens for key in llm.runner.graphs] == [8]
   output = llm.generate(tokens(7), greedy(30), use_tqdm=False)[0]
   assert [key.num_tokens for key in llm.runner.graphs] == [8, 1], "a frequent shape gets its own graph"
-  assert llm.backend.graph_state.num_requested[llm.runner, GraphKey(1, 1)] > OFTEN
+  assert llm.backend.graph_state.num_requested[llm.runner, GraphKey(1, 1)] > CAPTURE_THRESHOLD
   assert output.outputs[0].token_ids == reference_greedy(words_folder, tokens(7)["prompt_token_ids"], 30)
 
 

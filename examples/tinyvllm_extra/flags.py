@@ -108,9 +108,9 @@ def setup_logging() -> None:
 
 
 def without_no_effect(options: dict[str, Any]) -> dict[str, Any]:
-  """Options without vLLM's that have no effect here. Raises InputError for one of them at another value."""
+  """Remove vLLM's options that have no effect here. Raises InputError for one of them with another value."""
   for name in options.keys() & NO_EFFECT.keys():
-    allowed = NO_EFFECT[name]
-    check(options[name] in allowed or ... in allowed,
-          f"{name}={options[name]!r} is not supported, only {' or '.join(map(repr, allowed))}")
+    values = NO_EFFECT[name]
+    check(options[name] in values or ... in values,
+          f"{name}={options[name]!r} is not supported, only {' or '.join(map(repr, values))}")
   return {name: value for name, value in options.items() if name not in NO_EFFECT}

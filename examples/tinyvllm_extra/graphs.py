@@ -15,7 +15,7 @@ from .logits import LogitsPlan
 
 if TYPE_CHECKING: from tinyvllm.engine import Engine
 
-OFTEN = 16   # requests for a graph shape before it gets its own capture
+CAPTURE_THRESHOLD = 16   # requests for a graph shape before it gets its own capture
 
 
 @dataclasses.dataclass
@@ -44,7 +44,7 @@ def cost(key: GraphKey) -> int:
 
 def choose_graph(runner: Runner, key: GraphKey) -> GraphKey:
   """Return `key` or a larger captured one: the fastest if steps were captured at startup, else only one that takes less
-  than twice the time, until `key` was requested OFTEN times."""
+  than twice the time, until `key` was requested CAPTURE_THRESHOLD times."""
   state = state_of(runner.backend)
   if state.capture_sizes:
     size = min([size for size in state.capture_sizes if size >= key.num_tokens], default=key.num_tokens)
@@ -54,7 +54,7 @@ def choose_graph(runner: Runner, key: GraphKey) -> GraphKey:
   larger = [graph for graph in runner.graphs if all(map(operator.ge, sizes_of(graph), sizes))]
   best = min(larger, key=cost, default=key)
   state.num_requested[runner, key] += 1
-  can_wait = state.num_requested[runner, key] <= OFTEN and cost(best) < 2 * cost(key)
+  can_wait = state.num_requested[runner, key] <= CAPTURE_THRESHOLD and cost(best) < 2 * cost(key)
   return best if state.capture_sizes or can_wait else key
 
 

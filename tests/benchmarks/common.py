@@ -105,7 +105,7 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
   """Return an engine of the model in `args`. The prefix cache is off by default, because runs repeat their prompts.
   padded: pad a new graph shape to a captured one, as a server does. Otherwise capture each shape at its first use, so
   that a warm-up captures all of them."""
-  if not padded: graphs.OFTEN = 0
+  if not padded: graphs.CAPTURE_THRESHOLD = 0
   options = {"enable_prefix_caching": False, "quantization": getattr(args, "quantization", None),
              "kv_cache_dtype": getattr(args, "kv_cache_dtype", "auto"),
              "tensor_parallel_size": getattr(args, "tensor_parallel_size", 1), **options}

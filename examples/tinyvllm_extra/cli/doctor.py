@@ -110,7 +110,7 @@ def prequantized(hf: dict[str, Any]) -> str | None:
   return next((name for name in QUANTIZED if int(name[3:]) in bits), None)
 
 
-def fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | None = None,
+def estimate_fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | None = None,
         kv_cache_dtype: str = "auto") -> dict[str, Any]:
   """Return a model's memory use on a backend, and the number of KV cache tokens that fit. hf: the content of
   config.json. row: the backend's facts."""
@@ -150,7 +150,7 @@ def make_report(seconds: float, models: dict[str, dict[str, Any]], kv_cache_dtyp
   return {"machine": {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"), **machine},
           "compiler": compiler(), "backends": backends, "chosen": default_rows[0]["backend"] if default_rows else None,
           "why": why if default_rows else f"{why}: {default.get('reason', 'it failed in the second test')}",
-          "fit": [fit(name, hf, row, kind, kv_cache_dtype) for row in (default_rows or opened)[:1]
+          "fit": [estimate_fit(name, hf, row, kind, kv_cache_dtype) for row in (default_rows or opened)[:1]
                   for name, hf in models.items()
                   for kind in ([prequantized(hf)] if prequantized(hf) else [None, *QUANTIZED])]}
 
