@@ -212,7 +212,7 @@ def test_help_fits_on_two_screens(command):
 @pytest.mark.parametrize("command,kinds", [
   ("generate", [EngineConfig, SamplingParams]), ("chat", [EngineConfig, SamplingParams]),
   ("serve", [EngineConfig, ServerConfig])])
-def test_help_all_has_a_text_and_a_default_for_every_option(command, kinds):
+def test_help_all_every_option_has_text_and_default(command, kinds):
   text = help_text(command, "--help-all")
   entries = help_entries(text)
   flags = {re.sub(r"^--(\[no-])?", "", words.split()[0]) for words in entries}

@@ -44,13 +44,13 @@ SCOPE = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path",
 @dataclasses.dataclass(frozen=True)
 class RayConfig(Options):
   """Ray Serve's options: number of replicas, and resources of each."""
-  num_replicas: int | None = option(None, "number of copies of the engine; None: 1", min=1, max=4096)
-  min_replicas: int | None = option(None, "minimum number of copies, with max_replicas; None: 1", min=1, max=4096)
-  max_replicas: int | None = option(None, "maximum number of copies, started as needed", min=1, max=4096)
-  target_ongoing_requests: float | None = option(None, "requests per replica to aim at; None: max_num_seqs / 2",
+  num_replicas: int | None = option(None, "Number of replicas (default: 1)", min=1, max=4096)
+  min_replicas: int | None = option(None, "Minimum replicas, with max_replicas (default: 1)", min=1, max=4096)
+  max_replicas: int | None = option(None, "Maximum replicas, for autoscaling (default: off)", min=1, max=4096)
+  target_ongoing_requests: float | None = option(None, "Target requests per replica (default: max_num_seqs / 2)",
                                                  min=0.01, max=2**31)
-  num_ingresses: int = option(1, "number of processes that pass requests on", min=1, max=4096)
-  gpus_per_replica: float | None = option(None, "GPUs per replica; None: tensor_parallel_size, 0 without any GPU",
+  num_ingresses: int = option(1, "Number of processes that forward requests", min=1, max=4096)
+  gpus_per_replica: float | None = option(None, "GPUs per replica (default: tensor_parallel_size, or 0 without GPUs)",
                                           min=0, max=64)
   cpus_per_replica: float = option(1, "CPU cores per replica", min=0, max=1024)
 
@@ -274,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
   """Start Ray if it is not running, deploy, and wait for a signal. Return the exit code."""
   parser = argparse.ArgumentParser(description="Run an OpenAI-compatible HTTP server with several replicas.",
                                    argument_default=argparse.SUPPRESS)
-  for model in ("model", "--model"): parser.add_argument(model, nargs="?", help="folder or GGUF (default: bundled)")
+  parser.add_argument("model", nargs="?", help=argparse.SUPPRESS)   # or --model
   add_flags(parser, EngineConfig, ServerConfig, RayConfig)
   args = {"port": ServerConfig.port, **vars(parser.parse_args(argv))}
   set_log_level(args)

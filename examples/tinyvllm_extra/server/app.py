@@ -33,7 +33,7 @@ class ServerConfig(Options):
   port: int = option(8000, "TCP port; 0: any free port", min=0, max=65535)
   api_key: str | None = option(None, "API key of clients (default: $TINYVLLM_API_KEY)")
   served_model_name: str | None = option(None, "Model name in the API (default: folder name)")
-  max_queue: int = option(256, "Maximum number of waiting sequences, then HTTP 429", min=0, max=2**31 - 1)
+  max_queue: int = option(256, "Maximum waiting sequences, then HTTP 429", min=0, max=2**31 - 1)
   request_timeout: float | None = option(None, "Seconds until a request aborts (default: none)", min=0.001, max=2**31)
   shutdown_timeout: float = option(30, "Seconds for requests to finish after a signal", min=0, max=2**31)
   max_body_size: int = option(2**22, "Maximum size of a request body in bytes", min=1, max=2**40)
