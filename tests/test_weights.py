@@ -218,8 +218,8 @@ def test_core_backend_reads_files_of_every_dtype(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("options,message", [
-  ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 .*1 .*Backend"),
-  ({"quantization": "int8"}, "quantization='int8' .*None .*Backend")])
+  ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 .*1: Backend"),
+  ({"quantization": "int8"}, "quantization='int8' .*None: Backend")])
 def test_core_backend_parallel_or_quantized_raises(tmp_path, options, message):
   folder = tiny_model(tmp_path)
   with pytest.raises(InputError, match=message): LLM(folder, backend=Backend(), **SMALL, **options)

@@ -46,7 +46,7 @@ class Checkpoint(llama.Checkpoint):
     tensors = {}
     for file in {self.path / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}:
       try: safe_open(file, "np")   # validates the file, but cannot read bfloat16
-      except (OSError, SafetensorError) as e: check(False, f"model: {file} is missing, damaged or cut short: {e}")
+      except (OSError, SafetensorError) as e: check(False, f"model: {file} is missing, damaged or truncated: {e}")
       size = int(np.fromfile(file, "<u8", 1)[0])
       header = json.loads(bytes(np.fromfile(file, np.uint8, size, offset=8)))
       header.pop("__metadata__", None)
