@@ -275,16 +275,33 @@ def test_bundled_libraries_match_their_versions_and_include_licenses(visit):
 def test_streamed_answer_grows_and_equals_server_response(visit, server):
   page = visit()
   settings(page, max_tokens=400)
+  # Deliver the first bytes in slices, a frame apart: on a busy machine the whole response may arrive in one frame
   page.evaluate("""() => {
-    window.seen = []
-    const look = () => seen.push([document.querySelector("[aria-label=Model] > div")?.textContent.length ?? 0,
-                                  document.getElementById("log").ariaBusy])
-    new MutationObserver(look).observe(document.getElementById("log"), {childList: true, subtree: true})
+    window.observations = []
+    const observe = () => observations.push([document.querySelector("[aria-label=Model] > div")?.textContent.length ?? 0,
+                                             document.getElementById("log").ariaBusy])
+    new MutationObserver(observe).observe(document.getElementById("log"), {childList: true, subtree: true})
+    const frame = () => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))
+    let slices = 20
+    const slow = () => new TransformStream({async transform(chunk, controller) {
+      for (; slices > 0 && chunk.length > 200; slices--) {
+        controller.enqueue(chunk.slice(0, 200))
+        chunk = chunk.slice(200)
+        await frame()
+      }
+      controller.enqueue(chunk)
+      if (slices-- > 0) await frame()
+    }})
+    const originalFetch = window.fetch
+    window.fetch = async (...args) => {
+      const response = await originalFetch(...args)
+      return new Response(response.body.pipeThrough(slow()), response)
+    }
   }""")
   send(page, "hello")
   text = wait_for_answers(page)
   assert text == expected(server, [{"role": "user", "content": "hello"}], max_tokens=400)
-  lengths = {length for length, busy in page.evaluate("seen") if busy == "true"}
+  lengths = {length for length, busy in page.evaluate("observations") if busy == "true"}
   assert len(lengths) > 3 and {n for n in lengths if 0 < n < len(text)}, lengths
   assert page.get_by_role("log").get_attribute("aria-busy") == "false"
   assert page.get_by_role("log").get_attribute("aria-live") == "polite"
