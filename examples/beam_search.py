@@ -1,5 +1,5 @@
-"""Beam search with vLLM's names, outside the engine. Each step asks `LLM.generate` for one token of every beam and
-keeps the beams with the largest sums of log probabilities; the prefix cache saves recomputation.
+"""Beam search outside the engine, with vLLM's names. Each step calls `LLM.generate` for one token per beam, then keeps
+the beams with the largest sums of log probabilities; the prefix cache avoids recomputation.
 
 python examples/beam_search.py [MODEL]"""
 import sys
@@ -11,14 +11,14 @@ from tinyvllm.config import Options, check, option
 
 
 def required(help: str, **limits: Any) -> Any:
-  """An option without a default."""
+  """Define an option without a default."""
   return field(metadata=option(None, help, **limits).metadata)
 
 
 @dataclass(frozen=True)
 class BeamSearchParams(Options):
-  """Parameters of a beam search, under vLLM's names. Raises InputError for values out of range or not supported."""
-  # At most half of the maximum number of log probabilities: each beam asks for twice as many
+  """Beam search parameters, under vLLM's names. Raises InputError for values out of range or unsupported."""
+  # At most half of the maximum `logprobs`, because each beam requests twice as many
   beam_width: int = required("number of beams", min=1, max=10)
   max_tokens: int = required("maximum tokens to generate", min=1, max=2**31 - 1)
   ignore_eos: bool = option(False, "continue after the model's end token")
@@ -35,12 +35,12 @@ class BeamSearchParams(Options):
 
 @dataclass
 class BeamSearchSequence:
-  """A beam: the tokens of a prompt and of the text after it, and the sum of the latter's log probabilities."""
+  """A beam: the tokens of the prompt and its continuation, and the continuation's sum of log probabilities."""
   tokens: list[int]
   logprobs: list[dict[int, Logprob]] = field(default_factory=list)   # the best tokens at each position after the prompt
   cum_logprob: float = 0.0
   finish_reason: str | None = None                  # "stop": an end token; "length": max_tokens or max_model_len
-  text: str | None = None                           # of all tokens, at the end of the search
+  text: str | None = None                           # text of all tokens, set at the end of the search
 
 
 @dataclass
@@ -49,15 +49,15 @@ class BeamSearchOutput:
 
 
 class Search:
-  """The search of one prompt: its unfinished beams, best first, and all finished ones."""
+  """The search for one prompt: its unfinished beams, best first, and its finished beams."""
   def __init__(self, llm: LLM, params: BeamSearchParams):
     self.llm = llm
     self.params = params
-    self.beams = [BeamSearchSequence([])]           # the first output gives the prompt's ids
+    self.beams = [BeamSearchSequence([])]           # the first output provides the prompt's token ids
     self.finished = list[BeamSearchSequence]()
 
   def advance(self, outputs: list[RequestOutput]) -> None:
-    """Extend each beam by its best tokens. outputs: one for each beam."""
+    """Extend each beam by its best tokens. outputs: one per beam."""
     longer = []
     for beam, output in zip(self.beams, outputs, strict=True):
       best = output.outputs[0].logprobs[0]          # type: ignore[index]
@@ -75,7 +75,7 @@ class Search:
     return "length" if full else None
 
   def score(self, beam: BeamSearchSequence) -> float:
-    """The log probability, normalized by the length without the prompt."""
+    """Return the log probability, normalized by the length without the prompt."""
     return beam.cum_logprob / len(beam.logprobs)**self.params.length_penalty
 
   def output(self) -> BeamSearchOutput:
@@ -85,10 +85,10 @@ class Search:
 
 
 def beam_search(llm: LLM, prompts: Any, params: BeamSearchParams) -> list[BeamSearchOutput]:
-  """Find the most probable sequences after each prompt. prompts: as for `LLM.generate`. Returns outputs in the order of
-  the prompts. Raises InputError, and runs none, if any prompt is bad."""
+  """Return the most probable continuations of each prompt, in the order of the prompts. prompts: see `LLM.generate`.
+  Raises InputError before any prompt runs if one is invalid."""
   jobs = prompts if isinstance(prompts, list) else [prompts]
-  num_logprobs = min(2 * params.beam_width, llm.model_config.vocab_size)   # half of the tokens may be end tokens
+  num_logprobs = min(2 * params.beam_width, llm.model_config.vocab_size)   # up to half of them may be end tokens
   step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_logprobs)
   searches = [Search(llm, params) for _ in jobs]
   while jobs:

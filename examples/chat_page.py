@@ -1,4 +1,4 @@
-"""Take the README's picture of the chat page, in headless Chromium:
+"""Take the README's screenshot of the chat page with headless Chromium.
 
 tinyvllm serve ~/models/SmolLM2-135M-Instruct
 python examples/chat_page.py http://127.0.0.1:8000 [FILE.png]"""

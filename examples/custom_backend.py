@@ -1,4 +1,4 @@
-"""A custom backend whose attention loops over the tokens of a step. It gives the same output as the default backend.
+"""A custom backend whose attention loops over the tokens of a step. Its output equals the default backend's.
 
 python examples/custom_backend.py [MODEL]"""
 import math
@@ -11,7 +11,7 @@ from tinyvllm.backend import scatter_kernel
 
 
 class LoopBackend(Backend):
-  """Replaces attention, and inherits matrices, norms and the sampler, which are plain tinygrad."""
+  """Replaces attention; inherits linear layers, norms and the sampler, which are plain tinygrad."""
   def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
              num_heads: int) -> Tensor:
     block_size, KV, D = [int(n) for n in cache[0].shape[1:]]
@@ -20,7 +20,7 @@ class LoopBackend(Backend):
     cos, sin = rope[position].chunk(2, 1)                               # (T, 1, D / 2) each
     a, b = x[:, :-KV].float().chunk(2, 2)                               # all except V: (T, H + KV, D / 2) each
     rotated = Tensor.cat(a * cos - b * sin, b * cos + a * sin, dim=2)   # (T, H + KV, D)
-    rows = (block * block_size + position % block_size).contiguous()    # of the caches, for the new K and V
+    rows = (block * block_size + position % block_size).contiguous()    # cache slots of the new K and V
     new = [rotated[:, num_heads:].cast(qkv.dtype).contiguous(), x[:, -KV:].contiguous()]
     keys, values = [part.custom_kernel(rows, y, fxn=scatter_kernel)[0] for part, y in zip(cache, new, strict=True)]
     outputs = []

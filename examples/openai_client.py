@@ -1,9 +1,9 @@
-"""Use tinyvllm's server with the openai package: completions, chat, streams, JSON by a schema, log probabilities.
+"""Use tinyvllm's server with the openai package: completions, chats, streams, JSON schemas, log probabilities.
 
-  tinyvllm serve                                                    # in one terminal: the shipped model on port 8000
-  python examples/openai_client.py [URL] [PROMPT]                   # in another; URL: http://127.0.0.1:8000
+  tinyvllm serve                                                    # in one terminal: the bundled model on port 8000
+  python examples/openai_client.py [URL] [PROMPT]                   # in another; default URL: http://127.0.0.1:8000
 
-If the server was started with --api-key, set the key in OPENAI_API_KEY. The shipped model writes short English
+If the server was started with --api-key, set the key in OPENAI_API_KEY. The bundled model writes short English
 sentences, and its chat template uses only the last user message; a larger model (tinyvllm serve FOLDER) uses the whole
 conversation. A base model has no chat template: its server rejects chats, and this script skips them."""
 import json
@@ -12,7 +12,7 @@ import sys
 
 import openai
 
-# x-guidance is read by llguidance: without optional white space, which a small model might repeat forever
+# x-guidance is an option of llguidance. Here it forbids optional white space, which a small model may repeat forever
 SCHEMA = {"type": "object", "x-guidance": {"whitespace_flexible": False}, "additionalProperties": False,
           "properties": {"animal": {"enum": ["cat", "dog", "bird"]}, "name": {"enum": ["Tom", "Kim", "Sam"]},
                          "age": {"type": "integer", "minimum": 0, "maximum": 20}},
@@ -62,25 +62,25 @@ def chat(client: openai.OpenAI, model: str, prompt: str) -> None:
   show("A chat that answers in JSON", answer.choices[0].message.content)
   answer = client.chat.completions.create(model=model, messages=messages, max_completion_tokens=3, temperature=0,
                                           logprobs=True, top_logprobs=2)
-  print("\nThe chat's tokens, each with the best two")
+  print("\nTokens of a chat, each with the two most probable ones")
   for token in answer.choices[0].logprobs.content:
     print(f"  {token.token!r} {token.logprob:.2f}", {best.token: round(best.logprob, 2) for best in token.top_logprobs})
 
 
 def structured(client: openai.OpenAI, model: str) -> None:
-  """The server needs llguidance for this: pip install 'tinyvllm[server,grammar]'."""
+  """Request JSON that matches a schema. The server needs llguidance: pip install 'tinyvllm[server,grammar]'."""
   form = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA}}
   answer = client.completions.create(model=model, prompt="My pet, as JSON:", max_tokens=60, seed=3,
                                      extra_body={"response_format": form})
   pet = json.loads(answer.choices[0].text)
-  show("JSON by a schema", f"{pet['name']}, a {pet['animal']}, is {pet['age']}")
+  show("JSON that matches a schema", f"{pet['name']}, a {pet['animal']}, is {pet['age']}")
 
 
 def logprobs(client: openai.OpenAI, model: str, prompt: str) -> None:
   answer = client.completions.create(model=model, prompt=prompt, max_tokens=3, temperature=0, logprobs=2)
-  found = answer.choices[0].logprobs
-  print("\nTokens, each with the best two")
-  for token, logprob, best in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+  logprobs = answer.choices[0].logprobs
+  print("\nTokens of a completion, each with the two most probable ones")
+  for token, logprob, best in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
     print(f"  {token!r} {logprob:.2f}", {text: round(x, 2) for text, x in best.items()})
 
 

@@ -1,10 +1,10 @@
-"""Draw the use of the KV cache's blocks in each step, while forty requests run with a small pool.
+"""Draw the KV cache's block usage in each step while forty requests run with few blocks.
 
 python examples/pool_over_time.py [FILE.svg]
 
-Half of the requests begin with the same words and share their blocks; every fifth has two samples (n=2), which share
-the prompt's blocks. A free block stays cached until it is needed. Without free blocks, the newest sequence is
-preempted: it frees its blocks and waits."""
+Half of the requests share a prefix and its blocks; every fifth has two samples (n=2), which share the prompt's blocks.
+A free block stays cached until it is reused. Without free blocks, the newest sequence is preempted: it frees its blocks
+and waits."""
 import random, sys
 
 from tinyvllm import LLM, SamplingParams
@@ -19,7 +19,7 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 960, 440, 64, 20, 64, 52   # picture s
 
 
 def run() -> tuple[LLM, list[dict[str, float]]]:
-  """Run the requests. Return the number of blocks of each kind after each step."""
+  """Run the requests. Return the engine, and the number of blocks of each kind after each step."""
   llm = LLM(num_gpu_blocks_override=65, max_num_seqs=16)
   rng = random.Random(0)
   samples: list[dict[str, float]] = []
@@ -27,8 +27,8 @@ def run() -> tuple[LLM, list[dict[str, float]]]:
   while added < 40 or llm.has_unfinished_requests():
     if added < 40 and len(samples) % 6 == 0:   # one request every six steps
       prompt = (SYSTEM if added % 2 else "") + " ".join(rng.choices(STARTS, k=rng.randint(1, 12)))
-      texts = 2 if added % 5 == 0 else 1
-      params = SamplingParams(n=texts, seed=added, max_tokens=rng.randint(16, 128), ignore_eos=True)
+      num_samples = 2 if added % 5 == 0 else 1
+      params = SamplingParams(n=num_samples, seed=added, max_tokens=rng.randint(16, 128), ignore_eos=True)
       llm.add_request(str(added), prompt, params)
       added += 1
     llm.step()
@@ -39,17 +39,17 @@ def run() -> tuple[LLM, list[dict[str, float]]]:
 
 
 def draw(samples: list[dict[str, float]]) -> str:
-  """An SVG with stacked areas."""
+  """Return an SVG chart with stacked areas."""
   steps, pool = len(samples), sum(samples[0].values())
   def x(step: float) -> float: return LEFT + (WIDTH - LEFT - RIGHT) * step / steps
   def y(blocks: float) -> float: return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * blocks / pool
-  def text(at: float, height: float, words: object, more: str = "") -> str:
-    return f'<text x="{at:.1f}" y="{height:.1f}" {more}>{words}</text>'
+  def text(left: float, baseline: float, content: object, attributes: str = "") -> str:
+    return f'<text x="{left:.1f}" y="{baseline:.1f}" {attributes}>{content}</text>'
   def line(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="#222"/>'
-  def edge(v: list[float]) -> list[str]:   # the corners of a staircase
-    at = [(0, v[0]), *((i, v[i + d]) for i in range(1, steps) if v[i] != v[i - 1] for d in (-1, 0)), (steps, v[-1])]
-    return [f"{x(i):.1f},{y(blocks):.1f}" for i, blocks in at]
+  def edge(v: list[float]) -> list[str]:   # corners of a step function
+    points = [(0, v[0]), *((i, v[i + d]) for i in range(1, steps) if v[i] != v[i - 1] for d in (-1, 0)), (steps, v[-1])]
+    return [f"{x(i):.1f},{y(blocks):.1f}" for i, blocks in points]
   middle, end = 'text-anchor="middle"', 'text-anchor="end"'
   parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
            'font-size="13" fill="#222">', f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',

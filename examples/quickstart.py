@@ -1,4 +1,4 @@
-"""One-line generation, then an engine with several prompts.   python examples/quickstart.py [MODEL]"""
+"""Generate text with one line, then with an engine and several prompts.   python examples/quickstart.py [MODEL]"""
 import sys
 
 import tinyvllm

@@ -1,4 +1,4 @@
-"""Ten users stream from one engine at the same time: each step serves all of them. AsyncLLM runs the engine in its own
+"""Ten users stream from one engine at the same time; each step serves all of them. AsyncLLM runs the engine in its own
 thread and accepts any number of users.
 
 python examples/ten_users.py [MODEL]"""
@@ -15,7 +15,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=40)
 async def user(llm: AsyncLLM, prompt: str) -> str:
   outputs = [output async for output in llm.generate(prompt, PARAMS)]
   text = "".join(output.outputs[0].text for output in outputs)
-  return f"{prompt}{text}   ({len(outputs)} pieces, first after {outputs[-1].metrics.ttft:.2f} s)"
+  return f"{prompt}{text}   ({len(outputs)} pieces, first token after {outputs[-1].metrics.ttft:.2f} s)"
 
 
 async def serve(model: str | None) -> None:

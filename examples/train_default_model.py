@@ -1,9 +1,9 @@
-"""Train the model that is bundled with the package: a LLaMA of 0.9M parameters that writes short English sentences.
+"""Train the bundled model: a LLaMA with 0.9M parameters that writes short English sentences.
 
   DEV=CPU python examples/train_default_model.py [--steps N] [--out DIR]
 
-Reads default_model_text.txt next to this script, one document a line (a literal \\n stands for a newline), and writes a
-Hugging Face style folder. Documents begin at position 0 with BOS and end with EOS, exactly as they do when served.
+Reads default_model_text.txt next to this script, one document per line (a literal \\n is a newline), and writes a
+Hugging Face model folder. Documents start at position 0 with BOS and end with EOS, as in serving.
 """
 import argparse
 import json
@@ -19,7 +19,7 @@ from tinygrad.nn.optim import AdamW
 from tinygrad.nn.state import safe_save
 
 HERE = Path(__file__).resolve().parent
-BOS, EOS, PAD = 1, 2, -100   # PAD marks targets that the loss ignores
+BOS, EOS, PAD = 1, 2, -100   # PAD: target that the loss ignores
 BATCH, PEAK_LR, WARMUP, DROPOUT = 16, 2e-3, 100, 0.1
 VOCAB, D, FFN, LAYERS, HEADS, KV_HEADS, H, EPS, THETA = 768, 128, 384, 4, 4, 2, 32, 1e-5, 10000.0
 CONFIG = {
@@ -29,7 +29,7 @@ CONFIG = {
   "rope_theta": THETA, "rope_scaling": None, "hidden_act": "silu", "attention_bias": False, "mlp_bias": False,
   "tie_word_embeddings": True, "bos_token_id": BOS, "eos_token_id": EOS}
 CHAT_TEMPLATE = ("{{ bos_token }}User: {{ (messages | selectattr('role', 'equalto', 'user') | list)[-1]['content'] }}\n"
-                 "{% if add_generation_prompt %}Assistant:{% endif %}")   # trained on single turns: the last one counts
+                 "{% if add_generation_prompt %}Assistant:{% endif %}")   # trained on single turns: uses the last
 TOKENIZER_CONFIG = {
   "tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": False, "bos_token": "<s>",
   "eos_token": "</s>", "unk_token": "<unk>", "model_max_length": 512, "chat_template": CHAT_TEMPLATE}
@@ -39,7 +39,7 @@ PROMPTS = ["Hello", "The cat", "Once upon a time", "I like", "The sun", "What is
            "User: Hello\nAssistant:", "User: What is a cat?\nAssistant:"]
 
 def train_tokenizer(docs: list[str]) -> bytes:
-  """A LLaMA-style BPE model. Its training text has no newlines, so that they become the byte token <0x0A>."""
+  """Train a LLaMA-style BPE model. Its training text has no newlines: a newline becomes the byte token <0x0A>."""
   model = BytesIO()
   SentencePieceTrainer.train(
     sentence_iterator=iter([line for doc in docs for line in doc.split("\n")]), model_writer=model, model_type="bpe",
@@ -49,7 +49,7 @@ def train_tokenizer(docs: list[str]) -> bytes:
   return model.getvalue()
 
 def init_weights() -> dict[str, Tensor]:
-  """Random float32 weights under their Hugging Face names; linear weights are (out, in)."""
+  """Return random float32 weights by Hugging Face name; linear weights are (out, in)."""
   shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (VOCAB, D), "model.norm": (D,)}
   layer = {"self_attn.q_proj": (HEADS * H, D), "self_attn.k_proj": (KV_HEADS * H, D),
            "self_attn.v_proj": (KV_HEADS * H, D), "self_attn.o_proj": (D, HEADS * H), "mlp.gate_proj": (FFN, D),
@@ -60,19 +60,19 @@ def init_weights() -> dict[str, Tensor]:
           for name, s in shapes.items()}
 
 def rope(x: Tensor, T: int) -> Tensor:
-  """Rotate x (B, T, heads, H) by position, the two halves of a head paired as Hugging Face pairs them."""
+  """Rotate x (B, T, heads, H) by position, pairing the two halves of a head like Hugging Face."""
   angle = np.arange(T)[:, None] * THETA ** (-np.arange(0, H, 2) / H)   # (T, H/2)
   cos, sin = (Tensor(f(angle).astype(np.float32)).reshape(1, -1, 1, H // 2) for f in (np.cos, np.sin))
   a, b = x.chunk(2, dim=-1)
   return (a * cos - b * sin).cat(b * cos + a * sin, dim=-1)
 
 def forward(w: dict[str, Tensor], tokens: Tensor) -> Tensor:
-  """Logits (B, T, VOCAB) of tokens (B, T), each row one document from position 0."""
+  """Return logits (B, T, VOCAB) of tokens (B, T); each row is one document from position 0."""
   def norm(x: Tensor, name: str) -> Tensor:
     return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * w[f"model.{name}.weight"]
 
   def linear(x: Tensor, name: str) -> Tensor:
-    """A matmul with nothing fused into it, forward or backward: four times faster on the CPU."""
+    """Multiply without fusing other operations, forward and backward: four times faster on the CPU."""
     return x.contiguous().linear(w[f"model.{name}.weight"].T).contiguous().contiguous_backward()
 
   B, T = (int(n) for n in tokens.shape)
@@ -89,7 +89,7 @@ def forward(w: dict[str, Tensor], tokens: Tensor) -> Tensor:
   return linear(norm(x, "norm"), "embed_tokens")
 
 def train(w: dict[str, Tensor], rows: np.ndarray, steps: int) -> None:
-  """Fit `w` in place to rows (docs, T+1) of token ids, the rest of each row PAD."""
+  """Train `w` in place on rows (docs, T+1) of token ids, padded with PAD."""
   optimizer = AdamW(list(w.values()), lr=PEAK_LR, b2=0.98, weight_decay=0.1)
 
   @TinyJit
@@ -111,7 +111,7 @@ def train(w: dict[str, Tensor], rows: np.ndarray, steps: int) -> None:
       print(f"step {i:5d}  loss {loss.item():.4f}  {time.perf_counter() - start:6.1f} s", flush=True)
 
 def greedy(w: dict[str, Tensor], tokenizer: SentencePieceProcessor, prompts: list[str], length: int) -> list[str]:
-  """Each prompt with its most likely continuation, up to EOS or, shown by "...", `length` tokens in all."""
+  """Return each prompt with its greedy continuation up to EOS or, marked by "...", `length` tokens in total."""
   rows = [[BOS, *tokenizer.encode(prompt)] for prompt in prompts]
   best = TinyJit(lambda tokens: forward(w, tokens).argmax(-1).realize())
   while any(row[-1] != EOS and len(row) < length for row in rows):

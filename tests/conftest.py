@@ -1,5 +1,5 @@
-"""Models and engines that several test files share, so that each graph is captured once. Also settings of all runs:
-which tests are quick, the number of processes, and messages that tests show at the end."""
+"""Models and engines shared by several test files, so that each graph is captured once. Also settings of every run:
+the quick tests, the number of processes, and lines that tests print at the end."""
 import os
 from collections.abc import Callable
 
@@ -10,11 +10,11 @@ from tinygrad import Device
 from tinyvllm import LLM
 from tinyvllm_extra.kernels import prepare_device as open_device
 
-# `pytest -m quick` runs the tests of these files that are not slow: they compile little or nothing
+# `pytest -m quick` runs the tests in these files that are not marked slow: they compile few kernels or none
 QUICK = {"test_cli.py", "test_errors.py", "test_readme.py", "test_scheduler.py", "test_size.py", "test_stops.py",
          "test_tokenizer.py"}
 
-open_device()   # finds a compiler that is not on the PATH; some tests query the device at collection
+open_device()   # finds a compiler that is not on the PATH; some tests query the device during collection
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,23 +23,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-  """The number of processes for -n auto: two, as each compiles on one core most of the time; none for a single file,
-  for lanes that already use a whole machine, and on a device other than a CPU."""
+  """Return the number of processes for -n auto: two, because each one mostly compiles on a single core. Zero for a
+  single file, for lanes that already use the whole machine, and on any device except the CPU."""
   one_file = len(config.args) == 1 and ".py" in config.args[0]
   alone = one_file or config.option.markexpr in ("backend", "model", "ray", "slow") or Device.DEFAULT != "CPU"
   return 0 if alone else min(2, os.cpu_count() or 1)
 
 
 @pytest.fixture
-def tell(record_property: Callable[[str, str], None]) -> Callable[..., None]:
-  """tell(*lines) shows lines at the end of the run, also if the test passes, from any process."""
-  return lambda *lines: record_property("told", "\n".join(lines))
+def print_at_end(record_property: Callable[[str, str], None]) -> Callable[..., None]:
+  """Return a function that prints lines at the end of the run, from any process, even if the test passes."""
+  return lambda *lines: record_property("summary", "\n".join(lines))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
   for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
     for name, text in report.user_properties:
-      if name == "told" and report.when == "call": terminalreporter.write_line("\n" + text)
+      if name == "summary" and report.when == "call": terminalreporter.write_line("\n" + text)
 
 
 @pytest.fixture(scope="session")
@@ -48,19 +48,19 @@ def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("tiny"))
 
 @pytest.fixture(scope="session")
 def words_folder(tmp_path_factory):
-  """A model whose greedy text consists of letters."""
+  """A model whose greedy output contains only letters."""
   return tiny_model(tmp_path_factory.mktemp("words"), words=True)
 
 
 @pytest.fixture(scope="session")
 def llm(folder):
-  """An engine whose pool never runs out of blocks."""
+  """An engine whose KV cache never runs out of blocks."""
   return LLM(folder, **ENGINE)
 
 
 @pytest.fixture(scope="session")
 def small_llm(folder):
-  """An engine with a pool of 12 blocks of 4 tokens."""
+  """An engine with a KV cache of 12 blocks of 4 tokens."""
   return LLM(folder, num_gpu_blocks_override=13, **ENGINE)
 
 

@@ -1,7 +1,7 @@
-"""The core in a process that can import nothing but its dependencies. Prints one JSON object: the milestones by name,
-each with its traceback or "", and the features of the extension, each with the type and the text of its error.
+"""Run the core in a process that can import only its dependencies. Prints one JSON object: the traceback of each
+milestone ("" if it passes), and the error type and message of each feature that needs the extension.
 
-python tests/core_alone.py FOLDER-OF-A-MODEL FOLDER-OF-A-MODEL-WITH-tokenizer.json NAME-OF-A-MILESTONE..."""
+python tests/core_alone.py MODEL_DIR MODEL_DIR_WITH_TOKENIZER_JSON MILESTONE..."""
 import importlib.util
 import json
 import sys
@@ -18,7 +18,7 @@ def is_allowed(name: str) -> bool: return name.partition(".")[0] in ALLOWED or n
 
 
 class Blocker:
-  """An import hook that finds nothing, and fails for packages that are not allowed."""
+  """An import hook that raises ModuleNotFoundError for packages outside ALLOWED."""
   @staticmethod
   def find_spec(name: str, path: Any = None, target: Any = None) -> None:
     if is_allowed(name): return
@@ -26,8 +26,8 @@ class Blocker:
 
 
 for name in [name for name in sys.modules if not is_allowed(name) and name != "__main__"]:
-  del sys.modules[name]   # a virtual environment may load some at startup
-sys.modules["tinyvllm_extra"] = None   # type: ignore[assignment]   # as if not installed
+  del sys.modules[name]   # a virtual environment may import some at startup
+sys.modules["tinyvllm_extra"] = None   # type: ignore[assignment]   # its import fails
 sys.meta_path.insert(0, Blocker)       # type: ignore[arg-type]
 
 import milestones   # noqa: E402
@@ -36,7 +36,7 @@ from tinyvllm import LLM, SamplingParams, engine, request   # noqa: E402
 
 
 class CountingScheduler(engine.Scheduler):
-  """Counts preemptions and generated tokens, as the extension's metrics do."""
+  """A scheduler that counts preemptions and generated tokens, as the extension's metrics do."""
   num_preemptions = num_generated = 0
 
   def preempt(self, seq: request.Sequence) -> None:
@@ -62,15 +62,15 @@ def run_milestones(folder: Path, names: list[str]) -> dict[str, str]:
     "continuous_batching": lambda: milestones.continuous_batching(folder),
     "paging": lambda: milestones.paging(folder, get_metrics),
     "streaming": lambda: milestones.streaming(folder, get_metrics)}
-  found = {}
+  tracebacks = {}
   for name in names:
-    found[name] = ""
+    tracebacks[name] = ""
     try: runs[name]()
-    except Exception: found[name] = traceback.format_exc()
-  return found
+    except Exception: tracebacks[name] = traceback.format_exc()
+  return tracebacks
 
 
-def errors_of_features(folder: Path, json_folder: Path) -> dict[str, tuple[str, str]]:
+def get_feature_errors(folder: Path, json_folder: Path) -> dict[str, tuple[str, str]]:
   llm: Any = LLM(folder, **milestones.ONE)   # type: ignore[arg-type]
   cat: Any = {"messages": [{"role": "user", "content": "the cat"}]}
   speculation = {"method": "ngram", "num_speculative_tokens": 2}
@@ -90,12 +90,12 @@ def errors_of_features(folder: Path, json_folder: Path) -> dict[str, tuple[str, 
     "chat": lambda: llm.chat(cat["messages"]),
     "step": lambda: llm.step(),
     "get_metrics": lambda: llm.get_metrics()}
-  found = {}
+  errors = {}
   for name, use in uses.items():
-    found[name] = ("", "")
+    errors[name] = ("", "")
     try: use()
-    except Exception as e: found[name] = (type(e).__name__, str(e))
-  return found
+    except Exception as e: errors[name] = (type(e).__name__, str(e))
+  return errors
 
 
 if __name__ == "__main__":
@@ -103,6 +103,6 @@ if __name__ == "__main__":
   llm_class: Any = LLM
   llm_class.scheduler_class = CountingScheduler
   folder, json_folder = map(Path, sys.argv[1:3])
-  found = {"milestones": run_milestones(folder, sys.argv[3:]), "errors": errors_of_features(folder, json_folder)}
+  report = {"milestones": run_milestones(folder, sys.argv[3:]), "errors": get_feature_errors(folder, json_folder)}
   names = {name.partition(".")[0] for name, module in sys.modules.items() if module}
-  print(json.dumps(found | {"packages": sorted(names - sys.stdlib_module_names)}))
+  print(json.dumps(report | {"packages": sorted(names - sys.stdlib_module_names)}))

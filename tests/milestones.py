@@ -1,5 +1,5 @@
-"""Milestones of the project that the core reaches alone, as functions that test_milestones.py runs with the extension
-and core_alone.py without it. Speeds are compared as ratios within one run."""
+"""Milestones that the core passes without the extension. test_milestones.py runs them with the extension, core_alone.py
+runs them with the core only. Speeds are compared as ratios within one run."""
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
 
 FEW_GRAPHS = {"max_num_batched_tokens": 16, "block_size": 4}   # few graph shapes, shared by most engines here
-# Pools that hold all requests; without a fixed size the core's kernels differ in each run, and no cache has them
+# Enough blocks for all requests. A fixed number, so that each run can use the kernels cached by the previous one
 ONE = {"max_model_len": 128, "max_num_seqs": 1, "num_gpu_blocks_override": 33, **FEW_GRAPHS}
 EIGHT = {"max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 8 * 64 + 1, **FEW_GRAPHS}
 
@@ -27,7 +27,7 @@ def hello() -> None: assert "Hello" + tinyvllm.generate("Hello") == "Hello, worl
 
 
 def naive_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
-  """Causal attention over contiguous K and V, (N, KV, D), of one sequence. q: (N, KV, G, D)."""
+  """Compute causal attention of one sequence over contiguous K and V, (N, KV, D). q: (N, KV, G, D)."""
   scores = np.einsum("mhgd,nhd->mhgn", q, k) / np.sqrt(q.shape[-1])
   scores = np.where(np.tri(len(q), dtype=bool)[:, None, None], scores, -np.inf)
   weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -35,14 +35,14 @@ def naive_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def paged_attention(backend: tinyvllm.Backend) -> None:
-  """All tokens of five sequences in one step, then the last token of each one again in a step of its own."""
+  """Check five sequences: all tokens in one step, then a second step with the last token of each one."""
   rng = np.random.default_rng(0)
   BS, KV, G, D, max_blocks, lengths = 16, 2, 3, 8, 4, (1, 15, 16, 17, 40)
   model: Any = SimpleNamespace(num_key_value_heads=KV, num_attention_heads=KV * G, head_dim=D)
   layout = backend.kv_layout(model, EngineConfig(block_size=BS), dtypes.float32)
-  tables = (rng.permutation(len(lengths) * max_blocks) + 1).reshape(len(lengths), max_blocks)   # block 0 in none
+  tables = (rng.permutation(len(lengths) * max_blocks) + 1).reshape(len(lengths), max_blocks)   # without block 0
   caches = [Tensor.full((len(lengths) * max_blocks + 1, *shape), np.nan, dtype=dtype).contiguous().realize()
-            for shape, dtype in layout]   # must not be read before it is written
+            for shape, dtype in layout]   # NaN shows up if a position is read before it is written
   rope = np.stack([np.ones((99, D // 2)), np.zeros((99, D // 2))], 1)   # no rotation
   q = rng.standard_normal((sum(lengths), KV, G, D)).astype(np.float32)
   k, v = rng.standard_normal((2, sum(lengths), KV, D)).astype(np.float32)
@@ -63,29 +63,29 @@ def paged_attention(backend: tinyvllm.Backend) -> None:
 
 
 def ten_requests(folder: Path, get_metrics: Callable[[LLM], dict[str, Any]]) -> None:
-  """Ten concurrent requests in a pool that is too small for all of them."""
+  """Run ten concurrent requests with too few KV cache blocks for all of them."""
   prompts: list = [{"prompt_token_ids": [3 + i, 7, 11 + i] * (1 + i % 4)} for i in range(10)]
   alone = LLM(folder, **ONE)
   expected = [alone.generate(p, greedy(20))[0].outputs[0].token_ids for p in prompts]
   small = LLM(folder, max_model_len=128, max_num_seqs=10, num_gpu_blocks_override=24, **FEW_GRAPHS)
   outputs = small.generate(prompts, greedy(20))
   assert [o.outputs[0].token_ids for o in outputs] == expected
-  assert get_metrics(small)["num_preemptions"] > 0, "the pool must be too small for all requests at once"
+  assert get_metrics(small)["num_preemptions"] > 0, "the KV cache must be too small for all requests at once"
   assert get_metrics(small)["blocks_used"] == 0
 
 
 def continuous_batching(folder: Path) -> None:
-  """Continuous batching is faster than static batching."""
+  """Check that continuous batching is faster than static batching."""
   llm = LLM(folder, **EIGHT)
   lengths = [8, 12, 16, 20, 24, 28, 32, 128] * 3
   jobs = [({"prompt_token_ids": [5 + i] * 4}, greedy(n)) for i, n in enumerate(lengths)]
 
   def run(groups: list) -> float:
-    started = time.perf_counter()
+    start = time.perf_counter()
     outputs = [o for group in groups for o in llm.generate(*map(list, zip(*group, strict=True)))]
     tokens = sum(len(o.outputs[0].token_ids) for o in outputs)
     assert tokens == sum(lengths)
-    return tokens / (time.perf_counter() - started)
+    return tokens / (time.perf_counter() - start)
   static = [jobs[i:i + 8] for i in range(0, len(jobs), 8)]
   run(static), run([jobs])   # captures every graph
   rates = [(run([jobs]), run(static)) for _ in range(3)]
@@ -94,23 +94,23 @@ def continuous_batching(folder: Path) -> None:
 
 
 def paging(folder: Path, get_metrics: Callable[[LLM], dict[str, Any]]) -> None:
-  """Paging at least doubles the sequences that run at once in the same memory."""
+  """Check that paging at least doubles the number of concurrent sequences in the same memory."""
   max_model_len, blocks = 256, 65   # 64 blocks of 16 tokens; preallocated, they hold 4 sequences of 256 tokens
   llm = LLM(folder, max_model_len=max_model_len, num_gpu_blocks_override=blocks, max_num_seqs=32,
             max_num_batched_tokens=32)
   for i in range(32): llm.add(llm.make_request(str(i), {"prompt_token_ids": [3 + i % 5] * 20}, greedy(20)))
-  most = 0
+  max_running = 0
   while llm.requests:
     llm.advance()
-    most = max(most, int(get_metrics(llm)["num_requests_running"]))
-  assert most >= 2 * ((blocks - 1) * 16 // max_model_len), f"{most} sequences ran at once"
+    max_running = max(max_running, int(get_metrics(llm)["num_requests_running"]))
+  assert max_running >= 2 * ((blocks - 1) * 16 // max_model_len), f"{max_running} sequences ran at once"
 
 
 def streaming(folder: Path, get_metrics: Callable[[LLM], dict[str, Any]]) -> None:
-  """A stream yields tokens one by one, each before the next one is computed."""
+  """Check that a stream yields each token before the next one is computed."""
   llm = LLM(folder, **ONE)
   stream = llm.generate_stream({"prompt_token_ids": [5, 6, 7]}, greedy(10))
   for i, output in enumerate(stream):
     assert len(output.outputs[0].token_ids) == 1
-    assert get_metrics(llm)["generation_tokens"] == i + 1, "later tokens do not exist yet"
+    assert get_metrics(llm)["generation_tokens"] == i + 1, "a later token must not exist yet"
   assert output.finished and i == 9

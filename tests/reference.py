@@ -1,5 +1,5 @@
 """References for the tests: tiny random models on disk, a plain numpy LLaMA that reads the same files, a sort-based
-sampler mask, and the invariants of an engine's blocks. The references use none of the package's code."""
+sampling mask, and checks of an engine's invariants. The references use none of the package's code."""
 import functools
 import io
 import json
@@ -14,32 +14,32 @@ import numpy as np
 import sentencepiece
 
 VOCAB = 320
-# The engine of most tests: graphs of 1, 2, 4, 8 and 16 tokens. Engines of the same shapes share kernels in a process.
+# Options of the engine in most tests: graphs of 1, 2, 4, 8 and 16 tokens. Engines of equal shapes share kernels
 ENGINE = {"dtype": "float32", "max_model_len": 128, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
-SAMPLING_ENGINE = {**ENGINE, "max_num_seqs": 8, "max_num_batched_tokens": 8}   # each sampler compiles for seconds
+SAMPLING_ENGINE = {**ENGINE, "max_num_seqs": 8, "max_num_batched_tokens": 8}   # few samplers: each compiles for seconds
 CORPUS = ["the cat sat on the mat and the dog ran to the red house", "hello world, this is a small model of a language",
           "one two three four five six seven eight nine ten", "where there is a will there is a way, they say",
           "numbers: 0 1 2 3 4 5 6 7 8 9!"]
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-# architecture -> (bias of q, k, v; bias of o; norms of q and k); None: as in attention_bias
+# architecture -> (q, k and v have biases; o has a bias; q and k have norms); None: config.json's attention_bias
 KINDS = {"LlamaForCausalLM": (None, None, False), "MistralForCausalLM": (False, False, False),
          "Qwen2ForCausalLM": (True, False, False), "Qwen3ForCausalLM": (None, None, True)}
 
 
 def slow(*values: Any) -> list[Any]:
-  """Mark parameters of a test, each a value or a tuple, for `pytest -m slow` only."""
-  import pytest   # the other functions need numpy and sentencepiece only
+  """Mark parameters of a test as slow. Each is a value or a tuple of values."""
+  import pytest   # here, so that the other functions need only numpy and sentencepiece
   return [pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values]
 
 
-def slow_but(quick: Container[Any], values: Iterable[Any]) -> list[Any]:
-  """All parameters of a test, in order; those not in `quick` are marked slow."""
+def mark_slow_except(quick: Container[Any], values: Iterable[Any]) -> list[Any]:
+  """Return all parameters of a test in order, with all except `quick` marked as slow."""
   return [x for value in values for x in ([value] if value in quick else slow(value))]
 
 
 @functools.cache
 def sentencepiece_model() -> bytes:
-  """A tokenizer of 320 pieces: <unk> <s> </s>, 256 bytes, and pieces of CORPUS. Trained once per process."""
+  """Return a tokenizer of 320 pieces: <unk>, <s>, </s>, 256 bytes, and pieces from CORPUS. Trained once per process."""
   out = io.BytesIO()
   sentencepiece.SentencePieceTrainer.train(
     sentence_iterator=iter(CORPUS), model_writer=out, vocab_size=VOCAB, model_type="bpe", byte_fallback=True,
@@ -49,7 +49,7 @@ def sentencepiece_model() -> bytes:
 
 
 def tiny_config(**overrides: Any) -> dict[str, Any]:
-  """config.json of a LLaMA with 2 layers and 2 query heads per KV head. An override of None removes the key."""
+  """Return config.json of a LLaMA with 2 layers and 2 query heads per KV head. An override of None removes the key."""
   config = {"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "vocab_size": VOCAB, "hidden_size": 32,
             "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
             "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
@@ -58,7 +58,7 @@ def tiny_config(**overrides: Any) -> dict[str, Any]:
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-  """Name and shape of every tensor of the model in Hugging Face's files."""
+  """Return the shape of every tensor by its Hugging Face name."""
   kind, bias = KINDS[config["architectures"][0]], config.get("attention_bias", False)
   qkv_bias, o_bias, qk_norm = (bias if x is None else x for x in kind)
   E, F, V, H = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"))
@@ -80,7 +80,8 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, np.ndarray]:
-  """Weights whose logits have a standard deviation of about 2 and depend on all tokens, so that greedy text varies."""
+  """Return weights whose logits have a standard deviation of about 2 and depend on all tokens, so that greedy output
+  varies."""
   rng, weights = np.random.default_rng(seed), {}
   for name, shape in tensor_shapes(config).items():
     x = rng.standard_normal(shape)
@@ -98,7 +99,7 @@ def to_bytes(x: np.ndarray, dtype: str) -> bytes:
 
 
 def write_safetensors(path: Path, weights: dict[str, np.ndarray], dtype: str = "float32") -> None:
-  """Write the format by hand: the header's length, the header, the data."""
+  """Write a safetensors file without the library: length of the header, header, data."""
   header, start = {}, 0
   parts = {name: to_bytes(x, dtype) for name, x in weights.items()}
   for name, part in parts.items():
@@ -111,9 +112,9 @@ def write_safetensors(path: Path, weights: dict[str, np.ndarray], dtype: str = "
 
 def tiny_model(folder: Path, seed: int = 0, tokenizer: bool = True, shards: int = 1, dtype: str = "float32",
                words: bool = False, **config_overrides: Any) -> Path:
-  """Write a tiny random model into `folder` in Hugging Face's layout: config.json, safetensors (shards > 1: with an
-  index), tokenizer.model. words: greedy text consists of letters, never of bytes or special tokens. config_overrides:
-  keys of config.json; None removes one."""
+  """Write a tiny random model into `folder` in Hugging Face's layout: config.json, safetensors (with an index if
+  shards > 1), tokenizer.model. words: greedy output contains only letters, no byte or special tokens. config_overrides:
+  keys of config.json; None removes a key."""
   folder = Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   config = tiny_config(**config_overrides)
@@ -123,9 +124,9 @@ def tiny_model(folder: Path, seed: int = 0, tokenizer: bool = True, shards: int 
   if shards == 1: write_safetensors(folder / "model.safetensors", weights, dtype)
   else:
     files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
-    places = {name: files[i * shards // len(weights)] for i, name in enumerate(weights)}
-    for file in files: write_safetensors(folder / file, {n: weights[n] for n in weights if places[n] == file}, dtype)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    file_of = {name: files[i * shards // len(weights)] for i, name in enumerate(weights)}
+    for file in files: write_safetensors(folder / file, {n: weights[n] for n in weights if file_of[n] == file}, dtype)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
   if tokenizer: (folder / "tokenizer.model").write_bytes(sentencepiece_model())
   return folder
 
@@ -152,7 +153,7 @@ def _load(folder: Path, stamp: tuple) -> tuple[dict[str, Any], dict[str, np.ndar
 
 
 def load(folder: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-  """config.json and the weights in float64; cached until a file changes."""
+  """Return config.json and the weights in float64. Cached until a file changes."""
   files = sorted([*Path(folder).glob("*.safetensors"), Path(folder) / "config.json"])
   return _load(Path(folder), tuple((f.name, f.stat().st_mtime_ns, f.stat().st_size) for f in files))
 
@@ -176,25 +177,27 @@ def rope_frequencies(config: dict[str, Any], D: int) -> np.ndarray:
   return freqs
 
 
-# The non-negative numbers of float8 e4m3: 448 is the largest
+# The non-negative values of float8 e4m3, up to 448
 E4M3 = np.array([(1 + m / 8) * 2.0**(e - 7) if e else m / 8 * 2.0**-6 for e in range(16) for m in range(8)][:127])
 
 
-def in_8_bits(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-  """K or V, (..., D), quantized to int8 or fp8: the dequantized numbers, the bytes, and for int8 the scales, (...)."""
+def quantize_kv(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+  """Quantize K or V, (..., D), to int8 or fp8. Returns the dequantized values, the bytes, and for int8 the scales,
+  (...)."""
   x = x.astype(np.float32)
   if kind == "int8":
     scale = np.maximum(np.abs(x).max(-1, keepdims=True), 1e-30) / 127
     q = np.round(x / scale)
     return q * scale, (q + 128).astype(np.uint8), [scale[..., 0].astype(np.float32)]
-  code = np.abs(np.abs(x)[..., None] - E4M3).argmin(-1)   # the lower one of two at equal distance
-  between = np.abs(np.abs(x) - E4M3[code]) == np.abs(np.abs(x) - E4M3[np.minimum(code + 1, 126)])
-  code = np.where(between & (code % 2 == 1), code + 1, code)
+  code = np.abs(np.abs(x)[..., None] - E4M3).argmin(-1)   # rounds ties down
+  is_tie = np.abs(np.abs(x) - E4M3[code]) == np.abs(np.abs(x) - E4M3[np.minimum(code + 1, 126)])
+  code = np.where(is_tie & (code % 2 == 1), code + 1, code)   # ties to even
   return np.copysign(E4M3[code], x), (code + 128 * np.signbit(x)).astype(np.uint8), []
 
 
-def reference_logits(folder: Path, ids: list[int], kept: Callable = lambda x: x) -> np.ndarray:
-  """Logits (T, V) in float64 of all tokens at once, from the files in `folder`. kept: maps K and V to cached form."""
+def reference_logits(folder: Path, ids: list[int], quantize: Callable = lambda x: x) -> np.ndarray:
+  """Compute the float64 logits, (T, V), of all tokens with the model in `folder`. quantize: maps K and V to the values
+  read from the KV cache."""
   config, w = load(folder)
   H, T, E = config["num_attention_heads"], len(ids), config["hidden_size"]
   KV, D, eps = config.get("num_key_value_heads") or H, config.get("head_dim") or E // H, config["rms_norm_eps"]
@@ -215,7 +218,7 @@ def reference_logits(folder: Path, ids: list[int], kept: Callable = lambda x: x)
     h = norm(x, p + "input_layernorm")
     q, k, v = (linear(h, f"{p}self_attn.{n}_proj").reshape(T, -1, D) for n in "qkv")
     if p + "self_attn.q_norm.weight" in w: q, k = norm(q, p + "self_attn.q_norm"), norm(k, p + "self_attn.k_norm")
-    q, k, v = rotate(q), kept(rotate(k)), kept(v)
+    q, k, v = rotate(q), quantize(rotate(k)), quantize(v)
     k, v = np.repeat(k, H // KV, 1), np.repeat(v, H // KV, 1)   # (T, H, D)
     scores = np.einsum("thd,shd->hts", q, k) / math.sqrt(D)
     scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
@@ -231,16 +234,16 @@ _greedy: dict[tuple, list[int]] = {}
 
 
 def reference_greedy(folder: Path, ids: list[int], n: int) -> list[int]:
-  """The next n greedy ids, with end tokens ignored. Results are cached and extended."""
+  """Return the next n greedy ids, with end tokens ignored. Results are cached and extended."""
   out = _greedy.setdefault((Path(folder), (Path(folder) / "config.json").stat().st_mtime_ns, tuple(ids)), [])
   while len(out) < n: out.append(int(reference_logits(folder, [*ids, *out])[-1].argmax()))
   return out[:n]
 
 
-def reference_keep(logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0,
+def reference_sampling_mask(logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0,
                    min_p: float = 0.0) -> np.ndarray:
-  """A mask of the (V,) tokens that may be sampled: min_p, then top_k, then top_p over the rest. Ties with the last kept
-  token are kept."""
+  """Return a mask, (V,), of the tokens that may be sampled: min_p, then top_k, then top_p over the rest. Ties with the
+  last token in the mask are in it too."""
   p = reference_probabilities(logits, temperature)
   keep = p >= min_p * p.max()
   if 0 < top_k < keep.sum(): keep &= p >= np.sort(p[keep])[::-1][top_k - 1]
@@ -257,14 +260,14 @@ def reference_probabilities(logits: np.ndarray, temperature: float) -> np.ndarra
   return p / p.sum()
 
 
-def until(ids: list[int], ends: Iterable[int]) -> list[int]:
-  """Ids up to and including the first end token."""
+def cut_after_end_token(ids: list[int], ends: Iterable[int]) -> list[int]:
+  """Return the ids up to and including the first end token."""
   return next((ids[:i + 1] for i, x in enumerate(ids) if x in ends), ids)
 
 
 def ggml_blocks(x: np.ndarray, kind: Any) -> np.ndarray:
-  """A matrix in one of GGUF's types. gguf cannot quantize to types with super-blocks of 256: for these,
-  blocks of random bits with scales of a usual size, whatever x is."""
+  """Quantize a matrix to a GGUF type. gguf cannot quantize to types with super-blocks of 256: for them, return random
+  blocks with scales of a typical size, independent of x."""
   import gguf
   d_at = {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}   # byte offsets of d and dmin in a block
   if kind.name not in d_at: return gguf.quants.quantize(np.ascontiguousarray(x, np.float32), kind)
@@ -281,9 +284,9 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
                merges: list[str] | None = None, specials: Iterable[str] = (), template: str | None = None,
                tokenizer: str = "gpt2", kinds: dict[str, str] | None = None, pre: str = "gpt-2",
                architecture: str | None = None) -> Path:
-  """Write the model in `folder` as llama.cpp's converter does: rows of q and k of a llama interleaved, norms and biases
-  in float32. kind: type of the matrices, except those in `kinds`. tokenizer: gpt2, made of tokens and merges, or llama,
-  the folder's tokenizer.model."""
+  """Write the model in `folder` as llama.cpp's converter does: LLaMA's q and k rows interleaved, norms and biases in
+  float32. kind: GGUF type of the matrices; kinds: exceptions by name. tokenizer: gpt2, built from tokens and merges, or
+  llama, the folder's tokenizer.model."""
   import gguf
   config, weights = load(folder)
   tokens = tokens or ["a", "b", "ab", *(f"t{i}" for i in range(config["vocab_size"] - 3))]
@@ -299,7 +302,7 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
   writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
   writer.add_rope_freq_base(config["rope_theta"])
   scaling = config.get("rope_scaling") or {}
-  if scaling.get("rope_type") == "llama3":   # the converter writes no type, but the factor of each frequency
+  if scaling.get("rope_type") == "llama3":   # the converter writes each frequency's factor instead of a type
     D = config["hidden_size"] // config["num_attention_heads"]
     plain = rope_frequencies({**config, "rope_scaling": None}, D)
     writer.add_tensor("rope_freqs.weight", (plain / rope_frequencies(config, D)).astype(np.float32))
@@ -347,7 +350,7 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
 
 
 def token_rows(positions: Any, slots: Any, blocks: Any, block_size: int, max_blocks: int = 0) -> np.ndarray:
-  """The tokens of a step, (columns of TOKENS, T) int32, from their positions, slots and physical blocks, (T,) each."""
+  """Return the tokens of a step, (columns of TOKENS, T) int32, from positions, slots and physical blocks, (T,) each."""
   from tinyvllm.runner import TILE, TOKENS
   positions, slots, blocks = (np.asarray(x) for x in (positions, slots, blocks))
   fields = {"id": 0 * positions, "position": positions, "slot": slots, "block": blocks,
@@ -359,57 +362,58 @@ def token_rows(positions: Any, slots: Any, blocks: Any, block_size: int, max_blo
 
 
 class LogitsRecorder:
-  """Replaces the model of an engine without graphs, and records the logits that each step samples from."""
+  """Replace the model of an engine that has captured no graphs, and record the logits that each step samples from."""
   def __init__(self, engine: Any):
     from tinygrad import Tensor
     assert not engine.runner.graphs
     self.engine, self.model, V = engine, engine.runner.model, engine.model_config.vocab_size
     rows = range(1, 2 * engine.config.max_num_seqs)   # a power of two
-    self.kept = {n: Tensor.zeros(n, V).contiguous().realize() for n in rows}   # by the number of rows of a graph
+    self.logits = {n: Tensor.zeros(n, V).contiguous().realize() for n in rows}   # by a graph's number of rows
     self.devices = self.model.devices
     engine.runner.model = self
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     logits = self.model(*args, **kwargs)
-    # The sampler reads it, so that it is part of the graph. Of several devices tinygrad cannot schedule it alone
-    return self.kept[logits.shape[0]].assign(logits)
+    # The sampler must read the assigned tensor, which makes it part of the graph: with several devices, tinygrad cannot
+    # schedule the assignment alone
+    return self.logits[logits.shape[0]].assign(logits)
 
   def generate(self, ids: list[int], n: int) -> tuple[list[int], np.ndarray]:
-    """The next n greedy ids of a single request, and the logits, (n, V), of each."""
+    """Return the next n greedy ids of a single request, and their logits, (n, V)."""
     from tinyvllm import SamplingParams
     engine, out, params = self.engine, [], SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
     engine.add_request("logits", {"prompt_token_ids": ids}, params)
     while engine.has_unfinished_requests():
-      for kept in self.kept.values(): kept.assign(kept.full_like(np.nan)).realize()
-      if outputs := engine.step(): out += [x[0] for k in self.kept.values() if np.isfinite((x := k.numpy())[0]).all()]
+      for buffer in self.logits.values(): buffer.assign(buffer.full_like(np.nan)).realize()
+      if outputs := engine.step(): out += [x[0] for b in self.logits.values() if np.isfinite((x := b.numpy())[0]).all()]
     assert len(out) == n
     return outputs[-1].outputs[0].token_ids, np.stack(out)
 
 
-def same_outputs(got: list[Any], expected: list[Any]) -> None:
-  """Check that two lists of RequestOutputs have equal prompts, ids, texts and finish reasons."""
+def assert_same_outputs(outputs: list[Any], expected: list[Any]) -> None:
+  """Check that two lists of RequestOutputs have equal prompts, ids, text and finish reasons."""
   def fields(o: Any) -> tuple:
     c = o.outputs[0]
     return o.prompt, o.prompt_token_ids, c.token_ids, c.text, c.finish_reason, c.stop_reason, o.finished
-  assert len(got) == len(expected), f"{len(got)} outputs, {len(expected)} expected"
-  for i, (a, b) in enumerate(zip(got, expected, strict=True)): assert fields(a) == fields(b), f"output {i}"
+  assert len(outputs) == len(expected), f"{len(outputs)} outputs, {len(expected)} expected"
+  for i, (a, b) in enumerate(zip(outputs, expected, strict=True)): assert fields(a) == fields(b), f"output {i}"
 
 
 def check_pool(blocks: Any, tables: list[list[int]]) -> None:
   """Check the invariants of a BlockManager and all block tables."""
-  free, held = [*blocks.free_blocks, *blocks.evictable], Counter(b for table in tables for b in table)
+  free, ref_counts = [*blocks.free_blocks, *blocks.evictable], Counter(b for table in tables for b in table)
   assert blocks.num_free() == len(free) == len(set(free)), "a block is free twice"
   assert blocks.num_free() + blocks.num_used() == blocks.num_blocks - 1
-  assert blocks.num_used() == len(held), f"{blocks.num_used()} blocks used, {len(held)} in tables"
-  assert 0 not in held and 0 not in free, "block 0 is the null block"
-  for table in tables: assert len(set(table)) == len(table), "a block is twice in a table"
+  assert blocks.num_used() == len(ref_counts), f"{blocks.num_used()} blocks used, {len(ref_counts)} in block tables"
+  assert 0 not in ref_counts and 0 not in free, "block 0 is the null block"
+  for table in tables: assert len(set(table)) == len(table), "a block appears twice in a block table"
   cached = {*blocks.cached_blocks.values()}
-  assert {*blocks.shared} <= cached, "a block that is not cached, or is still written to, is in two tables"
+  assert {*blocks.shared} <= cached, "a block in two block tables must be full and cached"
   assert all(blocks.block_hashes[b] == key and b for key, b in blocks.cached_blocks.items()), "wrong hash"
-  assert not set(free) & set(held), "a free block is in a table"
-  assert set(free) | set(held) == set(range(1, blocks.num_blocks)), "a block is lost"
-  assert dict(blocks.shared) == {b: n - 1 for b, n in held.items() if n > 1}
-  assert {*blocks.evictable} == cached - {*held}, "evictable blocks must be those that are free and cached"
+  assert not set(free) & set(ref_counts), "a free block is in a block table"
+  assert set(free) | set(ref_counts) == set(range(1, blocks.num_blocks)), "a block is leaked"
+  assert dict(blocks.shared) == {b: n - 1 for b, n in ref_counts.items() if n > 1}
+  assert {*blocks.evictable} == cached - {*ref_counts}, "evictable blocks must be the free cached blocks"
 
 
 def check_scheduler(scheduler: Any, blocks: Any) -> None:
@@ -418,33 +422,33 @@ def check_scheduler(scheduler: Any, blocks: Any) -> None:
   assert len(set(seqs)) == len(seqs), "a sequence is queued twice"
   check_pool(blocks, [seq.block_table for seq in seqs])
   for seq in seqs:
-    length = seq.length + len(seq.draft_token_ids)   # with the drafts that are being verified
+    length = seq.length + len(seq.draft_token_ids)
     assert 0 <= seq.num_computed < length or seq.reached_max_len, f"{seq.num_computed} of {length} tokens computed"
-    assert not seq.draft_token_ids or seq.num_in_flight == 1, "drafts that no step verifies"
-    assert len(seq.block_table) * blocks.block_size >= seq.num_computed, "a computed token without a block"
+    assert not seq.draft_token_ids or seq.num_in_flight == 1, "no step verifies the draft tokens"
+    assert len(seq.block_table) * blocks.block_size >= seq.num_computed, "a computed token has no block"
     assert seq.finish_reason is None, "a finished sequence is in the scheduler"
   for seq in scheduler.waiting:
     assert not seq.block_table and seq.slot is None and not seq.draft_token_ids
     assert seq.num_computed == seq.num_in_flight == 0
   slots = [seq.slot for seq in scheduler.running]
   assert len({*slots}) == len(slots), "two sequences in a slot"
-  assert {*slots} <= {*range(scheduler.config.max_num_seqs)}, "a sequence without a slot"
+  assert {*slots} <= {*range(scheduler.config.max_num_seqs)}, "a running sequence has no valid slot"
   order = [seq.order for seq in scheduler.waiting]
   assert order == sorted(order), "the queue is not sorted"
 
 
 def check_invariants(engine: Any) -> None:
-  """Check blocks, tables, counters and slots of an engine between two steps; an idle one holds no block."""
+  """Check blocks, block tables, counters and slots of an engine between two steps. An idle engine uses no blocks."""
   blocks, metrics = engine.blocks, engine.get_metrics()
   check_scheduler(engine.scheduler, blocks)
-  if not engine.has_unfinished_requests(): assert blocks.num_used() == 0, "an idle engine holds blocks"
+  if not engine.has_unfinished_requests(): assert blocks.num_used() == 0, "an idle engine uses blocks"
   assert metrics["blocks_cached"] == len(blocks.evictable)
   assert metrics["blocks_shared"] == len(blocks.shared)
 
 
-def work_of(call: Callable[[], Any]) -> int:
-  """The number of Python bytecodes that a call runs. C code is not counted, nor in Python 3.13 functions called for the
-  first time."""
+def count_bytecodes(call: Callable[[], Any]) -> int:
+  """Return the number of Python bytecodes that a call runs. Excludes C code and, in Python 3.13, functions called for
+  the first time."""
   count = 0
 
   def trace(frame: Any, event: str, argument: Any) -> Any:
@@ -456,12 +460,12 @@ def work_of(call: Callable[[], Any]) -> int:
   sys.settrace(trace)
   try: call()
   finally: sys.settrace(None)
-  assert count, "nothing was counted"
+  assert count, "tracing must count bytecodes"
   return count
 
 
 def run_to_end(engine: Any, limit: int) -> dict[str, Any]:
-  """Step until all requests end, with a check of the invariants after each step. Returns the last output of each."""
+  """Step until all requests finish, and check the invariants after each step. Returns each request's last output."""
   last = {}
   for _ in range(limit):
     if not engine.has_unfinished_requests(): return last
@@ -471,8 +475,8 @@ def run_to_end(engine: Any, limit: int) -> dict[str, Any]:
 
 
 def set_overlap(monkeypatch: Any, runner: Any, overlaps: str) -> None:
-  """Set how steps overlap: "overlapped" reads a step after the next one is built, "early" after it is launched, as CUDA
-  can; "" not at all. On a CPU "early" copies results at once, before the next step overwrites them."""
+  """Set when a step's results are read: "overlapped" after the next step is built, "early" after it is launched, as on
+  CUDA, "" before it is built. On a CPU "early" copies results at once, before the next step overwrites them."""
   def start_reading(tensor):
     values = tensor.tolist()
     return lambda: values

@@ -1,4 +1,4 @@
-"""The command line, in this process where kernels are compiled already, and as a process of its own."""
+"""The command line: in this process, which reuses compiled kernels, and as its own process."""
 import argparse
 import dataclasses
 import io
@@ -16,10 +16,11 @@ from reference import ENGINE, reference_greedy, reference_logits, tiny_model
 from server import wait_until
 from tinygrad.device import CompileError
 
-from tinyvllm import generate, generate_stream
-from tinyvllm.config import Options, option
+from tinyvllm import SamplingParams, generate, generate_stream
+from tinyvllm.config import EngineConfig, Options, option
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.flags import add_flags, select_options
+from tinyvllm_extra.server.app import ServerConfig
 
 FLAGS = [x for name, value in ENGINE.items() for x in ("--" + name.replace("_", "-"), str(value))]
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -35,46 +36,46 @@ def process(*arguments, stdin="", **env):
 
 
 def expected_text(words_llm, words_folder, prompt, n):
-  """The text that follows a prompt, by the reference's ids."""
+  """Return the text that follows a prompt, from the reference's ids."""
   ids = words_llm.tokenizer.encode(prompt)
   decode = words_llm.tokenizer.decode
   return decode([*ids, *reference_greedy(words_folder, ids, n)])[len(decode(ids)):]
 
 
-def test_generate_prints_the_prompt_and_what_follows(words_folder, words_llm, capsys):
+def test_generate_prints_prompt_and_completion(words_folder, words_llm, capsys):
   assert cli(words_folder, ["generate", "the cat"], "--max-tokens", "12") == 0
   assert capsys.readouterr().out == "the cat" + expected_text(words_llm, words_folder, "the cat", 12) + "\n"
 
 
-def test_options_reach_the_request(words_folder, words_llm, capsys):
+def test_sampling_options_apply_to_the_request(words_folder, words_llm, capsys):
   text = expected_text(words_llm, words_folder, "the cat", 12)
   stop = text[6:8]
   assert cli(words_folder, ["generate", "the cat"], "--stop", stop, "#", "--max-tokens", "12", "--ignore-eos") == 0
   assert capsys.readouterr().out == "the cat" + text[:text.index(stop)] + "\n"
 
 
-def test_options_that_hold_others_are_given_as_json(words_folder, words_llm, capsys):
+def test_dict_options_are_parsed_as_json(words_folder, words_llm, capsys):
   ids = words_llm.tokenizer.encode("the cat")
   first, second = np.argsort(reference_logits(words_folder, ids)[-1])[:-3:-1].tolist()
   text = words_llm.tokenizer.decode([*ids, second])[len("the cat"):]
   assert text != words_llm.tokenizer.decode([*ids, first])[len("the cat"):]
   assert cli(words_folder, ["generate", "the cat"], "--max-tokens", "1", "--logit-bias", f'{{"{first}": -100}}') == 0
   assert capsys.readouterr().out == f"the cat{text}\n"
-  given = '{"regex": "[xyz]{3}"}'
-  assert cli(words_folder, ["generate", "the cat"], "--max-tokens", "12", "--structured-outputs", given) == 0
+  constraint = '{"regex": "[xyz]{3}"}'
+  assert cli(words_folder, ["generate", "the cat"], "--max-tokens", "12", "--structured-outputs", constraint) == 0
   assert re.fullmatch("the cat[xyz]{3}\n", capsys.readouterr().out)
 
 
-def test_options_that_are_lists_and_numbers_reach_the_request(words_folder, words_llm, capsys):
+def test_list_and_number_options_apply_to_the_request(words_folder, words_llm, capsys):
   ids = words_llm.tokenizer.encode("the cat")
   logits = reference_logits(words_folder, ids)[-1]
   best = max((259, 319), key=lambda i: logits[i])
   text = words_llm.tokenizer.decode([*ids, best])[len("the cat"):]
   options = ["--allowed-token-ids", "259", "319", "--bad-words", "house", "dog", "--logprobs", "2", "--max-tokens", "1"]
   assert cli(words_folder, ["generate", "the cat"], *options) == 0
-  assert capsys.readouterr().out == f"the cat{text}\n", "and no log probabilities"
+  assert capsys.readouterr().out == f"the cat{text}\n", "log probabilities are not printed"
   plain = reference_greedy(words_folder, ids, 12)
-  assert len({*plain}) < 12, "that was meant to repeat itself"
+  assert len({*plain}) < 12, "the text must repeat tokens"
   assert cli(words_folder, ["generate", "the cat"], "--max-tokens", "12", "--repetition-penalty", "100") == 0
   assert capsys.readouterr().out != "the cat" + expected_text(words_llm, words_folder, "the cat", 12) + "\n"
 
@@ -88,7 +89,7 @@ def chat_folder(tmp_path_factory):
 
 @pytest.fixture
 def answer(chat_folder, words_llm):
-  """The five tokens that follow a conversation, by the reference's ids."""
+  """Return a function that returns the five tokens after a conversation, from the reference."""
   encode, decode = words_llm.tokenizer.encode, words_llm.tokenizer.decode
 
   def answer(prompt):
@@ -97,7 +98,7 @@ def answer(chat_folder, words_llm):
   return answer
 
 
-def test_chat_answers_each_line_with_all_before_it(chat_folder, answer, capsys, monkeypatch):
+def test_chat_prompt_contains_the_whole_conversation(chat_folder, answer, capsys, monkeypatch):
   monkeypatch.setattr("sys.stdin", io.StringIO("hello\nis that all\n"))
   assert cli(chat_folder, ["chat"], "--max-tokens", "5") == 0
   first = answer("user: hello\n")
@@ -105,20 +106,20 @@ def test_chat_answers_each_line_with_all_before_it(chat_folder, answer, capsys, 
   assert capsys.readouterr().out.rstrip("\n") == f"{first}\n{second}"
 
 
-def test_chat_takes_commands_and_drops_a_turn_that_is_too_long(chat_folder, answer, capsys, monkeypatch):
+def test_chat_runs_commands_and_drops_messages_that_are_too_long(chat_folder, answer, capsys, monkeypatch):
   long = "is that all " * 99
   lines = [long, "hello", long, "is that all", "/new", "hello", "/system be kind", "hello", "/exit", "hello"]
   monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
   assert cli(chat_folder, ["chat"], "--max-tokens", "5") == 0
   first = answer("user: hello\n")
-  wanted = [first, answer(f"user: hello\nassistant: {first}\nuser: is that all\n"), first,
-            answer("system: be kind\nuser: hello\n")]
-  said = capsys.readouterr()
-  assert said.out.rstrip("\n") == "\n".join(wanted)
-  assert len([line for line in said.err.splitlines() if "maximum context length" in line]) == 2
+  expected = [first, answer(f"user: hello\nassistant: {first}\nuser: is that all\n"), first,
+              answer("system: be kind\nuser: hello\n")]
+  printed = capsys.readouterr()
+  assert printed.out.rstrip("\n") == "\n".join(expected)
+  assert len([line for line in printed.err.splitlines() if "maximum context length" in line]) == 2
 
 
-def test_ctrl_c_stops_an_answer_and_the_chat_goes_on_and_ends_it_else(tmp_path):
+def test_ctrl_c_stops_the_answer_then_ends_the_chat(tmp_path):
   folder = tiny_model(tmp_path, words=True, max_position_embeddings=20000)
   (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
   command = [sys.executable, "-m", "tinyvllm", "chat", "--model", folder, "--max-tokens", "19000", "--ignore-eos",
@@ -128,9 +129,9 @@ def test_ctrl_c_stops_an_answer_and_the_chat_goes_on_and_ends_it_else(tmp_path):
     for _ in range(2):
       run.stdin.write(b"hello\n")
       run.stdin.flush()
-      assert run.stdout.read(40), "the answer has begun"
+      assert run.stdout.read(40), "the answer must start"
       run.send_signal(signal.SIGINT)
-      while run.stdout.read(1) != b"\n": pass   # it ends with its line, thousands of tokens early
+      while run.stdout.read(1) != b"\n": pass   # the line ends thousands of tokens early
     run.stdin.write(b"/exit\n")
     run.stdin.flush()
     assert run.wait(60) == 0
@@ -144,20 +145,20 @@ def test_ctrl_c_at_the_prompt_ends_the_chat(chat_folder):
     run.stdin.write(b"hello\n")
     run.stdin.flush()
     while run.stdout.read(1) != b"\n": pass
-    # The first may still find the answer, which it stops
-    wait_until(lambda: run.poll() is not None or run.send_signal(signal.SIGINT), "it has ended", 60)
+    # The first signal may still stop the answer
+    wait_until(lambda: run.poll() is not None or run.send_signal(signal.SIGINT), "the process ends", 60)
     assert run.returncode == 130
   finally: run.kill()
 
 
-def test_a_stop_string_may_be_given_again(words_folder, words_llm, capsys):
+def test_repeated_stop_option_adds_strings(words_folder, words_llm, capsys):
   text = expected_text(words_llm, words_folder, "the cat", 12)
   options = ["--stop", "#", "--stop", text[6:8], "--max-tokens", "12", "--ignore-eos"]
   assert cli(words_folder, ["generate", "the cat"], *options) == 0
   assert capsys.readouterr().out == "the cat" + text[:text.index(text[6:8])] + "\n"
 
 
-def test_less_is_logged_where_that_is_asked_for(words_folder):
+def test_log_level_error_hides_info_lines(words_folder):
   flags = ["--model", words_folder, "--max-tokens", 3, *FLAGS]
   assert "KV cache:" in process("generate", "the cat", *flags).stderr
   assert process("generate", "the cat", *flags, "--log-level", "error").stderr == ""
@@ -169,7 +170,7 @@ def test_less_is_logged_where_that_is_asked_for(words_folder):
   (["generate", "hello", "--logit-bias", '{"320": 1}'], "logit_bias"),
   (["generate", "hello", "--structured-outputs", '{"regex": "(["}'], "structured_outputs"),
 ])
-def test_an_error_is_one_line_and_exit_code_1(words_folder, command, words, capsys, monkeypatch):
+def test_invalid_option_value_is_one_line_and_exit_code_1(words_folder, command, words, capsys, monkeypatch):
   monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
   assert main([*command[:2], "--model", str(words_folder), *FLAGS, *command[2:]]) == 1
   err = capsys.readouterr().err
@@ -177,46 +178,77 @@ def test_an_error_is_one_line_and_exit_code_1(words_folder, command, words, caps
   assert len(lines) == 1 and words in lines[0] and err.endswith(lines[0] + "\n") and "Traceback" not in err
 
 
-def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(tmp_path, capsys):
+def test_missing_model_is_one_line_and_exit_code_1(tmp_path, capsys):
   assert main(["generate", "hello", "--model", str(tmp_path / "nowhere")]) == 1
   assert "nowhere" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("arguments", ["", "generate", "generate a --no-such", "generate a --top-k x",
                                        "generate a --logit-bias {", "generate a --logprobs x"])
-def test_what_the_parser_does_not_know_is_exit_code_2(arguments):
+def test_unknown_argument_is_exit_code_2(arguments):
   with pytest.raises(SystemExit) as e: main(arguments.split())
   assert e.value.code == 2
 
 
-def test_help_names_every_option(capsys):
-  from dataclasses import fields
-
-  from tinyvllm import SamplingParams
-  from tinyvllm.config import EngineConfig
-  with pytest.raises(SystemExit): main(["generate", "--help"])
-  text = capsys.readouterr().out
-  flags = {"--" + f.name.replace("_", "-") for f in [*fields(EngineConfig), *fields(SamplingParams)]}
-  for flag in flags - {"--n"}: assert re.search(rf"^  {flag}(,.*| .*)?\n? +.*[a-z]", text, re.M), flag
-  assert "Engine options" in text and "{fcfs,priority}" in text and "--pipeline-parallel-size" not in text
-  assert "--n " not in text, "a stream to a terminal is one text"
+def help_text(command, flag="--help"):
+  """Return what `tinyvllm COMMAND --help` prints on a terminal of 80 columns."""
+  run = process(*command.split(), flag, COLUMNS="80")
+  assert run.returncode == 0 and not run.stderr
+  return run.stdout
 
 
-def test_the_module_runs_as_a_process_and_text_alone_is_on_stdout(words_folder, words_llm):
+def help_entries(text):
+  """Return the help text of each option, by its flags."""
+  entries = re.findall(r"^  (-\S.*?)(?:  +|\n {32})(\S.*(?:\n {32}.*)*)", text, re.M)
+  return {flags: " ".join(words.split()) for flags, words in entries}
+
+
+@pytest.mark.parametrize("command", ["", "generate", "chat", "serve", "convert", "doctor"])
+def test_help_fits_on_two_screens(command):
+  lines = help_text(command).splitlines()
+  assert len(lines) <= 48 and max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("command,kinds", [
+  ("generate", [EngineConfig, SamplingParams]), ("chat", [EngineConfig, SamplingParams]),
+  ("serve", [EngineConfig, ServerConfig])])
+def test_help_all_every_option_has_text_and_default(command, kinds):
+  text = help_text(command, "--help-all")
+  entries = help_entries(text)
+  flags = {re.sub(r"^--(\[no-])?", "", words.split()[0]) for words in entries}
+  fields = {field.name.replace("_", "-") for kind in kinds for field in dataclasses.fields(kind)} - {"n"}
+  assert fields | {"model", "log-level"} <= flags, "a terminal shows one sample, so --n is missing"
+  for name, words in entries.items():
+    assert len(words.partition("(default")[0].split()) >= 3, name
+    assert re.search(r"\(default: [^)]+\)$", words) or name.startswith(("-h,", "--help-all")), name
+    assert "None" not in words, name
+  assert "--pipeline-parallel-size" not in text, "vLLM's flags without effect stay hidden"
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_help_is_grouped_and_hides_rare_flags(command):
+  text, everything = help_text(command), help_text(command, "--help-all")
+  headings = ["options", "Model", "Memory", "Scheduling", "Decoding", "Server"]
+  assert re.findall(r"^(\w+):$", text, re.M) == re.findall(r"^(\w+):$", everything, re.M) == headings
+  assert "--max-model-len" in text and "--block-size" not in text and "--block-size" in everything
+  assert "--[no-]enable-prefix-caching" in text
+
+
+def test_module_prints_only_the_text_to_stdout(words_folder, words_llm):
   run = process("generate", "the cat", "--model", words_folder, "--max-tokens", 3, *FLAGS, "--max-num-seqs", 1)
   assert run.returncode == 0, run.stderr
   assert run.stdout == "the cat" + expected_text(words_llm, words_folder, "the cat", 3) + "\n"
 
 
 @pytest.mark.parametrize("env", [{"DEV": "CPU", "CC": "/nonexistent/clang"}, {"DEV": "NOSUCH"}], ids=str)
-def test_no_device_or_no_compiler_is_one_line_that_says_what_to_install(words_folder, env, tmp_path):
+def test_missing_device_or_compiler_error_names_the_remedy(words_folder, env, tmp_path):
   run = process("generate", "hello", "--model", words_folder, *FLAGS, **env, CACHEDB=str(tmp_path / "cache.db"))
   assert run.returncode == 1 and run.stdout.strip() in ("", "hello")
   last = run.stderr.splitlines()[-1]
   assert "Traceback" not in run.stderr and last.startswith("tinyvllm: ") and "pip install 'tinyvllm[cpu]'" in last
 
 
-def test_a_newcomers_two_calls(words_folder, words_llm):
+def test_module_level_generate_and_generate_stream(words_folder, words_llm):
   text = expected_text(words_llm, words_folder, "the cat", 6)
   assert generate("the cat", model=words_folder, max_tokens=6) == text
   pieces = list(generate_stream("the cat", model=words_folder, max_tokens=6))
@@ -225,7 +257,7 @@ def test_a_newcomers_two_calls(words_folder, words_llm):
 
 
 @pytest.mark.parametrize("error", [CompileError("unknown type"), subprocess.CalledProcessError(1, ["clang"])])
-def test_a_kernel_that_does_not_compile_is_one_line_and_exit_code_1(monkeypatch, capsys, error):
+def test_compile_error_is_one_line_and_exit_code_1(monkeypatch, capsys, error):
   def fail(*_, **__): raise error
   monkeypatch.setattr("tinyvllm_extra.cli.LLM", fail)
   assert main(["generate", "Hello"]) == 1
@@ -236,27 +268,31 @@ def test_missing_package_is_one_line_and_exit_code_1(chat_folder, capsys, monkey
   monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
   monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
   assert cli(chat_folder, ["chat"]) == 1
-  said = capsys.readouterr()
-  assert said.err.splitlines()[-1] == "tinyvllm: a chat template needs jinja2: pip install 'tinyvllm[hf]'"
-  assert said.out == "" and "Traceback" not in said.err
+  printed = capsys.readouterr()
+  last_line = printed.err.splitlines()[-1]
+  assert "jinja2" in last_line and "pip install 'tinyvllm[hf]'" in last_line
+  assert printed.out == "" and "Traceback" not in printed.err
 
 
 @dataclasses.dataclass(frozen=True)
 class Described(Options):
-  """Options of a test, described in their metadata."""
-  sizes: list[int] | None = option(None, "sizes in bytes")
-  kind: str = option("a", "the kind", choices=("a", "b"))
-  ratio: float | None = option(None, "100% at most (default: half)")
-  limit: int | None = option(3, "most of them", min=1, max=9)
+  """Options with each kind of type and default."""
+  sizes: list[int] | None = option(None, "Sizes in bytes (default: none)")
+  mode: str = option("a", "Mode of operation", choices=("a", "b"))
+  ratio: float | None = option(None, "Ratio, 100% at most (default: half)")
+  limit: int | None = option(3, "Maximum number of retries", min=1, max=9)
+  fast: bool = option(True, "Skip the slow part")
 
 
 def test_add_flags_reads_types_and_help_from_metadata():
   parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
   add_flags(parser, Described)
-  flags = ["--sizes", "1", "2", "--sizes", "3", "--ratio", "0.5", "--limit", "4", "--kind", "b"]
+  flags = ["--sizes", "1", "2", "--sizes", "3", "--ratio", "0.5", "--limit", "4", "--mode", "b", "--no-fast"]
   args = vars(parser.parse_args(flags))
-  assert select_options(args, Described) == {"sizes": [1, 2, 3], "ratio": 0.5, "limit": 4, "kind": "b"}
-  text = " ".join(parser.format_help().split())
-  for words in ("--sizes SIZES [SIZES ...] sizes in bytes (default: None)", "--kind {a,b} the kind (default: a)",
-                "--ratio FLOAT 100% at most (default: half) --limit INT most of them (default: 3)"):
-    assert words in text, text
+  assert select_options(args, Described) == {"sizes": [1, 2, 3], "ratio": 0.5, "limit": 4, "mode": "b", "fast": False}
+  entries = help_entries(parser.format_help())
+  expected = {"--sizes INT [INT ...]": "Sizes in bytes (default: none)",
+              "--mode {a,b}": "Mode of operation (default: a)",
+              "--ratio FLOAT": "Ratio, 100% at most (default: half)", "--[no-]fast": "Skip the slow part (default: on)",
+              "--limit INT": "Maximum number of retries (default: 3)"}
+  assert {flags: words for flags, words in entries.items() if flags in expected} == expected

@@ -1,5 +1,5 @@
-"""`tinyvllm doctor`, as users start it: a process of its own. Few runs, looked at by many tests, as each tries many
-backends. Drivers that hang or crash are played by a sitecustomize, which every Python imports at its start."""
+"""`tinyvllm doctor` in a separate process, as users start it. Many tests share a few runs, because each run tries many
+backends. A sitecustomize module, which Python imports at startup, simulates drivers that hang or crash."""
 import json
 import os
 import re
@@ -15,7 +15,7 @@ from tinygrad.device import ALL_DEVICES
 
 import tinyvllm
 from tinyvllm_extra.cli import main
-from tinyvllm_extra.cli.doctor import fit, prequantized
+from tinyvllm_extra.cli.doctor import estimate_fit, prequantized
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
@@ -34,47 +34,47 @@ if fault and "probe" in " ".join(sys.orig_argv):
 
 
 def doctor(*options, python=sys.executable, order=None, limit=90, **env):
-  """A run of its own. order: the backends that it is to try: each costs a start of Python. limit: the
-  seconds that one may take. env: None takes a variable out."""
+  """Run `tinyvllm doctor`. order: backends to try; each one starts a Python process. limit: timeout of a backend in
+  seconds. env: environment variables; None removes one."""
   change = f"doctor.LIMIT, doctor.ORDER = {limit}, {order or ORDER}"
   code = f"import sys\nfrom tinyvllm_extra.cli import doctor, main\n{change}\nsys.exit(main())"
   path = os.pathsep.join([str(ROOT), str(ROOT / "examples"), env.pop("PYTHONPATH", "")])
-  kept = {k: v for k, v in {**os.environ, "PYTHONPATH": path, "DEV": None, **env}.items() if v is not None}
-  done = subprocess.run([str(python), "-c", code, "doctor", *map(str, options)], env=kept, capture_output=True,
-                        text=True, check=False, timeout=300, stdin=subprocess.DEVNULL)
-  assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
-  return done
+  environment = {k: v for k, v in {**os.environ, "PYTHONPATH": path, "DEV": None, **env}.items() if v is not None}
+  run = subprocess.run([str(python), "-c", code, "doctor", *map(str, options)], env=environment, capture_output=True,
+                       text=True, check=False, timeout=300, stdin=subprocess.DEVNULL)
+  assert "Traceback" not in run.stdout + run.stderr, run.stdout + run.stderr
+  return run
 
 
-def report_of(done): return json.loads(done.stdout)
+def parse_report(run): return json.loads(run.stdout)
 
 
-def backends_of(report): return {row["backend"]: row for row in report["backends"]}
+def backends_by_name(report): return {row["backend"]: row for row in report["backends"]}
 
 
-def rows_of(text, first):
-  """The lines of the table whose first column has that name, cut where its header's columns begin."""
+def parse_table(text, first_column):
+  """Return the rows of the table with this first column, as dicts with the whole "line" and a cell per column."""
   lines = text.splitlines()
-  start = next(i for i, line in enumerate(lines) if line.split()[:1] == [first])
+  start = next(i for i, line in enumerate(lines) if line.split()[:1] == [first_column])
   names = re.findall(r"\S+", lines[start])
-  places = [m.start() for m in re.finditer(r"\S+", lines[start])] + [None]
+  offsets = [m.start() for m in re.finditer(r"\S+", lines[start])] + [None]
   rows = []
   for line in lines[start + 1:]:
     if not line: break
-    cells = [line[a:b].strip() for a, b in zip(places, places[1:], strict=False)]
+    cells = [line[a:b].strip() for a, b in zip(offsets, offsets[1:], strict=False)]
     rows.append({"line": line, **dict(zip(names, cells, strict=True))})
   return rows
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, folder):
-  """Side by side, as most of their time goes to starting Python."""
-  bare = tmp_path_factory.mktemp("bare")   # a Python beside which there is no clang, and nothing else on the PATH
+  """Concurrent runs: most of their time is spent starting Python."""
+  bare = tmp_path_factory.mktemp("bare")   # the only folder on the PATH: a Python, and no clang next to it
   (bare / "python").symlink_to(os.path.realpath(sys.executable))
   faults = tmp_path_factory.mktemp("faults")
   (faults / "sitecustomize.py").write_text(FAULTS)
   fast = ("--seconds", "0.05")
-  todo = {
+  jobs = {
     "text": lambda: doctor(*fast, "--model", folder),
     "faults": lambda: doctor(*fast, "--json", "--model", folder, PYTHONPATH=str(faults), DEV="CPU", limit=15,
                              order=["NV", "CUDA", "QCOM", "CPU"]),
@@ -82,22 +82,22 @@ def runs(tmp_path_factory, folder):
     "no clang": lambda: doctor(*fast, python=bare / "python", PATH=str(bare), CC=None, order=["CPU"],
                                XDG_CACHE_HOME=str(bare), PYTHONPATH=sysconfig.get_paths()["purelib"]),
   }
-  with ThreadPoolExecutor(3) as pool: return dict(zip(todo, pool.map(lambda f: f(), todo.values()), strict=True))
+  with ThreadPoolExecutor(3) as pool: return dict(zip(jobs, pool.map(lambda f: f(), jobs.values()), strict=True))
 
 
-def test_all_sections_are_there_in_their_order_within_120_columns(runs):
-  done = runs["text"]
-  assert done.returncode == 0, done.stderr
-  places = [done.stdout.index(x) for x in ("tinyvllm ", "C compiler: ", "\nbackend ", "\nchosen: ", "\nmodel ")]
-  assert places == sorted(places)
-  assert max(map(len, done.stdout.splitlines())) <= 120
-  machine, = rows_of(done.stdout, "tinyvllm")
+def test_text_report_has_all_sections_in_order_within_120_columns(runs):
+  run = runs["text"]
+  assert run.returncode == 0, run.stderr
+  offsets = [run.stdout.index(x) for x in ("tinyvllm ", "C compiler: ", "\nbackend ", "\ndefault ", "\nmodel ")]
+  assert offsets == sorted(offsets)
+  assert max(map(len, run.stdout.splitlines())) <= 120
+  machine, = parse_table(run.stdout, "tinyvllm")
   assert machine["tinyvllm"] == tinyvllm.__version__ and machine["python"] == sys.version.split()[0]
   assert machine["cores"] == str(os.cpu_count()) and 0 < float(machine["free_gib"]) < float(machine["total_gib"])
 
 
-def test_each_backend_of_tinygrads_order_is_a_row_or_has_a_reason(runs):
-  rows = rows_of(runs["text"].stdout, "backend")
+def test_backend_table_lists_tinygrad_order_with_bandwidth_or_reason(runs):
+  rows = parse_table(runs["text"].stdout, "backend")
   names = [row["line"].split()[0] for row in rows]
   assert names == ORDER
   for row in rows:
@@ -105,90 +105,91 @@ def test_each_backend_of_tinygrads_order_is_a_row_or_has_a_reason(runs):
     else: assert re.search(r"does not open: \S+", row["line"]), row["line"]
 
 
-def test_the_cpu_is_measured_and_its_dtypes_are_what_tinygrad_says(runs):
-  cpu = next(row for row in rows_of(runs["text"].stdout, "backend") if row["line"].split()[0] == "CPU")
+def test_cpu_row_has_bandwidth_and_dtypes_of_tinygrad(runs):
+  cpu = next(row for row in parse_table(runs["text"].stdout, "backend") if row["line"].split()[0] == "CPU")
   assert float(cpu["gb_per_s"]) > 0 and [cpu["float32"], cpu["float16"]] == ["yes", "yes"]
-  cpu = backends_of(report_of(runs["metal"]))["CPU"]
+  cpu = backends_by_name(parse_report(runs["metal"]))["CPU"]
   assert 0.1 < cpu["gb_per_s"] < 10_000 and cpu["opens"] and cpu["dtype"] == "float32"
   assert 0 < cpu["free_gib"] < cpu["total_gib"] and cpu["largest_gib"] > 0
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="METAL opens there")
-def test_a_device_that_was_asked_for_and_does_not_open_is_told_and_the_rest_is_there(runs):
-  done, report = runs["metal"], report_of(runs["metal"])
-  assert done.returncode == 0, "others open"
-  metal = backends_of(report)["METAL"]
+@pytest.mark.skipif(sys.platform == "darwin", reason="METAL opens on macOS")
+def test_dev_backend_does_not_open_report_has_its_reason(runs):
+  run, report = runs["metal"], parse_report(runs["metal"])
+  assert run.returncode == 0, "another backend must open"
+  metal = backends_by_name(report)["METAL"]
   assert not metal["opens"] and metal["reason"] and "\n" not in metal["reason"]
   assert report["chosen"] is None and report["why"] == f"DEV=METAL: {metal['reason']}"
   assert any(row["opens"] for row in report["backends"]) and len(report["fit"]) == 15
 
 
-def test_json_has_what_the_text_says(runs):
-  text, report = runs["text"].stdout, report_of(runs["metal"])
-  rows = {row["line"].split()[0]: row for row in rows_of(text, "backend")}
+def test_json_report_equals_text_report(runs):
+  text, report = runs["text"].stdout, parse_report(runs["metal"])
+  text_rows = {row["line"].split()[0]: row for row in parse_table(text, "backend")}
   for row in report["backends"]:
-    shown = rows[row["backend"]]
-    if not row["opens"]: assert row["reason"][:60] in shown["line"]
+    text_row = text_rows[row["backend"]]
+    if not row["opens"]: assert row["reason"][:60] in text_row["line"]
     else:
-      assert row["device"][:36] == shown["device"]
-      assert float(shown["total_gib"]) == pytest.approx(row["total_gib"], abs=0.051)
-      for dtype in ("float32", "float16", "bfloat16"): assert shown[dtype] == ("yes" if row[dtype] else "no")
+      assert row["device"][:36] == text_row["device"]
+      assert float(text_row["total_gib"]) == pytest.approx(row["total_gib"], abs=0.051)
+      for dtype in ("float32", "float16", "bfloat16"): assert text_row[dtype] == ("yes" if row[dtype] else "no")
   assert f"C compiler: {report['compiler']['path']}\n{report['compiler']['version'][:120]}\n" in text
-  fits = [row["model"] for row in report["fit"]]
-  assert [row["model"] for row in rows_of(text, "model")][:15] == fits
+  models = [row["model"] for row in report["fit"]]
+  assert [row["model"] for row in parse_table(text, "model")][:15] == models
 
 
-def test_the_first_that_opens_is_chosen_unless_dev_says_another(runs):
-  opened = [row["line"].split()[0] for row in rows_of(runs["text"].stdout, "backend")
+def test_chosen_backend_is_dev_or_first_that_opens(runs):
+  opened = [row["line"].split()[0] for row in parse_table(runs["text"].stdout, "backend")
             if "does not open" not in row["line"]]
-  assert f"\nchosen: {opened[0]} (the first of {', '.join(ORDER)} that opens)\n" in runs["text"].stdout
-  report = report_of(runs["faults"])
+  line, = [line for line in runs["text"].stdout.splitlines() if line.startswith("default backend: ")]
+  assert line.startswith(f"default backend: {opened[0]} ") and ", ".join(ORDER) in line
+  report = parse_report(runs["faults"])
   assert (report["chosen"], report["why"]) == ("CPU", "DEV=CPU")
 
 
-def test_a_machine_without_a_compiler_is_told_what_to_install(runs):
-  done = runs["no clang"]
-  line, = [line for line in done.stdout.splitlines() if line.startswith("C compiler: ")]
+def test_report_without_compiler_names_package_to_install(runs):
+  run = runs["no clang"]
+  line, = [line for line in run.stdout.splitlines() if line.startswith("C compiler: ")]
   assert "none" in line and "pip install 'tinyvllm[cpu]'" in line
-  opened = [row for row in rows_of(done.stdout, "backend") if "does not open" not in row["line"]]
-  assert done.returncode == (0 if opened else 1)
+  opened = [row for row in parse_table(run.stdout, "backend") if "does not open" not in row["line"]]
+  assert run.returncode == (0 if opened else 1)
 
 
-def test_what_fits_is_what_the_models_numbers_give(runs):
-  """By hand, for two, whose files are of 16 bits: weights stay so, K and V are not; tied embeddings are there once."""
-  report = report_of(runs["faults"])
-  cpu, fits = backends_of(report)["CPU"], {row["model"]: row for row in report["fit"][::3]}
+def test_fit_equals_memory_computed_from_model_shape(runs):
+  """Two models with 16-bit files: weights keep the files' dtype, K and V do not; tied embeddings are stored once."""
+  report = parse_report(runs["faults"])
+  cpu, fits = backends_by_name(report)["CPU"], {row["model"]: row for row in report["fit"][::3]}
   layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
   for name, weights, embeddings, token in (
       ("Llama-3.1-8B", 32 * (layer + 2 * 4096) + 4096 + 2 * 128256 * 4096, 128256 * 4096, 2 * 32 * 8 * 128),
       ("SmolLM2-135M", 134_515_008, 0, 2 * 30 * 3 * 64)):
-    left = cpu["free_gib"] * GIB * 0.9 - 2 * weights
+    free = cpu["free_gib"] * GIB * 0.9 - 2 * weights
     assert (fits[name]["dtype"], fits[name]["stored"]) == ("float32", "bfloat16")
     assert fits[name]["weights_gib"] * GIB == 2 * weights
-    assert abs(fits[name]["kv_tokens"] - max(0, left) / (4 * token)) <= 1
-    assert fits[name]["fits"] == (left >= 4 * token)
+    assert abs(fits[name]["kv_tokens"] - max(0, free) / (4 * token)) <= 1
+    assert fits[name]["fits"] == (free >= 4 * token)
     assert fits[name]["tokens_per_s_at_most"] == pytest.approx(cpu["gb_per_s"] * 1e9 / (2 * (weights - embeddings)))
 
 
-@pytest.mark.parametrize("said,row,stored", [
+@pytest.mark.parametrize("dtype,row,stored", [
   ("float16", {"dtype": "float32"}, "float16"), ("bfloat16", {"dtype": "float32"}, "bfloat16"),
   ("bfloat16", {"dtype": "float32", "bfloat16": False}, "float32"), ("bfloat16", {"dtype": "float16"}, "float16"),
   ("float32", {"dtype": "float16"}, "float16"), ("float64", {"dtype": "float32"}, "float32"),
   (None, {"dtype": "float32"}, "float32")], ids=str)
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_a_weight_stays_in_its_files_type_where_that_is_narrower_and_the_device_has_it(said, row, stored, key):
+def test_fit_keeps_file_dtype_if_narrower_and_supported(dtype, row, stored, key):
   row = {"float32": True, "float16": True, "bfloat16": True, "free_gib": 8.0, "gb_per_s": 10.0, **row}
-  found, plain = (fit("x", hf, row) for hf in (tiny_config(**{key: said}), tiny_config()))
-  assert (found["dtype"], found["stored"], plain["stored"]) == (row["dtype"], stored, row["dtype"])
-  assert plain["weights_gib"] / found["weights_gib"] == (2 if (row["dtype"], stored[-2:]) == ("float32", "16") else 1)
-  assert found["tokens_per_s_at_most"] > 0 and found["fits"] and found["kv_tokens"] >= plain["kv_tokens"]
+  result, plain = (estimate_fit("x", hf, row) for hf in (tiny_config(**{key: dtype}), tiny_config()))
+  assert (result["dtype"], result["stored"], plain["stored"]) == (row["dtype"], stored, row["dtype"])
+  assert plain["weights_gib"] / result["weights_gib"] == (2 if (row["dtype"], stored[-2:]) == ("float32", "16") else 1)
+  assert result["tokens_per_s_at_most"] > 0 and result["fits"] and result["kv_tokens"] >= plain["kv_tokens"]
 
 
-def test_what_fits_in_8_and_in_4_bits_is_told(runs):
-  """The layers' matrices with a scale for each 32 inputs, and of 4 bits an offset; all else in 16 bits."""
+def test_fit_of_int8_and_int4_uses_fewer_bytes(runs):
+  """Matrices of the layers have a scale per 32 inputs, and in int4 a zero-point offset. Other weights have 16 bits."""
   layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
   rest = 2 * (32 * 2 * 4096 + 4096 + 2 * 128256 * 4096)
-  rows = [row for row in report_of(runs["faults"])["fit"] if row["model"] == "Llama-3.1-8B"]
+  rows = [row for row in parse_report(runs["faults"])["fit"] if row["model"] == "Llama-3.1-8B"]
   assert [row["stored"] for row in rows] == ["bfloat16", "int8", "int4"]
   assert [row["weights_gib"] * GIB for row in rows[1:]] == [32 * layer * 17 // 16 + rest, 32 * layer * 5 // 8 + rest]
   assert rows[1]["weights_gib"] < 9.3 and rows[2]["weights_gib"] < 6.4
@@ -196,59 +197,61 @@ def test_what_fits_in_8_and_in_4_bits_is_told(runs):
     assert narrow["kv_tokens"] >= wide["kv_tokens"] and narrow["tokens_per_s_at_most"] > wide["tokens_per_s_at_most"]
 
 
-@pytest.mark.parametrize("said,found", [
+@pytest.mark.parametrize("quantization_config,dtype", [
   ({"quant_method": "gptq", "bits": 4}, "int4"), ({"quant_method": "awq", "w_bit": 4}, "int4"), (None, None),
   ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, "int8")])
-def test_a_model_that_is_quantized_is_told_as_it_is(said, found):
-  assert prequantized(tiny_config(quantization_config=said)) == found
+def test_prequantized_model_returns_its_dtype(quantization_config, dtype):
+  assert prequantized(tiny_config(quantization_config=quantization_config)) == dtype
 
 
-def test_a_models_folder_is_added(runs, folder):
+def test_model_option_adds_model_to_fit(runs, folder):
   config = tiny_config()
   shapes = tensor_shapes(config)
   count = sum(a * (b[0] if b else 1) for a, *b in shapes.values())
-  row = report_of(runs["faults"])["fit"][-3]
+  row = parse_report(runs["faults"])["fit"][-3]
   assert row["model"] == str(folder) and row["weights_gib"] * GIB == 4 * count and row["fits"]
-  assert rows_of(runs["text"].stdout, "model")[-1]["line"].startswith(str(folder)[:36])
+  assert parse_table(runs["text"].stdout, "model")[-1]["line"].startswith(str(folder)[:36])
 
 
-def test_a_driver_that_crashes_ends_or_hangs_is_told_and_the_rest_is_there(runs):
-  done, rows = runs["faults"], backends_of(report_of(runs["faults"]))
-  assert done.returncode == 0 and rows["CPU"]["opens"]
-  for name, words in (("CUDA", "Segmentation fault"), ("QCOM", "exit code 7"), ("NV", "no answer within 15 s")):
+def test_driver_crashes_exits_or_hangs_report_has_its_reason(runs):
+  run, rows = runs["faults"], backends_by_name(parse_report(runs["faults"]))
+  assert run.returncode == 0 and rows["CPU"]["opens"]
+  for name, words in (("CUDA", "Segmentation fault"), ("QCOM", "exit code 7"), ("NV", "15 s")):
     assert not rows[name]["opens"] and words in rows[name]["reason"], rows[name]
 
 
-def test_a_folder_that_is_not_there_is_one_line_and_exit_1():
-  done = doctor("--model", "/nowhere/to/be/found")
-  assert done.returncode == 1 and not done.stdout
-  assert done.stderr.startswith("tinyvllm: ") and "/nowhere/to/be/found" in done.stderr and done.stderr.count("\n") == 1
+def test_missing_model_folder_prints_one_line_and_exits_1():
+  run = doctor("--model", "/nowhere/to/be/found")
+  assert run.returncode == 1 and not run.stdout
+  assert run.stderr.startswith("tinyvllm: ") and "/nowhere/to/be/found" in run.stderr and run.stderr.count("\n") == 1
 
 
 @pytest.fixture
-def refused(monkeypatch, capsys):
-  """The one line of a run in this process that must end before a backend is tried."""
-  monkeypatch.setattr("tinyvllm_extra.cli.doctor.run_probe", lambda *_: pytest.fail("a backend was tried"))
+def error_line(monkeypatch, capsys):
+  """Run doctor in this process, which must fail before it tries a backend, and return the line that it prints."""
+  monkeypatch.setattr("tinyvllm_extra.cli.doctor.run_probe", lambda *_: pytest.fail("doctor tried a backend"))
   def run(*options):
     assert main(["doctor", *map(str, options)]) == 1
-    said = capsys.readouterr()
-    assert not said.out and said.err.startswith("tinyvllm: ") and said.err.count("\n") == 1
-    return said.err
+    output = capsys.readouterr()
+    assert not output.out and output.err.startswith("tinyvllm: ") and output.err.count("\n") == 1
+    return output.err
   return run
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "61"])
-def test_seconds_that_will_not_do_are_refused(refused, seconds): assert "at most 60" in refused("--seconds", seconds)
+def test_seconds_out_of_range_exits_with_error(error_line, seconds):
+  assert re.search(r"\bseconds=.* 60\b", error_line("--seconds", seconds))
 
 
 @pytest.mark.parametrize("content, words", [
   ("{", "Expecting"), ("[]", ""), ("{}", "vocab_size"), (json.dumps(tiny_config(hidden_act="gelu")), "gelu"),
-  (json.dumps(tiny_config(num_attention_heads=0)), "")], ids=["cut", "a list", "empty", "unknown", "no heads"])
-def test_a_config_that_will_not_do_is_refused_before_anything_is_opened(refused, tmp_path, content, words):
+  (json.dumps(tiny_config(num_attention_heads=0)), "")],
+  ids=["truncated", "list", "empty", "unknown activation", "no heads"])
+def test_invalid_config_json_exits_before_opening_a_backend(error_line, tmp_path, content, words):
   (tmp_path / "config.json").write_text(content)
-  assert words in refused("--model", tmp_path)
+  assert words in error_line("--model", tmp_path)
 
 
-def test_help_lists_it(capsys):
+def test_help_lists_doctor(capsys):
   with pytest.raises(SystemExit) as e: main(["--help"])
   assert e.value.code == 0 and re.search(r"\n    doctor +\S", capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""The engine compared with a plain numpy LLaMA: single, batched, chunked, preempted, streamed and aborted requests."""
+"""The engine compared with a numpy LLaMA: single, batched, chunked, preempted, streamed and aborted requests."""
 import functools
 import itertools
 import logging
@@ -16,11 +16,11 @@ from reference import (
   reference_greedy,
   reference_logits,
   run_to_end,
-  same_outputs,
+  assert_same_outputs,
   set_overlap,
   tiny_model,
-  until,
-  work_of,
+  cut_after_end_token,
+  count_bytecodes,
 )
 
 import tinyvllm
@@ -60,7 +60,7 @@ def test_decode_equals_prefill(llm):
 
 
 def check_logits(engine, folder, ids, n):
-  """Check that greedy ids equal the reference's and all their logits are within 1e-4."""
+  """Check that the greedy ids equal the reference's and all logits are within 1e-4."""
   out, logits = LogitsRecorder(engine).generate(ids, n)
   assert out == reference_greedy(folder, ids, n)
   np.testing.assert_allclose(logits, reference_logits(folder, [*ids, *out])[len(ids) - 1:-1], atol=1e-4)
@@ -90,7 +90,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_model_variant_equals_reference(tmp_path, variant):
-  """Graphs of 1 and 4 tokens: a prompt in 3 chunks, then decode steps."""
+  """Graphs for 1 and 4 tokens: a prompt in 3 chunks, then decodes."""
   variant_folder = tiny_model(tmp_path, seed=1, **VARIANTS[variant])
   engine = LLM(variant_folder, max_model_len=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=4)
   check_logits(engine, variant_folder, prompt(12), 12)
@@ -99,7 +99,7 @@ def test_model_variant_equals_reference(tmp_path, variant):
 def test_enforce_eager_equals_captured(llm, folder):
   eager = LLM(folder, enforce_eager=True, **ENGINE)
   jobs = [tokens(*prompt(4)), tokens(*prompt(12, 1))]
-  same_outputs(eager.generate(jobs, greedy(4)), llm.generate(jobs, greedy(4)))
+  assert_same_outputs(eager.generate(jobs, greedy(4)), llm.generate(jobs, greedy(4)))
   assert not any(hasattr(graph, "captured") for _, graph in eager.runner.graphs.values())
 
 
@@ -119,7 +119,7 @@ def test_batch_in_any_arrival_order_equals_single_requests(llm, folder):
 
 
 @pytest.mark.parametrize("budget", [7, 64])
-def test_chunked_prefill_equals_whole(llm, folder, budget):
+def test_chunked_prefill_equals_whole_prefill(llm, folder, budget):
   """A prompt of 40 tokens in chunks of 7, in chunks of 16, and whole."""
   other = LLM(folder, **{**ENGINE, "max_num_batched_tokens": budget})
   jobs = [tokens(*prompt(40, salt)) for salt in range(2)]
@@ -127,7 +127,7 @@ def test_chunked_prefill_equals_whole(llm, folder, budget):
   for engine in (other, llm): assert [ids_of(engine.generate(job, greedy(6))[0]) for job in jobs] == expected
 
 
-def test_generate_keeps_prompt_order_with_params_for_each(llm, folder):
+def test_generate_with_params_per_prompt_keeps_order(llm, folder):
   jobs, lengths = [prompt(3 + i, i) for i in range(9)], [9, 1, 7, 3, 8, 2, 5, 4, 6]
   outputs = llm.generate([tokens(*job) for job in jobs], [greedy(n) for n in lengths])
   assert [o.prompt_token_ids for o in outputs] == jobs
@@ -135,13 +135,13 @@ def test_generate_keeps_prompt_order_with_params_for_each(llm, folder):
   assert all(o.finished and o.outputs[0].finish_reason == "length" and isinstance(o, RequestOutput) for o in outputs)
 
 
-def test_generate_takes_text_dict_or_ids_one_or_many(llm):
+def test_generate_takes_text_dict_or_ids(llm):
   text = "the cat sat"
   ids = llm.tokenizer.encode(text)
   several = llm.generate([text, {"prompt": text}, tokens(*ids)], greedy(5))
   assert len({tuple(ids_of(o)) for o in several}) == 1 and [o.prompt for o in several] == [text, text, None]
   assert all(o.prompt_token_ids == ids for o in several)
-  same_outputs(llm.generate(text, greedy(5)), several[:1])
+  assert_same_outputs(llm.generate(text, greedy(5)), several[:1])
   assert llm.generate([], greedy(5)) == []
 
 
@@ -163,16 +163,16 @@ def test_long_prompt_does_not_stall_running_requests(llm):
   llm.add_request("long", tokens(*prompt(100, 77)), greedy(2))
   steps = 0
   while True:
-    seen = {output.request_id: len(ids_of(output)) for output in llm.step()}
+    num_tokens = {output.request_id: len(ids_of(output)) for output in llm.step()}
     steps += 1
-    assert seen["stream-0"] == seen["stream-1"] == steps + 1, "each running request gets a token in every step"
-    if "long" in seen: break
-  assert steps == -(-100 // (ENGINE["max_num_batched_tokens"] - 2)), "prefill chunks fill the rest of the budget"
+    assert num_tokens["stream-0"] == num_tokens["stream-1"] == steps + 1, "a running request was stalled"
+    if "long" in num_tokens: break
+  assert steps == -(-100 // (ENGINE["max_num_batched_tokens"] - 2)), "prefill chunks must fill the rest of the budget"
   run(llm)
 
 
-def test_number_of_graphs_is_constant_after_warm_up(llm, monkeypatch):
-  monkeypatch.setattr("tinyvllm_extra.graphs.OFTEN", 0)   # captures each shape at its first request
+def test_number_of_graphs_is_constant_after_warmup(llm, monkeypatch):
+  monkeypatch.setattr("tinyvllm_extra.graphs.CAPTURE_THRESHOLD", 0)   # capture each shape at its first request
   jobs = [tokens(*prompt(1 + i, i)) for i in range(24)]
   llm.generate(jobs, greedy(9))
   for n in (1, 2, 4, 8, 16): llm.generate(tokens(*prompt(n)), greedy(1))
@@ -194,7 +194,7 @@ def any_llm(request): return request.getfixturevalue(request.param)
 
 
 @pytest.mark.slow
-def test_overlapped_steps_give_the_same_outputs(any_llm, monkeypatch):
+def test_overlapped_steps_give_same_outputs(any_llm, monkeypatch):
   ids = any_llm.generate(tokens(*prompt(6)), greedy(9))[0].outputs[0].token_ids
   jobs = [(tokens(*prompt(n)), params) for n, params in (
     (6, greedy(9)), (6, greedy(9, stop_token_ids=[ids[4]], ignore_eos=False)), (3, greedy(1)), (20, greedy(12)),
@@ -204,9 +204,9 @@ def test_overlapped_steps_give_the_same_outputs(any_llm, monkeypatch):
   expected = any_llm.generate(*map(list, zip(*jobs, strict=True)))
   for overlaps in ("early", "overlapped"):
     set_overlap(monkeypatch, any_llm.runner, overlaps)
-    same_outputs(any_llm.generate(*map(list, zip(*jobs, strict=True))), expected)
+    assert_same_outputs(any_llm.generate(*map(list, zip(*jobs, strict=True))), expected)
   for job, output in zip(jobs, expected, strict=True):   # single requests and streams
-    same_outputs(any_llm.generate(*job), [output])
+    assert_same_outputs(any_llm.generate(*job), [output])
     assert "".join(x.outputs[0].text for x in any_llm.generate_stream(*job)) == output.outputs[0].text
   check_invariants(any_llm)
 
@@ -227,42 +227,42 @@ def test_overlapped_step_is_launched_before_previous_update(llm, monkeypatch, ov
 
 
 @pytest.mark.parametrize("overlaps", ["overlapped", "early"])
-def test_abort_during_overlapped_step_leaves_no_trace(llm, folder, monkeypatch, overlaps):
+def test_abort_during_overlapped_step_leaves_others_unchanged(llm, folder, monkeypatch, overlaps):
   set_overlap(monkeypatch, llm.runner, overlaps)
   for i in range(3): llm.add_request(f"r{i}", tokens(*prompt(5, i)), greedy(8))
   for _ in range(3): llm.step()
   llm.abort_request("r1")
   llm.add_request("r3", tokens(*prompt(7, 3)), greedy(8))   # takes the slot and the blocks of r1
-  done = {}
-  while llm.has_unfinished_requests(): done |= {o.request_id: ids_of(o) for o in llm.step() if o.finished}
-  assert done == {f"r{i}": reference_greedy(folder, prompt(7 if i == 3 else 5, i), 8) for i in (0, 2, 3)}
+  finished_ids = {}
+  while llm.has_unfinished_requests(): finished_ids |= {o.request_id: ids_of(o) for o in llm.step() if o.finished}
+  assert finished_ids == {f"r{i}": reference_greedy(folder, prompt(7 if i == 3 else 5, i), 8) for i in (0, 2, 3)}
   check_invariants(llm)
 
 
 # failed steps
 
-class Interrupted(BaseException): """Stands for KeyboardInterrupt, which would end the tests."""
+class Interrupted(BaseException): """Used instead of KeyboardInterrupt, which would end the tests."""
 
 
 @pytest.fixture
 def failing(words_llm, monkeypatch):
-  """Makes the n-th call at one of five places of a step raise. With overlapped steps, `update` gets the results of the
-  previous step."""
-  def fail(where, n, overlaps):
+  """A function that makes call `n`, counted from 0, of one of five places in a step raise. With overlapped steps,
+  `update` gets the results of the previous step."""
+  def fail(place, n, overlaps):
     launch, update, calls = type(words_llm.runner).launch, type(words_llm.scheduler).update, itertools.count()
-    def here(place):
-      if place == where and next(calls) == n: raise Interrupted
+    def fail_at(current_place):
+      if current_place == place and next(calls) == n: raise Interrupted
 
     def failing_launch(step):
-      here("launch")
+      fail_at("launch")
       read = launch(words_llm.runner, step)
-      here("launched")
-      return lambda: (here("read"), read())[1]
+      fail_at("launched")
+      return lambda: (fail_at("read"), read())[1]
 
     def failing_update(*args):
-      here("update")
+      fail_at("update")
       update(words_llm.scheduler, *args)
-      here("updated")
+      fail_at("updated")
     monkeypatch.setattr(words_llm.runner, "is_async", overlaps)
     monkeypatch.setattr(words_llm.runner, "launch", failing_launch)
     monkeypatch.setattr(words_llm.scheduler, "update", failing_update)
@@ -271,14 +271,13 @@ def failing(words_llm, monkeypatch):
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-@pytest.mark.parametrize("where", ["launch", "launched", "read", "update", "updated"])
-def test_failed_step_loses_no_token_and_caches_nothing_wrong(words_llm, words_folder, failing,
-                                                                                       where, overlaps):
+@pytest.mark.parametrize("place", ["launch", "launched", "read", "update", "updated"])
+def test_failed_step_loses_no_token_and_caches_no_wrong_block(words_llm, words_folder, failing, place, overlaps):
   kinds = {"short": greedy(2), "two": greedy(5, n=2), "ends": greedy(12),
            "scored": greedy(4, logprobs=2, prompt_logprobs=1), "chunks": greedy(3)}
   for n in range(6):
-    failing(where, n, overlaps)
-    prompts = {name: prompt(length, 1000 + len(where) * 100 + 10 * n + i + 50 * overlaps)   # cached by no other test
+    failing(place, n, overlaps)
+    prompts = {name: prompt(length, 1000 + len(place) * 100 + 10 * n + i + 50 * overlaps)   # not cached by other tests
                for i, (name, length) in enumerate(zip(kinds, (BS, 2 * BS + 1, 3, BS + 1, 20), strict=True))}
     third = words_llm.tokenizer.decode(reference_greedy(words_folder, prompts["ends"], 3))
     kinds["ends"] = greedy(12, stop=[third[-2:]])
@@ -296,7 +295,7 @@ def test_failed_step_loses_no_token_and_caches_nothing_wrong(words_llm, words_fo
     assert failures == 1 and last.keys() == kinds.keys()
     for name, output in last.items():
       again, = words_llm.generate(tokens(*prompts[name]), kinds[name])   # with cached blocks
-      same_outputs([output], [again])
+      assert_same_outputs([output], [again])
       for c in output.outputs:
         assert c.token_ids == reference_greedy(words_folder, prompts[name], 12)[:len(c.token_ids)]
         assert len(c.token_ids) == kinds[name].max_tokens or c.finish_reason == "stop"
@@ -304,8 +303,7 @@ def test_failed_step_loses_no_token_and_caches_nothing_wrong(words_llm, words_fo
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_request_finished_in_failed_step_may_be_aborted_and_readded(words_llm, words_folder, failing,
-                                                                                       overlaps):
+def test_request_finished_in_failed_step_can_be_aborted_and_readded(words_llm, words_folder, failing, overlaps):
   failing("updated", 0, overlaps)
   for name, n in (("a", 1), ("b", 4)): words_llm.add_request(name, tokens(*prompt(5, n)), greedy(n))
   with pytest.raises(Interrupted):
@@ -318,8 +316,7 @@ def test_request_finished_in_failed_step_may_be_aborted_and_readded(words_llm, w
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_request_aborted_in_a_failed_step_stays_aborted(words_llm, words_folder, failing, monkeypatch,
-                                                                overlaps):
+def test_request_aborted_in_a_failed_step_stays_aborted(words_llm, words_folder, failing, monkeypatch, overlaps):
   failing("launched", 1, overlaps)
   launch = words_llm.runner.launch
   monkeypatch.setattr(words_llm.runner, "launch", lambda step: (words_llm.abort_request("b"), launch(step))[1])
@@ -328,7 +325,7 @@ def test_request_aborted_in_a_failed_step_stays_aborted(words_llm, words_folder,
     for _ in range(3): words_llm.step()
   check_invariants(words_llm)
   assert len(words_llm.scheduler.waiting) == 2
-  thread = threading.Thread(target=words_llm.step, daemon=True)   # the failed step has released the engine
+  thread = threading.Thread(target=words_llm.step, daemon=True)   # the failed step must have released the engine
   thread.start()
   thread.join(60)
   assert words_llm.get_metrics()["num_requests_running"] == 2
@@ -360,28 +357,28 @@ def test_preempted_requests_equal_reference(small_llm, folder):
   assert [ids_of(outputs[str(i)]) for i in range(6)] == [reference_greedy(folder, job, 24) for job in jobs]
 
 
-def test_preemption_takes_the_newest_and_never_the_oldest(small_llm):
+def test_preemption_takes_newest_and_never_oldest(small_llm):
   for i in range(3): small_llm.add_request(str(i), tokens(*prompt(13, i)), greedy(20))
   finished, lengths = [], {"0": 0}
   while small_llm.has_unfinished_requests():
     outputs = {o.request_id: o for o in small_llm.step()}
     check_invariants(small_llm)
     finished += [i for i, o in sorted(outputs.items()) if o.finished]
-    if "0" not in finished: assert "0" in outputs, "the oldest gets a token in every step"
+    if "0" not in finished: assert "0" in outputs, "the oldest must get a token in every step"
     lengths |= {i: len(ids_of(o)) for i, o in outputs.items()}
   assert finished == ["0", "1", "2"] and set(lengths.values()) == {20}
 
 
 @pytest.mark.parametrize("blocks", [2, 13, 32])
-def test_pool_below_max_model_len_lowers_it_with_a_warning(folder, caplog, blocks):
-  held = (blocks - 1) * BS
+def test_pool_below_max_model_len_lowers_it_with_warning(folder, caplog, blocks):
+  capacity = (blocks - 1) * BS
   with caplog.at_level(logging.WARNING, "tinyvllm"): engine = LLM(folder, num_gpu_blocks_override=blocks, **ENGINE)
   message, = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-  assert f"{blocks - 1} blocks" in message and f"= {held} tokens" in message
-  assert message.endswith(f"{held / ENGINE['max_model_len']:.1f} sequences of {ENGINE['max_model_len']}")
-  assert engine.max_model_len == held
-  with pytest.raises(ValueError, match=f"maximum context length is {held} tokens. However, the prompt has {held}"):
-    engine.generate(tokens(*prompt(held)), greedy(1))
+  assert f"{blocks - 1} blocks" in message and f"= {capacity} tokens" in message
+  assert f"{capacity / ENGINE['max_model_len']:.1f} sequences" in message
+  assert engine.max_model_len == capacity
+  with pytest.raises(ValueError, match=f"maximum context length is {capacity} tokens.* has {capacity}"):
+    engine.generate(tokens(*prompt(capacity)), greedy(1))
   assert not engine.has_unfinished_requests()
 
 
@@ -398,7 +395,7 @@ def test_single_request_filling_the_pool_ends_with_length(small_llm, folder, mon
   before, room = small_llm.get_metrics()["num_preemptions"], 12 * BS - length
   output, = small_llm.generate(tokens(*prompt(length)), greedy(60))
   assert output.outputs[0].finish_reason == "length" and output.finished
-  assert ids_of(output) == reference_greedy(folder, prompt(length), room), "the whole pool is used"
+  assert ids_of(output) == reference_greedy(folder, prompt(length), room), "the whole pool must be used"
   assert small_llm.get_metrics()["num_preemptions"] == before
   check_invariants(small_llm)
 
@@ -412,7 +409,7 @@ def test_pool_of_one_block_generates_what_fits(folder):
   assert {o.outputs[0].finish_reason for o in outputs.values()} == {"length"}
 
 
-def test_every_request_ends_in_a_pool_for_one(small_llm, folder):
+def test_pool_for_one_request_finishes_every_request(small_llm, folder):
   jobs = [prompt(n, n) for n in (40, 46, 33, 44)]
   for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(100))
   outputs = run(small_llm, limit=4 * 40)
@@ -435,9 +432,9 @@ def test_abort_frees_blocks_of_waiting_and_running_requests(small_llm, folder):
   small_llm.abort_request("unknown")
   check_invariants(small_llm)
   outputs = run(small_llm)
-  assert set(outputs) == {"1", "2"}, "aborted requests give no more outputs"
+  assert set(outputs) == {"1", "2"}, "aborted requests have no further outputs"
   assert all(ids_of(outputs[i]) == reference_greedy(folder, prompt(20, int(i)), 20) for i in ("1", "2"))
-  small_llm.add_request("0", tokens(5), greedy(1))   # its id is free again
+  small_llm.add_request("0", tokens(5), greedy(1))   # the id can be reused
   run(small_llm)
 
 
@@ -451,7 +448,7 @@ def test_joined_stream_equals_generate(words_llm, llm):
     assert parts[-1].outputs[0].finish_reason == "length" and parts[0].outputs[0].finish_reason is None
 
 
-def test_step_returns_all_text_so_far(words_llm):
+def test_step_outputs_are_cumulative(words_llm):
   words_llm.add_request("a", tokens(*prompt(7)), greedy(12))
   texts = []
   while words_llm.has_unfinished_requests(): texts += [o.outputs[0].text for o in words_llm.step()]
@@ -462,89 +459,89 @@ def test_step_returns_all_text_so_far(words_llm):
 
 def test_interleaved_streams_get_their_own_tokens(llm, folder):
   streams = [llm.generate_stream(tokens(*prompt(4, i)), greedy(12 + i)) for i in range(3)]
-  got = [[] for _ in streams]
+  stream_ids = [[] for _ in streams]
   rng, live = random.Random(1), {0, 1, 2}
   while live:
     i = rng.choice(sorted(live))
     output = next(streams[i], None)
     if output is None: live.remove(i)
-    else: got[i] += ids_of(output)
+    else: stream_ids[i] += ids_of(output)
     check_invariants(llm)
-  assert got == [reference_greedy(folder, prompt(4, i), 12 + i) for i in range(3)]
+  assert stream_ids == [reference_greedy(folder, prompt(4, i), 12 + i) for i in range(3)]
 
 
-def test_stream_read_late_loses_nothing(llm, folder):
-  """Another stream's steps finish the request before its reader continues."""
+def test_stream_read_late_yields_all_tokens(llm, folder):
+  """Another stream's steps finish the request before the first stream is read on."""
   slow, fast = (llm.generate_stream(tokens(*prompt(4, i)), greedy(n)) for i, n in enumerate((6, 30)))
-  got = [next(slow)]
+  outputs = [next(slow)]
   assert sum(len(ids_of(o)) for o in fast) == 30
-  got += slow
-  assert [i for o in got for i in ids_of(o)] == reference_greedy(folder, prompt(4), 6)
-  assert [o.finished for o in got].count(True) == 1 and got[-1].outputs[0].finish_reason == "length"
-  assert "".join(o.outputs[0].text for o in got) == llm.generate(tokens(*prompt(4)), greedy(6))[0].outputs[0].text
+  outputs += slow
+  assert [i for o in outputs for i in ids_of(o)] == reference_greedy(folder, prompt(4), 6)
+  assert [o.finished for o in outputs].count(True) == 1 and outputs[-1].outputs[0].finish_reason == "length"
+  assert "".join(o.outputs[0].text for o in outputs) == llm.generate(tokens(*prompt(4)), greedy(6))[0].outputs[0].text
 
 
-def test_stream_during_generate_loses_nothing(llm, folder):
+def test_stream_during_generate_yields_all_tokens(llm, folder):
   stream = llm.generate_stream(tokens(*prompt(4)), greedy(6))
-  got = [next(stream)]
+  first_outputs = [next(stream)]
   assert ids_of(llm.generate(tokens(*prompt(5)), greedy(20))[0]) == reference_greedy(folder, prompt(5), 20)
-  assert [i for o in [*got, *stream] for i in ids_of(o)] == reference_greedy(folder, prompt(4), 6)
+  assert [i for o in [*first_outputs, *stream] for i in ids_of(o)] == reference_greedy(folder, prompt(4), 6)
 
 
-def test_second_thread_during_a_step_is_refused(llm, folder, monkeypatch):
-  """Each call from another thread during a step is refused, and changes nothing; after the step it is allowed."""
-  refused, launch, ids = [], llm.runner.launch, prompt(5)
+def test_calls_from_second_thread_during_a_step_raise(llm, folder, monkeypatch):
+  """Calls from another thread during a step raise and change nothing; after the step they succeed."""
+  errors, launch, ids = [], llm.runner.launch, prompt(5)
   calls = [lambda: llm.generate(tokens(7), greedy(1)), lambda: next(llm.generate_stream(tokens(7), greedy(1))),
            llm.step, lambda: llm.add_request("b", tokens(7), greedy(1)), lambda: llm.abort_request("generate-0")]
 
-  def work():
+  def make_calls():
     for call in calls:
       try: call()
-      except RuntimeError as e: refused.append(str(e))
+      except RuntimeError as e: errors.append(str(e))
 
-  def elsewhere():
-    thread = threading.Thread(target=work, daemon=True)
+  def run_on_other_thread():
+    thread = threading.Thread(target=make_calls, daemon=True)
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
 
-  def launched(step):
+  def launch_with_calls(step):
     monkeypatch.undo()
-    elsewhere()
+    run_on_other_thread()
     return launch(step)
-  monkeypatch.setattr(llm.runner, "launch", launched)
+  monkeypatch.setattr(llm.runner, "launch", launch_with_calls)
   before = llm.get_metrics()["generation_tokens"]
   assert ids_of(llm.generate(tokens(*ids), greedy(6))[0]) == reference_greedy(folder, ids, 6)
-  assert len(refused) == len(calls) and all("AsyncLLM" in message for message in refused)
+  assert len(errors) == len(calls) and all("AsyncLLM" in message for message in errors)
   assert llm.get_metrics()["generation_tokens"] == before + 6
-  refused.clear()
+  errors.clear()
   calls[2:] = []
-  elsewhere()
-  assert not refused, "calls one after another are allowed"
+  run_on_other_thread()
+  assert not errors, "calls after the step must succeed"
   check_invariants(llm)
 
 
-def test_stream_may_continue_on_other_threads(llm, folder):
-  """One thread at a time, each time a different one."""
-  stream, got = llm.generate_stream(tokens(*prompt(4)), greedy(8)), []
+def test_stream_can_continue_on_other_threads(llm, folder):
+  """Each token is read on a new thread."""
+  stream, stream_ids = llm.generate_stream(tokens(*prompt(4)), greedy(8)), []
   for _ in range(8):
-    thread = threading.Thread(target=lambda: got.extend(ids_of(next(stream))), daemon=True)
+    thread = threading.Thread(target=lambda: stream_ids.extend(ids_of(next(stream))), daemon=True)
     thread.start()
     thread.join(60)
-  assert got == reference_greedy(folder, prompt(4), 8)
+  assert stream_ids == reference_greedy(folder, prompt(4), 8)
   assert list(stream) == []
 
 
 def test_engines_on_two_threads_capture_separately(tmp_path):
-  """tinygrad captures the kernels of all threads, and nothing can be read during a capture."""
+  """tinygrad's capture records kernels of all threads and forbids reading tensors."""
   folders, results = [tiny_model(tmp_path / str(i), seed=i, intermediate_size=64 + 16 * i) for i in range(2)], {}
 
-  def work(i):
+  def generate(i):
     for run in range(2):
       engine = LLM(folders[i], **ENGINE)
       for n in (1, 2, 4, 8, 3):
         results[i, run, n] = ids_of(engine.generate(tokens(*prompt(n)), greedy(5), use_tqdm=False)[0])
-  threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(2)]
+  threads = [threading.Thread(target=generate, args=(i,), daemon=True) for i in range(2)]
   for thread in threads: thread.start()
   for thread in threads: thread.join(240)
   assert results == {(i, run, n): reference_greedy(folders[i], prompt(n), 5)
@@ -552,39 +549,39 @@ def test_engines_on_two_threads_capture_separately(tmp_path):
 
 
 def test_load_waits_for_a_capture(folder, monkeypatch):
-  engine, started, loaded = LLM(folder, **ENGINE), [], threading.Event()
+  engine, threads, is_loaded = LLM(folder, **ENGINE), [], threading.Event()
   def load():
     LLM(folder, **ENGINE)
-    loaded.set()
+    is_loaded.set()
 
   def compute(*args):
-    if not started:
-      started.append(threading.Thread(target=load, daemon=True))
-      started[0].start()
-      assert not loaded.wait(1)
+    if not threads:
+      threads.append(threading.Thread(target=load, daemon=True))
+      threads[0].start()
+      assert not is_loaded.wait(1)
     return plain(*args)
   plain = engine.runner._compute
   monkeypatch.setattr(engine.runner, "_compute", compute)
   assert ids_of(engine.generate(tokens(5), greedy(3))[0]) == reference_greedy(folder, [5], 3)
-  assert loaded.wait(60)
+  assert is_loaded.wait(60)
 
 
 def test_concurrent_first_calls_of_generate_share_one_engine(folder, monkeypatch):
-  created = []
-  class Counted(LLM):
+  instances = []
+  class CountedLLM(LLM):
     def __init__(self, *args):
-      created.append(args)
+      instances.append(args)
       time.sleep(0.2)
       super().__init__(*args, **ENGINE)
-  monkeypatch.setattr("tinyvllm.engine.shared_llm", functools.cache(Counted))
+  monkeypatch.setattr("tinyvllm.engine.shared_llm", functools.cache(CountedLLM))
   threads = [threading.Thread(target=tinyvllm.generate_stream, args=("Hello", folder), daemon=True) for _ in range(3)]
   for thread in threads: thread.start()
   for thread in threads: thread.join(60)
-  assert len(created) == 1
-  assert tinyvllm.generate("the cat", folder, max_tokens=3, ignore_eos=True) and len(created) == 1
+  assert len(instances) == 1
+  assert tinyvllm.generate("the cat", folder, max_tokens=3, ignore_eos=True) and len(instances) == 1
 
 
-def test_generate_request_ids_do_not_clash_with_the_users(folder):
+def test_generate_request_ids_differ_from_user_ids(folder):
   llm = LLM(folder, **ENGINE)
   names = [f"{kind}-{i}" for kind in ("generate", "stream") for i in range(150, 250)]   # 200 of them
   for name in names: llm.add_request(name, tokens(3), greedy(2))
@@ -610,10 +607,10 @@ def test_stream_of_an_aborted_request_ends_with_abort(llm):
   check_invariants(llm)
 
 
-def test_error_in_a_step_reaches_the_caller_and_leaves_nothing(llm, folder, monkeypatch):
+def test_error_in_a_step_raises_and_aborts_the_request(llm, folder, monkeypatch):
   def fail(batch): raise RuntimeError("device lost")
-  with monkeypatch.context() as patched:
-    patched.setattr(llm.runner, "launch", fail)
+  with monkeypatch.context() as patch:
+    patch.setattr(llm.runner, "launch", fail)
     with pytest.raises(RuntimeError, match="device lost"): llm.generate(tokens(*prompt(5)), greedy(5))
   assert not llm.has_unfinished_requests()
   check_invariants(llm)
@@ -627,9 +624,10 @@ def test_step_does_not_iterate_over_all_requests(folder, monkeypatch):
   engine = LLM(folder, **ENGINE)
   for i in range(50): engine.add_request(str(i), tokens(*prompt(3, i)), greedy(3))
   requests, engine.requests = engine.requests, NotIterable(engine.requests)
-  done = {}
-  for _ in range(30): done |= {o.request_id: ids_of(o) for o in engine.step() if o.finished}
-  assert len(done) > 20 and all(ids == reference_greedy(folder, prompt(3, int(i)), 3) for i, ids in done.items())
+  finished_ids = {}
+  for _ in range(30): finished_ids |= {o.request_id: ids_of(o) for o in engine.step() if o.finished}
+  assert len(finished_ids) > 20
+  assert all(ids == reference_greedy(folder, prompt(3, int(i)), 3) for i, ids in finished_ids.items())
   for i in requests: engine.abort_request(i)
 
 
@@ -639,10 +637,10 @@ def test_step_does_not_iterate_over_all_requests(folder, monkeypatch):
 def priority_llm(folder): return LLM(folder, num_gpu_blocks_override=13, scheduling_policy="priority", **ENGINE)
 
 
-def test_priorities_order_requests_then_arrival(priority_llm, folder):
+def test_requests_run_by_priority_then_arrival(priority_llm, folder):
   priorities = {"a": 3, "b": 1, "c": 2, "d": 0, "e": 1}
   for i, (name, priority) in enumerate(priorities.items()):
-    priority_llm.add_request(name, tokens(*prompt(30, i)), greedy(3), priority=priority)   # each fills most of the pool
+    priority_llm.add_request(name, tokens(*prompt(30, i)), greedy(3), priority=priority)   # each uses most of the pool
   finished, last = [], {}
   while priority_llm.has_unfinished_requests():
     for output in priority_llm.step():
@@ -653,7 +651,7 @@ def test_priorities_order_requests_then_arrival(priority_llm, folder):
   assert all(ids_of(last[name]) == reference_greedy(folder, prompt(30, i), 3) for i, name in enumerate(priorities))
 
 
-def test_preemption_takes_the_lowest_priority(priority_llm, folder):
+def test_preemption_takes_lowest_priority(priority_llm, folder):
   for i, (name, priority) in enumerate({"low": 9, "high": 0}.items()):
     priority_llm.add_request(name, tokens(*prompt(18, i)), greedy(20), priority=priority)
   finished, last = [], {}
@@ -690,7 +688,7 @@ def test_random_adds_steps_and_aborts_equal_reference(small_llm, folder, seed):
     check_invariants(small_llm)
   last |= run(small_llm)
   for i, (ids, n, ignore_eos) in jobs.items():
-    expected = until(reference_greedy(folder, ids, n), () if ignore_eos else (2,))
+    expected = cut_after_end_token(reference_greedy(folder, ids, n), () if ignore_eos else (2,))
     if i in aborted: assert i not in last or ids_of(last[i]) == expected[:len(ids_of(last[i]))]
     else: assert ids_of(last[i]) == expected and last[i].finished
   assert aborted and len(jobs) > 40
@@ -699,16 +697,16 @@ def test_random_adds_steps_and_aborts_equal_reference(small_llm, folder, seed):
 # stop strings and stop tokens
 
 @pytest.fixture(scope="module")
-def story(words_llm):
-  """A text, its ids, and the piece of text of each token."""
+def greedy_text(words_llm):
+  """The text of a greedy request, its ids, and each token's piece of text."""
   parts = list(words_llm.generate_stream(tokens(*prompt(7, 1)), greedy(24)))
   pieces = [p.outputs[0].text for p in parts]
   assert sum(len(p) > 1 for p in pieces) > 6, "pieces must be longer than a character"
   return "".join(pieces), [i for p in parts for i in ids_of(p)], pieces
 
 
-def stopped(engine, **options):
-  """Run the same request by generate and as a stream. Returns its completion and the stream's pieces of text."""
+def run_with_stop(engine, **options):
+  """Run the same request with generate and as a stream. Return the completion and the stream's pieces of text."""
   job, params = tokens(*prompt(7, 1)), greedy(24, **options)
   whole, parts = engine.generate(job, params)[0].outputs[0], list(engine.generate_stream(job, params))
   pieces, last = [p.outputs[0].text for p in parts], parts[-1].outputs[0]
@@ -717,55 +715,57 @@ def stopped(engine, **options):
   return whole, pieces
 
 
-def across(pieces, after=4):
-  """A stop string from within one token's text to within a later one's, and the number of tokens up to its end."""
-  for i in range(after, len(pieces) - 3):
+def stop_across_tokens(pieces, min_tokens=4):
+  """Return a stop string from the end of a token to the start of a later one, and the number of tokens up to there."""
+  for i in range(min_tokens, len(pieces) - 3):
     stop = pieces[i][-1:] + pieces[i + 1] + pieces[i + 2][:1]
     if pieces[i + 1] and "".join(pieces).find(stop) == len("".join(pieces[:i + 1])) - 1: return stop, i + 3
-  raise AssertionError("the text has no such place")
+  raise AssertionError("the text has no such stop string")
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_string_across_tokens_ends_the_text(words_llm, story, include):
-  text, ids, pieces = story
-  stop, n = across(pieces)
-  got, _ = stopped(words_llm, stop=stop, include_stop_str_in_output=include)
-  at = text.index(stop)
-  assert got.text == text[:at + len(stop) * include] and got.token_ids == ids[:n]
-  assert (got.finish_reason, got.stop_reason) == ("stop", stop)
+def test_stop_string_across_tokens_ends_the_text(words_llm, greedy_text, include):
+  text, ids, pieces = greedy_text
+  stop, n = stop_across_tokens(pieces)
+  completion, _ = run_with_stop(words_llm, stop=stop, include_stop_str_in_output=include)
+  start = text.index(stop)
+  assert completion.text == text[:start + len(stop) * include] and completion.token_ids == ids[:n]
+  assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
 
 
-def test_stream_never_yields_a_stop_string(words_llm, story):
-  text, _, pieces = story
-  stop, _ = across(pieces)
+def test_stream_never_yields_a_stop_string(words_llm, greedy_text):
+  text, _, pieces = greedy_text
+  stop, _ = stop_across_tokens(pieces)
   text_so_far = ""
   for output in words_llm.generate_stream(tokens(*prompt(7, 1)), greedy(24, stop=[stop])):
     text_so_far += output.outputs[0].text
     assert text.startswith(text_so_far) and len(text_so_far) <= text.index(stop)
 
 
-def test_stop_string_at_the_very_end_is_removed(words_llm, story):
-  text, ids, _ = story
+def test_stop_string_at_end_of_text_is_removed(words_llm, greedy_text):
+  text, ids, _ = greedy_text
   stop = text[-3:]
   assert text.index(stop) == len(text) - 3
-  got, _ = stopped(words_llm, stop=[stop])
-  assert got.text == text[:-3] and got.token_ids == ids and (got.finish_reason, got.stop_reason) == ("stop", stop)
+  completion, _ = run_with_stop(words_llm, stop=[stop])
+  assert completion.text == text[:-3] and completion.token_ids == ids
+  assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
 
 
-def test_earliest_of_two_stop_strings_wins(words_llm, story):
-  text, _, pieces = story
-  stop, _ = across(pieces)
-  at = text.index(stop)
-  late = text[at + 1:at + len(stop)]   # begins one character later, with the same end
-  assert text.index(late) == at + 1
-  got, _ = stopped(words_llm, stop=[late, stop])
-  assert got.text == text[:at] and got.stop_reason == stop
+def test_earliest_of_two_stop_strings_wins(words_llm, greedy_text):
+  text, _, pieces = greedy_text
+  stop, _ = stop_across_tokens(pieces)
+  start = text.index(stop)
+  late = text[start + 1:start + len(stop)]   # starts one character later, with the same end
+  assert text.index(late) == start + 1
+  completion, _ = run_with_stop(words_llm, stop=[late, stop])
+  assert completion.text == text[:start] and completion.stop_reason == stop
 
 
-def test_text_held_back_without_a_stop_is_flushed_once(words_llm, story):
-  text, ids, _ = story
-  got, parts = stopped(words_llm, stop=[text[-2:] + "#", text[4:9] + "#"])
-  assert got.text == text and got.token_ids == ids and (got.finish_reason, got.stop_reason) == ("length", None)
+def test_buffered_text_without_stop_is_flushed_once(words_llm, greedy_text):
+  text, ids, _ = greedy_text
+  completion, parts = run_with_stop(words_llm, stop=[text[-2:] + "#", text[4:9] + "#"])
+  assert completion.text == text and completion.token_ids == ids
+  assert (completion.finish_reason, completion.stop_reason) == ("length", None)
   assert parts[-1].endswith(text[-2:])
 
 
@@ -775,17 +775,17 @@ def test_stop_string_in_the_prompt_is_ignored(words_llm):
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_token_is_in_the_ids_but_not_the_text(words_llm, story, include):
-  text, ids, pieces = story
+def test_stop_token_is_in_ids_but_not_in_text(words_llm, greedy_text, include):
+  text, ids, pieces = greedy_text
   n = next(i for i in range(4, 24) if ids.index(ids[i]) == i and pieces[i])
-  got, _ = stopped(words_llm, stop_token_ids=[ids[n], 300], include_stop_str_in_output=include)
-  assert got.token_ids == ids[:n + 1] and got.text == "".join(pieces[:n + include])
-  assert (got.finish_reason, got.stop_reason) == ("stop", ids[n])
+  completion, _ = run_with_stop(words_llm, stop_token_ids=[ids[n], 300], include_stop_str_in_output=include)
+  assert completion.token_ids == ids[:n + 1] and completion.text == "".join(pieces[:n + include])
+  assert (completion.finish_reason, completion.stop_reason) == ("stop", ids[n])
 
 
 @pytest.fixture(scope="module")
 def eos_llm(tmp_path_factory, folder):
-  """The common model with the 4th and 7th token that follow prompt(5) as end tokens in generation_config.json."""
+  """The shared model with output tokens 4 and 7 of prompt(5) as EOS tokens in generation_config.json."""
   copy = tiny_model(tmp_path_factory.mktemp("eos"))
   ids = reference_greedy(folder, prompt(5), 7)
   assert len(set(ids)) == 7
@@ -793,43 +793,43 @@ def eos_llm(tmp_path_factory, folder):
   return LLM(copy, **SAMPLING_ENGINE)
 
 
-def test_any_of_several_end_tokens_ends_the_text(eos_llm, folder):
+def test_any_of_several_eos_tokens_ends_the_text(eos_llm, folder):
   expected = reference_greedy(folder, prompt(5), 20)
-  got = eos_llm.generate(tokens(*prompt(5)), greedy(20, ignore_eos=False))[0].outputs[0]
-  assert got.token_ids == expected[:4] and (got.finish_reason, got.stop_reason) == ("stop", None)
-  assert got.text == eos_llm.generate(tokens(*prompt(5)), greedy(3))[0].outputs[0].text, "an end token has text"
+  completion = eos_llm.generate(tokens(*prompt(5)), greedy(20, ignore_eos=False))[0].outputs[0]
+  assert completion.token_ids == expected[:4] and (completion.finish_reason, completion.stop_reason) == ("stop", None)
+  assert completion.text == eos_llm.generate(tokens(*prompt(5)), greedy(3))[0].outputs[0].text, "EOS has no text"
 
 
-def test_ignore_eos_continues(eos_llm, folder):
-  got = eos_llm.generate(tokens(*prompt(5)), greedy(20))[0].outputs[0]
-  assert got.token_ids == reference_greedy(folder, prompt(5), 20) and got.finish_reason == "length"
+def test_ignore_eos_continues_to_max_tokens(eos_llm, folder):
+  completion = eos_llm.generate(tokens(*prompt(5)), greedy(20))[0].outputs[0]
+  assert completion.token_ids == reference_greedy(folder, prompt(5), 20) and completion.finish_reason == "length"
 
 
-def test_min_tokens_suppresses_end_tokens_and_stop_ids(eos_llm, folder):
+def test_min_tokens_suppresses_eos_and_stop_tokens(eos_llm, folder):
   ends = {reference_greedy(folder, prompt(5), 7)[i] for i in (3, 6)} | {77}
   ids = prompt(5)
   for i in range(12):
     logits = reference_logits(folder, ids)[-1]
     if i < 6: logits[list(ends)] = -np.inf
     ids.append(int(logits.argmax()))
-  expected = until(ids[5 + 6:], ends)
+  expected = cut_after_end_token(ids[5 + 6:], ends)
   params = greedy(12, ignore_eos=False, min_tokens=6, stop_token_ids=[77])
-  got = eos_llm.generate(tokens(*prompt(5)), params)[0].outputs[0]
-  assert got.token_ids == ids[5:5 + 6] + expected
-  assert not ends & set(got.token_ids[:6])
+  completion = eos_llm.generate(tokens(*prompt(5)), params)[0].outputs[0]
+  assert completion.token_ids == ids[5:5 + 6] + expected
+  assert not ends & set(completion.token_ids[:6])
 
 
-def test_stop_string_before_min_tokens_is_ignored(words_llm, story):
-  text, ids, pieces = story
-  stop, n = across(pieces)
+def test_stop_string_before_min_tokens_is_ignored(words_llm, greedy_text):
+  text, ids, pieces = greedy_text
+  stop, n = stop_across_tokens(pieces)
   assert text.count(stop) == 1
-  got, _ = stopped(words_llm, stop=stop, min_tokens=n)
-  assert got.text == text and got.token_ids == ids and got.finish_reason == "length"
+  completion, _ = run_with_stop(words_llm, stop=stop, min_tokens=n)
+  assert completion.text == text and completion.token_ids == ids and completion.finish_reason == "length"
 
 
 # metrics
 
-def test_request_metrics_follow_its_events(llm):
+def test_request_metrics_equal_event_times(llm):
   output, = llm.generate(tokens(*prompt(20)), greedy(5))
   m = output.metrics
   assert m.arrival_time <= m.first_scheduled_time <= m.first_token_time <= m.finished_time and m.num_generated == 5
@@ -863,35 +863,35 @@ def test_get_metrics_work_does_not_depend_on_pool_size(llm, monkeypatch):
     blocks = BlockManager(size, llm.config)
     monkeypatch.setattr(llm, "blocks", blocks)
     monkeypatch.setattr(llm.scheduler, "blocks", blocks)
-    return work_of(llm.get_metrics)
+    return count_bytecodes(llm.get_metrics)
   work(10)
   assert work(250_000) == work(100)
 
 
-@pytest.mark.parametrize("ends", [False, True], ids=["all decode", "one ends and the next starts"])
-def test_step_work_does_not_depend_on_waiting_requests(llm, ends):
-  """Six requests run. In the second step one of them ends, or none; in the third the next one starts."""
+@pytest.mark.parametrize("one_finishes", [False, True], ids=["all decode", "one finishes and the next starts"])
+def test_step_work_does_not_depend_on_waiting_requests(llm, one_finishes):
+  """Six requests run. one_finishes: one finishes in the second step, and the next starts in the third."""
   def work(waiting):
-    for i in range(6): llm.add_request(f"runs {i}", tokens(5 + i), greedy(2 if ends and i == 0 else 9))
+    for i in range(6): llm.add_request(f"runs {i}", tokens(5 + i), greedy(2 if one_finishes and i == 0 else 9))
     llm.step()
     for i in range(waiting): llm.add_request(f"waits {i}", tokens(3), greedy(9))
-    counted = work_of(llm.step) + work_of(llm.step)
+    count = count_bytecodes(llm.step) + count_bytecodes(llm.step)
     metrics = llm.get_metrics()
-    assert metrics["num_requests_running"] == 6 and metrics["num_requests_waiting"] == waiting - ends
+    assert metrics["num_requests_running"] == 6 and metrics["num_requests_waiting"] == waiting - one_finishes
     for name in [*llm.requests]: llm.abort_request(name)
-    return counted
+    return count
   work(10)   # captures the graphs
   assert work(10_000) < 1.05 * work(10)
 
 
 def test_capture_works_on_any_thread(tmp_path):
-  """Kernels that are not compiled yet: tinygrad's cache on disk belongs to the thread that opened it."""
+  """The kernels are not compiled yet, and tinygrad's disk cache belongs to the thread that opened it."""
   llm = LLM(tiny_model(tmp_path, intermediate_size=80), **ENGINE)
   results = {}
 
-  def work(n): results[n] = ids_of(llm.generate(tokens(*prompt(n)), greedy(4), use_tqdm=False)[0])
+  def generate(n): results[n] = ids_of(llm.generate(tokens(*prompt(n)), greedy(4), use_tqdm=False)[0])
   for n in (3, 9):
-    thread = threading.Thread(target=work, args=(n,), daemon=True)
+    thread = threading.Thread(target=generate, args=(n,), daemon=True)
     thread.start()
     thread.join(120)
   assert results == {n: reference_greedy(tmp_path, prompt(n), 4) for n in (3, 9)}
@@ -905,18 +905,18 @@ def test_abort_during_launch_leaves_other_requests_unchanged(llm, folder, monkey
   for i in range(3): llm.add_request(f"r{i}", tokens(*prompt(5, i)), greedy(6))
   for _ in range(2): llm.step()
   monkeypatch.setattr(llm.runner, "launch", abort_and_launch)
-  done = {}
-  while llm.has_unfinished_requests(): done |= {o.request_id: ids_of(o) for o in llm.step() if o.finished}
-  assert done == {f"r{i}": reference_greedy(folder, prompt(5, i), 6) for i in (0, 2)}
+  finished_ids = {}
+  while llm.has_unfinished_requests(): finished_ids |= {o.request_id: ids_of(o) for o in llm.step() if o.finished}
+  assert finished_ids == {f"r{i}": reference_greedy(folder, prompt(5, i), 6) for i in (0, 2)}
   check_invariants(llm)
 
 
-def test_query_tiles_cover_each_token_once_within_a_sequence(tmp_path, monkeypatch):
-  """Query tiles hold consecutive tokens of a sequence, of prefill chunks and decodes alike."""
+def test_query_tiles_cover_each_token_once(tmp_path, monkeypatch):
+  """A query tile has consecutive tokens of one sequence, in prefill chunks and decodes alike."""
   llm = LLM(str(tiny_model(tmp_path, max_position_embeddings=512)), max_num_seqs=6, max_num_batched_tokens=256,
             max_model_len=400, num_gpu_blocks_override=200)
   launch, sizes = llm.runner.launch, []
-  def checked(step):
+  def checked_launch(step):
     T = step.key.num_tokens
     fields = dict(zip(TOKENS.dtype.names, step.words[:NUM_WORDS * T].reshape(NUM_WORDS, T).tolist(), strict=False))
     tiles = list(itertools.takewhile(lambda tile: tile >= 0, fields["query_tile"]))
@@ -929,6 +929,6 @@ def test_query_tiles_cover_each_token_once_within_a_sequence(tmp_path, monkeypat
       assert [fields["position"][i] for i in span] == [fields["position"][span[0]] + i for i in range(len(span))]
     sizes.append([len(span) for span in spans])
     return launch(step)
-  monkeypatch.setattr(llm.runner, "launch", checked)
+  monkeypatch.setattr(llm.runner, "launch", checked_launch)
   llm.generate([tokens(*prompt(length, length)) for length in (5, 300, 64, 65, 1, 130)], greedy(6))
   assert any(1 in step and TILE in step for step in sizes), "decodes must share a step with prefill chunks"

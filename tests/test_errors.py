@@ -1,4 +1,4 @@
-"""A mistake in a request or an option is a ValueError with field, value and limit. Other requests continue."""
+"""An invalid request or option raises ValueError with field, value and limit. Other requests continue."""
 import math
 from dataclasses import FrozenInstanceError, fields
 
@@ -82,8 +82,8 @@ def test_sampling_params_limits_are_valid(options): SamplingParams(**options)
 
 def test_sampling_params_json_values_are_converted():
   assert SamplingParams(logit_bias={"5": 1, 7: 2.5}).logit_bias == {5: 1, 7: 2.5}
-  taken = SamplingParams(structured_outputs={"choice": ["a", "b"]}).structured_outputs
-  assert taken == StructuredOutputsParams(choice=["a", "b"])
+  structured_outputs = SamplingParams(structured_outputs={"choice": ["a", "b"]}).structured_outputs
+  assert structured_outputs == StructuredOutputsParams(choice=["a", "b"])
 
 
 def test_error_messages_name_limits():
@@ -98,7 +98,7 @@ def test_error_messages_name_limits():
     LLM(max_num_batched_tokens=16, max_num_seqs=32)
 
 
-def test_unknown_option_raises_with_known_names(folder):
+def test_unknown_option_raises_and_lists_options(folder):
   with pytest.raises(ValueError, match="'temprature'.*temperature"): SamplingParams(temprature=1.0)
   with pytest.raises(ValueError, match="'max_seqs'.*max_num_seqs"): LLM(folder, max_seqs=4)
 
@@ -112,45 +112,45 @@ def test_max_model_len_above_model_limit_raises(folder):
 
 
 def test_kv_cache_without_memory_raises(folder, monkeypatch):
-  monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: 100_000)   # less than the weights
-  with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.9 leaves 0.00 GiB.* a smaller model"): LLM(folder)
-  monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: 220_000)   # some blocks
+  monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: 100_000)   # below the weights
+  with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.9.* 0.00 GiB.*smaller model"): LLM(folder)
+  monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: 220_000)   # a few blocks
   with pytest.raises(ValueError, match=r"max_model_len=512.*GiB.*gpu_memory_utilization"): LLM(folder)
 
 
 LIMIT = ENGINE["max_model_len"]
 POOL = 12 * ENGINE["block_size"]
 BAD_PROMPTS = {
-  "empty text": ("", "empty"), "no ids": ({"prompt_token_ids": []}, "empty"),
-  "an empty prompt in a dict": ({"prompt": ""}, "empty"),
-  "longer than the pool": ({"prompt_token_ids": [5] * POOL}, f"{POOL}"),
-  "longer than the model": ({"prompt_token_ids": [5] * LIMIT}, f"{LIMIT}"),
-  "an id beyond the vocabulary": ({"prompt_token_ids": [5, 320]}, "320.*319"),
-  "a negative id": ({"prompt_token_ids": [5, -1]}, "-1.*319"), "a float id": ({"prompt_token_ids": [5, 1.0]}, "1.0"),
-  "a bool id": ({"prompt_token_ids": [5, True]}, "True"), "an id as text": ({"prompt_token_ids": ["5"]}, "'5'"),
-  "None": (None, "None"), "an int": (5, "5"), "bytes": (b"hello", "hello"), "an empty dict": ({}, "prompt"),
-  "ids as text": ({"prompt_token_ids": "567"}, "prompt"), "text that is no str": ({"prompt": 5}, "prompt"),
+  "empty str": ("", "empty"), "no ids": ({"prompt_token_ids": []}, "empty"),
+  "empty prompt in dict": ({"prompt": ""}, "empty"),
+  "exceeds pool": ({"prompt_token_ids": [5] * POOL}, f"{POOL}"),
+  "exceeds max_model_len": ({"prompt_token_ids": [5] * LIMIT}, f"{LIMIT}"),
+  "id outside vocabulary": ({"prompt_token_ids": [5, 320]}, "320.*319"),
+  "negative id": ({"prompt_token_ids": [5, -1]}, "-1.*319"), "float id": ({"prompt_token_ids": [5, 1.0]}, "1.0"),
+  "bool id": ({"prompt_token_ids": [5, True]}, "True"), "str id": ({"prompt_token_ids": ["5"]}, "'5'"),
+  "None": (None, "None"), "int": (5, "5"), "bytes": (b"hello", "hello"), "empty dict": ({}, "prompt"),
+  "ids as str": ({"prompt_token_ids": "567"}, "prompt"), "int prompt in dict": ({"prompt": 5}, "prompt"),
 }
 BAD_REQUESTS = {
-  "a stop id beyond the vocabulary": (SamplingParams(stop_token_ids=[320]), 0, "320.*319"),
-  "a negative stop id": (SamplingParams(stop_token_ids=[-1]), 0, "-1.*319"),
-  "a biased id beyond the vocabulary": (SamplingParams(logit_bias={"5": 1, "320": 1}), 0, "logit_bias.*320.*319"),
-  "an allowed id beyond the vocabulary": (SamplingParams(allowed_token_ids=[5, 320]), 0, "allowed_token_ids.*320.*319"),
-  "params as a dict": ({"temperature": 0.0}, 0, "SamplingParams"), "a priority under fcfs": (None, 3, "priority=3"),
-  "a priority that is no int": (None, "high", "priority='high'"),
+  "stop id outside vocabulary": (SamplingParams(stop_token_ids=[320]), 0, "320.*319"),
+  "negative stop id": (SamplingParams(stop_token_ids=[-1]), 0, "-1.*319"),
+  "biased id outside vocabulary": (SamplingParams(logit_bias={"5": 1, "320": 1}), 0, "logit_bias.*320.*319"),
+  "allowed id outside vocabulary": (SamplingParams(allowed_token_ids=[5, 320]), 0, "allowed_token_ids.*320.*319"),
+  "params as dict": ({"temperature": 0.0}, 0, "SamplingParams"), "priority under fcfs": (None, 3, "priority=3"),
+  "str priority": (None, "high", "priority='high'"),
 }
 
 
 @pytest.fixture
 def busy_llm(small_llm, folder):
-  """An engine with a running request, which must end normally."""
+  """An engine with a running request, which must finish normally."""
   params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
   small_llm.add_request("in flight", {"prompt_token_ids": [5, 6, 7]}, params)
   small_llm.step()
   before = small_llm.get_metrics()
   yield small_llm
   check_invariants(small_llm)
-  assert small_llm.get_metrics() == before, "an invalid request changes nothing"
+  assert small_llm.get_metrics() == before, "an invalid request must not change the metrics"
   outputs = []
   while small_llm.has_unfinished_requests(): outputs += small_llm.step()
   assert outputs[-1].outputs[0].token_ids == reference_greedy(folder, [5, 6, 7], 8)
@@ -178,7 +178,7 @@ def test_request_id_in_use_raises(busy_llm):
     busy_llm.add_request("in flight", {"prompt_token_ids": [9]})
 
 
-def test_number_of_params_differs_from_prompts_raises(busy_llm):
+def test_params_count_differs_from_prompts_raises(busy_llm):
   with pytest.raises(ValueError, match="2.*3"):
     busy_llm.generate([{"prompt_token_ids": [9]}] * 3, [SamplingParams()] * 2)
 
@@ -187,7 +187,7 @@ def test_chat_without_template_raises(busy_llm):
   with pytest.raises(ValueError, match="chat.template"): busy_llm.chat([{"role": "user", "content": "hi"}])
 
 
-def test_longest_prompts_that_fit_run(small_llm, llm):
+def test_prompts_of_maximum_length_run(small_llm, llm):
   for engine, n in ((small_llm, POOL - 1), (llm, LIMIT - 1)):
     output, = engine.generate({"prompt_token_ids": [5] * n}, SamplingParams(temperature=0.0))
     assert len(output.outputs[0].token_ids) >= 1 and output.outputs[0].finish_reason == "length"

@@ -1,5 +1,4 @@
-"""Steps that fail, at any point: no token is lost or repeated, no block that was not computed is cached, and the engine
-continues."""
+"""Failed steps: no token is lost or repeated, no block without computed K and V is cached, and the engine continues."""
 import dis
 import functools
 import inspect
@@ -10,13 +9,13 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from reference import ENGINE, check_invariants, reference_greedy, same_outputs, set_overlap, slow
+from reference import ENGINE, check_invariants, reference_greedy, assert_same_outputs, set_overlap, slow
 
 import tinyvllm.engine
 from tinyvllm import LLM, SamplingParams
 
 BS = ENGINE["block_size"]
-# In launch; while waiting for the results of a step that was not computed, or that was; around Scheduler.update
+# compute: launched, fails while its results are awaited; read: computed, reading fails; update: in Scheduler.update
 PLACES = ["launch", "compute", "read", "before update", "amid update", "after update"]
 
 
@@ -30,7 +29,7 @@ def ids_of(output): return output.outputs[0].token_ids
 
 
 def prompt(length, *salt):
-  """Random ids that differ for each salt: the prefix cache has nothing of a new prompt."""
+  """Random ids, different for each salt, so that a new prompt has no prefix-cache hits."""
   rng = random.Random(str(salt))
   return [rng.randrange(259, 320) for _ in range(length)]
 
@@ -63,47 +62,47 @@ def small_engine(small_words_llm, monkeypatch, overlaps):
   for name in list(small_words_llm.requests): small_words_llm.abort_request(name)
 
 
-def break_steps(engine, patched, fails):
-  """Make an engine's steps fail at each of PLACES for which `fails(place)` is true."""
+def break_steps(engine, patch, should_fail):
+  """Make an engine's steps fail at each of PLACES for which `should_fail(place)` is true."""
   launch, update = engine.runner.launch, engine.scheduler.update
 
   def fail_at(place):
-    if fails(place): raise Failed(place)
+    if should_fail(place): raise Failed(place)
 
   def faulty_launch(step):
     fail_at("launch")
-    computed = not fails("compute")
-    done = launch(step) if computed else None
+    is_computed = not should_fail("compute")
+    wait = launch(step) if is_computed else None
 
-    def faulty_done():
-      if not computed: raise Failed("compute")
+    def faulty_wait():
+      if not is_computed: raise Failed("compute")
       fail_at("read")
-      return done()
-    return faulty_done
+      return wait()
+    return faulty_wait
 
-  def faulty_update(written, sampled):
+  def faulty_update(positions, sampled):
     fail_at("before update")
-    if sampled and fails("amid update"):
-      update(written, dict(itertools.islice(sampled.items(), 1)))
+    if sampled and should_fail("amid update"):
+      update(positions, dict(itertools.islice(sampled.items(), 1)))
       raise Failed("amid update")
-    update(written, sampled)
+    update(positions, sampled)
     fail_at("after update")
-  patched.setattr(engine.runner, "launch", faulty_launch)
-  patched.setattr(engine.scheduler, "update", faulty_update)
+  patch.setattr(engine.runner, "launch", faulty_launch)
+  patch.setattr(engine.scheduler, "update", faulty_update)
 
 
-def once(place, number):
-  """Return a `fails` for break_steps that is true at the number-th visit of a place."""
-  left = {place: number}
+def fail_once(place, number):
+  """Return a `should_fail` for break_steps that is true at visit `number` of a place, counted from 1."""
+  countdown = {place: number}
 
-  def fails(at):
-    left[at] = left.get(at, 0) - 1
-    return at == place and left[at] == 0
-  return fails
+  def should_fail(visited):
+    countdown[visited] = countdown.get(visited, 0) - 1
+    return visited == place and countdown[visited] == 0
+  return should_fail
 
 
 def step(engine, last):
-  """Run a step, check the invariants and add its outputs to `last`. Returns whether it failed."""
+  """Run a step, add its outputs to `last` and check the invariants. Return whether it failed."""
   failed = False
   try:
     for output in engine.step(): last[output.request_id] = output
@@ -113,7 +112,7 @@ def step(engine, last):
 
 
 def finish(engine, last=None, limit=2000):
-  """Step until all requests end. Returns the last output of each one and the number of failed steps."""
+  """Step until all requests finish. Return the last output of each one and the number of failed steps."""
   last, failures = {} if last is None else last, 0
   for _ in range(limit):
     if not engine.has_unfinished_requests(): return last, failures
@@ -122,7 +121,7 @@ def finish(engine, last=None, limit=2000):
 
 
 def check_outputs(folder, last, jobs):
-  """Check that each request finished with the ids that it gets without failures. jobs: name -> prompt, length."""
+  """Check that each request finished with the reference ids. jobs: name -> prompt, length."""
   assert {name: ids_of(output) for name, output in last.items()} == {
     name: reference_greedy(folder, *job) for name, job in jobs.items()}
   assert all(output.finished for output in last.values())
@@ -131,19 +130,19 @@ def check_outputs(folder, last, jobs):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_failed_step_loses_and_repeats_no_token(engine, folder, monkeypatch, overlaps, place):
-  """The first to the eighth step fails; some request gets its last token in almost every one."""
+  """Each of the first eight steps fails once; a request gets its last token in almost every one."""
   for number in range(1, 9):
     lengths = {"a": (3, 1), "b": (20, 2), "c": (4, 3), "d": (1, 5), "e": (7, 7)}
     jobs = {name: (prompt(length, place, overlaps, number, name), n) for name, (length, n) in lengths.items()}
     for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
-    with monkeypatch.context() as patched:
-      break_steps(engine, patched, once(place, number))
+    with monkeypatch.context() as patch:
+      break_steps(engine, patch, fail_once(place, number))
       last, failures = finish(engine)
     assert failures == 1, f"{place} {number} must fail"
     check_outputs(folder, last, jobs)
     again = engine.generate([tokens(ids) for ids, _ in jobs.values()], [greedy(n) for _, n in jobs.values()])
     check_outputs(folder, dict(zip(jobs, again, strict=True)), jobs)
-    same_outputs([last[name] for name in jobs], again)
+    assert_same_outputs([last[name] for name in jobs], again)
 
 
 @pytest.mark.parametrize("place", ["launch", "compute", "read"])
@@ -152,8 +151,8 @@ def test_failed_step_caches_no_blocks(engine, folder, monkeypatch, overlaps, pla
   """A prompt that takes three steps of 16 tokens."""
   ids, last = prompt(11 * BS, place, number, overlaps), {}
   jobs = {name: (ids, 6) for name in "abc"}
-  with monkeypatch.context() as patched:
-    break_steps(engine, patched, once(place, number))
+  with monkeypatch.context() as patch:
+    break_steps(engine, patch, fail_once(place, number))
     engine.add_request("a", tokens(ids), greedy(6))
     while not step(engine, last): pass
   engine.add_request("b", tokens(ids), greedy(6))
@@ -164,12 +163,12 @@ def test_failed_step_caches_no_blocks(engine, folder, monkeypatch, overlaps, pla
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_generate_raises_the_steps_error_and_leaves_nothing(engine, folder, monkeypatch, overlaps, place):
+def test_generate_failed_step_raises_and_aborts_all_requests(engine, folder, monkeypatch, overlaps, place):
   jobs = {i: (prompt(6 * i + 3, place, overlaps, i), 2 * i + 2) for i in range(3)}
   arguments = [tokens(ids) for ids, _ in jobs.values()], [greedy(n) for _, n in jobs.values()]
   for number in (1, 2, 3):
-    with monkeypatch.context() as patched:
-      break_steps(engine, patched, once(place, number))
+    with monkeypatch.context() as patch:
+      break_steps(engine, patch, fail_once(place, number))
       with pytest.raises(Failed, match=place): engine.generate(*arguments)
     assert not engine.has_unfinished_requests()
     check_invariants(engine)
@@ -177,23 +176,23 @@ def test_generate_raises_the_steps_error_and_leaves_nothing(engine, folder, monk
 
 
 @pytest.mark.parametrize("place", ["amid update", "after update"])
-def test_failed_step_loses_no_log_probability(engine, monkeypatch, overlaps, place):
+def test_failed_step_loses_no_logprobs(engine, monkeypatch, overlaps, place):
   for number in (1, 2, 3):
     jobs = {name: tokens(prompt(3, place, overlaps, number, name)) for name in "ab"}
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)
     for name, job in jobs.items(): engine.add_request(name, job, params)
-    with monkeypatch.context() as patched:
-      break_steps(engine, patched, once(place, number))
+    with monkeypatch.context() as patch:
+      break_steps(engine, patch, fail_once(place, number))
       last, failures = finish(engine, limit=50)
     assert failures == 1
     for name, output in zip(jobs, engine.generate([*jobs.values()], params), strict=True):
-      (got,), (expected,) = last[name].outputs, output.outputs
-      assert got.token_ids == [next(iter(logprobs)) for logprobs in got.logprobs] == expected.token_ids
-      assert got.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
+      (completion,), (expected,) = last[name].outputs, output.outputs
+      assert completion.token_ids == [next(iter(logprobs)) for logprobs in completion.logprobs] == expected.token_ids
+      assert completion.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
 
 
 @pytest.mark.parametrize("place", ["schedule", "start_step", "update"])
-def test_stream_closed_during_a_step_ends_in_the_next(small_engine, folder, monkeypatch, overlaps, place):
+def test_stream_closed_during_a_step_ends_in_next_step(small_engine, folder, monkeypatch, overlaps, place):
   """A garbage collection may close a stream at any time, also in another request's step."""
   stream = small_engine.generate_stream(tokens(prompt(6, overlaps, place)), greedy(9))
   next(stream)
@@ -205,37 +204,37 @@ def test_stream_closed_during_a_step_ends_in_the_next(small_engine, folder, monk
     result = call(*args)
     stream.close()
     return result
-  with monkeypatch.context() as patched:
-    patched.setattr(scheduler, place, close_stream_after)
+  with monkeypatch.context() as patch:
+    patch.setattr(scheduler, place, close_stream_after)
     small_engine.step()
   last, _ = finish(small_engine, {})
   assert ids_of(last["other"]) == reference_greedy(folder, prompt(5, overlaps, place), 4)
   assert not small_engine.requests and small_engine.blocks.num_used() == 0
 
 
-def test_failed_step_of_one_stream_leaves_the_other_running(engine, folder, monkeypatch, overlaps):
+def test_failed_step_of_one_stream_does_not_end_the_other(engine, folder, monkeypatch, overlaps):
   ids = [prompt(5, overlaps, i) for i in range(2)]
   other, broken = (engine.generate_stream(tokens(ids[i]), greedy(8)) for i in range(2))
-  got = [*ids_of(next(other)), *ids_of(next(other))]
+  other_ids = [*ids_of(next(other)), *ids_of(next(other))]
   next(broken)
-  with monkeypatch.context() as patched:
-    break_steps(engine, patched, once("launch", 1))
+  with monkeypatch.context() as patch:
+    break_steps(engine, patch, fail_once("launch", 1))
     with pytest.raises(Failed): next(broken)
-  assert [*got, *(i for output in other for i in ids_of(output))] == reference_greedy(folder, ids[0], 8)
+  assert [*other_ids, *(i for output in other for i in ids_of(output))] == reference_greedy(folder, ids[0], 8)
   check_invariants(engine)
 
 
 # requests aborted during a failed step
 
 @pytest.mark.parametrize("place", ["launch", "compute"])
-def test_failed_step_leaves_request_aborted_at_launch_aborted(engine, folder, monkeypatch, overlaps, place):
+def test_request_aborted_at_failed_launch_stays_aborted(engine, folder, monkeypatch, overlaps, place):
   jobs, last = {name: (prompt(9, place, overlaps, name), 6) for name in "abc"}, {}
   for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
   for _ in range(2): step(engine, last)
-  with monkeypatch.context() as patched:
-    break_steps(engine, patched, once(place, 1))
+  with monkeypatch.context() as patch:
+    break_steps(engine, patch, fail_once(place, 1))
     launch = engine.runner.launch
-    patched.setattr(engine.runner, "launch", lambda step: (engine.abort_request("b"), launch(step))[1])
+    patch.setattr(engine.runner, "launch", lambda step: (engine.abort_request("b"), launch(step))[1])
     while not step(engine, last): pass
   last, _ = finish(engine, last)
   if "b" in last: assert not last.pop("b").finished
@@ -243,13 +242,13 @@ def test_failed_step_leaves_request_aborted_at_launch_aborted(engine, folder, mo
   check_outputs(folder, last, jobs)
 
 
-def test_failed_step_leaves_request_aborted_before_read_aborted(engine, folder, monkeypatch, overlaps):
+def test_request_aborted_before_failed_read_stays_aborted(engine, folder, monkeypatch, overlaps):
   jobs, last = {name: (prompt(9, overlaps, name), 6) for name in "abc"}, {}
   for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
   for _ in range(2): step(engine, last)
   engine.abort_request("b")
-  with monkeypatch.context() as patched:
-    break_steps(engine, patched, lambda place: place in ("compute", "read"))
+  with monkeypatch.context() as patch:
+    break_steps(engine, patch, lambda place: place in ("compute", "read"))
     assert step(engine, last) or step(engine, last), "an overlapped step is read in the next one"
   last, _ = finish(engine, last)
   if "b" in last: assert not last.pop("b").finished
@@ -258,14 +257,13 @@ def test_failed_step_leaves_request_aborted_before_read_aborted(engine, folder, 
 
 
 @pytest.mark.parametrize("place", ["launch", "compute"])
-def test_failed_step_caches_no_blocks_of_an_aborted_request(engine, folder, monkeypatch, overlaps,
-                                                                              place):
+def test_failed_step_caches_no_blocks_of_aborted_request(engine, folder, monkeypatch, overlaps, place):
   ids, last = prompt(3 * BS + 1, place, overlaps), {}
   engine.add_request("a", tokens(ids), greedy(6))
-  with monkeypatch.context() as patched:
-    break_steps(engine, patched, once(place, 1))
+  with monkeypatch.context() as patch:
+    break_steps(engine, patch, fail_once(place, 1))
     launch = engine.runner.launch
-    patched.setattr(engine.runner, "launch", lambda step: (engine.abort_request("a"), launch(step))[1])
+    patch.setattr(engine.runner, "launch", lambda step: (engine.abort_request("a"), launch(step))[1])
     step(engine, last)
     engine.add_request("b", tokens(ids), greedy(6))
     last, _ = finish(engine, last)
@@ -273,17 +271,17 @@ def test_failed_step_caches_no_blocks_of_an_aborted_request(engine, folder, monk
   assert last["b"].num_cached_tokens == 0
 
 
-# random faults
+# random failures
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_faults_change_no_text(small_engine, folder, monkeypatch, overlaps, seed):
-  """About eight requests at once in a pool of 12 blocks; about every fifth step fails."""
+def test_random_failures_change_no_output(small_engine, folder, monkeypatch, overlaps, seed):
+  """About eight requests at once in a pool of 12 blocks; about one step in five fails."""
   rng, jobs, last, failures = random.Random(seed), {}, {}, 0
   before = small_engine.get_metrics()["num_preemptions"]
   prompts = [[*prompt(2 * BS, seed, overlaps, i % 2), *prompt(n, seed, overlaps, i)]
              for i, n in enumerate((1, 4, 7, 11, 16, 20))] + [prompt(3, seed, overlaps)]
-  with monkeypatch.context() as patched:
-    break_steps(small_engine, patched, lambda place: rng.random() < 0.05)
+  with monkeypatch.context() as patch:
+    break_steps(small_engine, patch, lambda place: rng.random() < 0.05)
     for i in range(200):
       draw, live = rng.random(), [name for name in jobs if not (name in last and last[name].finished)]
       if draw < 0.3 and len(live) < 8:
@@ -300,42 +298,42 @@ def test_random_faults_change_no_text(small_engine, folder, monkeypatch, overlap
 
 
 def test_failed_output_is_returned_by_the_next_step(engine, folder, monkeypatch, overlaps):
-  """Outputs are made after the tokens were appended: if that fails, the next step returns the finished request."""
+  """Outputs are created after the tokens are appended: if that fails, the next step returns the finished request."""
   jobs = {name: (prompt(length, overlaps, name, "untold"), n) for name, length, n in (("a", 5, 1), ("b", 3, 4))}
   for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
   make_output = tinyvllm.engine.Request.output
-  for ends in ("a", "b"):
-    def output(request, delta=False, ends=ends):
-      if request.request_id == ends and request.finished: raise Failed("output")
+  for last_name in ("a", "b"):
+    def output(request, delta=False, last_name=last_name):
+      if request.request_id == last_name and request.finished: raise Failed("output")
       return make_output(request, delta)
     last = {}
-    with monkeypatch.context() as patched:
-      patched.setattr(tinyvllm.engine.Request, "output", output)
+    with monkeypatch.context() as patch:
+      patch.setattr(tinyvllm.engine.Request, "output", output)
       with pytest.raises(Failed, match="output"):
         while engine.has_unfinished_requests(): last |= {output.request_id: output for output in engine.step()}
-    assert ends not in last or not last[ends].finished
+    assert last_name not in last or not last[last_name].finished
     outputs = {output.request_id: output for output in engine.step()}
-    assert outputs[ends].finished and ids_of(outputs[ends]) == reference_greedy(folder, *jobs[ends])
+    assert outputs[last_name].finished and ids_of(outputs[last_name]) == reference_greedy(folder, *jobs[last_name])
   assert not engine.has_unfinished_requests()
 
 
 # interrupts
 
 PACKAGE = str(Path(tinyvllm.__file__).parent)
-CHECKED = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
+CHECKED_OPCODES = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
 
 
 @functools.cache
-def checks(code):
-  """The offsets in a function, except its start, at which CPython checks for signals."""
-  return {instruction.offset for instruction in dis.get_instructions(code) if instruction.opname in CHECKED}
+def signal_check_offsets(code):
+  """The bytecode offsets, except a function's start, at which CPython checks for signals."""
+  return {instruction.offset for instruction in dis.get_instructions(code) if instruction.opname in CHECKED_OPCODES}
 
 
 class Interrupt:
-  """Raises Failed where Ctrl-C could: where CPython checks for signals in the package's functions, which it does at the
+  """Raises Failed where Ctrl-C could: where CPython checks for signals in the package's functions, which is at the
   start of a function, at the end of a loop's iteration and after a call of native code. place: the function and line,
-  and the number of the visit at which to raise; None: never. passed: number of visits of each place."""
-  def __init__(self, place=None): self.place, self.passed, self.last = place, Counter(), {}
+  and the number of the visit at which to raise; None: never. num_visits: number of visits by function and line."""
+  def __init__(self, place=None): self.place, self.num_visits, self.last_offset = place, Counter(), {}
 
   def __enter__(self):
     sys._getframe().f_trace_opcodes = True   # Python 3.12 needs it set first
@@ -343,57 +341,57 @@ class Interrupt:
 
   def __exit__(self, *error):
     sys.settrace(None)
-    self.last.clear()
+    self.last_offset.clear()
 
   def trace(self, frame, event, argument):
     if event == "call":
-      self.last.pop(frame.f_back, None)   # the call there was one of Python code
+      self.last_offset.pop(frame.f_back, None)   # the caller called Python code
       if not frame.f_code.co_filename.startswith(PACKAGE): return None
       frame.f_trace_opcodes = True
-      if not frame.f_code.co_flags & inspect.CO_GENERATOR: self.look(frame)   # the call may close a generator
+      if not frame.f_code.co_flags & inspect.CO_GENERATOR: self.count_visit(frame)   # the call may close a generator
     if event == "opcode":
-      if self.last.get(frame) in checks(frame.f_code): self.look(frame)
-      self.last[frame] = frame.f_lasti
+      if self.last_offset.get(frame) in signal_check_offsets(frame.f_code): self.count_visit(frame)
+      self.last_offset[frame] = frame.f_lasti
     return self.trace
 
-  def look(self, frame):
+  def count_visit(self, frame):
     line = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
-    self.passed[line] += 1
-    if (line, self.passed[line]) == self.place: raise Failed(line)
+    self.num_visits[line] += 1
+    if (line, self.num_visits[line]) == self.place: raise Failed(line)
 
 
 def run_interrupted(engine, step=None, place=None):
-  """Step until all requests end, and interrupt the step of this number at a place, or none. Returns the last output of
-  each request, the places that each step passed, and whether a step was interrupted."""
-  last, passed, interrupted = {}, [], False
+  """Step until all requests finish; interrupt step number `step` at `place` unless they are None. Return each request's
+  last output, the number of visits by line in each step, and whether a step was interrupted."""
+  last, visits_by_step, interrupted = {}, [], False
   while engine.has_unfinished_requests():
-    interrupt = Interrupt(place if step == len(passed) else None)   # Python 3.13 traces late: watch all steps
+    interrupt = Interrupt(place if step == len(visits_by_step) else None)   # Python 3.13 traces late: watch all steps
     try:
       with interrupt: last |= {output.request_id: output for output in engine.step()}
     except Failed: interrupted = True
-    passed.append(interrupt.passed)
+    visits_by_step.append(interrupt.num_visits)
     check_invariants(engine)
-    assert len(passed) < 60, "requests that do not end"
-  return last, passed, interrupted
+    assert len(visits_by_step) < 60, "the requests do not finish"
+  return last, visits_by_step, interrupted
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("overlaps", ["overlapped", *slow("", "early")], indirect=True,
                          ids=["overlapped", "plain", "early"])
 @pytest.mark.parametrize("more", [0, *slow(1)])
-def test_interrupt_anywhere_in_a_step_leaves_a_working_engine(small_engine, folder, overlaps, more):
+def test_interrupt_anywhere_in_a_step_loses_no_token(small_engine, folder, overlaps, more):
   """Interrupts each line at its last visit, and at `more` random ones. The steps contain prefill chunks, sequences that
-  finish and one that is preempted. No step need return a request that finishes in a step interrupted on return."""
+  finish and a preempted one. A request that finishes in a step interrupted on return may never be returned."""
   salts = itertools.count()
 
-  def run(*when):
+  def run_with_interrupt(*step_and_place):
     jobs = {name: (prompt(length, overlaps, more, next(salts)), n)
             for name, length, n in (("a", 22, 6), ("b", 20, 5), ("c", 3, 1))}
     seqs = {}
     for name, (ids, n) in jobs.items():
       small_engine.add_request(name, tokens(ids), greedy(n))
       seqs[name] = small_engine.scheduler.waiting[-1]
-    last, passed, interrupted = run_interrupted(small_engine, *when)
+    last, visits_by_step, interrupted = run_interrupted(small_engine, *step_and_place)
     assert all(seq.finish_reason == "length" for seq in seqs.values())
     expected = {name: reference_greedy(folder, *job) for name, job in jobs.items()}
     assert {name: seq.tokens[seq.num_prompt:] for name, seq in seqs.items()} == expected
@@ -401,18 +399,19 @@ def test_interrupt_anywhere_in_a_step_leaves_a_working_engine(small_engine, fold
     for name, output in zip(jobs, again, strict=True):
       assert ids_of(output) == expected[name]
       if name not in last or not last[name].finished: continue
-      same_outputs([last[name]], [output])
+      assert_same_outputs([last[name]], [output])
       assert last[name].metrics.num_generated == jobs[name][1]
-    return passed, interrupted
+    return visits_by_step, interrupted
 
-  run()   # captures the graphs; Python 3.13 traces a function's bytecodes from its second call on
-  before, visits, hits = small_engine.get_metrics()["num_preemptions"], {}, []   # visits: line -> step, visit
-  for step, passed in enumerate(run()[0]):
-    for line, times in passed.items(): visits.setdefault(line, []).extend((step, (line, i + 1)) for i in range(times))
+  run_with_interrupt()   # captures the graphs; Python 3.13 traces a function's bytecodes from its second call on
+  before, visits, interruptions = small_engine.get_metrics()["num_preemptions"], {}, []   # visits: line -> step, visit
+  for step, num_visits in enumerate(run_with_interrupt()[0]):
+    for line, count in num_visits.items():
+      visits.setdefault(line, []).extend((step, (line, i + 1)) for i in range(count))
   assert len(visits) > 80, "all of a step must be traced"
   assert small_engine.get_metrics()["num_preemptions"] > before, "the pool must be short of blocks"
-  for line, times in visits.items():
-    for when in times[-1:] + random.Random(line).sample(times[:-1], min(more, len(times) - 1)):
-      try: hits.append(run(*when)[1])
+  for line, places in visits.items():
+    for step_and_place in places[-1:] + random.Random(line).sample(places[:-1], min(more, len(places) - 1)):
+      try: interruptions.append(run_with_interrupt(*step_and_place)[1])
       except AssertionError as error: raise AssertionError(f"interrupted in {line}: {error}") from error
-  assert sum(hits) > 0.9 * len(hits), "too few interrupts"   # a new graph makes a place rarer
+  assert sum(interruptions) > 0.9 * len(interruptions), "too few interrupts"   # a new graph makes a place rarer

@@ -1,5 +1,5 @@
-"""GGUF files, loaded and converted: the weights equal what gguf, ggml's own package, decodes, and a loaded file equals
-its converted folder bit for bit."""
+"""GGUF files, loaded and converted: the weights equal the output of ggml's own decoder, the package gguf. A loaded file
+equals its converted folder bit for bit."""
 import errno
 import json
 import os
@@ -33,19 +33,19 @@ from tinyvllm_extra.packages import MissingPackage
 
 SMALL = {"max_model_len": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4}
 IDS = [3, 50, 99, 301]
-WIDE = {"hidden_size": 256, "intermediate_size": 512}   # blocks are of up to 256 inputs
+WIDE = {"hidden_size": 256, "intermediate_size": 512}   # blocks have up to 256 inputs
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
-# (bits, group, with offsets) of each type; rounded: whether scales are
-KINDS = {"Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (8, 32, False), "Q5_1": (8, 32, True),
-         "Q8_0": (8, 32, False), "Q4_K": (4, 32, True), "Q5_K": (8, 32, True), "Q6_K": (8, 16, False)}
-ROUNDED = {"Q4_K", "Q5_K", "Q6_K"}
+KINDS = {   # bits, group size, with offsets
+  "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (8, 32, False), "Q5_1": (8, 32, True), "Q8_0": (8, 32, False),
+  "Q4_K": (4, 32, True), "Q5_K": (8, 32, True), "Q6_K": (8, 16, False)}
+ROUNDED = {"Q4_K", "Q5_K", "Q6_K"}   # conversion rounds their scales to float16
 ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 HEADS = {"attn_q": 4, "attn_k": 2}
 
 
-def made(tmp_path, kind="F32", config=WIDE, **options):
-  """The folder of a tiny model's GGUF, which is beside it."""
+def convert_model(tmp_path, kind="F32", config=WIDE, **options):
+  """Write a tiny model as tmp_path/model.gguf, convert it, and return the folder."""
   write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **config), kind, **options)
   return convert(tmp_path / "model.gguf", tmp_path / "converted")
 
@@ -55,15 +55,14 @@ def tensors_of(folder):
 
 
 def groups_of(folder):
-  """(bits, group, with offsets) and the format of each module, by config.json."""
+  """Return ((bits, group size, with offsets), format) of each module, from config.json."""
   config = json.loads((folder / "config.json").read_text()).get("quantization_config", {"config_groups": {}})
   return {name: ((g["weights"]["num_bits"], g["weights"]["group_size"], not g["weights"]["symmetric"]), g["format"])
           for g in config["config_groups"].values() for name in g["targets"]}
 
 
 def values(tensors, module):
-  """What a module's tensors stand for by the layout, number by number where it is packed, and the bound of what the
-  rounding of its scales to float16 may have changed."""
+  """Return a module's dequantized weight and the largest error from rounding its scales to float16."""
   if f"{module}.weight_packed" in tensors:
     rows, columns = tensors[f"{module}.weight_shape"]
     words = tensors[f"{module}.weight_packed"].view(np.uint32)
@@ -81,8 +80,8 @@ def values(tensors, module):
   return q * scale + offset, 2.0**-11 * (np.abs(q * scale) + np.abs(offset)) + 1e-9
 
 
-def compare(folder, path, exact=False):
-  """Every tensor of the file is in the folder, and stands there for what gguf makes of it."""
+def check_conversion(folder, path, exact=False):
+  """Check that the folder has all tensors of the file, with the values that gguf decodes, and no others."""
   names = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
   parts = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
            "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
@@ -91,7 +90,7 @@ def compare(folder, path, exact=False):
   reader = gguf.GGUFReader(path)
   llama = reader.fields["general.architecture"].contents() == "llama"
   tensors = tensors_of(folder)
-  found = set()
+  checked = set()
   for tensor in reader.tensors:
     first, *rest = tensor.name.split(".")
     module = f"model.layers.{rest[0]}.{parts[rest[1]]}" if first == "blk" else names[first]
@@ -100,21 +99,21 @@ def compare(folder, path, exact=False):
       expected = expected.reshape(heads, -1, 2, *expected.shape[1:]).swapaxes(1, 2).reshape(expected.shape)
     if rest[-1] == "bias": np.testing.assert_array_equal(tensors[f"{module}.bias"], expected)
     else:
-      got, bound = values(tensors, module)
-      assert got.shape == expected.shape, module
-      assert (np.abs(got - expected) <= (0 if exact else bound)).all(), module
-    found |= {name for name in tensors if name.startswith(f"{module}.")}
-  assert found == tensors.keys(), "nothing else is there"
+      weight, tolerance = values(tensors, module)
+      assert weight.shape == expected.shape, module
+      assert (np.abs(weight - expected) <= (0 if exact else tolerance)).all(), module
+    checked |= {name for name in tensors if name.startswith(f"{module}.")}
+  assert checked == tensors.keys()
 
 
-# weights
+# Weights
 
 @pytest.mark.parametrize("config", [WIDE, {**WIDE, "head_dim": 128, "num_hidden_layers": 1, "intermediate_size": 768,
-                                           "vocab_size": 323}], ids=["square", "odd"])
+                                           "vocab_size": 323}], ids=["square", "rectangular"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_type_stands_for_what_ggufs_package_makes_of_it(tmp_path, kind, config):
-  folder = made(tmp_path, kind, config)
-  compare(folder, tmp_path / "model.gguf", exact=kind not in ROUNDED)
+def test_convert_type_equals_gguf_package(tmp_path, kind, config):
+  folder = convert_model(tmp_path, kind, config)
+  check_conversion(folder, tmp_path / "model.gguf", exact=kind not in ROUNDED)
   modules = groups_of(folder)
   assert {form for form, _ in modules.values()} == {KINDS[kind]} and "lm_head" in modules
   tensors = tensors_of(folder)
@@ -125,27 +124,27 @@ def test_a_type_stands_for_what_ggufs_package_makes_of_it(tmp_path, kind, config
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
-def test_blocks_of_32_need_no_row_of_256(tmp_path, kind):
-  compare(made(tmp_path, kind, {}), tmp_path / "model.gguf", exact=True)
+def test_convert_blocks_of_32_accepts_rows_below_256(tmp_path, kind):
+  check_conversion(convert_model(tmp_path, kind, {}), tmp_path / "model.gguf", exact=True)
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
-def test_numbers_are_kept_as_they_are(tmp_path, kind):
-  folder = made(tmp_path, kind, {})
+def test_convert_floats_keeps_dtype_and_values(tmp_path, kind):
+  folder = convert_model(tmp_path, kind, {})
   assert "quantization_config" not in json.loads((folder / "config.json").read_text())
   with safe_open(folder / "model.safetensors", "np") as file:
     kinds = {name: file.get_slice(name).get_dtype() for name in file.offset_keys()}
   assert {x for name, x in kinds.items() if "norm" not in name} == {kind}
   assert {x for name, x in kinds.items() if "norm" in name} == {"F32"}
-  if kind != "BF16": compare(folder, tmp_path / "model.gguf", exact=True)   # numpy has none
+  if kind != "BF16": check_conversion(folder, tmp_path / "model.gguf", exact=True)   # numpy has no bfloat16
 
 
-def test_the_members_of_a_fused_matrix_share_a_form(tmp_path):
-  """The Q4_K_M of llama.cpp has attn_v and ffn_down in Q6_K."""
+def test_convert_mixture_gives_fused_projections_one_format(tmp_path):
+  """llama.cpp's Q4_K_M has attn_v and ffn_down in Q6_K."""
   kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "ffn_gate": "Q4_0", "ffn_up": "Q8_0",
            "token_embd": "F16"}
-  folder = made(tmp_path, "Q4_K", kinds=kinds)
-  compare(folder, tmp_path / "model.gguf")
+  folder = convert_model(tmp_path, "Q4_K", kinds=kinds)
+  check_conversion(folder, tmp_path / "model.gguf")
   modules = groups_of(folder)
   layer = "model.layers.1"
   assert {modules[f"{layer}.self_attn.{x}_proj"] for x in "qkv"} == {((8, 16, True), "int-quantized")}
@@ -156,17 +155,17 @@ def test_the_members_of_a_fused_matrix_share_a_form(tmp_path):
   assert quantization["format"] == "mixed-precision" and quantization["ignore"] == ["model.embed_tokens"]
 
 
-def test_beside_one_in_16_bits_a_fused_matrix_is_not_quantized(tmp_path):
-  folder = made(tmp_path, "Q8_0", kinds={"attn_v": "F16", "ffn_up": "BF16"})
-  compare(folder, tmp_path / "model.gguf", exact=True)
+def test_convert_fused_matrix_partly_in_16_bits_is_not_quantized(tmp_path):
+  folder = convert_model(tmp_path, "Q8_0", kinds={"attn_v": "F16", "ffn_up": "BF16"})
+  check_conversion(folder, tmp_path / "model.gguf", exact=True)
   assert tensors_of(folder)["model.layers.0.self_attn.q_proj.weight"].dtype == np.float32
   assert {name.split(".")[-1] for name in groups_of(folder)} == {"embed_tokens", "lm_head", "o_proj", "down_proj"}
 
 
-# architectures
+# Architectures
 
-def check(model, folder):
-  """The model's greedy ids are those of the reference with the weights in `folder`."""
+def check_ids(model, folder):
+  """Check that the model's greedy ids equal the reference with the weights in `folder`."""
   params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
   output, = LLM(model, **SMALL).generate({"prompt_token_ids": IDS}, params)
   assert output.outputs[0].token_ids == reference_greedy(folder, IDS, 8)
@@ -174,12 +173,12 @@ def check(model, folder):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
-def test_every_architecture_keeps_its_bits(tmp_path, architecture, kind):
-  folder = made(tmp_path, kind, {**WIDE, "architectures": [architecture]})
-  compare(folder, tmp_path / "model.gguf")
-  source, converted, loaded = [ModelConfig.from_hf(open_checkpoint(path).hf_config, path)
-                               for path in (tmp_path / "hf", folder, tmp_path / "model.gguf")]
-  assert converted.eos_token_ids == (2,) and vars(loaded) == vars(converted) == vars(source)
+def test_convert_architecture_keeps_weights_and_config(tmp_path, architecture, kind):
+  folder = convert_model(tmp_path, kind, {**WIDE, "architectures": [architecture]})
+  check_conversion(folder, tmp_path / "model.gguf")
+  source, converted, from_gguf = [ModelConfig.from_hf(open_checkpoint(path).hf_config, path)
+                                  for path in (tmp_path / "hf", folder, tmp_path / "model.gguf")]
+  assert converted.eos_token_ids == (2,) and vars(from_gguf) == vars(converted) == vars(source)
 
 
 @pytest.mark.parametrize("kind,options", [
@@ -188,18 +187,18 @@ def test_every_architecture_keeps_its_bits(tmp_path, architecture, kind):
   ("F32", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}), ("F32", {"num_key_value_heads": None}),
   ("F32", {"attention_bias": True, "mlp_bias": True}), ("BF16", {"architectures": ["Qwen2ForCausalLM"]}),
   ("F32", {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16})])
-def test_a_gguf_equals_the_same_weights_in_safetensors(tmp_path, kind, options):
+def test_gguf_ids_equal_safetensors(tmp_path, kind, options):
   dtype = {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
   folder = tiny_model(tmp_path / "hf", dtype=dtype, **options)
   path = write_gguf(tmp_path / "model.gguf", folder, kind)
-  check(path, folder)
-  check(convert(path, tmp_path / "converted"), folder)
+  check_ids(path, folder)
+  check_ids(convert(path, tmp_path / "converted"), folder)
 
 
-# loaded without a folder
+# Loading without conversion
 
-def loaded(path, dtype=dtypes.float32, count=1, backend=None):
-  """The model in a folder or a file, on several devices."""
+def load_model(path, dtype=dtypes.float32, count=1, backend=None):
+  """Load the model in a folder or a file, on `count` devices."""
   checkpoint = open_checkpoint(path)
   config = ModelConfig.from_hf(checkpoint.hf_config, path)
   devices = Devices() if count == 1 else parallel.Devices(parallel.device_names(count))
@@ -209,13 +208,13 @@ def loaded(path, dtype=dtypes.float32, count=1, backend=None):
 
 
 def bits_of(tensor):
-  """The bytes that each device holds."""
+  """Return each device's part of a tensor as numpy, bfloat16 as uint16."""
   parts = [tensor] if isinstance(tensor.device, str) else [
     Tensor(tensor.uop.mselect(i)) for i in range(len(tensor.device))]
   return [part.bitcast(dtypes.uint16).numpy() if part.dtype == dtypes.bfloat16 else part.numpy() for part in parts]
 
 
-def same_weights(a, b):
+def check_weights_equal(a, b):
   for one, other in zip(a.modules(), b.modules(), strict=True):
     tensors = [nn.state.get_state_dict(module) for module in (one, other)]
     assert tensors[0].keys() == tensors[1].keys(), one.sources
@@ -233,14 +232,14 @@ MIXTURES = {"Q4_K_M": {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K"},
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("kind", [*KINDS, "F32", "F16", "BF16"])
 def test_loaded_weights_equal_converted_weights(tmp_path, kind, count):
-  folder = made(tmp_path, kind)
-  same_weights(loaded(tmp_path / "model.gguf", count=count), loaded(folder, count=count))
+  folder = convert_model(tmp_path, kind)
+  check_weights_equal(load_model(tmp_path / "model.gguf", count=count), load_model(folder, count=count))
 
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_loaded_mixtures_equal_converted_mixtures(tmp_path, name):
-  folder = made(tmp_path, "Q4_K", kinds=MIXTURES[name])
-  same_weights(loaded(tmp_path / "model.gguf"), loaded(folder))
+  folder = convert_model(tmp_path, "Q4_K", kinds=MIXTURES[name])
+  check_weights_equal(load_model(tmp_path / "model.gguf"), load_model(folder))
   params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
   outputs = [LLM(path, **SMALL).generate({"prompt_token_ids": IDS}, params)
              for path in (tmp_path / "model.gguf", folder)]
@@ -248,9 +247,9 @@ def test_loaded_mixtures_equal_converted_mixtures(tmp_path, name):
 
 
 def test_core_backend_loads_dequantized_weights(tmp_path):
-  """Within the rounding of scales and of quantized embeddings to float16."""
+  """The tolerance allows for rounding of scales and quantized embeddings to float16."""
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **WIDE), "Q8_0")
-  plain = loaded(path, backend=Backend())
+  plain = load_model(path, backend=Backend())
   tensors = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
              for tensor in gguf.GGUFReader(path).tensors}
   for name, module in (("token_embd", plain.embed_tokens), ("blk.1.ffn_down", plain.layers[1].down_proj)):
@@ -259,9 +258,9 @@ def test_core_backend_loads_dequantized_weights(tmp_path):
   np.testing.assert_allclose(plain.layers[0].qkv_proj.weight.numpy()[:256], rows, rtol=1e-3, atol=1e-6)
 
 
-def test_quantization_of_a_quantized_file_is_refused(tmp_path):
+def test_quantization_option_for_quantized_gguf_raises(tmp_path):
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"), "Q8_0")
-  with pytest.raises(ValueError, match="quantization='int4': the model in .*model.gguf is gguf already"):
+  with pytest.raises(ValueError, match="quantization='int4'.*model.gguf.* gguf"):
     LLM(path, quantization="int4", **SMALL)
 
 
@@ -275,34 +274,34 @@ def test_fingerprint_pieces_cover_every_tensor_and_differ_with_weights(tmp_path)
   assert shape == (64, 32) and len(raw) == 64 * 34 and kind == "|V34", "blocks of 34 bytes"
 
 
-# tokenizers
+# Tokenizers
 
 def texts():
   letters = [*"abc de.,<>▁\n\t09éλ日\u0301\U0001f642", "</s>", "<s>", "<0x41>", "  ", "the ", " house"]
   rng = random.Random(0)
-  drawn = ["".join(rng.choices(letters, k=rng.randrange(40))) for _ in range(300)]
-  return [*CORPUS, "", " ", "  two  spaces  ", *drawn]
+  random_texts = ["".join(rng.choices(letters, k=rng.randrange(40))) for _ in range(300)]
+  return [*CORPUS, "", " ", "  two  spaces  ", *random_texts]
 
 
-@pytest.mark.parametrize("shipped", [True, False])
-def test_a_sentencepiece_vocabulary_gives_its_ids(tmp_path, shipped):
+@pytest.mark.parametrize("bundled", [True, False])
+def test_sentencepiece_tokenizer_equals_original(tmp_path, bundled):
   own = Path(tinyvllm.__file__).parent / "default_model"
-  folder = own if shipped else tiny_model(tmp_path / "hf")
+  folder = own if bundled else tiny_model(tmp_path / "hf")
   template = json.loads((own / "tokenizer_config.json").read_text())["chat_template"]
   path = write_gguf(tmp_path / "model.gguf", folder, tokenizer="llama", template=template)
   expected = load_tokenizer(folder)
-  for found in (open_checkpoint(path).tokenizer(), load_tokenizer(convert(path, tmp_path / "converted"))):
+  for tokenizer in (open_checkpoint(path).tokenizer(), load_tokenizer(convert(path, tmp_path / "converted"))):
     for text in texts():
       ids = expected.encode(text)
-      assert found.encode(text) == ids and found.decode(ids) == expected.decode(ids), repr(text)
-    assert (found.eos_token_id, found.config["bos_token"], found.prefix) == (2, "<s>", [1])
+      assert tokenizer.encode(text) == ids and tokenizer.decode(ids) == expected.decode(ids), repr(text)
+    assert (tokenizer.eos_token_id, tokenizer.config["bos_token"], tokenizer.prefix) == (2, "<s>", [1])
     messages = [{"role": "user", "content": "hello"}]
-    if shipped: assert found.apply_chat_template(messages) == expected.apply_chat_template(messages)
-    assert found.config["chat_template"] == template
+    if bundled: assert tokenizer.apply_chat_template(messages) == expected.apply_chat_template(messages)
+    assert tokenizer.config["chat_template"] == template
 
 
-def written(path, architecture="llama", vocabulary=True, **values):
-  """A file that holds what is given and, perhaps, a vocabulary of byte-level BPE, but no tensor."""
+def write_empty_gguf(path, architecture="llama", vocabulary=True, **values):
+  """Write a GGUF file without tensors: these integer fields and optionally a vocabulary of one token."""
   writer = gguf.GGUFWriter(path, architecture)
   for key, value in values.items(): writer.add_uint32(key.replace("__", "."), value)
   if vocabulary: writer.add_token_list(["a"])
@@ -313,57 +312,57 @@ def written(path, architecture="llama", vocabulary=True, **values):
   return path
 
 
-def test_tokens_of_a_byte_level_vocabulary_that_are_added_are_found_whole(tmp_path):
+def test_byte_level_added_tokens_are_encoded_whole(tmp_path):
   alphabet = [chr(i) for i in range(33, 127)]
   tokens = [*alphabet, "<think>", "<end>", "Ġ"]
   kv = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.merges": [], "tokenizer.ggml.token_type": [1] * len(alphabet) + [4, 3, 1],
         "tokenizer.ggml.eos_token_id": len(alphabet) + 1}
-  found = make_tokenizer(tmp_path / "model.gguf", kv, 200)
-  ids = found.encode("a <think>b<end>")
+  tokenizer = make_tokenizer(tmp_path / "model.gguf", kv, 200)
+  ids = tokenizer.encode("a <think>b<end>")
   assert [tokens[i] for i in ids] == ["a", "Ġ", "<think>", "b", "<end>"]
-  assert found.decode(ids) == "a <think>b" and found.eos_token_id == ids[-1], "the end is special, the thought is not"
+  assert tokenizer.decode(ids) == "a <think>b" and tokenizer.eos_token_id == ids[-1], "only <end> is special"
 
 
-# bad input
+# Invalid files
 
-def opened(path):
-  """All that a file is asked for before its weights are read."""
+def open_tokenizer(path):
+  """Read all metadata of a file, but no weights."""
   checkpoint = open_checkpoint(path)
   ModelConfig.from_hf(checkpoint.hf_config, path)
   return checkpoint.tokenizer()
 
 
-def refused(path, folder, *parts):
-  """Converted or loaded: one line that has the parts in it, and nothing left."""
+def check_refused(path, folder, *parts):
+  """Check that convert and load raise the same one-line error with these parts, and that no file is left."""
   before = sorted(folder.parent.rglob("*"))
   with pytest.raises(ValueError) as e: convert(path, folder)
   message = str(e.value)
-  with pytest.raises(ValueError) as e: opened(path)
+  with pytest.raises(ValueError) as e: open_tokenizer(path)
   assert str(e.value) == message
   for part in (path, *parts): assert str(part) in message, f"{part} is not in: {message}"
   assert len(message.splitlines()) == 1
   assert sorted(folder.parent.rglob("*")) == before
 
 
-def test_without_tokenizers_one_line_names_the_extra(tmp_path, monkeypatch):
+def test_convert_without_tokenizers_raises_with_extra(tmp_path, monkeypatch):
   folder = tiny_model(tmp_path / "hf")
   path = write_gguf(tmp_path / "model.gguf", folder)
   monkeypatch.setitem(sys.modules, "tokenizers", None)
-  with pytest.raises(MissingPackage, match=r"needs tokenizers: pip install 'tinyvllm\[hf\]'$"):
+  with pytest.raises(MissingPackage, match=r"tokenizers.*pip install 'tinyvllm\[hf\]'"):
     convert(path, tmp_path / "converted")
-  convert(write_gguf(path, folder, tokenizer="llama"), tmp_path / "converted")   # which needs none
+  convert(write_gguf(path, folder, tokenizer="llama"), tmp_path / "converted")   # sentencepiece needs no package
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "mamba"])
-def test_another_architecture_is_refused(tmp_path, architecture):
-  path = written(tmp_path / "model.gguf", architecture)
-  refused(path, tmp_path / "converted", architecture, "supported: llama, qwen2, qwen3")
+def test_unsupported_architecture_raises(tmp_path, architecture):
+  path = write_empty_gguf(tmp_path / "model.gguf", architecture)
+  check_refused(path, tmp_path / "converted", architecture, "llama, qwen2, qwen3")
 
 
 @pytest.mark.parametrize("kind,name", [(gguf.GGMLQuantizationType.IQ4_NL, "IQ4_NL"),
                                        (gguf.GGMLQuantizationType.Q2_K, "Q2_K")])
-def test_another_type_is_refused_with_the_tensors_name(tmp_path, kind, name):
+def test_unsupported_type_raises_with_tensor_name(tmp_path, kind, name):
   block, size = gguf.GGML_QUANT_SIZES[kind]
   writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
   writer.add_tensor("blk.0.ffn_up.weight", np.zeros((2, size), np.uint8), raw_dtype=kind)
@@ -371,53 +370,52 @@ def test_another_type_is_refused_with_the_tensors_name(tmp_path, kind, name):
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
   writer.close()
-  refused(tmp_path / "model.gguf", tmp_path / "converted", "blk.0.ffn_up.weight", name, "Q4_0, Q4_1", "Q6_K")
+  check_refused(tmp_path / "model.gguf", tmp_path / "converted", "blk.0.ffn_up.weight", name, "Q4_0, Q4_1", "Q6_K")
 
 
-@pytest.mark.parametrize("options,said", [
-  ({"pre": "poro-chat"}, "tokenizer.ggml.pre poro-chat is not supported; supported: llama-bpe"),
-  ({"tokenizer": "bert"}, "tokenizer.ggml.model bert is not supported; supported: gpt2, llama"),
-  ({"tokens": ["a"] * 400}, "400 tokens; expected at most token_embd's 320 rows"),
-  ({"merges": ["a missing"]}, "expected a vocabulary of the kind gpt2")])
-def test_what_else_is_not_known_is_refused(tmp_path, options, said):
+@pytest.mark.parametrize("options,parts", [
+  ({"pre": "poro-chat"}, ["tokenizer.ggml.pre", "poro-chat", "llama-bpe"]),
+  ({"tokenizer": "bert"}, ["tokenizer.ggml.model", "bert", "gpt2, llama"]),
+  ({"tokens": ["a"] * 400}, ["400 tokens", " 320"]), ({"merges": ["a missing"]}, ["vocabulary", "gpt2"])])
+def test_unsupported_tokenizer_raises_with_value(tmp_path, options, parts):
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"), **options)
-  refused(path, tmp_path / "converted", said)
+  check_refused(path, tmp_path / "converted", *parts)
 
 
-@pytest.mark.parametrize("edit,said", [
-  (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), "tensor blk.1.ffn_up.weight is missing"),
+@pytest.mark.parametrize("edit,parts", [
+  (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), ["blk.1.ffn_up.weight", " missing"]),
   (lambda w: w.update({"model.layers.0.self_attn.q_proj.weight": np.zeros((8, 32), np.float32)}),
-   "tensor blk.0.attn_q.weight has 8 rows; expected 32")])
-def test_a_tensor_that_is_missing_or_misshapen_is_named(tmp_path, monkeypatch, edit, said):
+   ["blk.0.attn_q.weight", "8 rows", " 32"])])
+def test_missing_or_misshapen_tensor_raises_with_name(tmp_path, monkeypatch, edit, parts):
   import reference
   config, weights = load(tiny_model(tmp_path / "hf"))
   weights = dict(weights)
   edit(weights)
   monkeypatch.setattr(reference, "load", lambda folder: (config, weights))
-  refused(write_gguf(tmp_path / "model.gguf", tmp_path / "hf"), tmp_path / "converted", said)
+  check_refused(write_gguf(tmp_path / "model.gguf", tmp_path / "hf"), tmp_path / "converted", *parts)
 
 
-def test_rope_scaling_that_is_not_known_is_refused(tmp_path):
+def test_unsupported_rope_scaling_raises(tmp_path):
   folder = tiny_model(tmp_path / "hf", rope_scaling={"rope_type": "yarn", "factor": 4.0})
-  refused(write_gguf(tmp_path / "model.gguf", folder), tmp_path / "converted", "'yarn'", "supported: default")
+  check_refused(write_gguf(tmp_path / "model.gguf", folder), tmp_path / "converted", "'yarn'", "default")
 
 
-def test_a_file_cut_short_anywhere_is_refused(tmp_path):
+def test_truncated_file_raises(tmp_path):
   path = write_gguf(tmp_path / "whole.gguf", tiny_model(tmp_path / "hf"), "Q8_0", tokenizer="llama")
   data = path.read_bytes()
   convert(path, tmp_path / "whole")
-  cut = tmp_path / "cut.gguf"
+  truncated = tmp_path / "truncated.gguf"
   for size in [0, 1, 3, 4, 5, 8, 16, 24, 25, *range(30, len(data), len(data) // 300), len(data) - 32]:
-    cut.write_bytes(data[:size])
-    refused(cut, tmp_path / "converted")
-  assert "it is cut short" in str(pytest.raises(ValueError, convert, cut, tmp_path / "converted").value)
+    truncated.write_bytes(data[:size])
+    check_refused(truncated, tmp_path / "converted")
+  check_refused(truncated, tmp_path / "converted", len(data) - 32)
 
 
-def test_a_damaged_file_is_refused_or_converted_but_nothing_else(tmp_path):
+def test_damaged_file_raises_or_converts(tmp_path):
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"), "Q8_0", tokenizer="llama")
   data = path.read_bytes()
   rng = random.Random(0)
-  end = data.index(b"output_norm.weight")   # what stands before the tensors' data, or most of it
+  end = data.index(b"output_norm.weight")   # most of the bytes before the tensor data
   for i in range(300):
     damaged = bytearray(data)
     for _ in range(rng.randrange(1, 4)): damaged[rng.randrange(end)] = rng.choice([0, 1, 8, 9, 127, 255, i % 256])
@@ -426,62 +424,61 @@ def test_a_damaged_file_is_refused_or_converted_but_nothing_else(tmp_path):
     except ValueError as e: assert str(path) in str(e) and not (tmp_path / f"converted{i}").exists()
 
 
-def test_other_files_are_no_gguf(tmp_path):
+def test_file_of_other_format_raises(tmp_path):
   path = tmp_path / "model.gguf"
-  refused(path, tmp_path / "converted", "is no file")
+  check_refused(path, tmp_path / "converted")
   path.write_bytes(b"PK but no GGUF")
-  refused(path, tmp_path / "converted", "not a readable GGUF")
+  check_refused(path, tmp_path / "converted", "GGUF")
   path.write_bytes(b"GGUF but no more")
-  refused(path, tmp_path / "converted", "GGUF of version")
-  path.write_bytes(b"GGUF" + (3).to_bytes(4, "big") + bytes(16))   # of a big-endian machine
-  refused(path, tmp_path / "converted", "supported: 2, 3")
+  check_refused(path, tmp_path / "converted", "version")
+  path.write_bytes(b"GGUF" + (3).to_bytes(4, "big") + bytes(16))   # big-endian
+  check_refused(path, tmp_path / "converted", "version", "2, 3")
 
 
-def test_one_of_several_parts_is_refused_with_what_joins_them(tmp_path):
-  path = written(tmp_path / "model.gguf", split__count=3)
-  refused(path, tmp_path / "converted", "one of 3 parts", "--merge")
+def test_split_file_raises_with_merge_hint(tmp_path):
+  path = write_empty_gguf(tmp_path / "model.gguf", split__count=3)
+  check_refused(path, tmp_path / "converted", "3 parts", "--merge")
 
 
 @pytest.mark.parametrize("name", ["foo", "blk.0.ffn_gate_exps.weight"])
-def test_a_tensor_that_has_no_place_is_named(tmp_path, monkeypatch, name):
-  real = loader.read_header
+def test_unknown_tensor_raises_with_name(tmp_path, monkeypatch, name):
+  read_header = loader.read_header
   def read(path):
-    metadata, tensors = real(path)
+    metadata, tensors = read_header(path)
     return metadata, {**tensors, name: tensors["output_norm.weight"]}
   monkeypatch.setattr(loader, "read_header", read)
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
-  refused(path, tmp_path / "converted", f"tensor {name} is not known", "ffn_gate")
+  check_refused(path, tmp_path / "converted", f"tensor {name}", "attn_q")
 
 
-# the folder
+# The output folder
 
-def test_a_folder_that_is_there_is_kept(tmp_path):
+def test_convert_into_nonempty_folder_raises_and_keeps_it(tmp_path):
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
   (tmp_path / "full").mkdir()
   (tmp_path / "full" / "mine").write_text("mine")
   for name in ("full", "full/mine", "hf"):
-    with pytest.raises(ValueError, match="is there already: choose an empty folder, or a new one"):
-      convert(path, tmp_path / name)
+    with pytest.raises(ValueError, match=f"{tmp_path / name} .*empty"): convert(path, tmp_path / name)
   assert (tmp_path / "full" / "mine").read_text() == "mine"
   (tmp_path / "empty").mkdir()
   for name in ("empty", "new/in/new"):
     assert convert(path, tmp_path / name) == tmp_path / name
     assert {x.name for x in (tmp_path / name).iterdir()} == {"config.json", "model.safetensors", "tokenizer.json",
                                                             "tokenizer_config.json"}
-  assert {x.name for x in tmp_path.iterdir()} == {"model.gguf", "hf", "full", "empty", "new"}, "nothing hidden is left"
+  assert {x.name for x in tmp_path.iterdir()} == {"model.gguf", "hf", "full", "empty", "new"}, "no temporary files"
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
-def test_a_conversion_that_is_broken_off_leaves_nothing(tmp_path, monkeypatch, error):
+def test_convert_failure_leaves_no_files(tmp_path, monkeypatch, error):
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
-  real = loader.Stored.read
+  original_read = loader.StoredTensor.read
   calls = []
 
   def read(tensor):
     calls.append(tensor)
     if len(calls) == 9: raise error
-    return real(tensor)
-  monkeypatch.setattr(loader.Stored, "read", read)
+    return original_read(tensor)
+  monkeypatch.setattr(loader.StoredTensor, "read", read)
   before = sorted(tmp_path.rglob("*"))
   kind = ValueError if isinstance(error, OSError) else KeyboardInterrupt
   with pytest.raises(kind) as e: convert(path, tmp_path / "a" / "b")
@@ -491,22 +488,22 @@ def test_a_conversion_that_is_broken_off_leaves_nothing(tmp_path, monkeypatch, e
   assert sorted(tmp_path.rglob("*")) == before
 
 
-# the command line
+# Commands
 
 def run(*arguments, **env):
   return subprocess.run([sys.executable, "-m", "tinyvllm", *map(str, arguments)], capture_output=True, text=True,
                         check=False, timeout=120, cwd=Path(__file__).parents[1], env={**os.environ, **env})
 
 
-def test_the_command_needs_no_compiler_and_no_device(tmp_path):
+def test_convert_command_needs_no_compiler_or_device(tmp_path):
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **WIDE), "Q4_K", tokenizer="llama")
-  nothing = {"PATH": str(tmp_path / "nowhere"), "DEV": "NOSUCH", "CC": "/nowhere/clang"}
-  done = run("convert", path, tmp_path / "converted", **nothing)
-  assert (done.returncode, done.stdout, done.stderr) == (0, f"{tmp_path / 'converted'}\n", "")
-  compare(tmp_path / "converted", path)
-  done = run("convert", path, tmp_path / "converted", **nothing)
-  assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
-  assert done.stderr.startswith(f"tinyvllm: {tmp_path / 'converted'} is there already")
+  env = {"PATH": str(tmp_path / "nowhere"), "DEV": "NOSUCH", "CC": "/nowhere/clang"}
+  process = run("convert", path, tmp_path / "converted", **env)
+  assert (process.returncode, process.stdout, process.stderr) == (0, f"{tmp_path / 'converted'}\n", "")
+  check_conversion(tmp_path / "converted", path)
+  process = run("convert", path, tmp_path / "converted", **env)
+  assert process.returncode == 1 and process.stdout == "" and len(process.stderr.splitlines()) == 1
+  assert process.stderr.startswith(f"tinyvllm: {tmp_path / 'converted'} ")
   assert "convert" in run("--help").stdout and "GGUF" in run("convert", "--help").stdout
 
 
@@ -514,28 +511,28 @@ def test_the_command_needs_no_compiler_and_no_device(tmp_path):
 def words(words_folder, tmp_path): return write_gguf(tmp_path / "words-F16.gguf", words_folder, tokenizer="llama")
 
 
-def test_generate_with_a_gguf_equals_its_folder(words, words_folder, tmp_path, capfd):
+def test_generate_command_gguf_equals_folder(words, words_folder, tmp_path, capfd):
   options = ["--max-tokens", "8", "--max-model-len", "64"]
   texts = []
   before = sorted(tmp_path.rglob("*"))
   for model in (words_folder, words):
     assert main(["generate", "the cat", "--model", str(model), *options]) == 0
     texts.append(capfd.readouterr().out)
-  assert texts[0] == texts[1] and sorted(tmp_path.rglob("*")) == before, "no folder is written"
+  assert texts[0] == texts[1] and sorted(tmp_path.rglob("*")) == before, "no file is written"
 
 
-def test_commands_name_a_gguf_that_is_missing_or_damaged(tmp_path, capfd):
+def test_missing_or_damaged_gguf_raises_with_path(tmp_path, capfd):
   (tmp_path / "folder.gguf").mkdir()
-  with pytest.raises(ValueError, match="has no config.json"): LLM(tmp_path / "folder.gguf")
-  with pytest.raises(ValueError, match="nowhere.gguf is no file"): LLM("nowhere.gguf")
+  with pytest.raises(ValueError, match="folder.gguf.*config.json"): LLM(tmp_path / "folder.gguf")
+  with pytest.raises(ValueError, match="nowhere.gguf"): LLM("nowhere.gguf")
   (tmp_path / "bad.gguf").write_bytes(b"GGUF")
   for command in (["generate", "a", "--model"], ["chat", "--model"], ["serve"], ["serve", "--model"]):
     assert main([*command, str(tmp_path / "bad.gguf")]) == 1
-    assert "bad.gguf is not a readable GGUF" in capfd.readouterr().err
+    assert "bad.gguf" in capfd.readouterr().err
   assert not [*tmp_path.rglob("bad")]
 
 
-def test_a_server_takes_a_gguf_and_calls_it_by_its_name(words):
-  few = ["--max-model-len", 64, "--max-num-seqs", 1, "--max-num-batched-tokens", 8, "--cudagraph-capture-sizes", 8]
-  with Server(words, *few, environment={"CACHEDB": CACHEDB}) as server:
+def test_server_model_id_is_gguf_file_name(words):
+  options = ["--max-model-len", 64, "--max-num-seqs", 1, "--max-num-batched-tokens", 8, "--cudagraph-capture-sizes", 8]
+  with Server(words, *options, environment={"CACHEDB": CACHEDB}) as server:
     assert server.get("/v1/models").json()["data"][0]["id"] == "words-F16"

@@ -1,5 +1,6 @@
-"""SmolLM2-135M against Hugging Face transformers in float32. TINYVLLM_MODEL: its folder, a .gguf of it beside it.
-TINYVLLM_GOLDEN: prompts, ids, last logits, and greedy ids with the margin of each over the second best."""
+"""SmolLM2-135M compared with Hugging Face transformers in float32. TINYVLLM_MODEL: the model's folder, whose path plus
+.gguf is the same model as GGUF. TINYVLLM_GOLDEN: prompts, their ids, last logits, greedy ids, and the margin of each
+greedy id over the second best."""
 import os
 from pathlib import Path
 
@@ -47,41 +48,41 @@ def text(golden, i): return golden[f"prompt_{i}"].tobytes().decode()
 def greedy(n): return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
 
 
-def check(golden, i, ids):
-  """Ids are equal up to the first that differs, which two tokens within 1e-2 of each other excuse."""
+def check_ids(golden, i, ids):
+  """Check that ids equal the golden ids, or that the first difference has a margin of at most 1e-2."""
   expected, margin = golden[f"greedy_ids_{i}"].tolist(), golden[f"margin_{i}"]
   assert len(ids) == len(expected)
   at = next((j for j in range(len(ids)) if ids[j] != expected[j]), None)
-  assert at is None or margin[at] <= 1e-2, f"prompt {i}, token {at}: {ids[at]}, not {expected[at]}, by {margin[at]}"
+  if at is not None: assert margin[at] <= 1e-2, f"prompt {i}, position {at}: id {ids[at]} must be {expected[at]}"
 
 
 @pytest.mark.parametrize("i", PROMPTS)
-def test_the_tokenizers_ids(llm, golden, i):
+def test_tokenizer_ids_equal_golden(llm, golden, i):
   assert llm.tokenizer.encode(text(golden, i)) == golden[f"input_ids_{i}"].tolist()
 
 
 @pytest.mark.parametrize("i", PROMPTS)
-def test_the_logits_after_the_prompt(recorder, golden, i):
+def test_last_prompt_logits_equal_golden(recorder, golden, i):
   _, logits = recorder.generate(golden[f"input_ids_{i}"].tolist(), 1)
   np.testing.assert_allclose(logits[0], golden[f"last_logits_{i}"], atol=2e-3)
 
 
 @pytest.mark.parametrize("i", PROMPTS)
-def test_greedy_ids_alone(llm, golden, i):
+def test_greedy_ids_single_request_equal_golden(llm, golden, i):
   output, = llm.generate(text(golden, i), greedy(32))
   assert output.prompt_token_ids == golden[f"input_ids_{i}"].tolist()
-  check(golden, i, output.outputs[0].token_ids)
+  check_ids(golden, i, output.outputs[0].token_ids)
 
 
-def test_greedy_ids_of_all_five_in_one_batch(llm, golden):
+def test_greedy_ids_in_batch_of_5_equal_golden(llm, golden):
   outputs = llm.generate([text(golden, i) for i in PROMPTS], greedy(32))
-  for i in PROMPTS: check(golden, i, outputs[i].outputs[0].token_ids)
+  for i in PROMPTS: check_ids(golden, i, outputs[i].outputs[0].token_ids)
 
 
 @pytest.mark.parametrize("converted", [False, True])
-def test_the_same_model_as_gguf_gives_the_same_ids(model, llm, golden, tmp_path, converted):
+def test_gguf_ids_equal_safetensors(model, llm, golden, tmp_path, converted):
   path = Path(f"{model}.gguf")
-  if not path.exists(): pytest.fail(f"{path} is missing: the same model as GGUF, beside TINYVLLM_MODEL")
+  if not path.exists(): pytest.fail(f"{path} must be the same model as GGUF")
   gguf = LLM(convert(path, tmp_path / "converted") if converted else path, **OPTIONS)
   output, = gguf.generate(text(golden, 0), greedy(8))
   assert output.prompt_token_ids == golden["input_ids_0"].tolist()

@@ -1,16 +1,16 @@
-"""Kernels compared with numpy, in the shapes and dtypes of real models, on tinygrad's default device. tinygrad's
-interpreter (DEV=PYTHON) runs the same tests in smaller shapes."""
+"""Kernels compared with numpy, in the shapes and dtypes of real models, on tinygrad's default device. In tinygrad's
+interpreter (DEV=PYTHON) the shapes are smaller."""
 import sys
 
 import numpy as np
 import pytest
-from reference import in_8_bits, rope_frequencies, slow, slow_but, token_rows
+from reference import quantize_kv, rope_frequencies, slow, mark_slow_except, token_rows
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
 from tinyvllm.backend import Backend, cpu_cores, scatter_kernel
 from tinyvllm_extra.kernels import generic as attention, matmul
-from tinyvllm_extra.kernels.matmul import GateUp, Linear, Norm, pack, speaks_cuda, stored_shape
+from tinyvllm_extra.kernels.matmul import GateUp, Linear, Norm, reorder, speaks_cuda, stored_shape
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # dtype, tolerance for rounding
 SLOW = Device.DEFAULT == "PYTHON"
@@ -30,16 +30,16 @@ def normal(*shape: int, kind: str = "float32", seed: int = 0) -> np.ndarray:
 def on_device(x: np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x)).contiguous().realize()
 
 
-def close(got: Tensor, expected: np.ndarray, tolerance: float) -> None:
-  assert got.shape == expected.shape
-  got = got.numpy().astype(np.float32)
-  np.testing.assert_allclose(got, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max()))
+def close(output: Tensor, expected: np.ndarray, tolerance: float) -> None:
+  assert output.shape == expected.shape
+  array = output.numpy().astype(np.float32)
+  np.testing.assert_allclose(array, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max()))
 
 
 def linear(inputs: int, outputs: int, kind: str, bias: bool = False) -> tuple[Linear, np.ndarray]:
   layer = Linear(in_features=inputs, sources={"w": outputs}, bias=bias, dtype=KINDS[kind][0])
   weight = normal(outputs, inputs, kind=kind, seed=1)
-  layer.weight = on_device(pack(weight, layer.weight.shape))
+  layer.weight = on_device(reorder(weight, layer.weight.shape))
   return layer, weight.astype(np.float32)
 
 
@@ -72,18 +72,18 @@ def test_linear_adds_bias(kind):
 
 @kinds
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (40, 24), (32, 17)])
-def test_rows_returns_stored_weights_and_zeros_beyond_them(inputs, outputs, kind):
+def test_rows_returns_stored_weights_and_zeros_out_of_range(inputs, outputs, kind):
   layer, weight = linear(inputs, outputs, kind)
   for ids in (np.array([outputs - 1, 0, 3, 3], np.int32), np.arange(outputs, dtype=np.int32)):
     np.testing.assert_array_equal(layer.rows(on_device(ids), dtypes.float32).numpy(), weight[ids])
-  nothing = np.zeros(inputs)
-  for ids, rows in (([-1, outputs, 2], [nothing, nothing, weight[2]]), ([-1], [nothing]), ([outputs], [nothing])):
-    result = layer.rows(on_device(np.array(ids, np.int32)), dtypes.float32)   # other devices hold the other rows
+  zero = np.zeros(inputs)
+  for ids, rows in (([-1, outputs, 2], [zero, zero, weight[2]]), ([-1], [zero]), ([outputs], [zero])):
+    result = layer.rows(on_device(np.array(ids, np.int32)), dtypes.float32)   # other devices hold those rows
     np.testing.assert_array_equal(result.numpy(), rows)
 
 
 def silu_product(both: np.ndarray) -> np.ndarray:
-  """Return silu(gate) * up. both: the columns of gate, then those of up."""
+  """Return silu(gate) * up. both: gate's columns, then up's columns."""
   gate, up = np.split(both, 2, 1)
   return gate / (1 + np.exp(-gate)) * up
 
@@ -96,7 +96,7 @@ def test_gate_up_equals_numpy_and_is_one_tensor_core_kernel(inputs, size, bias, 
   layer = GateUp(inputs, {"gate": size, "up": size}, bias, KINDS[kind][0])
   assert (layer.weight.ndim == 8) == (TENSOR_CORES and kind == "float16" and (inputs, size) in [(64, 24), (160, 16)])
   weight = normal(2 * size, inputs, kind=kind, seed=1) / 4
-  layer.weight, added = on_device(pack(layer.ordered(weight), layer.weight.shape)), 0
+  layer.weight, added = on_device(reorder(layer.ordered(weight), layer.weight.shape)), 0
   if bias:
     layer.bias = on_device(normal(2 * size, kind=kind, seed=3))
     added = layer.bias.numpy()
@@ -131,10 +131,10 @@ def many_rows(monkeypatch):
   (32, 64, 64, True, False), (32, 352, 64, False, False), (96, 96, 128, False, True), (64, 64, 64, False, False),
   (64, 288, 128, True, False), (64, 96, 192, True, True)])
 def test_many_rows_kernel_equals_numpy(many_rows, rows, inputs, outputs, bias, gated):
-  """Both more and fewer iterations than buffers."""
+  """The cases have both more and fewer iterations than buffers."""
   layer = (GateUp if gated else Linear)(inputs, {"a": outputs // 2, "b": outputs // 2}, bias, dtypes.float16)
   weight, x = normal(outputs, inputs, kind="float16", seed=1) / 4, normal(rows, inputs, kind="float16")
-  layer.weight = on_device(pack(layer.ordered(weight), layer.weight.shape))
+  layer.weight = on_device(reorder(layer.ordered(weight), layer.weight.shape))
   expected = x.astype(np.float32) @ weight.astype(np.float32).T
   if bias:
     layer.bias = on_device(normal(outputs, kind="float16", seed=3))
@@ -144,12 +144,13 @@ def test_many_rows_kernel_equals_numpy(many_rows, rows, inputs, outputs, bias, g
 
 
 @needs_tensor_cores
-@pytest.mark.parametrize(("rows", "least", "parts"), [(128, 3, 2), (64, 5, 2), (64, 16, 4), (32, 8, 2), (32, 32, 8)])
-def test_many_rows_kernel_split_k_equals_numpy(many_rows, monkeypatch, rows, least, parts):
-  monkeypatch.setattr(matmul, "MIN_WORK_GROUPS", least)
+@pytest.mark.parametrize(("rows", "min_work_groups", "parts"), [
+  (128, 3, 2), (64, 5, 2), (64, 16, 4), (32, 8, 2), (32, 32, 8)])
+def test_many_rows_kernel_split_k_equals_numpy(many_rows, monkeypatch, rows, min_work_groups, parts):
+  monkeypatch.setattr(matmul, "MIN_WORK_GROUPS", min_work_groups)
   layer = Linear(256, {"w": 256}, False, dtypes.float16, axis=1)
   weight, x = normal(256, 256, kind="float16", seed=1) / 4, normal(rows, 256, kind="float16")
-  layer.weight = on_device(pack(layer.ordered(weight), layer.weight.shape))
+  layer.weight = on_device(reorder(layer.ordered(weight), layer.weight.shape))
   assert kernel_names(layer(on_device(x))) == ["linear_many"]
   expected = [a.astype(np.float32) @ b.astype(np.float32).T
               for a, b in zip(np.split(x, parts, 1), np.split(weight, parts, 1), strict=True)]
@@ -227,7 +228,7 @@ def test_norm_add_sums_stacked_partial_sums(kind):
 def test_float16_weight_with_float32_input_equals_numpy():
   layer, weight = linear(72, 48, "float16", bias=True)
   layer.bias, x = on_device(normal(48, kind="float16", seed=3)), normal(4, 72)
-  layer.weight = on_device(pack(weight.astype(np.float16), stored_shape(48, 72, dtypes.float32)))
+  layer.weight = on_device(reorder(weight.astype(np.float16), stored_shape(48, 72, dtypes.float32)))
   close(layer(on_device(x)), x @ weight.T + layer.bias.numpy(), KINDS["float32"][1])
   norm, weight = Norm("norm", 72, 1e-5, dtypes.float32), 1 + normal(72, kind="float16", seed=1)
   norm.weight = on_device(weight)
@@ -267,28 +268,28 @@ def test_attention_reads_int8_and_fp8(case, stored_as):
 
 
 @slow_in_half
-@pytest.mark.parametrize("case", slow_but(QUICK, CASES))
+@pytest.mark.parametrize("case", mark_slow_except(QUICK, CASES))
 @pytest.mark.parametrize("block_size", [16, *slow(4)])
 def test_attention_equals_numpy_and_reads_only_own_sequence(case, block_size, kind):
   attention_equals_numpy(case, block_size, kind)
 
 
 @slow_in_half
-@pytest.mark.parametrize("case", slow_but(("decode", "narrow"), CASES))
+@pytest.mark.parametrize("case", mark_slow_except(("decode", "narrow"), CASES))
 @pytest.mark.parametrize("block_size", [16, *slow(4)])
 def test_core_attention_equals_numpy(case, block_size, kind):
-  attention_equals_numpy(case, block_size, kind, of_core=True)
+  attention_equals_numpy(case, block_size, kind, use_core=True)
 
 
 def attention_equals_numpy(case: str, block_size: int, kind: str, stored_as: str = "auto",
-                           of_core: bool = False) -> None:
+                           use_core: bool = False) -> None:
   (T, KV, G, D, longest, R), (_, tolerance), rng = CASES[case], KINDS[kind], np.random.default_rng(5)
   M = -(-longest // block_size) + 1
   lengths = rng.integers(1, longest + 1, R)
   lengths[0] = longest
   rows = np.sort(np.resize(np.arange(R), T))
-  before = [lengths[r] - (rows == r).sum() - np.flatnonzero(rows == r)[0] for r in rows]
-  positions = np.array([max(0, start + i) for i, start in enumerate(before)])
+  offsets = [lengths[r] - (rows == r).sum() - np.flatnonzero(rows == r)[0] for r in rows]
+  positions = np.array([max(0, i + offset) for i, offset in enumerate(offsets)])
   table = (rng.permutation(R * M) + 1).reshape(R, M)
   cache = np.full((2, R * M + 1, block_size, KV, D), np.nan, kind)   # unwritten positions must not be read
   for r in range(R):
@@ -296,7 +297,7 @@ def attention_equals_numpy(case: str, block_size: int, kind: str, stored_as: str
       cache[:, table[r, p // block_size], p % block_size] = rng.standard_normal((2, KV, D))
   caches = list(as_stored(cache))
   if stored_as != "auto":
-    (keys, k_bytes, k_scales), (values, v_bytes, v_scales) = [in_8_bits(np.nan_to_num(x), stored_as) for x in cache]
+    (keys, k_bytes, k_scales), (values, v_bytes, v_scales) = [quantize_kv(np.nan_to_num(x), stored_as) for x in cache]
     unwritten = np.isnan(cache)
     cache = np.where(unwritten, np.nan, [keys, values])
     garbage = rng.integers(0, 256, cache.shape).astype(np.uint8)   # in unwritten positions
@@ -311,9 +312,9 @@ def attention_equals_numpy(case: str, block_size: int, kind: str, stored_as: str
     expected[t] = np.einsum("hgn,nhd->hgd", weights / weights.sum(-1, keepdims=True), v)
   tokens = token_rows(positions, rows, table[rows, positions // block_size], block_size, M)
   tables = table.astype(np.int32)
-  if of_core:   # writes K and V of these tokens once more; cosine 1 and sine 0 rotate nothing
-    written = cache[:, table[rows, positions // block_size], positions % block_size]   # (2, T, KV, D)
-    qkv = np.concatenate([x.reshape(T, -1) for x in (q, *written)], 1)
+  if use_core:   # writes the step's K and V again; cosine 1 and sine 0 are no rotation
+    kv = cache[:, table[rows, positions // block_size], positions % block_size]   # (2, T, KV, D)
+    qkv = np.concatenate([x.reshape(T, -1) for x in (q, *kv)], 1)
     rope = np.stack([np.ones((longest, D // 2)), np.zeros((longest, D // 2))], 1).astype(np.float32)
     core_caches = [on_device(x) for x in cache]
     out = Backend().attend(on_device(qkv), core_caches, on_device(rope), on_device(tokens), on_device(tables), KV * G)
@@ -339,14 +340,14 @@ def rope_equals_numpy(kind: str, stored_as: str = "auto") -> None:
   slots = blocks * BS + positions % BS
   qkv, cache = normal(T, KV * (G + 2), D, kind=kind), np.zeros((2, 10, BS, KV, D), kind)
   angles = positions[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
-  every = np.arange(99)[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
-  table, rope = (np.stack([np.cos(x), np.sin(x)], 1).astype(np.float32) for x in (every, angles))
+  all_angles = np.arange(99)[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
+  table, rope = (np.stack([np.cos(x), np.sin(x)], 1).astype(np.float32) for x in (all_angles, angles))
   tokens = token_rows(positions, 0 * positions, blocks, BS)
   caches = list(as_stored(cache))
   if stored_as != "auto": caches = list(bytes_as_stored(*np.zeros(cache.shape, np.uint8)))
   if stored_as == "int8": caches.append(np.zeros((10, KV, 2, BS), np.float32))
   inputs = [on_device(x) for x in (*caches, qkv.reshape(T, -1), table, tokens)]
-  q, *written = on_device(np.zeros((T, KV, G, D), kind)).custom_kernel(*inputs, fxn=attention.rope_kernel)
+  q, *outputs = on_device(np.zeros((T, KV, G, D), kind)).custom_kernel(*inputs, fxn=attention.rope_kernel)
   wide, cos, sin = qkv.astype(np.float32), rope[:, 0, None], rope[:, 1, None]
   a, b = wide[..., :D // 2], wide[..., D // 2:]
   rotated = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
@@ -356,18 +357,19 @@ def rope_equals_numpy(kind: str, stored_as: str = "auto") -> None:
   cache = cache.reshape(2, -1, BS, KV, D)
   expected = list(as_stored(cache))
   if stored_as == "auto":
-    for got, wanted in zip(written[:2], expected, strict=True): close(got, wanted, KINDS[kind][1])
+    for output, reference in zip(outputs[:2], expected, strict=True): close(output, reference, KINDS[kind][1])
     return
-  (_, k_bytes, k_scales), (_, v_bytes, v_scales) = [in_8_bits(x, stored_as) for x in cache]
-  for got, wanted in zip(written[:2], bytes_as_stored(k_bytes, v_bytes), strict=True):
-    got, wanted = [np.ascontiguousarray(x).view(np.uint8).astype(int) for x in (got.numpy(), wanted)]
-    filled = got != 0   # about 1 in 256 written bytes is 0 too
-    assert np.abs(got - wanted)[filled].max() <= 1 and (got != wanted)[filled].mean() < 0.01   # cos is rounded too
-    assert filled.mean() > 0.9 * T / (10 * BS)
+  (_, k_bytes, k_scales), (_, v_bytes, v_scales) = [quantize_kv(x, stored_as) for x in cache]
+  for output, reference in zip(outputs[:2], bytes_as_stored(k_bytes, v_bytes), strict=True):
+    output, reference = [np.ascontiguousarray(x).view(np.uint8).astype(int) for x in (output.numpy(), reference)]
+    nonzero = output != 0   # about 1 in 256 written bytes is 0 too
+    error = np.abs(output - reference)[nonzero]
+    assert error.max() <= 1 and (error != 0).mean() < 0.01   # cos is rounded too
+    assert nonzero.mean() > 0.9 * T / (10 * BS)
   if k_scales:
-    got, wanted = written[2].numpy().transpose(2, 0, 3, 1), np.stack([*k_scales, *v_scales])   # (2, blocks, BS, KV)
-    got, wanted = [x.reshape(2, -1, KV)[:, slots] for x in (got, wanted)]
-    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    scales = outputs[2].numpy().transpose(2, 0, 3, 1), np.stack([*k_scales, *v_scales])   # (2, blocks, BS, KV) each
+    scales, expected_scales = [x.reshape(2, -1, KV)[:, slots] for x in scales]
+    np.testing.assert_allclose(scales, expected_scales, rtol=1e-5)
 
 
 def test_scatter_kernel_writes_only_its_flat_indices():

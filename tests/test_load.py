@@ -1,5 +1,5 @@
-"""A server under load: what its own schema allows, ten thousand hostile requests, and a hundred clients of whom twenty
-are killed. Nothing may end it, make it grow, answer with a 500, or change another client's text by a character."""
+"""A server under load: requests generated from its OpenAPI schema, ten thousand hostile requests, and a hundred
+clients, twenty of them killed. The server must not exit, leak memory, return a 500 or change another client's text."""
 import asyncio
 import collections
 import json
@@ -20,29 +20,29 @@ from test_errors import BAD_SAMPLING
 from tinyvllm import SamplingParams
 
 LIMIT = 256   # max_model_len
-# Too few blocks for sixteen at once, so that some are preempted
+# Too few blocks for sixteen sequences, so some are preempted
 OPTIONS = ["--max-model-len", LIMIT, "--max-num-seqs", 16, "--max-num-batched-tokens", 16,
            "--num-gpu-blocks-override", 33]
 ERRORS = {400: "BadRequestError", 404: "NotFoundError", 405: "MethodNotAllowedError", 413: "RequestEntityTooLargeError",
           429: "TooManyRequestsError"}
-SANE = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+VALID = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def server():
-  # One arena: else each thread that has compiled a grammar keeps what that took, and how many have depends on the load
+  # One malloc arena: with one per thread, memory depends on how many threads have compiled a grammar
   with Server(None, *OPTIONS, environment={"MALLOC_ARENA_MAX": "1"}) as s:
     yield s
     assert s.process.poll() is None, f"the server ended on its own:\n{s.log[-4000:]}"
 
 
 def idle(server: Server) -> bool:
-  """Whether nothing runs, waits or holds a block."""
-  found = server.metrics()
-  return not any(found[x] for x in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"))
+  """True if no request runs, waits or holds a block."""
+  metrics = server.metrics()
+  return not any(metrics[x] for x in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"))
 
 
-# --- what the schema allows, and what it does not ---
+# --- requests within and outside the OpenAPI schema ---
 
 CHECKS = ["not_a_server_error", "negative_data_rejection", "response_schema_conformance", "content_type_conformance",
           "status_code_conformance"]
@@ -50,7 +50,7 @@ HOOKS = """
 import schemathesis
 
 @schemathesis.hook
-def before_call(context, case, kwargs):   # texts of a few tokens: what is generated is not the question
+def before_call(context, case, kwargs):   # few tokens: the output does not matter here
   body = case.body
   if not isinstance(body, dict): return
   for name, most in ("max_tokens", 4), ("max_completion_tokens", 4), ("n", 3):
@@ -61,7 +61,7 @@ def before_call(context, case, kwargs):   # texts of a few tokens: what is gener
 
 
 @pytest.mark.slow
-def test_no_request_made_from_the_openapi_schema_is_answered_with_a_500_or_against_the_schema(server, tmp_path):
+def test_requests_generated_from_openapi_schema_get_conforming_responses(server, tmp_path):
   (tmp_path / "hooks.py").write_text(HOOKS)
   run = subprocess.run(
     [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--checks", ",".join(CHECKS),
@@ -69,23 +69,23 @@ def test_no_request_made_from_the_openapi_schema_is_answered_with_a_500_or_again
     env={**os.environ, "SCHEMATHESIS_HOOKS": "hooks", "PYTHONPATH": str(tmp_path)}, cwd=tmp_path, capture_output=True,
     text=True, timeout=200, check=False)
   assert run.returncode == 0, run.stdout[-8000:] + run.stderr
-  found = re.search(r"(\d+) generated, (\d+) passed", run.stdout)
-  assert found and found[1] == found[2] and int(found[1]) > 500, run.stdout
+  summary = re.search(r"(\d+) generated, (\d+) passed", run.stdout)
+  assert summary and summary[1] == summary[2] and int(summary[1]) > 500, run.stdout
   assert "Traceback" not in server.log, server.log[-4000:]
 
 
 # --- ten thousand hostile requests ---
 
 class Hostile(NamedTuple):
-  """What is sent, and what has to come back: refused (4xx and an error object), cut (that, and the client sends nothing
-  more), answered (that, or 200), broken (no HTTP of ours: 4xx or a closed connection), dropped (the client is gone
-  before it could be answered)."""
+  """A request and its expected response: refused (4xx with an error object), cut (like refused, and the client stops
+  sending), answered (like refused, or 200), broken (invalid HTTP: 4xx or a closed connection), dropped (the client
+  disconnects before a response)."""
   expect: str
   raw: bytes
 
 
 def http(body: Any, path: str = "/v1/completions", method: str = "POST", **headers: Any) -> bytes:
-  """A request. body: bytes as they are, or anything else as JSON. headers: None leaves one out."""
+  """Return an HTTP request. A `body` of bytes is sent unchanged, anything else as JSON. A header of None is omitted."""
   data = body if isinstance(body, bytes) else json.dumps(body).encode()
   headers = {"Host": "127.0.0.1", "Content-Type": "application/json", "Content-Length": len(data),
              **{name.replace("_", "-"): value for name, value in headers.items()}}
@@ -103,15 +103,15 @@ SAMPLING = [*BODIES][:3]
 FIELDS = {f.name: f for f in fields(SamplingParams)}
 INTEGERS = ["n", "max_tokens", "min_tokens", "top_k", "seed", "logprobs", "prompt_logprobs"]
 NUMBERS = ["temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"]
-NO_NUMBERS = ["1e999", "-1e999", "NaN", "Infinity", "-Infinity", "9" * 5000, "-" + "9" * 400, "0x10", "01", "1_0", ".5",
-              "+1", "1e", "--1", "1.", "nul", "True", "1e400e4", "123456789" * 40]
-NO_BODIES = [b"", b" ", b"null", b"true", b"0", b'"x"', b"[]", b"[1, 2]", b'[{"prompt": "x"}]', b"{}", b"{", b"}",
-             b"[", b"{]", b"\x80\x04N.", b"\xef\xbb\xbf", b"%7B%7D", b"\x1f\x8b\x08\0", b"{1: 2}",
-             b"{'prompt': 'x'}", b'{"prompt": "x",}', b'{"prompt": "x"} {}', b'{"prompt": }', b'{"prompt" "x"}', b"\0",
-             b'{"prompt": "a\0b"}', b'{"prompt": "a\nb"}', b'{"prompt": "\xff\xfe"}', b'{"prompt": "\xed\xa0\x80"}',
-             b'{"prompt": "\\ud8"}', b'{"prompt": "\\x41"}', b"// \n{}", b"prompt=x&max_tokens=1", b"<a/>",
-             b'{"prompt": "x", "stop": undefined}']
-NO_MESSAGES: list[Any] = [
+BAD_NUMBERS = ["1e999", "-1e999", "NaN", "Infinity", "-Infinity", "9" * 5000, "-" + "9" * 400, "0x10", "01", "1_0",
+               ".5", "+1", "1e", "--1", "1.", "nul", "True", "1e400e4", "123456789" * 40]
+BAD_BODIES = [b"", b" ", b"null", b"true", b"0", b'"x"', b"[]", b"[1, 2]", b'[{"prompt": "x"}]', b"{}", b"{", b"}",
+              b"[", b"{]", b"\x80\x04N.", b"\xef\xbb\xbf", b"%7B%7D", b"\x1f\x8b\x08\0", b"{1: 2}",
+              b"{'prompt': 'x'}", b'{"prompt": "x",}', b'{"prompt": "x"} {}', b'{"prompt": }', b'{"prompt" "x"}', b"\0",
+              b'{"prompt": "a\0b"}', b'{"prompt": "a\nb"}', b'{"prompt": "\xff\xfe"}', b'{"prompt": "\xed\xa0\x80"}',
+              b'{"prompt": "\\ud8"}', b'{"prompt": "\\x41"}', b"// \n{}", b"prompt=x&max_tokens=1", b"<a/>",
+              b'{"prompt": "x", "stop": undefined}']
+BAD_MESSAGES: list[Any] = [
   [], None, "hi", 5, {}, {"role": "user", "content": "x"}, [None], [[]], ["hi"], [5], [{}], [{"role": "user"}],
   [{"content": "x"}], [{"role": 5, "content": "x"}], [{"role": "user", "content": 5}],
   [{"role": "user", "content": {}}], [{"role": "user", "content": ["x"]}], [{"role": "user", "content": [[]]}],
@@ -119,11 +119,11 @@ NO_MESSAGES: list[Any] = [
   [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [{"type": "text", "text": 5}]}],
   [{"role": ["user"], "content": "x"}],
   [{"role": "assistant", "content": "no user has said anything"}], [[{"role": "user", "content": "x"}]]]
-NO_PROMPTS: list[Any] = [
+BAD_PROMPTS: list[Any] = [
   None, "", [], 5, 1.5, True, {}, {"prompt": "x"}, [None], [[]], ["a", 5], [5, "a"], [[5], "a"], [5.5], [[[5]]],
   [["a"]], [""], [True], [-1], [768], [2**40], [[5], [768]], ["a", ""], [[5], []], [5] * LIMIT, "a " * 5000,
   ["a", "b " * 5000]]
-NO_STRUCTURES: list[Any] = [
+BAD_STRUCTURES: list[Any] = [
   {}, [], 5, "x", {"regex": 5}, {"regex": "("}, {"regex": "[z-a]"}, {"regex": "a{5,2}"}, {"regex": r"(a)\1"},
   {"regex": "(?=a)b"}, {"regex": "(" * 3000 + ")" * 3000}, {"regex": "a" * 10 + "(" * 500},
   {"regex": "\ud800"}, {"regex": "a", "choice": ["a"]}, {"choice": []}, {"choice": "ab"},
@@ -133,7 +133,7 @@ NO_STRUCTURES: list[Any] = [
   {"json": {"$ref": "file:///etc/passwd"}}, {"json": {"$ref": "http://127.0.0.1:1/x"}}, {"json": {"pattern": "("}},
   {"json": {"enum": []}}, {"json": {"type": "integer", "minimum": 5, "maximum": 4}}, {"json_object": "yes"},
   {"json": {"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(14)]}}, {"no such": "x"}]
-HEAVY: list[Any] = [   # what others take seconds, or all memory, for
+HEAVY: list[Any] = [   # cost other servers seconds or all their memory
   {"regex": "(a+)+b"}, {"regex": "(a|aa)*c"}, {"regex": "a{1000}"}, {"regex": "(a|b)*a(a|b){200}"},
   {"regex": "a\0b"}, {"choice": [f"x{i}" for i in range(5000)]},
   {"choice": ["a" * 20_000]}, {"choice": ["\ud800"]}, {"json": {"$ref": "#"}}, {"json": {"not": {}}},
@@ -146,7 +146,7 @@ SURROGATE, TEMPLATE = "\ud800", "{% for i in range(10**9) %}{{ i }}{% endfor %}{
 STRANGE = [SURROGATE, "\udfff\ud800", "\0", "a\0b", "\ufffe\uffff", "\U0010ffff", "\u202e", "<s></s><unk>",
            "</s>" * 50, "\x1b[2J", TEMPLATE, "${jndi:ldap://x}", "'; DROP TABLE x; --", "../../etc/passwd",
            "e\u0301" * 100, "\r\nX: y\r\n\r\n", "%s%n{0}"]
-BROKEN = [   # no HTTP, or HTTP that means two things
+BROKEN = [   # invalid or ambiguous HTTP
   b"\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"hello\r\n\r\n", b"\0" * 200, b"GET " + b"/a" * 200_000,
   b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03" + b"\0" * 90, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
   b"POST /v1/completions HTTP/1.1\r\nHost\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nA\0B: x\r\n\r\n",
@@ -161,30 +161,30 @@ BROKEN = [   # no HTTP, or HTTP that means two things
   http(b"{}", Content_Length="2\r\nContent-Length: 3")]
 
 
-def merged(rng: random.Random, *paths: str, **change: Any) -> bytes:
-  """A good request of one of the routes (default: those that generate) with something in it changed."""
+def modify(rng: random.Random, *paths: str, **change: Any) -> bytes:
+  """Return a valid request to one of `paths` (default: the routes that generate) with some fields replaced."""
   path = rng.choice(paths or SAMPLING)
   return http({**BODIES[path], **change}, path)
 
 
 def raw_number(rng: random.Random) -> bytes:
   name, path = rng.choice(INTEGERS + NUMBERS), rng.choice(["/v1/completions", "/generate"])
-  return http(json.dumps({**BODIES[path], name: "@"}).replace('"@"', rng.choice(NO_NUMBERS)).encode(), path)
+  return http(json.dumps({**BODIES[path], name: "@"}).replace('"@"', rng.choice(BAD_NUMBERS)).encode(), path)
 
 
 def wrong_type(rng: random.Random) -> bytes:
-  """A value that SamplingParams refuses. (null is a field's default; 2.0 is an integer in JSON; b"" is no JSON; of a
-  body max_tokens may be -1.)"""
+  """Send a value that SamplingParams rejects, except bytes and values that are valid in a body: null is a field's
+  default, 2.0 is an integer in JSON, and max_tokens may be -1."""
   name = rng.choice([*BAD_SAMPLING])
   bad = [x for x in BAD_SAMPLING[name] if x is not None and not isinstance(x, bytes)
          and not (name in INTEGERS and isinstance(x, float) and x == int(x)) and (name, x) != ("max_tokens", -1)]
-  return merged(rng, "/v1/completions", "/generate", **{name: rng.choice(bad)})
+  return modify(rng, "/v1/completions", "/generate", **{name: rng.choice(bad)})
 
 
 def nested(rng: random.Random) -> Hostile:
   depth = rng.choice([70, 300, 900, 1100, 5000, 100_000])
-  opened, closed = rng.choice([("[", "]"), ('{"a":', "}")])
-  deep = opened * depth + "1" + closed * depth * rng.randrange(2)
+  opening, closing = rng.choice([("[", "]"), ('{"a":', "}")])
+  deep = opening * depth + "1" + closing * depth * rng.randrange(2)
   field = rng.choice(["", "prompt", "messages", "stop", "logit_bias", "user", "tokens", "structured_outputs"])
   body = f'{{"prompt": "x", "{field}": {deep}}}' if field else deep
   return Hostile("refused", http(body.encode(), rng.choice([*BODIES])))
@@ -194,32 +194,32 @@ def chat(messages: Any, **change: Any) -> bytes:
   return http({**BODIES["/v1/chat/completions"], "messages": messages, **change}, "/v1/chat/completions")
 
 
-def lists(big: int) -> list[Hostile]:
-  """So many of something."""
+def oversized(big: int) -> list[Hostile]:
+  """Return requests with `big` items or characters in one field."""
   rng, text, words = random.Random(0), "/v1/completions", "a b " * big
   refused = [
-    merged(rng, text, "/generate", prompt=[5] * big), merged(rng, text, prompt=words), merged(rng, model="m" * big),
-    merged(rng, text, prompt=[[5]] * big), merged(rng, "/generate", prompt=["a"] * big),
-    merged(rng, stop_token_ids=[*range(big)]), merged(rng, logit_bias={i: 1 for i in range(big)}),
-    merged(rng, "/detokenize", tokens=[10**9] * big), merged(rng, **{f"no_such_{i}": i for i in range(big)}),
+    modify(rng, text, "/generate", prompt=[5] * big), modify(rng, text, prompt=words), modify(rng, model="m" * big),
+    modify(rng, text, prompt=[[5]] * big), modify(rng, "/generate", prompt=["a"] * big),
+    modify(rng, stop_token_ids=[*range(big)]), modify(rng, logit_bias={i: 1 for i in range(big)}),
+    modify(rng, "/detokenize", tokens=[10**9] * big), modify(rng, **{f"no_such_{i}": i for i in range(big)}),
     chat([{"role": "user", "content": words}])]
   answered = [
-    merged(rng, stop=[f"x{i}" for i in range(big)]), merged(rng, stop="x" * big), merged(rng, stop_token_ids=[5] * big),
-    merged(rng, allowed_token_ids=[5] * big), merged(rng, bad_words=["x" * big]), merged(rng, text, n=64, max_tokens=1),
-    merged(rng, bad_words=[f"x{i}" for i in range(big // 50)]), chat([{"role": "user", "content": "x"}] * big),
-    merged(rng, "/detokenize", tokens=[5] * big), merged(rng, "/tokenize", prompt=words), merged(rng, user="u" * big),
-    http(b" " * big + json.dumps(SANE).encode())]
+    modify(rng, stop=[f"x{i}" for i in range(big)]), modify(rng, stop="x" * big), modify(rng, stop_token_ids=[5] * big),
+    modify(rng, allowed_token_ids=[5] * big), modify(rng, bad_words=["x" * big]), modify(rng, text, n=64, max_tokens=1),
+    modify(rng, bad_words=[f"x{i}" for i in range(big // 50)]), chat([{"role": "user", "content": "x"}] * big),
+    modify(rng, "/detokenize", tokens=[5] * big), modify(rng, "/tokenize", prompt=words), modify(rng, user="u" * big),
+    http(b" " * big + json.dumps(VALID).encode())]
   return [Hostile("refused", x) for x in refused] + [Hostile("answered", x) for x in answered]
 
 
-MANY = lists(1000)
-ENORMOUS = [*lists(100_000), Hostile("answered", merged(random.Random(0), stop="x" * 1_000_000)), *(
-  Hostile("answered", merged(random.Random(0), structured_outputs={"regex": x}))
+MANY = oversized(1000)
+ENORMOUS = [*oversized(100_000), Hostile("answered", modify(random.Random(0), stop="x" * 1_000_000)), *(
+  Hostile("answered", modify(random.Random(0), structured_outputs={"regex": x}))
   for x in ("a{1000000}", "((a{1000}){1000}){1000}", "(" * 100_000, ".*" * 5000, "|".join(map(str, range(20_000)))))]
 
 
 def too_large(rng: random.Random) -> Hostile:
-  """Over --max-body-size. A length that nobody would wait for is refused before the body comes."""
+  """Exceed --max-body-size. A huge Content-Length must be refused before the body arrives."""
   size, chunk = 4 * 2**20, b"%x\r\n" % 2**16 + b" " * 2**16 + b"\r\n"
   return rng.choice([
     lambda: Hostile("refused", http(b" " * (size + 1))),
@@ -236,58 +236,59 @@ def wrong_route(rng: random.Random) -> bytes:
     ("POST", "/v1/models"), ("POST", "/no/such"), ("POST", "/v1/completions/../../etc/passwd"), ("POST", "/%00"),
     ("POST", "/v1/completions%00"), ("POST", "//v1/completions"), ("POST", "/" + "a" * 8000), ("POST", "/%ff%fe"),
     ("POST", "/V1/Completions"), ("GET", "/..%2f..%2fetc%2fpasswd"), ("GET", "/v1/models/%s%n")])
-  return http(SANE, path, method)
+  return http(VALID, path, method)
 
 
 def odd_headers(rng: random.Random) -> Hostile:
   kinds: Any = ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "application/xml", None, "",
                 "multipart/form-data; boundary=", "application/json; charset=utf-16", "a" * 5000, "\xff"]
   return rng.choice([
-    lambda: Hostile("answered", http(SANE, Content_Type=rng.choice(kinds))),
+    lambda: Hostile("answered", http(VALID, Content_Type=rng.choice(kinds))),
     lambda: Hostile("refused", http(b"prompt=x", Content_Type="application/x-www-form-urlencoded")),
     lambda: Hostile("refused", http(b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\nx\r\n--b--\r\n',
                                     Content_Type="multipart/form-data; boundary=b")),
-    lambda: Hostile("answered", http(json.dumps(SANE).encode("utf-16"))),
-    lambda: Hostile("answered", http(b"\xef\xbb\xbf" + json.dumps(SANE).encode())),
+    lambda: Hostile("answered", http(json.dumps(VALID).encode("utf-16"))),
+    lambda: Hostile("answered", http(b"\xef\xbb\xbf" + json.dumps(VALID).encode())),
     lambda: Hostile("refused", http(b"\x1f\x8b\x08\0\0\0\0\0\0\3\xab\xae\x05\0C\xbf\xa6\xa3", Content_Encoding="gzip")),
-    lambda: Hostile("answered", http(SANE, Authorization="Bearer \xff" + "x" * 1000, Cookie="a=" + "b" * 4000)),
-    lambda: Hostile("answered", http(SANE, X_Request_Id="\xff<>", Accept="no/such", Range="bytes=0-1", If_Match="*")),
-    lambda: Hostile("answered", http(SANE, Accept_Encoding="br;q=9, *;q=nan", Connection="keep-alive, x", Upgrade="x")),
-    lambda: Hostile("answered", http(SANE, **{f"X_{i}": "y" for i in range(90)})),
+    lambda: Hostile("answered", http(VALID, Authorization="Bearer \xff" + "x" * 1000, Cookie="a=" + "b" * 4000)),
+    lambda: Hostile("answered", http(VALID, X_Request_Id="\xff<>", Accept="no/such", Range="bytes=0-1", If_Match="*")),
+    lambda: Hostile("answered", http(VALID, Accept_Encoding="br;q=9, *;q=nan", Connection="keep-alive, x",
+                                     Upgrade="x")),
+    lambda: Hostile("answered", http(VALID, **{f"X_{i}": "y" for i in range(90)})),
   ])()
 
 
 def strange_text(rng: random.Random) -> Hostile:
   text = rng.choice(STRANGE)
   return rng.choice([
-    lambda: Hostile("answered", merged(rng, "/v1/completions", "/generate", "/tokenize", prompt=text)),
+    lambda: Hostile("answered", modify(rng, "/v1/completions", "/generate", "/tokenize", prompt=text)),
     lambda: Hostile("answered", chat([{"role": "user", "content": text}])),
     lambda: Hostile("answered", chat([{"role": text, "content": "x"}, {"role": "user", "content": "x"}])),
-    lambda: Hostile("answered", merged(rng, stop=[text], bad_words=[text], user=text)),
-    lambda: Hostile("answered", merged(rng, structured_outputs={"choice": [text]})),
-    lambda: Hostile("refused", merged(rng, model=text)),
-    lambda: Hostile("refused", merged(rng, **{text: text})),
-    lambda: Hostile("refused", merged(rng, temperature=text)),
-    lambda: Hostile("refused", merged(rng, logit_bias={text: 1})),
+    lambda: Hostile("answered", modify(rng, stop=[text], bad_words=[text], user=text)),
+    lambda: Hostile("answered", modify(rng, structured_outputs={"choice": [text]})),
+    lambda: Hostile("refused", modify(rng, model=text)),
+    lambda: Hostile("refused", modify(rng, **{text: text})),
+    lambda: Hostile("refused", modify(rng, temperature=text)),
+    lambda: Hostile("refused", modify(rng, logit_bias={text: 1})),
     lambda: Hostile("refused", chat([{"role": "user", "content": "x"}], chat_template=text)),
-    lambda: Hostile("refused", merged(rng, structured_outputs={text: text})),
+    lambda: Hostile("refused", modify(rng, structured_outputs={text: text})),
   ])()
 
 
 def wrong_field(rng: random.Random) -> bytes:
   a, chat, words, ids = rng.choice, "/v1/chat/completions", "/tokenize", "/detokenize"
   return a([
-    lambda: merged(rng, stream_options={"include_usage": True}), lambda: merged(rng, max_tokens=5, min_tokens=6),
-    lambda: merged(rng, stream=True, stream_options={"x": 1}), lambda: merged(rng, stream=a(["yes please", 5, [], {}])),
-    lambda: merged(rng, priority=a([1, -1, "x", 2**70])), lambda: merged(rng, echo="maybe not"),
-    lambda: merged(rng, model=a(["gpt-4", "../x", "a" * 4000, 5, [], {}])), lambda: merged(rng, user=a([5, [], {}])),
-    lambda: merged(rng, chat, top_logprobs=a([21, -1, "x", []])), lambda: merged(rng, chat, logprobs=a(["x", 21, []])),
-    lambda: merged(rng, response_format=a(["json", {"type": "xml"}, {"type": "json_schema"}, [], {"type": 5}])),
-    lambda: merged(rng, stop_token_ids=[768]), lambda: merged(rng, allowed_token_ids=[a([-1, 768, 2**40])]),
-    lambda: merged(rng, logit_bias={"768": 1}), lambda: merged(rng, ids, tokens=[a([-1, 768, 2**40, 2**70])]),
-    lambda: merged(rng, ids, tokens=a(["x", 5, {}, ["5"], [[5]], [None], None])), lambda: merged(rng, temprature=1.0),
-    lambda: merged(rng, words, prompt=a([None, 5, {}, [[]]])), lambda: merged(rng, words, add_special_tokens="?"),
-    lambda: merged(rng, functions=[], tools=[{"type": "function"}]),
+    lambda: modify(rng, stream_options={"include_usage": True}), lambda: modify(rng, max_tokens=5, min_tokens=6),
+    lambda: modify(rng, stream=True, stream_options={"x": 1}), lambda: modify(rng, stream=a(["yes please", 5, [], {}])),
+    lambda: modify(rng, priority=a([1, -1, "x", 2**70])), lambda: modify(rng, echo="maybe not"),
+    lambda: modify(rng, model=a(["gpt-4", "../x", "a" * 4000, 5, [], {}])), lambda: modify(rng, user=a([5, [], {}])),
+    lambda: modify(rng, chat, top_logprobs=a([21, -1, "x", []])), lambda: modify(rng, chat, logprobs=a(["x", 21, []])),
+    lambda: modify(rng, response_format=a(["json", {"type": "xml"}, {"type": "json_schema"}, [], {"type": 5}])),
+    lambda: modify(rng, stop_token_ids=[768]), lambda: modify(rng, allowed_token_ids=[a([-1, 768, 2**40])]),
+    lambda: modify(rng, logit_bias={"768": 1}), lambda: modify(rng, ids, tokens=[a([-1, 768, 2**40, 2**70])]),
+    lambda: modify(rng, ids, tokens=a(["x", 5, {}, ["5"], [[5]], [None], None])), lambda: modify(rng, temprature=1.0),
+    lambda: modify(rng, words, prompt=a([None, 5, {}, [[]]])), lambda: modify(rng, words, add_special_tokens="?"),
+    lambda: modify(rng, functions=[], tools=[{"type": "function"}]),
   ])()
 
 
@@ -305,37 +306,38 @@ def truncated(rng: random.Random) -> bytes:
 
 
 def dropped(rng: random.Random) -> bytes:
-  """The beginning of a request: of its head, of its body, of its chunks."""
-  whole = rng.choice([merged(rng, *BODIES), merged(rng, stream=True), http(
+  """Return the beginning of a request, cut in its headers, its body or its chunks."""
+  whole = rng.choice([modify(rng, *BODIES), modify(rng, stream=True), http(
     b"".join(b"%x\r\n%b\r\n" % (n, b" " * n) for n in (1, 5, 3000)), Content_Length=None, Transfer_Encoding="chunked")])
   return whole[:rng.randrange(1, len(whole))]
 
 
-# kind -> how many of a thousand, and one of them
+# kind -> (number per thousand, function that makes one)
 KINDS: dict[str, tuple[int, Callable[[random.Random], Hostile | bytes]]] = {
   "random bytes": (80, lambda rng: http(rng.randbytes(rng.randrange(300)), rng.choice([*BODIES]))),
   "truncated": (110, truncated), "mutated": (100, mutated), "number": (90, raw_number), "wrong type": (140, wrong_type),
-  "no request": (80, lambda rng: http(rng.choice(NO_BODIES), rng.choice([*BODIES]))), "wrong field": (100, wrong_field),
+  "no request": (80, lambda rng: http(rng.choice(BAD_BODIES), rng.choice([*BODIES]))),
+  "wrong field": (100, wrong_field),
   "nested": (15, nested), "many": (9, lambda rng: rng.choice(MANY)), "too large": (8, too_large),
   "route": (40, wrong_route), "headers": (30, odd_headers), "strange text": (50, strange_text),
-  "prompt": (30, lambda rng: merged(rng, *SAMPLING[::2], prompt=rng.choice(NO_PROMPTS))),
-  "messages": (40, lambda rng: chat(rng.choice(NO_MESSAGES), stream=rng.random() < 0.3)),
-  "structure": (36, lambda rng: merged(rng, structured_outputs=rng.choice(NO_STRUCTURES))),
-  "heavy structure": (8, lambda rng: Hostile("answered", merged(rng, structured_outputs=rng.choice(HEAVY)))),
+  "prompt": (30, lambda rng: modify(rng, *SAMPLING[::2], prompt=rng.choice(BAD_PROMPTS))),
+  "messages": (40, lambda rng: chat(rng.choice(BAD_MESSAGES), stream=rng.random() < 0.3)),
+  "structure": (36, lambda rng: modify(rng, structured_outputs=rng.choice(BAD_STRUCTURES))),
+  "heavy structure": (8, lambda rng: Hostile("answered", modify(rng, structured_outputs=rng.choice(HEAVY)))),
   "broken": (17, lambda rng: Hostile("broken", rng.choice(BROKEN))),
   "dropped": (17, lambda rng: Hostile("dropped", dropped(rng)))}
 
 
 def hostile(i: int) -> tuple[int, str, Hostile]:
-  """Request i of any number: the first ones are of each kind in turn."""
+  """Return request `i`. The first ones cycle through the kinds."""
   rng, names = random.Random(i), [*KINDS]
   name = names[i % len(names)] if i < 10 * len(names) else rng.choices(names, [w for w, _ in KINDS.values()])[0]
-  made = KINDS[name][1](rng)
-  return i, name, made if isinstance(made, Hostile) else Hostile("refused", made)
+  request = KINDS[name][1](rng)
+  return i, name, request if isinstance(request, Hostile) else Hostile("refused", request)
 
 
 class Wire:
-  """A connection, opened when it is needed, kept while the server keeps it."""
+  """A keep-alive connection that is opened on demand."""
   def __init__(self, port: int): self.port, self.reader, self.writer = port, Any, None
 
   async def send(self, raw: bytes) -> None:
@@ -365,17 +367,17 @@ class Wire:
 
 
 def check_error(status: int, body: bytes) -> None:
-  """4xx, and an error object that says so."""
-  assert 400 <= status < 500, "no 4xx"
+  """Check that `status` is 4xx and that `body` is a matching error object."""
+  assert 400 <= status < 500, "status is not 4xx"
   (key, error), = json.loads(body).items()
   assert key == "error" and set(error) == {"message", "type", "param", "code"}, "no error object"
-  assert error["code"] == status and error["type"] == ERRORS[status], "another code or type"
+  assert error["code"] == status and error["type"] == ERRORS[status], "wrong code or type"
   assert error["message"] and isinstance(error["message"], str), "no message"
-  assert error["param"] is None or isinstance(error["param"], str), "param is no name"
+  assert error["param"] is None or isinstance(error["param"], str), "param is not a string"
 
 
 async def attack(wire: Wire, raw: bytes, expect: str) -> None:
-  """AssertionError if a hostile request is answered otherwise than it has to be."""
+  """Send a hostile request. AssertionError if the response is not as `expect` says."""
   if expect in ("broken", "dropped"):
     wire = Wire(wire.port)
     try:
@@ -398,23 +400,23 @@ async def attack(wire: Wire, raw: bytes, expect: str) -> None:
   if expect == "cut": wire.close()
 
 
-async def sane_text(wire: Wire) -> str:
-  await wire.send(http(SANE))
+async def valid_text(wire: Wire) -> str:
+  await wire.send(http(VALID))
   status, body = await wire.answer()
   assert status == 200, body
   return json.loads(body)["choices"][0]["text"]
 
 
 def resident(server: Server) -> int:
-  """The server's memory in KiB."""
+  """Return the server's resident memory in KiB."""
   status = Path(f"/proc/{server.process.pid}/status")
   return int(re.search(r"VmRSS:\s+(\d+)", status.read_text())[1]) if status.exists() else 0
 
 
 async def all_attacks(server: Server, requests: Iterable[tuple[Any, str, Hostile]], connections: int = 6) -> list[str]:
-  """Send them all over a few connections, and a good one among 250. Returns what was wrong."""
-  queue, wrong, text = iter(requests), list[str](), await sane_text(Wire(server.port))
-  assert len(text) > 8, "that was meant to be a text"
+  """Send all requests over a few connections, and a valid one among every 250. Return the failures."""
+  queue, failures, text = iter(requests), list[str](), await valid_text(Wire(server.port))
+  assert len(text) > 8, "the valid request generates too little text"
 
   async def work() -> None:
     wire = Wire(server.port)
@@ -423,48 +425,48 @@ async def all_attacks(server: Server, requests: Iterable[tuple[Any, str, Hostile
         async with asyncio.timeout(60):
           await attack(wire, raw, expect)
           if i % 250 == 0 or name == "enormous":
-            assert (found := await sane_text(wire)) == text, f"a good request's text is now {found!r}"
+            assert (text_now := await valid_text(wire)) == text, f"a valid request's text is now {text_now!r}"
       except (AssertionError, TimeoutError) as e:
-        wrong.append(f"{i} ({name}, {expect}) {raw[:300]!r}: {type(e).__name__} {str(e)[:400]}")
+        failures.append(f"{i} ({name}, {expect}) {raw[:300]!r}: {type(e).__name__} {str(e)[:400]}")
         wire.close()
-        if len(wrong) >= 100: return
+        if len(failures) >= 100: return
     wire.close()
   await asyncio.gather(*(work() for _ in range(connections)))
-  return wrong
+  return failures
 
 
 @pytest.mark.slow
-def test_ten_thousand_hostile_requests_are_refused_without_a_trace(server):
-  wait_until(lambda: idle(server), "nothing runs before")
-  wrong = asyncio.run(all_attacks(server, [*map(hostile, range(1000)), *(
-    (i, "structure", Hostile("answered", merged(random.Random(i), structured_outputs=x)))
-    for i, x in enumerate(5 * (NO_STRUCTURES + HEAVY)))]))   # each thread that compiles them keeps what one takes
+def test_ten_thousand_hostile_requests_leave_server_unchanged(server):
+  wait_until(lambda: idle(server), "the server is idle at the start")
+  failures = asyncio.run(all_attacks(server, [*map(hostile, range(1000)), *(
+    (i, "structure", Hostile("answered", modify(random.Random(i), structured_outputs=x)))
+    for i, x in enumerate(5 * (BAD_STRUCTURES + HEAVY)))]))   # warm up: threads keep the memory of a compilation
   before = resident(server)
-  wrong += asyncio.run(all_attacks(server, map(hostile, range(1000, 10_000))))
+  failures += asyncio.run(all_attacks(server, map(hostile, range(1000, 10_000))))
   after = resident(server)
-  assert not wrong, f"{len(wrong)} wrong answers:\n" + "\n".join(wrong[:20])
-  wait_until(lambda: idle(server), "nothing runs, waits or holds a block afterwards")
-  assert after - before < 16 * 1024, f"{after - before} KiB more after nine thousand requests"
+  assert not failures, f"{len(failures)} failures:\n" + "\n".join(failures[:20])
+  wait_until(lambda: idle(server), "the server is idle afterwards")
+  assert after - before < 16 * 1024, f"memory grew by {after - before} KiB in nine thousand requests"
   assert "Traceback" not in server.log, server.log[-4000:]
 
 
 @pytest.mark.slow
-def test_a_good_request_is_answered_as_ever_after_each_enormous_one(server):
-  wrong = asyncio.run(all_attacks(server, [(i, "enormous", x) for i, x in enumerate(ENORMOUS)], connections=2))
-  assert not wrong, f"{len(wrong)} wrong answers:\n" + "\n".join(wrong)
-  wait_until(lambda: idle(server), "nothing runs, waits or holds a block afterwards")
+def test_valid_request_after_each_enormous_request_is_unchanged(server):
+  failures = asyncio.run(all_attacks(server, [(i, "enormous", x) for i, x in enumerate(ENORMOUS)], connections=2))
+  assert not failures, f"{len(failures)} failures:\n" + "\n".join(failures)
+  wait_until(lambda: idle(server), "the server is idle afterwards")
   assert "Traceback" not in server.log, server.log[-4000:]
 
 
 @pytest.mark.slow
-def test_a_message_is_text_for_the_template_and_never_a_template(server):
+def test_message_content_is_not_rendered_as_a_template(server):
   with server.http() as client:
     for text in ("{{ 7 * 7 }}", "{% set x = 1 %}", "{# gone #}"):
       ids = client.post("/tokenize", json={"messages": [{"role": "user", "content": text}]}).json()["tokens"]
       assert text in client.post("/detokenize", json={"tokens": ids}).json()["prompt"]
 
 
-# --- a hundred clients, of whom twenty are killed ---
+# --- a hundred clients, twenty of them killed ---
 
 WORDS = ["once", "upon", "a", "time", "there", "was", "little", "girl", "who", "lived", "in", "the", "big", "house",
          "cat"]
@@ -473,49 +475,50 @@ TIMES = "time_to_first_token", "e2e_request_latency", "request_queue_time", "int
 
 
 class Client(NamedTuple):
-  """What one of the hundred asks for, whether as a stream, and whether it is killed."""
+  """A client's request, whether it streams, and whether it is killed."""
   path: str
   body: dict[str, Any]
   stream: bool
-  killed: bool
+  is_killed: bool
 
 
 def clients() -> list[Client]:
-  """Prompts of 2 to 40 words, texts of 4 to 40 tokens, greedy and seeded; some end at a stop string. Those to be killed
-  would go on to the model's limit."""
-  rng, found = random.Random(7), list[Client]()
-  killed = {*rng.sample(range(CLIENTS), KILLED)}
+  """Return clients with prompts of 2 to 40 words and outputs of 4 to 40 tokens, greedy or seeded, some with stop
+  strings. Without the kill, killed clients would generate up to max_model_len."""
+  rng, result = random.Random(7), list[Client]()
+  victims = {*rng.sample(range(CLIENTS), KILLED)}
   for i in range(CLIENTS):
     text = " ".join(rng.choices(WORDS, k=rng.randrange(2, 40)))
     body: dict[str, Any] = {"max_tokens": rng.randrange(4, 41), "temperature": rng.choice([0, 0.9]), "seed": i,
                             "ignore_eos": rng.random() < 0.6}
     if rng.random() < 0.3: body["stop"] = [".", " the"]
-    if i in killed: body |= {"max_tokens": LIMIT, "ignore_eos": True, "stop": None}
+    if i in victims: body |= {"max_tokens": LIMIT, "ignore_eos": True, "stop": None}
     chat = rng.random() < 0.25
     body |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": f"{i} {text}"}
-    found.append(Client("/v1/chat/completions" if chat else "/v1/completions", body, rng.random() < 0.7, i in killed))
-  return found
+    result.append(Client("/v1/chat/completions" if chat else "/v1/completions", body, rng.random() < 0.7, i in victims))
+  return result
 
 
 class Answer:
-  """What a client has got so far: the text, why it ended, how many events brought tokens, the usage."""
-  def __init__(self) -> None: self.text, self.end, self.events, self.usage = "", "", 0, dict[str, int]()
+  """The state of a client's response: text, finish_reason, number of events with tokens, usage."""
+  def __init__(self) -> None: self.text, self.finish_reason, self.events, self.usage = "", "", 0, dict[str, int]()
 
   def add(self, answer: dict[str, Any]) -> None:
     assert "error" not in answer, answer
     for choice in answer["choices"]:
       part = choice.get("delta") or choice.get("message") or choice
       piece = part.get("text") or part.get("content") or ""
-      assert not self.end, "more after the end"
-      self.text, self.end = self.text + piece, choice["finish_reason"] or ""
-      self.events += bool(piece) or "role" not in part   # the one that says who speaks brings no token
+      assert not self.finish_reason, "output after finish_reason"
+      self.text, self.finish_reason = self.text + piece, choice["finish_reason"] or ""
+      self.events += bool(piece) or "role" not in part   # the event with the role has no token
     self.usage = answer.get("usage") or self.usage
 
-  def same(self) -> tuple: return self.text, self.end, self.usage["prompt_tokens"], self.usage["completion_tokens"]
+  def summary(self) -> tuple:
+    return self.text, self.finish_reason, self.usage["prompt_tokens"], self.usage["completion_tokens"]
 
 
-async def ask(wire: Wire, client: Client, answer: Answer, stream: bool, news: Any = lambda: None) -> None:
-  """Send a client's request, and add to `answer` what comes, until it ends."""
+async def ask(wire: Wire, client: Client, answer: Answer, stream: bool, on_event: Any = lambda: None) -> None:
+  """Send a client's request, and add all of the response to `answer`."""
   options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {"stream": False}
   await wire.send(http({**client.body, **options}, client.path))
   if not stream:
@@ -531,95 +534,97 @@ async def ask(wire: Wire, client: Client, answer: Answer, stream: bool, news: An
       assert event.startswith(b"data: "), event
       if event != b"data: [DONE]":
         answer.add(json.loads(event[6:]))
-        news()
-  assert not text and event == b"data: [DONE]", "the stream has no end"
+        on_event()
+  assert not text and event == b"data: [DONE]", "the stream does not end with [DONE]"
 
 
-async def alone(server: Server) -> list[Answer]:
-  """What each client that is not to be killed gets when nobody else is there."""
+async def run_alone(server: Server) -> list[Answer]:
+  """Run the surviving clients one after another. Return their answers."""
   wire, answers = Wire(server.port), [Answer() for _ in range(CLIENTS)]
   for client, answer in zip(clients(), answers, strict=True):
-    if not client.killed: await ask(wire, client, answer, False)
+    if not client.is_killed: await ask(wire, client, answer, False)
   wire.close()
   return answers
 
 
-async def together(server: Server) -> list[Answer]:
-  """All at once. Each time that another few dozen events have come, to whomever, one of those to be killed goes: with
-  a reset or with a plain end, mid-stream, in the queue, or with no answer begun."""
+async def run_together(server: Server) -> list[Answer]:
+  """Run all clients at once. Every few dozen events, one client is killed: by a reset or a normal close, in mid-stream,
+  in the queue, or before its response starts."""
   rng, everyone, answers = random.Random(8), clients(), [Answer() for _ in range(CLIENTS)]
-  wires, begun = [Wire(server.port) for _ in everyone], asyncio.Event()
-  kills = rng.sample([i for i, client in enumerate(everyone) if client.killed], KILLED)
-  moments, events = sorted(rng.sample(range(1, 900), KILLED)), 0
+  wires, all_received = [Wire(server.port) for _ in everyone], asyncio.Event()
+  kills = rng.sample([i for i, client in enumerate(everyone) if client.is_killed], KILLED)
+  thresholds, events = sorted(rng.sample(range(1, 900), KILLED)), 0
 
-  def news() -> None:
+  def on_event() -> None:
     nonlocal events
-    events += begun.is_set()
-    while kills and events >= moments[KILLED - len(kills)]: wires[i := kills.pop()].close(abort=i % 2 == 0)
+    events += all_received.is_set()
+    while kills and events >= thresholds[KILLED - len(kills)]: wires[i := kills.pop()].close(abort=i % 2 == 0)
 
-  def known() -> float:
-    found = server.metrics()
-    return sum((ended(found) - before).values()) + found["num_requests_running"] + found["num_requests_waiting"]
+  def num_received() -> float:
+    metrics = server.metrics()
+    num_unfinished = metrics["num_requests_running"] + metrics["num_requests_waiting"]
+    return sum((finished_by_reason(metrics) - before).values()) + num_unfinished
 
-  async def one(client: Client, wire: Wire, answer: Answer) -> None:
-    try: await ask(wire, client, answer, client.stream, news)
-    except (OSError, asyncio.IncompleteReadError): assert client.killed and wire.writer is None, "a connection broke"
-    else: assert not client.killed, "one that was to be killed ended before"
+  async def run_client(client: Client, wire: Wire, answer: Answer) -> None:
+    try: await ask(wire, client, answer, client.stream, on_event)
+    except (OSError, asyncio.IncompleteReadError): assert client.is_killed and wire.writer is None, "connection lost"
+    else: assert not client.is_killed, "a client finished before it was killed"
     finally: wire.close()
 
-  async def all_there() -> None:
-    """Nobody is killed before the server knows them all: it cannot count what it never saw."""
+  async def wait_for_all() -> None:
+    """Start killing only after the server has received all requests: its metrics cannot count others."""
     async with asyncio.timeout(30):
-      while await asyncio.to_thread(known) < CLIENTS: pass
-    begun.set()
+      while await asyncio.to_thread(num_received) < CLIENTS: pass
+    all_received.set()
 
-  before = ended(server.metrics())
-  await asyncio.gather(all_there(), *map(one, everyone, wires, answers))
+  before = finished_by_reason(server.metrics())
+  await asyncio.gather(wait_for_all(), *map(run_client, everyone, wires, answers))
   return answers
 
 
-def ended(metrics: dict[str, float]) -> collections.Counter[str]:
-  """How many choices have ended, by reason."""
-  found = re.compile(r"request_success_total\{finished_reason=(\w+)\}")
-  return collections.Counter({m[1]: int(x) for name, x in metrics.items() if (m := found.fullmatch(name))})
+def finished_by_reason(metrics: dict[str, float]) -> collections.Counter[str]:
+  """Return the number of finished choices by finish_reason."""
+  pattern = re.compile(r"request_success_total\{finished_reason=(\w+)\}")
+  return collections.Counter({m[1]: int(x) for name, x in metrics.items() if (m := pattern.fullmatch(name))})
 
 
-def rise(before: dict[str, float], after: dict[str, float], name: str) -> float:
+def increase(before: dict[str, float], after: dict[str, float], name: str) -> float:
   return after.get(name, 0) - before.get(name, 0)
 
 
 @pytest.mark.slow
-def test_eighty_clients_get_what_they_get_alone_while_twenty_are_killed_and_metrics_count_what_they_saw(server):
-  wait_until(lambda: idle(server), "nothing runs before")
+def test_surviving_clients_get_unchanged_text_and_metrics_count_killed_ones(server):
+  wait_until(lambda: idle(server), "the server is idle at the start")
   before = server.metrics()
-  expected = asyncio.run(alone(server))
-  kept = [i for i, client in enumerate(clients()) if not client.killed]
-  counted = wait_until(lambda: idle(server) and server.metrics(), "nothing runs in between")
-  reasons = collections.Counter(expected[i].end for i in kept)
-  assert min(reasons["stop"], reasons["length"]) > 5 and sum(reasons.values()) == len(kept), reasons
-  assert ended(counted) - ended(before) == reasons
-  prompts, generated = ([expected[i].usage[name] for i in kept] for name in ("prompt_tokens", "completion_tokens"))
-  assert rise(before, counted, "prompt_tokens_total") == sum(prompts)
-  assert rise(before, counted, "generation_tokens_total") == sum(generated)
-  observed = {name: rise(before, counted, f"{name}_seconds_count") for name in TIMES}
-  assert observed == dict.fromkeys(TIMES, len(kept)) | {"inter_token_latency": sum(generated) - len(kept)}
+  expected = asyncio.run(run_alone(server))
+  survivors = [i for i, client in enumerate(clients()) if not client.is_killed]
+  middle = wait_until(lambda: idle(server) and server.metrics(), "the server is idle in between")
+  reasons = collections.Counter(expected[i].finish_reason for i in survivors)
+  assert min(reasons["stop"], reasons["length"]) > 5 and sum(reasons.values()) == len(survivors), reasons
+  assert finished_by_reason(middle) - finished_by_reason(before) == reasons
+  prompts, generated = ([expected[i].usage[name] for i in survivors] for name in ("prompt_tokens", "completion_tokens"))
+  assert increase(before, middle, "prompt_tokens_total") == sum(prompts)
+  assert increase(before, middle, "generation_tokens_total") == sum(generated)
+  observed = {name: increase(before, middle, f"{name}_seconds_count") for name in TIMES}
+  assert observed == dict.fromkeys(TIMES, len(survivors)) | {"inter_token_latency": sum(generated) - len(survivors)}
 
-  found = asyncio.run(together(server))
-  wrong = [(clients()[i], found[i].same(), expected[i].same()) for i in kept if found[i].same() != expected[i].same()]
-  assert not wrong, f"{len(wrong)} other answers than alone, the first is {wrong[0]}"
-  after = wait_until(lambda: idle(server) and server.metrics(), "nothing runs, waits or holds a block afterwards")
-  assert ended(after) - ended(counted) == reasons + collections.Counter(abort=KILLED)
-  assert rise(counted, after, "num_preemptions_total") > 0, "that was meant to run short of blocks"
-  gone = [i for i in range(CLIENTS) if i not in kept]
-  begun = [i for i in gone if found[i].events]
-  unseen = sum(LIMIT for i in gone if not clients()[i].stream)   # at most: those would have got it at the end
-  seen = sum(generated) + sum(found[i].events for i in begun)
-  made = rise(counted, after, "generation_tokens_total")
-  assert seen <= made <= seen + unseen + 8 * KILLED
-  first, later = (rise(counted, after, f"{name}_seconds_count") for name in (TIMES[0], TIMES[-1]))
-  assert first + later == made, "a token is a request's first one, or comes some time after another"
-  assert sum(prompts) < rise(counted, after, "prompt_tokens_total") <= sum(prompts) + KILLED * LIMIT
+  answers = asyncio.run(run_together(server))
+  differences = [(clients()[i], answers[i].summary(), expected[i].summary()) for i in survivors
+                 if answers[i].summary() != expected[i].summary()]
+  assert not differences, f"{len(differences)} answers differ from single clients', the first is {differences[0]}"
+  after = wait_until(lambda: idle(server) and server.metrics(), "the server is idle afterwards")
+  assert finished_by_reason(after) - finished_by_reason(middle) == reasons + collections.Counter(abort=KILLED)
+  assert increase(middle, after, "num_preemptions_total") > 0, "blocks must run out"
+  victims = [i for i in range(CLIENTS) if i not in survivors]
+  started = [i for i in victims if answers[i].events]
+  max_unreceived = sum(LIMIT for i in victims if not clients()[i].stream)   # delivered only at the end
+  num_received = sum(generated) + sum(answers[i].events for i in started)
+  num_generated = increase(middle, after, "generation_tokens_total")
+  assert num_received <= num_generated <= num_received + max_unreceived + 8 * KILLED
+  first, later = (increase(middle, after, f"{name}_seconds_count") for name in (TIMES[0], TIMES[-1]))
+  assert first + later == num_generated, "each token counts in TTFT or in ITL"
+  assert sum(prompts) < increase(middle, after, "prompt_tokens_total") <= sum(prompts) + KILLED * LIMIT
   for name in ("time_to_first_token", "request_queue_time"):
-    assert len(kept) + len(begun) <= rise(counted, after, f"{name}_seconds_count") <= CLIENTS, name
-  assert len(kept) <= rise(counted, after, "e2e_request_latency_seconds_count") <= CLIENTS
-  assert 0 < len(begun) < KILLED, "some were meant to be killed in the queue, some in mid-stream"
+    assert len(survivors) + len(started) <= increase(middle, after, f"{name}_seconds_count") <= CLIENTS, name
+  assert len(survivors) <= increase(middle, after, "e2e_request_latency_seconds_count") <= CLIENTS
+  assert 0 < len(started) < KILLED, "some must be killed in the queue, some in mid-stream"

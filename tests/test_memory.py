@@ -1,5 +1,5 @@
-"""The KV cache's memory through the public API: the prefix cache, samples that share blocks, preemption. Ids equal a
-plain numpy LLaMA's whatever was cached, shared or recomputed, and all blocks are free in the end."""
+"""KV cache memory through the public API: prefix caching, parallel samples that share blocks, preemption. Ids equal a
+numpy LLaMA's whatever was cached, shared or recomputed, and all blocks are free at the end."""
 import os
 import random
 import re
@@ -16,7 +16,7 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.runner import allocate_kv_caches
 
 BS = ENGINE["block_size"]
-NARROW = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # each sampler's graph compiles for seconds
+NARROW = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs: each compiles for seconds
 BUSY = {**ENGINE, "max_num_seqs": 16, "max_num_batched_tokens": 32}
 EDGES = [BS - 1, BS, BS + 1, 2 * BS - 1, 2 * BS, 2 * BS + 1]
 
@@ -30,13 +30,13 @@ def full_blocks(n): return n // BS * BS   # tokens
 
 
 def prompt(length, salt):
-  """Random ids. Prompts of different salts share no block, so that tests do not hit each other's cached blocks."""
+  """Random ids. Prompts of different salts share no blocks, so that tests have no hits on each other's blocks."""
   rng = random.Random(salt)
   return [rng.randrange(3, 320) for _ in range(length)]
 
 
 def check_metrics(engine, total):
-  """Check the pool's numbers, and return the metrics."""
+  """Check the pool's metrics and return all metrics."""
   m = engine.get_metrics()
   assert m["blocks_free"] + m["blocks_used"] == total, "a block is lost"
   assert 0 <= m["blocks_cached"] <= m["blocks_free"] and 0 <= m["blocks_shared"] <= m["blocks_used"]
@@ -45,10 +45,10 @@ def check_metrics(engine, total):
 
 
 @contextmanager
-def all_blocks_return(engine):
+def assert_all_blocks_freed(engine):
   """Check that the engine is idle, with all blocks free, before and after. Yields the metrics before."""
   before = engine.get_metrics()
-  assert not engine.has_unfinished_requests() and before["blocks_used"] == 0, "another test has left requests"
+  assert not engine.has_unfinished_requests() and before["blocks_used"] == 0, "requests of another test remain"
   try: yield before
   except BaseException:
     for name in list(engine.requests): engine.abort_request(name)   # so that later tests do not fail, too
@@ -59,15 +59,15 @@ def all_blocks_return(engine):
 
 
 def run(engine, limit=4000, watch=lambda metrics: None):
-  """Step until all requests end, with a check of the pool's numbers after each step. Returns the last output of each
-  request, first finished first, and the step that finished each one."""
-  m, last, ended = engine.get_metrics(), {}, {}
-  total = m["blocks_free"] + m["blocks_used"]
+  """Step until all requests finish, and check the pool's metrics after each step. Return each request's last output, in
+  order of completion, and the step that finished it."""
+  metrics, last, finish_steps = engine.get_metrics(), {}, {}
+  total = metrics["blocks_free"] + metrics["blocks_used"]
   for step in range(limit):
-    if not engine.has_unfinished_requests(): return {i: last[i] for i in ended}, ended
+    if not engine.has_unfinished_requests(): return {i: last[i] for i in finish_steps}, finish_steps
     for output in engine.step():
       last[output.request_id] = output
-      if output.finished: ended[output.request_id] = step
+      if output.finished: finish_steps[output.request_id] = step
     watch(check_metrics(engine, total))
   raise AssertionError(f"not finished after {limit} steps")
 
@@ -82,23 +82,23 @@ def sampler(folder): return LLM(folder, **NARROW)
 
 @pytest.fixture(scope="module")
 def tight_sampler(folder):
-  """Two sequences at once, in 12 blocks."""
+  """At most two running sequences, in 12 blocks."""
   return LLM(folder, num_gpu_blocks_override=13, **{**NARROW, "max_num_seqs": 2, "max_num_batched_tokens": 2})
 
 
 def cached_tokens(engine, *names):
-  """num_cached_tokens of these requests, after steps until each has a token (a GPU returns it one step later)."""
+  """Step until each request has a token (on a GPU one step later). Return num_cached_tokens by request."""
   cached = {}
   while not {*names} <= {*cached}: cached |= {o.request_id: o.num_cached_tokens for o in engine.step()}
   return cached
 
 
-# the prefix cache
+# prefix cache
 
 @pytest.mark.parametrize("length", [1, *EDGES, 10 * BS, 10 * BS + 1])
-def test_repeated_prompt_is_cached_and_gives_the_same_output(llm, uncached_llm, folder, length):
+def test_repeated_prompt_is_cached_and_gives_same_output(llm, uncached_llm, folder, length):
   job, num_cached = tokens(*prompt(length, 200 + length)), full_blocks(length - 1)
-  with all_blocks_return(llm) as before:
+  with assert_all_blocks_freed(llm) as before:
     first, = llm.generate(job, greedy(6))
     between = llm.get_metrics()
     second, = llm.generate(job, greedy(6))
@@ -109,7 +109,7 @@ def test_repeated_prompt_is_cached_and_gives_the_same_output(llm, uncached_llm, 
   for m, earlier, hits in ((between, before, 0), (after, between, num_cached)):
     assert m["prefix_cache_hits"] - earlier["prefix_cache_hits"] == hits, "tokens, not blocks"
     assert m["prefix_cache_queries"] - earlier["prefix_cache_queries"] == length
-    assert m["prompt_tokens"] - earlier["prompt_tokens"] == length, "cached or computed"
+    assert m["prompt_tokens"] - earlier["prompt_tokens"] == length, "cached and computed tokens"
 
 
 def test_cached_tokens_are_not_recomputed(llm):
@@ -123,13 +123,13 @@ def test_cached_tokens_are_not_recomputed(llm):
   assert steps == [3 + late, 1 + late]
 
 
-def test_prefix_cache_matches_only_full_blocks_of_a_common_prefix(llm, folder):
+def test_prefix_cache_hits_only_full_blocks_of_common_prefix(llm, folder):
   whole = prompt(4 * BS, 260)
   llm.generate(tokens(*whole), greedy(1))
-  for kept in (1, BS - 1, BS, BS + 1, 2 * BS, 3 * BS - 1, 3 * BS):
-    changed = whole[:kept] + [x % 300 + 4 for x in whole[kept:]]   # another token at each position
+  for length in (1, BS - 1, BS, BS + 1, 2 * BS, 3 * BS - 1, 3 * BS):
+    changed = whole[:length] + [x % 300 + 4 for x in whole[length:]]   # other tokens after the prefix
     output, = llm.generate(tokens(*changed), greedy(5))
-    assert output.num_cached_tokens == full_blocks(kept) and ids_of(output) == reference_greedy(folder, changed, 5)
+    assert output.num_cached_tokens == full_blocks(length) and ids_of(output) == reference_greedy(folder, changed, 5)
   moved = whole[BS:3 * BS + 1]   # the same blocks after another prefix
   output, = llm.generate(tokens(*moved), greedy(5))
   assert output.num_cached_tokens == 0 and ids_of(output) == reference_greedy(folder, moved, 5)
@@ -153,11 +153,11 @@ def test_second_turn_hits_the_first_turns_answer(llm, folder, length, answer):
 
 @pytest.mark.parametrize("length", [BS + 3, 2 * BS])
 def test_equal_prefixes_in_one_step_do_not_share_unwritten_blocks(llm, folder, length):
-  """Both fit a step of 16 tokens; the third comes later, and hits the blocks that they wrote."""
+  """Both fit in a step of 16 tokens; later prompts hit the blocks that they wrote."""
   common, tail = prompt(BS, 400 + length), length - BS
   jobs = {name: [*common, *prompt(tail, 410 + i)] for i, name in enumerate("abc")}
   jobs["same as a"] = jobs["a"]
-  with all_blocks_return(llm):
+  with assert_all_blocks_freed(llm):
     for name in "ab": llm.add_request(name, tokens(*jobs[name]), greedy(9))
     assert cached_tokens(llm, "a", "b") == {"a": 0, "b": 0}
     for name in ("c", "same as a"): llm.add_request(name, tokens(*jobs[name]), greedy(9))
@@ -167,20 +167,20 @@ def test_equal_prefixes_in_one_step_do_not_share_unwritten_blocks(llm, folder, l
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_prompt_hits_chunks_already_computed_by_an_equal_one(llm, folder, n):
-  """The first prompt of 40 tokens takes two and a half steps of 16: the others hit only the chunks computed by then."""
+def test_prompt_hits_computed_chunks_of_equal_running_prompt(llm, folder, n):
+  """The first prompt of 40 tokens takes three steps of 16 tokens: the others hit only chunks computed by then."""
   job = prompt(10 * BS, 420 + n)
-  with all_blocks_return(llm):
+  with assert_all_blocks_freed(llm):
     for i in range(n): llm.add_request(str(i), tokens(*job), greedy(9))
     last, _ = run(llm)
   assert [ids_of(last[str(i)]) for i in range(n)] == [reference_greedy(folder, job, 9)] * n
   assert last["0"].num_cached_tokens == 0
-  assert last["1"].num_cached_tokens in range(0, 8 * BS + 1, BS), "it started with the first one's last chunk"
+  assert last["1"].num_cached_tokens in range(0, 8 * BS + 1, BS), "it starts in the step of the first one's last chunk"
 
 
-def test_shared_blocks_stay_when_their_first_owner_is_aborted(llm, folder):
+def test_shared_blocks_survive_abort_of_first_owner(llm, folder):
   job = prompt(2 * BS + 1, 430)
-  with all_blocks_return(llm):
+  with assert_all_blocks_freed(llm):
     llm.add_request("a", tokens(*job), greedy(20))
     llm.step()
     m = llm.get_metrics()
@@ -188,7 +188,7 @@ def test_shared_blocks_stay_when_their_first_owner_is_aborted(llm, folder):
     llm.add_request("b", tokens(*job), greedy(20))
     assert cached_tokens(llm, "a", "b") == {"a": 0, "b": 2 * BS}
     m = llm.get_metrics()
-    assert m["blocks_used"] == 4 and m["blocks_shared"] == 2, "each block counts once, and both share two"
+    assert m["blocks_used"] == 4 and m["blocks_shared"] == 2, "each block counts once, and two are shared"
     llm.abort_request("a")
     m = llm.get_metrics()
     assert m["blocks_used"] == 3 and m["blocks_shared"] == 0
@@ -213,7 +213,7 @@ def test_metrics_count_free_cached_blocks(folder):
 
 def test_prefix_caching_disabled_gives_no_hits(uncached_llm, folder):
   job = prompt(6 * BS + 1, 450)
-  with all_blocks_return(uncached_llm):
+  with assert_all_blocks_freed(uncached_llm):
     outputs = [uncached_llm.generate(tokens(*job), greedy(5))[0] for _ in range(2)]
     outputs += uncached_llm.generate([tokens(*job)] * 3, greedy(5))
   assert [o.num_cached_tokens for o in outputs] == [0] * 5
@@ -225,8 +225,8 @@ def test_prefix_caching_disabled_gives_no_hits(uncached_llm, folder):
 # eviction
 
 def test_prompt_with_evicted_blocks_is_recomputed(small_llm, folder):
-  with all_blocks_return(small_llm):
-    for length in (6 * BS, 7 * BS, 8 * BS, 10 * BS, 11 * BS):   # a growing number of the 12 blocks
+  with assert_all_blocks_freed(small_llm):
+    for length in (6 * BS, 7 * BS, 8 * BS, 10 * BS, 11 * BS):   # 12 blocks in all
       chain, other = prompt(8 * BS + 1, 500 + length), prompt(length, 550 + length)
       for job in (chain, other, chain, other, chain[:3 * BS + 1], chain):
         output, = small_llm.generate(tokens(*job), greedy(3))
@@ -238,36 +238,36 @@ def test_prompt_with_evicted_blocks_is_recomputed(small_llm, folder):
 
 @pytest.mark.parametrize("length", range(4, 26, 3))
 def test_block_with_evicted_parent_does_not_match_another_parent(small_llm, folder, length):
-  """Two requests with one prefix in one step write it twice, so that one copy is freed and reused, while the block
-  after it stays cached: first because the other request holds it, then because it was used most recently."""
+  """Two requests with a common prefix in one step write it twice. One copy is freed and reused; the next block stays
+  cached: first because the other request uses it, then because it was used most recently."""
   a = prompt(BS + 3, 50_000 + length)
   b = [*a[:BS], *prompt(3, 600)]
   child = [*b, *reference_greedy(folder, b, 1)][BS:]
 
-  def ask(ids):
+  def num_hits(ids):
     small_llm.add_request("ask", tokens(*ids), greedy(2))
     while True:
       for output in small_llm.step():
         if output.request_id != "ask" or not output.finished: continue
         assert ids_of(output) == reference_greedy(folder, ids, 2)
         return output.num_cached_tokens
-  with all_blocks_return(small_llm):
+  with assert_all_blocks_freed(small_llm):
     small_llm.add_request("a", tokens(*a), greedy(1))
     small_llm.add_request("b", tokens(*b), greedy(length))
     small_llm.step()
     for i in range(8):   # each free block becomes the first block of another prompt
       others = [prompt(BS - 1, 1000 * length + 3 * i + j) for j in range(3)]
-      assert [ask(other) for other in others] == [0] * 3
+      assert [num_hits(other) for other in others] == [0] * 3
       others = [[*other, *reference_greedy(folder, other, 1)] for other in others]
-      assert {ask([*other, *child, 5]) for other in others} <= {0, BS}, "a hit on a block of another prompt"
+      assert {num_hits([*other, *child, 5]) for other in others} <= {0, BS}, "a hit on a block of another prompt"
     assert ids_of(small_llm.generate(tokens(*b), greedy(length))[0]) == reference_greedy(folder, b, length)
 
 
 def test_prefix_tree_in_a_small_pool_equals_reference(small_llm, folder):
-  """About 120 branches of 4 blocks in a pool of 12: parents and children are evicted and hit in any order."""
+  """About 120 branches of 4 blocks in a pool of 12: parents and children are evicted and hit in random order."""
   rng, hits = random.Random(0), small_llm.get_metrics()["prefix_cache_hits"]
   nodes = [[prompt(BS, 700 + 10 * level + i) for i in range(3)] for level in range(4)]
-  with all_blocks_return(small_llm):
+  with assert_all_blocks_freed(small_llm):
     for round in range(40):
       branches = [[rng.choice(level) for level in nodes[:rng.randrange(1, 5)]] for _ in range(rng.randrange(1, 5))]
       jobs = [[*sum(branch, []), *prompt(rng.randrange(BS), rng.randrange(3))] for branch in branches]
@@ -283,34 +283,34 @@ def test_prefix_tree_in_a_small_pool_equals_reference(small_llm, folder):
 
 def test_prefix_hit_after_preemption_equals_a_fresh_run(small_llm, folder):
   jobs = [prompt(9 + i, 800 + i) for i in range(4)]
-  with all_blocks_return(small_llm) as before:
+  with assert_all_blocks_freed(small_llm) as before:
     for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(24))
     last, _ = run(small_llm)
     assert small_llm.get_metrics()["num_preemptions"] > before["num_preemptions"], "the pool must be too small"
     assert [ids_of(last[str(i)]) for i in range(4)] == [reference_greedy(folder, job, 24) for job in jobs]
     assert [last[str(i)].num_cached_tokens for i in range(4)] == [0] * 4, "hits of the first start only"
     for job in jobs:
-      for allowed in (range(0, len(job), BS), [full_blocks(len(job) - 1)]):   # blocks left in the cache, then all
+      for valid_hits in (range(0, len(job), BS), [full_blocks(len(job) - 1)]):   # remaining hits, then all
         output, = small_llm.generate(tokens(*job), greedy(24))
-        assert ids_of(output) == reference_greedy(folder, job, 24) and output.num_cached_tokens in allowed
+        assert ids_of(output) == reference_greedy(folder, job, 24) and output.num_cached_tokens in valid_hits
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("caching", [False, True], ids=["uncached", "cached"])
 @pytest.mark.parametrize("block_size", [16, 256])
 def test_sequence_preempted_at_257_tokens_continues_unchanged(folder, block_size, caching):
-  """Two requests in a pool with one block less than both need at their 257th token; the first is ahead and gets it."""
+  """Two requests in a pool with one block less than both need at their 257th token; the older one gets it."""
   engine = LLM(folder, num_gpu_blocks_override=2 * -(-257 // block_size), enable_prefix_caching=caching,
                **{**ENGINE, "block_size": block_size, "max_model_len": 512})
   jobs = [prompt(240, 900), prompt(250, 901)]
-  with all_blocks_return(engine):
+  with assert_all_blocks_freed(engine):
     for i, job in enumerate(jobs): engine.add_request(str(i), tokens(*job), greedy(30))
-    last, ended = run(engine)
+    last, finish_steps = run(engine)
     m = engine.get_metrics()
   for i, job in enumerate(jobs):   # one pass of the reference checks each id
     ids = ids_of(last[str(i)])
     assert len(ids) == 30 and reference_logits(folder, [*job, *ids])[len(job) - 1:-1].argmax(1).tolist() == ids
-  assert m["num_preemptions"] > 0 and ended["0"] < ended["1"]
+  assert m["num_preemptions"] > 0 and finish_steps["0"] < finish_steps["1"]
 
 
 POOL_JOBS = [([*prompt(2 * BS, 1000 + i % 3)[:8 * (i % 2)], *prompt(1 + 7 * i % 19, 1010 + i)], 4 + 5 * i % 17)
@@ -318,10 +318,10 @@ POOL_JOBS = [([*prompt(2 * BS, 1000 + i % 3)[:8 * (i % 2)], *prompt(1 + 7 * i % 
 
 
 @pytest.mark.slow
-def test_64_requests_in_a_quarter_of_the_needed_blocks(folder):
+def test_64_requests_with_quarter_of_needed_blocks_equal_reference(folder):
   need = sorted(-(-(len(job) + n) // BS) for job, n in POOL_JOBS)[-BUSY["max_num_seqs"]:]
   engine = LLM(folder, num_gpu_blocks_override=1 + sum(need) // 4, **BUSY)
-  with all_blocks_return(engine):
+  with assert_all_blocks_freed(engine):
     for i, (job, n) in enumerate(POOL_JOBS): engine.add_request(str(i), tokens(*job), greedy(n))
     last, _ = run(engine)
     m = engine.get_metrics()
@@ -335,7 +335,7 @@ def test_abort_while_preempted_leaves_no_block_in_use(small_llm, folder):
     while small_llm.get_metrics()["num_preemptions"] == before: small_llm.step()
 
   jobs = [prompt(13, 1200 + i) for i in range(3)]   # they use all 12 blocks; the newest is preempted at the 17th token
-  with all_blocks_return(small_llm) as before:
+  with assert_all_blocks_freed(small_llm) as before:
     for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(20))
     until_preempted()
     m = check_metrics(small_llm, before["blocks_free"])
@@ -345,7 +345,7 @@ def test_abort_while_preempted_leaves_no_block_in_use(small_llm, folder):
     assert m["num_requests_waiting"] == 0 and m["num_requests_running"] == 2
     small_llm.add_request("3", tokens(*prompt(13, 1203)), greedy(20))
     last, _ = run(small_llm)
-    assert set(last) == {"0", "1", "3"}, "aborted requests give no more outputs"
+    assert set(last) == {"0", "1", "3"}, "aborted requests have no further outputs"
     for i in (0, 1, 3): assert ids_of(last[str(i)]) == reference_greedy(folder, prompt(13, 1200 + i), 20)
     for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(20))
     until_preempted()
@@ -354,14 +354,14 @@ def test_abort_while_preempted_leaves_no_block_in_use(small_llm, folder):
     assert m["blocks_used"] == 0 and m["blocks_free"] == before["blocks_free"]
 
 
-def test_repeated_preemption_lets_the_oldest_finish_first(small_llm, folder):
+def test_repeated_preemption_finishes_oldest_first(small_llm, folder):
   jobs = [prompt(9, 1300 + i) for i in range(6)]
-  with all_blocks_return(small_llm) as before:
+  with assert_all_blocks_freed(small_llm) as before:
     for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(*job), greedy(30))
-    last, ended = run(small_llm)
+    last, finish_steps = run(small_llm)
     assert small_llm.get_metrics()["num_preemptions"] > before["num_preemptions"] + 3, "too few preemptions"
-  steps = [ended[str(i)] for i in range(6)]
-  assert steps == sorted(steps) and steps[0] < steps[1], "requests of equal length end in order of arrival"
+  steps = [finish_steps[str(i)] for i in range(6)]
+  assert steps == sorted(steps) and steps[0] < steps[1], "requests of equal length finish in order of arrival"
   assert [ids_of(last[str(i)]) for i in range(6)] == [reference_greedy(folder, job, 30) for job in jobs]
 
 
@@ -370,27 +370,28 @@ def priority_llm(folder):
   return LLM(folder, num_gpu_blocks_override=13, scheduling_policy="priority", **ENGINE)
 
 
-def test_repeated_preemption_keeps_the_order_of_priorities(priority_llm, folder):
+def test_repeated_preemption_keeps_priority_order(priority_llm, folder):
   priorities = [3, 0, 2, 0, -1, 2]
   jobs = [prompt(9, 1400 + i) for i in range(6)]
-  with all_blocks_return(priority_llm) as before:
+  with assert_all_blocks_freed(priority_llm) as before:
     for i, job in enumerate(jobs): priority_llm.add_request(str(i), tokens(*job), greedy(24), priority=priorities[i])
-    last, ended = run(priority_llm)
+    last, finish_steps = run(priority_llm)
     assert priority_llm.get_metrics()["num_preemptions"] > before["num_preemptions"]
-  steps = [ended[str(i)] for i in (4, 1, 3, 2, 5, 0)]   # by priority, then by arrival
+  steps = [finish_steps[str(i)] for i in (4, 1, 3, 2, 5, 0)]   # by priority, then by arrival
   assert steps == sorted(steps) and steps[0] < steps[1]
   assert [ids_of(last[str(i)]) for i in range(6)] == [reference_greedy(folder, job, 24) for job in jobs]
 
 
 def test_late_high_priority_request_overtakes_preempted_ones(priority_llm, folder):
   jobs = {f"low {i}": (prompt(13, 1500 + i), 20) for i in range(3)} | {"high": (prompt(5, 1510), 6)}
-  with all_blocks_return(priority_llm) as before:
+  with assert_all_blocks_freed(priority_llm) as before:
     for i in range(3): priority_llm.add_request(f"low {i}", tokens(*jobs[f"low {i}"][0]), greedy(20), priority=5)
     for _ in range(2): priority_llm.step()
     priority_llm.add_request("high", tokens(*jobs["high"][0]), greedy(6), priority=0)
-    last, ended = run(priority_llm)
+    last, finish_steps = run(priority_llm)
     assert priority_llm.get_metrics()["num_preemptions"] > before["num_preemptions"]
-  assert min(ended, key=ended.get) == "high" and ended["low 0"] < ended["low 1"] <= ended["low 2"]
+  assert min(finish_steps, key=finish_steps.get) == "high"
+  assert finish_steps["low 0"] < finish_steps["low 1"] <= finish_steps["low 2"]
   assert {name: ids_of(o) for name, o in last.items()} == {n: reference_greedy(folder, *job) for n, job in jobs.items()}
 
 
@@ -405,11 +406,11 @@ def check_whole(output, n):
 
 
 @pytest.mark.parametrize("length", EDGES)
-def test_greedy_samples_equal_a_single_one(llm, folder, length):
+def test_greedy_parallel_samples_equal_single_sample(llm, folder, length):
   job, expected = prompt(length, 1600 + length), reference_greedy(folder, prompt(length, 1600 + length), 2 * BS + 1)
   one_text = None
   for n, num_cached in ((3, 0), (1, full_blocks(length - 1)), (3, full_blocks(length - 1))):
-    with all_blocks_return(llm) as before: output, = llm.generate(tokens(*job), greedy(2 * BS + 1, n=n))
+    with assert_all_blocks_freed(llm) as before: output, = llm.generate(tokens(*job), greedy(2 * BS + 1, n=n))
     check_whole(output, n)
     assert samples(output) == [expected] * n and output.num_cached_tokens == num_cached
     one_text = one_text or output.outputs[0].text
@@ -423,7 +424,7 @@ def test_greedy_samples_equal_a_single_one(llm, folder, length):
 @pytest.mark.parametrize("length", EDGES)
 def test_seeded_samples_equal_single_requests_with_each_seed(sampler, length):
   job = tokens(*prompt(length, 1700 + length))
-  with all_blocks_return(sampler):
+  with assert_all_blocks_freed(sampler):
     alone = [ids_of(sampler.generate(job, seeded(2 * BS + 1, 40 + i))[0]) for i in range(3)]
     output, = sampler.generate(job, seeded(2 * BS + 1, 40, n=3))
     fresh = tokens(*prompt(length, 1750 + length))   # not cached
@@ -439,34 +440,34 @@ def test_samples_without_seed_differ(sampler):
 
 
 @pytest.mark.parametrize("length", [10 * BS, 10 * BS + 2])
-def test_samples_share_their_prompts_blocks(llm, folder, length):
-  """A prompt of 40 tokens in 10 blocks and 6 output tokens in 2 blocks for each of 4 samples: 18 blocks, not 48."""
-  job, used, shared = prompt(length, 1900 + length), [], []
-  with all_blocks_return(llm):
+def test_samples_share_blocks_of_their_prompt(llm, folder, length):
+  """10 blocks for a prompt of 40 tokens, and 2 for 6 output tokens of each of 4 samples: 18 blocks, not 48."""
+  job, num_used, num_shared = prompt(length, 1900 + length), [], []
+  with assert_all_blocks_freed(llm):
     llm.add_request("a", tokens(*job), greedy(6, n=4))
-    last, _ = run(llm, watch=lambda m: (used.append(m["blocks_used"]), shared.append(m["blocks_shared"])))
+    last, _ = run(llm, watch=lambda m: (num_used.append(m["blocks_used"]), num_shared.append(m["blocks_shared"])))
   assert samples(last["a"]) == [reference_greedy(folder, job, 6)] * 4
-  assert max(used) <= 10 + 4 * 3, f"{max(used)} blocks"
-  assert max(shared) >= 9, f"{max(shared)} shared blocks"
+  assert max(num_used) <= 10 + 4 * 3, f"{max(num_used)} blocks"
+  assert max(num_shared) >= 9, f"{max(num_shared)} shared blocks"
 
 
-STOPS = list(range(3, 320, 9))   # a ninth of the vocabulary: samples end one after another
+STOPS = list(range(3, 320, 9))   # a ninth of the vocabulary, so that samples end one after another
 
 
 def test_samples_end_independently(sampler):
   job, stops = tokens(*prompt(7, 2000)), {"stop_token_ids": STOPS}
   alone = [sampler.generate(job, seeded(30, 7 + i, **stops))[0].outputs[0] for i in range(4)]
   assert len({len(c.token_ids) for c in alone}) >= 3, "lengths must differ"
-  with all_blocks_return(sampler):
+  with assert_all_blocks_freed(sampler):
     sampler.add_request("a", job, seeded(30, 7, n=4, **stops))
-    seen = []
-    while sampler.has_unfinished_requests(): seen += sampler.step()
-  check_whole(seen[-1], 4)
-  for got, expected in zip(seen[-1].outputs, alone, strict=True):
-    assert (got.token_ids, got.text, got.finish_reason, got.stop_reason) == (
+    outputs = []
+    while sampler.has_unfinished_requests(): outputs += sampler.step()
+  check_whole(outputs[-1], 4)
+  for actual, expected in zip(outputs[-1].outputs, alone, strict=True):
+    assert (actual.token_ids, actual.text, actual.finish_reason, actual.stop_reason) == (
       expected.token_ids, expected.text, expected.finish_reason, expected.stop_reason)
-  for o in seen[:-1]: assert not o.finished and len(o.outputs) == 4
-  for before, after in zip(seen, seen[1:], strict=False):
+  for o in outputs[:-1]: assert not o.finished and len(o.outputs) == 4
+  for before, after in zip(outputs, outputs[1:], strict=False):
     for a, b in zip(before.outputs, after.outputs, strict=True):
       assert b.token_ids[:len(a.token_ids)] == a.token_ids and b.text.startswith(a.text)
       if a.finish_reason: assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
@@ -474,10 +475,10 @@ def test_samples_end_independently(sampler):
 
 @pytest.mark.parametrize("n", [3, 5])
 def test_more_samples_than_max_num_seqs_equal_single_requests(tight_sampler, sampler, n):
-  """Two slots and enough blocks."""
+  """Two slots, and enough blocks for all samples."""
   job, most = tokens(*prompt(6, 2100)), []
   alone = [ids_of(sampler.generate(job, seeded(9, 60 + i))[0]) for i in range(n)]
-  with all_blocks_return(tight_sampler) as before:
+  with assert_all_blocks_freed(tight_sampler) as before:
     tight_sampler.add_request("a", job, seeded(9, 60, n=n))
     last, _ = run(tight_sampler, watch=lambda m: most.append(m["num_requests_running"]))
     assert tight_sampler.get_metrics()["prompt_tokens"] - before["prompt_tokens"] == 6
@@ -490,7 +491,7 @@ def test_preempted_samples_continue_unchanged(tight_sampler, sampler, length):
   """Each sample needs 9 of the 12 blocks, 2 of them shared."""
   job = tokens(*prompt(length, 2200 + length))
   alone = [ids_of(sampler.generate(job, seeded(26, 80 + i))[0]) for i in range(3)]
-  with all_blocks_return(tight_sampler) as before:
+  with assert_all_blocks_freed(tight_sampler) as before:
     for _ in range(2):
       output, = tight_sampler.generate(job, seeded(26, 80, n=3))
       check_whole(output, 3)
@@ -498,9 +499,9 @@ def test_preempted_samples_continue_unchanged(tight_sampler, sampler, length):
     assert tight_sampler.get_metrics()["num_preemptions"] > before["num_preemptions"], "the pool must be too small"
 
 
-def test_samples_and_single_requests_in_a_small_pool(small_llm, folder):
+def test_samples_and_single_requests_in_small_pool_equal_reference(small_llm, folder):
   jobs = {"a": (prompt(11, 2300), 20, 3), "b": (prompt(6, 2301), 24, 1), "c": (prompt(11, 2300), 15, 2)}
-  with all_blocks_return(small_llm) as before:
+  with assert_all_blocks_freed(small_llm) as before:
     for name, (job, length, n) in jobs.items(): small_llm.add_request(name, tokens(*job), greedy(length, n=n))
     last, _ = run(small_llm)
     assert small_llm.get_metrics()["num_preemptions"] > before["num_preemptions"]
@@ -510,7 +511,7 @@ def test_samples_and_single_requests_in_a_small_pool(small_llm, folder):
 
 def test_joined_stream_of_two_samples_equals_generate(sampler):
   request = tokens(*prompt(7, 2400)), seeded(24, 7, n=2, stop_token_ids=STOPS)
-  with all_blocks_return(sampler):
+  with assert_all_blocks_freed(sampler):
     whole, = sampler.generate(*request)
     parts = list(sampler.generate_stream(*request))
   for part in parts: assert [c.index for c in part.outputs] == [0, 1]
@@ -519,39 +520,39 @@ def test_joined_stream_of_two_samples_equals_generate(sampler):
     assert [x for part in parts for x in part.outputs[i].token_ids] == completion.token_ids
     assert parts[-1].outputs[i].finish_reason == completion.finish_reason
   assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
-  assert len(parts) >= max(map(len, samples(whole))), "tokens must come one by one"
+  assert len(parts) >= max(map(len, samples(whole))), "a part has at most one token per sample"
   assert len({*map(len, samples(whole))}) == 2, "samples must end in different steps"
 
 
 def test_abort_ends_all_samples(sampler, tight_sampler):
-  for engine in (sampler, tight_sampler):   # in the second one some samples have no slot yet
+  for engine in (sampler, tight_sampler):   # in tight_sampler some samples have no slot yet
     for steps in (0, 1, 2, 3, 6, 9):   # while waiting, during prefill, between samples
-      with all_blocks_return(engine):
+      with assert_all_blocks_freed(engine):
         engine.add_request("a", tokens(*prompt(7, 2500 + steps)), seeded(20, 5, n=4))
         for _ in range(steps): engine.step()
         engine.abort_request("a")
         assert not engine.has_unfinished_requests() and engine.step() == []
         m = engine.get_metrics()
         assert m["num_requests_running"] == m["num_requests_waiting"] == 0
-    with all_blocks_return(engine):   # after one sample has ended
+    with assert_all_blocks_freed(engine):   # after one sample has ended
       engine.add_request("a", tokens(*prompt(7, 2000)), seeded(30, 7, n=4, stop_token_ids=STOPS))
       while not any(c.finish_reason for o in engine.step() for c in o.outputs): pass
       assert engine.has_unfinished_requests()
       engine.abort_request("a")
-    with all_blocks_return(engine):
+    with assert_all_blocks_freed(engine):
       stream = engine.generate_stream(tokens(*prompt(7, 2510)), seeded(20, 5, n=2))
       next(stream)
       stream.close()
 
 
-# many random operations
+# random operations
 
 @pytest.mark.parametrize("seed", range(2))
 def test_random_requests_with_common_prefixes_and_samples_equal_reference(small_llm, folder, seed):
   rng, jobs, last, aborted = random.Random(seed), {}, {}, set()
   prompts = [[*prompt(2 * BS, 2700 + i % 3), *prompt(length, 2710 + length)] for i, length in
              enumerate((1, BS - 1, BS, BS + 1, 3 * BS))] + [prompt(length, 2703) for length in (1, BS, 2 * BS + 1)]
-  with all_blocks_return(small_llm) as before:
+  with assert_all_blocks_freed(small_llm) as before:
     total = before["blocks_free"]
     for _ in range(300):
       draw, live = rng.random(), [i for i in jobs if i not in aborted and not (i in last and last[i].finished)]
@@ -579,57 +580,58 @@ def resident_bytes(): return int(Path("/proc/self/statm").read_text().split()[1]
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_5000_requests_and_aborts_leak_neither_blocks_nor_memory(folder):
   engine = LLM(folder, num_gpu_blocks_override=25, **BUSY)
-  rng, done, aborts, number, live = random.Random(0), 0, 0, 0, {}
+  rng, num_finished, num_aborted, num_added, live = random.Random(0), 0, 0, 0, {}
   prompts = [[*prompt(3 * BS, 2800 + i % 5)[:i % 4 * BS], *prompt(1 + i % 8, 2810 + i)] for i in range(64)]
   expected = [reference_greedy(folder, ids, 4) for ids in prompts]
-  with all_blocks_return(engine):
+  with assert_all_blocks_freed(engine):
     for n in (1, 2, 4, 8, 16, 32): engine.generate(tokens(*prompt(n, 2890 + n)), greedy(1))   # captures each graph
-    for many in (1000, 5000):
-      while number < many or live:
-        while number < many and len(live) < 24 and rng.random() < 0.9:
-          live[str(number)] = i, n = rng.randrange(64), rng.randrange(1, 5)
-          engine.add_request(str(number), tokens(*prompts[i]), greedy(n))
-          number += 1
+    for target in (1000, 5000):
+      while num_added < target or live:
+        while num_added < target and len(live) < 24 and rng.random() < 0.9:
+          live[str(num_added)] = i, n = rng.randrange(64), rng.randrange(1, 5)
+          engine.add_request(str(num_added), tokens(*prompts[i]), greedy(n))
+          num_added += 1
         if live and rng.random() < 0.2:
           engine.abort_request(victim := rng.choice(list(live)))
           del live[victim]
-          aborts += 1
+          num_aborted += 1
         for output in engine.step():
           if not output.finished: continue
           i, n = live.pop(output.request_id)
           assert ids_of(output) == expected[i][:n]
-          done += 1
-      if many == 1000: baseline = resident_bytes()
-    grown = resident_bytes() / baseline - 1
+          num_finished += 1
+      if target == 1000: baseline = resident_bytes()
+    growth = resident_bytes() / baseline - 1
   m = engine.get_metrics()
-  assert done + aborts == 5000 and aborts > 100 and m["prefix_cache_hits"] > 0 and m["num_preemptions"] > 0
+  assert num_finished + num_aborted == 5000 and num_aborted > 100
+  assert m["prefix_cache_hits"] > 0 and m["num_preemptions"] > 0
   assert m["blocks_free"] == 24 and m["blocks_used"] == 0
-  assert grown <= 0.05, f"{100 * grown:.1f}% more memory after 4,000 requests"
+  assert growth <= 0.05, f"{100 * growth:.1f}% more memory after 4,000 requests"
 
 
-# refused options and pool sizes
+# errors and pool sizes
 
 @pytest.mark.parametrize("options", [{"enable_prefix_caching": x} for x in (1, 0, "yes", None)], ids=str)
-def test_bad_memory_option_is_refused_by_name(folder, options):
+def test_invalid_enable_prefix_caching_raises(folder, options):
   (name, value), = options.items()
-  with pytest.raises(ValueError) as e: LLM(folder, **options)
-  assert name in str(e.value) and repr(value) in str(e.value), str(e.value)
+  with pytest.raises(ValueError) as error: LLM(folder, **options)
+  assert name in str(error.value) and repr(value) in str(error.value), str(error.value)
 
 
 @pytest.mark.parametrize("n", [0, -1, 1.5, "2", None, True])
-def test_bad_number_of_samples_is_refused_by_name(n):
-  with pytest.raises(ValueError) as e: SamplingParams(n=n)
-  assert re.search(r"\bn=", str(e.value)) and repr(n) in str(e.value), str(e.value)
+def test_invalid_number_of_samples_raises(n):
+  with pytest.raises(ValueError) as error: SamplingParams(n=n)
+  assert re.search(r"\bn=", str(error.value)) and repr(n) in str(error.value), str(error.value)
 
 
 @pytest.fixture
 def set_free_memory(llm, monkeypatch):
-  """Sets the bytes that the device has free."""
+  """A function that sets the device's free bytes."""
   kind = type(llm.backend)
   return lambda num_bytes: monkeypatch.setattr(kind, "free_memory", lambda backend, device: num_bytes)
 
 
-def test_pool_size_is_all_sequences_or_what_fits_for_one(folder, llm, set_free_memory):
+def test_pool_size_is_all_sequences_or_as_many_as_fit(folder, llm, set_free_memory):
   """The null block is not counted in either case."""
   one = ENGINE["max_model_len"] // BS
   assert llm.get_metrics()["blocks_free"] == ENGINE["max_num_seqs"] * one
@@ -645,32 +647,32 @@ def test_pool_size_is_all_sequences_or_what_fits_for_one(folder, llm, set_free_m
   for left in (-1000, 0, block, 2 * block - 1):   # no block next to the null block: no length fits
     set_free_memory(weights + left)
     with pytest.raises(ValueError, match=r"^max_model_len=128 needs .* gpu_memory_utilization=1.0 leaves 0.00 GiB: "
-                                         "raise gpu_memory_utilization or choose a smaller model$"):
+                                         "raise gpu_memory_utilization"):
       LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
 
 
-def test_pool_too_small_error_names_a_length_that_fits(tmp_path, set_free_memory):
+def test_pool_too_small_error_suggests_valid_max_model_len(tmp_path, set_free_memory):
   model = tiny_model(tmp_path, max_position_embeddings=2**17)
   set_free_memory(20 * 2**20)   # less than the 32 MiB needed
   options = {**ENGINE, "block_size": 16, "max_num_seqs": 2}
   del options["max_model_len"]
-  with pytest.raises(ValueError, match=r"gpu_memory_utilization") as e: LLM(model, **options)
-  words = (r"max_model_len=(\d+) needs ([\d.]+) GiB of KV cache, but gpu_memory_utilization=0.9 leaves ([\d.]+) GiB: "
-           r"lower max_model_len to (\d+), raise")
-  match = re.search(words, str(e.value))
-  assert match and int(match[1]) == 2**17 and float(match[2]) > float(match[3]), str(e.value)
-  fits = int(match[4])
-  assert 0 < fits < 2**17 and LLM(model, **options, max_model_len=fits).get_metrics()["blocks_free"] >= fits // 16
-  with pytest.raises(ValueError, match="needs"): LLM(model, **options, max_model_len=fits + fits // 10)
+  with pytest.raises(ValueError, match=r"gpu_memory_utilization") as error: LLM(model, **options)
+  pattern = (r"max_model_len=(\d+) needs ([\d.]+) GiB .*gpu_memory_utilization=0.9 leaves ([\d.]+) GiB: "
+             r"lower max_model_len to (\d+)")
+  match = re.search(pattern, str(error.value))
+  assert match and int(match[1]) == 2**17 and float(match[2]) > float(match[3]), str(error.value)
+  length = int(match[4])
+  assert 0 < length < 2**17 and LLM(model, **options, max_model_len=length).get_metrics()["blocks_free"] >= length // 16
+  with pytest.raises(ValueError, match="needs"): LLM(model, **options, max_model_len=length + length // 10)
 
 
 @pytest.fixture
-def pool_in(llm):
-  """Returns the number of blocks, null block included, that `free` bytes give for sequences of at most 8 blocks."""
-  def pool_in(free):
+def num_pool_blocks(llm):
+  """A function that returns the pool size for `free` bytes and sequences of up to 8 blocks, null block included."""
+  def num_pool_blocks(free):
     caches = allocate_kv_caches(llm.runner.model, EngineConfig(block_size=BS, max_model_len=8 * BS), free)
     return caches[0][0].shape[0]
-  return pool_in
+  return num_pool_blocks
 
 
 @pytest.fixture
@@ -679,10 +681,10 @@ def block_bytes(llm):
   return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BS * 4
 
 
-def test_pool_holds_max_model_len_and_the_null_block(pool_in, block_bytes):
-  assert pool_in(9 * block_bytes) == 9
-  with pytest.raises(ValueError, match=f"max_model_len={8 * BS} needs .*: lower max_model_len to {7 * BS}, raise gpu"):
-    pool_in(9 * block_bytes - 1)
+def test_pool_holds_max_model_len_and_null_block(num_pool_blocks, block_bytes):
+  assert num_pool_blocks(9 * block_bytes) == 9
+  with pytest.raises(ValueError, match=f"max_model_len={8 * BS} needs .*: lower max_model_len to {7 * BS},"):
+    num_pool_blocks(9 * block_bytes - 1)
 
 
 def test_pool_holds_max_num_seqs_sequences_of_full_length(llm):

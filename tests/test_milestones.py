@@ -1,4 +1,4 @@
-"""One test per milestone of the project, each through the public API."""
+"""One test for each of the project's milestones, through the public API."""
 import json
 import subprocess
 
@@ -17,25 +17,25 @@ from tinyvllm import LLM, SamplingParams
 def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def test_1_hello_continues_to_hello_world(): milestones.hello()
+def test_1_hello_prompt_generates_hello_world(): milestones.hello()
 
 
 @pytest.mark.parametrize("make_backend", [tinyvllm.Backend, kernels.make_backend], ids=["core", "extension"])
-def test_2_paged_attention_equals_naive_contiguous_attention(make_backend): milestones.paged_attention(make_backend())
+def test_2_paged_attention_equals_naive_attention(make_backend): milestones.paged_attention(make_backend())
 
 
-def test_3_ten_concurrent_requests_in_a_small_pool_are_correct(folder):
+def test_3_ten_concurrent_requests_in_small_kv_cache_equal_single(folder):
   milestones.ten_requests(folder, LLM.get_metrics)
 
 
 def test_4_continuous_batching_is_faster_than_static_batching(folder): milestones.continuous_batching(folder)
 
 
-def test_5_paging_doubles_concurrent_sequences_in_the_same_memory(folder):
+def test_5_paging_in_same_memory_doubles_concurrent_sequences(folder):
   milestones.paging(folder, LLM.get_metrics)
 
 
-def test_6_server_answers_curl_as_generate_does(folder):
+def test_6_server_answer_to_curl_equals_generate(folder):
   body = {"prompt": ["the cat", "hello"], "n": 2, "seed": 3, "max_tokens": 5}
   with Server(folder, "--max-num-seqs", 8, "--max-num-batched-tokens", 16, "--block-size", 4) as server:
     command = ["curl", "-sS", "--fail", server.url + "/generate", "-H", "Content-Type: application/json"]
@@ -48,4 +48,4 @@ def test_6_server_answers_curl_as_generate_does(folder):
   assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
 
 
-def test_7_stream_yields_tokens_one_by_one(folder): milestones.streaming(folder, LLM.get_metrics)
+def test_7_stream_yields_each_token_before_the_next(folder): milestones.streaming(folder, LLM.get_metrics)

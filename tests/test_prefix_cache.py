@@ -1,5 +1,5 @@
 """The prefix cache in a file: a restarted engine gives the same outputs and cache hits as the old one; blocks of other
-engines or damaged blocks are never loaded; a file is replaced completely or not at all. Most tests simulate a restart:
+engines or damaged blocks are never loaded; a file is replaced atomically. Most tests simulate a restart:
 they empty an engine's cache and fill its blocks with noise."""
 import asyncio
 import errno
@@ -39,30 +39,30 @@ def ids_of(output): return output.outputs[0].token_ids
 
 
 def prompt(length, *salt):
-  """Random words, different for each salt."""
+  """Random ids, different for each salt."""
   rng = random.Random(str(salt))
   return [rng.randrange(259, 320) for _ in range(length)]
 
 
 def buffers(engine):
-  """The buffers of all cache tensors on each device."""
-  found = [cache.uop.buffer for runner in engine.runners for layer in runner.kv_caches for cache in layer]
-  return [part.ensure_allocated() for buffer in found for part in getattr(buffer, "bufs", [buffer])]
+  """Return the buffers of all cache tensors on each device."""
+  whole_buffers = [cache.uop.buffer for runner in engine.runners for layer in runner.kv_caches for cache in layer]
+  return [part.ensure_allocated() for buffer in whole_buffers for part in getattr(buffer, "bufs", [buffer])]
 
 
 def contents(engine):
-  """The bytes of the cached blocks by hash, read from the whole cache and not by the code under test."""
+  """Return the bytes of the cached blocks by hash, read without the code under test."""
   parts = [np.frombuffer(x.as_memoryview(), np.uint8).reshape(engine.blocks.num_blocks, -1) for x in buffers(engine)]
   return {key: b"".join(part[block].tobytes() for part in parts) for key, block in engine.blocks.cached_blocks.items()}
 
 
-def order(engine):
-  """Hashes of the evictable blocks, least recently used first."""
+def lru_order(engine):
+  """Return the hashes of the evictable blocks, least recently used first."""
   return [engine.blocks.block_hashes[block] for block in engine.blocks.evictable]
 
 
 def state(engine):
-  """The state of the pool, and the content of its cached blocks."""
+  """Return the state of the pool and the content of its cached blocks."""
   blocks = engine.blocks
   return dict(blocks.cached_blocks), [*blocks.evictable], [*blocks.free_blocks], contents(engine)
 
@@ -79,13 +79,13 @@ def restart(engine):
 
 
 def run(engine, *prompts, n=6):
-  """The output ids of each prompt, one after the other, and its number of cached tokens."""
+  """Run the prompts one after another. Return the output ids and the number of cached tokens of each."""
   outputs = [engine.generate(tokens(ids), greedy(n), use_tqdm=False)[0] for ids in prompts]
   return [ids_of(output) for output in outputs], [output.num_cached_tokens for output in outputs]
 
 
 def header_of(path):
-  """The header, and the offset of the data."""
+  """Return the header and the offset of the data."""
   raw = Path(path).read_bytes()
   size = 8 + int.from_bytes(raw[:8], "little")
   return json.loads(raw[8:size]), size
@@ -105,7 +105,7 @@ def engine(folder): return LLM(folder, **ENGINE)
 
 @pytest.fixture(scope="module")
 def saved(engine, tmp_path_factory):
-  """A file of three conversations, and the cached blocks of the engine that wrote it."""
+  """A file with the blocks of three prompts, and the cached blocks of the engine that wrote it."""
   restart(engine)
   run(engine, *[prompt(5 * BS + i, "saved", i) for i in range(3)])
   path = tmp_path_factory.mktemp("saved") / "cache"
@@ -119,13 +119,13 @@ def file(saved, tmp_path):
   return Path(shutil.copy(saved[0], tmp_path / "cache"))
 
 
-def refuses(engine, path, *words):
-  """Loading must raise a ValueError of one line with these words, and leave the engine unchanged."""
+def check_refused(engine, path, *parts):
+  """Check that loading raises a one-line ValueError with these parts and leaves the engine unchanged."""
   before = state(engine)
-  with pytest.raises(ValueError) as caught: engine.load_prefix_cache(path)
-  message = str(caught.value)
+  with pytest.raises(ValueError) as error: engine.load_prefix_cache(path)
+  message = str(error.value)
   assert "\n" not in message and str(path) in message
-  assert all(word in message for word in words), message
+  assert all(part in message for part in parts), message
   assert state(engine) == before
 
 
@@ -141,13 +141,13 @@ def test_load_in_new_engine_gives_equal_outputs_and_hits(engine, folder, tmp_pat
     new = LLM(folder, **ENGINE)
     assert new.load_prefix_cache(str(tmp_path / "cache")) == count == len(engine.blocks.cached_blocks)
   assert sum(f"prefix cache: {count} blocks" in line for line in caplog.messages) == 2
-  assert contents(new) == contents(engine) and order(new) == order(engine)
+  assert contents(new) == contents(engine) and lru_order(new) == lru_order(engine)
   check_invariants(new)
-  old, found = run(engine, *again)
-  assert run(new, *again) == (old, found) and old == [reference_greedy(folder, ids, 6) for ids in again]
-  assert found[:3] == [7 * BS] * 3 and found[3] >= 7 * BS and found[4:] == [3 * BS, 0]
-  assert new.get_metrics()["prefix_cache_hits"] == sum(found)
-  assert order(new) == order(engine)
+  old_ids, num_cached = run(engine, *again)
+  assert run(new, *again) == (old_ids, num_cached) and old_ids == [reference_greedy(folder, ids, 6) for ids in again]
+  assert num_cached[:3] == [7 * BS] * 3 and num_cached[3] >= 7 * BS and num_cached[4:] == [3 * BS, 0]
+  assert new.get_metrics()["prefix_cache_hits"] == sum(num_cached)
+  assert lru_order(new) == lru_order(engine)
 
 
 def test_load_after_captures_gives_hits(engine, folder, tmp_path):
@@ -161,73 +161,73 @@ def test_load_after_captures_gives_hits(engine, folder, tmp_path):
 
 
 def test_saved_file_is_valid_safetensors(saved, engine):
-  path, found = saved
+  path, expected = saved
   with safe_open(path, "numpy") as file:
     shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}   # noqa: SIM118   # not a dict
     keys = [key.tobytes() for key in file.get_tensor("keys")]
     rows = [row.tobytes() for row in file.get_tensor("blocks")]
     assert file.metadata()["format"] == "1"
-  n = len(found)
-  assert shapes == {"keys": [n, 32], "blocks": [n, len(next(iter(found.values())))], "checksums": [n]}
-  assert dict(zip(keys, rows, strict=True)) == found
-  assert path.stat().st_mode & 0o77 == 0, "only the owner may read conversations"
+  n = len(expected)
+  assert shapes == {"keys": [n, 32], "blocks": [n, len(next(iter(expected.values())))], "checksums": [n]}
+  assert dict(zip(keys, rows, strict=True)) == expected
+  assert path.stat().st_mode & 0o77 == 0, "only the owner may read the file"
 
 
 def test_load_keeps_eviction_order(engine, folder, tmp_path):
-  """Another conversation fills the pool step by step."""
+  """Allocating blocks evicts the loaded ones in the saved order."""
   restart(engine)
   old = [prompt(4 * BS, "old", i) for i in range(4)]
   run(engine, *old, old[1])   # now the most recently used
   engine.save_prefix_cache(tmp_path / "cache")
-  expected = order(engine)
+  expected = lru_order(engine)
   restart(engine).load_prefix_cache(tmp_path / "cache")
-  assert order(engine) == expected
+  assert lru_order(engine) == expected
   engine.scheduler.reset([])   # as after a failed step
-  assert order(engine) == expected
+  assert lru_order(engine) == expected
   table = []
   engine.blocks.allocate(table, (engine.blocks.num_blocks - 1 - len(expected) + 5) * BS)
-  assert order(engine) == expected[5:]
+  assert lru_order(engine) == expected[5:]
   engine.blocks.free_blocks += table
   check_invariants(engine)
 
 
 def test_save_writes_blocks_of_running_requests_first(engine, folder, tmp_path):
   restart(engine)
-  before, runs = prompt(4 * BS, "before"), [prompt(3 * BS + 2, "runs", i) for i in range(2)]
-  run(engine, before)
-  for i, ids in enumerate(runs): engine.add_request(str(i), tokens(ids), greedy(12))
+  earlier, prompts = prompt(4 * BS, "before"), [prompt(3 * BS + 2, "runs", i) for i in range(2)]
+  run(engine, earlier)
+  for i, ids in enumerate(prompts): engine.add_request(str(i), tokens(ids), greedy(12))
   for _ in range(4): engine.step()
-  held = [block for seq in engine.scheduler.running for block in seq.block_table]
-  found = {key for key, block in engine.blocks.cached_blocks.items() if block in held}
+  table_blocks = [block for seq in engine.scheduler.running for block in seq.block_table]
+  running_keys = {key for key, block in engine.blocks.cached_blocks.items() if block in table_blocks}
   count = engine.save_prefix_cache(tmp_path / "cache")
-  assert count == len(engine.blocks.cached_blocks) and len(found) >= 6
+  assert count == len(engine.blocks.cached_blocks) and len(running_keys) >= 6
   with safe_open(tmp_path / "cache", "numpy") as file: keys = [key.tobytes() for key in file.get_tensor("keys")]
-  assert {*keys[:len(found)]} == found and {*keys} == {*engine.blocks.cached_blocks}
+  assert {*keys[:len(running_keys)]} == running_keys and {*keys} == {*engine.blocks.cached_blocks}
   assert engine.load_prefix_cache(tmp_path / "cache") == 0, "all blocks are cached"
   last = run_to_end(engine, 100)
-  assert [ids_of(last[str(i)]) for i in range(2)] == [reference_greedy(folder, ids, 12) for ids in runs]
+  assert [ids_of(last[str(i)]) for i in range(2)] == [reference_greedy(folder, ids, 12) for ids in prompts]
 
 
 @pytest.mark.parametrize("overlaps", ["", "overlapped"])
-def test_load_does_not_disturb_running_requests(engine, folder, file, overlaps, monkeypatch):
+def test_load_does_not_change_running_requests(engine, folder, file, overlaps, monkeypatch):
   """Also with a step in flight."""
   set_overlap(monkeypatch, engine.runner, overlaps)
   restart(engine)
-  runs = [prompt(3 * BS + 2, "load", i) for i in range(3)]
-  for i, ids in enumerate(runs): engine.add_request(str(i), tokens(ids), greedy(12))
+  prompts = [prompt(3 * BS + 2, "load", i) for i in range(3)]
+  for i, ids in enumerate(prompts): engine.add_request(str(i), tokens(ids), greedy(12))
   for _ in range(4): engine.step()
   engine.abort_request("2")   # the step in flight may still write to its blocks
   assert engine.load_prefix_cache(file) > 0
   check_invariants(engine)
   engine.add_request("3", tokens(prompt(5 * BS, "saved", 0)), greedy(4))
   last = run_to_end(engine, 100)
-  assert [ids_of(last[str(i)]) for i in range(2)] == [reference_greedy(folder, ids, 12) for ids in runs[:2]]
+  assert [ids_of(last[str(i)]) for i in range(2)] == [reference_greedy(folder, ids, 12) for ids in prompts[:2]]
   assert last["3"].num_cached_tokens == 4 * BS and ids_of(last["3"]) == reference_greedy(folder, prompt(
     5 * BS, "saved", 0), 4)
 
 
 def test_load_fills_free_blocks_with_most_recent_blocks(small_llm, engine, folder, tmp_path):
-  """A pool of 12 blocks: a running request holds some, and others are cached."""
+  """A pool of 12 blocks: a running request uses some, and others are cached."""
   restart(engine)
   texts = [prompt(5 * BS, "small", i) for i in range(4)]
   run(engine, *texts, n=1)
@@ -236,42 +236,42 @@ def test_load_fills_free_blocks_with_most_recent_blocks(small_llm, engine, folde
   with safe_open(path, "numpy") as file: keys = [key.tobytes() for key in file.get_tensor("keys")]
   small = restart(small_llm)
   run(small, texts[0], n=1)   # cached before the load
-  known = [*small.blocks.evictable]
+  own_blocks = [*small.blocks.evictable]
   small.add_request("0", tokens(prompt(2 * BS, "runs")), greedy(3))
   small.step()
-  held = [block for seq in small.scheduler.running for block in seq.block_table]
-  room = len(small.blocks.free_blocks)
-  assert 0 < room == 12 - len(held) - len(known)
-  assert small.load_prefix_cache(path) == room
+  table_blocks = [block for seq in small.scheduler.running for block in seq.block_table]
+  num_free = len(small.blocks.free_blocks)
+  assert 0 < num_free == 12 - len(table_blocks) - len(own_blocks)
+  assert small.load_prefix_cache(path) == num_free
   check_invariants(small)
-  assert [*small.blocks.evictable][room:] == known, "own cached blocks are newer than loaded ones"
-  assert order(small)[:room] == keys[:room][::-1]
+  assert [*small.blocks.evictable][num_free:] == own_blocks, "own cached blocks are newer than loaded ones"
+  assert lru_order(small)[:num_free] == keys[:num_free][::-1]
   assert not small.blocks.free_blocks and small.load_prefix_cache(path) == 0, "no block is free"
   run_to_end(small, 100)
   restart(small).load_prefix_cache(path)
   check_invariants(small)
-  answers, found = run(small, texts[3], texts[2], texts[0], n=1)
-  assert answers == [reference_greedy(folder, texts[i], 1) for i in (3, 2, 0)] and found == [4 * BS, 4 * BS, 0]
+  answers, num_cached = run(small, texts[3], texts[2], texts[0], n=1)
+  assert answers == [reference_greedy(folder, texts[i], 1) for i in (3, 2, 0)] and num_cached == [4 * BS, 4 * BS, 0]
 
 
-def test_load_and_save_in_several_batches(engine, file, saved, monkeypatch):
-  """Batches of three blocks. Some blocks are cached before the load."""
-  _, found = saved
+def test_load_and_save_in_several_batches_are_complete(engine, file, saved, monkeypatch):
+  """Batches have three blocks. Some blocks are cached before the load."""
+  _, expected = saved
   restart(engine)
   run(engine, prompt(5 * BS + 1, "saved", 1))
-  monkeypatch.setattr(prefix_cache, "MAX_BYTES", 3 * len(next(iter(found.values()))) + 5)
+  monkeypatch.setattr(prefix_cache, "MAX_BYTES", 3 * len(next(iter(expected.values()))) + 5)
   assert Blocks(engine).count == 3
-  missing = {*found} - {*engine.blocks.cached_blocks}
-  assert 3 < len(missing) < len(found) and engine.load_prefix_cache(file) == len(missing)
-  assert contents(engine) == found
+  missing = {*expected} - {*engine.blocks.cached_blocks}
+  assert 3 < len(missing) < len(expected) and engine.load_prefix_cache(file) == len(missing)
+  assert contents(engine) == expected
   before = file.read_bytes()
   restart(engine).load_prefix_cache(file)
-  assert engine.save_prefix_cache(file) == len(found)
+  assert engine.save_prefix_cache(file) == len(expected)
   assert file.read_bytes() == before
 
 
 def test_blocks_of_any_dtypes_and_shapes_are_read_and_written():
-  """As in an int8 KV cache with scales."""
+  """For example an int8 KV cache with scales."""
   n, rng = 11, np.random.default_rng(3)
   kinds = [(dtypes.bfloat16, (2, 3)), (dtypes.int8, (5,)), (dtypes.uint32, (2, 2)), (dtypes.float16, (1, 4, 2)),
            (dtypes.uint8, (3,))]
@@ -289,12 +289,11 @@ def test_blocks_of_any_dtypes_and_shapes_are_read_and_written():
   blocks.write([4, 9], rows)
   expected = before.copy()
   expected[[4, 9]] = rows
-  assert (whole()[1:] == expected[1:]).all(), "padding is written to the null block"
+  assert (whole()[1:] == expected[1:]).all(), "only the null block may get padding"
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_chats_with_random_restarts_are_equal(engine, folder, tmp_path, seed):
-  """Random turns of several chats with restarts in between."""
+def test_chats_with_random_restarts_equal_reference(engine, folder, tmp_path, seed):
   rng = random.Random(seed)
   restart(engine)
   chats = [prompt(rng.randrange(1, 20), "chat", seed, i) for i in range(3)]
@@ -302,21 +301,21 @@ def test_chats_with_random_restarts_are_equal(engine, folder, tmp_path, seed):
   for turn in range(8):
     i = rng.randrange(3)
     chats[i] += prompt(rng.randrange(1, 6), "turn", seed, turn)
-    (answer,), (found,) = run(engine, chats[i], n=4)
+    (answer,), (num_cached,) = run(engine, chats[i], n=4)
     assert answer == reference_greedy(folder, chats[i], 4)
-    if found: chats[i] += answer
+    if num_cached: chats[i] += answer
     if rng.random() < 0.5:
       count = engine.save_prefix_cache(path)
-      before = order(engine), contents(engine)
+      before = lru_order(engine), contents(engine)
       assert restart(engine).load_prefix_cache(path) == count
-      assert (order(engine), contents(engine)) == before
+      assert (lru_order(engine), contents(engine)) == before
     check_invariants(engine)
 
 
 # Errors
 
 def test_load_file_of_other_weights_raises(tmp_path, file):
-  refuses(LLM(tiny_model(tmp_path / "other", seed=1), **ENGINE), file, "model ", "remove it")
+  check_refused(LLM(tiny_model(tmp_path / "other", seed=1), **ENGINE), file, "model ", "remove it")
 
 
 def test_load_file_of_model_with_one_changed_norm_raises(folder, tmp_path, file):
@@ -324,34 +323,34 @@ def test_load_file_of_model_with_one_changed_norm_raises(folder, tmp_path, file)
   path = tmp_path / "tuned" / "model.safetensors"
   raw = bytearray(path.read_bytes())
   start, end = header_of(path)[0]["model.layers.1.input_layernorm.weight"]["data_offsets"]
-  place = header_of(path)[1] + (start + end) // 2 + 21
-  raw[place] ^= 1
+  position = header_of(path)[1] + (start + end) // 2 + 21
+  raw[position] ^= 1
   path.write_bytes(raw)
-  refuses(LLM(tmp_path / "tuned", **ENGINE), file, "model ")
+  check_refused(LLM(tmp_path / "tuned", **ENGINE), file, "model ")
 
 
-@pytest.mark.parametrize(("options", "words"), [
+@pytest.mark.parametrize(("options", "parts"), [
   ({"block_size": 8}, ["block_size '4', here '8'"]), ({"dtype": "float16"}, ["dtype 'float', here 'half'"]),
   ({"quantization": "int8"}, ["quantization 'None', here 'int8'"]),
   ({"speculative_config": {"model": "FOLDER", "num_speculative_tokens": 2}}, ["draft model None, here", "parts "]),
 ], ids=lambda x: next(iter(x)) if isinstance(x, dict) else "")
-def test_load_file_of_engine_with_other_blocks_raises(folder, file, options, words):
+def test_load_file_with_other_block_layout_raises(folder, file, options, parts):
   options = json.loads(json.dumps(options).replace("FOLDER", str(folder)))
-  refuses(LLM(folder, **{**ENGINE, **options}), file, *words)
+  check_refused(LLM(folder, **{**ENGINE, **options}), file, *parts)
 
 
-def test_load_with_ngram_drafts_works(folder, file, saved):
+def test_load_with_ngram_drafts_loads_all_blocks(folder, file, saved):
   new = LLM(folder, speculative_config={"method": "ngram", "num_speculative_tokens": 2}, **ENGINE)
   assert new.load_prefix_cache(file) == len(saved[1])
 
 
-@pytest.mark.parametrize(("changes", "word"), [
+@pytest.mark.parametrize(("changes", "part"), [
   ({"format": "0"}, "format '0', here '1'"), ({"tensor_parallel_size": "2"}, "tensor_parallel_size '2', here '1'"),
   ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype 'fp8'"), ({"parts": "4 of half (2, 8, 4)"}, "parts '4 of half"),
   ({"more": "1"}, "do not fit this engine")])
-def test_load_file_of_other_format_raises(engine, file, changes, word):
+def test_load_file_of_other_format_raises(engine, file, changes, part):
   with_metadata(file, **changes)
-  refuses(engine, file, word)
+  check_refused(engine, file, part)
 
 
 def test_load_other_files_raises(engine, folder, tmp_path):
@@ -359,9 +358,9 @@ def test_load_other_files_raises(engine, folder, tmp_path):
   (tmp_path / "noise").write_bytes(random.Random(1).randbytes(5000))
   (tmp_path / "text").write_text("hello " * 1000)
   (tmp_path / "folder").mkdir()
-  for name in ("empty", "noise", "text", "folder"): refuses(engine, tmp_path / name, "is damaged", "remove it")
-  refuses(engine, tmp_path / "missing", "does not exist")
-  refuses(engine, folder / "model.safetensors", "do not fit this engine")
+  for name in ("empty", "noise", "text", "folder"): check_refused(engine, tmp_path / name, "is damaged", "remove it")
+  check_refused(engine, tmp_path / "missing", "does not exist")
+  check_refused(engine, folder / "model.safetensors", "do not fit this engine")
 
 
 def test_load_truncated_file_raises(engine, file):
@@ -370,14 +369,14 @@ def test_load_truncated_file_raises(engine, file):
   _, start = header_of(file)
   for size in (*range(0, start, 37), start, start + 1, start + 32 * 5, *range(start, len(raw), 1777), len(raw) - 1):
     file.write_bytes(raw[:size])
-    refuses(engine, file, "is damaged")
+    check_refused(engine, file, "is damaged")
   file.write_bytes(raw + b"\0")
-  refuses(engine, file, "is damaged")
+  check_refused(engine, file, "is damaged")
 
 
 @pytest.mark.parametrize("name", ["keys", "blocks", "checksums"])
 def test_load_file_with_flipped_byte_loads_nothing(engine, file, name, monkeypatch):
-  """In the last block, after several good ones have been written to the device."""
+  """The last block is damaged; good ones have been written to the device before."""
   header, start = header_of(file)
   raw = bytearray(file.read_bytes())
   raw[start + header[name]["data_offsets"][1] - 1] ^= 4
@@ -386,26 +385,26 @@ def test_load_file_with_flipped_byte_loads_nothing(engine, file, name, monkeypat
   restart(engine)
   ids = prompt(4 * BS, "unharmed")
   expected = run(engine, ids)
-  refuses(engine, file, "is damaged (block", "remove it")
+  check_refused(engine, file, "is damaged (block", "remove it")
   assert run(engine, ids) == (expected[0], [3 * BS])
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[*HealthCheck])
 @given(st.data())
 def test_load_file_with_random_flips_loads_no_wrong_block(engine, saved, tmp_path_factory, data):
-  path, found = saved
+  path, expected = saved
   raw = bytearray(path.read_bytes())
   _, start = header_of(path)
   for _ in range(data.draw(st.integers(1, 3))):
-    place = data.draw(st.integers(0, start - 1) | st.integers(0, len(raw) - 1))
-    raw[place] ^= data.draw(st.integers(1, 255))
+    position = data.draw(st.integers(0, start - 1) | st.integers(0, len(raw) - 1))
+    raw[position] ^= data.draw(st.integers(1, 255))
   damaged = tmp_path_factory.getbasetemp() / "damaged"
   damaged.write_bytes(raw)
   restart(engine)
   before = state(engine)
   try: engine.load_prefix_cache(damaged)
   except ValueError: assert state(engine) == before
-  else: assert contents(engine).items() <= found.items()
+  else: assert contents(engine).items() <= expected.items()
   check_invariants(engine)
 
 
@@ -413,10 +412,10 @@ def test_without_prefix_caching_save_writes_nothing_and_load_raises(folder, file
   plain = LLM(folder, enable_prefix_caching=False, **ENGINE)
   run(plain, prompt(20, "plain"))
   assert plain.save_prefix_cache(tmp_path / "none") == 0 and not (tmp_path / "none").exists()
-  refuses(plain, file, "enable_prefix_caching=False")
+  check_refused(plain, file, "enable_prefix_caching=False")
 
 
-# Writing
+# Saving
 
 def test_save_empty_cache_keeps_old_file(engine, file):
   before = file.read_bytes()
@@ -451,12 +450,12 @@ def test_save_to_impossible_path_raises_os_error(engine, tmp_path):
   assert os.listdir(tmp_path) == ["folder"] and not os.listdir(tmp_path / "folder")
 
 
-def test_save_overwrites_damaged_but_no_other_file(engine, file, tmp_path):
+def test_save_overwrites_damaged_prefix_cache_but_no_other_file(engine, file, tmp_path):
   restart(engine)
   run(engine, prompt(5 * BS, "other"))
   other = tmp_path / "notes"
   other.write_text("hello " * 1000)
-  with pytest.raises(FileExistsError, match="'.*notes' is not a prefix cache: remove it, or choose another file"):
+  with pytest.raises(FileExistsError, match="'.*notes' is not a prefix cache: remove it"):
     engine.save_prefix_cache(other)
   assert other.read_text() == "hello " * 1000
   for size in (0, 5, 8, 60):
@@ -476,24 +475,24 @@ def test_save_follows_symlink(engine, file, tmp_path):
 
 @pytest.mark.slow
 def test_draft_model_blocks_are_saved(folder, tmp_path, monkeypatch):
-  """As many drafts are accepted as without the restart: from blocks of noise, drafts would be noise."""
+  """As many drafts are accepted as without the restart: noise in the blocks would give wrong drafts."""
   monkeypatch.setattr(prefix_cache, "MAX_BYTES", 4096)
   llm = LLM(folder, speculative_config={"model": str(folder), "num_speculative_tokens": 3}, **ENGINE)
   first = prompt(8 * BS + 1, "draft")
   path = tmp_path / "cache"
 
-  def accepted():
+  def cached_and_accepted():
     before = llm.get_metrics()["spec_decode_num_accepted_tokens"]
-    (answer,), (found,) = run(llm, first, n=20)
+    (answer,), (num_cached,) = run(llm, first, n=20)
     assert answer == reference_greedy(folder, first, 20)
-    return found, llm.get_metrics()["spec_decode_num_accepted_tokens"] - before
-  accepted()
+    return num_cached, llm.get_metrics()["spec_decode_num_accepted_tokens"] - before
+  cached_and_accepted()
   count = llm.save_prefix_cache(path)
   before = contents(llm)
-  expected = accepted()
+  expected = cached_and_accepted()
   assert expected[0] == 8 * BS and expected[1] > 10
   assert restart(llm).load_prefix_cache(path) == count and contents(llm) == before
-  assert accepted() == expected
+  assert cached_and_accepted() == expected
 
 
 @pytest.mark.slow
@@ -501,7 +500,7 @@ def test_draft_model_blocks_are_saved(folder, tmp_path, monkeypatch):
 def test_blocks_of_two_devices_are_saved(folder, tmp_path, file, monkeypatch):
   monkeypatch.setattr(prefix_cache, "MAX_BYTES", 2048)
   llm = LLM(folder, tensor_parallel_size=2, **ENGINE)
-  refuses(llm, file, "tensor_parallel_size '1', here '2'")
+  check_refused(llm, file, "tensor_parallel_size '1', here '2'")
   first = prompt(6 * BS + 1, "devices")
   expected, _ = run(llm, first)
   count = llm.save_prefix_cache(tmp_path / "cache")
@@ -518,13 +517,13 @@ def test_async_llm_saves_between_steps(folder, tmp_path):
   llm = AsyncLLM(folder, prefix_cache_file=str(path), **ENGINE)
   ids = prompt(6 * BS + 1, "async")
 
-  async def story():
-    found = []
+  async def stream_and_save():
+    output_ids = []
     async for output in llm.generate(tokens(ids), greedy(40)):
-      found += ids_of(output)
+      output_ids += ids_of(output)
       if not path.exists(): llm.save_prefix_cache()
-    return found
-  assert asyncio.run(story()) == reference_greedy(folder, ids, 40)
+    return output_ids
+  assert asyncio.run(stream_and_save()) == reference_greedy(folder, ids, 40)
   wait_until(path.exists, "the file exists")
   path.unlink()
   llm.shutdown()
@@ -533,14 +532,14 @@ def test_async_llm_saves_between_steps(folder, tmp_path):
   again.shutdown()
 
 
-def test_model_replaced_before_shutdown_does_not_get_old_blocks(folder, tmp_path):
-  """As when a server restarts after an update of the model."""
+def test_model_replaced_before_shutdown_refuses_old_blocks(folder, tmp_path):
+  """For example if a server restarts after a model update."""
   path, model = tmp_path / "cache", Path(shutil.copytree(folder, tmp_path / "model"))
   llm = AsyncLLM(model, prefix_cache_file=str(path), **ENGINE)
   run(llm.llm, prompt(20, "replaced"))
   tiny_model(model, seed=1)
   llm.shutdown()
-  refuses(LLM(model, **ENGINE), path, "model ")
+  check_refused(LLM(model, **ENGINE), path, "model ")
   assert LLM(folder, **ENGINE).load_prefix_cache(path) > 0
 
 
@@ -552,7 +551,7 @@ def chat_folder(tmp_path_factory):
 
 
 def ask(server, question):
-  """The answer, and the number of cached prompt tokens."""
+  """Return the answer and the number of cached prompt tokens."""
   messages = [{"role": "system", "content": "the cat sat on the mat and the dog ran to the red house " * 2},
               {"role": "user", "content": question}]
   body = {"messages": messages, "temperature": 0.0, "max_tokens": 8}
@@ -566,23 +565,23 @@ def warnings_of(server):
 
 @pytest.mark.slow
 def test_server_keeps_prefix_cache_across_restarts(chat_folder, tmp_path):
-  """Saved on SIGUSR1 and at SIGTERM, loaded at startup. A damaged or unwritable file is one line in the log."""
+  """Saved on SIGUSR1 and SIGTERM, loaded at startup. A damaged or unwritable file gives one line in the log."""
   path = tmp_path / "cache"
   options = [*SERVE, "--prefix-cache-file", path]
   with Server(chat_folder, *options) as server:
     assert server.log.count("prefix cache") == 1 and "does not exist; starting without it" in server.log
-    first, found = ask(server, "hello")
-    assert found == 0
+    first, num_cached = ask(server, "hello")
+    assert num_cached == 0
     server.signal(signal.SIGUSR1)
     wait_until(path.exists, "SIGUSR1 saves the file")
-    answer, found = ask(server, "hello")
-    assert answer == first and found > 40
+    answer, num_cached = ask(server, "hello")
+    assert answer == first and num_cached > 40
     path.unlink()
     assert server.stop() == 0, server.log
     assert path.exists() and os.listdir(tmp_path) == ["cache"] and "Traceback" not in server.log
   raw = path.read_bytes()
   with Server(chat_folder, *options) as server:
-    assert ask(server, "hello") == (first, found)
+    assert ask(server, "hello") == (first, num_cached)
     assert ask(server, "the dog")[1] > 20, "the system prompt is cached"
     assert not warnings_of(server)
     server.signal(signal.SIGKILL)
@@ -615,7 +614,7 @@ os.replace = slowly
   with Server(chat_folder, *SERVE, "--prefix-cache-file", path, before=fault) as server:
     ask(server, "hello")
     server.signal()
-    wait_until(slow.exists, "saving has begun")
+    wait_until(slow.exists, "the save starts")
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT): server.signal(number)
     code = server.wait()
     assert path.exists() and sorted(os.listdir(tmp_path)) == ["cache", "slow"] and "Traceback" not in server.log

@@ -1,10 +1,10 @@
-"""The samplers of the core and of the extension against a sort-based reference in numpy: allowed tokens, frequencies,
-and texts that depend on the seed only."""
+"""The samplers of the core and of the extension compared with a sort-based reference in numpy: allowed tokens and their
+frequencies. Seeded ids depend on the seed only."""
 import functools
 
 import numpy as np
 import pytest
-from reference import SAMPLING_ENGINE, reference_keep, reference_logits, reference_probabilities, slow
+from reference import SAMPLING_ENGINE, reference_sampling_mask, reference_logits, reference_probabilities, slow
 from tinygrad import Tensor, TinyJit, dtypes
 
 from tinyvllm import LLM, SamplingParams
@@ -30,8 +30,7 @@ def compiled(sampler):
 
 @pytest.fixture(scope="module", params=[sampling.Sampler(), *slow(Sampler())], ids=["extension", "core"])
 def draw(request):
-  """draw(logits, ...): ROWS ids. Each row has its own seed, or with `position` all have one seed and their own
-  positions."""
+  """draw(logits, ...) samples ROWS ids. Each row has its own seed, or with `position` one seed and its own position."""
   def draw(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=None, banned=()):
     def full(x, dtype): return np.broadcast_to(np.asarray(x, dtype), ROWS).copy()
     seeds = [full(np.arange(ROWS) if position is None else 12345, np.uint32), full(seed, np.uint32)]
@@ -46,8 +45,8 @@ def draw(request):
 
 
 def chi_square_passes(ids, p):
-  """Whether the counts of ids fit the probabilities p: chi-square test with Wilson-Hilferty's critical value at 1e-4.
-  Rare ids form one group."""
+  """Return True if the counts of ids fit the probabilities p: chi-square test with Wilson-Hilferty's critical value at
+  1e-4. Rare ids form one group."""
   counts, expected = np.bincount(ids, minlength=len(p)).astype(float), len(ids) * p
   rare = expected < 5
   groups = [(counts[i], expected[i]) for i in np.flatnonzero(~rare)]
@@ -68,7 +67,7 @@ SETTINGS = [
 @pytest.mark.parametrize("logits", [PEAKED, TIED], ids=["peaked", "tied"])
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
 def test_sample_frequencies_match_reference(draw, logits, options):
-  keep = reference_keep(logits, **{"temperature": 1.0, **options})
+  keep = reference_sampling_mask(logits, **{"temperature": 1.0, **options})
   ids = draw(logits, **options)
   assert keep[ids].all(), f"{sorted(set(ids[~keep[ids]].tolist()))} must not be sampled"
   p = np.where(keep, reference_probabilities(logits, options.get("temperature", 1.0)), 0.0)
@@ -79,7 +78,7 @@ def test_chi_square_wrong_probabilities_fails(draw):
   assert not chi_square_passes(draw(PEAKED), reference_probabilities(PEAKED, 1.25))
 
 
-def test_noise_over_positions_fits_probabilities(draw):
+def test_noise_over_positions_matches_probabilities(draw):
   p = reference_probabilities(PEAKED, 1.0)
   for seed in range(3): assert chi_square_passes(draw(PEAKED, seed=seed, position=seed * 1000), p)
 
@@ -93,13 +92,13 @@ def test_noise_of_adjacent_positions_is_independent(draw):
 
 def test_top_p_keeps_token_that_crosses_p(draw):
   logits = np.log(np.array([0.5, 0.3, 0.15] + [0.05 / 21] * 21, np.float32))
-  for top_p, kept in ((0.4, 1), (0.55, 2), (0.79, 2), (0.81, 3), (0.94, 3), (0.96, V)):
-    assert set(draw(logits, top_p=top_p)) == set(range(kept)), top_p
+  for top_p, count in ((0.4, 1), (0.55, 2), (0.79, 2), (0.81, 3), (0.94, 3), (0.96, V)):
+    assert set(draw(logits, top_p=top_p)) == set(range(count)), top_p
 
 
 def test_top_p_applies_after_top_k(draw):
   logits = np.log(np.array([0.3, 0.2, 0.1] + [0.4 / 21] * 21, np.float32))
-  assert set(draw(logits, top_k=2, top_p=0.55)) == {0}, "top_k keeps a mass of 0.5, of which 0.3 is 0.6"
+  assert set(draw(logits, top_k=2, top_p=0.55)) == {0}, "0.3 of the mass 0.5 that top_k keeps is 0.6"
   assert set(draw(logits, top_p=0.55)) == {0, 1, 2}
 
 
@@ -115,7 +114,7 @@ def test_one_allowed_token_equals_greedy(draw):
     assert set(draw(PEAKED, **options)) == {PEAKED.argmax()}, options
 
 
-def test_logits_all_but_one_masked_gives_that_token(draw):
+def test_only_unmasked_token_is_sampled(draw):
   logits = np.full(V, -np.inf, np.float32)
   logits[17] = -50.0
   for options in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}): assert set(draw(logits, **options)) == {17}
@@ -128,9 +127,9 @@ def test_banned_ids_are_never_sampled(draw):
   masked = np.where(keep, PEAKED, -np.inf)
   assert set(draw(PEAKED, banned=banned, temperature=0.0)) == {masked.argmax()}
   for options in ({}, {"top_k": 4}, {"top_p": 0.5}):
-    ids, kept = draw(PEAKED, banned=banned, **options), reference_keep(masked, 1.0, **options) & keep
-    p = np.where(kept, reference_probabilities(masked, 1.0), 0.0)
-    assert kept[ids].all() and chi_square_passes(ids, p / p.sum())
+    ids, mask = draw(PEAKED, banned=banned, **options), reference_sampling_mask(masked, 1.0, **options) & keep
+    p = np.where(mask, reference_probabilities(masked, 1.0), 0.0)
+    assert mask[ids].all() and chi_square_passes(ids, p / p.sum())
 
 
 def test_extreme_temperatures_are_valid(draw):
@@ -176,7 +175,7 @@ def test_seeded_text_in_batch_of_8_equals_single(llm, alone):
 
 
 @pytest.mark.slow
-def test_seeded_text_any_arrival_order_is_equal(llm, alone):
+def test_seeded_text_does_not_depend_on_arrival_order(llm, alone):
   order = np.random.default_rng(1).permutation(8).tolist()
   assert ids_of(llm.generate([PROMPTS[i] for i in order], [params(i) for i in order])) == [alone[i] for i in order]
 
@@ -198,7 +197,7 @@ def test_different_seeds_differ(llm):
   texts = ids_of(llm.generate([PROMPTS[0]] * 12, [params(i) for i in range(12)]))
   assert len(set(map(tuple, texts))) == 12
   words = ids_of(llm.generate([PROMPTS[0]] * 3, [params(0, seed=s) for s in (1, 1 + 2**32, -1)]))
-  assert len(set(map(tuple, words))) == 3, "all 64 bits of a seed count"
+  assert len(set(map(tuple, words))) == 3, "all 64 bits of a seed matter"
 
 
 def test_requests_without_seed_depend_on_engine_seed(llm, folder):
@@ -214,22 +213,22 @@ def test_first_token_frequencies_match_model_probabilities(llm, folder):
   logits = reference_logits(folder, ids)[-1]
   options = {"max_tokens": 1, "temperature": 0.8, "top_p": 1.0, "top_k": 12}
   first = llm.generate([{"prompt_token_ids": ids}] * 600, [params(i, **options) for i in range(600)])
-  keep = reference_keep(logits, 0.8, top_k=12)
+  keep = reference_sampling_mask(logits, 0.8, top_k=12)
   p = np.where(keep, reference_probabilities(logits, 0.8), 0.0)
   ids_sampled = np.array([o.outputs[0].token_ids[0] for o in first])
   assert keep[ids_sampled].all() and chi_square_passes(ids_sampled, p / p.sum())
 
 
 def test_noise_of_largest_hash_is_finite():
-  """The largest hash must not round to a uniform number of 1 in float32: infinite noise would select its token whatever
-  its logit."""
+  """The largest hash must not become a uniform number of 1 in float32: its noise would be infinite and select the token
+  whatever its logit."""
   size, limit = 1 << 20, np.float32(2**-23)
-  def mixed(x):   # lowbias32 of Wellons' hash-prospector
+  def hash32(x):   # lowbias32 of Wellons' hash-prospector
     for shift, factor in ((16, 0x7feb352d), (15, 0x846ca68b)): x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
     return x ^ (x >> np.uint32(16))
-  ids, position = mixed(np.arange(size, dtype=np.uint32)), np.zeros(1, np.uint32)
+  ids, position = hash32(np.arange(size, dtype=np.uint32)), np.zeros(1, np.uint32)
   seeds = np.arange(1, 200, dtype=np.uint32)
-  seed = next(seed for seed in seeds if mixed(ids ^ mixed(seed ^ mixed(mixed(position)))).max() >= 2**32 - 2**8)
+  seed = next(seed for seed in seeds if hash32(ids ^ hash32(seed ^ hash32(hash32(position)))).max() >= 2**32 - 2**8)
   words = [Tensor([x], dtype=dtypes.uint32) for x in (int(seed), 0)]
   noise = gumbel_noise(*words, Tensor([0], dtype=dtypes.int32), size).numpy()
   assert np.isfinite(noise).all() and noise.max() < -np.log(limit / 2) + 1

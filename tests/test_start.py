@@ -1,4 +1,4 @@
-"""Engine start: kernels from files, also damaged ones; few graph shapes, captured ahead; log lines."""
+"""Engine startup: kernel files, damaged ones included; few graph shapes, captured ahead; log lines."""
 import asyncio
 import os
 import pickle
@@ -15,7 +15,7 @@ from reference import ENGINE, reference_greedy, tiny_model
 from server import Server, wait_until
 from tinygrad import Tensor, UOp, dtypes, helpers
 from tinygrad.uop.ops import KernelInfo, Ops
-from tinyvllm_extra.graphs import OFTEN, usual_sizes
+from tinyvllm_extra.graphs import CAPTURE_THRESHOLD, usual_sizes
 from tinyvllm_extra.server import AsyncLLM
 from tinyvllm_extra.kernels import kernel_cache as kernels, layers as traced_layers, make_backend
 
@@ -39,7 +39,7 @@ CLANG = "clang", 1, 2   # a compiler: its name, file size and modification time
 
 @pytest.fixture
 def lowered(monkeypatch):
-  """The names of the kernels that tinygrad lowers."""
+  """The names of the lowered kernels."""
   names = []
 
   def do_to_program(ast, renderer):
@@ -49,52 +49,52 @@ def lowered(monkeypatch):
   return names
 
 
-def kept(folder, name="a", compiler=CLANG):
+def build_kernel(folder, name="a", compiler=CLANG):
   ast = UOp.sink(UOp.const(1), arg=KernelInfo(name=name))
   return kernels.KernelFolder(folder, compiler).begin(ast, device.renderer())()
 
 
 def test_kernel_folder_lowers_each_kernel_once(lowered, tmp_path):
-  assert kept(tmp_path) is kept(tmp_path) and lowered == ["a"]
-  assert kept(tmp_path, "b") is not kept(tmp_path) and lowered == ["a", "b"]
-  assert len(files(tmp_path)) == 2 and all(len(path.name) == 64 for path in files(tmp_path)), "a temporary file is left"
+  assert build_kernel(tmp_path) is build_kernel(tmp_path) and lowered == ["a"]
+  assert build_kernel(tmp_path, "b") is not build_kernel(tmp_path) and lowered == ["a", "b"]
+  assert len(files(tmp_path)) == 2 and all(len(path.name) == 64 for path in files(tmp_path)), "a temporary file remains"
 
 
 def test_kernel_folder_separates_versions_compilers_and_settings(lowered, monkeypatch, tmp_path):
-  kept(tmp_path)
-  with monkeypatch.context() as patched:
-    patched.setattr("importlib.metadata.version", lambda name: "0.15.0")
-    kept(tmp_path)
-  with helpers.Context(NOOPT=1): kept(tmp_path)
-  kept(tmp_path, compiler=("clang", 1, 3))
+  build_kernel(tmp_path)
+  with monkeypatch.context() as patch:
+    patch.setattr("importlib.metadata.version", lambda name: "0.15.0")
+    build_kernel(tmp_path)
+  with helpers.Context(NOOPT=1): build_kernel(tmp_path)
+  build_kernel(tmp_path, compiler=("clang", 1, 3))
   assert len(lowered) == 4
-  kept(tmp_path)
+  build_kernel(tmp_path)
   assert len(lowered) == 4
 
 
-@pytest.mark.parametrize("harm", [
+@pytest.mark.parametrize("damage", [
   lambda path: path.write_bytes(b""), lambda path: path.write_bytes(path.read_bytes()[:-1]),
   lambda path: path.write_bytes(b"x" * 500), lambda path: path.write_bytes(path.read_bytes()[:40] + b"\xff" * 8),
   lambda path: path.write_bytes(pickle.dumps("no program")), lambda path: path.unlink(),
 ], ids=["empty", "truncated", "garbage", "changed", "other object", "missing"])
-def test_kernel_folder_damaged_file_is_replaced(lowered, tmp_path, harm):
-  first = kept(tmp_path)
-  harm(files(tmp_path)[0])
-  again = kept(tmp_path)
+def test_kernel_folder_damaged_file_is_replaced(lowered, tmp_path, damage):
+  first = build_kernel(tmp_path)
+  damage(files(tmp_path)[0])
+  again = build_kernel(tmp_path)
   assert again is not first
-  assert kept(tmp_path) is again and lowered == ["a", "a"]
+  assert build_kernel(tmp_path) is again and lowered == ["a", "a"]
 
 
-def test_kernel_folder_full_disk_keeps_nothing(lowered, monkeypatch, tmp_path):
+def test_kernel_folder_on_full_disk_writes_nothing(lowered, monkeypatch, tmp_path):
   def full(path, content): raise OSError(28, "No space left on device")
-  with monkeypatch.context() as patched:
-    patched.setattr(Path, "write_bytes", full)
-    assert kept(tmp_path) is not kept(tmp_path)
-  assert kept(tmp_path) is kept(tmp_path) and lowered == ["a", "a", "a"]
+  with monkeypatch.context() as patch:
+    patch.setattr(Path, "write_bytes", full)
+    assert build_kernel(tmp_path) is not build_kernel(tmp_path)
+  assert build_kernel(tmp_path) is build_kernel(tmp_path) and lowered == ["a", "a", "a"]
 
 
 def start(folder, *options, **env):
-  """Start a process of `tinyvllm generate Hello` with its caches in a folder."""
+  """Start a process of `tinyvllm generate Hello` with its caches in `folder`."""
   env = {**os.environ, "CACHEDB": str(folder / "cache.db"), "DEV": "CPU",
          "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]), **env}
   return subprocess.Popen([sys.executable, "-m", "tinyvllm", "generate", "Hello", *options], env=env, text=True,
@@ -110,7 +110,7 @@ def check_hello(run):
 
 @pytest.mark.slow
 def test_kernel_folder_creation_failure_logs_one_line(tmp_path):
-  (tmp_path / "tinyvllm").write_text("a file in the folder's place, which stops even root")
+  (tmp_path / "tinyvllm").write_text("a file instead of the folder, which stops even root")
   lines = [line for line in check_hello(start(tmp_path)).splitlines() if "each start compiles all kernels" in line]
   assert len(lines) == 1 and str(tmp_path / "tinyvllm") in lines[0]
 
@@ -135,7 +135,7 @@ def test_two_processes_share_a_kernel_folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def fresh(words_folder):
-  """Makes an engine without graphs, with at most 8 sequences and 32 tokens per step."""
+  """A function that makes an engine without graphs, with at most 8 sequences and 32 tokens per step."""
   def make(**options):
     return LLM(words_folder, **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4, **options})
   return make
@@ -151,27 +151,27 @@ def test_choose_key_pads_to_captured_graph_until_requested_often(fresh, words_fo
   assert [key.num_tokens for key in llm.runner.graphs] == [8]
   output = llm.generate(tokens(7), greedy(30), use_tqdm=False)[0]
   assert [key.num_tokens for key in llm.runner.graphs] == [8, 1], "a frequent shape gets its own graph"
-  assert llm.backend.graph_state.num_requested[llm.runner, GraphKey(1, 1)] > OFTEN
+  assert llm.backend.graph_state.num_requested[llm.runner, GraphKey(1, 1)] > CAPTURE_THRESHOLD
   assert output.outputs[0].token_ids == reference_greedy(words_folder, tokens(7)["prompt_token_ids"], 30)
 
 
-def test_choose_key_captures_at_once_if_padding_doubles_time(fresh):
+def test_choose_key_captures_immediately_if_padding_doubles_time(fresh):
   llm = fresh()
   choose_key = llm.runner.choose_key
   greedy_key, filtered_key = GraphKey(32, 8), GraphKey(32, 8, SamplerMode.FILTERED)
   assert choose_key(GraphKey(3, 1)) == GraphKey(4, 4)
   llm.runner.graphs[greedy_key] = None
-  assert choose_key(GraphKey(1, 1)) == GraphKey(1, 1), "32 tokens take more than twice the time of one"
+  assert choose_key(GraphKey(1, 1)) == GraphKey(1, 1), "a step of 32 tokens takes more than twice as long as one of 1"
   assert choose_key(GraphKey(20, 1)) == greedy_key
   random_key = GraphKey(20, 1, SamplerMode.RANDOM)
   assert choose_key(random_key).sampler_mode == SamplerMode.RANDOM, "a greedy graph cannot sample"
   llm.runner.graphs[filtered_key] = None
-  assert choose_key(random_key) == filtered_key, "a sampling graph can also be greedy"
+  assert choose_key(random_key) == filtered_key, "a sampling graph serves greedy requests, too"
   assert choose_key(GraphKey(20, 1)) == greedy_key
-  assert choose_key(GraphKey(20, 20)).num_rows == 32, "all logits of a prompt"
+  assert choose_key(GraphKey(20, 20)).num_rows == 32, "prompt_logprobs need all logits of a prompt"
 
 
-def test_capture_sizes_are_captured_at_start_and_none_after(fresh, words_folder):
+def test_capture_sizes_are_captured_only_at_start(fresh, words_folder):
   llm = fresh(cudagraph_capture_sizes=[32, 8])
   keys = set(llm.runner.graphs)
   assert keys == {GraphKey(size, 8, mode) for size in (8, 32) for mode in (SamplerMode.GREEDY, SamplerMode.FILTERED)}
@@ -190,17 +190,17 @@ def test_capture_optional_covers_all_optional_features(fresh):
   llm = fresh(cudagraph_capture_sizes=[8, 32])
   assert len(list(llm.capture([8, 32], optional=True))) == 4
   keys = set(llm.runner.graphs)
-  for more in ({"logprobs": 3}, {"logit_bias": {5: 2.0}}, {"allowed_token_ids": [5, 6, 7]}, {"frequency_penalty": 1.0},
+  for extra in ({"logprobs": 3}, {"logit_bias": {5: 2.0}}, {"allowed_token_ids": [5, 6, 7]}, {"frequency_penalty": 1.0},
                {"bad_words": ["the"], "logprobs": 0}):
-    params = SamplingParams(temperature=0, max_tokens=4, **more)
-    got = llm.generate(tokens(5), params, use_tqdm=False)[0].outputs[0]
+    params = SamplingParams(temperature=0, max_tokens=4, **extra)
+    actual = llm.generate(tokens(5), params, use_tqdm=False)[0].outputs[0]
     expected = fresh().generate(tokens(5), params, use_tqdm=False)[0].outputs[0]
-    assert got.token_ids == expected.token_ids and (got.logprobs is None) == (more.get("logprobs") is None)
+    assert actual.token_ids == expected.token_ids and (actual.logprobs is None) == (extra.get("logprobs") is None)
   assert set(llm.runner.graphs) == keys
 
 
 @pytest.mark.parametrize("sizes", [[3], [0], [-8], [8, 12]])
-def test_capture_sizes_other_than_powers_of_two_are_refused(fresh, sizes):
+def test_capture_sizes_not_powers_of_two_raise(fresh, sizes):
   with pytest.raises(ValueError, match="cudagraph_capture_sizes"): fresh(cudagraph_capture_sizes=sizes)
 
 
@@ -234,24 +234,24 @@ def test_allocate_kv_caches_on_cpu_gives_same_size_each_start(length, gib, monke
 # layers traced once
 
 def test_run_layers_traces_equal_layers_once(fresh, words_folder, monkeypatch):
-  traced = Counter()
+  num_traces = Counter()
   call_layer = traced_layers.call_layer
   trace = call_layer.fxn
-  monkeypatch.setattr(call_layer, "fxn", lambda layer, *args: traced.update([layer]) or trace(layer, *args))
-  for kinds in (1, 2):
+  monkeypatch.setattr(call_layer, "fxn", lambda layer, *args: num_traces.update([layer]) or trace(layer, *args))
+  for num_kinds in (1, 2):
     llm = fresh()
     layers = llm.runner.model.layers
     assert len(layers) == 2
-    if kinds == 2:   # a layer with one more input
+    if num_kinds == 2:   # a layer with one more tensor
       linear = layers[1].o_proj
       linear.bias = Tensor.zeros(linear.out_features).contiguous().realize()
-    traced.clear()
+    num_traces.clear()
     ids = llm.generate(tokens(7), greedy(4), use_tqdm=False)[0].outputs[0].token_ids
-    assert traced == dict.fromkeys(layers[:kinds], len(llm.runner.graphs))
+    assert num_traces == dict.fromkeys(layers[:num_kinds], len(llm.runner.graphs))
     assert ids == reference_greedy(words_folder, tokens(7)["prompt_token_ids"], 4)
 
 
-# the log
+# log
 
 def test_engine_start_logs_a_line_per_stage(fresh, caplog):
   with caplog.at_level("INFO", "tinyvllm"): fresh(cudagraph_capture_sizes=[8])
@@ -260,7 +260,7 @@ def test_engine_start_logs_a_line_per_stage(fresh, caplog):
                    r"captured 2 steps in [\d.]+ s, \d+ new kernels$", text, re.M)
 
 
-def test_script_without_logging_setup_sees_the_log(tmp_path):
+def test_script_without_logging_setup_gets_log_on_stderr(tmp_path):
   def run(code):
     env = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
@@ -273,8 +273,8 @@ def test_script_without_logging_setup_sees_the_log(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"dtype": "float16"}], ids=str)
-def test_core_alone_generates_the_same_as_with_extension(tmp_path, options):
-  """A model with every optional part. The core has one device; the extension's two read each other's partial sums."""
+def test_core_alone_gives_same_ids_as_extension(tmp_path, options):
+  """The model has every optional part. The core uses one device; the extension's two add their partial sums."""
   folder = tiny_model(tmp_path, dtype="bfloat16", architectures=["Qwen3ForCausalLM"], head_dim=16, attention_bias=True,
                       num_key_value_heads=None, mlp_bias=True, tie_word_embeddings=True)
   code = ("import sys\nfor name in sys.argv[2:]: sys.modules[name] = None   # as if not installed\n"
@@ -283,28 +283,28 @@ def test_core_alone_generates_the_same_as_with_extension(tmp_path, options):
           "print(type(llm.runner.model.norm).__module__, output.outputs[0].token_ids)")
   env = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")])}
 
-  def run(*missing, **more):
-    command = [sys.executable, "-c", code.replace("{options}", str({**ENGINE, **options, **more})), folder, *missing]
+  def run(*missing, **extra):
+    command = [sys.executable, "-c", code.replace("{options}", str({**ENGINE, **options, **extra})), folder, *missing]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120).stdout.split(maxsplit=1)
   modules, ids = zip(run(), run("tinyvllm_extra", tensor_parallel_size=1), strict=True)
   assert modules == ("tinyvllm_extra.kernels.matmul", "tinyvllm.backend") and ids[0] == ids[1] and len(ids[0]) > 60
 
 
-def test_core_backend_with_two_devices_is_refused(folder):
-  with pytest.raises(tinyvllm.InputError, match="^tensor_parallel_size=2 must be 1 for Backend"):
+def test_core_backend_with_two_devices_raises(folder):
+  with pytest.raises(tinyvllm.InputError, match="^tensor_parallel_size=2 must be 1"):
     LLM(folder, backend=tinyvllm.Backend(), tensor_parallel_size=2, **ENGINE)
 
 
 def test_ctrl_c_during_captures_exits_130_without_traceback(tmp_path):
   run = start(tmp_path, "--cudagraph-capture-sizes", "1", "2", "4", "8", "16", "32", "64", "128", "256", "512")
   for line in run.stderr:
-    if line.startswith("KV cache"): break   # the caches are empty: capturing all graphs takes a while
+    if line.startswith("KV cache"): break   # without cached kernels, capturing all graphs takes a while
   run.send_signal(signal.SIGINT)
   out, err = run.communicate(timeout=60)
   assert (run.returncode, out.strip()) == (130, "") and "Traceback" not in err, err
 
 
-# a server
+# server
 
 @pytest.mark.slow
 def test_server_is_ready_when_steps_are_captured(words_folder):
@@ -316,8 +316,8 @@ def test_server_is_ready_when_steps_are_captured(words_folder):
       messages.append(error["message"])
     assert {text for text in messages if re.fullmatch(r"preparing \d+ of 12", text)}, messages
     body = {"prompt": "the cat", "max_tokens": 20}
-    for more in ({"temperature": 0}, {"top_p": 0.9}, {"logprobs": 2}):
-      assert server.post("/v1/completions", {**body, **more}).status_code == 200
+    for fields in ({"temperature": 0}, {"top_p": 0.9}, {"logprobs": 2}):
+      assert server.post("/v1/completions", {**body, **fields}).status_code == 200
     assert server.stop() == 0
     lines = [line for line in server.log.splitlines() if line.startswith("captured")]
     assert lines[0].startswith("captured 12 steps in ") and "Traceback" not in server.log, server.log
@@ -325,9 +325,9 @@ def test_server_is_ready_when_steps_are_captured(words_folder):
 
 @pytest.mark.slow
 def test_ctrl_c_during_server_captures_exits_130_without_traceback(words_folder, tmp_path):
-  empty = {"CACHEDB": str(tmp_path / "cache.db")}   # empty caches, so that preparing takes a while
+  empty = {"CACHEDB": str(tmp_path / "cache.db")}   # no cached kernels, so that captures take a while
   with Server(words_folder, ready=False, environment=empty) as server:
-    wait_until(lambda: "preparing" in server.get("/health").text, "captures begin")
+    wait_until(lambda: "preparing" in server.get("/health").text, "captures have started")
     server.signal(signal.SIGINT)
     assert server.wait() == 130 and "Traceback" not in server.log, server.log
 
@@ -341,7 +341,7 @@ def test_async_llm_captures_optional_graphs_while_idle(words_folder):
   assert llm.state == ""
 
 
-def test_async_llm_failed_capture_is_logged_and_requests_run(words_folder, monkeypatch, caplog):
+def test_async_llm_failed_capture_is_logged_and_requests_finish(words_folder, monkeypatch, caplog):
   def fails(self, sizes=None, optional=False):
     yield "preparing 1 of 1"
     raise RuntimeError("out of memory")

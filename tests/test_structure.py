@@ -1,5 +1,5 @@
-"""The modules of core and extension: which of them may import which, and where tinygrad is patched. Reads the source
-with `ast`; imports nothing of it."""
+"""Structure of core and extension: allowed imports, patches of tinygrad, length of functions. Parses the source with
+`ast` instead of importing it."""
 import ast
 import graphlib
 import tomllib
@@ -15,7 +15,7 @@ FILES = {".".join(path.relative_to(folder.parent).with_suffix("").parts).removes
          for folder in (PACKAGE, EXTENSION) for path in sorted(folder.rglob("*.py"))}   # by module name
 MAX_FUNCTION_LINES = 40
 PATCHES = f"{EXTRA}.kernels.tinygrad_patches"
-# Assignments to tinygrad's state that patch no behavior
+# Assignments to tinygrad's state that do not change its behavior
 ALLOWED_ASSIGNMENTS = {
   (f"{EXTRA}.kernels", "helpers.DEV.value"),   # selects a renderer for the CPU device, as DEV does
   (f"{EXTRA}.kernels.kernel_cache", "codegen.to_program_cache"),   # |= adds to a dict
@@ -31,7 +31,7 @@ def is_type_checking(node: ast.AST) -> bool:
 
 
 def walk(node: ast.AST, into: Callable[[ast.AST], bool]) -> Iterator[ast.AST]:
-  """All descendants, except below nodes that `into` refuses. An `else` branch is not below TYPE_CHECKING."""
+  """Yield all descendants, except below nodes for which `into` is False. Includes the `else` of TYPE_CHECKING."""
   children = node.orelse if is_type_checking(node) and not into(node) else [*ast.iter_child_nodes(node)]
   for child in children:
     yield child
@@ -44,7 +44,7 @@ def runs_at_import(node: ast.AST) -> bool:
 
 
 def imported_names(module: str, node: ast.AST) -> list[str]:
-  """Absolute dotted names that a statement imports: modules, or attributes of modules."""
+  """Return the absolute names that a statement imports: modules, or attributes of modules."""
   if isinstance(node, ast.Import): return [alias.name for alias in node.names]
   if not isinstance(node, ast.ImportFrom): return []
   package = module.split(".")
@@ -54,22 +54,22 @@ def imported_names(module: str, node: ast.AST) -> list[str]:
 
 
 def module_of(name: str) -> str | None:
-  """The module of ours that an imported name belongs to; None for other packages."""
+  """Return the module in FILES that contains an imported name; None for other packages."""
   if name in FILES: return name
   return module_of(name.rpartition(".")[0]) if "." in name else None
 
 
 def imports(module: str, into: Callable[[ast.AST], bool] = runs) -> set[str]:
-  """Modules of core and extension that a module imports itself."""
+  """Return the modules of core and extension that a module imports directly."""
   names = [name for node in walk(parse(module), into) for name in imported_names(module, node)]
-  return {found for name in names if (found := module_of(name))} - {module}
+  return {target for name in names if (target := module_of(name))} - {module}
 
 
 def in_package(module: str, package: str) -> bool: return f"{module}.".startswith(f"{package}.")
 
 
 def assigned_targets(node: ast.AST) -> list[ast.expr]:
-  """The targets of an assignment or a deletion. setattr and delattr count as assignments."""
+  """Return the targets of an assignment or a deletion, including setattr and delattr."""
   if isinstance(node, ast.Assign | ast.Delete): targets = node.targets
   elif isinstance(node, ast.AugAssign | ast.AnnAssign): targets = [node.target]
   elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "object.__setattr__"):
@@ -79,14 +79,14 @@ def assigned_targets(node: ast.AST) -> list[ast.expr]:
 
 
 def root_name(expression: ast.expr) -> str | None:
-  """The variable at the start of an expression such as `a.b[0]().c`."""
+  """Return the variable at the start of an expression: `a` for `a.b[0]().c`."""
   while isinstance(expression, ast.Attribute | ast.Subscript | ast.Call):
     expression = expression.func if isinstance(expression, ast.Call) else expression.value
   return expression.id if isinstance(expression, ast.Name) else None
 
 
 def tinygrad_assignments(module: str) -> list[str]:
-  """Targets of a module's assignments that are attributes or items of its imports from tinygrad."""
+  """Return the targets of a module's assignments that are attributes or items of its imports from tinygrad."""
   imported = set()
   for node in ast.walk(parse(module)):
     if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "tinygrad" and not node.level:
@@ -98,14 +98,14 @@ def tinygrad_assignments(module: str) -> list[str]:
 
 
 @pytest.mark.parametrize("package", [CORE, EXTRA])
-def test_modules_do_not_import_each_other_in_a_cycle(package):
+def test_modules_have_no_import_cycle(package):
   graph = {module: {x for x in imports(module, runs_at_import) if in_package(x, package)}
            for module in FILES if in_package(module, package)}
   try: [*graphlib.TopologicalSorter(graph).static_order()]
   except graphlib.CycleError as e: pytest.fail("import cycle: " + " <- ".join(e.args[1]))
 
 
-def test_core_reaches_the_extension_through_config_only():
+def test_core_imports_extension_through_config_only():
   for module in FILES:
     if not in_package(module, CORE): continue
     for_types = (lambda node: True) if module != CORE else runs   # __init__.py has types under TYPE_CHECKING
@@ -115,17 +115,17 @@ def test_core_reaches_the_extension_through_config_only():
                if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     assert not [text for text in strings if text.startswith(EXTRA) and " " not in text], module
     names = [ast.unparse(node) for node in ast.walk(parse(module)) if isinstance(node, ast.Attribute | ast.Name)]
-    # __init__.py imports the core's public names when they are first used
+    # __init__.py imports public names on first use
     assert module == CORE or not [name for name in names if name.endswith(("import_module", "__import__"))], module
 
 
-def test_core_names_existing_members_of_the_extension():
-  """`extended("module", "name", default)` and `extension("module").name`, whose errors would come at run time."""
+def test_extension_members_named_by_core_exist():
+  """`extended("module", "name", default)` and `extension("module").name`, which otherwise fail only at run time."""
   for module in FILES:
     for node in ast.walk(parse(module)):
       if not (isinstance(node, ast.Call) and ast.unparse(node.func) in ("extension", "extended")): continue
       arguments = [argument.value for argument in node.args[:2] if isinstance(argument, ast.Constant)]
-      if not arguments: continue   # config.py, with variables
+      if not arguments: continue   # the arguments in config.py are variables
       target = f"{EXTRA}.{arguments[0]}"
       assert target in FILES, f"{module} names {target}"
       if len(arguments) == 2: assert arguments[1] in top_level_names(target), f"{module} names {target}.{arguments[1]}"
@@ -146,7 +146,7 @@ def top_level_names(module: str) -> set[str]:
 
 
 def test_imported_members_exist():
-  """`from module import name`, of core and extension, also within functions."""
+  """`from module import name` in core and extension, including imports within functions."""
   for module in FILES:
     for node in walk(parse(module), lambda node: True):
       for name in imported_names(module, node):
@@ -157,26 +157,26 @@ def test_imported_members_exist():
 
 
 @pytest.mark.parametrize("package, forbidden", [("kernels", ["server", "cli"]), ("server", ["cli"])])
-def test_extension_layers_import_nothing_above_them(package, forbidden):
-  """Directly, also within functions, or through a module of the extension."""
+def test_extension_package_does_not_import_higher_layers(package, forbidden):
+  """Neither directly nor through another module of the extension, including imports within functions."""
   pending = [module for module in FILES if in_package(module, f"{EXTRA}.{package}")]
   checked = set(pending)
   while pending:
     module = pending.pop()
-    for found in imports(module):
-      above = [name for name in forbidden if in_package(found, f"{EXTRA}.{name}")]
-      assert not above, f"{package} reaches {found} through {module}"
-      if found not in checked and in_package(found, EXTRA): pending.append(found)
-      checked.add(found)
+    for target in imports(module):
+      is_forbidden = any(in_package(target, f"{EXTRA}.{name}") for name in forbidden)
+      assert not is_forbidden, f"{package} imports {target} through {module}"
+      if target not in checked and in_package(target, EXTRA): pending.append(target)
+      checked.add(target)
 
 
 def test_only_tinygrad_patches_assigns_to_tinygrad():
-  assert tinygrad_assignments(PATCHES), "the check finds the patches"
+  assert tinygrad_assignments(PATCHES), "the check must find the patches"
   assignments = {(module, target) for module in FILES if module != PATCHES for target in tinygrad_assignments(module)}
   assert assignments == ALLOWED_ASSIGNMENTS
 
 
-def test_functions_of_the_core_stay_short():
+def test_core_functions_have_at_most_40_lines():
   for module in FILES:
     if not in_package(module, CORE): continue
     lines = {line for token in code_tokens(FILES[module].read_text())
@@ -187,7 +187,7 @@ def test_functions_of_the_core_stay_short():
       assert num_lines <= MAX_FUNCTION_LINES, f"{module}.{node.name} has {num_lines} code lines"
 
 
-def test_project_installs_core_and_extension_with_all_subpackages():
+def test_pyproject_packages_include_all_subpackages():
   setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
   packages = [module for module, path in FILES.items() if path.name == "__init__.py"]
   assert sorted(setuptools["packages"]) == sorted(packages)

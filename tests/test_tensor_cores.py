@@ -1,11 +1,11 @@
-"""Attention on tensor cores compared with numpy, on CUDA or in tinygrad's interpreter (DEV=PYTHON::sm_89), where lanes
-exchange numbers through shared memory. On other devices only the choice of the kernels is tested."""
+"""Attention on tensor cores compared with numpy, on CUDA or in tinygrad's interpreter (DEV=PYTHON::sm_89), where shared
+memory replaces warp shuffles. Other devices only test which kernels are selected."""
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from reference import in_8_bits, rope_frequencies, token_rows
+from reference import quantize_kv, rope_frequencies, token_rows
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops
@@ -23,8 +23,8 @@ TOLERANCE = {"auto": 2e-3, "int8": 4e-3, "fp8": 4e-3}
 
 
 @pytest.fixture(autouse=True)
-def interpreted(monkeypatch):
-  """Replace CUDA statements, which tinygrad's interpreter lacks: shuffle through shared memory, and never exit."""
+def emulate_cuda(monkeypatch):
+  """Replace the CUDA statements that tinygrad's interpreter lacks: shuffle through shared memory, and never exit."""
   if not SLOW: return
   slots = iter(range(500, 10**6))
 
@@ -47,7 +47,7 @@ def on_device(x: np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x)).c
 def parts(kv_heads: int, groups: int, head_dim: int, kind: str = "auto", block_size: int = BS,
           dtype=dtypes.float16) -> list:
   model = SimpleNamespace(num_key_value_heads=kv_heads, num_attention_heads=kv_heads * groups, head_dim=head_dim)
-  return tensor_cores.block_parts(model, SimpleNamespace(kv_cache_dtype=kind, block_size=block_size), dtype)
+  return tensor_cores.kv_layout(model, SimpleNamespace(kv_cache_dtype=kind, block_size=block_size), dtype)
 
 
 def as_stored(keys: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
@@ -57,7 +57,7 @@ def as_stored(keys: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
   return [keys.reshape(*keys.shape[:3], -1, width).transpose(0, 2, 3, 1, 4), values.transpose(0, 2, 3, 1)]
 
 
-CASES = {   # tokens, K/V heads, query heads per K/V head, head_dim, longest context, sequences, minimum of max_blocks
+CASES = {  # tokens, K/V heads, query heads per K/V head, head_dim, longest context, sequences, minimum blocks per table
   "decode": (8, 2, 4, 64, 700, 8, 0), "one token": (1, 8, 4, 128, 1000, 1, 0),
   "one query head": (16, 32, 1, 128, 60, 16, 0), "many query heads": (2, 1, 12, 96, 300, 2, 0),
   "draft tokens": (10, 2, 2, 32, 90, 2, 0), "one chunk": (64, 2, 2, 64, 70, 1, 0),
@@ -75,13 +75,13 @@ if SLOW:
 @each_kind
 @pytest.mark.parametrize("case", CASES)
 def test_attention_equals_numpy_and_reads_only_own_sequence(case, kind):
-  (T, KV, G, D, longest, R, least), rng = CASES[case], np.random.default_rng(5)
-  M = max(-(-longest // BS), least)
+  (T, KV, G, D, longest, R, min_blocks), rng = CASES[case], np.random.default_rng(5)
+  M = max(-(-longest // BS), min_blocks)
   lengths = rng.integers(T // R + 2, longest + 1, R)
   lengths[0] = longest
   rows = np.sort(np.resize(np.arange(R), T))
   positions = np.concatenate([np.arange(length - (rows == r).sum(), length) for r, length in enumerate(lengths)])
-  if case == "mixed step":   # a long chunk of one sequence, one token of each other one
+  if case == "mixed step":   # a long chunk of one sequence, one token each of the others
     rows = np.concatenate([np.zeros(T - R + 1, int), np.arange(1, R)])
     M, lengths[0] = max(M, -(-T // BS)), T - R + 1
     positions = np.concatenate([np.arange(lengths[0]), lengths[1:] - 1])
@@ -92,8 +92,8 @@ def test_attention_equals_numpy_and_reads_only_own_sequence(case, kind):
   keys, values = rng.standard_normal((2, R * M + 1, BS, KV, D)).astype(np.float16)
   scales = []
   if kind == "auto": stored = [np.where(unwritten[..., None, None], np.float16(np.nan), x) for x in (keys, values)]
-  else:   # positions that no sequence has written hold random bytes
-    both = [in_8_bits(x.astype(np.float32), kind) for x in (keys, values)]
+  else:   # unwritten positions hold random bytes
+    both = [quantize_kv(x.astype(np.float32), kind) for x in (keys, values)]
     (keys, k_bytes, k_scales), (values, v_bytes, v_scales) = both
     garbage = rng.integers(0, 256, keys.shape).astype(np.uint8)
     stored = [np.where(unwritten[..., None, None], garbage, x) for x in (k_bytes, v_bytes)]
@@ -109,8 +109,8 @@ def test_attention_equals_numpy_and_reads_only_own_sequence(case, kind):
     expected[t] = np.einsum("hgn,nhd->hgd", weights / weights.sum(-1, keepdims=True), v)
   tokens = token_rows(positions, rows, table[rows, positions // BS], BS, M)
   inputs = on_device(q), [on_device(x) for x in stored], on_device(tokens), on_device(table.astype(np.int32))
-  got = tensor_cores.read(*inputs).numpy().astype(np.float32)
-  np.testing.assert_allclose(got, expected, rtol=TOLERANCE[kind], atol=TOLERANCE[kind] * np.abs(expected).max())
+  output = tensor_cores.read(*inputs).numpy().astype(np.float32)
+  np.testing.assert_allclose(output, expected, rtol=TOLERANCE[kind], atol=TOLERANCE[kind] * np.abs(expected).max())
 
 
 @on_tensor_cores
@@ -128,7 +128,7 @@ def test_rope_kernel_equals_numpy(T, kind):
   names = {dtypes.float16: np.float16, dtypes.uint32: np.uint32, dtypes.float32: np.float32}
   cache = [on_device(np.zeros((blocks, *shape), names[x])) for shape, x in parts(KV, G, D, kind)]
   inputs = [*cache, *[on_device(x) for x in (qkv.reshape(T, -1), rope, tokens)]]
-  q, *written = on_device(np.zeros((T, KV, G, D), np.float16)).custom_kernel(*inputs, fxn=tensor_cores.rope_kernel)
+  q, *outputs = on_device(np.zeros((T, KV, G, D), np.float16)).custom_kernel(*inputs, fxn=tensor_cores.rope_kernel)
   cos, sin = rope[positions].transpose(1, 0, 2)[:, :, None]
   a, b = np.split(qkv.astype(np.float32), 2, -1)
   rotated = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
@@ -137,22 +137,23 @@ def test_rope_kernel_equals_numpy(T, kind):
   expected[:, slots] = rotated[:, KV * G:-KV], qkv[:, -KV:]
   expected = expected.reshape(2, blocks, BS, KV, D)
   if kind == "auto":
-    for got, wanted in zip(written[:2], as_stored(*expected.astype(np.float16)), strict=True):
-      np.testing.assert_allclose(got.numpy(), wanted, atol=4e-3)
+    for output, reference in zip(outputs[:2], as_stored(*expected.astype(np.float16)), strict=True):
+      np.testing.assert_allclose(output.numpy(), reference, atol=4e-3)
     return
-  (_, k_bytes, k_scales), (_, v_bytes, v_scales) = [in_8_bits(x, kind) for x in expected]
-  for got, wanted in zip(written[:2], as_stored(k_bytes, v_bytes), strict=True):
-    got, wanted = [np.ascontiguousarray(x).view(np.uint8).astype(int) for x in (got.numpy(), wanted)]
-    filled = got != 0   # about 1 in 256 written bytes is 0 too
-    assert np.abs(got - wanted)[filled].max() <= 1 and (got != wanted)[filled].mean() < 0.01   # cos is rounded too
-    assert filled.mean() > 0.9 * T / (blocks * BS)
+  (_, k_bytes, k_scales), (_, v_bytes, v_scales) = [quantize_kv(x, kind) for x in expected]
+  for output, reference in zip(outputs[:2], as_stored(k_bytes, v_bytes), strict=True):
+    output, reference = [np.ascontiguousarray(x).view(np.uint8).astype(int) for x in (output.numpy(), reference)]
+    nonzero = output != 0   # about 1 in 256 written bytes is 0 too
+    error = np.abs(output - reference)[nonzero]
+    assert error.max() <= 1 and (error != 0).mean() < 0.01   # cos is rounded too
+    assert nonzero.mean() > 0.9 * T / (blocks * BS)
   if k_scales:
-    got, wanted = written[2].numpy().transpose(2, 0, 3, 1), np.stack([*k_scales, *v_scales])   # (2, blocks, BS, KV)
-    got, wanted = [x.reshape(2, -1, KV)[:, slots] for x in (got, wanted)]
-    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    scales = outputs[2].numpy().transpose(2, 0, 3, 1), np.stack([*k_scales, *v_scales])   # (2, blocks, BS, KV) each
+    scales, expected_scales = [x.reshape(2, -1, KV)[:, slots] for x in scales]
+    np.testing.assert_allclose(scales, expected_scales, rtol=1e-5)
 
 
-def test_tensor_cores_are_used_where_block_and_head_sizes_fit():
+def test_tensor_cores_selected_only_for_supported_block_and_head_sizes():
   has_tensor_cores = "sm_" in str(Device.default.renderer.target)
   def uses(*sizes, **options): return len(parts(*sizes, **options)[0][0]) == 4
   assert uses(8, 4, 128) == uses(2, 16, 32) == has_tensor_cores

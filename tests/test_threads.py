@@ -1,4 +1,4 @@
-"""One thread at a time drives an engine: a second one gets a RuntimeError and changes nothing."""
+"""Only one thread at a time may drive an engine: a call from another thread raises RuntimeError and has no effect."""
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,17 +16,17 @@ def tokens(ids): return {"prompt_token_ids": ids}
 def ids_of(output): return output.outputs[0].token_ids
 
 
-def stepped(llm):
+def run_steps(llm):
   llm.add_request("first", tokens(IDS), greedy(6))
   while llm.has_unfinished_requests(): outputs = llm.step()
   return ids_of(outputs[0])
 
 
-def generated(llm): return ids_of(llm.generate(tokens(IDS), greedy(6), use_tqdm=False)[0])
-def streamed(llm): return [i for output in llm.generate_stream(tokens(IDS), greedy(6)) for i in ids_of(output)]
+def run_generate(llm): return ids_of(llm.generate(tokens(IDS), greedy(6), use_tqdm=False)[0])
+def run_stream(llm): return [i for output in llm.generate_stream(tokens(IDS), greedy(6)) for i in ids_of(output)]
 
 
-# Calls that a second thread makes during a step
+# Calls from a second thread during a step
 CALLS = {
   "add_request": lambda llm: llm.add_request("second", tokens(OTHER), greedy(3)),
   "abort_request": lambda llm: llm.abort_request(next(iter(llm.requests))),
@@ -37,53 +37,54 @@ CALLS = {
 
 
 @pytest.fixture
-def second():
-  """Runs calls on a second thread."""
+def in_thread():
+  """Return a function that runs a call on a second thread and returns its future."""
   with ThreadPoolExecutor(1) as pool: yield lambda call, *args: pool.submit(call, *args)
 
 
 @pytest.fixture
-def busy(words_llm, monkeypatch):
-  """Returns a function that starts work on a thread and blocks it in its third launch. It returns the work's future and
-  a function that unblocks the thread."""
-  held, go_on, launch, launched = threading.Event(), threading.Event(), words_llm.runner.launch, []
+def start_blocked(words_llm, monkeypatch):
+  """Return a function that starts `work` on a thread and blocks it in its third launch. It returns the work's future
+  and a function that unblocks the thread."""
+  blocked, resume, launch, launched = threading.Event(), threading.Event(), words_llm.runner.launch, []
 
   def wait_and_launch(step):
     launched.append(step)
     if len(launched) == 3:
-      held.set()
-      assert go_on.wait(60), "the thread was never unblocked"
+      blocked.set()
+      assert resume.wait(60), "the thread was never unblocked"
     return launch(step)
   monkeypatch.setattr(words_llm.runner, "launch", wait_and_launch)
   with ThreadPoolExecutor(1) as pool:
-    def begin(work):
+    def start(work):
       future = pool.submit(work, words_llm)
-      future.add_done_callback(lambda _: held.set())
-      assert held.wait(60) and not future.done(), "the third step must be running"
-      return future, go_on.set
-    yield begin
-    go_on.set()
+      future.add_done_callback(lambda _: blocked.set())
+      assert blocked.wait(60) and not future.done(), "the third step must be running"
+      return future, resume.set
+    yield start
+    resume.set()
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("work", [stepped, generated, streamed])
-def test_second_thread_is_refused_and_changes_nothing(words_llm, words_folder, second, busy, work, name):
-  first, go_on = busy(work)
+@pytest.mark.parametrize("work", [run_steps, run_generate, run_stream])
+def test_second_thread_during_step_raises_and_changes_nothing(words_llm, words_folder, in_thread, start_blocked, work,
+                                                              name):
+  first, resume = start_blocked(work)
   running, = words_llm.requests
-  with pytest.raises(RuntimeError, match="AsyncLLM"): second(CALLS[name], words_llm).result(10)
+  with pytest.raises(RuntimeError, match="AsyncLLM"): in_thread(CALLS[name], words_llm).result(10)
   assert [*words_llm.requests] == [running], "the refused call added or ended a request"
-  go_on()
+  resume()
   assert first.result(60) == reference_greedy(words_folder, IDS, 6)
   check_invariants(words_llm)
-  assert second(generated, words_llm).result(60) == reference_greedy(words_folder, IDS, 6), "allowed after the step"
+  assert in_thread(run_generate, words_llm).result(60) == reference_greedy(words_folder, IDS, 6), "free after the step"
 
 
-def test_second_thread_may_read_metrics_during_a_step(words_llm, second, busy):
-  first, go_on = busy(stepped)
-  metrics = second(words_llm.get_metrics).result(10)
+def test_second_thread_during_step_may_read_metrics(words_llm, in_thread, start_blocked):
+  first, resume = start_blocked(run_steps)
+  metrics = in_thread(words_llm.get_metrics).result(10)
   assert metrics["num_requests_running"] == 1 and metrics["blocks_used"] == 2
-  assert second(words_llm.has_unfinished_requests).result(10)
-  go_on()
+  assert in_thread(words_llm.has_unfinished_requests).result(10)
+  resume()
   first.result(60)
 
 
@@ -91,16 +92,16 @@ class Failed(BaseException):
   """A BaseException, like KeyboardInterrupt."""
 
 
-def test_failed_step_releases_the_engine_to_other_threads(words_llm, words_folder, second, monkeypatch):
+def test_failed_step_releases_engine_to_other_threads(words_llm, words_folder, in_thread, monkeypatch):
   def fail(step): raise Failed
   with monkeypatch.context() as patched, pytest.raises(Failed):
     patched.setattr(words_llm.runner, "launch", fail)
-    generated(words_llm)
-  assert second(generated, words_llm).result(60) == reference_greedy(words_folder, IDS, 6)
+    run_generate(words_llm)
+  assert in_thread(run_generate, words_llm).result(60) == reference_greedy(words_folder, IDS, 6)
 
 
-def test_other_thread_may_use_engine_between_stream_tokens(words_llm, words_folder, second):
+def test_other_thread_may_use_engine_between_stream_tokens(words_llm, words_folder, in_thread):
   stream = words_llm.generate_stream(tokens(IDS), greedy(6))
-  got = ids_of(next(stream))
-  assert second(generated, words_llm).result(60) == reference_greedy(words_folder, IDS, 6)
-  assert got + [i for output in stream for i in ids_of(output)] == reference_greedy(words_folder, IDS, 6)
+  first_ids = ids_of(next(stream))
+  assert in_thread(run_generate, words_llm).result(60) == reference_greedy(words_folder, IDS, 6)
+  assert first_ids + [i for output in stream for i in ids_of(output)] == reference_greedy(words_folder, IDS, 6)

@@ -1,4 +1,4 @@
-"""Text to ids and back with every kind of tokenizer, and decoding as tokens arrive."""
+"""Encoding, decoding and incremental decoding with each kind of tokenizer."""
 import json
 import random
 
@@ -22,7 +22,7 @@ SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 def byte_level_bpe():
-  """A byte-level BPE trained on TEXTS. Its first ids are SPECIALS."""
+  """Return a byte-level BPE trained on TEXTS. Its first ids are SPECIALS."""
   model = tokenizers.Tokenizer(models.BPE())
   model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   model.decoder = decoders.ByteLevel()
@@ -63,7 +63,7 @@ def gguf(tmp_path_factory):
 def tokenizer(request): return request.getfixturevalue(request.param)
 
 
-def rewritten(tmp_path, tokenizer_config, post_processor=None):
+def bpe_with(tmp_path, tokenizer_config, post_processor=None):
   model = byte_level_bpe()
   if post_processor: model.post_processor = post_processor
   model.save(str(tmp_path / "tokenizer.json"))
@@ -71,8 +71,8 @@ def rewritten(tmp_path, tokenizer_config, post_processor=None):
   return load_tokenizer(tmp_path)
 
 
-def streamed(tokenizer, ids, prompt=(), skip=True):
-  """The new text after each token, and after the end of the sequence."""
+def stream_pieces(tokenizer, ids, prompt=(), skip=True):
+  """Return the new text after each token, and after the end of the sequence."""
   params = SamplingParams(skip_special_tokens=skip)
   seq = Sequence(request_id="", tokens=[*prompt], params=params, seed=0, order=(0,), index=0, stop_ids=frozenset(),
                  max_len=10**6)
@@ -100,7 +100,7 @@ def test_core_tokenizer_equals_extension_on_plain_text(spm, tmp_path):
   for text in [*TEXTS, "".join(TEXTS)]:
     ids = spm.encode(text)
     assert core.encode(text) == ids and core.encode(text, False) == spm.encode(text, False)
-    assert core.decode(ids) == text and streamed(core, ids) == streamed(spm, ids)
+    assert core.decode(ids) == text and stream_pieces(core, ids) == stream_pieces(spm, ids)
   assert core.decode([*ids, 2, VOCAB]) == spm.decode([*ids, 2, VOCAB])
 
 
@@ -110,7 +110,7 @@ def test_gguf_tokenizer_equals_tokenizer_json(bpe, gguf):
 
 def test_eos_token_id_is_read_from_files(tokenizer, tmp_path):
   assert tokenizer.eos_token_id == 2
-  assert rewritten(tmp_path, {}).eos_token_id is None, "the files name no end token"
+  assert bpe_with(tmp_path, {}).eos_token_id is None, "the files name no end token"
 
 
 def test_sentencepiece_encode_adds_bos_and_no_eos(spm):
@@ -130,20 +130,20 @@ def test_tokenizer_json_files_decide_bos(tmp_path, bpe):
   assert bpe.encode("the cat") == bpe.encode("the cat", False), "no post-processor, no add_bos_token"
   names = {"bos_token": "<|endoftext|>"}
   bos = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
-  assert rewritten(tmp_path, names, bos).encode("the cat") == [0, *bpe.encode("the cat")]
-  assert rewritten(tmp_path, {**names, "add_bos_token": True}).encode("the cat") == [0, *bpe.encode("the cat")]
-  assert rewritten(tmp_path, {**names, "add_bos_token": False}, bos).encode("the cat") == bpe.encode("the cat")
+  assert bpe_with(tmp_path, names, bos).encode("the cat") == [0, *bpe.encode("the cat")]
+  assert bpe_with(tmp_path, {**names, "add_bos_token": True}).encode("the cat") == [0, *bpe.encode("the cat")]
+  assert bpe_with(tmp_path, {**names, "add_bos_token": False}, bos).encode("the cat") == bpe.encode("the cat")
 
 
 def test_post_processor_with_end_token_adds_no_bos(tmp_path, bpe):
   names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
   end = processors.TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", 2)])
-  assert rewritten(tmp_path, names, end).encode("the cat")[:-1] == bpe.encode("the cat")
+  assert bpe_with(tmp_path, names, end).encode("the cat")[:-1] == bpe.encode("the cat")
 
 
 def test_post_processor_adds_bos_without_tokenizer_config(tmp_path, bpe):
   bos = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
-  assert rewritten(tmp_path, {}, bos).encode("the cat") == [0, *bpe.encode("the cat")]
+  assert bpe_with(tmp_path, {}, bos).encode("the cat") == [0, *bpe.encode("the cat")]
 
 
 def test_special_tokens_are_encoded_and_skipped_by_decode(tokenizer):
@@ -202,7 +202,7 @@ def test_chat_without_template_raises(spm):
                                       "{{ messages[0].content.x.y }}", "{{ ''.__class__.__mro__ }}"])
 def test_chat_template_failure_is_value_error(tmp_path, template):
   with pytest.raises(ValueError, match="chat template") as e:
-    rewritten(tmp_path, {"chat_template": template}).apply_chat_template(HI)
+    bpe_with(tmp_path, {"chat_template": template}).apply_chat_template(HI)
   if "alternate" in template: assert "roles must alternate" in str(e.value)
 
 
@@ -214,13 +214,13 @@ def test_stream_joined_equals_decode(tokenizer, seed):
   words = [i for text in TEXTS for i in tokenizer.encode(text, False)]
   n = rng.choice((1, 5, 17, 60))
   ids = [rng.choice(words) if rng.random() < 0.5 else rng.randrange(3, VOCAB) for _ in range(n)]
-  for skip in (True, False): assert "".join(streamed(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip)
+  for skip in (True, False): assert "".join(stream_pieces(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip)
 
 
 @pytest.mark.parametrize("text", [*TEXTS, "".join(TEXTS) * 3])
 def test_stream_pieces_have_no_partial_characters(tokenizer, text):
   ids = tokenizer.encode(text, False)
-  pieces = streamed(tokenizer, ids)
+  pieces = stream_pieces(tokenizer, ids)
   assert "".join(pieces) == tokenizer.decode(ids) and pieces[-1] == ""
   assert not any("\ufffd" in piece for piece in pieces)
 
@@ -228,13 +228,13 @@ def test_stream_pieces_have_no_partial_characters(tokenizer, text):
 def test_stream_emoji_of_several_tokens_appears_at_last_byte(spm, bpe):
   for tokenizer in (spm, bpe):
     ids = tokenizer.encode("🙃", False)[-4:]   # byte tokens: the emoji is not in the training data
-    pieces = streamed(tokenizer, ids, prompt=tokenizer.encode("a"))
+    pieces = stream_pieces(tokenizer, ids, prompt=tokenizer.encode("a"))
     assert len(ids) >= 2 and pieces == [""] * (len(ids) - 1) + ["🙃", ""]
 
 
 def test_stream_partial_character_at_end_equals_decode(spm):
   ids = spm.encode("🙃", False)[-4:-1]
-  pieces = streamed(spm, ids)
+  pieces = stream_pieces(spm, ids)
   assert pieces[:-1] == [""] * 3 and pieces[-1] == spm.decode(ids) != ""
 
 
@@ -242,18 +242,18 @@ def test_stream_after_prompt_keeps_space(spm, bpe):
   for tokenizer in (spm, bpe):
     prompt, text = tokenizer.encode("the cat"), tokenizer.encode("the cat sat on the mat")
     assert text[:len(prompt)] == prompt
-    assert "".join(streamed(tokenizer, text[len(prompt):], prompt=prompt)) == " sat on the mat"
+    assert "".join(stream_pieces(tokenizer, text[len(prompt):], prompt=prompt)) == " sat on the mat"
 
 
 def test_stream_skip_special_tokens_decides_visibility(bpe):
   ids = [*bpe.encode("the cat"), SPECIALS.index("<|im_end|>"), *bpe.encode(" sat")]
-  assert "".join(streamed(bpe, ids)) == "the cat sat"
-  assert "".join(streamed(bpe, ids, skip=False)) == "the cat<|im_end|> sat"
+  assert "".join(stream_pieces(bpe, ids)) == "the cat sat"
+  assert "".join(stream_pieces(bpe, ids, skip=False)) == "the cat<|im_end|> sat"
 
 
 def test_stream_many_special_tokens_keep_next_space(spm):
   ids = [*spm.encode("the cat", False), *[2] * 30, *spm.encode("the mat", False)]
-  assert "".join(streamed(spm, ids)) == spm.decode(ids)
+  assert "".join(stream_pieces(spm, ids)) == spm.decode(ids)
 
 
 # Files

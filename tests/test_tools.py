@@ -1,5 +1,5 @@
-"""Tools through the server, as the openai package asks for them: rendered by the model's template, called where the
-client wants it or the model does, in either format, whole or streamed."""
+"""Tool calling through the server with the openai package: tools in the chat template; calls that the client requires
+or the model chooses, in the Hermes and Llama formats, complete and streamed."""
 import json
 
 import openai
@@ -10,7 +10,7 @@ from tinyvllm_extra.server.tools import calls_schema, num_plain_characters, pars
 
 from tinyvllm import LLM
 
-# It shows what it is given, so that a test can see it
+# Renders all its inputs, so that tests can check them
 TEMPLATE = """
 {%- if thinking is defined %}thinking {{ thinking }}{{ '\\n' }}{% endif %}
 {%- for tool in tools or [] %}tool {{ tool.function.name }}{{ '\\n' }}{% endfor %}
@@ -53,17 +53,17 @@ def client(server, folder):
   return ask
 
 
-def made_to_say(text):
-  """The tiny model says what it has to."""
+def forced_output(text):
+  """Return request fields that make the model output `text`."""
   return {"extra_body": {"structured_outputs": {"choice": [text]}}}
 
 
-def called(choice):
+def tool_calls_of(choice):
   return [(call.type, call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
 
 
-def joined(chunks):
-  """What a client makes of a stream: the text, the calls, the reason."""
+def merge_chunks(chunks):
+  """Return a stream's content, tool calls and finish_reason."""
   text, calls, reason = "", {}, None
   for chunk in chunks:
     choice, = chunk.choices
@@ -75,22 +75,22 @@ def joined(chunks):
   return text, [(name, json.loads(arguments)) for name, arguments in calls.values()], reason
 
 
-def answered(answer, streamed):
-  """Its text, the calls, the reason."""
-  if streamed: return joined(answer)
+def parse(answer, streamed):
+  """Return the content, tool calls and finish_reason of a complete or streamed response."""
+  if streamed: return merge_chunks(answer)
   choice = answer.choices[0]
-  return choice.message.content, [call[1:] for call in called(choice)], choice.finish_reason
+  return choice.message.content, [call[1:] for call in tool_calls_of(choice)], choice.finish_reason
 
 
 @pytest.mark.parametrize("choice,names", [("required", ["weather", "time"]), (
   {"type": "function", "function": {"name": "time"}}, ["time"])], ids=["required", "named"])
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("parallel", [None, False, *slow(True)])
-def test_a_call_that_is_wanted_is_made_by_the_functions_schema(client, choice, names, streamed, parallel):
+def test_required_or_named_tool_call_follows_function_schema(client, choice, names, streamed, parallel):
   counts = []
   for seed in range(5):
-    text, calls, reason = answered(client(tools=TOOLS, tool_choice=choice, temperature=1.0, seed=seed, stream=streamed,
-                                          **({} if parallel is None else {"parallel_tool_calls": parallel})), streamed)
+    text, calls, reason = parse(client(tools=TOOLS, tool_choice=choice, temperature=1.0, seed=seed, stream=streamed,
+                                      **({} if parallel is None else {"parallel_tool_calls": parallel})), streamed)
     assert not text and reason == "tool_calls" and calls
     for name, arguments in calls:
       assert name in names
@@ -99,21 +99,21 @@ def test_a_call_that_is_wanted_is_made_by_the_functions_schema(client, choice, n
   assert (max(counts) > 1) == (choice == "required" and parallel is not False), counts
 
 
-def test_parameters_may_refer_to_definitions_of_their_own(client):
-  """As pydantic writes them for what is nested."""
+def test_tool_parameters_may_reference_their_own_definitions(client):
+  """pydantic writes nested models as `$defs`."""
   city = {"type": "object", "properties": {"name": {"enum": ["Rom", "Ulm"]}}, "required": ["name"],
           "additionalProperties": False}
   def tool(name, city): return {"type": "function", "function": {"name": name, "parameters": {
     "$defs": {"City": city}, "type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
     "additionalProperties": False}}}
   answer = client(tools=[tool("weather", city)], tool_choice="required", parallel_tool_calls=False)
-  (name, arguments), = [call[1:] for call in called(answer.choices[0])]
+  (name, arguments), = [call[1:] for call in tool_calls_of(answer.choices[0])]
   assert name == "weather" and arguments["city"]["name"] in ("Rom", "Ulm")
   with pytest.raises(openai.BadRequestError, match="'City'"):
     client(tools=[tool("weather", city), tool("time", {"type": "string"})], tool_choice="required")
 
 
-@pytest.mark.parametrize("text,said,calls", [
+@pytest.mark.parametrize("text,content,calls", [
   (HERMES, "", [("weather", {"city": "Ulm"})]), (LLAMA, "", [("time", {"zone": "UTC"})]),
   (f"[{LLAMA}, {LLAMA}]", "", [("time", {"zone": "UTC"})] * 2), ("[a link](x)", None, []), ("[", None, []),
   ("[1, 2]", None, []), ("[]", None, []), ("I look: " + HERMES, "I look: ", [("weather", {"city": "Ulm"})]),
@@ -121,25 +121,25 @@ def test_parameters_may_refer_to_definitions_of_their_own(client):
   ("no call <tool", "no call <tool", []), ('{"name": "other", "arguments": {}}', None, []), ("{1 of 2}", None, []),
   ("<tool_call>{not JSON}</tool_call>", None, []), ('{"name": ["time"], "arguments": {}}', None, []),
 ])
-def test_an_answers_calls_are_read_and_the_rest_is_text(client, text, said, calls):
-  said = text if said is None else said
-  choice = client(tools=TOOLS, **made_to_say(text)).choices[0]
-  assert (choice.message.content or "") == said and choice.finish_reason == ("tool_calls" if calls else "stop")
-  assert [call[1:] for call in called(choice)] == calls if calls else not choice.message.tool_calls
-  streamed = joined(client(tools=TOOLS, stream=True, **made_to_say(text)))
-  assert streamed == (said, calls, choice.finish_reason)
-  one = client(tools=TOOLS, parallel_tool_calls=False, **made_to_say(text)).choices[0]
-  assert [call[1:] for call in called(one)] == calls[:1] if calls else not one.message.tool_calls
-  for tools in ({}, {"tools": TOOLS, "tool_choice": "none"}):   # then it is text
-    assert client(**tools, **made_to_say(text)).choices[0].message.content == text
+def test_tool_calls_in_output_are_parsed_rest_is_content(client, text, content, calls):
+  content = text if content is None else content
+  choice = client(tools=TOOLS, **forced_output(text)).choices[0]
+  assert (choice.message.content or "") == content and choice.finish_reason == ("tool_calls" if calls else "stop")
+  assert [call[1:] for call in tool_calls_of(choice)] == calls if calls else not choice.message.tool_calls
+  streamed = merge_chunks(client(tools=TOOLS, stream=True, **forced_output(text)))
+  assert streamed == (content, calls, choice.finish_reason)
+  first_call = client(tools=TOOLS, parallel_tool_calls=False, **forced_output(text)).choices[0]
+  assert [call[1:] for call in tool_calls_of(first_call)] == calls[:1] if calls else not first_call.message.tool_calls
+  for tools in ({}, {"tools": TOOLS, "tool_choice": "none"}):   # calls are not parsed
+    assert client(**tools, **forced_output(text)).choices[0].message.content == text
 
 
-def test_a_text_is_streamed_as_it_comes_up_to_where_a_call_may_begin(client):
-  chunks = [*client(tools=TOOLS, stream=True, **made_to_say("the cat is <b"))]
+def test_stream_with_tools_delivers_plain_text_token_by_token(client):
+  chunks = [*client(tools=TOOLS, stream=True, **forced_output("the cat is <b"))]
   assert len([chunk for chunk in chunks if chunk.choices[0].delta.content]) > 1
 
 
-def test_the_template_gets_tools_calls_answers_and_other_variables(server, folder):
+def test_chat_template_receives_tools_calls_results_and_kwargs(server, folder):
   tokenizer = LLM(folder, **SMALL).tokenizer
   call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
   messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -147,17 +147,17 @@ def test_the_template_gets_tools_calls_answers_and_other_variables(server, folde
 
   def tokens(**fields): return server.post("/v1/chat/completions", {**ASK, "messages": messages, **fields}).json()[
     "usage"]["prompt_tokens"]
-  talk = "user: hello\nassistant: weather(Ulm)\ntool: rain\n"
-  told = "tool weather\ntool time\n"
+  conversation = "user: hello\nassistant: weather(Ulm)\ntool: rain\n"
+  tools = "tool weather\ntool time\n"
 
   def length(text): return len(tokenizer.encode(text, False))
-  assert tokens() == tokens(tools=TOOLS, tool_choice="none") == tokens(tools=[]) == length(talk)
-  assert tokens(tools=TOOLS) == length(told + talk)
-  assert tokens(chat_template_kwargs={"thinking": 7}) == length("thinking 7\n" + talk)
-  assert tokens(add_generation_prompt=False, continue_final_message=True) == length(talk.rstrip())
+  assert tokens() == tokens(tools=TOOLS, tool_choice="none") == tokens(tools=[]) == length(conversation)
+  assert tokens(tools=TOOLS) == length(tools + conversation)
+  assert tokens(chat_template_kwargs={"thinking": 7}) == length("thinking 7\n" + conversation)
+  assert tokens(add_generation_prompt=False, continue_final_message=True) == length(conversation.rstrip())
 
 
-@pytest.mark.parametrize("fields,word", [
+@pytest.mark.parametrize("fields,message", [
   ({"tool_choice": "required"}, "tools"), ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
   ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "other"),
   ({"tools": [{"type": "web_search"}]}, "tools"), ({"tools": [{"type": "function", "function": {}}]}, "tools"),
@@ -168,21 +168,21 @@ def test_the_template_gets_tools_calls_answers_and_other_variables(server, folde
   ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
   ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
   ({"add_generation_prompt": "yes"}, "add_generation_prompt")], ids=lambda x: json.dumps(x)[:40])
-def test_what_is_wrong_is_400_and_named(client, server, fields, word):
+def test_invalid_tool_field_is_400_and_named(client, server, fields, message):
   answer = server.post("/v1/chat/completions", {**ASK, **fields})
-  assert answer.status_code == 400 and word in answer.text, answer.text
+  assert answer.status_code == 400 and message in answer.text, answer.text
 
 
-def test_what_is_held_back_is_what_may_become_a_call():
+def test_num_plain_characters_excludes_a_possible_tool_call():
   for text, plain in (("the <tool_ca", "the "), ("a < b", "a < b"), (' {"na', ""), ("so <tool_call>{}", "so ")):
     assert num_plain_characters(text) == len(plain)
 
 
-def test_no_choice_is_no_schema_and_messages_without_calls_stay():
+def test_output_without_tool_calls_is_unchanged():
   assert calls_schema(TOOLS, "auto") is None and with_parsed_arguments(USER) is USER
   assert parse_calls(HERMES, [TIME]) == (HERMES, []) and parse_calls("[" * 50000, [TIME]) == ("[" * 50000, [])
 
 
-def test_any_other_name_is_a_templates_variable(server):
+def test_chat_template_kwargs_may_have_any_other_name(server):
   for name in ("self", "add_generation_prompt", "bos_token"):
     assert server.post("/v1/chat/completions", {**ASK, "max_tokens": 1, "chat_template_kwargs": {name: "x"}}).is_success

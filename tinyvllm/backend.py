@@ -1,5 +1,5 @@
-"""Layers, attention and sampling of a device. Declares two seams: Backend, which is correct on every tinygrad device
-and is the reference for faster backends, and Devices, one or more devices that share a model."""
+"""Layers, attention and sampling. Declares two seams: Backend, which works on every tinygrad device and is the
+reference for faster backends, and Devices, the one or more devices that share a model."""
 import math, os, threading
 from collections.abc import Callable
 from typing import Any
@@ -13,36 +13,36 @@ from .config import EngineConfig, ModelConfig, check, logger
 from .request import SAMPLING_FIELDS, SamplerMode
 
 
-# Held by loads, captures and eager steps: tinygrad captures the kernels of all threads, and its scheduler is not meant
-# for several. A captured step needs no lock, so that engines step at the same time
+# Lock for loading, capture and eager steps, because tinygrad's capture and scheduler are not thread-safe. Captured
+# steps need no lock, so several engines can step at the same time
 exclusive = threading.RLock()
 
 
 def renderer() -> Any:
-  """The default device's renderer. Works while a layer is traced, too, when tinygrad allows no device access."""
+  """Return the default device's renderer. Also works during capture, when tinygrad forbids device access."""
   with helpers.Context(ALLOW_DEVICE_USAGE=1): return Device.default.renderer
 
 
-# Cores that share a kernel if the device is a CPU (at most 8: a few saturate the memory), else 0
+# Number of cores that share a kernel on a CPU (at most 8, because a few saturate the memory), else 0
 def cpu_cores() -> int: return 0 if renderer().has_local else min(8, renderer().global_max[0])
 
 
 class Module:
-  """Has weights. `sources`: the checkpoint's tensors whose rows follow each other in `weight`, and their rows."""
+  """A layer with weights. sources: names of the checkpoint tensors that are concatenated in `weight` -> their rows."""
   sources: dict[str, int]
   weight: Tensor
 
   def load(self, checkpoint: Any) -> None:
-    """Read the weights from a Checkpoint, into the dtype and shape that they have here."""
-    for kind, tensor in nn.state.get_state_dict(self).items():   # weight, bias
-      rows = [checkpoint.read(f"{name}.{kind}", n, *tensor.shape[1:]) for name, n in self.sources.items()]
+    """Read the weights from a Checkpoint, and cast them to this module's dtypes."""
+    for name, tensor in nn.state.get_state_dict(self).items():   # weight, bias
+      rows = [checkpoint.read(f"{source}.{name}", n, *tensor.shape[1:]) for source, n in self.sources.items()]
       whole = Tensor.cat(*[x.to(tensor.device).cast(tensor.dtype) for x in rows])
       tensor.replace(whole.contiguous().realize())
 
 
 class Linear(Module):
-  """x @ W.T + bias, accumulated in float32. axis: the axis of W, (out, in), that several devices split: 0, or 1, whose
-  results are partial sums."""
+  """x @ W.T + bias, accumulated in float32. axis: the axis of W, (out, in), that several devices split: 0, or 1 with
+  partial sums as results."""
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
     self.out_features = sum(sources.values())
     self.sources, self.axis = sources, axis
@@ -50,10 +50,10 @@ class Linear(Module):
     self.bias = Tensor.empty(self.out_features, dtype=dtype) if bias else None
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    """x: (T, in). Returns (T, out) in `dtype`, by default x's."""
+    """x: (T, in). Return (T, out) in `dtype` (default: the dtype of x)."""
     return x.float().linear(self.weight.float().T, self.bias).cast(dtype or x.dtype).contiguous()
 
-  # Row ids[i] of W, (T, in). ids: (T,). Of several devices each has zeros for the ids of others
+  # Rows `ids`, (T,), of W: (T, in). Each of several devices returns zeros for the rows of the others
   def rows(self, ids: Tensor, dtype: DType) -> Tensor: return self.weight[ids].cast(dtype).contiguous()
 
 
@@ -74,7 +74,7 @@ class Norm(nn.RMSNorm, Module):
     self.weight = Tensor.empty(size, dtype=dtype)
 
   def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x + delta, (T, size), and its norm. Of several devices each has a part of delta."""
+    """Return x + delta, (T, size), and its norm. With several devices, delta holds partial sums."""
     total = (x + delta).contiguous()
     return total, self(total).contiguous()
 
@@ -86,38 +86,38 @@ def mix_bits(x: Tensor) -> Tensor:
 
 
 def gumbel_noise(seed_low: Tensor, seed_high: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-  """Gumbel noise, (S, V), a function of seed, position and token id only. seed_low, seed_high: (S,) uint32."""
+  """Return Gumbel noise, (S, V), a function of seed, position and token id only. seed_low, seed_high: (S,) uint32."""
   key = mix_bits(seed_low ^ mix_bits(seed_high ^ mix_bits(positions.cast(dtypes.uint32)))).unsqueeze(1)   # (S, 1)
   bits = mix_bits(mix_bits(Tensor.arange(vocab_size, dtype=dtypes.uint32)) ^ key).rshift(9)   # (S, V), 23 bits each
-  uniform = (bits.cast(dtypes.float32) + 0.5) * 2.0**-23                # above 0, below 1, exact in float32
+  uniform = (bits.cast(dtypes.float32) + 0.5) * 2.0**-23                # in (0, 1), exact in float32
   return -(-uniform.log()).log()
 
 
 class Sampler:
-  """Choose token ids from logits. Each row uses only its own logits, so the output does not depend on the batch."""
+  """Samples token ids from logits. Each row uses only its own logits, so the output does not depend on the batch."""
   def reduce(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Return the sum or maximum, (S, 1), of each row of x, (S, V)."""
     return function(x, 1, keepdim=True).contiguous()
 
   def keep_top(self, p: Tensor, weights: Tensor, target: Tensor) -> Tensor:
-    """Zero each p, (S, V) in 0..1, below the largest threshold for which the kept weights, (S, V), still sum to target,
-    (S, 1); a target that all do not reach keeps all. Radix search on the float bits, which sort as the floats do."""
+    """Zero every p, (S, V) in 0..1, below the largest threshold for which the kept weights, (S, V), still sum to
+    target, (S, 1). Keep all if they do not reach it. Radix search on the float bits, which sort like the floats."""
     bits = p.bitcast(dtypes.int32)
     threshold = target.const_like(0).cast(dtypes.int32)
-    for bit in reversed(range(30)):                                     # 1.0 has no higher one
+    for bit in reversed(range(30)):                                     # higher bits are 0 up to 1.0
       higher = threshold + (1 << bit)
-      reached = self.reduce(Tensor.sum, (bits >= higher).where(weights, 0.0)) >= target
-      threshold = reached.where(higher, threshold).contiguous()
+      is_reached = self.reduce(Tensor.sum, (bits >= higher).where(weights, 0.0)) >= target
+      threshold = is_reached.where(higher, threshold).contiguous()
     return (bits >= threshold).where(p, 0.0)
 
   def argmax(self, x: Tensor) -> Tensor:
-    """The first index of each row's maximum. x: (S, V). Returns (S,) int32."""
+    """Return the first index of each row's maximum, (S,) int32. x: (S, V)."""
     is_best = x == self.reduce(Tensor.max, x)
     return -self.reduce(Tensor.max, is_best.where(-Tensor.arange(x.shape[1]), 1 - x.shape[1])).squeeze(1)
 
   def sample(self, logits: Tensor, rows: dict[str, Tensor], mode: SamplerMode) -> Tensor:
-    """Token ids, (S,), from float32 logits, (S, V): temperature, min_p, top_k and top_p (which keeps the token that
-    crosses p), then the argmax of logits plus Gumbel noise. rows: columns of runner.LOGITS, (S,) each."""
+    """Return token ids, (S,), for float32 logits, (S, V): apply temperature, min_p, top_k and top_p (which keeps the
+    token that crosses p), then take the argmax of logits plus Gumbel noise. rows: columns of runner.LOGITS."""
     if mode == SamplerMode.GREEDY: return self.argmax(logits)
     temperature, top_k, top_p, min_p = [rows[name].unsqueeze(1) for name in SAMPLING_FIELDS]   # (S, 1) each
     is_random = temperature >= 1e-5
@@ -132,7 +132,7 @@ class Sampler:
 
 
 def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
-  """Write row i of values to row index[i] of out, in place. out: seen as rows of values.numel() / index.numel()."""
+  """Write row i of values to row index[i] of out, in place. Rows have values.numel() / index.numel() elements."""
   size = values.numel() // index.numel()
   i = UOp.range(index.shape[0], 0)
   j = UOp.range(size, 1)
@@ -141,15 +141,15 @@ def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
 
 
 class Backend:
-  """Computes a model's steps on a device (seam). Override the parts that your device does better, and pass it as
-  `LLM(backend=MyBackend())`; examples/custom_backend.py replaces attention. Besides the methods with a docstring:
+  """Computes a model's steps on a device (seam). Override what your device does better, and pass an instance as
+  `LLM(backend=MyBackend())`; examples/custom_backend.py replaces attention. Members without a docstring:
 
-  Linear, GateUp, Norm, sampler: parts of a model. reads_early: whether a step's results can be read while the next one
-  runs. is_async: whether the host can build a step while the device runs one. free_memory: free bytes of a device; this
-  one returns the host's, which is exact on a CPU and a guess elsewhere. largest_tensor: maximum bytes of a tensor;
-  128 MiB is the limit on WebGPU and the smallest limit that OpenCL allows. max_blocks: number of KV cache blocks that
-  fit num_bytes; min_blocks always fit. choose_graph: the GraphKey that a step runs with: `key`, which holds the step,
-  or a larger captured one. run_graph: run a step; the first call captures it."""
+  Linear, GateUp, Norm, sampler: layers and sampler of a model. reads_early: True if a step's results can be read while
+  the next step runs. is_async: True if the host can build a step while the device runs one. free_memory: free bytes of
+  a device; this class returns the host's, exact on a CPU, a guess elsewhere. largest_tensor: maximum bytes per tensor;
+  128 MiB is the limit on WebGPU and the minimum that OpenCL guarantees. max_blocks: number of KV cache blocks that fit
+  in num_bytes; min_blocks always fit. choose_graph: the GraphKey to run a step with: `key`, or a larger captured one.
+  run_graph: run a step; the first call captures it."""
   Linear: type[Linear] = Linear
   GateUp: type[GateUp] = GateUp
   Norm: type[Norm] = Norm
@@ -164,37 +164,37 @@ class Backend:
     return os.sysconf(os.sysconf_names.get("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
 
   def pick_dtype(self, name: str) -> str:
-    """The dtype to compute in: `name`, or if the device lacks it another one, which is logged."""
+    """Return the dtype to compute in: `name`, or one that the device supports, with a warning."""
     if name == "auto": name = "float32" if Device.DEFAULT == "CPU" else "float16"
     supported = next(x for x in (name, "float16", "float32") if getattr(dtypes, x) in renderer().supported_dtypes())
-    if supported != name: logger.warning(f"{Device.DEFAULT} has no {name}: computing in {supported}")
+    if supported != name: logger.warning(f"{Device.DEFAULT} does not support {name}: computing in {supported}")
     return supported
 
   def kv_layout(self, model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
-    """Shape and dtype of one block in each cache tensor of a layer: here K and V, (block_size, KV, D) each. Raises
-    InputError for a kv_cache_dtype that the device or the model cannot have."""
+    """Return shape and dtype of a block in each cache tensor of a layer: here K and V, (block_size, KV, D) each. Raises
+    InputError for a kv_cache_dtype that the device or the model does not support."""
     check(config.kv_cache_dtype == "auto", f"kv_cache_dtype={config.kv_cache_dtype!r} needs a tinyvllm_extra backend")
     return [((config.block_size, model.num_key_value_heads, model.head_dim), dtype)] * 2
 
   def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
              num_heads: int) -> Tensor:
-    """RoPE (Su et al. 2021), then write K and V to their blocks, then causal attention of each token over its sequence,
-    read through the block table (Kwon et al. 2023). qkv: (T, (H + 2 KV) * D). cache: (num_blocks, *block) as kv_layout
-    says. rope: (length, 2, D / 2), cosines and sines. tokens: (columns of runner.TOKENS, T) int32. block_tables:
-    (slots, max_blocks) int32. Returns (T, H * D). This one copies max_blocks blocks of K and V for each token."""
+    """Apply RoPE (Su et al. 2021), write K and V to their blocks, and compute causal attention of each token over its
+    sequence through the block table (Kwon et al. 2023). qkv: (T, (H + 2 KV) * D). cache: (num_blocks, *block), see
+    kv_layout. rope: (length, 2, D / 2), cosines and sines. tokens: (columns of runner.TOKENS, T) int32. block_tables:
+    (slots, max_blocks) int32. Return (T, H * D). This version copies max_blocks blocks of K and V for each token."""
     block_size, KV, D = [int(n) for n in cache[0].shape[1:]]
     position, slot, block = [tokens[i] for i in (1, 2, 4)]              # (T,) each
     q, k, v = qkv.unflatten(1, (-1, D)).split([num_heads, KV, KV], 1)   # (T, heads, D) each
     cos, sin = rope[position].chunk(2, 1)                               # (T, 1, D / 2) each
 
-    def rotate(x: Tensor) -> Tensor:   # the first half of each head against the second
+    def rotate(x: Tensor) -> Tensor:   # rotates the first half of each head with the second
       a, b = x.float().chunk(2, 2)                                      # (T, heads, D / 2) each
       return Tensor.cat(a * cos - b * sin, b * cos + a * sin, dim=2).cast(x.dtype)
 
     slot_mapping = (block * block_size + position % block_size).contiguous()
-    written = [x.custom_kernel(slot_mapping, new.cast(x.dtype).contiguous(), fxn=scatter_kernel)[0]
+    updated = [x.custom_kernel(slot_mapping, new.cast(x.dtype).contiguous(), fxn=scatter_kernel)[0]
                for x, new in zip(cache, (rotate(k), v), strict=True)]
-    keys, values = [x[block_tables[slot]].flatten(1, 2).unsqueeze(3) for x in written]   # (T, length, KV, 1, D)
+    keys, values = [x[block_tables[slot]].flatten(1, 2).unsqueeze(3) for x in updated]   # (T, length, KV, 1, D)
     mask = (Tensor.arange(keys.shape[1]) <= position.unsqueeze(1)).reshape(keys.shape[0], -1, 1, 1)
     grouped = rotate(q).unflatten(1, (KV, -1)).unsqueeze(1)             # (T, 1, KV, G, D)
     scores = mask.where((grouped.float() * keys).sum(4) / math.sqrt(D), -math.inf)   # (T, length, KV, G)
@@ -202,13 +202,13 @@ class Backend:
     return weighted.sum(1).cast(qkv.dtype).flatten(1).contiguous()
 
   def run_layers(self, layers: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
-    """Call each layer with its caches; see llama.Layer."""
+    """Call each layer with its cache tensors; see llama.Layer."""
     for layer, cache in zip(layers, caches, strict=True): x, delta = layer(x, delta, cache, *inputs)
     return x, delta
 
   def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
-    """Return a function that waits for the device and returns the tensor's numbers as nested lists. It uses no Tensor
-    operation, because these are not thread-safe."""
+    """Return a function that waits for the device and returns the tensor as nested lists. It uses no Tensor operations,
+    because they are not thread-safe."""
     def read() -> list:
       array = np.empty(tensor.shape, np.int32 if tensor.dtype == dtypes.int32 else np.float32)
       tensor.uop.buffer.allocator._copyout(array.data.cast("B"), tensor.uop.buffer._buf)   # type: ignore[union-attr]
@@ -217,10 +217,10 @@ class Backend:
 
 
 class Devices:
-  """The devices that share a model (seam; parallel.py), here one. Its tensors are on all of `names`; the backend's
-  Linear and Norm know what several devices do with them. free_memory: of each, in bytes. shard: one device's share of
-  the heads, of the MLP and of the vocabulary. jit: a step as a graph, captured when it is called with `cnt` 1. gather:
-  the logits of the whole vocabulary, (S, V), on the first device."""
+  """The devices that share a model (seam; parallel.py), here one. Tensors are on all of `names`; the backend's Linear
+  and Norm handle several devices. free_memory: free bytes per device. shard: a config with one device's share of heads,
+  MLP and vocabulary. jit: a step as a graph, captured when it is called with `cnt` 1. gather: the logits of the whole
+  vocabulary, (S, V), on the first device."""
   def __init__(self, names: tuple[str, ...] = ()): self.names = names or (Device.DEFAULT,)
   def free_memory(self, backend: Backend) -> int: return backend.free_memory(self.names[0])
   def shard(self, model: ModelConfig) -> ModelConfig: return model

@@ -1,5 +1,5 @@
-"""The options of an engine, checked, and the shape of a model, read from its config.json. Owns the two ways to refuse
-something: InputError for the user's mistakes, and a missing extension."""
+"""Engine options with their checks, and the model's shape from config.json. Raises InputError for a user's mistake, and
+ImportError for a feature of the extension if that is not installed."""
 import dataclasses, importlib.util, json, logging, pathlib, re, types, typing
 from typing import Any
 
@@ -12,7 +12,7 @@ SUPPORTED = {"architecture": ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2Fo
 
 
 class InputError(ValueError):
-  """A mistake of the user (HTTP 400). Every other exception is a bug in tinyvllm (HTTP 500).
+  """A user's mistake (HTTP 400). Every other exception is a bug in tinyvllm (HTTP 500).
   `parameter` is the field that the message begins with, as in "top_p=2 must be ...", or None; `value` is its value."""
   def __init__(self, message: str, value: Any = None):
     super().__init__(message)
@@ -39,7 +39,7 @@ def extension(name: str) -> Any:
 
 
 def extended(module: str, name: str, default: Any) -> Any:
-  """The extension's version of something that the core has, too, if it is installed."""
+  """Return NAME of tinyvllm_extra.MODULE if the extension is installed, else the core's `default`."""
   return getattr(extension(module), name) if has_extension() else default
 
 
@@ -47,12 +47,12 @@ def read_json(path: pathlib.Path) -> dict[str, Any]: return json.loads(path.read
 
 
 def option(default: Any, help: str, *, min: Any = None, max: Any = None, choices: tuple[str, ...] = ()) -> Any:
-  """A dataclass field with a help text and its allowed values: inclusive bounds, or the strings to choose from."""
+  """Return a dataclass field with a help text and its limits: inclusive bounds, or the strings to choose from."""
   return dataclasses.field(default=default, metadata={"help": help, "min": min, "max": max, "choices": choices})
 
 
 def has_type(value: Any, kind: Any) -> bool:
-  """Whether `value` has an annotated type: a class, list[X], dict[K, V] or a union. An int is a float, not a bool."""
+  """Return whether `value` has an annotated type (class, list[X], dict[K, V], union). An int is a float, not a bool."""
   args = typing.get_args(kind)
   if isinstance(kind, types.UnionType): return any(has_type(value, arg) for arg in args)
   if typing.get_origin(kind) is list: return isinstance(value, list) and all(has_type(x, args[0]) for x in value)
@@ -85,23 +85,23 @@ class Options:
 @dataclasses.dataclass(frozen=True)
 class EngineConfig(Options):
   """Engine options, under vLLM's names."""
-  dtype: str = option("auto", "dtype of activations; auto: float32 on a CPU, float16 elsewhere", choices=DTYPES)
-  quantization: str | None = option(None, "weight format: int8 and int4 quantize at load", choices=QUANTIZATIONS)
-  max_model_len: int | None = option(None, "maximum tokens of prompt plus output; None: the model's", min=2, max=2**24)
-  max_num_seqs: int = option(64, "maximum number of running sequences", min=1, max=1024)
-  max_num_batched_tokens: int | None = option(None, "maximum tokens of a step; None: 512, CPU: 128", min=1, max=16384)
-  block_size: int = option(16, "tokens per block of the KV cache", min=1, max=256)
-  gpu_memory_utilization: float = option(0.9, "fraction of free memory for weights and KV cache", min=0.01, max=1.0)
-  kv_cache_dtype: str = option("auto", "dtype of the KV cache; auto: as dtype", choices=("auto", "fp8", "int8"))
-  num_gpu_blocks_override: int | None = option(None, "number of KV cache blocks, null block included", min=2, max=2**24)
-  tensor_parallel_size: int = option(1, "number of devices of this machine that share every layer", min=1, max=8)
-  enable_prefix_caching: bool = option(True, "reuse the KV cache of earlier prompts and answers")
-  enforce_eager: bool = option(False, "never capture a step as a graph (slow, for debugging)")
-  cudagraph_capture_sizes: list[int] | None = option(None, "step sizes in tokens to capture at startup; powers of two")
-  generation_config: str = option("auto", "sampling defaults: auto: the model's; vllm: none", choices=("auto", "vllm"))
-  speculative_config: dict[str, Any] | None = option(None, 'as in {"method": "ngram", "num_speculative_tokens": 5}')
-  seed: int | None = option(0, "seed of requests without one; None: random", min=-2**63, max=2**63 - 1)
-  scheduling_policy: str = option("fcfs", "priority: lower numbers run first", choices=("fcfs", "priority"))
+  dtype: str = option("auto", "Activation dtype; auto: float32 on a CPU, else float16", choices=DTYPES)
+  quantization: str | None = option(None, "Quantize weights to int8 or int4 (default: stored)", choices=QUANTIZATIONS)
+  max_model_len: int | None = option(None, "Maximum prompt plus output tokens (default: model's)", min=2, max=2**24)
+  max_num_seqs: int = option(64, "Maximum running sequences", min=1, max=1024)
+  max_num_batched_tokens: int | None = option(None, "Token budget per step (default: 512, CPU 128)", min=1, max=16384)
+  block_size: int = option(16, "Tokens per KV cache block", min=1, max=256)
+  gpu_memory_utilization: float = option(0.9, "Fraction of free memory to use", min=0.01, max=1.0)
+  kv_cache_dtype: str = option("auto", "KV cache dtype; auto: as dtype", choices=("auto", "fp8", "int8"))
+  num_gpu_blocks_override: int | None = option(None, "KV cache size in blocks (default: what fits)", min=2, max=2**24)
+  tensor_parallel_size: int = option(1, "Number of devices per layer", min=1, max=8)
+  enable_prefix_caching: bool = option(True, "Reuse KV cache of equal prefixes")
+  enforce_eager: bool = option(False, "Run without graph capture (slow, for debugging)")
+  cudagraph_capture_sizes: list[int] | None = option(None, "Step sizes in tokens to capture at startup (default: none)")
+  generation_config: str = option("auto", "Sampling defaults; auto: the model's, vllm: none", choices=("auto", "vllm"))
+  speculative_config: dict[str, Any] | None = option(None, 'Draft method, as in {"method": "ngram"} (default: none)')
+  seed: int | None = option(0, "Seed of requests without one", min=-2**63, max=2**63 - 1)
+  scheduling_policy: str = option("fcfs", "Request order; priority: lowest number first", choices=("fcfs", "priority"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +141,8 @@ class ModelConfig:
               "architecture": architecture, "qk_norm": architecture == "Qwen3ForCausalLM",
               "qkv_bias": hf["attention_bias"] or architecture == "Qwen2ForCausalLM",
               "eos_token_ids": tuple(eos if isinstance(eos, list) else [eos])}
-    for name, known in SUPPORTED.items():
-      check(values[name] in known, f"{source}: {name} {values[name]!r} is not supported; supported: {', '.join(known)}")
+    for name, names in SUPPORTED.items():
+      check(values[name] in names, f"{source}: {name} {values[name]!r} is not supported; supported: {', '.join(names)}")
     if hf.get("sliding_window") and hf.get("use_sliding_window", True):   # full attention is exact within the window
       values["max_position_embeddings"] = min(hf["max_position_embeddings"], hf["sliding_window"])
     return cls(**{name: values[name] for name in cls.__match_args__})

@@ -1,5 +1,5 @@
-"""The engine: text in, text out. Requests are added at any time, and each step advances all of them together. One
-thread drives an engine."""
+"""The engine, from text to text. Requests can be added at any time, and each step advances all of them together. Only
+one thread at a time may use an engine."""
 import contextlib, dataclasses, functools, itertools, pathlib, random, threading, time, uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -31,7 +31,7 @@ class Request:
   is_delivered = property(lambda self: all(stream.delivered == stream.available for stream in self.streams))
 
   def output(self, delta: bool = False) -> RequestOutput:
-    """Everything so far, or what came since the last call with `delta`."""
+    """Return all output so far, or with `delta` the output since the last such call."""
     first = self.sequences[0]
     scores = [first.logprobs.get(i) for i in range(first.num_prompt)] if first.wants_prompt_logprobs else None
     return RequestOutput(self.request_id, self.prompt, first.tokens[:first.num_prompt], scores,
@@ -48,12 +48,12 @@ class Request:
 
 
 class LoadedModel:
-  """A model on its devices, with its tokenizer, runner and KV cache."""
+  """A model on its devices, with tokenizer, runner and KV cache."""
   proposer: Proposer | None = None
 
   def __init__(self, path: pathlib.Path, config: EngineConfig, backend: Backend | None):
-    started = time.perf_counter()
-    extended("kernels", "prepare_device", renderer)()   # opens it
+    start_time = time.perf_counter()
+    extended("kernels", "prepare_device", renderer)()   # opens the device
     self.path = path
     self.backend = backend = backend or extended("kernels", "make_backend", Backend)()
     devices = extension("parallel").open_devices(config) if config.tensor_parallel_size > 1 else Devices()
@@ -66,7 +66,7 @@ class LoadedModel:
     limit = self.model_config.max_position_embeddings
     length = config.max_model_len or limit
     check(length <= limit, f"max_model_len={length} must be at most the model's {limit}")
-    # 512 tokens take a CPU a second, too long for the running sequences; the logits of a step are one tensor
+    # 512 tokens would take a second on a CPU and stall running sequences. The logits of a step are one tensor
     budget = config.max_num_batched_tokens or max(config.max_num_seqs, 128 if cpu_cores() else 512)
     max_rows = backend.largest_tensor() // (4 * self.model_config.vocab_size)
     budget = min(budget, 1 << max_rows.bit_length() - 1)
@@ -78,21 +78,21 @@ class LoadedModel:
     checkpoint.load(model, config.quantization)
     weights = sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
     logger.info(f"loaded {path.name} in {self.config.dtype} on {', '.join(devices.names)} in "
-                f"{time.perf_counter() - started:.1f} s; a step takes {self.config.max_num_batched_tokens} tokens")
+                f"{time.perf_counter() - start_time:.1f} s; a step takes {self.config.max_num_batched_tokens} tokens")
     num_bytes = max(0, int(free * config.gpu_memory_utilization - weights))
     new_runner = functools.partial(Runner, model, self.config)
     if config.speculative_config is None: self.runners = [new_runner(num_bytes)]
     else: self.proposer, self.runners = extension("speculation").open_proposer(self, new_runner, num_bytes)
-    self.runner = self.runners[0]   # the second one, if there is one, runs a draft model
+    self.runner = self.runners[0]   # a second runner, if any, runs the draft model
 
 
 class Engine(LoadedModel):
-  """Requests in, outputs out, one `step` at a time, for one thread at a time: a second one gets a RuntimeError.
+  """Schedules and runs steps for all requests. A second thread that calls it at the same time gets a RuntimeError.
 
-  model: a folder with config.json, *.safetensors and a tokenizer, or with the extension a GGUF file; None: the model
-  shipped with tinyvllm. backend: what to compute with; None: the best one for the device. options: EngineConfig's.
-  Raises InputError for files or options that do not fit, RuntimeError without a device or a compiler."""
-  # The extension's Methods have richer ones, and metrics
+  model: a folder with config.json, *.safetensors and a tokenizer, or a GGUF file (extension). None: the bundled model.
+  backend: a Backend. None: the fastest one for the device. options: fields of EngineConfig.
+  Raises InputError for unsupported files or options, RuntimeError without a device or a compiler."""
+  # The extension's Methods replace these
   scheduler_class, params_class, metrics_class = Scheduler, SamplingParams, staticmethod(lambda samples: None)
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
@@ -102,8 +102,8 @@ class Engine(LoadedModel):
     self.max_model_len = min(self.config.max_model_len or 0, self.blocks.num_free() * self.config.block_size)
     self.scheduler = self.scheduler_class(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
-    self._in_flight: Callable[[], Results] | None = None   # waits for the step that the device runs
-    self._updated: dict[Request, None] = {}   # requests with tokens that no step has returned yet
+    self._in_flight: Callable[[], Results] | None = None   # waits for the step in flight
+    self._updated: dict[Request, None] = {}   # requests with tokens not yet returned by a step
     self._driver, self._stepping = threading.RLock(), threading.Lock()
     self._abandoned: list[str] = []           # requests whose streams were closed during a step
     self._arrivals = itertools.count()
@@ -112,7 +112,7 @@ class Engine(LoadedModel):
 
   @contextlib.contextmanager
   def driving(self) -> Iterator[None]:
-    """Reserve the engine for the calling thread. Raises RuntimeError if another thread uses it."""
+    """Reserve the engine for the calling thread. Raises RuntimeError if another thread is using it."""
     if not self._driver.acquire(False): raise RuntimeError("another thread uses this LLM: use tinyvllm.AsyncLLM")
     try: yield
     finally: self._driver.release()
@@ -120,9 +120,9 @@ class Engine(LoadedModel):
   # Requests
 
   def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
-    """A request for `add`. prompt: a str, {"prompt": str}, {"prompt_token_ids": [int]} or {"messages": [{"role",
-    "content"}], "template": {options of the chat template}}. Lower priorities run first. Any thread may call this.
-    Raises InputError for a request that can never run."""
+    """Check a request and return it for `add`. prompt: a str, {"prompt": str}, {"prompt_token_ids": [int]} or
+    {"messages": [{"role", "content"}], "template": {options of the chat template}}. Lower priorities run first. May be
+    called from any thread. Raises InputError for a request that can never run."""
     params, model = params or self.params_class(**self.sampling_defaults), self.model_config
     check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
     text, ids = self.encode(prompt)
@@ -143,7 +143,7 @@ class Engine(LoadedModel):
     return Request(request_id, text, self.metrics_class(samples), streams)
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-    """The text of a prompt, None if it was given as token ids, and its token ids."""
+    """Return a prompt's text (None for a prompt of token ids) and its token ids."""
     match [*prompt.items()] if isinstance(prompt, dict) else [("prompt", prompt)]:
       case [("prompt", str(text))] if text: return text, self.tokenizer.encode(text)
       case [("prompt_token_ids", list(ids))] if ids: return None, ids
@@ -153,11 +153,11 @@ class Engine(LoadedModel):
   def add(self, request: Request) -> None:
     with self.driving():
       name = request.request_id
-      check(self.requests.setdefault(name, request) is request, f"request_id={name!r} is in use")
+      check(self.requests.setdefault(name, request) is request, f"request_id={name!r} is in use: choose another")
       self.scheduler.add(request.sequences[0])
 
   def abort_request(self, request_id: str) -> None:
-    """End a request with finish_reason "abort". Ignores one that has finished or never existed."""
+    """End a request with finish_reason "abort". Does nothing for a finished or unknown request."""
     with self.driving():
       if self._stepping.locked(): return self._abandoned.append(request_id)   # garbage collection closed its stream
       request: Any = self.requests.pop(request_id, None)
@@ -168,9 +168,9 @@ class Engine(LoadedModel):
   # Steps
 
   def advance(self, make_output: Callable[[Request], Any] = lambda request: request) -> list[Any]:
-    """Run one step, and return `make_output(request)` for each request with new tokens. On a GPU these are the previous
-    step's tokens, computed while this step was built. If `make_output` raises, the next step returns them. A failed
-    step leaves a working engine: no token is lost or duplicated."""
+    """Run one step, and return `make_output(request)` for each request with new tokens. On a GPU these tokens come from
+    the previous step, which ran while this one was built. If `make_output` raises, the next step returns them. After a
+    failed step the engine still works, and no token is lost or duplicated."""
     with self.driving():
       while self._abandoned: self.abort_request(self._abandoned.pop())
       try:
@@ -190,7 +190,7 @@ class Engine(LoadedModel):
     if step: self._update(self.runner.launch(step)())
 
   def _step_async(self) -> None:
-    """The same, but a step is built while the device runs the one before, whose results come next."""
+    """Build a step while the device runs the previous one, then process that one's results."""
     if self._in_flight and any(map(self._needs_sync, self.scheduler.running)):   # for all, or they would alternate
       self._update(self._in_flight())
       self._in_flight = None
@@ -201,12 +201,12 @@ class Engine(LoadedModel):
     if results: self._update(results)
 
   def _needs_sync(self, seq: Sequence) -> bool:
-    """Whether its next token depends on one that the host has not read."""
-    waits = seq.processor and seq.processor.depends_on_output or self.proposer and self.proposer.needs_sync(seq)
-    return bool(seq.num_in_flight and waits)
+    """Return True if sampling the next token needs a token that is still on the device."""
+    needs_tokens = seq.processor and seq.processor.depends_on_output or self.proposer and self.proposer.needs_sync(seq)
+    return bool(seq.num_in_flight and needs_tokens)
 
   def _build_step(self) -> Step | None:
-    self._find_stops()   # in tokens that a failed step has appended
+    self._find_stops()   # in tokens that a failed step appended
     batch = self.scheduler.schedule()
     if self.proposer: self.proposer.propose(self.scheduler, batch)
     step = build_step(batch, self.runner) if batch else None
@@ -216,12 +216,12 @@ class Engine(LoadedModel):
   def _update(self, results: Results) -> None:
     if results.step.key.plan: extension("logits").record(results, self.tokenizer)
     if self.proposer: return self.proposer.update(self, results)
-    self.append(results.step.computed, {   # rows of padding are left over
+    self.append(results.step.computed, {   # not strict: rows of padding follow
       row.seq: token for token, row in zip(results.token_ids, results.step.rows, strict=False)
       if row.position == len(row.seq.tokens) and not row.seq.finish_reason})
 
   def append(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
-    """Append the sampled tokens, see Scheduler.update, and finish sequences at a stop string."""
+    """Append the sampled tokens (see Scheduler.update), and finish sequences at stop strings."""
     self._updated |= dict.fromkeys(self.requests[seq.request_id] for seq in sampled)
     self.scheduler.update(computed, sampled)
     self._find_stops()
@@ -233,7 +233,7 @@ class Engine(LoadedModel):
       if stream.seq.stop_reason is not None: self.scheduler.finish(stream.seq, "stop")
 
   def _reset(self) -> None:
-    """After a failed step: discard the step in flight, free all blocks, and recompute all unfinished sequences."""
+    """Recover from a failed step: discard the step in flight, free all blocks, recompute all unfinished sequences."""
     self._in_flight = None
     self.scheduler.reset([seq for request in self.requests.values() for seq in request.sequences
                           if not seq.finish_reason and seq not in request.sequences[0].siblings])
@@ -244,15 +244,15 @@ Methods: Any = extended("methods", "Methods", type("Methods", (), {"__getattr__"
 
 
 class LLM(Methods, Engine):
-  """The engine, with calls that run requests to their end. Takes what Engine takes. The extension adds methods."""
+  """The engine, with methods that run requests to completion. Same arguments as Engine. The extension adds methods."""
 
   def generate(self, prompts: Prompt | list[Prompt], sampling_params: Params | list[Params] = None,
                use_tqdm: bool = True) -> list[RequestOutput]:
-    """Complete one prompt or a list, with one SamplingParams or one for each; outputs in the order of the prompts.
-    Raises InputError, and runs none, if any is bad."""
+    """Complete one or several prompts, with one SamplingParams for all or one for each. Return outputs in prompt order.
+    Raises InputError, before any prompt runs, if one of them is invalid."""
     prompts = prompts if isinstance(prompts, list) else [prompts]
     params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
-    check(len(params) == len(prompts), f"sampling_params: {len(params)} for {len(prompts)} prompts: give one or all")
+    check(len(params) == len(prompts), f"sampling_params: {len(params)} for {len(prompts)} prompts: use 1 or one each")
     requests = [self.make_request(uuid.uuid4().hex, *pair) for pair in zip(prompts, params, strict=True)]
     with self.driving(), contextlib.ExitStack() as aborts:
       for request in requests:
@@ -263,8 +263,8 @@ class LLM(Methods, Engine):
     return [request.output() for request in requests]
 
   def generate_stream(self, prompt: Prompt, sampling_params: Params = None) -> Iterator[RequestOutput]:
-    """Complete one prompt, yielding new text and token ids as they come. Raises InputError at once for a bad request.
-    Closing the iterator aborts the request."""
+    """Complete one prompt, and yield new text and token ids as they are generated. Closing the iterator aborts the
+    request. Raises InputError for an invalid request at the call, not at the first iteration."""
     return self._stream(self.make_request(uuid.uuid4().hex, prompt, sampling_params))
 
   def _stream(self, request: Request) -> Iterator[RequestOutput]:
@@ -281,12 +281,12 @@ shared_llm = functools.cache(LLM)   # one engine for each model
 
 
 def generate(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> str:
-  """Return the text that follows a prompt. sampling: fields of SamplingParams; greedy unless a temperature is given."""
+  """Return the text that follows a prompt. sampling: fields of SamplingParams (default: temperature 0, greedy)."""
   return "".join(generate_stream(prompt, model, **sampling))
 
 
 def generate_stream(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> Iterator[str]:
-  """As `generate`, but yield pieces of text as tokens arrive."""
-  with exclusive: llm = shared_llm(model)   # two first callers get one engine
+  """Like `generate`, but yield pieces of text as tokens are generated."""
+  with exclusive: llm = shared_llm(model)   # concurrent first calls get one engine
   outputs = llm.generate_stream(prompt, llm.params_class(**{"temperature": 0.0, **sampling}))
   return (output.outputs[0].text for output in outputs if output.outputs[0].text)

@@ -1,7 +1,7 @@
-"""A LLaMA (Touvron et al. 2023) over a paged KV cache, and the files that its weights come from. One forward pass
-serves prefill, its chunks, decode and drafts: a flat batch of T tokens, each with its position, block and slot.
+"""LLaMA (Touvron et al. 2023) over a paged KV cache, and the checkpoint that its weights come from. One forward pass
+serves prefill chunks, decode and draft tokens: a flat batch of T tokens, each with its position, block and slot.
 Attributes are named after Hugging Face's weights, with q, k, v stored as one matrix and gate, up as one. Declares two
-seams: Model and Checkpoint, the loader."""
+seams: Model and Checkpoint."""
 import pathlib
 from typing import Any
 
@@ -17,44 +17,44 @@ from .tokenizer import Tokenizer
 
 
 class Checkpoint:
-  """A model's files in Hugging Face's layout (seam for other formats; weights.py, gguf.py). Raises InputError naming
-  the file and the tensor that is missing, surplus or has the wrong shape."""
+  """A model folder in Hugging Face's layout (seam for other formats: weights.py, gguf.py). Raises InputError with the
+  name of a file or tensor that is missing, unexpected or of the wrong shape."""
   def __init__(self, path: pathlib.Path):
     self.path = path
-    check(path.is_dir(), f"model='{path}' is no folder: hf download {path} --local-dir FOLDER; tinyvllm_extra has GGUF")
+    check(path.is_dir(), f"model='{path}' is not a folder: hf download {path} --local-dir FOLDER; GGUF: tinyvllm_extra")
     self.generation_config = read_json(path / "generation_config.json")
-    self.hf_config = read_json(path / "config.json") | self.generation_config   # which may have more end tokens
+    self.hf_config = read_json(path / "config.json") | self.generation_config   # may list more end tokens
 
   def tokenizer(self) -> Any: return extended("huggingface", "load_tokenizer", Tokenizer)(self.path)
   def sampling_defaults(self) -> dict[str, Any]:
     return {name: x for name, x in self.generation_config.items() if name in SAMPLING_DEFAULTS and x is not None}
 
   def load(self, model: "Llama", quantization: str | None = None) -> None:
-    """Fill the model's weights. quantization: the format to quantize its matrices to."""
+    """Load the model's weights. quantization: format to quantize its matrices to."""
     check(quantization is None, f"quantization={quantization!r} needs the package tinyvllm_extra: use None")
     self.tensors: dict[str, Tensor] = {}
     index = read_json(self.path / "model.safetensors.index.json")
     for file in {self.path / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}:
-      try: safe_open(file, "np")   # checks the whole header
-      except (OSError, SafetensorError) as e: check(False, f"model: {file} is missing, damaged or cut short: {e}")
+      try: safe_open(file, "np")   # validates the header
+      except (OSError, SafetensorError) as e: check(False, f"model: {file} is missing, damaged or truncated: {e}")
       self.tensors |= nn.state.safe_load(file)
     for module in helpers.tqdm(model.modules(), desc="loading weights", disable=None): module.load(self)
     self.check_unused(self.tensors)
 
   def read(self, name: str, *shape: int) -> Tensor:
-    """Return a tensor of the checkpoint, which must have this shape."""
+    """Return a tensor of the checkpoint. Raises InputError if it is missing or has another shape."""
     actual = list(self.tensors[name].shape) if name in self.tensors else "missing"
     check(actual == [*shape], f"model: {self.path}: tensor {name} is {actual}; its config says {[*shape]}")
     return self.tensors.pop(name)
 
   def check_unused(self, names: Any) -> None:
-    """Refuse tensors that no module has read, except tied and derived ones."""
+    """Raise InputError for a tensor that no module has read, except tied and derived ones."""
     unused = [name for name in names if name != "lm_head.weight" and not name.endswith(".inv_freq")]
-    check(not unused, f"model: {self.path}: tensor {''.join(unused[:1])} has no place in the model of its config")
+    check(not unused, f"model: {self.path}: tensor {''.join(unused[:1])} is not part of the model in config.json")
 
 
 def rope_table(config: ModelConfig, length: int) -> Tensor:
-  """Cosines and sines of the rotary embedding (Su et al. 2021), with scaled frequencies: (length, 2, D / 2)."""
+  """Return cosines and sines of RoPE (Su et al. 2021) with scaled frequencies, (length, 2, D / 2)."""
   scaling = config.rope_scaling
   freqs = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)   # (D / 2,)
   if scaling["rope_type"] in ("linear", "factors"): freqs /= scaling["factors" if "factors" in scaling else "factor"]
@@ -66,15 +66,15 @@ def rope_table(config: ModelConfig, length: int) -> Tensor:
 
 
 class Layer:
-  """A transformer block. It returns its last sum as two terms, x and delta: the next norm adds them."""
+  """A transformer block. It returns the residual stream as two terms, x and delta, which the next norm adds."""
   def __init__(self, config: ModelConfig, name: str, dtype: DType, backend: Backend):
     self.config, self.backend = config, backend
     hidden = config.hidden_size
     q_size = config.num_attention_heads * config.head_dim
     kv_size = config.num_key_value_heads * config.head_dim
     def norm(source, size): return backend.Norm(f"{name}.{source}", size, config.rms_norm_eps, dtype)
-    def linear(kind, in_features, bias, axis, **rows):
-      return kind(in_features, {f"{name}.{x.replace('__', '.')}": n for x, n in rows.items()}, bias, dtype, axis)
+    def linear(layer_type, in_features, bias, axis, **rows):
+      return layer_type(in_features, {f"{name}.{x.replace('__', '.')}": n for x, n in rows.items()}, bias, dtype, axis)
     self.input_layernorm = norm("input_layernorm", hidden)
     self.qkv_proj = linear(backend.Linear, hidden, config.qkv_bias, 0, self_attn__q_proj=q_size,
                            self_attn__k_proj=kv_size, self_attn__v_proj=kv_size)
@@ -87,7 +87,7 @@ class Layer:
 
   def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor,
                block_tables: Tensor) -> tuple[Tensor, Tensor]:
-    """x, delta: (T, hidden); each device may have a part of delta, or several below each other. Returns the same."""
+    """x, delta: (T, hidden) each. With several devices, delta holds partial sums. Return the next x and delta."""
     num_heads, num_kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
     x, h = self.input_layernorm.add(x, delta)                         # (T, hidden) each
     qkv = self.qkv_proj(h)                                              # (T, (H + 2 KV) * D)
@@ -100,9 +100,9 @@ class Layer:
 
 
 class Llama:
-  """LLaMA, Mistral, Qwen2 and Qwen3. A Model (seam; tinyvllm_extra/models): another architecture has the same
-  constructor and call, modules() and these attributes. config: one device's share. dtype: of activations, except norms,
-  sums and logits. layers, backend and devices make the rest independent of weight formats, kernels and devices."""
+  """LLaMA, Mistral, Qwen2 and Qwen3, and the interface of any Model (seam; tinyvllm_extra/models): this constructor,
+  call, modules() and these attributes. config: one device's share of the model. dtype: dtype of activations; norms,
+  sums and logits are float32. The backend's layers hide weight formats and kernels, `devices` hides their number."""
   def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
     self.config = config = devices.shard(config)
     self.dtype = dtype
@@ -114,7 +114,7 @@ class Llama:
     self.norm = backend.Norm("model.norm", config.hidden_size, config.rms_norm_eps, dtype)
 
   def modules(self) -> list[Module]:
-    """Everything with weights, each once."""
+    """Return every module with weights, each once."""
     values = [x for owner in (self, *self.layers) for x in vars(owner).values()]
     return [*dict.fromkeys(x for x in values if isinstance(x, Module))]
 

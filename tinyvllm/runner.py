@@ -1,6 +1,5 @@
-"""Runs steps. A step is one int32 array, built by the host with numpy, and a captured graph that reads it; batches are
-padded to few graph shapes. Owns what stays on the device: the KV cache, allocated once, the block tables and the last
-token of each slot."""
+"""Runs steps. The host builds each step as one int32 array with numpy, and a captured graph reads it. Batches are
+padded to a few graph shapes. Owns the state on the device: KV cache, block tables, last token of each slot."""
 import functools, itertools, math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -13,57 +12,57 @@ from .config import EngineConfig, check, extension, logger
 from .llama import Llama, rope_table
 from .request import SAMPLING_FIELDS, SamplerMode, Sequence
 
-UNKNOWN = -1      # a token id that only the device knows
+UNKNOWN = -1      # token id that is still on the device
 NO_TILE = -1
 TILE = 64         # tokens in a query tile
 KINDS = {"i": dtypes.int32, "u": dtypes.uint32, "f": dtypes.float32}   # by numpy's names
 
 
 class Table:
-  """Named columns of 32-bit words, a row per token or row of logits: written by the host, read in the graph."""
+  """A table of named 32-bit columns, a row per token or per row of logits. The host writes it, the graph reads it."""
   def __init__(self, **formats: str):
     self.dtype: Any = np.dtype([*formats.items()])
     self.num_words = len(formats)
 
   def write(self, rows: list[tuple], size: int, **padding: int) -> np.ndarray:
-    """(num_words * size,) int32, column after column; rows beyond the given ones hold `padding`, or 0."""
+    """Return (num_words * size,) int32, column by column. Rows after the last of `rows` hold `padding`, or 0."""
     array = np.zeros(size, self.dtype)
     for name, value in padding.items(): array[name] = value
     array[:len(rows)] = rows
     return array.view(np.int32).reshape(size, self.num_words).T.ravel()
 
   def read(self, words: Tensor) -> dict[str, Tensor]:
-    """The columns by name, (size,) each. words: (num_words, size)."""
+    """Return the columns by name, (size,) each. words: (num_words, size)."""
     return {name: x.bitcast(KINDS[self.dtype[name].kind])
             for name, x in zip(self.dtype.names, words, strict=True)}   # type: ignore[call-overload]
 
 
-# id: UNKNOWN takes the slot's last token. slot: row of the block tables, max_num_seqs for padding. table_index: of the
-# token's block in the flat block tables. block: that block. query_tile: of the n-th tile, not of this token: TILE * its
-# first token + its number of further tokens; a tile is up to TILE consecutive tokens of a sequence
+# id: UNKNOWN means the slot's last token. slot: index into the block tables, max_num_seqs for padding. table_index:
+# flat block-table index of the token's block. block: that block. query_tile: row n describes tile n: TILE * first
+# token + number of further tokens. A query tile is up to TILE consecutive tokens of one sequence
 TOKENS = Table(id="i4", position="i4", slot="i4", table_index="i4", block="i4", query_tile="i4")
-# token: index in the batch of the token before. slot: takes the sampled token as its last one, max_num_seqs for none.
-# With TOKENS 16 words, as GPUs load 4 at a time
+# token: batch index of the previous token. slot: where to store the sampled token, max_num_seqs to store none.
+# `unused` makes 16 words together with TOKENS, because GPUs load 4 at a time
 LOGITS = Table(token="i4", position="i4", slot="i4", unused="i4", temperature="f4", top_k="i4", top_p="f4", min_p="f4",
                seed_low="u4", seed_high="u4")
 NUM_WORDS = TOKENS.num_words + LOGITS.num_words
 
 
 class GraphKey(NamedTuple):
-  """The shape of a graph. It also runs any step that is smaller in every field."""
+  """The shape of a graph. The graph also runs any step that is smaller in every field."""
   num_tokens: int
   num_rows: int                       # rows of logits
   sampler_mode: SamplerMode = SamplerMode.GREEDY
   plan: Any = None                    # LogitsPlan of logits.py, for LogitsProcessors: hashable
 
 
-# A row of logits: it gives the token of `seq` at `position`. token: index in the batch of the token before
+# A row of logits, for sampling the token of `seq` at `position`. token: batch index of the previous token
 Row = NamedTuple("Row", [("seq", Sequence), ("position", int), ("token", int)])
-# A step for the device. words: the tables TOKENS and LOGITS, then the words of the logits plan. computed: positions
-# at which it writes K and V
+# A step for the device. words: the tables TOKENS and LOGITS, then the words of the logits plan. computed: the
+# positions of K and V that it writes
 Step = NamedTuple("Step", [("key", GraphKey), ("words", np.ndarray), ("rows", list[Row]),
                            ("computed", dict[Sequence, range])])
-# The sampled token of each row of logits of a step, and a list of its log probabilities, see logits.py, or none
+# The sampled token of each row of logits, and the log probabilities (see logits.py) if the plan has any
 Results = NamedTuple("Results", [("step", Step), ("token_ids", list[int]), ("logprobs", list)])
 
 
@@ -71,23 +70,22 @@ def next_power_of_two(n: int) -> int: return 1 << max(0, n - 1).bit_length()
 
 
 def token_rows(seq: Sequence, positions: range, block_size: int, max_blocks: int) -> Iterator[tuple]:
-  """The rows of TOKENS of a sequence, drafts included, without query_tile."""
+  """Yield the rows of TOKENS of a sequence and its drafts, without query_tile."""
   inputs = [*seq.tokens[positions.start:positions.stop], *seq.draft_token_ids, UNKNOWN]
-  for position, token in zip(positions, inputs, strict=False):   # UNKNOWN may be one too many
-    page = position // block_size
-    yield token, position, seq.slot, seq.slot * max_blocks + page, seq.block_table[page]   # type: ignore[operator]
+  for position, token in zip(positions, inputs, strict=False):   # UNKNOWN may be surplus
+    i = position // block_size
+    yield token, position, seq.slot, seq.slot * max_blocks + i, seq.block_table[i]   # type: ignore[operator]
 
 
 def logits_rows(seq: Sequence, positions: range, first_token: int) -> Iterator[Row]:
-  """The rows of logits that a sequence needs: of its last token and its drafts, or of its prompt."""
+  """Yield the rows of logits that a sequence needs: for its last token and drafts, or for its prompt."""
   in_prompt = seq.wants_prompt_logprobs and positions.start < seq.num_prompt
   for position in range(max(positions.start, 0 if in_prompt else seq.length - 1), positions.stop):
     yield Row(seq, position + 1, first_token + position - positions.start)
 
 
 def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | None = None) -> Step:
-  """Build the step that computes the next tokens of each sequence, padded to a graph key, by default the runner's
-  choice."""
+  """Build the step that computes the next tokens of each sequence, padded to `key` (default: the runner's choice)."""
   computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
   padding = runner.config.max_num_seqs   # slot
   tokens: list[tuple] = []
@@ -106,28 +104,28 @@ def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | Non
              *[getattr(row.seq.params, name) for name in SAMPLING_FIELDS],
              row.seq.seed % 2**32, row.seq.seed // 2**32 % 2**32) for row in rows]
   table_index = padding * runner.max_blocks
-  parts = [TOKENS.write(tokens, key.num_tokens, slot=padding, table_index=table_index, query_tile=NO_TILE),
+  words = [TOKENS.write(tokens, key.num_tokens, slot=padding, table_index=table_index, query_tile=NO_TILE),
            LOGITS.write(logits, key.num_tokens, slot=padding)]
-  if key.plan: parts.append(key.plan.words(logits_batch, key.num_rows))
-  return Step(key, np.concatenate(parts), rows, computed)
+  if key.plan: words.append(key.plan.words(logits_batch, key.num_rows))
+  return Step(key, np.concatenate(words), rows, computed)
 
 
 def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> list[list[Tensor]]:
-  """Allocate the cache tensors of each layer, (num_blocks, *block) each, within `num_bytes` of each device: at most for
-  max_num_seqs sequences of max_model_len. Raises InputError if not one such sequence fits."""
+  """Allocate the cache tensors of each layer, (num_blocks, *block) each, within `num_bytes` per device, but no more
+  than max_num_seqs sequences of max_model_len need. Raises InputError if one such sequence does not fit."""
   layout = model.backend.kv_layout(model.config, config, model.dtype)
   sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout]
   num_layers = model.config.num_hidden_layers
   block_bytes = num_layers * sum(sizes)
   per_sequence = -(-config.max_model_len // config.block_size)   # type: ignore[operator]   # blocks; by now an int
   limit = model.backend.largest_tensor() // max(sizes)
-  fit = min(model.backend.max_blocks(num_bytes, block_bytes, per_sequence + 1), limit)
-  num_blocks = config.num_gpu_blocks_override or min(fit, config.max_num_seqs * per_sequence + 1)
-  check(config.num_gpu_blocks_override or fit > per_sequence,
+  max_blocks = min(model.backend.max_blocks(num_bytes, block_bytes, per_sequence + 1), limit)
+  num_blocks = config.num_gpu_blocks_override or min(max_blocks, config.max_num_seqs * per_sequence + 1)
+  check(config.num_gpu_blocks_override or max_blocks > per_sequence,
         f"max_model_len={config.max_model_len} needs {per_sequence * block_bytes / 2**30:.2f} GiB of KV cache, but "
         f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {num_bytes / 2**30:.2f} GiB: "
-        f"{f'lower max_model_len to {(fit - 1) * config.block_size}, ' if fit > 1 else ''}raise gpu_memory_utilization "
-        "or choose a smaller model")
+        f"{f'lower max_model_len to {(max_blocks - 1) * config.block_size}, ' if max_blocks > 1 else ''}raise "
+        "gpu_memory_utilization or choose a smaller model")
   check(num_blocks <= limit, f"num_gpu_blocks_override={num_blocks} must be at most {limit} on {Device.DEFAULT}")
   num_tokens = (num_blocks - 1) * config.block_size
   logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {config.block_size} "
@@ -138,12 +136,12 @@ def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> li
 
 
 def upload(tensor: Tensor, array: np.ndarray) -> None:
-  """Fill a tensor on the device. Tensor(array) would be scheduled, which takes 1 ms."""
+  """Copy an array to a tensor on the device. Scheduling a Tensor(array) would take 1 ms."""
   tensor.uop.buffer.allocator._copyin(tensor.uop.buffer._buf, array.data.cast("B"))   # type: ignore[union-attr]
 
 
 def capture(run: Callable[[], Any]) -> Any:
-  """Run a step that is not captured yet: as one graph, of kernels with at most 8 buffers, which is WebGPU's limit."""
+  """Run and capture a step as one graph. Its kernels have at most 8 buffers, which is WebGPU's limit."""
   with exclusive, Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8): return run()
 
 
@@ -151,7 +149,7 @@ def zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32
 
 
 class Runner:
-  """Launches steps of a model. num_bytes: of each device, for the KV cache."""
+  """Launches steps of a model. num_bytes: memory per device for the KV cache."""
   def __init__(self, model: Llama, config: EngineConfig, num_bytes: int):
     self.model, self.config = model, config
     self.backend = model.backend
@@ -161,20 +159,20 @@ class Runner:
     self.kv_caches = allocate_kv_caches(model, config, num_bytes)
     self.num_blocks = len(self.kv_caches[0][0])
     self.max_blocks = -(-length // config.block_size)
-    self.max_rows = next_power_of_two(config.max_num_seqs)   # of logits in a step; prompt_logprobs may exceed it
-    self.block_tables = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last row is the padding's
+    self.max_rows = next_power_of_two(config.max_num_seqs)   # rows of logits, except prompt logprobs
+    self.block_tables = zeros(config.max_num_seqs + 1, self.max_blocks)   # the last slot is for padding
     self.last_tokens = zeros(config.max_num_seqs + 1)
-    self.graphs: dict[GraphKey, tuple[Tensor, Any]] = {}   # the words that each graph reads, and itself
+    self.graphs: dict[GraphKey, tuple[Tensor, Any]] = {}   # key -> words that the graph reads, graph
     self.device_tables: dict[int | None, tuple[int, list[int]]] = {}   # slot -> version and block table on the device
 
   def choose_key(self, key: GraphKey) -> GraphKey:
-    """Return the graph shape for a step: its sizes, padded."""
+    """Return the graph shape for a step: its sizes, rounded up."""
     num_tokens = next_power_of_two(key.num_tokens)
     num_rows = min(num_tokens, self.max_rows) if key.num_rows <= self.max_rows else num_tokens
     return self.backend.choose_graph(self, key._replace(num_tokens=num_tokens, num_rows=num_rows))
 
   def launch(self, step: Step) -> Callable[[], Results]:
-    """Start a step. The returned function waits for its results."""
+    """Start a step. Return a function that waits for its results."""
     words, graph = self.graphs.get(step.key) or self._new_graph(step)
     self._refresh_block_tables(step)
     upload(words, step.words)
@@ -190,17 +188,17 @@ class Runner:
     return self.graphs.setdefault(step.key, (words, graph))
 
   def _refresh_block_tables(self, step: Step) -> None:
-    """Copy the block tables to the device if a sequence starts with cached blocks. Tokens bring their own blocks."""
-    stale = any(positions.start and self.device_tables.get(seq.slot, (None,))[0] != seq.table_version
+    """Upload the block tables if a sequence starts with cached blocks. A step's own tokens carry their blocks."""
+    is_stale = any(positions.start and self.device_tables.get(seq.slot, (None,))[0] != seq.table_version
                 for seq, positions in step.computed.items())
     self.device_tables |= {seq.slot: (seq.table_version, seq.block_table) for seq in step.computed}
-    if not stale: return
+    if not is_stale: return
     tables = np.zeros(self.block_tables.shape, np.int32)
     for slot, (_, block_table) in self.device_tables.items(): tables[slot, :len(block_table)] = block_table
     upload(self.block_tables, tables)
 
   def _compute(self, words: Tensor, key: GraphKey) -> list[Tensor]:
-    """The graph: the sampled token of each row of logits, (S,), and log probabilities if the plan asks for them."""
+    """Compute a step (this is captured). Return sampled tokens, (S,), and log probabilities."""
     T, S = key.num_tokens, key.num_rows
     columns = words[:NUM_WORDS * T].reshape(NUM_WORDS, T)
     tokens = TOKENS.read(columns[:TOKENS.num_words])

@@ -1,5 +1,5 @@
-"""Schedules each step (Yu et al. 2022, Orca): one token of every decoding sequence, then prefill chunks, at most
-max_num_batched_tokens together. The oldest running sequence of the highest priority always makes progress."""
+"""Schedules each step (Yu et al. 2022, Orca): one token of every decoding sequence, then prefill chunks, up to
+max_num_batched_tokens. The oldest running sequence of the highest priority always makes progress."""
 import bisect, hashlib
 from collections import Counter, OrderedDict
 from typing import Any
@@ -14,13 +14,13 @@ class BlockManager:
   Invariant: num_free() + num_used() == num_blocks - 1 (block 0 is the null block, which padding writes to)."""
   def __init__(self, num_blocks: int, config: EngineConfig):
     self.num_blocks, self.block_size = num_blocks, config.block_size
-    self.block_hashes = [b""] * num_blocks         # hash of the content that last filled each block
+    self.block_hashes = [b""] * num_blocks         # hash of the last content of each block
     self.cached_blocks: dict[bytes, int] = {}      # hash -> the first block with that content
     self.reset()
 
   def reset(self) -> None:
     """Free all blocks. The prefix cache stays."""
-    self.shared: Counter[int] = Counter()          # blocks in several tables -> number of tables beyond the first
+    self.shared: Counter[int] = Counter()          # block -> number of further block tables that hold it
     self.evictable = OrderedDict.fromkeys(self.cached_blocks.values())   # free but cached, least recently used first
     self.free_blocks = [block for block in range(self.num_blocks - 1, 0, -1) if block not in self.evictable]
 
@@ -28,7 +28,7 @@ class BlockManager:
   def num_used(self) -> int: return self.num_blocks - 1 - self.num_free()
 
   def can_allocate(self, block_table: list[int], num_tokens: int) -> bool:
-    """Whether there are blocks to grow `block_table` until it holds `num_tokens`."""
+    """Return whether enough blocks are free to grow `block_table` until it holds `num_tokens`."""
     return num_tokens <= (len(block_table) + self.num_free()) * self.block_size
 
   def allocate(self, block_table: list[int], num_tokens: int) -> None:
@@ -52,7 +52,7 @@ class BlockManager:
     else: seq.restart()
 
   def block_hash(self, seq: Sequence, i: int) -> bytes:
-    """The hash of a sequence's i-th block, which is full. Each is computed once."""
+    """Return the hash of a sequence's i-th block, which must be full. Each hash is computed once."""
     while len(seq.block_hashes) <= i:
       start = len(seq.block_hashes) * self.block_size
       parent = seq.block_hashes[-1] if start else b""
@@ -61,7 +61,7 @@ class BlockManager:
     return seq.block_hashes[i]
 
   def match_prefix(self, seq: Sequence) -> None:
-    """Give a sequence without blocks the cached blocks of its tokens. The last token is always computed."""
+    """Start a sequence's empty block table with the cached blocks of its tokens. The last token is always computed."""
     for i in range((len(seq.tokens) - 1) // self.block_size):
       block = self.cached_blocks.get(self.block_hash(seq, i))
       if block is None: break
@@ -89,7 +89,7 @@ class Scheduler:
   def schedule(self) -> dict[Sequence, int]:
     """Return the sequences of the next step and the number of tokens of each, with their blocks allocated.
     There is no prefill or decode phase: each sequence has a number of tokens left to compute. May preempt sequences,
-    but never the oldest one of the highest priority, as the pool holds any sequence alone."""
+    but never the oldest one of the highest priority, because all blocks together hold any single sequence."""
     batch: dict[Sequence, int] = {}
     budget: Any = self.config.max_num_batched_tokens   # by now an int
     num_running = len(self.running)
@@ -114,8 +114,8 @@ class Scheduler:
     return num_tokens
 
   def start(self, seq: Sequence, free_slots: set[int]) -> bool:
-    """Move the first waiting sequence to the running ones, with the cached blocks of its tokens. Returns False without
-    room for all of its tokens: the chunks of several prompts would preempt each other."""
+    """Start the first waiting sequence with the cached blocks of its tokens. Return False if the free blocks do not
+    hold all of its tokens: otherwise the chunks of several prompts would preempt each other."""
     if not seq.wants_prompt_logprobs: self.blocks.match_prefix(seq)
     if not self.blocks.can_allocate(seq.block_table, len(seq.tokens)):
       self.blocks.free(seq)
@@ -126,22 +126,22 @@ class Scheduler:
     return True
 
   def preempt(self, seq: Sequence) -> None:
-    """Free a running sequence's blocks and return it to the queue in its old order. Uncached blocks are recomputed."""
+    """Free a running sequence's blocks and put it back in the queue by its order. Uncached blocks are recomputed."""
     self.running.remove(seq)
     self.blocks.free(seq)
     self.add(seq)
 
   def start_step(self, batch: dict[Sequence, int], num_behind: int = 0) -> None:
     """Count the tokens that the step computes and samples. A sampled token can be scheduled before it is read.
-    num_behind: the last draft tokens of a sequence that are computed again, see Proposer."""
+    num_behind: number of draft tokens to compute again, see Proposer."""
     for seq, num_tokens in batch.items():
       if num_tokens >= seq.num_remaining: seq.num_in_flight += 1
       seq.num_computed += num_tokens
       if seq.draft_token_ids: seq.num_computed -= num_behind
 
   def update(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
-    """Take the results of a step that has been read: cache the blocks it filled, append the sampled tokens, finish.
-    computed: the positions whose K and V the step wrote. Blocks lost since, and rejected drafts, are not cached."""
+    """Process the results of a step: cache the blocks it filled, append the sampled tokens, finish sequences.
+    computed: positions whose K and V the step wrote. Blocks freed since then and rejected drafts are not cached."""
     for seq, positions in computed.items() if self.config.enable_prefix_caching else ():
       self.blocks.cache_full_blocks(
         seq, range(positions.start, min(positions.stop, seq.num_computed, len(seq.tokens))))
@@ -151,14 +151,14 @@ class Scheduler:
       if seq.finish_reason: self.finish(seq, seq.finish_reason)
 
   def finish(self, seq: Sequence, reason: str) -> None:
-    """End a sequence, waiting or running, and free its blocks."""
+    """End a waiting or running sequence, and free its blocks."""
     seq.finish_reason = reason
     queue = self.waiting if seq.slot is None else self.running
     if seq in queue: queue.remove(seq)
     self.blocks.free(seq)
 
   def reset(self, unfinished: list[Sequence]) -> None:
-    """After a failed step: all unfinished sequences wait, without blocks, whatever the step has changed."""
+    """Return all unfinished sequences to the queue, without blocks, after a failed step."""
     self.running, self.waiting = [], sorted(unfinished)
     for seq in self.waiting: seq.restart()
     self.blocks.reset()

@@ -1,10 +1,23 @@
-"""Options: flags of the option dataclasses, vLLM's options that have no effect here, and the log level."""
-import argparse, dataclasses, json, logging
+"""Options: flags of the option dataclasses with grouped help texts, vLLM's options that have no effect here, and the
+log level."""
+import argparse, dataclasses, json, logging, re
 from types import UnionType
 from typing import Any, get_args, get_origin
 
 from tinyvllm.config import EngineConfig, check, logger
 
+# Groups of --help; flags after the bar are rare: only --help-all shows them
+GROUPS = {
+  "Model": "dtype quantization tensor_parallel_size | enforce_eager cudagraph_capture_sizes",
+  "Memory": """max_model_len gpu_memory_utilization kv_cache_dtype enable_prefix_caching | block_size
+    num_gpu_blocks_override prefix_cache_file""",
+  "Scheduling": "max_num_seqs max_num_batched_tokens | scheduling_policy max_queue",
+  "Decoding": """max_tokens temperature top_k top_p seed stop speculative_config | generation_config min_p
+    stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens min_tokens repetition_penalty
+    presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words logprobs prompt_logprobs
+    structured_outputs""",
+  "Server": """host port api_key served_model_name | request_timeout shutdown_timeout max_body_size stream_interval
+    allowed_origins"""}
 # vLLM's options without an effect, and the values at which that is true (...: at any)
 NO_EFFECT: dict[str, list] = {name: values for names, values in {   # type: ignore[misc]   # lists of anything
   "pipeline_parallel_size data_parallel_size": [1], "cpu_offload_gb": [0], "enable_chunked_prefill": [True, None],
@@ -21,7 +34,7 @@ def parsing_of(field: dataclasses.Field) -> dict[str, Any]:
   if value_type is bool: return {"action": argparse.BooleanOptionalAction}
   if get_origin(value_type) is list:
     item, = get_args(value_type)
-    return {"nargs": "+", "type": item, "action": "extend", "metavar": field.name.upper()}
+    return {"nargs": "+", "type": item, "action": "extend", "metavar": item.__name__.upper()}
   if value_type not in (int, float, str): return {"type": json.loads, "metavar": "JSON"}
   choices = field.metadata["choices"]
   return {"type": value_type, "metavar": f"{{{','.join(choices)}}}" if choices else value_type.__name__.upper()}
@@ -30,21 +43,44 @@ def parsing_of(field: dataclasses.Field) -> dict[str, Any]:
 def help_of(field: dataclasses.Field) -> str:
   """Return a field's help text, and its default value unless the text states it."""
   text = field.metadata["help"]
-  default = 0.0 if field.name == "temperature" else field.default
-  return (text if "default:" in text else f"{text} (default: {default})").replace("%", "%%")
+  default: Any = 0.0 if field.name == "temperature" else field.default
+  if field.type is bool: default = "on" if default else "off"
+  return (text if "(default: " in text else f"{text} (default: {default})").replace("%", "%%")
+
+
+class HelpFormatter(argparse.HelpFormatter):
+  """Help in two columns. The two flags of a bool are shown as --[no-]NAME."""
+  def __init__(self, prog: str): super().__init__(prog, max_help_position=32)
+  def _format_action_invocation(self, action: argparse.Action) -> str:
+    return re.sub(r"--(\S+), --no-\1", r"--[no-]\1", super()._format_action_invocation(action))
+
+
+class HelpAll(argparse.Action):
+  """Print the help with rare flags, and exit."""
+  def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    for action in parser._actions: action.help = getattr(action, "rare_help", action.help)
+    parser.print_help()
+    parser.exit()
 
 
 def add_flags(command: argparse.ArgumentParser, *kinds: Any) -> None:
-  """Add a flag for each field of the option dataclasses, `--log-level`, and vLLM's flags without effect."""
-  added = {"n"}   # a terminal shows one sample
-  for kind in kinds:
-    group = command.add_argument_group(kind.__doc__.split(",")[0].strip("."))
-    for field in dataclasses.fields(kind):
-      if field.name in added: continue
-      added.add(field.name)
-      group.add_argument(flag_of(field.name), help=help_of(field), **parsing_of(field))
+  """Add `--model`, a flag for each field of the option dataclasses in its group of GROUPS, or else in "Other",
+  `--log-level`, `--help-all`, and vLLM's flags without effect."""
+  def add(group: Any, name: str, text: str, is_rare: bool, **form: Any) -> None:
+    group.add_argument(flag_of(name), help=argparse.SUPPRESS if is_rare else text, **form).rare_help = text
+  command.formatter_class = HelpFormatter
+  command.add_argument("--help-all", action=HelpAll, nargs=0, help="Show rare flags, too, and exit")
   levels = ["debug", "info", "warning", "error"]
-  command.add_argument("--log-level", choices=levels, default="info", help="lowest level to log (default: info)")
+  add(command, "log_level", "Lowest level to log (default: info)", True, choices=levels, default="info")
+  fields = {field.name: field for kind in reversed(kinds) for field in dataclasses.fields(kind)}
+  fields.pop("n", None)   # a terminal shows one sample
+  other = " ".join(fields.keys() - set(" ".join(GROUPS.values()).split()))
+  for title, names in {**GROUPS, "Other": other}.items():
+    group = command.add_argument_group(title)
+    if title == "Model": add(group, "model", "Model folder or GGUF file (default: bundled)", False)
+    common, _, rare = names.partition("|")
+    for name in [name for name in [*common.split(), *rare.split()] if name in fields]:
+      add(group, name, help_of(fields[name]), name in rare.split(), **parsing_of(fields[name]))
   def value(text: str) -> Any: return int(text) if text.isdecimal() else text
   for name, values in NO_EFFECT.items():
     form: Any = {"action": argparse.BooleanOptionalAction} if isinstance(values[0], bool) else {"type": value}
@@ -72,9 +108,9 @@ def setup_logging() -> None:
 
 
 def without_no_effect(options: dict[str, Any]) -> dict[str, Any]:
-  """Options without vLLM's that have no effect here. Raises InputError for one of them at another value."""
+  """Remove vLLM's options that have no effect here. Raises InputError for one of them with another value."""
   for name in options.keys() & NO_EFFECT.keys():
-    allowed = NO_EFFECT[name]
-    check(options[name] in allowed or ... in allowed,
-          f"{name}={options[name]!r} is not supported, only {' or '.join(map(repr, allowed))}")
+    values = NO_EFFECT[name]
+    check(options[name] in values or ... in values,
+          f"{name}={options[name]!r} is not supported, only {' or '.join(map(repr, values))}")
   return {name: value for name, value in options.items() if name not in NO_EFFECT}

@@ -1,5 +1,5 @@
-"""The tokenizer in a GGUF file's metadata: a byte-level BPE, as Hugging Face's tokenizers has it, or a vocabulary of
-sentencepiece's."""
+"""Reads the tokenizer in a GGUF file's metadata: a byte-level BPE for Hugging Face's tokenizers, or a sentencepiece
+vocabulary."""
 import pathlib, struct
 from typing import Any
 
@@ -10,7 +10,7 @@ from tinyvllm.config import InputError, check
 from .huggingface import Tokenizer, wrap, wrap_sentencepiece
 from .packages import optional
 
-# Regular expressions that split text before a byte-level BPE merges, by tokenizer.ggml.pre; "": as GPT-2
+# Regular expressions that split text before BPE merges, by tokenizer.ggml.pre; "": GPT-2's
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -19,32 +19,32 @@ TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo
 SPLITS = {**dict.fromkeys(["llama-bpe", "llama3", "llama-v3", "smaug-bpe"], LLAMA3), "tekken": TEKKEN,
           **dict.fromkeys(["qwen2", "deepseek-r1-qwen"], LLAMA3.replace("{1,3}", "")),
           **dict.fromkeys(["smollm", "starcoder", "refact"], r"\p{N}"), "gpt-2": "", "default": ""}
-WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")   # whole words may be tokens; a prompt begins with BOS
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)   # kinds of tokens, as sentencepiece numbers them
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")   # words may be single tokens; prompts start with BOS
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)   # sentencepiece's token types
 REQUIRED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores", "token_type")}   # by tokenizer.ggml.model
 
 
 def byte_level(lib: Any, config: dict[str, Any]) -> Any:
-  """Build a tokenizers.Tokenizer. lib: the package tokenizers. config: the metadata of the tokenizer."""
+  """Build a tokenizers.Tokenizer. lib: the package tokenizers. config: the tokenizer's metadata."""
   pre = config.get("pre", "default")
   tokens = config["tokens"]
   merges = [tuple(merge.split(" ")) for merge in config["merges"]]
   bpe = lib.Tokenizer(lib.models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=pre in WHOLE_WORDS))
-  split = lib.pre_tokenizers.Split(lib.Regex(SPLITS[pre] or "(?!)"), "isolated")   # (?!): never
+  split = lib.pre_tokenizers.Split(lib.Regex(SPLITS[pre] or "(?!)"), "isolated")   # (?!) never matches
   splits_as_gpt2 = SPLITS[pre] in ("", r"\p{N}")
   to_bytes = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_as_gpt2)
   bpe.pre_tokenizer = lib.pre_tokenizers.Sequence([split, to_bytes])
   bpe.decoder = lib.decoders.ByteLevel()
-  if pre == "qwen2": bpe.normalizer = lib.normalizers.NFC()   # as Qwen's own; llama.cpp has none
+  if pre == "qwen2": bpe.normalizer = lib.normalizers.NFC()   # as Qwen's tokenizer; llama.cpp has none
   token_types = config.get("token_type", [NORMAL] * len(tokens))
   for add, token_type in ((bpe.add_special_tokens, CONTROL), (bpe.add_tokens, USER_DEFINED)):
-    texts = [token for token, k in zip(tokens, token_types, strict=True) if k == token_type]
-    add([lib.AddedToken(text, special=token_type == CONTROL, normalized=False) for text in texts])
+    added = [token for token, x in zip(tokens, token_types, strict=True) if x == token_type]
+    add([lib.AddedToken(token, special=token_type == CONTROL, normalized=False) for token in added])
   return bpe
 
 
 def encode_protobuf(*fields: tuple[int, Any]) -> bytes:
-  """Encode a message. fields: number and value of each."""
+  """Encode a message of (field number, value) pairs."""
   def varint(n: int) -> bytes: return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
   def field(number: int, value: Any) -> bytes:
     if isinstance(value, float): return varint(number << 3 | 5) + struct.pack("<f", value)
@@ -54,7 +54,7 @@ def encode_protobuf(*fields: tuple[int, Any]) -> bytes:
 
 
 def sentencepiece_model(config: dict[str, Any]) -> bytes:
-  """The content of tokenizer.model, for a vocabulary that merges by score. Field numbers are from
+  """Return the content of tokenizer.model, for a vocabulary that merges by score. Field numbers are from
   sentencepiece_model.proto."""
   pieces = [*zip(config["tokens"], config["scores"], config["token_type"], strict=True)]
   messages = [(1, encode_protobuf((1, text.encode()), (2, score), (3, type_id))) for text, score, type_id in pieces]
@@ -67,8 +67,8 @@ def sentencepiece_model(config: dict[str, Any]) -> bytes:
 
 
 def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int) -> tuple[Any, dict[str, Any]]:
-  """A tokenizers.Tokenizer or the content of a tokenizer.model, and the content of tokenizer_config.json. vocab_size:
-  rows of the embeddings. Raises InputError naming the key that is missing or not supported."""
+  """Return a tokenizers.Tokenizer or the content of a tokenizer.model, and the content of tokenizer_config.json.
+  vocab_size: rows of the embeddings. Raises InputError naming the missing or unsupported key."""
   config = {name.split(".")[-1]: value for name, value in metadata.items() if name.startswith("tokenizer.")}
   model_type = str(config.get("model"))
   pre = str(config.get("pre", "default"))
@@ -80,25 +80,25 @@ def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int
   for key in REQUIRED[model_type]: check(isinstance(config.get(key), list), f"model: {path} lacks tokenizer.ggml.{key}")
   tokens = config["tokens"]
   fits = len(tokens) <= vocab_size
-  check(fits, f"model: {path}: {len(tokens)} tokens; expected at most token_embd's {vocab_size} rows")
+  check(fits, f"model: {path} has {len(tokens)} tokens; expected at most {vocab_size}, the rows of token_embd")
   lib = optional("tokenizers", "hf", "a byte-level vocabulary") if model_type == "gpt2" else None
   settings: dict[str, Any] = {"add_bos_token": model_type == "llama" or pre in WHOLE_WORDS}
-  settings |= {k: config[k] for k in ("chat_template", "add_bos_token") if k in config}
+  settings |= {key: config[key] for key in ("chat_template", "add_bos_token") if key in config}
   try:
     for name in ("bos", "eos"):
       if f"{name}_token_id" in config: settings[f"{name}_token"] = tokens[config[f"{name}_token_id"]]
     if lib: return byte_level(lib, config), settings
-    added = [i for i, k in enumerate(config["token_type"]) if k == USER_DEFINED]   # split the text first
+    added = [i for i, x in enumerate(config["token_type"]) if x == USER_DEFINED]   # matched before splitting
     settings["added_tokens_decoder"] = {str(i): {"content": tokens[i], "special": False} for i in added}
     model = sentencepiece_model(config)
     SentencePieceProcessor(model_proto=model)   # raises if it is damaged
     return model, settings
   except Exception as e:   # the libraries fail in many ways
-    raise InputError(f"model: {path}: expected a vocabulary of the kind {model_type} in tokenizer.ggml: {e}") from e
+    raise InputError(f"model: {path}: tokenizer.ggml is not a valid {model_type} vocabulary: {e}") from e
 
 
 def make_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int) -> Tokenizer:
-  """Build the tokenizer of a file. Raises InputError as read_tokenizer does."""
+  """Build a file's tokenizer. Raises InputError as `read_tokenizer` does."""
   library, settings = read_tokenizer(path, metadata, vocab_size)
   if isinstance(library, bytes): return wrap_sentencepiece(SentencePieceProcessor(model_proto=library), settings)
   return wrap(library, settings)

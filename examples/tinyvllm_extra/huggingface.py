@@ -1,5 +1,5 @@
-"""Tokenizers: special tokens in sentencepiece's and Hugging Face's vocabularies, tokenizer.json (tokenizers) and chat
-templates (jinja2)."""
+"""Tokenizers with special tokens, from sentencepiece's tokenizer.model or Hugging Face's tokenizer.json (tokenizers),
+and chat templates (jinja2)."""
 import dataclasses, functools, itertools, pathlib, re
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +13,11 @@ from tinyvllm_extra.packages import optional
 
 @dataclasses.dataclass(eq=False)
 class Tokenizer(tokenizer.Tokenizer):
-  """Text to ids and back. Special tokens are encoded and decoded here, everything else by a library."""
+  """Converts text to ids and back. Decodes added tokens itself; a library handles everything else."""
   encode_plain: Callable[[str, bool], list[int]]   # (text, add special tokens) -> ids
   decode_plain: Callable[[list[int]], str]
-  added_tokens: dict[str, int]  # tokens that are matched as text before the library splits it
-  special_ids: set[int]         # those that skip_special_tokens leaves out
+  added_tokens: dict[str, int]  # text -> id; matched before the text is split
+  special_ids: set[int]         # removed by skip_special_tokens
   config: dict[str, Any]        # tokenizer_config.json
   library: Any = None           # the tokenizers.Tokenizer or SentencePieceProcessor
 
@@ -36,17 +36,17 @@ class Tokenizer(tokenizer.Tokenizer):
   def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
     if self.added_texts.keys().isdisjoint(ids): return self.decode_plain(ids) if ids else ""   # the usual case
     hidden = self.special_ids if skip_special_tokens else ()
-    runs = itertools.groupby([i for i in ids if i not in hidden], self.added_texts.get)   # plain ids have no text
+    runs = itertools.groupby([i for i in ids if i not in hidden], self.added_texts.get)   # None for plain ids
     return "".join(self.decode_plain([*run]) if text is None else text * len([*run]) for text, run in runs)
 
   def apply_chat_template(self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True,
                           continue_final_message: bool = False, **variables: Any) -> str:
-    """Return the prompt text of a conversation, by the model's chat template.
+    """Render a conversation with the model's chat template and return the prompt.
 
     messages: each has a role, and content that is a str or a list of {"type": "text", "text": str}.
-    add_generation_prompt: append the start of an answer. continue_final_message: end within the last message instead,
-    so that it is continued. variables: the template's other variables, such as tools, or another chat_template. Raises
-    InputError without a template, or if the template fails."""
+    add_generation_prompt: append the start of an answer. continue_final_message: leave the last message open instead,
+    for the model to continue. variables: the template's other variables, such as tools, or another chat_template.
+    Raises InputError without a template, or if the template fails."""
     variables = self.config | variables
     check(variables.get("chat_template"), "tokenizer_config.json has no chat template: use generate")
     sandbox = optional("jinja2.sandbox", "hf", "a chat template")
@@ -59,8 +59,8 @@ class Tokenizer(tokenizer.Tokenizer):
       if not continue_final_message: return text
       last = messages[-1]["content"].strip()
       return text[:text.rindex(last) + len(last)]
-    except Exception as error:   # a template can fail in many ways on the messages it gets
-      raise InputError(f"messages: the chat template does not take them: {error!r}") from error
+    except Exception as error:   # templates fail in many ways
+      raise InputError(f"messages: the chat template failed: {error!r}") from error
 
 
 def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
@@ -81,34 +81,34 @@ def wrap_sentencepiece(model: SentencePieceProcessor, config: dict[str, Any]) ->
   splitter = re.compile(f"({'|'.join(map(re.escape, added))})")
 
   def encode(text: str, special: bool) -> list[int]:
-    parts = splitter.split(text)
-    return [i for part in parts for i in ([added[part]] if part in added else model.EncodeAsIds(part))]
-  def decode(plain: list[int]) -> str: return model.DecodeIds([i for i in plain if i in ids])   # others are padding
+    pieces = splitter.split(text)
+    return [i for piece in pieces for i in ([added[piece]] if piece in added else model.EncodeAsIds(piece))]
+  def decode(plain: list[int]) -> str: return model.DecodeIds([i for i in plain if i in ids])   # higher ids are padding
   config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config}
   return Tokenizer(encode, decode, added, {i for i, token in tokens.items() if token["special"]}, config, model)
 
 
 def with_plain_content(message: dict[str, Any]) -> dict[str, Any]:
-  """Return a chat message whose content is a str: text parts are joined, an assistant's None becomes ""."""
+  """Return a chat message with content of type str: text parts are joined, an assistant's None becomes ""."""
   content = message.get("content")
-  if message["role"] == "assistant" and content is None: content = ""   # it called a tool
+  if message["role"] == "assistant" and content is None: content = ""   # a tool call
   check(isinstance(content, str | list), f"content={content!r} must be a str or a list of parts")
   parts: Any = content if isinstance(content, list) else [{"type": "text", "text": content}]
-  others = {part["type"] for part in parts} - {"text"}
-  check(not others, f"content: parts of type {', '.join(map(str, others))} are not supported, only text")
+  unsupported = {part["type"] for part in parts} - {"text"}
+  check(not unsupported, f"content: parts of type {', '.join(map(str, unsupported))} are not supported, only text")
   return {**message, "content": "".join(part["text"] for part in parts)}
 
 
-def encode(to_ids: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any] | None = None,
+def encode(converter: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any] | None = None,
            **unknown: Any) -> tuple[str, list[int]]:
-  """The text and the token ids of a conversation. template: options of `render`."""
+  """Return a conversation's prompt text and token ids. template: options of Tokenizer.apply_chat_template."""
   check(messages and not unknown, f"prompt: messages={messages!r} must not be empty, and only `template` may be added")
-  text = to_ids.apply_chat_template(messages, **template or {})
-  return text, to_ids.encode(text, False)   # the template adds BOS
+  text = converter.apply_chat_template(messages, **template or {})
+  return text, converter.encode(text, False)   # the template adds BOS
 
 
 def wrap(library: Any, config: dict[str, Any]) -> Tokenizer:
   """Make a Tokenizer from a tokenizers.Tokenizer."""
-  named = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
-  return Tokenizer(lambda text, special: library.encode(text, add_special_tokens=special).ids, library.decode, named,
-                   set(named.values()), config, library)
+  special_ids = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
+  return Tokenizer(lambda text, special: library.encode(text, add_special_tokens=special).ids, library.decode,
+                   special_ids, set(special_ids.values()), config, library)

@@ -1,5 +1,5 @@
-"""Penalties, logit bias, allowed and banned tokens, structured outputs and log probabilities: the LogitsProcessor of a
-request, and what a step's graph does for the processors in it (a LogitsPlan)."""
+"""Penalties, logit bias, allowed and banned tokens, structured outputs and log probabilities. Owns a request's
+LogitsProcessor and the LogitsPlan, the operations on logits in a step's graph."""
 import collections, copy, dataclasses, math
 from typing import Any, NamedTuple
 
@@ -17,14 +17,14 @@ from tinyvllm_extra.huggingface import Tokenizer
 from . import structured_outputs
 
 # An adjustment of one logit: x = logit + bias, divided by factor if x > 0, else multiplied by it, minus penalty. row:
-# of the step's logits, NO_ROW for padding
+# index of the row of logits, NO_ROW for padding
 ADJUSTMENTS = Table(row="i4", token="i4", bias="f4", factor="f4", penalty="f4")
 NO_ROW = -1
-NUM_BEST = 20   # tokens whose log probabilities are computed with those of a token
+NUM_BEST = 20   # most probable tokens with a log probability, besides the requested one
 
 
 class Logprob(NamedTuple):
-  """The log probability of a token, from the model's own logits: before penalties and temperature."""
+  """The log probability of a token, from the raw logits: before penalties and temperature."""
   logprob: float
   rank: int             # 1 for the most probable token
   decoded_token: str
@@ -33,28 +33,28 @@ class Logprob(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class SamplingParams(request.SamplingParams):
   """Sampling parameters of a request, under vLLM's names."""
-  min_tokens: int = option(0, "minimum tokens before an end token or a stop string", min=0, max=MAX_INT)
-  repetition_penalty: float = option(1.0, "penalty of tokens in the prompt or the output; 1: none", min=0.01, max=100)
-  presence_penalty: float = option(0.0, "penalty of tokens in the output", min=-2, max=2)
-  frequency_penalty: float = option(0.0, "penalty of tokens in the output, times their count", min=-2, max=2)
-  logit_bias: dict[int, float] | None = option(None, "number to add to the logit of each token id", min=-100, max=100)
-  allowed_token_ids: list[int] | None = option(None, "the only token ids to generate")
-  bad_words: list[str] | None = option(None, "words that must not be generated")
-  logprobs: int | None = option(None, "log probabilities per token: its own and the best ones", min=0, max=20)
-  prompt_logprobs: int | None = option(None, "log probabilities per prompt token", min=0, max=20)
-  structured_outputs: Any = option(None, "StructuredOutputsParams that the text must follow")
+  min_tokens: int = option(0, "Minimum tokens before an end token or a stop string", min=0, max=MAX_INT)
+  repetition_penalty: float = option(1.0, "Penalty for tokens in the prompt or output; 1: none", min=0.01, max=100)
+  presence_penalty: float = option(0.0, "Penalty for tokens in the output", min=-2, max=2)
+  frequency_penalty: float = option(0.0, "Penalty for tokens in the output, times their count", min=-2, max=2)
+  logit_bias: dict[int, float] | None = option(None, "Logit bias by token id (default: none)", min=-100, max=100)
+  allowed_token_ids: list[int] | None = option(None, "The only token ids to sample (default: all)")
+  bad_words: list[str] | None = option(None, "Words that must not be generated (default: none)")
+  logprobs: int | None = option(None, "Log probabilities per token, besides its own (default: off)", min=0, max=20)
+  prompt_logprobs: int | None = option(None, "Log probabilities per prompt token (default: off)", min=0, max=20)
+  structured_outputs: Any = option(None, 'Required format, as in {"regex": "[0-9]+"} (default: any)')
 
   def __post_init__(self) -> None:
     if isinstance(self.logit_bias, dict):   # JSON has keys of type str
       vars(self)["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
-      wrong = [i for i in self.logit_bias if type(i) is not int]
+      invalid = [i for i in self.logit_bias if type(i) is not int]
       text = f"logit_bias={self.logit_bias!r}: keys must be token ids (int)"
-      check(not wrong, f"{text}, not {wrong[:1]}", self.logit_bias)
+      check(not invalid, f"{text}, not {invalid[:1]}", self.logit_bias)
     if self.structured_outputs is not None: vars(self)["structured_outputs"] = structured_outputs.normalize(self)
     super().__post_init__()
     low, high = self.min_tokens, self.max_tokens
     check(low <= (high or 0), f"min_tokens={low} must be at most max_tokens={high}")
-    check(self.allowed_token_ids != [], "allowed_token_ids=[] allows no token: use None to allow all")
+    check(self.allowed_token_ids != [], "allowed_token_ids=[] must not be empty: use None to allow all tokens")
 
   def clone(self) -> "SamplingParams": return dataclasses.replace(self)
   def without_logprobs(self) -> "SamplingParams": return dataclasses.replace(self, logprobs=None, prompt_logprobs=None)
@@ -66,7 +66,7 @@ class SamplingParams(request.SamplingParams):
 
 
 class Processor:
-  """A LogitsProcessor for everything that SamplingParams can ask of logits."""
+  """The LogitsProcessor for all fields of SamplingParams."""
   def __init__(self, params: SamplingParams, tokenizer: Tokenizer, model: ModelConfig):
     for name in ("allowed_token_ids", "logit_bias"): check_ids(name, getattr(params, name), model.vocab_size)
     self.params = params
@@ -83,7 +83,7 @@ class Processor:
     return bool(self.constraint and self.constraint.is_done)
 
   def without_constraint(self) -> "Processor":
-    """A copy for a draft model, whose tokens the constraint must not see."""
+    """Return a copy for a draft model, whose tokens must not advance the constraint."""
     processor = copy.copy(self)
     processor.constraint = None
     return processor
@@ -96,10 +96,10 @@ class Processor:
 
   def adjustments(self, seq: Sequence, position: int) -> list[tuple[int, float, float, float]]:
     p = self.params
-    banned = {word[-1] for word in self.bad_words   # whose other tokens come just before
+    banned = {word[-1] for word in self.bad_words   # if its other tokens end the output
               if seq.tokens[max(seq.num_prompt, len(seq.tokens) - len(word) + 1):] == word[:-1]}
     if position < seq.num_prompt + p.min_tokens: banned |= seq.stop_ids
-    if p.allowed_token_ids and banned.issuperset(p.allowed_token_ids): banned.clear()   # or no token would be left
+    if p.allowed_token_ids and banned.issuperset(p.allowed_token_ids): banned.clear()   # else no token would be left
     bias = {**(p.logit_bias or {}), **dict.fromkeys(banned, -math.inf)}
     counts = collections.Counter(seq.tokens[seq.num_prompt:] if self.has_penalty else ())
     repeated = {*(counts if p.repetition_penalty == 1 else seq.tokens)}
@@ -113,67 +113,67 @@ class Processor:
 
 
 class LogitsPlan(NamedTuple):
-  """What a graph does with the logits of a step: part of its key. vocab_size: V."""
+  """The operations on logits in a step's graph, part of its GraphKey. vocab_size: V."""
   vocab_size: int
   has_logprobs: bool
   num_adjustments: int
   has_bitmask: bool
 
   def words(self, batch: "LogitsBatch | None", num_rows: int) -> np.ndarray:
-    """The int32 words of a step: ADJUSTMENTS, then for each row of logits a bitmask, then for each the token whose log
-    probability is wanted, UNKNOWN for the sampled one."""
-    everything = np.full(-(-self.vocab_size // 32), -1, np.int32)
+    """Return a step's int32 words: ADJUSTMENTS, a token bitmask for each row of logits, then for each row the
+    token to return the log probability of, UNKNOWN for the sampled one."""
+    all_tokens = np.full(-(-self.vocab_size // 32), -1, np.int32)
     bitmasks = batch.bitmasks if batch else {}
-    masks = [bitmasks.get(row, everything) for row in range(num_rows if self.has_bitmask else 0)]
+    masks = [bitmasks.get(row, all_tokens) for row in range(num_rows if self.has_bitmask else 0)]
     adjustments = ADJUSTMENTS.write(batch.adjustments if batch else [], self.num_adjustments, row=NO_ROW)
     targets = np.full(num_rows if self.has_logprobs else 0, UNKNOWN, np.int32)
     if batch and self.has_logprobs: targets[:len(batch.targets)] = batch.targets
     return np.concatenate([adjustments, *masks, targets])
 
   def apply(self, logits: Tensor, words: Tensor) -> Tensor:
-    """Masked and adjusted logits. logits: (S, V). words: as `words` returns them."""
+    """Return masked and adjusted logits, (S, V). words: as `words` returns them."""
     size = ADJUSTMENTS.num_words * self.num_adjustments
     num_masks = logits.shape[0] * -(-self.vocab_size // 32)
     masks = words[size:size + num_masks].reshape(logits.shape[0], -1) if self.has_bitmask else None
     if masks is not None: logits = apply_bitmask(logits, masks).contiguous()
-    elif self.num_adjustments: logits = logits.clone()   # the kernel works in place, and raw logits are needed later
+    elif self.num_adjustments: logits = logits.clone()   # the kernel works in place, but logprobs need the raw logits
     if not self.num_adjustments: return logits
     adjustments = words[:size].reshape(ADJUSTMENTS.num_words, -1).contiguous()
     return logits.custom_kernel(adjustments, fxn=adjust_kernel)[0]
 
   def logprobs(self, logits: Tensor, sampled: Tensor, words: Tensor, sampler: Sampler) -> list[Tensor]:
-    """See top_logprobs; nothing if no request asks for them."""
+    """Return `top_logprobs` in a list, empty if no request needs them."""
     if not self.has_logprobs: return []
     targets = words[words.shape[0] - sampled.shape[0]:]
     return [top_logprobs(logits, (targets == UNKNOWN).where(sampled, targets), sampler)]
 
 
 class LogitsBatch:
-  """What the processors of a step's sequences ask for, by row of logits."""
+  """The adjustments, token bitmasks and log probabilities that a step's sequences need, by row of logits."""
   def __init__(self, rows: list[Row], runner: Runner):
-    # A row for a token that the host knows, of a prompt, or that another step samples first, is not changed
+    # Logits of known tokens (prompt_logprobs) and of tokens that a step in flight samples are not changed
     processors = {i: row.seq.processor for i, row in enumerate(rows) if row.position >= row.seq.length}
-    new = [(i, rows[i], processor) for i, processor in processors.items() if processor]
-    self.adjustments = [(i, *x) for i, row, processor in new for x in processor.adjustments(row.seq, row.position)]
-    masks = {i: processor.bitmask() for i, _, processor in new}
+    sampled = [(i, rows[i], processor) for i, processor in processors.items() if processor]
+    self.adjustments = [(i, *x) for i, row, processor in sampled for x in processor.adjustments(row.seq, row.position)]
+    masks = {i: processor.bitmask() for i, _, processor in sampled}
     self.bitmasks = {i: mask for i, mask in masks.items() if mask is not None}
     self.targets = [row.seq.tokens[row.position] if row.position < len(row.seq.tokens) else UNKNOWN for row in rows]
-    wanted = any(row.seq.params.logprobs is not None or row.seq.wants_prompt_logprobs for row in rows)
-    # One of few sizes: 16, 128, 1024, ...
+    has_logprobs = any(row.seq.params.logprobs is not None or row.seq.wants_prompt_logprobs for row in rows)
+    # Padded to few graph shapes: 16, 128, 1024, ...
     size = 16 * 8 ** -(-(len(self.adjustments) // 16).bit_length() // 3) if self.adjustments else 0
-    vocab_size = runner.model.config.vocab_size * len(runner.model.devices.names)   # each has a part
-    plan = LogitsPlan(vocab_size, wanted, size, bool(self.bitmasks))
+    vocab_size = runner.model.config.vocab_size * len(runner.model.devices.names)   # each has a shard
+    plan = LogitsPlan(vocab_size, has_logprobs, size, bool(self.bitmasks))
     self.plan = plan if any(row.seq.processor for row in rows) else None
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
-  """Logits, (S, V), with -inf for tokens whose bit is 0. bitmask: (S, ceil(V / 32)) int32."""
+  """Return logits, (S, V), with -inf for tokens whose bit is 0. bitmask: (S, ceil(V / 32)) int32."""
   bits = bitmask.unsqueeze(2).rshift(Tensor.arange(32)) & 1             # (S, W, 32)
   return bits.flatten(1)[:, :logits.shape[1]].ne(0).where(logits, -math.inf)
 
 
 def adjust_kernel(logits: UOp, adjustments: UOp) -> UOp:
-  """Change single logits, (S, V), in place. adjustments: (columns of ADJUSTMENTS, E), at most one for each logit."""
+  """Adjust logits, (S, V), in place. adjustments: (columns of ADJUSTMENTS, E), at most one for each logit."""
   i = UOp.range(adjustments.shape[1], 0)
   row, token, *words = [adjustments[column, i].load() for column in range(ADJUSTMENTS.num_words)]
   bias, factor, penalty = [word.bitcast(dtypes.float32) for word in words]
@@ -184,7 +184,7 @@ def adjust_kernel(logits: UOp, adjustments: UOp) -> UOp:
 
 
 def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BEST) -> Tensor:
-  """Log probability and rank of each id, (S,), then ids and log probabilities of the k best tokens: (S, 2 + 2k)."""
+  """Return (S, 2 + 2k): log probability and rank of ids, (S,), then id and log probability of the k best tokens."""
   x = logits.log_softmax(1).contiguous()                                # (S, V)
   own = x.gather(1, ids.unsqueeze(1))                                   # (S, 1)
   columns = [own, 1 + (x > own).sum(1, keepdim=True)]
@@ -196,7 +196,7 @@ def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BES
 
 
 def record(results: Results, tokenizer: Tokenizer) -> None:
-  """Keep the log probabilities of a step in the sequences that want them."""
+  """Store a step's log probabilities in the sequences that requested them."""
   rows = zip(results.token_ids, results.step.rows, *results.logprobs, strict=False)
   for sampled, row, (own, rank, *best) in rows if results.logprobs else ():
     seq = row.seq

@@ -1,4 +1,4 @@
-"""Methods of `tinyvllm.LLM` beyond plain requests: chat, metrics, captures ahead, prefix cache files, vLLM's names."""
+"""Further methods of `tinyvllm.LLM`: chat, metrics, graph capture, prefix cache files and vLLM's names."""
 import pathlib, time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ else: Engine = object
 
 
 class Methods(Engine):
-  """Mixed into LLM, before the core's Engine."""
+  """Mixin of LLM that extends the core's Engine."""
   scheduler_class = metrics.MeteredScheduler
   scheduler: metrics.MeteredScheduler
   params_class = SamplingParams
@@ -29,21 +29,21 @@ class Methods(Engine):
   capture = graphs.capture
   save_prefix_cache = prefix_cache.save_prefix_cache
   load_prefix_cache = prefix_cache.load_prefix_cache
-  llm_engine = property(lambda self: self)   # as vLLM's scripts find it
+  llm_engine = property(lambda self: self)   # vLLM's attribute
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
     setup_logging()
     super().__init__(model, backend=backend, **without_no_effect(options))
 
   def add_request(self, request_id: str, prompt: "Prompt", params: "Params" = None, priority: int = 0) -> None:
-    """Queue a request: see make_request for its prompt. Raises InputError for one that can never run."""
+    """Queue a request; see make_request. Raises InputError for a request that can never run."""
     self.add(self.make_request(request_id, prompt, params, priority))
 
   def has_unfinished_requests(self) -> bool: return bool(self.requests)
 
   def step(self) -> list[RequestOutput]:
-    """Run one step and return the requests that have new tokens: on a GPU those of the step before, which the device
-    computed while this one was built."""
+    """Run one step and return the requests with new tokens. On a GPU these come from the previous step, which ran while
+    this one was built."""
     return self.advance(lambda request: request.output())
 
   def advance(self, make_output: "Callable[[Request], Any]" = lambda request: request) -> list[Any]:
@@ -61,7 +61,7 @@ class Methods(Engine):
   def chat(self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
            sampling_params: "Params | list[Params]" = None, use_tqdm: bool = True,
            chat_template_kwargs: dict[str, Any] | None = None, **template: Any) -> list[RequestOutput]:
-    """Answer a conversation, a list of {"role": ..., "content": ...}, or several, through the model's chat template.
+    """Answer a conversation, a list of {"role": ..., "content": ...}, or a list of them, with the chat template.
     template, chat_template_kwargs: options of Tokenizer.apply_chat_template."""
     chats: Any = messages if messages and isinstance(messages[0], list) else [messages]
     options = template | (chat_template_kwargs or {})

@@ -1,4 +1,4 @@
-"""Numbers about requests and a running engine. The core's scheduler knows none of this."""
+"""Metrics of requests and of a running engine. The core's scheduler collects none."""
 import collections, dataclasses, math, time
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING: from .methods import Methods
 
 @dataclasses.dataclass
 class RequestMetrics:
-  """Monotonic times of a request's events and the seconds between them; NaN for events to come."""
+  """Monotonic times of a request's events and the seconds between them; NaN for future events."""
   samples: list[Sequence] = dataclasses.field(default_factory=list, repr=False)
   arrival_time: float = dataclasses.field(default_factory=time.monotonic)
   first_scheduled_time: float = math.nan
@@ -23,7 +23,7 @@ class RequestMetrics:
   def __post_init__(self) -> None:
     for seq in self.samples: seq.metrics = self
 
-  num_generated = property(lambda self: sum(seq.num_generated for seq in self.samples))   # tokens, of all samples
+  num_generated = property(lambda self: sum(seq.num_generated for seq in self.samples))   # tokens of all samples
   queue_time = property(lambda self: self.first_scheduled_time - self.arrival_time)
   ttft = property(lambda self: self.first_token_time - self.arrival_time)
   tpot = property(lambda self: (self.finished_time - self.first_token_time) / max(1, self.num_generated - 1))
@@ -31,7 +31,7 @@ class RequestMetrics:
 
 
 class MeteredScheduler(Scheduler):
-  """A Scheduler that counts, and sets the times of requests."""
+  """A Scheduler that counts events and sets the times of requests."""
   def __init__(self, config: EngineConfig, blocks: BlockManager):
     super().__init__(config, blocks)
     self.counters = collections.Counter(
@@ -54,7 +54,7 @@ class MeteredScheduler(Scheduler):
       logger.warning(f"{count} preemptions: lower max_num_seqs or raise gpu_memory_utilization")
 
   def update(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
-    for seq in sampled:   # before its last token can finish it
+    for seq in sampled:   # first, as its last token may finish it
       if math.isnan(seq.metrics.first_token_time): seq.metrics.first_token_time = time.monotonic()
     super().update(computed, sampled)
     self.counters.update(generation_tokens=len(sampled))
@@ -65,7 +65,7 @@ class MeteredScheduler(Scheduler):
 
 
 def get_metrics(engine: "Methods") -> dict[str, Any]:
-  """Return counters since the start, rates over the seconds spent in steps, and the state of blocks and queue."""
+  """Return counters since startup, rates over the time spent in steps, and the numbers of blocks and sequences."""
   counters = engine.scheduler.counters
   blocks = engine.blocks
   seconds = counters["seconds"] or 1

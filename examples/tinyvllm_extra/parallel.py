@@ -1,5 +1,5 @@
-"""Devices of this machine that share every layer (tensor parallelism, Shoeybi et al. 2019): each has its part of the
-heads, of the MLP and of the vocabulary, and sums read the partial results of the others in place."""
+"""Tensor parallelism (Shoeybi et al. 2019) over the devices of one machine: each has a shard of the heads, the MLP and
+the vocabulary, and reads the partial sums of the others in place."""
 import dataclasses, itertools
 from typing import Any
 
@@ -12,23 +12,22 @@ from tinyvllm.config import EngineConfig, ModelConfig, check
 
 
 def device_names(count: int) -> tuple[str, ...]:
-  """The default device and others of its kind."""
+  """Return the names of the default device and the next ones of its type."""
   return tuple(Device.canonicalize(f"{Device.DEFAULT}:{i}") for i in range(count))
 
 
 def open_devices(config: EngineConfig) -> "Devices":
-  """Open tensor_parallel_size devices that read each other's memory. Raises InputError if there are fewer, or if they
-  cannot."""
+  """Open tensor_parallel_size devices. Raises InputError if there are fewer, or if they cannot read each other's
+  memory."""
   count = config.tensor_parallel_size
-  check(not config.enforce_eager, f"tensor_parallel_size={count} needs enforce_eager=False: devices wait for each "
-        "other only within a graph")
+  check(not config.enforce_eager, f"tensor_parallel_size={count} needs enforce_eager=False: only graphs sync devices")
   check_peers(count)
   return Devices(device_names(count))
 
 
 def check_peers(count: int) -> None:
   text = f"tensor_parallel_size={count}"
-  check(Device.DEFAULT in ("CUDA", "CPU"), f"{text} must be 1 on {Device.DEFAULT}; CUDA and CPU take more")
+  check(Device.DEFAULT in ("CUDA", "CPU"), f"{text} must be 1 on {Device.DEFAULT}; only CUDA and CPU support more")
   if Device.DEFAULT != "CUDA": return
   from tinyvllm_extra.kernels.cuda import can_access_peer
   available = Device.default.count()
@@ -40,34 +39,35 @@ def check_peers(count: int) -> None:
 
 
 class Graph(_TinyJit):
-  """A step of several devices. step: a partial of Runner._compute, whose last argument is the GraphKey."""
+  """A captured step on several devices. step: a partial of Runner._compute whose last argument is the GraphKey."""
   def __init__(self, devices: tuple[str, ...], step: Any):
     super().__init__(step)
     self.devices = devices
-    # If results take the place of others, devices that read them wait for each other. Few tokens need little memory
-    self.separate = int(step.args[-1].num_tokens <= 64)
+    # Devices wait before they reuse memory that others read. Small steps need so little that none is reused
+    self.no_reuse = int(step.args[-1].num_tokens <= 64)
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    if self.cnt != 1: return super().__call__(*args, **kwargs)   # without a Context, which all threads share
-    with Context(NO_MEMORY_PLANNER=self.separate): results = super().__call__(*args, **kwargs)
-    # The capture may have left any device the current one, in whose stream it then runs: the engine waits for the first
+    if self.cnt != 1: return super().__call__(*args, **kwargs)   # no Context, which all threads would share
+    with Context(NO_MEMORY_PLANNER=self.no_reuse): results = super().__call__(*args, **kwargs)
+    # A capture changes CUDA's current device, in whose stream steps run: synchronize the engine's, the first, last
     for name in reversed(self.devices[1:]): Device[name].synchronize()
     return results
 
 
 class Devices(backend.Devices):
-  """Several devices of one kind."""
+  """Several devices of the same type."""
   def free_memory(self, backend: backend.Backend) -> int:
-    free = min(backend.free_memory(name) for name in reversed(self.names))   # CUDA's context must end as the first's
-    return free // len(self.names) if Device.DEFAULT == "CPU" else free      # a CPU's devices share the host's
+    free = min(backend.free_memory(name) for name in reversed(self.names))   # first last: its CUDA context stays
+    return free // len(self.names) if Device.DEFAULT == "CPU" else free      # CPU devices share the host's
 
   def shard(self, model: ModelConfig) -> ModelConfig:
     count = len(self.names)
     sizes = {name: getattr(model, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size",
                                                      "vocab_size")}
     limits = EngineConfig.__dataclass_fields__["tensor_parallel_size"].metadata
-    fit = [n for n in range(limits["min"], limits["max"] + 1) if not any(size % n for size in sizes.values())]
-    check(count in fit, f"tensor_parallel_size={count} must divide each of {sizes}: use {' or '.join(map(str, fit))}")
+    divisors = [n for n in range(limits["min"], limits["max"] + 1) if not any(size % n for size in sizes.values())]
+    choices = " or ".join(map(str, divisors))
+    check(count in divisors, f"tensor_parallel_size={count} must divide each of {sizes}: use {choices}")
     return dataclasses.replace(model, **{name: size // count for name, size in sizes.items()})
 
   def jit(self, step: Any) -> Any: return Graph(self.names, step)
@@ -75,7 +75,7 @@ class Devices(backend.Devices):
 
 
 def local_ids(ids: Tensor, num_rows: int) -> Tensor:
-  """Each device's row of the embeddings for each token id, num_rows for ids of other devices. ids: (T,)."""
+  """Return the index of each id's row in each device's embeddings, num_rows for ids of other devices. ids: (T,)."""
   if not isinstance(ids.device, tuple): return ids
   first = Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * num_rows
   own = ids - first
@@ -83,7 +83,7 @@ def local_ids(ids: Tensor, num_rows: int) -> Tensor:
 
 
 def partial_sums(x: Tensor) -> list[Tensor]:
-  """The parts of x on each device, readable by all."""
+  """Return every device's partial sum x as a tensor that all devices can read."""
   if not isinstance(x.device, tuple): return [x]
   count = len(x.device)
   return [Tensor(UOp.mstack(*[x.uop.mselect(i)] * count)) for i in range(count)]

@@ -1,6 +1,5 @@
-"""int8 and int4 weights, w = q * scale + offset in groups of neighboring inputs: quantized from any model while it
-loads, or read as published by AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) and compressed-tensors. Needs only
-numpy."""
+"""int8 and int4 weights, w = q * scale + offset in groups of consecutive inputs: quantized at load, or pre-quantized by
+AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) or compressed-tensors. Depends only on numpy."""
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,35 +8,36 @@ import numpy as np
 
 from tinyvllm.config import check, logger
 
-GROUP = 32         # inputs that share a scale, if quantized here
-CHUNK = 2**17      # numbers that a thread quantizes at a time, as they fit into a core's cache
+GROUP = 32         # inputs that share a scale in weights quantized at load
+CHUNK = 2**17      # weights that a thread quantizes at a time: they fit a core's cache
 
 
 class Quantized(NamedTuple):
-  """A matrix. Groups are equal parts of the inputs."""
-  q: np.ndarray               # (out, in): int8, or uint8 from 0 to 15
+  """A quantized matrix. Groups divide the inputs evenly."""
+  q: np.ndarray               # (out, in): int8, or int4 as uint8 from 0 to 15
   scale: np.ndarray           # (out, groups)
   offset: np.ndarray | None   # (out, groups); None: zeros
-  order: np.ndarray           # (in,): the input that each column belongs to
+  order: np.ndarray           # (in,): input of each column
 
 
 Matrix = np.ndarray | Quantized   # (out, in)
 
 
 class Layout(NamedTuple):
-  """A way to store a matrix in files: as numbers, or as 32-bit words that hold neighbors along one axis."""
-  weight: str = "qweight"        # suffixes of the matrix's name
+  """The storage of a quantized matrix: suffixes of its tensors' names, and the packing of consecutive values along one
+  axis into 32-bit words."""
+  weight: str = "qweight"
   scale: str = "scales"
-  zero: str = "qzeros"           # the q that means 0 in each group, in words of neighboring outputs
-  group: str = "g_idx"           # the group of each input
+  zero: str = "qzeros"           # zero point of each group, packed along the outputs
+  group: str = "g_idx"           # group of each input
   outputs_first: bool = False    # (out, in), else (in, out)
-  packed: str | None = "in"      # axis that the words run along
-  places: tuple = tuple(range(8))   # position of each neighbor in a word of eight
-  zero_shift: int = 0            # to add to the stored zeros
+  packed: str | None = "in"      # packed axis; None: not packed
+  bit_order: tuple = tuple(range(8))   # position in the word of each of eight values
+  zero_shift: int = 0            # added to the stored zero points
 
 
 LAYOUTS = {
-  "awq": [Layout(packed="out", places=(0, 4, 1, 5, 2, 6, 3, 7))], "gptq": [Layout(zero_shift=1)],
+  "awq": [Layout(packed="out", bit_order=(0, 4, 1, 5, 2, 6, 3, 7))], "gptq": [Layout(zero_shift=1)],
   "compressed-tensors": [Layout("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", True),
                          Layout("weight", "weight_scale", "weight_zero_point", "weight_g_idx", True, None)]}
 SUPPORTED = ("awq (gemm, int4), gptq (int4 or int8), compressed-tensors (weights only, pack-quantized int4 or int8, or "
@@ -45,14 +45,14 @@ SUPPORTED = ("awq (gemm, int4), gptq (int4 or int8), compressed-tensors (weights
 
 
 def find_layouts(config: dict[str, Any]) -> list[Layout]:
-  """The layouts that a quantization_config of config.json describes. Raises InputError for an unsupported one."""
+  """Return the layouts for a quantization_config of config.json. Raises InputError if it is not supported."""
   if not config: return []
   method = config.get("quant_method", "")
   groups = config.get("config_groups", {}).values()
-  kinds = [group.get("weights") or {} for group in groups] or [{"num_bits": config.get("bits")}]
+  formats = [group.get("weights") or {} for group in groups] or [{"num_bits": config.get("bits")}]
   bits = (4,) if method == "awq" else (4, 8)
   supported = (method in LAYOUTS and config.get("version", "gemm").lower() == "gemm"
-               and all(kind.get("num_bits") in bits and kind.get("type", "int") == "int" for kind in kinds)
+               and all(x.get("num_bits") in bits and x.get("type", "int") == "int" for x in formats)
                and not any(group.get("input_activations") or group.get("output_activations") for group in groups))
   check(supported, f"quantization_config={config} is not supported; supported: {SUPPORTED}")
   if config.get("checkpoint_format") == "gptq_v2": return [Layout()]
@@ -60,65 +60,65 @@ def find_layouts(config: dict[str, Any]) -> list[Layout]:
 
 
 def to_float32(x: np.ndarray) -> np.ndarray:
-  """Decode uint16 as bfloat16, which numpy lacks: its bits are the upper half of a float32. Cast other dtypes."""
+  """Decode uint16 as bfloat16, whose bits are the upper half of a float32. Cast other dtypes."""
   return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32, copy=False)
 
 
-def unpack(words: np.ndarray, bits: int, axis: int, places: tuple) -> np.ndarray:
-  """The numbers in 32-bit words, in their order along the axis, as uint8."""
-  shifts = np.array(places[:32 // bits], np.uint32) * bits
-  numbers = np.moveaxis(words.view(np.uint32), axis, -1)[..., None] >> shifts & (1 << bits) - 1
-  return np.moveaxis(numbers.astype(np.uint8).reshape(*numbers.shape[:-2], -1), -1, axis)
+def unpack_words(words: np.ndarray, bits: int, axis: int, bit_order: tuple) -> np.ndarray:
+  """Unpack 32-bit words to uint8 values along the axis."""
+  shifts = np.array(bit_order[:32 // bits], np.uint32) * bits
+  values = np.moveaxis(words.view(np.uint32), axis, -1)[..., None] >> shifts & (1 << bits) - 1
+  return np.moveaxis(values.astype(np.uint8).reshape(*values.shape[:-2], -1), -1, axis)
 
 
 def narrow(x: np.ndarray) -> np.ndarray:
-  """x in float16 if that is exact."""
+  """Cast to float16 if that is exact."""
   with np.errstate(over="ignore"): half = x.astype(np.float16)
   return half if np.array_equal(half, x) else x
 
 
 def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensors: dict[str, Any],
-                take: Callable[..., np.ndarray]) -> Matrix:
-  """Read the matrix `name` of this shape, (out, in): Quantized if it is stored in one of the layouts. tensors: the
-  checkpoint's, with dtype and shape. take: reads the tensor with a name and a shape. Raises InputError naming a tensor
-  that is missing or has the wrong shape, or whose groups differ in size."""
+                read: Callable[..., np.ndarray]) -> Matrix:
+  """Read the matrix `name`, (out, in): Quantized if it is stored in one of the layouts. tensors: the checkpoint's, with
+  dtype and shape. read: returns the tensor with a name and a shape. Raises InputError naming a tensor that is missing
+  or has the wrong shape, or groups of different sizes."""
   integers = [x for x in tensors if x.startswith(f"{name}.") and np.dtype(tensors[x].dtype).kind == "i"]
   layout = next((x for x in layouts if f"{name}.{x.weight}" in integers), None)
-  if layout is None: return take(f"{name}.weight", *shape)
+  if layout is None: return read(f"{name}.weight", *shape)
 
   def stored(*sizes): return sizes if layout.outputs_first else sizes[::-1]
   def shape_of(name): return tensors[name].shape if name in tensors else ()
   out_features, in_features = shape
   outputs, inputs = stored(0, 1)
   weight, scale, zero, order = [f"{name}.{x}" for x in (layout.weight, layout.scale, layout.zero, layout.group)]
-  groups = dict(enumerate(shape_of(scale))).get(inputs, 1)   # `take` raises if it is missing
+  groups = dict(enumerate(shape_of(scale))).get(inputs, 1)   # `read` raises if it is missing
   check(in_features % groups == 0, f"{scale}: {groups} groups do not divide {in_features} inputs")
   axis = {"in": inputs, "out": outputs, None: 0}[layout.packed]
   bits = 32 * shape_of(weight)[axis] // stored(*shape)[axis] if layout.packed else 8
-  check(bits in (4, 8), f"{weight} is {list(shape_of(weight))}: neither int4 nor int8 of {[*shape]}")
+  check(bits in (4, 8), f"{weight} has shape {list(shape_of(weight))}, neither int4 nor int8 of {[*shape]}")
 
-  def numbers(name: str, axis: int, *sizes):
-    words = take(name, *[n * bits // 32 if layout.packed and i == axis else n for i, n in enumerate(stored(*sizes))])
-    return unpack(words, bits, axis, layout.places) if layout.packed else words
-  q = numbers(weight, axis, *shape)
-  scales = to_float32(take(scale, *stored(out_features, groups)))
-  zeros: Any = 1 << bits - 1 if layout.packed else 0   # symmetric, unless stored
-  if zero in tensors: zeros = numbers(zero, outputs, out_features, groups) + np.float32(layout.zero_shift)
+  def read_packed(name: str, axis: int, *sizes):
+    words = read(name, *[n * bits // 32 if layout.packed and i == axis else n for i, n in enumerate(stored(*sizes))])
+    return unpack_words(words, bits, axis, layout.bit_order) if layout.packed else words
+  q = read_packed(weight, axis, *shape)
+  scales = to_float32(read(scale, *stored(out_features, groups)))
+  zeros: Any = 1 << bits - 1 if layout.packed else 0   # symmetric if not stored
+  if zero in tensors: zeros = read_packed(zero, outputs, out_features, groups) + np.float32(layout.zero_shift)
   offset = -zeros * scales
-  if bits == 8 and layout.packed:   # from 0 to 255, which does not fit int8
+  if bits == 8 and layout.packed:   # 0 to 255 does not fit int8
     q = (q ^ 128).view(np.int8)
     offset = offset + 128 * scales
-  if f"{name}.weight_offset" in tensors: offset = to_float32(take(f"{name}.weight_offset", out_features, groups))
+  if f"{name}.weight_offset" in tensors: offset = to_float32(read(f"{name}.weight_offset", out_features, groups))
   q, scales, offset = [x if layout.outputs_first else x.T for x in (q, scales, offset)]
   in_order = np.arange(in_features) // (in_features // groups)
-  index = np.array(take(order, in_features)) if order in tensors else in_order
+  index = np.array(read(order, in_features)) if order in tensors else in_order
   columns = np.argsort(index, kind="stable")
-  check(np.array_equal(index[columns], in_order), f"{order}: its {groups} groups must be of one size")
+  check(np.array_equal(index[columns], in_order), f"{order}: its {groups} groups must have the same size")
   return Quantized(q[:, columns], narrow(scales), narrow(offset) if offset.any() else None, columns)
 
 
 def dequantize(w: Matrix, dtype: Any = np.float16) -> np.ndarray:
-  """The matrix as numbers, (out, in): in `dtype` if it was quantized."""
+  """Return the matrix, (out, in), in `dtype` if it was quantized."""
   if isinstance(w, np.ndarray): return w
   by_group = w.q.reshape(*w.scale.shape, -1) * w.scale[..., None].astype(np.float32)
   if w.offset is not None: by_group += w.offset[..., None]
@@ -126,67 +126,67 @@ def dequantize(w: Matrix, dtype: Any = np.float16) -> np.ndarray:
 
 
 def concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
-  """Stack the rows of arrays: in float32 if their dtypes differ."""
+  """Stack the rows of arrays, in float32 if their dtypes differ."""
   mixed = len({x.dtype for x in arrays}) > 1
   return np.concatenate([to_float32(x) for x in arrays] if mixed else arrays)
 
 
-def join(matrices: Sequence[Matrix]) -> Matrix:
-  """Stack the rows of matrices that are all quantized alike, or all unquantized."""
+def stack(matrices: Sequence[Matrix]) -> Matrix:
+  """Stack the rows of matrices with the same quantization, or none."""
   if len(matrices) == 1: return matrices[0]
   arrays = [x for x in matrices if isinstance(x, np.ndarray)]
   quantized = [x for x in matrices if isinstance(x, Quantized)]
   if not quantized: return concatenate(arrays)
-  kinds = {(x.q.dtype, x.scale.shape[1], x.order.tobytes()) for x in quantized}
-  alike = not arrays and len(kinds) == 1
-  check(alike, "quantization_config: q, k and v of a layer, or gate and up, are not quantized alike")
+  formats = {(x.q.dtype, x.scale.shape[1], x.order.tobytes()) for x in quantized}
+  check(not arrays and len(formats) == 1,
+        "quantization_config: q, k and v of a layer, or gate and up, are not quantized alike: quantize them together")
   if any(x.offset is not None for x in quantized):
     quantized = [x._replace(offset=np.zeros_like(x.scale) if x.offset is None else x.offset) for x in quantized]
-  q, scale, offset, _ = [None if parts[0] is None else np.concatenate(parts) for parts in zip(*quantized, strict=True)]
+  q, scale, offset, _ = [None if term[0] is None else np.concatenate(term) for term in zip(*quantized, strict=True)]
   return Quantized(q, scale, offset, quantized[0].order)   # type: ignore[arg-type]   # q and scale are arrays
 
 
 def split(w: Matrix, count: int, axis: int) -> list[Matrix]:
-  """Equal parts by outputs (axis 0) or by inputs (1). The latter are float16 if the inputs are in another order, or if
-  a part ends within a group or, in int4, within a word of eight."""
+  """Return equal shards by outputs (axis 0) or inputs (1). The latter are float16 if the inputs are reordered, or if a
+  shard ends within a group or, in int4, within a word of eight."""
   if count == 1: return [w]
   if isinstance(w, np.ndarray): return [*np.split(w, count, axis)]
   groups = w.scale.shape[1]
-  cuts_group = groups > 1 and groups % count or w.q.dtype == np.uint8 and len(w.order) // count % 8
-  if axis == 1 and ((np.diff(w.order) != 1).any() or cuts_group):
-    logger.warning("a matrix stays in float16: its groups cannot be split by tensor_parallel_size=%d", count)
+  splits_group = groups > 1 and groups % count or w.q.dtype == np.uint8 and len(w.order) // count % 8
+  if axis == 1 and ((np.diff(w.order) != 1).any() or splits_group):
+    logger.warning("a matrix stays in float16: tensor_parallel_size=%d cannot split its groups", count)
     return [*np.split(dequantize(w), count, 1)]
-  def cut(x):
+  def split_array(x):
     if x is None or axis == 1 and x.shape[1] == 1: return [x] * count
     return np.split(x, count, axis)
-  parts = zip(cut(w.q), cut(w.scale), cut(w.offset), strict=True)
-  return [Quantized(*part, np.arange(part[0].shape[1]) if axis == 1 else w.order) for part in parts]
+  shards = zip(split_array(w.q), split_array(w.scale), split_array(w.offset), strict=True)
+  return [Quantized(*shard, np.arange(shard[0].shape[1]) if axis == 1 else w.order) for shard in shards]
 
 
 def quantize(weight: np.ndarray, bits: int) -> Quantized:
-  """Quantize a matrix, (out, in). int8: symmetric. int4: scale and offset of least squared error."""
+  """Quantize a matrix, (out, in). int8: symmetric. int4: scale and offset minimize the squared error."""
   rows = max(1, CHUNK // weight.shape[1])
   chunks = [weight[i:i + rows] for i in range(0, len(weight), rows)]
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    return join([*pool.map(lambda chunk: quantize_rows(chunk, bits), chunks)])   # type: ignore[return-value]
+    return stack([*pool.map(lambda chunk: quantize_rows(chunk, bits), chunks)])   # type: ignore[return-value]
 
 
 def quantize_rows(weight: np.ndarray, bits: int) -> Quantized:
   groups = weight.shape[1] // GROUP if weight.shape[1] % GROUP == 0 else 1
-  w = to_float32(weight).reshape(len(weight), groups, -1)   # (out, groups, in a group)
+  w = to_float32(weight).reshape(len(weight), groups, -1)   # (out, groups, group size)
   lowest, highest = (0, 15) if bits == 4 else (-127, 127)
   offset = w.min(-1) if bits == 4 else np.zeros(w.shape[:2], np.float32)
   scale = (w.max(-1) - offset) / 15 if bits == 4 else np.abs(w).max(-1) / 127
 
-  def rounded():
+  def quantized_values():
     step = np.where(scale == 0, 1, scale)
     return np.clip(np.rint((w - offset[..., None]) / step[..., None]), lowest, highest)
-  for _ in range(4 if bits == 4 else 0):   # alternate: q for scale and offset, then these for q by least squares
-    q = rounded()
+  for _ in range(4 if bits == 4 else 0):   # alternate: round q, then fit scale and offset by least squares
+    q = quantized_values()
     centered = q - q.mean(-1, keepdims=True)
     scale = (centered * w).sum(-1) / np.maximum((centered * centered).sum(-1), 1e-9)
     offset = w.mean(-1) - scale * q.mean(-1)
   scale = scale.astype(np.float16)
   offset = offset.astype(np.float16)
-  q = rounded().astype(np.uint8 if bits == 4 else np.int8).reshape(weight.shape)
+  q = quantized_values().astype(np.uint8 if bits == 4 else np.int8).reshape(weight.shape)
   return Quantized(q, scale, offset if bits == 4 else None, np.arange(weight.shape[1]))

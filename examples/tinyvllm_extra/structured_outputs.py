@@ -1,5 +1,5 @@
-"""Structured outputs: llguidance turns a JSON schema, a regular expression or a grammar into a Constraint, which gives
-the bitmask of allowed tokens at each position."""
+"""Structured outputs: llguidance compiles a JSON schema, a regular expression or a grammar to a Constraint, which
+returns the bitmask of allowed tokens at each position."""
 import dataclasses, functools, json
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from tinyvllm_extra.packages import optional
 
 if TYPE_CHECKING: from .logits import SamplingParams
 
-KINDS: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool}
+FIELD_TYPES: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool}
 
 
 @dataclasses.dataclass(init=False)
@@ -19,20 +19,21 @@ class StructuredOutputsParams:
   """The format of the output, under vLLM's names. Exactly one field must be set."""
   json: str | dict | None = None    # a JSON schema
   regex: str | None = None
-  choice: list[str] | None = None   # the output is one of them
-  grammar: str | None = None        # in Lark's or GBNF's notation
+  choice: list[str] | None = None   # the allowed outputs
+  grammar: str | None = None        # Lark or GBNF
   json_object: bool | None = None   # True: any JSON object
 
   def __init__(self, **fields: Any):
-    constraints = {kind: value for kind, value in fields.items() if value not in (None, False)}
-    valid = [kind for kind, value in constraints.items() if value and isinstance(value, KINDS.get(kind, ()))]
-    has_texts = all(isinstance(text, str) for text in constraints.get("choice", []))
-    check(len(valid) == len(constraints) == 1 and has_texts,
-          f"structured_outputs={fields} must have exactly one of {', '.join(KINDS)}", fields)
+    constraints = {name: value for name, value in fields.items() if value not in (None, False)}
+    valid = [name for name, value in constraints.items() if value and isinstance(value, FIELD_TYPES.get(name, ()))]
+    has_only_strings = all(isinstance(choice, str) for choice in constraints.get("choice", []))
+    check(len(valid) == len(constraints) == 1 and has_only_strings,
+          f"structured_outputs={fields} must have exactly one of {', '.join(FIELD_TYPES)}", fields)
     vars(self).update(constraints)
 
   def constraint(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Constraint":
-    """A Constraint for one text. Raises InputError for a schema, expression or grammar that llguidance rejects."""
+    """Return a Constraint for one sequence. Raises InputError for a schema, regular expression or grammar that
+    llguidance rejects."""
     (name, value), = vars(self).items()
     library = optional("llguidance", "grammar", "structured output")
     text = value if isinstance(value, str) else json.dumps({"type": "object"} if name == "json_object" else value)
@@ -44,8 +45,8 @@ class StructuredOutputsParams:
 
 
 def normalize(params: "SamplingParams") -> Any:
-  """Return params.structured_outputs as StructuredOutputsParams; JSON gives a dict. Raises InputError for another type
-  or a conflict with another field."""
+  """Return params.structured_outputs as StructuredOutputsParams, converting a dict (JSON). Raises InputError for
+  another type or a conflict with another field."""
   structured = params.structured_outputs
   if isinstance(structured, dict): structured = StructuredOutputsParams(**structured)
   check(isinstance(structured, StructuredOutputsParams),
@@ -57,13 +58,13 @@ def normalize(params: "SamplingParams") -> Any:
 
 
 class Constraint:
-  """The allowed next tokens of one text."""
+  """The allowed next tokens of one sequence."""
   def __init__(self, matcher: Any, vocab_size: int):
     self.matcher = matcher
     self.num_words = -(-vocab_size // 32)
 
   def bitmask(self) -> np.ndarray:
-    """One bit per token, 1 if it may come next: (ceil(vocab / 32),) int32."""
+    """Return one bit per token, 1 if it may come next: (ceil(vocab / 32),) int32."""
     bitmask = np.frombuffer(self.matcher.compute_bitmask(), np.int32)
     return np.pad(bitmask, (0, self.num_words))[:self.num_words]
 
@@ -72,11 +73,11 @@ class Constraint:
 
 
 class Vocabulary:
-  """A sentencepiece vocabulary in llguidance's interface: the bytes of each token. If the grammar leaves no choice,
-  llguidance encodes the text itself; `__call__` encodes with its own tables, as sentencepiece would add a space."""
+  """Adapts a sentencepiece vocabulary to llguidance's interface, the bytes of each token. llguidance calls the
+  instance to encode text that the grammar requires; sentencepiece would add a space, so it uses llguidance's tables."""
   is_tokenizer_wrapper = True
   bos_token_id = None
-  eos_token_id = 0   # LLTokenizer gets the model's end tokens as an argument
+  eos_token_id = 0   # LLTokenizer takes the model's end tokens as an argument
 
   def __init__(self, tokenizer: Tokenizer):
     model = tokenizer.library
@@ -85,17 +86,17 @@ class Vocabulary:
       return b"" if model.IsUnknown(i) else model.IdToPiece(i).replace("\u2581", " ").encode()
     self.tokens = [to_bytes(i) for i in range(model.GetPieceSize())]
     self.special_token_ids = list(tokenizer.special_ids)
-    self.library: Any = None   # the LLTokenizer made of this vocabulary
+    self.library: Any = None   # its LLTokenizer
 
   def __call__(self, text: str) -> list[int]: return self.library.greedy_tokenize(text)
 
 
-@functools.lru_cache(maxsize=8)   # takes a second, and is the same for all requests of a model
+@functools.lru_cache(maxsize=8)   # takes a second, once for each model
 def load_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Any:
-  """llguidance's LLTokenizer. It reads a tokenizer.json itself."""
+  """Return llguidance's LLTokenizer, which parses tokenizer.json itself."""
   is_json = hasattr(tokenizer.library, "to_str")
   vocabulary: Any = tokenizer.library.to_str() if is_json else Vocabulary(tokenizer)
   library = optional("llguidance", "grammar", "structured output")
-  loaded = library.LLTokenizer(vocabulary, vocab_size, list(eos_token_ids))
-  if not is_json: vocabulary.library = loaded
-  return loaded
+  llg_tokenizer = library.LLTokenizer(vocabulary, vocab_size, list(eos_token_ids))
+  if not is_json: vocabulary.library = llg_tokenizer
+  return llg_tokenizer

@@ -1,11 +1,11 @@
-"""Public names of tinyvllm that the core does not have, with vLLM's spelling."""
+"""Public names of tinyvllm beyond the core's, spelled as in vLLM."""
 from typing import TypedDict
 
 from .logits import Logprob as Logprob, SamplingParams as SamplingParams   # re-exported
 from .metrics import RequestMetrics as RequestMetrics
 from .structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
-from .server import AsyncLLM as AsyncLLM   # last: it needs the names above
+from .server import AsyncLLM as AsyncLLM   # last, as it imports the names above
 
 
 class TextPrompt(TypedDict): prompt: str

@@ -1,11 +1,10 @@
-"""What each backend shows: the tests that all of them share, and the speed of decode.
+"""Run the shared backend tests and measure decode speed on each tinygrad backend.
 
 python tests/benchmarks/backends.py CPU CL WEBGPU [--model DIR] [--write tests/README.md]
 
-For each backend named, in a process of its own with DEV set to it: `pytest -m backend`, then speed.py. What they print
-goes into backends.json beside this file, one record for each backend, the newest; the table of all records is printed.
-A backend that is not here, a test that fails, a run that tells no numbers: it is said, and the exit status is 1. With
-no backend named, the table alone."""
+For each backend, runs `pytest -m backend` and then speed.py in a new process with DEV=backend. The results replace the
+backend's record in backends.json, and the table of all records is printed. The exit status is 1 if a backend is not
+available, a test fails, or a run prints no results. Without backends, only the table is printed."""
 import argparse
 import ctypes
 import json
@@ -20,24 +19,26 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT, RECORDS = HERE.parents[1], HERE / "backends.json"
-KNOWN = ["CPU", "CUDA", "METAL", "AMD", "CL", "WEBGPU"]   # the order of the rows; others come behind
-EXPECTED = ["METAL", "AMD"]   # which have a row even where nobody has run them
+KNOWN = ["CPU", "CUDA", "METAL", "AMD", "CL", "WEBGPU"]   # order of the rows; other backends follow
+EXPECTED = ["METAL", "AMD"]   # backends with a row even without a record
 HEADER = ["`DEV=`", "device", "tests of `-m backend`", "decode, one stream", "model", "tinygrad, date"]
 BEGIN = "<!-- backends: written by tests/benchmarks/backends.py --write tests/README.md -->"
 END = "<!-- end of backends -->"
 
 
 def device_name() -> str:
-  """Of tinygrad's default device, as the system or the driver tells it."""
+  """Return the name of tinygrad's default device, from the system or the driver."""
   from tinygrad import Device
 
   from tinyvllm_extra.kernels import prepare_device
-  prepare_device()   # it finds a compiler that is not on the PATH
+  prepare_device()   # also finds a compiler that is not on the PATH
   kind, device = Device.DEFAULT, Device[Device.DEFAULT]
   if kind == "CPU": return host_name()
   if kind == "CL": return device.device_name   # type: ignore[attr-defined]
-  if kind in ("CUDA", "NV"): return told("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()[0]
-  if kind == "METAL": return told("system_profiler", "SPDisplaysDataType").split("Chipset Model:")[1].splitlines()[0]
+  if kind in ("CUDA", "NV"):
+    return read_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines()[0]
+  if kind == "METAL":
+    return read_output("system_profiler", "SPDisplaysDataType").split("Chipset Model:")[1].splitlines()[0]
   if kind == "WEBGPU":
     from tinygrad.runtime.autogen import webgpu
     webgpu.wgpuDeviceGetAdapterInfo(device.device_res, info := webgpu.WGPUAdapterInfo())   # type: ignore
@@ -46,12 +47,12 @@ def device_name() -> str:
   return str(getattr(device, "arch", kind))
 
 
-def told(*command: str) -> str: return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def read_output(*command: str) -> str: return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def host_name() -> str:
-  """The processor and its cores."""
-  if platform.system() == "Darwin": name = told("sysctl", "-n", "machdep.cpu.brand_string").strip()
+  """Return the processor's name and number of cores."""
+  if platform.system() == "Darwin": name = read_output("sysctl", "-n", "machdep.cpu.brand_string").strip()
   else:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -60,7 +61,7 @@ def host_name() -> str:
 
 
 def read_tests(output: str) -> tuple[int, int, float]:
-  """Tests passed, tests failed and seconds, of what pytest prints last. An error in a fixture is a failure."""
+  """Return tests passed, tests failed (fixture errors included) and seconds from pytest's summary line."""
   summary = re.findall(r"^=*\s*(\d+ (?:passed|failed|error).*) in ([\d.]+)s", output, re.MULTILINE)
   if not summary: raise ValueError("pytest ended without a summary")
   counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|error)", summary[-1][0])}
@@ -68,14 +69,14 @@ def read_tests(output: str) -> tuple[int, int, float]:
 
 
 def read_speed(output: str) -> float:
-  """Tokens a second of one stream, of what speed.py prints."""
-  found = re.search(r"^decode, 1 stream\s+([\d.]+) tokens/s", output, re.MULTILINE)
-  if not found: raise ValueError("speed.py ended without a line of decode, 1 stream")
-  return float(found[1])
+  """Return the tokens per second of one stream from speed.py's output."""
+  match = re.search(r"^decode, 1 stream\s+([\d.]+) tokens/s", output, re.MULTILINE)
+  if not match: raise ValueError("speed.py ended without a line 'decode, 1 stream'")
+  return float(match[1])
 
 
 def run(backend: str, *command: str) -> str:
-  """What a Python prints under DEV=backend; also shown here, as it comes."""
+  """Run Python with DEV=backend and return its output, which is also printed line by line."""
   paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
   environment = {**os.environ, "DEV": backend, "PYTHONPATH": os.pathsep.join(paths)}
   process = subprocess.Popen([sys.executable, *command], env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
@@ -89,23 +90,23 @@ def run(backend: str, *command: str) -> str:
 
 
 def measure(backend: str, model: str | None) -> dict:
-  """A record. Raises ValueError where the backend is not here, or tells no numbers."""
+  """Return a new record. Raises ValueError if the backend is not available or a run prints no results."""
   print(f"\n== {backend}", flush=True)
-  named = re.search(r"^device: (.+)$", run(backend, __file__, "--name-device"), re.MULTILINE)
-  if not named: raise ValueError("does not open here")
+  match = re.search(r"^device: (.+)$", run(backend, __file__, "--name-device"), re.MULTILINE)
+  if not match: raise ValueError("does not open here")
   passed, failed, seconds = read_tests(run(backend, "-m", "pytest", "-m", "backend"))
   options = ["--model", model] if model else []
   speed = read_speed(run(backend, str(HERE / "speed.py"), "--decode-only", *options))
-  return {"backend": backend, "device": named[1], "tinygrad": version("tinygrad"), "passed": passed, "failed": failed,
-          "seconds": round(seconds), "tokens_per_second": speed, "model": Path(model).name if model else "shipped",
+  return {"backend": backend, "device": match[1], "tinygrad": version("tinygrad"), "passed": passed, "failed": failed,
+          "seconds": round(seconds), "tokens_per_second": speed, "model": Path(model).name if model else "bundled",
           "date": str(date.today())}
 
 
 def render(records: list[dict]) -> str:
-  """The table in Markdown, a row for each backend."""
-  found = {record["backend"]: record for record in records}
-  order = [*KNOWN, *sorted({*found} - {*KNOWN})]
-  rows = [[f"`{name}`", *cells(found.get(name))] for name in order if name in found or name in EXPECTED]
+  """Return the Markdown table, one row per backend."""
+  by_name = {record["backend"]: record for record in records}
+  order = [*KNOWN, *sorted({*by_name} - {*KNOWN})]
+  rows = [[f"`{name}`", *cells(by_name.get(name))] for name in order if name in by_name or name in EXPECTED]
   lines = [HEADER, ["---"] * len(HEADER), *rows]
   return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
@@ -120,8 +121,8 @@ def cells(record: dict | None) -> list[str]:
 def read_records() -> list[dict]: return json.loads(RECORDS.read_text()) if RECORDS.exists() else []
 
 
-def put_into(text: str, table: str) -> str:
-  """A document with the table between the two marks. Raises ValueError where it has none."""
+def replace_table(text: str, table: str) -> str:
+  """Return `text` with `table` between the two marks. Raises ValueError if the marks are missing."""
   if text.count(BEGIN) != 1 or text.count(END) != 1: raise ValueError(f"needs a line {BEGIN!r} and one {END!r}")
   before, rest = text.split(BEGIN)
   return f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}"
@@ -130,10 +131,10 @@ def put_into(text: str, table: str) -> str:
 def main() -> int:
   formatter = argparse.RawDescriptionHelpFormatter
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-  parser.add_argument("backends", nargs="*", metavar="BACKEND", help="as DEV has it: CPU, CUDA, CL, WEBGPU, …")
-  parser.add_argument("--model", metavar="DIR", help="whose decode is measured; else the shipped one's")
-  parser.add_argument("--write", metavar="FILE", type=Path, help="put the table between the marks in this file")
-  parser.add_argument("--name-device", action="store_true", help="only print the name of the device that DEV names")
+  parser.add_argument("backends", nargs="*", metavar="BACKEND", help="value of DEV: CPU, CUDA, CL, WEBGPU, …")
+  parser.add_argument("--model", metavar="DIR", help="model folder for speed.py (default: the bundled model)")
+  parser.add_argument("--write", metavar="FILE", type=Path, help="write the table between the marks in FILE")
+  parser.add_argument("--name-device", action="store_true", help="only print the name of DEV's device")
   args = parser.parse_args()
   if args.name_device:
     print(f"device: {device_name()}")
@@ -149,7 +150,7 @@ def main() -> int:
     RECORDS.write_text(json.dumps(list(records.values()), indent=2, ensure_ascii=False) + "\n")
   table = render([*records.values()])
   print(f"\n{table}")
-  if args.write: args.write.write_text(put_into(args.write.read_text(), table))
+  if args.write: args.write.write_text(replace_table(args.write.read_text(), table))
   for problem in problems: print(problem, file=sys.stderr)
   return 1 if problems else 0
 

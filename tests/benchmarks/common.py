@@ -1,5 +1,5 @@
-"""What the benchmarks share: models of well-known shapes with random weights, made on the device so that nothing is
-downloaded; random prompts; a watch over steps and graphs; the memory's measured bandwidth and the roofline it sets."""
+"""Shared by the benchmarks: models with random weights in well-known shapes, generated on the device without a
+download; random prompts; a watch that records steps and graphs; the measured memory bandwidth and the roofline."""
 import argparse
 import gc
 import importlib
@@ -53,26 +53,31 @@ SHAPES = {"llama-7b": _shape(32, 4096, 11008, 32, 32, 32000, False, 4096),
           "llama-3.1-8b": _shape(32, 4096, 14336, 32, 8, 128256, False, 131072, 5e5),
           "llama-3.1-70b": _shape(80, 8192, 28672, 64, 8, 128256, False, 131072, 5e5),
           "smollm2-135m": _shape(30, 576, 1536, 9, 3, 49152, True, 8192, 1e5),
-          "shipped": json.loads((Path(tinyvllm.__file__).parent / "default_model/config.json").read_text())}
+          "bundled": json.loads((Path(tinyvllm.__file__).parent / "default_model/config.json").read_text())}
 
 
-class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter): pass
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+  """Adds the default to a help text, unless the text states it or the option is off by default."""
+  def _get_help_string(self, action: argparse.Action) -> str | None:
+    has_no_default = action.default is None or action.default is False
+    return action.help if has_no_default or "default:" in (action.help or "") else super()._get_help_string(action)
 
 
 def make_parser(doc: str) -> argparse.ArgumentParser:
-  """With the options that every benchmark has."""
+  """Return a parser with the options that all benchmarks share."""
   parser = argparse.ArgumentParser(description=doc, formatter_class=Formatter)
-  parser.add_argument("--shape", choices=SHAPES, default="shipped", help="a model of this shape with random weights")
-  parser.add_argument("--model", metavar="DIR", help="a model's folder, with its own weights")
-  parser.add_argument("--layers", type=positive, help="only so many layers, for a quick check; a --model's weights are "
-                      "then random too, in the shape of its config.json")
+  parser.add_argument("--shape", choices=SHAPES, default="bundled", help="model shape, filled with random weights")
+  parser.add_argument("--model", metavar="DIR", help="model folder; its own weights are loaded")
+  parser.add_argument("--layers", type=positive, help="number of layers, for a quick check; weights are then random, "
+                      "with --model too (in the shape of its config.json)")
   parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"),
-                      help="of weights and KV cache; auto: float32 on CPU, else float16")
-  parser.add_argument("--quantization", choices=("int8", "int4"), help="what the layers' matrices are made")
-  parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto", help="of the KV cache")
-  parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="devices that share the model")
-  parser.add_argument("--max-num-batched-tokens", type=positive, default=512, help="tokens of one step at most")
-  parser.add_argument("--seed", type=int, default=0, help="of the prompts and arrivals")
+                      help="data type of weights and KV cache; auto: float32 on CPU, else float16")
+  parser.add_argument("--quantization", choices=("int8", "int4"), help="quantize the layers' matrices while loading")
+  parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto",
+                      help="data type of the KV cache")
+  parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="number of devices")
+  parser.add_argument("--max-num-batched-tokens", type=positive, default=512, help="maximum tokens per step")
+  parser.add_argument("--seed", type=int, default=0, help="seed of prompts and arrival times")
   return parser
 
 
@@ -82,14 +87,14 @@ def positive(text: str) -> int:
 
 
 def add_workload(parser: argparse.ArgumentParser) -> None:
-  parser.add_argument("--input-len", type=positive, default=128, help="tokens of a prompt")
-  parser.add_argument("--output-len", type=positive, default=128, help="tokens generated for each prompt")
-  parser.add_argument("--mixed", action="store_true", help="lengths uniform between a quarter of these and all of them")
-  parser.add_argument("--plot", metavar="FILE.png", help="draw the numbers (needs matplotlib)")
+  parser.add_argument("--input-len", type=positive, default=128, help="tokens per prompt")
+  parser.add_argument("--output-len", type=positive, default=128, help="output tokens per prompt")
+  parser.add_argument("--mixed", action="store_true", help="random lengths, from a quarter to all of these")
+  parser.add_argument("--plot", metavar="FILE.png", help="save a plot (needs matplotlib)")
 
 
 def hf_config(args: argparse.Namespace) -> dict:
-  """The model's config.json, with --layers."""
+  """Return the model's config.json with num_hidden_layers set to --layers."""
   path = Path(args.model or "").expanduser() / "config.json"
   if args.model and not path.exists(): raise SystemExit(f"--layers needs a folder with config.json: no {path}")
   config = json.loads(path.read_text()) if args.model else dict(SHAPES[args.shape])
@@ -97,9 +102,10 @@ def hf_config(args: argparse.Namespace) -> dict:
 
 
 def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
-  """The engine of the model that the arguments name; without a prefix cache, as runs repeat their prompts. padded: as
-  others have it, to a captured shape at first; else each shape is captured when it is met, and so by a warm-up."""
-  if not padded: graphs.OFTEN = 0
+  """Return an engine of the model in `args`. The prefix cache is off by default, because runs repeat their prompts.
+  padded: pad a new graph shape to a captured one, as a server does. Otherwise capture each shape at its first use, so
+  that a warm-up captures all of them."""
+  if not padded: graphs.CAPTURE_THRESHOLD = 0
   options = {"enable_prefix_caching": False, "quantization": getattr(args, "quantization", None),
              "kv_cache_dtype": getattr(args, "kv_cache_dtype", "auto"),
              "tensor_parallel_size": getattr(args, "tensor_parallel_size", 1), **options}
@@ -111,7 +117,7 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
 
 
 class RandomCheckpoint(weights.Checkpoint):
-  """A folder with config.json only: random weights, prompts that are ids, and a letter as the text of each id."""
+  """A checkpoint that needs only config.json: random weights, and a tokenizer that decodes each id to one letter."""
   def tokenizer(self) -> Tokenizer:
     def decode(ids: list[int]) -> str: return "".join(chr(97 + i % 26) for i in ids)
     return Tokenizer(lambda text, special: [3], decode, {}, set(), {}, [])
@@ -120,64 +126,65 @@ class RandomCheckpoint(weights.Checkpoint):
 
 
 class OwnWeights(RandomCheckpoint):
-  """A model's folder with its weights, but without a tokenizer."""
+  """A model folder with its own weights, but no tokenizer."""
   load = weights.Checkpoint.load
 
 
 def random_weights(checkpoint: type[weights.Checkpoint] = RandomCheckpoint) -> ExitStack:
-  """While entered, models and draft models are loaded as this Checkpoint does."""
+  """Return a context in which models and draft models load through `checkpoint`."""
   stack = ExitStack()
   for module in ("tinyvllm_extra.weights", "tinyvllm_extra.speculation"):
     stack.enter_context(patch(f"{module}.open_checkpoint", checkpoint))
   return stack
 
 
-_filled: dict[tuple, Tensor] = {}   # engines that follow one another share their weights
+_filled: dict[tuple, Tensor] = {}   # weights shared by consecutive engines
 
 
 def fill_weights(model: Llama, quantization: str | None) -> None:
-  """Fill weights of norms with 1, biases with 0, everything else with uniform numbers of deviation 0.02, one tensor at
-  a time, and quantized matrices with random bits."""
+  """Fill norm weights with 1, biases with 0, quantized matrices with random bits, and all other weights with uniform
+  noise (standard deviation 0.02)."""
   matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear) and quantization]
   for matrix in matrices:
     plain = matrix.weight.shape
     bits = 4 if quantization == "int4" else 8
-    lanes = len(plain) == 8   # of tensor cores, which take words
+    lanes = len(plain) == 8   # the layout for tensor cores, packed in 32-bit words
     shape = (*plain[:2], 8, 4, bits // 2) if lanes else (plain[0], plain[1] * bits // 32 if bits == 4 else plain[1], 16)
     kind, levels = (dtypes.uint32, 2.0**32) if lanes or bits == 4 else (dtypes.int8, 255.0)
     scales = scales_shape(plain, math.prod(plain) // plain[0] // 16 // 32)
-    def made(device: str, shape=shape, kind=kind, levels=levels) -> Tensor:
+    def random_bits(device: str, shape=shape, kind=kind, levels=levels) -> Tensor:
       noise = _noise(math.prod(shape), 1, device) * levels - (kind == dtypes.int8) * 127
       return noise.cast(kind).reshape(shape).clone()
-    matrix.weight = _on_each(made, model, "quantized", shape, kind).clone().realize()
+    matrix.weight = _on_each(random_bits, model, "quantized", shape, kind).clone().realize()
     matrix.scales = [_on_each(lambda device, x=x, scales=scales: Tensor.full(
       scales, x, dtype=dtypes.float16, device=device).clone(), model, "scales", scales, x)
       for x in ((0.004, -0.03) if bits == 4 else (0.0003,))]
-  named = {id(tensor): (f"{i}.{name}", tensor) for i, module in enumerate(model.modules())
-           for name, tensor in nn.state.get_state_dict(module).items()}
-  of_matrices = {id(x) for matrix in matrices for x in (matrix.weight, *matrix.scales)}
-  for seed, (name, tensor) in enumerate(named.values()):
-    if id(tensor) in of_matrices: continue
+  tensors = {id(tensor): (f"{i}.{name}", tensor) for i, module in enumerate(model.modules())
+             for name, tensor in nn.state.get_state_dict(module).items()}
+  quantized_ids = {id(x) for matrix in matrices for x in (matrix.weight, *matrix.scales)}
+  for seed, (name, tensor) in enumerate(tensors.values()):
+    if id(tensor) in quantized_ids: continue
     kind = model.dtype if dtypes.is_float(tensor.dtype) else tensor.dtype
     def values(device: str, name=name, shape=tensor.shape, kind=kind, seed=seed) -> Tensor:
       if len(shape) == 1: return Tensor.full(shape, float(name.endswith("weight")), dtype=kind, device=device).clone()
       noise = (_noise(math.prod(shape), seed, device) - 0.5) * (0.02 * math.sqrt(12))
-      return noise.reshape(shape).cast(kind).clone()   # without clone, arange would be computed at every use
+      return noise.reshape(shape).cast(kind).clone()   # without clone, every use recomputes arange
     tensor.replace(_on_each(values, model, name, tensor.shape, kind))
 
 
 def _on_each(make: Callable[[str], Tensor], model: Llama, *key) -> Tensor:
-  """What is made on each of a model's devices, as one tensor."""
-  of = (model.devices.names, *key)
-  if of not in _filled:
+  """Return `make(device)` of all the model's devices as one tensor, cached by `key`."""
+  cache_key = (model.devices.names, *key)
+  if cache_key not in _filled:
     tensors = [make(device).realize() for device in model.devices.names]
-    _filled[of] = tensors[0] if len(tensors) == 1 else Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()
-  return _filled[of]
+    stack = tensors[0] if len(tensors) == 1 else Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()
+    _filled[cache_key] = stack
+  return _filled[cache_key]
 
 
 def _noise(n: int, seed: int, device: str) -> Tensor:
-  """From 0 to 1: a hash of the index, in one kernel with no memory of its own."""
-  # No constant: tensors of a shape share a kernel
+  """Return `n` numbers in [0, 1): a hash of the index, in one kernel without temporary memory."""
+  # The seed is a tensor, not a constant, so that tensors of one shape share a kernel
   offset = Tensor([seed * 0x9e3779b9 % 2**32], dtype=dtypes.uint32, device=device)
   x = (Tensor.arange(n, dtype=dtypes.uint32) + offset) * 2654435761
   x = (x ^ (x >> 15)) * 2246822519
@@ -185,7 +192,7 @@ def _noise(n: int, seed: int, device: str) -> Tensor:
 
 
 def release() -> None:
-  """Give back what engines out of use held: the next sizes its KV cache by what is free."""
+  """Free the memory of unused engines: the next engine sizes its KV cache by the free memory."""
   gc.collect()
   for name in Device._opened_devices:
     if hasattr(allocator := Device[name].allocator, "free_cache"): allocator.free_cache()
@@ -200,27 +207,27 @@ def greedy(tokens: int) -> SamplingParams: return SamplingParams(temperature=0.0
 
 def make_requests(vocabulary: int, args: argparse.Namespace, n: int) -> list[tuple[dict, SamplingParams]]:
   rng = random.Random(args.seed)
-  def length(most: int) -> int: return rng.randint(max(1, most // 4), most) if args.mixed else most
+  def length(limit: int) -> int: return rng.randint(max(1, limit // 4), limit) if args.mixed else limit
   return [(random_ids(vocabulary, length(args.input_len), rng), greedy(length(args.output_len))) for _ in range(n)]
 
 
 @dataclass
 class Step:
-  """A step as seen from outside. decode: each running sequence got a token, and none its first; `outputs` of them."""
+  """One engine step, measured from outside."""
   seconds: float
-  launch: float      # seconds inside calls of graphs
+  launch: float      # seconds in calls of graphs
   wait: float        # seconds waiting for results
-  outputs: int
-  decode: bool
-  context: float     # tokens of a sequence, on average
+  outputs: int       # sequences with new tokens
+  decode: bool       # True if all running sequences have new tokens and none its first
+  context: float     # mean tokens per sequence
 
   @property
   def host(self) -> float: return self.seconds - self.launch - self.wait
 
 
 class Watch:
-  """While entered, records an engine's steps, how many graphs are captured, and the last graph called. It wraps
-  `advance` and tinygrad's classes, not the runner, so that the runner may change."""
+  """Context manager that records an engine's steps, the number of captured graphs, and the last graph call. It wraps
+  `advance` and tinygrad's classes, so it does not depend on the runner's code."""
   def __init__(self, llm: LLM):
     self.llm = llm
     self.steps: list[Step] = []
@@ -253,7 +260,7 @@ class Watch:
 
   def _timed(self, total: str, function: Callable) -> Callable:
     def timed(*args, **kwargs):
-      if self._inside: return function(*args, **kwargs)   # counted once, where one calls the other
+      if self._inside: return function(*args, **kwargs)   # do not count nested calls twice
       self._inside, started = True, time.perf_counter()
       try: return function(*args, **kwargs)
       finally:
@@ -261,24 +268,24 @@ class Watch:
         setattr(self, total, getattr(self, total) + time.perf_counter() - started)
     return timed
 
-  def _record(self, told: Callable = lambda request: request) -> list:
+  def _record(self, make_output: Callable = lambda request: request) -> list:
     launch, wait, started = self.launch, self.wait, time.perf_counter()
     changed = self._advance()
     seconds = time.perf_counter() - started
     sequences = [seq for request in changed for seq in request.sequences]
     running = self.llm.get_metrics()["num_requests_running"] + sum(seq.finish_reason is not None for seq in sequences)
-    decode = len(sequences) == running > 0 and all(seq.num_generated > 1 for seq in sequences)   # else prompts are read
+    decode = len(sequences) == running > 0 and all(seq.num_generated > 1 for seq in sequences)   # else prefill
     self.steps.append(Step(seconds, self.launch - launch, self.wait - wait, len(sequences), decode,
                            statistics.fmean([len(seq.tokens) for seq in sequences] or [0])))
-    return [told(request) for request in changed]
+    return [make_output(request) for request in changed]
 
   def warn(self) -> None:
-    if self.captured: print(f"  warning: {self.captured} graphs were captured while this was measured; run it again")
+    if self.captured: print(f"  warning: {self.captured} graphs were captured during the measurement; run it again")
 
 
 def make_copy() -> tuple[Callable[[], Tensor], int]:
-  """A kernel that copies more than the caches hold, and the bytes that it reads and writes. On a GPU 16 bytes a thread:
-  tinygrad's heuristics reach 40% of that."""
+  """Return a kernel that copies more than the caches hold, and its bytes read plus written. On a GPU each thread copies
+  16 bytes: tinygrad's heuristics reach 40% of that bandwidth."""
   gpu = Device[Device.DEFAULT].renderer.has_local
   size = min(2**30 if gpu else 2**28, Backend().largest_tensor())   # bytes
   source, target = (Tensor.zeros(size // 4).clone().realize() for _ in range(2))
@@ -292,9 +299,9 @@ def make_copy() -> tuple[Callable[[], Tensor], int]:
 
 
 def measure_bandwidth(repeats: int = 9) -> float:
-  """Bytes read and written per second by that kernel: the median of `repeats`, after a warm-up."""
+  """Return the copy kernel's bytes per second, read plus written: the median of `repeats` after a warm-up."""
   (copy, size), device, times = make_copy(), Device[Device.DEFAULT], []
-  calls = 10 if device.renderer.has_local else 1   # on a GPU many calls hide the launch
+  calls = 10 if device.renderer.has_local else 1   # on a GPU, many calls hide the launch
   for _ in range(repeats + 3):
     device.synchronize()
     started = time.perf_counter()
@@ -305,14 +312,14 @@ def measure_bandwidth(repeats: int = 9) -> float:
 
 
 def bytes_read(model: Llama) -> int:
-  """Of the weights that a step reads: all but the table of embeddings, which only the tied head reads whole."""
+  """Return the bytes of weights that a step reads: all except the embedding table, unless it is also the head."""
   parts = [part for part in model.modules() if part is not model.embed_tokens or part is model.lm_head]
   return sum({id(t): t.nbytes() for part in parts for t in nn.state.get_parameters(part)}.values())
 
 
 def roofline(llm: LLM, bandwidth: float, running: int, context: float) -> float:
-  """The seconds that a decode step takes at least: weights and the KV of all running sequences, read once, each device
-  its part."""
+  """Return the minimum seconds of a decode step: reading the weights and the running sequences' KV once, split over
+  the devices."""
   embeddings = running * llm.model_config.hidden_size * weight_dtype(llm).itemsize
   return (bytes_read(llm.runner.model) + embeddings + token_bytes(llm) * context * running) / bandwidth
 
@@ -321,7 +328,7 @@ def weight_dtype(llm: LLM) -> DType: return llm.runner.model.embed_tokens.weight
 
 
 def token_bytes(llm: LLM) -> int:
-  """Of a token in the KV cache of all layers, or a device's part of it."""
+  """Return one device's KV-cache bytes per token, all layers together."""
   return sum(x.nbytes() for x in chain(*llm.runner.kv_caches)) // (llm.runner.num_blocks * llm.config.block_size)
 
 
@@ -338,7 +345,7 @@ def machine_line() -> str:
 
 
 def start(args: argparse.Namespace) -> float:
-  """Print what the numbers belong to; returns the measured bandwidth."""
+  """Print machine, model and copy bandwidth; return the bandwidth in bytes per second."""
   prepare_device()
   layers = f", {args.layers} layers" if args.layers else ""
   source = f"{args.model}{', random weights' if args.layers else ''}" if args.model else f"{args.shape}, random weights"
@@ -350,15 +357,15 @@ def start(args: argparse.Namespace) -> float:
 
 
 def print_table(header: list[str], rows: list[list[str]]) -> None:
-  """Right-aligned, but for the first column."""
+  """Print a table: first column left-aligned, the others right-aligned."""
   widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
   for row in (header, *rows):
     print("  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))))
 
 
 def plotting():
-  """matplotlib, imported only where a plot is asked for."""
+  """Return matplotlib's pyplot; imported only if --plot is set."""
   try: pyplot = importlib.import_module("matplotlib.pyplot")
   except ImportError as e: raise SystemExit("error: --plot needs matplotlib: pip install matplotlib") from e
-  pyplot.switch_backend("Agg")   # no display is needed
+  pyplot.switch_backend("Agg")   # needs no display
   return pyplot

@@ -1,12 +1,12 @@
-"""The same prompts through tinyvllm and through Hugging Face's transformers, in the same run.
+"""Compare the throughput of tinyvllm and of Hugging Face's transformers on the same prompts, in one run.
 
   python tests/benchmarks/compare_hf.py --shape smollm2-135m --dtype float32 --running 8 --input-len 128 --output-len 64
 
-transformers: `generate` on static batches of --running prompts, and `generate_batch`, its continuous batching, where
-the installed version has it; on torch's cuda if there is one (and DEV is not CPU), else on the CPU with all its
-threads. All are greedy and of fixed length; the seconds are those of a second run. The weights are random; with
---same-weights (the default below 7B) tinyvllm loads those of the transformers model from a temporary folder, and in
-float32 the first differing token is printed."""
+transformers runs `generate` on static batches of --running prompts and, if the installed version has it,
+`generate_batch` (continuous batching). It uses CUDA if torch has it and DEV is not CPU, otherwise all CPU threads. All
+runs are greedy with a fixed output length; the second run is timed. Weights are random. With --same-weights (the
+default below 7B) tinyvllm loads the transformers model's weights from a temporary folder, and in float32 the first
+differing token is printed."""
 import argparse
 import gc
 import importlib
@@ -18,7 +18,7 @@ import common
 
 
 def timed(function, synchronize) -> tuple[float, list]:
-  """The seconds of the second call, and what it returned: the first is warm-up."""
+  """Call `function` twice; return the seconds and the result of the second call."""
   for _ in range(2):
     synchronize()
     started, result = time.perf_counter(), function()
@@ -27,13 +27,13 @@ def timed(function, synchronize) -> tuple[float, list]:
 
 
 def on_cuda(torch) -> bool:
-  """Where tinygrad will run too. Its own device is opened later: CUDA's context of the one would be current for the
-  other, in this thread alone."""
+  """Return whether torch and tinygrad run on CUDA. Does not open tinygrad's device: its CUDA context would become
+  torch's in this thread."""
   return torch.cuda.is_available() and not os.environ.get("DEV", "").startswith("CPU")
 
 
 def run_hf(args, config: dict, prompts: list[list[int]], folder: str, torch, transformers) -> dict[str, tuple]:
-  """Seconds and ids of each way to generate. With --same-weights the folder gets the weights."""
+  """Return (seconds, token ids) of each generate method. With --same-weights, save the weights to `folder`."""
   device, dtype = "cuda" if on_cuda(torch) else "cpu", getattr(torch, args.dtype)
   torch.manual_seed(args.seed)
   with torch.device(device):
@@ -52,7 +52,7 @@ def run_hf(args, config: dict, prompts: list[list[int]], folder: str, torch, tra
     return [row[args.input_len:] for batch in batches for row in batch.tolist()]
 
   def generate_batch() -> list:
-    # sized by free memory if left to itself, which on a CPU is all of the machine's
+    # by default its cache takes all free memory, on a CPU the whole machine's
     limits = {"num_blocks": len(prompts) * (2 + (args.input_len + length) // 256),
               "max_requests_per_batch": args.running, "max_batch_tokens": budget}
     outputs = model.generate_batch(prompts, generation_config=transformers.GenerationConfig(**options),
@@ -67,12 +67,12 @@ def run_hf(args, config: dict, prompts: list[list[int]], folder: str, torch, tra
     name = "transformers generate_batch, continuous"
     try:
       _, outputs = timed(generate_batch, synchronize)
-      # from the first request that is scheduled to the last that ends: a call also starts and ends a manager
+      # from the first scheduled request to the last finished one: a call also starts and stops a manager
       seconds = max(o.lifespan[1] for o in outputs) - min(o.lifespan[0] for o in outputs)
       results[name] = seconds, [o.generated_tokens for o in outputs]
       lengths = {len(o.generated_tokens) for o in outputs}
       if len(outputs) < len(prompts) or lengths != {length}: raise RuntimeError(f"lengths {lengths}, not {length}")
-    except Exception as e:   # it fails in many ways, and the other rows stand without it
+    except Exception as e:   # fails in many ways; the other rows do not depend on it
       results.pop(name, None)
       print(f"generate_batch failed: {type(e).__name__}: {e}")
   return results
@@ -80,14 +80,14 @@ def run_hf(args, config: dict, prompts: list[list[int]], folder: str, torch, tra
 
 def main() -> None:
   parser = common.make_parser(__doc__)
-  parser.add_argument("--running", type=common.positive, default=8, help="sequences that run together")
-  parser.add_argument("--num-prompts", type=common.positive, help="prompts in all; as many as --running if not given")
-  parser.add_argument("--input-len", type=common.positive, default=128, help="tokens of a prompt")
-  parser.add_argument("--output-len", type=common.positive, default=64, help="tokens generated for each prompt")
-  parser.add_argument("--same-weights", action=argparse.BooleanOptionalAction, help="give tinyvllm the weights of the "
-                      "transformers model, through a temporary folder; by default for shapes below 7B")
+  parser.add_argument("--running", type=common.positive, default=8, help="maximum running sequences")
+  parser.add_argument("--num-prompts", type=common.positive, help="total prompts (default: --running)")
+  parser.add_argument("--input-len", type=common.positive, default=128, help="tokens per prompt")
+  parser.add_argument("--output-len", type=common.positive, default=64, help="output tokens per prompt")
+  parser.add_argument("--same-weights", action=argparse.BooleanOptionalAction, help="load the transformers model's "
+                      "weights in tinyvllm (default: on for shapes below 7B)")
   args = parser.parse_args()
-  if args.model: parser.error("compare_hf.py takes a --shape, not a --model")
+  if args.model: parser.error("compare_hf.py does not support --model; use --shape")
   try: torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
   except ImportError as e: raise SystemExit(f"error: {e}: pip install torch transformers") from e
   if args.dtype == "auto": args.dtype = "float16" if on_cuda(torch) else "float32"
@@ -99,7 +99,7 @@ def main() -> None:
   with tempfile.TemporaryDirectory() as folder:
     results = run_hf(args, config, prompts, folder, torch, transformers)
     gc.collect()
-    if torch.cuda.is_available(): torch.cuda.empty_cache()   # or tinygrad finds no room
+    if torch.cuda.is_available(): torch.cuda.empty_cache()   # frees memory for tinygrad
     common.start(args)
     if args.same_weights: args.model, args.layers = folder, None
     budget = max(args.max_num_batched_tokens, args.running)
@@ -110,21 +110,22 @@ def main() -> None:
   requests = [{"prompt_token_ids": ids} for ids in prompts]
   seconds, outputs = timed(lambda: llm.generate(requests, common.greedy(args.output_len), use_tqdm=False), lambda: None)
   results = {"tinyvllm": (seconds, [o.outputs[0].token_ids for o in outputs]), **results}
-  weights = "the same weights" if args.same_weights else "the same shapes, other random weights"
-  print(f"{count} prompts of {args.input_len} tokens, {args.output_len} new each, {args.running} running, {weights}")
+  weights = "the same weights" if args.same_weights else "different random weights"
+  print(f"{count} prompts of {args.input_len} tokens, {args.output_len} output tokens each, {args.running} running, "
+        f"{weights}")
   new = count * args.output_len
-  common.print_table(["", "seconds", "output tok/s", "tinyvllm is"], [
-    [name, f"{s:.3f}", f"{new / s:.1f}", f"{s / seconds:.2f} x as fast"] for name, (s, _) in results.items()])
+  common.print_table(["library", "seconds", "output tokens/s", "tinyvllm's speed-up"], [
+    [name, f"{s:.3f}", f"{new / s:.1f}", f"{s / seconds:.2f}x"] for name, (s, _) in results.items()])
   if args.same_weights and args.dtype == "float32":
     for name, (_, ids) in list(results.items())[1:]: print(f"{name}: {first_difference(results['tinyvllm'][1], ids)}")
 
 
 def first_difference(ours: list[list[int]], theirs: list[list[int]]) -> str:
-  found = [(i, prompt, a, b) for prompt, pair in enumerate(zip(ours, theirs, strict=True))
-           for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b]
-  if not found: return "all tokens equal tinyvllm's"
-  i, prompt, a, b = min(found)
-  return f"differs first at new token {i} of prompt {prompt}: tinyvllm {a}, transformers {b}"
+  differences = [(i, prompt, a, b) for prompt, pair in enumerate(zip(ours, theirs, strict=True))
+                 for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b]
+  if not differences: return "all tokens equal tinyvllm's"
+  i, prompt, a, b = min(differences)
+  return f"first difference at output token {i} of prompt {prompt}: tinyvllm {a}, transformers {b}"
 
 
 if __name__ == "__main__": main()

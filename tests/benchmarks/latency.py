@@ -1,10 +1,10 @@
-"""Latency of streamed requests that arrive at random.
+"""Measure the latency of streamed requests that arrive at random times.
 
   python tests/benchmarks/latency.py --shape llama-7b --running 32 --rate 2 --num-prompts 64 --plot latency.png
 
-Requests arrive by a Poisson process of --rate a second, or all at once (inf), and are stepped by hand. TTFT: from a
-request's arrival, also where a step holds it up, to its first token; TPOT: time per output token after the first;
-end-to-end: from arrival to the last token."""
+Requests arrive in a Poisson process of --rate requests/s (inf: all at once); the script calls LLM.step itself. TTFT:
+time from arrival to the first token, including the wait for the step in flight. TPOT: time per output token after the
+first. end-to-end: time from arrival to the last token."""
 import math
 import random
 import time
@@ -15,8 +15,7 @@ from numpy import percentile
 
 
 def warm_up(llm: LLM, requests: list, tokens: int) -> None:
-  """Capture the graphs of every number of tokens that a step may have: prompts of each power of two, and as many
-  sequences decoding, then the first requests at once."""
+  """Capture the graphs of all step sizes: prompts and decode batches of each power of two, then the first requests."""
   rng, vocabulary = random.Random(0), llm.model_config.vocab_size
   sizes = sorted({*(1 << i for i in range(tokens.bit_length())), tokens})
   for n in sizes:
@@ -28,7 +27,7 @@ def warm_up(llm: LLM, requests: list, tokens: int) -> None:
 
 
 def serve(llm: LLM, requests: list, arrivals: list[float]) -> tuple[dict[str, float], dict[str, float], float]:
-  """The times of each request's first and last token, and of the end, in seconds after the start."""
+  """Return the times of each request's first and last token, and the total time, in seconds from the start."""
   first: dict[str, float] = {}
   last: dict[str, float] = {}
   added, started = 0, time.perf_counter()
@@ -50,11 +49,11 @@ def serve(llm: LLM, requests: list, arrivals: list[float]) -> tuple[dict[str, fl
 def main() -> None:
   parser = common.make_parser(__doc__)
   common.add_workload(parser)
-  parser.add_argument("--rate", type=float, default=math.inf, help="requests that arrive a second; inf: all at once")
-  parser.add_argument("--num-prompts", type=common.positive, default=32, help="requests")
-  parser.add_argument("--running", type=common.positive, default=32, help="sequences that run together (max_num_seqs)")
+  parser.add_argument("--rate", type=float, default=math.inf, help="requests per second; inf: all at once")
+  parser.add_argument("--num-prompts", type=common.positive, default=32, help="number of requests")
+  parser.add_argument("--running", type=common.positive, default=32, help="maximum running sequences (max_num_seqs)")
   args = parser.parse_args()
-  if not args.rate > 0: parser.error("--rate must be above 0")
+  if not args.rate > 0: parser.error(f"--rate {args.rate:g} must be above 0")
   pyplot, _ = common.plotting() if args.plot else None, common.start(args)
   budget = max(args.max_num_batched_tokens, args.running)
   try: llm = common.open_llm(args, max_model_len=args.input_len + args.output_len, max_num_seqs=args.running,
@@ -67,7 +66,7 @@ def main() -> None:
     now += rng.expovariate(args.rate) if math.isfinite(args.rate) else 0.0
   started = time.perf_counter()
   warm_up(llm, requests[:args.running], budget)
-  print(f"  warm-up and captures took {time.perf_counter() - started:.1f} s", flush=True)
+  print(f"  warm-up and graph captures took {time.perf_counter() - started:.1f} s", flush=True)
   with Watch(llm) as watch: first, last, seconds = serve(llm, requests, arrivals)
   watch.warn()
   ids, new = [str(i) for i in range(len(requests))], [params.max_tokens for _, params in requests]
@@ -76,7 +75,7 @@ def main() -> None:
             "end-to-end": [1e3 * (last[i] - at) for i, at in zip(ids, arrivals, strict=True)]}
   rows = [[name, *(f"{percentile(x, p):.1f}" for p in (50, 90, 99))] for name, x in series.items() if x]
   common.print_table(["ms", "p50", "p90", "p99"], rows)
-  print(f"{len(requests)} requests at {args.rate:g}/s, {args.running} running at most: {len(requests) / seconds:.2f} "
+  print(f"{len(requests)} requests at {args.rate:g}/s, at most {args.running} running: {len(requests) / seconds:.2f} "
         f"requests/s, {sum(new) / seconds:.1f} output tokens/s, {llm.get_metrics()['num_preemptions']} preemptions")
   if pyplot:
     figure, axes = pyplot.subplots(1, len(series), figsize=(12, 4))

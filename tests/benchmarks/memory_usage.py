@@ -1,21 +1,26 @@
-"""What sequences hold of the KV cache, and what the prefix cache saves and costs.
+"""Measure KV-cache use, and the gain and cost of the prefix cache.
 
   python tests/benchmarks/memory_usage.py    # four layers of SmolLM2-135M's shape; three minutes on two cores
   python tests/benchmarks/memory_usage.py --shape llama-3.2-1b --requests 32 --prefix 1024
-  python tests/benchmarks/memory_usage.py --overhead --shape shipped
+  python tests/benchmarks/memory_usage.py --overhead --shape bundled
 
-First --requests that share a --prefix, submitted at once: seconds until each has its first token, with the prefix cache
-and without, after the same with other tokens, which captures the graphs. Then loads through a pool of --blocks, looked
-at after every step. at once: sequences that run in the median step of those that leave a request waiting or run them
-all; most: in any step. preallocated: sequences in a cache of that size which sets aside --max-model-len for each.
-utilization: tokens stored over slots of the blocks held, the mean of all steps and the least; above 100% where a token
-serves several sequences. MiB each: blocks held over sequences, shared ones counted once; unshared: the same if each had
-its own. With --overhead, instead: tokens/s of prompts that have nothing in common, with the prefix cache and without,
-by turns. With --pressure: seconds that --requests prompts of 128 to 512 tokens take, 192 out, with all the blocks that
-they need, and with a quarter, where those preempted are computed again. With --plan: what a step of each shape takes
-beside weights and KV cache, by tinygrad's plan of its memory. With --kv-caches: what each kv_cache_dtype takes of
-the memory, how fast --running sequences of --context tokens decode with it, by turns, and with a --model what it does
-to the perplexity of a text."""
+First, --requests prompts with a shared --prefix are submitted together: seconds until all have their first token, with
+and without the prefix cache. A warm-up on other tokens captures the graphs. Then several loads run in a pool of
+--blocks blocks, inspected after every step. Columns:
+  running       sequences in the median step that leaves a request waiting or runs all of them
+  peak          maximum running sequences in any step
+  preallocated  sequences that fit if each reserves --max-model-len tokens
+  utilization   stored tokens / slots of the allocated blocks, mean and minimum; above 100% if sequences share tokens
+  MiB each      allocated blocks per sequence, shared blocks counted once
+  unshared      the same if no block were shared
+
+Other modes:
+  --overhead    tokens/s of prompts with nothing in common, with and without the prefix cache, alternating
+  --pressure    seconds of --requests prompts (128 to 512 tokens in, 192 out) with all the blocks they need, and with a
+                quarter of them, so that sequences are preempted and recomputed
+  --plan        memory of a step of each graph shape besides weights and KV cache, from tinygrad's memory plan
+  --kv-caches   memory and decode speed of each kv_cache_dtype (--running sequences of --context tokens, alternating);
+                with --model also the perplexity of a text"""
 import json
 import math
 import random
@@ -37,21 +42,21 @@ from tinygrad.uop.ops import Ops, buffers
 
 from tinyvllm.runner import zeros
 
-OWN, NEW = 16, 64   # tokens after the prefix; tokens generated in a load
+OWN, NEW = 16, 64   # prompt tokens after the prefix; output tokens of a load
 
 
 @dataclass
 class Sample:
   """The running sequences after a step."""
   running: int
-  waiting: int    # requests
-  computed: int   # tokens whose K and V are stored, counted for each sequence
-  listed: int     # blocks in all tables
-  held: int       # of them distinct
+  waiting: int           # waiting requests
+  stored_tokens: int     # tokens with K and V in the cache, counted per sequence
+  block_references: int  # entries of all block tables
+  blocks: int            # distinct blocks in them
 
 
 def engine(args, cache: bool, length: int, **options) -> LLM:
-  """With the prefix cache or without, for sequences of `length` tokens, or of the model's limit where that is less."""
+  """Return an engine for sequences of `length` tokens, or of the model's limit if that is less. cache: prefix cache."""
   common.release()
   options = {"max_num_batched_tokens": max(args.max_num_batched_tokens, options["max_num_seqs"]), **options}
   try: return common.open_llm(args, max_model_len=length, enable_prefix_caching=cache, **options)
@@ -59,7 +64,7 @@ def engine(args, cache: bool, length: int, **options) -> LLM:
     if "max_model_len" not in str(e): raise SystemExit(f"error: {e}") from e
   try: llm = common.open_llm(args, enable_prefix_caching=cache, **options)
   except ValueError as e: raise SystemExit(f"error: {e}") from e
-  if cache: print(f"  the model's limit, {llm.max_model_len} tokens, in place of {length}")
+  if cache: print(f"  max_model_len {llm.max_model_len}, the model's limit, instead of {length}")
   return llm
 
 
@@ -69,34 +74,34 @@ def pool_engine(args, cache: bool) -> LLM:
 
 
 def sharing(llm: LLM, args, n: int, new: int, seed: int) -> list[dict]:
-  """n prompts of a common prefix, as much of --prefix as fits in whole blocks, and OWN tokens each."""
+  """Return n prompts: a shared prefix (as much of --prefix as fits, in whole blocks) and OWN different tokens each."""
   size, vocabulary, rng = llm.config.block_size, llm.model_config.vocab_size, random.Random(seed)
   fits = (llm.max_model_len - OWN - new) // size * size
   prefix = common.random_ids(vocabulary, min(args.prefix, fits), rng)["prompt_token_ids"]
   return [{"prompt_token_ids": prefix + common.random_ids(vocabulary, OWN, rng)["prompt_token_ids"]} for _ in range(n)]
 
 
-def mixed(llm: LLM, least: int, most: int, n: int, seed: int) -> list[dict]:
-  """n prompts of lengths between these, with nothing in common."""
-  rng, limit = random.Random(seed), llm.max_model_len - NEW
-  return [common.random_ids(llm.model_config.vocab_size, min(limit, rng.randint(least, most)), rng) for _ in range(n)]
+def mixed(llm: LLM, min_len: int, max_len: int, n: int, seed: int) -> list[dict]:
+  """Return n prompts of random lengths with nothing in common."""
+  rng, limit, vocabulary = random.Random(seed), llm.max_model_len - NEW, llm.model_config.vocab_size
+  return [common.random_ids(vocabulary, min(limit, rng.randint(min_len, max_len)), rng) for _ in range(n)]
 
 
 def timed(llm: LLM, prompts: list[dict], new: int, warm: bool = True) -> tuple[list, float]:
-  """The outputs of all submitted at once, and the seconds that took."""
+  """Return the outputs of `prompts`, submitted together, and the seconds they take."""
   graphs, started = len(llm.runner.graphs), time.perf_counter()
   outputs = llm.generate(prompts, common.greedy(new), use_tqdm=False)
   seconds = time.perf_counter() - started
-  if warm and len(llm.runner.graphs) > graphs: print("  warning: graphs were captured while this was measured")
+  if warm and len(llm.runner.graphs) > graphs: print("  warning: graphs were captured during the measurement")
   return outputs, seconds
 
 
 def measure_prefill(llm: LLM, args, cache: bool) -> dict:
-  """Of requests that share a prefix, all submitted at once."""
+  """Measure the prefill of requests with a shared prefix, submitted together."""
   prompts = sharing(llm, args, args.requests, 1, args.seed)
   length, budget = len(prompts[0]["prompt_token_ids"]), llm.config.max_num_batched_tokens
   others = sharing(llm, args, args.requests, 1, args.seed + 1)
-  if not cache:   # a full step and what is left for the last one capture the same graphs in less time
+  if not cache:   # a full step and the last step's remainder capture the same graphs in less time
     full, rest = divmod(min(total := args.requests * length, budget + total % budget), length)
     others = others[:full] + [{"prompt_token_ids": x["prompt_token_ids"][:rest]} for x in others[full:full + 1] if rest]
   timed(llm, others, 1, warm=False)
@@ -113,7 +118,7 @@ def run_load(llm: LLM, prompts: list[dict]) -> list[Sample]:
   while llm.has_unfinished_requests():
     llm.step()
     running = [seq for seq in llm.scheduler.running if seq.block_table]
-    if not running: continue   # all have ended
+    if not running: continue   # all are finished
     blocks = [block for seq in running for block in seq.block_table]
     samples.append(Sample(len(running), int(llm.get_metrics()["num_requests_waiting"]),
                           sum(seq.num_computed for seq in running), len(blocks), len(set(blocks))))
@@ -125,12 +130,12 @@ def measure_load(llm: LLM, prompts: list[dict]) -> dict:
   samples, after = run_load(llm, prompts), llm.get_metrics()
   block = common.token_bytes(llm) * size
   full = [s for s in samples if s.waiting or s.running == len(prompts)] or samples
-  used = [s.computed / (s.held * size) for s in samples]
+  utilization = [s.stored_tokens / (s.blocks * size) for s in samples]
   return {"requests": len(prompts), "at_once": statistics.median(s.running for s in full),
           "most": max(s.running for s in samples), "preallocated": pool_tokens(llm) // llm.max_model_len,
-          "utilization": statistics.fmean(used), "utilization_least": min(used),
-          "bytes_each": block * statistics.fmean(s.held / s.running for s in full),
-          "bytes_unshared": block * statistics.fmean(s.listed / s.running for s in full),
+          "utilization": statistics.fmean(utilization), "utilization_least": min(utilization),
+          "bytes_each": block * statistics.fmean(s.blocks / s.running for s in full),
+          "bytes_unshared": block * statistics.fmean(s.block_references / s.running for s in full),
           "num_preemptions": after["num_preemptions"] - before["num_preemptions"]}
 
 
@@ -138,7 +143,7 @@ def pool_tokens(llm: LLM) -> int: return (llm.blocks.num_blocks - 1) * llm.confi
 
 
 def decoding(args, kind: str) -> LLM:
-  """An engine whose sequences have all been read, and decode."""
+  """Return an engine whose sequences are all past prefill and decode."""
   room = -(-args.context // (args.max_num_batched_tokens - args.running)) * args.running + 8 * args.rounds + 16
   blocks = args.running * -(-(args.context + room) // 16) + 1
   llm = common.open_llm(args, kv_cache_dtype=kind, max_num_seqs=args.running, num_gpu_blocks_override=blocks,
@@ -152,7 +157,7 @@ def decoding(args, kind: str) -> LLM:
 
 
 def measure_caches(args) -> dict:
-  """By kv_cache_dtype, in one process."""
+  """Compare the kv_cache_dtype values in one process."""
   engines = {kind: decoding(args, kind) for kind in ("auto", "int8", "fp8")}
   times: dict[str, list[float]] = {kind: [] for kind in engines}
   for kind, llm in [*engines.items()] * args.rounds:
@@ -160,32 +165,32 @@ def measure_caches(args) -> dict:
     for _ in range(8): llm.step()
     times[kind].append((time.perf_counter() - started) / 8)
   sizes = {kind: common.token_bytes(llm) for kind, llm in engines.items()}
-  found = {kind: perplexity(args.text.read_text(), 8192, args.model, kv_cache_dtype=kind) if args.model else math.nan
-           for kind in engines}
+  perplexities = {kind: perplexity(args.text.read_text(), 8192, args.model, kv_cache_dtype=kind)
+                  if args.model else math.nan for kind in engines}
   results = {kind: {"bytes_a_token": size, "tokens": sizes["auto"] / size, "ms": 1e3 * statistics.median(times[kind]),
                     "speed": statistics.median(times["auto"]) / statistics.median(times[kind]),
-                    "perplexity": found[kind] / found["auto"]} for kind, size in sizes.items()}
+                    "perplexity": perplexities[kind] / perplexities["auto"]} for kind, size in sizes.items()}
   rows = [[kind, str(x["bytes_a_token"]), f"{x['tokens']:.2f}", f"{x['ms']:.2f}", f"{x['speed']:.3f}",
            f"{x['perplexity']:.4f}"] for kind, x in results.items()]
-  print(f"{args.running} running at {args.context} tokens")
-  names = ["kv_cache_dtype", "bytes a token", "tokens in the same memory", "ms a step", "speed", "perplexity"]
+  print(f"{args.running} running at context {args.context}; capacity, speed and perplexity relative to auto")
+  names = ["kv_cache_dtype", "bytes per token", "capacity", "ms/step", "speed", "perplexity"]
   common.print_table(names, rows)
   return results
 
 
 def measure_memory(args) -> dict:
-  """Prefill without the cache and with it, then the loads on the engine that has it."""
+  """Measure prefill without and with the prefix cache, then the loads with it."""
   prefill = {"off": measure_prefill(pool_engine(args, False), args, False)}
   llm = pool_engine(args, True)
   prefill["on"] = on = measure_prefill(llm, args, True)
-  if on["prefix"] < args.prefix: print(f"  a prefix of {on['prefix']} tokens: {args.prefix} do not fit")
+  if on["prefix"] < args.prefix: print(f"  prefix of {on['prefix']} tokens: --prefix {args.prefix} does not fit")
   ratio = prefill["off"]["seconds"] / on["seconds"]
   rows = [[cache, f"{x['seconds']:.2f}", str(x["prompt_tokens"]), str(x["cached_tokens"]), f"{x['hit_rate']:.0%}"]
           for cache, x in prefill.items()]
-  common.print_table(["prefix cache", "seconds", "prompt tokens", "from the cache", "hit rate"], rows)
+  common.print_table(["prefix cache", "seconds", "prompt tokens", "cached tokens", "hit rate"], rows)
   same = sum(a == b for a, b in zip(*(x.pop("first_tokens") for x in prefill.values()), strict=True))
-  print(f"{args.requests} requests of {on['prefix']} shared and {OWN} own tokens: {ratio:.1f} x as fast with the "
-        f"prefix cache (target: 5); {same} of {args.requests} first tokens are the same\n", flush=True)
+  print(f"{args.requests} requests of {on['prefix']} shared and {OWN} other tokens: speed-up {ratio:.1f}x by the "
+        f"prefix cache (target: 5x); {same} of {args.requests} first tokens are equal\n", flush=True)
   n, seed, shared = args.requests, args.seed + 2, sharing(llm, args, args.requests, NEW, args.seed + 2)
   kinds = {"16 to 256": mixed(llm, 16, 256, 2 * n, seed), "200 to 400": mixed(llm, 200, 400, n, seed),
            f"{len(shared[0]['prompt_token_ids']) - OWN} shared + {OWN}": shared}
@@ -194,18 +199,18 @@ def measure_memory(args) -> dict:
            f"{x['utilization']:.1%}", f"{x['utilization_least']:.0%}", f"{x['bytes_each'] / 2**20:.2f}",
            f"{x['bytes_unshared'] / 2**20:.2f}", f"{x['num_preemptions']:g}"]
           for name, x in loads.items()]
-  print(f"{pool_tokens(llm)} tokens of KV cache in {args.blocks} blocks, max_model_len {llm.max_model_len}")
-  common.print_table(["load", "requests", "at once", "most", "preallocated", "utilization", "least", "MiB each",
-                      "unshared", "preempted"], rows)
+  print(f"KV cache of {pool_tokens(llm)} tokens in {args.blocks} blocks, max_model_len {llm.max_model_len}")
+  common.print_table(["load", "requests", "running", "peak", "preallocated", "utilization", "minimum", "MiB each",
+                      "unshared", "preemptions"], rows)
   return {"prefill": prefill, "ratio": ratio, "loads": loads}
 
 
 def measure_overhead(args) -> dict:
-  """Of prompts that are never met again. Each round fills the pool once, so that it also evicts all of it."""
+  """Measure prompts that never repeat. Each round fills the pool once, and so evicts all of it."""
   length = args.input_len + args.output_len
   engines = {cache: engine(args, cache, length, max_num_seqs=args.requests) for cache in (True, False)}
   rng, vocabulary, rates = random.Random(args.seed), engines[True].model_config.vocab_size, {True: [], False: []}
-  for i in range(args.rounds + 1):   # the first is warm-up
+  for i in range(args.rounds + 1):   # the first round is a warm-up
     prompts = [common.random_ids(vocabulary, args.input_len, rng) for _ in range(args.requests)]
     for cache in (True, False) if i % 2 else (False, True):
       _, seconds = timed(engines[cache], prompts, args.output_len, warm=i > 0)
@@ -214,21 +219,21 @@ def measure_overhead(args) -> dict:
   metrics = engines[True].get_metrics()
   rows = [[name, *(f"{f(rates[cache]):.1f}" for f in (statistics.median, min, max))]
           for name, cache in (("off", False), ("on", True))]
-  common.print_table(["prefix cache", "total tok/s, median", "least", "most"], rows)
+  common.print_table(["prefix cache", "total tokens/s, median", "minimum", "maximum"], rows)
   hits = metrics["prefix_cache_hits"] / max(1, metrics["prefix_cache_queries"])
   print(f"{args.requests} prompts of {args.input_len} tokens, {args.output_len} out, hit rate {hits:.0%}: "
-        f"{statistics.median(ratios):.3f} x the throughput with the prefix cache, the median of {args.rounds} rounds "
-        f"from {ratios[0]:.3f} to {ratios[-1]:.3f}")
+        f"throughput with / without the prefix cache {statistics.median(ratios):.3f}, median of {args.rounds} rounds "
+        f"({ratios[0]:.3f} to {ratios[-1]:.3f})")
   return {"ratio": statistics.median(ratios), "ratios": ratios, "hit_rate": hits}
 
 
 def measure_pressure(args) -> dict:
-  """Requests of the same lengths, three times, the last time timed, through two pools."""
+  """Run requests of the same lengths three times in two pools, and time the third run."""
   rng, results, rows = random.Random(args.seed), {}, []
   longest = min(512, common.hf_config(args)["max_position_embeddings"] - 192)
   lengths = [rng.choice([longest // 4, longest // 2, longest]) for _ in range(args.requests)]
-  need, least = sum(-(-(n + 192) // 16) for n in lengths), -(-(longest + 192) // 16)   # blocks; of the longest alone
-  for name, blocks in (("all", need + 1), ("a quarter", max(need // 4, least + 1))):
+  need, largest = sum(-(-(n + 192) // 16) for n in lengths), -(-(longest + 192) // 16)   # blocks: all, longest one
+  for name, blocks in (("all", need + 1), ("a quarter", max(need // 4, largest + 1))):
     llm = engine(args, True, 1024, max_num_seqs=args.requests, num_gpu_blocks_override=blocks)
     for i in range(3):
       prompts = [common.random_ids(llm.model_config.vocab_size, n, rng) for n in lengths]
@@ -238,7 +243,7 @@ def measure_pressure(args) -> dict:
     results[name] = {"blocks": blocks, "seconds": seconds, **row}
     rows.append([name, str(blocks), f"{seconds:.2f}", *(f"{x:g}" for x in row.values())])
     del llm
-  common.print_table(["pool", "blocks", "seconds", "preempted", "tokens found"], rows)
+  common.print_table(["pool", "blocks", "seconds", "preemptions", "cached tokens"], rows)
   return results
 
 
@@ -246,60 +251,60 @@ class Planned(Exception): pass
 
 
 def plan_step(llm: LLM, tokens: int, params: SamplingParams) -> int:
-  """The bytes of a step of so many tokens, which ends in place of being launched."""
-  took = 0
+  """Return the planned bytes of a step of `tokens` tokens. The step is traced, not launched."""
+  num_bytes = 0
 
   def launch(step):
-    nonlocal took
+    nonlocal num_bytes
     linears, words = [], zeros(len(step.words))
-    held = {*buffers, *(x.uop.base for layer in llm.runner.kv_caches for x in layer)}
+    permanent = {*buffers, *(x.uop.base for layer in llm.runner.kv_caches for x in layer)}
     capturing.append(SimpleNamespace(add_linear=lambda linear, values: linears.append(linear)))
     try: llm.runner._compute(words, step.key)
     finally: capturing.clear()
-    plan = memory_plan_rewrite(UOp(Ops.LINEAR, src=tuple(x for linear in linears for x in linear.src)), held)
-    took = sum(u.nbytes() for u in {u for u in plan.toposort() if u.op is Ops.BUFFER and u not in held})
+    plan = memory_plan_rewrite(UOp(Ops.LINEAR, src=tuple(x for linear in linears for x in linear.src)), permanent)
+    num_bytes = sum(u.nbytes() for u in {u for u in plan.toposort() if u.op is Ops.BUFFER and u not in permanent})
     raise Planned
 
   llm.add_request("planned", common.random_ids(llm.model_config.vocab_size, tokens, random.Random(0)), params)
   with patch.object(llm.runner, "launch", launch), suppress(Planned): llm.step()
   llm.abort_request("planned")
-  return took
+  return num_bytes
 
 
 def measure_plan(args) -> dict:
-  """Nothing is run or compiled: a step is traced, and its buffers are laid out as a capture would."""
+  """Print the planned memory of each graph shape. Steps are traced, but neither compiled nor run."""
   llm = engine(args, True, args.max_model_len, max_num_seqs=64, num_gpu_blocks_override=args.max_model_len // 16 + 2)
   kinds = {"greedy": common.greedy(1), "sampling": SamplingParams(top_p=0.9, max_tokens=1)}
   results, rows, T = {}, [], llm.config.max_num_batched_tokens
   while T:
     for kind, params in kinds.items():
       started = time.perf_counter()
-      results[f"{T} {kind}"] = took = plan_step(llm, T, params)
-      rows.append([str(T), kind, f"{took / 2**20:.2f}", f"{time.perf_counter() - started:.2f}"])
+      results[f"{T} {kind}"] = num_bytes = plan_step(llm, T, params)
+      rows.append([str(T), kind, f"{num_bytes / 2**20:.2f}", f"{time.perf_counter() - started:.2f}"])
     T //= 2
   common.print_table(["tokens", "sampler", "MiB", "seconds to plan"], rows)
-  print(f"{sum(results.values()) / 2**20:.0f} MiB for all of these shapes")
+  print(f"{sum(results.values()) / 2**20:.0f} MiB for all these shapes")
   return results
 
 
 def main() -> None:
   parser = common.make_parser(__doc__)
   parser.set_defaults(shape=None)
-  parser.add_argument("--requests", type=common.positive, default=32, help="with a prefix; short ones: twice that")
-  parser.add_argument("--prefix", type=common.positive, default=1024, help="tokens that they share")
-  parser.add_argument("--blocks", type=common.positive, default=256, help="the pool, in blocks of 16 tokens")
-  parser.add_argument("--max-model-len", type=common.positive, default=2048, help="tokens of a sequence at most")
-  parser.add_argument("--overhead", action="store_true", help="instead measure what the cache costs if nothing hits")
-  parser.add_argument("--pressure", action="store_true", help="instead time a pool of a quarter of the blocks needed")
-  parser.add_argument("--plan", action="store_true", help="instead print the memory of a step of each shape")
-  parser.add_argument("--kv-caches", action="store_true", help="instead compare the types of the KV cache")
-  parser.add_argument("--running", type=common.positive, default=8, help="sequences, with --kv-caches")
-  parser.add_argument("--context", type=common.positive, default=1500, help="their tokens, with --kv-caches")
-  parser.add_argument("--text", type=Path, default=TEXT, help="whose perplexity is told, with --kv-caches")
-  parser.add_argument("--rounds", type=common.positive, default=9, help="of --overhead and --kv-caches")
-  parser.add_argument("--input-len", type=common.positive, default=128, help="tokens of a prompt, with --overhead")
-  parser.add_argument("--output-len", type=common.positive, default=32, help="tokens generated, with --overhead")
-  parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there, too")
+  parser.add_argument("--requests", type=common.positive, default=32, help="requests (twice as many short ones)")
+  parser.add_argument("--prefix", type=common.positive, default=1024, help="tokens of the shared prefix")
+  parser.add_argument("--blocks", type=common.positive, default=256, help="size of the pool in blocks of 16 tokens")
+  parser.add_argument("--max-model-len", type=common.positive, default=2048, help="maximum tokens per sequence")
+  parser.add_argument("--overhead", action="store_true", help="measure the cost of the prefix cache without hits")
+  parser.add_argument("--pressure", action="store_true", help="time a pool with a quarter of the blocks")
+  parser.add_argument("--plan", action="store_true", help="print the memory of a step of each graph shape")
+  parser.add_argument("--kv-caches", action="store_true", help="compare the kv_cache_dtype values")
+  parser.add_argument("--running", type=common.positive, default=8, help="running sequences, with --kv-caches")
+  parser.add_argument("--context", type=common.positive, default=1500, help="tokens per sequence, with --kv-caches")
+  parser.add_argument("--text", type=Path, default=TEXT, help="text for the perplexity, with --kv-caches")
+  parser.add_argument("--rounds", type=common.positive, default=9, help="rounds, with --overhead and --kv-caches")
+  parser.add_argument("--input-len", type=common.positive, default=128, help="tokens per prompt, with --overhead")
+  parser.add_argument("--output-len", type=common.positive, default=32, help="output tokens, with --overhead")
+  parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
   args = parser.parse_args()
   if not args.shape and not args.model: args.shape, args.layers = "smollm2-135m", args.layers or 4
   common.start(args)

@@ -1,12 +1,11 @@
-"""What the prefix cache on disk saves a server that starts anew.
+"""Measure the time to first token after a restart with the prefix cache saved to disk.
 
   python tests/benchmarks/prefix_cache_restart.py --model DIR
 
-A process with an empty prefix cache takes requests that begin with one system prompt of --system-len tokens, and ends;
-it leaves a file of its prefix cache. The next process begins with that file. Prints of both the time to the first token
-of a request, the median of --repeats engines' first ones: the steps that it needs are captured before, by other
-prompts, as `tinyvllm serve` does, and the prefix cache is empty but for what came of the file. And of the file its
-size, and the seconds that it takes to write and to load. The texts must be the same."""
+The first process answers a request with a system prompt of --system-len tokens and saves its prefix cache to a file.
+The second process loads that file and answers the same request. Prints the time to first token of both, the median of
+--repeats pairs, and the file's size, save time and load time. As in `tinyvllm serve`, graphs are captured before, on
+other prompts. Both outputs must be equal."""
 import argparse
 import json
 import os
@@ -22,7 +21,7 @@ import common
 
 
 def run(args: argparse.Namespace) -> None:
-  """In a process of its own: one start."""
+  """Start an engine, answer one request, and print the results as JSON. Runs in a new process."""
   llm = common.open_llm(args, enable_prefix_caching=True)
   vocabulary = llm.model_config.vocab_size
   count, loading = 0, 0.0
@@ -34,30 +33,30 @@ def run(args: argparse.Namespace) -> None:
   system = common.random_ids(vocabulary, args.system_len, rng)["prompt_token_ids"]
   question = common.random_ids(vocabulary, args.question_len, rng)["prompt_token_ids"]
   other = Random(args.seed + 1)
-  for length in (args.question_len, args.system_len + args.question_len):   # captures; nothing of them is found later
+  for length in (args.question_len, args.system_len + args.question_len):   # captures the graphs
     llm.generate(common.random_ids(vocabulary, length, other), common.greedy(2), use_tqdm=False)
   prompt = {"prompt_token_ids": system + question}
   output, = llm.generate(prompt, common.greedy(args.output_len), use_tqdm=False)
   started = time.perf_counter()
   if not count: llm.save_prefix_cache(args.file)
-  facts = {"ttft": output.metrics.ttft, "cached": output.num_cached_tokens, "ids": output.outputs[0].token_ids,
-           "blocks": count, "loading": loading, "saving": time.perf_counter() - started}
-  print(json.dumps(facts), flush=True)
+  results = {"ttft": output.metrics.ttft, "cached": output.num_cached_tokens, "ids": output.outputs[0].token_ids,
+             "blocks": count, "loading": loading, "saving": time.perf_counter() - started}
+  print(json.dumps(results), flush=True)
 
 
 def start(file: str) -> dict:
-  """What a new process tells."""
+  """Return the results of `run` in a new process."""
   child = subprocess.run([sys.executable, *sys.argv, "--file", file], stdout=subprocess.PIPE, text=True, check=True)
   return json.loads(child.stdout.splitlines()[-1])
 
 
 def main() -> None:
   parser = common.make_parser(__doc__)
-  parser.add_argument("--system-len", type=common.positive, default=1000, help="tokens that all requests begin with")
-  parser.add_argument("--question-len", type=common.positive, default=24, help="tokens that follow")
-  parser.add_argument("--output-len", type=common.positive, default=32, help="tokens of the answer")
-  parser.add_argument("--repeats", type=common.positive, default=3, help="starts of either kind")
-  parser.add_argument("--file", help=argparse.SUPPRESS)   # what a process of its own begins with, or leaves
+  parser.add_argument("--system-len", type=common.positive, default=1000, help="tokens of the system prompt")
+  parser.add_argument("--question-len", type=common.positive, default=24, help="tokens of the question after it")
+  parser.add_argument("--output-len", type=common.positive, default=32, help="output tokens")
+  parser.add_argument("--repeats", type=common.positive, default=3, help="starts without the file, and with it")
+  parser.add_argument("--file", help=argparse.SUPPRESS)   # set in the new process: file to load, or to save
   args = parser.parse_args()
   if args.file: return run(args)
   print(common.machine_line())
@@ -68,12 +67,12 @@ def main() -> None:
       cold.append(start(file))
       warm.append(start(file))
     size = os.path.getsize(file)
-  assert all(x["ids"] == cold[0]["ids"] for x in (*cold, *warm)), "another text"
-  def median(facts: list[dict], name: str) -> float: return statistics.median(x[name] for x in facts)
+  assert all(x["ids"] == cold[0]["ids"] for x in (*cold, *warm)), "the outputs differ"
+  def median(results: list[dict], name: str) -> float: return statistics.median(x[name] for x in results)
   before, after = median(cold, "ttft"), median(warm, "ttft")
-  print(f"{args.system_len} + {args.question_len} tokens: time to the first token {before * 1000:.0f} ms cold, "
-        f"{after * 1000:.0f} ms after a restart ({warm[-1]['cached']} tokens found): {after / before:.3f}")
-  print(f"the file: {size / 2**20:.0f} MiB, {warm[-1]['blocks']} blocks; written in {median(cold, 'saving'):.2f} s, "
+  print(f"{args.system_len} + {args.question_len} tokens: time to first token {before * 1000:.0f} ms cold, "
+        f"{after * 1000:.0f} ms after a restart ({warm[-1]['cached']} cached tokens), ratio {after / before:.3f}")
+  print(f"file: {size / 2**20:.0f} MiB, {warm[-1]['blocks']} blocks; saved in {median(cold, 'saving'):.2f} s, "
         f"loaded in {median(warm, 'loading'):.2f} s")
 
 

@@ -1,18 +1,24 @@
-"""What drafts are worth: texts of several kinds with and without them, in turn in one run, and what a step costs.
+"""Measure speculative decoding: speed-up by task, number of draft tokens (k) and streams, and the cost of a step.
 
   python tests/benchmarks/speculative.py --model DIR --k 0 1 2 3 5 7 --streams 1 8 --tasks editing summary free code
   python tests/benchmarks/speculative.py --model DIR --draft DIR --k 0 3
   python tests/benchmarks/speculative.py --steps --shape llama-7b --running 1 8 --k 0 1 3 5 7
   python tests/benchmarks/speculative.py --steps --shape llama-3.1-8b --draft-shape llama-3.2-1b --k 0 3
 
-Drafts come from the text so far (ngram), or from a draft model. With --model one table for each task and number of
-streams: k: num_speculative_tokens, 0 without drafts; tokens a step: that a sequence got in each step that gave it any,
-after its first; drafts a step: that were checked; accepted: of these; speed-up: over k = 0. Prompts are in the prefix
-cache, so that seconds are of decoding. All k must give the same ids: if not, a line says where, and the exit code is 1.
+Draft tokens come from n-grams in the sequence (ngram) or from a draft model. With --model, prints one table per task
+and number of streams, all k measured alternately. Columns:
+  k             num_speculative_tokens; 0: no speculative decoding
+  tokens/step   output tokens per step and sequence, without the first token
+  drafts/step   verified draft tokens per step and sequence
+  accepted      share of them that were accepted
+  speed-up      relative to k = 0
+Prompts are in the prefix cache, so only decoding is timed. All k must return the same ids; otherwise the first
+difference is printed and the exit status is 1.
 
-With --steps the time of a step in which each running sequence has k drafts checked, all of them wrong, at random
-weights: over k = 0 is also how many tokens a step must give for drafts to pay. drafts: that really were checked;
-together: sequences that got tokens in one call, less than are running where they wait for their drafts in turn."""
+With --steps, measures a step that verifies k wrong draft tokens per running sequence, with random weights. Columns:
+  drafts/step   draft tokens verified per sequence
+  sequences     sequences with new tokens per engine step; fewer than running if they wait for verification in turn
+  / k = 0       time relative to k = 0, which is also the tokens per step at which speculation pays off"""
 import argparse
 import contextlib
 import json
@@ -31,7 +37,7 @@ from common import LLM, SamplingParams, Watch
 from tinyvllm.request import Sequence
 from tinyvllm_extra.speculation import Drafter, NGramDrafter
 
-# Each with the name that the editing task replaces, and the one that it puts there
+# Name that the editing task replaces, its replacement, text
 STORIES = [
   ("Anna", "Clara", "Anna kept a small shop of clocks at the end of Mill Street. Every morning Anna wound the tall "
    "ones by the door, and then the little ones on the shelf. One day a boy brought a watch that ran backwards. Anna "
@@ -69,7 +75,7 @@ RECORDS = ["user name email age", "book title author year", "city region country
 
 
 def editing(i: int) -> str:
-  """A text of three stories and its first words with one name replaced, after another text for which all is there."""
+  """Return two complete examples of replacing a name in a story, then three stories and the start of their edit."""
   def pair(i: int, n: int) -> tuple[str, str]:
     text = "\n".join(story for _, _, story in (STORIES * 2)[i:i + n])
     return text, text.replace(*STORIES[i][:2])
@@ -78,12 +84,12 @@ def editing(i: int) -> str:
     old, new, _ = STORIES[number]
     text, edited = pair(number, n)
     prompt += f'### Text\n{text}\n\n### The same text, with "{new}" in place of "{old}"\n{edited}\n\n\n'
-  begun = edited.index(new, edited.index(new) + 1) + len(new)
-  return prompt[:-3 - len(edited)] + edited[:begun]
+  start_len = edited.index(new, edited.index(new) + 1) + len(new)
+  return prompt[:-3 - len(edited)] + edited[:start_len]
 
 
 def summary(i: int) -> str:
-  """A long text, and the beginning of its summary."""
+  """Return a long text and the start of its summary."""
   text = "\n\n".join(f"Sent by our reporter.\n{story}" for _, _, story in STORIES[i:] + STORIES[:i])
   return f"# News of the week\n\n{text}\n\n# Summary\n\nThis week's news in short:\n\n1."
 
@@ -92,7 +98,7 @@ def free(i: int) -> str: return OPENINGS[i]
 
 
 def code(i: int) -> str:
-  """A class with a getter and a setter for one field, to go on with the others."""
+  """Return a class with a getter and a setter for its first field, and the start of the next getter."""
   name, *fields = RECORDS[i].split()
   first, second, *_ = fields
   text = f'"""A {name}, as the database has it."""\n\n\nclass {name.title()}:\n  def __init__(self, row):\n'
@@ -107,89 +113,91 @@ TASKS = {"editing": editing, "summary": summary, "free": free, "code": code}
 
 
 def config_of(args: argparse.Namespace, k: int, folder: str | None = None) -> dict | None:
-  """The engine's speculative_config. folder: the draft model's; None: ngram."""
+  """Return the engine's speculative_config. folder: of the draft model; None: ngram."""
   if not k: return None
   if folder: return {"model": folder, "num_speculative_tokens": k}
   return {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_min": args.lookup[0],
           "prompt_lookup_max": args.lookup[1]}
 
 
-def drafted(llm: LLM) -> tuple[int, int]:
-  """Drafts checked since the start, and accepted."""
+def draft_counts(llm: LLM) -> tuple[int, int]:
+  """Return the draft tokens verified and accepted since the engine's start."""
   metrics = llm.get_metrics()
   return metrics.get("spec_decode_num_draft_tokens", 0), metrics.get("spec_decode_num_accepted_tokens", 0)
 
 
 @dataclass
 class Run:
-  """What it took to generate the texts of a task."""
+  """One run of a task's prompts."""
   ids: list[list[int]]
-  seconds: list[float]   # of each step
-  gave: int       # how often a step gave a sequence tokens behind its first, which comes of the prompt
-  drafts: int     # that were checked
-  accepted: int
-  captured: int   # graphs
+  seconds: list[float]   # per step
+  num_updates: int   # sum over steps of sequences with new tokens, without each sequence's first token
+  drafts: int        # verified draft tokens
+  accepted: int      # accepted draft tokens
+  captured: int      # graphs captured meanwhile
 
 
 def run_task(llm: LLM, prompts: list[str], params: list, streams: int) -> Run:
-  """So many of the prompts at once, then the next ones."""
-  before, ids = drafted(llm), []
+  """Generate from the prompts in batches of `streams`."""
+  before, ids = draft_counts(llm), []
   with Watch(llm) as watch:
     for i in range(0, len(prompts), streams):
       outputs = llm.generate(prompts[i:i + streams], params[i:i + streams], use_tqdm=False)
       ids += [output.outputs[0].token_ids for output in outputs]
-  checked, accepted = (new - old for new, old in zip(drafted(llm), before, strict=True))
+  drafts, accepted = (new - old for new, old in zip(draft_counts(llm), before, strict=True))
   seconds = [step.seconds for step in watch.steps]
-  return Run(ids, seconds, sum(step.outputs for step in watch.steps) - len(ids), checked, accepted, watch.captured)
+  return Run(ids, seconds, sum(step.outputs for step in watch.steps) - len(ids), drafts, accepted, watch.captured)
 
 
 def quiet_seconds(runs: list[Run]) -> float:
-  """The least time of each step, if every run took the same steps, which leaves out what others do on the machine."""
+  """Return the sum of each step's minimum time over the runs, which excludes other load on the machine. If the numbers
+  of steps differ, return the minimum total."""
   if len({len(run.seconds) for run in runs}) > 1: return min(sum(run.seconds) for run in runs)
   return sum(map(min, zip(*(run.seconds for run in runs), strict=True)))
 
 
 def measure_task(engines: dict[int, LLM], task: str, streams: int, args: argparse.Namespace) -> bool:
-  """Print a table. Returns whether the ids are the same for every k."""
+  """Print a table; return whether all k give the same ids."""
   prompts = [TASKS[task](i) for i in range(streams * -(-args.prompts // streams))]
   params = [SamplingParams(temperature=args.temperature, seed=i, max_tokens=args.output_len, ignore_eos=True)
             for i in range(len(prompts))]
-  for llm in engines.values():   # prompts go to the prefix cache, and the second time other steps are captured
-    read = llm.generate(prompts, common.greedy(1), use_tqdm=False)
+  for llm in engines.values():   # fill the prefix cache, then capture the graphs of the timed runs
+    outputs = llm.generate(prompts, common.greedy(1), use_tqdm=False)
     run_task(llm, prompts, params, streams)
-  lengths = [len(output.prompt_token_ids) for output in read]
-  print(f"\n{task}: {len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, {streams} at once", flush=True)
+  lengths = [len(output.prompt_token_ids) for output in outputs]
+  print(f"\n{task}: {len(prompts)} prompts of {min(lengths)} to {max(lengths)} tokens, {streams} streams", flush=True)
   runs: dict[int, list[Run]] = {k: [] for k in engines}
-  for _ in range(args.rounds):   # in turn, as the clock may wander
+  for _ in range(args.rounds):   # alternate, because the clock rate drifts
     for k, llm in engines.items(): runs[k].append(run_task(llm, prompts, params, streams))
   best = {k: quiet_seconds(runs[k]) for k in engines}
   rows = []
   for k in engines:
     run, tokens = runs[k][-1], len(prompts) * args.output_len
-    worst = max(sum(run.seconds) for run in runs[k])
-    rows.append([str(k), f"{(tokens - len(prompts)) / run.gave:.2f}", f"{run.drafts / run.gave:.2f}",
+    slowest = max(sum(run.seconds) for run in runs[k])
+    rows.append([str(k), f"{(tokens - len(prompts)) / run.num_updates:.2f}",
+                 f"{run.drafts / run.num_updates:.2f}",
                  f"{run.accepted / run.drafts:.0%}" if run.drafts else "-", f"{tokens / best[k]:.1f}",
-                 f"{best[0] / best[k]:.2f}" if 0 in best else "-", f"{worst / best[k] - 1:+.0%}"])
-  common.print_table(["k", "tokens a step", "drafts a step", "accepted", "tokens/s", "speed-up", "worst round"], rows)
+                 f"{best[0] / best[k]:.2f}" if 0 in best else "-", f"{slowest / best[k] - 1:+.0%}"])
+  common.print_table(["k", "tokens/step", "drafts/step", "accepted", "tokens/s", "speed-up", "slowest round"], rows)
   captured = sum(run.captured for k in engines for run in runs[k])
-  if captured: print(f"  warning: {captured} graphs were captured while this was measured; run it again")
+  if captured: print(f"  warning: {captured} graphs were captured during the measurement; run it again")
   return all([same_ids(runs[min(engines)][0].ids, run.ids, k) for k in engines for run in runs[k]])
 
 
 def same_ids(expected: list[list[int]], ids: list[list[int]], k: int) -> bool:
-  """Whether they are the same; prints the first difference."""
+  """Return whether the ids are equal; print the first difference."""
   for i, (one, other) in enumerate(zip(expected, ids, strict=True)):
-    place = next((j for j, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
-    if place is None: continue
-    print(f"  error: k = {k}, text {i}: token {place} is {other[place]}, not {one[place]}")
+    index = next((j for j, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
+    if index is None: continue
+    print(f"  error: k = {k}, prompt {i}: output token {index} is {other[index]}, expected {one[index]}")
     return False
   return True
 
 
 def measure_tasks(args: argparse.Namespace) -> bool:
-  """Engines of each k side by side, which share their weights."""
+  """Run all tasks with one engine per k; the engines share their weights."""
   engines: dict[int, LLM] = {}
-  models: dict[int, object] = {}   # the target, and perhaps a draft model
+  models: dict[int, object] = {}   # target model and draft model
   for k in args.k:
     llm = engines[k] = common.open_llm(
       args, max_model_len=args.max_model_len, max_num_seqs=max(args.streams), enable_prefix_caching=True,
@@ -202,23 +210,23 @@ def measure_tasks(args: argparse.Namespace) -> bool:
 
 @contextlib.contextmanager
 def wrong_drafts(k: int, vocabulary: int) -> Iterator[None]:
-  """While entered, every sequence wants k drafts, whatever comes of them, and n-grams propose random ids."""
+  """Make every sequence verify k draft tokens regardless of acceptance, and n-grams propose random ids."""
   rng = random.Random(0)
   def needs_sync(drafter, seq: Sequence) -> bool: return True
   def propose(drafter, tokens: list[int], n: int) -> list[int]: return [rng.randrange(3, vocabulary) for _ in range(n)]
   with (patch.object(Drafter, "rate", property(lambda drafter: 0.99, lambda drafter, value: None), create=True),
-        patch("tinyvllm_extra.speculation.step_time", lambda tokens: 1),   # always the most drafts
+        patch("tinyvllm_extra.speculation.step_time", lambda tokens: 1),   # so that k drafts are always worthwhile
         patch.object(NGramDrafter, "needs_sync", needs_sync),
         patch.object(NGramDrafter, "propose", propose)): yield
 
 
 class Decoding:
-  """An engine whose sequences all decode, without an end."""
+  """An engine whose sequences all decode throughout the measurement."""
   def __init__(self, args: argparse.Namespace, k: int, running: int, folder: str | None):
     self.args, self.k, self.running = args, k, running
     budget = max(args.max_num_batched_tokens, running * (k + 1))
-    # While prompts are read in chunks, sequences already read decode; and a draft may be right, if rarely
-    each = 1 + k * (args.draft_shape == args.shape)   # tokens of a step: such a draft model is always right
+    # During chunked prefill, finished prompts already decode; and a random draft may be accepted
+    each = 1 + k * (args.draft_shape == args.shape)   # tokens per step: drafts of an equal model are all accepted
     room = running * (-(-args.context // max(1, budget - running * (k + 1))) + 1)
     room += each * (args.steps * (args.rounds + 1) + 32)
     self.llm = common.open_llm(args, max_model_len=args.context + room, max_num_seqs=running,
@@ -227,27 +235,27 @@ class Decoding:
     self.vocabulary, rng = self.llm.model_config.vocab_size, random.Random(args.seed)
     for i in range(running):
       self.llm.add_request(str(i), common.random_ids(self.vocabulary, args.context, rng), common.greedy(room - 1))
-    self.rounds: list[list[float]] = []   # milliseconds of a step, as columns of the table, and drafts and context
+    self.rounds: list[list[float]] = []   # per round: milliseconds per step, drafts, sequences, context
     with wrong_drafts(k, self.vocabulary):
       sequences = [seq for request in self.llm.requests.values() for seq in request.sequences]
       while min(seq.num_generated for seq in sequences) < 1 + 4 * each: self.llm.advance()
 
   def measure(self) -> None:
-    """A step may be launched in one call and read in the next: a step is what gives each sequence tokens."""
-    checked, _ = drafted(self.llm)
+    """Measure one round. A step may be launched in one call and read in the next, so steps are counted by outputs."""
+    drafts_before, _ = draft_counts(self.llm)
     with wrong_drafts(self.k, self.vocabulary), Watch(self.llm) as watch:
       while sum(step.outputs for step in watch.steps) < self.args.steps * self.running: self.llm.advance()
     watch.warn()
-    gave = [step.outputs for step in watch.steps if step.outputs]
-    steps = sum(gave) / self.running
+    outputs = [step.outputs for step in watch.steps if step.outputs]
+    steps = sum(outputs) / self.running
     times = [sum(getattr(step, name) for step in watch.steps) for name in ("seconds", "host", "launch", "wait")]
     context = statistics.fmean(step.context for step in watch.steps if step.outputs)
-    checked = drafted(self.llm)[0] - checked
-    self.rounds.append([*(1e3 * x / steps for x in times), checked / sum(gave), statistics.fmean(gave), context])
+    drafts = draft_counts(self.llm)[0] - drafts_before
+    self.rounds.append([*(1e3 * x / steps for x in times), drafts / sum(outputs), statistics.fmean(outputs), context])
 
 
 def measure_steps(args: argparse.Namespace, running: int, bandwidth: float) -> None:
-  """Print a table. Engines of each k side by side: random weights are shared."""
+  """Print a table of one engine per k; the engines share their random weights."""
   with contextlib.ExitStack() as stack:
     folder = None
     if args.draft_shape:
@@ -257,41 +265,42 @@ def measure_steps(args: argparse.Namespace, running: int, bandwidth: float) -> N
       stack.enter_context(common.random_weights())
     started = time.perf_counter()
     decoding = {k: Decoding(args, k, running, folder) for k in args.k}
-  print(f"\n{running} running: prompts and captures took {time.perf_counter() - started:.1f} s", flush=True)
+  print(f"\n{running} running: prefill and graph captures took {time.perf_counter() - started:.1f} s", flush=True)
   for _ in range(args.rounds):
     for each in decoding.values(): each.measure()
   medians = {k: [statistics.median(x) for x in zip(*each.rounds, strict=True)] for k, each in decoding.items()}
   rows = []
-  for k, (ms, host, launch, wait, checked, together, context) in medians.items():
+  for k, (ms, host, launch, wait, drafts, sequences, context) in medians.items():
     least = 1e3 * common.roofline(decoding[k].llm, bandwidth, running, context)
     ratio = ms / medians[0][0] if 0 in medians else float("nan")
-    rows.append([str(k), f"{checked:.2f}", f"{together:.2f}", f"{ms:.3f}", f"{ratio:.3f}",
-                 f"{(1 + checked) / ratio:.2f}", f"{least / ms:.0%}", f"{host:.3f}", f"{launch:.3f}", f"{wait:.3f}"])
-  common.print_table(["k", "drafts a step", "together", "ms/step", "over k = 0", "speed-up at most", "of roofline",
+    rows.append([str(k), f"{drafts:.2f}", f"{sequences:.2f}", f"{ms:.3f}", f"{ratio:.3f}",
+                 f"{(1 + drafts) / ratio:.2f}", f"{least / ms:.0%}", f"{host:.3f}", f"{launch:.3f}", f"{wait:.3f}"])
+  common.print_table(["k", "drafts/step", "sequences", "ms/step", "/ k = 0", "maximum speed-up", "of roofline",
                       "host ms", "launch ms", "wait ms"], rows)
 
 
 def main() -> None:
   parser = common.make_parser(__doc__)
-  parser.add_argument("--k", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="num_speculative_tokens; 0: none")
-  parser.add_argument("--rounds", type=common.positive, default=3, help="of all k in turn; each step's best "
+  parser.add_argument("--k", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="num_speculative_tokens (0: off)")
+  parser.add_argument("--rounds", type=common.positive, default=3, help="rounds over all k; each step's minimum "
                       "counts, with --steps the median round")
-  parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS], help="kinds of text")
-  parser.add_argument("--streams", type=int, choices=range(1, 9), nargs="+", default=[1, 8], help="texts at once")
-  parser.add_argument("--prompts", type=int, choices=range(1, 9), default=4, help="texts of a task, at least")
-  parser.add_argument("--output-len", type=common.positive, default=128, help="tokens generated for each prompt")
-  parser.add_argument("--max-model-len", type=common.positive, default=1024, help="tokens of prompt and output")
-  parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy; each text has its seed")
+  parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS], help="tasks")
+  parser.add_argument("--streams", type=int, choices=range(1, 9), nargs="+", default=[1, 8], help="concurrent streams")
+  parser.add_argument("--prompts", type=int, choices=range(1, 9), default=4, help="minimum prompts per task")
+  parser.add_argument("--output-len", type=common.positive, default=128, help="output tokens per prompt")
+  parser.add_argument("--max-model-len", type=common.positive, default=1024, help="maximum tokens of prompt and output")
+  parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy; prompt i has seed i")
   parser.add_argument("--lookup", type=common.positive, nargs=2, metavar=("MIN", "MAX"), default=[2, 4],
                       help="prompt_lookup_min and prompt_lookup_max")
-  parser.add_argument("--draft", metavar="DIR", help="the draft model's folder; else drafts are of n-grams")
-  parser.add_argument("--steps", type=common.positive, nargs="?", const=32, help="instead measure so many steps a "
-                      "round, with drafts that are wrong")
-  parser.add_argument("--running", type=common.positive, nargs="+", default=[1, 8], help="sequences of these steps")
-  parser.add_argument("--context", type=common.positive, default=128, help="tokens of their prompts")
-  parser.add_argument("--draft-shape", choices=common.SHAPES, help="of a draft model, random, for these steps")
+  parser.add_argument("--draft", metavar="DIR", help="folder of the draft model (default: n-grams)")
+  parser.add_argument("--steps", type=common.positive, nargs="?", const=32, help="measure this many steps per "
+                      "round with wrong drafts (without a value: 32)")
+  parser.add_argument("--running", type=common.positive, nargs="+", default=[1, 8],
+                      help="running sequences, with --steps")
+  parser.add_argument("--context", type=common.positive, default=128, help="tokens per prompt, with --steps")
+  parser.add_argument("--draft-shape", choices=common.SHAPES, help="shape of a random draft model, with --steps")
   args = parser.parse_args()
-  if not (args.steps or args.model): parser.error("give --model DIR, or --steps: random weights write nothing to find")
+  if not (args.steps or args.model): parser.error("use --model DIR or --steps: random weights generate no repetitions")
   bandwidth = common.start(args)
   if args.steps:
     for running in args.running:

@@ -1,12 +1,11 @@
-"""Start-up, decode and prefill speed of a model, through the public API.
+"""Measure a model's start time, load memory, and decode and prefill speed, through the public API.
 
 python tests/benchmarks/speed.py [--model DIR] [--decode-only]
 
-Prints one row each: seconds from import to the first token; loading's memory at its peak, over the weights';
-tokens/s of one stream and of eight together; prompt tokens/s of one prompt. Each rate is the median of three runs after
-a warm-up, and beside it stands the roofline: the bandwidth in the same run over the bytes of the weights. On a CPU it
-is numpy's, on all cores; on another device that of its own copy. --decode-only: one stream alone, for backends that
-take long to capture a step."""
+Prints seconds from import to the first token; peak memory while loading, also relative to the weights; decode tokens/s
+of one and of eight streams; prefill tokens/s of one prompt. Each rate is the median of three runs after a warm-up. The
+roofline is the bandwidth measured in the same run divided by the bytes of the weights: numpy's sum on all cores of a
+CPU, a copy on other devices. --decode-only measures one stream, for backends with slow captures."""
 import argparse
 import os
 import platform
@@ -19,29 +18,29 @@ started = time.perf_counter()
 
 
 def bandwidth() -> float:
-  """Bytes per second that all cores read together, each summing its part of 512 MB."""
+  """Return the bytes per second that all cores read together, each summing its part of 512 MB."""
   import numpy as np
   data, cores = np.ones(1 << 27, np.float32), os.cpu_count() or 1
   times = []
   with ThreadPoolExecutor(cores) as pool:
     for _ in range(5):
-      begin = time.perf_counter()
+      start = time.perf_counter()
       list(pool.map(np.sum, np.array_split(data, cores)))
-      times.append(time.perf_counter() - begin)
+      times.append(time.perf_counter() - start)
   return data.nbytes / min(times)
 
 
 def device_bandwidth() -> float:
-  """Bytes per second that the device reads and writes as it copies what no cache holds."""
-  from common import measure_bandwidth   # imported late: the time to the first token is measured from this file's start
+  """Return the bytes per second, read plus written, of a copy larger than the device's caches."""
+  from common import measure_bandwidth   # a late import, not part of the time to first token
   return measure_bandwidth()
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument("--model")
-  parser.add_argument("--max-model-len", type=int, default=512)
-  parser.add_argument("--decode-only", action="store_true", help="measure the decode of one stream, and nothing else")
+  parser.add_argument("--model", metavar="DIR", help="model folder or GGUF file (default: the bundled model)")
+  parser.add_argument("--max-model-len", type=int, default=512, help="maximum tokens per sequence (default: 512)")
+  parser.add_argument("--decode-only", action="store_true", help="measure only the decode of one stream")
   args = parser.parse_args()
   from tinygrad import Device, nn
 
@@ -49,7 +48,7 @@ def main() -> None:
   before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
   llm = LLM(args.model, max_model_len=args.max_model_len, max_num_seqs=8, max_num_batched_tokens=256,
             enable_prefix_caching=False)
-  loaded, peak = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+  load_time, peak = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
   next(iter(llm.generate_stream("Hello", SamplingParams(temperature=0.0, max_tokens=2))))
   first = time.perf_counter()
   weights = sum(t.nbytes() for part in llm.runner.model.modules() for t in nn.state.get_parameters(part))
@@ -59,7 +58,7 @@ def main() -> None:
     return {"prompt_token_ids": [(7 * i + 13 * j) % (vocabulary - 3) + 3 for j in range(n)]}
 
   def rate(streams: int, length: int, new: int) -> float:
-    """Tokens a second of decode, or of prefill where only one token is new."""
+    """Return tokens per second of decode, or of prefill if new == 1."""
     params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True)
     rates = []
     for _ in range(4):
@@ -75,7 +74,7 @@ def main() -> None:
     rows += [(f"prefill, {n} tokens", rate(1, n, 1), None) for n in (128, 256) if n < args.max_model_len]
   host = f"{platform.machine()}, Python {platform.python_version()}"
   print(f"{Device.DEFAULT}, {host}, weights {weights / 2**20:.0f} MiB")
-  print(f"{'load':24} {loaded - started:8.1f} s\n{'start to first token':24} {first - started:8.1f} s")
+  print(f"{'load':24} {load_time - started:8.1f} s\n{'start to first token':24} {first - started:8.1f} s")
   print(f"{'memory to load':24} {peak / 2**20:8.0f} MiB = {peak / weights:.2f} x weights")
   for name, value, roof in rows:
     share = f"   {value / roof:4.0%} of the roofline, {roof:.0f}" if roof else ""

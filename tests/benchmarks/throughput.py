@@ -1,12 +1,14 @@
-"""Throughput of continuous batching through `LLM.generate`, and the time of a decode step.
+"""Measure the throughput of continuous batching through `LLM.generate`, and the time of a decode step.
 
   python tests/benchmarks/throughput.py --shape llama-7b --running 1 8 32 --input-len 128 --output-len 128
   python tests/benchmarks/throughput.py --shape llama-7b --running 1 8 32 --context 256 4096 --host
 
-One row for each number of sequences that run together. output, total: tokens/s over the whole run, and with the
-prompts' tokens. decode: tokens/s of the median step in which all sequences decode; of roofline: the bytes of the
-weights and of the KV cache at that context, over the measured copy bandwidth, as a share of that step. prefill:
-tokens/s of one prompt that fills a step. With --context: the decode step where all sequences are at that context."""
+Prints one row per number of running sequences. Columns, in tokens/s unless stated:
+  output, total   of the whole run: output tokens, and all tokens including prompts
+  prefill         of one prompt that fills a step
+  decode          of the median step in which all sequences decode
+  of roofline     time to read weights and KV cache at the measured copy bandwidth / time of that step
+With --context: the decode step with all sequences at that context."""
 import random
 import statistics
 import time
@@ -17,7 +19,7 @@ from tinyvllm_extra.graphs import state_of, usual_sizes
 
 
 def decode_columns(llm: LLM, steps: list, running: int, bandwidth: float, host: bool) -> tuple[float, list[str]]:
-  """The seconds of the median step in which all decode, and its columns."""
+  """Return the seconds of the median step in which all sequences decode, and its columns."""
   steps = [s for s in steps if s.decode and s.outputs == running]
   if not steps: return float("nan"), ["-"] * (7 if host else 4)
   seconds, context = statistics.median(s.seconds for s in steps), statistics.fmean(s.context for s in steps)
@@ -29,42 +31,44 @@ def decode_columns(llm: LLM, steps: list, running: int, bandwidth: float, host: 
 
 def measure_throughput(args, running: int, bandwidth: float) -> tuple[list[str], float]:
   length = args.input_len + args.output_len
-  llm = engine(args, running, max(length, args.max_num_batched_tokens + 1), length)   # for a prompt that fills a step
+  llm = engine(args, running, max(length, args.max_num_batched_tokens + 1), length)   # a prompt may fill a step
   requests = common.make_requests(llm.model_config.vocab_size, args, args.num_prompts or 2 * running)
   prompts, params = [r[0] for r in requests], [r[1] for r in requests]
   started = time.perf_counter()
-  llm.generate(prompts, params, use_tqdm=False)   # the same run: it captures just the graphs that will be needed
+  llm.generate(prompts, params, use_tqdm=False)   # the same run captures the same graphs
   prefill = prefill_rate(llm, args)
-  print(f"  {running} running: warm-up and captures took {time.perf_counter() - started:.1f} s", flush=True)
+  print(f"  {running} running: warm-up and graph captures took {time.perf_counter() - started:.1f} s", flush=True)
   with Watch(llm) as watch:
     started = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
   watch.warn()
   if args.padding: print_padding(llm, args, prompts, watch.steps)
-  new, read = sum(len(o.outputs[0].token_ids) for o in outputs), sum(len(p["prompt_token_ids"]) for p in prompts)
+  new = sum(len(o.outputs[0].token_ids) for o in outputs)
+  prompt_tokens = sum(len(p["prompt_token_ids"]) for p in prompts)
   _, decode = decode_columns(llm, watch.steps, running, bandwidth, args.host)
-  row = [str(running), str(len(prompts)), f"{new / seconds:.1f}", f"{(new + read) / seconds:.1f}", f"{prefill:.1f}"]
+  row = [str(running), str(len(prompts)), f"{new / seconds:.1f}", f"{(new + prompt_tokens) / seconds:.1f}",
+         f"{prefill:.1f}"]
   return row + decode, new / seconds
 
 
 def print_padding(llm: LLM, args, prompts: list, exact: list) -> None:
-  """What it costs to compute in the shapes that a server captures at its start."""
+  """Print the decode step with padding to a server's graph shapes, and without padding."""
   usual = usual_sizes(llm.runner)
   for _ in llm.capture(): pass
-  for sizes in (usual, [], usual, []):   # back and forth, as the clock may wander
+  for sizes in (usual, [], usual, []):   # alternate, because the clock rate drifts
     state_of(llm.backend).capture_sizes = sizes
     llm.generate(prompts, common.greedy(args.output_len), use_tqdm=False)
     with Watch(llm) as watch: llm.generate(prompts, common.greedy(args.output_len), use_tqdm=False)
     running = llm.config.max_num_seqs
     times = [1e3 * statistics.median(s.seconds for s in steps if s.decode and s.outputs == running)
              for steps in (exact, watch.steps)]
-    print(f"  {running} running, {'in the usual sizes' if sizes else 'exactly'}: {times[1]:.3f} ms a step, "
+    print(f"  {running} running, {'padded' if sizes else 'exact size'}: {times[1]:.3f} ms a step, "
           f"{times[1] / times[0] - 1:+.1%}", flush=True)
 
 
 def prefill_rate(llm: LLM, args) -> float:
-  """Tokens/s of one prompt that fills a step; the first of four runs is warm-up."""
+  """Return the tokens/s of one prompt that fills a step, the median of three runs after a warm-up."""
   rng, length, times = random.Random(args.seed), min(args.max_num_batched_tokens, llm.max_model_len - 1), []
   for _ in range(4):
     prompt, started = common.random_ids(llm.model_config.vocab_size, length, rng), time.perf_counter()
@@ -75,7 +79,7 @@ def prefill_rate(llm: LLM, args) -> float:
 
 def measure_context(args, running: int, context: int, bandwidth: float) -> tuple[list[str], float]:
   budget = max(args.max_num_batched_tokens, running)
-  # while prompts are read in chunks, sequences already read decode: they go on until the last has joined them
+  # during chunked prefill, finished prompts already decode: their outputs must last until all decode
   room = running * (-(-context // max(1, budget - running)) + 1) + args.steps + 4
   llm, rng = engine(args, running, context + room), random.Random(args.seed)
   for i in range(running):
@@ -85,7 +89,7 @@ def measure_context(args, running: int, context: int, bandwidth: float) -> tuple
     def all_decode() -> int: return sum(s.decode and s.outputs == running for s in watch.steps)
     while all_decode() < 3 and llm.has_unfinished_requests(): llm.step()
     seconds = time.perf_counter() - started
-    print(f"  {running} running at {context}: prefill and captures took {seconds:.1f} s", flush=True)
+    print(f"  {running} running at context {context}: prefill and graph captures took {seconds:.1f} s", flush=True)
     watch.steps.clear()
     watch.captured = 0
     while all_decode() < args.steps and llm.has_unfinished_requests(): llm.step()
@@ -96,7 +100,7 @@ def measure_context(args, running: int, context: int, bandwidth: float) -> tuple
 
 
 def engine(args, running: int, *lengths: int) -> LLM:
-  """With the first of these limits of length that the model and the memory allow."""
+  """Return an engine with the first max_model_len in `lengths` that model and memory allow."""
   common.release()
   budget = max(args.max_num_batched_tokens, running)
   for length in lengths:
@@ -108,34 +112,34 @@ def engine(args, running: int, *lengths: int) -> LLM:
 def main() -> None:
   parser = common.make_parser(__doc__)
   common.add_workload(parser)
-  parser.add_argument("--running", type=common.positive, nargs="+", default=[1, 8, 32], help="sequences that "
-                      "run together (max_num_seqs), one row each")
-  parser.add_argument("--num-prompts", type=common.positive, help="prompts of a run; twice --running if not given")
-  parser.add_argument("--context", type=common.positive, nargs="+", help="instead measure a decode "
+  parser.add_argument("--running", type=common.positive, nargs="+", default=[1, 8, 32], help="running "
+                      "sequences (max_num_seqs), one row each")
+  parser.add_argument("--num-prompts", type=common.positive, help="prompts per run (default: 2 * --running)")
+  parser.add_argument("--context", type=common.positive, nargs="+", help="measure only a decode "
                       "step at each of these contexts")
-  parser.add_argument("--steps", type=common.positive, default=32, help="decode steps measured with --context")
-  parser.add_argument("--host", action="store_true", help="also a step's milliseconds in Python (all that is neither "
-                      "of the next two), in launching its graph (on a CPU: running it), and in waiting for its result")
-  parser.add_argument("--padding", action="store_true", help="also the decode step in the sizes of a server's steps")
+  parser.add_argument("--steps", type=common.positive, default=32, help="decode steps, with --context")
+  parser.add_argument("--host", action="store_true", help="also print a step's milliseconds in Python, in launching "
+                      "its graph (on a CPU: running it), and waiting for its result")
+  parser.add_argument("--padding", action="store_true", help="also time decode steps padded to a server's sizes")
   args = parser.parse_args()
   pyplot, bandwidth = common.plotting() if args.plot else None, common.start(args)
-  decode = ["ms/step", "decode tok/s", "of roofline", "mean context"]
+  decode = ["ms/step", "decode tokens/s", "of roofline", "mean context"]
   if args.host: decode += ["host ms", "launch ms", "wait ms"]
   if args.context:
-    measured = {(r, c): measure_context(args, r, c, bandwidth) for r in args.running for c in args.context}
-    common.print_table(["running", "context", *decode], [row for row, _ in measured.values()])
+    results = {(r, c): measure_context(args, r, c, bandwidth) for r in args.running for c in args.context}
+    common.print_table(["running", "context", *decode], [row for row, _ in results.values()])
     for r in args.running:
       for c in args.context[1:]:
-        ratio = measured[r, c][1] / measured[r, args.context[0]][1]
-        print(f"{r} running: a step at {c} takes {ratio:.2f} x one at {args.context[0]}")
-    lines = {f"{r} running": (args.context, [1e3 * measured[r, c][1] for c in args.context]) for r in args.running}
+        ratio = results[r, c][1] / results[r, args.context[0]][1]
+        print(f"{r} running: step time at context {c} / at {args.context[0]} = {ratio:.2f}")
+    lines = {f"{r} running": (args.context, [1e3 * results[r, c][1] for c in args.context]) for r in args.running}
     labels = "context (tokens)", "decode step (ms)"
   else:
-    results = [measure_throughput(args, r, bandwidth) for r in args.running]
-    header = ["running", "prompts", "output tok/s", "total tok/s", "prefill tok/s", *decode]
-    common.print_table(header, [row for row, _ in results])
-    lines = {"output": (args.running, [rate for _, rate in results])}
-    labels = "sequences running", "output tokens/s"
+    runs = [measure_throughput(args, r, bandwidth) for r in args.running]
+    header = ["running", "prompts", "output tokens/s", "total tokens/s", "prefill tokens/s", *decode]
+    common.print_table(header, [row for row, _ in runs])
+    lines = {"output": (args.running, [rate for _, rate in runs])}
+    labels = "running sequences", "output tokens/s"
   if pyplot:
     figure, axes = pyplot.subplots()
     for name, (x, y) in lines.items(): axes.plot(x, y, marker="o", label=name)

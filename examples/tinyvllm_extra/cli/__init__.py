@@ -14,10 +14,10 @@ from tinyvllm_extra.packages import MissingPackage, optional
 # Errors that are printed in one line; the last two come from a compiler
 FAILURES = (ValueError, MissingPackage, RuntimeError, CompileError, subprocess.CalledProcessError)
 # Commands with their own `main`: help text, module, and the extra that installs their packages
-COMMANDS = {"serve": ("answer HTTP requests", "tinyvllm_extra.server", "server"),
-            "convert": ("convert a GGUF file to a model folder", "tinyvllm_extra.gguf_export", "hf"),
-            "doctor": ("test each device", "tinyvllm_extra.cli.doctor", "cpu")}
-CHAT = "interactive chat. Commands: /new starts again, /system TEXT does so with a system message, /exit ends the chat"
+COMMANDS = {"serve": ("Serve the OpenAI API over HTTP", "tinyvllm_extra.server", "server"),
+            "convert": ("Convert a GGUF file to a model folder", "tinyvllm_extra.gguf_export", "hf"),
+            "doctor": ("Test the devices of this machine", "tinyvllm_extra.cli.doctor", "cpu")}
+CHAT = "Chat with a model. Commands: /new, /system TEXT, /exit"
 
 
 def module_of(command: str) -> Any: return optional(*COMMANDS[command][1:], f"tinyvllm {command}")
@@ -72,18 +72,19 @@ def print_error(error: BaseException) -> int:
 
 
 def parse(argv: list[str]) -> dict[str, Any]:
-  """Return the arguments of `generate` or `chat`, without options that are not given."""
-  parser = argparse.ArgumentParser(prog="tinyvllm", description="A small, fast LLM engine on tinygrad.")
-  parser.add_argument("--version", action="version", version=__version__)
-  commands = parser.add_subparsers(dest="command", required=True)
-  for name, (text, *_) in {"generate": ["complete a prompt"], "chat": [CHAT], **COMMANDS}.items():
-    command = commands.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
-    if name == "generate": command.add_argument("prompt")
-    command.add_argument("--model", default=None, help="model folder or GGUF file (default: the bundled model)")
-    command.add_argument("--url", default=None, help="URL of a running server to use (default: run the model here)")
-    command.add_argument("--api-key", default=None, help="API key of that server")
+  """Return the arguments of `generate` or `chat`, without options that are not set."""
+  parser = argparse.ArgumentParser(prog="tinyvllm", description="Run and serve language models on tinygrad.")
+  parser.add_argument("--version", action="version", version=__version__, help="Show the version and exit")
+  commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND")
+  for name, (text, *_) in {"generate": ["Complete a prompt"], "chat": [CHAT], **COMMANDS}.items():
+    usage = f"tinyvllm {name} {'PROMPT ' if name == 'generate' else ''}[options]"
+    command = commands.add_parser(name, help=text, description=text, usage=usage, argument_default=argparse.SUPPRESS)
+    if name == "generate": command.add_argument("prompt", help=argparse.SUPPRESS)
     add_flags(command, EngineConfig, SamplingParams)
-  return vars(parser.parse_args(argv))
+    server = command.add_argument_group("Server")
+    server.add_argument("--url", default=None, help="URL of a running server (default: run here)")
+    server.add_argument("--api-key", default=None, help="API key for that server (default: none)")
+  return {"model": None, **vars(parser.parse_args(argv))}
 
 
 def run(args: dict[str, Any]) -> int:

@@ -1,6 +1,6 @@
-"""`tinyvllm doctor`: test each of tinygrad's backends on this machine, report which one the engine uses and why, and
-which models fit. Each backend runs in its own process, since a driver may hang or crash. Memory bandwidth is measured
-with the engine's own matmul, so that it predicts the engine's speed."""
+"""`tinyvllm doctor`: test each tinygrad backend on this machine; report which one the engine uses and why, and which
+models fit. Each backend runs in its own process, since a driver may hang or crash. The bandwidth test runs the
+engine's matmul, so that it predicts the engine's speed."""
 import argparse, importlib.metadata, json, math, os, pathlib, platform, re, shlex, shutil, signal, statistics
 import subprocess, sys, time
 from typing import Any
@@ -10,23 +10,23 @@ from tinygrad import Context, Device, Tensor, TinyJit, device as devices, dtypes
 from tinyvllm import __version__, backend, config, llama
 from tinyvllm_extra import kernels
 
-LIMIT = 90   # timeout of a backend's process in seconds
-BUFFER = 2**28   # maximum bytes of the weights that the bandwidth test reads
-INPUTS = 4096    # columns of the weights
+LIMIT = 90   # timeout of a backend's process, in seconds
+BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
+INPUTS = 4096    # number of input features of the weights
 GIB = 2**30
 DTYPES = ["float32", "float16", "bfloat16"]
-# Bits per weight of the layers' matrices, with the scales and offsets that 32 weights share
+# Bits per weight of the layers' matrices, including scale and offset of each group of 32 weights
 QUANTIZED = {"int8": 8 + 16 / 32, "int4": 4 + 32 / 32}
 WORDS = {"True": "yes", "False": "no"}
 ORDER = [name for name in devices.ALL_DEVICES if name != "DSP"]
-NO_COMPILER = "none: the CPU needs one; pip install 'tinyvllm[cpu]' installs clang"
+NO_COMPILER = "none; the CPU backend needs one: pip install 'tinyvllm[cpu]' installs clang"
 
 
-# In a backend's process
+# Code that runs in a backend's process
 
 def probe(seconds: float) -> None:
-  """Open the backend of the variable DEV, or tinygrad's default, and print its properties, then its bandwidth unless
-  seconds is 0. Each is a line of JSON, so that a crash loses only later lines."""
+  """Open the backend that the variable DEV names, or tinygrad's default. Print its properties as a line of JSON and,
+  unless `seconds` is 0, its bandwidth as another one: a crash loses only later lines."""
   def emit(**facts: Any) -> None: print("\n" + json.dumps({"doctor": facts}), flush=True)
   try:
     kernels.prepare_device()
@@ -41,17 +41,17 @@ def probe(seconds: float) -> None:
          free_gib=free / GIB, total_gib=total / GIB, largest_gib=min(total, most) / GIB)
     size = min(BUFFER, most, free // 4)
     if seconds: emit(gb_per_s=bandwidth(best.Linear, size, getattr(dtypes, dtype), seconds) / 1e9)
-  except Exception as error: emit(reason=reason_of(error))   # each backend fails in its own way
+  except Exception as error: emit(reason=reason_of(error))   # backends raise various exceptions
 
 
 def reason_of(error: BaseException) -> str:
-  """Return an error's message in one line."""
-  cause = error.__cause__ or error   # prepare_device wraps errors; a backend of several drivers raises a group
+  """Return an error's message on one line."""
+  cause = error.__cause__ or error   # prepare_device wraps errors; a backend with several drivers raises a group
   return "; ".join(dict.fromkeys(str(e).split("\n")[0] or repr(e) for e in getattr(cause, "exceptions", [cause])))
 
 
 def describe(opened: Any) -> tuple[str, int]:
-  """Return a device's name, or its architecture if it has none, and the total bytes of its memory."""
+  """Return a device's name, or else its architecture, and its total memory in bytes."""
   if opened.device == "CUDA":
     from tinyvllm_extra.kernels import cuda
     return cuda.describe(opened)
@@ -64,8 +64,8 @@ def host_memory() -> int: return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PA
 
 
 def bandwidth(kind: type[backend.Linear], size: int, dtype: Any, seconds: float) -> float:
-  """Return the median bytes per second that a backend's x @ W.T reads, captured as a graph. size: bytes of W. A graph
-  of a fast device reads W 16 times, as a model's layers do: a single read would measure the host."""
+  """Return the median memory bandwidth, in bytes per second, of a backend's x @ W.T in a graph. size: bytes of W. On a
+  fast device the graph reads W 16 times, like a model's layers: a single read would measure the host."""
   linear = kind(INPUTS, {"W": size // INPUTS // dtype.itemsize // 16 * 16}, False, dtype)
   linear.weight = linear.weight.contiguous().realize()
   x = Tensor.empty(1, INPUTS, dtype=dtype).contiguous().realize()
@@ -82,16 +82,16 @@ def bandwidth(kind: type[backend.Linear], size: int, dtype: Any, seconds: float)
   return linear.weight.nbytes() / read(16 if read(1, 0) < 2e-3 else 1, seconds)
 
 
-# In the user's process, which opens no device
+# Code that runs in the user's process, which opens no device
 
 def run_probe(dev: str, seconds: float) -> dict[str, Any]:
-  """Run `probe` for a backend in a process, and return its facts. dev: "" for tinygrad's default."""
+  """Run `probe` in a process and return its facts. dev: backend, or "" for tinygrad's default."""
   try: done = subprocess.run([sys.executable, "-c", f"from tinyvllm_extra.cli import doctor; doctor.probe({seconds})"],
                              env={**os.environ, "DEV": dev}, capture_output=True, timeout=LIMIT + seconds, check=False)
   except subprocess.TimeoutExpired: return {"opens": False, "reason": f"no answer within {LIMIT + seconds:.0f} s"}
   facts: dict[str, Any] = {"opens": False}
   code = done.returncode
-  if code: facts["reason"] = f"its process ended with {signal.strsignal(-code) if code < 0 else f'exit code {code}'}"
+  if code: facts["reason"] = f"the process ended with {signal.strsignal(-code) if code < 0 else f'exit code {code}'}"
   for line in re.findall(r'(?m)^{"doctor": (.*)}$', done.stdout.decode(errors="replace")): facts |= json.loads(line)
   return facts
 
@@ -103,31 +103,31 @@ def compiler() -> dict[str, Any]:
 
 
 def prequantized(hf: dict[str, Any]) -> str | None:
-  """Return "int8" or "int4" if a model's files are quantized. hf: the content of config.json."""
+  """Return "int8" or "int4" if a model is pre-quantized, else None. hf: the content of config.json."""
   quantization = hf.get("quantization_config") or {}
   weights = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
   bits = {x.get("num_bits") for x in weights} | {quantization.get("bits"), quantization.get("w_bit")}
   return next((name for name in QUANTIZED if int(name[3:]) in bits), None)
 
 
-def fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | None = None,
+def estimate_fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | None = None,
         kv_cache_dtype: str = "auto") -> dict[str, Any]:
-  """Return a model's memory use on a backend, and the KV cache's tokens that fit. hf: the content of config.json. row:
-  the backend's facts."""
+  """Return a model's memory use on a backend, and the number of KV cache tokens that fit. hf: the content of
+  config.json. row: the backend's facts."""
   shape = config.ModelConfig.from_hf(hf, pathlib.Path(name))
   sizes = {dtype: getattr(dtypes, dtype).itemsize for dtype in DTYPES if row[dtype]}
-  # Weights keep the files' dtype if it is narrower
+  # Weights keep the checkpoint's dtype if it is narrower
   stored = min(row["dtype"], hf.get("dtype") or hf.get("torch_dtype"), key=lambda dtype: sizes.get(dtype, 4))
-  with Context(DEV="NULL"):   # which has every dtype; empty tensors use no memory
+  with Context(DEV="NULL"):   # NULL supports every dtype; empty tensors use no memory
     fast = kernels.FastBackend()
     model = llama.Llama(shape, dtypes.float32, fast, backend.Devices())
     cache = fast.kv_layout(shape, config.EngineConfig(kv_cache_dtype=kv_cache_dtype, block_size=1),
                            getattr(dtypes, row["dtype"]))
-  numbers = sum(int(x.numel()) for module in model.modules() for x in nn.state.get_parameters(module))
+  num_weights = sum(int(x.numel()) for module in model.modules() for x in nn.state.get_parameters(module))
   matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, backend.Linear)]
   quantized = sum(int(x.weight.numel()) for x in matrices) if quantization else 0
-  weights = (numbers - quantized) * sizes[stored] + int(quantized * QUANTIZED.get(quantization or "", 0) / 8)
-  # A step reads a row of the embeddings, but the whole output head
+  weights = (num_weights - quantized) * sizes[stored] + int(quantized * QUANTIZED.get(quantization or "", 0) / 8)
+  # A step reads few rows of the embeddings, but the whole output head
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
   per_token = shape.num_hidden_layers * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
   left = int(row["free_gib"] * GIB * config.EngineConfig().gpu_memory_utilization) - weights
@@ -137,26 +137,26 @@ def fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | 
 
 
 def make_report(seconds: float, models: dict[str, dict[str, Any]], kv_cache_dtype: str) -> dict[str, Any]:
-  """Test all backends, and return the report. models: the content of config.json, by name."""
+  """Test all backends and return the report. models: the content of config.json, by name."""
   dev = os.environ.get("DEV", "")
   names = dict.fromkeys(filter(None, [*ORDER, dev.upper()]))
   backends = [{"backend": name, **run_probe(name, seconds)} for name in names]
   default = run_probe(dev, 0)
   opened = [row for row in backends if row["opens"]]
-  chosen = [row for row in opened if row["renderer"] == default.get("renderer")]
+  default_rows = [row for row in opened if row["renderer"] == default.get("renderer")]
   why = f"DEV={dev}" if dev else f"the first of {', '.join(ORDER)} that opens"
   machine = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(),
              "free_gib": backend.Backend().free_memory("CPU") / GIB, "total_gib": host_memory() / GIB}
   return {"machine": {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"), **machine},
-          "compiler": compiler(), "backends": backends, "chosen": chosen[0]["backend"] if chosen else None,
-          "why": why if chosen else f"{why}: {default.get('reason', 'it fails sometimes')}",
-          "fit": [fit(name, hf, row, kind, kv_cache_dtype) for row in (chosen or opened)[:1]
+          "compiler": compiler(), "backends": backends, "chosen": default_rows[0]["backend"] if default_rows else None,
+          "why": why if default_rows else f"{why}: {default.get('reason', 'it failed in the second test')}",
+          "fit": [estimate_fit(name, hf, row, kind, kv_cache_dtype) for row in (default_rows or opened)[:1]
                   for name, hf in models.items()
                   for kind in ([prequantized(hf)] if prequantized(hf) else [None, *QUANTIZED])]}
 
 
 def table(rows: list[dict[str, Any]], *columns: str) -> list[str]:
-  """Return a table's lines: a header, then a line per row. columns: names; none: all keys of the rows."""
+  """Return the lines of a table, header first. columns: keys of the rows to print (default: all)."""
   def show(x: Any) -> str: return f"{x:.{1 if x > 10 else 3}f}" if type(x) is float else WORDS.get(str(x), str(x)[:36])
   names = columns or [*dict.fromkeys(name for row in rows for name in row)]
   cells = [names, *[[show(row.get(name, "-")) for name in names] for row in rows]]
@@ -165,15 +165,15 @@ def table(rows: list[dict[str, Any]], *columns: str) -> list[str]:
 
 
 def format_report(report: dict[str, Any]) -> list[str]:
-  """Return the report's lines of text."""
+  """Return the report as lines of text."""
   rows = [row for row in report["backends"] if "reason" not in row]
   head, *lines = table(rows, "backend", "device", *DTYPES, "free_gib", "total_gib", "largest_gib", "gb_per_s")
-  lines = [f"{row['backend']:7}  {'opens, but its test' if row['opens'] else 'does not open'}: {row['reason']}"
+  lines = [f"{row['backend']:7}  {'opens, but its test failed' if row['opens'] else 'does not open'}: {row['reason']}"
            if "reason" in row else lines.pop(0) for row in report["backends"]]
   best = max(rows, key=lambda row: row["gb_per_s"])["backend"] if rows else None
   return [*table([report["machine"]]), "", f"C compiler: {report['compiler']['path'] or NO_COMPILER}",
-          report["compiler"]["version"], "", head, *lines, "", f"chosen: {report['chosen']} ({report['why']})",
-          f"fastest: {best}; to choose it: DEV={best}", "", *table(report["fit"])]
+          report["compiler"]["version"], "", head, *lines, "", f"default backend: {report['chosen']} ({report['why']})",
+          f"fastest backend: {best} (to use it, set DEV={best})", "", *table(report["fit"])]
 
 
 def read_models(folder: str | None) -> dict[str, dict[str, Any]]:
@@ -190,11 +190,11 @@ def read_models(folder: str | None) -> dict[str, dict[str, Any]]:
 def main(argv: list[str]) -> int:
   """Run `tinyvllm doctor`. Return the exit code: 0, or 1 if no backend opens. Raises InputError for a bad option."""
   parser = argparse.ArgumentParser(prog="tinyvllm doctor", description="Test this machine's devices.")
-  parser.add_argument("--model", help="model folder, to report whether the model fits")
-  parser.add_argument("--seconds", type=float, default=1.0, help="seconds of each bandwidth test (default: 1)")
+  parser.add_argument("--model", help="Also check if this model folder fits (default: none)")
+  parser.add_argument("--seconds", type=float, default=1.0, help="Seconds per bandwidth test (default: 1)")
   parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto",
-                      help="dtype of the KV cache, to report how many tokens fit (default: auto)")
-  parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
+                      help="KV cache dtype to report capacity for (default: auto)")
+  parser.add_argument("--json", action="store_true", help="Print the report as JSON (default: text)")
   args = parser.parse_args(argv)
   config.check(0 < args.seconds <= 60, f"seconds={args.seconds} must be above 0 and at most 60")
   report = make_report(args.seconds, read_models(args.model), args.kv_cache_dtype)

@@ -1,5 +1,5 @@
 """CPU: captured steps that run on all cores, allocation in huge pages, and exp2 without branches. tinygrad_patches.py
-puts them into tinygrad."""
+installs them in tinygrad."""
 import concurrent.futures, ctypes, dataclasses, functools, mmap, os, pathlib, shutil, sys, threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from tinygrad.uop.ops import Ops
 
 # Read from Linux; False on other systems
 AVX512 = os.path.exists("/proc/cpuinfo") and "avx512f" in pathlib.Path("/proc/cpuinfo").read_text()
-MAX_ARGUMENTS = 24   # every kernel is called with this many, and ignores the superfluous ones
+MAX_ARGUMENTS = 24   # passed to every kernel, which ignores the surplus
 CHUNK = 2**25    # bytes requested from the system at once
 allocating = threading.Lock()
 
@@ -32,8 +32,8 @@ EXP2 = """static inline float tv_exp2(float x) {
 }"""
 
 CALL_ARGUMENTS = ", ".join(f"call[{1 + i}]" for i in range(MAX_ARGUMENTS))
-# A core's run through a step. After its part of a kernel it waits for the other cores' parts, at last asleep, as other
-# threads may need its core
+# Runs a step on one core. After its share of a kernel, the core waits for the others: it spins, then sleeps, because
+# other threads may need the core
 RUN_STEP = f"""
 typedef unsigned long long u64;
 #ifndef __x86_64__
@@ -58,7 +58,7 @@ void run_step(u64 (*calls)[{1 + MAX_ARGUMENTS}], u64 (*done)[8], u64 count, u64 
 
 @functools.cache
 def step_program() -> Any:
-  """Return the compiled RUN_STEP and the address of usleep, its last argument but one."""
+  """Return the compiled RUN_STEP and the address of usleep, which it takes as an argument."""
   cpu: Any = Device["CPU"]
   program = cpu.runtime_t(cpu, device.TinyELF(cpu.compiler.compile(RUN_STEP), "run_step", cpu.renderer.target, ()))
   program.fxn.argtypes = [ctypes.c_uint64] * 6
@@ -66,20 +66,21 @@ def step_program() -> Any:
 
 
 class CPUGraph(jit.GraphRunner):
-  """A captured step that each core runs from its first to its last kernel, without Python's lock. The cores synchronize
-  after each kernel, in about 1 us. tinygrad needs 50 us per kernel, and runs the parts of a kernel in sequence."""
+  """A captured step that every core runs from the first to the last kernel, without Python's lock. The cores
+  synchronize after each kernel in about 1 us. tinygrad needs 50 us per kernel, and does not run its threads in
+  parallel."""
   pool = concurrent.futures.ThreadPoolExecutor(max(1, helpers.NUM_CPU_THREADS.value - 1), "tinyvllm-core")
-  running = threading.Lock()   # one step at a time: the cores of two would wait for each other
+  running = threading.Lock()   # one step at a time: two would deadlock waiting for cores
 
   @staticmethod
   def supports_uop(devices: Any, call: UOp) -> bool:   # type: ignore[override]
-    """Return whether each run makes the same call: no buffer changes, and no variable except the core's number."""
+    """Return whether each run makes the same call: no buffer changes, no variable except the core's number."""
     return (jit.GraphRunner.supports_uop(devices, call) and Ops.PARAM not in [x.op for x in call.src]
             and len(call.src) <= MAX_ARGUMENTS and {x.expr for x in call.src[0].arg.vars} <= {"core_id"})
 
   @functools.cached_property
   def table(self) -> np.ndarray:
-    """Return the calls, (kernels, cores, 1 + MAX_ARGUMENTS): a kernel's address, or 0 for none, and its arguments."""
+    """Return the calls, (kernels, cores, 1 + MAX_ARGUMENTS): a kernel's address (0: no call) and its arguments."""
     kernels: list[Any] = self.runtimes
     sizes = [program.arg.global_size[0] for _, program, *_ in self.calls]
     table = np.zeros((len(sizes), max(sizes), 1 + MAX_ARGUMENTS), np.uint64)
@@ -101,7 +102,7 @@ class CPUGraph(jit.GraphRunner):
         for core in range(1, cores): others.append(self.pool.submit(run, core))
         run(0)
       finally:
-        done[0] = 2**63   # after an interrupt: makes the waiting cores return
+        done[0] = 2**63   # makes waiting cores return after an interrupt
         concurrent.futures.wait(others)
 
 
@@ -126,8 +127,8 @@ def cpu_sums() -> int:
 
 
 def find_compiler() -> str | None:
-  """The C compiler for the CPU device: $CC, except gcc, which tinygrad cannot use, or clang on the PATH or next to this
-  Python, where pip installs it; None if there is none."""
-  name = os.environ.get("CC") or "echo"   # echo: as prepare_device leaves it without a compiler
+  """Return the C compiler for the CPU device: $CC (except gcc, which tinygrad cannot use), clang on the PATH, or clang
+  next to this Python, where pip installs it. None if no compiler exists."""
+  name = os.environ.get("CC") or "echo"   # echo: prepare_device found no compiler earlier
   if name != "echo" and "gcc" not in os.path.basename(name): return name
   return shutil.which("clang") or shutil.which("clang", path=os.path.dirname(sys.executable))

@@ -1,5 +1,4 @@
-"""CUDA: captured steps with finer dependencies, read-back that does not wait for later steps, and the driver's facts
-about a device."""
+"""CUDA: captured steps with finer dependencies, read-back that does not wait for later steps, and device properties."""
 import ctypes
 from collections.abc import Callable
 from typing import Any
@@ -34,24 +33,24 @@ def can_access_peer(reader: CUDADevice, owner: CUDADevice) -> bool:
 
 
 class RangedGraph(CUDAGraph):
-  """A captured step whose kernels wait for the kernels that use the same range of a buffer. In tinygrad's they wait for
-  any use of the buffer, and most of a step's memory is one buffer: devices that read each other would take turns."""
+  """A captured step whose kernels wait only for kernels that use the same range of a buffer. tinygrad's graphs wait for
+  any use of the buffer. Most of a step's memory is one buffer, so devices that read each other would serialize."""
   def new_node(self, bufs: Any, write: Any) -> Any: return super().new_node(self.calls[len(self.nodes)][2], write)
 
 
 class CUDABackend(FastBackend):
-  """For NVIDIA GPUs."""
+  """The backend for NVIDIA GPUs."""
   reads_early = True
 
   def free_memory(self, device: str) -> int:
-    """Return the device's free memory in bytes. Makes its context the current one."""
+    """Return the device's free memory in bytes. Makes its context current."""
     free = ctypes.c_size_t()
     check(cuda.cuCtxSetCurrent(Device[device].context))   # type: ignore[attr-defined]   # a CUDADevice
     check(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(ctypes.c_size_t())))
     return free.value
 
   def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
-    """Start to copy a tensor to the host. Returns a function that waits for the copy and returns the numbers as a list.
+    """Start to copy a tensor to the host. Return a function that waits for the copy and returns nested lists.
     tinygrad's own read-back also waits for kernels that were launched later."""
     if not tensor.numel(): return tensor.tolist
     device: Any = Device.default
@@ -61,7 +60,7 @@ class CUDABackend(FastBackend):
     check(cuda.cuMemcpyDtoHAsync_v2(host, buffer._buf, buffer.nbytes, None))
     event = init_c_var(cuda.CUevent, lambda x: check(cuda.cuEventCreate(ctypes.byref(x), 0)))
     check(cuda.cuEventRecord(event, None))
-    uploads = device.pending_copyin   # complete when the copy is
+    uploads = device.pending_copyin   # complete when this copy is complete
     device.pending_copyin = []
 
     def read() -> Any:

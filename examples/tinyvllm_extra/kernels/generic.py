@@ -1,9 +1,9 @@
-"""Rotary embedding with the write of K and V, and paged attention (Kwon et al. 2023, arXiv:2309.06180), for any device.
-The kernels read K and V through the block table, without a copy of the context. Later reads must use the tensors that a
-write returns, as these carry the order.
+"""RoPE with the write of K and V, and paged attention (Kwon et al. 2023, arXiv:2309.06180), for any device. The kernels
+read K and V through the block table, without a copy of the context. Reads must use the tensors that a write returns,
+because these carry the order.
 
-qkv: (T, (H + 2 KV) * D), a flat batch. tokens: (fields of TOKEN, T) int32. rope: (length, 2, D / 2), cosines and sines.
-block_tables: (rows, max_blocks) int32. G = H / KV query heads share a K/V head. kv_cache.py describes the cache."""
+qkv: (T, (H + 2 KV) * D), a flat batch. tokens: (columns of TOKENS, T) int32. rope: (length, 2, D / 2), cosines and
+sines. block_tables: (slots, max_blocks) int32. G = H / KV query heads share a K/V head. Cache: see kv_cache.py."""
 import dataclasses, math
 from collections.abc import Callable
 from typing import Any
@@ -15,20 +15,20 @@ from tinygrad.uop.ops import AxisType, Ops
 from tinyvllm.backend import cpu_cores, renderer
 
 from .kv_cache import SMALLEST, pack, unpack
-from .schedule import (LOWEST, State, axes, axis, divisor, end, field, fold, kernel_of, lane_axis, largest, mean,
-                       rotate, shared_by, slot, unrolled)
+from .schedule import (LOWEST, State, axes, axis, divisor, end, field, fold, kernel_of, lane_axis, largest, location,
+                       mean, rotate, shared_by, unrolled)
 
 
 def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
            num_heads: int) -> Tensor:
-  """Rotate q and k by their positions, write k and v to the cache, and attend causally. Returns (T, num_heads * D)."""
+  """Rotate q and k by their positions, write k and v to the cache, and attend causally. Return (T, num_heads * D)."""
   q, cache = rotate_and_write(qkv, cache, rope, tokens, num_heads, rope_kernel)
   return q.empty_like().custom_kernel(q, *cache, block_tables, tokens, fxn=attend_kernel)[0].flatten(1)
 
 
 def rotate_and_write(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, num_heads: int,
                      kernel: Callable[..., UOp]) -> tuple[Tensor, list[Tensor]]:
-  """Run a rope_kernel. Returns q, (T, KV, G, D), and the cache after the write."""
+  """Run a rope_kernel. Return q, (T, KV, G, D), and the cache after the write."""
   KV = cache[0].shape[1]
   D = qkv.shape[1] // (num_heads + 2 * KV)
   q = Tensor.empty(qkv.shape[0], KV, num_heads // KV, D, dtype=qkv.dtype, device=qkv.device)
@@ -37,15 +37,15 @@ def rotate_and_write(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Ten
 
 
 def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
-  """Rotate the first half of each head of q and k against the second, and write k and v to their blocks.
-  q: (T, KV, G, D), filled. rest: scales (int8 only), qkv, rope, tokens."""
+  """Rotate the first half of each head of q and k with the second, and write k and v to their blocks.
+  q: (T, KV, G, D), output. rest: scales (int8 only), qkv, rope, tokens."""
   *scales, qkv, rope, tokens = rest
   sizes: Any = q.shape
   T, KV, G, D = sizes
-  pages, _, elements, BS = keys.shape
-  n = D // elements   # dimensions in an element
+  num_blocks, _, elements, BS = keys.shape
+  n = D // elements   # dimensions per element
   t, h, i = axes(0, T, KV, elements // 2)
-  block, position, offset = slot(tokens, t, pages, BS)
+  block, position, offset = location(tokens, t, num_blocks, BS)
 
   def plain(head, i): return tuple(qkv[t, head * D + d].float() for d in (i, i + D // 2))
   def rotated(head, i): return rotate(*plain(head, i), *[rope[position % rope.shape[0], z, i] for z in range(2)])
@@ -55,86 +55,86 @@ def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   for g in range(G):
     for d in dimensions:
       stores += [q[t, h, g, d + z * (D // 2)].store(x.cast(q.dtype)) for z, x in enumerate(rotated(h * G + g, d))]
-  for kind, (source, head) in enumerate([(rotated, KV * G + h), (plain, KV * G + KV + h)]):   # K and V
+  for kv, (source, head) in enumerate([(rotated, KV * G + h), (plain, KV * G + KV + h)]):   # K and V
     pairs = [source(head, d) for d in dimensions]
     if scales:
-      highest = fold(largest(source(head, unrolled(D // 2, 8, 3 + 2 * kind))), Ops.MAX)
+      highest = fold(largest(source(head, unrolled(D // 2, 8, 3 + 2 * kv))), Ops.MAX)
       scale = highest.maximum(SMALLEST) / 127
-      stores.append(scales[0][block, h, kind, offset].store(scale))   # once per i
+      stores.append(scales[0][block, h, kv, offset].store(scale))   # once per i
       pairs = [tuple(x / scale for x in pair) for pair in pairs]
     for z, numbers in enumerate(zip(*pairs, strict=True)):
       d = i + z * (elements // 2)
-      place = values[block, h, offset, d] if kind else keys[block, h, d, offset]
-      stores.append(place.store(pack(numbers, keys.dtype, bool(scales))))
+      cell = values[block, h, offset, d] if kv else keys[block, h, d, offset]
+      stores.append(cell.store(pack(numbers, keys.dtype, bool(scales))))
   return kernel_of("rope_and_write", UOp.group(*stores))
 
 
 def tiling(T: Any, G: Any, D: Any, block_size: Any) -> tuple[int, int, int]:
-  """Choose how a work group iterates over a context, D positions at a time. Its lanes score a few positions each for
-  all G queries, then sum a few dimensions of V each, so that they share loads.
-  Returns positions (and dimensions) per lane, the unroll factor of inner loops, and how many sets of lanes share a
-  token's context (split-KV, for few tokens). GPU values were measured on an H200 (tests/benchmarks/LOG.md)."""
+  """Choose how a work group iterates over a context, D positions at a time. Each lane scores a few positions for all G
+  queries, then sums a few dimensions of V, so that lanes share loads.
+  Return positions (and dimensions) per lane, the unroll factor of inner loops, and the number of splits of a token's
+  context (split-KV, for few tokens). GPU values were measured on an H200 (tests/benchmarks/LOG.md)."""
   if cpu_cores(): return D // math.gcd(D, 16, block_size), 1, 1   # lanes are SIMD
-  parts = math.gcd(D, block_size, 4 if T > 64 else 2)
+  width = math.gcd(D, block_size, 4 if T > 64 else 2)
   lanes = 512 if T <= 8 and G == 1 else 256
-  most = 2048 if renderer().tensor_cores else 1024   # 12 bytes each in GroupState; WebGPU has 16 KiB of shared memory
-  return parts, 64 // parts, 1 if T > 64 else max(1, min(lanes // D, most // (G * D)))
+  limit = 2048 if renderer().tensor_cores else 1024   # 12 bytes each in GroupState; WebGPU has 16 KiB shared memory
+  return width, 64 // width, 1 if T > 64 else max(1, min(lanes // D, limit // (G * D)))
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupState(State):
-  """A work group's accumulators. total, scores, weights: (shares, G, D). highest, weight: (G,)."""
+  """A work group's accumulators. total, scores, weights: (splits, G, D). highest, weight: (G,)."""
   scores: UOp    # q . k in this iteration
   weights: UOp   # exp2(score - highest)
 
 
 class WorkGroup:
   """A token, a K/V head, and the axes of the lanes that attend to the token's context. scales: one tensor for int8,
-  else none. table: block_tables."""
+  else empty. table: block_tables."""
   def __init__(self, q: UOp, scales: list[UOp], table: UOp, tokens: UOp, block_size: int):
     self.q, self.scales, self.table, self.block_size = q, scales, table, block_size
     sizes: Any = q.shape
     T, KV, G, D = sizes
-    parts, self.unroll, self.shares = tiling(T, G, D, block_size)   # shares: sets of lanes
+    width, self.unroll, self.splits = tiling(T, G, D, block_size)
     self.t, self.h = axes(0, T, KV)
-    self.g = UOp.range(G, 2, AxisType.UPCAST)                       # query head of the K/V head's G
-    self.share = axis(self.shares, 3, AxisType.LOCAL)
-    lane = UOp.range(D // parts, 4, lane_axis()[0])
-    part = axis(parts, 12, AxisType.UPCAST)
-    # Which of a lane's neighbouring positions, or dimensions of V, and the first of them
-    self.near = lane if cpu_cores() else part
-    self.begin = part * (D // parts) if cpu_cores() else lane * parts
-    self.own = self.share, self.g, self.begin + self.near
+    self.g = UOp.range(G, 2, AxisType.UPCAST)                       # one of the K/V head's G query heads
+    self.split = axis(self.splits, 3, AxisType.LOCAL)
+    lane = UOp.range(D // width, 4, lane_axis()[0])
+    i = axis(width, 12, AxisType.UPCAST)
+    # A lane's positions, or dimensions of V, are first + near
+    self.near = lane if cpu_cores() else i
+    self.first = i * (D // width) if cpu_cores() else lane * width
+    self.own = self.split, self.g, self.first + self.near
     self.position = field(tokens, "position", self.t)
-    self.row = field(tokens, "slot", self.t)                        # the sequence's row of block_tables
+    self.slot = field(tokens, "slot", self.t)
 
   def load(self, tensor: UOp, at: UOp, index: UOp, is_visible: UOp) -> UOp:
-    """Load from the block of position `at`, or 0 where that is not visible. index: within the block's head."""
+    """Load from the block of position `at`, or 0 if it is not visible. index: within the block's head."""
     num_blocks, KV, *size = tensor.shape
-    rows, max_blocks = self.table.shape
+    slots, max_blocks = self.table.shape
     i = (at // self.block_size).minimum(max_blocks - 1)
-    block = self.table[self.row % rows, i].cast(dtypes.weakint) % num_blocks
+    block = self.table[self.slot % slots, i].cast(dtypes.weakint) % num_blocks
     return tensor.base.index(((block * KV + self.h) * math.prod(size) + index).valid(is_visible)).load()
 
 
 def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
-  """Causal attention of each token over its own sequence, with no memory but out, (T, KV, G, D), and no work beyond the
-  sequence's length. rest: scales (int8 only), block_tables, tokens."""
+  """Compute causal attention of each token over its own sequence, up to the sequence's length. out: (T, KV, G, D).
+  rest: scales (int8 only), block_tables, tokens."""
   *scales, table, tokens = rest
   sizes: Any = q.shape
   T, KV, G, D = sizes
   BS: Any = keys.shape[3]
   group = WorkGroup(q, scales, table, tokens, BS)
-  size = (group.shares, G, D)
+  size = (group.splits, G, D)
   accumulators = {"scores": size, "weights": size, "total": size, "highest": (G,), "weight": (G,)}
   arrays = {name: UOp.placeholder(size, dtypes.float32, 100 + i, lane_axis()[1] if len(size) > 1 else AddrSpace.REG)
             for i, (name, size) in enumerate(accumulators.items())}
   state = GroupState(iteration=UOp.placeholder((1,), dtypes.int32, 105, AddrSpace.REG), **arrays)
   loop = UOp.loop(5)
   current = state.after(state.iteration.after(group.t, group.h)[0].store(0), loop)
-  iteration = current.index(-(-table.shape[1] * BS // (group.shares * D)))
+  iteration = current.index(-(-table.shape[1] * BS // (group.splits * D)))
   stores = add_values(group, add_scores(group, current, keys, iteration), values, iteration)
-  state = state.after(UOp.group(*stores).end(loop, (iteration + 1) * group.shares * D <= group.position))
+  state = state.after(UOp.group(*stores).end(loop, (iteration + 1) * group.splits * D <= group.position))
   threads = divisor(T, cpu_cores()) if T * KV * G * D > 2**12 else 1
   mean_value = result(group, state).cast(out.dtype)
   return kernel_of("attend", out[group.t, group.h, *group.own[1:]].store(mean_value), shared_by(threads))
@@ -145,14 +145,14 @@ def add_scores(group: WorkGroup, state: GroupState, keys: UOp, iteration: UOp) -
   D: Any = group.q.shape[3]
   BS = group.block_size
   n = D // keys.shape[2]   # dimensions in an element
-  at = (iteration * group.shares + group.share) * D + group.begin
+  at = (iteration * group.splits + group.split) * D + group.first
   d = unrolled(D, group.unroll, 6)
-  # Load whole blocks; on a CPU without a condition, which clang would turn into branches
+  # Load whole blocks; on a CPU without the condition, which clang would turn into branches
   exists = (at // BS * BS <= group.position) | bool(cpu_cores())
   k = unpack(group.load(keys, at, d // n * BS + at % BS + group.near, exists), d % n, bool(group.scales))
   score = fold(group.q[group.t, group.h, group.g, d].float() * k) * (math.log2(math.e) / math.sqrt(D))
   for scale in group.scales: score *= group.load(scale, at, at % BS + group.near, exists)
-  score = (at + group.near <= group.position).where(score, LOWEST)   # positions that are not written may hold NaN
+  score = (at + group.near <= group.position).where(score, LOWEST)   # unwritten positions may hold NaN
   return dataclasses.replace(state, scores=state.scores.after(end(state.scores[group.own].store(score))))
 
 
@@ -160,27 +160,27 @@ def add_values(group: WorkGroup, state: GroupState, values: UOp, iteration: UOp)
   """Return the stores of online softmax: rescale the accumulators, and add the weighted V of the scored positions."""
   D: Any = group.q.shape[3]
   n = D // values.shape[3]   # dimensions in an element
-  share, g, d = group.own
+  split, g, d = group.own
   def previous(x, initial): return (iteration < 1).where(initial, x)
   def add(x, terms): return end(x.store(previous(x * rescale, 0.0) + fold(terms)))
-  highest = previous(state.highest[g], LOWEST).maximum(fold(state.scores[share, g, unrolled(D, 32, 8)], Ops.MAX))
+  highest = previous(state.highest[g], LOWEST).maximum(fold(state.scores[split, g, unrolled(D, 32, 8)], Ops.MAX))
   rescale = (state.highest[g] - highest).exp2()
   weights = state.weights.after(end(state.weights[group.own].store((state.scores[group.own] - highest).exp2())))
   i = unrolled(D, group.unroll, 10)
-  at = (iteration * group.shares + share) * D + i
+  at = (iteration * group.splits + split) * D + i
   offset = at % group.block_size
   is_visible = at <= group.position
   v = unpack(group.load(values, at, offset * values.shape[3] + d // n, is_visible), d % n, bool(group.scales))
   for scale in group.scales: v *= group.load(scale, at, group.block_size + offset, is_visible)
-  weight = weights[share, g, i]
+  weight = weights[split, g, i]
   return [add(state.total[group.own], weight * v), add(state.weight[g], weight), end(state.highest[g].store(highest)),
           state.iteration[0].store(state.iteration[0].load() + 1)]
 
 
 def result(group: WorkGroup, state: GroupState) -> UOp:
-  """Return the mean of V, over all sets of lanes."""
+  """Return the weighted mean of V over all splits."""
   own = state.total[group.own] / state.weight[group.g]
-  if group.shares == 1: return own
+  if group.splits == 1: return own
   log = state.scores[group.own].store(state.highest[group.g] + state.weight[group.g].log2())
   state = state.after(UOp.group(end(log), end(state.total[group.own].store(own))))
-  return mean(*[[x[i, *group.own[1:]] for i in range(group.shares)] for x in (state.total, state.scores)])
+  return mean(*[[x[i, *group.own[1:]] for i in range(group.splits)] for x in (state.total, state.scores)])

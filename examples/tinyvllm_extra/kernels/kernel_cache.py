@@ -14,8 +14,8 @@ from .cpu import EXP2
 
 @dataclasses.dataclass
 class KernelFolder:
-  """A replacement of tinygrad's lower_and_compile that reads kernels which an earlier run with the same compiler has
-  written. It compiles a new kernel in another thread while it lowers the next one."""
+  """A replacement for tinygrad's lower_and_compile that reads the kernels of earlier runs with the same compiler. It
+  compiles a new kernel in another thread while it lowers the next one."""
   path: pathlib.Path
   compiler: tuple     # name, size and modification time
   compiled: int = 0   # kernels that were not in the folder
@@ -24,13 +24,13 @@ class KernelFolder:
   def __call__(self, linear: UOp) -> UOp:
     calls = [realize._get_call_to_compile(call) for call in linear.src]   # kernel and renderer, or None
     kernels = {codegen.to_program_key(*kernel): kernel for kernel in calls if kernel}
-    started = {key: self.begin(*kernel) for key, kernel in kernels.items() if key not in codegen.to_program_cache}
-    codegen.to_program_cache |= {key: finish() for key, finish in started.items()}
+    pending = {key: self.begin(*kernel) for key, kernel in kernels.items() if key not in codegen.to_program_cache}
+    codegen.to_program_cache |= {key: finish() for key, finish in pending.items()}
     return linear.replace(src=tuple(call.replace(src=(codegen.to_program(*kernel), *call.src[1:])) if kernel else call
                                     for call, kernel in zip(linear.src, calls, strict=True)))
 
   def begin(self, ast: UOp, renderer: Any) -> Callable[[], UOp]:
-    """Read a kernel's program, or lower it and start the compiler. Returns a function that waits for the program."""
+    """Read a kernel's program, or lower it and start the compiler. Return a function that waits for the program."""
     flags = getattr(renderer.compiler, "args", None)
     version = importlib.metadata.version("tinygrad"), EXP2
     key = codegen.to_program_key(ast, renderer), ast.tag, version, self.compiler, flags

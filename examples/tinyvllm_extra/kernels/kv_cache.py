@@ -13,19 +13,19 @@ from tinygrad.dtype import DType
 from tinyvllm.config import EngineConfig, ModelConfig, check
 from tinyvllm.backend import cpu_cores, renderer
 
-SMALLEST = 1e-30   # lower limit of a scale's largest number: avoids a division by 0
+SMALLEST = 1e-30   # lower limit of a head's largest number, to avoid division by 0
 
 
-def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
-  """Return the shape and dtype of one block in each of a layer's cache tensors: K, V and for int8 the scales.
-  Raises ValueError if the device or the model does not support `config.kv_cache_dtype`."""
+def kv_layout(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
+  """Return the shape and dtype of a block in each cache tensor of a layer: K, V and, for int8, the scales.
+  Raises InputError if the device or the model does not support `config.kv_cache_dtype`."""
   cache_dtype = config.kv_cache_dtype
   heads = model.num_key_value_heads
   size = config.block_size
   element = dtype if cache_dtype == "auto" else dtypes.uint8 if cpu_cores() else dtypes.uint32
   elements = model.head_dim if cache_dtype == "auto" else model.head_dim // element.itemsize
   check(cache_dtype in ("auto", "int8") or dtypes.half in renderer().supported_dtypes(),
-        f"kv_cache_dtype={cache_dtype!r} needs float16, which this device lacks; use 'int8'")
+        f"kv_cache_dtype={cache_dtype!r} needs float16, which this device does not support; use 'int8'")
   multiple = 2 * element.itemsize   # RoPE rotates neighbours of both halves of a head
   check(cache_dtype == "auto" or model.head_dim % multiple == 0, f"kv_cache_dtype={cache_dtype!r} needs a head_dim "
         f"that is a multiple of {multiple}, not {model.head_dim}; use 'auto'")
@@ -34,7 +34,7 @@ def block_parts(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[
 
 
 def pack(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:
-  """Return a cache element that holds neighbours along D. scaled: the numbers are divided by their int8 scale."""
+  """Return a cache element that holds neighbours along D. scaled: numbers are already divided by their int8 scale."""
   if dtype in dtypes.floats: return numbers[0].cast(dtype)
   def byte(x):
     if scaled: return (x.round() + 128).cast(dtypes.uint32)
@@ -45,18 +45,18 @@ def pack(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:
   return functools.reduce(UOp.__or__, [byte(x) << 8 * i for i, x in enumerate(numbers)]).cast(dtype)
 
 
-# True value / value of half_bits, for fp8 (False) and int8 (True)
+# Factor from half_bits to the true value, for fp8 (False) and int8 (True)
 FACTOR = {False: 2**8, True: 2**24}
 
 
 def half_bits(pair: UOp, scaled: bool) -> UOp:
-  """Return the bits of two float16, FACTOR times too small, for the two bytes that are the low ones of a word's halves.
-  int8 (scaled) keeps its 128."""
+  """Return the bits of two float16, FACTOR times too small, for the low bytes of a word's two halves. int8 (scaled)
+  keeps its offset of 128."""
   return pair if scaled else (pair & 0x7f007f) << 7 | (pair & 0x800080) << 8
 
 
 def unpack(element: UOp, i: UOp, scaled: bool) -> UOp:
-  """Return the i-th number of a cache element in float32, for int8 (scaled) divided by its scale."""
+  """Return the i-th number of a cache element in float32; int8 (scaled) is not yet multiplied by its scale."""
   if element.dtype in dtypes.floats: return element.float()
   byte = element >> (i * 8).cast(dtypes.uint32) & 255 if element.dtype == dtypes.uint32 else element
   if scaled: return byte.float() - 128

@@ -1,4 +1,4 @@
-"""A model's layers traced once: they are one function of different weights, and tracing takes longer than compiling."""
+"""Traces one layer for all equal layers, because tracing takes longer than compiling."""
 from typing import Any
 
 from tinygrad import Tensor, UOp, function, helpers, nn
@@ -6,32 +6,32 @@ from tinygrad.uop.ops import Ops
 
 
 def flatten(x: Tensor) -> Tensor:
-  """One axis, in a buffer of its own. The output of a kernel is not copied where a traced function returns it."""
+  """Flatten x into its own buffer. A traced function can return a kernel's output without a copy."""
   if x.uop.op is not Ops.AFTER: return x.flatten().contiguous()
   return Tensor(x.uop.src[0].base.after(x.uop.src[1]))
 
 
 @function(precompile=True, allow_implicit=True)
 def call_layer(layer: Any, x: Tensor, delta: Tensor, cache: list[Tensor], *inputs: Any) -> tuple[Tensor, Tensor]:
-  """A layer whose inputs and outputs are flat."""
+  """Call a layer with flat inputs and outputs."""
   hidden = layer.input_layernorm.weight.shape[0]
   x, delta = layer(x.reshape(-1, hidden), delta.reshape(-1, hidden), cache, *inputs)
   return flatten(x), flatten(delta)
 
 
 def run_layers(layers: list[Any], x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
-  """As Backend.run_layers. A layer's call is made from that of the first layer like it, with the tensors swapped."""
+  """Like Backend.run_layers. Reuses the traced call of the first equal layer, with this layer's tensors."""
   hidden = x.shape[1]
   x, delta = flatten(x), flatten(delta)
   calls: dict[Any, UOp] = {}
   for layer, cache in zip(layers, caches, strict=True):
     arguments = layer, x, delta, cache, *inputs
-    buffers = helpers.dedup([t.uop for t in nn.state.get_parameters(arguments)])   # in the order of a call's inputs
+    buffers = helpers.dedup([t.uop for t in nn.state.get_parameters(arguments)])   # in the order of the call's inputs
     key = tuple((t.shape, t.dtype) for t in buffers)
     if key not in calls:
       calls[key] = call_layer(*arguments)[0].uop.src[0]
       assert calls[key].src[1:len(buffers) + 1] == (*buffers,), "the inputs of a call are in another order"
-    body, *old = calls[key].src
-    call = calls[key].replace(src=(body, *buffers, *old[len(buffers):]))   # scratch buffers come last
+    body, *sources = calls[key].src
+    call = calls[key].replace(src=(body, *buffers, *sources[len(buffers):]))   # scratch buffers follow
     x, delta = [Tensor(call.gettuple(i)) for i in range(2)]
   return x.reshape(-1, hidden), delta.reshape(-1, hidden)

@@ -1,5 +1,5 @@
-"""Matrix multiplication x @ W.T and root mean square norm as UOps with a fixed schedule: linear_tc and linear_many for
-tensor cores, linear for all other devices. A kernel states its loops, the work of each thread and its stores."""
+"""Matrix multiplication x @ W.T and RMS norm as UOps with a fixed schedule: linear_tc and linear_many for tensor cores,
+linear for all other devices. Each kernel defines its loops, the work of each thread and its stores."""
 import functools
 from collections.abc import Sequence
 from math import gcd, inf
@@ -20,21 +20,21 @@ from .cpu import cpu_sums
 from .schedule import axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
 
 MMA = (8, 16, 16)   # the tensor core used here: n, m, k
-PREFETCH = 4096   # bytes from a CPU core's current weights to the ones it prefetches
-# A lane's elements of w, x and the sum, by four axes numbered from 6: pair of 4 inputs, half of 16 outputs, input of
-# the pair, one of two rows of x
+PREFETCH = 4096   # bytes that a CPU core prefetches ahead of its current weights
+# A lane's elements of w, x and the sum, by four axes numbered from 6: which pair of 4 inputs, half of 16 outputs,
+# input in the pair, and one of two rows of x
 ELEMENTS = tuple(tuple(enumerate(extents, 6)) for extents in ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2)))
 
-# Maximum rows of x, outputs and bits per weight; then per warp tiles of 16 outputs and of 8 rows, warps that share a
-# sum (split-K), and steps of 32 inputs per iteration. Measured on an H200 (tests/benchmarks/LOG.md)
+# Maximum rows of x, outputs and bits per weight; then tiles of 16 outputs and of 8 rows per warp, warps per sum
+# (split-K), and steps of 32 inputs per iteration. Measured on an H200 (tests/benchmarks/LOG.md)
 TILES = [(1, inf, 8, 1, 1, 16, 2), (1, inf, 16, 1, 1, 16, 1), (8, inf, 8, 1, 1, 8, 2), (8, 3072, 16, 1, 1, 16, 1),
          (8, inf, 16, 1, 1, 8, 2), (16, inf, 16, 1, 2, 8, 2), (32, inf, 8, 2, 4, 4, 2), (32, 8192, 16, 1, 2, 8, 1),
          (32, 16384, 16, 2, 4, 8, 2), (32, inf, 16, 2, 4, 4, 2), (64, 8192, 16, 2, 8, 4, 2), (64, inf, 16, 4, 8, 2, 2),
          (inf, 8192, 16, 4, 8, 2, 2), (inf, inf, 16, 4, 8, 1, 2)]
 # Storage order of the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), and of scales, by ndim
 STORED = {3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
-MAX_SPLITS = 8   # parts of the inputs (split-K) in linear_many
-MIN_WORK_GROUPS = 192   # from here on linear_many is faster than linear_tc; an H200 has 132 multiprocessors
+MAX_SPLITS = 8   # maximum split-K in linear_many
+MIN_WORK_GROUPS = 192   # minimum for linear_many to be faster than linear_tc on an H200 (132 multiprocessors)
 # Asynchronous copy of 16 bytes from global memory {1} to shared memory {0} if {2}. COMMIT closes a group of copies.
 # WAIT waits for all groups except the last %d
 COPY = ('asm volatile("{{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}}" :: '
@@ -44,12 +44,12 @@ WAIT = 'asm volatile("cp.async.wait_group %d;" ::: "memory");'
 
 
 class Shared(NamedTuple):
-  """A work group of linear_many, whose warps share x and W in shared memory."""
+  """Sizes of a work group of linear_many, whose warps share x and W in shared memory."""
   n: int        # tiles of 16 outputs per warp
   t: int        # tiles of 8 rows of x per warp
   wide: int     # warps along the outputs
   high: int     # warps along the rows
-  buffers: int  # buffers of 32 inputs, filled ahead by asynchronous copies; at most 48 KiB together
+  buffers: int  # buffers of 32 inputs for asynchronous copies, at most 48 KiB in total
 
   @property
   def outputs(self) -> int: return 16 * self.n * self.wide
@@ -58,54 +58,53 @@ class Shared(NamedTuple):
   def rows(self) -> int: return 8 * self.t * self.high
 
 
-# The first with MIN_WORK_GROUPS work groups is used. Measured on an H200 (tests/benchmarks/LOG.md)
+# The first one with MIN_WORK_GROUPS work groups is used. Measured on an H200 (tests/benchmarks/LOG.md)
 SHARED = [Shared(4, 4, 2, 4, 3), Shared(2, 4, 2, 2, 6), Shared(2, 4, 2, 1, 8)]
 
 
 def shared_tiles(rows: Any, outputs: Any, splits: Sequence[Any]) -> tuple[Shared, int] | None:
-  """Return the tiles of linear_many and the number of splits, or None if MIN_WORK_GROUPS is not reached. splits: the
-  numbers to try, in order."""
-  fits = [x for x in SHARED if rows % x.rows == 0 == outputs % x.outputs]
-  groups = [rows // x.rows * (outputs // x.outputs) for x in fits]
-  return next(((x, s) for x, n in zip(fits, groups, strict=True) for s in splits if n * s >= MIN_WORK_GROUPS), None)
+  """Return the tiles of linear_many and the number of splits, or None if MIN_WORK_GROUPS is not reached. splits:
+  candidates, in order."""
+  tiles = [x for x in SHARED if rows % x.rows == 0 == outputs % x.outputs]
+  groups = [rows // x.rows * (outputs // x.outputs) for x in tiles]
+  return next(((x, s) for x, n in zip(tiles, groups, strict=True) for s in splits if n * s >= MIN_WORK_GROUPS), None)
 
 
 def speaks_cuda() -> bool:
-  """Return whether kernels are compiled from CUDA's C++, and so may contain its statements."""
+  """Return whether kernels are compiled from CUDA C++ and may contain its statements."""
   return isinstance(renderer(), CUDARenderer)
 
 
 def stored_shape(out_features: int, in_features: int, dtype: DType) -> tuple[int, ...]:
-  """Return W's stored shape for x of this dtype: neighbouring lanes read neighbours in memory."""
+  """Return W's stored shape for x of this dtype, where neighbouring lanes read neighbours in memory."""
   tile = gcd(out_features, 16)
   if tile == 16 and in_features % 32 == 0 and (MMA, dtype) in [(c.dims, c.dtype_in) for c in renderer().tensor_cores]:
     return out_features // 16, in_features // 32, 2, 2, 8, 4, 2, 2
   return out_features // tile, in_features, tile
 
 
-def pack(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def reorder(weight: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   """Reorder W, (out, in), or its scales to a stored shape."""
   order = STORED[len(shape)]
   return weight.reshape([shape[i] for i in helpers.argsort(order)]).transpose(order)
 
 
 def scales_shape(stored: tuple[int, ...], groups: int) -> tuple[int, ...]:
-  """The stored shape of scales, (out, groups), of a quantized W with a stored shape: tiles, or as tensor cores' lanes
-  read them."""
+  """Return the stored shape of scales, (out, groups), for the stored shape of a quantized W."""
   return (stored[0], groups, 8, 2) if len(stored) == 8 else (stored[0], groups, stored[-1])
 
 
 def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """As `pack`, for q of a quantized W, (out, in). int8 is stored as it is, int4 and what tensor cores read as uint32:
-  (out / 16, in / 8, 16) or (out / 16, in / 32, 8, 4, bits / 2)."""
+  """Reorder q of a quantized W, (out, in). int8 is stored unchanged; int4 and layouts for tensor cores are packed into
+  uint32: (out / 16, in / 8, 16) or (out / 16, in / 32, 8, 4, bits / 2)."""
   bits = 4 if q.dtype == np.uint8 else 8
   if len(shape) == 3:
-    if bits == 8: return pack(q, shape)
+    if bits == 8: return reorder(q, shape)
     numbers = q.reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
   else:
-    if bits == 8: q = q.view(np.uint8) ^ 128   # 0 and above
-    lanes = pack(q, shape).transpose(0, 1, 4, 5, 2, 3, 6, 7)   # (out / 16, in / 32, 8, 4, and 16 numbers of a lane)
-    # The pairs of neighbors in a word follow each other, each in the lower and the upper half
+    if bits == 8: q = q.view(np.uint8) ^ 128   # to unsigned
+    lanes = reorder(q, shape).transpose(0, 1, 4, 5, 2, 3, 6, 7)   # (out / 16, in / 32, 8, 4, then 16 numbers of a lane)
+    # A word holds pairs of neighbours, one in its lower half and one in its upper half
     numbers = lanes.reshape(*lanes.shape[:4], bits // 2, 16 // bits, 2).swapaxes(-1, -2)
     numbers = numbers.reshape(*lanes.shape[:4], bits // 2, 32 // bits)
   if bits == 4: numbers = numbers[..., ::2] | numbers[..., 1::2] << 4
@@ -113,43 +112,43 @@ def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def new(like: Tensor, columns: sint, dtype: DType | None = None) -> Tensor:
-  """Return an unset tensor, (rows of `like`, columns), for a kernel to fill. A traced function may return it."""
+  """Return an uninitialized tensor, (rows of `like`, columns), as a kernel's output. Traced functions may return it."""
   return Tensor.invalids(like.shape[0] * columns, dtype=dtype or like.dtype, device=like.device).reshape(-1, columns)
 
 
 class Linear(backend.Linear):
-  """A linear layer whose W is stored in the order of the lanes' loads: float, int8 or int4."""
+  """A linear layer with W (float, int8 or int4) stored in the order that lanes load it."""
   def __init__(self, in_features: int, sources: dict[str, int], bias: bool, dtype: DType, axis: int = 0):
     super().__init__(in_features, sources, bias, dtype, axis)
     self.weight = Tensor.empty(*stored_shape(self.out_features, in_features, dtype), dtype=dtype)
     self.scales: list[Tensor] = []   # scales and zero-point offsets, if W is quantized
-    self.order: Tensor | None = None   # (in,): the input of each column of W, if they are permuted
+    self.order: Tensor | None = None   # (in,) int32: input of each column of W, if permuted (GPTQ)
 
   def ordered(self, w: np.ndarray) -> np.ndarray:
-    """Order the rows of W, or of its scales, for `pack`."""
+    """Return the rows of W, or of its scales, in the order for `reorder`."""
     return w
 
   def load(self, checkpoint: Any) -> None:
-    """Read W and the bias from a weights.Checkpoint, a part for each device, into their stored layout."""
+    """Read W and the bias from a weights.Checkpoint, one shard per device, into their stored layout."""
     if self.bias is not None:
       self.bias.replace(checkpoint.place(self, checkpoint.vectors(self, "bias"), self.bias.dtype))
-    parts = checkpoint.matrices(self)
+    shards = checkpoint.matrices(self)
     shape: Any = self.weight.shape
-    if not isinstance(parts[0], Quantized):
-      self.weight.replace(checkpoint.place(self, [pack(self.ordered(w), shape) for w in parts], self.weight.dtype))
+    if not isinstance(shards[0], Quantized):
+      self.weight.replace(checkpoint.place(self, [reorder(self.ordered(w), shape) for w in shards], self.weight.dtype))
       return
-    self.weight = checkpoint.place(self, [pack_numbers(self.ordered(w.q), shape) for w in parts])
-    terms = zip(*[(w.scale, w.offset) for w in parts], strict=True)   # each a part for each device
-    self.scales = [checkpoint.place(self, [pack(self.ordered(x), scales_shape(shape, x.shape[1])) for x in term])
+    self.weight = checkpoint.place(self, [pack_numbers(self.ordered(w.q), shape) for w in shards])
+    terms = zip(*[(w.scale, w.offset) for w in shards], strict=True)
+    self.scales = [checkpoint.place(self, [reorder(self.ordered(x), scales_shape(shape, x.shape[1])) for x in term])
                    for term in terms if term[0] is not None]
-    order = parts[0].order
-    if (np.diff(order) != 1).any(): self.order = checkpoint.place(self, [order.astype(np.int32)] * len(parts))
+    order = shards[0].order
+    if (np.diff(order) != 1).any(): self.order = checkpoint.place(self, [order.astype(np.int32)] * len(shards))
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
-    """As backend.Linear. A layer with partial sums may return several (T, out) below each other (split-K)."""
-    return self.fill(new(x, max(1, self.splits(x)) * self.out_features, dtype).reshape(-1, self.out_features), x)
+    """Like backend.Linear. With split-K, return the partial sums stacked along the first axis."""
+    return self.multiply(new(x, max(1, self.splits(x)) * self.out_features, dtype).reshape(-1, self.out_features), x)
 
-  def fill(self, out: Tensor, x: Tensor) -> Tensor:
+  def multiply(self, out: Tensor, x: Tensor) -> Tensor:
     if self.order is not None: x = x[:, self.order].contiguous()
     bias = () if self.bias is None else (self.bias,)
     kernel = linear_kernel if self.weight.ndim == 3 else tensor_core_linear_kernel
@@ -157,7 +156,7 @@ class Linear(backend.Linear):
     return out.custom_kernel(x, self.weight, *self.scales, *bias, fxn=kernel)[0]
 
   def splits(self, x: Tensor) -> int:
-    """Return the number of parts into which linear_many divides the inputs; 0 if it is not used."""
+    """Return the split-K factor of linear_many, or 0 if that kernel is not used."""
     if self.weight.ndim != 8 or self.scales or not speaks_cuda(): return 0
     limit = gcd(self.weight.shape[1], MAX_SPLITS) if self.axis == 1 and self.bias is None else 1
     tiles = shared_tiles(x.shape[0], self.out_features, [n for n in range(1, limit + 1) if limit % n == 0])
@@ -169,23 +168,23 @@ class Linear(backend.Linear):
 
 
 class GateUp(backend.GateUp, Linear):
-  """silu(gate) * up. On tensor cores a tile's 16 outputs are eight of gate and the same eight of up, in one lane."""
+  """silu(gate) * up. On tensor cores, a tile's 16 outputs are eight rows of gate and the same eight rows of up."""
   def ordered(self, w: np.ndarray) -> np.ndarray:
     return w if self.weight.ndim == 3 else w.reshape(2, -1, 8, w.shape[1]).swapaxes(0, 1)   # a view
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     if self.weight.ndim == 3: return super().__call__(x, dtype)
-    return self.fill(new(x, self.out_features // 2, dtype), x)
+    return self.multiply(new(x, self.out_features // 2, dtype), x)
 
 
 def rows_kernel(out: UOp, ids: UOp, weight: UOp) -> UOp:
-  """Read rows of W, or zeros for ids beyond them. out: (T, K). ids: (T,). weight: W, (N, K), in a stored shape."""
+  """Read rows of W, or zeros for ids out of range. out: (T, K). ids: (T,). weight: W, (N, K), in a stored shape."""
   t, k = axes(0, *out.shape)
   plain = weight.permute(helpers.argsort(STORED[weight.ndim])).reshape(-1, out.shape[1])
   row = ids[t].load()
   last = plain.shape[0] - 1
   value = plain[row.maximum(0).minimum(last).cast(dtypes.weakint), k].cast(out.dtype)
-  # Not row.valid(...): with T == 1 tinygrad 0.14 drops that condition
+  # Not row.valid(...), because tinygrad 0.14 drops that condition if T == 1
   return kernel_of("rows", out[t, k].store(((row >= 0) & (row <= last)).where(value, value.const_like(0))))
 
 
@@ -200,18 +199,18 @@ def store(out: UOp, total: UOp, rest: Sequence[UOp], row: UOp, column: UOp) -> U
 
 
 def store_tile(out: UOp, total: UOp, rest: Sequence[UOp], weight: UOp, t: UOp, n16: UOp, r: UOp, row: UOp) -> UOp:
-  """Return the store of a lane's sums of the n16-th tile of outputs; r: which half of the tile. If out has half as many
-  columns as W has rows, store silu(gate) * up (W in GateUp's order)."""
+  """Return the store of a lane's sums for output tile n16. r: which half of the tile. If out has half as many columns
+  as W has rows, store silu(gate) * up (W in GateUp's order)."""
   if out.shape[1] == weight.shape[0] * 16: return store(out, total, rest, t, n16 * 16 + r * 8 + row)
   total = add_bias(total, rest, r * out.shape[1] + n16 * 8 + row)
-  # Separate the two halves; the zeros are simplified away
+  # Separate the halves; tinygrad simplifies the zeros away
   gate, up = [r.eq(i).where(total, 0).reduce(r, arg=Ops.ADD) for i in range(2)]
   return store(out, gate.silu() * up, (), t, n16 * 8 + row)
 
 
 @functools.cache   # greedy and sampled steps share kernels
 def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
-  """Multiply on tensor cores. A warp has tiles of 16 outputs and of 8 rows of x, and a share of the inputs. A lane
+  """Multiply on tensor cores. A warp computes tiles of 16 outputs by 8 rows of x over one split of the inputs. A lane
   loads 8 neighbours out of 32 inputs of x and their weights, 4 at a time. In mma.m16n8k16 (PTX ISA) a lane has 8
   elements of w, 4 of x and 4 of the sum."""
   T, _ = out.shape
@@ -219,37 +218,37 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   scales = [x for x in rest if len(x.shape) > 1]
   bits = weight.shape[-1] * 2 if scales else 16
   group = K32 * 32 // scales[0].shape[1] if scales else 32
-  # With few rows scale the sums, else the weights
+  # Scale the sums if there are few rows, else the weights
   scales_sums = T <= 8 and group % 32 == 0 and x.dtype == dtypes.float16
-  fits = (tiles for rows, outputs, max_bits, *tiles in TILES
-          if rows >= T and outputs >= N16 * 16 and max_bits >= bits)
-  n_tiles, t_tiles, shares, steps = next(fits)
+  candidates = (tiles for rows, outputs, max_bits, *tiles in TILES
+                if rows >= T and outputs >= N16 * 16 and max_bits >= bits)
+  n_tiles, t_tiles, splits, steps = next(candidates)
   n_tiles = gcd(N16, n_tiles)
-  iterations: Any = -(-K32 // shares)   # per warp, balanced: the last warp may have fewer
-  shares = -(-K32 // iterations)   # type: ignore[assignment]
+  iterations: Any = -(-K32 // splits)   # per warp; the last warp may have fewer
+  splits = -(-K32 // iterations)   # type: ignore[assignment]
   # With a single iteration tinygrad 0.14 may drop the condition k < K32
   steps = gcd(iterations, steps) if iterations > steps else 1
-  t, n = axes(0, -(-T // 8) // t_tiles, N16 // n_tiles, kind=AxisType.GLOBAL)
-  column, row = axes(2, 4, 8, kind=AxisType.LOCAL)   # lane = row * 4 + column
-  k = (axis(iterations // steps, 5) * shares + axis(shares, 4, AxisType.GROUP_REDUCE)) * steps
-  h, r, p, e = axes(6, 2, 2, 2, 2, kind=AxisType.UPCAST)
-  # 1 for each element of w, in a form that is not simplified to a constant, which would have no axes
+  t, n = axes(0, -(-T // 8) // t_tiles, N16 // n_tiles, axis_type=AxisType.GLOBAL)
+  column, row = axes(2, 4, 8, axis_type=AxisType.LOCAL)   # lane = row * 4 + column
+  k = (axis(iterations // steps, 5) * splits + axis(splits, 4, AxisType.GROUP_REDUCE)) * steps
+  h, r, p, e = axes(6, 2, 2, 2, 2, axis_type=AxisType.UPCAST)
+  # 1 for each element of w, in a form that tinygrad does not simplify to a constant without axes
   element = h * 4 + r * 2 + p
   one = (element * element - element * 7 < 1).where(UOp.const(1.0, x.dtype), UOp.const(0.0, x.dtype))
 
-  def number(n16, k, i):   # scales_sums: q * 2**-24, as q is a subnormal float16's bits; else 1024 + q
-    place = h * 2 + r
+  def number(n16, k, i):   # scales_sums: q * 2**-24 (q as subnormal float16 bits); else 1024 + q
+    pair_index = h * 2 + r
     in_half = 16 // bits
-    word = weight[n16, k, row, column, (i * 4 + place) // in_half]
-    pair = word >> (place % in_half * bits).cast(dtypes.uint32) & (2**bits - 1) * 0x10001
+    word = weight[n16, k, row, column, (i * 4 + pair_index) // in_half]
+    pair = word >> (pair_index % in_half * bits).cast(dtypes.uint32) & (2**bits - 1) * 0x10001
     if not scales_sums: pair = pair | 0x64006400
     return (pair >> (p * 16).cast(dtypes.uint32)).cast(dtypes.uint16).bitcast(dtypes.half)
 
-  def product(n16, first, k):   # over 32 inputs, with zeros beyond the last
-    places = (k * 32 + column * 8).valid(k < K32)
+  def product(n16, first, k):   # over 32 inputs, zeros after the last one
+    first_input = (k * 32 + column * 8).valid(k < K32)
     k = k.minimum(K32 - 1)
     def times(w):
-      inputs = [x[(first + row).minimum(T - 1), places + i * 4 + h * 2 + p] for i in range(2)]
+      inputs = [x[(first + row).minimum(T - 1), first_input + i * 4 + h * 2 + p] for i in range(2)]
       zero = UOp.const((0.0,) * 4, dtypes.float32)
       return sum(UOp.wmma(w[i], inputs[i], zero, MMA, "CUDA", 32, ELEMENTS) for i in range(2))
     if not scales: return times([weight[n16, k, i, h, row, column, r, p] for i in range(2)])
@@ -267,25 +266,25 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
 
 
 def copy_async(pairs: Sequence[tuple[UOp, UOp]], is_needed: UOp) -> UOp:
-  """Start a group of asynchronous copies of 16 bytes, (to, from) each, or an empty group, as WAIT counts groups.
-  tinygrad sees a store, which stays in its place; it may move or drop other statements."""
+  """Start a group of asynchronous copies of 16 bytes, (to, from) each, or an empty group, because WAIT counts groups.
+  The statement is a store, because tinygrad may move or drop other statements."""
   is_needed = is_needed.cast(dtypes.int32)
   copies = [UOp(Ops.CUSTOM, dtypes.void, (*pair, is_needed), COPY) for pair in pairs]
   unused = UOp.placeholder((1,), dtypes.int32, 299, AddrSpace.REG)
-  return unused[0].store(UOp(Ops.CUSTOM, dtypes.int32, (is_needed, *copies), COMMIT))   # shaped as its first source
+  return unused[0].store(UOp(Ops.CUSTOM, dtypes.int32, (is_needed, *copies), COMMIT))   # shape of its first source
 
 
 def wait(copies: UOp, iteration: UOp, num_pending: int) -> UOp:
-  """Wait until all warps have finished their copies, except the last num_pending groups, and the previous iteration."""
+  """Wait until all warps have finished the previous iteration and their copies, except the last num_pending groups."""
   return UOp(Ops.BARRIER, src=(UOp(Ops.CUSTOM, dtypes.void, (copies, iteration), WAIT % num_pending),))
 
 
 @functools.cache
 def many_rows_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
-  """Multiply on tensor cores with x and W in shared memory. In each iteration, of 32 inputs, the warps start the copies
-  for a later iteration, and multiply the buffer that is complete. One barrier suffices, as the buffer being filled was
-  read an iteration ago. A buffer holds x in runs of 8 rows, and W in its stored order.
-  out: (T, N), or with split-K one (T, N) per split along the first axis."""
+  """Multiply on tensor cores with x and W in shared memory. In each iteration of 32 inputs, the warps start the copies
+  for a later iteration and multiply the complete buffer. One barrier suffices, because the buffer being written was
+  read one iteration ago. A buffer holds x in runs of 8 rows, and W in its stored order.
+  out: (T, N), or with split-K one (T, N) per split, stacked along the first axis."""
   T, splits = x.shape[0], out.shape[0] // x.shape[0]
   N16, K32, *_ = weight.shape
   tiles, _ = shared_tiles(T, N16 * 16, [splits])   # type: ignore[misc]
@@ -296,24 +295,24 @@ def many_rows_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   row, column = lane // 4, lane % 4
   warp_n, warp_t = warp // tiles.high, warp % tiles.high
   iteration = UOp.range(iterations, 11, AxisType.REDUCE)
-  h, r, p, e = axes(6, 2, 2, 2, 2, kind=AxisType.UPCAST)
+  h, r, p, e = axes(6, 2, 2, 2, 2, axis_type=AxisType.UPCAST)
   x_size, w_size = tiles.rows * 32, tiles.outputs * 32   # numbers per iteration
   xs, ws = [UOp.placeholder((tiles.buffers * size,), x.dtype, 200 + i, AddrSpace.LOCAL)
             for i, size in enumerate((x_size, w_size))]
 
-  def load(i, *after):   # 8 neighbours per lane: a warp copies 8 rows of x, or half of a tile of W, at a time
+  def load(i, *after):   # 8 neighbours per lane: a warp copies 8 rows of x, or half a tile of W, at a time
     pairs = []
     buffer = i % tiles.buffers
     k = split * iterations + i
     for part in range(0, tiles.rows // 8, tiles.wide * tiles.high):
       t = (group_t * (tiles.rows // 8) + part + warp) * 8 + row
-      place = buffer * x_size + (part + warp) * 256 + lane * 8
-      pairs.append((xs.after(*after).index(place), x.base.index((t * K32 + k) * 32 + column * 8)))
+      target = buffer * x_size + (part + warp) * 256 + lane * 8
+      pairs.append((xs.after(*after).index(target), x.base.index((t * K32 + k) * 32 + column * 8)))
     for part in range(0, tiles.outputs // 8, tiles.wide * tiles.high):
       half = part + warp
       tile = (group_n * (tiles.outputs // 16) + half // 2) * K32 + k
-      place = buffer * w_size + half * 256 + lane * 8
-      pairs.append((ws.after(*after).index(place), weight.base.index(tile * 512 + half % 2 * 256 + lane * 8)))
+      target = buffer * w_size + half * 256 + lane * 8
+      pairs.append((ws.after(*after).index(target), weight.base.index(tile * 512 + half % 2 * 256 + lane * 8)))
     return copy_async(pairs, i < iterations)
   copies = load(UOp.const(0))
   for i in range(1, tiles.buffers - 1): copies = load(UOp.const(i), copies)
@@ -327,20 +326,20 @@ def many_rows_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
     inputs = [xs[at_x + i * 4 + h * 2 + p] for i in range(2)]
     zero = UOp.const((0.0,) * 4, dtypes.float32)
     return sum(UOp.wmma(w[i], inputs[i], zero, MMA, "CUDA", 32, ELEMENTS) for i in range(2))
-  places = list(np.ndindex(tiles.n, tiles.t))
-  sums = [UOp.placeholder((2, 2), dtypes.float32, 300 + i, AddrSpace.REG) for i in range(len(places))]
+  pairs = list(np.ndindex(tiles.n, tiles.t))
+  sums = [UOp.placeholder((2, 2), dtypes.float32, 300 + i, AddrSpace.REG) for i in range(len(pairs))]
   reset = [a.after(UOp.group(*[a[i].store(0.0) for i in np.ndindex(2, 2)]), iteration) for a in sums]
-  adds = [a[r, e].store(a[r, e] + product(n, t)) for a, (n, t) in zip(reset, places, strict=True)]
+  adds = [a[r, e].store(a[r, e] + product(n, t)) for a, (n, t) in zip(reset, pairs, strict=True)]
   done = UOp.group(*adds).end(h, e, p, r, iteration)
   def store_sum(total, n, t):
     at = split * T + ((group_t * tiles.high + warp_t) * tiles.t + t) * 8 + column * 2 + e
     return store_tile(out, total, rest, weight, at, (group_n * tiles.wide + warp_n) * tiles.n + n, r, row)
-  stores = [store_sum(a.after(done)[r, e], n, t) for a, (n, t) in zip(sums, places, strict=True)]
+  stores = [store_sum(a.after(done)[r, e], n, t) for a, (n, t) in zip(sums, pairs, strict=True)]
   return kernel_of("linear_many", UOp.group(*stores), ())
 
 
 def fetch(buffer: UOp, index: UOp, size: Any) -> UOp:
-  """Return 0 after prefetching `size` bytes, PREFETCH bytes beyond an index."""
+  """Prefetch `size` bytes, PREFETCH bytes after an index, and return 0."""
   offsets = range(PREFETCH, PREFETCH + size, 64)
   lines = [f"__builtin_prefetch({{0}} + {offset // buffer.dtype.itemsize}), " for offset in offsets]
   return UOp(Ops.CUSTOMI, dtypes.int32, (buffer.base.index(index),), f"({''.join(lines)}0)")
@@ -348,40 +347,39 @@ def fetch(buffer: UOp, index: UOp, size: Any) -> UOp:
 
 def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   """Multiply in one pass over the weights: the weights of 16 outputs stay in the cache for all rows of x. A CPU keeps
-  as many sums of 16 lanes as fit its registers, for several rows of x and, if rows are few, several shares of the
-  inputs."""
+  as many sums of 16 lanes as fit in its registers, for several rows of x or, with few rows, several splits."""
   T, K = x.shape
   N16, words, lanes = weight.shape
   in_word = K // words   # inputs per word
   scales = [x for x in rest if len(x.shape) > 1]
   groups = scales[0].shape[1] if scales else 1
   simd = cpu_cores() and lanes == 16
-  kind = AxisType.UPCAST if simd else AxisType.WEAK
+  lane_type = AxisType.UPCAST if simd else AxisType.WEAK
   sums = cpu_sums() if simd else 1
   rows = gcd(T, sums)
-  shares = gcd(K // groups, sums // rows) if rows < 4 else 1   # 4 rows with 2 shares are slower by half in C
+  splits = gcd(K // groups, sums // rows) if rows < 4 else 1   # 4 rows with 2 splits take 1.5 times as long
   n = axis(N16, 0, AxisType.WEAK)
-  t = axis(T // rows, 1, AxisType.WEAK) * rows + axis(rows, 4, kind)
+  t = axis(T // rows, 1, AxisType.WEAK) * rows + axis(rows, 4, lane_type)
   group = axis(groups, 2)
-  first = group * (K // groups) + axis(K // groups // shares, 5) * shares
-  k = first + axis(shares, 6, AxisType.UNROLL)
-  lane = axis(lanes, 7, kind)
+  first = group * (K // groups) + axis(K // groups // splits, 5) * splits
+  k = first + axis(splits, 6, AxisType.UNROLL)
+  lane = axis(lanes, 7, lane_type)
   w = weight[n, k // in_word, lane]
   if in_word > 1: w = w >> (k % 8 * 4).cast(dtypes.uint32) & 15   # int4
   w = w.float()
   for op, scale in zip((UOp.mul, UOp.add), scales, strict=False): w = op(w, scale[n, group, lane].float())
-  # Prefetch if one pass over the rows computes all of them, as the core then waits for weights
-  size = shares * lanes * weight.dtype.itemsize // in_word
+  # Prefetch if one pass computes all rows, because then the core waits for weights
+  size = splits * lanes * weight.dtype.itemsize // in_word
   ahead = fetch(weight, (n * words + first // in_word) * lanes, size) if simd and rows == T else 0
-  # Sum each share, then the shares
-  total = fold(fold(x[t, k + ahead].float() * w, kinds=(AxisType.REDUCE,)))
-  # Less work is done before another core has started
+  # Sum each split, then the splits
+  total = fold(fold(x[t, k + ahead].float() * w, types=(AxisType.REDUCE,)))
+  # Less work is finished before another core has started
   threads = divisor(N16, cpu_cores()) if T * K * N16 > 8192 else 1
   return kernel_of("linear", store(out, total, rest, t, n * lanes + lane), shared_by(threads) if simd else None)
 
 
 class Norm(backend.Norm):
-  axis = None   # each device has all of the weight
+  axis = None   # every device has the whole weight
 
   def load(self, checkpoint: Any) -> None:
     self.weight.replace(checkpoint.place(self, checkpoint.vectors(self, "weight"), self.weight.dtype))
@@ -395,30 +393,30 @@ class Norm(backend.Norm):
     outputs = normed.custom_kernel(x, self.weight, new(x, x.shape[1]), *partial_sums(delta), fxn=self.kernel)
     return outputs[3], outputs[0]
 
-  def kernel(self, out: UOp, x: UOp, weight: UOp, total: UOp | None = None, *parts: UOp) -> UOp:
-    """Normalize a row per work group: each lane sums the squares of its part, and the lanes share the sums. x: (T, K).
-    weight: (K,). total: filled with the sum of x and the parts, which is normalized instead. parts: (T, K), or several
-    stacked along the first axis."""
+  def kernel(self, out: UOp, x: UOp, weight: UOp, total: UOp | None = None, *partials: UOp) -> UOp:
+    """Normalize a row per work group: each lane sums the squares of its columns, and the lanes share the sums. x:
+    (T, K). weight: (K,). total: output, the sum of x and the partial sums, which is normalized instead of x. partials:
+    (T, K), or several stacked along the first axis."""
     T, K = x.shape
-    kind, shared = lane_axis()
+    lane_type, memory = lane_axis()
     wide = 1 if cpu_cores() else gcd(K, 8)   # neighbours per load
     lanes = gcd(K, 16) if cpu_cores() else divisor(K // wide, 256)
     iterations: Any = K // wide // lanes
     t = UOp.range(T, 0)
-    lane = UOp.range(lanes, 1, kind)
-    def own(loop_kind, kind, first):   # a lane's part: its index in registers, and its column
-      i = axis(iterations, first, loop_kind)
-      j = axis(wide, first + 1, kind)
+    lane = UOp.range(lanes, 1, lane_type)
+    def own(loop_type, wide_type, first):   # a lane's numbers: index in registers, and column
+      i = axis(iterations, first, loop_type)
+      j = axis(wide, first + 1, wide_type)
       return (i, lane if cpu_cores() else j), (i * lanes + lane) * wide + j
-    kept = UOp.placeholder((iterations, lanes if cpu_cores() else wide), dtypes.float32, 101, AddrSpace.REG)
-    place, column = own(AxisType.LOOP, AxisType.UPCAST, 8)
-    value = sum(term[i + t, column].float() for term in (x, *parts) for i in range(0, term.shape[0], T))
-    stores = [kept[place].store(value)]
+    values = UOp.placeholder((iterations, lanes if cpu_cores() else wide), dtypes.float32, 101, AddrSpace.REG)
+    register, column = own(AxisType.LOOP, AxisType.UPCAST, 8)
+    value = sum(term[i + t, column].float() for term in (x, *partials) for i in range(0, term.shape[0], T))
+    stores = [values[register].store(value)]
     if total is not None: stores.append(total[t, column].store(value.cast(total.dtype)))
-    kept = kept.after(end(UOp.group(*stores), AxisType.LOOP))
-    part = kept[own(AxisType.REDUCE, AxisType.UNROLL, 2)[0]]
-    sums = UOp.placeholder((lanes,), dtypes.float32, 100, shared)
-    sums = sums.after(end(sums[lane].store(fold(part * part))))
+    values = values.after(end(UOp.group(*stores), AxisType.LOOP))
+    x = values[own(AxisType.REDUCE, AxisType.UNROLL, 2)[0]]
+    sums = UOp.placeholder((lanes,), dtypes.float32, 100, memory)
+    sums = sums.after(end(sums[lane].store(fold(x * x))))
     scale = (fold(sums[unrolled(lanes, 32, 4)]) / K + self.eps).rsqrt()
-    place, column = own(AxisType.LOOP, AxisType.UPCAST, 6)
-    return kernel_of("rms_norm", store(out, kept[place] * scale * weight[column].float(), (), t, column), ())
+    register, column = own(AxisType.LOOP, AxisType.UPCAST, 6)
+    return kernel_of("rms_norm", store(out, values[register] * scale * weight[column].float(), (), t, column), ())

@@ -1,5 +1,5 @@
-"""Building blocks of the kernels: loops and reductions with their schedule, a token's fields, rotary embedding, and the
-accumulators of online softmax."""
+"""Building blocks of kernels: loops and reductions with a fixed schedule, token fields, RoPE, and the accumulators of
+online softmax."""
 import dataclasses, functools
 from collections.abc import Sequence
 from math import gcd
@@ -13,16 +13,16 @@ from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 from tinyvllm.backend import cpu_cores
 from tinyvllm.runner import TOKENS
 
-LOWEST = -1e30   # score with the weight 0; not -inf, as inf - inf is NaN
+LOWEST = -1e30   # score with weight 0; not -inf, because inf - inf is NaN
 
 
-def axes(first: int, *extents: sint, kind: AxisType = AxisType.WEAK) -> list[UOp]:
-  """Return ranges of these extents, numbered from `first`."""
-  return [UOp.range(extent, first + i, kind) for i, extent in enumerate(extents)]
+def axes(first: int, *extents: sint, axis_type: AxisType = AxisType.WEAK) -> list[UOp]:
+  """Return one range per extent, numbered from `first`."""
+  return [UOp.range(extent, first + i, axis_type) for i, extent in enumerate(extents)]
 
 
 def kernel_of(name: str, store: UOp, opts: tuple[Opt, ...] | None = None) -> UOp:
-  """Return a kernel that does `store` for all its ranges. opts: tinygrad's optimizations; None: its heuristics."""
+  """Return a kernel that runs `store` over all its ranges. opts: tinygrad optimizations; None: its heuristics."""
   return store.end(*store.ranges).sink(arg=KernelInfo(name=name, opts_to_apply=opts))
 
 
@@ -31,8 +31,8 @@ def divisor(n: sint, limit: int) -> int:
   return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
 
 
-def axis(extent: sint, number: int, kind: AxisType = AxisType.REDUCE) -> UOp:
-  return UOp.range(extent, number, kind) if extent > 1 else UOp.const(0)   # tinygrad rejects a reduce over one element
+def axis(extent: sint, number: int, axis_type: AxisType = AxisType.REDUCE) -> UOp:
+  return UOp.range(extent, number, axis_type) if extent > 1 else UOp.const(0)   # a reduce over one element fails
 
 
 def unrolled(extent: sint, by: int, number: int) -> UOp:
@@ -41,14 +41,14 @@ def unrolled(extent: sint, by: int, number: int) -> UOp:
   return axis(extent // by, number) * by + axis(by, number + 1, AxisType.UNROLL)
 
 
-def fold(x: UOp, op: Ops = Ops.ADD, kinds: tuple = (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE)) -> UOp:
-  """Reduce x with `op` over its axes of the given kinds."""
-  return x.reduce(*[a for a in x.ranges if a.arg[1] in kinds], arg=op)
+def fold(x: UOp, op: Ops = Ops.ADD, types: tuple = (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE)) -> UOp:
+  """Reduce x with `op` over its axes of the given types."""
+  return x.reduce(*[a for a in x.ranges if a.arg[1] in types], arg=op)
 
 
-def end(store: UOp, *kinds: AxisType) -> UOp:
-  """End a store's UPCAST axes and its axes of the given kinds. Its other axes, such as threads, stay open."""
-  return store.end(*[a for a in store.ranges if a.arg[1] in (AxisType.UPCAST, *kinds)])
+def end(store: UOp, *types: AxisType) -> UOp:
+  """End a store's UPCAST axes and its axes of the given types. Other axes, such as threads, stay open."""
+  return store.end(*[a for a in store.ranges if a.arg[1] in (AxisType.UPCAST, *types)])
 
 
 def lane_axis() -> tuple[AxisType, AddrSpace]:
@@ -66,14 +66,14 @@ def field(tokens: UOp, name: str, t: UOp) -> UOp:
   return tokens[TOKENS.dtype.names.index(name), t].load().cast(dtypes.weakint)
 
 
-def slot(tokens: UOp, t: UOp, num_blocks: sint, block_size: sint) -> tuple[UOp, UOp, UOp]:
-  """Return a token's physical block, its position, and the position's offset within the block."""
+def location(tokens: UOp, t: UOp, num_blocks: sint, block_size: sint) -> tuple[UOp, UOp, UOp]:
+  """Return a token's physical block, its position, and the offset of the position in the block."""
   position = field(tokens, "position", t)
   return field(tokens, "block", t) % num_blocks, position, position % block_size
 
 
 def rotate(a: UOp, b: UOp, cos: UOp, sin: UOp) -> tuple[UOp, UOp]:
-  """Rotate a pair of dimensions (Su et al. 2021, arXiv:2104.09864)."""
+  """Apply RoPE to a pair of dimensions (Su et al. 2021, arXiv:2104.09864)."""
   return a * cos - b * sin, b * cos + a * sin
 
 
@@ -81,7 +81,7 @@ def largest(numbers: Sequence[UOp]) -> UOp: return functools.reduce(UOp.maximum,
 
 
 def mean(values: Sequence[UOp], logs: Sequence[UOp]) -> Any:
-  """Return the mean of values whose weights are given as base-2 logarithms."""
+  """Return the weighted mean of values. logs: base-2 logarithms of the weights."""
   highest = functools.reduce(UOp.maximum, logs)
   weights = [(x - highest).exp2() for x in logs]
   return sum(x * weight for x, weight in zip(values, weights, strict=True)) / sum(weights)
@@ -89,14 +89,14 @@ def mean(values: Sequence[UOp], logs: Sequence[UOp]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class State:
-  """Accumulators of online softmax in float32 (Dao et al. 2022, arXiv:2205.14135), for some rows of queries."""
-  total: UOp     # V, weighted
+  """Accumulators of online softmax for query rows, in float32 (Dao et al. 2022, arXiv:2205.14135)."""
+  total: UOp     # weighted sum of V
   highest: UOp   # highest score
   weight: UOp    # sum of the weights exp2(score - highest)
   iteration: UOp # (1,) int32
 
   def index(self, limit: sint) -> UOp:
-    """Load the iteration's index. limit: an upper bound, so that 32 bits suffice for all that is computed from it."""
+    """Load the iteration's index. limit: an upper bound that keeps index arithmetic in 32 bits."""
     return self.iteration[0].load().cast(dtypes.weakint) % limit
 
   def after(self, *stores: UOp) -> Self:

@@ -1,5 +1,5 @@
-"""All changes that tinyvllm makes to tinygrad itself. `apply` makes them when a device is opened; an import changes
-nothing. Each patch is a function whose docstring states its reason and the condition for its removal."""
+"""All patches of tinygrad itself. `apply` installs them when a device is opened; an import changes nothing. Each patch
+is a function whose docstring states the reason and when to remove it."""
 import functools, importlib, importlib.metadata, os, pathlib, shutil, threading
 from typing import Any
 
@@ -45,13 +45,13 @@ def check_version() -> None:
 
 
 def run_graphs_on_all_cores() -> None:
-  """Run a captured step with CPUGraph. tinygrad needs 50 us per kernel, and runs the parts of a kernel in sequence.
+  """Run captured steps with CPUGraph. tinygrad needs 50 us per kernel, and does not run its threads in parallel.
   Checked with 0.14.0. Remove when tinygrad runs a CPU's graph on several threads."""
   Device.default.graph = Device.default.graph or CPUGraph
 
 
 def allocate_huge_pages() -> None:
-  """Allocate CPU buffers in huge pages. tinygrad uses pages of 4 KiB, which a core reads at half the speed.
+  """Allocate CPU buffers in huge pages. tinygrad uses pages of 4 KiB, which halves the memory bandwidth.
   Checked with 0.14.0. Remove when CPUAllocator requests huge pages."""
   CPUAllocator._alloc = allocate   # type: ignore[method-assign]
 
@@ -59,7 +59,7 @@ def allocate_huge_pages() -> None:
 @functools.cache
 def compute_exp2_without_branches() -> None:
   """Render exp2 as a call of cpu.EXP2. tinygrad's expansion has branches, which compilers do not vectorize.
-  Checked with 0.14.0. Remove when softmax is no slower without it."""
+  Checked with 0.14.0. Remove when softmax is equally fast without this patch."""
   defines = ClangRenderer._render_defines
   def with_exp2(self: ClangRenderer, uops: list[UOp]) -> list[str]: return [EXP2, *defines(self, uops)]
   ClangRenderer.code_for_op = {**ClangRenderer.code_for_op, Ops.EXP2: lambda x, dtype: f"tv_exp2({x})"}
@@ -67,8 +67,8 @@ def compute_exp2_without_branches() -> None:
 
 
 def use_widest_vectors() -> None:
-  """Make clang use the widest vectors. It prefers half of AVX-512's, and tinygrad's float4 loads keep it at 128 bits.
-  Checked with 0.14.0. Remove when kernels.py (tests/benchmarks) shows the same speed without it."""
+  """Make clang use the widest vectors. It prefers 256 bits on AVX-512, and tinygrad's float4 loads limit it to 128.
+  Checked with 0.14.0. Remove when kernels.py (tests/benchmarks) shows the same speed without this."""
   compiler = Device.default.renderer.compiler
   if AVX512 and WIDE not in compiler.args: compiler.args.append(WIDE)   # type: ignore[attr-defined]
   os.environ["DMC"] = "1"   # turns float4 off
@@ -77,8 +77,8 @@ def use_widest_vectors() -> None:
 
 @functools.cache
 def lock_allocators() -> None:
-  """Guard the cache of freed buffers: engines on several threads copy to and from a device at the same time, and
-  tinygrad takes a buffer in two operations. Checked with 0.14.0. Remove when LRUAllocator is safe for threads."""
+  """Lock the cache of freed buffers: engines on several threads copy to and from a device at the same time, and
+  tinygrad takes a buffer in two operations. Checked with 0.14.0. Remove when LRUAllocator is thread-safe."""
   lock, alloc = threading.RLock(), LRUAllocator.alloc
 
   def alloc_locked(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,14 +87,14 @@ def lock_allocators() -> None:
 
 
 def order_kernels_by_ranges() -> None:
-  """Capture CUDA steps with RangedGraph. tinygrad orders kernels by whole buffers, so that devices which read each
-  other's results would take turns. Checked with 0.14.0. Remove when CUDAGraph compares ranges of buffers."""
+  """Capture CUDA steps with RangedGraph. tinygrad orders kernels by whole buffers, which serializes devices that
+  read each other's results. Checked with 0.14.0. Remove when CUDAGraph compares ranges of buffers."""
   Device.default.graph = importlib.import_module(f"{__package__}.cuda").RangedGraph
 
 
 def compile_machine_code() -> str | None:
   """Have nvrtc return machine code. tinygrad requests PTX, which the driver compiles slowly at each start.
-  Checked with 0.14.0. Remove when tinygrad's NVRTCCompiler returns cubins for CUDA. Returns nvrtc's file, if known."""
+  Checked with 0.14.0. Remove when tinygrad's NVRTCCompiler returns cubins for CUDA. Return nvrtc's file, if known."""
   from tinygrad.runtime.autogen import nvrtc
   Device.default.renderer.compiler.ptx = helpers.DEBUG >= 5   # type: ignore[attr-defined]   # tinygrad prints PTX only
   return getattr(nvrtc.dll, "_name", None)
@@ -102,14 +102,14 @@ def compile_machine_code() -> str | None:
 
 @functools.cache
 def load_whole_words() -> None:
-  """Render a vector of float16 that are the halves of uint32 words as one bitcast. Compilers split and join the words
-  otherwise. Checked with 0.14.0. Remove when CUDARenderer renders it so."""
+  """Render a float16 vector made of the halves of uint32 words as one bitcast. Otherwise compilers split and join the
+  words. Checked with 0.14.0. Remove when CUDARenderer does this."""
   rules = PatternMatcher([(UPat(Ops.STACK, dtypes.half, name="x"), whole_words)])
   CUDARenderer.string_rewrite = rules + CUDARenderer.string_rewrite
 
 
 def whole_words(ctx: CUDARenderer, x: UOp) -> str | None:
-  """Return the C++ of a vector that consists of the halves of words, or None for any other vector."""
+  """Return the C++ of a vector that consists of the halves of words, or None for other vectors."""
   words = [half.src[0].src[0] for half in x.src[::2] if half.op is Ops.BITCAST and half.src[0].op is Ops.CAST]
   upper = UOp.const(16).cast(dtypes.uint32)
   halves = [half for word in words for half in (word, word.alu(Ops.SHR, upper))]
@@ -118,14 +118,14 @@ def whole_words(ctx: CUDARenderer, x: UOp) -> str | None:
 
 
 def num_compiled() -> int:
-  """The number of kernels compiled by this process, which no file had."""
+  """Return the number of kernels that this process compiled, because they were not on disk."""
   return getattr(realize.lower_and_compile, "compiled", 0)
 
 
 @functools.cache
 def skip_shapes_of_slices() -> None:
   """Do not derive the shape of a slice whose start depends on a loop: its check takes seconds per capture.
-  Checked with 0.14.0. Remove when a capture takes no longer without it (tests/test_start.py)."""
+  Checked with 0.14.0. Remove when captures are equally fast without this (tests/test_start.py)."""
   shape = vars(UOp)["_shape"]
   derive = shape.fxn
   shape.fxn = lambda x: x.src[2].as_shape if x.op is Ops.SHRINK and x.src[1].ranges else derive(x)

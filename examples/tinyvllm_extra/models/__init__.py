@@ -1,12 +1,12 @@
-"""Architectures beyond the core's. To add one, write models/NAME.py with a class like llama.Llama (or a subclass, if
+"""Architectures beyond the core's. To add one, write models/NAME.py with a class like llama.Llama (or a subclass if
 only its layers differ) and a function that reads its config.json:
 
   def read_phi(hf_config, path):
     return ModelConfig.from_hf({**hf_config, "architectures": ["LlamaForCausalLM"]}, path), Phi
 
-then add `"PhiForCausalLM": read_phi` to MODELS, under the name in the `architectures` of config.json. The core asks
-here first. The parts of a model are the backend's, so that every weight format and kernel works with it; their
-`sources` name the checkpoint's tensors. The config's fields are ModelConfig's or a subclass's."""
+then add `"PhiForCausalLM": read_phi` to MODELS, under its name in the `architectures` of config.json. The core looks
+here first. A model is built from the backend's modules, so that every weight format and kernel works with it; their
+`sources` name the checkpoint's tensors. The config is a ModelConfig or a subclass."""
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, ty
 
 
 def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
-  """The config and the class of an architecture in MODELS, else of the core's."""
+  """Return the config and the class of a model: from MODELS if its architecture is there, else the core's."""
   architecture = next(iter(hf_config.get("architectures") or []), None)
   if architecture in MODELS: return MODELS[architecture](hf_config, path)
   return ModelConfig.from_hf(hf_config, path), Llama

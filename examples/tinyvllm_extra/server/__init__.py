@@ -1,5 +1,5 @@
-"""`tinyvllm serve`: an engine for asyncio, and an HTTP server with OpenAI's protocol. `tinyvllm[server]` installs the
-packages that the HTTP server needs."""
+"""`tinyvllm serve`: an asyncio engine and an OpenAI-compatible HTTP server, whose dependencies `tinyvllm[server]`
+installs."""
 from tinyvllm_extra.packages import optional
 
 from .async_engine import AsyncLLM as AsyncLLM
@@ -7,5 +7,5 @@ from .client import Remote as Remote
 
 
 def main(argv: list[str]) -> int:
-  """Run `tinyvllm serve` with the arguments after it, and return the exit code. Raises InputError for a bad option."""
+  """Run `tinyvllm serve` with the arguments after it. Return the exit code. Raises InputError for an invalid option."""
   return optional("tinyvllm_extra.server.app", "server", "tinyvllm serve").main(argv)

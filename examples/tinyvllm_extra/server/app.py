@@ -1,5 +1,5 @@
-"""The HTTP server: routes, the gate in front of them, start and shutdown. It listens at once and loads the model
-meanwhile; requests get 503 until then. An unfinished request is in `Server.requests`."""
+"""The HTTP server: routes, the middleware in front of them, startup and shutdown. It listens before the model is
+loaded; requests get HTTP 503 until then. `Server.requests` holds all unfinished requests."""
 import argparse, asyncio, collections, contextlib, dataclasses, hmac, os, pathlib, signal, socket, threading, time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
@@ -20,7 +20,7 @@ from .metrics import Metrics, log_throughput
 from .protocol import ChatRequest, CompletionRequest, ResponseBuilder, error_response, event
 from .tools import with_parsed_arguments
 
-# Paths that need no API key, and work before the model is loaded
+# Paths that work without an API key and before the model is loaded
 OPEN_PATHS = {"/", "/health", "/version", "/metrics", "/docs", "/openapi.json",
               *(f"/static-offline-docs/{x}" for x in ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"))}
 EVENT_STREAM = "text/event-stream"
@@ -28,23 +28,23 @@ EVENT_STREAM = "text/event-stream"
 
 @dataclasses.dataclass(frozen=True)
 class ServerConfig(Options):
-  """The server's options, with vLLM's names."""
-  host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all networks of the machine")
+  """Server options, under vLLM's names."""
+  host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: every network interface")
   port: int = option(8000, "TCP port; 0: any free port", min=0, max=65535)
-  api_key: str | None = option(None, "API key of clients (default: the variable TINYVLLM_API_KEY)")
-  served_model_name: str | None = option(None, "model name in the API (default: the folder's name)")
-  max_queue: int = option(256, "maximum number of waiting sequences; beyond it: HTTP 429", min=0, max=2**31 - 1)
-  request_timeout: float | None = option(None, "seconds until a request aborts (default: none)", min=0.001, max=2**31)
-  shutdown_timeout: float = option(30, "seconds that requests may take to finish after a signal", min=0, max=2**31)
-  max_body_size: int = option(2**22, "maximum size of a request's body in bytes", min=1, max=2**40)
-  stream_interval: int = option(1, "minimum number of new tokens per stream event", min=1, max=2**31)
-  allowed_origins: list[str] | None = option(None, "web pages that may use the API (CORS; default: none)")
-  prefix_cache_file: str | None = option(None, "file of a saved prefix cache (default: none)")
+  api_key: str | None = option(None, "API key of clients (default: $TINYVLLM_API_KEY)")
+  served_model_name: str | None = option(None, "Model name in the API (default: folder name)")
+  max_queue: int = option(256, "Maximum waiting sequences, then HTTP 429", min=0, max=2**31 - 1)
+  request_timeout: float | None = option(None, "Seconds until a request aborts (default: none)", min=0.001, max=2**31)
+  shutdown_timeout: float = option(30, "Seconds for requests to finish after a signal", min=0, max=2**31)
+  max_body_size: int = option(2**22, "Maximum size of a request body in bytes", min=1, max=2**40)
+  stream_interval: int = option(1, "Minimum number of new tokens per stream event", min=1, max=2**31)
+  allowed_origins: list[str] | None = option(None, "Web origins that may call the API, CORS (default: none)")
+  prefix_cache_file: str | None = option(None, "File to load and save the prefix cache (default: none)")
 
 
 class Gate:
-  """ASGI middleware in front of all routes. It limits the size of the body, checks the API key, answers 503 while the
-  server is not ready, and cancels the route when the client disconnects. not_ready: returns HTTP 503 until it is."""
+  """ASGI middleware in front of all routes: limits the body size, checks the API key, returns HTTP 503 until the server
+  is ready, and cancels the route when the client disconnects. not_ready: returns the 503 response, None once ready."""
   def __init__(self, app: Any, options: ServerConfig, not_ready: Callable[[], fastapi.Response | None]):
     self.app = app
     self.limit = options.max_body_size
@@ -58,18 +58,18 @@ class Gate:
     except ConnectionResetError: return
     refusal = self.refusal(scope["path"], headers, body)
     if refusal: return await refusal(scope, receive, send)
-    unread = [{"type": "http.request", "body": body}]
+    request = [{"type": "http.request", "body": body}]
     disconnect = asyncio.create_task(receive())
-    async def replay() -> Any: return unread.pop() if unread else await asyncio.shield(disconnect)
+    async def replay() -> Any: return request.pop() if request else await asyncio.shield(disconnect)
     route = asyncio.create_task(self.app(scope, replay, send))
     try: await asyncio.wait((disconnect, route), return_when=asyncio.FIRST_COMPLETED)
     finally:
       for task in (disconnect, route): task.cancel()
-    with contextlib.suppress(asyncio.CancelledError, Exception): await route   # `explain` has answered and logged it
+    with contextlib.suppress(asyncio.CancelledError, Exception): await route   # `explain` has responded and logged it
 
   async def read_body(self, headers: Any, receive: Any) -> bytes | None:
-    """Return a request's body, or None if it is too large. Up to 8 times the limit is read and discarded first, as a
-    client reads the response only after sending its body. Raises ConnectionResetError if the client disconnects."""
+    """Return the request body, or None if it is too large. Read and discard up to 8 times the limit first, because
+    clients read the response only after sending the body. Raises ConnectionResetError if the client disconnects."""
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > 8 * self.limit: return None
     size = 0
@@ -83,8 +83,8 @@ class Gate:
     return b"".join(parts) if size <= self.limit else None
 
   def refusal(self, path: str, headers: Any, body: bytes | None) -> fastapi.Response | None:
-    """Return the error response for a request that must not reach a route."""
-    if body is None: return error_response(413, f"the body is larger than {self.limit} bytes: see --max-body-size")
+    """Return the error response to send instead of calling a route, or None."""
+    if body is None: return error_response(413, f"the body is larger than --max-body-size={self.limit} bytes")
     if path in OPEN_PATHS: return None
     expected = f"Bearer {self.key}"
     if self.key and not hmac.compare_digest(headers.get("authorization", "").encode(), expected.encode()):
@@ -93,11 +93,11 @@ class Gate:
 
 
 class Server(uvicorn.Server):
-  """It listens at once, loads the model meanwhile, and answers until a signal arrives."""
+  """A uvicorn server that listens at once, loads the model in a thread, and runs until a signal arrives."""
   def __init__(self, model: str | None, engine_options: dict[str, Any], options: ServerConfig):
     self.llm: Any = None   # AsyncLLM once the model is loaded
     self.requests = set[Request]()   # unfinished
-    self.error: Exception | None = None   # raised by loading the model
+    self.error: Exception | None = None   # raised while loading the model
     self.code = 0   # exit code
     self.folder = model
     self.engine_options = engine_options
@@ -113,7 +113,7 @@ class Server(uvicorn.Server):
 
   def routes(self) -> fastapi.FastAPI:
     error: Any = {"model": protocol.ErrorResponse}
-    app = fastapi_offline.FastAPIOffline(   # /docs loads nothing from other servers
+    app = fastapi_offline.FastAPIOffline(   # /docs loads nothing from a CDN
       title="tinyvllm", version=__version__, exception_handlers=protocol.EXCEPTION_HANDLERS, redoc_url=None,
       responses={"4XX": error, "5XX": error})
     app.get("/", response_class=HTMLResponse)(self.page)
@@ -129,7 +129,7 @@ class Server(uvicorn.Server):
   # Start and shutdown
 
   async def startup(self, sockets: Any = None) -> None:
-    threading.Thread(target=self.load, daemon=True).start()   # a daemon, so that a signal need not wait for it
+    threading.Thread(target=self.load, daemon=True).start()   # daemon: a signal does not wait for it
     self.log_task = asyncio.create_task(log_throughput(self.engine_metrics))
     await super().startup(sockets)
 
@@ -141,19 +141,19 @@ class Server(uvicorn.Server):
       self.should_exit = True
 
   def state(self) -> str:
-    """Return why requests must wait, or ""."""
+    """Return why the server is not ready, or "" if it is."""
     if self.should_exit: return "the server is shutting down"
     return self.llm.state if self.llm else "the model is loading"
 
   def not_ready(self) -> fastapi.Response | None:
-    """Return HTTP 503 while requests must wait."""
+    """Return HTTP 503, or None if the server is ready."""
     state = self.state()
     return error_response(503, state) if state else None
 
   def engine_metrics(self) -> dict[str, Any]: return self.llm.llm.get_metrics() if self.llm else collections.Counter()
 
   def handle_exit(self, sig: int, frame: Any) -> None:
-    if sig == signal.SIGINT and self.state(): self.code = 128 + sig   # never ready, or a second signal
+    if sig == signal.SIGINT and self.state(): self.code = 128 + sig   # before the server was ready, or a second signal
     self.force_exit = self.should_exit and sig == signal.SIGINT   # a second signal
     self.should_exit = True
 
@@ -161,7 +161,7 @@ class Server(uvicorn.Server):
     """Wait for all responses, as uvicorn does, but abort requests after the shutdown timeout."""
     asyncio.get_running_loop().call_later(self.options.shutdown_timeout, self.abort, self.requests)
     await super().shutdown(sockets)
-    if self.llm and self.options.prefix_cache_file: await asyncio.to_thread(self.llm.shutdown)   # no signal stops this
+    if self.llm and self.options.prefix_cache_file: await asyncio.to_thread(self.llm.shutdown)   # ignores signals
 
   def abort(self, requests: Iterable[Request]) -> None:
     for request in requests: self.llm.abort(request.request_id)
@@ -185,7 +185,7 @@ class Server(uvicorn.Server):
   async def tokenize(self, body: protocol.TokenizeRequest) -> dict[str, Any]:
     engine = self.llm.llm
     chat = body.messages is not None
-    check((body.prompt is None) == chat, "prompt: give either prompt or messages")
+    check((body.prompt is None) == chat, "prompt: set either prompt or messages")
     text = body.prompt
     if chat: text = engine.tokenizer.apply_chat_template([*map(with_parsed_arguments, body.messages)])
     ids = await asyncio.to_thread(engine.tokenizer.encode, text, not chat and body.add_special_tokens is not False)
@@ -193,7 +193,7 @@ class Server(uvicorn.Server):
 
   async def detokenize(self, body: protocol.DetokenizeRequest) -> dict[str, str]:
     size = self.llm.llm.model_config.vocab_size
-    check(all(0 <= i < size for i in body.tokens), f"tokens: an id must be from 0 to {size - 1}")
+    check(all(0 <= i < size for i in body.tokens), f"tokens: each id must be between 0 and {size - 1}")
     return {"prompt": self.llm.llm.tokenizer.decode(body.tokens, False)}
 
   async def generate(self, body: CompletionRequest) -> fastapi.Response: return await self.answer("generate", body)
@@ -203,9 +203,9 @@ class Server(uvicorn.Server):
   # Generation
 
   async def answer(self, kind: str, body: Any) -> fastapi.Response:
-    """Run a request and return its response. kind: as ResponseBuilder's."""
+    """Run a request and return its response. kind: see ResponseBuilder."""
     if body.model not in (None, self.name): return await self.model(body.model)
-    check(body.stream or not body.stream_options, "stream_options: only with stream=true")
+    check(body.stream or not body.stream_options, "stream_options: requires stream=true")
     engine = self.llm.llm
     chat = kind == "chatcmpl"
     params = protocol.sampling_params(body, engine.sampling_defaults, chat)
@@ -217,15 +217,15 @@ class Server(uvicorn.Server):
     limit = self.options.max_queue + engine.config.max_num_seqs
     check(params.n == 1 or num_new <= limit,
           f"n={params.n}: {num_new} sequences, but --max-queue and --max-num-seqs allow {limit}")
-    full = error_response(429, f"at most {limit} sequences may wait (--max-queue) and run (--max-num-seqs): try again")
-    # Check before making the requests, which takes time, and after it, as other requests may have arrived meanwhile
+    full = error_response(429, f"queue full: --max-queue and --max-num-seqs allow {limit} sequences: retry later")
+    # Check the queue again after make_request, which takes time: other requests may have arrived
     if self.num_unfinished() + num_new > limit: return full
     requests = [await asyncio.to_thread(engine.make_request, f"{builder.head['id']}-{i}",
                                         {"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt,
                                         params, body.priority or 0) for i, prompt in enumerate(prompts)]
     if self.num_unfinished() + num_new > limit: return full
     stream = self.stream(requests)
-    outputs = await anext(stream)   # from here on the requests are in the queue
+    outputs = await anext(stream)   # the requests are now in the queue
     if body.stream:
       return StreamingResponse(self.events(builder, outputs, stream, requests), media_type=EVENT_STREAM)
     async for _ in stream: pass
@@ -256,7 +256,7 @@ class Server(uvicorn.Server):
 
   async def events(self, builder: ResponseBuilder, outputs: Any, stream: Any,
                    requests: list[Request]) -> AsyncIterator[bytes]:
-    """Yield a stream's events. All events of one step are yielded together: writing to a socket is their main cost."""
+    """Yield server-sent events. A step's events are yielded together: writing to the socket is their main cost."""
     usage = {"usage": None} if getattr(builder.body.stream_options, "include_usage", False) else {}
     role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     pending = [event({**builder.response([{"index": i, **role}]), **usage})
@@ -280,18 +280,17 @@ class Server(uvicorn.Server):
 
 
 def check_port(host: str, port: int) -> None:
-  """Raise InputError if the server could not listen there. Called before a model is loaded for nothing."""
+  """Raise InputError if the server cannot listen on this address. Called before the model is loaded."""
   family = socket.AF_INET6 if ":" in host else socket.AF_INET
   try: socket.create_server((host, port), family=family).close()
   except OSError as error: raise InputError(f"host={host!r}, port={port}: {error.strerror}") from error
 
 
 def main(argv: list[str]) -> int:
-  """Run `tinyvllm serve` and return the exit code. Raises any exception of loading the model."""
-  parser = argparse.ArgumentParser(prog="tinyvllm serve", argument_default=argparse.SUPPRESS,
-                                   description="Answer HTTP requests in OpenAI's protocol.")
-  for name in ("model", "--model"):
-    parser.add_argument(name, nargs="?", help="model folder or GGUF file (default: the bundled model)")
+  """Run `tinyvllm serve` and return the exit code. Raises any exception that loading the model raised."""
+  parser = argparse.ArgumentParser(usage="tinyvllm serve [MODEL] [options]", argument_default=argparse.SUPPRESS,
+                                   description="Serve the OpenAI API over HTTP.")
+  parser.add_argument("model", nargs="?", help=argparse.SUPPRESS)
   add_flags(parser, EngineConfig, ServerConfig)
   args = vars(parser.parse_args(argv))
   set_log_level(args)

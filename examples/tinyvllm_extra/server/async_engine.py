@@ -1,5 +1,5 @@
-"""An engine for asyncio. One thread owns the engine; other threads reach it through an inbox of calls, so no lock is
-needed. Each reader gets all output of its requests in order, and the end of each exactly once."""
+"""An asyncio engine. One thread owns the engine; other threads put calls into its inbox, so no lock is needed. A
+reader receives its requests' output in order, and the end of each request exactly once."""
 import asyncio, collections, contextlib, functools, itertools, logging, pathlib, queue, threading, uuid, weakref
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, NamedTuple
@@ -9,33 +9,33 @@ from tinyvllm.config import EngineConfig, check, logger
 from tinyvllm.engine import Params, Prompt, Request
 from tinyvllm_extra.flags import without_no_effect
 
-Delta = RequestOutput | Exception      # a request's new text and tokens, or the reason why it ended
-IndexedOutput = tuple[int, RequestOutput]   # index of the request in a list, its new text and tokens
+Delta = RequestOutput | Exception      # a request's new text and tokens, or the error that ended it
+IndexedOutput = tuple[int, RequestOutput]   # index of the request, its new text and tokens
 IDLE_SECONDS = 2.0   # time without a request before graphs of optional features are captured
 
 
 class StepError(RuntimeError):
-  """A step failed, and the request with it. The engine's thread has logged the traceback."""
+  """A step of the request failed. The engine thread has logged the traceback."""
 
 
-# Receiver of a request's output. receive is called in `loop`; True: this is the request's end
+# Receives a request's output. `receive` runs in `loop`; its bool is True for the request's last output
 Receive = Callable[[Request, Delta, bool], None]
 Reader = NamedTuple("Reader", [("loop", asyncio.AbstractEventLoop), ("receive", Receive)])
 
 
 class Driver:
-  """The engine's thread. Other threads put calls of it into its inbox."""
+  """The loop of the engine thread. Other threads put calls into its inbox."""
   def __init__(self, llm: LLM, interval: int, captures: Iterator[str], prefix_cache_file: str | None):
     self.llm = llm
     self.prefix_cache_file = prefix_cache_file
-    self.interval = interval   # tokens from one delta to the next
-    self.captures: Iterator[str] | None = captures   # each `next` captures a graph, and returns the next state
-    self.state = next(captures)   # progress of the preparation, "" once requests can run
+    self.interval = interval   # minimum number of new tokens per delta
+    self.captures: Iterator[str] | None = captures   # `next` captures a graph, returns the state
+    self.state = next(captures)   # capture progress, "" once requests can run
     self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()   # None ends the thread
     self.readers: dict[Request, Reader] = {}   # by unfinished request
 
   def run(self) -> None:
-    """Loop: empty the inbox, then run a step. Without requests wait for the inbox; if idle, capture optional graphs."""
+    """Loop: empty the inbox, run a step. Without requests, wait for the inbox; if idle, capture optional graphs."""
     while True:
       busy = self.inbox.empty() and self.llm.has_unfinished_requests()
       call: Any = self.capture if self.state else self.step if busy else None
@@ -43,7 +43,7 @@ class Driver:
       except queue.Empty: call = self.capture
       if call is None: return
       try: call()
-      except BaseException: logger.exception("the engine's thread continues")   # also after a library's SystemExit
+      except BaseException: logger.exception("unexpected error; the engine thread continues")   # or SystemExit
 
   def capture(self) -> None:
     try: self.state = next(self.captures)   # type: ignore[arg-type]
@@ -61,7 +61,8 @@ class Driver:
   def end(self, request: Request | None, error: Exception | None = None) -> None:
     """Abort a request, unless it has finished, and deliver its last output or the error."""
     if request is None or request not in self.readers: return
-    with contextlib.suppress(RuntimeError): self.llm.abort_request(request.request_id)   # if another thread is inside
+    # RuntimeError: another thread is using the engine
+    with contextlib.suppress(RuntimeError): self.llm.abort_request(request.request_id)
     self.deliver({request: error or request.output(delta=True)})
 
   def step(self) -> None:
@@ -74,31 +75,30 @@ class Driver:
     return request.finished or not delivered or request.metrics.num_generated >= delivered + self.interval
 
   def fail(self, error: BaseException) -> None:
-    """End the requests that have started, as one of them may have caused the failure. The others continue."""
-    if self.readers: logger.exception("a step failed, and its requests with it")
+    """End the started requests, or all if none has started, since one of them may have caused the failure."""
+    if self.readers: logger.exception("a step failed; its requests end")
     started = [request for request in self.readers if request.metrics.first_scheduled_time > 0]   # else it is NaN
     for request in started or [*self.readers]:   # the next step delivers requests that have finished
       if not request.finished: self.end(request, StepError(f"a step failed: {error}"))
 
   def deliver(self, deltas: dict[Request, Delta]) -> None:
-    """Schedule one call in each event loop, which passes the deltas to its readers. A closed loop gets none."""
+    """Pass the deltas to their readers, with one call per event loop. Closed loops are skipped."""
     calls: dict[Any, list[Callable[[], None]]] = collections.defaultdict(list)   # by loop
     for request, delta in deltas.items():
       last = isinstance(delta, Exception) or delta.finished
       reader = self.readers.pop(request) if last else self.readers[request]
       calls[reader.loop].append(functools.partial(reader.receive, request, delta, last))
-    for loop, own in calls.items():
-      with contextlib.suppress(RuntimeError): loop.call_soon_threadsafe(lambda own=own: [call() for call in own])
+    for loop, batch in calls.items():
+      with contextlib.suppress(RuntimeError): loop.call_soon_threadsafe(lambda batch=batch: [call() for call in batch])
 
 
 class AsyncLLM:
-  """An LLM for asyncio, with LLM's options.
+  """An LLM for asyncio, with LLM's options. Its engine thread ends when this object is deleted.
 
-  stream_interval: minimum number of new tokens per output. prepare: capture the graphs of cudagraph_capture_sizes, or
-  the device's default sizes, before the first request, and graphs of optional features when idle; `state` is the
-  progress. prefix_cache_file: read at the start if it is usable, written at shutdown. llm: the engine. Any thread may
-  call its `make_request` and `get_metrics`; its other methods are for the engine's thread, which ends with this
-  object."""
+  stream_interval: minimum number of new tokens per output. prepare: before the first request, capture the graphs of
+  cudagraph_capture_sizes (default: the device's sizes), and graphs of optional features when idle; `state` reports the
+  progress. prefix_cache_file: read at startup if it is usable, written at shutdown. llm: the engine. Any thread may
+  call its `make_request` and `get_metrics`; only the engine thread may call its other methods."""
   def __init__(self, model: str | pathlib.Path | None = None, stream_interval: int = 1, prepare: bool = False,
                prefix_cache_file: str | None = None, **options: Any):
     check(type(stream_interval) is int and stream_interval > 0,
@@ -117,32 +117,32 @@ class AsyncLLM:
     self._thread.start()
 
   def shutdown(self) -> None:
-    """End the thread after the current step or capture: tinygrad cannot close a device while it captures."""
+    """Stop the engine thread after the current step or capture: tinygrad cannot close a device during a capture."""
     self._driver.captures = iter([""])
     self.save_prefix_cache()
     self._driver.inbox.put(None)
     self._thread.join()
 
   def save_prefix_cache(self) -> None:
-    """Write the prefix cache's file, if there is one, after the current step; log a failure. Any thread or signal
-    handler may call this."""
+    """Write the prefix cache file, if one is set, after the current step; log a failure. Any thread or signal handler
+    may call this."""
     if self._driver.prefix_cache_file: self._driver.inbox.put(self._driver.save)
 
-  state = property(lambda self: self._driver.state)   # progress of the preparation, "" once requests can run
+  state = property(lambda self: self._driver.state)   # capture progress, "" once requests can run
 
   async def generate(self, prompt: Prompt, params: Params = None, request_id: str | None = None,
                      priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
-    """Complete one prompt; yield its new text and tokens. Closing the generator or cancelling its task aborts the
-    request. Raises InputError for a bad request, StepError if one of its steps fails."""
+    """Complete one prompt; yield new text and tokens as they arrive. Closing the generator or cancelling its task
+    aborts the request. Raises InputError for an invalid request, StepError if one of its steps fails."""
     request = await asyncio.to_thread(self.llm.make_request, request_id or uuid.uuid4().hex, prompt, params, priority)
     async with contextlib.aclosing(self.stream([request])) as stream:
       async for outputs in stream:
         for _, output in outputs: yield output
 
   async def stream(self, requests: list[Request], on_end: Any = None) -> AsyncGenerator[list[IndexedOutput], None]:
-    """Run several requests made by `llm.make_request`; yield all new outputs since the last time, with each request's
-    index. All requests have ended once this is closed, unless the closing is cancelled, too. on_end: called with each
-    request at its end, whatever the reason."""
+    """Run requests from `llm.make_request`; yield the outputs since the last yield, with each request's index. Closing
+    the generator ends all requests, unless the close is cancelled, too. on_end: called with each request when it ends
+    for any reason."""
     received: list[tuple[Request, Delta]] = []   # not yielded yet
     arrival = asyncio.Event()
     unfinished = set(requests)
@@ -171,6 +171,6 @@ class AsyncLLM:
         await arrival.wait()
 
   def abort(self, request_id: str) -> None:
-    """End a request with finish_reason "abort", in any state. Any thread may call this."""
+    """End a request in any state with finish_reason "abort". Any thread may call this."""
     driver = self._driver   # not self: the thread keeps a reference to its last call
     driver.inbox.put(lambda: driver.end(driver.llm.requests.get(request_id)))

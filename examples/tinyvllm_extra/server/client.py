@@ -1,4 +1,4 @@
-"""The command line's client of a running server."""
+"""The command line's client for a running server."""
 import json, urllib.error, urllib.request
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from tinyvllm.config import InputError, check
 
 
 class Remote:
-  """A server with the interface that the command line needs of an LLM."""
+  """A running server, with the methods of LLM that the command line calls."""
   def __init__(self, url: str, api_key: str | None = None, model: str | None = None):
     self.url = url.rstrip("/")
     self.api_key = api_key
@@ -17,15 +17,15 @@ class Remote:
 
   @classmethod
   def from_flags(cls, flags: dict[str, Any], engine_options: dict[str, Any]) -> "Remote":
-    """Read the command line's flags. Raises InputError for options of an engine, as the server has its own."""
-    check(flags["url"], "api_key: it is for a server: add --url")
+    """Create a client from command-line flags. Raises InputError for engine options, which only the server can set."""
+    check(flags["url"], "api_key: requires --url")
     names = ", ".join(engine_options)
-    check(not names, f"{names}: with --url the engine is the server's: pass this to `tinyvllm serve`")
+    check(not names, f"{names}: not allowed with --url: pass engine options to `tinyvllm serve`")
     return cls(flags["url"], flags["api_key"], flags["model"])
 
   def generate_stream(self, prompt: Any, params: SamplingParams) -> Iterator[Any]:
-    """Do LLM.generate_stream on the server, for a str or {"messages": [...]}. Each output has only outputs[0].text.
-    Raises InputError if the server refuses the request or does not answer, RuntimeError if a step fails there."""
+    """Run LLM.generate_stream on the server, for a str or {"messages": [...]}. Each output has only outputs[0].text.
+    Raises InputError if the server rejects the request or does not respond, RuntimeError if a step fails there."""
     chat = isinstance(prompt, dict)
     url = f"{self.url}/v1/chat/completions" if chat else f"{self.url}/v1/completions"
     sampling = {name: value for name, value in vars(params).items() if value != getattr(SamplingParams, name)}
@@ -35,7 +35,7 @@ class Remote:
     try: response = urllib.request.urlopen(request)
     except urllib.error.HTTPError as error: raise InputError(f"{self.url}: {message_of(error)}") from error
     except urllib.error.URLError as error:
-      raise InputError(f"url={self.url}: no server answers at this address: {error.reason}") from error
+      raise InputError(f"url={self.url}: cannot connect to a server: {error.reason}") from error
     with response:
       for event in (json.loads(line[6:]) for line in response if line.startswith(b"data: {")):
         if "error" in event: raise RuntimeError(event["error"]["message"])
@@ -45,4 +45,4 @@ class Remote:
 
 def message_of(error: urllib.error.HTTPError) -> str:
   try: return json.load(error)["error"]["message"]
-  except (ValueError, KeyError, TypeError): return str(error)   # not a server of this kind
+  except (ValueError, KeyError, TypeError): return str(error)   # not a tinyvllm server

@@ -1,5 +1,5 @@
-"""Metrics of a server under vLLM's names: a Prometheus registry and the periodic line of the log. The engine's totals
-are read at each scrape; times of requests are observed as their tokens arrive."""
+"""Server metrics under vLLM's names: a Prometheus registry and a periodic log line. Engine totals are read at each
+scrape; request times are observed as tokens arrive."""
 import asyncio, math, time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,28 +9,28 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, core
 from tinyvllm.config import logger
 from tinyvllm.engine import Request
 
-LOG_INTERVAL = 10   # seconds between lines of the log
+LOG_INTERVAL = 10   # seconds between log lines
 COUNTERS = {"prefix_cache_queries": "Prompt tokens looked up in the prefix cache",
-            "prefix_cache_hits": "Prompt tokens found in the prefix cache",
+            "prefix_cache_hits": "Prompt tokens read from the prefix cache",
             "num_preemptions": "Preemptions of running sequences",
-            "prompt_tokens": "Tokens of prompts", "generation_tokens": "Generated tokens",
-            "spec_decode_num_drafts": "Verifications of a sequence's draft tokens",
-            "spec_decode_num_draft_tokens": "Verified draft tokens",
-            "spec_decode_num_accepted_tokens": "Accepted draft tokens"}
+            "prompt_tokens": "Prompt tokens", "generation_tokens": "Generated tokens",
+            "spec_decode_num_drafts": "Drafts verified, one per sequence and step",
+            "spec_decode_num_draft_tokens": "Draft tokens verified",
+            "spec_decode_num_accepted_tokens": "Draft tokens accepted"}
 GAUGES = {"num_requests_running": "Running sequences", "num_requests_waiting": "Waiting sequences",
-          "kv_cache_usage_perc": "Fraction of the KV cache's blocks in use, from 0 to 1"}
-# Histograms of requests: help text, and the value of a finished request
+          "kv_cache_usage_perc": "Fraction of KV cache blocks in use, from 0 to 1"}
+# Request histograms: help text, and a function that returns a finished request's value
 HISTOGRAMS: dict[str, tuple[str, Callable[[Request], float]]] = {
-  "time_to_first_token_seconds": ("From arrival to the first token", lambda x: x.metrics.ttft),
-  "e2e_request_latency_seconds": ("From arrival to the end", lambda x: x.metrics.latency),
-  "request_queue_time_seconds": ("From arrival to the first step", lambda x: x.metrics.queue_time),
-  "request_prefill_time_seconds": ("From the first step to the first token",
+  "time_to_first_token_seconds": ("Seconds from arrival to the first token", lambda x: x.metrics.ttft),
+  "e2e_request_latency_seconds": ("Seconds from arrival to the end of the request", lambda x: x.metrics.latency),
+  "request_queue_time_seconds": ("Seconds from arrival to the first step", lambda x: x.metrics.queue_time),
+  "request_prefill_time_seconds": ("Seconds from the first step to the first token",
                                    lambda x: x.metrics.first_token_time - x.metrics.first_scheduled_time),
-  "request_decode_time_seconds": ("From the first token to the end",
+  "request_decode_time_seconds": ("Seconds from the first token to the end of the request",
                                   lambda x: x.metrics.finished_time - x.metrics.first_token_time),
-  "request_prompt_tokens": ("Tokens of the prompt", lambda x: x.sequences[0].num_prompt),
-  "request_generation_tokens": ("Generated tokens of all samples", lambda x: x.metrics.num_generated),
-  "request_params_max_tokens": ("The request's max_tokens", lambda x: x.sequences[0].params.max_tokens)}
+  "request_prompt_tokens": ("Prompt tokens per request", lambda x: x.sequences[0].num_prompt),
+  "request_generation_tokens": ("Generated tokens per request, all samples", lambda x: x.metrics.num_generated),
+  "request_params_max_tokens": ("max_tokens per request", lambda x: x.sequences[0].params.max_tokens)}
 TOKEN_INTERVAL = "inter_token_latency_seconds"
 SECONDS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)]   # buckets
 TOKENS = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
@@ -47,7 +47,7 @@ class Metrics:
     self.engine_metrics = engine_metrics
     self.last_tokens: dict[Request, tuple[float, int]] = {}   # time of the last token, number of tokens
     self.registry = CollectorRegistry()
-    texts = {**{name: text for name, (text, _) in HISTOGRAMS.items()}, TOKEN_INTERVAL: "From a token to the next one"}
+    texts = {**{name: text for name, (text, _) in HISTOGRAMS.items()}, TOKEN_INTERVAL: "Seconds between output tokens"}
     self.histograms = {name: Histogram(f"tinyvllm:{name}", text, ["model_name"], registry=self.registry,
                                        buckets=SECONDS if name.endswith("seconds") else TOKENS).labels(model_name)
                        for name, text in texts.items()}
@@ -65,7 +65,7 @@ class Metrics:
       family.add_metric([self.model_name], metrics.get(name, 0))
       yield family
     name = "spec_decode_num_accepted_tokens_per_pos"
-    family = core.CounterMetricFamily(f"tinyvllm:{name}", "Accepted draft tokens, by position within their draft",
+    family = core.CounterMetricFamily(f"tinyvllm:{name}", "Draft tokens accepted, by position in the draft",
                                       labels=["model_name", "position"])
     for position, count in enumerate(metrics.get(name, [])): family.add_metric([self.model_name, str(position)], count)
     yield family
@@ -86,11 +86,11 @@ class Metrics:
     for seq in request.sequences: self.finished.labels(self.model_name, seq.finish_reason).inc()
     for name, (_, value_of) in HISTOGRAMS.items():
       value = value_of(request)
-      if not math.isnan(value): self.histograms[name].observe(value)   # NaN: an event that has not occurred
+      if not math.isnan(value): self.histograms[name].observe(value)   # NaN: the event never happened
 
 
 def draft_statistics(metrics: dict[str, Any]) -> str:
-  """Return the log line's part about speculative decoding. Acceptance length: tokens per verification."""
+  """Return the log line's speculative decoding part. Acceptance length: tokens per verification."""
   if not metrics.get("spec_decode_num_draft_tokens"): return ""
   accepted = metrics["spec_decode_num_accepted_tokens"]
   return (f", Draft acceptance rate: {accepted / metrics['spec_decode_num_draft_tokens']:.1%}, "

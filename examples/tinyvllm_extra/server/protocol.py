@@ -1,5 +1,5 @@
-"""OpenAI's protocol with vLLM's further fields: request bodies, responses, stream events, errors. A body has every
-field of SamplingParams, whose values SamplingParams itself checks. Nothing here runs a request."""
+"""OpenAI's API with vLLM's extra fields: request bodies, responses, stream events and errors. A body accepts every
+field of SamplingParams, which checks the values. No function here runs a request."""
 import dataclasses, functools, http, itertools, operator, time, types, typing, uuid
 from typing import Annotated, Any, Literal
 
@@ -16,19 +16,19 @@ from tinyvllm_extra.packages import MissingPackage
 from .async_engine import StepError
 from .tools import calls_schema, num_plain_characters, parse_calls, with_parsed_arguments
 
-UNLIMITED = 2**31 - 1   # max_tokens: until max_model_len
+UNLIMITED = 2**31 - 1   # max_tokens without a limit below max_model_len
 
 
 # Request bodies
 
 def body_model(title: str, **types: Any) -> Any:
-  """Return a pydantic model. A field is optional and may be null, unless its type is a tuple (type, default)."""
+  """Create a pydantic model. A field is optional and may be null, unless its type is a tuple (type, default)."""
   fields: Any = {name: kind if isinstance(kind, tuple) else (kind | None, None) for name, kind in types.items()}
   return pydantic.create_model(title, __config__=pydantic.ConfigDict(extra="forbid", strict=True), **fields)
 
 
 def plain_type(annotation: Any) -> Any:
-  """A type without the types of its elements, which SamplingParams checks with its own messages."""
+  """Return a type without its element types, which SamplingParams checks with its own messages."""
   alternatives = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
   return functools.reduce(operator.or_, [typing.get_origin(x) or x for x in alternatives])
 
@@ -39,7 +39,7 @@ JSONSchema = body_model("JSONSchema", schema_=(dict, pydantic.Field(alias="schem
 ResponseFormat = body_model("ResponseFormat", type=(Literal["text", "json_object", "json_schema"], ...),
                             json_schema=JSONSchema)
 StreamOptions = body_model("StreamOptions", include_usage=bool, include_obfuscation=bool)
-# Fields without effect here, at the values that OpenAI's clients send by default
+# Fields without effect, limited to the values that OpenAI's clients send by default
 NO_EFFECT = {"user": str, "store": bool, "metadata": dict, "service_tier": str, "reasoning_effort": str,
              "parallel_tool_calls": bool, "tools": Annotated[list, pydantic.Field(max_length=0)],
              "tool_choice": Literal["none", "auto"], "best_of": Literal[1],
@@ -64,35 +64,35 @@ ErrorResponse: Any = body_model("ErrorResponse", error=(dict[str, Any], ...))
 
 
 def tools_of(body: Any) -> list[dict[str, Any]]:
-  """Return the tools that a chat's answer may call."""
+  """Return the tools that the response may call."""
   return [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
 
 
 def sampling_params(body: Any, defaults: dict[str, Any], chat: bool) -> SamplingParams:
-  """Return a body's SamplingParams. defaults: the model's own values for fields that the body leaves out."""
+  """Return a request body's SamplingParams. defaults: the model's values for fields that the body omits."""
   fields = {**defaults, **{name: value for name, value in body if name in SAMPLING and value is not None}}
-  if fields.get("max_tokens") == -1: fields["max_tokens"] = UNLIMITED   # llama.cpp's notation
+  if fields.get("max_tokens") == -1: fields["max_tokens"] = UNLIMITED   # llama.cpp's "no limit"
   if chat:
     fields.setdefault("max_tokens", UNLIMITED)
     if body.max_completion_tokens is not None: fields["max_tokens"] = body.max_completion_tokens
-    check(body.logprobs or body.top_logprobs is None, "top_logprobs: only with logprobs=true")
+    check(body.logprobs or body.top_logprobs is None, "top_logprobs: requires logprobs=true")
     fields["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
     choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedToolChoice) else body.tool_choice
     schema = calls_schema(tools_of(body), choice, body.parallel_tool_calls is not False)
     check(not schema or "structured_outputs" not in fields and not body.response_format,
-          f"tool_choice={choice!r} conflicts with structured_outputs and response_format: drop one")
+          f"tool_choice={choice!r} conflicts with structured_outputs and response_format: remove one")
     if schema: fields["structured_outputs"] = {"json": schema}
   elif body.echo and "logprobs" in fields: fields.setdefault("prompt_logprobs", fields["logprobs"])
   form = body.response_format
   if form and form.type != "text":
-    check("structured_outputs" not in fields, "response_format: only without structured_outputs")
-    check((form.type == "json_schema") == bool(form.json_schema), "response_format: json_schema needs its type")
+    check("structured_outputs" not in fields, "response_format: not allowed with structured_outputs")
+    check((form.type == "json_schema") == bool(form.json_schema), "response_format: type must match json_schema")
     fields["structured_outputs"] = {"json": form.json_schema.schema_} if form.json_schema else {"json_object": True}
   return SamplingParams(**fields)
 
 
 def chat_token_ids(body: Any, tokenizer: Tokenizer) -> list[int]:
-  """Return the token ids of a chat's messages, through the model's template."""
+  """Return the token ids of a chat, formatted with the model's chat template."""
   check(body.messages, "messages=[] must not be empty")
   tools = tools_of(body)
   options = {name: value for name, value in body if name in TEMPLATE and value is not None}
@@ -100,7 +100,7 @@ def chat_token_ids(body: Any, tokenizer: Tokenizer) -> list[int]:
   for name in ("messages", "raise_exception", "chat_template"):
     check(name not in variables, f"chat_template_kwargs: {name} is reserved")
   check("tools" not in variables or "tools" in (tokenizer.config.get("chat_template") or ""),
-        "tools: the model's chat template knows none")
+        "tools: the model's chat template does not support tools")
   text = tokenizer.apply_chat_template([*map(with_parsed_arguments, body.messages)], **variables)
   return tokenizer.encode(text, False)
 
@@ -108,7 +108,7 @@ def chat_token_ids(body: Any, tokenizer: Tokenizer) -> list[int]:
 # Responses
 
 def usage_of(requests: list[Request]) -> dict[str, Any]:
-  prompt = sum(request.sequences[0].num_prompt for request in requests)   # samples share it
+  prompt = sum(request.sequences[0].num_prompt for request in requests)   # samples share the prompt
   generated = sum(request.metrics.num_generated for request in requests)
   cached = sum(request.sequences[0].num_cached or 0 for request in requests)
   return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
@@ -121,7 +121,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 class ResponseBuilder:
-  """Builds the responses to one request, whole or chunk by chunk. kind: "cmpl", "chatcmpl" or "generate"."""
+  """Builds a request's response, whole or in chunks. kind: "cmpl", "chatcmpl" or "generate"."""
   def __init__(self, kind: str, model_name: str, body: Any, params: SamplingParams, tokenizer: Tokenizer):
     self.chat = kind == "chatcmpl"
     self.kind = kind
@@ -129,12 +129,12 @@ class ResponseBuilder:
     self.params = params
     self.tokenizer = tokenizer
     self.head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model_name}
-    self.cursors = dict[int, tuple[int, list[int]]]()   # by choice: length of its text so far, its last token
+    self.cursors = dict[int, tuple[int, list[int]]]()   # by choice: text length so far, last token
     self.tools = tools_of(body) if self.chat else []
-    self.tool_texts = dict[int, tuple[str, int]]()   # by choice: its text so far, number of characters delivered
+    self.tool_texts = dict[int, tuple[str, int]]()   # by choice: text so far, number of characters delivered
 
   def split_calls(self, index: int, delta: str, finished: bool) -> tuple[str, list[dict]]:
-    """Return the new plain text of a choice that may call tools, and its calls once it has finished."""
+    """Return a choice's new plain text, and its tool calls once it has finished."""
     before, num_delivered = self.tool_texts.get(index, ("", 0))
     text = before + delta
     plain, calls = parse_calls(text, self.tools) if finished else (text[:num_plain_characters(text)], [])
@@ -143,13 +143,13 @@ class ResponseBuilder:
     return plain[num_delivered:], calls
 
   def response(self, choices: list[dict]) -> dict[str, Any]:
-    """Return the object around some choices: a response, or a chunk of a stream."""
+    """Wrap choices in a response object or, in a stream, a chunk object."""
     chat = "chat.completion.chunk" if self.body.stream else "chat.completion"
     texts = {"text": [choice["text"] for choice in choices]} if self.kind == "generate" else {}
     return {**self.head, "object": chat if self.chat else "text_completion", "choices": choices, **texts}
 
   def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-    """Return a choice object with a completion's text and tokens, or with its new ones in a stream."""
+    """Return a choice object with a completion's text and tokens, in a stream only the new ones."""
     index = prompt_index * self.params.n + completion.index
     text = completion.text
     ids = completion.token_ids
@@ -157,7 +157,7 @@ class ResponseBuilder:
     first = index not in self.cursors
     offset, before = self.cursors.get(index, (0, output.prompt_token_ids[-1:]))
     extra: dict[str, Any] = {}
-    if first and self.body.prompt_logprobs is not None:   # vLLM's name and form
+    if first and self.body.prompt_logprobs is not None:   # vLLM's name and format
       rows = output.prompt_logprobs or []
       extra["prompt_logprobs"] = [row and {i: x._asdict() for i, x in row.items()} for row in rows]
     if first and not self.chat and self.body.echo:
@@ -183,11 +183,11 @@ class ResponseBuilder:
     return {"message": {"role": "assistant", **message}}
 
   def logprobs(self, before: list[int], ids: list[int], logprobs: list, offset: int) -> dict[str, list]:
-    """Return OpenAI's form of the tokens' log probabilities, one for chats and one for completions. before: the
-    previous token. logprobs: an entry per token, None for a prompt's first. offset: where the text begins."""
+    """Return log probabilities in OpenAI's format, which differs for chats and completions. before: the previous token.
+    logprobs: one entry per token, None for the first of a prompt. offset: index of the first character."""
     decode = self.tokenizer.decode
-    rows = [*zip([before, *([i] for i in ids)], ids, logprobs, strict=False)]   # the last token precedes none
-    def piece(before: list[int], token: int, skip: bool = False) -> str:   # some tokens lose their space alone
+    rows = [*zip([before, *([i] for i in ids)], ids, logprobs, strict=False)]   # no token follows the last one
+    def piece(before: list[int], token: int, skip: bool = False) -> str:   # alone, some tokens lose their space
       return decode([*before, token], skip)[len(decode(before, skip)):]
     def entry(before: list[int], token: int, entries: dict[int, Logprob]) -> dict[str, Any]:
       text = piece(before, token)
@@ -216,10 +216,10 @@ def error_response(status: int, message: str, param: str | None = None) -> fasta
 
 
 async def explain(request: fastapi.Request, error: Any) -> fastapi.Response:
-  """Return the error response for an exception of a route. Log it, unless it is the client's mistake."""
+  """Return the error response for an exception that a route raised. Log it, unless it is the client's mistake."""
   if isinstance(error, StarletteHTTPException): return error_response(error.status_code, error.detail)
   if isinstance(error, RequestValidationError): return explain_validation(request, error.errors()[0])
-  if isinstance(error, UnicodeEncodeError): return error_response(400, f"the text is not valid Unicode: {error}")
+  if isinstance(error, UnicodeEncodeError): return error_response(400, f"text is not valid Unicode: {error}")
   if isinstance(error, InputError):
     return error_response(400, str(error), "prompt" if error.parameter == "prompt_token_ids" else error.parameter)
   if not isinstance(error, MissingPackage): return JSONResponse(internal_error(error), 500)
@@ -228,7 +228,7 @@ async def explain(request: fastapi.Request, error: Any) -> fastapi.Response:
 
 
 def explain_validation(request: fastapi.Request, problem: dict[str, Any]) -> fastapi.Response:
-  """Return the error response for a body that pydantic refuses. problem: the first of its errors."""
+  """Return the error response for a body that pydantic rejected. problem: pydantic's first error."""
   if problem["type"] == "json_invalid":
     return error_response(400, f"the body is not JSON: {problem['ctx']['error']}")
   if "json" not in request.headers.get("content-type", "json"):
@@ -238,7 +238,7 @@ def explain_validation(request: fastapi.Request, problem: dict[str, Any]) -> fas
 
 
 def internal_error(error: Exception) -> dict[str, dict]:
-  """Log an exception's traceback, unless the engine's thread has done so. Return the error body of HTTP 500."""
+  """Log an exception's traceback, unless the engine thread has done so. Return the body for HTTP 500."""
   if not isinstance(error, StepError): logger.error("internal error", exc_info=error)
   return error_body(500, str(error) or repr(error))
 

@@ -1,6 +1,6 @@
-"""Tools in OpenAI's form: the JSON schema of an answer that must call tools, and the calls in an answer's text. Two
-formats are parsed: Hermes' and Qwen's <tool_call>{"name": ..., "arguments": {...}}</tool_call>, and Llama 3's: the
-whole text is {"name": ..., "parameters": {...}} or a list of such objects."""
+"""Tool calls in OpenAI's format: the JSON schema of a response that must call tools, and a parser for calls in text.
+It parses two formats: <tool_call>{"name": ..., "arguments": {...}}</tool_call> of Hermes and Qwen, and a whole text
+that is {"name": ..., "parameters": {...}} or a list of such objects, of Llama 3."""
 import json, re, uuid
 from typing import Any
 
@@ -11,25 +11,25 @@ CALLS = re.compile(rf"{BEGIN}\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 
 
 def calls_schema(tools: list[dict[str, Any]], choice: Any, parallel: bool = True) -> dict[str, Any] | None:
-  """Return the JSON schema of an answer that calls one tool, or several if `parallel`; None if no call is required.
+  """Return the JSON schema of a response that calls one tool, or several if `parallel`; None if no call is required.
 
   choice: "auto", "none", "required", or {"type": "function", "function": {"name": ...}}, which is called once. Raises
-  InputError for an unknown function or schemas that cannot be combined."""
+  InputError for an unknown function or for schemas that cannot be merged."""
   functions = {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in tools}
   if choice in (None, "auto", "none"): return None
   name = choice["function"]["name"] if isinstance(choice, dict) else None
-  check(functions, f"tool_choice={choice!r} needs tools")
+  check(functions, f"tool_choice={choice!r} requires tools")
   check(name is None or name in functions, f"tool_choice: unknown function {name!r}; use one of {', '.join(functions)}")
-  allowed = {name: functions[name]} if name else functions
+  if name: functions = {name: functions[name]}
   calls = [{"type": "object", "properties": {"name": {"const": name}, "arguments": parameters},
-            "required": ["name", "arguments"], "additionalProperties": False} for name, parameters in allowed.items()]
+            "required": ["name", "arguments"], "additionalProperties": False} for name, parameters in functions.items()]
   limit = {} if parallel and name is None else {"maxItems": 1}
-  return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit, "$defs": merged_definitions(allowed),
-          "x-guidance": {"whitespace_flexible": False}}   # a small model could emit spaces without end
+  return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit, "$defs": merged_definitions(functions),
+          "x-guidance": {"whitespace_flexible": False}}   # small models may generate spaces forever
 
 
 def merged_definitions(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
-  """Return the $defs of all functions' schemas: references "#/$defs/X" are resolved at the top of the schema."""
+  """Merge the functions' $defs, because a reference "#/$defs/X" is resolved at the top of the schema."""
   merged: dict[str, Any] = {}
   for parameters in functions.values():
     definitions = parameters.get("$defs") or {}
@@ -40,25 +40,25 @@ def merged_definitions(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-  """Return a message whose tool calls have arguments as objects, as chat templates expect, instead of JSON."""
+  """Return a message with its tool calls' JSON arguments parsed to objects, as chat templates expect."""
   calls = message.get("tool_calls")
   if not calls: return message
   try: return {**message, "tool_calls": [{**call, "function": {
     **call["function"], "arguments": json.loads(call["function"]["arguments"])}} for call in calls]}
   except (KeyError, TypeError, ValueError, RecursionError) as error:
-    raise InputError("messages: each of tool_calls must have a function with a name and arguments in JSON "
+    raise InputError("messages: every entry of tool_calls must have a function with a name and JSON arguments "
                      f"({error})") from error
 
 
 def num_plain_characters(text: str) -> int:
-  """Return how many characters at the beginning of an unfinished text cannot become part of a call."""
+  """Return how many characters at the start of an unfinished text cannot be part of a tool call."""
   if re.match(r"\s*(\[?\s*\{|\[?\s*$)", text): return 0
   if BEGIN in text: return text.index(BEGIN)
   return len(text) - max(n for n in range(len(BEGIN)) if text.endswith(BEGIN[:n]))
 
 
 def parse_calls(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-  """Split a finished text into plain text and tool calls. Without a valid call of one of the tools all is plain."""
+  """Split a finished text into plain text and tool calls. Without a valid call of a known tool, all text is plain."""
   names = [tool["function"]["name"] for tool in tools]   # a list, since a call's name may be unhashable
   try: values = [json.loads(call) for call in CALLS.findall(text) or [text]]
   except (ValueError, RecursionError): return text, []
