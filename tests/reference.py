@@ -266,10 +266,11 @@ def cut_after_end_token(ids: list[int], ends: Iterable[int]) -> list[int]:
 
 
 def ggml_blocks(x: np.ndarray, kind: Any) -> np.ndarray:
-  """Quantize a matrix to a GGUF type. gguf cannot quantize to types with super-blocks of 256: for them, return random
-  blocks with scales of a typical size, independent of x."""
+  """Quantize a matrix to a GGUF type. gguf cannot quantize to IQ4_NL and to types with super-blocks of 256: for them,
+  return random blocks with scales of a typical size, independent of x."""
   import gguf
-  d_at = {"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}   # byte offsets of d and dmin in a block
+  d_at = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0],
+          "IQ4_XS": [0]}   # byte offsets of d and dmin in a block
   if kind.name not in d_at: return gguf.quants.quantize(np.ascontiguousarray(x, np.float32), kind)
   rng = np.random.default_rng(x.size)
   block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -283,15 +284,16 @@ def ggml_blocks(x: np.ndarray, kind: Any) -> np.ndarray:
 def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | None = None,
                merges: list[str] | None = None, specials: Iterable[str] = (), template: str | None = None,
                tokenizer: str = "gpt2", kinds: dict[str, str] | None = None, pre: str = "gpt-2",
-               architecture: str | None = None) -> Path:
+               architecture: str | None = None, tensors_per_file: int = 0) -> Path:
   """Write the model in `folder` as llama.cpp's converter does: LLaMA's q and k rows interleaved, norms and biases in
   float32. kind: GGUF type of the matrices; kinds: exceptions by name. tokenizer: gpt2, built from tokens and merges, or
-  llama, the folder's tokenizer.model."""
+  llama, the folder's tokenizer.model. tensors_per_file: limit, above which gguf splits the file. Return the first
+  file."""
   import gguf
   config, weights = load(folder)
   tokens = tokens or ["a", "b", "ab", *(f"t{i}" for i in range(config["vocab_size"] - 3))]
   arch = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(config["architectures"][0], "llama")
-  writer = gguf.GGUFWriter(path, architecture or arch)
+  writer = gguf.GGUFWriter(path, architecture or arch, split_max_tensors=tensors_per_file)
   writer.add_block_count(config["num_hidden_layers"])
   writer.add_context_length(config["max_position_embeddings"])
   writer.add_embedding_length(config["hidden_size"])
@@ -346,7 +348,7 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
   writer.close()
-  return path
+  return writer.format_shard_names(path)[0]
 
 
 def token_rows(positions: Any, slots: Any, blocks: Any, block_size: int, max_blocks: int = 0) -> np.ndarray:

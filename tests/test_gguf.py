@@ -11,7 +11,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from reference import CORPUS, load, reference_greedy, tiny_model, write_gguf
+from reference import CORPUS, load, reference_greedy, tiny_model, write_gguf, write_safetensors
 from server import Server
 from safetensors import safe_open
 from tinygrad import Tensor, dtypes, nn
@@ -38,8 +38,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
           "original_max_position_embeddings": 64}
 KINDS = {   # bits, group size, with offsets
   "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (8, 32, False), "Q5_1": (8, 32, True), "Q8_0": (8, 32, False),
-  "Q4_K": (4, 32, True), "Q5_K": (8, 32, True), "Q6_K": (8, 16, False)}
-ROUNDED = {"Q4_K", "Q5_K", "Q6_K"}   # conversion rounds their scales to float16
+  "Q2_K": (4, 16, True), "Q3_K": (4, 16, False), "Q4_K": (4, 32, True), "Q5_K": (8, 32, True), "Q6_K": (8, 16, False),
+  "IQ4_NL": (8, 32, False), "IQ4_XS": (8, 32, False)}
+ROUNDED = {x for x in KINDS if x.endswith(("_K", "_XS"))}   # conversion rounds their scales to float16
 ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 HEADS = {"attn_q": 4, "attn_k": 2}
 
@@ -80,24 +81,33 @@ def values(tensors, module):
   return q * scale + offset, 2.0**-11 * (np.abs(q * scale) + np.abs(offset)) + 1e-9
 
 
-def check_conversion(folder, path, exact=False):
-  """Check that the folder has all tensors of the file, with the values that gguf decodes, and no others."""
+def decoded(path):
+  """Return the tensors of one or more files by Hugging Face's names, dequantized by gguf."""
   names = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
   parts = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
            "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
            "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
            "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-  reader = gguf.GGUFReader(path)
-  llama = reader.fields["general.architecture"].contents() == "llama"
-  tensors = tensors_of(folder)
-  checked = set()
-  for tensor in reader.tensors:
+  readers = [gguf.GGUFReader(x) for x in sorted(path.parent.glob(path.name.replace("-00001-of-", "-*-of-")))]
+  llama = readers[0].fields["general.architecture"].contents() == "llama"
+  tensors = {}
+  for tensor in (x for reader in readers for x in reader.tensors):
     first, *rest = tensor.name.split(".")
     module = f"model.layers.{rest[0]}.{parts[rest[1]]}" if first == "blk" else names[first]
-    expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    x = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     if llama and (heads := HEADS.get(rest[1] if first == "blk" else "")):
-      expected = expected.reshape(heads, -1, 2, *expected.shape[1:]).swapaxes(1, 2).reshape(expected.shape)
-    if rest[-1] == "bias": np.testing.assert_array_equal(tensors[f"{module}.bias"], expected)
+      x = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+    tensors[f"{module}.{rest[-1]}"] = x
+  return tensors
+
+
+def check_conversion(folder, path, exact=False):
+  """Check that the folder has all tensors of the file, with the values that gguf decodes, and no others."""
+  tensors = tensors_of(folder)
+  checked = set()
+  for name, expected in decoded(path).items():
+    module, _, suffix = name.rpartition(".")
+    if suffix == "bias": np.testing.assert_array_equal(tensors[name], expected)
     else:
       weight, tolerance = values(tensors, module)
       assert weight.shape == expected.shape, module
@@ -123,7 +133,7 @@ def test_convert_type_equals_gguf_package(tmp_path, kind, config):
   assert quantization["quant_method"] == "compressed-tensors" and quantization["ignore"] == []
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "IQ4_NL"])
 def test_convert_blocks_of_32_accepts_rows_below_256(tmp_path, kind):
   check_conversion(convert_model(tmp_path, kind, {}), tmp_path / "model.gguf", exact=True)
 
@@ -155,6 +165,17 @@ def test_convert_mixture_gives_fused_projections_one_format(tmp_path):
   assert quantization["format"] == "mixed-precision" and quantization["ignore"] == ["model.embed_tokens"]
 
 
+@pytest.mark.parametrize("kind,others,expected", [
+  ("Q2_K", {"attn_v": "Q3_K", "ffn_up": "Q4_0"}, (4, 16, True)), ("Q3_K", {"attn_v": "Q5_K"}, (8, 16, True)),
+  ("Q4_0", {"attn_v": "Q4_1", "ffn_gate": "Q3_K"}, (4, 32, True)), ("IQ4_XS", {"attn_v": "Q2_K"}, (8, 16, True))])
+def test_convert_fused_int4_types_stay_int4(tmp_path, kind, others, expected):
+  """llama.cpp's Q2_K has attn_v in Q3_K or Q4_K, its Q3_K_M has attn_v in Q5_K."""
+  folder = convert_model(tmp_path, kind, kinds=others)
+  check_conversion(folder, tmp_path / "model.gguf")
+  assert groups_of(folder)["model.layers.1.self_attn.q_proj"][0] == expected
+  check_weights_equal(load_model(tmp_path / "model.gguf"), load_model(folder))
+
+
 def test_convert_fused_matrix_partly_in_16_bits_is_not_quantized(tmp_path):
   folder = convert_model(tmp_path, "Q8_0", kinds={"attn_v": "F16", "ffn_up": "BF16"})
   check_conversion(folder, tmp_path / "model.gguf", exact=True)
@@ -169,6 +190,14 @@ def check_ids(model, folder):
   params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
   output, = LLM(model, **SMALL).generate({"prompt_token_ids": IDS}, params)
   assert output.outputs[0].token_ids == reference_greedy(folder, IDS, 8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gguf_ids_equal_reference_with_decoded_weights(tmp_path, kind):
+  folder = tiny_model(tmp_path / "hf", **WIDE)
+  path = write_gguf(tmp_path / "model.gguf", folder, kind)
+  write_safetensors(folder / "model.safetensors", decoded(path))
+  check_ids(path, folder)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -360,8 +389,8 @@ def test_unsupported_architecture_raises(tmp_path, architecture):
   check_refused(path, tmp_path / "converted", architecture, "llama, qwen2, qwen3")
 
 
-@pytest.mark.parametrize("kind,name", [(gguf.GGMLQuantizationType.IQ4_NL, "IQ4_NL"),
-                                       (gguf.GGMLQuantizationType.Q2_K, "Q2_K")])
+@pytest.mark.parametrize("kind,name", [(gguf.GGMLQuantizationType.IQ3_S, "IQ3_S"),
+                                       (gguf.GGMLQuantizationType.TQ1_0, "TQ1_0")])
 def test_unsupported_type_raises_with_tensor_name(tmp_path, kind, name):
   block, size = gguf.GGML_QUANT_SIZES[kind]
   writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
@@ -370,7 +399,8 @@ def test_unsupported_type_raises_with_tensor_name(tmp_path, kind, name):
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
   writer.close()
-  check_refused(tmp_path / "model.gguf", tmp_path / "converted", "blk.0.ffn_up.weight", name, "Q4_0, Q4_1", "Q6_K")
+  check_refused(tmp_path / "model.gguf", tmp_path / "converted", "blk.0.ffn_up.weight", name, "Q4_0, Q4_1",
+                "Q2_K, Q3_K", "IQ4_NL, IQ4_XS")
 
 
 @pytest.mark.parametrize("options,parts", [
@@ -435,11 +465,6 @@ def test_file_of_other_format_raises(tmp_path):
   check_refused(path, tmp_path / "converted", "version", "2, 3")
 
 
-def test_split_file_raises_with_merge_hint(tmp_path):
-  path = write_empty_gguf(tmp_path / "model.gguf", split__count=3)
-  check_refused(path, tmp_path / "converted", "3 parts", "--merge")
-
-
 @pytest.mark.parametrize("name", ["foo", "blk.0.ffn_gate_exps.weight"])
 def test_unknown_tensor_raises_with_name(tmp_path, monkeypatch, name):
   read_header = loader.read_header
@@ -449,6 +474,82 @@ def test_unknown_tensor_raises_with_name(tmp_path, monkeypatch, name):
   monkeypatch.setattr(loader, "read_header", read)
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
   check_refused(path, tmp_path / "converted", f"tensor {name}", "attn_q")
+
+
+# Split files
+
+def write_split(folder):
+  """Write a tiny model, 21 tensors, as three GGUF files and return them."""
+  write_gguf(folder / "model.gguf", tiny_model(folder / "hf"), "Q8_0", tensors_per_file=8)
+  paths = [folder / f"model-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
+  assert sorted(folder.glob("*.gguf")) == paths
+  return paths
+
+
+def test_split_file_equals_whole_file(tmp_path):
+  path = write_split(tmp_path)[0]
+  whole = write_gguf(tmp_path / "whole.gguf", tmp_path / "hf", "Q8_0")
+  check_weights_equal(load_model(path), load_model(whole))
+  checkpoints = [open_checkpoint(path), open_checkpoint(whole)]
+  pieces = [[(*x, raw.tobytes()) for *x, raw in checkpoint.fingerprint_pieces()] for checkpoint in checkpoints]
+  assert pieces[0] == pieces[1] and len(pieces[0]) == 21
+  assert checkpoints[0].hf_config == checkpoints[1].hf_config
+  check_conversion(convert(path, tmp_path / "converted"), path, exact=True)
+  write_safetensors(tmp_path / "hf" / "model.safetensors", decoded(path))
+  check_ids(path, tmp_path / "hf")
+
+
+def test_merged_file_with_zero_parts_is_whole(tmp_path, monkeypatch):
+  """llama-gguf-split --merge writes split.count=0."""
+  add_bos = gguf.GGUFWriter.add_bos_token_id
+
+  def add_split(writer, token):
+    add_bos(writer, token)
+    writer.add_uint16("split.no", 0)
+    writer.add_uint16("split.count", 0)
+  monkeypatch.setattr(gguf.GGUFWriter, "add_bos_token_id", add_split)
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
+  check_conversion(convert(path, tmp_path / "converted"), path, exact=True)
+
+
+def test_split_missing_part_raises_with_its_name(tmp_path):
+  paths = write_split(tmp_path)
+  paths[1].unlink()
+  check_refused(paths[0], tmp_path / "converted", "part 1 of 3", f"{paths[1]} is missing")
+
+
+@pytest.mark.parametrize("part", [1, 2])
+def test_split_later_part_raises_with_name_of_first(tmp_path, part):
+  paths = write_split(tmp_path)
+  check_refused(paths[part], tmp_path / "converted", f"part {part + 1} of 3", paths[0])
+
+
+def test_split_renamed_file_raises_with_expected_name(tmp_path):
+  path = write_split(tmp_path)[0].rename(tmp_path / "renamed.gguf")
+  check_refused(path, tmp_path / "converted", "part 1 of 3", "-00001-of-00003.gguf")
+
+
+def test_split_part_of_other_split_raises_with_its_name(tmp_path):
+  paths = write_split(tmp_path)
+  paths[2].write_bytes(paths[1].read_bytes())
+  check_refused(paths[0], tmp_path / "converted", paths[2], "(1, 3)", "expected (2, 3)")
+  write_gguf(tmp_path / "other.gguf", tmp_path / "hf", "Q8_0", tensors_per_file=6)
+  paths[2].write_bytes((tmp_path / "other-00003-of-00004.gguf").read_bytes())
+  check_refused(paths[0], tmp_path / "converted", paths[2], "(2, 4)", "expected (2, 3)")
+
+
+def test_split_wrong_number_of_tensors_raises(tmp_path):
+  paths = write_split(tmp_path)
+  data = paths[0].read_bytes()
+  end = data.index(b"split.tensors.count") + len("split.tensors.count")
+  paths[0].write_bytes(data[:end + 4] + (23).to_bytes(4, "little") + data[end + 8:])   # after the value's type
+  check_refused(paths[0], tmp_path / "converted", "21 tensors", "split.tensors.count=23")
+
+
+@pytest.mark.parametrize("number,count", [(5, 3), (0, 2**31)])
+def test_split_invalid_numbers_raise_with_values(tmp_path, number, count):
+  path = write_empty_gguf(tmp_path / "model.gguf", split__no=number, split__count=count)
+  check_refused(path, tmp_path / "converted", f"split.no={number}", f"split.count={count}")
 
 
 # The output folder

@@ -38,34 +38,52 @@ class Format(NamedTuple):
   has_offset: bool
 
 
+class Packing(NamedTuple):
+  """The packing of integers: value = low + (high << bits of low) - zero_point."""
+  low: tuple[int, int] = (16, 4)           # arguments of `unpack_planes` for the field NAME
+  high: tuple[int, int] | None = None      # and for NAME_high, if it exists
+  zero_point: int = 0
+
+
 class TensorType(NamedTuple):
   """The layout of a GGUF tensor type: a row is a sequence of blocks of `inputs` weights, each a numpy record of
-  `fields`. q = low + 16 * high - zero_point."""
+  `fields`, named as in ggml: q, d (scale), m (offset) or dmin (minus offset), and scales (factors of d, then dmin)."""
   name: str
   inputs: int
   fields: Any
   quant_format: Format | None = None   # None: not quantized
-  zero_point: int = 0
-  low: tuple[int, int] = (16, 4)    # arguments of `unpack_planes` for the field of this name
-  high: tuple[int, int] = (1, 1)
+  q: Packing = Packing()
+  scales: Packing | None = None        # None: none, or as `unpack_k_scales` reads them
+  levels: Sequence[int] = ()           # value of each q; (): q itself
 
 
-K_SCALES = [("d", "<f2"), ("m", "<f2"), ("scales", "u1", 12)]
+SIGNS = {"d": 1, "m": 1, "dmin": -1}
+D, M, DMIN = [(name, "<f2") for name in SIGNS]
+Q4, K_SCALES = ("q", "u1", 16), ("scales", "u1", 12)
+LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)   # kvalues_iq4nl in ggml-common.h
 TYPES = {   # by GGUF type id. numpy has no bfloat16
   0: TensorType("F32", 1, "<f4"), 1: TensorType("F16", 1, "<f2"), 30: TensorType("BF16", 1, "<u2"),
-  2: TensorType("Q4_0", 32, [("d", "<f2"), ("low", "u1", 16)], Format(4, 32, False), 8),
-  3: TensorType("Q4_1", 32, [("d", "<f2"), ("m", "<f2"), ("low", "u1", 16)], Format(4, 32, True)),
-  6: TensorType("Q5_0", 32, [("d", "<f2"), ("high", "u1", 4), ("low", "u1", 16)], Format(8, 32, False), 16),
-  7: TensorType("Q5_1", 32, [("d", "<f2"), ("m", "<f2"), ("high", "u1", 4), ("low", "u1", 16)], Format(8, 32, True)),
-  8: TensorType("Q8_0", 32, [("d", "<f2"), ("low", "u1", 32)], Format(8, 32, False), low=(32, 8)),
-  12: TensorType("Q4_K", 256, [*K_SCALES, ("low", "u1", 128)], Format(4, 32, True), low=(32, 4)),
-  13: TensorType("Q5_K", 256, [*K_SCALES, ("high", "u1", 32), ("low", "u1", 128)],
-                  Format(8, 32, True), low=(32, 4), high=(32, 1)),
-  14: TensorType("Q6_K", 256, [("low", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), ("d", "<f2")],
-                  Format(8, 16, False), 32, (64, 4), (32, 2))}
-OTHER_TYPES = dict(zip([9, 10, 11, *range(15, 30), 34, 35, 39], [
-  "Q8_1", "Q2_K", "Q3_K", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL", "IQ3_S", "IQ2_S", "IQ4_XS", "I8",
-  "I16", "I32", "I64", "F64", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4"], strict=True))
+  2: TensorType("Q4_0", 32, [D, Q4], Format(4, 32, False), Packing(zero_point=8)),
+  3: TensorType("Q4_1", 32, [D, M, Q4], Format(4, 32, True)),
+  6: TensorType("Q5_0", 32, [D, ("q_high", "u1", 4), Q4], Format(8, 32, False),
+                 Packing((16, 4), (1, 1), 16)),
+  7: TensorType("Q5_1", 32, [D, M, ("q_high", "u1", 4), Q4], Format(8, 32, True), Packing((16, 4), (1, 1))),
+  8: TensorType("Q8_0", 32, [D, ("q", "u1", 32)], Format(8, 32, False), Packing((32, 8))),
+  10: TensorType("Q2_K", 256, [("scales", "u1", 16), ("q", "u1", 64), D, DMIN], Format(4, 16, True),
+                 Packing((32, 2)), Packing((16, 4))),
+  11: TensorType("Q3_K", 256, [("q_high", "u1", 32), ("q", "u1", 64), ("scales", "u1", 8), ("scales_high", "u1", 4), D],
+                 Format(4, 16, False), Packing((32, 2), (32, 1), 4), Packing((8, 4), (4, 2), 32)),
+  12: TensorType("Q4_K", 256, [D, DMIN, K_SCALES, ("q", "u1", 128)], Format(4, 32, True), Packing((32, 4))),
+  13: TensorType("Q5_K", 256, [D, DMIN, K_SCALES, ("q_high", "u1", 32), ("q", "u1", 128)], Format(8, 32, True),
+                 Packing((32, 4), (32, 1))),
+  14: TensorType("Q6_K", 256, [("q", "u1", 128), ("q_high", "u1", 64), ("scales", "u1", 16), D], Format(8, 16, False),
+                 Packing((64, 4), (32, 2), 32), Packing((16, 8))),
+  20: TensorType("IQ4_NL", 32, [D, Q4], Format(8, 32, False), levels=LEVELS),
+  23: TensorType("IQ4_XS", 256, [D, ("scales_high", "u1", 2), ("scales", "u1", 4), ("q", "u1", 128)],
+                 Format(8, 32, False), scales=Packing((1, 4), (1, 2), 32), levels=LEVELS)}
+OTHER_TYPES = dict(zip([9, *range(15, 20), 21, 22, *range(24, 30), 34, 35, 39], [
+  "Q8_1", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ3_S", "IQ2_S", "I8", "I16", "I32", "I64", "F64", "IQ1_M",
+  "TQ1_0", "TQ2_0", "MXFP4"], strict=True))
 
 
 def unpack_planes(data: np.ndarray, width: int, bits: int) -> np.ndarray:
@@ -77,31 +95,38 @@ def unpack_planes(data: np.ndarray, width: int, bits: int) -> np.ndarray:
   return planes.reshape(*data.shape[:-1], -1)
 
 
-def unpack_k_scales(data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def unpack(blocks: np.ndarray, name: str, packing: Packing) -> np.ndarray:
+  """Return the integers of a field, (..., n) int8."""
+  values = unpack_planes(blocks[name], *packing.low)
+  if packing.high: values |= unpack_planes(blocks[f"{name}_high"], *packing.high) << np.uint8(packing.low[1])
+  values -= np.uint8(packing.zero_point)
+  return values.view(np.int8)
+
+
+def unpack_k_scales(data: np.ndarray) -> np.ndarray:
   """Unpack 12 bytes to 8 scales and 8 minima of 6 bits each. Bytes 0-3 and 4-7 hold the first four of each; their upper
   2 bits and the nibbles of bytes 8-11 form the last four."""
   scales, minima, nibbles = np.split(data, 3, -1)
-  return (np.concatenate([scales & 63, nibbles & 15 | scales >> 2 & 48], -1),
-          np.concatenate([minima & 63, nibbles >> 4 | minima >> 2 & 48], -1))
+  return np.concatenate([scales & 63, nibbles & 15 | scales >> 2 & 48,
+                         minima & 63, nibbles >> 4 | minima >> 2 & 48], -1)
 
 
 def decode(tensor_type: TensorType, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
   """Return q, (rows, inputs) int8, scale, (rows, groups) float32, and offset, like scale or None. blocks: (rows,
   blocks per row)."""
   rows = len(blocks)
-  fields = blocks.dtype.names or ()
-  q = unpack_planes(blocks["low"], *tensor_type.low)
-  if "high" in fields: q |= unpack_planes(blocks["high"], *tensor_type.high) << np.uint8(4)
-  q = q.view(np.int8).reshape(rows, -1)
-  q -= np.int8(tensor_type.zero_point)
-  scale = blocks["d"].astype(np.float32)[..., None]
-  if "m" not in fields: return q, (scale * blocks["scales"] if "scales" in fields else scale).reshape(rows, -1), None
-  offset = blocks["m"].astype(np.float32)[..., None]
+  fields: Any = blocks.dtype.fields
+  q = unpack(blocks, "q", tensor_type.q)
+  if tensor_type.levels:   # indexing an array would convert q to int64
+    levels = np.array(tensor_type.levels, np.int8).tobytes().ljust(256)
+    q = np.frombuffer(bytearray(q).translate(levels), np.int8)
+  terms = [blocks[name].astype(np.float32)[..., None] * sign for name, sign in SIGNS.items() if name in fields]
   if "scales" in fields:
-    scales, minima = unpack_k_scales(blocks["scales"])
-    scale = scale * scales
-    offset = -offset * minima
-  return q, scale.reshape(rows, -1), offset.reshape(rows, -1)
+    packing = tensor_type.scales
+    scales = unpack(blocks, "scales", packing) if packing else unpack_k_scales(blocks["scales"])
+    terms = [x * y for x, y in zip(terms, np.split(scales, len(terms), -1), strict=True)]
+  q, scale, *offset = [x.reshape(rows, -1) for x in (q, *terms)]
+  return q, scale, offset[0] if offset else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,10 +148,12 @@ class StoredTensor(weights.StoredTensor):
     q, scale, offset = decode(self.tensor_type, self.read())
     repeats = q.shape[1] // target.group_size // scale.shape[1]   # a group of 32 becomes two of 16
     scale = scale.astype("<f2").repeat(repeats, 1)
-    if target.bits == 4: q = (q if target.has_offset else q + np.int8(8)).view(np.uint8)
-    if target.has_offset: offset = np.zeros_like(scale) if offset is None else offset.astype("<f2").repeat(repeats, 1)
-    elif target.bits == 4: offset = -8 * scale
-    return Quantized(q, scale, offset, np.arange(q.shape[1]))
+    if offset is not None: offset = offset.astype("<f2").repeat(repeats, 1)
+    elif target.bits == 4:   # from -8..7 to 0..15
+      q += np.int8(8)
+      offset = -8 * scale
+    elif target.has_offset: offset = np.zeros_like(scale)
+    return Quantized(q.view(np.uint8) if target.bits == 4 else q, scale, offset, np.arange(q.shape[1]))
 
   def read_float32(self) -> np.ndarray:
     """Return the weight, dequantized if necessary."""
@@ -136,13 +163,14 @@ class StoredTensor(weights.StoredTensor):
 
 
 def common_format(types: Sequence[TensorType]) -> Format | str:
-  """Return the format or dtype for matrices that are fused: their own if all have the same; int8 with the smallest
-  group if all are quantized, which represents each exactly; else F32."""
+  """Return the format or dtype for matrices that are fused: their own if all have the same; the most bits and
+  the smallest group if all are quantized, which represent each exactly; else F32."""
   formats = [tensor_type.quant_format or tensor_type.name for tensor_type in types]
   quantized = [x for x in formats if isinstance(x, Format)]
   if len({*formats}) == 1: return formats[0]
   if len(quantized) < len(formats): return "F32"
-  return Format(8, min(x.group_size for x in quantized), any(x.has_offset for x in quantized))
+  bits, group_sizes, has_offset = zip(*quantized, strict=True)
+  return Format(max(bits), min(group_sizes), any(has_offset))
 
 
 class HeaderReader(mmap.mmap):
@@ -191,6 +219,31 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, StoredTen
   return metadata, {info[0]: locate_tensor(path, start, size, *info) for info in tensor_infos}
 
 
+def read_parts(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+  """Return the metadata and tensors of a file and, if it is the first part of a split model, of all parts. Their names
+  end with -00001-of-00003.gguf and so on. Raises InputError naming a part that is missing or of another model."""
+  metadata, tensors = read_header(path)
+  number, count = metadata.get("split.no", 0), metadata.get("split.count", 0)
+  if count in (0, 1): return metadata, tensors   # llama-gguf-split --merge writes 0
+  is_valid = isinstance(number, int) and isinstance(count, int) and 0 <= number < count < 2**16
+  check(is_valid, f"model: {path}: split.no={number!r} must be from 0 to split.count={count!r}, at most 65535")
+  part_name = f"model: {path} is part {number + 1} of {count}"
+  endings = [f"-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
+  check(path.name.endswith(endings[number]), f"{part_name}: its name must end with {endings[number]}")
+  parts = [path.with_name(path.name.removesuffix(endings[number]) + ending) for ending in endings]
+  check(number == 0, f"{part_name}: pass the first part, {parts[0]}")
+  for i, part in enumerate(parts[1:], 1):
+    check(part.is_file(), f"{part_name}: {part} is missing: download it to the same folder")
+    other, part_tensors = read_header(part)
+    tensors |= part_tensors
+    position = (other.get("split.no"), other.get("split.count"))
+    check(position == (i, count), f"{part_name}: {part} has split.no and split.count {position}; expected {i, count}")
+  expected = metadata.get("split.tensors.count")
+  check(len(tensors) == expected, f"{part_name}: the parts have {len(tensors)} tensors, but "
+        f"split.tensors.count={expected}: download all parts again")
+  return metadata, tensors
+
+
 def locate_tensor(path: pathlib.Path, data_start: int, file_size: int, name: str, shape: tuple, type_id: int,
                   offset: int) -> StoredTensor:
   supported = ", ".join(x.name for x in TYPES.values())
@@ -210,9 +263,7 @@ def locate_tensor(path: pathlib.Path, data_start: int, file_size: int, name: str
 def read_config(path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
   """Return the content of an equivalent config.json. Raises InputError for an unsupported file."""
   arch = str(metadata.get("general.architecture"))
-  num_files = metadata.get("split.count", 1)
   check(arch in ARCHITECTURES, f"model: {path} has architecture {arch}; supported: {', '.join(ARCHITECTURES)}")
-  check(num_files == 1, f"model: {path} is one of {num_files} parts: merge them with llama-gguf-split --merge")
   config = {name: metadata[f"{arch}.{key}"] for key, name in KEYS.items() if metadata.get(f"{arch}.{key}")}
   for key in REQUIRED: check(KEYS[key] in config, f"model: {path} lacks {arch}.{key}")
   for name, value in config.items():
@@ -264,11 +315,11 @@ def rename(path: pathlib.Path, config: dict[str, Any], tensors: dict[str, Stored
 
 
 class Checkpoint(weights.Checkpoint):
-  """A GGUF file."""
+  """A GGUF file, or several parts, given by the first."""
   def __init__(self, path: pathlib.Path):
     self.path = path
     self.generation_config = {}
-    self.metadata, tensors = read_header(path)
+    self.metadata, tensors = read_parts(path)
     self.hf_config = read_config(path, self.metadata, tensors)
     self.all_tensors = rename(path, self.hf_config, tensors)
 
