@@ -1,6 +1,7 @@
 """GGUF files, loaded and converted: the weights equal the output of ggml's own decoder, the package gguf. A loaded file
 equals its converted folder bit for bit."""
 import errno
+import functools
 import json
 import os
 import random
@@ -11,7 +12,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from reference import CORPUS, load, reference_greedy, tiny_model, write_gguf, write_safetensors
+from reference import CORPUS, load, reference_greedy, reference_logits, tiny_model, write_gguf, write_safetensors
 from server import Server
 from safetensors import safe_open
 from tinygrad import Tensor, dtypes, nn
@@ -193,9 +194,19 @@ def check_ids(model, folder):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gguf_ids_equal_reference_with_decoded_weights(tmp_path, kind):
+def test_gguf_ids_and_logits_equal_decoded_reference(tmp_path, kind):
+  """Embeddings in float32, because quantized ones are rounded to float16, then all matrices quantized."""
   folder = tiny_model(tmp_path / "hf", **WIDE)
-  path = write_gguf(tmp_path / "model.gguf", folder, kind)
+  write_gguf(tmp_path / "model.gguf", folder, kind, kinds={"token_embd": "F32"})
+  write_safetensors(folder / "model.safetensors", decoded(tmp_path / "model.gguf"))
+  expected = reference_logits(folder, IDS)[-1]
+  params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+  output, = LLM(tmp_path / "model.gguf", **SMALL).generate({"prompt_token_ids": IDS}, params)
+  logprobs = output.outputs[0].logprobs[0]
+  shift = expected.max() + np.log(np.exp(expected - expected.max()).sum())
+  tolerance = 1e-3 * np.abs(expected).max() if kind in ROUNDED else 1e-4
+  np.testing.assert_allclose([x.logprob for x in logprobs.values()], expected[[*logprobs]] - shift, 0, tolerance)
+  path = write_gguf(tmp_path / "quantized.gguf", folder, kind)
   write_safetensors(folder / "model.safetensors", decoded(path))
   check_ids(path, folder)
 
@@ -478,16 +489,22 @@ def test_unknown_tensor_raises_with_name(tmp_path, monkeypatch, name):
 
 # Split files
 
-def write_split(folder):
+def write_split(folder, per_file=8):
   """Write a tiny model, 21 tensors, as three GGUF files and return them."""
-  write_gguf(folder / "model.gguf", tiny_model(folder / "hf"), "Q8_0", tensors_per_file=8)
+  write_gguf(folder / "model.gguf", tiny_model(folder / "hf"), "Q8_0", tensors_per_file=per_file)
   paths = [folder / f"model-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
   assert sorted(folder.glob("*.gguf")) == paths
   return paths
 
 
-def test_split_file_equals_whole_file(tmp_path):
-  path = write_split(tmp_path)[0]
+@pytest.mark.parametrize("per_file,small_first_shard", [(8, False), (11, True)])
+def test_split_file_equals_whole_file(tmp_path, monkeypatch, per_file, small_first_shard):
+  """The first part may have no tensors."""
+  writer = gguf.GGUFWriter
+  monkeypatch.setattr(gguf, "GGUFWriter", functools.partial(writer, small_first_shard=small_first_shard))
+  path = write_split(tmp_path, per_file)[0]
+  monkeypatch.setattr(gguf, "GGUFWriter", writer)
+  assert bool(gguf.GGUFReader(path).tensors) != small_first_shard
   whole = write_gguf(tmp_path / "whole.gguf", tmp_path / "hf", "Q8_0")
   check_weights_equal(load_model(path), load_model(whole))
   checkpoints = [open_checkpoint(path), open_checkpoint(whole)]
@@ -532,17 +549,21 @@ def test_split_renamed_file_raises_with_expected_name(tmp_path):
 def test_split_part_of_other_split_raises_with_its_name(tmp_path):
   paths = write_split(tmp_path)
   paths[2].write_bytes(paths[1].read_bytes())
-  check_refused(paths[0], tmp_path / "converted", paths[2], "(1, 3)", "expected (2, 3)")
+  check_refused(paths[0], tmp_path / "converted", paths[2], "[1, 3, 21]", "expected [2, 3, 21]")
   write_gguf(tmp_path / "other.gguf", tmp_path / "hf", "Q8_0", tensors_per_file=6)
   paths[2].write_bytes((tmp_path / "other-00003-of-00004.gguf").read_bytes())
-  check_refused(paths[0], tmp_path / "converted", paths[2], "(2, 4)", "expected (2, 3)")
+  check_refused(paths[0], tmp_path / "converted", paths[2], "[2, 4, 21]", "expected [2, 3, 21]")
+  write_gguf(tmp_path / "other.gguf", tiny_model(tmp_path / "tied", tie_word_embeddings=True), tensors_per_file=8)
+  paths[2].write_bytes((tmp_path / "other-00003-of-00003.gguf").read_bytes())
+  check_refused(paths[0], tmp_path / "converted", paths[2], "[2, 3, 20]", "expected [2, 3, 21]")
 
 
 def test_split_wrong_number_of_tensors_raises(tmp_path):
   paths = write_split(tmp_path)
-  data = paths[0].read_bytes()
-  end = data.index(b"split.tensors.count") + len("split.tensors.count")
-  paths[0].write_bytes(data[:end + 4] + (23).to_bytes(4, "little") + data[end + 8:])   # after the value's type
+  for path in paths:
+    data = path.read_bytes()
+    end = data.index(b"split.tensors.count") + len("split.tensors.count")
+    path.write_bytes(data[:end + 4] + (23).to_bytes(4, "little") + data[end + 8:])   # after the value's type
   check_refused(paths[0], tmp_path / "converted", "21 tensors", "split.tensors.count=23")
 
 

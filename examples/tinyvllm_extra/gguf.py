@@ -2,7 +2,7 @@
 Quantized weights keep their bits: q * scale + offset in groups of inputs, with scale and offset in float16."""
 import dataclasses, itertools, math, mmap, os, pathlib, struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from tinyvllm.config import check
 
 from . import weights
 from .gguf_tokenizer import make_tokenizer
+from .gguf_types import OTHER_TYPES, TYPES, Format, TensorType, common_format, decode
 from .huggingface import Tokenizer
 from .quantization import Matrix, Quantized
 
@@ -28,105 +29,8 @@ NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outpu
          "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
          **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
          **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}}
+SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")   # in every part of a split model
 LAYER_TENSORS = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
-
-
-class Format(NamedTuple):
-  """The integer format of a quantized weight."""
-  bits: int
-  group_size: int    # inputs that share a scale
-  has_offset: bool
-
-
-class Packing(NamedTuple):
-  """The packing of integers: value = low + (high << bits of low) - zero_point."""
-  low: tuple[int, int] = (16, 4)           # arguments of `unpack_planes` for the field NAME
-  high: tuple[int, int] | None = None      # and for NAME_high, if it exists
-  zero_point: int = 0
-
-
-class TensorType(NamedTuple):
-  """The layout of a GGUF tensor type: a row is a sequence of blocks of `inputs` weights, each a numpy record of
-  `fields`, named as in ggml: q, d (scale), m (offset) or dmin (minus offset), and scales (factors of d, then dmin)."""
-  name: str
-  inputs: int
-  fields: Any
-  quant_format: Format | None = None   # None: not quantized
-  q: Packing = Packing()
-  scales: Packing | None = None        # None: none, or as `unpack_k_scales` reads them
-  levels: Sequence[int] = ()           # value of each q; (): q itself
-
-
-SIGNS = {"d": 1, "m": 1, "dmin": -1}
-D, M, DMIN = [(name, "<f2") for name in SIGNS]
-Q4, K_SCALES = ("q", "u1", 16), ("scales", "u1", 12)
-LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)   # kvalues_iq4nl in ggml-common.h
-TYPES = {   # by GGUF type id. numpy has no bfloat16
-  0: TensorType("F32", 1, "<f4"), 1: TensorType("F16", 1, "<f2"), 30: TensorType("BF16", 1, "<u2"),
-  2: TensorType("Q4_0", 32, [D, Q4], Format(4, 32, False), Packing(zero_point=8)),
-  3: TensorType("Q4_1", 32, [D, M, Q4], Format(4, 32, True)),
-  6: TensorType("Q5_0", 32, [D, ("q_high", "u1", 4), Q4], Format(8, 32, False),
-                 Packing((16, 4), (1, 1), 16)),
-  7: TensorType("Q5_1", 32, [D, M, ("q_high", "u1", 4), Q4], Format(8, 32, True), Packing((16, 4), (1, 1))),
-  8: TensorType("Q8_0", 32, [D, ("q", "u1", 32)], Format(8, 32, False), Packing((32, 8))),
-  10: TensorType("Q2_K", 256, [("scales", "u1", 16), ("q", "u1", 64), D, DMIN], Format(4, 16, True),
-                 Packing((32, 2)), Packing((16, 4))),
-  11: TensorType("Q3_K", 256, [("q_high", "u1", 32), ("q", "u1", 64), ("scales", "u1", 8), ("scales_high", "u1", 4), D],
-                 Format(4, 16, False), Packing((32, 2), (32, 1), 4), Packing((8, 4), (4, 2), 32)),
-  12: TensorType("Q4_K", 256, [D, DMIN, K_SCALES, ("q", "u1", 128)], Format(4, 32, True), Packing((32, 4))),
-  13: TensorType("Q5_K", 256, [D, DMIN, K_SCALES, ("q_high", "u1", 32), ("q", "u1", 128)], Format(8, 32, True),
-                 Packing((32, 4), (32, 1))),
-  14: TensorType("Q6_K", 256, [("q", "u1", 128), ("q_high", "u1", 64), ("scales", "u1", 16), D], Format(8, 16, False),
-                 Packing((64, 4), (32, 2), 32), Packing((16, 8))),
-  20: TensorType("IQ4_NL", 32, [D, Q4], Format(8, 32, False), levels=LEVELS),
-  23: TensorType("IQ4_XS", 256, [D, ("scales_high", "u1", 2), ("scales", "u1", 4), ("q", "u1", 128)],
-                 Format(8, 32, False), scales=Packing((1, 4), (1, 2), 32), levels=LEVELS)}
-OTHER_TYPES = dict(zip([9, *range(15, 20), 21, 22, *range(24, 30), 34, 35, 39], [
-  "Q8_1", "Q8_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ3_S", "IQ2_S", "I8", "I16", "I32", "I64", "F64", "IQ1_M",
-  "TQ1_0", "TQ2_0", "MXFP4"], strict=True))
-
-
-def unpack_planes(data: np.ndarray, width: int, bits: int) -> np.ndarray:
-  """Unpack uint8, (..., n), to (..., n * 8 / bits): of every `width` bytes first their lowest `bits` bits, then the
-  next ones."""
-  shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-  planes = data.reshape(*data.shape[:-1], -1, 1, width) >> shifts
-  planes &= np.uint8(2**bits - 1)
-  return planes.reshape(*data.shape[:-1], -1)
-
-
-def unpack(blocks: np.ndarray, name: str, packing: Packing) -> np.ndarray:
-  """Return the integers of a field, (..., n) int8."""
-  values = unpack_planes(blocks[name], *packing.low)
-  if packing.high: values |= unpack_planes(blocks[f"{name}_high"], *packing.high) << np.uint8(packing.low[1])
-  values -= np.uint8(packing.zero_point)
-  return values.view(np.int8)
-
-
-def unpack_k_scales(data: np.ndarray) -> np.ndarray:
-  """Unpack 12 bytes to 8 scales and 8 minima of 6 bits each. Bytes 0-3 and 4-7 hold the first four of each; their upper
-  2 bits and the nibbles of bytes 8-11 form the last four."""
-  scales, minima, nibbles = np.split(data, 3, -1)
-  return np.concatenate([scales & 63, nibbles & 15 | scales >> 2 & 48,
-                         minima & 63, nibbles >> 4 | minima >> 2 & 48], -1)
-
-
-def decode(tensor_type: TensorType, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-  """Return q, (rows, inputs) int8, scale, (rows, groups) float32, and offset, like scale or None. blocks: (rows,
-  blocks per row)."""
-  rows = len(blocks)
-  fields: Any = blocks.dtype.fields
-  q = unpack(blocks, "q", tensor_type.q)
-  if tensor_type.levels:   # indexing an array would convert q to int64
-    levels = np.array(tensor_type.levels, np.int8).tobytes().ljust(256)
-    q = np.frombuffer(bytearray(q).translate(levels), np.int8)
-  terms = [blocks[name].astype(np.float32)[..., None] * sign for name, sign in SIGNS.items() if name in fields]
-  if "scales" in fields:
-    packing = tensor_type.scales
-    scales = unpack(blocks, "scales", packing) if packing else unpack_k_scales(blocks["scales"])
-    terms = [x * y for x, y in zip(terms, np.split(scales, len(terms), -1), strict=True)]
-  q, scale, *offset = [x.reshape(rows, -1) for x in (q, *terms)]
-  return q, scale, offset[0] if offset else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,17 +64,6 @@ class StoredTensor(weights.StoredTensor):
     if not self.tensor_type.quant_format: return weights.to_float32(self.read())
     q, scale, offset = decode(self.tensor_type, self.read())
     return weights.dequantize(Quantized(q, scale, offset, np.arange(q.shape[1])), np.float32)
-
-
-def common_format(types: Sequence[TensorType]) -> Format | str:
-  """Return the format or dtype for matrices that are fused: their own if all have the same; the most bits and
-  the smallest group if all are quantized, which represent each exactly; else F32."""
-  formats = [tensor_type.quant_format or tensor_type.name for tensor_type in types]
-  quantized = [x for x in formats if isinstance(x, Format)]
-  if len({*formats}) == 1: return formats[0]
-  if len(quantized) < len(formats): return "F32"
-  bits, group_sizes, has_offset = zip(*quantized, strict=True)
-  return Format(max(bits), min(group_sizes), any(has_offset))
 
 
 class HeaderReader(mmap.mmap):
@@ -223,24 +116,24 @@ def read_parts(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, StoredTens
   """Return the metadata and tensors of a file and, if it is the first part of a split model, of all parts. Their names
   end with -00001-of-00003.gguf and so on. Raises InputError naming a part that is missing or of another model."""
   metadata, tensors = read_header(path)
-  number, count = metadata.get("split.no", 0), metadata.get("split.count", 0)
+  number, count, num_tensors = [metadata.get(key, 0) for key in SPLIT_KEYS]
   if count in (0, 1): return metadata, tensors   # llama-gguf-split --merge writes 0
   is_valid = isinstance(number, int) and isinstance(count, int) and 0 <= number < count < 2**16
   check(is_valid, f"model: {path}: split.no={number!r} must be from 0 to split.count={count!r}, at most 65535")
-  part_name = f"model: {path} is part {number + 1} of {count}"
+  prefix = f"model: {path} is part {number + 1} of {count}"
   endings = [f"-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
-  check(path.name.endswith(endings[number]), f"{part_name}: its name must end with {endings[number]}")
+  check(path.name.endswith(endings[number]), f"{prefix}: its name must end with {endings[number]}")
   parts = [path.with_name(path.name.removesuffix(endings[number]) + ending) for ending in endings]
-  check(number == 0, f"{part_name}: pass the first part, {parts[0]}")
+  check(number == 0, f"{prefix}: pass the first part, {parts[0]}")
   for i, part in enumerate(parts[1:], 1):
-    check(part.is_file(), f"{part_name}: {part} is missing: download it to the same folder")
-    other, part_tensors = read_header(part)
+    check(part.is_file(), f"{prefix}: {part} is missing: download it to the same folder")
+    part_metadata, part_tensors = read_header(part)
     tensors |= part_tensors
-    position = (other.get("split.no"), other.get("split.count"))
-    check(position == (i, count), f"{part_name}: {part} has split.no and split.count {position}; expected {i, count}")
-  expected = metadata.get("split.tensors.count")
-  check(len(tensors) == expected, f"{part_name}: the parts have {len(tensors)} tensors, but "
-        f"split.tensors.count={expected}: download all parts again")
+    values = [part_metadata.get(key, 0) for key in SPLIT_KEYS]
+    check(values == [i, count, num_tensors], f"{prefix}: {part} has {', '.join(SPLIT_KEYS)} = {values}; expected "
+          f"{[i, count, num_tensors]}: download all parts of one model")
+  check(len(tensors) == num_tensors, f"{prefix}: all parts have {len(tensors)} tensors, but "
+        f"split.tensors.count={num_tensors}: download them again")
   return metadata, tensors
 
 

@@ -8,8 +8,9 @@ import numpy as np
 
 from tinyvllm.config import InputError, ModelConfig, check
 
-from .gguf import Checkpoint, Format, StoredTensor, common_format
+from .gguf import Checkpoint, StoredTensor
 from .gguf_tokenizer import read_tokenizer
+from .gguf_types import Format, common_format
 
 FUSED = {**dict.fromkeys(["q_proj", "k_proj", "v_proj"], "qkv"), **dict.fromkeys(["gate_proj", "up_proj"], "gate_up")}
 SAFETENSORS = {"f4": "F32", "f2": "F16", "u2": "BF16", "i1": "I8", "i4": "I32", "i8": "I64"}
