@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm.config import check
+from tinyvllm.config import InputError, check
 
 from . import weights
 from .gguf_tokenizer import make_tokenizer
@@ -73,11 +73,7 @@ class HeaderReader(mmap.mmap):
 
   def number(self, code: str) -> Any: return struct.unpack("<" + code, self.read(struct.calcsize("<" + code)))[0]
 
-  def string(self) -> str:
-    size = self.number("Q")
-    data = self.read(min(size, len(self)))
-    if len(data) < size: raise EOFError("a string extends past the end of the file")
-    return data.decode()
+  def string(self) -> str: return self.number(f"{self.number('Q')}s").decode()
 
   def value(self, type_id: int, nested: bool = False) -> Any:
     if type_id == self.STRING: return self.string()
@@ -93,19 +89,16 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, StoredTen
   check(size, f"model: {path} is empty: expected a GGUF file")
   with path.open("rb") as file: reader = HeaderReader(file.fileno(), 0, access=mmap.ACCESS_READ)
   check(reader.read(4) == b"GGUF", f"model: {path} is not a readable GGUF file: it must start with GGUF")
-  metadata: dict[str, Any] = {}
-  tensor_infos = []
   try:
     version = reader.number("I")
     check(version in (2, 3), f"model: {path} has GGUF version {version}; supported: 2, 3, little-endian")
     num_tensors = reader.number("Q")
-    metadata |= {reader.string(): reader.value(reader.number("I")) for _ in range(reader.number("Q"))}
-    for _ in range(num_tensors):
-      name = reader.string()
-      shape = [reader.number("Q") for _ in range(reader.number("I"))]
-      tensor_infos.append((name, (*reversed(shape),), reader.number("I"), reader.number("Q")))
-  except (EOFError, LookupError, UnicodeDecodeError, struct.error) as e:
-    check(False, f"model: {path} is not a readable GGUF file or is truncated: at byte {reader.tell()} of {size}: {e}")
+    metadata = {reader.string(): reader.value(reader.number("I")) for _ in range(reader.number("Q"))}
+    tensor_infos = [(reader.string(), (*[reader.number("Q") for _ in range(reader.number("I"))][::-1],),
+                     reader.number("I"), reader.number("Q")) for _ in range(num_tensors)]
+  except (LookupError, UnicodeDecodeError, struct.error) as e:
+    raise InputError(f"model: {path} is not a readable GGUF file or is truncated: at byte {reader.tell()} of {size}: "
+                     f"{e}") from e
   alignment = metadata.get("general.alignment", 32)
   check(type(alignment) is int and alignment > 0, f"model: {path}: general.alignment={alignment!r} must be above 0")
   start = -(-reader.tell() // alignment) * alignment
