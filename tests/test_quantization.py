@@ -107,8 +107,12 @@ def pack_quantized_with_offsets(name, q, scale, zero, group_of, bits):
 
 
 def compressed(bits, form="pack-quantized", **weights):
-  return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {
-    "targets": ["Linear"], "input_activations": None, "weights": {"num_bits": bits, "type": "int", **weights}}}}
+  """Return a quantization_config with all keys that compressed-tensors 0.20 writes (tests/test_formats.py)."""
+  group = {"format": form, "input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": {
+    "dynamic": False, "group_size": 32, "num_bits": bits, "strategy": "group", "symmetric": True, "type": "int"} | weights}
+  return {"config_groups": {"group_0": group}, "format": form, "global_compression_ratio": None, "ignore": ["lm_head"],
+          "kv_cache_scheme": None, "moe_sparsity_config": None, "quant_method": "compressed-tensors",
+          "quantization_status": "compressed", "sparsity_config": {}, "transform_config": {}, "version": "0.20.0"}
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
@@ -379,11 +383,23 @@ def test_damaged_tensor_raises_with_its_name(tmp_path, name, change, message):
 @pytest.mark.parametrize("config", [
   {"quant_method": "fp8"}, {"quant_method": "bitsandbytes", "load_in_4bit": True}, {"quant_method": "squeezellm"},
   {**GPTQ, "bits": 3}, {"quant_method": "awq", "bits": 8}, {"quant_method": "awq", "bits": 4, "version": "gemv"},
+  {**compressed(4), "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
   compressed(3), compressed(8, type="float"), {"quant_method": "compressed-tensors", "config_groups": {
     "g": {"weights": {"num_bits": 8, "type": "int"}, "input_activations": {"num_bits": 8}}}}], ids=str)
 def test_unsupported_quantization_config_raises_with_supported_methods(tmp_path, config):
   folder = tiny_model(tmp_path, **SIZES, quantization_config=config)
-  with pytest.raises(ValueError, match=r"quantization_config=.*awq .*gptq .*compressed"):
+  with pytest.raises(ValueError, match=r"quantization_config.*awq .*gptq .*compressed"):
+    LLM(folder, **ENGINE)
+
+
+@pytest.mark.parametrize("config,text", [
+  ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+  ({**GPTQ, "is_marlin_format": True}, "is_marlin_format=True"), ({**AWQ, "version": "marlin"}, "version='marlin'"),
+  ({**GPTQ, "quant_method": "marlin"}, "quant_method='marlin'"), (compressed(4, "marlin-24"), "format='marlin-24'")])
+def test_marlin_checkpoint_raises_with_its_field(tmp_path, config, text):
+  """Marlin's matrices are permuted."""
+  folder = tiny_model(tmp_path, **SIZES, quantization_config=config)
+  with pytest.raises(ValueError, match=f"^quantization_config: {text} is not supported: use .*gptq"):
     LLM(folder, **ENGINE)
 
 

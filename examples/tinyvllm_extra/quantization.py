@@ -36,10 +36,13 @@ class Layout(NamedTuple):
   zero_shift: int = 0            # added to the stored zero points
 
 
-LAYOUTS = {
-  "awq": [Layout(packed="out", bit_order=(0, 4, 1, 5, 2, 6, 3, 7))], "gptq": [Layout(zero_shift=1)],
-  "compressed-tensors": [Layout("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", True),
-                         Layout("weight", "weight_scale", "weight_zero_point", "weight_g_idx", True, None)]}
+COMPRESSED = [Layout("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", True),
+              Layout("weight", "weight_scale", "weight_zero_point", "weight_g_idx", True, None)]
+LAYOUTS = {   # by quant_method and variant. VARIANTS: the field that names the variant; default: the first one
+  "awq": {"gemm": [Layout(packed="out", bit_order=(0, 4, 1, 5, 2, 6, 3, 7))]},
+  "gptq": {"gptq": [Layout(zero_shift=1)], "gptq_v2": [Layout()]},
+  "compressed-tensors": dict.fromkeys(("pack-quantized", "int-quantized", "mixed-precision"), COMPRESSED)}
+VARIANTS = {"awq": "version", "gptq": "checkpoint_format", "compressed-tensors": "format"}
 SUPPORTED = ("awq (gemm, int4), gptq (int4 or int8), compressed-tensors (weights only, pack-quantized int4 or int8, or "
              "int-quantized)")
 
@@ -48,15 +51,18 @@ def find_layouts(config: dict[str, Any]) -> list[Layout]:
   """Return the layouts for a quantization_config of config.json. Raises InputError if it is not supported."""
   if not config: return []
   method = config.get("quant_method", "")
+  layouts: dict[str, list[Layout]] = LAYOUTS.get(method, {})
+  field = "is_marlin_format" if config.get("is_marlin_format") else VARIANTS.get(method, "quant_method")
+  variant = str(config.get(field) or next(iter(layouts), None)).lower()
+  text = f"is not supported: use another checkpoint of the model; supported: {SUPPORTED}"
+  check(variant in layouts, f"quantization_config: {field}={config.get(field)!r} {text}")
   groups = config.get("config_groups", {}).values()
   formats = [group.get("weights") or {} for group in groups] or [{"num_bits": config.get("bits")}]
   bits = (4,) if method == "awq" else (4, 8)
-  supported = (method in LAYOUTS and config.get("version", "gemm").lower() == "gemm"
-               and all(x.get("num_bits") in bits and x.get("type", "int") == "int" for x in formats)
-               and not any(group.get("input_activations") or group.get("output_activations") for group in groups))
-  check(supported, f"quantization_config={config} is not supported; supported: {SUPPORTED}")
-  if config.get("checkpoint_format") == "gptq_v2": return [Layout()]
-  return LAYOUTS[method]
+  supported = (all(x.get("num_bits") in bits and x.get("type", "int") == "int" for x in formats)
+               and not config.get("transform_config") and not any(group.get("input_activations") or group.get("output_activations") for group in groups))
+  check(supported, f"quantization_config={config} {text}")
+  return layouts[variant]
 
 
 def to_float32(x: np.ndarray) -> np.ndarray:
