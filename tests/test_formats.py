@@ -1,6 +1,5 @@
 """Checkpoints written by the libraries that users quantize with (pip install '.[formats]'). The reference is a plain
 numpy LLaMA in float64 with the weights that the library itself dequantizes."""
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,8 @@ def torch_llama(sizes: dict[str, Any] = SIZES) -> Any:
 
 
 def check_logits(folder: Path, weights: dict[str, np.ndarray], sizes: dict[str, Any] = SIZES, **options: Any) -> Any:
-  """Check that the checkpoint in `folder` gives the logits, within 1e-3 in float32, and the greedy ids of these
-  weights. Return the engine."""
+  """Check that the checkpoint in `folder` gives the same greedy ids as `weights`, and in float32 logits within
+  1e-3 of theirs. Return the engine."""
   plain = tiny_model(folder / "dequantized", **sizes)
   write_safetensors(plain / "model.safetensors", weights)
   engine = LLM(folder, **ENGINE, **options)

@@ -108,8 +108,10 @@ def pack_quantized_with_offsets(name, q, scale, zero, group_of, bits):
 
 def compressed(bits, form="pack-quantized", **weights):
   """Return a quantization_config with all keys that compressed-tensors 0.20 writes (tests/test_formats.py)."""
-  group = {"format": form, "input_activations": None, "output_activations": None, "targets": ["Linear"], "weights": {
-    "dynamic": False, "group_size": 32, "num_bits": bits, "strategy": "group", "symmetric": True, "type": "int"} | weights}
+  weights = {"dynamic": False, "group_size": 32, "num_bits": bits, "strategy": "group", "symmetric": True,
+             "type": "int"} | weights
+  group = {"format": form, "input_activations": None, "output_activations": None, "targets": ["Linear"],
+           "weights": weights}
   return {"config_groups": {"group_0": group}, "format": form, "global_compression_ratio": None, "ignore": ["lm_head"],
           "kv_cache_scheme": None, "moe_sparsity_config": None, "quant_method": "compressed-tensors",
           "quantization_status": "compressed", "sparsity_config": {}, "transform_config": {}, "version": "0.20.0"}

@@ -59,8 +59,9 @@ def find_layouts(config: dict[str, Any]) -> list[Layout]:
   groups = config.get("config_groups", {}).values()
   formats = [group.get("weights") or {} for group in groups] or [{"num_bits": config.get("bits")}]
   bits = (4,) if method == "awq" else (4, 8)
+  others = [group.get(f"{x}_activations") for group in groups for x in ("input", "output")]
   supported = (all(x.get("num_bits") in bits and x.get("type", "int") == "int" for x in formats)
-               and not config.get("transform_config") and not any(group.get("input_activations") or group.get("output_activations") for group in groups))
+               and not any([config.get("transform_config"), *others]))
   check(supported, f"quantization_config={config} {text}")
   return layouts[variant]
 
