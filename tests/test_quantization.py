@@ -383,8 +383,9 @@ def test_damaged_tensor_raises_with_its_name(tmp_path, name, change, message):
 
 
 @pytest.mark.parametrize("config", [
-  {"quant_method": "fp8"}, {"quant_method": "bitsandbytes", "load_in_4bit": True}, {"quant_method": "squeezellm"},
-  {**GPTQ, "bits": 3}, {"quant_method": "awq", "bits": 8}, {"quant_method": "awq", "bits": 4, "version": "gemv"},
+  {"quant_method": "fp8", "fmt": "e5m2"}, {"quant_method": "bitsandbytes", "load_in_8bit": True},
+  {"quant_method": "squeezellm", "wbits": 2}, {"quant_method": "hqq"}, {**GPTQ, "bits": 5},
+  {"quant_method": "awq", "bits": 8}, {"quant_method": "awq", "bits": 4, "version": "gemv"},
   {**compressed(4), "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
   compressed(3), compressed(8, type="float"), {"quant_method": "compressed-tensors", "config_groups": {
     "g": {"weights": {"num_bits": 8, "type": "int"}, "input_activations": {"num_bits": 8}}}}], ids=str)

@@ -1,5 +1,5 @@
-"""int8 and int4 weights, w = q * scale + offset in groups of consecutive inputs: quantized at load, or pre-quantized by
-AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) or compressed-tensors. Depends only on numpy."""
+"""int8, int4 and e4m3 weights, w = q * scale + offset in groups of consecutive inputs: quantized at load, or
+pre-quantized by AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) or compressed-tensors. Depends only on numpy."""
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,11 +10,12 @@ from tinyvllm.config import check, logger
 
 GROUP = 32         # inputs that share a scale in weights quantized at load
 CHUNK = 2**17      # weights that a thread quantizes at a time: they fit a core's cache
+E4M3 = np.dtype("V1")   # 8-bit floats, which numpy lacks: raw bytes, unlike uint8 (int4)
 
 
 class Quantized(NamedTuple):
   """A quantized matrix. Groups divide the inputs evenly."""
-  q: np.ndarray               # (out, in): int8, or int4 as uint8 from 0 to 15
+  q: np.ndarray               # (out, in): int8, int4 as uint8 from 0 to 15, or E4M3
   scale: np.ndarray           # (out, groups)
   offset: np.ndarray | None   # (out, groups); None: zeros
   order: np.ndarray           # (in,): input of each column
@@ -38,30 +39,36 @@ class Layout(NamedTuple):
 
 COMPRESSED = [Layout("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", True),
               Layout("weight", "weight_scale", "weight_zero_point", "weight_g_idx", True, None)]
-LAYOUTS = {   # by quant_method and variant. VARIANTS: the field that names the variant; default: the first one
+# By quant_method and variant. VARIANTS: the field that names the variant; default: the first one
+LAYOUTS: dict[str, dict[str, list[Layout]]] = {
   "awq": {"gemm": [Layout(packed="out", bit_order=(0, 4, 1, 5, 2, 6, 3, 7))]},
   "gptq": {"gptq": [Layout(zero_shift=1)], "gptq_v2": [Layout()]},
-  "compressed-tensors": dict.fromkeys(("pack-quantized", "int-quantized", "mixed-precision"), COMPRESSED)}
-VARIANTS = {"awq": "version", "gptq": "checkpoint_format", "compressed-tensors": "format"}
-SUPPORTED = ("awq (gemm, int4), gptq (int4 or int8), compressed-tensors (weights only, pack-quantized int4 or int8, or "
-             "int-quantized)")
+  "compressed-tensors": dict.fromkeys(("pack-quantized", "int-quantized", "float-quantized", "mixed-precision"),
+                                      COMPRESSED),
+  "fp8": {"e4m3": []}, "bitsandbytes": {"false": []}, "squeezellm": {"4": [], "3": []}}   # see formats.py
+VARIANTS = {"awq": "version", "gptq": "checkpoint_format", "compressed-tensors": "format", "fp8": "fmt",
+            "bitsandbytes": "load_in_8bit", "squeezellm": "wbits"}
+BITS = {"awq": (4,), "gptq": (2, 3, 4, 8), "compressed-tensors": (4, 8)}
+SUPPORTED = ("awq (gemm, int4), gptq (2, 3, 4 or 8 bits), compressed-tensors (weights only, pack-quantized int4 or "
+             "int8, int-quantized, or float-quantized), fp8 (e4m3), bitsandbytes (4 bits), squeezellm (3 or 4 bits)")
 
 
 def find_layouts(config: dict[str, Any]) -> list[Layout]:
   """Return the layouts for a quantization_config of config.json. Raises InputError if it is not supported."""
   if not config: return []
   method = config.get("quant_method", "")
-  layouts: dict[str, list[Layout]] = LAYOUTS.get(method, {})
+  layouts = LAYOUTS.get(method, {})
   field = "is_marlin_format" if config.get("is_marlin_format") else VARIANTS.get(method, "quant_method")
   variant = str(config.get(field) or next(iter(layouts), None)).lower()
   text = f"is not supported: use another checkpoint of the model; supported: {SUPPORTED}"
   check(variant in layouts, f"quantization_config: {field}={config.get(field)!r} {text}")
-  groups = config.get("config_groups", {}).values()
-  formats = [group.get("weights") or {} for group in groups] or [{"num_bits": config.get("bits")}]
-  bits = (4,) if method == "awq" else (4, 8)
-  others = [group.get(f"{x}_activations") for group in groups for x in ("input", "output")]
-  supported = (all(x.get("num_bits") in bits and x.get("type", "int") == "int" for x in formats)
-               and not any([config.get("transform_config"), *others]))
+
+  def is_supported(weights, *activations):   # activations may be e4m3 in the tool's kernels: the weights are the same
+    if weights.get("type") == "float": return weights.get("num_bits") == 8 and weights.get("strategy") != "group"
+    return weights.get("num_bits") in BITS.get(method, (None,)) and not any(activations)
+  groups = [[group.get(x) or {} for x in ("weights", "input_activations", "output_activations")]
+            for group in config.get("config_groups", {}).values()] or [[{"num_bits": config.get("bits")}]]
+  supported = all(is_supported(*group) for group in groups) and not config.get("transform_config")
   check(supported, f"quantization_config={config} {text}")
   return layouts[variant]
 
@@ -71,11 +78,23 @@ def to_float32(x: np.ndarray) -> np.ndarray:
   return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32, copy=False)
 
 
-def unpack_words(words: np.ndarray, bits: int, axis: int, bit_order: tuple) -> np.ndarray:
-  """Unpack 32-bit words to uint8 values along the axis."""
+def unpack_words(words: np.ndarray, bits: int, axis: int, bit_order: tuple = tuple(range(8))) -> np.ndarray:
+  """Unpack 32-bit words to uint8 values along the axis. 3-bit values may lie in two words."""
+  words = np.moveaxis(words.view(np.uint32), axis, -1)
+  if bits < 4:   # eight values in 2 or 3 bytes
+    octets = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape[:-1], -1, bits)
+    words = np.pad(octets, [(0, 0)] * words.ndim + [(0, 4 - bits)]).view(np.uint32)[..., 0]
   shifts = np.array(bit_order[:32 // bits], np.uint32) * bits
-  values = np.moveaxis(words.view(np.uint32), axis, -1)[..., None] >> shifts & (1 << bits) - 1
+  values = words[..., None] >> shifts & (1 << bits) - 1
   return np.moveaxis(values.astype(np.uint8).reshape(*values.shape[:-2], -1), -1, axis)
+
+
+def decode_e4m3(x: np.ndarray) -> np.ndarray:
+  """Decode 8-bit floats with 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022) to float32."""
+  codes = np.arange(128)
+  exponent, mantissa = np.maximum(codes >> 3, 1), (codes & 7) + 8 * (codes > 7)   # 0 to 7 are subnormal
+  values = np.where(codes < 127, np.ldexp(mantissa.astype(np.float32), exponent - 10), np.float32(np.nan))
+  return np.concatenate([values, -values])[x.view(np.uint8)]
 
 
 def narrow(x: np.ndarray) -> np.ndarray:
@@ -102,7 +121,7 @@ def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensor
   check(in_features % groups == 0, f"{scale}: {groups} groups do not divide {in_features} inputs")
   axis = {"in": inputs, "out": outputs, None: 0}[layout.packed]
   bits = 32 * shape_of(weight)[axis] // stored(*shape)[axis] if layout.packed else 8
-  check(bits in (4, 8), f"{weight} has shape {list(shape_of(weight))}, neither int4 nor int8 of {[*shape]}")
+  check(bits in (2, 3, 4, 8), f"{weight} has shape {list(shape_of(weight))}, not 2, 3, 4 or 8 bits of {[*shape]}")
 
   def read_packed(name: str, axis: int, *sizes):
     words = read(name, *[n * bits // 32 if layout.packed and i == axis else n for i, n in enumerate(stored(*sizes))])
@@ -124,10 +143,14 @@ def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensor
   return Quantized(q[:, columns], narrow(scales), narrow(offset) if offset.any() else None, columns)
 
 
+def is_e4m3(w: Matrix) -> bool: return isinstance(w, Quantized) and w.q.dtype == E4M3
+
+
 def dequantize(w: Matrix, dtype: Any = np.float16) -> np.ndarray:
   """Return the matrix, (out, in), in `dtype` if it was quantized."""
   if isinstance(w, np.ndarray): return w
-  by_group = w.q.reshape(*w.scale.shape, -1) * w.scale[..., None].astype(np.float32)
+  q = decode_e4m3(w.q) if is_e4m3(w) else w.q
+  by_group = q.reshape(*w.scale.shape, -1) * w.scale[..., None].astype(np.float32)
   if w.offset is not None: by_group += w.offset[..., None]
   return by_group.reshape(w.q.shape)[:, np.argsort(w.order)].astype(dtype, copy=False)
 

@@ -11,12 +11,15 @@ from tinygrad.dtype import DType
 
 from tinyvllm import llama
 from tinyvllm.backend import Module, renderer
-from tinyvllm.config import check, read_json
+from tinyvllm.config import check, logger, read_json
 
-from .quantization import Matrix, concatenate, dequantize, find_layouts, quantize, read_matrix, split, stack, to_float32
+from .formats import READERS, UNUSED, count_dequantized
+from .quantization import (
+  E4M3, Matrix, concatenate, dequantize, find_layouts, is_e4m3, quantize, read_matrix, split, stack, to_float32)
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16
-INTEGERS = {"I8": np.int8, "I32": np.int32, "I64": np.int64}         # in quantized matrices
+QUANTIZED = {"U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": E4M3}   # in quantized matrices
+NATIVE_E4M3 = False   # True: Linear gets e4m3 matrices as Quantized; False: dequantized, as it has no kernel for them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Checkpoint(llama.Checkpoint):
 
   def stored_tensors(self) -> dict[str, Any]:
     """Return all tensors of the files by name. Raises InputError for an unreadable file or an unsupported dtype."""
-    supported = DTYPES | INTEGERS if self.method else DTYPES
+    supported = DTYPES | QUANTIZED if self.method else DTYPES
     index = read_json(self.path / "model.safetensors.index.json")
     tensors = {}
     for file in {self.path / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}:
@@ -70,6 +73,9 @@ class Checkpoint(llama.Checkpoint):
     self.model = model
     self.num_devices = count = len(model.devices.names)
     self.tensors = self.stored_tensors()
+    self.dtype = np.float32 if model.dtype == dtypes.float32 else np.float16   # dtype to dequantize to
+    dequantized = count_dequantized(self.tensors)
+    if dequantized: logger.info(f"{self.path.name}: {dequantized} {self.method} matrices are dequantized while loading")
     plain = [type(x).__name__ for x in model.modules() if type(x).load is Module.load]   # the core's modules
     parts = f"{type(model.backend).__name__}'s {', '.join(dict.fromkeys(plain))}"
     check(not plain or count == 1, f"tensor_parallel_size={count} must be 1: {parts} support one device")
@@ -78,9 +84,9 @@ class Checkpoint(llama.Checkpoint):
     self.check_unused(self.tensors)
 
   def check_unused(self, names: Iterable[str]) -> None:
-    """Like the core's, but quantized checkpoints may also hold shapes, and zero biases for a model without biases."""
+    """Like the core's, but quantized checkpoints may also hold UNUSED tensors, and zero biases for a model without."""
     def is_redundant(name: str) -> bool:
-      return name.endswith(".weight_shape") or name.endswith(".bias") and not self.tensors[name].read().any()
+      return name.endswith(UNUSED) or name.endswith(".bias") and not self.tensors[name].read().any()
     super().check_unused([name for name in names if not (self.method and is_redundant(name))])
 
   # Called by the `load` method of modules
@@ -95,13 +101,16 @@ class Checkpoint(llama.Checkpoint):
 
   def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
     """Read matrices, (out, in), whose rows are stacked in one weight. shapes: by module name."""
-    return [read_matrix(name, shape, self.layouts, self.tensors, self.array) for name, shape in shapes.items()]
+    def read(name: str, shape: tuple[int, int]) -> Matrix:
+      matrix = READERS[self.method](self, name, shape) if self.method in READERS else None
+      return read_matrix(name, shape, self.layouts, self.tensors, self.array) if matrix is None else matrix
+    return [read(name, shape) for name, shape in shapes.items()]
 
   def read(self, name: str, *shape: int) -> Tensor:
     """Read a tensor for a core module, dequantized."""
     module, _, suffix = name.rpartition(".")
-    is_matrix = suffix == "weight" and len(shape) == 2
-    x = dequantize(*self.fused({module: shape})) if is_matrix else self.array(name, *shape)   # type: ignore[dict-item]
+    if suffix == "weight" and len(shape) == 2: x = dequantize(self.fused({module: (shape[0], shape[1])})[0], self.dtype)
+    else: x = self.array(name, *shape)
     return Tensor(to_float32(x) if x.dtype == np.uint16 else np.asarray(x))
 
   def vectors(self, module: Any, suffix: str) -> list[Any]:
@@ -119,6 +128,7 @@ class Checkpoint(llama.Checkpoint):
     columns = module.weight.numel() // module.out_features * (self.num_devices if module.axis == 1 else 1)
     rows = self.num_devices if module.axis == 0 else 1
     whole = self.fused({name: (n * rows, columns) for name, n in module.sources.items()})
+    if not NATIVE_E4M3: whole = [dequantize(w, self.dtype) if is_e4m3(w) else w for w in whole]
     shards = [stack(shard) for shard in zip(*[split(w, self.num_devices, module.axis) for w in whole], strict=True)]
     in_layer = all(module is not x for x in vars(model).values())
     if self.bits and in_layer:   # int4 is stored in words of eight
