@@ -238,7 +238,9 @@ def pack(q: np.ndarray, bits: int) -> np.ndarray:
 
 
 def write_gptq(folder: Path, bits: int, shift: int, act_order: bool, symmetric: bool) -> dict[str, np.ndarray]:
-  """Write a model as AutoGPTQ does, with random numbers. shift: subtracted from stored zero points."""
+  """Write a model as gptqmodel does, with random numbers. shift: subtracted from stored zero points, see
+  convert_gptq_v2_to_v1_format_module: from all values of a word at once, so that zeros borrow from the next value, but
+  with 3 bits from each value."""
   rng = np.random.default_rng(0)
   config = {**GPTQ, "bits": bits, "desc_act": act_order, "checkpoint_format": "gptq" if shift else "gptq_v2"}
   tiny_model(folder, **SIZES, quantization_config=config)
@@ -249,12 +251,14 @@ def write_gptq(folder: Path, bits: int, shift: int, act_order: bool, symmetric: 
     outputs, inputs = tensors.pop(name).shape
     q = rng.integers(0, 2**bits, (inputs, outputs))
     scale = (rng.random((inputs // 32, outputs)) * 0.2 / 2**bits + 0.002).astype(np.float16)
-    zero = rng.integers(1, 2**bits, scale.shape) if not symmetric else np.full(scale.shape, 2 ** (bits - 1))
+    zero = rng.integers(0, 2**bits, scale.shape) if not symmetric else np.full(scale.shape, 2 ** (bits - 1))
     group = (orders[inputs] // 32).astype(np.int32)
     plain[name] = ((q - zero[group]) * scale[group].astype(np.float32)).T
     module = name.removesuffix("weight")
+    words = pack(((zero - shift) % 8 if bits == 3 else zero).T, bits).T
+    if bits != 3: words = words - np.int32(shift * {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}[bits])
     tensors |= {f"{module}qweight": pack(q, bits), f"{module}scales": scale, f"{module}g_idx": group,
-                f"{module}qzeros": np.ascontiguousarray(pack((zero - shift).T, bits).T)}
+                f"{module}qzeros": np.ascontiguousarray(words)}
   save_file(tensors, folder / "model.safetensors")
   return plain
 
@@ -262,14 +266,14 @@ def write_gptq(folder: Path, bits: int, shift: int, act_order: bool, symmetric: 
 @pytest.mark.formats
 @pytest.mark.parametrize("shift,act_order,symmetric", [(1, False, True), (1, True, False), (0, False, False)],
                          ids=["symmetric", "act-order", "v2"])
-@pytest.mark.parametrize("bits", [2, 3])
-def test_gptq_few_bits_logits_equal_dequantized_model(tmp_path, bits, shift, act_order, symmetric):
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_gptq_logits_equal_dequantized_model(tmp_path, bits, shift, act_order, symmetric):
   check_logits(tmp_path, write_gptq(tmp_path, bits, shift, act_order, symmetric))
 
 
-@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_gptq_few_bits_become_int4(tmp_path, bits):
-  """int4 holds them exactly and has a kernel."""
+  """int4 holds 2 and 3 bits exactly and has a kernel."""
   expected = write_gptq(tmp_path, bits, 1, True, False)
   name = "model.layers.1.mlp.down_proj"
   matrix, = Matrices(tmp_path).shards(0, {name: 64}, 96)

@@ -34,7 +34,7 @@ class Layout(NamedTuple):
   outputs_first: bool = False    # (out, in), else (in, out)
   packed: str | None = "in"      # packed axis; None: not packed
   bit_order: tuple = tuple(range(8))   # position in the word of each of eight values
-  zero_shift: int = 0            # added to the stored zero points
+  zero_shift: int = 0            # added to the stored zero points; may carry into the next one
 
 
 COMPRESSED = [Layout("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", True),
@@ -123,13 +123,16 @@ def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensor
   bits = 32 * shape_of(weight)[axis] // stored(*shape)[axis] if layout.packed else 8
   check(bits in (2, 3, 4, 8), f"{weight} has shape {list(shape_of(weight))}, not 2, 3, 4 or 8 bits of {[*shape]}")
 
-  def read_packed(name: str, axis: int, *sizes):
+  def read_packed(name: str, axis: int, *sizes, shift: int = 0):   # GPTQ's tools add shift to words, or to 3-bit values
     words = read(name, *[n * bits // 32 if layout.packed and i == axis else n for i, n in enumerate(stored(*sizes))])
-    return unpack_words(words, bits, axis, layout.bit_order) if layout.packed else words
+    if not layout.packed: return words
+    if shift and bits != 3: words = words.view(np.uint32) + np.uint32(shift * (2**32 - 1) // (2**bits - 1))
+    values = unpack_words(words, bits, axis, layout.bit_order)
+    return values + np.uint8(shift) & 7 if bits == 3 else values
   q = read_packed(weight, axis, *shape)
   scales = to_float32(read(scale, *stored(out_features, groups)))
   zeros: Any = 1 << bits - 1 if layout.packed else 0   # symmetric if not stored
-  if zero in tensors: zeros = read_packed(zero, outputs, out_features, groups) + np.float32(layout.zero_shift)
+  if zero in tensors: zeros = to_float32(read_packed(zero, outputs, out_features, groups, shift=layout.zero_shift))
   offset = -zeros * scales
   if bits == 8 and layout.packed:   # 0 to 255 does not fit int8
     q = (q ^ 128).view(np.int8)
