@@ -153,6 +153,12 @@ def stack(matrices: Sequence[Matrix]) -> Matrix:
   return Quantized(q, scale, offset, quantized[0].order)   # type: ignore[arg-type]   # q and scale are arrays
 
 
+def pad_rows(w: Any, count: int) -> Any:
+  """Append rows of zeros to a Matrix or a part of it until there are `count`."""
+  if isinstance(w, Quantized): return Quantized._make([*[pad_rows(x, count) for x in w[:3]], w.order])
+  return w if w is None or len(w) == count else np.pad(w, ((0, count - len(w)), (0, 0)))
+
+
 def split(w: Matrix, count: int, axis: int) -> list[Matrix]:
   """Return equal shards by outputs (axis 0) or inputs (1). The latter are float16 if the inputs are reordered, or if a
   shard ends within a group or, in int4, within a word of eight."""
