@@ -105,9 +105,8 @@ def narrow(x: np.ndarray) -> np.ndarray:
 
 def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensors: dict[str, Any],
                 read: Callable[..., np.ndarray]) -> Matrix:
-  """Read the matrix `name`, (out, in): Quantized if it is stored in one of the layouts. tensors: the checkpoint's, with
-  dtype and shape. read: returns the tensor with a name and a shape. Raises InputError naming a tensor that is missing
-  or has the wrong shape, or groups of different sizes."""
+  """Read the matrix `name`, (out, in): Quantized if it is stored in one of the layouts. read: returns the tensor with a
+  name and a shape. Raises InputError naming a tensor that is missing or has the wrong shape, or uneven groups."""
   integers = [x for x in tensors if x.startswith(f"{name}.") and np.dtype(tensors[x].dtype).kind == "i"]
   layout = next((x for x in layouts if f"{name}.{x.weight}" in integers), None)
   if layout is None: return read(f"{name}.weight", *shape)
@@ -128,7 +127,7 @@ def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensor
     if not layout.packed: return words
     if shift and bits != 3: words = words.view(np.uint32) + np.uint32(shift * (2**32 - 1) // (2**bits - 1))
     values = unpack_words(words, bits, axis, layout.bit_order)
-    return values + np.uint8(shift) & 7 if bits == 3 else values
+    return values + np.uint8(shift) & 7 if shift and bits == 3 else values
   q = read_packed(weight, axis, *shape)
   scales = to_float32(read(scale, *stored(out_features, groups)))
   zeros: Any = 1 << bits - 1 if layout.packed else 0   # symmetric if not stored
@@ -177,6 +176,12 @@ def stack(matrices: Sequence[Matrix]) -> Matrix:
     quantized = [x._replace(offset=np.zeros_like(x.scale) if x.offset is None else x.offset) for x in quantized]
   q, scale, offset, _ = [None if term[0] is None else np.concatenate(term) for term in zip(*quantized, strict=True)]
   return Quantized(q, scale, offset, quantized[0].order)   # type: ignore[arg-type]   # q and scale are arrays
+
+
+def pad_rows(w: Any, count: int) -> Any:
+  """Append rows of zeros to a Matrix or a part of it until there are `count`."""
+  if isinstance(w, Quantized): return Quantized._make([*[pad_rows(x, count) for x in w[:3]], w.order])
+  return w if w is None or len(w) == count else np.pad(w, ((0, count - len(w)), (0, 0)))
 
 
 def split(w: Matrix, count: int, axis: int) -> list[Matrix]:

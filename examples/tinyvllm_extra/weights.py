@@ -14,8 +14,8 @@ from tinyvllm.backend import Module, renderer
 from tinyvllm.config import check, logger, read_json
 
 from .formats import READERS, UNUSED, count_dequantized
-from .quantization import (
-  E4M3, Matrix, concatenate, dequantize, find_layouts, is_e4m3, quantize, read_matrix, split, stack, to_float32)
+from .quantization import (E4M3, Matrix, concatenate, dequantize, find_layouts, is_e4m3, pad_rows, quantize,
+                           read_matrix, split, stack, to_float32)
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16
 QUANTIZED = {"U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": E4M3}   # in quantized matrices
@@ -127,10 +127,13 @@ class Checkpoint(llama.Checkpoint):
     model: Any = self.model
     columns = module.weight.numel() // module.out_features * (self.num_devices if module.axis == 1 else 1)
     rows = self.num_devices if module.axis == 0 else 1
-    whole = self.fused({name: (n * rows, columns) for name, n in module.sources.items()})
+    in_layer = all(module is not x for x in vars(model).values())   # else a row for each token, and padding
+    sizes = {name: n * rows for name, n in module.sources.items()}
+    vocab_size = math.inf if in_layer else self.hf_config["vocab_size"]
+    whole = self.fused({name: (min(n, vocab_size), columns) for name, n in sizes.items()})
     if not NATIVE_E4M3: whole = [dequantize(w, self.dtype) if is_e4m3(w) else w for w in whole]
+    whole = [pad_rows(w, n) for w, n in zip(whole, sizes.values(), strict=True)]
     shards = [stack(shard) for shard in zip(*[split(w, self.num_devices, module.axis) for w in whole], strict=True)]
-    in_layer = all(module is not x for x in vars(model).values())
     if self.bits and in_layer:   # int4 is stored in words of eight
       shards = [quantize(w, 8 if w.shape[1] % 8 else self.bits) if isinstance(w, np.ndarray) else w for w in shards]
     return [dequantize(w) for w in shards] if module is getattr(model, "embed_tokens", None) else shards
