@@ -59,14 +59,14 @@ def write_e4m3(folder: Path, sizes: dict[str, Any], config: dict[str, Any], quan
   return plain
 
 
-def per_tensor(suffix: str, *shape: int, **others: float) -> Any:
+def per_tensor(suffix: str, *shape: int, dtype: str = "float32", **others: float) -> Any:
   """Quantize as vLLM does with one scale per tensor. shape: of the stored scale. others: scales of activations."""
   def quantize(name, w):
     import torch
-    scale = w.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+    scale = (w.abs().max() / 440).to(getattr(torch, dtype))
     q = (w / scale).to(torch.float8_e4m3fn)
     extra = {name.removesuffix("weight") + key: torch.tensor(x) for key, x in others.items()}
-    return {name: q, f"{name}_{suffix}": scale.reshape(shape)} | extra, q.float() * scale
+    return {name: q, f"{name}_{suffix}": scale.reshape(shape)} | extra, q.float() * scale.float()
   return quantize
 
 
@@ -102,7 +102,8 @@ BLOCKS = {**FP8, "weight_block_size": [128, 128]}
 FP8_FORMATS = {   # quantization_config, sizes, function that quantizes a matrix
   "static": (STATIC, SIZES, per_tensor("scale", input_scale=0.02)),
   "kv cache": (STATIC, SIZES, per_tensor("scale", 1, k_scale=1.0, v_scale=1.0)),
-  "mistral": ({**STATIC, "weight_block_size": None}, SIZES, per_tensor("scale_inv", activation_scale=0.02)),
+  "mistral": ({**STATIC, "weight_block_size": None}, SIZES,
+              per_tensor("scale_inv", dtype="bfloat16", activation_scale=0.02)),
   "blocks": (BLOCKS, WIDE, per_block(128)),
   "small blocks": ({**FP8, "weight_block_size": [32, 32]}, SIZES, per_block(32)),
   "incomplete blocks": (BLOCKS, {**SIZES, "hidden_size": 192, "intermediate_size": 336}, per_incomplete_block)}

@@ -51,7 +51,8 @@ def read_bitsandbytes(checkpoint: Any, name: str, shape: tuple[int, int]) -> Mat
   scale = scale.repeat(config["blocksize"])[:2 * len(q)]
   check(len(scale) == 2 * len(q) == math.prod(shape),
         f"{name}.weight has {2 * len(q)} weights and scales for {len(scale)}, not {[*shape]}: download it again")
-  weight = (table[np.stack([q >> 4, q & 15], 1)].ravel() * scale).reshape(shape)
+  pairs = np.stack([table.repeat(16), np.tile(table, 16)], 1)   # the two weights of each byte, upper bits first
+  weight = (pairs[q].ravel() * scale).reshape(shape)
   if config["dtype"] != "bfloat16": return weight.astype(config["dtype"])
   bits = weight.view(np.uint32)
   return (bits + 0x7fff + (bits >> 16 & 1) >> 16).astype(np.uint16)   # to nearest, ties to even
