@@ -44,15 +44,15 @@ def read_bitsandbytes(checkpoint: Any, name: str, shape: tuple[int, int]) -> Mat
   if state is None: return None
   def read(suffix): return read_any(checkpoint, f"{name}.weight{suffix}").ravel()
   config = json.loads(read_any(checkpoint, state).tobytes())
-  q, scale, table = read("").view(np.uint8), read(".absmax"), read(".quant_map")
+  q, scale, table = read("").view(np.uint8), read(".absmax"), checkpoint.array(f"{name}.weight.quant_map", 16)
   if "nested_offset" in config:
     nested = read(".nested_absmax").repeat(config["nested_blocksize"])[:len(scale)]
     scale = read(".nested_quant_map")[scale] * nested + np.float32(config["nested_offset"])
   scale = scale.repeat(config["blocksize"])[:2 * len(q)]
   check(len(scale) == 2 * len(q) == math.prod(shape),
         f"{name}.weight has {2 * len(q)} weights and scales for {len(scale)}, not {[*shape]}: download it again")
-  pairs = np.stack([table.repeat(16), np.tile(table, 16)], 1)   # the two weights of each byte, upper bits first
-  weight = (pairs[q].ravel() * scale).reshape(shape)
+  pairs = np.stack([table.repeat(16), np.tile(table, 16)], 1).view(np.uint64)[:, 0]   # by byte, its upper bits first
+  weight = (pairs[q].view(np.float32) * scale).reshape(shape)
   if config["dtype"] != "bfloat16": return weight.astype(config["dtype"])
   bits = weight.view(np.uint32)
   return (bits + 0x7fff + (bits >> 16 & 1) >> 16).astype(np.uint16)   # to nearest, ties to even
