@@ -1,6 +1,6 @@
 """Loads weights from safetensors, sharded or not, one tensor at a time. Tensors keep the file's dtype on the device if
 it is narrower than the compute dtype. A module's `load` reads its tensors from a Checkpoint."""
-import dataclasses, importlib, json, math, pathlib
+import collections, dataclasses, importlib, json, math, pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,11 +13,12 @@ from tinyvllm import llama
 from tinyvllm.backend import Module, renderer
 from tinyvllm.config import check, read_json
 
-from .quantization import (Matrix, concatenate, dequantize, find_layouts, pad_rows, quantize, read_matrix, split, stack,
-                           to_float32)
+from .quantization import (Matrix, concatenate, dequantize, describe, find_layouts, pad_rows, quantize, read_matrix,
+                           split, stack, to_float32)
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16
 INTEGERS = {"I8": np.int8, "I32": np.int32, "I64": np.int64}         # in quantized matrices
+MATRICES = (".weight", ".qweight", ".weight_packed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,21 @@ class Checkpoint(llama.Checkpoint):
     """Yield name, dtype, shape and bytes, as a memory map, of each tensor, sorted by name."""
     for name, tensor in sorted(self.stored_tensors().items()):
       yield name, np.dtype(tensor.dtype).str, tensor.shape, tensor.raw()
+
+  def describe(self) -> str:
+    """Return the formats of the matrices in the files, the most common one first: "awq int4, groups of 128; lm_head
+    float16". Raises InputError like `stored_tensors`, or for an unsupported quantization_config."""
+    find_layouts(self.quantization_config)
+    names: dict[str, list[str]] = collections.defaultdict(list)   # by format
+    for name, tensor in self.stored_tensors().items():
+      if name.endswith(MATRICES) and len(tensor.shape) == 2: names[self.format_of(tensor)].append(name.split(".")[-2])
+    formats = sorted(names, key=lambda x: (-len(names[x]), x))
+    return "; ".join(f"{', '.join(sorted({*names[x]}))} {x}" if i else x for i, x in enumerate(formats))
+
+  def format_of(self, tensor: Any) -> str:
+    dtype = np.dtype(tensor.dtype)
+    if dtype == np.uint16: return "bfloat16"
+    return dtype.name if dtype.kind == "f" else describe(self.quantization_config)
 
   def load(self, model: llama.Llama, quantization: str | None = None) -> None:
     self.layouts = find_layouts(self.quantization_config)
