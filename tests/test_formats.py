@@ -17,6 +17,7 @@ from reference import (
 )
 
 from tinyvllm import LLM
+from tinyvllm_extra.weights import open_checkpoint
 
 pytestmark = pytest.mark.formats
 
@@ -74,14 +75,20 @@ def write_compressed(folder: Path, quantization_format: str, **arguments: Any) -
   return {name: x.float().numpy() for name, x in model.state_dict().items() if name in names}
 
 
-COMPRESSED: dict[str, dict[str, Any]] = {
-  "int4 per group": {"quantization_format": "pack-quantized", "num_bits": 4, "group_size": 32},
-  "int4 per group, asymmetric": {"quantization_format": "pack-quantized", "num_bits": 4, "group_size": 32,
-                                 "symmetric": False},
-  "int8 per channel": {"quantization_format": "int-quantized", "num_bits": 8, "strategy": "channel"},
-  "packed int8 per channel": {"quantization_format": "pack-quantized", "num_bits": 8, "strategy": "channel"}}
+# name: arguments of write_compressed, description
+COMPRESSED: dict[str, tuple[dict[str, Any], str]] = {
+  "int4 per group": ({"quantization_format": "pack-quantized", "num_bits": 4, "group_size": 32}, "int4, groups of 32"),
+  "int4 per group, asymmetric": ({"quantization_format": "pack-quantized", "num_bits": 4, "group_size": 32,
+                                  "symmetric": False}, "int4, groups of 32"),
+  "int8 per channel": ({"quantization_format": "int-quantized", "num_bits": 8, "strategy": "channel"},
+                       "int8, per channel"),
+  "packed int8 per channel": ({"quantization_format": "pack-quantized", "num_bits": 8, "strategy": "channel"},
+                              "int8, per channel")}
 
 
 @pytest.mark.parametrize("name", COMPRESSED)
 def test_compressed_tensors_logits_equal_decompressed_model(tmp_path, name):
-  check_logits(tmp_path, write_compressed(tmp_path, **COMPRESSED[name]))
+  arguments, description = COMPRESSED[name]
+  check_logits(tmp_path, write_compressed(tmp_path, **arguments))
+  text = f"compressed-tensors {description}; embed_tokens, lm_head float32"
+  assert open_checkpoint(tmp_path).describe() == text

@@ -15,6 +15,7 @@ from reference import (
   mark_slow_except,
   tiny_config,
   tiny_model,
+  write_gguf,
   write_safetensors,
 )
 from safetensors.numpy import load_file, save_file
@@ -26,7 +27,7 @@ from tinyvllm.config import ModelConfig
 from tinyvllm.llama import Llama
 from tinyvllm_extra import kernels, parallel
 from tinyvllm_extra.kernels.matmul import GateUp, Linear, reorder, pack_numbers, scales_shape, stored_shape
-from tinyvllm_extra.quantization import Quantized, dequantize, quantize
+from tinyvllm_extra.quantization import Quantized, dequantize, describe, quantize
 from tinyvllm_extra.weights import open_checkpoint
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -393,6 +394,39 @@ def test_unsupported_quantization_config_raises_with_supported_methods(tmp_path,
   folder = tiny_model(tmp_path, **SIZES, quantization_config=config)
   with pytest.raises(ValueError, match=r"quantization_config.*awq .*gptq .*compressed"):
     LLM(folder, **ENGINE)
+
+
+@pytest.mark.parametrize("name,text", [
+  ("awq", "awq int4, groups of 32"), ("gptq, int8", "gptq int8, groups of 32"),
+  ("gptq, one group", "gptq int4, per channel")])
+def test_describe_names_format_bits_group_size_and_float_matrices(tmp_path, name, text):
+  folder, plain = quantized_model(tmp_path, name)
+  assert open_checkpoint(folder).describe() == f"{text}; embed_tokens, lm_head float32"
+  assert open_checkpoint(plain).describe() == "float32"
+
+
+def test_describe_mixed_groups_names_both():
+  """llm-compressor quantizes some matrices to int8 and others to int4."""
+  config = compressed(4, "mixed-precision")
+  config["config_groups"] |= compressed(8, group_size=None, strategy="channel")["config_groups"] | {
+    "group_1": config["config_groups"]["group_0"]}
+  assert describe(config) == "compressed-tensors int8, per channel and int4, groups of 32"
+  assert describe({"quant_method": "fp8"}) == "fp8"
+
+
+def test_describe_bfloat16_shards_and_gguf_mixture(tmp_path):
+  folder = tiny_model(tmp_path, dtype="bfloat16", shards=3, hidden_size=64)
+  assert open_checkpoint(folder).describe() == "bfloat16"
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "float", hidden_size=64), "Q4_0",
+                    kinds={"ffn_down": "Q8_0", "attn_v": "Q8_0", "output": "F16"})
+  assert open_checkpoint(path).describe() == "GGUF Q4_0; down_proj, v_proj GGUF Q8_0; lm_head GGUF F16"
+
+
+def test_engine_log_describes_checkpoint(tmp_path, caplog):
+  folder, _ = quantized_model(tmp_path, "gptq")
+  with caplog.at_level("INFO", "tinyvllm"): LLM(folder, **ENGINE)
+  start = "loaded quantized (gptq int4, groups of 32; embed_tokens, lm_head float32) in float32 on CPU in "
+  assert caplog.records[0].getMessage().startswith(start)
 
 
 @pytest.mark.parametrize("config,text", [

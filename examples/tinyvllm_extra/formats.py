@@ -76,8 +76,4 @@ def read_squeezellm(checkpoint: Any, name: str, shape: tuple[int, int]) -> Matri
 
 READERS: dict[Any, Callable[[Any, str, tuple[int, int]], Matrix | None]] = {   # by quant_method
   "fp8": read_e4m3, "compressed-tensors": read_e4m3, "bitsandbytes": read_bitsandbytes, "squeezellm": read_squeezellm}
-
-
-def count_dequantized(tensors: dict[str, Any]) -> int:
-  """Return the number of matrices that have no kernel. tensors: a checkpoint's."""
-  return sum(x.dtype == E4M3 or name.endswith((".quant_map", ".lookup_table")) for name, x in tensors.items())
+DEQUANTIZED = ("bitsandbytes", "squeezellm")   # while loading

@@ -73,6 +73,18 @@ def find_layouts(config: dict[str, Any]) -> list[Layout]:
   return layouts[variant]
 
 
+def describe(config: dict[str, Any]) -> str:
+  """Return method, bits and group size of a quantization_config: "awq int4, groups of 128"."""
+  def describe_weights(x):
+    if "bnb_4bit_quant_type" in x: return f" {x['bnb_4bit_quant_type']}"
+    bits = next((x[name] for name in ("num_bits", "bits", "w_bit", "wbits") if name in x), None)
+    size = x.get("group_size") or 0
+    grouping = f"groups of {size}" if size > 0 else f"per {x.get('strategy') or 'channel'}"
+    return f" {x.get('type', 'int')}{bits}, {grouping}" if bits else ""
+  weights = [group.get("weights") or {} for group in config.get("config_groups", {}).values()] or [config]
+  return config["quant_method"] + " and".join(dict.fromkeys(map(describe_weights, weights)))
+
+
 def to_float32(x: np.ndarray) -> np.ndarray:
   """Decode uint16 as bfloat16, whose bits are the upper half of a float32. Cast other dtypes."""
   return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32, copy=False)

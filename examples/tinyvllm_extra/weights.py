@@ -1,6 +1,6 @@
 """Loads weights from safetensors, sharded or not, one tensor at a time. Tensors keep the file's dtype on the device if
 it is narrower than the compute dtype. A module's `load` reads its tensors from a Checkpoint."""
-import dataclasses, importlib, json, math, pathlib
+import collections, dataclasses, importlib, json, math, pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,15 +11,16 @@ from tinygrad.dtype import DType
 
 from tinyvllm import llama
 from tinyvllm.backend import Module, renderer
-from tinyvllm.config import check, logger, read_json
+from tinyvllm.config import check, read_json
 
-from .formats import READERS, UNUSED, count_dequantized
-from .quantization import (E4M3, Matrix, concatenate, dequantize, find_layouts, is_e4m3, pad_rows, quantize,
+from .formats import DEQUANTIZED, READERS, UNUSED
+from .quantization import (E4M3, Matrix, concatenate, dequantize, describe, find_layouts, is_e4m3, pad_rows, quantize,
                            read_matrix, split, stack, to_float32)
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16
 QUANTIZED = {"U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": E4M3}   # in quantized matrices
 NATIVE_E4M3 = False   # True: Linear gets e4m3 matrices as Quantized; False: dequantized, as it has no kernel for them
+MATRICES = (".weight", ".qweight", ".weight_packed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +65,23 @@ class Checkpoint(llama.Checkpoint):
     for name, tensor in sorted(self.stored_tensors().items()):
       yield name, np.dtype(tensor.dtype).str, tensor.shape, tensor.raw()
 
+  def describe(self) -> str:
+    """Return the formats of the matrices in the files, the most common one first: "awq int4, groups of 128; lm_head
+    float16". Raises InputError like `stored_tensors`, or for an unsupported quantization_config."""
+    find_layouts(self.quantization_config)
+    names: dict[str, list[str]] = collections.defaultdict(list)   # by format
+    for name, tensor in self.stored_tensors().items():
+      if name.endswith(MATRICES) and len(tensor.shape) == 2: names[self.format_of(tensor)].append(name.split(".")[-2])
+    formats = sorted(names, key=lambda x: (-len(names[x]), x))
+    return "; ".join(f"{', '.join(sorted({*names[x]}))} {x}" if i else x for i, x in enumerate(formats))
+
+  def format_of(self, tensor: Any) -> str:
+    dtype = np.dtype(tensor.dtype)
+    name = "bfloat16" if dtype == np.uint16 else dtype.name
+    if "float" in name and tensor.shape[1] > 1: return name   # bitsandbytes may store its bytes as a column of floats
+    is_native = NATIVE_E4M3 if dtype == E4M3 else self.method not in DEQUANTIZED
+    return describe(self.quantization_config) + ("" if is_native else ", dequantized")
+
   def load(self, model: llama.Llama, quantization: str | None = None) -> None:
     self.layouts = find_layouts(self.quantization_config)
     self.bits = {"int8": 8, "int4": 4}.get(quantization or "")
@@ -74,8 +92,6 @@ class Checkpoint(llama.Checkpoint):
     self.num_devices = count = len(model.devices.names)
     self.tensors = self.stored_tensors()
     self.dtype = np.float32 if model.dtype == dtypes.float32 else np.float16   # dtype to dequantize to
-    dequantized = count_dequantized(self.tensors)
-    if dequantized: logger.info(f"{self.path.name}: {dequantized} {self.method} matrices are dequantized while loading")
     plain = [type(x).__name__ for x in model.modules() if type(x).load is Module.load]   # the core's modules
     parts = f"{type(model.backend).__name__}'s {', '.join(dict.fromkeys(plain))}"
     check(not plain or count == 1, f"tensor_parallel_size={count} must be 1: {parts} support one device")
