@@ -83,8 +83,8 @@ def per_block(size: int) -> Any:
 
 
 def per_incomplete_block(name: str, w: Any) -> Any:
-  """Quantize in a plain loop with the scales that weight_dequant in DeepSeek-V3's kernel.py expects: one for each block
-  of 128 x 128, with smaller last blocks."""
+  """Quantize in a plain loop with the scales that weight_dequant in DeepSeek-V3's kernel.py expects: one for each
+  128 x 128 block. The last blocks are smaller."""
   import torch
   scales = torch.zeros(math.ceil(w.shape[0] / 128), math.ceil(w.shape[1] / 128))
   q, matrix = torch.zeros(w.shape, dtype=torch.float8_e4m3fn), torch.zeros(w.shape)
