@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from reference import tensor_shapes, tiny_config
+from reference import tensor_shapes, tiny_config, tiny_model
 from tinygrad.device import ALL_DEVICES
 
 import tinyvllm
@@ -213,6 +213,11 @@ def test_model_option_adds_model_to_fit(runs, folder):
   assert parse_table(runs["text"].stdout, "model")[-1]["line"].startswith(str(folder)[:36])
 
 
+def test_model_option_describes_checkpoint(runs):
+  assert runs["text"].stdout.endswith("\n\ncheckpoint: float32\n")
+  assert parse_report(runs["faults"])["checkpoint"] == "float32" and "checkpoint" not in parse_report(runs["metal"])
+
+
 def test_driver_crashes_exits_or_hangs_report_has_its_reason(runs):
   run, rows = runs["faults"], backends_by_name(parse_report(runs["faults"]))
   assert run.returncode == 0 and rows["CPU"]["opens"]
@@ -250,6 +255,11 @@ def test_seconds_out_of_range_exits_with_error(error_line, seconds):
 def test_invalid_config_json_exits_before_opening_a_backend(error_line, tmp_path, content, words):
   (tmp_path / "config.json").write_text(content)
   assert words in error_line("--model", tmp_path)
+
+
+def test_marlin_checkpoint_exits_before_opening_a_backend(error_line, tmp_path):
+  config = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}
+  assert "checkpoint_format='marlin'" in error_line("--model", tiny_model(tmp_path, quantization_config=config))
 
 
 def test_help_lists_doctor(capsys):

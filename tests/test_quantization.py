@@ -15,6 +15,7 @@ from reference import (
   mark_slow_except,
   tiny_config,
   tiny_model,
+  write_gguf,
   write_safetensors,
 )
 from safetensors.numpy import load_file, save_file
@@ -26,7 +27,7 @@ from tinyvllm.config import ModelConfig
 from tinyvllm.llama import Llama
 from tinyvllm_extra import kernels, parallel
 from tinyvllm_extra.kernels.matmul import GateUp, Linear, reorder, pack_numbers, scales_shape, stored_shape
-from tinyvllm_extra.quantization import Quantized, dequantize, quantize
+from tinyvllm_extra.quantization import Quantized, dequantize, describe, quantize
 from tinyvllm_extra.weights import open_checkpoint
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -107,8 +108,14 @@ def pack_quantized_with_offsets(name, q, scale, zero, group_of, bits):
 
 
 def compressed(bits, form="pack-quantized", **weights):
-  return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {
-    "targets": ["Linear"], "input_activations": None, "weights": {"num_bits": bits, "type": "int", **weights}}}}
+  """Return a quantization_config with all keys that compressed-tensors 0.20 writes (tests/test_formats.py)."""
+  weights = {"dynamic": False, "group_size": 32, "num_bits": bits, "strategy": "group", "symmetric": True,
+             "type": "int"} | weights
+  group = {"format": form, "input_activations": None, "output_activations": None, "targets": ["Linear"],
+           "weights": weights}
+  return {"config_groups": {"group_0": group}, "format": form, "global_compression_ratio": None, "ignore": ["lm_head"],
+          "kv_cache_scheme": None, "moe_sparsity_config": None, "quant_method": "compressed-tensors",
+          "quantization_status": "compressed", "sparsity_config": {}, "transform_config": {}, "version": "0.20.0"}
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
@@ -377,13 +384,59 @@ def test_damaged_tensor_raises_with_its_name(tmp_path, name, change, message):
 
 
 @pytest.mark.parametrize("config", [
-  {"quant_method": "fp8"}, {"quant_method": "bitsandbytes", "load_in_4bit": True}, {"quant_method": "squeezellm"},
-  {**GPTQ, "bits": 3}, {"quant_method": "awq", "bits": 8}, {"quant_method": "awq", "bits": 4, "version": "gemv"},
+  {"quant_method": "fp8", "fmt": "e5m2"}, {"quant_method": "bitsandbytes", "load_in_8bit": True},
+  {"quant_method": "squeezellm", "wbits": 2}, {"quant_method": "hqq"}, {**GPTQ, "bits": 5},
+  {"quant_method": "awq", "bits": 8}, {"quant_method": "awq", "bits": 4, "version": "gemv"},
+  {**compressed(4), "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
   compressed(3), compressed(8, type="float"), {"quant_method": "compressed-tensors", "config_groups": {
     "g": {"weights": {"num_bits": 8, "type": "int"}, "input_activations": {"num_bits": 8}}}}], ids=str)
 def test_unsupported_quantization_config_raises_with_supported_methods(tmp_path, config):
   folder = tiny_model(tmp_path, **SIZES, quantization_config=config)
-  with pytest.raises(ValueError, match=r"quantization_config=.*awq .*gptq .*compressed"):
+  with pytest.raises(ValueError, match=r"quantization_config.*awq .*gptq .*compressed"):
+    LLM(folder, **ENGINE)
+
+
+@pytest.mark.parametrize("name,text", [
+  ("awq", "awq int4, groups of 32"), ("gptq, int8", "gptq int8, groups of 32"),
+  ("gptq, one group", "gptq int4, per channel")])
+def test_describe_names_format_bits_group_size_and_float_matrices(tmp_path, name, text):
+  folder, plain = quantized_model(tmp_path, name)
+  assert open_checkpoint(folder).describe() == f"{text}; embed_tokens, lm_head float32"
+  assert open_checkpoint(plain).describe() == "float32"
+
+
+def test_describe_mixed_groups_names_both():
+  """llm-compressor quantizes some matrices to int8 and others to int4."""
+  config = compressed(4, "mixed-precision")
+  config["config_groups"] |= compressed(8, group_size=None, strategy="channel")["config_groups"] | {
+    "group_1": config["config_groups"]["group_0"]}
+  assert describe(config) == "compressed-tensors int8, per channel and int4, groups of 32"
+  assert describe({"quant_method": "fp8"}) == "fp8"
+
+
+def test_describe_bfloat16_shards_and_gguf_mixture(tmp_path):
+  folder = tiny_model(tmp_path, dtype="bfloat16", shards=3, hidden_size=64)
+  assert open_checkpoint(folder).describe() == "bfloat16"
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "float", hidden_size=64), "Q4_0",
+                    kinds={"ffn_down": "Q8_0", "attn_v": "Q8_0", "output": "F16"})
+  assert open_checkpoint(path).describe() == "GGUF Q4_0; down_proj, v_proj GGUF Q8_0; lm_head GGUF F16"
+
+
+def test_engine_log_describes_checkpoint(tmp_path, caplog):
+  folder, _ = quantized_model(tmp_path, "gptq")
+  with caplog.at_level("INFO", "tinyvllm"): LLM(folder, **ENGINE)
+  start = "loaded quantized (gptq int4, groups of 32; embed_tokens, lm_head float32) in float32 on CPU in "
+  assert caplog.records[0].getMessage().startswith(start)
+
+
+@pytest.mark.parametrize("config,text", [
+  ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+  ({**GPTQ, "is_marlin_format": True}, "is_marlin_format=True"), ({**AWQ, "version": "marlin"}, "version='marlin'"),
+  ({**GPTQ, "quant_method": "marlin"}, "quant_method='marlin'"), (compressed(4, "marlin-24"), "format='marlin-24'")])
+def test_marlin_checkpoint_raises_with_its_field(tmp_path, config, text):
+  """Marlin's matrices are permuted."""
+  folder = tiny_model(tmp_path, **SIZES, quantization_config=config)
+  with pytest.raises(ValueError, match=f"^quantization_config: {text} is not supported: use .*gptq"):
     LLM(folder, **ENGINE)
 
 

@@ -77,7 +77,7 @@ class LoadedModel:
     model = model_class(self.model_config, getattr(dtypes, self.config.dtype), backend, devices)
     checkpoint.load(model, config.quantization)
     weights = sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
-    logger.info(f"loaded {path.name} in {self.config.dtype} on {', '.join(devices.names)} in "
+    logger.info(f"loaded {path.name} ({checkpoint.describe()}) in {self.config.dtype} on {', '.join(devices.names)} in "
                 f"{time.perf_counter() - start_time:.1f} s; a step takes {self.config.max_num_batched_tokens} tokens")
     num_bytes = max(0, int(free * config.gpu_memory_utilization - weights))
     new_runner = functools.partial(Runner, model, self.config)

@@ -25,6 +25,7 @@ class Checkpoint:
     self.generation_config = read_json(path / "generation_config.json")
     self.hf_config = read_json(path / "config.json") | self.generation_config   # may list more end tokens
 
+  def describe(self) -> str: return "safetensors"
   def tokenizer(self) -> Any: return extended("huggingface", "load_tokenizer", Tokenizer)(self.path)
   def sampling_defaults(self) -> dict[str, Any]:
     return {name: x for name, x in self.generation_config.items() if name in SAMPLING_DEFAULTS and x is not None}
@@ -105,8 +106,7 @@ class Llama:
   sums and logits are float32. The backend's layers hide weight formats and kernels, `devices` hides their number."""
   def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
     self.config = config = devices.shard(config)
-    self.dtype = dtype
-    self.backend, self.devices = backend, devices
+    self.dtype, self.backend, self.devices = dtype, backend, devices
     def vocabulary(name): return backend.Linear(config.hidden_size, {name: config.vocab_size}, False, dtype)
     self.embed_tokens = vocabulary("model.embed_tokens")
     self.lm_head = self.embed_tokens if config.tie_word_embeddings else vocabulary("lm_head")

@@ -211,6 +211,7 @@ class Checkpoint(weights.Checkpoint):
 
   method = property(lambda self: "gguf" if any(x.tensor_type.quant_format for x in self.all_tensors.values()) else None)
   def stored_tensors(self) -> dict[str, Any]: return dict(self.all_tensors)
+  def format_of(self, tensor: Any) -> str: return f"GGUF {tensor.tensor_type.name}"
   def tokenizer(self) -> Tokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
 
   def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:

@@ -161,9 +161,8 @@ class LogitsBatch:
     has_logprobs = any(row.seq.params.logprobs is not None or row.seq.wants_prompt_logprobs for row in rows)
     # Padded to few graph shapes: 16, 128, 1024, ...
     size = 16 * 8 ** -(-(len(self.adjustments) // 16).bit_length() // 3) if self.adjustments else 0
-    vocab_size = runner.model.config.vocab_size * len(runner.model.devices.names)   # each has a shard
-    plan = LogitsPlan(vocab_size, has_logprobs, size, bool(self.bitmasks))
-    self.plan = plan if any(row.seq.processor for row in rows) else None
+    first: Any = next((row.seq.processor for row in rows if row.seq.processor), None)
+    self.plan = first and LogitsPlan(first.vocab_size, has_logprobs, size, bool(self.bitmasks))
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:

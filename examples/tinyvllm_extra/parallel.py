@@ -10,6 +10,8 @@ from tinygrad.uop.ops import AxisType
 from tinyvllm import backend
 from tinyvllm.config import EngineConfig, ModelConfig, check
 
+ROWS = 16   # vocabulary rows per device are a multiple of it, for the matrix kernels' tiles
+
 
 def device_names(count: int) -> tuple[str, ...]:
   """Return the names of the default device and the next ones of its type."""
@@ -55,23 +57,25 @@ class Graph(_TinyJit):
 
 
 class Devices(backend.Devices):
-  """Several devices of the same type."""
+  """Several devices of the same type. Each has the same number of vocabulary rows: the last ones are padding, whose
+  logits `gather` removes."""
   def free_memory(self, backend: backend.Backend) -> int:
     free = min(backend.free_memory(name) for name in reversed(self.names))   # first last: its CUDA context stays
     return free // len(self.names) if Device.DEFAULT == "CPU" else free      # CPU devices share the host's
 
   def shard(self, model: ModelConfig) -> ModelConfig:
     count = len(self.names)
-    sizes = {name: getattr(model, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size",
-                                                     "vocab_size")}
+    sizes = {name: getattr(model, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
     limits = EngineConfig.__dataclass_fields__["tensor_parallel_size"].metadata
     divisors = [n for n in range(limits["min"], limits["max"] + 1) if not any(size % n for size in sizes.values())]
     choices = " or ".join(map(str, divisors))
     check(count in divisors, f"tensor_parallel_size={count} must divide each of {sizes}: use {choices}")
-    return dataclasses.replace(model, **{name: size // count for name, size in sizes.items()})
+    self.vocab_size = model.vocab_size
+    shares = {name: size // count for name, size in sizes.items()}
+    return dataclasses.replace(model, **shares, vocab_size=-(-model.vocab_size // (ROWS * count)) * ROWS)
 
   def jit(self, step: Any) -> Any: return Graph(self.names, step)
-  def gather(self, logits: Tensor) -> Tensor: return Tensor(logits.uop.unshard(1)).to(None)
+  def gather(self, logits: Tensor) -> Tensor: return Tensor(logits.uop.unshard(1)).to(None)[:, :self.vocab_size]
 
 
 def local_ids(ids: Tensor, num_rows: int) -> Tensor:

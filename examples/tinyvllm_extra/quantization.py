@@ -1,5 +1,5 @@
-"""int8 and int4 weights, w = q * scale + offset in groups of consecutive inputs: quantized at load, or pre-quantized by
-AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) or compressed-tensors. Depends only on numpy."""
+"""int8, int4 and e4m3 weights, w = q * scale + offset in groups of consecutive inputs: quantized at load, or
+pre-quantized by AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) or compressed-tensors. Depends only on numpy."""
 import concurrent.futures
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -10,11 +10,12 @@ from tinyvllm.config import check, logger
 
 GROUP = 32         # inputs that share a scale in weights quantized at load
 CHUNK = 2**17      # weights that a thread quantizes at a time: they fit a core's cache
+E4M3 = np.dtype("V1")   # 8-bit floats, which numpy lacks: raw bytes, unlike uint8 (int4)
 
 
 class Quantized(NamedTuple):
   """A quantized matrix. Groups divide the inputs evenly."""
-  q: np.ndarray               # (out, in): int8, or int4 as uint8 from 0 to 15
+  q: np.ndarray               # (out, in): int8, int4 as uint8 from 0 to 15, or E4M3
   scale: np.ndarray           # (out, groups)
   offset: np.ndarray | None   # (out, groups); None: zeros
   order: np.ndarray           # (in,): input of each column
@@ -33,30 +34,55 @@ class Layout(NamedTuple):
   outputs_first: bool = False    # (out, in), else (in, out)
   packed: str | None = "in"      # packed axis; None: not packed
   bit_order: tuple = tuple(range(8))   # position in the word of each of eight values
-  zero_shift: int = 0            # added to the stored zero points
+  zero_shift: int = 0            # added to the stored zero points; may carry into the next one
 
 
-LAYOUTS = {
-  "awq": [Layout(packed="out", bit_order=(0, 4, 1, 5, 2, 6, 3, 7))], "gptq": [Layout(zero_shift=1)],
-  "compressed-tensors": [Layout("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", True),
-                         Layout("weight", "weight_scale", "weight_zero_point", "weight_g_idx", True, None)]}
-SUPPORTED = ("awq (gemm, int4), gptq (int4 or int8), compressed-tensors (weights only, pack-quantized int4 or int8, or "
-             "int-quantized)")
+COMPRESSED = [Layout("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", True),
+              Layout("weight", "weight_scale", "weight_zero_point", "weight_g_idx", True, None)]
+# By quant_method and variant. VARIANTS: the field that names the variant; default: the first one
+LAYOUTS: dict[str, dict[str, list[Layout]]] = {
+  "awq": {"gemm": [Layout(packed="out", bit_order=(0, 4, 1, 5, 2, 6, 3, 7))]},
+  "gptq": {"gptq": [Layout(zero_shift=1)], "gptq_v2": [Layout()]},
+  "compressed-tensors": dict.fromkeys(("pack-quantized", "int-quantized", "float-quantized", "mixed-precision"),
+                                      COMPRESSED),
+  "fp8": {"e4m3": []}, "bitsandbytes": {"false": []}, "squeezellm": {"4": [], "3": []}}   # see formats.py
+VARIANTS = {"awq": "version", "gptq": "checkpoint_format", "compressed-tensors": "format", "fp8": "fmt",
+            "bitsandbytes": "load_in_8bit", "squeezellm": "wbits"}
+BITS = {"awq": (4,), "gptq": (2, 3, 4, 8), "compressed-tensors": (4, 8)}
+SUPPORTED = ("awq (gemm, int4), gptq (2, 3, 4 or 8 bits), compressed-tensors (weights only, pack-quantized int4 or "
+             "int8, int-quantized, or float-quantized), fp8 (e4m3), bitsandbytes (4 bits), squeezellm (3 or 4 bits)")
 
 
 def find_layouts(config: dict[str, Any]) -> list[Layout]:
   """Return the layouts for a quantization_config of config.json. Raises InputError if it is not supported."""
   if not config: return []
   method = config.get("quant_method", "")
-  groups = config.get("config_groups", {}).values()
-  formats = [group.get("weights") or {} for group in groups] or [{"num_bits": config.get("bits")}]
-  bits = (4,) if method == "awq" else (4, 8)
-  supported = (method in LAYOUTS and config.get("version", "gemm").lower() == "gemm"
-               and all(x.get("num_bits") in bits and x.get("type", "int") == "int" for x in formats)
-               and not any(group.get("input_activations") or group.get("output_activations") for group in groups))
-  check(supported, f"quantization_config={config} is not supported; supported: {SUPPORTED}")
-  if config.get("checkpoint_format") == "gptq_v2": return [Layout()]
-  return LAYOUTS[method]
+  layouts = LAYOUTS.get(method, {})
+  field = "is_marlin_format" if config.get("is_marlin_format") else VARIANTS.get(method, "quant_method")
+  variant = str(config.get(field) or next(iter(layouts), None)).lower()
+  text = f"is not supported: use another checkpoint of the model; supported: {SUPPORTED}"
+  check(variant in layouts, f"quantization_config: {field}={config.get(field)!r} {text}")
+
+  def is_supported(weights, *activations):   # activations may be e4m3 in the tool's kernels: the weights are the same
+    if weights.get("type") == "float": return weights.get("num_bits") == 8 and weights.get("strategy") != "group"
+    return weights.get("num_bits") in BITS.get(method, (None,)) and not any(activations)
+  groups = [[group.get(x) or {} for x in ("weights", "input_activations", "output_activations")]
+            for group in config.get("config_groups", {}).values()] or [[{"num_bits": config.get("bits")}]]
+  supported = all(is_supported(*group) for group in groups) and not config.get("transform_config")
+  check(supported, f"quantization_config={config} {text}")
+  return layouts[variant]
+
+
+def describe(config: dict[str, Any]) -> str:
+  """Return method, bits and group size of a quantization_config: "awq int4, groups of 128"."""
+  def describe_weights(x):
+    if "bnb_4bit_quant_type" in x: return f" {x['bnb_4bit_quant_type']}"
+    bits = next((x[name] for name in ("num_bits", "bits", "w_bit", "wbits") if name in x), None)
+    size = x.get("group_size") or 0
+    grouping = f"groups of {size}" if size > 0 else f"per {x.get('strategy') or 'channel'}"
+    return f" {x.get('type', 'int')}{bits}, {grouping}" if bits else ""
+  weights = [group.get("weights") or {} for group in config.get("config_groups", {}).values()] or [config]
+  return config["quant_method"] + " and".join(dict.fromkeys(map(describe_weights, weights)))
 
 
 def to_float32(x: np.ndarray) -> np.ndarray:
@@ -64,11 +90,23 @@ def to_float32(x: np.ndarray) -> np.ndarray:
   return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x.astype(np.float32, copy=False)
 
 
-def unpack_words(words: np.ndarray, bits: int, axis: int, bit_order: tuple) -> np.ndarray:
-  """Unpack 32-bit words to uint8 values along the axis."""
+def unpack_words(words: np.ndarray, bits: int, axis: int, bit_order: tuple = tuple(range(8))) -> np.ndarray:
+  """Unpack 32-bit words to uint8 values along the axis. 3-bit values may lie in two words."""
+  words = np.moveaxis(words.view(np.uint32), axis, -1)
+  if bits < 4:   # eight values in 2 or 3 bytes
+    octets = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape[:-1], -1, bits)
+    words = np.pad(octets, [(0, 0)] * words.ndim + [(0, 4 - bits)]).view(np.uint32)[..., 0]
   shifts = np.array(bit_order[:32 // bits], np.uint32) * bits
-  values = np.moveaxis(words.view(np.uint32), axis, -1)[..., None] >> shifts & (1 << bits) - 1
+  values = words[..., None] >> shifts & (1 << bits) - 1
   return np.moveaxis(values.astype(np.uint8).reshape(*values.shape[:-2], -1), -1, axis)
+
+
+def decode_e4m3(x: np.ndarray) -> np.ndarray:
+  """Decode 8-bit floats with 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022) to float32."""
+  codes = np.arange(128)
+  exponent, mantissa = np.maximum(codes >> 3, 1), (codes & 7) + 8 * (codes > 7)   # 0 to 7 are subnormal
+  values = np.where(codes < 127, np.ldexp(mantissa.astype(np.float32), exponent - 10), np.float32(np.nan))
+  return np.concatenate([values, -values])[x.view(np.uint8)]
 
 
 def narrow(x: np.ndarray) -> np.ndarray:
@@ -79,9 +117,8 @@ def narrow(x: np.ndarray) -> np.ndarray:
 
 def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensors: dict[str, Any],
                 read: Callable[..., np.ndarray]) -> Matrix:
-  """Read the matrix `name`, (out, in): Quantized if it is stored in one of the layouts. tensors: the checkpoint's, with
-  dtype and shape. read: returns the tensor with a name and a shape. Raises InputError naming a tensor that is missing
-  or has the wrong shape, or groups of different sizes."""
+  """Read the matrix `name`, (out, in): Quantized if it is stored in one of the layouts. read: returns the tensor with a
+  name and a shape. Raises InputError naming a tensor that is missing or has the wrong shape, or uneven groups."""
   integers = [x for x in tensors if x.startswith(f"{name}.") and np.dtype(tensors[x].dtype).kind == "i"]
   layout = next((x for x in layouts if f"{name}.{x.weight}" in integers), None)
   if layout is None: return read(f"{name}.weight", *shape)
@@ -95,15 +132,18 @@ def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensor
   check(in_features % groups == 0, f"{scale}: {groups} groups do not divide {in_features} inputs")
   axis = {"in": inputs, "out": outputs, None: 0}[layout.packed]
   bits = 32 * shape_of(weight)[axis] // stored(*shape)[axis] if layout.packed else 8
-  check(bits in (4, 8), f"{weight} has shape {list(shape_of(weight))}, neither int4 nor int8 of {[*shape]}")
+  check(bits in (2, 3, 4, 8), f"{weight} has shape {list(shape_of(weight))}, not 2, 3, 4 or 8 bits of {[*shape]}")
 
-  def read_packed(name: str, axis: int, *sizes):
+  def read_packed(name: str, axis: int, *sizes, shift: int = 0):   # GPTQ's tools add shift to words, or to 3-bit values
     words = read(name, *[n * bits // 32 if layout.packed and i == axis else n for i, n in enumerate(stored(*sizes))])
-    return unpack_words(words, bits, axis, layout.bit_order) if layout.packed else words
+    if not layout.packed: return words
+    if shift and bits != 3: words = words.view(np.uint32) + np.uint32(shift * (2**32 - 1) // (2**bits - 1))
+    values = unpack_words(words, bits, axis, layout.bit_order)
+    return values + np.uint8(shift) & 7 if shift and bits == 3 else values
   q = read_packed(weight, axis, *shape)
   scales = to_float32(read(scale, *stored(out_features, groups)))
   zeros: Any = 1 << bits - 1 if layout.packed else 0   # symmetric if not stored
-  if zero in tensors: zeros = read_packed(zero, outputs, out_features, groups) + np.float32(layout.zero_shift)
+  if zero in tensors: zeros = to_float32(read_packed(zero, outputs, out_features, groups, shift=layout.zero_shift))
   offset = -zeros * scales
   if bits == 8 and layout.packed:   # 0 to 255 does not fit int8
     q = (q ^ 128).view(np.int8)
@@ -117,12 +157,17 @@ def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensor
   return Quantized(q[:, columns], narrow(scales), narrow(offset) if offset.any() else None, columns)
 
 
+def is_e4m3(w: Matrix) -> bool: return isinstance(w, Quantized) and w.q.dtype == E4M3
+
+
 def dequantize(w: Matrix, dtype: Any = np.float16) -> np.ndarray:
   """Return the matrix, (out, in), in `dtype` if it was quantized."""
   if isinstance(w, np.ndarray): return w
-  by_group = w.q.reshape(*w.scale.shape, -1) * w.scale[..., None].astype(np.float32)
+  q = decode_e4m3(w.q) if is_e4m3(w) else w.q
+  by_group = q.reshape(*w.scale.shape, -1) * w.scale[..., None].astype(np.float32)
   if w.offset is not None: by_group += w.offset[..., None]
-  return by_group.reshape(w.q.shape)[:, np.argsort(w.order)].astype(dtype, copy=False)
+  weight = by_group.reshape(w.q.shape).astype(dtype, copy=False)
+  return weight[:, np.argsort(w.order)] if (np.diff(w.order) != 1).any() else weight   # a copy takes most of the time
 
 
 def concatenate(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -144,6 +189,12 @@ def stack(matrices: Sequence[Matrix]) -> Matrix:
     quantized = [x._replace(offset=np.zeros_like(x.scale) if x.offset is None else x.offset) for x in quantized]
   q, scale, offset, _ = [None if term[0] is None else np.concatenate(term) for term in zip(*quantized, strict=True)]
   return Quantized(q, scale, offset, quantized[0].order)   # type: ignore[arg-type]   # q and scale are arrays
+
+
+def pad_rows(w: Any, count: int) -> Any:
+  """Append rows of zeros to a Matrix or a part of it until there are `count`."""
+  if isinstance(w, Quantized): return Quantized._make([*[pad_rows(x, count) for x in w[:3]], w.order])
+  return w if w is None or len(w) == count else np.pad(w, ((0, count - len(w)), (0, 0)))
 
 
 def split(w: Matrix, count: int, axis: int) -> list[Matrix]:

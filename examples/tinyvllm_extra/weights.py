@@ -1,6 +1,6 @@
 """Loads weights from safetensors, sharded or not, one tensor at a time. Tensors keep the file's dtype on the device if
 it is narrower than the compute dtype. A module's `load` reads its tensors from a Checkpoint."""
-import dataclasses, importlib, json, math, pathlib
+import collections, dataclasses, importlib, json, math, pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,10 +13,14 @@ from tinyvllm import llama
 from tinyvllm.backend import Module, renderer
 from tinyvllm.config import check, read_json
 
-from .quantization import Matrix, concatenate, dequantize, find_layouts, quantize, read_matrix, split, stack, to_float32
+from .formats import DEQUANTIZED, READERS, UNUSED
+from .quantization import (E4M3, Matrix, concatenate, dequantize, describe, find_layouts, is_e4m3, pad_rows, quantize,
+                           read_matrix, split, stack, to_float32)
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16
-INTEGERS = {"I8": np.int8, "I32": np.int32, "I64": np.int64}         # in quantized matrices
+QUANTIZED = {"U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": E4M3}   # in quantized matrices
+NATIVE_E4M3 = False   # True: Linear gets e4m3 matrices as Quantized; False: dequantized, as it has no kernel for them
+MATRICES = (".weight", ".qweight", ".weight_packed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Checkpoint(llama.Checkpoint):
 
   def stored_tensors(self) -> dict[str, Any]:
     """Return all tensors of the files by name. Raises InputError for an unreadable file or an unsupported dtype."""
-    supported = DTYPES | INTEGERS if self.method else DTYPES
+    supported = DTYPES | QUANTIZED if self.method else DTYPES
     index = read_json(self.path / "model.safetensors.index.json")
     tensors = {}
     for file in {self.path / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}:
@@ -61,6 +65,23 @@ class Checkpoint(llama.Checkpoint):
     for name, tensor in sorted(self.stored_tensors().items()):
       yield name, np.dtype(tensor.dtype).str, tensor.shape, tensor.raw()
 
+  def describe(self) -> str:
+    """Return the formats of the matrices in the files, the most common one first: "awq int4, groups of 128; lm_head
+    float16". Raises InputError like `stored_tensors`, or for an unsupported quantization_config."""
+    find_layouts(self.quantization_config)
+    names: dict[str, list[str]] = collections.defaultdict(list)   # by format
+    for name, tensor in self.stored_tensors().items():
+      if name.endswith(MATRICES) and len(tensor.shape) == 2: names[self.format_of(tensor)].append(name.split(".")[-2])
+    formats = sorted(names, key=lambda x: (-len(names[x]), x))
+    return "; ".join(f"{', '.join(sorted({*names[x]}))} {x}" if i else x for i, x in enumerate(formats))
+
+  def format_of(self, tensor: Any) -> str:
+    dtype = np.dtype(tensor.dtype)
+    name = "bfloat16" if dtype == np.uint16 else dtype.name
+    if "float" in name and tensor.shape[1] > 1: return name   # bitsandbytes may store its bytes as a column of floats
+    is_native = NATIVE_E4M3 if dtype == E4M3 else self.method not in DEQUANTIZED
+    return describe(self.quantization_config) + ("" if is_native else ", dequantized")
+
   def load(self, model: llama.Llama, quantization: str | None = None) -> None:
     self.layouts = find_layouts(self.quantization_config)
     self.bits = {"int8": 8, "int4": 4}.get(quantization or "")
@@ -70,6 +91,7 @@ class Checkpoint(llama.Checkpoint):
     self.model = model
     self.num_devices = count = len(model.devices.names)
     self.tensors = self.stored_tensors()
+    self.dtype = np.float32 if model.dtype == dtypes.float32 else np.float16   # dtype to dequantize to
     plain = [type(x).__name__ for x in model.modules() if type(x).load is Module.load]   # the core's modules
     parts = f"{type(model.backend).__name__}'s {', '.join(dict.fromkeys(plain))}"
     check(not plain or count == 1, f"tensor_parallel_size={count} must be 1: {parts} support one device")
@@ -78,9 +100,9 @@ class Checkpoint(llama.Checkpoint):
     self.check_unused(self.tensors)
 
   def check_unused(self, names: Iterable[str]) -> None:
-    """Like the core's, but quantized checkpoints may also hold shapes, and zero biases for a model without biases."""
+    """Like the core's, but quantized checkpoints may also hold UNUSED tensors, and zero biases for a model without."""
     def is_redundant(name: str) -> bool:
-      return name.endswith(".weight_shape") or name.endswith(".bias") and not self.tensors[name].read().any()
+      return name.endswith(UNUSED) or name.endswith(".bias") and not self.tensors[name].read().any()
     super().check_unused([name for name in names if not (self.method and is_redundant(name))])
 
   # Called by the `load` method of modules
@@ -95,13 +117,16 @@ class Checkpoint(llama.Checkpoint):
 
   def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
     """Read matrices, (out, in), whose rows are stacked in one weight. shapes: by module name."""
-    return [read_matrix(name, shape, self.layouts, self.tensors, self.array) for name, shape in shapes.items()]
+    def read(name: str, shape: tuple[int, int]) -> Matrix:
+      matrix = READERS[self.method](self, name, shape) if self.method in READERS else None
+      return read_matrix(name, shape, self.layouts, self.tensors, self.array) if matrix is None else matrix
+    return [read(name, shape) for name, shape in shapes.items()]
 
   def read(self, name: str, *shape: int) -> Tensor:
     """Read a tensor for a core module, dequantized."""
     module, _, suffix = name.rpartition(".")
-    is_matrix = suffix == "weight" and len(shape) == 2
-    x = dequantize(*self.fused({module: shape})) if is_matrix else self.array(name, *shape)   # type: ignore[dict-item]
+    if suffix == "weight" and len(shape) == 2: x = dequantize(self.fused({module: (shape[0], shape[1])})[0], self.dtype)
+    else: x = self.array(name, *shape)
     return Tensor(to_float32(x) if x.dtype == np.uint16 else np.asarray(x))
 
   def vectors(self, module: Any, suffix: str) -> list[Any]:
@@ -118,9 +143,13 @@ class Checkpoint(llama.Checkpoint):
     model: Any = self.model
     columns = module.weight.numel() // module.out_features * (self.num_devices if module.axis == 1 else 1)
     rows = self.num_devices if module.axis == 0 else 1
-    whole = self.fused({name: (n * rows, columns) for name, n in module.sources.items()})
+    in_layer = all(module is not x for x in vars(model).values())   # else a row for each token, and padding
+    sizes = {name: n * rows for name, n in module.sources.items()}
+    vocab_size = math.inf if in_layer else self.hf_config["vocab_size"]
+    whole = self.fused({name: (min(n, vocab_size), columns) for name, n in sizes.items()})
+    if not NATIVE_E4M3: whole = [dequantize(w, self.dtype) if is_e4m3(w) else w for w in whole]
+    whole = [pad_rows(w, n) for w, n in zip(whole, sizes.values(), strict=True)]
     shards = [stack(shard) for shard in zip(*[split(w, self.num_devices, module.axis) for w in whole], strict=True)]
-    in_layer = all(module is not x for x in vars(model).values())
     if self.bits and in_layer:   # int4 is stored in words of eight
       shards = [quantize(w, 8 if w.shape[1] % 8 else self.bits) if isinstance(w, np.ndarray) else w for w in shards]
     return [dequantize(w) for w in shards] if module is getattr(model, "embed_tokens", None) else shards

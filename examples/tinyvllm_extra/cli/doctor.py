@@ -9,6 +9,7 @@ from tinygrad import Context, Device, Tensor, TinyJit, device as devices, dtypes
 
 from tinyvllm import __version__, backend, config, llama
 from tinyvllm_extra import kernels
+from tinyvllm_extra.weights import Checkpoint
 
 LIMIT = 90   # timeout of a backend's process, in seconds
 BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
@@ -173,7 +174,8 @@ def format_report(report: dict[str, Any]) -> list[str]:
   best = max(rows, key=lambda row: row["gb_per_s"])["backend"] if rows else None
   return [*table([report["machine"]]), "", f"C compiler: {report['compiler']['path'] or NO_COMPILER}",
           report["compiler"]["version"], "", head, *lines, "", f"default backend: {report['chosen']} ({report['why']})",
-          f"fastest backend: {best} (to use it, set DEV={best})", "", *table(report["fit"])]
+          f"fastest backend: {best} (to use it, set DEV={best})", "", *table(report["fit"]),
+          *(["", f"checkpoint: {report['checkpoint']}"] if "checkpoint" in report else [])]
 
 
 def read_models(folder: str | None) -> dict[str, dict[str, Any]]:
@@ -197,6 +199,10 @@ def main(argv: list[str]) -> int:
   parser.add_argument("--json", action="store_true", help="Print the report as JSON (default: text)")
   args = parser.parse_args(argv)
   config.check(0 < args.seconds <= 60, f"seconds={args.seconds} must be above 0 and at most 60")
-  report = make_report(args.seconds, read_models(args.model), args.kv_cache_dtype)
+  models = read_models(args.model)
+  folder = pathlib.Path(args.model or "").expanduser()
+  is_complete = args.model and any(folder.glob("*.safetensors"))   # config.json alone suffices for the fit
+  checkpoint = {"checkpoint": Checkpoint(folder).describe()} if is_complete else {}
+  report = make_report(args.seconds, models, args.kv_cache_dtype) | checkpoint
   print(json.dumps(report, indent=2) if args.json else "\n".join(line[:120] for line in format_report(report)))
   return 0 if any(row["opens"] for row in report["backends"]) else 1
