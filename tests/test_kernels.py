@@ -9,8 +9,9 @@ from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
 from tinyvllm.backend import Backend, cpu_cores, scatter_kernel
-from tinyvllm_extra.kernels import generic as attention, matmul
-from tinyvllm_extra.kernels.matmul import GateUp, Linear, Norm, reorder, speaks_cuda, stored_shape
+from tinyvllm_extra.kernels import generic as attention, matmul, shared_memory
+from tinyvllm_extra.kernels.matmul import (GateUp, Linear, Norm, pack_numbers, reorder, scales_shape, speaks_cuda,
+                                           stored_shape)
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # dtype, tolerance for rounding
 SLOW = Device.DEFAULT == "PYTHON"
@@ -110,18 +111,32 @@ def kernel_names(x: Tensor) -> list[str]:
   return [u.src[0].arg.name for u in x.schedule_linear().toposort() if u.op is Ops.CALL and u.src[0].op is Ops.SINK]
 
 
+def set_min_groups(monkeypatch, count):
+  tiles = {key: [x._replace(min_groups=count) for x in tiles] for key, tiles in shared_memory.SHARED.items()}
+  monkeypatch.setattr(shared_memory, "SHARED", tiles)
+
+
 @pytest.fixture
 def many_rows(monkeypatch):
   """Use the kernel for many rows even for one work group. Devices other than CUDA copy with plain loads."""
   if lacks_half: pytest.skip("tinygrad's interpreter has no float16 in shared memory before Python 3.12")
-  monkeypatch.setattr(matmul, "MIN_WORK_GROUPS", 1)
+  set_min_groups(monkeypatch, 1)
   if speaks_cuda(): return
-  def copy_async(pairs, is_needed):
-    parts = [(to.src, source.src, i) for to, source in pairs for i in range(8)]
-    return UOp.group(*[to.index(at + i).store(source.index((start + i).valid(is_needed)))
-                       for (to, at), (source, start), i in parts])
+  def copy_async(copies, is_needed):   # a copy that is not needed stores zeros
+    parts = [(to.src, source.src, condition, i) for to, source, condition in copies
+             for i in range(16 // source.dtype.itemsize)]
+    return UOp.group(*[
+      to.index((at + i).valid(condition)).store(source.index((start + i).valid(is_needed & condition)))
+      for (to, at), (source, start), condition, i in parts])
+  def scale_pair(pair, zero_point, scale, offset):
+    def halves(word): return [(word >> 16 * i).cast(dtypes.uint16).bitcast(dtypes.half) for i in range(2)]
+    zero = UOp.const(zero_point, dtypes.uint32)
+    numbers = [(x - z) * s + o for x, z, s, o in zip(*map(halves, (pair, zero, scale, offset)), strict=True)]
+    low, high = [x.bitcast(dtypes.uint16).cast(dtypes.uint32) for x in numbers]
+    return low | high << 16
   monkeypatch.setattr(matmul, "speaks_cuda", lambda: True)
-  monkeypatch.setattr(matmul, "copy_async", copy_async)
+  monkeypatch.setattr(shared_memory, "copy_async", copy_async)
+  monkeypatch.setattr(shared_memory, "scale_pair", scale_pair)
   monkeypatch.setattr(matmul, "wait", lambda copies, iteration, _: UOp(Ops.BARRIER, src=(copies, iteration)))
 
 
@@ -147,7 +162,7 @@ def test_many_rows_kernel_equals_numpy(many_rows, rows, inputs, outputs, bias, g
 @pytest.mark.parametrize(("rows", "min_work_groups", "parts"), [
   (128, 3, 2), (64, 5, 2), (64, 16, 4), (32, 8, 2), (32, 32, 8)])
 def test_many_rows_kernel_split_k_equals_numpy(many_rows, monkeypatch, rows, min_work_groups, parts):
-  monkeypatch.setattr(matmul, "MIN_WORK_GROUPS", min_work_groups)
+  set_min_groups(monkeypatch, min_work_groups)
   layer = Linear(256, {"w": 256}, False, dtypes.float16, axis=1)
   weight, x = normal(256, 256, kind="float16", seed=1) / 4, normal(rows, 256, kind="float16")
   layer.weight = on_device(reorder(layer.ordered(weight), layer.weight.shape))
@@ -157,11 +172,33 @@ def test_many_rows_kernel_split_k_equals_numpy(many_rows, monkeypatch, rows, min
   close(layer(on_device(x)), np.concatenate(expected), KINDS["float16"][1])
 
 
+@needs_tensor_cores
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("rows", "inputs", "outputs", "group", "gated"), [
+  (128, 96, 128, 32, False), (64, 256, 128, 64, True), (32, 320, 64, 32, False), (32, 64, 32, 64, True),
+  (16, 96, 32, 96, False), (48, 64, 64, 32, False)])
+def test_many_rows_kernel_quantized_equals_numpy(many_rows, bits, rows, inputs, outputs, group, gated):
+  layer = (GateUp if gated else Linear)(inputs, {"a": outputs // 2, "b": outputs // 2}, False, dtypes.float16)
+  shape = layer.weight.shape
+  rng = np.random.default_rng(1)
+  q = rng.integers(-127, 128, (outputs, inputs)).astype(np.int8) if bits == 8 else rng.integers(
+    0, 16, (outputs, inputs)).astype(np.uint8)
+  terms = [(rng.random((outputs, inputs // group)) / 99).astype(np.float16) for _ in range(2)]
+  layer.weight = on_device(pack_numbers(layer.ordered(q), shape))
+  layer.scales = [on_device(reorder(layer.ordered(x), scales_shape(shape, x.shape[1]))) for x in terms]
+  scale, offset = [x.repeat(group, 1).astype(np.float32) for x in terms]
+  x = normal(rows, inputs, kind="float16")
+  expected = x.astype(np.float32) @ (q * scale + offset).T
+  assert kernel_names(layer(on_device(x))) == ["linear_many"]
+  close(layer(on_device(x)), silu_product(expected) if gated else expected, KINDS["float16"][1])
+
+
 def test_shared_tiles_fit_shared_memory():
-  for tiles in matmul.SHARED:
-    assert tiles.buffers * (tiles.outputs + tiles.rows) * 32 * 2 <= 48 * 1024
-    warps = tiles.wide * tiles.high
-    assert not tiles.rows // 8 % warps and not tiles.outputs // 8 % warps, "each warp must copy the same amount"
+  for is_quantized, candidates in shared_memory.SHARED.items():
+    for tiles in candidates:
+      weight_bytes = tiles.outputs * (32 + 4 if is_quantized else 64)   # int8 with scales and offsets
+      assert tiles.buffers > 2 and tiles.buffers * (tiles.rows * 64 + weight_bytes) <= 48 * 1024
+      assert tiles.outputs <= 256 and tiles.wide * tiles.high >= 2, "one warp copies scales, another one offsets"
 
 
 @needs_tensor_cores

@@ -1,4 +1,4 @@
-"""Find the fastest tile sizes for a device's tensor cores: TILES and SHARED in tinyvllm_extra.kernels.matmul.
+"""Find the fastest tile sizes for a device's tensor cores: TILES in tinyvllm_extra.kernels.matmul, SHARED in shared_memory.
 
   python tests/benchmarks/tiles.py --shape llama-7b --layers 8 --tokens 1 32 512
 
@@ -17,7 +17,7 @@ from common import LLM
 from tinygrad import Tensor
 
 from tinyvllm.runner import next_power_of_two
-from tinyvllm_extra.kernels import matmul
+from tinyvllm_extra.kernels import matmul, shared_memory
 
 Tiling = tuple[int, ...]   # tiles of 16 outputs, tiles of 8 rows, warps per sum, steps of 32 inputs per iteration
 DECODING = 64              # maximum tokens of a decode step
@@ -86,14 +86,13 @@ def sweep(llm: LLM, tokens: int, args: argparse.Namespace) -> None:
   print("rows of TILES:", *[(tokens, outputs, bits, *tiling) for outputs, tiling in sorted(best_tilings.items())])
 
 
-def shared_candidates(tokens: int, outputs: int) -> list[tuple[matmul.Shared, int]]:
+def shared_candidates(tokens: int, outputs: int, bytes_per_output: int) -> list[tuple[shared_memory.Shared, int]]:
   """Return SHARED tiles and split-K factors that fit 48 KiB of shared memory and have enough work groups."""
-  sizes = [matmul.Shared(*size, 0) for size in itertools.product((1, 2, 4), repeat=4)]
-  full = [x._replace(buffers=min(8, 48 * 1024 // (64 * (x.outputs + x.rows)))) for x in sizes]
+  sizes = [shared_memory.Shared(*size, 0) for size in itertools.product((1, 2, 4), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 4))]
+  full = [x._replace(buffers=min(8, 48 * 1024 // (bytes_per_output * x.outputs + 64 * x.rows))) for x in sizes]
   return [(x, parts) for x, parts in itertools.product(full, (1, 2, 4, 8))
           if tokens % x.rows == 0 == outputs % x.outputs and x.buffers > 2 and 2 <= x.wide * x.high <= 8
-          and x.rows // 8 % (x.wide * x.high) == 0 == x.outputs // 8 % (x.wide * x.high)
-          and 96 <= tokens // x.rows * (outputs // x.outputs) * parts <= 1100]
+          and x.n * x.t <= 32 and x.outputs <= 256 and 96 <= tokens // x.rows * (outputs // x.outputs) * parts <= 1100]
 
 
 def sweep_shared(llm: LLM, tokens: int, args: argparse.Namespace) -> None:
@@ -102,16 +101,16 @@ def sweep_shared(llm: LLM, tokens: int, args: argparse.Namespace) -> None:
   rule = matmul.shared_tiles
   rows = []
   for outputs in dict.fromkeys(x.out_features for x in matrices.values()):
-    def measure(choice: tuple[matmul.Shared, int] | None, outputs=outputs) -> float:
-      def shared_tiles(rows, features, parts):
+    def measure(choice: tuple[shared_memory.Shared, int] | None, outputs=outputs) -> float:
+      def shared_tiles(rows, features, parts, is_quantized):
         is_measured = choice and (rows, features) == (tokens, outputs) and choice[1] in parts
-        return choice if is_measured else rule(rows, features, parts)
+        return choice if is_measured else rule(rows, features, parts, is_quantized)
       matmul.shared_tiles = shared_tiles
       matmul.many_rows_linear_kernel.cache_clear()
       try: return step_time(llm, tokens, args)
       finally: matmul.shared_tiles = rule
     names = [name for name, x in matrices.items() if x.out_features == outputs]
-    times = {choice: measure(choice) for choice in [None, *shared_candidates(tokens, outputs)[:args.most]]}
+    times = {choice: measure(choice) for choice in [None, *shared_candidates(tokens, outputs, 36 if args.quantization else 64)[:args.most]]}
     best, microseconds = min(times.items(), key=operator.itemgetter(1))
     rows.append([", ".join(names), str(outputs), f"{times[None]:.0f}", str(best), f"{microseconds:.0f}"])
     print(*rows[-1], flush=True)
@@ -133,7 +132,7 @@ def main() -> None:
     llm = common.open_llm(args, max_model_len=args.context + 8 * tokens + 8, max_num_seqs=min(tokens, DECODING),
                           max_num_batched_tokens=max(tokens, DECODING))
     sweep(llm, tokens, args)
-    if tokens % 32 == 0 and not args.quantization: sweep_shared(llm, tokens, args)
+    if tokens % 16 == 0: sweep_shared(llm, tokens, args)
 
 
 if __name__ == "__main__": main()

@@ -3,7 +3,7 @@ linear for all other devices. Each kernel defines its loops, the work of each th
 import functools
 from collections.abc import Sequence
 from math import gcd, inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, UOp, dtypes, helpers
@@ -18,8 +18,8 @@ from ..quantization import Quantized
 from ..parallel import local_ids, partial_sums
 from .cpu import cpu_sums
 from .schedule import axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
+from .shared_memory import MMA, SharedBuffers, mma, shared_tiles, wait
 
-MMA = (8, 16, 16)   # the tensor core used here: n, m, k
 PREFETCH = 4096   # bytes that a CPU core prefetches ahead of its current weights
 # A lane's elements of w, x and the sum, by four axes numbered from 6: which pair of 4 inputs, half of 16 outputs,
 # input in the pair, and one of two rows of x
@@ -34,40 +34,6 @@ TILES = [(1, inf, 8, 1, 1, 16, 2), (1, inf, 16, 1, 1, 16, 1), (8, inf, 8, 1, 1, 
 # Storage order of the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), and of scales, by ndim
 STORED = {3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 MAX_SPLITS = 8   # maximum split-K in linear_many
-MIN_WORK_GROUPS = 192   # minimum for linear_many to be faster than linear_tc on an H200 (132 multiprocessors)
-# Asynchronous copy of 16 bytes from global memory {1} to shared memory {0} if {2}. COMMIT closes a group of copies.
-# WAIT waits for all groups except the last %d
-COPY = ('asm volatile("{{.reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16;}}" :: '
-        '"r"((uint)__cvta_generic_to_shared({0})), "l"({1}), "r"({2}) : "memory");')
-COMMIT = '0; asm volatile("cp.async.commit_group;" ::: "memory")'   # follows an int, see copy_async
-WAIT = 'asm volatile("cp.async.wait_group %d;" ::: "memory");'
-
-
-class Shared(NamedTuple):
-  """Sizes of a work group of linear_many, whose warps share x and W in shared memory."""
-  n: int        # tiles of 16 outputs per warp
-  t: int        # tiles of 8 rows of x per warp
-  wide: int     # warps along the outputs
-  high: int     # warps along the rows
-  buffers: int  # buffers of 32 inputs for asynchronous copies, at most 48 KiB in total
-
-  @property
-  def outputs(self) -> int: return 16 * self.n * self.wide
-
-  @property
-  def rows(self) -> int: return 8 * self.t * self.high
-
-
-# The first one with MIN_WORK_GROUPS work groups is used. Measured on an H200 (tests/benchmarks/LOG.md)
-SHARED = [Shared(4, 4, 2, 4, 3), Shared(2, 4, 2, 2, 6), Shared(2, 4, 2, 1, 8)]
-
-
-def shared_tiles(rows: Any, outputs: Any, splits: Sequence[Any]) -> tuple[Shared, int] | None:
-  """Return the tiles of linear_many and the number of splits, or None if MIN_WORK_GROUPS is not reached. splits:
-  candidates, in order."""
-  tiles = [x for x in SHARED if rows % x.rows == 0 == outputs % x.outputs]
-  groups = [rows // x.rows * (outputs // x.outputs) for x in tiles]
-  return next(((x, s) for x, n in zip(tiles, groups, strict=True) for s in splits if n * s >= MIN_WORK_GROUPS), None)
 
 
 def speaks_cuda() -> bool:
@@ -157,10 +123,15 @@ class Linear(backend.Linear):
 
   def splits(self, x: Tensor) -> int:
     """Return the split-K factor of linear_many, or 0 if that kernel is not used."""
-    if self.weight.ndim != 8 or self.scales or not speaks_cuda(): return 0
+    if self.weight.ndim not in (5, 8) or not speaks_cuda() or not self.fits_shared(): return 0
     limit = gcd(self.weight.shape[1], MAX_SPLITS) if self.axis == 1 and self.bias is None else 1
-    tiles = shared_tiles(x.shape[0], self.out_features, [n for n in range(1, limit + 1) if limit % n == 0])
+    splits = [n for n in range(1, limit + 1) if limit % n == 0]
+    tiles = shared_tiles(x.shape[0], self.out_features, splits, bool(self.scales))
     return tiles[1] if tiles else 0
+
+  def fits_shared(self) -> bool:
+    """Return whether each scale is float16 and covers whole iterations of 32 inputs."""
+    return all(s.dtype == dtypes.half and self.weight.shape[1] % s.shape[1] == 0 for s in self.scales)
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
     out = new(ids, self.weight.numel() // self.out_features, dtype)
@@ -265,76 +236,39 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   return kernel_of("linear_tc", UOp.group(*tiles), ())
 
 
-def copy_async(pairs: Sequence[tuple[UOp, UOp]], is_needed: UOp) -> UOp:
-  """Start a group of asynchronous copies of 16 bytes, (to, from) each, or an empty group, because WAIT counts groups.
-  The statement is a store, because tinygrad may move or drop other statements."""
-  is_needed = is_needed.cast(dtypes.int32)
-  copies = [UOp(Ops.CUSTOM, dtypes.void, (*pair, is_needed), COPY) for pair in pairs]
-  unused = UOp.placeholder((1,), dtypes.int32, 299, AddrSpace.REG)
-  return unused[0].store(UOp(Ops.CUSTOM, dtypes.int32, (is_needed, *copies), COMMIT))   # shape of its first source
-
-
-def wait(copies: UOp, iteration: UOp, num_pending: int) -> UOp:
-  """Wait until all warps have finished the previous iteration and their copies, except the last num_pending groups."""
-  return UOp(Ops.BARRIER, src=(UOp(Ops.CUSTOM, dtypes.void, (copies, iteration), WAIT % num_pending),))
-
-
 @functools.cache
 def many_rows_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   """Multiply on tensor cores with x and W in shared memory. In each iteration of 32 inputs, the warps start the copies
   for a later iteration and multiply the complete buffer. One barrier suffices, because the buffer being written was
-  read one iteration ago. A buffer holds x in runs of 8 rows, and W in its stored order.
-  out: (T, N), or with split-K one (T, N) per split, stacked along the first axis."""
+  read one iteration ago. out: (T, N), or with split-K one (T, N) per split, stacked along the first axis."""
   T, splits = x.shape[0], out.shape[0] // x.shape[0]
-  N16, K32, *_ = weight.shape
-  tiles, _ = shared_tiles(T, N16 * 16, [splits])   # type: ignore[misc]
-  iterations = K32 // splits
+  scales = [s for s in rest if len(s.shape) > 1]
+  tiles, _ = shared_tiles(T, weight.shape[0] * 16, [splits], bool(scales))   # type: ignore[misc]
+  iterations = weight.shape[1] // splits
   split = UOp.special(splits, "gidx2")
-  group_n, group_t = UOp.special(N16 * 16 // tiles.outputs, "gidx1"), UOp.special(T // tiles.rows, "gidx0")
-  lane, warp = UOp.special(32, "lidx0"), UOp.special(tiles.wide * tiles.high, "lidx1")
-  row, column = lane // 4, lane % 4
-  warp_n, warp_t = warp // tiles.high, warp % tiles.high
+  shared = SharedBuffers(tiles, [x, weight, *scales], split, iterations)
   iteration = UOp.range(iterations, 11, AxisType.REDUCE)
-  h, r, p, e = axes(6, 2, 2, 2, 2, axis_type=AxisType.UPCAST)
-  x_size, w_size = tiles.rows * 32, tiles.outputs * 32   # numbers per iteration
-  xs, ws = [UOp.placeholder((tiles.buffers * size,), x.dtype, 200 + i, AddrSpace.LOCAL)
-            for i, size in enumerate((x_size, w_size))]
-
-  def load(i, *after):   # 8 neighbours per lane: a warp copies 8 rows of x, or half a tile of W, at a time
-    pairs = []
-    buffer = i % tiles.buffers
-    k = split * iterations + i
-    for part in range(0, tiles.rows // 8, tiles.wide * tiles.high):
-      t = (group_t * (tiles.rows // 8) + part + warp) * 8 + row
-      target = buffer * x_size + (part + warp) * 256 + lane * 8
-      pairs.append((xs.after(*after).index(target), x.base.index((t * K32 + k) * 32 + column * 8)))
-    for part in range(0, tiles.outputs // 8, tiles.wide * tiles.high):
-      half = part + warp
-      tile = (group_n * (tiles.outputs // 16) + half // 2) * K32 + k
-      target = buffer * w_size + half * 256 + lane * 8
-      pairs.append((ws.after(*after).index(target), weight.base.index(tile * 512 + half % 2 * 256 + lane * 8)))
-    return copy_async(pairs, i < iterations)
-  copies = load(UOp.const(0))
-  for i in range(1, tiles.buffers - 1): copies = load(UOp.const(i), copies)
-  ready = wait(copies, iteration, tiles.buffers - 2)
-  xs, ws = [buffer.after(load(iteration + tiles.buffers - 1, ready)) for buffer in (xs, ws)]
-
-  def product(n, t):
-    at_w = iteration % tiles.buffers * w_size + (warp_n * tiles.n + n) * 512 + lane * 4
-    at_x = iteration % tiles.buffers * x_size + (warp_t * tiles.t + t) * 256 + lane * 8
-    w = [ws[at_w + i * 256 + h * 128 + r * 2 + p] for i in range(2)]
-    inputs = [xs[at_x + i * 4 + h * 2 + p] for i in range(2)]
-    zero = UOp.const((0.0,) * 4, dtypes.float32)
-    return sum(UOp.wmma(w[i], inputs[i], zero, MMA, "CUDA", 32, ELEMENTS) for i in range(2))
+  copies = shared.load(UOp.const(0))
+  for i in range(1, tiles.buffers - 1): copies = shared.load(UOp.const(i), copies)
+  loads = shared.load(iteration + tiles.buffers - 1, wait(copies, iteration, tiles.buffers - 2))
+  w = [shared.weights(iteration, loads, n) for n in range(tiles.n)]
+  inputs = [shared.inputs(iteration, loads, t) for t in range(tiles.t)]
   pairs = list(np.ndindex(tiles.n, tiles.t))
   sums = [UOp.placeholder((2, 2), dtypes.float32, 300 + i, AddrSpace.REG) for i in range(len(pairs))]
-  reset = [a.after(UOp.group(*[a[i].store(0.0) for i in np.ndindex(2, 2)]), iteration) for a in sums]
-  adds = [a[r, e].store(a[r, e] + product(n, t)) for a, (n, t) in zip(reset, pairs, strict=True)]
-  done = UOp.group(*adds).end(h, e, p, r, iteration)
+  adds = []
+  for total, (n, t) in zip(sums, pairs, strict=True):
+    total = total.after(UOp.group(*[total[i].store(0.0) for i in np.ndindex(2, 2)]), iteration)
+    product = mma(w[n][0], inputs[t][0], UOp.stack(*[total[i] for i in np.ndindex(2, 2)]))
+    product = mma(w[n][1], inputs[t][1], product)
+    adds += [total[divmod(i, 2)].store(product.index(i)) for i in range(4)]
+  done = UOp.group(*adds).end(iteration)
+  r, e = axes(6, 2, 2, axis_type=AxisType.UPCAST)
+
   def store_sum(total, n, t):
-    at = split * T + ((group_t * tiles.high + warp_t) * tiles.t + t) * 8 + column * 2 + e
-    return store_tile(out, total, rest, weight, at, (group_n * tiles.wide + warp_n) * tiles.n + n, r, row)
-  stores = [store_sum(a.after(done)[r, e], n, t) for a, (n, t) in zip(sums, pairs, strict=True)]
+    run = (shared.group_t * tiles.high + shared.warp % tiles.high) * tiles.t + t
+    tile = (shared.group_n * tiles.wide + shared.warp // tiles.high) * tiles.n + n
+    return store_tile(out, total, rest, weight, split * T + run * 8 + shared.column * 2 + e, tile, r, shared.row)
+  stores = [store_sum(total.after(done)[r, e], n, t) for total, (n, t) in zip(sums, pairs, strict=True)]
   return kernel_of("linear_many", UOp.group(*stores), ())
 
 

@@ -17,8 +17,9 @@ from tinyvllm.runner import TILE
 
 from . import generic, kv_cache
 from .kv_cache import SMALLEST, half_bits
-from .matmul import MMA, speaks_cuda
+from .matmul import speaks_cuda
 from .schedule import LOWEST, State, axes, axis, field, kernel_of, largest, location, mean, rotate
+from .shared_memory import MMA, mma
 
 BS = 16   # positions in a block
 MIN_WORK_GROUPS = 128   # to keep a GPU busy
@@ -400,11 +401,6 @@ def fragment(rows: list[list[UOp]]) -> list[UOp]:
   """Return the mma fragment of 16 rows by 16 columns: four columns of the lane's row and of the row 8 below (or 0)."""
   low, high = rows if len(rows) == 2 else (*rows, [HALF_ZERO] * 4)
   return [*low[:2], *high[:2], *low[2:], *high[2:]]
-
-
-def mma(a: list[UOp], b: list[UOp], total: UOp) -> UOp:
-  """Return total + a @ b. A lane has 8, 4 and 4 elements (PTX ISA, mma.m16n8k16)."""
-  return UOp.wmma(UOp.stack(*a), UOp.stack(*b), total, MMA, "CUDA", 32)
 
 
 def over_row(x: UOp, op: Callable[[UOp, UOp], UOp]) -> UOp:
