@@ -147,7 +147,8 @@ def test_number_of_blocks_follows_kv_cache_dtype(folder, monkeypatch, caplog):
 
 def test_doctor_fit_follows_kv_cache_dtype():
   row = {"dtype": "float32", "float32": True, "float16": True, "bfloat16": True, "free_gib": 8.0, "gb_per_s": 10.0}
-  counts = [estimate_fit("x", tiny_config(head_dim=64), row, None, kind)["kv_tokens"] for kind in ("auto", "int8", "fp8")]
+  config = tiny_config(head_dim=64)
+  counts = [estimate_fit("x", config, row, None, kind)["kv_tokens"] for kind in ("auto", "int8", "fp8")]
   assert counts[1] / counts[0] == pytest.approx(256 / 68, 1e-3) and counts[2] / counts[0] == pytest.approx(4, 1e-3)
 
 

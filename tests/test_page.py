@@ -278,8 +278,8 @@ def test_streamed_answer_grows_and_equals_server_response(visit, server):
   # Deliver the first bytes in slices, a frame apart: on a busy machine the whole response may arrive in one frame
   page.evaluate("""() => {
     window.observations = []
-    const observe = () => observations.push([document.querySelector("[aria-label=Model] > div")?.textContent.length ?? 0,
-                                             document.getElementById("log").ariaBusy])
+    const answer = () => document.querySelector("[aria-label=Model] > div")?.textContent ?? ""
+    const observe = () => observations.push([answer().length, document.getElementById("log").ariaBusy])
     new MutationObserver(observe).observe(document.getElementById("log"), {childList: true, subtree: true})
     const frame = () => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))
     let slices = 20

@@ -1,4 +1,5 @@
-"""Find the fastest tile sizes for a device's tensor cores: TILES in tinyvllm_extra.kernels.matmul, SHARED in shared_memory.
+"""Find the fastest tile sizes for a device's tensor cores: TILES in tinyvllm_extra.kernels.matmul, SHARED in
+shared_memory.
 
   python tests/benchmarks/tiles.py --shape llama-7b --layers 8 --tokens 1 32 512
 
@@ -6,7 +7,7 @@ For each number of outputs, tries all tile sizes that fit for its matrices, whil
 far, and times the whole captured step. Timing single products misleads: a graph runs independent kernels in parallel,
 and repeated reads of the weights hit a cache. Prints the current and the best tile sizes with the step's microseconds,
 and rows for TILES. Up to 64 --tokens is a decode step of that many sequences, more is a prefill chunk. TILES is for
-the matrices without SHARED tiles; if --tokens is a multiple of 32, SHARED tiles are tried on all matrices."""
+the matrices without SHARED tiles; if --tokens is a multiple of 16, SHARED tiles are tried on all matrices."""
 import argparse
 import itertools
 import operator
@@ -88,7 +89,8 @@ def sweep(llm: LLM, tokens: int, args: argparse.Namespace) -> None:
 
 def shared_candidates(tokens: int, outputs: int, bytes_per_output: int) -> list[tuple[shared_memory.Shared, int]]:
   """Return SHARED tiles and split-K factors that fit 48 KiB of shared memory and have enough work groups."""
-  sizes = [shared_memory.Shared(*size, 0) for size in itertools.product((1, 2, 4), (1, 2, 4, 8, 16), (1, 2, 4), (1, 2, 4))]
+  powers = (1, 2, 4)
+  sizes = [shared_memory.Shared(*x, 0) for x in itertools.product(powers, (*powers, 8, 16), powers, powers)]
   full = [x._replace(buffers=min(8, 48 * 1024 // (bytes_per_output * x.outputs + 64 * x.rows))) for x in sizes]
   return [(x, parts) for x, parts in itertools.product(full, (1, 2, 4, 8))
           if tokens % x.rows == 0 == outputs % x.outputs and x.buffers > 2 and 2 <= x.wide * x.high <= 8
@@ -110,7 +112,8 @@ def sweep_shared(llm: LLM, tokens: int, args: argparse.Namespace) -> None:
       try: return step_time(llm, tokens, args)
       finally: matmul.shared_tiles = rule
     names = [name for name, x in matrices.items() if x.out_features == outputs]
-    times = {choice: measure(choice) for choice in [None, *shared_candidates(tokens, outputs, 36 if args.quantization else 64)[:args.most]]}
+    candidates = shared_candidates(tokens, outputs, 36 if args.quantization else 64)[:args.most]
+    times = {choice: measure(choice) for choice in [None, *candidates]}
     best, microseconds = min(times.items(), key=operator.itemgetter(1))
     rows.append([", ".join(names), str(outputs), f"{times[None]:.0f}", str(best), f"{microseconds:.0f}"])
     print(*rows[-1], flush=True)
