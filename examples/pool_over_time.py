@@ -51,22 +51,22 @@ def draw(samples: list[dict[str, float]]) -> str:
     points = [(0, v[0]), *((i, v[i + d]) for i in range(1, steps) if v[i] != v[i - 1] for d in (-1, 0)), (steps, v[-1])]
     return [f"{x(i):.1f},{y(blocks):.1f}" for i, blocks in points]
   middle, end = 'text-anchor="middle"', 'text-anchor="end"'
-  parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+  elements = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
            'font-size="13" fill="#222">', f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
            text(LEFT, 24, "Blocks of the KV cache after each step", 'font-size="16" font-weight="bold"')]
   floor, left = [0.0] * steps, LEFT
   for name, (label, color) in LAYERS.items():
     top = [a + s[name] for a, s in zip(floor, samples, strict=True)]
-    parts += [f'<polygon points="{" ".join(edge(top) + edge(floor)[::-1])}" fill="{color}"/>',
+    elements += [f'<polygon points="{" ".join(edge(top) + edge(floor)[::-1])}" fill="{color}"/>',
               f'<path d="M{left} 37h13v13h-13z" fill="{color}" stroke="#888"/>', text(left + 19, 48, label)]
     floor, left = top, left + 44 + 7 * len(label)
   for i in range(0, steps + 1, max(10, round(steps / 80) * 10)):
-    parts += [line(x(i), y(0), x(i), y(0) + 5), text(x(i), y(0) + 20, i, middle)]
-  for i in range(0, int(pool) + 1, 16): parts += [line(LEFT - 5, y(i), LEFT, y(i)), text(LEFT - 9, y(i) + 4, i, end)]
-  parts += [line(LEFT, y(0), x(steps), y(0)), line(LEFT, TOP, LEFT, y(0)),
+    elements += [line(x(i), y(0), x(i), y(0) + 5), text(x(i), y(0) + 20, i, middle)]
+  for i in range(0, int(pool) + 1, 16): elements += [line(LEFT - 5, y(i), LEFT, y(i)), text(LEFT - 9, y(i) + 4, i, end)]
+  elements += [line(LEFT, y(0), x(steps), y(0)), line(LEFT, TOP, LEFT, y(0)),
             text(x(steps / 2), HEIGHT - 10, "step", middle),
             text(18, y(pool / 2), "blocks", f'{middle} transform="rotate(-90 18 {y(pool / 2):.1f})"')]
-  return "\n".join([*parts, "</svg>", ""])
+  return "\n".join([*elements, "</svg>", ""])
 
 
 def main() -> None:

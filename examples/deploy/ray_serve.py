@@ -207,20 +207,20 @@ class Ingress:
       await serving
 
 
-def parse_option(value: Any, kind: Any) -> Any:
+def parse_option(value: Any, value_type: Any) -> Any:
   """Convert an option to its field's type: `serve run` passes strings."""
-  if not isinstance(value, str) or str in (kind, *get_args(kind)): return value
+  if not isinstance(value, str) or str in (value_type, *get_args(value_type)): return value
   try: return json.loads(value)
   except ValueError: return value
 
 
 def configs(args: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig, RayConfig]:
   """Return the options of the engine, the server and Ray. Raises ValueError for errors unrelated to the model."""
-  kinds = (EngineConfig, ServerConfig, RayConfig)
-  types = {field.name: field.type for kind in kinds for field in dataclasses.fields(kind)}
+  classes = (EngineConfig, ServerConfig, RayConfig)
+  types = {field.name: field.type for x in classes for field in dataclasses.fields(x)}
   for name in args: check(name in {"model", "log_level", *types, *NO_EFFECT}, f"{name}: unknown option")
   args = {name: parse_option(x, types.get(name)) for name, x in args.items() if x is not None}
-  engine, server, own = (select_options(args, kind) for kind in kinds)
+  engine, server, own = (select_options(args, x) for x in classes)
   EngineConfig(**without_no_effect(engine))
   check("prefix_cache_file" not in server, "prefix_cache_file: not supported, as all replicas would write it")
   return engine, ServerConfig(**{"api_key": os.environ.get("TINYVLLM_API_KEY"), **server}), RayConfig(**own)

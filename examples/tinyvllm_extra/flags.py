@@ -63,7 +63,7 @@ class HelpAll(argparse.Action):
     parser.exit()
 
 
-def add_flags(command: argparse.ArgumentParser, *kinds: Any) -> None:
+def add_flags(command: argparse.ArgumentParser, *option_classes: Any) -> None:
   """Add `--model`, a flag for each field of the option dataclasses in its group of GROUPS, or else in "Other",
   `--log-level`, `--help-all`, and vLLM's flags without effect."""
   def add(group: Any, name: str, text: str, is_rare: bool, **form: Any) -> None:
@@ -72,7 +72,7 @@ def add_flags(command: argparse.ArgumentParser, *kinds: Any) -> None:
   command.add_argument("--help-all", action=HelpAll, nargs=0, help="Show rare flags, too, and exit")
   levels = ["debug", "info", "warning", "error"]
   add(command, "log_level", "Lowest level to log (default: info)", True, choices=levels, default="info")
-  fields = {field.name: field for kind in reversed(kinds) for field in dataclasses.fields(kind)}
+  fields = {field.name: field for x in reversed(option_classes) for field in dataclasses.fields(x)}
   fields.pop("n", None)   # a terminal shows one sample
   other = " ".join(fields.keys() - set(" ".join(GROUPS.values()).split()))
   for title, names in {**GROUPS, "Other": other}.items():
@@ -90,9 +90,9 @@ def add_flags(command: argparse.ArgumentParser, *kinds: Any) -> None:
 def flag_of(name: str) -> str: return "--" + name.replace("_", "-")
 
 
-def select_options(args: dict[str, Any], kind: Any) -> dict[str, Any]:
+def select_options(args: dict[str, Any], option_class: Any) -> dict[str, Any]:
   """Return the fields of an option dataclass that the command line sets."""
-  names = [field.name for field in dataclasses.fields(kind)] + [*NO_EFFECT] * (kind is EngineConfig)
+  names = [field.name for field in dataclasses.fields(option_class)] + [*NO_EFFECT] * (option_class is EngineConfig)
   return {name: args[name] for name in names if name in args}
 
 

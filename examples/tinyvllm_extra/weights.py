@@ -93,9 +93,9 @@ class Checkpoint(llama.Checkpoint):
     self.tensors = self.stored_tensors()
     self.dtype = np.float32 if model.dtype == dtypes.float32 else np.float16   # dtype to dequantize to
     plain = [type(x).__name__ for x in model.modules() if type(x).load is Module.load]   # the core's modules
-    parts = f"{type(model.backend).__name__}'s {', '.join(dict.fromkeys(plain))}"
-    check(not plain or count == 1, f"tensor_parallel_size={count} must be 1: {parts} support one device")
-    check(not plain or not self.bits, f"quantization={quantization!r} must be None: {parts} have no int8 or int4")
+    layers = f"{type(model.backend).__name__}'s {', '.join(dict.fromkeys(plain))}"
+    check(not plain or count == 1, f"tensor_parallel_size={count} must be 1: {layers} support one device")
+    check(not plain or not self.bits, f"quantization={quantization!r} must be None: {layers} have no int8 or int4")
     for module in helpers.tqdm(model.modules(), desc="loading weights", disable=None): module.load(self)
     self.check_unused(self.tensors)
 

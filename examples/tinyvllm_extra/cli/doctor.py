@@ -64,10 +64,10 @@ def describe(opened: Any) -> tuple[str, int]:
 def host_memory() -> int: return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def bandwidth(kind: type[backend.Linear], size: int, dtype: Any, seconds: float) -> float:
+def bandwidth(layer_type: type[backend.Linear], size: int, dtype: Any, seconds: float) -> float:
   """Return the median memory bandwidth, in bytes per second, of a backend's x @ W.T in a graph. size: bytes of W. On a
   fast device the graph reads W 16 times, like a model's layers: a single read would measure the host."""
-  linear = kind(INPUTS, {"W": size // INPUTS // dtype.itemsize // 16 * 16}, False, dtype)
+  linear = layer_type(INPUTS, {"W": size // INPUTS // dtype.itemsize // 16 * 16}, False, dtype)
   linear.weight = linear.weight.contiguous().realize()
   x = Tensor.empty(1, INPUTS, dtype=dtype).contiguous().realize()
 
@@ -151,9 +151,9 @@ def make_report(seconds: float, models: dict[str, dict[str, Any]], kv_cache_dtyp
   return {"machine": {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"), **machine},
           "compiler": compiler(), "backends": backends, "chosen": default_rows[0]["backend"] if default_rows else None,
           "why": why if default_rows else f"{why}: {default.get('reason', 'it failed in the second test')}",
-          "fit": [estimate_fit(name, hf, row, kind, kv_cache_dtype) for row in (default_rows or opened)[:1]
+          "fit": [estimate_fit(name, hf, row, x, kv_cache_dtype) for row in (default_rows or opened)[:1]
                   for name, hf in models.items()
-                  for kind in ([prequantized(hf)] if prequantized(hf) else [None, *QUANTIZED])]}
+                  for x in ([prequantized(hf)] if prequantized(hf) else [None, *QUANTIZED])]}
 
 
 def table(rows: list[dict[str, Any]], *columns: str) -> list[str]:

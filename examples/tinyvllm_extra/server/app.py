@@ -73,14 +73,14 @@ class Gate:
     length = headers.get("content-length", "")
     if length.isdecimal() and int(length) > 8 * self.limit: return None
     size = 0
-    parts: list[bytes] = []
+    chunks: list[bytes] = []
     message: Any = {"more_body": True}
     while message["more_body"] and size <= 8 * self.limit:
       message = await receive()
       if message["type"] == "http.disconnect": raise ConnectionResetError
       size += len(message["body"])
-      if size <= self.limit: parts.append(message["body"])
-    return b"".join(parts) if size <= self.limit else None
+      if size <= self.limit: chunks.append(message["body"])
+    return b"".join(chunks) if size <= self.limit else None
 
   def refusal(self, path: str, headers: Any, body: bytes | None) -> fastapi.Response | None:
     """Return the error response to send instead of calling a route, or None."""

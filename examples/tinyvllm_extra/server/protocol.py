@@ -23,7 +23,7 @@ UNLIMITED = 2**31 - 1   # max_tokens without a limit below max_model_len
 
 def body_model(title: str, **types: Any) -> Any:
   """Create a pydantic model. A field is optional and may be null, unless its type is a tuple (type, default)."""
-  fields: Any = {name: kind if isinstance(kind, tuple) else (kind | None, None) for name, kind in types.items()}
+  fields: Any = {name: x if isinstance(x, tuple) else (x | None, None) for name, x in types.items()}
   return pydantic.create_model(title, __config__=pydantic.ConfigDict(extra="forbid", strict=True), **fields)
 
 
@@ -206,8 +206,8 @@ class ResponseBuilder:
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, dict]:
   phrase = "Request Entity Too Large" if status == 413 else http.HTTPStatus(status).phrase   # Python 3.13 renamed it
-  kind = phrase.replace(" ", "").removesuffix("Error") + "Error"
-  return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+  error_type = phrase.replace(" ", "").removesuffix("Error") + "Error"
+  return {"error": {"message": message, "type": error_type, "param": param, "code": status}}
 
 
 def error_response(status: int, message: str, param: str | None = None) -> fastapi.Response:
