@@ -252,14 +252,15 @@ def figures(out): return {name: float(value) for name, value in re.findall(r"^(.
 @pytest.mark.slow
 def test_serving_benchmark_prints_throughput_and_latency(server):
   values = figures(run(sys.executable, "tests/benchmarks/serving.py", "--url", server.url, "--num-prompts", 6,
-                       "--input-len", 8, "--output-len", 5, "--request-rate", 50, "--max-concurrency", 3))
-  assert (values["Successful requests"], values["Failed requests"], values["Total generated tokens"]) == (6, 0, 30)
+                       "--input-len", 8, "--output-len", 100, "--request-rate", 50, "--max-concurrency", 3))
+  assert (values["Successful requests"], values["Failed requests"], values["Total generated tokens"]) == (6, 0, 600)
   assert values["Total input tokens"] == 48
   rate = values["Total generated tokens"] / values["Benchmark duration (s)"]
   assert values["Output token throughput (tokens/s)"] == pytest.approx(rate, rel=0.1)   # both are rounded
   for name in ("TTFT", "TPOT", "ITL"):
     mean, median, p99 = (values[f"{statistic} {name} (ms)"] for statistic in ("Mean", "Median", "P99"))
-    assert mean > 0 and p99 >= median >= 0   # the median ITL is 0 if a slow client reads two tokens at once
+    # Outputs are long, because a client on a busy machine may read a short one at once: then TPOT and ITL are 0
+    assert mean > 0 and p99 >= median >= 0
 
 
 @pytest.mark.slow
