@@ -287,6 +287,8 @@ class Described(Options):
 def test_add_flags_reads_types_and_help_from_metadata():
   parser = argparse.ArgumentParser(argument_default=argparse.SUPPRESS)
   add_flags(parser, Described)
+  offsets = [parser.format_help().index(text) for text in ("Sizes", "Mode of", "Ratio", "Maximum number", "Skip")]
+  assert offsets == sorted(offsets), "fields of no group are listed in their order"
   flags = ["--sizes", "1", "2", "--sizes", "3", "--ratio", "0.5", "--limit", "4", "--mode", "b", "--no-fast"]
   args = vars(parser.parse_args(flags))
   assert select_options(args, Described) == {"sizes": [1, 2, 3], "ratio": 0.5, "limit": 4, "mode": "b", "fast": False}

@@ -211,6 +211,9 @@ def test_splits_depend_on_number_of_work_groups(monkeypatch):
   assert [splits(*shape) for shape in ((512, 6144), (128, 6144), (4096, 768), (64, 12288), (32, 12288))] == [1] * 5
   assert [splits(*shape) for shape in ((512, 704), (512, 8208), (16, 65536), (24, 65536), (32, 12224))] == [0] * 5
   assert splits(512, 8192, dtype=dtypes.float32) == splits(512, 8192, scales=[Tensor.empty(512, 1, 8, 2)]) == 0
+  scales = [Tensor.empty(512, 8, 8, 2, dtype=dtypes.half)]
+  assert splits(512, 8192, scales=scales) == 1 and splits(512, 8192, dtype=dtypes.bfloat16, scales=scales) == 0
+  assert splits(512, 8192, scales=[Tensor.empty(512, 16, 8, 2, dtype=dtypes.half)]) == 0, "groups of 16"
   # Split-K: only without a bias, in a layer whose results are partial sums, which the norm adds
   assert splits(512, 4096, axis=1) == 2 and splits(512, 8192, axis=1) == 1 and splits(32, 4096, axis=1) == 4
   assert splits(32, 2048, axis=1) == 8 and splits(32, 1024, axis=1) == 0

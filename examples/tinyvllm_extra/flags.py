@@ -74,7 +74,7 @@ def add_flags(command: argparse.ArgumentParser, *option_classes: Any) -> None:
   add(command, "log_level", "Lowest level to log (default: info)", True, choices=levels, default="info")
   fields = {field.name: field for x in reversed(option_classes) for field in dataclasses.fields(x)}
   fields.pop("n", None)   # a terminal shows one sample
-  other = " ".join(fields.keys() - set(" ".join(GROUPS.values()).split()))
+  other = " ".join(name for name in fields if name not in " ".join(GROUPS.values()).split())
   for title, names in {**GROUPS, "Other": other}.items():
     group = command.add_argument_group(title)
     if title == "Model": add(group, "model", "Model folder or GGUF file (default: bundled)", False)

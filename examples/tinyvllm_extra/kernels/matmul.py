@@ -123,15 +123,16 @@ class Linear(backend.Linear):
 
   def splits(self, x: Tensor) -> int:
     """Return the split-K factor of linear_many, or 0 if that kernel is not used."""
-    if self.weight.ndim not in (5, 8) or not speaks_cuda() or not self.fits_shared(): return 0
+    if self.weight.ndim not in (5, 8) or not speaks_cuda() or not self.fits_shared(x.dtype): return 0
     limit = gcd(self.weight.shape[1], MAX_SPLITS) if self.axis == 1 and self.bias is None else 1
     splits = [n for n in range(1, limit + 1) if limit % n == 0]
     tiles = shared_tiles(x.shape[0], self.out_features, splits, bool(self.scales))
     return tiles[1] if tiles else 0
 
-  def fits_shared(self) -> bool:
-    """Return whether each scale is float16 and covers whole iterations of 32 inputs."""
-    return all(s.dtype == dtypes.half and self.weight.shape[1] % s.shape[1] == 0 for s in self.scales)
+  def fits_shared(self, dtype: DType) -> bool:
+    """Return whether x and each scale are float16, and a scale covers whole iterations of 32 inputs. True without
+    scales."""
+    return all(dtype == s.dtype == dtypes.half and self.weight.shape[1] % s.shape[1] == 0 for s in self.scales)
 
   def rows(self, ids: Tensor, dtype: DType) -> Tensor:
     out = new(ids, self.weight.numel() // self.out_features, dtype)
