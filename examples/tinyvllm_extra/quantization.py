@@ -115,6 +115,13 @@ def narrow(x: np.ndarray) -> np.ndarray:
   return half if np.array_equal(half, x) else x
 
 
+def round_scales(w: Matrix) -> Matrix:
+  """Round the scales and offsets of groups to float16, unless these overflow. A scale per output stays."""
+  if not isinstance(w, Quantized) or is_e4m3(w) or w.scale.shape[1] == 1: return w
+  with np.errstate(over="ignore"): halves = [None if x is None else x.astype(np.float16) for x in (w.scale, w.offset)]
+  return w._replace(scale=halves[0], offset=halves[1]) if all(x is None or np.isfinite(x).all() for x in halves) else w
+
+
 def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensors: dict[str, Any],
                 read: Callable[..., np.ndarray]) -> Matrix:
   """Read the matrix `name`, (out, in): Quantized if it is stored in one of the layouts. read: returns the tensor with a
