@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -662,6 +663,19 @@ def test_generate_command_gguf_equals_folder(words, words_folder, tmp_path, capf
     assert main(["generate", "the cat", "--model", str(model), *options]) == 0
     texts.append(capfd.readouterr().out)
   assert texts[0] == texts[1] and sorted(tmp_path.rglob("*")) == before, "no file is written"
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_generate_command_quantization_gguf_names_the_file_type(tmp_path, words_folder, capfd, kind):
+  """Like vLLM, also for a file without quantized weights."""
+  path = write_gguf(tmp_path / "words.gguf", words_folder, kind, tokenizer="llama")
+  options = ["generate", "the cat", "--model", str(path), "--max-tokens", "8", "--max-model-len", "64"]
+  assert main(options) == main([*options, "--quantization", "gguf"]) == 0
+  texts = capfd.readouterr().out.splitlines()
+  assert len(texts) == 2 and texts[0] == texts[1]
+  assert main([*options, "--quantization", "fp8"]) == 1
+  assert re.search(r"quantization='fp8' does not match .*words.gguf, which is (gguf|not quantized): use '(gguf|int8)'",
+                   capfd.readouterr().err)
 
 
 def test_missing_or_damaged_gguf_raises_with_path(tmp_path, capfd):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.config import InputError, check
+from tinyvllm.llama import Llama
 
 from . import weights
 from .gguf_tokenizer import make_tokenizer
@@ -174,6 +175,7 @@ def read_config(path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str,
   end_tokens = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
   return config | {
     "architectures": [ARCHITECTURES[arch]], "model_type": arch, "hidden_act": "silu",
+    "dtype": {"F16": "float16", "BF16": "bfloat16"}.get(tensors["token_embd.weight"].tensor_type.name),
     "vocab_size": tensors["token_embd.weight"].shape[0], "tie_word_embeddings": "output.weight" not in tensors,
     "attention_bias": "blk.0.attn_output.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     "eos_token_id": [token for token in end_tokens if token is not None]}
@@ -211,6 +213,8 @@ class Checkpoint(weights.Checkpoint):
 
   method = property(lambda self: "gguf" if any(x.tensor_type.quant_format for x in self.all_tensors.values()) else None)
   def stored_tensors(self) -> dict[str, Any]: return dict(self.all_tensors)
+  def load(self, model: Llama, quantization: str | None = None) -> None:   # "gguf" is any file, as in vLLM
+    super().load(model, None if quantization == "gguf" else quantization)
   def format_of(self, tensor: Any) -> str: return f"GGUF {tensor.tensor_type.name}"
   def tokenizer(self) -> Tokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
 

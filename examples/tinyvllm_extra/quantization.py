@@ -109,17 +109,16 @@ def decode_e4m3(x: np.ndarray) -> np.ndarray:
   return np.concatenate([values, -values])[x.view(np.uint8)]
 
 
-def narrow(x: np.ndarray) -> np.ndarray:
-  """Cast to float16 if that is exact."""
+def narrow(x: np.ndarray, exact: bool = True) -> np.ndarray:
+  """Cast to float16 if that is exact or, without `exact`, does not overflow."""
   with np.errstate(over="ignore"): half = x.astype(np.float16)
-  return half if np.array_equal(half, x) else x
+  return half if (np.array_equal(half, x) if exact else np.isfinite(half).all()) else x
 
 
 def round_scales(w: Matrix) -> Matrix:
-  """Round the scales and offsets of groups to float16, unless these overflow. A scale per output stays."""
+  """Round the scales and offsets of groups to float16, unless they overflow. A scale per output stays."""
   if not isinstance(w, Quantized) or is_e4m3(w) or w.scale.shape[1] == 1: return w
-  with np.errstate(over="ignore"): halves = [None if x is None else x.astype(np.float16) for x in (w.scale, w.offset)]
-  return w._replace(scale=halves[0], offset=halves[1]) if all(x is None or np.isfinite(x).all() for x in halves) else w
+  return w._replace(scale=narrow(w.scale, False), offset=None if w.offset is None else narrow(w.offset, False))
 
 
 def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensors: dict[str, Any],

@@ -84,9 +84,9 @@ class Checkpoint(llama.Checkpoint):
   def load(self, model: llama.Llama, quantization: str | None = None) -> None:
     self.layouts = find_layouts(self.quantization_config)
     self.bits = {"int8": 8, "int4": 4}.get(quantization or "")
-    state = f"{self.method} already" if self.method else "not quantized"
-    check(quantization in (None, self.method) or self.bits and not self.method,
-          f"quantization={quantization!r}: the model in {self.path} is {state}")
+    names = [self.method] if self.method else ["int8", "int4"]
+    check(quantization in (None, *names), f"quantization={quantization!r} does not match the model in {self.path}, "
+          f"which is {self.method or 'not quantized'}: use {', '.join(map(repr, names))} or leave it out")
     self.model = model
     self.num_devices = count = len(model.devices.names)
     self.tensors = self.stored_tensors()
