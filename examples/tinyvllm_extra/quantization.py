@@ -203,16 +203,16 @@ def pad_rows(w: Any, count: int) -> Any:
   return w if w is None or len(w) == count else np.pad(w, ((0, count - len(w)), (0, 0)))
 
 
-def split(w: Matrix, count: int, axis: int) -> list[Matrix]:
-  """Return equal shards by outputs (axis 0) or inputs (1). The latter are float16 if the inputs are reordered, or if a
-  shard ends within a group or, in int4, within a word of eight."""
+def split(w: Matrix, count: int, axis: int, dtype: Any = np.float16) -> list[Matrix]:
+  """Return equal shards by outputs (axis 0) or inputs (1). The latter are dequantized if the inputs are reordered, or
+  if a shard ends within a group or, in int4, within a word of eight."""
   if count == 1: return [w]
   if isinstance(w, np.ndarray): return [*np.split(w, count, axis)]
   groups = w.scale.shape[1]
   splits_group = groups > 1 and groups % count or w.q.dtype == np.uint8 and len(w.order) // count % 8
   if axis == 1 and ((np.diff(w.order) != 1).any() or splits_group):
-    logger.warning("a matrix stays in float16: tensor_parallel_size=%d cannot split its groups", count)
-    return [*np.split(dequantize(w), count, 1)]
+    logger.warning("a matrix is dequantized: tensor_parallel_size=%d cannot split its groups", count)
+    return [*np.split(dequantize(w, dtype), count, 1)]
   def split_array(x):
     if x is None or axis == 1 and x.shape[1] == 1: return [x] * count
     return np.split(x, count, axis)

@@ -148,7 +148,8 @@ class Checkpoint(llama.Checkpoint):
     whole = self.fused({name: (min(n, vocab_size), columns) for name, n in sizes.items()})
     if not supports_e4m3(): whole = [dequantize(w, self.dtype) if is_e4m3(w) else w for w in whole]
     whole = [pad_rows(w, n) for w, n in zip(whole, sizes.values(), strict=True)]
-    shards = [stack(shard) for shard in zip(*[split(w, self.num_devices, module.axis) for w in whole], strict=True)]
+    splits = [split(w, self.num_devices, module.axis, self.dtype) for w in whole]
+    shards = [stack(shard) for shard in zip(*splits, strict=True)]
     if self.dtype == np.float16 and self.method in ("gguf", "compressed-tensors"): shards = [*map(round_scales, shards)]
     if self.bits and in_layer:   # int4 is stored in words of eight
       shards = [quantize(w, 8 if w.shape[1] % 8 else self.bits) if isinstance(w, np.ndarray) else w for w in shards]
