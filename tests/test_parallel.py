@@ -33,7 +33,7 @@ from test_failed_steps import PLACES, break_steps, fail_once, finish
 from test_quantization import FORMATS, GPTQ, PROJECTIONS, SIZES, gptq, matrix, random_quantized_matrix, quantized_model
 from test_speculation import NGRAM, Counts, always_draft
 from test_weights import MEASURE_PEAK_MEMORY
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from tinygrad import Device, Tensor, UOp, dtypes, nn
 from tinygrad.runtime.autogen import cuda
 
