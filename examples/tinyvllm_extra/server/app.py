@@ -10,8 +10,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from tinyvllm import __version__
 from tinyvllm.config import EngineConfig, InputError, Options, check, option
-from tinyvllm_extra.flags import add_flags, select_options, set_log_level
+from tinyvllm_extra.flags import add_flags, parse_flags, select_options, set_log_level
 from tinyvllm_extra.models import find_model
+from tinyvllm_extra.vllm_options import ModelOptions, split_options
 from tinyvllm_extra.weights import open_checkpoint
 
 from . import protocol
@@ -286,21 +287,28 @@ def check_port(host: str, port: int) -> None:
   except OSError as error: raise InputError(f"host={host!r}, port={port}: {error.strerror}") from error
 
 
-def main(argv: list[str]) -> int:
-  """Run `tinyvllm serve` and return the exit code. Raises any exception that loading the model raised."""
+def parse(argv: list[str]) -> tuple[str | None, dict[str, Any], ServerConfig]:
+  """Return the model folder, the options of LLM and the server's options. Raises InputError for an invalid option."""
   parser = argparse.ArgumentParser(usage="tinyvllm serve [MODEL] [options]", argument_default=argparse.SUPPRESS,
                                    description="Serve the OpenAI API over HTTP.")
   parser.add_argument("model", nargs="?", help=argparse.SUPPRESS)
-  add_flags(parser, EngineConfig, ServerConfig)
-  args = vars(parser.parse_args(argv))
+  parser.add_argument("--config", help=argparse.SUPPRESS)
+  add_flags(parser, EngineConfig, ModelOptions, ServerConfig)
+  args = parse_flags(parser, argv)
   set_log_level(args)
-  config = ServerConfig(**select_options(args, ServerConfig))
-  folder = args.get("model")
+  engine = select_options(args, EngineConfig)
+  split_options(engine, args.get("model"))
+  return args.get("model"), engine, ServerConfig(**select_options(args, ServerConfig))
+
+
+def main(argv: list[str]) -> int:
+  """Run `tinyvllm serve` and return the exit code. Raises any exception that loading the model raised."""
+  folder, engine_options, config = parse(argv)
   if folder:   # report a bad model before listening
     path = pathlib.Path(folder).expanduser()
     find_model(open_checkpoint(path).hf_config, path)
   check_port(config.host, config.port)
-  server = Server(folder, select_options(args, EngineConfig), config)
+  server = Server(folder, engine_options, config)
   if config.prefix_cache_file: signal.signal(signal.SIGUSR1, lambda *_: server.llm and server.llm.save_prefix_cache())
   server.run()
   if server.llm: server.llm.shutdown()
