@@ -136,7 +136,7 @@ def test_ingress_returns_the_servers_status_codes_and_headers(cluster):
   assert cluster.get("/v1/models").json()["data"][0]["id"] == "tinyvllm"
   page = cluster.get("/v1/models", headers={"Origin": "http://page.example"})
   assert page.headers["access-control-allow-origin"] == "http://page.example"
-  assert "tinyvllm" in cluster.get("/").text and cluster.get("/docs").status_code == 200
+  assert "tinyvllm" in cluster.get("/").text and cluster.get("/openapi.json").status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

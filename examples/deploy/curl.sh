@@ -63,7 +63,6 @@ curl "$url/detokenize" -H "$auth" -H "$json" -d '{"tokens": [65, 66, 67]}'
 title "Metrics for Prometheus (prometheus.yml, grafana.json)"
 curl "$url/metrics"
 
-title "OpenAPI schema of all routes; API docs and chat page for browsers"
+title "OpenAPI schema of all routes; chat page for browsers"
 curl "$url/openapi.json" -o /dev/null -w '%{http_code} %{content_type}\n'
-curl "$url/docs" -o /dev/null -w '%{http_code} %{content_type}\n'
 curl "$url/" -o /dev/null -w '%{http_code} %{content_type}\n'

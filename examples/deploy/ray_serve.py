@@ -123,13 +123,14 @@ class Replica:
 
   async def metrics(self) -> tuple[str, str]:
     """Return the replica's name and its metrics."""
-    return serve.get_replica_context().replica_id.unique_id, generate_latest(self.server.observer.registry).decode()
+    registry = self.server.serving.observer.registry
+    return serve.get_replica_context().replica_id.unique_id, generate_latest(registry).decode()
 
   async def check_health(self) -> None:
     """Raise if /health would not return 200. After a failed step, generate one token, too: a replica with a lost device
     fails fast, looks idle, and would attract requests."""
     if self.server.state(): raise RuntimeError(self.server.state())
-    if self.failed: _ = [_ async for _ in self.server.llm.generate("a", SamplingParams(max_tokens=1))]
+    if self.failed: _ = [_ async for _ in self.server.serving.llm.generate("a", SamplingParams(max_tokens=1))]
     self.failed = False
 
 
