@@ -463,13 +463,32 @@ def test_metrics_count_finish_reasons_per_choice_and_times_per_prompt(server, st
   assert increase["request_success_total{finished_reason=length}"] == 6
   times = [f"{name}_seconds" for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time",
                                           "request_prefill_time", "request_decode_time")]
-  for name in (*times, "request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens"):
+  for name in (*times, "request_inference_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+               "request_params_max_tokens", "request_params_n"):
     assert increase[f"{name}_count"] == 2, name
   latency, queue, prefill, decode = [increase[f"{name}_sum"] for name in times[1:]]
   assert min(queue, prefill, decode) > 0 and latency == pytest.approx(queue + prefill + decode)
+  assert increase["request_inference_time_seconds_sum"] == pytest.approx(prefill + decode)
+  assert increase["request_params_n_sum"] == 6
   assert increase["generation_tokens_total"] == increase["request_generation_tokens_sum"] == 24
   assert increase["prompt_tokens_total"] == increase["request_prompt_tokens_sum"] > 0
   assert increase["request_params_max_tokens_sum"] == 8
+
+
+def test_iteration_tokens_histogram_counts_tokens_of_each_step(server):
+  body = {"prompt": [[3, 1, 4, 1, 5, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5]], "max_tokens": 5, "ignore_eos": True}
+  increase = increases(server, lambda: post(server, "/v1/completions", body))
+  cached = increase["prefix_cache_hits_total"]
+  assert increase["iteration_tokens_total_sum"] == 6 + 9 + 2 * (5 - 1) - cached   # the last tokens are not computed
+  steps = increase["iteration_tokens_total_count"]
+  of_1, of_8, of_any = [increase[f"iteration_tokens_total_bucket{{le={size}}}"] for size in ("1.0", "8.0", "+Inf")]
+  assert 0 <= of_1 < of_8 == of_any == steps >= 5
+
+
+def test_cache_config_info_has_vllm_labels(server):
+  line, = re.findall("^tinyvllm:cache_config_info{(.*)} 1.0$", server.get("/metrics").text, re.M)
+  assert {'block_size="4"', 'cache_dtype="auto"', 'enable_prefix_caching="True"'} <= {*line.split(",")}
+  assert re.search(r'num_gpu_blocks="\d+"', line)
 
 
 def test_every_metric_has_a_help_text(server):
@@ -653,7 +672,7 @@ def test_tokenize_and_detokenize_equal_the_tokenizer(server, llm):
 def test_openapi_schema_has_every_route_and_field(server):
   schema = server.get("/openapi.json").json()
   assert {"/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health",
-          "/version", "/metrics"} <= set(schema["paths"])
+          "/ping", "/load", "/version", "/metrics"} <= set(schema["paths"])
   text = json.dumps(schema)
   for name in [*(f.name for f in dataclasses.fields(SamplingParams)), "stream_options", "include_usage", "priority",
                "user", "echo", "response_format", "top_logprobs", "max_completion_tokens", "add_special_tokens"]:

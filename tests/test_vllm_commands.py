@@ -32,6 +32,12 @@ NousResearch/Hermes-3-Llama-3.1-8B --enable-auto-tool-choice --tool-call-parser 
 Qwen/Qwen2.5-7B-Instruct --enable-auto-tool-choice --tool-call-parser hermes --max-model-len 32768
 Qwen/Qwen3-0.6B --chat-template {template} --chat-template-content-format string
 Qwen/Qwen3-8B --default-chat-template-kwargs '{{"enable_thinking": false}}'
+meta-llama/Llama-3.1-8B-Instruct --served-model-name llama llama-3.1 gpt-4o
+meta-llama/Llama-3.1-8B-Instruct --api-key key-1 key-2 --served-model-name llama
+meta-llama/Llama-3.1-8B-Instruct --root-path /llm --port 8080
+meta-llama/Llama-3.1-8B-Instruct --uds /tmp/vllm.sock
+meta-llama/Llama-3.1-8B-Instruct --ssl-keyfile {key} --ssl-certfile {key} --ssl-cert-reqs 0
+meta-llama/Llama-3.1-8B-Instruct --ssl-certfile {key} --ssl-keyfile {key} --ssl-ca-certs {key}
 --config {config}
 meta-llama/Llama-3.1-8B-Instruct --config {config} --port 9000
 meta-llama/Llama-3.1-8B-Instruct --generation-config vllm
@@ -98,7 +104,8 @@ REFUSED = {
   "Qwen/Qwen3-8B --middleware my.Module": "middleware='my.Module'",
   "Qwen/Qwen3-8B --chat-template ./nowhere.jinja": "chat_template='./nowhere.jinja' cannot be read",
   "Qwen/Qwen3-8B --override-generation-config '{\"temperature\": -1}'": "override_generation_config: temperature=-1",
-  "Qwen/Qwen3-8B --config nowhere.yaml": "config='nowhere.yaml' cannot be read"}
+  "Qwen/Qwen3-8B --config nowhere.yaml": "config='nowhere.yaml' cannot be read",
+  "Qwen/Qwen3-8B --ssl-keyfile key.pem": "ssl_keyfile='key.pem'"}
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +115,7 @@ def files(tmp_path_factory):
   paths["template"].write_text("{{ messages[0].content }}")
   paths["key"].write_text("")
   paths["config"].write_text("model: facebook/opt-125m\nhost: 127.0.0.1\nport: 8001\nmax_model_len: 1k\n"
-                             "trust-remote-code: true\nenable-prefix-caching: false\nserved-model-name: a\n"
+                             "trust-remote-code: true\nenable-prefix-caching: false\nserved-model-name: [a, b]\n"
                              "override-generation-config: {temperature: 0.5}\nswap-space: null\n")
   return paths
 
@@ -129,6 +136,9 @@ def test_command_with_missing_feature_is_one_line_and_exit_code_1(command, capfd
   assert line.startswith(f"tinyvllm: {REFUSED[command]}")
 
 
+def test_commands_are_79(): assert len(ACCEPTED) + len(REFUSED) >= 79
+
+
 def test_values_reach_the_options(files):
   command = "m --max-model-len 1k -tp 2 -q awq_marlin --max_num_seqs 7 --no-enable-prefix-caching"
   _, engine, _ = parse_command(command, files)
@@ -147,7 +157,7 @@ def test_json_flag_in_parts_equals_json(files):
 
 def test_config_file_applies_unless_command_line_sets_option(files):
   model, engine, server = parse_command("--config {config} --port 9000 --served-model-name c", files)
-  assert (model, server.port, server.host, server.served_model_name) == ("facebook/opt-125m", 9000, "127.0.0.1", "c")
+  assert (model, server.port, server.host, server.served_model_name) == ("facebook/opt-125m", 9000, "127.0.0.1", ["c"])
   assert engine == {"max_model_len": 1000, "enable_prefix_caching": False, "trust_remote_code": True,
                     "override_generation_config": {"temperature": 0.5}}
   assert parse_command("other --config {config}", files)[0] == "other"

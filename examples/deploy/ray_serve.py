@@ -211,7 +211,8 @@ class Ingress:
 
 def parse_option(value: Any, value_type: Any) -> Any:
   """Convert an option to its field's type: `serve run` passes strings."""
-  if not isinstance(value, str) or str in (value_type, *get_args(value_type)): return value
+  types = (value_type, *get_args(value_type))
+  if not isinstance(value, str) or str in types or list[str] in types and value[:1] != "[": return value
   try: return json.loads(value)
   except ValueError: return value
 
@@ -225,6 +226,7 @@ def configs(args: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig, RayConf
   engine, server, own = (select_options(args, x) for x in (EngineConfig, ServerConfig, RayConfig))
   split_options(engine)
   check("prefix_cache_file" not in server, "prefix_cache_file: not supported, as all replicas would write it")
+  for name in ("uds", "ssl_certfile"): check(name not in server, f"{name}: not supported by ingresses: leave it out")
   return engine, ServerConfig(**{"api_key": os.environ.get("TINYVLLM_API_KEY"), **server}), RayConfig(**own)
 
 

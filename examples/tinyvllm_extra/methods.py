@@ -67,7 +67,7 @@ class Methods(Engine):
     return outputs
 
   def _update(self, results: Results) -> None:
-    self.scheduler.counters.update(scheduled=len(results.step.computed))
+    self.scheduler.count_step(results.step.computed)
     super()._update(results)
 
   def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True,

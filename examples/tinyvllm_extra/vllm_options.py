@@ -35,7 +35,8 @@ NO_EFFECT: dict[str, Any] = {name: values for names, values in {
   "max_log_len uvicorn_log_level disable_access_log_for_endpoints show_hidden_metrics_for_version": ANY,
   """disable_log_requests disable_log_stats disable_uvicorn_access_log aggregate_engine_logging enable_log_deltas
   log_error_stack enable_auto_tool_choice exclude_tools_when_tool_choice_none enable_prompt_tokens_details
-  enable_server_load_tracking enable_request_id_headers enable_offline_docs disable_frontend_multiprocessing""": BOTH,
+  enable_server_load_tracking enable_request_id_headers disable_frontend_multiprocessing
+  disable_fastapi_docs""": BOTH,
   "h11_max_incomplete_event_size h11_max_header_count": ANY,
   "allowed_methods allowed_headers": [["*"]], "chat_template_content_format": ["auto", "string"],
   "response_role": ["assistant"], "tool_call_parser": [None, "hermes", "llama3_json"],
@@ -47,7 +48,7 @@ NO_EFFECT: dict[str, Any] = {name: values for names, values in {
   enable_sleep_mode calculate_kv_scales kv_sharing_fast_prefill ray_workers_use_nsight headless grpc tokens_only
   data_parallel_hybrid_lb data_parallel_external_lb allow_credentials enable_ssl_refresh trust_request_chat_template
   return_tokens_as_token_ids enable_tokenizer_info_endpoint enable_log_requests enable_log_outputs
-  enable_force_include_usage enable_per_request_metrics disable_fastapi_docs guided_decoding_disable_fallback
+  enable_force_include_usage enable_per_request_metrics enable_offline_docs guided_decoding_disable_fallback
   guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties""": OFF,
   """tokenizer revision tokenizer_revision hf_token hf_config_path rope_scaling rope_theta override_attention_dtype
   quantization_param_path kv_cache_memory_bytes kv_offloading_size kv_transfer_config kv_events_config pooler_config
@@ -69,10 +70,10 @@ LISTS = ("allowed_media_domains", "collect_detailed_traces", "ignore_patterns", 
 SPELLINGS: dict[str, dict[str, Any]] = {
   "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"}, "kv_cache_dtype": {"fp8_e4m3": "fp8"},
   "max_model_len": {"-1": None}}
-SHORT = {"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size",
-         "-dcp": "decode-context-parallel-size", "-asc": "api-server-count", "-q": "quantization",
-         "-O": "compilation-config", "-cc": "compilation-config", "--cuda-graph-sizes": "cudagraph-capture-sizes"}
-FLAG = re.compile(r"(-O(?=[.\d])|--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(=?)(.*)", re.DOTALL)   # name, .keys, =, value
+SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
+         "-dcp": "--decode-context-parallel-size", "-asc": "--api-server-count", "-q": "--quantization",
+         "-O": "--compilation-config", "-cc": "--compilation-config", "--cuda-graph-sizes": "--cudagraph-capture-sizes"}
+FLAG = re.compile(r"(--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)   # name, .keys, value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,30 +137,29 @@ def log_ignored(options: dict[str, Any]) -> None:
 def expand(argv: list[str]) -> list[str]:
   """Return a command line for argparse: full flags with dashes, and one JSON value for a flag in parts, as in
   `--speculative-config.method ngram`."""
-  words = iter(argv)
   result: list[str] = []
   objects: dict[str, dict[str, Any]] = {}
+  words = iter(argv)
   for word in words:
-    match = FLAG.fullmatch(word)
-    if not match or match[4] and not match[3] and match[1] != "-O":
+    match = FLAG.fullmatch(re.sub(r"^-O(?=\d)", "-O=", word))
+    if not match:
       result.append(word)
       continue
-    name, path, equals, value = match.groups()
-    name = SHORT.get(name) or SHORT.get(name.replace("_", "-")) or name.replace("_", "-")
-    name = name if name.startswith("-") else f"--{name}"
+    name, path, value = match.groups()
+    name = name.replace("_", "-")
+    name = SHORT.get(name, name)
     if path:
       *keys, last = path[1:].split(".")
       target = objects.setdefault(name, {})
       for key in keys: target = target.setdefault(key, {})
-      target[last] = parse_value(value if equals else next(words, ""))
-    else: result += [f"{name}={value}"] if equals else [name, value] if value else [name]
+      target[last] = parse_value(next(words, "") if value is None else value)
+    else: result.append(name if value is None else f"{name}={value}")
   return result + [x for name, content in objects.items() for x in (name, json.dumps(content))]
 
 
 def parse_value(text: str) -> Any:
-  """Return a value of JSON, or else the text itself; None for None."""
-  if text == "None": return None
-  try: return json.loads(text)
+  """Parse JSON. Other text is a string, except None."""
+  try: return None if text == "None" else json.loads(text)
   except ValueError: return text
 
 

@@ -1,16 +1,17 @@
 """The HTTP server: options, routes, the middleware in front of them, startup and shutdown. It listens before the
 model is loaded; requests get HTTP 503 until then."""
-import argparse, asyncio, contextlib, dataclasses, hmac, os, pathlib, signal, socket, threading
+import argparse, asyncio, contextlib, dataclasses, hmac, os, pathlib, signal, socket, ssl, threading, uuid
 from collections.abc import Callable
 from typing import Any
 
 import fastapi, fastapi.middleware.cors as cors, uvicorn
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 
 from tinyvllm import __version__
-from tinyvllm.config import EngineConfig, InputError, Options, option
+from tinyvllm.config import EngineConfig, InputError, Options, check, option
 from tinyvllm_extra.flags import add_flags, parse_flags, select_options, set_log_level
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.vllm_options import ModelOptions, split_options
@@ -21,7 +22,8 @@ from .metrics import log_throughput
 from .protocol import EXCEPTION_HANDLERS, ErrorResponse, error_response
 from .serving import EVENT_STREAM, Serving
 
-OPEN_PATHS = {"/", "/health", "/version", "/metrics", "/openapi.json"}   # need neither an API key nor a loaded model
+# Paths that need neither an API key nor a loaded model
+OPEN_PATHS = {"/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +31,8 @@ class ServerConfig(Options):
   """Server options, under vLLM's names."""
   host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: every network interface")
   port: int = option(8000, "TCP port; 0: any free port", min=0, max=65535)
-  api_key: str | None = option(None, "API key of clients (default: $TINYVLLM_API_KEY)")
-  served_model_name: str | None = option(None, "Model name in the API (default: folder name)")
+  api_key: list[str] | None = option(None, "API keys of clients (default: $TINYVLLM_API_KEY)")
+  served_model_name: list[str] | None = option(None, "Model names in the API (default: folder name)")
   max_queue: int = option(256, "Maximum waiting sequences, then HTTP 429", min=0, max=2**31 - 1)
   request_timeout: float | None = option(None, "Seconds until a request aborts (default: none)", min=0.001, max=2**31)
   shutdown_timeout: float = option(30, "Seconds for requests to finish after a signal", min=0, max=2**31)
@@ -38,6 +40,24 @@ class ServerConfig(Options):
   stream_interval: int = option(1, "Minimum number of new tokens per stream event", min=1, max=2**31)
   allowed_origins: list[str] | None = option(None, "Web origins that may call the API, CORS (default: none)")
   prefix_cache_file: str | None = option(None, "File to load and save the prefix cache (default: none)")
+  root_path: str = option("", "Path prefix of all routes behind a proxy (default: none)")
+  uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port (default: none)")
+  ssl_certfile: str | None = option(None, "TLS certificate, to serve HTTPS (default: none)")
+  ssl_keyfile: str | None = option(None, "Private key of the certificate (default: in ssl_certfile)")
+  ssl_ca_certs: str | None = option(None, "CA certificates that clients' certificates must be from (default: none)")
+  ssl_cert_reqs: int = option(0, "Client certificates; 0: none, 1: optional, 2: required", min=0, max=2)
+  ssl_ciphers: str | None = option(None, "Ciphers of TLS 1.2 and below (default: OpenSSL's)")
+
+  def __post_init__(self) -> None:
+    for name in ("api_key", "served_model_name"):
+      if isinstance(getattr(self, name), str): vars(self)[name] = [getattr(self, name)]
+    super().__post_init__()
+    for name, value in self.tls.items():
+      check(not value or self.ssl_certfile, f"{name}={value!r} requires ssl_certfile: set that, too")
+    check(not self.root_path or self.root_path[0] == "/" != self.root_path[-1],
+          f"root_path={self.root_path!r} must start with a slash, and not end with one")
+
+  tls = property(lambda self: {name: value for name, value in vars(self).items() if name.startswith("ssl_")})
 
 
 class Gate:
@@ -46,7 +66,8 @@ class Gate:
   def __init__(self, app: Any, options: ServerConfig, not_ready: Callable[[], fastapi.Response | None]):
     self.app = app
     self.limit = options.max_body_size
-    self.key = options.api_key or os.environ.get("TINYVLLM_API_KEY")
+    self.root_path = options.root_path
+    self.keys = options.api_key or [*filter(None, [os.environ.get("TINYVLLM_API_KEY")])]
     self.not_ready = not_ready
 
   async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -54,7 +75,7 @@ class Gate:
     headers = fastapi.Request(scope).headers
     try: body = await self.read_body(fastapi.Request(scope, receive))
     except ClientDisconnect: return
-    refusal = self.refusal(scope["path"], headers, body)
+    refusal = self.refusal(scope["path"].removeprefix(self.root_path), headers, body)
     if refusal: return await refusal(scope, receive, send)
     request = [{"type": "http.request", "body": body}]
     disconnect = asyncio.create_task(receive())
@@ -82,10 +103,24 @@ class Gate:
     """Return the error response to send instead of calling a route, or None."""
     if body is None: return error_response(413, f"the body is larger than --max-body-size={self.limit} bytes")
     if path in OPEN_PATHS: return None
-    expected = f"Bearer {self.key}"
-    if self.key and not hmac.compare_digest(headers.get("authorization", "").encode(), expected.encode()):
+    header = headers.get("authorization", "").encode()
+    if self.keys and not any([hmac.compare_digest(header, f"Bearer {key}".encode()) for key in self.keys]):
       return error_response(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
     return self.not_ready()
+
+
+class RequestIds:
+  """ASGI middleware that gives each response the X-Request-Id of its request, or a new one."""
+  def __init__(self, app: Any): self.app = app
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] != "http": return await self.app(scope, receive, send)
+    request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
+
+    async def send_with_id(message: Any) -> None:
+      if message["type"] == "http.response.start": MutableHeaders(scope=message)["X-Request-Id"] = request_id
+      await send(message)
+    await self.app(scope, receive, send_with_id)
 
 
 class Server(uvicorn.Server):
@@ -97,26 +132,29 @@ class Server(uvicorn.Server):
     self.engine_options = engine_options
     self.options = options
     name = pathlib.Path(model).resolve().name.removesuffix(".gguf") if model else "tinyvllm"
-    self.serving = Serving(options.served_model_name or name, options.max_queue, options.request_timeout)
+    self.serving = Serving(options.served_model_name or [name], options.max_queue, options.request_timeout)
     app: Any = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
       app = cors.CORSMiddleware(app, options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    super().__init__(uvicorn.Config(app, options.host, options.port, interface="asgi3", access_log=False,
-                                    timeout_graceful_shutdown=int(options.shutdown_timeout) + 5))
+    super().__init__(uvicorn.Config(RequestIds(app), options.host, options.port, options.uds, interface="asgi3",
+                                    access_log=False, timeout_graceful_shutdown=int(options.shutdown_timeout) + 5,
+                                    **options.tls))
 
   def routes(self) -> fastapi.FastAPI:
     error: Any = {"model": ErrorResponse}
     app = fastapi.FastAPI(title="tinyvllm", version=__version__, exception_handlers=EXCEPTION_HANDLERS, docs_url=None,
-                          redoc_url=None, responses={"4XX": error, "5XX": error})
+                          redoc_url=None, responses={"4XX": error, "5XX": error}, root_path=self.options.root_path)
     app.get("/", response_class=HTMLResponse)(self.page)
     app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
     serving = self.serving
-    reads: Any = {"/health": self.health, "/version": self.version, "/v1/models": serving.models,
-                  "/v1/models/{name:path}": serving.model}
+    reads: Any = {"/health": self.health, "/ping": self.health, "/load": serving.load, "/version": self.version,
+                  "/v1/models": serving.models, "/v1/models/{name:path}": serving.model}
     posts: Any = {"/tokenize": serving.tokenize, "/detokenize": serving.detokenize}
     streams: Any = {"/generate": serving.generate, "/v1/completions": serving.completions,
                     "/v1/chat/completions": serving.chat}
     for path, route in reads.items(): app.get(path)(route)
+    app.head("/health", include_in_schema=False)(self.health)
+    app.post("/ping", include_in_schema=False)(self.health)   # SageMaker
     for path, route in posts.items(): app.post(path)(route)
     for path, route in streams.items(): app.post(path, responses={200: {"content": {EVENT_STREAM: {}}}})(route)
     return app
@@ -166,6 +204,21 @@ class Server(uvicorn.Server):
     return fastapi.Response(generate_latest(self.serving.observer.registry), media_type=CONTENT_TYPE_LATEST)
 
 
+def check_files(options: ServerConfig) -> None:
+  """Raise InputError for a socket or TLS files that the server cannot use."""
+  if options.uds:
+    folder = pathlib.Path(options.uds).absolute().parent
+    check(os.access(folder, os.W_OK), f"uds={options.uds!r}: {folder} is not a folder that the server may write to")
+  context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+  try:
+    if options.ssl_certfile: context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    if options.ssl_ca_certs: context.load_verify_locations(options.ssl_ca_certs)
+    if options.ssl_ciphers: context.set_ciphers(options.ssl_ciphers)
+  except OSError as error:
+    names = ", ".join(f"{name}={value!r}" for name, value in options.tls.items() if value)
+    raise InputError(f"{names}: {error}") from error
+
+
 def check_port(host: str, port: int) -> None:
   """Raise InputError if the server cannot listen on this address. Called before the model is loaded."""
   family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -184,6 +237,7 @@ def parse(argv: list[str]) -> tuple[str | None, dict[str, Any], ServerConfig]:
   set_log_level(args)
   engine = select_options(args, EngineConfig)
   split_options(engine, args.get("model"))
+  engine.pop("tokenizer", None)   # names the model
   return args.get("model"), engine, ServerConfig(**select_options(args, ServerConfig))
 
 
@@ -193,11 +247,13 @@ def main(argv: list[str]) -> int:
   if folder:   # report a bad model before listening
     path = pathlib.Path(folder).expanduser()
     find_model(open_checkpoint(path).hf_config, path)
-  check_port(config.host, config.port)
+  check_files(config)
+  if not config.uds: check_port(config.host, config.port)
   server = Server(folder, engine_options, config)
   serving = server.serving
   if config.prefix_cache_file: signal.signal(signal.SIGUSR1, lambda *_: serving.llm and serving.llm.save_prefix_cache())
   server.run()
+  if config.uds: pathlib.Path(config.uds).unlink(missing_ok=True)
   if serving.llm: serving.llm.shutdown()
   if server.error: raise server.error
   return server.code

@@ -22,23 +22,25 @@ EVENT_STREAM = "text/event-stream"
 
 class Serving:
   """Runs the requests of all routes on one engine, and observes their metrics."""
-  def __init__(self, model_name: str, max_queue: int, request_timeout: float | None):
+  def __init__(self, model_names: list[str], max_queue: int, request_timeout: float | None):
     self.llm: Any = None   # AsyncLLM once the model is loaded
     self.requests = set[Request]()   # unfinished
-    self.name = model_name
+    self.names = model_names   # responses and metrics have the first one
     self.max_queue = max_queue
     self.request_timeout = request_timeout
-    self.observer = Metrics(model_name, self.engine_metrics)
+    self.observer = Metrics(model_names[0], self.engine_metrics)
 
   def engine_metrics(self) -> dict[str, Any]: return self.llm.llm.get_metrics() if self.llm else collections.Counter()
 
   # Routes
 
-  async def models(self) -> dict[str, Any]: return {"object": "list", "data": [await self.model(self.name)]}
+  async def load(self) -> dict[str, int]: return {"server_load": len(self.requests)}
+  async def models(self) -> dict[str, Any]:
+    return {"object": "list", "data": [await self.model(name) for name in self.names]}
 
   async def model(self, name: str) -> dict[str, Any]:
     self.check_model(name)
-    return {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "tinyvllm", "root": self.name,
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tinyvllm", "root": self.names[0],
             "parent": None, "max_model_len": self.llm.llm.max_model_len}
 
   async def tokenize(self, body: protocol.TokenizeRequest) -> dict[str, Any]:
@@ -66,7 +68,7 @@ class Serving:
     self.check_model(body.model)
     engine = self.llm.llm
     params = protocol.sampling_params(body, engine.sampling_defaults)
-    builder = builder_class(self.name, body, params, engine.tokenizer)
+    builder = builder_class(self.names[0], body, params, engine.tokenizer)
     prompts: Any = getattr(body, "prompt", None)
     if isinstance(body, ChatRequest): prompts = await asyncio.to_thread(protocol.chat_token_ids, body, engine.tokenizer)
     return await self.run(protocol.engine_prompts(prompts), params, builder, bool(body.stream), body.priority or 0)
@@ -86,7 +88,7 @@ class Serving:
     return JSONResponse(builder.response(requests))
 
   def check_model(self, name: str | None) -> None:
-    if name not in (None, self.name): raise Refusal(404, f"The model `{name}` does not exist.", "model")
+    if name not in (None, *self.names): raise Refusal(404, f"The model `{name}` does not exist.", "model")
 
   def check_queue(self, num_new: int, n: int) -> None:
     """Raise Refusal if `num_new` sequences do not fit into the queue now, InputError if n=`n` can never fit."""
