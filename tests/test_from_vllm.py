@@ -263,7 +263,7 @@ def test_generate_takes_tuples_priorities_and_no_lora(folder):
   outputs = llm.generate(("the cat", "the dog"), (params, params), priority=[5, 1], lora_request=None)
   assert [output.prompt for output in outputs] == ["the cat", "the dog"]
   assert outputs[1].metrics.first_token_time < outputs[0].metrics.first_token_time
-  with pytest.raises(ValueError, match="priority.* 2"): llm.generate(["a", "b"], params, priority=[1])
+  with pytest.raises(ValueError, match="priority=.1. must have length 2"): llm.generate(["a"] * 2, priority=[1])
   with pytest.raises(ValueError, match="lora_request='x' is not supported"): llm.generate("a", lora_request="x")
 
 

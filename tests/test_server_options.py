@@ -12,13 +12,13 @@ from server import Server, wait_until
 
 from tinyvllm_extra.cli import main
 
-SMALL = ["--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "2", "--max-num-batched-tokens", "2"]
+SMALL = ["--dtype", "float32", "--max-num-seqs", "2", "--max-num-batched-tokens", "2"]
 BODY = {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-  folder = tiny_model(tmp_path_factory.mktemp("options"), words=True)
+  folder = tiny_model(tmp_path_factory.mktemp("options"), words=True, max_position_embeddings=32768)
   (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
   return folder
 
@@ -68,8 +68,9 @@ def test_ping_load_and_head_need_no_key(server):
     response = server.request(method, path)
     assert (response.status_code, response.text) == (200, "" if method == "HEAD" else "{}")
   assert server.get("/load").json() == {"server_load": 0}
-  with server.stream("/v1/completions", {**BODY, "max_tokens": 120, "ignore_eos": True}, headers=bearer("key-1")) as x:
-    next(x.iter_lines())
+  endless = {**BODY, "max_tokens": 30000, "ignore_eos": True}   # runs for a minute
+  with server.stream("/v1/completions", endless, headers=bearer("key-1")) as response:
+    next(response.iter_lines())
     assert server.get("/load").json() == {"server_load": 1}
   wait_until(lambda: server.get("/load").json() == {"server_load": 0}, "the request ends")
 

@@ -246,7 +246,7 @@ class Engine(LoadedModel):
     Return outputs in prompt order. Raises InputError, before any prompt runs, if one of them is invalid."""
     prompts = prompts if isinstance(prompts, list) else [prompts]
     params, priorities = (x if isinstance(x, list) else [x] * len(prompts) for x in (sampling_params, priority))
-    check(len(params) == len(priorities) == len(prompts), f"sampling_params, priority: pass 1 or {len(prompts)}")
+    check(len(params) == len(prompts), f"sampling_params: {len(params)} for {len(prompts)} prompts: use 1 or one each")
     requests = [self.make_request(uuid.uuid4().hex, *job) for job in zip(prompts, params, priorities, strict=True)]
     with self.driving(), contextlib.ExitStack() as aborts:
       for request in requests:

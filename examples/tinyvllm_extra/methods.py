@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.backend import Backend
+from tinyvllm.config import check
 from tinyvllm.request import RequestOutput
 from tinyvllm.runner import Results
 from tinyvllm_extra.huggingface import Tokenizer
@@ -75,6 +76,8 @@ class Methods(Engine):
     """Engine.generate with vLLM's other arguments. prompts, sampling_params: one, or a list or tuple."""
     check_no_lora(lora_request)
     prompts, params = ([*x] if isinstance(x, tuple) else x for x in (prompts, sampling_params))
+    count = len(prompts) if isinstance(prompts, list) else 1
+    check(not isinstance(priority, list) or len(priority) == count, f"priority={priority!r} must have length {count}")
     return super().generate(prompts, params, use_tqdm, priority or 0)
 
   def chat(self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
