@@ -1,6 +1,6 @@
 """The HTTP server: options, routes, the middleware in front of them, startup and shutdown. It listens before the
 model is loaded; requests get HTTP 503 until then."""
-import argparse, asyncio, contextlib, dataclasses, hmac, os, pathlib, signal, socket, threading
+import argparse, asyncio, contextlib, dataclasses, hmac, json, os, pathlib, signal, socket, threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import ClientDisconnect
 
 from tinyvllm import __version__
-from tinyvllm.config import EngineConfig, InputError, Options, option
+from tinyvllm.config import EngineConfig, InputError, Options, check, option
 from tinyvllm_extra.flags import add_flags, select_options, set_log_level
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.weights import open_checkpoint
@@ -21,6 +21,7 @@ from .protocol import EXCEPTION_HANDLERS, ErrorResponse, error_response
 from .serving import EVENT_STREAM, Serving
 
 OPEN_PATHS = {"/", "/health", "/version", "/metrics", "/openapi.json"}   # need neither an API key nor a loaded model
+MAX_HEADERS = 2**16   # maximum size of a request's headers in bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +46,16 @@ class Gate:
   def __init__(self, app: Any, options: ServerConfig, not_ready: Callable[[], fastapi.Response | None]):
     self.app = app
     self.limit = options.max_body_size
-    self.key = options.api_key or os.environ.get("TINYVLLM_API_KEY")
+    self.key = os.fsencode(options.api_key or os.environ.get("TINYVLLM_API_KEY", ""))
     self.not_ready = not_ready
 
   async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] != "http": return await self.app(scope, receive, send)
     headers = fastapi.Request(scope).headers
+    if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
+      refusal: Any = error_response(431, f"the headers are larger than {MAX_HEADERS} bytes")
+      refusal.headers["connection"] = "close"
+      return await refusal(scope, receive, send)
     try: body = await self.read_body(fastapi.Request(scope, receive))
     except ClientDisconnect: return
     refusal = self.refusal(scope["path"], headers, body)
@@ -81,8 +86,9 @@ class Gate:
     """Return the error response to send instead of calling a route, or None."""
     if body is None: return error_response(413, f"the body is larger than --max-body-size={self.limit} bytes")
     if path in OPEN_PATHS: return None
-    expected = f"Bearer {self.key}"
-    if self.key and not hmac.compare_digest(headers.get("authorization", "").encode(), expected.encode()):
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    keys = [token if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]   # bytes, decoded as latin-1
+    if self.key and not any(hmac.compare_digest(key.encode("latin-1"), self.key) for key in keys):
       return error_response(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
     return self.not_ready()
 
@@ -99,7 +105,7 @@ class Server(uvicorn.Server):
     self.serving = Serving(options.served_model_name or name, options.max_queue, options.request_timeout)
     app: Any = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
-      app = cors.CORSMiddleware(app, options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+      app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
     super().__init__(uvicorn.Config(app, options.host, options.port, interface="asgi3", access_log=False,
                                     timeout_graceful_shutdown=int(options.shutdown_timeout) + 5))
 
@@ -158,11 +164,26 @@ class Server(uvicorn.Server):
 
   # Routes without generation
 
-  async def page(self) -> fastapi.Response: return FileResponse(pathlib.Path(__file__).parent / "chat.html")
+  async def page(self) -> fastapi.Response:
+    # Browsers ignore frame-ancestors in a meta element
+    headers = {"Content-Security-Policy": "frame-ancestors 'none'"}
+    return FileResponse(pathlib.Path(__file__).parent / "chat.html", headers=headers)
+
   async def version(self) -> dict[str, str]: return {"version": __version__}
   async def health(self) -> fastapi.Response: return self.not_ready() or JSONResponse({})
   async def metrics(self) -> fastapi.Response:
     return fastapi.Response(generate_latest(self.serving.observer.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def parse_origins(words: list[str]) -> list[str]:
+  """Return the origins in allowed_origins, whose words are origins or vLLM's JSON lists of them."""
+  origins: list[Any] = []
+  for word in words:
+    try: origins += json.loads(word) if word.startswith("[") else [word]
+    except ValueError: origins.append(None)
+    check(all(isinstance(x, str) for x in origins),
+          f"allowed_origins={word!r} must be an origin or a JSON list of strings, as in '[\"*\"]'")
+  return origins
 
 
 def check_port(host: str, port: int) -> None:
