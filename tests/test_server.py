@@ -30,8 +30,8 @@ CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 ENDLESS = {"temperature": 0.0, "max_tokens": 30000, "ignore_eos": True, "prompt": "the cat"}   # runs for a minute
 TYPES = {400: "BadRequestError", 401: "UnauthorizedError", 404: "NotFoundError", 405: "MethodNotAllowedError",
-         413: "RequestEntityTooLargeError", 429: "TooManyRequestsError", 500: "InternalServerError",
-         501: "NotImplementedError", 503: "ServiceUnavailableError"}
+         413: "RequestEntityTooLargeError", 429: "TooManyRequestsError", 431: "RequestHeaderFieldsTooLargeError",
+         500: "InternalServerError", 501: "NotImplementedError", 503: "ServiceUnavailableError"}
 KEY = {"Authorization": "Bearer secret"}
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer", "minimum": 0,
                                                                                     "maximum": 99}},
@@ -656,6 +656,7 @@ def test_health_version_and_chat_page_return_200(server):
   page = server.get("/")
   assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
   assert "<html" in page.text.lower()
+  assert page.headers["content-security-policy"] == "frame-ancestors 'none'", "ignored in a meta element"
 
 
 def test_tokenize_and_detokenize_equal_the_tokenizer(server, llm):
@@ -780,10 +781,12 @@ def test_body_other_than_json_object_is_400(server, path, content):
 
 def test_non_json_body_or_content_type_error_names_the_cause(server):
   def message_for(content, kind): return error_of(post(server, "/v1/completions", content=content, headers={
-    "Content-Type": kind}), 400)["message"]
+    "Content-Type": kind} if kind else {}), 400)["message"]
   assert "JSON" in message_for(b'{"prompt": ', "application/json")
   for kind in ("text/plain", "application/x-www-form-urlencoded"):   # curl -d sends the second by default
     assert "Content-Type: application/json" in message_for(b'{"prompt": "a"}', kind)
+    assert kind in message_for(b'{"prompt": "a"}', kind)
+  assert "no Content-Type: send the header Content-Type: application/json" in message_for(b'{"prompt": "a"}', None)
 
 
 @pytest.mark.parametrize("path,body", [
@@ -835,7 +838,8 @@ def test_missing_or_wrong_api_key_is_401(limited):
     with pytest.raises(openai.AuthenticationError) as e: limited.client(api_key=key).models.list()
     assert e.value.status_code == e.value.body["code"] == 401 and e.value.type == "UnauthorizedError"
   for headers in ({}, {"Authorization": "secret"}, {"Authorization": "Basic secret"}, {"Authorization": ""},
-                  {"Authorization": b"Bearer \xe9"}):
+                  {"Authorization": b"Bearer \xe9"}, {"Authorization": "Bearer"}, {"X-API-Key": "secret2"},
+                  {"X-API-Key": ""}, {"X-API-Key": "Bearer secret"}, {"X-API-Key": b"\xe9"}):
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
       error_of(post(limited, path, {"prompt": "a"}, headers=headers), 401)
     error_of(limited.get("/v1/models", headers=headers), 401)
@@ -843,6 +847,33 @@ def test_missing_or_wrong_api_key_is_401(limited):
     assert limited.get(path).status_code == 200
   assert [x.id for x in limited.client(api_key="secret").models.list()] == ["mine"]
   assert limited.client(api_key="secret").completions.create(model="mine", prompt="a", max_tokens=1).model == "mine"
+
+
+@pytest.mark.parametrize("headers", [{"Authorization": "bearer secret"}, {"Authorization": "BEARER secret"},
+                                     {"x-api-key": "secret"}, {"x-api-key": "secret", "Authorization": "Bearer other"}],
+                         ids=str)
+def test_api_key_in_any_accepted_header_is_200(limited, headers):
+  """Anthropic's clients send x-api-key."""
+  assert limited.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_api_key_with_non_ascii_characters_is_compared_as_utf8(folder, capsys):
+  key = "schl\xfcssel\u20ac"
+  with Server(folder, *flags(**SMALL), "--api-key", key) as server:
+    for headers in ({"Authorization": f"Bearer {key}".encode()}, {"x-api-key": key.encode()}):
+      assert server.get("/v1/models", headers=headers).status_code == 200
+    for headers in ({"Authorization": b"Bearer schl\xfcssel"}, {"x-api-key": "schluessel"}):
+      error_of(server.get("/v1/models", headers=headers), 401)
+    assert main(["generate", "the cat", "--url", server.url, "--api-key", key, "--max-tokens", "2"]) == 0
+  assert capsys.readouterr().out.startswith("the cat")
+
+
+def test_headers_over_64_kib_are_431_and_close_the_connection(server):
+  for path, size in (("/v1/models", 70_000), ("/health", 2**18)):
+    response = server.get(path, headers={"X-Padding": "a" * size})
+    assert "65536" in error_of(response, 431)["message"] and response.headers["connection"] == "close"
+  error_of(server.get("/v1/models", headers={f"X-{i}": "a" * 1000 for i in range(70)}), 431)
+  assert server.get("/v1/models", headers={"X-Padding": "a" * 60_000}).status_code == 200
 
 
 def test_body_over_limit_is_413_with_or_without_content_length(limited):
@@ -1050,6 +1081,26 @@ def preflight(server, origin):
   return server.request("OPTIONS", "/v1/completions", headers={
     "Origin": origin, "Access-Control-Request-Method": "POST",
     "Access-Control-Request-Headers": "authorization, content-type"})
+
+
+@pytest.mark.parametrize("words", [["[\"http://page.example\", \"http://b.example\"]"],
+                                   ["http://b.example", "[\"http://page.example\"]"]], ids=["list", "word and list"])
+def test_allowed_origins_accept_json_lists(folder, words):
+  with Server(folder, *flags(**SMALL), "--allowed-origins", *words, ready=False) as server:
+    for page in ("http://page.example", "http://b.example"):
+      assert preflight(server, page).headers["access-control-allow-origin"] == page
+    assert "access-control-allow-origin" not in preflight(server, "http://other.example").headers
+
+
+def test_allowed_origins_json_star_allows_every_origin(folder):
+  with Server(folder, *flags(**SMALL), "--allowed-origins", '["*"]', ready=False) as server:
+    assert preflight(server, "http://any.example").headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize("word", ["[*]", "[1]", '["a"'])
+def test_invalid_allowed_origins_are_exit_code_1(word, capsys):
+  assert main(["serve", "--allowed-origins", word]) == 1
+  assert f"allowed_origins={word!r}" in capsys.readouterr().err
 
 
 def test_cors_allows_only_the_allowed_origins(server, limited):

@@ -75,6 +75,7 @@ def add_flags(command: argparse.ArgumentParser, *option_classes: Any) -> None:
   def add(group: Any, name: str, text: str, is_rare: bool, **form: Any) -> None:
     group.add_argument(flag_of(name), help=argparse.SUPPRESS if is_rare else text, **form).rare_help = text
   command.formatter_class = HelpFormatter
+  command.allow_abbrev = False   # `--config x` would set --config-format
   command.add_argument("--help-all", action=HelpAll, nargs=0, help="Show rare flags, too, and exit")
   levels = ["debug", "info", "warning", "error"]
   add(command, "log_level", "Lowest level to log (default: info)", True, choices=levels)

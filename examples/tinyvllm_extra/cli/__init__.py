@@ -74,7 +74,8 @@ def print_error(error: BaseException) -> int:
 
 def parse(argv: list[str]) -> dict[str, Any]:
   """Return the arguments of `generate` or `chat`, without options that are not set."""
-  parser = argparse.ArgumentParser(prog="tinyvllm", description="Run and serve language models on tinygrad.")
+  parser = argparse.ArgumentParser(prog="tinyvllm", description="Run and serve language models on tinygrad.",
+                                   allow_abbrev=False)
   parser.add_argument("--version", action="version", version=__version__, help="Show the version and exit")
   commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND")
   for name, (text, *_) in {"generate": ["Complete a prompt"], "chat": [CHAT], **COMMANDS}.items():

@@ -1,6 +1,6 @@
 """The HTTP server: options, routes, the middleware in front of them, startup and shutdown. It listens before the
 model is loaded; requests get HTTP 503 until then."""
-import argparse, asyncio, contextlib, dataclasses, hmac, os, pathlib, signal, socket, ssl, threading, uuid
+import argparse, asyncio, contextlib, dataclasses, hmac, json, os, pathlib, signal, socket, ssl, threading, uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +24,7 @@ from .serving import EVENT_STREAM, Serving
 
 # Paths that need neither an API key nor a loaded model
 OPEN_PATHS = {"/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json"}
+MAX_HEADERS = 2**16   # maximum size of a request's headers in bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +68,17 @@ class Gate:
     self.app = app
     self.limit = options.max_body_size
     self.root_path = options.root_path
-    self.keys = options.api_key or [*filter(None, [os.environ.get("TINYVLLM_API_KEY")])]
+    keys = options.api_key or [os.environ.get("TINYVLLM_API_KEY", "")]
+    self.keys = [os.fsencode(key) for key in keys if key]
     self.not_ready = not_ready
 
   async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] != "http": return await self.app(scope, receive, send)
     headers = fastapi.Request(scope).headers
+    if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
+      refusal: Any = error_response(431, f"the headers are larger than {MAX_HEADERS} bytes")
+      refusal.headers["connection"] = "close"
+      return await refusal(scope, receive, send)
     try: body = await self.read_body(fastapi.Request(scope, receive))
     except ClientDisconnect: return
     refusal = self.refusal(scope["path"].removeprefix(self.root_path), headers, body)
@@ -103,8 +109,9 @@ class Gate:
     """Return the error response to send instead of calling a route, or None."""
     if body is None: return error_response(413, f"the body is larger than --max-body-size={self.limit} bytes")
     if path in OPEN_PATHS: return None
-    header = headers.get("authorization", "").encode()
-    if self.keys and not any([hmac.compare_digest(header, f"Bearer {key}".encode()) for key in self.keys]):
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    values = [token if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]   # bytes, decoded as latin-1
+    if self.keys and not any(hmac.compare_digest(x.encode("latin-1"), key) for x in values for key in self.keys):
       return error_response(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
     return self.not_ready()
 
@@ -135,7 +142,7 @@ class Server(uvicorn.Server):
     self.serving = Serving(options.served_model_name or [name], options.max_queue, options.request_timeout)
     app: Any = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
-      app = cors.CORSMiddleware(app, options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
+      app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
     super().__init__(uvicorn.Config(RequestIds(app), options.host, options.port, options.uds, interface="asgi3",
                                     access_log=False, timeout_graceful_shutdown=int(options.shutdown_timeout) + 5,
                                     **options.tls))
@@ -197,7 +204,11 @@ class Server(uvicorn.Server):
 
   # Routes without generation
 
-  async def page(self) -> fastapi.Response: return FileResponse(pathlib.Path(__file__).parent / "chat.html")
+  async def page(self) -> fastapi.Response:
+    # Browsers ignore frame-ancestors in a meta element
+    headers = {"Content-Security-Policy": "frame-ancestors 'none'"}
+    return FileResponse(pathlib.Path(__file__).parent / "chat.html", headers=headers)
+
   async def version(self) -> dict[str, str]: return {"version": __version__}
   async def health(self) -> fastapi.Response: return self.not_ready() or JSONResponse({})
   async def metrics(self) -> fastapi.Response:
@@ -217,6 +228,17 @@ def check_files(options: ServerConfig) -> None:
   except OSError as error:
     names = ", ".join(f"{name}={value!r}" for name, value in options.tls.items() if value)
     raise InputError(f"{names}: {error}") from error
+
+
+def parse_origins(words: list[str]) -> list[str]:
+  """Return the origins in allowed_origins, whose words are origins or vLLM's JSON lists of them."""
+  origins: list[Any] = []
+  for word in words:
+    try: origins += json.loads(word) if word.startswith("[") else [word]
+    except ValueError: origins.append(None)
+    check(all(isinstance(x, str) for x in origins),
+          f"allowed_origins={word!r} must be an origin or a JSON list of strings, as in '[\"*\"]'")
+  return origins
 
 
 def check_port(host: str, port: int) -> None:

@@ -287,8 +287,10 @@ def explain_validation(request: fastapi.Request, problem: dict[str, Any]) -> fas
   """Return the error response for a body that pydantic rejected. problem: pydantic's first error."""
   if problem["type"] == "json_invalid":
     return error_response(400, f"the body is not JSON: {problem['ctx']['error']}")
-  if "json" not in request.headers.get("content-type", "json"):
-    return error_response(400, "the body must be JSON: send the header Content-Type: application/json")
+  kind = request.headers.get("content-type")
+  if "json" not in (kind or ""):
+    return error_response(400, f"{f'Content-Type={kind}' if kind else 'no Content-Type'}: send the header "
+                               "Content-Type: application/json, and a body of JSON")
   path = [str(x) for x in problem["loc"][1:]]
   return error_response(400, f"{'.'.join(path) or 'the body'}: {problem['msg']}", path[0] if path else None)
 
