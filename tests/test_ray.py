@@ -136,7 +136,7 @@ def test_ingress_returns_the_servers_status_codes_and_headers(cluster):
   assert cluster.get("/v1/models").json()["data"][0]["id"] == "tinyvllm"
   page = cluster.get("/v1/models", headers={"Origin": "http://page.example"})
   assert page.headers["access-control-allow-origin"] == "http://page.example"
-  assert "tinyvllm" in cluster.get("/").text and cluster.get("/docs").status_code == 200
+  assert "tinyvllm" in cluster.get("/").text and cluster.get("/openapi.json").status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -320,7 +320,7 @@ def test_string_arguments_of_serve_run_are_converted(ray_serve):
   engine, server, config = ray_serve.configs({"num_replicas": "2", "enable_prefix_caching": "false", "port": "80",
                                               "served_model_name": "7", "gpus_per_replica": "0.5", "dtype": "float32"})
   assert engine == {"enable_prefix_caching": False, "dtype": "float32"} and server.port == 80
-  assert (config.num_replicas, config.gpus_per_replica, server.served_model_name) == (2, 0.5, "7")
+  assert (config.num_replicas, config.gpus_per_replica, server.served_model_name) == (2, 0.5, ["7"])
 
 
 # Routing

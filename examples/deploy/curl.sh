@@ -14,6 +14,12 @@ curl() { command curl --silent --show-error --fail-with-body --max-time 120 "$@"
 title "Health: HTTP 200, or 503 until the model is loaded"
 curl "$url/health"
 
+title "Health, for SageMaker"
+curl "$url/ping"
+
+title "Number of unfinished requests"
+curl "$url/load"
+
 title "Version"
 curl "$url/version"
 
@@ -63,7 +69,6 @@ curl "$url/detokenize" -H "$auth" -H "$json" -d '{"tokens": [65, 66, 67]}'
 title "Metrics for Prometheus (prometheus.yml, grafana.json)"
 curl "$url/metrics"
 
-title "OpenAPI schema of all routes; API docs and chat page for browsers"
+title "OpenAPI schema of all routes; chat page for browsers"
 curl "$url/openapi.json" -o /dev/null -w '%{http_code} %{content_type}\n'
-curl "$url/docs" -o /dev/null -w '%{http_code} %{content_type}\n'
 curl "$url/" -o /dev/null -w '%{http_code} %{content_type}\n'

@@ -27,7 +27,13 @@ class Tokenizer(tokenizer.Tokenizer):
     bos = self.config.get("add_bos_token") and self.config.get("bos_token")
     self.prefix = [self.added_tokens[bos]] if bos in self.added_tokens else []
 
+  bos_token_id = property(lambda self: self.added_tokens.get(self.config.get("bos_token")))
   eos_token_id = property(lambda self: self.added_tokens.get(self.config.get("eos_token")))
+
+  def get_vocab(self) -> dict[str, int]:
+    """Return all tokens with their ids, as the library spells them."""
+    if hasattr(self.library, "get_vocab"): return self.library.get_vocab()
+    return {self.library.IdToPiece(i): i for i in range(self.library.GetPieceSize())} | self.added_tokens
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
     ids = self.encode_plain(tokenizer.checked_unicode(text), add_special_tokens and "add_bos_token" not in self.config)

@@ -8,8 +8,9 @@ from tinygrad.device import CompileError
 
 from tinyvllm import LLM, SamplingParams, __version__
 from tinyvllm.config import EngineConfig, logger
-from tinyvllm_extra.flags import add_flags, select_options, set_log_level
+from tinyvllm_extra.flags import add_flags, parse_flags, select_options, set_log_level
 from tinyvllm_extra.packages import MissingPackage, optional
+from tinyvllm_extra.vllm_options import ModelOptions
 
 # Errors that are printed in one line; the last two come from a compiler
 FAILURES = (ValueError, MissingPackage, RuntimeError, CompileError, subprocess.CalledProcessError)
@@ -73,18 +74,19 @@ def print_error(error: BaseException) -> int:
 
 def parse(argv: list[str]) -> dict[str, Any]:
   """Return the arguments of `generate` or `chat`, without options that are not set."""
-  parser = argparse.ArgumentParser(prog="tinyvllm", description="Run and serve language models on tinygrad.")
+  parser = argparse.ArgumentParser(prog="tinyvllm", description="Run and serve language models on tinygrad.",
+                                   allow_abbrev=False)
   parser.add_argument("--version", action="version", version=__version__, help="Show the version and exit")
   commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND")
   for name, (text, *_) in {"generate": ["Complete a prompt"], "chat": [CHAT], **COMMANDS}.items():
     usage = f"tinyvllm {name} {'PROMPT ' if name == 'generate' else ''}[options]"
     command = commands.add_parser(name, help=text, description=text, usage=usage, argument_default=argparse.SUPPRESS)
     if name == "generate": command.add_argument("prompt", help=argparse.SUPPRESS)
-    add_flags(command, EngineConfig, SamplingParams)
+    add_flags(command, EngineConfig, ModelOptions, SamplingParams)
     server = command.add_argument_group("Server")
     server.add_argument("--url", default=None, help="URL of a running server (default: run here)")
     server.add_argument("--api-key", default=None, help="API key for that server (default: none)")
-  return {"model": None, **vars(parser.parse_args(argv))}
+  return {"model": None, **parse_flags(parser, argv)}
 
 
 def run(args: dict[str, Any]) -> int:

@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse
 
 from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from tinyvllm.config import InputError, check, logger
-from tinyvllm.engine import Request
+from tinyvllm.engine import Prompt, Request
 from tinyvllm_extra.huggingface import Tokenizer
 from tinyvllm_extra.packages import MissingPackage
 
@@ -68,11 +68,12 @@ def tools_of(body: Any) -> list[dict[str, Any]]:
   return [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
 
 
-def sampling_params(body: Any, defaults: dict[str, Any], chat: bool) -> SamplingParams:
+def sampling_params(body: Any, defaults: dict[str, Any]) -> SamplingParams:
   """Return a request body's SamplingParams. defaults: the model's values for fields that the body omits."""
+  check(body.stream or not body.stream_options, "stream_options: requires stream=true")
   fields = {**defaults, **{name: value for name, value in body if name in SAMPLING and value is not None}}
   if fields.get("max_tokens") == -1: fields["max_tokens"] = UNLIMITED   # llama.cpp's "no limit"
-  if chat:
+  if isinstance(body, ChatRequest):
     fields.setdefault("max_tokens", UNLIMITED)
     if body.max_completion_tokens is not None: fields["max_tokens"] = body.max_completion_tokens
     check(body.logprobs or body.top_logprobs is None, "top_logprobs: requires logprobs=true")
@@ -89,6 +90,13 @@ def sampling_params(body: Any, defaults: dict[str, Any], chat: bool) -> Sampling
     check((form.type == "json_schema") == bool(form.json_schema), "response_format: type must match json_schema")
     fields["structured_outputs"] = {"json": form.json_schema.schema_} if form.json_schema else {"json_object": True}
   return SamplingParams(**fields)
+
+
+def engine_prompts(prompts: Any) -> list[Prompt]:
+  """Return the engine's form of one or several prompts, each a str or token ids."""
+  if not isinstance(prompts, list) or prompts and isinstance(prompts[0], int): prompts = [prompts]
+  check(prompts and all(prompts), "prompt: each prompt must have at least one token")
+  return [{"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt for prompt in prompts]
 
 
 def chat_token_ids(body: Any, tokenizer: Tokenizer) -> list[int]:
@@ -120,18 +128,112 @@ def event(content: dict[str, Any]) -> bytes:
   return b"data: %b\n\n" % orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)   # token ids are keys
 
 
-class ResponseBuilder:
-  """Builds a request's response, whole or in chunks. kind: "cmpl", "chatcmpl" or "generate"."""
-  def __init__(self, kind: str, model_name: str, body: Any, params: SamplingParams, tokenizer: Tokenizer):
-    self.chat = kind == "chatcmpl"
-    self.kind = kind
+class CompletionBuilder:
+  """Builds the response of /v1/completions: `response` whole, or the bytes of a stream's events.
+
+  Other wire formats override methods. `id` is the start of the engine's request ids. `first_events` come before the
+  first output, `events` for each sample with new tokens, `last_events` after all samples have finished, `error_event`
+  instead of them after an internal error."""
+  kind = "cmpl"   # start of the response's id
+  objects = ["text_completion", "text_completion"]   # types of the whole response and of a chunk
+
+  def __init__(self, model_name: str, body: Any, params: SamplingParams, tokenizer: Tokenizer):
     self.body = body
     self.params = params
     self.tokenizer = tokenizer
-    self.head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model_name}
+    self.id = f"{self.kind}-{uuid.uuid4().hex}"
+    self.head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model_name,
+                                 "object": self.objects[bool(body.stream)]}
+    if getattr(body.stream_options, "include_usage", False): self.head["usage"] = None   # until the last chunk
     self.cursors = dict[int, tuple[int, list[int]]]()   # by choice: text length so far, last token
-    self.tools = tools_of(body) if self.chat else []
+    self.tools = tools_of(body)
     self.tool_texts = dict[int, tuple[str, int]]()   # by choice: text so far, number of characters delivered
+
+  def response(self, requests: list[Request]) -> dict[str, Any]:
+    outputs = enumerate(request.output() for request in requests)
+    choices = [self.choice(i, output, completion) for i, output in outputs for completion in output.outputs]
+    return {**self.wrap(choices), "usage": usage_of(requests)}
+
+  def first_events(self) -> bytes: return b""
+
+  def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
+    return event(self.wrap([self.choice(prompt_index, output, completion)]))
+
+  def last_events(self, requests: list[Request]) -> bytes:
+    usage = event({**self.wrap([]), "usage": usage_of(requests)}) if "usage" in self.head else b""
+    return usage + b"data: [DONE]\n\n"
+
+  def error_event(self, error: Exception) -> bytes: return event(internal_error(error))
+
+  def wrap(self, choices: list[dict]) -> dict[str, Any]:
+    """Return a response or chunk object with these choices."""
+    return {**self.head, "choices": choices}
+
+  def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    """Return a choice object with a completion's text and tokens, in a stream only the new ones."""
+    index = prompt_index * self.params.n + completion.index
+    text = completion.text
+    ids = completion.token_ids
+    rows: Any = completion.logprobs
+    first = index not in self.cursors
+    offset, before = self.cursors.get(index, (0, output.prompt_token_ids[-1:]))
+    extra: dict[str, Any] = {}
+    if first and self.body.prompt_logprobs is not None:   # vLLM's name and format
+      extra = {"prompt_logprobs": [x and {i: y._asdict() for i, y in x.items()} for x in output.prompt_logprobs or []]}
+    if first and getattr(self.body, "echo", False):
+      text = (output.prompt or self.tokenizer.decode(output.prompt_token_ids)) + text
+      ids = output.prompt_token_ids + ids
+      before = []
+      rows = None if rows is None else [*(output.prompt_logprobs or []), *rows]
+    self.cursors[index] = offset + len(text), ids[-1:] or before
+    # strict=False: no token follows the last one
+    if rows is not None: rows = self.logprobs([*zip([before, *([i] for i in ids)], ids, rows, strict=False)], offset)
+    return {"index": index, "logprobs": rows, "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason, **self.content(index, text, completion.finish_reason), **extra}
+
+  def content(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    """Return the fields of a choice object that hold its new text."""
+    return {"text": text}
+
+  def logprobs(self, rows: list[tuple], offset: int) -> dict[str, list]:
+    """Return a choice's log probabilities in OpenAI's format. rows: the previous token (in a list), the token, its
+    entries or None. offset: index of the first character."""
+    lengths = [len(self.piece(b, i, self.params.skip_special_tokens)) for b, i, _ in rows]
+    tokens = [self.piece(b, i) for b, i, _ in rows]
+    return {"tokens": tokens, "token_logprobs": [x and x[i].logprob for _, i, x in rows],
+            "top_logprobs": [x and {self.piece(b, j): y.logprob for j, y in x.items()} for b, _, x in rows],
+            "text_offset": [*itertools.accumulate(lengths, initial=offset)][:-1]}
+
+  def piece(self, before: list[int], token: int, skip: bool = False) -> str:
+    """Return a token's text after the token `before`: alone, some tokens lose their space."""
+    return self.tokenizer.decode([*before, token], skip)[len(self.tokenizer.decode(before, skip)):]
+
+
+class GenerateBuilder(CompletionBuilder):
+  """Builds the response of /generate, which adds a list of the generated strings."""
+  kind = "generate"
+
+  def wrap(self, choices: list[dict]) -> dict[str, Any]:
+    return {**super().wrap(choices), "text": [choice["text"] for choice in choices]}
+
+
+class ChatBuilder(CompletionBuilder):
+  """Builds the response of /v1/chat/completions, whole or as events."""
+  kind = "chatcmpl"
+  objects = ["chat.completion", "chat.completion.chunk"]
+
+  def first_events(self) -> bytes:
+    role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+    return b"".join(event(self.wrap([{"index": i, **role}])) for i in range(self.params.n))
+
+  def content(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+    calls: list[dict] = []
+    if self.tools: text, calls = self.split_calls(index, text, bool(finish_reason))
+    if self.body.stream: calls = [{"index": i, **call} for i, call in enumerate(calls)]
+    tool_calls = {"tool_calls": calls} if calls else {}
+    reason = {"finish_reason": "tool_calls"} if calls and finish_reason == "stop" else {}
+    if self.body.stream: return {"delta": {"content": text, **tool_calls}, **reason}
+    return {"message": {"role": "assistant", "content": text or None if calls else text, **tool_calls}, **reason}
 
   def split_calls(self, index: int, delta: str, finished: bool) -> tuple[str, list[dict]]:
     """Return a choice's new plain text, and its tool calls once it has finished."""
@@ -142,64 +244,13 @@ class ResponseBuilder:
     self.tool_texts[index] = text, len(plain)
     return plain[num_delivered:], calls
 
-  def response(self, choices: list[dict]) -> dict[str, Any]:
-    """Wrap choices in a response object or, in a stream, a chunk object."""
-    chat = "chat.completion.chunk" if self.body.stream else "chat.completion"
-    texts = {"text": [choice["text"] for choice in choices]} if self.kind == "generate" else {}
-    return {**self.head, "object": chat if self.chat else "text_completion", "choices": choices, **texts}
-
-  def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-    """Return a choice object with a completion's text and tokens, in a stream only the new ones."""
-    index = prompt_index * self.params.n + completion.index
-    text = completion.text
-    ids = completion.token_ids
-    logprobs: Any = completion.logprobs
-    first = index not in self.cursors
-    offset, before = self.cursors.get(index, (0, output.prompt_token_ids[-1:]))
-    extra: dict[str, Any] = {}
-    if first and self.body.prompt_logprobs is not None:   # vLLM's name and format
-      rows = output.prompt_logprobs or []
-      extra["prompt_logprobs"] = [row and {i: x._asdict() for i, x in row.items()} for row in rows]
-    if first and not self.chat and self.body.echo:
-      text = (output.prompt or self.tokenizer.decode(output.prompt_token_ids)) + text
-      ids = output.prompt_token_ids + ids
-      before = []
-      logprobs = None if logprobs is None else [*(output.prompt_logprobs or []), *logprobs]
-    self.cursors[index] = offset + len(text), ids[-1:] or before
-    calls: list[dict] = []
-    if self.tools: text, calls = self.split_calls(index, text, bool(completion.finish_reason))
-    reason = "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
-    return {"index": index, **self.content(text, calls),
-            "logprobs": None if logprobs is None else self.logprobs(before, ids, logprobs, offset),
-            "finish_reason": reason, "stop_reason": completion.stop_reason, **extra}
-
-  def content(self, text: str, calls: list[dict]) -> dict[str, Any]:
-    """Return the part of a choice object that holds its text and tool calls."""
-    if not self.chat: return {"text": text}
-    if self.body.stream:
-      indexed = [{"index": i, **call} for i, call in enumerate(calls)]
-      return {"delta": {"content": text, **({"tool_calls": indexed} if calls else {})}}
-    message = {"content": text or None, "tool_calls": calls} if calls else {"content": text}
-    return {"message": {"role": "assistant", **message}}
-
-  def logprobs(self, before: list[int], ids: list[int], logprobs: list, offset: int) -> dict[str, list]:
-    """Return log probabilities in OpenAI's format, which differs for chats and completions. before: the previous token.
-    logprobs: one entry per token, None for the first of a prompt. offset: index of the first character."""
-    decode = self.tokenizer.decode
-    rows = [*zip([before, *([i] for i in ids)], ids, logprobs, strict=False)]   # no token follows the last one
-    def piece(before: list[int], token: int, skip: bool = False) -> str:   # alone, some tokens lose their space
-      return decode([*before, token], skip)[len(decode(before, skip)):]
+  def logprobs(self, rows: list[tuple], offset: int) -> dict[str, list]:
     def entry(before: list[int], token: int, entries: dict[int, Logprob]) -> dict[str, Any]:
-      text = piece(before, token)
+      text = self.piece(before, token)
       return {"token": text, "logprob": entries[token].logprob, "bytes": [*text.encode()]}
     def best(x: dict[int, Logprob]) -> list[int]:
       return sorted((i for i in x if x[i].rank <= (self.params.logprobs or 0)), key=lambda i: (x[i].rank, i))
-    if self.chat:
-      return {"content": [{**entry(b, i, x), "top_logprobs": [entry(b, j, x) for j in best(x)]} for b, i, x in rows]}
-    lengths = [len(piece(b, i, self.params.skip_special_tokens)) for b, i, _ in rows]
-    return {"tokens": [piece(b, i) for b, i, _ in rows], "token_logprobs": [x and x[i].logprob for _, i, x in rows],
-            "top_logprobs": [x and {piece(b, j): y.logprob for j, y in x.items()} for b, _, x in rows],
-            "text_offset": [*itertools.accumulate(lengths, initial=offset)][:-1]}
+    return {"content": [{**entry(b, i, x), "top_logprobs": [entry(b, j, x) for j in best(x)]} for b, i, x in rows]}
 
 
 # Errors
@@ -215,8 +266,13 @@ def error_response(status: int, message: str, param: str | None = None) -> fasta
   return JSONResponse(error_body(status, message, param), status, headers)
 
 
+class Refusal(Exception):
+  """An error response other than HTTP 400, raised in a route. It has error_response's arguments."""
+
+
 async def explain(request: fastapi.Request, error: Any) -> fastapi.Response:
   """Return the error response for an exception that a route raised. Log it, unless it is the client's mistake."""
+  if isinstance(error, Refusal): return error_response(*error.args)
   if isinstance(error, StarletteHTTPException): return error_response(error.status_code, error.detail)
   if isinstance(error, RequestValidationError): return explain_validation(request, error.errors()[0])
   if isinstance(error, UnicodeEncodeError): return error_response(400, f"text is not valid Unicode: {error}")
@@ -231,8 +287,10 @@ def explain_validation(request: fastapi.Request, problem: dict[str, Any]) -> fas
   """Return the error response for a body that pydantic rejected. problem: pydantic's first error."""
   if problem["type"] == "json_invalid":
     return error_response(400, f"the body is not JSON: {problem['ctx']['error']}")
-  if "json" not in request.headers.get("content-type", "json"):
-    return error_response(400, "the body must be JSON: send the header Content-Type: application/json")
+  kind = request.headers.get("content-type")
+  if "json" not in (kind or ""):
+    return error_response(400, f"{f'Content-Type={kind}' if kind else 'no Content-Type'}: send the header "
+                               "Content-Type: application/json, and a body of JSON")
   path = [str(x) for x in problem["loc"][1:]]
   return error_response(400, f"{'.'.join(path) or 'the body'}: {problem['msg']}", path[0] if path else None)
 
@@ -244,4 +302,5 @@ def internal_error(error: Exception) -> dict[str, dict]:
 
 
 EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys(
-  (StarletteHTTPException, RequestValidationError, InputError, UnicodeEncodeError, MissingPackage, Exception), explain)
+  (Refusal, StarletteHTTPException, RequestValidationError, InputError, UnicodeEncodeError, MissingPackage, Exception),
+  explain)
