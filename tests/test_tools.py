@@ -6,7 +6,7 @@ import openai
 import pytest
 from reference import ENGINE, slow, tiny_model
 from server import Server
-from tinyvllm_extra.server.tools import calls_schema, num_plain_characters, parse_calls, with_parsed_arguments
+from tinyvllm_extra.server.tools import calls_schema, with_parsed_arguments
 
 from tinyvllm import LLM
 
@@ -173,14 +173,8 @@ def test_invalid_tool_field_is_400_and_named(client, server, fields, message):
   assert answer.status_code == 400 and message in answer.text, answer.text
 
 
-def test_num_plain_characters_excludes_a_possible_tool_call():
-  for text, plain in (("the <tool_ca", "the "), ("a < b", "a < b"), (' {"na', ""), ("so <tool_call>{}", "so ")):
-    assert num_plain_characters(text) == len(plain)
-
-
 def test_output_without_tool_calls_is_unchanged():
   assert calls_schema(TOOLS, "auto") is None and with_parsed_arguments(USER) is USER
-  assert parse_calls(HERMES, [TIME]) == (HERMES, []) and parse_calls("[" * 50000, [TIME]) == ("[" * 50000, [])
 
 
 def test_chat_template_kwargs_may_have_any_other_name(server):

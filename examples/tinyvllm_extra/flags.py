@@ -17,13 +17,13 @@ GROUPS = {
     presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words logprobs prompt_logprobs
     structured_outputs""",
   "Server": """host port api_key served_model_name | request_timeout shutdown_timeout max_body_size stream_interval
-    allowed_origins"""}
+    allowed_origins reasoning_parser tool_call_parser"""}
 # vLLM's options without an effect, and the values at which that is true (...: at any)
 NO_EFFECT: dict[str, list] = {name: values for names, values in {   # type: ignore[misc]   # lists of anything
   "pipeline_parallel_size data_parallel_size": [1], "cpu_offload_gb": [0], "enable_chunked_prefill": [True, None],
   "tokenizer revision tokenizer_revision hf_token hf_overrides distributed_executor_backend": [None],
   "tokenizer_mode load_format config_format device": ["auto"], "task runner": ["auto", "generate"],
-  "trust_remote_code disable_log_stats disable_custom_all_reduce": [True, False],
+  "trust_remote_code disable_log_stats disable_custom_all_reduce enable_auto_tool_choice": [True, False],
   "enable_lora skip_tokenizer_init disable_sliding_window": [False],
   "swap_space download_dir max_seq_len_to_capture": [...]}.items() for name in names.split()}
 
