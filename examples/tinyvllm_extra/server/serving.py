@@ -30,7 +30,7 @@ class Serving:
     self.name = model_name
     self.max_queue = max_queue
     self.request_timeout = request_timeout
-    self.parser_names = parser_names   # of reasoning and tool calls; None: as the chat template
+    self.parser_names = parser_names   # reasoning and tool call parser; None: the chat template decides
     self.observer = Metrics(model_name, self.engine_metrics)
 
   def engine_metrics(self) -> dict[str, Any]: return self.llm.llm.get_metrics() if self.llm else collections.Counter()

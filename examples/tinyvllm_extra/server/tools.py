@@ -76,7 +76,7 @@ def merged_definitions(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
   """Return a message with its tool calls' arguments as objects, as chat templates expect. "" is {}; text that is not a
-  JSON object, such as that of a call cut off by max_tokens, becomes {"invalid_json": text}."""
+  JSON object, such as a call cut off by max_tokens, becomes {"invalid_json": text}."""
   calls = message.get("tool_calls")
   if not calls: return message
   def parse(arguments: Any) -> dict[str, Any]:
