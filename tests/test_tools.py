@@ -55,7 +55,10 @@ def thinking_server(tmp_path_factory):
   folder = tiny_model(tmp_path_factory.mktemp("thinking"), words=True, max_position_embeddings=512)
   template = ("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
               "{% if is_open is defined %}<think>\n{% endif %}")
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+  last = json.loads((folder / "config.json").read_text())["vocab_size"] - 1
+  tokens = {last: {"content": "<think>", "special": True}}
+  config = {"chat_template": template, "added_tokens_decoder": tokens}
+  (folder / "tokenizer_config.json").write_text(json.dumps(config))
   flags = [x for name, value in SMALL.items() for x in ("--" + name.replace("_", "-"), value)]
   with Server(folder, *flags, "--tool-call-parser", "hermes", "--enable-auto-tool-choice") as server: yield server
 
@@ -230,6 +233,15 @@ def test_output_starts_in_reasoning_that_the_prompt_opened(thinking_client, stre
   assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
 
 
+def test_special_token_may_open_reasoning(thinking_client, thinking_server):
+  token, = thinking_server.post("/tokenize", {"prompt": "<think>", "add_special_tokens": False}).json()["tokens"]
+  fields = {"max_tokens": 3, "logit_bias": {str(token): 100}}
+  message = thinking_client(**fields).choices[0].message
+  assert message.content is None and message.reasoning_content == "<think><think>"
+  message = thinking_client(**fields, extra_body={"skip_special_tokens": True}).choices[0].message
+  assert message.content == "" and not hasattr(message, "reasoning_content")
+
+
 def test_structured_output_is_content_although_prompt_opens_reasoning(thinking_client):
   body = {"structured_outputs": {"choice": ["yes"]}, "chat_template_kwargs": {"is_open": True}}
   assert thinking_client(extra_body=body).choices[0].message.content == "yes"
@@ -348,6 +360,15 @@ def test_earlier_call_may_have_any_arguments(server, folder, arguments, city):
 def test_forced_call_with_invalid_schema_is_400(server, schema):
   tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}
   answer = server.post("/v1/chat/completions", {**ASK, "tools": [tool], "tool_choice": "required"})
+  assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize("opening,closing,depth", [('{"items":', "}", 5000), ('{"anyOf":[', "]}", 900)])
+def test_forced_call_with_deep_schema_is_400(server, opening, closing, depth):
+  schema = opening * depth + "{}" + closing * depth
+  tool = {"type": "function", "function": {"name": "f", "parameters": "SCHEMA"}}   # json.dumps cannot nest so deeply
+  body = json.dumps({**ASK, "tools": [tool], "tool_choice": "required"})
+  answer = server.post("/v1/chat/completions", content=body.replace('"SCHEMA"', schema), headers={"Content-Type": "application/json"})
   assert answer.status_code == 400, answer.text
 
 

@@ -3,7 +3,7 @@ and the calls of earlier messages. parsers.py reads calls in generated text."""
 import json
 from typing import Any
 
-from tinyvllm.config import check
+from tinyvllm.config import InputError, check
 
 NO_PARAMETERS = {"type": "object", "properties": {}}
 # Keywords that combine schemas: closing one part would exclude the properties of the others
@@ -49,7 +49,8 @@ def calls_schema(tools: list[dict[str, Any]], choice: Any, parallel: bool = True
 
 def close(schema: Any) -> Any:
   """Return a schema whose objects with properties allow no others, unless it says so or combines schemas by allOf."""
-  return schema if '"allOf"' in json.dumps(schema) else close_objects(schema)
+  try: return schema if '"allOf"' in json.dumps(schema) else close_objects(schema)
+  except RecursionError as error: raise InputError("tools: parameters are nested too deeply: use $defs") from error
 
 
 def close_objects(schema: Any) -> Any:
