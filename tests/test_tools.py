@@ -367,8 +367,8 @@ def test_forced_call_with_invalid_schema_is_400(server, schema):
 def test_forced_call_with_deep_schema_is_400(server, opening, closing, depth):
   schema = opening * depth + "{}" + closing * depth
   tool = {"type": "function", "function": {"name": "f", "parameters": "SCHEMA"}}   # json.dumps cannot nest so deeply
-  body = json.dumps({**ASK, "tools": [tool], "tool_choice": "required"})
-  answer = server.post("/v1/chat/completions", content=body.replace('"SCHEMA"', schema), headers={"Content-Type": "application/json"})
+  body = json.dumps({**ASK, "tools": [tool], "tool_choice": "required"}).replace('"SCHEMA"', schema)
+  answer = server.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
   assert answer.status_code == 400, answer.text
 
 
