@@ -80,6 +80,8 @@ Qwen/Qwen3-8B --limit-mm-per-prompt.video 0 --mm-encoder-tp-mode data --allowed-
 JetBrains/Mellum2-12B-A2.5B-Instruct --max-model-len auto --trust-remote-code --tensor-parallel-size 1
 meta-llama/Llama-3.1-8B-Instruct --max-model-len -1 --task generate --runner generate --device auto
 meta-llama/Llama-3.1-8B-Instruct --max-model-len 25.6k --cudagraph-capture-sizes 1 2 4 --max-cudagraph-capture-size 512
+Qwen/Qwen3-8B --reasoning-parser qwen3
+Qwen/Qwen3-Coder-30B --enable-auto-tool-choice --tool-call-parser qwen3_coder
 /model --served-model-name muse --tensor-parallel-size 1 --generation-config auto --enable-auto-tool-choice
 meta-llama/Llama-3.1-8B-Instruct --no-enable-lora --max-loras 4 --max-lora-rank 64 --cpu-offload-gb 0
 """.strip().splitlines()
@@ -88,8 +90,6 @@ meta-llama/Llama-3.1-8B-Instruct --no-enable-lora --max-loras 4 --max-lora-rank 
 REFUSED = {
   "deepseek-ai/DeepSeek-V3.1 --pipeline-parallel-size 2": "pipeline_parallel_size=2",
   "Qwen/Qwen3.5-397B-A17B-FP8 -dp 8 --enable-expert-parallel": "data_parallel_size=8",
-  "Qwen/Qwen3-8B --reasoning-parser qwen3": "reasoning_parser='qwen3'",
-  "Qwen/Qwen3-Coder-30B --enable-auto-tool-choice --tool-call-parser qwen3_coder": "tool_call_parser='qwen3_coder'",
   "mistralai/Ministral-3-3B-Instruct-2512 --tokenizer_mode mistral": "tokenizer_mode='mistral'",
   "jinaai/jina-embeddings-v5-text-small --runner pooling": "runner='pooling'",
   "meta-llama/Llama-2-7b-hf --enable-lora --lora-modules sql-lora=/lora": "enable_lora=True",

@@ -19,7 +19,8 @@ GROUPS = {
     presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words logprobs prompt_logprobs
     structured_outputs""",
   "Server": """host port api_key served_model_name | request_timeout shutdown_timeout max_body_size stream_interval
-    allowed_origins root_path uds ssl_certfile ssl_keyfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"""}
+    allowed_origins reasoning_parser tool_call_parser root_path uds ssl_certfile ssl_keyfile ssl_ca_certs
+    ssl_cert_reqs ssl_ciphers"""}
 
 def integer(text: str) -> int | None:
   """Parse an int. As in vLLM, 1k is 1000, 1K is 1024, 25.6k is 25600, and auto is None."""

@@ -39,7 +39,7 @@ NO_EFFECT: dict[str, Any] = {name: values for names, values in {
   disable_fastapi_docs""": BOTH,
   "h11_max_incomplete_event_size h11_max_header_count": ANY,
   "allowed_methods allowed_headers": [["*"]], "chat_template_content_format": ["auto", "string"],
-  "response_role": ["assistant"], "tool_call_parser": [None, "hermes", "llama3_json"],
+  "response_role": ["assistant"],
   # Features that tinyvllm lacks, at their defaults
   """pipeline_parallel_size data_parallel_size data_parallel_size_local decode_context_parallel_size
   prefill_context_parallel_size nnodes api_server_count""": [1],
@@ -53,7 +53,7 @@ NO_EFFECT: dict[str, Any] = {name: values for names, values in {
   """tokenizer revision tokenizer_revision hf_token hf_config_path rope_scaling rope_theta override_attention_dtype
   quantization_param_path kv_cache_memory_bytes kv_offloading_size kv_transfer_config kv_events_config pooler_config
   override_pooler_config lora_modules logits_processors logits_processor_pattern io_processor_plugin scheduler_cls
-  worker_extension_cls otlp_traces_endpoint collect_detailed_traces reasoning_parser reasoning_parser_plugin
+  worker_extension_cls otlp_traces_endpoint collect_detailed_traces reasoning_parser_plugin
   reasoning_config tool_server tool_parser_plugin log_config_file middleware speculative_model
   num_speculative_tokens""": NONE,
   "hf_overrides additional_config profiler_config": [None, {}], "worker_cls device": ["auto"],

@@ -198,14 +198,9 @@ def read_model(path: pathlib.Path) -> tuple[Checkpoint, dict[str, Any]]:
 
 def main(argv: list[str]) -> int:
   """Run `tinyvllm doctor`. Return the exit code: 0, or 1 if no backend opens. Raises InputError for a bad option."""
-<<<<<<< HEAD
-  parser = argparse.ArgumentParser(prog="tinyvllm doctor", description="Test this machine's devices.")
-  parser.add_argument("--model", help="Also check if this model folder or GGUF file fits (default: none)")
-=======
   parser = argparse.ArgumentParser(prog="tinyvllm doctor", allow_abbrev=False,
                                    description="Test this machine's devices.")
-  parser.add_argument("--model", help="Also check if this model folder fits (default: none)")
->>>>>>> c-flags
+  parser.add_argument("--model", help="Also check if this model folder or GGUF file fits (default: none)")
   parser.add_argument("--seconds", type=float, default=1.0, help="Seconds per bandwidth test (default: 1)")
   parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto",
                       help="KV cache dtype to report capacity for (default: auto)")

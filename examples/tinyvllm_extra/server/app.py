@@ -19,6 +19,7 @@ from tinyvllm_extra.weights import open_checkpoint
 
 from .async_engine import AsyncLLM
 from .metrics import log_throughput
+from .parsers import REASONING, TOOLS
 from .protocol import EXCEPTION_HANDLERS, ErrorResponse, error_response
 from .serving import EVENT_STREAM, Serving
 
@@ -40,6 +41,8 @@ class ServerConfig(Options):
   max_body_size: int = option(2**22, "Maximum size of a request body in bytes", min=1, max=2**40)
   stream_interval: int = option(1, "Minimum number of new tokens per stream event", min=1, max=2**31)
   allowed_origins: list[str] | None = option(None, "Web origins that may call the API, CORS (default: none)")
+  reasoning_parser: str | None = option(None, "Format of reasoning (default: chat template's)", choices=(*REASONING,))
+  tool_call_parser: str | None = option(None, "Format of tool calls (default: chat template's)", choices=(*TOOLS,))
   prefix_cache_file: str | None = option(None, "File to load and save the prefix cache (default: none)")
   root_path: str = option("", "Path prefix of all routes behind a proxy (default: none)")
   uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port (default: none)")
@@ -139,7 +142,8 @@ class Server(uvicorn.Server):
     self.engine_options = engine_options
     self.options = options
     name = pathlib.Path(model).resolve().name.removesuffix(".gguf") if model else "tinyvllm"
-    self.serving = Serving(options.served_model_name or [name], options.max_queue, options.request_timeout)
+    self.serving = Serving(options.served_model_name or [name], options.max_queue, options.request_timeout,
+                           (options.reasoning_parser, options.tool_call_parser))
     app: Any = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
       app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])

@@ -1,6 +1,6 @@
 """OpenAI's API with vLLM's extra fields: request bodies, responses, stream events and errors. A body accepts every
 field of SamplingParams, which checks the values. No function here runs a request."""
-import dataclasses, functools, http, itertools, operator, time, types, typing, uuid
+import collections, dataclasses, functools, http, itertools, operator, time, types, typing, uuid
 from typing import Annotated, Any, Literal
 
 import fastapi, orjson, pydantic
@@ -14,7 +14,8 @@ from tinyvllm_extra.huggingface import Tokenizer
 from tinyvllm_extra.packages import MissingPackage
 
 from .async_engine import StepError
-from .tools import calls_schema, num_plain_characters, parse_calls, with_parsed_arguments
+from .parsers import Event, OutputFormat, Parser
+from .tools import callable_tools, calls_schema, requires_call, with_parsed_arguments
 
 UNLIMITED = 2**31 - 1   # max_tokens without a limit below max_model_len
 
@@ -50,8 +51,12 @@ FunctionDefinition = body_model("FunctionDefinition", name=(str, ...), descripti
 Tool = body_model("Tool", type=(Literal["function"], ...), function=(FunctionDefinition, ...))
 NamedToolChoice = body_model("NamedToolChoice", type=(Literal["function"], ...),
                              function=(body_model("FunctionName", name=(str, ...)), ...))
+AllowedTools = body_model("AllowedTools", mode=(Literal["auto", "required"], ...),
+                          tools=(list[Tool], ...))   # type: ignore[valid-type]
+AllowedToolsChoice = body_model("AllowedToolsChoice", type=(Literal["allowed_tools"], ...),
+                                allowed_tools=(AllowedTools, ...))
 TOOLS = {"tools": list[Tool], "chat_template_kwargs": dict,   # type: ignore[valid-type]
-         "tool_choice": Literal["none", "auto", "required"] | NamedToolChoice}
+         "tool_choice": Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice}
 TEMPLATE = dict.fromkeys(["add_generation_prompt", "continue_final_message"], bool)
 CompletionRequest: Any = body_model("CompletionRequest", **COMMON, echo=bool,
                                     prompt=(str | list[str] | list[int] | list[list[int]], ...))
@@ -64,8 +69,12 @@ ErrorResponse: Any = body_model("ErrorResponse", error=(dict[str, Any], ...))
 
 
 def tools_of(body: Any) -> list[dict[str, Any]]:
-  """Return the tools that the response may call."""
+  """Return the tools that the chat template shows. The response may call only some of them: see callable_tools."""
   return [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+
+
+def tool_choice_of(body: Any) -> Any:
+  return body.tool_choice.model_dump() if isinstance(body.tool_choice, pydantic.BaseModel) else body.tool_choice
 
 
 def sampling_params(body: Any, defaults: dict[str, Any]) -> SamplingParams:
@@ -78,7 +87,7 @@ def sampling_params(body: Any, defaults: dict[str, Any]) -> SamplingParams:
     if body.max_completion_tokens is not None: fields["max_tokens"] = body.max_completion_tokens
     check(body.logprobs or body.top_logprobs is None, "top_logprobs: requires logprobs=true")
     fields["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
-    choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedToolChoice) else body.tool_choice
+    choice = tool_choice_of(body)
     schema = calls_schema(tools_of(body), choice, body.parallel_tool_calls is not False)
     check(not schema or "structured_outputs" not in fields and not body.response_format,
           f"tool_choice={choice!r} conflicts with structured_outputs and response_format: remove one")
@@ -107,8 +116,8 @@ def chat_token_ids(body: Any, tokenizer: Tokenizer) -> list[int]:
   variables = {**(body.chat_template_kwargs or {}), **options, **({"tools": tools} if tools else {})}
   for name in ("messages", "raise_exception", "chat_template"):
     check(name not in variables, f"chat_template_kwargs: {name} is reserved")
-  check("tools" not in variables or "tools" in (tokenizer.config.get("chat_template") or ""),
-        "tools: the model's chat template does not support tools")
+  check("tools" not in variables or "tools" in (tokenizer.config.get("chat_template") or "") or
+        requires_call(tool_choice_of(body)), "tools: the model's chat template does not support tools")
   text = tokenizer.apply_chat_template([*map(with_parsed_arguments, body.messages)], **variables)
   return tokenizer.encode(text, False)
 
@@ -137,7 +146,8 @@ class CompletionBuilder:
   kind = "cmpl"   # start of the response's id
   objects = ["text_completion", "text_completion"]   # types of the whole response and of a chunk
 
-  def __init__(self, model_name: str, body: Any, params: SamplingParams, tokenizer: Tokenizer):
+  def __init__(self, model_name: str, body: Any, params: SamplingParams, tokenizer: Tokenizer,
+               output_format: OutputFormat):
     self.body = body
     self.params = params
     self.tokenizer = tokenizer
@@ -146,8 +156,8 @@ class CompletionBuilder:
                                  "object": self.objects[bool(body.stream)]}
     if getattr(body.stream_options, "include_usage", False): self.head["usage"] = None   # until the last chunk
     self.cursors = dict[int, tuple[int, list[int]]]()   # by choice: text length so far, last token
-    self.tools = tools_of(body)
-    self.tool_texts = dict[int, tuple[str, int]]()   # by choice: text so far, number of characters delivered
+    self.output_format = output_format
+    self.parsers = dict[int, Parser]()   # by choice; of formats that split the text
 
   def response(self, requests: list[Request]) -> dict[str, Any]:
     outputs = enumerate(request.output() for request in requests)
@@ -189,11 +199,23 @@ class CompletionBuilder:
     # strict=False: no token follows the last one
     if rows is not None: rows = self.logprobs([*zip([before, *([i] for i in ids)], ids, rows, strict=False)], offset)
     return {"index": index, "logprobs": rows, "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason, **self.content(index, text, completion.finish_reason), **extra}
+            "stop_reason": completion.stop_reason, **self.content(text, output, completion), **extra}
 
-  def content(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    """Return the fields of a choice object that hold its new text."""
+  def content(self, text: str, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    """Return the fields of a choice object that hold its new text. text: with the prompt if echoed."""
     return {"text": text}
+
+  def parse(self, output: RequestOutput, completion: CompletionOutput) -> list[Event]:
+    """Return the events (kind, text) in a completion's new text: see Parser.feed. Call it once for each output."""
+    if completion.index not in self.parsers:
+      choice = tool_choice_of(self.body)
+      functions = {tool["function"]["name"]: tool["function"].get("parameters") or {}
+                   for tool in callable_tools(tools_of(self.body), choice)}
+      # Structured output begins with the first token: it cannot continue reasoning that the prompt opened
+      prompt_end = "" if self.params.structured_outputs else self.tokenizer.decode(output.prompt_token_ids[-16:], False)
+      self.parsers[completion.index] = self.output_format.parser(
+        functions, prompt_end, requires_call(choice), self.body.parallel_tool_calls is not False)
+    return self.parsers[completion.index].feed(completion.text, bool(completion.finish_reason))
 
   def logprobs(self, rows: list[tuple], offset: int) -> dict[str, list]:
     """Return a choice's log probabilities in OpenAI's format. rows: the previous token (in a list), the token, its
@@ -222,27 +244,35 @@ class ChatBuilder(CompletionBuilder):
   kind = "chatcmpl"
   objects = ["chat.completion", "chat.completion.chunk"]
 
+  def __init__(self, *args: Any):
+    super().__init__(*args)
+    self.num_calls = collections.Counter[int]()   # by choice
+
   def first_events(self) -> bytes:
     role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
     return b"".join(event(self.wrap([{"index": i, **role}])) for i in range(self.params.n))
 
-  def content(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    calls: list[dict] = []
-    if self.tools: text, calls = self.split_calls(index, text, bool(finish_reason))
-    if self.body.stream: calls = [{"index": i, **call} for i, call in enumerate(calls)]
-    tool_calls = {"tool_calls": calls} if calls else {}
-    reason = {"finish_reason": "tool_calls"} if calls and finish_reason == "stop" else {}
-    if self.body.stream: return {"delta": {"content": text, **tool_calls}, **reason}
-    return {"message": {"role": "assistant", "content": text or None if calls else text, **tool_calls}, **reason}
-
-  def split_calls(self, index: int, delta: str, finished: bool) -> tuple[str, list[dict]]:
-    """Return a choice's new plain text, and its tool calls once it has finished."""
-    before, num_delivered = self.tool_texts.get(index, ("", 0))
-    text = before + delta
-    plain, calls = parse_calls(text, self.tools) if finished else (text[:num_plain_characters(text)], [])
-    if self.body.parallel_tool_calls is False: calls = calls[:1]
-    self.tool_texts[index] = text, len(plain)
-    return plain[num_delivered:], calls
+  def content(self, text: str, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    texts = {"content": "", "reasoning": ""}
+    calls = dict[int, dict[str, Any]]()   # new or with new arguments, by index
+    for kind, piece in self.parse(output, completion):
+      if kind in texts: texts[kind] += piece
+      if kind == "call": self.num_calls[completion.index] += 1
+      i = self.num_calls[completion.index] - 1
+      if kind == "call": calls[i] = {"id": f"call_{uuid.uuid4().hex}", "type": "function",
+                                     "function": {"name": piece, "arguments": ""}}
+      if kind == "arguments": calls.setdefault(i, {"function": {"arguments": ""}})["function"]["arguments"] += piece
+    is_call = completion.finish_reason == "stop" and self.num_calls[completion.index]
+    fields: dict[str, Any] = {"reasoning_content": texts["reasoning"], "reasoning": texts["reasoning"]}
+    if not texts["reasoning"]: fields = {}
+    if self.body.stream:
+      if calls: fields["tool_calls"] = [{"index": i, **call} for i, call in calls.items()]
+      if texts["content"] or not fields: fields["content"] = texts["content"]
+      return {"delta": fields, **({"finish_reason": "tool_calls"} if is_call else {})}
+    content = texts["content"] or (None if calls or fields else "")
+    if calls: fields["tool_calls"] = [*calls.values()]
+    return {"message": {"role": "assistant", "content": content, **fields},
+            **({"finish_reason": "tool_calls"} if is_call else {})}
 
   def logprobs(self, rows: list[tuple], offset: int) -> dict[str, list]:
     def entry(before: list[int], token: int, entries: dict[int, Logprob]) -> dict[str, Any]:

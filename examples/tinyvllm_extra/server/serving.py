@@ -1,7 +1,7 @@
 """Generation: turns a request body into engine requests, and their outputs into one JSON response or a stream of
 events. A builder decides the wire format (protocol.CompletionBuilder). `Serving.requests` holds all unfinished
 requests."""
-import asyncio, collections, contextlib, time
+import asyncio, collections, contextlib, functools, time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -14,6 +14,7 @@ from tinyvllm.engine import Prompt
 from . import protocol
 from .async_engine import IndexedOutput, Request
 from .metrics import Metrics
+from .parsers import OutputFormat, find_format
 from .protocol import ChatBuilder, ChatRequest, CompletionBuilder, CompletionRequest, GenerateBuilder, Refusal
 from .tools import with_parsed_arguments
 
@@ -22,15 +23,28 @@ EVENT_STREAM = "text/event-stream"
 
 class Serving:
   """Runs the requests of all routes on one engine, and observes their metrics."""
-  def __init__(self, model_names: list[str], max_queue: int, request_timeout: float | None):
+  def __init__(self, model_names: list[str], max_queue: int, request_timeout: float | None,
+               parser_names: tuple[str | None, str | None]):
     self.llm: Any = None   # AsyncLLM once the model is loaded
     self.requests = set[Request]()   # unfinished
     self.names = model_names   # responses and metrics have the first one
     self.max_queue = max_queue
     self.request_timeout = request_timeout
+    self.parser_names = parser_names   # reasoning and tool call parser; None: the chat template decides
     self.observer = Metrics(model_names[0], self.engine_metrics)
 
   def engine_metrics(self) -> dict[str, Any]: return self.llm.llm.get_metrics() if self.llm else collections.Counter()
+
+  @functools.cached_property
+  def output_format(self) -> OutputFormat:
+    return find_format(str(self.llm.llm.tokenizer.config.get("chat_template")), *self.parser_names)
+
+  @functools.cached_property
+  def chat_defaults(self) -> dict[str, Any]:
+    """The model's sampling defaults. Special tokens stay in the text if they mark reasoning or calls."""
+    tokenizer = self.llm.llm.tokenizer
+    has_special = self.output_format.has_special(tokenizer.added_texts[i] for i in tokenizer.special_ids)
+    return {**self.llm.llm.sampling_defaults, **({"skip_special_tokens": False} if has_special else {})}
 
   # Routes
 
@@ -67,8 +81,9 @@ class Serving:
     """Run a CompletionRequest or a ChatRequest."""
     self.check_model(body.model)
     engine = self.llm.llm
-    params = protocol.sampling_params(body, engine.sampling_defaults)
-    builder = builder_class(self.names[0], body, params, engine.tokenizer)
+    defaults = self.chat_defaults if isinstance(body, ChatRequest) else engine.sampling_defaults
+    params = protocol.sampling_params(body, defaults)
+    builder = builder_class(self.names[0], body, params, engine.tokenizer, self.output_format)
     prompts: Any = getattr(body, "prompt", None)
     if isinstance(body, ChatRequest): prompts = await asyncio.to_thread(protocol.chat_token_ids, body, engine.tokenizer)
     return await self.run(protocol.engine_prompts(prompts), params, builder, bool(body.stream), body.priority or 0)
