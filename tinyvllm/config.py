@@ -5,7 +5,7 @@ from typing import Any
 
 logger = logging.getLogger("tinyvllm")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
-QUANTIZATIONS = ("int8", "int4", "awq", "gptq", "compressed-tensors")
+QUANTIZATIONS = ("int8", "int4", "awq", "gptq", "compressed-tensors", "fp8")
 # The values of config.json that the core computes with
 SUPPORTED = {"architecture": ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
              "hidden_act": ["silu"], "rope_type": ["default", "llama3", "linear", "factors"]}
