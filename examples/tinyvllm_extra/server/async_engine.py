@@ -105,6 +105,7 @@ class AsyncLLM:
           f"stream_interval={stream_interval!r} must be an int of at least 1")
     sizes = split_options(options, model)[0].get("cudagraph_capture_sizes")
     self.llm = LLM(model, **{**options, "cudagraph_capture_sizes": None})
+    self.llm.tokenizer.limit_text(self.llm.max_model_len)
     if prefix_cache_file:
       level = logging.WARNING if pathlib.Path(prefix_cache_file).expanduser().exists() else logging.INFO
       try: self.llm.load_prefix_cache(prefix_cache_file)

@@ -77,10 +77,26 @@ def tool_choice_of(body: Any) -> Any:
   return body.tool_choice.model_dump() if isinstance(body.tool_choice, pydantic.BaseModel) else body.tool_choice
 
 
+# Maximum entries of fields whose cost in each step grows with them, and maximum characters of all their strings
+MAX_ENTRIES = {"stop": 128, "stop_token_ids": 1024, "bad_words": 1024, "logit_bias": 1024}
+MAX_CHARACTERS = 2**14
+
+
+def check_sizes(fields: dict[str, Any]) -> None:
+  """Raises InputError for a field of MAX_ENTRIES that is too large."""
+  for name, limit in MAX_ENTRIES.items():
+    entries = fields.get(name) or ()
+    num = 1 if isinstance(entries, str) else len(entries)
+    check(num <= limit, f"{name} has {num} entries: use at most {limit}")
+    size = sum(len(x) for x in ([entries] if isinstance(entries, str) else entries) if isinstance(x, str))
+    check(size <= MAX_CHARACTERS, f"{name} has {size} characters: use at most {MAX_CHARACTERS}")
+
+
 def sampling_params(body: Any, defaults: dict[str, Any]) -> SamplingParams:
   """Return a request body's SamplingParams. defaults: the model's values for fields that the body omits."""
   check(body.stream or not body.stream_options, "stream_options: requires stream=true")
   fields = {**defaults, **{name: value for name, value in body if name in SAMPLING and value is not None}}
+  check_sizes(fields)
   if fields.get("max_tokens") == -1: fields["max_tokens"] = UNLIMITED   # llama.cpp's "no limit"
   if isinstance(body, ChatRequest):
     fields.setdefault("max_tokens", UNLIMITED)

@@ -61,15 +61,17 @@ class Serving:
     engine = self.llm.llm
     chat = body.messages is not None
     check((body.prompt is None) == chat, "prompt: set either prompt or messages")
-    messages = [*map(with_parsed_arguments, body.messages or [])]
-    text = engine.tokenizer.apply_chat_template(messages) if chat else body.prompt
-    ids = await asyncio.to_thread(engine.tokenizer.encode, text, not chat and body.add_special_tokens is not False)
+    def encode() -> list[int]:
+      messages = [*map(with_parsed_arguments, body.messages or [])]
+      text = engine.tokenizer.apply_chat_template(messages) if chat else body.prompt
+      return engine.tokenizer.encode(text, not chat and body.add_special_tokens is not False)
+    ids = await asyncio.to_thread(encode)
     return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
 
   async def detokenize(self, body: protocol.DetokenizeRequest) -> dict[str, str]:
     size = self.llm.llm.model_config.vocab_size
     check(all(0 <= i < size for i in body.tokens), f"tokens: each id must be between 0 and {size - 1}")
-    return {"prompt": self.llm.llm.tokenizer.decode(body.tokens, False)}
+    return {"prompt": await asyncio.to_thread(self.llm.llm.tokenizer.decode, body.tokens, False)}
 
   async def generate(self, body: CompletionRequest) -> Response: return await self.answer(body, GenerateBuilder)
   async def completions(self, body: CompletionRequest) -> Response: return await self.answer(body, CompletionBuilder)
@@ -82,7 +84,7 @@ class Serving:
     self.check_model(body.model)
     engine = self.llm.llm
     defaults = self.chat_defaults if isinstance(body, ChatRequest) else engine.sampling_defaults
-    params = protocol.sampling_params(body, defaults)
+    params = await asyncio.to_thread(protocol.sampling_params, body, defaults)   # may take long
     builder = builder_class(self.names[0], body, params, engine.tokenizer, self.output_format)
     prompts: Any = getattr(body, "prompt", None)
     if isinstance(body, ChatRequest): prompts = await asyncio.to_thread(protocol.chat_token_ids, body, engine.tokenizer)
@@ -100,7 +102,9 @@ class Serving:
     outputs = await anext(steps)   # the requests are now in the queue
     if stream: return StreamingResponse(self.events(builder, outputs, steps, requests), media_type=EVENT_STREAM)
     async for _ in steps: pass
-    return JSONResponse(builder.response(requests))
+    has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None   # their texts take long
+    return JSONResponse(await asyncio.to_thread(builder.response, requests) if has_logprobs
+                        else builder.response(requests))
 
   def check_model(self, name: str | None) -> None:
     if name not in (None, *self.names): raise Refusal(404, f"The model `{name}` does not exist.", "model")
@@ -145,7 +149,8 @@ class Serving:
             if (i, completion.index) not in unfinished: continue
             if completion.finish_reason: unfinished.remove((i, completion.index))
             elif not completion.token_ids: continue
-            pending.append(builder.events(i, output, completion))
+            make = functools.partial(builder.events, i, output, completion)
+            pending.append(await asyncio.to_thread(make) if output.prompt_logprobs else make())
         if unfinished and any(pending):   # else they are sent with the last event
           yield b"".join(pending)
           pending.clear()
