@@ -18,14 +18,16 @@ GROUPS = {
     structured_outputs""",
   "Server": """host port api_key served_model_name | request_timeout shutdown_timeout max_body_size stream_interval
     allowed_origins"""}
-# vLLM's options without an effect, and the values at which that is true (...: at any)
+HUB = {"revision": "Branch, tag or commit on the hub (default: main)",
+       "download_dir": "Folder for downloads (default: the hub's cache)"}
+# vLLM's options without an effect on the engine, and the values at which that is true (...: at any)
 NO_EFFECT: dict[str, list] = {name: values for names, values in {   # type: ignore[misc]   # lists of anything
   "pipeline_parallel_size data_parallel_size": [1], "cpu_offload_gb": [0], "enable_chunked_prefill": [True, None],
-  "tokenizer revision tokenizer_revision hf_token hf_overrides distributed_executor_backend": [None],
+  "tokenizer tokenizer_revision hf_token hf_overrides distributed_executor_backend": [None],
   "tokenizer_mode load_format config_format device": ["auto"], "task runner": ["auto", "generate"],
   "trust_remote_code disable_log_stats disable_custom_all_reduce": [True, False],
   "enable_lora skip_tokenizer_init disable_sliding_window": [False],
-  "swap_space download_dir max_seq_len_to_capture": [...]}.items() for name in names.split()}
+  "revision download_dir swap_space max_seq_len_to_capture": [...]}.items() for name in names.split()}
 
 
 def parsing_of(field: dataclasses.Field) -> dict[str, Any]:
@@ -77,12 +79,13 @@ def add_flags(command: argparse.ArgumentParser, *option_classes: Any) -> None:
   other = " ".join(name for name in fields if name not in " ".join(GROUPS.values()).split())
   for title, names in {**GROUPS, "Other": other}.items():
     group = command.add_argument_group(title)
-    if title == "Model": add(group, "model", "Model folder or GGUF file (default: bundled)", False)
+    if title == "Model": add(group, "model", "Folder, GGUF file or ORG/NAME[:TYPE] (default: bundled)", False)
+    for name, text in HUB.items() if title == "Model" else (): add(group, name, text, True)
     common, _, rare = names.partition("|")
     for name in [name for name in [*common.split(), *rare.split()] if name in fields]:
       add(group, name, help_of(fields[name]), name in rare.split(), **parsing_of(fields[name]))
   def value(text: str) -> Any: return int(text) if text.isdecimal() else text
-  for name, values in NO_EFFECT.items():
+  for name, values in [item for item in NO_EFFECT.items() if item[0] not in HUB]:
     form: Any = {"action": argparse.BooleanOptionalAction} if isinstance(values[0], bool) else {"type": value}
     command.add_argument(flag_of(name), help=argparse.SUPPRESS, **form)
 

@@ -8,7 +8,7 @@ from tinyvllm.request import RequestOutput
 from tinyvllm.runner import Results
 from tinyvllm_extra.huggingface import Tokenizer
 
-from . import graphs, metrics, prefix_cache
+from . import graphs, hub, metrics, prefix_cache
 from .logits import SamplingParams
 from .flags import setup_logging, without_no_effect
 
@@ -32,8 +32,10 @@ class Methods(Engine):
   llm_engine = property(lambda self: self)   # vLLM's attribute
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
+    """Like Engine's. model: also a name on the Hugging Face hub; revision, download_dir: see hub.local_path."""
     setup_logging()
-    super().__init__(model, backend=backend, **without_no_effect(options))
+    path = hub.local_path(model, **options) if model else None
+    super().__init__(path, backend=backend, **without_no_effect(options))
 
   def add_request(self, request_id: str, prompt: "Prompt", params: "Params" = None, priority: int = 0) -> None:
     """Queue a request; see make_request. Raises InputError for a request that can never run."""

@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from tinyvllm import __version__
 from tinyvllm.config import EngineConfig, InputError, Options, check, option
+from tinyvllm_extra import hub
 from tinyvllm_extra.flags import add_flags, select_options, set_log_level
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.weights import open_checkpoint
@@ -102,8 +103,7 @@ class Server(uvicorn.Server):
     self.folder = model
     self.engine_options = engine_options
     self.options = options
-    name = pathlib.Path(model).resolve().name.removesuffix(".gguf") if model else "tinyvllm"
-    self.name = options.served_model_name or name
+    self.name = options.served_model_name or hub.served_name(model)
     self.observer = Metrics(self.name, self.engine_metrics)
     app: Any = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
@@ -296,11 +296,12 @@ def main(argv: list[str]) -> int:
   set_log_level(args)
   config = ServerConfig(**select_options(args, ServerConfig))
   folder = args.get("model")
-  if folder:   # report a bad model before listening
-    path = pathlib.Path(folder).expanduser()
+  engine = select_options(args, EngineConfig)
+  if folder:   # download it, or report a bad one, before listening
+    path = hub.local_path(folder, **engine)
     find_model(open_checkpoint(path).hf_config, path)
   check_port(config.host, config.port)
-  server = Server(folder, select_options(args, EngineConfig), config)
+  server = Server(folder, engine, config)
   if config.prefix_cache_file: signal.signal(signal.SIGUSR1, lambda *_: server.llm and server.llm.save_prefix_cache())
   server.run()
   if server.llm: server.llm.shutdown()
