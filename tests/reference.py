@@ -195,6 +195,16 @@ def quantize_kv(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, list[
   return np.copysign(E4M3[code], x), (code + 128 * np.signbit(x)).astype(np.uint8), []
 
 
+def random_numbers(rng: np.random.Generator, shape: tuple[int, ...], bits: int | str) -> tuple[np.ndarray, np.ndarray]:
+  """Return random numbers of a quantized matrix as stored and in float32. bits: 8, 4 or "e4m3"."""
+  if bits == "e4m3":
+    q = rng.integers(0, 127, shape, np.uint8)
+    sign = rng.integers(0, 2, shape, np.uint8)
+    return (q + 128 * sign).view("V1"), (E4M3[q] * (1 - 2.0 * sign)).astype(np.float32)
+  q = rng.integers(-128, 128, shape).astype(np.int8) if bits == 8 else rng.integers(0, 16, shape).astype(np.uint8)
+  return q, q.astype(np.float32)
+
+
 def reference_logits(folder: Path, ids: list[int], quantize: Callable = lambda x: x) -> np.ndarray:
   """Compute the float64 logits, (T, V), of all tokens with the model in `folder`. quantize: maps K and V to the values
   read from the KV cache."""

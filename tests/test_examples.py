@@ -250,6 +250,15 @@ def figures(out): return {name: float(value) for name, value in re.findall(r"^(.
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--quantization", "int8"), ("--quantization", "int4"),
+                                     ("--quantization", "fp8")], ids=lambda x: "".join(x[1:]) or "plain")
+def test_throughput_benchmark_runs_with_random_weights(options):
+  sizes = ["--running", 2, "--input-len", 8, "--output-len", 4]
+  out = run(sys.executable, "tests/benchmarks/throughput.py", *sizes, *options)
+  assert re.search(r"^2 +4 +[\d.]+ ", out, re.MULTILINE)   # 2 running, 4 prompts
+
+
+@pytest.mark.slow
 def test_serving_benchmark_prints_throughput_and_latency(server):
   values = figures(run(sys.executable, "tests/benchmarks/serving.py", "--url", server.url, "--num-prompts", 6,
                        "--input-len", 8, "--output-len", 100, "--request-rate", 50, "--max-concurrency", 3))

@@ -4,14 +4,15 @@ import sys
 
 import numpy as np
 import pytest
-from reference import quantize_kv, rope_frequencies, slow, mark_slow_except, token_rows
+from reference import quantize_kv, random_numbers, rope_frequencies, slow, mark_slow_except, token_rows
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
 from tinyvllm.backend import Backend, cpu_cores, scatter_kernel
 from tinyvllm_extra.kernels import generic as attention, matmul, shared_memory
-from tinyvllm_extra.kernels.matmul import (GateUp, Linear, Norm, pack_numbers, reorder, scales_shape, speaks_cuda,
-                                           stored_shape)
+from tinyvllm_extra.kernels.matmul import (GateUp, Linear, Norm, pack_numbers, prepare_scales, reorder, scales_shape,
+                                           speaks_cuda, stored_shape)
+from tinyvllm_extra.quantization import Quantized
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # dtype, tolerance for rounding
 SLOW = Device.DEFAULT == "PYTHON"
@@ -173,7 +174,7 @@ def test_many_rows_kernel_split_k_equals_numpy(many_rows, monkeypatch, rows, min
 
 
 @needs_tensor_cores
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 4, "e4m3"])
 @pytest.mark.parametrize(("rows", "inputs", "outputs", "group", "gated"), [
   (128, 96, 128, 32, False), (64, 256, 128, 64, True), (32, 320, 64, 32, False), (32, 64, 32, 64, True),
   (16, 96, 32, 96, False), (48, 64, 64, 32, False)])
@@ -181,14 +182,15 @@ def test_many_rows_kernel_quantized_equals_numpy(many_rows, bits, rows, inputs, 
   layer = (GateUp if gated else Linear)(inputs, {"a": outputs // 2, "b": outputs // 2}, False, dtypes.float16)
   shape = layer.weight.shape
   rng = np.random.default_rng(1)
-  q = rng.integers(-127, 128, (outputs, inputs)).astype(np.int8) if bits == 8 else rng.integers(
-    0, 16, (outputs, inputs)).astype(np.uint8)
-  terms = [(rng.random((outputs, inputs // group)) / 99).astype(np.float16) for _ in range(2)]
+  q, numbers = random_numbers(rng, (outputs, inputs), bits)
+  terms = [(rng.random((outputs, inputs // group)) / 99).astype(np.float16) for _ in range(1 if bits == "e4m3" else 2)]
   layer.weight = on_device(pack_numbers(layer.ordered(q), shape))
-  layer.scales = [on_device(reorder(layer.ordered(x), scales_shape(shape, x.shape[1]))) for x in terms]
-  scale, offset = [x.repeat(group, 1).astype(np.float32) for x in terms]
+  w = Quantized(q, terms[0], None, np.arange(inputs))
+  stored = [prepare_scales(w, dtypes.float16), *terms[1:]]
+  layer.scales = [on_device(reorder(layer.ordered(x), scales_shape(shape, x.shape[1]))) for x in stored]
+  scale, offset = [x.repeat(group, 1).astype(np.float32) for x in terms] + [0] * (2 - len(terms))
   x = normal(rows, inputs, kind="float16")
-  expected = x.astype(np.float32) @ (q * scale + offset).T
+  expected = x.astype(np.float32) @ (numbers * scale + offset).T
   assert kernel_names(layer(on_device(x))) == ["linear_many"]
   close(layer(on_device(x)), silu_product(expected) if gated else expected, KINDS["float16"][1])
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from reference import (
   ENGINE,
+  random_numbers,
   random_weights,
   read_safetensors,
   reference_greedy,
@@ -26,7 +27,8 @@ from tinyvllm.backend import Backend, Devices
 from tinyvllm.config import ModelConfig
 from tinyvllm.llama import Llama
 from tinyvllm_extra import kernels, parallel
-from tinyvllm_extra.kernels.matmul import GateUp, Linear, reorder, pack_numbers, scales_shape, stored_shape
+from tinyvllm_extra.kernels.matmul import (GateUp, Linear, reorder, pack_numbers, prepare_scales, scales_shape,
+                                           stored_shape)
 from tinyvllm_extra.quantization import Quantized, dequantize, describe, quantize
 from tinyvllm_extra.weights import open_checkpoint
 
@@ -300,25 +302,24 @@ def stored(w: Quantized, dtype, kind=Linear) -> Linear:
   shape = stored_shape(*w.q.shape, dtype)
   linear.weight = Tensor(pack_numbers(linear.ordered(w.q), shape)).realize()
   linear.scales = [Tensor(np.ascontiguousarray(reorder(linear.ordered(x), scales_shape(shape, x.shape[1])))).realize()
-                   for x in (w.scale, w.offset) if x is not None]
+                   for x in (prepare_scales(w, dtype), w.offset) if x is not None]
   return linear
 
 
 @pytest.mark.parametrize("rows", [1, 16, 128, *slow(5, 32, 64)])
 @pytest.mark.parametrize("out,inputs,group", [(48, 64, 32), (40, 72, 72), *slow((32, 96, 16), (16, 128, 128))])
-@pytest.mark.parametrize("bits,offset", [(8, False), (8, True), (4, True)])
+@pytest.mark.parametrize("bits,offset", [(8, False), (8, True), (4, True), ("e4m3", False)])
 def test_kernels_multiply_quantized_weights_equals_numpy(rows, out, inputs, group, bits, offset):
   if Device.DEFAULT == "PYTHON" and sys.version_info < (3, 12) and rows <= 8:
     pytest.skip("tinygrad's interpreter rounds small float16 to 0 before Python 3.12")
   kernels.prepare_device()
   dtype = dtypes.float32 if Device.DEFAULT == "CPU" else dtypes.float16
   rng = np.random.default_rng(rows)
-  q = rng.integers(-128, 128, (out, inputs)).astype(np.int8) if bits == 8 else rng.integers(
-    0, 16, (out, inputs)).astype(np.uint8)
+  q, numbers = random_numbers(rng, (out, inputs), bits)
   scale = (rng.random((out, inputs // group)) * 0.01 + 0.001).astype(np.float16)
   offsets = rng.standard_normal((out, inputs // group)).astype(np.float16) if offset else None
   x = rng.standard_normal((rows, inputs)).astype(np.float16)
-  w = q * np.repeat(scale.astype(np.float32), group, 1)
+  w = numbers * np.repeat(scale.astype(np.float32), group, 1)
   if offsets is not None: w = w + np.repeat(offsets.astype(np.float32), group, 1)
   product = x.astype(np.float32) @ w.T
   for kind, expected in ((Linear, product), (GateUp, swiglu(*np.split(product, 2, 1)))):

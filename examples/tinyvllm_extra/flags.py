@@ -51,10 +51,11 @@ def help_of(field: dataclasses.Field) -> str:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-  """Help in two columns. The two flags of a bool are shown as --[no-]NAME."""
+  """Help in two columns. The two flags of a bool are shown as --[no-]NAME, a long list of choices in part."""
   def __init__(self, prog: str): super().__init__(prog, max_help_position=32)
   def _format_action_invocation(self, action: argparse.Action) -> str:
-    return re.sub(r"--(\S+), --no-\1", r"--[no-]\1", super()._format_action_invocation(action))
+    text = re.sub(r"--(\S+), --no-\1", r"--[no-]\1", super()._format_action_invocation(action))
+    return text if len(text) <= 78 else f"{text[:text.rindex(',', 0, 73)]},...}}"
 
 
 class HelpAll(argparse.Action):

@@ -124,12 +124,12 @@ class Repository:
     free = shutil.disk_usage(self.blobs).free
     check(size <= free, f"download_dir={str(self.cache)!r} has {size_to_str(free)} of free disk space, but "
           f"{self.name} needs {size_to_str(size)}: free some space or choose another folder")
-    from .fit import GIB, estimate_fit, open_device, prequantized   # imports all kernels
+    from .fit import GIB, QUANTIZED, estimate_fit, open_device, prequantized   # imports all kernels
     device = open_device()
     if "config.json" in files:
       path = self.hub.hf_hub_download(self.name, "config.json", revision=self.commit, cache_dir=self.cache)
       hf = read_json(pathlib.Path(path))
-      quantization = prequantized(hf) or config.quantization
+      quantization = next((x for x in (prequantized(hf), config.quantization) if x in QUANTIZED), None)
       weights = estimate_fit(self.name, hf, device, quantization)["weights_gib"]
     else: weights = sum(self.sizes[file] for file in files) / GIB
     available = device["free_gib"] * config.tensor_parallel_size

@@ -72,7 +72,8 @@ def make_parser(doc: str) -> argparse.ArgumentParser:
                       "with --model too (in the shape of its config.json)")
   parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "float16", "bfloat16"),
                       help="data type of weights and KV cache; auto: float32 on CPU, else float16")
-  parser.add_argument("--quantization", choices=("int8", "int4"), help="quantize the layers' matrices while loading")
+  parser.add_argument("--quantization", choices=("int8", "int4", "fp8"), help="quantize the layers' matrices while "
+                      "loading; fp8: random weights as in an FP8 checkpoint")
   parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto",
                       help="data type of the KV cache")
   parser.add_argument("--tensor-parallel-size", type=positive, default=1, help="number of devices")
@@ -118,6 +119,8 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
 
 class RandomCheckpoint(weights.Checkpoint):
   """A checkpoint that needs only config.json: random weights, and a tokenizer that decodes each id to one letter."""
+  def describe(self) -> str: return "random weights"
+
   def tokenizer(self) -> Tokenizer:
     def decode(ids: list[int]) -> str: return "".join(chr(97 + i % 26) for i in ids)
     return Tokenizer(lambda text, special: [3], decode, {}, set(), {}, [])
@@ -150,15 +153,20 @@ def fill_weights(model: Llama, quantization: str | None) -> None:
     bits = 4 if quantization == "int4" else 8
     lanes = len(plain) == 8   # the layout for tensor cores, packed in 32-bit words
     shape = (*plain[:2], 8, 4, bits // 2) if lanes else (plain[0], plain[1] * bits // 32 if bits == 4 else plain[1], 16)
-    kind, levels = (dtypes.uint32, 2.0**32) if lanes or bits == 4 else (dtypes.int8, 255.0)
-    scales = scales_shape(plain, math.prod(plain) // plain[0] // 16 // 32)
-    def random_bits(device: str, shape=shape, kind=kind, levels=levels) -> Tensor:
-      noise = _noise(math.prod(shape), 1, device) * levels - (kind == dtypes.int8) * 127
-      return noise.cast(kind).reshape(shape).clone()
+    is_e4m3 = quantization == "fp8"
+    unsigned = dtypes.uint32 if lanes or bits == 4 else dtypes.uint8
+    kind = {(4, True): dtypes.int32, (1, False): dtypes.int8}.get((unsigned.itemsize, is_e4m3), unsigned)
+    mask = 0xb7b7b7b7 if is_e4m3 else 2**32 - 1   # no NaN
+    group = 128 if is_e4m3 else 32
+    scales = scales_shape(plain, math.prod(plain) // plain[0] // 16 // group)
+    def random_bits(device: str, shape=shape, unsigned=unsigned, kind=kind, mask=mask) -> Tensor:
+      levels = 2.0**(8 * unsigned.itemsize)
+      noise = (_noise(math.prod(shape), 1, device) * levels).cast(unsigned) & mask % 2**(8 * unsigned.itemsize)
+      return noise.bitcast(kind).reshape(shape).clone()
     matrix.weight = _on_each(random_bits, model, "quantized", shape, kind).clone().realize()
     matrix.scales = [_on_each(lambda device, x=x, scales=scales: Tensor.full(
       scales, x, dtype=dtypes.float16, device=device).clone(), model, "scales", scales, x)
-      for x in ((0.004, -0.03) if bits == 4 else (0.0003,))]
+      for x in ((0.004, -0.03) if bits == 4 else (12.8,) if is_e4m3 else (0.0003,))]
   tensors = {id(tensor): (f"{i}.{name}", tensor) for i, module in enumerate(model.modules())
              for name, tensor in nn.state.get_state_dict(module).items()}
   quantized_ids = {id(x) for matrix in matrices for x in (matrix.weight, *matrix.scales)}

@@ -62,7 +62,7 @@ def sweep(llm: LLM, tokens: int, args: argparse.Namespace) -> None:
   def uses_tiles(x): return not x.splits(Tensor.empty(tokens, 1, dtype=llm.runner.model.dtype))
   matrices = {name: x for name, x in matrices_of(llm).items() if uses_tiles(x)}
   if not matrices: return
-  bits = {None: 16, "int8": 8, "int4": 4}[args.quantization]
+  bits = {None: 16, "int8": 8, "int4": 4, "fp8": 8}[args.quantization]
   table = [*matmul.TILES]
   best_tilings = {x.out_features: current(tokens, x.out_features, bits) for x in matrices.values()}
 

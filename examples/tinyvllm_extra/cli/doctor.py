@@ -1,16 +1,17 @@
 """`tinyvllm doctor`: test each tinygrad backend on this machine; report which one the engine uses and why, and which
 models fit. Each backend runs in its own process, since a driver may hang or crash. The bandwidth test runs the
 engine's matmul, so that it predicts the engine's speed."""
-import argparse, importlib.metadata, json, os, pathlib, platform, re, shlex, shutil, signal, statistics
+import argparse, importlib.metadata, json, math, os, pathlib, platform, re, shlex, shutil, signal, statistics
 import subprocess, sys, time
 from typing import Any
 
+import numpy as np
 from tinygrad import Context, Device, Tensor, TinyJit, device as devices, dtypes
 
 from tinyvllm import __version__, backend, config
 from tinyvllm_extra import kernels
 from tinyvllm_extra.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
-from tinyvllm_extra.weights import Checkpoint
+from tinyvllm_extra.weights import Checkpoint, open_checkpoint
 
 LIMIT = 90   # timeout of a backend's process, in seconds
 BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
@@ -137,31 +138,40 @@ def format_report(report: dict[str, Any]) -> list[str]:
           *(["", f"checkpoint: {report['checkpoint']}"] if "checkpoint" in report else [])]
 
 
-def read_models(folder: str | None) -> dict[str, dict[str, Any]]:
-  """Return the config.json of well-known models and of a folder, by name. Raises InputError for a bad folder."""
-  models = config.read_json(pathlib.Path(__file__).parent / "shapes.json")
-  if not folder: return models
+def read_model(path: pathlib.Path) -> tuple[Checkpoint, dict[str, Any]]:
+  """Open a folder or a GGUF file. Return it with the content of config.json, which for GGUF has the mean bits of the
+  layers' matrices on the device, rounded to 4 or 8. Raises InputError if it is not usable."""
   try:
-    models[folder] = json.loads((pathlib.Path(folder).expanduser() / "config.json").read_text())
-    config.ModelConfig.from_hf(models[folder], pathlib.Path(folder))
-  except Exception as error: raise config.InputError(f"model={folder!r}: {reason_of(error)}") from error
-  return models
+    checkpoint: Any = open_checkpoint(path)
+    hf = checkpoint.hf_config
+    config.ModelConfig.from_hf(hf, path)
+  except config.InputError: raise
+  except Exception as error: raise config.InputError(f"model={str(path)!r}: {reason_of(error)}") from error
+  if checkpoint.method != "gguf": return checkpoint, hf
+  tensors = {name: x for name, x in checkpoint.all_tensors.items() if ".layers." in name}
+  formats = config.extension("gguf_export").matrix_formats(tensors)
+  bits = np.average([getattr(x, "bits", 16) for x in formats.values()],
+                    weights=[math.prod(tensors[f"{name}.weight"].shape) for name in formats])
+  return checkpoint, hf | {"quantization_config": {"bits": 4 if bits < 6 else 8}}
 
 
 def main(argv: list[str]) -> int:
   """Run `tinyvllm doctor`. Return the exit code: 0, or 1 if no backend opens. Raises InputError for a bad option."""
   parser = argparse.ArgumentParser(prog="tinyvllm doctor", description="Test this machine's devices.")
-  parser.add_argument("--model", help="Also check if this model folder fits (default: none)")
+  parser.add_argument("--model", help="Also check if this model folder or GGUF file fits (default: none)")
   parser.add_argument("--seconds", type=float, default=1.0, help="Seconds per bandwidth test (default: 1)")
   parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto",
                       help="KV cache dtype to report capacity for (default: auto)")
   parser.add_argument("--json", action="store_true", help="Print the report as JSON (default: text)")
   args = parser.parse_args(argv)
   config.check(0 < args.seconds <= 60, f"seconds={args.seconds} must be above 0 and at most 60")
-  models = read_models(args.model)
-  folder = pathlib.Path(args.model or "").expanduser()
-  is_complete = args.model and any(folder.glob("*.safetensors"))   # config.json alone suffices for the fit
-  checkpoint = {"checkpoint": Checkpoint(folder).describe()} if is_complete else {}
-  report = make_report(args.seconds, models, args.kv_cache_dtype) | checkpoint
+  models = config.read_json(pathlib.Path(__file__).parent / "shapes.json")
+  description = {}
+  if args.model:
+    path = pathlib.Path(args.model).expanduser()
+    checkpoint, models[args.model] = read_model(path)
+    if path.is_file() or any(path.glob("*.safetensors")):   # config.json alone suffices for the fit
+      description = {"checkpoint": checkpoint.describe()}
+  report = make_report(args.seconds, models, args.kv_cache_dtype) | description
   print(json.dumps(report, indent=2) if args.json else "\n".join(line[:120] for line in format_report(report)))
   return 0 if any(row["opens"] for row in report["backends"]) else 1

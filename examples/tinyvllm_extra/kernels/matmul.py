@@ -14,9 +14,10 @@ from tinygrad.uop.ops import AxisType, Ops, sint
 from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
 
-from ..quantization import Quantized
+from ..quantization import E4M3, Quantized, is_e4m3
 from ..parallel import local_ids, partial_sums
 from .cpu import cpu_sums
+from .kv_cache import FACTOR, half_bits
 from .schedule import axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
 from .shared_memory import MMA, SharedBuffers, mma, shared_tiles, wait
 
@@ -61,20 +62,27 @@ def scales_shape(stored: tuple[int, ...], groups: int) -> tuple[int, ...]:
 
 
 def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-  """Reorder q of a quantized W, (out, in). int8 is stored unchanged; int4 and layouts for tensor cores are packed into
-  uint32: (out / 16, in / 8, 16) or (out / 16, in / 32, 8, 4, bits / 2)."""
+  """Reorder q of a quantized W, (out, in). int8 is stored unchanged, and e4m3 as uint8. int4 and layouts for tensor
+  cores are packed into uint32 (e4m3: int32) words: (out / 16, in / 8, 16) or (out / 16, in / 32, 8, 4, bits / 2)."""
   bits = 4 if q.dtype == np.uint8 else 8
+  word = np.int32 if q.dtype == E4M3 else np.uint32
   if len(shape) == 3:
-    if bits == 8: return reorder(q, shape)
+    if bits == 8: return reorder(q.view(np.uint8) if q.dtype == E4M3 else q, shape)
     numbers = q.reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
   else:
-    if bits == 8: q = q.view(np.uint8) ^ 128   # to unsigned
+    if bits == 8: q = q.view(np.uint8) ^ (0 if q.dtype == E4M3 else 128)   # int8 to unsigned
     lanes = reorder(q, shape).transpose(0, 1, 4, 5, 2, 3, 6, 7)   # (out / 16, in / 32, 8, 4, then 16 numbers of a lane)
     # A word holds pairs of neighbours, one in its lower half and one in its upper half
     numbers = lanes.reshape(*lanes.shape[:4], bits // 2, 16 // bits, 2).swapaxes(-1, -2)
     numbers = numbers.reshape(*lanes.shape[:4], bits // 2, 32 // bits)
   if bits == 4: numbers = numbers[..., ::2] | numbers[..., 1::2] << 4
-  return np.ascontiguousarray(numbers).view(np.uint32)[..., 0]
+  return np.ascontiguousarray(numbers).view(word)[..., 0]
+
+
+def prepare_scales(w: Quantized, dtype: DType) -> np.ndarray:
+  """Return the scales of W for x of this dtype: for e4m3, which kernels read FACTOR times too small, in `dtype`."""
+  scale = w.scale.astype(np.float32) * FACTOR[False]
+  return w.scale if not is_e4m3(w) else scale.astype(np.float16) if dtype == dtypes.half else scale
 
 
 def new(like: Tensor, columns: sint, dtype: DType | None = None) -> Tensor:
@@ -100,11 +108,12 @@ class Linear(backend.Linear):
       self.bias.replace(checkpoint.place(self, checkpoint.vectors(self, "bias"), self.bias.dtype))
     shards = checkpoint.matrices(self)
     shape: Any = self.weight.shape
+    dtype = self.weight.dtype
     if not isinstance(shards[0], Quantized):
       self.weight.replace(checkpoint.place(self, [reorder(self.ordered(w), shape) for w in shards], self.weight.dtype))
       return
     self.weight = checkpoint.place(self, [pack_numbers(self.ordered(w.q), shape) for w in shards])
-    terms = zip(*[(w.scale, w.offset) for w in shards], strict=True)
+    terms = zip(*[(prepare_scales(w, dtype), w.offset) for w in shards], strict=True)
     self.scales = [checkpoint.place(self, [reorder(self.ordered(x), scales_shape(shape, x.shape[1])) for x in term])
                    for term in terms if term[0] is not None]
     order = shards[0].order
@@ -189,6 +198,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   N16, K32, *_ = weight.shape
   scales = [x for x in rest if len(x.shape) > 1]
   bits = weight.shape[-1] * 2 if scales else 16
+  is_float = not scales or weight.dtype == dtypes.int32   # e4m3
   group = K32 * 32 // scales[0].shape[1] if scales else 32
   # Scale the sums if there are few rows, else the weights
   scales_sums = T <= 8 and group % 32 == 0 and x.dtype == dtypes.float16
@@ -208,12 +218,14 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   element = h * 4 + r * 2 + p
   one = (element * element - element * 7 < 1).where(UOp.const(1.0, x.dtype), UOp.const(0.0, x.dtype))
 
-  def number(n16, k, i):   # scales_sums: q * 2**-24 (q as subnormal float16 bits); else 1024 + q
+  # e4m3: q * 2**-8. Integers: q * 2**-24 (q as subnormal float16 bits) if scales_sums, else 1024 + q
+  def number(n16, k, i):
     pair_index = h * 2 + r
     in_half = 16 // bits
     word = weight[n16, k, row, column, (i * 4 + pair_index) // in_half]
-    pair = word >> (pair_index % in_half * bits).cast(dtypes.uint32) & (2**bits - 1) * 0x10001
-    if not scales_sums: pair = pair | 0x64006400
+    pair = word.cast(dtypes.uint32) >> (pair_index % in_half * bits).cast(dtypes.uint32)
+    pair = half_bits(pair, False) if is_float else pair & (2**bits - 1) * 0x10001
+    if not is_float and not scales_sums: pair = pair | 0x64006400
     return (pair >> (p * 16).cast(dtypes.uint32)).cast(dtypes.uint16).bitcast(dtypes.half)
 
   def product(n16, first, k):   # over 32 inputs, zeros after the last one
@@ -226,6 +238,8 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
     if not scales: return times([weight[n16, k, i, h, row, column, r, p] for i in range(2)])
     scale, offset = [s[n16, (k * 32 + column * 8) // group, row, r] for s in scales] + [0] * (2 - len(scales))
     q = [number(n16, k, i) for i in range(2)]
+    if is_float and scales_sums: return times(q) * scale.float()
+    if is_float: return times([(y * scale).cast(x.dtype) for y in q])
     zero_point = 128 if bits == 8 else 0
     if not scales_sums: return times([((y - (1024 + zero_point)) * scale + offset).cast(x.dtype) for y in q])
     return times(q) * (scale.float() * 2**24) + times([one, one]) * (offset - scale.float() * zero_point)
@@ -301,6 +315,7 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   lane = axis(lanes, 7, lane_type)
   w = weight[n, k // in_word, lane]
   if in_word > 1: w = w >> (k % 8 * 4).cast(dtypes.uint32) & 15   # int4
+  if w.dtype == dtypes.uint8: w = half_bits(w.cast(dtypes.uint32), False).cast(dtypes.uint16).bitcast(dtypes.half)
   w = w.float()
   for op, scale in zip((UOp.mul, UOp.add), scales, strict=False): w = op(w, scale[n, group, lane].float())
   # Prefetch if one pass computes all rows, because then the core waits for weights

@@ -8,6 +8,8 @@ from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops
 
+from .kv_cache import half_bits
+
 MMA = (8, 16, 16)   # the tensor core used here: n, m, k
 # Asynchronous copy of 16 bytes from global memory {1} to shared memory {0} if {2}. COMMIT closes a group of copies.
 # WAIT waits for all groups except the last %d
@@ -133,16 +135,19 @@ class SharedBuffers:
     start = current * self.sizes[1] + tile * self.tile_size + self.lane * (4 if bits == 16 else bits // 2)
     if bits == 16:
       return [[w[start + i * 256 + h * 128 + j] for h in range(2) for j in range(4)] for i in range(2)]
-    words = [w[start + j].load() for j in range(bits // 2)]
+    words = [w[start + j].load().cast(dtypes.uint32) for j in range(bits // 2)]
     scales = [[buffer.after(loads)[current * self.tiles.outputs + tile * 16 + self.row * 2 + r] for r in range(2)]
               for buffer in self.buffers[2:]]
     scales += [[UOp.const(0.0, dtypes.half)] * 2] * (2 - len(scales))   # no offset
     scale, offset = [[x.bitcast(dtypes.uint16).cast(dtypes.uint32) * 0x10001 for x in pair] for pair in scales]
 
+    is_float = self.sources[1].dtype == dtypes.int32   # e4m3
+    zero_point = 0 if is_float else 0x64806480 if bits == 8 else 0x64006400
     def pair(i, h, r):
       number, in_half = (i * 2 + h) * 2 + r, 16 // bits
       word = words[number // in_half] >> UOp.const(number % in_half * bits, dtypes.uint32)
-      word = word & (2**bits - 1) * 0x10001 | 0x64006400   # 1024 + q, in float16
-      word = scale_pair(word, 0x64806480 if bits == 8 else 0x64006400, scale[r], offset[r])
+      # In float16: q * 2**-8, or 1024 + q
+      word = half_bits(word, False) if is_float else word & (2**bits - 1) * 0x10001 | 0x64006400
+      word = scale_pair(word, zero_point, scale[r], offset[r])
       return [(word >> UOp.const(16 * p, dtypes.uint32)).cast(dtypes.uint16).bitcast(dtypes.half) for p in range(2)]
     return [[x for h, r in np.ndindex(2, 2) for x in pair(i, h, r)] for i in range(2)]
