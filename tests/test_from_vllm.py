@@ -195,7 +195,7 @@ def test_text_prompt_and_tokens_prompt_give_equal_outputs(folder):
   assert text.outputs[0].token_ids == ids.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("name,words", [("facebook/opt-125m", "hf download facebook/opt-125m "),
+@pytest.mark.parametrize("name,words", [("./opt-125m", "'./opt-125m' does not exist"),
                                         ("model.gguf", "model.gguf"), (".", "config.json")])
 def test_invalid_model_folder_raises_and_names_remedy(tmp_path, monkeypatch, capfd, name, words):
   monkeypatch.chdir(tmp_path)

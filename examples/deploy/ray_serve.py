@@ -5,7 +5,7 @@
 A replica is the server's app with its own engine. An ingress reads each request, forwards it to the replica of its
 conversation, and streams the response back. The ingress stores no request: if a replica dies, its requests get HTTP
 503, or a closed connection if their response has started."""
-import argparse, asyncio, contextlib, dataclasses, hashlib, json, os, pathlib, random, re, signal
+import argparse, asyncio, contextlib, dataclasses, hashlib, json, os, random, re, signal
 import socket, sys
 from collections.abc import AsyncIterator
 from typing import Any, get_args
@@ -29,6 +29,7 @@ from tinygrad import Device
 from tinyvllm import SamplingParams
 from tinyvllm.config import EngineConfig, Options, check, option
 from tinyvllm_extra.cli import FAILURES
+from tinyvllm_extra import hub
 from tinyvllm_extra.flags import add_flags, parse_flags, select_options, set_log_level
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.server.app import Server, ServerConfig, check_port
@@ -236,8 +237,8 @@ def app(args: dict[str, Any]) -> Any:
   engine, server, own = configs(args)
   folder = args.get("model")
   if folder:
-    folder = str(pathlib.Path(folder).expanduser().resolve())   # replicas have another working directory
-    path = pathlib.Path(folder)
+    path = hub.local_path(folder, **engine).resolve()   # replicas have another working directory
+    if not hub.is_name(folder): folder = str(path)      # replicas on other machines download it again
     find_model(open_checkpoint(path).hf_config, path)   # raises InputError for an unsupported model
   seqs = engine.get("max_num_seqs", EngineConfig.max_num_seqs)
   # `serve run` calls this before Ray starts: look at this machine instead of the cluster

@@ -9,7 +9,7 @@ from tinyvllm_extra.vllm_options import LISTS, NO_EFFECT, ModelOptions, expand, 
 # Groups of --help; flags after the bar are rare: only --help-all shows them
 GROUPS = {
   "Model": """dtype quantization tensor_parallel_size | enforce_eager cudagraph_capture_sizes chat_template
-    default_chat_template_kwargs""",
+    default_chat_template_kwargs revision download_dir""",
   "Memory": """max_model_len gpu_memory_utilization kv_cache_dtype enable_prefix_caching | block_size
     num_gpu_blocks_override prefix_cache_file""",
   "Scheduling": "max_num_seqs max_num_batched_tokens | scheduling_policy max_queue",
@@ -86,7 +86,7 @@ def add_flags(command: argparse.ArgumentParser, *option_classes: Any) -> None:
   other = " ".join(name for name in fields if name not in " ".join(GROUPS.values()).split())
   for title, names in {**GROUPS, "Other": other}.items():
     group = command.add_argument_group(title)
-    if title == "Model": add(group, "model", "Model folder or GGUF file (default: bundled)", False)
+    if title == "Model": add(group, "model", "Folder, GGUF file or ORG/NAME[:TYPE] (default: bundled)", False)
     common, _, rare = names.partition("|")
     for name in [name for name in [*common.split(), *rare.split()] if name in fields]:
       add(group, name, help_of(fields[name]), name in rare.split(), **parsing_of(fields[name]))

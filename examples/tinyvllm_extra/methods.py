@@ -9,7 +9,7 @@ from tinyvllm.request import RequestOutput
 from tinyvllm.runner import Results
 from tinyvllm_extra.huggingface import Tokenizer
 
-from . import beam_search, graphs, metrics, prefix_cache
+from . import beam_search, graphs, hub, metrics, prefix_cache
 from .logits import SamplingParams
 from .flags import setup_logging
 from .vllm_options import check_no_lora, log_ignored, split_options
@@ -35,10 +35,12 @@ class Methods(Engine):
   llm_engine = property(lambda self: self)   # vLLM's attribute
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
+    """Like Engine's. model: also a name on the Hugging Face hub; revision, download_dir: see hub.local_path."""
     setup_logging()
     engine_options, own = split_options(options, model)
     log_ignored(options)
-    super().__init__(model, backend=backend, **engine_options)
+    path = hub.local_path(model, **options) if model else None
+    super().__init__(path, backend=backend, **engine_options)
     self.tokenizer.config |= own.template_variables()
     self.sampling_defaults |= own.sampling_defaults()
 

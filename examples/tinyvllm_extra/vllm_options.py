@@ -18,7 +18,7 @@ NO_EFFECT: dict[str, Any] = {name: values for names, values in {
   max_cudagraph_capture_size max_seq_len_to_capture max_context_len_to_capture max_parallel_loading_workers
   long_prefill_token_threshold max_num_partial_prefills max_long_partial_prefills num_lookahead_slots
   num_scheduler_steps scheduler_delay_factor preemption_mode swap_space prefix_caching_hash_algo ignore_patterns
-  safetensors_load_strategy model_loader_extra_config pt_load_map_location download_dir code_revision""": ANY,
+  safetensors_load_strategy model_loader_extra_config pt_load_map_location code_revision""": ANY,
   """async_scheduling disable_custom_all_reduce disable_cascade_attn enable_flashinfer_autotune use_v2_block_manager
   multi_step_stream_outputs disable_async_output_proc disable_hybrid_kv_cache_manager use_tqdm_on_load worker_use_ray
   enable_expert_parallel enable_dbo enable_eplb disable_nccl_for_dp_synchronization numa_bind
@@ -50,7 +50,7 @@ NO_EFFECT: dict[str, Any] = {name: values for names, values in {
   return_tokens_as_token_ids enable_tokenizer_info_endpoint enable_log_requests enable_log_outputs
   enable_force_include_usage enable_per_request_metrics enable_offline_docs guided_decoding_disable_fallback
   guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties""": OFF,
-  """tokenizer revision tokenizer_revision hf_token hf_config_path rope_scaling rope_theta override_attention_dtype
+  """tokenizer tokenizer_revision hf_token hf_config_path rope_scaling rope_theta override_attention_dtype
   quantization_param_path kv_cache_memory_bytes kv_offloading_size kv_transfer_config kv_events_config pooler_config
   override_pooler_config lora_modules logits_processors logits_processor_pattern io_processor_plugin scheduler_cls
   worker_extension_cls otlp_traces_endpoint collect_detailed_traces reasoning_parser_plugin
@@ -83,6 +83,8 @@ class ModelOptions(Options):
   default_chat_template_kwargs: dict[str, Any] | None = option(None, "Variables of the chat template (default: none)")
   override_generation_config: dict[str, Any] | None = option(
     None, 'Sampling defaults, as in {"temperature": 0.5} (default: none)')
+  revision: str | None = option(None, "Branch, tag or commit on the hub (default: main)")
+  download_dir: str | None = option(None, "Folder for downloads (default: the hub's cache)")
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from tinyvllm import __version__
 from tinyvllm.config import EngineConfig, InputError, Options, check, option
+from tinyvllm_extra import hub
 from tinyvllm_extra.flags import add_flags, parse_flags, select_options, set_log_level
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.vllm_options import ModelOptions, split_options
@@ -141,9 +142,8 @@ class Server(uvicorn.Server):
     self.folder = model
     self.engine_options = engine_options
     self.options = options
-    name = pathlib.Path(model).resolve().name.removesuffix(".gguf") if model else "tinyvllm"
-    self.serving = Serving(options.served_model_name or [name], options.max_queue, options.request_timeout,
-                           (options.reasoning_parser, options.tool_call_parser))
+    self.serving = Serving(options.served_model_name or [hub.served_name(model)], options.max_queue,
+                           options.request_timeout, (options.reasoning_parser, options.tool_call_parser))
     app: Any = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
       app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
@@ -270,8 +270,8 @@ def parse(argv: list[str]) -> tuple[str | None, dict[str, Any], ServerConfig]:
 def main(argv: list[str]) -> int:
   """Run `tinyvllm serve` and return the exit code. Raises any exception that loading the model raised."""
   folder, engine_options, config = parse(argv)
-  if folder:   # report a bad model before listening
-    path = pathlib.Path(folder).expanduser()
+  if folder:   # download it, or report a bad one, before listening
+    path = hub.local_path(folder, **engine_options)
     find_model(open_checkpoint(path).hf_config, path)
   check_files(config)
   if not config.uds: check_port(config.host, config.port)
