@@ -812,6 +812,29 @@ def test_too_long_prompt_is_400_and_runs_nothing(server, client, folder):
   assert client.completions.create(model=folder.name, prompt=[5] * 127).usage.completion_tokens == 1
 
 
+LONG = "a" * 10**6
+
+
+@pytest.mark.parametrize("path,body", [
+  ("/v1/completions", {"prompt": LONG}), ("/tokenize", {"prompt": LONG}),
+  ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]})], ids=lambda x: str(x)[:30])
+def test_text_with_too_many_characters_is_400_before_encoding(server, path, body):
+  assert "characters are more than" in error_of(post(server, path, body), 400)["message"]
+
+
+@pytest.mark.parametrize("fields,message", [
+  ({"stop": ["a"] * 129}, "stop has 129 entries: use at most 128"),
+  ({"stop": "a" * 20000}, "stop has 20000 characters: use at most 16384"),
+  ({"bad_words": ["a"] * 1025}, "bad_words has 1025 entries: use at most 1024"),
+  ({"stop_token_ids": [1] * 1025}, "stop_token_ids has 1025 entries"),
+  ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias has 1025 entries"),
+  ({"structured_outputs": {"regex": "ab" * 2**18 + "c"}}, "regex has 524289 characters: use at most 524288"),
+  ({"structured_outputs": {"choice": ["choice"] * 10**5}}, "choice has"),
+], ids=lambda x: str(x)[:30])
+def test_field_of_hostile_size_is_400_and_names_its_limit(server, fields, message):
+  assert message in error_of(post(server, "/v1/completions", {"prompt": "the cat", **fields}), 400)["message"]
+
+
 def test_invalid_stream_request_is_400_before_any_event(client, folder):
   with pytest.raises(openai.BadRequestError, match="temperature"):
     client.completions.create(model=folder.name, prompt="a", temperature=-1, stream=True)
