@@ -819,7 +819,7 @@ LONG = "a" * 10**6
   ("/v1/completions", {"prompt": LONG}), ("/tokenize", {"prompt": LONG}),
   ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]})], ids=lambda x: str(x)[:30])
 def test_text_with_too_many_characters_is_400_before_encoding(server, path, body):
-  assert "characters are more than" in error_of(post(server, path, body), 400)["message"]
+  assert "at most 768 characters. However, the prompt has 1000" in error_of(post(server, path, body), 400)["message"]
 
 
 @pytest.mark.parametrize("fields,message", [

@@ -115,7 +115,7 @@ def test_limit_text_refuses_long_text_without_encoding_it(tokenizer):
   longest = max(map(len, limited.get_vocab()))
   assert limited.max_characters == 4 * longest and limited.encode("a" * 4 * longest)
   limited.encode_plain = None   # would raise TypeError
-  with pytest.raises(ValueError, match=f"{4 * longest + 1} characters are more than {4 * longest}"):
+  with pytest.raises(ValueError, match=f"at most {4 * longest} characters. However, the prompt has {4 * longest + 1}:"):
     limited.encode("a" * (4 * longest + 1))
 
 

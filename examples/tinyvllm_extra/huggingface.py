@@ -20,7 +20,8 @@ class Tokenizer(tokenizer.Tokenizer):
   special_ids: set[int]         # removed by skip_special_tokens
   config: dict[str, Any]        # tokenizer_config.json
   library: Any = None           # the tokenizers.Tokenizer or SentencePieceProcessor
-  max_characters: float = math.inf   # of a text to encode
+  max_tokens: float = math.inf       # of a text to encode
+  max_characters: float = math.inf   # of that text
 
   def __post_init__(self) -> None:
     self.config = {k: v.get("content", v) if isinstance(v, dict) else v for k, v in self.config.items()}
@@ -38,11 +39,12 @@ class Tokenizer(tokenizer.Tokenizer):
 
   def limit_text(self, max_tokens: int) -> None:
     """Let `encode` refuse texts that exceed `max_tokens` of the longest token, because encoding them takes seconds."""
+    self.max_tokens = max_tokens
     self.max_characters = max_tokens * max(map(len, self.get_vocab()))
 
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-    check(len(text) <= self.max_characters, f"prompt: {len(text)} characters are more than {self.max_characters}, the "
-          "longest text that this model's maximum context length can hold: shorten it or raise max_model_len")
+    check(len(text) <= self.max_characters, f"This model's maximum context length is {self.max_tokens} tokens, at most "
+          f"{self.max_characters} characters. However, the prompt has {len(text)}: shorten it or raise max_model_len")
     ids = self.encode_plain(tokenizer.checked_unicode(text), add_special_tokens and "add_bos_token" not in self.config)
     return self.prefix + ids if add_special_tokens and ids[:1] != self.prefix else ids
 
