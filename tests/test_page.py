@@ -18,7 +18,7 @@ from tinyvllm import SamplingParams
 
 pytestmark = pytest.mark.browser
 KEY, LONG = "a key", 8000   # LONG: more tokens than a test waits for
-OWN_LINES = 845
+OWN_LINES = 847
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 ENGINE = ("--max-num-seqs", "1", "--max-num-batched-tokens", "1")   # one graph to capture
 FOLDED = "<think>\nplan **one**\n</think>\n\nthe answer"
@@ -133,7 +133,7 @@ HOSTILE = [line.replace(r"\n", "\n").replace(r"\t", "\t") for line in r"""
 TAGS = {"a", "blockquote", "br", "code", "del", "em", "h2", "hr", "li", "ol", "p", "pre", "strong", "table", "tbody",
         "td", "th", "thead", "tr", "ul"}
 PAGE_TAGS = {"button", "details", "div", "small", "span", "summary"}   # added by the page, with these attributes
-PAGE_ATTRIBUTES = {"aria-label", "class", "role", "tabindex", "type"}
+PAGE_ATTRIBUTES = {"aria-label", "class", "open", "role", "tabindex", "type"}
 # Fields of SamplingParams without a setting on the page: token ids, n, logprobs, structured outputs
 NOT_ON_PAGE = {"n", "stop_token_ids", "logit_bias", "allowed_token_ids", "logprobs", "prompt_logprobs",
                 "structured_outputs"}
