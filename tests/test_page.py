@@ -62,8 +62,8 @@ CODE = {
   "json": ('{"a": ["b", 2, true]}', [("call", '"a"'), ("string", '"b"'), ("number", "2"), ("keyword", "true")]),
   "yaml": ("on: yes # c\nurl: http://x#y", [("call", "on"), ("keyword", "yes"), ("comment", "# c"), ("call", "url")]),
   "bash": ('for f in a#b; do echo "$f" $HOME; done # c', [
-    ("keyword", "for"), ("keyword", "in"), ("keyword", "do"), ("keyword", "echo"), ("string", '"$f"'), ("call", "$HOME"),
-    ("keyword", "done"), ("comment", "# c")]),
+    ("keyword", "for"), ("keyword", "in"), ("keyword", "do"), ("keyword", "echo"), ("string", '"$f"'),
+    ("call", "$HOME"), ("keyword", "done"), ("comment", "# c")]),
   "sql": ("SELECT count(*) from t -- c", [
     ("keyword", "SELECT"), ("call", "count"), ("keyword", "from"), ("comment", "-- c")]),
   "html": ("<!-- c --><a href='x'>Don't</a>", [
@@ -698,8 +698,8 @@ def expect_only_safe_elements(part, markdown):
     [x.localName, x.namespaceURI, Object.fromEntries([...x.attributes].map(a => [a.name, a.value]))])""")
   for tag, namespace, attributes in elements:
     assert tag in TAGS | PAGE_TAGS and namespace.endswith("/xhtml"), (markdown, tag)
-    allowed = PAGE_ATTRIBUTES if tag in PAGE_TAGS else {"href", "target", "rel", "align", "start"}
-    assert attributes.keys() <= allowed, (markdown, attributes)
+    safe = PAGE_ATTRIBUTES if tag in PAGE_TAGS else {"href", "target", "rel", "align", "start"}
+    assert attributes.keys() <= safe, (markdown, attributes)
     if "href" in attributes:
       assert attributes["href"].startswith("http://e.test/"), (markdown, attributes)
       assert (attributes["target"], attributes["rel"]) == ("_blank", "noopener noreferrer"), markdown
