@@ -83,7 +83,7 @@ def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int
   check(fits, f"model: {path} has {len(tokens)} tokens; expected at most {vocab_size}, the rows of token_embd")
   lib = optional("tokenizers", "hf", "a byte-level vocabulary") if model_type == "gpt2" else None
   settings: dict[str, Any] = {"add_bos_token": model_type == "llama" or pre in WHOLE_WORDS}
-  settings |= {key: config[key] for key in ("chat_template", "add_bos_token") if key in config}
+  settings |= {key: config[key] for key in ("chat_template", "add_bos_token", "add_eos_token") if key in config}
   try:
     for name in ("bos", "eos"):
       if f"{name}_token_id" in config: settings[f"{name}_token"] = tokens[config[f"{name}_token_id"]]

@@ -11,7 +11,8 @@ from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 
 from .kernels.tinygrad_patches import num_compiled
-from .logits import LogitsPlan
+from .logits import HiddenStatesPlan, LogitsPlan
+from .models.embedder import Embedder
 
 if TYPE_CHECKING: from tinyvllm.engine import Engine
 
@@ -83,6 +84,8 @@ def _capture(engine: "Engine", sizes: list[int] | None, optional: bool) -> Itera
   plan = LogitsPlan(engine.model_config.vocab_size, True, 128, True)
   variants = [(SamplerMode.RANDOM, None), (SamplerMode.FILTERED, plan)] if optional else [
     (SamplerMode.GREEDY, None), (SamplerMode.FILTERED, None)]
+  if isinstance(engine.runner.model, Embedder):
+    variants = [(SamplerMode.GREEDY, HiddenStatesPlan(plan.vocab_size, True, 0, False))] * (not optional)
   keys = [GraphKey(size, min(size, engine.runner.max_rows), *variant) for size in sizes for variant in variants]
   steps = [*itertools.product(keys, engine.runners)]
   for i, (key, runner) in enumerate(helpers.tqdm(steps, desc="capturing steps", disable=optional or None), 1):

@@ -9,9 +9,10 @@ from tinyvllm.request import RequestOutput
 from tinyvllm.runner import Results
 from tinyvllm_extra.huggingface import Tokenizer
 
-from . import beam_search, graphs, hub, metrics, prefix_cache
+from . import beam_search, graphs, hub, metrics, pooling, prefix_cache
 from .logits import SamplingParams
 from .flags import setup_logging
+from .models import embedder
 from .vllm_options import check_no_lora, log_ignored, split_options
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Methods(Engine):
   save_prefix_cache = prefix_cache.save_prefix_cache
   load_prefix_cache = prefix_cache.load_prefix_cache
   beam_search = beam_search.beam_search
+  embed = pooling.embed
+  score = pooling.score
   llm_engine = property(lambda self: self)   # vLLM's attribute
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
@@ -40,11 +43,20 @@ class Methods(Engine):
     engine_options, own = split_options(options, model)
     log_ignored(options)
     path = hub.local_path(model, **options) if model else None
+    embedder.runner.set(own.runner)
     super().__init__(path, backend=backend, **engine_options)
+    self.is_embedder = isinstance(self.runner.model, embedder.Embedder)
+    check(not (self.is_embedder and self.proposer), "speculative_config must be None for an embedding model")
+    if self.is_embedder: pooling.add_special_tokens(self.tokenizer)
     self.tokenizer.config |= own.template_variables()
     self.sampling_defaults |= own.sampling_defaults()
 
   def make_request(self, request_id: str, prompt: "Prompt", params: "Params" = None, priority: int = 0) -> "Request":
+    is_pooling = isinstance(params, pooling.PoolingParams)
+    check(self.is_embedder or not is_pooling, "runner: this model generates text: for embeddings load it with "
+          "runner='pooling' (--runner pooling)")
+    check(is_pooling or not self.is_embedder, "runner: this model computes embeddings (LLM.embed, /v1/embeddings): for "
+          "text load it with runner='generate' (--runner generate)")
     request = super().make_request(request_id, prompt, params, priority)
     if not getattr(params, "detokenize", True):
       for stream in request.streams: stream.tokenizer = types.SimpleNamespace(decode=lambda *_: "")
