@@ -21,7 +21,7 @@ from tinyvllm_extra.weights import open_checkpoint
 from .async_engine import AsyncLLM
 from .metrics import log_throughput
 from .parsers import REASONING, TOOLS
-from .protocol import EXCEPTION_HANDLERS, ErrorResponse, error_response
+from .protocol import EXCEPTION_HANDLERS, AnthropicErrorResponse, ErrorResponse, error_response
 from .serving import EVENT_STREAM, Serving
 
 # Paths that need neither an API key nor a loaded model
@@ -162,12 +162,16 @@ class Server(uvicorn.Server):
                   "/v1/models": serving.models, "/v1/models/{name:path}": serving.model}
     posts: Any = {"/tokenize": serving.tokenize, "/detokenize": serving.detokenize}
     streams: Any = {"/generate": serving.generate, "/v1/completions": serving.completions,
-                    "/v1/chat/completions": serving.chat}
+                    "/v1/chat/completions": serving.chat, "/v1/responses": serving.responses}
+    anthropic: Any = dict.fromkeys(["4XX", "5XX"], {"model": AnthropicErrorResponse})
+    events: Any = {200: {"content": {EVENT_STREAM: {}}}}
     for path, route in reads.items(): app.get(path)(route)
     app.head("/health", include_in_schema=False)(self.health)
     app.post("/ping", include_in_schema=False)(self.health)   # SageMaker
     for path, route in posts.items(): app.post(path)(route)
-    for path, route in streams.items(): app.post(path, responses={200: {"content": {EVENT_STREAM: {}}}})(route)
+    for path, route in streams.items(): app.post(path, responses=events)(route)
+    app.post("/v1/messages", responses=anthropic | events)(serving.messages)
+    app.post("/v1/messages/count_tokens", responses=anthropic)(serving.count_tokens)
     return app
 
   # Start and shutdown

@@ -66,6 +66,8 @@ TokenizeRequest: Any = body_model("TokenizeRequest", model=str, prompt=str, mess
                                   add_special_tokens=bool)
 DetokenizeRequest: Any = body_model("DetokenizeRequest", model=str, tokens=(list[int], ...))
 ErrorResponse: Any = body_model("ErrorResponse", error=(dict[str, Any], ...))
+AnthropicErrorResponse: Any = body_model("AnthropicErrorResponse", type=(Literal["error"], ...),
+                                         error=(dict[str, Any], ...))
 
 
 def tools_of(body: Any) -> list[dict[str, Any]]:
@@ -307,9 +309,31 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
   return {"error": {"message": message, "type": error_type, "param": param, "code": status}}
 
 
+ANTHROPIC_TYPES = {400: "invalid_request", 401: "authentication", 404: "not_found", 429: "rate_limit",
+                   503: "overloaded"}   # without "_error"
+
+
+def anthropic_error(error: dict[str, Any]) -> dict[str, Any]:
+  """Return the body for an error in Anthropic's format. error: in OpenAI's format."""
+  kind = "request_too_large" if error["code"] == 413 else f"{ANTHROPIC_TYPES.get(error['code'], 'api')}_error"
+  return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+
+
+class ErrorJSON(JSONResponse):
+  """An error response in OpenAI's format, and in Anthropic's on its routes. content: in OpenAI's format."""
+  def __init__(self, content: dict[str, dict]):
+    self.error = content["error"]
+    super().__init__(content, self.error["code"], {"Retry-After": "1"} if self.error["code"] in (429, 503) else None)
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    if "/v1/messages" in scope["path"]:
+      self.body = self.render(anthropic_error(self.error))
+      self.headers["content-length"] = str(len(self.body))
+    await super().__call__(scope, receive, send)
+
+
 def error_response(status: int, message: str, param: str | None = None) -> fastapi.Response:
-  headers = {"Retry-After": "1"} if status in (429, 503) else None
-  return JSONResponse(error_body(status, message, param), status, headers)
+  return ErrorJSON(error_body(status, message, param))
 
 
 class Refusal(Exception):
@@ -324,7 +348,7 @@ async def explain(request: fastapi.Request, error: Any) -> fastapi.Response:
   if isinstance(error, UnicodeEncodeError): return error_response(400, f"text is not valid Unicode: {error}")
   if isinstance(error, InputError):
     return error_response(400, str(error), "prompt" if error.parameter == "prompt_token_ids" else error.parameter)
-  if not isinstance(error, MissingPackage): return JSONResponse(internal_error(error), 500)
+  if not isinstance(error, MissingPackage): return ErrorJSON(internal_error(error))
   logger.warning(f"{request.url.path}: {error}")
   return error_response(501, str(error))
 

@@ -2,7 +2,7 @@
 events. A builder decides the wire format (protocol.CompletionBuilder). `Serving.requests` holds all unfinished
 requests."""
 import asyncio, collections, contextlib, functools, time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -13,9 +13,11 @@ from tinyvllm.engine import Prompt
 
 from . import protocol
 from .async_engine import IndexedOutput, Request
+from .messages import MessagesBuilder, MessagesRequest
 from .metrics import Metrics
 from .parsers import OutputFormat, find_format
 from .protocol import ChatBuilder, ChatRequest, CompletionBuilder, CompletionRequest, GenerateBuilder, Refusal
+from .responses import ResponsesBuilder, ResponsesRequest
 from .tools import with_parsed_arguments
 
 EVENT_STREAM = "text/event-stream"
@@ -76,10 +78,19 @@ class Serving:
   async def generate(self, body: CompletionRequest) -> Response: return await self.answer(body, GenerateBuilder)
   async def completions(self, body: CompletionRequest) -> Response: return await self.answer(body, CompletionBuilder)
   async def chat(self, body: ChatRequest) -> Response: return await self.answer(body, ChatBuilder)
+  async def responses(self, body: ResponsesRequest) -> Response:
+    return await self.answer(body.to_chat(), functools.partial(ResponsesBuilder, body))
+  async def messages(self, body: MessagesRequest) -> Response:
+    return await self.answer(body.to_chat(), MessagesBuilder)
+
+  async def count_tokens(self, body: MessagesRequest) -> dict[str, int]:
+    self.check_model(body.model)
+    ids = await asyncio.to_thread(protocol.chat_token_ids, body.to_chat(), self.llm.llm.tokenizer)
+    return {"input_tokens": len(ids)}
 
   # Generation
 
-  async def answer(self, body: Any, builder_class: type[CompletionBuilder]) -> Response:
+  async def answer(self, body: Any, builder_class: Callable[..., CompletionBuilder]) -> Response:
     """Run a CompletionRequest or a ChatRequest."""
     self.check_model(body.model)
     engine = self.llm.llm
