@@ -21,15 +21,23 @@ WEATHER = {"type": "function", "name": "weather", "description": "of a city", "p
   "type": "object", "properties": {"city": {"enum": ["Rom", "Ulm"]}}, "required": ["city"],
   "additionalProperties": False}}
 HERMES = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+FAULT = """
+from tinyvllm.runner import Runner
+launch = Runner.launch
+def faulty(self, step):
+  if any(sequence.num_generated > 2 for sequence, *_ in step.rows): raise RuntimeError("boom")
+  return launch(self, step)
+Runner.launch = faulty
+"""
 SMALL = {**ENGINE, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
-def start(folder, *flags, template=TEMPLATE):
+def start(folder, *flags, template=TEMPLATE, **options):
   """Start a server of a tiny model whose template is TEMPLATE, and which reasons in <think>."""
   tiny_model(folder, words=True, max_position_embeddings=1024)
   (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-  options = [x for name, value in SMALL.items() for x in ("--" + name.replace("_", "-"), value)]
-  return Server(folder, *options, "--reasoning-parser", "qwen3", "--served-model-name", "tiny", *flags)
+  small = [x for name, value in SMALL.items() for x in ("--" + name.replace("_", "-"), value)]
+  return Server(folder, *small, "--reasoning-parser", "qwen3", "--served-model-name", "tiny", *flags, **options)
 
 
 @pytest.fixture(scope="module")
@@ -120,8 +128,8 @@ def test_reasoning_item_precedes_message_and_returns_to_template(create, server)
   assert create("a", input=history).usage.input_tokens == num_tokens(server, expected)
 
 
-def num_tokens(server, prompt):
-  return server.post("/tokenize", {"prompt": prompt, "add_special_tokens": False}).json()["count"]
+def num_tokens(server, prompt, **options):
+  return server.post("/tokenize", {"prompt": prompt, "add_special_tokens": False}, **options).json()["count"]
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "weather"}, {
@@ -199,14 +207,38 @@ def test_unknown_model_is_404(server):
     server.client().responses.create(model="gpt-5", input="hello")
 
 
+def named_events(response):
+  """Return the data of all server-sent events, whose names must be their types."""
+  assert response.status_code == 200, response.read()
+  lines = [*response.iter_lines()]
+  data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+  assert [line for line in lines if line.startswith("event: ")] == [f"event: {event['type']}" for event in data]
+  assert len(lines) == 3 * len(data)
+  return data
+
+
+def test_failed_step_ends_streams_with_error_events(tmp_path):
+  """Both protocols, with the same faulty server."""
+  with start(tmp_path, before=FAULT) as server:
+    body = {"input": "hello", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
+    with server.stream("/v1/responses", body) as response: events = named_events(response)
+    assert events[-1]["type"] == "response.failed" and events[-1]["response"]["status"] == "failed"
+    error = events[-1]["response"]["error"]
+    assert error["code"] == "server_error" and "boom" in error["message"]
+    assert events[-2]["type"] in ("response.output_text.delta", "response.in_progress")
+    with server.stream("/v1/messages", body) as response: events = named_events(response)
+    assert events[-1]["type"] == "error" and events[-1]["error"]["type"] == "api_error"
+    assert "boom" in events[-1]["error"]["message"]
+    assert server.post("/v1/responses", body).json()["error"]["code"] == 500
+    whole = server.post("/v1/messages", body)
+    assert whole.status_code == 500 and whole.json()["error"]["type"] == "api_error"
+
+
 @pytest.mark.parametrize("name", ["codex_first_turn.json", "codex_tool_turn.json"])
 def test_recorded_body_of_codex_is_answered(server, name):
   body = json.loads((DATA / name).read_text())
   headers = {"Accept": "text/event-stream", "Authorization": "Bearer none", "originator": "codex_exec"}
   with server.stream("/v1/responses", {**body, "max_output_tokens": 5}, headers=headers) as response:
-    assert response.status_code == 200, response.read()
-    lines = [*response.iter_lines()]
-  types = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
-  data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-  assert types == [event["type"] for event in data] and types[-1] == "response.incomplete"
-  assert types[0] == "response.created" and data[-1]["response"]["usage"]["input_tokens"] > 50
+    events = named_events(response)
+  assert events[0]["type"] == "response.created" and events[-1]["type"] == "response.incomplete"
+  assert events[-1]["response"]["usage"]["input_tokens"] > 50
