@@ -17,7 +17,7 @@ GROUPS = {
     presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words logprobs prompt_logprobs
     structured_outputs""",
   "Server": """host port api_key served_model_name | request_timeout shutdown_timeout max_body_size stream_interval
-    allowed_origins"""}
+    allowed_origins strict_fields trust_request_chat_template"""}
 # vLLM's options without an effect, and the values at which that is true (...: at any)
 NO_EFFECT: dict[str, list] = {name: values for names, values in {   # type: ignore[misc]   # lists of anything
   "pipeline_parallel_size data_parallel_size": [1], "cpu_offload_gb": [0], "enable_chunked_prefill": [True, None],

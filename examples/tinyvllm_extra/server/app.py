@@ -16,6 +16,7 @@ from tinyvllm_extra.models import find_model
 from tinyvllm_extra.weights import open_checkpoint
 
 from .async_engine import AsyncLLM
+from .fields import unknown_fields
 from .metrics import log_throughput
 from .protocol import EXCEPTION_HANDLERS, ErrorResponse, error_response
 from .serving import EVENT_STREAM, Serving
@@ -36,6 +37,8 @@ class ServerConfig(Options):
   max_body_size: int = option(2**22, "Maximum size of a request body in bytes", min=1, max=2**40)
   stream_interval: int = option(1, "Minimum number of new tokens per stream event", min=1, max=2**31)
   allowed_origins: list[str] | None = option(None, "Web origins that may call the API, CORS (default: none)")
+  strict_fields: bool = option(False, "Refuse unknown request fields with HTTP 400")
+  trust_request_chat_template: bool = option(False, "Allow chat_template in requests")
   prefix_cache_file: str | None = option(None, "File to load and save the prefix cache (default: none)")
 
 
@@ -96,7 +99,9 @@ class Server(uvicorn.Server):
     self.engine_options = engine_options
     self.options = options
     name = pathlib.Path(model).resolve().name.removesuffix(".gguf") if model else "tinyvllm"
-    self.serving = Serving(options.served_model_name or name, options.max_queue, options.request_timeout)
+    self.serving = Serving(options.served_model_name or name, options.max_queue, options.request_timeout,
+                           options.trust_request_chat_template)
+    unknown_fields.strict = options.strict_fields
     app: Any = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
       app = cors.CORSMiddleware(app, options.allowed_origins, allow_methods=["*"], allow_headers=["*"])

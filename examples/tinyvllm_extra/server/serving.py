@@ -15,19 +15,19 @@ from . import protocol
 from .async_engine import IndexedOutput, Request
 from .metrics import Metrics
 from .protocol import ChatBuilder, ChatRequest, CompletionBuilder, CompletionRequest, GenerateBuilder, Refusal
-from .tools import with_parsed_arguments
 
 EVENT_STREAM = "text/event-stream"
 
 
 class Serving:
   """Runs the requests of all routes on one engine, and observes their metrics."""
-  def __init__(self, model_name: str, max_queue: int, request_timeout: float | None):
+  def __init__(self, model_name: str, max_queue: int, request_timeout: float | None, trusts_template: bool = False):
     self.llm: Any = None   # AsyncLLM once the model is loaded
     self.requests = set[Request]()   # unfinished
     self.name = model_name
     self.max_queue = max_queue
     self.request_timeout = request_timeout
+    self.trusts_template = trusts_template   # requests may bring a chat template
     self.observer = Metrics(model_name, self.engine_metrics)
 
   def engine_metrics(self) -> dict[str, Any]: return self.llm.llm.get_metrics() if self.llm else collections.Counter()
@@ -45,10 +45,10 @@ class Serving:
     engine = self.llm.llm
     chat = body.messages is not None
     check((body.prompt is None) == chat, "prompt: set either prompt or messages")
-    messages = [*map(with_parsed_arguments, body.messages or [])]
-    text = engine.tokenizer.apply_chat_template(messages) if chat else body.prompt
-    ids = await asyncio.to_thread(engine.tokenizer.encode, text, not chat and body.add_special_tokens is not False)
-    return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
+    if chat: ids = await asyncio.to_thread(protocol.chat_token_ids, body, engine.tokenizer, self.trusts_template)
+    else: ids = await asyncio.to_thread(engine.tokenizer.encode, body.prompt, body.add_special_tokens is not False)
+    token_strs = {"token_strs": engine.tokenizer.pieces(ids)} if body.return_token_strs else {}
+    return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, **token_strs}
 
   async def detokenize(self, body: protocol.DetokenizeRequest) -> dict[str, str]:
     size = self.llm.llm.model_config.vocab_size
@@ -67,9 +67,8 @@ class Serving:
     engine = self.llm.llm
     params = protocol.sampling_params(body, engine.sampling_defaults)
     builder = builder_class(self.name, body, params, engine.tokenizer)
-    prompts: Any = getattr(body, "prompt", None)
-    if isinstance(body, ChatRequest): prompts = await asyncio.to_thread(protocol.chat_token_ids, body, engine.tokenizer)
-    return await self.run(protocol.engine_prompts(prompts), params, builder, bool(body.stream), body.priority or 0)
+    prompts = await asyncio.to_thread(protocol.encode_prompts, body, engine, self.trusts_template)
+    return await self.run(prompts, params, builder, bool(body.stream), body.priority or 0)
 
   async def run(self, prompts: list[Prompt], params: SamplingParams, builder: CompletionBuilder, stream: bool,
                 priority: int = 0) -> Response:
@@ -79,6 +78,7 @@ class Serving:
     requests = [await asyncio.to_thread(self.llm.llm.make_request, f"{builder.id}-{i}", prompt, params, priority)
                 for i, prompt in enumerate(prompts)]
     self.check_queue(num_new, params.n)   # again: other requests may have arrived in the meantime
+    builder.requests = requests
     steps = self.steps(requests)
     outputs = await anext(steps)   # the requests are now in the queue
     if stream: return StreamingResponse(self.events(builder, outputs, steps, requests), media_type=EVENT_STREAM)
