@@ -1,5 +1,5 @@
-"""Fields of request bodies, treated as in vLLM: null means absent, fields without effect here are accepted, and an unknown
-field is ignored with one warning, unless it would change the answer."""
+"""Fields of request bodies, treated as in vLLM: null means absent, fields without effect here are accepted, and an
+unknown field is ignored with one warning, unless it would change the answer."""
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -13,8 +13,8 @@ Int = Annotated[int, pydantic.BeforeValidator(lambda x: int(x) if isinstance(x, 
 Nothing = pydantic.Field(max_length=0)
 # Fields of OpenAI and vLLM without effect here, limited to the values for which that is true
 NO_EFFECT: dict[str, Any] = {
-  **dict.fromkeys(["user", "service_tier", "reasoning_effort", "verbosity", "prompt_cache_key", "prompt_cache_retention",
-                   "safety_identifier", "request_id", "session_id", "cache_salt", "guided_decoding_backend"], str),
+  **dict.fromkeys(["user", "service_tier", "reasoning_effort", "verbosity", "prompt_cache_key", "safety_identifier",
+                   "prompt_cache_retention", "request_id", "session_id", "cache_salt", "guided_decoding_backend"], str),
   **dict.fromkeys(["metadata", "prediction", "mm_processor_kwargs", "media_io_kwargs"], dict),
   **dict.fromkeys(["store", "parallel_tool_calls", "include_reasoning", "spaces_between_special_tokens"], bool),
   **dict.fromkeys(["tools", "functions", "documents", "logits_processors"], Annotated[list, Nothing]),
@@ -23,8 +23,8 @@ NO_EFFECT: dict[str, Any] = {
   "chat_template_kwargs": Annotated[dict, Nothing], "modalities": list[Literal["text"]], "best_of": Literal[1],
   "detokenize": Literal[True], "length_penalty": float}
 # Fields that change the answer, of other routes or of features that tinyvllm lacks
-REFUSED = {"audio", "images", "image_url", "prompt", "messages", "input", "suffix", "prompt_embeds", "logprob_token_ids",
-           "web_search_options", "chat_template", "tools", "functions"}
+REFUSED = {"audio", "images", "image_url", "prompt", "messages", "input", "suffix", "prompt_embeds",
+           "logprob_token_ids", "web_search_options", "chat_template", "tools", "functions"}
 
 
 class UnknownFields:

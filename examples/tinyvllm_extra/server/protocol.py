@@ -37,8 +37,9 @@ def plain_type(annotation: Any) -> Any:
 SAMPLING = {f.name: plain_type(f.type) for f in dataclasses.fields(SamplingParams)} | {"structured_outputs": dict}
 JSONSchema = body_model("JSONSchema", schema_=(dict, pydantic.Field(alias="schema")), name=str, description=str,
                         strict=bool)
-ResponseFormat = body_model("ResponseFormat", type=(Literal["text", "json_object", "json_schema", "structural_tag"], ...),
-                            json_schema=JSONSchema, format=dict, structures=list[dict], triggers=list[str])
+FormatType = Literal["text", "json_object", "json_schema", "structural_tag"]
+ResponseFormat = body_model("ResponseFormat", type=(FormatType, ...), json_schema=JSONSchema,
+                            format=dict, structures=list[dict], triggers=list[str])   # the last three: structural_tag
 StreamOptions = body_model("StreamOptions", include_usage=bool, include_obfuscation=bool, continuous_usage_stats=bool)
 # vLLM's former names of structured_outputs
 GUIDED = {"guided_json": str | dict, "guided_regex": str, "guided_choice": list, "guided_grammar": str,
@@ -57,8 +58,8 @@ TOOLS = {"tools": list[Tool], "chat_template_kwargs": dict}   # type: ignore[val
 CompletionRequest: Any = body_model("CompletionRequest", **COMMON,
                                     prompt=(str | list[str] | list[int] | list[list[int]], ...))
 ChatRequest: Any = body_model(
-  "ChatCompletionRequest", **COMMON | TOOLS | TEMPLATE | {"logprobs": bool}, top_logprobs=Int, max_completion_tokens=Int,
-  messages=(list[dict], ...), tool_choice=Literal["none", "auto", "required"] | NamedToolChoice)
+  "ChatCompletionRequest", **COMMON | TOOLS | TEMPLATE | {"logprobs": bool}, messages=(list[dict], ...),
+  top_logprobs=Int, max_completion_tokens=Int, tool_choice=Literal["none", "auto", "required"] | NamedToolChoice)
 TokenizeRequest: Any = body_model("TokenizeRequest", **TOOLS | TEMPLATE, model=str, prompt=str, messages=list[dict],
                                   add_special_tokens=bool, return_token_strs=bool)
 DetokenizeRequest: Any = body_model("DetokenizeRequest", model=str, tokens=(list[int], ...))
@@ -187,9 +188,11 @@ class CompletionBuilder:
     self.head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model_name,
                                  "object": self.objects[bool(body.stream)]}
     self.requests: list[Request] = []   # set before the first output
-    self.has_running_usage = bool(getattr(body.stream_options, "continuous_usage_stats", None))
+    running_usage = bool(getattr(body.stream_options, "continuous_usage_stats", None))
     has_usage = getattr(body.stream_options, "include_usage", None)
-    if has_usage or has_usage is None and self.has_running_usage: self.head["usage"] = None   # until the last chunk
+    if has_usage is None: has_usage = running_usage
+    if has_usage: self.head["usage"] = None   # until the last chunk
+    self.has_running_usage = has_usage and running_usage   # in each chunk
     self.cursors = dict[int, tuple[int, list[int]]]()   # by choice: text length so far, last token
     self.num_generated = collections.Counter[int]()   # tokens so far, by choice
     self.num_echoed_ids = 0   # tokens of an echoed prompt that was given as token ids
@@ -214,7 +217,7 @@ class CompletionBuilder:
 
   def wrap(self, choices: list[dict]) -> dict[str, Any]:
     """Return a response or chunk object with these choices."""
-    usage = self.running_usage(choices[0]["index"]) if choices and "usage" in self.head and self.has_running_usage else {}
+    usage = self.running_usage(choices[0]["index"]) if choices and self.has_running_usage else {}
     return {**self.head, **usage, "choices": choices}
 
   def running_usage(self, index: int) -> dict[str, dict[str, int]]:
@@ -323,7 +326,8 @@ class ChatBuilder(CompletionBuilder):
   def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
     choice = super().choice(prompt_index, output, completion)
     message = choice.get("message")
-    if message: message |= {"role": self.role, "content": self.echoed + (message["content"] or "") or message["content"]}
+    if message: message["role"] = self.role
+    if message and self.echoed: message["content"] = self.echoed + (message["content"] or "")
     return choice
 
   def content(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
