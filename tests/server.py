@@ -76,7 +76,7 @@ class Server:
       raise
 
   def _find_url(self) -> str:
-    match = re.search(r"(?:Uvicorn|tinyvllm:) running on (http://[^\s]*:\d+)", self.log)
+    match = re.search(r"(?:Uvicorn|tinyvllm:) running on (https?://[^\s]*:\d+)", self.log)
     assert match or self.process.poll() is None, f"the server exited with code {self.process.poll()}"
     return match[1] if match else ""
 

@@ -1,4 +1,4 @@
-"""examples/beam_search.py, compared with a naive beam search and an exhaustive search on a plain numpy LLaMA."""
+"""LLM.beam_search, compared with a naive beam search and an exhaustive search on a plain numpy LLaMA."""
 import itertools
 
 import numpy as np
@@ -6,8 +6,7 @@ import pytest
 from reference import ENGINE, reference_greedy, reference_logits, tiny_model, cut_after_end_token
 from test_memory import greedy, ids_of, assert_all_blocks_freed, prompt, run, tokens
 
-from examples.beam_search import BeamSearchParams, beam_search
-from tinyvllm import LLM
+from tinyvllm import LLM, BeamSearchParams
 
 BS = ENGINE["block_size"]
 NAN = float("nan")
@@ -37,7 +36,7 @@ def words_llm(words_folder): return LLM(words_folder, **BEAM)
 
 
 def search(llm, ids, width, length, **options):
-  output, = beam_search(llm, [tokens(*ids)], BeamSearchParams(width, length, **options))
+  output, = llm.beam_search([tokens(*ids)], BeamSearchParams(width, length, **options))
   return output.sequences
 
 
@@ -99,7 +98,7 @@ def test_narrow_beam_equals_naive_beam_search(llms, folders, ends):
   llm, prompts = llms[ends], NARROW_PROMPTS[ends]
   for penalty in (1.0, 0.0):
     params = BeamSearchParams(2, 7, length_penalty=penalty)
-    with assert_all_blocks_freed(llm): outputs = beam_search(llm, [tokens(*p) for p in prompts], params)
+    with assert_all_blocks_freed(llm): outputs = llm.beam_search([tokens(*p) for p in prompts], params)
     assert len(outputs) == len(prompts)
     for ids, output in zip(prompts, outputs, strict=True):
       expected = naive_beam_search(folders[ends], ids, 2, 7, penalty, ENDS[ends])
@@ -149,9 +148,9 @@ def test_beam_ends_at_max_model_len(llms, folders):
 
 def test_text_includes_prompt(words_llm):
   """Also checks a single prompt that is not in a list."""
-  output, = beam_search(words_llm, "the cat", BeamSearchParams(2, 4))
+  output, = words_llm.beam_search("the cat", BeamSearchParams(2, 4))
   greedy_text = words_llm.generate("the cat", greedy(4))[0].outputs[0].text
-  greedy_output, = beam_search(words_llm, [{"prompt": "the cat"}], BeamSearchParams(1, 4))
+  greedy_output, = words_llm.beam_search([{"prompt": "the cat"}], BeamSearchParams(1, 4))
   assert greedy_output.sequences[0].text == "the cat" + greedy_text
   assert len(output.sequences) == 2 and all(x.text.startswith("the cat") for x in output.sequences)
 
@@ -178,7 +177,7 @@ def test_beam_search_within_stream_is_equal(llms, folders):
   assert output_ids == reference_greedy(path, stream_prompt, 20)
 
 
-def test_no_prompts_gives_no_outputs(words_llm): assert beam_search(words_llm, [], BeamSearchParams(2, 3)) == []
+def test_no_prompts_gives_no_outputs(words_llm): assert words_llm.beam_search([], BeamSearchParams(2, 3)) == []
 
 
 @pytest.mark.parametrize("options", [
@@ -200,5 +199,5 @@ def test_unknown_param_raises():
 def test_invalid_prompt_raises_before_any_prompt_runs(words_llm):
   with assert_all_blocks_freed(words_llm) as before:
     with pytest.raises(ValueError, match="320"):
-      beam_search(words_llm, [tokens(5), tokens(5, 320)], BeamSearchParams(2, 3))
+      words_llm.beam_search([tokens(5), tokens(5, 320)], BeamSearchParams(2, 3))
     assert words_llm.get_metrics() == before

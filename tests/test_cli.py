@@ -183,6 +183,14 @@ def test_missing_model_is_one_line_and_exit_code_1(tmp_path, capsys):
   assert "nowhere" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize("arguments", ["generate a --config x", "chat --max-tok 3", "serve --conf x", "serve --host-",
+                                       "convert a b --hel", "doctor --sec 1", "--vers doctor"])
+def test_abbreviated_flag_is_exit_code_2(arguments, capsys):
+  """`--config x` would otherwise set --config-format."""
+  with pytest.raises(SystemExit) as e: main(arguments.split())
+  assert e.value.code == 2 and "unrecognized arguments: --" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", ["", "generate", "generate a --no-such", "generate a --top-k x",
                                        "generate a --logit-bias {", "generate a --logprobs x"])
 def test_unknown_argument_is_exit_code_2(arguments):

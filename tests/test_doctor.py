@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from reference import tensor_shapes, tiny_config, tiny_model
+from reference import tensor_shapes, tiny_config, tiny_model, write_gguf
 from tinygrad.device import ALL_DEVICES
 
 import tinyvllm
@@ -255,6 +255,54 @@ def test_seconds_out_of_range_exits_with_error(error_line, seconds):
 def test_invalid_config_json_exits_before_opening_a_backend(error_line, tmp_path, content, words):
   (tmp_path / "config.json").write_text(content)
   assert words in error_line("--model", tmp_path)
+
+
+@pytest.fixture
+def report_of(monkeypatch, capsys):
+  """Run doctor in this process, with a fake CPU instead of its tests of backends, and return its output. Options may
+  include --json."""
+  facts = {"opens": True, "device": "CPU", "renderer": "CPU", "dtype": "float32", "float32": True, "float16": True,
+           "bfloat16": False, "free_gib": 8.0, "total_gib": 8.0, "largest_gib": 8.0, "gb_per_s": 10.0}
+  monkeypatch.setattr("tinyvllm_extra.cli.doctor.run_probe", lambda *_: facts)
+  monkeypatch.setattr("tinyvllm_extra.cli.doctor.ORDER", ["CPU"])
+  def run(*options):
+    assert main(["doctor", *map(str, options)]) == 0
+    return capsys.readouterr().out
+  return run
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320}
+LAYER = 256 * (2 * 256 + 2 * 128) + 3 * 256 * 512   # weights of its matrices
+
+
+@pytest.mark.parametrize("kind,kinds,stored,description", [
+  ("Q4_K", {"attn_v": "Q6_K"}, "int4", "GGUF Q4_K; v_proj GGUF Q6_K"), ("Q6_K", {}, "int8", "GGUF Q6_K"),
+  ("Q8_0", {"token_embd": "F16"}, "int8", "GGUF Q8_0; embed_tokens GGUF F16"), ("F16", {}, "float16", "GGUF F16")])
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_model_option_describes_gguf_and_its_fit(report_of, tmp_path, kind, kinds, stored, description, num_parts):
+  """A split file is given by its first part. The estimate names the nearest of int8 and int4."""
+  folder = tiny_model(tmp_path, **WIDE)
+  path = write_gguf(tmp_path / "model.gguf", folder, kind, kinds=kinds, tensors_per_file=8 if num_parts == 3 else 0)
+  assert len([*tmp_path.glob("*.gguf")]) == num_parts
+  assert report_of("--model", path).endswith(f"\n\ncheckpoint: {description}\n")
+  report = json.loads(report_of("--model", path, "--json"))
+  row = next(row for row in report["fit"] if row["model"] == str(path))
+  assert report["checkpoint"] == description and row["stored"] == stored and row["fits"]
+  bits = {"int8": 8.5, "int4": 5, "float16": 16}[stored]
+  embeddings, norms = 2 * WIDE["vocab_size"] * 256, 5 * 256
+  size = 2 if "F16" in (kind, *kinds.values()) else 4   # bytes
+  assert row["weights_gib"] * GIB == 2 * LAYER * bits / 8 + (embeddings + norms) * size
+
+
+def test_model_option_unusable_gguf_exits_before_opening_a_backend(error_line, tmp_path):
+  write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path), "Q8_0", tensors_per_file=8)
+  first, second, _ = sorted(tmp_path.glob("*.gguf"))
+  assert f"pass the first part, {first}" in error_line("--model", second)
+  second.unlink()
+  assert f"{second} is missing" in error_line("--model", first)
+  first.write_bytes(b"GGUF")
+  assert f"{first} is not a readable GGUF file" in error_line("--model", first)
+  assert "nowhere.gguf is not a readable file" in error_line("--model", tmp_path / "nowhere.gguf")
 
 
 def test_marlin_checkpoint_exits_before_opening_a_backend(error_line, tmp_path):

@@ -112,7 +112,7 @@ def test_curl_script_requests_every_route(server):
   answers = dict(part.strip().split("\n", 1) for part in out.split("\n\n# ")[1:])
   assert len(answers) == script.count("\ntitle ")
   parsed = [json.loads(answer) for answer in answers.values() if answer.startswith("{")]
-  assert len(parsed) == 11 and not any("error" in answer for answer in parsed)
+  assert len(parsed) == 13 and not any("error" in answer for answer in parsed)
   assert out.count("data: [DONE]") == 2 and "tinyvllm:num_requests_running{" in out
   structured, = (json.loads(answer) for title, answer in answers.items() if title.startswith("JSON"))
   assert json.loads(structured["choices"][0]["text"])["name"] in ("Tom", "Kim")
@@ -203,11 +203,33 @@ def test_unit_command_starts_server_hides_key_and_stops_at_sigterm(service, word
 def test_prometheus_config_metrics_path_serves_metrics(server):
   config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
   job, = config["scrape_configs"]
-  assert set(config) <= {"global", "scrape_configs"} and set(job) <= {"job_name", "metrics_path", "static_configs"}
+  assert set(config) <= {"global", "rule_files", "scrape_configs"}
+  assert set(job) <= {"job_name", "metrics_path", "static_configs"}
   assert job["static_configs"] == [{"targets": ["127.0.0.1:8000"]}]
   answer = httpx.get(server.url + job["metrics_path"]).raise_for_status()   # without a key
   assert answer.headers["content-type"].startswith("text/plain; version=")
   assert [*text_string_to_metric_families(answer.text)]
+
+
+def test_alert_rules_use_existing_metrics_and_labels(samples):
+  config = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())
+  file, = config["rule_files"]
+  group, = yaml.safe_load((DEPLOY / file).read_text())["groups"]
+  names = [rule["alert"] for rule in group["rules"]]
+  assert len(names) == len(set(names)) >= 8 and all(name.startswith("Tinyvllm") for name in names)
+  for rule in group["rules"]:
+    query, name = rule["expr"], rule["alert"]
+    metrics = re.findall(r"tinyvllm:\w+", query)
+    assert set(metrics) <= set(samples) and (metrics or query.startswith("up{")), name
+    labels = {"instance", "job"}.union(*(samples[metric] for metric in metrics))   # Prometheus adds the first two
+    assert {x.strip() for group in re.findall(r"by \((.*?)\)", query) for x in group.split(",")} <= labels, name
+    assert set(re.findall(r"(\w+)=~?\"", query)) <= labels, name
+    assert set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))) <= labels, name
+    assert query.count("(") == query.count(")") and re.fullmatch(r"\d+m", rule["for"]), name
+    assert rule["labels"]["severity"] in ("warning", "critical")
+    assert set(rule["annotations"]) == {"summary", "description"}
+  job, = config["scrape_configs"]
+  assert f'up{{job="{job["job_name"]}"}} == 0' in [rule["expr"] for rule in group["rules"]]
 
 
 def queries(dashboard): return [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reference import random_weights, tiny_config, tiny_model
+from reference import ENGINE, random_weights, tiny_config, tiny_model
 from safetensors.numpy import load_file, save_file
 from test_formats import SIZES, check_logits, torch_llama
 from test_quantization import GPTQ, PROJECTIONS
 
+from tinyvllm import LLM
 from tinyvllm.backend import Backend
 from tinyvllm.config import InputError
 from tinyvllm_extra import weights
@@ -358,6 +359,30 @@ def test_squeezellm_logits_equal_dequantized_model(tmp_path, bits, sparse, caplo
   expected = write_squeezellm(tmp_path, bits, sparse)
   with caplog.at_level(logging.INFO, "tinyvllm"): check_logits(tmp_path, expected)
   assert f"(squeezellm int{bits}, per channel, dequantized; embed_tokens, lm_head float32)" in caplog.text
+
+
+# The option quantization, which may state the format of the checkpoint
+
+WRITERS: dict[str, Any] = {   # quant_method: function that writes a checkpoint
+  "fp8": lambda folder: write_e4m3(folder, SIZES, STATIC, per_tensor("scale")),
+  "bitsandbytes": lambda folder: write_bitsandbytes(folder, "nf4", True, "float32", "uint8"),
+  "squeezellm": lambda folder: write_squeezellm(folder, 4, True)}
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("method", WRITERS)
+def test_quantization_option_names_method_of_checkpoint(tmp_path, method):
+  check_logits(tmp_path, WRITERS[method](tmp_path), quantization=method)
+  for other in [*WRITERS, "gguf", "int8"]:
+    text = f"^quantization='{other}' does not match .*{tmp_path.name}, which is {method}: use '{method}' or "
+    if other != method:
+      with pytest.raises(InputError, match=text): LLM(tmp_path, quantization=other, **ENGINE)
+
+
+@pytest.mark.parametrize("method", [*WRITERS, "gguf"])
+def test_quantization_option_names_method_of_plain_checkpoint_raises(method):
+  text = f"^quantization='{method}' does not match .*default_model, which is not quantized: use 'int8', 'int4' or "
+  with pytest.raises(InputError, match=text): LLM(**ENGINE, quantization=method)
 
 
 # Damaged checkpoints

@@ -15,7 +15,7 @@ from tinyvllm_extra.cli import main
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.config import EngineConfig
-from tinyvllm_extra.flags import NO_EFFECT
+from tinyvllm_extra.vllm_options import NO_EFFECT
 
 # Arguments of vLLM's LLM at their defaults, or at values that scripts often use
 VLLM = {"tokenizer": None, "tokenizer_mode": "auto", "skip_tokenizer_init": False, "trust_remote_code": True,
@@ -195,7 +195,7 @@ def test_text_prompt_and_tokens_prompt_give_equal_outputs(folder):
   assert text.outputs[0].token_ids == ids.outputs[0].token_ids
 
 
-@pytest.mark.parametrize("name,words", [("facebook/opt-125m", "hf download facebook/opt-125m "),
+@pytest.mark.parametrize("name,words", [("./opt-125m", "'./opt-125m' does not exist"),
                                         ("model.gguf", "model.gguf"), (".", "config.json")])
 def test_invalid_model_folder_raises_and_names_remedy(tmp_path, monkeypatch, capfd, name, words):
   monkeypatch.chdir(tmp_path)
@@ -240,3 +240,70 @@ def test_vllm_example_script_runs(tmp_path, monkeypatch, name):
   (tmp_path / "model").symlink_to(Path(tinyvllm.__file__).with_name("default_model"))
   monkeypatch.chdir(tmp_path)
   exec(SCRIPTS[name], {})
+
+
+def test_detokenize_false_leaves_text_empty(folder):
+  llm = LLM(folder, **ENGINE)
+  fields = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+  params = SamplingParams(**fields, detokenize=False)
+  plain, bare = [llm.generate("the cat", x)[0].outputs[0] for x in (SamplingParams(**fields), params.clone())]
+  assert (bare.text, bare.token_ids) == ("", plain.token_ids) and plain.text
+  assert sum(len(x.outputs[0].token_ids) for x in llm.generate_stream("the cat", params)) == 5
+  with pytest.raises(ValueError, match="detokenize=False.*stop_token_ids"): SamplingParams(detokenize=False, stop="a")
+
+
+def test_best_of_is_accepted_if_equal_to_n():
+  assert SamplingParams(best_of=1) == SamplingParams() and SamplingParams(n=2, best_of=2).n == 2
+  with pytest.raises(ValueError, match="best_of=3 .*not supported.*n=2"): SamplingParams(n=2, best_of=3)
+
+
+def test_generate_takes_tuples_priorities_and_no_lora(folder):
+  llm = LLM(folder, **{**ENGINE, "max_num_seqs": 1}, scheduling_policy="priority")
+  params = SamplingParams(temperature=0.0, max_tokens=2)
+  outputs = llm.generate(("the cat", "the dog"), (params, params), priority=[5, 1], lora_request=None)
+  assert [output.prompt for output in outputs] == ["the cat", "the dog"]
+  assert outputs[1].metrics.first_token_time < outputs[0].metrics.first_token_time
+  with pytest.raises(ValueError, match="priority=.1. must have length 2"): llm.generate(["a"] * 2, priority=[1])
+  with pytest.raises(ValueError, match="lora_request='x' is not supported"): llm.generate("a", lora_request="x")
+
+
+def test_tokenizer_option_may_name_the_model(folder):
+  assert LLM(folder, tokenizer=str(folder), max_logprobs=5, **ENGINE).get_tokenizer()
+
+
+def test_tokenizer_has_bos_token_id_and_vocab(folder):
+  tokenizer = LLM(folder, **ENGINE).get_tokenizer()
+  vocab = tokenizer.get_vocab()
+  assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2) and len(vocab) == 320
+  assert vocab["<s>"] == 1 and tokenizer.decode([vocab["▁the"]]) == "the"
+
+
+def test_tokenizer_json_has_bos_token_id_and_vocab(tmp_path):
+  from test_tokenizer import byte_level_bpe
+  library = byte_level_bpe()
+  library.add_special_tokens(["<bos>"])
+  library.save(str(tmp_path / "tokenizer.json"))
+  (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<bos>"}')
+  folder = tiny_model(tmp_path, tokenizer=False, vocab_size=library.get_vocab_size())
+  tokenizer = LLM(folder, **ENGINE).get_tokenizer()
+  assert tokenizer.get_vocab() == library.get_vocab() and tokenizer.bos_token_id == library.token_to_id("<bos>")
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_chat_template_option_replaces_the_models(folder, tmp_path, is_file):
+  text = "{{ messages[0].content }}{{ ending }}"
+  (tmp_path / "template.jinja").write_text(text)
+  template = str(tmp_path / "template.jinja") if is_file else text
+  llm = LLM(folder, **ENGINE, chat_template=template, default_chat_template_kwargs={"ending": "!"})
+  chat = [{"role": "user", "content": "the cat"}]
+  params = SamplingParams(max_tokens=1)
+  assert llm.chat(chat, params)[0].prompt == "the cat!"
+  assert llm.chat(chat, params, chat_template_kwargs={"ending": "?"})[0].prompt == "the cat?"
+
+
+def test_override_generation_config_sets_sampling_defaults(defaults_folder):
+  llm = LLM(defaults_folder, **ENGINE, override_generation_config={"temperature": 0.5, "max_new_tokens": 3})
+  expected = SamplingParams(temperature=0.5, top_k=7, repetition_penalty=1.1, max_tokens=3)
+  assert llm.get_default_sampling_params() == expected
+  with pytest.raises(ValueError, match="override_generation_config: 'do_sample' must be one of temperature"):
+    LLM(defaults_folder, override_generation_config={"do_sample": True})

@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,15 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from reference import CORPUS, load, reference_greedy, reference_logits, tiny_model, write_gguf, write_safetensors
+from reference import (
+  CORPUS,
+  LogitsRecorder,
+  load,
+  reference_greedy,
+  tiny_model,
+  write_gguf,
+  write_safetensors,
+)
 from server import Server
 from safetensors import safe_open
 from tinygrad import Tensor, dtypes, nn
@@ -41,7 +50,7 @@ KINDS = {   # bits, group size, with offsets
   "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (8, 32, False), "Q5_1": (8, 32, True), "Q8_0": (8, 32, False),
   "Q2_K": (4, 16, True), "Q3_K": (4, 16, False), "Q4_K": (4, 32, True), "Q5_K": (8, 32, True), "Q6_K": (8, 16, False),
   "IQ4_NL": (8, 32, False), "IQ4_XS": (8, 32, False)}
-ROUNDED = {x for x in KINDS if x.endswith(("_K", "_XS"))}   # conversion rounds their scales to float16
+WIDE_SCALES = {x for x in KINDS if x.endswith(("_K", "_XS"))}   # products of two numbers, which float16 would round
 ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 HEADS = {"attn_q": 4, "attn_k": 2}
 
@@ -64,7 +73,7 @@ def groups_of(folder):
 
 
 def values(tensors, module):
-  """Return a module's dequantized weight and the largest error from rounding its scales to float16."""
+  """Return a module's dequantized weight."""
   if f"{module}.weight_packed" in tensors:
     rows, columns = tensors[f"{module}.weight_shape"]
     words = tensors[f"{module}.weight_packed"].view(np.uint32)
@@ -73,13 +82,12 @@ def values(tensors, module):
     if f"{module}.weight_offset" not in tensors: q -= 8
   else:
     q = tensors[f"{module}.weight"]
-    if f"{module}.weight_scale" not in tensors: return q.astype(np.float32), 0.0
+    if f"{module}.weight_scale" not in tensors: return q.astype(np.float32)
     assert q.dtype == np.int8
   scale = tensors[f"{module}.weight_scale"]
   offset = tensors.get(f"{module}.weight_offset", np.zeros_like(scale))
-  assert scale.dtype == offset.dtype == np.float16
   scale, offset = (x.astype(np.float32).repeat(q.shape[1] // x.shape[1], 1) for x in (scale, offset))
-  return q * scale + offset, 2.0**-11 * (np.abs(q * scale) + np.abs(offset)) + 1e-9
+  return q * scale + offset
 
 
 def decoded(path):
@@ -102,17 +110,13 @@ def decoded(path):
   return tensors
 
 
-def check_conversion(folder, path, exact=False):
+def check_conversion(folder, path):
   """Check that the folder has all tensors of the file, with the values that gguf decodes, and no others."""
   tensors = tensors_of(folder)
   checked = set()
   for name, expected in decoded(path).items():
     module, _, suffix = name.rpartition(".")
-    if suffix == "bias": np.testing.assert_array_equal(tensors[name], expected)
-    else:
-      weight, tolerance = values(tensors, module)
-      assert weight.shape == expected.shape, module
-      assert (np.abs(weight - expected) <= (0 if exact else tolerance)).all(), module
+    np.testing.assert_array_equal(tensors[name] if suffix == "bias" else values(tensors, module), expected, name)
     checked |= {name for name in tensors if name.startswith(f"{module}.")}
   assert checked == tensors.keys()
 
@@ -124,11 +128,13 @@ def check_conversion(folder, path, exact=False):
 @pytest.mark.parametrize("kind", KINDS)
 def test_convert_type_equals_gguf_package(tmp_path, kind, config):
   folder = convert_model(tmp_path, kind, config)
-  check_conversion(folder, tmp_path / "model.gguf", exact=kind not in ROUNDED)
+  check_conversion(folder, tmp_path / "model.gguf")
   modules = groups_of(folder)
   assert {form for form, _ in modules.values()} == {KINDS[kind]} and "lm_head" in modules
   tensors = tensors_of(folder)
   assert all((f"{name}.weight_packed" in tensors) == (KINDS[kind][0] == 4) for name in modules)
+  scale_dtype = np.float32 if kind in WIDE_SCALES else np.float16
+  assert {tensors[f"{name}.weight_scale"].dtype for name in modules} == {np.dtype(scale_dtype)}
   quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
   assert quantization["format"] == ("pack-quantized" if KINDS[kind][0] == 4 else "int-quantized")
   assert quantization["quant_method"] == "compressed-tensors" and quantization["ignore"] == []
@@ -136,7 +142,7 @@ def test_convert_type_equals_gguf_package(tmp_path, kind, config):
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "IQ4_NL"])
 def test_convert_blocks_of_32_accepts_rows_below_256(tmp_path, kind):
-  check_conversion(convert_model(tmp_path, kind, {}), tmp_path / "model.gguf", exact=True)
+  check_conversion(convert_model(tmp_path, kind, {}), tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
@@ -147,7 +153,7 @@ def test_convert_floats_keeps_dtype_and_values(tmp_path, kind):
     kinds = {name: file.get_slice(name).get_dtype() for name in file.offset_keys()}
   assert {x for name, x in kinds.items() if "norm" not in name} == {kind}
   assert {x for name, x in kinds.items() if "norm" in name} == {"F32"}
-  if kind != "BF16": check_conversion(folder, tmp_path / "model.gguf", exact=True)   # numpy has no bfloat16
+  if kind != "BF16": check_conversion(folder, tmp_path / "model.gguf")   # numpy has no bfloat16
 
 
 def test_convert_mixture_gives_fused_projections_one_format(tmp_path):
@@ -179,7 +185,7 @@ def test_convert_fused_int4_types_stay_int4(tmp_path, kind, others, expected):
 
 def test_convert_fused_matrix_partly_in_16_bits_is_not_quantized(tmp_path):
   folder = convert_model(tmp_path, "Q8_0", kinds={"attn_v": "F16", "ffn_up": "BF16"})
-  check_conversion(folder, tmp_path / "model.gguf", exact=True)
+  check_conversion(folder, tmp_path / "model.gguf")
   assert tensors_of(folder)["model.layers.0.self_attn.q_proj.weight"].dtype == np.float32
   assert {name.split(".")[-1] for name in groups_of(folder)} == {"embed_tokens", "lm_head", "o_proj", "down_proj"}
 
@@ -193,22 +199,27 @@ def check_ids(model, folder):
   assert output.outputs[0].token_ids == reference_greedy(folder, IDS, 8)
 
 
+def generate(model, **options):
+  """Return 8 greedy ids and their log probabilities, (8, V), computed in float32."""
+  ids, logits = LogitsRecorder(LLM(model, dtype="float32", **SMALL, **options)).generate(IDS, 8)
+  shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
+  return ids, shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_gguf_ids_and_logits_equal_decoded_reference(tmp_path, kind):
-  """Embeddings in float32, because quantized ones are rounded to float16, then all matrices quantized."""
-  folder = tiny_model(tmp_path / "hf", **WIDE)
-  write_gguf(tmp_path / "model.gguf", folder, kind, kinds={"token_embd": "F32"})
-  write_safetensors(folder / "model.safetensors", decoded(tmp_path / "model.gguf"))
-  expected = reference_logits(folder, IDS)[-1]
-  params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
-  output, = LLM(tmp_path / "model.gguf", **SMALL).generate({"prompt_token_ids": IDS}, params)
-  logprobs = output.outputs[0].logprobs[0]
-  shift = expected.max() + np.log(np.exp(expected - expected.max()).sum())
-  tolerance = 1e-3 * np.abs(expected).max() if kind in ROUNDED else 1e-4
-  np.testing.assert_allclose([x.logprob for x in logprobs.values()], expected[[*logprobs]] - shift, 0, tolerance)
-  path = write_gguf(tmp_path / "quantized.gguf", folder, kind)
+def test_gguf_ids_and_logits_equal_decoded_weights(tmp_path, kind, tied):
+  """All matrices are quantized, also the embeddings. The file and its converted folder give the log probabilities of
+  the weights that gguf decodes, in float32."""
+  folder = tiny_model(tmp_path / "hf", **WIDE, tie_word_embeddings=tied)
+  path = write_gguf(tmp_path / "model.gguf", folder, kind)
   write_safetensors(folder / "model.safetensors", decoded(path))
-  check_ids(path, folder)
+  expected = generate(folder)
+  assert expected[0] == reference_greedy(folder, IDS, 8)
+  for model in (path, convert(path, tmp_path / "converted")):
+    ids, logprobs = generate(model)
+    assert ids == expected[0]
+    np.testing.assert_allclose(logprobs, expected[1], 0, 1e-5)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -269,11 +280,23 @@ MIXTURES = {"Q4_K_M": {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K"},
             "embeddings in float16": {"token_embd": "F16", "output": "BF16"}}
 
 
+@pytest.mark.parametrize("dtype", [dtypes.float32, dtypes.float16], ids=["float32", "float16"])
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("kind", [*KINDS, "F32", "F16", "BF16"])
-def test_loaded_weights_equal_converted_weights(tmp_path, kind, count):
+def test_loaded_weights_equal_converted_weights(tmp_path, kind, count, dtype):
   folder = convert_model(tmp_path, kind)
-  check_weights_equal(load_model(tmp_path / "model.gguf", count=count), load_model(folder, count=count))
+  check_weights_equal(load_model(tmp_path / "model.gguf", dtype, count), load_model(folder, dtype, count))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_scales_are_float16_if_exact_or_model_computes_in_float16(tmp_path, kind):
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **WIDE), kind)
+  for dtype in (dtypes.float32, dtypes.float16, dtypes.bfloat16):
+    model = load_model(path, dtype)
+    scales = [scale for module in model.modules() for scale in getattr(module, "scales", ())]
+    is_exact = dtype == dtypes.float32 and kind in WIDE_SCALES
+    assert {x.dtype for x in scales} == {dtypes.float32 if is_exact else dtypes.float16}
+    assert model.embed_tokens.weight.dtype == dtype
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -287,15 +310,14 @@ def test_loaded_mixtures_equal_converted_mixtures(tmp_path, name):
 
 
 def test_core_backend_loads_dequantized_weights(tmp_path):
-  """The tolerance allows for rounding of scales and quantized embeddings to float16."""
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **WIDE), "Q8_0")
   plain = load_model(path, backend=Backend())
   tensors = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
              for tensor in gguf.GGUFReader(path).tensors}
   for name, module in (("token_embd", plain.embed_tokens), ("blk.1.ffn_down", plain.layers[1].down_proj)):
-    np.testing.assert_allclose(module.weight.numpy(), tensors[f"{name}.weight"], rtol=1e-3, atol=1e-6)
+    np.testing.assert_array_equal(module.weight.numpy(), tensors[f"{name}.weight"])
   rows = tensors["blk.0.attn_q.weight"].reshape(4, -1, 2, 256).swapaxes(1, 2).reshape(-1, 256)
-  np.testing.assert_allclose(plain.layers[0].qkv_proj.weight.numpy()[:256], rows, rtol=1e-3, atol=1e-6)
+  np.testing.assert_array_equal(plain.layers[0].qkv_proj.weight.numpy()[:256], rows)
 
 
 def test_quantization_option_for_quantized_gguf_raises(tmp_path):
@@ -511,7 +533,7 @@ def test_split_file_equals_whole_file(tmp_path, monkeypatch, per_file, small_fir
   pieces = [[(*x, raw.tobytes()) for *x, raw in checkpoint.fingerprint_pieces()] for checkpoint in checkpoints]
   assert pieces[0] == pieces[1] and len(pieces[0]) == 21
   assert checkpoints[0].hf_config == checkpoints[1].hf_config
-  check_conversion(convert(path, tmp_path / "converted"), path, exact=True)
+  check_conversion(convert(path, tmp_path / "converted"), path)
   write_safetensors(tmp_path / "hf" / "model.safetensors", decoded(path))
   check_ids(path, tmp_path / "hf")
 
@@ -526,7 +548,7 @@ def test_merged_file_with_zero_parts_is_whole(tmp_path, monkeypatch):
     writer.add_uint16("split.count", 0)
   monkeypatch.setattr(gguf.GGUFWriter, "add_bos_token_id", add_split)
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"))
-  check_conversion(convert(path, tmp_path / "converted"), path, exact=True)
+  check_conversion(convert(path, tmp_path / "converted"), path)
 
 
 def test_split_missing_part_raises_with_its_name(tmp_path):
@@ -641,6 +663,19 @@ def test_generate_command_gguf_equals_folder(words, words_folder, tmp_path, capf
     assert main(["generate", "the cat", "--model", str(model), *options]) == 0
     texts.append(capfd.readouterr().out)
   assert texts[0] == texts[1] and sorted(tmp_path.rglob("*")) == before, "no file is written"
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_generate_command_quantization_gguf_names_the_file_type(tmp_path, words_folder, capfd, kind):
+  """Like vLLM, also for a file without quantized weights."""
+  path = write_gguf(tmp_path / "words.gguf", words_folder, kind, tokenizer="llama")
+  options = ["generate", "the cat", "--model", str(path), "--max-tokens", "8", "--max-model-len", "64"]
+  assert main(options) == main([*options, "--quantization", "gguf"]) == 0
+  texts = capfd.readouterr().out.splitlines()
+  assert len(texts) == 2 and texts[0] == texts[1]
+  assert main([*options, "--quantization", "fp8"]) == 1
+  assert re.search(r"quantization='fp8' does not match .*words.gguf, which is (gguf|not quantized): use '(gguf|int8)'",
+                   capfd.readouterr().err)
 
 
 def test_missing_or_damaged_gguf_raises_with_path(tmp_path, capfd):

@@ -18,9 +18,10 @@ from tinyvllm import SamplingParams
 
 pytestmark = pytest.mark.browser
 KEY, LONG = "a key", 8000   # LONG: more tokens than a test waits for
-OWN_LINES = 477
+OWN_LINES = 847
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 ENGINE = ("--max-num-seqs", "1", "--max-num-batched-tokens", "1")   # one graph to capture
+FOLDED = "<think>\nplan **one**\n</think>\n\nthe answer"
 PHONE = {"viewport": {"width": 360, "height": 640}, "is_mobile": True, "has_touch": True}
 PAGE = Path(__file__).parents[1] / "examples/tinyvllm_extra/server/chat.html"
 SCRIPT = re.compile(r"<script[^>]*>(.*?)</script>", re.S)
@@ -47,6 +48,35 @@ def reverse(text): return text[::-1]   # a line that is too long for a phone, so
 - [x] done
 - [ ] open
 """
+# Code: language, source, expected colored spans
+CODE = {
+  "python": ('@cache\ndef f(x):\n  """Say "hi"."""\n  return x[1.5] + "a#b" # end', [
+    ("call", "@cache"), ("keyword", "def"), ("call", "f"), ("string", '"""Say "hi"."""'), ("keyword", "return"),
+    ("number", "1.5"), ("string", '"a#b"'), ("comment", "# end")]),
+  "js": ("/* a\n'b' */ const f = async () => g(`x ${1}`, 'it\\'s') // c", [
+    ("comment", "/* a\n'b' */"), ("keyword", "const"), ("keyword", "async"), ("call", "g"), ("string", "`x ${1}`"),
+    ("string", "'it\\'s'"), ("comment", "// c")]),
+  "Rust": ("fn main<'a>(x: &'a str) { let c = 'x'; 0..0xff }", [
+    ("keyword", "fn"), ("keyword", "let"), ("string", "'x'"), ("number", "0"), ("number", "0xff")]),
+  "cpp": ("#include <x>\nint a = 2;", [("call", "#include"), ("keyword", "int"), ("number", "2")]),
+  "json": ('{"a": ["b", 2, true]}', [("call", '"a"'), ("string", '"b"'), ("number", "2"), ("keyword", "true")]),
+  "yaml": ("on: yes # c\nurl: http://x#y", [("call", "on"), ("keyword", "yes"), ("comment", "# c"), ("call", "url")]),
+  "bash": ('for f in a#b; do echo "$f" $HOME; done # c', [
+    ("keyword", "for"), ("keyword", "in"), ("keyword", "do"), ("keyword", "echo"), ("string", '"$f"'), ("call", "$HOME"),
+    ("keyword", "done"), ("comment", "# c")]),
+  "sql": ("SELECT count(*) from t -- c", [
+    ("keyword", "SELECT"), ("call", "count"), ("keyword", "from"), ("comment", "-- c")]),
+  "html": ("<!-- c --><a href='x'>Don't</a>", [
+    ("comment", "<!-- c -->"), ("call", "<a"), ("string", "'x'"), ("call", ">"), ("call", "</a"), ("call", ">")]),
+  "css": ("a { color: red } /* c */", [("call", "color"), ("comment", "/* c */")]),
+  "diff": ("@@ 1\n-a\n+b", [("call", "@@ 1"), ("comment", "-a"), ("string", "+b")]),
+  "text": ("if x: return 'y'", []), "": ("if x: return 'y'", []), "constructor": ("if 1", []),
+}
+ALL_CODE = "\n".join(f"```{language}\n{source}\n```" for language, (source, _) in CODE.items())
+# Streamed deltas with two tool calls, whose arguments arrive in pieces
+CALLS = [{"index": 0, "id": "call-1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Pa'}},
+         {"index": 0, "function": {"arguments": 'ris", "days": 3}'}},
+         {"index": 1, "id": "call-2", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}]
 # Input that must be neutralized, one per line: markup, Markdown, and samples in the style of DOMPurify's test suite
 HOSTILE = [line.replace(r"\n", "\n").replace(r"\t", "\t") for line in r"""
 <script>broken=1</script>
@@ -98,9 +128,12 @@ HOSTILE = [line.replace(r"\n", "\n").replace(r"\t", "\t") for line in r"""
 <svg><foreignobject><p><style><p title="</style><iframe onload&#x3d;broken=1></iframe>">
 <img name=getElementById><a id=text name=text>x</a>
 <template><img src=x onerror=broken=1></template>
+```html\n<img src=x onerror='broken=1'><script>broken=1</script>\n```
 """.strip().splitlines()]
-TAGS = {"a", "blockquote", "br", "button", "code", "del", "div", "em", "h2", "hr", "li", "ol", "p", "pre", "strong",
-         "table", "tbody", "td", "th", "thead", "tr", "ul"}
+TAGS = {"a", "blockquote", "br", "code", "del", "em", "h2", "hr", "li", "ol", "p", "pre", "strong", "table", "tbody",
+        "td", "th", "thead", "tr", "ul"}
+PAGE_TAGS = {"button", "details", "div", "small", "span", "summary"}   # added by the page, with these attributes
+PAGE_ATTRIBUTES = {"aria-label", "class", "open", "role", "tabindex", "type"}
 # Fields of SamplingParams without a setting on the page: token ids, n, logprobs, structured outputs
 NOT_ON_PAGE = {"n", "stop_token_ids", "logit_bias", "allowed_token_ids", "logprobs", "prompt_logprobs",
                 "structured_outputs"}
@@ -227,8 +260,11 @@ def respond_with(page, path, **answer):
   page.route(f"**/v1/{path}", lambda route: route.fulfill(**answer))
 
 
-def chunk(text, finish_reason=None):
-  return {"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": finish_reason}], "usage": None}
+def chunk(text, finish_reason=None): return delta(finish_reason, content=text)
+
+
+def delta(finish_reason=None, **fields):
+  return {"choices": [{"index": 0, "delta": fields, "finish_reason": finish_reason}], "usage": None}
 
 
 def page_only(text):
@@ -243,7 +279,7 @@ def test_page_is_one_short_file_without_external_resources(server):
   response = server.http().get("/")
   assert response.status_code == 200 and response.headers["content-type"].startswith("text/html"), "no key needed"
   text = page_only(response.text)
-  assert text != response.text == PAGE.read_text() and len(response.text) < 130_000
+  assert text != response.text == PAGE.read_text() and len(response.text) < 145_000
   assert len(text.splitlines()) <= OWN_LINES
   assert max(map(len, text.splitlines())) <= 120
   assert not re.findall(r"(inner|outer|adjacent)HTML|document\.write|eval\(|https?:|\bsrc=|@import|url\(", text, re.I)
@@ -576,7 +612,7 @@ def test_phone_layout_fits_without_horizontal_scrolling(visit):
   assert not page.get_by_role("button", name="New chat").is_visible(), "the list of chats is closed again"
   fields = page.locator("input, select, textarea")
   sizes = fields.evaluate_all("all => all.map(x => parseFloat(getComputedStyle(x).fontSize))")
-  assert len(sizes) == 18 and min(sizes) >= 16, "a phone zooms into anything smaller"
+  assert len(sizes) == 23 and min(sizes) >= 16, "a phone zooms into anything smaller"
 
 
 def test_page_follows_prefers_color_scheme(visit):
@@ -656,6 +692,19 @@ def test_copy_buttons_copy_markdown_and_single_code_blocks(visit, clipboard):
   assert copy(page.get_by_role("article", name="You").get_by_role("button", name="Copy")) == "hello\nyou"
 
 
+def expect_only_safe_elements(part, markdown):
+  """Check that the page shows a part of an answer with harmless elements and attributes."""
+  elements = part.evaluate("""part => [...part.querySelectorAll("*")].map(x =>
+    [x.localName, x.namespaceURI, Object.fromEntries([...x.attributes].map(a => [a.name, a.value]))])""")
+  for tag, namespace, attributes in elements:
+    assert tag in TAGS | PAGE_TAGS and namespace.endswith("/xhtml"), (markdown, tag)
+    allowed = PAGE_ATTRIBUTES if tag in PAGE_TAGS else {"href", "target", "rel", "align", "start"}
+    assert attributes.keys() <= allowed, (markdown, attributes)
+    if "href" in attributes:
+      assert attributes["href"].startswith("http://e.test/"), (markdown, attributes)
+      assert (attributes["target"], attributes["rel"]) == ("_blank", "noopener noreferrer"), markdown
+
+
 @pytest.mark.parametrize("defenses", ["all", "sanitizer only"])
 def test_hostile_markdown_runs_no_script_and_sends_no_request(visit, server, defenses):
   page = visit()
@@ -670,19 +719,26 @@ def test_hostile_markdown_runs_no_script_and_sends_no_request(visit, server, def
     page.get_by_role("button", name="New chat").click()
     send(page, "hello")
     wait_for_answers(page)
-    elements = answers(page).evaluate("""article => [...article.firstElementChild.querySelectorAll("*")].map(x =>
-      [x.localName, x.namespaceURI, Object.fromEntries([...x.attributes].map(a => [a.name, a.value]))])""")
-    for tag, namespace, attributes in elements:
-      assert tag in TAGS and namespace.endswith("/xhtml"), (markdown, tag)
-      if tag in ("button", "div"): continue   # added by the page
-      assert attributes.keys() <= {"href", "target", "rel", "align", "start"}, (markdown, attributes)
-      if "href" in attributes:
-        assert attributes["href"].startswith("http://e.test/"), (markdown, attributes)
-        assert (attributes["target"], attributes["rel"]) == ("_blank", "noopener noreferrer"), markdown
+    expect_only_safe_elements(answers(page).locator("> div"), markdown)
     if defenses == "all" and markdown.startswith("<") and not re.search("[\n&]|<java", markdown):
       assert markdown in answer_text(page), "markup is shown as text"
   assert page.evaluate("window.broken") is None and len(page.frames) == 1
   assert page.url.rstrip("/#") == server.url and page.evaluate("typeof document.getElementById") == "function"
+
+
+def test_hostile_reasoning_tool_calls_and_languages_run_no_script(visit):
+  page = visit()
+  markdown = "\n\n".join(HOSTILE)
+  call = {"index": 0, "id": "1", "function": {"name": MARKUP, "arguments": json.dumps({MARKUP: markdown})}}
+  respond_with(page, "chat/completions", **events(
+    delta(reasoning_content=markdown), chunk(f"```{MARKUP}\nx\n```"), delta("tool_calls", tool_calls=[call])))
+  send(page, "hello")
+  wait_for_answers(page)
+  for summary in answers(page).locator("summary").all(): summary.click()
+  expect_only_safe_elements(answers(page), markdown)
+  expect(answers(page).locator("summary")).to_have_text(["Reasoning", f"Tool call: {MARKUP}"])
+  assert "<script>broken=1</script>" in answers(page).locator("details").first.text_content()
+  assert page.evaluate("window.broken") is None and len(page.frames) == 1
 
 
 def test_content_security_policy_blocks_what_the_sanitizer_would_miss(browser, server):
@@ -885,7 +941,7 @@ def test_failed_storage_shows_a_notice_and_page_works(visit, fault):
 
 def test_every_sampling_setting_is_sent_and_survives_reload(visit):
   page = visit()
-  names = set(page.locator("fieldset [name]").evaluate_all("all => all.map(x => x.name)")) - {"system"}
+  names = set(page.locator("fieldset [name]").evaluate_all("all => all.map(x => x.name)")) - {"system", "tools"}
   assert names == {field.name for field in dataclasses.fields(SamplingParams)} - NOT_ON_PAGE
   settings(page, max_tokens=9, min_tokens=1, temperature=0.5, top_p=0.9, top_k=40, min_p=0.05, presence_penalty=0.1,
            frequency_penalty=0.2, repetition_penalty=1.1, seed=7, bad_words="ugly", system_prompt="be kind")
@@ -951,9 +1007,9 @@ def test_every_control_is_reachable_with_the_keyboard(visit):
       return x.ariaLabel ?? (x.textContent.trim() || x.closest("label")?.textContent.trim())
     }"""))
     assert len(focused) < 100
-  assert {"Chats", "New chat", "hello", "Delete hello", "Settings", "Conversation", "Copy", "Edit", "Copy code", "Code",
+  assert {"Chats", "New chat", "Search chats", "hello", "Delete hello", "Import", "Export all", "Settings", "Conversation", "Copy", "Edit", "Copy code", "Code",
           "Table", "the docs", "Regenerate", "Message", "Send"} <= set(focused), focused
-  assert len([*page.locator("fieldset [name], #key").all()]) == 17
+  assert len([*page.locator("fieldset [name], #key").all()]) == 18
 
 
 @pytest.mark.parametrize("options", [{}, {"color_scheme": "dark"}, PHONE, {**PHONE, "color_scheme": "dark"}],
@@ -963,16 +1019,26 @@ def test_axe_finds_no_accessibility_violations(visit, options):
   def check(state):
     results = Axe().run(page)
     assert not results.violations_count, f"{state}: {results.generate_report()}"
+  serve_models(page, "first", "second")
+  page.reload()
+  settings(page)
   check("settings open")
   page.get_by_text("Settings", exact=True).click()
   check("empty")
-  respond_with(page, "chat/completions", **events(chunk(ANSWER, "stop")))
+  text = f"{ANSWER}\n{ALL_CODE}"
+  respond_with(page, "chat/completions", **events(
+    delta(reasoning=text), chunk(text), *(delta(tool_calls=[call]) for call in CALLS), delta("tool_calls")))
   send(page, "hello")
   wait_for_answers(page)
   check("a conversation")
-  if options.get("is_mobile"):
-    page.get_by_text("Chats", exact=True).click()
-    check("the list of chats")
+  for summary in answers(page).locator("summary").all(): summary.click()
+  check("reasoning and tool calls open")
+  if options.get("is_mobile"): page.get_by_text("Chats", exact=True).tap()
+  check("the list of chats")
+  page.get_by_label("Search chats").fill("nothing like it")
+  check("no chat found")
+  page.get_by_label("Search chats").fill("")
+  if options.get("is_mobile"): page.get_by_text("Chats", exact=True).tap()
   page.get_by_role("button", name="Edit").click()
   check("editing")
   page.keyboard.press("Escape")
@@ -981,3 +1047,282 @@ def test_axe_finds_no_accessibility_violations(visit, options):
   send(page, "more")
   expect(page.get_by_role("alert")).to_be_visible()
   check("an error")
+
+
+def spans(part):
+  """Return the class and text of each colored span."""
+  return [tuple(x) for x in part.locator("code span").evaluate_all("all => all.map(x => [x.className, x.textContent])")]
+
+
+def test_code_is_highlighted_by_its_language(visit):
+  page = visit()
+  respond_with(page, "chat/completions", **events(chunk(f"- item\n\n  ```py\n  if 1\n  ```\n\n{ALL_CODE}", "stop")))
+  send(page, "hello")
+  wait_for_answers(page)
+  nested, *blocks = answers(page).locator(".code").all()
+  assert spans(nested) == [("keyword", "if"), ("number", "1")]
+  for (language, (source, expected_spans)), block in zip(CODE.items(), blocks, strict=True):
+    assert spans(block) == expected_spans, language
+    assert block.locator("pre").text_content() == source + "\n"
+    expect(block.locator("small")).to_have_text(language)
+  colors = blocks[0].locator("code, code span").evaluate_all("all => all.map(x => getComputedStyle(x).color)")
+  assert len(set(colors)) == 6, "five colors and the text's"
+
+
+@pytest.mark.parametrize("deltas", [
+  [{"reasoning_content": "plan "}, {"reasoning_content": "**one**"}, {"content": "the answer"}],
+  [{"reasoning": "plan **one**"}, {"content": "the answer"}],
+  [{"content": FOLDED[:3]}, {"content": FOLDED[3:20]}, {"content": FOLDED[20:]}],
+  [{"content": FOLDED.removeprefix("<think>")}],   # the chat template has put <think> into the prompt
+], ids=["reasoning_content", "reasoning", "inline", "inline without start"])
+def test_reasoning_is_collapsed_and_not_sent_again(visit, deltas):
+  page = visit(permissions=["clipboard-read", "clipboard-write"])
+  respond_with(page, "chat/completions", **events(*(delta(**fields) for fields in deltas), delta("stop")))
+  send(page, "hello")
+  assert wait_for_answers(page) == "the answer"
+  thought = answers(page).get_by_text("plan one")
+  expect(thought).to_be_hidden()
+  answers(page).get_by_text("Reasoning", exact=True).click()
+  expect(thought).to_be_visible()
+  expect(thought.locator("strong")).to_have_text("one")
+  answers(page).get_by_role("button", name="Copy").click()
+  assert page.evaluate("navigator.clipboard.readText()") == "the answer"
+  page.reload()
+  assert wait_for_answers(page) == "the answer"
+  expect(thought).to_be_hidden()
+  send(page, "more")
+  wait_for_answers(page, 2)
+  assert page.posts[-1][1]["messages"][1] == {"role": "assistant", "content": "the answer"}
+
+
+@pytest.mark.parametrize("text", ["Write </think> to end.", "Use\n\n```\n<think>\n</think>\n```"])
+def test_answer_that_mentions_think_tags_is_not_folded(visit, text):
+  page = visit()
+  respond_with(page, "chat/completions", **events(chunk(text, "stop")))
+  send(page, "hello")
+  assert "</think>" in wait_for_answers(page)
+  expect(answers(page).locator("details")).to_have_count(0)
+
+
+def test_open_reasoning_stays_open_while_it_streams(visit):
+  page = visit()
+  page.add_init_script(FEED)
+  page.reload()
+  send(page, "hello")
+  page.evaluate("feed('<think>one')")
+  answers(page).get_by_text("Reasoning", exact=True).click()
+  page.evaluate("feed(' two</think>done')")
+  expect(answers(page).locator("> div")).to_have_text("done")
+  expect(answers(page).get_by_text("one two")).to_be_visible()
+  page.evaluate("feed(null)")
+  assert wait_for_answers(page) == "done"
+  expect(answers(page).get_by_text("one two")).to_be_visible()
+
+
+def test_tool_calls_are_shown_and_sent_again(visit):
+  page = visit()
+  tools = [{"type": "function", "function": {"name": "get_weather"}}]
+  settings(page, tools=json.dumps(tools))
+  respond_with(page, "chat/completions", **events(*(delta(tool_calls=[call]) for call in CALLS), delta("tool_calls")))
+  send(page, "hello")
+  assert wait_for_answers(page) == ""
+  assert page.posts[-1][1]["tools"] == tools
+  for reloaded in (False, True):
+    if reloaded: page.reload()
+    calls = answers(page).locator("details")
+    expect(calls.locator("summary")).to_have_text(["Tool call: get_weather", "Tool call: get_time"])
+    expect(calls.locator("pre").first).to_be_hidden()
+    calls.locator("summary").first.click()
+    expect(calls.locator("pre").first).to_be_visible()
+    assert calls.locator("pre").first.text_content() == '{\n  "city": "Paris",\n  "days": 3\n}'
+  page.unroute("**/v1/chat/completions")
+  settings(page, tools="")
+  send(page, "sunny")
+  assert wait_for_answers(page, 2), "the server accepts the conversation"
+  called = [{"name": "get_weather", "arguments": '{"city": "Paris", "days": 3}'}, {"name": "get_time", "arguments": "{}"}]
+  assert "tools" not in page.posts[-1][1]
+  assert page.posts[-1][1]["messages"][1] == {"role": "assistant", "content": "", "tool_calls": [
+    {"id": f"call-{i}", "type": "function", "function": function} for i, function in enumerate(called, 1)]}
+
+
+def test_invalid_tools_show_an_error_and_keep_the_question(visit):
+  page = visit()
+  for tools in ("{", '{"type": "function"}'):
+    settings(page, tools=tools)
+    send(page, "hello")
+    expect(page.get_by_role("alert")).to_contain_text("Tools must be a JSON list")
+    expect(page.get_by_label("Message")).to_have_value("hello")
+  assert not page.posts
+
+
+def start_chats(page, *questions):
+  """Start a chat with each question. The answer is the question in capital letters."""
+  for question in questions:
+    page.get_by_role("button", name="New chat").click()
+    page.unroute("**/v1/chat/completions")
+    respond_with(page, "chat/completions", **events(chunk(question.upper(), "stop")))
+    send(page, question)
+    wait_for_answers(page)
+
+
+def test_search_finds_chats_by_title_and_text(visit):
+  page = visit()
+  start_chats(page, "red apple", "green pear")
+  search = page.get_by_label("Search chats")
+  for words, titles in (("APPLE", ["red apple✕"]), (" pear ", ["green pear✕"]), ("re", ["green pear✕", "red apple✕"]),
+                        ("PEAR.", [])):
+    search.fill(words)
+    expect(chats(page)).to_have_text(titles)
+    expect(page.get_by_text("No chat has this text")).to_be_visible(visible=not titles)
+  page.unroute("**/v1/chat/completions")
+  respond_with(page, "chat/completions", **events(chunk("only in the **answer**", "stop")))
+  search.fill("")
+  send(page, "more")
+  wait_for_answers(page, 2)
+  page.keyboard.press("Control+k")
+  page.keyboard.type("in the **ANSWER")
+  expect(chats(page)).to_have_text(["green pear✕"])
+  page.keyboard.press("Escape")
+  expect(search).to_have_value("")
+  expect(chats(page)).to_have_count(2)
+
+
+def export(page, name, path):
+  """Click an export button, and save its file."""
+  with page.expect_download() as download: page.get_by_role("button", name=name, exact=True).click()
+  assert re.fullmatch(r"tinyvllm-chats-\d{4}-\d\d-\d\d\.json", download.value.suggested_filename)
+  download.value.save_as(path)
+  return json.loads(path.read_text())
+
+
+def import_file(page, path):
+  if not page.get_by_role("button", name="Import").is_visible(): page.get_by_text("Chats", exact=True).click()
+  with page.expect_file_chooser() as chooser: page.get_by_role("button", name="Import").click()
+  chooser.value.set_files(path)
+
+
+def test_exported_chats_can_be_imported_once(visit, tmp_path):
+  page = visit()
+  expect(page.get_by_role("button", name="Export all")).to_be_disabled()
+  start_chats(page, "red apple", "green pear")
+  page.unroute("**/v1/chat/completions")
+  respond_with(page, "chat/completions", **events(
+    delta(reasoning_content="plan one"), chunk("done"), delta("tool_calls", tool_calls=CALLS)))
+  send(page, "more")
+  wait_for_answers(page, 2)
+  file = export(page, "Export all", tmp_path / "chats.json")
+  assert file["format"] == "tinyvllm chats"
+  assert [[m["content"] for m in one["messages"]] for one in file["chats"]] == [
+    ["red apple", "RED APPLE"], ["green pear", "GREEN PEAR", "more", "done"]]
+  page.get_by_label("Search chats").fill("apple")
+  assert export(page, "Export 1 found", tmp_path / "found.json")["chats"] == file["chats"][:1]
+  other = visit(**PHONE)
+  import_file(other, tmp_path / "found.json")
+  expect(other.get_by_role("status")).to_have_text("1 of 1 chats imported.")
+  for imported in ("1 of 2", "0 of 2"):
+    import_file(other, tmp_path / "chats.json")
+    expect(other.get_by_role("status")).to_have_text(f"{imported} chats imported, the others are here already.")
+  other.reload()
+  other.get_by_text("Chats", exact=True).tap()
+  expect(chats(other)).to_have_text(["green pear✕", "red apple✕"])
+  other.get_by_role("button", name="green pear", exact=True).click()
+  assert wait_for_answers(other, 2) == "done"
+  expect(answers(other).last.locator("summary")).to_have_text(
+    ["Reasoning", "Tool call: get_weather", "Tool call: get_time"])
+  other.get_by_text("Chats", exact=True).tap()
+  assert export(other, "Export all", tmp_path / "again.json") == file
+
+
+QUESTION, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+
+@pytest.mark.parametrize("content, error", [
+  ("{", "it is not JSON"), (None, "no list of chats"), ({"format": "other", "chats": []}, "no list of chats"),
+  ({"chats": []}, "no list of chats"), ({"format": "tinyvllm chats", "chats": {}}, "no list of chats"),
+  ([None], "chat 1, messages must be a list"), ([{"messages": []}], "chat 1, messages must be a list"),
+  ([[QUESTION, REPLY], [REPLY]], 'chat 2, message 1: role must be "user"'),
+  ([[QUESTION, QUESTION]], 'chat 1, message 2: role must be "assistant"'),
+  ([[QUESTION, None]], 'message 2: role must be "assistant"'),
+  ([[{"role": "user", "content": ["q"]}]], "message 1: content must be a string"),
+  ([[QUESTION, {**REPLY, "reasoning": 1}]], "message 2: reasoning and stats must be strings"),
+  ([[QUESTION, {**REPLY, "calls": [{"name": "f"}]}]], "message 2: calls must be a list"),
+], ids=str)
+def test_import_of_a_wrong_file_shows_an_error_and_changes_nothing(visit, tmp_path, content, error):
+  page = visit()
+  if isinstance(content, list):
+    listed = [{"messages": one} if isinstance(one, list) else one for one in content]
+    content = {"format": "tinyvllm chats", "chats": [{"messages": [QUESTION, REPLY]}, *listed][-len(listed):]}
+  (tmp_path / "wrong.json").write_text(content if isinstance(content, str) else json.dumps(content))
+  import_file(page, tmp_path / "wrong.json")
+  expect(page.get_by_role("status")).to_contain_text(f"wrong.json was not imported: ")
+  expect(page.get_by_role("status")).to_contain_text(error)
+  expect(chats(page)).to_have_count(0)
+  assert not page.evaluate("Object.keys(localStorage).filter(x => x.includes('chat'))")
+
+
+def serve_models(page, *names):
+  page.unroute("**/v1/models")
+  respond_with(page, "models", json={"object": "list", "data": [{"id": name, "object": "model"} for name in names]})
+
+
+def test_model_picker_appears_for_several_models_and_selects_one(visit):
+  page = visit()
+  picker = page.get_by_role("combobox", name="Model", exact=True)
+  expect(picker).to_have_count(0)
+  respond_with(page, "chat/completions", **events(chunk("yes", "stop")))
+  send(page, "hello")
+  wait_for_answers(page)
+  assert "model" not in page.posts[-1][1]
+  serve_models(page, "words", "adapter")
+  page.reload()
+  expect(picker).to_have_value("words")
+  picker.select_option("adapter")
+  page.reload()
+  expect(picker).to_have_value("adapter")
+  send(page, "again")
+  wait_for_answers(page, 2)
+  assert page.posts[-1][1]["model"] == "adapter"
+  serve_models(page, "words", "other")
+  page.reload()
+  expect(picker).to_have_value("words")
+
+
+def test_theme_setting_overrides_prefers_color_scheme(visit):
+  page = visit(color_scheme="light")
+  def is_dark(): return page.locator("body").evaluate("x => getComputedStyle(x).backgroundColor") == "rgb(21, 23, 27)"
+  assert not is_dark()
+  page.get_by_label("Theme").select_option("dark")
+  assert is_dark()
+  page.reload()
+  assert is_dark()
+  settings(page)
+  page.get_by_label("Theme").select_option("system")
+  assert not is_dark()
+
+
+def test_drawer_on_a_phone_closes_by_escape_tap_outside_and_button(visit):
+  page = visit(**PHONE)
+  toggle, new = page.get_by_role("button", name="Chats"), page.get_by_role("button", name="New chat")
+  for close in (lambda: page.keyboard.press("Escape"), lambda: page.touchscreen.tap(350, 400), toggle.tap):
+    expect(toggle).to_have_attribute("aria-expanded", "false")
+    toggle.tap()
+    expect(toggle).to_have_attribute("aria-expanded", "true")
+    expect(new).to_be_focused()
+    page.locator("main").evaluate("x => x.querySelector('textarea').focus()")
+    expect(new).to_be_focused()   # the rest of the page is inert
+    close()
+    expect(new).to_be_hidden()
+  page.get_by_label("Message").focus()
+  expect(page.get_by_label("Message")).to_be_focused()
+
+
+def test_list_of_chats_can_be_hidden_on_a_wide_page(visit):
+  page = visit()
+  toggle, new = page.get_by_role("button", name="Chats"), page.get_by_role("button", name="New chat")
+  expect(new).to_be_visible()
+  toggle.click()
+  expect(new).to_be_hidden()
+  toggle.click()
+  expect(new).to_be_visible()
+  page.set_viewport_size({"width": 500, "height": 700})
+  expect(new).to_be_hidden()

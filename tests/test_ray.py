@@ -320,7 +320,7 @@ def test_string_arguments_of_serve_run_are_converted(ray_serve):
   engine, server, config = ray_serve.configs({"num_replicas": "2", "enable_prefix_caching": "false", "port": "80",
                                               "served_model_name": "7", "gpus_per_replica": "0.5", "dtype": "float32"})
   assert engine == {"enable_prefix_caching": False, "dtype": "float32"} and server.port == 80
-  assert (config.num_replicas, config.gpus_per_replica, server.served_model_name) == (2, 0.5, "7")
+  assert (config.num_replicas, config.gpus_per_replica, server.served_model_name) == (2, 0.5, ["7"])
 
 
 # Routing

@@ -30,8 +30,8 @@ CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 ENDLESS = {"temperature": 0.0, "max_tokens": 30000, "ignore_eos": True, "prompt": "the cat"}   # runs for a minute
 TYPES = {400: "BadRequestError", 401: "UnauthorizedError", 404: "NotFoundError", 405: "MethodNotAllowedError",
-         413: "RequestEntityTooLargeError", 429: "TooManyRequestsError", 500: "InternalServerError",
-         501: "NotImplementedError", 503: "ServiceUnavailableError"}
+         413: "RequestEntityTooLargeError", 429: "TooManyRequestsError", 431: "RequestHeaderFieldsTooLargeError",
+         500: "InternalServerError", 501: "NotImplementedError", 503: "ServiceUnavailableError"}
 KEY = {"Authorization": "Bearer secret"}
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Ann", "Bob"]}, "age": {"type": "integer", "minimum": 0,
                                                                                     "maximum": 99}},
@@ -463,13 +463,32 @@ def test_metrics_count_finish_reasons_per_choice_and_times_per_prompt(server, st
   assert increase["request_success_total{finished_reason=length}"] == 6
   times = [f"{name}_seconds" for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time",
                                           "request_prefill_time", "request_decode_time")]
-  for name in (*times, "request_prompt_tokens", "request_generation_tokens", "request_params_max_tokens"):
+  for name in (*times, "request_inference_time_seconds", "request_prompt_tokens", "request_generation_tokens",
+               "request_params_max_tokens", "request_params_n"):
     assert increase[f"{name}_count"] == 2, name
   latency, queue, prefill, decode = [increase[f"{name}_sum"] for name in times[1:]]
   assert min(queue, prefill, decode) > 0 and latency == pytest.approx(queue + prefill + decode)
+  assert increase["request_inference_time_seconds_sum"] == pytest.approx(prefill + decode)
+  assert increase["request_params_n_sum"] == 6
   assert increase["generation_tokens_total"] == increase["request_generation_tokens_sum"] == 24
   assert increase["prompt_tokens_total"] == increase["request_prompt_tokens_sum"] > 0
   assert increase["request_params_max_tokens_sum"] == 8
+
+
+def test_iteration_tokens_histogram_counts_tokens_of_each_step(server):
+  body = {"prompt": [[3, 1, 4, 1, 5, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5]], "max_tokens": 5, "ignore_eos": True}
+  increase = increases(server, lambda: post(server, "/v1/completions", body))
+  cached = increase["prefix_cache_hits_total"]
+  assert increase["iteration_tokens_total_sum"] == 6 + 9 + 2 * (5 - 1) - cached   # the last tokens are not computed
+  steps = increase["iteration_tokens_total_count"]
+  of_1, of_8, of_any = [increase[f"iteration_tokens_total_bucket{{le={size}}}"] for size in ("1.0", "8.0", "+Inf")]
+  assert 0 <= of_1 < of_8 == of_any == steps >= 5
+
+
+def test_cache_config_info_has_vllm_labels(server):
+  line, = re.findall("^tinyvllm:cache_config_info{(.*)} 1.0$", server.get("/metrics").text, re.M)
+  assert {'block_size="4"', 'cache_dtype="auto"', 'enable_prefix_caching="True"'} <= {*line.split(",")}
+  assert re.search(r'num_gpu_blocks="\d+"', line)
 
 
 def test_every_metric_has_a_help_text(server):
@@ -637,6 +656,7 @@ def test_health_version_and_chat_page_return_200(server):
   page = server.get("/")
   assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
   assert "<html" in page.text.lower()
+  assert page.headers["content-security-policy"] == "frame-ancestors 'none'", "ignored in a meta element"
 
 
 def test_tokenize_and_detokenize_equal_the_tokenizer(server, llm):
@@ -653,7 +673,7 @@ def test_tokenize_and_detokenize_equal_the_tokenizer(server, llm):
 def test_openapi_schema_has_every_route_and_field(server):
   schema = server.get("/openapi.json").json()
   assert {"/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health",
-          "/version", "/metrics"} <= set(schema["paths"])
+          "/ping", "/load", "/version", "/metrics"} <= set(schema["paths"])
   text = json.dumps(schema)
   for name in [*(f.name for f in dataclasses.fields(SamplingParams)), "stream_options", "include_usage", "priority",
                "user", "echo", "response_format", "top_logprobs", "max_completion_tokens", "add_special_tokens"]:
@@ -761,10 +781,12 @@ def test_body_other_than_json_object_is_400(server, path, content):
 
 def test_non_json_body_or_content_type_error_names_the_cause(server):
   def message_for(content, kind): return error_of(post(server, "/v1/completions", content=content, headers={
-    "Content-Type": kind}), 400)["message"]
+    "Content-Type": kind} if kind else {}), 400)["message"]
   assert "JSON" in message_for(b'{"prompt": ', "application/json")
   for kind in ("text/plain", "application/x-www-form-urlencoded"):   # curl -d sends the second by default
     assert "Content-Type: application/json" in message_for(b'{"prompt": "a"}', kind)
+    assert kind in message_for(b'{"prompt": "a"}', kind)
+  assert "no Content-Type: send the header Content-Type: application/json" in message_for(b'{"prompt": "a"}', None)
 
 
 @pytest.mark.parametrize("path,body", [
@@ -788,6 +810,29 @@ def test_too_long_prompt_is_400_and_runs_nothing(server, client, folder):
   with pytest.raises(openai.BadRequestError, match="maximum context length is 128 tokens"):
     client.chat.completions.create(model=folder.name, messages=[{"role": "user", "content": "the cat " * 100}])
   assert client.completions.create(model=folder.name, prompt=[5] * 127).usage.completion_tokens == 1
+
+
+LONG = "a" * 10**6
+
+
+@pytest.mark.parametrize("path,body", [
+  ("/v1/completions", {"prompt": LONG}), ("/tokenize", {"prompt": LONG}),
+  ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]})], ids=lambda x: str(x)[:30])
+def test_text_with_too_many_characters_is_400_before_encoding(server, path, body):
+  assert "at most 768 characters. However, the prompt has 1000" in error_of(post(server, path, body), 400)["message"]
+
+
+@pytest.mark.parametrize("fields,message", [
+  ({"stop": ["a"] * 129}, "stop has 129 entries: use at most 128"),
+  ({"stop": "a" * 20000}, "stop has 20000 characters: use at most 16384"),
+  ({"bad_words": ["a"] * 1025}, "bad_words has 1025 entries: use at most 1024"),
+  ({"stop_token_ids": [1] * 1025}, "stop_token_ids has 1025 entries"),
+  ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias has 1025 entries"),
+  ({"structured_outputs": {"regex": "ab" * 2**18 + "c"}}, "regex has 524289 characters: use at most 524288"),
+  ({"structured_outputs": {"choice": ["choice"] * 10**5}}, "choice has"),
+], ids=lambda x: str(x)[:30])
+def test_field_of_hostile_size_is_400_and_names_its_limit(server, fields, message):
+  assert message in error_of(post(server, "/v1/completions", {"prompt": "the cat", **fields}), 400)["message"]
 
 
 def test_invalid_stream_request_is_400_before_any_event(client, folder):
@@ -816,7 +861,8 @@ def test_missing_or_wrong_api_key_is_401(limited):
     with pytest.raises(openai.AuthenticationError) as e: limited.client(api_key=key).models.list()
     assert e.value.status_code == e.value.body["code"] == 401 and e.value.type == "UnauthorizedError"
   for headers in ({}, {"Authorization": "secret"}, {"Authorization": "Basic secret"}, {"Authorization": ""},
-                  {"Authorization": b"Bearer \xe9"}):
+                  {"Authorization": b"Bearer \xe9"}, {"Authorization": "Bearer"}, {"X-API-Key": "secret2"},
+                  {"X-API-Key": ""}, {"X-API-Key": "Bearer secret"}, {"X-API-Key": b"\xe9"}):
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
       error_of(post(limited, path, {"prompt": "a"}, headers=headers), 401)
     error_of(limited.get("/v1/models", headers=headers), 401)
@@ -824,6 +870,33 @@ def test_missing_or_wrong_api_key_is_401(limited):
     assert limited.get(path).status_code == 200
   assert [x.id for x in limited.client(api_key="secret").models.list()] == ["mine"]
   assert limited.client(api_key="secret").completions.create(model="mine", prompt="a", max_tokens=1).model == "mine"
+
+
+@pytest.mark.parametrize("headers", [{"Authorization": "bearer secret"}, {"Authorization": "BEARER secret"},
+                                     {"x-api-key": "secret"}, {"x-api-key": "secret", "Authorization": "Bearer other"}],
+                         ids=str)
+def test_api_key_in_any_accepted_header_is_200(limited, headers):
+  """Anthropic's clients send x-api-key."""
+  assert limited.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_api_key_with_non_ascii_characters_is_compared_as_utf8(folder, capsys):
+  key = "schl\xfcssel\u20ac"
+  with Server(folder, *flags(**SMALL), "--api-key", key) as server:
+    for headers in ({"Authorization": f"Bearer {key}".encode()}, {"x-api-key": key.encode()}):
+      assert server.get("/v1/models", headers=headers).status_code == 200
+    for headers in ({"Authorization": b"Bearer schl\xfcssel"}, {"x-api-key": "schluessel"}):
+      error_of(server.get("/v1/models", headers=headers), 401)
+    assert main(["generate", "the cat", "--url", server.url, "--api-key", key, "--max-tokens", "2"]) == 0
+  assert capsys.readouterr().out.startswith("the cat")
+
+
+def test_headers_over_64_kib_are_431_and_close_the_connection(server):
+  for path, size in (("/v1/models", 70_000), ("/health", 2**18)):
+    response = server.get(path, headers={"X-Padding": "a" * size})
+    assert "65536" in error_of(response, 431)["message"] and response.headers["connection"] == "close"
+  error_of(server.get("/v1/models", headers={f"X-{i}": "a" * 1000 for i in range(70)}), 431)
+  assert server.get("/v1/models", headers={"X-Padding": "a" * 60_000}).status_code == 200
 
 
 def test_body_over_limit_is_413_with_or_without_content_length(limited):
@@ -1031,6 +1104,26 @@ def preflight(server, origin):
   return server.request("OPTIONS", "/v1/completions", headers={
     "Origin": origin, "Access-Control-Request-Method": "POST",
     "Access-Control-Request-Headers": "authorization, content-type"})
+
+
+@pytest.mark.parametrize("words", [["[\"http://page.example\", \"http://b.example\"]"],
+                                   ["http://b.example", "[\"http://page.example\"]"]], ids=["list", "word and list"])
+def test_allowed_origins_accept_json_lists(folder, words):
+  with Server(folder, *flags(**SMALL), "--allowed-origins", *words, ready=False) as server:
+    for page in ("http://page.example", "http://b.example"):
+      assert preflight(server, page).headers["access-control-allow-origin"] == page
+    assert "access-control-allow-origin" not in preflight(server, "http://other.example").headers
+
+
+def test_allowed_origins_json_star_allows_every_origin(folder):
+  with Server(folder, *flags(**SMALL), "--allowed-origins", '["*"]', ready=False) as server:
+    assert preflight(server, "http://any.example").headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize("word", ["[*]", "[1]", '["a"'])
+def test_invalid_allowed_origins_are_exit_code_1(word, capsys):
+  assert main(["serve", "--allowed-origins", word]) == 1
+  assert f"allowed_origins={word!r}" in capsys.readouterr().err
 
 
 def test_cors_allows_only_the_allowed_origins(server, limited):

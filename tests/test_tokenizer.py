@@ -1,4 +1,5 @@
 """Encoding, decoding and incremental decoding with each kind of tokenizer."""
+import dataclasses
 import json
 import random
 
@@ -106,6 +107,16 @@ def test_core_tokenizer_equals_extension_on_plain_text(spm, tmp_path):
 
 def test_gguf_tokenizer_equals_tokenizer_json(bpe, gguf):
   for text in [*TEXTS, "".join(TEXTS)]: assert gguf.encode(text, False) == bpe.encode(text, False)
+
+
+def test_limit_text_refuses_long_text_without_encoding_it(tokenizer):
+  limited = dataclasses.replace(tokenizer)
+  limited.limit_text(4)
+  longest = max(map(len, limited.get_vocab()))
+  assert limited.max_characters == 4 * longest and limited.encode("a" * 4 * longest)
+  limited.encode_plain = None   # would raise TypeError
+  with pytest.raises(ValueError, match=f"at most {4 * longest} characters. However, the prompt has {4 * longest + 1}:"):
+    limited.encode("a" * (4 * longest + 1))
 
 
 def test_eos_token_id_is_read_from_files(tokenizer, tmp_path):

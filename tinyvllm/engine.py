@@ -238,22 +238,16 @@ class Engine(LoadedModel):
     self.scheduler.reset([seq for request in self.requests.values() for seq in request.sequences
                           if not seq.finish_reason and seq not in request.sequences[0].siblings])
 
-
-# Without the extension the first use of one of its methods raises ImportError
-Methods: Any = extended("methods", "Methods", type("Methods", (), {"__getattr__": lambda _, name: extension(name)}))
-
-
-class LLM(Methods, Engine):
-  """The engine, with methods that run requests to completion. Same arguments as Engine. The extension adds methods."""
+  # Requests to completion
 
   def generate(self, prompts: Prompt | list[Prompt], sampling_params: Params | list[Params] = None,
-               use_tqdm: bool = True) -> list[RequestOutput]:
-    """Complete one or several prompts, with one SamplingParams for all or one for each. Return outputs in prompt order.
-    Raises InputError, before any prompt runs, if one of them is invalid."""
+               use_tqdm: bool = True, priority: Any = 0) -> list[RequestOutput]:
+    """Complete one or several prompts, with one SamplingParams and priority (int) for all or a list with one for each.
+    Return outputs in prompt order. Raises InputError, before any prompt runs, if one of them is invalid."""
     prompts = prompts if isinstance(prompts, list) else [prompts]
-    params = sampling_params if isinstance(sampling_params, list) else [sampling_params] * len(prompts)
+    params, priorities = (x if isinstance(x, list) else [x] * len(prompts) for x in (sampling_params, priority))
     check(len(params) == len(prompts), f"sampling_params: {len(params)} for {len(prompts)} prompts: use 1 or one each")
-    requests = [self.make_request(uuid.uuid4().hex, *pair) for pair in zip(prompts, params, strict=True)]
+    requests = [self.make_request(uuid.uuid4().hex, *job) for job in zip(prompts, params, priorities, strict=True)]
     with self.driving(), contextlib.ExitStack() as aborts:
       for request in requests:
         aborts.callback(self.abort_request, request.request_id)
@@ -274,6 +268,14 @@ class LLM(Methods, Engine):
         while request.is_delivered: self.advance()
         yield request.output(delta=True)
     finally: self.abort_request(request.request_id)
+
+
+# Without the extension the first use of one of its methods raises ImportError
+Methods: Any = extended("methods", "Methods", type("Methods", (), {"__getattr__": lambda _, name: extension(name)}))
+
+
+class LLM(Methods, Engine):
+  """The engine, with methods that run requests to completion. Same arguments as Engine. The extension adds methods."""
 
 
 LLMEngine = LLM   # vLLM's name

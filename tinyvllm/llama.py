@@ -21,7 +21,7 @@ class Checkpoint:
   name of a file or tensor that is missing, unexpected or of the wrong shape."""
   def __init__(self, path: pathlib.Path):
     self.path = path
-    check(path.is_dir(), f"model='{path}' is not a folder: hf download {path} --local-dir FOLDER; GGUF: tinyvllm_extra")
+    check(path.is_dir(), f"model='{path}' is not a folder (or, with tinyvllm_extra, a GGUF file or a name ORG/NAME)")
     self.generation_config = read_json(path / "generation_config.json")
     self.hf_config = read_json(path / "config.json") | self.generation_config   # may list more end tokens
 

@@ -14,6 +14,12 @@ curl() { command curl --silent --show-error --fail-with-body --max-time 120 "$@"
 title "Health: HTTP 200, or 503 until the model is loaded"
 curl "$url/health"
 
+title "Health, for SageMaker"
+curl "$url/ping"
+
+title "Number of unfinished requests"
+curl "$url/load"
+
 title "Version"
 curl "$url/version"
 

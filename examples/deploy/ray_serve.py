@@ -5,7 +5,7 @@
 A replica is the server's app with its own engine. An ingress reads each request, forwards it to the replica of its
 conversation, and streams the response back. The ingress stores no request: if a replica dies, its requests get HTTP
 503, or a closed connection if their response has started."""
-import argparse, asyncio, contextlib, dataclasses, hashlib, json, os, pathlib, random, re, signal
+import argparse, asyncio, contextlib, dataclasses, hashlib, json, os, random, re, signal
 import socket, sys
 from collections.abc import AsyncIterator
 from typing import Any, get_args
@@ -29,10 +29,12 @@ from tinygrad import Device
 from tinyvllm import SamplingParams
 from tinyvllm.config import EngineConfig, Options, check, option
 from tinyvllm_extra.cli import FAILURES
-from tinyvllm_extra.flags import NO_EFFECT, add_flags, select_options, set_log_level, without_no_effect
+from tinyvllm_extra import hub
+from tinyvllm_extra.flags import add_flags, parse_flags, select_options, set_log_level
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.server.app import Server, ServerConfig, check_port
 from tinyvllm_extra.server.protocol import error_response
+from tinyvllm_extra.vllm_options import NO_EFFECT, ModelOptions, split_options
 from tinyvllm_extra.weights import open_checkpoint
 
 NAME = "tinyvllm"   # application name
@@ -210,20 +212,22 @@ class Ingress:
 
 def parse_option(value: Any, value_type: Any) -> Any:
   """Convert an option to its field's type: `serve run` passes strings."""
-  if not isinstance(value, str) or str in (value_type, *get_args(value_type)): return value
+  types = (value_type, *get_args(value_type))
+  if not isinstance(value, str) or str in types or list[str] in types and value[:1] != "[": return value
   try: return json.loads(value)
   except ValueError: return value
 
 
 def configs(args: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig, RayConfig]:
   """Return the options of the engine, the server and Ray. Raises ValueError for errors unrelated to the model."""
-  classes = (EngineConfig, ServerConfig, RayConfig)
-  types = {field.name: field.type for x in classes for field in dataclasses.fields(x)}
+  types = {field.name: field.type for x in (EngineConfig, ModelOptions, ServerConfig, RayConfig)
+           for field in dataclasses.fields(x)}
   for name in args: check(name in {"model", "log_level", *types, *NO_EFFECT}, f"{name}: unknown option")
   args = {name: parse_option(x, types.get(name)) for name, x in args.items() if x is not None}
-  engine, server, own = (select_options(args, x) for x in classes)
-  EngineConfig(**without_no_effect(engine))
+  engine, server, own = (select_options(args, x) for x in (EngineConfig, ServerConfig, RayConfig))
+  split_options(engine)
   check("prefix_cache_file" not in server, "prefix_cache_file: not supported, as all replicas would write it")
+  for name in ("uds", "ssl_certfile"): check(name not in server, f"{name}: not supported by ingresses: leave it out")
   return engine, ServerConfig(**{"api_key": os.environ.get("TINYVLLM_API_KEY"), **server}), RayConfig(**own)
 
 
@@ -233,8 +237,8 @@ def app(args: dict[str, Any]) -> Any:
   engine, server, own = configs(args)
   folder = args.get("model")
   if folder:
-    folder = str(pathlib.Path(folder).expanduser().resolve())   # replicas have another working directory
-    path = pathlib.Path(folder)
+    path = hub.local_path(folder, **engine).resolve()   # replicas have another working directory
+    if not hub.is_name(folder): folder = str(path)      # replicas on other machines download it again
     find_model(open_checkpoint(path).hf_config, path)   # raises InputError for an unsupported model
   seqs = engine.get("max_num_seqs", EngineConfig.max_num_seqs)
   # `serve run` calls this before Ray starts: look at this machine instead of the cluster
@@ -276,8 +280,8 @@ def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description="Run an OpenAI-compatible HTTP server with several replicas.",
                                    argument_default=argparse.SUPPRESS)
   parser.add_argument("model", nargs="?", help=argparse.SUPPRESS)   # or --model
-  add_flags(parser, EngineConfig, ServerConfig, RayConfig)
-  args = {"port": ServerConfig.port, **vars(parser.parse_args(argv))}
+  add_flags(parser, EngineConfig, ModelOptions, ServerConfig, RayConfig)
+  args = {"port": ServerConfig.port, "log_level": "info", **parse_flags(parser, sys.argv[1:] if argv is None else argv)}
   set_log_level(args)
   try:
     _, server, _ = configs(args)

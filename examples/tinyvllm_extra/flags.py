@@ -1,31 +1,37 @@
-"""Options: flags of the option dataclasses with grouped help texts, vLLM's options that have no effect here, and the
-log level."""
+"""The command line: flags of the option dataclasses with grouped help texts, flags of vLLM, and the log level."""
 import argparse, dataclasses, json, logging, re
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from tinyvllm.config import EngineConfig, check, logger
+from tinyvllm.config import EngineConfig, logger
+from tinyvllm_extra.vllm_options import LISTS, NO_EFFECT, ModelOptions, expand, parse_value, read_config
 
 # Groups of --help; flags after the bar are rare: only --help-all shows them
 GROUPS = {
-  "Model": "dtype quantization tensor_parallel_size | enforce_eager cudagraph_capture_sizes",
+  "Model": """dtype quantization tensor_parallel_size | enforce_eager cudagraph_capture_sizes chat_template
+    default_chat_template_kwargs revision download_dir""",
   "Memory": """max_model_len gpu_memory_utilization kv_cache_dtype enable_prefix_caching | block_size
     num_gpu_blocks_override prefix_cache_file""",
   "Scheduling": "max_num_seqs max_num_batched_tokens | scheduling_policy max_queue",
-  "Decoding": """max_tokens temperature top_k top_p seed stop speculative_config | generation_config min_p
+  "Decoding": """max_tokens temperature top_k top_p seed stop speculative_config | generation_config
+    override_generation_config min_p
     stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens min_tokens repetition_penalty
     presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words logprobs prompt_logprobs
     structured_outputs""",
   "Server": """host port api_key served_model_name | request_timeout shutdown_timeout max_body_size stream_interval
-    allowed_origins strict_fields trust_request_chat_template"""}
-# vLLM's options without an effect, and the values at which that is true (...: at any)
-NO_EFFECT: dict[str, list] = {name: values for names, values in {   # type: ignore[misc]   # lists of anything
-  "pipeline_parallel_size data_parallel_size": [1], "cpu_offload_gb": [0], "enable_chunked_prefill": [True, None],
-  "tokenizer revision tokenizer_revision hf_token hf_overrides distributed_executor_backend": [None],
-  "tokenizer_mode load_format config_format device": ["auto"], "task runner": ["auto", "generate"],
-  "trust_remote_code disable_log_stats disable_custom_all_reduce": [True, False],
-  "enable_lora skip_tokenizer_init disable_sliding_window": [False],
-  "swap_space download_dir max_seq_len_to_capture": [...]}.items() for name in names.split()}
+    allowed_origins strict_fields trust_request_chat_template reasoning_parser tool_call_parser root_path uds
+    ssl_certfile ssl_keyfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"""}
+
+def integer(text: str) -> int | None:
+  """Parse an int. As in vLLM, 1k is 1000, 1K is 1024, 25.6k is 25600, and auto is None."""
+  if text == "auto": return None
+  number, unit = re.fullmatch(r"(.*?)([kmgtKMGT]?)", text, re.DOTALL).groups()   # type: ignore[union-attr]
+  if not unit: return int(number)
+  base = 1000 if unit.islower() else 1024
+  return int(float(number) * base**(1 + "kmgt".index(unit.lower())))
+
+
+PARSERS: dict[Any, Any] = {int: integer}   # by type of a field
 
 
 def parsing_of(field: dataclasses.Field) -> dict[str, Any]:
@@ -34,10 +40,11 @@ def parsing_of(field: dataclasses.Field) -> dict[str, Any]:
   if value_type is bool: return {"action": argparse.BooleanOptionalAction}
   if get_origin(value_type) is list:
     item, = get_args(value_type)
-    return {"nargs": "+", "type": item, "action": "extend", "metavar": item.__name__.upper()}
+    return {"nargs": "+", "type": PARSERS.get(item, item), "action": "extend", "metavar": item.__name__.upper()}
   if value_type not in (int, float, str): return {"type": json.loads, "metavar": "JSON"}
   choices = field.metadata["choices"]
-  return {"type": value_type, "metavar": f"{{{','.join(choices)}}}" if choices else value_type.__name__.upper()}
+  metavar = f"{{{','.join(choices)}}}" if choices else value_type.__name__.upper()
+  return {"type": PARSERS.get(value_type, value_type), "metavar": metavar}
 
 
 def help_of(field: dataclasses.Field) -> str:
@@ -49,10 +56,11 @@ def help_of(field: dataclasses.Field) -> str:
 
 
 class HelpFormatter(argparse.HelpFormatter):
-  """Help in two columns. The two flags of a bool are shown as --[no-]NAME."""
+  """Help in two columns. The two flags of a bool are shown as --[no-]NAME, a long list of choices in part."""
   def __init__(self, prog: str): super().__init__(prog, max_help_position=32)
   def _format_action_invocation(self, action: argparse.Action) -> str:
-    return re.sub(r"--(\S+), --no-\1", r"--[no-]\1", super()._format_action_invocation(action))
+    text = re.sub(r"--(\S+), --no-\1", r"--[no-]\1", super()._format_action_invocation(action))
+    return text if len(text) <= 78 else f"{text[:text.rindex(',', 0, 73)]},...}}"
 
 
 class HelpAll(argparse.Action):
@@ -69,35 +77,43 @@ def add_flags(command: argparse.ArgumentParser, *option_classes: Any) -> None:
   def add(group: Any, name: str, text: str, is_rare: bool, **form: Any) -> None:
     group.add_argument(flag_of(name), help=argparse.SUPPRESS if is_rare else text, **form).rare_help = text
   command.formatter_class = HelpFormatter
+  command.allow_abbrev = False   # `--config x` would set --config-format
   command.add_argument("--help-all", action=HelpAll, nargs=0, help="Show rare flags, too, and exit")
   levels = ["debug", "info", "warning", "error"]
-  add(command, "log_level", "Lowest level to log (default: info)", True, choices=levels, default="info")
+  add(command, "log_level", "Lowest level to log (default: info)", True, choices=levels)
   fields = {field.name: field for x in reversed(option_classes) for field in dataclasses.fields(x)}
   fields.pop("n", None)   # a terminal shows one sample
   other = " ".join(name for name in fields if name not in " ".join(GROUPS.values()).split())
   for title, names in {**GROUPS, "Other": other}.items():
     group = command.add_argument_group(title)
-    if title == "Model": add(group, "model", "Model folder or GGUF file (default: bundled)", False)
+    if title == "Model": add(group, "model", "Folder, GGUF file or ORG/NAME[:TYPE] (default: bundled)", False)
     common, _, rare = names.partition("|")
     for name in [name for name in [*common.split(), *rare.split()] if name in fields]:
       add(group, name, help_of(fields[name]), name in rare.split(), **parsing_of(fields[name]))
-  def value(text: str) -> Any: return int(text) if text.isdecimal() else text
   for name, values in NO_EFFECT.items():
-    form: Any = {"action": argparse.BooleanOptionalAction} if isinstance(values[0], bool) else {"type": value}
+    form: Any = {"action": argparse.BooleanOptionalAction} if isinstance(values[0], bool) else {
+      "type": parse_value, **({"nargs": "+"} if name in LISTS else {})}
     command.add_argument(flag_of(name), help=argparse.SUPPRESS, **form)
 
 
 def flag_of(name: str) -> str: return "--" + name.replace("_", "-")
 
 
+def parse_flags(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:
+  """Parse a command line in vLLM's syntax. The options of `--config FILE` apply unless the command line has them."""
+  args = vars(parser.parse_args(expand(argv)))
+  return {**vars(parser.parse_args(read_config(args.pop("config")))), **args} if "config" in args else args
+
+
 def select_options(args: dict[str, Any], option_class: Any) -> dict[str, Any]:
-  """Return the fields of an option dataclass that the command line sets."""
-  names = [field.name for field in dataclasses.fields(option_class)] + [*NO_EFFECT] * (option_class is EngineConfig)
+  """Return the fields of an option dataclass that the command line sets. EngineConfig: all options of LLM."""
+  names = [field.name for field in dataclasses.fields(option_class)]
+  if option_class is EngineConfig: names += [*ModelOptions.__match_args__, *NO_EFFECT]
   return {name: args[name] for name in names if name in args}
 
 
 def set_log_level(args: dict[str, Any]) -> None:
-  if args["log_level"] != "info": logger.setLevel(args["log_level"].upper())
+  if "log_level" in args: logger.setLevel(args["log_level"].upper())
 
 
 def setup_logging() -> None:
@@ -105,12 +121,3 @@ def setup_logging() -> None:
   if logger.hasHandlers(): return
   logger.addHandler(logging.StreamHandler())
   logger.setLevel(logger.level or logging.INFO)
-
-
-def without_no_effect(options: dict[str, Any]) -> dict[str, Any]:
-  """Remove vLLM's options that have no effect here. Raises InputError for one of them with another value."""
-  for name in options.keys() & NO_EFFECT.keys():
-    values = NO_EFFECT[name]
-    check(options[name] in values or ... in values,
-          f"{name}={options[name]!r} is not supported, only {' or '.join(map(repr, values))}")
-  return {name: value for name, value in options.items() if name not in NO_EFFECT}

@@ -1,5 +1,5 @@
 """Loads GGUF files (github.com/ggml-org/ggml, docs/gguf.md), which hold the config, the tokenizer and the weights.
-Quantized weights keep their bits: q * scale + offset in groups of inputs, with scale and offset in float16."""
+Quantized weights keep their values: q * scale + offset in groups of inputs."""
 import dataclasses, itertools, math, mmap, os, pathlib, struct
 from collections.abc import Sequence
 from typing import Any
@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.config import InputError, check
+from tinyvllm.llama import Llama
 
 from . import weights
 from .gguf_tokenizer import make_tokenizer
 from .gguf_types import OTHER_TYPES, TYPES, Format, TensorType, common_format, decode
 from .huggingface import Tokenizer
-from .quantization import Matrix, Quantized
+from .quantization import Matrix, Quantized, narrow
 
 # Metadata key without the architecture's prefix -> field of config.json. The first five are required
 KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
@@ -48,11 +49,11 @@ class StoredTensor(weights.StoredTensor):
     return data if self.row_order is None else data[self.row_order]
 
   def read_quantized(self, target: Format) -> Quantized:
-    """Return the weight in this format: exact, except that scales and offsets are rounded to float16."""
+    """Return the weight in this format, with the exact values."""
     q, scale, offset = decode(self.tensor_type, self.read())
     repeats = q.shape[1] // target.group_size // scale.shape[1]   # a group of 32 becomes two of 16
-    scale = scale.astype("<f2").repeat(repeats, 1)
-    if offset is not None: offset = offset.astype("<f2").repeat(repeats, 1)
+    scale = narrow(scale).repeat(repeats, 1)
+    if offset is not None: offset = narrow(offset).repeat(repeats, 1)
     elif target.bits == 4:   # from -8..7 to 0..15
       q += np.int8(8)
       offset = -8 * scale
@@ -174,6 +175,7 @@ def read_config(path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str,
   end_tokens = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
   return config | {
     "architectures": [ARCHITECTURES[arch]], "model_type": arch, "hidden_act": "silu",
+    "dtype": {"F16": "float16", "BF16": "bfloat16"}.get(tensors["token_embd.weight"].tensor_type.name),
     "vocab_size": tensors["token_embd.weight"].shape[0], "tie_word_embeddings": "output.weight" not in tensors,
     "attention_bias": "blk.0.attn_output.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     "eos_token_id": [token for token in end_tokens if token is not None]}
@@ -211,6 +213,8 @@ class Checkpoint(weights.Checkpoint):
 
   method = property(lambda self: "gguf" if any(x.tensor_type.quant_format for x in self.all_tensors.values()) else None)
   def stored_tensors(self) -> dict[str, Any]: return dict(self.all_tensors)
+  def load(self, model: Llama, quantization: str | None = None) -> None:   # "gguf" is any file, as in vLLM
+    super().load(model, None if quantization == "gguf" else quantization)
   def format_of(self, tensor: Any) -> str: return f"GGUF {tensor.tensor_type.name}"
   def tokenizer(self) -> Tokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
 

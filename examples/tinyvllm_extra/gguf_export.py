@@ -111,7 +111,7 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
 def main(argv: list[str]) -> int:
   """Run `tinyvllm convert` and return 0. Raises InputError as `convert` does."""
   parser = argparse.ArgumentParser(prog="tinyvllm convert", description="Convert a GGUF file to a model "
-                                   "folder. Quantized weights stay quantized.")
+                                   "folder. Quantized weights stay quantized.", allow_abbrev=False)
   parser.add_argument("file", type=pathlib.Path, help="GGUF file to read")
   parser.add_argument("folder", type=pathlib.Path, help="Folder to write, new or empty")
   args = parser.parse_args(argv)

@@ -1,6 +1,6 @@
 """Tokenizers with special tokens, from sentencepiece's tokenizer.model or Hugging Face's tokenizer.json (tokenizers),
 and chat templates (jinja2)."""
-import dataclasses, functools, itertools, pathlib, re
+import dataclasses, functools, itertools, math, pathlib, re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +20,8 @@ class Tokenizer(tokenizer.Tokenizer):
   special_ids: set[int]         # removed by skip_special_tokens
   config: dict[str, Any]        # tokenizer_config.json
   library: Any = None           # the tokenizers.Tokenizer or SentencePieceProcessor
+  max_tokens: float = math.inf       # of a text to encode
+  max_characters: float = math.inf   # of that text
 
   def __post_init__(self) -> None:
     self.config = {k: v.get("content", v) if isinstance(v, dict) else v for k, v in self.config.items()}
@@ -27,9 +29,22 @@ class Tokenizer(tokenizer.Tokenizer):
     bos = self.config.get("add_bos_token") and self.config.get("bos_token")
     self.prefix = [self.added_tokens[bos]] if bos in self.added_tokens else []
 
+  bos_token_id = property(lambda self: self.added_tokens.get(self.config.get("bos_token")))
   eos_token_id = property(lambda self: self.added_tokens.get(self.config.get("eos_token")))
 
+  def get_vocab(self) -> dict[str, int]:
+    """Return all tokens with their ids, as the library spells them."""
+    if hasattr(self.library, "get_vocab"): return self.library.get_vocab()
+    return {self.library.IdToPiece(i): i for i in range(self.library.GetPieceSize())} | self.added_tokens
+
+  def limit_text(self, max_tokens: int) -> None:
+    """Let `encode` refuse texts that exceed `max_tokens` of the longest token, because encoding them takes seconds."""
+    self.max_tokens = max_tokens
+    self.max_characters = max_tokens * max(map(len, self.get_vocab()))
+
   def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    check(len(text) <= self.max_characters, f"This model's maximum context length is {self.max_tokens} tokens, at most "
+          f"{self.max_characters} characters. However, the prompt has {len(text)}: shorten it or raise max_model_len")
     ids = self.encode_plain(tokenizer.checked_unicode(text), add_special_tokens and "add_bos_token" not in self.config)
     return self.prefix + ids if add_special_tokens and ids[:1] != self.prefix else ids
 
@@ -115,5 +130,6 @@ def encode(converter: Tokenizer, messages: list[dict[str, Any]], template: dict[
 def wrap(library: Any, config: dict[str, Any]) -> Tokenizer:
   """Make a Tokenizer from a tokenizers.Tokenizer."""
   special_ids = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
-  return Tokenizer(lambda text, special: library.encode(text, add_special_tokens=special).ids, library.decode,
-                   special_ids, set(special_ids.values()), config, library)
+  def encode(text: str, special: bool) -> list[int]:   # a batch, because other threads run in the meantime
+    return library.encode_batch_fast([text], add_special_tokens=special)[0].ids
+  return Tokenizer(encode, library.decode, special_ids, set(special_ids.values()), config, library)

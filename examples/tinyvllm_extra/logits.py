@@ -44,7 +44,14 @@ class SamplingParams(request.SamplingParams):
   prompt_logprobs: int | None = option(None, "Log probabilities per prompt token (default: off)", min=0, max=20)
   structured_outputs: Any = option(None, 'Required format, as in {"regex": "[0-9]+"} (default: any)')
 
-  def __post_init__(self) -> None:
+  # vLLM's parameters that are neither flags nor request fields. detokenize=False: leave the text empty
+  best_of: dataclasses.InitVar[int | None] = None
+  detokenize: dataclasses.InitVar[bool] = True
+
+  def __post_init__(self, best_of: int | None, detokenize: bool) -> None:   # type: ignore[override]
+    check(best_of in (None, self.n), f"best_of={best_of!r} is not supported, only n={self.n}: leave it out")
+    check(detokenize or not self.stop, "detokenize=False conflicts with stop: use stop_token_ids")
+    vars(self)["detokenize"] = detokenize
     if isinstance(self.logit_bias, dict):   # JSON has keys of type str
       vars(self)["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
       invalid = [i for i in self.logit_bias if type(i) is not int]

@@ -1,16 +1,18 @@
 """Further methods of `tinyvllm.LLM`: chat, metrics, graph capture, prefix cache files and vLLM's names."""
-import pathlib, time
+import pathlib, time, types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.backend import Backend
+from tinyvllm.config import check
 from tinyvllm.request import RequestOutput
 from tinyvllm.runner import Results
 from tinyvllm_extra.huggingface import Tokenizer
 
-from . import graphs, metrics, prefix_cache
+from . import beam_search, graphs, hub, metrics, prefix_cache
 from .logits import SamplingParams
-from .flags import setup_logging, without_no_effect
+from .flags import setup_logging
+from .vllm_options import check_no_lora, log_ignored, split_options
 
 if TYPE_CHECKING:
   from tinyvllm.engine import Engine, Params, Prompt, Request
@@ -29,11 +31,24 @@ class Methods(Engine):
   capture = graphs.capture
   save_prefix_cache = prefix_cache.save_prefix_cache
   load_prefix_cache = prefix_cache.load_prefix_cache
+  beam_search = beam_search.beam_search
   llm_engine = property(lambda self: self)   # vLLM's attribute
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
+    """Like Engine's. model: also a name on the Hugging Face hub; revision, download_dir: see hub.local_path."""
     setup_logging()
-    super().__init__(model, backend=backend, **without_no_effect(options))
+    engine_options, own = split_options(options, model)
+    log_ignored(options)
+    path = hub.local_path(model, **options) if model else None
+    super().__init__(path, backend=backend, **engine_options)
+    self.tokenizer.config |= own.template_variables()
+    self.sampling_defaults |= own.sampling_defaults()
+
+  def make_request(self, request_id: str, prompt: "Prompt", params: "Params" = None, priority: int = 0) -> "Request":
+    request = super().make_request(request_id, prompt, params, priority)
+    if not getattr(params, "detokenize", True):
+      for stream in request.streams: stream.tokenizer = types.SimpleNamespace(decode=lambda *_: "")
+    return request
 
   def add_request(self, request_id: str, prompt: "Prompt", params: "Params" = None, priority: int = 0) -> None:
     """Queue a request; see make_request. Raises InputError for a request that can never run."""
@@ -55,8 +70,17 @@ class Methods(Engine):
     return outputs
 
   def _update(self, results: Results) -> None:
-    self.scheduler.counters.update(scheduled=len(results.step.computed))
+    self.scheduler.count_step(results.step.computed)
     super()._update(results)
+
+  def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True,
+               priority: int | list[int] | None = None, lora_request: None = None) -> list[RequestOutput]:
+    """Engine.generate with vLLM's other arguments. prompts, sampling_params: one, or a list or tuple."""
+    check_no_lora(lora_request)
+    prompts, params = ([*x] if isinstance(x, tuple) else x for x in (prompts, sampling_params))
+    count = len(prompts) if isinstance(prompts, list) else 1
+    check(not isinstance(priority, list) or len(priority) == count, f"priority={priority!r} must have length {count}")
+    return super().generate(prompts, params, use_tqdm, priority or 0)
 
   def chat(self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
            sampling_params: "Params | list[Params]" = None, use_tqdm: bool = True,
@@ -66,7 +90,7 @@ class Methods(Engine):
     chats: Any = messages if messages and isinstance(messages[0], list) else [messages]
     options = template | (chat_template_kwargs or {})
     prompts = [{"messages": chat, "template": options} for chat in chats]
-    return self.generate(prompts, sampling_params, use_tqdm)   # type: ignore[attr-defined]   # LLM has it
+    return self.generate(prompts, sampling_params, use_tqdm)
 
   def get_tokenizer(self) -> Tokenizer: return self.tokenizer
   def get_default_sampling_params(self) -> SamplingParams: return SamplingParams(**self.sampling_defaults)

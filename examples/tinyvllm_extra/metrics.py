@@ -1,5 +1,5 @@
 """Metrics of requests and of a running engine. The core's scheduler collects none."""
-import collections, dataclasses, math, time
+import bisect, collections, dataclasses, math, time
 from typing import TYPE_CHECKING, Any
 
 from tinyvllm.config import EngineConfig, logger
@@ -7,6 +7,8 @@ from tinyvllm.request import Sequence
 from tinyvllm.scheduler import BlockManager, Scheduler
 
 if TYPE_CHECKING: from .methods import Methods
+
+STEP_SIZES = (1, *(2**i for i in range(3, 15)), math.inf)   # upper limits, in tokens
 
 
 @dataclasses.dataclass
@@ -36,7 +38,8 @@ class MeteredScheduler(Scheduler):
     super().__init__(config, blocks)
     self.counters = collections.Counter(
       steps=0, scheduled=0, seconds=0, num_preemptions=0, prompt_tokens=0, generation_tokens=0, requests_finished=0,
-      prefix_cache_queries=0, prefix_cache_hits=0)
+      prefix_cache_queries=0, prefix_cache_hits=0, step_tokens=0)
+    self.step_sizes = dict.fromkeys(STEP_SIZES, 0)   # number of steps by size
 
   def start(self, seq: Sequence, free_slots: set[int]) -> bool:
     if not super().start(seq, free_slots): return False
@@ -59,20 +62,30 @@ class MeteredScheduler(Scheduler):
     super().update(computed, sampled)
     self.counters.update(generation_tokens=len(sampled))
 
+  def count_step(self, computed: dict[Sequence, range]) -> None:
+    num_tokens = sum(map(len, computed.values()))
+    self.step_sizes[STEP_SIZES[bisect.bisect_left(STEP_SIZES, num_tokens)]] += 1
+    self.counters.update(scheduled=len(computed), step_tokens=num_tokens)
+
   def finish(self, seq: Sequence, reason: str) -> None:
     seq.metrics.finished_time = time.monotonic()
     super().finish(seq, reason)
 
 
 def get_metrics(engine: "Methods") -> dict[str, Any]:
-  """Return counters since startup, rates over the time spent in steps, and the numbers of blocks and sequences."""
+  """Return counters since startup, rates over the time spent in steps, the numbers of blocks and sequences, and the
+  options of the KV cache under vLLM's names."""
   counters = engine.scheduler.counters
   blocks = engine.blocks
   seconds = counters["seconds"] or 1
+  options = ("block_size", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks_override")
+  cache_config = {"cache_dtype": engine.config.kv_cache_dtype, "num_gpu_blocks": blocks.num_blocks,
+                  **{name: getattr(engine.config, name) for name in options}}
   return {**counters, **(engine.proposer.metrics() if engine.proposer else {}), "blocks_used": blocks.num_used(),
           "blocks_free": blocks.num_free(), "blocks_cached": len(blocks.evictable),
           "blocks_shared": len(blocks.shared), "num_requests_running": len(engine.scheduler.running),
           "num_requests_waiting": len(engine.scheduler.waiting),
           "mean_batch_size": counters["scheduled"] / (counters["steps"] or 1),
           "tokens_per_second": counters["generation_tokens"] / seconds,
-          "requests_per_second": counters["requests_finished"] / seconds}
+          "requests_per_second": counters["requests_finished"] / seconds,
+          "step_sizes": {**engine.scheduler.step_sizes}, "cache_config": cache_config}

@@ -109,10 +109,16 @@ def decode_e4m3(x: np.ndarray) -> np.ndarray:
   return np.concatenate([values, -values])[x.view(np.uint8)]
 
 
-def narrow(x: np.ndarray) -> np.ndarray:
-  """Cast to float16 if that is exact."""
+def narrow(x: np.ndarray, exact: bool = True) -> np.ndarray:
+  """Cast to float16 if that is exact or, without `exact`, does not overflow."""
   with np.errstate(over="ignore"): half = x.astype(np.float16)
-  return half if np.array_equal(half, x) else x
+  return half if (np.array_equal(half, x) if exact else np.isfinite(half).all()) else x
+
+
+def round_scales(w: Matrix) -> Matrix:
+  """Round the scales and offsets of groups to float16, unless they overflow. A scale per output stays."""
+  if not isinstance(w, Quantized) or is_e4m3(w) or w.scale.shape[1] == 1: return w
+  return w._replace(scale=narrow(w.scale, False), offset=None if w.offset is None else narrow(w.offset, False))
 
 
 def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensors: dict[str, Any],
@@ -197,16 +203,16 @@ def pad_rows(w: Any, count: int) -> Any:
   return w if w is None or len(w) == count else np.pad(w, ((0, count - len(w)), (0, 0)))
 
 
-def split(w: Matrix, count: int, axis: int) -> list[Matrix]:
-  """Return equal shards by outputs (axis 0) or inputs (1). The latter are float16 if the inputs are reordered, or if a
-  shard ends within a group or, in int4, within a word of eight."""
+def split(w: Matrix, count: int, axis: int, dtype: Any = np.float16) -> list[Matrix]:
+  """Return equal shards by outputs (axis 0) or inputs (1). The latter are dequantized if the inputs are reordered, or
+  if a shard ends within a group or, in int4, within a word of eight."""
   if count == 1: return [w]
   if isinstance(w, np.ndarray): return [*np.split(w, count, axis)]
   groups = w.scale.shape[1]
   splits_group = groups > 1 and groups % count or w.q.dtype == np.uint8 and len(w.order) // count % 8
   if axis == 1 and ((np.diff(w.order) != 1).any() or splits_group):
-    logger.warning("a matrix stays in float16: tensor_parallel_size=%d cannot split its groups", count)
-    return [*np.split(dequantize(w), count, 1)]
+    logger.warning("a matrix is dequantized: tensor_parallel_size=%d cannot split its groups", count)
+    return [*np.split(dequantize(w, dtype), count, 1)]
   def split_array(x):
     if x is None or axis == 1 and x.shape[1] == 1: return [x] * count
     return np.split(x, count, axis)

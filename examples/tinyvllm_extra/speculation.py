@@ -17,6 +17,7 @@ from tinyvllm.request import Sequence
 from tinyvllm.runner import Results, Runner, build_step, next_power_of_two
 from tinyvllm.scheduler import BlockManager, Scheduler
 
+from . import hub
 from .kernels.cpu import cpu_sums
 from .logits import SamplingParams
 from .models import find_model
@@ -249,7 +250,7 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
 
 
 def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: int) -> Llama:
-  path = pathlib.Path(str(config.model)).expanduser()
+  path = hub.local_path(str(config.model))
   prefix = f"speculative_config: the draft model {str(path)!r}"
   checkpoint = open_checkpoint(path)
   model_config, model_class = find_model(checkpoint.hf_config, path)

@@ -11,6 +11,7 @@ from tinyvllm_extra.packages import optional
 
 if TYPE_CHECKING: from .logits import SamplingParams
 
+MAX_SIZE = 2**19   # characters of a schema, regular expression or grammar
 FIELD_TYPES: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool}
 
 
@@ -37,6 +38,7 @@ class StructuredOutputsParams:
     (name, value), = vars(self).items()
     library = optional("llguidance", "grammar", "structured output")
     text = value if isinstance(value, str) else json.dumps({"type": "object"} if name == "json_object" else value)
+    check(len(text) <= MAX_SIZE, f"structured_outputs: {name} has {len(text)} characters: use at most {MAX_SIZE}")
     vocabulary = load_vocabulary(tokenizer, vocab_size, eos_token_ids)
     try: matcher = library.LLMatcher(vocabulary, library.grammar_from(name.removesuffix("_object"), text), log_level=0)
     except ValueError as e: raise InputError(f"structured_outputs: {name}: {e}") from e

@@ -1,7 +1,8 @@
 """Public names of tinyvllm beyond the core's, spelled as in vLLM."""
 from typing import TypedDict
 
-from .logits import Logprob as Logprob, SamplingParams as SamplingParams   # re-exported
+from .beam_search import BeamSearchParams as BeamSearchParams   # re-exported
+from .logits import Logprob as Logprob, SamplingParams as SamplingParams
 from .metrics import RequestMetrics as RequestMetrics
 from .structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 

@@ -15,7 +15,7 @@ from tinyvllm.config import check, read_json
 
 from .formats import DEQUANTIZED, READERS, UNUSED
 from .quantization import (E4M3, Matrix, concatenate, dequantize, describe, find_layouts, is_e4m3, pad_rows, quantize,
-                           read_matrix, split, stack, to_float32)
+                           read_matrix, round_scales, split, stack, to_float32)
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16
 QUANTIZED = {"U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": E4M3}   # in quantized matrices
@@ -84,9 +84,9 @@ class Checkpoint(llama.Checkpoint):
   def load(self, model: llama.Llama, quantization: str | None = None) -> None:
     self.layouts = find_layouts(self.quantization_config)
     self.bits = {"int8": 8, "int4": 4}.get(quantization or "")
-    state = f"{self.method} already" if self.method else "not quantized"
-    check(quantization in (None, self.method) or self.bits and not self.method,
-          f"quantization={quantization!r}: the model in {self.path} is {state}")
+    names = [self.method] if self.method else ["int8", "int4"]
+    check(quantization in (None, *names), f"quantization={quantization!r} does not match the model in {self.path}, "
+          f"which is {self.method or 'not quantized'}: use {', '.join(map(repr, names))} or leave it out")
     self.model = model
     self.num_devices = count = len(model.devices.names)
     self.tensors = self.stored_tensors()
@@ -148,10 +148,12 @@ class Checkpoint(llama.Checkpoint):
     whole = self.fused({name: (min(n, vocab_size), columns) for name, n in sizes.items()})
     if not supports_e4m3(): whole = [dequantize(w, self.dtype) if is_e4m3(w) else w for w in whole]
     whole = [pad_rows(w, n) for w, n in zip(whole, sizes.values(), strict=True)]
-    shards = [stack(shard) for shard in zip(*[split(w, self.num_devices, module.axis) for w in whole], strict=True)]
+    splits = [split(w, self.num_devices, module.axis, self.dtype) for w in whole]
+    shards = [stack(shard) for shard in zip(*splits, strict=True)]
+    if self.dtype == np.float16 and self.method in ("gguf", "compressed-tensors"): shards = [*map(round_scales, shards)]
     if self.bits and in_layer:   # int4 is stored in words of eight
       shards = [quantize(w, 8 if w.shape[1] % 8 else self.bits) if isinstance(w, np.ndarray) else w for w in shards]
-    return [dequantize(w) for w in shards] if module is getattr(model, "embed_tokens", None) else shards
+    return [dequantize(w, self.dtype) for w in shards] if module is getattr(model, "embed_tokens", None) else shards
 
   def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
     """Copy each array to its device, in `dtype` or in its own if `dtype` is wider or None."""

@@ -1,4 +1,4 @@
-"""The command line: `tinyvllm generate PROMPT` and `tinyvllm chat`, which print text as it is generated, `tinyvllm
+"""The command line: `tinyvllm run MODEL` and `tinyvllm generate PROMPT`, which print text as it is generated, `tinyvllm
 serve`, `tinyvllm convert` and `tinyvllm doctor`. The first two need the core's dependencies only."""
 import argparse, contextlib, itertools, logging, os, signal, subprocess, sys, threading
 from collections.abc import Iterator
@@ -8,8 +8,9 @@ from tinygrad.device import CompileError
 
 from tinyvllm import LLM, SamplingParams, __version__
 from tinyvllm.config import EngineConfig, logger
-from tinyvllm_extra.flags import add_flags, select_options, set_log_level
+from tinyvllm_extra.flags import add_flags, parse_flags, select_options, set_log_level
 from tinyvllm_extra.packages import MissingPackage, optional
+from tinyvllm_extra.vllm_options import ModelOptions
 
 # Errors that are printed in one line; the last two come from a compiler
 FAILURES = (ValueError, MissingPackage, RuntimeError, CompileError, subprocess.CalledProcessError)
@@ -72,23 +73,26 @@ def print_error(error: BaseException) -> int:
 
 
 def parse(argv: list[str]) -> dict[str, Any]:
-  """Return the arguments of `generate` or `chat`, without options that are not set."""
-  parser = argparse.ArgumentParser(prog="tinyvllm", description="Run and serve language models on tinygrad.")
+  """Return the arguments of `run`, `chat` or `generate`, without options that are not set."""
+  parser = argparse.ArgumentParser(prog="tinyvllm", description="Run and serve language models on tinygrad.",
+                                   allow_abbrev=False)
   parser.add_argument("--version", action="version", version=__version__, help="Show the version and exit")
   commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND")
-  for name, (text, *_) in {"generate": ["Complete a prompt"], "chat": [CHAT], **COMMANDS}.items():
-    usage = f"tinyvllm {name} {'PROMPT ' if name == 'generate' else ''}[options]"
-    command = commands.add_parser(name, help=text, description=text, usage=usage, argument_default=argparse.SUPPRESS)
+  for name, (text, *_) in {"run": [CHAT], "generate": ["Complete a prompt"], **COMMANDS}.items():
+    usage = f"tinyvllm {name} {'PROMPT' if name == 'generate' else '[MODEL]'} [options]"
+    command = commands.add_parser(name, help=text, description=text, usage=usage, argument_default=argparse.SUPPRESS,
+                                  aliases=["chat"] if name == "run" else [])
     if name == "generate": command.add_argument("prompt", help=argparse.SUPPRESS)
-    add_flags(command, EngineConfig, SamplingParams)
+    else: command.add_argument("model", nargs="?", help=argparse.SUPPRESS)
+    add_flags(command, EngineConfig, ModelOptions, SamplingParams)
     server = command.add_argument_group("Server")
     server.add_argument("--url", default=None, help="URL of a running server (default: run here)")
     server.add_argument("--api-key", default=None, help="API key for that server (default: none)")
-  return {"model": None, **vars(parser.parse_args(argv))}
+  return {"model": None, **parse_flags(parser, argv)}
 
 
 def run(args: dict[str, Any]) -> int:
-  """Run `generate` or `chat`, and return the exit code. Ctrl-C stops a chat's answer, or else ends the process."""
+  """Run a command except COMMANDS and return the exit code. Ctrl-C stops a chat's answer, or else ends the process."""
   answering = threading.Event()
 
   def interrupt(*_: Any) -> None:   # not a KeyboardInterrupt, which is lost when raised within a __del__ of tinygrad
@@ -101,7 +105,7 @@ def run(args: dict[str, Any]) -> int:
   signal.signal(signal.SIGINT, interrupt)
   params = SamplingParams(**{"temperature": 0.0, **select_options(args, SamplingParams)})
   llm = module_of("serve").Remote.from_flags(args, engine) if remote else LLM(args["model"], **engine)
-  if args["command"] == "chat": return chat(llm, params, answering)
+  if args["command"] != "generate": return chat(llm, params, answering)
   print_stream(llm.generate_stream(args["prompt"], params), args["prompt"])
   return 0
 

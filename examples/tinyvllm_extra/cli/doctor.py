@@ -5,19 +5,17 @@ import argparse, importlib.metadata, json, math, os, pathlib, platform, re, shle
 import subprocess, sys, time
 from typing import Any
 
-from tinygrad import Context, Device, Tensor, TinyJit, device as devices, dtypes, nn
+import numpy as np
+from tinygrad import Context, Device, Tensor, TinyJit, device as devices, dtypes
 
-from tinyvllm import __version__, backend, config, llama
+from tinyvllm import __version__, backend, config
 from tinyvllm_extra import kernels
-from tinyvllm_extra.weights import Checkpoint
+from tinyvllm_extra.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
+from tinyvllm_extra.weights import Checkpoint, open_checkpoint
 
 LIMIT = 90   # timeout of a backend's process, in seconds
 BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
 INPUTS = 4096    # number of input features of the weights
-GIB = 2**30
-DTYPES = ["float32", "float16", "bfloat16"]
-# Bits per weight of the layers' matrices, including scale and offset of each group of 32 weights
-QUANTIZED = {"int8": 8 + 16 / 32, "int4": 4 + 32 / 32}
 WORDS = {"True": "yes", "False": "no"}
 ORDER = [name for name in devices.ALL_DEVICES if name != "DSP"]
 NO_COMPILER = "none; the CPU backend needs one: pip install 'tinyvllm[cpu]' installs clang"
@@ -30,18 +28,14 @@ def probe(seconds: float) -> None:
   unless `seconds` is 0, its bandwidth as another one: a crash loses only later lines."""
   def emit(**facts: Any) -> None: print("\n" + json.dumps({"doctor": facts}), flush=True)
   try:
-    kernels.prepare_device()
+    facts = open_device()
     best = kernels.make_backend()
-    free = best.free_memory(Device.DEFAULT)
     name, total = describe(Device.default)
-    renderer = Device.default.renderer
-    dtype = best.pick_dtype("auto")
     most = best.largest_tensor()
-    emit(opens=True, device=name, renderer=f"{Device.DEFAULT} {type(renderer).__name__}", dtype=dtype,
-         **{name: getattr(dtypes, name) in renderer.supported_dtypes() for name in DTYPES},
-         free_gib=free / GIB, total_gib=total / GIB, largest_gib=min(total, most) / GIB)
-    size = min(BUFFER, most, free // 4)
-    if seconds: emit(gb_per_s=bandwidth(best.Linear, size, getattr(dtypes, dtype), seconds) / 1e9)
+    emit(opens=True, device=name, renderer=f"{Device.DEFAULT} {type(Device.default.renderer).__name__}", **facts,
+         total_gib=total / GIB, largest_gib=min(total, most) / GIB)
+    size = min(BUFFER, most, int(facts["free_gib"] * GIB) // 4)
+    if seconds: emit(gb_per_s=bandwidth(best.Linear, size, getattr(dtypes, facts["dtype"]), seconds) / 1e9)
   except Exception as error: emit(reason=reason_of(error))   # backends raise various exceptions
 
 
@@ -103,40 +97,6 @@ def compiler() -> dict[str, Any]:
   return {"path": path, "version": subprocess.getoutput(shlex.join([path, "--version"])).split("\n")[0] if path else ""}
 
 
-def prequantized(hf: dict[str, Any]) -> str | None:
-  """Return "int8" or "int4" if a model is pre-quantized, else None. hf: the content of config.json."""
-  quantization = hf.get("quantization_config") or {}
-  weights = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
-  bits = {x.get("num_bits") for x in weights} | {quantization.get("bits"), quantization.get("w_bit")}
-  return next((name for name in QUANTIZED if int(name[3:]) in bits), None)
-
-
-def estimate_fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | None = None,
-        kv_cache_dtype: str = "auto") -> dict[str, Any]:
-  """Return a model's memory use on a backend, and the number of KV cache tokens that fit. hf: the content of
-  config.json. row: the backend's facts."""
-  shape = config.ModelConfig.from_hf(hf, pathlib.Path(name))
-  sizes = {dtype: getattr(dtypes, dtype).itemsize for dtype in DTYPES if row[dtype]}
-  # Weights keep the checkpoint's dtype if it is narrower
-  stored = min(row["dtype"], hf.get("dtype") or hf.get("torch_dtype"), key=lambda dtype: sizes.get(dtype, 4))
-  with Context(DEV="NULL"):   # NULL supports every dtype; empty tensors use no memory
-    fast = kernels.FastBackend()
-    model = llama.Llama(shape, dtypes.float32, fast, backend.Devices())
-    cache = fast.kv_layout(shape, config.EngineConfig(kv_cache_dtype=kv_cache_dtype, block_size=1),
-                           getattr(dtypes, row["dtype"]))
-  num_weights = sum(int(x.numel()) for module in model.modules() for x in nn.state.get_parameters(module))
-  matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, backend.Linear)]
-  quantized = sum(int(x.weight.numel()) for x in matrices) if quantization else 0
-  weights = (num_weights - quantized) * sizes[stored] + int(quantized * QUANTIZED.get(quantization or "", 0) / 8)
-  # A step reads few rows of the embeddings, but the whole output head
-  read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
-  per_token = shape.num_hidden_layers * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
-  left = int(row["free_gib"] * GIB * config.EngineConfig().gpu_memory_utilization) - weights
-  return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,
-          "fits": left >= per_token, "kv_tokens": max(0, left) // per_token,
-          "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}
-
-
 def make_report(seconds: float, models: dict[str, dict[str, Any]], kv_cache_dtype: str) -> dict[str, Any]:
   """Test all backends and return the report. models: the content of config.json, by name."""
   dev = os.environ.get("DEV", "")
@@ -178,31 +138,41 @@ def format_report(report: dict[str, Any]) -> list[str]:
           *(["", f"checkpoint: {report['checkpoint']}"] if "checkpoint" in report else [])]
 
 
-def read_models(folder: str | None) -> dict[str, dict[str, Any]]:
-  """Return the config.json of well-known models and of a folder, by name. Raises InputError for a bad folder."""
-  models = config.read_json(pathlib.Path(__file__).parent / "shapes.json")
-  if not folder: return models
+def read_model(path: pathlib.Path) -> tuple[Checkpoint, dict[str, Any]]:
+  """Open a folder or a GGUF file. Return it with the content of config.json, which for GGUF has the mean bits of the
+  layers' matrices on the device, rounded to 4 or 8. Raises InputError if it is not usable."""
   try:
-    models[folder] = json.loads((pathlib.Path(folder).expanduser() / "config.json").read_text())
-    config.ModelConfig.from_hf(models[folder], pathlib.Path(folder))
-  except Exception as error: raise config.InputError(f"model={folder!r}: {reason_of(error)}") from error
-  return models
+    checkpoint: Any = open_checkpoint(path)
+    hf = checkpoint.hf_config
+    config.ModelConfig.from_hf(hf, path)
+  except config.InputError: raise
+  except Exception as error: raise config.InputError(f"model={str(path)!r}: {reason_of(error)}") from error
+  if checkpoint.method != "gguf": return checkpoint, hf
+  tensors = {name: x for name, x in checkpoint.all_tensors.items() if ".layers." in name}
+  formats = config.extension("gguf_export").matrix_formats(tensors)
+  bits = np.average([getattr(x, "bits", 16) for x in formats.values()],
+                    weights=[math.prod(tensors[f"{name}.weight"].shape) for name in formats])
+  return checkpoint, hf | {"quantization_config": {"bits": 4 if bits < 6 else 8}}
 
 
 def main(argv: list[str]) -> int:
   """Run `tinyvllm doctor`. Return the exit code: 0, or 1 if no backend opens. Raises InputError for a bad option."""
-  parser = argparse.ArgumentParser(prog="tinyvllm doctor", description="Test this machine's devices.")
-  parser.add_argument("--model", help="Also check if this model folder fits (default: none)")
+  parser = argparse.ArgumentParser(prog="tinyvllm doctor", allow_abbrev=False,
+                                   description="Test this machine's devices.")
+  parser.add_argument("--model", help="Also check if this model folder or GGUF file fits (default: none)")
   parser.add_argument("--seconds", type=float, default=1.0, help="Seconds per bandwidth test (default: 1)")
   parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8", "int8"), default="auto",
                       help="KV cache dtype to report capacity for (default: auto)")
   parser.add_argument("--json", action="store_true", help="Print the report as JSON (default: text)")
   args = parser.parse_args(argv)
   config.check(0 < args.seconds <= 60, f"seconds={args.seconds} must be above 0 and at most 60")
-  models = read_models(args.model)
-  folder = pathlib.Path(args.model or "").expanduser()
-  is_complete = args.model and any(folder.glob("*.safetensors"))   # config.json alone suffices for the fit
-  checkpoint = {"checkpoint": Checkpoint(folder).describe()} if is_complete else {}
-  report = make_report(args.seconds, models, args.kv_cache_dtype) | checkpoint
+  models = config.read_json(pathlib.Path(__file__).parent / "shapes.json")
+  description = {}
+  if args.model:
+    path = pathlib.Path(args.model).expanduser()
+    checkpoint, models[args.model] = read_model(path)
+    if path.is_file() or any(path.glob("*.safetensors")):   # config.json alone suffices for the fit
+      description = {"checkpoint": checkpoint.describe()}
+  report = make_report(args.seconds, models, args.kv_cache_dtype) | description
   print(json.dumps(report, indent=2) if args.json else "\n".join(line[:120] for line in format_report(report)))
   return 0 if any(row["opens"] for row in report["backends"]) else 1

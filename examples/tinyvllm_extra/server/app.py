@@ -1,27 +1,33 @@
 """The HTTP server: options, routes, the middleware in front of them, startup and shutdown. It listens before the
 model is loaded; requests get HTTP 503 until then."""
-import argparse, asyncio, contextlib, dataclasses, hmac, os, pathlib, signal, socket, threading
+import argparse, asyncio, contextlib, dataclasses, hmac, json, os, pathlib, signal, socket, ssl, threading, uuid
 from collections.abc import Callable
 from typing import Any
 
 import fastapi, fastapi.middleware.cors as cors, uvicorn
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 
 from tinyvllm import __version__
-from tinyvllm.config import EngineConfig, InputError, Options, option
-from tinyvllm_extra.flags import add_flags, select_options, set_log_level
+from tinyvllm.config import EngineConfig, InputError, Options, check, option
+from tinyvllm_extra import hub
+from tinyvllm_extra.flags import add_flags, parse_flags, select_options, set_log_level
 from tinyvllm_extra.models import find_model
+from tinyvllm_extra.vllm_options import ModelOptions, split_options
 from tinyvllm_extra.weights import open_checkpoint
 
 from .async_engine import AsyncLLM
 from .fields import unknown_fields
 from .metrics import log_throughput
+from .parsers import REASONING, TOOLS
 from .protocol import EXCEPTION_HANDLERS, ErrorResponse, error_response
 from .serving import EVENT_STREAM, Serving
 
-OPEN_PATHS = {"/", "/health", "/version", "/metrics", "/openapi.json"}   # need neither an API key nor a loaded model
+# Paths that need neither an API key nor a loaded model
+OPEN_PATHS = {"/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json"}
+MAX_HEADERS = 2**16   # maximum size of a request's headers in bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,8 +35,8 @@ class ServerConfig(Options):
   """Server options, under vLLM's names."""
   host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: every network interface")
   port: int = option(8000, "TCP port; 0: any free port", min=0, max=65535)
-  api_key: str | None = option(None, "API key of clients (default: $TINYVLLM_API_KEY)")
-  served_model_name: str | None = option(None, "Model name in the API (default: folder name)")
+  api_key: list[str] | None = option(None, "API keys of clients (default: $TINYVLLM_API_KEY)")
+  served_model_name: list[str] | None = option(None, "Model names in the API (default: folder name)")
   max_queue: int = option(256, "Maximum waiting sequences, then HTTP 429", min=0, max=2**31 - 1)
   request_timeout: float | None = option(None, "Seconds until a request aborts (default: none)", min=0.001, max=2**31)
   shutdown_timeout: float = option(30, "Seconds for requests to finish after a signal", min=0, max=2**31)
@@ -39,7 +45,27 @@ class ServerConfig(Options):
   allowed_origins: list[str] | None = option(None, "Web origins that may call the API, CORS (default: none)")
   strict_fields: bool = option(False, "Refuse unknown request fields with HTTP 400")
   trust_request_chat_template: bool = option(False, "Allow chat_template in requests")
+  reasoning_parser: str | None = option(None, "Format of reasoning (default: chat template's)", choices=(*REASONING,))
+  tool_call_parser: str | None = option(None, "Format of tool calls (default: chat template's)", choices=(*TOOLS,))
   prefix_cache_file: str | None = option(None, "File to load and save the prefix cache (default: none)")
+  root_path: str = option("", "Path prefix of all routes behind a proxy (default: none)")
+  uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port (default: none)")
+  ssl_certfile: str | None = option(None, "TLS certificate, to serve HTTPS (default: none)")
+  ssl_keyfile: str | None = option(None, "Private key of the certificate (default: in ssl_certfile)")
+  ssl_ca_certs: str | None = option(None, "CA certificates that clients' certificates must be from (default: none)")
+  ssl_cert_reqs: int = option(0, "Client certificates; 0: none, 1: optional, 2: required", min=0, max=2)
+  ssl_ciphers: str | None = option(None, "Ciphers of TLS 1.2 and below (default: OpenSSL's)")
+
+  def __post_init__(self) -> None:
+    for name in ("api_key", "served_model_name"):
+      if isinstance(getattr(self, name), str): vars(self)[name] = [getattr(self, name)]
+    super().__post_init__()
+    for name, value in self.tls.items():
+      check(not value or self.ssl_certfile, f"{name}={value!r} requires ssl_certfile: set that, too")
+    check(not self.root_path or self.root_path[0] == "/" != self.root_path[-1],
+          f"root_path={self.root_path!r} must start with a slash, and not end with one")
+
+  tls = property(lambda self: {name: value for name, value in vars(self).items() if name.startswith("ssl_")})
 
 
 class Gate:
@@ -48,15 +74,21 @@ class Gate:
   def __init__(self, app: Any, options: ServerConfig, not_ready: Callable[[], fastapi.Response | None]):
     self.app = app
     self.limit = options.max_body_size
-    self.key = options.api_key or os.environ.get("TINYVLLM_API_KEY")
+    self.root_path = options.root_path
+    keys = options.api_key or [os.environ.get("TINYVLLM_API_KEY", "")]
+    self.keys = [os.fsencode(key) for key in keys if key]
     self.not_ready = not_ready
 
   async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
     if scope["type"] != "http": return await self.app(scope, receive, send)
     headers = fastapi.Request(scope).headers
+    if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
+      refusal: Any = error_response(431, f"the headers are larger than {MAX_HEADERS} bytes")
+      refusal.headers["connection"] = "close"
+      return await refusal(scope, receive, send)
     try: body = await self.read_body(fastapi.Request(scope, receive))
     except ClientDisconnect: return
-    refusal = self.refusal(scope["path"], headers, body)
+    refusal = self.refusal(scope["path"].removeprefix(self.root_path), headers, body)
     if refusal: return await refusal(scope, receive, send)
     request = [{"type": "http.request", "body": body}]
     disconnect = asyncio.create_task(receive())
@@ -84,10 +116,25 @@ class Gate:
     """Return the error response to send instead of calling a route, or None."""
     if body is None: return error_response(413, f"the body is larger than --max-body-size={self.limit} bytes")
     if path in OPEN_PATHS: return None
-    expected = f"Bearer {self.key}"
-    if self.key and not hmac.compare_digest(headers.get("authorization", "").encode(), expected.encode()):
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    values = [token if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]   # bytes, decoded as latin-1
+    if self.keys and not any(hmac.compare_digest(x.encode("latin-1"), key) for x in values for key in self.keys):
       return error_response(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
     return self.not_ready()
+
+
+class RequestIds:
+  """ASGI middleware that gives each response the X-Request-Id of its request, or a new one."""
+  def __init__(self, app: Any): self.app = app
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] != "http": return await self.app(scope, receive, send)
+    request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
+
+    async def send_with_id(message: Any) -> None:
+      if message["type"] == "http.response.start": MutableHeaders(scope=message)["X-Request-Id"] = request_id
+      await send(message)
+    await self.app(scope, receive, send_with_id)
 
 
 class Server(uvicorn.Server):
@@ -98,29 +145,32 @@ class Server(uvicorn.Server):
     self.folder = model
     self.engine_options = engine_options
     self.options = options
-    name = pathlib.Path(model).resolve().name.removesuffix(".gguf") if model else "tinyvllm"
-    self.serving = Serving(options.served_model_name or name, options.max_queue, options.request_timeout,
+    self.serving = Serving(options.served_model_name or [hub.served_name(model)], options.max_queue,
+                           options.request_timeout, (options.reasoning_parser, options.tool_call_parser),
                            options.trust_request_chat_template)
     unknown_fields.strict = options.strict_fields
     app: Any = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
-      app = cors.CORSMiddleware(app, options.allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    super().__init__(uvicorn.Config(app, options.host, options.port, interface="asgi3", access_log=False,
-                                    timeout_graceful_shutdown=int(options.shutdown_timeout) + 5))
+      app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
+    super().__init__(uvicorn.Config(RequestIds(app), options.host, options.port, options.uds, interface="asgi3",
+                                    access_log=False, timeout_graceful_shutdown=int(options.shutdown_timeout) + 5,
+                                    **options.tls))
 
   def routes(self) -> fastapi.FastAPI:
     error: Any = {"model": ErrorResponse}
     app = fastapi.FastAPI(title="tinyvllm", version=__version__, exception_handlers=EXCEPTION_HANDLERS, docs_url=None,
-                          redoc_url=None, responses={"4XX": error, "5XX": error})
+                          redoc_url=None, responses={"4XX": error, "5XX": error}, root_path=self.options.root_path)
     app.get("/", response_class=HTMLResponse)(self.page)
     app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
     serving = self.serving
-    reads: Any = {"/health": self.health, "/version": self.version, "/v1/models": serving.models,
-                  "/v1/models/{name:path}": serving.model}
+    reads: Any = {"/health": self.health, "/ping": self.health, "/load": serving.load, "/version": self.version,
+                  "/v1/models": serving.models, "/v1/models/{name:path}": serving.model}
     posts: Any = {"/tokenize": serving.tokenize, "/detokenize": serving.detokenize}
     streams: Any = {"/generate": serving.generate, "/v1/completions": serving.completions,
                     "/v1/chat/completions": serving.chat}
     for path, route in reads.items(): app.get(path)(route)
+    app.head("/health", include_in_schema=False)(self.health)
+    app.post("/ping", include_in_schema=False)(self.health)   # SageMaker
     for path, route in posts.items(): app.post(path)(route)
     for path, route in streams.items(): app.post(path, responses={200: {"content": {EVENT_STREAM: {}}}})(route)
     return app
@@ -163,11 +213,41 @@ class Server(uvicorn.Server):
 
   # Routes without generation
 
-  async def page(self) -> fastapi.Response: return FileResponse(pathlib.Path(__file__).parent / "chat.html")
+  async def page(self) -> fastapi.Response:
+    # Browsers ignore frame-ancestors in a meta element
+    headers = {"Content-Security-Policy": "frame-ancestors 'none'"}
+    return FileResponse(pathlib.Path(__file__).parent / "chat.html", headers=headers)
+
   async def version(self) -> dict[str, str]: return {"version": __version__}
   async def health(self) -> fastapi.Response: return self.not_ready() or JSONResponse({})
   async def metrics(self) -> fastapi.Response:
     return fastapi.Response(generate_latest(self.serving.observer.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def check_files(options: ServerConfig) -> None:
+  """Raise InputError for a socket or TLS files that the server cannot use."""
+  if options.uds:
+    folder = pathlib.Path(options.uds).absolute().parent
+    check(os.access(folder, os.W_OK), f"uds={options.uds!r}: {folder} is not a folder that the server may write to")
+  context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+  try:
+    if options.ssl_certfile: context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    if options.ssl_ca_certs: context.load_verify_locations(options.ssl_ca_certs)
+    if options.ssl_ciphers: context.set_ciphers(options.ssl_ciphers)
+  except OSError as error:
+    names = ", ".join(f"{name}={value!r}" for name, value in options.tls.items() if value)
+    raise InputError(f"{names}: {error}") from error
+
+
+def parse_origins(words: list[str]) -> list[str]:
+  """Return the origins in allowed_origins, whose words are origins or vLLM's JSON lists of them."""
+  origins: list[Any] = []
+  for word in words:
+    try: origins += json.loads(word) if word.startswith("[") else [word]
+    except ValueError: origins.append(None)
+    check(all(isinstance(x, str) for x in origins),
+          f"allowed_origins={word!r} must be an origin or a JSON list of strings, as in '[\"*\"]'")
+  return origins
 
 
 def check_port(host: str, port: int) -> None:
@@ -177,24 +257,34 @@ def check_port(host: str, port: int) -> None:
   except OSError as error: raise InputError(f"host={host!r}, port={port}: {error.strerror}") from error
 
 
-def main(argv: list[str]) -> int:
-  """Run `tinyvllm serve` and return the exit code. Raises any exception that loading the model raised."""
+def parse(argv: list[str]) -> tuple[str | None, dict[str, Any], ServerConfig]:
+  """Return the model folder, the options of LLM and the server's options. Raises InputError for an invalid option."""
   parser = argparse.ArgumentParser(usage="tinyvllm serve [MODEL] [options]", argument_default=argparse.SUPPRESS,
                                    description="Serve the OpenAI API over HTTP.")
   parser.add_argument("model", nargs="?", help=argparse.SUPPRESS)
-  add_flags(parser, EngineConfig, ServerConfig)
-  args = vars(parser.parse_args(argv))
+  parser.add_argument("--config", help=argparse.SUPPRESS)
+  add_flags(parser, EngineConfig, ModelOptions, ServerConfig)
+  args = parse_flags(parser, argv)
   set_log_level(args)
-  config = ServerConfig(**select_options(args, ServerConfig))
-  folder = args.get("model")
-  if folder:   # report a bad model before listening
-    path = pathlib.Path(folder).expanduser()
+  engine = select_options(args, EngineConfig)
+  split_options(engine, args.get("model"))
+  engine.pop("tokenizer", None)   # names the model
+  return args.get("model"), engine, ServerConfig(**select_options(args, ServerConfig))
+
+
+def main(argv: list[str]) -> int:
+  """Run `tinyvllm serve` and return the exit code. Raises any exception that loading the model raised."""
+  folder, engine_options, config = parse(argv)
+  if folder:   # download it, or report a bad one, before listening
+    path = hub.local_path(folder, **engine_options)
     find_model(open_checkpoint(path).hf_config, path)
-  check_port(config.host, config.port)
-  server = Server(folder, select_options(args, EngineConfig), config)
+  check_files(config)
+  if not config.uds: check_port(config.host, config.port)
+  server = Server(folder, engine_options, config)
   serving = server.serving
   if config.prefix_cache_file: signal.signal(signal.SIGUSR1, lambda *_: serving.llm and serving.llm.save_prefix_cache())
   server.run()
+  if config.uds: pathlib.Path(config.uds).unlink(missing_ok=True)
   if serving.llm: serving.llm.shutdown()
   if server.error: raise server.error
   return server.code

@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, NamedTuple
 
 from tinyvllm import LLM, RequestOutput
-from tinyvllm.config import EngineConfig, check, logger
+from tinyvllm.config import check, logger
 from tinyvllm.engine import Params, Prompt, Request
-from tinyvllm_extra.flags import without_no_effect
+from tinyvllm_extra.vllm_options import split_options
 
 Delta = RequestOutput | Exception      # a request's new text and tokens, or the error that ended it
 IndexedOutput = tuple[int, RequestOutput]   # index of the request, its new text and tokens
@@ -103,8 +103,9 @@ class AsyncLLM:
                prefix_cache_file: str | None = None, **options: Any):
     check(type(stream_interval) is int and stream_interval > 0,
           f"stream_interval={stream_interval!r} must be an int of at least 1")
-    sizes = EngineConfig(**without_no_effect(options)).cudagraph_capture_sizes
+    sizes = split_options(options, model)[0].get("cudagraph_capture_sizes")
     self.llm = LLM(model, **{**options, "cudagraph_capture_sizes": None})
+    self.llm.tokenizer.limit_text(self.llm.max_model_len)
     if prefix_cache_file:
       level = logging.WARNING if pathlib.Path(prefix_cache_file).expanduser().exists() else logging.INFO
       try: self.llm.load_prefix_cache(prefix_cache_file)

@@ -30,7 +30,7 @@ class Remote:
     url = f"{self.url}/v1/chat/completions" if chat else f"{self.url}/v1/completions"
     sampling = {name: value for name, value in vars(params).items() if value != getattr(SamplingParams, name)}
     body = {**(prompt if chat else {"prompt": prompt}), **sampling, "model": self.model, "stream": True}
-    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}"}
+    headers: Any = {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}".encode()}
     request = urllib.request.Request(url, json.dumps(body, default=vars).encode(), headers)
     try: response = urllib.request.urlopen(request)
     except urllib.error.HTTPError as error: raise InputError(f"{self.url}: {message_of(error)}") from error

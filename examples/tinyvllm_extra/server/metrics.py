@@ -1,10 +1,11 @@
 """Server metrics under vLLM's names: a Prometheus registry and a periodic log line. Engine totals are read at each
 scrape; request times are observed as tokens arrive."""
-import asyncio, math, time
+import asyncio, itertools, math, time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, core
+from prometheus_client.utils import floatToGoString
 
 from tinyvllm.config import logger
 from tinyvllm.engine import Request
@@ -24,12 +25,15 @@ HISTOGRAMS: dict[str, tuple[str, Callable[[Request], float]]] = {
   "time_to_first_token_seconds": ("Seconds from arrival to the first token", lambda x: x.metrics.ttft),
   "e2e_request_latency_seconds": ("Seconds from arrival to the end of the request", lambda x: x.metrics.latency),
   "request_queue_time_seconds": ("Seconds from arrival to the first step", lambda x: x.metrics.queue_time),
+  "request_inference_time_seconds": ("Seconds from the first step to the end of the request",
+                                     lambda x: x.metrics.finished_time - x.metrics.first_scheduled_time),
   "request_prefill_time_seconds": ("Seconds from the first step to the first token",
                                    lambda x: x.metrics.first_token_time - x.metrics.first_scheduled_time),
   "request_decode_time_seconds": ("Seconds from the first token to the end of the request",
                                   lambda x: x.metrics.finished_time - x.metrics.first_token_time),
   "request_prompt_tokens": ("Prompt tokens per request", lambda x: x.sequences[0].num_prompt),
   "request_generation_tokens": ("Generated tokens per request, all samples", lambda x: x.metrics.num_generated),
+  "request_params_n": ("Samples per request", lambda x: len(x.sequences)),
   "request_params_max_tokens": ("max_tokens per request", lambda x: x.sequences[0].params.max_tokens)}
 TOKEN_INTERVAL = "inter_token_latency_seconds"
 SECONDS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)]   # buckets
@@ -69,6 +73,16 @@ class Metrics:
                                       labels=["model_name", "position"])
     for position, count in enumerate(metrics.get(name, [])): family.add_metric([self.model_name, str(position)], count)
     yield family
+    sizes = metrics.get("step_sizes", {math.inf: 0})
+    buckets = [*zip(map(floatToGoString, sizes), itertools.accumulate(sizes.values()), strict=True)]
+    steps = core.HistogramMetricFamily("tinyvllm:iteration_tokens_total", "Tokens per step", labels=["model_name"])
+    steps.add_metric([self.model_name], buckets, metrics["step_tokens"])
+    yield steps
+    config = {name: str(value) for name, value in metrics.get("cache_config", {}).items()}
+    labels = ["model_name", *config]
+    info = core.GaugeMetricFamily("tinyvllm:cache_config_info", "Options of the KV cache", labels=labels)
+    if config: info.add_metric([self.model_name, *config.values()], 1)
+    yield info
 
   def observe_tokens(self, request: Request) -> None:
     """Observe the time per token since the last call for this request."""

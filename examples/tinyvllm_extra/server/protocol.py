@@ -1,7 +1,7 @@
 """OpenAI's API with vLLM's extra fields: request bodies, responses, stream events and errors. A body accepts every
 field of SamplingParams, which checks the values. No function here runs a request."""
 import collections, dataclasses, functools, http, itertools, operator, time, types, typing, uuid
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import fastapi, orjson, pydantic
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
@@ -15,7 +15,8 @@ from tinyvllm_extra.packages import MissingPackage
 
 from .async_engine import StepError
 from .fields import NO_EFFECT, Body, Int
-from .tools import calls_schema, num_plain_characters, parse_calls, with_parsed_arguments
+from .parsers import Event, OutputFormat, Parser
+from .tools import callable_tools, calls_schema, requires_call, with_parsed_arguments
 
 UNLIMITED = 2**31 - 1   # max_tokens without a limit below max_model_len
 
@@ -50,8 +51,14 @@ COMMON = SAMPLING | NO_EFFECT | GUIDED | {
   "add_special_tokens": bool, "truncate_prompt_tokens": Int, "truncation_side": Literal["left", "right"]}
 FunctionDefinition = body_model("FunctionDefinition", name=(str, ...), description=str, parameters=dict, strict=bool)
 Tool = body_model("Tool", type=(Literal["function"], "function"), function=(FunctionDefinition, ...))
-NamedToolChoice = body_model("NamedToolChoice", type=(Literal["function"], "function"),
+NamedToolChoice = body_model("NamedToolChoice", type=(Literal["function"], ...),
                              function=(body_model("FunctionName", name=(str, ...)), ...))
+AllowedTools = body_model("AllowedTools", mode=(Literal["auto", "required"], ...),
+                          tools=(list[Tool], ...))   # type: ignore[valid-type]
+AllowedToolsChoice = body_model("AllowedToolsChoice", type=(Literal["allowed_tools"], ...),
+                                allowed_tools=(AllowedTools, ...))
+ToolChoice: Any = Annotated[NamedToolChoice | AllowedToolsChoice,   # type: ignore[valid-type]
+                            pydantic.Field(discriminator="type")]
 TEMPLATE = {"add_generation_prompt": bool, "continue_final_message": bool, "chat_template": str,
             "documents": list[dict]}   # variables of the chat template
 TOOLS = {"tools": list[Tool], "chat_template_kwargs": dict}   # type: ignore[valid-type]
@@ -59,7 +66,7 @@ CompletionRequest: Any = body_model("CompletionRequest", **COMMON,
                                     prompt=(str | list[str] | list[int] | list[list[int]], ...))
 ChatRequest: Any = body_model(
   "ChatCompletionRequest", **COMMON | TOOLS | TEMPLATE | {"logprobs": bool}, messages=(list[dict], ...),
-  top_logprobs=Int, max_completion_tokens=Int, tool_choice=Literal["none", "auto", "required"] | NamedToolChoice)
+  top_logprobs=Int, max_completion_tokens=Int, tool_choice=Literal["none", "auto", "required"] | ToolChoice)
 TokenizeRequest: Any = body_model("TokenizeRequest", **TOOLS | TEMPLATE, model=str, prompt=str, messages=list[dict],
                                   add_special_tokens=bool, return_token_strs=bool)
 DetokenizeRequest: Any = body_model("DetokenizeRequest", model=str, tokens=(list[int], ...))
@@ -67,15 +74,36 @@ ErrorResponse: Any = body_model("ErrorResponse", error=(dict[str, Any], ...))
 
 
 def tools_of(body: Any) -> list[dict[str, Any]]:
-  """Return the tools that the response may call."""
+  """Return the tools that the chat template shows. The response may call only some of them: see callable_tools."""
   if getattr(body, "tool_choice", None) == "none": return []
   return [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+
+
+def tool_choice_of(body: Any) -> Any:
+  choice = getattr(body, "tool_choice", None)
+  return choice.model_dump() if isinstance(choice, pydantic.BaseModel) else choice
+
+
+# Maximum entries of fields whose cost in each step grows with them, and maximum characters of all their strings
+MAX_ENTRIES = {"stop": 128, "stop_token_ids": 1024, "bad_words": 1024, "logit_bias": 1024}
+MAX_CHARACTERS = 2**14
+
+
+def check_sizes(fields: dict[str, Any]) -> None:
+  """Raises InputError for a field of MAX_ENTRIES that is too large."""
+  for name, limit in MAX_ENTRIES.items():
+    entries = fields.get(name) or ()
+    num = 1 if isinstance(entries, str) else len(entries)
+    check(num <= limit, f"{name} has {num} entries: use at most {limit}")
+    size = sum(len(x) for x in ([entries] if isinstance(entries, str) else entries) if isinstance(x, str))
+    check(size <= MAX_CHARACTERS, f"{name} has {size} characters: use at most {MAX_CHARACTERS}")
 
 
 def sampling_params(body: Any, defaults: dict[str, Any]) -> SamplingParams:
   """Return a request body's SamplingParams. defaults: the model's values for fields that the body omits."""
   check(body.stream or not body.stream_options, "stream_options: requires stream=true")
   fields = {**defaults, **{name: value for name, value in body if name in SAMPLING and value is not None}}
+  check_sizes(fields)
   if body.repeat_penalty is not None: fields["repetition_penalty"] = body.repeat_penalty   # llama.cpp's name
   if fields.get("max_tokens") == -1: fields["max_tokens"] = UNLIMITED   # llama.cpp's "no limit"
   if isinstance(body, ChatRequest):
@@ -96,7 +124,7 @@ def structured_outputs(body: Any) -> dict[str, Any] | None:
   constraints = {"structured_outputs": body.structured_outputs, "guided_*": guided or None,
                  "response_format": format_constraint(body.response_format)}
   if isinstance(body, ChatRequest):
-    choice = body.tool_choice.model_dump() if isinstance(body.tool_choice, NamedToolChoice) else body.tool_choice
+    choice = tool_choice_of(body)
     schema = calls_schema(tools_of(body), choice, body.parallel_tool_calls is not False)
     constraints["tool_choice"] = {"json": schema} if schema else None
   names = [name for name, constraint in constraints.items() if constraint is not None]
@@ -149,7 +177,7 @@ def chat_token_ids(body: Any, tokenizer: Tokenizer, trusts_template: bool = Fals
         "chat_template: refused, because the server runs without --trust-request-chat-template")
   if tools: variables["tools"] = tools
   template = variables.get("chat_template", tokenizer.config.get("chat_template")) or ""
-  check("tools" not in variables or "tools" in template,
+  check("tools" not in variables or "tools" in template or requires_call(tool_choice_of(body)),
         "tools: the model's chat template does not support tools")
   text = tokenizer.apply_chat_template([*map(with_parsed_arguments, body.messages)], **variables)
   return tokenizer.encode(text, bool(body.add_special_tokens))
@@ -180,7 +208,8 @@ class CompletionBuilder:
   objects = ["text_completion", "text_completion"]   # types of the whole response and of a chunk
   has_prompt_in_choices = True   # the fields that describe the prompt are in each choice, as in vLLM
 
-  def __init__(self, model_name: str, body: Any, params: SamplingParams, tokenizer: Tokenizer):
+  def __init__(self, model_name: str, body: Any, params: SamplingParams, tokenizer: Tokenizer,
+               output_format: OutputFormat):
     self.body = body
     self.params = params
     self.tokenizer = tokenizer
@@ -196,8 +225,8 @@ class CompletionBuilder:
     self.cursors = dict[int, tuple[int, list[int]]]()   # by choice: text length so far, last token
     self.num_generated = collections.Counter[int]()   # tokens so far, by choice
     self.num_echoed_ids = 0   # tokens of an echoed prompt that was given as token ids
-    self.tools = tools_of(body)
-    self.tool_texts = dict[int, tuple[str, int]]()   # by choice: text so far, number of characters delivered
+    self.output_format = output_format
+    self.parsers = dict[int, Parser]()   # by choice; of formats that split the text
 
   def response(self, requests: list[Request]) -> dict[str, Any]:
     outputs = enumerate(request.output() for request in requests)
@@ -258,11 +287,23 @@ class CompletionBuilder:
     # strict=False: no token follows the last one
     if rows is not None: rows = self.logprobs([*zip([before, *([i] for i in ids)], ids, rows, strict=False)], offset)
     return {"index": index, "logprobs": rows, "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason, **self.content(index, text, completion.finish_reason), **extra}
+            "stop_reason": completion.stop_reason, **self.content(text, output, completion), **extra}
 
-  def content(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    """Return the fields of a choice object that hold its new text."""
+  def content(self, text: str, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    """Return the fields of a choice object that hold its new text. text: with the prompt if echoed."""
     return {"text": text}
+
+  def parse(self, output: RequestOutput, completion: CompletionOutput) -> list[Event]:
+    """Return the events (kind, text) in a completion's new text: see Parser.feed. Call it once for each output."""
+    if completion.index not in self.parsers:
+      choice = tool_choice_of(self.body)
+      functions = {tool["function"]["name"]: tool["function"].get("parameters") or {}
+                   for tool in callable_tools(tools_of(self.body), choice)}
+      # Structured output begins with the first token: it cannot continue reasoning that the prompt opened
+      prompt_end = "" if self.params.structured_outputs else self.tokenizer.decode(output.prompt_token_ids[-16:], False)
+      self.parsers[completion.index] = self.output_format.parser(
+        functions, prompt_end, requires_call(choice), self.body.parallel_tool_calls is not False)
+    return self.parsers[completion.index].feed(completion.text, bool(completion.finish_reason))
 
   def logprobs(self, rows: list[tuple], offset: int) -> dict[str, list]:
     """Return a choice's log probabilities in OpenAI's format. rows: the previous token (in a list), the token, its
@@ -297,6 +338,10 @@ class ChatBuilder(CompletionBuilder):
   objects = ["chat.completion", "chat.completion.chunk"]
   has_prompt_in_choices = False   # but in the response, or in the chunks with the role
 
+  def __init__(self, *args: Any):
+    super().__init__(*args)
+    self.num_calls = collections.Counter[int]()   # by choice
+
   @property
   def role(self) -> str:
     """The role of the answer: that of the last message if the template does not start a new one."""
@@ -330,23 +375,27 @@ class ChatBuilder(CompletionBuilder):
     if message and self.echoed: message["content"] = self.echoed + (message["content"] or "")
     return choice
 
-  def content(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    calls: list[dict] = []
-    if self.tools: text, calls = self.split_calls(index, text, bool(finish_reason))
-    if self.body.stream: calls = [{"index": i, **call} for i, call in enumerate(calls)]
-    tool_calls = {"tool_calls": calls} if calls else {}
-    reason = {"finish_reason": "tool_calls"} if calls and finish_reason == "stop" else {}
-    if self.body.stream: return {"delta": {"content": text, **tool_calls}, **reason}
-    return {"message": {"role": "assistant", "content": text or None if calls else text, **tool_calls}, **reason}
-
-  def split_calls(self, index: int, delta: str, finished: bool) -> tuple[str, list[dict]]:
-    """Return a choice's new plain text, and its tool calls once it has finished."""
-    before, num_delivered = self.tool_texts.get(index, ("", 0))
-    text = before + delta
-    plain, calls = parse_calls(text, self.tools) if finished else (text[:num_plain_characters(text)], [])
-    if self.body.parallel_tool_calls is False: calls = calls[:1]
-    self.tool_texts[index] = text, len(plain)
-    return plain[num_delivered:], calls
+  def content(self, text: str, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    texts = {"content": "", "reasoning": ""}
+    calls = dict[int, dict[str, Any]]()   # new or with new arguments, by index
+    for kind, piece in self.parse(output, completion):
+      if kind in texts: texts[kind] += piece
+      if kind == "call": self.num_calls[completion.index] += 1
+      i = self.num_calls[completion.index] - 1
+      if kind == "call": calls[i] = {"id": f"call_{uuid.uuid4().hex}", "type": "function",
+                                     "function": {"name": piece, "arguments": ""}}
+      if kind == "arguments": calls.setdefault(i, {"function": {"arguments": ""}})["function"]["arguments"] += piece
+    is_call = completion.finish_reason == "stop" and self.num_calls[completion.index]
+    fields: dict[str, Any] = {"reasoning_content": texts["reasoning"], "reasoning": texts["reasoning"]}
+    if not texts["reasoning"]: fields = {}
+    if self.body.stream:
+      if calls: fields["tool_calls"] = [{"index": i, **call} for i, call in calls.items()]
+      if texts["content"] or not fields: fields["content"] = texts["content"]
+      return {"delta": fields, **({"finish_reason": "tool_calls"} if is_call else {})}
+    content = texts["content"] or (None if calls or fields else "")
+    if calls: fields["tool_calls"] = [*calls.values()]
+    return {"message": {"role": "assistant", "content": content, **fields},
+            **({"finish_reason": "tool_calls"} if is_call else {})}
 
   def logprobs(self, rows: list[tuple], offset: int) -> dict[str, list]:
     def entry(before: list[int], token: int, entries: dict[int, Logprob]) -> dict[str, Any]:
@@ -391,8 +440,10 @@ def explain_validation(request: fastapi.Request, problem: dict[str, Any]) -> fas
   """Return the error response for a body that pydantic rejected. problem: pydantic's first error."""
   if problem["type"] == "json_invalid":
     return error_response(400, f"the body is not JSON: {problem['ctx']['error']}")
-  if "json" not in request.headers.get("content-type", "json"):
-    return error_response(400, "the body must be JSON: send the header Content-Type: application/json")
+  kind = request.headers.get("content-type")
+  if "json" not in (kind or ""):
+    return error_response(400, f"{f'Content-Type={kind}' if kind else 'no Content-Type'}: send the header "
+                               "Content-Type: application/json, and a body of JSON")
   path = [str(x) for x in problem["loc"][1:]]
   error = problem.get("ctx", {}).get("error")
   if isinstance(error, InputError):   # of fields.Body

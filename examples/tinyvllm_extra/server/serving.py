@@ -1,7 +1,7 @@
 """Generation: turns a request body into engine requests, and their outputs into one JSON response or a stream of
 events. A builder decides the wire format (protocol.CompletionBuilder). `Serving.requests` holds all unfinished
 requests."""
-import asyncio, collections, contextlib, time
+import asyncio, collections, contextlib, functools, time
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -14,6 +14,7 @@ from tinyvllm.engine import Prompt
 from . import protocol
 from .async_engine import IndexedOutput, Request
 from .metrics import Metrics
+from .parsers import OutputFormat, find_format
 from .protocol import ChatBuilder, ChatRequest, CompletionBuilder, CompletionRequest, GenerateBuilder, Refusal
 
 EVENT_STREAM = "text/event-stream"
@@ -21,24 +22,39 @@ EVENT_STREAM = "text/event-stream"
 
 class Serving:
   """Runs the requests of all routes on one engine, and observes their metrics."""
-  def __init__(self, model_name: str, max_queue: int, request_timeout: float | None, trusts_template: bool = False):
+  def __init__(self, model_names: list[str], max_queue: int, request_timeout: float | None,
+               parser_names: tuple[str | None, str | None], trusts_template: bool = False):
     self.llm: Any = None   # AsyncLLM once the model is loaded
     self.requests = set[Request]()   # unfinished
-    self.name = model_name
+    self.names = model_names   # responses and metrics have the first one
     self.max_queue = max_queue
     self.request_timeout = request_timeout
+    self.parser_names = parser_names   # reasoning and tool call parser; None: the chat template decides
     self.trusts_template = trusts_template   # requests may bring a chat template
-    self.observer = Metrics(model_name, self.engine_metrics)
+    self.observer = Metrics(model_names[0], self.engine_metrics)
 
   def engine_metrics(self) -> dict[str, Any]: return self.llm.llm.get_metrics() if self.llm else collections.Counter()
 
+  @functools.cached_property
+  def output_format(self) -> OutputFormat:
+    return find_format(str(self.llm.llm.tokenizer.config.get("chat_template")), *self.parser_names)
+
+  @functools.cached_property
+  def chat_defaults(self) -> dict[str, Any]:
+    """The model's sampling defaults. Special tokens stay in the text if they mark reasoning or calls."""
+    tokenizer = self.llm.llm.tokenizer
+    has_special = self.output_format.has_special(tokenizer.added_texts[i] for i in tokenizer.special_ids)
+    return {**self.llm.llm.sampling_defaults, **({"skip_special_tokens": False} if has_special else {})}
+
   # Routes
 
-  async def models(self) -> dict[str, Any]: return {"object": "list", "data": [await self.model(self.name)]}
+  async def load(self) -> dict[str, int]: return {"server_load": len(self.requests)}
+  async def models(self) -> dict[str, Any]:
+    return {"object": "list", "data": [await self.model(name) for name in self.names]}
 
   async def model(self, name: str) -> dict[str, Any]:
     self.check_model(name)
-    return {"id": self.name, "object": "model", "created": int(time.time()), "owned_by": "tinyvllm", "root": self.name,
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tinyvllm", "root": self.names[0],
             "parent": None, "max_model_len": self.llm.llm.max_model_len}
 
   async def tokenize(self, body: protocol.TokenizeRequest) -> dict[str, Any]:
@@ -53,7 +69,7 @@ class Serving:
   async def detokenize(self, body: protocol.DetokenizeRequest) -> dict[str, str]:
     size = self.llm.llm.model_config.vocab_size
     check(all(0 <= i < size for i in body.tokens), f"tokens: each id must be between 0 and {size - 1}")
-    return {"prompt": self.llm.llm.tokenizer.decode(body.tokens, False)}
+    return {"prompt": await asyncio.to_thread(self.llm.llm.tokenizer.decode, body.tokens, False)}
 
   async def generate(self, body: CompletionRequest) -> Response: return await self.answer(body, GenerateBuilder)
   async def completions(self, body: CompletionRequest) -> Response: return await self.answer(body, CompletionBuilder)
@@ -65,8 +81,9 @@ class Serving:
     """Run a CompletionRequest or a ChatRequest."""
     self.check_model(body.model)
     engine = self.llm.llm
-    params = protocol.sampling_params(body, engine.sampling_defaults)
-    builder = builder_class(self.name, body, params, engine.tokenizer)
+    defaults = self.chat_defaults if isinstance(body, ChatRequest) else engine.sampling_defaults
+    params = await asyncio.to_thread(protocol.sampling_params, body, defaults)   # may take long
+    builder = builder_class(self.names[0], body, params, engine.tokenizer, self.output_format)
     prompts = await asyncio.to_thread(protocol.encode_prompts, body, engine, self.trusts_template)
     return await self.run(prompts, params, builder, bool(body.stream), body.priority or 0)
 
@@ -83,10 +100,12 @@ class Serving:
     outputs = await anext(steps)   # the requests are now in the queue
     if stream: return StreamingResponse(self.events(builder, outputs, steps, requests), media_type=EVENT_STREAM)
     async for _ in steps: pass
-    return JSONResponse(builder.response(requests))
+    has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None   # their texts take long
+    return JSONResponse(await asyncio.to_thread(builder.response, requests) if has_logprobs
+                        else builder.response(requests))
 
   def check_model(self, name: str | None) -> None:
-    if name not in (None, self.name): raise Refusal(404, f"The model `{name}` does not exist.", "model")
+    if name not in (None, *self.names): raise Refusal(404, f"The model `{name}` does not exist.", "model")
 
   def check_queue(self, num_new: int, n: int) -> None:
     """Raise Refusal if `num_new` sequences do not fit into the queue now, InputError if n=`n` can never fit."""
@@ -128,7 +147,8 @@ class Serving:
             if (i, completion.index) not in unfinished: continue
             if completion.finish_reason: unfinished.remove((i, completion.index))
             elif not completion.token_ids: continue
-            pending.append(builder.events(i, output, completion))
+            make = functools.partial(builder.events, i, output, completion)
+            pending.append(await asyncio.to_thread(make) if output.prompt_logprobs else make())
         if unfinished and any(pending):   # else they are sent with the last event
           yield b"".join(pending)
           pending.clear()

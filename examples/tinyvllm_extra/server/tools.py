@@ -1,38 +1,74 @@
-"""Tool calls in OpenAI's format: the JSON schema of a response that must call tools, and a parser for calls in text.
-It parses two formats: <tool_call>{"name": ..., "arguments": {...}}</tool_call> of Hermes and Qwen, and a whole text
-that is {"name": ..., "parameters": {...}} or a list of such objects, of Llama 3."""
-import json, re, uuid
+"""Tools in OpenAI's format: the functions that a response may call, the JSON schema of a response that must call one,
+and the calls of earlier messages. parsers.py reads calls in generated text."""
+import json
 from typing import Any
 
 from tinyvllm.config import InputError, check
 
-BEGIN = "<tool_call>"
-CALLS = re.compile(rf"{BEGIN}\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+NO_PARAMETERS = {"type": "object", "properties": {}}
+# Keywords that combine schemas: closing one part would exclude the properties of the others
+COMBINATIONS = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties",
+                "additionalProperties"}
+
+
+def requires_call(choice: Any) -> bool:
+  """Return whether a tool_choice requires a call."""
+  if not isinstance(choice, dict): return choice == "required"
+  return choice["type"] == "function" or choice["allowed_tools"]["mode"] == "required"
+
+
+def callable_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
+  """Return the tools that the response may call. Raises InputError for an unknown function in tool_choice."""
+  if not isinstance(choice, dict): return tools
+  choices = [choice] if choice["type"] == "function" else choice["allowed_tools"]["tools"]
+  functions = {tool["function"]["name"]: tool for tool in tools}
+  check(functions, f"tool_choice={choice!r} requires tools")
+  for name in (x["function"]["name"] for x in choices):
+    check(name in functions, f"tool_choice: unknown function {name!r}; use one of {', '.join(functions)}")
+  return [functions[x["function"]["name"]] for x in choices]
 
 
 def calls_schema(tools: list[dict[str, Any]], choice: Any, parallel: bool = True) -> dict[str, Any] | None:
   """Return the JSON schema of a response that calls one tool, or several if `parallel`; None if no call is required.
 
-  choice: "auto", "none", "required", or {"type": "function", "function": {"name": ...}}, which is called once. Raises
-  InputError for an unknown function or for schemas that cannot be merged."""
-  functions = {tool["function"]["name"]: tool["function"].get("parameters") or {"type": "object"} for tool in tools}
-  if choice in (None, "auto", "none"): return None
-  name = choice["function"]["name"] if isinstance(choice, dict) else None
-  check(functions, f"tool_choice={choice!r} requires tools")
-  check(name is None or name in functions, f"tool_choice: unknown function {name!r}; use one of {', '.join(functions)}")
-  if name: functions = {name: functions[name]}
+  choice: "auto", "none", "required", {"type": "function", "function": {"name": ...}}, which is called once, or
+  {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}. Raises InputError for an unknown function
+  or for schemas that cannot be merged."""
+  selection = callable_tools(tools, choice)
+  if not requires_call(choice): return None
+  check(selection, f"tool_choice={choice!r} requires tools")
+  functions = {tool["function"]["name"]: close(tool["function"].get("parameters") or NO_PARAMETERS)
+               for tool in selection}
   calls = [{"type": "object", "properties": {"name": {"const": name}, "arguments": parameters},
             "required": ["name", "arguments"], "additionalProperties": False} for name, parameters in functions.items()]
-  limit = {} if parallel and name is None else {"maxItems": 1}
-  return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **limit, "$defs": merged_definitions(functions),
+  is_single = not parallel or isinstance(choice, dict) and choice["type"] == "function"
+  return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **({"maxItems": 1} if is_single else {}),
+          "$defs": merged_definitions(functions),
           "x-guidance": {"whitespace_flexible": False}}   # small models may generate spaces forever
+
+
+def close(schema: Any) -> Any:
+  """Return a schema whose objects with properties allow no others, unless it says so or combines schemas by allOf."""
+  try: return schema if '"allOf"' in json.dumps(schema) else close_objects(schema)
+  except RecursionError as error: raise InputError("tools: parameters are nested too deeply: use $defs") from error
+
+
+def close_objects(schema: Any) -> Any:
+  if isinstance(schema, list): return [*map(close_objects, schema)]
+  if not isinstance(schema, dict): return schema
+  closing = {"additionalProperties": False} if isinstance(schema.get("properties"), dict) else {}
+  if COMBINATIONS & schema.keys(): closing = {}
+  parts = {key: {name: close_objects(x) for name, x in schema[key].items()}
+           for key in ("properties", "$defs", "definitions") if isinstance(schema.get(key), dict)}
+  keys = ["items", *([] if "properties" in schema else ["anyOf", "oneOf"])]
+  return {**schema, **parts, **{key: close_objects(schema[key]) for key in keys if key in schema}, **closing}
 
 
 def merged_definitions(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
   """Merge the functions' $defs, because a reference "#/$defs/X" is resolved at the top of the schema."""
   merged: dict[str, Any] = {}
   for parameters in functions.values():
-    definitions = parameters.get("$defs") or {}
+    definitions = parameters.get("$defs", {})
     check(isinstance(definitions, dict), f"tools: $defs={definitions!r} must be an object")
     for name, schema in definitions.items():
       check(merged.setdefault(name, schema) == schema, f"tools: two functions define {name!r} differently in $defs")
@@ -40,31 +76,17 @@ def merged_definitions(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-  """Return a message with its tool calls' JSON arguments parsed to objects, as chat templates expect."""
+  """Return a message with its tool calls' arguments as objects, as chat templates expect. "" is {}; text that is not a
+  JSON object, such as a call cut off by max_tokens, becomes {"invalid_json": text}."""
   calls = message.get("tool_calls")
   if not calls: return message
-  try: return {**message, "tool_calls": [{**call, "function": {
-    **call["function"], "arguments": json.loads(call["function"]["arguments"])}} for call in calls]}
-  except (KeyError, TypeError, ValueError, RecursionError) as error:
-    raise InputError("messages: every entry of tool_calls must have a function with a name and JSON arguments "
-                     f"({error})") from error
-
-
-def num_plain_characters(text: str) -> int:
-  """Return how many characters at the start of an unfinished text cannot be part of a tool call."""
-  if re.match(r"\s*(\[?\s*\{|\[?\s*$)", text): return 0
-  if BEGIN in text: return text.index(BEGIN)
-  return len(text) - max(n for n in range(len(BEGIN)) if text.endswith(BEGIN[:n]))
-
-
-def parse_calls(text: str, tools: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
-  """Split a finished text into plain text and tool calls. Without a valid call of a known tool, all text is plain."""
-  names = [tool["function"]["name"] for tool in tools]   # a list, since a call's name may be unhashable
-  try: values = [json.loads(call) for call in CALLS.findall(text) or [text]]
-  except (ValueError, RecursionError): return text, []
-  calls = [call for value in values for call in (value if isinstance(value, list) else [value])]
-  if not calls or not all(isinstance(call, dict) and call.get("name") in names for call in calls): return text, []
-  functions = [{"name": call["name"], "arguments": json.dumps(call.get("arguments", call.get("parameters", {})))}
-               for call in calls]
-  return text[:text.index(BEGIN)] if BEGIN in text else "", [
-    {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function} for function in functions]
+  def parse(arguments: Any) -> dict[str, Any]:
+    try: value = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+    except (ValueError, RecursionError): value = None
+    return value if isinstance(value, dict) else {"invalid_json": arguments}
+  names = [isinstance(call, dict) and isinstance(call.get("function"), dict) and call["function"].get("name")
+           for call in (calls if isinstance(calls, list) else [None])]
+  check(all(isinstance(name, str) for name in names),
+        "messages: every entry of tool_calls must be an object with a function that has a name")
+  return {**message, "tool_calls": [{**call, "function": {
+    **call["function"], "arguments": parse(call["function"].get("arguments"))}} for call in calls]}

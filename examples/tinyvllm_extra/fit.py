@@ -1,0 +1,59 @@
+"""Estimates the memory that a model uses on a device, from its config.json."""
+import math, pathlib
+from typing import Any
+
+from tinygrad import Context, Device, dtypes, nn
+
+from tinyvllm.backend import Devices, Linear
+from tinyvllm.config import EngineConfig
+
+from . import kernels
+from .models import find_model
+
+GIB = 2**30
+DTYPES = ["float32", "float16", "bfloat16"]
+# Bits per weight of the layers' matrices, including scale and offset of each group of 32 weights
+QUANTIZED = {"int8": 8 + 16 / 32, "int4": 4 + 32 / 32}
+
+
+def open_device() -> dict[str, Any]:
+  """Open the default device. Return its dtype of activations, its support of DTYPES, and its free memory."""
+  kernels.prepare_device()
+  backend = kernels.make_backend()
+  supported = Device.default.renderer.supported_dtypes()
+  return {"dtype": backend.pick_dtype("auto"), **{name: getattr(dtypes, name) in supported for name in DTYPES},
+          "free_gib": backend.free_memory(Device.DEFAULT) / GIB}
+
+
+def prequantized(hf: dict[str, Any]) -> str | None:
+  """Return "int8" or "int4" if a model is pre-quantized, else None. hf: the content of config.json."""
+  quantization = hf.get("quantization_config") or {}
+  weights = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
+  bits = {x.get("num_bits") for x in weights} | {quantization.get("bits"), quantization.get("w_bit")}
+  return next((name for name in QUANTIZED if int(name[3:]) in bits), None)
+
+
+def estimate_fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | None = None,
+                 kv_cache_dtype: str = "auto") -> dict[str, Any]:
+  """Return a model's memory use on a backend, and the number of KV cache tokens that fit. hf: the content of
+  config.json. row: the backend's facts. Raises InputError for an unsupported model."""
+  shape, model_class = find_model(hf, pathlib.Path(name))
+  sizes = {dtype: getattr(dtypes, dtype).itemsize for dtype in DTYPES if row[dtype]}
+  # Weights keep the checkpoint's dtype if it is narrower
+  stored = min(row["dtype"], hf.get("dtype") or hf.get("torch_dtype"), key=lambda dtype: sizes.get(dtype, 4))
+  with Context(DEV="NULL"):   # NULL supports every dtype; empty tensors use no memory
+    fast = kernels.FastBackend()
+    model = model_class(shape, dtypes.float32, fast, Devices())
+    cache = fast.kv_layout(shape, EngineConfig(kv_cache_dtype=kv_cache_dtype, block_size=1),
+                           getattr(dtypes, row["dtype"]))
+  num_weights = sum(int(x.numel()) for module in model.modules() for x in nn.state.get_parameters(module))
+  matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear)]
+  quantized = sum(int(x.weight.numel()) for x in matrices) if quantization else 0
+  weights = (num_weights - quantized) * sizes[stored] + int(quantized * QUANTIZED.get(quantization or "", 0) / 8)
+  # A step reads few rows of the embeddings, but the whole output head
+  read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
+  per_token = shape.num_hidden_layers * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
+  left = int(row["free_gib"] * GIB * EngineConfig().gpu_memory_utilization) - weights
+  return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,
+          "fits": left >= per_token, "kv_tokens": max(0, left) // per_token,
+          "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}

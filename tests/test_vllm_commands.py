@@ -1,0 +1,173 @@
+"""Command lines of vLLM's documentation, recipes and deployment examples, at the level of parsing: each is accepted, or
+refused in one line that names the option and its value."""
+import logging
+import shlex
+
+import pytest
+from tinyvllm_extra.cli import main
+from tinyvllm_extra.server.app import parse
+from tinyvllm_extra.vllm_options import NO_EFFECT, ModelOptions
+
+from tinyvllm import LLM
+from tinyvllm.config import EngineConfig
+
+# Accepted command lines, without `vllm serve`: quickstart, docs of a feature, recipes, Docker, Kubernetes, Helm
+ACCEPTED = r"""
+Qwen/Qwen2.5-1.5B-Instruct
+NousResearch/Meta-Llama-3-8B-Instruct --dtype auto --api-key token-abc123
+meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 1 --max-model-len 2048 --host 0.0.0.0 --port 8000
+meta-llama/Llama-3.2-1B-Instruct --max-model-len 4k --max-num-batched-tokens 2K
+--model mistralai/Mistral-7B-Instruct-v0.3 --trust-remote-code --enable-chunked-prefill --max_num_batched_tokens 1024
+--model facebook/opt-125m --port 8080 --disable-log-requests
+--host=0.0.0.0 --port=8000 --model=TinyLlama/TinyLlama-1.1B-Chat-v1.0 --dtype=half --max-model-len=2048
+Qwen/Qwen3-8B --max-num-batched-tokens 16384 --gpu-memory-utilization 0.8
+Qwen/Qwen3-4B --host 0.0.0.0 --port 8000
+Qwen/Qwen3-32B --host 0.0.0.0 --port 8000 --tensor-parallel-size 2
+Qwen/Qwen2.5-32B -tp 2 -q awq
+Qwen/Qwen2.5-7B-Instruct -tp=2 -pp 1 -dp 1
+Qwen/Qwen2.5-7B-Instruct-AWQ --quantization awq_marlin --dtype float16
+TheBloke/Llama-2-7B-Chat-GPTQ --quantization gptq --dtype half --enforce-eager
+meta-llama/Llama-3.1-8B-Instruct --enable-auto-tool-choice --tool-call-parser llama3_json --chat-template {template}
+NousResearch/Hermes-3-Llama-3.1-8B --enable-auto-tool-choice --tool-call-parser hermes
+Qwen/Qwen2.5-7B-Instruct --enable-auto-tool-choice --tool-call-parser hermes --max-model-len 32768
+Qwen/Qwen3-0.6B --chat-template {template} --chat-template-content-format string
+Qwen/Qwen3-8B --default-chat-template-kwargs '{{"enable_thinking": false}}'
+meta-llama/Llama-3.1-8B-Instruct --served-model-name llama llama-3.1 gpt-4o
+meta-llama/Llama-3.1-8B-Instruct --api-key key-1 key-2 --served-model-name llama
+meta-llama/Llama-3.1-8B-Instruct --root-path /llm --port 8080
+meta-llama/Llama-3.1-8B-Instruct --uds /tmp/vllm.sock
+meta-llama/Llama-3.1-8B-Instruct --ssl-keyfile {key} --ssl-certfile {key} --ssl-cert-reqs 0
+meta-llama/Llama-3.1-8B-Instruct --ssl-certfile {key} --ssl-keyfile {key} --ssl-ca-certs {key}
+--config {config}
+meta-llama/Llama-3.1-8B-Instruct --config {config} --port 9000
+meta-llama/Llama-3.1-8B-Instruct --generation-config vllm
+meta-llama/Llama-3.1-8B-Instruct --generation-config auto --override-generation-config '{{"temperature": 0.6}}'
+Qwen/Qwen3-8B --override-generation-config '{{"temperature":0.6,"top_p":0.95,"top_k":20}}' --max-logprobs 20
+Qwen/Qwen3-8B --override-generation-config.temperature 0.6 --override-generation-config.top_k 20
+meta-llama/Llama-3.1-8B-Instruct --speculative-config '{{"method": "ngram", "num_speculative_tokens": 5}}'
+Qwen/Qwen3-8B --speculative-config.method ngram --speculative-config.num_speculative_tokens 3
+meta-llama/Llama-3.1-8B-Instruct -O3
+meta-llama/Llama-3.1-8B-Instruct -O 3 --async-scheduling
+meta-llama/Llama-3.1-8B-Instruct -O.level=3 --no-enable-prefix-caching
+openai/gpt-oss-20b -cc.pass_config.fuse_rope_kvcache=True -cc.use_inductor_graph_partition=True --block-size 64
+meta-llama/Llama-3.1-8B-Instruct --compilation-config '{{"cudagraph_mode": "FULL_AND_PIECEWISE"}}'
+meta-llama/Llama-3.1-8B-Instruct --compilation_config.pass_config.fuse_allreduce_rms true --optimization-level 2
+meta-llama/Llama-3.1-8B-Instruct --cuda-graph-sizes 1 2 4 8 --max-seq-len-to-capture 8192
+meta-llama/Llama-3.1-8B-Instruct --attention-backend FLASHINFER --enable-flashinfer-autotune
+openai/gpt-oss-120b --tensor-parallel-size 8 --async-scheduling --gpu-memory-utilization 0.95 --no-enable-prefix-caching
+zai-org/GLM-4.7 -tp 8 --gpu-memory-utilization 0.9 --disable-log-requests --no-enable-prefix-caching --trust-remote-code
+nvidia/Llama-3.1-8B-Instruct-FP8 --kv-cache-dtype fp8 --async-scheduling --trust-remote-code
+meta-llama/Llama-3.1-8B-Instruct --kv-cache-dtype fp8_e4m3 --disable-custom-all-reduce --disable-cascade-attn
+meta-llama/Llama-3.1-8B-Instruct --distributed-executor-backend mp --tensor-parallel-size 2
+meta-llama/Llama-3.1-8B-Instruct --distributed-executor-backend ray --swap-space 16 --disable-log-stats
+Qwen/Qwen3-8B --enable-prefix-caching --max-num-seqs 256 --seed 42 --disable-uvicorn-access-log
+Qwen/Qwen3-8B --prefix-caching-hash-algo sha256 --max-num-partial-prefills 2 --long-prefill-token-threshold 2048
+Qwen/Qwen3-8B --scheduling-policy priority --num-gpu-blocks-override 4096 --block-size 32
+Qwen/Qwen3-8B --load-format fastsafetensors --safetensors-load-strategy eager --use-tqdm-on-load
+Qwen/Qwen3-8B --load-format safetensors --model-loader-extra-config '{{"concurrency": 16}}'
+Qwen/Qwen3-8B --tokenizer Qwen/Qwen3-8B --tokenizer-mode auto --config-format auto --model-impl vllm
+Qwen/Qwen3-8B --download-dir /models --hf-overrides '{{}}' --code-revision main
+Qwen/Qwen3-8B --uvicorn-log-level warning --max-log-len 100 --disable-access-log-for-endpoints /health,/metrics,/ping
+Qwen/Qwen3-8B --allowed-origins '["http://localhost:3000"]' --allowed-methods '["*"]' --allowed-headers '["*"]'
+Qwen/Qwen3-8B --enable-request-id-headers --enable-prompt-tokens-details --enable-server-load-tracking
+Qwen/Qwen3-8B --structured-outputs-config '{{"backend": "xgrammar"}}' --response-role assistant
+Qwen/Qwen3-8B --structured-outputs-config.backend guidance --shutdown-timeout 60 --stream-interval 4
+Qwen/Qwen3-8B --guided-decoding-backend xgrammar --num-scheduler-steps 8 --use-v2-block-manager
+Qwen/Qwen3-8B --data-parallel-size 1 --pipeline-parallel-size 1 --api-server-count 1 --nnodes 1 --node-rank 0
+Qwen/Qwen3-8B --enable-expert-parallel --all2all-backend allgather_reducescatter --moe-backend triton
+Qwen/Qwen3-8B --limit-mm-per-prompt '{{"image": 2, "video": 0}}' --mm-processor-cache-gb 0 --language-model-only
+Qwen/Qwen3-8B --limit-mm-per-prompt.video 0 --mm-encoder-tp-mode data --allowed-local-media-path /
+JetBrains/Mellum2-12B-A2.5B-Instruct --max-model-len auto --trust-remote-code --tensor-parallel-size 1
+meta-llama/Llama-3.1-8B-Instruct --max-model-len -1 --task generate --runner generate --device auto
+meta-llama/Llama-3.1-8B-Instruct --max-model-len 25.6k --cudagraph-capture-sizes 1 2 4 --max-cudagraph-capture-size 512
+Qwen/Qwen3-8B --reasoning-parser qwen3
+Qwen/Qwen3-Coder-30B --enable-auto-tool-choice --tool-call-parser qwen3_coder
+/model --served-model-name muse --tensor-parallel-size 1 --generation-config auto --enable-auto-tool-choice
+meta-llama/Llama-3.1-8B-Instruct --no-enable-lora --max-loras 4 --max-lora-rank 64 --cpu-offload-gb 0
+""".strip().splitlines()
+
+# Refused command lines, and the start of the message
+REFUSED = {
+  "deepseek-ai/DeepSeek-V3.1 --pipeline-parallel-size 2": "pipeline_parallel_size=2",
+  "Qwen/Qwen3.5-397B-A17B-FP8 -dp 8 --enable-expert-parallel": "data_parallel_size=8",
+  "mistralai/Ministral-3-3B-Instruct-2512 --tokenizer_mode mistral": "tokenizer_mode='mistral'",
+  "jinaai/jina-embeddings-v5-text-small --runner pooling": "runner='pooling'",
+  "meta-llama/Llama-2-7b-hf --enable-lora --lora-modules sql-lora=/lora": "enable_lora=True",
+  "meta-llama/Llama-2-7b-hf --lora-modules a=/lora b=/lora": "lora_modules=['a=/lora', 'b=/lora']",
+  "baidu/ERNIE-4.5-VL-424B-A47B-PT --cpu-offload-gb 50": "cpu_offload_gb=50",
+  "Qwen/Qwen3-8B --kv-transfer-config '{\"kv_connector\": \"LMCacheConnectorV1\"}'": "kv_transfer_config=",
+  "Qwen/Qwen3-8B --hf-overrides '{\"max_position_embeddings\": 65536}'": "hf_overrides=",
+  "Qwen/Qwen3-8B --rope-scaling '{\"rope_type\": \"yarn\", \"factor\": 4.0}'": "rope_scaling=",
+  "Qwen/Qwen3-8B --tokenizer other/tokenizer": "tokenizer='other/tokenizer'",
+  "Qwen/Qwen3-8B --load-format dummy": "load_format='dummy'",
+  "Qwen/Qwen3-8B --max-logprobs 100": "max_logprobs=100",
+  "Qwen/Qwen3-8B --middleware my.Module": "middleware='my.Module'",
+  "Qwen/Qwen3-8B --chat-template ./nowhere.jinja": "chat_template='./nowhere.jinja' cannot be read",
+  "Qwen/Qwen3-8B --override-generation-config '{\"temperature\": -1}'": "override_generation_config: temperature=-1",
+  "Qwen/Qwen3-8B --config nowhere.yaml": "config='nowhere.yaml' cannot be read",
+  "Qwen/Qwen3-8B --ssl-keyfile key.pem": "ssl_keyfile='key.pem'"}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("vllm")
+  paths = {name: folder / name for name in ("template", "key", "config")}
+  paths["template"].write_text("{{ messages[0].content }}")
+  paths["key"].write_text("")
+  paths["config"].write_text("model: facebook/opt-125m\nhost: 127.0.0.1\nport: 8001\nmax_model_len: 1k\n"
+                             "trust-remote-code: true\nenable-prefix-caching: false\nserved-model-name: [a, b]\n"
+                             "override-generation-config: {temperature: 0.5}\nswap-space: null\n")
+  return paths
+
+
+def parse_command(command, files): return parse(shlex.split(command.format(**files)))
+
+
+@pytest.mark.parametrize("command", ACCEPTED)
+def test_command_of_vllm_is_accepted(command, files):
+  model, _, _ = parse_command(command, files)
+  assert model
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_command_with_missing_feature_is_one_line_and_exit_code_1(command, capfd):
+  assert main(["serve", *shlex.split(command)]) == 1
+  line, = capfd.readouterr().err.splitlines()
+  assert line.startswith(f"tinyvllm: {REFUSED[command]}")
+
+
+def test_commands_are_79(): assert len(ACCEPTED) + len(REFUSED) >= 79
+
+
+def test_values_reach_the_options(files):
+  command = "m --max-model-len 1k -tp 2 -q awq_marlin --max_num_seqs 7 --no-enable-prefix-caching"
+  _, engine, _ = parse_command(command, files)
+  assert engine == {"max_model_len": 1000, "tensor_parallel_size": 2, "quantization": "awq_marlin", "max_num_seqs": 7,
+                    "enable_prefix_caching": False}
+  sizes = {"1K": 1024, "25.6k": 25600, "2m": 2000000, "auto": None, "-1": -1}
+  for text, value in sizes.items():
+    assert parse_command(f"m --max-model-len {text}", files)[1] == {"max_model_len": value}
+
+
+def test_json_flag_in_parts_equals_json(files):
+  whole = parse_command("""m --speculative-config '{{"method": "ngram", "a": {{"b": 1, "c": "x"}}}}'""", files)
+  parts = "m --speculative-config.method ngram --speculative-config.a.b=1 --speculative_config.a.c x"
+  assert parse_command(parts, files) == whole
+
+
+def test_config_file_applies_unless_command_line_sets_option(files):
+  model, engine, server = parse_command("--config {config} --port 9000 --served-model-name c", files)
+  assert (model, server.port, server.host, server.served_model_name) == ("facebook/opt-125m", 9000, "127.0.0.1", ["c"])
+  assert engine == {"max_model_len": 1000, "enable_prefix_caching": False, "trust_remote_code": True,
+                    "override_generation_config": {"temperature": 0.5}}
+  assert parse_command("other --config {config}", files)[0] == "other"
+
+
+def test_ignored_options_are_logged_in_one_line(caplog):
+  with caplog.at_level(logging.INFO, "tinyvllm"): LLM(trust_remote_code=True, swap_space=4, max_num_seqs=2)
+  line, = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
+  assert line.endswith(": swap_space=4, trust_remote_code=True")
+
+
+def test_options_are_disjoint():
+  assert not NO_EFFECT.keys() & {*EngineConfig.__match_args__, *ModelOptions.__match_args__}
