@@ -261,7 +261,7 @@ def stop(replica): replica.server.should_exit = True
 
 def lose_device(replica):
   def launch(step): raise RuntimeError("the device is lost")
-  replica.server.llm.llm.runner.launch = launch
+  replica.server.serving.llm.llm.runner.launch = launch
 
 
 @pytest.mark.parametrize("fault", [stop, lose_device])
