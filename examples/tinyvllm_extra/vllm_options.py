@@ -60,7 +60,7 @@ NO_EFFECT: dict[str, Any] = {name: values for names, values in {
   "tokenizer_mode": ["auto", "slow", "hf"], "config_format": ["auto", "hf"], "model_impl": ["auto", "vllm"],
   "load_format": ["auto", "hf", "safetensors", "fastsafetensors", "runai_streamer"], "convert": ["auto", "none"],
   "task runner": ["auto", "generate"], "enable_chunked_prefill": [True, None], "logprobs_mode": ["raw_logprobs"],
-  "max_logprobs": range(21), "distributed_executor_backend": [None, "mp", "uni", "ray"],
+  "distributed_executor_backend": [None, "mp", "uni", "ray"],
   "guided_decoding_backend": STRUCTURED_BACKENDS,
   "structured_outputs_config": [None, *({"backend": backend} for backend in STRUCTURED_BACKENDS)]}.items()
   for name in names.split()}
@@ -85,6 +85,7 @@ class ModelOptions(Options):
     None, 'Sampling defaults, as in {"temperature": 0.5} (default: none)')
   revision: str | None = option(None, "Branch, tag or commit on the hub (default: main)")
   download_dir: str | None = option(None, "Folder for downloads (default: the hub's cache)")
+  max_logprobs: int = option(20, "Maximum log probabilities per token; -1: no limit", min=-1, max=2**31 - 1)
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -387,7 +387,7 @@ class ChatBuilder(CompletionBuilder):
       if kind == "arguments": calls.setdefault(i, {"function": {"arguments": ""}})["function"]["arguments"] += piece
     is_call = completion.finish_reason == "stop" and self.num_calls[completion.index]
     fields: dict[str, Any] = {"reasoning_content": texts["reasoning"], "reasoning": texts["reasoning"]}
-    if not texts["reasoning"]: fields = {}
+    if not texts["reasoning"] or self.body.include_reasoning is False: fields = {}
     if self.body.stream:
       if calls: fields["tool_calls"] = [{"index": i, **call} for i, call in calls.items()]
       if texts["content"] or not fields: fields["content"] = texts["content"]
@@ -402,7 +402,8 @@ class ChatBuilder(CompletionBuilder):
       text = self.piece(before, token)
       return {"token": self.label(before, token), "logprob": entries[token].logprob, "bytes": [*text.encode()]}
     def best(x: dict[int, Logprob]) -> list[int]:
-      return sorted((i for i in x if x[i].rank <= (self.params.logprobs or 0)), key=lambda i: (x[i].rank, i))
+      k = self.params.logprobs or 0
+      return sorted((i for i in x if k == -1 or x[i].rank <= k), key=lambda i: (x[i].rank, i))
     return {"content": [{**entry(b, i, x), "top_logprobs": [entry(b, j, x) for j in best(x)]} for b, i, x in rows]}
 
 
