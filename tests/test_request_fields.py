@@ -161,7 +161,7 @@ def test_unknown_field_is_ignored_with_one_warning(server):
 def test_hostile_unknown_names_are_truncated_escaped_and_bounded(folder):
   with Server(folder, *flags(**SMALL)) as server:
     names = [f"field {i}" for i in range(300)]
-    hostile = ["x" * 100000, "two\nlines", "\ud800"]
+    hostile = ["x" * 100000, "two\nlines"]
     body = {**TEXT, **dict.fromkeys(hostile + names, 1)}
     content = json.dumps(body).encode()
     response = server.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})

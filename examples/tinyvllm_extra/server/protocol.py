@@ -64,9 +64,9 @@ TEMPLATE = {"add_generation_prompt": bool, "continue_final_message": bool, "chat
 TOOLS = {"tools": list[Tool], "chat_template_kwargs": dict}   # type: ignore[valid-type]
 CompletionRequest: Any = body_model("CompletionRequest", **COMMON,
                                     prompt=(str | list[str] | list[int] | list[list[int]], ...))
-ChatRequest: Any = body_model(
-  "ChatCompletionRequest", **COMMON | TOOLS | TEMPLATE | {"logprobs": bool}, messages=(list[dict], ...),
-  top_logprobs=Int, max_completion_tokens=Int, tool_choice=Literal["none", "auto", "required"] | ToolChoice)
+ChatRequest: Any = body_model("ChatCompletionRequest", messages=(list[dict], ...), **COMMON | TOOLS | TEMPLATE | {
+  "logprobs": bool, "top_logprobs": Int, "max_completion_tokens": Int,
+  "tool_choice": Literal["none", "auto", "required"] | ToolChoice})
 TokenizeRequest: Any = body_model("TokenizeRequest", **TOOLS | TEMPLATE, model=str, prompt=str, messages=list[dict],
                                   add_special_tokens=bool, return_token_strs=bool)
 DetokenizeRequest: Any = body_model("DetokenizeRequest", model=str, tokens=(list[int], ...))
@@ -150,23 +150,28 @@ def engine_prompts(prompts: Any) -> list[Prompt]:
 
 def encode_prompts(body: Any, engine: Any, trusts_template: bool) -> list[Prompt]:
   """Return the engine's prompts of a CompletionRequest or a ChatRequest."""
-  if isinstance(body, ChatRequest): prompts = engine_prompts(chat_token_ids(body, engine.tokenizer, trusts_template))
-  else: prompts = engine_prompts(body.prompt)
-  if body.add_special_tokens is False:
-    prompts = engine_prompts([x if isinstance(x, dict) else engine.tokenizer.encode(x, False) for x in prompts])
+  is_chat = isinstance(body, ChatRequest)
+  prompts = engine_prompts(chat_text(body, engine.tokenizer, trusts_template) if is_chat else body.prompt)
+  has_special = body.add_special_tokens or body.add_special_tokens is None and not is_chat
   limit = body.truncate_prompt_tokens
-  if limit is None: return prompts
-  check(limit == -1 or limit > 0, f"truncate_prompt_tokens={limit} must be at least 1, or -1 for what fits")
+  check(limit is None or limit == -1 or limit > 0, f"truncate_prompt_tokens={limit} must be at least 1, or -1")
   num_output = body.max_tokens or getattr(body, "max_completion_tokens", None) or 1
   if limit == -1: limit = max(1, engine.max_model_len - max(1, num_output))
-  encoded = [engine.encode(prompt)[1] for prompt in prompts]
-  part = slice(limit) if body.truncation_side == "right" else slice(-limit, None)
-  return [{"prompt_token_ids": ids[part]} if len(ids) > limit else prompt
-          for prompt, ids in zip(prompts, encoded, strict=True)]
+  def truncate(x: Any, size: Any) -> Any: return x[:size] if body.truncation_side == "right" else x[-size:]
+
+  def encode(prompt: Prompt) -> Prompt:
+    if isinstance(prompt, dict): return {"prompt_token_ids": truncate(prompt["prompt_token_ids"], limit or UNLIMITED)}
+    if limit is None and has_special and not is_chat: return prompt
+    text = truncate(prompt, int(min(engine.tokenizer.max_characters, UNLIMITED))) if limit else prompt
+    ids = engine.tokenizer.encode(text, has_special)
+    is_same = has_special and not is_chat and len(ids) <= limit and text == prompt
+    return prompt if is_same else {"prompt_token_ids": truncate(ids, limit or UNLIMITED)}
+
+  return [*map(encode, prompts)]
 
 
-def chat_token_ids(body: Any, tokenizer: Tokenizer, trusts_template: bool = False) -> list[int]:
-  """Return the token ids of a chat, formatted with the model's chat template, or with the body's if that is trusted."""
+def chat_text(body: Any, tokenizer: Tokenizer, trusts_template: bool) -> str:
+  """Return a chat, formatted with the model's chat template, or with the body's if that is trusted."""
   check(body.messages, "messages=[] must not be empty")
   tools = tools_of(body)
   variables = body.chat_template_kwargs or {}
@@ -179,8 +184,7 @@ def chat_token_ids(body: Any, tokenizer: Tokenizer, trusts_template: bool = Fals
   template = variables.get("chat_template", tokenizer.config.get("chat_template")) or ""
   check("tools" not in variables or "tools" in template or requires_call(tool_choice_of(body)),
         "tools: the model's chat template does not support tools")
-  text = tokenizer.apply_chat_template([*map(with_parsed_arguments, body.messages)], **variables)
-  return tokenizer.encode(text, bool(body.add_special_tokens))
+  return tokenizer.apply_chat_template([*map(with_parsed_arguments, body.messages)], **variables)
 
 
 # Responses

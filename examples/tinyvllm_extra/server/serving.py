@@ -61,8 +61,10 @@ class Serving:
     engine = self.llm.llm
     chat = body.messages is not None
     check((body.prompt is None) == chat, "prompt: set either prompt or messages")
-    if chat: ids = await asyncio.to_thread(protocol.chat_token_ids, body, engine.tokenizer, self.trusts_template)
-    else: ids = await asyncio.to_thread(engine.tokenizer.encode, body.prompt, body.add_special_tokens is not False)
+    def encode() -> list[int]:
+      text = protocol.chat_text(body, engine.tokenizer, self.trusts_template) if chat else body.prompt
+      return engine.tokenizer.encode(text, body.add_special_tokens or body.add_special_tokens is None and not chat)
+    ids = await asyncio.to_thread(encode)
     token_strs = {"token_strs": engine.tokenizer.pieces(ids)} if body.return_token_strs else {}
     return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, **token_strs}
 
