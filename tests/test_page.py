@@ -62,8 +62,8 @@ CODE = {
   "json": ('{"a": ["b", 2, true]}', [("call", '"a"'), ("string", '"b"'), ("number", "2"), ("keyword", "true")]),
   "yaml": ("on: yes # c\nurl: http://x#y", [("call", "on"), ("keyword", "yes"), ("comment", "# c"), ("call", "url")]),
   "bash": ('for f in a#b; do echo "$f" $HOME; done # c', [
-    ("keyword", "for"), ("keyword", "in"), ("keyword", "do"), ("keyword", "echo"), ("string", '"$f"'), ("call", "$HOME"),
-    ("keyword", "done"), ("comment", "# c")]),
+    ("keyword", "for"), ("keyword", "in"), ("keyword", "do"), ("keyword", "echo"), ("string", '"$f"'),
+    ("call", "$HOME"), ("keyword", "done"), ("comment", "# c")]),
   "sql": ("SELECT count(*) from t -- c", [
     ("keyword", "SELECT"), ("call", "count"), ("keyword", "from"), ("comment", "-- c")]),
   "html": ("<!-- c --><a href='x'>Don't</a>", [
@@ -74,7 +74,8 @@ CODE = {
 }
 ALL_CODE = "\n".join(f"```{language}\n{source}\n```" for language, (source, _) in CODE.items())
 # Streamed deltas with two tool calls, whose arguments arrive in pieces
-CALLS = [{"index": 0, "id": "call-1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Pa'}},
+CALLS = [{"index": 0, "id": "call-1", "type": "function", "function": {
+           "name": "get_weather", "arguments": '{"city": "Pa'}},
          {"index": 0, "function": {"arguments": 'ris", "days": 3}'}},
          {"index": 1, "id": "call-2", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}]
 # Input that must be neutralized, one per line: markup, Markdown, and samples in the style of DOMPurify's test suite
@@ -132,7 +133,7 @@ HOSTILE = [line.replace(r"\n", "\n").replace(r"\t", "\t") for line in r"""
 """.strip().splitlines()]
 TAGS = {"a", "blockquote", "br", "code", "del", "em", "h2", "hr", "li", "ol", "p", "pre", "strong", "table", "tbody",
         "td", "th", "thead", "tr", "ul"}
-PAGE_TAGS = {"footer", "button", "details", "div", "small", "span", "summary"}   # added by the page, with these attributes
+PAGE_TAGS = {"footer", "button", "details", "div", "small", "span", "summary"}   # added by the page
 PAGE_ATTRIBUTES = {"aria-label", "class", "open", "role", "tabindex", "type"}
 # Fields of SamplingParams without a setting on the page: token ids, n, logprobs, structured outputs
 NOT_ON_PAGE = {"n", "stop_token_ids", "logit_bias", "allowed_token_ids", "logprobs", "prompt_logprobs",
@@ -282,7 +283,8 @@ def test_page_is_one_short_file_without_external_resources(server):
   assert text != response.text == PAGE.read_text() and len(response.text) < 145_000
   assert len(text.splitlines()) <= OWN_LINES
   assert max(map(len, text.splitlines())) <= 120
-  assert not re.findall(r"(inner|outer|adjacent)HTML|document\.write|eval\(|https?:|\bsrc=|@import|(?<!Object)url\(", text, re.I)
+  loads = r"https?:|\bsrc=|@import|(?<!Object)url\("
+  assert not re.findall(rf"(inner|outer|adjacent)HTML|document\.write|eval\(|{loads}", text, re.I)
   assert not re.search(r"<script[^>]*src|<link[^>]*href=\"(?!data:)", response.text)
 
 
@@ -698,8 +700,8 @@ def expect_only_safe_elements(part, markdown):
     [x.localName, x.namespaceURI, Object.fromEntries([...x.attributes].map(a => [a.name, a.value]))])""")
   for tag, namespace, attributes in elements:
     assert tag in TAGS | PAGE_TAGS and namespace.endswith("/xhtml"), (markdown, tag)
-    allowed = PAGE_ATTRIBUTES if tag in PAGE_TAGS else {"href", "target", "rel", "align", "start"}
-    assert attributes.keys() <= allowed, (markdown, attributes)
+    safe = PAGE_ATTRIBUTES if tag in PAGE_TAGS else {"href", "target", "rel", "align", "start"}
+    assert attributes.keys() <= safe, (markdown, attributes)
     if "href" in attributes:
       assert attributes["href"].startswith("http://e.test/"), (markdown, attributes)
       assert (attributes["target"], attributes["rel"]) == ("_blank", "noopener noreferrer"), markdown
@@ -1007,7 +1009,8 @@ def test_every_control_is_reachable_with_the_keyboard(visit):
       return x.ariaLabel ?? (x.textContent.trim() || x.closest("label")?.textContent.trim())
     }"""))
     assert len(focused) < 100
-  assert {"Chats", "New chat", "Search chats", "hello", "Delete hello", "Import", "Export all", "Settings", "Conversation", "Copy", "Edit", "Copy code", "Code",
+  assert {"Chats", "New chat", "Search chats", "hello", "Delete hello", "Import", "Export all",
+          "Settings", "Conversation", "Copy", "Edit", "Copy code", "Code",
           "Table", "the docs", "Regenerate", "Message", "Send"} <= set(focused), focused
   assert len([*page.locator("fieldset [name], #key").all()]) == 18
 
@@ -1139,7 +1142,8 @@ def test_tool_calls_are_shown_and_sent_again(visit):
   settings(page, tools="")
   send(page, "sunny")
   assert wait_for_answers(page, 2), "the server accepts the conversation"
-  called = [{"name": "get_weather", "arguments": '{"city": "Paris", "days": 3}'}, {"name": "get_time", "arguments": "{}"}]
+  called = [{"name": "get_weather", "arguments": '{"city": "Paris", "days": 3}'},
+            {"name": "get_time", "arguments": "{}"}]
   assert "tools" not in page.posts[-1][1]
   assert page.posts[-1][1]["messages"][1] == {"role": "assistant", "content": "", "tool_calls": [
     {"id": f"call-{i}", "type": "function", "function": function} for i, function in enumerate(called, 1)]}
@@ -1254,7 +1258,7 @@ def test_import_of_a_wrong_file_shows_an_error_and_changes_nothing(visit, tmp_pa
     content = {"format": "tinyvllm chats", "chats": [{"messages": [QUESTION, REPLY]}, *listed][-len(listed):]}
   (tmp_path / "wrong.json").write_text(content if isinstance(content, str) else json.dumps(content))
   import_file(page, tmp_path / "wrong.json")
-  expect(page.get_by_role("status")).to_contain_text(f"wrong.json was not imported: ")
+  expect(page.get_by_role("status")).to_contain_text("wrong.json was not imported: ")
   expect(page.get_by_role("status")).to_contain_text(error)
   expect(chats(page)).to_have_count(0)
   assert not page.evaluate("Object.keys(localStorage).filter(x => x.includes('chat'))")

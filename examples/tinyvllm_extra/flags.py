@@ -1,4 +1,4 @@
-"""The command line: flags of the option dataclasses with grouped help texts, flags of vLLM, and the log level."""
+"""The command line: a flag for each field of the option classes, in groups; vLLM's flags; the log level."""
 import argparse, dataclasses, json, logging, re
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -21,6 +21,7 @@ GROUPS = {
   "Server": """host port api_key served_model_name | request_timeout shutdown_timeout max_body_size stream_interval
     allowed_origins strict_fields trust_request_chat_template reasoning_parser tool_call_parser root_path uds
     ssl_certfile ssl_keyfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"""}
+
 
 def integer(text: str) -> int | None:
   """Parse an int. As in vLLM, 1k is 1000, 1K is 1024, 25.6k is 25600, and auto is None."""

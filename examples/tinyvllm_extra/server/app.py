@@ -227,7 +227,9 @@ class Server(uvicorn.Server):
 def check_files(options: ServerConfig) -> None:
   """Raise InputError for a socket or TLS files that the server cannot use."""
   if options.uds:
-    folder = pathlib.Path(options.uds).absolute().parent
+    path = pathlib.Path(options.uds).absolute()
+    folder = path.parent
+    check(path.is_socket() or not path.exists(), f"uds={options.uds!r} exists and is not a socket; choose another path")
     check(os.access(folder, os.W_OK), f"uds={options.uds!r}: {folder} is not a folder that the server may write to")
   context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
   try:

@@ -102,7 +102,7 @@ class Serving:
     outputs = await anext(steps)   # the requests are now in the queue
     if stream: return StreamingResponse(self.events(builder, outputs, steps, requests), media_type=EVENT_STREAM)
     async for _ in steps: pass
-    has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None   # their texts take long
+    has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None   # decoding their tokens is slow
     return JSONResponse(await asyncio.to_thread(builder.response, requests) if has_logprobs
                         else builder.response(requests))
 
