@@ -54,7 +54,7 @@ class Body(pydantic.BaseModel):
   @classmethod
   def select_known_fields(cls, data: Any) -> Any:
     if not isinstance(data, dict): return data   # pydantic reports its type
-    known = {field.alias or name for name, field in cls.model_fields.items()}
+    names = {field.alias or name for name, field in cls.model_fields.items()}
     for name, value in data.items():
-      if name not in known and value is not None: unknown_fields.check(name, value)
-    return {name: value for name, value in data.items() if name in known and value is not None}
+      if name not in names and value is not None: unknown_fields.check(name, value)
+    return {name: value for name, value in data.items() if name in names and value is not None}
