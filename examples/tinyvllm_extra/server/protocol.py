@@ -348,7 +348,7 @@ class ChatBuilder(CompletionBuilder):
 
   @property
   def role(self) -> str:
-    """The role of the answer: that of the last message if the template does not start a new one."""
+    """The role of the answer: the last message's role if the template does not start a new message."""
     is_new = self.body.add_generation_prompt is not False and not self.body.continue_final_message
     return "assistant" if is_new else self.body.messages[-1].get("role", "assistant")
 
@@ -451,7 +451,7 @@ def explain_validation(request: fastapi.Request, problem: dict[str, Any]) -> fas
                                "Content-Type: application/json, and a body of JSON")
   path = [str(x) for x in problem["loc"][1:]]
   error = problem.get("ctx", {}).get("error")
-  if isinstance(error, InputError):   # of fields.Body
+  if isinstance(error, InputError):   # raised by fields.Body
     return error_response(400, ".".join([*path, str(error)]), path[0] if path else error.parameter)
   return error_response(400, f"{'.'.join(path) or 'the body'}: {problem['msg']}", path[0] if path else None)
 
