@@ -11,7 +11,7 @@ def main() -> None:
   prompts = ["The cat", "Once upon a time", "The sun", "A computer"]
   for output in llm.generate(prompts, SamplingParams(temperature=0.7, seed=1, max_tokens=40)):
     print(output.prompt + output.outputs[0].text, f"[{output.outputs[0].finish_reason}]")
-  print({name: round(value, 1) for name, value in llm.get_metrics().items()})
+  print(f"{llm.get_metrics()['tokens_per_second']:.0f} tokens/s")
 
 
 if __name__ == "__main__": main()

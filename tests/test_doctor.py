@@ -199,7 +199,8 @@ def test_fit_of_int8_and_int4_uses_fewer_bytes(runs):
 
 @pytest.mark.parametrize("quantization_config,dtype", [
   ({"quant_method": "gptq", "bits": 4}, "int4"), ({"quant_method": "awq", "w_bit": 4}, "int4"), (None, None),
-  ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, "int8")])
+  ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, "int8"),
+  ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "int8")])
 def test_prequantized_model_returns_its_dtype(quantization_config, dtype):
   assert prequantized(tiny_config(quantization_config=quantization_config)) == dtype
 

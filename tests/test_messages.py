@@ -153,7 +153,8 @@ def test_tool_results_and_blocks_reach_template(create, count):
     {"role": "user", "content": [{"type": "text", "text": "how"}, {"type": "text", "text": "is it"}]},
     {"role": "assistant", "content": [{"type": "text", "text": "I look"},
                                       {"type": "redacted_thinking", "data": "x"},
-                                      {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Ulm"}},
+                                      {"type": "tool_use", "id": "toolu_1", "name": "weather",
+                                       "input": {"city": "Ulm"}},
                                       {"type": "tool_use", "id": "toolu_2", "name": "time", "input": {}}]},
     {"role": "user", "content": [
       {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]},

@@ -113,6 +113,7 @@ def test_tls_server_answers_https(folder, certificate):
 
 @pytest.mark.parametrize("options,words", [
   (["--uds", "/nowhere/a.sock"], "uds='/nowhere/a.sock': /nowhere is not a folder"),
+  (["--uds", __file__], f"uds={__file__!r} exists and is not a socket"),
   (["--ssl-certfile", "nowhere.pem"], "ssl_certfile='nowhere.pem': [Errno 2] No such file"),
   (["--ssl-cert-reqs", "2"], "ssl_cert_reqs=2 requires ssl_certfile"),
   (["--root-path", "llm"], "root_path='llm' must start with a slash"),

@@ -26,10 +26,11 @@ def open_device() -> dict[str, Any]:
 
 
 def prequantized(hf: dict[str, Any]) -> str | None:
-  """Return "int8" or "int4" if a model is pre-quantized, else None. hf: the content of config.json."""
+  """Return "int8" (also for e4m3) or "int4" if a model is pre-quantized, else None. hf: the content of config.json."""
   quantization = hf.get("quantization_config") or {}
   weights = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
   bits = {x.get("num_bits") for x in weights} | {quantization.get("bits"), quantization.get("w_bit")}
+  if quantization.get("quant_method") == "fp8": bits.add(8)
   return next((name for name in QUANTIZED if int(name[3:]) in bits), None)
 
 

@@ -20,8 +20,8 @@ class Tokenizer(tokenizer.Tokenizer):
   special_ids: set[int]         # removed by skip_special_tokens
   config: dict[str, Any]        # tokenizer_config.json
   library: Any = None           # the tokenizers.Tokenizer or SentencePieceProcessor
-  max_tokens: float = math.inf       # of a text to encode
-  max_characters: float = math.inf   # of that text
+  max_tokens: float = math.inf       # encode refuses texts with more tokens, if it can tell from their length
+  max_characters: float = math.inf   # of a text with that many tokens
 
   def __post_init__(self) -> None:
     self.config = {k: v.get("content", v) if isinstance(v, dict) else v for k, v in self.config.items()}
@@ -38,7 +38,7 @@ class Tokenizer(tokenizer.Tokenizer):
     return {self.library.IdToPiece(i): i for i in range(self.library.GetPieceSize())} | self.added_tokens
 
   def limit_text(self, max_tokens: int) -> None:
-    """Let `encode` refuse texts that exceed `max_tokens` of the longest token, because encoding them takes seconds."""
+    """Let `encode` refuse texts too long for `max_tokens` tokens, because encoding them can take seconds."""
     self.max_tokens = max_tokens
     self.max_characters = max_tokens * max(map(len, self.get_vocab()))
 
@@ -53,6 +53,11 @@ class Tokenizer(tokenizer.Tokenizer):
     hidden = self.special_ids if skip_special_tokens else ()
     runs = itertools.groupby([i for i in ids if i not in hidden], self.added_texts.get)   # None for plain ids
     return "".join(self.decode_plain([*run]) if text is None else text * len([*run]) for text, run in runs)
+
+  def pieces(self, ids: list[int]) -> list[str]:
+    """Return each id's entry in the vocabulary, such as "\u2581the"."""
+    name_of: Any = getattr(self.library, "id_to_token", None) or self.library.IdToPiece
+    return [self.added_texts.get(i) or name_of(i) for i in ids]
 
   def apply_chat_template(self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True,
                           continue_final_message: bool = False, **variables: Any) -> str:

@@ -43,8 +43,10 @@ class Methods(Engine):
     super().__init__(path, backend=backend, **engine_options)
     self.tokenizer.config |= own.template_variables()
     self.sampling_defaults |= own.sampling_defaults()
+    self.max_logprobs = own.max_logprobs
 
   def make_request(self, request_id: str, prompt: "Prompt", params: "Params" = None, priority: int = 0) -> "Request":
+    if isinstance(params, SamplingParams): params.check_logprobs(self.max_logprobs, self.model_config.vocab_size)
     request = super().make_request(request_id, prompt, params, priority)
     if not getattr(params, "detokenize", True):
       for stream in request.streams: stream.tokenizer = types.SimpleNamespace(decode=lambda *_: "")

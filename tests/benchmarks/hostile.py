@@ -146,6 +146,8 @@ def main() -> None:
       time.sleep(0.3)
       delays = " | ".join(f"{watch.longest:.2f}" for watch in watches)
       print(f"| {name} | {len(json.dumps(body)):,} | {status} | {seconds:.2f} | {delays} |", flush=True)
+    for watch in watches: watch.stopped.set()
+    for watch in watches: watch.join()
 
 
 if __name__ == "__main__": main()

@@ -19,6 +19,7 @@ from tinyvllm_extra.vllm_options import ModelOptions, split_options
 from tinyvllm_extra.weights import open_checkpoint
 
 from .async_engine import AsyncLLM
+from .fields import unknown_fields
 from .metrics import log_throughput
 from .parsers import REASONING, TOOLS
 from .protocol import EXCEPTION_HANDLERS, AnthropicErrorResponse, ErrorResponse, error_response
@@ -42,6 +43,8 @@ class ServerConfig(Options):
   max_body_size: int = option(2**22, "Maximum size of a request body in bytes", min=1, max=2**40)
   stream_interval: int = option(1, "Minimum number of new tokens per stream event", min=1, max=2**31)
   allowed_origins: list[str] | None = option(None, "Web origins that may call the API, CORS (default: none)")
+  strict_fields: bool = option(False, "Refuse unknown request fields with HTTP 400")
+  trust_request_chat_template: bool = option(False, "Allow chat_template in requests")
   reasoning_parser: str | None = option(None, "Format of reasoning (default: chat template's)", choices=(*REASONING,))
   tool_call_parser: str | None = option(None, "Format of tool calls (default: chat template's)", choices=(*TOOLS,))
   prefix_cache_file: str | None = option(None, "File to load and save the prefix cache (default: none)")
@@ -143,7 +146,9 @@ class Server(uvicorn.Server):
     self.engine_options = engine_options
     self.options = options
     self.serving = Serving(options.served_model_name or [hub.served_name(model)], options.max_queue,
-                           options.request_timeout, (options.reasoning_parser, options.tool_call_parser))
+                           options.request_timeout, (options.reasoning_parser, options.tool_call_parser),
+                           options.trust_request_chat_template)
+    unknown_fields.strict = options.strict_fields
     app: Any = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
       app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
@@ -226,7 +231,9 @@ class Server(uvicorn.Server):
 def check_files(options: ServerConfig) -> None:
   """Raise InputError for a socket or TLS files that the server cannot use."""
   if options.uds:
-    folder = pathlib.Path(options.uds).absolute().parent
+    path = pathlib.Path(options.uds).absolute()
+    folder = path.parent
+    check(path.is_socket() or not path.exists(), f"uds={options.uds!r} exists and is not a socket; choose another path")
     check(os.access(folder, os.W_OK), f"uds={options.uds!r}: {folder} is not a folder that the server may write to")
   context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
   try:

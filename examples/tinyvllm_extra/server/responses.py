@@ -11,7 +11,6 @@ from .blocks import (Block, BlockBuilder, Part, Tolerant, add_message, chat_requ
                      named_function, text_of, tool_call)
 from .protocol import internal_error, usage_of
 
-
 STATEFUL = ("previous_response_id", "conversation", "background", "prompt")   # need stored responses or prompts
 # Properties of the response that repeat the request, with defaults
 ECHO: dict[str, Any] = {"instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
