@@ -1,5 +1,5 @@
 """POST /v1/messages and /v1/messages/count_tokens with the anthropic package: text, thinking and tool calls, whole and
-streamed; content blocks; errors; and recorded bodies of Claude Code."""
+streamed; content blocks; errors; and shortened bodies of Claude Code."""
 import json
 
 import anthropic
@@ -233,7 +233,7 @@ def test_other_errors_have_types_of_anthropic(server, create):
 
 
 @pytest.mark.parametrize("name", ["claude_code_first_turn.json", "claude_code_tool_turn.json"])
-def test_recorded_body_of_claude_code_is_answered(server, name):
+def test_body_of_claude_code_is_answered(server, name):
   body = json.loads((DATA / name).read_text())
   headers = {"Authorization": f"Bearer {KEY}", "anthropic-version": "2023-06-01", "x-app": "cli",
              "anthropic-beta": "claude-code-20250219,interleaved-thinking-2025-05-14"}

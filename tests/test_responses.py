@@ -1,5 +1,5 @@
 """POST /v1/responses with the openai package: text, reasoning and tool calls, whole and streamed; input items; errors;
-and recorded bodies of Codex."""
+and shortened bodies of Codex."""
 import json
 from pathlib import Path
 
@@ -235,7 +235,7 @@ def test_failed_step_ends_streams_with_error_events(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["codex_first_turn.json", "codex_tool_turn.json"])
-def test_recorded_body_of_codex_is_answered(server, name):
+def test_body_of_codex_is_answered(server, name):
   body = json.loads((DATA / name).read_text())
   headers = {"Accept": "text/event-stream", "Authorization": "Bearer none", "originator": "codex_exec"}
   with server.stream("/v1/responses", {**body, "max_output_tokens": 5}, headers=headers) as response:

@@ -1,5 +1,5 @@
-"""What /v1/responses and /v1/messages share: both translate their body into a chat, and answer with a list of blocks of
-text, reasoning or tool calls. Invariant: at most the last block is open."""
+"""The common code of /v1/responses and /v1/messages: both translate their body into a chat, and answer with a list of
+blocks of text, reasoning or tool calls. Invariant: at most the last block is open."""
 import dataclasses, uuid
 from collections.abc import Iterable
 from typing import Any
@@ -57,7 +57,7 @@ def function_tool(name: str | None, description: str | None, parameters: dict[st
 
 
 def chat_request(body: Tolerant, **fields: Any) -> Any:
-  """Return a ChatRequest with `fields`, and those of a body that a chat has, too. Raises RequestValidationError."""
+  """Return a ChatRequest with `fields`, and with the fields of a body that a chat also has. Raises RequestValidationError."""
   options = {name: value for name, value in body if name in CHAT_FIELDS}
   variables = (body.model_extra or {}).get("chat_template_kwargs", {})
   if isinstance(variables, dict): variables = {**fields.pop("chat_template_kwargs", {}), **variables}
