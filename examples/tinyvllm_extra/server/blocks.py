@@ -57,7 +57,8 @@ def function_tool(name: str | None, description: str | None, parameters: dict[st
 
 
 def chat_request(body: Tolerant, **fields: Any) -> Any:
-  """Return a ChatRequest with `fields`, and with the fields of a body that a chat also has. Raises RequestValidationError."""
+  """Return a ChatRequest with `fields`, and those that the body and a chat have in common. Raises
+  RequestValidationError."""
   options = {name: value for name, value in body if name in CHAT_FIELDS}
   variables = (body.model_extra or {}).get("chat_template_kwargs", {})
   if isinstance(variables, dict): variables = {**fields.pop("chat_template_kwargs", {}), **variables}
