@@ -22,7 +22,8 @@ from .async_engine import AsyncLLM
 from .fields import unknown_fields
 from .metrics import log_throughput
 from .parsers import REASONING, TOOLS
-from .protocol import EXCEPTION_HANDLERS, AnthropicErrorResponse, ErrorResponse, error_response
+from .errors import EXCEPTION_HANDLERS, error_response
+from .protocol import AnthropicErrorResponse, ErrorResponse
 from .serving import EVENT_STREAM, Serving
 
 # Paths that need neither an API key nor a loaded model

@@ -10,7 +10,8 @@ from tinyvllm.engine import Request
 
 from .blocks import (Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function_tool, named_event,
                      named_function, text_of, tool_call)
-from .protocol import anthropic_error, internal_error, usage_of
+from .errors import anthropic_error, internal_error
+from .protocol import usage_of
 from .tools import parse_arguments
 
 # Claude Code's first line of the system prompt, which differs in each request and so would defeat the prefix cache

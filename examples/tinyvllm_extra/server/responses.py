@@ -9,7 +9,8 @@ from tinyvllm.engine import Request
 
 from .blocks import (Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function_tool, named_event,
                      named_function, text_of, tool_call)
-from .protocol import internal_error, usage_of
+from .errors import internal_error
+from .protocol import usage_of
 
 STATEFUL = ("previous_response_id", "conversation", "background", "prompt")   # need stored responses or prompts
 # Properties of the response that repeat the request, with defaults

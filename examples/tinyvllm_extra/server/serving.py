@@ -13,10 +13,11 @@ from tinyvllm.engine import Prompt
 
 from . import protocol
 from .async_engine import IndexedOutput, Request
+from .errors import Refusal
 from .messages import MessagesBuilder, MessagesRequest
 from .metrics import Metrics
 from .parsers import OutputFormat, find_format
-from .protocol import ChatBuilder, ChatRequest, CompletionBuilder, CompletionRequest, GenerateBuilder, Refusal
+from .protocol import ChatBuilder, ChatRequest, CompletionBuilder, CompletionRequest, GenerateBuilder
 from .responses import ResponsesBuilder, ResponsesRequest
 
 EVENT_STREAM = "text/event-stream"
