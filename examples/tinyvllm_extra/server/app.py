@@ -19,10 +19,10 @@ from tinyvllm_extra.vllm_options import ModelOptions, split_options
 from tinyvllm_extra.weights import open_checkpoint
 
 from .async_engine import AsyncLLM
+from .errors import EXCEPTION_HANDLERS, error_response
 from .fields import unknown_fields
 from .metrics import log_throughput
 from .parsers import REASONING, TOOLS
-from .errors import EXCEPTION_HANDLERS, error_response
 from .protocol import AnthropicErrorResponse, ErrorResponse
 from .serving import EVENT_STREAM, Serving
 
