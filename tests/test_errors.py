@@ -25,7 +25,7 @@ BAD_SAMPLING = {
                  {"x": 1.0}, {"": 1.0}, {"1.5": 1.0}, {1.5: 1.0}, {None: 1.0}, {True: 1.0}, {"²": 1.0}],
   "allowed_token_ids": [[], 5, "5", ["5"], [1.0], [True], [None], {5: 1}],
   "bad_words": ["a", 5, [5], [""], ["ok", None], b"x", {"a": 1}],
-  "logprobs": [-1, 21, 1.5, "5", True, [1]], "prompt_logprobs": [-1, 21, 1.5, "5", True, [1]],
+  "logprobs": [-2, 2**31, 1.5, "5", True, [1]], "prompt_logprobs": [-2, 2**31, 1.5, "5", True, [1]],
   "structured_outputs": [5, "x", ["x"], True],
 }
 BAD_ENGINE = {
@@ -88,8 +88,8 @@ def test_sampling_params_json_values_are_converted():
 
 def test_error_messages_name_limits():
   for options, limit in (({"top_p": 1.5}, 1), ({"temperature": -1.0}, 0), ({"top_k": -7}, -1), ({"max_tokens": 0}, 1),
-                         ({"presence_penalty": 3}, -2), ({"frequency_penalty": 3}, 2), ({"logprobs": 21}, 20),
-                         ({"prompt_logprobs": -1}, 0), ({"repetition_penalty": 101}, 100),
+                         ({"presence_penalty": 3}, -2), ({"frequency_penalty": 3}, 2), ({"logprobs": -2}, -1),
+                         ({"prompt_logprobs": -3}, -1), ({"repetition_penalty": 101}, 100),
                          ({"logit_bias": {1: 101}}, 100)):
     with pytest.raises(ValueError, match=rf" {limit}\b"): SamplingParams(**options)
   with pytest.raises(ValueError, match="fcfs.*priority"): EngineConfig(scheduling_policy="lifo")

@@ -31,7 +31,7 @@ VALID = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
 @pytest.fixture(scope="module")
 def server():
   # One malloc arena: with one per thread, memory depends on how many threads have compiled a grammar
-  with Server(None, *OPTIONS, environment={"MALLOC_ARENA_MAX": "1"}) as s:
+  with Server(None, *OPTIONS, "--strict-fields", environment={"MALLOC_ARENA_MAX": "1"}) as s:
     yield s
     assert s.process.poll() is None, f"the server ended on its own:\n{s.log[-4000:]}"
 

@@ -84,6 +84,7 @@ Qwen/Qwen3-8B --reasoning-parser qwen3
 Qwen/Qwen3-Coder-30B --enable-auto-tool-choice --tool-call-parser qwen3_coder
 /model --served-model-name muse --tensor-parallel-size 1 --generation-config auto --enable-auto-tool-choice
 meta-llama/Llama-3.1-8B-Instruct --no-enable-lora --max-loras 4 --max-lora-rank 64 --cpu-offload-gb 0
+Qwen/Qwen3-8B --max-logprobs 100 --trust-request-chat-template
 """.strip().splitlines()
 
 # Refused command lines, and the start of the message
@@ -100,7 +101,6 @@ REFUSED = {
   "Qwen/Qwen3-8B --rope-scaling '{\"rope_type\": \"yarn\", \"factor\": 4.0}'": "rope_scaling=",
   "Qwen/Qwen3-8B --tokenizer other/tokenizer": "tokenizer='other/tokenizer'",
   "Qwen/Qwen3-8B --load-format dummy": "load_format='dummy'",
-  "Qwen/Qwen3-8B --max-logprobs 100": "max_logprobs=100",
   "Qwen/Qwen3-8B --middleware my.Module": "middleware='my.Module'",
   "Qwen/Qwen3-8B --chat-template ./nowhere.jinja": "chat_template='./nowhere.jinja' cannot be read",
   "Qwen/Qwen3-8B --override-generation-config '{\"temperature\": -1}'": "override_generation_config: temperature=-1",

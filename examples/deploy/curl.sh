@@ -57,6 +57,16 @@ title "Chat as a stream"
 curl -N "$url/v1/chat/completions" -H "$auth" -H "$json" -d '{
   "messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 8, "seed": 1, "stream": true}'
 
+title "OpenAI's newer protocol"
+curl "$url/v1/responses" -H "$auth" -H "$json" -d '{"input": "Hello", "max_output_tokens": 24, "temperature": 0}'
+
+title "Anthropic's protocol"
+curl "$url/v1/messages" -H "$auth" -H "$json" -d '{
+  "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 24, "temperature": 0}'
+
+title "Anthropic's count of prompt tokens"
+curl "$url/v1/messages/count_tokens" -H "$auth" -H "$json" -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+
 title 'Same as /v1/completions, with a list of the generated strings in "text"'
 curl "$url/generate" -H "$auth" -H "$json" -d '{"prompt": "The cat", "max_tokens": 24, "top_k": 20, "seed": 1}'
 

@@ -33,7 +33,7 @@ from tinyvllm_extra import hub
 from tinyvllm_extra.flags import add_flags, parse_flags, select_options, set_log_level
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.server.app import Server, ServerConfig, check_port
-from tinyvllm_extra.server.protocol import error_response
+from tinyvllm_extra.server.errors import error_response
 from tinyvllm_extra.vllm_options import NO_EFFECT, ModelOptions, split_options
 from tinyvllm_extra.weights import open_checkpoint
 

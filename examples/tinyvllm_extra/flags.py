@@ -9,7 +9,7 @@ from tinyvllm_extra.vllm_options import LISTS, NO_EFFECT, ModelOptions, expand, 
 # Groups of --help; flags after the bar are rare: only --help-all shows them
 GROUPS = {
   "Model": """dtype quantization tensor_parallel_size | enforce_eager cudagraph_capture_sizes chat_template
-    default_chat_template_kwargs revision download_dir runner""",
+    default_chat_template_kwargs revision download_dir max_logprobs runner""",
   "Memory": """max_model_len gpu_memory_utilization kv_cache_dtype enable_prefix_caching | block_size
     num_gpu_blocks_override prefix_cache_file""",
   "Scheduling": "max_num_seqs max_num_batched_tokens | scheduling_policy max_queue",
@@ -19,8 +19,8 @@ GROUPS = {
     presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words logprobs prompt_logprobs
     structured_outputs""",
   "Server": """host port api_key served_model_name | request_timeout shutdown_timeout max_body_size stream_interval
-    allowed_origins reasoning_parser tool_call_parser root_path uds ssl_certfile ssl_keyfile ssl_ca_certs
-    ssl_cert_reqs ssl_ciphers"""}
+    allowed_origins strict_fields trust_request_chat_template reasoning_parser tool_call_parser root_path uds
+    ssl_certfile ssl_keyfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"""}
 
 
 def integer(text: str) -> int | None:

@@ -34,7 +34,8 @@ def state_of(backend: Backend) -> GraphState:
 def sizes_of(key: GraphKey) -> tuple[int, ...]:
   """Return a key as numbers. A graph also runs every step that is smaller in all of them."""
   plan = key.plan or LogitsPlan(0, False, 0, False)
-  return key.num_tokens, key.num_rows, key.sampler_mode, plan.has_logprobs, plan.num_adjustments, plan.has_bitmask
+  return (key.num_tokens, key.num_rows, key.sampler_mode, plan.has_logprobs, plan.num_adjustments, plan.has_bitmask,
+          plan.has_all_logprobs)
 
 
 def cost(key: GraphKey) -> int:

@@ -54,6 +54,11 @@ class Tokenizer(tokenizer.Tokenizer):
     runs = itertools.groupby([i for i in ids if i not in hidden], self.added_texts.get)   # None for plain ids
     return "".join(self.decode_plain([*run]) if text is None else text * len([*run]) for text, run in runs)
 
+  def pieces(self, ids: list[int]) -> list[str]:
+    """Return each id's entry in the vocabulary, such as "\u2581the"."""
+    name_of: Any = getattr(self.library, "id_to_token", None) or self.library.IdToPiece
+    return [self.added_texts.get(i) or name_of(i) for i in ids]
+
   def apply_chat_template(self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True,
                           continue_final_message: bool = False, **variables: Any) -> str:
     """Render a conversation with the model's chat template and return the prompt.

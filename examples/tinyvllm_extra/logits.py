@@ -1,6 +1,6 @@
 """Penalties, logit bias, allowed and banned tokens, structured outputs and log probabilities. Owns a request's
 LogitsProcessor and the LogitsPlan, the operations on logits in a step's graph."""
-import collections, copy, dataclasses, math
+import collections, copy, dataclasses, itertools, math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,8 @@ from . import structured_outputs
 # index of the row of logits, NO_ROW for padding
 ADJUSTMENTS = Table(row="i4", token="i4", bias="f4", factor="f4", penalty="f4")
 NO_ROW = -1
-NUM_BEST = 20   # most probable tokens with a log probability, besides the requested one
+ALL = -1        # log probabilities of the whole vocabulary
+NUM_BEST = 20   # most probable tokens that the device ranks, besides the requested one; the host ranks more
 
 
 class Logprob(NamedTuple):
@@ -40,8 +41,9 @@ class SamplingParams(request.SamplingParams):
   logit_bias: dict[int, float] | None = option(None, "Logit bias by token id (default: none)", min=-100, max=100)
   allowed_token_ids: list[int] | None = option(None, "The only token ids to sample (default: all)")
   bad_words: list[str] | None = option(None, "Words that must not be generated (default: none)")
-  logprobs: int | None = option(None, "Log probabilities per token, besides its own (default: off)", min=0, max=20)
-  prompt_logprobs: int | None = option(None, "Log probabilities per prompt token (default: off)", min=0, max=20)
+  logprobs: int | None = option(None, "Log probabilities per token, besides its own; -1: all (default: off)",
+                                min=-1, max=MAX_INT)
+  prompt_logprobs: int | None = option(None, "Log probabilities per prompt token (default: off)", min=-1, max=MAX_INT)
   structured_outputs: Any = option(None, 'Required format, as in {"regex": "[0-9]+"} (default: any)')
 
   # vLLM's parameters that are neither flags nor request fields. detokenize=False: leave the text empty
@@ -62,6 +64,13 @@ class SamplingParams(request.SamplingParams):
     low, high = self.min_tokens, self.max_tokens
     check(low <= (high or 0), f"min_tokens={low} must be at most max_tokens={high}")
     check(self.allowed_token_ids != [], "allowed_token_ids=[] must not be empty: use None to allow all tokens")
+
+  def check_logprobs(self, limit: int, vocab_size: int) -> None:
+    """Raise InputError if the log probabilities per token exceed `limit` (--max-logprobs; -1: none)."""
+    for name in ("logprobs", "prompt_logprobs"):
+      value = getattr(self, name)
+      number = vocab_size if value == ALL else value or 0
+      check(limit == ALL or number <= limit, f"{name}={value} must be between 0 and {limit}: raise max_logprobs", value)
 
   def clone(self) -> "SamplingParams": return dataclasses.replace(self)
   def without_logprobs(self) -> "SamplingParams": return dataclasses.replace(self, logprobs=None, prompt_logprobs=None)
@@ -127,6 +136,7 @@ class LogitsPlan(NamedTuple):
   has_logprobs: bool
   num_adjustments: int
   has_bitmask: bool
+  has_all_logprobs: bool = False   # of the whole vocabulary
 
   def words(self, batch: "LogitsBatch | None", num_rows: int) -> np.ndarray:
     """Return a step's int32 words: ADJUSTMENTS, a token bitmask for each row of logits, then for each row the
@@ -154,7 +164,8 @@ class LogitsPlan(NamedTuple):
     """Return `top_logprobs` in a list, empty if no request needs them."""
     if not self.has_logprobs: return []
     targets = words[words.shape[0] - sampled.shape[0]:]
-    return [top_logprobs(logits, (targets == UNKNOWN).where(sampled, targets), sampler)]
+    k = ALL if self.has_all_logprobs else NUM_BEST
+    return [top_logprobs(logits, (targets == UNKNOWN).where(sampled, targets), sampler, k)]
 
 
 class HiddenStatesPlan(LogitsPlan):
@@ -172,11 +183,14 @@ class LogitsBatch:
     masks = {i: processor.bitmask() for i, _, processor in sampled}
     self.bitmasks = {i: mask for i, mask in masks.items() if mask is not None}
     self.targets = [row.seq.tokens[row.position] if row.position < len(row.seq.tokens) else UNKNOWN for row in rows]
-    has_logprobs = any(row.seq.params.logprobs is not None or row.seq.wants_prompt_logprobs for row in rows)
+    seqs = {row.seq for row in rows}
+    numbers = [k for seq in seqs for k in (seq.params.logprobs, seq.params.prompt_logprobs if seq.index == 0 else None)
+               if k is not None]
+    has_all = any(k == ALL or k > NUM_BEST for k in numbers)
     # Padded to few graph shapes: 16, 128, 1024, ...
     size = 16 * 8 ** -(-(len(self.adjustments) // 16).bit_length() // 3) if self.adjustments else 0
     first: Any = next((row.seq.processor for row in rows if row.seq.processor), None)
-    self.plan = first and first.plan_class(first.vocab_size, has_logprobs, size, bool(self.bitmasks))
+    self.plan = first and first.plan_class(first.vocab_size, bool(numbers), size, bool(self.bitmasks), has_all)
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
@@ -197,10 +211,12 @@ def adjust_kernel(logits: UOp, adjustments: UOp) -> UOp:
 
 
 def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BEST) -> Tensor:
-  """Return (S, 2 + 2k): log probability and rank of ids, (S,), then id and log probability of the k best tokens."""
+  """Return (S, 2 + 2k): log probability and rank of ids, (S,), then id and log probability of the k best tokens.
+  For k = ALL return (S, 2 + V): the log probabilities of all tokens instead."""
   x = logits.log_softmax(1).contiguous()                                # (S, V)
   own = x.gather(1, ids.unsqueeze(1))                                   # (S, 1)
   columns = [own, 1 + (x > own).sum(1, keepdim=True)]
+  if k == ALL: return Tensor.cat(*columns, x, dim=1).contiguous()
   for _ in range(min(k, int(x.shape[1]))):
     best = sampler.argmax(x).unsqueeze(1)
     columns += [best, x.gather(1, best)]
@@ -219,6 +235,10 @@ def record(results: Results, tokenizer: Tokenizer) -> None:
     k = seq.params.logprobs if row.position >= seq.num_prompt else seq.params.prompt_logprobs
     if k is None: continue
     token = seq.tokens[row.position] if row.position < len(seq.tokens) else sampled
-    ranked = [(token, own, rank), *zip(best[::2], best[1::2], range(1, k + 1), strict=False)]
+    if results.step.key.plan.has_all_logprobs:
+      order = np.argsort(-np.array(best), kind="stable").tolist()
+      best = [x for i in order[:None if k == ALL else k] for x in (i, best[i])]
+    ranks = itertools.count(1) if k == ALL else range(1, k + 1)
+    ranked = [(token, own, rank), *zip(best[::2], best[1::2], ranks, strict=False)]
     seq.logprobs[row.position] = {
       int(i): Logprob(x, int(r), tokenizer.decode([int(i)], False)) for i, x, r in ranked}

@@ -50,8 +50,10 @@ class Methods(Engine):
     if self.is_embedder: pooling.add_special_tokens(self.tokenizer)
     self.tokenizer.config |= own.template_variables()
     self.sampling_defaults |= own.sampling_defaults()
+    self.max_logprobs = own.max_logprobs
 
   def make_request(self, request_id: str, prompt: "Prompt", params: "Params" = None, priority: int = 0) -> "Request":
+    if isinstance(params, SamplingParams): params.check_logprobs(self.max_logprobs, self.model_config.vocab_size)
     is_pooling = isinstance(params, pooling.PoolingParams)
     check(self.is_embedder or not is_pooling, "runner: this model generates text: for embeddings load it with "
           "runner='pooling' (--runner pooling)")

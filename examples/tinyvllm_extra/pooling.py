@@ -150,8 +150,8 @@ def scoring(tokenizer: Tokenizer, texts: list[tuple[str, str]],
   """Score pairs of query and document: yield jobs to run, receive their outputs, return the scores. The softmax over
   "yes" and "no" is exact: an answer that is not among the best tokens gets a second request."""
   encoded = [tokenizer.encode(answer, False) for answer in ANSWERS]
-  check(all(len(x) == 1 for x in encoded), f"model: its tokenizer has no single tokens for {' and '.join(ANSWERS)}, with "
-        "which a reranker answers: choose a model such as Qwen3-Reranker")
+  check(all(len(x) == 1 for x in encoded), f"model: its tokenizer has no single tokens for {' and '.join(ANSWERS)}, "
+        "the answers of a reranker: choose a model such as Qwen3-Reranker")
   yes, no = (x[0] for x in encoded)
 
   def params(num_best: int, *ids: int) -> SamplingParams:

@@ -12,38 +12,77 @@ from tinyvllm_extra.packages import optional
 if TYPE_CHECKING: from .logits import SamplingParams
 
 MAX_SIZE = 2**19   # characters of a schema, regular expression or grammar
-FIELD_TYPES: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool}
+FIELD_TYPES: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool,
+                               "structural_tag": (str, dict)}
+OPTION_TYPES: dict[str, Any] = {"disable_any_whitespace": bool, "whitespace_pattern": str, "disable_fallback": bool}
 
 
 @dataclasses.dataclass(init=False)
 class StructuredOutputsParams:
-  """The format of the output, under vLLM's names. Exactly one field must be set."""
+  """The format of the output, under vLLM's names. Exactly one of the first six fields must be set."""
   json: str | dict | None = None    # a JSON schema
   regex: str | None = None
   choice: list[str] | None = None   # the allowed outputs
   grammar: str | None = None        # Lark or GBNF
   json_object: bool | None = None   # True: any JSON object
+  structural_tag: str | dict | None = None   # text with tags, whose content follows JSON schemas
+  disable_any_whitespace: bool = False       # JSON has no white space
+  whitespace_pattern: str | None = None      # regular expression of JSON's white space
+  disable_fallback: bool = False             # no effect: there is one library
 
   def __init__(self, **fields: Any):
-    constraints = {name: value for name, value in fields.items() if value not in (None, False)}
+    fields = {name: value for name, value in fields.items() if value not in (None, False)}
+    constraints = {name: value for name, value in fields.items() if name not in OPTION_TYPES}
     valid = [name for name, value in constraints.items() if value and isinstance(value, FIELD_TYPES.get(name, ()))]
     has_only_strings = all(isinstance(choice, str) for choice in constraints.get("choice", []))
     check(len(valid) == len(constraints) == 1 and has_only_strings,
           f"structured_outputs={fields} must have exactly one of {', '.join(FIELD_TYPES)}", fields)
-    vars(self).update(constraints)
+    for name, kind in OPTION_TYPES.items():
+      value = fields.get(name, kind())
+      check(isinstance(value, kind), f"structured_outputs: {name}={value!r} must be of type {kind.__name__}", fields)
+    vars(self).update(fields)
 
   def constraint(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Constraint":
     """Return a Constraint for one sequence. Raises InputError for a schema, regular expression or grammar that
     llguidance rejects."""
-    (name, value), = vars(self).items()
+    (name, value), = [(name, value) for name, value in vars(self).items() if name in FIELD_TYPES]
     library = optional("llguidance", "grammar", "structured output")
     text = value if isinstance(value, str) else json.dumps({"type": "object"} if name == "json_object" else value)
     check(len(text) <= MAX_SIZE, f"structured_outputs: {name} has {len(text)} characters: use at most {MAX_SIZE}")
     vocabulary = load_vocabulary(tokenizer, vocab_size, eos_token_ids)
-    try: matcher = library.LLMatcher(vocabulary, library.grammar_from(name.removesuffix("_object"), text), log_level=0)
-    except ValueError as e: raise InputError(f"structured_outputs: {name}: {e}") from e
+    try: matcher = library.LLMatcher(vocabulary, self.compile(library, name, text, tokenizer), log_level=0)
+    except InputError: raise
+    except (ValueError, AssertionError) as e: raise InputError(f"structured_outputs: {name}: {e}") from e
+    except (TypeError, AttributeError, KeyError, RecursionError) as e:
+      raise InputError(f"structured_outputs: {name} has a wrong structure: {e!r}") from e
     check(not matcher.is_error(), f"structured_outputs: {name}: {' '.join(matcher.get_error().split())}")
     return Constraint(matcher, vocab_size)
+
+  def compile(self, library: Any, name: str, text: str, tokenizer: Tokenizer) -> str:
+    """Return llguidance's grammar for a constraint."""
+    if name == "structural_tag": return tag_grammar(library, json.loads(text), tokenizer)
+    if name not in ("json", "json_object"): return library.grammar_from(name, text)
+    options: dict[str, Any] = {"whitespace_flexible": False} if self.disable_any_whitespace else {}
+    if self.whitespace_pattern: options["whitespace_pattern"] = self.whitespace_pattern
+    return library.LLMatcher.grammar_from_json_schema(text, overrides=options or None)
+
+
+def tag_grammar(library: Any, tag: dict[str, Any], tokenizer: Tokenizer) -> str:
+  """Return the grammar of a text with tags, in one of vLLM's formats: {"triggers": [...], "structures": [{"begin",
+  "schema", "end"}]}, or {"format": {"type": "triggered_tags", "triggers": [...], "tags": [{"begin", "content":
+  {"type": "json_schema", "json_schema"}, "end"}]}}. A trigger is the start of `begin`."""
+  form = tag.get("format") or {"type": "triggered_tags", "triggers": tag["triggers"], "tags": [
+    {**x, "content": {"type": "json_schema", "json_schema": x["schema"]}} for x in tag["structures"]]}
+  triggers = form.get("triggers", [])
+  kinds = {form["type"], *(x["content"]["type"] for x in form.get("tags", []))}
+  unsupported = ", ".join(map(str, kinds - {"triggered_tags", "json_schema"}))
+  check(not unsupported,
+        f"structured_outputs: structural_tag: {unsupported} is not supported, only triggered_tags with json_schema")
+  def trigger_of(begin: str) -> str: return next((x for x in triggers if x and begin.startswith(x)), "")
+  tags = [library.StructTag(trigger=trigger_of(x["begin"]), begin=x["begin"], grammar=x["content"]["json_schema"],
+                            end=x["end"]) for x in form["tags"]]
+  # Triggers are special tokens of the model, or else plain text
+  return library.StructTag.to_grammar(tags, assume_special=tokenizer.added_tokens.keys() >= set(triggers))
 
 
 def normalize(params: "SamplingParams") -> Any:

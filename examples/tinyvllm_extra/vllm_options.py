@@ -46,7 +46,7 @@ NO_EFFECT: dict[str, Any] = {name: values for names, values in {
   "node_rank data_parallel_rank data_parallel_start_rank cpu_offload_gb": [0],
   """enable_lora enable_prompt_adapter skip_tokenizer_init disable_sliding_window enable_prompt_embeds enable_mm_embeds
   enable_sleep_mode calculate_kv_scales kv_sharing_fast_prefill ray_workers_use_nsight headless grpc tokens_only
-  data_parallel_hybrid_lb data_parallel_external_lb allow_credentials enable_ssl_refresh trust_request_chat_template
+  data_parallel_hybrid_lb data_parallel_external_lb allow_credentials enable_ssl_refresh
   return_tokens_as_token_ids enable_tokenizer_info_endpoint enable_log_requests enable_log_outputs
   enable_force_include_usage enable_per_request_metrics enable_offline_docs guided_decoding_disable_fallback
   guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties""": OFF,
@@ -58,9 +58,10 @@ NO_EFFECT: dict[str, Any] = {name: values for names, values in {
   num_speculative_tokens""": NONE,
   "hf_overrides additional_config profiler_config": [None, {}], "worker_cls device": ["auto"],
   "tokenizer_mode": ["auto", "slow", "hf"], "config_format": ["auto", "hf"], "model_impl": ["auto", "vllm"],
-  "load_format": ["auto", "hf", "safetensors", "fastsafetensors", "runai_streamer"], "convert": ["auto", "none", "embed"],
-  "task": ["auto", "generate", "embed", "score"], "enable_chunked_prefill": [True, None], "logprobs_mode": ["raw_logprobs"],
-  "max_logprobs": range(21), "distributed_executor_backend": [None, "mp", "uni", "ray"],
+  "load_format": ["auto", "hf", "safetensors", "fastsafetensors", "runai_streamer"],
+  "convert": ["auto", "none", "embed"], "task": ["auto", "generate", "embed", "score"],
+  "enable_chunked_prefill": [True, None], "logprobs_mode": ["raw_logprobs"],
+  "distributed_executor_backend": [None, "mp", "uni", "ray"],
   "guided_decoding_backend": STRUCTURED_BACKENDS,
   "structured_outputs_config": [None, *({"backend": backend} for backend in STRUCTURED_BACKENDS)]}.items()
   for name in names.split()}
@@ -85,6 +86,7 @@ class ModelOptions(Options):
     None, 'Sampling defaults, as in {"temperature": 0.5} (default: none)')
   revision: str | None = option(None, "Branch, tag or commit on the hub (default: main)")
   download_dir: str | None = option(None, "Folder for downloads (default: the hub's cache)")
+  max_logprobs: int = option(20, "Maximum log probabilities per token; -1: no limit", min=-1, max=2**31 - 1)
   runner: str = option("auto", "pooling: embeddings; generate: text; auto: by modules.json",
                        choices=("auto", "generate", "pooling"))
 

@@ -19,9 +19,11 @@ from tinyvllm_extra.vllm_options import ModelOptions, split_options
 from tinyvllm_extra.weights import open_checkpoint
 
 from .async_engine import AsyncLLM
+from .errors import EXCEPTION_HANDLERS, error_response
+from .fields import unknown_fields
 from .metrics import log_throughput
 from .parsers import REASONING, TOOLS
-from .protocol import EXCEPTION_HANDLERS, ErrorResponse, error_response
+from .protocol import AnthropicErrorResponse, ErrorResponse
 from .serving import EVENT_STREAM, Serving
 
 # Paths that need neither an API key nor a loaded model
@@ -42,6 +44,8 @@ class ServerConfig(Options):
   max_body_size: int = option(2**22, "Maximum size of a request body in bytes", min=1, max=2**40)
   stream_interval: int = option(1, "Minimum number of new tokens per stream event", min=1, max=2**31)
   allowed_origins: list[str] | None = option(None, "Web origins that may call the API, CORS (default: none)")
+  strict_fields: bool = option(False, "Refuse unknown request fields with HTTP 400")
+  trust_request_chat_template: bool = option(False, "Allow chat_template in requests")
   reasoning_parser: str | None = option(None, "Format of reasoning (default: chat template's)", choices=(*REASONING,))
   tool_call_parser: str | None = option(None, "Format of tool calls (default: chat template's)", choices=(*TOOLS,))
   prefix_cache_file: str | None = option(None, "File to load and save the prefix cache (default: none)")
@@ -143,7 +147,9 @@ class Server(uvicorn.Server):
     self.engine_options = engine_options
     self.options = options
     self.serving = Serving(options.served_model_name or [hub.served_name(model)], options.max_queue,
-                           options.request_timeout, (options.reasoning_parser, options.tool_call_parser))
+                           options.request_timeout, (options.reasoning_parser, options.tool_call_parser),
+                           options.trust_request_chat_template)
+    unknown_fields.strict = options.strict_fields
     app: Any = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
       app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
@@ -162,12 +168,16 @@ class Server(uvicorn.Server):
                   "/v1/models": serving.models, "/v1/models/{name:path}": serving.model}
     posts: Any = {"/tokenize": serving.tokenize, "/detokenize": serving.detokenize}
     streams: Any = {"/generate": serving.generate, "/v1/completions": serving.completions,
-                    "/v1/chat/completions": serving.chat}
+                    "/v1/chat/completions": serving.chat, "/v1/responses": serving.responses}
+    anthropic: Any = dict.fromkeys(["4XX", "5XX"], {"model": AnthropicErrorResponse})
+    events: Any = {200: {"content": {EVENT_STREAM: {}}}}
     for path, route in reads.items(): app.get(path)(route)
     app.head("/health", include_in_schema=False)(self.health)
     app.post("/ping", include_in_schema=False)(self.health)   # SageMaker
     for path, route in posts.items(): app.post(path)(route)
-    for path, route in streams.items(): app.post(path, responses={200: {"content": {EVENT_STREAM: {}}}})(route)
+    for path, route in streams.items(): app.post(path, responses=events)(route)
+    app.post("/v1/messages", responses=anthropic | events)(serving.messages)
+    app.post("/v1/messages/count_tokens", responses=anthropic)(serving.count_tokens)
     return app
 
   # Start and shutdown

@@ -1,19 +1,17 @@
-"""OpenAI's API with vLLM's extra fields: request bodies, responses, stream events and errors. A body accepts every
+"""OpenAI's API with vLLM's extra fields: request bodies, responses and stream events. A body accepts every
 field of SamplingParams, which checks the values. No function here runs a request."""
-import collections, dataclasses, functools, http, itertools, operator, time, types, typing, uuid
+import collections, dataclasses, functools, itertools, operator, time, types, typing, uuid
 from typing import Annotated, Any, Literal
 
-import fastapi, orjson, pydantic
-from fastapi.exceptions import RequestValidationError, StarletteHTTPException
-from fastapi.responses import JSONResponse
+import orjson, pydantic
 
 from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
-from tinyvllm.config import InputError, check, logger
+from tinyvllm.config import check
 from tinyvllm.engine import Prompt, Request
-from tinyvllm_extra.huggingface import Tokenizer
-from tinyvllm_extra.packages import MissingPackage
+from tinyvllm_extra.huggingface import Tokenizer, with_plain_content
 
-from .async_engine import StepError
+from .errors import internal_error
+from .fields import NO_EFFECT, Body, Int
 from .parsers import Event, OutputFormat, Parser
 from .tools import callable_tools, calls_schema, requires_call, with_parsed_arguments
 
@@ -25,56 +23,64 @@ UNLIMITED = 2**31 - 1   # max_tokens without a limit below max_model_len
 def body_model(title: str, **types: Any) -> Any:
   """Create a pydantic model. A field is optional and may be null, unless its type is a tuple (type, default)."""
   fields: Any = {name: x if isinstance(x, tuple) else (x | None, None) for name, x in types.items()}
-  return pydantic.create_model(title, __config__=pydantic.ConfigDict(extra="forbid", strict=True), **fields)
+  return pydantic.create_model(title, __base__=Body, **fields)
 
 
 def plain_type(annotation: Any) -> Any:
   """Return a type without its element types, which SamplingParams checks with its own messages."""
   alternatives = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-  return functools.reduce(operator.or_, [typing.get_origin(x) or x for x in alternatives])
+  return functools.reduce(operator.or_, [Int if x is int else typing.get_origin(x) or x for x in alternatives])
 
 
 SAMPLING = {f.name: plain_type(f.type) for f in dataclasses.fields(SamplingParams)} | {"structured_outputs": dict}
 JSONSchema = body_model("JSONSchema", schema_=(dict, pydantic.Field(alias="schema")), name=str, description=str,
                         strict=bool)
-ResponseFormat = body_model("ResponseFormat", type=(Literal["text", "json_object", "json_schema"], ...),
-                            json_schema=JSONSchema)
-StreamOptions = body_model("StreamOptions", include_usage=bool, include_obfuscation=bool)
-# Fields without effect, limited to the values that OpenAI's clients send by default
-NO_EFFECT = {"user": str, "store": bool, "metadata": dict, "service_tier": str, "reasoning_effort": str,
-             "parallel_tool_calls": bool, "tools": Annotated[list, pydantic.Field(max_length=0)],
-             "tool_choice": Literal["none", "auto"], "best_of": Literal[1],
-             "chat_template_kwargs": Annotated[dict, pydantic.Field(max_length=0)]}
-COMMON = SAMPLING | NO_EFFECT | {"model": str, "stream": bool, "stream_options": StreamOptions,
-                                 "response_format": ResponseFormat, "priority": int}
+FormatType = Literal["text", "json_object", "json_schema", "structural_tag"]
+ResponseFormat = body_model("ResponseFormat", type=(FormatType, ...), json_schema=JSONSchema,
+                            format=dict, structures=list[dict], triggers=list[str])   # the last three: structural_tag
+StreamOptions = body_model("StreamOptions", include_usage=bool, include_obfuscation=bool, continuous_usage_stats=bool)
+# vLLM's former names of structured_outputs
+GUIDED = {"guided_json": str | dict, "guided_regex": str, "guided_choice": list, "guided_grammar": str,
+          "guided_json_object": bool, "guided_whitespace_pattern": str}
+COMMON = SAMPLING | NO_EFFECT | GUIDED | {
+  "model": str, "stream": bool, "stream_options": StreamOptions, "response_format": ResponseFormat, "priority": Int,
+  "echo": bool, "repeat_penalty": float, "return_token_ids": bool, "return_tokens_as_token_ids": bool,
+  "add_special_tokens": bool, "truncate_prompt_tokens": Int, "truncation_side": Literal["left", "right"]}
 FunctionDefinition = body_model("FunctionDefinition", name=(str, ...), description=str, parameters=dict, strict=bool)
-Tool = body_model("Tool", type=(Literal["function"], ...), function=(FunctionDefinition, ...))
+Tool = body_model("Tool", type=(Literal["function"], "function"), function=(FunctionDefinition, ...))
 NamedToolChoice = body_model("NamedToolChoice", type=(Literal["function"], ...),
                              function=(body_model("FunctionName", name=(str, ...)), ...))
 AllowedTools = body_model("AllowedTools", mode=(Literal["auto", "required"], ...),
                           tools=(list[Tool], ...))   # type: ignore[valid-type]
 AllowedToolsChoice = body_model("AllowedToolsChoice", type=(Literal["allowed_tools"], ...),
                                 allowed_tools=(AllowedTools, ...))
-TOOLS = {"tools": list[Tool], "chat_template_kwargs": dict,   # type: ignore[valid-type]
-         "tool_choice": Literal["none", "auto", "required"] | NamedToolChoice | AllowedToolsChoice}
-TEMPLATE = dict.fromkeys(["add_generation_prompt", "continue_final_message"], bool)
-CompletionRequest: Any = body_model("CompletionRequest", **COMMON, echo=bool,
+ToolChoice: Any = Annotated[NamedToolChoice | AllowedToolsChoice,   # type: ignore[valid-type]
+                            pydantic.Field(discriminator="type")]
+TEMPLATE = {"add_generation_prompt": bool, "continue_final_message": bool, "chat_template": str,
+            "documents": list[dict]}   # variables of the chat template
+TOOLS = {"tools": list[Tool], "chat_template_kwargs": dict}   # type: ignore[valid-type]
+CompletionRequest: Any = body_model("CompletionRequest", **COMMON,
                                     prompt=(str | list[str] | list[int] | list[list[int]], ...))
-ChatRequest: Any = body_model("ChatCompletionRequest", **COMMON | TOOLS | TEMPLATE | {"logprobs": bool},
-                              top_logprobs=int, max_completion_tokens=int, messages=(list[dict], ...))
-TokenizeRequest: Any = body_model("TokenizeRequest", model=str, prompt=str, messages=list[dict],
-                                  add_special_tokens=bool)
+ChatRequest: Any = body_model("ChatCompletionRequest", messages=(list[dict], ...), **COMMON | TOOLS | TEMPLATE | {
+  "logprobs": bool, "top_logprobs": Int, "max_completion_tokens": Int,
+  "tool_choice": Literal["none", "auto", "required"] | ToolChoice})
+TokenizeRequest: Any = body_model("TokenizeRequest", **TOOLS | TEMPLATE, model=str, prompt=str, messages=list[dict],
+                                  add_special_tokens=bool, return_token_strs=bool)
 DetokenizeRequest: Any = body_model("DetokenizeRequest", model=str, tokens=(list[int], ...))
 ErrorResponse: Any = body_model("ErrorResponse", error=(dict[str, Any], ...))
+AnthropicErrorResponse: Any = body_model("AnthropicErrorResponse", type=(Literal["error"], ...),
+                                         error=(dict[str, Any], ...))
 
 
 def tools_of(body: Any) -> list[dict[str, Any]]:
   """Return the tools that the chat template shows. The response may call only some of them: see callable_tools."""
-  return [] if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+  if getattr(body, "tool_choice", None) == "none": return []
+  return [tool.model_dump(exclude_none=True) for tool in body.tools or []]
 
 
 def tool_choice_of(body: Any) -> Any:
-  return body.tool_choice.model_dump() if isinstance(body.tool_choice, pydantic.BaseModel) else body.tool_choice
+  choice = getattr(body, "tool_choice", None)
+  return choice.model_dump() if isinstance(choice, pydantic.BaseModel) else choice
 
 
 # Maximum entries of fields whose cost in each step grows with them, and maximum characters of all their strings
@@ -97,24 +103,41 @@ def sampling_params(body: Any, defaults: dict[str, Any]) -> SamplingParams:
   check(body.stream or not body.stream_options, "stream_options: requires stream=true")
   fields = {**defaults, **{name: value for name, value in body if name in SAMPLING and value is not None}}
   check_sizes(fields)
+  if body.repeat_penalty is not None: fields["repetition_penalty"] = body.repeat_penalty   # llama.cpp's name
   if fields.get("max_tokens") == -1: fields["max_tokens"] = UNLIMITED   # llama.cpp's "no limit"
   if isinstance(body, ChatRequest):
     fields.setdefault("max_tokens", UNLIMITED)
     if body.max_completion_tokens is not None: fields["max_tokens"] = body.max_completion_tokens
-    check(body.logprobs or body.top_logprobs is None, "top_logprobs: requires logprobs=true")
+    check(body.logprobs or not body.top_logprobs, "top_logprobs: requires logprobs=true")
     fields["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
+  elif body.echo and fields.get("max_tokens") == 0: fields["max_tokens"] = 1   # its text is left out
+  if body.echo and fields.get("logprobs") is not None: fields.setdefault("prompt_logprobs", fields["logprobs"])
+  structured = structured_outputs(body)
+  if structured is not None: fields["structured_outputs"] = structured
+  return SamplingParams(**fields)
+
+
+def structured_outputs(body: Any) -> dict[str, Any] | None:
+  """Return the constraint that structured_outputs, guided_*, response_format or tool_choice asks for."""
+  guided = {name.removeprefix("guided_"): value for name, value in body if name in GUIDED and value is not None}
+  constraints = {"structured_outputs": body.structured_outputs, "guided_*": guided or None,
+                 "response_format": format_constraint(body.response_format)}
+  if isinstance(body, ChatRequest):
     choice = tool_choice_of(body)
     schema = calls_schema(tools_of(body), choice, body.parallel_tool_calls is not False)
-    check(not schema or "structured_outputs" not in fields and not body.response_format,
-          f"tool_choice={choice!r} conflicts with structured_outputs and response_format: remove one")
-    if schema: fields["structured_outputs"] = {"json": schema}
-  elif body.echo and "logprobs" in fields: fields.setdefault("prompt_logprobs", fields["logprobs"])
-  form = body.response_format
-  if form and form.type != "text":
-    check("structured_outputs" not in fields, "response_format: not allowed with structured_outputs")
-    check((form.type == "json_schema") == bool(form.json_schema), "response_format: type must match json_schema")
-    fields["structured_outputs"] = {"json": form.json_schema.schema_} if form.json_schema else {"json_object": True}
-  return SamplingParams(**fields)
+    constraints["tool_choice"] = {"json": schema} if schema else None
+  names = [name for name, constraint in constraints.items() if constraint is not None]
+  check(len(names) < 2, f"{' and '.join(names)} conflict: remove one")
+  return constraints[names[0]] if names else None
+
+
+def format_constraint(form: Any) -> dict[str, Any] | None:
+  """Return a ResponseFormat as structured_outputs."""
+  if not form or form.type == "text": return None
+  check((form.type == "json_schema") == bool(form.json_schema), "response_format: type must match json_schema")
+  if form.type == "structural_tag":
+    return {"structural_tag": form.model_dump(include={"format", "structures", "triggers"}, exclude_none=True)}
+  return {"json": form.json_schema.schema_} if form.json_schema else {"json_object": True}
 
 
 def engine_prompts(prompts: Any) -> list[Prompt]:
@@ -124,18 +147,43 @@ def engine_prompts(prompts: Any) -> list[Prompt]:
   return [{"prompt_token_ids": prompt} if isinstance(prompt, list) else prompt for prompt in prompts]
 
 
-def chat_token_ids(body: Any, tokenizer: Tokenizer) -> list[int]:
-  """Return the token ids of a chat, formatted with the model's chat template."""
+def encode_prompts(body: Any, engine: Any, trusts_template: bool) -> list[Prompt]:
+  """Return the engine's prompts of a CompletionRequest or a ChatRequest."""
+  is_chat = isinstance(body, ChatRequest)
+  prompts = engine_prompts(chat_text(body, engine.tokenizer, trusts_template) if is_chat else body.prompt)
+  has_special = body.add_special_tokens or body.add_special_tokens is None and not is_chat
+  limit = body.truncate_prompt_tokens
+  check(limit is None or limit == -1 or limit > 0, f"truncate_prompt_tokens={limit} must be at least 1, or -1")
+  num_output = body.max_tokens or getattr(body, "max_completion_tokens", None) or 1
+  if limit == -1: limit = max(1, engine.max_model_len - max(1, num_output))
+  def truncate(x: Any, size: Any) -> Any: return x[:size] if body.truncation_side == "right" else x[-size:]
+
+  def encode(prompt: Prompt) -> Prompt:
+    if isinstance(prompt, dict): return {"prompt_token_ids": truncate(prompt["prompt_token_ids"], limit or UNLIMITED)}
+    if limit is None and has_special and not is_chat: return prompt
+    text = truncate(prompt, int(min(engine.tokenizer.max_characters, UNLIMITED))) if limit else prompt
+    ids = engine.tokenizer.encode(text, has_special)
+    is_same = has_special and not is_chat and len(ids) <= limit and text == prompt
+    return prompt if is_same else {"prompt_token_ids": truncate(ids, limit or UNLIMITED)}
+
+  return [*map(encode, prompts)]
+
+
+def chat_text(body: Any, tokenizer: Tokenizer, trusts_template: bool) -> str:
+  """Return a chat, formatted with the model's chat template, or with the body's if that is trusted."""
   check(body.messages, "messages=[] must not be empty")
   tools = tools_of(body)
-  options = {name: value for name, value in body if name in TEMPLATE and value is not None}
-  variables = {**(body.chat_template_kwargs or {}), **options, **({"tools": tools} if tools else {})}
+  variables = body.chat_template_kwargs or {}
   for name in ("messages", "raise_exception", "chat_template"):
     check(name not in variables, f"chat_template_kwargs: {name} is reserved")
-  check("tools" not in variables or "tools" in (tokenizer.config.get("chat_template") or "") or
-        requires_call(tool_choice_of(body)), "tools: the model's chat template does not support tools")
-  text = tokenizer.apply_chat_template([*map(with_parsed_arguments, body.messages)], **variables)
-  return tokenizer.encode(text, False)
+  variables = {**variables, **{name: value for name, value in body if name in TEMPLATE and value not in (None, "")}}
+  check(trusts_template or "chat_template" not in variables,
+        "chat_template: refused, because the server runs without --trust-request-chat-template")
+  if tools: variables["tools"] = tools
+  template = variables.get("chat_template", tokenizer.config.get("chat_template")) or ""
+  check("tools" not in variables or "tools" in template or requires_call(tool_choice_of(body)),
+        "tools: the model's chat template does not support tools")
+  return tokenizer.apply_chat_template([*map(with_parsed_arguments, body.messages)], **variables)
 
 
 # Responses
@@ -161,6 +209,7 @@ class CompletionBuilder:
   instead of them after an internal error."""
   kind = "cmpl"   # start of the response's id
   objects = ["text_completion", "text_completion"]   # types of the whole response and of a chunk
+  has_prompt_in_choices = True   # the fields that describe the prompt are in each choice, as in vLLM
 
   def __init__(self, model_name: str, body: Any, params: SamplingParams, tokenizer: Tokenizer,
                output_format: OutputFormat):
@@ -170,8 +219,15 @@ class CompletionBuilder:
     self.id = f"{self.kind}-{uuid.uuid4().hex}"
     self.head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model_name,
                                  "object": self.objects[bool(body.stream)]}
-    if getattr(body.stream_options, "include_usage", False): self.head["usage"] = None   # until the last chunk
+    self.requests: list[Request] = []   # set before the first output
+    running_usage = bool(getattr(body.stream_options, "continuous_usage_stats", None))
+    has_usage = getattr(body.stream_options, "include_usage", None)
+    if has_usage is None: has_usage = running_usage
+    if has_usage: self.head["usage"] = None   # until the last chunk
+    self.has_running_usage = has_usage and running_usage   # in each chunk
     self.cursors = dict[int, tuple[int, list[int]]]()   # by choice: text length so far, last token
+    self.num_generated = collections.Counter[int]()   # tokens so far, by choice
+    self.num_echoed_ids = 0   # tokens of an echoed prompt that was given as token ids
     self.output_format = output_format
     self.parsers = dict[int, Parser]()   # by choice; of formats that split the text
 
@@ -193,21 +249,40 @@ class CompletionBuilder:
 
   def wrap(self, choices: list[dict]) -> dict[str, Any]:
     """Return a response or chunk object with these choices."""
-    return {**self.head, "choices": choices}
+    usage = self.running_usage(choices[0]["index"]) if choices and self.has_running_usage else {}
+    return {**self.head, **usage, "choices": choices}
+
+  def running_usage(self, index: int) -> dict[str, dict[str, int]]:
+    """Return the usage of one choice so far (stream_options.continuous_usage_stats)."""
+    num_prompt = self.requests[index // self.params.n].sequences[0].num_prompt
+    num_generated = self.num_generated[index]
+    return {"usage": {"prompt_tokens": num_prompt, "completion_tokens": num_generated,
+                      "total_tokens": num_prompt + num_generated}}
+
+  def prompt_fields(self, ids: list[int], rows: Any) -> dict[str, Any]:
+    """Return the fields that describe a prompt, under vLLM's names. rows: its log probabilities."""
+    fields: dict[str, Any] = {"prompt_token_ids": ids} if self.body.return_token_ids else {}
+    if self.body.prompt_logprobs is None: return fields
+    return {**fields, "prompt_logprobs": [x and {i: y._asdict() for i, y in x.items()} for x in rows or []]}
 
   def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
     """Return a choice object with a completion's text and tokens, in a stream only the new ones."""
     index = prompt_index * self.params.n + completion.index
+    self.num_generated[index] += len(completion.token_ids)
+    if self.body.max_tokens == 0:   # echo only; the engine has generated one token
+      completion = dataclasses.replace(completion, text="", token_ids=[], logprobs=completion.logprobs and [])
     text = completion.text
     ids = completion.token_ids
     rows: Any = completion.logprobs
     first = index not in self.cursors
     offset, before = self.cursors.get(index, (0, output.prompt_token_ids[-1:]))
-    extra: dict[str, Any] = {}
-    if first and self.body.prompt_logprobs is not None:   # vLLM's name and format
-      extra = {"prompt_logprobs": [x and {i: y._asdict() for i, y in x.items()} for x in output.prompt_logprobs or []]}
-    if first and getattr(self.body, "echo", False):
-      text = (output.prompt or self.tokenizer.decode(output.prompt_token_ids)) + text
+    extra: dict[str, Any] = {"token_ids": ids} if self.body.return_token_ids else {}
+    if first and self.has_prompt_in_choices:
+      extra |= self.prompt_fields(output.prompt_token_ids, output.prompt_logprobs)
+    self.num_echoed_ids = 0
+    if first and self.body.echo and self.has_prompt_in_choices:
+      if output.prompt is None: self.num_echoed_ids = len(output.prompt_token_ids)
+      text = (output.prompt or self.tokenizer.decode(output.prompt_token_ids, False)) + text
       ids = output.prompt_token_ids + ids
       before = []
       rows = None if rows is None else [*(output.prompt_logprobs or []), *rows]
@@ -236,11 +311,16 @@ class CompletionBuilder:
   def logprobs(self, rows: list[tuple], offset: int) -> dict[str, list]:
     """Return a choice's log probabilities in OpenAI's format. rows: the previous token (in a list), the token, its
     entries or None. offset: index of the first character."""
-    lengths = [len(self.piece(b, i, self.params.skip_special_tokens)) for b, i, _ in rows]
-    tokens = [self.piece(b, i) for b, i, _ in rows]
+    skip = self.params.skip_special_tokens
+    lengths = [len(self.piece(b, i, skip and n >= self.num_echoed_ids)) for n, (b, i, _) in enumerate(rows)]
+    tokens = [self.label(b, i) for b, i, _ in rows]
     return {"tokens": tokens, "token_logprobs": [x and x[i].logprob for _, i, x in rows],
-            "top_logprobs": [x and {self.piece(b, j): y.logprob for j, y in x.items()} for b, _, x in rows],
+            "top_logprobs": [x and {self.label(b, j): y.logprob for j, y in x.items()} for b, _, x in rows],
             "text_offset": [*itertools.accumulate(lengths, initial=offset)][:-1]}
+
+  def label(self, before: list[int], token: int) -> str:
+    """Return a token's text, or its id as text if the body asks for it."""
+    return f"token_id:{token}" if self.body.return_tokens_as_token_ids else self.piece(before, token)
 
   def piece(self, before: list[int], token: int, skip: bool = False) -> str:
     """Return a token's text after the token `before`: alone, some tokens lose their space."""
@@ -259,14 +339,44 @@ class ChatBuilder(CompletionBuilder):
   """Builds the response of /v1/chat/completions, whole or as events."""
   kind = "chatcmpl"
   objects = ["chat.completion", "chat.completion.chunk"]
+  has_prompt_in_choices = False   # but in the response, or in the chunks with the role
 
   def __init__(self, *args: Any):
     super().__init__(*args)
     self.num_calls = collections.Counter[int]()   # by choice
 
+  @property
+  def role(self) -> str:
+    """The role of the answer: the last message's role if the template does not start a new message."""
+    is_new = self.body.add_generation_prompt is not False and not self.body.continue_final_message
+    return "assistant" if is_new else self.body.messages[-1].get("role", "assistant")
+
+  @property
+  def echoed(self) -> str:
+    """The text of the last message, if the answer continues it and must include it."""
+    last = self.body.messages[-1]
+    return with_plain_content(last)["content"] if self.body.echo and last.get("role") == self.role else ""
+
+  def prompt_fields_of(self, request: Request) -> dict[str, Any]:
+    first = request.sequences[0]
+    return self.prompt_fields(first.tokens[:first.num_prompt], [first.logprobs.get(i) for i in range(first.num_prompt)])
+
+  def response(self, requests: list[Request]) -> dict[str, Any]:
+    return {**super().response(requests), **self.prompt_fields_of(requests[0])}
+
   def first_events(self) -> bytes:
-    role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-    return b"".join(event(self.wrap([{"index": i, **role}])) for i in range(self.params.n))
+    rest = {"logprobs": None, "finish_reason": None}
+    roles = [{"index": i, "delta": {"role": self.role, "content": ""}, **rest} for i in range(self.params.n)]
+    echoes = [{"index": i, "delta": {"content": self.echoed}, **rest} for i in range(self.params.n) if self.echoed]
+    prompt = self.prompt_fields_of(self.requests[0])
+    return b"".join([*(event({**self.wrap([x]), **prompt}) for x in roles), *(event(self.wrap([x])) for x in echoes)])
+
+  def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+    choice = super().choice(prompt_index, output, completion)
+    message = choice.get("message")
+    if message: message["role"] = self.role
+    if message and self.echoed: message["content"] = self.echoed + (message["content"] or "")
+    return choice
 
   def content(self, text: str, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
     texts = {"content": "", "reasoning": ""}
@@ -280,7 +390,7 @@ class ChatBuilder(CompletionBuilder):
       if kind == "arguments": calls.setdefault(i, {"function": {"arguments": ""}})["function"]["arguments"] += piece
     is_call = completion.finish_reason == "stop" and self.num_calls[completion.index]
     fields: dict[str, Any] = {"reasoning_content": texts["reasoning"], "reasoning": texts["reasoning"]}
-    if not texts["reasoning"]: fields = {}
+    if not texts["reasoning"] or self.body.include_reasoning is False: fields = {}
     if self.body.stream:
       if calls: fields["tool_calls"] = [{"index": i, **call} for i, call in calls.items()]
       if texts["content"] or not fields: fields["content"] = texts["content"]
@@ -293,60 +403,8 @@ class ChatBuilder(CompletionBuilder):
   def logprobs(self, rows: list[tuple], offset: int) -> dict[str, list]:
     def entry(before: list[int], token: int, entries: dict[int, Logprob]) -> dict[str, Any]:
       text = self.piece(before, token)
-      return {"token": text, "logprob": entries[token].logprob, "bytes": [*text.encode()]}
+      return {"token": self.label(before, token), "logprob": entries[token].logprob, "bytes": [*text.encode()]}
     def best(x: dict[int, Logprob]) -> list[int]:
-      return sorted((i for i in x if x[i].rank <= (self.params.logprobs or 0)), key=lambda i: (x[i].rank, i))
+      k = self.params.logprobs or 0
+      return sorted((i for i in x if k == -1 or x[i].rank <= k), key=lambda i: (x[i].rank, i))
     return {"content": [{**entry(b, i, x), "top_logprobs": [entry(b, j, x) for j in best(x)]} for b, i, x in rows]}
-
-
-# Errors
-
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, dict]:
-  phrase = "Request Entity Too Large" if status == 413 else http.HTTPStatus(status).phrase   # Python 3.13 renamed it
-  error_type = phrase.replace(" ", "").removesuffix("Error") + "Error"
-  return {"error": {"message": message, "type": error_type, "param": param, "code": status}}
-
-
-def error_response(status: int, message: str, param: str | None = None) -> fastapi.Response:
-  headers = {"Retry-After": "1"} if status in (429, 503) else None
-  return JSONResponse(error_body(status, message, param), status, headers)
-
-
-class Refusal(Exception):
-  """An error response other than HTTP 400, raised in a route. It has error_response's arguments."""
-
-
-async def explain(request: fastapi.Request, error: Any) -> fastapi.Response:
-  """Return the error response for an exception that a route raised. Log it, unless it is the client's mistake."""
-  if isinstance(error, Refusal): return error_response(*error.args)
-  if isinstance(error, StarletteHTTPException): return error_response(error.status_code, error.detail)
-  if isinstance(error, RequestValidationError): return explain_validation(request, error.errors()[0])
-  if isinstance(error, UnicodeEncodeError): return error_response(400, f"text is not valid Unicode: {error}")
-  if isinstance(error, InputError):
-    return error_response(400, str(error), "prompt" if error.parameter == "prompt_token_ids" else error.parameter)
-  if not isinstance(error, MissingPackage): return JSONResponse(internal_error(error), 500)
-  logger.warning(f"{request.url.path}: {error}")
-  return error_response(501, str(error))
-
-
-def explain_validation(request: fastapi.Request, problem: dict[str, Any]) -> fastapi.Response:
-  """Return the error response for a body that pydantic rejected. problem: pydantic's first error."""
-  if problem["type"] == "json_invalid":
-    return error_response(400, f"the body is not JSON: {problem['ctx']['error']}")
-  kind = request.headers.get("content-type")
-  if "json" not in (kind or ""):
-    return error_response(400, f"{f'Content-Type={kind}' if kind else 'no Content-Type'}: send the header "
-                               "Content-Type: application/json, and a body of JSON")
-  path = [str(x) for x in problem["loc"][1:]]
-  return error_response(400, f"{'.'.join(path) or 'the body'}: {problem['msg']}", path[0] if path else None)
-
-
-def internal_error(error: Exception) -> dict[str, dict]:
-  """Log an exception's traceback, unless the engine thread has done so. Return the body for HTTP 500."""
-  if not isinstance(error, StepError): logger.error("internal error", exc_info=error)
-  return error_body(500, str(error) or repr(error))
-
-
-EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys(
-  (Refusal, StarletteHTTPException, RequestValidationError, InputError, UnicodeEncodeError, MissingPackage, Exception),
-  explain)

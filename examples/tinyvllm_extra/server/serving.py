@@ -2,7 +2,7 @@
 events. A builder decides the wire format (protocol.CompletionBuilder). `Serving.requests` holds all unfinished
 requests."""
 import asyncio, collections, contextlib, functools, time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -13,10 +13,12 @@ from tinyvllm.engine import Prompt
 
 from . import protocol
 from .async_engine import IndexedOutput, Request
+from .errors import Refusal
+from .messages import MessagesBuilder, MessagesRequest
 from .metrics import Metrics
 from .parsers import OutputFormat, find_format
-from .protocol import ChatBuilder, ChatRequest, CompletionBuilder, CompletionRequest, GenerateBuilder, Refusal
-from .tools import with_parsed_arguments
+from .protocol import ChatBuilder, ChatRequest, CompletionBuilder, CompletionRequest, GenerateBuilder
+from .responses import ResponsesBuilder, ResponsesRequest
 
 EVENT_STREAM = "text/event-stream"
 
@@ -24,13 +26,14 @@ EVENT_STREAM = "text/event-stream"
 class Serving:
   """Runs the requests of all routes on one engine, and observes their metrics."""
   def __init__(self, model_names: list[str], max_queue: int, request_timeout: float | None,
-               parser_names: tuple[str | None, str | None]):
+               parser_names: tuple[str | None, str | None], trusts_template: bool = False):
     self.llm: Any = None   # AsyncLLM once the model is loaded
     self.requests = set[Request]()   # unfinished
     self.names = model_names   # responses and metrics have the first one
     self.max_queue = max_queue
     self.request_timeout = request_timeout
     self.parser_names = parser_names   # reasoning and tool call parser; None: the chat template decides
+    self.trusts_template = trusts_template   # requests may bring a chat template
     self.observer = Metrics(model_names[0], self.engine_metrics)
 
   def engine_metrics(self) -> dict[str, Any]: return self.llm.llm.get_metrics() if self.llm else collections.Counter()
@@ -62,11 +65,11 @@ class Serving:
     chat = body.messages is not None
     check((body.prompt is None) == chat, "prompt: set either prompt or messages")
     def encode() -> list[int]:
-      messages = [*map(with_parsed_arguments, body.messages or [])]
-      text = engine.tokenizer.apply_chat_template(messages) if chat else body.prompt
-      return engine.tokenizer.encode(text, not chat and body.add_special_tokens is not False)
+      text = protocol.chat_text(body, engine.tokenizer, self.trusts_template) if chat else body.prompt
+      return engine.tokenizer.encode(text, body.add_special_tokens or body.add_special_tokens is None and not chat)
     ids = await asyncio.to_thread(encode)
-    return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
+    token_strs = {"token_strs": engine.tokenizer.pieces(ids)} if body.return_token_strs else {}
+    return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, **token_strs}
 
   async def detokenize(self, body: protocol.DetokenizeRequest) -> dict[str, str]:
     size = self.llm.llm.model_config.vocab_size
@@ -76,19 +79,28 @@ class Serving:
   async def generate(self, body: CompletionRequest) -> Response: return await self.answer(body, GenerateBuilder)
   async def completions(self, body: CompletionRequest) -> Response: return await self.answer(body, CompletionBuilder)
   async def chat(self, body: ChatRequest) -> Response: return await self.answer(body, ChatBuilder)
+  async def responses(self, body: ResponsesRequest) -> Response:
+    return await self.answer(body.to_chat(), functools.partial(ResponsesBuilder, body))
+  async def messages(self, body: MessagesRequest) -> Response:
+    return await self.answer(body.to_chat(), MessagesBuilder)
+
+  async def count_tokens(self, body: MessagesRequest) -> dict[str, int]:
+    self.check_model(body.model)
+    prompt: Any
+    prompt, = await asyncio.to_thread(protocol.encode_prompts, body.to_chat(), self.llm.llm, self.trusts_template)
+    return {"input_tokens": len(prompt["prompt_token_ids"])}
 
   # Generation
 
-  async def answer(self, body: Any, builder_class: type[CompletionBuilder]) -> Response:
+  async def answer(self, body: Any, builder_class: Callable[..., CompletionBuilder]) -> Response:
     """Run a CompletionRequest or a ChatRequest."""
     self.check_model(body.model)
     engine = self.llm.llm
     defaults = self.chat_defaults if isinstance(body, ChatRequest) else engine.sampling_defaults
     params = await asyncio.to_thread(protocol.sampling_params, body, defaults)   # may take long
     builder = builder_class(self.names[0], body, params, engine.tokenizer, self.output_format)
-    prompts: Any = getattr(body, "prompt", None)
-    if isinstance(body, ChatRequest): prompts = await asyncio.to_thread(protocol.chat_token_ids, body, engine.tokenizer)
-    return await self.run(protocol.engine_prompts(prompts), params, builder, bool(body.stream), body.priority or 0)
+    prompts = await asyncio.to_thread(protocol.encode_prompts, body, engine, self.trusts_template)
+    return await self.run(prompts, params, builder, bool(body.stream), body.priority or 0)
 
   async def run(self, prompts: list[Prompt], params: SamplingParams, builder: CompletionBuilder, stream: bool,
                 priority: int = 0) -> Response:
@@ -98,6 +110,7 @@ class Serving:
     requests = [await asyncio.to_thread(self.llm.llm.make_request, f"{builder.id}-{i}", prompt, params, priority)
                 for i, prompt in enumerate(prompts)]
     self.check_queue(num_new, params.n)   # again: other requests may have arrived in the meantime
+    builder.requests = requests
     steps = self.steps(requests)
     outputs = await anext(steps)   # the requests are now in the queue
     if stream: return StreamingResponse(self.events(builder, outputs, steps, requests), media_type=EVENT_STREAM)

@@ -1,0 +1,88 @@
+"""Error responses in OpenAI's format, and in Anthropic's on its routes; which exception leads to which response."""
+import http
+from typing import Any
+
+import fastapi
+from fastapi.exceptions import RequestValidationError, StarletteHTTPException
+from fastapi.responses import JSONResponse
+
+from tinyvllm.config import InputError, logger
+from tinyvllm_extra.packages import MissingPackage
+
+from .async_engine import StepError
+
+
+def error_body(status: int, message: str, param: str | None = None) -> dict[str, dict]:
+  phrase = "Request Entity Too Large" if status == 413 else http.HTTPStatus(status).phrase   # Python 3.13 renamed it
+  error_type = phrase.replace(" ", "").removesuffix("Error") + "Error"
+  return {"error": {"message": message, "type": error_type, "param": param, "code": status}}
+
+
+ANTHROPIC_TYPES = {400: "invalid_request", 401: "authentication", 404: "not_found", 429: "rate_limit",
+                   503: "overloaded"}   # without "_error"
+
+
+def anthropic_error(error: dict[str, Any]) -> dict[str, Any]:
+  """Return the body for an error in Anthropic's format. error: in OpenAI's format."""
+  kind = "request_too_large" if error["code"] == 413 else f"{ANTHROPIC_TYPES.get(error['code'], 'api')}_error"
+  return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+
+
+class ErrorJSON(JSONResponse):
+  """An error response in OpenAI's format, and in Anthropic's on its routes. content: in OpenAI's format."""
+  def __init__(self, content: dict[str, dict]):
+    self.error = content["error"]
+    super().__init__(content, self.error["code"], {"Retry-After": "1"} if self.error["code"] in (429, 503) else None)
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    if "/v1/messages" in scope["path"]:
+      self.body = self.render(anthropic_error(self.error))
+      self.headers["content-length"] = str(len(self.body))
+    await super().__call__(scope, receive, send)
+
+
+def error_response(status: int, message: str, param: str | None = None) -> fastapi.Response:
+  return ErrorJSON(error_body(status, message, param))
+
+
+class Refusal(Exception):
+  """An error response other than HTTP 400, raised in a route. It has error_response's arguments."""
+
+
+async def explain(request: fastapi.Request, error: Any) -> fastapi.Response:
+  """Return the error response for an exception that a route raised. Log it, unless it is the client's mistake."""
+  if isinstance(error, Refusal): return error_response(*error.args)
+  if isinstance(error, StarletteHTTPException): return error_response(error.status_code, error.detail)
+  if isinstance(error, RequestValidationError): return explain_validation(request, error.errors()[0])
+  if isinstance(error, UnicodeEncodeError): return error_response(400, f"text is not valid Unicode: {error}")
+  if isinstance(error, InputError):
+    return error_response(400, str(error), "prompt" if error.parameter == "prompt_token_ids" else error.parameter)
+  if not isinstance(error, MissingPackage): return ErrorJSON(internal_error(error))
+  logger.warning(f"{request.url.path}: {error}")
+  return error_response(501, str(error))
+
+
+def explain_validation(request: fastapi.Request, problem: dict[str, Any]) -> fastapi.Response:
+  """Return the error response for a body that pydantic rejected. problem: pydantic's first error."""
+  if problem["type"] == "json_invalid":
+    return error_response(400, f"the body is not JSON: {problem['ctx']['error']}")
+  kind = request.headers.get("content-type")
+  if "json" not in (kind or ""):
+    return error_response(400, f"{f'Content-Type={kind}' if kind else 'no Content-Type'}: send the header "
+                               "Content-Type: application/json, and a body of JSON")
+  path = [str(x) for x in problem["loc"][1:]]
+  error = problem.get("ctx", {}).get("error")
+  if isinstance(error, InputError):   # raised by fields.Body
+    return error_response(400, ".".join([*path, str(error)]), path[0] if path else error.parameter)
+  return error_response(400, f"{'.'.join(path) or 'the body'}: {problem['msg']}", path[0] if path else None)
+
+
+def internal_error(error: Exception) -> dict[str, dict]:
+  """Log an exception's traceback, unless the engine thread has done so. Return the body for HTTP 500."""
+  if not isinstance(error, StepError): logger.error("internal error", exc_info=error)
+  return error_body(500, str(error) or repr(error))
+
+
+EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys(
+  (Refusal, StarletteHTTPException, RequestValidationError, InputError, UnicodeEncodeError, MissingPackage, Exception),
+  explain)

@@ -1,0 +1,60 @@
+"""Fields of request bodies, treated as in vLLM: null means absent, fields without effect here are accepted, and an
+unknown field is ignored with one warning, unless it would change the answer."""
+from typing import Annotated, Any, Literal
+
+import pydantic
+
+from tinyvllm.config import check, logger
+
+MAX_NAMES = 100   # unknown names to remember: clients choose them
+MAX_NAME_LENGTH = 50   # characters of an unknown name in a message
+# An int; JSON writers of some languages send 5.0
+Int = Annotated[int, pydantic.BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)]
+Nothing = pydantic.Field(max_length=0)
+# Fields of OpenAI and vLLM without effect here, limited to the values for which that is true
+NO_EFFECT: dict[str, Any] = {
+  **dict.fromkeys(["user", "service_tier", "reasoning_effort", "verbosity", "prompt_cache_key", "safety_identifier",
+                   "prompt_cache_retention", "request_id", "session_id", "cache_salt", "guided_decoding_backend"], str),
+  **dict.fromkeys(["metadata", "prediction", "mm_processor_kwargs", "media_io_kwargs"], dict),
+  **dict.fromkeys(["store", "parallel_tool_calls", "include_reasoning", "spaces_between_special_tokens"], bool),
+  **dict.fromkeys(["tools", "functions", "documents", "logits_processors"], Annotated[list, Nothing]),
+  **dict.fromkeys(["tool_choice", "function_call"], Literal["none", "auto"]),
+  **dict.fromkeys(["use_beam_search", "early_stopping"], Literal[False]),
+  "chat_template_kwargs": Annotated[dict, Nothing], "modalities": list[Literal["text"]], "best_of": Literal[1],
+  "detokenize": Literal[True], "length_penalty": float}
+# Fields that change the answer, of other routes or of features that tinyvllm lacks
+REFUSED = {"audio", "images", "image_url", "prompt", "messages", "input", "suffix", "prompt_embeds",
+           "logprob_token_ids", "web_search_options", "chat_template", "tools", "functions"}
+
+
+class UnknownFields:
+  """Logs each unknown field once, or refuses it."""
+  def __init__(self) -> None:
+    self.strict = False   # --strict-fields
+    self.names = set[str]()   # logged
+
+  def check(self, name: str, value: Any) -> None:
+    """Raises InputError for a field that must not be ignored."""
+    short = name[:MAX_NAME_LENGTH].encode(errors="replace").decode()
+    check(not value or name not in REFUSED, f"{short}: not supported by this route: leave it out")
+    check(not self.strict, f"{short}: unknown field: leave it out, or start the server without --strict-fields")
+    if short in self.names or len(self.names) >= MAX_NAMES: return
+    self.names.add(short)
+    logger.warning(f"unknown request field {short!r} is ignored; this is logged once")
+
+
+unknown_fields = UnknownFields()
+
+
+class Body(pydantic.BaseModel):
+  """A JSON object of a request: its body, or an object inside it."""
+  model_config = pydantic.ConfigDict(extra="ignore", strict=True)
+
+  @pydantic.model_validator(mode="before")
+  @classmethod
+  def select_known_fields(cls, data: Any) -> Any:
+    if not isinstance(data, dict): return data   # pydantic reports its type
+    names = {field.alias or name for name, field in cls.model_fields.items()}
+    for name, value in data.items():
+      if name not in names and value is not None: unknown_fields.check(name, value)
+    return {name: value for name, value in data.items() if name in names and value is not None}
