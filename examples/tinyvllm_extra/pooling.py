@@ -91,6 +91,11 @@ class PoolingRequestOutput:
   finished: bool = True
 
 
+def result_of(output: RequestOutput) -> Any:
+  """Return an embedding, or the log probabilities of an answer."""
+  return output.outputs[0].logprobs[0]   # type: ignore[index]
+
+
 def pooled(output: RequestOutput, result: Any) -> PoolingRequestOutput:
   return PoolingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens)
 
@@ -98,9 +103,9 @@ def pooled(output: RequestOutput, result: Any) -> PoolingRequestOutput:
 def add_special_tokens(tokenizer: Tokenizer) -> None:
   """Let `encode` add all special tokens of an embedding model, because the last one is the token that is pooled."""
   tokenizer.config.pop("add_bos_token", None)   # else it would leave out those of tokenizer.json
-  if not tokenizer.config.get("add_eos_token"): return
   encode_plain = tokenizer.encode_plain
   end = [tokenizer.eos_token_id]
+  if not tokenizer.config.get("add_eos_token") or end == [None]: return
 
   def encode(text: str, special: bool) -> list[int]:
     ids = encode_plain(text, special)
@@ -113,7 +118,7 @@ def embed(llm: "Methods", prompts: Any, use_tqdm: bool = True,
   """Return the embedding of each prompt, of length 1 by default. prompts: see `LLM.generate`. Raises InputError for a
   model that generates text: load it with runner="pooling"."""
   outputs = llm.generate(prompts, pooling_params or PoolingParams(), use_tqdm)
-  return [pooled(x, EmbeddingOutput(x.outputs[0].logprobs[0].tolist())) for x in outputs]   # type: ignore[index]
+  return [pooled(x, EmbeddingOutput(result_of(x).tolist())) for x in outputs]
 
 
 def score(llm: "Methods", data_1: str | list[str], data_2: str | list[str], use_tqdm: bool = True,
@@ -133,7 +138,7 @@ def pairs(queries: str | list[str], documents: str | list[str], *names: str) -> 
   """Return the pairs of query and document to score. names: of the fields, for messages."""
   queries, documents = ([x] if isinstance(x, str) else x for x in (queries, documents))
   num_queries, num_documents = len(queries), len(documents)
-  check(num_queries and num_documents, f"{names[not queries == []]} must not be empty")
+  check(num_queries and num_documents, f"{names[0 if not queries else 1]}=[] must not be empty")
   check(num_queries in (1, num_documents), f"{names[0]} has {num_queries} texts, but {names[1]} has {num_documents}: "
         "use one query, or one for each document")
   return [*zip(queries * (num_documents // num_queries), documents, strict=True)]
@@ -157,10 +162,10 @@ def scoring(tokenizer: Tokenizer, texts: list[tuple[str, str]],
   def params(num_best: int, *ids: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=[*ids], logprobs=num_best, detokenize=False)
   outputs = yield ((score_prompt(*pair, instruction), params(NUM_BEST, yes, no)) for pair in texts)
-  tables: list[Any] = [x.outputs[0].logprobs[0] for x in outputs]   # type: ignore[index]
+  tables = [result_of(x) for x in outputs]
   missing = [(i, token) for i, table in enumerate(tables) for token in (yes, no) if token not in table]
   others = yield (({"prompt_token_ids": outputs[i].prompt_token_ids}, params(0, token)) for i, token in missing)
   for (i, _), other in zip(missing, others, strict=True):
-    tables[i] = tables[i] | other.outputs[0].logprobs[0]   # type: ignore[index]
+    tables[i] = tables[i] | result_of(other)
   scores = [1 / (1 + math.exp(min(700.0, table[no].logprob - table[yes].logprob))) for table in tables]
   return [pooled(x, ScoringOutput(score)) for x, score in zip(outputs, scores, strict=True)]

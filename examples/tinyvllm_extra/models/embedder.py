@@ -34,6 +34,6 @@ def is_embedder(path: pathlib.Path) -> bool:
   check(not unsupported, f"model: {folder}: modules.json has {unsupported}; supported: {', '.join(sorted(MODULES))}: "
         "choose another model")
   pooling = read_json(folder / "1_Pooling" / "config.json") or {"pooling_mode_lasttoken": True}
-  check(pooling.get("pooling_mode_lasttoken"), f"model: {folder}: 1_Pooling/config.json: pooling_mode_lasttoken must be "
-        "true, because only the last token has seen the whole text: choose another model")
+  check(pooling.get("pooling_mode_lasttoken"), f"model: {folder}: 1_Pooling/config.json: pooling_mode_lasttoken must "
+        "be true, because only the last token has seen the whole text: choose another model")
   return True

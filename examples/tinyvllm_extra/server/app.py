@@ -24,6 +24,7 @@ from .fields import unknown_fields
 from .metrics import log_throughput
 from .parsers import REASONING, TOOLS
 from .protocol import AnthropicErrorResponse, ErrorResponse
+from .pooling import Pooling
 from .serving import EVENT_STREAM, Serving
 
 # Paths that need neither an API key nor a loaded model
@@ -166,7 +167,8 @@ class Server(uvicorn.Server):
     serving = self.serving
     reads: Any = {"/health": self.health, "/ping": self.health, "/load": serving.load, "/version": self.version,
                   "/v1/models": serving.models, "/v1/models/{name:path}": serving.model}
-    posts: Any = {"/tokenize": serving.tokenize, "/detokenize": serving.detokenize}
+    posts: Any = {"/tokenize": serving.tokenize, "/detokenize": serving.detokenize,
+                  **Pooling(serving).routes()}
     streams: Any = {"/generate": serving.generate, "/v1/completions": serving.completions,
                     "/v1/chat/completions": serving.chat, "/v1/responses": serving.responses}
     anthropic: Any = dict.fromkeys(["4XX", "5XX"], {"model": AnthropicErrorResponse})
