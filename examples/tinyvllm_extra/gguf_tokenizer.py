@@ -40,6 +40,9 @@ def byte_level(lib: Any, config: dict[str, Any]) -> Any:
   for add, token_type in ((bpe.add_special_tokens, CONTROL), (bpe.add_tokens, USER_DEFINED)):
     added = [token for token, x in zip(tokens, token_types, strict=True) if x == token_type]
     add([lib.AddedToken(token, special=token_type == CONTROL, normalized=False) for token in added])
+  if config.get("add_eos_token"):   # of embedding models; text generation does not use the template
+    end = config["eos_token_id"]
+    bpe.post_processor = lib.processors.TemplateProcessing(f"$A {tokens[end]}", special_tokens=[(tokens[end], end)])
   return bpe
 
 
@@ -83,7 +86,7 @@ def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int
   check(fits, f"model: {path} has {len(tokens)} tokens; expected at most {vocab_size}, the rows of token_embd")
   lib = optional("tokenizers", "hf", "a byte-level vocabulary") if model_type == "gpt2" else None
   settings: dict[str, Any] = {"add_bos_token": model_type == "llama" or pre in WHOLE_WORDS}
-  settings |= {key: config[key] for key in ("chat_template", "add_bos_token", "add_eos_token") if key in config}
+  settings |= {key: config[key] for key in ("chat_template", "add_bos_token") if key in config}
   try:
     for name in ("bos", "eos"):
       if f"{name}_token_id" in config: settings[f"{name}_token"] = tokens[config[f"{name}_token_id"]]

@@ -47,18 +47,15 @@ class Methods(Engine):
     super().__init__(path, backend=backend, **engine_options)
     self.is_embedder = isinstance(self.runner.model, embedder.Embedder)
     check(not (self.is_embedder and self.proposer), "speculative_config must be None for an embedding model")
-    if self.is_embedder: pooling.add_special_tokens(self.tokenizer)
+    # Else `encode` leaves out tokenizer.json's end token, whose hidden state is the embedding
+    if self.is_embedder: self.tokenizer.config.pop("add_bos_token", None)
     self.tokenizer.config |= own.template_variables()
     self.sampling_defaults |= own.sampling_defaults()
     self.max_logprobs = own.max_logprobs
 
   def make_request(self, request_id: str, prompt: "Prompt", params: "Params" = None, priority: int = 0) -> "Request":
     if isinstance(params, SamplingParams): params.check_logprobs(self.max_logprobs, self.model_config.vocab_size)
-    is_pooling = isinstance(params, pooling.PoolingParams)
-    check(self.is_embedder or not is_pooling, "runner: this model generates text: for embeddings load it with "
-          "runner='pooling' (--runner pooling)")
-    check(is_pooling or not self.is_embedder, "runner: this model computes embeddings (LLM.embed, /v1/embeddings): for "
-          "text load it with runner='generate' (--runner generate)")
+    check(isinstance(params, pooling.PoolingParams) == self.is_embedder, pooling.MISMATCH[self.is_embedder])
     request = super().make_request(request_id, prompt, params, priority)
     if not getattr(params, "detokenize", True):
       for stream in request.streams: stream.tokenizer = types.SimpleNamespace(decode=lambda *_: "")

@@ -2,7 +2,7 @@
 sampled from; a score is a request for the log probabilities of the answers "yes" and "no"."""
 import dataclasses, math
 from collections.abc import Generator, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,10 @@ Note that the answer can only be "yes" or "no".<|im_end|>
 
 """
 ANSWERS = ("yes", "no")
+# Why a model refuses a request, by whether it computes embeddings
+MISMATCH = ("runner: this model generates text: for embeddings load it with runner='pooling' (--runner pooling)",
+            "runner: this model computes embeddings (LLM.embed, /v1/embeddings): for text load another one, or this one "
+            "with runner='generate' (--runner generate)")
 Jobs = Iterable[tuple[Any, request.SamplingParams]]   # prompts with their parameters
 
 
@@ -50,45 +54,28 @@ class PoolingParams(request.SamplingParams):
     return Pooler(self, model.vocab_size)
 
 
+@dataclasses.dataclass
 class Pooler:
   """A LogitsProcessor that changes nothing, and returns the embedding in place of log probabilities."""
+  params: PoolingParams
+  vocab_size: int
   depends_on_output = False
   plan_class = HiddenStatesPlan
-
-  def __init__(self, params: PoolingParams, vocab_size: int):
-    self.params = params
-    self.vocab_size = vocab_size
 
   def accept(self, token: int) -> bool: return False
   def bitmask(self) -> None: return None
   def adjustments(self, seq: Sequence, position: int) -> list: return []
   def output_logprobs(self, seq: Sequence, start: int) -> tuple[list[Any], None]:
-    return [self.embedding(seq.logprobs[i]) for i in range(start, len(seq.tokens))], None
-
-  def embedding(self, hidden: Any) -> np.ndarray:
-    x = np.array(hidden[:self.params.dimensions], np.float32)
-    return x / max(float(np.linalg.norm(x)), 1e-12) if self.params.normalize else x
+    if start == len(seq.tokens): return [], None   # not computed, or delivered
+    x = np.array(seq.logprobs[start], np.float32)[:self.params.dimensions]
+    return [x / max(float(np.linalg.norm(x)), 1e-12) if self.params.normalize else x], None
 
 
-@dataclasses.dataclass
-class EmbeddingOutput:
-  embedding: list[float]
-  hidden_size = property(lambda self: len(self.embedding))
-
-
-@dataclasses.dataclass
-class ScoringOutput:
-  score: float   # probability of "yes"
-
-
-@dataclasses.dataclass
-class PoolingRequestOutput:
-  """The result of a prompt, under vLLM's names."""
-  request_id: str
-  outputs: Any   # EmbeddingOutput or ScoringOutput
-  prompt_token_ids: list[int]
-  num_cached_tokens: int
-  finished: bool = True
+# Results, under vLLM's names. score: the probability of "yes"
+EmbeddingOutput = NamedTuple("EmbeddingOutput", [("embedding", list[float])])
+ScoringOutput = NamedTuple("ScoringOutput", [("score", float)])
+PoolingRequestOutput = NamedTuple("PoolingRequestOutput", [("request_id", str), ("outputs", Any),
+                                  ("prompt_token_ids", list[int]), ("num_cached_tokens", int), ("finished", bool)])
 
 
 def result_of(output: RequestOutput) -> Any:
@@ -97,20 +84,7 @@ def result_of(output: RequestOutput) -> Any:
 
 
 def pooled(output: RequestOutput, result: Any) -> PoolingRequestOutput:
-  return PoolingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens)
-
-
-def add_special_tokens(tokenizer: Tokenizer) -> None:
-  """Let `encode` add all special tokens of an embedding model, because the last one is the token that is pooled."""
-  tokenizer.config.pop("add_bos_token", None)   # else it would leave out those of tokenizer.json
-  encode_plain = tokenizer.encode_plain
-  end = [tokenizer.eos_token_id]
-  if not tokenizer.config.get("add_eos_token") or end == [None]: return
-
-  def encode(text: str, special: bool) -> list[int]:
-    ids = encode_plain(text, special)
-    return ids + end if special and ids[-1:] != end else ids
-  tokenizer.encode_plain = encode
+  return PoolingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens, True)
 
 
 def embed(llm: "Methods", prompts: Any, use_tqdm: bool = True,
@@ -146,8 +120,8 @@ def pairs(queries: str | list[str], documents: str | list[str], *names: str) -> 
 
 def score_prompt(query: str, document: str, instruction: str) -> str:
   """Return the prompt of a pair. A query with the model's template, as in vLLM's examples, gets no other one."""
-  if query.startswith("<|im_start|>"): return query + document
-  return SCORE_PROMPT.format(instruction=instruction, query=query, document=document)
+  template = "{query}{document}" if query.startswith("<|im_start|>") else SCORE_PROMPT
+  return template.format(instruction=instruction, query=query, document=document)
 
 
 def scoring(tokenizer: Tokenizer, texts: list[tuple[str, str]],

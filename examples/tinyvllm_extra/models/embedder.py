@@ -11,7 +11,7 @@ from tinyvllm.llama import Llama
 
 # The option `runner` of the model that this thread loads
 runner: contextvars.ContextVar[str] = contextvars.ContextVar("runner", default="auto")
-MODULES = {"Transformer", "Pooling", "Normalize"}   # of sentence-transformers, that tinyvllm computes
+MODULES = {"Transformer", "Pooling", "Normalize"}   # sentence-transformers' modules that tinyvllm computes
 
 
 class Embedder(Llama):
