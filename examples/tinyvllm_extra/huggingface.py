@@ -20,8 +20,8 @@ class Tokenizer(tokenizer.Tokenizer):
   special_ids: set[int]         # removed by skip_special_tokens
   config: dict[str, Any]        # tokenizer_config.json
   library: Any = None           # the tokenizers.Tokenizer or SentencePieceProcessor
-  max_tokens: float = math.inf       # encode refuses texts with more tokens, if it can tell from their length
-  max_characters: float = math.inf   # of a text with that many tokens
+  max_tokens: float = math.inf       # limit named in the error for a prompt that is too long to encode
+  max_characters: float = math.inf   # encode refuses longer prompts
 
   def __post_init__(self) -> None:
     self.config = {k: v.get("content", v) if isinstance(v, dict) else v for k, v in self.config.items()}
@@ -38,7 +38,7 @@ class Tokenizer(tokenizer.Tokenizer):
     return {self.library.IdToPiece(i): i for i in range(self.library.GetPieceSize())} | self.added_tokens
 
   def limit_text(self, max_tokens: int) -> None:
-    """Let `encode` refuse texts too long for `max_tokens` tokens, because encoding them can take seconds."""
+    """Make `encode` refuse prompts too long for `max_tokens` tokens: encoding them could take seconds."""
     self.max_tokens = max_tokens
     self.max_characters = max_tokens * max(map(len, self.get_vocab()))
 

@@ -136,7 +136,7 @@ class LogitsPlan(NamedTuple):
   has_logprobs: bool
   num_adjustments: int
   has_bitmask: bool
-  has_all_logprobs: bool = False   # of the whole vocabulary
+  has_all_logprobs: bool = False   # for the whole vocabulary
 
   def words(self, batch: "LogitsBatch | None", num_rows: int) -> np.ndarray:
     """Return a step's int32 words: ADJUSTMENTS, a token bitmask for each row of logits, then for each row the

@@ -68,7 +68,7 @@ class StructuredOutputsParams:
 
 
 def tag_grammar(library: Any, tag: dict[str, Any], tokenizer: Tokenizer) -> str:
-  """Return the grammar of a text with tags, in one of vLLM's formats: {"triggers": [...], "structures": [{"begin",
+  """Return the grammar for output with tags. tag: one of vLLM's formats: {"triggers": [...], "structures": [{"begin",
   "schema", "end"}]}, or {"format": {"type": "triggered_tags", "triggers": [...], "tags": [{"begin", "content":
   {"type": "json_schema", "json_schema"}, "end"}]}}. A trigger is the start of `begin`."""
   form = tag.get("format") or {"type": "triggered_tags", "triggers": tag["triggers"], "tags": [

@@ -57,8 +57,7 @@ def function_tool(name: str | None, description: str | None, parameters: dict[st
 
 
 def chat_request(body: Tolerant, **fields: Any) -> Any:
-  """Return a ChatRequest with `fields`, and those that the body and a chat have in common. Raises
-  RequestValidationError."""
+  """Return a ChatRequest with `fields` and with the body's CHAT_FIELDS. Raises RequestValidationError."""
   options = {name: value for name, value in body if name in CHAT_FIELDS}
   variables = (body.model_extra or {}).get("chat_template_kwargs", {})
   if isinstance(variables, dict): variables = {**fields.pop("chat_template_kwargs", {}), **variables}
@@ -72,8 +71,8 @@ class Block:
   kind: str   # content, reasoning or call
   index: int
   id: str
-  name: str = ""   # of the function
-  text: str = ""   # so far; of a call: its arguments
+  name: str = ""   # function name of a call
+  text: str = ""   # text so far; for a call, its arguments
 
 
 def named_event(content: dict[str, Any]) -> bytes:

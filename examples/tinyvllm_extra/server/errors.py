@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's format, and in Anthropic's on its routes; which exception leads to which response."""
+"""Error responses in OpenAI's format, or in Anthropic's for /v1/messages, and the handlers of exceptions in routes."""
 import http
 from typing import Any
 

@@ -26,11 +26,11 @@ class Item(Tolerant):
   type: str | None = None   # None: a message
   role: Literal["user", "assistant", "system", "developer"] | None = None
   content: str | list[Part] | None = None
-  summary: list[Part] | None = None   # of reasoning
+  summary: list[Part] | None = None   # summary of a reasoning item
   call_id: str | None = None
   name: str | None = None
   arguments: str | None = None
-  input: str | None = None   # of a call of a custom tool
+  input: str | None = None   # argument of a custom tool call
   output: str | list[Part] | None = None
 
 
