@@ -222,6 +222,23 @@ def test_openai_client_gets_embeddings_as_base64_by_default(server, llm):
   close(one, unit(np.array(outputs[2].outputs.embedding)[:4]))
 
 
+@pytest.fixture
+def litellm(monkeypatch):
+  monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")   # else the import downloads a table of prices
+  import litellm
+  return litellm
+
+
+@pytest.mark.clients
+def test_litellm_embedding_equals_embed(server, llm, litellm):
+  name = server.get("/v1/models").json()["data"][0]["id"]
+  options = {"model": f"hosted_vllm/{name}", "api_base": f"{server.url}/v1", "api_key": "none"}
+  result = litellm.embedding(input=["the cat", "x"], **options)
+  close([x["embedding"] for x in result.data], vectors(llm.embed(["the cat", "x"])))
+  short = litellm.embedding(input="x", dimensions=4, encoding_format="base64", **options).data[0]["embedding"]
+  assert len(base64.b64decode(short)) == 4 * 4
+
+
 def test_embedding_formats_and_inputs_agree(server, llm):
   ids = ids_of_length(20)
   expected = vectors(llm.embed(tokens(ids)))[0]
@@ -290,6 +307,16 @@ def test_rerank_sorts_documents_by_score(reranker, text_folder, path):
     {k: x[k] for k in ("index", "relevance_score")} for x in body["results"][:2]]
   other = reranker.post(path, {**fields, "instruction": "find nothing"}).json()["results"]
   assert {x["relevance_score"] for x in other}.isdisjoint(x["relevance_score"] for x in body["results"])
+
+
+@pytest.mark.clients
+def test_litellm_rerank_equals_route(reranker, litellm):
+  name = reranker.get("/v1/models").json()["data"][0]["id"]
+  fields = {"query": QUERY, "documents": DOCUMENTS, "top_n": 3}
+  expected = reranker.post("/rerank", fields).json()["results"]
+  result = litellm.rerank(model=f"hosted_vllm/{name}", api_base=reranker.url, api_key="none", **fields)
+  assert [x["index"] for x in result.results] == [x["index"] for x in expected]
+  close([x["relevance_score"] for x in result.results], [x["relevance_score"] for x in expected])
 
 
 def test_score_route_equals_rerank(reranker):

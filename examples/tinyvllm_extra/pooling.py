@@ -33,8 +33,8 @@ Note that the answer can only be "yes" or "no".<|im_end|>
 ANSWERS = ("yes", "no")
 # Why a model refuses a request, by whether it computes embeddings
 MISMATCH = ("runner: this model generates text: for embeddings load it with runner='pooling' (--runner pooling)",
-            "runner: this model computes embeddings (LLM.embed, /v1/embeddings): for text load another one, or this one "
-            "with runner='generate' (--runner generate)")
+            "runner: this model computes embeddings (LLM.embed, /v1/embeddings): load another one for text, or this "
+            "one with runner='generate' (--runner generate)")
 Jobs = Iterable[tuple[Any, request.SamplingParams]]   # prompts with their parameters
 
 
