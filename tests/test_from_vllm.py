@@ -28,7 +28,7 @@ VLLM = {"tokenizer": None, "tokenizer_mode": "auto", "skip_tokenizer_init": Fals
         "max_num_seqs": 4, "max_num_batched_tokens": 8, "block_size": 16, "enable_prefix_caching": True}
 UNSUPPORTED = {"pipeline_parallel_size": 2, "tokenizer": "other",
                "enable_chunked_prefill": False, "cpu_offload_gb": 4, "enable_lora": True, "load_format": "gguf",
-               "skip_tokenizer_init": True, "task": "embed"}
+               "skip_tokenizer_init": True, "task": "classify"}
 
 
 @pytest.fixture(scope="module")

@@ -83,6 +83,8 @@ class SamplingParams(request.SamplingParams):
 
 class Processor:
   """The LogitsProcessor for all fields of SamplingParams."""
+  plan_class = property(lambda self: LogitsPlan)
+
   def __init__(self, params: SamplingParams, tokenizer: Tokenizer, model: ModelConfig):
     for name in ("allowed_token_ids", "logit_bias"): check_ids(name, getattr(params, name), model.vocab_size)
     self.params = params
@@ -166,6 +168,11 @@ class LogitsPlan(NamedTuple):
     return [top_logprobs(logits, (targets == UNKNOWN).where(sampled, targets), sampler, k)]
 
 
+class HiddenStatesPlan(LogitsPlan):
+  """The plan of an embedding model: returns the hidden states, (S, hidden), that are in place of logits."""
+  def logprobs(self, logits: Tensor, sampled: Tensor, words: Tensor, sampler: Sampler) -> list[Tensor]: return [logits]
+
+
 class LogitsBatch:
   """The adjustments, token bitmasks and log probabilities that a step's sequences need, by row of logits."""
   def __init__(self, rows: list[Row], runner: Runner):
@@ -183,7 +190,7 @@ class LogitsBatch:
     # Padded to few graph shapes: 16, 128, 1024, ...
     size = 16 * 8 ** -(-(len(self.adjustments) // 16).bit_length() // 3) if self.adjustments else 0
     first: Any = next((row.seq.processor for row in rows if row.seq.processor), None)
-    self.plan = first and LogitsPlan(first.vocab_size, bool(numbers), size, bool(self.bitmasks), has_all)
+    self.plan = first and first.plan_class(first.vocab_size, bool(numbers), size, bool(self.bitmasks), has_all)
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
@@ -218,7 +225,10 @@ def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BES
 
 
 def record(results: Results, tokenizer: Tokenizer) -> None:
-  """Store a step's log probabilities in the sequences that requested them."""
+  """Store a step's log probabilities, or hidden states, in the sequences that requested them."""
+  if isinstance(results.step.key.plan, HiddenStatesPlan):
+    for row, hidden in zip(results.step.rows, *results.logprobs, strict=False): row.seq.logprobs[row.position] = hidden
+    return
   rows = zip(results.token_ids, results.step.rows, *results.logprobs, strict=False)
   for sampled, row, (own, rank, *best) in rows if results.logprobs else ():
     seq = row.seq
