@@ -22,6 +22,7 @@ ADJUSTMENTS = Table(row="i4", token="i4", bias="f4", factor="f4", penalty="f4")
 NO_ROW = -1
 ALL = -1        # log probabilities of the whole vocabulary
 NUM_BEST = 20   # most probable tokens that the device ranks, besides the requested one; the host ranks more
+CHUNK = 64      # logits of which only the maximum is compared at first
 
 
 class Logprob(NamedTuple):
@@ -165,7 +166,7 @@ class LogitsPlan(NamedTuple):
     if not self.has_logprobs: return []
     targets = words[words.shape[0] - sampled.shape[0]:]
     k = ALL if self.has_all_logprobs else NUM_BEST
-    return [top_logprobs(logits, (targets == UNKNOWN).where(sampled, targets), sampler, k)]
+    return [top_logprobs(logits, (targets == UNKNOWN).where(sampled, targets), k)]
 
 
 class HiddenStatesPlan(LogitsPlan):
@@ -210,18 +211,35 @@ def adjust_kernel(logits: UOp, adjustments: UOp) -> UOp:
   return store.end(i).sink(arg=KernelInfo(name="adjust_logits"))
 
 
-def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BEST) -> Tensor:
+def largest(x: Tensor, ids: Tensor, k: int) -> list[Tensor]:
+  """Return the ids and values, (S, k) each, of the k largest elements of each row of x, (S, N), in descending order; of
+  equal elements, the lowest id first. ids: (1, N) or (S, N)."""
+  columns = []
+  for _ in range(k):
+    value = x.max(1, keepdim=True)
+    best = (x == value).where(ids, dtypes.int32.max).min(1, keepdim=True).contiguous()
+    columns.append((best, value))
+    x = (ids == best).where(-math.inf, x).contiguous()
+  return [Tensor.cat(*column, dim=1).contiguous() for column in zip(*columns, strict=True)]
+
+
+def top_logprobs(logits: Tensor, ids: Tensor, k: int = NUM_BEST) -> Tensor:
   """Return (S, 2 + 2k): log probability and rank of ids, (S,), then id and log probability of the k best tokens.
-  For k = ALL return (S, 2 + V): the log probabilities of all tokens instead."""
+  For k = ALL return (S, 2 + V): the log probabilities of all tokens instead. Ids below 2**24 are exact in float32."""
   x = logits.log_softmax(1).contiguous()                                # (S, V)
   own = x.gather(1, ids.unsqueeze(1))                                   # (S, 1)
   columns = [own, 1 + (x > own).sum(1, keepdim=True)]
+  size = int(x.shape[1])
   if k == ALL: return Tensor.cat(*columns, x, dim=1).contiguous()
-  for _ in range(min(k, int(x.shape[1]))):
-    best = sampler.argmax(x).unsqueeze(1)
-    columns += [best, x.gather(1, best)]
-    x = (Tensor.arange(x.shape[1]) == best).where(-math.inf, x).contiguous()
-  return Tensor.cat(*columns, dim=1).contiguous()                       # ids below 2**24 are exact in float32
+  if not k: return Tensor.cat(*columns, dim=1).contiguous()
+  tokens = Tensor.arange(size).reshape(1, -1)
+  if size > 2 * k * CHUNK:   # the k chunks with the largest maximum hold the k best tokens
+    chunks = x.pad((None, (0, -size % CHUNK)), value=-math.inf).unflatten(1, (-1, CHUNK))
+    best_chunks, _ = largest(chunks.max(2).contiguous(), Tensor.arange(chunks.shape[1]).reshape(1, -1), k)
+    tokens = (CHUNK * best_chunks.unsqueeze(2) + Tensor.arange(CHUNK)).flatten(1).contiguous()
+    x = chunks.flatten(1).gather(1, tokens).contiguous()                # (S, k * CHUNK)
+  best, values = largest(x, tokens, min(k, size))
+  return Tensor.cat(*columns, best.stack(values, dim=2).flatten(1), dim=1).contiguous()
 
 
 def record(results: Results, tokenizer: Tokenizer) -> None:
