@@ -157,41 +157,15 @@ def test_litellm_responses_and_messages_answer(server, litellm):
 
 # guidellm: /v1/chat/completions
 
-# guidellm requires torch (6 GB with CUDA), but a benchmark of text uses only its DataLoader, which reads the rows in
-# another process. This module, which is never installed, replaces torch in guidellm's processes and reads them in the
-# same process. guidellm's data, scheduler, HTTP client and report are the real ones.
-TORCH = """
-import sys, typing
-Row = typing.TypeVar("Row")
-class IterableDataset(typing.Generic[Row]): pass
-class DataLoader(typing.Generic[Row]):
-  def __init__(self, dataset, batch_size, shuffle, collate_fn, num_workers, prefetch_factor, generator):
-    assert batch_size == 1 and not shuffle
-    self.dataset, self.collate_fn = dataset, collate_fn
-  def __iter__(self): return (self.collate_fn([row]) for row in self.dataset)
-class Generator:
-  def manual_seed(self, seed): pass   # for shuffling
-def get_worker_info(): return None
-utils = data = dataloader = dataset = sys.modules["torch"]
-for name in ("utils", "utils.data", "utils.data.dataloader", "utils.data.dataset"): sys.modules[f"torch.{name}"] = utils
-"""
-
-
 @pytest.fixture
 def guidellm(tmp_path):
   """Return a function that runs `guidellm run` with a tokenizer of single bytes, offline, and returns its report."""
-  torch = tmp_path / "torch"
-  metadata = torch / "torch-0.dist-info"   # transformers and datasets ignore this version, also if torch is installed
-  metadata.mkdir(parents=True)
-  (torch / "torch.py").write_text(TORCH)
-  (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0\n")
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
   tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
   tokenizer.save(str(tmp_path / "tokenizer.json"))
   (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-  environment = {**os.environ, "PYTHONPATH": str(torch), "USE_TORCH": "0", "HF_HUB_OFFLINE": "1",
-                 "HF_HOME": str(tmp_path / "hub")}
+  environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
   def run(**options):
     report = tmp_path / "report.json"
     options = {"tokenizer": f"kind=huggingface_auto,model={tmp_path}", "output": f"kind=json,path={report}", **options}
