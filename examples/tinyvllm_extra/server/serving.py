@@ -61,6 +61,7 @@ class Serving:
             "parent": None, "max_model_len": self.llm.llm.max_model_len}
 
   async def tokenize(self, body: protocol.TokenizeRequest) -> dict[str, Any]:
+    self.check_model(body.model or None)
     engine = self.llm.llm
     chat = body.messages is not None
     check((body.prompt is None) == chat, "prompt: set either prompt or messages")
@@ -72,6 +73,7 @@ class Serving:
             "token_strs": engine.tokenizer.pieces(ids) if body.return_token_strs else None}
 
   async def detokenize(self, body: protocol.DetokenizeRequest) -> dict[str, str]:
+    self.check_model(body.model or None)
     size = self.llm.llm.model_config.vocab_size
     check(all(0 <= i < size for i in body.tokens), f"tokens: each id must be between 0 and {size - 1}")
     return {"prompt": await asyncio.to_thread(self.llm.llm.tokenizer.decode, body.tokens, False)}
