@@ -1,7 +1,7 @@
 """Cases of vLLM's own tests of its OpenAI server (tests/entrypoints/openai and tests/tool_use, versions around 0.11),
 recreated with a tiny model. Cases that other test files have are not repeated."""
 # Left out:
-# - features that tinyvllm lacks: LoRA, images, audio, embeddings, beam search over HTTP, /invocations, /tokenizer_info,
+# - features that tinyvllm lacks: LoRA, images, audio, prompt_embeds, HTTP beam search, /invocations, /tokenizer_info,
 #   ORCA headers, middleware, run-batch, sleep mode, stored responses, log probabilities and reasoning_tokens there;
 # - answers that need a trained model, unit tests of vLLM's classes, gpt-oss, Mistral and Kimi models;
 # - differences on purpose: values of other types ("true" for a bool) are refused; tools=[] and tool_choice="auto"
