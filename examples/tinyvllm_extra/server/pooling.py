@@ -84,7 +84,7 @@ class Pooling:
     """Run all jobs, max_num_seqs at a time so that they do not fill the queue. Raises InputError, before any job runs,
     if one of them is invalid."""
     serving = self.serving
-    serving.check_model(body.model)
+    serving.check_model(body.model or None)
     engine = serving.llm.llm
     def make() -> list[Any]: return [engine.make_request(uuid.uuid4().hex, *job, body.priority or 0) for job in jobs]
     requests = await asyncio.to_thread(make)
