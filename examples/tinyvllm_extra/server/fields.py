@@ -11,6 +11,16 @@ MAX_NAME_LENGTH = 50   # characters of an unknown name in a message
 # An int; JSON writers of some languages send 5.0
 Int = Annotated[int, pydantic.BeforeValidator(lambda x: int(x) if isinstance(x, float) and x.is_integer() else x)]
 Nothing = pydantic.Field(max_length=0)
+
+
+class FailFast(pydantic.FailFast):
+  """Stops at the first error of a list, which may have a million elements."""
+  __hash__ = object.__hash__   # for unions
+
+
+# One or several prompts, each a text or token ids
+Prompts = (str | Annotated[list[str], FailFast()] | Annotated[list[int], FailFast()] |
+           Annotated[list[Annotated[list[int], FailFast()]], FailFast()])
 # Fields of OpenAI and vLLM without effect here, limited to the values for which that is true
 NO_EFFECT: dict[str, Any] = {
   **dict.fromkeys(["user", "service_tier", "reasoning_effort", "verbosity", "prompt_cache_key", "safety_identifier",

@@ -10,7 +10,7 @@ from tinyvllm.config import check, check_ids
 from tinyvllm_extra.pooling import INSTRUCTION, Jobs, PoolingParams, PoolingRequestOutput, pairs, result_of, scoring
 
 from .errors import Refusal
-from .fields import Int
+from .fields import Int, Prompts
 from .protocol import body_model
 from .serving import Serving
 
@@ -18,7 +18,7 @@ MAX_INPUTS = 2048   # maximum texts per request, as in OpenAI's API
 COMMON = {"model": str, "user": str, "priority": Int}
 Texts = str | list[str]
 Document: Any = body_model("Document", text=(str, ...))
-EmbeddingRequest: Any = body_model("EmbeddingRequest", **COMMON, input=(Texts | list[int] | list[list[int]], ...),
+EmbeddingRequest: Any = body_model("EmbeddingRequest", **COMMON, input=(Prompts, ...),
                                    encoding_format=Literal["float", "base64"], dimensions=Int, normalize=bool)
 RerankRequest: Any = body_model("RerankRequest", **COMMON, query=(str, ...), top_n=Int, return_documents=bool,
                                 documents=(list[str | Document], ...), instruction=str)   # type: ignore[valid-type]

@@ -11,7 +11,7 @@ from tinyvllm.engine import Prompt, Request
 from tinyvllm_extra.huggingface import Tokenizer, with_plain_content
 
 from .errors import internal_error
-from .fields import NO_EFFECT, Body, Int
+from .fields import NO_EFFECT, Body, Int, Prompts
 from .parsers import Event, OutputFormat, Parser
 from .tools import callable_tools, calls_schema, requires_call, with_parsed_arguments
 
@@ -59,8 +59,7 @@ ToolChoice: Any = Annotated[NamedToolChoice | AllowedToolsChoice,   # type: igno
 TEMPLATE = {"add_generation_prompt": bool, "continue_final_message": bool, "chat_template": str,
             "documents": list[dict]}   # variables of the chat template
 TOOLS = {"tools": list[Tool], "chat_template_kwargs": dict}   # type: ignore[valid-type]
-CompletionRequest: Any = body_model("CompletionRequest", **COMMON,
-                                    prompt=(str | list[str] | list[int] | list[list[int]], ...))
+CompletionRequest: Any = body_model("CompletionRequest", **COMMON, prompt=(Prompts, ...))
 ChatRequest: Any = body_model("ChatCompletionRequest", messages=(list[dict], ...), **COMMON | TOOLS | TEMPLATE | {
   "logprobs": bool, "top_logprobs": Int, "max_completion_tokens": Int,
   "tool_choice": Literal["none", "auto", "required"] | ToolChoice})
