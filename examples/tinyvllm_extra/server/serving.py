@@ -99,9 +99,10 @@ class Serving:
     self.check_model(body.model or None)
     engine = self.llm.llm
     defaults = self.chat_defaults if isinstance(body, ChatRequest) else engine.sampling_defaults
-    params = await asyncio.to_thread(protocol.sampling_params, body, defaults)   # may take long
+    def prepare() -> tuple[Any, list[Prompt]]:   # may take long
+      return protocol.sampling_params(body, defaults), protocol.encode_prompts(body, engine, self.trusts_template)
+    params, prompts = await asyncio.to_thread(prepare)
     builder = builder_class(self.names[0], body, params, engine.tokenizer, self.output_format)
-    prompts = await asyncio.to_thread(protocol.encode_prompts, body, engine, self.trusts_template)
     return await self.run(prompts, params, builder, bool(body.stream), body.priority or 0)
 
   async def run(self, prompts: list[Prompt], params: SamplingParams, builder: CompletionBuilder, stream: bool,
@@ -109,8 +110,9 @@ class Serving:
     """Generate from the prompts. Return the builder's response, or a stream of its events."""
     num_new = len(prompts) * params.n
     self.check_queue(num_new, params.n)
-    requests = [await asyncio.to_thread(self.llm.llm.make_request, f"{builder.id}-{i}", prompt, params, priority)
-                for i, prompt in enumerate(prompts)]
+    def make_requests() -> list[Request]:
+      return [self.llm.llm.make_request(f"{builder.id}-{i}", x, params, priority) for i, x in enumerate(prompts)]
+    requests = await asyncio.to_thread(make_requests)
     self.check_queue(num_new, params.n)   # again: other requests may have arrived in the meantime
     builder.requests = requests
     steps = self.steps(requests)
