@@ -166,7 +166,7 @@ class LogitsPlan(NamedTuple):
     if not self.has_logprobs: return []
     targets = words[words.shape[0] - sampled.shape[0]:]
     k = ALL if self.has_all_logprobs else NUM_BEST
-    return [top_logprobs(logits, (targets == UNKNOWN).where(sampled, targets), k)]
+    return [top_logprobs(logits, (targets == UNKNOWN).where(sampled, targets), sampler, k)]
 
 
 class HiddenStatesPlan(LogitsPlan):
@@ -211,19 +211,19 @@ def adjust_kernel(logits: UOp, adjustments: UOp) -> UOp:
   return store.end(i).sink(arg=KernelInfo(name="adjust_logits"))
 
 
-def largest(x: Tensor, ids: Tensor, k: int) -> list[Tensor]:
+def largest(x: Tensor, ids: Tensor, sampler: Sampler, k: int) -> list[Tensor]:
   """Return the ids and values, (S, k) each, of the k largest elements of each row of x, (S, N), in descending order; of
   equal elements, the lowest id first. ids: (1, N) or (S, N)."""
   columns = []
   for _ in range(k):
-    value = x.max(1, keepdim=True)
-    best = (x == value).where(ids, dtypes.int32.max).min(1, keepdim=True).contiguous()
+    value = sampler.reduce(Tensor.max, x)
+    best = -sampler.reduce(Tensor.max, (x == value).where(-ids, -dtypes.int32.max))
     columns.append((best, value))
     x = (ids == best).where(-math.inf, x).contiguous()
   return [Tensor.cat(*column, dim=1).contiguous() for column in zip(*columns, strict=True)]
 
 
-def top_logprobs(logits: Tensor, ids: Tensor, k: int = NUM_BEST) -> Tensor:
+def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BEST) -> Tensor:
   """Return (S, 2 + 2k): log probability and rank of ids, (S,), then id and log probability of the k best tokens.
   For k = ALL return (S, 2 + V): the log probabilities of all tokens instead. Ids below 2**24 are exact in float32."""
   x = logits.log_softmax(1).contiguous()                                # (S, V)
@@ -233,12 +233,13 @@ def top_logprobs(logits: Tensor, ids: Tensor, k: int = NUM_BEST) -> Tensor:
   if k == ALL: return Tensor.cat(*columns, x, dim=1).contiguous()
   if not k: return Tensor.cat(*columns, dim=1).contiguous()
   tokens = Tensor.arange(size).reshape(1, -1)
-  if size > 2 * k * CHUNK:   # the k chunks with the largest maximum hold the k best tokens
+  if int(x.shape[0]) > 1 and size > 2 * k * CHUNK:   # the k chunks with the largest maximum hold the k best tokens
     chunks = x.pad((None, (0, -size % CHUNK)), value=-math.inf).unflatten(1, (-1, CHUNK))
-    best_chunks, _ = largest(chunks.max(2).contiguous(), Tensor.arange(chunks.shape[1]).reshape(1, -1), k)
+    numbers = Tensor.arange(chunks.shape[1]).reshape(1, -1)
+    best_chunks, _ = largest(chunks.max(2).contiguous(), numbers, sampler, k)
     tokens = (CHUNK * best_chunks.unsqueeze(2) + Tensor.arange(CHUNK)).flatten(1).contiguous()
     x = chunks.flatten(1).gather(1, tokens).contiguous()                # (S, k * CHUNK)
-  best, values = largest(x, tokens, min(k, size))
+  best, values = largest(x, tokens, sampler, min(k, size))
   return Tensor.cat(*columns, best.stack(values, dim=2).flatten(1), dim=1).contiguous()
 
 

@@ -27,11 +27,11 @@ PREFETCH = 4096   # bytes that a CPU core prefetches ahead of its current weight
 ELEMENTS = tuple(tuple(enumerate(extents, 6)) for extents in ((2, 2, 2, 1), (2, 1, 2, 1), (1, 2, 1, 2)))
 
 # Maximum rows of x, outputs and bits per weight; then tiles of 16 outputs and of 8 rows per warp, warps per sum
-# (split-K), and steps of 32 inputs per iteration. Measured on an H200 (tests/benchmarks/LOG.md)
-TILES = [(1, inf, 8, 1, 1, 16, 2), (1, inf, 16, 1, 1, 16, 1), (8, inf, 8, 1, 1, 8, 2), (8, 3072, 16, 1, 1, 16, 1),
-         (8, inf, 16, 1, 1, 8, 2), (16, inf, 16, 1, 2, 8, 2), (32, inf, 8, 2, 4, 4, 2), (32, 8192, 16, 1, 2, 8, 1),
-         (32, 16384, 16, 2, 4, 8, 2), (32, inf, 16, 2, 4, 4, 2), (64, 8192, 16, 2, 8, 4, 2), (64, inf, 16, 4, 8, 2, 2),
-         (inf, 8192, 16, 4, 8, 2, 2), (inf, inf, 16, 4, 8, 1, 2)]
+# (split-K), and steps of 32 inputs per iteration. Measured on an H200, one row on an H100 (tests/benchmarks/LOG.md)
+TILES = [(1, 4096, 8, 1, 1, 16, 2), (1, inf, 4, 1, 1, 8, 4), (1, inf, 8, 1, 1, 16, 2), (1, inf, 16, 1, 1, 16, 1),
+         (8, inf, 8, 1, 1, 8, 2), (8, 3072, 16, 1, 1, 16, 1), (8, inf, 16, 1, 1, 8, 2), (16, inf, 16, 1, 2, 8, 2),
+         (32, inf, 8, 2, 4, 4, 2), (32, 8192, 16, 1, 2, 8, 1), (32, 16384, 16, 2, 4, 8, 2), (32, inf, 16, 2, 4, 4, 2),
+         (64, 8192, 16, 2, 8, 4, 2), (64, inf, 16, 4, 8, 2, 2), (inf, 8192, 16, 4, 8, 2, 2), (inf, inf, 16, 4, 8, 1, 2)]
 # Storage order of the axes of W, (out / 16, 16, in) or (out / 16, 2, 8, in / 32, 4, 2, 2, 2), and of scales, by ndim
 STORED = {3: (0, 2, 1), 4: (0, 3, 2, 1), 8: (0, 3, 5, 6, 2, 4, 1, 7)}
 MAX_SPLITS = 8   # maximum split-K in linear_many
