@@ -3,6 +3,7 @@ for load balancers."""
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2 as httpx
@@ -14,6 +15,16 @@ from tinyvllm_extra.cli import main
 
 SMALL = ["--dtype", "float32", "--max-num-seqs", "2", "--max-num-batched-tokens", "2"]
 BODY = {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
+# Steps wait while the file HOLD exists
+HELD = """
+import os, time
+from tinyvllm.runner import Runner
+launch = Runner.launch
+def held(self, step):
+  while os.path.exists(os.environ["HOLD"]): time.sleep(0.01)
+  return launch(self, step)
+Runner.launch = held
+"""
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +74,23 @@ def test_root_path_is_an_optional_prefix(server):
   assert server.get("/llm/v1/models").status_code == 401
 
 
-def test_ping_load_and_head_need_no_key(server):
+def test_ping_and_head_need_no_key(server):
   for method, path in (("GET", "/ping"), ("POST", "/ping"), ("HEAD", "/health")):
     response = server.request(method, path)
     assert (response.status_code, response.text) == (200, "" if method == "HEAD" else "{}")
-  assert server.get("/load").json() == {"server_load": 0}
-  endless = {**BODY, "max_tokens": 30000, "ignore_eos": True}   # runs for a minute
-  with server.stream("/v1/completions", endless, headers=bearer("key-1")) as response:
-    next(response.iter_lines())
-    assert server.get("/load").json() == {"server_load": 1}
-  wait_until(lambda: server.get("/load").json() == {"server_load": 0}, "the request ends")
+
+
+def test_load_is_the_number_of_unfinished_requests_and_needs_no_key(folder, tmp_path):
+  hold = tmp_path / "hold"
+  with Server(folder, *SMALL, "--api-key", "key-1", before=HELD, environment={"HOLD": str(hold)}) as server:
+    assert server.get("/load").json() == {"server_load": 0}
+    hold.touch()
+    with ThreadPoolExecutor(1) as pool:
+      answer = pool.submit(server.post, "/v1/completions", BODY, headers=bearer("key-1"))
+      wait_until(lambda: server.get("/load").json() == {"server_load": 1}, "the request has started")
+      hold.unlink()
+      assert answer.result().status_code == 200
+    wait_until(lambda: server.get("/load").json() == {"server_load": 0}, "the request has ended")
 
 
 def test_response_has_the_request_id_of_its_request(server):
