@@ -114,7 +114,7 @@ BAD_BODIES = [b"", b" ", b"null", b"true", b"0", b'"x"', b"[]", b"[1, 2]", b'[{"
 BAD_MESSAGES: list[Any] = [
   [], None, "hi", 5, {}, {"role": "user", "content": "x"}, [None], [[]], ["hi"], [5], [{}], [{"role": "user"}],
   [{"content": "x"}], [{"role": 5, "content": "x"}], [{"role": "user", "content": 5}],
-  [{"role": "user", "content": {}}], [{"role": "user", "content": ["x"]}], [{"role": "user", "content": [[]]}],
+  [{"role": "user", "content": {}}], [{"role": "user", "content": [5]}], [{"role": "user", "content": [[]]}],
   [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
   [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [{"type": "text", "text": 5}]}],
   [{"role": ["user"], "content": "x"}],
