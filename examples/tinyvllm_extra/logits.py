@@ -22,7 +22,7 @@ ADJUSTMENTS = Table(row="i4", token="i4", bias="f4", factor="f4", penalty="f4")
 NO_ROW = -1
 ALL = -1        # log probabilities of the whole vocabulary
 NUM_BEST = 20   # most probable tokens that the device ranks, besides the requested one; the host ranks more
-CHUNK = 64      # logits of which only the maximum is compared at first
+CHUNK = 64      # logits per chunk in the search for the best tokens, which compares the chunks' maxima first
 
 
 class Logprob(NamedTuple):

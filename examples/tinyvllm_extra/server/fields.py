@@ -18,7 +18,7 @@ class FailFast(pydantic.FailFast):
   __hash__ = object.__hash__   # for unions
 
 
-# One or several prompts, each a text or token ids
+# One or several prompts, each a string or token ids
 Prompts = (str | Annotated[list[str], FailFast()] | Annotated[list[int], FailFast()] |
            Annotated[list[Annotated[list[int], FailFast()]], FailFast()])
 # Fields of OpenAI and vLLM without effect here, limited to the values for which that is true

@@ -14,7 +14,7 @@ from .fields import Int, Prompts
 from .protocol import body_model
 from .serving import Serving
 
-MAX_INPUTS = 2048   # maximum texts per request, as in OpenAI's API
+MAX_INPUTS = 2048   # maximum inputs per request, as in OpenAI's API
 COMMON = {"model": str, "user": str, "priority": Int}
 Texts = str | list[str]
 Document: Any = body_model("Document", text=(str, ...))
