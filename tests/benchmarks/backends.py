@@ -112,7 +112,7 @@ def render(records: list[dict]) -> str:
 
 
 def cells(record: dict | None) -> list[str]:
-  if not record: return ["", "not run by us", "", "", ""]
+  if not record: return ["", "not tried", "", "", ""]
   failed = f", {record['failed']} failed" if record["failed"] else ""
   return [record["device"], f"{record['passed']} passed{failed}, {record['seconds']} s",
           f"{record['tokens_per_second']:.1f} tokens/s", record["model"], f"{record['tinygrad']}, {record['date']}"]
