@@ -106,7 +106,7 @@ def test_opencl_on_cpu_stays_default_if_cpu_backend_does_not_open(prepare, monke
 
 
 def test_doctor_reports_reason_of_default_device(monkeypatch, capsys):
-  """Fakes the backends' processes, in which OpenCL on a CPU precedes the CPU backend."""
+  """The backends' processes are fakes: OpenCL opens, and precedes the CPU backend."""
   facts = {"opens": True, "device": "x", "dtype": "float32", "float32": True, "float16": True, "bfloat16": True,
            "free_gib": 8.0, "total_gib": 8.0, "largest_gib": 8.0, "gb_per_s": 1.0}
   def run_probe(dev, seconds): return {**facts, "renderer": dev or "CPU", **({} if dev else {"why": "REASON"})}

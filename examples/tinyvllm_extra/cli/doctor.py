@@ -6,7 +6,8 @@ import subprocess, sys, time
 from typing import Any
 
 import numpy as np
-from tinygrad import Context, Device, Tensor, TinyJit, device as devices, dtypes
+from tinygrad import Context, Device, Tensor, TinyJit, dtypes
+from tinygrad.device import ALL_DEVICES
 
 from tinyvllm import __version__, backend, config
 from tinyvllm_extra import kernels
@@ -18,7 +19,7 @@ LIMIT = 90   # timeout of a backend's process, in seconds
 BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
 INPUTS = 4096    # number of input features of the weights
 WORDS = {"True": "yes", "False": "no"}
-ORDER = [name for name in devices.ALL_DEVICES if name != "DSP"]
+ORDER = [name for name in ALL_DEVICES if name != "DSP"]
 NO_COMPILER = "none; the CPU backend needs one: pip install 'tinyvllm[cpu]' installs clang"
 
 

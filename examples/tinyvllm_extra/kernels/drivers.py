@@ -31,7 +31,7 @@ def device_memory(name: str) -> Memory:
 
 
 def amd_memory(device: Any) -> Memory:
-  """Read the files of Linux's amdgpu and KFD. Without them, tinygrad's own driver owns the whole card."""
+  """Read the files of Linux's amdgpu and KFD drivers. A card that tinygrad's own driver runs is not shared."""
   iface = device.iface
   if hasattr(iface, "dev_impl"): return Memory(iface.dev_impl.vram_size, iface.dev_impl.vram_size)
   used = int(pathlib.Path(iface.dev_sysfs_path, "mem_info_vram_used").read_text())
