@@ -548,8 +548,8 @@ def test_tensor_of_the_largest_reported_size_holds_values():
 
 
 @pytest.mark.skipif(Device.DEFAULT != "CL" or not is_opencl_cpu(Device.default), reason="OpenCL on a CPU only")
-@pytest.mark.parametrize("dev, chosen", [(None, "CPU"), ("CL", "CL")])
-def test_default_device_is_cpu_backend_unless_dev_selects_opencl(dev, chosen):
+@pytest.mark.parametrize("dev, device", [(None, "CPU"), ("CL", "CL")])
+def test_default_device_is_cpu_backend_unless_dev_selects_opencl(dev, device):
   """In a new process, as a user starts it. Other devices, such as CUDA, are hidden from it."""
   settings = {"CUDA_VISIBLE_DEVICES": "", "VISIBLE_DEVICES": "", "DEV": dev,
               "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "examples"]))}
@@ -557,5 +557,5 @@ def test_default_device_is_cpu_backend_unless_dev_selects_opencl(dev, chosen):
   run = subprocess.run([sys.executable, "-m", "tinyvllm", "generate", "Hello"], env=env, capture_output=True, text=True,
                        check=True, timeout=300)
   lines = run.stderr.splitlines()
-  assert run.stdout == "Hello, world!\n" and any(f" on {chosen} in " in line for line in lines), run.stderr
+  assert run.stdout == "Hello, world!\n" and any(f" on {device} in " in line for line in lines), run.stderr
   assert sum(Device.default.device_name in line for line in lines) == (not dev)

@@ -172,10 +172,10 @@ def fake_webgpu(monkeypatch, open_fake):
     def get_info(adapter, target):
       target.adapterType = kind
       if target.nextInChain:
-        found = ctypes.cast(target.nextInChain, ctypes.POINTER(webgpu.WGPUAdapterPropertiesMemoryHeaps)).contents
+        properties = ctypes.cast(target.nextInChain, ctypes.POINTER(webgpu.WGPUAdapterPropertiesMemoryHeaps)).contents
         array = (webgpu.WGPUMemoryHeapInfo * len(heaps))(*(webgpu.WGPUMemoryHeapInfo(*heap) for heap in heaps))
-        found.heapCount = len(heaps)
-        found.heapInfo = ctypes.cast(array, type(found.heapInfo))
+        properties.heapCount = len(heaps)
+        properties.heapInfo = ctypes.cast(array, type(properties.heapInfo))
       return 1
     for name, function in {"DeviceGetLimits": get_limits, "DeviceGetAdapter": lambda device: None,
                            "AdapterHasFeature": lambda adapter, feature: bool(heaps), "AdapterGetInfo": get_info,

@@ -34,11 +34,11 @@ def amd_memory(device: Any) -> Memory:
   """Read the files of Linux's amdgpu and KFD drivers. A card that tinygrad's own driver runs is not shared."""
   iface = device.iface
   if hasattr(iface, "dev_impl"): return Memory(iface.dev_impl.vram_size, iface.dev_impl.vram_size)
-  used = int(pathlib.Path(iface.dev_sysfs_path, "mem_info_vram_used").read_text())
+  vram_used = int(pathlib.Path(iface.dev_sysfs_path, "mem_info_vram_used").read_text())
   files = (KFD_NODES / iface.gpus[device.device_id]).glob("mem_banks/*/properties")
   banks = [dict(line.split() for line in file.read_text().splitlines()) for file in files]
   total = sum(int(bank["size_in_bytes"]) for bank in banks if bank["heap_type"] in VRAM)
-  return Memory(total - used, total)
+  return Memory(total - vram_used, total)
 
 
 def metal_memory(device: Any) -> Memory:
@@ -80,8 +80,8 @@ def webgpu_memory(device: Any) -> Memory:
   heaps = webgpu.WGPUAdapterPropertiesMemoryHeaps(kind)
   info = webgpu.WGPUAdapterInfo(ctypes.cast(ctypes.pointer(heaps), ctypes.POINTER(webgpu.WGPUChainedStructOut)))
   webgpu.wgpuAdapterGetInfo(adapter, info)
-  found = [heaps.heapInfo[i] for i in range(heaps.heapCount)]
-  total = sum(heap.size for heap in found if heap.properties & webgpu.WGPUHeapProperty_DeviceLocal)
+  all_heaps = [heaps.heapInfo[i] for i in range(heaps.heapCount)]
+  total = sum(heap.size for heap in all_heaps if heap.properties & webgpu.WGPUHeapProperty_DeviceLocal)
   is_discrete = info.adapterType == webgpu.WGPUAdapterType_DiscreteGPU
   return Memory(total if is_discrete else min(total, host_memory().free), total, largest)
 
