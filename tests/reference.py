@@ -294,7 +294,7 @@ def ggml_blocks(x: np.ndarray, kind: Any) -> np.ndarray:
 def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | None = None,
                merges: list[str] | None = None, specials: Iterable[str] = (), template: str | None = None,
                tokenizer: str = "gpt2", kinds: dict[str, str] | None = None, pre: str = "gpt-2",
-               architecture: str | None = None, tensors_per_file: int = 0) -> Path:
+               architecture: str | None = None, tensors_per_file: int = 0, add_eos: bool = False) -> Path:
   """Write the model in `folder` as llama.cpp's converter does: LLaMA's q and k rows interleaved, norms and biases in
   float32. kind: GGUF type of the matrices; kinds: exceptions by name. tokenizer: gpt2, built from tokens and merges, or
   llama, the folder's tokenizer.model. tensors_per_file: limit, above which gguf splits the file. Return the first
@@ -337,6 +337,7 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
   if template: writer.add_chat_template(template)
   writer.add_bos_token_id(1)
   writer.add_eos_token_id(2)
+  if add_eos: writer.add_add_eos_token(True)
   names: dict[str, str] = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
   parts = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
            "self_attn.o_proj": "attn_output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",

@@ -1,12 +1,17 @@
-"""Agent libraries in their default modes against the server: openai-agents, pydantic-ai and litellm
-(pip install '.[clients]'). The model calls a tool, and answers after the tool's result."""
+"""Client libraries in their default modes against the server: openai-agents, pydantic-ai and litellm, whose model calls
+a tool and answers after the tool's result, and the benchmark guidellm. Installation: tests/README.md."""
 import asyncio
+import json
 import os
+import subprocess
+import sys
 
 import openai
 import pydantic
 import pytest
+from server import Server, events
 from test_responses import start
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 pytestmark = pytest.mark.clients
 
@@ -118,7 +123,8 @@ def test_pydantic_ai_output_type_is_parsed(server, kind):
 @pytest.fixture
 def litellm(monkeypatch):
   monkeypatch.setitem(os.environ, "LITELLM_LOCAL_MODEL_COST_MAP", "True")   # else it is downloaded
-  return pytest.importorskip("litellm")
+  import litellm
+  return litellm
 
 
 TOOL = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {
@@ -147,3 +153,45 @@ def test_litellm_responses_and_messages_answer(server, litellm):
     model="anthropic/tiny", api_base=server.url, api_key="none", max_tokens=50,
     messages=[{"role": "user", "content": "hello"}]))
   assert message["content"][0]["text"] == "it rains in Ulm"
+
+
+# guidellm: /v1/chat/completions
+
+@pytest.fixture
+def guidellm(tmp_path):
+  """Return a function that runs `guidellm run` with a tokenizer of single bytes, offline, and returns its report."""
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  tokenizer = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+  tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+  tokenizer.save(str(tmp_path / "tokenizer.json"))
+  (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+  environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
+  def run(**options):
+    report = tmp_path / "report.json"
+    options = {"tokenizer": f"kind=huggingface_auto,model={tmp_path}", "output": f"kind=json,path={report}", **options}
+    flags = [text for name, value in options.items() for text in (f"--{name}", value)]
+    result = subprocess.run([sys.executable, "-m", "guidellm", "run", *flags, "--disable-progress"], cwd=tmp_path,
+                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert result.returncode == 0, result.stdout
+    return json.loads(report.read_text())
+  return run
+
+
+def test_guidellm_report_has_output_tokens_and_first_token_times(guidellm):
+  with Server() as server:
+    report = guidellm(
+      backend=f"kind=openai_http,target={server.url}", profile="kind=concurrent,streams=4",
+      constraint="kind=max_requests,count=12", data="kind=synthetic_text,prompt_tokens=24,output_tokens=16")
+    requests = report["benchmarks"][0]["requests"]
+    assert len(requests["successful"]) == 12 and requests["errored"] == requests["incomplete"] == []
+    for stats in requests["successful"]:
+      assert stats["output_metrics"]["total_tokens"] == 16 and stats["time_to_first_token_ms"] > 0
+    # guidellm needs the usage in each chunk (continuous_usage_stats) only for a request that it cancels, so the report
+    # does not show it: send its last request again, and check the chunks
+    body = json.loads(stats["request_args"])["body"]
+    with server.stream("/v1/chat/completions", body) as response: *chunks, last = events(response.iter_lines())
+    usages = [chunk["usage"] for chunk in chunks]
+    assert last == "[DONE]" and all(usages), usages
+    assert {usage["prompt_tokens"] for usage in usages} == {stats["prompt_tokens"]}
+    assert [usage["completion_tokens"] for usage in usages[-2:]] == [16, 16]
+    assert "Traceback" not in server.log, server.log

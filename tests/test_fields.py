@@ -39,7 +39,6 @@ def call(function, *arrays, constants=()):
 
 
 def adjust(logits, adjustments): return logits.clone().custom_kernel(adjustments, fxn=adjust_kernel)[0]
-def best_logprobs(logits, ids, k): return top_logprobs(logits, ids, SAMPLER, k)
 
 
 def sample(logits, *columns):
@@ -97,12 +96,24 @@ def test_adjust_adds_bias_scales_and_subtracts_penalty(V, rng):
 @cases(st.sampled_from([0, 20]))
 def test_top_logprobs_equals_log_softmax(V, rng, k):
   logits, ids = random_logits(rng, V), rng.integers(0, V, (ROWS, 1)).astype(np.int32)
-  rows, best = call(best_logprobs, logits, ids[:, 0], constants=(k,)), np.argsort(-logits, 1, kind="stable")[:, :k]
+  rows, best = call(top_logprobs, logits, ids[:, 0], constants=(k,)), np.argsort(-logits, 1, kind="stable")[:, :k]
   assert rows.shape == (ROWS, 2 + 2 * k)
   np.testing.assert_array_equal(rows[:, 1:2], 1 + (logits > np.take_along_axis(logits, ids, 1)).sum(1, keepdims=True))
   np.testing.assert_array_equal(rows[:, 2::2], best)
   expected = np.take_along_axis(log_softmax(logits.astype(float)), np.hstack([ids, best]), 1)
   np.testing.assert_allclose(np.hstack([rows[:, :1], rows[:, 3::2]]), expected, atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("V", [2560, 2561, 5000, 8192])
+def test_top_logprobs_of_large_vocabulary_ranks_equal_logits_by_id(V):
+  rng = np.random.default_rng(V)
+  logits = rng.integers(0, 40, (ROWS, V)).astype(np.float32)   # the best 20 are ties, or nearly all
+  logits[:, rng.integers(0, V, V // 2)] = 0
+  rows = call(top_logprobs, logits, np.zeros(ROWS, np.int32), constants=(20,))
+  best = np.argsort(-logits, 1, kind="stable")[:, :20]
+  np.testing.assert_array_equal(rows[:, 2::2], best)
+  np.testing.assert_allclose(rows[:, 3::2], np.take_along_axis(log_softmax(logits.astype(float)), best, 1), atol=2e-6,
+                             rtol=1e-6)
 
 
 def random_sampling_fields(rng, V):

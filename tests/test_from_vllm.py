@@ -28,7 +28,7 @@ VLLM = {"tokenizer": None, "tokenizer_mode": "auto", "skip_tokenizer_init": Fals
         "max_num_seqs": 4, "max_num_batched_tokens": 8, "block_size": 16, "enable_prefix_caching": True}
 UNSUPPORTED = {"pipeline_parallel_size": 2, "tokenizer": "other",
                "enable_chunked_prefill": False, "cpu_offload_gb": 4, "enable_lora": True, "load_format": "gguf",
-               "skip_tokenizer_init": True, "task": "embed"}
+               "skip_tokenizer_init": True, "task": "classify"}
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +76,11 @@ TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}" \
 
 
 @pytest.mark.parametrize("options,text", [
-  ({}, "user a b\nassistant cat \ngo"), ({"add_generation_prompt": False}, "user a b\nassistant cat \n"),
-  ({"add_generation_prompt": False, "continue_final_message": True}, "user a b\nassistant cat"),
-  ({"continue_final_message": True}, "user a b\nassistant cat"),
-  ({"chat_template_kwargs": {"thinking": 1}, "tools": ["t"]}, "user a b\nassistant cat \ngo['t']1"),
-  ({"chat_template": "{{ messages[0].content }}"}, "a b")])
+  ({}, "user a \nb\nassistant cat \ngo"), ({"add_generation_prompt": False}, "user a \nb\nassistant cat \n"),
+  ({"add_generation_prompt": False, "continue_final_message": True}, "user a \nb\nassistant cat"),
+  ({"continue_final_message": True}, "user a \nb\nassistant cat"),
+  ({"chat_template_kwargs": {"thinking": 1}, "tools": ["t"]}, "user a \nb\nassistant cat \ngo['t']1"),
+  ({"chat_template": "{{ messages[0].content }}"}, "a \nb")])
 def test_chat_vllm_options_are_applied(folder, tmp_path, options, text):
   shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
   (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))

@@ -157,6 +157,16 @@ def test_run_name_downloads_model_and_chats(hub, repository, tmp_path):
   assert len(hub.requests) == num_requests
 
 
+def test_embedding_model_is_downloaded_with_its_modules(hub, repository, tmp_path):
+  modules = {"modules.json": [{"type": "sentence_transformers.models.Pooling"}],
+             "1_Pooling/config.json": {"pooling_mode_lasttoken": True}}
+  (repository / "1_Pooling").mkdir()
+  for file, content in modules.items(): (repository / file).write_text(json.dumps(content))
+  run = process(*GENERATE, "org/tiny", **hub.environment(tmp_path / "home"))
+  assert run.returncode == 1 and "this model computes embeddings" in run.stderr, run.stderr
+  assert modules.keys() <= {*hub.downloads()}
+
+
 @pytest.mark.parametrize("kind,files", [
   ("q8_0", ["tiny-Q8_0.gguf"]), ("TINY-F16.gguf", ["tiny-F16.gguf"]),
   ("bf16", [f"BF16/tiny-BF16-0000{i}-of-00003.gguf" for i in (1, 2, 3)])])

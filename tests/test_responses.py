@@ -220,17 +220,18 @@ def named_events(response):
 def test_failed_step_ends_streams_with_error_events(tmp_path):
   """Both protocols, with the same faulty server."""
   with start(tmp_path, before=FAULT) as server:
-    body = {"input": "hello", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
+    body = {"input": "hello", "max_output_tokens": 20}
+    message = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
     with server.stream("/v1/responses", body) as response: events = named_events(response)
     assert events[-1]["type"] == "response.failed" and events[-1]["response"]["status"] == "failed"
     error = events[-1]["response"]["error"]
     assert error["code"] == "server_error" and "boom" in error["message"]
     assert events[-2]["type"] in ("response.output_text.delta", "response.in_progress")
-    with server.stream("/v1/messages", body) as response: events = named_events(response)
+    with server.stream("/v1/messages", message) as response: events = named_events(response)
     assert events[-1]["type"] == "error" and events[-1]["error"]["type"] == "api_error"
     assert "boom" in events[-1]["error"]["message"]
     assert server.post("/v1/responses", body).json()["error"]["code"] == 500
-    whole = server.post("/v1/messages", body)
+    whole = server.post("/v1/messages", message)
     assert whole.status_code == 500 and whole.json()["error"]["type"] == "api_error"
 
 
@@ -242,3 +243,29 @@ def test_body_of_codex_is_answered(server, name):
     events = named_events(response)
   assert events[0]["type"] == "response.created" and events[-1]["type"] == "response.incomplete"
   assert events[-1]["response"]["usage"]["input_tokens"] > 50
+
+
+# Unknown fields
+
+ROUTES = [("/v1/responses", {"input": "hello", "max_output_tokens": 4}),
+          ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}),
+          ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hello"}]})]
+
+
+def test_unknown_field_of_body_is_logged_once(server):
+  for path, body in ROUTES:
+    response = server.post(path, {**body, "temprature": 1, "metadata": {}, "service_tier": "auto", "top_k": None})
+    assert response.status_code == 200, response.text
+  assert server.log.count("unknown request field 'temprature' is ignored") == 1
+
+
+def test_strict_fields_flag_accepts_official_clients_and_refuses_unknown_field(tmp_path):
+  with start(tmp_path, "--strict-fields", "--max-model-len", 1024) as server:
+    for path, body in ROUTES:
+      response = server.post(path, {**body, "temprature": 1})
+      assert response.status_code == 400 and "temprature: unknown field" in response.json()["error"]["message"]
+    for name in ("codex_first_turn", "claude_code_first_turn"):
+      body = json.loads((DATA / f"{name}.json").read_text())
+      limit = "max_output_tokens" if "input" in body else "max_tokens"
+      response = server.post(f"/v1/{'responses' if 'input' in body else 'messages'}", {**body, limit: 4})
+      assert response.status_code == 200, response.text

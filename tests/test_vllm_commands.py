@@ -85,6 +85,7 @@ Qwen/Qwen3-Coder-30B --enable-auto-tool-choice --tool-call-parser qwen3_coder
 /model --served-model-name muse --tensor-parallel-size 1 --generation-config auto --enable-auto-tool-choice
 meta-llama/Llama-3.1-8B-Instruct --no-enable-lora --max-loras 4 --max-lora-rank 64 --cpu-offload-gb 0
 Qwen/Qwen3-8B --max-logprobs 100 --trust-request-chat-template
+Qwen/Qwen3-Embedding-0.6B --runner pooling
 """.strip().splitlines()
 
 # Refused command lines, and the start of the message
@@ -92,7 +93,7 @@ REFUSED = {
   "deepseek-ai/DeepSeek-V3.1 --pipeline-parallel-size 2": "pipeline_parallel_size=2",
   "Qwen/Qwen3.5-397B-A17B-FP8 -dp 8 --enable-expert-parallel": "data_parallel_size=8",
   "mistralai/Ministral-3-3B-Instruct-2512 --tokenizer_mode mistral": "tokenizer_mode='mistral'",
-  "jinaai/jina-embeddings-v5-text-small --runner pooling": "runner='pooling'",
+  "Qwen/Qwen3-8B --runner draft": "runner='draft'",
   "meta-llama/Llama-2-7b-hf --enable-lora --lora-modules sql-lora=/lora": "enable_lora=True",
   "meta-llama/Llama-2-7b-hf --lora-modules a=/lora b=/lora": "lora_modules=['a=/lora', 'b=/lora']",
   "baidu/ERNIE-4.5-VL-424B-A47B-PT --cpu-offload-gb 50": "cpu_offload_gb=50",

@@ -9,7 +9,7 @@ from tinyvllm_extra.vllm_options import LISTS, NO_EFFECT, ModelOptions, expand, 
 # Groups of --help; flags after the bar are rare: only --help-all shows them
 GROUPS = {
   "Model": """dtype quantization tensor_parallel_size | enforce_eager cudagraph_capture_sizes chat_template
-    default_chat_template_kwargs revision download_dir max_logprobs""",
+    default_chat_template_kwargs revision download_dir max_logprobs runner""",
   "Memory": """max_model_len gpu_memory_utilization kv_cache_dtype enable_prefix_caching | block_size
     num_gpu_blocks_override prefix_cache_file""",
   "Scheduling": "max_num_seqs max_num_batched_tokens | scheduling_policy max_queue",

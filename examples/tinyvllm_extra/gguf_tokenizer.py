@@ -40,6 +40,9 @@ def byte_level(lib: Any, config: dict[str, Any]) -> Any:
   for add, token_type in ((bpe.add_special_tokens, CONTROL), (bpe.add_tokens, USER_DEFINED)):
     added = [token for token, x in zip(tokens, token_types, strict=True) if x == token_type]
     add([lib.AddedToken(token, special=token_type == CONTROL, normalized=False) for token in added])
+  if config.get("add_eos_token"):   # of embedding models; text generation does not use the template
+    end = config["eos_token_id"]
+    bpe.post_processor = lib.processors.TemplateProcessing(f"$A {tokens[end]}", special_tokens=[(tokens[end], end)])
   return bpe
 
 

@@ -1,7 +1,7 @@
 """Chooses the graph that a step runs with, and captures graphs at startup so that no request waits for a capture."""
 import collections, dataclasses, itertools, operator, time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tinygrad import helpers
 
@@ -11,7 +11,8 @@ from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 
 from .kernels.tinygrad_patches import num_compiled
-from .logits import LogitsPlan
+from .logits import HiddenStatesPlan, LogitsPlan
+from .models.embedder import Embedder
 
 if TYPE_CHECKING: from tinyvllm.engine import Engine
 
@@ -82,8 +83,11 @@ def _capture(engine: "Engine", sizes: list[int] | None, optional: bool) -> Itera
   sizes = [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))
   state_of(engine.runner.backend).capture_sizes = sizes
   plan = LogitsPlan(engine.model_config.vocab_size, True, 128, True)
-  variants = [(SamplerMode.RANDOM, None), (SamplerMode.FILTERED, plan)] if optional else [
-    (SamplerMode.GREEDY, None), (SamplerMode.FILTERED, None)]
+  variants: list[tuple[SamplerMode, Any]] = [(SamplerMode.GREEDY, None), (SamplerMode.FILTERED, None)]
+  if isinstance(engine.runner.model, Embedder):   # has one kind of step
+    variants = [(SamplerMode.GREEDY, HiddenStatesPlan(plan.vocab_size, True, 0, False))]
+    if optional: return
+  elif optional: variants = [(SamplerMode.RANDOM, None), (SamplerMode.FILTERED, plan)]
   keys = [GraphKey(size, min(size, engine.runner.max_rows), *variant) for size in sizes for variant in variants]
   steps = [*itertools.product(keys, engine.runners)]
   for i, (key, runner) in enumerate(helpers.tqdm(steps, desc="capturing steps", disable=optional or None), 1):

@@ -109,14 +109,20 @@ def wrap_sentencepiece(model: SentencePieceProcessor, config: dict[str, Any]) ->
 
 
 def with_plain_content(message: dict[str, Any]) -> dict[str, Any]:
-  """Return a chat message with content of type str: text parts are joined, an assistant's None becomes ""."""
+  """Return a chat message with content of type str: parts are joined by newlines, as in vLLM, an assistant's None
+  becomes ""."""
   content = message.get("content")
   if message["role"] == "assistant" and content is None: content = ""   # a tool call
   check(isinstance(content, str | list), f"content={content!r} must be a str or a list of parts")
-  parts: Any = content if isinstance(content, list) else [{"type": "text", "text": content}]
-  unsupported = {part["type"] for part in parts} - {"text"}
-  check(not unsupported, f"content: parts of type {', '.join(map(str, unsupported))} are not supported, only text")
-  return {**message, "content": "".join(part["text"] for part in parts)}
+  return {**message, "content": "\n".join(map(text_of, content)) if isinstance(content, list) else content}
+
+
+def text_of(part: Any) -> str:
+  """Return the text of a part of a message's content."""
+  kind = part.get("type") if isinstance(part, dict) else None
+  text = part.get(kind.removeprefix("input_")) if kind in ("text", "input_text", "refusal") else part
+  check(isinstance(text, str), f"content: type {kind!r} is not supported: use parts {{'type': 'text', 'text': '...'}}")
+  return text
 
 
 def encode(converter: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any] | None = None,

@@ -22,6 +22,7 @@ ADJUSTMENTS = Table(row="i4", token="i4", bias="f4", factor="f4", penalty="f4")
 NO_ROW = -1
 ALL = -1        # log probabilities of the whole vocabulary
 NUM_BEST = 20   # most probable tokens that the device ranks, besides the requested one; the host ranks more
+CHUNK = 64      # logits of which only the maximum is compared at first
 
 
 class Logprob(NamedTuple):
@@ -83,6 +84,8 @@ class SamplingParams(request.SamplingParams):
 
 class Processor:
   """The LogitsProcessor for all fields of SamplingParams."""
+  plan_class = property(lambda self: LogitsPlan)
+
   def __init__(self, params: SamplingParams, tokenizer: Tokenizer, model: ModelConfig):
     for name in ("allowed_token_ids", "logit_bias"): check_ids(name, getattr(params, name), model.vocab_size)
     self.params = params
@@ -163,7 +166,12 @@ class LogitsPlan(NamedTuple):
     if not self.has_logprobs: return []
     targets = words[words.shape[0] - sampled.shape[0]:]
     k = ALL if self.has_all_logprobs else NUM_BEST
-    return [top_logprobs(logits, (targets == UNKNOWN).where(sampled, targets), sampler, k)]
+    return [top_logprobs(logits, (targets == UNKNOWN).where(sampled, targets), k)]
+
+
+class HiddenStatesPlan(LogitsPlan):
+  """The plan of an embedding model: returns the hidden states, (S, hidden), that are in place of logits."""
+  def logprobs(self, logits: Tensor, sampled: Tensor, words: Tensor, sampler: Sampler) -> list[Tensor]: return [logits]
 
 
 class LogitsBatch:
@@ -183,7 +191,7 @@ class LogitsBatch:
     # Padded to few graph shapes: 16, 128, 1024, ...
     size = 16 * 8 ** -(-(len(self.adjustments) // 16).bit_length() // 3) if self.adjustments else 0
     first: Any = next((row.seq.processor for row in rows if row.seq.processor), None)
-    self.plan = first and LogitsPlan(first.vocab_size, bool(numbers), size, bool(self.bitmasks), has_all)
+    self.plan = first and first.plan_class(first.vocab_size, bool(numbers), size, bool(self.bitmasks), has_all)
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
@@ -203,22 +211,42 @@ def adjust_kernel(logits: UOp, adjustments: UOp) -> UOp:
   return store.end(i).sink(arg=KernelInfo(name="adjust_logits"))
 
 
-def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BEST) -> Tensor:
+def largest(x: Tensor, ids: Tensor, k: int) -> list[Tensor]:
+  """Return the ids and values, (S, k) each, of the k largest elements of each row of x, (S, N), in descending order; of
+  equal elements, the lowest id first. ids: (1, N) or (S, N)."""
+  columns = []
+  for _ in range(k):
+    value = x.max(1, keepdim=True)
+    best = (x == value).where(ids, dtypes.int32.max).min(1, keepdim=True).contiguous()
+    columns.append((best, value))
+    x = (ids == best).where(-math.inf, x).contiguous()
+  return [Tensor.cat(*column, dim=1).contiguous() for column in zip(*columns, strict=True)]
+
+
+def top_logprobs(logits: Tensor, ids: Tensor, k: int = NUM_BEST) -> Tensor:
   """Return (S, 2 + 2k): log probability and rank of ids, (S,), then id and log probability of the k best tokens.
-  For k = ALL return (S, 2 + V): the log probabilities of all tokens instead."""
+  For k = ALL return (S, 2 + V): the log probabilities of all tokens instead. Ids below 2**24 are exact in float32."""
   x = logits.log_softmax(1).contiguous()                                # (S, V)
   own = x.gather(1, ids.unsqueeze(1))                                   # (S, 1)
   columns = [own, 1 + (x > own).sum(1, keepdim=True)]
+  size = int(x.shape[1])
   if k == ALL: return Tensor.cat(*columns, x, dim=1).contiguous()
-  for _ in range(min(k, int(x.shape[1]))):
-    best = sampler.argmax(x).unsqueeze(1)
-    columns += [best, x.gather(1, best)]
-    x = (Tensor.arange(x.shape[1]) == best).where(-math.inf, x).contiguous()
-  return Tensor.cat(*columns, dim=1).contiguous()                       # ids below 2**24 are exact in float32
+  if not k: return Tensor.cat(*columns, dim=1).contiguous()
+  tokens = Tensor.arange(size).reshape(1, -1)
+  if size > 2 * k * CHUNK:   # the k chunks with the largest maximum hold the k best tokens
+    chunks = x.pad((None, (0, -size % CHUNK)), value=-math.inf).unflatten(1, (-1, CHUNK))
+    best_chunks, _ = largest(chunks.max(2).contiguous(), Tensor.arange(chunks.shape[1]).reshape(1, -1), k)
+    tokens = (CHUNK * best_chunks.unsqueeze(2) + Tensor.arange(CHUNK)).flatten(1).contiguous()
+    x = chunks.flatten(1).gather(1, tokens).contiguous()                # (S, k * CHUNK)
+  best, values = largest(x, tokens, min(k, size))
+  return Tensor.cat(*columns, best.stack(values, dim=2).flatten(1), dim=1).contiguous()
 
 
 def record(results: Results, tokenizer: Tokenizer) -> None:
-  """Store a step's log probabilities in the sequences that requested them."""
+  """Store a step's log probabilities, or hidden states, in the sequences that requested them."""
+  if isinstance(results.step.key.plan, HiddenStatesPlan):
+    for row, hidden in zip(results.step.rows, *results.logprobs, strict=False): row.seq.logprobs[row.position] = hidden
+    return
   rows = zip(results.token_ids, results.step.rows, *results.logprobs, strict=False)
   for sampled, row, (own, rank, *best) in rows if results.logprobs else ():
     seq = row.seq

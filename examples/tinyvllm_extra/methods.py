@@ -9,9 +9,10 @@ from tinyvllm.request import RequestOutput
 from tinyvllm.runner import Results
 from tinyvllm_extra.huggingface import Tokenizer
 
-from . import beam_search, graphs, hub, metrics, prefix_cache
+from . import beam_search, graphs, hub, metrics, pooling, prefix_cache
 from .logits import SamplingParams
 from .flags import setup_logging
+from .models import embedder
 from .vllm_options import check_no_lora, log_ignored, split_options
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class Methods(Engine):
   save_prefix_cache = prefix_cache.save_prefix_cache
   load_prefix_cache = prefix_cache.load_prefix_cache
   beam_search = beam_search.beam_search
+  embed = pooling.embed
+  score = pooling.score
   llm_engine = property(lambda self: self)   # vLLM's attribute
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
@@ -40,13 +43,19 @@ class Methods(Engine):
     engine_options, own = split_options(options, model)
     log_ignored(options)
     path = hub.local_path(model, **options) if model else None
+    embedder.runner.set(own.runner)
     super().__init__(path, backend=backend, **engine_options)
+    self.is_embedder = isinstance(self.runner.model, embedder.Embedder)
+    check(not (self.is_embedder and self.proposer), "speculative_config must be None for an embedding model")
+    # Else `encode` leaves out tokenizer.json's end token, whose hidden state is the embedding
+    if self.is_embedder: self.tokenizer.config.pop("add_bos_token", None)
     self.tokenizer.config |= own.template_variables()
     self.sampling_defaults |= own.sampling_defaults()
     self.max_logprobs = own.max_logprobs
 
   def make_request(self, request_id: str, prompt: "Prompt", params: "Params" = None, priority: int = 0) -> "Request":
     if isinstance(params, SamplingParams): params.check_logprobs(self.max_logprobs, self.model_config.vocab_size)
+    check(isinstance(params, pooling.PoolingParams) == self.is_embedder, pooling.MISMATCH[self.is_embedder])
     request = super().make_request(request_id, prompt, params, priority)
     if not getattr(params, "detokenize", True):
       for stream in request.streams: stream.tokenizer = types.SimpleNamespace(decode=lambda *_: "")

@@ -3,6 +3,7 @@ from typing import TypedDict
 
 from .beam_search import BeamSearchParams as BeamSearchParams   # re-exported
 from .logits import Logprob as Logprob, SamplingParams as SamplingParams
+from .pooling import PoolingParams as PoolingParams, PoolingRequestOutput as PoolingRequestOutput
 from .metrics import RequestMetrics as RequestMetrics
 from .structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 

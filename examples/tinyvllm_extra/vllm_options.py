@@ -58,8 +58,9 @@ NO_EFFECT: dict[str, Any] = {name: values for names, values in {
   num_speculative_tokens""": NONE,
   "hf_overrides additional_config profiler_config": [None, {}], "worker_cls device": ["auto"],
   "tokenizer_mode": ["auto", "slow", "hf"], "config_format": ["auto", "hf"], "model_impl": ["auto", "vllm"],
-  "load_format": ["auto", "hf", "safetensors", "fastsafetensors", "runai_streamer"], "convert": ["auto", "none"],
-  "task runner": ["auto", "generate"], "enable_chunked_prefill": [True, None], "logprobs_mode": ["raw_logprobs"],
+  "load_format": ["auto", "hf", "safetensors", "fastsafetensors", "runai_streamer"],
+  "convert": ["auto", "none", "embed"], "task": ["auto", "generate", "embed", "score"],
+  "enable_chunked_prefill": [True, None], "logprobs_mode": ["raw_logprobs"],
   "distributed_executor_backend": [None, "mp", "uni", "ray"],
   "guided_decoding_backend": STRUCTURED_BACKENDS,
   "structured_outputs_config": [None, *({"backend": backend} for backend in STRUCTURED_BACKENDS)]}.items()
@@ -86,6 +87,8 @@ class ModelOptions(Options):
   revision: str | None = option(None, "Branch, tag or commit on the hub (default: main)")
   download_dir: str | None = option(None, "Folder for downloads (default: the hub's cache)")
   max_logprobs: int = option(20, "Maximum log probabilities per token; -1: no limit", min=-1, max=2**31 - 1)
+  runner: str = option("auto", "pooling: embeddings; generate: text; auto: by modules.json",
+                       choices=("auto", "generate", "pooling"))
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -113,7 +116,7 @@ class ModelOptions(Options):
 def split_options(options: dict[str, Any], model: Any = None) -> tuple[dict[str, Any], ModelOptions]:
   """Check LLM's options, and return the fields of EngineConfig and the ModelOptions. Raises InputError for an unknown
   option, or for one without effect whose value would have one."""
-  options = {**options}
+  options = {**({"runner": "pooling"} if options.get("task") == "embed" else {}), **options}   # task: the former name
   if options.get("tokenizer") and str(options["tokenizer"]) == str(model): del options["tokenizer"]   # the model's own
   for name in [name for name in options if name in NO_EFFECT]:
     values = NO_EFFECT[name]

@@ -58,6 +58,7 @@ class Checkpoint(llama.Checkpoint):
         dtype = info["dtype"]
         check(dtype in supported, f"model: {file}: tensor {name} is {dtype}; supported: {', '.join(supported)}")
         tensors[name] = StoredTensor(file, supported[dtype], tuple(info["shape"]), 8 + size + info["data_offsets"][0])
+    if "embed_tokens.weight" in tensors: return {f"model.{name}": x for name, x in tensors.items()}   # Qwen3-Embedding
     return tensors
 
   def fingerprint_pieces(self) -> Iterator[tuple[str, str, tuple[int, ...], np.ndarray]]:

@@ -135,7 +135,7 @@ def measure_device(args, bandwidth: float) -> None:
     "argmax alone": (best, [logits]),
     "mask, adjust, argmax": (lambda *x: best(prepare(*x)), inputs), "sample": (sample, [logits, *settings]),
     "mask, adjust, sample": (lambda *x: sample(prepare(*x[:3]), *x[3:]), [*inputs, *settings]),
-    "top_logprobs of 5": (lambda x, ids: top_logprobs(x, ids, sampler, 5).realize(), [logits, ids])}
+    "top_logprobs of 5": (lambda x, ids: top_logprobs(x, ids, 5).realize(), [logits, ids])}
   calls = 20 if Device[Device.DEFAULT].renderer.has_local else 1
   runs = {name: timed(*work, calls) for name, work in functions.items()}
   with Context(JIT_BATCH_SIZE=0): times = [{name: run() for name, run in runs.items()} for _ in range(args.rounds)]

@@ -14,11 +14,15 @@ from typing import Any
 from tinyvllm.config import ModelConfig
 from tinyvllm.llama import Llama
 
+from .embedder import Embedder, is_embedder
+
 MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, type[Llama]]]] = {}
 
 
 def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
-  """Return the config and the class of a model: from MODELS if its architecture is there, else the core's."""
+  """Return the config and the class of a model: from MODELS if its architecture is there, else the core's. The class
+  of an embedding model has no lm_head."""
   architecture = next(iter(hf_config.get("architectures") or []), None)
-  if architecture in MODELS: return MODELS[architecture](hf_config, path)
-  return ModelConfig.from_hf(hf_config, path), Llama
+  read = MODELS.get(architecture, lambda *source: (ModelConfig.from_hf(*source), Llama))   # type: ignore[arg-type]
+  config, model_class = read(hf_config, path)
+  return config, type("Embedder", (Embedder, model_class), {}) if is_embedder(path) else model_class

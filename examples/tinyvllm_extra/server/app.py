@@ -24,6 +24,7 @@ from .fields import unknown_fields
 from .metrics import log_throughput
 from .parsers import REASONING, TOOLS
 from .protocol import AnthropicErrorResponse, ErrorResponse
+from .pooling import Pooling
 from .serving import EVENT_STREAM, Serving
 
 # Paths that need neither an API key nor a loaded model
@@ -164,17 +165,21 @@ class Server(uvicorn.Server):
     app.get("/", response_class=HTMLResponse)(self.page)
     app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
     serving = self.serving
+    pooling = Pooling(serving)
     reads: Any = {"/health": self.health, "/ping": self.health, "/load": serving.load, "/version": self.version,
                   "/v1/models": serving.models, "/v1/models/{name:path}": serving.model}
-    posts: Any = {"/tokenize": serving.tokenize, "/detokenize": serving.detokenize}
+    posts: Any = {"/tokenize": serving.tokenize, "/detokenize": serving.detokenize,
+                  "/v1/embeddings": pooling.embeddings, "/v1/rerank": pooling.rerank, "/v1/score": pooling.score}
+    aliases: Any = {"/rerank": pooling.rerank, "/v2/rerank": pooling.rerank, "/score": pooling.score,
+                    "/ping": self.health}   # vLLM's, Cohere's, SageMaker's
     streams: Any = {"/generate": serving.generate, "/v1/completions": serving.completions,
                     "/v1/chat/completions": serving.chat, "/v1/responses": serving.responses}
     anthropic: Any = dict.fromkeys(["4XX", "5XX"], {"model": AnthropicErrorResponse})
     events: Any = {200: {"content": {EVENT_STREAM: {}}}}
     for path, route in reads.items(): app.get(path)(route)
     app.head("/health", include_in_schema=False)(self.health)
-    app.post("/ping", include_in_schema=False)(self.health)   # SageMaker
     for path, route in posts.items(): app.post(path)(route)
+    for path, route in aliases.items(): app.post(path, include_in_schema=False)(route)
     for path, route in streams.items(): app.post(path, responses=events)(route)
     app.post("/v1/messages", responses=anthropic | events)(serving.messages)
     app.post("/v1/messages/count_tokens", responses=anthropic)(serving.count_tokens)

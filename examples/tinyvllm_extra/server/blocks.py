@@ -11,10 +11,15 @@ from tinyvllm import CompletionOutput, RequestOutput
 from tinyvllm.config import check
 from tinyvllm.engine import Request
 
+from .fields import unknown_fields
 from .protocol import SAMPLING, ChatRequest, CompletionBuilder
 
-# Fields that the chat takes over unchanged. Other unknown fields have no effect: the official clients send many
+# Fields that the chat takes over unchanged
 CHAT_FIELDS = SAMPLING.keys() - {"n", "logprobs", "prompt_logprobs"} | {"model", "stream", "priority"}
+# Fields of the official clients without effect here; any other unknown field of a body is logged or refused
+IGNORED = {"store", "include", "client_metadata", "metadata", "user", "safety_identifier", "service_tier", "truncation",
+           "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control", "context_management",
+           "stream_options", "max_tool_calls", "inference_geo", "speed", "diagnostics", "betas"}
 
 
 class Tolerant(pydantic.BaseModel):
@@ -57,9 +62,13 @@ def function_tool(name: str | None, description: str | None, parameters: dict[st
 
 
 def chat_request(body: Tolerant, **fields: Any) -> Any:
-  """Return a ChatRequest with `fields` and with the body's CHAT_FIELDS. Raises RequestValidationError."""
+  """Return a ChatRequest with `fields` and with the body's CHAT_FIELDS. Raises RequestValidationError, and InputError
+  for a field that must not be ignored."""
   options = {name: value for name, value in body if name in CHAT_FIELDS}
-  variables = (body.model_extra or {}).get("chat_template_kwargs", {})
+  extra: dict[str, Any] = body.model_extra or {}
+  for name in extra.keys() - options.keys() - IGNORED - {"chat_template_kwargs"}:
+    if extra[name] is not None: unknown_fields.check(name, extra[name])
+  variables = extra.get("chat_template_kwargs", {})
   if isinstance(variables, dict): variables = {**fields.pop("chat_template_kwargs", {}), **variables}
   try: return ChatRequest(**{**options, "chat_template_kwargs": variables, **fields})
   except pydantic.ValidationError as error:

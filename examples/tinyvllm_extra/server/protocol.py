@@ -99,7 +99,8 @@ def check_sizes(fields: dict[str, Any]) -> None:
 
 
 def sampling_params(body: Any, defaults: dict[str, Any]) -> SamplingParams:
-  """Return a request body's SamplingParams. defaults: the model's values for fields that the body omits."""
+  """Return a request body's SamplingParams. defaults: the model's values for fields that the body omits; its
+  max_tokens, which only --override-generation-config sets, is also the maximum, as in vLLM."""
   check(body.stream or not body.stream_options, "stream_options: requires stream=true")
   fields = {**defaults, **{name: value for name, value in body if name in SAMPLING and value is not None}}
   check_sizes(fields)
@@ -111,6 +112,7 @@ def sampling_params(body: Any, defaults: dict[str, Any]) -> SamplingParams:
     check(body.logprobs or not body.top_logprobs, "top_logprobs: requires logprobs=true")
     fields["logprobs"] = body.top_logprobs or 0 if body.logprobs else None
   elif body.echo and fields.get("max_tokens") == 0: fields["max_tokens"] = 1   # its text is left out
+  if "max_tokens" in defaults: fields["max_tokens"] = min(fields["max_tokens"], defaults["max_tokens"])
   if body.echo and fields.get("logprobs") is not None: fields.setdefault("prompt_logprobs", fields["logprobs"])
   structured = structured_outputs(body)
   if structured is not None: fields["structured_outputs"] = structured
@@ -225,7 +227,8 @@ class CompletionBuilder:
     if has_usage is None: has_usage = running_usage
     if has_usage: self.head["usage"] = None   # until the last chunk
     self.has_running_usage = has_usage and running_usage   # in each chunk
-    self.cursors = dict[int, tuple[int, list[int]]]()   # by choice: text length so far, last token
+    self.last_tokens = dict[int, list[int]]()   # by choice; also of the prompt
+    self.offsets = collections.Counter[int]()   # text_offset of the next token, by choice
     self.num_generated = collections.Counter[int]()   # tokens so far, by choice
     self.num_echoed_ids = 0   # tokens of an echoed prompt that was given as token ids
     self.output_format = output_format
@@ -261,9 +264,13 @@ class CompletionBuilder:
 
   def prompt_fields(self, ids: list[int], rows: Any) -> dict[str, Any]:
     """Return the fields that describe a prompt, under vLLM's names. rows: its log probabilities."""
-    fields: dict[str, Any] = {"prompt_token_ids": ids} if self.body.return_token_ids else {}
-    if self.body.prompt_logprobs is None: return fields
-    return {**fields, "prompt_logprobs": [x and {i: y._asdict() for i, y in x.items()} for x in rows or []]}
+    has_logprobs = self.body.prompt_logprobs is not None
+    logprobs = [x and {i: y._asdict() for i, y in x.items()} for x in rows or []] if has_logprobs else None
+    return self.optional(prompt_token_ids=ids if self.body.return_token_ids else None, prompt_logprobs=logprobs)
+
+  def optional(self, **fields: Any) -> dict[str, Any]:
+    """Return fields that are None unless requested. As in vLLM, chunks leave None out, whole responses have null."""
+    return {name: x for name, x in fields.items() if x is not None or not self.body.stream}
 
   def choice(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
     """Return a choice object with a completion's text and tokens, in a stream only the new ones."""
@@ -274,9 +281,9 @@ class CompletionBuilder:
     text = completion.text
     ids = completion.token_ids
     rows: Any = completion.logprobs
-    first = index not in self.cursors
-    offset, before = self.cursors.get(index, (0, output.prompt_token_ids[-1:]))
-    extra: dict[str, Any] = {"token_ids": ids} if self.body.return_token_ids else {}
+    first = index not in self.last_tokens
+    before = self.last_tokens.get(index, output.prompt_token_ids[-1:])
+    extra = self.optional(token_ids=ids if self.body.return_token_ids else None)
     if first and self.has_prompt_in_choices:
       extra |= self.prompt_fields(output.prompt_token_ids, output.prompt_logprobs)
     self.num_echoed_ids = 0
@@ -286,9 +293,9 @@ class CompletionBuilder:
       ids = output.prompt_token_ids + ids
       before = []
       rows = None if rows is None else [*(output.prompt_logprobs or []), *rows]
-    self.cursors[index] = offset + len(text), ids[-1:] or before
+    self.last_tokens[index] = ids[-1:] or before
     # strict=False: no token follows the last one
-    if rows is not None: rows = self.logprobs([*zip([before, *([i] for i in ids)], ids, rows, strict=False)], offset)
+    if rows is not None: rows = self.logprobs([*zip([before, *([i] for i in ids)], ids, rows, strict=False)], index)
     return {"index": index, "logprobs": rows, "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason, **self.content(text, output, completion), **extra}
 
@@ -308,15 +315,15 @@ class CompletionBuilder:
         functions, prompt_end, requires_call(choice), self.body.parallel_tool_calls is not False)
     return self.parsers[completion.index].feed(completion.text, bool(completion.finish_reason))
 
-  def logprobs(self, rows: list[tuple], offset: int) -> dict[str, list]:
+  def logprobs(self, rows: list[tuple], index: int) -> dict[str, list]:
     """Return a choice's log probabilities in OpenAI's format. rows: the previous token (in a list), the token, its
-    entries or None. offset: index of the first character."""
+    entries or None. Call it once for each output."""
     skip = self.params.skip_special_tokens
     lengths = [len(self.piece(b, i, skip and n >= self.num_echoed_ids)) for n, (b, i, _) in enumerate(rows)]
-    tokens = [self.label(b, i) for b, i, _ in rows]
-    return {"tokens": tokens, "token_logprobs": [x and x[i].logprob for _, i, x in rows],
-            "top_logprobs": [x and {self.label(b, j): y.logprob for j, y in x.items()} for b, _, x in rows],
-            "text_offset": [*itertools.accumulate(lengths, initial=offset)][:-1]}
+    *offsets, self.offsets[index] = itertools.accumulate(lengths, initial=self.offsets[index])
+    return {"tokens": [self.label(b, i) for b, i, _ in rows], "text_offset": offsets,
+            "token_logprobs": [x and x[i].logprob for _, i, x in rows],
+            "top_logprobs": [x and {self.label(b, j): y.logprob for j, y in x.items()} for b, _, x in rows]}
 
   def label(self, before: list[int], token: int) -> str:
     """Return a token's text, or its id as text if the body asks for it."""
@@ -400,7 +407,7 @@ class ChatBuilder(CompletionBuilder):
     return {"message": {"role": "assistant", "content": content, **fields},
             **({"finish_reason": "tool_calls"} if is_call else {})}
 
-  def logprobs(self, rows: list[tuple], offset: int) -> dict[str, list]:
+  def logprobs(self, rows: list[tuple], index: int) -> dict[str, list]:
     def entry(before: list[int], token: int, entries: dict[int, Logprob]) -> dict[str, Any]:
       text = self.piece(before, token)
       return {"token": self.label(before, token), "logprob": entries[token].logprob, "bytes": [*text.encode()]}

@@ -61,6 +61,7 @@ class Serving:
             "parent": None, "max_model_len": self.llm.llm.max_model_len}
 
   async def tokenize(self, body: protocol.TokenizeRequest) -> dict[str, Any]:
+    self.check_model(body.model or None)
     engine = self.llm.llm
     chat = body.messages is not None
     check((body.prompt is None) == chat, "prompt: set either prompt or messages")
@@ -68,10 +69,11 @@ class Serving:
       text = protocol.chat_text(body, engine.tokenizer, self.trusts_template) if chat else body.prompt
       return engine.tokenizer.encode(text, body.add_special_tokens or body.add_special_tokens is None and not chat)
     ids = await asyncio.to_thread(encode)
-    token_strs = {"token_strs": engine.tokenizer.pieces(ids)} if body.return_token_strs else {}
-    return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, **token_strs}
+    return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids,
+            "token_strs": engine.tokenizer.pieces(ids) if body.return_token_strs else None}
 
   async def detokenize(self, body: protocol.DetokenizeRequest) -> dict[str, str]:
+    self.check_model(body.model or None)
     size = self.llm.llm.model_config.vocab_size
     check(all(0 <= i < size for i in body.tokens), f"tokens: each id must be between 0 and {size - 1}")
     return {"prompt": await asyncio.to_thread(self.llm.llm.tokenizer.decode, body.tokens, False)}
@@ -85,7 +87,7 @@ class Serving:
     return await self.answer(body.to_chat(), MessagesBuilder)
 
   async def count_tokens(self, body: MessagesRequest) -> dict[str, int]:
-    self.check_model(body.model)
+    self.check_model(body.model or None)
     prompt: Any
     prompt, = await asyncio.to_thread(protocol.encode_prompts, body.to_chat(), self.llm.llm, self.trusts_template)
     return {"input_tokens": len(prompt["prompt_token_ids"])}
@@ -94,7 +96,7 @@ class Serving:
 
   async def answer(self, body: Any, builder_class: Callable[..., CompletionBuilder]) -> Response:
     """Run a CompletionRequest or a ChatRequest."""
-    self.check_model(body.model)
+    self.check_model(body.model or None)
     engine = self.llm.llm
     defaults = self.chat_defaults if isinstance(body, ChatRequest) else engine.sampling_defaults
     params = await asyncio.to_thread(protocol.sampling_params, body, defaults)   # may take long

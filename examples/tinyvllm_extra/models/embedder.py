@@ -1,0 +1,39 @@
+"""Embedding models: a language model whose output is the hidden state of the last token instead of logits."""
+import contextvars, dataclasses, pathlib
+from typing import Any
+
+from tinygrad import Tensor
+from tinygrad.dtype import DType
+
+from tinyvllm.backend import Backend, Devices
+from tinyvllm.config import ModelConfig, check, read_json
+from tinyvllm.llama import Llama
+
+# The option `runner` of the model that this thread loads
+runner: contextvars.ContextVar[str] = contextvars.ContextVar("runner", default="auto")
+MODULES = {"Transformer", "Pooling", "Normalize"}   # sentence-transformers' modules that tinyvllm computes
+
+
+class Embedder(Llama):
+  """A model without lm_head: returns float32 hidden states, (S, hidden), after the final norm, in place of logits."""
+  def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
+    count = len(devices.names)
+    check(count == 1, f"tensor_parallel_size={count} must be 1 for an embedding model")
+    super().__init__(dataclasses.replace(config, tie_word_embeddings=True), dtype, backend, devices)
+    def identity(h: Tensor, dtype: DType) -> Tensor: return h.cast(dtype).contiguous()
+    self.lm_head = identity   # type: ignore[assignment]
+
+
+def is_embedder(path: pathlib.Path) -> bool:
+  """Return whether to compute embeddings with a model: as `runner` says, or if it is auto, for a folder with
+  modules.json of sentence-transformers, as in vLLM. Raises InputError for pooling other than of the last token."""
+  folder = path if path.is_dir() else path.parent
+  modules: Any = read_json(path / "modules.json") if path.is_dir() else {}
+  if runner.get() == "generate" or runner.get() == "auto" and not modules: return False
+  unsupported = [x["type"] for x in modules if x["type"].rpartition(".")[2] not in MODULES]
+  check(not unsupported, f"model: {folder}: modules.json has {unsupported}; supported: {', '.join(sorted(MODULES))}: "
+        "choose another model")
+  pooling = read_json(folder / "1_Pooling" / "config.json") or {"pooling_mode_lasttoken": True}
+  check(pooling.get("pooling_mode_lasttoken"), f"model: {folder}: 1_Pooling/config.json: pooling_mode_lasttoken must "
+        "be true, because only the last token has seen the whole text: choose another model")
+  return True
