@@ -115,7 +115,8 @@ def install_device() -> None:
 
 
 def render_kernels() -> list[Kernel]:
-  """Run the engine on the stand-in, and return all kernels that it compiled. Needs a process with DEV=METAL."""
+  """Run the engine on the stand-in, and return all kernels that it compiled, including a few that fill random weights.
+  Needs a process with DEV=METAL."""
   install_device()
   from benchmarks.common import SHAPES, random_weights
   from tinygrad import Device
@@ -179,6 +180,7 @@ def main() -> int:
   args = parser.parse_args()
   with tempfile.TemporaryDirectory() as folder:   # not the user's kernel cache: its kernels come from a device
     os.environ |= {"DEV": "METAL", "CACHEDB": f"{folder}/cache.db"}
+    os.environ.pop("DMC", None)   # which kernels/tinygrad_patches.py sets for CPUs: no vectors
     kernels = render_kernels()
   if args.kernels: args.kernels.write_text(json.dumps(kernels))
   problems = [line for kernel in kernels for line in violations(kernel)]

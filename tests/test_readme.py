@@ -74,8 +74,8 @@ def test_render_rendered_kernels_says_not_run():
   record = {"backend": "METAL", "status": "rendered and parsed", "kernels": 56, "threadgroup_memory": 6144,
             "buffers": 15, "threads": 128, "tinygrad": "0.14.0", "date": "2030-01-02"}
   assert rows_by_name([record])["| `METAL`"] == (
-    "| `METAL` | none | rendered and parsed, not run: 56 kernels, at most 6,144 bytes of threadgroup memory, 15 buffers, "
-    "128 threads |  |  | 0.14.0, 2030-01-02 |")
+    "| `METAL` | none | rendered and parsed, not run: 56 kernels, at most 6,144 bytes of threadgroup memory, 15 "
+    "buffers, 128 threads |  |  | 0.14.0, 2030-01-02 |")
 
 
 @pytest.mark.parametrize(("line", "expected"), [
