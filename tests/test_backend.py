@@ -5,9 +5,13 @@ second to compile a kernel, and WebGPU half a second for a step. tests/benchmark
 import functools
 import itertools
 import logging
+import os
 import random
 import re
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,16 +20,18 @@ from reference import (assert_same_outputs, check_invariants, quantize_kv, refer
                        run_to_end, tiny_model)
 from test_fields import changed
 from test_quantization import quantized_model
-from tinygrad import Device, dtypes
+from tinygrad import Device, Tensor, dtypes
 from tinygrad.engine.realize import get_call_arg_uops
 from tinygrad.helpers import ansistrip
 from tinygrad.uop.ops import Ops
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.backend import Backend
 from tinyvllm_extra import graphs
+from tinyvllm_extra.kernels import make_backend
+from tinyvllm_extra.kernels.drivers import is_opencl_cpu
 
 pytestmark = pytest.mark.backend
+ROOT = Path(__file__).parents[1]
 BS, BUDGET, BLOCKS = 4, 8, 16   # block size, token budget of a step, blocks in the pool
 ENGINE = {"max_model_len": BS * BLOCKS, "block_size": BS, "max_num_seqs": BUDGET, "max_num_batched_tokens": BUDGET}
 MIN_MARGIN = 0.05   # between the two best logits: below it, rounding could choose the other token
@@ -474,7 +480,7 @@ def test_quantized_kv_cache_equals_reference_with_rounded_k_and_v(folder, kind):
     num_equal += sum(margins == 0)
     assert ids_of(llm.generate(tokens(ids), params(6))[0]) == output_ids
   assert num_equal >= 22, num_equal
-  assert limit_violations(llm, Backend().largest_tensor()) == []
+  assert limit_violations(llm, llm.backend.largest_tensor()) == []
 
 
 def test_kernels_of_each_graph_kind_stay_within_device_limits(llm_float32, folder, monkeypatch):
@@ -487,12 +493,12 @@ def test_kernels_of_each_graph_kind_stay_within_device_limits(llm_float32, folde
   kinds = {(mode, *map(bool, features)) for _, _, mode, *features, _ in map(graphs.sizes_of, llm_float32.runner.graphs)}
   assert {(0, False, False, False), (1, False, False, False), (2, False, False, False), (0, True, False, False),
           (0, False, True, False), (0, False, False, True), (2, True, True, True)} <= kinds
-  assert limit_violations(llm_float32, Backend().largest_tensor()) == []
+  assert limit_violations(llm_float32, llm_float32.backend.largest_tensor()) == []
 
 
 def test_kernels_of_each_dtype_stay_within_device_limits(llm):
   for length in (1, 8): llm.generate(tokens([280 + length] * length), params(1))
-  assert limit_violations(llm, Backend().largest_tensor()) == []
+  assert limit_violations(llm, llm.backend.largest_tensor()) == []
 
 
 # Devices with a limit on tensor sizes
@@ -500,7 +506,8 @@ def test_kernels_of_each_dtype_stay_within_device_limits(llm):
 LARGEST = 40 * 1024   # bytes: 32 rows of logits, 160 of the 257 blocks that 16 sequences could use, or the embeddings
 
 
-def set_largest_tensor(monkeypatch, largest): monkeypatch.setattr(Backend, "largest_tensor", lambda backend: largest)
+def set_largest_tensor(monkeypatch, largest):
+  monkeypatch.setattr(type(make_backend()), "largest_tensor", lambda backend: largest)
 
 
 def test_largest_tensor_limits_step_and_pool_with_message(folder, monkeypatch, llm_float32):
@@ -526,3 +533,29 @@ def test_weight_above_largest_tensor_raises_with_name_and_sizes(folder, monkeypa
   set_largest_tensor(monkeypatch, LARGEST // 4)
   with pytest.raises(ValueError, match=f"{folder}: model.embed_tokens: .*{LARGEST // 4}: .*DEV=CPU"):
     open_engine(folder, dtype="float32")
+
+
+# Memory and the default device
+
+def test_tensor_of_the_largest_reported_size_holds_values():
+  backend = make_backend()
+  free, largest = backend.free_memory(Device.DEFAULT), backend.largest_tensor()
+  assert free > 2**30 and largest >= 2**27
+  size = min(largest, free // 4, 2**28) // 4   # elements; 2**28 bytes are above the limit that OpenCL guarantees
+  x = (Tensor.arange(size // 2**16).reshape(-1, 1) + Tensor.zeros(2**16, dtype=dtypes.int32)).contiguous().realize()
+  assert x.nbytes() == size // 2**16 * 2**18 > 2**26
+  assert x[:, -1].numpy().tolist() == [*range(size // 2**16)]
+
+
+@pytest.mark.skipif(Device.DEFAULT != "CL" or not is_opencl_cpu(Device.default), reason="OpenCL on a CPU only")
+@pytest.mark.parametrize("dev, device", [(None, "CPU"), ("CL", "CL")])
+def test_default_device_is_cpu_backend_unless_dev_selects_opencl(dev, device):
+  """In a new process, as a user starts it. Other devices, such as CUDA, are hidden from it."""
+  settings = {"CUDA_VISIBLE_DEVICES": "", "VISIBLE_DEVICES": "", "DEV": dev,
+              "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "examples"]))}
+  env = {name: x for name, x in {**os.environ, **settings}.items() if x is not None}
+  run = subprocess.run([sys.executable, "-m", "tinyvllm", "generate", "Hello"], env=env, capture_output=True, text=True,
+                       check=True, timeout=300)
+  lines = run.stderr.splitlines()
+  assert run.stdout == "Hello, world!\n" and any(f" on {device} in " in line for line in lines), run.stderr
+  assert sum(Device.default.device_name in line for line in lines) == (not dev)

@@ -53,12 +53,29 @@ def test_backends_table_equals_records():
     "python tests/benchmarks/backends.py --write tests/README.md")
 
 
-def test_render_backend_without_record_is_not_run():
+def test_readme_devices_have_a_status_that_agrees_with_records():
+  """One row per backend: where its tests were run, emulated, or rendered and parsed; or not tried. Nothing else."""
+  section = (ROOT / "README.md").read_text().split("## Tested devices")[1].split("\n## ")[0]
+  rows = re.findall(r"^\| `(\w+)` \| (run on|emulated|rendered and parsed|not tried)(?: [^|]*)? \|$", section, re.M)
+  assert [name for name, _ in rows] == backends.KNOWN and section.count("\n|") == len(rows) + 2
+  records = {x["backend"]: x.get("status", "run on") for x in backends.read_records()}
+  assert {name: status for name, status in rows if status != "not tried"} == records
+
+
+def test_render_backend_without_record_is_not_tried():
   rows = rows_by_name([])
-  assert [name for name in rows if "not run by us" in rows[name]] == ["| `METAL`", "| `AMD`"]
+  assert [name for name in rows if "not tried" in rows[name]] == ["| `METAL`", "| `AMD`"]
   rows = rows_by_name([RECORD, {**RECORD, "backend": "NEW", "failed": 2}])
   assert rows["| `METAL`"] == "| `METAL` | Apple M9 | 49 passed, 61 s | 123.5 tokens/s | bundled | 0.14.0, 2030-01-02 |"
-  assert "49 passed, 2 failed" in rows["| `NEW`"] and "not run by us" in rows["| `AMD`"]
+  assert "49 passed, 2 failed" in rows["| `NEW`"] and "not tried" in rows["| `AMD`"]
+
+
+def test_render_rendered_kernels_says_not_run():
+  record = {"backend": "METAL", "status": "rendered and parsed", "kernels": 56, "threadgroup_memory": 6144,
+            "buffers": 15, "threads": 128, "tinygrad": "0.14.0", "date": "2030-01-02"}
+  assert rows_by_name([record])["| `METAL`"] == (
+    "| `METAL` | none | rendered and parsed, not run: 56 kernels, at most 6,144 bytes of threadgroup memory, 15 "
+    "buffers, 128 threads |  |  | 0.14.0, 2030-01-02 |")
 
 
 @pytest.mark.parametrize(("line", "expected"), [

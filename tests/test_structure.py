@@ -2,6 +2,7 @@
 `ast` instead of importing it."""
 import ast
 import graphlib
+import re
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -15,6 +16,12 @@ FILES = {".".join(path.relative_to(folder.parent).with_suffix("").parts).removes
          for folder in (PACKAGE, EXTENSION) for path in sorted(folder.rglob("*.py"))}   # by module name
 MAX_FUNCTION_LINES = 40
 PATCHES = f"{EXTRA}.kernels.tinygrad_patches"
+PUBLIC = {f"tinygrad.{name}" for name in (
+  "Context", "Device", "Tensor", "TinyJit", "UOp", "dtypes", "function", "helpers", "nn")}
+# Names in tinygrad's submodules that may be imported outside of `kernels`: a type, a custom kernel's name, an error, a
+# number's text, and the order of devices
+STABLE = {"dtype.DType", "uop.ops.KernelInfo", "device.CompileError", "device.ALL_DEVICES", "helpers.size_to_str"}
+INTERNAL = {"uop", "_buf", "_copyin", "_copyout", "mstack", "mselect", "unshard"}   # attributes of tinygrad's objects
 # Assignments to tinygrad's state that do not change its behavior
 ALLOWED_ASSIGNMENTS = {
   (f"{EXTRA}.kernels", "helpers.DEV.value"),   # selects a renderer for the CPU device, as DEV does
@@ -174,6 +181,41 @@ def test_only_tinygrad_patches_assigns_to_tinygrad():
   assert tinygrad_assignments(PATCHES), "the check must find the patches"
   assignments = {(module, target) for module in FILES if module != PATCHES for target in tinygrad_assignments(module)}
   assert assignments == ALLOWED_ASSIGNMENTS
+
+
+def tinygrad_imports(module: str) -> set[str]:
+  """Return a module's imports from tinygrad's submodules, which are not its public interface, as "submodule.name"."""
+  names = {name for node in walk(parse(module), lambda node: True) for name in imported_names(module, node)}
+  return {name.removeprefix("tinygrad.") for name in names if name.startswith("tinygrad.") and name not in PUBLIC}
+
+
+def test_only_kernels_import_tinygrad_internals():
+  assert tinygrad_imports(f"{EXTRA}.kernels.schedule"), "the check must find imports"
+  for module in FILES:
+    if not in_package(module, f"{EXTRA}.kernels"): assert tinygrad_imports(module) <= STABLE, module
+
+
+def test_only_kernels_and_two_core_functions_access_buffers_of_tensors():
+  attributes = {(module, node.attr) for module in FILES if not in_package(module, f"{EXTRA}.kernels")
+                for node in ast.walk(parse(module)) if isinstance(node, ast.Attribute) and node.attr in INTERNAL}
+  functions = {f"{CORE}.backend": ("uop", "_buf", "_copyout"), f"{CORE}.runner": ("uop", "_buf", "_copyin")}
+  assert attributes == {(module, name) for module, names in functions.items() for name in names}
+
+
+def test_page_lists_each_module_that_uses_tinygrad_internals():
+  page = (EXTENSION.parent / "docs" / "tinygrad.md").read_text()
+  modules = {FILES[module].name for module in FILES if in_package(module, f"{EXTRA}.kernels")
+             and tinygrad_imports(module)} | {"backend.py", "runner.py"}
+  assert modules <= set(re.findall(r"`(\w+\.py)`", page))
+  assert all(name in page for name in STABLE)
+
+
+def test_tinygrad_is_pinned_to_the_version_that_the_patches_were_checked_with():
+  dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+  version, = [name.removeprefix("tinygrad==") for name in dependencies if name.startswith("tinygrad")]
+  constraint, = re.findall(r"^tinygrad==(.*)$", (ROOT / ".ci" / "constraints.txt").read_text(), re.M)
+  assert version == constraint and re.fullmatch(r"\d+\.\d+\.\d+", version)
+  assert f'VERSION = "{version}"' in FILES[PATCHES].read_text()
 
 
 def test_core_functions_have_at_most_40_lines():

@@ -30,6 +30,7 @@ from tinyvllm import SamplingParams
 from tinyvllm.config import EngineConfig, Options, check, option
 from tinyvllm_extra.cli import FAILURES
 from tinyvllm_extra import hub
+from tinyvllm_extra.kernels import prepare_device
 from tinyvllm_extra.flags import add_flags, parse_flags, select_options, set_log_level
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.server.app import Server, ServerConfig, check_port
@@ -242,6 +243,7 @@ def app(args: dict[str, Any]) -> Any:
     find_model(open_checkpoint(path).hf_config, path)   # raises InputError for an unsupported model
   seqs = engine.get("max_num_seqs", EngineConfig.max_num_seqs)
   # `serve run` calls this before Ray starts: look at this machine instead of the cluster
+  if not ray.is_initialized(): prepare_device()   # chooses the default device; replicas get the variable DEV
   any_gpu = ray.cluster_resources().get("GPU") if ray.is_initialized() else Device.DEFAULT in ("AMD", "CUDA", "NV")
   gpus = own.gpus_per_replica
   if gpus is None: gpus = int(engine.get("tensor_parallel_size", 1)) if any_gpu else 0

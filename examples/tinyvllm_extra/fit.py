@@ -17,12 +17,13 @@ QUANTIZED = {"int8": 8 + 16 / 32, "int4": 4 + 32 / 32}
 
 
 def open_device() -> dict[str, Any]:
-  """Open the default device. Return its dtype of activations, its support of DTYPES, and its free memory."""
-  kernels.prepare_device()
+  """Open the default device. Return its dtype of activations, its support of DTYPES, its free memory, and why it is the
+  default ("" if tinygrad chose it)."""
+  why = kernels.prepare_device()
   backend = kernels.make_backend()
   supported = Device.default.renderer.supported_dtypes()
   return {"dtype": backend.pick_dtype("auto"), **{name: getattr(dtypes, name) in supported for name in DTYPES},
-          "free_gib": backend.free_memory(Device.DEFAULT) / GIB}
+          "free_gib": backend.free_memory(Device.DEFAULT) / GIB, "why": why}
 
 
 def prequantized(hf: dict[str, Any]) -> str | None:

@@ -3,12 +3,12 @@ the vocabulary, and reads the partial sums of the others in place."""
 import dataclasses, itertools
 from typing import Any
 
-from tinygrad import Context, Device, Tensor, UOp
-from tinygrad.engine.jit import _TinyJit
-from tinygrad.uop.ops import AxisType
+from tinygrad import Device, Tensor
 
 from tinyvllm import backend
 from tinyvllm.config import EngineConfig, ModelConfig, check
+
+from .kernels import shards
 
 ROWS = 16   # vocabulary rows per device are a multiple of it, for the matrix kernels' tiles
 
@@ -40,22 +40,6 @@ def check_peers(count: int) -> None:
     check(readable, f"{text} must be 1: {reader.device} cannot read {owner.device}'s memory (nvidia-smi topo -p2p r)")
 
 
-class Graph(_TinyJit):
-  """A captured step on several devices. step: a partial of Runner._compute whose last argument is the GraphKey."""
-  def __init__(self, devices: tuple[str, ...], step: Any):
-    super().__init__(step)
-    self.devices = devices
-    # Devices wait before they reuse memory that others read. Small steps need so little that none is reused
-    self.no_reuse = int(step.args[-1].num_tokens <= 64)
-
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    if self.cnt != 1: return super().__call__(*args, **kwargs)   # no Context, which all threads would share
-    with Context(NO_MEMORY_PLANNER=self.no_reuse): results = super().__call__(*args, **kwargs)
-    # A capture changes CUDA's current device, in whose stream steps run: synchronize the engine's, the first, last
-    for name in reversed(self.devices[1:]): Device[name].synchronize()
-    return results
-
-
 class Devices(backend.Devices):
   """Several devices of the same type. Each has the same number of vocabulary rows: the last ones are padding, whose
   logits `gather` removes."""
@@ -74,20 +58,5 @@ class Devices(backend.Devices):
     shares = {name: size // count for name, size in sizes.items()}
     return dataclasses.replace(model, **shares, vocab_size=-(-model.vocab_size // (ROWS * count)) * ROWS)
 
-  def jit(self, step: Any) -> Any: return Graph(self.names, step)
-  def gather(self, logits: Tensor) -> Tensor: return Tensor(logits.uop.unshard(1)).to(None)[:, :self.vocab_size]
-
-
-def local_ids(ids: Tensor, num_rows: int) -> Tensor:
-  """Return the index of each id's row in each device's embeddings, num_rows for ids of other devices. ids: (T,)."""
-  if not isinstance(ids.device, tuple): return ids
-  first = Tensor(UOp.range(len(ids.device), -1, AxisType.DEVICE)).cast(ids.dtype) * num_rows
-  own = ids - first
-  return (own < 0).where(num_rows, own).contiguous()
-
-
-def partial_sums(x: Tensor) -> list[Tensor]:
-  """Return every device's partial sum x as a tensor that all devices can read."""
-  if not isinstance(x.device, tuple): return [x]
-  count = len(x.device)
-  return [Tensor(UOp.mstack(*[x.uop.mselect(i)] * count)) for i in range(count)]
+  def jit(self, step: Any) -> Any: return shards.Graph(self.names, step)
+  def gather(self, logits: Tensor) -> Tensor: return shards.join(logits)[:, :self.vocab_size]

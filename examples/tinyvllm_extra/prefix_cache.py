@@ -1,18 +1,18 @@
 """Saves the prefix cache, cached blocks with their hashes, to a file for a restarted engine. A file is only loaded into
 an engine that would compute the same blocks, a block with a wrong checksum is never loaded, and a file is replaced
 completely or not at all."""
-import collections, contextlib, functools, hashlib, json, math, os, pathlib, tempfile, time, weakref, zlib
+import collections, contextlib, functools, hashlib, json, os, pathlib, tempfile, time, weakref, zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from tinygrad import Device, Tensor, TinyJit, UOp, dtypes
+from tinygrad import Device, Tensor, TinyJit, dtypes
 
 from tinyvllm.backend import exclusive
 from tinyvllm.config import ModelConfig, check, logger
 
-from .kernels.schedule import kernel_of
+from .kernels.buffers import buffers_of, copy_blocks, copy_to_devices, write
 from .weights import open_checkpoint
 
 if TYPE_CHECKING: from tinyvllm.engine import Engine
@@ -60,33 +60,6 @@ def cache_tensors(engine: "Engine") -> list[Tensor]:
   return [tensor for runner in engine.runners for layer in runner.kv_caches for tensor in layer]
 
 
-def buffers_of(tensor: Tensor) -> list[Any]:
-  """Return the tensor's buffer on each device."""
-  buffer: Any = tensor.uop.buffer
-  return [x.ensure_allocated() for x in getattr(buffer, "bufs", [buffer])]
-
-
-def copy_kernel(out: UOp, targets: UOp, source: UOp, blocks: UOp) -> UOp:
-  """out[targets[i]] = source[blocks[i]], in place."""
-  size = math.prod(out.shape[1:])
-  i = UOp.range(targets.shape[0], 0)
-  j = UOp.range(size, 1)
-  value = source.base.index(blocks[i].load() * size + j)
-  return kernel_of("copy_blocks", out.base.index(targets[i].load() * size + j).store(value))
-
-
-def copy_blocks(out: list[Tensor], targets: dict[Any, Tensor], source: list[Tensor], blocks: dict[Any, Tensor]) -> None:
-  """Copy blocks on the device. targets, blocks: block numbers by device."""
-  copies = [x.custom_kernel(targets[x.device], y, blocks[x.device], fxn=copy_kernel)[0]
-            for x, y in zip(out, source, strict=True)]
-  Tensor.realize(*copies)
-
-
-def copy_to_devices(tensor: Tensor, array: np.ndarray) -> None:
-  """Copy the whole array to each device."""
-  for buffer in buffers_of(tensor): buffer.allocator._copyin(buffer._buf, array.data.cast("B"))
-
-
 class Blocks:
   """Reads and writes an engine's blocks as rows of bytes, up to `count` at a time, through a staging tensor on the
   device for each cache tensor. Works for any number of cache tensors of any dtypes and shapes."""
@@ -132,7 +105,7 @@ class Blocks:
     padded = np.zeros((self.count, self.row_bytes), np.uint8)
     padded[:len(rows)] = rows
     for buffer, columns in zip(self.staging_buffers, np.split(padded, ends[:-1], 1), strict=True):
-      buffer.allocator._copyin(buffer._buf, np.ascontiguousarray(columns).data.cast("B"))
+      write(buffer, np.ascontiguousarray(columns))
     self.scatter()
     self._synchronize()
 

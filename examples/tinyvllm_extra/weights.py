@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from tinygrad import Tensor, UOp, dtypes, helpers
+from tinygrad import Tensor, dtypes, helpers
 from tinygrad.dtype import DType
 
 from tinyvllm import llama
@@ -14,6 +14,7 @@ from tinyvllm.backend import Module, renderer
 from tinyvllm.config import check, read_json
 
 from .formats import DEQUANTIZED, READERS, UNUSED
+from .kernels.shards import stack as stack_shards
 from .quantization import (E4M3, Matrix, concatenate, dequantize, describe, find_layouts, is_e4m3, pad_rows, quantize,
                            read_matrix, round_scales, split, stack, to_float32)
 
@@ -166,8 +167,7 @@ class Checkpoint(llama.Checkpoint):
       check(size <= limit, f"model: {self.path}: {', '.join(module.sources)}: {size} bytes, but the device's "
             f"limit for a tensor is {limit}: choose another device, such as DEV=CPU")
       tensors.append(tensor.realize())
-    if len(tensors) == 1: return tensors[0]
-    return Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()
+    return tensors[0] if len(tensors) == 1 else stack_shards(tensors)
 
 
 def supports_e4m3() -> bool:

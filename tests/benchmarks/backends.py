@@ -112,10 +112,18 @@ def render(records: list[dict]) -> str:
 
 
 def cells(record: dict | None) -> list[str]:
-  if not record: return ["", "not run by us", "", "", ""]
+  if not record: return ["", "not tried", "", "", ""]
+  if "status" in record:   # of a check without the device: tests/metal.py
+    largest = (f"{record['threadgroup_memory']:,} bytes of threadgroup memory, {record['buffers']} buffers, "
+               f"{record['threads']} threads")
+    return ["none", f"{record['status']}, not run: {record['kernels']} kernels, at most {largest}", "", "",
+            version_and_date(record)]
   failed = f", {record['failed']} failed" if record["failed"] else ""
   return [record["device"], f"{record['passed']} passed{failed}, {record['seconds']} s",
-          f"{record['tokens_per_second']:.1f} tokens/s", record["model"], f"{record['tinygrad']}, {record['date']}"]
+          f"{record['tokens_per_second']:.1f} tokens/s", record["model"], version_and_date(record)]
+
+
+def version_and_date(record: dict) -> str: return f"{record['tinygrad']}, {record['date']}"
 
 
 def read_records() -> list[dict]: return json.loads(RECORDS.read_text()) if RECORDS.exists() else []

@@ -31,11 +31,10 @@ from tinygrad.uop.ops import KernelInfo
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.backend import Backend
 from tinyvllm.llama import Llama
 from tinyvllm_extra import graphs, weights
 from tinyvllm_extra.huggingface import Tokenizer
-from tinyvllm_extra.kernels import prepare_device
+from tinyvllm_extra.kernels import make_backend, prepare_device
 from tinyvllm_extra.kernels.matmul import Linear, scales_shape
 
 
@@ -295,7 +294,7 @@ def make_copy() -> tuple[Callable[[], Tensor], int]:
   """Return a kernel that copies more than the caches hold, and its bytes read plus written. On a GPU each thread copies
   16 bytes: tinygrad's heuristics reach 40% of that bandwidth."""
   gpu = Device[Device.DEFAULT].renderer.has_local
-  size = min(2**30 if gpu else 2**28, Backend().largest_tensor())   # bytes
+  size = min(2**30 if gpu else 2**28, make_backend().largest_tensor())   # bytes
   source, target = (Tensor.zeros(size // 4).clone().realize() for _ in range(2))
   opts = (Opt(OptOps.UPCAST, 0, 4), Opt(OptOps.LOCAL, 0, 256)) if gpu else None
 

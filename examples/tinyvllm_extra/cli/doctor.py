@@ -6,10 +6,12 @@ import subprocess, sys, time
 from typing import Any
 
 import numpy as np
-from tinygrad import Context, Device, Tensor, TinyJit, device as devices, dtypes
+from tinygrad import Context, Device, Tensor, TinyJit, dtypes
+from tinygrad.device import ALL_DEVICES
 
 from tinyvllm import __version__, backend, config
 from tinyvllm_extra import kernels
+from tinyvllm_extra.kernels.drivers import device_memory, host_memory
 from tinyvllm_extra.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
 from tinyvllm_extra.weights import Checkpoint, open_checkpoint
 
@@ -17,7 +19,7 @@ LIMIT = 90   # timeout of a backend's process, in seconds
 BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes
 INPUTS = 4096    # number of input features of the weights
 WORDS = {"True": "yes", "False": "no"}
-ORDER = [name for name in devices.ALL_DEVICES if name != "DSP"]
+ORDER = [name for name in ALL_DEVICES if name != "DSP"]
 NO_COMPILER = "none; the CPU backend needs one: pip install 'tinyvllm[cpu]' installs clang"
 
 
@@ -52,10 +54,7 @@ def describe(opened: Any) -> tuple[str, int]:
     return cuda.describe(opened)
   info = pathlib.Path("/proc/cpuinfo")
   names = re.findall(r"model name\s*: (.*)", info.read_text()) if opened.device == "CPU" and info.exists() else []
-  return [*names, getattr(opened, "device_name", opened.arch or "")][0], host_memory()
-
-
-def host_memory() -> int: return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+  return [*names, getattr(opened, "device_name", opened.arch or "")][0], device_memory(opened.device).total
 
 
 def bandwidth(layer_type: type[backend.Linear], size: int, dtype: Any, seconds: float) -> float:
@@ -105,9 +104,9 @@ def make_report(seconds: float, models: dict[str, dict[str, Any]], kv_cache_dtyp
   default = run_probe(dev, 0)
   opened = [row for row in backends if row["opens"]]
   default_rows = [row for row in opened if row["renderer"] == default.get("renderer")]
-  why = f"DEV={dev}" if dev else f"the first of {', '.join(ORDER)} that opens"
+  why = f"DEV={dev}" if dev else default.get("why") or f"the first of {', '.join(ORDER)} that opens"
   machine = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(),
-             "free_gib": backend.Backend().free_memory("CPU") / GIB, "total_gib": host_memory() / GIB}
+             "free_gib": host_memory().free / GIB, "total_gib": host_memory().total / GIB}
   return {"machine": {"tinyvllm": __version__, "tinygrad": importlib.metadata.version("tinygrad"), **machine},
           "compiler": compiler(), "backends": backends, "chosen": default_rows[0]["backend"] if default_rows else None,
           "why": why if default_rows else f"{why}: {default.get('reason', 'it failed in the second test')}",

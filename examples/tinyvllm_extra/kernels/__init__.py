@@ -1,6 +1,6 @@
 """Backends that are faster than the core's: attention and matrix kernels with a fixed schedule for CPUs, GPUs and
 NVIDIA tensor cores; layers traced once; lowered kernels cached on disk."""
-import logging, os, time
+import contextlib, logging, os, time
 from typing import Any
 
 from tinygrad import Device, helpers
@@ -10,7 +10,7 @@ from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.config import extension, logger
 from tinyvllm.runner import GraphKey, Runner
 
-from . import layers, matmul, sampling, tensor_cores, tinygrad_patches
+from . import drivers, layers, matmul, sampling, tensor_cores, tinygrad_patches
 from .cpu import find_compiler
 from .tinygrad_patches import num_compiled
 
@@ -26,6 +26,8 @@ class FastBackend(backend.Backend):
   run_layers = staticmethod(layers.run_layers)
 
   def __init__(self) -> None: self.graph_state = extension("graphs").GraphState()
+  def free_memory(self, device: str) -> int: return drivers.device_memory(device).free
+  def largest_tensor(self) -> int: return drivers.device_memory(Device.DEFAULT).largest or super().largest_tensor()
 
   def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int:
     """Round down, because the kernel cache depends on this number. On a CPU, use at most 4 GiB."""
@@ -55,17 +57,33 @@ def make_backend() -> backend.Backend:
   return extension("kernels.cuda").CUDABackend() if Device.DEFAULT == "CUDA" else FastBackend()
 
 
-def prepare_device() -> None:
-  """Find a C compiler, open the default device and patch tinygrad for it. Raises RuntimeError with what to install if
-  no device opens."""
+def prefer_cpu_backend() -> str:
+  """Make the CPU backend the default if tinygrad chooses OpenCL, and the OpenCL device is a CPU: the CPU backend's
+  kernels are faster there. Return the reason, or "" if the default stays, as it does if the user has set DEV."""
+  if repr(helpers.DEV) or Device.DEFAULT != "CL" or not drivers.is_opencl_cpu(Device.default): return ""
+  name = Device.default.device_name   # type: ignore[attr-defined]
+  reason = f"faster than OpenCL on a CPU; DEV=CL selects OpenCL on {name}"
+  with contextlib.suppress(Exception):   # the CPU backend does not open; devices raise different types
+    Device["CPU"].synchronize()
+    helpers.DEV.value = os.environ["DEV"] = "CPU"   # the variable is for processes that this one starts
+    logger.info(f"using the CPU backend: {reason}")
+    return reason
+  return ""
+
+
+def prepare_device() -> str:
+  """Find a C compiler, open the default device and patch tinygrad for it. Return why the default device is not the one
+  that tinygrad chooses, or "". Raises RuntimeError with what to install if no device opens."""
   try:
     path = find_compiler()
     compiler = os.environ["CC"] = path or "echo"   # tinygrad needs a command even if it compiles nothing
+    reason = prefer_cpu_backend() if path else ""
     if path is None: helpers.DEV.value = f"{repr(helpers.DEV) or Device.DEFAULT};CPU:X86"   # GPUs open a CPU, too
     if Device.DEFAULT == "CPU" and (path is None or helpers.DEV.renderer == "X86"):
       raise RuntimeError("no C compiler found, and tinygrad's own assembler cannot compile all kernels")
     renderer()   # opens the device
     tinygrad_patches.apply(compiler)
+    return reason
   except Exception as e:   # devices raise different types
     raise RuntimeError(f"tinygrad finds no usable device ({str(e).strip().splitlines()[0]}). For the CPU: pip install "
                        "'tinyvllm[cpu]', which contains a compiler; or choose one: DEV=CUDA, METAL, AMD, ...") from e

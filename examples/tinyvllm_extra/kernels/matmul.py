@@ -15,10 +15,10 @@ from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
 
 from ..quantization import E4M3, Quantized, is_e4m3
-from ..parallel import local_ids, partial_sums
 from .cpu import cpu_sums
 from .kv_cache import FACTOR, half_bits
 from .schedule import axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
+from .shards import local_ids, partial_sums
 from .shared_memory import MMA, SharedBuffers, mma, shared_tiles, wait
 
 PREFETCH = 4096   # bytes that a CPU core prefetches ahead of its current weights

@@ -16,7 +16,7 @@ from tinyvllm.backend import cpu_cores
 from .cpu import AVX512, EXP2, CPUGraph, allocate
 from .kernel_cache import KernelFolder
 
-VERSION = "0.14."   # the patches were checked against these versions
+VERSION = "0.14.0"   # the patches were checked with it; for the next version, see examples/docs/tinygrad.md
 WIDE = "-mprefer-vector-width=512"
 
 
@@ -40,8 +40,7 @@ def apply(compiler: str) -> None:
 @functools.cache
 def check_version() -> None:
   version = importlib.metadata.version("tinygrad")
-  if not version.startswith(VERSION):
-    logger.warning(f"tinygrad {version} is installed; tinyvllm's patches were tested with {VERSION}x")
+  if version != VERSION: logger.warning(f"tinygrad {version} is installed; tinyvllm needs tinygrad=={VERSION}")
 
 
 def run_graphs_on_all_cores() -> None:
