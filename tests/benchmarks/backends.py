@@ -78,7 +78,10 @@ def read_speed(output: str) -> float:
 def run(backend: str, *command: str) -> str:
   """Run Python with DEV=backend and return its output, which is also printed line by line."""
   paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-  environment = {**os.environ, "DEV": backend, "PYTHONPATH": os.pathsep.join(paths)}
+  return run_with({**os.environ, "DEV": backend, "PYTHONPATH": os.pathsep.join(paths)}, *command)
+
+
+def run_with(environment: dict[str, str], *command: str) -> str:
   process = subprocess.Popen([sys.executable, *command], env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.STDOUT)
   lines = list[str]()
