@@ -1,6 +1,6 @@
-"""Run the backend tests on tinygrad's emulator of AMD GPUs: RDNA3 (gfx1100) and RDNA4 (gfx1201), each with LLVM and with
-HIP C. The emulator executes each instruction of the compiled kernels. It shows that results are correct, but nothing of
-speed, memory limits or drivers. It is part of tinygrad's repository, not of the installed package.
+"""Run the backend tests on tinygrad's emulator of AMD GPUs: RDNA3 (gfx1100) and RDNA4 (gfx1201), each with LLVM and
+with HIP C. The emulator executes each instruction of the compiled kernels. It shows that results are correct, but
+nothing of speed, memory limits or drivers. It is in tinygrad's repository, not in the installed package.
 
 TINYGRAD_REPO=CHECKOUT python tests/amd.py [VARIANT ...] [-n PROCESSES] [-k TESTS] [--record]
 
@@ -17,26 +17,35 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 LLVM, HIP = "LLVM", "HIP C"
 UNALIGNED = "-unaligned-access-mode"   # a feature of the target: the emulator rounds addresses down to whole words
 # Replaces AMD's hipcc: clang, with definitions of the few functions of AMD's device libraries that kernels call
 HIPCC = """#!/bin/sh
 case "$*" in
-  *.cpp*) exec clang-19 -x hip -nogpuinc -nogpulib -include "$(dirname "$0")/device_library.h" \\
+  *.cpp*) exec clang-19 -x hip -nogpuinc -nogpulib -Wno-ignored-attributes -include "$(dirname "$0")/device_library.h" \\
     -Xclang -target-feature -Xclang {unaligned} "$@";;
   *) exec clang-19 -nogpulib "$@";;
 esac
 """
-DEVICE_LIBRARY = "".join(
-  f'extern "C" __attribute__((device, always_inline)) {kind} __{name}({parameter} x) {{ return {value}; }}\n'
-  for kind, name, parameter, value in [
-    *(("unsigned long", f"ockl_get_{name}", "unsigned", " : ".join(
-        [*(f"x == {i} ? __builtin_amdgcn_{builtin}_{axis}()" for i, axis in enumerate("xy")),
-         f"__builtin_amdgcn_{builtin}_z()"]))
-      for name, builtin in [("local_id", "workitem_id"), ("group_id", "workgroup_id"), ("local_size", "workgroup_size")]),
-    *((kind, f"ocml_{name}_f{bits}", kind, f"__builtin_elementwise_{name}(x)")
-      for kind, bits in [("_Float16", 16), ("float", 32)] for name in ("exp2", "log2", "sqrt", "trunc"))])
+DEVICE_LIBRARY = r"""
+#define DEVICE extern "C" __attribute__((device, always_inline))
+#define INDEX(name, builtin) DEVICE unsigned long __ockl_get_##name(unsigned axis) { \
+  return axis == 0 ? __builtin_amdgcn_##builtin##_x() : axis == 1 ? __builtin_amdgcn_##builtin##_y() \
+                                                                 : __builtin_amdgcn_##builtin##_z(); }
+#define MATH(name) \
+  DEVICE float __ocml_##name##_f32(float x) { return __builtin_elementwise_##name(x); } \
+  DEVICE _Float16 __ocml_##name##_f16(_Float16 x) { return __builtin_elementwise_##name(x); }
+INDEX(local_id, workitem_id)
+INDEX(group_id, workgroup_id)
+INDEX(local_size, workgroup_size)
+MATH(exp2)
+MATH(log2)
+MATH(sqrt)
+MATH(trunc)
+"""
 
 
 class Variant(NamedTuple):
@@ -53,10 +62,11 @@ VARIANTS = {"rdna3-llvm": Variant("RDNA3", LLVM, "MOCKKFD+AMD:LLVM"),
 
 def find_repository() -> Path:
   """Return tinygrad's checkout. Raises ValueError with what to set if it is missing."""
-  path = Path(os.environ.get("TINYGRAD_REPO", ""))
+  name = os.environ.get("TINYGRAD_REPO", "")
+  path = Path(name)
   if not path.is_absolute() or not (path / "test/mockgpu").is_dir():
-    raise ValueError(f"TINYGRAD_REPO={os.environ.get('TINYGRAD_REPO')} must be the absolute path of a checkout of "
-                     "tinygrad's repository: git clone https://github.com/tinygrad/tinygrad")
+    raise ValueError(f"TINYGRAD_REPO={name} must be the absolute path of a checkout of tinygrad's repository: "
+                     "git clone https://github.com/tinygrad/tinygrad")
   return path
 
 
@@ -106,6 +116,8 @@ def install_emulator(repository: Path) -> None:
     tinygrad/pull/16876."""
     return UOp(Ops.EXP2, src=(x.bitcast(dtypes.float32) if x.dtype.itemsize == 4 else x.cast(dtypes.float32),))
   pcode._FUNCS["pow"] = exp2
+  from test.mockgpu.amd import emu   # type: ignore[import-not-found]
+  if not emu._get_ftz_lib()[0]: raise pytest.UsageError("the emulator needs a clang that can link, to round as GPUs do")
 
   def init(self: Any, arch: str) -> None:
     self.arch = arch
