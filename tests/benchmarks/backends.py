@@ -78,7 +78,10 @@ def read_speed(output: str) -> float:
 def run(backend: str, *command: str) -> str:
   """Run Python with DEV=backend and return its output, which is also printed line by line."""
   paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-  environment = {**os.environ, "DEV": backend, "PYTHONPATH": os.pathsep.join(paths)}
+  return run_with({**os.environ, "DEV": backend, "PYTHONPATH": os.pathsep.join(paths)}, *command)
+
+
+def run_with(environment: dict[str, str], *command: str) -> str:
   process = subprocess.Popen([sys.executable, *command], env=environment, cwd=ROOT, text=True, stdout=subprocess.PIPE,
                              stderr=subprocess.STDOUT)
   lines = list[str]()
@@ -113,14 +116,29 @@ def render(records: list[dict]) -> str:
 
 def cells(record: dict | None) -> list[str]:
   if not record: return ["", "not tried", "", "", ""]
+  if "runs" in record:   # of emulators: tests/amd.py
+    runs = [f"{x['device']} with {x['compiler']} {counts(x)}" for x in record["runs"]]
+    last = max(x["date"] for x in record["runs"])
+    return ["none", f"emulated, not run on a card: {'; '.join(runs)}", "", "", f"{record['tinygrad']}, {last}"]
   if "status" in record:   # of a check without the device: tests/metal.py
     largest = (f"{record['threadgroup_memory']:,} bytes of threadgroup memory, {record['buffers']} buffers, "
                f"{record['threads']} threads")
     return ["none", f"{record['status']}, not run: {record['kernels']} kernels, at most {largest}", "", "",
             version_and_date(record)]
-  failed = f", {record['failed']} failed" if record["failed"] else ""
-  return [record["device"], f"{record['passed']} passed{failed}, {record['seconds']} s",
+  return [record["device"], f"{counts(record)}, {record['seconds']} s",
           f"{record['tokens_per_second']:.1f} tokens/s", record["model"], version_and_date(record)]
+
+
+def counts(record: dict) -> str:
+  return f"{record['passed']} passed" + (f", {record['failed']} failed" if record["failed"] else "")
+
+
+def status(record: dict | None) -> str:
+  """Return how README.md's table of devices must begin for a backend."""
+  if not record: return "not tried"
+  if "runs" not in record: return record.get("status", "run on")
+  devices = " and ".join(dict.fromkeys(x["device"] for x in record["runs"]))
+  return f"emulated {devices} ({max(x['date'] for x in record['runs'])})"
 
 
 def version_and_date(record: dict) -> str: return f"{record['tinygrad']}, {record['date']}"
