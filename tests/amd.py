@@ -25,8 +25,8 @@ UNALIGNED = "-unaligned-access-mode"   # a feature of the target: the emulator r
 # Replaces AMD's hipcc: clang, with definitions of the few functions of AMD's device libraries that kernels call
 HIPCC = """#!/bin/sh
 case "$*" in
-  *.cpp*) exec clang-19 -x hip -nogpuinc -nogpulib -Wno-ignored-attributes -include "$(dirname "$0")/device_library.h" \\
-    -Xclang -target-feature -Xclang {unaligned} "$@";;
+  *.cpp*) exec clang-19 -x hip -nogpuinc -nogpulib -Wno-ignored-attributes \\
+    -include "$(dirname "$0")/device_library.h" -Xclang -target-feature -Xclang {unaligned} "$@";;
   *) exec clang-19 -nogpulib "$@";;
 esac
 """
@@ -91,8 +91,9 @@ def environment(variant: Variant, folder: Path) -> dict[str, str]:
 
 def command(processes: int, tests: str) -> list[str]:
   """Return Python's arguments for a run. tests: pytest's -k, or "" for all."""
-  return ["-m", "pytest", "-p", "amd", "-m", "backend", "-n", str(processes), "--dist", "worksteal",
-          "-o", "timeout=7200", "-o", "faulthandler_timeout=0", *(["-k", tests] if tests else [])]
+  return ["-m", "pytest", "-p", "amd", "tests/test_backend.py", "-m", "backend",
+          "-n", str(processes), "--dist", "worksteal", "-o", "timeout=7200", "-o", "faulthandler_timeout=0",
+          *(["-k", tests] if tests else [])]
 
 
 def pytest_load_initial_conftests() -> None:
