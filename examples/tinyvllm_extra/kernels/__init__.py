@@ -27,7 +27,11 @@ class FastBackend(backend.Backend):
 
   def __init__(self) -> None: self.graph_state = extension("graphs").GraphState()
   def free_memory(self, device: str) -> int: return drivers.device_memory(device).free
-  def largest_tensor(self) -> int: return drivers.device_memory(Device.DEFAULT).largest or super().largest_tensor()
+  def knows_memory(self, device: str) -> bool: return drivers.device_memory(device).is_known
+
+  def largest_tensor(self) -> int:
+    limit = drivers.device_memory(Device.DEFAULT).largest if Device.DEFAULT in drivers.READERS else 0
+    return limit or super().largest_tensor()
 
   def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int:
     """Round down, because the kernel cache depends on this number. On a CPU, use at most 4 GiB."""
