@@ -8,13 +8,13 @@ import pytest
 from tinygrad import Device, helpers
 from tinygrad.runtime.autogen import opencl, webgpu
 
-from tinyvllm.backend import Backend
 from tinyvllm_extra import kernels
 from tinyvllm_extra.cli import doctor
-from tinyvllm_extra.kernels.drivers import host_memory
+from tinyvllm_extra.kernels import drivers
 
 GIB = 2**30
 HOST = 12 * GIB    # free memory of the host
+HOST_TOTAL = 16 * GIB
 UNLIMITED = 2**63
 
 
@@ -25,7 +25,7 @@ def open_fake(monkeypatch):
   renderer = Device["CPU"].renderer
   fakes = {}
   monkeypatch.setattr(Device, "_Device__get_canonicalized_item", lambda name: fakes.get(name) or real(name))
-  monkeypatch.setattr(Backend, "free_memory", lambda backend, device: HOST)
+  monkeypatch.setattr(drivers, "host_memory", lambda: drivers.Memory(HOST, HOST_TOTAL))
 
   def add(name, **attributes):
     fakes[name] = SimpleNamespace(device=name, renderer=renderer, arch="", **attributes)
@@ -140,7 +140,7 @@ def test_amd_memory_is_vram_of_kfd_minus_used(kfd): assert memory("AMD") == (13 
 
 def test_amd_without_sysfs_files_reports_memory_of_host(kfd):
   (kfd / "card/mem_info_vram_used").unlink()
-  assert memory("AMD") == (HOST, host_memory().total, UNLIMITED)
+  assert memory("AMD") == (HOST, HOST_TOTAL, UNLIMITED)
 
 
 def test_amd_without_kernel_driver_has_vram_of_card(open_fake):
@@ -194,8 +194,8 @@ LOCAL, SHARED = webgpu.WGPUHeapProperty_DeviceLocal, webgpu.WGPUHeapProperty_Hos
   ("IntegratedGPU", [(LOCAL, 6 * GIB), (LOCAL | SHARED, 2 * GIB)], 8, 8), ("DiscreteGPU", [], 12, None)])
 def test_webgpu_memory_is_heaps_of_adapter_and_its_limits(fake_webgpu, kind, heaps, free, total):
   fake_webgpu(getattr(webgpu, f"WGPUAdapterType_{kind}"), heaps, maxBufferSize=4 * GIB, maxStorageBufferBindingSize=GIB)
-  assert memory("WEBGPU") == (free * GIB, total * GIB if total else host_memory().total, GIB)
+  assert memory("WEBGPU") == (free * GIB, total * GIB if total else HOST_TOTAL, GIB)
 
 
-
-def test_cpu_memory_is_memory_of_host(open_fake): assert memory("CPU") == (HOST, host_memory().total, UNLIMITED)
+def test_cpu_memory_is_memory_of_host_except_a_reserve(open_fake):
+  assert memory("CPU") == (HOST - kernels.RESERVE, HOST_TOTAL, UNLIMITED)

@@ -112,9 +112,12 @@ def test_max_model_len_above_model_limit_raises(folder):
 
 
 def test_kv_cache_without_memory_raises(folder, monkeypatch):
-  monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: 100_000)   # below the weights
+  free_memory = "tinyvllm_extra.kernels.FastBackend.free_memory"
+  monkeypatch.setattr(free_memory, lambda backend, device: 100_000)   # below the weights
+  with pytest.raises(ValueError, match=r"^model: .*needs 0.00 GiB.*smaller model"): LLM(folder)
+  monkeypatch.setattr(free_memory, lambda backend, device: 160_000)   # the weights fit, but not in a fraction of 0.9
   with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.9.* 0.00 GiB.*smaller model"): LLM(folder)
-  monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: 220_000)   # a few blocks
+  monkeypatch.setattr(free_memory, lambda backend, device: 220_000)   # a few blocks
   with pytest.raises(ValueError, match=r"max_model_len=512.*GiB.*gpu_memory_utilization"): LLM(folder)
 
 

@@ -16,6 +16,7 @@ from tinyvllm_extra.cli.doctor import estimate_fit
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backend import Backend
 from tinyvllm.config import EngineConfig, ModelConfig
+from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.kernels.tensor_cores import kv_layout
 
 KINDS = "int8", "fp8"
@@ -135,7 +136,7 @@ def test_bytes_per_token_are_half_of_float16():
 
 def test_number_of_blocks_follows_kv_cache_dtype(folder, monkeypatch, caplog):
   """The pool has as many blocks as fit in free memory."""
-  monkeypatch.setattr(Backend, "free_memory", lambda backend, device: 300_000)
+  monkeypatch.setattr(FastBackend, "free_memory", lambda backend, device: 300_000)
   options = {**ENGINE, "max_num_seqs": 16}
   blocks = {}
   for kind in ("auto", *KINDS):

@@ -644,7 +644,7 @@ def test_pool_size_is_all_sequences_or_as_many_as_fit(folder, llm, set_free_memo
   set_free_memory(weights + one * block)
   with pytest.raises(ValueError, match=f"lower max_model_len to {(one - 1) * BS},"):
     LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
-  for left in (-1000, 0, block, 2 * block - 1):   # no block next to the null block: no length fits
+  for left in (0, block, 2 * block - 1):   # no block next to the null block: no length fits
     set_free_memory(weights + left)
     with pytest.raises(ValueError, match=r"^max_model_len=128 needs .* gpu_memory_utilization=1.0 leaves 0.00 GiB: "
                                          "raise gpu_memory_utilization"):
@@ -654,16 +654,32 @@ def test_pool_size_is_all_sequences_or_as_many_as_fit(folder, llm, set_free_memo
 def test_pool_too_small_error_suggests_valid_max_model_len(tmp_path, set_free_memory):
   model = tiny_model(tmp_path, max_position_embeddings=2**17)
   set_free_memory(20 * 2**20)   # less than the 32 MiB needed
-  options = {**ENGINE, "block_size": 16, "max_num_seqs": 2}
-  del options["max_model_len"]
+  options = {**ENGINE, "block_size": 16, "max_num_seqs": 2, "max_model_len": 2**17 - 16}
   with pytest.raises(ValueError, match=r"gpu_memory_utilization") as error: LLM(model, **options)
   pattern = (r"max_model_len=(\d+) needs ([\d.]+) GiB .*gpu_memory_utilization=0.9 leaves ([\d.]+) GiB: "
              r"lower max_model_len to (\d+)")
   match = re.search(pattern, str(error.value))
-  assert match and int(match[1]) == 2**17 and float(match[2]) > float(match[3]), str(error.value)
+  assert match and int(match[1]) == 2**17 - 16 and float(match[2]) > float(match[3]), str(error.value)
   length = int(match[4])
-  assert 0 < length < 2**17 and LLM(model, **options, max_model_len=length).get_metrics()["blocks_free"] >= length // 16
-  with pytest.raises(ValueError, match="needs"): LLM(model, **options, max_model_len=length + length // 10)
+  assert 0 < length < 2**17
+  assert LLM(model, **options | {"max_model_len": length}).get_metrics()["blocks_free"] >= length // 16
+  with pytest.raises(ValueError, match="needs"): LLM(model, **options | {"max_model_len": length + length // 10})
+
+
+def test_length_of_the_model_need_not_fit(tmp_path, set_free_memory, caplog):
+  """Without max_model_len, the engine starts with the tokens that fit, warns, and refuses longer prompts."""
+  model = tiny_model(tmp_path, max_position_embeddings=2**12)
+  set_free_memory(400 * 2**10)
+  llm = LLM(model, block_size=BS, max_num_seqs=2, max_num_batched_tokens=64)
+  fits = llm.max_model_len
+  assert 64 < fits < 2**12 and fits == llm.get_metrics()["blocks_free"] * BS
+  warning, = [record for record in caplog.records if record.levelname == "WARNING"]
+  assert f"= {fits} tokens" in warning.message and warning.message.endswith(" sequences of 4096")
+  ids = random.Random(1).choices(range(3, 256), k=fits - 1)
+  output, = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+  assert output.outputs[0].token_ids == reference_greedy(model, ids, 1) and output.outputs[0].finish_reason == "length"
+  with pytest.raises(ValueError, match=f"maximum context length is {fits} tokens"):
+    llm.generate({"prompt_token_ids": ids + [5]})
 
 
 @pytest.fixture

@@ -543,7 +543,7 @@ def test_two_devices_hold_twice_the_blocks_of_one(folder, monkeypatch):
   blocks = {}
   for count, weights_per_device in ((1, weights(plain)), (2, half_weights)):
     free = count * (weights_per_device + (one_sequence + 4) * block)   # one_sequence + 4 whole blocks per device
-    monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda self, name, free=free: free)
+    monkeypatch.setattr("tinyvllm_extra.kernels.FastBackend.free_memory", lambda self, name, free=free: free)
     llm = LLM(folder, **SMALL, gpu_memory_utilization=1.0, tensor_parallel_size=count)
     blocks[count] = llm.runner.num_blocks
     num_bytes = [x.nbytes() for cache in llm.runner.kv_caches for x in cache]

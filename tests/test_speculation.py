@@ -1181,7 +1181,7 @@ class TestDraftModel:
 
   def test_draft_model_without_memory_raises(self, words_folder, monkeypatch):
     free = 300_000   # bytes: enough for one of the two models
-    monkeypatch.setattr("tinyvllm.backend.Backend.free_memory", lambda backend, device: free)
+    monkeypatch.setattr("tinyvllm_extra.kernels.FastBackend.free_memory", lambda backend, device: free)
     LLM(words_folder, **ENGINE)
     with pytest.raises(ValueError) as e:
       LLM(words_folder, **ENGINE, speculative_config={"model": words_folder, "num_speculative_tokens": 2})

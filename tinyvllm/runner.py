@@ -112,16 +112,17 @@ def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | Non
 
 def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> list[list[Tensor]]:
   """Allocate the cache tensors of each layer, (num_blocks, *block) each, within `num_bytes` per device, but no more
-  than max_num_seqs sequences of max_model_len need. Raises InputError if one such sequence does not fit."""
+  than max_num_seqs sequences of max_model_len need. Raises InputError if one such sequence does not fit, unless it is
+  the model's own limit: then longer requests are refused."""
   layout = model.backend.kv_layout(model.config, config, model.dtype)
   sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout]
-  num_layers = model.config.num_hidden_layers
-  block_bytes = num_layers * sum(sizes)
+  block_bytes = model.config.num_hidden_layers * sum(sizes)
   per_sequence = -(-config.max_model_len // config.block_size)   # type: ignore[operator]   # blocks; by now an int
+  required = per_sequence if config.max_model_len != model.config.max_position_embeddings else 1   # blocks
   limit = model.backend.largest_tensor() // max(sizes)
   max_blocks = min(model.backend.max_blocks(num_bytes, block_bytes, per_sequence + 1), limit)
   num_blocks = config.num_gpu_blocks_override or min(max_blocks, config.max_num_seqs * per_sequence + 1)
-  check(config.num_gpu_blocks_override or max_blocks > per_sequence,
+  check(config.num_gpu_blocks_override or max_blocks > required,
         f"max_model_len={config.max_model_len} needs {per_sequence * block_bytes / 2**30:.2f} GiB of KV cache, but "
         f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {num_bytes / 2**30:.2f} GiB: "
         f"{f'lower max_model_len to {(max_blocks - 1) * config.block_size}, ' if max_blocks > 1 else ''}raise "
@@ -132,7 +133,7 @@ def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> li
              f"tokens = {num_tokens} tokens, {num_blocks * block_bytes / 2**30:.2f} GiB: "
              f"{num_tokens / config.max_model_len:.1f} sequences of {config.max_model_len}")   # type: ignore[operator]
   def new(shape, dtype): return Tensor.empty(num_blocks, *shape, dtype=dtype, device=model.devices.names).contiguous()
-  return [[new(*part).realize() for part in layout] for _ in range(num_layers)]
+  return [[new(*part).realize() for part in layout] for _ in range(model.config.num_hidden_layers)]
 
 
 def upload(tensor: Tensor, array: np.ndarray) -> None:

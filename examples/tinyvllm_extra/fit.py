@@ -1,13 +1,15 @@
-"""Estimates the memory that a model uses on a device, from its config.json."""
+"""Estimates the memory that a model uses on a device: from its config.json, or from the tensors in its files."""
 import math, pathlib
 from typing import Any
 
+import numpy as np
 from tinygrad import Context, Device, dtypes, nn
 
 from tinyvllm.backend import Devices, Linear
-from tinyvllm.config import EngineConfig
+from tinyvllm.config import EngineConfig, check, logger
 
 from . import kernels
+from .kernels import drivers
 from .models import find_model
 
 GIB = 2**30
@@ -59,3 +61,56 @@ def estimate_fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantizatio
   return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,
           "fits": left >= per_token, "kv_tokens": max(0, left) // per_token,
           "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}
+
+
+def weight_bytes(checkpoint: Any, quantization: str | None) -> int:
+  """Return the bytes that a checkpoint's model takes on each of its devices, at least: padding and tensors that are
+  dequantized while loading take more. quantization: "int8", "int4" or another value, which changes nothing."""
+  model = checkpoint.model
+  wide = 8 * model.dtype.itemsize
+  sources = {source for module in model.modules() for source in module.sources}
+
+  def size(name: str, tensor: Any) -> float:
+    is_matrix = ".layers." in name and len(tensor.shape) == 2
+    bits = QUANTIZED.get(quantization or "", wide) if is_matrix and checkpoint.method is None else wide
+    is_float = np.dtype(tensor.dtype).kind in "fu"   # bfloat16 is uint16
+    return min(tensor.nbytes, math.prod(tensor.shape) * bits / 8) if is_float else tensor.nbytes
+  total = sum(size(name, x) for name, x in checkpoint.tensors.items() if name.rpartition(".")[0] in sources)
+  return int(total / len(model.devices.names))
+
+
+def loading_bytes(checkpoint: Any, quantization: str | None) -> int:
+  """Return the memory that loading takes on a CPU. Outside of layers, the largest matrix loads early and is in memory
+  three times: mapped, reordered, and as the weight. In layers, quantization takes up to five times a matrix."""
+  layers, others = ([x.nbytes for name, x in checkpoint.tensors.items() if (".layers." in name) is in_layers]
+                    for in_layers in (True, False))
+  return max(weight_bytes(checkpoint, quantization) + 5 * max(layers, default=0), 4 * max(others, default=0))
+
+
+def remedy(checkpoint: Any, free: int) -> str:
+  """Return what to do about a model that does not fit: the widest quantization that does, or the memory needed."""
+  def needed(quantization: str | None) -> float:
+    room = weight_bytes(checkpoint, quantization) / EngineConfig().gpu_memory_utilization   # for a KV cache
+    return max(room, loading_bytes(checkpoint, quantization))
+  sizes = {} if checkpoint.method else {name: needed(name) for name in QUANTIZED}
+  for name, num_bytes in sizes.items():
+    weights = weight_bytes(checkpoint, name) / GIB
+    if num_bytes <= free: return f"use quantization={name!r} (--quantization {name}), which takes {weights:.2f} GiB"
+  reason = "no quantization fits" if sizes else "it cannot be quantized further"
+  least = min(sizes.values(), default=needed(None)) / GIB
+  return f"{reason}: choose a smaller model, or provide {least:.2f} GiB of free memory"
+
+
+def check_memory(checkpoint: Any, quantization: str | None) -> None:
+  """Raise InputError if the weights alone exceed the free memory of a device, with the quantization that fits. Log a
+  warning if loading may exceed it. Backends and devices whose memory is a guess are not checked."""
+  devices, backend = checkpoint.model.devices, checkpoint.model.backend
+  if not isinstance(backend, kernels.FastBackend) or not all(map(backend.knows_memory, devices.names)): return
+  size = weight_bytes(checkpoint, quantization)
+  if size > devices.free_memory(backend): drivers.free_unused_buffers(devices.names)
+  free = devices.free_memory(backend)
+  text = f"{devices.names[0]} has {free / GIB:.2f} GiB of free memory"
+  check(size <= free, f"model: {checkpoint.path} needs {size / GIB:.2f} GiB for its weights, but {text}: "
+        f"{remedy(checkpoint, free)}")
+  peak = loading_bytes(checkpoint, quantization)
+  if peak > free: logger.warning(f"loading may take {peak / GIB:.2f} GiB, and {text}")

@@ -1,6 +1,6 @@
 """Loads weights from safetensors, sharded or not, one tensor at a time. Tensors keep the file's dtype on the device if
 it is narrower than the compute dtype. A module's `load` reads its tensors from a Checkpoint."""
-import collections, dataclasses, importlib, json, math, pathlib
+import collections, dataclasses, errno, importlib, json, math, pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +13,7 @@ from tinyvllm import llama
 from tinyvllm.backend import Module, renderer
 from tinyvllm.config import check, read_json
 
+from . import fit
 from .formats import DEQUANTIZED, READERS, UNUSED
 from .kernels.shards import stack as stack_shards
 from .quantization import (E4M3, Matrix, concatenate, dequantize, describe, find_layouts, is_e4m3, pad_rows, quantize,
@@ -97,7 +98,13 @@ class Checkpoint(llama.Checkpoint):
     layers = f"{type(model.backend).__name__}'s {', '.join(dict.fromkeys(plain))}"
     check(not plain or count == 1, f"tensor_parallel_size={count} must be 1: {layers} support one device")
     check(not plain or not self.bits, f"quantization={quantization!r} must be None: {layers} have no int8 or int4")
-    for module in helpers.tqdm(model.modules(), desc="loading weights", disable=None): module.load(self)
+    fit.check_memory(self, quantization)
+    try:
+      for module in helpers.tqdm(model.modules(), desc="loading weights", disable=None): module.load(self)
+    except (MemoryError, OSError) as e:
+      check(isinstance(e, OSError) and e.errno != errno.ENOMEM, f"model: {self.path} does not load, as memory ran out: "
+            "free some, use quantization='int4' (--quantization int4) or choose a smaller model")
+      raise
     self.check_unused(self.tensors)
 
   def check_unused(self, names: Iterable[str]) -> None:

@@ -15,6 +15,9 @@ from .cpu import find_compiler
 from .tinygrad_patches import num_compiled
 
 
+RESERVE = 2**29   # bytes of the host's memory that weights and KV cache do not use
+
+
 class FastBackend(backend.Backend):
   """The backend for all devices except CUDA."""
   Linear = matmul.Linear
@@ -26,8 +29,16 @@ class FastBackend(backend.Backend):
   run_layers = staticmethod(layers.run_layers)
 
   def __init__(self) -> None: self.graph_state = extension("graphs").GraphState()
-  def free_memory(self, device: str) -> int: return drivers.device_memory(device).free
-  def largest_tensor(self) -> int: return drivers.device_memory(Device.DEFAULT).largest or super().largest_tensor()
+  def free_memory(self, device: str) -> int:
+    """Return the device's free memory in bytes. Of a CPU's, RESERVE is left to Python, capture and a step's buffers."""
+    free = drivers.device_memory(device).free
+    return max(0, free - RESERVE) if device.startswith("CPU") else free
+
+  def knows_memory(self, device: str) -> bool: return drivers.device_memory(device).is_known
+
+  def largest_tensor(self) -> int:
+    limit = drivers.device_memory(Device.DEFAULT).largest if Device.DEFAULT in drivers.READERS else 0
+    return limit or super().largest_tensor()
 
   def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int:
     """Round down, because the kernel cache depends on this number. On a CPU, use at most 4 GiB."""

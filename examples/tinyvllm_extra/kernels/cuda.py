@@ -42,6 +42,8 @@ class CUDABackend(FastBackend):
   """The backend for NVIDIA GPUs."""
   reads_early = True
 
+  def knows_memory(self, device: str) -> bool: return True
+
   def free_memory(self, device: str) -> int:
     """Return the device's free memory in bytes. Makes its context current."""
     free = ctypes.c_size_t()

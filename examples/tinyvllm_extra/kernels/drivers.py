@@ -1,6 +1,7 @@
-"""Questions to the drivers of devices: how much memory a device has, and whether an OpenCL device is a CPU. Reads the
-attributes of tinygrad's device objects."""
-import contextlib, ctypes, os, pathlib
+"""Questions to the drivers of devices and to the kernel: how much memory a device or this process has, and whether an
+OpenCL device is a CPU. Reads the attributes of tinygrad's device objects."""
+import contextlib, ctypes, os, pathlib, re, resource
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from tinygrad import Device
@@ -8,26 +9,75 @@ from tinygrad import Device
 from tinyvllm.backend import Backend
 
 KFD_NODES = pathlib.Path("/sys/devices/virtual/kfd/kfd/topology/nodes")
+PROC, CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
+# By controller in /proc/self/cgroup, "" for cgroups v2: a folder, a group's files with its limit and use in bytes, and
+# the field of memory.stat with the file cache that the kernel frees first
+CGROUP_FILES = {"": ("", "memory.max", "memory.current", "inactive_file"),
+                "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}
 VRAM = ("1", "2")   # KFD's heap types of a card's memory: accessible to the host, and not accessible
 
 
 class Memory(NamedTuple):
-  """A device's memory in bytes. largest: maximum bytes of a tensor; 0 if the driver has no such limit."""
+  """A device's memory in bytes. largest: maximum bytes of a tensor; 0 if the driver has no such limit. is_known: False
+  if the driver does not report its memory, and this is the host's."""
   free: int
   total: int
   largest: int = 0
+  is_known: bool = True
+
+
+def read_numbers(path: pathlib.Path) -> dict[str, int]:
+  """Return the numbers in a file of lines like "name: number unit", by name."""
+  return {name: int(value) for name, value in re.findall(r"^(\w+):?[ \t]+(\d+)", path.read_text(), re.M)}
+
+
+def machine_memory() -> Memory:
+  """Return the machine's memory. On Linux, file cache that the kernel can free counts as free."""
+  with contextlib.suppress(OSError, KeyError):
+    meminfo = read_numbers(PROC / "meminfo")
+    return Memory(meminfo["MemAvailable"] * 1024, meminfo["MemTotal"] * 1024)
+  return Memory(Backend().free_memory("CPU"), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def cgroup_memory() -> Iterator[Memory]:
+  """Yield the memory that this process's cgroup and its parents may still use, for each limit (cgroups v1 and v2)."""
+  groups = (PROC / "self/cgroup").read_text().splitlines()
+  for controllers, path in [line.split(":", 2)[1:] for line in groups]:
+    folder, *files, cache = CGROUP_FILES.get(controllers, ("", ""))
+    here = pathlib.PurePosixPath(path)
+    for group in (here, *here.parents) if files else ():
+      # A container sees its own group as the root, but the path may be the host's; a limit may be "max"
+      with contextlib.suppress(OSError, ValueError):
+        place = CGROUPS / folder / str(group)[1:]
+        limit, usage = [int((place / file).read_text()) for file in files]
+        yield Memory(limit - usage + read_numbers(place / "memory.stat").get(cache, 0), limit)
 
 
 def host_memory() -> Memory:
-  return Memory(Backend().free_memory("CPU"), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+  """Return the machine's memory, or the memory that this process may still use if RLIMIT_DATA or a cgroup limits it."""
+  limits = [machine_memory()]
+  with contextlib.suppress(OSError, KeyError):   # only Linux has these files
+    limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
+    usage = read_numbers(PROC / "self/status")["VmData"] * 1024
+    if limit != resource.RLIM_INFINITY: limits.append(Memory(limit - usage, limit))
+    limits += cgroup_memory()
+  return Memory(max(0, min(x.free for x in limits)), min(x.total for x in limits))
 
 
 def device_memory(name: str) -> Memory:
   """Return the memory that the driver of a device reports. The host's memory for a CPU and other devices."""
-  read = READERS.get(name.partition(":")[0])
+  kind = name.partition(":")[0]
+  read = READERS.get(kind)
   with contextlib.suppress(OSError):   # a file of the driver is missing
     if read: return read(Device[name])
-  return host_memory()
+  return host_memory()._replace(is_known=kind == "CPU")
+
+
+def free_unused_buffers(names: tuple[str, ...]) -> None:
+  """Give back the buffers that tinygrad keeps on these devices to use them again."""
+  for name in names:
+    allocator: Any = Device[name].allocator
+    if hasattr(allocator, "free_cache"): allocator.free_cache()
 
 
 def amd_memory(device: Any) -> Memory:
@@ -75,7 +125,7 @@ def webgpu_memory(device: Any) -> Memory:
   largest = min(limits.limits.maxBufferSize, limits.limits.maxStorageBufferBindingSize)
   adapter = webgpu.wgpuDeviceGetAdapter(device.device_res)
   if not webgpu.wgpuAdapterHasFeature(adapter, webgpu.WGPUFeatureName_AdapterPropertiesMemoryHeaps):
-    return host_memory()._replace(largest=largest)
+    return host_memory()._replace(largest=largest, is_known=False)
   kind = webgpu.WGPUChainedStructOut(sType=webgpu.WGPUSType_AdapterPropertiesMemoryHeaps)
   heaps = webgpu.WGPUAdapterPropertiesMemoryHeaps(kind)
   info = webgpu.WGPUAdapterInfo(ctypes.cast(ctypes.pointer(heaps), ctypes.POINTER(webgpu.WGPUChainedStructOut)))
