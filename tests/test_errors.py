@@ -118,7 +118,8 @@ def test_kv_cache_without_memory_raises(folder, monkeypatch):
   monkeypatch.setattr(free_memory, lambda backend, device: 160_000)   # the weights fit, but not in a fraction of 0.9
   with pytest.raises(ValueError, match=r"gpu_memory_utilization=0.9.* 0.00 GiB.*smaller model"): LLM(folder)
   monkeypatch.setattr(free_memory, lambda backend, device: 220_000)   # a few blocks
-  with pytest.raises(ValueError, match=r"max_model_len=512.*GiB.*gpu_memory_utilization"): LLM(folder)
+  with pytest.raises(ValueError, match=r"max_model_len=511.*GiB.*gpu_memory_utilization"):
+    LLM(folder, max_model_len=511)
 
 
 LIMIT = ENGINE["max_model_len"]

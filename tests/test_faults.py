@@ -185,9 +185,9 @@ def test_two_engines_on_two_threads_equal_reference(engines, folder, pool):
 
 
 def load(folder, gate, backend_class):
-  """Load an engine, which blocks at the gate when it queries the free memory."""
+  """Load an engine, which blocks at the gate when it chooses its dtype, once."""
   backend = backend_class()
-  backend.free_memory = gate.guard("load", backend.free_memory)
+  backend.pick_dtype = gate.guard("load", backend.pick_dtype)
   return LLM(folder, backend=backend, **ENGINE)
 
 
