@@ -1,10 +1,10 @@
 """Run the backend tests on tinygrad's emulator of AMD GPUs: RDNA3 (gfx1100) and RDNA4 (gfx1201), each with LLVM and
 with HIP C. The emulator executes each instruction of the compiled kernels. It shows that results are correct, but
-nothing of speed, memory limits or drivers. It is in tinygrad's repository, not in the installed package.
+nothing about speed, memory limits or drivers. It is in tinygrad's repository, not in the installed package.
 
 TINYGRAD_REPO=CHECKOUT python tests/amd.py [VARIANT ...] [-n PROCESSES] [-k TESTS] [--record]
 
-Needs Debian's libllvm19 (LLVM) or clang-19 (HIP C). This file is also the pytest plugin of these runs."""
+Needs Debian's libllvm19 (LLVM) or clang-19 (HIP C). This file is also their pytest plugin."""
 import argparse
 import json
 import os
@@ -137,8 +137,13 @@ def measure(variant: Variant, processes: int, tests: str) -> dict:
           "seconds": round(seconds), "date": str(date.today())}
 
 
+def has_card_record() -> bool:
+  from benchmarks import backends
+  return any(x["backend"] == "AMD" and "runs" not in x for x in backends.read_records())
+
+
 def write_record(record: dict) -> None:
-  """Add a run to AMD's record in backends.json. It replaces the variant's earlier run, and a record of a card."""
+  """Add a run to AMD's record in backends.json. It replaces the variant's earlier run."""
   from benchmarks import backends
   records = {x["backend"]: x for x in backends.read_records()}
   runs = {(x["device"], x["compiler"]): x for x in [*records.get("AMD", {}).get("runs", []), record]}
@@ -155,6 +160,8 @@ def main() -> int:
   args = parser.parse_args()
   if unknown := {*args.variants} - {*VARIANTS}: parser.error(f"{', '.join(unknown)}: must be of {', '.join(VARIANTS)}")
   if args.record and args.k: parser.error("--record needs all tests: omit -k")
+  if args.record and has_card_record():
+    parser.error("backends.json has the record of a card, which shows more: omit --record")
   problems = list[str]()
   for name in args.variants or VARIANTS:
     try: record = measure(VARIANTS[name], args.n, args.k)

@@ -77,6 +77,13 @@ def test_record_replaces_only_the_run_of_its_variant(main, repository, monkeypat
   assert [x for x in backends.read_records() if x["backend"] != "AMD"] == others
 
 
+def test_record_of_a_card_is_not_replaced(main, capsys):
+  card = {"backend": "AMD", "device": "RX 7900", "passed": 59}
+  backends.RECORDS.write_text(json.dumps([card]))
+  with pytest.raises(SystemExit): main("rdna3-llvm", "--record")
+  assert "the record of a card" in capsys.readouterr().err and backends.read_records() == [card]
+
+
 @pytest.mark.parametrize(("args", "word"), [(["rdna5"], "rdna5"), (["-k", "greedy", "--record"], "omit -k")])
 def test_wrong_argument_exits_with_its_name(main, capsys, args, word):
   with pytest.raises(SystemExit): main(*args)

@@ -116,11 +116,11 @@ def render(records: list[dict]) -> str:
 
 def cells(record: dict | None) -> list[str]:
   if not record: return ["", "not tried", "", "", ""]
-  if "runs" in record:   # of emulators: tests/amd.py
+  if "runs" in record:   # emulated: tests/amd.py
     runs = [f"{x['device']} with {x['compiler']} {counts(x)}" for x in record["runs"]]
     last = max(x["date"] for x in record["runs"])
     return ["none", f"emulated, not run on a card: {'; '.join(runs)}", "", "", f"{record['tinygrad']}, {last}"]
-  if "status" in record:   # of a check without the device: tests/metal.py
+  if "status" in record:   # checked without the device: tests/metal.py
     largest = (f"{record['threadgroup_memory']:,} bytes of threadgroup memory, {record['buffers']} buffers, "
                f"{record['threads']} threads")
     return ["none", f"{record['status']}, not run: {record['kernels']} kernels, at most {largest}", "", "",
