@@ -58,10 +58,12 @@ class Linear(Module):
 
 
 class GateUp(Linear):
-  """silu(gate) * up (Shazeer 2020). W holds the gate rows, then the up rows."""
+  """activation(gate) * up (Shazeer 2020). W holds the gate rows, then the up rows. activation: a method of Tensor."""
+  activation = "silu"
+
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     gate, up = super().__call__(x, dtype).chunk(2, 1)                   # (T, out / 2) each
-    return (gate.silu() * up).contiguous()
+    return (getattr(gate, self.activation)() * up).contiguous()
 
 
 class Norm(nn.RMSNorm, Module):
@@ -176,12 +178,16 @@ class Backend:
     check(config.kv_cache_dtype == "auto", f"kv_cache_dtype={config.kv_cache_dtype!r} needs a tinyvllm_extra backend")
     return [((config.block_size, model.num_key_value_heads, model.head_dim), dtype)] * 2
 
-  def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
-             num_heads: int) -> Tensor:
+  def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor, num_heads: int,
+             scale: float = 0, window: int = 0, cap: float = 0, sinks: Tensor | None = None) -> Tensor:
     """Apply RoPE (Su et al. 2021), write K and V to their blocks, and compute causal attention of each token over its
     sequence through the block table (Kwon et al. 2023). qkv: (T, (H + 2 KV) * D). cache: (num_blocks, *block), see
     kv_layout. rope: (length, 2, D / 2), cosines and sines. tokens: (columns of runner.TOKENS, T) int32. block_tables:
-    (slots, max_blocks) int32. Return (T, H * D). This version copies max_blocks blocks of K and V for each token."""
+    (slots, max_blocks) int32. Return (T, H * D). This version copies max_blocks blocks of K and V for each token.
+
+    scale: factor of the scores, 0 for 1 / sqrt(D). window: attend to the last `window` positions only, the token's own
+    included, 0 for all. cap: replace scores by cap * tanh(score / cap), 0 for none (Gemma 2, arXiv:2408.00118).
+    sinks: (H,), a score per head that takes weight from the positions, but has no value (gpt-oss, arXiv:2508.10925)."""
     block_size, KV, D = [int(n) for n in cache[0].shape[1:]]
     position, slot, block = [tokens[i] for i in (1, 2, 4)]              # (T,) each
     q, k, v = qkv.unflatten(1, (-1, D)).split([num_heads, KV, KV], 1)   # (T, heads, D) each
@@ -195,10 +201,15 @@ class Backend:
     updated = [x.custom_kernel(slot_mapping, new.cast(x.dtype).contiguous(), fxn=scatter_kernel)[0]
                for x, new in zip(cache, (rotate(k), v), strict=True)]
     keys, values = [x[block_tables[slot]].flatten(1, 2).unsqueeze(3) for x in updated]   # (T, length, KV, 1, D)
-    mask = (Tensor.arange(keys.shape[1]) <= position.unsqueeze(1)).reshape(keys.shape[0], -1, 1, 1)
+    T, length = [int(n) for n in keys.shape[:2]]
+    distance = (position.unsqueeze(1) - Tensor.arange(length)).reshape(T, length, 1, 1)
+    mask = (distance >= 0) & (distance < (window or length))
     grouped = rotate(q).unflatten(1, (KV, -1)).unsqueeze(1)             # (T, 1, KV, G, D)
-    scores = mask.where((grouped.float() * keys).sum(4) / math.sqrt(D), -math.inf)   # (T, length, KV, G)
-    weighted = scores.softmax(1).unsqueeze(4) * mask.unsqueeze(4).where(values, 0)   # masked values may be NaN
+    scores = (grouped.float() * keys).sum(4) * (scale or D**-0.5)       # (T, length, KV, G)
+    scores = mask.where((scores / cap).tanh() * cap if cap else scores, -math.inf)
+    if sinks is not None: scores = scores.cat(sinks.float().reshape(1, 1, KV, -1).expand(T, 1, KV, -1), dim=1)
+    weights = scores.softmax(1)[:, :length].unsqueeze(4)                # (T, length, KV, G, 1)
+    weighted = weights * mask.unsqueeze(4).where(values, 0)             # masked values may be NaN
     return weighted.sum(1).cast(qkv.dtype).flatten(1).contiguous()
 
   def run_layers(self, layers: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:

@@ -7,8 +7,8 @@ logger = logging.getLogger("tinyvllm")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
 QUANTIZATIONS = ("int8", "int4", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "squeezellm", "gguf")
 # The values of config.json that the core computes with
-SUPPORTED = {"architecture": ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
-             "hidden_act": ["silu"], "rope_type": ["default", "llama3", "linear", "factors"]}
+SUPPORTED = {"architecture": ["LlamaForCausalLM"], "hidden_act": ["silu"],
+             "rope_type": ["default", "llama3", "linear", "factors"]}
 
 
 class InputError(ValueError):
@@ -120,10 +120,8 @@ class ModelConfig:
   max_position_embeddings: int = 2048
   rope_theta: float = 10000.0
   tie_word_embeddings: bool = False
-  qkv_bias: bool = False
-  attention_bias: bool = False       # bias of o_proj; implies qkv_bias
+  attention_bias: bool = False       # biases of q_proj, k_proj, v_proj and o_proj
   mlp_bias: bool = False
-  qk_norm: bool = False              # RMS norm of each head of q and k
 
   @classmethod
   def from_hf(cls, hf: dict[str, Any], source: pathlib.Path) -> "ModelConfig":
@@ -132,17 +130,12 @@ class ModelConfig:
           **{name: value for name, value in hf.items() if value is not None}}
     missing = ", ".join(name for name in cls.__match_args__[:6] if name not in hf)
     check(not missing, f"model={str(source)!r} has no config.json with {missing}: choose a model's folder")
-    architecture = hf["architectures"][0]
     rope = hf.get("rope_parameters") or hf.get("rope_scaling", {})   # transformers 5 keeps rope_theta in the first
     rope = {"rope_type": rope.get("type", "default"), **rope}
     eos = hf["eos_token_id"]
     values = {"head_dim": hf["hidden_size"] // hf["num_attention_heads"],
               "num_key_value_heads": hf["num_attention_heads"], **hf, **rope, "rope_scaling": rope,
-              "architecture": architecture, "qk_norm": architecture == "Qwen3ForCausalLM",
-              "qkv_bias": hf["attention_bias"] or architecture == "Qwen2ForCausalLM",
-              "eos_token_ids": tuple(eos if isinstance(eos, list) else [eos])}
+              "architecture": hf["architectures"][0], "eos_token_ids": tuple(eos if isinstance(eos, list) else [eos])}
     for name, names in SUPPORTED.items():
       check(values[name] in names, f"{source}: {name} {values[name]!r} is not supported; supported: {', '.join(names)}")
-    if hf.get("sliding_window") and hf.get("use_sliding_window", True):   # full attention is exact within the window
-      values["max_position_embeddings"] = min(hf["max_position_embeddings"], hf["sliding_window"])
     return cls(**{name: values[name] for name in cls.__match_args__})

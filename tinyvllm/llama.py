@@ -68,49 +68,47 @@ def rope_table(config: ModelConfig, length: int) -> Tensor:
 
 class Layer:
   """A transformer block. It returns the residual stream as two terms, x and delta, which the next norm adds."""
-  def __init__(self, config: ModelConfig, name: str, dtype: DType, backend: Backend):
+  def __init__(self, config: ModelConfig, index: int, dtype: DType, backend: Backend):
     self.config, self.backend = config, backend
     hidden = config.hidden_size
     q_size = config.num_attention_heads * config.head_dim
     kv_size = config.num_key_value_heads * config.head_dim
-    def norm(source, size): return backend.Norm(f"{name}.{source}", size, config.rms_norm_eps, dtype)
+    name = f"model.layers.{index}"
+    def norm(source): return backend.Norm(f"{name}.{source}", hidden, config.rms_norm_eps, dtype)
     def linear(layer_type, in_features, bias, axis, **rows):
       return layer_type(in_features, {f"{name}.{x.replace('__', '.')}": n for x, n in rows.items()}, bias, dtype, axis)
-    self.input_layernorm = norm("input_layernorm", hidden)
-    self.qkv_proj = linear(backend.Linear, hidden, config.qkv_bias, 0, self_attn__q_proj=q_size,
+    self.input_layernorm = norm("input_layernorm")
+    self.qkv_proj = linear(backend.Linear, hidden, config.attention_bias, 0, self_attn__q_proj=q_size,
                            self_attn__k_proj=kv_size, self_attn__v_proj=kv_size)
-    if config.qk_norm: self.q_norm, self.k_norm = [norm(f"self_attn.{x}_norm", config.head_dim) for x in "qk"]
     self.o_proj = linear(backend.Linear, q_size, config.attention_bias, 1, self_attn__o_proj=hidden)
-    self.post_attention_layernorm = norm("post_attention_layernorm", hidden)
+    self.post_attention_layernorm = norm("post_attention_layernorm")
     self.gate_up_proj = linear(backend.GateUp, hidden, config.mlp_bias, 0, mlp__gate_proj=config.intermediate_size,
                                mlp__up_proj=config.intermediate_size)
     self.down_proj = linear(backend.Linear, config.intermediate_size, config.mlp_bias, 1, mlp__down_proj=hidden)
 
-  def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor,
+  def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], ropes: list[Tensor], tokens: Tensor,
                block_tables: Tensor) -> tuple[Tensor, Tensor]:
     """x, delta: (T, hidden) each. With several devices, delta holds partial sums. Return the next x and delta."""
-    num_heads, num_kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
     x, h = self.input_layernorm.add(x, delta)                         # (T, hidden) each
     qkv = self.qkv_proj(h)                                              # (T, (H + 2 KV) * D)
-    if self.config.qk_norm:
-      q, k, v = qkv.unflatten(1, (-1, self.config.head_dim)).split([num_heads, num_kv_heads, num_kv_heads], 1)
-      qkv = Tensor.cat(self.q_norm(q.contiguous()), self.k_norm(k.contiguous()), v, dim=1).flatten(1).contiguous()
-    out = self.backend.attend(qkv, cache, rope, tokens, block_tables, num_heads)   # (T, H * D)
-    x, h = self.post_attention_layernorm.add(x, self.o_proj(out))
+    h = self.backend.attend(qkv, cache, ropes[0], tokens, block_tables, self.config.num_attention_heads)
+    x, h = self.post_attention_layernorm.add(x, self.o_proj(h))
     return x, self.down_proj(self.gate_up_proj(h))
 
 
 class Llama:
-  """LLaMA, Mistral, Qwen2 and Qwen3, and the interface of any Model (seam; tinyvllm_extra/models): this constructor,
-  call, modules() and these attributes. config: one device's share of the model. dtype: dtype of activations; norms,
-  sums and logits are float32. The backend's layers hide weight formats and kernels, `devices` hides their number."""
+  """LLaMA, and the interface of any Model (seam; tinyvllm_extra/models): its methods and these attributes. config: one
+  device's share of the model. dtype: dtype of activations; norms, sums and logits are float32. The backend's layers
+  hide weight formats and kernels, `devices` hides their number. Layer: the class of its layers."""
+  Layer: type[Any] = Layer
+
   def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
     self.config = config = devices.shard(config)
     self.dtype, self.backend, self.devices = dtype, backend, devices
     def vocabulary(name): return backend.Linear(config.hidden_size, {name: config.vocab_size}, False, dtype)
     self.embed_tokens = vocabulary("model.embed_tokens")
     self.lm_head = self.embed_tokens if config.tie_word_embeddings else vocabulary("lm_head")
-    self.layers = [Layer(config, f"model.layers.{i}", dtype, backend) for i in range(config.num_hidden_layers)]
+    self.layers = [self.Layer(config, i, dtype, backend) for i in range(config.num_hidden_layers)]
     self.norm = backend.Norm("model.norm", config.hidden_size, config.rms_norm_eps, dtype)
 
   def modules(self) -> list[Module]:
@@ -118,14 +116,22 @@ class Llama:
     values = [x for owner in (self, *self.layers) for x in vars(owner).values()]
     return [*dict.fromkeys(x for x in values if isinstance(x, Module))]
 
-  def __call__(self, ids: Tensor, rows: Tensor, tokens: Tensor, block_tables: Tensor, rope: Tensor,
+  def ropes(self, length: int) -> list[Tensor]:
+    """Return the tables, (length, 2, D / 2) each, from which a layer chooses."""
+    return [rope_table(self.config, length)]
+
+  def embed(self, ids: Tensor, tokens: Tensor) -> Tensor:
+    """Return the input of the first layer, (T, hidden). With several devices, it holds partial sums."""
+    return self.embed_tokens.rows(ids, self.dtype)
+
+  def __call__(self, ids: Tensor, rows: Tensor, tokens: Tensor, block_tables: Tensor, ropes: list[Tensor],
                caches: list[list[Tensor]]) -> Tensor:
     """Return float32 logits, (S, V), after the tokens `rows`, (S,) indices into the batch `ids`, (T,). Write K and V of
-    all T tokens to `caches`, a list for each layer. tokens, block_tables, rope: see Backend.attend."""
+    all T tokens to `caches`, a list for each layer. tokens, block_tables: see Backend.attend. ropes: see ropes()."""
     ids, rows, tokens, block_tables = [t.to(self.devices.names) for t in (ids, rows, tokens, block_tables)]
-    delta = self.embed_tokens.rows(ids, self.dtype)                     # (T, hidden)
+    delta = self.embed(ids, tokens)                                     # (T, hidden)
     x = Tensor.zeros(*delta.shape, dtype=self.dtype, device=delta.device).contiguous()
-    x, delta = self.backend.run_layers(self.layers, x, delta, caches, rope, tokens, block_tables)
+    x, delta = self.backend.run_layers(self.layers, x, delta, caches, ropes, tokens, block_tables)
     x, delta = [t.reshape(-1, *ids.shape, t.shape[1])[:, rows].flatten(0, 1).contiguous() for t in (x, delta)]
     h = self.norm.add(x, delta)[1]                                      # (S, hidden)
     return self.devices.gather(self.lm_head(h, dtype=dtypes.float32))   # (S, V)

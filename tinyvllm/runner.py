@@ -9,7 +9,7 @@ from tinygrad import Context, Device, Tensor, dtypes
 
 from .backend import exclusive, scatter_kernel
 from .config import EngineConfig, check, extension, logger
-from .llama import Llama, rope_table
+from .llama import Llama
 from .request import SAMPLING_FIELDS, SamplerMode, Sequence
 
 UNKNOWN = -1      # token id that is still on the device
@@ -156,7 +156,7 @@ class Runner:
     self.backend = model.backend
     self.is_async = model.backend.is_async
     length: Any = config.max_model_len   # by now an int
-    self.rope = rope_table(model.config, length).to(model.devices.names).realize()
+    self.ropes = [table.to(model.devices.names).realize() for table in model.ropes(length)]
     self.kv_caches = allocate_kv_caches(model, config, num_bytes)
     self.num_blocks = len(self.kv_caches[0][0])
     self.max_blocks = -(-length // config.block_size)
@@ -206,7 +206,7 @@ class Runner:
     rows = LOGITS.read(columns[TOKENS.num_words:, :S])
     block_tables = self.block_tables.custom_kernel(tokens["table_index"], tokens["block"], fxn=scatter_kernel)[0]
     ids = (tokens["id"] == UNKNOWN).where(self.last_tokens[tokens["slot"]], tokens["id"]).contiguous()   # (T,)
-    raw = self.model(ids, rows["token"], columns, block_tables, self.rope, self.kv_caches)   # (S, V)
+    raw = self.model(ids, rows["token"], columns, block_tables, self.ropes, self.kv_caches)   # (S, V)
     logits = key.plan.apply(raw, words[NUM_WORDS * T:]) if key.plan else raw
     sampled = self.backend.sampler.sample(logits, rows, key.sampler_mode).contiguous()       # (S,)
     last_tokens = self.last_tokens.custom_kernel(rows["slot"], sampled, fxn=scatter_kernel)[0]
