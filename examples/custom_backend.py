@@ -13,7 +13,7 @@ from tinyvllm.backend import scatter_kernel
 class LoopBackend(Backend):
   """Replaces attention; inherits linear layers, norms and the sampler, which are plain tinygrad."""
   def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
-             num_heads: int) -> Tensor:
+             num_heads: int, scale: float = 0, window: int = 0, cap: float = 0, sinks: Tensor | None = None) -> Tensor:
     block_size, KV, D = [int(n) for n in cache[0].shape[1:]]
     position, slot, block = tokens[1], tokens[2], tokens[4]             # (T,) each
     x = qkv.reshape(len(position), -1, D)                               # (T, H + 2 KV, D)
@@ -26,11 +26,15 @@ class LoopBackend(Backend):
     outputs = []
     for t in range(len(position)):
       k, v = [part[block_tables[slot[t]]].flatten(0, 1).float() for part in (keys, values)]   # (length, KV, D) each
-      is_past = (Tensor.arange(len(k)) <= position[t]).reshape(-1, 1, 1)
+      distance = (position[t] - Tensor.arange(len(k))).reshape(-1, 1, 1)
+      is_visible = (distance >= 0) & (distance < (window or len(k)))
       q = rotated[t, :num_heads].reshape(KV, -1, D)                     # (KV, G, D)
-      scores = q @ k.permute(1, 2, 0) / math.sqrt(D)                    # (KV, G, length)
-      weights = is_past.permute(1, 2, 0).where(scores, -math.inf).softmax()
-      outputs.append((weights @ is_past.where(v, 0).transpose(0, 1)).flatten())   # (H * D,)
+      scores = q @ k.permute(1, 2, 0) * (scale or D**-0.5)              # (KV, G, length)
+      if cap: scores = (scores / cap).tanh() * cap
+      scores = is_visible.permute(1, 2, 0).where(scores, -math.inf)
+      if sinks is not None: scores = scores.cat(sinks.float().reshape(KV, -1, 1), dim=2)
+      weights = scores.softmax()[:, :, :len(k)]
+      outputs.append((weights @ is_visible.where(v, 0).transpose(0, 1)).flatten())   # (H * D,)
     return Tensor.stack(*outputs).cast(qkv.dtype).contiguous()
 
 
