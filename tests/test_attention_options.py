@@ -21,6 +21,7 @@ ALL = {"scale": 0.4, "window": 17, "cap": 1.5, "sinks": SINKS}
 WINDOWS = {f"window {n}": {"window": n} for n in (1, BS - 1, BS, BS + 1, 40, 1000)}
 OPTIONS: dict[str, dict[str, Any]] = {"none": {}, "scale": {"scale": 0.4}, "cap": {"cap": 1.5},
   "saturated cap": {"scale": 50.0, "cap": 2.0}, "sinks": {"sinks": SINKS}, **WINDOWS, "all": ALL}
+kernel_versions = pytest.mark.parametrize("version", ["generic", pytest.param("tensor cores", marks=on_tensor_cores)])
 CASES = {   # (first position, number of tokens) of each sequence, tokens with padding
   "decode and a chunk": ([(69, 1), (38, 3), (0, 1), (BS, 1)], 8), "long chunk": ([(30, 66), (69, 1), (14, 5)], 80),
   "decode": ([(69, 1), (40, 1)], 2), "split-KV": ([(1100, 1)], 1)}
@@ -123,12 +124,31 @@ def test_short_window_in_long_context_needs_no_split_kv(monkeypatch, split_in_th
 
 @pytest.mark.parametrize("window", [1, BS - 1, BS, BS + 1, 100])
 def test_first_block_holds_the_first_visible_position(window):
-  for position in (0, 1, window - 1, window, window + BS - 1, window + BS, 1000):
+  for position in (0, 1, window - 1, window, *range(window + BS - 2, window + BS + 1), 1000):
     block = ScoreOptions(window=window).first_block(UOp.const(position, dtypes.weakint), 100, BS)
     assert block.simplify().arg == max(0, position - window + 1) // BS
 
 
-@pytest.mark.parametrize("version", ["generic", pytest.param("tensor cores", marks=on_tensor_cores)])
+@kernel_versions
 def test_attention_reads_no_block_before_the_first(version, monkeypatch):
   monkeypatch.setattr(ScoreOptions, "first_block", lambda *args: 2)
   compare(attend(version, "decode", first=2 * BS), 3e-3)
+
+
+@kernel_versions
+def test_number_of_iterations_depends_on_the_first_block(version, monkeypatch):
+  starts: list[UOp] = []
+  conditions: list[UOp] = []
+  first_block, end = ScoreOptions.first_block, UOp.end
+
+  def record_start(*args: Any) -> UOp:
+    starts.append(first_block(*args))
+    return starts[-1]
+
+  def record_condition(self: UOp, *args: UOp) -> UOp:
+    conditions.extend(x for x in args if x.dtype == dtypes.bool)   # for the next iteration
+    return end(self, *args)
+  monkeypatch.setattr(ScoreOptions, "first_block", record_start)
+  monkeypatch.setattr(UOp, "end", record_condition)
+  attend(version, "decode", window=BS)
+  assert starts and all(any(start in x.toposort() for x in conditions) for start in starts)
