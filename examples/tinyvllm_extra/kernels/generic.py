@@ -109,7 +109,7 @@ class WorkGroup:
     self.own = self.split, self.g, self.first + self.near
     self.position = field(tokens, "position", self.t)
     self.slot = field(tokens, "slot", self.t)
-    self.start = options.first_block(self.position, table.shape[1], block_size) * block_size   # of the iterations
+    self.start = options.first_block(self.position, table.shape[1], block_size) * block_size   # first position to score
 
   def load(self, tensor: UOp, at: UOp, index: UOp, is_visible: UOp) -> UOp:
     """Load from the block of position `at`, or 0 if it is not visible. index: within the block's head."""
