@@ -16,7 +16,7 @@ from tinyvllm.config import check, read_json
 from . import fit
 from .formats import DEQUANTIZED, READERS, UNUSED
 from .kernels.shards import stack as stack_shards
-from .quantization import (E4M3, Matrix, concatenate, dequantize, describe, find_layouts, is_e4m3, pad_rows, quantize,
+from .quantization import (E4M3, Matrix, concatenate, dequantize, describe, find_layouts, is_small_float, pad_rows, quantize,
                            read_matrix, round_scales, split, stack, to_float32)
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16
@@ -155,7 +155,7 @@ class Checkpoint(llama.Checkpoint):
     sizes = {name: n * rows for name, n in module.sources.items()}
     vocab_size = math.inf if in_layer else self.hf_config["vocab_size"]
     whole = self.fused({name: (min(n, vocab_size), columns) for name, n in sizes.items()})
-    if not supports_e4m3(): whole = [dequantize(w, self.dtype) if is_e4m3(w) else w for w in whole]
+    if not supports_e4m3(): whole = [dequantize(w, self.dtype) if is_small_float(w) else w for w in whole]
     whole = [pad_rows(w, n) for w, n in zip(whole, sizes.values(), strict=True)]
     splits = [split(w, self.num_devices, module.axis, self.dtype) for w in whole]
     shards = [stack(shard) for shard in zip(*splits, strict=True)]
