@@ -4,7 +4,7 @@ because these carry the order.
 
 qkv: (T, (H + 2 KV) * D), a flat batch. tokens: (columns of TOKENS, T) int32. rope: (length, 2, D / 2), cosines and
 sines. block_tables: (slots, max_blocks) int32. G = H / KV query heads share a K/V head. Cache: see kv_cache.py."""
-import dataclasses, math
+import dataclasses, functools, math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +15,17 @@ from tinygrad.uop.ops import AxisType, Ops
 from tinyvllm.backend import cpu_cores, renderer
 
 from .kv_cache import SMALLEST, pack, unpack
-from .schedule import (LOWEST, State, axes, axis, divisor, end, field, fold, kernel_of, lane_axis, largest, location,
-                       mean, rotate, shared_by, unrolled)
+from .schedule import (DEFAULT_OPTIONS, LOWEST, ScoreOptions, State, axes, axis, divisor, end, field, fold, kernel_of,
+                       lane_axis, largest, location, mean, rotate, separate, shared_by, unrolled)
 
 
-def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
-           num_heads: int) -> Tensor:
-  """Rotate q and k by their positions, write k and v to the cache, and attend causally. Return (T, num_heads * D)."""
+def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor, num_heads: int,
+           options: ScoreOptions, sinks: list[Tensor]) -> Tensor:
+  """Rotate q and k by their positions, write k and v to the cache, and attend causally. sinks: none, or one tensor,
+  (H,). Return (T, H * D)."""
   q, cache = rotate_and_write(qkv, cache, rope, tokens, num_heads, rope_kernel)
-  return q.empty_like().custom_kernel(q, *cache, block_tables, tokens, fxn=attend_kernel)[0].flatten(1)
+  kernel = functools.partial(attend_kernel, options=options)
+  return q.empty_like().custom_kernel(q, *cache, block_tables, tokens, *sinks, fxn=kernel)[0].flatten(1)
 
 
 def rotate_and_write(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, num_heads: int,
@@ -91,8 +93,8 @@ class GroupState(State):
 class WorkGroup:
   """A token, a K/V head, and the axes of the lanes that attend to the token's context. scales: one tensor for int8,
   else empty. table: block_tables."""
-  def __init__(self, q: UOp, scales: list[UOp], table: UOp, tokens: UOp, block_size: int):
-    self.q, self.scales, self.table, self.block_size = q, scales, table, block_size
+  def __init__(self, q: UOp, scales: list[UOp], table: UOp, tokens: UOp, block_size: int, options: ScoreOptions):
+    self.q, self.scales, self.table, self.block_size, self.options = q, scales, table, block_size, options
     sizes: Any = q.shape
     T, KV, G, D = sizes
     width, self.unroll, self.splits = tiling(T, G, D, block_size)
@@ -107,6 +109,7 @@ class WorkGroup:
     self.own = self.split, self.g, self.first + self.near
     self.position = field(tokens, "position", self.t)
     self.slot = field(tokens, "slot", self.t)
+    self.start = options.first_block(self.position, table.shape[1], block_size) * block_size   # of the iterations
 
   def load(self, tensor: UOp, at: UOp, index: UOp, is_visible: UOp) -> UOp:
     """Load from the block of position `at`, or 0 if it is not visible. index: within the block's head."""
@@ -117,14 +120,15 @@ class WorkGroup:
     return tensor.base.index(((block * KV + self.h) * math.prod(size) + index).valid(is_visible)).load()
 
 
-def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
+def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp,
+                  options: ScoreOptions = DEFAULT_OPTIONS) -> UOp:
   """Compute causal attention of each token over its own sequence, up to the sequence's length. out: (T, KV, G, D).
-  rest: scales (int8 only), block_tables, tokens."""
-  *scales, table, tokens = rest
+  rest: see separate."""
+  scales, table, tokens, sinks = separate(rest)
   sizes: Any = q.shape
   T, KV, G, D = sizes
   BS: Any = keys.shape[3]
-  group = WorkGroup(q, scales, table, tokens, BS)
+  group = WorkGroup(q, scales, table, tokens, BS, options)
   size = (group.splits, G, D)
   accumulators = {"scores": size, "weights": size, "total": size, "highest": (G,), "weight": (G,)}
   arrays = {name: UOp.placeholder(size, dtypes.float32, 100 + i, lane_axis()[1] if len(size) > 1 else AddrSpace.REG)
@@ -134,25 +138,25 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   current = state.after(state.iteration.after(group.t, group.h)[0].store(0), loop)
   iteration = current.index(-(-table.shape[1] * BS // (group.splits * D)))
   stores = add_values(group, add_scores(group, current, keys, iteration), values, iteration)
-  state = state.after(UOp.group(*stores).end(loop, (iteration + 1) * group.splits * D <= group.position))
+  state = state.after(UOp.group(*stores).end(loop, group.start + (iteration + 1) * group.splits * D <= group.position))
   threads = divisor(T, cpu_cores()) if T * KV * G * D > 2**12 else 1
-  mean_value = result(group, state).cast(out.dtype)
+  mean_value = result(group, state, sinks).cast(out.dtype)
   return kernel_of("attend", out[group.t, group.h, *group.own[1:]].store(mean_value), shared_by(threads))
 
 
 def add_scores(group: WorkGroup, state: GroupState, keys: UOp, iteration: UOp) -> GroupState:
-  """Score D positions: log2(e) * q . k / sqrt(D)."""
+  """Score D positions."""
   D: Any = group.q.shape[3]
   BS = group.block_size
   n = D // keys.shape[2]   # dimensions in an element
-  at = (iteration * group.splits + group.split) * D + group.first
+  at = group.start + (iteration * group.splits + group.split) * D + group.first
   d = unrolled(D, group.unroll, 6)
   # Load whole blocks; on a CPU without the condition, which clang would turn into branches
   exists = (at // BS * BS <= group.position) | bool(cpu_cores())
   k = unpack(group.load(keys, at, d // n * BS + at % BS + group.near, exists), d % n, bool(group.scales))
-  score = fold(group.q[group.t, group.h, group.g, d].float() * k) * (math.log2(math.e) / math.sqrt(D))
+  score = fold(group.q[group.t, group.h, group.g, d].float() * k) * group.options.factor(D)
   for scale in group.scales: score *= group.load(scale, at, at % BS + group.near, exists)
-  score = (at + group.near <= group.position).where(score, LOWEST)   # unwritten positions may hold NaN
+  score = group.options.masked(score, group.position, at + group.near)
   return dataclasses.replace(state, scores=state.scores.after(end(state.scores[group.own].store(score))))
 
 
@@ -167,9 +171,9 @@ def add_values(group: WorkGroup, state: GroupState, values: UOp, iteration: UOp)
   rescale = (state.highest[g] - highest).exp2()
   weights = state.weights.after(end(state.weights[group.own].store((state.scores[group.own] - highest).exp2())))
   i = unrolled(D, group.unroll, 10)
-  at = (iteration * group.splits + split) * D + i
+  at = group.start + (iteration * group.splits + split) * D + i
   offset = at % group.block_size
-  is_visible = at <= group.position
+  is_visible = group.options.sees(group.position, at)
   v = unpack(group.load(values, at, offset * values.shape[3] + d // n, is_visible), d % n, bool(group.scales))
   for scale in group.scales: v *= group.load(scale, at, group.block_size + offset, is_visible)
   weight = weights[split, g, i]
@@ -177,10 +181,11 @@ def add_values(group: WorkGroup, state: GroupState, values: UOp, iteration: UOp)
           state.iteration[0].store(state.iteration[0].load() + 1)]
 
 
-def result(group: WorkGroup, state: GroupState) -> UOp:
+def result(group: WorkGroup, state: GroupState, sinks: list[UOp]) -> UOp:
   """Return the weighted mean of V over all splits."""
   own = state.total[group.own] / state.weight[group.g]
-  if group.splits == 1: return own
+  if group.splits == 1 and not sinks: return own
   log = state.scores[group.own].store(state.highest[group.g] + state.weight[group.g].log2())
   state = state.after(UOp.group(end(log), end(state.total[group.own].store(own))))
-  return mean(*[[x[i, *group.own[1:]] for i in range(group.splits)] for x in (state.total, state.scores)])
+  values, logs = [[x[i, *group.own[1:]] for i in range(group.splits)] for x in (state.total, state.scores)]
+  return mean(values, logs, sinks, group.h * group.q.shape[2] + group.g)

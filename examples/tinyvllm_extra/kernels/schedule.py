@@ -1,8 +1,7 @@
 """Building blocks of kernels: loops and reductions with a fixed schedule, token fields, RoPE, and the accumulators of
 online softmax."""
-import dataclasses, functools
+import dataclasses, functools, math
 from collections.abc import Sequence
-from math import gcd
 from typing import Any, Self
 
 from tinygrad import UOp, dtypes
@@ -14,6 +13,7 @@ from tinyvllm.backend import cpu_cores
 from tinyvllm.runner import TOKENS
 
 LOWEST = -1e30   # score with weight 0; not -inf, because inf - inf is NaN
+LOG2_E = math.log2(math.e)
 
 
 def axes(first: int, *extents: sint, axis_type: AxisType = AxisType.WEAK) -> list[UOp]:
@@ -37,7 +37,7 @@ def axis(extent: sint, number: int, axis_type: AxisType = AxisType.REDUCE) -> UO
 
 def unrolled(extent: sint, by: int, number: int) -> UOp:
   """Return an index over `extent`: a loop around `by` unrolled iterations."""
-  by = gcd(extent, by)
+  by = math.gcd(extent, by)
   return axis(extent // by, number) * by + axis(by, number + 1, AxisType.UNROLL)
 
 
@@ -80,11 +80,49 @@ def rotate(a: UOp, b: UOp, cos: UOp, sin: UOp) -> tuple[UOp, UOp]:
 def largest(numbers: Sequence[UOp]) -> UOp: return functools.reduce(UOp.maximum, [x.maximum(-x) for x in numbers])
 
 
-def mean(values: Sequence[UOp], logs: Sequence[UOp]) -> Any:
-  """Return the weighted mean of values. logs: base-2 logarithms of the weights."""
+def mean(values: Sequence[UOp], logs: Sequence[UOp], sinks: Sequence[UOp] = (), head: UOp | int = 0) -> Any:
+  """Return the weighted mean of values. logs: base-2 logarithms of the weights. sinks: none, or a tensor of scores,
+  (H,), where `head`'s is a weight without a value."""
+  logs = [*logs, *[x[head].load().float() * LOG2_E for x in sinks]]
   highest = functools.reduce(UOp.maximum, logs)
   weights = [(x - highest).exp2() for x in logs]
-  return sum(x * weight for x, weight in zip(values, weights, strict=True)) / sum(weights)
+  return sum(x * weight for x, weight in zip(values, weights, strict=False)) / sum(weights)   # a sink's value is 0
+
+
+def separate(inputs: Sequence[UOp]) -> tuple[list[UOp], UOp, UOp, list[UOp]]:
+  """Separate an attention kernel's inputs after K and V: scales (int8 only), block_tables, tokens, sinks (optional)."""
+  sinks = [x for x in inputs if len(x.shape) == 1]
+  *scales, table, tokens = inputs[:len(inputs) - len(sinks)]
+  return scales, table, tokens, sinks
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreOptions:
+  """Options of Backend.attend. Scores are base-2 logarithms of softmax weights."""
+  scale: float = 0
+  window: int = 0
+  cap: float = 0
+
+  def factor(self, D: Any) -> float:
+    """Return the factor from q . k to a score."""
+    return LOG2_E * (self.scale or D**-0.5)
+
+  def masked(self, score: UOp, position: UOp, at: UOp) -> UOp:
+    """Return the capped score of position `at` for a token at `position`: LOWEST if the token does not see it."""
+    if self.cap:   # cap * tanh(score / cap); a larger exponent than 126 could overflow and changes nothing
+      limit = self.cap * LOG2_E
+      score = 2 * limit / (1 + (score * (-2 / self.cap)).minimum(126).exp2()) - limit
+    return self.sees(position, at).where(score, LOWEST)   # unwritten positions may hold NaN
+
+  def sees(self, position: UOp, at: UOp) -> UOp:
+    return (at <= position) & (at > position - self.window) if self.window else at <= position
+
+  def first_block(self, position: UOp, max_blocks: sint, block_size: sint) -> Any:
+    """Return the index of the first block that a token at `position` sees."""
+    return (position - self.window + 1).maximum(0) // block_size % max_blocks if self.window else 0
+
+
+DEFAULT_OPTIONS = ScoreOptions()
 
 
 class Routes:

@@ -18,7 +18,8 @@ from tinyvllm.runner import TILE
 from . import generic, kv_cache
 from .kv_cache import SMALLEST, half_bits
 from .matmul import speaks_cuda
-from .schedule import LOWEST, State, axes, axis, field, kernel_of, largest, location, mean, rotate
+from .schedule import (DEFAULT_OPTIONS, LOWEST, ScoreOptions, State, axes, axis, field, kernel_of, largest, location,
+                       mean, rotate, separate)
 from .shared_memory import MMA, mma
 
 BS = 16   # positions in a block
@@ -43,32 +44,37 @@ def kv_layout(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tu
   return [((heads, D // 32, BS, 32 // n), element), ((heads, D // n, BS), element), *layout[2:]]
 
 
-def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
-           num_heads: int) -> Tensor:
-  """Like generic.attend, for both layouts."""
-  if cache[0].ndim == 4: return generic.attend(qkv, cache, rope, tokens, block_tables, num_heads)
+def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor, num_heads: int,
+           scale: float = 0, window: int = 0, cap: float = 0, sinks: Tensor | None = None) -> Tensor:
+  """Like Backend.attend, for both layouts."""
+  options, tensors = ScoreOptions(scale, window, cap), [] if sinks is None else [sinks]
+  if cache[0].ndim == 4: return generic.attend(qkv, cache, rope, tokens, block_tables, num_heads, options, tensors)
   q, cache = generic.rotate_and_write(qkv, cache, rope, tokens, num_heads, rope_kernel)
-  return read(q, cache, tokens, block_tables).flatten(1)
+  return read(q, cache, tokens, block_tables, options, tensors).flatten(1)
 
 
-def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor) -> Tensor:
+def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor,
+         options: ScoreOptions = DEFAULT_OPTIONS, sinks: Sequence[Tensor] = ()) -> Tensor:
   """Attend to the cache. q: (T, KV, G, D). Return the same shape."""
   T, KV, *_ = q.shape
-  kernel = decode_kernel if T <= TILE else prefill_kernel
+  kernel = functools.partial(decode_kernel if T <= TILE else prefill_kernel, options=options)
   # Split-KV: with few tokens and possibly long contexts, several work groups share a token and a K/V head
-  splits = max(1, MIN_WORK_GROUPS // (T * KV)) if block_tables.shape[1] * BS > 1024 else 1
-  if splits == 1: return q.empty_like().custom_kernel(q, *cache, block_tables, tokens, fxn=kernel)[0]
+  context = min(block_tables.shape[1] * BS, options.window or 2**31)
+  splits = max(1, MIN_WORK_GROUPS // (T * KV)) if context > 1024 else 1
+  if splits == 1: return q.empty_like().custom_kernel(q, *cache, block_tables, tokens, *sinks, fxn=kernel)[0]
   means = Tensor.empty(splits, *q.shape, dtype=dtypes.float32, device=q.device)
   logs = Tensor.empty(splits, *q.shape[:3], dtype=dtypes.float32, device=q.device)
   means, *_, logs = means.custom_kernel(q, *cache, block_tables, tokens, logs, fxn=kernel)
-  return q.empty_like().custom_kernel(means, logs, fxn=combine_kernel)[0]
+  return q.empty_like().custom_kernel(means, logs, *sinks, fxn=combine_kernel)[0]
 
 
-def combine_kernel(out: UOp, means: UOp, logs: UOp) -> UOp:
-  """Combine the splits of split-KV. means: (splits, T, KV, G, D). logs: (splits, T, KV, G), log2 of weight sums."""
+def combine_kernel(out: UOp, means: UOp, logs: UOp, *sinks: UOp) -> UOp:
+  """Combine the splits of split-KV. means: (splits, T, KV, G, D). logs: (splits, T, KV, G), log2 of weight sums. sinks:
+  (KV * G,), optional."""
   t, h, g, d = axes(0, *out.shape)
   splits = range(means.shape[0])
-  combined = mean([means[i, t, h, g, d] for i in splits], [logs[i, t, h, g] for i in splits])
+  values, weight_logs = [means[i, t, h, g, d] for i in splits], [logs[i, t, h, g] for i in splits]
+  combined = mean(values, weight_logs, sinks, h * out.shape[2] + g)
   return kernel_of("combine", out[t, h, g, d].store(combined.cast(out.dtype)))
 
 
@@ -123,24 +129,24 @@ def head_scale(numbers: list[UOp], token: UOp, i: UOp, tokens: int, lanes: int, 
 
 # Attention
 
-def decode_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
+def decode_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp, options: ScoreOptions) -> UOp:
   """Compute attention for up to TILE tokens. A work group has a token and a K/V head. Its warps split the context, and
   each has the G query heads as rows.
-  out: (T, KV, G, D), or with split-KV (splits, T, KV, G, D) in float32. rest: scales (int8 only), block_tables,
-  tokens, and with split-KV logs, (splits, T, KV, G): log2 of the sum of the weights."""
+  out: (T, KV, G, D), or with split-KV (splits, T, KV, G, D) in float32. rest: see separate; with split-KV no sinks, but
+  logs, (splits, T, KV, G): log2 of the sum of the weights."""
   sizes: Any = q.shape
   T, KV, G, D = sizes
   splits = out.shape[0] if len(out.shape) == 5 else 1
-  *scales, table, tokens = rest[:-1] if splits > 1 else rest
+  scales, table, tokens, sinks = separate(rest[:-1] if splits > 1 else rest)
   split = UOp.special(splits, "gidx2") if splits > 1 else UOp.const(0)
-  warp = decode_warp(sizes, table, tokens, split, splits)
+  warp = decode_warp(sizes, table, tokens, split, splits, options)
   means, logs = warp_results(warp, q, Cache(keys, values, scales, table))
   stores = []
   for n in range(-(-G * D // (32 * warp.count))):
     i = n * 32 * warp.count + warp.index * 32 + warp.lane   # index in the G * D outputs of the K/V head
     g = (i // D).minimum(G - 1)
     warp_logs = [logs[w, g] for w in range(warp.count)]
-    x = mean([means[w, g, i % D] for w in range(warp.count)], warp_logs)
+    x = mean([means[w, g, i % D] for w in range(warp.count)], warp_logs, sinks, warp.kv_head * G + g)
     to = row_start(sizes, warp, 0, 0) + i
     if splits > 1:
       row = (split * T + warp.first) * KV * G + warp.kv_head * G + g
@@ -153,7 +159,8 @@ def decode_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   return attend_sink(stores)
 
 
-def decode_warp(sizes: tuple[int, ...], table: UOp, tokens: UOp, split: UOp, splits: Any) -> "Warp":
+def decode_warp(sizes: tuple[int, ...], table: UOp, tokens: UOp, split: UOp, splits: Any,
+                options: ScoreOptions) -> "Warp":
   T, KV, G, D = sizes
   count = min(TILE // 16 if T * KV > 256 else 16, 1 << (SHARED_BYTES // (G * D * 4)).bit_length() - 1)
   index = UOp.special(count, "lidx1")
@@ -162,19 +169,20 @@ def decode_warp(sizes: tuple[int, ...], table: UOp, tokens: UOp, split: UOp, spl
   position = field(tokens, "position", first) % (table.shape[1] * BS)
   rows: list[tuple[Any, UOp]] = [(0, (lane // 4 + row).minimum(G - 1)) for row in range(0, 8 if G <= 8 else 16, 8)]
   return Warp(lane, index, count, G, UOp.special(KV, "gidx0"), first, field(tokens, "slot", first) % table.shape[0],
-              rows, [position for _ in rows], position, split * count + index, splits * count)
+              rows, [position for _ in rows], position, options, options.first_block(position, table.shape[1], BS),
+              split * count + index, splits * count)
 
 
-def prefill_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
+def prefill_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp, options: ScoreOptions) -> UOp:
   """Compute attention for more than TILE tokens. A work group has a query head and a query tile (up to TILE consecutive
   tokens of a sequence), 16 tokens per warp. For a tile of up to 16 tokens, the warps split the context instead.
-  out: (T, KV, G, D). rest: scales (int8 only), block_tables, tokens."""
+  out: (T, KV, G, D). rest: see separate."""
   sizes: Any = q.shape
-  *scales, table, tokens = rest
+  scales, table, tokens, sinks = separate(rest)
   tile = field(tokens, "query_tile", UOp.special(min(sizes[0], sizes[0] // TILE + table.shape[0] - 1), "gidx1"))
   size = (tile < 0).where(0, tile % TILE + 1)
   splits_context = size <= 16
-  warp = prefill_warp(sizes, table, tokens, tile, size, splits_context)
+  warp = prefill_warp(sizes, table, tokens, tile, size, splits_context, options)
   means, logs = warp_results(warp, q, Cache(keys, values, scales, table))
   r = UOp.range(16, 1, AxisType.LOOP)
   token = splits_context.where(0, warp.index * 16) + r
@@ -182,13 +190,15 @@ def prefill_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
   warp_logs = [(splits_context | warp.index.eq(w)).where(logs[w, r], LOWEST) for w in range(warp.count)]
   stores = []
   for d in range(0, sizes[3], 32):
-    x = mean([means[w, r, d + warp.lane] for w in range(warp.count)], warp_logs)
+    warp_means = [means[w, r, d + warp.lane] for w in range(warp.count)]
+    x = mean(warp_means, warp_logs, sinks, warp.kv_head * sizes[2] + warp.rows[0][1])
     to = row_start(sizes, warp, token, warp.rows[0][1]) + d + warp.lane
     stores.append(out.base.index(to.valid(is_own)).store(x.cast(out.dtype)))
   return attend_sink([UOp.group(*stores).end(r)])
 
 
-def prefill_warp(sizes: tuple[int, ...], table: UOp, tokens: UOp, tile: UOp, size: UOp, splits_context: UOp) -> "Warp":
+def prefill_warp(sizes: tuple[int, ...], table: UOp, tokens: UOp, tile: UOp, size: UOp, splits_context: UOp,
+                 options: ScoreOptions) -> "Warp":
   T, KV, G, _ = sizes
   count = TILE // 16
   lane = UOp.special(32, "lidx0")
@@ -201,7 +211,8 @@ def prefill_warp(sizes: tuple[int, ...], table: UOp, tokens: UOp, tile: UOp, siz
   # Rows after the tile are limited, too, because their NaN would reach the mean over the warps
   visible = [(position + token).minimum(last) for token, _ in rows]
   return Warp(lane, index, count, 16, head // G, first, field(tokens, "slot", first) % table.shape[0], rows, visible,
-              last, splits_context.where(index, 0), splits_context.where(count, 1), (exit_if(tile < 0),))   # padding
+              last, options, options.first_block(position, table.shape[1], BS), splits_context.where(index, 0),
+              splits_context.where(count, 1), (exit_if(tile < 0),))   # padding
 
 
 def attend_sink(stores: list[UOp]) -> UOp:
@@ -222,7 +233,9 @@ class Warp:
   rows: list[tuple[Any, UOp]]            # the lane's rows: token relative to `first`, query head within the K/V head
   visible: list[UOp]                     # last position that each of the lane's rows attends to
   last: UOp                              # last position that any row attends to
-  split: UOp                             # the warp reads blocks split, split + splits, ...
+  options: ScoreOptions
+  start: Any                             # first block that any row attends to
+  split: UOp                             # the warp reads blocks start + split, start + split + splits, ...
   splits: Any
   guard: tuple[UOp, ...] = ()            # statements to run before the loads
 
@@ -308,10 +321,10 @@ def accumulate(warp: Warp, q: UOp, cache: Cache) -> WarpState:
   loop = UOp.loop(0)
   current = state.after(UOp.group(*resets), loop)
   iteration = current.index(cache.table.shape[1])
-  block = cache.block(warp, iteration * warp.splits + warp.split)
+  block = cache.block(warp, warp.start + iteration * warp.splits + warp.split)
   stores = [current.iteration[0].store(current.iteration[0].load() + 1),
             *add_block(warp, cache, block, current, scores(warp, cache, block, queries), D)]
-  return state.after(UOp.group(*stores).end(loop, (iteration + 1) * warp.splits * BS <= warp.last))
+  return state.after(UOp.group(*stores).end(loop, (warp.start + (iteration + 1) * warp.splits) * BS <= warp.last))
 
 
 def query(warp: Warp, q: UOp, cache: Cache, step: int) -> list[UOp]:
@@ -322,8 +335,8 @@ def query(warp: Warp, q: UOp, cache: Cache, step: int) -> list[UOp]:
 
 
 def scores(warp: Warp, cache: Cache, block: Block, queries: list[list[UOp]]) -> list[list[UOp]]:
-  """Return log2(e) * q . k / sqrt(D) for the lane's rows and four positions."""
-  unit = math.log2(math.e) / math.sqrt(16 * len(queries))
+  """Return the scores of the lane's rows and four positions."""
+  unit = warp.options.factor(16 * len(queries))
   sums = ZEROS   # sums of the query's numbers, to subtract int8's offset of 128
   for a in queries: sums = mma(a, [UOp.const(1.0, dtypes.half)] * 4, sums) if cache.scales else ZEROS
   result: list[list[UOp]] = [[] for _ in warp.rows]
@@ -334,7 +347,7 @@ def scores(warp: Warp, cache: Cache, block: Block, queries: list[list[UOp]]) -> 
       i = warp.column * 4 + half * 2 + e   # position in the block
       score = dot.index(r * 2 + e) * (cache.factor * unit)
       if cache.scales: score = (score - sums.index(r * 2) * (128 * unit)) * cache.scale(block, 0, i)
-      result[r].append((block.start + i <= warp.visible[r]).where(score, LOWEST))
+      result[r].append(warp.options.masked(score, warp.visible[r], block.start + i))
   return result
 
 
