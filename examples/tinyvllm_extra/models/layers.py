@@ -56,6 +56,7 @@ class Layer:
     # With a norm after it, an output must be one sum
     self.o_proj = self.linear(backend.Linear, q_size, {"self_attn.o_proj": config.hidden_size}, config.attention_bias,
                               0 if config.norms[1] else 1)
+    self.sinks: Any = None
     self.make_mlp()
 
   def norm(self, source: str, size: int) -> Any:
@@ -89,7 +90,8 @@ class Layer:
         return norm(x.reshape(x.shape[0], -1, norm.weight.shape[0]).contiguous()).reshape(x.shape)
       qkv = Tensor.cat(normed(q, self.q_norm), normed(k, self.k_norm), v, dim=1).contiguous()
     h = self.backend.attend(qkv, cache, ropes[self.rope], *inputs, config.num_attention_heads,
-                            config.attention_scale, self.window, config.attention_cap)   # (T, H * D)
+                            config.attention_scale, self.window, config.attention_cap,
+                            self.sinks and self.sinks.weight)           # (T, H * D)
     return self.o_proj(h)
 
   def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], *inputs: Any) -> tuple[Tensor, Tensor]:
@@ -108,6 +110,7 @@ class Model(Llama):
   """A model whose layers have options."""
   Layer: type[Any] = Layer
   config: Config
+  config_class = Config
 
   def __init__(self, config: Config, dtype: DType, backend: Backend, devices: Devices):
     count = len(devices.names)

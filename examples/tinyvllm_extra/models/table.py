@@ -25,6 +25,38 @@ def qwen3(hf: dict[str, Any]) -> dict[str, Any]: return qwen2(hf) | {"qkv_bias":
 def mistral(hf: dict[str, Any]) -> dict[str, Any]: return {"windows": windows(hf)}
 
 
+def experts(hf: dict[str, Any]) -> dict[str, Any]:
+  count = hf.get("num_experts") or hf["num_local_experts"]
+  return {"num_experts": count, "num_experts_per_tok": hf["num_experts_per_tok"],
+          "moe_intermediate_size": hf.get("moe_intermediate_size") or hf["intermediate_size"]}
+
+
+def qwen3_moe(hf: dict[str, Any]) -> dict[str, Any]:
+  step, layers = hf.get("decoder_sparse_step") or 1, range(hf["num_hidden_layers"])
+  dense = tuple(i for i in layers if i in (hf.get("mlp_only_layers") or ()) or (i + 1) % step)
+  return qwen3(hf) | experts(hf) | {"dense_layers": dense, "norm_topk_prob": hf.get("norm_topk_prob", False)}
+
+
+def mixtral(hf: dict[str, Any]) -> dict[str, Any]:
+  name = "block_sparse_moe.experts.{}"
+  return mistral(hf) | experts(hf) | {"router": "block_sparse_moe.gate", "gate_up": (f"{name}.w1", f"{name}.w3"),
+                                      "down": (f"{name}.w2",)}
+
+
+def olmoe(hf: dict[str, Any]) -> dict[str, Any]:
+  check(hf.get("clip_qkv") is None, f"model: clip_qkv={hf.get('clip_qkv')} is not supported; supported: null")
+  return experts(hf) | {"qk_norm": "all", "norm_topk_prob": hf.get("norm_topk_prob", False)}
+
+
+def gpt_oss(hf: dict[str, Any]) -> dict[str, Any]:
+  return mistral(hf) | experts(hf) | {
+    "router": "mlp.router", "gate_up": ("mlp.experts.gate_up_proj",), "down": ("mlp.experts.down_proj",),
+    "expert_bias": True, "has_sinks": True, "swiglu": (hf.get("swiglu_alpha", 1.702), hf.get("swiglu_limit", 7.0))}
+
+
+MIXTURES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+  "Qwen3MoeForCausalLM": qwen3_moe, "MixtralForCausalLM": mixtral, "OlmoeForCausalLM": olmoe,
+  "GptOssForCausalLM": gpt_oss}
 ROWS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
   "Qwen2ForCausalLM": qwen2, "Qwen3ForCausalLM": qwen3, "MistralForCausalLM": mistral}
 
@@ -46,5 +78,5 @@ def make_row(options: Callable[[dict[str, Any]], dict[str, Any]], model_class: t
                                 "rope_parameters": {"rope_type": "default"}}, path)
     count = core.num_hidden_layers
     values = {"ropes": (read_rope(hf, path),), "rope_kinds": (0,) * count, "windows": (0,) * count, **options(hf)}
-    return Config(**vars(core) | values), model_class
+    return model_class.config_class(**vars(core) | values), model_class
   return read
