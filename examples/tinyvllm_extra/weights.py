@@ -16,8 +16,8 @@ from tinyvllm.config import check, read_json
 from . import fit
 from .formats import DEQUANTIZED, READERS, UNUSED, read_stacked
 from .kernels.shards import stack as stack_shards
-from .quantization import (E4M3, Matrix, concatenate, dequantize, describe, find_layouts, is_small_float, pad_rows, quantize,
-                           read_matrix, round_scales, split, stack, to_float32)
+from .quantization import (E4M3, Matrix, concatenate, dequantize, describe, find_layouts, is_small_float, pad_rows,
+                           quantize, read_matrix, round_scales, split, stack, to_float32)
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16
 QUANTIZED = {"U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": E4M3}   # in quantized matrices

@@ -10,6 +10,10 @@ from .cpu import cpu_sums
 ROWS = (8, 32)   # rows per group on GPUs, for few and for many rows of each expert
 
 
+def numbers(count: int) -> Tensor: return Tensor.arange(count, dtype=dtypes.int32)
+def sums(x: Tensor) -> Tensor: return x.sum(1, dtype=dtypes.int32)
+
+
 class Experts(matmul.Linear):
   """Matrices of several experts, stacked in one W in stored layout. sources: the first expert's, the second's, ..."""
   def __init__(self, num_experts: int, in_features: int, sources: dict[str, int], bias: bool, dtype: DType):
@@ -22,22 +26,21 @@ class Experts(matmul.Linear):
     """Return the plan for kernels (see schedule.Routes), which sorts by expert. ids: (T, k) int32, experts of each
     token. With few tokens, each row has its own group."""
     experts = ids.flatten()                                             # (P,)
-    pairs, count = experts.shape[0], self.num_experts
+    pairs, count = int(experts.shape[0]), self.num_experts
     if pairs <= count: return experts.reshape(-1, 1).contiguous()
     rows = cpu_sums() if cpu_cores() else ROWS[pairs > 16 * count]
     num_groups = (pairs + count * (rows - 1)) // rows                   # at most
-    numbers, pair = Tensor.arange(count, dtype=dtypes.int32), Tensor.arange(pairs, dtype=dtypes.int32)
-    sizes = (experts.unsqueeze(0) == numbers.unsqueeze(1)).sum(1, dtype=dtypes.int32)   # (E,)
+    number, pair = numbers(count), numbers(pairs)
+    sizes = sums(experts == number.unsqueeze(1))                        # (E,), pairs of each expert
     groups = ((sizes + rows - 1) // rows).contiguous()
-    before = (numbers.unsqueeze(0) < experts.unsqueeze(1)).where(groups.unsqueeze(0), 0).sum(1, dtype=dtypes.int32)
-    rank = (experts.unsqueeze(0) == experts.unsqueeze(1)) & (pair.unsqueeze(0) < pair.unsqueeze(1))   # earlier pairs
-    slot = (before * rows + rank.sum(1, dtype=dtypes.int32)).contiguous()   # (P,), a pair's place in the plan
-    places = Tensor.arange(num_groups * rows, dtype=dtypes.int32).unsqueeze(1)
-    rows_of = (slot.unsqueeze(0) == places).where(pair - pairs, 0).sum(1, dtype=dtypes.int32) + pairs
-    ends = (numbers.unsqueeze(0) <= numbers.unsqueeze(1)).where(groups.unsqueeze(0), 0).sum(1, dtype=dtypes.int32).contiguous()
-    group = Tensor.arange(num_groups, dtype=dtypes.int32).unsqueeze(1)
-    expert = (ends.unsqueeze(0) <= group).sum(1, dtype=dtypes.int32).minimum(count - 1)   # (G,)
-    return expert.reshape(-1, 1).cat(rows_of.reshape(-1, rows), dim=1).contiguous()
+    before = sums((number < experts.unsqueeze(1)).where(groups, 0))     # (P,), groups of earlier experts
+    rank = sums((experts == experts.unsqueeze(1)) & (pair < pair.unsqueeze(1)))   # (P,), earlier pairs of the expert
+    place = (before * rows + rank).contiguous()                         # (P,), a pair's place in the plan
+    places = numbers(num_groups * rows).unsqueeze(1)
+    targets = sums((place == places).where(pair - pairs, 0)) + pairs    # (G * rows,)
+    ends = sums((number <= number.unsqueeze(1)).where(groups, 0)).contiguous()   # (E,)
+    expert = sums(ends <= numbers(num_groups).unsqueeze(1)).minimum(count - 1)   # (G,)
+    return expert.reshape(-1, 1).cat(targets.reshape(-1, rows), dim=1).contiguous()
 
   def route(self, x: Tensor, plan: Tensor, count: int) -> Tensor:
     """Return the products, (count, out), of x with the experts of its plan. x: (R, in), each row for count / R."""

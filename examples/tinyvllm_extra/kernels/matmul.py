@@ -14,7 +14,7 @@ from tinygrad.uop.ops import AxisType, Ops, sint
 from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
 
-from ..quantization import E2M1, E4M3, Quantized, is_small_float, narrow
+from ..quantization import E2M1, Quantized, is_small_float, narrow
 from .cpu import cpu_sums
 from .kv_cache import FACTOR, half_bits
 from .schedule import Routes, axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
@@ -67,12 +67,12 @@ def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   bits = 4 if q.dtype in (np.uint8, E2M1) else 8
   word = np.int32 if q.dtype.kind == "V" else np.uint32
   if len(shape) == 3:
-    if bits == 8: return reorder(q.view(np.uint8) if q.dtype == E4M3 else q, shape)
-    numbers = q.view(np.uint8).reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
+    if bits == 8: return reorder(q if q.dtype == np.int8 else q.view(np.uint8), shape)
+    numbers: Any = q.view(np.uint8).reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
   else:
-    q = q.view(np.uint8) ^ (128 if q.dtype == np.int8 else 0)   # int8 to unsigned
-    lanes = reorder(q, shape).transpose(0, 1, 4, 5, 2, 3, 6, 7)   # (out / 16, in / 32, 8, 4, then 16 numbers of a lane)
-    # A word holds pairs of neighbours, one in its lower half and one in its upper half
+    lanes: Any = reorder(q.view(np.uint8) ^ np.uint8(128 * (q.dtype == np.int8)), shape).transpose(0, 1, 4, 5, 2, 3, 6, 7)
+    # (out / 16, in / 32, 8, 4, then 16 numbers of a lane), int8 as unsigned. A word holds pairs of neighbours, one in
+    # its lower half and one in its upper half
     numbers = lanes.reshape(*lanes.shape[:4], bits // 2, 16 // bits, 2).swapaxes(-1, -2)
     numbers = numbers.reshape(*lanes.shape[:4], bits // 2, 32 // bits)
   if bits == 4: numbers = numbers[..., ::2] | numbers[..., 1::2] << 4
@@ -228,7 +228,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
     in_half = 16 // bits
     word = weight[n16, k, row, column, (i * 4 + pair_index) // in_half]
     pair = word.cast(dtypes.uint32) >> (pair_index % in_half * bits).cast(dtypes.uint32)
-    pair = half_bits(pair, False, bits) if is_float else pair & (2**bits - 1) * 0x10001
+    pair = half_bits(pair, False, int(bits)) if is_float else pair & (2**bits - 1) * 0x10001
     if not is_float and not scales_sums: pair = pair | 0x64006400
     return (pair >> (p * 16).cast(dtypes.uint32)).cast(dtypes.uint16).bitcast(dtypes.half)
 
@@ -322,17 +322,20 @@ def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   w = weight[n, k // in_word, lane]
   if in_word > 1: w = w.cast(dtypes.uint32) >> (k % 8 * 4).cast(dtypes.uint32) & 15   # int4 or e2m1
   if weight.dtype in (dtypes.uint8, dtypes.int32):   # e4m3 or e2m1
-    w = half_bits(w.cast(dtypes.uint32), False, 4 if in_word > 1 else 8).cast(dtypes.uint16).bitcast(dtypes.half)
+    word = w.cast(dtypes.uint32)
+    w = half_bits(word, False, 4 if weight.dtype == dtypes.int32 else 8).cast(dtypes.uint16).bitcast(dtypes.half)
   w = w.float()
   for op, scale in zip((UOp.mul, UOp.add), scales, strict=False): w = op(w, scale[n, group, lane].float())
   # Prefetch if one pass computes all rows, because then the core waits for weights
   size = splits * lanes * weight.dtype.itemsize // in_word
   ahead = fetch(weight, (n * words + first // in_word) * lanes, size) if simd and rows == T else 0
   # Sum each split, then the splits
-  total = fold(fold(x[routes.source(t), k + ahead].float() * w, types=(AxisType.REDUCE,)))
+  row = routes.source(t)
+  total = fold(fold(x[row, k + ahead].float() * w, types=(AxisType.REDUCE,)))
   # Less work is finished before another core has started
   threads = divisor(N16, cpu_cores()) if T * K * N16 > 8192 else 1
-  return kernel_of("linear", store(out, total, rest, routes.target(t), n * lanes + lane), shared_by(threads) if simd else None)
+  result = store(out, total, rest, routes.target(t), n * lanes + lane)
+  return kernel_of("linear", result, shared_by(threads) if simd else None)
 
 
 class Norm(backend.Norm):

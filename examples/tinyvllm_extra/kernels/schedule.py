@@ -129,14 +129,15 @@ class Routes:
   """Rows of x and out in a multiplication by W, or by one of several matrices stacked in W, the experts. Then `rest`
   holds a plan, (G, 1 + rows) int32: for each group of rows an expert, and rows of out, whose number stands for none.
   (G, 1) is the expert of each row of out. Consecutive rows of out are products of the same row of x."""
-  def __init__(self, out: UOp, x: UOp, weight: UOp, rest: Sequence[UOp], number: int, axis_type: AxisType = AxisType.WEAK):
-    self.plan = next((y for y in rest if len(y.shape) == 2), None)
+  def __init__(self, out: UOp, x: UOp, weight: UOp, rest: Sequence[UOp], number: int,
+               axis_type: AxisType = AxisType.WEAK):
+    self.plan: Any = next((y for y in rest if len(y.shape) == 2), None)
     self.num_rows: Any = x.shape[0]
     self.num_tiles: Any = weight.shape[0]
     self.first_tile: Any = 0
     self.counts: Any = out.shape[0], x.shape[0]
     if self.plan is None: return
-    self.num_rows = max(1, self.plan.shape[1] - 1)   # type: ignore[type-var]
+    self.num_rows = max(1, self.plan.shape[1] - 1)
     self.num_tiles = out.shape[1] // (weight.shape[2] if len(weight.shape) == 3 else 16)
     self.group = axis(self.plan.shape[0], number, axis_type)
     self.first_tile = self.load(0) % (weight.shape[0] // self.num_tiles) * self.num_tiles
