@@ -1,4 +1,4 @@
-"""Mixtures of experts: the matrix kernel for chosen experts compared with numpy, and models with Hugging Face's results.
+"""Mixtures of experts: the kernel for chosen experts compared with numpy, and models with Hugging Face's results.
 Each comparison covers experts without tokens, and all tokens on the same experts."""
 import functools
 
