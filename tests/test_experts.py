@@ -1,12 +1,22 @@
 """Mixtures of experts: the kernel for chosen experts compared with numpy, and models with Hugging Face's results.
 Each comparison covers experts without tokens, and all tokens on the same experts."""
 import functools
+import json
+import pathlib
+import shutil
 
 import numpy as np
 import pytest
-from tinygrad import Device, Tensor, TinyJit, dtypes
+import record_mixtures
+import tinyvllm
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from tinygrad import Device, Tensor, TinyJit, dtypes, nn
 from tinygrad.uop.ops import Ops
 
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.backend import Backend
+from tinyvllm.config import InputError
 from tinyvllm_extra.kernels import experts as fast
 from tinyvllm_extra.kernels.matmul import pack_numbers, prepare_scales, reorder, scales_shape
 from tinyvllm_extra.models.experts import Experts, choose_experts
@@ -140,3 +150,92 @@ def test_one_token_reads_only_its_experts():
              if u.op is Ops.CALL and u.src[0].op is Ops.SINK]
   sizes = [np.prod([int(r.vmax) + 1 for r in kernel.toposort() if r.op is Ops.RANGE]) for kernel in kernels]
   assert max(sizes) <= 1.3 * k * weight[0].size
+
+
+def make_folder(folder: pathlib.Path, name: str, weights: dict | None = None, **config) -> pathlib.Path:
+  """Write a recorded model, or another with its config, in Hugging Face's layout."""
+  source = record_mixtures.FOLDER / f"{name}.safetensors"
+  with safe_open(source, "np") as file: text = file.metadata()["config"]
+  folder.mkdir(parents=True)
+  (folder / "config.json").write_text(json.dumps(json.loads(text) | config))
+  for path in (pathlib.Path(tinyvllm.__file__).parent / "default_model").glob("tokenizer*"): shutil.copy(path, folder)
+  if weights is None: shutil.copy(source, folder / "model.safetensors")
+  else: save_file(weights, folder / "model.safetensors")
+  return folder
+
+
+def generate(llm: LLM, prompts: list[list[int]]) -> list:
+  params = SamplingParams(max_tokens=record_mixtures.MAX_TOKENS, temperature=0, ignore_eos=True, logprobs=5)
+  return [x.outputs[0] for x in llm.generate([{"prompt_token_ids": x} for x in prompts], params)]
+
+
+def check_recorded(name: str, outputs: list) -> None:
+  """Compare greedy ids, and log probabilities of five tokens in each step, with the recorded ones."""
+  recorded = load_file(record_mixtures.FOLDER / f"{name}.recorded.safetensors")
+  for i, output in enumerate(outputs):
+    assert output.token_ids == recorded[f"ids.{i}"].tolist()
+    logits = recorded[f"logits.{i}"].astype(np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    for step, row in zip(output.logprobs, logprobs, strict=True):
+      for token, x in step.items(): assert abs(x.logprob - row[token]) < 1e-4
+
+
+def prompts_of(name: str) -> list[list[int]]:
+  recorded = load_file(record_mixtures.FOLDER / f"{name}.recorded.safetensors")
+  return [recorded[f"prompt.{i}"].tolist() for i in range(len(record_mixtures.PROMPT_SIZES))]
+
+
+OPTIONS = {"dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 64}
+names = pytest.mark.parametrize("name", record_mixtures.MODELS)
+
+
+@names
+def test_chunked_and_cached_prompts_equal_hugging_face(tmp_path, name):
+  llm = LLM(str(make_folder(tmp_path / name, name)), **OPTIONS, max_num_batched_tokens=16)
+  for _ in range(2): check_recorded(name, generate(llm, prompts_of(name)))   # then through the prefix cache
+
+
+@pytest.mark.slow
+@names
+def test_batched_single_and_preempted_prompts_equal_hugging_face(tmp_path, name):
+  folder = str(make_folder(tmp_path / name, name))
+  llm = LLM(folder, **OPTIONS, enable_prefix_caching=False)
+  check_recorded(name, generate(llm, prompts_of(name)))
+  check_recorded(name, [generate(llm, [prompt])[0] for prompt in prompts_of(name)])
+  check_recorded(name, generate(LLM(folder, **OPTIONS | {"num_gpu_blocks_override": 7}), prompts_of(name)))
+  check_recorded(name, generate(LLM(folder, **OPTIONS, backend=Backend()), prompts_of(name)))
+
+
+def test_mxfp4_equals_its_dequantized_checkpoint(tmp_path):
+  values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+  values = np.concatenate([values, -values])
+  rng = np.random.default_rng(0)
+  recorded = make_folder(tmp_path / "recorded", "GptOss")
+  packed, plain = {}, {}
+  for name, x in nn.state.safe_load(recorded / "model.safetensors").items():
+    if not name.endswith("up_proj") and not name.endswith("down_proj"):
+      packed[name] = plain[name] = x.to("CPU").float().numpy()
+      continue
+    experts, inputs, outputs = x.shape
+    codes = rng.integers(0, 16, (experts, outputs, inputs // 32, 32)).astype(np.uint8)
+    scales = rng.integers(122, 126, codes.shape[:3]).astype(np.uint8)
+    packed |= {f"{name}_blocks": codes[..., ::2] | codes[..., 1::2] << 4, f"{name}_scales": scales}
+    weight = values[codes] * 2.0 ** (scales[..., None].astype(np.float32) - 127)
+    plain[name] = np.ascontiguousarray(weight.reshape(experts, outputs, inputs).swapaxes(1, 2))
+  method = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+  folders = [make_folder(tmp_path / "plain", "GptOss", plain),
+             make_folder(tmp_path / "packed", "GptOss", packed, quantization_config=method)]
+  models = [LLM(str(folder), **OPTIONS) for folder in folders]
+  outputs = [generate(llm, prompts_of("GptOss")) for llm in models]
+  for x, y in zip(*outputs, strict=True):
+    assert x.token_ids == y.token_ids
+    first, second = [[z.logprob for z in output.logprobs[0].values()] for output in (x, y)]
+    np.testing.assert_allclose(first, second, atol=1e-4)
+  packed_weight = models[1].model.layers[0].gate_up.weight
+  assert packed_weight.dtype.itemsize * 8 * packed_weight.numel() == 4 * models[0].model.layers[0].gate_up.weight.numel()
+  with pytest.raises(InputError, match="quantization='int8'"): LLM(str(folders[1]), **OPTIONS, quantization="int8")
+
+
+def test_several_devices_are_refused(tmp_path):
+  with pytest.raises(InputError, match="tensor_parallel_size=2 must be 1"):
+    LLM(str(make_folder(tmp_path / "Mixtral", "Mixtral")), **OPTIONS, tensor_parallel_size=2)
