@@ -1,5 +1,5 @@
-"""Record tests/data/models/NAME.safetensors for mixtures of experts: a random checkpoint made by Hugging Face's class, and
-its logits and greedy ids in float32. Needs torch and transformers: python tests/record_mixtures.py"""
+"""Record tests/data/models for mixtures of experts: random checkpoints by Hugging Face's classes, and their logits and
+greedy ids in float32. Needs torch and transformers: python tests/record_mixtures.py"""
 import json
 import pathlib
 import tempfile

@@ -185,7 +185,7 @@ def prompts_of(name: str) -> list[list[int]]:
   return [recorded[f"prompt.{i}"].tolist() for i in range(len(record_mixtures.PROMPT_SIZES))]
 
 
-OPTIONS = {"dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 64}
+OPTIONS = {"dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 64, "max_num_seqs": 8}
 names = pytest.mark.parametrize("name", record_mixtures.MODELS)
 
 
@@ -231,8 +231,8 @@ def test_mxfp4_equals_its_dequantized_checkpoint(tmp_path):
     assert x.token_ids == y.token_ids
     first, second = [[z.logprob for z in output.logprobs[0].values()] for output in (x, y)]
     np.testing.assert_allclose(first, second, atol=1e-4)
-  packed_weight = models[1].model.layers[0].gate_up.weight
-  assert packed_weight.dtype.itemsize * 8 * packed_weight.numel() == 4 * models[0].model.layers[0].gate_up.weight.numel()
+  plain_weight, packed_weight = [llm.runner.model.layers[0].gate_up.weight for llm in models]
+  assert packed_weight.nbytes() * 8 == plain_weight.numel() * 4   # 4 bits each
   with pytest.raises(InputError, match="quantization='int8'"): LLM(str(folders[1]), **OPTIONS, quantization="int8")
 
 
