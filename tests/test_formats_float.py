@@ -18,7 +18,7 @@ from tinyvllm import LLM
 from tinyvllm.backend import Backend
 from tinyvllm.config import InputError
 from tinyvllm_extra import weights
-from tinyvllm_extra.quantization import E4M3, Quantized, decode_e4m3, dequantize, split, stack
+from tinyvllm_extra.quantization import E4M3, Quantized, decode_float, dequantize, split, stack
 
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 384}   # multiples of 128
 
@@ -166,8 +166,8 @@ def test_decode_e4m3_equals_torch():
   import torch
   codes = np.arange(256, dtype=np.uint8)
   expected = torch.tensor(codes).view(torch.float8_e4m3fn).float().numpy()
-  np.testing.assert_array_equal(decode_e4m3(codes.view(E4M3)), expected)
-  assert np.signbit(decode_e4m3(codes.view(E4M3)[128:129])).all()
+  np.testing.assert_array_equal(decode_float(codes.view(E4M3)), expected)
+  assert np.signbit(decode_float(codes.view(E4M3)[128:129])).all()
 
 
 def random_e4m3(rng: np.random.Generator, outputs: int, inputs: int, groups: int) -> Quantized:

@@ -5,7 +5,7 @@ from typing import Any
 
 logger = logging.getLogger("tinyvllm")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
-QUANTIZATIONS = ("int8", "int4", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "squeezellm", "gguf")
+FORMATS = ("int8", "int4", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "squeezellm", "gguf", "mxfp4")
 # The values of config.json that the core computes with
 SUPPORTED = {"architecture": ["LlamaForCausalLM"], "hidden_act": ["silu"],
              "rope_type": ["default", "llama3", "linear", "factors"]}
@@ -86,7 +86,7 @@ class Options:
 class EngineConfig(Options):
   """Engine options, under vLLM's names."""
   dtype: str = option("auto", "Activation dtype; auto: float32 on a CPU, else float16", choices=DTYPES)
-  quantization: str | None = option(None, "int8, int4: quantize; others: verify (default: none)", choices=QUANTIZATIONS)
+  quantization: str | None = option(None, "int8, int4: quantize; others: verify (default: none)", choices=FORMATS)
   max_model_len: int | None = option(None, "Maximum prompt plus output tokens (default: model's)", min=2, max=2**24)
   max_num_seqs: int = option(64, "Maximum running sequences", min=1, max=1024)
   max_num_batched_tokens: int | None = option(None, "Token budget per step (default: 512, CPU 128)", min=1, max=16384)

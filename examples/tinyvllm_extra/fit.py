@@ -71,7 +71,7 @@ def weight_bytes(checkpoint: Any, quantization: str | None) -> int:
   sources = {source for module in model.modules() for source in module.sources}
 
   def size(name: str, tensor: Any) -> float:
-    is_matrix = ".layers." in name and len(tensor.shape) == 2
+    is_matrix = ".layers." in name and len(tensor.shape) > 1
     bits = QUANTIZED.get(quantization or "", wide) if is_matrix and checkpoint.method is None else wide
     is_float = np.dtype(tensor.dtype).kind in "fu"   # bfloat16 is uint16
     return min(tensor.nbytes, math.prod(tensor.shape) * bits / 8) if is_float else tensor.nbytes

@@ -8,7 +8,7 @@ import numpy as np
 
 from tinyvllm.config import check
 
-from .quantization import E4M3, Matrix, Quantized, narrow, to_float32, unpack_words
+from .quantization import E2M1, E4M3, Matrix, Quantized, narrow, to_float32, unpack_words
 
 # Endings of tensors that are not read: derived from others, or scales of activations and of the KV cache
 UNUSED = (".weight_shape", ".startrows", ".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
@@ -74,6 +74,28 @@ def read_squeezellm(checkpoint: Any, name: str, shape: tuple[int, int]) -> Matri
   return weight.astype(checkpoint.dtype, copy=False)
 
 
+def read_stacked(checkpoint: Any, name: str, shape: tuple[int, int]) -> Matrix | None:
+  """Read matrices of all experts, (experts, in, out), as one with stacked rows."""
+  stored = checkpoint.tensors.get(f"{name}.weight")
+  if stored is None or len(stored.shape) != 3: return None
+  count = stored.shape[0]
+  weight = checkpoint.array(f"{name}.weight", count, shape[1], shape[0] // count)
+  return np.ascontiguousarray(weight.swapaxes(1, 2)).reshape(shape)
+
+
+def read_mxfp4(checkpoint: Any, name: str, shape: tuple[int, int]) -> Matrix | None:
+  """Read e2m1 in blocks of 32 along the inputs with a power of two as their scale (OCP Microscaling Formats 1.0)."""
+  stored = checkpoint.tensors.get(f"{name}.blocks")
+  if stored is None: return read_stacked(checkpoint, name, shape)
+  count, groups = stored.shape[0], shape[1] // 32
+  sizes = count, shape[0] // count, groups
+  blocks, scales = checkpoint.array(f"{name}.blocks", *sizes, 16), checkpoint.array(f"{name}.scales", *sizes)
+  q = np.stack([blocks & 15, blocks >> 4], -1).reshape(shape).view(E2M1)
+  scale = np.ldexp(np.float32(1), scales.astype(np.int32) - 127).reshape(shape[0], groups)
+  return Quantized(q, scale, None, np.arange(shape[1]))
+
+
 READERS: dict[Any, Callable[[Any, str, tuple[int, int]], Matrix | None]] = {   # by quant_method
-  "fp8": read_e4m3, "compressed-tensors": read_e4m3, "bitsandbytes": read_bitsandbytes, "squeezellm": read_squeezellm}
+  "fp8": read_e4m3, "compressed-tensors": read_e4m3, "bitsandbytes": read_bitsandbytes, "squeezellm": read_squeezellm,
+  "mxfp4": read_mxfp4}
 DEQUANTIZED = ("bitsandbytes", "squeezellm")   # while loading

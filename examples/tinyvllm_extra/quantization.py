@@ -11,11 +11,13 @@ from tinyvllm.config import check, logger
 GROUP = 32         # inputs that share a scale in weights quantized at load
 CHUNK = 2**17      # weights that a thread quantizes at a time: they fit a core's cache
 E4M3 = np.dtype("V1")   # 8-bit floats, which numpy lacks: raw bytes, unlike uint8 (int4)
+E2M1 = np.dtype([("e2m1", "u1")])   # 4-bit floats (MXFP4): a byte from 0 to 15 each
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 class Quantized(NamedTuple):
   """A quantized matrix. Groups divide the inputs evenly."""
-  q: np.ndarray               # (out, in): int8, int4 as uint8 from 0 to 15, or E4M3
+  q: np.ndarray               # (out, in): int8, int4 as uint8 from 0 to 15, E4M3 or E2M1
   scale: np.ndarray           # (out, groups)
   offset: np.ndarray | None   # (out, groups); None: zeros
   order: np.ndarray           # (in,): input of each column
@@ -45,7 +47,8 @@ LAYOUTS: dict[str, dict[str, list[Layout]]] = {
   "gptq": {"gptq": [Layout(zero_shift=1)], "gptq_v2": [Layout()]},
   "compressed-tensors": dict.fromkeys(("pack-quantized", "int-quantized", "float-quantized", "mixed-precision"),
                                       COMPRESSED),
-  "fp8": {"e4m3": []}, "bitsandbytes": {"false": []}, "squeezellm": {"4": [], "3": []}}   # see formats.py
+  "fp8": {"e4m3": []}, "bitsandbytes": {"false": []}, "mxfp4": {"mxfp4": []},
+  "squeezellm": {"4": [], "3": []}}   # see formats.py
 VARIANTS = {"awq": "version", "gptq": "checkpoint_format", "compressed-tensors": "format", "fp8": "fmt",
             "bitsandbytes": "load_in_8bit", "squeezellm": "wbits"}
 BITS = {"awq": (4,), "gptq": (2, 3, 4, 8), "compressed-tensors": (4, 8)}
@@ -101,8 +104,9 @@ def unpack_words(words: np.ndarray, bits: int, axis: int, bit_order: tuple = tup
   return np.moveaxis(values.astype(np.uint8).reshape(*values.shape[:-2], -1), -1, axis)
 
 
-def decode_e4m3(x: np.ndarray) -> np.ndarray:
-  """Decode 8-bit floats with 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022) to float32."""
+def decode_float(x: np.ndarray) -> np.ndarray:
+  """Decode E2M1, or 8-bit floats with 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022), to float32."""
+  if x.dtype == E2M1: return np.concatenate([E2M1_VALUES, -E2M1_VALUES])[x.view(np.uint8)]
   codes = np.arange(128)
   exponent, mantissa = np.maximum(codes >> 3, 1), (codes & 7) + 8 * (codes > 7)   # 0 to 7 are subnormal
   values = np.where(codes < 127, np.ldexp(mantissa.astype(np.float32), exponent - 10), np.float32(np.nan))
@@ -117,7 +121,7 @@ def narrow(x: np.ndarray, exact: bool = True) -> np.ndarray:
 
 def round_scales(w: Matrix) -> Matrix:
   """Round the scales and offsets of groups to float16, unless they overflow. A scale per output stays."""
-  if not isinstance(w, Quantized) or is_e4m3(w) or w.scale.shape[1] == 1: return w
+  if not isinstance(w, Quantized) or is_small_float(w) or w.scale.shape[1] == 1: return w
   return w._replace(scale=narrow(w.scale, False), offset=None if w.offset is None else narrow(w.offset, False))
 
 
@@ -163,13 +167,13 @@ def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensor
   return Quantized(q[:, columns], narrow(scales), narrow(offset) if offset.any() else None, columns)
 
 
-def is_e4m3(w: Matrix) -> bool: return isinstance(w, Quantized) and w.q.dtype == E4M3
+def is_small_float(w: Matrix) -> bool: return isinstance(w, Quantized) and w.q.dtype.kind == "V"
 
 
 def dequantize(w: Matrix, dtype: Any = np.float16) -> np.ndarray:
   """Return the matrix, (out, in), in `dtype` if it was quantized."""
   if isinstance(w, np.ndarray): return w
-  q = decode_e4m3(w.q) if is_e4m3(w) else w.q
+  q = decode_float(w.q) if is_small_float(w) else w.q
   by_group = q.reshape(*w.scale.shape, -1) * w.scale[..., None].astype(np.float32)
   if w.offset is not None: by_group += w.offset[..., None]
   weight = by_group.reshape(w.q.shape).astype(dtype, copy=False)

@@ -10,7 +10,7 @@ from tinygrad import dtypes, nn
 
 from tinyvllm import request
 from tinyvllm.backend import Devices, cpu_cores
-from tinyvllm.config import QUANTIZATIONS, InputError, Options, check, logger, option
+from tinyvllm.config import FORMATS, InputError, Options, check, logger, option
 from tinyvllm.engine import LLMEngine, LoadedModel
 from tinyvllm.llama import Llama
 from tinyvllm.request import Sequence
@@ -30,7 +30,7 @@ class SpeculativeConfig(Options):
   num_speculative_tokens: int | None = option(None, "maximum draft tokens per sequence and step", min=1, max=16)
   method: str | None = option(None, "drafting method; None: a draft model", choices=("ngram", "draft_model"))
   model: str | pathlib.Path | None = option(None, "folder of the draft model")
-  quantization: str | None = option(None, "weight format of the draft model", choices=QUANTIZATIONS)
+  quantization: str | None = option(None, "weight format of the draft model", choices=FORMATS)
   prompt_lookup_max: int = option(4, "maximum tokens of the n-gram to look up", min=1, max=16)
   prompt_lookup_min: int = option(2, "minimum tokens of the n-gram to look up", min=1, max=16)
 

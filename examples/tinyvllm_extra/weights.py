@@ -1,6 +1,6 @@
 """Loads weights from safetensors, sharded or not, one tensor at a time. Tensors keep the file's dtype on the device if
 it is narrower than the compute dtype. A module's `load` reads its tensors from a Checkpoint."""
-import collections, dataclasses, errno, importlib, json, math, pathlib
+import collections, dataclasses, errno, importlib, json, math, pathlib, re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,10 +14,10 @@ from tinyvllm.backend import Module, renderer
 from tinyvllm.config import check, read_json
 
 from . import fit
-from .formats import DEQUANTIZED, READERS, UNUSED
+from .formats import DEQUANTIZED, READERS, UNUSED, read_stacked
 from .kernels.shards import stack as stack_shards
-from .quantization import (E4M3, Matrix, concatenate, dequantize, describe, find_layouts, is_e4m3, pad_rows, quantize,
-                           read_matrix, round_scales, split, stack, to_float32)
+from .quantization import (E4M3, Matrix, concatenate, dequantize, describe, find_layouts, is_small_float, pad_rows,
+                           quantize, read_matrix, round_scales, split, stack, to_float32)
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16
 QUANTIZED = {"U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": E4M3}   # in quantized matrices
@@ -58,7 +58,11 @@ class Checkpoint(llama.Checkpoint):
       for name, info in header.items():
         dtype = info["dtype"]
         check(dtype in supported, f"model: {file}: tensor {name} is {dtype}; supported: {', '.join(supported)}")
-        tensors[name] = StoredTensor(file, supported[dtype], tuple(info["shape"]), 8 + size + info["data_offsets"][0])
+        shape = tuple(info["shape"])
+        if "experts." in name:   # gpt-oss: all experts in one tensor
+          name = re.sub(r"(_proj)(?:_(bias|blocks|scales))?$", lambda x: f"{x[1]}.{x[2] or 'weight'}", name)
+          if name.endswith(".bias"): shape = math.prod(shape),
+        tensors[name] = StoredTensor(file, supported[dtype], shape, 8 + size + info["data_offsets"][0])
     if "embed_tokens.weight" in tensors: return {f"model.{name}": x for name, x in tensors.items()}   # Qwen3-Embedding
     return tensors
 
@@ -126,7 +130,7 @@ class Checkpoint(llama.Checkpoint):
   def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
     """Read matrices, (out, in), whose rows are stacked in one weight. shapes: by module name."""
     def read(name: str, shape: tuple[int, int]) -> Matrix:
-      matrix = READERS[self.method](self, name, shape) if self.method in READERS else None
+      matrix = READERS[self.method](self, name, shape) if self.method in READERS else read_stacked(self, name, shape)
       return read_matrix(name, shape, self.layouts, self.tensors, self.array) if matrix is None else matrix
     return [read(name, shape) for name, shape in shapes.items()]
 
@@ -155,12 +159,12 @@ class Checkpoint(llama.Checkpoint):
     sizes = {name: n * rows for name, n in module.sources.items()}
     vocab_size = math.inf if in_layer else self.hf_config["vocab_size"]
     whole = self.fused({name: (min(n, vocab_size), columns) for name, n in sizes.items()})
-    if not supports_e4m3(): whole = [dequantize(w, self.dtype) if is_e4m3(w) else w for w in whole]
+    if not supports_e4m3(): whole = [dequantize(w, self.dtype) if is_small_float(w) else w for w in whole]
     whole = [pad_rows(w, n) for w, n in zip(whole, sizes.values(), strict=True)]
     splits = [split(w, self.num_devices, module.axis, self.dtype) for w in whole]
     shards = [stack(shard) for shard in zip(*splits, strict=True)]
     if self.dtype == np.float16 and self.method in ("gguf", "compressed-tensors"): shards = [*map(round_scales, shards)]
-    if self.bits and in_layer:   # int4 is stored in words of eight
+    if self.bits and in_layer and not hasattr(module, "is_router"):   # int4 is stored in words of eight
       shards = [quantize(w, 8 if w.shape[1] % 8 else self.bits) if isinstance(w, np.ndarray) else w for w in shards]
     return [dequantize(w, self.dtype) for w in shards] if module is getattr(model, "embed_tokens", None) else shards
 

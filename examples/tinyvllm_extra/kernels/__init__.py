@@ -10,7 +10,7 @@ from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.config import extension, logger
 from tinyvllm.runner import GraphKey, Runner
 
-from . import drivers, layers, matmul, sampling, tensor_cores, tinygrad_patches
+from . import drivers, experts, layers, matmul, sampling, tensor_cores, tinygrad_patches
 from .cpu import find_compiler
 from .tinygrad_patches import num_compiled
 
@@ -23,6 +23,7 @@ class FastBackend(backend.Backend):
   Linear = matmul.Linear
   GateUp = matmul.GateUp
   Norm = matmul.Norm
+  Experts = experts.Experts
   sampler = sampling.Sampler()
   kv_layout = staticmethod(tensor_cores.kv_layout)
   attend = staticmethod(tensor_cores.attend)

@@ -14,7 +14,7 @@ def flatten(x: Tensor) -> Tensor:
 @function(precompile=True, allow_implicit=True)
 def call_layer(layer: Any, x: Tensor, delta: Tensor, cache: list[Tensor], *inputs: Any) -> tuple[Tensor, Tensor]:
   """Call a layer with flat inputs and outputs."""
-  hidden = layer.input_layernorm.weight.shape[0]
+  hidden = layer.config.hidden_size
   x, delta = layer(x.reshape(-1, hidden), delta.reshape(-1, hidden), cache, *inputs)
   return flatten(x), flatten(delta)
 
@@ -27,7 +27,7 @@ def run_layers(layers: list[Any], x: Tensor, delta: Tensor, caches: list[list[Te
   for layer, cache in zip(layers, caches, strict=True):
     arguments = layer, x, delta, cache, *inputs
     buffers = helpers.dedup([t.uop for t in nn.state.get_parameters(arguments)])   # in the order of the call's inputs
-    key = tuple((t.shape, t.dtype) for t in buffers)
+    key = getattr(layer, "kind", type(layer)), *[(t.shape, t.dtype) for t in buffers]
     if key not in calls:
       calls[key] = call_layer(*arguments)[0].uop.src[0]
       assert calls[key].src[1:len(buffers) + 1] == (*buffers,), "the inputs of a call are in another order"

@@ -14,10 +14,10 @@ from tinygrad.uop.ops import AxisType, Ops, sint
 from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
 
-from ..quantization import E4M3, Quantized, is_e4m3
+from ..quantization import E2M1, Quantized, is_small_float, narrow
 from .cpu import cpu_sums
 from .kv_cache import FACTOR, half_bits
-from .schedule import axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
+from .schedule import Routes, axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
 from .shards import local_ids, partial_sums
 from .shared_memory import MMA, SharedBuffers, mma, shared_tiles, wait
 
@@ -64,15 +64,16 @@ def scales_shape(stored: tuple[int, ...], groups: int) -> tuple[int, ...]:
 def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   """Reorder q of a quantized W, (out, in). int8 is stored unchanged, and e4m3 as uint8. int4 and layouts for tensor
   cores are packed into uint32 (e4m3: int32) words: (out / 16, in / 8, 16) or (out / 16, in / 32, 8, 4, bits / 2)."""
-  bits = 4 if q.dtype == np.uint8 else 8
-  word = np.int32 if q.dtype == E4M3 else np.uint32
+  bits = 4 if q.dtype in (np.uint8, E2M1) else 8
+  word = np.int32 if q.dtype.kind == "V" else np.uint32
   if len(shape) == 3:
-    if bits == 8: return reorder(q.view(np.uint8) if q.dtype == E4M3 else q, shape)
-    numbers = q.reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
+    if bits == 8: return reorder(q if q.dtype == np.int8 else q.view(np.uint8), shape)
+    numbers: Any = q.view(np.uint8).reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
   else:
-    if bits == 8: q = q.view(np.uint8) ^ (0 if q.dtype == E4M3 else 128)   # int8 to unsigned
-    lanes = reorder(q, shape).transpose(0, 1, 4, 5, 2, 3, 6, 7)   # (out / 16, in / 32, 8, 4, then 16 numbers of a lane)
-    # A word holds pairs of neighbours, one in its lower half and one in its upper half
+    octets = q.view(np.uint8) ^ np.uint8(128 * (q.dtype == np.int8))
+    lanes: Any = reorder(octets, shape).transpose(0, 1, 4, 5, 2, 3, 6, 7)
+    # (out / 16, in / 32, 8, 4, then 16 numbers of a lane), int8 as unsigned. A word holds pairs of neighbours, one in
+    # its lower half and one in its upper half
     numbers = lanes.reshape(*lanes.shape[:4], bits // 2, 16 // bits, 2).swapaxes(-1, -2)
     numbers = numbers.reshape(*lanes.shape[:4], bits // 2, 32 // bits)
   if bits == 4: numbers = numbers[..., ::2] | numbers[..., 1::2] << 4
@@ -80,9 +81,10 @@ def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def prepare_scales(w: Quantized, dtype: DType) -> np.ndarray:
-  """Return the scales of W for x of this dtype: for e4m3, which kernels read FACTOR times too small, in `dtype`."""
-  scale = w.scale.astype(np.float32) * FACTOR[False]
-  return w.scale if not is_e4m3(w) else scale.astype(np.float16) if dtype == dtypes.half else scale
+  """Return the scales of W for x of this dtype: for floats, which kernels read FACTOR times too small, in `dtype`."""
+  if not is_small_float(w): return w.scale
+  scale = w.scale.astype(np.float32) * (2**14 if w.q.dtype == E2M1 else FACTOR[False])
+  return narrow(scale, w.q.dtype == E2M1) if dtype == dtypes.half else scale
 
 
 def new(like: Tensor, columns: sint, dtype: DType | None = None) -> Tensor:
@@ -176,13 +178,15 @@ def add_bias(total: UOp, rest: Sequence[UOp], column: UOp) -> UOp:
 def store(out: UOp, total: UOp, rest: Sequence[UOp], row: UOp, column: UOp) -> UOp:
   """Return the store of a result plus bias, if its row exists."""
   total = add_bias(total, rest, column)
+  column = column % out.shape[1]   # an expert's column
   return out.base.index((row * out.shape[1] + column).valid(row < out.shape[0])).store(total.cast(out.dtype))
 
 
 def store_tile(out: UOp, total: UOp, rest: Sequence[UOp], weight: UOp, t: UOp, n16: UOp, r: UOp, row: UOp) -> UOp:
   """Return the store of a lane's sums for output tile n16. r: which half of the tile. If out has half as many columns
   as W has rows, store silu(gate) * up (W in GateUp's order)."""
-  if out.shape[1] == weight.shape[0] * 16: return store(out, total, rest, t, n16 * 16 + r * 8 + row)
+  if out.shape[1] == weight.shape[0] * 16 or any(len(x.shape) == 2 for x in rest):   # routed
+    return store(out, total, rest, t, n16 * 16 + r * 8 + row)
   total = add_bias(total, rest, r * out.shape[1] + n16 * 8 + row)
   # Separate the halves; tinygrad simplifies the zeros away
   gate, up = [r.eq(i).where(total, 0).reduce(r, arg=Ops.ADD) for i in range(2)]
@@ -194,11 +198,12 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   """Multiply on tensor cores. A warp computes tiles of 16 outputs by 8 rows of x over one split of the inputs. A lane
   loads 8 neighbours out of 32 inputs of x and their weights, 4 at a time. In mma.m16n8k16 (PTX ISA) a lane has 8
   elements of w, 4 of x and 4 of the sum."""
-  T, _ = out.shape
-  N16, K32, *_ = weight.shape
-  scales = [x for x in rest if len(x.shape) > 1]
+  K32 = weight.shape[1]
+  routes = Routes(out, x, weight, rest, 10, AxisType.GLOBAL)
+  T, N16 = routes.num_rows, routes.num_tiles
+  scales = [x for x in rest if len(x.shape) > 2]
   bits = weight.shape[-1] * 2 if scales else 16
-  is_float = not scales or weight.dtype == dtypes.int32   # e4m3
+  is_float = not scales or weight.dtype == dtypes.int32   # e4m3 or e2m1
   group = K32 * 32 // scales[0].shape[1] if scales else 32
   # Scale the sums if there are few rows, else the weights
   scales_sums = T <= 8 and group % 32 == 0 and x.dtype == dtypes.float16
@@ -224,7 +229,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
     in_half = 16 // bits
     word = weight[n16, k, row, column, (i * 4 + pair_index) // in_half]
     pair = word.cast(dtypes.uint32) >> (pair_index % in_half * bits).cast(dtypes.uint32)
-    pair = half_bits(pair, False) if is_float else pair & (2**bits - 1) * 0x10001
+    pair = half_bits(pair, False, int(bits)) if is_float else pair & (2**bits - 1) * 0x10001
     if not is_float and not scales_sums: pair = pair | 0x64006400
     return (pair >> (p * 16).cast(dtypes.uint32)).cast(dtypes.uint16).bitcast(dtypes.half)
 
@@ -232,7 +237,7 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
     first_input = (k * 32 + column * 8).valid(k < K32)
     k = k.minimum(K32 - 1)
     def times(w):
-      inputs = [x[(first + row).minimum(T - 1), first_input + i * 4 + h * 2 + p] for i in range(2)]
+      inputs = [x[routes.source(first + row), first_input + i * 4 + h * 2 + p] for i in range(2)]
       zero = UOp.const((0.0,) * 4, dtypes.float32)
       return sum(UOp.wmma(w[i], inputs[i], zero, MMA, "CUDA", 32, ELEMENTS) for i in range(2))
     if not scales: return times([weight[n16, k, i, h, row, column, r, p] for i in range(2)])
@@ -246,8 +251,8 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
 
   def tile(n16, first):
     total = fold(sum(product(n16, first, k + step) for step in range(steps)))
-    return store_tile(out, total, rest, weight, first + column * 2 + e, n16, r, row)
-  tiles = [tile(n * n_tiles + i, (t * t_tiles + j) * 8) for i, j in np.ndindex(n_tiles, t_tiles)]
+    return store_tile(out, total, rest, weight, routes.target(first + column * 2 + e), n16, r, row)
+  tiles = [tile(routes.first_tile + n * n_tiles + i, (t * t_tiles + j) * 8) for i, j in np.ndindex(n_tiles, t_tiles)]
   return kernel_of("linear_tc", UOp.group(*tiles), ())
 
 
@@ -297,35 +302,41 @@ def fetch(buffer: UOp, index: UOp, size: Any) -> UOp:
 def linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   """Multiply in one pass over the weights: the weights of 16 outputs stay in the cache for all rows of x. A CPU keeps
   as many sums of 16 lanes as fit in its registers, for several rows of x or, with few rows, several splits."""
-  T, K = x.shape
-  N16, words, lanes = weight.shape
+  K = x.shape[1]
+  _, words, lanes = weight.shape
+  routes = Routes(out, x, weight, rest, 1)
+  T, N16 = routes.num_rows, routes.num_tiles
   in_word = K // words   # inputs per word
-  scales = [x for x in rest if len(x.shape) > 1]
+  scales = [x for x in rest if len(x.shape) > 2]
   groups = scales[0].shape[1] if scales else 1
   simd = cpu_cores() and lanes == 16
   lane_type = AxisType.UPCAST if simd else AxisType.WEAK
   sums = cpu_sums() if simd else 1
   rows = gcd(T, sums)
   splits = gcd(K // groups, sums // rows) if rows < 4 else 1   # 4 rows with 2 splits take 1.5 times as long
-  n = axis(N16, 0, AxisType.WEAK)
-  t = axis(T // rows, 1, AxisType.WEAK) * rows + axis(rows, 4, lane_type)
-  group = axis(groups, 2)
+  n = routes.first_tile + axis(N16, 0, AxisType.WEAK)
+  t = axis(T // rows, 2, AxisType.WEAK) * rows + axis(rows, 4, lane_type)
+  group = axis(groups, 3)
   first = group * (K // groups) + axis(K // groups // splits, 5) * splits
   k = first + axis(splits, 6, AxisType.UNROLL)
   lane = axis(lanes, 7, lane_type)
   w = weight[n, k // in_word, lane]
-  if in_word > 1: w = w >> (k % 8 * 4).cast(dtypes.uint32) & 15   # int4
-  if w.dtype == dtypes.uint8: w = half_bits(w.cast(dtypes.uint32), False).cast(dtypes.uint16).bitcast(dtypes.half)
+  if in_word > 1: w = w.cast(dtypes.uint32) >> (k % 8 * 4).cast(dtypes.uint32) & 15   # int4 or e2m1
+  if weight.dtype in (dtypes.uint8, dtypes.int32):   # e4m3 or e2m1
+    word = w.cast(dtypes.uint32)
+    w = half_bits(word, False, 4 if weight.dtype == dtypes.int32 else 8).cast(dtypes.uint16).bitcast(dtypes.half)
   w = w.float()
   for op, scale in zip((UOp.mul, UOp.add), scales, strict=False): w = op(w, scale[n, group, lane].float())
   # Prefetch if one pass computes all rows, because then the core waits for weights
   size = splits * lanes * weight.dtype.itemsize // in_word
   ahead = fetch(weight, (n * words + first // in_word) * lanes, size) if simd and rows == T else 0
   # Sum each split, then the splits
-  total = fold(fold(x[t, k + ahead].float() * w, types=(AxisType.REDUCE,)))
+  row = routes.source(t)
+  total = fold(fold(x[row, k + ahead].float() * w, types=(AxisType.REDUCE,)))
   # Less work is finished before another core has started
   threads = divisor(N16, cpu_cores()) if T * K * N16 > 8192 else 1
-  return kernel_of("linear", store(out, total, rest, t, n * lanes + lane), shared_by(threads) if simd else None)
+  result = store(out, total, rest, routes.target(t), n * lanes + lane)
+  return kernel_of("linear", result, shared_by(threads) if simd else None)
 
 
 class Norm(backend.Norm):

@@ -125,6 +125,39 @@ class ScoreOptions:
 DEFAULT_OPTIONS = ScoreOptions()
 
 
+class Routes:
+  """Rows of x and out in a multiplication by W, or by one of several matrices stacked in W, the experts. Then `rest`
+  holds a plan, (G, 1 + rows) int32: for each group of rows an expert, and rows of out, whose number stands for none.
+  (G, 1) is the expert of each row of out. Consecutive rows of out are products of the same row of x."""
+  def __init__(self, out: UOp, x: UOp, weight: UOp, rest: Sequence[UOp], number: int,
+               axis_type: AxisType = AxisType.WEAK):
+    self.plan: Any = next((y for y in rest if len(y.shape) == 2), None)
+    self.num_rows: Any = x.shape[0]
+    self.num_tiles: Any = weight.shape[0]
+    self.first_tile: Any = 0
+    self.counts: Any = out.shape[0], x.shape[0]
+    if self.plan is None: return
+    self.num_rows = max(1, self.plan.shape[1] - 1)
+    self.num_tiles = out.shape[1] // (weight.shape[2] if len(weight.shape) == 3 else 16)
+    self.group = axis(self.plan.shape[0], number, axis_type)
+    self.first_tile = self.load(0) % (weight.shape[0] // self.num_tiles) * self.num_tiles
+
+  def load(self, column: Any) -> UOp: return self.plan[self.group, column].load().cast(dtypes.weakint)
+
+  def target(self, t: UOp) -> UOp:
+    """Return row t of a group as a row of out."""
+    if self.plan is None: return t
+    row = self.load(1 + t.minimum(self.num_rows - 1)) if self.plan.shape[1] > 1 else self.group
+    return (t < self.num_rows).where(row, self.counts[0])
+
+  def source(self, t: UOp) -> UOp:
+    """Return row t of a group, or the last row if it has fewer, as a row of x."""
+    if self.plan is None: return t.minimum(self.num_rows - 1)
+    num_targets, num_sources = self.counts
+    row = self.target(t.minimum(self.num_rows - 1)) // (num_targets // num_sources)
+    return row.maximum(0).minimum(num_sources - 1)
+
+
 @dataclasses.dataclass(frozen=True)
 class State:
   """Accumulators of online softmax for query rows, in float32 (Dao et al. 2022, arXiv:2205.14135)."""

@@ -15,8 +15,12 @@ from tinyvllm.config import ModelConfig
 from tinyvllm.llama import Llama
 
 from .embedder import Embedder, is_embedder
+from .experts import Mixture
+from .table import MIXTURES, ROWS, make_row
 
-MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, type[Llama]]]] = {}
+MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, type[Llama]]]] = {
+  **{name: make_row(options) for name, options in ROWS.items()},
+  **{name: make_row(options, Mixture) for name, options in MIXTURES.items()}}
 
 
 def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:

@@ -1,0 +1,122 @@
+"""Mixtures of experts (Shazeer et al. 2017, arXiv:1701.06538): a router chooses the experts, MLPs, that compute a
+token's output. Only single devices are supported, and no shared experts."""
+import dataclasses
+from typing import Any
+
+from tinygrad import Tensor, dtypes
+from tinygrad.dtype import DType
+
+from tinyvllm import backend
+from tinyvllm.backend import Backend, Devices, Module
+from tinyvllm.config import check
+
+from .layers import Config, Layer, Model
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureConfig(Config):
+  """A model with experts. router, gate_up, down: names in the checkpoint; "{}" stands for an expert's number."""
+  num_experts: int = 0
+  num_experts_per_tok: int = 0
+  moe_intermediate_size: int = 0
+  norm_topk_prob: bool = True        # the weights of a token's experts sum to 1
+  dense_layers: tuple[int, ...] = () # layers with an MLP instead of experts
+  router: str = "mlp.gate"
+  gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
+  down: tuple[str, ...] = ("mlp.experts.{}.down_proj",)
+  expert_bias: bool = False          # biases of the router and the experts
+  has_sinks: bool = False            # of attention; see Backend.attend
+  swiglu: tuple[float, ...] = ()     # alpha and limit of gpt-oss's activation (arXiv:2508.10925); else silu
+
+
+class Experts(backend.Linear):
+  """Matrices of several experts, stacked in one W. This version multiplies by every expert, and chooses later."""
+  def __init__(self, num_experts: int, in_features: int, sources: dict[str, int], bias: bool, dtype: DType):
+    super().__init__(in_features, sources, bias, dtype)
+    self.num_experts = num_experts
+
+  def plan(self, ids: Tensor) -> Tensor:
+    """Return what `route` needs to know of the experts of each token, ids: (T, k) int32."""
+    return ids.reshape(-1, 1)
+
+  def route(self, x: Tensor, plan: Tensor, count: int) -> Tensor:
+    """Return the products, (count, out), of x with the experts in the plan. x: (R, in), each row for count / R."""
+    products = self(x).reshape(x.shape[0], 1, self.num_experts, -1).expand(-1, count // x.shape[0], -1, -1)
+    is_chosen = plan == Tensor.arange(self.num_experts)                 # (count, E)
+    return is_chosen.unsqueeze(2).where(products.flatten(0, 1), 0).sum(1).contiguous()
+
+
+class Sinks(Module):
+  """The score of each head's sink: weight, (H,)."""
+  def __init__(self, name: str, num_heads: int):
+    self.sources = {name: num_heads}
+    self.weight = Tensor.empty(num_heads, dtype=dtypes.float32)
+
+  def load(self, checkpoint: Any) -> None:
+    rows = checkpoint.read(*next(iter(self.sources.items())))
+    self.weight.replace(rows.to(self.weight.device).cast(dtypes.float32).contiguous().realize())
+
+
+def choose_experts(logits: Tensor, k: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
+  """Return the experts with the k largest logits, (T, k) int32, the first of equal ones, and their weights, (T, k): the
+  softmax over all logits or, normalized, over the chosen ones. logits: (T, E) float32."""
+  count = int(logits.shape[1])
+  number = Tensor.arange(count, dtype=dtypes.int32)                     # (E,)
+  others, own = logits.unsqueeze(1), logits.unsqueeze(2)
+  is_before = (others > own) | ((others == own) & (number < number.unsqueeze(1)))   # (T, E, E)
+  rank = is_before.sum(2, dtype=dtypes.int32).contiguous()              # (T, E)
+  is_chosen = rank.unsqueeze(1) == Tensor.arange(k, dtype=dtypes.int32).unsqueeze(1)   # (T, k, E)
+  ids = is_chosen.where(number, 0).sum(2, dtype=dtypes.int32).minimum(count - 1)   # NaN may sum to more
+  scores = is_chosen.where(others, 0).sum(2)
+  weights = scores.softmax(1) if is_normalized else (scores - logits.logsumexp(1, keepdim=True)).exp()
+  return ids.contiguous(), weights.contiguous()
+
+
+class MixtureLayer(Layer):
+  """A transformer block with experts."""
+  config: MixtureConfig
+
+  def make_mlp(self) -> None:
+    config = self.config
+    count, size = config.num_experts, config.moe_intermediate_size
+    self.sinks = Sinks(f"{self.name}.self_attn.sinks", config.num_attention_heads) if config.has_sinks else None
+    self.router = None
+    if int(self.name.split(".")[-1]) in config.dense_layers: return super().make_mlp()
+    self.router = self.linear(self.backend.Linear, config.hidden_size, {config.router: count}, config.expert_bias)
+    self.router.is_router = True
+
+    def experts(names: tuple[str, ...], in_features: int, out_features: int) -> Any:
+      sources = list(dict.fromkeys(f"{self.name}.{name.format(i)}" for i in range(count) for name in names))
+      rows = dict.fromkeys(sources, count * out_features // len(sources))
+      return getattr(self.backend, "Experts", Experts)(count, in_features, rows, config.expert_bias, self.dtype)
+    self.gate_up = experts(config.gate_up, config.hidden_size, 2 * size)
+    self.down = experts(config.down, size, config.hidden_size)
+
+  def activate(self, x: Tensor) -> Tensor:
+    """Return the activations, (P, size), for x, (P, 2 * size): gate, then up or, in gpt-oss, alternating."""
+    if not self.config.swiglu:
+      gate, up = x.float().chunk(2, 1)
+      return (gate.silu() * up).cast(x.dtype).contiguous()
+    alpha, limit = self.config.swiglu
+    both = x.float().unflatten(1, (-1, 2))
+    gate, up = both[:, :, 0].minimum(limit), both[:, :, 1].clamp(-limit, limit)
+    return ((up + 1) * gate * (alpha * gate).sigmoid()).cast(x.dtype).contiguous()
+
+  def mlp(self, h: Tensor) -> Tensor:
+    if self.router is None: return super().mlp(h)
+    T, k = h.shape[0], self.config.num_experts_per_tok
+    ids, weights = choose_experts(self.router(h, dtype=dtypes.float32), k, self.config.norm_topk_prob)
+    plan = self.gate_up.plan(ids)
+    outputs = self.down.route(self.activate(self.gate_up.route(h, plan, T * k)), plan, T * k)   # (T * k, hidden)
+    return (outputs.float().unflatten(0, (T, k)) * weights.unsqueeze(2)).sum(1).cast(h.dtype).contiguous()
+
+
+class Mixture(Model):
+  """A model with experts."""
+  Layer = MixtureLayer
+  config_class = MixtureConfig
+
+  def __init__(self, config: Config, dtype: DType, backend: Backend, devices: Devices):
+    count = len(devices.names)
+    check(count == 1, f"tensor_parallel_size={count} must be 1: models with experts support one device")
+    super().__init__(config, dtype, backend, devices)

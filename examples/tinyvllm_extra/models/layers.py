@@ -1,0 +1,133 @@
+"""LLaMA with options: where its norms are, how it attends, rotates and scales. table.py has each architecture's."""
+import dataclasses
+from typing import Any
+
+from tinygrad import Tensor
+from tinygrad.dtype import DType
+
+from tinyvllm.backend import Backend, Devices, Module
+from tinyvllm.config import ModelConfig, check
+from tinyvllm.llama import Llama
+
+from .ropes import rope_table
+
+NORMS = "before_attention", "after_attention", "before_mlp", "after_mlp"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(ModelConfig):
+  """The shape of a model and the options of its layers; the defaults are LLaMA's. windows and rope_kinds have a value
+  for each layer. float16 overflows in models whose activations exceed 65504."""
+  windows: tuple[int, ...] = ()      # positions that a token attends to, its own included; 0: all
+  ropes: tuple[Any, ...] = ()        # parameters of RoPE, as rope_parameters in config.json; None: no rotation
+  rope_kinds: tuple[int, ...] = ()   # index into ropes
+  norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)   # names of NORMS
+  norm_offset: int = 0               # added to the weights of norms
+  qkv_bias: bool = False             # like attention_bias, but not of o_proj
+  qk_norm: str | None = None         # RMS norm of q and k: of each "head", or of "all" heads together
+  attention_scale: float = 0         # factor of the scores; 0: 1 / sqrt(head_dim)
+  attention_cap: float = 0           # soft cap of the scores; 0: none
+  logits_scale: float = 1            # factor of the logits
+  logits_cap: float = 0              # soft cap of the logits; 0: none
+  embedding_multiplier: float = 1
+  residual_multiplier: float = 1     # factor of what attention and MLP add to the residual stream
+  activation: str = "silu"           # a method of Tensor; "gelu" is the tanh approximation
+  is_fused: bool = False             # the checkpoint has qkv_proj and gate_up_proj
+  overflows_float16: bool = False
+
+
+class Layer:
+  """A transformer block; see llama.Layer. kind: layers of one kind with tensors of equal shapes compute the same."""
+  def __init__(self, config: Config, index: int, dtype: DType, backend: Backend):
+    self.config, self.backend, self.dtype = config, backend, dtype
+    self.name = f"model.layers.{index}"
+    self.window, self.rope = config.windows[index], config.rope_kinds[index]
+    self.kind = type(self), self.window, self.rope
+    for name, source in zip(NORMS, config.norms, strict=True):
+      setattr(self, name, self.norm(source, config.hidden_size) if source else None)
+    q_size, kv_size = [n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)]
+    rows = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
+    if config.is_fused: rows = {"self_attn.qkv_proj": sum(rows.values())}
+    self.qkv_proj = self.linear(backend.Linear, config.hidden_size, rows, config.qkv_bias or config.attention_bias)
+    if config.qk_norm:
+      is_all = config.qk_norm == "all"
+      self.q_norm = self.norm("self_attn.q_norm", q_size if is_all else config.head_dim)
+      self.k_norm = self.norm("self_attn.k_norm", kv_size if is_all else config.head_dim)
+    # With a norm after it, an output must be one sum
+    self.o_proj = self.linear(backend.Linear, q_size, {"self_attn.o_proj": config.hidden_size}, config.attention_bias,
+                              0 if config.norms[1] else 1)
+    self.sinks: Any = None
+    self.make_mlp()
+
+  def norm(self, source: str, size: int) -> Any:
+    return self.backend.Norm(f"{self.name}.{source}", size, self.config.rms_norm_eps, self.dtype)
+
+  def linear(self, layer_type: Any, in_features: int, rows: dict[str, int], bias: bool, axis: int = 0) -> Any:
+    return layer_type(in_features, {f"{self.name}.{x}": n for x, n in rows.items()}, bias, self.dtype, axis)
+
+  def make_mlp(self) -> None:
+    """Make the modules of `mlp`."""
+    config = self.config
+    rows = {"mlp.gate_proj": config.intermediate_size, "mlp.up_proj": config.intermediate_size}
+    if config.is_fused: rows = {"mlp.gate_up_proj": sum(rows.values())}
+    self.gate_up_proj = self.linear(self.backend.GateUp, config.hidden_size, rows, config.mlp_bias)
+    self.gate_up_proj.activation = config.activation
+    self.down_proj = self.linear(self.backend.Linear, config.intermediate_size, {"mlp.down_proj": config.hidden_size},
+                                 config.mlp_bias, 0 if config.norms[3] else 1)
+
+  def mlp(self, h: Tensor) -> Tensor:
+    """Return the MLP's output, (T, hidden), for normed h, (T, hidden)."""
+    return self.down_proj(self.gate_up_proj(h))
+
+  def attention(self, h: Tensor, cache: list[Tensor], ropes: list[Tensor], *inputs: Tensor) -> Tensor:
+    """Return the attention's output, (T, hidden), for normed h, (T, hidden)."""
+    config = self.config
+    qkv = self.qkv_proj(h)                                              # (T, (H + 2 KV) * D)
+    if config.qk_norm:
+      sizes = [n * config.head_dim for n in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+      q, k, v = qkv.split(sizes, 1)                                     # (T, heads * D) each
+      def normed(x, norm):
+        return norm(x.reshape(x.shape[0], -1, norm.weight.shape[0]).contiguous()).reshape(x.shape)
+      qkv = Tensor.cat(normed(q, self.q_norm), normed(k, self.k_norm), v, dim=1).contiguous()
+    h = self.backend.attend(qkv, cache, ropes[self.rope], *inputs, config.num_attention_heads,
+                            config.attention_scale, self.window, config.attention_cap,
+                            self.sinks and self.sinks.weight)           # (T, H * D)
+    return self.o_proj(h)
+
+  def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], *inputs: Any) -> tuple[Tensor, Tensor]:
+    """x, delta: (T, hidden) each. With several devices, delta holds partial sums. Return the next x and delta."""
+    def add(norm, x, delta):   # without a norm, its input
+      return norm.add(x, delta) if norm else ((x + delta).contiguous(),) * 2
+    def scaled(norm, out):
+      out = norm(out) if norm else out
+      return out if self.config.residual_multiplier == 1 else out * self.config.residual_multiplier
+    x, h = add(self.before_attention, x, delta)
+    x, h = add(self.before_mlp, x, scaled(self.after_attention, self.attention(h, cache, *inputs)))
+    return x, scaled(self.after_mlp, self.mlp(h))
+
+
+class Model(Llama):
+  """A model whose layers have options."""
+  Layer: type[Any] = Layer
+  config: Config
+  config_class = Config
+
+  def __init__(self, config: Config, dtype: DType, backend: Backend, devices: Devices):
+    count = len(devices.names)
+    is_whole = any(config.norms[1::2]) or config.qk_norm == "all" or config.is_fused
+    check(count == 1 or not is_whole, f"tensor_parallel_size={count} must be 1: this architecture norms whole outputs "
+          "or stores q, k and v as one matrix")
+    super().__init__(config, dtype, backend, devices)
+
+  def ropes(self, length: int) -> list[Tensor]: return [rope_table(self.config, rope, length) for rope in self.config.ropes]
+
+  def embed(self, ids: Tensor, tokens: Tensor) -> Tensor:
+    x = super().embed(ids, tokens)
+    return x if self.config.embedding_multiplier == 1 else x * self.config.embedding_multiplier
+
+  def __call__(self, *inputs: Any) -> Tensor:
+    logits = super().__call__(*inputs)
+    if not isinstance(self.lm_head, Module): return logits   # an embedder's hidden states
+    if self.config.logits_scale != 1: logits = logits * self.config.logits_scale
+    cap = self.config.logits_cap
+    return (logits / cap).tanh() * cap if cap else logits
