@@ -14,7 +14,7 @@ def flatten(x: Tensor) -> Tensor:
 @function(precompile=True, allow_implicit=True)
 def call_layer(layer: Any, x: Tensor, delta: Tensor, cache: list[Tensor], *inputs: Any) -> tuple[Tensor, Tensor]:
   """Call a layer with flat inputs and outputs."""
-  hidden = layer.input_layernorm.weight.shape[0]
+  hidden = layer.config.hidden_size
   x, delta = layer(x.reshape(-1, hidden), delta.reshape(-1, hidden), cache, *inputs)
   return flatten(x), flatten(delta)
 

@@ -15,8 +15,10 @@ from tinyvllm.config import ModelConfig
 from tinyvllm.llama import Llama
 
 from .embedder import Embedder, is_embedder
+from .gpt2 import read_gpt2
 
-MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, type[Llama]]]] = {}
+MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, type[Llama]]]] = {
+  "GPT2LMHeadModel": read_gpt2}
 
 
 def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
