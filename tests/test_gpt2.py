@@ -79,7 +79,7 @@ def test_narrow_weights_give_similar_logprobs(folder, options):
   for token, x in sample.logprobs[0].items(): assert abs(x.logprob - expected[token]) < limit
 
 
-@pytest.mark.parametrize("config", [{"activation_function": "relu"}, {"scale_attn_by_inverse_layer_idx": True}], ids=str)
+@pytest.mark.parametrize("config", [{"activation_function": "relu"}, {"add_cross_attention": True}], ids=str)
 def test_unsupported_values_are_refused(tmp_path, config):
   with pytest.raises(InputError, match="for GPT-2"): LLM(write_model(tmp_path / "other", **config), **OPTIONS)
 
