@@ -31,10 +31,15 @@ class StoredTensor:
   dtype: Any
   shape: tuple[int, ...]
   start: int               # byte offset in the file
+  is_transposed: bool = dataclasses.field(default=False, kw_only=True)   # the file stores rows as columns
 
   nbytes = property(lambda self: math.prod(self.shape) * np.dtype(self.dtype).itemsize)
 
-  def read(self) -> np.ndarray: return np.memmap(self.path, self.dtype, "c", self.start, self.shape)
+  T = property(lambda self: dataclasses.replace(self, shape=self.shape[::-1], is_transposed=not self.is_transposed))
+
+  def read(self) -> np.ndarray:
+    if self.is_transposed: return self.T.read().T
+    return np.memmap(self.path, self.dtype, "c", self.start, self.shape)
   def raw(self) -> np.ndarray: return np.memmap(self.path, np.uint8, "c", self.start, (self.nbytes,))
 
 
@@ -96,7 +101,7 @@ class Checkpoint(llama.Checkpoint):
           f"which is {self.method or 'not quantized'}: use {', '.join(map(repr, names))} or leave it out")
     self.model = model
     self.num_devices = count = len(model.devices.names)
-    self.tensors = self.stored_tensors()
+    self.tensors = getattr(model, "arrange", dict)(self.stored_tensors())   # under the names of the model's modules
     self.dtype = np.float32 if model.dtype == dtypes.float32 else np.float16   # dtype to dequantize to
     plain = [type(x).__name__ for x in model.modules() if type(x).load is Module.load]   # the core's modules
     layers = f"{type(model.backend).__name__}'s {', '.join(dict.fromkeys(plain))}"

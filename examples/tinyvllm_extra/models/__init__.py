@@ -16,10 +16,11 @@ from tinyvllm.llama import Llama
 
 from .embedder import Embedder, is_embedder
 from .experts import Mixture
+from .gpt2 import read_gpt2
 from .table import MIXTURES, ROWS, make_row
 
 MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, type[Llama]]]] = {
-  **{name: make_row(options) for name, options in ROWS.items()},
+  "GPT2LMHeadModel": read_gpt2, **{name: make_row(options) for name, options in ROWS.items()},
   **{name: make_row(options, Mixture) for name, options in MIXTURES.items()}}
 
 

@@ -119,7 +119,8 @@ class Model(Llama):
           "or stores q, k and v as one matrix")
     super().__init__(config, dtype, backend, devices)
 
-  def ropes(self, length: int) -> list[Tensor]: return [rope_table(self.config, rope, length) for rope in self.config.ropes]
+  def ropes(self, length: int) -> list[Tensor]:
+    return [rope_table(self.config, rope, length) for rope in self.config.ropes]
 
   def embed(self, ids: Tensor, tokens: Tensor) -> Tensor:
     x = super().embed(ids, tokens)

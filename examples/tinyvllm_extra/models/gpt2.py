@@ -1,0 +1,105 @@
+"""GPT-2 (Radford et al. 2019), the model to read first. Unlike LLaMA it has learned positions instead of RoPE,
+LayerNorm instead of RMSNorm, and biases everywhere. Attributes have Hugging Face's names, except those that
+llama.Llama fixes."""
+import pathlib
+from typing import Any
+
+from tinygrad import Tensor
+from tinygrad.dtype import DType
+
+from tinyvllm.backend import Backend, Devices, Module
+from tinyvllm.config import ModelConfig, check
+from tinyvllm.llama import Llama
+
+# Field of ModelConfig -> GPT-2's name in config.json
+NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+         "intermediate_size": "n_inner", "max_position_embeddings": "n_positions", "rms_norm_eps": "layer_norm_epsilon"}
+# The values of config.json that this file computes with; the first one is the default
+SUPPORTED = {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+             "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
+             "quantization_config": (None,)}
+BUFFERS = (".attn.bias", ".attn.masked_bias")   # the causal mask, which old checkpoints store
+TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")   # Conv1D: (in, out)
+
+
+class Plain(Module):
+  """A weight, (*shape), and maybe a bias, in the model's dtype. They are never quantized."""
+  def __init__(self, name: str, shape: tuple[int, ...], dtype: DType, bias: bool = False):
+    self.sources = {name: shape[0]}
+    self.weight = Tensor.empty(*shape, dtype=dtype)
+    self.bias = Tensor.empty(*shape, dtype=dtype) if bias else None
+
+  def load(self, checkpoint: Any) -> None: super().load(checkpoint)   # with quantization, too: see weights.py
+
+
+class LayerNorm(Plain):
+  """(x - mean(x)) / std(x), computed in float32, times weight plus bias (Ba et al. 2016), over the last axis."""
+  def __init__(self, name: str, config: ModelConfig, dtype: DType):
+    super().__init__(name, (config.hidden_size,), dtype, bias=True)
+    self.eps = config.rms_norm_eps
+
+  def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x + delta, (T, hidden), and its norm."""
+    total = (x + delta).contiguous()
+    return total, (total.float().layernorm(eps=self.eps) * self.weight + self.bias).cast(x.dtype).contiguous()
+
+
+class Layer:
+  """A transformer block; see llama.Layer."""
+  def __init__(self, config: ModelConfig, index: int, dtype: DType, backend: Backend):
+    self.config, self.backend = config, backend
+    hidden, inner = config.hidden_size, config.intermediate_size
+    def linear(name, rows, columns): return backend.Linear(columns, {f"h.{index}.{name}": rows}, True, dtype)
+    self.ln_1 = LayerNorm(f"h.{index}.ln_1", config, dtype)
+    self.c_attn = linear("attn.c_attn", 3 * hidden, hidden)             # q, k and v
+    self.attn_c_proj = linear("attn.c_proj", hidden, hidden)
+    self.ln_2 = LayerNorm(f"h.{index}.ln_2", config, dtype)
+    self.c_fc = linear("mlp.c_fc", inner, hidden)
+    self.mlp_c_proj = linear("mlp.c_proj", hidden, inner)
+
+  def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], ropes: list[Tensor], tokens: Tensor,
+               block_tables: Tensor) -> tuple[Tensor, Tensor]:
+    x, h = self.ln_1.add(x, delta)                                      # (T, hidden) each
+    h = self.backend.attend(self.c_attn(h), cache, ropes[0], tokens, block_tables, self.config.num_attention_heads)
+    x, h = self.ln_2.add(x, self.attn_c_proj(h))
+    h = self.c_fc(h).float().gelu().cast(x.dtype).contiguous()          # (T, inner); the tanh approximation of gelu
+    return x, self.mlp_c_proj(h)
+
+
+class GPT2(Llama):
+  """GPT-2 on one device."""
+  def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
+    count, hidden = len(devices.names), config.hidden_size
+    check(count == 1, f"tensor_parallel_size={count} must be 1 for GPT-2")
+    self.config, self.dtype, self.backend, self.devices = config, dtype, backend, devices
+    def vocabulary(name): return backend.Linear(hidden, {name: config.vocab_size}, False, dtype)
+    self.embed_tokens = vocabulary("wte")
+    self.wpe = Plain("wpe", (config.max_position_embeddings, hidden), dtype)
+    self.lm_head = self.embed_tokens if config.tie_word_embeddings else vocabulary("lm_head")
+    self.layers = [Layer(config, i, dtype, backend) for i in range(config.num_hidden_layers)]
+    self.norm = LayerNorm("ln_f", config, dtype)   # type: ignore[assignment]
+
+  def arrange(self, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's tensors with the names and shapes of this model's modules."""
+    named = {name.removeprefix("transformer."): x for name, x in tensors.items() if not name.endswith(BUFFERS)}
+    return {name: x.T if name.endswith(TRANSPOSED) else x for name, x in named.items()}
+
+  def ropes(self, length: int) -> list[Tensor]:
+    """Return a table that rotates nothing, (length, 2, D / 2): cosines of 1 and sines of 0."""
+    ones = Tensor.ones(length, 1, self.config.head_dim // 2)
+    return [ones.cat(ones * 0, dim=1).contiguous()]
+
+  def embed(self, ids: Tensor, tokens: Tensor) -> Tensor:
+    positions = tokens[1]                                               # (T,); see runner.TOKENS
+    return (super().embed(ids, tokens) + self.wpe.weight[positions]).contiguous()   # (T, hidden)
+
+
+def read_gpt2(hf: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[GPT2]]:
+  """Read config.json's content. Raises InputError for an unsupported value."""
+  for name, values in SUPPORTED.items():
+    value = hf.get(name, values[0])
+    check(value in values, f"{path}: {name}={value!r} must be {' or '.join(map(repr, values))} for GPT-2: choose "
+          "another checkpoint")
+  fields = {ours: hf[name] for ours, name in NAMES.items() if hf.get(name) is not None}
+  defaults = {"intermediate_size": 4 * hf.get("n_embd", 0), "tie_word_embeddings": True}
+  return ModelConfig.from_hf({**defaults, **hf, **fields, "architectures": ["LlamaForCausalLM"]}, path), GPT2
