@@ -7,9 +7,9 @@ import tempfile
 import numpy as np
 
 FOLDER = pathlib.Path(__file__).parent / "data" / "models"
-SIZES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "head_dim": 16, "initializer_range": 0.3, "max_position_embeddings": 128, "bos_token_id": 1, "eos_token_id": 2,
-         "pad_token_id": 0}
+SIZES: dict = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+               "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.3, "max_position_embeddings": 128,
+               "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
         "original_max_position_embeddings": 4096, "truncate": False}
 MODELS = {

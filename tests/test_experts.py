@@ -112,8 +112,8 @@ def test_a_captured_call_follows_the_ids_of_each_run():
 def test_an_expert_out_of_range_reads_no_other_memory():
   layer = make_experts(8, 64, 32, "float32")
   ids, x = np.array([[9], [3]], np.int32), inputs_for(layer, 2, "float32")
-  result = layer[0].route(on_device(x), layer[0].plan(on_device(ids)), 2).numpy()
-  np.testing.assert_allclose(result[1:], expected_products(x[1:], layer, ids[1:]), rtol=1e-4, atol=1e-4)
+  result = layer[0].route(on_device(x), layer[0].plan(on_device(ids)), 2)
+  close(result, expected_products(x, layer, ids % 8), 2e-5)
 
 
 def test_plain_experts_equal_numpy():

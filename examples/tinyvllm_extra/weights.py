@@ -69,7 +69,11 @@ class Checkpoint(llama.Checkpoint):
           if name.endswith(".bias"): shape = math.prod(shape),
         tensors[name] = StoredTensor(file, supported[dtype], shape, 8 + size + info["data_offsets"][0])
     if "embed_tokens.weight" in tensors: return {f"model.{name}": x for name, x in tensors.items()}   # Qwen3-Embedding
-    return tensors
+    if "text_config" not in self.hf_config: return tensors
+    # Older checkpoints have language_model.model.X, newer ones model.language_model.X; other parts of a model see images
+    names = {name: re.sub(r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model.", name) for name in tensors}
+    names = {name: new.replace("language_model.lm_head", "lm_head") for name, new in names.items()}
+    return {new: tensors[name] for name, new in names.items() if re.match(r"model\.(embed|layers|norm)|lm_head", new)}
 
   def fingerprint_pieces(self) -> Iterator[tuple[str, str, tuple[int, ...], np.ndarray]]:
     """Yield name, dtype, shape and bytes, as a memory map, of each tensor, sorted by name."""

@@ -125,12 +125,12 @@ class Linear(backend.Linear):
     """Like backend.Linear. With split-K, return the partial sums stacked along the first axis."""
     return self.multiply(new(x, max(1, self.splits(x)) * self.out_features, dtype).reshape(-1, self.out_features), x)
 
-  def multiply(self, out: Tensor, x: Tensor) -> Tensor:
+  def multiply(self, out: Tensor, x: Tensor, **options: str) -> Tensor:
     if self.order is not None: x = x[:, self.order].contiguous()
     bias = () if self.bias is None else (self.bias,)
     kernel = linear_kernel if self.weight.ndim == 3 else tensor_core_linear_kernel
     if self.splits(x): kernel = many_rows_linear_kernel
-    return out.custom_kernel(x, self.weight, *self.scales, *bias, fxn=kernel)[0]
+    return out.custom_kernel(x, self.weight, *self.scales, *bias, fxn=functools.partial(kernel, **options))[0]
 
   def splits(self, x: Tensor) -> int:
     """Return the split-K factor of linear_many, or 0 if that kernel is not used."""
@@ -151,13 +151,13 @@ class Linear(backend.Linear):
 
 
 class GateUp(backend.GateUp, Linear):
-  """silu(gate) * up. On tensor cores, a tile's 16 outputs are eight rows of gate and the same eight rows of up."""
+  """activation(gate) * up. On tensor cores, a tile's 16 outputs are eight rows of gate and the same eight rows of up."""
   def ordered(self, w: np.ndarray) -> np.ndarray:
     return w if self.weight.ndim == 3 else w.reshape(2, -1, 8, w.shape[1]).swapaxes(0, 1)   # a view
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     if self.weight.ndim == 3: return super().__call__(x, dtype)
-    return self.multiply(new(x, self.out_features // 2, dtype), x)
+    return self.multiply(new(x, self.out_features // 2, dtype), x, activation=self.activation)
 
 
 def rows_kernel(out: UOp, ids: UOp, weight: UOp) -> UOp:
@@ -182,19 +182,20 @@ def store(out: UOp, total: UOp, rest: Sequence[UOp], row: UOp, column: UOp) -> U
   return out.base.index((row * out.shape[1] + column).valid(row < out.shape[0])).store(total.cast(out.dtype))
 
 
-def store_tile(out: UOp, total: UOp, rest: Sequence[UOp], weight: UOp, t: UOp, n16: UOp, r: UOp, row: UOp) -> UOp:
+def store_tile(out: UOp, total: UOp, rest: Sequence[UOp], weight: UOp, t: UOp, n16: UOp, r: UOp, row: UOp,
+               activation: str) -> UOp:
   """Return the store of a lane's sums for output tile n16. r: which half of the tile. If out has half as many columns
-  as W has rows, store silu(gate) * up (W in GateUp's order)."""
+  as W has rows, store activation(gate) * up (W in GateUp's order)."""
   if out.shape[1] == weight.shape[0] * 16 or any(len(x.shape) == 2 for x in rest):   # routed
     return store(out, total, rest, t, n16 * 16 + r * 8 + row)
   total = add_bias(total, rest, r * out.shape[1] + n16 * 8 + row)
   # Separate the halves; tinygrad simplifies the zeros away
   gate, up = [r.eq(i).where(total, 0).reduce(r, arg=Ops.ADD) for i in range(2)]
-  return store(out, gate.silu() * up, (), t, n16 * 8 + row)
+  return store(out, getattr(gate, activation)() * up, (), t, n16 * 8 + row)
 
 
 @functools.cache   # greedy and sampled steps share kernels
-def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
+def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp, activation: str = "silu") -> UOp:
   """Multiply on tensor cores. A warp computes tiles of 16 outputs by 8 rows of x over one split of the inputs. A lane
   loads 8 neighbours out of 32 inputs of x and their weights, 4 at a time. In mma.m16n8k16 (PTX ISA) a lane has 8
   elements of w, 4 of x and 4 of the sum."""
@@ -251,13 +252,13 @@ def tensor_core_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
 
   def tile(n16, first):
     total = fold(sum(product(n16, first, k + step) for step in range(steps)))
-    return store_tile(out, total, rest, weight, routes.target(first + column * 2 + e), n16, r, row)
+    return store_tile(out, total, rest, weight, routes.target(first + column * 2 + e), n16, r, row, activation)
   tiles = [tile(routes.first_tile + n * n_tiles + i, (t * t_tiles + j) * 8) for i, j in np.ndindex(n_tiles, t_tiles)]
   return kernel_of("linear_tc", UOp.group(*tiles), ())
 
 
 @functools.cache
-def many_rows_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
+def many_rows_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp, activation: str = "silu") -> UOp:
   """Multiply on tensor cores with x and W in shared memory. In each iteration of 32 inputs, the warps start the copies
   for a later iteration and multiply the complete buffer. One barrier suffices, because the buffer being written was
   read one iteration ago. out: (T, N), or with split-K one (T, N) per split, stacked along the first axis."""
@@ -287,7 +288,8 @@ def many_rows_linear_kernel(out: UOp, x: UOp, weight: UOp, *rest: UOp) -> UOp:
   def store_sum(total, n, t):
     run = (shared.group_t * tiles.high + shared.warp % tiles.high) * tiles.t + t
     tile = (shared.group_n * tiles.wide + shared.warp // tiles.high) * tiles.n + n
-    return store_tile(out, total, rest, weight, split * T + run * 8 + shared.column * 2 + e, tile, r, shared.row)
+    return store_tile(out, total, rest, weight, split * T + run * 8 + shared.column * 2 + e, tile, r, shared.row,
+                      activation)
   stores = [store_sum(total.after(done)[r, e], n, t) for total, (n, t) in zip(sums, pairs, strict=True)]
   return kernel_of("linear_many", UOp.group(*stores), ())
 

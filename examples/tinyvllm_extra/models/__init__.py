@@ -11,23 +11,24 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from tinyvllm.config import ModelConfig
+from tinyvllm.config import ModelConfig, check
 from tinyvllm.llama import Llama
 
 from .embedder import Embedder, is_embedder
-from .experts import Mixture
 from .gpt2 import read_gpt2
-from .table import MIXTURES, ROWS, make_row
+from .table import ROWS
 
 MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, type[Llama]]]] = {
-  "GPT2LMHeadModel": read_gpt2, **{name: make_row(options) for name, options in ROWS.items()},
-  **{name: make_row(options, Mixture) for name, options in MIXTURES.items()}}
+  "GPT2LMHeadModel": read_gpt2, **ROWS}
 
 
 def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
   """Return the config and the class of a model: from MODELS if its architecture is there, else the core's. The class
   of an embedding model has no lm_head."""
   architecture = next(iter(hf_config.get("architectures") or []), None)
+  core = "LlamaForCausalLM"
+  check(architecture in (*MODELS, core, None), f"{path}: architecture {architecture!r} is not supported; supported: "
+        f"{', '.join(sorted([*MODELS, core]))}")
   read = MODELS.get(architecture, lambda *source: (ModelConfig.from_hf(*source), Llama))   # type: ignore[arg-type]
   config, model_class = read(hf_config, path)
   return config, type("Embedder", (Embedder, model_class), {}) if is_embedder(path) else model_class

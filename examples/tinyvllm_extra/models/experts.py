@@ -96,7 +96,7 @@ class MixtureLayer(Layer):
     """Return the activations, (P, size), for x, (P, 2 * size): gate, then up or, in gpt-oss, alternating."""
     if not self.config.swiglu:
       gate, up = x.float().chunk(2, 1)
-      return (gate.silu() * up).cast(x.dtype).contiguous()
+      return (getattr(gate, self.config.activation)() * up).cast(x.dtype).contiguous()
     alpha, limit = self.config.swiglu
     both = x.float().unflatten(1, (-1, 2))
     gate, up = both[:, :, 0].minimum(limit), both[:, :, 1].clamp(-limit, limit)

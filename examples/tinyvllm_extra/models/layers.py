@@ -2,7 +2,7 @@
 import dataclasses
 from typing import Any
 
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinyvllm.backend import Backend, Devices, Module
@@ -60,7 +60,8 @@ class Layer:
     self.make_mlp()
 
   def norm(self, source: str, size: int) -> Any:
-    return self.backend.Norm(f"{self.name}.{source}", size, self.config.rms_norm_eps, self.dtype)
+    dtype = dtypes.float32 if self.config.norm_offset else self.dtype   # 1 + w needs more digits than w
+    return self.backend.Norm(f"{self.name}.{source}", size, self.config.rms_norm_eps, dtype)
 
   def linear(self, layer_type: Any, in_features: int, rows: dict[str, int], bias: bool, axis: int = 0) -> Any:
     return layer_type(in_features, {f"{self.name}.{x}": n for x, n in rows.items()}, bias, self.dtype, axis)
@@ -117,7 +118,10 @@ class Model(Llama):
     is_whole = any(config.norms[1::2]) or config.qk_norm == "all" or config.is_fused
     check(count == 1 or not is_whole, f"tensor_parallel_size={count} must be 1: this architecture norms whole outputs "
           "or stores q, k and v as one matrix")
+    check(dtype != dtypes.float16 or not config.overflows_float16, "dtype='float16' overflows in this architecture: use "
+          "'auto', 'bfloat16' or 'float32'", "float16")
     super().__init__(config, dtype, backend, devices)
+    if config.norm_offset: self.norm.weight = Tensor.empty(config.hidden_size, dtype=dtypes.float32)
 
   def ropes(self, length: int) -> list[Tensor]:
     return [rope_table(self.config, rope, length) for rope in self.config.ropes]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from tinygrad import Tensor
 
-from tinyvllm.config import ModelConfig
+from tinyvllm.config import ModelConfig, check
 
 
 def rope_table(config: ModelConfig, rope: dict[str, Any] | None, length: int) -> Tensor:
@@ -36,8 +36,9 @@ def yarn(freqs: np.ndarray, rope: dict[str, Any], length: int) -> tuple[np.ndarr
   """Peng et al. 2023: divide frequencies with few rotations by factor, and scale q and k."""
   factor, size = rope["factor"], len(freqs)
 
+  original = rope["original_max_position_embeddings"]
   def dimension(rotations: float) -> float:   # that rotates so often over the original length
-    return size * math.log(rope["original_max_position_embeddings"] / (rotations * 2 * math.pi)) / math.log(rope["rope_theta"])
+    return size * math.log(original / (rotations * 2 * math.pi)) / math.log(rope["rope_theta"])
   def mscale(m: float) -> float: return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1
   low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
   if rope.get("truncate", True): low, high = math.floor(low), math.ceil(high)
@@ -59,3 +60,17 @@ def longrope(freqs: np.ndarray, rope: dict[str, Any], length: int) -> tuple[np.n
 
 SCALINGS = {"default": lambda freqs, *_: (freqs, 1), "linear": linear, "llama3": llama3, "yarn": yarn,
             "longrope": longrope, "factors": lambda freqs, rope, _: (freqs / rope["factors"], 1)}
+
+
+def read_rope(hf: dict[str, Any]) -> dict[str, Any]:
+  """Return config.json's parameters of RoPE as transformers 5 writes them, with all that its type needs."""
+  rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+  length = hf.get("original_max_position_embeddings") or hf.get("max_position_embeddings")   # Phi-3 has the former
+  kind = rope.get("rope_type") or rope.get("type") or "default"
+  values = {"rope_theta": hf.get("rope_theta") or 10000.0, "partial_rotary_factor": hf.get("partial_rotary_factor", 1),
+            "original_max_position_embeddings": length, **rope, "rope_type": "longrope" if kind == "su" else kind}
+  check(values["rope_type"] in SCALINGS, f"rope_type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
+  original = hf.get("original_max_position_embeddings") or values["original_max_position_embeddings"]
+  values["original_max_position_embeddings"] = original
+  if values.get("factor") is None and original: values["factor"] = hf.get("max_position_embeddings", original) / original
+  return values

@@ -1,82 +1,146 @@
-"""Architectures like LLaMA: a row has the options of its layers, read from config.json. To add one, add a function and
-its name in the `architectures` of config.json to ROWS."""
+"""Architectures like LLaMA: a row has the options of its layers, read from config.json. To add one, add its name in the
+`architectures` of config.json and a function like `granite` to ROWS."""
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 from tinyvllm.config import ModelConfig, check
 
+from .experts import Mixture
 from .layers import Config, Model
-from .ropes import SCALINGS
+from .ropes import read_rope
+
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}   # a method of Tensor, whose gelu is the tanh approximation
+GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+Fields = dict[str, Any]   # of config.json, or of Config
 
 
-def windows(hf: dict[str, Any], default: Callable[[int], bool] = lambda i: True) -> tuple[int, ...]:
+def windows(hf: Fields, default: Callable[[int], bool] = lambda i: True) -> Fields:
   """Return each layer's window. default: whether layer i has one, if config.json has no layer_types."""
   types = hf.get("layer_types") or ["sliding" * default(i) for i in range(hf["num_hidden_layers"])]
-  return tuple((hf.get("sliding_window") or 0) * ("sliding" in x) for x in types)
+  return {"windows": tuple((hf.get("sliding_window") or 0) * ("sliding" in x) for x in types)}
 
 
-def qwen2(hf: dict[str, Any]) -> dict[str, Any]:
+def two_ropes(hf: Fields, local: Fields, default: Callable[[int], bool]) -> Fields:
+  """Return windows, and RoPE of full and of sliding layers. local: parameters of the latter in older config.json."""
+  rope = hf.get("rope_parameters") or {}
+  is_nested = "full_attention" in rope
+  full = read_rope({**hf, "rope_parameters": rope["full_attention"]} if is_nested else hf)
+  sliding = read_rope({**hf, "rope_parameters": rope["sliding_attention"] if is_nested else local})
+  options = windows(hf, default)
+  return options | {"ropes": (full, sliding), "rope_kinds": tuple(int(x > 0) for x in options["windows"])}
+
+
+def qwen2(hf: Fields) -> Fields:
   has_windows = hf.get("use_sliding_window", False)
-  return {"qkv_bias": True, "windows": windows(hf, lambda i: has_windows and i >= hf.get("max_window_layers", 28))}
+  return {"qkv_bias": True, **windows(hf, lambda i: has_windows and i >= hf.get("max_window_layers", 28))}
 
 
-def qwen3(hf: dict[str, Any]) -> dict[str, Any]: return qwen2(hf) | {"qkv_bias": False, "qk_norm": "head"}
-def mistral(hf: dict[str, Any]) -> dict[str, Any]: return {"windows": windows(hf)}
+def qwen3(hf: Fields) -> Fields: return qwen2(hf) | {"qkv_bias": False, "qk_norm": "head"}
 
 
-def experts(hf: dict[str, Any]) -> dict[str, Any]:
+def smollm3(hf: Fields) -> Fields:
+  count = hf["num_hidden_layers"]
+  rotates = hf.get("no_rope_layers") or [(i + 1) % hf.get("no_rope_layer_interval", 4) != 0 for i in range(count)]
+  has_windows = hf.get("use_sliding_window", False)   # of layers without RoPE
+  return {"ropes": (read_rope(hf), None), "rope_kinds": tuple(int(not x) for x in rotates),
+          **windows(hf if has_windows else {**hf, "sliding_window": 0}, lambda i: not rotates[i])}
+
+
+def granite(hf: Fields) -> Fields:
+  return {"attention_scale": hf["attention_multiplier"], "logits_scale": 1 / hf["logits_scaling"],
+          "embedding_multiplier": hf["embedding_multiplier"], "residual_multiplier": hf["residual_multiplier"]}
+
+
+def phi3(hf: Fields) -> Fields: return {"is_fused": True, **windows(hf)}
+
+
+def olmo2(hf: Fields) -> Fields:
+  return {"norms": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"), "qk_norm": "all"}
+
+
+def olmo3(hf: Fields) -> Fields: return olmo2(hf) | two_ropes(hf, {"rope_type": "default"}, lambda i: (i + 1) % 4 != 0)
+
+
+def gemma2(hf: Fields) -> Fields:
+  return {"norms": GEMMA_NORMS, "norm_offset": 1, "embedding_multiplier": hf["hidden_size"]**0.5,
+          "attention_scale": hf["query_pre_attn_scalar"]**-0.5, "attention_cap": hf["attn_logit_softcapping"] or 0,
+          "logits_cap": hf["final_logit_softcapping"] or 0, "overflows_float16": True,
+          **windows(hf, lambda i: (i + 1) % 2 != 0)}
+
+
+def gemma3(hf: Fields) -> Fields:
+  is_causal = not hf.get("use_bidirectional_attention")
+  check(is_causal, "use_bidirectional_attention=True is not supported: choose a model that generates text")
+  local = {"rope_type": "default", "rope_theta": hf["rope_local_base_freq"]}
+  return gemma2(hf) | two_ropes(hf, local, lambda i: (i + 1) % hf["sliding_window_pattern"] != 0) | {"qk_norm": "head"}
+
+
+def experts(hf: Fields) -> Fields:
   count = hf.get("num_experts") or hf["num_local_experts"]
   return {"num_experts": count, "num_experts_per_tok": hf["num_experts_per_tok"],
           "moe_intermediate_size": hf.get("moe_intermediate_size") or hf["intermediate_size"]}
 
 
-def qwen3_moe(hf: dict[str, Any]) -> dict[str, Any]:
+def qwen3_moe(hf: Fields) -> Fields:
   step, layers = hf.get("decoder_sparse_step") or 1, range(hf["num_hidden_layers"])
   dense = tuple(i for i in layers if i in (hf.get("mlp_only_layers") or ()) or (i + 1) % step)
   return qwen3(hf) | experts(hf) | {"dense_layers": dense, "norm_topk_prob": hf.get("norm_topk_prob", False)}
 
 
-def mixtral(hf: dict[str, Any]) -> dict[str, Any]:
+def mixtral(hf: Fields) -> Fields:
   name = "block_sparse_moe.experts.{}"
-  return mistral(hf) | experts(hf) | {"router": "block_sparse_moe.gate", "gate_up": (f"{name}.w1", f"{name}.w3"),
+  return windows(hf) | experts(hf) | {"router": "block_sparse_moe.gate", "gate_up": (f"{name}.w1", f"{name}.w3"),
                                       "down": (f"{name}.w2",)}
 
 
-def olmoe(hf: dict[str, Any]) -> dict[str, Any]:
+def olmoe(hf: Fields) -> Fields:
   check(hf.get("clip_qkv") is None, f"model: clip_qkv={hf.get('clip_qkv')} is not supported; supported: null")
   return experts(hf) | {"qk_norm": "all", "norm_topk_prob": hf.get("norm_topk_prob", False)}
 
 
-def gpt_oss(hf: dict[str, Any]) -> dict[str, Any]:
-  return mistral(hf) | experts(hf) | {
+def gpt_oss(hf: Fields) -> Fields:
+  return windows(hf) | experts(hf) | {
     "router": "mlp.router", "gate_up": ("mlp.experts.gate_up_proj",), "down": ("mlp.experts.down_proj",),
     "expert_bias": True, "has_sinks": True, "swiglu": (hf.get("swiglu_alpha", 1.702), hf.get("swiglu_limit", 7.0))}
 
 
-MIXTURES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-  "Qwen3MoeForCausalLM": qwen3_moe, "MixtralForCausalLM": mixtral, "OlmoeForCausalLM": olmoe,
-  "GptOssForCausalLM": gpt_oss}
-ROWS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-  "Qwen2ForCausalLM": qwen2, "Qwen3ForCausalLM": qwen3, "MistralForCausalLM": mistral}
-
-
-def read_rope(hf: dict[str, Any], path: pathlib.Path) -> dict[str, Any]:
-  """Return config.json's parameters of RoPE as transformers 5 writes them."""
-  rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-  rope = {"rope_theta": 10000.0, **{x: hf[x] for x in ("rope_theta", "partial_rotary_factor") if hf.get(x)},
-          "rope_type": rope.get("type", "default"), **rope}
-  kind = rope["rope_type"]
-  check(kind in SCALINGS, f"{path}: rope_type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
-  return rope
-
-
-def make_row(options: Callable[[dict[str, Any]], dict[str, Any]], model_class: type[Model] = Model) -> Any:
-  """Return a function that reads config.json's content; see MODELS."""
-  def read(hf: dict[str, Any], path: pathlib.Path) -> tuple[Config, type[Model]]:
+def make_row(options: Callable[[Fields], Fields], model_class: type[Model] = Model, **defaults: Any) -> Any:
+  """Return a function that reads config.json's content; see MODELS. defaults: of fields that config.json may lack."""
+  def read(hf: Fields, path: pathlib.Path) -> tuple[Config, type[Model]]:
+    hf = {**defaults, **text_config(hf)}
     core = ModelConfig.from_hf({**hf, "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
                                 "rope_parameters": {"rope_type": "default"}}, path)
-    count = core.num_hidden_layers
-    values = {"ropes": (read_rope(hf, path),), "rope_kinds": (0,) * count, "windows": (0,) * count, **options(hf)}
-    return model_class.config_class(**vars(core) | values), model_class
+    name = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+    check(name in ACTIVATIONS, f"{path}: hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
+    zeros = (0,) * core.num_hidden_layers
+    values = {"rope_kinds": zeros, "windows": zeros, "activation": ACTIVATIONS[name], **options(hf)}
+    return model_class.config_class(**vars(core) | {"ropes": (read_rope(hf),)} | values), model_class
   return read
+
+
+def text_config(hf: Fields) -> Fields:
+  """Return the config of a model's part for text, if it has others."""
+  text = {x: value for x, value in (hf.get("text_config") or {}).items() if value is not None}
+  own = {x: hf[x] for x in ("architectures", "eos_token_id") if hf.get(x)}
+  return {**hf, **text, **own}
+
+
+GEMMA3 = make_row(gemma3, vocab_size=262208, num_attention_heads=8, num_key_value_heads=4, head_dim=256,
+                  rms_norm_eps=1e-6, max_position_embeddings=131072, rope_theta=1e6, rope_local_base_freq=1e4,
+                  query_pre_attn_scalar=256, sliding_window=4096, sliding_window_pattern=6, tie_word_embeddings=True,
+                  attn_logit_softcapping=0, final_logit_softcapping=0, hidden_activation="gelu_pytorch_tanh")
+ROWS: dict[str, Callable[[Fields, pathlib.Path], tuple[Config, type[Model]]]] = {
+  "Gemma2ForCausalLM": make_row(gemma2, tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
+  "Gemma3ForCausalLM": GEMMA3, "Gemma3ForConditionalGeneration": GEMMA3,
+  "GptOssForCausalLM": make_row(gpt_oss, Mixture),
+  "GraniteForCausalLM": make_row(granite),
+  "MinistralForCausalLM": make_row(windows), "MistralForCausalLM": make_row(windows),
+  "Mistral3ForConditionalGeneration": make_row(windows),
+  "MixtralForCausalLM": make_row(mixtral, Mixture),
+  "Olmo2ForCausalLM": make_row(olmo2), "Olmo3ForCausalLM": make_row(olmo3, rope_theta=500000.0, sliding_window=4096),
+  "OlmoeForCausalLM": make_row(olmoe, Mixture),
+  "Phi3ForCausalLM": make_row(phi3),
+  "Qwen2ForCausalLM": make_row(qwen2), "Qwen3ForCausalLM": make_row(qwen3),
+  "Qwen3MoeForCausalLM": make_row(qwen3_moe, Mixture),
+  "SmolLM3ForCausalLM": make_row(smollm3, rope_theta=2e6, tie_word_embeddings=True)}
