@@ -2,6 +2,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
@@ -22,7 +23,7 @@ class Config(ModelConfig):
   ropes: tuple[Any, ...] = ()        # parameters of RoPE, as rope_parameters in config.json; None: no rotation
   rope_kinds: tuple[int, ...] = ()   # index into ropes
   norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)   # names of NORMS
-  norm_offset: int = 0               # added to the weights of norms
+  norm_offset: int | None = None     # added to the weights of norms, which are then float32
   qkv_bias: bool = False             # like attention_bias, but not of o_proj
   qk_norm: str | None = None         # RMS norm of q and k: of each "head", or of "all" heads together
   attention_scale: float = 0         # factor of the scores; 0: 1 / sqrt(head_dim)
@@ -34,6 +35,20 @@ class Config(ModelConfig):
   activation: str = "silu"           # a method of Tensor; "gelu" is the tanh approximation
   is_fused: bool = False             # the checkpoint has qkv_proj and gate_up_proj
   overflows_float16: bool = False
+
+
+def row_order(config: Any, name: str, count: int) -> np.ndarray | None:
+  """Return the order of a projection's `count` rows in the model, or None if it is the checkpoint's. If a part of each
+  head rotates, a half of it begins each half of a head, as attention rotates the two halves of a head with each other:
+  the scores do not change, as the order is the same for q and k."""
+  ropes = [rope for rope in getattr(config, "ropes", ()) if rope]
+  size = int(config.head_dim * ropes[0]["partial_rotary_factor"]) if ropes else config.head_dim
+  if size == config.head_dim or not name.endswith((".q_proj", ".k_proj", ".qkv_proj")): return None
+  rows = np.arange(count).reshape(-1, config.head_dim)                  # (heads, D)
+  heads = config.num_attention_heads + config.num_key_value_heads if name.endswith("qkv_proj") else len(rows)
+  rotated, plain = np.split(rows[:heads], [size], 1)
+  rows[:heads] = np.hstack([half for pair in zip(np.split(rotated, 2, 1), np.split(plain, 2, 1)) for half in pair])
+  return rows.ravel()
 
 
 class Layer:
@@ -59,7 +74,7 @@ class Layer:
     self.make_mlp()
 
   def norm(self, source: str, size: int) -> Any:
-    dtype = dtypes.float32 if self.config.norm_offset else self.dtype   # 1 + w needs more digits than w
+    dtype = self.dtype if self.config.norm_offset is None else dtypes.float32   # 1 + w needs more digits than w
     return self.backend.Norm(f"{self.name}.{source}", size, self.config.rms_norm_eps, dtype)
 
   def linear(self, layer_type: Any, in_features: int, rows: dict[str, int], bias: bool, axis: int = 0) -> Any:
@@ -118,7 +133,7 @@ class Model(Llama):
     check(dtype != dtypes.float16 or not config.overflows_float16, "dtype='float16' overflows in this architecture: use "
           "'auto', 'bfloat16' or 'float32'", "float16")
     super().__init__(config, dtype, backend, devices)
-    if config.norm_offset: self.norm.weight = Tensor.empty(config.hidden_size, dtype=dtypes.float32)
+    if config.norm_offset is not None: self.norm.weight = Tensor.empty(config.hidden_size, dtype=dtypes.float32)
 
   def ropes(self, length: int) -> list[Tensor]:
     return [rope_table(self.config, rope, length) for rope in self.config.ropes]

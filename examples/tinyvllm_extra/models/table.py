@@ -62,7 +62,8 @@ def olmo3(hf: Fields) -> Fields: return olmo2(hf) | two_ropes(hf, {"rope_type": 
 
 
 def gemma2(hf: Fields) -> Fields:
-  return {"norms": GEMMA_NORMS, "norm_offset": 1, "embedding_multiplier": hf["hidden_size"]**0.5,
+  return {"norms": GEMMA_NORMS, "norm_offset": hf.get("norm_offset", 1),   # GGUF has 1 + w
+          "embedding_multiplier": hf["hidden_size"]**0.5,
           "attention_scale": hf["query_pre_attn_scalar"]**-0.5, "attention_cap": hf["attn_logit_softcapping"] or 0,
           "logits_cap": hf["final_logit_softcapping"] or 0, "overflows_float16": True,
           **windows(hf, lambda i: (i + 1) % 2 != 0)}
@@ -92,7 +93,7 @@ def make_row(options: Callable[[Fields], Fields], model_class: type[Model] = Mod
 def text_config(hf: Fields) -> Fields:
   """Return the config of a model's part for text, if it has others."""
   text = {x: value for x, value in (hf.get("text_config") or {}).items() if value is not None}
-  own = {x: hf[x] for x in ("architectures", "eos_token_id") if hf.get(x)}
+  own = {x: hf[x] for x in ("architectures", "eos_token_id", "tie_word_embeddings") if hf.get(x) is not None}
   return {**hf, **text, **own}
 
 
