@@ -30,6 +30,12 @@ def two_ropes(hf: Fields, local: Fields, default: Callable[[int], bool]) -> Fiel
   return options | {"ropes": (full, sliding), "rope_kinds": tuple(int(x > 0) for x in options["windows"])}
 
 
+def mistral(hf: Fields) -> Fields:
+  rope = read_rope(hf)   # Ministral 3 scales q by position beyond the original length, which is the limit here
+  limit = {"max_position_embeddings": rope["original_max_position_embeddings"]} if "llama_4_scaling_beta" in rope else {}
+  return windows(hf) | limit
+
+
 def qwen2(hf: Fields) -> Fields:
   has_windows = hf.get("use_sliding_window", False)
   return {"qkv_bias": True, **windows(hf, lambda i: has_windows and i >= hf.get("max_window_layers", 28))}
@@ -105,8 +111,8 @@ ROWS: dict[str, Callable[[Fields, pathlib.Path], tuple[Config, type[Model]]]] = 
   "Gemma2ForCausalLM": make_row(gemma2, tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
   "Gemma3ForCausalLM": GEMMA3, "Gemma3ForConditionalGeneration": GEMMA3,
   "GraniteForCausalLM": make_row(granite),
-  "MinistralForCausalLM": make_row(windows), "MistralForCausalLM": make_row(windows),
-  "Mistral3ForConditionalGeneration": make_row(windows),
+  **{f"{x}ForCausalLM": make_row(mistral) for x in ("Ministral", "Ministral3", "Mistral")},
+  "Mistral3ForConditionalGeneration": make_row(mistral),
   "Olmo2ForCausalLM": make_row(olmo2), "Olmo3ForCausalLM": make_row(olmo3, rope_theta=500000.0, sliding_window=4096),
   "Phi3ForCausalLM": make_row(phi3),
   "Qwen2ForCausalLM": make_row(qwen2), "Qwen3ForCausalLM": make_row(qwen3),
