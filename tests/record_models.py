@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 
 DATA = Path(__file__).parent / "data" / "models"
-LENGTHS = [1, 4, 8, 9, 15, 23, 34, 41]   # of the prompts
+LENGTHS = [1, 4, 8, 9, 15, 23, 34, 41]   # prompts' tokens
 NUM_TOKENS = 10                          # greedy ids of each prompt
 SMALL = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5,
          "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-          "patch_size": 14}
+VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+          "image_size": 28, "patch_size": 14}
 FACTORS = {"short_factor": [1 + 0.1 * i for i in range(6)], "long_factor": [2 + 0.7 * i for i in range(6)]}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+OLMO3 = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+MINISTRAL3 = {"rope_parameters": {**YARN, "factor": 2.0, "original_max_position_embeddings": 64, "mscale": 1.0,
+                                  "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}}
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.6, "attention_multiplier": 0.3}
 PHI3 = {"hidden_size": 64, "partial_rotary_factor": 0.75, "tie_word_embeddings": True}
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 8}
@@ -34,10 +37,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
   "gemma3_vision": ("Gemma3ForConditionalGeneration", GEMMA3, LENGTHS),
   "granite": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}, LENGTHS),
   "ministral": ("Ministral", {**MINISTRAL, "head_dim": 32}, LENGTHS),
+  "ministral3": ("Ministral3", {**MINISTRAL3, "head_dim": 32}, LENGTHS),
   "mistral": ("Mistral", {"sliding_window": 8, "head_dim": 32}, LENGTHS),
   "mistral3": ("Mistral3ForConditionalGeneration", {"sliding_window": None, "head_dim": 32}, LENGTHS),
   "olmo2": ("Olmo2", {}, LENGTHS),
-  "olmo3": ("Olmo3", {"sliding_window": 8, "rope_parameters": {"full_attention": YARN}}, LENGTHS),
+  "olmo3": ("Olmo3", {"sliding_window": 8, "rope_parameters": OLMO3}, LENGTHS),
   "phi3": ("Phi3", {**PHI3, "sliding_window": 8}, LENGTHS),
   "phi3_short": ("Phi3", {**PHI3, "original_max_position_embeddings": 64,
                           "rope_parameters": {"rope_type": "longrope", **FACTORS}}, LENGTHS),

@@ -27,11 +27,11 @@ KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_
         "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
 INTEGERS = {x for x in KEYS.values() if x.startswith(("hidden", "inter", "num", "head", "max", "orig", "sliding"))}
 REQUIRED = [*KEYS][:5]
-# Mistral files have the architecture llama, and OLMo 3 has olmo2
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
                  "smollm3": "SmolLM3ForCausalLM", "granite": "GraniteForCausalLM", "phi3": "Phi3ForCausalLM",
                  "olmo2": "Olmo2ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
                  "mistral3": "Ministral3ForCausalLM"}
+WINDOWED = {"llama": "MistralForCausalLM", "olmo2": "Olmo3ForCausalLM"}   # if the file has a sliding window
 PERMUTED = ("llama", "smollm3", "granite", "mistral3")   # the two rows that RoPE rotates are adjacent in the file
 # Component of a tensor name -> Hugging Face's name
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "blk": "model.layers",
@@ -213,7 +213,7 @@ def read_options(arch: str, metadata: dict[str, Any], config: dict[str, Any]) ->
   pattern = metadata.get(f"{arch}.attention.sliding_window_pattern")
   options: dict[str, Any] = {}
   if isinstance(pattern, list): options["layer_types"] = [["full", "sliding"][bool(x)] + "_attention" for x in pattern]
-  if arch == "olmo2" and config.get("sliding_window"): options["architectures"] = ["Olmo3ForCausalLM"]
+  if arch in WINDOWED and config.get("sliding_window"): options["architectures"] = [WINDOWED[arch]]
   if not arch.startswith("gemma"): return options
   is_27b = config["num_hidden_layers"] in (46, 62)   # as llama.cpp does, because files lack this scale
   size = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]

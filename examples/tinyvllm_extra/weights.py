@@ -18,8 +18,8 @@ from .formats import DEQUANTIZED, READERS, UNUSED
 from .kernels.shards import stack as stack_shards
 from .models.layers import row_order
 from .models.table import text_config
-from .quantization import (E4M3, Matrix, Quantized, concatenate, dequantize, describe, find_layouts, is_e4m3, pad_rows, quantize,
-                           read_matrix, round_scales, split, stack, to_float32)
+from .quantization import (E4M3, Matrix, Quantized, concatenate, dequantize, describe, find_layouts, is_e4m3, pad_rows,
+                           quantize, read_matrix, round_scales, split, stack, to_float32)
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16
 QUANTIZED = {"U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": E4M3}   # in quantized matrices
@@ -67,10 +67,10 @@ class Checkpoint(llama.Checkpoint):
         tensors[name] = StoredTensor(file, supported[dtype], tuple(info["shape"]), 8 + size + info["data_offsets"][0])
     if "embed_tokens.weight" in tensors: return {f"model.{name}": x for name, x in tensors.items()}   # Qwen3-Embedding
     if "text_config" not in self.hf_config: return tensors
-    # Older checkpoints have language_model.model.X, newer ones model.language_model.X; other parts of a model see images
-    names = {name: re.sub(r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model.", name) for name in tensors}
-    names = {name: new.replace("language_model.lm_head", "lm_head") for name, new in names.items()}
-    return {new: tensors[name] for name, new in names.items() if re.match(r"model\.(embed|layers|norm)|lm_head", new)}
+    # language_model.model.X or, in newer checkpoints, model.language_model.X; the other tensors are for images
+    pattern = re.compile(r"(?:model\.language_model\.|language_model\.model\.)(.*)|(?:language_model\.)?(lm_head.*)")
+    matches = {pattern.fullmatch(name): x for name, x in tensors.items()}
+    return {match[2] or f"model.{match[1]}": x for match, x in matches.items() if match}
 
   def fingerprint_pieces(self) -> Iterator[tuple[str, str, tuple[int, ...], np.ndarray]]:
     """Yield name, dtype, shape and bytes, as a memory map, of each tensor, sorted by name."""

@@ -12,8 +12,6 @@ from tinyvllm.llama import Llama
 
 from .ropes import rope_table
 
-NORMS = "before_attention", "after_attention", "before_mlp", "after_mlp"
-
 
 @dataclasses.dataclass(frozen=True)
 class Config(ModelConfig):
@@ -22,7 +20,7 @@ class Config(ModelConfig):
   windows: tuple[int, ...] = ()      # positions that a token attends to, its own included; 0: all
   ropes: tuple[Any, ...] = ()        # parameters of RoPE, as rope_parameters in config.json; None: no rotation
   rope_kinds: tuple[int, ...] = ()   # index into ropes
-  norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)   # names of NORMS
+  norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)   # see Layer
   norm_offset: int | None = None     # added to the weights of norms, which are then float32
   qkv_bias: bool = False             # like attention_bias, but not of o_proj
   qk_norm: str | None = None         # RMS norm of q and k: of each "head", or of "all" heads together
@@ -47,19 +45,21 @@ def row_order(config: Any, name: str, count: int) -> np.ndarray | None:
   rows = np.arange(count).reshape(-1, config.head_dim)                  # (heads, D)
   heads = config.num_attention_heads + config.num_key_value_heads if name.endswith("qkv_proj") else len(rows)
   rotated, plain = np.split(rows[:heads], [size], 1)
-  rows[:heads] = np.hstack([half for pair in zip(np.split(rotated, 2, 1), np.split(plain, 2, 1)) for half in pair])
+  halves = zip(np.split(rotated, 2, 1), np.split(plain, 2, 1), strict=True)
+  rows[:heads] = np.hstack([part for half in halves for part in half])
   return rows.ravel()
 
 
 class Layer:
-  """A transformer block; see llama.Layer. kind: layers of one kind with tensors of equal shapes compute the same."""
+  """A transformer block; see llama.Layer. config.norms: the checkpoint's names of the norms before attention, after it,
+  before the MLP and after it. kind: layers of one kind with tensors of equal shapes compute the same."""
   def __init__(self, config: Config, index: int, dtype: DType, backend: Backend):
     self.config, self.backend, self.dtype = config, backend, dtype
     self.name = f"model.layers.{index}"
     self.window, self.rope = config.windows[index], config.rope_kinds[index]
     self.kind = type(self), self.window, self.rope
-    for name, source in zip(NORMS, config.norms, strict=True):
-      setattr(self, name, self.norm(source, config.hidden_size) if source else None)
+    norms = [self.norm(source, config.hidden_size) if source else None for source in config.norms]
+    self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
     q_size, kv_size = [n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)]
     rows = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
     if config.is_fused: rows = {"self_attn.qkv_proj": sum(rows.values())}
@@ -94,7 +94,8 @@ class Layer:
     """Return the MLP's output, (T, hidden), for normed h, (T, hidden)."""
     return self.down_proj(self.gate_up_proj(h))
 
-  def attention(self, h: Tensor, cache: list[Tensor], ropes: list[Tensor], *inputs: Tensor) -> Tensor:
+  def attention(self, h: Tensor, cache: list[Tensor], ropes: list[Tensor], tokens: Tensor,
+                block_tables: Tensor) -> Tensor:
     """Return the attention's output, (T, hidden), for normed h, (T, hidden)."""
     config = self.config
     qkv = self.qkv_proj(h)                                              # (T, (H + 2 KV) * D)
@@ -104,7 +105,7 @@ class Layer:
       def normed(x, norm):
         return norm(x.reshape(x.shape[0], -1, norm.weight.shape[0]).contiguous()).reshape(x.shape)
       qkv = Tensor.cat(normed(q, self.q_norm), normed(k, self.k_norm), v, dim=1).contiguous()
-    h = self.backend.attend(qkv, cache, ropes[self.rope], *inputs, config.num_attention_heads,
+    h = self.backend.attend(qkv, cache, ropes[self.rope], tokens, block_tables, config.num_attention_heads,
                             config.attention_scale, self.window, config.attention_cap)   # (T, H * D)
     return self.o_proj(h)
 
@@ -128,9 +129,9 @@ class Model(Llama):
   def __init__(self, config: Config, dtype: DType, backend: Backend, devices: Devices):
     count = len(devices.names)
     is_whole = any(config.norms[1::2]) or config.qk_norm == "all" or config.is_fused
-    check(count == 1 or not is_whole, f"tensor_parallel_size={count} must be 1: this architecture norms whole outputs "
-          "or stores q, k and v as one matrix")
-    check(dtype != dtypes.float16 or not config.overflows_float16, "dtype='float16' overflows in this architecture: use "
+    check(count == 1 or not is_whole, f"tensor_parallel_size={count} must be 1: this model norms whole outputs or "
+          "stores q, k and v as one matrix")
+    check(dtype != dtypes.float16 or not config.overflows_float16, "dtype='float16' overflows in this model: use "
           "'auto', 'bfloat16' or 'float32'", "float16")
     super().__init__(config, dtype, backend, devices)
     if config.norm_offset is not None: self.norm.weight = Tensor.empty(config.hidden_size, dtype=dtypes.float32)

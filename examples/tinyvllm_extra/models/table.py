@@ -1,5 +1,5 @@
-"""Architectures like LLaMA: a row has the options of its layers, read from config.json. To add one, add its name in the
-`architectures` of config.json and a function like `granite` to ROWS."""
+"""Architectures like LLaMA: a row has the options of its layers, read from config.json. To add one, write a function
+like `granite` and add it to ROWS, under its name in config.json's `architectures`."""
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from .ropes import read_rope
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}   # a method of Tensor, whose gelu is the tanh approximation
 GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-Fields = dict[str, Any]   # of config.json, or of Config
+Fields = dict[str, Any]   # config.json's, or Config's
 
 
 def windows(hf: Fields, default: Callable[[int], bool] = lambda i: True) -> Fields:
@@ -32,8 +32,8 @@ def two_ropes(hf: Fields, local: Fields, default: Callable[[int], bool]) -> Fiel
 
 def mistral(hf: Fields) -> Fields:
   rope = read_rope(hf)   # Ministral 3 scales q by position beyond the original length, which is the limit here
-  limit = {"max_position_embeddings": rope["original_max_position_embeddings"]} if "llama_4_scaling_beta" in rope else {}
-  return windows(hf) | limit
+  if "llama_4_scaling_beta" not in rope: return windows(hf)
+  return {**windows(hf), "max_position_embeddings": rope["original_max_position_embeddings"]}
 
 
 def qwen2(hf: Fields) -> Fields:
@@ -47,7 +47,7 @@ def qwen3(hf: Fields) -> Fields: return qwen2(hf) | {"qkv_bias": False, "qk_norm
 def smollm3(hf: Fields) -> Fields:
   count = hf["num_hidden_layers"]
   rotates = hf.get("no_rope_layers") or [(i + 1) % hf.get("no_rope_layer_interval", 4) != 0 for i in range(count)]
-  has_windows = hf.get("use_sliding_window", False)   # of layers without RoPE
+  has_windows = hf.get("use_sliding_window", False)   # only in layers without RoPE
   return {"ropes": (read_rope(hf), None), "rope_kinds": tuple(int(not x) for x in rotates),
           **windows(hf if has_windows else {**hf, "sliding_window": 0}, lambda i: not rotates[i])}
 
