@@ -31,12 +31,12 @@ import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backend import Backend, Devices
 from tinyvllm.config import ModelConfig
-from tinyvllm.llama import Llama
 from tinyvllm_extra import gguf as loader
 from tinyvllm_extra import kernels, parallel
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.gguf_export import convert
 from tinyvllm_extra.gguf_tokenizer import make_tokenizer
+from tinyvllm_extra.models import find_model
 from tinyvllm_extra.huggingface import load_tokenizer
 from tinyvllm_extra.weights import open_checkpoint
 from tinyvllm_extra.packages import MissingPackage
@@ -227,9 +227,10 @@ def test_gguf_ids_and_logits_equal_decoded_weights(tmp_path, kind, tied):
 def test_convert_architecture_keeps_weights_and_config(tmp_path, architecture, kind):
   folder = convert_model(tmp_path, kind, {**WIDE, "architectures": [architecture]})
   check_conversion(folder, tmp_path / "model.gguf")
-  source, converted, from_gguf = [ModelConfig.from_hf(open_checkpoint(path).hf_config, path)
+  source, converted, from_gguf = [find_model(open_checkpoint(path).hf_config, path)[0]
                                   for path in (tmp_path / "hf", folder, tmp_path / "model.gguf")]
-  assert converted.eos_token_ids == (2,) and vars(from_gguf) == vars(converted) == vars(source)
+  assert converted.eos_token_ids == (2,) and vars(from_gguf) == vars(converted)
+  for field in ModelConfig.__match_args__: assert getattr(source, field) == getattr(converted, field)
 
 
 @pytest.mark.parametrize("kind,options", [
@@ -251,9 +252,9 @@ def test_gguf_ids_equal_safetensors(tmp_path, kind, options):
 def load_model(path, dtype=dtypes.float32, count=1, backend=None):
   """Load the model in a folder or a file, on `count` devices."""
   checkpoint = open_checkpoint(path)
-  config = ModelConfig.from_hf(checkpoint.hf_config, path)
+  config, model_class = find_model(checkpoint.hf_config, path)
   devices = Devices() if count == 1 else parallel.Devices(parallel.device_names(count))
-  model = Llama(config, dtype, backend or kernels.make_backend(), devices)
+  model = model_class(config, dtype, backend or kernels.make_backend(), devices)
   checkpoint.load(model)
   return model
 
@@ -391,7 +392,7 @@ def test_byte_level_added_tokens_are_encoded_whole(tmp_path):
 def open_tokenizer(path):
   """Read all metadata of a file, but no weights."""
   checkpoint = open_checkpoint(path)
-  ModelConfig.from_hf(checkpoint.hf_config, path)
+  find_model(checkpoint.hf_config, path)
   return checkpoint.tokenizer()
 
 

@@ -165,8 +165,8 @@ class Backend:
   def free_memory(self, device: str) -> int:
     return os.sysconf(os.sysconf_names.get("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
 
-  def pick_dtype(self, name: str) -> str:
-    """Return the dtype to compute in: `name`, or one that the device supports, with a warning."""
+  def pick_dtype(self, name: str, model: ModelConfig | None = None) -> str:
+    """Return the dtype to compute a model in: `name`, or one that the device supports, with a warning."""
     if name == "auto": name = "float32" if Device.DEFAULT == "CPU" else "float16"
     supported = next(x for x in (name, "float16", "float32") if getattr(dtypes, x) in renderer().supported_dtypes())
     if supported != name: logger.warning(f"{Device.DEFAULT} does not support {name}: computing in {supported}")

@@ -73,7 +73,7 @@ class LoadedModel:
     check(config.max_num_seqs <= budget, f"max_num_seqs={config.max_num_seqs} must be at most max_num_batched_tokens="
           f"{budget}: a running sequence gets a token in each step")
     self.config = dataclasses.replace(config, max_model_len=length, max_num_batched_tokens=budget,
-                                      dtype=backend.pick_dtype(config.dtype))
+                                      dtype=backend.pick_dtype(config.dtype, self.model_config))
     model = model_class(self.model_config, getattr(dtypes, self.config.dtype), backend, devices)
     checkpoint.load(model, config.quantization)
     weights = sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))

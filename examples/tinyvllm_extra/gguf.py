@@ -20,18 +20,33 @@ KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_
         "block_count": "num_hidden_layers", "attention.head_count": "num_attention_heads",
         "attention.layer_norm_rms_epsilon": "rms_norm_eps", "attention.head_count_kv": "num_key_value_heads",
         "attention.key_length": "head_dim", "context_length": "max_position_embeddings", "rope.freq_base": "rope_theta",
-        "attention.sliding_window": "sliding_window"}
+        "rope.scaling.original_context_length": "original_max_position_embeddings",
+        "attention.sliding_window": "sliding_window", "rope.freq_base_swa": "rope_local_base_freq",
+        "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+        "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+INTEGERS = {x for x in KEYS.values() if x.startswith(("hidden", "inter", "num", "head", "max", "orig", "sliding"))}
 REQUIRED = [*KEYS][:5]
-# Mistral files have the architecture llama
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+                 "smollm3": "SmolLM3ForCausalLM", "granite": "GraniteForCausalLM", "phi3": "Phi3ForCausalLM",
+                 "olmo2": "Olmo2ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
+                 "mistral3": "Ministral3ForCausalLM"}
+WINDOWED = {"llama": "MistralForCausalLM", "olmo2": "Olmo3ForCausalLM"}   # if the file has a sliding window
+PERMUTED = ("llama", "smollm3", "granite", "mistral3")   # the two rows that RoPE rotates are adjacent in the file
 # Component of a tensor name -> Hugging Face's name
 NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "blk": "model.layers",
          "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj",
+         "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+         "attn_qkv": "self_attn.qkv_proj",
          "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
          **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
          **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}}
+OWN_NAMES = {"phi3": {"ffn_up": "mlp.gate_up_proj"},
+             **{x: {"ffn_norm": "pre_feedforward_layernorm"} for x in ("gemma2", "gemma3")}}   # by architecture
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")   # in every part of a split model
 LAYER_TENSORS = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
+MISSING = {"phi3": ("attn_q", "attn_k", "attn_v", "ffn_gate"), "olmo2": ("attn_norm", "ffn_norm")}   # by architecture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,31 +169,55 @@ def read_config(path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str,
   config = {name: metadata[f"{arch}.{key}"] for key, name in KEYS.items() if metadata.get(f"{arch}.{key}")}
   for key in REQUIRED: check(KEYS[key] in config, f"model: {path} lacks {arch}.{key}")
   for name, value in config.items():
-    value_type = float if name in ("rms_norm_eps", "rope_theta") else int
+    value_type = int if name in INTEGERS else float
     text = f"model: {path}: {name}={str(value)[:40]}"
     check(type(value) is value_type and value > 0, f"{text} must be of type {value_type.__name__} and above 0")
     if value_type is float: config[name] = float(str(np.float32(value)))   # 1e-5, not its nearest float32
-  layers = (f"blk.{i}.{name}.weight" for i in range(config["num_hidden_layers"]) for name in LAYER_TENSORS)
+  layers = (f"blk.{i}.{name}.weight" for i in range(config["num_hidden_layers"]) for name in LAYER_TENSORS
+            if name not in MISSING.get(arch, ()))
   for name in itertools.chain(["token_embd.weight", "output_norm.weight"], layers):
     check(name in tensors, f"model: {path}: tensor {name} is missing")
   head_dim = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
   for key in ("rope.dimension_count", "attention.value_length"):
     value = metadata.get(f"{arch}.{key}", head_dim)
-    check(value == head_dim, f"model: {path}: {arch}.{key}={value} must be {head_dim}, as the head size")
-  scaling = f"{arch}.rope.scaling"
-  if metadata.get(f"{scaling}.type", "none") != "none":
-    factor = metadata.get(f"{scaling}.factor", 1.0)
-    config["rope_scaling"] = {"rope_type": metadata[f"{scaling}.type"], "factor": factor}
-  if "rope_freqs.weight" in tensors:   # llama3's scaling factors, computed by llama.cpp's converter
-    factors = tensors["rope_freqs.weight"].read().tolist()
-    config["rope_scaling"] = {"rope_type": "factors", "factors": factors}
+    is_partial = arch == "phi3" and key == "rope.dimension_count"
+    check(value == head_dim or is_partial, f"model: {path}: {arch}.{key}={value} must be {head_dim}, as the head size")
+    if is_partial: config["partial_rotary_factor"] = value / head_dim
+  if rope := read_scaling(arch, metadata, tensors): config["rope_scaling"] = rope
   end_tokens = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
   return config | {
     "architectures": [ARCHITECTURES[arch]], "model_type": arch, "hidden_act": "silu",
     "dtype": {"F16": "float16", "BF16": "bfloat16"}.get(tensors["token_embd.weight"].tensor_type.name),
     "vocab_size": tensors["token_embd.weight"].shape[0], "tie_word_embeddings": "output.weight" not in tensors,
     "attention_bias": "blk.0.attn_output.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors,
-    "eos_token_id": [token for token in end_tokens if token is not None]}
+    "eos_token_id": [token for token in end_tokens if token is not None], **read_options(arch, metadata, config)}
+
+
+def read_scaling(arch: str, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
+  """Return rope_scaling of an equivalent config.json, empty for none."""
+  def get(key: str, default: Any = None) -> Any: return metadata.get(f"{arch}.rope.scaling.{key}", default)
+  freqs, long, short = [tensors[name].read().tolist() if name in tensors else None for name in ROPE_TENSORS]
+  if freqs: return {"rope_type": "factors", "factors": freqs}   # llama3's, computed by llama.cpp's converter
+  if long: return {"rope_type": "longrope", "long_factor": long, "short_factor": short,
+                   "attention_factor": get("attn_factor")}
+  if get("type", "none") == "none": return {}
+  rope = {"rope_type": get("type"), "factor": get("factor", 1.0), "beta_fast": get("yarn_beta_fast"),
+          "beta_slow": get("yarn_beta_slow"), "attention_factor": get("attn_factor") if arch == "olmo2" else None,
+          "mscale": 1.0 if get("yarn_log_multiplier") else None, "mscale_all_dim": get("yarn_log_multiplier"),
+          "llama_4_scaling_beta": metadata.get(f"{arch}.attention.temperature_scale")}
+  return {name: value for name, value in rope.items() if value is not None}
+
+
+def read_options(arch: str, metadata: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+  """Return fields of an equivalent config.json that only some architectures have."""
+  pattern = metadata.get(f"{arch}.attention.sliding_window_pattern")
+  options: dict[str, Any] = {}
+  if isinstance(pattern, list): options["layer_types"] = [["full", "sliding"][bool(x)] + "_attention" for x in pattern]
+  if arch in WINDOWED and config.get("sliding_window"): options["architectures"] = [WINDOWED[arch]]
+  if not arch.startswith("gemma"): return options
+  is_27b = config["num_hidden_layers"] in (46, 62)   # as llama.cpp does, because files lack this scale
+  size = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+  return options | {"norm_offset": 0, "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": size}
 
 
 def rename(path: pathlib.Path, config: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -186,19 +225,20 @@ def rename(path: pathlib.Path, config: dict[str, Any], tensors: dict[str, Stored
   heads = config["num_attention_heads"]
   head_dim = config["head_dim"]
   permuted = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}   # number of heads
-  if config["model_type"] != "llama": permuted = {}
+  if config["model_type"] not in PERMUTED: permuted = {}
+  names = NAMES | OWN_NAMES.get(config["model_type"], {})
   renamed = {}
   for name, tensor in tensors.items():
-    if name == "rope_freqs.weight": continue
+    if name in ROPE_TENSORS: continue
     components = name.split(".")
-    is_supported = len(components) > 1 and all(x in NAMES or x.isdecimal() for x in components[:-1])
-    check(is_supported, f"model: {path}: tensor {name} is not supported; supported: {', '.join(NAMES)}")
+    is_supported = len(components) > 1 and all(x in names or x.isdecimal() for x in components[:-1])
+    check(is_supported, f"model: {path}: tensor {name} is not supported; supported: {', '.join(names)}")
     n = permuted.get(components[-2])
-    if n:   # the two rows that RoPE rotates are adjacent in the file, but in different halves of a head here
+    if n:   # these rows are in different halves of a head here
       num_rows = tensor.shape[0]
       check(num_rows == n * head_dim, f"model: {path}: tensor {name} has {num_rows} rows; expected {n * head_dim}")
       tensor = dataclasses.replace(tensor, row_order=np.arange(num_rows).reshape(n, -1, 2).swapaxes(1, 2).ravel())
-    renamed[".".join(NAMES.get(x, x) for x in components)] = tensor
+    renamed[".".join(names.get(x, x) for x in components)] = tensor
   return renamed
 
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm.config import InputError, ModelConfig, check
+from tinyvllm.config import InputError, check
 
 from .gguf import Checkpoint, StoredTensor
 from .gguf_tokenizer import read_tokenizer
 from .gguf_types import Format, common_format
+from .models import find_model
 
 FUSED = {**dict.fromkeys(["q_proj", "k_proj", "v_proj"], "qkv"), **dict.fromkeys(["gate_proj", "up_proj"], "gate_up")}
 SAFETENSORS = {"f4": "F32", "f2": "F16", "u2": "BF16", "i1": "I8", "i4": "I32", "i8": "I64"}
@@ -86,7 +87,7 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
   check(is_free, f"{folder} already exists: choose an empty or a new folder")
   checkpoint = Checkpoint(path)
   config = checkpoint.hf_config
-  ModelConfig.from_hf(config, path)   # raises for an unsupported architecture
+  find_model(config, path)   # raises for an unsupported architecture
   formats = matrix_formats(checkpoint.all_tensors)
   library, settings = read_tokenizer(path, checkpoint.metadata, config["vocab_size"])
   files = {"config.json": json.dumps(config | quantization_config(formats), indent=2).encode(),

@@ -16,8 +16,10 @@ from tinyvllm.config import check, read_json
 from . import fit
 from .formats import DEQUANTIZED, READERS, UNUSED, read_stacked
 from .kernels.shards import stack as stack_shards
-from .quantization import (E4M3, Matrix, concatenate, dequantize, describe, find_layouts, is_small_float, pad_rows,
-                           quantize, read_matrix, round_scales, split, stack, to_float32)
+from .models.layers import row_order
+from .models.table import text_config
+from .quantization import (E4M3, Matrix, Quantized, concatenate, dequantize, describe, find_layouts, is_small_float,
+                           pad_rows, quantize, read_matrix, round_scales, split, stack, to_float32)
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}   # numpy has no bfloat16
 QUANTIZED = {"U8": np.uint8, "I8": np.int8, "I32": np.int32, "I64": np.int64, "F8_E4M3": E4M3}   # in quantized matrices
@@ -49,6 +51,10 @@ class Checkpoint(llama.Checkpoint):
   quantization_config = property(lambda self: self.hf_config.get("quantization_config") or {})
   method = property(lambda self: self.quantization_config.get("quant_method"))   # quantization method, or None
 
+  def __init__(self, path: pathlib.Path):
+    super().__init__(path)
+    self.hf_config = text_config(self.hf_config)
+
   def stored_tensors(self) -> dict[str, Any]:
     """Return all tensors of the files by name. Raises InputError for an unreadable file or an unsupported dtype."""
     supported = DTYPES | QUANTIZED if self.method else DTYPES
@@ -70,10 +76,10 @@ class Checkpoint(llama.Checkpoint):
         tensors[name] = StoredTensor(file, supported[dtype], shape, 8 + size + info["data_offsets"][0])
     if "embed_tokens.weight" in tensors: return {f"model.{name}": x for name, x in tensors.items()}   # Qwen3-Embedding
     if "text_config" not in self.hf_config: return tensors
-    # Older checkpoints have language_model.model.X, newer ones model.language_model.X; other parts of a model see images
-    names = {name: re.sub(r"^(model\.)?language_model\.(model\.)?(?!lm_head)", "model.", name) for name in tensors}
-    names = {name: new.replace("language_model.lm_head", "lm_head") for name, new in names.items()}
-    return {new: tensors[name] for name, new in names.items() if re.match(r"model\.(embed|layers|norm)|lm_head", new)}
+    # language_model.model.X or, in newer checkpoints, model.language_model.X; the other tensors are for images
+    pattern = re.compile(r"(?:model\.language_model\.|language_model\.model\.)(.*)|(?:language_model\.)?(lm_head.*)")
+    matches = {pattern.fullmatch(name): x for name, x in tensors.items()}
+    return {match[2] or f"model.{match[1]}": x for match, x in matches.items() if match}
 
   def fingerprint_pieces(self) -> Iterator[tuple[str, str, tuple[int, ...], np.ndarray]]:
     """Yield name, dtype, shape and bytes, as a memory map, of each tensor, sorted by name."""
@@ -133,8 +139,10 @@ class Checkpoint(llama.Checkpoint):
     return super().read(name, *shape)
 
   def array(self, name: str, *shape: int) -> np.ndarray:
-    """Return a tensor as a memory map, bfloat16 as uint16."""
-    return self.take(name, *shape).read()
+    """Return a tensor as a memory map, bfloat16 as uint16. Add the model's offset to the weight of a norm."""
+    x = self.take(name, *shape).read()
+    offset = getattr(self.model.config, "norm_offset", None) if name.endswith("norm.weight") else None
+    return to_float32(x) + np.float32(offset) if offset else x
 
   def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
     """Read matrices, (out, in), whose rows are stacked in one weight. shapes: by module name."""
@@ -143,17 +151,25 @@ class Checkpoint(llama.Checkpoint):
       return read_matrix(name, shape, self.layouts, self.tensors, self.array) if matrix is None else matrix
     return [read(name, shape) for name, shape in shapes.items()]
 
+  def ordered(self, name: str, x: Any) -> Any:
+    """Return a Matrix or a bias with its rows in the model's order."""
+    order = row_order(self.model.config, name, len(x.q if isinstance(x, Quantized) else x))
+    if order is None: return x
+    if not isinstance(x, Quantized): return x[order]
+    return Quantized._make([*[part if part is None else part[order] for part in x[:3]], x.order])
+
   def read(self, name: str, *shape: int) -> Tensor:
     """Read a tensor for a core module, dequantized."""
     module, _, suffix = name.rpartition(".")
     if suffix == "weight" and len(shape) == 2: x = dequantize(self.fused({module: (shape[0], shape[1])})[0], self.dtype)
     else: x = self.array(name, *shape)
+    x = self.ordered(module, x)
     return Tensor(to_float32(x) if x.dtype == np.uint16 else np.asarray(x))
 
   def vectors(self, module: Any, suffix: str) -> list[Any]:
     """Read a norm's weight or a bias and return each device's shard. The first device adds the bias of partial sums."""
     count = self.num_devices if module.axis == 0 else 1
-    whole = [self.array(f"{name}.{suffix}", n * count) for name, n in module.sources.items()]
+    whole = [self.ordered(name, self.array(f"{name}.{suffix}", n * count)) for name, n in module.sources.items()]
     if module.axis == 0: return [concatenate(shard) for shard in zip(*[np.split(x, count) for x in whole], strict=True)]
     vector = concatenate(whole)
     other = np.zeros_like(vector) if module.axis == 1 else vector
@@ -168,6 +184,7 @@ class Checkpoint(llama.Checkpoint):
     sizes = {name: n * rows for name, n in module.sources.items()}
     vocab_size = math.inf if in_layer else self.hf_config["vocab_size"]
     whole = self.fused({name: (min(n, vocab_size), columns) for name, n in sizes.items()})
+    whole = [self.ordered(name, w) for name, w in zip(sizes, whole, strict=True)]
     if not supports_e4m3(): whole = [dequantize(w, self.dtype) if is_small_float(w) else w for w in whole]
     whole = [pad_rows(w, n) for w, n in zip(whole, sizes.values(), strict=True)]
     splits = [split(w, self.num_devices, module.axis, self.dtype) for w in whole]

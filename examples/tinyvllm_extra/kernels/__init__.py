@@ -3,11 +3,11 @@ NVIDIA tensor cores; layers traced once; lowered kernels cached on disk."""
 import contextlib, logging, os, time
 from typing import Any
 
-from tinygrad import Device, helpers
+from tinygrad import Device, dtypes, helpers
 
 from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
-from tinyvllm.config import extension, logger
+from tinyvllm.config import ModelConfig, check, extension, logger
 from tinyvllm.runner import GraphKey, Runner
 
 from . import drivers, experts, layers, matmul, sampling, tensor_cores, tinygrad_patches
@@ -30,6 +30,17 @@ class FastBackend(backend.Backend):
   run_layers = staticmethod(layers.run_layers)
 
   def __init__(self) -> None: self.graph_state = extension("graphs").GraphState()
+
+  def pick_dtype(self, name: str, model: ModelConfig | None = None) -> str:
+    """Like the core's. A model that overflows float16 is computed in bfloat16 or, without it, in float32."""
+    if getattr(model, "overflows_float16", False):
+      is_wide = name not in ("float16", "half")
+      check(is_wide, f"dtype={name!r} overflows in this model: use 'auto', 'bfloat16' or 'float32'", name)
+      has_bfloat16 = dtypes.bfloat16 in renderer().supported_dtypes()
+      if name == "auto" and Device.DEFAULT != "CPU": name = "bfloat16"
+      if name == "bfloat16" and not has_bfloat16: name = "float32"
+    return super().pick_dtype(name, model)
+
   def free_memory(self, device: str) -> int:
     """Return the device's free memory in bytes. Of a CPU's, RESERVE is left to Python, capture and a step's buffers."""
     free = drivers.device_memory(device).free

@@ -128,7 +128,7 @@ class Linear(backend.Linear):
   def multiply(self, out: Tensor, x: Tensor, **options: str) -> Tensor:
     if self.order is not None: x = x[:, self.order].contiguous()
     bias = () if self.bias is None else (self.bias,)
-    kernel = linear_kernel if self.weight.ndim == 3 else tensor_core_linear_kernel
+    kernel: Any = linear_kernel if self.weight.ndim == 3 else tensor_core_linear_kernel
     if self.splits(x): kernel = many_rows_linear_kernel
     return out.custom_kernel(x, self.weight, *self.scales, *bias, fxn=functools.partial(kernel, **options))[0]
 
@@ -151,7 +151,7 @@ class Linear(backend.Linear):
 
 
 class GateUp(backend.GateUp, Linear):
-  """activation(gate) * up. On tensor cores, a tile's 16 outputs are eight rows of gate and the same eight rows of up."""
+  """activation(gate) * up. On tensor cores, a tile's 16 outputs are eight rows of gate and the same eight of up."""
   def ordered(self, w: np.ndarray) -> np.ndarray:
     return w if self.weight.ndim == 3 else w.reshape(2, -1, 8, w.shape[1]).swapaxes(0, 1)   # a view
 

@@ -23,8 +23,8 @@ MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, ty
 
 
 def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
-  """Return the config and the class of a model: from MODELS if its architecture is there, else the core's. The class
-  of an embedding model has no lm_head."""
+  """Return the config and the class of a model: from MODELS if its architecture is there, else the core's. An embedding
+  model has no lm_head. Raises InputError for another architecture."""
   architecture = next(iter(hf_config.get("architectures") or []), None)
   core = "LlamaForCausalLM"
   check(architecture in (*MODELS, core, None), f"{path}: architecture {architecture!r} is not supported; supported: "

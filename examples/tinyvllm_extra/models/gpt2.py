@@ -27,7 +27,7 @@ class Plain(Module):
   def __init__(self, name: str, shape: tuple[int, ...], dtype: DType, bias: bool = False):
     self.sources = {name: shape[0]}
     self.weight = Tensor.empty(*shape, dtype=dtype)
-    self.bias = Tensor.empty(*shape, dtype=dtype) if bias else None
+    self.bias: Any = Tensor.empty(*shape, dtype=dtype) if bias else None
 
   def load(self, checkpoint: Any) -> None: super().load(checkpoint)   # with quantization, too: see weights.py
 

@@ -2,6 +2,7 @@
 import dataclasses
 from typing import Any
 
+import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
@@ -11,8 +12,6 @@ from tinyvllm.llama import Llama
 
 from .ropes import rope_table
 
-NORMS = "before_attention", "after_attention", "before_mlp", "after_mlp"
-
 
 @dataclasses.dataclass(frozen=True)
 class Config(ModelConfig):
@@ -21,8 +20,8 @@ class Config(ModelConfig):
   windows: tuple[int, ...] = ()      # positions that a token attends to, its own included; 0: all
   ropes: tuple[Any, ...] = ()        # parameters of RoPE, as rope_parameters in config.json; None: no rotation
   rope_kinds: tuple[int, ...] = ()   # index into ropes
-  norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)   # names of NORMS
-  norm_offset: int = 0               # added to the weights of norms
+  norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)   # see Layer
+  norm_offset: int | None = None     # added to the weights of norms, which are then float32
   qkv_bias: bool = False             # like attention_bias, but not of o_proj
   qk_norm: str | None = None         # RMS norm of q and k: of each "head", or of "all" heads together
   attention_scale: float = 0         # factor of the scores; 0: 1 / sqrt(head_dim)
@@ -36,15 +35,31 @@ class Config(ModelConfig):
   overflows_float16: bool = False
 
 
+def row_order(config: Any, name: str, count: int) -> np.ndarray | None:
+  """Return the order of a projection's `count` rows in the model, or None if it is the checkpoint's. If a part of each
+  head rotates, a half of it begins each half of a head, as attention rotates the two halves of a head with each other:
+  the scores do not change, as the order is the same for q and k."""
+  ropes = [rope for rope in getattr(config, "ropes", ()) if rope]
+  size = int(config.head_dim * ropes[0]["partial_rotary_factor"]) if ropes else config.head_dim
+  if size == config.head_dim or not name.endswith((".q_proj", ".k_proj", ".qkv_proj")): return None
+  rows = np.arange(count).reshape(-1, config.head_dim)                  # (heads, D)
+  heads = config.num_attention_heads + config.num_key_value_heads if name.endswith("qkv_proj") else len(rows)
+  rotated, plain = np.split(rows[:heads], [size], 1)
+  halves = zip(np.split(rotated, 2, 1), np.split(plain, 2, 1), strict=True)
+  rows[:heads] = np.hstack([part for half in halves for part in half])
+  return rows.ravel()
+
+
 class Layer:
-  """A transformer block; see llama.Layer. kind: layers of one kind with tensors of equal shapes compute the same."""
+  """A transformer block; see llama.Layer. config.norms: the checkpoint's names of the norms before attention, after it,
+  before the MLP and after it. kind: layers of one kind with tensors of equal shapes compute the same."""
   def __init__(self, config: Config, index: int, dtype: DType, backend: Backend):
     self.config, self.backend, self.dtype = config, backend, dtype
     self.name = f"model.layers.{index}"
     self.window, self.rope = config.windows[index], config.rope_kinds[index]
     self.kind = type(self), self.window, self.rope
-    for name, source in zip(NORMS, config.norms, strict=True):
-      setattr(self, name, self.norm(source, config.hidden_size) if source else None)
+    norms = [self.norm(source, config.hidden_size) if source else None for source in config.norms]
+    self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
     q_size, kv_size = [n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)]
     rows = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
     if config.is_fused: rows = {"self_attn.qkv_proj": sum(rows.values())}
@@ -60,7 +75,7 @@ class Layer:
     self.make_mlp()
 
   def norm(self, source: str, size: int) -> Any:
-    dtype = dtypes.float32 if self.config.norm_offset else self.dtype   # 1 + w needs more digits than w
+    dtype = self.dtype if self.config.norm_offset is None else dtypes.float32   # 1 + w needs more digits than w
     return self.backend.Norm(f"{self.name}.{source}", size, self.config.rms_norm_eps, dtype)
 
   def linear(self, layer_type: Any, in_features: int, rows: dict[str, int], bias: bool, axis: int = 0) -> Any:
@@ -80,7 +95,8 @@ class Layer:
     """Return the MLP's output, (T, hidden), for normed h, (T, hidden)."""
     return self.down_proj(self.gate_up_proj(h))
 
-  def attention(self, h: Tensor, cache: list[Tensor], ropes: list[Tensor], *inputs: Tensor) -> Tensor:
+  def attention(self, h: Tensor, cache: list[Tensor], ropes: list[Tensor], tokens: Tensor,
+                block_tables: Tensor) -> Tensor:
     """Return the attention's output, (T, hidden), for normed h, (T, hidden)."""
     config = self.config
     qkv = self.qkv_proj(h)                                              # (T, (H + 2 KV) * D)
@@ -90,7 +106,7 @@ class Layer:
       def normed(x, norm):
         return norm(x.reshape(x.shape[0], -1, norm.weight.shape[0]).contiguous()).reshape(x.shape)
       qkv = Tensor.cat(normed(q, self.q_norm), normed(k, self.k_norm), v, dim=1).contiguous()
-    h = self.backend.attend(qkv, cache, ropes[self.rope], *inputs, config.num_attention_heads,
+    h = self.backend.attend(qkv, cache, ropes[self.rope], tokens, block_tables, config.num_attention_heads,
                             config.attention_scale, self.window, config.attention_cap,
                             self.sinks and self.sinks.weight)           # (T, H * D)
     return self.o_proj(h)
@@ -116,12 +132,12 @@ class Model(Llama):
   def __init__(self, config: Config, dtype: DType, backend: Backend, devices: Devices):
     count = len(devices.names)
     is_whole = any(config.norms[1::2]) or config.qk_norm == "all" or config.is_fused
-    check(count == 1 or not is_whole, f"tensor_parallel_size={count} must be 1: this architecture norms whole outputs "
-          "or stores q, k and v as one matrix")
-    check(dtype != dtypes.float16 or not config.overflows_float16, "dtype='float16' overflows in this architecture: use "
+    check(count == 1 or not is_whole, f"tensor_parallel_size={count} must be 1: this model norms whole outputs or "
+          "stores q, k and v as one matrix")
+    check(dtype != dtypes.float16 or not config.overflows_float16, "dtype='float16' overflows in this model: use "
           "'auto', 'bfloat16' or 'float32'", "float16")
     super().__init__(config, dtype, backend, devices)
-    if config.norm_offset: self.norm.weight = Tensor.empty(config.hidden_size, dtype=dtypes.float32)
+    if config.norm_offset is not None: self.norm.weight = Tensor.empty(config.hidden_size, dtype=dtypes.float32)
 
   def ropes(self, length: int) -> list[Tensor]:
     return [rope_table(self.config, rope, length) for rope in self.config.ropes]

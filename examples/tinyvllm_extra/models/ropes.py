@@ -39,7 +39,7 @@ def yarn(freqs: np.ndarray, rope: dict[str, Any], length: int) -> tuple[np.ndarr
   original = rope["original_max_position_embeddings"]
   def dimension(rotations: float) -> float:   # that rotates so often over the original length
     return size * math.log(original / (rotations * 2 * math.pi)) / math.log(rope["rope_theta"])
-  def mscale(m: float) -> float: return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1
+  def mscale(m: Any) -> float: return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1
   low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
   if rope.get("truncate", True): low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, 2 * size - 1)
@@ -70,7 +70,7 @@ def read_rope(hf: dict[str, Any]) -> dict[str, Any]:
   values = {"rope_theta": hf.get("rope_theta") or 10000.0, "partial_rotary_factor": hf.get("partial_rotary_factor", 1),
             "original_max_position_embeddings": length, **rope, "rope_type": "longrope" if kind == "su" else kind}
   check(values["rope_type"] in SCALINGS, f"rope_type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
-  original = hf.get("original_max_position_embeddings") or values["original_max_position_embeddings"]
-  values["original_max_position_embeddings"] = original
-  if values.get("factor") is None and original: values["factor"] = hf.get("max_position_embeddings", original) / original
+  if "original_max_position_embeddings" in hf: values["original_max_position_embeddings"] = length   # has priority
+  original = values["original_max_position_embeddings"]
+  if values.get("factor") is None: values["factor"] = hf.get("max_position_embeddings", 1) / (original or 1)
   return values

@@ -1,5 +1,5 @@
-"""Architectures like LLaMA: a row has the options of its layers, read from config.json. To add one, add its name in the
-`architectures` of config.json and a function like `granite` to ROWS."""
+"""Architectures like LLaMA: a row has the options of its layers, read from config.json. To add one, write a function
+like `granite` and add it to ROWS, under its name in config.json's `architectures`."""
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from .ropes import read_rope
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}   # a method of Tensor, whose gelu is the tanh approximation
 GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-Fields = dict[str, Any]   # of config.json, or of Config
+Fields = dict[str, Any]   # config.json's, or Config's
 
 
 def windows(hf: Fields, default: Callable[[int], bool] = lambda i: True) -> Fields:
@@ -31,6 +31,12 @@ def two_ropes(hf: Fields, local: Fields, default: Callable[[int], bool]) -> Fiel
   return options | {"ropes": (full, sliding), "rope_kinds": tuple(int(x > 0) for x in options["windows"])}
 
 
+def mistral(hf: Fields) -> Fields:
+  rope = read_rope(hf)   # Ministral 3 scales q by position beyond the original length, which is the limit here
+  if "llama_4_scaling_beta" not in rope: return windows(hf)
+  return {**windows(hf), "max_position_embeddings": rope["original_max_position_embeddings"]}
+
+
 def qwen2(hf: Fields) -> Fields:
   has_windows = hf.get("use_sliding_window", False)
   return {"qkv_bias": True, **windows(hf, lambda i: has_windows and i >= hf.get("max_window_layers", 28))}
@@ -42,7 +48,7 @@ def qwen3(hf: Fields) -> Fields: return qwen2(hf) | {"qkv_bias": False, "qk_norm
 def smollm3(hf: Fields) -> Fields:
   count = hf["num_hidden_layers"]
   rotates = hf.get("no_rope_layers") or [(i + 1) % hf.get("no_rope_layer_interval", 4) != 0 for i in range(count)]
-  has_windows = hf.get("use_sliding_window", False)   # of layers without RoPE
+  has_windows = hf.get("use_sliding_window", False)   # only in layers without RoPE
   return {"ropes": (read_rope(hf), None), "rope_kinds": tuple(int(not x) for x in rotates),
           **windows(hf if has_windows else {**hf, "sliding_window": 0}, lambda i: not rotates[i])}
 
@@ -63,7 +69,8 @@ def olmo3(hf: Fields) -> Fields: return olmo2(hf) | two_ropes(hf, {"rope_type": 
 
 
 def gemma2(hf: Fields) -> Fields:
-  return {"norms": GEMMA_NORMS, "norm_offset": 1, "embedding_multiplier": hf["hidden_size"]**0.5,
+  return {"norms": GEMMA_NORMS, "norm_offset": hf.get("norm_offset", 1),   # GGUF has 1 + w
+          "embedding_multiplier": hf["hidden_size"]**0.5,
           "attention_scale": hf["query_pre_attn_scalar"]**-0.5, "attention_cap": hf["attn_logit_softcapping"] or 0,
           "logits_cap": hf["final_logit_softcapping"] or 0, "overflows_float16": True,
           **windows(hf, lambda i: (i + 1) % 2 != 0)}
@@ -122,7 +129,7 @@ def make_row(options: Callable[[Fields], Fields], model_class: type[Model] = Mod
 def text_config(hf: Fields) -> Fields:
   """Return the config of a model's part for text, if it has others."""
   text = {x: value for x, value in (hf.get("text_config") or {}).items() if value is not None}
-  own = {x: hf[x] for x in ("architectures", "eos_token_id") if hf.get(x)}
+  own = {x: hf[x] for x in ("architectures", "eos_token_id", "tie_word_embeddings") if hf.get(x) is not None}
   return {**hf, **text, **own}
 
 
@@ -135,8 +142,8 @@ ROWS: dict[str, Callable[[Fields, pathlib.Path], tuple[Config, type[Model]]]] = 
   "Gemma3ForCausalLM": GEMMA3, "Gemma3ForConditionalGeneration": GEMMA3,
   "GptOssForCausalLM": make_row(gpt_oss, Mixture),
   "GraniteForCausalLM": make_row(granite),
-  "MinistralForCausalLM": make_row(windows), "MistralForCausalLM": make_row(windows),
-  "Mistral3ForConditionalGeneration": make_row(windows),
+  **{f"{x}ForCausalLM": make_row(mistral) for x in ("Ministral", "Ministral3", "Mistral")},
+  "Mistral3ForConditionalGeneration": make_row(mistral),
   "MixtralForCausalLM": make_row(mixtral, Mixture),
   "Olmo2ForCausalLM": make_row(olmo2), "Olmo3ForCausalLM": make_row(olmo3, rope_theta=500000.0, sliding_window=4096),
   "OlmoeForCausalLM": make_row(olmoe, Mixture),
