@@ -19,6 +19,7 @@ from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from unittest.mock import patch
 
 import numpy
@@ -51,6 +52,9 @@ SHAPES = {"llama-7b": _shape(32, 4096, 11008, 32, 32, 32000, False, 4096),
           "llama-3.2-1b": _shape(16, 2048, 8192, 32, 8, 128256, True, 131072, 5e5),
           "llama-3.1-8b": _shape(32, 4096, 14336, 32, 8, 128256, False, 131072, 5e5),
           "llama-3.1-70b": _shape(80, 8192, 28672, 64, 8, 128256, False, 131072, 5e5),
+          "qwen3-30b-a3b": {**_shape(48, 2048, 6144, 32, 4, 151936, False, 40960, 1e6), "head_dim": 128,
+                            "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8,
+                            "moe_intermediate_size": 768, "norm_topk_prob": True},
           "smollm2-135m": _shape(30, 576, 1536, 9, 3, 49152, True, 8192, 1e5),
           "bundled": json.loads((Path(tinyvllm.__file__).parent / "default_model/config.json").read_text())}
 
@@ -318,17 +322,21 @@ def measure_bandwidth(repeats: int = 9) -> float:
   return size / statistics.median(times[3:])
 
 
-def bytes_read(model: Llama) -> int:
-  """Return the bytes of weights that a step reads: all except the embedding table, unless it is also the head."""
+def bytes_read(model: Llama, running: int) -> float:
+  """Return the bytes of weights that a decode step reads: all except the embedding table, unless it is also the head.
+  Of experts, the expected share of those that `running` tokens choose, each at random."""
   parts = [part for part in model.modules() if part is not model.embed_tokens or part is model.lm_head]
-  return sum({id(t): t.nbytes() for part in parts for t in nn.state.get_parameters(part)}.values())
+  def share(part: Any) -> float:
+    if not hasattr(part, "num_experts"): return 1
+    return 1 - (1 - model.config.num_experts_per_tok / part.num_experts)**running   # type: ignore[attr-defined]
+  return sum({id(t): t.nbytes() * share(part) for part in parts for t in nn.state.get_parameters(part)}.values())
 
 
 def roofline(llm: LLM, bandwidth: float, running: int, context: float) -> float:
   """Return the minimum seconds of a decode step: reading the weights and the running sequences' KV once, split over
   the devices."""
   embeddings = running * llm.model_config.hidden_size * weight_dtype(llm).itemsize
-  return (bytes_read(llm.runner.model) + embeddings + token_bytes(llm) * context * running) / bandwidth
+  return (bytes_read(llm.runner.model, running) + embeddings + token_bytes(llm) * context * running) / bandwidth
 
 
 def weight_dtype(llm: LLM) -> DType: return llm.runner.model.embed_tokens.weight.dtype
