@@ -384,6 +384,7 @@ class LogitsRecorder:
     self.logits = {n: Tensor.zeros(n, V).contiguous().realize() for n in rows}   # by a graph's number of rows
     self.devices = self.model.devices
     engine.runner.model = self
+    engine.runner.is_async = False   # the next step would overwrite the logits
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
     logits = self.model(*args, **kwargs)
