@@ -81,8 +81,8 @@ class GPT2(Llama):
 
   def arrange(self, tensors: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint's tensors with the names and shapes of this model's modules."""
-    named = {name.removeprefix("transformer."): x for name, x in tensors.items() if not name.endswith(BUFFERS)}
-    return {name: x.T if name.endswith(TRANSPOSED) else x for name, x in named.items()}
+    renamed = {name.removeprefix("transformer."): x for name, x in tensors.items() if not name.endswith(BUFFERS)}
+    return {name: x.T if name.endswith(TRANSPOSED) else x for name, x in renamed.items()}
 
   def ropes(self, length: int) -> list[Tensor]:
     """Return a table that rotates nothing, (length, 2, D / 2): cosines of 1 and sines of 0."""
