@@ -13,6 +13,7 @@ from tinyvllm import __version__, backend, config
 from tinyvllm_extra import kernels
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
 from tinyvllm_extra.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
+from tinyvllm_extra.models import find_model
 from tinyvllm_extra.weights import Checkpoint, open_checkpoint
 
 LIMIT = 90   # timeout of a backend's process, in seconds
@@ -143,7 +144,7 @@ def read_model(path: pathlib.Path) -> tuple[Checkpoint, dict[str, Any]]:
   try:
     checkpoint: Any = open_checkpoint(path)
     hf = checkpoint.hf_config
-    config.ModelConfig.from_hf(hf, path)
+    find_model(hf, path)
   except config.InputError: raise
   except Exception as error: raise config.InputError(f"model={str(path)!r}: {reason_of(error)}") from error
   if checkpoint.method != "gguf": return checkpoint, hf

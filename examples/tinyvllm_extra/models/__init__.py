@@ -1,12 +1,8 @@
-"""Architectures beyond the core's. To add one, write models/NAME.py with a class like llama.Llama (or a subclass if
-only its layers differ) and a function that reads its config.json:
-
-  def read_phi(hf_config, path):
-    return ModelConfig.from_hf({**hf_config, "architectures": ["LlamaForCausalLM"]}, path), Phi
-
-then add `"PhiForCausalLM": read_phi` to MODELS, under its name in the `architectures` of config.json. The core looks
-here first. A model is built from the backend's modules, so that every weight format and kernel works with it; their
-`sources` name the checkpoint's tensors. The config is a ModelConfig or a subclass."""
+"""Architectures beyond the core's. One that is like LLaMA is a row in table.py, with options of the layers in layers.py
+and experts.py. For any other, write models/NAME.py with a class like llama.Llama and a function that reads its
+config.json, as in gpt2.py, and add the function to MODELS, under its name in config.json's `architectures`. The core
+looks here first. A model is built from the backend's modules, so that every weight format and kernel works with it;
+their `sources` name the checkpoint's tensors. The config is a ModelConfig or a subclass."""
 import pathlib
 from collections.abc import Callable
 from typing import Any
