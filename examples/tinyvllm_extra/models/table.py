@@ -7,7 +7,7 @@ from typing import Any
 from tinyvllm.config import ModelConfig, check
 
 from .layers import Config, Model
-from .ropes import read_rope
+from .ropes import SCALINGS, read_rope
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}   # a method of Tensor, whose gelu is the tanh approximation
 GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -92,7 +92,10 @@ def make_row(options: Callable[[Fields], Fields], model_class: type[Model] = Mod
     check(name in ACTIVATIONS, f"{path}: hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     zeros = (0,) * core.num_hidden_layers
     values = {"rope_kinds": zeros, "windows": zeros, "activation": ACTIVATIONS[name], **options(hf)}
-    return Config(**vars(core) | {"ropes": (read_rope(hf),)} | values), model_class
+    values = {"ropes": (read_rope(hf),), **values}
+    for kind in [rope["rope_type"] for rope in values["ropes"] if rope]:
+      check(kind in SCALINGS, f"{path}: rope_type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
+    return Config(**vars(core) | values), model_class
   return read
 
 
