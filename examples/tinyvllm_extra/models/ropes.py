@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from tinygrad import Tensor
 
-from tinyvllm.config import ModelConfig, check
+from tinyvllm.config import ModelConfig
 
 
 def rope_table(config: ModelConfig, rope: dict[str, Any] | None, length: int) -> Tensor:
@@ -69,7 +69,6 @@ def read_rope(hf: dict[str, Any]) -> dict[str, Any]:
   kind = rope.get("rope_type") or rope.get("type") or "default"
   values = {"rope_theta": hf.get("rope_theta") or 10000.0, "partial_rotary_factor": hf.get("partial_rotary_factor", 1),
             "original_max_position_embeddings": length, **rope, "rope_type": "longrope" if kind == "su" else kind}
-  check(values["rope_type"] in SCALINGS, f"rope_type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
   if "original_max_position_embeddings" in hf: values["original_max_position_embeddings"] = length   # has priority
   original = values["original_max_position_embeddings"]
   if values.get("factor") is None: values["factor"] = hf.get("max_position_embeddings", 1) / (original or 1)

@@ -8,7 +8,7 @@ from tinyvllm.config import ModelConfig, check
 
 from .experts import Mixture
 from .layers import Config, Model
-from .ropes import read_rope
+from .ropes import SCALINGS, read_rope
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}   # a method of Tensor, whose gelu is the tanh approximation
 GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -122,7 +122,10 @@ def make_row(options: Callable[[Fields], Fields], model_class: type[Model] = Mod
     check(name in ACTIVATIONS, f"{path}: hidden_act {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     zeros = (0,) * core.num_hidden_layers
     values = {"rope_kinds": zeros, "windows": zeros, "activation": ACTIVATIONS[name], **options(hf)}
-    return model_class.config_class(**vars(core) | {"ropes": (read_rope(hf),)} | values), model_class
+    values = {"ropes": (read_rope(hf),), **values}
+    for kind in [rope["rope_type"] for rope in values["ropes"] if rope]:
+      check(kind in SCALINGS, f"{path}: rope_type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
+    return model_class.config_class(**vars(core) | values), model_class
   return read
 
 
