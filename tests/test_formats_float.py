@@ -30,7 +30,7 @@ class Matrices(weights.Checkpoint):
   """A checkpoint that is read without a model, for `count` devices."""
   def __init__(self, folder: Path, count: int = 1):
     super().__init__(folder)
-    self.model: Any = SimpleNamespace()
+    self.model: Any = SimpleNamespace(config=SimpleNamespace(head_dim=16))
     self.dtype, self.bits, self.num_devices = np.float32, None, count
     self.tensors = self.stored_tensors()
     self.layouts = weights.find_layouts(self.quantization_config)
