@@ -29,12 +29,12 @@ def prompts(name): return [{"prompt_token_ids": ids} for ids in make_prompts(MOD
 def ids_of(outputs): return [output.outputs[0].token_ids for output in outputs]
 
 
-def write_model(folder, name, rename=lambda name: name, **overrides):
-  """Write a recorded model. rename: of tensors. overrides: of config.json."""
+def write_model(folder, name, rename=lambda name: name, weights=None, **overrides):
+  """Write a recorded model. rename: of tensors. weights: instead of the recorded. overrides: of config.json."""
   recorded = read(name)
   folder.mkdir(exist_ok=True)
   (folder / "config.json").write_text(json.dumps({**recorded["config"], **overrides}))
-  weights = make_weights(recorded["shapes"], "gemma" in name)
+  weights = weights or make_weights(recorded["shapes"], "gemma" in name)
   write_safetensors(folder / "model.safetensors", {rename(x): weight for x, weight in weights.items()})
   (folder / "tokenizer.model").write_bytes(sentencepiece_model())
   return folder
