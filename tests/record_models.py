@@ -70,7 +70,7 @@ def make_weights(shapes: dict[str, list[int]], is_gemma: bool) -> dict[str, np.n
     if "norm" in name or ".ln_" in name and name.endswith("weight"): x = (not is_gemma) + 0.2 * x
     elif len(shape) == 1 or name.endswith("bias"): x = 0.2 * x
     elif len(shape) == 3: x = 4 * x / math.sqrt(shape[1])   # experts, (count, in, out): swiglu clamps some activations
-    elif ".h." in name: x = 4.5 * x / math.sqrt(shape[0])   # GPT-2, (in, out)
+    elif ".h." in name: x = (2.25 if "attn.c_attn" in name else 3.15) * x / math.sqrt(shape[0])   # GPT-2, (in, out)
     else: x = (1.5 if ".layers." in name else 0.5 if is_gemma else 2) * x / math.sqrt(shape[-1])
     weights[name] = x.astype(np.float32)
   return weights

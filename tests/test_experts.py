@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from record_models import DATA, LENGTHS, make_prompts, make_weights
 from reference import LogitsRecorder
+from safetensors.numpy import save_file
 from test_models import OPTIONS, read, write_model
 from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.uop.ops import Ops
@@ -171,7 +172,8 @@ def test_mxfp4_equals_its_dequantized_checkpoint(tmp_path):
     plain[name] = np.ascontiguousarray(weight.reshape(experts, outputs, inputs).swapaxes(1, 2))
   method = {"quant_method": "mxfp4", "modules_to_not_convert": []}
   folders = [write_model(tmp_path / "plain", "gpt_oss", weights=plain),
-             write_model(tmp_path / "packed", "gpt_oss", weights=packed, quantization_config=method)]
+             write_model(tmp_path / "packed", "gpt_oss", quantization_config=method)]
+  save_file(packed, folders[1] / "model.safetensors")
   models = [LLM(folder, **OPTIONS) for folder in folders]
   plain_weight, packed_weight = [llm.runner.model.layers[0].gate_up.weight for llm in models]
   assert packed_weight.nbytes() * 8 == plain_weight.numel() * 4   # 4 bits each

@@ -12,8 +12,9 @@ from tinyvllm.config import InputError
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 def test_names_without_prefix_and_stored_masks_load(tmp_path, prefix):
   weights = {name.replace("transformer.", prefix): x for name, x in make_weights(read("gpt2")["shapes"], False).items()}
-  masks = {f"{prefix}h.0.attn.bias": np.tril(np.ones((1, 1, 128, 128))), f"{prefix}h.0.attn.masked_bias": np.full(1, -1e4)}
-  llm = LLM(write_model(tmp_path, "gpt2", weights=weights | masks), **OPTIONS)
+  weights[f"{prefix}h.0.attn.bias"] = np.tril(np.ones((1, 1, 128, 128)))
+  weights[f"{prefix}h.0.attn.masked_bias"] = np.full(1, -1e4)
+  llm = LLM(write_model(tmp_path, "gpt2", weights=weights), **OPTIONS)
   assert ids_of(llm.generate(prompts("gpt2")[:2], GREEDY)) == read("gpt2")["ids"][:2]
 
 

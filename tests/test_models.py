@@ -21,7 +21,8 @@ from tinyvllm_extra.models.table import text_config
 
 OPTIONS = {"dtype": "float32", "max_model_len": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-QUICK = ("gemma2", "gemma3_vision", "gpt2", "gpt_oss", "granite", "olmo3", "phi3_long", "qwen2", "smollm3")   # they use every option
+QUICK = ("gemma2", "gemma3_vision", "gpt2", "gpt_oss", "granite", "olmo3", "phi3_long", "qwen2",
+         "smollm3")   # they use every option
 
 
 def read(name): return json.loads((DATA / f"{name}.json").read_text())
