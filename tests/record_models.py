@@ -31,8 +31,8 @@ GEMMA3 = {**GEMMA, "sliding_window_pattern": 3, "num_hidden_layers": 3, "rope_pa
   "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0}}}
 QWEN3_MOE = {"num_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True,
              "mlp_only_layers": [1], "head_dim": 32}
-GPT_OSS = {"num_local_experts": 8, "intermediate_size": 32, "num_experts_per_tok": 2, "sliding_window": 8, "head_dim": 32,
-           "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+GPT_OSS = {"num_local_experts": 8, "intermediate_size": 32, "num_experts_per_tok": 2, "sliding_window": 8,
+           "head_dim": 32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
            "rope_parameters": {**YARN, "truncate": False}}
 MINISTRAL = {"sliding_window": 8, "layer_types": ["full_attention", *["sliding_attention"] * 3]}
 # Name -> class, maybe without "ForCausalLM"; fields of config.json beyond SMALL; and lengths of prompts

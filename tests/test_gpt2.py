@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 from record_models import DATA, LENGTHS, make_prompts, make_weights
-from reference import LogitsRecorder
+from reference import LogitsRecorder, slow
 from test_models import GREEDY, OPTIONS, ids_of, prompts, read, write_model
 
 from tinyvllm import LLM
@@ -18,13 +18,13 @@ def test_names_without_prefix_and_stored_masks_load(tmp_path, prefix):
   assert ids_of(llm.generate(prompts("gpt2")[:2], GREEDY)) == read("gpt2")["ids"][:2]
 
 
-@pytest.mark.parametrize("options,limit,correlation", [
-  ({"dtype": "float16"}, 0.05, 0.9999), ({"quantization": "int8"}, 0.2, 0.999), ({"quantization": "int4"}, 2, 0.9)], ids=str)
-def test_narrow_weights_give_similar_logits(tmp_path, options, limit, correlation):
+# The least correlation measured on the CPU: 0.99998 in float16, 0.9976 in int8, 0.874 in int4
+@pytest.mark.parametrize("options,limit", [
+  ({"quantization": "int8"}, 0.995), *slow(({"dtype": "float16"}, 0.9999), ({"quantization": "int4"}, 0.85))])
+def test_narrow_weights_give_similar_logits(tmp_path, options, limit):
   recorder = LogitsRecorder(LLM(write_model(tmp_path, "gpt2"), **OPTIONS | options))
-  logits = np.stack([recorder.generate(ids, 1)[1][0] for ids in make_prompts(LENGTHS)])
-  expected = np.load(DATA / "gpt2.npy")
-  print(options, np.abs(logits - expected).max(), np.abs(expected).max(), [np.corrcoef(x, y)[0, 1] for x, y in zip(logits, expected)])
+  for ids, expected in zip(make_prompts(LENGTHS), np.load(DATA / "gpt2.npy"), strict=True):
+    assert np.corrcoef(recorder.generate(ids, 1)[1][0], expected)[0, 1] > limit
 
 
 @pytest.mark.parametrize("field,value", [
