@@ -1,21 +1,17 @@
-"""Mixtures of experts: the kernel for chosen experts compared with numpy, and models with Hugging Face's results.
+"""Mixtures of experts: the kernel for chosen experts compared with numpy, and MXFP4; test_models.py has whole models.
 Each comparison covers experts without tokens, and all tokens on the same experts."""
 import functools
-import json
-import pathlib
-import shutil
 
 import numpy as np
 import pytest
-import record_mixtures
-import tinyvllm
-from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
-from tinygrad import Device, Tensor, TinyJit, dtypes, nn
+from record_models import DATA, LENGTHS, make_prompts, make_weights
+from reference import LogitsRecorder
+from safetensors.numpy import save_file
+from test_models import OPTIONS, read, write_model
+from tinygrad import Device, Tensor, TinyJit, dtypes
 from tinygrad.uop.ops import Ops
 
-from tinyvllm import LLM, SamplingParams
-from tinyvllm.backend import Backend
+from tinyvllm import LLM
 from tinyvllm.config import InputError
 from tinyvllm_extra.kernels import experts as fast
 from tinyvllm_extra.kernels.matmul import pack_numbers, prepare_scales, reorder, scales_shape
@@ -152,69 +148,21 @@ def test_one_token_reads_only_its_experts():
   assert max(sizes) <= 1.3 * k * weight[0].size
 
 
-def make_folder(folder: pathlib.Path, name: str, weights: dict | None = None, **config) -> pathlib.Path:
-  """Write a recorded model, or another with its config, in Hugging Face's layout."""
-  source = record_mixtures.FOLDER / f"{name}.safetensors"
-  with safe_open(source, "np") as file: text = file.metadata()["config"]
-  folder.mkdir(parents=True)
-  (folder / "config.json").write_text(json.dumps(json.loads(text) | config))
-  for path in (pathlib.Path(tinyvllm.__file__).parent / "default_model").glob("tokenizer*"): shutil.copy(path, folder)
-  if weights is None: shutil.copy(source, folder / "model.safetensors")
-  else: save_file(weights, folder / "model.safetensors")
-  return folder
-
-
-def generate(llm: LLM, prompts: list[list[int]]) -> list:
-  params = SamplingParams(max_tokens=record_mixtures.MAX_TOKENS, temperature=0, ignore_eos=True, logprobs=5)
-  return [x.outputs[0] for x in llm.generate([{"prompt_token_ids": x} for x in prompts], params)]
-
-
-def check_recorded(name: str, outputs: list) -> None:
-  """Compare greedy ids, and log probabilities of five tokens in each step, with the recorded ones."""
-  recorded = load_file(record_mixtures.FOLDER / f"{name}.recorded.safetensors")
-  for i, output in enumerate(outputs):
-    assert output.token_ids == recorded[f"ids.{i}"].tolist()
-    logits = recorded[f"logits.{i}"].astype(np.float64)
-    logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    for step, row in zip(output.logprobs, logprobs, strict=True):
-      for token, x in step.items(): assert abs(x.logprob - row[token]) < 1e-4
-
-
-def prompts_of(name: str) -> list[list[int]]:
-  recorded = load_file(record_mixtures.FOLDER / f"{name}.recorded.safetensors")
-  return [recorded[f"prompt.{i}"].tolist() for i in range(len(record_mixtures.PROMPT_SIZES))]
-
-
-OPTIONS = {"dtype": "float32", "max_model_len": 64, "num_gpu_blocks_override": 64, "max_num_seqs": 8}
-names = pytest.mark.parametrize("name", record_mixtures.MODELS)
-
-
-@names
-def test_chunked_and_cached_prompts_equal_hugging_face(tmp_path, name):
-  llm = LLM(str(make_folder(tmp_path / name, name)), **OPTIONS, max_num_batched_tokens=16)
-  for _ in range(2): check_recorded(name, generate(llm, prompts_of(name)))   # then through the prefix cache
-
-
 @pytest.mark.slow
-@names
-def test_batched_single_and_preempted_prompts_equal_hugging_face(tmp_path, name):
-  folder = str(make_folder(tmp_path / name, name))
-  llm = LLM(folder, **OPTIONS, enable_prefix_caching=False)
-  check_recorded(name, generate(llm, prompts_of(name)))
-  check_recorded(name, [generate(llm, [prompt])[0] for prompt in prompts_of(name)])
-  check_recorded(name, generate(LLM(folder, **OPTIONS | {"num_gpu_blocks_override": 7}), prompts_of(name)))
-  check_recorded(name, generate(LLM(folder, **OPTIONS, backend=Backend()), prompts_of(name)))
+def test_recorded_activations_of_gpt_oss_reach_the_limit(tmp_path):
+  recorder = LogitsRecorder(LLM(write_model(tmp_path, "gpt_oss", swiglu_limit=1e9), **OPTIONS))
+  logits = [recorder.generate(ids, 1)[1][0] for ids in make_prompts(LENGTHS)]
+  assert np.abs(logits - np.load(DATA / "gpt_oss.npy")).max() > 0.1
 
 
 def test_mxfp4_equals_its_dequantized_checkpoint(tmp_path):
   values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
   values = np.concatenate([values, -values])
   rng = np.random.default_rng(0)
-  recorded = make_folder(tmp_path / "recorded", "GptOss")
   packed, plain = {}, {}
-  for name, x in nn.state.safe_load(recorded / "model.safetensors").items():
-    if not name.endswith("up_proj") and not name.endswith("down_proj"):
-      packed[name] = plain[name] = x.to("CPU").float().numpy()
+  for name, x in make_weights(read("gpt_oss")["shapes"], False).items():
+    if x.ndim < 3:
+      packed[name] = plain[name] = x
       continue
     experts, inputs, outputs = x.shape
     codes = rng.integers(0, 16, (experts, outputs, inputs // 32, 32)).astype(np.uint8)
@@ -223,19 +171,15 @@ def test_mxfp4_equals_its_dequantized_checkpoint(tmp_path):
     weight = values[codes] * 2.0 ** (scales[..., None].astype(np.float32) - 127)
     plain[name] = np.ascontiguousarray(weight.reshape(experts, outputs, inputs).swapaxes(1, 2))
   method = {"quant_method": "mxfp4", "modules_to_not_convert": []}
-  folders = [make_folder(tmp_path / "plain", "GptOss", plain),
-             make_folder(tmp_path / "packed", "GptOss", packed, quantization_config=method)]
-  models = [LLM(str(folder), **OPTIONS) for folder in folders]
-  outputs = [generate(llm, prompts_of("GptOss")) for llm in models]
-  for x, y in zip(*outputs, strict=True):
-    assert x.token_ids == y.token_ids
-    first, second = [[z.logprob for z in output.logprobs[0].values()] for output in (x, y)]
-    np.testing.assert_allclose(first, second, atol=1e-4)
+  folders = [write_model(tmp_path / "plain", "gpt_oss", weights=plain),
+             write_model(tmp_path / "packed", "gpt_oss", quantization_config=method)]
+  save_file(packed, folders[1] / "model.safetensors")
+  models = [LLM(folder, **OPTIONS) for folder in folders]
   plain_weight, packed_weight = [llm.runner.model.layers[0].gate_up.weight for llm in models]
   assert packed_weight.nbytes() * 8 == plain_weight.numel() * 4   # 4 bits each
-  with pytest.raises(InputError, match="quantization='int8'"): LLM(str(folders[1]), **OPTIONS, quantization="int8")
-
-
-def test_several_devices_are_refused(tmp_path):
-  with pytest.raises(InputError, match="tensor_parallel_size=2 must be 1"):
-    LLM(str(make_folder(tmp_path / "Mixtral", "Mixtral")), **OPTIONS, tensor_parallel_size=2)
+  recorders = [*map(LogitsRecorder, models)]
+  for ids in make_prompts(LENGTHS):
+    results = [recorder.generate(ids, 4) for recorder in recorders]
+    assert results[0][0] == results[1][0]
+    np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-4)
+  with pytest.raises(InputError, match="quantization='int8'"): LLM(folders[1], **OPTIONS, quantization="int8")

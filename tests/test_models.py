@@ -1,4 +1,4 @@
-"""The architectures of models/table.py compared with Hugging Face's classes: data/models has the logits and greedy ids
+"""The architectures of models/ compared with Hugging Face's classes: data/models has the logits and greedy ids
 that record_models.py recorded. Prompts are longer than the windows and the original lengths of YaRN and LongRoPE."""
 import json
 import math
@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from record_models import DATA, FACTORS, MODELS, NUM_TOKENS, YARN, make_prompts, make_weights
 from reference import LogitsRecorder, mark_slow_except, sentencepiece_model, slow, write_safetensors
+from tinygrad import dtypes
 
 import tinyvllm
 from tinyvllm import LLM, InputError, SamplingParams
+from tinyvllm.backend import Devices
 from tinyvllm_extra.gguf_export import convert
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.models.ropes import rope_table
@@ -19,7 +21,8 @@ from tinyvllm_extra.models.table import text_config
 
 OPTIONS = {"dtype": "float32", "max_model_len": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 16}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-QUICK = ("gemma2", "gemma3_vision", "granite", "olmo3", "phi3_long", "qwen2", "smollm3")   # they use every option
+QUICK = ("gemma2", "gemma3_vision", "gpt2", "gpt_oss", "granite", "olmo3", "phi3_long", "qwen2",
+         "smollm3")   # they use every option
 
 
 def read(name): return json.loads((DATA / f"{name}.json").read_text())
@@ -27,12 +30,12 @@ def prompts(name): return [{"prompt_token_ids": ids} for ids in make_prompts(MOD
 def ids_of(outputs): return [output.outputs[0].token_ids for output in outputs]
 
 
-def write_model(folder, name, rename=lambda name: name, **overrides):
-  """Write a recorded model. rename: of tensors. overrides: of config.json."""
+def write_model(folder, name, rename=lambda name: name, weights=None, **overrides):
+  """Write a recorded model. rename: of tensors. weights: instead of the recorded. overrides: of config.json."""
   recorded = read(name)
   folder.mkdir(exist_ok=True)
   (folder / "config.json").write_text(json.dumps({**recorded["config"], **overrides}))
-  weights = make_weights(recorded["shapes"], "gemma" in name)
+  weights = weights or make_weights(recorded["shapes"], "gemma" in name)
   write_safetensors(folder / "model.safetensors", {rename(x): weight for x, weight in weights.items()})
   (folder / "tokenizer.model").write_bytes(sentencepiece_model())
   return folder
@@ -125,10 +128,11 @@ def test_position_scale_of_ministral3_limits_max_model_len(tmp_path):
     LLM(write_model(tmp_path, "ministral3"), **{**OPTIONS, "max_model_len": 65})
 
 
-@pytest.mark.parametrize("name", ["gemma2", "olmo2", "phi3"])
-def test_several_devices_raise_for_whole_outputs(tmp_path, name):
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral", "olmo2", "phi3"])
+def test_several_devices_raise(name):
+  config, model_class = find_model(read(name)["config"], Path("x"))
   with pytest.raises(InputError, match="tensor_parallel_size=2 must be 1"):
-    LLM(write_model(tmp_path, name), **OPTIONS, tensor_parallel_size=2)
+    model_class(config, dtypes.float32, tinyvllm.Backend(), Devices(("CPU", "CPU:1")))
 
 
 # Types
