@@ -53,8 +53,8 @@ def make_experts(count: int, inputs: int, outputs: int, kind: str) -> tuple[fast
 def choose(tokens: int, k: int, count: int, case: str) -> np.ndarray:
   """Return distinct experts of each token, (tokens, k): of all experts, of half of them, or the same of all tokens."""
   rng = np.random.default_rng(tokens)
-  allowed = rng.permutation(count)[:{"all": count, "half": max(k, count // 2), "same": k}[case]]
-  return np.array([rng.permutation(allowed)[:k] for _ in range(tokens)], np.int32)
+  choices = rng.permutation(count)[:{"all": count, "half": max(k, count // 2), "same": k}[case]]
+  return np.array([rng.permutation(choices)[:k] for _ in range(tokens)], np.int32)
 
 
 def inputs_for(layer, tokens: int, dtype) -> np.ndarray:
