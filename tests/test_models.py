@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from record_models import DATA, FACTORS, MODELS, NUM_TOKENS, YARN, make_prompts, make_weights
 from reference import LogitsRecorder, mark_slow_except, sentencepiece_model, slow, write_safetensors
-from tinygrad import dtypes
+from tinygrad import dtypes, nn
 
 import tinyvllm
 from tinyvllm import LLM, InputError, SamplingParams
-from tinyvllm.backend import Devices
+from tinyvllm.backend import Devices, Linear
+from tinyvllm_extra import fit
 from tinyvllm_extra.gguf_export import convert
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.models.ropes import rope_table
@@ -134,6 +135,18 @@ def test_several_devices_raise(name):
 def test_two_devices_give_recorded_ids(tmp_path, name):
   llm = LLM(write_model(tmp_path, name), **OPTIONS, tensor_parallel_size=2)
   assert ids_of(llm.generate(prompts(name), GREEDY)) == read(name)["ids"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss"])
+def test_estimated_weights_equal_loaded_ones(tmp_path, monkeypatch, name):
+  """Also of layers that are named differently, and of experts in one tensor."""
+  sizes: dict = {}
+  monkeypatch.setattr(fit, "check_memory", lambda checkpoint, _: sizes.update(
+    {quantization: fit.weight_bytes(checkpoint, quantization) for quantization in (None, "int8")}))
+  model = LLM(write_model(tmp_path, name), **OPTIONS).runner.model
+  assert sizes[None] == sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
+  matrices = sum(x.weight.nbytes() for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear))
+  assert sizes["int8"] == sizes[None] - matrices + int(matrices / 32 * fit.QUANTIZED["int8"])
 
 
 # Types

@@ -1,5 +1,5 @@
 """Estimates the memory that a model uses on a device: from its config.json, or from the tensors in its files."""
-import math, pathlib
+import math, pathlib, re
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,9 @@ def estimate_fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantizatio
           "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}
 
 
+def is_in_layer(name: str) -> bool: return bool(re.search(r"\b(layers|h)\.\d", name))   # h: GPT-2's layers
+
+
 def weight_bytes(checkpoint: Any, quantization: str | None) -> int:
   """Return the bytes that a checkpoint's model takes on each of its devices, at least: padding and tensors that are
   dequantized while loading take more. quantization: "int8", "int4" or another value, which changes nothing."""
@@ -71,18 +74,18 @@ def weight_bytes(checkpoint: Any, quantization: str | None) -> int:
   sources = {source for module in model.modules() for source in module.sources}
 
   def size(name: str, tensor: Any) -> float:
-    is_matrix = ".layers." in name and len(tensor.shape) > 1
+    is_matrix = is_in_layer(name) and len(tensor.shape) > 1
     bits = QUANTIZED.get(quantization or "", wide) if is_matrix and checkpoint.method is None else wide
     is_float = np.dtype(tensor.dtype).kind in "fu"   # bfloat16 is uint16
     return min(tensor.nbytes, math.prod(tensor.shape) * bits / 8) if is_float else tensor.nbytes
-  total = sum(size(name, x) for name, x in checkpoint.tensors.items() if name.rpartition(".")[0] in sources)
+  total = sum(size(name, x) for name, x in checkpoint.tensors.items() if {name, name.rpartition(".")[0]} & sources)
   return int(total / len(model.devices.names))
 
 
 def loading_bytes(checkpoint: Any, quantization: str | None) -> int:
   """Return the memory that loading takes on a CPU. Outside of layers, the largest matrix loads early and is in memory
   three times: mapped, reordered, and as the weight. In layers, quantization takes up to five times a matrix."""
-  layers, others = ([x.nbytes for name, x in checkpoint.tensors.items() if (".layers." in name) is in_layers]
+  layers, others = ([x.nbytes for name, x in checkpoint.tensors.items() if is_in_layer(name) is in_layers]
                     for in_layers in (True, False))
   return max(weight_bytes(checkpoint, quantization) + 5 * max(layers, default=0), 4 * max(others, default=0))
 
