@@ -32,7 +32,7 @@ class FastBackend(backend.Backend):
   def __init__(self) -> None: self.graph_state = extension("graphs").GraphState()
 
   def pick_dtype(self, name: str, model: ModelConfig | None = None) -> str:
-    """Like the core's. A model that overflows float16 is computed in bfloat16 or, without it, in float32."""
+    """Like the core's. A model that overflows float16 gets bfloat16 or, if the device lacks it, float32."""
     if getattr(model, "overflows_float16", False):
       is_wide = name not in ("float16", "half")
       check(is_wide, f"dtype={name!r} overflows in this model: use 'auto', 'bfloat16' or 'float32'", name)
