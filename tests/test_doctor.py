@@ -11,9 +11,12 @@ from pathlib import Path
 
 import pytest
 from reference import tensor_shapes, tiny_config, tiny_model, write_gguf
+from test_models import write_model
+from tinygrad import nn
 from tinygrad.device import ALL_DEVICES
 
 import tinyvllm
+from tinyvllm import LLM
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.cli.doctor import estimate_fit, prequantized
 
@@ -295,6 +298,16 @@ def test_model_option_describes_gguf_and_its_fit(report_of, tmp_path, kind, kind
   embeddings, norms = 2 * WIDE["vocab_size"] * 256, 5 * 256
   size = 2 if "F16" in (kind, *kinds.values()) else 4   # bytes
   assert row["weights_gib"] * GIB == 2 * LAYER * bits / 8 + (embeddings + norms) * size
+
+
+@pytest.mark.parametrize("name", ["gemma3_vision", "gpt2", "qwen3_moe"])
+def test_model_option_estimates_weights_of_other_architectures(report_of, tmp_path, name):
+  folder = write_model(tmp_path, name)
+  report = json.loads(report_of("--model", folder, "--json"))
+  row = next(row for row in report["fit"] if row["model"] == str(folder))
+  model = LLM(folder, dtype="float32", max_model_len=32).runner.model
+  actual = sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
+  assert row["weights_gib"] * GIB == actual and row["fits"]
 
 
 def test_model_option_unusable_gguf_exits_before_opening_a_backend(error_line, tmp_path):
