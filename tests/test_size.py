@@ -13,7 +13,7 @@ EXTENSION = PACKAGE.parent / "examples" / "tinyvllm_extra"
 LINES = 999       # maximum lines of the core, below the goal of 1,000; only ever lower it
 WIDTH = 120       # maximum columns
 TOGETHER = 4200   # goal for the lines of core and extension, not met yet (ROADMAP.md)
-TODAY = 7694      # current lines of core and extension; only a new feature may raise it
+TODAY = 7695      # current lines of core and extension; only a new feature may raise it
 MEAN, DENSEST = 16.5, 19.5   # maximum tokens per line: mean of the package, mean of any file
 
 

@@ -33,7 +33,7 @@ def prequantized(hf: dict[str, Any]) -> str | None:
   quantization = hf.get("quantization_config") or {}
   weights = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
   bits = {x.get("num_bits") for x in weights} | {quantization.get("bits"), quantization.get("w_bit")}
-  bits.add({"fp8": 8, "mxfp4": 4}.get(quantization.get("quant_method")))   # mxfp4: of most matrices
+  bits.add({"fp8": 8, "mxfp4": 4}.get(quantization.get("quant_method", "")))   # mxfp4: of most matrices
   return next((name for name in QUANTIZED if int(name[3:]) in bits), None)
 
 
