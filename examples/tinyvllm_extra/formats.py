@@ -77,7 +77,7 @@ def read_squeezellm(checkpoint: Any, name: str, shape: tuple[int, int]) -> Matri
 def read_stacked(checkpoint: Any, name: str, shape: tuple[int, int]) -> Matrix | None:
   """Read matrices of all experts, (experts, in, out), as one with stacked rows."""
   stored = checkpoint.tensors.get(f"{name}.weight")
-  if stored is None or len(stored.shape) != 3: return None
+  if stored is None or len(stored.shape) != 3 or ".experts." not in name: return None
   count = stored.shape[0]
   weight = checkpoint.array(f"{name}.weight", count, shape[1], shape[0] // count)
   return np.ascontiguousarray(weight.swapaxes(1, 2)).reshape(shape)
