@@ -275,7 +275,7 @@ def test_script_without_logging_setup_gets_log_on_stderr(tmp_path):
 @pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"dtype": "float16"}], ids=str)
 def test_core_alone_gives_same_ids_as_extension(tmp_path, options):
   """The model has every optional part. The core uses one device; the extension's two add their partial sums."""
-  folder = tiny_model(tmp_path, dtype="bfloat16", architectures=["Qwen3ForCausalLM"], head_dim=16, attention_bias=True,
+  folder = tiny_model(tmp_path, dtype="bfloat16", head_dim=16, attention_bias=True,
                       num_key_value_heads=None, mlp_bias=True, tie_word_embeddings=True)
   code = ("import sys\nfor name in sys.argv[2:]: sys.modules[name] = None   # as if not installed\n"
           "import tinyvllm; llm = tinyvllm.LLM(sys.argv[1], **{options})\n"
