@@ -1,4 +1,4 @@
-"""What only GPT-2 has: names and stored masks of its checkpoints, and refused values. test_models.py has the rest."""
+"""GPT-2: names and stored masks of its checkpoints, and refused values. test_models.py compares its output."""
 import numpy as np
 import pytest
 from record_models import DATA, LENGTHS, make_prompts, make_weights

@@ -16,6 +16,7 @@ from tinyvllm import LLM, InputError, SamplingParams
 from tinyvllm.backend import Devices, Linear
 from tinyvllm_extra import fit
 from tinyvllm_extra.gguf_export import convert
+from tinyvllm_extra.models import MODELS as MODEL_CLASSES
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.models.ropes import rope_table
 from tinyvllm_extra.models.table import text_config
@@ -115,6 +116,13 @@ def test_gemma3_text_config_has_defaults():
   assert shape == (262208, 8, 4, 256)
   assert config.tie_word_embeddings and config.eos_token_ids == (1, 106) and config.attention_scale == 1 / 16
   assert config.windows[:6] == (1024,) * 5 + (0,) and [x["rope_theta"] for x in config.ropes] == [1e6, 1e4]
+
+
+def test_every_architecture_is_recorded_and_documented():
+  page = (Path(tinyvllm.__file__).parents[1] / "examples/docs/models-and-quantization.md").read_text()
+  assert not [name for name in MODEL_CLASSES if f"`{name}`" not in page]
+  recorded = {architecture for name in MODELS for architecture in read(name)["config"]["architectures"]}
+  assert recorded == {*MODEL_CLASSES}
 
 
 def test_position_scale_of_ministral3_limits_max_model_len(tmp_path):

@@ -117,7 +117,7 @@ class Llama:
     return [*dict.fromkeys(x for x in values if isinstance(x, Module))]
 
   def ropes(self, length: int) -> list[Tensor]:
-    """Return the tables, (length, 2, D / 2) each, from which a layer chooses."""
+    """Return RoPE's tables, (length, 2, D / 2) each. A layer picks one of them."""
     return [rope_table(self.config, length)]
 
   def embed(self, ids: Tensor, tokens: Tensor) -> Tensor:

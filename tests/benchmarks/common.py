@@ -324,7 +324,7 @@ def measure_bandwidth(repeats: int = 9) -> float:
 
 def bytes_read(model: Llama, running: int) -> float:
   """Return the bytes of weights that a decode step reads: all except the embedding table, unless it is also the head.
-  Of experts, the expected share of those that `running` tokens choose, each at random."""
+  Experts count by the share that `running` tokens choose if each chooses at random."""
   parts = [part for part in model.modules() if part is not model.embed_tokens or part is model.lm_head]
   def share(part: Any) -> float:
     if not hasattr(part, "num_experts"): return 1

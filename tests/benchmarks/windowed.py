@@ -6,8 +6,8 @@ Measures decode steps (one token per sequence, the last one of the context) and 
 the context). Runs each step's attention --layers times, with a KV cache each. Columns:
   us         microseconds per call, median of the rounds, without RoPE and the write of K and V
   MB         bytes of K and V that a call must read: each position that a token sees, once per sequence
-  of copy    bytes per second as a share of the measured copy bandwidth (the roofline); prefill is limited by arithmetic
-  relative   time divided by that of the same step without a window"""
+  of copy    share of the measured copy bandwidth (the roofline); prefill is limited by arithmetic
+  relative   time relative to the same step without a window"""
 import argparse
 from types import SimpleNamespace
 

@@ -70,10 +70,10 @@ def pack_numbers(q: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if bits == 8: return reorder(q if q.dtype == np.int8 else q.view(np.uint8), shape)
     numbers: Any = q.view(np.uint8).reshape(shape[0], shape[2], -1, 8).swapaxes(1, 2)   # (out / 16, in / 8, 16, 8)
   else:
-    octets = q.view(np.uint8) ^ np.uint8(128 * (q.dtype == np.int8))
+    octets = q.view(np.uint8) ^ np.uint8(128 * (q.dtype == np.int8))   # int8 to unsigned
+    # (out / 16, in / 32, 8, 4, then 16 numbers of a lane)
     lanes: Any = reorder(octets, shape).transpose(0, 1, 4, 5, 2, 3, 6, 7)
-    # (out / 16, in / 32, 8, 4, then 16 numbers of a lane), int8 as unsigned. A word holds pairs of neighbours, one in
-    # its lower half and one in its upper half
+    # A word holds pairs of neighbours, one in its lower half and one in its upper half
     numbers = lanes.reshape(*lanes.shape[:4], bits // 2, 16 // bits, 2).swapaxes(-1, -2)
     numbers = numbers.reshape(*lanes.shape[:4], bits // 2, 32 // bits)
   if bits == 4: numbers = numbers[..., ::2] | numbers[..., 1::2] << 4

@@ -7,7 +7,7 @@ from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
 from tinyvllm import backend
-from tinyvllm.backend import Backend, Devices, Module
+from tinyvllm.backend import Backend, Devices
 from tinyvllm.config import check
 
 from .layers import Config, Layer, Model
@@ -25,7 +25,6 @@ class MixtureConfig(Config):
   gate_up: tuple[str, ...] = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj")
   down: tuple[str, ...] = ("mlp.experts.{}.down_proj",)
   expert_bias: bool = False          # biases of the router and the experts
-  has_sinks: bool = False            # of attention; see Backend.attend
   swiglu: tuple[float, ...] = ()     # alpha and limit of gpt-oss's activation (arXiv:2508.10925); else silu
 
 
@@ -44,17 +43,6 @@ class Experts(backend.Linear):
     products = self(x).reshape(x.shape[0], 1, self.num_experts, -1).expand(-1, count // x.shape[0], -1, -1)
     is_chosen = plan == Tensor.arange(self.num_experts)                 # (count, E)
     return is_chosen.unsqueeze(2).where(products.flatten(0, 1), 0).sum(1).contiguous()
-
-
-class Sinks(Module):
-  """The score of each head's sink: weight, (H,)."""
-  def __init__(self, name: str, num_heads: int):
-    self.sources = {name: num_heads}
-    self.weight = Tensor.empty(num_heads, dtype=dtypes.float32)
-
-  def load(self, checkpoint: Any) -> None:
-    rows = checkpoint.read(*next(iter(self.sources.items())))
-    self.weight.replace(rows.to(self.weight.device).cast(dtypes.float32).contiguous().realize())
 
 
 def choose_experts(logits: Tensor, k: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
@@ -79,7 +67,6 @@ class MixtureLayer(Layer):
   def make_mlp(self) -> None:
     config = self.config
     count, size = config.num_experts, config.moe_intermediate_size
-    self.sinks = Sinks(f"{self.name}.self_attn.sinks", config.num_attention_heads) if config.has_sinks else None
     self.router = None
     if int(self.name.split(".")[-1]) in config.dense_layers: return super().make_mlp()
     self.router = self.linear(self.backend.Linear, config.hidden_size, {config.router: count}, config.expert_bias)

@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019), the model to read first. Unlike LLaMA it has learned positions instead of RoPE,
-LayerNorm instead of RMSNorm, and biases everywhere. Attributes have Hugging Face's names, except those that
-llama.Llama fixes."""
+LayerNorm instead of RMSNorm, and biases everywhere. Attributes have Hugging Face's names unless llama.Llama fixes
+them."""
 import pathlib
 from typing import Any
 

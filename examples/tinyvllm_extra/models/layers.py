@@ -26,6 +26,7 @@ class Config(ModelConfig):
   qk_norm: str | None = None         # RMS norm of q and k: of each "head", or of "all" heads together
   attention_scale: float = 0         # factor of the scores; 0: 1 / sqrt(head_dim)
   attention_cap: float = 0           # soft cap of the scores; 0: none
+  has_sinks: bool = False            # a score of each head that takes weight: see Backend.attend
   logits_scale: float = 1            # factor of the logits
   logits_cap: float = 0              # soft cap of the logits; 0: none
   embedding_multiplier: float = 1
@@ -50,6 +51,17 @@ def row_order(config: Any, name: str, count: int) -> np.ndarray | None:
   return rows.ravel()
 
 
+class Sinks(Module):
+  """The score of each head's sink: weight, (H,)."""
+  def __init__(self, name: str, num_heads: int):
+    self.sources = {name: num_heads}
+    self.weight = Tensor.empty(num_heads, dtype=dtypes.float32)
+
+  def load(self, checkpoint: Any) -> None:
+    rows = checkpoint.read(*next(iter(self.sources.items())))
+    self.weight.replace(rows.to(self.weight.device).cast(dtypes.float32).contiguous().realize())
+
+
 class Layer:
   """A transformer block; see llama.Layer. config.norms: the checkpoint's names of the norms before attention, after it,
   before the MLP and after it. kind: layers of one kind with tensors of equal shapes compute the same."""
@@ -71,7 +83,8 @@ class Layer:
     # With a norm after it, an output must be one sum
     self.o_proj = self.linear(backend.Linear, q_size, {"self_attn.o_proj": config.hidden_size}, config.attention_bias,
                               0 if config.norms[1] else 1)
-    self.sinks: Any = None
+    sinks = Sinks(f"{self.name}.self_attn.sinks", config.num_attention_heads)
+    self.sinks: Any = sinks if config.has_sinks else None
     self.make_mlp()
 
   def norm(self, source: str, size: int) -> Any:

@@ -35,9 +35,8 @@ def llama3(freqs: np.ndarray, rope: dict[str, Any], length: int) -> tuple[np.nda
 def yarn(freqs: np.ndarray, rope: dict[str, Any], length: int) -> tuple[np.ndarray, float]:
   """Peng et al. 2023: divide frequencies with few rotations by factor, and scale q and k."""
   factor, size = rope["factor"], len(freqs)
-
   original = rope["original_max_position_embeddings"]
-  def dimension(rotations: float) -> float:   # that rotates so often over the original length
+  def dimension(rotations: float) -> float:   # with this many rotations over the original length
     return size * math.log(original / (rotations * 2 * math.pi)) / math.log(rope["rope_theta"])
   def mscale(m: Any) -> float: return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1
   low, high = dimension(rope.get("beta_fast") or 32), dimension(rope.get("beta_slow") or 1)
