@@ -155,6 +155,7 @@ def test_recorded_activations_of_gpt_oss_reach_the_limit(tmp_path):
   assert np.abs(logits - np.load(DATA / "gpt_oss.npy")).max() > 0.1
 
 
+@pytest.mark.slow
 def test_mxfp4_equals_its_dequantized_checkpoint(tmp_path):
   values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
   values = np.concatenate([values, -values])
@@ -178,7 +179,7 @@ def test_mxfp4_equals_its_dequantized_checkpoint(tmp_path):
   plain_weight, packed_weight = [llm.runner.model.layers[0].gate_up.weight for llm in models]
   assert packed_weight.nbytes() * 8 == plain_weight.numel() * 4   # 4 bits each
   recorders = [*map(LogitsRecorder, models)]
-  for ids in make_prompts(LENGTHS):
+  for ids in make_prompts(LENGTHS[::3]):
     results = [recorder.generate(ids, 4) for recorder in recorders]
     assert results[0][0] == results[1][0]
     np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-4)

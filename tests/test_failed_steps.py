@@ -376,9 +376,8 @@ def run_interrupted(engine, step=None, place=None):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("overlaps", ["overlapped", *slow("", "early")], indirect=True,
-                         ids=["overlapped", "plain", "early"])
-@pytest.mark.parametrize("more", [0, *slow(1)])
+@pytest.mark.parametrize(("overlaps", "more"), [("overlapped", 0), *slow(("overlapped", 1), ("", 1), ("early", 1))],
+                         indirect=["overlaps"])
 def test_interrupt_anywhere_in_a_step_loses_no_token(small_engine, folder, overlaps, more):
   """Interrupts each line at its last visit, and at `more` random ones. The steps contain prefill chunks, sequences that
   finish and a preempted one. A request that finishes in a step interrupted on return may never be returned."""

@@ -310,15 +310,17 @@ def test_attention_reads_int8_and_fp8(case, stored_as):
 
 
 @slow_in_half
-@pytest.mark.parametrize("case", mark_slow_except(QUICK, CASES))
-@pytest.mark.parametrize("block_size", [16, *slow(4)])
+@pytest.mark.parametrize(("block_size", "case"), [
+  *mark_slow_except([(16, case) for case in QUICK], [(16, case) for case in CASES]),
+  *slow((4, "decode"), (4, "narrow"), (4, "chunks"))])
 def test_attention_equals_numpy_and_reads_only_own_sequence(case, block_size, kind):
   attention_equals_numpy(case, block_size, kind)
 
 
 @slow_in_half
-@pytest.mark.parametrize("case", mark_slow_except(("decode", "narrow"), CASES))
-@pytest.mark.parametrize("block_size", [16, *slow(4)])
+@pytest.mark.parametrize(("block_size", "case"), [
+  (16, "decode"), (16, "narrow"),
+  *slow((16, "one query head"), (16, "three query heads"), (4, "decode"), (4, "chunks"))])
 def test_core_attention_equals_numpy(case, block_size, kind):
   attention_equals_numpy(case, block_size, kind, use_core=True)
 

@@ -23,7 +23,7 @@ from tinyvllm_extra.models.table import text_config
 
 OPTIONS = {"dtype": "float32", "max_model_len": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-CORE = "gemma3_vision", "gemma2", "gpt2", "gpt_oss", "granite", "phi3_long"   # together they use all of the core's options
+CORE = "gemma3_vision", "gemma2", "gpt2", "gpt_oss", "granite", "phi3_long"   # together, all options
 
 
 def read(name): return json.loads((DATA / f"{name}.json").read_text())
