@@ -26,8 +26,9 @@ CASES = {   # (first position, number of tokens) of each sequence, tokens with p
   "decode and a chunk": ([(69, 1), (38, 3), (0, 1), (BS, 1)], 8), "long chunk": ([(30, 66), (69, 1), (14, 5)], 80),
   "decode": ([(69, 1), (40, 1)], 2), "split-KV": ([(1100, 1)], 1)}
 QUICK = "cap", "sinks", f"window {BS}", "all"
+LONG_CHUNK = (*QUICK, f"window {BS + 1}") if test_tensor_cores.SLOW else OPTIONS   # slow in the interpreter
 TENSOR_CORE_CASES = [*[("decode and a chunk", name) for name in (*QUICK, "window 1", "window 40")],
-                     *[("long chunk", name) for name in (*QUICK, f"window {BS + 1}")]]
+                     *[("long chunk", name) for name in LONG_CHUNK]]
 
 
 @pytest.fixture
