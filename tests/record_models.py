@@ -25,28 +25,29 @@ MINISTRAL3 = {"rope_parameters": {**YARN, "factor": 2.0, "original_max_position_
                                   "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}}
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.6, "attention_multiplier": 0.3}
 PHI3 = {"hidden_size": 64, "partial_rotary_factor": 0.75, "tie_word_embeddings": True}
-GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 8}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 24, "sliding_window": 8}
 GEMMA3 = {**GEMMA, "sliding_window_pattern": 3, "num_hidden_layers": 3, "rope_parameters": {
   "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100000.0},
   "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0}}}
 QWEN3_MOE = {"num_experts": 8, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "norm_topk_prob": True,
-             "mlp_only_layers": [1], "head_dim": 32}
+             "mlp_only_layers": [1], "head_dim": 8}
 GPT_OSS = {"num_local_experts": 8, "intermediate_size": 32, "num_experts_per_tok": 2, "sliding_window": 8,
-           "head_dim": 32, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+           "head_dim": 8, "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
            "rope_parameters": {**YARN, "truncate": False}}
 MINISTRAL = {"sliding_window": 8, "layer_types": ["full_attention", *["sliding_attention"] * 3]}
 # Name -> class, maybe without "ForCausalLM"; fields of config.json beyond SMALL; and lengths of prompts
 MODELS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
-  "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0}, LENGTHS),
+  "gemma2": ("Gemma2", {**GEMMA, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 3.0,
+                        "final_logit_softcapping": 5.0}, LENGTHS),
   "gemma3": ("Gemma3", GEMMA3, LENGTHS),
   "gemma3_vision": ("Gemma3ForConditionalGeneration", GEMMA3, LENGTHS),
   "gpt2": ("GPT2LMHeadModel", {"n_inner": 96}, LENGTHS),
   "gpt_oss": ("GptOss", GPT_OSS, LENGTHS),
   "granite": ("Granite", {**GRANITE, "attention_bias": True, "mlp_bias": True}, LENGTHS),
-  "ministral": ("Ministral", {**MINISTRAL, "head_dim": 32}, LENGTHS),
-  "ministral3": ("Ministral3", {**MINISTRAL3, "head_dim": 32}, LENGTHS),
-  "mistral": ("Mistral", {"sliding_window": 8, "head_dim": 32}, LENGTHS),
-  "mistral3": ("Mistral3ForConditionalGeneration", {"sliding_window": None, "head_dim": 32}, LENGTHS),
+  "ministral": ("Ministral", {**MINISTRAL, "head_dim": 8}, LENGTHS),
+  "ministral3": ("Ministral3", {**MINISTRAL3, "head_dim": 8}, LENGTHS),
+  "mistral": ("Mistral", {"sliding_window": 8, "head_dim": 8}, LENGTHS),
+  "mistral3": ("Mistral3ForConditionalGeneration", {"sliding_window": None, "head_dim": 8}, LENGTHS),
   "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}, LENGTHS),
   "olmo2": ("Olmo2", {}, LENGTHS),
   "olmo3": ("Olmo3", {"sliding_window": 8, "rope_parameters": OLMO3}, LENGTHS),
@@ -57,7 +58,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
   "phi3_long": ("Phi3", {**PHI3, "original_max_position_embeddings": 16,
                          "rope_parameters": {"rope_type": "longrope", **FACTORS}}, [17, 18, 20, 24, 31, 32, 40, 41]),
   "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}, LENGTHS),
-  "qwen3": ("Qwen3", {"head_dim": 32, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}, LENGTHS),
+  "qwen3": ("Qwen3", {"head_dim": 8, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}}, LENGTHS),
   "qwen3_moe": ("Qwen3Moe", QWEN3_MOE, LENGTHS),
   "smollm3": ("SmolLM3", {"use_sliding_window": False}, LENGTHS)}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from record_models import DATA, FACTORS, MODELS, NUM_TOKENS, YARN, make_prompts, make_weights
+from record_models import DATA, FACTORS, GEMMA, MODELS, NUM_TOKENS, YARN, make_prompts, make_weights
 from reference import LogitsRecorder, mark_slow_except, sentencepiece_model, slow, write_safetensors
 from tinygrad import dtypes, nn
 
@@ -256,7 +256,7 @@ def write_gguf_model(path, name):
 @pytest.mark.parametrize("name", mark_slow_except(("gemma3",), ARCHS))
 def test_gguf_logits_and_ids_equal_safetensors(tmp_path, name):
   """GGUF lacks query_pre_attn_scalar, which llama.cpp assumes to be head_dim."""
-  overrides = {"query_pre_attn_scalar": 32} if "gemma" in name else {}
+  overrides = {"query_pre_attn_scalar": GEMMA["head_dim"]} if "gemma" in name else {}
   folder = write_model(tmp_path / "hf", name, **overrides)
   path = write_gguf_model(tmp_path / "model.gguf", name)
   ids = make_prompts(MODELS[name][2])[-1]

@@ -188,7 +188,8 @@ def test_quantization_at_load_quantizes_each_shard(tmp_path, bits, intermediate)
 QUICK_FORMATS = "gptq, act-order", "compressed-tensors, zero points"
 
 
-@pytest.mark.parametrize("name", mark_slow_except(QUICK_FORMATS, FORMATS))
+@pytest.mark.parametrize("name", [*QUICK_FORMATS, *slow(
+  "awq", "compressed-tensors, int8 per channel", "compressed-tensors, act-order", "offsets")])
 def test_prequantized_matrix_is_split_or_dequantized_with_warning(tmp_path, caplog, name):
   """Matrices have 64 and 96 inputs: 2 and 3 groups of 32, or 4 and 6 groups of 16."""
   quantized, plain = quantized_model(tmp_path, name)
