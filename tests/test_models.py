@@ -23,7 +23,7 @@ from tinyvllm_extra.models.table import text_config
 
 OPTIONS = {"dtype": "float32", "max_model_len": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-CORE = "gemma3_vision", "gemma2", "gpt2", "gpt_oss", "granite", "phi3_long"   # together, all options
+CORE = "gemma2", "gpt2", "gpt_oss", "granite", "phi3_long"   # together, all options
 
 
 def read(name): return json.loads((DATA / f"{name}.json").read_text())
@@ -77,7 +77,7 @@ def test_newer_names_of_multimodal_checkpoint_give_recorded_ids(tmp_path, name):
   assert ids_of(llm.generate(prompts(name)[:2], GREEDY)) == read(name)["ids"][:2]
 
 
-@pytest.mark.parametrize("name", slow("phi3_short", "granite", "gemma2"))
+@pytest.mark.parametrize("name", slow("phi3_short", "gemma2"))
 def test_int8_logits_are_close_to_recorded_ones(tmp_path, name):
   recorder = LogitsRecorder(LLM(write_model(tmp_path, name), **OPTIONS, quantization="int8"))
   for ids, expected in zip(make_prompts(MODELS[name][2]), np.load(DATA / f"{name}.npy"), strict=True):
@@ -138,7 +138,7 @@ def test_several_devices_raise(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["granite", "ministral", "mistral3", "smollm3"])
+@pytest.mark.parametrize("name", ["granite", "ministral", "smollm3"])
 def test_two_devices_give_recorded_ids(tmp_path, name):
   llm = LLM(write_model(tmp_path, name), **OPTIONS, tensor_parallel_size=2)
   assert ids_of(llm.generate(prompts(name), GREEDY)) == read(name)["ids"]

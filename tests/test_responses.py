@@ -29,7 +29,7 @@ def faulty(self, step):
   return launch(self, step)
 Runner.launch = faulty
 """
-SMALL = {**ENGINE, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+SMALL = {**ENGINE, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 8}
 
 
 def start(folder, *flags, template=TEMPLATE, **options):

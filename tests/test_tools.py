@@ -29,7 +29,7 @@ TIME = {"type": "function", "function": {"name": "time", "parameters": {
 TOOLS = [WEATHER, TIME]
 USER = {"role": "user", "content": "hello"}
 ASK = {"messages": [USER], "temperature": 0.0, "max_tokens": 300}
-SMALL = {**ENGINE, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+SMALL = {**ENGINE, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 8}
 HERMES = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
 LLAMA = '{"name": "time", "parameters": {"zone": "UTC"}}'
 
