@@ -127,7 +127,7 @@ def random_model(rng):
           "tie_word_embeddings": rng.random() < 0.5, "attention_bias": kind[0] == "L" and rng.random() < 0.7}, count
 
 
-@pytest.mark.parametrize("seed", [0, *slow(*range(1, 6))])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
 def test_random_model_split_over_devices_equals_reference(tmp_path, seed):
   config, count = random_model(random.Random(seed))
   check(tiny_model(tmp_path, seed, **config), count, logprobs=True)
