@@ -112,7 +112,7 @@ def test_curl_script_requests_every_route(server):
   answers = dict(part.strip().split("\n", 1) for part in out.split("\n\n# ")[1:])
   assert len(answers) == script.count("\ntitle ")
   parsed = [json.loads(answer) for answer in answers.values() if answer.startswith("{")]
-  errors = [answer["error"]["message"] for answer in parsed if answer.get("error")]   # of embeddings and scores
+  errors = [answer["error"]["message"] for answer in parsed if answer.get("error")]   # embeddings, scores
   assert len(parsed) == 19 and [x.partition(" ")[0] for x in errors] == ["runner:", "model:", "model:"]
   assert out.count("data: [DONE]") == 2 and "tinyvllm:num_requests_running{" in out
   structured, = (json.loads(answer) for title, answer in answers.items() if title.startswith("JSON"))

@@ -518,7 +518,7 @@ def test_row_parallel_bias_is_on_first_device_only(tmp_path):
 
 
 def test_shards_equal_heads_rows_and_columns_of_file(tmp_path):
-  """A device's shards of q, k and v are concatenated, and so are those of gate and up."""
+  """A device's shards of q, k and v are concatenated, and so are gate and up."""
   folder = tiny_model(tmp_path, num_key_value_heads=4)
   model, weights = LLM(folder, **SMALL, tensor_parallel_size=4).runner.model, load(folder)[1]
   def parts(name, axis=0): return np.split(weights[f"{name}.weight"].astype(np.float32), 4, axis)
