@@ -1,33 +1,45 @@
-"""Models and engines shared by several test files, so that each graph is captured once. Also settings of every run:
-the quick tests, the number of processes, and lines that tests print at the end."""
+"""Models and engines shared by several test files, the fake device, and settings of every run: the default lane, the
+number of processes, and lines that tests print at the end."""
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
-from reference import ENGINE, tiny_model
+from helpers import fake_device
+from helpers.engines import ENGINE
+from helpers.models import tiny_model
 from tinygrad import Device
 
 from tinyvllm import LLM
 from tinyvllm_extra.kernels import prepare_device as open_device
 
-# `pytest -m quick` runs the tests in these files that are not marked slow: they compile few kernels or none
-QUICK = {"test_cli.py", "test_errors.py", "test_readme.py", "test_scheduler.py", "test_size.py", "test_stops.py",
-         "test_tokenizer.py"}
+# Folders whose engines run on the fake device, except in modules with `pytestmark = pytest.mark.real`
+FAKE = {"core", "sampling", "text", "cache", "serving", "cli", "page"}
+# `pytest -m quick` runs the tests in these files of the default lane
+QUICK = {"test_size.py"}
 
 open_device()   # finds a compiler that is not on the PATH; some tests query the device during collection
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
   for item in items:
-    if item.path.name in QUICK and not item.get_closest_marker("slow"): item.add_marker("quick")
+    if item.path.name in QUICK: item.add_marker("quick")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-  """Return the number of processes for -n auto: two, because each one mostly compiles on a single core. Zero for a
-  single file, for lanes that already use the whole machine, and on any device except the CPU."""
+  """Return the number of processes for -n auto: two, because each one mostly computes on a single core. Zero for a
+  single file, and on any device except the CPU."""
   one_file = len(config.args) == 1 and ".py" in config.args[0]
-  alone = one_file or config.option.markexpr in ("backend", "model", "ray", "slow") or Device.DEFAULT != "CPU"
-  return 0 if alone else min(2, os.cpu_count() or 1)
+  return 0 if one_file or Device.DEFAULT != "CPU" else min(2, os.cpu_count() or 1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device(request: pytest.FixtureRequest) -> Iterator[None]:
+  """Run a module's engines on the fake device, or on the real one."""
+  folder = request.path.relative_to(Path(__file__).parent).parts[0]
+  with pytest.MonkeyPatch.context() as monkeypatch:
+    if folder in FAKE and not request.node.get_closest_marker("real"): fake_device.install(monkeypatch)
+    yield
 
 
 @pytest.fixture
@@ -43,26 +55,28 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("tiny"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path: return tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
-def words_folder(tmp_path_factory):
+def words_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
   """A model whose greedy output contains only letters."""
   return tiny_model(tmp_path_factory.mktemp("words"), words=True)
 
 
-@pytest.fixture(scope="session")
-def llm(folder):
+# Engines of a module, on the module's device
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
   """An engine whose KV cache never runs out of blocks."""
   return LLM(folder, **ENGINE)
 
 
-@pytest.fixture(scope="session")
-def small_llm(folder):
+@pytest.fixture(scope="module")
+def small_llm(folder: Path) -> LLM:
   """An engine with a KV cache of 12 blocks of 4 tokens."""
   return LLM(folder, num_gpu_blocks_override=13, **ENGINE)
 
 
-@pytest.fixture(scope="session")
-def words_llm(words_folder): return LLM(words_folder, **ENGINE)
+@pytest.fixture(scope="module")
+def words_llm(words_folder: Path) -> LLM: return LLM(words_folder, **ENGINE)

@@ -1,0 +1,149 @@
+"""Options of engines, checks of their invariants, and runs to the end."""
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+# Options of the engine in most tests: graphs of 1, 2, 4, 8 and 16 tokens. Engines of equal shapes share kernels
+ENGINE = {"dtype": "float32", "max_model_len": 128, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
+SAMPLING_ENGINE = {**ENGINE, "max_num_seqs": 8, "max_num_batched_tokens": 8}   # few samplers: each compiles for seconds
+
+
+def token_rows(positions: Any, slots: Any, blocks: Any, block_size: int, max_blocks: int = 0) -> np.ndarray:
+  """Return the tokens of a step, (columns of TOKENS, T) int32, from positions, slots and physical blocks, (T,) each."""
+  from tinyvllm.runner import TILE, TOKENS
+  positions, slots, blocks = (np.asarray(x) for x in (positions, slots, blocks))
+  fields = {"id": 0 * positions, "position": positions, "slot": slots, "block": blocks,
+            "table_index": slots * max_blocks + positions // block_size, "query_tile": np.full(len(positions), -1)}
+  runs = np.split(np.arange(len(positions)), np.flatnonzero((np.diff(slots) != 0) | (np.diff(positions) != 1)) + 1)
+  tiles = [run[i:i + TILE] for run in runs for i in range(0, len(run), TILE)]
+  fields["query_tile"][:len(tiles)] = [tile[0] * TILE + len(tile) - 1 for tile in tiles]
+  return np.stack([fields[name] for name in TOKENS.dtype.names]).astype(np.int32)   # (columns, T)
+
+
+class LogitsRecorder:
+  """Replace the model of an engine that has captured no graphs, and record the logits that each step samples from."""
+  def __init__(self, engine: Any):
+    from tinygrad import Tensor
+    assert not engine.runner.graphs
+    self.engine, self.model, V = engine, engine.runner.model, engine.model_config.vocab_size
+    rows = range(1, 2 * engine.config.max_num_seqs)   # a power of two
+    self.logits = {n: Tensor.zeros(n, V).contiguous().realize() for n in rows}   # by a graph's number of rows
+    self.devices = self.model.devices
+    engine.runner.model = self
+    engine.runner.is_async = False   # the next step would overwrite the logits
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    logits = self.model(*args, **kwargs)
+    # The sampler must read the assigned tensor, which makes it part of the graph: with several devices, tinygrad cannot
+    # schedule the assignment alone
+    return self.logits[logits.shape[0]].assign(logits)
+
+  def generate(self, ids: list[int], n: int) -> tuple[list[int], np.ndarray]:
+    """Return the next n greedy ids of a single request, and their logits, (n, V)."""
+    from tinyvllm import SamplingParams
+    engine, out, params = self.engine, [], SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
+    engine.add_request("logits", {"prompt_token_ids": ids}, params)
+    while engine.has_unfinished_requests():
+      for buffer in self.logits.values(): buffer.assign(buffer.full_like(np.nan)).realize()
+      if outputs := engine.step(): out += [x[0] for b in self.logits.values() if np.isfinite((x := b.numpy())[0]).all()]
+    assert len(out) == n
+    return outputs[-1].outputs[0].token_ids, np.stack(out)
+
+
+def assert_same_outputs(outputs: list[Any], expected: list[Any]) -> None:
+  """Check that two lists of RequestOutputs have equal prompts, ids, text and finish reasons."""
+  def fields(o: Any) -> tuple:
+    c = o.outputs[0]
+    return o.prompt, o.prompt_token_ids, c.token_ids, c.text, c.finish_reason, c.stop_reason, o.finished
+  assert len(outputs) == len(expected), f"{len(outputs)} outputs, {len(expected)} expected"
+  for i, (a, b) in enumerate(zip(outputs, expected, strict=True)): assert fields(a) == fields(b), f"output {i}"
+
+
+def check_pool(blocks: Any, tables: list[list[int]]) -> None:
+  """Check the invariants of a BlockManager and all block tables."""
+  free, ref_counts = [*blocks.free_blocks, *blocks.evictable], Counter(b for table in tables for b in table)
+  assert blocks.num_free() == len(free) == len(set(free)), "a block is free twice"
+  assert blocks.num_free() + blocks.num_used() == blocks.num_blocks - 1
+  assert blocks.num_used() == len(ref_counts), f"{blocks.num_used()} blocks used, {len(ref_counts)} in block tables"
+  assert 0 not in ref_counts and 0 not in free, "block 0 is the null block"
+  for table in tables: assert len(set(table)) == len(table), "a block appears twice in a block table"
+  cached = {*blocks.cached_blocks.values()}
+  assert {*blocks.shared} <= cached, "a block in two block tables must be full and cached"
+  assert all(blocks.block_hashes[b] == key and b for key, b in blocks.cached_blocks.items()), "wrong hash"
+  assert not set(free) & set(ref_counts), "a free block is in a block table"
+  assert set(free) | set(ref_counts) == set(range(1, blocks.num_blocks)), "a block is leaked"
+  assert dict(blocks.shared) == {b: n - 1 for b, n in ref_counts.items() if n > 1}
+  assert {*blocks.evictable} == cached - {*ref_counts}, "evictable blocks must be the free cached blocks"
+
+
+def check_scheduler(scheduler: Any, blocks: Any) -> None:
+  """Check the invariants of a scheduler between steps."""
+  seqs = [*scheduler.running, *scheduler.waiting]
+  assert len(set(seqs)) == len(seqs), "a sequence is queued twice"
+  check_pool(blocks, [seq.block_table for seq in seqs])
+  for seq in seqs:
+    length = seq.length + len(seq.draft_token_ids)
+    assert 0 <= seq.num_computed < length or seq.reached_max_len, f"{seq.num_computed} of {length} tokens computed"
+    assert not seq.draft_token_ids or seq.num_in_flight == 1, "no step verifies the draft tokens"
+    assert len(seq.block_table) * blocks.block_size >= seq.num_computed, "a computed token has no block"
+    assert seq.finish_reason is None, "a finished sequence is in the scheduler"
+  for seq in scheduler.waiting:
+    assert not seq.block_table and seq.slot is None and not seq.draft_token_ids
+    assert seq.num_computed == seq.num_in_flight == 0
+  slots = [seq.slot for seq in scheduler.running]
+  assert len({*slots}) == len(slots), "two sequences in a slot"
+  assert {*slots} <= {*range(scheduler.config.max_num_seqs)}, "a running sequence has no valid slot"
+  order = [seq.order for seq in scheduler.waiting]
+  assert order == sorted(order), "the queue is not sorted"
+
+
+def check_invariants(engine: Any) -> None:
+  """Check blocks, block tables, counters and slots of an engine between two steps. An idle engine uses no blocks."""
+  blocks, metrics = engine.blocks, engine.get_metrics()
+  check_scheduler(engine.scheduler, blocks)
+  if not engine.has_unfinished_requests(): assert blocks.num_used() == 0, "an idle engine uses blocks"
+  assert metrics["blocks_cached"] == len(blocks.evictable)
+  assert metrics["blocks_shared"] == len(blocks.shared)
+
+
+def count_bytecodes(call: Callable[[], Any]) -> int:
+  """Return the number of Python bytecodes that a call runs. Excludes C code and, in Python 3.13, functions called for
+  the first time."""
+  count = 0
+
+  def trace(frame: Any, event: str, argument: Any) -> Any:
+    nonlocal count
+    frame.f_trace_opcodes = True
+    count += event == "opcode"
+    return trace
+  sys._getframe().f_trace_opcodes = True   # Python 3.12 needs it set first
+  sys.settrace(trace)
+  try: call()
+  finally: sys.settrace(None)
+  assert count, "tracing must count bytecodes"
+  return count
+
+
+def run_to_end(engine: Any, limit: int) -> dict[str, Any]:
+  """Step until all requests finish, and check the invariants after each step. Returns each request's last output."""
+  last = {}
+  for _ in range(limit):
+    if not engine.has_unfinished_requests(): return last
+    for output in engine.step(): last[output.request_id] = output
+    check_invariants(engine)
+  raise AssertionError(f"not finished after {limit} steps")
+
+
+def set_overlap(monkeypatch: Any, runner: Any, overlaps: str) -> None:
+  """Set when a step's results are read: "overlapped" after the next step is built, "early" after it is launched, as on
+  CUDA, "" before it is built. On a CPU "early" copies results at once, before the next step overwrites them."""
+  def start_reading(tensor):
+    values = tensor.tolist()
+    return lambda: values
+  monkeypatch.setattr(runner, "is_async", bool(overlaps))
+  monkeypatch.setattr(runner.backend, "reads_early", overlaps == "early")
+  if overlaps == "early": monkeypatch.setattr(runner.backend, "start_reading", start_reading)

@@ -1,0 +1,237 @@
+"""A fake device: it reads the same words, block tables and last tokens as a captured graph, and computes the step in
+numpy, without tinygrad's kernels. Tests of the host's logic run on it 10 times faster; it cannot see faults in kernels
+and graphs. A wrong block, position, token or seed changes the output, and reading an unwritten position is an error."""
+from typing import Any
+
+import numpy as np
+import pytest
+from tinygrad import Tensor
+
+from tinyvllm import backend
+from tinyvllm.runner import LOGITS, TOKENS, UNKNOWN, GraphKey, Runner
+from tinyvllm_extra.kernels import FastBackend
+from tinyvllm_extra.logits import ADJUSTMENTS, ALL, NUM_BEST, HiddenStatesPlan, LogitsPlan
+
+from .models import load
+from .reference import reference_sampling_mask, rope_frequencies
+
+
+def array_of(tensor: Tensor) -> np.ndarray:
+  """Return a realized int32 tensor's memory as an array that writes through."""
+  buffer: Any = tensor.uop.buffer
+  return np.frombuffer(buffer.allocator._as_buffer(buffer._buf), np.int32)[:tensor.numel()].reshape(tensor.shape)
+
+
+def read_names(module: Any, checkpoint: Any) -> None:
+  """Read a module's tensors without loading them. Remember the checkpoint's folder."""
+  for name, tensor in module.tensors().items():
+    for source, rows in module.sources.items(): checkpoint.read(f"{source}.{name}", rows, *tensor.shape[1:])
+  module.folder = checkpoint.path
+
+
+class Linear(backend.Linear):
+  def tensors(self) -> dict[str, Tensor]: return {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
+  def load(self, checkpoint: Any) -> None: read_names(self, checkpoint)
+
+
+class GateUp(Linear, backend.GateUp): pass
+
+
+class Norm(backend.Norm):
+  def tensors(self) -> dict[str, Tensor]: return {"weight": self.weight}
+  def load(self, checkpoint: Any) -> None: read_names(self, checkpoint)
+
+
+class Step:
+  """The content of a step's words, by column. tables, last: views of the runner's tensors."""
+  def __init__(self, runner: Runner, key: GraphKey):
+    words = array_of(runner.graphs[key][0])
+    T, S = key.num_tokens, key.num_rows
+    columns, self.rest = np.split(words, [(TOKENS.num_words + LOGITS.num_words) * T])
+    tokens, rows = np.split(columns.reshape(-1, T), [TOKENS.num_words])
+    self.tokens = dict(zip(TOKENS.dtype.names, tokens, strict=True))
+    self.rows = {name: row[:S].copy().view(LOGITS.dtype[name]) for name, row in zip(LOGITS.dtype.names, rows, strict=True)}
+    self.plan = key.plan or LogitsPlan(runner.model.config.vocab_size, False, 0, False)
+    self.tables, self.last = array_of(runner.block_tables), array_of(runner.last_tokens)
+    self.padding = runner.config.max_num_seqs   # the slot of padding
+    self.tables.ravel()[self.tokens["table_index"]] = self.tokens["block"]
+    ids = np.where(self.tokens["id"] == UNKNOWN, self.last[self.tokens["slot"]], self.tokens["id"])
+    self.sequences = {}   # slot -> indices of its tokens
+    for slot in {*self.tokens["slot"].tolist()} - {self.padding}:
+      index = self.sequences[slot] = np.flatnonzero(self.tokens["slot"] == slot)
+      assert (np.diff(self.tokens["position"][index]) == 1).all(), "a sequence's tokens must be consecutive"
+      blocks = self.tables[slot, self.tokens["position"][index] // runner.config.block_size]
+      assert (self.tokens["block"][index] == blocks).all() and blocks.all(), "a token's block is not in its table"
+    self.ids = ids
+    assert (0 <= ids).all() and (ids < self.plan.vocab_size).all(), "a token id out of range"
+
+  def adjustments(self) -> np.ndarray:
+    """Return the rows of ADJUSTMENTS without padding."""
+    words = self.rest[:ADJUSTMENTS.num_words * self.plan.num_adjustments].reshape(ADJUSTMENTS.num_words, -1)
+    table = np.ascontiguousarray(words.T).view(ADJUSTMENTS.dtype)[:, 0]
+    return table[table["row"] >= 0]
+
+  def bitmasks(self) -> np.ndarray | None:
+    """Return whether each token is allowed, (S, V), or None if all are."""
+    if not self.plan.has_bitmask: return None
+    start, S = ADJUSTMENTS.num_words * self.plan.num_adjustments, len(self.rows["token"])
+    words = self.rest[start:start + S * -(-self.plan.vocab_size // 32)].reshape(S, -1)
+    return np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :self.plan.vocab_size].astype(bool)
+
+  def targets(self) -> np.ndarray:
+    """Return the tokens to score, (S,), UNKNOWN for the sampled one."""
+    return self.rest[len(self.rest) - len(self.rows["token"]):]
+
+  def write_last(self, sampled: np.ndarray) -> None:
+    """Store the sampled tokens by slot. Two rows with one slot would race on a GPU."""
+    slots = self.rows["slot"]
+    assert len({*slots[slots != self.padding].tolist()}) == (slots != self.padding).sum(), "two rows with one slot"
+    self.last[slots] = sampled
+
+
+class LlamaDevice:
+  """Computes the LLaMA in a runner's folder. The cache holds K and V, (layers, 2, blocks * block_size, KV, D)."""
+  def __init__(self, runner: Runner):
+    self.config, self.weights = load(runner.model.embed_tokens.folder)
+    self.heads, self.layers = self.config["num_attention_heads"], self.config["num_hidden_layers"]
+    self.kv_heads = self.config.get("num_key_value_heads") or self.heads
+    self.D = self.config.get("head_dim") or self.config["hidden_size"] // self.heads
+    self.size = runner.config.block_size
+    self.cache = np.zeros((self.layers, 2, runner.num_blocks * self.size, self.kv_heads, self.D), np.float32)
+    self.written = np.zeros(runner.num_blocks * self.size, bool)
+    self.freqs = rope_frequencies(self.config, self.D)
+
+  def norm(self, x: np.ndarray, name: str) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.config["rms_norm_eps"]) * self.weights[f"{name}.weight"]
+
+  def linear(self, x: np.ndarray, name: str) -> np.ndarray:
+    return x @ self.weights[f"{name}.weight"].T + self.weights.get(f"{name}.bias", 0.0)
+
+  def attend(self, step: Step, layer: int, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Write k and v, (T, KV, D), to the cache, and return the attention of q, (T, H, D), over it: (T, H * D)."""
+    keys, values = self.cache[layer]
+    out = np.zeros_like(q)
+    for slot, index in step.sequences.items():
+      positions = step.tokens["position"][index]
+      length = int(positions[-1]) + 1
+      at = (step.tables[slot, :-(-length // self.size), None] * self.size + np.arange(self.size)).ravel()[:length]
+      keys[at[positions]], values[at[positions]] = k[index], v[index]
+      self.written[at[positions]] = True
+      assert self.written[at].all(), "a position of the cache is read before it is written"
+      k_all, v_all = (np.repeat(x[at].swapaxes(0, 1), self.heads // self.kv_heads, 0) for x in (keys, values))   # (H, L, D)
+      scores = q[index].swapaxes(0, 1) @ k_all.swapaxes(1, 2) / np.sqrt(self.D)            # (H, t, L)
+      p = np.exp(np.where(positions[:, None] < np.arange(length), -np.inf, scores - scores.max(-1, keepdims=True)))
+      out[index] = (p / p.sum(-1, keepdims=True) @ v_all).swapaxes(0, 1)
+    return out.reshape(len(q), -1)
+
+  def hidden_states(self, step: Step) -> np.ndarray:
+    """Return the final hidden states of the step's rows, (S, hidden)."""
+    angles = step.tokens["position"][:, None] * self.freqs
+    cos, sin = (np.concatenate([f(angles)] * 2, 1)[:, None] for f in (np.cos, np.sin))   # (T, 1, D)
+
+    def rotate(x: np.ndarray) -> np.ndarray:
+      return x * cos + np.concatenate([-x[..., self.D // 2:], x[..., :self.D // 2]], -1) * sin
+    x = self.weights["model.embed_tokens.weight"][step.ids]                                # (T, hidden)
+    for i in range(self.layers):
+      name = f"model.layers.{i}."
+      h = self.norm(x, name + "input_layernorm")
+      q, k, v = (self.linear(h, f"{name}self_attn.{n}_proj").reshape(len(x), -1, self.D) for n in "qkv")
+      if f"{name}self_attn.q_norm.weight" in self.weights:
+        q, k = (self.norm(z, f"{name}self_attn.{n}_norm") for z, n in ((q, "q"), (k, "k")))
+      x = x + self.linear(self.attend(step, i, rotate(q), rotate(k), v), name + "self_attn.o_proj")
+      h = self.norm(x, name + "post_attention_layernorm")
+      gate, up = self.linear(h, name + "mlp.gate_proj"), self.linear(h, name + "mlp.up_proj")
+      x = x + self.linear(gate / (1 + np.exp(-gate)) * up, name + "mlp.down_proj")
+    return self.norm(x[step.rows["token"]], "model.norm")
+
+  def run(self, step: Step) -> list[np.ndarray]:
+    """Return the sampled tokens, (S,), and the log probabilities of top_logprobs if the plan has them."""
+    hidden = self.hidden_states(step)
+    if isinstance(step.plan, HiddenStatesPlan): return [np.zeros(len(hidden), np.int32), hidden.astype(np.float32)]
+    raw = hidden @ self.weights.get("lm_head.weight", self.weights["model.embed_tokens.weight"]).T   # (S, V)
+    allowed = step.bitmasks()
+    logits = raw.copy() if allowed is None else np.where(allowed, raw, -np.inf)
+    for row, token, bias, factor, penalty in step.adjustments().tolist():
+      x = logits[row, token] + bias
+      logits[row, token] = (x / factor if x > 0 else x * factor) - penalty
+    sampled = np.array([self.sample(x, {name: column[i] for name, column in step.rows.items()})
+                        for i, x in enumerate(logits)], np.int32)
+    step.write_last(sampled)
+    if not step.plan.has_logprobs: return [sampled]
+    return [sampled, self.logprobs(raw, np.where(step.targets() == UNKNOWN, sampled, step.targets()), step.plan)]
+
+  def sample(self, logits: np.ndarray, row: dict[str, Any]) -> int:
+    """Sample a token: the best one, or with the noise that the device adds to the tokens that may be sampled."""
+    temperature = float(row["temperature"])
+    if temperature < 1e-5: return int(logits.argmax())
+    mask = reference_sampling_mask(logits, temperature, int(row["top_k"]), float(row["top_p"]), float(row["min_p"]))
+    noise = gumbel_noise(*[int(row[name]) for name in ("seed_low", "seed_high", "position")], len(logits))
+    return int(np.where(mask, logits / temperature + noise, -np.inf).argmax())
+
+  def logprobs(self, logits: np.ndarray, ids: np.ndarray, plan: LogitsPlan) -> np.ndarray:
+    """Return what logits.top_logprobs returns."""
+    shifted = logits - logits.max(1, keepdims=True)
+    x = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    own = np.take_along_axis(x, ids[:, None], 1)
+    columns = [own, 1 + (x > own).sum(1, keepdims=True)]
+    if plan.has_all_logprobs: return np.concatenate([*columns, x], 1).astype(np.float32)
+    best = np.argsort(-x, 1, "stable")[:, :NUM_BEST]
+    pairs = np.stack([best, np.take_along_axis(x, best, 1)], 2).reshape(len(x), -1)
+    return np.concatenate([*columns, pairs], 1).astype(np.float32)
+
+
+def mix_bits(x: np.ndarray) -> np.ndarray:
+  """lowbias32 of Wellons' hash-prospector, on uint32."""
+  for shift, factor in ((16, 0x7feb352d), (15, 0x846ca68b)): x = (x ^ x >> np.uint32(shift)) * np.uint32(factor)
+  return x ^ x >> np.uint32(16)
+
+
+def gumbel_noise(seed_low: int, seed_high: int, position: int, vocab_size: int) -> np.ndarray:
+  """Return the noise of a row of logits, (V,)."""
+  low, high, at = (np.array([x], np.uint32) for x in (seed_low, seed_high, position))
+  key = mix_bits(low ^ mix_bits(high ^ mix_bits(at)))
+  bits = mix_bits(mix_bits(np.arange(vocab_size, dtype=np.uint32)) ^ key) >> np.uint32(9)
+  return -np.log(-np.log((bits + 0.5) * 2.0**-23))
+
+
+class Graph:
+  """A step's graph as FastBackend.run_graph calls it. The first call captures it."""
+  cnt = property(lambda self: self.graph.cnt)
+
+  def __init__(self, backend: "FakeBackend", runner: Runner, graph: Any, key: GraphKey):
+    self.backend, self.runner, self.graph, self.key = backend, runner, graph, key
+
+  def __call__(self) -> list[np.ndarray]:
+    if not self.runner.config.enforce_eager: self.graph.cnt = 2
+    return self.backend.device(self.runner).run(Step(self.runner, self.key))
+
+
+class FakeBackend(FastBackend):
+  """A backend whose steps run on a fake device; all else is the extension's. devices: a fake device for each runner,
+  an object with `run`; by default its LLaMA."""
+  Linear, GateUp, Norm = Linear, GateUp, Norm
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.devices: dict[Runner, Any] = {}
+
+  def device(self, runner: Runner) -> Any:
+    if runner not in self.devices: self.devices[runner] = LlamaDevice(runner)
+    return self.devices[runner]
+
+  def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int:
+    return min(super().max_blocks(num_bytes, block_bytes, min_blocks), max(1024, min_blocks))
+
+  def run_graph(self, runner: Runner, graph: Any, key: GraphKey) -> Any:
+    return super().run_graph(runner, Graph(self, runner, graph, key), key)
+
+  def start_reading(self, tensor: Any) -> Any: return tensor.tolist
+
+
+def realized_zeros(*shape: int) -> Tensor: return Tensor(np.zeros(shape, np.int32)).realize()
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Make LLM use a fake device unless a backend is given. Allocate the runner's tensors without a kernel."""
+  monkeypatch.setattr("tinyvllm_extra.kernels.make_backend", FakeBackend)
+  monkeypatch.setattr("tinyvllm.runner.zeros", realized_zeros)

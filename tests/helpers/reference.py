@@ -1,0 +1,127 @@
+"""References without any of the package's code: a plain numpy LLaMA, greedy decoding, sampling by sorting, and quantized K
+and V."""
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .models import load
+
+
+def rope_frequencies(config: dict[str, Any], D: int) -> np.ndarray:
+  rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+  freqs = rope.get("rope_theta", config.get("rope_theta", 10000.0)) ** (-np.arange(0, D, 2) / D)
+  kind = rope.get("rope_type", rope.get("type", "default"))
+  if kind == "linear": return freqs / rope["factor"]
+  if kind == "llama3":
+    low, high, old = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    out = []
+    for f in freqs:
+      wavelength = 2 * math.pi / f
+      if wavelength < old / high: out.append(f)
+      elif wavelength > old / low: out.append(f / rope["factor"])
+      else:
+        smooth = (old / wavelength - low) / (high - low)
+        out.append((1 - smooth) * f / rope["factor"] + smooth * f)
+    return np.array(out)
+  return freqs
+
+
+# The non-negative values of float8 e4m3, up to 448
+E4M3 = np.array([(1 + m / 8) * 2.0**(e - 7) if e else m / 8 * 2.0**-6 for e in range(16) for m in range(8)][:127])
+
+
+def quantize_kv(x: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+  """Quantize K or V, (..., D), to int8 or fp8. Returns the dequantized values, the bytes, and for int8 the scales,
+  (...)."""
+  x = x.astype(np.float32)
+  if kind == "int8":
+    scale = np.maximum(np.abs(x).max(-1, keepdims=True), 1e-30) / 127
+    q = np.round(x / scale)
+    return q * scale, (q + 128).astype(np.uint8), [scale[..., 0].astype(np.float32)]
+  code = np.abs(np.abs(x)[..., None] - E4M3).argmin(-1)   # rounds ties down
+  is_tie = np.abs(np.abs(x) - E4M3[code]) == np.abs(np.abs(x) - E4M3[np.minimum(code + 1, 126)])
+  code = np.where(is_tie & (code % 2 == 1), code + 1, code)   # ties to even
+  return np.copysign(E4M3[code], x), (code + 128 * np.signbit(x)).astype(np.uint8), []
+
+
+def random_numbers(rng: np.random.Generator, shape: tuple[int, ...], bits: int | str) -> tuple[np.ndarray, np.ndarray]:
+  """Return random numbers of a quantized matrix as stored and in float32. bits: 8, 4 or "e4m3"."""
+  if bits == "e4m3":
+    q = rng.integers(0, 127, shape, np.uint8)
+    sign = rng.integers(0, 2, shape, np.uint8)
+    return (q + 128 * sign).view("V1"), (E4M3[q] * (1 - 2.0 * sign)).astype(np.float32)
+  q = rng.integers(-128, 128, shape).astype(np.int8) if bits == 8 else rng.integers(0, 16, shape).astype(np.uint8)
+  return q, q.astype(np.float32)
+
+
+def reference_logits(folder: Path, ids: list[int], quantize: Callable = lambda x: x) -> np.ndarray:
+  """Compute the float64 logits, (T, V), of all tokens with the model in `folder`. quantize: maps K and V to the values
+  read from the KV cache."""
+  config, w = load(folder)
+  H, T, E = config["num_attention_heads"], len(ids), config["hidden_size"]
+  KV, D, eps = config.get("num_key_value_heads") or H, config.get("head_dim") or E // H, config["rms_norm_eps"]
+  angles = np.arange(T)[:, None] * rope_frequencies(config, D)   # (T, D/2)
+  cos, sin = (np.concatenate([f(angles)] * 2, 1)[:, None] for f in (np.cos, np.sin))   # (T, 1, D)
+
+  def norm(x: np.ndarray, name: str) -> np.ndarray:
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * w[f"{name}.weight"]
+
+  def linear(x: np.ndarray, name: str) -> np.ndarray: return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0.0)
+
+  def rotate(x: np.ndarray) -> np.ndarray:
+    return x * cos + np.concatenate([-x[..., D // 2:], x[..., :D // 2]], -1) * sin
+
+  x = w["model.embed_tokens.weight"][ids]   # (T, E)
+  for i in range(config["num_hidden_layers"]):
+    p = f"model.layers.{i}."
+    h = norm(x, p + "input_layernorm")
+    q, k, v = (linear(h, f"{p}self_attn.{n}_proj").reshape(T, -1, D) for n in "qkv")
+    if p + "self_attn.q_norm.weight" in w: q, k = norm(q, p + "self_attn.q_norm"), norm(k, p + "self_attn.k_norm")
+    q, k, v = rotate(q), quantize(rotate(k)), quantize(v)
+    k, v = np.repeat(k, H // KV, 1), np.repeat(v, H // KV, 1)   # (T, H, D)
+    scores = np.einsum("thd,shd->hts", q, k) / math.sqrt(D)
+    scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
+    a = np.exp(scores - scores.max(-1, keepdims=True))
+    x = x + linear(np.einsum("hts,shd->thd", a / a.sum(-1, keepdims=True), v).reshape(T, H * D), p + "self_attn.o_proj")
+    h = norm(x, p + "post_attention_layernorm")
+    gate, up = linear(h, p + "mlp.gate_proj"), linear(h, p + "mlp.up_proj")
+    x = x + linear(gate / (1 + np.exp(-gate)) * up, p + "mlp.down_proj")
+  return norm(x, "model.norm") @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
+
+
+_greedy: dict[tuple, list[int]] = {}
+
+
+def reference_greedy(folder: Path, ids: list[int], n: int) -> list[int]:
+  """Return the next n greedy ids, with end tokens ignored. Results are cached and extended."""
+  out = _greedy.setdefault((Path(folder), (Path(folder) / "config.json").stat().st_mtime_ns, tuple(ids)), [])
+  while len(out) < n: out.append(int(reference_logits(folder, [*ids, *out])[-1].argmax()))
+  return out[:n]
+
+
+def reference_sampling_mask(logits: np.ndarray, temperature: float, top_k: int = 0, top_p: float = 1.0,
+                   min_p: float = 0.0) -> np.ndarray:
+  """Return a mask, (V,), of the tokens that may be sampled: min_p, then top_k, then top_p over the rest. Ties with the
+  last token in the mask are in it too."""
+  p = reference_probabilities(logits, temperature)
+  keep = p >= min_p * p.max()
+  if 0 < top_k < keep.sum(): keep &= p >= np.sort(p[keep])[::-1][top_k - 1]
+  if top_p < 1.0:
+    best = np.sort(p[keep] / p[keep].sum())[::-1]
+    crossing = min(int(np.searchsorted(np.cumsum(best), top_p - 1e-9)), len(best) - 1)
+    keep &= p / p[keep].sum() >= best[crossing]
+  return keep
+
+
+def reference_probabilities(logits: np.ndarray, temperature: float) -> np.ndarray:
+  x = np.asarray(logits, np.float64) / temperature
+  p = np.exp(x - x.max())
+  return p / p.sum()
+
+
+def cut_after_end_token(ids: list[int], ends: Iterable[int]) -> list[int]:
+  """Return the ids up to and including the first end token."""
+  return next((ids[:i + 1] for i, x in enumerate(ids) if x in ends), ids)
