@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tinygrad import Tensor
+from tinygrad import Tensor, dtypes
 
 from tinyvllm import backend
 from tinyvllm.runner import LOGITS, TOKENS, UNKNOWN, GraphKey, Runner
@@ -16,10 +16,14 @@ from .models import load
 from .reference import reference_sampling_mask, rope_frequencies
 
 
-def array_of(tensor: Tensor) -> np.ndarray:
-  """Return a realized int32 tensor's memory as an array that writes through."""
+def array_of(tensor: Tensor, dtype: Any = np.int32) -> np.ndarray:
+  """Return a realized tensor's memory as an array of 32-bit numbers that writes through."""
   buffer: Any = tensor.uop.buffer
-  return np.frombuffer(buffer.allocator._as_buffer(buffer._buf), np.int32)[:tensor.numel()].reshape(tensor.shape)
+  is_new = not buffer.is_allocated()
+  if is_new: buffer.allocate()
+  array = np.frombuffer(buffer.allocator._as_buffer(buffer._buf), dtype)[:tensor.numel()].reshape(tensor.shape)
+  if is_new: array[:] = 0
+  return array
 
 
 def read_names(module: Any, checkpoint: Any) -> None:
@@ -90,15 +94,14 @@ class Step:
 
 
 class LlamaDevice:
-  """Computes the LLaMA in a runner's folder. The cache holds K and V, (layers, 2, blocks * block_size, KV, D)."""
+  """Computes the LLaMA in a runner's folder. cache: the runner's K and V of each layer, (blocks * block_size, KV, D)."""
   def __init__(self, runner: Runner):
     self.config, self.weights = load(runner.model.embed_tokens.folder)
     self.heads, self.layers = self.config["num_attention_heads"], self.config["num_hidden_layers"]
     self.kv_heads = self.config.get("num_key_value_heads") or self.heads
     self.D = self.config.get("head_dim") or self.config["hidden_size"] // self.heads
     self.size = runner.config.block_size
-    self.cache = np.zeros((self.layers, 2, runner.num_blocks * self.size, self.kv_heads, self.D), np.float32)
-    self.written = np.zeros(runner.num_blocks * self.size, bool)
+    self.cache = [[array_of(x, np.float32).reshape(-1, self.kv_heads, self.D) for x in layer] for layer in runner.kv_caches]
     self.freqs = rope_frequencies(self.config, self.D)
 
   def norm(self, x: np.ndarray, name: str) -> np.ndarray:
@@ -116,8 +119,7 @@ class LlamaDevice:
       length = int(positions[-1]) + 1
       at = (step.tables[slot, :-(-length // self.size), None] * self.size + np.arange(self.size)).ravel()[:length]
       keys[at[positions]], values[at[positions]] = k[index], v[index]
-      self.written[at[positions]] = True
-      assert self.written[at].all(), "a position of the cache is read before it is written"
+      assert keys[at].any((1, 2)).all(), "a position of the cache is read before it is written"
       k_all, v_all = (np.repeat(x[at].swapaxes(0, 1), self.heads // self.kv_heads, 0) for x in (keys, values))   # (H, L, D)
       scores = q[index].swapaxes(0, 1) @ k_all.swapaxes(1, 2) / np.sqrt(self.D)            # (H, t, L)
       p = np.exp(np.where(positions[:, None] < np.arange(length), -np.inf, scores - scores.max(-1, keepdims=True)))
@@ -210,6 +212,9 @@ class FakeBackend(FastBackend):
   """A backend whose steps run on a fake device; all else is the extension's. devices: a fake device for each runner,
   an object with `run`; by default its LLaMA."""
   Linear, GateUp, Norm = Linear, GateUp, Norm
+
+  def kv_layout(self, model: Any, config: Any, dtype: Any) -> list[tuple[tuple[int, ...], Any]]:
+    return backend.Backend.kv_layout(self, model, config, dtypes.float32)
 
   def __init__(self) -> None:
     super().__init__()

@@ -1,0 +1,136 @@
+"""Change one operator, constant or condition of the product at a time, run the tests of its module, and print the share
+of changes that make a test fail, with the survivors.
+
+python tests/mutation/mutate.py [--sample N] [--only scheduler] [--jobs 2]
+
+Nothing on disk changes: each mutant is a forked process whose import system compiles the changed module. Strings,
+annotations, decorators, messages and log lines are not changed. survivors.txt lists known survivors, each with the
+reason why no test needs to see it."""
+import argparse
+import ast
+import concurrent.futures
+import importlib.abc
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CORE, EXTRA = "tinyvllm", "examples/tinyvllm_extra"
+# Source file -> files or folders of the default lane that test it, the most likely to fail first
+TARGETS = {f"{CORE}/scheduler.py": ["core"], f"{CORE}/request.py": ["core", "sampling"], f"{CORE}/runner.py": ["core"],
+           f"{CORE}/engine.py": ["core"], f"{CORE}/tokenizer.py": ["core", "text"], f"{EXTRA}/logits.py": ["sampling"],
+           f"{EXTRA}/structured_outputs.py": ["sampling"], f"{EXTRA}/speculation.py": ["sampling"],
+           f"{EXTRA}/prefix_cache.py": ["cache"], f"{EXTRA}/server/async_engine.py": ["serving"],
+           f"{EXTRA}/server/protocol.py": ["serving"]}
+PAIRS = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn),
+         (ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.LShift, ast.RShift),
+         (ast.BitOr, ast.BitAnd)]
+SWAPS: dict[type, type] = {**dict(PAIRS), **{b: a for a, b in PAIRS}, ast.Div: ast.Mult, ast.Mod: ast.FloorDiv}
+TIMEOUT = 300   # seconds for the tests of one mutant
+
+
+def untested_parts(node: ast.AST) -> list[Any]:
+  """Return the children that are not changed: annotations, decorators, messages, help texts and log lines."""
+  if isinstance(node, ast.JoinedStr): return node.values
+  parts = [getattr(node, name, None) for name in ("annotation", "returns")] + getattr(node, "decorator_list", [])
+  if isinstance(node, ast.Call):
+    function = ast.unparse(node.func)
+    if function.startswith("logger."): parts += node.args
+    if function == "option": parts += [*node.args[1:]]
+  return parts
+
+
+def changes(tree: ast.AST) -> Iterator[tuple[int, str, Callable[[], None]]]:
+  """Yield each possible change of a tree: its line, its description, and a function that makes it in place."""
+  nodes = [tree]
+  for node in nodes:
+    untested = untested_parts(node)
+    nodes += [child for child in ast.iter_child_nodes(node) if child not in untested]
+    line = getattr(node, "lineno", 0)
+
+    def swap(new: Any, node: Any = node, name: str = "op") -> Callable[[], None]:
+      return lambda: setattr(node, name, new)
+    if isinstance(node, ast.Compare):
+      for i, old in enumerate(node.ops):
+        ops = [*node.ops[:i], SWAPS[type(old)](), *node.ops[i + 1:]]
+        yield line, f"{type(old).__name__} -> {type(ops[i]).__name__}", swap(ops, name="ops")
+    elif isinstance(node, ast.BinOp | ast.BoolOp | ast.AugAssign) and type(node.op) in SWAPS:
+      op = SWAPS[type(node.op)]()
+      yield line, f"{type(node.op).__name__} -> {type(op).__name__}", swap(op)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool): yield line, f"not {node.value}", swap(
+      not node.value, name="value")
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+      yield line, f"{node.value} -> {node.value + 1}", swap(node.value + 1, name="value")
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):   # not x -> not not x
+      yield line, "not removed", swap(ast.UnaryOp(ast.Not(), node.operand), name="operand")
+    is_condition = isinstance(node, ast.If | ast.IfExp | ast.While)
+    if is_condition and not isinstance(node.test, ast.Compare | ast.BoolOp | ast.UnaryOp):
+      yield line, "condition negated", swap(ast.UnaryOp(ast.Not(), node.test), name="test")
+
+
+class Mutant(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+  """Imports one module from a changed tree."""
+  def __init__(self, path: str, tree: ast.AST):
+    self.path, self.tree = ROOT / path, tree
+    self.module = path.removeprefix("examples/").removesuffix(".py").replace("/", ".")
+
+  def find_spec(self, name: str, *_: Any) -> Any:
+    return importlib.util.spec_from_loader(name, self, origin=str(self.path)) if name == self.module else None
+  def get_source(self, fullname: str) -> str: return self.path.read_text()
+  def get_code(self, fullname: str) -> Any: return compile(self.tree, str(self.path), "exec")   # type: ignore[arg-type]
+
+
+def run_tests(path: str, index: int | None) -> int:
+  """Run the tests of a file in a fork, with its change number `index`, None for no change. Return the exit code."""
+  pid = os.fork()
+  if pid:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+  os.setpgid(0, 0)
+  signal.alarm(TIMEOUT)   # ends the process with a negative exit code
+  tree = ast.parse((ROOT / path).read_text())
+  if index is not None: [*changes(tree)][index][2]()
+  sys.meta_path.insert(0, Mutant(path, ast.fix_missing_locations(tree)))
+  output = os.open(os.devnull, os.O_WRONLY)
+  for stream in (1, 2): os.dup2(output, stream)
+  import pytest
+  code = pytest.main(["-x", "-n0", "-p", "no:cacheprovider", "-m", "not slow and not real",
+                      *[str(ROOT / "tests" / name) for name in TARGETS[path]]])
+  os._exit(int(code))
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--sample", type=int, default=24, help="changes per file, evenly spread; 0: all (default: 24)")
+  parser.add_argument("--only", default="", help="part of the source files' names (default: all files)")
+  parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
+  args = parser.parse_args()
+  import numpy, openai, fastapi, tinygrad, pytest   # noqa: E401, F401   # once, before the forks
+  known = (Path(__file__).parent / "survivors.txt").read_text()
+  total = killed = explained = 0
+  for path in [path for path in TARGETS if args.only in path]:
+    start = time.perf_counter()
+    source = (ROOT / path).read_text()
+    all_changes = [(line, text) for line, text, _ in changes(ast.parse(source))]
+    count = min(args.sample or len(all_changes), len(all_changes))
+    indices = [i * len(all_changes) // count for i in range(count)]
+    assert run_tests(path, None) == 0, f"the tests of {path} fail without a change"
+    with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
+      codes = [*pool.map(run_tests, [path] * count, indices)]
+    survivors = [all_changes[i] for i, code in zip(indices, codes, strict=True) if code == 0]
+    total, killed = total + count, killed + count - len(survivors)
+    seconds = time.perf_counter() - start
+    print(f"{path}: {count - len(survivors)} of {count} ({len(all_changes)} possible), {seconds:.0f} s")
+    for line, text in survivors:
+      name = f"{path.rpartition('/')[2]}: {source.splitlines()[line - 1].strip()}: {text}"
+      explained += name in known
+      print(f"  survived{' (known)' if name in known else ''}: {name}", flush=True)
+  print(f"mutation score: {killed} of {total} = {killed / total:.1%}; {explained} survivors are in survivors.txt")
+  return 0
+
+
+if __name__ == "__main__": sys.exit(main())
