@@ -10,7 +10,7 @@ from tinygrad import Tensor, dtypes
 from tinyvllm import backend
 from tinyvllm.runner import LOGITS, TOKENS, UNKNOWN, GraphKey, Runner
 from tinyvllm_extra.kernels import FastBackend
-from tinyvllm_extra.logits import ADJUSTMENTS, ALL, NUM_BEST, HiddenStatesPlan, LogitsPlan
+from tinyvllm_extra.logits import ADJUSTMENTS, NUM_BEST, HiddenStatesPlan, LogitsPlan
 
 from .models import load
 from .reference import reference_sampling_mask, rope_frequencies
@@ -34,7 +34,8 @@ def read_names(module: Any, checkpoint: Any) -> None:
 
 
 class Linear(backend.Linear):
-  def tensors(self) -> dict[str, Tensor]: return {"weight": self.weight} | ({} if self.bias is None else {"bias": self.bias})
+  def tensors(self) -> dict[str, Tensor]:
+    return {name: x for name, x in (("weight", self.weight), ("bias", self.bias)) if x is not None}
   def load(self, checkpoint: Any) -> None: read_names(self, checkpoint)
 
 
@@ -54,7 +55,8 @@ class Step:
     columns, self.rest = np.split(words, [(TOKENS.num_words + LOGITS.num_words) * T])
     tokens, rows = np.split(columns.reshape(-1, T), [TOKENS.num_words])
     self.tokens = dict(zip(TOKENS.dtype.names, tokens, strict=True))
-    self.rows = {name: row[:S].copy().view(LOGITS.dtype[name]) for name, row in zip(LOGITS.dtype.names, rows, strict=True)}
+    self.rows = {name: row[:S].copy().view(LOGITS.dtype[name])
+                 for name, row in zip(LOGITS.dtype.names, rows, strict=True)}
     self.plan = key.plan or LogitsPlan(runner.model.config.vocab_size, False, 0, False)
     self.tables, self.last = array_of(runner.block_tables), array_of(runner.last_tokens)
     self.padding = runner.config.max_num_seqs   # the slot of padding
@@ -67,7 +69,7 @@ class Step:
       blocks = self.tables[slot, self.tokens["position"][index] // runner.config.block_size]
       assert (self.tokens["block"][index] == blocks).all() and blocks.all(), "a token's block is not in its table"
     self.ids = ids
-    assert (0 <= ids).all() and (ids < self.plan.vocab_size).all(), "a token id out of range"
+    assert (ids >= 0).all() and (ids < self.plan.vocab_size).all(), "a token id out of range"
 
   def adjustments(self) -> np.ndarray:
     """Return the rows of ADJUSTMENTS without padding."""
@@ -94,14 +96,15 @@ class Step:
 
 
 class LlamaDevice:
-  """Computes the LLaMA in a runner's folder. cache: the runner's K and V of each layer, (blocks * block_size, KV, D)."""
+  """Computes the LLaMA in a runner's folder. cache: its K and V of each layer, (blocks * block_size, KV, D)."""
   def __init__(self, runner: Runner):
     self.config, self.weights = load(runner.model.embed_tokens.folder)
     self.heads, self.layers = self.config["num_attention_heads"], self.config["num_hidden_layers"]
     self.kv_heads = self.config.get("num_key_value_heads") or self.heads
     self.D = self.config.get("head_dim") or self.config["hidden_size"] // self.heads
     self.size = runner.config.block_size
-    self.cache = [[array_of(x, np.float32).reshape(-1, self.kv_heads, self.D) for x in layer] for layer in runner.kv_caches]
+    self.cache = [[array_of(x, np.float32).reshape(-1, self.kv_heads, self.D) for x in layer]
+                  for layer in runner.kv_caches]
     self.freqs = rope_frequencies(self.config, self.D)
 
   def norm(self, x: np.ndarray, name: str) -> np.ndarray:
@@ -120,7 +123,8 @@ class LlamaDevice:
       at = (step.tables[slot, :-(-length // self.size), None] * self.size + np.arange(self.size)).ravel()[:length]
       keys[at[positions]], values[at[positions]] = k[index], v[index]
       assert keys[at].any((1, 2)).all(), "a position of the cache is read before it is written"
-      k_all, v_all = (np.repeat(x[at].swapaxes(0, 1), self.heads // self.kv_heads, 0) for x in (keys, values))   # (H, L, D)
+      group = self.heads // self.kv_heads
+      k_all, v_all = (np.repeat(x[at].swapaxes(0, 1), group, 0) for x in (keys, values))   # (H, L, D)
       scores = q[index].swapaxes(0, 1) @ k_all.swapaxes(1, 2) / np.sqrt(self.D)            # (H, t, L)
       p = np.exp(np.where(positions[:, None] < np.arange(length), -np.inf, scores - scores.max(-1, keepdims=True)))
       out[index] = (p / p.sum(-1, keepdims=True) @ v_all).swapaxes(0, 1)

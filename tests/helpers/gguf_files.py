@@ -14,7 +14,6 @@ from .reference import rope_frequencies
 def ggml_blocks(x: np.ndarray, kind: Any) -> np.ndarray:
   """Quantize a matrix to a GGUF type. gguf cannot quantize to IQ4_NL and to types with super-blocks of 256: for them,
   return random blocks with scales of a typical size, independent of x."""
-  import gguf
   d_at = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0],
           "IQ4_XS": [0]}   # byte offsets of d and dmin in a block
   if kind.name not in d_at: return gguf.quants.quantize(np.ascontiguousarray(x, np.float32), kind)
@@ -35,7 +34,6 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
   float32. kind: GGUF type of the matrices; kinds: exceptions by name. tokenizer: gpt2, built from tokens and merges, or
   llama, the folder's tokenizer.model. tensors_per_file: limit, above which gguf splits the file. Return the first
   file."""
-  import gguf
   config, weights = load(folder)
   tokens = tokens or ["a", "b", "ab", *(f"t{i}" for i in range(config["vocab_size"] - 3))]
   arch = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(config["architectures"][0], "llama")

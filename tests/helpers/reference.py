@@ -1,5 +1,5 @@
-"""References without any of the package's code: a plain numpy LLaMA, greedy decoding, sampling by sorting, and quantized K
-and V."""
+"""References without any of the package's code: a plain numpy LLaMA, greedy decoding, sampling by sorting, and
+quantized K and V."""
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path

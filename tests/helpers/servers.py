@@ -1,5 +1,5 @@
-"""Servers for tests: `Server` is a process, started as users start it, `LocalServer` a thread of this process, which starts
-in milliseconds and may use the fake device. Both answer over HTTP on a free port, with the same methods."""
+"""Servers for tests: `Server` is a process, started as users start it, `LocalServer` a thread of this process, which
+starts in milliseconds and may use the fake device. Both answer over HTTP on a free port, with the same methods."""
 import contextlib
 import io
 import json
@@ -176,7 +176,7 @@ class LocalServer(Client):
     self.server = app.Server(folder, engine, config)
     self.stderr = io.StringIO()
     self.handler = logging.StreamHandler(self.stderr)
-    for name in ("tinyvllm", "uvicorn.error"): logging.getLogger(name).addHandler(self.handler)   # uvicorn has set its own
+    for name in ("tinyvllm", "uvicorn.error"): logging.getLogger(name).addHandler(self.handler)   # after uvicorn's own
     self.thread = threading.Thread(target=self.server.run, daemon=True)
     self.thread.start()
     wait_until(lambda: self.server.started or not self.thread.is_alive(), "the server listens", seconds)
