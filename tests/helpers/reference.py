@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import sentencepiece
 
-from .models import load
+from .models import load, sentencepiece_model
 
 
 def rope_frequencies(config: dict[str, Any], D: int) -> np.ndarray:
@@ -125,3 +126,47 @@ def reference_probabilities(logits: np.ndarray, temperature: float) -> np.ndarra
 def cut_after_end_token(ids: list[int], ends: Iterable[int]) -> list[int]:
   """Return the ids up to and including the first end token."""
   return next((ids[:i + 1] for i, x in enumerate(ids) if x in ends), ids)
+
+
+def chi_square_passes(ids, p):
+  """Return True if the counts of ids fit the probabilities p: chi-square test with Wilson-Hilferty's critical value at
+  1e-4. Rare ids form one group."""
+  counts, expected = np.bincount(ids, minlength=len(p)).astype(float), len(ids) * p
+  rare = expected < 5
+  groups = [(counts[i], expected[i]) for i in np.flatnonzero(~rare)]
+  if expected[rare].sum() >= 5: groups.append((counts[rare].sum(), expected[rare].sum()))
+  statistic, freedom = sum((c - e)**2 / e for c, e in groups), max(1, len(groups) - 1)
+  critical = freedom * (1 - 2 / (9 * freedom) + 3.719 * np.sqrt(2 / (9 * freedom)))**3
+  return statistic <= critical
+
+
+# Fields that change logits
+
+SPM = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
+N, END = 18, 302   # generated tokens; an end token that occurs in greedy outputs
+
+
+def encodings(words, encode=SPM.EncodeAsIds):   # with and without a leading space, as in vLLM
+  pairs = [(encode(word), encode(" " + word)) for word in words]
+  return [ids for a, b in pairs for ids in ([a, b] if len(a) == len(b) and a[0] != b[0] else [a])]
+
+
+def end_ids(options):
+  return {*options.get("stop_token_ids", []), *([] if options.get("ignore_eos", True) else [2, END])}
+
+
+def changed(logits, prompt_ids, output_ids, options, encode=SPM.EncodeAsIds):
+  """Return the logits, (V,), of one step after the adjustments that the options ask for."""
+  x, bias = logits.copy(), {int(i): value for i, value in options.get("logit_bias", {}).items()}
+  banned = end_ids(options) if len(output_ids) < options.get("min_tokens", 0) else set()
+  for *first, last in encodings(options.get("bad_words", []), encode):
+    if len(output_ids) >= len(first) and output_ids[len(output_ids) - len(first):] == first: banned.add(last)
+  candidates = options.get("allowed_token_ids", range(len(x)))
+  candidates = [i for i in candidates if i not in banned] or candidates
+  for i in range(len(x)):
+    x[i] += bias.get(i, 0)
+    if i in prompt_ids or i in output_ids:
+      x[i] *= options.get("repetition_penalty", 1.0) ** (-1 if x[i] > 0 else 1)
+    x[i] -= options.get("frequency_penalty", 0) * output_ids.count(i)
+    x[i] -= options.get("presence_penalty", 0) * (i in output_ids)
+  return np.where(np.isin(np.arange(len(x)), candidates), x, -np.inf)

@@ -206,3 +206,38 @@ class LocalServer(Client):
   def __enter__(self) -> "LocalServer": return self
   def __exit__(self, *error: Any) -> None:
     if self.thread.is_alive(): self.stop()
+
+
+def checked(server: Any) -> Iterator[Any]:
+  """Yield the server. At the end of the module, check that it is idle and that SIGTERM makes it exit with 0."""
+  with server:
+    yield server
+    # The server detects a disconnect in the last test within one step
+    wait_until(lambda: server.metrics()["num_requests_running"] == server.metrics()["kv_cache_usage_perc"] == 0,
+               "no request runs, and all blocks are free", 20)
+    assert server.stop() == 0, server.log
+    assert "Traceback" not in server.log, server.log
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+  """Check the format of an error response, and return its error object."""
+  assert response.status_code == status, response.text
+  assert response.headers["content-type"] == "application/json"
+  body = response.json()
+  assert set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}, body
+  error = body["error"]
+  assert error["code"] == status and error["type"] == TYPES[status] and error["message"], error
+  assert "Traceback" not in error["message"]
+  return error
+
+
+TYPES = {400: "BadRequestError", 401: "UnauthorizedError", 404: "NotFoundError", 405: "MethodNotAllowedError",
+         413: "RequestEntityTooLargeError", 429: "TooManyRequestsError", 431: "RequestHeaderFieldsTooLargeError",
+         500: "InternalServerError", 501: "NotImplementedError", 503: "ServiceUnavailableError"}
+
+
+def stream(server: "Client", path: str, body: Any, **options: Any) -> list[Any]:
+  """Return all events of a streamed response."""
+  with server.stream(path, body, **options) as response:
+    assert response.status_code == 200 and response.headers["content-type"].split(";")[0] == "text/event-stream"
+    return list(events(response.iter_lines()))

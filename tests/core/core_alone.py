@@ -1,0 +1,108 @@
+"""Run the core in a process that can import only its dependencies. Prints one JSON object: the traceback of each
+milestone ("" if it passes), and the error type and message of each feature that needs the extension.
+
+python tests/core_alone.py MODEL_DIR MODEL_DIR_WITH_TOKENIZER_JSON MILESTONE..."""
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ALLOWED = {*sys.stdlib_module_names, "tinygrad", "numpy", "safetensors", "sentencepiece",
+           "tinyvllm", "milestones", "helpers"}
+
+
+def is_allowed(name: str) -> bool: return name.partition(".")[0] in ALLOWED or name.startswith("_sysconfigdata_")
+
+
+class Blocker:
+  """An import hook that raises ModuleNotFoundError for packages outside ALLOWED."""
+  @staticmethod
+  def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+    if is_allowed(name): return
+    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+for name in [name for name in sys.modules if not is_allowed(name) and name != "__main__"]:
+  del sys.modules[name]   # a virtual environment may import some at startup
+sys.modules["tinyvllm_extra"] = None   # type: ignore[assignment]   # its import fails
+sys.meta_path.insert(0, Blocker)       # type: ignore[arg-type]
+
+import milestones   # noqa: E402
+import tinyvllm     # noqa: E402
+from tinyvllm import LLM, SamplingParams, engine, request   # noqa: E402
+
+
+class CountingScheduler(engine.Scheduler):
+  """A scheduler that counts preemptions and generated tokens, as the extension's metrics do."""
+  num_preemptions = num_generated = 0
+
+  def preempt(self, seq: request.Sequence) -> None:
+    self.num_preemptions += 1
+    super().preempt(seq)
+
+  def update(self, computed: dict[request.Sequence, range], sampled: dict[request.Sequence, int]) -> None:
+    self.num_generated += len(sampled)
+    super().update(computed, sampled)
+
+
+def get_metrics(llm: LLM) -> dict[str, Any]:
+  scheduler: Any = llm.scheduler
+  return {"num_preemptions": scheduler.num_preemptions, "generation_tokens": scheduler.num_generated,
+          "blocks_used": llm.blocks.num_used(), "num_requests_running": len(scheduler.running)}
+
+
+def run_milestones(folder: Path, names: list[str]) -> dict[str, str]:
+  runs: dict[str, Callable[[], None]] = {
+    "hello": milestones.hello,
+    "paged_attention": lambda: milestones.paged_attention(tinyvllm.Backend()),
+    "ten_requests": lambda: milestones.ten_requests(folder, get_metrics),
+    "continuous_batching": lambda: milestones.continuous_batching(folder),
+    "paging": lambda: milestones.paging(folder, get_metrics),
+    "streaming": lambda: milestones.streaming(folder, get_metrics)}
+  tracebacks = {}
+  for name in names:
+    tracebacks[name] = ""
+    try: runs[name]()
+    except Exception: tracebacks[name] = traceback.format_exc()
+  return tracebacks
+
+
+def get_feature_errors(folder: Path, json_folder: Path) -> dict[str, tuple[str, str]]:
+  llm: Any = LLM(folder, **milestones.ONE)   # type: ignore[arg-type]
+  cat: Any = {"messages": [{"role": "user", "content": "the cat"}]}
+  speculation = {"method": "ngram", "num_speculative_tokens": 2}
+  def load(path: Path = folder, **options: Any) -> LLM: return LLM(path, **milestones.ONE, **options)
+  uses: dict[str, Callable[[], Any]] = {
+    "logprobs": lambda: SamplingParams(**{"logprobs": 1}),   # type: ignore[arg-type]
+    "messages": lambda: llm.generate(cat),
+    "speculative_config": lambda: load(speculative_config=speculation),
+    "tensor_parallel_size": lambda: load(tensor_parallel_size=2),
+    "quantization": lambda: load(quantization="int8"),
+    "kv_cache_dtype": lambda: load(kv_cache_dtype="int8"),
+    "cudagraph_capture_sizes": lambda: load(cudagraph_capture_sizes=[8]),
+    "gguf": lambda: load(folder / "model.gguf"),
+    "tokenizer.json": lambda: load(json_folder),
+    "skip_special_tokens": lambda: llm.generate("the cat", SamplingParams(skip_special_tokens=False, max_tokens=2)),
+    "AsyncLLM": lambda: tinyvllm.AsyncLLM,
+    "chat": lambda: llm.chat(cat["messages"]),
+    "step": lambda: llm.step(),
+    "get_metrics": lambda: llm.get_metrics()}
+  errors = {}
+  for name, use in uses.items():
+    errors[name] = ("", "")
+    try: use()
+    except Exception as e: errors[name] = (type(e).__name__, str(e))
+  return errors
+
+
+if __name__ == "__main__":
+  assert SamplingParams is request.SamplingParams and importlib.util.find_spec("tinyvllm_extra") is None
+  llm_class: Any = LLM
+  llm_class.scheduler_class = CountingScheduler
+  folder, json_folder = map(Path, sys.argv[1:3])
+  report = {"milestones": run_milestones(folder, sys.argv[3:]), "errors": get_feature_errors(folder, json_folder)}
+  names = {name.partition(".")[0] for name, module in sys.modules.items() if module}
+  print(json.dumps(report | {"packages": sorted(names - sys.stdlib_module_names)}))

@@ -1,0 +1,79 @@
+"""The core with its dependencies only: it passes the milestones with its plain backend, and each feature that needs the
+extension raises a one-line error that names tinyvllm_extra."""
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.models import tiny_model
+
+ROOT = Path(__file__).parents[2]
+DEPENDENCIES = {"tinygrad", "numpy", "safetensors", "sentencepiece"}
+ENVIRONMENT = {**os.environ, "DEV": "CPU", "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "tests"]))}
+
+
+QUICK = ["hello", "paged_attention"]
+SLOW = ["ten_requests", "continuous_batching", "paging", "streaming"]   # lower many kernels in each process
+
+
+def run_alone(tmp_path_factory, names):
+  """Run core_alone.py, and return its report."""
+  folder = tiny_model(tmp_path_factory.mktemp("model"))
+  json_folder = tiny_model(tmp_path_factory.mktemp("json"), tokenizer=False)
+  (json_folder / "tokenizer.json").write_text("{}")
+  run = subprocess.run([sys.executable, ROOT / "tests" / "core_alone.py", folder, json_folder, *names], env=ENVIRONMENT,
+                       capture_output=True, text=True, timeout=240)
+  assert run.returncode == 0, run.stderr
+  return json.loads(run.stdout)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory): return run_alone(tmp_path_factory, QUICK)
+
+
+@pytest.fixture(scope="module")
+def slow_milestones(tmp_path_factory): return run_alone(tmp_path_factory, SLOW)["milestones"]
+
+
+def test_core_alone_imports_its_dependencies(alone):
+  packages = {name for name in alone["packages"] if not name.startswith("_sysconfigdata_")}
+  assert packages >= {*DEPENDENCIES, "tinyvllm"}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_core_alone_passes_milestone(alone, name): assert not alone["milestones"][name], alone["milestones"][name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_core_alone_passes_slow_milestone(slow_milestones, name):
+  assert not slow_milestones[name], slow_milestones[name]
+
+
+@pytest.mark.parametrize("feature, error, part", [
+  ("logprobs", "InputError", "'logprobs'"), ("messages", "ImportError", "huggingface"),
+  ("speculative_config", "ImportError", "speculation"), ("tensor_parallel_size", "ImportError", "parallel"),
+  ("quantization", "InputError", "quantization='int8'"), ("kv_cache_dtype", "InputError", "kv_cache_dtype='int8'"),
+  ("cudagraph_capture_sizes", "ImportError", "graphs"), ("gguf", "InputError", "GGUF"),
+  ("tokenizer.json", "InputError", "tokenizer.model"), ("skip_special_tokens", "ImportError", "huggingface"),
+  ("AsyncLLM", "ImportError", "AsyncLLM"), ("chat", "ImportError", "chat"), ("step", "ImportError", "step"),
+  ("get_metrics", "ImportError", "get_metrics")])
+def test_extension_feature_in_core_raises_error_naming_tinyvllm_extra(alone, feature, error, part):
+  error_type, message = alone["errors"][feature]
+  assert error_type == error, message
+  assert part in message and "tinyvllm_extra" in message and "\n" not in message
+
+
+def test_command_line_without_extension_exits_with_error_naming_it(tmp_path):
+  shutil.copytree(ROOT / "tinyvllm", tmp_path / "tinyvllm", ignore=shutil.ignore_patterns("__pycache__"))
+  block = "import sys\nsys.modules['tinyvllm_extra'] = None\n"   # the environment may have it installed
+  (tmp_path / "sitecustomize.py").write_text(block)
+  run = subprocess.run([sys.executable, "-m", "tinyvllm", "generate", "Hello"], cwd=tmp_path, capture_output=True,
+                       env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True, timeout=60)
+  assert run.returncode == 1 and run.stdout == ""
+  last_line = run.stderr.splitlines()[-1]
+  assert last_line.startswith("ImportError: cli ") and "tinyvllm_extra" in last_line
+  assert "pip install tinyvllm" in last_line

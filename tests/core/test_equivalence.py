@@ -1,0 +1,93 @@
+"""The core's plain backend and the extension's fast one give equal token ids in float32: prefill chunks, decode, prefix
+cache hits, preemption, sampling and logits features, for several model architectures."""
+import pytest
+from helpers.models import tiny_model
+from helpers.parameters import slow
+
+import tinyvllm
+from tinyvllm import LLM, SamplingParams
+from tinyvllm_extra.kernels import FastBackend
+
+# Graphs of 1, 2 and 4 tokens. 11 blocks are too few for four sequences, but enough for any single one
+OPTIONS = {"dtype": "float32", "max_model_len": 64, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 4,
+           "num_gpu_blocks_override": 12}
+MODELS = {
+  "llama": {},
+  "qwen3_tied": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "tie_word_embeddings": True},
+  "biases": {"attention_bias": True, "mlp_bias": True}}
+PROMPTS = [[3, 7, 11], [5, 6, 7, 8, 9, 10, 12, 13, 14], [4] * 8, [21, 22, 23, 24, 25]]   # up to three chunks
+
+
+class Pair:
+  """Two engines with the same model and different backends."""
+  def __init__(self, folder, **options):
+    self.plain = LLM(folder, backend=tinyvllm.Backend(), **OPTIONS | options)
+    self.fast = LLM(folder, **OPTIONS | options)
+    assert type(self.plain.backend) is tinyvllm.Backend and isinstance(self.fast.backend, FastBackend)
+
+  def generate(self, prompts, **params):
+    """Check that both engines give equal ids, numbers of cached tokens and finish reasons. Returns pairs of fast and
+    plain outputs."""
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **params})
+    jobs = [{"prompt_token_ids": ids} for ids in prompts]
+    expected, outputs = [llm.generate(jobs, params, use_tqdm=False) for llm in (self.plain, self.fast)]
+    assert [summary(output) for output in outputs] == [summary(output) for output in expected]
+    return list(zip(outputs, expected, strict=True))
+
+
+def summary(output):
+  return output.num_cached_tokens, [(sample.token_ids, sample.finish_reason) for sample in output.outputs]
+
+
+def num_preemptions(llm): return llm.get_metrics()["num_preemptions"]
+
+
+@pytest.fixture(scope="module", params=["llama", *slow("qwen3_tied", "biases")])
+def pair(request, tmp_path_factory):
+  return Pair(tiny_model(tmp_path_factory.mktemp(request.param), **MODELS[request.param]))
+
+
+@pytest.fixture(scope="module")
+def sampling_pair(tmp_path_factory):
+  """A pair with only two graph shapes: the plain sampler has many kernels."""
+  return Pair(tiny_model(tmp_path_factory.mktemp("llama")), max_num_seqs=2, max_num_batched_tokens=2)
+
+
+def test_prefill_chunks_and_decode_give_equal_ids(pair):
+  for prompt in PROMPTS: pair.generate([prompt])
+
+
+def test_prefix_cache_hits_give_equal_ids(pair):
+  pair.generate([PROMPTS[1]])
+  (output, _), = pair.generate([[*PROMPTS[1], 31]])
+  assert output.num_cached_tokens == 8
+
+
+def test_preempted_batch_gives_equal_ids(pair):
+  before = num_preemptions(pair.plain), num_preemptions(pair.fast)
+  pair.generate(PROMPTS, max_tokens=12)
+  assert num_preemptions(pair.plain) > before[0] and num_preemptions(pair.fast) > before[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", [{"top_k": 5}, {"top_p": 0.8}, {"top_k": 40, "top_p": 0.9, "min_p": 0.05}], ids=str)
+def test_seeded_sampling_gives_equal_ids(sampling_pair, fields):
+  outputs = sampling_pair.generate(PROMPTS[:2], temperature=0.9, seed=7, **fields)
+  other_seed = sampling_pair.generate(PROMPTS[:2], temperature=0.9, seed=8, **fields)
+  assert summary(outputs[0][0]) != summary(other_seed[0][0]), "the seed must have an effect"
+
+
+@pytest.mark.slow
+def test_two_samples_give_equal_ids(sampling_pair):
+  (output, _), = sampling_pair.generate([PROMPTS[1]], n=2, temperature=0.9, top_k=50, seed=3)
+  first, second = output.outputs
+  assert first.token_ids != second.token_ids
+
+
+@pytest.mark.slow
+def test_logprobs_with_penalties_are_equal(sampling_pair):
+  fields = {"logprobs": 2, "repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.4}
+  (output, expected), = sampling_pair.generate([PROMPTS[0]], max_tokens=5, **fields)
+  for fast, plain in zip(output.outputs[0].logprobs, expected.outputs[0].logprobs, strict=True):
+    assert fast.keys() == plain.keys() and len(fast) >= 2
+    for token in fast: assert fast[token].logprob == pytest.approx(plain[token].logprob, abs=1e-4)

@@ -1,0 +1,345 @@
+"""Failed steps: no token is lost or repeated, no block without computed K and V is cached, and the engine continues."""
+import dis
+import functools
+import inspect
+import itertools
+import random
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from helpers.engines import ENGINE, assert_same_outputs, check_invariants, set_overlap
+from helpers.faults import Failed, PLACES, break_steps, fail_once, finish, step
+from helpers.parameters import slow
+from helpers.reference import reference_greedy
+from helpers.requests import greedy, ids_of, prompt, tokens
+
+import tinyvllm.engine
+from tinyvllm import LLM, SamplingParams
+
+BS = ENGINE["block_size"]
+
+
+@pytest.fixture(params=["", "overlapped", *slow("early")], ids=["plain", "overlapped", "early"])
+def overlaps(request): return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(words_folder): return words_folder
+
+
+@pytest.fixture
+def engine(words_llm, monkeypatch, overlaps):
+  """An engine with room for all requests."""
+  set_overlap(monkeypatch, words_llm.runner, overlaps)
+  yield words_llm
+  for name in list(words_llm.requests): words_llm.abort_request(name)   # so that later tests do not fail, too
+
+
+@pytest.fixture(scope="module")
+def small_words_llm(folder): return LLM(folder, num_gpu_blocks_override=13, **ENGINE)
+
+
+@pytest.fixture
+def small_engine(small_words_llm, monkeypatch, overlaps):
+  """An engine with 12 blocks of 4 tokens."""
+  set_overlap(monkeypatch, small_words_llm.runner, overlaps)
+  yield small_words_llm
+  for name in list(small_words_llm.requests): small_words_llm.abort_request(name)
+
+
+def check_outputs(folder, last, jobs):
+  """Check that each request finished with the reference ids. jobs: name -> prompt, length."""
+  assert {name: ids_of(output) for name, output in last.items()} == {
+    name: reference_greedy(folder, *job) for name, job in jobs.items()}
+  assert all(output.finished for output in last.values())
+  assert all(output.metrics.num_generated == len(ids_of(output)) for output in last.values())
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_failed_step_loses_and_repeats_no_token(engine, folder, monkeypatch, overlaps, place):
+  """Each of the first eight steps fails once; a request gets its last token in almost every one."""
+  for number in range(1, 9):
+    lengths = {"a": (3, 1), "b": (20, 2), "c": (4, 3), "d": (1, 5), "e": (7, 7)}
+    jobs = {name: (prompt(length, place, overlaps, number, name), n) for name, (length, n) in lengths.items()}
+    for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
+    with monkeypatch.context() as patch:
+      break_steps(engine, patch, fail_once(place, number))
+      last, failures = finish(engine)
+    assert failures == 1, f"{place} {number} must fail"
+    check_outputs(folder, last, jobs)
+    again = engine.generate([tokens(ids) for ids, _ in jobs.values()], [greedy(n) for _, n in jobs.values()])
+    check_outputs(folder, dict(zip(jobs, again, strict=True)), jobs)
+    assert_same_outputs([last[name] for name in jobs], again)
+
+
+@pytest.mark.parametrize("place", ["launch", "compute", "read"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_failed_step_caches_no_blocks(engine, folder, monkeypatch, overlaps, place, number):
+  """A prompt that takes three steps of 16 tokens."""
+  ids, last = prompt(11 * BS, place, number, overlaps), {}
+  jobs = {name: (ids, 6) for name in "abc"}
+  with monkeypatch.context() as patch:
+    break_steps(engine, patch, fail_once(place, number))
+    engine.add_request("a", tokens(ids), greedy(6))
+    while not step(engine, last): pass
+  engine.add_request("b", tokens(ids), greedy(6))
+  for _ in range(2): step(engine, last)
+  engine.add_request("c", tokens(ids), greedy(6))
+  last, _ = finish(engine, last)
+  check_outputs(folder, last, jobs)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_generate_failed_step_raises_and_aborts_all_requests(engine, folder, monkeypatch, overlaps, place):
+  jobs = {i: (prompt(6 * i + 3, place, overlaps, i), 2 * i + 2) for i in range(3)}
+  arguments = [tokens(ids) for ids, _ in jobs.values()], [greedy(n) for _, n in jobs.values()]
+  for number in (1, 2, 3):
+    with monkeypatch.context() as patch:
+      break_steps(engine, patch, fail_once(place, number))
+      with pytest.raises(Failed, match=place): engine.generate(*arguments)
+    assert not engine.has_unfinished_requests()
+    check_invariants(engine)
+    check_outputs(folder, dict(enumerate(engine.generate(*arguments))), jobs)
+
+
+@pytest.mark.parametrize("place", ["amid update", "after update"])
+def test_failed_step_loses_no_logprobs(engine, monkeypatch, overlaps, place):
+  for number in (1, 2, 3):
+    jobs = {name: tokens(prompt(3, place, overlaps, number, name)) for name in "ab"}
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)
+    for name, job in jobs.items(): engine.add_request(name, job, params)
+    with monkeypatch.context() as patch:
+      break_steps(engine, patch, fail_once(place, number))
+      last, failures = finish(engine, limit=50)
+    assert failures == 1
+    for name, output in zip(jobs, engine.generate([*jobs.values()], params), strict=True):
+      (completion,), (expected,) = last[name].outputs, output.outputs
+      assert completion.token_ids == [next(iter(logprobs)) for logprobs in completion.logprobs] == expected.token_ids
+      assert completion.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("place", ["schedule", "start_step", "update"])
+def test_stream_closed_during_a_step_ends_in_next_step(small_engine, folder, monkeypatch, overlaps, place):
+  """A garbage collection may close a stream at any time, also in another request's step."""
+  stream = small_engine.generate_stream(tokens(prompt(6, overlaps, place)), greedy(9))
+  next(stream)
+  small_engine.add_request("other", tokens(prompt(5, overlaps, place)), greedy(4))
+  scheduler = small_engine.scheduler
+  call = getattr(scheduler, place)
+
+  def close_stream_after(*args):
+    result = call(*args)
+    stream.close()
+    return result
+  with monkeypatch.context() as patch:
+    patch.setattr(scheduler, place, close_stream_after)
+    small_engine.step()
+  last, _ = finish(small_engine, {})
+  assert ids_of(last["other"]) == reference_greedy(folder, prompt(5, overlaps, place), 4)
+  assert not small_engine.requests and small_engine.blocks.num_used() == 0
+
+
+def test_failed_step_of_one_stream_does_not_end_the_other(engine, folder, monkeypatch, overlaps):
+  ids = [prompt(5, overlaps, i) for i in range(2)]
+  other, broken = (engine.generate_stream(tokens(ids[i]), greedy(8)) for i in range(2))
+  other_ids = [*ids_of(next(other)), *ids_of(next(other))]
+  next(broken)
+  with monkeypatch.context() as patch:
+    break_steps(engine, patch, fail_once("launch", 1))
+    with pytest.raises(Failed): next(broken)
+  assert [*other_ids, *(i for output in other for i in ids_of(output))] == reference_greedy(folder, ids[0], 8)
+  check_invariants(engine)
+
+
+# requests aborted during a failed step
+
+@pytest.mark.parametrize("place", ["launch", "compute"])
+def test_request_aborted_at_failed_launch_stays_aborted(engine, folder, monkeypatch, overlaps, place):
+  jobs, last = {name: (prompt(9, place, overlaps, name), 6) for name in "abc"}, {}
+  for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
+  for _ in range(2): step(engine, last)
+  with monkeypatch.context() as patch:
+    break_steps(engine, patch, fail_once(place, 1))
+    launch = engine.runner.launch
+    patch.setattr(engine.runner, "launch", lambda step: (engine.abort_request("b"), launch(step))[1])
+    while not step(engine, last): pass
+  last, _ = finish(engine, last)
+  if "b" in last: assert not last.pop("b").finished
+  del jobs["b"]
+  check_outputs(folder, last, jobs)
+
+
+def test_request_aborted_before_failed_read_stays_aborted(engine, folder, monkeypatch, overlaps):
+  jobs, last = {name: (prompt(9, overlaps, name), 6) for name in "abc"}, {}
+  for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
+  for _ in range(2): step(engine, last)
+  engine.abort_request("b")
+  with monkeypatch.context() as patch:
+    break_steps(engine, patch, lambda place: place in ("compute", "read"))
+    assert step(engine, last) or step(engine, last), "an overlapped step is read in the next one"
+  last, _ = finish(engine, last)
+  if "b" in last: assert not last.pop("b").finished
+  del jobs["b"]
+  check_outputs(folder, last, jobs)
+
+
+@pytest.mark.parametrize("place", ["launch", "compute"])
+def test_failed_step_caches_no_blocks_of_aborted_request(engine, folder, monkeypatch, overlaps, place):
+  ids, last = prompt(3 * BS + 1, place, overlaps), {}
+  engine.add_request("a", tokens(ids), greedy(6))
+  with monkeypatch.context() as patch:
+    break_steps(engine, patch, fail_once(place, 1))
+    launch = engine.runner.launch
+    patch.setattr(engine.runner, "launch", lambda step: (engine.abort_request("a"), launch(step))[1])
+    step(engine, last)
+    engine.add_request("b", tokens(ids), greedy(6))
+    last, _ = finish(engine, last)
+  check_outputs(folder, last, {"b": (ids, 6)})
+  assert last["b"].num_cached_tokens == 0
+
+
+# random failures
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_failures_change_no_output(small_engine, folder, monkeypatch, overlaps, seed):
+  """About eight requests at once in a pool of 12 blocks; about one step in five fails."""
+  rng, jobs, last, failures = random.Random(seed), {}, {}, 0
+  before = small_engine.get_metrics()["num_preemptions"]
+  prompts = [[*prompt(2 * BS, seed, overlaps, i % 2), *prompt(n, seed, overlaps, i)]
+             for i, n in enumerate((1, 4, 7, 11, 16, 20))] + [prompt(3, seed, overlaps)]
+  with monkeypatch.context() as patch:
+    break_steps(small_engine, patch, lambda place: rng.random() < 0.05)
+    for i in range(200):
+      draw, live = rng.random(), [name for name in jobs if not (name in last and last[name].finished)]
+      if draw < 0.3 and len(live) < 8:
+        jobs[str(i)] = rng.choice(prompts), rng.choice((1, 2, 5, 12))
+        small_engine.add_request(str(i), tokens(jobs[str(i)][0]), greedy(jobs[str(i)][1]))
+      elif draw < 0.35 and live:
+        small_engine.abort_request(victim := rng.choice(live))
+        del jobs[victim]
+        last.pop(victim, None)
+      else: failures += step(small_engine, last)
+    last, more = finish(small_engine, last)
+  check_outputs(folder, last, jobs)
+  assert len(jobs) > 10 and failures + more > 20 and small_engine.get_metrics()["num_preemptions"] > before
+
+
+def test_failed_output_is_returned_by_the_next_step(engine, folder, monkeypatch, overlaps):
+  """Outputs are created after the tokens are appended: if that fails, the next step returns the finished request."""
+  jobs = {name: (prompt(length, overlaps, name, "untold"), n) for name, length, n in (("a", 5, 1), ("b", 3, 4))}
+  for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
+  make_output = tinyvllm.engine.Request.output
+  for last_name in ("a", "b"):
+    def output(request, delta=False, last_name=last_name):
+      if request.request_id == last_name and request.finished: raise Failed("output")
+      return make_output(request, delta)
+    last = {}
+    with monkeypatch.context() as patch:
+      patch.setattr(tinyvllm.engine.Request, "output", output)
+      with pytest.raises(Failed, match="output"):
+        while engine.has_unfinished_requests(): last |= {output.request_id: output for output in engine.step()}
+    assert last_name not in last or not last[last_name].finished
+    outputs = {output.request_id: output for output in engine.step()}
+    assert outputs[last_name].finished and ids_of(outputs[last_name]) == reference_greedy(folder, *jobs[last_name])
+  assert not engine.has_unfinished_requests()
+
+
+# interrupts
+
+PACKAGE = str(Path(tinyvllm.__file__).parent)
+CHECKED_OPCODES = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "JUMP_BACKWARD"}
+
+
+@functools.cache
+def signal_check_offsets(code):
+  """The bytecode offsets, except a function's start, at which CPython checks for signals."""
+  return {instruction.offset for instruction in dis.get_instructions(code) if instruction.opname in CHECKED_OPCODES}
+
+
+class Interrupt:
+  """Raises Failed where Ctrl-C could: where CPython checks for signals in the package's functions, which is at the
+  start of a function, at the end of a loop's iteration and after a call of native code. place: the function and line,
+  and the number of the visit at which to raise; None: never. num_visits: number of visits by function and line."""
+  def __init__(self, place=None): self.place, self.num_visits, self.last_offset = place, Counter(), {}
+
+  def __enter__(self):
+    sys._getframe().f_trace_opcodes = True   # Python 3.12 needs it set first
+    sys.settrace(self.trace)
+
+  def __exit__(self, *error):
+    sys.settrace(None)
+    self.last_offset.clear()
+
+  def trace(self, frame, event, argument):
+    if event == "call":
+      self.last_offset.pop(frame.f_back, None)   # the caller called Python code
+      if not frame.f_code.co_filename.startswith(PACKAGE): return None
+      frame.f_trace_opcodes = True
+      if not frame.f_code.co_flags & inspect.CO_GENERATOR: self.count_visit(frame)   # the call may close a generator
+    if event == "opcode":
+      if self.last_offset.get(frame) in signal_check_offsets(frame.f_code): self.count_visit(frame)
+      self.last_offset[frame] = frame.f_lasti
+    return self.trace
+
+  def count_visit(self, frame):
+    line = f"{frame.f_code.co_qualname}, line {frame.f_lineno}"
+    self.num_visits[line] += 1
+    if (line, self.num_visits[line]) == self.place: raise Failed(line)
+
+
+def run_interrupted(engine, step=None, place=None):
+  """Step until all requests finish; interrupt step number `step` at `place` unless they are None. Return each request's
+  last output, the number of visits by line in each step, and whether a step was interrupted."""
+  last, visits_by_step, interrupted = {}, [], False
+  while engine.has_unfinished_requests():
+    interrupt = Interrupt(place if step == len(visits_by_step) else None)   # Python 3.13 traces late: watch all steps
+    try:
+      with interrupt: last |= {output.request_id: output for output in engine.step()}
+    except Failed: interrupted = True
+    visits_by_step.append(interrupt.num_visits)
+    check_invariants(engine)
+    assert len(visits_by_step) < 60, "the requests do not finish"
+  return last, visits_by_step, interrupted
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("overlaps", "more"), [("overlapped", 0), *slow(("overlapped", 1), ("", 0), ("early", 0))],
+                         indirect=["overlaps"])
+def test_interrupt_anywhere_in_a_step_loses_no_token(small_engine, folder, overlaps, more):
+  """Interrupts each line at its last visit, and at `more` random ones. The steps contain prefill chunks, sequences that
+  finish and a preempted one. A request that finishes in a step interrupted on return may never be returned."""
+  salts = itertools.count()
+
+  def run_with_interrupt(*step_and_place):
+    jobs = {name: (prompt(length, overlaps, more, next(salts)), n)
+            for name, length, n in (("a", 22, 6), ("b", 20, 5), ("c", 3, 1))}
+    seqs = {}
+    for name, (ids, n) in jobs.items():
+      small_engine.add_request(name, tokens(ids), greedy(n))
+      seqs[name] = small_engine.scheduler.waiting[-1]
+    last, visits_by_step, interrupted = run_interrupted(small_engine, *step_and_place)
+    assert all(seq.finish_reason == "length" for seq in seqs.values())
+    expected = {name: reference_greedy(folder, *job) for name, job in jobs.items()}
+    assert {name: seq.tokens[seq.num_prompt:] for name, seq in seqs.items()} == expected
+    again = small_engine.generate([tokens(ids) for ids, _ in jobs.values()], [greedy(n) for _, n in jobs.values()])
+    for name, output in zip(jobs, again, strict=True):
+      assert ids_of(output) == expected[name]
+      if name not in last or not last[name].finished: continue
+      assert_same_outputs([last[name]], [output])
+      assert last[name].metrics.num_generated == jobs[name][1]
+    return visits_by_step, interrupted
+
+  run_with_interrupt()   # captures the graphs; Python 3.13 traces a function's bytecodes from its second call on
+  before, visits, interruptions = small_engine.get_metrics()["num_preemptions"], {}, []   # visits: line -> step, visit
+  for step, num_visits in enumerate(run_with_interrupt()[0]):
+    for line, count in num_visits.items():
+      visits.setdefault(line, []).extend((step, (line, i + 1)) for i in range(count))
+  assert len(visits) > 80, "all of a step must be traced"
+  assert small_engine.get_metrics()["num_preemptions"] > before, "the pool must be short of blocks"
+  for line, places in visits.items():
+    for step_and_place in places[-1:] + random.Random(line).sample(places[:-1], min(more, len(places) - 1)):
+      try: interruptions.append(run_with_interrupt(*step_and_place)[1])
+      except AssertionError as error: raise AssertionError(f"interrupted in {line}: {error}") from error
+  assert sum(interruptions) > 0.9 * len(interruptions), "too few interrupts"   # a new graph makes a place rarer

@@ -1,0 +1,531 @@
+"""The scheduler and the block manager alone, under random operations. The fake model's next token depends on the length
+of the sequence, and its cache holds for each position the tokens up to it, so that every read can be checked."""
+import logging
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from helpers.engines import check_pool, check_scheduler
+
+from tinyvllm import SamplingParams
+from tinyvllm.config import EngineConfig
+from tinyvllm.engine import LLMEngine
+from tinyvllm.request import Sequence
+from tinyvllm.scheduler import BlockManager, Scheduler
+from tinyvllm_extra.metrics import MeteredScheduler, RequestMetrics
+
+
+class ReadingProcessor:
+  """A LogitsProcessor whose logits depend on the output."""
+  depends_on_output = True
+  def accept(self, token): return False
+
+
+def make_sequence(tokens=(1,), order=(0, 0), max_len=64, processor=None, **options):
+  params = SamplingParams(**{"temperature": 0.0, **options})
+  return Sequence(request_id=str(order[1]), tokens=list(tokens), params=params, seed=0, order=order, index=order[-1],
+                  stop_ids=set(), max_len=min(max_len, len(tokens) + params.max_tokens), processor=processor)
+
+
+class FakeEngine:
+  """A scheduler with a fake model, checked after every operation. max_len: maximum tokens of a sequence, limited by the
+  pool as in the engine. caching: enable the prefix cache. overlaps: read a step after the next one is scheduled, as on
+  a GPU. unread: the launched but unread step: its positions, its sampled tokens and the cache content it writes."""
+  proposer = None   # LLMEngine._needs_sync reads it
+
+  def __init__(self, blocks=12, block_size=4, seqs=4, budget=8, policy="fcfs", max_len=64, caching=False,
+               overlaps=False):
+    config = EngineConfig(block_size=block_size, max_num_seqs=seqs, max_num_batched_tokens=budget,
+                          max_model_len=max_len, scheduling_policy=policy, enable_prefix_caching=caching)
+    self.config, self.overlaps = config, overlaps
+    self.blocks = BlockManager(blocks + 1, config)
+    self.max_len = min(max_len, self.blocks.num_free() * block_size)
+    self.scheduler = MeteredScheduler(config, self.blocks)
+    self.has_samples = False
+    self.seqs, self.steps, self.content, self.streams = [], 0, {}, {}
+    self.unread = self.no_step = {}, {}, {}
+
+  def add(self, prompt=3, n=5, priority=0, family=0, samples=1, reads=False):
+    """Prompts of one family have a common prefix. reads: sampling needs the previous token to have been read."""
+    assert prompt < self.max_len, "the engine refuses longer prompts"
+    tokens, i = [10_000 * family + j for j in range(prompt)], len(self.seqs)
+    runs = [make_sequence(tokens, (priority, i, k), self.max_len, ReadingProcessor() if reads else None, max_tokens=n)
+            for k in range(samples)]
+    RequestMetrics(runs)
+    runs[0].siblings += runs[1:]
+    self.has_samples |= samples > 1
+    self.seqs += runs
+    self.scheduler.add(runs[0])
+    self.check()
+    return runs[0]
+
+  def tokens_up_to(self, seq, position):
+    """Return the expected cache content of a position: all tokens up to it, including unread ones."""
+    return (*seq.tokens[:position + 1], *range(1000 + len(seq.tokens), 1001 + position))
+
+  def cache_position(self, seq, position):
+    return seq.block_table[position // self.blocks.block_size], position % self.blocks.block_size
+
+  def step(self, failure=None):
+    """Run a step as the engine does, check its batch and return it. failure: "launch", or "record", the update with the
+    results that are read."""
+    scheduler = self.scheduler
+    if any(LLMEngine._needs_sync(self, seq) for seq in scheduler.running):   # the engine then reads the results first
+      self.read(self.unread)
+      self.unread = self.no_step
+    running = {*scheduler.running}
+    unread = {s for s in self.unread[1] if s.processor and not s.finish_reason}   # needs the results
+    decoding = {s for s in running - unread if s.num_remaining == 1 and not s.reached_max_len}
+    # With priorities or parallel samples, the oldest may wait for a slot and blocks; otherwise it is never delayed
+    may_wait = self.config.scheduling_policy == "priority" or self.has_samples
+    waiting = [] if may_wait and scheduler.running else scheduler.waiting
+    oldest = min([*scheduler.running, *waiting], key=lambda s: s.order, default=None)
+    batch = scheduler.schedule()
+    self.steps += 1
+    assert sum(batch.values()) <= self.config.max_num_batched_tokens and len(batch) <= self.config.max_num_seqs
+    assert all(seq.slot is not None and 1 <= n <= seq.num_remaining for seq, n in batch.items())
+    capacity = {seq: len(seq.block_table) * self.blocks.block_size for seq in batch}
+    assert all(capacity[seq] >= seq.num_computed + n for seq, n in batch.items()), "tokens without a block"
+    check_pool(self.blocks, [seq.block_table for seq in self.seqs])
+    skipped = {s for s in decoding if s.slot is not None and s not in batch}
+    assert not skipped, "a decoding sequence must get a token in every step"
+    assert not unread & {*batch}, "a step needs an unread token"
+    order = [seq.num_remaining > 1 for seq in batch if seq in running]
+    assert order == sorted(order), "decodes must precede prefills"
+    assert not oldest or oldest.reached_max_len or oldest in unread or oldest in batch, "the oldest makes no progress"
+    assert oldest not in running or oldest.slot is not None, "the oldest was preempted"
+    for seq in batch:
+      for i in range(seq.num_computed):
+        assert self.content[self.cache_position(seq, i)] == self.tokens_up_to(seq, i), "wrong content"
+    sampled = {seq: 1000 + seq.length for seq, n in batch.items() if n == seq.num_remaining}
+    computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
+    scheduler.start_step(batch)
+    step = computed, sampled, self.write(computed)
+    ready, self.unread = (self.unread, step) if self.overlaps else (step, self.no_step)
+    if failure == "launch":
+      self.content |= dict.fromkeys([*ready[2], *step[2]], "garbage")
+      self.recover()
+    else:
+      self.read(ready, failure)
+      if failure: self.recover()
+    self.check()
+    return batch
+
+  def read(self, step, failure=None):
+    """Append the tokens of a step; on a failure, only every other one."""
+    sampled = {seq: token for seq, token in step[1].items() if not seq.finish_reason}
+    self.scheduler.update(step[0], sampled if failure is None else dict([*sampled.items()][::2]))
+
+  def write(self, computed):
+    """Write the cache content of a step and return it by block and offset."""
+    entries, readable = {}, {*self.blocks.shared, *self.blocks.cached_blocks.values()}
+    for seq, positions in computed.items():
+      for i in positions:
+        block, offset = self.cache_position(seq, i)
+        assert block not in readable, "a write to a shared or cached block"
+        assert (block, offset) not in entries, "two tokens at one cache position"
+        entries[block, offset] = self.tokens_up_to(seq, i)
+    self.content |= entries
+    return entries
+
+  def recover(self):
+    """Reset as the engine does after a failed step."""
+    self.unread = self.no_step
+    forks = {fork for seq in self.seqs for fork in seq.siblings}
+    self.scheduler.reset({seq for seq in self.seqs if not seq.finish_reason} - forks)
+    assert not self.scheduler.running and self.blocks.num_used() == 0
+
+  def abort(self, seq):
+    for run in [seq, *seq.siblings]: self.scheduler.finish(run, "abort")
+    seq.siblings = []
+    self.check()
+
+  def check(self):
+    check_scheduler(self.scheduler, self.blocks)
+    alive, forks = {*self.scheduler.running, *self.scheduler.waiting}, {f for s in self.seqs for f in s.siblings}
+    assert alive | forks == {s for s in self.seqs if not s.finish_reason}, "a request is lost"
+    assert not alive & forks, "a sample runs before its prompt is computed"
+    for seq in self.seqs:
+      if seq not in alive: assert not seq.block_table and seq.slot is None
+    for key, block in self.blocks.cached_blocks.items():
+      entries = [(block, offset) for offset in range(self.blocks.block_size)]
+      content = self.streams.setdefault(key, self.content[entries[-1]])
+      expected = [content[:len(content) - i] for i in range(len(entries))][::-1]
+      assert [self.content[entry] for entry in entries] == expected
+      assert not {*entries} & {*self.unread[2]}, "a block is cached before its step was read"
+
+  def finish(self):
+    """Step until all requests finish: each step must advance at least one of them by one token."""
+    for _ in range(sum(seq.max_len for seq in self.seqs) + 10):
+      if not self.scheduler.running and not self.scheduler.waiting: return
+      self.step()
+    raise AssertionError("the requests do not finish")
+
+  def check_end(self):
+    """Finish all requests, and check that all blocks are free and no token was lost or repeated."""
+    self.finish()
+    assert self.blocks.num_used() == 0
+    for seq in self.seqs:
+      output = seq.tokens[seq.num_prompt:]
+      assert output == [1000 + i for i in range(seq.num_prompt, len(seq.tokens))], "a token was lost or repeated"
+      assert seq.finish_reason in ("length", "abort")
+      assert seq.finish_reason == "abort" or len(seq.tokens) == seq.max_len, "finished too early"
+
+
+class Machine(RuleBasedStateMachine):
+  """Requests of a few families, with samples, priorities, aborts and failed steps, in a pool that is too small."""
+  @initialize(size=st.sampled_from([1, 2, 4, 16]), blocks=st.integers(11, 30), seqs=st.integers(1, 6),
+              more=st.integers(0, 12), policy=st.sampled_from(["fcfs", "priority"]), caching=st.booleans(),
+              overlaps=st.booleans())
+  def start(self, size, blocks, seqs, more, policy, caching, overlaps):
+    self.engine = FakeEngine(max(3, blocks * 4 // size), size, seqs, seqs + more, policy, 64, caching, overlaps)
+
+  @rule(prompt=st.integers(1, 40), n=st.integers(1, 30), priority=st.integers(-2, 2), family=st.integers(0, 2),
+        samples=st.sampled_from([1, 1, 1, 2, 3]), reads=st.booleans())
+  def add(self, prompt, n, priority, family, samples, reads):
+    priority = priority if self.engine.config.scheduling_policy == "priority" else 0
+    self.engine.add(prompt, n, priority, family, samples, reads)
+
+  @rule(failure=st.sampled_from([None] * 9 + ["launch", "record"]))
+  def step(self, failure): self.engine.step(failure)
+
+  @rule(times=st.integers(2, 8))
+  def steps(self, times):
+    for _ in range(times): self.engine.step()
+
+  @rule(i=st.integers(0, 100))
+  def abort(self, i):
+    if live := [*self.engine.scheduler.running, *self.engine.scheduler.waiting]: self.engine.abort(live[i % len(live)])
+
+  @invariant()
+  def keeps_invariants(self):
+    if hasattr(self, "engine"): self.engine.check()
+
+  def teardown(self):
+    if hasattr(self, "engine"): self.engine.check_end()
+
+
+@pytest.mark.slow
+def test_scheduler_operations_keep_invariants_and_finish_requests():
+  """10,000 operations that hypothesis generates and shrinks; the next test runs 20,000 more."""
+  run_state_machine_as_test(Machine, settings=settings(max_examples=200, stateful_step_count=50, deadline=None,
+                                                       derandomize=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_scheduler_thousand_random_operations_keep_invariants(seed):
+  rng, (size, caching) = random.Random(seed), [(4, True), (1, True), (2, True), (4, False)][seed % 4]
+  engine = FakeEngine(64 // size, size, 5, 16, "priority" if seed % 3 == 0 else "fcfs", 64, caching, seed // 4 % 2 == 1)
+  for _ in range(1000):
+    live = [*engine.scheduler.running, *engine.scheduler.waiting]
+    if len(live) < 8 and rng.random() < 0.4:
+      priority = rng.randint(-2, 2) if seed % 3 == 0 else 0
+      samples, reads = rng.choice([1, 1, 1, 2, 3]), rng.random() < 0.3
+      engine.add(rng.randint(1, 40), rng.randint(1, 24), priority, rng.randint(0, 2), samples, reads)
+    elif live and rng.random() < 0.05: engine.abort(rng.choice(live))
+    else: engine.step(failure=rng.choice(["launch", "record"]) if rng.random() < 0.02 else None)
+  engine.check_end()
+  totals = engine.scheduler.counters
+  assert totals["num_preemptions"] > 10 and (totals["prefix_cache_hits"] > 100) == caching, "too few cases"
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preempted_sequence_recomputes_only_uncached_tokens(caching):
+  engine = FakeEngine(blocks=12, seqs=4, budget=48, caching=caching)
+  first, second, third = (engine.add(prompt=12, n=30, family=i) for i in range(3))
+  num_computed = num_preempted = 0
+  while engine.scheduler.running or engine.scheduler.waiting:
+    before = {seq: seq.num_computed for seq in engine.scheduler.running}
+    num_computed += sum(engine.step().values())
+    num_preempted += sum(n for seq, n in before.items() if seq in engine.scheduler.waiting)
+  num_recomputed = num_computed - sum(len(seq.tokens) - 1 for seq in engine.seqs)   # without the last token
+  metrics = engine.scheduler.counters
+  assert metrics["num_preemptions"] >= 2 and [seq.num_generated for seq in (first, second, third)] == [30] * 3
+  hits = metrics["prefix_cache_hits"]
+  assert num_recomputed == num_preempted - hits > 12 and (hits > 0) == caching
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30), st.booleans()), max_size=60), st.integers(2, 20),
+       st.integers(1, 7))
+def test_block_manager_never_loses_or_duplicates_a_block(operations, num_blocks, block_size):
+  blocks, seqs = BlockManager(num_blocks, EngineConfig(block_size=block_size)), [make_sequence() for _ in range(6)]
+  for i, n, should_free in operations:
+    table, before = seqs[i].block_table, list(seqs[i].block_table)
+    if should_free: blocks.free(seqs[i])
+    elif blocks.can_allocate(table, n):
+      blocks.allocate(table, n)
+      assert table[:len(before)] == before and len(table) == max(len(before), -(-n // block_size))
+    else: assert -(-n // block_size) - len(table) > blocks.num_free()
+    check_pool(blocks, [seq.block_table for seq in seqs])
+
+
+def test_allocate_grows_a_table_only_when_needed():
+  blocks, table = BlockManager(9, EngineConfig(block_size=4)), []
+  for n, num_blocks in ((1, 1), (4, 1), (5, 2), (8, 2), (9, 3)):
+    blocks.allocate(table, n)
+    assert len(table) == num_blocks == blocks.num_used()
+
+
+def test_sequence_holds_no_unneeded_block():
+  engine = FakeEngine(blocks=20, budget=8)
+  seq = engine.add(prompt=11, n=10)
+  while not seq.finish_reason:
+    engine.step()
+    if not seq.finish_reason: assert len(seq.block_table) == -(-seq.num_computed // 4)
+
+
+def test_schedule_decodes_first_then_fills_budget_with_prefills():
+  engine = FakeEngine(blocks=40, seqs=4, budget=8)
+  a, b = engine.add(prompt=2), engine.add(prompt=3)
+  assert engine.step() == {a: 2, b: 3}
+  c, d = engine.add(prompt=9), engine.add(prompt=5)
+  assert list(engine.step().items()) == [(a, 1), (b, 1), (c, 6)]
+  assert list(engine.step().items()) == [(a, 1), (b, 1), (c, 3), (d, 3)]
+  assert list(engine.step().items()) == [(a, 1), (b, 1), (c, 1), (d, 2)]
+
+
+def test_request_preempted_before_filling_the_pool_resumes():
+  engine = FakeEngine(blocks=3, block_size=1, seqs=2, budget=8)
+  first, second = engine.add(prompt=1, n=9), engine.add(prompt=1, n=9)
+  engine.step()
+  engine.step()
+  assert engine.scheduler.waiting == [second] and len(second.tokens) == 2
+  engine.check_end()
+  assert first.num_generated == second.num_generated == 2, "the pool holds two more tokens than the prompt"
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("block_size", [1, 4, 12])
+def test_one_sequence_may_fill_the_pool_without_preemption(block_size, overlaps):
+  engine = FakeEngine(blocks=12 // block_size, block_size=block_size, seqs=3, overlaps=overlaps)
+  first, others = engine.add(prompt=5, n=99), [engine.add(prompt=5, n=99, family=i) for i in (1, 2)]
+  before = 0
+  while not first.finish_reason:
+    engine.step()
+    if not first.reached_max_len: assert first.slot is not None and first.num_computed > before, "no token in this step"
+    before = first.num_computed
+  engine.check_end()
+  assert [len(seq.tokens) for seq in (first, *others)] == [12] * 3
+
+
+def test_two_sequences_filling_the_pool_exactly_are_not_preempted():
+  engine = FakeEngine(blocks=4, seqs=2, budget=8)
+  first, second = engine.add(prompt=4, n=5), engine.add(prompt=4, n=5)   # the ninth token needs no K and V
+  most = 0
+  while not second.finish_reason:
+    engine.step()
+    most = max(most, engine.blocks.num_used())
+  assert most == 4 and engine.scheduler.counters["num_preemptions"] == 0
+  engine.check_end()
+  assert first.num_generated == second.num_generated == 5
+
+
+def test_tokens_in_flight_at_abort_or_failure_are_not_cached():
+  for failure in (None, "launch", "record"):
+    engine = FakeEngine(blocks=20, budget=16, caching=True, overlaps=True)
+    first, other = engine.add(prompt=9, n=9), engine.add(prompt=1, n=30, family=1)
+    engine.step()   # in flight
+    engine.abort(first)
+    engine.step(failure)
+    again = engine.add(prompt=9, n=9)
+    engine.step()
+    assert again.num_cached == 0 and len(engine.blocks.cached_blocks) == 0
+    engine.check_end()
+    assert other.finish_reason == "length"
+
+
+def test_allocate_reuses_uncached_blocks_then_least_recently_used():
+  engine = FakeEngine(blocks=12, seqs=2, budget=48, caching=True)
+  for family, prompt in ((0, 8), (1, 8), (2, 12)):
+    engine.add(prompt=prompt, n=2, family=family)   # 2, 2 and 3 full blocks, and one partial block each
+    engine.check_end()
+  assert (len(engine.blocks.evictable), len(engine.blocks.free_blocks)) == (7, 5)
+  engine.add(prompt=16, n=5, family=3)   # takes the five free blocks
+  engine.check_end()
+  assert (len(engine.blocks.evictable), len(engine.blocks.free_blocks)) == (12, 0), "all five are full and cached"
+  engine.add(prompt=4, n=1, family=4)
+  engine.check_end()
+  hits = []
+  for family, prompt in ((3, 17), (2, 13), (1, 9), (0, 9)):
+    seq = make_sequence([10_000 * family + j for j in range(prompt)])
+    engine.blocks.match_prefix(seq)
+    hits.append(seq.num_computed)
+    engine.blocks.free(seq)
+  assert hits == [16, 12, 8, 4], "only the last block of the first prompt was evicted"
+
+
+def test_allocate_reuses_the_uncached_copy_of_a_block_first():
+  engine = FakeEngine(blocks=12, budget=48, caching=True)
+  twins = [engine.add(prompt=9, n=2) for _ in range(2)]
+  engine.step()
+  tables = [[*twin.block_table] for twin in twins]
+  assert not {*tables[0]} & {*tables[1]} and len(engine.blocks.cached_blocks) == 2
+  engine.check_end()
+  cached = {*engine.blocks.cached_blocks.values()}
+  assert cached == {*engine.blocks.evictable} == {*tables[0][:2]}
+  engine.add(prompt=40, n=1, family=1)   # all blocks except these two
+  engine.step()
+  assert {*engine.blocks.cached_blocks.values()} >= cached
+  engine.check_end()
+
+
+class NotIterable(list):
+  """A queue that refuses iteration."""
+  def __iter__(self): raise AssertionError("a step iterates over the queue")
+  def __contains__(self, x): raise AssertionError("a step searches the queue")
+
+
+def test_schedule_does_not_iterate_over_the_waiting_queue():
+  config = EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=8)
+  blocks = BlockManager(12, config)
+  scheduler = Scheduler(config, blocks)
+  scheduler.waiting = NotIterable()
+  for i in range(100): scheduler.add(make_sequence([1, 2, 3], (0, i, 0), max_tokens=3))
+  while len(scheduler.waiting) > 10:
+    batch = scheduler.schedule()
+    computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
+    scheduler.start_step(batch)
+    scheduler.update(computed, dict.fromkeys(batch, 7))
+
+
+def test_schedule_runs_at_most_max_num_seqs():
+  engine = FakeEngine(blocks=40, seqs=2, budget=8)
+  a, b, c = (engine.add(prompt=1, n=n) for n in (2, 4, 2))
+  assert set(engine.step()) == {a, b} and c in engine.scheduler.waiting
+  engine.step()
+  assert a.finish_reason == "length" and set(engine.step()) == {b, c}
+
+
+def test_waiting_request_is_not_overtaken_by_a_smaller_one():
+  engine = FakeEngine(blocks=10, seqs=4, budget=40)
+  engine.add(prompt=20, n=8)
+  engine.step()
+  big, small = engine.add(prompt=30), engine.add(prompt=1)
+  assert big not in (batch := engine.step()) and small not in batch
+  assert engine.scheduler.waiting == [big, small]
+
+
+def test_prompt_waits_until_whole_prompt_fits():
+  engine = FakeEngine(blocks=10, seqs=2, budget=8)
+  first, second = engine.add(prompt=20, n=19), engine.add(prompt=24, n=3)
+  engine.check_end()
+  assert engine.scheduler.counters["num_preemptions"] == 0, "only its first chunks would have fit"
+  assert first.num_generated == 19 and second.num_generated == 3
+
+
+def test_preempt_takes_newest_of_lowest_priority_and_keeps_order():
+  engine = FakeEngine(blocks=6, seqs=4, budget=24, policy="priority")
+  high, low, lower = (engine.add(prompt=7, n=20, priority=p) for p in (0, 1, 2))
+  assert set(engine.step()) == {high, low, lower}
+  later = engine.add(prompt=1, n=1, priority=3)
+  while not engine.scheduler.counters["num_preemptions"]: engine.step()
+  assert engine.scheduler.running == [high, low] and engine.scheduler.waiting == [lower, later]
+  assert lower.num_computed == 0 and lower.num_generated > 0, "its tokens are kept and recomputed"
+
+
+def test_preemption_is_logged_at_powers_of_two(caplog):
+  engine = FakeEngine(blocks=6, seqs=4, budget=24)
+  with caplog.at_level(logging.WARNING, "tinyvllm"):
+    while engine.scheduler.counters["num_preemptions"] < 20:
+      for _ in range(3): engine.add(prompt=7, n=17)
+      engine.finish()
+  counts = [int(record.getMessage().split(" preemptions: ")[0]) for record in caplog.records]
+  assert counts == [2**i for i in range(engine.scheduler.counters["num_preemptions"].bit_length())]
+  assert all(option in caplog.text for option in ("max_num_seqs", "gpu_memory_utilization")), "a remedy is missing"
+
+
+def test_finish_waiting_or_finished_sequence_changes_no_other():
+  engine = FakeEngine(seqs=1)
+  a, b, c = (engine.add() for _ in range(3))
+  engine.step()
+  engine.abort(b)
+  engine.abort(a)
+  assert engine.scheduler.waiting == [c] and not engine.scheduler.running and engine.blocks.num_used() == 0
+  engine.finish()
+  assert c.finish_reason == "length" and c.num_generated == 5
+
+
+@pytest.mark.parametrize("budget", [1, 2, 5, 16])
+def test_single_request_takes_minimum_steps(budget):
+  engine = FakeEngine(blocks=20, seqs=1, budget=budget)
+  engine.add(prompt=16, n=6)
+  engine.finish()
+  assert engine.steps == -(-16 // budget) + 5
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 12])
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_two_sequences_filling_the_pool_exactly_run_together(block_size, overlaps):
+  engine = FakeEngine(blocks=24 // block_size, block_size=block_size, budget=24, overlaps=overlaps)
+  first, second = engine.add(prompt=12, n=1), engine.add(prompt=12, n=1, family=1)
+  assert engine.step() == {first: 12, second: 12}, "the prompts fill the pool"
+  engine.finish()
+  first, second = engine.add(prompt=4, n=9), engine.add(prompt=4, n=9, family=1)   # 12 of 13 tokens are computed
+  most = 0
+  while engine.scheduler.running or engine.scheduler.waiting:
+    engine.step()
+    most = max(most, engine.blocks.num_used())
+  engine.check_end()
+  assert engine.blocks.num_free() == 24 // block_size and engine.scheduler.counters["num_preemptions"] == 0
+  assert first.num_generated == second.num_generated == 9
+
+
+def test_step_of_an_aborted_sequence_caches_no_blocks():
+  engine = FakeEngine(blocks=20, budget=16, caching=True)
+  first = engine.add(prompt=9)
+  engine.scheduler.start_step(engine.scheduler.schedule())
+  engine.abort(first)
+  second = engine.add(prompt=9)
+  assert engine.step() == {second: 9}
+  engine.check_end()
+
+
+# Reuse of free blocks in a pool of 6 blocks of 4 tokens: a prompt of 9 tokens and one output token fill two blocks and
+# part of a third
+
+def num_hits(engine, **request):
+  """Run a request and return the number of its prefix-cache hits, in tokens."""
+  before = engine.scheduler.counters["prefix_cache_hits"]
+  engine.add(**request)
+  engine.finish()
+  return engine.scheduler.counters["prefix_cache_hits"] - before
+
+
+def test_allocate_takes_uncached_blocks_before_cached_ones():
+  engine = FakeEngine(blocks=6, budget=16, caching=True)
+  for family in (1, 2): assert num_hits(engine, prompt=9, n=1, family=family) == 0
+  assert num_hits(engine, prompt=5, n=1, family=3) == 0, "it takes the two partial blocks"
+  assert [num_hits(engine, prompt=9, n=1, family=family) for family in (1, 2)] == [8, 8]
+
+
+def test_allocate_evicts_the_least_recently_used_cached_blocks():
+  engine = FakeEngine(blocks=6, budget=16, caching=True)
+  for family in (1, 2, 1): num_hits(engine, prompt=9, n=1, family=family)
+  assert num_hits(engine, prompt=13, n=1, family=3) == 0, "it takes the two partial blocks and the second prompt's two"
+  assert [num_hits(engine, prompt=9, n=1, family=family) for family in (1, 2)] == [8, 0]
+
+
+def test_second_copy_of_a_block_is_uncached_and_reused_first():
+  engine = FakeEngine(blocks=6, budget=24, caching=True)
+  copies = [engine.add(prompt=9, n=n) for n in (1, 2)]
+  assert engine.step() == dict.fromkeys(copies, 9), "blocks that are being written are not shared"
+  engine.finish()
+  assert engine.blocks.num_free() == 6
+  assert num_hits(engine, prompt=13, n=1, family=1) == 0, "it takes the two partial blocks and the two copies"
+  assert num_hits(engine, prompt=9, n=1) == 8
+
+
+def test_reuse_of_a_second_copy_keeps_the_first_cached():
+  engine = FakeEngine(blocks=6, budget=24, caching=True)
+  first, second = engine.add(prompt=9, n=4), engine.add(prompt=9, n=2)
+  assert engine.step() == {first: 9, second: 9}
+  assert engine.step() == {first: 1, second: 1} and second.finish_reason
+  other = engine.add(prompt=9, n=1, family=1)
+  assert engine.step() == {first: 1, other: 9}, "it takes all blocks of the second"
+  again = engine.add(prompt=9, n=1)
+  assert engine.step() == {first: 1, again: 1}, "8 tokens are cached"
+  engine.check_end()

@@ -1,0 +1,47 @@
+"""Bodies of agents, and a template and answers with tools."""
+import json
+from pathlib import Path
+
+from .engines import ENGINE
+from .models import tiny_model
+from .servers import LocalServer
+
+
+DATA = Path(__file__).parents[1] / "data"
+# Renders all its inputs, so that tests can compare the numbers of tokens
+TEMPLATE = """
+{%- for tool in tools or [] %}tool {{ tool.function.name }}{{ '\\n' }}{% endfor %}
+{%- for m in messages %}{{ m.role }}: {{ m.content }}
+  {%- if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}
+  {%- for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}
+  {{- '\\n' }}
+{%- endfor %}"""
+WEATHER = {"type": "function", "name": "weather", "description": "of a city", "parameters": {
+  "type": "object", "properties": {"city": {"enum": ["Rom", "Ulm"]}}, "required": ["city"],
+  "additionalProperties": False}}
+HERMES = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+
+
+SMALL = {**ENGINE, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+
+
+def start(folder, *flags, template=TEMPLATE, **options):
+  """Start a server of a tiny model whose template is TEMPLATE, and which reasons in <think>."""
+  tiny_model(folder, words=True, max_position_embeddings=1024)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+  small = [x for name, value in SMALL.items() for x in ("--" + name.replace("_", "-"), value)]
+  return LocalServer(folder, *small, "--reasoning-parser", "qwen3", "--served-model-name", "tiny", *flags, **options)
+
+
+def num_tokens(server, prompt, **options):
+  return server.post("/tokenize", {"prompt": prompt, "add_special_tokens": False}, **options).json()["count"]
+
+
+def named_events(response):
+  """Return the data of all server-sent events, whose names must be their types."""
+  assert response.status_code == 200, response.read()
+  lines = [*response.iter_lines()]
+  data = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+  assert [line for line in lines if line.startswith("event: ")] == [f"event: {event['type']}" for event in data]
+  assert len(lines) == 3 * len(data)
+  return data

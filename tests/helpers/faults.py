@@ -1,0 +1,70 @@
+"""Steps that fail, to test that an engine recovers."""
+import itertools
+
+from .engines import check_invariants
+
+
+# compute: launched, fails while its results are awaited; read: computed, reading fails; update: in Scheduler.update
+PLACES = ["launch", "compute", "read", "before update", "amid update", "after update"]
+
+
+class Failed(BaseException):
+  """A BaseException, like KeyboardInterrupt."""
+
+
+def break_steps(engine, patch, should_fail):
+  """Make an engine's steps fail at each of PLACES for which `should_fail(place)` is true."""
+  launch, update = engine.runner.launch, engine.scheduler.update
+
+  def fail_at(place):
+    if should_fail(place): raise Failed(place)
+
+  def faulty_launch(step):
+    fail_at("launch")
+    is_computed = not should_fail("compute")
+    wait = launch(step) if is_computed else None
+
+    def faulty_wait():
+      if not is_computed: raise Failed("compute")
+      fail_at("read")
+      return wait()
+    return faulty_wait
+
+  def faulty_update(positions, sampled):
+    fail_at("before update")
+    if sampled and should_fail("amid update"):
+      update(positions, dict(itertools.islice(sampled.items(), 1)))
+      raise Failed("amid update")
+    update(positions, sampled)
+    fail_at("after update")
+  patch.setattr(engine.runner, "launch", faulty_launch)
+  patch.setattr(engine.scheduler, "update", faulty_update)
+
+
+def fail_once(place, number):
+  """Return a `should_fail` for break_steps that is true at visit `number` of a place, counted from 1."""
+  countdown = {place: number}
+
+  def should_fail(visited):
+    countdown[visited] = countdown.get(visited, 0) - 1
+    return visited == place and countdown[visited] == 0
+  return should_fail
+
+
+def step(engine, last):
+  """Run a step, add its outputs to `last` and check the invariants. Return whether it failed."""
+  failed = False
+  try:
+    for output in engine.step(): last[output.request_id] = output
+  except Failed: failed = True
+  check_invariants(engine)
+  return failed
+
+
+def finish(engine, last=None, limit=2000):
+  """Step until all requests finish. Return the last output of each one and the number of failed steps."""
+  last, failures = {} if last is None else last, 0
+  for _ in range(limit):
+    if not engine.has_unfinished_requests(): return last, failures
+    failures += step(engine, last)
+  raise AssertionError(f"not finished after {limit} steps")

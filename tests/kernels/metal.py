@@ -1,0 +1,197 @@
+"""Render the engine's kernels for Metal on any machine, check Metal's limits, and parse each kernel with clang. Nothing
+runs: a stand-in replaces tinygrad's Metal device, whose buffers hold no data and whose kernels compute nothing.
+
+python tests/metal.py [--kernels FOLDER] [--record]"""
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[2]
+LIMITS = {"threadgroup_memory": 2**15, "buffers": 31, "threads": 1024}   # bytes; Metal's limits for a kernel
+TYPES = {"bool": 1, "char": 1, "uchar": 1, "short": 2, "ushort": 2, "int": 4, "uint": 4, "long": 8, "ulong": 8,
+         "half": 2, "bfloat": 2, "float": 4}   # Metal's scalar types that have vectors, in bytes
+SIZES = {**TYPES, "signed char": 1, "unsigned char": 1, "unsigned short": 2, "unsigned long": 8}
+VECTORS = "".join(f"typedef {name} {name}{n} __attribute__((ext_vector_type({n})));\n"
+                  f"#define {name}{n}(...) ({name}{n}{{__VA_ARGS__}})\n" for name in TYPES for n in (2, 3, 4))
+# A header for a C++ compiler with the names that tinygrad's MetalRenderer uses
+SHIM = f"""
+#define kernel extern "C"
+#define device __attribute__((address_space(1)))
+#define constant const __attribute__((address_space(2)))
+#define threadgroup
+#define INFINITY __builtin_inff()
+#define NAN __builtin_nanf("")
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+typedef _Float16 half;
+typedef __bf16 bfloat;
+{VECTORS}
+namespace metal {{
+template <class T> T exp2(T);
+template <class T> T log2(T);
+template <class T> T sqrt(T);
+template <class T> T trunc(T);
+namespace precise {{ template <class T> T sin(T); }}
+template <class To, class From> To as_type(From x) {{ return __builtin_bit_cast(To, x); }}
+enum class mem_flags {{ mem_threadgroup }};
+void threadgroup_barrier(mem_flags);
+template <class T> struct simdgroup_8x8 {{ T *thread_elements(); }};
+typedef simdgroup_8x8<float> simdgroup_float8x8;
+typedef simdgroup_8x8<half> simdgroup_half8x8;
+template <class C, class A, class B> void simdgroup_multiply_accumulate(C &, A, B, C);
+}}
+"""
+
+
+class Kernel(NamedTuple):
+  """A rendered kernel. threadgroup_memory: bytes. buffers: arguments, scalars included. threads: per threadgroup."""
+  name: str
+  source: str
+  threadgroup_memory: int
+  buffers: int
+  threads: int
+
+
+def make_kernel(name: str, source: str, local_size: tuple[int, ...]) -> Kernel:
+  arrays = re.findall(r"^\s*threadgroup __attribute__\(\(aligned\(16\)\)\) ([\w ]+) \w+\[(\d+)\];$", source, re.M)
+  assert len(arrays) == len(re.findall(r"^\s*threadgroup\b", source, re.M)), f"unknown array in {source}"
+  parameters = re.search(r"^kernel void \w+\((.*)\) \{$", source, re.M)
+  assert parameters, source
+  buffers = len(re.findall(r"(?:^|, )(?:volatile )?(?:device|constant) ", parameters[1]))
+  memory = sum(-(-SIZES[kind] * int(n) // 16) * 16 for kind, n in arrays)
+  return Kernel(name, source, memory, buffers, math.prod(local_size))
+
+
+def violations(kernel: Kernel) -> list[str]:
+  """Return one line for each of Metal's limits that a kernel exceeds."""
+  return [f"{kernel.name}: {name}={getattr(kernel, name)} must be at most {limit}"
+          for name, limit in LIMITS.items() if getattr(kernel, name) > limit]
+
+
+def parse(kernels: list[Kernel]) -> str:
+  """Parse the kernels with clang++. Return its errors, or ""."""
+  from tinyvllm_extra.kernels.cpu import find_compiler
+  if not (compiler := find_compiler()): raise RuntimeError("no clang found: pip install 'tinyvllm[cpu]'")
+  with tempfile.TemporaryDirectory() as folder:
+    Path(folder, "metal_stdlib").write_text(SHIM)
+    for i, kernel in enumerate(kernels): Path(folder, f"{i}_{kernel.name}.metal").write_text(kernel.source)
+    files = [path.name for path in Path(folder).glob("*.metal")]
+    flags = ["-std=c++17", "-fsyntax-only", "-nostdinc", "-I.", "-Wno-unknown-attributes", "-Wno-unused"]
+    run = subprocess.run([compiler, "-x", "c++", *flags, *files], cwd=folder, capture_output=True, text=True)
+  return run.stderr if run.returncode else ""
+
+
+def install_device() -> None:
+  """Replace tinygrad's Metal device with one that renders kernels and does not run them. Call it before the device is
+  opened. The values that it returns to the engine are 0."""
+  from tinygrad.device import Compiled, Compiler
+  from tinygrad.renderer.cstyle import MetalRenderer
+  from tinygrad.runtime.ops_null import NullAllocator, NullGraph, NullProgram
+
+  class ZeroAllocator(NullAllocator):
+    def _copyout(self, dest: memoryview, src: Any) -> None: dest[:] = bytes(len(dest))
+
+  class MetalDevice(Compiled):
+    def __init__(self, device: str):
+      sizes = {"recommendedMaxWorkingSetSize": 2**34, "currentAllocatedSize": 0, "maxBufferLength": 2**33}
+      self.sysdevice = SimpleNamespace(**{name: lambda size=size: size for name, size in sizes.items()})
+      super().__init__(device, ZeroAllocator(self), [MetalRenderer], NullProgram, NullGraph, arch="Apple9")   # type: ignore
+
+  module: Any = ModuleType("tinygrad.runtime.ops_metal")
+  module.MetalDevice, module.MetalCompiler = MetalDevice, type("MetalCompiler", (Compiler,), {})
+  sys.modules[module.__name__] = module
+
+
+def render_kernels() -> list[Kernel]:
+  """Run the engine on the stand-in, and return all kernels that it compiled, including a few that fill random weights.
+  Needs a process with DEV=METAL."""
+  install_device()
+  from benchmarks.common import SHAPES, random_weights
+  from tinygrad import Device
+  from tinygrad.codegen import to_program_cache
+  from tinygrad.uop.ops import Ops
+
+  import tinyvllm
+  from tinyvllm import LLM, SamplingParams
+  from tinyvllm_extra import graphs
+  graphs.CAPTURE_THRESHOLD = 0   # capture each graph instead of running a larger one
+  bundled = Path(tinyvllm.__file__).parent / "default_model"
+  seeded = {"temperature": 0.8, "seed": 1}
+  filtered = {**seeded, "top_k": 5, "top_p": 0.9, "min_p": 0.01}
+  fields: list[dict] = [seeded, filtered, {"logprobs": 3, "prompt_logprobs": 3}, {"allowed_token_ids": [4, 5]},
+                        {**filtered, "logprobs": 2, "presence_penalty": 0.2, "frequency_penalty": 0.1,
+                         "repetition_penalty": 1.1, "logit_bias": {5: 1.0}}]
+
+  def run(folder: Path, lengths: tuple[int, ...], fields: list[dict], **options: Any) -> None:
+    llm = LLM(str(folder), max_model_len=256, max_num_seqs=8, max_num_batched_tokens=64, **options)
+    def generate(length: int, count: int = 1, **options: Any) -> None:
+      prompts = [{"prompt_token_ids": [3 + (7 * i + j) % 700 for j in range(length)]} for i in range(count)]
+      params = SamplingParams(**{"temperature": 0.0, "max_tokens": 2, "ignore_eos": True, **options})
+      llm.generate(prompts, params)   # type: ignore[arg-type]
+    for length in lengths: generate(length)
+    if fields: generate(1, 6)
+    for options in fields: generate(5, **options)
+
+  run(bundled, (1, 9, 64), fields, dtype="float16")
+  run(bundled, (1, 64), [seeded], dtype="float32")
+  run(bundled, (1, 64), [], dtype="float16", kv_cache_dtype="int8")
+  run(bundled, (1, 64), [], dtype="float16", quantization="int4")
+  for quantization in (None, "int4"):
+    with tempfile.TemporaryDirectory() as folder, random_weights():
+      Path(folder, "config.json").write_text(json.dumps({**SHAPES["llama-3.1-8b"], "num_hidden_layers": 1}))
+      run(Path(folder), (1, 64), [], dtype="float16", quantization=quantization)
+  assert Device.DEFAULT == "METAL"
+  programs = [x for x in to_program_cache.values() if x.arg.target.device == "METAL"]
+  sources = {next(part.arg for part in x.src if part.op is Ops.SOURCE): x.arg for x in programs}
+  return [make_kernel(info.function_name, source, info.local_size or ()) for source, info in sources.items()]
+
+
+def summary(kernels: list[Kernel]) -> str:
+  largest = {name: max(getattr(kernel, name) for kernel in kernels) for name in LIMITS}
+  return (f"Metal: {len(kernels)} kernels rendered and parsed, not run; at most {largest['threadgroup_memory']:,} "
+          f"bytes of threadgroup memory, {largest['buffers']} buffers, {largest['threads']} threads")
+
+
+def write_record(kernels: list[Kernel]) -> None:
+  from benchmarks import backends
+  record = {"backend": "METAL", "status": "rendered and parsed", "kernels": len(kernels),
+            **{name: max(getattr(kernel, name) for kernel in kernels) for name in LIMITS},
+            "tinygrad": version("tinygrad"), "date": str(date.today())}
+  others = [x for x in backends.read_records() if x["backend"] != "METAL"]
+  backends.RECORDS.write_text(json.dumps([*others, record], indent=2, ensure_ascii=False) + "\n")
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--kernels", metavar="FILE", type=Path, help="write the kernels to FILE as JSON")
+  parser.add_argument("--record", action="store_true", help="write the result to backends.json")
+  args = parser.parse_args()
+  with tempfile.TemporaryDirectory() as folder:   # not the user's kernel cache: its kernels come from a device
+    os.environ |= {"DEV": "METAL", "CACHEDB": f"{folder}/cache.db"}
+    os.environ.pop("DMC", None)   # which kernels/tinygrad_patches.py sets for CPUs: no vectors
+    kernels = render_kernels()
+  if args.kernels: args.kernels.write_text(json.dumps(kernels))
+  problems = [line for kernel in kernels for line in violations(kernel)]
+  problems += parse(kernels).splitlines()
+  for problem in problems: print(problem, file=sys.stderr)
+  if problems: return 1
+  print(summary(kernels))
+  if args.record: write_record(kernels)
+  return 0
+
+
+if __name__ == "__main__":
+  sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "examples")]
+  sys.exit(main())

@@ -1,0 +1,558 @@
+"""One suite for every backend: `DEV=CL pytest -m backend`, or WEBGPU, CUDA, METAL, AMD. A tiny random model in float32
+and float16 must give the ids of a numpy LLaMA in float64, so that all backends agree, and each captured kernel must
+stay within the limits of the most restricted backend. The tests use few graphs and short outputs: some backends take a
+second to compile a kernel, and WebGPU half a second for a step. tests/benchmarks/backends.py runs several backends."""
+import functools
+import itertools
+import logging
+import os
+import random
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers.engines import assert_same_outputs, check_invariants, run_to_end
+from helpers.models import tiny_model
+from helpers.quantized_models import quantized_model
+from helpers.reference import changed, quantize_kv, reference_logits, reference_sampling_mask
+from helpers.requests import ids_of, tokens
+from tinygrad import Device, Tensor, dtypes
+from tinygrad.engine.realize import get_call_arg_uops
+from tinygrad.helpers import ansistrip
+from tinygrad.uop.ops import Ops
+
+from tinyvllm import LLM, SamplingParams
+from tinyvllm_extra import graphs
+from tinyvllm_extra.kernels import make_backend
+from tinyvllm_extra.kernels.drivers import is_opencl_cpu
+
+pytestmark = pytest.mark.backend
+ROOT = Path(__file__).parents[2]
+BS, BUDGET, BLOCKS = 4, 8, 16   # block size, token budget of a step, blocks in the pool
+ENGINE = {"max_model_len": BS * BLOCKS, "block_size": BS, "max_num_seqs": BUDGET, "max_num_batched_tokens": BUDGET}
+MIN_MARGIN = 0.05   # between the two best logits: below it, rounding could choose the other token
+LOGPROB_ERROR = {"float32": 1e-4, "float16": 0.02}   # largest rounding error, less than half of MIN_MARGIN
+MAX_BUFFERS = 8   # per kernel, WebGPU's guaranteed minimum
+SAMPLED = {"temperature": 0.9, "top_k": 12, "top_p": 0.9, "min_p": 0.01}
+
+
+@functools.cache
+def supports_dtype(kind): return getattr(dtypes, kind) in Device[Device.DEFAULT].renderer.supported_dtypes()
+
+
+# Prompts and the reference's output
+
+def params(size, **options):
+  return SamplingParams(**{"temperature": 0.0, "max_tokens": size, "ignore_eos": True, **options})
+
+
+def hash32(x):
+  """lowbias32 of Wellons' hash-prospector: each output bit depends on all bits of x."""
+  x = np.atleast_1d(np.asarray(x, np.uint32))   # numpy warns of overflow in scalars only
+  for shift, factor in ((16, 0x7feb352d), (15, 0x846ca68b)): x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
+  return x ^ (x >> np.uint32(16))
+
+
+def noise(seed, position, size):
+  """Return Gumbel noise (size,) for all token ids. It depends on seed, position and id only."""
+  low, high = np.uint32(seed % 2**32), np.uint32((seed >> 32) % 2**32)
+  bits = hash32(hash32(np.arange(size)) ^ hash32(low ^ hash32(high ^ hash32(position)))) >> np.uint32(9)
+  return -np.log(-np.log((bits + 0.5) / 2**23))
+
+
+def reference_ids(folder, prompt_ids, n, **options):
+  """Return the n ids that follow a prompt with these sampling options, or None if rounding could change one."""
+  ids, filters = [], [options.get(x, default) for x, default in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0))]
+  for _ in range(n):
+    x = changed(reference_logits(folder, [*prompt_ids, *ids])[-1], prompt_ids, ids, options)
+    if temperature := options.get("temperature", 0):
+      finite = np.isfinite(x)
+      keep = reference_sampling_mask(x, temperature, *filters) & finite
+      for error in np.random.default_rng(0).standard_normal((8, len(x))) * 1e-3:
+        if (reference_sampling_mask(x + error, temperature, *filters) & finite != keep).any(): return None
+      x = np.where(keep, x / temperature + noise(options["seed"], len(prompt_ids) + len(ids) - 1, len(x)), -np.inf)
+    second, best = np.sort(x)[-2:]
+    if best - second < MIN_MARGIN: return None
+    ids.append(int(x.argmax()))
+  return ids
+
+
+def make_job(folder, length, n, salt, prefix=(), **options):
+  """Return a prompt of `length` ids, `prefix` and random ones, and its n output ids, each by a margin of MIN_MARGIN.
+  Prompts of different salts share no block except in `prefix`, so that no test hits another test's prefix cache."""
+  rng = random.Random(salt)
+  for _ in range(200):
+    ids = [*prefix, *(rng.randrange(259, 320) for _ in range(length - len(prefix)))]
+    if (output_ids := reference_ids(folder, ids, n, **options)) is not None:
+      return SimpleNamespace(prompt=tokens(ids), prompt_ids=ids, output_ids=output_ids, params=params(n, **options))
+  raise AssertionError(f"no prompt of {length} tokens has a margin of {MIN_MARGIN}")
+
+
+def log_softmax(x):
+  x = x - x.max(1, keepdims=True)
+  return x - np.log(np.exp(x).sum(1, keepdims=True))
+
+
+# Engines: one per dtype, shared by all tests
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+  """A model in float16, so that neither dtype rounds the weights. Its greedy text consists of letters."""
+  return tiny_model(tmp_path_factory.mktemp("backend"), words=True, dtype="float16")
+
+
+def open_engine(folder, **options):
+  """Return an engine and the messages that its start logged."""
+  messages, handler, logger = [], logging.Handler(), logging.getLogger("tinyvllm")
+  handler.emit = lambda record: messages.append(record.getMessage())
+  level = logger.level
+  logger.addHandler(handler)
+  logger.setLevel(logging.INFO)
+  try: llm = LLM(folder, **{**ENGINE, **options})
+  finally:
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+  return llm, messages
+
+
+def dtype_of(llm):
+  """Return the dtype of the computation. The weights may keep the narrower dtype of their files."""
+  kind, = {x.dtype for cache in llm.runner.kv_caches for x in cache}
+  return next(name for name in LOGPROB_ERROR if getattr(dtypes, name) == kind)
+
+
+@pytest.fixture(scope="session")
+def engines(folder):
+  @functools.cache
+  def engine(kind):
+    llm, messages = open_engine(folder, dtype=kind, num_gpu_blocks_override=BLOCKS + 1)
+    return SimpleNamespace(llm=llm, messages=messages, requested_dtype=kind, dtype=dtype_of(llm))
+  return engine
+
+
+@pytest.fixture(scope="session", params=LOGPROB_ERROR)
+def engine(request, engines): return engines(request.param)
+
+
+def check_idle_around(llm):
+  """Check before and after a test that the engine is idle. Abort its requests, or all later tests would fail too."""
+  check_idle(llm)
+  yield llm
+  for name in (unfinished := list(llm.requests)): llm.abort_request(name)
+  check_idle(llm)
+  assert not unfinished, "a request did not end"
+
+
+def check_idle(llm):
+  assert not llm.has_unfinished_requests() and llm.get_metrics()["blocks_free"] == BLOCKS, "blocks were not freed"
+  check_invariants(llm)
+
+
+@pytest.fixture
+def llm(engine): yield from check_idle_around(engine.llm)
+
+
+@pytest.fixture
+def llm_float32(engines):
+  """The float32 engine only: tests with extra kernels compile them once."""
+  yield from check_idle_around(engines("float32").llm)
+
+
+run = functools.partial(run_to_end, limit=400)
+
+
+def clear_cache(llm):
+  """Clear the prefix cache and return the engine."""
+  assert not llm.has_unfinished_requests()
+  llm.blocks.cached_blocks.clear()
+  llm.blocks.reset()
+  return llm
+
+
+# Dtypes
+
+def test_dtype_unsupported_by_device_falls_back_to_float32_with_message(engine):
+  expected = engine.requested_dtype if supports_dtype(engine.requested_dtype) else "float32"
+  assert engine.dtype == expected
+  falls_back = engine.requested_dtype != expected
+  words = ("not support", engine.requested_dtype, expected)
+  warnings = [line for line in engine.messages if all(word in line for word in words)]
+  assert len(warnings) == falls_back, engine.messages
+
+
+@pytest.mark.parametrize("name", ["offsets", "compressed-tensors, int8 per group"])
+def test_quantized_weights_equal_dequantized_reference(tmp_path, name):
+  quantized, plain = quantized_model(tmp_path, name)
+  llm, _ = open_engine(quantized, dtype="float32", num_gpu_blocks_override=BLOCKS + 1)
+  for length in (1, 2 * BS + 1):
+    job = make_job(plain, length, 5, length)
+    assert ids_of(llm.generate(job.prompt, job.params)[0]) == job.output_ids
+
+
+# Greedy ids do not depend on scheduling
+
+@pytest.mark.parametrize("length", [1, 2 * BS + 1, 4 * BS])
+def test_greedy_ids_equal_reference(llm, folder, length):
+  job = make_job(folder, length, 6, length)
+  output, = llm.generate(job.prompt, job.params)
+  assert ids_of(output) == job.output_ids and output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("length", [BS - 1, BS, BS + 1])
+def test_decode_equals_prefill(llm, folder, length):
+  job = make_job(folder, length, 4, 100 + length)
+  assert ids_of(llm.generate(job.prompt, job.params)[0]) == job.output_ids
+  for i, token in enumerate(job.output_ids):
+    assert ids_of(clear_cache(llm).generate(tokens([*job.prompt_ids, *job.output_ids[:i]]), params(1))[0]) == [token], i
+
+
+def test_batch_any_arrival_order_equals_single_requests(llm, folder):
+  jobs = {str(i): make_job(folder, 1 + 2 * i, 6 - i, 200 + i) for i in range(6)}
+  alone = {name: ids_of(llm.generate(job.prompt, job.params)[0]) for name, job in jobs.items()}
+  assert alone == {name: job.output_ids for name, job in jobs.items()}
+  for rng in map(random.Random, range(2)):
+    order, outputs = rng.sample(sorted(jobs), len(jobs)), {}
+    clear_cache(llm)
+    while order or llm.has_unfinished_requests():
+      for name in [order.pop() for _ in range(min(len(order), rng.randrange(4)))]:
+        llm.add_request(name, jobs[name].prompt, jobs[name].params)
+      outputs |= {output.request_id: output for output in llm.step()}
+      check_invariants(llm)
+    assert {name: ids_of(output) for name, output in outputs.items()} == alone
+
+
+def test_chunked_prefill_equals_whole_prefill(llm, folder):
+  """A prompt of one step, which five decodes divide into chunks of three tokens, and one of two and a half steps."""
+  whole, long = make_job(folder, 8, 3, 300), make_job(folder, 20, 3, 301)
+  others = [make_job(folder, 2, 7, 310 + i) for i in range(5)]
+  assert ids_of(clear_cache(llm).generate(whole.prompt, whole.params)[0]) == whole.output_ids
+  assert ids_of(llm.generate(long.prompt, long.params)[0]) == long.output_ids
+  clear_cache(llm)
+  for i, other in enumerate(others): llm.add_request(str(i), other.prompt, other.params)
+  for _ in range(3): llm.step()
+  llm.add_request("chunks", whole.prompt, whole.params)
+  outputs = run(llm)
+  assert outputs["chunks"].num_cached_tokens == 0 and ids_of(outputs["chunks"]) == whole.output_ids
+  assert [ids_of(outputs[str(i)]) for i in range(5)] == [other.output_ids for other in others]
+
+
+@pytest.mark.parametrize(("length", "num_cached"), [(2 * BS - 1, BS), (2 * BS, BS), (2 * BS + 1, 2 * BS)])
+def test_prefix_cache_hit_equals_uncached(llm, folder, length, num_cached):
+  job = make_job(folder, length, 3, 400 + length)
+  outputs = [clear_cache(llm).generate(job.prompt, job.params)[0], llm.generate(job.prompt, job.params)[0]]
+  assert [output.num_cached_tokens for output in outputs] == [0, num_cached]
+  assert [ids_of(output) for output in outputs] == [job.output_ids] * 2
+
+
+def test_prefix_cache_load_after_save_hits(llm, folder, tmp_path):
+  """Another request overwrites the blocks between save and load."""
+  job, other = make_job(folder, 2 * BS + 1, 3, 450), make_job(folder, 4 * BS, 3, 451)
+  clear_cache(llm).generate(job.prompt, job.params)
+  count = llm.save_prefix_cache(tmp_path / "cache")
+  clear_cache(llm).generate(other.prompt, other.params)
+  assert clear_cache(llm).load_prefix_cache(tmp_path / "cache") == count == 2
+  output, = llm.generate(job.prompt, job.params)
+  assert output.num_cached_tokens == 2 * BS and ids_of(output) == job.output_ids
+
+
+@pytest.mark.parametrize("length", [BS, BS + 2])
+def test_prefix_shared_within_one_step_is_not_a_hit(llm, folder, length):
+  """The first request computes the shared block in the same step, so the second one cannot read it yet."""
+  prefix = make_job(folder, BS, 1, 500).prompt_ids
+  jobs = [make_job(folder, length, 3, 500 + 10 * i, prefix) for i in range(2)]
+  clear_cache(llm)
+  for i, job in enumerate(jobs): llm.add_request(str(i), job.prompt, job.params)
+  outputs = run(llm)
+  assert [outputs[str(i)].num_cached_tokens for i in range(2)] == [0, 0]
+  assert [ids_of(outputs[str(i)]) for i in range(2)] == [job.output_ids for job in jobs]
+
+
+def test_preemption_keeps_ids_and_prefix_cache_hits(llm, folder):
+  before, jobs = llm.get_metrics()["num_preemptions"], [make_job(folder, 6, 10, 600 + i) for i in range(6)]
+  for i, job in enumerate(jobs): llm.add_request(str(i), job.prompt, job.params)
+  outputs = run(llm)
+  assert llm.get_metrics()["num_preemptions"] > before, "the pool must be too small for all requests"
+  assert [ids_of(outputs[str(i)]) for i in range(6)] == [job.output_ids for job in jobs]
+  again, = llm.generate(jobs[5].prompt, jobs[5].params)
+  assert ids_of(again) == jobs[5].output_ids and again.num_cached_tokens == BS
+
+
+def test_stream_equals_text_and_stops_at_string_across_tokens(llm, folder):
+  job = make_job(folder, 3, 9, 700)
+  whole, parts = llm.generate(job.prompt, job.params)[0], [*llm.generate_stream(job.prompt, job.params)]
+  pieces = [part.outputs[0].text for part in parts]
+  assert "".join(pieces) == whole.outputs[0].text and [i for part in parts for i in ids_of(part)] == job.output_ids
+  text, splits = whole.outputs[0].text, list[tuple]()
+  for i in range(1, 7):   # a stop string spans three tokens: the last character, a whole piece, the first character
+    at, stop = len("".join(pieces[:i])) - 1, pieces[i - 1][-1:] + pieces[i] + pieces[i + 1][:1]
+    if pieces[i] and len(stop) > 2 and text.find(stop) == at: splits.append((at, stop, i + 2))
+  at, stop, n = splits[-1]
+  stopped = params(9, stop=[stop])
+  whole, parts = llm.generate(job.prompt, stopped)[0], [*llm.generate_stream(job.prompt, stopped)]
+  assert whole.outputs[0].text == "".join(part.outputs[0].text for part in parts) == text[:at]
+  assert ids_of(whole) == [i for part in parts for i in ids_of(part)] == job.output_ids[:n]
+  assert (whole.outputs[0].finish_reason, whole.outputs[0].stop_reason) == ("stop", stop)
+
+
+def test_finished_and_aborted_requests_free_blocks_without_new_graphs(llm, folder):
+  jobs = {str(i): make_job(folder, 1 + 3 * i % 11, 1 + i % 5, 800 + i) for i in range(10)}
+  outputs, rng = {}, random.Random(0)
+  order, aborted = rng.sample(sorted(jobs), len(jobs)), {"3", "4", "8"}
+  for length in (1, 2, 4, 8): llm.generate(tokens([260 + length] * length), params(1))   # captures all greedy graphs
+  num_graphs = len(llm.runner.graphs)
+  while order or llm.has_unfinished_requests():
+    for name in [order.pop() for _ in range(min(len(order), rng.randrange(4)))]:
+      llm.add_request(name, jobs[name].prompt, jobs[name].params)
+    outputs |= {output.request_id: output for output in llm.step()}
+    for name in aborted & {*llm.requests} if rng.random() < 0.3 else (): llm.abort_request(name)
+    check_invariants(llm)
+  for name, job in jobs.items():
+    ids = ids_of(outputs[name]) if name in outputs else []
+    assert ids == job.output_ids[:len(ids)] and (name in aborted or len(ids) == len(job.output_ids)), name
+  assert len(llm.runner.graphs) == num_graphs
+
+
+# Log probabilities
+
+def errors(folder, ids, logprobs):
+  """Return the absolute errors of the log probabilities of ids[1:] and of the best tokens at each position."""
+  differences, expected = [], log_softmax(reference_logits(folder, ids)[:-1])
+  for entries, x, token in zip(logprobs, expected, ids[1:], strict=True):
+    best = {p.rank: p.logprob for p in entries.values()}
+    assert {token, int(x.argmax())} <= {*entries} and entries[int(x.argmax())].rank == 1
+    differences += [abs(p.logprob - x[i]) for i, p in entries.items()]
+    differences += [abs(best[k] - value) for k, value in enumerate(np.sort(x)[::-1][:len(entries) - 1], 1)]
+  return differences
+
+
+def test_logprobs_equal_reference(llm, engine, folder):
+  prompt, text = make_job(folder, 8, 1, 900), make_job(folder, 1, 3, 901)
+  output, = clear_cache(llm).generate(prompt.prompt, params(1, prompt_logprobs=3))
+  assert ids_of(output) == prompt.output_ids and output.prompt_logprobs[0] is None
+  worst = max(errors(folder, prompt.prompt_ids, output.prompt_logprobs[1:]))
+  output, = llm.generate(text.prompt, params(3, logprobs=3))
+  assert ids_of(output) == text.output_ids
+  worst = max(worst, *errors(folder, [*text.prompt_ids, *text.output_ids], output.outputs[0].logprobs))
+  assert worst < LOGPROB_ERROR[engine.dtype] < MIN_MARGIN / 2
+
+
+def test_top_20_logprobs_of_prompt_and_output_equal_reference(llm_float32, folder):
+  job = make_job(folder, 8, 1, 910)
+  output, = clear_cache(llm_float32).generate(job.prompt, params(1, prompt_logprobs=20, logprobs=20))
+  logprobs = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+  assert output.prompt_logprobs[0] is None and {len(entries) for entries in logprobs} <= {20, 21}
+  assert max(errors(folder, [*job.prompt_ids, *job.output_ids], logprobs)) < LOGPROB_ERROR["float32"]
+
+
+# Sampling fields, which need other kernels
+
+FIELDS = {
+  "sampled": {**SAMPLED, "seed": 7}, "64-bit seed": {"temperature": 0.7, "min_p": 0.02, "seed": 2**40 + 5},
+  "logit_bias": {"logit_bias": {300: 3.5, 306: -100.0, 270: 2.0}},
+  "allowed_token_ids": {"allowed_token_ids": [*range(259, 320, 4), 6]},
+  "penalties": {"repetition_penalty": 1.5, "presence_penalty": 0.6, "frequency_penalty": 0.4},
+  "penalties of negative logits": {
+    "repetition_penalty": 1.3, "allowed_token_ids": [*range(259, 320)],
+    "logit_bias": {i: -10 for i in range(259, 320)}}}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_sampling_field_changes_ids_as_in_reference(llm_float32, folder, field):
+  """Seeded ids are equal on all devices too, because the noise depends on the seed."""
+  job = make_job(folder, 1, 4, 1000, **FIELDS[field])
+  assert ids_of(llm_float32.generate(job.prompt, job.params)[0]) == job.output_ids
+  assert job.output_ids != reference_ids(folder, job.prompt_ids, 4), "the field must change the ids"
+
+
+BIAS = {"logit_bias": {265: 1.0, 266: -1.0}}
+
+
+def check_batch(llm, folder, options_by_salt):
+  """Check eight one-token prompts in one batch; return their jobs by salt. All use one kind of graph. Each has a bias,
+  so that on a GPU it waits for its previous token, and log probabilities, which come from the model's raw logits."""
+  options_by_salt = {salt: {**BIAS, **options} for salt, options in options_by_salt.items()}
+  jobs = [make_job(folder, 1, 4, salt, **options) for salt, options in options_by_salt.items()]
+  outputs = llm.generate([job.prompt for job in jobs], [params(4, **x, logprobs=3) for x in options_by_salt.values()])
+  for job, output in zip(jobs, outputs, strict=True):
+    assert ids_of(output) == job.output_ids
+    worst = max(errors(folder, [*job.prompt_ids, *job.output_ids], output.outputs[0].logprobs))
+    assert worst < LOGPROB_ERROR["float32"]
+  return dict(zip(options_by_salt, jobs, strict=True))
+
+
+def check_all_fields(llm, folder):
+  small = [options for options in FIELDS.values() if len(options.get("logit_bias", ())) < 8]   # larger: another graph
+  return check_batch(llm, folder, dict(enumerate([
+    *small, {**FIELDS["sampled"], **FIELDS["penalties"]}, {"allowed_token_ids": [*range(259, 320, 3)]},
+    {**SAMPLED, "seed": -3}], 1100)))
+
+
+def test_sampling_fields_in_one_batch_do_not_mix(llm_float32, folder): check_all_fields(llm_float32, folder)
+
+
+def test_seeded_ids_do_not_depend_on_batch(llm_float32, folder):
+  """Other neighbors, another slot, and alone. One request of each batch has a token mask, so all fields are enabled."""
+  mine, masked = {**SAMPLED, "seed": 5}, {"allowed_token_ids": [*range(259, 320, 5)]}
+  others = [{salt: {**SAMPLED, "seed": salt} for salt in range(first, first + 6)} for first in (1210, 1220)]
+  batched = [check_batch(llm_float32, folder, batch)[1200].output_ids for batch in (
+    {1200: mine, **others[0], 1230: masked}, {**others[1], 1231: masked, 1200: mine})]
+  job = make_job(folder, 1, 4, 1200, **mine, **BIAS)
+  assert batched == [ids_of(llm_float32.generate(job.prompt, job.params)[0])] * 2
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft model"])
+def test_speculative_decoding_keeps_outputs(llm_float32, folder, method, monkeypatch):
+  """Greedy, sampled and repeating outputs. The draft model is the model itself, so all its draft tokens are accepted.
+  The number of draft tokens depends on the CPU's registers: the test assumes AVX-512 on every machine."""
+  monkeypatch.setattr("tinyvllm_extra.speculation.cpu_sums", lambda: 8)
+  config = {"num_speculative_tokens": 3, **({"method": "ngram"} if method == "ngram" else {"model": str(folder)})}
+  drafting, _ = open_engine(folder, dtype="float32", num_gpu_blocks_override=BLOCKS + 1, speculative_config=config)
+  prompts = [tokens([*range(260, 266)] * 2), tokens(range(270, 276)), tokens(range(280, 283))]
+  prompt_params = [params(16), params(16, **SAMPLED, seed=7), params(16, logit_bias={300: 100})]
+  expected = llm_float32.generate(prompts, prompt_params, False)
+  assert_same_outputs(drafting.generate(prompts, prompt_params, False), expected)
+  check_invariants(drafting)
+  metrics = drafting.get_metrics()
+  num_drafts, num_accepted = (metrics[f"spec_decode_num_{name}_tokens"] for name in ("draft", "accepted"))
+  if method == "ngram": assert num_drafts >= num_accepted > 5
+  else: assert num_accepted == num_drafts > 10
+
+
+# Device limits
+
+def kernels_of(llm):
+  """Yield (graph key, kernel name, [(buffer, is written)]) for each kernel of all captured graphs."""
+  for key, (_, graph) in llm.runner.graphs.items():
+    calls = [*graph.captured.linear.src]
+    while calls:
+      call = calls.pop()
+      kernel = call.src[0]
+      if kernel.op is Ops.CUSTOM_FUNCTION and kernel.arg == "graph": calls += kernel.src[0].src
+      else:
+        buffers = [u.buffer for u in get_call_arg_uops(call)]
+        if kernel.op is Ops.PROGRAM:
+          yield key, ansistrip(kernel.arg.name), [(buffers[i], i in kernel.arg.outs) for i in kernel.arg.globals]
+        else:
+          assert kernel.op is Ops.COPY, f"unknown operation {kernel.op}"
+          yield key, "copy", [(b, not i) for i, b in enumerate(buffers)]
+
+
+def limit_violations(llm, largest):
+  """Return one line for each kernel that a restricted device would refuse or compute wrongly."""
+  violations, num_kernels = set(), Counter()
+  for key, name, buffers in kernels_of(llm):
+    num_kernels[key] += 1
+    aliases = [a for (a, one), (b, other) in itertools.combinations(buffers, 2) if a.base is b.base and (
+      (a.offset, a.nbytes) == (b.offset, b.nbytes)
+      or (one or other) and a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes)]
+    if len(buffers) > MAX_BUFFERS: violations.add(f"{key} {name}: {len(buffers)} buffers")
+    if aliases: violations.add(f"{key} {name}: two buffers share memory")
+    if (size := max(b.nbytes for b, _ in buffers)) > largest: violations.add(f"{key} {name}: {size} bytes")
+    if {b.device for b, _ in buffers} != {Device.DEFAULT}: violations.add(f"{key} {name}: not on {Device.DEFAULT}")
+  assert num_kernels.keys() == llm.runner.graphs.keys() and min(num_kernels.values()) > 10, "unchecked kernels"
+  return sorted(violations)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_quantized_kv_cache_equals_reference_with_rounded_k_and_v(folder, kind):
+  """In a batch, in chunks, and alone from the prefix cache. Ids may differ only where two logits are nearly equal."""
+  if kind == "fp8" and dtypes.half not in Device.default.renderer.supported_dtypes():
+    with pytest.raises(ValueError, match="kv_cache_dtype='fp8'.*float16.*'int8'"):
+      open_engine(folder, kv_cache_dtype=kind)
+    return
+  llm, _ = open_engine(folder, dtype="float32", kv_cache_dtype=kind)
+  rng = random.Random(kind)
+  prompts = [[rng.randrange(3, 320) for _ in range(n)] for n in (1, 7, 2 * BS, 2 * BUDGET + 3)]
+  outputs = [ids_of(output) for output in llm.generate([tokens(ids) for ids in prompts], params(6))]
+  num_equal = 0
+  for ids, output_ids in zip(prompts, outputs, strict=True):
+    logits = reference_logits(folder, [*ids, *output_ids], lambda x: quantize_kv(x, kind)[0])[len(ids) - 1:-1]
+    margins = logits.max(1) - logits[range(6), output_ids]
+    assert (margins < MIN_MARGIN).all(), margins
+    num_equal += sum(margins == 0)
+    assert ids_of(llm.generate(tokens(ids), params(6))[0]) == output_ids
+  assert num_equal >= 22, num_equal
+  assert limit_violations(llm, llm.backend.largest_tensor()) == []
+
+
+def test_kernels_of_each_graph_kind_stay_within_device_limits(llm_float32, folder, monkeypatch):
+  """Runs each kind itself, so that the test passes alone: greedy, sampled, logit_bias, masked, log probabilities."""
+  monkeypatch.setattr(graphs, "CAPTURE_THRESHOLD", 0)   # capture each graph instead of running a larger one
+  for length in (1, 2, 4, 8): llm_float32.generate(tokens([270 + length] * length), params(1))
+  for options in (*FIELDS.values(), {"logprobs": 3}): llm_float32.generate(tokens([260]), params(1, **options))
+  llm_float32.generate(tokens([*range(260, 268)]), params(1, logprobs=20, prompt_logprobs=20))
+  check_all_fields(llm_float32, folder)
+  kinds = {(mode, *map(bool, features)) for _, _, mode, *features, _ in map(graphs.sizes_of, llm_float32.runner.graphs)}
+  assert {(0, False, False, False), (1, False, False, False), (2, False, False, False), (0, True, False, False),
+          (0, False, True, False), (0, False, False, True), (2, True, True, True)} <= kinds
+  assert limit_violations(llm_float32, llm_float32.backend.largest_tensor()) == []
+
+
+def test_kernels_of_each_dtype_stay_within_device_limits(llm):
+  for length in (1, 8): llm.generate(tokens([280 + length] * length), params(1))
+  assert limit_violations(llm, llm.backend.largest_tensor()) == []
+
+
+# Devices with a limit on tensor sizes
+
+LARGEST = 40 * 1024   # bytes: 32 rows of logits, 160 of the 257 blocks that 16 sequences could use, or the embeddings
+
+
+def set_largest_tensor(monkeypatch, largest):
+  monkeypatch.setattr(type(make_backend()), "largest_tensor", lambda backend: largest)
+
+
+def test_largest_tensor_limits_step_and_pool_with_message(folder, monkeypatch, llm_float32):
+  set_largest_tensor(monkeypatch, LARGEST)
+  small, messages = open_engine(folder, dtype="float32", max_num_batched_tokens=512, max_num_seqs=16)
+  assert small.config.max_num_batched_tokens == 32 and 32 * 320 * 4 <= LARGEST < 64 * 320 * 4, "the step's logits"
+  assert [line for line in messages if re.search(r"\b32 tokens", line)]
+  with pytest.raises(ValueError, match="num_gpu_blocks_override=161 .*160"):
+    open_engine(folder, dtype="float32", num_gpu_blocks_override=161)
+  blocks = [x for cache in small.runner.kv_caches for x in cache]
+  assert LARGEST / 2 < max(x.nbytes() for x in blocks) <= LARGEST and small.runner.num_blocks == small.blocks.num_blocks
+  job = make_job(folder, 8, 3, 1300)
+  job_params = params(3, prompt_logprobs=3)
+  output, = small.generate(job.prompt, job_params)
+  assert limit_violations(small, LARGEST) == []
+  assert_same_outputs([output], plain := clear_cache(llm_float32).generate(job.prompt, job_params))
+  assert ids_of(output) == job.output_ids
+  for a, b in zip(output.prompt_logprobs[1:], plain[0].prompt_logprobs[1:], strict=True):
+    assert {*a} == {*b} and max(abs(a[i].logprob - b[i].logprob) for i in a) < 1e-5
+
+
+def test_weight_above_largest_tensor_raises_with_name_and_sizes(folder, monkeypatch):
+  set_largest_tensor(monkeypatch, LARGEST // 4)
+  with pytest.raises(ValueError, match=f"{folder}: model.embed_tokens: .*{LARGEST // 4}: .*DEV=CPU"):
+    open_engine(folder, dtype="float32")
+
+
+# Memory and the default device
+
+def test_tensor_of_the_largest_reported_size_holds_values():
+  backend = make_backend()
+  free, largest = backend.free_memory(Device.DEFAULT), backend.largest_tensor()
+  assert free > 2**30 and largest >= 2**27
+  size = min(largest, free // 4, 2**28) // 4   # elements; 2**28 bytes are above the limit that OpenCL guarantees
+  x = (Tensor.arange(size // 2**16).reshape(-1, 1) + Tensor.zeros(2**16, dtype=dtypes.int32)).contiguous().realize()
+  assert x.nbytes() == size // 2**16 * 2**18 > 2**26
+  assert x[:, -1].numpy().tolist() == [*range(size // 2**16)]
+
+
+@pytest.mark.skipif(Device.DEFAULT != "CL" or not is_opencl_cpu(Device.default), reason="OpenCL on a CPU only")
+@pytest.mark.parametrize("dev, device", [(None, "CPU"), ("CL", "CL")])
+def test_default_device_is_cpu_backend_unless_dev_selects_opencl(dev, device):
+  """In a new process, as a user starts it. Other devices, such as CUDA, are hidden from it."""
+  settings = {"CUDA_VISIBLE_DEVICES": "", "VISIBLE_DEVICES": "", "DEV": dev,
+              "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "examples"]))}
+  env = {name: x for name, x in {**os.environ, **settings}.items() if x is not None}
+  run = subprocess.run([sys.executable, "-m", "tinyvllm", "generate", "Hello"], env=env, capture_output=True, text=True,
+                       check=True, timeout=300)
+  lines = run.stderr.splitlines()
+  assert run.stdout == "Hello, world!\n" and any(f" on {device} in " in line for line in lines), run.stderr
+  assert sum(Device.default.device_name in line for line in lines) == (not dev)

@@ -1,0 +1,246 @@
+"""CPU backend: graphs on all cores, allocation in huge pages, exp2, the kernel cache, dtype and compiler selection."""
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from helpers.engines import ENGINE
+from helpers.parameters import slow
+from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
+from tinygrad.engine import realize
+from tinygrad.engine.realize import get_graph_runtime
+from tinygrad.uop.ops import KernelInfo
+from tinyvllm_extra.kernels import kernel_cache
+from tinyvllm_extra.kernels.cpu import find_compiler
+
+from tinyvllm import LLM
+from tinyvllm.backend import cpu_cores
+from tinyvllm_extra.kernels import prepare_device as open_device
+from tinyvllm_extra.kernels.matmul import Linear, reorder
+
+pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU only")
+SIZE, DEPTH = 1024, 8   # two rows of this size are split among cores
+
+
+@pytest.fixture(scope="module", autouse=True)
+def device(): open_device()
+
+
+def layers(seed: int) -> tuple[list[Linear], Callable[[np.ndarray], np.ndarray]]:
+  """Return layers that reflect rows and reverse their order, so that each needs all results of the previous one, and
+  the same function in numpy, without matrices: on a busy machine numpy takes minutes to multiply them."""
+  normals = np.random.default_rng(seed).standard_normal((DEPTH, SIZE)).astype(np.float32)
+  normals /= np.sqrt((normals * normals).sum(1, keepdims=True))
+  linears = [Linear(in_features=SIZE, sources={"w": SIZE}, bias=False, dtype=dtypes.float32) for _ in normals]
+  for linear, normal in zip(linears, normals, strict=True):
+    matrix = (np.eye(SIZE, dtype=np.float32) - 2 * np.outer(normal, normal))[::-1]
+    linear.weight = Tensor(np.ascontiguousarray(reorder(matrix, linear.weight.shape))).realize()
+
+  def reflect(x: np.ndarray) -> np.ndarray:
+    for normal in normals: x = (x - 2 * (x * normal).sum(1, keepdims=True) * normal)[:, ::-1]
+    return x
+  return linears, reflect
+
+
+def capture(step) -> TinyJit:
+  jit = TinyJit(step)
+  with Context(JIT_BATCH_SIZE=0):
+    for _ in range(2): jit()
+  return jit
+
+
+def apply_layers(linears: list[Linear], x: Tensor) -> Tensor:
+  for linear in linears: x = linear(x)
+  return x.realize()
+
+
+def test_graph_kernels_wait_for_previous_kernel_on_all_cores():
+  linears, reflect = layers(0)
+  x = Tensor(np.random.default_rng(1).standard_normal((2, SIZE)).astype(np.float32)).realize()
+  jit = capture(lambda: apply_layers(linears, x))
+  calls = jit.captured.linear.src
+  assert len(calls) == 1 and calls[0].src[0].arg == "graph", "a step must be one graph"
+  graph = get_graph_runtime(calls[0].src[0])
+  parts = [sum(row[:, 0] > 0) for row in graph.table]
+  assert parts.count(cpu_cores()) == DEPTH, "each core must have a part of each matrix"
+  for i in range(100):
+    new = np.random.default_rng(i).standard_normal((2, SIZE)).astype(np.float32)
+    buffer = x.uop.buffer
+    buffer.allocator._copyin(buffer._buf, new.data.cast("B"))
+    np.testing.assert_allclose(jit().numpy(), reflect(new), atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 16])
+@pytest.mark.parametrize("sums", [4, 8])
+def test_linear_equals_numpy_for_any_number_of_sums(monkeypatch, rows, sums):
+  """CPUs with few registers use 4 sums, AVX-512 uses 8."""
+  monkeypatch.setattr("tinyvllm_extra.kernels.matmul.cpu_sums", lambda: sums)
+  linears, reflect = layers(3)
+  x = np.random.default_rng(rows).standard_normal((rows, SIZE)).astype(np.float32)
+  np.testing.assert_allclose(apply_layers(linears, Tensor(x).realize()).numpy(), reflect(x), atol=1e-4)
+
+
+def test_graphs_of_concurrent_threads_do_not_interfere():
+  jobs, failures = [layers(seed) for seed in range(3)], []
+  xs = [Tensor(np.random.default_rng(9).standard_normal((1, SIZE)).astype(np.float32)).realize() for _ in jobs]
+  jits = [capture(lambda job=job, x=x: apply_layers(job[0], x)) for job, x in zip(jobs, xs, strict=True)]
+
+  def work(jit, x, reflect):
+    for _ in range(50):
+      if not np.allclose(jit().numpy(), reflect(x.numpy()), atol=1e-4): failures.append(jit)
+  threads = [threading.Thread(target=work, args=(jit, x, job[1])) for jit, x, job in zip(jits, xs, jobs, strict=True)]
+  for thread in threads: thread.start()
+  for thread in threads: thread.join(timeout=60)
+  assert not failures and not any(thread.is_alive() for thread in threads)
+
+
+INTERRUPTED = """
+import numpy as np
+from tinygrad import Context, Tensor, TinyJit, dtypes
+from tinyvllm_extra.kernels import cpu
+from tinyvllm.backend import cpu_cores
+from tinyvllm_extra.kernels import prepare_device as open_device
+from tinyvllm_extra.kernels.matmul import Linear
+open_device()
+cores = cpu_cores()
+linears = [Linear(512, {"w": 512}, False, dtypes.float32) for _ in range(40)]
+for linear in linears: linear.weight = (Tensor.randn(*linear.weight.shape) / 23).realize()
+x = Tensor.randn(1, 512).realize()
+def step():
+  y = x
+  for linear in linears: y = linear(y)
+  return y.realize()
+jit = TinyJit(step)
+with Context(JIT_BATCH_SIZE=0):
+  for _ in range(3): expected = jit().numpy()
+submit = cpu.CPUGraph.pool.submit
+for num_started in range(1, cores):
+  remaining = [num_started]
+  def interrupted(*args):
+    remaining[0] -= 1
+    future = submit(*args)
+    if not remaining[0]: raise KeyboardInterrupt
+    return future
+  cpu.CPUGraph.pool.submit = interrupted
+  try: jit()
+  except KeyboardInterrupt: print("interrupted")
+  cpu.CPUGraph.pool.submit = submit
+  for _ in range(3): np.testing.assert_array_equal(jit().numpy(), expected)
+"""
+
+
+@pytest.mark.parametrize("cores", [2, *slow(4)])
+def test_interrupt_while_cores_start_does_not_deadlock(cores):
+  """The interrupt arrives when some of the other cores have started, but not the first one."""
+  run = subprocess.run([sys.executable, "-c", INTERRUPTED], env={**os.environ, "NUM_CPU_THREADS": str(cores)},
+                       timeout=120, capture_output=True, text=True)
+  assert run.returncode == 0 and run.stdout.split() == ["interrupted"] * (cores - 1), run.stderr
+
+
+def test_buffers_share_chunk_that_outlives_freed_buffers():
+  first, second = [Tensor(np.full(1000, i, np.float32)).realize() for i in range(2)]
+  addresses = [t.uop.buffer._buf.va_addr for t in (first, second)]
+  assert 0 < addresses[1] - addresses[0] <= 2**25 and not any(address % 128 for address in addresses)
+  large = Tensor(np.arange(2**24, dtype=np.int32)).realize()   # larger than a chunk
+  chunk = first.uop.buffer._buf.meta
+  del second
+  Device["CPU"].allocator.free_cache()
+  others = [Tensor(np.full(2**20, 7, np.int32)).realize() for _ in range(12)]
+  assert first.numpy().sum() == 0 and len(chunk) >= 2**25 and large.numpy()[-1] == 2**24 - 1
+  assert all(other.numpy().min() == 7 for other in others)
+
+
+def test_graph_with_changing_input_runs_without_cpu_graph():
+  double = TinyJit(lambda x: (x * 2 + 1).contiguous().realize())   # each call has a different input buffer
+  for i in range(5): assert double(Tensor([i, i + 1]).realize()).tolist() == [2 * i + 1, 2 * i + 3]
+
+
+def test_exp2_equals_numpy():
+  x = np.concatenate([np.linspace(-125, 128, 100_001), np.linspace(-1, 1, 10_001)]).astype(np.float32)
+  open_device()
+  np.testing.assert_allclose(Tensor(x[x < 128]).exp2().numpy(), np.exp2(x[x < 128].astype(np.float64)), rtol=2**-23)
+  edges = np.array([-np.inf, -1e30, -200, -127, 128, 1e30, np.inf, np.nan, 0, -1, 1], np.float32)
+  np.testing.assert_array_equal(Tensor(edges).exp2().numpy(), [0, 0, 0, 0, *[np.inf] * 3, np.nan, 1, 0.5, 2])
+
+
+IMPORTS = """
+import importlib, pkgutil
+from tinygrad import UOp
+from tinygrad.engine import realize
+from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
+from tinygrad.runtime.ops_cpu import CPUAllocator
+def patched():
+  return (CPUAllocator._alloc, ClangRenderer.code_for_op, ClangRenderer._render_defines, CUDARenderer.string_rewrite,
+          vars(UOp)["_shape"].fxn, realize.lower_and_compile)
+before = patched()
+import tinyvllm, tinyvllm_extra.kernels
+for module in pkgutil.iter_modules(tinyvllm_extra.kernels.__path__):
+  importlib.import_module("tinyvllm_extra.kernels." + module.name)
+print([x is y for x, y in zip(before, patched())])
+tinyvllm_extra.kernels.prepare_device()
+print([x is y for x, y in zip(before, patched())])
+"""
+
+
+def test_imports_change_nothing_in_tinygrad_until_device_opens():
+  run = subprocess.run([sys.executable, "-c", IMPORTS], timeout=120, capture_output=True, text=True)
+  assert run.stdout.splitlines() == [str([True] * 6), str([False] * 6)], run.stderr
+
+
+def test_open_device_twice_applies_patches_once():
+  before = Device["CPU"].graph
+  open_device()
+  assert before and Device["CPU"].graph is before
+
+
+def test_kernel_is_lowered_once_then_read_from_disk(monkeypatch):
+  lowered, lower, renderer = [], kernel_cache.do_to_program, Device["CPU"].renderer
+  monkeypatch.setattr(kernel_cache, "do_to_program", lambda *args: lowered.append(args) or lower(*args))
+  a, i = UOp.placeholder((4,), dtypes.float32, 0), UOp.range(4, 0)
+  name = f"only_{os.getpid()}_{time.time_ns()}"   # not yet in any cache
+  kernel = a[i].store(i.cast(dtypes.float32)).end(i).sink(arg=KernelInfo(name))
+  first, second = [realize.lower_and_compile.begin(kernel, renderer)() for _ in range(2)]
+  assert len(lowered) == 1 and first.key == second.key and name in second.src[-2].arg
+
+
+@pytest.mark.parametrize(("requested", "unsupported", "replacement"), [
+  ("bfloat16", {"bfloat16"}, "float16"), ("bfloat16", {"bfloat16", "half"}, "float32"),
+  ("float16", {"half"}, "float32"), ("float16", {"bfloat16"}, None)])
+def test_unsupported_dtype_is_replaced_with_one_warning(
+    folder, caplog, monkeypatch, requested, unsupported, replacement):
+  renderer = type(Device["CPU"].renderer)
+  supported = renderer.supported_dtypes(Device["CPU"].renderer) - {getattr(dtypes, name) for name in unsupported}
+  monkeypatch.setattr(renderer, "supported_dtypes", lambda self: supported)
+  llm = LLM(folder, **ENGINE | {"dtype": requested, "enforce_eager": True})
+  assert llm.runner.kv_caches[0][0].dtype == getattr(dtypes, replacement or requested)
+  warnings = [record.getMessage() for record in caplog.records
+              if record.levelname == "WARNING" and requested in record.getMessage()]
+  assert len(warnings) == bool(replacement)
+  if replacement: assert re.search(rf"\b{replacement}\b", warnings[0])
+  assert llm.runner.model.lm_head.weight.dtype == getattr(dtypes, replacement or requested)
+
+
+def test_find_compiler_prefers_cc_except_gcc_then_clang(monkeypatch, tmp_path):
+  for name in ("path", "environment"):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "clang").write_text("#!/bin/sh\n")
+    (tmp_path / name / "clang").chmod(0o755)
+  monkeypatch.setattr("sys.executable", str(tmp_path / "environment" / "python"))
+  for cc, path, compiler in (("/opt/clang-19", "path", "/opt/clang-19"), ("/usr/bin/gcc-13", "path", "path/clang"),
+                             ("", "path", "path/clang"), (None, "", "environment/clang"),
+                             ("x86_64-linux-gnu-gcc", "", "environment/clang"),
+                             ("/opt/gcc-toolset/bin/clang", "", "/opt/gcc-toolset/bin/clang")):
+    monkeypatch.setenv("PATH", str(tmp_path / path) if path else "/nowhere")
+    monkeypatch.delenv("CC", raising=False)
+    if cc is not None: monkeypatch.setenv("CC", cc)
+    assert find_compiler() == str(tmp_path / compiler), (cc, path)
+  (tmp_path / "environment" / "clang").unlink()
+  monkeypatch.setenv("PATH", "/nowhere")
+  for cc in ("gcc", "echo"):   # open_device sets CC to echo if there is no compiler
+    monkeypatch.setenv("CC", cc)
+    assert find_compiler() is None

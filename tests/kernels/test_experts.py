@@ -1,0 +1,186 @@
+"""Mixtures of experts: the kernel for chosen experts compared with numpy, and MXFP4; test_models.py has whole models.
+Each comparison covers experts without tokens, and all tokens on the same experts."""
+import functools
+
+import numpy as np
+import pytest
+from helpers.record_models import DATA, LENGTHS, make_prompts, make_weights
+from helpers.engines import LogitsRecorder
+from helpers.recorded_models import OPTIONS, read, write_model
+from safetensors.numpy import save_file
+from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad.uop.ops import Ops
+
+from tinyvllm import LLM
+from tinyvllm.config import InputError
+from tinyvllm_extra.kernels import experts as fast
+from tinyvllm_extra.kernels.matmul import pack_numbers, prepare_scales, reorder, scales_shape
+from tinyvllm_extra.models.experts import Experts, choose_experts
+from tinyvllm_extra.quantization import E2M1, Quantized, dequantize, quantize
+
+SLOW = Device.DEFAULT == "PYTHON"
+KINDS = {"float32": 2e-5, "float16": 2e-3, "int8": 2e-3, "int4": 2e-3, "mxfp4": 2e-3}   # tolerance for rounding
+SHAPES = [(4, 2, 64, 48), (8, 1, 64, 32), (60, 8, 32, 16)]   # experts, experts per token, inputs, outputs
+if SLOW: SHAPES[2] = 12, 8, 32, 16
+
+
+def on_device(x: np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x)).contiguous().realize()
+
+
+@functools.cache
+def make_experts(count: int, inputs: int, outputs: int, kind: str) -> tuple[fast.Experts, np.ndarray]:
+  """Return random Experts with biases, and their matrices, (experts, out, in)."""
+  rng = np.random.default_rng(1)
+  dtype = dtypes.float32 if kind == "float32" else dtypes.float16
+  layer = fast.Experts(count, inputs, {f"{i}": outputs for i in range(count)}, True, dtype)
+  weight = rng.standard_normal((count * outputs, inputs)).astype(np.float32)
+  shape = layer.weight.shape
+  if kind.startswith("float"):
+    weight = weight.astype(kind)
+    layer.weight = on_device(reorder(weight, shape))
+  else:
+    codes = rng.integers(0, 16, weight.shape).astype(np.uint8).view(E2M1)
+    scale = 2.0 ** rng.integers(-6, 0, (len(weight), inputs // 32)).astype(np.float32)
+    matrix = Quantized(codes, scale, None, np.arange(inputs)) if kind == "mxfp4" else quantize(weight, int(kind[3:]))
+    layer.weight = on_device(pack_numbers(matrix.q, shape))
+    layer.scales = [on_device(reorder(x, scales_shape(shape, x.shape[1])))
+                    for x in (prepare_scales(matrix, dtype), matrix.offset) if x is not None]
+    weight = dequantize(matrix, np.float32)
+  layer.bias = on_device(rng.standard_normal(count * outputs).astype(np.float32))
+  return layer, weight.reshape(count, outputs, inputs).astype(np.float32)
+
+
+def choose(tokens: int, k: int, count: int, case: str) -> np.ndarray:
+  """Return distinct experts of each token, (tokens, k): of all experts, of half of them, or the same of all tokens."""
+  rng = np.random.default_rng(tokens)
+  choices = rng.permutation(count)[:{"all": count, "half": max(k, count // 2), "same": k}[case]]
+  return np.array([rng.permutation(choices)[:k] for _ in range(tokens)], np.int32)
+
+
+def inputs_for(layer, tokens: int, dtype) -> np.ndarray:
+  return np.random.default_rng(5).standard_normal((tokens, layer[1].shape[2])).astype(dtype)
+
+
+def expected_products(x: np.ndarray, layer, ids: np.ndarray) -> np.ndarray:
+  """Return (tokens * k, out)."""
+  products = np.einsum("ti,tkoi->tko", x.astype(np.float32), layer[1][ids])
+  return (products + layer[0].bias.numpy().reshape(len(layer[1]), -1)[ids]).reshape(ids.size, -1)
+
+
+def close(result: Tensor, expected: np.ndarray, tolerance: float) -> None:
+  array = result.numpy().astype(np.float32)
+  np.testing.assert_allclose(array, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max()))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, *[pytest.param(n, marks=pytest.mark.slow) for n in (2, 64, 130)]])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_chosen_experts_equal_numpy(kind, shape, tokens):
+  count, k, inputs, outputs = shape
+  layer = make_experts(count, inputs, outputs, kind)
+  for case in ("all", "half", "same"):
+    ids = choose(min(tokens, 20) if SLOW else tokens, k, count, case)
+    x = inputs_for(layer, len(ids), "float32" if kind == "float32" else "float16")
+    result = layer[0].route(on_device(x), layer[0].plan(on_device(ids)), ids.size)
+    close(result, expected_products(x, layer, ids), KINDS[kind])
+
+
+@pytest.mark.parametrize("tokens", [2, 20])
+def test_plan_lists_each_pair_once_in_a_group_of_its_expert(tokens):
+  layer, _ = make_experts(8, 64, 32, "float32")
+  for case in ("all", "half", "same"):
+    ids = choose(tokens, 5, 8, case).flatten()
+    plan = layer.plan(on_device(ids.reshape(tokens, 5))).numpy()
+    pairs = plan[:, 1:]
+    assert sorted(pairs[pairs < ids.size]) == [*range(ids.size)] and pairs.max() <= ids.size
+    for expert, *rows in plan: assert all(ids[row] == expert for row in rows if row < ids.size)
+
+
+def test_a_captured_call_follows_the_ids_of_each_run():
+  layer = make_experts(8, 64, 32, "float32")
+  step = TinyJit(lambda x, ids: layer[0].route(x, layer[0].plan(ids), 14).realize())
+  for seed in range(5):
+    ids = np.random.default_rng(seed).integers(0, 8, (7, 2)).astype(np.int32)
+    x = np.random.default_rng(seed + 50).standard_normal((7, 64)).astype(np.float32)
+    close(step(on_device(x), on_device(ids)), expected_products(x, layer, ids), 2e-5)
+
+
+def test_an_expert_out_of_range_reads_no_other_memory():
+  layer = make_experts(8, 64, 32, "float32")
+  ids, x = np.array([[9], [3]], np.int32), inputs_for(layer, 2, "float32")
+  result = layer[0].route(on_device(x), layer[0].plan(on_device(ids)), 2)
+  close(result, expected_products(x, layer, ids % 8), 2e-5)
+
+
+def test_plain_experts_equal_numpy():
+  layer = make_experts(4, 64, 48, "float32")
+  plain = Experts(4, 64, {f"{i}": 48 for i in range(4)}, True, dtypes.float32)
+  plain.weight, plain.bias = on_device(layer[1].reshape(-1, 64)), layer[0].bias
+  ids, x = choose(7, 2, 4, "all"), inputs_for(layer, 7, "float32")
+  close(plain.route(on_device(x), plain.plan(on_device(ids)), 14), expected_products(x, layer, ids), 2e-5)
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_choose_experts_equals_sorting_and_takes_the_first_of_equal_logits(is_normalized):
+  logits = np.random.default_rng(0).integers(-3, 4, (20, 12)).astype(np.float32)   # many are equal
+  ids, weights = choose_experts(on_device(logits), 5, is_normalized)
+  expected = np.argsort(-logits, 1, kind="stable")[:, :5]
+  np.testing.assert_array_equal(ids.numpy(), expected)
+  p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+  p = np.take_along_axis(p, expected, 1)
+  np.testing.assert_allclose(weights.numpy(), p / p.sum(1, keepdims=True) if is_normalized else p, rtol=1e-5)
+
+
+def test_choose_experts_returns_valid_ids_for_nan():
+  ids, _ = choose_experts(on_device(np.full((3, 8), np.nan, np.float32)), 4, True)
+  assert 0 <= ids.numpy().min() <= ids.numpy().max() < 8
+
+
+def test_one_token_reads_only_its_experts():
+  """The kernel's loops cover k of the 60 experts; weights are loaded once per output and input in them."""
+  layer, weight = make_experts(60, 32, 16, "float32")
+  k = 8
+  plan = layer.plan(on_device(choose(1, k, 60, "all")))
+  x = on_device(np.zeros((1, 32), np.float32))
+  kernels = [u.src[0] for u in layer.route(x, plan, k).schedule_linear().toposort()
+             if u.op is Ops.CALL and u.src[0].op is Ops.SINK]
+  sizes = [np.prod([int(r.vmax) + 1 for r in kernel.toposort() if r.op is Ops.RANGE]) for kernel in kernels]
+  assert max(sizes) <= 1.3 * k * weight[0].size
+
+
+@pytest.mark.slow
+def test_recorded_activations_of_gpt_oss_reach_the_limit(tmp_path):
+  recorder = LogitsRecorder(LLM(write_model(tmp_path, "gpt_oss", swiglu_limit=1e9), **OPTIONS))
+  logits = [recorder.generate(ids, 1)[1][0] for ids in make_prompts(LENGTHS)]
+  assert np.abs(logits - np.load(DATA / "gpt_oss.npy")).max() > 0.1
+
+
+@pytest.mark.slow
+def test_mxfp4_equals_its_dequantized_checkpoint(tmp_path):
+  values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+  values = np.concatenate([values, -values])
+  rng = np.random.default_rng(0)
+  packed, plain = {}, {}
+  for name, x in make_weights(read("gpt_oss")["shapes"], False).items():
+    if x.ndim < 3:
+      packed[name] = plain[name] = x
+      continue
+    experts, inputs, outputs = x.shape
+    codes = rng.integers(0, 16, (experts, outputs, inputs // 32, 32)).astype(np.uint8)
+    scales = rng.integers(122, 126, codes.shape[:3]).astype(np.uint8)
+    packed |= {f"{name}_blocks": codes[..., ::2] | codes[..., 1::2] << 4, f"{name}_scales": scales}
+    weight = values[codes] * 2.0 ** (scales[..., None].astype(np.float32) - 127)
+    plain[name] = np.ascontiguousarray(weight.reshape(experts, outputs, inputs).swapaxes(1, 2))
+  method = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+  folders = [write_model(tmp_path / "plain", "gpt_oss", weights=plain),
+             write_model(tmp_path / "packed", "gpt_oss", quantization_config=method)]
+  save_file(packed, folders[1] / "model.safetensors")
+  models = [LLM(folder, **OPTIONS) for folder in folders]
+  plain_weight, packed_weight = [llm.runner.model.layers[0].gate_up.weight for llm in models]
+  assert packed_weight.nbytes() * 8 == plain_weight.numel() * 4   # 4 bits each
+  recorders = [*map(LogitsRecorder, models)]
+  for ids in make_prompts(LENGTHS[::3]):
+    results = [recorder.generate(ids, 4) for recorder in recorders]
+    assert results[0][0] == results[1][0]
+    np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-4)
+  with pytest.raises(InputError, match="quantization='int8'"): LLM(folders[1], **OPTIONS, quantization="int8")

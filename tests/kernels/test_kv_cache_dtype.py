@@ -1,0 +1,184 @@
+"""int8 and fp8 KV cache: ids equal a numpy LLaMA with K and V rounded in the same way. Outputs do not depend on
+batching, chunked prefill, prefix-cache hits, preemption, speculative decoding or the number of devices."""
+import json
+import logging
+import math
+import random
+import re
+
+import numpy as np
+import pytest
+from helpers.engines import ENGINE
+from helpers.models import VOCAB, tiny_config, tiny_model
+from helpers.reference import quantize_kv, reference_logits
+from helpers.requests import greedy
+from tinygrad import dtypes
+from tinyvllm_extra.cli import main
+from tinyvllm_extra.cli.doctor import estimate_fit
+
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.backend import Backend
+from tinyvllm.config import EngineConfig, ModelConfig
+from tinyvllm_extra.kernels import FastBackend
+from tinyvllm_extra.kernels.tensor_cores import kv_layout
+
+KINDS = "int8", "fp8"
+MODEL = {"head_dim": 16}
+LENGTHS = 1, 5, 11, 30, 17
+
+
+def tokens(n, salt):
+  rng = random.Random(f"{salt} {n}")
+  return {"prompt_token_ids": [rng.randrange(3, VOCAB) for _ in range(n)]}
+
+
+def output_ids(llm, prompts, params):
+  outputs = llm.generate(prompts, params, use_tqdm=False)
+  return [x.token_ids for output in outputs for x in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("eight"), **MODEL)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def llm(request, folder): return LLM(folder, kv_cache_dtype=request.param, **ENGINE)
+
+
+def test_ids_equal_numpy_with_rounded_k_and_v(llm, folder):
+  """Rounding of sums may choose between two tokens of nearly equal probability, which is rare in these outputs."""
+  def rounded(x): return quantize_kv(x, llm.config.kv_cache_dtype)[0]
+  prompts = [tokens(n, "numpy") for n in LENGTHS]
+  num_equal = 0
+  for prompt, output in zip(prompts, output_ids(llm, prompts, greedy(8)), strict=True):
+    ids = prompt["prompt_token_ids"]
+    logits = reference_logits(folder, [*ids, *output], rounded)[len(ids) - 1:-1]
+    best = logits.max(-1)
+    sampled = logits[range(len(output)), output]
+    assert (best - sampled < 0.02).all()
+    num_equal += sum(best == sampled)
+  assert num_equal >= 0.95 * 8 * len(prompts)
+
+
+def test_logprobs_differ_slightly_from_float32(llm, folder):
+  prompt = tokens(40, "logprobs")
+  output = llm.generate(prompt, greedy(1, logprobs=0), use_tqdm=False)[0].outputs[0]
+  logits = reference_logits(folder, prompt["prompt_token_ids"])[-1]
+  token, = output.token_ids
+  exact = logits[token] - np.log(np.exp(logits).sum())
+  assert 1e-5 < abs(output.logprobs[0][token].logprob - exact) < 0.3
+
+
+@pytest.mark.parametrize("params", [
+  pytest.param(greedy(20), id="greedy"),
+  pytest.param(SamplingParams(seed=3, max_tokens=20, ignore_eos=True, n=2), id="seeded", marks=pytest.mark.slow)])
+def test_outputs_do_not_depend_on_batching_chunks_or_preemption(llm, folder, params):
+  prompts = [tokens(n, "same") for n in LENGTHS]
+  alone = [text for prompt in prompts for text in output_ids(llm, prompt, params)]
+  assert output_ids(llm, prompts, params) == alone   # in a batch, and from the prefix cache
+  options = {**ENGINE, "kv_cache_dtype": llm.config.kv_cache_dtype}
+  small = LLM(folder, num_gpu_blocks_override=20, **options)
+  assert output_ids(small, prompts, params) == alone
+  assert small.get_metrics()["num_preemptions"] > 0
+  chunked = LLM(folder, **{**options, "max_num_batched_tokens": 8, "enable_prefix_caching": False})
+  assert output_ids(chunked, prompts, params) == alone
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft model"])
+def test_speculative_decoding_keeps_outputs_and_cache_dtype(llm, folder, method):
+  prompts = [{"prompt_token_ids": 3 * tokens(n, "drafts")["prompt_token_ids"]} for n in LENGTHS]
+  config = {"method": "ngram", "num_speculative_tokens": 3} if method == "ngram" else {
+    "model": str(folder), "num_speculative_tokens": 2}
+  drafting = LLM(folder, speculative_config=config, kv_cache_dtype=llm.config.kv_cache_dtype, **ENGINE)
+  assert output_ids(drafting, prompts, greedy(20)) == output_ids(llm, prompts, greedy(20))
+  assert drafting.get_metrics()["spec_decode_num_accepted_tokens"] > 0
+  kinds = {tuple(x.dtype for x in cache) for runner in drafting.runners for cache in runner.kv_caches}
+  assert len(kinds) == 1
+
+
+def test_ids_on_two_devices_equal_one_device(llm, folder):
+  prompts = [tokens(n, "devices") for n in LENGTHS]
+  two = LLM(folder, kv_cache_dtype=llm.config.kv_cache_dtype, tensor_parallel_size=2, **ENGINE)
+  assert output_ids(two, prompts, greedy(12)) == output_ids(llm, prompts, greedy(12))
+
+
+def test_saved_prefix_cache_loads_only_with_same_dtype(llm, folder, tmp_path):
+  prompts = [tokens(n, "disk") for n in LENGTHS]
+  expected = output_ids(llm, prompts, greedy(12))
+  llm.save_prefix_cache(tmp_path / "cache")
+  for kind in ("auto", *KINDS):
+    other = LLM(folder, kv_cache_dtype=kind, **ENGINE)
+    if kind != llm.config.kv_cache_dtype:
+      with pytest.raises(ValueError, match=f"kv_cache_dtype.*'{llm.config.kv_cache_dtype}'.*'{kind}'"):
+        other.load_prefix_cache(tmp_path / "cache")
+      continue
+    assert other.load_prefix_cache(tmp_path / "cache") > 0
+    assert output_ids(other, prompts, greedy(12)) == expected
+    assert other.get_metrics()["prefix_cache_hits"] >= 40
+
+
+def block_bytes(kind, dtype, **config):
+  model = ModelConfig.from_hf(tiny_config(**config), "x")
+  parts = kv_layout(model, EngineConfig(kv_cache_dtype=kind), dtype)
+  return sum(math.prod(shape) * element.itemsize for shape, element in parts)
+
+
+def test_core_backend_int8_raises():
+  model = ModelConfig.from_hf(tiny_config(), "x")
+  with pytest.raises(ValueError, match="kv_cache_dtype='int8'.*tinyvllm_extra"):
+    Backend().kv_layout(model, EngineConfig(kv_cache_dtype="int8"), dtypes.float32)
+
+
+def test_bytes_per_token_are_half_of_float16():
+  for D, min_ratio in ((64, 1.88), (128, 1.93)):
+    half = block_bytes("auto", dtypes.float16, head_dim=D)
+    assert half / block_bytes("int8", dtypes.float16, head_dim=D) > min_ratio
+    assert half / block_bytes("fp8", dtypes.float16, head_dim=D) == 2
+
+
+def test_number_of_blocks_follows_kv_cache_dtype(folder, monkeypatch, caplog):
+  """The pool has as many blocks as fit in free memory."""
+  monkeypatch.setattr(FastBackend, "free_memory", lambda backend, device: 300_000)
+  options = {**ENGINE, "max_num_seqs": 16}
+  blocks = {}
+  for kind in ("auto", *KINDS):
+    with caplog.at_level(logging.INFO, "tinyvllm"): llm = LLM(folder, kv_cache_dtype=kind, **options)
+    blocks[kind] = llm.runner.num_blocks
+    assert f"KV cache: {blocks[kind] - 1} blocks" in caplog.messages[-1]
+  assert blocks["auto"] * 2.5 < blocks["int8"] < blocks["fp8"]   # a head's K and V have 128, 40 and 32 bytes
+
+
+def test_doctor_fit_follows_kv_cache_dtype():
+  row = {"dtype": "float32", "float32": True, "float16": True, "bfloat16": True, "free_gib": 8.0, "gb_per_s": 10.0}
+  config = tiny_config(head_dim=64)
+  counts = [estimate_fit("x", config, row, None, kind)["kv_tokens"] for kind in ("auto", "int8", "fp8")]
+  assert counts[1] / counts[0] == pytest.approx(256 / 68, 1e-3) and counts[2] / counts[0] == pytest.approx(4, 1e-3)
+
+
+def test_doctor_command_passes_kv_cache_dtype(monkeypatch, capsys):
+  row = {"opens": True, "renderer": "x", "dtype": "float32", "float32": True, "float16": True, "bfloat16": True,
+         "free_gib": 8.0, "gb_per_s": 10.0}
+  monkeypatch.setattr("tinyvllm_extra.cli.doctor.run_probe", lambda *_: row)
+  counts = []
+  for kind in ("auto", "fp8"):
+    assert main(["doctor", "--json", "--kv-cache-dtype", kind]) == 0
+    counts.append(json.loads(capsys.readouterr().out)["fit"][0]["kv_tokens"])
+  assert counts[1] / counts[0] == pytest.approx(4, 1e-3)
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp16", 8])
+def test_unsupported_kv_cache_dtype_raises_with_allowed_values(folder, kind):
+  with pytest.raises(ValueError, match=f"kv_cache_dtype={kind!r}.*(str|auto, fp8, int8)"):
+    LLM(folder, kv_cache_dtype=kind, **ENGINE)
+
+
+def test_head_dim_not_multiple_of_8_raises(monkeypatch):
+  monkeypatch.setattr("tinyvllm_extra.kernels.kv_cache.cpu_cores", lambda: 0)   # as on a GPU
+  with pytest.raises(ValueError, match="kv_cache_dtype='int8'.*head_dim.*8.*12"):
+    block_bytes("int8", dtypes.float16, head_dim=12)
+
+
+def test_generate_command_accepts_kv_cache_dtype(folder, capsys):
+  assert main(["generate", "hello", "--model", str(folder), "--kv-cache-dtype", "int8", "--max-tokens", "2"]) == 0
+  assert main(["generate", "hello", "--kv-cache-dtype", "int3"]) != 0
+  assert re.search("kv_cache_dtype='int3'.*auto, fp8, int8", capsys.readouterr().err)

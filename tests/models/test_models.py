@@ -1,0 +1,256 @@
+"""The architectures of models/ compared with Hugging Face's classes: data/models has the logits and greedy ids
+that record_models.py recorded. Prompts are longer than the windows and the original lengths of YaRN and LongRoPE."""
+import json
+import math
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from helpers.record_models import DATA, FACTORS, GEMMA, MODELS, NUM_TOKENS, YARN, make_prompts, make_weights
+from helpers.engines import LogitsRecorder
+from helpers.models import sentencepiece_model, write_safetensors
+from helpers.parameters import mark_slow_except, slow
+from helpers.recorded_models import OPTIONS, read, write_model
+from tinygrad import dtypes, nn
+
+import tinyvllm
+from tinyvllm import LLM, InputError, SamplingParams
+from tinyvllm.backend import Devices, Linear
+from tinyvllm_extra import fit
+from tinyvllm_extra.gguf_export import convert
+from tinyvllm_extra.models import MODELS as MODEL_CLASSES
+from tinyvllm_extra.models import find_model
+from tinyvllm_extra.models.ropes import rope_table
+from tinyvllm_extra.models.table import text_config
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+CORE = "gemma2", "gpt2", "gpt_oss", "granite", "phi3_long"   # together, all options
+
+
+def prompts(name): return [{"prompt_token_ids": ids} for ids in make_prompts(MODELS[name][2])]
+def ids_of(outputs): return [output.outputs[0].token_ids for output in outputs]
+
+
+def check_recorded(recorder, name):
+  """Compare each prompt's logits and ids, alone."""
+  logits = np.load(DATA / f"{name}.npy")
+  for prompt, expected, ids in zip(make_prompts(MODELS[name][2]), logits, read(name)["ids"], strict=True):
+    own_ids, own_logits = recorder.generate(prompt, NUM_TOKENS)
+    assert own_ids == ids
+    np.testing.assert_allclose(own_logits[0], expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", mark_slow_except(("gemma3_vision",), MODELS))
+def test_logits_and_ids_equal_recorded_ones(tmp_path, name):
+  """Each prompt alone, then all batched, chunked, preempted (14 blocks) and through the prefix cache."""
+  recorder = LogitsRecorder(LLM(write_model(tmp_path, name), **OPTIONS, num_gpu_blocks_override=14))
+  check_recorded(recorder, name)
+  llm = recorder.engine
+  before = llm.get_metrics()
+  assert ids_of(llm.generate(prompts(name), GREEDY)) == read(name)["ids"]
+  for metric in ("prefix_cache_hits", "num_preemptions"): assert llm.get_metrics()[metric] > before[metric]
+
+
+@pytest.mark.parametrize("name", slow(*CORE))
+def test_core_backend_equals_recorded_logits(tmp_path, name):
+  llm = LLM(write_model(tmp_path, name), backend=tinyvllm.Backend(), **{**OPTIONS, "max_num_seqs": 1})
+  check_recorded(LogitsRecorder(llm), name)
+
+
+# Checkpoints
+
+@pytest.mark.parametrize("name", ["gemma3_vision", *slow("mistral3")])
+def test_newer_names_of_multimodal_checkpoint_give_recorded_ids(tmp_path, name):
+  def rename(tensor): return f"model.{tensor.replace('language_model.model.', 'language_model.')}"
+  llm = LLM(write_model(tmp_path, name, rename), **OPTIONS)
+  assert ids_of(llm.generate(prompts(name)[:2], GREEDY)) == read(name)["ids"][:2]
+
+
+@pytest.mark.parametrize("name", slow("phi3_short", "gemma2"))
+def test_int8_logits_are_close_to_recorded_ones(tmp_path, name):
+  recorder = LogitsRecorder(LLM(write_model(tmp_path, name), **OPTIONS, quantization="int8"))
+  for ids, expected in zip(make_prompts(MODELS[name][2]), np.load(DATA / f"{name}.npy"), strict=True):
+    logits = recorder.generate(ids, 1)[1][0]
+    assert np.corrcoef(logits, expected)[0, 1] > 0.99
+
+
+def config_of(name, remove=(), **fields):
+  """Return a recorded model's options and tables of RoPE, read from config.json with other fields."""
+  hf = {**text_config(read(name)["config"]), **fields}
+  config, _ = find_model({x: value for x, value in hf.items() if x not in remove}, Path("x"))
+  options = {x: value for x, value in vars(config).items() if x not in ("ropes", "rope_theta")}
+  return options, np.stack([rope_table(config, rope, 64).numpy() for rope in config.ropes])
+
+
+@pytest.mark.parametrize("name,fields", [
+  ("gemma3", {"rope_theta": 100000.0, "rope_local_base_freq": 1000.0, "sliding_window_pattern": 3,
+              "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
+  ("olmo3", {"rope_theta": 10000.0, "rope_scaling": YARN}),
+  ("phi3_long", {"rope_theta": 10000.0, "rope_scaling": {"type": "su", **FACTORS}})])
+def test_older_config_equals_newer(name, fields):
+  """Before transformers 5, RoPE of windows had a field of its own or none, and layer_types was missing."""
+  older, older_tables = config_of(name, ("rope_parameters", "layer_types"), **fields)
+  newer, newer_tables = config_of(name)
+  assert older == newer
+  np.testing.assert_array_equal(older_tables, newer_tables)
+
+
+def test_gemma3_text_config_has_defaults():
+  """The text_config of google/gemma-3-4b-it has only these fields."""
+  text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024,
+          "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+  hf = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": text}
+  config, _ = find_model(hf, Path("x"))
+  shape = config.vocab_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim
+  assert shape == (262208, 8, 4, 256)
+  assert config.tie_word_embeddings and config.eos_token_ids == (1, 106) and config.attention_scale == 1 / 16
+  assert config.windows[:6] == (1024,) * 5 + (0,) and [x["rope_theta"] for x in config.ropes] == [1e6, 1e4]
+
+
+def test_every_architecture_is_recorded_and_documented():
+  page = (Path(tinyvllm.__file__).parents[1] / "examples/docs/models-and-quantization.md").read_text()
+  assert not [name for name in MODEL_CLASSES if f"`{name}`" not in page]
+  recorded = {architecture for name in MODELS for architecture in read(name)["config"]["architectures"]}
+  assert recorded == {*MODEL_CLASSES}
+
+
+def test_position_scale_of_ministral3_limits_max_model_len(tmp_path):
+  with pytest.raises(InputError, match="max_model_len=65 must be at most the model's 64"):
+    LLM(write_model(tmp_path, "ministral3"), **{**OPTIONS, "max_model_len": 65})
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral", "olmo2", "phi3"])
+def test_several_devices_raise(name):
+  config, model_class = find_model(read(name)["config"], Path("x"))
+  with pytest.raises(InputError, match="tensor_parallel_size=2 must be 1"):
+    model_class(config, dtypes.float32, tinyvllm.Backend(), Devices(("CPU", "CPU:1")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["granite", "ministral", "smollm3"])
+def test_two_devices_give_recorded_ids(tmp_path, name):
+  llm = LLM(write_model(tmp_path, name), **OPTIONS, tensor_parallel_size=2)
+  assert ids_of(llm.generate(prompts(name), GREEDY)) == read(name)["ids"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt_oss"])
+def test_estimated_weights_equal_loaded_ones(tmp_path, monkeypatch, name):
+  """Also of layers that are named differently, and of experts in one tensor."""
+  sizes: dict = {}
+  monkeypatch.setattr(fit, "check_memory", lambda checkpoint, _: sizes.update(
+    {quantization: fit.weight_bytes(checkpoint, quantization) for quantization in (None, "int8")}))
+  model = LLM(write_model(tmp_path, name), **OPTIONS).runner.model
+  assert sizes[None] == sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
+  matrices = sum(x.weight.nbytes() for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear))
+  assert sizes["int8"] == sizes[None] - matrices + int(matrices / 32 * fit.QUANTIZED["int8"])
+
+
+# Types
+
+@pytest.mark.parametrize("backend", [None, tinyvllm.Backend()], ids=["fast", "core"])
+@pytest.mark.parametrize("dtype", ["float16", "half"])
+def test_float16_that_overflows_raises_with_remedy(tmp_path, dtype, backend):
+  folder = write_model(tmp_path, "gemma2")
+  with pytest.raises(InputError, match="dtype='(float16|half)' overflows .*use 'auto', 'bfloat16' or 'float32'"):
+    LLM(folder, backend=backend, **{**OPTIONS, "dtype": dtype})
+
+
+def test_auto_dtype_of_model_that_overflows_is_not_float16(tmp_path):
+  assert LLM(write_model(tmp_path, "gemma2"), **{**OPTIONS, "dtype": "auto"}).config.dtype in ("bfloat16", "float32")
+
+
+# GGUF
+
+ARCHS = {"gemma2": "gemma2", "gemma3": "gemma3", "granite": "granite", "mistral": "llama", "mistral3": "mistral3",
+         "ministral3": "mistral3",
+         "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "phi3_short": "phi3", "phi3_long": "phi3",
+         "smollm3": "smollm3"}
+PERMUTED = ("llama", "granite", "mistral3", "smollm3")
+
+
+def add_metadata(writer, config, arch):
+  """Write what llama.cpp's converters write for these architectures."""
+  writer.add_block_count(config["num_hidden_layers"])
+  writer.add_context_length(config["max_position_embeddings"])
+  writer.add_embedding_length(config["hidden_size"])
+  writer.add_feed_forward_length(config["intermediate_size"])
+  writer.add_head_count(config["num_attention_heads"])
+  writer.add_head_count_kv(config["num_key_value_heads"])
+  writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+  if config.get("head_dim"): writer.add_key_length(config["head_dim"])
+  ropes = config["rope_parameters"]
+  rope = ropes.get("full_attention", ropes)
+  writer.add_rope_freq_base(rope["rope_theta"])
+  if arch == "gemma3": writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
+  if rope["rope_type"] in ("linear", "yarn"):
+    writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+    writer.add_rope_scaling_factor(rope["factor"])
+  if rope["rope_type"] == "yarn":
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if arch == "olmo2": writer.add_rope_scaling_attn_factors(0.1 * math.log(rope["factor"]) + 1)
+    if rope.get("mscale_all_dim"): writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+    if beta := rope.get("llama_4_scaling_beta"): writer.add_attn_temperature_scale(beta)
+  if arch == "phi3":
+    original = config.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    scale = config["max_position_embeddings"] / original
+    writer.add_rope_dimension_count(int(config["partial_rotary_factor"] * 16))
+    writer.add_rope_scaling_orig_ctx_len(original)
+    if "long_factor" in rope:
+      writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+      for kind in ("long", "short"):
+        writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
+  if arch == "granite":
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+  if arch == "gemma2":
+    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+  if config.get("sliding_window") or arch == "phi3": writer.add_sliding_window(config.get("sliding_window") or 0)
+  if arch in ("olmo2", "gemma3") and config.get("layer_types"):
+    writer.add_sliding_window_pattern([x == "sliding_attention" for x in config["layer_types"]])
+
+
+def write_gguf_model(path, name):
+  """Write a recorded model as llama.cpp's converter does, with the tensor names of the package gguf."""
+  recorded, arch = read(name), ARCHS[name]
+  config = text_config(recorded["config"])
+  writer = gguf.GGUFWriter(path, arch)
+  add_metadata(writer, config, arch)
+  tokens = ["a", "b", "ab", *(f"t{i}" for i in range(config["vocab_size"] - 3))]
+  writer.add_tokenizer_model("gpt2")
+  writer.add_tokenizer_pre("gpt-2")
+  writer.add_token_list(tokens)
+  writer.add_token_types([1] * len(tokens))
+  writer.add_token_merges(["a b"])
+  writer.add_eos_token_id(2)
+  kind = next(x for x, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
+  names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
+  heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+  for tensor, x in make_weights(recorded["shapes"], "gemma" in name).items():
+    tensor = tensor.removeprefix("language_model.")
+    if tensor.startswith(("vision", "multi")): continue
+    if "gemma" in name and tensor.endswith("norm.weight"): x = x + 1
+    n = heads.get(tensor.split(".")[-2]) if arch in PERMUTED else None
+    if n: x = x.reshape(n, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+    writer.add_tensor(names.get_name(tensor, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(x))
+  writer.write_header_to_file()
+  writer.write_kv_data_to_file()
+  writer.write_tensors_to_file()
+  writer.close()
+  return path
+
+
+@pytest.mark.parametrize("name", mark_slow_except(("gemma3",), ARCHS))
+def test_gguf_logits_and_ids_equal_safetensors(tmp_path, name):
+  """GGUF lacks query_pre_attn_scalar, which llama.cpp assumes to be head_dim."""
+  overrides = {"query_pre_attn_scalar": GEMMA["head_dim"]} if "gemma" in name else {}
+  folder = write_model(tmp_path / "hf", name, **overrides)
+  path = write_gguf_model(tmp_path / "model.gguf", name)
+  ids = make_prompts(MODELS[name][2])[-1]
+  results = [LogitsRecorder(LLM(x, **OPTIONS)).generate(ids, NUM_TOKENS)
+             for x in (folder, path, convert(path, tmp_path / "converted"))]
+  assert results[0][0] == results[1][0] == results[2][0]
+  for _, logits in results[1:]: np.testing.assert_allclose(logits, results[0][1], atol=1e-4)

@@ -1,0 +1,84 @@
+"""Codex and Claude Code against `tinyvllm serve`: both programs run the command that the model calls, and print its
+answer. TINYVLLM_AGENTS is the folder with their commands (see tests/README.md). Run with `pytest -m agents`."""
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers.agents import TEMPLATE
+from helpers.engines import ENGINE
+from helpers.models import tiny_model
+from helpers.servers import Server
+
+pytestmark = pytest.mark.agents
+LENGTH = 131072   # the programs' instructions and tools have more than 10,000 tokens
+# A model that is good at this conversation: it calls the function in CALL, then names the file in its result
+SCRIPT = """
+import os
+from tinyvllm_extra.server import protocol
+sampling_params = protocol.sampling_params
+def scripted(body, defaults):
+  last = body.messages[-1]
+  text = os.environ["CALL"] if body.tools else "a title"
+  if last["role"] == "tool": text = "there is a file" if "hello.txt" in str(last) else "there is no file"
+  constraint = {"response_format": None, "structured_outputs": {"choice": [text]}}
+  return sampling_params(body.model_copy(update=constraint), defaults)
+protocol.sampling_params = scripted
+"""
+CODEX = """
+model = "tiny"
+model_provider = "local"
+check_for_update_on_startup = false
+[model_providers.local]
+name = "tinyvllm"
+base_url = "{url}/v1"
+wire_api = "responses"
+[analytics]
+enabled = false
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+  """Return a function that runs a program in a folder with the file hello.txt, and returns its output. call: the
+  function call of the model."""
+  bin_folder = Path(os.environ.get("TINYVLLM_AGENTS", ""))
+  if not (bin_folder / "codex").exists() or not (bin_folder / "claude").exists():
+    pytest.fail(f"TINYVLLM_AGENTS={os.environ.get('TINYVLLM_AGENTS')!r} must be a folder with codex and claude")
+  folder, home, work = (tmp_path / name for name in ("model", "home", "work"))
+  for path in (folder, home, work): path.mkdir()
+  (work / "hello.txt").write_text("hello\n")
+  tiny_model(folder, words=True, max_position_embeddings=LENGTH)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+
+  def run(call, command, environment):
+    text = f"<tool_call>{json.dumps({'name': call[0], 'arguments': call[1]})}</tool_call>"
+    flags = {**ENGINE, "max_model_len": LENGTH, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "block_size": 16}
+    options = [x for name, value in flags.items() for x in (f"--{name.replace('_', '-')}", value)]
+    with Server(folder, *options, "--served-model-name", "tiny", "--strict-fields", before=SCRIPT,
+                environment={"CALL": text}) as server:
+      (home / "config.toml").write_text(CODEX.format(url=server.url))
+      variables = {name: value.format(url=server.url, home=home) for name, value in environment.items()}
+      result = subprocess.run([bin_folder / command[0], *command[1:]], cwd=work, env={**os.environ, **variables},
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True)
+      assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\nserver:\n{server.log}"
+      metrics = server.metrics()
+      assert "Traceback" not in server.log, server.log
+    hits, queries = (metrics[f"prefix_cache_{name}_total"] for name in ("hits", "queries"))
+    assert hits > queries / 3, "the second turn reads the first one's blocks from the prefix cache"
+    return result.stdout
+  return run
+
+
+def test_codex_runs_command_and_prints_answer(run):
+  command = ["codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "List the files."]
+  assert "there is a file" in run(("exec_command", {"cmd": "ls"}), command, {"CODEX_HOME": "{home}"})
+
+
+def test_claude_code_runs_command_and_prints_answer(run):
+  environment = {"HOME": "{home}", "CLAUDE_CONFIG_DIR": "{home}", "ANTHROPIC_BASE_URL": "{url}",
+                 "ANTHROPIC_AUTH_TOKEN": "none", "ANTHROPIC_MODEL": "tiny", "ANTHROPIC_SMALL_FAST_MODEL": "tiny",
+                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"}
+  call = ("Bash", {"command": "ls", "description": "List files"})
+  assert "there is a file" in run(call, ["claude", "-p", "List the files.", "--allowedTools", "Bash"], environment)

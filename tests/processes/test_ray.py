@@ -1,0 +1,369 @@
+"""Two replicas of the bundled model behind Ray Serve, started by examples/deploy/ray_serve.py on this machine. Their
+outputs must equal LLM.generate's in this process. Tests kill and break replicas. Run with `pytest -m ray`."""
+import asyncio
+import collections
+import importlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx2 as httpx
+import openai
+import pytest
+import yaml
+from helpers.servers import Server, reserve_port, wait_until
+
+from tinyvllm import LLM, SamplingParams
+
+pytestmark = pytest.mark.ray
+FOLDER = Path(__file__).parents[2] / "examples" / "deploy"
+SIZES = ["--cudagraph-capture-sizes", 1, 8, 16, "--max-num-batched-tokens", 64]   # few graphs
+STORY = "The cat sat on the warm stone and closed its eyes. Then the dog came along the road and saw "   # > 64 tokens
+LONG = {"temperature": 0, "max_tokens": 400, "ignore_eos": True, "n": 8}   # takes over a second
+
+
+@pytest.fixture(scope="module")
+def environment():
+  """Environment variables that keep Ray's files in a temporary folder and make its processes import this checkout."""
+  with tempfile.TemporaryDirectory(prefix="ray") as folder, pytest.MonkeyPatch.context() as m:
+    m.setenv("RAY_TMPDIR", folder)
+    m.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    m.setenv("PYTHONPATH", os.pathsep.join([str(FOLDER.parents[1]), str(FOLDER.parent)]))
+    yield
+
+
+@pytest.fixture(scope="module")
+def ray_serve(environment):
+  with pytest.MonkeyPatch.context() as m:
+    m.syspath_prepend(FOLDER)
+    yield importlib.import_module("ray_serve")
+
+
+class Cluster(Server):
+  """A running ray_serve.py. Replicas are identified by the `replica` label of the metrics."""
+  def __init__(self, *options):
+    self.holder = reserve_port()   # Ray's own processes could take the port first
+    super().__init__(None, *SIZES, "--port", self.holder.getsockname()[1], *options,
+                     script=str(FOLDER / "ray_serve.py"))
+
+  def close(self):
+    super().close()
+    self.holder.close()
+
+  def metrics_by_replica(self):
+    """Return {replica: {name and other labels: value}}."""
+    metrics = collections.defaultdict(dict)
+    for name, value in self.metrics().items():
+      replica = re.search(r"replica=(\w+)", name)
+      assert replica, f"{name} has no replica label"
+      metrics[replica[1]][re.sub(r",?replica=\w+|\{(replica=\w+)?\}", "", name)] = value
+    return dict(metrics)
+
+  def actor(self, replica):
+    import ray
+    return ray.get_actor(f"SERVE_REPLICA::tinyvllm#Replica#{replica}", namespace="serve")
+
+  def call(self, replica, function):
+    """Return the result of `function(servable)` in the replica's process."""
+    def run_in_replica(_):
+      from ray import serve
+      return function(serve.get_replica_context().servable_object)
+    import ray
+    return ray.get(self.actor(replica).__ray_call__.remote(run_in_replica))
+
+  def pid(self, replica): return self.call(replica, lambda _: os.getpid())
+
+  def wait_for_two(self, without=()):
+    """Wait until exactly two replicas respond, none of them in `without`, and return their names."""
+    def two_names():
+      try: names = {*self.metrics_by_replica()}
+      except (httpx.HTTPError, AssertionError): return None
+      return names if len(names) == 2 and not names & {*without} else None
+    return wait_until(two_names, f"two replicas, without {without}", 120)
+
+  def home_of(self, prompt):
+    """Return the replica that receives `prompt`."""
+    before = self.metrics_by_replica()
+    self.client().completions.create(model="tinyvllm", prompt=prompt, max_tokens=1)
+    return max(before, key=lambda name: self.metrics_by_replica()[name]["prompt_tokens_total"]
+               - before[name]["prompt_tokens_total"])
+
+
+@pytest.fixture(scope="module")
+def cluster(environment):
+  import ray
+  with Cluster("--num-replicas", 2, "--allowed-origins", "http://page.example") as cluster:
+    ray.init("auto", namespace="serve", log_to_driver=False)
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])   # replicas cannot import the tests
+    try: yield cluster
+    finally: ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def llm(): return LLM()
+
+
+def generated_text(llm, prompt, **fields):
+  return llm.generate(prompt, SamplingParams(temperature=0, **fields), use_tqdm=False)[0].outputs[0].text
+
+
+# Requests
+
+def test_completions_equal_generate_complete_and_streamed(cluster, llm):
+  client = cluster.client()
+  request = {"model": "tinyvllm", "prompt": "The cat", "max_tokens": 24, "temperature": 0}
+  expected = generated_text(llm, "The cat", max_tokens=24)
+  assert client.completions.create(**request).choices[0].text == expected
+  *pieces, last = client.completions.create(**request, stream=True)
+  assert "".join(c.text for piece in [*pieces, last] for c in piece.choices) == expected
+  assert len(pieces) > 3 and last.choices[0].finish_reason == "stop"
+  chat = client.chat.completions.create(model="tinyvllm", messages=[{"role": "user", "content": "Hello"}], max_tokens=4)
+  assert chat.usage.completion_tokens == 4
+
+
+def test_ingress_returns_the_servers_status_codes_and_headers(cluster):
+  assert cluster.post("/v1/completions", {"prompt": "a", "temperature": -1}).status_code == 400
+  assert cluster.post("/v1/completions", content=b" " * (2**22 + 1)).status_code == 413
+  assert cluster.post("/v1/completions", content=b"{").status_code == 400
+  assert cluster.get("/nowhere").status_code == 404
+  assert cluster.get("/v1/models").json()["data"][0]["id"] == "tinyvllm"
+  page = cluster.get("/v1/models", headers={"Origin": "http://page.example"})
+  assert page.headers["access-control-allow-origin"] == "http://page.example"
+  assert "tinyvllm" in cluster.get("/").text and cluster.get("/openapi.json").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_disconnect_aborts_its_request(cluster, stream):
+  def num_aborted():
+    name = "request_success_total{finished_reason=abort}"
+    return sum(metrics.get(name, 0) for metrics in cluster.metrics_by_replica().values())
+  before = num_aborted()
+  body = {**LONG, "prompt": STORY}
+  if stream:
+    with cluster.stream("/v1/completions", body) as response: next(response.iter_lines())
+  else:
+    with pytest.raises(httpx.ReadTimeout): cluster.post("/v1/completions", body, timeout=0.3)
+  wait_until(lambda: num_aborted() == before + LONG["n"], "all samples are aborted", 20)
+  assert all(metrics["num_requests_running"] == 0 for metrics in cluster.metrics_by_replica().values())
+
+
+def test_metrics_have_a_replica_label(cluster):
+  names = cluster.wait_for_two()
+  before = cluster.metrics_by_replica()
+  assert {*before} == names
+  home = cluster.home_of(STORY)
+  after = cluster.metrics_by_replica()
+  for name in names:
+    assert after[name]["generation_tokens_total"] - before[name]["generation_tokens_total"] == (name == home)
+  text = cluster.get("/metrics").text
+  kinds = [line for line in text.splitlines() if line.startswith("# TYPE")]
+  assert len(kinds) == len({*kinds}) > 20, "one TYPE line per metric"
+
+
+def test_conversation_stays_on_the_replica_with_its_cached_prefix(cluster):
+  client = cluster.client()
+  homes = collections.Counter()
+  for i in range(16):
+    prompt, num_cached = f"Story {i}. {STORY}", []
+    homes[cluster.home_of(prompt)] += 1
+    for _ in range(3):
+      answer = client.completions.create(model="tinyvllm", prompt=prompt, max_tokens=24, temperature=0)
+      prompt += answer.choices[0].text + " And then "
+      num_cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert num_cached[0] >= 16 and num_cached == sorted(num_cached), num_cached
+  assert len(homes) == 2, "both replicas have conversations"
+
+
+# Failures
+
+def test_200_requests_are_correct_when_a_replica_is_killed(cluster, llm):
+  pids = {name: cluster.pid(name) for name in cluster.wait_for_two()}
+  prompts = [f"{name} {verb}" for name in ("The cat", "The dog", "A boy", "The sun", "Tom")
+             for verb in ("is", "was", "said", "ran", "saw")]
+  params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+  outputs = llm.generate(prompts, params, use_tqdm=False)
+  texts = {prompt: output.outputs[0].text for prompt, output in zip(prompts, outputs, strict=True)}
+  texts[STORY] = generated_text(llm, STORY, max_tokens=400, ignore_eos=True)
+  semaphore, failed = threading.Semaphore(0), []
+
+  def ask(prompt, n=1, max_tokens=48):
+    request = {"model": "tinyvllm", "prompt": prompt, "max_tokens": max_tokens, "n": n, "temperature": 0,
+               "extra_body": {"ignore_eos": True}}
+    with cluster.client() as client:
+      try: answer = client.completions.create(**request)
+      except openai.APITimeoutError: raise   # the request hangs
+      except (openai.APIConnectionError, openai.InternalServerError):   # openai retries these
+        failed.append(prompt)
+        answer = client.with_options(max_retries=8).completions.create(**request)
+    semaphore.release()
+    return {choice.text for choice in answer.choices}
+
+  def find_victim():   # more than 16 samples: only the long request has as many
+    running = {name: metrics["num_requests_running"] for name, metrics in cluster.metrics_by_replica().items()}
+    return next((name for name in running if running[name] > 16), None)
+
+  with ThreadPoolExecutor(16) as pool, ThreadPoolExecutor(1) as other_pool:
+    answers = [(prompt, pool.submit(ask, prompt)) for prompt in prompts * 8]
+    for _ in range(40): assert semaphore.acquire(timeout=60)
+    # Short requests started together end together, so a replica may have none; a long one takes over a second
+    answers.append((STORY, other_pool.submit(ask, STORY, n=17, max_tokens=400)))
+    victim = wait_until(find_victim, "a replica runs the long request", 20)
+    os.kill(pids[victim], signal.SIGKILL)
+    wrong = [(prompt, text.result()) for prompt, text in answers if text.result() != {texts[prompt]}]
+  assert len(answers) == 201 and not wrong, wrong[:3]
+  assert STORY in failed, "the killed replica ran the long request"
+  assert victim not in cluster.wait_for_two(without=[victim]), "a new replica replaces it"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_stream_of_killed_replica_raises_in_the_client(cluster, chat):
+  content = f"{STORY}{chat}"
+  body = {"messages": [{"role": "user", "content": content}]} if chat else {"prompt": content}
+  path = "/v1/chat/completions" if chat else "/v1/completions"
+  cluster.wait_for_two()
+  with cluster.stream(path, {**LONG, **body}) as response:
+    lines = response.iter_lines()
+    next(lines)
+    running = {name: metrics["num_requests_running"] for name, metrics in cluster.metrics_by_replica().items()}
+    victim = max(running, key=running.get)
+    assert running[victim] > 0
+    os.kill(cluster.pid(victim), signal.SIGKILL)
+    with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+      for line in lines: assert "[DONE]" not in line
+  cluster.wait_for_two(without=[victim])
+  with pytest.raises(openai.APIError), cluster.client() as client:   # through the openai package
+    victim = None
+    for piece in (client.chat if chat else client).completions.create(
+        model="tinyvllm", **body, stream=True, n=8, extra_body={"ignore_eos": True}, max_tokens=400, temperature=0):
+      assert not piece.choices[0].finish_reason
+      if victim: continue
+      running = {name: metrics["num_requests_running"] for name, metrics in cluster.metrics_by_replica().items()}
+      victim = max(running, key=running.get)
+      os.kill(cluster.pid(victim), signal.SIGKILL)
+  cluster.wait_for_two(without=[victim])
+
+
+def test_autoscaling_adds_a_replica_under_load(environment):
+  options = ["--min-replicas", 1, "--max-replicas", 2, "--target-ongoing-requests", 1]
+  stopped = threading.Event()
+  with Cluster(*options) as cluster, ThreadPoolExecutor(4) as pool:
+    def ask():
+      while not stopped.is_set(): assert cluster.post("/v1/completions", {**LONG, "prompt": STORY}).status_code == 200
+    assert len(cluster.metrics_by_replica()) == 1
+    tasks = [pool.submit(ask) for _ in range(4)]
+    try: cluster.wait_for_two()
+    finally: stopped.set()
+    for task in tasks: task.result()
+
+
+def stop(replica): replica.server.should_exit = True
+
+
+def lose_device(replica):
+  def launch(step): raise RuntimeError("the device is lost")
+  replica.server.serving.llm.llm.runner.launch = launch
+
+
+@pytest.mark.parametrize("fault", [stop, lose_device])
+def test_unhealthy_replica_is_replaced(cluster, fault):
+  cluster.wait_for_two()
+  prompt = f"{STORY}{fault.__name__}"
+  home = cluster.home_of(prompt)
+  cluster.call(home, fault)
+  answer = cluster.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+  assert answer.status_code in (500, 503) and answer.json()["error"]["message"]
+  names = cluster.wait_for_two(without=[home])
+  for name in names:
+    assert cluster.call(name, lambda replica: replica.server.state()) == ""
+  assert cluster.post("/v1/completions", {"prompt": prompt, "max_tokens": 1}).status_code == 200
+
+
+# Options
+
+@pytest.mark.parametrize(("flags", "line"), [
+  (["--max-num-seqs", "0"], "max_num_seqs=0 must be between 1 and 1024"),
+  (["--max-num-batched-tokens", "32"], "max_num_seqs=64 must be at most max_num_batched_tokens=32"),   # replica
+])
+def test_invalid_options_print_one_error_line(environment, flags, line):
+  with reserve_port() as holder:
+    command = [sys.executable, FOLDER / "ray_serve.py", "--port", str(holder.getsockname()[1]), *flags]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
+  assert run.returncode == 1 and f"\ntinyvllm: {line}" in "\n" + run.stderr, run.stderr
+  assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(("args", "message"), [
+  ({"replicas": 2}, r"\breplicas\b"),
+  ({"num_replicas": 0}, "num_replicas=0 must be between 1 and 4096"),
+  ({"num_replicas": "two"}, "num_replicas='two'"),
+  ({"num_replicas": 2, "max_replicas": 3}, "num_replicas.*max_replicas"),
+  ({"min_replicas": 2}, "min_replicas.*max_replicas"),
+  ({"min_replicas": 3, "max_replicas": 2}, "min_replicas=3 .*max_replicas=2"),
+  ({"model": "/nowhere"}, "/nowhere"),
+  ({"max_model_len": "1"}, "max_model_len=1 must be between 2"),
+  ({"prefix_cache_file": "/tmp/file"}, "prefix_cache_file"),
+])
+def test_app_with_invalid_args_raises_value_error(ray_serve, args, message):
+  with pytest.raises(ValueError, match=message): ray_serve.app(args)
+
+
+def test_kubernetes_manifest_has_a_valid_serve_config(ray_serve):
+  from ray.serve.schema import ServeDeploySchema
+  text = (FOLDER / "ray_service.yaml").read_text()
+  config = yaml.safe_load(yaml.safe_load(text)["spec"]["serveConfigV2"])
+  application = ServeDeploySchema.model_validate(config).applications[0]
+  assert application.import_path == "ray_serve:app"
+  assert ray_serve.configs(application.args)[2].max_replicas == 4
+
+
+def test_string_arguments_of_serve_run_are_converted(ray_serve):
+  engine, server, config = ray_serve.configs({"num_replicas": "2", "enable_prefix_caching": "false", "port": "80",
+                                              "served_model_name": "7", "gpus_per_replica": "0.5", "dtype": "float32"})
+  assert engine == {"enable_prefix_caching": False, "dtype": "float32"} and server.port == 80
+  assert (config.num_replicas, config.gpus_per_replica, server.served_model_name) == (2, 0.5, ["7"])
+
+
+# Routing
+
+def test_conversation_key_depends_on_the_beginning_only(ray_serve):
+  def key(**body): return ray_serve.conversation(httpx.Request("POST", "http://x", json=body).content)
+  system, first, other = ({"role": role, "content": text} for role, text in
+                          (("system", "be kind"), ("user", "hello"), ("user", "bye")))
+  answer = {"role": "assistant", "content": "you"}
+  assert key(messages=[system, first]) == key(messages=[system, first, answer, other], stream=True) != b""
+  assert len({key(messages=[system, first]), key(messages=[system, other]), key(messages=[first])}) == 3
+  assert key(prompt=STORY) == key(prompt=STORY + "more") == key(prompt=[STORY, "x"]) != key(prompt="My " + STORY)
+  assert key(prompt=[*range(80)]) == key(prompt=[*range(90)]) == key(prompt=[[*range(80)], [1]]) != b""
+  for body in (b"", b"{", b"[]", b"7", b'{"messages": 7}', b'{"messages": [7]}', b'{"messages": []}',
+               b'{"prompt": []}'):
+    assert ray_serve.conversation(body) == b"", body
+
+
+def test_router_moves_a_conversation_off_a_busier_replica(ray_serve):
+  from ray.serve._private.common import DeploymentID, ReplicaID
+  class Router(ray_serve.ByConversation):
+    replica_queue_len_cache = {}
+    def __init__(self): pass
+  router = Router()
+  replicas = [SimpleNamespace(replica_id=ReplicaID(name, DeploymentID("Replica"))) for name in "abcde"]
+  def choose(key):
+    return asyncio.run(router.choose_replicas(replicas, SimpleNamespace(args=[key])))
+  homes = {key: choose(key)[0][0] for key in (b"%d" % i for i in range(64))}
+  assert {id(x) for x in homes.values()} == {id(x) for x in replicas}
+  assert all(choose(key)[0] == [home] for key, home in homes.items()), "routing must be deterministic"
+  remaining = [x for x in replicas if x is not homes[b"0"]]
+  for key, home in homes.items():
+    if home in remaining:   # only the removed replica's conversations move
+      assert asyncio.run(router.choose_replicas(remaining, SimpleNamespace(args=[key])))[0] == [home]
+  router.replica_queue_len_cache = {homes[b"0"].replica_id: ray_serve.SLACK}
+  assert choose(b"0")[0] == [homes[b"0"]]
+  router.replica_queue_len_cache = {homes[b"0"].replica_id: ray_serve.SLACK + 1}
+  assert len(choose(b"0")) == 1 and len(choose(b"0")[0]) == 2, "two candidates: Serve picks the less busy one"
+  assert len(choose(b"")[0]) == 2

@@ -1,0 +1,205 @@
+"""LLM.beam_search, compared with a naive beam search and an exhaustive search on a plain numpy LLaMA."""
+import itertools
+
+import numpy as np
+import pytest
+from helpers.engines import ENGINE
+from helpers.models import tiny_model
+from helpers.reference import cut_after_end_token, reference_greedy, reference_logits
+from helpers.requests import greedy, ids_of, prompt, tokens
+
+from tinyvllm import LLM, BeamSearchParams
+
+BS = ENGINE["block_size"]
+NAN = float("nan")
+# The vocabulary has 7 tokens: an exhaustive search of two tokens is fast, and a beam of ten exceeds the vocabulary
+BEAM = {**ENGINE, "max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
+ENDS = {"end token": {2}, "no end token": set()}
+# Prompts for which some of the best sequences are finished, and for which it does not matter when a search removes
+# finished sequences from the beam. Compared scores differ by at least 2e-3
+NARROW_PROMPTS = {
+  "end token": [[1, 6, 5], [4, 4, 6, 6], [4, 6, 5, 6, 6], [6, 5, 5, 5, 6, 6, 3], [4, 6, 4, 1, 6, 3, 3, 1]],
+  "no end token": [[5, 5, 1], [4, 3, 4, 5], [3, 1, 5, 5, 1], [1, 1, 3, 4, 6, 6, 4], [3, 5, 5, 6, 4, 5, 1, 5]]}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+  path = tmp_path_factory.mktemp("beam")
+  return {name: tiny_model(path / name, seed=3, vocab_size=7, eos_token_id=2 if ends else None)
+          for name, ends in ENDS.items()}
+
+
+@pytest.fixture(scope="module")
+def llms(folders): return {name: LLM(path, **BEAM) for name, path in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def words_llm(words_folder): return LLM(words_folder, **BEAM)
+
+
+def search(llm, ids, width, length, **options):
+  output, = llm.beam_search([tokens(*ids)], BeamSearchParams(width, length, **options))
+  return output.sequences
+
+
+def log_softmax(x):
+  x = x - x.max(-1, keepdims=True)
+  return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
+def best(sequences, width, penalty):
+  """Return the pairs of (ids, sum of log probabilities) with the highest scores, best first."""
+  return sorted(sequences, key=lambda x: x[1] / len(x[0]) ** penalty, reverse=True)[:width]
+
+
+def all_sequences(folder, ids, ends):
+  """Return all outputs of two tokens, or one end token, with the sum of their log probabilities."""
+  totals = {}
+  for first in range(7):
+    logprobs = log_softmax(reference_logits(folder, [*ids, first])[-2:])   # after the prompt, after the first token
+    for last in range(7):
+      sequence = tuple(cut_after_end_token([first, last], ends))
+      totals[sequence] = sum(logprobs[i, x] for i, x in enumerate(sequence))
+  return [(list(sequence), total) for sequence, total in totals.items()]
+
+
+def naive_beam_search(folder, ids, width, length, penalty, ends):
+  """Keep the best `width` unfinished sequences in each step, and collect the finished ones."""
+  beams, finished = [([], 0.0)], []
+  for _ in range(length):
+    longer = [([*out, token], total + logprob) for out, total in beams
+              for token, logprob in enumerate(log_softmax(reference_logits(folder, [*ids, *out])[-1]))]
+    finished += [beam for beam in longer if beam[0][-1] in ends]
+    beams = best([beam for beam in longer if beam[0][-1] not in ends], width, 0)
+  return best(finished + beams, width, penalty)
+
+
+def check_beams(sequences, prompt_ids, expected, ends):
+  assert [x.tokens for x in sequences] == [[*prompt_ids, *ids] for ids, _ in expected]
+  np.testing.assert_allclose([x.cum_logprob for x in sequences], [total for _, total in expected], atol=1e-4)
+  assert [x.finish_reason for x in sequences] == ["stop" if ids[-1] in ends else "length" for ids, _ in expected]
+  for x in sequences:
+    logprobs = [entry[token].logprob for entry, token in zip(x.logprobs, x.tokens[len(prompt_ids):], strict=True)]
+    assert sum(logprobs) == pytest.approx(x.cum_logprob)
+
+
+@pytest.mark.parametrize("width", [7, 10])
+@pytest.mark.parametrize("ends", ENDS)
+def test_wide_beam_equals_exhaustive_search(llms, folders, ends, width):
+  llm, ids = llms[ends], [6, 1, 4]   # the best scores differ by at least 1e-2
+  expected = all_sequences(folders[ends], ids, ENDS[ends])
+  assert len(expected) == (1 + 6 * 7 if ENDS[ends] else 49)
+  for penalty in (0, 1.0, 2.0):
+    with assert_all_blocks_freed(llm): sequences = search(llm, ids, width, 2, length_penalty=penalty)
+    check_beams(sequences, ids, best(expected, width, penalty), ENDS[ends])
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_narrow_beam_equals_naive_beam_search(llms, folders, ends):
+  """Prompt lengths around block boundaries, outputs of several blocks, several prompts in one call."""
+  llm, prompts = llms[ends], NARROW_PROMPTS[ends]
+  for penalty in (1.0, 0.0):
+    params = BeamSearchParams(2, 7, length_penalty=penalty)
+    with assert_all_blocks_freed(llm): outputs = llm.beam_search([tokens(*p) for p in prompts], params)
+    assert len(outputs) == len(prompts)
+    for ids, output in zip(prompts, outputs, strict=True):
+      expected = naive_beam_search(folders[ends], ids, 2, 7, penalty, ENDS[ends])
+      check_beams(output.sequences, ids, expected, ENDS[ends])
+    if ENDS[ends]: assert {x.finish_reason for o in outputs for x in o.sequences} == {"stop", "length"}
+
+
+def test_beam_width_of_1_equals_greedy(llms, folders):
+  llm, ids = llms["no end token"], [3, 1, 4, 1, 5]
+  sequence, = search(llm, ids, 1, 9)
+  assert sequence.tokens == [*ids, *reference_greedy(folders["no end token"], ids, 9)]
+
+
+def test_length_penalty_default_is_1(llms):
+  llm, ids = llms["end token"], NARROW_PROMPTS["end token"][1]
+  plain, one, none = ([x.tokens for x in search(llm, ids, 2, 7, **options)]
+                      for options in ({}, {"length_penalty": 1.0}, {"length_penalty": 0.0}))
+  assert plain == one != none
+
+
+def test_beam_search_vocabulary_of_320_equals_naive(words_llm, words_folder):
+  """Prompts around block boundaries. The second search of the first prompt hits the prefix cache."""
+  with assert_all_blocks_freed(words_llm):
+    for ids in (prompt(2 * BS - 1, 2600), prompt(2 * BS, 2601), prompt(2 * BS - 1, 2600)):
+      expected = naive_beam_search(words_folder, ids, 3, 2 * BS + 1, 1.0, {2})
+      check_beams(search(words_llm, ids, 3, 2 * BS + 1), ids, expected, {2})
+
+
+def test_beams_hit_prefix_cache(words_llm):
+  with assert_all_blocks_freed(words_llm) as before: search(words_llm, prompt(10 * BS, 2610), 3, 5)
+  after = words_llm.get_metrics()
+  queries, hits = (after[name] - before[name] for name in ("prefix_cache_queries", "prefix_cache_hits"))
+  assert hits == 4 * 3 * 10 * BS and queries - hits < 10 * BS + 4 * 3 * BS, "the prompt must be computed only once"
+
+
+def test_ignore_eos_continues_after_end_token(llms, folders):
+  ids = NARROW_PROMPTS["end token"][0]
+  sequences = search(llms["end token"], ids, 2, 7, ignore_eos=True)
+  check_beams(sequences, ids, naive_beam_search(folders["end token"], ids, 2, 7, 1.0, ()), ())
+
+
+def test_beam_ends_at_max_model_len(llms, folders):
+  ids = [3 + i % 4 for i in range(BEAM["max_model_len"] - 3)]
+  sequences = search(llms["no end token"], ids, 2, 20)
+  check_beams(sequences, ids, naive_beam_search(folders["no end token"], ids, 2, 3, 1.0, ()), ())
+
+
+def test_text_includes_prompt(words_llm):
+  """Also checks a single prompt that is not in a list."""
+  output, = words_llm.beam_search("the cat", BeamSearchParams(2, 4))
+  greedy_text = words_llm.generate("the cat", greedy(4))[0].outputs[0].text
+  greedy_output, = words_llm.beam_search([{"prompt": "the cat"}], BeamSearchParams(1, 4))
+  assert greedy_output.sequences[0].text == "the cat" + greedy_text
+  assert len(output.sequences) == 2 and all(x.text.startswith("the cat") for x in output.sequences)
+
+
+def test_beam_search_with_running_request_is_equal(llms, folders):
+  path, llm, ids, other = folders["no end token"], llms["no end token"], [3, 1, 4, 1, 5], [5, 6, 3, 4, 6, 1]
+  with assert_all_blocks_freed(llm):
+    llm.add_request("other", tokens(*other), greedy(50))
+    llm.step()
+    check_beams(search(llm, ids, 4, 7), ids, naive_beam_search(path, ids, 4, 7, 1.0, ()), ())
+    last, _ = run(llm)
+    assert ids_of(last["other"]) == reference_greedy(path, other, 50), "the request must continue after the search"
+
+
+def test_beam_search_within_stream_is_equal(llms, folders):
+  path, llm, ids, stream_prompt = folders["no end token"], llms["no end token"], [3, 1, 4, 1, 5], [3, 6, 4, 5]
+  expected = naive_beam_search(path, ids, 4, 7, 1.0, ())
+  with assert_all_blocks_freed(llm):
+    stream, output_ids = llm.generate_stream(tokens(*stream_prompt), greedy(20)), []
+    for output in itertools.islice(stream, 3):
+      output_ids += output.outputs[0].token_ids
+      check_beams(search(llm, ids, 4, 7), ids, expected, ())
+    for output in stream: output_ids += output.outputs[0].token_ids
+  assert output_ids == reference_greedy(path, stream_prompt, 20)
+
+
+def test_no_prompts_gives_no_outputs(words_llm): assert words_llm.beam_search([], BeamSearchParams(2, 3)) == []
+
+
+@pytest.mark.parametrize("options", [
+  *({"beam_width": x} for x in (0, -1, 11, 1.5, "2", None, True)),
+  *({"max_tokens": x} for x in (0, -1, 1.5, "3", None)),
+  *({"length_penalty": x} for x in ("1", None, NAN)),
+  *({"temperature": x} for x in (0.7, "0")), {"ignore_eos": 1}, {"include_stop_str_in_output": True}], ids=str)
+def test_invalid_params_raise_with_name_and_value(options):
+  (name, value), = options.items()
+  with pytest.raises(ValueError) as e: BeamSearchParams(**{"beam_width": 2, "max_tokens": 3, **options})
+  assert name in str(e.value) and repr(value) in str(e.value), str(e.value)
+  if name == "beam_width" and type(value) is int: assert "1 and 10" in str(e.value)
+
+
+def test_unknown_param_raises():
+  with pytest.raises(ValueError, match="top_k.*beam_width"): BeamSearchParams(beam_width=2, max_tokens=3, top_k=5)
+
+
+def test_invalid_prompt_raises_before_any_prompt_runs(words_llm):
+  with assert_all_blocks_freed(words_llm) as before:
+    with pytest.raises(ValueError, match="320"):
+      words_llm.beam_search([tokens(5), tokens(5, 320)], BeamSearchParams(2, 3))
+    assert words_llm.get_metrics() == before

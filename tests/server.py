@@ -1,1 +1,0 @@
-from helpers.servers import *   # noqa

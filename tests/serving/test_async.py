@@ -1,0 +1,498 @@
+"""AsyncLLM in this process: concurrent requests equal LLM.generate, and closed, cancelled, invalid or failed
+requests do not affect others."""
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from helpers.engines import ENGINE, check_invariants
+from helpers.models import tiny_model
+from helpers.servers import wait_until
+
+from tinyvllm import SamplingParams, engine, runner
+from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.server.async_engine import StepError
+
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
+LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+PROMPTS = ["the cat", "hello world, this", "one two three", "where there is a will", "numbers: 0 1", "the dog ran"]
+
+
+def greedy(n: int = 8, **fields) -> SamplingParams: return SamplingParams(temperature=0.0, max_tokens=n, **fields)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+  folder = tiny_model(tmp_path_factory.mktemp("async"), words=True)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+  return AsyncLLM(folder, scheduling_policy="priority", **SMALL)
+
+
+@pytest.fixture(autouse=True)
+def all_blocks_are_free(request):
+  """Check that all blocks are free after each test."""
+  yield
+  if "llm" not in request.fixturenames: return
+  llm = request.getfixturevalue("llm").llm
+  wait_until(lambda: not llm.has_unfinished_requests() and not llm.get_metrics()["blocks_used"], "all blocks free", 20)
+  check_invariants(llm)
+
+
+@pytest.fixture
+def launches(llm, monkeypatch):
+  """Request ids of each launched step, in order."""
+  ids, launch = [], llm.llm.runner.launch
+  monkeypatch.setattr(llm.llm.runner, "launch", lambda step: (ids.append([row.seq.request_id for row in step.rows]),
+                                                              launch(step))[1])
+  return ids
+
+
+async def collect(llm, prompt, params=None, **options):
+  """Run a request, and return its merged outputs in the form of `fields_of`."""
+  outputs = [o async for o in llm.generate(prompt, params, **options)]
+  assert all(c.finish_reason is None for o in outputs[:-1] for c in o.outputs if not c.finish_reason)
+  assert outputs[-1].finished and not any(o.finished for o in outputs[:-1])
+  columns = list(zip(*(o.outputs for o in outputs), strict=True))
+  return [("".join(c.text for c in column), [i for c in column for i in c.token_ids], column[-1].finish_reason,
+           column[-1].stop_reason, [x for c in column for x in c.logprobs or []]) for column in columns]
+
+
+def fields_of(output):
+  return [(c.text, c.token_ids, c.finish_reason, c.stop_reason, c.logprobs or []) for c in output.outputs]
+
+
+def expected(llm, prompt, params): return fields_of(llm.llm.generate(prompt, params, use_tqdm=False)[0])
+
+
+def finish(coroutine): return asyncio.run(asyncio.wait_for(coroutine, 60))
+
+
+async def gather(*tasks): return await asyncio.gather(*tasks)
+
+
+async def together(llm, *jobs, **options):
+  """Run several jobs, which start only after the engine's thread has received all of them: on a busy machine one could
+  end before the next arrives."""
+  resume = threading.Event()
+  llm._driver.inbox.put(lambda: resume.wait(30))
+  await until(llm._driver.inbox.empty, "the engine's thread waits")
+  tasks = [asyncio.create_task(job) for job in jobs]
+  await until(lambda: llm._driver.inbox.qsize() >= len(tasks), "all jobs are in its inbox")
+  resume.set()
+  return await asyncio.gather(*tasks, **options)
+
+
+@contextlib.asynccontextmanager
+async def paced(llm):
+  """Make the engine's thread wait for ten iterations of this event loop before each step: on a busy machine a request
+  could end before its reader can abort it. Yields a lock: no step starts while a test holds it."""
+  lock = asyncio.Lock()
+  loop = asyncio.get_running_loop()
+  advance = llm.llm.advance
+
+  async def run_event_loop():
+    async with lock:
+      for _ in range(10): await asyncio.sleep(0)
+
+  def paced_advance(*args):
+    asyncio.run_coroutine_threadsafe(run_event_loop(), loop).result(30)
+    return advance(*args)
+
+  llm.llm.advance = paced_advance
+  try: yield lock
+  finally: del llm.llm.advance
+
+
+async def until(condition, what):
+  """Wait like `wait_until`, but let other tasks run."""
+  async def poll():
+    while not condition(): await asyncio.sleep(0)
+  try: await asyncio.wait_for(poll(), 30)
+  except TimeoutError: raise AssertionError(f"not within 30 s: {what}") from None
+
+
+@pytest.mark.parametrize("fields", [
+  {"temperature": 0.0, "max_tokens": 12}, {"seed": 5, "max_tokens": 12, "n": 3}, {"temperature": 0.0, "max_tokens": 1},
+  {"temperature": 0.0, "max_tokens": 6, "logprobs": 2}, {"temperature": 0.0, "max_tokens": 40, "stop": ["e", "th"]},
+  {"temperature": 0.0, "max_tokens": 12, "stop": ["e"], "include_stop_str_in_output": True}], ids=str)
+def test_joined_outputs_equal_generate(llm, fields):
+  params = SamplingParams(**fields)
+  assert finish(collect(llm, "the cat", params)) == expected(llm, "the cat", params)
+
+
+def test_prompt_may_be_text_ids_or_messages(llm):
+  messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"},
+              {"role": "user", "content": "the cat"}]
+  for prompt in ("the cat", {"prompt": "the cat"}, {"prompt_token_ids": [1, 300, 301, 302]}):
+    assert finish(collect(llm, prompt, greedy())) == expected(llm, prompt, greedy())
+  answer = fields_of(llm.llm.chat(messages, greedy())[0])
+  assert finish(collect(llm, {"messages": messages}, greedy())) == answer
+  assert answer != expected(llm, "the cat", greedy())
+
+
+def test_params_none_uses_the_defaults(llm):
+  (text, ids, reason, _, _), = finish(collect(llm, "the cat"))
+  assert text and reason == "length" and len(ids) == ENGINE["max_model_len"] - len(llm.llm.tokenizer.encode("the cat"))
+
+
+def test_forty_concurrent_requests_equal_generate(llm):
+  rng = random.Random(0)
+  jobs = [(rng.choice(PROMPTS), SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=i, n=1 + i % 2,
+                                               max_tokens=rng.randint(1, 16))) for i in range(40)]
+  expected_output = [expected(llm, *job) for job in jobs]
+  assert finish(gather(*(collect(llm, *job) for job in jobs))) == expected_output
+  assert len({str(x) for x in expected_output}) > 20, "outputs must differ"
+
+
+def test_first_output_arrives_before_later_tokens_are_sampled(llm):
+  async def run():
+    before, n, metrics = llm.llm.get_metrics()["generation_tokens"], 0, None
+    async with paced(llm):
+      async for output in llm.generate("the cat", LONG):
+        n += len(output.outputs[0].token_ids)
+        metrics = metrics or llm.llm.get_metrics()
+    return metrics["generation_tokens"] - before, metrics["num_requests_running"], n
+  generated, running, total = finish(run())
+  assert total == LONG.max_tokens and running == 1
+  assert generated < total, f"{generated} tokens of {total} existed when the first one was read"
+
+
+def test_slow_reader_receives_all_output(llm):
+  async def run():
+    stream = llm.generate("the cat", greedy(12))
+    outputs = [await anext(stream)]
+    await until(lambda: not llm.llm.has_unfinished_requests(), "the request ends before it is read")
+    return outputs + [o async for o in stream]
+  outputs = finish(run())
+  (text, ids, reason, _, _), = expected(llm, "the cat", greedy(12))
+  assert "".join(o.outputs[0].text for o in outputs) == text and outputs[-1].outputs[0].finish_reason == reason
+  assert [i for o in outputs for i in o.outputs[0].token_ids] == ids
+
+
+def test_duplicate_request_id_raises_value_error(llm):
+  async def run():
+    stream = llm.generate("the cat", LONG, request_id="mine")
+    async with paced(llm):
+      assert (await anext(stream)).request_id == "mine"
+      with pytest.raises(ValueError, match="mine"): await anext(llm.generate("the cat", greedy(), request_id="mine"))
+    rest = [o async for o in stream]
+    assert rest[-1].finished and rest[-1].outputs[0].finish_reason == "length", "the first request continues"
+    assert await collect(llm, "the cat", greedy(), request_id="mine"), "the id is free again"
+  finish(run())
+
+
+@pytest.mark.parametrize("from_other_thread", [False, True])
+def test_abort_from_any_thread_finishes_stream_with_reason_abort(llm, from_other_thread):
+  async def run():
+    outputs = []
+    async with paced(llm) as lock:
+      async for output in llm.generate("the cat", LONG, request_id="mine"):
+        outputs.append(output)
+        if len(outputs) != 3: continue
+        async with lock:
+          if from_other_thread: await asyncio.to_thread(llm.abort, "mine")
+          else: llm.abort("mine")
+    llm.abort("mine")
+    llm.abort("unknown")   # both are ignored
+    return outputs
+  outputs = finish(run())
+  assert outputs[-1].outputs[0].finish_reason == "abort" and outputs[-1].finished and len(outputs) < 100
+  assert expected(llm, "the cat", LONG)[0][0].startswith("".join(o.outputs[0].text for o in outputs))
+
+
+def test_closing_the_stream_aborts_request_and_frees_blocks(llm):
+  def is_freed(): return "aborted" not in llm.llm.requests and not llm.llm.get_metrics()["blocks_used"]
+
+  async def run():
+    stream = llm.generate("the cat", LONG, request_id="aborted")
+    await anext(stream)
+    await stream.aclose()
+    assert is_freed()
+    async with paced(llm):
+      task = asyncio.create_task(collect(llm, "the cat", LONG, request_id="aborted"))
+      await until(lambda: not is_freed(), "the request runs")
+      task.cancel()
+      with pytest.raises(asyncio.CancelledError): await task
+    assert is_freed()
+  finish(run())
+
+
+def test_cancelled_duplicate_id_does_not_abort_first_request(llm):
+  async def run():
+    stream = llm.generate("the cat", LONG, request_id="mine")
+    await anext(stream)
+    task = asyncio.create_task(anext(llm.stream([llm.llm.make_request("mine", "the cat", greedy())])))
+    await asyncio.sleep(0)   # the request has been sent, but not answered
+    task.cancel()
+    with pytest.raises((asyncio.CancelledError, ValueError)): await task
+    return [o async for o in stream][-1].outputs[0].finish_reason
+  assert finish(run()) == "length"
+
+
+def test_finished_requests_leave_no_readers_while_another_runs(llm):
+  async def run():
+    mine = asyncio.create_task(collect(llm, "the cat", LONG))
+    await until(lambda: llm.llm.get_metrics()["num_requests_running"], "the request runs")
+    queue_sizes = []
+    while not mine.done() and len(queue_sizes) < 10:   # on a busy machine `mine` may end earlier
+      await gather(*(collect(llm, "the dog", greedy(1)) for _ in range(3)))
+      queue_sizes.append((llm._driver.inbox.qsize(), len(llm._driver.readers)))
+    await mine
+    return queue_sizes
+  assert {*finish(run())} <= {(0, 0), (0, 1)}, "readers or calls of finished requests remain"
+  assert llm._driver.inbox.empty() and not llm._driver.readers
+
+
+def test_step_makes_one_call_per_event_loop(llm, launches):
+  async def run():
+    calls, loop = [], asyncio.get_running_loop()
+    wake = loop.call_soon_threadsafe
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(loop, "call_soon_threadsafe", lambda *args: (calls.append(threading.current_thread().name),
+                                                                 wake(*args))[1])
+      await together(llm, *(collect(llm, prompt, LONG) for prompt in PROMPTS[:4]))
+    return calls.count("tinyvllm-engine")
+  assert finish(run()) <= len(launches) < 150, "one call per step, not per output (400)"
+
+
+def test_readers_in_several_event_loops_equal_generate(llm):
+  expected_output = [expected(llm, prompt, greedy(20)) for prompt in PROMPTS[:3]]
+  with ThreadPoolExecutor(3) as pool:
+    assert list(pool.map(lambda prompt: finish(collect(llm, prompt, greedy(20))), PROMPTS[:3])) == expected_output
+
+
+def test_engine_thread_ends_when_async_llm_is_deleted(llm):
+  def threads(): return sum(thread.name == "tinyvllm-engine" for thread in threading.enumerate())
+  before, another = threads(), AsyncLLM(max_num_seqs=1, max_num_batched_tokens=1)
+  assert finish(collect(another, "Hello", greedy(2))) and threads() == before + 1
+  del another
+  gc.collect()
+  wait_until(lambda: threads() == before, "the thread ends", 20)
+
+
+def test_breaking_out_of_stream_frees_blocks_within_one_step(llm, launches):
+  expected_output = expected(llm, "hello world, this", LONG)
+
+  async def run():
+    other = asyncio.create_task(collect(llm, "hello world, this", LONG, request_id="other"))
+    read = 0
+    async with paced(llm):
+      async for _ in llm.generate("the cat", LONG, request_id="aborted"):
+        if (read := read + 1) == 4: break
+      await until(lambda: "aborted" not in llm.llm.requests, "the request is aborted")
+      end = len(launches)
+      assert not other.done(), "the other request must still run"
+    assert await other == expected_output
+    return end
+  end = finish(run())
+  assert "aborted" in sum(launches[:end], []) and "aborted" not in sum(launches[end + 1:], [])
+  assert sum("aborted" in x for x in launches) < LONG.max_tokens
+
+
+def test_cancelling_the_task_frees_blocks_within_one_step(llm, launches):
+  expected_output = expected(llm, "hello world, this", LONG)
+
+  async def run():
+    other = asyncio.create_task(collect(llm, "hello world, this", LONG, request_id="other"))
+    mine = asyncio.create_task(collect(llm, "the cat", LONG, request_id="aborted"))
+    async with paced(llm):
+      await until(lambda: sum("aborted" in x for x in launches) > 3, "the request decodes")
+      mine.cancel()
+      with pytest.raises(asyncio.CancelledError): await mine
+    end = len(launches)
+    assert await other == expected_output
+    return end
+  end = finish(run())
+  assert "aborted" not in sum(launches[end + 1:], []) and sum("other" in x for x in launches[end + 1:]) > 1
+
+
+def test_cancelling_a_waiting_request_removes_it_from_the_queue(llm, launches):
+  async def run():
+    running = [asyncio.create_task(collect(llm, p, LONG)) for p in PROMPTS[:4]]
+    async with paced(llm):
+      await until(lambda: launches and len(launches[-1]) == 4, "max_num_seqs requests run")
+      waiting = asyncio.create_task(collect(llm, "the cat", greedy(), request_id="aborted"))
+      await until(lambda: llm.llm.get_metrics()["num_requests_waiting"] == 1, "the fifth waits")
+      waiting.cancel()
+      with pytest.raises(asyncio.CancelledError): await waiting
+    assert llm.llm.get_metrics()["num_requests_waiting"] == 0
+    return await asyncio.gather(*running)
+  assert [x[0][2] for x in finish(run())] == ["length"] * 4
+  assert "aborted" not in sum(launches, [])
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), MemoryError("boom"), ValueError("boom"), KeyError("boom")],
+                         ids=lambda e: type(e).__name__)
+def test_failed_step_fails_only_its_requests(llm, monkeypatch, error):
+  launch, failed = llm.llm.runner.launch, []
+
+  def faulty(step):
+    ids = [row.seq.request_id for row in step.rows]
+    if not failed and len(ids) == 4 and all(row.seq.num_generated > 2 for row in step.rows):
+      failed.extend(ids)
+      raise error
+    return launch(step)
+  monkeypatch.setattr(llm.llm.runner, "launch", faulty)
+
+  async def run():
+    jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS)]
+    return await together(llm, *jobs, return_exceptions=True)
+  results = finish(run())
+  assert len({*failed}) == 4, "four requests run at once"
+  for i, result in enumerate(results):
+    if str(i) in failed: assert type(result) is StepError and "boom" in str(result), repr(result)
+    else: assert result == expected(llm, PROMPTS[i], greedy(30))
+  assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later requests work"
+
+
+def test_stream_interval_gives_fewer_outputs_with_same_text(llm, monkeypatch):
+  monkeypatch.setattr(llm._driver, "interval", 4)
+  async def run(): return [o.outputs[0] async for o in llm.generate(PROMPTS[0], greedy(13))]
+  pieces = finish(run())
+  assert len(pieces) <= 4, "at tokens 1, 5, 9 and 13, or later if the reader is late"
+  assert "".join(c.text for c in pieces) == expected(llm, PROMPTS[0], greedy(13))[0][0]
+  for interval in (0, -1, 1.5, True):
+    with pytest.raises(ValueError, match="stream_interval"): AsyncLLM(stream_interval=interval)
+
+
+def test_failed_build_step_fails_only_its_requests(llm, monkeypatch):
+  build_step, failed = engine.build_step, []
+
+  def faulty(batch, runner):
+    if not failed and len(batch) == 2 and all(s.num_generated > 2 for s in batch):
+      failed.extend(s.request_id for s in batch)
+      raise ValueError("boom")
+    return build_step(batch, runner)
+  monkeypatch.setattr(engine, "build_step", faulty)
+
+  async def run():
+    jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS[:2])]
+    return await together(llm, *jobs, return_exceptions=True)
+  assert all(type(result) is StepError and "boom" in str(result) for result in finish(run())) and len(failed) == 2
+  assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later requests work"
+
+
+@pytest.mark.parametrize("prompt,options,message", [
+  ("", {}, "empty"), (5, {}, "prompt"), ({"text": "the cat"}, {}, "prompt"), ({"prompt_token_ids": []}, {}, "empty"),
+  ({"prompt_token_ids": [320]}, {}, "320"), ("the cat " * 100, {}, "maximum context length is 128 tokens"),
+  ({"messages": [{"role": "user"}], "prompt": "the cat"}, {}, "prompt"), ("the cat", {"priority": 1.5}, "priority"),
+  ("the cat", {"params": {"max_tokens": 5}}, "params"), ("the cat", {"params": greedy(logit_bias={999: 1})}, "999"),
+  ("the cat", {"params": SamplingParams(structured_outputs={"regex": "(["})}, "structured_outputs"),
+], ids=lambda x: str(x)[:40])
+def test_bad_request_raises_value_error_before_any_step(llm, launches, prompt, options, message):
+  async def run():
+    with pytest.raises(ValueError, match=message):
+      async for _ in llm.generate(prompt, **options): raise AssertionError("the request runs")
+  finish(run())
+  assert not launches and not llm.llm.has_unfinished_requests()
+
+
+def test_bad_request_leaves_others_unchanged(llm):
+  expected_output = expected(llm, "the cat", LONG)
+
+  async def run():
+    good = asyncio.create_task(collect(llm, "the cat", LONG))
+    async with paced(llm):
+      await until(lambda: llm.llm.get_metrics()["num_requests_running"], "the request runs")
+      with pytest.raises(ValueError): await collect(llm, "")
+    return await good
+  assert finish(run()) == expected_output
+
+
+def test_blocked_upload_does_not_block_other_calls(llm, monkeypatch):
+  """On METAL and QCOM an upload waits for the previous step: other threads can still make, add and abort requests, and
+  read metrics."""
+  uploads, resume = threading.Event(), threading.Event()
+  upload = runner.upload
+
+  def blocked_upload(tensor, array):
+    uploads.set()
+    assert resume.wait(60)
+    upload(tensor, array)
+
+  async def main():
+    first = asyncio.create_task(collect(llm, "the cat", greedy(3)))
+    await asyncio.to_thread(uploads.wait, 60)
+    def make_request(): return llm.llm.make_request("mine", "the cat", greedy(3))
+    for call in (make_request, llm.llm.get_metrics, lambda: llm.abort("none")):
+      await asyncio.wait_for(asyncio.to_thread(call), 20)
+    second = asyncio.create_task(collect(llm, "the dog", greedy(3)))
+    await asyncio.sleep(0)   # the request is sent
+    assert not first.done()
+    resume.set()
+    return await first, await second
+  with monkeypatch.context() as patched:
+    patched.setattr(runner, "upload", blocked_upload)
+    outputs = finish(main())
+  assert list(outputs) == [expected(llm, prompt, greedy(3)) for prompt in ("the cat", "the dog")]
+
+
+def test_lower_priority_values_run_first(llm):
+  order = []
+
+  async def run_one(name, priority, n):
+    await collect(llm, "the cat", greedy(n), request_id=name, priority=priority)
+    order.append(name)
+
+  async def run():
+    blockers = [asyncio.create_task(run_one("blocker", -9, 60))]
+    blockers += [asyncio.create_task(collect(llm, "the dog", LONG, priority=-9)) for _ in range(3)]
+    async with paced(llm):
+      await until(lambda: llm.llm.get_metrics()["num_requests_running"] == 4, "max_num_seqs requests run")
+      others = [asyncio.create_task(run_one(*x, 4)) for x in (("last", 7), ("second", 0), ("first", -3))]
+      await asyncio.gather(*blockers, *others)
+  finish(run())
+  assert order == ["blocker", "first", "second", "last"]
+
+
+def test_inner_llm_call_from_other_thread_raises(llm, monkeypatch):
+  expected_output, launch = expected(llm, "the cat", LONG), llm.llm.runner.launch
+  inside, resume = threading.Event(), threading.Event()
+
+  def slow(step):
+    inside.set()
+    assert resume.wait(30)
+    return launch(step)
+  monkeypatch.setattr(llm.llm.runner, "launch", slow)
+
+  async def run():
+    mine = asyncio.create_task(collect(llm, "the cat", LONG))
+    await until(inside.is_set, "a step runs")
+    for call in (lambda: expected(llm, "one two three", LONG), llm.llm.step, lambda: llm.llm.abort_request("mine"),
+                lambda: llm.llm.add_request("theirs", "the cat")):
+      with pytest.raises(RuntimeError, match="AsyncLLM"): await asyncio.to_thread(call)
+    resume.set()
+    return await mine
+  assert finish(run()) == expected_output
+
+
+@pytest.mark.parametrize("options,message", [({"max_sequences": 4}, "max_sequences"), ({"block_size": 0}, "block_size"),
+                                           ({"model": "/nowhere"}, "nowhere")], ids=str)
+def test_bad_options_raise_value_error(options, message):
+  with pytest.raises(ValueError, match=message): AsyncLLM(**options)
+
+
+@pytest.mark.slow
+def test_program_with_an_unfinished_request_exits():
+  program = """
+import asyncio
+from tinyvllm import SamplingParams
+from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.server.async_engine import StepError
+async def main():
+  async for output in AsyncLLM().generate("Hello", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)):
+    return print("Hello" + output.outputs[0].text)
+asyncio.run(main())
+"""
+  run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120,
+                       cwd=Path(__file__).parents[2], env={**os.environ})
+  assert run.returncode == 0 and run.stdout.startswith("Hello") and "Traceback" not in run.stderr, run.stderr

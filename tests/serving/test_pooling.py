@@ -1,0 +1,367 @@
+"""Embeddings and relevance scores, from Python and over HTTP, compared with the numpy reference."""
+import base64
+import json
+import shutil
+
+import numpy as np
+import pytest
+from helpers.engines import ENGINE, check_invariants, set_overlap
+from helpers.gguf_files import write_gguf
+from helpers.models import load, tiny_model, write_safetensors
+from helpers.reference import reference_logits
+from helpers.requests import flags, tokens
+from helpers.servers import LocalServer, checked
+from helpers.tokenizers import SPECIALS, TEXTS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from tinyvllm import LLM, InputError
+from tinyvllm_extra.pooling import INSTRUCTION, SCORE_PROMPT
+from tinyvllm_extra.vllm_names import PoolingParams
+
+QWEN = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "bos_token_id": None, "eos_token_id": 0}
+LAST = {"pooling_mode_mean_tokens": False, "pooling_mode_lasttoken": True}
+END = SPECIALS.index("<|endoftext|>")
+QUERY, DOCUMENTS = "what sat on the mat?", ["the cat sat on the mat", "hello world", "f(x) -> y", "1 + 1 = 2"]
+
+
+def modules(*names):
+  return [{"idx": i, "name": str(i), "type": f"sentence_transformers.models.{name}"} for i, name in enumerate(names)]
+
+
+def write_tokenizer(folder, template="$A <|endoftext|>", words=("yes", "no")):
+  """Write a byte-level tokenizer like Qwen3-Embedding's, which ends a text with a special token. words: its words."""
+  model = Tokenizer(models.BPE())
+  model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+  model.decoder = decoders.ByteLevel()
+  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+  trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False)
+  model.train_from_iterator([*TEXTS, *[*words] * 99], trainer)
+  model.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<|endoftext|>", END)])
+  model.save(str(folder / "tokenizer.json"))
+  names = {"add_bos_token": False, "eos_token": "<|endoftext|>", "chat_template": "{{ messages[0].content }}"}
+  (folder / "tokenizer_config.json").write_text(json.dumps(names))
+  return folder
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+  """A Qwen3 checkpoint that generates text."""
+  return write_tokenizer(tiny_model(tmp_path_factory.mktemp("text"), tokenizer=False, **QWEN))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, text_folder):
+  """The same model as Qwen3-Embedding is published: tensors without "model." and lm_head; sentence-transformers."""
+  folder = tmp_path_factory.mktemp("embedder")
+  shutil.copytree(text_folder, folder, dirs_exist_ok=True)
+  weights = {name.removeprefix("model."): x for name, x in load(text_folder)[1].items() if name != "lm_head.weight"}
+  write_safetensors(folder / "model.safetensors", weights)
+  (folder / "modules.json").write_text(json.dumps(modules("Transformer", "Pooling", "Normalize")))
+  (folder / "1_Pooling").mkdir()
+  (folder / "1_Pooling" / "config.json").write_text(json.dumps(LAST))
+  return folder
+
+
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory, text_folder):
+  """A function that returns the reference's hidden state, (E,), of the last of some tokens."""
+  config, weights = load(text_folder)
+  folder = tmp_path_factory.mktemp("reference")
+  (folder / "config.json").write_text(json.dumps(config))
+  write_safetensors(folder / "model.safetensors", {**weights, "lm_head.weight": np.eye(config["hidden_size"])})
+  return lambda ids: reference_logits(folder, ids)[-1]
+
+
+@pytest.fixture(scope="module")
+def llm(folder): return LLM(folder, **ENGINE)
+
+
+@pytest.fixture(scope="module")
+def server(folder): yield from checked(LocalServer(folder, *flags(**ENGINE, max_queue=2)))
+
+
+RERANK = {**ENGINE, "max_model_len": 448}
+
+
+@pytest.fixture(scope="module")
+def reranker(text_folder): yield from checked(LocalServer(text_folder, *flags(**RERANK, max_queue=2)))
+
+
+def unit(x): return x / np.linalg.norm(x)
+def ids_of_length(n, salt=0): return [3 + (7 * i + 5 * salt + i * i) % 300 for i in range(n)]
+def vectors(outputs): return np.array([x.outputs.embedding for x in outputs])
+def close(a, b): np.testing.assert_allclose(a, b, atol=2e-5, rtol=0)
+
+
+# From Python
+
+def test_embeddings_equal_normalized_reference_at_block_and_chunk_limits(llm, hidden):
+  prompts = [ids_of_length(n, n) for n in (1, 3, 4, 5, 15, 16, 17, 33, 120)]
+  outputs = llm.embed([tokens(ids) for ids in prompts])
+  close(vectors(outputs), [unit(hidden(ids)) for ids in prompts])
+  assert [x.prompt_token_ids for x in outputs] == prompts
+  check_invariants(llm)
+
+
+@pytest.mark.parametrize("options", [{"max_num_batched_tokens": 6}, {"enable_prefix_caching": False},
+                                     {"cudagraph_capture_sizes": [1, 4, 16]}, {"num_gpu_blocks_override": 34}], ids=str)
+def test_embeddings_do_not_depend_on_engine_options(folder, llm, options):
+  prompts = [tokens(ids_of_length(n)) for n in (2, 9, 31, 60)] + [tokens(ids_of_length(n, n)) for n in range(1, 12)]
+  close(vectors(LLM(folder, **{**ENGINE, **options}).embed(prompts)), vectors(llm.embed(prompts)))
+
+
+@pytest.mark.parametrize("overlaps", ["overlapped", "early"])
+def test_embeddings_do_not_depend_on_overlapped_steps(folder, llm, monkeypatch, overlaps):
+  engine = LLM(folder, **ENGINE)
+  set_overlap(monkeypatch, engine.runner, overlaps)
+  prompts = [tokens(ids_of_length(n, 60 + n)) for n in range(1, 30, 2)]
+  close(vectors(engine.embed(prompts)), vectors(llm.embed(prompts)))
+
+
+def test_cached_embedding_equals_computed_one(llm):
+  prompt = tokens(ids_of_length(64, 40))
+  first, second = (llm.embed(prompt)[0] for _ in range(2))
+  assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 60)
+  close(first.outputs.embedding, second.outputs.embedding)
+
+
+def test_batch_of_embeddings_equals_single_ones(llm):
+  prompts = [tokens(ids_of_length(n, 50 + n)) for n in range(1, 40, 3)]
+  close(vectors(llm.embed(prompts)), [llm.embed(x)[0].outputs.embedding for x in prompts])
+
+
+def test_text_ends_with_special_token_of_tokenizer(llm, hidden):
+  output, = llm.embed("the cat")
+  ids = llm.get_tokenizer().encode("the cat", False) + [END]
+  assert output.prompt_token_ids == ids
+  close(output.outputs.embedding, unit(hidden(ids)))
+
+
+def test_dimensions_truncate_before_normalization(llm, hidden):
+  x = hidden(ids_of_length(7))
+  def embed(**params): return llm.embed(tokens(ids_of_length(7)), pooling_params=PoolingParams(**params))[0].outputs
+  close(embed(dimensions=5).embedding, unit(x[:5]))
+  np.testing.assert_allclose(embed(normalize=False).embedding, x, atol=1e-4)
+  assert len(embed(dimensions=3).embedding) == 3
+  with pytest.raises(InputError, match="dimensions=33 must be at most 32"): embed(dimensions=33)
+
+
+def test_runner_option_overrides_modules_json(folder, text_folder, llm):
+  prompt = tokens(ids_of_length(9))
+  for options in ({"runner": "pooling"}, {"task": "embed"}):
+    close(vectors(LLM(text_folder, **ENGINE, **options).embed(prompt)), vectors(llm.embed(prompt)))
+  with pytest.raises(InputError, match="lm_head"): LLM(folder, **ENGINE, runner="generate")   # has no such tensor
+  with pytest.raises(InputError, match="runner='x' must be one of auto, generate, pooling"): LLM(folder, runner="x")
+
+
+def test_gguf_embedding_equals_checkpoint_and_ends_with_eos(tmp_path, text_folder, llm):
+  path = write_gguf(tmp_path / "model.gguf", text_folder, specials=["ab"], add_eos=True)   # "ab" is the end token
+  engine = LLM(path, **ENGINE, runner="pooling")
+  assert engine.embed("ba")[0].prompt_token_ids == [1, 0, 2]
+  close(vectors(engine.embed(tokens(ids_of_length(9)))), vectors(llm.embed(tokens(ids_of_length(9)))))
+
+
+@pytest.mark.parametrize("change, message", [
+  (("modules.json", modules("Transformer", "Pooling", "Dense")), "Dense.*supported: Normalize, Pooling, Transformer"),
+  (("1_Pooling/config.json", {"pooling_mode_mean_tokens": True}), "pooling_mode_lasttoken must be true"),
+])
+def test_other_pooling_is_refused(tmp_path, folder, change, message):
+  shutil.copytree(folder, tmp_path / "model")
+  (tmp_path / "model" / change[0]).write_text(json.dumps(change[1]))
+  with pytest.raises(InputError, match=message): LLM(tmp_path / "model", **ENGINE)
+
+
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2},
+                                     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}], ids=str)
+def test_embedder_refuses_unsupported_option(folder, options):
+  with pytest.raises(InputError, match=f"{[*options][0]}.* must be .* for an embedding model"):
+    LLM(folder, **ENGINE, **options)
+
+
+def test_text_and_embedding_need_matching_runner(llm, text_folder):
+  with pytest.raises(InputError, match="computes embeddings.*runner='generate'"): llm.generate("a")
+  with pytest.raises(InputError, match="generates text.*runner='pooling'"): LLM(text_folder, **ENGINE).embed("a")
+
+
+def expected_scores(folder, encode, pairs):
+  yes, no = (encode(x)[0] for x in ("yes", "no"))
+  for query, document in pairs:
+    ids = encode(SCORE_PROMPT.format(instruction=INSTRUCTION, query=query, document=document))
+    logits = reference_logits(folder, ids)[-1]
+    yield 1 / (1 + np.exp(logits[no] - logits[yes]))
+
+
+def test_scores_equal_reference_softmax(text_folder):
+  llm = LLM(text_folder, **RERANK)
+  encode = lambda text: llm.get_tokenizer().encode(text, False)   # noqa: E731
+  scores = [x.outputs.score for x in llm.score(QUERY, DOCUMENTS)]
+  close(scores, [*expected_scores(text_folder, encode, [(QUERY, x) for x in DOCUMENTS])])
+  yes, no = (encode(x)[0] for x in ("yes", "no"))
+  logits = reference_logits(text_folder, llm.score(QUERY, DOCUMENTS)[0].prompt_token_ids)[-1]
+  assert min((logits > logits[i]).sum() for i in (yes, no)) >= 20, "an answer must need a second request"
+  pairs = [*zip(DOCUMENTS, reversed(DOCUMENTS), strict=True)]
+  scores = [x.outputs.score for x in llm.score(*([*x] for x in zip(*pairs, strict=True)))]
+  close(scores, [*expected_scores(text_folder, encode, pairs)])
+  ready_made = SCORE_PROMPT.format(instruction=INSTRUCTION, query=QUERY, document="a|b").split("a|b")
+  close(llm.score(ready_made[0], "hello world" + ready_made[1])[0].outputs.score,
+        llm.score(QUERY, "hello world")[0].outputs.score)
+  with pytest.raises(InputError, match="data_1 has 2 texts, but data_2 has 3"): llm.score(["a", "b"], ["a", "b", "c"])
+
+
+# Over HTTP
+
+def test_openai_client_gets_embeddings_as_base64_by_default(server, llm):
+  texts = ["the cat", "hello world", "x"]
+  client = server.client()
+  result = client.embeddings.create(model=client.models.list().data[0].id, input=texts)
+  outputs = llm.embed(texts)
+  close([x.embedding for x in result.data], vectors(outputs))
+  assert [x.index for x in result.data] == [0, 1, 2]
+  count = sum(len(x.prompt_token_ids) for x in outputs)
+  assert result.usage.prompt_tokens == result.usage.total_tokens == count
+  one = client.embeddings.create(model=result.model, input="x", encoding_format="float", dimensions=4).data[0].embedding
+  close(one, unit(np.array(outputs[2].outputs.embedding)[:4]))
+
+
+@pytest.fixture
+def litellm(monkeypatch):
+  monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")   # else the import downloads a table of prices
+  import litellm
+  return litellm
+
+
+@pytest.mark.clients
+def test_litellm_embedding_equals_embed(server, llm, litellm):
+  name = server.get("/v1/models").json()["data"][0]["id"]
+  options = {"model": f"hosted_vllm/{name}", "api_base": f"{server.url}/v1", "api_key": "none"}
+  result = litellm.embedding(input=["the cat", "x"], **options)
+  close([x["embedding"] for x in result.data], vectors(llm.embed(["the cat", "x"])))
+  short = litellm.embedding(input="x", dimensions=4, encoding_format="base64", **options).data[0]["embedding"]
+  assert len(base64.b64decode(short)) == 4 * 4
+
+
+def test_embedding_formats_and_inputs_agree(server, llm):
+  ids = ids_of_length(20)
+  expected = vectors(llm.embed(tokens(ids)))[0]
+  for value, count in ((ids, 1), ([ids], 1), ([ids, ids_of_length(3)], 2)):
+    body = server.post("/v1/embeddings", {"input": value, "encoding_format": "base64"}).raise_for_status().json()
+    assert len(body["data"]) == count and body["object"] == "list" and body["id"].startswith("embd-")
+    close(np.frombuffer(base64.b64decode(body["data"][0]["embedding"]), "<f4"), expected)
+  body = server.post("/v1/embeddings", {"input": ids, "encoding_format": "float", "normalize": False}).json()
+  x = np.array(body["data"][0]["embedding"])
+  assert np.linalg.norm(x) > 1.5
+  close(unit(x), expected)
+
+
+def test_many_inputs_do_not_need_room_in_queue(server, llm):
+  texts = [f"text {i % 50} of {i}" for i in range(60)]   # the queue has room for 2 + max_num_seqs
+  data = server.post("/v1/embeddings", {"input": texts}).raise_for_status().json()["data"]
+  close([x["embedding"] for x in data], vectors(llm.embed(texts)))
+
+
+@pytest.mark.parametrize("fields, param, message", [
+  ({"input": []}, "input", "input: its length, 0, must be between 1 and 2048"),
+  ({"input": ["a"] * 2049}, "input", "input: its length, 2049, must be between 1 and 2048"),
+  ({"input": ["a", ""]}, "input", "at least one token"),
+  ({"input": [[1], []]}, "input", "at least one token"),
+  ({"input": [999]}, "input", "id 999 must be an int from 0 to 319"),
+  ({"input": [5] * 128}, None, "maximum context length is 128 tokens. However, the prompt has 128"),
+  ({"input": "a", "dimensions": 33}, "dimensions", "dimensions=33 must be at most 32"),
+  ({"input": "a", "dimensions": 0}, "dimensions", "dimensions=0 must be between 1 and"),
+  ({"input": "a", "encoding_format": "bytes"}, "encoding_format", "'float' or 'base64'"),
+  ({}, "input", "Field required"),
+])
+def test_invalid_embedding_request_gets_400(server, fields, param, message):
+  response = server.post("/v1/embeddings", fields)
+  error = response.json()["error"]
+  assert response.status_code == 400 and message in error["message"] and error["param"] == param, error
+  assert server.post("/v1/embeddings", {"input": "a", "model": "other"}).status_code == 404
+
+
+@pytest.mark.parametrize("path, fields", [
+  ("/v1/completions", {"prompt": "a"}), ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+  ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True})])
+def test_embedding_server_refuses_text(server, path, fields):
+  response = server.post(path, fields)
+  assert response.status_code == 400 and "--runner generate" in response.json()["error"]["message"], response.text
+
+
+def test_text_server_refuses_embeddings(reranker):
+  response = reranker.post("/v1/embeddings", {"input": "a"})
+  assert response.status_code == 400 and "--runner pooling" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
+def test_rerank_sorts_documents_by_score(reranker, text_folder, path):
+  encode = Tokenizer.from_file(str(text_folder / "tokenizer.json"))
+  scores = [*expected_scores(text_folder, lambda x: encode.encode(x, add_special_tokens=False).ids,
+                             [(QUERY, x) for x in DOCUMENTS])]
+  documents = [*DOCUMENTS[:-1], {"text": DOCUMENTS[-1]}]
+  body = reranker.post(path, {"query": QUERY, "documents": documents}).raise_for_status().json()
+  order = np.argsort(-np.array(scores)).tolist()
+  assert [x["index"] for x in body["results"]] == order
+  assert [x["document"]["text"] for x in body["results"]] == [DOCUMENTS[i] for i in order]
+  close([x["relevance_score"] for x in body["results"]], [scores[i] for i in order])
+  assert body["id"].startswith("rerank-") and body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] > 500
+  fields = {"query": QUERY, "documents": documents, "top_n": 2, "return_documents": False}
+  assert reranker.post(path, fields).json()["results"] == [
+    {k: x[k] for k in ("index", "relevance_score")} for x in body["results"][:2]]
+  other = reranker.post(path, {**fields, "instruction": "find nothing"}).json()["results"]
+  assert {x["relevance_score"] for x in other}.isdisjoint(x["relevance_score"] for x in body["results"])
+
+
+@pytest.mark.clients
+def test_litellm_rerank_equals_route(reranker, litellm):
+  name = reranker.get("/v1/models").json()["data"][0]["id"]
+  fields = {"query": QUERY, "documents": DOCUMENTS, "top_n": 3}
+  expected = reranker.post("/rerank", fields).json()["results"]
+  result = litellm.rerank(model=f"hosted_vllm/{name}", api_base=reranker.url, api_key="none", **fields)
+  assert [x["index"] for x in result.results] == [x["index"] for x in expected]
+  close([x["relevance_score"] for x in result.results], [x["relevance_score"] for x in expected])
+
+
+def test_score_route_equals_rerank(reranker):
+  results = reranker.post("/rerank", {"query": QUERY, "documents": DOCUMENTS * 5}).raise_for_status().json()["results"]
+  expected = [x["relevance_score"] for x in sorted(results, key=lambda x: x["index"])]
+  data = reranker.post("/score", {"text_1": QUERY, "text_2": DOCUMENTS * 5}).json()["data"]
+  assert [x["index"] for x in data] == [*range(20)] and {x["object"] for x in data} == {"score"}
+  close([x["score"] for x in data], expected)
+  one = reranker.post("/v1/score", {"text_1": QUERY, "text_2": DOCUMENTS[1]}).json()
+  close(one["data"][0]["score"], expected[1])
+
+
+@pytest.mark.parametrize("path, fields, message", [
+  ("/rerank", {"query": "a", "documents": []}, "documents: its length, 0, must be between 1 and 2048"),
+  ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n=-1 must be at least 1"),
+  ("/rerank", {"query": "a", "documents": ["b " * 448]}, "maximum context length is 448 tokens"),
+  ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1 has 2 texts, but text_2 has 3"),
+])
+def test_invalid_rerank_request_gets_400(reranker, path, fields, message):
+  response = reranker.post(path, fields)
+  assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
+
+
+def test_text_and_scores_run_in_one_batch(reranker):
+  prompt = {"prompt": "the cat", "temperature": 0, "max_tokens": 40, "ignore_eos": True, "logprobs": 2}
+  alone = reranker.post("/v1/completions", prompt).json()["choices"][0]["text"]
+  scores = reranker.post("/score", {"text_1": QUERY, "text_2": DOCUMENTS}).json()["data"]
+  with reranker.stream("/v1/completions", prompt) as response:
+    lines = response.iter_lines()
+    next(lines)
+    data = reranker.post("/score", {"text_1": QUERY, "text_2": DOCUMENTS}).json()["data"]
+    text = "".join(json.loads(x[6:])["choices"][0]["text"] for x in lines if x.startswith("data: {"))
+  assert alone.endswith(text) and len(text) > len(alone) // 2
+  close([x["score"] for x in data], [x["score"] for x in scores])
+
+
+def test_tokenizer_without_answers_cannot_rerank(tmp_path, text_folder):
+  shutil.copytree(text_folder, tmp_path / "model")
+  write_tokenizer(tmp_path / "model", words=())
+  with pytest.raises(InputError, match="no single tokens for yes and no.*Qwen3-Reranker"):
+    LLM(tmp_path / "model", **RERANK).score("a", "b")
+
+
+def test_aborted_embeddings_get_503(folder):
+  with LocalServer(folder, *flags(**ENGINE, request_timeout=0.001)) as server:
+    response = server.post("/v1/embeddings", {"input": ["the cat " * 12] * 2000})
+    assert response.status_code == 503 and "--request-timeout" in response.json()["error"]["message"], response.text

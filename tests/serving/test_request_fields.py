@@ -1,0 +1,456 @@
+"""Request fields of OpenAI's and vLLM's clients over HTTP: fields without effect, unknown fields, vLLM's extra fields.
+Names and formats are vLLM's (vllm/entrypoints/openai)."""
+import json
+import re
+
+import pytest
+from helpers.engines import ENGINE
+from helpers.models import tiny_model
+from helpers.requests import flags
+from helpers.servers import LocalServer, error_of, events
+
+from tinyvllm import LLM, SamplingParams
+
+SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+CHAT = ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood }}"
+        "{{ documents[0].text if documents }}{% if add_generation_prompt %}bot: {% endif %}")
+GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+MESSAGES = [{"role": "user", "content": "the cat"}]
+TEXT = {"prompt": "the cat", **GREEDY}
+TALK = {"messages": MESSAGES, **GREEDY}
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  folder = tiny_model(tmp_path_factory.mktemp("fields"), words=True)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+  return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder): return LLM(folder, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+  with LocalServer(folder, *flags(**SMALL, max_logprobs=-1), "--trust-request-chat-template") as server:
+    yield server
+    assert "Traceback" not in server.log, server.log
+
+
+@pytest.fixture(scope="module")
+def strict_server(folder):
+  with LocalServer(folder, *flags(**SMALL), "--strict-fields") as server: yield server
+
+
+def complete(server, **fields): return answer(server, "/v1/completions", {**TEXT, **fields})
+def chat(server, **fields): return answer(server, "/v1/chat/completions", {**TALK, **fields})
+
+
+def answer(server, path, body):
+  response = server.post(path, body)
+  assert response.status_code == 200, response.text
+  return response.json()
+
+
+def chunks(server, path, body):
+  with server.stream(path, body) as response:
+    assert response.status_code == 200, response.read()
+    *chunks, last = events(response.iter_lines())
+  assert last == "[DONE]"
+  return chunks
+
+
+def refused(server, path, body): return error_of(server.post(path, body), 400)
+
+
+# Usage in each chunk
+
+@pytest.mark.parametrize("path,body", [("/v1/completions", TEXT), ("/v1/chat/completions", TALK)])
+def test_continuous_usage_stats_put_usage_into_each_chunk(server, path, body):
+  *parts, last = chunks(server, path, {**body, "n": 2, "stream_options": USAGE})
+  num_prompt = last["usage"]["prompt_tokens"]
+  assert last["choices"] == [] and last["usage"]["completion_tokens"] == 12 and num_prompt > 1
+  for index in (0, 1):
+    usages = [part["usage"] for part in parts if part["choices"][0]["index"] == index]
+    counts = [usage["completion_tokens"] for usage in usages]
+    assert counts == sorted(counts) and counts[-1] == 6 and counts[0] == (0 if "messages" in body else counts[0])
+    for usage, count in zip(usages, counts, strict=True):
+      assert usage == {"prompt_tokens": num_prompt, "completion_tokens": count, "total_tokens": num_prompt + count}
+
+
+def test_continuous_usage_stats_count_each_prompt_alone(server):
+  body = {**TEXT, "prompt": ["the cat", "the cat sat on the mat"], "stream_options": {"continuous_usage_stats": True}}
+  *parts, last = chunks(server, "/v1/completions", body)
+  by_choice = {part["choices"][0]["index"]: part["usage"]["prompt_tokens"] for part in parts}
+  assert by_choice[0] < by_choice[1] and sum(by_choice.values()) == last["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("options", [{"include_usage": True}, {"include_usage": True, "continuous_usage_stats": False}])
+def test_usage_is_only_in_the_last_chunk_by_default(server, options):
+  *parts, last = chunks(server, "/v1/completions", {**TEXT, "stream_options": options})
+  assert {part["usage"] is None for part in parts} == {True} and last["usage"]["completion_tokens"] == 6
+
+
+def test_continuous_usage_stats_without_include_usage_have_no_effect(server):
+  options = {"include_usage": False, "continuous_usage_stats": True}
+  assert all("usage" not in part for part in chunks(server, "/v1/completions", {**TEXT, "stream_options": options}))
+
+
+# Fields without effect
+
+NO_EFFECT = {
+  "prompt_cache_key": "k", "safety_identifier": "u", "verbosity": "low", "modalities": ["text"], "session_id": "s",
+  "prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h", "function_call": "none",
+  "use_beam_search": False, "add_special_tokens": None, "spaces_between_special_tokens": False,
+  "include_reasoning": True, "detokenize": True, "length_penalty": 1.0, "request_id": "r", "cache_salt": "salt",
+  "documents": [], "suffix": None, "early_stopping": False, "user": "u", "store": False, "metadata": {"a": "b"},
+  "service_tier": "auto", "parallel_tool_calls": True, "tools": None, "functions": [], "logits_processors": [],
+  "mm_processor_kwargs": {}, "guided_decoding_backend": "outlines", "best_of": 1, "truncation_side": "left"}
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_field_without_effect_is_accepted_silently(server, name):
+  for path, body in (("/v1/completions", TEXT), ("/v1/chat/completions", TALK)):
+    plain, with_it = [answer(server, path, x)["choices"] for x in (body, {**body, name: NO_EFFECT[name]})]
+    assert with_it == plain
+  assert f"unknown request field '{name}'" not in server.log
+
+
+def test_null_means_absent_for_every_field(server):
+  schema = server.get("/openapi.json").json()["components"]["schemas"]
+  for path, body, title in (("/v1/completions", TEXT, "CompletionRequest"),
+                            ("/v1/chat/completions", TALK, "ChatCompletionRequest")):
+    nulls = dict.fromkeys(schema[title]["properties"]) | {"unknown_null_field": None}
+    plain, with_nulls = [answer(server, path, x)["choices"] for x in (body, {**nulls, **body})]
+    assert len(nulls) > 60 and with_nulls == plain
+  body = {**TEXT, "stream_options": {"include_usage": None}, "response_format": {"type": "text", "json_schema": None}}
+  assert chunks(server, "/v1/completions", body)
+  assert "unknown_null_field" not in server.log
+
+
+@pytest.mark.parametrize("fields", [
+  {"use_beam_search": True}, {"detokenize": False}, {"modalities": ["text", "audio"]}, {"best_of": 2},
+  {"function_call": {"name": "f"}}, {"functions": [{"name": "f"}]}, {"audio": {"voice": "a"}}, {"images": ["x"]},
+  {"suffix": "a"}, {"prompt_embeds": "x"}, {"web_search_options": {"a": 1}}, {"logits_processors": ["x"]},
+  {"logprob_token_ids": [1]}], ids=json.dumps)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_field_that_would_change_the_answer_is_400(server, path, fields):
+  name, = fields
+  error = refused(server, path, {**(TALK if "chat" in path else TEXT), **fields})
+  assert name in error["message"] and error["param"] == name
+
+
+def test_fields_of_the_other_route_are_400(server):
+  assert "prompt" in refused(server, "/v1/chat/completions", {**TALK, "prompt": "a"})["message"]
+  assert "messages" in refused(server, "/v1/completions", {**TEXT, "messages": MESSAGES})["message"]
+  assert "chat_template" in refused(server, "/v1/completions", {**TEXT, "chat_template": "x"})["message"]
+
+
+# Unknown fields
+
+def test_unknown_field_is_ignored_with_one_warning(server):
+  plain = complete(server)["choices"]
+  for _ in range(2): assert complete(server, temprature=1, stream_opts={"a": 1})["choices"] == plain
+  nested = {"stream_options": {"chunk_size": 1}, "response_format": {"type": "text", "colour": "red"}}
+  assert chunks(server, "/v1/completions", {**TEXT, **nested})
+  for name in ("temprature", "stream_opts", "chunk_size", "colour"):
+    assert len(re.findall(f"unknown request field '{name}' is ignored", server.log)) == 1, name
+
+
+def test_hostile_unknown_names_are_truncated_escaped_and_bounded(folder):
+  with LocalServer(folder, *flags(**SMALL)) as server:
+    names = [f"field {i}" for i in range(300)]
+    hostile = ["x" * 100000, "two\nlines"]
+    body = {**TEXT, **dict.fromkeys(hostile + names, 1)}
+    content = json.dumps(body).encode()
+    response = server.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 200, response.text
+    warnings = [line for line in server.log.splitlines() if "unknown request field" in line]
+    assert len(warnings) == 100 and max(map(len, warnings)) < 200 and "two\\nlines" in warnings[1]
+
+
+def test_strict_fields_flag_refuses_unknown_fields(strict_server):
+  for name, body in {"temprature": {**TEXT, "temprature": 1}, "usage": {
+      **TEXT, "stream": True, "stream_options": {"usage": True}}}.items():
+    error = refused(strict_server, "/v1/completions", body)
+    assert name in error["message"] and "--strict-fields" in error["message"] and error["param"] in body
+  assert refused(strict_server, "/tokenize", {"prompt": "a", "pompt": 1})["param"] == "pompt"
+  content = json.dumps({**TEXT, "\ud800": 1}).encode()
+  error_of(strict_server.post("/v1/completions", content=content, headers={"Content-Type": "application/json"}), 400)
+  assert complete(strict_server, user="u", suffix=None, unknown=None)["choices"]
+  assert error_of(strict_server.post("/v1/chat/completions", {**TALK, "chat_template": "x"}), 400)
+
+
+# Token ids
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_return_token_ids_adds_prompt_and_output_ids(server, llm, path):
+  body = {**(TALK if "chat" in path else TEXT), "return_token_ids": True, "n": 2}
+  whole = answer(server, path, body)
+  prompt_holders = [whole] if "chat" in path else whole["choices"]
+  prompt_ids = server.post("/tokenize", {k: body[k] for k in ("messages", "prompt") if k in body}).json()["tokens"]
+  assert [holder["prompt_token_ids"] for holder in prompt_holders] == [prompt_ids] * len(prompt_holders)
+  output, = llm.generate({"prompt_token_ids": prompt_ids}, SamplingParams(**GREEDY))
+  assert [choice["token_ids"] for choice in whole["choices"]] == [output.outputs[0].token_ids] * 2
+  parts = chunks(server, path, body)
+  for index in (0, 1):
+    mine = [part for part in parts if part["choices"][0]["index"] == index]
+    ids = [(part if "chat" in path else part["choices"][0]).get("prompt_token_ids") for part in mine]
+    assert ids == [prompt_ids] + [None] * (len(mine) - 1)
+    assert sum((part["choices"][0].get("token_ids", []) for part in mine), []) == output.outputs[0].token_ids
+  assert answer(server, path, {**body, "return_token_ids": False})["choices"][0]["token_ids"] is None
+
+
+def test_return_tokens_as_token_ids_names_tokens_by_id(server):
+  ids = complete(server, return_token_ids=True)["choices"][0]["token_ids"]
+  fields = {"return_tokens_as_token_ids": True}
+  logprobs = complete(server, logprobs=2, **fields)["choices"][0]["logprobs"]
+  plain = complete(server, logprobs=2)["choices"][0]["logprobs"]
+  assert logprobs["tokens"] == [f"token_id:{i}" for i in ids]
+  assert all(name in best and re.fullmatch(r"token_id:\d+", key) for best, name in zip(
+    logprobs["top_logprobs"], logprobs["tokens"], strict=True) for key in best)
+  assert logprobs["text_offset"] == plain["text_offset"]
+  content = chat(server, logprobs=True, top_logprobs=2, return_token_ids=True, **fields)["choices"][0]
+  entries = content["logprobs"]["content"]
+  assert [entry["token"] for entry in entries] == [f"token_id:{i}" for i in content["token_ids"]]
+  assert all(re.fullmatch(r"token_id:\d+", x["token"]) for entry in entries for x in entry["top_logprobs"])
+
+
+# Prompts
+
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_truncate_prompt_tokens_keeps_last_or_first_tokens(server, side):
+  ids = server.post("/tokenize", {"prompt": "the cat sat on the mat"}).json()["tokens"]
+  part = ids[:3] if side == "right" else ids[-3:]
+  for prompt in ("the cat sat on the mat", ids):
+    choice = complete(server, prompt=prompt, truncate_prompt_tokens=3, truncation_side=side, return_token_ids=True)[
+      "choices"][0]
+    assert choice["prompt_token_ids"] == part
+  assert choice["text"] == complete(server, prompt=part)["choices"][0]["text"]
+  short = complete(server, prompt=ids, truncate_prompt_tokens=100, return_token_ids=True)["choices"][0]
+  assert short["prompt_token_ids"] == ids
+
+
+def test_truncate_prompt_tokens_of_chat_and_minus_1_fit_the_context(server):
+  messages = [{"role": "user", "content": "the cat " * 100}]
+  assert refused(server, "/v1/chat/completions", {"messages": messages})["message"].startswith("This model's maximum")
+  assert chat(server, messages=messages, truncate_prompt_tokens=5)["usage"]["prompt_tokens"] == 5
+  assert chat(server, messages=messages, truncate_prompt_tokens=-1)["usage"]["prompt_tokens"] == 128 - 6
+  assert complete(server, prompt="the cat " * 100, truncate_prompt_tokens=-1)["usage"]["total_tokens"] == 128
+  for value in (0, -2): assert "truncate_prompt_tokens" in refused(
+    server, "/v1/completions", {**TEXT, "truncate_prompt_tokens": value})["message"]
+
+
+def test_add_special_tokens_adds_or_omits_bos(server, llm):
+  bos = llm.tokenizer.prefix
+  def ids(body): return body.get("prompt_token_ids") or body["choices"][0]["prompt_token_ids"]
+  plain, without = [ids(complete(server, return_token_ids=True, add_special_tokens=x)) for x in (True, False)]
+  assert bos and plain == bos + without
+  plain, with_bos = [ids(chat(server, return_token_ids=True, add_special_tokens=x)) for x in (False, True)]
+  assert with_bos == bos + plain
+
+
+def test_documents_are_variables_of_the_template(server):
+  documents = [{"title": "a", "text": "a red house"}]
+  counts = [chat(server, documents=x)["usage"]["prompt_tokens"] for x in ([], documents)]
+  assert counts[1] > counts[0]
+
+
+def test_chat_template_of_request_needs_the_flag(server, strict_server):
+  template = "{{ messages[0].content }} sat"
+  ids = server.post("/tokenize", {"prompt": "the cat sat", "add_special_tokens": False}).json()["tokens"]
+  assert chat(server, chat_template=template, return_token_ids=True)["prompt_token_ids"] == ids
+  assert server.post("/tokenize", {"messages": MESSAGES, "chat_template": template}).json()["tokens"] == ids
+  for path in ("/v1/chat/completions", "/tokenize"):
+    error = refused(strict_server, path, {"messages": MESSAGES, "chat_template": template})
+    assert "--trust-request-chat-template" in error["message"] and error["param"] == "chat_template"
+  assert "reserved" in refused(server, "/v1/chat/completions", {
+    **TALK, "chat_template_kwargs": {"chat_template": "x"}})["message"]
+
+
+# Echo
+
+CONTINUED = [*MESSAGES, {"role": "assistant", "content": "sat on"}]
+
+
+@pytest.mark.parametrize("options,echo,role", [
+  ({"add_generation_prompt": False, "continue_final_message": True}, "sat on", "assistant"),
+  ({}, "sat on", "assistant")])
+def test_chat_echo_puts_last_message_before_the_answer(server, options, echo, role):
+  plain = chat(server, messages=CONTINUED, **options)["choices"][0]["message"]["content"]
+  message = chat(server, messages=CONTINUED, echo=True, **options)["choices"][0]["message"]
+  assert message["content"] == echo + plain and message["role"] == role
+  parts = chunks(server, "/v1/chat/completions", {**TALK, "messages": CONTINUED, "echo": True, **options})
+  deltas = [part["choices"][0]["delta"] for part in parts]
+  assert deltas[0] == {"role": role, "content": ""} and deltas[1] == {"content": echo}
+  assert "".join(delta["content"] for delta in deltas) == echo + plain
+
+
+def test_chat_role_is_last_message_role_without_generation_prompt(server):
+  options = {"add_generation_prompt": False, "echo": True}
+  message = chat(server, **options)["choices"][0]["message"]
+  assert message["role"] == "user" and message["content"].startswith("the cat")
+  assert chunks(server, "/v1/chat/completions", {**TALK, **options})[0]["choices"][0]["delta"]["role"] == "user"
+  assert not chat(server, echo=True)["choices"][0]["message"]["content"].startswith("the cat"), "other role"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("form", [str, list])
+def test_max_tokens_0_with_echo_returns_the_prompt_alone(server, form, streamed):
+  ids = server.post("/tokenize", {"prompt": "the cat sat"}).json()["tokens"]
+  body = {**TEXT, "prompt": "the cat sat" if form is str else ids, "max_tokens": 0, "echo": True, "logprobs": 1}
+  if streamed: choice, = [part["choices"][0] for part in chunks(server, "/v1/completions", body)]
+  else: choice = answer(server, "/v1/completions", body)["choices"][0]
+  assert choice["text"] == ("the cat sat" if form is str else "<s>the cat sat")
+  assert choice["finish_reason"] == "length"
+  logprobs = choice["logprobs"]
+  assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(ids)
+  assert logprobs["token_logprobs"][0] is None
+  assert "max_tokens" in refused(server, "/v1/completions", {**TEXT, "max_tokens": 0})["message"]
+  assert "max_tokens" in refused(server, "/v1/chat/completions", {**TALK, "max_tokens": 0, "echo": True})["message"]
+
+
+def test_echo_of_id_prompt_shows_special_tokens(server, llm):
+  ids = server.post("/tokenize", {"prompt": "the cat"}).json()["tokens"]
+  choice = complete(server, prompt=ids, echo=True, logprobs=0)["choices"][0]
+  assert choice["text"].startswith("<s>the cat") and choice["logprobs"]["tokens"][0] == "<s>"
+  offsets = choice["logprobs"]["text_offset"]
+  for token, start, end in zip(choice["logprobs"]["tokens"], offsets, [*offsets[1:], len(choice["text"])], strict=True):
+    assert choice["text"][start:end].strip() == token.strip()
+
+
+# Values
+
+def test_integral_floats_are_integers(server):
+  assert complete(server, max_tokens=5.0, top_k=3.0, n=1.0, seed=7.0)["usage"]["completion_tokens"] == 5
+  assert chat(server, max_tokens=None, max_completion_tokens=4.0)["usage"]["completion_tokens"] == 4
+  for value in (5.5, "5", True): assert "max_tokens" in refused(
+    server, "/v1/completions", {**TEXT, "max_tokens": value})["message"]
+
+
+def test_repeat_penalty_is_repetition_penalty(server):
+  renamed, own, plain = [complete(server, **{name: 50.0})["choices"][0]["text"]
+                         for name in ("repeat_penalty", "repetition_penalty", "user_penalty")]
+  assert renamed == own != plain
+
+
+@pytest.mark.parametrize("k", [-1, 25])
+def test_logprobs_beyond_20_equal_log_softmax(server, k):
+  whole = complete(server, logprobs=k, prompt_logprobs=k, return_tokens_as_token_ids=True)["choices"][0]
+  number = 320 if k == -1 else k
+  best = whole["logprobs"]["top_logprobs"]
+  assert {len(entry) for entry in best} <= {number, number + 1}
+  few = complete(server, logprobs=20, return_tokens_as_token_ids=True)["choices"][0]["logprobs"]["top_logprobs"]
+  for many, twenty in zip(best, few, strict=True):
+    first, expected = [sorted(entry.values(), reverse=True)[:20] for entry in (many, twenty)]
+    assert first == pytest.approx(expected, abs=1e-4)
+    assert {name: many[name] for name in twenty} == pytest.approx(twenty, abs=1e-4)
+  ranks = [sorted(x["rank"] for x in entry.values()) for entry in whole["prompt_logprobs"][1:]]
+  assert ranks and all(entry[:number] == [*range(1, number + 1)] for entry in ranks)
+  content = chat(server, logprobs=True, top_logprobs=k)["choices"][0]["logprobs"]["content"]
+  assert {len(entry["top_logprobs"]) for entry in content} == {number}
+
+
+def test_logprobs_above_max_logprobs_are_400(strict_server):
+  for body in ({"logprobs": 21}, {"logprobs": -1}, {"prompt_logprobs": -1}, {"prompt_logprobs": 99}):
+    error = refused(strict_server, "/v1/completions", {**TEXT, **body})
+    name, = body
+    assert error["param"] == name and "20" in error["message"] and "max_logprobs" in error["message"]
+  with pytest.raises(ValueError, match="logprobs=21 must be between 0 and 20: raise max_logprobs"):
+    LLM(**ENGINE).generate("a", SamplingParams(logprobs=21))
+  assert "logprobs" in refused(strict_server, "/v1/completions", {**TEXT, "logprobs": -2})["message"]
+
+
+# Prompt log probabilities
+
+def test_chat_prompt_logprobs_are_on_the_response(server):
+  whole = chat(server, prompt_logprobs=1, n=2)
+  assert all("prompt_logprobs" not in choice for choice in whole["choices"])
+  ids = chat(server, return_token_ids=True)["prompt_token_ids"]
+  first, *others = whole["prompt_logprobs"]
+  assert first is None and len(others) == len(ids) - 1
+  for token, entry in zip(ids[1:], others, strict=True):
+    assert set(entry[str(token)]) == {"logprob", "rank", "decoded_token"}
+  parts = chunks(server, "/v1/chat/completions", {**TALK, "prompt_logprobs": 1})
+  assert [part["prompt_logprobs"] for part in parts if "prompt_logprobs" in part] == [whole["prompt_logprobs"]]
+  assert chat(server)["prompt_logprobs"] is None
+
+
+# Formats
+
+PATTERN = r"[xy]{3}"
+
+
+@pytest.mark.parametrize("fields,pattern", [
+  ({"guided_regex": PATTERN}, PATTERN), ({"guided_choice": ["red", "blue"]}, "red|blue"),
+  ({"guided_grammar": 'root ::= "a" | "b"'}, "a|b"), ({"guided_json": {"enum": ["x", 5]}}, '"x"|5'),
+  ({"guided_json": json.dumps({"enum": ["x", 5]})}, '"x"|5')], ids=str)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_guided_fields_constrain_the_output(server, path, fields, pattern):
+  body = {**(TALK if "chat" in path else TEXT), "ignore_eos": False, "max_tokens": 20, **fields}
+  choice = answer(server, path, body)["choices"][0]
+  assert re.fullmatch(pattern, choice.get("text") or choice["message"]["content"])
+
+
+def test_two_constraints_are_400_and_named(server):
+  error = refused(server, "/v1/completions", {**TEXT, "guided_regex": "a", "structured_outputs": {"regex": "a"}})
+  assert "guided_*" in error["message"] and "structured_outputs" in error["message"]
+  body = {**TEXT, "guided_regex": "a", "guided_choice": ["a"]}
+  assert "exactly one" in refused(server, "/v1/completions", body)["message"]
+
+
+ARRAY = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}
+
+
+@pytest.mark.parametrize("options,pattern", [
+  ({"disable_any_whitespace": True}, r"\[1,1\]"), ({"whitespace_pattern": "_?"}, r"_?\[_?1_?,_?1_?\]_?"),
+  ({"disable_fallback": True}, r"\s*\[\s*1\s*,\s*1\s*\]\s*")], ids=str)
+def test_white_space_options_of_structured_outputs(server, options, pattern):
+  tokens = [i for i in range(3, 320) if server.post("/detokenize", {"tokens": [i]}).json()["prompt"] in "_ \n"]
+  body = {**TEXT, "ignore_eos": False, "max_tokens": 20, "logit_bias": dict.fromkeys(map(str, tokens), 5),
+          "structured_outputs": {"json": ARRAY, **options}}
+  assert re.fullmatch(pattern, complete(server, **body)["choices"][0]["text"], re.DOTALL) or "fallback" in str(options)
+
+
+@pytest.mark.parametrize("form", ["legacy", "new", "structured_outputs"])
+def test_structural_tag_constrains_the_content_of_tags(server, form):
+  legacy = {"triggers": ["<f"], "structures": [{"begin": "<f=a>", "schema": {"enum": ["on", "off"]}, "end": "</f>"}]}
+  tags = [{"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": {"enum": ["on", "off"]}}, "end": "</f>"}]
+  format = {"type": "triggered_tags", "triggers": ["<f"], "tags": tags}
+  fields = {"legacy": {"response_format": {"type": "structural_tag", **legacy}},
+            "new": {"response_format": {"type": "structural_tag", "format": format}},
+            "structured_outputs": {"structured_outputs": {"structural_tag": json.dumps(legacy)}}}[form]
+  trigger = [i for i in range(3, 320) if server.post("/detokenize", {"tokens": [i]}).json()["prompt"] in ("<", "f")]
+  bias = dict.fromkeys(map(str, trigger), 9)
+  text = complete(server, ignore_eos=False, max_tokens=60, logit_bias=bias, **fields)["choices"][0]["text"]
+  assert re.search(r"<f", text), "the trigger must occur"
+  assert re.fullmatch(r'(?:(?!<f).)*(?:<f=a>"(?:on|off)"</f>(?:(?!<f).)*)*(?:<f.{0,15})?', text, re.DOTALL), text
+
+
+@pytest.mark.parametrize("tag", [
+  "{", "[1]", {"triggers": ["<f"]}, {"triggers": [], "structures": []}, {"format": {"type": "json_schema"}},
+  {"triggers": ["<g"], "structures": [{"begin": "<f", "schema": {}, "end": ""}]},
+  {"format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [{"begin": 5}]}}], ids=str)
+def test_invalid_structural_tag_is_400(server, tag):
+  body = {**TEXT, "ignore_eos": False, "structured_outputs": {"structural_tag": tag}}
+  error = refused(server, "/v1/completions", body)
+  assert "structural_tag" in error["message"]
+
+
+# Tokenize
+
+def test_tokenize_takes_template_fields_and_returns_token_strs(server, llm):
+  body = {"messages": CONTINUED}
+  plain = server.post("/tokenize", body).json()["tokens"]
+  open_ended = server.post("/tokenize", {**body, "add_generation_prompt": False, "continue_final_message": True}).json()
+  assert plain != open_ended["tokens"] and llm.tokenizer.decode(open_ended["tokens"]).endswith("sat on")
+  mood = server.post("/tokenize", {**body, "chat_template_kwargs": {"mood": "happy"}}).json()["tokens"]
+  assert llm.tokenizer.decode(mood).count("happy") == 1
+  special = server.post("/tokenize", {**body, "add_special_tokens": True}).json()["tokens"]
+  assert special == llm.tokenizer.prefix + plain
+  answer = server.post("/tokenize", {"prompt": "the cat", "return_token_strs": True}).json()
+  names = [llm.tokenizer.library.IdToPiece(i) for i in answer["tokens"]]
+  assert answer["token_strs"] == names and names[0] == "<s>" and any("\u2581" in name for name in names)
+  assert server.post("/tokenize", {"prompt": "the cat", "return_token_strs": False}).json()["token_strs"] is None

@@ -1,0 +1,233 @@
+"""POST /v1/responses with the openai package: text, reasoning and tool calls, whole and streamed; input items; errors;
+and shortened bodies of Codex."""
+import json
+
+import openai
+import pytest
+from helpers.agents import DATA, HERMES, WEATHER, named_events, num_tokens, start
+
+FAULT = """
+from tinyvllm.runner import Runner
+launch = Runner.launch
+def faulty(self, step):
+  if any(sequence.num_generated > 2 for sequence, *_ in step.rows): raise RuntimeError("boom")
+  return launch(self, step)
+Runner.launch = faulty
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+  with start(tmp_path_factory.mktemp("responses")) as server:
+    yield server
+    assert "Traceback" not in server.log, server.log
+
+
+@pytest.fixture
+def create(server):
+  """Return a function that creates a response, with the openai package's default fields."""
+  client = server.client()
+  def create(text=None, **fields):
+    extra = {"extra_body": {"structured_outputs": {"choice": [text]}}} if text is not None else {}
+    return client.responses.create(**{"model": "tiny", "input": "hello", "max_output_tokens": 100, "temperature": 0.0,
+                                      **extra, **fields})
+  return create
+
+
+def collect(events):
+  """Return the final response of a stream, after checks of its events."""
+  events = [*events]
+  assert [event.sequence_number for event in events] == [*range(len(events))]
+  kinds = [event.type.removeprefix("response.") for event in events]
+  assert kinds[:2] == ["created", "in_progress"] and kinds.count("completed") + kinds.count("incomplete") == 1
+  assert events[0].response.status == "in_progress" and not events[0].response.output
+  final = events[-1].response
+  names = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+  rest = [*zip(kinds, events, strict=True)][2:-1]
+  for index, item in enumerate(final.output):
+    own = [(kind, event) for kind, event in rest if event.output_index == index]
+    name, has_part = names[item.type], item.type != "function_call"
+    deltas = [event.delta for kind, event in own if kind == f"{name}.delta"]
+    assert [kind for kind, _ in own] == [
+      "output_item.added", *["content_part.added"] * has_part, *[f"{name}.delta"] * len(deltas), f"{name}.done",
+      *["content_part.done"] * has_part, "output_item.done"]
+    text = item.content[0].text if has_part else item.arguments
+    done = next(event for kind, event in own if kind == f"{name}.done")
+    assert "".join(deltas) == text == (done.text if has_part else done.arguments)
+    assert own[0][1].item.id == item.id == done.item_id and own[0][1].item.status == "in_progress"
+    assert own[-1][1].item == item
+  return final
+
+
+def answer(create, text=None, **fields):
+  """Return the response, which must be the same streamed and whole, except for ids and cached tokens."""
+  whole = create(text, **fields)
+  streamed = collect(create(text, stream=True, **fields))
+  def content(response):
+    return [item.model_dump(exclude={"id", "call_id"}) for item in response.output]
+  assert content(streamed) == content(whole)
+  assert (streamed.status, streamed.incomplete_details) == (whole.status, whole.incomplete_details)
+  assert streamed.usage.output_tokens == whole.usage.output_tokens
+  return whole
+
+
+def test_text_of_string_input_is_same_whole_and_streamed(create):
+  response = answer(create, "the cat is", instructions="be kind", metadata={"a": "b"}, store=True)
+  assert response.output_text == "the cat is" and response.status == "completed" and response.id.startswith("resp_")
+  assert response.instructions == "be kind" and response.metadata == {"a": "b"} and response.store is False
+  message, = response.output
+  assert message.role == "assistant" and message.status == "completed"
+
+
+def test_response_cut_off_by_max_output_tokens_is_incomplete(create):
+  response = answer(create, max_output_tokens=3)
+  assert response.status == "incomplete" and response.incomplete_details.reason == "max_output_tokens"
+  assert response.output[0].status == "incomplete" and response.usage.output_tokens == 3
+  assert response.max_output_tokens == 3
+
+
+def test_usage_counts_cached_prompt_tokens(create):
+  text = "a long question which fills some blocks of the cache"
+  first, second = (create("yes", input=text).usage for _ in range(2))
+  assert first.total_tokens == first.input_tokens + first.output_tokens
+  assert first.input_tokens_details.cached_tokens < second.input_tokens_details.cached_tokens < second.input_tokens
+
+
+def test_reasoning_item_precedes_message_and_returns_to_template(create, server):
+  response = answer(create, "<think>it is red</think>a rose")
+  reasoning, message = response.output
+  assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "it is red")
+  assert (message.type, message.content[0].text) == ("message", "a rose")
+  history = [{"role": "user", "content": "hello"}, *[item.model_dump() for item in response.output],
+             {"role": "user", "content": "why"}]
+  expected = "user: hello\nassistant: a rose(it is red)\nuser: why\n"
+  assert create("a", input=history).usage.input_tokens == num_tokens(server, expected)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "weather"}, {
+  "type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}], ids=str)
+def test_function_call_is_same_whole_and_streamed(create, choice):
+  text = "I look: " + HERMES if choice == "auto" else None
+  response = answer(create, text, tools=[WEATHER, {"type": "web_search"}], tool_choice=choice,
+                    parallel_tool_calls=False)
+  call = response.output[-1]
+  assert call.type == "function_call" and call.name == "weather" and call.status == "completed"
+  assert json.loads(call.arguments) in ({"city": "Rom"}, {"city": "Ulm"}) and call.call_id.startswith("call_")
+  assert [item.type for item in response.output] == ["message"] * (choice == "auto") + ["function_call"]
+  assert [tool.name for tool in response.tools] == ["weather"], "tools of other types are skipped"
+
+
+def test_function_call_output_reaches_template(create, server):
+  call = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "weather",
+          "arguments": '{"city": "Ulm"}', "status": "completed"}
+  history = [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be kind"}]},
+             {"role": "user", "content": "how is it"}, {"type": "reasoning", "id": "rs_1", "summary": [],
+                                                        "encrypted_content": "x"}, call,
+             {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "rain"}]},
+             {"type": "custom_tool_call", "call_id": "call_2", "name": "patch", "input": "x"},
+             {"type": "custom_tool_call_output", "call_id": "call_2", "output": "ok"}]
+  expected = ('tool weather\nsystem: first\nbe kind\nuser: how is it\nassistant: weather{"city": "Ulm"}\ntool: rain\n'
+              'assistant: patch{"input": "x"}\ntool: ok\n')
+  usage = create("a", input=history, instructions="first", tools=[WEATHER]).usage
+  assert usage.input_tokens == num_tokens(server, expected)
+
+
+def test_text_format_schema_constrains_output(create):
+  schema = {"type": "object", "properties": {"city": {"enum": ["Rom", "Ulm"]}}, "required": ["city"],
+            "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+  form = {"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}, "verbosity": "low"}
+  response = collect(create(stream=True, extra_body={"text": form}))
+  assert json.loads(response.output_text)["city"] in ("Rom", "Ulm")
+  assert response.text.format.schema_ == schema
+
+
+def test_stream_helper_of_openai_package_returns_final_response(server):
+  with server.client().responses.stream(
+      model="tiny", input="hello", tools=[WEATHER], tool_choice="required", temperature=0.0,
+      extra_body={"parallel_tool_calls": False}) as stream:
+    for _ in stream: pass
+    call = stream.get_final_response().output[0]
+  assert call.name == "weather" and json.loads(call.arguments)["city"] in ("Rom", "Ulm")
+
+
+@pytest.mark.parametrize("fields, message", [
+  ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"background": True}, "background"),
+  ({"conversation": "conv_1"}, "conversation"), ({"prompt": {"id": "p"}}, "prompt"), ({"input": 5}, "input"),
+  ({"input": []}, "messages"), ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "item_reference"),
+  ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,x"}]}]}, "input_image"),
+  ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input_file"),
+  ({"input": [{"content": "hello"}]}, "input.0.role"), ({"tools": [{"type": "function"}]}, "name"),
+  ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "name"),
+  ({"tool_choice": "required"}, "tools"), ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+  ({"text": {"format": {"type": "json_schema"}}}, "schema"), ({"max_output_tokens": -5}, "max_tokens"),
+  ({"temperature": "hot"}, "temperature"), ({"chat_template_kwargs": 5}, "chat_template_kwargs")],
+  ids=lambda x: json.dumps(x)[:60])
+def test_invalid_field_is_400_in_one_line(server, fields, message):
+  response = server.post("/v1/responses", {"input": "hello", "max_output_tokens": 1, **fields})
+  error = response.json()["error"]
+  assert response.status_code == 400 and message in error["message"] and "\n" not in error["message"], response.text
+
+
+@pytest.mark.parametrize("path", ["/v1/files", "/v1/images/generations", "/v1/audio/speech", "/v1/responses/resp_1"])
+def test_missing_route_is_404(server, path):
+  for response in (server.post(path, {}), server.get(path)):
+    assert response.status_code == 404 and response.json()["error"]["message"] == "Not Found"
+
+
+def test_unknown_model_is_404(server):
+  with pytest.raises(openai.NotFoundError, match="gpt-5"):
+    server.client().responses.create(model="gpt-5", input="hello")
+
+
+def test_failed_step_ends_streams_with_error_events(tmp_path):
+  """Both protocols, with the same faulty server."""
+  with start(tmp_path, before=FAULT) as server:
+    body = {"input": "hello", "max_output_tokens": 20}
+    message = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
+    with server.stream("/v1/responses", body) as response: events = named_events(response)
+    assert events[-1]["type"] == "response.failed" and events[-1]["response"]["status"] == "failed"
+    error = events[-1]["response"]["error"]
+    assert error["code"] == "server_error" and "boom" in error["message"]
+    assert events[-2]["type"] in ("response.output_text.delta", "response.in_progress")
+    with server.stream("/v1/messages", message) as response: events = named_events(response)
+    assert events[-1]["type"] == "error" and events[-1]["error"]["type"] == "api_error"
+    assert "boom" in events[-1]["error"]["message"]
+    assert server.post("/v1/responses", body).json()["error"]["code"] == 500
+    whole = server.post("/v1/messages", message)
+    assert whole.status_code == 500 and whole.json()["error"]["type"] == "api_error"
+
+
+@pytest.mark.parametrize("name", ["codex_first_turn.json", "codex_tool_turn.json"])
+def test_body_of_codex_is_answered(server, name):
+  body = json.loads((DATA / name).read_text())
+  headers = {"Accept": "text/event-stream", "Authorization": "Bearer none", "originator": "codex_exec"}
+  with server.stream("/v1/responses", {**body, "max_output_tokens": 5}, headers=headers) as response:
+    events = named_events(response)
+  assert events[0]["type"] == "response.created" and events[-1]["type"] == "response.incomplete"
+  assert events[-1]["response"]["usage"]["input_tokens"] > 50
+
+
+# Unknown fields
+
+ROUTES = [("/v1/responses", {"input": "hello", "max_output_tokens": 4}),
+          ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}),
+          ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hello"}]})]
+
+
+def test_unknown_field_of_body_is_logged_once(server):
+  for path, body in ROUTES:
+    response = server.post(path, {**body, "temprature": 1, "metadata": {}, "service_tier": "auto", "top_k": None})
+    assert response.status_code == 200, response.text
+  assert server.log.count("unknown request field 'temprature' is ignored") == 1
+
+
+def test_strict_fields_flag_accepts_official_clients_and_refuses_unknown_field(tmp_path):
+  with start(tmp_path, "--strict-fields", "--max-model-len", 1024) as server:
+    for path, body in ROUTES:
+      response = server.post(path, {**body, "temprature": 1})
+      assert response.status_code == 400 and "temprature: unknown field" in response.json()["error"]["message"]
+    for name in ("codex_first_turn", "claude_code_first_turn"):
+      body = json.loads((DATA / f"{name}.json").read_text())
+      limit = "max_output_tokens" if "input" in body else "max_tokens"
+      response = server.post(f"/v1/{'responses' if 'input' in body else 'messages'}", {**body, limit: 4})
+      assert response.status_code == 200, response.text

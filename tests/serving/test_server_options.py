@@ -1,0 +1,142 @@
+"""vLLM's options of `tinyvllm serve`: several names and keys, a path prefix, a Unix domain socket, TLS; and its routes
+for load balancers."""
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2 as httpx
+import pytest
+from helpers.models import tiny_model
+from helpers.servers import LocalServer, wait_until
+
+from tinyvllm_extra.cli import main
+
+SMALL = ["--dtype", "float32", "--max-num-seqs", "2", "--max-num-batched-tokens", "2"]
+BODY = {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
+# Steps wait while the file HOLD exists
+HELD = """
+import os, time
+from tinyvllm.runner import Runner
+launch = Runner.launch
+def held(self, step):
+  while os.path.exists(os.environ["HOLD"]): time.sleep(0.01)
+  return launch(self, step)
+Runner.launch = held
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  folder = tiny_model(tmp_path_factory.mktemp("options"), words=True, max_position_embeddings=32768)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+  return folder
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+  """The paths of a certificate and its key."""
+  files = [str(tmp_path_factory.mktemp("tls") / name) for name in ("cert.pem", "key.pem")]
+  command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+  subprocess.run([*command.split(), "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)
+  return files
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+  options = ["--served-model-name", "first", "second", "--api-key", "key-1", "key-2", "--root-path", "/llm"]
+  template = ["--chat-template", "{{ messages[0].content }} {{ word }}"]
+  with LocalServer(folder, *SMALL, *options, *template, "--default-chat-template-kwargs.word", "sat") as server: yield server
+
+
+def bearer(key): return {"Authorization": f"Bearer {key}"}
+
+
+def test_every_served_model_name_is_listed_and_accepted(server):
+  models = server.get("/v1/models", headers=bearer("key-1")).json()["data"]
+  assert [(x["id"], x["root"]) for x in models] == [("first", "first"), ("second", "first")]
+  for name in ("first", "second"):
+    response = server.post("/v1/completions", {**BODY, "model": name}, headers=bearer("key-1"))
+    assert response.status_code == 200 and response.json()["model"] == "first"
+    assert server.get(f"/v1/models/{name}", headers=bearer("key-1")).json()["id"] == name
+  assert server.post("/v1/completions", {**BODY, "model": "third"}, headers=bearer("key-1")).status_code == 404
+
+
+def test_every_api_key_is_accepted(server):
+  for key, status in {"key-1": 200, "key-2": 200, "key-3": 401, "key-1 key-2": 401}.items():
+    assert server.get("/v1/models", headers=bearer(key)).status_code == status
+
+
+def test_root_path_is_an_optional_prefix(server):
+  for path in ("/health", "/llm/health"): assert server.get(path).status_code == 200
+  assert server.post("/llm/v1/completions", BODY, headers=bearer("key-2")).status_code == 200
+  assert server.get("/llm/v1/models").status_code == 401
+
+
+def test_ping_and_head_need_no_key(server):
+  for method, path in (("GET", "/ping"), ("POST", "/ping"), ("HEAD", "/health")):
+    response = server.request(method, path)
+    assert (response.status_code, response.text) == (200, "" if method == "HEAD" else "{}")
+
+
+def test_load_is_the_number_of_unfinished_requests_and_needs_no_key(folder, tmp_path):
+  hold = tmp_path / "hold"
+  with LocalServer(folder, *SMALL, "--api-key", "key-1", before=HELD, environment={"HOLD": str(hold)}) as server:
+    assert server.get("/load").json() == {"server_load": 0}
+    hold.touch()
+    with ThreadPoolExecutor(1) as pool:
+      answer = pool.submit(server.post, "/v1/completions", BODY, headers=bearer("key-1"))
+      wait_until(lambda: server.get("/load").json() == {"server_load": 1}, "the request has started")
+      hold.unlink()
+      assert answer.result().status_code == 200
+    wait_until(lambda: server.get("/load").json() == {"server_load": 0}, "the request has ended")
+
+
+def test_response_has_the_request_id_of_its_request(server):
+  response = server.get("/v1/models", headers={**bearer("key-1"), "X-Request-Id": "mine"})
+  assert response.headers["x-request-id"] == "mine"
+  ids = {server.get(path).headers["x-request-id"] for path in ("/health", "/health", "/v1/models", "/nowhere")}
+  assert len(ids) == 4 and all(ids), "also for errors"
+
+
+def test_chat_template_option_and_variables_apply(server):
+  body = {"messages": [{"role": "user", "content": "the cat"}]}
+  tokens = server.post("/tokenize", body, headers=bearer("key-1")).json()["tokens"]
+  expected = server.post("/tokenize", {"prompt": "the cat sat", "add_special_tokens": False}, headers=bearer("key-1"))
+  assert tokens == expected.json()["tokens"]
+
+
+def test_uds_server_answers_and_removes_its_socket(folder, tmp_path):
+  path = tmp_path / "vllm.sock"
+  command = [sys.executable, "-m", "tinyvllm", "serve", folder, *SMALL, "--uds", path]
+  process = subprocess.Popen([*map(str, command)], cwd=Path(__file__).parents[2], stderr=subprocess.DEVNULL)
+  try:
+    wait_until(path.exists, "the socket exists")
+    with httpx.Client(base_url="http://server", transport=httpx.HTTPTransport(uds=str(path)), timeout=60) as client:
+      wait_until(lambda: client.get("/health").status_code == 200, "/health answers 200")
+      assert client.post("/v1/completions", json=BODY).json()["choices"][0]["text"]
+    process.terminate()
+    assert process.wait(60) == 0 and not path.exists()
+  finally: process.kill()
+
+
+def test_tls_server_answers_https(folder, certificate):
+  with LocalServer(folder, *SMALL, "--ssl-certfile", certificate[0], "--ssl-keyfile", certificate[1], ready=False) as server:
+    assert server.url.startswith("https://")
+    wait_until(server.healthy, "/health answers 200")
+    assert server.post("/v1/completions", BODY).status_code == 200
+    with pytest.raises(httpx.TransportError): httpx.get(server.url.replace("https", "http") + "/health")
+
+
+@pytest.mark.parametrize("options,words", [
+  (["--uds", "/nowhere/a.sock"], "uds='/nowhere/a.sock': /nowhere is not a folder"),
+  (["--uds", __file__], f"uds={__file__!r} exists and is not a socket"),
+  (["--ssl-certfile", "nowhere.pem"], "ssl_certfile='nowhere.pem': [Errno 2] No such file"),
+  (["--ssl-cert-reqs", "2"], "ssl_cert_reqs=2 requires ssl_certfile"),
+  (["--root-path", "llm"], "root_path='llm' must start with a slash"),
+  (["--api-key", "a", ""], "api_key=['a', ''] must not hold an empty string")], ids=str)
+def test_invalid_server_option_is_one_line_and_exit_code_1(options, words, capfd):
+  assert main(["serve", *options]) == 1
+  line, = capfd.readouterr().err.splitlines()
+  assert line.startswith(f"tinyvllm: {words}")

@@ -1,0 +1,351 @@
+"""Cases of vLLM's own tests of its OpenAI server (tests/entrypoints/openai and tests/tool_use, versions around 0.11),
+recreated with a tiny model. Cases that other test files have are not repeated."""
+# Left out:
+# - features that tinyvllm lacks: LoRA, images, audio, prompt_embeds, HTTP beam search, /invocations, /tokenizer_info,
+#   ORCA headers, middleware, run-batch, sleep mode, stored responses, log probabilities and reasoning_tokens there;
+# - answers that need a trained model, unit tests of vLLM's classes, gpt-oss, Mistral and Kimi models;
+# - differences on purpose: values of other types ("true" for a bool) are refused; tools=[] and tool_choice="auto"
+#   without tools are accepted; usage has prompt_tokens_details; iteration_tokens_total counts computed tokens only;
+#   no [DONE] follows an error event; a max_tokens beyond the context is cut to fit.
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2 as httpx
+import jinja2
+import jsonschema
+import pytest
+from helpers.engines import ENGINE
+from helpers.models import VOCAB, tiny_model
+from helpers.requests import flags
+from helpers.servers import LocalServer, error_of, wait_until
+
+from tinyvllm import LLM
+
+LENGTH = 1024
+SMALL = {**ENGINE, "max_model_len": LENGTH, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
+TEMPLATE = """
+{%- for tool in tools or [] %}tool {{ tool.function.name }}{{ '\\n' }}{% endfor %}
+{%- for m in messages %}{{ m.role }}: {{ m.content }}{{ '\\n' }}{% endfor %}
+{%- if add_generation_prompt %}assistant: {% endif %}"""
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+ROUTES = {COMPLETIONS: {"prompt": "hello, my name is"}, CHATS: {"messages": [
+  {"role": "system", "content": "you are kind"}, {"role": "user", "content": "what is 1+1?"}]}}
+EMOJI = "say hello \U0001f389\U0001f431"
+both_routes = pytest.mark.parametrize("path", ROUTES)
+whole_or_streamed = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  folder = tiny_model(tmp_path_factory.mktemp("vllm-cases"), words=True, max_position_embeddings=LENGTH)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+  return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+  parsers = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
+  with LocalServer(folder, *flags(**SMALL), *parsers) as server:
+    yield server
+    assert "Traceback" not in server.log, server.log
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder): return LLM(folder, **ENGINE).tokenizer
+
+
+@pytest.fixture(scope="module")
+def create(server, folder):
+  """Return a function that sends a request with the openai package. extra: fields that the package lacks."""
+  client = server.client()
+
+  def create(path, extra=None, **fields):
+    resource = client.chat.completions if path == CHATS else client.completions
+    defaults = {"model": folder.name, "temperature": 0.0, "max_tokens": 5}
+    return resource.create(**{**defaults, **ROUTES[path], **fields}, extra_body=extra)
+  return create
+
+
+def refused(server, path, **fields): return error_of(server.post(path, {**ROUTES[path], **fields}), 400)
+def text_of(choice): return choice.text if hasattr(choice, "text") else choice.message.content
+def delta_of(choice): return choice.text if hasattr(choice, "text") else choice.delta.content or ""
+def user(content, **fields): return [{"role": "user", "content": content, **fields}]
+def text_part(text): return {"type": "text", "text": text}
+def tool_result(content): return [*user("hello"), {"role": "assistant", "tool_calls": [
+  {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}, {"role": "tool", "content": content}]
+
+
+@both_routes
+@pytest.mark.parametrize("name", [{}, {"model": None}, {"model": ""}], ids=str)
+def test_absent_or_empty_model_name_is_the_served_model(server, folder, path, name):
+  answer = server.post(path, {**ROUTES[path], **name, "max_tokens": 5})
+  assert answer.status_code == 200 and answer.json()["model"] == folder.name, answer.text
+
+
+@pytest.mark.parametrize("path,body", [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})])
+def test_unknown_model_is_404_for_tokens_too(server, path, body):
+  error_of(server.post(path, {**body, "model": "other"}), 404)
+  assert server.post(path, {**body, "model": ""}).status_code == 200
+
+
+@both_routes
+@pytest.mark.parametrize("k", [None, 0, 1, 2])
+def test_prompt_logprobs_have_k_or_one_more_entries(create, path, k):
+  answer = create(path, {"prompt_logprobs": k}, **({} if path == CHATS else {"prompt": ["a robot may", "my name is"]}))
+  for owner in [answer] if path == CHATS else answer.choices:   # the attribute exists also without the field
+    first, *rows = owner.prompt_logprobs or [None]
+    assert first is None and bool(rows) == (k is not None) and (owner.prompt_logprobs is None) == (k is None)
+    assert all(max(k, 1) <= len(row) <= k + 1 for row in rows)
+
+
+@pytest.mark.parametrize("k", [0, 1])
+@pytest.mark.parametrize("prompt", ["hello, my name is", [0] * 5], ids=str)
+def test_echo_with_logprobs_has_rows_for_prompt_and_output(create, tokenizer, prompt, k):
+  choice = create(COMPLETIONS, prompt=prompt, echo=True, logprobs=k).choices[0]
+  assert choice.text.startswith(prompt if isinstance(prompt, str) else tokenizer.decode(prompt, False))
+  rows = choice.logprobs
+  length = 5 + len(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+  assert [*map(len, (rows.text_offset, rows.token_logprobs, rows.top_logprobs, rows.tokens))] == [length] * 4
+  assert rows.token_logprobs[0] is None and rows.top_logprobs[0] is None
+  assert all(max(k, 1) <= len(row) <= k + 1 for row in rows.top_logprobs[1:])
+
+
+def test_logprobs_of_constrained_output_are_finite(create):
+  choice = create(CHATS, {"structured_outputs": {"choice": ["no", "yes"]}}, logprobs=True, top_logprobs=5).choices[0]
+  assert all(item.logprob >= -9999 for row in choice.logprobs.content for item in [row, *row.top_logprobs])
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("size", [0, 1, 3])
+def test_text_offsets_of_stream_equal_whole_response(create, size, echo):
+  """A stop string that begins like the output holds text back: the text of a stream then lags behind its tokens."""
+  text = create(COMPLETIONS, max_tokens=12).choices[0].text
+  stop = [text[i:i + size] + "#" for i in range(len(text) - size)][:16]
+  fields = {"logprobs": 0, "stop": stop, "max_tokens": 12, "echo": echo}
+  whole = create(COMPLETIONS, **fields).choices[0]
+  chunks = [chunk.choices[0] for chunk in create(COMPLETIONS, stream=True, **fields)]
+  assert "".join(chunk.text for chunk in chunks) == whole.text and text in whole.text
+  assert [x for chunk in chunks for x in chunk.logprobs.tokens] == whole.logprobs.tokens
+  assert [x for chunk in chunks for x in chunk.logprobs.text_offset] == whole.logprobs.text_offset
+
+
+@both_routes
+def test_last_chunk_with_finish_reason_has_text(create, path):
+  choice = create(path, max_tokens=10).choices[0]
+  chunks = [chunk.choices[0] for chunk in create(path, max_tokens=10, stream=True)]
+  assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [choice.finish_reason]
+  assert delta_of(chunks[-1]) and "".join(map(delta_of, chunks)) == text_of(choice)
+
+
+@both_routes
+def test_stream_of_n_samples_has_n_finish_reasons(create, path):
+  chunks = list(create(path, {"return_token_ids": True}, n=3, stream=True, temperature=1.0, seed=1))
+  for i in range(3):
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == i]
+    assert sum(choice.finish_reason is not None for choice in choices) == 1
+    assert sum(len(getattr(choice, "token_ids", [])) for choice in choices) == 5
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+@both_routes
+def test_return_token_ids_adds_ids_of_prompt_and_output(create, tokenizer, path, value):
+  fields = {"messages": user(EMOJI), "logprobs": True} if path == CHATS else {"prompt": EMOJI, "logprobs": 1}
+  answer = create(path, {"return_token_ids": value}, **fields)
+  choice = answer.choices[0]
+  prompt_ids = (answer if path == CHATS else choice).prompt_token_ids   # the attribute exists also without the field
+  prompt = f"user: {EMOJI}\nassistant: " if path == CHATS else EMOJI
+  assert prompt_ids == (tokenizer.encode(prompt, path != CHATS) if value else None)
+  assert len(choice.token_ids or []) == (5 if value else 0)
+  assert not value or tokenizer.decode([*prompt_ids, *choice.token_ids]) == prompt + text_of(choice)
+
+
+@both_routes
+def test_stream_has_prompt_token_ids_once_and_all_token_ids(create, path):
+  whole = create(path, {"return_token_ids": True}, max_tokens=12)
+  first, *chunks = create(path, {"return_token_ids": True}, max_tokens=12, stream=True)
+  def owner(answer): return answer if path == CHATS else answer.choices[0]
+  assert owner(first).prompt_token_ids == owner(whole).prompt_token_ids
+  assert not any("prompt_token_ids" in owner(chunk).model_dump() for chunk in chunks)
+  assert "prompt_logprobs" not in owner(first).model_dump(), "chunks have no null fields"
+  choices = [chunk.choices[0].model_dump() for chunk in (first, *chunks)]
+  assert [i for choice in choices for i in choice.get("token_ids") or []] == whole.choices[0].token_ids
+
+
+def test_tokens_as_token_ids_decode_to_echoed_text(create, tokenizer):
+  choice = create(COMPLETIONS, {"return_tokens_as_token_ids": True, "return_token_ids": True, "prompt_logprobs": 1},
+                  prompt=EMOJI, echo=True, logprobs=1, max_tokens=10).choices[0]
+  names = choice.logprobs.tokens
+  assert [next(iter(row)) for row in choice.logprobs.top_logprobs[1:]] == names[1:]
+  ids = [int(name.removeprefix("token_id:")) for name in names]
+  assert choice.text == tokenizer.decode(ids, True) and ids == choice.prompt_token_ids + choice.token_ids
+  assert len(choice.prompt_logprobs) == len(choice.prompt_token_ids)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_side_of_chat_keeps_last_or_first_tokens(create, side):
+  def ids(**extra): return create(CHATS, {"return_token_ids": True, **extra}).prompt_token_ids
+  assert ids(truncate_prompt_tokens=4, truncation_side=side) == (ids()[:4] if side == "right" else ids()[-4:])
+
+
+@pytest.mark.parametrize("messages,same", [
+  (user([text_part("a cat")]), user("a cat")), (user("a cat", extra_field="0"), user("a cat")),
+  ([{"role": "my-role", "content": [text_part("a cat")]}], [{"role": "my-role", "content": "a cat"}]),
+  ([{"role": "system", "content": [text_part("b")]}, *user("a")], [{"role": "system", "content": "b"}, *user("a")]),
+  (tool_result([text_part("rain"), text_part("and"), text_part("sun")]), tool_result("rain\nand\nsun")),
+  (user(["a", "cat"]), user("a\ncat")), (user([{"type": "input_text", "text": "a cat"}]), user("a cat")),
+  ([*user("a"), {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, *user("b")],
+   [*user("a"), {"role": "assistant", "content": "no"}, *user("b")])], ids=lambda x: json.dumps(x)[:60])
+def test_messages_of_other_form_have_the_same_prompt(create, messages, same):
+  answers = [create(CHATS, {"return_token_ids": True}, messages=x) for x in (messages, same)]
+  assert answers[0].prompt_token_ids == answers[1].prompt_token_ids
+
+
+@pytest.mark.parametrize("part", [{"image_url": {"url": "x"}}, {"type": "video_url", "video_url": {"url": "x"}}, 5,
+                                  {"type": "text"}, {"type": "input_audio", "input_audio": {}}], ids=json.dumps)
+def test_part_without_text_is_400_and_remedy_named(server, part):
+  message = refused(server, CHATS, messages=user([part]))["message"]
+  assert "not supported" in message and "'text'" in message and "KeyError" not in message
+
+
+JOB = {"type": "object", "required": ["company"], "additionalProperties": False, "properties": {
+  "company": {"enum": ["a", "b"]}, "years": {"type": "integer", "minimum": 0, "maximum": 9}}}
+PERSON = {"type": "object", "additionalProperties": False, "required": ["name", "age", "jobs"], "properties": {
+  "name": {"type": "string", "pattern": "^[a-z]{1,8}$"}, "age": {"type": "integer", "minimum": 0, "maximum": 99},
+  "skills": {"type": "array", "items": {"type": "string", "maxLength": 3}, "minItems": 3, "maxItems": 3},
+  "jobs": {"type": "array", "maxItems": 2, "items": JOB}}}
+IP = r"((25[0-5]|(2[0-4]|1\d|[1-9]|)\d)\.){3}(25[0-5]|(2[0-4]|1\d|[1-9]|)\d)"
+LANGUAGES = ["Python", "Java", "JavaScript", "C++", "C#", "PHP"]
+SQL = 'root ::= "SELECT " column " from " table " where " column "= " number\n' \
+      'column ::= "col_1 " | "col_2 "\ntable ::= "table_1 " | "table_2 "\nnumber ::= "1" | "2"'
+SQL_TEXT = r"SELECT col_[12]  from table_[12]  where col_[12] = [12]"
+
+
+@both_routes
+@pytest.mark.parametrize("backend", ["outlines", "xgrammar", "guidance"])
+@pytest.mark.parametrize("kind,value", [("json", PERSON), ("regex", IP), ("choice", LANGUAGES), ("grammar", SQL)])
+def test_guided_samples_follow_the_format(create, path, kind, value, backend):
+  extra = {f"guided_{kind}": value, "guided_decoding_backend": backend}
+  if kind == "json": extra["guided_whitespace_pattern"] = " ?"
+  for choice in create(path, extra, n=3, temperature=1.0, seed=1, max_tokens=500).choices:
+    if kind == "json": jsonschema.validate(json.loads(text_of(choice)), PERSON)
+    elif kind == "choice": assert text_of(choice) in LANGUAGES
+    else: assert re.fullmatch(IP if kind == "regex" else SQL_TEXT, text_of(choice))
+
+
+@pytest.mark.parametrize("fields,words", [
+  *[({"stream_options": {name: value}}, []) for name in ("include_usage", "continuous_usage_stats")
+    for value in (None, True)],
+  *[({name: value}, [number, VOCAB - 1]) for name, value, number in (
+    ("logit_bias", {str(VOCAB + 1): 1.0}, VOCAB + 1), ("stop_token_ids", [VOCAB + 1], VOCAB + 1),
+    ("allowed_token_ids", [VOCAB + 1], VOCAB + 1), ("stop_token_ids", [-1], -1))],
+  ({"seed": 2**63}, [2**63 - 1]), ({"seed": -2**63 - 1}, [-2**63]), ({"prompt_logprobs": -1}, []),
+  ({"guided_json": 42}, []), ({"guided_regex": {"1": "Python"}}, []), ({"structured_outputs": 3}, []),
+  ({"structured_outputs": {"json": PERSON, "regex": ".*"}}, ["exactly one"]),
+  ({"structured_outputs": {"grammar": ""}}, []), ({"structured_outputs": {"regex": "[.*"}, "stop": ["\n"]}, ["regex"]),
+  ({"structured_outputs": {"grammar": SQL.replace("number\n", "unknown\n")}}, ["unknown"]),
+  ({"structured_outputs": {"json": {"type": "object", "properties": {"foo": "bar"}}}}, ["schema"])],
+  ids=lambda x: str(x)[:60])
+@both_routes
+def test_invalid_value_is_400_and_named(server, path, fields, words):
+  error = refused(server, path, **fields)
+  assert error["param"] == next(iter(fields)) and all(str(word) in error["message"] for word in words), error
+
+
+FUNCTION = {"name": "get_weather", "parameters": {
+  "type": "object", "required": ["country", "unit"], "properties": {
+    "country": {"type": "string", "maxLength": 4, "description": "of the city"},
+    "unit": {"enum": ["celsius", "fahrenheit"]}, "options": {"$ref": "#/$defs/Options", "description": "optional"}},
+  "$defs": {"Options": {"title": "Options", "type": "object", "additionalProperties": False, "properties": {
+    "forecast": {"type": "boolean", "default": False}, "language": {"enum": ["zh-CN", "en-US"]}}}}}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@whole_or_streamed
+def test_arguments_validate_against_parameters_with_references(create, choice, streamed):
+  answer = create(CHATS, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, temperature=1.0, seed=2,
+                  max_tokens=300, stream=streamed)
+  parts = [chunk.choices[0].delta for chunk in answer] if streamed else [answer.choices[0].message]
+  calls = [call for part in parts for call in part.tool_calls or []]
+  jsonschema.validate(json.loads("".join(call.function.arguments for call in calls)), FUNCTION["parameters"])
+
+
+@pytest.mark.parametrize("fields", [
+  {"tool_choice": NAMED}, {"tools": TOOLS, "tool_choice": {}},
+  {"tools": TOOLS, "tool_choice": NAMED, "structured_outputs": {"json": PERSON}}], ids=lambda x: str(x)[-60:])
+def test_inconsistent_tool_choice_is_400(server, fields):
+  assert "tool_choice" in refused(server, CHATS, **fields)["message"]
+
+
+@pytest.mark.parametrize("choice,num_calls", [({}, 1), ({"tool_choice": None}, 1), ({"tool_choice": "auto"}, 1),
+                                              ({"tool_choice": "none"}, 0)], ids=str)
+def test_null_tool_choice_means_auto_also_with_structured_outputs(create, choice, num_calls):
+  call = '<tool_call>{"name": "get_weather", "arguments": {"country": "a", "unit": "celsius"}}</tool_call>'
+  answer = create(CHATS, {"structured_outputs": {"choice": [call]}, **choice}, tools=TOOLS, max_tokens=200)
+  assert len(answer.choices[0].message.tool_calls or []) == num_calls
+
+
+@pytest.mark.parametrize("value", [None, True, False])
+@whole_or_streamed
+def test_include_reasoning_false_omits_reasoning_only(create, value, streamed):
+  extra = {"structured_outputs": {"choice": ["<think>hm</think>yes"]}, "include_reasoning": value}
+  answer = create(CHATS, extra, max_tokens=50, stream=streamed)
+  parts = [chunk.choices[0].delta for chunk in answer] if streamed else [answer.choices[0].message]
+  assert "".join(part.content or "" for part in parts) == "yes"
+  assert "".join(getattr(part, "reasoning", "") for part in parts) == ("" if value is False else "hm")
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("generation,continued", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+def test_tokenize_chat_equals_rendered_template(server, tokenizer, special, generation, continued, tools):
+  messages = [*user("hi there"), {"role": "assistant", "content": "nice to meet you"}, *user("can I ask?")]
+  if continued: messages.append({"role": "assistant", "content": "sure,"})
+  text = jinja2.Template(TEMPLATE).render(messages=messages, tools=tools, add_generation_prompt=generation)
+  ids = tokenizer.encode(text.removesuffix("\n") if continued else text, special)
+  body = {"messages": messages, "tools": tools, "add_special_tokens": special, "add_generation_prompt": generation,
+          "continue_final_message": continued}
+  assert server.post("/tokenize", body).json() == {"count": len(ids), "max_model_len": LENGTH, "tokens": ids,
+                                                   "token_strs": None}
+
+
+HISTOGRAMS = """iteration_tokens_total request_prompt_tokens request_generation_tokens request_params_n
+  request_params_max_tokens time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
+  request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds"""
+OTHERS = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total cache_config_info
+  prefix_cache_hits_total num_preemptions_total prompt_tokens_total generation_tokens_total request_success_total"""
+
+
+def test_every_metric_of_vllm_exists(create, server):
+  create(COMPLETIONS)
+  names = {name.partition("{")[0] for name in server.metrics()}
+  expected = [f"{name}_{suffix}" for name in HISTOGRAMS.split() for suffix in ("sum", "bucket", "count")]
+  assert not {*expected, *OTHERS.split()} - names
+
+
+def test_many_requests_that_time_out_are_cancelled(create, server):
+  def ask(_):
+    body = {**ROUTES[CHATS], "max_tokens": 900, "min_tokens": 900}
+    with pytest.raises(httpx.ReadTimeout): server.post(CHATS, body, timeout=0.5)
+  before = server.metrics()["generation_tokens_total"]
+  with ThreadPoolExecutor(32) as pool: list(pool.map(ask, range(64)))
+  assert len(create(CHATS, timeout=10).choices) == 1
+  wait_until(lambda: server.metrics()["num_requests_waiting"] == server.metrics()["kv_cache_usage_perc"] == 0)
+  assert server.metrics()["generation_tokens_total"] - before < 64 * 900
+
+
+@pytest.fixture(scope="module")
+def limited_server(folder):
+  options = ["--override-generation-config", '{"max_new_tokens": 6, "temperature": 0}']
+  with LocalServer(folder, *flags(**SMALL), *options) as server: yield server
+
+
+@pytest.mark.parametrize("path,name", [(COMPLETIONS, "max_tokens"), (CHATS, "max_tokens"),
+                                       (CHATS, "max_completion_tokens"), ("/v1/responses", "max_output_tokens")])
+@pytest.mark.parametrize("value,number", [(None, 6), (15, 6), (3, 3)])
+def test_max_new_tokens_of_server_limits_every_request(limited_server, path, name, value, number):
+  body = {**ROUTES.get(path, {"input": "hello"}), name: value, "ignore_eos": True}
+  usage = limited_server.post(path, body).json()["usage"]
+  assert usage.get("completion_tokens", usage.get("output_tokens")) == number

@@ -1,0 +1,273 @@
+"""Encoding, decoding and incremental decoding with each kind of tokenizer."""
+import dataclasses
+import json
+import random
+
+import pytest
+from helpers.gguf_files import write_gguf
+from helpers.models import VOCAB, sentencepiece_model, tiny_model
+from helpers.tokenizers import SPECIALS, TEXTS, byte_level_bpe
+from tokenizers import AddedToken, processors
+
+from tinyvllm import SamplingParams
+from tinyvllm.request import Sequence
+from tinyvllm.tokenizer import TextStream, Tokenizer
+from tinyvllm_extra.huggingface import load_tokenizer
+from tinyvllm_extra.weights import open_checkpoint
+
+CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" \
+       "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def spm(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("spm")
+  (folder / "tokenizer.model").write_bytes(sentencepiece_model())
+  return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def bpe(tmp_path_factory):
+  folder = tmp_path_factory.mktemp("bpe")
+  byte_level_bpe().save(str(folder / "tokenizer.json"))
+  names = {"bos_token": "<|endoftext|>", "eos_token": {"content": "<|im_end|>"}, "chat_template": CHAT}
+  (folder / "tokenizer_config.json").write_text(json.dumps(names))
+  return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def gguf(tmp_path_factory):
+  """The same BPE, read from a GGUF file."""
+  trained = json.loads(byte_level_bpe().to_str())["model"]
+  vocab, folder = sorted(trained["vocab"], key=trained["vocab"].get), tmp_path_factory.mktemp("gguf")
+  merges = [" ".join(m) if isinstance(m, list) else m for m in trained["merges"]]
+  tiny_model(folder, vocab_size=len(vocab))
+  write_gguf(folder / "a.gguf", folder, tokens=vocab, merges=merges, specials=SPECIALS, template=CHAT)
+  return open_checkpoint(folder / "a.gguf").tokenizer()
+
+
+@pytest.fixture(params=["spm", "bpe", "gguf"])
+def tokenizer(request): return request.getfixturevalue(request.param)
+
+
+def bpe_with(tmp_path, tokenizer_config, post_processor=None):
+  model = byte_level_bpe()
+  if post_processor: model.post_processor = post_processor
+  model.save(str(tmp_path / "tokenizer.json"))
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+  return load_tokenizer(tmp_path)
+
+
+def stream_pieces(tokenizer, ids, prompt=(), skip=True):
+  """Return the new text after each token, and after the end of the sequence."""
+  params = SamplingParams(skip_special_tokens=skip)
+  seq = Sequence(request_id="", tokens=[*prompt], params=params, seed=0, order=(0,), index=0, stop_ids=frozenset(),
+                 max_len=10**6)
+  stream, pieces = TextStream(tokenizer, seq), []
+  for i in [*ids, None]:
+    if i is None: seq.finish_reason = "length"
+    else: seq.append(i)
+    before = len(stream.text)
+    stream.update()
+    assert stream.available.num_characters == len(stream.text)
+    pieces.append(stream.text[before:])
+  return pieces
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_encode_decode_round_trip_is_equal(tokenizer, text):
+  ids = tokenizer.encode(text)
+  assert ids and all(isinstance(i, int) for i in ids)
+  assert tokenizer.decode(ids) == text
+
+
+def test_core_tokenizer_equals_extension_on_plain_text(spm, tmp_path):
+  (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+  core = Tokenizer(tmp_path)
+  for text in [*TEXTS, "".join(TEXTS)]:
+    ids = spm.encode(text)
+    assert core.encode(text) == ids and core.encode(text, False) == spm.encode(text, False)
+    assert core.decode(ids) == text and stream_pieces(core, ids) == stream_pieces(spm, ids)
+  assert core.decode([*ids, 2, VOCAB]) == spm.decode([*ids, 2, VOCAB])
+
+
+def test_gguf_tokenizer_equals_tokenizer_json(bpe, gguf):
+  for text in [*TEXTS, "".join(TEXTS)]: assert gguf.encode(text, False) == bpe.encode(text, False)
+
+
+def test_limit_text_refuses_long_text_without_encoding_it(tokenizer):
+  limited = dataclasses.replace(tokenizer)
+  limited.limit_text(4)
+  longest = max(map(len, limited.get_vocab()))
+  assert limited.max_characters == 4 * longest and limited.encode("a" * 4 * longest)
+  limited.encode_plain = None   # would raise TypeError
+  with pytest.raises(ValueError, match=f"at most {4 * longest} characters. However, the prompt has {4 * longest + 1}:"):
+    limited.encode("a" * (4 * longest + 1))
+
+
+def test_eos_token_id_is_read_from_files(tokenizer, tmp_path):
+  assert tokenizer.eos_token_id == 2
+  assert bpe_with(tmp_path, {}).eos_token_id is None, "the files name no end token"
+
+
+def test_sentencepiece_encode_adds_bos_and_no_eos(spm):
+  ids = spm.encode("hello")
+  assert ids[0] == 1 and 1 not in ids[1:] and 2 not in ids
+  assert spm.encode("hello", add_special_tokens=False) == ids[1:]
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_sentencepiece_add_bos_token_decides_bos(tmp_path, add_bos):
+  (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"add_bos_token": add_bos}))
+  assert (load_tokenizer(tmp_path).encode("hello")[0] == 1) is add_bos
+
+
+def test_tokenizer_json_files_decide_bos(tmp_path, bpe):
+  assert bpe.encode("the cat") == bpe.encode("the cat", False), "no post-processor, no add_bos_token"
+  names = {"bos_token": "<|endoftext|>"}
+  bos = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+  assert bpe_with(tmp_path, names, bos).encode("the cat") == [0, *bpe.encode("the cat")]
+  assert bpe_with(tmp_path, {**names, "add_bos_token": True}).encode("the cat") == [0, *bpe.encode("the cat")]
+  assert bpe_with(tmp_path, {**names, "add_bos_token": False}, bos).encode("the cat") == bpe.encode("the cat")
+
+
+def test_post_processor_with_end_token_adds_no_bos(tmp_path, bpe):
+  names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+  end = processors.TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", 2)])
+  assert bpe_with(tmp_path, names, end).encode("the cat")[:-1] == bpe.encode("the cat")
+
+
+def test_post_processor_adds_bos_without_tokenizer_config(tmp_path, bpe):
+  bos = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+  assert bpe_with(tmp_path, {}, bos).encode("the cat") == [0, *bpe.encode("the cat")]
+
+
+def test_special_tokens_are_encoded_and_skipped_by_decode(tokenizer):
+  special, number = ("</s>", 2) if tokenizer.encode("</s>", False) == [2] else ("<|im_end|>", 2)
+  ids = tokenizer.encode(f"the cat{special}")
+  assert ids.count(number) == 1 and ids[-1] == number
+  assert tokenizer.decode(ids) == "the cat"
+  assert tokenizer.decode(ids, skip_special_tokens=False).endswith(f"the cat{special}")
+
+
+def test_added_special_token_is_skipped_by_decode(tmp_path):
+  (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+  added = {str(VOCAB): {"content": "<|im_end|>", "special": True}}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+  tokenizer = load_tokenizer(tmp_path)
+  ids = tokenizer.encode("hello<|im_end|>")
+  assert ids[-1] == VOCAB and tokenizer.decode(ids) == "hello"
+  assert tokenizer.decode(ids, skip_special_tokens=False).endswith("hello<|im_end|>")
+
+
+def test_added_plain_token_is_decoded(tmp_path):
+  (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+  added = {str(VOCAB): {"content": "<think>", "special": False}}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+  assert load_tokenizer(tmp_path).decode([VOCAB]) == "<think>"
+
+
+# Chat templates
+
+HI = [{"role": "user", "content": "hi"}]
+
+
+def test_chat_template_special_tokens_are_encoded(bpe, gguf):
+  messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"}]
+  for tokenizer in (bpe, gguf):
+    text = tokenizer.apply_chat_template(messages)
+    expected = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>assistant\n"
+    assert text == expected
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids.count(SPECIALS.index("<|im_start|>")) == 3 and ids.count(SPECIALS.index("<|im_end|>")) == 2
+
+
+def test_chat_template_file_is_read(tmp_path):
+  (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+  template = "{{ bos_token }}{% for m in messages %}\n  {{ m.content }}{{ eos_token }}\n{% endfor %}\n"
+  (tmp_path / "chat_template.jinja").write_text(template)
+  text = load_tokenizer(tmp_path).apply_chat_template(HI)
+  assert text.startswith("<s>") and "hi</s>" in text
+
+
+def test_chat_without_template_raises(spm):
+  with pytest.raises(ValueError, match="no chat.template.*generate"): spm.apply_chat_template(HI)
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('roles must alternate') }}", "{% if %}",
+                                      "{{ messages[0].content.x.y }}", "{{ ''.__class__.__mro__ }}"])
+def test_chat_template_failure_is_value_error(tmp_path, template):
+  with pytest.raises(ValueError, match="chat template") as e:
+    bpe_with(tmp_path, {"chat_template": template}).apply_chat_template(HI)
+  if "alternate" in template: assert "roles must alternate" in str(e.value)
+
+
+# Incremental decoding
+
+@pytest.mark.parametrize("seed", range(40))
+def test_stream_joined_equals_decode(tokenizer, seed):
+  rng = random.Random(seed)
+  words = [i for text in TEXTS for i in tokenizer.encode(text, False)]
+  n = rng.choice((1, 5, 17, 60))
+  ids = [rng.choice(words) if rng.random() < 0.5 else rng.randrange(3, VOCAB) for _ in range(n)]
+  for skip in (True, False): assert "".join(stream_pieces(tokenizer, ids, skip=skip)) == tokenizer.decode(ids, skip)
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "".join(TEXTS) * 3])
+def test_stream_pieces_have_no_partial_characters(tokenizer, text):
+  ids = tokenizer.encode(text, False)
+  pieces = stream_pieces(tokenizer, ids)
+  assert "".join(pieces) == tokenizer.decode(ids) and pieces[-1] == ""
+  assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_stream_emoji_of_several_tokens_appears_at_last_byte(spm, bpe):
+  for tokenizer in (spm, bpe):
+    ids = tokenizer.encode("🙃", False)[-4:]   # byte tokens: the emoji is not in the training data
+    pieces = stream_pieces(tokenizer, ids, prompt=tokenizer.encode("a"))
+    assert len(ids) >= 2 and pieces == [""] * (len(ids) - 1) + ["🙃", ""]
+
+
+def test_stream_partial_character_at_end_equals_decode(spm):
+  ids = spm.encode("🙃", False)[-4:-1]
+  pieces = stream_pieces(spm, ids)
+  assert pieces[:-1] == [""] * 3 and pieces[-1] == spm.decode(ids) != ""
+
+
+def test_stream_after_prompt_keeps_space(spm, bpe):
+  for tokenizer in (spm, bpe):
+    prompt, text = tokenizer.encode("the cat"), tokenizer.encode("the cat sat on the mat")
+    assert text[:len(prompt)] == prompt
+    assert "".join(stream_pieces(tokenizer, text[len(prompt):], prompt=prompt)) == " sat on the mat"
+
+
+def test_stream_skip_special_tokens_decides_visibility(bpe):
+  ids = [*bpe.encode("the cat"), SPECIALS.index("<|im_end|>"), *bpe.encode(" sat")]
+  assert "".join(stream_pieces(bpe, ids)) == "the cat sat"
+  assert "".join(stream_pieces(bpe, ids, skip=False)) == "the cat<|im_end|> sat"
+
+
+def test_stream_many_special_tokens_keep_next_space(spm):
+  ids = [*spm.encode("the cat", False), *[2] * 30, *spm.encode("the mat", False)]
+  assert "".join(stream_pieces(spm, ids)) == spm.decode(ids)
+
+
+# Files
+
+def test_load_tokenizer_empty_folder_raises(tmp_path):
+  with pytest.raises(ValueError, match=f"{tmp_path}.*tokenizer.json.*tokenizer.model"): load_tokenizer(tmp_path)
+
+
+def test_gguf_unsupported_tokenizer_raises(tmp_path):
+  path = write_gguf(tmp_path / "a.gguf", tiny_model(tmp_path), tokenizer="bert")
+  with pytest.raises(ValueError, match="bert is not supported; supported: gpt2, llama"):
+    open_checkpoint(path).tokenizer()
+
+
+def test_added_plain_token_of_bpe_round_trip_is_equal(tmp_path):
+  model = byte_level_bpe()
+  model.add_tokens([AddedToken("<think>", special=False, normalized=False)])
+  model.save(str(tmp_path / "tokenizer.json"))
+  tokenizer = load_tokenizer(tmp_path)
+  assert tokenizer.decode(tokenizer.encode("the <think> cat")) == "the <think> cat"

@@ -1,0 +1,492 @@
+"""Reasoning and tool calls through the server with the openai package: tools in the chat template; calls that the
+client requires or the model chooses, complete and streamed. The formats of all model families, by the parser alone."""
+import itertools
+import json
+
+import openai
+import pytest
+from hypothesis import given, settings, strategies as st
+from helpers.engines import ENGINE
+from helpers.models import tiny_model
+from helpers.parameters import slow
+from helpers.servers import LocalServer
+from tinyvllm_extra.server.parsers import OutputFormat, find_format
+from tinyvllm_extra.server.tools import calls_schema, with_parsed_arguments
+
+from tinyvllm import LLM
+
+# Renders all its inputs, so that tests can check them
+TEMPLATE = """
+{%- if thinking is defined %}thinking {{ thinking }}{{ '\\n' }}{% endif %}
+{%- for tool in tools or [] %}tool {{ tool.function.name }}{{ '\\n' }}{% endfor %}
+{%- for m in messages %}{{ m.role }}: {{ m.content }}
+  {%- for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}
+  {{- '\\n' }}
+{%- endfor %}"""
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {
+  "type": "object", "properties": {"city": {"enum": ["Rom", "Ulm"]}}, "required": ["city"],
+  "additionalProperties": False}}}
+TIME = {"type": "function", "function": {"name": "time", "parameters": {
+  "type": "object", "properties": {"zone": {"enum": ["UTC"]}}, "required": ["zone"], "additionalProperties": False}}}
+TOOLS = [WEATHER, TIME]
+USER = {"role": "user", "content": "hello"}
+ASK = {"messages": [USER], "temperature": 0.0, "max_tokens": 300}
+SMALL = {**ENGINE, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 8}
+HERMES = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+LLAMA = '{"name": "time", "parameters": {"zone": "UTC"}}'
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  folder = tiny_model(tmp_path_factory.mktemp("tools"), words=True, max_position_embeddings=512)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+  return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder):
+  flags = [x for name, value in SMALL.items() for x in ("--" + name.replace("_", "-"), value)]
+  with LocalServer(folder, *flags) as server:
+    yield server
+    assert "Traceback" not in server.log, server.log
+
+
+@pytest.fixture(scope="module")
+def thinking_server(tmp_path_factory):
+  """A server for a reasoning model: its template cannot render tools, and opens reasoning if `is_open` is set."""
+  folder = tiny_model(tmp_path_factory.mktemp("thinking"), words=True, max_position_embeddings=512)
+  template = ("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+              "{% if is_open is defined %}<think>\n{% endif %}")
+  last = json.loads((folder / "config.json").read_text())["vocab_size"] - 1
+  tokens = {last: {"content": "<think>", "special": True}}
+  config = {"chat_template": template, "added_tokens_decoder": tokens}
+  (folder / "tokenizer_config.json").write_text(json.dumps(config))
+  flags = [x for name, value in SMALL.items() for x in ("--" + name.replace("_", "-"), value)]
+  with LocalServer(folder, *flags, "--tool-call-parser", "hermes", "--enable-auto-tool-choice") as server: yield server
+
+
+def asking(server, folder_name=None):
+  client = server.client()
+  name = folder_name or client.models.list().data[0].id
+  def ask(**fields): return client.chat.completions.create(model=name, **{**ASK, **fields})
+  return ask
+
+
+@pytest.fixture
+def client(server, folder): return asking(server, folder.name)
+
+
+@pytest.fixture
+def thinking_client(thinking_server): return asking(thinking_server)
+
+
+def forced_output(text):
+  """Return request fields that make the model output `text`."""
+  return {"extra_body": {"structured_outputs": {"choice": [text]}}}
+
+
+def tool_calls_of(choice):
+  return [(call.type, call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+
+
+def merge_chunks(chunks):
+  """Return a stream's content, tool calls and finish_reason."""
+  text, calls, reason = "", {}, None
+  for chunk in chunks:
+    choice, = chunk.choices
+    text += choice.delta.content or ""
+    reason = choice.finish_reason or reason
+    for call in choice.delta.tool_calls or []:
+      name, arguments = calls.get(call.index, ("", ""))
+      calls[call.index] = name + (call.function.name or ""), arguments + (call.function.arguments or "")
+  return text, [(name, json.loads(arguments)) for name, arguments in calls.values()], reason
+
+
+def parse(answer, streamed):
+  """Return the content, tool calls and finish_reason of a complete or streamed response."""
+  if streamed: return merge_chunks(answer)
+  choice = answer.choices[0]
+  return choice.message.content, [call[1:] for call in tool_calls_of(choice)], choice.finish_reason
+
+
+@pytest.mark.parametrize("choice,names", [("required", ["weather", "time"]), (
+  {"type": "function", "function": {"name": "time"}}, ["time"])], ids=["required", "named"])
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("parallel", [None, False, *slow(True)])
+def test_required_or_named_tool_call_follows_function_schema(client, choice, names, streamed, parallel):
+  counts = []
+  for seed in range(5):
+    text, calls, reason = parse(client(tools=TOOLS, tool_choice=choice, temperature=1.0, seed=seed, stream=streamed,
+                                      **({} if parallel is None else {"parallel_tool_calls": parallel})), streamed)
+    assert not text and reason == "tool_calls" and calls
+    for name, arguments in calls:
+      assert name in names
+      assert arguments in ([{"city": "Rom"}, {"city": "Ulm"}] if name == "weather" else [{"zone": "UTC"}])
+    counts.append(len(calls))
+  assert (max(counts) > 1) == (choice == "required" and parallel is not False), counts
+
+
+def test_tool_parameters_may_reference_their_own_definitions(client):
+  """pydantic writes nested models as `$defs`."""
+  city = {"type": "object", "properties": {"name": {"enum": ["Rom", "Ulm"]}}, "required": ["name"],
+          "additionalProperties": False}
+  def tool(name, city): return {"type": "function", "function": {"name": name, "parameters": {
+    "$defs": {"City": city}, "type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
+    "additionalProperties": False}}}
+  answer = client(tools=[tool("weather", city)], tool_choice="required", parallel_tool_calls=False)
+  (name, arguments), = [call[1:] for call in tool_calls_of(answer.choices[0])]
+  assert name == "weather" and arguments["city"]["name"] in ("Rom", "Ulm")
+  with pytest.raises(openai.BadRequestError, match="'City'"):
+    client(tools=[tool("weather", city), tool("time", {"type": "string"})], tool_choice="required")
+
+
+@pytest.mark.parametrize("text,content,calls", [
+  (HERMES, "", [("weather", {"city": "Ulm"})]), (LLAMA, "", [("time", {"zone": "UTC"})]),
+  (f"[{LLAMA}, {LLAMA}]", "", [("time", {"zone": "UTC"})] * 2), ("[a link](x)", None, []), ("[", None, []),
+  ("[1, 2]", None, []), ("[]", None, []), ("I look: " + HERMES, "I look: ", [("weather", {"city": "Ulm"})]),
+  (HERMES + "\n" + HERMES.replace("Ulm", "Rom"), "", [("weather", {"city": "Ulm"}), ("weather", {"city": "Rom"})]),
+  ("no call <tool", "no call <tool", []), ('{"name": "other", "arguments": {}}', None, []), ("{1 of 2}", None, []),
+  ("<tool_call>{not JSON}</tool_call>", None, []), ('{"name": ["time"], "arguments": {}}', None, []),
+])
+def test_tool_calls_in_output_are_parsed_rest_is_content(client, text, content, calls):
+  content = text if content is None else content
+  choice = client(tools=TOOLS, **forced_output(text)).choices[0]
+  assert (choice.message.content or "") == content and choice.finish_reason == ("tool_calls" if calls else "stop")
+  assert [call[1:] for call in tool_calls_of(choice)] == calls if calls else not choice.message.tool_calls
+  streamed = merge_chunks(client(tools=TOOLS, stream=True, **forced_output(text)))
+  assert streamed == (content, calls, choice.finish_reason)
+  first_call = client(tools=TOOLS, parallel_tool_calls=False, **forced_output(text)).choices[0]
+  assert [call[1:] for call in tool_calls_of(first_call)] == calls[:1] if calls else not first_call.message.tool_calls
+  for tools in ({}, {"tools": TOOLS, "tool_choice": "none"}):   # calls are not parsed
+    assert client(**tools, **forced_output(text)).choices[0].message.content == text
+
+
+def test_stream_with_tools_delivers_plain_text_token_by_token(client):
+  chunks = [*client(tools=TOOLS, stream=True, **forced_output("the cat is <b"))]
+  assert len([chunk for chunk in chunks if chunk.choices[0].delta.content]) > 1
+
+
+def test_chat_template_receives_tools_calls_results_and_kwargs(server, folder):
+  tokenizer = LLM(folder, **SMALL).tokenizer
+  call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+  messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]},
+              {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]
+
+  def tokens(**fields): return server.post("/v1/chat/completions", {**ASK, "messages": messages, **fields}).json()[
+    "usage"]["prompt_tokens"]
+  conversation = "user: hello\nassistant: weather(Ulm)\ntool: rain\n"
+  tools = "tool weather\ntool time\n"
+
+  def length(text): return len(tokenizer.encode(text, False))
+  assert tokens() == tokens(tools=TOOLS, tool_choice="none") == tokens(tools=[]) == length(conversation)
+  assert tokens(tools=TOOLS) == length(tools + conversation)
+  assert tokens(chat_template_kwargs={"thinking": 7}) == length("thinking 7\n" + conversation)
+  assert tokens(add_generation_prompt=False, continue_final_message=True) == length(conversation.rstrip())
+
+
+@pytest.mark.parametrize("fields,message", [
+  ({"tool_choice": "required"}, "tools"), ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
+  ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "other"),
+  ({"tools": [{"type": "web_search"}]}, "tools"), ({"tools": [{"type": "function", "function": {}}]}, "tools"),
+  ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
+  ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "{"}}]}]},
+   "tool_calls"), ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
+  ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 50000}}]}]}, "tool_calls"),
+  ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+  ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+  ({"add_generation_prompt": "yes"}, "add_generation_prompt")], ids=lambda x: json.dumps(x)[:40])
+def test_invalid_tool_field_is_400_and_named(client, server, fields, message):
+  answer = server.post("/v1/chat/completions", {**ASK, **fields})
+  assert answer.status_code == 400 and message in answer.text, answer.text
+
+
+def test_output_without_tool_calls_is_unchanged():
+  assert calls_schema(TOOLS, "auto") is None and with_parsed_arguments(USER) is USER
+
+
+def test_chat_template_kwargs_may_have_any_other_name(server):
+  for name in ("self", "add_generation_prompt", "bos_token"):
+    assert server.post("/v1/chat/completions", {**ASK, "max_tokens": 1, "chat_template_kwargs": {name: "x"}}).is_success
+
+
+# Reasoning
+
+THOUGHT = "hm, I call"
+THINKING = f"<think>\n{THOUGHT}\n</think>\n\nthe answer"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_reasoning_is_separate_from_content(thinking_client, streamed):
+  answer = thinking_client(stream=streamed, **forced_output(THINKING))
+  parts = [chunk.choices[0].delta for chunk in answer] if streamed else [answer.choices[0].message]
+  def text(name): return "".join(getattr(part, name, None) or "" for part in parts)
+  assert text("content") == "the answer" and text("reasoning_content") == text("reasoning") == THOUGHT
+  assert not streamed or sum(hasattr(part, "reasoning") for part in parts) > 1, "reasoning must arrive in pieces"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_output_starts_in_reasoning_that_the_prompt_opened(thinking_client, streamed):
+  fields = {"max_tokens": 5, "stream": streamed}
+  plain = thinking_client(max_tokens=5)
+  assert plain.choices[0].message.content and not hasattr(plain.choices[0].message, "reasoning")
+  answer = thinking_client(extra_body={"chat_template_kwargs": {"is_open": True}}, **fields)
+  parts = [chunk.choices[0].delta for chunk in answer] if streamed else [answer.choices[0].message]
+  assert not any(part.content for part in parts)
+  assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts)
+
+
+def test_special_token_may_open_reasoning(thinking_client, thinking_server):
+  token, = thinking_server.post("/tokenize", {"prompt": "<think>", "add_special_tokens": False}).json()["tokens"]
+  fields = {"max_tokens": 3, "logit_bias": {str(token): 100}}
+  message = thinking_client(**fields).choices[0].message
+  assert message.content is None and message.reasoning_content == "<think><think>"
+  message = thinking_client(**fields, extra_body={"skip_special_tokens": True}).choices[0].message
+  assert message.content == "" and not hasattr(message, "reasoning_content")
+
+
+def test_structured_output_is_content_although_prompt_opens_reasoning(thinking_client):
+  body = {"structured_outputs": {"choice": ["yes"]}, "chat_template_kwargs": {"is_open": True}}
+  assert thinking_client(extra_body=body).choices[0].message.content == "yes"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_template_without_tools_allows_forced_calls_only(thinking_client, streamed):
+  fields = {"tools": TOOLS, "stream": streamed, "extra_body": {"chat_template_kwargs": {"is_open": True}}}
+  text, calls, reason = parse(thinking_client(tool_choice="required", parallel_tool_calls=False, **fields), streamed)
+  assert not text and reason == "tool_calls" and calls[0][0] in ("weather", "time")
+  with pytest.raises(openai.BadRequestError, match="template does not support tools"): thinking_client(**fields)
+
+
+# Calls
+
+@pytest.mark.parametrize("text", [HERMES, LLAMA])
+def test_stream_delivers_arguments_in_pieces(client, text):
+  deltas = [call for chunk in client(tools=TOOLS, stream=True, **forced_output(text))
+            for call in chunk.choices[0].delta.tool_calls or []]
+  first, *others = deltas
+  assert first.id and first.type == "function" and first.function.name in ("weather", "time") and len(others) > 1
+  assert not any(call.id or call.type or call.function.name for call in others)
+  assert all(call.index == 0 for call in deltas)
+  assert isinstance(json.loads("".join(call.function.arguments for call in deltas)), dict)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_call_cut_off_by_max_tokens_has_partial_arguments(client, streamed, is_forced):
+  fields = {"tools": TOOLS, "seed": 1, **({"tool_choice": {"type": "function", "function": {"name": "weather"}}}
+                                           if is_forced else forced_output(HERMES))}
+  def ask(**more): return client(**fields, **more)
+  length = ask().usage.completion_tokens
+  answer = ask(max_tokens=length - 7 if is_forced else length - 16, stream=streamed)
+  choices = [chunk.choices[0] for chunk in answer] if streamed else [answer.choices[0]]
+  calls = [call for choice in choices for call in (choice.delta if streamed else choice.message).tool_calls or []]
+  assert choices[-1].finish_reason == "length" and calls[0].function.name == "weather"
+  arguments = "".join(call.function.arguments for call in calls)
+  assert arguments.startswith("{") and not arguments.endswith("}")
+
+
+def test_forced_arguments_hold_only_properties_of_schema(client):
+  city = {"enum": ["Rom", "Ulm"]}
+  closed = {"type": "function", "function": {"name": "f", "parameters": {
+    "type": "object", "properties": {"city": city, "in": {"type": "object", "properties": {"city": city},
+                                                           "required": ["city"]}}, "required": ["in"]}}}
+  empty = {"type": "function", "function": {"name": "g"}}
+  for seed in range(4):
+    answer = client(tools=[closed], tool_choice="required", temperature=1.0, seed=seed, parallel_tool_calls=False)
+    arguments = tool_calls_of(answer.choices[0])[0][2]
+    assert set(arguments) <= {"city", "in"} and set(arguments["in"]) == {"city"}
+  answer = client(tools=[empty], tool_choice="required", temperature=1.0, parallel_tool_calls=False)
+  assert tool_calls_of(answer.choices[0])[0][2] == {}
+
+
+def test_schema_that_opens_or_combines_objects_stays_open():
+  def parameters(schema):
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    return calls_schema([tool], "required")["items"]["anyOf"][0]["properties"]["arguments"]
+  for schema in ({"type": "object", "properties": {}, "additionalProperties": True}, {"type": "object"},
+                 {"properties": {"a": {}}, "anyOf": [{"properties": {"b": {}}}]},
+                 {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]}): assert parameters(schema) == schema
+  nested = {"properties": {"a": {"items": {"properties": {}}}}, "$defs": {"X": {"properties": {}}}}
+  text = json.dumps(parameters(nested))
+  assert text.count('"additionalProperties": false') == 3
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_allowed_tools_limit_calls_but_not_prompt(client, mode, streamed):
+  choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [
+    {"type": "function", "function": {"name": "time"}}]}}
+  fields = {"tools": TOOLS, "tool_choice": choice, "stream": streamed, "parallel_tool_calls": False}
+  if mode == "required":
+    text, calls, _ = parse(client(**fields), streamed)
+    assert not text and calls == [("time", {"zone": "UTC"})]
+  else:
+    assert merge_or_parse(client(**fields, **forced_output(LLAMA)), streamed) == ("", [("time", {"zone": "UTC"})])
+    assert merge_or_parse(client(**fields, **forced_output(HERMES)), streamed) == (HERMES, [])
+  if not streamed:
+    lengths = [client(max_tokens=8, tools=TOOLS, **x).usage.prompt_tokens for x in ({}, {"tool_choice": choice})]
+    assert lengths[0] == lengths[1]
+
+
+def merge_or_parse(answer, streamed):
+  """Return the content and tool calls of a response that may have none."""
+  if streamed: return merge_chunks(answer)[:2]
+  message = answer.choices[0].message
+  return message.content or "", [(x.function.name, json.loads(x.function.arguments)) for x in message.tool_calls or []]
+
+
+@pytest.mark.parametrize("choice,message", [
+  ({"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]}, "other"),
+  ({"mode": "required", "tools": []}, "requires tools"), ({"mode": "maybe", "tools": []}, "tool_choice")])
+def test_invalid_allowed_tools_are_400(server, choice, message):
+  body = {**ASK, "tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": choice}}
+  answer = server.post("/v1/chat/completions", body)
+  assert answer.status_code == 400 and message in answer.text, answer.text
+
+
+@pytest.mark.parametrize("arguments,city", [("", ""), (None, ""), ({"city": "Ulm"}, "Ulm"), ('{"city": "Ulm', ""),
+                                            ("[1]", ""), ("[" * 50000, "")], ids=lambda x: str(x)[:15])
+def test_earlier_call_may_have_any_arguments(server, folder, arguments, city):
+  call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+  body = {**ASK, "max_tokens": 1, "messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+  answer = server.post("/v1/chat/completions", body)
+  assert answer.status_code == 200, answer.text
+  expected = server.post("/tokenize", {"prompt": f"user: hello\nassistant: weather({city})\n",
+                                       "add_special_tokens": False}).json()["count"]
+  assert answer.json()["usage"]["prompt_tokens"] == expected
+
+
+@pytest.mark.parametrize("schema", [{"$defs": 5}, {"$defs": []}, {"$defs": "x"}, {"$defs": None},
+                                    {"properties": {"a": {"$defs": 3, "$ref": "#/$defs/a"}}}, {"properties": 5}],
+                         ids=json.dumps)
+def test_forced_call_with_invalid_schema_is_400(server, schema):
+  tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}
+  answer = server.post("/v1/chat/completions", {**ASK, "tools": [tool], "tool_choice": "required"})
+  assert answer.status_code == 400, answer.text
+
+
+@pytest.mark.parametrize("opening,closing,depth", [('{"items":', "}", 5000), ('{"anyOf":[', "]}", 900)])
+def test_forced_call_with_deep_schema_is_400(server, opening, closing, depth):
+  schema = opening * depth + "{}" + closing * depth
+  tool = {"type": "function", "function": {"name": "f", "parameters": "SCHEMA"}}   # json.dumps cannot nest so deeply
+  body = json.dumps({**ASK, "tools": [tool], "tool_choice": "required"}).replace('"SCHEMA"', schema)
+  answer = server.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+  assert answer.status_code == 400, answer.text
+
+
+# The parser alone. Outputs are in the formats of the model cards and of vLLM's parser tests
+
+FUNCTIONS = {"weather": {"properties": {
+  "city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]}}},
+  "time": {}}
+ROM = ("weather", {"city": "Rom"})
+OUTPUTS = [   # reasoning parser, tool parser, output, reasoning, content, calls
+  ("qwen3", "hermes", '<think>\nNo <tool_call>{"name": "time"}</tool_call> yet.\n</think>\n\nSo: <tool_call>\n'
+   '{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>\n<tool_call>\n{"arguments": {}, "name": "time"}\n'
+   '</tool_call>',
+   'No <tool_call>{"name": "time"}</tool_call> yet.', "So: ", [ROM, ("time", {})]),
+  ("deepseek_r1", "hermes", "<think>unfinished", "unfinished", "", []),
+  ("qwen3", "qwen3_xml", "<think>\n\n</think>\n\n<tool_call>\n<function=weather>\n<parameter=city>\n"
+   "Say \"hi\",\nRom\n</parameter>\n"
+   "<parameter=days>\n3\n</parameter>\n<parameter=unit>\nNone\n</parameter>\n</function>\n</tool_call>\n"
+   "<tool_call>\n<function=time>\n</function>\n</tool_call>", "", "",
+   [("weather", {"city": 'Say "hi",\nRom', "days": 3, "unit": None}), ("time", {})]),
+  (None, "qwen3_coder",
+   "<function=weather>\n<parameter=city>5</parameter>\n<parameter=days>many</parameter>\n</function>", "", "",
+   [("weather", {"city": "5", "days": "many"})]),
+  ("mistral", "mistral", '[THINK]Hm.[/THINK]Yes[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rom"}}, '
+   '{"arguments": {"name": "x"}, "name": "time"}]', "Hm.", "Yes", [ROM, ("time", {"name": "x"})]),
+  (None, "mistral", '[TOOL_CALLS]weather{"city": "Rom"}[TOOL_CALLS]time[CALL_ID]a1[ARGS]{}', "", "",
+   [ROM, ("time", {})]),
+  (None, "llama3_json",
+   '<|python_tag|>{"name": "weather", "parameters": {"city": "Rom"}}; {"name": "time", "parameters": {}}',
+   "", "", [ROM, ("time", {})]),
+  (None, "llama3_json", '{"name": "weather", "parameters": {"city": "Rom"}} I use {x}', "", "I use {x}", [ROM]),
+  (None, "pythonic", "[weather(city='Martha\\'s \"x\"', days=-3, o={'a': [True, None, 1.5]}), time()]", "", "",
+   [("weather", {"city": 'Martha\'s "x"', "days": -3, "o": {"a": [True, None, 1.5]}}), ("time", {})]),
+  (None, "llama4_pythonic", "<|python_start|>[time()]<|python_end|>", "", "", [("time", {})]),
+  ("granite", "granite", 'Here is my thought process: Foo. Here is my response: Bar<|tool_call|>[{"name": "weather", '
+   '"arguments": {"city": "Rom"}}]', "Foo. ", "Bar", [ROM]),
+  ("granite", "granite", "<think>Foo</think><response>Bar</response>", "Foo", "Bar", []),
+  ("openai_gptoss", "openai", "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>commentary "
+   'to=functions.weather <|constrain|>json<|message|>{"city": "Rom"}<|call|>', "Think.", "", [ROM]),
+  ("openai_gptoss", "openai",
+   "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final<|message|>Rom.", "Think.",
+   "Rom.", []),
+  ("gemma4", "gemma4", '<|channel>thought\nHm\n<channel|>So <|tool_call>call:weather{city:<|"|>Rom, "x"<|"|>,days:4,'
+   'o:[<|"|>a<|"|>,true]}<tool_call|><|tool_call>call:time{}<tool_call|>', "Hm", "So ",
+   [("weather", {"city": 'Rom, "x"', "days": 4, "o": ["a", True]}), ("time", {})]),
+]
+FRAGMENTS = ["<think>", "\n</think>", "<tool_call>", "</tool_call>", "<function=", "weather>", "<parameter=city>", "\n",
+             "</parameter>", "</function>", '{"name": "weather"', ', "arguments": ', "{", "}", "[", "]", "[TOOL_CALLS]",
+             "weather", "(", ")", "city=", "'", '"', "\\", "\\n", "12", "True", ",", " ", "<|channel|>", "<|message|>",
+             "analysis", "to=functions.time", "<|end|>", "<|start|>", "call:time", '<|"|>', "<|tool_call>", "\u00e9"]
+
+
+def merge_events(events):
+  """Merge adjacent events of one kind, as one feed does."""
+  groups = [(kind, [text for _, text in group]) for kind, group in itertools.groupby(events, lambda event: event[0])]
+  return [(kind, text) for kind, texts in groups for text in (texts if kind == "call" else ["".join(texts)])]
+
+
+def read_pieces(parser, text, cuts):
+  pieces = [text[a:b] for a, b in itertools.pairwise(sorted({0, len(text), *(x for x in cuts if x < len(text))}))]
+  return merge_events([event for piece in pieces for event in parser.feed(piece)] + parser.feed("", True))
+
+
+@pytest.mark.parametrize("reasoning_name,tools_name,text,reasoning,content,calls", OUTPUTS)
+def test_output_of_each_family_is_split(reasoning_name, tools_name, text, reasoning, content, calls):
+  output_format = find_format("", reasoning_name, tools_name)
+  whole = output_format.parser(FUNCTIONS).feed(text, True)
+  def joined(kind): return "".join(x for k, x in whole if k == kind)
+  assert joined("reasoning") == reasoning and joined("content") == content
+  names = [x for kind, x in whole if kind == "call"]
+  assert [*zip(names, [json.loads(x) for kind, x in whole if kind == "arguments"], strict=True)] == calls
+  assert read_pieces(output_format.parser(FUNCTIONS), text, range(len(text))) == whole
+  plain = output_format.parser({}).feed(text, True)
+  assert not [event for event in plain if event[0] in ("call", "arguments")], "no function may be called"
+
+
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@given(st.sampled_from(OUTPUTS), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.integers(0, 200),
+       st.sets(st.integers(1, 300), max_size=40))
+def test_events_do_not_depend_on_split_into_deltas(output, fragments, position, cuts):
+  output_format = find_format("", *output[:2])
+  text = output[2][:position] + "".join(fragments) + output[2][position:]
+  whole = output_format.parser(FUNCTIONS).feed(text, True)
+  assert read_pieces(output_format.parser(FUNCTIONS), text, cuts) == whole
+  assert read_pieces(output_format.parser(FUNCTIONS), text, range(len(text))) == whole
+
+
+@pytest.mark.parametrize("unit", [" ", "[", "<", "<tool_call>", "{", '<tool_call>{"arguments": {"a": "', "x\n",
+                                  "</think"])
+def test_parser_keeps_no_text_that_it_has_read(unit):
+  """Each feed scans only the text that it keeps and the delta, so that the total time is linear."""
+  parser = OutputFormat(find_format("</think>").reasoning).parser(FUNCTIONS)
+  for i, character in enumerate(unit * 2000):
+    parser.feed(character)
+    assert len(parser.text) - parser.position < 16, (i, parser.text[parser.position:])
+
+
+@pytest.mark.parametrize("template,reasoning,tools", [
+  ("{{ m.content.split('</think>') }} <tool_call>", "qwen3", "hermes"), ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
+  ("<|start|>assistant<|channel|>final<|message|>", "openai_gptoss", "openai"),
+  ("Think after 'Here is my thought process:' and 'Here is my response:' <|tool_call|>", "granite", "granite"),
+  ('{"name": function name, "parameters": dictionary of argument name and its value}', None, "llama3_json"),
+  ("[func_name1(params_name1=params_value1)]", None, "pythonic"),
+  ("<|channel>thought <|tool_call>", "gemma4", "gemma4"),
+  ("", None, None)])
+def test_format_is_that_of_chat_template(template, reasoning, tools):
+  assert find_format(template) == find_format("", reasoning, tools)
+
+
+def test_parser_keeps_first_call_only_unless_parallel():
+  events = OutputFormat().parser(FUNCTIONS, parallel=False).feed(HERMES + HERMES + "x", True)
+  assert [kind for kind, _ in events] == ["call", "arguments", "content"]
+
+
+def test_prompt_that_opens_reasoning_starts_in_it():
+  output_format = find_format("</think>")
+  assert output_format.parser({}, "<|im_start|>assistant\n<think>\n").feed("a</think>b", True) == [
+    ("reasoning", "a"), ("content", "b")]
+  assert output_format.parser({}, "<think>\n\n</think>\n\n").feed("b", True) == [("content", "b")]
