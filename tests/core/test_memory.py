@@ -1,69 +1,22 @@
 """KV cache memory through the public API: prefix caching, parallel samples that share blocks, preemption. Ids equal a
 numpy LLaMA's whatever was cached, shared or recomputed, and all blocks are free at the end."""
-import os
 import random
-import re
-import sys
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from helpers.engines import ENGINE
-from helpers.models import tiny_model
-from helpers.reference import reference_greedy, reference_logits
+from helpers.engines import ENGINE, assert_all_blocks_freed, check_metrics, run_watched
+from helpers.reference import reference_greedy
 from helpers.requests import greedy, ids_of, prompt, tokens
-from tinygrad import nn
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import EngineConfig
-from tinyvllm.runner import allocate_kv_caches
 
 BS = ENGINE["block_size"]
 NARROW = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs: each compiles for seconds
-BUSY = {**ENGINE, "max_num_seqs": 16, "max_num_batched_tokens": 32}
 EDGES = [BS - 1, BS, BS + 1, 2 * BS - 1, 2 * BS, 2 * BS + 1]
 
 
 def params(length, **options): return SamplingParams(max_tokens=length, ignore_eos=True, **options)
 def seeded(length, seed, **options): return params(length, seed=seed, **options)
 def full_blocks(n): return n // BS * BS   # tokens
-
-
-def check_metrics(engine, total):
-  """Check the pool's metrics and return all metrics."""
-  m = engine.get_metrics()
-  assert m["blocks_free"] + m["blocks_used"] == total, "a block is lost"
-  assert 0 <= m["blocks_cached"] <= m["blocks_free"] and 0 <= m["blocks_shared"] <= m["blocks_used"]
-  assert 0 <= m["prefix_cache_hits"] <= m["prefix_cache_queries"]
-  return m
-
-
-@contextmanager
-def assert_all_blocks_freed(engine):
-  """Check that the engine is idle, with all blocks free, before and after. Yields the metrics before."""
-  before = engine.get_metrics()
-  assert not engine.has_unfinished_requests() and before["blocks_used"] == 0, "requests of another test remain"
-  try: yield before
-  except BaseException:
-    for name in list(engine.requests): engine.abort_request(name)   # so that later tests do not fail, too
-    raise
-  after = check_metrics(engine, before["blocks_free"])
-  assert not engine.has_unfinished_requests() and after["blocks_free"] == before["blocks_free"]
-  assert after["blocks_used"] == after["blocks_shared"] == 0
-
-
-def run(engine, limit=4000, watch=lambda metrics: None):
-  """Step until all requests finish, and check the pool's metrics after each step. Return each request's last output, in
-  order of completion, and the step that finished it."""
-  metrics, last, finish_steps = engine.get_metrics(), {}, {}
-  total = metrics["blocks_free"] + metrics["blocks_used"]
-  for step in range(limit):
-    if not engine.has_unfinished_requests(): return {i: last[i] for i in finish_steps}, finish_steps
-    for output in engine.step():
-      last[output.request_id] = output
-      if output.finished: finish_steps[output.request_id] = step
-    watch(check_metrics(engine, total))
-  raise AssertionError(f"not finished after {limit} steps")
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +108,7 @@ def test_equal_prefixes_in_one_step_do_not_share_unwritten_blocks(llm, folder, l
     for name in "ab": llm.add_request(name, tokens(jobs[name]), greedy(9))
     assert cached_tokens(llm, "a", "b") == {"a": 0, "b": 0}
     for name in ("c", "same as a"): llm.add_request(name, tokens(jobs[name]), greedy(9))
-    last, _ = run(llm)
+    last, _ = run_watched(llm)
   assert {name: ids_of(o) for name, o in last.items()} == {n: reference_greedy(folder, jobs[n], 9) for n in jobs}
   assert [last[n].num_cached_tokens for n in jobs] == [0, 0, BS, full_blocks(length - 1)]
 
@@ -166,7 +119,7 @@ def test_prompt_hits_computed_chunks_of_equal_running_prompt(llm, folder, n):
   job = prompt(10 * BS, 420 + n)
   with assert_all_blocks_freed(llm):
     for i in range(n): llm.add_request(str(i), tokens(job), greedy(9))
-    last, _ = run(llm)
+    last, _ = run_watched(llm)
   assert [ids_of(last[str(i)]) for i in range(n)] == [reference_greedy(folder, job, 9)] * n
   assert last["0"].num_cached_tokens == 0
   assert last["1"].num_cached_tokens in range(0, 8 * BS + 1, BS), "it starts in the step of the first one's last chunk"
@@ -186,7 +139,7 @@ def test_shared_blocks_survive_abort_of_first_owner(llm, folder):
     llm.abort_request("a")
     m = llm.get_metrics()
     assert m["blocks_used"] == 3 and m["blocks_shared"] == 0
-    last, _ = run(llm)
+    last, _ = run_watched(llm)
     assert ids_of(last["b"]) == reference_greedy(folder, job, 20)
 
 
@@ -203,17 +156,6 @@ def test_metrics_count_free_cached_blocks(folder):
   assert m["blocks_free"] == 12 and m["blocks_cached"] == 11, "only the second prompt's, which used all blocks"
   output, = engine.generate(tokens(job), greedy(2))
   assert output.num_cached_tokens == 0 and ids_of(output) == reference_greedy(folder, job, 2)
-
-
-def test_prefix_caching_disabled_gives_no_hits(uncached_llm, folder):
-  job = prompt(6 * BS + 1, 450)
-  with assert_all_blocks_freed(uncached_llm):
-    outputs = [uncached_llm.generate(tokens(job), greedy(5))[0] for _ in range(2)]
-    outputs += uncached_llm.generate([tokens(job)] * 3, greedy(5))
-  assert [o.num_cached_tokens for o in outputs] == [0] * 5
-  assert [ids_of(o) for o in outputs] == [reference_greedy(folder, job, 5)] * 5
-  m = uncached_llm.get_metrics()
-  assert m["prefix_cache_hits"] == 0 and m["blocks_cached"] == 0
 
 
 # eviction
@@ -266,7 +208,7 @@ def test_prefix_tree_in_a_small_pool_equals_reference(small_llm, folder):
       branches = [[rng.choice(level) for level in nodes[:rng.randrange(1, 5)]] for _ in range(rng.randrange(1, 5))]
       jobs = [[*sum(branch, []), *prompt(rng.randrange(BS), rng.randrange(3))] for branch in branches]
       for i, job in enumerate(jobs): small_llm.add_request(f"{round}-{i}", tokens(job), greedy(4))
-      last, _ = run(small_llm)
+      last, _ = run_watched(small_llm)
       for i, job in enumerate(jobs):
         assert ids_of(last[f"{round}-{i}"]) == reference_greedy(folder, job, 4)
         assert last[f"{round}-{i}"].num_cached_tokens in range(0, len(job), BS)
@@ -279,7 +221,7 @@ def test_prefix_hit_after_preemption_equals_a_fresh_run(small_llm, folder):
   jobs = [prompt(9 + i, 800 + i) for i in range(4)]
   with assert_all_blocks_freed(small_llm) as before:
     for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(job), greedy(24))
-    last, _ = run(small_llm)
+    last, _ = run_watched(small_llm)
     assert small_llm.get_metrics()["num_preemptions"] > before["num_preemptions"], "the pool must be too small"
     assert [ids_of(last[str(i)]) for i in range(4)] == [reference_greedy(folder, job, 24) for job in jobs]
     assert [last[str(i)].num_cached_tokens for i in range(4)] == [0] * 4, "hits of the first start only"
@@ -287,40 +229,6 @@ def test_prefix_hit_after_preemption_equals_a_fresh_run(small_llm, folder):
       for valid_hits in (range(0, len(job), BS), [full_blocks(len(job) - 1)]):   # remaining hits, then all
         output, = small_llm.generate(tokens(job), greedy(24))
         assert ids_of(output) == reference_greedy(folder, job, 24) and output.num_cached_tokens in valid_hits
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("caching", [False, True], ids=["uncached", "cached"])
-@pytest.mark.parametrize("block_size", [16, 256])
-def test_sequence_preempted_at_257_tokens_continues_unchanged(folder, block_size, caching):
-  """Two requests in a pool with one block less than both need at their 257th token; the older one gets it."""
-  engine = LLM(folder, num_gpu_blocks_override=2 * -(-257 // block_size), enable_prefix_caching=caching,
-               **{**ENGINE, "block_size": block_size, "max_model_len": 512})
-  jobs = [prompt(240, 900), prompt(250, 901)]
-  with assert_all_blocks_freed(engine):
-    for i, job in enumerate(jobs): engine.add_request(str(i), tokens(job), greedy(30))
-    last, finish_steps = run(engine)
-    m = engine.get_metrics()
-  for i, job in enumerate(jobs):   # one pass of the reference checks each id
-    ids = ids_of(last[str(i)])
-    assert len(ids) == 30 and reference_logits(folder, [*job, *ids])[len(job) - 1:-1].argmax(1).tolist() == ids
-  assert m["num_preemptions"] > 0 and finish_steps["0"] < finish_steps["1"]
-
-
-POOL_JOBS = [([*prompt(2 * BS, 1000 + i % 3)[:8 * (i % 2)], *prompt(1 + 7 * i % 19, 1010 + i)], 4 + 5 * i % 17)
-             for i in range(64)]   # every second one starts with one of three prefixes
-
-
-@pytest.mark.slow
-def test_64_requests_with_quarter_of_needed_blocks_equal_reference(folder):
-  need = sorted(-(-(len(job) + n) // BS) for job, n in POOL_JOBS)[-BUSY["max_num_seqs"]:]
-  engine = LLM(folder, num_gpu_blocks_override=1 + sum(need) // 4, **BUSY)
-  with assert_all_blocks_freed(engine):
-    for i, (job, n) in enumerate(POOL_JOBS): engine.add_request(str(i), tokens(job), greedy(n))
-    last, _ = run(engine)
-    m = engine.get_metrics()
-  for i, job in enumerate(POOL_JOBS): assert ids_of(last[str(i)]) == reference_greedy(folder, *job), f"request {i}"
-  assert m["num_preemptions"] > 0 and m["requests_finished"] == 64
 
 
 def test_abort_while_preempted_leaves_no_block_in_use(small_llm, folder):
@@ -338,7 +246,7 @@ def test_abort_while_preempted_leaves_no_block_in_use(small_llm, folder):
     m = check_metrics(small_llm, before["blocks_free"])
     assert m["num_requests_waiting"] == 0 and m["num_requests_running"] == 2
     small_llm.add_request("3", tokens(prompt(13, 1203)), greedy(20))
-    last, _ = run(small_llm)
+    last, _ = run_watched(small_llm)
     assert set(last) == {"0", "1", "3"}, "aborted requests have no further outputs"
     for i in (0, 1, 3): assert ids_of(last[str(i)]) == reference_greedy(folder, prompt(13, 1200 + i), 20)
     for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(job), greedy(20))
@@ -352,7 +260,7 @@ def test_repeated_preemption_finishes_oldest_first(small_llm, folder):
   jobs = [prompt(9, 1300 + i) for i in range(6)]
   with assert_all_blocks_freed(small_llm) as before:
     for i, job in enumerate(jobs): small_llm.add_request(str(i), tokens(job), greedy(30))
-    last, finish_steps = run(small_llm)
+    last, finish_steps = run_watched(small_llm)
     assert small_llm.get_metrics()["num_preemptions"] > before["num_preemptions"] + 3, "too few preemptions"
   steps = [finish_steps[str(i)] for i in range(6)]
   assert steps == sorted(steps) and steps[0] < steps[1], "requests of equal length finish in order of arrival"
@@ -369,7 +277,7 @@ def test_repeated_preemption_keeps_priority_order(priority_llm, folder):
   jobs = [prompt(9, 1400 + i) for i in range(6)]
   with assert_all_blocks_freed(priority_llm) as before:
     for i, job in enumerate(jobs): priority_llm.add_request(str(i), tokens(job), greedy(24), priority=priorities[i])
-    last, finish_steps = run(priority_llm)
+    last, finish_steps = run_watched(priority_llm)
     assert priority_llm.get_metrics()["num_preemptions"] > before["num_preemptions"]
   steps = [finish_steps[str(i)] for i in (4, 1, 3, 2, 5, 0)]   # by priority, then by arrival
   assert steps == sorted(steps) and steps[0] < steps[1]
@@ -382,7 +290,7 @@ def test_late_high_priority_request_overtakes_preempted_ones(priority_llm, folde
     for i in range(3): priority_llm.add_request(f"low {i}", tokens(jobs[f"low {i}"][0]), greedy(20), priority=5)
     for _ in range(2): priority_llm.step()
     priority_llm.add_request("high", tokens(jobs["high"][0]), greedy(6), priority=0)
-    last, finish_steps = run(priority_llm)
+    last, finish_steps = run_watched(priority_llm)
     assert priority_llm.get_metrics()["num_preemptions"] > before["num_preemptions"]
   assert min(finish_steps, key=finish_steps.get) == "high"
   assert finish_steps["low 0"] < finish_steps["low 1"] <= finish_steps["low 2"]
@@ -439,7 +347,7 @@ def test_samples_share_blocks_of_their_prompt(llm, folder, length):
   job, num_used, num_shared = prompt(length, 1900 + length), [], []
   with assert_all_blocks_freed(llm):
     llm.add_request("a", tokens(job), greedy(6, n=4))
-    last, _ = run(llm, watch=lambda m: (num_used.append(m["blocks_used"]), num_shared.append(m["blocks_shared"])))
+    last, _ = run_watched(llm, watch=lambda m: (num_used.append(m["blocks_used"]), num_shared.append(m["blocks_shared"])))
   assert samples(last["a"]) == [reference_greedy(folder, job, 6)] * 4
   assert max(num_used) <= 10 + 4 * 3, f"{max(num_used)} blocks"
   assert max(num_shared) >= 9, f"{max(num_shared)} shared blocks"
@@ -474,7 +382,7 @@ def test_more_samples_than_max_num_seqs_equal_single_requests(tight_sampler, sam
   alone = [ids_of(sampler.generate(job, seeded(9, 60 + i))[0]) for i in range(n)]
   with assert_all_blocks_freed(tight_sampler) as before:
     tight_sampler.add_request("a", job, seeded(9, 60, n=n))
-    last, _ = run(tight_sampler, watch=lambda m: most.append(m["num_requests_running"]))
+    last, _ = run_watched(tight_sampler, watch=lambda m: most.append(m["num_requests_running"]))
     assert tight_sampler.get_metrics()["prompt_tokens"] - before["prompt_tokens"] == 6
   check_whole(last["a"], n)
   assert samples(last["a"]) == alone and max(most) <= 2
@@ -491,16 +399,6 @@ def test_preempted_samples_continue_unchanged(tight_sampler, sampler, length):
       check_whole(output, 3)
       assert samples(output) == alone
     assert tight_sampler.get_metrics()["num_preemptions"] > before["num_preemptions"], "the pool must be too small"
-
-
-def test_samples_and_single_requests_in_small_pool_equal_reference(small_llm, folder):
-  jobs = {"a": (prompt(11, 2300), 20, 3), "b": (prompt(6, 2301), 24, 1), "c": (prompt(11, 2300), 15, 2)}
-  with assert_all_blocks_freed(small_llm) as before:
-    for name, (job, length, n) in jobs.items(): small_llm.add_request(name, tokens(job), greedy(length, n=n))
-    last, _ = run(small_llm)
-    assert small_llm.get_metrics()["num_preemptions"] > before["num_preemptions"]
-  assert {i: samples(o) for i, o in last.items()} == {
-    name: [reference_greedy(folder, job, length)] * n for name, (job, length, n) in jobs.items()}
 
 
 def test_joined_stream_of_two_samples_equals_generate(sampler):
@@ -559,7 +457,7 @@ def test_random_requests_with_common_prefixes_and_samples_equal_reference(small_
         small_llm.abort_request(victim)
       else: last |= {o.request_id: o for o in small_llm.step()}
       check_metrics(small_llm, total)
-    last |= run(small_llm)[0]
+    last |= run_watched(small_llm)[0]
   for i, (ids, length, n) in jobs.items():
     expected = reference_greedy(folder, ids, length)
     if i in aborted: assert i not in last or all(x == expected[:len(x)] for x in samples(last[i]))
@@ -567,136 +465,6 @@ def test_random_requests_with_common_prefixes_and_samples_equal_reference(small_
   assert aborted and len(jobs) > 30
 
 
-def resident_bytes(): return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_5000_requests_and_aborts_leak_neither_blocks_nor_memory(folder):
-  engine = LLM(folder, num_gpu_blocks_override=25, **BUSY)
-  rng, num_finished, num_aborted, num_added, live = random.Random(0), 0, 0, 0, {}
-  prompts = [[*prompt(3 * BS, 2800 + i % 5)[:i % 4 * BS], *prompt(1 + i % 8, 2810 + i)] for i in range(64)]
-  expected = [reference_greedy(folder, ids, 4) for ids in prompts]
-  with assert_all_blocks_freed(engine):
-    for n in (1, 2, 4, 8, 16, 32): engine.generate(tokens(prompt(n, 2890 + n)), greedy(1))   # captures each graph
-    for target in (1000, 5000):
-      while num_added < target or live:
-        while num_added < target and len(live) < 24 and rng.random() < 0.9:
-          live[str(num_added)] = i, n = rng.randrange(64), rng.randrange(1, 5)
-          engine.add_request(str(num_added), tokens(prompts[i]), greedy(n))
-          num_added += 1
-        if live and rng.random() < 0.2:
-          engine.abort_request(victim := rng.choice(list(live)))
-          del live[victim]
-          num_aborted += 1
-        for output in engine.step():
-          if not output.finished: continue
-          i, n = live.pop(output.request_id)
-          assert ids_of(output) == expected[i][:n]
-          num_finished += 1
-      if target == 1000: baseline = resident_bytes()
-    growth = resident_bytes() / baseline - 1
-  m = engine.get_metrics()
-  assert num_finished + num_aborted == 5000 and num_aborted > 100
-  assert m["prefix_cache_hits"] > 0 and m["num_preemptions"] > 0
-  assert m["blocks_free"] == 24 and m["blocks_used"] == 0
-  assert growth <= 0.05, f"{100 * growth:.1f}% more memory after 4,000 requests"
-
-
 # errors and pool sizes
 
-@pytest.mark.parametrize("options", [{"enable_prefix_caching": x} for x in (1, 0, "yes", None)], ids=str)
-def test_invalid_enable_prefix_caching_raises(folder, options):
-  (name, value), = options.items()
-  with pytest.raises(ValueError) as error: LLM(folder, **options)
-  assert name in str(error.value) and repr(value) in str(error.value), str(error.value)
 
-
-@pytest.mark.parametrize("n", [0, -1, 1.5, "2", None, True])
-def test_invalid_number_of_samples_raises(n):
-  with pytest.raises(ValueError) as error: SamplingParams(n=n)
-  assert re.search(r"\bn=", str(error.value)) and repr(n) in str(error.value), str(error.value)
-
-
-@pytest.fixture
-def set_free_memory(llm, monkeypatch):
-  """A function that sets the device's free bytes."""
-  kind = type(llm.backend)
-  return lambda num_bytes: monkeypatch.setattr(kind, "free_memory", lambda backend, device: num_bytes)
-
-
-def test_pool_size_is_all_sequences_or_as_many_as_fit(folder, llm, set_free_memory):
-  """The null block is not counted in either case."""
-  one = ENGINE["max_model_len"] // BS
-  assert llm.get_metrics()["blocks_free"] == ENGINE["max_num_seqs"] * one
-  weights = sum(x.nbytes() for module in llm.runner.model.modules() for x in nn.state.get_parameters(module))
-  block = sum(x.nbytes() for cache in llm.runner.kv_caches for x in cache) // (ENGINE["max_num_seqs"] * one + 1)
-  for blocks in (one + 1, one + 5):
-    set_free_memory(weights + blocks * block)
-    engine = LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
-    assert engine.get_metrics()["blocks_free"] == blocks - 1 and engine.max_model_len == ENGINE["max_model_len"]
-  set_free_memory(weights + one * block)
-  with pytest.raises(ValueError, match=f"lower max_model_len to {(one - 1) * BS},"):
-    LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
-  for left in (0, block, 2 * block - 1):   # no block next to the null block: no length fits
-    set_free_memory(weights + left)
-    with pytest.raises(ValueError, match=r"^max_model_len=128 needs .* gpu_memory_utilization=1.0 leaves 0.00 GiB: "
-                                         "raise gpu_memory_utilization"):
-      LLM(folder, gpu_memory_utilization=1.0, **ENGINE)
-
-
-def test_pool_too_small_error_suggests_valid_max_model_len(tmp_path, set_free_memory):
-  model = tiny_model(tmp_path, max_position_embeddings=2**17)
-  set_free_memory(20 * 2**20)   # less than the 32 MiB needed
-  options = {**ENGINE, "block_size": 16, "max_num_seqs": 2, "max_model_len": 2**17 - 16}
-  with pytest.raises(ValueError, match=r"gpu_memory_utilization") as error: LLM(model, **options)
-  pattern = (r"max_model_len=(\d+) needs ([\d.]+) GiB .*gpu_memory_utilization=0.9 leaves ([\d.]+) GiB: "
-             r"lower max_model_len to (\d+)")
-  match = re.search(pattern, str(error.value))
-  assert match and int(match[1]) == 2**17 - 16 and float(match[2]) > float(match[3]), str(error.value)
-  length = int(match[4])
-  assert 0 < length < 2**17
-  assert LLM(model, **options | {"max_model_len": length}).get_metrics()["blocks_free"] >= length // 16
-  with pytest.raises(ValueError, match="needs"): LLM(model, **options | {"max_model_len": length + length // 10})
-
-
-def test_length_of_the_model_need_not_fit(tmp_path, set_free_memory, caplog):
-  """Without max_model_len, the engine starts with the tokens that fit, warns, and refuses longer prompts."""
-  model = tiny_model(tmp_path, max_position_embeddings=2**12)
-  set_free_memory(400 * 2**10)
-  llm = LLM(model, block_size=BS, max_num_seqs=2, max_num_batched_tokens=64)
-  fits = llm.max_model_len
-  assert 64 < fits < 2**12 and fits == llm.get_metrics()["blocks_free"] * BS
-  warning, = [record for record in caplog.records if record.levelname == "WARNING"]
-  assert f"= {fits} tokens" in warning.message and warning.message.endswith(" sequences of 4096")
-  ids = random.Random(1).choices(range(3, 256), k=fits - 1)
-  output, = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
-  assert output.outputs[0].token_ids == reference_greedy(model, ids, 1) and output.outputs[0].finish_reason == "length"
-  with pytest.raises(ValueError, match=f"maximum context length is {fits} tokens"):
-    llm.generate({"prompt_token_ids": ids + [5]})
-
-
-@pytest.fixture
-def num_pool_blocks(llm):
-  """A function that returns the pool size for `free` bytes and sequences of up to 8 blocks, null block included."""
-  def num_pool_blocks(free):
-    caches = allocate_kv_caches(llm.runner.model, EngineConfig(block_size=BS, max_model_len=8 * BS), free)
-    return caches[0][0].shape[0]
-  return num_pool_blocks
-
-
-@pytest.fixture
-def block_bytes(llm):
-  config = llm.model_config
-  return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * BS * 4
-
-
-def test_pool_holds_max_model_len_and_null_block(num_pool_blocks, block_bytes):
-  assert num_pool_blocks(9 * block_bytes) == 9
-  with pytest.raises(ValueError, match=f"max_model_len={8 * BS} needs .*: lower max_model_len to {7 * BS},"):
-    num_pool_blocks(9 * block_bytes - 1)
-
-
-def test_pool_holds_max_num_seqs_sequences_of_full_length(llm):
-  num_tokens = ENGINE["max_num_seqs"] * ENGINE["max_model_len"]
-  assert llm.get_metrics()["blocks_free"] == num_tokens // BS, "the null block is not counted"

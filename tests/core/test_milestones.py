@@ -12,6 +12,8 @@ from tinyvllm_extra import kernels
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
 
+pytestmark = pytest.mark.real
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("model"))

@@ -6,7 +6,6 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from helpers.engines import check_pool, check_scheduler
 
 from tinyvllm import SamplingParams
@@ -172,46 +171,6 @@ class FakeEngine:
       assert output == [1000 + i for i in range(seq.num_prompt, len(seq.tokens))], "a token was lost or repeated"
       assert seq.finish_reason in ("length", "abort")
       assert seq.finish_reason == "abort" or len(seq.tokens) == seq.max_len, "finished too early"
-
-
-class Machine(RuleBasedStateMachine):
-  """Requests of a few families, with samples, priorities, aborts and failed steps, in a pool that is too small."""
-  @initialize(size=st.sampled_from([1, 2, 4, 16]), blocks=st.integers(11, 30), seqs=st.integers(1, 6),
-              more=st.integers(0, 12), policy=st.sampled_from(["fcfs", "priority"]), caching=st.booleans(),
-              overlaps=st.booleans())
-  def start(self, size, blocks, seqs, more, policy, caching, overlaps):
-    self.engine = FakeEngine(max(3, blocks * 4 // size), size, seqs, seqs + more, policy, 64, caching, overlaps)
-
-  @rule(prompt=st.integers(1, 40), n=st.integers(1, 30), priority=st.integers(-2, 2), family=st.integers(0, 2),
-        samples=st.sampled_from([1, 1, 1, 2, 3]), reads=st.booleans())
-  def add(self, prompt, n, priority, family, samples, reads):
-    priority = priority if self.engine.config.scheduling_policy == "priority" else 0
-    self.engine.add(prompt, n, priority, family, samples, reads)
-
-  @rule(failure=st.sampled_from([None] * 9 + ["launch", "record"]))
-  def step(self, failure): self.engine.step(failure)
-
-  @rule(times=st.integers(2, 8))
-  def steps(self, times):
-    for _ in range(times): self.engine.step()
-
-  @rule(i=st.integers(0, 100))
-  def abort(self, i):
-    if live := [*self.engine.scheduler.running, *self.engine.scheduler.waiting]: self.engine.abort(live[i % len(live)])
-
-  @invariant()
-  def keeps_invariants(self):
-    if hasattr(self, "engine"): self.engine.check()
-
-  def teardown(self):
-    if hasattr(self, "engine"): self.engine.check_end()
-
-
-@pytest.mark.slow
-def test_scheduler_operations_keep_invariants_and_finish_requests():
-  """10,000 operations that hypothesis generates and shrinks; the next test runs 20,000 more."""
-  run_state_machine_as_test(Machine, settings=settings(max_examples=200, stateful_step_count=50, deadline=None,
-                                                       derandomize=True))
 
 
 @pytest.mark.slow
@@ -457,23 +416,6 @@ def test_single_request_takes_minimum_steps(budget):
   assert engine.steps == -(-16 // budget) + 5
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 12])
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_two_sequences_filling_the_pool_exactly_run_together(block_size, overlaps):
-  engine = FakeEngine(blocks=24 // block_size, block_size=block_size, budget=24, overlaps=overlaps)
-  first, second = engine.add(prompt=12, n=1), engine.add(prompt=12, n=1, family=1)
-  assert engine.step() == {first: 12, second: 12}, "the prompts fill the pool"
-  engine.finish()
-  first, second = engine.add(prompt=4, n=9), engine.add(prompt=4, n=9, family=1)   # 12 of 13 tokens are computed
-  most = 0
-  while engine.scheduler.running or engine.scheduler.waiting:
-    engine.step()
-    most = max(most, engine.blocks.num_used())
-  engine.check_end()
-  assert engine.blocks.num_free() == 24 // block_size and engine.scheduler.counters["num_preemptions"] == 0
-  assert first.num_generated == second.num_generated == 9
-
-
 def test_step_of_an_aborted_sequence_caches_no_blocks():
   engine = FakeEngine(blocks=20, budget=16, caching=True)
   first = engine.add(prompt=9)
@@ -487,45 +429,4 @@ def test_step_of_an_aborted_sequence_caches_no_blocks():
 # Reuse of free blocks in a pool of 6 blocks of 4 tokens: a prompt of 9 tokens and one output token fill two blocks and
 # part of a third
 
-def num_hits(engine, **request):
-  """Run a request and return the number of its prefix-cache hits, in tokens."""
-  before = engine.scheduler.counters["prefix_cache_hits"]
-  engine.add(**request)
-  engine.finish()
-  return engine.scheduler.counters["prefix_cache_hits"] - before
 
-
-def test_allocate_takes_uncached_blocks_before_cached_ones():
-  engine = FakeEngine(blocks=6, budget=16, caching=True)
-  for family in (1, 2): assert num_hits(engine, prompt=9, n=1, family=family) == 0
-  assert num_hits(engine, prompt=5, n=1, family=3) == 0, "it takes the two partial blocks"
-  assert [num_hits(engine, prompt=9, n=1, family=family) for family in (1, 2)] == [8, 8]
-
-
-def test_allocate_evicts_the_least_recently_used_cached_blocks():
-  engine = FakeEngine(blocks=6, budget=16, caching=True)
-  for family in (1, 2, 1): num_hits(engine, prompt=9, n=1, family=family)
-  assert num_hits(engine, prompt=13, n=1, family=3) == 0, "it takes the two partial blocks and the second prompt's two"
-  assert [num_hits(engine, prompt=9, n=1, family=family) for family in (1, 2)] == [8, 0]
-
-
-def test_second_copy_of_a_block_is_uncached_and_reused_first():
-  engine = FakeEngine(blocks=6, budget=24, caching=True)
-  copies = [engine.add(prompt=9, n=n) for n in (1, 2)]
-  assert engine.step() == dict.fromkeys(copies, 9), "blocks that are being written are not shared"
-  engine.finish()
-  assert engine.blocks.num_free() == 6
-  assert num_hits(engine, prompt=13, n=1, family=1) == 0, "it takes the two partial blocks and the two copies"
-  assert num_hits(engine, prompt=9, n=1) == 8
-
-
-def test_reuse_of_a_second_copy_keeps_the_first_cached():
-  engine = FakeEngine(blocks=6, budget=24, caching=True)
-  first, second = engine.add(prompt=9, n=4), engine.add(prompt=9, n=2)
-  assert engine.step() == {first: 9, second: 9}
-  assert engine.step() == {first: 1, second: 1} and second.finish_reason
-  other = engine.add(prompt=9, n=1, family=1)
-  assert engine.step() == {first: 1, other: 9}, "it takes all blocks of the second"
-  again = engine.add(prompt=9, n=1)
-  assert engine.step() == {first: 1, again: 1}, "8 tokens are cached"
-  engine.check_end()

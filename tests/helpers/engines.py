@@ -1,7 +1,8 @@
 """Options of engines, checks of their invariants, and runs to the end."""
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -147,3 +148,40 @@ def set_overlap(monkeypatch: Any, runner: Any, overlaps: str) -> None:
   monkeypatch.setattr(runner, "is_async", bool(overlaps))
   monkeypatch.setattr(runner.backend, "reads_early", overlaps == "early")
   if overlaps == "early": monkeypatch.setattr(runner.backend, "start_reading", start_reading)
+
+
+def check_metrics(engine: Any, total: int) -> dict[str, Any]:
+  """Check the pool's metrics and return all metrics."""
+  m = engine.get_metrics()
+  assert m["blocks_free"] + m["blocks_used"] == total, "a block is lost"
+  assert 0 <= m["blocks_cached"] <= m["blocks_free"] and 0 <= m["blocks_shared"] <= m["blocks_used"]
+  assert 0 <= m["prefix_cache_hits"] <= m["prefix_cache_queries"]
+  return m
+
+
+@contextmanager
+def assert_all_blocks_freed(engine: Any) -> Iterator[dict[str, Any]]:
+  """Check that the engine is idle, with all blocks free, before and after. Yields the metrics before."""
+  before = engine.get_metrics()
+  assert not engine.has_unfinished_requests() and before["blocks_used"] == 0, "requests of another test remain"
+  try: yield before
+  except BaseException:
+    for name in list(engine.requests): engine.abort_request(name)   # so that later tests do not fail, too
+    raise
+  after = check_metrics(engine, before["blocks_free"])
+  assert not engine.has_unfinished_requests() and after["blocks_free"] == before["blocks_free"]
+  assert after["blocks_used"] == after["blocks_shared"] == 0
+
+
+def run_watched(engine: Any, limit: int = 4000, watch: Callable = lambda metrics: None) -> tuple[dict, dict]:
+  """Step until all requests finish, and check the pool's metrics after each step. Return each request's last output, in
+  order of completion, and the step that finished it."""
+  metrics, last, finish_steps = engine.get_metrics(), {}, {}
+  total = metrics["blocks_free"] + metrics["blocks_used"]
+  for step in range(limit):
+    if not engine.has_unfinished_requests(): return {i: last[i] for i in finish_steps}, finish_steps
+    for output in engine.step():
+      last[output.request_id] = output
+      if output.finished: finish_steps[output.request_id] = step
+    watch(check_metrics(engine, total))
+  raise AssertionError(f"not finished after {limit} steps")

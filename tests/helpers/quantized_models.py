@@ -1,5 +1,4 @@
 """Models in the formats of quantization tools."""
-import json
 from pathlib import Path
 
 import numpy as np

@@ -1,6 +1,5 @@
 """Models whose logits record_models.py recorded."""
 import json
-from pathlib import Path
 
 from .models import sentencepiece_model, write_safetensors
 from .record_models import DATA, make_weights

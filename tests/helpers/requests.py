@@ -6,14 +6,14 @@ from typing import Any
 from tinyvllm import RequestOutput, SamplingParams
 
 
-def greedy(n: int, **fields: Any) -> SamplingParams:
-  """Return parameters for exactly `n` greedy tokens."""
-  return SamplingParams(**{"temperature": 0.0, "max_tokens": n, "ignore_eos": True, **fields})
+def greedy(num_tokens: int, /, **fields: Any) -> SamplingParams:
+  """Return parameters for exactly `num_tokens` greedy tokens."""
+  return SamplingParams(**{"temperature": 0.0, "max_tokens": num_tokens, "ignore_eos": True, **fields})
 
 
-def sampled(n: int, seed: int = 0, **fields: Any) -> SamplingParams:
-  """Return parameters for exactly `n` sampled tokens."""
-  return greedy(n, **{"temperature": 0.9, "seed": seed, **fields})
+def sampled(num_tokens: int, /, seed: int = 0, **fields: Any) -> SamplingParams:
+  """Return parameters for exactly `num_tokens` sampled tokens."""
+  return greedy(num_tokens, **{"temperature": 0.9, "seed": seed, **fields})
 
 
 def tokens(ids: Iterable[int]) -> dict[str, list[int]]: return {"prompt_token_ids": list(ids)}
@@ -21,8 +21,8 @@ def ids_of(output: RequestOutput) -> list[int]: return output.outputs[0].token_i
 
 
 def prompt(length: int, *salt: Any) -> list[int]:
-  """Return random ids of words, different for each salt."""
-  rng = random.Random(str(salt))
+  """Return random ids of words, different for each salt; none is 0."""
+  rng = random.Random(str(salt or (0,)))
   return [rng.randrange(259, 320) for _ in range(length)]
 
 

@@ -1,6 +1,5 @@
 """The architectures of models/ compared with Hugging Face's classes: data/models has the logits and greedy ids
 that record_models.py recorded. Prompts are longer than the windows and the original lengths of YaRN and LongRoPE."""
-import json
 import math
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import numpy as np
 import pytest
 from helpers.record_models import DATA, FACTORS, GEMMA, MODELS, NUM_TOKENS, YARN, make_prompts, make_weights
 from helpers.engines import LogitsRecorder
-from helpers.models import sentencepiece_model, write_safetensors
 from helpers.parameters import mark_slow_except, slow
 from helpers.recorded_models import OPTIONS, read, write_model
 from tinygrad import dtypes, nn

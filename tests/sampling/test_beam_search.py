@@ -3,7 +3,7 @@ import itertools
 
 import numpy as np
 import pytest
-from helpers.engines import ENGINE
+from helpers.engines import ENGINE, assert_all_blocks_freed, run_watched
 from helpers.models import tiny_model
 from helpers.reference import cut_after_end_token, reference_greedy, reference_logits
 from helpers.requests import greedy, ids_of, prompt, tokens
@@ -38,7 +38,7 @@ def words_llm(words_folder): return LLM(words_folder, **BEAM)
 
 
 def search(llm, ids, width, length, **options):
-  output, = llm.beam_search([tokens(*ids)], BeamSearchParams(width, length, **options))
+  output, = llm.beam_search([tokens(ids)], BeamSearchParams(width, length, **options))
   return output.sequences
 
 
@@ -100,7 +100,7 @@ def test_narrow_beam_equals_naive_beam_search(llms, folders, ends):
   llm, prompts = llms[ends], NARROW_PROMPTS[ends]
   for penalty in (1.0, 0.0):
     params = BeamSearchParams(2, 7, length_penalty=penalty)
-    with assert_all_blocks_freed(llm): outputs = llm.beam_search([tokens(*p) for p in prompts], params)
+    with assert_all_blocks_freed(llm): outputs = llm.beam_search([tokens(p) for p in prompts], params)
     assert len(outputs) == len(prompts)
     for ids, output in zip(prompts, outputs, strict=True):
       expected = naive_beam_search(folders[ends], ids, 2, 7, penalty, ENDS[ends])
@@ -160,10 +160,10 @@ def test_text_includes_prompt(words_llm):
 def test_beam_search_with_running_request_is_equal(llms, folders):
   path, llm, ids, other = folders["no end token"], llms["no end token"], [3, 1, 4, 1, 5], [5, 6, 3, 4, 6, 1]
   with assert_all_blocks_freed(llm):
-    llm.add_request("other", tokens(*other), greedy(50))
+    llm.add_request("other", tokens(other), greedy(50))
     llm.step()
     check_beams(search(llm, ids, 4, 7), ids, naive_beam_search(path, ids, 4, 7, 1.0, ()), ())
-    last, _ = run(llm)
+    last, _ = run_watched(llm)
     assert ids_of(last["other"]) == reference_greedy(path, other, 50), "the request must continue after the search"
 
 
@@ -171,7 +171,7 @@ def test_beam_search_within_stream_is_equal(llms, folders):
   path, llm, ids, stream_prompt = folders["no end token"], llms["no end token"], [3, 1, 4, 1, 5], [3, 6, 4, 5]
   expected = naive_beam_search(path, ids, 4, 7, 1.0, ())
   with assert_all_blocks_freed(llm):
-    stream, output_ids = llm.generate_stream(tokens(*stream_prompt), greedy(20)), []
+    stream, output_ids = llm.generate_stream(tokens(stream_prompt), greedy(20)), []
     for output in itertools.islice(stream, 3):
       output_ids += output.outputs[0].token_ids
       check_beams(search(llm, ids, 4, 7), ids, expected, ())

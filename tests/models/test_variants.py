@@ -1,0 +1,48 @@
+"""Variants of LLaMA by logits, against the numpy reference."""
+import numpy as np
+import pytest
+from helpers.engines import ENGINE, LogitsRecorder
+from helpers.models import tiny_model
+from helpers.reference import reference_greedy, reference_logits
+from helpers.requests import prompt
+
+from tinyvllm import LLM
+
+BS = ENGINE["block_size"]
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
+
+
+def check_logits(engine, folder, ids, n):
+  """Check that the greedy ids equal the reference's and all logits are within 1e-4."""
+  out, logits = LogitsRecorder(engine).generate(ids, n)
+  assert out == reference_greedy(folder, ids, n)
+  np.testing.assert_allclose(logits, reference_logits(folder, [*ids, *out])[len(ids) - 1:-1], atol=1e-4)
+
+
+VARIANTS = {
+  "tied": {"tie_word_embeddings": True},
+  "no grouped KV heads": {"num_key_value_heads": None},
+  "one KV head of 16": {"num_key_value_heads": 1, "head_dim": 16},
+  "all biases": {"attention_bias": True, "mlp_bias": True},
+  "rope llama3": {"rope_scaling": LLAMA3, "rope_theta": 500.0},
+  "rope linear": {"rope_scaling": {"type": "linear", "factor": 4.0}},
+  "rope_parameters": {"rope_parameters": {**LLAMA3, "rope_theta": 300.0}, "rope_theta": None},
+  "Mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+  "Qwen2": {"architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True},
+  "Qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 12},
+  "odd sizes": {"hidden_size": 36, "head_dim": 6, "num_attention_heads": 6, "num_key_value_heads": 3,
+                "intermediate_size": 50, "vocab_size": 333, "num_hidden_layers": 3, "rms_norm_eps": 0.1},
+}
+
+
+@pytest.mark.parametrize("length", [BS, 4 * BS + 3])
+def test_logits_equal_reference(folder, length): check_logits(LLM(folder, **ENGINE), folder, prompt(length), BS + 2)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_model_variant_equals_reference(tmp_path, variant):
+  """Graphs for 1 and 4 tokens: a prompt in 3 chunks, then decodes."""
+  variant_folder = tiny_model(tmp_path, seed=1, **VARIANTS[variant])
+  engine = LLM(variant_folder, max_model_len=64, block_size=4, max_num_seqs=4, max_num_batched_tokens=4)
+  check_logits(engine, variant_folder, prompt(12), 12)
