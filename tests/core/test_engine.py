@@ -329,19 +329,19 @@ def test_negative_priority_is_accepted(priority_llm):
 
 @pytest.fixture(scope="module")
 def eos_llm(tmp_path_factory, folder):
-  """The shared model with output tokens 4 and 7 of prompt(5, 9) as EOS tokens in generation_config.json."""
+  """The shared model with output tokens 4 and 7 of prompt(5, 10) as EOS tokens in generation_config.json."""
   copy = tiny_model(tmp_path_factory.mktemp("eos"))
-  ids = reference_greedy(folder, prompt(5, 9), 7)
+  ids = reference_greedy(folder, prompt(5, 10), 7)
   assert len(set(ids)) == 7
   (copy / "generation_config.json").write_text(f'{{"eos_token_id": [{ids[6]}, {ids[3]}]}}')
   return LLM(copy, **SAMPLING_ENGINE)
 
 
 def test_any_of_several_eos_tokens_ends_the_text(eos_llm, folder):
-  expected = reference_greedy(folder, prompt(5, 9), 20)
-  completion = eos_llm.generate(tokens(prompt(5, 9)), greedy(20, ignore_eos=False))[0].outputs[0]
+  expected = reference_greedy(folder, prompt(5, 10), 20)
+  completion = eos_llm.generate(tokens(prompt(5, 10)), greedy(20, ignore_eos=False))[0].outputs[0]
   assert completion.token_ids == expected[:4] and (completion.finish_reason, completion.stop_reason) == ("stop", None)
-  assert completion.text == eos_llm.generate(tokens(prompt(5, 9)), greedy(3))[0].outputs[0].text, "EOS has no text"
+  assert completion.text == eos_llm.generate(tokens(prompt(5, 10)), greedy(3))[0].outputs[0].text, "EOS has no text"
 
 
 # metrics

@@ -100,7 +100,8 @@ class Step:
 class LlamaDevice:
   """Computes the LLaMA in a runner's folder. cache: its K and V of each layer, (blocks * block_size, KV, D)."""
   def __init__(self, runner: Runner):
-    self.config, self.weights = load(runner.model.embed_tokens.folder)
+    self.config, weights = load(runner.model.embed_tokens.folder)
+    self.weights = {x if x.startswith(("model.", "lm_head.")) else f"model.{x}": array for x, array in weights.items()}
     self.heads, self.layers = self.config["num_attention_heads"], self.config["num_hidden_layers"]
     self.kv_heads = self.config.get("num_key_value_heads") or self.heads
     self.D = self.config.get("head_dim") or self.config["hidden_size"] // self.heads

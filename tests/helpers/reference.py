@@ -143,7 +143,8 @@ def chi_square_passes(ids, p):
 # Fields that change logits
 
 SPM = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model())
-N, END = 18, 302   # generated tokens; an end token that occurs in greedy outputs
+N = 18      # generated tokens
+END = 302   # an end token that occurs in greedy outputs
 
 
 def encodings(words, encode=SPM.EncodeAsIds):   # with and without a leading space, as in vLLM

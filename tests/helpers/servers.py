@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx2 as httpx   # installed with openai
 import openai
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 
@@ -169,11 +170,17 @@ class Server(Client):
 class LocalServer(Client):
   """`tinyvllm serve MODEL *options` in a thread of this process. A context manager, which stops the server on exit.
 
-  ready: wait for /health to answer 200; False waits only for the port. llm: the engine, once the model is loaded."""
-  def __init__(self, model: str | os.PathLike | None = None, *options: Any, ready: bool = True, seconds: float = 60.0):
+  ready: wait for /health to answer 200; False waits only for the port. before: a function that gets a MonkeyPatch, to
+  inject faults until the server stops. llm: the engine, once the model is loaded."""
+  def __init__(self, model: str | os.PathLike | None = None, *options: Any, ready: bool = True,
+               before: Callable[[pytest.MonkeyPatch], None] = lambda patch: None, seconds: float = 60.0):
     from tinyvllm_extra.server import app   # here, so that other lanes need no server
+    self.patch = pytest.MonkeyPatch()
+    before(self.patch)
     folder, engine, config = app.parse([*([str(model)] if model else []), *map(str, options), "--port", "0"])
     self.server = app.Server(folder, engine, config)
+    self.unknown_fields = app.unknown_fields
+    self.fields_state = {**vars(self.unknown_fields), "names": set()}   # of this server: it is global in a process
     self.stderr = io.StringIO()
     self.handler = logging.StreamHandler(self.stderr)
     for name in ("tinyvllm", "uvicorn.error"): logging.getLogger(name).addHandler(self.handler)   # after uvicorn's own
@@ -192,6 +199,14 @@ class LocalServer(Client):
   @property
   def llm(self) -> Any: return self.server.serving.llm.llm
 
+  def http(self, **options: Any) -> httpx.Client:
+    vars(self.unknown_fields).update(self.fields_state)
+    return super().http(**options)
+
+  def client(self, **options: Any) -> openai.OpenAI:
+    vars(self.unknown_fields).update(self.fields_state)
+    return super().client(**options)
+
   def signal(self, number: int = signal.SIGTERM) -> None: self.server.handle_exit(number, None)
 
   def stop(self, seconds: float = 60.0) -> int:
@@ -201,6 +216,7 @@ class LocalServer(Client):
     assert not self.thread.is_alive(), f"the server does not stop within {seconds} s"
     if self.server.serving.llm: self.server.serving.llm.shutdown()
     for name in ("tinyvllm", "uvicorn.error"): logging.getLogger(name).removeHandler(self.handler)
+    self.patch.undo()
     return self.server.code
 
   def __enter__(self) -> "LocalServer": return self

@@ -353,3 +353,20 @@ def test_async_llm_failed_capture_is_logged_and_requests_finish(words_folder, mo
   async def ask(): return [output async for output in llm.generate(tokens(3), greedy(2))]
   assert asyncio.run(ask())[-1].finished and llm.state == ""
   assert "out of memory" in caplog.text
+
+
+@pytest.mark.slow
+def test_program_with_an_unfinished_request_exits():
+  program = """
+import asyncio
+from tinyvllm import SamplingParams
+from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.server.async_engine import StepError
+async def main():
+  async for output in AsyncLLM().generate("Hello", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)):
+    return print("Hello" + output.outputs[0].text)
+asyncio.run(main())
+"""
+  run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120,
+                       cwd=Path(__file__).parents[2], env={**os.environ})
+  assert run.returncode == 0 and run.stdout.startswith("Hello") and "Traceback" not in run.stderr, run.stderr

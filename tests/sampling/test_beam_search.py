@@ -201,5 +201,5 @@ def test_unknown_param_raises():
 def test_invalid_prompt_raises_before_any_prompt_runs(words_llm):
   with assert_all_blocks_freed(words_llm) as before:
     with pytest.raises(ValueError, match="320"):
-      words_llm.beam_search([tokens(5), tokens(5, 320)], BeamSearchParams(2, 3))
+      words_llm.beam_search([tokens([5]), tokens([5, 320])], BeamSearchParams(2, 3))
     assert words_llm.get_metrics() == before

@@ -4,13 +4,7 @@ import asyncio
 import contextlib
 import gc
 import json
-import os
-import random
-import subprocess
-import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from helpers.engines import ENGINE, check_invariants
@@ -144,15 +138,6 @@ def test_params_none_uses_the_defaults(llm):
   assert text and reason == "length" and len(ids) == ENGINE["max_model_len"] - len(llm.llm.tokenizer.encode("the cat"))
 
 
-def test_forty_concurrent_requests_equal_generate(llm):
-  rng = random.Random(0)
-  jobs = [(rng.choice(PROMPTS), SamplingParams(temperature=rng.choice([0.0, 1.0]), seed=i, n=1 + i % 2,
-                                               max_tokens=rng.randint(1, 16))) for i in range(40)]
-  expected_output = [expected(llm, *job) for job in jobs]
-  assert finish(gather(*(collect(llm, *job) for job in jobs))) == expected_output
-  assert len({str(x) for x in expected_output}) > 20, "outputs must differ"
-
-
 def test_first_output_arrives_before_later_tokens_are_sampled(llm):
   async def run():
     before, n, metrics = llm.llm.get_metrics()["generation_tokens"], 0, None
@@ -264,12 +249,6 @@ def test_step_makes_one_call_per_event_loop(llm, launches):
   assert finish(run()) <= len(launches) < 150, "one call per step, not per output (400)"
 
 
-def test_readers_in_several_event_loops_equal_generate(llm):
-  expected_output = [expected(llm, prompt, greedy(20)) for prompt in PROMPTS[:3]]
-  with ThreadPoolExecutor(3) as pool:
-    assert list(pool.map(lambda prompt: finish(collect(llm, prompt, greedy(20))), PROMPTS[:3])) == expected_output
-
-
 def test_engine_thread_ends_when_async_llm_is_deleted(llm):
   def threads(): return sum(thread.name == "tinyvllm-engine" for thread in threading.enumerate())
   before, another = threads(), AsyncLLM(max_num_seqs=1, max_num_batched_tokens=1)
@@ -277,25 +256,6 @@ def test_engine_thread_ends_when_async_llm_is_deleted(llm):
   del another
   gc.collect()
   wait_until(lambda: threads() == before, "the thread ends", 20)
-
-
-def test_breaking_out_of_stream_frees_blocks_within_one_step(llm, launches):
-  expected_output = expected(llm, "hello world, this", LONG)
-
-  async def run():
-    other = asyncio.create_task(collect(llm, "hello world, this", LONG, request_id="other"))
-    read = 0
-    async with paced(llm):
-      async for _ in llm.generate("the cat", LONG, request_id="aborted"):
-        if (read := read + 1) == 4: break
-      await until(lambda: "aborted" not in llm.llm.requests, "the request is aborted")
-      end = len(launches)
-      assert not other.done(), "the other request must still run"
-    assert await other == expected_output
-    return end
-  end = finish(run())
-  assert "aborted" in sum(launches[:end], []) and "aborted" not in sum(launches[end + 1:], [])
-  assert sum("aborted" in x for x in launches) < LONG.max_tokens
 
 
 def test_cancelling_the_task_frees_blocks_within_one_step(llm, launches):
@@ -396,18 +356,6 @@ def test_bad_request_raises_value_error_before_any_step(llm, launches, prompt, o
   assert not launches and not llm.llm.has_unfinished_requests()
 
 
-def test_bad_request_leaves_others_unchanged(llm):
-  expected_output = expected(llm, "the cat", LONG)
-
-  async def run():
-    good = asyncio.create_task(collect(llm, "the cat", LONG))
-    async with paced(llm):
-      await until(lambda: llm.llm.get_metrics()["num_requests_running"], "the request runs")
-      with pytest.raises(ValueError): await collect(llm, "")
-    return await good
-  assert finish(run()) == expected_output
-
-
 def test_blocked_upload_does_not_block_other_calls(llm, monkeypatch):
   """On METAL and QCOM an upload waits for the previous step: other threads can still make, add and abort requests, and
   read metrics."""
@@ -481,18 +429,3 @@ def test_bad_options_raise_value_error(options, message):
   with pytest.raises(ValueError, match=message): AsyncLLM(**options)
 
 
-@pytest.mark.slow
-def test_program_with_an_unfinished_request_exits():
-  program = """
-import asyncio
-from tinyvllm import SamplingParams
-from tinyvllm_extra.server import AsyncLLM
-from tinyvllm_extra.server.async_engine import StepError
-async def main():
-  async for output in AsyncLLM().generate("Hello", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)):
-    return print("Hello" + output.outputs[0].text)
-asyncio.run(main())
-"""
-  run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120,
-                       cwd=Path(__file__).parents[2], env={**os.environ})
-  assert run.returncode == 0 and run.stdout.startswith("Hello") and "Traceback" not in run.stderr, run.stderr

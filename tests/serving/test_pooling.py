@@ -5,8 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from helpers.engines import ENGINE, check_invariants, set_overlap
-from helpers.gguf_files import write_gguf
+from helpers.engines import ENGINE, check_invariants
 from helpers.models import load, tiny_model, write_safetensors
 from helpers.reference import reference_logits
 from helpers.requests import flags, tokens
@@ -110,24 +109,11 @@ def test_embeddings_do_not_depend_on_engine_options(folder, llm, options):
   close(vectors(LLM(folder, **{**ENGINE, **options}).embed(prompts)), vectors(llm.embed(prompts)))
 
 
-@pytest.mark.parametrize("overlaps", ["overlapped", "early"])
-def test_embeddings_do_not_depend_on_overlapped_steps(folder, llm, monkeypatch, overlaps):
-  engine = LLM(folder, **ENGINE)
-  set_overlap(monkeypatch, engine.runner, overlaps)
-  prompts = [tokens(ids_of_length(n, 60 + n)) for n in range(1, 30, 2)]
-  close(vectors(engine.embed(prompts)), vectors(llm.embed(prompts)))
-
-
 def test_cached_embedding_equals_computed_one(llm):
   prompt = tokens(ids_of_length(64, 40))
   first, second = (llm.embed(prompt)[0] for _ in range(2))
   assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 60)
   close(first.outputs.embedding, second.outputs.embedding)
-
-
-def test_batch_of_embeddings_equals_single_ones(llm):
-  prompts = [tokens(ids_of_length(n, 50 + n)) for n in range(1, 40, 3)]
-  close(vectors(llm.embed(prompts)), [llm.embed(x)[0].outputs.embedding for x in prompts])
 
 
 def test_text_ends_with_special_token_of_tokenizer(llm, hidden):
@@ -152,13 +138,6 @@ def test_runner_option_overrides_modules_json(folder, text_folder, llm):
     close(vectors(LLM(text_folder, **ENGINE, **options).embed(prompt)), vectors(llm.embed(prompt)))
   with pytest.raises(InputError, match="lm_head"): LLM(folder, **ENGINE, runner="generate")   # has no such tensor
   with pytest.raises(InputError, match="runner='x' must be one of auto, generate, pooling"): LLM(folder, runner="x")
-
-
-def test_gguf_embedding_equals_checkpoint_and_ends_with_eos(tmp_path, text_folder, llm):
-  path = write_gguf(tmp_path / "model.gguf", text_folder, specials=["ab"], add_eos=True)   # "ab" is the end token
-  engine = LLM(path, **ENGINE, runner="pooling")
-  assert engine.embed("ba")[0].prompt_token_ids == [1, 0, 2]
-  close(vectors(engine.embed(tokens(ids_of_length(9)))), vectors(llm.embed(tokens(ids_of_length(9)))))
 
 
 @pytest.mark.parametrize("change, message", [
@@ -221,23 +200,6 @@ def test_openai_client_gets_embeddings_as_base64_by_default(server, llm):
   assert result.usage.prompt_tokens == result.usage.total_tokens == count
   one = client.embeddings.create(model=result.model, input="x", encoding_format="float", dimensions=4).data[0].embedding
   close(one, unit(np.array(outputs[2].outputs.embedding)[:4]))
-
-
-@pytest.fixture
-def litellm(monkeypatch):
-  monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")   # else the import downloads a table of prices
-  import litellm
-  return litellm
-
-
-@pytest.mark.clients
-def test_litellm_embedding_equals_embed(server, llm, litellm):
-  name = server.get("/v1/models").json()["data"][0]["id"]
-  options = {"model": f"hosted_vllm/{name}", "api_base": f"{server.url}/v1", "api_key": "none"}
-  result = litellm.embedding(input=["the cat", "x"], **options)
-  close([x["embedding"] for x in result.data], vectors(llm.embed(["the cat", "x"])))
-  short = litellm.embedding(input="x", dimensions=4, encoding_format="base64", **options).data[0]["embedding"]
-  assert len(base64.b64decode(short)) == 4 * 4
 
 
 def test_embedding_formats_and_inputs_agree(server, llm):
@@ -308,16 +270,6 @@ def test_rerank_sorts_documents_by_score(reranker, text_folder, path):
     {k: x[k] for k in ("index", "relevance_score")} for x in body["results"][:2]]
   other = reranker.post(path, {**fields, "instruction": "find nothing"}).json()["results"]
   assert {x["relevance_score"] for x in other}.isdisjoint(x["relevance_score"] for x in body["results"])
-
-
-@pytest.mark.clients
-def test_litellm_rerank_equals_route(reranker, litellm):
-  name = reranker.get("/v1/models").json()["data"][0]["id"]
-  fields = {"query": QUERY, "documents": DOCUMENTS, "top_n": 3}
-  expected = reranker.post("/rerank", fields).json()["results"]
-  result = litellm.rerank(model=f"hosted_vllm/{name}", api_base=reranker.url, api_key="none", **fields)
-  assert [x["index"] for x in result.results] == [x["index"] for x in expected]
-  close([x["relevance_score"] for x in result.results], [x["relevance_score"] for x in expected])
 
 
 def test_score_route_equals_rerank(reranker):

@@ -80,19 +80,6 @@ def test_continuous_usage_stats_put_usage_into_each_chunk(server, path, body):
       assert usage == {"prompt_tokens": num_prompt, "completion_tokens": count, "total_tokens": num_prompt + count}
 
 
-def test_continuous_usage_stats_count_each_prompt_alone(server):
-  body = {**TEXT, "prompt": ["the cat", "the cat sat on the mat"], "stream_options": {"continuous_usage_stats": True}}
-  *parts, last = chunks(server, "/v1/completions", body)
-  by_choice = {part["choices"][0]["index"]: part["usage"]["prompt_tokens"] for part in parts}
-  assert by_choice[0] < by_choice[1] and sum(by_choice.values()) == last["usage"]["prompt_tokens"]
-
-
-@pytest.mark.parametrize("options", [{"include_usage": True}, {"include_usage": True, "continuous_usage_stats": False}])
-def test_usage_is_only_in_the_last_chunk_by_default(server, options):
-  *parts, last = chunks(server, "/v1/completions", {**TEXT, "stream_options": options})
-  assert {part["usage"] is None for part in parts} == {True} and last["usage"]["completion_tokens"] == 6
-
-
 def test_continuous_usage_stats_without_include_usage_have_no_effect(server):
   options = {"include_usage": False, "continuous_usage_stats": True}
   assert all("usage" not in part for part in chunks(server, "/v1/completions", {**TEXT, "stream_options": options}))
@@ -381,17 +368,6 @@ def test_chat_prompt_logprobs_are_on_the_response(server):
 # Formats
 
 PATTERN = r"[xy]{3}"
-
-
-@pytest.mark.parametrize("fields,pattern", [
-  ({"guided_regex": PATTERN}, PATTERN), ({"guided_choice": ["red", "blue"]}, "red|blue"),
-  ({"guided_grammar": 'root ::= "a" | "b"'}, "a|b"), ({"guided_json": {"enum": ["x", 5]}}, '"x"|5'),
-  ({"guided_json": json.dumps({"enum": ["x", 5]})}, '"x"|5')], ids=str)
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_guided_fields_constrain_the_output(server, path, fields, pattern):
-  body = {**(TALK if "chat" in path else TEXT), "ignore_eos": False, "max_tokens": 20, **fields}
-  choice = answer(server, path, body)["choices"][0]
-  assert re.fullmatch(pattern, choice.get("text") or choice["message"]["content"])
 
 
 def test_two_constraints_are_400_and_named(server):

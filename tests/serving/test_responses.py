@@ -6,14 +6,15 @@ import openai
 import pytest
 from helpers.agents import DATA, HERMES, WEATHER, named_events, num_tokens, start
 
-FAULT = """
 from tinyvllm.runner import Runner
-launch = Runner.launch
-def faulty(self, step):
-  if any(sequence.num_generated > 2 for sequence, *_ in step.rows): raise RuntimeError("boom")
-  return launch(self, step)
-Runner.launch = faulty
-"""
+
+def fail_third_step(patch):
+  launch = Runner.launch
+
+  def faulty(self, step):
+    if any(sequence.num_generated > 2 for sequence, *_ in step.rows): raise RuntimeError("boom")
+    return launch(self, step)
+  patch.setattr(Runner, "launch", faulty)
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +182,7 @@ def test_unknown_model_is_404(server):
 
 def test_failed_step_ends_streams_with_error_events(tmp_path):
   """Both protocols, with the same faulty server."""
-  with start(tmp_path, before=FAULT) as server:
+  with start(tmp_path, before=fail_third_step) as server:
     body = {"input": "hello", "max_output_tokens": 20}
     message = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
     with server.stream("/v1/responses", body) as response: events = named_events(response)

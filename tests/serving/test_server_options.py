@@ -1,6 +1,7 @@
 """vLLM's options of `tinyvllm serve`: several names and keys, a path prefix, a Unix domain socket, TLS; and its routes
 for load balancers."""
 import json
+import threading
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import httpx2 as httpx
 import pytest
+from tinyvllm.runner import Runner
 from helpers.models import tiny_model
 from helpers.servers import LocalServer, wait_until
 
@@ -16,17 +18,6 @@ from tinyvllm_extra.cli import main
 SMALL = ["--dtype", "float32", "--max-num-seqs", "2", "--max-num-batched-tokens", "2"]
 BODY = {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
 # Steps wait while the file HOLD exists
-HELD = """
-import os, time
-from tinyvllm.runner import Runner
-launch = Runner.launch
-def held(self, step):
-  while os.path.exists(os.environ["HOLD"]): time.sleep(0.01)
-  return launch(self, step)
-Runner.launch = held
-"""
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
   folder = tiny_model(tmp_path_factory.mktemp("options"), words=True, max_position_embeddings=32768)
@@ -80,15 +71,20 @@ def test_ping_and_head_need_no_key(server):
     assert (response.status_code, response.text) == (200, "" if method == "HEAD" else "{}")
 
 
-def test_load_is_the_number_of_unfinished_requests_and_needs_no_key(folder, tmp_path):
-  hold = tmp_path / "hold"
-  with LocalServer(folder, *SMALL, "--api-key", "key-1", before=HELD, environment={"HOLD": str(hold)}) as server:
+def test_load_is_the_number_of_unfinished_requests_and_needs_no_key(folder):
+  released = threading.Event()
+  released.set()
+
+  def hold_steps(patch):
+    launch = Runner.launch
+    patch.setattr(Runner, "launch", lambda self, step: (released.wait(60), launch(self, step))[1])
+  with LocalServer(folder, *SMALL, "--api-key", "key-1", before=hold_steps) as server:
     assert server.get("/load").json() == {"server_load": 0}
-    hold.touch()
+    released.clear()
     with ThreadPoolExecutor(1) as pool:
       answer = pool.submit(server.post, "/v1/completions", BODY, headers=bearer("key-1"))
       wait_until(lambda: server.get("/load").json() == {"server_load": 1}, "the request has started")
-      hold.unlink()
+      released.set()
       assert answer.result().status_code == 200
     wait_until(lambda: server.get("/load").json() == {"server_load": 0}, "the request has ended")
 

@@ -12,7 +12,6 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2 as httpx
-import jinja2
 import jsonschema
 import pytest
 from helpers.engines import ENGINE
@@ -83,12 +82,6 @@ def test_absent_or_empty_model_name_is_the_served_model(server, folder, path, na
   assert answer.status_code == 200 and answer.json()["model"] == folder.name, answer.text
 
 
-@pytest.mark.parametrize("path,body", [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})])
-def test_unknown_model_is_404_for_tokens_too(server, path, body):
-  error_of(server.post(path, {**body, "model": "other"}), 404)
-  assert server.post(path, {**body, "model": ""}).status_code == 200
-
-
 @both_routes
 @pytest.mark.parametrize("k", [None, 0, 1, 2])
 def test_prompt_logprobs_have_k_or_one_more_entries(create, path, k):
@@ -97,23 +90,6 @@ def test_prompt_logprobs_have_k_or_one_more_entries(create, path, k):
     first, *rows = owner.prompt_logprobs or [None]
     assert first is None and bool(rows) == (k is not None) and (owner.prompt_logprobs is None) == (k is None)
     assert all(max(k, 1) <= len(row) <= k + 1 for row in rows)
-
-
-@pytest.mark.parametrize("k", [0, 1])
-@pytest.mark.parametrize("prompt", ["hello, my name is", [0] * 5], ids=str)
-def test_echo_with_logprobs_has_rows_for_prompt_and_output(create, tokenizer, prompt, k):
-  choice = create(COMPLETIONS, prompt=prompt, echo=True, logprobs=k).choices[0]
-  assert choice.text.startswith(prompt if isinstance(prompt, str) else tokenizer.decode(prompt, False))
-  rows = choice.logprobs
-  length = 5 + len(tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
-  assert [*map(len, (rows.text_offset, rows.token_logprobs, rows.top_logprobs, rows.tokens))] == [length] * 4
-  assert rows.token_logprobs[0] is None and rows.top_logprobs[0] is None
-  assert all(max(k, 1) <= len(row) <= k + 1 for row in rows.top_logprobs[1:])
-
-
-def test_logprobs_of_constrained_output_are_finite(create):
-  choice = create(CHATS, {"structured_outputs": {"choice": ["no", "yes"]}}, logprobs=True, top_logprobs=5).choices[0]
-  assert all(item.logprob >= -9999 for row in choice.logprobs.content for item in [row, *row.top_logprobs])
 
 
 @pytest.mark.parametrize("echo", [False, True])
@@ -136,56 +112,6 @@ def test_last_chunk_with_finish_reason_has_text(create, path):
   chunks = [chunk.choices[0] for chunk in create(path, max_tokens=10, stream=True)]
   assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [choice.finish_reason]
   assert delta_of(chunks[-1]) and "".join(map(delta_of, chunks)) == text_of(choice)
-
-
-@both_routes
-def test_stream_of_n_samples_has_n_finish_reasons(create, path):
-  chunks = list(create(path, {"return_token_ids": True}, n=3, stream=True, temperature=1.0, seed=1))
-  for i in range(3):
-    choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == i]
-    assert sum(choice.finish_reason is not None for choice in choices) == 1
-    assert sum(len(getattr(choice, "token_ids", [])) for choice in choices) == 5
-
-
-@pytest.mark.parametrize("value", [True, False, None])
-@both_routes
-def test_return_token_ids_adds_ids_of_prompt_and_output(create, tokenizer, path, value):
-  fields = {"messages": user(EMOJI), "logprobs": True} if path == CHATS else {"prompt": EMOJI, "logprobs": 1}
-  answer = create(path, {"return_token_ids": value}, **fields)
-  choice = answer.choices[0]
-  prompt_ids = (answer if path == CHATS else choice).prompt_token_ids   # the attribute exists also without the field
-  prompt = f"user: {EMOJI}\nassistant: " if path == CHATS else EMOJI
-  assert prompt_ids == (tokenizer.encode(prompt, path != CHATS) if value else None)
-  assert len(choice.token_ids or []) == (5 if value else 0)
-  assert not value or tokenizer.decode([*prompt_ids, *choice.token_ids]) == prompt + text_of(choice)
-
-
-@both_routes
-def test_stream_has_prompt_token_ids_once_and_all_token_ids(create, path):
-  whole = create(path, {"return_token_ids": True}, max_tokens=12)
-  first, *chunks = create(path, {"return_token_ids": True}, max_tokens=12, stream=True)
-  def owner(answer): return answer if path == CHATS else answer.choices[0]
-  assert owner(first).prompt_token_ids == owner(whole).prompt_token_ids
-  assert not any("prompt_token_ids" in owner(chunk).model_dump() for chunk in chunks)
-  assert "prompt_logprobs" not in owner(first).model_dump(), "chunks have no null fields"
-  choices = [chunk.choices[0].model_dump() for chunk in (first, *chunks)]
-  assert [i for choice in choices for i in choice.get("token_ids") or []] == whole.choices[0].token_ids
-
-
-def test_tokens_as_token_ids_decode_to_echoed_text(create, tokenizer):
-  choice = create(COMPLETIONS, {"return_tokens_as_token_ids": True, "return_token_ids": True, "prompt_logprobs": 1},
-                  prompt=EMOJI, echo=True, logprobs=1, max_tokens=10).choices[0]
-  names = choice.logprobs.tokens
-  assert [next(iter(row)) for row in choice.logprobs.top_logprobs[1:]] == names[1:]
-  ids = [int(name.removeprefix("token_id:")) for name in names]
-  assert choice.text == tokenizer.decode(ids, True) and ids == choice.prompt_token_ids + choice.token_ids
-  assert len(choice.prompt_logprobs) == len(choice.prompt_token_ids)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_truncation_side_of_chat_keeps_last_or_first_tokens(create, side):
-  def ids(**extra): return create(CHATS, {"return_token_ids": True, **extra}).prompt_token_ids
-  assert ids(truncate_prompt_tokens=4, truncation_side=side) == (ids()[:4] if side == "right" else ids()[-4:])
 
 
 @pytest.mark.parametrize("messages,same", [
@@ -295,20 +221,6 @@ def test_include_reasoning_false_omits_reasoning_only(create, value, streamed):
   parts = [chunk.choices[0].delta for chunk in answer] if streamed else [answer.choices[0].message]
   assert "".join(part.content or "" for part in parts) == "yes"
   assert "".join(getattr(part, "reasoning", "") for part in parts) == ("" if value is False else "hm")
-
-
-@pytest.mark.parametrize("special", [False, True])
-@pytest.mark.parametrize("generation,continued", [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
-def test_tokenize_chat_equals_rendered_template(server, tokenizer, special, generation, continued, tools):
-  messages = [*user("hi there"), {"role": "assistant", "content": "nice to meet you"}, *user("can I ask?")]
-  if continued: messages.append({"role": "assistant", "content": "sure,"})
-  text = jinja2.Template(TEMPLATE).render(messages=messages, tools=tools, add_generation_prompt=generation)
-  ids = tokenizer.encode(text.removesuffix("\n") if continued else text, special)
-  body = {"messages": messages, "tools": tools, "add_special_tokens": special, "add_generation_prompt": generation,
-          "continue_final_message": continued}
-  assert server.post("/tokenize", body).json() == {"count": len(ids), "max_model_len": LENGTH, "tokens": ids,
-                                                   "token_strs": None}
 
 
 HISTOGRAMS = """iteration_tokens_total request_prompt_tokens request_generation_tokens request_params_n

@@ -11,7 +11,7 @@ from helpers.models import tiny_model
 from helpers.parameters import slow
 from helpers.servers import LocalServer
 from tinyvllm_extra.server.parsers import OutputFormat, find_format
-from tinyvllm_extra.server.tools import calls_schema, with_parsed_arguments
+from tinyvllm_extra.server.tools import calls_schema
 
 from tinyvllm import LLM
 
@@ -161,11 +161,6 @@ def test_tool_calls_in_output_are_parsed_rest_is_content(client, text, content, 
     assert client(**tools, **forced_output(text)).choices[0].message.content == text
 
 
-def test_stream_with_tools_delivers_plain_text_token_by_token(client):
-  chunks = [*client(tools=TOOLS, stream=True, **forced_output("the cat is <b"))]
-  assert len([chunk for chunk in chunks if chunk.choices[0].delta.content]) > 1
-
-
 def test_chat_template_receives_tools_calls_results_and_kwargs(server, folder):
   tokenizer = LLM(folder, **SMALL).tokenizer
   call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
@@ -198,15 +193,6 @@ def test_chat_template_receives_tools_calls_results_and_kwargs(server, folder):
 def test_invalid_tool_field_is_400_and_named(client, server, fields, message):
   answer = server.post("/v1/chat/completions", {**ASK, **fields})
   assert answer.status_code == 400 and message in answer.text, answer.text
-
-
-def test_output_without_tool_calls_is_unchanged():
-  assert calls_schema(TOOLS, "auto") is None and with_parsed_arguments(USER) is USER
-
-
-def test_chat_template_kwargs_may_have_any_other_name(server):
-  for name in ("self", "add_generation_prompt", "bos_token"):
-    assert server.post("/v1/chat/completions", {**ASK, "max_tokens": 1, "chat_template_kwargs": {name: "x"}}).is_success
 
 
 # Reasoning

@@ -64,15 +64,6 @@ def test_sample_frequencies_match_reference(draw, logits, options):
   assert chi_square_passes(ids, p / p.sum())
 
 
-def test_chi_square_wrong_probabilities_fails(draw):
-  assert not chi_square_passes(draw(PEAKED), reference_probabilities(PEAKED, 1.25))
-
-
-def test_noise_over_positions_matches_probabilities(draw):
-  p = reference_probabilities(PEAKED, 1.0)
-  for seed in range(3): assert chi_square_passes(draw(PEAKED, seed=seed, position=seed * 1000), p)
-
-
 def test_noise_of_adjacent_positions_is_independent(draw):
   """Pairs of ids at positions i and i + 1 of one seed fit the product of their probabilities."""
   logits = np.where(np.arange(V) < 4, PEAKED, -np.inf).astype(np.float32)
@@ -86,40 +77,10 @@ def test_top_p_keeps_token_that_crosses_p(draw):
     assert set(draw(logits, top_p=top_p)) == set(range(count)), top_p
 
 
-def test_top_p_applies_after_top_k(draw):
-  logits = np.log(np.array([0.3, 0.2, 0.1] + [0.4 / 21] * 21, np.float32))
-  assert set(draw(logits, top_k=2, top_p=0.55)) == {0}, "0.3 of the mass 0.5 that top_k keeps is 0.6"
-  assert set(draw(logits, top_p=0.55)) == {0, 1, 2}
-
-
 def test_ties_at_threshold_are_kept(draw):
   assert set(draw(TIED, top_k=2)) == {0, 1, 2, 3, 4, 5}
   assert set(draw(TIED, top_p=0.5)) == {0, 1, 2, 3, 4, 5}
   assert set(draw(np.zeros(V, np.float32), top_k=1)) == set(range(V))
-
-
-def test_one_allowed_token_equals_greedy(draw):
-  cold = {"temperature": 0.0}
-  for options in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, cold, {**cold, "top_k": 5}):
-    assert set(draw(PEAKED, **options)) == {PEAKED.argmax()}, options
-
-
-def test_only_unmasked_token_is_sampled(draw):
-  logits = np.full(V, -np.inf, np.float32)
-  logits[17] = -50.0
-  for options in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}): assert set(draw(logits, **options)) == {17}
-
-
-def test_banned_ids_are_never_sampled(draw):
-  banned = np.argsort(PEAKED)[::-1][:16]
-  keep = np.ones(V, bool)
-  keep[banned] = False
-  masked = np.where(keep, PEAKED, -np.inf)
-  assert set(draw(PEAKED, banned=banned, temperature=0.0)) == {masked.argmax()}
-  for options in ({}, {"top_k": 4}, {"top_p": 0.5}):
-    ids, mask = draw(PEAKED, banned=banned, **options), reference_sampling_mask(masked, 1.0, **options) & keep
-    p = np.where(mask, reference_probabilities(masked, 1.0), 0.0)
-    assert mask[ids].all() and chi_square_passes(ids, p / p.sum())
 
 
 def test_extreme_temperatures_are_valid(draw):
@@ -129,15 +90,6 @@ def test_extreme_temperatures_are_valid(draw):
   assert set(draw((PEAKED * 1000).astype(np.float32), temperature=1e-4)) == {PEAKED.argmax()}
 
 
-def test_rows_are_independent(draw):
-  """A row in a batch of mixed parameters equals the same row in a uniform batch."""
-  options = [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5, "temperature": 1.5}, {"min_p": 0.2}]
-  defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-  which = np.arange(ROWS) % len(options)
-  mixed = draw(PEAKED, **{k: np.array([o.get(k, d) for o in options])[which] for k, d in defaults.items()})
-  for i, o in enumerate(options): assert (mixed[which == i] == draw(PEAKED, **o)[which == i]).all()
-
-
 # The engine
 
 def params(i, **options):
@@ -145,57 +97,8 @@ def params(i, **options):
   return SamplingParams(**{**common, **options})
 
 
-def ids_of(outputs): return [o.outputs[0].token_ids for o in outputs]
-
-
-PROMPTS = [{"prompt_token_ids": [5 + i, 9, 200 - i][:1 + i % 3] * 2} for i in range(8)]
-
-
 @pytest.fixture(scope="module")
 def llm(folder): return LLM(folder, **SAMPLING_ENGINE)
-
-
-@pytest.fixture(scope="module")
-def alone(llm): return [ids_of(llm.generate(p, params(i)))[0] for i, p in enumerate(PROMPTS)]
-
-
-@pytest.mark.slow
-def test_seeded_text_in_batch_of_8_equals_single(llm, alone):
-  assert ids_of(llm.generate(PROMPTS, [params(i) for i in range(8)])) == alone
-
-
-@pytest.mark.slow
-def test_seeded_text_does_not_depend_on_arrival_order(llm, alone):
-  order = np.random.default_rng(1).permutation(8).tolist()
-  assert ids_of(llm.generate([PROMPTS[i] for i in order], [params(i) for i in order])) == [alone[i] for i in order]
-
-
-@pytest.mark.slow
-def test_seeded_text_after_preemption_is_equal(folder, alone):
-  small = LLM(folder, num_gpu_blocks_override=13, **SAMPLING_ENGINE)
-  assert ids_of(small.generate(PROMPTS, [params(i) for i in range(8)])) == alone
-  assert small.get_metrics()["num_preemptions"] > 0
-
-
-def test_greedy_and_random_requests_share_batch(llm, alone):
-  mixed = [params(i) if i % 2 else params(i, temperature=0.0) for i in range(8)]
-  greedy = ids_of(llm.generate(PROMPTS, params(0, temperature=0.0)))
-  assert ids_of(llm.generate(PROMPTS, mixed)) == [alone[i] if i % 2 else greedy[i] for i in range(8)]
-
-
-def test_different_seeds_differ(llm):
-  texts = ids_of(llm.generate([PROMPTS[0]] * 12, [params(i) for i in range(12)]))
-  assert len(set(map(tuple, texts))) == 12
-  words = ids_of(llm.generate([PROMPTS[0]] * 3, [params(0, seed=s) for s in (1, 1 + 2**32, -1)]))
-  assert len(set(map(tuple, words))) == 3, "all 64 bits of a seed matter"
-
-
-def test_requests_without_seed_depend_on_engine_seed(llm, folder):
-  def four(seed):
-    fresh = LLM(folder, seed=seed, **SAMPLING_ENGINE)
-    return ids_of(fresh.generate([{"prompt_token_ids": [5]}] * 4, params(0, seed=None)))
-  first = four(1)
-  assert len(set(map(tuple, first))) == 4 and four(1) == first and four(2) != first
 
 
 def test_first_token_frequencies_match_model_probabilities(llm, folder):
