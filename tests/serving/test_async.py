@@ -64,7 +64,7 @@ def fields_of(output):
   return [(c.text, c.token_ids, c.finish_reason, c.stop_reason, c.logprobs or []) for c in output.outputs]
 
 
-def expected(llm, prompt, params): return fields_of(llm.llm.generate(prompt, params, use_tqdm=False)[0])
+def expected_output(llm, prompt, params): return fields_of(llm.llm.generate(prompt, params, use_tqdm=False)[0])
 
 
 def finish(coroutine): return asyncio.run(asyncio.wait_for(coroutine, 60))
@@ -120,17 +120,17 @@ async def until(condition, what):
   {"temperature": 0.0, "max_tokens": 12, "stop": ["e"], "include_stop_str_in_output": True}], ids=str)
 def test_joined_outputs_equal_generate(llm, fields):
   params = SamplingParams(**fields)
-  assert finish(collect(llm, "the cat", params)) == expected(llm, "the cat", params)
+  assert finish(collect(llm, "the cat", params)) == expected_output(llm, "the cat", params)
 
 
 def test_prompt_may_be_text_ids_or_messages(llm):
   messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"},
               {"role": "user", "content": "the cat"}]
   for prompt in ("the cat", {"prompt": "the cat"}, {"prompt_token_ids": [1, 300, 301, 302]}):
-    assert finish(collect(llm, prompt, greedy())) == expected(llm, prompt, greedy())
+    assert finish(collect(llm, prompt, greedy())) == expected_output(llm, prompt, greedy())
   answer = fields_of(llm.llm.chat(messages, greedy())[0])
   assert finish(collect(llm, {"messages": messages}, greedy())) == answer
-  assert answer != expected(llm, "the cat", greedy())
+  assert answer != expected_output(llm, "the cat", greedy())
 
 
 def test_params_none_uses_the_defaults(llm):
@@ -158,7 +158,7 @@ def test_slow_reader_receives_all_output(llm):
     await until(lambda: not llm.llm.has_unfinished_requests(), "the request ends before it is read")
     return outputs + [o async for o in stream]
   outputs = finish(run())
-  (text, ids, reason, _, _), = expected(llm, "the cat", greedy(12))
+  (text, ids, reason, _, _), = expected_output(llm, "the cat", greedy(12))
   assert "".join(o.outputs[0].text for o in outputs) == text and outputs[-1].outputs[0].finish_reason == reason
   assert [i for o in outputs for i in o.outputs[0].token_ids] == ids
 
@@ -191,7 +191,7 @@ def test_abort_from_any_thread_finishes_stream_with_reason_abort(llm, from_other
     return outputs
   outputs = finish(run())
   assert outputs[-1].outputs[0].finish_reason == "abort" and outputs[-1].finished and len(outputs) < 100
-  assert expected(llm, "the cat", LONG)[0][0].startswith("".join(o.outputs[0].text for o in outputs))
+  assert expected_output(llm, "the cat", LONG)[0][0].startswith("".join(o.outputs[0].text for o in outputs))
 
 
 def test_closing_the_stream_aborts_request_and_frees_blocks(llm):
@@ -259,7 +259,7 @@ def test_engine_thread_ends_when_async_llm_is_deleted(llm):
 
 
 def test_cancelling_the_task_frees_blocks_within_one_step(llm, launches):
-  expected_output = expected(llm, "hello world, this", LONG)
+  expected_output = expected_output(llm, "hello world, this", LONG)
 
   async def run():
     other = asyncio.create_task(collect(llm, "hello world, this", LONG, request_id="other"))
@@ -310,8 +310,8 @@ def test_failed_step_fails_only_its_requests(llm, monkeypatch, error):
   assert len({*failed}) == 4, "four requests run at once"
   for i, result in enumerate(results):
     if str(i) in failed: assert type(result) is StepError and "boom" in str(result), repr(result)
-    else: assert result == expected(llm, PROMPTS[i], greedy(30))
-  assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later requests work"
+    else: assert result == expected_output(llm, PROMPTS[i], greedy(30))
+  assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected_output(llm, PROMPTS[0], greedy(30)), "later requests work"
 
 
 def test_stream_interval_gives_fewer_outputs_with_same_text(llm, monkeypatch):
@@ -319,7 +319,7 @@ def test_stream_interval_gives_fewer_outputs_with_same_text(llm, monkeypatch):
   async def run(): return [o.outputs[0] async for o in llm.generate(PROMPTS[0], greedy(13))]
   pieces = finish(run())
   assert len(pieces) <= 4, "at tokens 1, 5, 9 and 13, or later if the reader is late"
-  assert "".join(c.text for c in pieces) == expected(llm, PROMPTS[0], greedy(13))[0][0]
+  assert "".join(c.text for c in pieces) == expected_output(llm, PROMPTS[0], greedy(13))[0][0]
   for interval in (0, -1, 1.5, True):
     with pytest.raises(ValueError, match="stream_interval"): AsyncLLM(stream_interval=interval)
 
@@ -338,7 +338,7 @@ def test_failed_build_step_fails_only_its_requests(llm, monkeypatch):
     jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS[:2])]
     return await together(llm, *jobs, return_exceptions=True)
   assert all(type(result) is StepError and "boom" in str(result) for result in finish(run())) and len(failed) == 2
-  assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later requests work"
+  assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected_output(llm, PROMPTS[0], greedy(30)), "later requests work"
 
 
 @pytest.mark.parametrize("prompt,options,message", [
@@ -381,7 +381,7 @@ def test_blocked_upload_does_not_block_other_calls(llm, monkeypatch):
   with monkeypatch.context() as patched:
     patched.setattr(runner, "upload", blocked_upload)
     outputs = finish(main())
-  assert list(outputs) == [expected(llm, prompt, greedy(3)) for prompt in ("the cat", "the dog")]
+  assert list(outputs) == [expected_output(llm, prompt, greedy(3)) for prompt in ("the cat", "the dog")]
 
 
 def test_lower_priority_values_run_first(llm):
@@ -403,7 +403,7 @@ def test_lower_priority_values_run_first(llm):
 
 
 def test_inner_llm_call_from_other_thread_raises(llm, monkeypatch):
-  expected_output, launch = expected(llm, "the cat", LONG), llm.llm.runner.launch
+  expected_output, launch = expected_output(llm, "the cat", LONG), llm.llm.runner.launch
   inside, resume = threading.Event(), threading.Event()
 
   def slow(step):
@@ -415,7 +415,7 @@ def test_inner_llm_call_from_other_thread_raises(llm, monkeypatch):
   async def run():
     mine = asyncio.create_task(collect(llm, "the cat", LONG))
     await until(inside.is_set, "a step runs")
-    for call in (lambda: expected(llm, "one two three", LONG), llm.llm.step, lambda: llm.llm.abort_request("mine"),
+    for call in (lambda: expected_output(llm, "one two three", LONG), llm.llm.step, lambda: llm.llm.abort_request("mine"),
                 lambda: llm.llm.add_request("theirs", "the cat")):
       with pytest.raises(RuntimeError, match="AsyncLLM"): await asyncio.to_thread(call)
     resume.set()

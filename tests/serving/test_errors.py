@@ -1,16 +1,15 @@
 """An invalid request or option raises ValueError with field, value and limit. Other requests continue."""
-import math
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
 from helpers.engines import ENGINE, check_invariants
-from helpers.invalid_values import BAD_SAMPLING
+from helpers.invalid_values import BAD_SAMPLING, NAN
+from helpers.models import tiny_model
 from helpers.reference import reference_greedy
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import EngineConfig
 
-NAN, INF = math.nan, math.inf
 BAD_ENGINE = {
   "dtype": ["float8", "", 16, None], "kv_cache_dtype": ["fp16", "int4", "", 8, None, True],
   "max_model_len": [0, 1, -5, 1.5, "128", True],
@@ -126,6 +125,12 @@ BAD_REQUESTS = {
   "params as dict": ({"temperature": 0.0}, 0, "SamplingParams"), "priority under fcfs": (None, 3, "priority=3"),
   "str priority": (None, "high", "priority='high'"),
 }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A model without a chat template."""
+  return tiny_model(tmp_path_factory.mktemp("errors"))
 
 
 @pytest.fixture

@@ -367,8 +367,6 @@ def test_chat_prompt_logprobs_are_on_the_response(server):
 
 # Formats
 
-PATTERN = r"[xy]{3}"
-
 
 def test_two_constraints_are_400_and_named(server):
   error = refused(server, "/v1/completions", {**TEXT, "guided_regex": "a", "structured_outputs": {"regex": "a"}})

@@ -38,7 +38,8 @@ def certificate(tmp_path_factory):
 def server(folder):
   options = ["--served-model-name", "first", "second", "--api-key", "key-1", "key-2", "--root-path", "/llm"]
   template = ["--chat-template", "{{ messages[0].content }} {{ word }}"]
-  with LocalServer(folder, *SMALL, *options, *template, "--default-chat-template-kwargs.word", "sat") as server: yield server
+  template += ["--default-chat-template-kwargs.word", "sat"]
+  with LocalServer(folder, *SMALL, *options, *template) as server: yield server
 
 
 def bearer(key): return {"Authorization": f"Bearer {key}"}
@@ -118,7 +119,8 @@ def test_uds_server_answers_and_removes_its_socket(folder, tmp_path):
 
 
 def test_tls_server_answers_https(folder, certificate):
-  with LocalServer(folder, *SMALL, "--ssl-certfile", certificate[0], "--ssl-keyfile", certificate[1], ready=False) as server:
+  files = ["--ssl-certfile", certificate[0], "--ssl-keyfile", certificate[1]]
+  with LocalServer(folder, *SMALL, *files, ready=False) as server:
     assert server.url.startswith("https://")
     wait_until(server.healthy, "/health answers 200")
     assert server.post("/v1/completions", BODY).status_code == 200

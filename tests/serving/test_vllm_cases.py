@@ -30,7 +30,6 @@ TEMPLATE = """
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 ROUTES = {COMPLETIONS: {"prompt": "hello, my name is"}, CHATS: {"messages": [
   {"role": "system", "content": "you are kind"}, {"role": "user", "content": "what is 1+1?"}]}}
-EMOJI = "say hello \U0001f389\U0001f431"
 both_routes = pytest.mark.parametrize("path", ROUTES)
 whole_or_streamed = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 

@@ -1,0 +1,52 @@
+"""Models and servers of most files in this folder. A file may define its own under these names."""
+import json
+
+import pytest
+from helpers.models import tiny_model
+from helpers.protocol import CHAT, SMALL
+from helpers.requests import flags
+from helpers.servers import LocalServer, checked
+
+from tinyvllm import LLM
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+  """A model with a word tokenizer and a chat template that renders all messages."""
+  folder = tiny_model(tmp_path_factory.mktemp("served"), words=True)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+  return folder
+
+
+@pytest.fixture(scope="module")
+def long_folder(tmp_path_factory):
+  """Like `folder`, with a context length of 32768: requests can run for a minute."""
+  folder = tiny_model(tmp_path_factory.mktemp("long"), words=True, max_position_embeddings=32768)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+  return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+  """The reference: the server's model in this process."""
+  return LLM(folder, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def server(folder): yield from checked(LocalServer(folder, *flags(**SMALL)))
+
+
+@pytest.fixture(scope="module")
+def bundled_server(): yield from checked(LocalServer())
+
+
+@pytest.fixture(scope="module")
+def limited(long_folder):
+  """A server with an API key, a model name, one allowed origin and small limits: 1 running and 2 waiting requests."""
+  options = flags(dtype="float32", max_num_seqs=1, max_num_batched_tokens=4, scheduling_policy="priority", max_queue=2,
+                  api_key="secret", max_body_size=4096, allowed_origins="http://page.example", served_model_name="mine")
+  yield from checked(LocalServer(long_folder, *options))
+
+
+@pytest.fixture
+def client(server): return server.client()

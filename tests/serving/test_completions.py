@@ -1,0 +1,302 @@
+"""Completions and chats over HTTP, whole and streamed, equal LLM.generate with the same model, prompt and fields."""
+import dataclasses
+import json
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from helpers.protocol import ENDLESS, GREEDY, MESSAGES, expected_output, rows_of
+from helpers.servers import stream, wait_until
+
+from tinyvllm import SamplingParams
+
+
+# Completions
+
+@pytest.mark.parametrize("form", ["str", "[str]", "[int]", "[[int]]"])
+@pytest.mark.parametrize("n", [1, 3])
+def test_completions_of_every_prompt_form_equal_generate(client, folder, llm, form, n):
+  texts = ["the cat sat", "hello world"]
+  ids = [llm.tokenizer.encode(x) for x in texts]
+  prompt = {"str": texts[0], "[str]": texts, "[int]": ids[0], "[[int]]": ids}[form]
+  fields = {"seed": 7, "n": n, "max_tokens": 6}
+  answer = client.completions.create(model=folder.name, prompt=prompt, **fields)
+  outputs = [expected_output(llm, x, **fields) for x in (texts if form in ("[str]", "[[int]]") else texts[:1])]
+  assert [c.index for c in answer.choices] == [*range(n * len(outputs))]
+  assert [x[2:] for x in rows_of(answer.choices)] == [x[2:] for o in outputs for x in rows_of(o.outputs)]
+  assert len({c.text for c in answer.choices}) == n * len(outputs), "samples of a prompt must differ"
+  num_prompt_tokens = sum(len(o.prompt_token_ids) for o in outputs)
+  num_generated = sum(len(c.token_ids) for o in outputs for c in o.outputs)
+  usage = answer.usage
+  assert (usage.prompt_tokens, usage.completion_tokens) == (num_prompt_tokens, num_generated)
+  assert usage.total_tokens == num_prompt_tokens + num_generated
+  assert answer.id.startswith("cmpl-") and answer.object == "text_completion" and answer.model == folder.name
+  assert abs(answer.created - time.time()) < 600 and all(c.logprobs is None for c in answer.choices)
+
+
+def test_omitted_and_null_fields_use_sampling_params_defaults(server, llm):
+  answer = server.post("/v1/completions", {"prompt": "the cat", "seed": 1}).json()
+  output = expected_output(llm, "the cat", seed=1)
+  assert answer["choices"][0]["text"] == output.outputs[0].text and answer["choices"][0]["finish_reason"] == "length"
+  assert answer["usage"]["completion_tokens"] == len(output.outputs[0].token_ids)
+  nulls = {f.name: None for f in dataclasses.fields(SamplingParams)} | {
+    k: None for k in ("model", "stream", "stream_options", "priority", "user", "echo", "response_format")}
+  again = server.post("/v1/completions", {**nulls, "prompt": "the cat", "seed": 1}).json()
+  assert again["choices"] == answer["choices"]
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_echo_puts_the_prompt_before_the_text(client, server, folder, llm, ids):
+  prompt, output = "the cat sat", expected_output(llm, "the cat sat", **GREEDY).outputs[0]
+  body = {"prompt": llm.tokenizer.encode(prompt) if ids else prompt, "echo": True, **GREEDY}
+  text = ("<s>" if ids else "") + prompt + output.text   # as in vLLM, all ids of a prompt of ids are shown
+  answer = client.completions.create(model=folder.name, **body)
+  assert answer.choices[0].text == text and answer.usage.completion_tokens == 8
+  chunks = stream(server, "/v1/completions", body)
+  assert "".join(e["choices"][0]["text"] for e in chunks[:-1]) == text
+
+
+def test_stop_string_ends_text_and_is_stop_reason(client, folder, llm):
+  text = expected_output(llm, "the cat", temperature=0.0, max_tokens=20).outputs[0].text
+  stop = text[4:6]
+  for value in (stop, ["#", stop]):
+    choice = client.completions.create(model=folder.name, prompt="the cat", temperature=0, max_tokens=20,
+                                       stop=value).choices[0]
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == (text[:text.index(stop)], "stop", stop)
+
+
+def test_stop_token_id_ends_text_and_is_stop_reason(client, folder, llm):
+  token = expected_output(llm, "the cat", **GREEDY).outputs[0].token_ids[3]
+  body = {"stop_token_ids": [token]}
+  choice = client.completions.create(model=folder.name, prompt="the cat", temperature=0, max_tokens=8,
+                                     extra_body=body).choices[0]
+  assert choice.finish_reason == "stop" and choice.stop_reason == token
+  assert choice.text == expected_output(llm, "the cat", **GREEDY, **body).outputs[0].text
+
+
+# Chat
+
+def test_chat_equals_llm_chat(client, folder, llm):
+  output = llm.chat(MESSAGES, SamplingParams(**GREEDY, n=1))[0]
+  parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES]
+  for messages in (MESSAGES, parts):
+    answer = client.chat.completions.create(model=folder.name, messages=messages, temperature=0,
+                                            max_completion_tokens=8)
+    assert rows_of(answer.choices) == rows_of([output.outputs[0]])[:1] and answer.choices[0].message.role == "assistant"
+    assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion" and answer.model == folder.name
+    assert answer.usage.prompt_tokens == len(output.prompt_token_ids) and answer.usage.completion_tokens == 8
+    assert answer.choices[0].logprobs is None
+
+
+def test_chat_defaults_to_context_length_and_accepts_max_tokens(client, folder, llm):
+  message = [{"role": "user", "content": "hello"}]
+  answer = client.chat.completions.create(model=folder.name, messages=message, temperature=0)
+  assert answer.usage.total_tokens == 128 and answer.choices[0].finish_reason == "length"
+  assert client.chat.completions.create(model=folder.name, messages=message, max_tokens=3).usage.completion_tokens == 3
+
+
+# Streams
+
+def test_completion_stream_chunks_have_the_openai_format(server, folder, llm):
+  body = {"prompt": ["the cat", "hello"], "n": 2, "seed": 3, "max_tokens": 5, "stream_options": {"include_usage": True}}
+  *chunks, usage, last = stream(server, "/v1/completions", body)
+  outputs = [expected_output(llm, x, n=2, seed=3, max_tokens=5) for x in body["prompt"]]
+  choices = [c for o in outputs for c in o.outputs]
+  assert last == "[DONE]" and usage["choices"] == [] and usage["usage"]["completion_tokens"] == 20
+  assert usage["usage"]["prompt_tokens"] == sum(len(o.prompt_token_ids) for o in outputs)
+  assert usage["usage"]["total_tokens"] == usage["usage"]["prompt_tokens"] + 20
+  assert {(e["id"], e["object"], e["model"], e["created"]) for e in [*chunks, usage]} == {
+    (chunks[0]["id"], "text_completion", folder.name, chunks[0]["created"])} and chunks[0]["id"].startswith("cmpl-")
+  for e in chunks: assert len(e["choices"]) == 1 and e["usage"] is None
+  for i, c in enumerate(choices):
+    deltas = [e["choices"][0] for e in chunks if e["choices"][0]["index"] == i]
+    assert "".join(x["text"] for x in deltas) == c.text
+    assert len(deltas) <= len(c.token_ids), "at most one event per token"
+    assert [x["finish_reason"] for x in deltas] == [None] * (len(deltas) - 1) + ["length"]
+
+
+def test_chat_stream_starts_with_the_role(server, folder, llm):
+  output = llm.chat(MESSAGES, SamplingParams(seed=3, max_tokens=5, n=2))[0]
+  *chunks, last = stream(server, "/v1/chat/completions", {"messages": MESSAGES, "n": 2, "seed": 3, "max_tokens": 5})
+  assert last == "[DONE]"
+  assert {(e["id"], e["object"], e["model"]) for e in chunks} == {
+    (chunks[0]["id"], "chat.completion.chunk", folder.name)}
+  assert chunks[0]["id"].startswith("chatcmpl-")
+  for e in chunks: assert len(e["choices"]) == 1 and e.get("usage") is None
+  for i, c in enumerate(output.outputs):
+    first, *deltas = [e["choices"][0] for e in chunks if e["choices"][0]["index"] == i]
+    assert first["delta"] == {"role": "assistant", "content": ""} and first["finish_reason"] is None
+    assert all("role" not in x["delta"] or x["delta"]["role"] is None for x in deltas)
+    assert "".join(x["delta"].get("content") or "" for x in deltas) == c.text and len(deltas) <= len(c.token_ids)
+    assert [x["finish_reason"] for x in deltas] == [None] * (len(deltas) - 1) + ["length"]
+
+
+def test_stream_events_have_exact_bytes(server):
+  with server.stream("/v1/completions", {"prompt": "the cat", **GREEDY, "max_tokens": 2}) as response:
+    raw = response.read()
+  *parts, rest = raw.split(b"\n\n")
+  assert rest == b"" and parts[-1] == b"data: [DONE]" and b"\r" not in raw
+  for part in parts[:-1]: assert part.startswith(b"data: {") and b"\n" not in part and json.loads(part[6:])
+
+
+def test_openai_client_reads_completion_and_chat_streams(client, folder, llm):
+  usage = {"stream_options": {"include_usage": True}, "stream": True}
+  chunks = list(client.completions.create(model=folder.name, prompt="the cat", temperature=0, max_tokens=8, **usage))
+  output = expected_output(llm, "the cat", **GREEDY).outputs[0]
+  assert "".join(c.choices[0].text for c in chunks[:-1]) == output.text
+  assert chunks[-1].usage.completion_tokens == 8 and not chunks[-1].choices
+  chunks = list(client.chat.completions.create(model=folder.name, messages=MESSAGES, temperature=0, max_tokens=8,
+                                               **usage))
+  assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == llm.chat(
+    MESSAGES, SamplingParams(**GREEDY))[0].outputs[0].text
+  assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage.completion_tokens == 8
+
+
+def test_first_event_arrives_before_later_tokens_are_generated(limited, print_at_end):
+  client, times, before = limited.client(api_key="secret"), [], limited.metrics()["generation_tokens_total"]
+  fields = {**ENDLESS, "extra_body": {"ignore_eos": True}}
+  del fields["ignore_eos"]
+  with client.completions.create(model="mine", stream=True, **fields) as chunks:
+    for n, _ in enumerate(chunks):
+      times.append(time.perf_counter())
+      if n == 0: first = limited.metrics()
+      if n == 200: break
+    last = limited.metrics()
+  assert first["num_requests_running"] == 1 and first["generation_tokens_total"] - before < 30000
+  assert last["num_requests_running"] == 1 and last["generation_tokens_total"] > first["generation_tokens_total"]
+  gaps = sorted(1e3 * (b - a) for a, b in zip(times, times[1:], strict=False))
+  print_at_end(f"gaps between events: median {gaps[100]:.2f} ms, 99% {gaps[197]:.2f} ms, max {gaps[-1]:.2f} ms")
+  wait_until(lambda: limited.metrics()["num_requests_running"] == 0, "closing the stream aborts the request")
+
+
+def random_body(rng, llm):
+  """Return a path and a body with random fields."""
+  words = ["the", "cat", "sat", "on", "mat", "and", "dog", "ran", "to", "a", "red", "house"]
+  texts = [" ".join(rng.choices(words, k=rng.randint(1, 6))) for _ in range(2)]
+  body = {"seed": rng.randrange(2**31), "max_tokens": rng.randint(1, 16), "temperature": rng.choice([0, 0.7, 1.5])}
+  options = {"n": rng.randint(2, 3), "top_p": 0.8, "top_k": 5, "min_p": 0.05, "stop": rng.choices("aeths", k=2),
+             "include_stop_str_in_output": True, "ignore_eos": True, "stop_token_ids": [rng.randrange(259, 320)],
+             "skip_special_tokens": False, "logit_bias": {"198": 5, "172": 7, "233": 3}}   # bytes of letters
+  body |= {k: v for k, v in options.items() if rng.random() < 0.25}
+  if rng.random() < 0.4: return "/v1/chat/completions", body | {"messages": [{"role": "user", "content": texts[0]}]}
+  ids = [llm.tokenizer.encode(x) for x in texts]
+  if rng.random() < 0.2: body["echo"] = True
+  return rng.choice(["/v1/completions", "/generate"]), body | {"prompt": rng.choice([texts[0], texts, ids[0], ids])}
+
+
+def test_streams_of_100_random_concurrent_requests_equal_complete_responses(server, llm):
+  def both(seed):
+    path, body = random_body(random.Random(seed), llm)
+    whole, chunks = server.post(path, body).json(), stream(server, path, body)
+    assert chunks[-1] == "[DONE]", (body, chunks)
+    whole = {c["index"]: (c.get("text", c.get("message", {}).get("content")), c["finish_reason"], c["stop_reason"])
+             for c in whole["choices"]}
+    streamed = dict.fromkeys(whole, ("", None, None))
+    for e in chunks[:-1]:
+      c, = e["choices"]
+      text, reason, stop = streamed[c["index"]]
+      assert reason is None, "output after finish_reason"
+      text += c["text"] if "text" in c else c["delta"].get("content") or ""
+      streamed[c["index"]] = text, c["finish_reason"], c.get("stop_reason")
+    assert streamed == whole, (path, body)
+    return sorted(whole.items())
+  with ThreadPoolExecutor(32) as pool: answers = list(pool.map(both, range(100)))
+  texts = [text for answer in answers for _, (text, *_) in answer]
+  reasons = {c[1:] for answer in answers for _, c in answer}
+  assert len({*texts}) > 100 and len(reasons) > 5 and any("\xe9" in t for t in texts), "outputs must vary"
+
+
+# Log probabilities
+
+def check_logprobs(actual, expected_logprobs, k):
+  """Compare a completion's logprobs with LLM's: a list of {token id: Logprob} or None, one per token."""
+  assert set(actual) == {"tokens", "token_logprobs", "top_logprobs", "text_offset"}
+  assert len(actual["tokens"]) == len(actual["token_logprobs"]) == len(actual["top_logprobs"]) == len(expected_logprobs)
+  for token, own, best, options in zip(*(actual[x] for x in ("tokens", "token_logprobs", "top_logprobs")),
+                                       expected_logprobs, strict=True):
+    if options is None:
+      assert own is None and best is None
+      continue
+    sampled = next(iter(options.values()))
+    assert own == pytest.approx(sampled.logprob, abs=1e-4) and token.strip() == sampled.decoded_token.strip()
+    for text, logprob in best.items():   # two tokens may have the same text
+      assert logprob in [pytest.approx(x.logprob, abs=1e-4) for x in options.values()
+                         if x.decoded_token == text.strip()]
+    assert token in best and 1 <= len(best) <= k + 1 and len(best) >= len({x.decoded_token for x in options.values()})
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_completion_logprobs_equal_generate(server, llm, k, streamed):
+  fields = {"prompt": "the cat", "seed": 2, "max_tokens": 6, "logprobs": k, "temperature": 1.0}
+  output = expected_output(llm, **fields).outputs[0]
+  if streamed:
+    parts = [e["choices"][0]["logprobs"] for e in stream(server, "/v1/completions", fields)[:-1]]
+    logprobs = {key: [x for part in parts if part for x in part[key]] for key in parts[0]}
+  else: logprobs = server.post("/v1/completions", fields).json()["choices"][0]["logprobs"]
+  check_logprobs(logprobs, output.logprobs, k)
+  offsets = logprobs["text_offset"]
+  assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] < len(output.text)
+  for token, a, b in zip(logprobs["tokens"], offsets, [*offsets[1:], len(output.text)], strict=True):
+    assert output.text[a:b].strip() == token.strip(), "the offset must point to the token's text"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_echo_with_logprobs_includes_prompt_logprobs(server, llm, streamed):
+  fields = {"prompt": "the cat sat", "temperature": 0.0, "max_tokens": 4, "logprobs": 2}
+  output = expected_output(llm, **fields, prompt_logprobs=2)
+  if streamed:
+    parts = [e["choices"][0]["logprobs"] for e in stream(server, "/v1/completions", {**fields, "echo": True})[:-1]]
+    logprobs = {key: [x for part in parts if part for x in part[key]] for key in parts[0]}
+  else: logprobs = server.post("/v1/completions", {**fields, "echo": True}).json()["choices"][0]["logprobs"]
+  assert len(logprobs["tokens"]) == len(output.prompt_token_ids) + 4 and output.prompt_logprobs[0] is None
+  check_logprobs(logprobs, [*output.prompt_logprobs, *output.outputs[0].logprobs], 2)
+  assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_chat_logprobs_equal_llm_chat(client, folder, llm, k, streamed):
+  output = llm.chat(MESSAGES, SamplingParams(**GREEDY, logprobs=k))[0].outputs[0]
+  options = {"messages": MESSAGES, "temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": k}
+  if streamed:
+    chunks = client.chat.completions.create(model=folder.name, stream=True, **options)
+    content = [x for c in chunks if c.choices[0].logprobs for x in c.choices[0].logprobs.content]
+  else: content = client.chat.completions.create(model=folder.name, **options).choices[0].logprobs.content
+  assert len(content) == len(output.logprobs) == 8
+  for token, expected in zip(content, output.logprobs, strict=True):
+    sampled, *_ = best = list(expected.values())
+    assert token.token.strip() == sampled.decoded_token.strip()
+    assert token.logprob == pytest.approx(sampled.logprob, abs=1e-4)
+    assert bytes(token.bytes).decode() == token.token
+    assert [x.token.strip() for x in token.top_logprobs] == [x.decoded_token.strip() for x in best[:k]]
+    assert [x.logprob for x in token.top_logprobs] == pytest.approx([x.logprob for x in best[:k]], abs=1e-4)
+    assert all(bytes(x.bytes).decode() == x.token for x in token.top_logprobs)
+
+
+def test_chat_logprobs_include_sampled_token_outside_top_logprobs(server, llm):
+  fields = {"seed": 4, "max_tokens": 12, "temperature": 3.0}
+  output = llm.chat(MESSAGES, SamplingParams(**fields, logprobs=2))[0].outputs[0]
+  body = {"messages": MESSAGES, **fields, "logprobs": True, "top_logprobs": 2}
+  content = server.post("/v1/chat/completions", body).json()["choices"][0]["logprobs"]["content"]
+  assert any(next(iter(x.values())).rank > 2 for x in output.logprobs), "sampling must pick a token of lower rank"
+  for token, expected in zip(content, output.logprobs, strict=True):
+    sampled, best = next(iter(expected.values())), sorted(expected.values(), key=lambda x: -x.logprob)[:2]
+    assert token["logprob"] == pytest.approx(sampled.logprob, abs=1e-4)
+    assert [x["logprob"] for x in token["top_logprobs"]] == pytest.approx([x.logprob for x in best], abs=1e-4)
+
+
+# Usage
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_usage_counts_prefix_cache_hits(server, streamed):
+  prompt = f"one two three four five six {'seven' if streamed else 'eight'} nine"
+  body = {"prompt": prompt, "max_tokens": 2}
+
+  def usage():
+    if not streamed: return server.post("/v1/completions", body).json()["usage"]
+    return stream(server, "/v1/completions", {**body, "stream_options": {"include_usage": True}})[-2]["usage"]
+  first, second = usage(), usage()
+  assert second["prompt_tokens_details"]["cached_tokens"] == (second["prompt_tokens"] - 1) // 4 * 4 >= 8
+  assert first["prompt_tokens_details"]["cached_tokens"] < second["prompt_tokens_details"]["cached_tokens"]

@@ -1,0 +1,134 @@
+"""Limits of the server: API keys, sizes of headers and bodies, the queue, disconnects."""
+import contextlib
+import http.client
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx2 as httpx
+import openai
+import pytest
+from helpers.protocol import ENDLESS, KEY, MESSAGES, SMALL, running_request
+from helpers.requests import flags
+from helpers.servers import LocalServer, error_of, wait_until
+
+from tinyvllm_extra.cli import main
+
+
+def test_missing_or_wrong_api_key_is_401(limited):
+  for key in ("none", "secret2", "secre", "SECRET"):
+    with pytest.raises(openai.AuthenticationError) as e: limited.client(api_key=key).models.list()
+    assert e.value.status_code == e.value.body["code"] == 401 and e.value.type == "UnauthorizedError"
+  for headers in ({}, {"Authorization": "secret"}, {"Authorization": "Basic secret"}, {"Authorization": ""},
+                  {"Authorization": b"Bearer \xe9"}, {"Authorization": "Bearer"}, {"X-API-Key": "secret2"},
+                  {"X-API-Key": ""}, {"X-API-Key": "Bearer secret"}, {"X-API-Key": b"\xe9"}):
+    for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+      error_of(limited.post(path, {"prompt": "a"}, headers=headers), 401)
+    error_of(limited.get("/v1/models", headers=headers), 401)
+  for path in ("/", "/health", "/version", "/metrics", "/openapi.json"):
+    assert limited.get(path).status_code == 200
+  assert [x.id for x in limited.client(api_key="secret").models.list()] == ["mine"]
+  assert limited.client(api_key="secret").completions.create(model="mine", prompt="a", max_tokens=1).model == "mine"
+
+
+@pytest.mark.parametrize("headers", [{"Authorization": "bearer secret"}, {"Authorization": "BEARER secret"},
+                                     {"x-api-key": "secret"}, {"x-api-key": "secret", "Authorization": "Bearer other"}],
+                         ids=str)
+def test_api_key_in_any_accepted_header_is_200(limited, headers):
+  """Anthropic's clients send x-api-key."""
+  assert limited.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_api_key_with_non_ascii_characters_is_compared_as_utf8(folder, capsys):
+  key = "schl\xfcssel\u20ac"
+  with LocalServer(folder, *flags(**SMALL), "--api-key", key) as server:
+    for headers in ({"Authorization": f"Bearer {key}".encode()}, {"x-api-key": key.encode()}):
+      assert server.get("/v1/models", headers=headers).status_code == 200
+    for headers in ({"Authorization": b"Bearer schl\xfcssel"}, {"x-api-key": "schluessel"}):
+      error_of(server.get("/v1/models", headers=headers), 401)
+    assert main(["generate", "the cat", "--url", server.url, "--api-key", key, "--max-tokens", "2"]) == 0
+  assert capsys.readouterr().out.startswith("the cat")
+
+
+def test_headers_over_64_kib_are_431_and_close_the_connection(server):
+  for path, size in (("/v1/models", 70_000), ("/health", 2**18)):
+    response = server.get(path, headers={"X-Padding": "a" * size})
+    assert "65536" in error_of(response, 431)["message"] and response.headers["connection"] == "close"
+  error_of(server.get("/v1/models", headers={f"X-{i}": "a" * 1000 for i in range(70)}), 431)
+  assert server.get("/v1/models", headers={"X-Padding": "a" * 60_000}).status_code == 200
+
+
+def test_body_over_limit_is_413_with_or_without_content_length(limited):
+  body = json.dumps({"prompt": "the cat", "max_tokens": 1}).encode()
+  valid, too_large = body + b" " * (4096 - len(body)), body + b" " * (4097 - len(body))
+  headers = {**KEY, "Content-Type": "application/json"}
+
+  def pieces(x): yield from (x[i:i + 1000] for i in range(0, len(x), 1000))
+  for send in (bytes, pieces):   # with a Content-Length; in chunks
+    assert limited.post("/v1/completions", content=send(valid), headers=headers).status_code == 200
+    error_of(limited.post("/v1/completions", content=send(too_large), headers=headers), 413)
+  with pytest.raises(openai.APIStatusError) as e:
+    limited.client(api_key="secret").completions.create(model="mine", prompt="a" * 5000)
+  assert e.value.status_code == e.value.body["code"] == 413 and e.value.type == "RequestEntityTooLargeError"
+
+
+def test_endless_chunked_body_is_413_before_its_end(limited):
+  connection = http.client.HTTPConnection("127.0.0.1", limited.port, timeout=30)
+  connection.putrequest("POST", "/v1/completions")
+  for name, value in {**KEY, "Content-Type": "application/json", "Transfer-Encoding": "chunked"}.items():
+    connection.putheader(name, value)
+  connection.endheaders()
+  with contextlib.suppress(ConnectionError):   # the server may stop reading
+    for _ in range(64): connection.send(b"400\r\n" + b" " * 1024 + b"\r\n")
+  assert connection.getresponse().status == 413, "before the last chunk is sent"
+  connection.close()
+
+
+def test_request_beyond_max_queue_is_429_with_retry_after(limited):
+  client, body = limited.client(api_key="secret"), {"prompt": "the cat", "max_tokens": 3}
+  with ThreadPoolExecutor(2) as pool:
+    with running_request(limited):
+      waiting = [pool.submit(limited.post, "/v1/completions", body, headers=KEY) for _ in range(2)]
+      wait_until(lambda: limited.metrics()["num_requests_waiting"] == 2, "two wait")
+      for streamed in (False, True):
+        with pytest.raises(openai.RateLimitError) as e:
+          client.completions.create(model="mine", stream=streamed, **body)
+        assert e.value.body["code"] == e.value.status_code == 429 and e.value.type == "TooManyRequestsError"
+        assert int(e.value.response.headers["retry-after"]) >= 1
+      with pytest.raises(openai.RateLimitError):
+        client.chat.completions.create(model="mine", messages=MESSAGES)
+      assert not any(x.done() for x in waiting)
+    for x in waiting: assert x.result().json()["usage"]["completion_tokens"] == 3, "waiting requests must run"
+  assert client.completions.create(model="mine", **body).usage.completion_tokens == 3
+
+
+def test_prompt_list_longer_than_queue_is_429_and_runs_none(limited):
+  before = limited.metrics()["generation_tokens_total"]
+  error_of(limited.post("/v1/completions", {"prompt": ["the cat"] * 9, "max_tokens": 2}, headers=KEY), 429)
+  assert limited.metrics()["generation_tokens_total"] == before and not limited.metrics()["num_requests_waiting"]
+
+
+def test_queue_limit_counts_each_sample(limited):
+  def ask(n): return limited.post("/v1/completions", {"prompt": "the cat", "max_tokens": 2, "n": n}, headers=KEY)
+  assert len(ask(3).json()["choices"]) == 3, "one runs, two wait"
+  assert "n=4" in error_of(ask(4), 400)["message"], "more than the server's limits ever allow"
+  with ThreadPoolExecutor(1) as pool:
+    with running_request(limited):
+      error_of(ask(3), 429)
+      assert limited.metrics()["num_requests_waiting"] == 0
+      two = pool.submit(ask, 2)
+      wait_until(lambda: limited.metrics()["num_requests_waiting"], "both wait")
+      error_of(ask(1), 429)
+      assert not two.done()
+    assert len(two.result().json()["choices"]) == 2
+  with running_request(limited, n=3): error_of(ask(1), 429)
+  def num_unfinished(): return limited.metrics()["num_requests_running"] + limited.metrics()["num_requests_waiting"]
+  wait_until(lambda: not num_unfinished(), "closing the stream aborts all three")
+  assert len(ask(3).json()["choices"]) == 3, "aborted samples must not count"
+
+
+def test_client_disconnect_aborts_its_request(limited):
+  def num_aborted(): return limited.metrics()["request_success_total{finished_reason=abort}"]
+  before = num_aborted() if "request_success_total{finished_reason=abort}" in limited.metrics() else 0
+  with pytest.raises(httpx.ReadTimeout): limited.post("/v1/completions", ENDLESS, headers=KEY, timeout=1)
+  wait_until(lambda: limited.metrics()["num_requests_running"] == 0, "the request is aborted")
+  wait_until(lambda: num_aborted() == before + 1, "the abort is counted")
