@@ -66,15 +66,6 @@ def test_stop_string_ends_text_and_is_stop_reason(client, folder, llm):
     assert (choice.text, choice.finish_reason, choice.stop_reason) == (text[:text.index(stop)], "stop", stop)
 
 
-def test_stop_token_id_ends_text_and_is_stop_reason(client, folder, llm):
-  token = expected_output(llm, "the cat", **GREEDY).outputs[0].token_ids[3]
-  body = {"stop_token_ids": [token]}
-  choice = client.completions.create(model=folder.name, prompt="the cat", temperature=0, max_tokens=8,
-                                     extra_body=body).choices[0]
-  assert choice.finish_reason == "stop" and choice.stop_reason == token
-  assert choice.text == expected_output(llm, "the cat", **GREEDY, **body).outputs[0].text
-
-
 # Chat
 
 def test_chat_equals_llm_chat(client, folder, llm):
@@ -138,19 +129,6 @@ def test_stream_events_have_exact_bytes(server):
   *parts, rest = raw.split(b"\n\n")
   assert rest == b"" and parts[-1] == b"data: [DONE]" and b"\r" not in raw
   for part in parts[:-1]: assert part.startswith(b"data: {") and b"\n" not in part and json.loads(part[6:])
-
-
-def test_openai_client_reads_completion_and_chat_streams(client, folder, llm):
-  usage = {"stream_options": {"include_usage": True}, "stream": True}
-  chunks = list(client.completions.create(model=folder.name, prompt="the cat", temperature=0, max_tokens=8, **usage))
-  output = expected_output(llm, "the cat", **GREEDY).outputs[0]
-  assert "".join(c.choices[0].text for c in chunks[:-1]) == output.text
-  assert chunks[-1].usage.completion_tokens == 8 and not chunks[-1].choices
-  chunks = list(client.chat.completions.create(model=folder.name, messages=MESSAGES, temperature=0, max_tokens=8,
-                                               **usage))
-  assert "".join(c.choices[0].delta.content or "" for c in chunks[:-1]) == llm.chat(
-    MESSAGES, SamplingParams(**GREEDY))[0].outputs[0].text
-  assert chunks[0].choices[0].delta.role == "assistant" and chunks[-1].usage.completion_tokens == 8
 
 
 def test_first_event_arrives_before_later_tokens_are_generated(limited, print_at_end):

@@ -102,20 +102,6 @@ def test_embeddings_equal_normalized_reference_at_block_and_chunk_limits(llm, hi
   check_invariants(llm)
 
 
-@pytest.mark.parametrize("options", [{"max_num_batched_tokens": 6}, {"enable_prefix_caching": False},
-                                     {"cudagraph_capture_sizes": [1, 4, 16]}, {"num_gpu_blocks_override": 34}], ids=str)
-def test_embeddings_do_not_depend_on_engine_options(folder, llm, options):
-  prompts = [tokens(ids_of_length(n)) for n in (2, 9, 31, 60)] + [tokens(ids_of_length(n, n)) for n in range(1, 12)]
-  close(vectors(LLM(folder, **{**ENGINE, **options}).embed(prompts)), vectors(llm.embed(prompts)))
-
-
-def test_cached_embedding_equals_computed_one(llm):
-  prompt = tokens(ids_of_length(64, 40))
-  first, second = (llm.embed(prompt)[0] for _ in range(2))
-  assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 60)
-  close(first.outputs.embedding, second.outputs.embedding)
-
-
 def test_text_ends_with_special_token_of_tokenizer(llm, hidden):
   output, = llm.embed("the cat")
   ids = llm.get_tokenizer().encode("the cat", False) + [END]
@@ -215,12 +201,6 @@ def test_embedding_formats_and_inputs_agree(server, llm):
   close(unit(x), expected)
 
 
-def test_many_inputs_do_not_need_room_in_queue(server, llm):
-  texts = [f"text {i % 50} of {i}" for i in range(60)]   # the queue has room for 2 + max_num_seqs
-  data = server.post("/v1/embeddings", {"input": texts}).raise_for_status().json()["data"]
-  close([x["embedding"] for x in data], vectors(llm.embed(texts)))
-
-
 @pytest.mark.parametrize("fields, param, message", [
   ({"input": []}, "input", "input: its length, 0, must be between 1 and 2048"),
   ({"input": ["a"] * 2049}, "input", "input: its length, 2049, must be between 1 and 2048"),
@@ -291,19 +271,6 @@ def test_score_route_equals_rerank(reranker):
 def test_invalid_rerank_request_gets_400(reranker, path, fields, message):
   response = reranker.post(path, fields)
   assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
-
-
-def test_text_and_scores_run_in_one_batch(reranker):
-  prompt = {"prompt": "the cat", "temperature": 0, "max_tokens": 40, "ignore_eos": True, "logprobs": 2}
-  alone = reranker.post("/v1/completions", prompt).json()["choices"][0]["text"]
-  scores = reranker.post("/score", {"text_1": QUERY, "text_2": DOCUMENTS}).json()["data"]
-  with reranker.stream("/v1/completions", prompt) as response:
-    lines = response.iter_lines()
-    next(lines)
-    data = reranker.post("/score", {"text_1": QUERY, "text_2": DOCUMENTS}).json()["data"]
-    text = "".join(json.loads(x[6:])["choices"][0]["text"] for x in lines if x.startswith("data: {"))
-  assert alone.endswith(text) and len(text) > len(alone) // 2
-  close([x["score"] for x in data], [x["score"] for x in scores])
 
 
 def test_tokenizer_without_answers_cannot_rerank(tmp_path, text_folder):

@@ -129,12 +129,6 @@ def test_field_that_would_change_the_answer_is_400(server, path, fields):
   assert name in error["message"] and error["param"] == name
 
 
-def test_fields_of_the_other_route_are_400(server):
-  assert "prompt" in refused(server, "/v1/chat/completions", {**TALK, "prompt": "a"})["message"]
-  assert "messages" in refused(server, "/v1/completions", {**TEXT, "messages": MESSAGES})["message"]
-  assert "chat_template" in refused(server, "/v1/completions", {**TEXT, "chat_template": "x"})["message"]
-
-
 # Unknown fields
 
 def test_unknown_field_is_ignored_with_one_warning(server):
@@ -366,13 +360,6 @@ def test_chat_prompt_logprobs_are_on_the_response(server):
 
 
 # Formats
-
-
-def test_two_constraints_are_400_and_named(server):
-  error = refused(server, "/v1/completions", {**TEXT, "guided_regex": "a", "structured_outputs": {"regex": "a"}})
-  assert "guided_*" in error["message"] and "structured_outputs" in error["message"]
-  body = {**TEXT, "guided_regex": "a", "guided_choice": ["a"]}
-  assert "exactly one" in refused(server, "/v1/completions", body)["message"]
 
 
 ARRAY = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2}

@@ -230,11 +230,6 @@ def test_special_token_may_open_reasoning(thinking_client, thinking_server):
   assert message.content == "" and not hasattr(message, "reasoning_content")
 
 
-def test_structured_output_is_content_although_prompt_opens_reasoning(thinking_client):
-  body = {"structured_outputs": {"choice": ["yes"]}, "chat_template_kwargs": {"is_open": True}}
-  assert thinking_client(extra_body=body).choices[0].message.content == "yes"
-
-
 @pytest.mark.parametrize("streamed", [False, True])
 def test_template_without_tools_allows_forced_calls_only(thinking_client, streamed):
   fields = {"tools": TOOLS, "stream": streamed, "extra_body": {"chat_template_kwargs": {"is_open": True}}}
@@ -319,15 +314,6 @@ def merge_or_parse(answer, streamed):
   if streamed: return merge_chunks(answer)[:2]
   message = answer.choices[0].message
   return message.content or "", [(x.function.name, json.loads(x.function.arguments)) for x in message.tool_calls or []]
-
-
-@pytest.mark.parametrize("choice,message", [
-  ({"mode": "auto", "tools": [{"type": "function", "function": {"name": "other"}}]}, "other"),
-  ({"mode": "required", "tools": []}, "requires tools"), ({"mode": "maybe", "tools": []}, "tool_choice")])
-def test_invalid_allowed_tools_are_400(server, choice, message):
-  body = {**ASK, "tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": choice}}
-  answer = server.post("/v1/chat/completions", body)
-  assert answer.status_code == 400 and message in answer.text, answer.text
 
 
 @pytest.mark.parametrize("arguments,city", [("", ""), (None, ""), ({"city": "Ulm"}, "Ulm"), ('{"city": "Ulm', ""),
@@ -466,13 +452,3 @@ def test_format_is_that_of_chat_template(template, reasoning, tools):
   assert find_format(template) == find_format("", reasoning, tools)
 
 
-def test_parser_keeps_first_call_only_unless_parallel():
-  events = OutputFormat().parser(FUNCTIONS, parallel=False).feed(HERMES + HERMES + "x", True)
-  assert [kind for kind, _ in events] == ["call", "arguments", "content"]
-
-
-def test_prompt_that_opens_reasoning_starts_in_it():
-  output_format = find_format("</think>")
-  assert output_format.parser({}, "<|im_start|>assistant\n<think>\n").feed("a</think>b", True) == [
-    ("reasoning", "a"), ("content", "b")]
-  assert output_format.parser({}, "<think>\n\n</think>\n\n").feed("b", True) == [("content", "b")]

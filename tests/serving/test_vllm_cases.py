@@ -9,15 +9,13 @@ recreated with a tiny model. Cases that other test files have are not repeated."
 #   no [DONE] follows an error event; a max_tokens beyond the context is cut to fit.
 import json
 import re
-from concurrent.futures import ThreadPoolExecutor
 
-import httpx2 as httpx
 import jsonschema
 import pytest
 from helpers.engines import ENGINE
 from helpers.models import VOCAB, tiny_model
 from helpers.requests import flags
-from helpers.servers import LocalServer, error_of, wait_until
+from helpers.servers import LocalServer, error_of
 
 from tinyvllm import LLM
 
@@ -81,16 +79,6 @@ def test_absent_or_empty_model_name_is_the_served_model(server, folder, path, na
   assert answer.status_code == 200 and answer.json()["model"] == folder.name, answer.text
 
 
-@both_routes
-@pytest.mark.parametrize("k", [None, 0, 1, 2])
-def test_prompt_logprobs_have_k_or_one_more_entries(create, path, k):
-  answer = create(path, {"prompt_logprobs": k}, **({} if path == CHATS else {"prompt": ["a robot may", "my name is"]}))
-  for owner in [answer] if path == CHATS else answer.choices:   # the attribute exists also without the field
-    first, *rows = owner.prompt_logprobs or [None]
-    assert first is None and bool(rows) == (k is not None) and (owner.prompt_logprobs is None) == (k is None)
-    assert all(max(k, 1) <= len(row) <= k + 1 for row in rows)
-
-
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 3])
 def test_text_offsets_of_stream_equal_whole_response(create, size, echo):
@@ -103,14 +91,6 @@ def test_text_offsets_of_stream_equal_whole_response(create, size, echo):
   assert "".join(chunk.text for chunk in chunks) == whole.text and text in whole.text
   assert [x for chunk in chunks for x in chunk.logprobs.tokens] == whole.logprobs.tokens
   assert [x for chunk in chunks for x in chunk.logprobs.text_offset] == whole.logprobs.text_offset
-
-
-@both_routes
-def test_last_chunk_with_finish_reason_has_text(create, path):
-  choice = create(path, max_tokens=10).choices[0]
-  chunks = [chunk.choices[0] for chunk in create(path, max_tokens=10, stream=True)]
-  assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [choice.finish_reason]
-  assert delta_of(chunks[-1]) and "".join(map(delta_of, chunks)) == text_of(choice)
 
 
 @pytest.mark.parametrize("messages,same", [
@@ -187,23 +167,6 @@ TOOLS = [{"type": "function", "function": FUNCTION}]
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
-@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-@whole_or_streamed
-def test_arguments_validate_against_parameters_with_references(create, choice, streamed):
-  answer = create(CHATS, tools=TOOLS, tool_choice=choice, parallel_tool_calls=False, temperature=1.0, seed=2,
-                  max_tokens=300, stream=streamed)
-  parts = [chunk.choices[0].delta for chunk in answer] if streamed else [answer.choices[0].message]
-  calls = [call for part in parts for call in part.tool_calls or []]
-  jsonschema.validate(json.loads("".join(call.function.arguments for call in calls)), FUNCTION["parameters"])
-
-
-@pytest.mark.parametrize("fields", [
-  {"tool_choice": NAMED}, {"tools": TOOLS, "tool_choice": {}},
-  {"tools": TOOLS, "tool_choice": NAMED, "structured_outputs": {"json": PERSON}}], ids=lambda x: str(x)[-60:])
-def test_inconsistent_tool_choice_is_400(server, fields):
-  assert "tool_choice" in refused(server, CHATS, **fields)["message"]
-
-
 @pytest.mark.parametrize("choice,num_calls", [({}, 1), ({"tool_choice": None}, 1), ({"tool_choice": "auto"}, 1),
                                               ({"tool_choice": "none"}, 0)], ids=str)
 def test_null_tool_choice_means_auto_also_with_structured_outputs(create, choice, num_calls):
@@ -234,17 +197,6 @@ def test_every_metric_of_vllm_exists(create, server):
   names = {name.partition("{")[0] for name in server.metrics()}
   expected = [f"{name}_{suffix}" for name in HISTOGRAMS.split() for suffix in ("sum", "bucket", "count")]
   assert not {*expected, *OTHERS.split()} - names
-
-
-def test_many_requests_that_time_out_are_cancelled(create, server):
-  def ask(_):
-    body = {**ROUTES[CHATS], "max_tokens": 900, "min_tokens": 900}
-    with pytest.raises(httpx.ReadTimeout): server.post(CHATS, body, timeout=0.5)
-  before = server.metrics()["generation_tokens_total"]
-  with ThreadPoolExecutor(32) as pool: list(pool.map(ask, range(64)))
-  assert len(create(CHATS, timeout=10).choices) == 1
-  wait_until(lambda: server.metrics()["num_requests_waiting"] == server.metrics()["kv_cache_usage_perc"] == 0)
-  assert server.metrics()["generation_tokens_total"] - before < 64 * 900
 
 
 @pytest.fixture(scope="module")

@@ -132,12 +132,6 @@ def test_tokenizer_json_files_decide_bos(tmp_path, bpe):
   assert bpe_with(tmp_path, {**names, "add_bos_token": False}, bos).encode("the cat") == bpe.encode("the cat")
 
 
-def test_post_processor_with_end_token_adds_no_bos(tmp_path, bpe):
-  names = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
-  end = processors.TemplateProcessing(single="$A <|im_end|>", special_tokens=[("<|im_end|>", 2)])
-  assert bpe_with(tmp_path, names, end).encode("the cat")[:-1] == bpe.encode("the cat")
-
-
 def test_post_processor_adds_bos_without_tokenizer_config(tmp_path, bpe):
   bos = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
   assert bpe_with(tmp_path, {}, bos).encode("the cat") == [0, *bpe.encode("the cat")]
@@ -248,21 +242,7 @@ def test_stream_skip_special_tokens_decides_visibility(bpe):
   assert "".join(stream_pieces(bpe, ids, skip=False)) == "the cat<|im_end|> sat"
 
 
-def test_stream_many_special_tokens_keep_next_space(spm):
-  ids = [*spm.encode("the cat", False), *[2] * 30, *spm.encode("the mat", False)]
-  assert "".join(stream_pieces(spm, ids)) == spm.decode(ids)
-
-
 # Files
-
-def test_load_tokenizer_empty_folder_raises(tmp_path):
-  with pytest.raises(ValueError, match=f"{tmp_path}.*tokenizer.json.*tokenizer.model"): load_tokenizer(tmp_path)
-
-
-def test_gguf_unsupported_tokenizer_raises(tmp_path):
-  path = write_gguf(tmp_path / "a.gguf", tiny_model(tmp_path), tokenizer="bert")
-  with pytest.raises(ValueError, match="bert is not supported; supported: gpt2, llama"):
-    open_checkpoint(path).tokenizer()
 
 
 def test_added_plain_token_of_bpe_round_trip_is_equal(tmp_path):
