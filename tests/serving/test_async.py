@@ -233,7 +233,7 @@ def test_engine_thread_ends_when_async_llm_is_deleted(llm):
 
 
 def test_cancelling_the_task_frees_blocks_within_one_step(llm, launches):
-  expected = expected(llm, "hello world, this", LONG)
+  expected_output = expected(llm, "hello world, this", LONG)
 
   async def run():
     other = asyncio.create_task(collect(llm, "hello world, this", LONG, request_id="other"))
@@ -243,7 +243,7 @@ def test_cancelling_the_task_frees_blocks_within_one_step(llm, launches):
       mine.cancel()
       with pytest.raises(asyncio.CancelledError): await mine
     end = len(launches)
-    assert await other == expected
+    assert await other == expected_output
     return end
   end = finish(run())
   assert "aborted" not in sum(launches[end + 1:], []) and sum("other" in x for x in launches[end + 1:]) > 1
@@ -359,7 +359,7 @@ def test_blocked_upload_does_not_block_other_calls(llm, monkeypatch):
 
 
 def test_inner_llm_call_from_other_thread_raises(llm, monkeypatch):
-  expected, launch = expected(llm, "the cat", LONG), llm.llm.runner.launch
+  expected_output, launch = expected(llm, "the cat", LONG), llm.llm.runner.launch
   inside, resume = threading.Event(), threading.Event()
 
   def slow(step):
@@ -376,7 +376,7 @@ def test_inner_llm_call_from_other_thread_raises(llm, monkeypatch):
       with pytest.raises(RuntimeError, match="AsyncLLM"): await asyncio.to_thread(call)
     resume.set()
     return await mine
-  assert finish(run()) == expected
+  assert finish(run()) == expected_output
 
 
 @pytest.mark.parametrize("options,message", [({"max_sequences": 4}, "max_sequences"), ({"block_size": 0}, "block_size"),

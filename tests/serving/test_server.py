@@ -97,8 +97,8 @@ def cases(llm, prompt):
     "frequency_penalty": ({**plain, "frequency_penalty": -2.0}, plain),
     "logit_bias": ({**plain, "logit_bias": {"300": 5.5}}, plain),
     "allowed_token_ids": ({**plain, "allowed_token_ids": [300, 301, 302]}, plain),
-    "bad_words": next(({**plain, **x}, plain) for x in bad_words if expected_output(llm, prompt, **plain, **x).outputs[0].text
-                      != text),
+    "bad_words": next(({**plain, **x}, plain) for x in bad_words
+                      if expected_output(llm, prompt, **plain, **x).outputs[0].text != text),
     "structured_outputs": ({**plain, "structured_outputs": {"regex": "[xyz]{3}"}}, plain),
   }
 

@@ -65,7 +65,6 @@ def create(server, folder):
 
 def refused(server, path, **fields): return error_of(server.post(path, {**ROUTES[path], **fields}), 400)
 def text_of(choice): return choice.text if hasattr(choice, "text") else choice.message.content
-def delta_of(choice): return choice.text if hasattr(choice, "text") else choice.delta.content or ""
 def user(content, **fields): return [{"role": "user", "content": content, **fields}]
 def text_part(text): return {"type": "text", "text": text}
 def tool_result(content): return [*user("hello"), {"role": "assistant", "tool_calls": [
@@ -164,7 +163,6 @@ FUNCTION = {"name": "get_weather", "parameters": {
   "$defs": {"Options": {"title": "Options", "type": "object", "additionalProperties": False, "properties": {
     "forecast": {"type": "boolean", "default": False}, "language": {"enum": ["zh-CN", "en-US"]}}}}}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
-NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
 @pytest.mark.parametrize("choice,num_calls", [({}, 1), ({"tool_choice": None}, 1), ({"tool_choice": "auto"}, 1),
