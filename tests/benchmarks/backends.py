@@ -2,7 +2,7 @@
 
 python tests/benchmarks/backends.py CPU CL WEBGPU [--model DIR] [--write tests/README.md]
 
-For each backend, runs `pytest -m backend` and then speed.py in a new process with DEV=backend. The results replace the
+For each backend, runs tests/kernels/test_backend.py and then speed.py in a new process with DEV=backend. The results replace the
 backend's record in backends.json, and the table of all records is printed. The exit status is 1 if a backend is not
 available, a test fails, or a run prints no results. Without backends, only the table is printed."""
 import argparse
@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 ROOT, RECORDS = HERE.parents[1], HERE / "backends.json"
 KNOWN = ["CPU", "CUDA", "METAL", "AMD", "CL", "WEBGPU"]   # order of the rows; other backends follow
 EXPECTED = ["METAL", "AMD"]   # backends with a row even without a record
-HEADER = ["`DEV=`", "device", "tests of `-m backend`", "decode, one stream", "model", "tinygrad, date"]
+HEADER = ["`DEV=`", "device", "tests", "decode, one stream", "model", "tinygrad, date"]
 BEGIN = "<!-- backends: written by tests/benchmarks/backends.py --write tests/README.md -->"
 END = "<!-- end of backends -->"
 
@@ -97,7 +97,7 @@ def measure(backend: str, model: str | None) -> dict:
   print(f"\n== {backend}", flush=True)
   match = re.search(r"^device: (.+)$", run(backend, __file__, "--name-device"), re.MULTILINE)
   if not match: raise ValueError("does not open here")
-  passed, failed, seconds = read_tests(run(backend, "-m", "pytest", "-m", "backend"))
+  passed, failed, seconds = read_tests(run(backend, "-m", "pytest", "tests/kernels/test_backend.py"))
   options = ["--model", model] if model else []
   speed = read_speed(run(backend, str(HERE / "speed.py"), "--decode-only", *options))
   return {"backend": backend, "device": match[1], "tinygrad": version("tinygrad"), "passed": passed, "failed": failed,
@@ -116,11 +116,11 @@ def render(records: list[dict]) -> str:
 
 def cells(record: dict | None) -> list[str]:
   if not record: return ["", "not tried", "", "", ""]
-  if "runs" in record:   # emulated: tests/amd.py
+  if "runs" in record:   # emulated: tests/kernels/amd.py
     runs = [f"{x['device']} with {x['compiler']} {counts(x)}" for x in record["runs"]]
     last = max(x["date"] for x in record["runs"])
     return ["none", f"emulated, not run on a card: {'; '.join(runs)}", "", "", f"{record['tinygrad']}, {last}"]
-  if "status" in record:   # checked without the device: tests/metal.py
+  if "status" in record:   # checked without the device: tests/kernels/metal.py
     largest = (f"{record['threadgroup_memory']:,} bytes of threadgroup memory, {record['buffers']} buffers, "
                f"{record['threads']} threads")
     return ["none", f"{record['status']}, not run: {record['kernels']} kernels, at most {largest}", "", "",

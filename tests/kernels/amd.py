@@ -2,7 +2,7 @@
 with HIP C. The emulator executes each instruction of the compiled kernels. It shows that results are correct, but
 nothing about speed, memory limits or drivers. It is in tinygrad's repository, not in the installed package.
 
-TINYGRAD_REPO=CHECKOUT python tests/amd.py [VARIANT ...] [-n PROCESSES] [-k TESTS] [--record]
+TINYGRAD_REPO=CHECKOUT python tests/kernels/amd.py [VARIANT ...] [-n PROCESSES] [-k TESTS] [--record]
 
 Needs Debian's libllvm19 (LLVM) or clang-19 (HIP C). This file is also their pytest plugin."""
 import argparse
@@ -82,7 +82,7 @@ def environment(variant: Variant, folder: Path) -> dict[str, str]:
     (bin / "hipcc").write_text(HIPCC.format(unaligned=UNALIGNED))
     (bin / "hipcc").chmod(0o755)
     path = f"{bin}{os.pathsep}{path}"
-  python_path = os.pathsep.join([*(str(ROOT / name) for name in ("", "tests", "examples")),
+  python_path = os.pathsep.join([*(str(ROOT / name) for name in ("", "tests", "tests/kernels", "examples")),
                                  *filter(None, [os.environ.get("PYTHONPATH")])])
   return {**os.environ, "DEV": variant.target, "PATH": path, "PYTHONPATH": python_path,
           "CACHEDB": str(folder / "cache.db"),   # not the user's kernel cache: these kernels differ from a card's
@@ -91,7 +91,7 @@ def environment(variant: Variant, folder: Path) -> dict[str, str]:
 
 def command(processes: int, tests: str) -> list[str]:
   """Return Python's arguments for a run. tests: pytest's -k, or "" for all."""
-  return ["-m", "pytest", "-p", "amd", "tests/test_backend.py", "-m", "backend",
+  return ["-m", "pytest", "-p", "amd", "tests/kernels/test_backend.py",
           "-n", str(processes), "--dist", "worksteal", "-o", "timeout=7200", "-o", "faulthandler_timeout=0",
           *(["-k", tests] if tests else [])]
 
@@ -175,5 +175,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-  sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "examples")]
+  sys.path[:0] = [str(ROOT / name) for name in ("", "tests", "tests/kernels", "examples")]
   sys.exit(main())

@@ -1,7 +1,7 @@
 """Render the engine's kernels for Metal on any machine, check Metal's limits, and parse each kernel with clang. Nothing
 runs: a stand-in replaces tinygrad's Metal device, whose buffers hold no data and whose kernels compute nothing.
 
-python tests/metal.py [--kernels FOLDER] [--record]"""
+python tests/kernels/metal.py [--kernels FOLDER] [--record]"""
 import argparse
 import json
 import math

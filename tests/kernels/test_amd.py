@@ -49,7 +49,7 @@ def test_environment_selects_emulated_device_and_compiler(repository, tmp_path, 
 
 
 def test_command_runs_all_backend_tests_unless_some_are_named():
-  assert " ".join(amd.command(16, "")).startswith("-m pytest -p amd tests/test_backend.py -m backend -n 16")
+  assert " ".join(amd.command(16, "")).startswith("-m pytest -p amd tests/kernels/test_backend.py -n 16")
   assert "-k" not in amd.command(16, "") and amd.command(2, "greedy")[-2:] == ["-k", "greedy"]
 
 

@@ -31,7 +31,6 @@ from tinyvllm_extra import graphs
 from tinyvllm_extra.kernels import make_backend
 from tinyvllm_extra.kernels.drivers import is_opencl_cpu
 
-pytestmark = pytest.mark.backend
 ROOT = Path(__file__).parents[2]
 BS, BUDGET, BLOCKS = 4, 8, 16   # block size, token budget of a step, blocks in the pool
 ENGINE = {"max_model_len": BS * BLOCKS, "block_size": BS, "max_num_seqs": BUDGET, "max_num_batched_tokens": BUDGET}

@@ -10,7 +10,6 @@ from benchmarks import backends
 from metal import LIMITS, Kernel, make_kernel, parse, summary, violations
 
 SCRIPT = Path(__file__).with_name("metal.py")
-pytestmark = pytest.mark.metal
 
 
 @pytest.fixture(scope="module")
