@@ -1,6 +1,5 @@
 """int8 and int4 weights: pre-quantized formats, quantization while loading, and the kernels. The reference is the same
 model in float32, its matrices dequantized here by the formula of the format."""
-import json
 import sys
 from pathlib import Path
 
@@ -8,60 +7,64 @@ import numpy as np
 import pytest
 from helpers.engines import ENGINE
 from helpers.gguf_files import write_gguf
-from helpers.models import random_weights, read_safetensors, tiny_config, tiny_model, write_safetensors
-from helpers.parameters import mark_slow_except, slow
-from helpers.quantized_models import (AWQ, AWQ_ORDER, FORMATS, GPTQ, PROJECTIONS, SIZES, awq, compressed, gptq,
-                                      gptq_v2, int_quantized, int_quantized_with_zeros, matrix, pack_quantized,
-                                      pack_quantized_with_g_idx, pack_quantized_with_offsets, quantized_model,
-                                      random_quantized_matrix, words)
+from helpers.models import load, random_weights, tiny_config, tiny_model, write_safetensors
+from helpers.parameters import slow
+from helpers.quantized_models import (AWQ, FORMATS, GPTQ, Matrices, SIZES, check_matrices, compressed, is_projection,
+                                      quantized_model)
 from helpers.reference import random_numbers, reference_greedy
+from helpers.requests import greedy, tokens
 from safetensors.numpy import load_file, save_file
 from tinygrad import Device, Tensor, dtypes
 
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import LLM, InputError
 from tinyvllm.backend import Backend, Devices
 from tinyvllm.config import ModelConfig
 from tinyvllm.llama import Llama
 from tinyvllm_extra import kernels, parallel
 from tinyvllm_extra.kernels.matmul import (GateUp, Linear, reorder, pack_numbers, prepare_scales, scales_shape,
                                            stored_shape)
-from tinyvllm_extra.quantization import Quantized, dequantize, describe, quantize
+from tinyvllm_extra.quantization import (COMPRESSED, E4M3, Quantized, dequantize, describe, find_layouts, quantize,
+                                         read_matrix, split, stack)
 from tinyvllm_extra.weights import open_checkpoint
 
-PARAMS = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPT = [5, 17, 99, 250, 31]
 
 
 def generate(folder: Path, **options) -> tuple[list[int], list[float]]:
-  params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
-  output = LLM(folder, **ENGINE, **options).generate({"prompt_token_ids": PROMPT}, params)[0].outputs[0]
+  params = greedy(8, logprobs=0)
+  output = LLM(folder, **ENGINE, **options).generate(tokens(PROMPT), params)[0].outputs[0]
   return output.token_ids, [x[i].logprob for i, x in zip(output.token_ids, output.logprobs, strict=True)]
 
 
-QUICK = "awq", "gptq, act-order", "compressed-tensors, zero points", "compressed-tensors, int8, zero points"
+@pytest.mark.parametrize("name", FORMATS)
+def test_format_weights_equal_dequantized_model(tmp_path, name):
+  """The tolerance allows for rounding to float16."""
+  quantized, plain = quantized_model(tmp_path, name)
+  check_matrices(quantized, load(plain)[1])
 
 
-@pytest.mark.parametrize("name", mark_slow_except(QUICK, FORMATS))
+@pytest.mark.parametrize("name", ["awq", "gptq, act-order", "compressed-tensors, zero points",
+                                  "compressed-tensors, int8, zero points"])
 def test_format_outputs_equal_dequantized_model(tmp_path, name):
+  """Greedy ids and log probabilities. The core's backend loads the dequantized weights."""
   quantized, plain = quantized_model(tmp_path, name)
   ids, logprobs = generate(quantized)
   expected_ids, expected = generate(plain)
   assert ids == expected_ids == reference_greedy(plain, PROMPT, 8)
   np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+  checkpoint = open_checkpoint(quantized)
+  model = Llama(ModelConfig.from_hf(checkpoint.hf_config, quantized), dtypes.float32, Backend(), Devices())
+  checkpoint.load(model)
+  weight = load(plain)[1]["model.layers.1.mlp.down_proj.weight"]
+  np.testing.assert_allclose(model.layers[1].down_proj.weight.numpy(), weight, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq, act-order", "compressed-tensors, zero points"])
-def test_core_backend_loads_prequantized_formats_dequantized(tmp_path, name):
-  """The tolerance allows for rounding to float16."""
-  quantized, plain = quantized_model(tmp_path, name)
-  models = []
-  for folder in (quantized, plain):
-    checkpoint = open_checkpoint(folder)
-    config = ModelConfig.from_hf(checkpoint.hf_config, folder)
-    models.append(Llama(config, dtypes.float32, Backend(), Devices()))
-    checkpoint.load(models[-1])
-  for module, expected in zip(*[model.modules() for model in models], strict=True):
-    np.testing.assert_allclose(module.weight.numpy(), expected.weight.numpy(), rtol=1e-3, atol=1e-6)
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_gptq_few_bits_become_int4(tmp_path, bits):
+  """int4 holds 2 and 3 bits exactly and has a kernel."""
+  folder, _ = quantized_model(tmp_path, f"gptq, {bits} bits" if bits < 4 else "gptq")
+  matrix, = Matrices(folder).shards(0, {KEY[:-1]: 64}, 96)
+  assert matrix.q.dtype == np.uint8 and matrix.q.max() == 2**bits - 1
 
 
 def test_mixed_formats_in_one_model_equal_dequantized_model(tmp_path):
@@ -87,7 +90,7 @@ def test_quantize_while_loading_equals_dequantized_weights(tmp_path, bits, inter
   folder = tiny_model(tmp_path / "float", **sizes)
   weights = random_weights(tiny_config(**sizes), 0)
   for key, w in weights.items():
-    if key.endswith(tuple(f"{x}.weight" for x in PROJECTIONS)):
+    if is_projection(key):
       quantized = quantize(w, bits if w.shape[1] % 8 == 0 else 8)
       scale = quantized.scale[..., None].astype(np.float32)   # (outputs, groups, 1)
       offset = 0 if quantized.offset is None else quantized.offset[..., None].astype(np.float32)
@@ -98,37 +101,12 @@ def test_quantize_while_loading_equals_dequantized_weights(tmp_path, bits, inter
   assert generate(folder, quantization=f"int{bits}")[0] == reference_greedy(tmp_path / "dequantized", PROMPT, 8)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_quantize_bfloat16_weights_equals_float32(tmp_path, bits):
-  folder = tiny_model(tmp_path / "bfloat16", dtype="bfloat16", **SIZES)
-  tiny_model(tmp_path / "float32", **SIZES)
-  write_safetensors(tmp_path / "float32" / "model.safetensors", read_safetensors(folder / "model.safetensors"))
-  assert generate(folder, quantization=f"int{bits}") == generate(tmp_path / "float32", quantization=f"int{bits}")
-
-
-def test_bfloat16_scales_equal_dequantized_model(tmp_path):
+def test_bfloat16_scales_equal_dequantized_model():
   """Many compressed-tensors models have scales in bfloat16."""
-  quantized, plain = quantized_model(tmp_path, "compressed-tensors")
-  tensors = load_file(quantized / "model.safetensors")
-  bits = {key: (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16) for key, x in tensors.items()
-          if key.endswith("weight_scale")}
-  weights = load_file(plain / "model.safetensors")
-  for key, x in bits.items():
-    name = key.removesuffix("_scale")
-    rounded = (x.astype(np.uint32) << 16).view(np.float32)
-    q = weights[name].reshape(*rounded.shape, -1) / tensors[key].astype(np.float32)[..., None]
-    weights[name] = (np.rint(q) * rounded[..., None]).reshape(weights[name].shape)
-  write_safetensors(plain / "model.safetensors", weights)
-  header, offset, data = {}, 0, []
-  for key, x in {**tensors, **bits}.items():
-    kind = {"uint16": "BF16", "int32": "I32", "int64": "I64", "float32": "F32"}[x.dtype.name]
-    header[key] = {"dtype": kind, "shape": list(x.shape), "data_offsets": [offset, offset + x.nbytes]}
-    offset += x.nbytes
-    data.append(x.tobytes())
-  text = json.dumps(header).encode()
-  text += b" " * (-len(text) % 8)
-  (quantized / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"".join(data))
-  assert generate(quantized)[0] == generate(plain)[0] == reference_greedy(plain, PROMPT, 8)
+  q, scale = np.arange(16, dtype=np.int8).reshape(2, 8), np.array([[0x3f80], [0x4020]], np.uint16)   # 1.0, 2.5
+  tensors = {"x.weight": q, "x.weight_scale": scale}
+  w = read_matrix("x", q.shape, COMPRESSED, tensors, lambda name, *shape: tensors[name].reshape(shape))
+  np.testing.assert_array_equal(dequantize(w, np.float32), q * np.array([[1.0], [2.5]]))
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -155,6 +133,22 @@ def test_quantize_int4_error_is_below_min_max_scaling():
 def test_quantize_constant_tiny_and_huge_groups_stay_accurate(w, bits):
   dequantized = dequantize(quantize(w.astype(np.float32), bits)).astype(np.float32)
   np.testing.assert_allclose(dequantized, w, atol=max(1e-6, np.abs(w).max() / (12 if bits == 4 else 250)))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_e4m3_stack_and_split_equal_dequantized_matrices(groups):
+  rng = np.random.default_rng(0)
+  matrices = [Quantized(rng.integers(0, 127, (outputs, 512), np.uint8).view(E4M3),
+                        rng.random((outputs, groups)).astype(np.float32) / 100, None, np.arange(512))
+              for outputs in (64, 32)]
+  whole = stack(matrices)
+  expected = np.concatenate([dequantize(w) for w in matrices])
+  assert whole.q.dtype == E4M3
+  np.testing.assert_array_equal(dequantize(whole), expected)
+  for axis in range(2):
+    shards = split(whole, 2, axis)
+    assert all(isinstance(w, Quantized) and w.q.dtype == E4M3 for w in shards)
+    np.testing.assert_array_equal(np.concatenate([dequantize(w) for w in shards], axis), expected)
 
 
 def swiglu(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
@@ -219,21 +213,17 @@ def test_gate_and_up_weights_load_in_kernel_order(tmp_path, bits, count):
     np.testing.assert_allclose(part.numpy(), expected_part, atol=np.abs(expected).max() * 5e-3)
 
 
-def damaged_model(name, change):
-  """Return a function that writes a model of this format with changed tensors and returns its folder."""
-  def write(folder):
-    quantized, _ = quantized_model(folder, name)
-    tensors = load_file(quantized / "model.safetensors")
-    change(tensors)
-    save_file(tensors, quantized / "model.safetensors")
-    return quantized
-  return write
-
-
 KEY = "model.layers.1.mlp.down_proj."
-def drop_row(key): return lambda tensors: tensors.update({KEY + key: np.ascontiguousarray(tensors[KEY + key][:-1])})
-def remove(key): return lambda tensors: tensors.pop(KEY + key)
-def set_group_out_of_range(tensors): tensors[KEY + "g_idx"][3] = 99
+def drop_row(key): return lambda tensors, _: tensors.update({KEY + key: np.ascontiguousarray(tensors[KEY + key][:-1])})
+def remove(key): return lambda tensors, _: tensors.pop(KEY + key)
+def store_plain(tensors, plain):
+  """Replace a fused matrix by one that is not quantized."""
+  name = "model.layers.0.self_attn.k_proj."
+  for key in [x for x in tensors if x.startswith(name)]: tensors.pop(key)
+  tensors[f"{name}weight"] = plain[f"{name}weight"]
+
+
+def set_group_out_of_range(tensors, _): tensors[KEY + "g_idx"][3] = 99
 
 
 @pytest.mark.parametrize("name,change,message", [
@@ -242,23 +232,32 @@ def set_group_out_of_range(tensors): tensors[KEY + "g_idx"][3] = 99
   ("awq", drop_row("qzeros"), KEY + "qzeros"), ("awq", remove("qweight"), KEY + "weight"),
   ("compressed-tensors", drop_row("weight_packed"), KEY + "weight_packed"),
   ("compressed-tensors", remove("weight_scale"), KEY + "weight_scale"),
-  ("compressed-tensors", lambda tensors: tensors.update({KEY + "other": np.ones(3, np.float32)}), KEY + "other"),
-  ("gptq", lambda tensors: tensors[KEY + "bias"].fill(1), KEY + "bias")])
+  ("compressed-tensors", lambda tensors, _: tensors.update({KEY + "other": np.ones(3, np.float32)}), KEY + "other"),
+  ("gptq", lambda tensors, _: tensors[KEY + "bias"].fill(1), KEY + "bias"),
+  ("gptq", store_plain, "quantization_config: q, k and v")])
 def test_damaged_tensor_raises_with_its_name(tmp_path, name, change, message):
-  with pytest.raises(ValueError, match=message): LLM(damaged_model(name, change)(tmp_path), **ENGINE)
+  folder, plain = quantized_model(tmp_path, name)
+  tensors = load_file(folder / "model.safetensors")
+  change(tensors, load_file(plain / "model.safetensors"))
+  save_file(tensors, folder / "model.safetensors")
+  with pytest.raises(InputError, match=message): LLM(folder, **ENGINE)
 
 
-@pytest.mark.parametrize("config", [
-  {"quant_method": "fp8", "fmt": "e5m2"}, {"quant_method": "bitsandbytes", "load_in_8bit": True},
-  {"quant_method": "squeezellm", "wbits": 2}, {"quant_method": "hqq"}, {**GPTQ, "bits": 5},
-  {"quant_method": "awq", "bits": 8}, {"quant_method": "awq", "bits": 4, "version": "gemv"},
-  {**compressed(4), "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
-  compressed(3), compressed(8, type="float"), {"quant_method": "compressed-tensors", "config_groups": {
-    "g": {"weights": {"num_bits": 8, "type": "int"}, "input_activations": {"num_bits": 8}}}}], ids=str)
-def test_unsupported_quantization_config_raises_with_supported_methods(tmp_path, config):
-  folder = tiny_model(tmp_path, **SIZES, quantization_config=config)
-  with pytest.raises(ValueError, match=r"quantization_config.*awq .*gptq .*compressed"):
-    LLM(folder, **ENGINE)
+@pytest.mark.parametrize("config,text", [
+  ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt='e5m2'"), ({"quant_method": "hqq"}, "quant_method='hqq'"),
+  ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "load_in_8bit=True"), ({**GPTQ, "bits": 5}, "'bits': 5"),
+  ({"quant_method": "squeezellm", "wbits": 2}, "wbits=2"), ({"quant_method": "awq", "bits": 8}, "'bits': 8"),
+  ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version='gemv'"), (compressed(3), "'num_bits': 3"),
+  ({**compressed(4), "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "hadamard"),
+  (compressed(8, type="float"), "'type': 'float'"), ({"quant_method": "compressed-tensors", "config_groups": {
+    "g": {"weights": {"num_bits": 8, "type": "int"}, "input_activations": {"num_bits": 8}}}}, "input_activations"),
+  # Marlin's matrices are permuted
+  ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+  ({**GPTQ, "is_marlin_format": True}, "is_marlin_format=True"), ({**AWQ, "version": "marlin"}, "version='marlin'"),
+  ({**GPTQ, "quant_method": "marlin"}, "quant_method='marlin'"), (compressed(4, "marlin-24"), "format='marlin-24'")])
+def test_unsupported_quantization_config_raises_with_supported_methods(config, text):
+  with pytest.raises(InputError, match=f"^quantization_config.*{text}.* is not supported: .*awq .*gptq .*compressed"):
+    find_layouts(config)
 
 
 @pytest.mark.parametrize("name,text", [
@@ -294,49 +293,19 @@ def test_engine_log_describes_checkpoint(tmp_path, caplog):
   assert caplog.records[0].getMessage().startswith(start)
 
 
-@pytest.mark.parametrize("config,text", [
-  ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
-  ({**GPTQ, "is_marlin_format": True}, "is_marlin_format=True"), ({**AWQ, "version": "marlin"}, "version='marlin'"),
-  ({**GPTQ, "quant_method": "marlin"}, "quant_method='marlin'"), (compressed(4, "marlin-24"), "format='marlin-24'")])
-def test_marlin_checkpoint_raises_with_its_field(tmp_path, config, text):
-  """Marlin's matrices are permuted."""
-  folder = tiny_model(tmp_path, **SIZES, quantization_config=config)
-  with pytest.raises(ValueError, match=f"^quantization_config: {text} is not supported: use .*gptq"):
-    LLM(folder, **ENGINE)
-
-
-def test_quantization_option_invalid_or_conflicting_raises(tmp_path):
-  with pytest.raises(ValueError, match="quantization='int3'.*int8, int4, awq"):
-    LLM(**ENGINE, quantization="int3")
+@pytest.mark.parametrize("option,message", [
+  ("int3", "int8, int4, awq"), ("int4", "gptq: use 'gptq' or "), ("awq", "gptq: use 'gptq' or ")])
+def test_quantization_option_invalid_or_conflicting_raises(tmp_path, option, message):
   quantized, _ = quantized_model(tmp_path, "gptq")
-  with pytest.raises(ValueError, match="quantization='int4'.*gptq"):
-    LLM(quantized, **ENGINE, quantization="int4")
-  with pytest.raises(ValueError, match="quantization='awq'.*gptq"): LLM(quantized, **ENGINE, quantization="awq")
-  with pytest.raises(ValueError, match="quantization='awq'.*not quantized"): LLM(**ENGINE, quantization="awq")
-  assert generate(quantized, quantization="gptq") == generate(quantized)   # vLLM's scripts name the model's method
+  with pytest.raises(InputError, match=f"^quantization='{option}'.*{message}"):
+    LLM(quantized, **ENGINE, quantization=option)
+  LLM(quantized, **ENGINE, quantization="gptq")   # vLLM's scripts name the model's method
 
 
-def test_fused_projections_of_different_formats_raise(tmp_path):
-  quantized, plain = quantized_model(tmp_path, "gptq")
-  tensors = load_file(quantized / "model.safetensors")
-  name = "model.layers.0.self_attn.k_proj."
-  tensors = {k: v for k, v in tensors.items() if not k.startswith(name)}
-  tensors[name + "weight"] = load_file(plain / "model.safetensors")[name + "weight"]
-  save_file(tensors, quantized / "model.safetensors")
-  with pytest.raises(ValueError, match="quantization_config: q, k and v"): LLM(quantized, **ENGINE)
-
-
-@pytest.mark.slow
-def test_quantized_batch_and_small_pool_equal_single_requests(tmp_path):
-  """Seeded outputs, with prefix-cache hits."""
-  quantized, _ = quantized_model(tmp_path, "awq")
-  prompts = [{"prompt_token_ids": [7 * i + j + 5 for j in range(9)]} for i in range(6)]
-  params = SamplingParams(temperature=0.8, seed=3, max_tokens=10, ignore_eos=True)
-  llm = LLM(quantized, **ENGINE)
-  alone = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in prompts]
-  small = LLM(quantized, **{**ENGINE, "max_model_len": 32}, num_gpu_blocks_override=12)
-  for engine in (llm, small):
-    assert [output.outputs[0].token_ids for output in engine.generate(prompts, params)] == alone
+@pytest.mark.parametrize("method", ["awq", "fp8", "bitsandbytes", "squeezellm", "gguf"])
+def test_quantization_option_names_method_of_plain_checkpoint_raises(method):
+  text = f"^quantization='{method}' does not match .*default_model, which is not quantized: use 'int8', 'int4' or "
+  with pytest.raises(InputError, match=text): LLM(**ENGINE, quantization=method)
 
 
 def test_generate_command_accepts_quantization(tmp_path, capsys):

@@ -25,12 +25,12 @@ HERMES = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_cal
 SMALL = {**ENGINE, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 8}
 
 
-def start(folder, *flags, template=TEMPLATE, **options):
-  """Start a server of a tiny model whose template is TEMPLATE, and which reasons in <think>."""
+def start(folder, *flags, template=TEMPLATE, server=LocalServer, **options):
+  """Start a LocalServer or a Server of a tiny model whose template is TEMPLATE, and which reasons in <think>."""
   tiny_model(folder, words=True, max_position_embeddings=1024)
   (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
   small = [x for name, value in SMALL.items() for x in ("--" + name.replace("_", "-"), value)]
-  return LocalServer(folder, *small, "--reasoning-parser", "qwen3", "--served-model-name", "tiny", *flags, **options)
+  return server(folder, *small, "--reasoning-parser", "qwen3", "--served-model-name", "tiny", *flags, **options)
 
 
 def num_tokens(server, prompt, **options):

@@ -1,9 +1,13 @@
 """Models in the formats of quantization tools."""
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
+from tinyvllm_extra import weights
+from tinyvllm_extra.quantization import dequantize
 from .models import random_weights, tiny_config, tiny_model, write_safetensors
 
 
@@ -22,20 +26,20 @@ print(peak() - before)
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+def is_projection(name: str) -> bool: return name.endswith(tuple(f"{x}.weight" for x in PROJECTIONS))
+
+
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)   # output column of each nibble of a word
 
 
 def words(numbers: np.ndarray, bits: int, axis: int, order=range(8)) -> np.ndarray:
-  """Pack neighbors along an axis into int32 words, in a plain loop."""
+  """Pack neighbors along an axis into int32 words, as a stream of bits, the lowest first. 3-bit values cross words."""
   numbers = np.moveaxis(numbers, axis, -1)
-  pack_factor = 32 // bits
-  out = np.zeros((*numbers.shape[:-1], numbers.shape[-1] // pack_factor), np.uint64)
-  for index in np.ndindex(out.shape):
-    for j in range(pack_factor):
-      value = int(numbers[(*index[:-1], index[-1] * pack_factor + [*order][j])])
-      assert 0 <= value < 2**bits
-      out[index] |= np.uint64(value << (bits * j))
-  return np.ascontiguousarray(np.moveaxis(out, -1, axis).astype(np.uint32).view(np.int32))
+  assert numbers.min() >= 0 and numbers.max() < 2**bits
+  ordered = numbers.reshape(*numbers.shape[:-1], -1, 8)[..., [*order]]
+  stream = (ordered[..., None] >> np.arange(bits) & 1).reshape(*numbers.shape[:-1], -1)
+  packed = np.packbits(stream.astype(np.uint8), axis=-1, bitorder="little").view(np.int32)
+  return np.ascontiguousarray(np.moveaxis(packed, -1, axis))
 
 
 def random_quantized_matrix(rng, out: int, inputs: int, group: int, bits: int, symmetric: bool):
@@ -43,7 +47,7 @@ def random_quantized_matrix(rng, out: int, inputs: int, group: int, bits: int, s
   groups = inputs // group
   q = rng.integers(0, 2**bits, (out, inputs))
   scale = (rng.random((out, groups)) * 0.02 + 0.002).astype(np.float16)
-  zero = np.full((out, groups), 2 ** (bits - 1)) if symmetric else rng.integers(1, 2**bits, (out, groups))
+  zero = np.full((out, groups), 2 ** (bits - 1)) if symmetric else rng.integers(0, 2**bits, (out, groups))
   return q, scale, zero
 
 
@@ -62,7 +66,11 @@ def awq(name, q, scale, zero, group_of, bits):
 
 
 def gptq(name, q, scale, zero, group_of, bits, minus=1):
-  return {f"{name}.qweight": words(q.T, bits, 0), f"{name}.qzeros": words(zero.T - minus, bits, 1),
+  """As gptqmodel's convert_gptq_v2_to_v1_format_module: subtract from all zero points of a word at once, so that zeros
+  borrow from the next value, but with 3 bits from each value."""
+  zeros = words((zero.T - minus) % 8 if bits == 3 else zero.T, bits, 1)
+  if bits != 3: zeros = (zeros.view(np.uint32) - np.uint32(minus * (2**32 - 1) // (2**bits - 1))).view(np.int32)
+  return {f"{name}.qweight": words(q.T, bits, 0), f"{name}.qzeros": zeros,
           f"{name}.scales": np.ascontiguousarray(scale.T), f"{name}.g_idx": np.array(group_of, np.int32),
           f"{name}.bias": np.zeros(len(q), np.float16)}   # GPTQ tools write zeros if a model has no bias
 
@@ -115,6 +123,9 @@ FORMATS = {
   "gptq, one group": ({**GPTQ, "group_size": -1}, gptq, 4, 0, True),
   "gptq, int8": ({**GPTQ, "bits": 8}, gptq, 8, 32, False), "gptq v2": (
     {**GPTQ, "checkpoint_format": "gptq_v2"}, gptq_v2, 4, 32, False),
+  "gptq, 2 bits": ({**GPTQ, "bits": 2}, gptq, 2, 32, False), "gptq, 3 bits": (
+    {**GPTQ, "bits": 3, "desc_act": True}, gptq, 3, 32, False),
+  "gptq v2, 3 bits": ({**GPTQ, "bits": 3, "checkpoint_format": "gptq_v2"}, gptq_v2, 3, 32, False),
   "gptq, act-order": ({**GPTQ, "desc_act": True}, gptq, 4, 32, False),
   "compressed-tensors": (compressed(4), pack_quantized, 4, 32, True),
   "compressed-tensors, zero points": (compressed(4, symmetric=False), pack_quantized, 4, 16, False),
@@ -130,25 +141,52 @@ def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]
   """Write a model in this format and the same model in float32. Return both folders."""
   config, write, bits, group, symmetric = FORMATS[name]
   rng = np.random.default_rng(seed)
-  weights = random_weights(tiny_config(**SIZES), seed)
+  plain = random_weights(tiny_config(**SIZES), seed)
   tensors = {}
   g_idx: dict[int, np.ndarray] = {}   # by number of inputs
-  for key, w in list(weights.items()):
-    if not key.endswith(tuple(f"{x}.weight" for x in PROJECTIONS)):
+  for key, w in list(plain.items()):
+    if not is_projection(key):
       tensors[key] = w.astype(np.float32)
       continue
     size = group or w.shape[1]
     numbers = random_quantized_matrix(rng, *w.shape, size, bits, symmetric)
     group_of = np.arange(w.shape[1]) // size
-    if "act-order" in name: group_of = g_idx.setdefault(w.shape[1], rng.permutation(group_of))
+    if config.get("desc_act") or "act-order" in name: group_of = g_idx.setdefault(w.shape[1], rng.permutation(group_of))
     tensors |= write(key.removesuffix(".weight"), *numbers, group_of, bits)
-    weights[key] = matrix(*numbers, group_of)
+    plain[key] = matrix(*numbers, group_of)
     if write is pack_quantized_with_offsets:
       q, scale, _ = numbers
       offset = tensors[key.removesuffix("weight") + "weight_offset"].astype(np.float32)
-      weights[key] = q * scale.astype(np.float32)[:, group_of] + offset[:, group_of]
+      plain[key] = q * scale.astype(np.float32)[:, group_of] + offset[:, group_of]
   tiny_model(folder / "float", **SIZES)
-  write_safetensors(folder / "float" / "model.safetensors", weights)
+  write_safetensors(folder / "float" / "model.safetensors", plain)
   tiny_model(folder / "quantized", **SIZES, quantization_config=config)
   save_file(tensors, folder / "quantized" / "model.safetensors")
   return folder / "quantized", folder / "float"
+
+
+class Matrices(weights.Checkpoint):
+  """A checkpoint that is read without a model, for `count` devices."""
+  def __init__(self, folder: Path, count: int = 1):
+    super().__init__(folder)
+    self.model: Any = SimpleNamespace(config=SimpleNamespace(head_dim=16))
+    self.dtype, self.bits, self.num_devices = np.float32, None, count
+    self.tensors = self.stored_tensors()
+    self.layouts = weights.find_layouts(self.quantization_config)
+
+  def shards(self, axis: int, sources: dict[str, int], inputs: int) -> list[Any]:
+    rows, columns = [(self.num_devices, 1), (1, self.num_devices)][axis]
+    sources = {name: n // rows for name, n in sources.items()}
+    weight = SimpleNamespace(numel=lambda: sum(sources.values()) * inputs // columns)
+    return self.matrices(SimpleNamespace(axis=axis, sources=sources, out_features=sum(sources.values()), weight=weight))
+
+
+def check_matrices(folder: Path, expected: dict[str, np.ndarray]) -> None:
+  """Check that the matrices of a layer, fused as in the model, equal those of `expected` by name."""
+  name = "model.layers.1."
+  for fused in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
+                ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)):
+    parts = {f"{name}{x}": expected[f"{name}{x}.weight"] for x in fused}
+    whole = np.concatenate([*parts.values()])
+    matrix, = Matrices(folder).shards(0, {module: len(x) for module, x in parts.items()}, whole.shape[1])
+    np.testing.assert_allclose(dequantize(matrix, np.float32), whole, rtol=1e-3, atol=1e-6)

@@ -6,14 +6,15 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from helpers.record_models import DATA, FACTORS, GEMMA, MODELS, NUM_TOKENS, YARN, make_prompts, make_weights
 from helpers.engines import LogitsRecorder
 from helpers.parameters import mark_slow_except, slow
+from helpers.record_models import DATA, FACTORS, GEMMA, MODELS, NUM_TOKENS, YARN, make_prompts, make_weights
 from helpers.recorded_models import OPTIONS, read, write_model
+from helpers.requests import greedy, ids_of, tokens
 from tinygrad import dtypes, nn
 
 import tinyvllm
-from tinyvllm import LLM, InputError, SamplingParams
+from tinyvllm import LLM, InputError
 from tinyvllm.backend import Devices, Linear
 from tinyvllm_extra import fit
 from tinyvllm_extra.gguf_export import convert
@@ -22,12 +23,11 @@ from tinyvllm_extra.models import find_model
 from tinyvllm_extra.models.ropes import rope_table
 from tinyvllm_extra.models.table import text_config
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 CORE = "gemma2", "gpt2", "gpt_oss", "granite", "phi3_long"   # together, all options
 
 
-def prompts(name): return [{"prompt_token_ids": ids} for ids in make_prompts(MODELS[name][2])]
-def ids_of(outputs): return [output.outputs[0].token_ids for output in outputs]
+def prompts(name): return [tokens(ids) for ids in make_prompts(MODELS[name][2])]
+def generated(llm, prompts): return [ids_of(output) for output in llm.generate(prompts, greedy(NUM_TOKENS))]
 
 
 def check_recorded(recorder, name):
@@ -46,7 +46,7 @@ def test_logits_and_ids_equal_recorded_ones(tmp_path, name):
   check_recorded(recorder, name)
   llm = recorder.engine
   before = llm.get_metrics()
-  assert ids_of(llm.generate(prompts(name), GREEDY)) == read(name)["ids"]
+  assert generated(llm, prompts(name)) == read(name)["ids"]
   for metric in ("prefix_cache_hits", "num_preemptions"): assert llm.get_metrics()[metric] > before[metric]
 
 
@@ -62,15 +62,18 @@ def test_core_backend_equals_recorded_logits(tmp_path, name):
 def test_newer_names_of_multimodal_checkpoint_give_recorded_ids(tmp_path, name):
   def rename(tensor): return f"model.{tensor.replace('language_model.model.', 'language_model.')}"
   llm = LLM(write_model(tmp_path, name, rename), **OPTIONS)
-  assert ids_of(llm.generate(prompts(name)[:2], GREEDY)) == read(name)["ids"][:2]
+  assert generated(llm, prompts(name)[:2]) == read(name)["ids"][:2]
 
 
-@pytest.mark.parametrize("name", slow("phi3_short", "gemma2"))
-def test_int8_logits_are_close_to_recorded_ones(tmp_path, name):
-  recorder = LogitsRecorder(LLM(write_model(tmp_path, name), **OPTIONS, quantization="int8"))
+# The least correlation measured on the CPU: 0.99998 in float16, 0.9976 in int8, 0.874 in int4
+@pytest.mark.parametrize("name,options,limit", [
+  ("gpt2", {"quantization": "int8"}, 0.995), *slow(
+    ("phi3_short", {"quantization": "int8"}, 0.99), ("gemma2", {"quantization": "int8"}, 0.99),
+    ("gpt2", {"dtype": "float16"}, 0.9999), ("gpt2", {"quantization": "int4"}, 0.85))])
+def test_narrow_weights_give_similar_logits(tmp_path, name, options, limit):
+  recorder = LogitsRecorder(LLM(write_model(tmp_path, name), **OPTIONS | options))
   for ids, expected in zip(make_prompts(MODELS[name][2]), np.load(DATA / f"{name}.npy"), strict=True):
-    logits = recorder.generate(ids, 1)[1][0]
-    assert np.corrcoef(logits, expected)[0, 1] > 0.99
+    assert np.corrcoef(recorder.generate(ids, 1)[1][0], expected)[0, 1] > limit
 
 
 def config_of(name, remove=(), **fields):
@@ -113,9 +116,11 @@ def test_every_architecture_is_recorded_and_documented():
   assert recorded == {*MODEL_CLASSES}
 
 
-def test_position_scale_of_ministral3_limits_max_model_len(tmp_path):
-  with pytest.raises(InputError, match="max_model_len=65 must be at most the model's 64"):
-    LLM(write_model(tmp_path, "ministral3"), **{**OPTIONS, "max_model_len": 65})
+@pytest.mark.parametrize("name,limit", [("gpt2", 128), ("ministral3", 64)])
+def test_positions_limit_max_model_len(tmp_path, name, limit):
+  """GPT-2 has learned positions, Ministral 3 scales of positions."""
+  with pytest.raises(InputError, match=f"max_model_len={limit + 1} must be at most the model's {limit}"):
+    LLM(write_model(tmp_path, name), **{**OPTIONS, "max_model_len": limit + 1})
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "mixtral", "olmo2", "phi3"])
@@ -129,7 +134,7 @@ def test_several_devices_raise(name):
 @pytest.mark.parametrize("name", ["granite", "ministral", "smollm3"])
 def test_two_devices_give_recorded_ids(tmp_path, name):
   llm = LLM(write_model(tmp_path, name), **OPTIONS, tensor_parallel_size=2)
-  assert ids_of(llm.generate(prompts(name), GREEDY)) == read(name)["ids"]
+  assert generated(llm, prompts(name)) == read(name)["ids"]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gpt_oss"])
@@ -142,6 +147,25 @@ def test_estimated_weights_equal_loaded_ones(tmp_path, monkeypatch, name):
   assert sizes[None] == sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
   matrices = sum(x.weight.nbytes() for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear))
   assert sizes["int8"] == sizes[None] - matrices + int(matrices / 32 * fit.QUANTIZED["int8"])
+
+
+# GPT-2
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_gpt2_names_without_prefix_and_stored_masks_load(tmp_path, prefix):
+  weights = {name.replace("transformer.", prefix): x for name, x in make_weights(read("gpt2")["shapes"], False).items()}
+  weights[f"{prefix}h.0.attn.bias"] = np.tril(np.ones((1, 1, 128, 128)))
+  weights[f"{prefix}h.0.attn.masked_bias"] = np.full(1, -1e4)
+  llm = LLM(write_model(tmp_path, "gpt2", weights=weights), **OPTIONS)
+  assert generated(llm, prompts("gpt2")[:2]) == read("gpt2")["ids"][:2]
+
+
+@pytest.mark.parametrize("field,value", [
+  ("activation_function", "relu"), ("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True),
+  ("add_cross_attention", True), ("quantization_config", {"quant_method": "gptq", "bits": 4})])
+def test_gpt2_unsupported_value_raises(tmp_path, field, value):
+  with pytest.raises(InputError, match=f"{field}=.* for GPT-2"):
+    LLM(write_model(tmp_path, "gpt2", **{field: value}), **OPTIONS)
 
 
 # Types
@@ -161,9 +185,8 @@ def test_auto_dtype_of_model_that_overflows_is_not_float16(tmp_path):
 # GGUF
 
 ARCHS = {"gemma2": "gemma2", "gemma3": "gemma3", "granite": "granite", "mistral": "llama", "mistral3": "mistral3",
-         "ministral3": "mistral3",
-         "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "phi3_short": "phi3", "phi3_long": "phi3",
-         "smollm3": "smollm3"}
+         "ministral3": "mistral3", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "phi3_short": "phi3",
+         "phi3_long": "phi3", "smollm3": "smollm3"}
 PERMUTED = ("llama", "granite", "mistral3", "smollm3")
 
 

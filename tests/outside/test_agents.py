@@ -1,5 +1,5 @@
 """Codex and Claude Code against `tinyvllm serve`: both programs run the command that the model calls, and print its
-answer. TINYVLLM_AGENTS is the folder with their commands (see tests/README.md). Run with `pytest -m agents`."""
+answer. TINYVLLM_AGENTS is the folder with their commands (see tests/README.md)."""
 import json
 import os
 import subprocess
@@ -9,9 +9,9 @@ import pytest
 from helpers.agents import TEMPLATE
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
+from helpers.requests import flags
 from helpers.servers import Server
 
-pytestmark = pytest.mark.agents
 LENGTH = 131072   # the programs' instructions and tools have more than 10,000 tokens
 # A model that is good at this conversation: it calls the function in CALL, then names the file in its result
 SCRIPT = """
@@ -54,8 +54,7 @@ def run(tmp_path):
 
   def run(call, command, environment):
     text = f"<tool_call>{json.dumps({'name': call[0], 'arguments': call[1]})}</tool_call>"
-    flags = {**ENGINE, "max_model_len": LENGTH, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "block_size": 16}
-    options = [x for name, value in flags.items() for x in (f"--{name.replace('_', '-')}", value)]
+    options = flags(**{**ENGINE, "max_model_len": LENGTH, "max_num_batched_tokens": 2048, "block_size": 16})
     with Server(folder, *options, "--served-model-name", "tiny", "--strict-fields", before=SCRIPT,
                 environment={"CALL": text}) as server:
       (home / "config.toml").write_text(CODEX.format(url=server.url))

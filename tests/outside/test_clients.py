@@ -13,8 +13,6 @@ from helpers.agents import start
 from helpers.servers import Server, events
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-pytestmark = pytest.mark.clients
-
 # A model that is good at this conversation: it calls the tool unless the last message is the tool's result
 SCRIPT = """
 from tinyvllm_extra.server import protocol
@@ -36,7 +34,7 @@ class City(pydantic.BaseModel):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-  with start(tmp_path_factory.mktemp("clients"), before=SCRIPT) as server:
+  with start(tmp_path_factory.mktemp("clients"), server=Server, before=SCRIPT) as server:
     yield server
     assert "Traceback" not in server.log, server.log
 

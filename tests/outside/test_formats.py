@@ -5,38 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.engines import ENGINE, LogitsRecorder
-from helpers.models import random_weights, tiny_config, tiny_model, write_safetensors
-from helpers.reference import reference_greedy, reference_logits
+from helpers.library_models import check_logits, torch_llama
+from helpers.models import random_weights, tiny_config, tiny_model
+from helpers.quantized_models import SIZES
 
-from tinyvllm import LLM
 from tinyvllm_extra.weights import open_checkpoint
-
-pytestmark = pytest.mark.formats
-
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-PROMPT = [5, 17, 99, 250, 31]
-
-
-def torch_llama(sizes: dict[str, Any] = SIZES) -> Any:
-  """Return a transformers model with the weights of `tiny_model`."""
-  import torch
-  from transformers import LlamaConfig, LlamaForCausalLM
-  model = LlamaForCausalLM(LlamaConfig(**tiny_config(**sizes)))
-  model.load_state_dict({name: torch.tensor(x) for name, x in random_weights(tiny_config(**sizes)).items()})
-  return model
-
-
-def check_logits(folder: Path, weights: dict[str, np.ndarray], sizes: dict[str, Any] = SIZES, **options: Any) -> Any:
-  """Check that the checkpoint in `folder` gives the same greedy ids as `weights`, and in float32 logits within
-  1e-3 of theirs. Return the engine."""
-  plain = tiny_model(folder / "dequantized", **sizes)
-  write_safetensors(plain / "model.safetensors", weights)
-  engine = LLM(folder, **ENGINE, **options)
-  ids, logits = LogitsRecorder(engine).generate(PROMPT, 8)
-  assert ids == reference_greedy(plain, PROMPT, 8)
-  np.testing.assert_allclose(logits, reference_logits(plain, [*PROMPT, *ids])[len(PROMPT) - 1:-1], atol=1e-3)
-  return engine
 
 
 # compressed-tensors

@@ -9,10 +9,9 @@ import pytest
 from helpers.engines import LogitsRecorder
 from helpers.requests import greedy
 
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import LLM
 from tinyvllm_extra.gguf_export import convert
 
-pytestmark = pytest.mark.model
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "smollm2.npz"
 PROMPTS = range(5)
 
