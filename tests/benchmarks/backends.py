@@ -2,9 +2,9 @@
 
 python tests/benchmarks/backends.py CPU CL WEBGPU [--model DIR] [--write tests/README.md]
 
-For each backend, runs tests/kernels/test_backend.py and then speed.py in a new process with DEV=backend. The results replace the
-backend's record in backends.json, and the table of all records is printed. The exit status is 1 if a backend is not
-available, a test fails, or a run prints no results. Without backends, only the table is printed."""
+For each backend, runs tests/kernels/test_backend.py and then speed.py in a new process with DEV=backend. The results
+replace the backend's record in backends.json, and the table of all records is printed. The exit status is 1 if a
+backend is not available, a test fails, or a run prints no results. Without backends, only the table is printed."""
 import argparse
 import ctypes
 import json

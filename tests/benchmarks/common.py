@@ -2,7 +2,6 @@
 download; random prompts; a watch that records steps and graphs; the measured memory bandwidth and the roofline."""
 import argparse
 import gc
-import importlib
 import json
 import math
 import os
@@ -94,7 +93,18 @@ def add_workload(parser: argparse.ArgumentParser) -> None:
   parser.add_argument("--input-len", type=positive, default=128, help="tokens per prompt")
   parser.add_argument("--output-len", type=positive, default=128, help="output tokens per prompt")
   parser.add_argument("--mixed", action="store_true", help="random lengths, from a quarter to all of these")
-  parser.add_argument("--plot", metavar="FILE.png", help="save a plot (needs matplotlib)")
+
+
+HOST_COLUMNS = ["host ms", "launch ms", "wait ms"]
+
+
+def add_host(parser: argparse.ArgumentParser) -> None:
+  parser.add_argument("--host", action="store_true", help="also print a step's milliseconds in Python, in launching "
+                      "its graph (on a CPU: running it), and waiting for its result")
+
+
+def host_columns(steps: list) -> list[str]:
+  return [f"{1e3 * statistics.median(getattr(s, name) for s in steps):.2f}" for name in ("host", "launch", "wait")]
 
 
 def hf_config(args: argparse.Namespace) -> dict:
@@ -110,9 +120,9 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
   padded: pad a new graph shape to a captured one, as a server does. Otherwise capture each shape at its first use, so
   that a warm-up captures all of them."""
   if not padded: graphs.CAPTURE_THRESHOLD = 0
-  options = {"enable_prefix_caching": False, "quantization": getattr(args, "quantization", None),
-             "kv_cache_dtype": getattr(args, "kv_cache_dtype", "auto"),
-             "tensor_parallel_size": getattr(args, "tensor_parallel_size", 1), **options}
+  if running := options.get("max_num_seqs"):
+    options = {"max_num_batched_tokens": max(args.max_num_batched_tokens, running), **options}
+  options = {"enable_prefix_caching": False, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype, "tensor_parallel_size": args.tensor_parallel_size, **options}
   if args.model and args.layers is None: return LLM(args.model, dtype=args.dtype, **options)
   config = hf_config(args)
   with TemporaryDirectory() as folder, random_weights():
@@ -378,9 +388,3 @@ def print_table(header: list[str], rows: list[list[str]]) -> None:
     print("  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(row, widths, strict=True))))
 
 
-def plotting():
-  """Return matplotlib's pyplot; imported only if --plot is set."""
-  try: pyplot = importlib.import_module("matplotlib.pyplot")
-  except ImportError as e: raise SystemExit("error: --plot needs matplotlib: pip install matplotlib") from e
-  pyplot.switch_backend("Agg")   # needs no display
-  return pyplot

@@ -102,10 +102,9 @@ def main() -> None:
     if torch.cuda.is_available(): torch.cuda.empty_cache()   # frees memory for tinygrad
     common.start(args)
     if args.same_weights: args.model, args.layers = folder, None
-    budget = max(args.max_num_batched_tokens, args.running)
     try:
       with common.random_weights(common.OwnWeights): llm = common.open_llm(
-        args, max_model_len=args.input_len + args.output_len, max_num_seqs=args.running, max_num_batched_tokens=budget)
+        args, max_model_len=args.input_len + args.output_len, max_num_seqs=args.running)
     except ValueError as e: raise SystemExit(f"error: {e}") from e
   requests = [{"prompt_token_ids": ids} for ids in prompts]
   seconds, outputs = timed(lambda: llm.generate(requests, common.greedy(args.output_len), use_tqdm=False), lambda: None)

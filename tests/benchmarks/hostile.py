@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))   # tests
-from server import Server
+from helpers.servers import Server
 
 LIMIT = 2**22 - 2**10   # bytes of a body: the default of --max-body-size, less the other fields
 

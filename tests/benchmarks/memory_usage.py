@@ -21,7 +21,6 @@ Other modes:
   --plan        memory of a step of each graph shape besides weights and KV cache, from tinygrad's memory plan
   --kv-caches   memory and decode speed of each kv_cache_dtype (--running sequences of --context tokens, alternating);
                 with --model also the perplexity of a text"""
-import json
 import math
 import random
 import statistics
@@ -58,14 +57,8 @@ class Sample:
 def engine(args, cache: bool, length: int, **options) -> LLM:
   """Return an engine for sequences of `length` tokens, or of the model's limit if that is less. cache: prefix cache."""
   common.release()
-  options = {"max_num_batched_tokens": max(args.max_num_batched_tokens, options["max_num_seqs"]), **options}
-  try: return common.open_llm(args, max_model_len=length, enable_prefix_caching=cache, **options)
-  except ValueError as e:
-    if "max_model_len" not in str(e): raise SystemExit(f"error: {e}") from e
-  try: llm = common.open_llm(args, enable_prefix_caching=cache, **options)
-  except ValueError as e: raise SystemExit(f"error: {e}") from e
-  if cache: print(f"  max_model_len {llm.max_model_len}, the model's limit, instead of {length}")
-  return llm
+  length = min(length, common.hf_config(args)["max_position_embeddings"])
+  return common.open_llm(args, max_model_len=length, enable_prefix_caching=cache, **options)
 
 
 def pool_engine(args, cache: bool) -> LLM:
@@ -125,18 +118,18 @@ def run_load(llm: LLM, prompts: list[dict]) -> list[Sample]:
   return samples
 
 
-def measure_load(llm: LLM, prompts: list[dict]) -> dict:
+def measure_load(llm: LLM, prompts: list[dict]) -> list[str]:
+  """Return a row of the table of loads."""
   size, before = llm.config.block_size, llm.get_metrics()
   samples, after = run_load(llm, prompts), llm.get_metrics()
   block = common.token_bytes(llm) * size
   full = [s for s in samples if s.waiting or s.running == len(prompts)] or samples
   utilization = [s.stored_tokens / (s.blocks * size) for s in samples]
-  return {"requests": len(prompts), "at_once": statistics.median(s.running for s in full),
-          "most": max(s.running for s in samples), "preallocated": pool_tokens(llm) // llm.max_model_len,
-          "utilization": statistics.fmean(utilization), "utilization_least": min(utilization),
-          "bytes_each": block * statistics.fmean(s.blocks / s.running for s in full),
-          "bytes_unshared": block * statistics.fmean(s.block_references / s.running for s in full),
-          "num_preemptions": after["num_preemptions"] - before["num_preemptions"]}
+  each, unshared = (block * statistics.fmean(getattr(s, name) / s.running for s in full)
+                    for name in ("blocks", "block_references"))
+  return [str(len(prompts)), f"{statistics.median(s.running for s in full):g}", str(max(s.running for s in samples)),
+          str(pool_tokens(llm) // llm.max_model_len), f"{statistics.fmean(utilization):.1%}", f"{min(utilization):.0%}",
+          f"{each / 2**20:.2f}", f"{unshared / 2**20:.2f}", f"{after['num_preemptions'] - before['num_preemptions']:g}"]
 
 
 def pool_tokens(llm: LLM) -> int: return (llm.blocks.num_blocks - 1) * llm.config.block_size
@@ -156,7 +149,7 @@ def decoding(args, kind: str) -> LLM:
   return llm
 
 
-def measure_caches(args) -> dict:
+def measure_caches(args) -> None:
   """Compare the kv_cache_dtype values in one process."""
   engines = {kind: decoding(args, kind) for kind in ("auto", "int8", "fp8")}
   times: dict[str, list[float]] = {kind: [] for kind in engines}
@@ -167,18 +160,16 @@ def measure_caches(args) -> dict:
   sizes = {kind: common.token_bytes(llm) for kind, llm in engines.items()}
   perplexities = {kind: perplexity(args.text.read_text(), 8192, args.model, kv_cache_dtype=kind)
                   if args.model else math.nan for kind in engines}
-  results = {kind: {"bytes_a_token": size, "tokens": sizes["auto"] / size, "ms": 1e3 * statistics.median(times[kind]),
-                    "speed": statistics.median(times["auto"]) / statistics.median(times[kind]),
-                    "perplexity": perplexities[kind] / perplexities["auto"]} for kind, size in sizes.items()}
-  rows = [[kind, str(x["bytes_a_token"]), f"{x['tokens']:.2f}", f"{x['ms']:.2f}", f"{x['speed']:.3f}",
-           f"{x['perplexity']:.4f}"] for kind, x in results.items()]
+  medians = {kind: statistics.median(x) for kind, x in times.items()}
+  rows = [[kind, str(size), f"{sizes['auto'] / size:.2f}", f"{1e3 * medians[kind]:.2f}",
+           f"{medians['auto'] / medians[kind]:.3f}", f"{perplexities[kind] / perplexities['auto']:.4f}"]
+          for kind, size in sizes.items()]
   print(f"{args.running} running at context {args.context}; capacity, speed and perplexity relative to auto")
   names = ["kv_cache_dtype", "bytes per token", "capacity", "ms/step", "speed", "perplexity"]
   common.print_table(names, rows)
-  return results
 
 
-def measure_memory(args) -> dict:
+def measure_memory(args) -> None:
   """Measure prefill without and with the prefix cache, then the loads with it."""
   prefill = {"off": measure_prefill(pool_engine(args, False), args, False)}
   llm = pool_engine(args, True)
@@ -194,18 +185,13 @@ def measure_memory(args) -> dict:
   n, seed, shared = args.requests, args.seed + 2, sharing(llm, args, args.requests, NEW, args.seed + 2)
   kinds = {"16 to 256": mixed(llm, 16, 256, 2 * n, seed), "200 to 400": mixed(llm, 200, 400, n, seed),
            f"{len(shared[0]['prompt_token_ids']) - OWN} shared + {OWN}": shared}
-  loads = {f"{name} in, {NEW} out": measure_load(llm, prompts) for name, prompts in kinds.items()}
-  rows = [[name, str(x["requests"]), f"{x['at_once']:g}", str(x["most"]), str(x["preallocated"]),
-           f"{x['utilization']:.1%}", f"{x['utilization_least']:.0%}", f"{x['bytes_each'] / 2**20:.2f}",
-           f"{x['bytes_unshared'] / 2**20:.2f}", f"{x['num_preemptions']:g}"]
-          for name, x in loads.items()]
+  rows = [[f"{name} in, {NEW} out", *measure_load(llm, prompts)] for name, prompts in kinds.items()]
   print(f"KV cache of {pool_tokens(llm)} tokens in {args.blocks} blocks, max_model_len {llm.max_model_len}")
   common.print_table(["load", "requests", "running", "peak", "preallocated", "utilization", "minimum", "MiB each",
                       "unshared", "preemptions"], rows)
-  return {"prefill": prefill, "ratio": ratio, "loads": loads}
 
 
-def measure_overhead(args) -> dict:
+def measure_overhead(args) -> None:
   """Measure prompts that never repeat. Each round fills the pool once, and so evicts all of it."""
   length = args.input_len + args.output_len
   engines = {cache: engine(args, cache, length, max_num_seqs=args.requests) for cache in (True, False)}
@@ -224,12 +210,11 @@ def measure_overhead(args) -> dict:
   print(f"{args.requests} prompts of {args.input_len} tokens, {args.output_len} out, hit rate {hits:.0%}: "
         f"throughput with / without the prefix cache {statistics.median(ratios):.3f}, median of {args.rounds} rounds "
         f"({ratios[0]:.3f} to {ratios[-1]:.3f})")
-  return {"ratio": statistics.median(ratios), "ratios": ratios, "hit_rate": hits}
 
 
-def measure_pressure(args) -> dict:
+def measure_pressure(args) -> None:
   """Run requests of the same lengths three times in two pools, and time the third run."""
-  rng, results, rows = random.Random(args.seed), {}, []
+  rng, rows = random.Random(args.seed), []
   longest = min(512, common.hf_config(args)["max_position_embeddings"] - 192)
   lengths = [rng.choice([longest // 4, longest // 2, longest]) for _ in range(args.requests)]
   need, largest = sum(-(-(n + 192) // 16) for n in lengths), -(-(longest + 192) // 16)   # blocks: all, longest one
@@ -239,12 +224,10 @@ def measure_pressure(args) -> dict:
       prompts = [common.random_ids(llm.model_config.vocab_size, n, rng) for n in lengths]
       before, (_, seconds) = llm.get_metrics(), timed(llm, prompts, 192, warm=i > 1)
     after = llm.get_metrics()
-    row = {k: after[k] - before[k] for k in ("num_preemptions", "prefix_cache_hits")}
-    results[name] = {"blocks": blocks, "seconds": seconds, **row}
-    rows.append([name, str(blocks), f"{seconds:.2f}", *(f"{x:g}" for x in row.values())])
+    changes = [after[k] - before[k] for k in ("num_preemptions", "prefix_cache_hits")]
+    rows.append([name, str(blocks), f"{seconds:.2f}", *(f"{x:g}" for x in changes)])
     del llm
   common.print_table(["pool", "blocks", "seconds", "preemptions", "cached tokens"], rows)
-  return results
 
 
 class Planned(Exception): pass
@@ -271,20 +254,19 @@ def plan_step(llm: LLM, tokens: int, params: SamplingParams) -> int:
   return num_bytes
 
 
-def measure_plan(args) -> dict:
+def measure_plan(args) -> None:
   """Print the planned memory of each graph shape. Steps are traced, but neither compiled nor run."""
   llm = engine(args, True, args.max_model_len, max_num_seqs=64, num_gpu_blocks_override=args.max_model_len // 16 + 2)
   kinds = {"greedy": common.greedy(1), "sampling": SamplingParams(top_p=0.9, max_tokens=1)}
-  results, rows, T = {}, [], llm.config.max_num_batched_tokens
+  total, rows, T = 0, [], llm.config.max_num_batched_tokens
   while T:
     for kind, params in kinds.items():
       started = time.perf_counter()
-      results[f"{T} {kind}"] = num_bytes = plan_step(llm, T, params)
+      total += (num_bytes := plan_step(llm, T, params))
       rows.append([str(T), kind, f"{num_bytes / 2**20:.2f}", f"{time.perf_counter() - started:.2f}"])
     T //= 2
   common.print_table(["tokens", "sampler", "MiB", "seconds to plan"], rows)
-  print(f"{sum(results.values()) / 2**20:.0f} MiB for all these shapes")
-  return results
+  print(f"{total / 2**20:.0f} MiB for all these shapes")
 
 
 def main() -> None:
@@ -304,14 +286,12 @@ def main() -> None:
   parser.add_argument("--rounds", type=common.positive, default=9, help="rounds, with --overhead and --kv-caches")
   parser.add_argument("--input-len", type=common.positive, default=128, help="tokens per prompt, with --overhead")
   parser.add_argument("--output-len", type=common.positive, default=32, help="output tokens, with --overhead")
-  parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
   args = parser.parse_args()
   if not args.shape and not args.model: args.shape, args.layers = "smollm2-135m", args.layers or 4
   common.start(args)
   modes = {"overhead": measure_overhead, "pressure": measure_pressure, "plan": measure_plan,
            "kv_caches": measure_caches}
-  results = next((measure for name, measure in modes.items() if getattr(args, name)), measure_memory)(args)
-  if args.json: args.json.write_text(json.dumps(results, indent=2) + "\n")
+  next((measure for name, measure in modes.items() if getattr(args, name)), measure_memory)(args)
 
 
 if __name__ == "__main__": main()

@@ -18,7 +18,7 @@ from pathlib import Path
 import common
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from server import Server
+from helpers.servers import Server
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "deploy" / "ray_serve.py"
 

@@ -30,14 +30,12 @@ import random
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 from urllib.error import URLError
@@ -45,9 +43,14 @@ from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
 import common
+import numpy as np
+
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.runner import Results, Step
+
+sys.path.insert(0, str(Path(__file__).parents[1]))   # tests
+from helpers import servers
 
 KEY = os.environ.get("OPENAI_API_KEY", "none")
 
@@ -253,38 +256,15 @@ def server(args: argparse.Namespace) -> Iterator[str]:
     if not is_ready(args.url + "/health"): raise SystemExit(f"error: {args.url}/health does not return 200")
     yield args.url
     return
-  with TemporaryDirectory() as folder:
-    log = Path(folder) / "stderr.txt"
-    with open(log, "wb") as file:
-      process = subprocess.Popen([sys.executable, *sys.argv, "--serve"], stdout=file, stderr=file)
-
-    def wait_for(condition: Callable[[], Any]) -> Any:
-      deadline = time.monotonic() + 600
-      while not (result := condition()):
-        if process.poll() is not None or time.monotonic() > deadline:
-          raise SystemExit(f"error: the server did not start, exit code {process.poll()}\n{log.read_text()}")
-        time.sleep(0.02)
-      return result
-    try:
-      url = wait_for(lambda: re.search(r"running on (http://\S*:\d+)", log.read_text()))[1]
-      wait_for(lambda: is_ready(url + "/health"))
-      yield url
-    finally:
-      process.send_signal(signal.SIGTERM)
-      if code := process.wait(60): print(f"warning: the server's exit code is {code}\n{log.read_text()}")
+  with servers.Server(None, *sys.argv[1:], "--serve", script=os.path.abspath(__file__), seconds=600) as process:
+    yield process.url
+    if code := process.stop(): print(f"warning: the server's exit code is {code}\n{process.log}")
 
 
 def vocabulary(args: argparse.Namespace) -> int:
   if args.shape or args.layers: return common.hf_config(args)["vocab_size"]
   folder = Path(args.model).expanduser() if args.model else Path(tinyvllm.__file__).parent / "default_model"
   return json.loads((folder / "config.json").read_text())["vocab_size"]
-
-
-def percentile(values: list[float], share: float) -> float:
-  """Return the percentile, interpolated linearly as in numpy. share: from 0 to 1."""
-  values, at = sorted(values), share * (len(values) - 1)
-  low = values[math.floor(at)]
-  return low + (values[math.ceil(at)] - low) * (at % 1)
 
 
 def report(run: Run, args: argparse.Namespace) -> int:
@@ -303,7 +283,7 @@ def report(run: Run, args: argparse.Namespace) -> int:
                                [a.tpot for a in good if a.times and a.tokens > 1]),
                               ("Inter-token latency", "ITL", [x for a in good for x in a.itl])):
     if not values: continue   # --no-stream
-    figures = {"Mean": statistics.fmean(values), "Median": statistics.median(values), "P99": percentile(values, 0.99)}
+    figures = {"Mean": statistics.fmean(values), "Median": statistics.median(values), "P99": np.percentile(values, 99)}
     rows += [title, *((f"{which} {name} (ms)", 1e3 * value) for which, value in figures.items())]
   for row in rows:
     if isinstance(row, str): print(f"{f' {row} ':-^52}")
@@ -399,7 +379,8 @@ def main() -> int:
   parser.add_argument("--requests", type=common.positive, default=10, help="--compare: requests of (a) per round")
   parser.add_argument("--stream-interval", type=int, default=1, help="tokens per event of the server")
   parser.add_argument("--step-ms", type=float, help="simulate a device with this step time in milliseconds")
-  parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+  parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)   # set in the server's process
+  parser.add_argument("--port", help=argparse.SUPPRESS)
   args = parser.parse_args()
   if args.serve: return serve(args)
   if args.request_rate <= 0: parser.error(f"--request-rate {args.request_rate:g} must be above 0")

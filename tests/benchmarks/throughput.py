@@ -25,11 +25,10 @@ def decode_columns(llm: LLM, steps: list, running: int, bandwidth: float, host: 
   seconds, context = statistics.median(s.seconds for s in steps), statistics.fmean(s.context for s in steps)
   least = common.roofline(llm, bandwidth, running, context)
   columns = [f"{1e3 * seconds:.2f}", f"{running / seconds:.1f}", f"{least / seconds:.0%}", f"{context:.0f}"]
-  times = [[s.host for s in steps], [s.launch for s in steps], [s.wait for s in steps]]
-  return seconds, columns + ([f"{1e3 * statistics.median(x):.2f}" for x in times] if host else [])
+  return seconds, columns + (common.host_columns(steps) if host else [])
 
 
-def measure_throughput(args, running: int, bandwidth: float) -> tuple[list[str], float]:
+def measure_throughput(args, running: int, bandwidth: float) -> list[str]:
   length = args.input_len + args.output_len
   llm = engine(args, running, max(length, args.max_num_batched_tokens + 1), length)   # a prompt may fill a step
   requests = common.make_requests(llm.model_config.vocab_size, args, args.num_prompts or 2 * running)
@@ -49,7 +48,7 @@ def measure_throughput(args, running: int, bandwidth: float) -> tuple[list[str],
   _, decode = decode_columns(llm, watch.steps, running, bandwidth, args.host)
   row = [str(running), str(len(prompts)), f"{new / seconds:.1f}", f"{(new + prompt_tokens) / seconds:.1f}",
          f"{prefill:.1f}"]
-  return row + decode, new / seconds
+  return row + decode
 
 
 def print_padding(llm: LLM, args, prompts: list, exact: list) -> None:
@@ -102,9 +101,8 @@ def measure_context(args, running: int, context: int, bandwidth: float) -> tuple
 def engine(args, running: int, *lengths: int) -> LLM:
   """Return an engine with the first max_model_len in `lengths` that model and memory allow."""
   common.release()
-  budget = max(args.max_num_batched_tokens, running)
   for length in lengths:
-    try: return common.open_llm(args, max_model_len=length, max_num_seqs=running, max_num_batched_tokens=budget)
+    try: return common.open_llm(args, max_model_len=length, max_num_seqs=running)
     except ValueError as e: error = e
   raise SystemExit(f"error: {error}")
 
@@ -118,13 +116,12 @@ def main() -> None:
   parser.add_argument("--context", type=common.positive, nargs="+", help="measure only a decode "
                       "step at each of these contexts")
   parser.add_argument("--steps", type=common.positive, default=32, help="decode steps, with --context")
-  parser.add_argument("--host", action="store_true", help="also print a step's milliseconds in Python, in launching "
-                      "its graph (on a CPU: running it), and waiting for its result")
+  common.add_host(parser)
   parser.add_argument("--padding", action="store_true", help="also time decode steps padded to a server's sizes")
   args = parser.parse_args()
-  pyplot, bandwidth = common.plotting() if args.plot else None, common.start(args)
+  bandwidth = common.start(args)
   decode = ["ms/step", "decode tokens/s", "of roofline", "mean context"]
-  if args.host: decode += ["host ms", "launch ms", "wait ms"]
+  if args.host: decode += common.HOST_COLUMNS
   if args.context:
     results = {(r, c): measure_context(args, r, c, bandwidth) for r in args.running for c in args.context}
     common.print_table(["running", "context", *decode], [row for row, _ in results.values()])
@@ -132,20 +129,9 @@ def main() -> None:
       for c in args.context[1:]:
         ratio = results[r, c][1] / results[r, args.context[0]][1]
         print(f"{r} running: step time at context {c} / at {args.context[0]} = {ratio:.2f}")
-    lines = {f"{r} running": (args.context, [1e3 * results[r, c][1] for c in args.context]) for r in args.running}
-    labels = "context (tokens)", "decode step (ms)"
   else:
-    runs = [measure_throughput(args, r, bandwidth) for r in args.running]
     header = ["running", "prompts", "output tokens/s", "total tokens/s", "prefill tokens/s", *decode]
-    common.print_table(header, [row for row, _ in runs])
-    lines = {"output": (args.running, [rate for _, rate in runs])}
-    labels = "running sequences", "output tokens/s"
-  if pyplot:
-    figure, axes = pyplot.subplots()
-    for name, (x, y) in lines.items(): axes.plot(x, y, marker="o", label=name)
-    axes.set(xlabel=labels[0], ylabel=labels[1], ylim=(0, None), title=args.model or args.shape)
-    axes.legend()
-    figure.savefig(args.plot, dpi=150)
+    common.print_table(header, [measure_throughput(args, r, bandwidth) for r in args.running])
 
 
 if __name__ == "__main__": main()
