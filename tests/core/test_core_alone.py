@@ -24,8 +24,9 @@ def run_alone(tmp_path_factory, names):
   folder = tiny_model(tmp_path_factory.mktemp("model"))
   json_folder = tiny_model(tmp_path_factory.mktemp("json"), tokenizer=False)
   (json_folder / "tokenizer.json").write_text("{}")
-  run = subprocess.run([sys.executable, ROOT / "tests" / "core" / "core_alone.py", folder, json_folder, *names], env=ENVIRONMENT,
-                       capture_output=True, text=True, timeout=240)
+  script = ROOT / "tests" / "core" / "core_alone.py"
+  run = subprocess.run([sys.executable, script, folder, json_folder, *names], env=ENVIRONMENT, capture_output=True,
+                       text=True, timeout=240)
   assert run.returncode == 0, run.stderr
   return json.loads(run.stdout)
 

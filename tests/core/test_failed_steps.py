@@ -333,9 +333,9 @@ def test_interrupt_anywhere_in_a_step_loses_no_token(small_engine, folder, overl
 
   run_with_interrupt()   # captures the graphs; Python 3.13 traces a function's bytecodes from its second call on
   before, visits, interruptions = small_engine.get_metrics()["num_preemptions"], {}, []   # visits: line -> step, visit
-  for step, num_visits in enumerate(run_with_interrupt()[0]):
+  for i, num_visits in enumerate(run_with_interrupt()[0]):
     for line, count in num_visits.items():
-      visits.setdefault(line, []).extend((step, (line, i + 1)) for i in range(count))
+      visits.setdefault(line, []).extend((i, (line, visit)) for visit in range(1, count + 1))
   assert len(visits) > 80, "all of a step must be traced"
   assert small_engine.get_metrics()["num_preemptions"] > before, "the pool must be short of blocks"
   for line, places in visits.items():

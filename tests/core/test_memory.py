@@ -344,13 +344,13 @@ def test_samples_without_seed_differ(sampler):
 @pytest.mark.parametrize("length", [10 * BS, 10 * BS + 2])
 def test_samples_share_blocks_of_their_prompt(llm, folder, length):
   """10 blocks for a prompt of 40 tokens, and 2 for 6 output tokens of each of 4 samples: 18 blocks, not 48."""
-  job, num_used, num_shared = prompt(length, 1900 + length), [], []
+  job, seen = prompt(length, 1900 + length), []
   with assert_all_blocks_freed(llm):
     llm.add_request("a", tokens(job), greedy(6, n=4))
-    last, _ = run_watched(llm, watch=lambda m: (num_used.append(m["blocks_used"]), num_shared.append(m["blocks_shared"])))
+    last, _ = run_watched(llm, watch=seen.append)
   assert samples(last["a"]) == [reference_greedy(folder, job, 6)] * 4
-  assert max(num_used) <= 10 + 4 * 3, f"{max(num_used)} blocks"
-  assert max(num_shared) >= 9, f"{max(num_shared)} shared blocks"
+  assert max(metrics["blocks_used"] for metrics in seen) <= 10 + 4 * 3
+  assert max(metrics["blocks_shared"] for metrics in seen) >= 9
 
 
 STOPS = list(range(3, 320, 9))   # a ninth of the vocabulary, so that samples end one after another
