@@ -1,18 +1,65 @@
-"""Command lines, as processes."""
+"""Command lines: in this process, where they may use the fake device, and as a process of their own."""
+import io
+import logging
 import os
+import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from .engines import ENGINE
 from .requests import flags
 
 
+ROOT = Path(__file__).parents[2]
 FLAGS = flags(**ENGINE)
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "examples")])   # for processes that run outside of the checkout
 
 
-def process(*arguments, stdin="", **env):
-  command = [sys.executable, "-m", "tinyvllm", *map(str, arguments)]
-  return subprocess.run(command, input=stdin, capture_output=True, text=True, check=False, timeout=120,
-                        cwd=Path(__file__).parents[2], env={**os.environ, **env})
+def run_command(*arguments: Any, stdin: str | io.StringIO = "", **env: str) -> subprocess.CompletedProcess:
+  """Run `tinyvllm *arguments` in this process. Return the exit code, stdout, and stderr with the log from level INFO on.
+  Restores the process's settings."""
+  from tinyvllm_extra.cli import main   # here, so that other lanes do not import the command line
+  argv, out, err = [*map(str, arguments)], io.StringIO(), io.StringIO()
+  logger, handler = logging.getLogger("tinyvllm"), logging.StreamHandler(err)
+  level, interrupt = logger.level, signal.getsignal(signal.SIGINT)
+  logger.addHandler(handler)
+  logger.setLevel(logging.INFO)
+  try:
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+      patch.setattr("sys.stdin", io.StringIO(stdin) if isinstance(stdin, str) else stdin)
+      for name, value in env.items(): patch.setenv(name, value)
+      try: code: Any = main(argv)
+      except SystemExit as e: code = e.code
+  finally:
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+    signal.signal(signal.SIGINT, interrupt)
+  return subprocess.CompletedProcess(argv, code, out.getvalue(), err.getvalue())
+
+
+def start_process(*arguments: Any, **env: str) -> subprocess.Popen:
+  """Start `tinyvllm *arguments` in the checkout, with pipes for stdin, stdout and stderr."""
+  return subprocess.Popen([sys.executable, "-m", "tinyvllm", *map(str, arguments)], stdin=subprocess.PIPE, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env={**os.environ, **env})
+
+
+def process(*arguments: Any, stdin: str = "", **env: str) -> subprocess.CompletedProcess:
+  """Run `tinyvllm *arguments` as a process. Return the exit code, stdout and stderr."""
+  run = start_process(*arguments, **env)
+  try: out, err = run.communicate(stdin, timeout=240)
+  finally: run.kill()
+  return subprocess.CompletedProcess(run.args, run.returncode, out, err)
+
+
+def error_line(run: subprocess.CompletedProcess, code: int = 1) -> str:
+  """Check that a command failed with one line of error, its last one, and return the line."""
+  *others, last = run.stderr.splitlines()
+  assert run.returncode == code and last.startswith("tinyvllm: "), run.stderr
+  assert not any(line.startswith(("tinyvllm: ", "Traceback")) for line in others), run.stderr
+  return last

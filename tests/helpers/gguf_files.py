@@ -6,6 +6,7 @@ from typing import Any
 import gguf
 import numpy as np
 import sentencepiece
+from safetensors import safe_open
 
 from .models import load
 from .reference import rope_frequencies
@@ -94,3 +95,59 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
   writer.write_tensors_to_file()
   writer.close()
   return writer.format_shard_names(path)[0]
+
+
+HEADS = {"attn_q": 4, "attn_k": 2}
+
+
+def tensors_of(folder):
+  with safe_open(folder / "model.safetensors", "np") as file: return {x: file.get_tensor(x) for x in file.offset_keys()}
+
+
+def values(tensors, module):
+  """Return a module's dequantized weight."""
+  if f"{module}.weight_packed" in tensors:
+    rows, columns = tensors[f"{module}.weight_shape"]
+    words = tensors[f"{module}.weight_packed"].view(np.uint32)
+    q = np.array([[word >> 4 * i & 15 for word in row for i in range(8)] for row in words.tolist()], np.float32)
+    assert q.shape == (rows, columns)
+    if f"{module}.weight_offset" not in tensors: q -= 8
+  else:
+    q = tensors[f"{module}.weight"]
+    if f"{module}.weight_scale" not in tensors: return q.astype(np.float32)
+    assert q.dtype == np.int8
+  scale = tensors[f"{module}.weight_scale"]
+  offset = tensors.get(f"{module}.weight_offset", np.zeros_like(scale))
+  scale, offset = (x.astype(np.float32).repeat(q.shape[1] // x.shape[1], 1) for x in (scale, offset))
+  return q * scale + offset
+
+
+def decoded(path):
+  """Return the tensors of one or more files by Hugging Face's names, dequantized by gguf."""
+  names = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
+  parts = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+           "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+           "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+           "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+  readers = [gguf.GGUFReader(x) for x in sorted(path.parent.glob(path.name.replace("-00001-of-", "-*-of-")))]
+  llama = readers[0].fields["general.architecture"].contents() == "llama"
+  tensors = {}
+  for tensor in (x for reader in readers for x in reader.tensors):
+    first, *rest = tensor.name.split(".")
+    module = f"model.layers.{rest[0]}.{parts[rest[1]]}" if first == "blk" else names[first]
+    x = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    if llama and (heads := HEADS.get(rest[1] if first == "blk" else "")):
+      x = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+    tensors[f"{module}.{rest[-1]}"] = x
+  return tensors
+
+
+def check_conversion(folder, path):
+  """Check that the folder has all tensors of the file, with the values that gguf decodes, and no others."""
+  tensors = tensors_of(folder)
+  checked = set()
+  for name, expected in decoded(path).items():
+    module, _, suffix = name.rpartition(".")
+    np.testing.assert_array_equal(tensors[name] if suffix == "bias" else values(tensors, module), expected, name)
+    checked |= {name for name in tensors if name.startswith(f"{module}.")}
+  assert checked == tensors.keys()

@@ -1,5 +1,13 @@
-"""Speculative decoding: counters, and drafts in every step."""
-from tinyvllm_extra.speculation import Drafter
+"""Speculative decoding: counters, drafts in every step, known drafts, and comparison with outputs without drafts."""
+import dataclasses
+import random
+
+import pytest
+
+from tinyvllm_extra.speculation import Drafter, NGramDrafter
+
+from .engines import assert_same_outputs
+from .models import VOCAB
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
@@ -30,3 +38,100 @@ class Counts:
 def always_draft(monkeypatch):
   """Propose as many drafts as possible, regardless of the acceptance rate."""
   monkeypatch.setattr(Drafter, "rate", property(lambda self: 0.99, lambda self, value: None), raising=False)
+
+
+def other_than(token): return 259 + (token - 258) % 61   # a different token of the same range
+
+
+def partly_wrong(rng, right):
+  """Return right drafts, fewer drafts, or drafts with one wrong token or random ones from some position on."""
+  if not right: return right
+  position, kind = rng.randrange(len(right)), rng.randrange(4)
+  if kind == 0: return right[:position]
+  if kind == 1: return right
+  if kind == 2: return [*right[:position], other_than(right[position]), *right[position + 1:]]
+  return [*right[:position], *[rng.randrange(VOCAB) for _ in right[position:]]]
+
+
+STYLES = {"right": lambda rng, right: right, "wrong": lambda rng, right: [other_than(x) for x in right],
+          "partly wrong": partly_wrong, "none": lambda rng, right: []}
+
+
+class Oracle:
+  """Replaces NGramDrafter's lookup with known outputs. style(rng, right) changes the right drafts. patience: the
+  probability that a step waits for the one in flight."""
+  def __init__(self, monkeypatch, style=None, seed=0, patience=1.0):
+    self.texts, self.style, self.rng, self.requested_sizes = [], style or STYLES["right"], random.Random(seed), []
+    monkeypatch.setattr(NGramDrafter, "propose", lambda drafter, ids, n: self.propose(list(ids), n))
+    monkeypatch.setattr(NGramDrafter, "needs_sync", lambda drafter, seq: bool(seq.draft_token_ids) or (
+      drafter.rate > 0.1 and self.rng.random() < patience))
+
+  def propose(self, ids, n):
+    self.requested_sizes.append(n)
+    text = next((text for text in self.texts if text[:len(ids)] == ids), ids)
+    right = [*text[len(ids):], *[self.rng.randrange(VOCAB) for _ in range(n)]][:n]   # random tokens after the end
+    return self.style(self.rng, right)[:n]
+
+
+def check_preemptions(engine):
+  """Check that no sequence is preempted while enough blocks are free for all running sequences without drafts."""
+  scheduler, blocks, schedule = engine.scheduler, engine.blocks, engine.scheduler.schedule
+
+  def checked_schedule():
+    before = scheduler.counters["num_preemptions"]
+    num_needed = sum(-(-seq.length // blocks.block_size) - len(seq.block_table) for seq in scheduler.running)
+    enough = num_needed <= blocks.num_free()
+    batch = schedule()
+    assert not enough or scheduler.counters["num_preemptions"] == before, "preempted for drafts"
+    assert sum(batch.values()) <= engine.config.max_num_batched_tokens
+    return batch
+  scheduler.schedule = checked_schedule
+
+
+CASES = {
+  "greedy": {"temperature": 0.0}, "temperature": {}, "top_k": {"top_k": 5}, "top_p": {"top_p": 0.7},
+  "min_p": {"min_p": 0.1}, "all": {"top_k": 30, "top_p": 0.9, "min_p": 0.02, "temperature": 1.5},
+  "n": {"n": 3}, "logprobs": {"logprobs": 3}, "prompt_logprobs": {"prompt_logprobs": 2, "logprobs": 0, "n": 2},
+  "logit_bias": {"logit_bias": {270: 3.0, 280: -100.0, 290: 2.5}},
+  "allowed_token_ids": {"allowed_token_ids": [260, 270, 280], "logprobs": 1},
+  "min_tokens": {"min_tokens": 20, "ignore_eos": False, "stop_token_ids": [*range(262, 300)]},
+  "eos": {"ignore_eos": False, "logit_bias": {2: 4.0}}, "max_tokens": {"max_tokens": 3},
+  "seed": {"seed": -2**63}, "no seed": {"seed": None, "temperature": 0.0},
+  # Logits that depend on earlier tokens: no drafts
+  "repetition_penalty": {"repetition_penalty": 1.3}, "presence_penalty": {"presence_penalty": 0.5},
+  "frequency_penalty": {"frequency_penalty": -0.5, "temperature": 0.0}, "bad_words": {"bad_words": ["the", "a cat"]},
+  "structured_outputs": {"structured_outputs": {"regex": "[a-z ]{30}"}, "ignore_eos": False},
+}
+NO_DRAFTS = ["repetition_penalty", "presence_penalty", "frequency_penalty", "bad_words", "structured_outputs"]
+
+
+def without_stops(params):
+  """Return params for the same output without stops and with 8 more tokens."""
+  return dataclasses.replace(params, stop=None, stop_token_ids=None, ignore_eos=True, min_tokens=0, logprobs=None,
+                             prompt_logprobs=None, max_tokens=params.max_tokens + 8)
+
+
+def add_outputs(oracle, plain, jobs, params):
+  """Add the requests' outputs without drafts to the oracle."""
+  for output in plain.generate(jobs, [without_stops(p) for p in params], False):
+    oracle.texts += [[*output.prompt_token_ids, *c.token_ids] for c in output.outputs]
+
+
+def check_same(actual, expected):
+  """Check that outputs are equal: ids, text, finish reasons and log probabilities."""
+  assert_same_outputs(actual, expected)
+  for a, b in zip(actual, expected, strict=True):
+    assert len(a.outputs) == len(b.outputs)
+    scores = [(a.prompt_logprobs, b.prompt_logprobs)]
+    for x, y in zip(a.outputs, b.outputs, strict=True):
+      assert (x.index, x.token_ids, x.text, x.finish_reason, x.stop_reason) == (
+        y.index, y.token_ids, y.text, y.finish_reason, y.stop_reason)
+      assert x.cumulative_logprob == pytest.approx(y.cumulative_logprob, abs=1e-3)
+      scores.append((x.logprobs, y.logprobs))
+    for mine, other in scores:
+      assert (mine is None) == (other is None)
+      for p, q in zip(mine or [], other or [], strict=True):
+        assert (p is None) == (q is None) and [*(p or ())] == [*(q or ())]
+        for i in p or ():
+          assert p[i].logprob == pytest.approx(q[i].logprob, abs=1e-4)
+          assert (p[i].rank, p[i].decoded_token) == (q[i].rank, q[i].decoded_token)

@@ -32,9 +32,6 @@ def main(tmp_path, monkeypatch):
   return call
 
 
-def amd_record(): return next(x for x in backends.read_records() if x["backend"] == "AMD")
-
-
 @pytest.mark.parametrize(("name", "target"), [
   ("rdna3-llvm", "MOCKKFD+AMD:LLVM"), ("rdna3-hip", "MOCKKFD+AMD:HIPCC"),
   ("rdna4-llvm", "MOCKKFD+AMD:LLVM:gfx1201"), ("rdna4-hip", "MOCKKFD+AMD:HIPCC:gfx1201")])
@@ -61,11 +58,6 @@ def test_missing_checkout_is_an_error_that_names_the_variable(main, monkeypatch,
   assert f"TINYGRAD_REPO={value or ''} must be" in capsys.readouterr().err
 
 
-def test_missing_clang_is_an_error_that_names_the_package(main, repository, monkeypatch, capsys):
-  monkeypatch.setenv("PATH", os.devnull)
-  assert main("rdna3-hip") == 1 and "apt-get install clang-19" in capsys.readouterr().err
-
-
 def test_record_replaces_only_the_run_of_its_variant(main, repository, monkeypatch):
   answers = iter(["61 passed in 99.0s\n", "1 failed, 60 passed in 99.0s\n", "61 passed in 98.0s\n"])
   monkeypatch.setattr(backends, "run_with", lambda *args: next(answers))
@@ -77,14 +69,3 @@ def test_record_replaces_only_the_run_of_its_variant(main, repository, monkeypat
   assert [x for x in backends.read_records() if x["backend"] != "AMD"] == others
 
 
-def test_record_of_a_card_is_not_replaced(main, capsys):
-  card = {"backend": "AMD", "device": "RX 7900", "passed": 59}
-  backends.RECORDS.write_text(json.dumps([card]))
-  with pytest.raises(SystemExit): main("rdna3-llvm", "--record")
-  assert "the record of a card" in capsys.readouterr().err and backends.read_records() == [card]
-
-
-@pytest.mark.parametrize(("args", "word"), [(["rdna5"], "rdna5"), (["-k", "greedy", "--record"], "omit -k")])
-def test_wrong_argument_exits_with_its_name(main, capsys, args, word):
-  with pytest.raises(SystemExit): main(*args)
-  assert word in capsys.readouterr().err

@@ -4,20 +4,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_tensor_cores
 from helpers.engines import token_rows
-from helpers.kernels import as_stored, bytes_as_stored, on_device
+from helpers.kernels import as_stored, bytes_as_stored, on_device, reference_attention
 from helpers.parameters import slow
 from helpers.reference import quantize_kv
+from helpers.tensor_cores import SLOW, TOLERANCE, as_stored as as_stored_on_tensor_cores
+from helpers.tensor_cores import each_kind, on_tensor_cores, replace_cuda_statements
 from tinygrad import UOp, dtypes
 
 from tinyvllm.backend import Backend
 from tinyvllm_extra.kernels import FastBackend, tensor_cores
 from tinyvllm_extra.kernels.schedule import ScoreOptions
 
-emulate_cuda = test_tensor_cores.emulate_cuda   # a fixture
-each_kind, on_tensor_cores = test_tensor_cores.each_kind, test_tensor_cores.on_tensor_cores
-KV, G, D, BS = (1, 4, 32, 16) if test_tensor_cores.SLOW else (2, 2, 32, 16)
+KV, G, D, BS = (1, 4, 32, 16) if SLOW else (2, 2, 32, 16)
 SINKS = np.array([-30, 0, 30, 2.5], np.float32)   # relative to scores of about 1
 ALL = {"scale": 0.4, "window": 17, "cap": 1.5, "sinks": SINKS}
 WINDOWS = {f"window {n}": {"window": n} for n in (1, BS - 1, BS, BS + 1, 40, 1000)}
@@ -28,9 +27,13 @@ CASES = {   # (first position, number of tokens) of each sequence, tokens with p
   "decode and a chunk": ([(69, 1), (38, 3), (0, 1), (BS, 1)], 8), "long chunk": ([(30, 66), (69, 1), (14, 5)], 80),
   "decode": ([(69, 1), (40, 1)], 2), "split-KV": ([(1100, 1)], 1)}
 QUICK = "cap", "sinks", f"window {BS}", "all"
-LONG_CHUNK = (*QUICK, f"window {BS + 1}") if test_tensor_cores.SLOW else OPTIONS   # slow in the interpreter
+LONG_CHUNK = (*QUICK, f"window {BS + 1}") if SLOW else OPTIONS   # slow in the interpreter
 TENSOR_CORE_CASES = [*[("decode and a chunk", name) for name in (*QUICK, "window 1", "window 40")],
                      *[("long chunk", name) for name in LONG_CHUNK]]
+
+
+@pytest.fixture(autouse=True)
+def emulate_cuda(monkeypatch): replace_cuda_statements(monkeypatch)
 
 
 @pytest.fixture
@@ -56,16 +59,7 @@ def attend(version: str, case: str, kind: str = "auto", first: int = 0, **option
     cache = np.stack([keys, values])
     if k_scales: scales = [np.where(unwritten[..., 0], np.nan, [*k_scales, *v_scales]).transpose(1, 3, 0, 2)]
   q = rng.standard_normal((len(rows), KV, G, D)).astype(dtype)
-  expected = np.zeros(q.shape, np.float32)
-  for t, (r, p) in enumerate(zip(rows, positions, strict=True)):
-    begin = max(first, p + 1 - (options.get("window") or p + 1))
-    k, v = cache[:, table[r]].reshape(2, -1, KV, D)[:, begin:p + 1].astype(np.float32)
-    scores = np.einsum("hgd,nhd->hgn", q[t].astype(np.float32), k) * options.get("scale", D**-0.5)
-    if "cap" in options: scores = options["cap"] * np.tanh(scores / options["cap"])
-    sinks = options.get("sinks", np.full(KV * G, -np.inf)).reshape(KV, G, 1)
-    highest = np.maximum(scores.max(-1, keepdims=True), sinks)
-    weights = np.exp(scores - highest)
-    expected[t] = np.einsum("hgn,nhd->hgd", weights / (weights.sum(-1, keepdims=True) + np.exp(sinks - highest)), v)
+  expected = reference_attention(q, cache, table, rows, positions, first, **options)
   blocks = table[rows, positions // BS]
   # attend() writes the step's K and V again; cosine 1 and sine 0 do not rotate
   kv = cache[:, blocks, positions % BS].astype(dtype)   # (2, tokens, KV, D)
@@ -74,7 +68,7 @@ def attend(version: str, case: str, kind: str = "auto", first: int = 0, **option
   padding[-1] = -1   # no query tile
   tokens = np.concatenate([tokens, *[padding] * (T - len(rows))], 1)
   rope = np.stack([np.ones((M * BS, D // 2)), np.zeros((M * BS, D // 2))], 1).astype(np.float32)
-  layouts = {"core": lambda: tuple(stored), "tensor cores": lambda: test_tensor_cores.as_stored(*stored),
+  layouts = {"core": lambda: tuple(stored), "tensor cores": lambda: as_stored_on_tensor_cores(*stored),
              "generic": lambda: as_stored(stored) if kind == "auto" else bytes_as_stored(*stored)}
   caches = [on_device(x) for x in (*layouts[version](), *[x.astype(np.float32) for x in scales])]
   if "sinks" in options: options["sinks"] = on_device(options["sinks"])
@@ -116,7 +110,7 @@ def test_tensor_cores_with_options_equal_numpy(case, name):
 @pytest.mark.parametrize("case", ["decode and a chunk", "long chunk", "split-KV"])
 def test_tensor_cores_with_all_options_read_each_cache_dtype(case, kind, split_in_three):
   window = 1030 if case == "split-KV" else 17
-  compare(attend("tensor cores", case, kind, **{**ALL, "window": window}), test_tensor_cores.TOLERANCE[kind] * 2)
+  compare(attend("tensor cores", case, kind, **{**ALL, "window": window}), TOLERANCE[kind] * 2)
 
 
 @on_tensor_cores

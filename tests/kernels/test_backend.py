@@ -31,17 +31,12 @@ from tinyvllm_extra import graphs
 from tinyvllm_extra.kernels import make_backend
 from tinyvllm_extra.kernels.drivers import is_opencl_cpu
 
-ROOT = Path(__file__).parents[2]
 BS, BUDGET, BLOCKS = 4, 8, 16   # block size, token budget of a step, blocks in the pool
 ENGINE = {"max_model_len": BS * BLOCKS, "block_size": BS, "max_num_seqs": BUDGET, "max_num_batched_tokens": BUDGET}
 MIN_MARGIN = 0.05   # between the two best logits: below it, rounding could choose the other token
 LOGPROB_ERROR = {"float32": 1e-4, "float16": 0.02}   # largest rounding error, less than half of MIN_MARGIN
 MAX_BUFFERS = 8   # per kernel, WebGPU's guaranteed minimum
 SAMPLED = {"temperature": 0.9, "top_k": 12, "top_p": 0.9, "min_p": 0.01}
-
-
-@functools.cache
-def supports_dtype(kind): return getattr(dtypes, kind) in Device[Device.DEFAULT].renderer.supported_dtypes()
 
 
 # Prompts and the reference's output
@@ -175,14 +170,6 @@ def clear_cache(llm):
 
 # Dtypes
 
-def test_dtype_unsupported_by_device_falls_back_to_float32_with_message(engine):
-  expected = engine.requested_dtype if supports_dtype(engine.requested_dtype) else "float32"
-  assert engine.dtype == expected
-  falls_back = engine.requested_dtype != expected
-  words = ("not support", engine.requested_dtype, expected)
-  warnings = [line for line in engine.messages if all(word in line for word in words)]
-  assert len(warnings) == falls_back, engine.messages
-
 
 @pytest.mark.parametrize("name", ["offsets", "compressed-tensors, int8 per group"])
 def test_quantized_weights_equal_dequantized_reference(tmp_path, name):
@@ -259,18 +246,6 @@ def test_prefix_cache_load_after_save_hits(llm, folder, tmp_path):
   assert output.num_cached_tokens == 2 * BS and ids_of(output) == job.output_ids
 
 
-@pytest.mark.parametrize("length", [BS, BS + 2])
-def test_prefix_shared_within_one_step_is_not_a_hit(llm, folder, length):
-  """The first request computes the shared block in the same step, so the second one cannot read it yet."""
-  prefix = make_job(folder, BS, 1, 500).prompt_ids
-  jobs = [make_job(folder, length, 3, 500 + 10 * i, prefix) for i in range(2)]
-  clear_cache(llm)
-  for i, job in enumerate(jobs): llm.add_request(str(i), job.prompt, job.params)
-  outputs = run(llm)
-  assert [outputs[str(i)].num_cached_tokens for i in range(2)] == [0, 0]
-  assert [ids_of(outputs[str(i)]) for i in range(2)] == [job.output_ids for job in jobs]
-
-
 def test_preemption_keeps_ids_and_prefix_cache_hits(llm, folder):
   before, jobs = llm.get_metrics()["num_preemptions"], [make_job(folder, 6, 10, 600 + i) for i in range(6)]
   for i, job in enumerate(jobs): llm.add_request(str(i), job.prompt, job.params)
@@ -279,41 +254,6 @@ def test_preemption_keeps_ids_and_prefix_cache_hits(llm, folder):
   assert [ids_of(outputs[str(i)]) for i in range(6)] == [job.output_ids for job in jobs]
   again, = llm.generate(jobs[5].prompt, jobs[5].params)
   assert ids_of(again) == jobs[5].output_ids and again.num_cached_tokens == BS
-
-
-def test_stream_equals_text_and_stops_at_string_across_tokens(llm, folder):
-  job = make_job(folder, 3, 9, 700)
-  whole, parts = llm.generate(job.prompt, job.params)[0], [*llm.generate_stream(job.prompt, job.params)]
-  pieces = [part.outputs[0].text for part in parts]
-  assert "".join(pieces) == whole.outputs[0].text and [i for part in parts for i in ids_of(part)] == job.output_ids
-  text, splits = whole.outputs[0].text, list[tuple]()
-  for i in range(1, 7):   # a stop string spans three tokens: the last character, a whole piece, the first character
-    at, stop = len("".join(pieces[:i])) - 1, pieces[i - 1][-1:] + pieces[i] + pieces[i + 1][:1]
-    if pieces[i] and len(stop) > 2 and text.find(stop) == at: splits.append((at, stop, i + 2))
-  at, stop, n = splits[-1]
-  stopped = params(9, stop=[stop])
-  whole, parts = llm.generate(job.prompt, stopped)[0], [*llm.generate_stream(job.prompt, stopped)]
-  assert whole.outputs[0].text == "".join(part.outputs[0].text for part in parts) == text[:at]
-  assert ids_of(whole) == [i for part in parts for i in ids_of(part)] == job.output_ids[:n]
-  assert (whole.outputs[0].finish_reason, whole.outputs[0].stop_reason) == ("stop", stop)
-
-
-def test_finished_and_aborted_requests_free_blocks_without_new_graphs(llm, folder):
-  jobs = {str(i): make_job(folder, 1 + 3 * i % 11, 1 + i % 5, 800 + i) for i in range(10)}
-  outputs, rng = {}, random.Random(0)
-  order, aborted = rng.sample(sorted(jobs), len(jobs)), {"3", "4", "8"}
-  for length in (1, 2, 4, 8): llm.generate(tokens([260 + length] * length), params(1))   # captures all greedy graphs
-  num_graphs = len(llm.runner.graphs)
-  while order or llm.has_unfinished_requests():
-    for name in [order.pop() for _ in range(min(len(order), rng.randrange(4)))]:
-      llm.add_request(name, jobs[name].prompt, jobs[name].params)
-    outputs |= {output.request_id: output for output in llm.step()}
-    for name in aborted & {*llm.requests} if rng.random() < 0.3 else (): llm.abort_request(name)
-    check_invariants(llm)
-  for name, job in jobs.items():
-    ids = ids_of(outputs[name]) if name in outputs else []
-    assert ids == job.output_ids[:len(ids)] and (name in aborted or len(ids) == len(job.output_ids)), name
-  assert len(llm.runner.graphs) == num_graphs
 
 
 # Log probabilities
@@ -392,16 +332,6 @@ def check_all_fields(llm, folder):
 
 
 def test_sampling_fields_in_one_batch_do_not_mix(llm_float32, folder): check_all_fields(llm_float32, folder)
-
-
-def test_seeded_ids_do_not_depend_on_batch(llm_float32, folder):
-  """Other neighbors, another slot, and alone. One request of each batch has a token mask, so all fields are enabled."""
-  mine, masked = {**SAMPLED, "seed": 5}, {"allowed_token_ids": [*range(259, 320, 5)]}
-  others = [{salt: {**SAMPLED, "seed": salt} for salt in range(first, first + 6)} for first in (1210, 1220)]
-  batched = [check_batch(llm_float32, folder, batch)[1200].output_ids for batch in (
-    {1200: mine, **others[0], 1230: masked}, {**others[1], 1231: masked, 1200: mine})]
-  job = make_job(folder, 1, 4, 1200, **mine, **BIAS)
-  assert batched == [ids_of(llm_float32.generate(job.prompt, job.params)[0])] * 2
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft model"])
@@ -543,15 +473,3 @@ def test_tensor_of_the_largest_reported_size_holds_values():
   assert x[:, -1].numpy().tolist() == [*range(size // 2**16)]
 
 
-@pytest.mark.skipif(Device.DEFAULT != "CL" or not is_opencl_cpu(Device.default), reason="OpenCL on a CPU only")
-@pytest.mark.parametrize("dev, device", [(None, "CPU"), ("CL", "CL")])
-def test_default_device_is_cpu_backend_unless_dev_selects_opencl(dev, device):
-  """In a new process, as a user starts it. Other devices, such as CUDA, are hidden from it."""
-  settings = {"CUDA_VISIBLE_DEVICES": "", "VISIBLE_DEVICES": "", "DEV": dev,
-              "PYTHONPATH": os.pathsep.join(map(str, [ROOT, ROOT / "examples"]))}
-  env = {name: x for name, x in {**os.environ, **settings}.items() if x is not None}
-  run = subprocess.run([sys.executable, "-m", "tinyvllm", "generate", "Hello"], env=env, capture_output=True, text=True,
-                       check=True, timeout=300)
-  lines = run.stderr.splitlines()
-  assert run.stdout == "Hello, world!\n" and any(f" on {device} in " in line for line in lines), run.stderr
-  assert sum(Device.default.device_name in line for line in lines) == (not dev)

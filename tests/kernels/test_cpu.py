@@ -85,20 +85,6 @@ def test_linear_equals_numpy_for_any_number_of_sums(monkeypatch, rows, sums):
   np.testing.assert_allclose(apply_layers(linears, Tensor(x).realize()).numpy(), reflect(x), atol=1e-4)
 
 
-def test_graphs_of_concurrent_threads_do_not_interfere():
-  jobs, failures = [layers(seed) for seed in range(3)], []
-  xs = [Tensor(np.random.default_rng(9).standard_normal((1, SIZE)).astype(np.float32)).realize() for _ in jobs]
-  jits = [capture(lambda job=job, x=x: apply_layers(job[0], x)) for job, x in zip(jobs, xs, strict=True)]
-
-  def work(jit, x, reflect):
-    for _ in range(50):
-      if not np.allclose(jit().numpy(), reflect(x.numpy()), atol=1e-4): failures.append(jit)
-  threads = [threading.Thread(target=work, args=(jit, x, job[1])) for jit, x, job in zip(jits, xs, jobs, strict=True)]
-  for thread in threads: thread.start()
-  for thread in threads: thread.join(timeout=60)
-  assert not failures and not any(thread.is_alive() for thread in threads)
-
-
 INTERRUPTED = """
 import numpy as np
 from tinygrad import Context, Tensor, TinyJit, dtypes
@@ -190,12 +176,6 @@ print([x is y for x, y in zip(before, patched())])
 def test_imports_change_nothing_in_tinygrad_until_device_opens():
   run = subprocess.run([sys.executable, "-c", IMPORTS], timeout=120, capture_output=True, text=True)
   assert run.stdout.splitlines() == [str([True] * 6), str([False] * 6)], run.stderr
-
-
-def test_open_device_twice_applies_patches_once():
-  before = Device["CPU"].graph
-  open_device()
-  assert before and Device["CPU"].graph is before
 
 
 def test_kernel_is_lowered_once_then_read_from_disk(monkeypatch):

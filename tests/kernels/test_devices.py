@@ -95,28 +95,6 @@ def test_opencl_on_cpu_stays_default_without_compiler(prepare, monkeypatch):
   assert prepare() == ("CL", [])
 
 
-def test_opencl_on_cpu_stays_default_if_cpu_backend_does_not_open(prepare, monkeypatch):
-  opened = Device._Device__get_canonicalized_item
-
-  def open_device(name):
-    if name == "CPU": raise RuntimeError("no CPU")
-    return opened(name)
-  monkeypatch.setattr(Device, "_Device__get_canonicalized_item", open_device)
-  assert prepare() == ("CL", [])
-
-
-def test_doctor_reports_reason_of_default_device(monkeypatch, capsys):
-  """The backends' processes are fakes: OpenCL opens, and precedes the CPU backend."""
-  facts = {"opens": True, "device": "x", "dtype": "float32", "float32": True, "float16": True, "bfloat16": True,
-           "free_gib": 8.0, "total_gib": 8.0, "largest_gib": 8.0, "gb_per_s": 1.0}
-  def run_probe(dev, seconds): return {**facts, "renderer": dev or "CPU", **({} if dev else {"why": "REASON"})}
-  monkeypatch.setattr(doctor, "run_probe", run_probe)
-  monkeypatch.setattr(doctor, "ORDER", ["CL", "CPU"])
-  monkeypatch.delenv("DEV", raising=False)
-  assert doctor.main([]) == 0
-  assert "\ndefault backend: CPU (REASON)\n" in capsys.readouterr().out
-
-
 # Memory
 
 @pytest.fixture

@@ -77,17 +77,3 @@ def test_seeded_sampling_gives_equal_ids(sampling_pair, fields):
   assert summary(outputs[0][0]) != summary(other_seed[0][0]), "the seed must have an effect"
 
 
-@pytest.mark.slow
-def test_two_samples_give_equal_ids(sampling_pair):
-  (output, _), = sampling_pair.generate([PROMPTS[1]], n=2, temperature=0.9, top_k=50, seed=3)
-  first, second = output.outputs
-  assert first.token_ids != second.token_ids
-
-
-@pytest.mark.slow
-def test_logprobs_with_penalties_are_equal(sampling_pair):
-  fields = {"logprobs": 2, "repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.4}
-  (output, expected), = sampling_pair.generate([PROMPTS[0]], max_tokens=5, **fields)
-  for fast, plain in zip(output.outputs[0].logprobs, expected.outputs[0].logprobs, strict=True):
-    assert fast.keys() == plain.keys() and len(fast) >= 2
-    for token in fast: assert fast[token].logprob == pytest.approx(plain[token].logprob, abs=1e-4)

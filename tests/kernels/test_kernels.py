@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 from helpers.engines import token_rows
-from helpers.kernels import as_stored, bytes_as_stored, on_device
+from helpers.kernels import as_stored, bytes_as_stored, check_quantized_cache, on_device, reference_attention, rotate
 from helpers.parameters import mark_slow_except, slow
 from helpers.reference import quantize_kv, random_numbers, rope_frequencies
 from tinygrad import Device, Tensor, UOp, dtypes
@@ -24,8 +24,6 @@ lacks_half = dtypes.float16 not in Device.default.renderer.supported_dtypes()   
 if lacks_half and not TENSOR_CORES: del KINDS["float16"]
 kinds = pytest.mark.parametrize("kind", KINDS)
 needs_tensor_cores = pytest.mark.skipif(not TENSOR_CORES, reason="this device has no tensor cores")
-slow_in_half = pytest.mark.parametrize(
-  "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "float16")) for kind in KINDS])
 
 
 def normal(*shape: int, kind: str = "float32", seed: int = 0) -> np.ndarray:
@@ -45,7 +43,7 @@ def linear(inputs: int, outputs: int, kind: str, bias: bool = False) -> tuple[Li
   return layer, weight.astype(np.float32)
 
 
-@slow_in_half
+@kinds
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (40, 24), (32, 17), *slow(
   (1120, 16), (72, 80) if SLOW else (576, 960), (160, 16) if SLOW else (1536, 64))])
 def test_linear_equals_numpy_for_every_batch_size(inputs, outputs, kind):
@@ -66,13 +64,6 @@ def test_split_k_equals_numpy_for_uneven_splits(inputs):
 
 
 @kinds
-def test_linear_adds_bias(kind):
-  layer, weight = linear(64, 48, kind, bias=True)
-  layer.bias, x = on_device(normal(48, kind=kind, seed=3)), normal(4, 64, kind=kind)
-  close(layer(on_device(x)), x.astype(np.float32) @ weight.T + layer.bias.numpy(), KINDS[kind][1])
-
-
-@kinds
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (40, 24), (32, 17)])
 def test_rows_returns_stored_weights_and_zeros_out_of_range(inputs, outputs, kind):
   layer, weight = linear(inputs, outputs, kind)
@@ -90,7 +81,7 @@ def silu_product(both: np.ndarray) -> np.ndarray:
   return gate / (1 + np.exp(-gate)) * up
 
 
-@slow_in_half
+@kinds
 @pytest.mark.parametrize(("inputs", "size", "bias"), [(64, 24, True), (160, 16, False), (64, 20, True),
                                                       (40, 24, False)])
 def test_gate_up_equals_numpy_and_is_one_tensor_core_kernel(inputs, size, bias, kind):
@@ -203,27 +194,6 @@ def test_shared_tiles_fit_shared_memory():
       assert tiles.outputs <= 256 and tiles.wide * tiles.high >= 2, "one warp copies scales, another one offsets"
 
 
-@needs_tensor_cores
-def test_splits_depend_on_number_of_work_groups(monkeypatch):
-  monkeypatch.setattr(matmul, "speaks_cuda", lambda: True)
-  def splits(rows, outputs, *, dtype=dtypes.float16, bias=False, axis=0, inputs=256, scales=()):
-    layer = Linear(inputs, {"w": outputs}, bias, dtype, axis)
-    layer.scales = [*scales]
-    return layer.splits(Tensor.empty(rows, inputs, dtype=dtype))
-  assert [splits(*shape) for shape in ((512, 6144), (128, 6144), (4096, 768), (64, 12288), (32, 12288))] == [1] * 5
-  assert [splits(*shape) for shape in ((512, 704), (512, 8208), (16, 65536), (24, 65536), (32, 12224))] == [0] * 5
-  assert splits(512, 8192, dtype=dtypes.float32) == splits(512, 8192, scales=[Tensor.empty(512, 1, 8, 2)]) == 0
-  scales = [Tensor.empty(512, 8, 8, 2, dtype=dtypes.half)]
-  assert splits(512, 8192, scales=scales) == 1 and splits(512, 8192, dtype=dtypes.bfloat16, scales=scales) == 0
-  assert splits(512, 8192, scales=[Tensor.empty(512, 16, 8, 2, dtype=dtypes.half)]) == 0, "groups of 16"
-  # Split-K: only without a bias, in a layer whose results are partial sums, which the norm adds
-  assert splits(512, 4096, axis=1) == 2 and splits(512, 8192, axis=1) == 1 and splits(32, 4096, axis=1) == 4
-  assert splits(32, 2048, axis=1) == 8 and splits(32, 1024, axis=1) == 0
-  assert splits(32, 4096, axis=1, bias=True) == splits(32, 4096, axis=1, inputs=96) == 0
-  monkeypatch.setattr(matmul, "speaks_cuda", lambda: False)
-  assert splits(512, 8192) == 0
-
-
 def test_float16_weights_use_tensor_core_layout_if_available():
   assert len(stored_shape(48, 64, dtypes.float16)) == (8 if TENSOR_CORES else 3)
   assert len(stored_shape(48, 64, dtypes.float32)) == len(stored_shape(40, 64, dtypes.float16)) == 3
@@ -291,29 +261,11 @@ in_bytes = pytest.mark.parametrize("stored_as", ["int8", pytest.param("fp8", mar
   SLOW and sys.version_info < (3, 12), reason="tinygrad's interpreter rounds small float16 to 0 before Python 3.12"))])
 
 
-@in_bytes
-@pytest.mark.parametrize("case", ["decode", "chunks"])
-def test_attention_reads_int8_and_fp8(case, stored_as):
-  attention_equals_numpy(case, 16, "float32", stored_as)
-
-
 @pytest.mark.parametrize(("block_size", "case", "kind"), [
   *mark_slow_except([(16, case, "float32") for case in QUICK], [(16, case, "float32") for case in CASES]),
   *slow((4, "decode", "float32"), (4, "chunks", "float32"),
         *[(16, case, "float16") for case in ("decode", "narrow", "chunks") if not lacks_half])])
 def test_attention_equals_numpy_and_reads_only_own_sequence(case, block_size, kind):
-  attention_equals_numpy(case, block_size, kind)
-
-
-@slow_in_half
-@pytest.mark.parametrize(("block_size", "case"), [
-  (16, "decode"), (16, "narrow"), *slow((16, "three query heads"), (4, "chunks"))])
-def test_core_attention_equals_numpy(case, block_size, kind):
-  attention_equals_numpy(case, block_size, kind, use_core=True)
-
-
-def attention_equals_numpy(case: str, block_size: int, kind: str, stored_as: str = "auto",
-                           use_core: bool = False) -> None:
   (T, KV, G, D, longest, R), (_, tolerance), rng = CASES[case], KINDS[kind], np.random.default_rng(5)
   M = -(-longest // block_size) + 1
   lengths = rng.integers(1, longest + 1, R)
@@ -326,32 +278,11 @@ def attention_equals_numpy(case: str, block_size: int, kind: str, stored_as: str
   for r in range(R):
     for p in range(positions[rows == r].max() + 1):
       cache[:, table[r, p // block_size], p % block_size] = rng.standard_normal((2, KV, D))
-  caches = list(as_stored(cache))
-  if stored_as != "auto":
-    (keys, k_bytes, k_scales), (values, v_bytes, v_scales) = [quantize_kv(np.nan_to_num(x), stored_as) for x in cache]
-    unwritten = np.isnan(cache)
-    cache = np.where(unwritten, np.nan, [keys, values])
-    garbage = rng.integers(0, 256, cache.shape).astype(np.uint8)   # in unwritten positions
-    caches = list(bytes_as_stored(*np.where(unwritten, garbage, [k_bytes, v_bytes])))
-    if k_scales: caches.append(np.where(unwritten[..., 0], np.nan, [*k_scales, *v_scales]).transpose(1, 3, 0, 2))
   q = normal(T, KV, G, D, kind=kind)
-  expected = np.zeros(q.shape, np.float32)
-  for t, (r, p) in enumerate(zip(rows, positions, strict=True)):
-    k, v = cache[:, table[r]].reshape(2, -1, KV, D)[:, :p + 1].astype(np.float32)
-    scores = np.einsum("hgd,nhd->hgn", q[t].astype(np.float32), k) / np.sqrt(D)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    expected[t] = np.einsum("hgn,nhd->hgd", weights / weights.sum(-1, keepdims=True), v)
+  expected = reference_attention(q, cache, table, rows, positions)
   tokens = token_rows(positions, rows, table[rows, positions // block_size], block_size, M)
   tables = table.astype(np.int32)
-  if use_core:   # writes the step's K and V again; cosine 1 and sine 0 are no rotation
-    kv = cache[:, table[rows, positions // block_size], positions % block_size]   # (2, T, KV, D)
-    qkv = np.concatenate([x.reshape(T, -1) for x in (q, *kv)], 1)
-    rope = np.stack([np.ones((longest, D // 2)), np.zeros((longest, D // 2))], 1).astype(np.float32)
-    core_caches = [on_device(x) for x in cache]
-    out = Backend().attend(on_device(qkv), core_caches, on_device(rope), on_device(tokens), on_device(tables), KV * G)
-    close(out.reshape(q.shape), expected, tolerance)
-    return
-  tensors = [on_device(x) for x in (q, *caches, tables, tokens)]
+  tensors = [on_device(x) for x in (q, *as_stored(cache), tables, tokens)]
   out = Tensor.empty_like(tensors[0]).custom_kernel(*tensors, fxn=attention.attend_kernel)[0]
   close(out, expected, tolerance)
 
@@ -379,28 +310,16 @@ def rope_equals_numpy(kind: str, stored_as: str = "auto") -> None:
   if stored_as == "int8": caches.append(np.zeros((10, KV, 2, BS), np.float32))
   inputs = [on_device(x) for x in (*caches, qkv.reshape(T, -1), table, tokens)]
   q, *outputs = on_device(np.zeros((T, KV, G, D), kind)).custom_kernel(*inputs, fxn=attention.rope_kernel)
-  wide, cos, sin = qkv.astype(np.float32), rope[:, 0, None], rope[:, 1, None]
-  a, b = wide[..., :D // 2], wide[..., D // 2:]
-  rotated = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+  rotated = rotate(qkv, rope[:, 0, None], rope[:, 1, None])
   close(q, rotated[:, :KV * G].reshape(T, KV, G, D), KINDS[kind][1])
   cache = cache.reshape(2, -1, KV, D).astype(np.float32)
-  cache[0, slots], cache[1, slots] = rotated[:, KV * G:KV * (G + 1)], wide[:, KV * (G + 1):]
+  cache[0, slots], cache[1, slots] = rotated[:, KV * G:KV * (G + 1)], qkv[:, KV * (G + 1):]
   cache = cache.reshape(2, -1, BS, KV, D)
   expected = list(as_stored(cache))
   if stored_as == "auto":
     for output, reference in zip(outputs[:2], expected, strict=True): close(output, reference, KINDS[kind][1])
     return
-  (_, k_bytes, k_scales), (_, v_bytes, v_scales) = [quantize_kv(x, stored_as) for x in cache]
-  for output, reference in zip(outputs[:2], bytes_as_stored(k_bytes, v_bytes), strict=True):
-    output, reference = [np.ascontiguousarray(x).view(np.uint8).astype(int) for x in (output.numpy(), reference)]
-    nonzero = output != 0   # about 1 in 256 written bytes is 0 too
-    error = np.abs(output - reference)[nonzero]
-    assert error.max() <= 1 and (error != 0).mean() < 0.01   # cos is rounded too
-    assert nonzero.mean() > 0.9 * T / (10 * BS)
-  if k_scales:
-    scales = outputs[2].numpy().transpose(2, 0, 3, 1), np.stack([*k_scales, *v_scales])   # (2, blocks, BS, KV) each
-    scales, expected_scales = [x.reshape(2, -1, KV)[:, slots] for x in scales]
-    np.testing.assert_allclose(scales, expected_scales, rtol=1e-5)
+  check_quantized_cache(outputs, cache, slots, stored_as, bytes_as_stored)
 
 
 def test_scatter_kernel_writes_only_its_flat_indices():

@@ -45,45 +45,6 @@ def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("eight")
 def llm(request, folder): return LLM(folder, kv_cache_dtype=request.param, **ENGINE)
 
 
-def test_ids_equal_numpy_with_rounded_k_and_v(llm, folder):
-  """Rounding of sums may choose between two tokens of nearly equal probability, which is rare in these outputs."""
-  def rounded(x): return quantize_kv(x, llm.config.kv_cache_dtype)[0]
-  prompts = [tokens(n, "numpy") for n in LENGTHS]
-  num_equal = 0
-  for prompt, output in zip(prompts, output_ids(llm, prompts, greedy(8)), strict=True):
-    ids = prompt["prompt_token_ids"]
-    logits = reference_logits(folder, [*ids, *output], rounded)[len(ids) - 1:-1]
-    best = logits.max(-1)
-    sampled = logits[range(len(output)), output]
-    assert (best - sampled < 0.02).all()
-    num_equal += sum(best == sampled)
-  assert num_equal >= 0.95 * 8 * len(prompts)
-
-
-def test_logprobs_differ_slightly_from_float32(llm, folder):
-  prompt = tokens(40, "logprobs")
-  output = llm.generate(prompt, greedy(1, logprobs=0), use_tqdm=False)[0].outputs[0]
-  logits = reference_logits(folder, prompt["prompt_token_ids"])[-1]
-  token, = output.token_ids
-  exact = logits[token] - np.log(np.exp(logits).sum())
-  assert 1e-5 < abs(output.logprobs[0][token].logprob - exact) < 0.3
-
-
-@pytest.mark.parametrize("params", [
-  pytest.param(greedy(20), id="greedy"),
-  pytest.param(SamplingParams(seed=3, max_tokens=20, ignore_eos=True, n=2), id="seeded", marks=pytest.mark.slow)])
-def test_outputs_do_not_depend_on_batching_chunks_or_preemption(llm, folder, params):
-  prompts = [tokens(n, "same") for n in LENGTHS]
-  alone = [text for prompt in prompts for text in output_ids(llm, prompt, params)]
-  assert output_ids(llm, prompts, params) == alone   # in a batch, and from the prefix cache
-  options = {**ENGINE, "kv_cache_dtype": llm.config.kv_cache_dtype}
-  small = LLM(folder, num_gpu_blocks_override=20, **options)
-  assert output_ids(small, prompts, params) == alone
-  assert small.get_metrics()["num_preemptions"] > 0
-  chunked = LLM(folder, **{**options, "max_num_batched_tokens": 8, "enable_prefix_caching": False})
-  assert output_ids(chunked, prompts, params) == alone
-
-
 @pytest.mark.parametrize("method", ["ngram", "draft model"])
 def test_speculative_decoding_keeps_outputs_and_cache_dtype(llm, folder, method):
   prompts = [{"prompt_token_ids": 3 * tokens(n, "drafts")["prompt_token_ids"]} for n in LENGTHS]
@@ -153,17 +114,6 @@ def test_doctor_fit_follows_kv_cache_dtype():
   config = tiny_config(head_dim=64)
   counts = [estimate_fit("x", config, row, None, kind)["kv_tokens"] for kind in ("auto", "int8", "fp8")]
   assert counts[1] / counts[0] == pytest.approx(256 / 68, 1e-3) and counts[2] / counts[0] == pytest.approx(4, 1e-3)
-
-
-def test_doctor_command_passes_kv_cache_dtype(monkeypatch, capsys):
-  row = {"opens": True, "renderer": "x", "dtype": "float32", "float32": True, "float16": True, "bfloat16": True,
-         "free_gib": 8.0, "gb_per_s": 10.0}
-  monkeypatch.setattr("tinyvllm_extra.cli.doctor.run_probe", lambda *_: row)
-  counts = []
-  for kind in ("auto", "fp8"):
-    assert main(["doctor", "--json", "--kv-cache-dtype", kind]) == 0
-    counts.append(json.loads(capsys.readouterr().out)["fit"][0]["kv_tokens"])
-  assert counts[1] / counts[0] == pytest.approx(4, 1e-3)
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp16", 8])

@@ -83,37 +83,10 @@ MODELS = {
   "odd MLP shard": ({"intermediate_size": 54, "mlp_bias": True}, 2)}
 
 
-# Slow: other models cover these cases, too
-SLOW_MODELS = "all biases", "tied embeddings", "two KV heads per device", "KV heads equal heads"
-
-
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW_MODELS)) for x in MODELS])
 def test_model_split_over_devices_equals_reference(tmp_path, name):
   config, count = MODELS[name]
   check(tiny_model(tmp_path, **config), count)
-
-
-def random_model(rng):
-  """Return a config, and a number of devices that can split it."""
-  count, D = rng.choice((2, 3, 4)), rng.choice((4, 8, 16))
-  KV = count * rng.randint(1, 2)
-  kind = rng.choice(("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"))
-  return {"architectures": [kind], "head_dim": D, "num_key_value_heads": KV,
-          "num_attention_heads": KV * rng.randint(1, 3), "hidden_size": 8 * rng.randint(2, 6),
-          "intermediate_size": count * rng.randint(5, 40), "num_hidden_layers": rng.randint(1, 3),
-          "vocab_size": rng.randint(VOCAB, 400), "mlp_bias": rng.random() < 0.5,
-          "tie_word_embeddings": rng.random() < 0.5, "attention_bias": kind[0] == "L" and rng.random() < 0.7}, count
-
-
-@pytest.mark.parametrize("seed", [0, *slow(1, 2)])
-def test_random_model_split_over_devices_equals_reference(tmp_path, seed):
-  config, count = random_model(random.Random(seed))
-  check(tiny_model(tmp_path, seed, **config), count, logprobs=True)
-
-
-@pytest.mark.slow
-def test_eight_devices_equal_reference(tmp_path):
-  check(tiny_model(tmp_path, num_attention_heads=8, num_key_value_heads=8), 8)
 
 
 @pytest.mark.parametrize("dtype,shards", [("float16", 3), ("bfloat16", 1)])
@@ -121,18 +94,6 @@ def test_16_bit_weights_keep_their_dtype(tmp_path, dtype, shards):
   folder = tiny_model(tmp_path, dtype=dtype, shards=shards, attention_bias=True)
   llm = check(folder, 2)
   assert {x.dtype for x in nn.state.get_parameters(llm.runner.model.modules())} == {getattr(dtypes, dtype)}
-
-
-def test_float16_logits_on_two_devices_are_near_reference(tmp_path):
-  folder = tiny_model(tmp_path)
-  ids, logits = LogitsRecorder(LLM(folder, **{**SMALL, "dtype": "float16"}, tensor_parallel_size=2)).generate([3], 4)
-  np.testing.assert_allclose(logits, reference_logits(folder, [3, *ids])[:-1], atol=0.05)
-
-
-@pytest.mark.slow
-def test_default_model_on_two_devices_gives_same_output():
-  texts = [LLM(**SMALL, tensor_parallel_size=n).generate("Once upon a time", greedy(8), use_tqdm=False) for n in (1, 2)]
-  assert_same_outputs(*texts)
 
 
 # quantized
@@ -163,9 +124,6 @@ def test_quantization_at_load_quantizes_each_shard(tmp_path, bits, intermediate)
   check(tiny_model(tmp_path / "float", **sizes), 2, by_hand, quantization=f"int{bits}")
 
 
-QUICK_FORMATS = "gptq, act-order", "compressed-tensors, zero points"
-
-
 @pytest.mark.parametrize("name", [*QUICK_FORMATS, *slow(
   "awq", "compressed-tensors, int8 per channel", "compressed-tensors, act-order", "offsets")])
 def test_prequantized_matrix_is_split_or_dequantized_with_warning(tmp_path, caplog, name):
@@ -179,40 +137,6 @@ def test_prequantized_matrix_is_split_or_dequantized_with_warning(tmp_path, capl
   for layer in llm.runner.model.layers:
     kinds = {name for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj") if not getattr(layer, name).scales}
     assert kinds == {*unquantized}
-
-
-def test_three_groups_on_three_devices_stay_quantized(tmp_path, caplog):
-  """With 12 heads of 8, the o_proj has 96 inputs: three groups, too."""
-  sizes = {**SIZES, "num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8, "vocab_size": 321}
-  quantized, plain = gptq_model(tmp_path, 32, **sizes)
-  check(quantized, 3, plain)
-  assert "dequantized" not in caplog.text
-
-
-def test_matrix_with_shard_boundary_in_packed_word_is_dequantized(tmp_path, caplog):
-  """24 inputs with one scale, 12 for each device."""
-  quantized, plain = gptq_model(tmp_path, 0, **{**SIZES, "intermediate_size": 24})
-  check(quantized, 2, plain)
-  assert caplog.text.count("is dequantized") == 2
-
-
-def gptq_model(folder, group, symmetric=False, **sizes):
-  """Write an int4 GPTQ model and the same model in float32. group: inputs per scale; 0: all inputs."""
-  rng = np.random.default_rng(0)
-  weights, tensors = random_weights(tiny_config(**sizes)), {}
-  for key, w in list(weights.items()):
-    if not key.endswith(tuple(f"{x}.weight" for x in PROJECTIONS)):
-      tensors[key] = w
-      continue
-    group_of = np.arange(w.shape[1]) // (group or w.shape[1])
-    numbers = random_quantized_matrix(rng, *w.shape, group or w.shape[1], 4, symmetric)
-    tensors |= gptq(key.removesuffix(".weight"), *numbers, group_of, 4)
-    weights[key] = matrix(*numbers, group_of)
-  tiny_model(folder / "float", **sizes)
-  write_safetensors(folder / "float" / "model.safetensors", weights)
-  tiny_model(folder / "quantized", **sizes, quantization_config={**GPTQ, "group_size": group or -1})
-  save_file(tensors, folder / "quantized" / "model.safetensors")
-  return folder / "quantized", folder / "float"
 
 
 # requests
@@ -287,34 +211,6 @@ def test_split_k_partial_sums_give_reference_ids(folder, monkeypatch, devices):
     reference_greedy(folder, ids, 5) for ids in PROMPTS]
 
 
-def test_repeated_prompt_on_two_devices_hits_prefix_cache(two_devices, folder):
-  ids = prompt(18, "found")
-  num_cached = []
-  for n in (0, 0, 3):   # twice the same, then with 3 output tokens
-    output, = two_devices.generate(tokens([*ids, *reference_greedy(folder, ids, n)]), greedy(6), use_tqdm=False)
-    assert ids_of(output) == reference_greedy(folder, ids, 6 + n)[n:]
-    num_cached.append(output.num_cached_tokens)
-  assert num_cached == [0, 16, 20]
-
-
-def test_preempted_requests_on_two_devices_equal_reference(folder):
-  small = LLM(folder, **SMALL, num_gpu_blocks_override=13, tensor_parallel_size=2)
-  prompts = {str(i): prompt(3 + 4 * i, "small") for i in range(4)}
-  for name, ids in prompts.items(): small.add_request(name, tokens(ids), greedy(14))
-  last = run_to_end(small, 500)
-  assert {name: ids_of(last[name]) for name in prompts} == {
-    name: reference_greedy(folder, ids, 14) for name, ids in prompts.items()}
-  assert small.get_metrics()["num_preemptions"] > 0
-
-
-@pytest.mark.parametrize("prompt_ids", [PROMPTS[0], PROMPTS[1]], ids=["steps of one token", "chunks"])
-def test_logits_on_two_devices_equal_reference(tmp_path, prompt_ids):
-  folder = tiny_model(tmp_path, **BIASES)
-  recorder = LogitsRecorder(LLM(folder, **SMALL, tensor_parallel_size=2))
-  ids, logits = recorder.generate(prompt_ids, 6)
-  np.testing.assert_allclose(logits, reference_logits(folder, [*prompt_ids, *ids])[len(prompt_ids) - 1:-1], atol=1e-4)
-
-
 def test_interleaved_engines_with_one_and_two_devices_equal_reference(one_device, two_devices, folder):
   prompts = [prompt(7, "turns", i) for i in range(3)]
   streams = [llm.generate_stream(tokens(ids), greedy(5)) for llm in (one_device, two_devices) for ids in prompts]
@@ -324,27 +220,7 @@ def test_interleaved_engines_with_one_and_two_devices_equal_reference(one_device
   assert output_ids == 2 * [reference_greedy(folder, ids, 5) for ids in prompts]
 
 
-@pytest.mark.slow
-def test_capture_sizes_on_two_devices_cover_all_steps(folder):
-  llm = LLM(folder, **SMALL, cudagraph_capture_sizes=[4], tensor_parallel_size=2)
-  keys = {*llm.runner.graphs}
-  outputs = llm.generate([tokens(ids) for ids in PROMPTS], greedy(5), use_tqdm=False)
-  assert [ids_of(x) for x in outputs] == [reference_greedy(folder, ids, 5) for ids in PROMPTS]
-  assert {*llm.runner.graphs} == keys and len(keys) == 2
-
-
-@pytest.mark.slow
-def test_async_llm_on_two_devices_equals_reference(folder):
-  llm = AsyncLLM(folder, **SMALL, tensor_parallel_size=2)
-  async def stream_ids(ids): return [i async for o in llm.generate(tokens(ids), greedy(6)) for i in ids_of(o)]
-  async def stream_all(): return await asyncio.gather(*map(stream_ids, PROMPTS))
-  assert asyncio.run(stream_all()) == [reference_greedy(folder, ids, 6) for ids in PROMPTS]
-
-
 # vocabularies whose rows are padded
-
-VOCABULARIES = {"777": ({"vocab_size": 777}, 2), "1003, tied": ({"vocab_size": 1003, "tie_word_embeddings": True}, 2),
-                "350 on three": ({**WIDE, "num_key_value_heads": 6, "vocab_size": 350}, 3)}   # padded to 384
 
 
 @pytest.mark.parametrize("name", mark_slow_except(["350 on three"], VOCABULARIES))
@@ -368,23 +244,6 @@ def test_padded_vocabulary_outputs_equal_one_device(tmp_path, name):
                     strict=True):
       assert x.keys() == y.keys() and max(x) <= last
       np.testing.assert_allclose([x[i].logprob for i in y], [y[i].logprob for i in y], atol=1e-4)
-
-
-def test_padded_vocabulary_of_quantized_head_equals_one_device(tmp_path):
-  folder = tiny_model(tmp_path, **{**SIZES, "intermediate_size": 128}, vocab_size=321)
-  path = write_gguf(tmp_path / "model.gguf", folder, "Q8_0")
-  params = greedy(8, logprobs=2)
-  outputs = [LLM(path, **SMALL, tensor_parallel_size=n).generate([tokens(x) for x in PROMPTS], params, use_tqdm=False)
-             for n in (1, 2)]
-  for expected, actual in zip(*outputs, strict=True):
-    assert ids_of(actual) == ids_of(expected)
-    for x, y in zip(actual.outputs[0].logprobs, expected.outputs[0].logprobs, strict=True):
-      np.testing.assert_allclose([x[i].logprob for i in y], [y[i].logprob for i in y], atol=1e-4)
-
-
-@pytest.mark.slow
-def test_padded_vocabulary_of_32001_equals_reference(tmp_path):
-  check(tiny_model(tmp_path, vocab_size=32_001), 2, logprobs=True)
 
 
 def test_padded_vocabulary_draft_model_is_always_accepted(tmp_path):
@@ -427,16 +286,6 @@ def test_draft_model_is_unsplit_on_first_device(folder, tmp_path):
   assert counts()[1] > 0
 
 
-def test_draft_model_equal_to_target_is_always_accepted(folder):
-  config = {"model": str(folder), "num_speculative_tokens": 2}
-  llm = LLM(folder, **SMALL, speculative_config=config, tensor_parallel_size=2)
-  counts = Counts(llm)
-  params = SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True)
-  llm.generate([tokens(PROMPTS[1])], params, use_tqdm=False)
-  _, proposed, accepted = counts()
-  assert accepted == proposed > 4
-
-
 # failed steps
 
 @pytest.mark.parametrize("place", PLACES)
@@ -450,17 +299,6 @@ def test_failed_step_on_two_devices_loses_and_repeats_no_token(two_devices, fold
     assert failures == 1
     assert {name: ids_of(output) for name, output in last.items()} == {
       name: reference_greedy(folder, ids, 4) for name, ids in prompts.items()}
-
-
-def test_interrupted_capture_on_two_devices_is_repeated(folder, monkeypatch):
-  llm = LLM(folder, **SMALL, tensor_parallel_size=2)
-  def fail(*_): raise KeyboardInterrupt   # after the devices' logits were computed
-  with monkeypatch.context() as patch:
-    patch.setattr("tinyvllm.backend.Sampler.argmax", fail)
-    for _ in range(2):
-      with pytest.raises(KeyboardInterrupt): llm.generate(tokens(PROMPTS[0]), greedy(4), use_tqdm=False)
-  output, = llm.generate(tokens(PROMPTS[0]), greedy(4), use_tqdm=False)
-  assert ids_of(output) == reference_greedy(folder, PROMPTS[0], 4)
 
 
 # shards and memory
@@ -484,31 +322,6 @@ def test_matrices_are_split_and_norms_replicated(tmp_path):
         assert tensor.nbytes() * (n if split else 1) == tensors[0][kind].nbytes(), (part.sources, kind)
         buffers = tensor.uop.buffer.bufs
         assert [(x.device, x.nbytes) for x in buffers] == [(name, tensor.nbytes()) for name in device_names(n)]
-
-
-def test_row_parallel_bias_is_on_first_device_only(tmp_path):
-  folder = tiny_model(tmp_path, **BIASES)
-  layer = LLM(folder, **SMALL, tensor_parallel_size=2).runner.model.layers[0]
-  for matrix_of, name in ((layer.o_proj, "self_attn.o_proj"), (layer.down_proj, "mlp.down_proj")):
-    first, second = shards_of(matrix_of.bias)
-    np.testing.assert_array_equal(first, load(folder)[1][f"model.layers.0.{name}.bias"].astype(np.float32))
-    assert not second.any()
-
-
-def test_shards_equal_heads_rows_and_columns_of_file(tmp_path):
-  """A device's shards of q, k and v are concatenated, and so are gate and up."""
-  folder = tiny_model(tmp_path, num_key_value_heads=4)
-  model, weights = LLM(folder, **SMALL, tensor_parallel_size=4).runner.model, load(folder)[1]
-  def parts(name, axis=0): return np.split(weights[f"{name}.weight"].astype(np.float32), 4, axis)
-  def joined(*names): return [np.concatenate(x) for x in zip(*map(parts, names), strict=True)]
-  layer, name = model.layers[1], "model.layers.1."
-  attention, mlp = f"{name}self_attn.", f"{name}mlp."
-  expected = {layer.qkv_proj: joined(*[f"{attention}{x}_proj" for x in "qkv"]), model.lm_head: parts("lm_head"),
-              layer.o_proj: parts(f"{attention}o_proj", 1), layer.down_proj: parts(f"{mlp}down_proj", 1),
-              layer.gate_up_proj: joined(f"{mlp}gate_proj", f"{mlp}up_proj")}
-  for linear, expected_shards in expected.items():
-    for shard, expected_shard in zip(shards_of(linear.weight), expected_shards, strict=True):
-      np.testing.assert_array_equal(shard, reorder(expected_shard, linear.weight.shape))
 
 
 def test_two_devices_hold_twice_the_blocks_of_one(folder, monkeypatch):
@@ -625,19 +438,6 @@ def test_generate_command_on_two_devices_gives_same_output(folder, capsys):
   assert texts[0] == texts[1] and len(texts[0]) > len("the cat\n")
 
 
-def test_generate_command_on_two_devices_exits(folder):
-  run = process("generate", "the cat", "--model", folder, *FLAGS, "--max-tokens", "2", "--tensor-parallel-size", "2")
-  assert run.returncode == 0 and run.stdout.startswith("the cat"), run.stderr
-  assert "in float32 on CPU, CPU:1 in" in run.stderr
-
-
-@pytest.mark.parametrize("command", ["generate", "serve", "chat"])
-def test_help_shows_tensor_parallel_size(command, capsys):
-  with pytest.raises(SystemExit) as e: main([command, "--help"])
-  assert e.value.code == 0
-  assert "--tensor-parallel-size INT" in capsys.readouterr().out
-
-
 # units
 
 def multi_device_tensor(arrays):
@@ -665,17 +465,6 @@ def test_norm_adds_partial_sums_of_all_devices(count, rows, size):
   expected = total / np.sqrt((total * total).mean(-1, keepdims=True) + 1e-5) * weight
   for part in shards_of(summed): np.testing.assert_allclose(part.reshape(total.shape), total, atol=1e-5)
   for part in shards_of(normed): np.testing.assert_allclose(part, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("count,rows", [(2, 32), (3, 17), (4, 40)])
-def test_embedding_row_is_on_its_device_and_zero_elsewhere(count, rows):
-  weight = normal(count * rows, 24, seed=0)
-  linear = Linear(24, {"w": rows}, False, dtypes.float32)
-  linear.weight = multi_device_tensor([reorder(shard, linear.weight.shape) for shard in np.split(weight, count)])
-  ids = np.array([0, rows - 1, rows, count * rows - 1, count * rows - rows, 5], np.int32)
-  rows_by_device = linear.rows(multi_device_tensor([ids] * count), dtypes.float32).realize()
-  for i, part in enumerate(shards_of(rows_by_device)):
-    np.testing.assert_array_equal(part.reshape(len(ids), 24), weight[ids] * (ids // rows == i)[:, None])
 
 
 def random_quantized(rng, out, inputs, groups, bits, offset, ordered=True):

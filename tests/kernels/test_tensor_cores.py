@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from helpers.engines import token_rows
+from helpers.kernels import check_quantized_cache, on_device, reference_attention, rotate
 from helpers.reference import quantize_kv, rope_frequencies
+from helpers.tensor_cores import SLOW, TOLERANCE, as_stored, each_kind, on_tensor_cores, replace_cuda_statements
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops
@@ -15,47 +17,15 @@ from tinyvllm.runner import TILE
 from tinyvllm_extra.kernels import tensor_cores
 from tinyvllm_extra.kernels.tensor_cores import BS
 
-SLOW = Device.DEFAULT == "PYTHON"
-on_tensor_cores = pytest.mark.skipif("sm_" not in str(Device.default.renderer.target), reason="needs tensor cores")
-# Under Python 3.11 the interpreter has no float16 vectors and rounds small float16 numbers to 0
-each_kind = pytest.mark.parametrize("kind", ["auto", *[pytest.param(kind, marks=pytest.mark.skipif(
-  SLOW and sys.version_info < (3, 12), reason="small float16 numbers need Python 3.12")) for kind in ("int8", "fp8")]])
-TOLERANCE = {"auto": 2e-3, "int8": 4e-3, "fp8": 4e-3}
-
 
 @pytest.fixture(autouse=True)
-def emulate_cuda(monkeypatch):
-  """Replace the CUDA statements that tinygrad's interpreter lacks: shuffle through shared memory, and never exit."""
-  if not SLOW: return
-  slots = iter(range(500, 10**6))
-
-  def shuffle_xor(x: UOp, bit: int) -> UOp:
-    warp, = {u for u in x.toposort() if u.op is Ops.SPECIAL and u.arg == "lidx1"} or [UOp.const(0)]
-    count = warp.src[0].arg if warp.op is Ops.SPECIAL else 1
-    lane = UOp.special(32, "lidx0")
-    shared = UOp.placeholder((count * 32,), x.dtype, next(slots), AddrSpace.LOCAL)
-    shared = shared.after(shared[warp * 32 + lane].store(x))
-    return shared[warp * 32 + lane + bit - lane // bit % 2 * (2 * bit)].load()
-  monkeypatch.setattr(tensor_cores, "shuffle_xor", shuffle_xor)
-  monkeypatch.setattr(tensor_cores, "MIN_WORK_GROUPS", 3)
-  monkeypatch.setattr(tensor_cores, "exit_if", lambda condition: UOp(Ops.BARRIER, dtypes.void))
-  monkeypatch.setattr(tensor_cores, "speaks_cuda", lambda: True)
-
-
-def on_device(x: np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x)).contiguous().realize()
+def emulate_cuda(monkeypatch): replace_cuda_statements(monkeypatch)
 
 
 def parts(kv_heads: int, groups: int, head_dim: int, kind: str = "auto", block_size: int = BS,
           dtype=dtypes.float16) -> list:
   model = SimpleNamespace(num_key_value_heads=kv_heads, num_attention_heads=kv_heads * groups, head_dim=head_dim)
   return tensor_cores.kv_layout(model, SimpleNamespace(kv_cache_dtype=kind, block_size=block_size), dtype)
-
-
-def as_stored(keys: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
-  """Convert K and V, (blocks, BS, KV, D) in float16 or bytes, to the kernels' block layout."""
-  if keys.dtype == np.uint8: keys, values = [np.ascontiguousarray(x).view(np.uint32) for x in (keys, values)]
-  width = 32 if keys.dtype == np.float16 else 8
-  return [keys.reshape(*keys.shape[:3], -1, width).transpose(0, 2, 3, 1, 4), values.transpose(0, 2, 3, 1)]
 
 
 CASES = {  # tokens, K/V heads, query heads per K/V head, head_dim, longest context, sequences, minimum blocks per table
@@ -102,12 +72,7 @@ def test_attention_equals_numpy_and_reads_only_own_sequence(case, kind):
   stored = [*as_stored(*stored), *[x.astype(np.float32) for x in scales]]
   assert [x.shape[1:] for x in stored] == [shape for shape, _ in parts(KV, G, D, kind)]
   q = rng.standard_normal((T, KV, G, D)).astype(np.float16)
-  expected = np.zeros(q.shape, np.float32)
-  for t, (r, p) in enumerate(zip(rows, positions, strict=True)):
-    k, v = [x[table[r]].reshape(-1, KV, D)[:p + 1].astype(np.float32) for x in (keys, values)]
-    scores = np.einsum("hgd,nhd->hgn", q[t].astype(np.float32), k) / np.sqrt(D)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    expected[t] = np.einsum("hgn,nhd->hgd", weights / weights.sum(-1, keepdims=True), v)
+  expected = reference_attention(q, np.stack([keys, values]), table, rows, positions)
   tokens = token_rows(positions, rows, table[rows, positions // BS], BS, M)
   inputs = on_device(q), [on_device(x) for x in stored], on_device(tokens), on_device(table.astype(np.int32))
   output = tensor_cores.read(*inputs).numpy().astype(np.float32)
@@ -131,8 +96,7 @@ def test_rope_kernel_equals_numpy(T, kind):
   inputs = [*cache, *[on_device(x) for x in (qkv.reshape(T, -1), rope, tokens)]]
   q, *outputs = on_device(np.zeros((T, KV, G, D), np.float16)).custom_kernel(*inputs, fxn=tensor_cores.rope_kernel)
   cos, sin = rope[positions].transpose(1, 0, 2)[:, :, None]
-  a, b = np.split(qkv.astype(np.float32), 2, -1)
-  rotated = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+  rotated = rotate(qkv, cos, sin)
   np.testing.assert_allclose(q.numpy(), rotated[:, :KV * G].reshape(T, KV, G, D), atol=4e-3)
   expected = np.zeros((2, blocks * BS, KV, D), np.float32)
   expected[:, slots] = rotated[:, KV * G:-KV], qkv[:, -KV:]
@@ -141,17 +105,7 @@ def test_rope_kernel_equals_numpy(T, kind):
     for output, reference in zip(outputs[:2], as_stored(*expected.astype(np.float16)), strict=True):
       np.testing.assert_allclose(output.numpy(), reference, atol=4e-3)
     return
-  (_, k_bytes, k_scales), (_, v_bytes, v_scales) = [quantize_kv(x, kind) for x in expected]
-  for output, reference in zip(outputs[:2], as_stored(k_bytes, v_bytes), strict=True):
-    output, reference = [np.ascontiguousarray(x).view(np.uint8).astype(int) for x in (output.numpy(), reference)]
-    nonzero = output != 0   # about 1 in 256 written bytes is 0 too
-    error = np.abs(output - reference)[nonzero]
-    assert error.max() <= 1 and (error != 0).mean() < 0.01   # cos is rounded too
-    assert nonzero.mean() > 0.9 * T / (blocks * BS)
-  if k_scales:
-    scales = outputs[2].numpy().transpose(2, 0, 3, 1), np.stack([*k_scales, *v_scales])   # (2, blocks, BS, KV) each
-    scales, expected_scales = [x.reshape(2, -1, KV)[:, slots] for x in scales]
-    np.testing.assert_allclose(scales, expected_scales, rtol=1e-5)
+  check_quantized_cache(outputs, expected, slots, kind, as_stored)
 
 
 def test_tensor_cores_selected_only_for_supported_block_and_head_sizes():

@@ -297,12 +297,6 @@ def test_ids_outside_vocabulary_raise_and_queue_nothing(llm, folder, name, value
   assert ids_of(output) == naive_greedy(folder, prompt(5, 2), 8, **PENALTIES)
 
 
-def test_conflict_with_structured_outputs_names_both_fields():
-  for name, value in {"min_tokens": 3, "ignore_eos": True, "allowed_token_ids": [5, 6], "bad_words": ["a"]}.items():
-    with pytest.raises(ValueError, match=f"{name}.*structured_outputs|structured_outputs.*{name}"):
-      SamplingParams(**{name: value}, structured_outputs={"regex": "a"})
-
-
 # Seeds
 
 def test_different_seeds_differ(llm):

@@ -1,0 +1,235 @@
+"""`tinyvllm generate` and `tinyvllm chat`: what they print, the sampling options, Ctrl-C, errors in one line."""
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from helpers.commands import CHAT, FLAGS, error_line, run_command
+from helpers.engines import ENGINE
+from helpers.models import tiny_model
+from tinygrad.device import CompileError
+
+import tinyvllm
+from tinyvllm import LLM, SamplingParams, generate, generate_stream
+from tinyvllm_extra import cli
+from tinyvllm_extra.packages import MissingPackage, optional
+
+
+def generated(folder, *options):
+  """Return the text that `generate "the cat"` prints after the prompt."""
+  run = run_command("generate", "the cat", "--model", folder, *FLAGS, *options)
+  assert run.returncode == 0 and run.stdout.startswith("the cat") and run.stdout.endswith("\n"), run.stderr
+  return run.stdout[len("the cat"):-1]
+
+
+def text_of(llm, **fields):
+  params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **fields})
+  return llm.generate("the cat", params, use_tqdm=False)[0].outputs[0].text
+
+
+def test_generate_prints_prompt_and_greedy_completion(words_folder, words_llm):
+  assert generated(words_folder, "--max-tokens", 12) == text_of(words_llm) != ""
+
+
+@pytest.mark.parametrize("options,fields", [
+  (["--temperature", "0.9", "--seed", "3"], {"temperature": 0.9, "seed": 3}),
+  (["--logit-bias", '{"290": 50, "300": -1}'], {"logit_bias": {290: 50, 300: -1}}),
+  (["--structured-outputs", '{"regex": "[xyz]{3}"}'], {"structured_outputs": {"regex": "[xyz]{3}"}}),
+  (["--allowed-token-ids", "259", "319", "--logprobs", "2"], {"allowed_token_ids": [259, 319]}),
+  (["--allowed-token-ids", "259", "--allowed-token-ids", "319"], {"allowed_token_ids": [259, 319]}),
+  (["--repetition-penalty", "100"], {"repetition_penalty": 100})], ids=lambda x: x[0][2:] if type(x) is list else "")
+def test_sampling_option_applies_to_the_request(words_folder, words_llm, options, fields):
+  text = text_of(words_llm, **fields)
+  assert generated(words_folder, "--max-tokens", 12, *options) == text != text_of(words_llm)
+
+
+def test_several_stop_strings_each_end_the_text(words_folder, words_llm):
+  text = text_of(words_llm)
+  for options in (["--stop", text[6:8], "#"], ["--stop", "#", "--stop", text[6:8]]):
+    assert generated(words_folder, *options, "--max-tokens", 12) == text[:text.index(text[6:8])]
+
+
+def test_log_goes_to_stderr_until_the_text_starts(words_folder):
+  """A later line would interrupt the text: the first step, which computes the prompt, is the last one to be logged."""
+  lines = run_command("generate", "the cat", "--model", words_folder, *FLAGS, "--max-tokens", 3).stderr.splitlines()
+  assert [line.split(" ")[0] for line in lines] == ["loaded", "KV", "captured"]
+  run = run_command("generate", "the cat", "--model", words_folder, *FLAGS, "--max-tokens", 3, "--log-level", "error")
+  assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_module_level_generate_and_generate_stream(words_folder, words_llm):
+  text = text_of(words_llm, max_tokens=6)
+  assert generate("the cat", model=words_folder, max_tokens=6) == text
+  pieces = list(generate_stream("the cat", model=words_folder, max_tokens=6))
+  assert "".join(pieces) == text and len(pieces) > 1 and all(pieces)
+  with pytest.raises(ValueError, match="max_token"): generate("the cat", model=words_folder, max_token=6)
+
+
+# chat
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory):
+  folder = tiny_model(tmp_path_factory.mktemp("chat"), words=True)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+  return folder
+
+
+@pytest.fixture(scope="module")
+def answer(chat_folder):
+  """Return a function that returns the answer of five tokens to a prompt of the chat template's text."""
+  llm = LLM(chat_folder, **ENGINE)
+
+  def answer(prompt):
+    ids = llm.tokenizer.encode(prompt, False)
+    return llm.generate({"prompt_token_ids": ids}, SamplingParams(temperature=0.0, max_tokens=5))[0].outputs[0].text
+  return answer
+
+
+def chat(folder, *lines, terminal=False, options=()):
+  stdin = io.StringIO("".join(f"{line}\n" for line in lines))
+  stdin.isatty = lambda: terminal
+  return run_command("chat", "--model", folder, *FLAGS, "--max-tokens", 5, *options, stdin=stdin)
+
+
+def test_chat_runs_commands_and_drops_messages_that_are_too_long(chat_folder, answer):
+  long = "is that all " * 99
+  run = chat(chat_folder, long, "hello", long, "is that all", "/new", "hello", "/system be kind", "hello", "/exit", "x")
+  first = answer("user: hello\n")
+  conversation = f"user: hello\nassistant: {first}\nuser: is that all\n"
+  texts = [first, answer(conversation), first, answer("system: be kind\nuser: hello\n")]
+  assert len({*texts}) == 3 and run.stdout == "".join(f"{text}\n" for text in texts)
+  assert run.returncode == 0
+  assert len([line for line in run.stderr.splitlines() if "maximum context length" in line]) == 2
+
+
+@pytest.mark.parametrize("lines,code", [(["long", "hello"], 0), (["hello", "long"], 1), (["hello", "long", "/new"], 1)])
+def test_chat_exit_code_is_1_if_the_last_message_was_dropped(chat_folder, lines, code):
+  assert chat(chat_folder, *[line.replace("long", "is that all " * 99) for line in lines]).returncode == code
+
+
+def test_chat_prints_a_prompt_in_a_terminal_only(chat_folder, answer):
+  text = answer("user: hello\n")
+  assert chat(chat_folder, "hello", terminal=True).stdout == f"> {text}\n> \n"
+  assert chat(chat_folder, "hello").stdout == f"{text}\n"
+
+
+@pytest.fixture
+def interrupted(monkeypatch):
+  """Make `chat` use an engine that receives Ctrl-C during its second output. Returns the conversations it was sent."""
+  conversations = []
+
+  class Engine:
+    def __init__(self, model, **options): self.llm = LLM(model, **options)
+    def generate_stream(self, prompt, params):
+      conversations.append(prompt["messages"])
+      for i, output in enumerate(self.llm.generate_stream(prompt, params)):
+        if i == 1: signal.raise_signal(signal.SIGINT)
+        yield output
+  monkeypatch.setattr(cli, "LLM", Engine)
+  return conversations
+
+
+def test_ctrl_c_ends_the_answer_and_the_chat_continues(chat_folder, answer, interrupted):
+  run = chat(chat_folder, "hello", "hello")
+  first, second = run.stdout.splitlines()
+  assert run.returncode == 0 and answer("user: hello\n").startswith(first) and first != answer("user: hello\n")
+  assert interrupted[1] == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": first},
+                            {"role": "user", "content": "hello"}]
+  assert second
+
+
+def test_ctrl_c_without_an_answer_exits_130(chat_folder, monkeypatch):
+  """In `generate`, and in a chat that waits for input."""
+  written = []
+
+  def leave(code): raise SystemExit(code)
+  monkeypatch.setattr(os, "_exit", leave)
+  monkeypatch.setattr(os, "write", lambda file, data: written.append((file, data)))
+
+  def lines():
+    yield "hello"
+    signal.raise_signal(signal.SIGINT)
+  with monkeypatch.context() as patch:
+    patch.setattr(LLM, "generate_stream", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert run_command("generate", "the cat", "--model", chat_folder, *FLAGS).returncode == 130
+  monkeypatch.setattr(cli, "input_lines", lines)
+  run = chat(chat_folder)
+  assert run.returncode == 130 and run.stdout.count("\n") == 1, "the first line is answered"
+  assert written == [(1, b"\n")] * 2
+
+
+def test_keyboard_interrupt_exits_130_without_output(monkeypatch):
+  def interrupt(*_, **__): raise KeyboardInterrupt
+  monkeypatch.setattr(cli, "LLM", interrupt)
+  run = run_command("generate", "Hello")
+  assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
+
+
+# Errors
+
+@pytest.mark.parametrize("command,words", [
+  (["generate", ""], "empty"), (["generate", "hello", "--temperature", "-1"], "temperature"),
+  (["generate", "hello", "--max-model-len", "100000"], "max_model_len"), (["chat"], "template"),
+  (["generate", "hello", "--logit-bias", '{"320": 1}'], "logit_bias"),
+  (["generate", "hello", "--structured-outputs", '{"regex": "(["}'], "structured_outputs"),
+  (["generate", "hello", "--pipeline-parallel-size", "2"], "pipeline_parallel_size=2"),
+  (["generate", "hello", "--model", "/nowhere/to/be/found"], "/nowhere/to/be/found")])
+def test_invalid_option_value_is_one_line_and_exit_code_1(words_folder, command, words):
+  run = run_command(*command[:2], "--model", words_folder, *FLAGS, *command[2:], stdin="hello\n")
+  assert words in error_line(run)
+
+
+@pytest.mark.parametrize("arguments", ["", "generate", "generate a --no-such", "generate a --top-k x", "chat a b",
+                                       "generate a --logit-bias {", "generate a --logprobs x", "generate a --top-k 2kk"])
+def test_unknown_argument_exits_2_with_usage(arguments):
+  run = run_command(*arguments.split())
+  assert run.returncode == 2 and run.stderr.startswith("usage: tinyvllm") and not run.stdout
+
+
+@pytest.mark.parametrize("arguments", ["generate a --config x", "chat --max-tok 3", "serve --conf x", "serve --host-",
+                                       "convert a b --hel", "doctor --sec 1", "--vers doctor"])
+def test_abbreviated_flag_exits_2(arguments):
+  """`--config x` would otherwise set --config-format."""
+  run = run_command(*arguments.split())
+  assert run.returncode == 2 and "unrecognized arguments: --" in run.stderr
+
+
+def test_version_flag_prints_version():
+  run = run_command("--version")
+  assert (run.returncode, run.stdout) == (0, f"{tinyvllm.__version__}\n")
+
+
+@pytest.mark.parametrize("error", [
+  CompileError("unknown type"), subprocess.CalledProcessError(1, ["clang"]), RuntimeError("no device"),
+  MissingPackage("install it"), ValueError("a bad value")], ids=lambda e: type(e).__name__)
+def test_expected_error_is_one_line_and_exit_code_1(monkeypatch, error):
+  def fail(*_, **__): raise error
+  monkeypatch.setattr(cli, "LLM", fail)
+  run = run_command("generate", "Hello")
+  assert (run.returncode, run.stdout, run.stderr) == (1, "", f"tinyvllm: {error}\n")
+
+
+@pytest.mark.parametrize("command,module,extra", [
+  ("chat", "jinja2.sandbox", "hf"), ("serve", "tinyvllm_extra.server", "server"),
+  ("convert", "tinyvllm_extra.gguf_export", "hf"), ("doctor", "tinyvllm_extra.cli.doctor", "cpu")])
+def test_missing_package_error_names_its_extra(chat_folder, monkeypatch, command, module, extra):
+  monkeypatch.setitem(sys.modules, module, None)
+  options = ["--model", chat_folder, *FLAGS] if command == "chat" else []
+  run = run_command(command, *options, stdin="hello\n")
+  error = error_line(run)
+  assert module.partition(".")[0] in error and f"pip install 'tinyvllm[{extra}]'" in error and run.stdout == ""
+
+
+def test_optional_imports_modules_and_passes_other_errors(tmp_path, monkeypatch):
+  assert optional("json.decoder", "hf", "reading") is json.decoder
+  with pytest.raises(MissingPackage, match="^reading needs no_such: pip install 'tinyvllm\\[hf]'$"):
+    optional("no_such.module", "hf", "reading")
+  (tmp_path / "needs_another.py").write_text("import another_package.part")
+  (tmp_path / "broken_module.py").write_text("from json import no_such_name")
+  monkeypatch.syspath_prepend(tmp_path)
+  with pytest.raises(MissingPackage, match="needs another_package:"): optional("needs_another", "hf", "reading")
+  with pytest.raises(ImportError, match="no_such_name") as error: optional("broken_module", "hf", "reading")
+  assert not isinstance(error.value, MissingPackage)

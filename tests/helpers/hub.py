@@ -1,0 +1,107 @@
+"""A server of model repositories that speaks the protocol of the Hugging Face hub."""
+import http.server
+import json
+import re
+import threading
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(http.server.ThreadingHTTPServer):
+  """Serves the repositories in the folder `root`, each in ORG/NAME, under the branches main and dev. A context
+  manager."""
+  def __init__(self, root: Path):
+    super().__init__(("127.0.0.1", 0), Handler)
+    self.url = f"http://127.0.0.1:{self.server_port}"
+    self.root = root
+    self.requests: list[tuple[str, str, str | None]] = []   # method, path, range
+    self.token: str | None = None        # required
+    self.gated = False
+    self.sizes: dict[str, int] = {}      # false sizes, by file
+    self.broken: set[str] = set()        # files that are answered with HTTP 500
+    self.limit: dict[str, int] = {}      # bytes of a file to send, once, before the connection is closed
+    self.hold = threading.Event()        # set: a limited response ends; else it waits for this
+    self.hold.set()
+    self.paused = threading.Event()      # a limited response waits
+
+  def downloads(self) -> list[str]:
+    return sorted(path.rpartition("/resolve/")[2].partition("/")[2] for method, path, _ in self.requests
+                  if method == "GET" and "/resolve/" in path)
+
+  def ranges(self, file: str) -> list[str | None]:
+    """Return the ranges of a file that were requested, None for the whole file."""
+    return [ranges for method, path, ranges in self.requests if method == "GET" and path.endswith(file)]
+
+  def environment(self, home: Path, **variables: str) -> dict[str, str]:
+    return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_TOKEN": "", **variables}
+
+  def __enter__(self) -> "Hub":
+    threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+    return self
+
+  def __exit__(self, *error: Any) -> None:
+    self.hold.set()
+    self.shutdown()
+    self.server_close()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+  protocol_version = "HTTP/1.1"
+  server: Hub
+
+  def log_message(self, *_: Any) -> None: pass
+
+  def reply(self, status: int, content: Any = b"", **headers: Any) -> None:
+    if not isinstance(content, bytes): content = json.dumps(content).encode()
+    self.send_response(status)
+    for name, value in {"Content-Length": len(content), **headers}.items():
+      self.send_header(name.replace("_", "-"), str(value))
+    self.end_headers()
+    if self.command == "GET": self.wfile.write(content)
+
+  def do_HEAD(self) -> None: self.do_GET()
+
+  def do_GET(self) -> None:
+    hub, path = self.server, urlsplit(self.path).path
+    hub.requests.append((self.command, path, self.headers.get("Range")))
+    if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
+      return self.reply(401, X_Error_Code="GatedRepo" if hub.gated else "RepoNotFound")
+    api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path)
+    file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
+    match = api or file
+    if not match: return self.reply(404)
+    folder = hub.root / match[1]
+    revision = file[2] if file else match[3]
+    if not folder.is_dir(): return self.reply(404, X_Error_Code="RepoNotFound")
+    if revision not in (None, "main", "dev", COMMIT): return self.reply(404, X_Error_Code="RevisionNotFound")
+    if file: return self.send_file(folder / file[3])
+    names = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
+    if match[2] != "tree":
+      siblings = [{"rfilename": name} for name, path in names.items() if path.is_file()]
+      return self.reply(200, {"id": match[1], "sha": COMMIT, "siblings": siblings})
+    self.reply(200, [{"type": "file", "path": name, "oid": "0" * 40, "size": hub.sizes.get(name, path.stat().st_size)}
+                     if path.is_file() else {"type": "directory", "path": name, "oid": "0" * 40}
+                     for name, path in names.items()])
+
+  def send_file(self, path: Path) -> None:
+    if not path.is_file(): return self.reply(404, X_Error_Code="EntryNotFound")
+    if path.name in self.server.broken: return self.reply(500)
+    content = path.read_bytes()
+    etag = sha256(content).hexdigest()
+    bounds = re.search(r"bytes=(\d+)-", self.headers.get("Range") or "")
+    start = int(bounds[1]) if bounds else 0
+    part = content[start:]
+    headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{etag}"', "X-Linked-Etag": f'"{etag}"', "Accept-Ranges": "bytes",
+               "X-Linked-Size": len(content), "Content-Length": len(part)}
+    if start: headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+    limit = self.server.limit.pop(path.name, None) if self.command == "GET" else None
+    self.reply(206 if start else 200, part[:limit], **headers)
+    if limit is None: return
+    self.server.paused.set()
+    self.server.hold.wait()
+    self.close_connection = True

@@ -1,0 +1,178 @@
+"""The chat page in headless Chromium, against a server of this process: `visit()` opens it and returns a ChatPage."""
+import json
+import re
+import shutil
+from urllib.parse import urlsplit
+
+import pytest
+from helpers.engines import ENGINE
+from helpers.models import tiny_model
+from helpers.requests import flags
+from helpers.servers import LocalServer, wait_until
+from playwright.sync_api import expect, sync_playwright
+
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+MAX_LENGTH = 32_000
+# Mock server controlled by the test: feed("text") streams a text, feed(null) ends the response. size: bytes per chunk
+FEED = """
+  const real = window.fetch
+  window.fetch = (path, options) => {
+    if (!path.endsWith("chat/completions")) return real(path, options)
+    const body = new ReadableStream({start(controller) {
+      const write = (data, size) => {
+        const bytes = new TextEncoder().encode(`data: ${data}\n\n`)
+        for (let i = 0; i < bytes.length; i += size) controller.enqueue(bytes.slice(i, i + size))
+      }
+      window.feed = (text, size = 1000) => {
+        const choice = {delta: {content: text ?? ""}, finish_reason: text === null ? "stop" : null}
+        write(JSON.stringify({choices: [choice]}), size)
+        if (text === null) write("[DONE]", size)
+      }
+      options.signal.addEventListener("abort", () => controller.error(options.signal.reason))
+    }})
+    return Promise.resolve(new Response(body))
+  }
+"""
+expect.set_options(timeout=60_000)
+
+
+class ChatPage:
+  """The page in a tab. posts: path and body of each POST request. Mocked responses stay until the next `respond`."""
+  def __init__(self, tab):
+    self.tab, self.posts = tab, []
+    self.message, self.alert, self.status = tab.get_by_label("Message"), tab.get_by_role("alert"), tab.locator("#note")
+    self.questions, self.answers = (tab.get_by_role("article", name=name) for name in ("You", "Model"))
+    self.articles, self.log = tab.get_by_role("article"), tab.get_by_role("log")
+    self.chats = tab.get_by_role("navigation", name="Chats").get_by_role("listitem")
+    self.search, self.title = tab.get_by_label("Search chats"), tab.get_by_role("heading", level=1)
+    tab.on("request", self._record)
+
+  def _record(self, request):
+    if request.method == "POST": self.posts.append((urlsplit(request.url).path, request.post_data_json))
+
+  @property
+  def sent(self):
+    """The contents of the last request's messages."""
+    return [message["content"] for message in self.posts[-1][1]["messages"]]
+
+  @property
+  def text(self):
+    """The text of the last answer, without its reasoning."""
+    return self.answers.last.locator("> div").text_content().removesuffix("\n")
+
+  def button(self, name): return self.tab.get_by_role("button", name=name, exact=True)
+
+  def settings(self, **values):
+    """Open the settings, and fill in `values`."""
+    if not self.tab.get_by_label("System prompt").is_visible(): self.button("Settings").click()
+    for name, value in values.items(): self.tab.get_by_label(name.replace("_", " "), exact=False).fill(str(value))
+    self.message.focus()
+
+  def send(self, text):
+    self.message.fill(text)
+    self.button("Send").click()
+
+  def wait(self, count=1):
+    """Wait until `count` answers are complete. Return the last one's text."""
+    expect(self.answers).to_have_count(count)
+    expect(self.button("Send")).to_be_visible()
+    return self.text
+
+  def wait_for_text(self, length=1): wait_until(lambda: len(self.text) >= length, f"{length} characters")
+
+  def ask(self, question, *deltas, **options):
+    """Send a question that a mocked response answers. Return the answer's text."""
+    self.respond(*deltas, **options)
+    count = self.answers.count() + 1
+    self.send(question)
+    return self.wait(count)
+
+  def respond(self, *deltas, finish="stop", usage=None, done=True):
+    """Mock the streamed answer: texts, other fields of a delta, or an error event."""
+    def event(delta): return {"choices": [{"index": 0, "delta": delta}]}
+    events = [x if "error" in x else event(x) for x in ({"content": x} if isinstance(x, str) else x for x in deltas)]
+    if done: events += [{"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}]
+    if usage: events += [{"choices": [], "usage": {"completion_tokens": usage}}]
+    lines = [*map(json.dumps, events), *["[DONE]"] * done]
+    self.mock(content_type="text/event-stream", body="".join(f"data: {line}\n\n" for line in lines))
+
+  def fail(self, status, message, path="chat/completions"):
+    self.mock(path, status=status, json={"error": {"message": message}})
+
+  def serve_models(self, *names): self.mock("models", json={"data": [{"id": name} for name in names]})
+
+  def mock(self, path="chat/completions", **response):
+    self.unmock(path)
+    self.tab.route(f"**/v1/{path}", lambda route: route.fulfill(**response))
+
+  def unmock(self, path="chat/completions"): self.tab.unroute(f"**/v1/{path}")
+
+  def feed(self, text, *size): self.tab.evaluate("arguments => feed(...arguments)", [text, *size])
+
+  def new_chat(self):
+    self.button("New chat").click()
+    expect(self.articles).to_have_count(0)
+
+  def edit(self, question):
+    self.questions.filter(has_text=question).get_by_role("button", name="Edit").click()
+    expect(self.message).to_have_value(question)
+    expect(self.message).to_be_focused()
+
+  def import_file(self, path, content=None):
+    """Import a file, after writing `content` to it."""
+    if content is not None: path.write_text(content if isinstance(content, str) else json.dumps(content))
+    if not self.button("Import").is_visible(): self.button("Chats").click()
+    with self.tab.expect_file_chooser() as chooser: self.button("Import").click()
+    chooser.value.set_files(path)
+
+  def expect_stats(self, pattern): expect(self.answers.last.locator("footer small")).to_have_text(re.compile(pattern))
+
+
+@pytest.fixture(scope="session")
+def browser():
+  chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+  assert chromium, "no browser: apt-get install -y --no-install-recommends chromium"
+  with sync_playwright() as playwright:
+    browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory):
+  """A model with a chat template, and a context length that lets an answer run for a minute."""
+  folder = tiny_model(tmp_path_factory.mktemp("chat"), words=True, max_position_embeddings=MAX_LENGTH)
+  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+  return folder
+
+
+@pytest.fixture(scope="session")
+def options(): return flags(**{**ENGINE, "max_model_len": MAX_LENGTH}, served_model_name="words")
+
+
+@pytest.fixture(scope="module")
+def server(chat_folder, options):
+  with LocalServer(chat_folder, *options) as server: yield server
+
+
+@pytest.fixture
+def visit(browser, server):
+  """Return a function that opens the page as a new user. After each test, check that the page had no script error and
+  sent requests only to its server. feed: answers come from ChatPage.feed."""
+  contexts, requested, errors = [], [], []
+
+  def visit(url=server.url, feed=False, **options):
+    contexts.append(browser.new_context(viewport=options.pop("viewport", {"width": 1280, "height": 720}), **options))
+    tab = contexts[-1].new_page()
+    if feed: tab.add_init_script(FEED)
+    tab.on("request", lambda request: requested.append((url, request.url)))
+    tab.on("pageerror", lambda error: errors.append(error))
+    page = ChatPage(tab)
+    tab.goto(url)
+    expect(tab.locator("#model:not(:empty), #note:not(:empty)")).to_have_count(1)   # model name or error
+    return page
+  yield visit
+  for context in contexts: context.close()
+  assert not errors
+  assert requested
+  assert not [target for origin, target in requested if not target.startswith((origin + "/", "data:"))]
