@@ -122,7 +122,8 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
   if not padded: graphs.CAPTURE_THRESHOLD = 0
   if running := options.get("max_num_seqs"):
     options = {"max_num_batched_tokens": max(args.max_num_batched_tokens, running), **options}
-  options = {"enable_prefix_caching": False, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype, "tensor_parallel_size": args.tensor_parallel_size, **options}
+  options = {"enable_prefix_caching": False, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype,
+             "tensor_parallel_size": args.tensor_parallel_size, **options}
   if args.model and args.layers is None: return LLM(args.model, dtype=args.dtype, **options)
   config = hf_config(args)
   with TemporaryDirectory() as folder, random_weights():
