@@ -164,7 +164,7 @@ def test_blocks_of_any_dtypes_and_shapes_are_read_and_written():
   kinds = [(dtypes.bfloat16, (2, 3)), (dtypes.int8, (5,)), (dtypes.uint32, (2, 2)), (dtypes.float16, (1, 4, 2)),
            (dtypes.uint8, (3,))]
   caches = [Tensor.empty(n, *shape, dtype=kind).contiguous().realize() for kind, shape in kinds]
-  caches.append(Tensor.empty(n, 4, 2).contiguous().realize().shard(("CPU:1", "CPU:2"), 1).realize())
+  caches.append(Tensor.empty(n, 4, 2, device=("CPU:1", "CPU:2")).contiguous().realize())
   model = SimpleNamespace(devices=Devices())
   runners = [SimpleNamespace(kv_caches=[part], model=model) for part in (caches[:2], caches[2:])]
   fake = SimpleNamespace(runners=runners, blocks=SimpleNamespace(num_blocks=n))

@@ -1,5 +1,5 @@
-"""Files of the prefix cache that do not fit or are damaged are refused and leave the engine unchanged; a failed save keeps the
-old file."""
+"""Files of the prefix cache that do not fit or are damaged are refused and leave the engine unchanged; a failed save
+keeps the old file."""
 import errno
 import json
 import os

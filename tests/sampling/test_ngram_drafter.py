@@ -2,7 +2,7 @@
 import random
 
 import pytest
-from helpers.speculation import (NGRAM)
+from helpers.speculation import NGRAM
 
 from tinyvllm import SamplingParams
 from tinyvllm_extra.speculation import NGramDrafter, SpeculativeConfig

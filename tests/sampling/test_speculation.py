@@ -3,13 +3,9 @@ Most tests use a fake model, which hashes a step's inputs and the content of its
 token, position or block table changes the output."""
 
 import pytest
-from helpers.engines import ENGINE, check_invariants, run_to_end
+from helpers.engines import check_invariants, run_to_end
 from helpers.requests import greedy, ids_of, prompt, sampled, tokens
 from helpers.speculation import (Counts, NGRAM, Oracle, PER_POSITION, STYLES, always_draft, other_than)
-
-
-# One graph serves all requests
-OPTIONS = {**ENGINE, "max_num_seqs": 16}
 
 
 # Counters

@@ -6,7 +6,7 @@ import pytest
 from helpers.engines import ENGINE
 from helpers.requests import flags
 from helpers.servers import LocalServer
-from helpers.speculation import (NGRAM)
+from helpers.speculation import NGRAM
 
 from tinyvllm import LLM
 from tinyvllm_extra.cli import main

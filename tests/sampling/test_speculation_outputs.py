@@ -1,4 +1,4 @@
-"""Speculative decoding: outputs of a model equal those without drafts, for each field, with stops, streams and failures."""
+"""Speculative decoding: outputs of a model equal those without drafts, for each field, with stops and failures."""
 import dataclasses
 import itertools
 
