@@ -182,8 +182,9 @@ def test_invalid_option_value_is_one_line_and_exit_code_1(words_folder, command,
   assert words in error_line(run)
 
 
-@pytest.mark.parametrize("arguments", ["", "generate", "generate a --no-such", "generate a --top-k x", "chat a b",
-                                       "generate a --logit-bias {", "generate a --logprobs x", "generate a --top-k 2kk"])
+@pytest.mark.parametrize("arguments", [
+  "", "generate", "generate a --no-such", "generate a --top-k x", "chat a b", "generate a --logit-bias {",
+  "generate a --logprobs x", "generate a --top-k 2kk"])
 def test_unknown_argument_exits_2_with_usage(arguments):
   run = run_command(*arguments.split())
   assert run.returncode == 2 and run.stderr.startswith("usage: tinyvllm") and not run.stdout

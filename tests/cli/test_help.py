@@ -39,7 +39,7 @@ def test_help_fits_on_two_screens(command):
 
 
 def test_help_lists_commands():
-  commands = re.findall(r"^    (\w+)(?: \((\w+)\))? +\S", help_text(""), re.M)
+  commands = re.findall(r"^    (\w+)(?: \((\w+)\))?(?: +\S|$)", help_text(""), re.M)
   assert commands == [("run", "chat"), ("generate", ""), ("serve", ""), ("convert", ""), ("doctor", "")]
 
 

@@ -17,7 +17,7 @@ from helpers.commands import CHAT, FLAGS, process
 from helpers.engines import ENGINE
 from helpers.gguf_files import write_gguf
 from helpers.models import tiny_config, tiny_model
-from helpers.servers import LocalServer, wait_until
+from helpers.servers import Server, wait_until
 
 from tinyvllm_extra.cli import main
 
@@ -208,7 +208,7 @@ def test_llm_name_applies_revision_and_download_dir(hub, repository, tmp_path):
 
 
 def test_server_name_is_model_id(hub, repository, tmp_path):
-  with LocalServer("org/tiny", *FLAGS, environment=hub.environment(tmp_path / "home")) as server:
+  with Server("org/tiny", *FLAGS, environment=hub.environment(tmp_path / "home")) as server:
     assert server.get("/v1/models").json()["data"][0]["id"] == "org/tiny"
     body = {"model": "org/tiny", "prompt": "the cat", "max_tokens": 2}
     assert server.post("/v1/completions", body).status_code == 200

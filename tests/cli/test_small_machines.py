@@ -28,6 +28,8 @@ from tinyvllm_extra.kernels import RESERVE, FastBackend, drivers
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.weights import Checkpoint, open_checkpoint
 
+pytestmark = pytest.mark.real
+
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
 UNLIMITED = 9223372036854771712   # a cgroup of v1 without a limit

@@ -23,6 +23,8 @@ from tinyvllm_extra.models import find_model
 from tinyvllm_extra.weights import open_checkpoint
 from tinyvllm_extra.packages import MissingPackage
 
+WIDE = {"hidden_size": 256, "intermediate_size": 512}   # blocks have up to 256 inputs
+
 
 # Invalid files
 

@@ -22,7 +22,7 @@ PYTHONPATH = os.pathsep.join([str(ROOT), str(ROOT / "examples")])   # for proces
 
 
 def run_command(*arguments: Any, stdin: str | io.StringIO = "", **env: str) -> subprocess.CompletedProcess:
-  """Run `tinyvllm *arguments` in this process. Return the exit code, stdout, and stderr with the log from level INFO on.
+  """Run `tinyvllm *arguments` in this process. Return the exit code, stdout, and stderr with INFO lines.
   Restores the process's settings."""
   from tinyvllm_extra.cli import main   # here, so that other lanes do not import the command line
   argv, out, err = [*map(str, arguments)], io.StringIO(), io.StringIO()

@@ -1,4 +1,4 @@
-"""Kernels for tensor cores in tinygrad's interpreter (DEV=PYTHON::sm_89), where shared memory replaces warp shuffles."""
+"""Kernels for tensor cores in tinygrad's interpreter (DEV=PYTHON::sm_89): shared memory replaces warp shuffles."""
 import sys
 from collections.abc import Iterator
 

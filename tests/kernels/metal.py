@@ -107,7 +107,8 @@ def install_device() -> None:
     def __init__(self, device: str):
       sizes = {"recommendedMaxWorkingSetSize": 2**34, "currentAllocatedSize": 0, "maxBufferLength": 2**33}
       self.sysdevice = SimpleNamespace(**{name: lambda size=size: size for name, size in sizes.items()})
-      super().__init__(device, ZeroAllocator(self), [MetalRenderer], NullProgram, NullGraph, arch="Apple9")   # type: ignore
+      super().__init__(device, ZeroAllocator(self), [MetalRenderer], NullProgram, NullGraph,   # type: ignore
+                       arch="Apple9")
 
   module: Any = ModuleType("tinygrad.runtime.ops_metal")
   module.MetalDevice, module.MetalCompiler = MetalDevice, type("MetalCompiler", (Compiler,), {})

@@ -1,6 +1,5 @@
 """amd.py without the emulator: the environment and the command of each variant, its errors and its records."""
 import json
-import os
 import stat
 import sys
 
@@ -64,7 +63,8 @@ def test_record_replaces_only_the_run_of_its_variant(main, repository, monkeypat
   others = [x for x in backends.read_records() if x["backend"] != "AMD"]
   assert main("rdna3-llvm", "--record") == 0 and main("rdna4-hip", "--record") == 1
   assert main("rdna3-llvm", "--record") == 0
-  runs = {(x["device"], x["compiler"]): (x["passed"], x["failed"], x["seconds"]) for x in amd_record()["runs"]}
+  record = next(x for x in backends.read_records() if x["backend"] == "AMD")
+  runs = {(x["device"], x["compiler"]): (x["passed"], x["failed"], x["seconds"]) for x in record["runs"]}
   assert runs["RDNA3", "LLVM"] == (61, 0, 98) and runs["RDNA4", "HIP C"] == (60, 1, 99)
   assert [x for x in backends.read_records() if x["backend"] != "AMD"] == others
 

@@ -4,7 +4,7 @@ import functools
 
 import numpy as np
 import pytest
-from helpers.record_models import DATA, LENGTHS, make_prompts, make_weights
+from helpers.record_models import LENGTHS, make_prompts, make_weights
 from helpers.engines import LogitsRecorder
 from helpers.recorded_models import OPTIONS, read, write_model
 from safetensors.numpy import save_file
@@ -141,13 +141,6 @@ def test_one_token_reads_only_its_experts():
              if u.op is Ops.CALL and u.src[0].op is Ops.SINK]
   sizes = [np.prod([int(r.vmax) + 1 for r in kernel.toposort() if r.op is Ops.RANGE]) for kernel in kernels]
   assert max(sizes) <= 1.3 * k * weight[0].size
-
-
-@pytest.mark.slow
-def test_recorded_activations_of_gpt_oss_reach_the_limit(tmp_path):
-  recorder = LogitsRecorder(LLM(write_model(tmp_path, "gpt_oss", swiglu_limit=1e9), **OPTIONS))
-  logits = [recorder.generate(ids, 1)[1][0] for ids in make_prompts(LENGTHS)]
-  assert np.abs(logits - np.load(DATA / "gpt_oss.npy")).max() > 0.1
 
 
 @pytest.mark.slow

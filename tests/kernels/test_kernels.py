@@ -7,11 +7,11 @@ import pytest
 from helpers.engines import token_rows
 from helpers.kernels import as_stored, bytes_as_stored, check_quantized_cache, on_device, reference_attention, rotate
 from helpers.parameters import mark_slow_except, slow
-from helpers.reference import quantize_kv, random_numbers, rope_frequencies
+from helpers.reference import random_numbers, rope_frequencies
 from tinygrad import Device, Tensor, UOp, dtypes
 from tinygrad.uop.ops import Ops
 
-from tinyvllm.backend import Backend, cpu_cores, scatter_kernel
+from tinyvllm.backend import scatter_kernel
 from tinyvllm_extra.kernels import generic as attention, matmul, shared_memory
 from tinyvllm_extra.kernels.matmul import (GateUp, Linear, Norm, pack_numbers, prepare_scales, reorder, scales_shape,
                                            speaks_cuda, stored_shape)

@@ -1,22 +1,19 @@
 """int8 and fp8 KV cache: ids equal a numpy LLaMA with K and V rounded in the same way. Outputs do not depend on
 batching, chunked prefill, prefix-cache hits, preemption, speculative decoding or the number of devices."""
-import json
 import logging
 import math
 import random
 import re
 
-import numpy as np
 import pytest
 from helpers.engines import ENGINE
 from helpers.models import VOCAB, tiny_config, tiny_model
-from helpers.reference import quantize_kv, reference_logits
 from helpers.requests import greedy
 from tinygrad import dtypes
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.cli.doctor import estimate_fit
 
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import LLM
 from tinyvllm.backend import Backend
 from tinyvllm.config import EngineConfig, ModelConfig
 from tinyvllm_extra.kernels import FastBackend
@@ -27,7 +24,7 @@ MODEL = {"head_dim": 16}
 LENGTHS = 1, 5, 11, 30, 17
 
 
-def tokens(n, salt):
+def random_prompt(n, salt):
   rng = random.Random(f"{salt} {n}")
   return {"prompt_token_ids": [rng.randrange(3, VOCAB) for _ in range(n)]}
 
@@ -47,7 +44,7 @@ def llm(request, folder): return LLM(folder, kv_cache_dtype=request.param, **ENG
 
 @pytest.mark.parametrize("method", ["ngram", "draft model"])
 def test_speculative_decoding_keeps_outputs_and_cache_dtype(llm, folder, method):
-  prompts = [{"prompt_token_ids": 3 * tokens(n, "drafts")["prompt_token_ids"]} for n in LENGTHS]
+  prompts = [{"prompt_token_ids": 3 * random_prompt(n, "drafts")["prompt_token_ids"]} for n in LENGTHS]
   config = {"method": "ngram", "num_speculative_tokens": 3} if method == "ngram" else {
     "model": str(folder), "num_speculative_tokens": 2}
   drafting = LLM(folder, speculative_config=config, kv_cache_dtype=llm.config.kv_cache_dtype, **ENGINE)
@@ -58,13 +55,13 @@ def test_speculative_decoding_keeps_outputs_and_cache_dtype(llm, folder, method)
 
 
 def test_ids_on_two_devices_equal_one_device(llm, folder):
-  prompts = [tokens(n, "devices") for n in LENGTHS]
+  prompts = [random_prompt(n, "devices") for n in LENGTHS]
   two = LLM(folder, kv_cache_dtype=llm.config.kv_cache_dtype, tensor_parallel_size=2, **ENGINE)
   assert output_ids(two, prompts, greedy(12)) == output_ids(llm, prompts, greedy(12))
 
 
 def test_saved_prefix_cache_loads_only_with_same_dtype(llm, folder, tmp_path):
-  prompts = [tokens(n, "disk") for n in LENGTHS]
+  prompts = [random_prompt(n, "disk") for n in LENGTHS]
   expected = output_ids(llm, prompts, greedy(12))
   llm.save_prefix_cache(tmp_path / "cache")
   for kind in ("auto", *KINDS):

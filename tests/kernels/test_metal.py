@@ -1,13 +1,11 @@
 """Kernels for Metal, rendered by metal.py without a Mac: within Metal's limits, and accepted by clang."""
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import backends
-from metal import LIMITS, Kernel, make_kernel, parse, summary, violations
+from metal import Kernel, make_kernel, parse, summary, violations
 
 SCRIPT = Path(__file__).with_name("metal.py")
 

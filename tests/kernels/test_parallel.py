@@ -1,28 +1,19 @@
 """tensor_parallel_size: several devices give the outputs of one, each holds only its shard, and models that cannot be
 split are refused. A CPU provides any number of devices: CPU, CPU:1, CPU:2, …"""
-import asyncio
 import itertools
-import logging
-import random
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from helpers.commands import process
-from helpers.engines import LogitsRecorder, assert_same_outputs, check_invariants, run_to_end
-from helpers.faults import PLACES, break_steps, fail_once, finish
-from helpers.gguf_files import write_gguf
-from helpers.models import VOCAB, load, random_weights, tiny_config, tiny_model, write_safetensors
-from helpers.parameters import mark_slow_except, slow
-from helpers.quantized_models import (FORMATS, GPTQ, MEASURE_PEAK_MEMORY, PROJECTIONS, SIZES, gptq, matrix,
-                                      quantized_model, random_quantized_matrix)
+from helpers.engines import assert_same_outputs, check_invariants
+from helpers.faults import break_steps, fail_once, finish
+from helpers.models import random_weights, tiny_config, tiny_model, write_safetensors
+from helpers.parameters import slow
+from helpers.quantized_models import (FORMATS, PROJECTIONS, SIZES, quantized_model)
 from helpers.reference import reference_greedy, reference_logits
 from helpers.requests import greedy, ids_of, prompt, tokens
 from helpers.speculation import Counts, NGRAM, always_draft
-from safetensors.numpy import save_file
 from tinygrad import Device, Tensor, UOp, dtypes, nn
 from tinygrad.runtime.autogen import cuda
 
@@ -30,10 +21,9 @@ from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import EngineConfig
 from tinyvllm_extra.kernels import prepare_device as open_device
 from tinyvllm_extra.cli import main
-from tinyvllm_extra.kernels.matmul import Linear, Norm, reorder
+from tinyvllm_extra.kernels.matmul import Linear, Norm
 from tinyvllm_extra.parallel import check_peers, device_names
 from tinyvllm_extra.quantization import Quantized, dequantize, quantize, split
-from tinyvllm_extra.server import AsyncLLM
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="the number of other devices is fixed")
 
@@ -72,21 +62,20 @@ def check(model, count, folder=None, logprobs=False, **options):
 BIASES = {"attention_bias": True, "mlp_bias": True}
 WIDE = {"hidden_size": 48, "head_dim": 8, "num_attention_heads": 12, "intermediate_size": 96, "vocab_size": 324}
 MODELS = {
-  "one KV head per device": ({}, 2), "two KV heads per device": ({**WIDE, "num_key_value_heads": 4}, 2),
+  "one KV head per device": ({}, 2),
   "three devices": ({**WIDE, "num_key_value_heads": 6}, 3), "KV heads equal heads": ({"num_key_value_heads": 4}, 4),
-  "all biases": (BIASES, 2), "all biases, four devices": ({**BIASES, "num_key_value_heads": 4}, 4),
+  "all biases, four devices": ({**BIASES, "num_key_value_heads": 4}, 4),
   "QKV biases": ({"architectures": ["Qwen2ForCausalLM"]}, 2),
   "QK norms": ({"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "num_key_value_heads": None}, 2),
-  "tied embeddings": ({"tie_word_embeddings": True}, 2),
   "odd vocabulary shard": ({"tie_word_embeddings": True, "vocab_size": 330}, 2),
   "odd vocabulary shard, untied": ({**WIDE, "num_key_value_heads": 3, "vocab_size": 333}, 3),
   "odd MLP shard": ({"intermediate_size": 54, "mlp_bias": True}, 2)}
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW_MODELS)) for x in MODELS])
+@pytest.mark.parametrize("name", MODELS)
 def test_model_split_over_devices_equals_reference(tmp_path, name):
   config, count = MODELS[name]
-  check(tiny_model(tmp_path, **config), count)
+  check(tiny_model(tmp_path, **config), count, logprobs=name == "three devices")
 
 
 @pytest.mark.parametrize("dtype,shards", [("float16", 3), ("bfloat16", 1)])
@@ -114,9 +103,8 @@ def dequantize_to_float32(w):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("intermediate", [128, *slow(72)])   # 64 or 36 inputs per device
-def test_quantization_at_load_quantizes_each_shard(tmp_path, bits, intermediate):
-  sizes = {**SIZES, "intermediate_size": intermediate}
+def test_quantization_at_load_quantizes_each_shard(tmp_path, bits):
+  sizes = {**SIZES, "intermediate_size": 128}   # 64 inputs per device
   weights = random_weights(tiny_config(**sizes))
   quantize_shards(weights, 2, bits)
   by_hand = tiny_model(tmp_path / "by hand", **sizes)
@@ -124,8 +112,7 @@ def test_quantization_at_load_quantizes_each_shard(tmp_path, bits, intermediate)
   check(tiny_model(tmp_path / "float", **sizes), 2, by_hand, quantization=f"int{bits}")
 
 
-@pytest.mark.parametrize("name", [*QUICK_FORMATS, *slow(
-  "awq", "compressed-tensors, int8 per channel", "compressed-tensors, act-order", "offsets")])
+@pytest.mark.parametrize("name", ["gptq, act-order", "compressed-tensors, zero points", *slow("awq", "offsets")])
 def test_prequantized_matrix_is_split_or_dequantized_with_warning(tmp_path, caplog, name):
   """Matrices have 64 and 96 inputs: 2 and 3 groups of 32, or 4 and 6 groups of 16."""
   quantized, plain = quantized_model(tmp_path, name)
@@ -186,27 +173,14 @@ def test_sampling_params_on_two_devices_equal_one_device(one_device, two_devices
   assert texts[0] == texts[1] and len(texts[0]) == 3 * params[0].n
 
 
-def test_logprobs_on_two_devices_are_near_one_device(one_device, two_devices):
-  params = SamplingParams(temperature=0.8, seed=7, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=2)
-  prompts = [tokens(prompt(n, "logprobs")) for n in (9, 2)]
-  outputs = [llm.generate(prompts, params, use_tqdm=False) for llm in (one_device, two_devices)]
-  for expected, actual in zip(*outputs, strict=True):
-    assert ids_of(actual) == ids_of(expected)
-    rows = [[*output.prompt_logprobs[1:], *output.outputs[0].logprobs] for output in (expected, actual)]
-    for a, b in zip(*rows, strict=True):
-      assert [(i, x.rank) for i, x in a.items()] == [(i, x.rank) for i, x in b.items()]
-      np.testing.assert_allclose([x.logprob for x in b.values()], [x.logprob for x in a.values()], atol=1e-4)
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_split_k_partial_sums_give_reference_ids(folder, monkeypatch, devices):
+def test_split_k_partial_sums_give_reference_ids(folder, monkeypatch):
   """Kernels for tensor cores give several partial sums per device; a norm adds them."""
   call = Linear.__call__
   def call_in_parts(self, x, dtype=None):
     out = call(self, x, dtype)
     return out if self.axis == 0 else (out * 0.25).cat(out * 0.75).contiguous()
   monkeypatch.setattr(Linear, "__call__", call_in_parts)
-  llm = LLM(folder, **SMALL, tensor_parallel_size=devices)
+  llm = LLM(folder, **SMALL, tensor_parallel_size=2)
   assert [ids_of(x) for x in llm.generate([tokens(x) for x in PROMPTS], greedy(5), use_tqdm=False)] == [
     reference_greedy(folder, ids, 5) for ids in PROMPTS]
 
@@ -223,10 +197,9 @@ def test_interleaved_engines_with_one_and_two_devices_equal_reference(one_device
 # vocabularies whose rows are padded
 
 
-@pytest.mark.parametrize("name", mark_slow_except(["350 on three"], VOCABULARIES))
-def test_padded_vocabulary_outputs_equal_one_device(tmp_path, name):
+def test_padded_vocabulary_outputs_equal_one_device(tmp_path):
   """At temperature 100 all tokens are equally probable: padding would be sampled, or change log probabilities."""
-  config, count = VOCABULARIES[name]
+  config, count = {**WIDE, "num_key_value_heads": 6, "vocab_size": 350}, 3   # padded to 384
   folder = tiny_model(tmp_path, **config)
   engines = [captured_llm(folder, tensor_parallel_size=n) for n in (1, count)]
   last = config["vocab_size"] - 1
@@ -288,7 +261,7 @@ def test_draft_model_is_unsplit_on_first_device(folder, tmp_path):
 
 # failed steps
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["launch", "compute", "read", "amid update"])
 def test_failed_step_on_two_devices_loses_and_repeats_no_token(two_devices, folder, monkeypatch, place):
   prompts = {name: prompt(n, place, name) for name, n in (("a", 3), ("b", 10), ("c", 1))}
   for number in (1, 3):
@@ -341,21 +314,6 @@ def test_two_devices_hold_twice_the_blocks_of_one(folder, monkeypatch):
     num_bytes = [x.nbytes() for cache in llm.runner.kv_caches for x in cache]
     assert sum(num_bytes) == blocks[count] * block // count
   assert blocks == {1: one_sequence + 4, 2: 2 * (one_sequence + 4)}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from Linux's /proc")
-def test_load_on_two_devices_peak_memory_is_near_model_size(tmp_path):
-  sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8,
-           "num_key_value_heads": 2, "vocab_size": 1024}
-  small, big = tiny_model(tmp_path / "small"), tiny_model(tmp_path / "big", **sizes)
-  size = (big / "model.safetensors").stat().st_size
-  code = MEASURE_PEAK_MEMORY.replace("max_num_seqs=1)", "max_num_seqs=1, tensor_parallel_size=2)")
-  assert code != MEASURE_PEAK_MEMORY
-  result = subprocess.run([sys.executable, "-c", code, small, big], capture_output=True, text=True, check=False,
-                          cwd=Path(__file__).parents[2], timeout=120)
-  assert result.returncode == 0, result.stderr
-  assert 0.9 * size < int(result.stdout) <= 1.3 * size, f"{int(result.stdout) / size:.2f} times the model's bytes"
 
 
 # errors
@@ -475,8 +433,8 @@ def random_quantized(rng, out, inputs, groups, bits, offset, ordered=True):
   return Quantized(q, scale, zero if offset else None, order)
 
 
-@pytest.mark.parametrize("bits,offset", [(8, False), (8, True), (4, True)])
-@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("bits,offset", [(8, False), (4, True)])
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("groups", [1, 12])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_split_quantized_parts_concatenate_to_whole_matrix(bits, offset, count, groups, axis):
@@ -488,13 +446,3 @@ def test_split_quantized_parts_concatenate_to_whole_matrix(bits, offset, count, 
   np.testing.assert_array_equal(np.concatenate([dequantize(x) for x in parts], axis), dequantize(w))
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("inputs,groups,ordered", [(48, 3, True), (64, 4, False), (64, 1, False), (24, 1, True)])
-def test_split_misaligned_quantized_inputs_dequantizes_with_warning(caplog, axis, inputs, groups, ordered):
-  w = random_quantized(np.random.default_rng(0), 32, inputs, groups, 4, True, ordered)
-  with caplog.at_level(logging.WARNING, "tinyvllm"): parts = split(w, 2, axis)
-  assert [isinstance(x, Quantized) for x in parts] == [axis == 0] * 2
-  assert ("is dequantized" in caplog.text) == (axis == 1)
-  matrices = [dequantize(x) if axis == 0 else x for x in parts]
-  assert {x.dtype for x in matrices} == {np.dtype(np.float16)}
-  np.testing.assert_array_equal(np.concatenate(matrices, axis), dequantize(w))

@@ -1,5 +1,5 @@
-"""The samplers of the core and of the extension compared with a sort-based reference in numpy: allowed tokens and their
-frequencies. Seeded ids depend on the seed only."""
+"""The samplers of the core and of the extension, and the functions of logits, in graphs: random cases compared with a
+sort-based reference in numpy, and the frequencies of sampled ids."""
 import functools
 
 import numpy as np
@@ -13,103 +13,189 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm.backend import Sampler, gumbel_noise
 from tinyvllm.request import SAMPLING_FIELDS, SamplerMode
 from tinyvllm_extra.kernels import sampling
-from tinyvllm_extra.logits import apply_bitmask
+from tinyvllm_extra.logits import ADJUSTMENTS, adjust_kernel, apply_bitmask, top_logprobs
 
-ROWS, V = 4096, 24   # one shape, compiled once
-rng = np.random.default_rng(0)
-PEAKED = (2 * rng.standard_normal(V)).astype(np.float32)
-TIED = np.repeat(np.array([3.0, 2.0, 2.0, 0.0], np.float32), [1, 2, 3, 18])   # probabilities with ties of 5, then of 18
+ROWS = 128
+SAMPLERS = {"extension": sampling.Sampler(), "core": Sampler()}
+# Each test runs on random cases of two vocabularies (one fills the last word of a bitmask), 20 calls of 128 rows each
+cases = pytest.mark.parametrize(("V", "seed"), [(V, seed) for V in (64, 50) for seed in range(20)])
+
+
+@pytest.fixture
+def rng(seed): return np.random.default_rng(seed)
 
 
 @functools.cache
-def compiled(sampler):
-  """sampler.sample as one graph. words: a bitmask of the tokens that may be sampled."""
-  def sample(logits, words, *columns):
-    rows = dict(zip((*SAMPLING_FIELDS, "seed_low", "seed_high", "position"), columns, strict=True))
-    return sampler.sample(apply_bitmask(logits, words), rows, SamplerMode.FILTERED).realize()
-  return TinyJit(sample)
+def jit(function, shape, *constants): return TinyJit(lambda *x: function(*x, *constants).realize())
 
 
-@pytest.fixture(scope="module", params=[sampling.Sampler(), *slow(Sampler())], ids=["extension", "core"])
-def draw(request):
-  """draw(logits, ...) samples ROWS ids. Each row has its own seed, or with `position` one seed and its own position."""
-  def draw(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, position=None, banned=()):
-    def full(x, dtype): return np.broadcast_to(np.asarray(x, dtype), ROWS).copy()
-    seeds = [full(np.arange(ROWS) if position is None else 12345, np.uint32), full(seed, np.uint32)]
-    positions = full(7, np.int32) if position is None else np.arange(ROWS, dtype=np.int32) + position
-    words = np.full((ROWS, 1), -1 - sum(1 << int(i) for i in banned), np.int32)
-    arrays = (np.broadcast_to(logits, (ROWS, V)).copy(), words, full(temperature, np.float32), full(top_k, np.int32),
-              full(top_p, np.float32), full(min_p, np.float32), *seeds, positions)
-    for _ in range(2):   # the first call captures
-      ids = compiled(request.param)(*[Tensor(x).realize() for x in arrays]).numpy()
-    return ids
-  return draw
+def call(function, *arrays, constants=()):
+  return jit(function, arrays[0].shape, *constants)(*[Tensor(x).realize() for x in arrays]).numpy()
 
 
-SETTINGS = [
-  {}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_k": 5}, {"top_k": V + 9}, {"top_k": -1}, {"top_p": 0.8},
-  {"top_p": 0.3}, {"min_p": 0.1}, {"top_k": 8, "top_p": 0.9},
-  {"temperature": 1.5, "top_k": 10, "top_p": 0.7, "min_p": 0.05},
-]
+def adjust(logits, adjustments): return logits.clone().custom_kernel(adjustments, fxn=adjust_kernel)[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("logits", [PEAKED, TIED], ids=["peaked", "tied"])
-@pytest.mark.parametrize("options", SETTINGS, ids=str)
-def test_sample_frequencies_match_reference(draw, logits, options):
-  keep = reference_sampling_mask(logits, **{"temperature": 1.0, **options})
-  ids = draw(logits, **options)
-  assert keep[ids].all(), f"{sorted(set(ids[~keep[ids]].tolist()))} must not be sampled"
-  p = np.where(keep, reference_probabilities(logits, options.get("temperature", 1.0)), 0.0)
-  assert chi_square_passes(ids, p / p.sum())
+def best_logprobs(logits, ids, k): return top_logprobs(logits, ids, SAMPLERS["extension"], k)
 
 
-def test_noise_of_adjacent_positions_is_independent(draw):
+def sample_with(name, logits, *columns):
+  rows = dict(zip((*SAMPLING_FIELDS, "seed_low", "seed_high", "position"), columns, strict=True))
+  return SAMPLERS[name].sample(logits, rows, SamplerMode.FILTERED)
+
+
+sample = {name: functools.partial(sample_with, name) for name in SAMPLERS}   # one function per graph
+
+
+def draw(x, seeds, positions, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
+  """Sample ROWS ids from logits (V,). seeds: the low and the high word."""
+  values = zip((temperature, top_k, top_p, min_p, *seeds, positions), "fiffIIi", strict=True)
+  return call(sample["extension"], np.tile(x, (ROWS, 1)), *[np.broadcast_to(np.asarray(v, k), ROWS).copy()
+                                                              for v, k in values])
+
+
+def make_adjustments(is_adjusted, bias, factor, penalty):
+  """Return ADJUSTMENTS of all logits, (S, V), as int32 words, (columns, S * V). The row is -1 for no adjustment."""
+  adjustments = np.zeros(is_adjusted.shape, ADJUSTMENTS.dtype)
+  row, token = np.indices(is_adjusted.shape)
+  columns = {"row": np.where(is_adjusted, row, -1), "token": token, "bias": bias, "factor": factor, "penalty": penalty}
+  for name, values in columns.items(): adjustments[name] = values
+  return np.ascontiguousarray(adjustments.view(np.int32).reshape(-1, ADJUSTMENTS.num_words).T)
+
+
+def log_softmax(x):
+  x = x - x.max(1, keepdims=True)
+  return x - np.log(np.exp(x).sum(1, keepdims=True))
+
+
+def random_logits(rng, V):
+  """Return logits, (ROWS, V): peaked and flat rows, with many or few ties, with and without a large offset. Rounded to
+  a grid that is exact in float32, so that logits are equal or differ by more than rounding."""
+  scale, grid = rng.choice([0.05, 1, 3, 8], (ROWS, 1)), rng.choice([1, 4, 256], (ROWS, 1))
+  x = np.round(rng.standard_normal((ROWS, V)) * scale * grid) / grid + rng.choice([-16, 0, 0, 16], (ROWS, 1))
+  return x.astype(np.float32)
+
+
+@cases
+def test_apply_bitmask_removes_tokens_without_bit(V, rng):
+  logits, bits = random_logits(rng, V), rng.random((ROWS, 64)) < rng.choice([0.02, 0.5, 0.98], (ROWS, 1))
+  words = (bits.reshape(ROWS, 2, 32) << np.arange(32, dtype=np.uint32)).sum(2, dtype=np.uint32).view(np.int32)
+  np.testing.assert_array_equal(call(apply_bitmask, logits, words), np.where(bits[:, :V], logits, -np.inf))
+
+
+@cases
+def test_adjust_adds_bias_scales_and_subtracts_penalty(V, rng):
+  logits = random_logits(rng, V)
+  is_adjusted = rng.random((ROWS, V)) < rng.choice([0, 0.1, 0.9], (ROWS, 1))
+  logits[rng.random((ROWS, V)) < rng.choice([0, 0.5, 0.98], (ROWS, 1))] = -np.inf
+  choices = np.arange(-100, 100.1, 0.25), [1, 1, 0.01, 0.3, 1.1, 2, 100], np.arange(-10, 10.1, 0.125)
+  bias, factor, penalty = (rng.choice(x, (ROWS, V)).astype(np.float32).astype(float) for x in choices)
+  adjusted = call(adjust, logits, make_adjustments(is_adjusted, bias, factor, penalty))
+  x = logits + bias
+  is_finite = np.isfinite(logits)
+  assert np.isneginf(adjusted[~is_finite]).all(), "a masked token must stay masked"
+  changed = is_finite & is_adjusted
+  scaled = np.where(x > 0, x / factor, x * factor)[changed]
+  error = np.abs(adjusted[changed] - (scaled - penalty[changed]))
+  assert (error <= 1e-6 * (np.abs(scaled) + np.abs(penalty[changed]))).all()
+  np.testing.assert_array_equal(adjusted[~is_adjusted], logits[~is_adjusted])
+
+
+@cases
+@pytest.mark.parametrize("k", [0, 20])
+def test_top_logprobs_equals_log_softmax(V, rng, k):
+  logits, ids = random_logits(rng, V), rng.integers(0, V, (ROWS, 1)).astype(np.int32)
+  rows, best = call(best_logprobs, logits, ids[:, 0], constants=(k,)), np.argsort(-logits, 1, kind="stable")[:, :k]
+  assert rows.shape == (ROWS, 2 + 2 * k)
+  np.testing.assert_array_equal(rows[:, 1:2], 1 + (logits > np.take_along_axis(logits, ids, 1)).sum(1, keepdims=True))
+  np.testing.assert_array_equal(rows[:, 2::2], best)
+  expected = np.take_along_axis(log_softmax(logits.astype(float)), np.hstack([ids, best]), 1)
+  np.testing.assert_allclose(np.hstack([rows[:, :1], rows[:, 3::2]]), expected, atol=2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("V", [2560, 2561, 5000, 8192])
+def test_top_logprobs_of_large_vocabulary_ranks_equal_logits_by_id(V):
+  rng = np.random.default_rng(V)
+  logits = rng.integers(0, 40, (ROWS, V)).astype(np.float32)   # the best 20 are ties, or nearly all
+  logits[:, rng.integers(0, V, V // 2)] = 0
+  rows = call(best_logprobs, logits, np.zeros(ROWS, np.int32), constants=(20,))
+  best = np.argsort(-logits, 1, kind="stable")[:, :20]
+  np.testing.assert_array_equal(rows[:, 2::2], best)
+  np.testing.assert_allclose(rows[:, 3::2], np.take_along_axis(log_softmax(logits.astype(float)), best, 1), atol=2e-6,
+                             rtol=1e-6)
+
+
+def random_sampling_fields(rng, V):
+  """Return temperature, top_k, top_p and min_p of a row, exact in float32: limits, or random values between them."""
+  choices = ([0, 0.05, 0.5, 1, 1, 2, 30, rng.uniform(0.1, 3)],
+             [-1, 0, 0, 1, 2, rng.integers(1, V), V - 1, V, V + 9, 2**31 - 1],
+             [1, 1, 1e-6, 0.999, rng.uniform(1e-3, 1), rng.uniform(0.8, 1)],
+             [0, 0, 1, rng.uniform(0, 1)**4, rng.uniform(0, 0.1)])
+  return [np.array(rng.choice(x), kind).item() for x, kind in zip(choices, "fiff", strict=True)]
+
+
+def is_robust_to_rounding(logits, temperature, top_k, top_p, min_p):
+  """Return True if float32 rounding cannot change which tokens may be sampled."""
+  if temperature == 0: return True
+  x = logits[np.isfinite(logits)].astype(float) / temperature
+  tolerance = 1e-6 + 3e-7 * np.abs(x).max()   # relative error of p: the float32 error of its logit
+  ratio = np.exp(x - x.max())
+  if (np.abs(ratio - min_p) <= tolerance * min_p)[ratio < 1].any(): return False
+  ratio = np.sort(ratio[ratio >= min_p])[::-1]
+  if 0 < top_k < len(ratio): ratio = ratio[ratio >= ratio[top_k - 1]]
+  return top_p == 1 or (np.abs(np.cumsum(ratio) / ratio.sum() - top_p) > tolerance).all()
+
+
+@cases
+@pytest.mark.parametrize("sampler", ["extension", *slow("core")])
+def test_sample_ids_are_in_reference_mask(V, rng, sampler):
+  logits, rows = random_logits(rng, V), []
+  is_masked = rng.random((ROWS, V)) < rng.choice([0, 0, 0.5, 0.9, 1], (ROWS, 1))
+  is_masked[np.arange(ROWS), rng.integers(0, V, ROWS)] = False   # at least one token per row remains
+  logits[is_masked] = -np.inf
+  for x in logits:
+    while not is_robust_to_rounding(x, *(row := random_sampling_fields(rng, V))): pass
+    rows.append(row)
+  columns = [np.array(column, kind) for column, kind in zip(zip(*rows, strict=True), "fiff", strict=True)]
+  keep = [reference_sampling_mask(x, *row) & np.isfinite(x) if row[0] else np.arange(V) == x.argmax()
+          for x, row in zip(logits, rows, strict=True)]
+  seeds, positions = rng.integers(0, 2**32, (2, ROWS), np.uint32), rng.integers(0, 2**20, ROWS).astype(np.int32)
+  ids = call(sample[sampler], logits, *columns, *seeds, positions)
+  for row, i in enumerate(ids): assert keep[row][i], (i, rows[row], logits[row].tolist())
+
+
+def frequencies_fit(ids, logits, temperature, **filters):
+  p = reference_probabilities(logits, temperature) * reference_sampling_mask(logits, temperature, **filters)
+  return (p[ids] > 0).all() and chi_square_passes(ids, p / p.sum())
+
+
+def test_frequencies_after_adjustments_and_filters_match_reference():
+  logits = 2 * np.random.default_rng(0).standard_normal(50, np.float32)
+  order, filters = np.argsort(-logits), {"temperature": 1.4, "top_k": 14, "top_p": 0.93, "min_p": 0.03}
+  bias, factor, penalty = np.zeros(50), np.ones(50), np.zeros(50)
+  bias[order[[3, 12, 30]]], factor[order[[0, 5, 45]]], penalty[order[:8:3]] = (-1.5, 2, 4), (1.8, 0.6, 3), (1, -1, 2)
+  x = np.where(logits + bias > 0, (logits + bias) / factor, (logits + bias) * factor) - penalty
+  assert 6 < reference_sampling_mask(x, **filters).sum() < 14, "top_p and min_p must remove tokens too"
+  rows = [np.tile(value, (ROWS, 1)) for value in (logits, np.ones(50, bool), bias, factor, penalty)]
+  adjusted, positions = call(adjust, rows[0], make_adjustments(*rows[1:])), np.arange(ROWS, dtype=np.int32)
+  ids = np.concatenate([draw(adjusted[0], (seed, seed), positions, **filters) for seed in range(32)])
+  assert frequencies_fit(ids, x, **filters) and not frequencies_fit(ids, logits, **filters)
+
+
+def test_noise_of_adjacent_positions_is_independent():
   """Pairs of ids at positions i and i + 1 of one seed fit the product of their probabilities."""
-  logits = np.where(np.arange(V) < 4, PEAKED, -np.inf).astype(np.float32)
-  ids, p = draw(logits, position=0), reference_probabilities(logits, 1.0)[:4]
+  logits = np.where(np.arange(50) < 4, np.arange(50) / 2, -np.inf).astype(np.float32)
+  ids = np.concatenate([draw(logits, (12345, 0), np.arange(i, i + ROWS)) for i in range(0, 32 * ROWS, ROWS)])
+  p = reference_probabilities(logits, 1.0)[:4]
   assert chi_square_passes(ids[0::2] * 4 + ids[1::2], np.outer(p, p).ravel())
 
 
-def test_top_p_keeps_token_that_crosses_p(draw):
-  logits = np.log(np.array([0.5, 0.3, 0.15] + [0.05 / 21] * 21, np.float32))
-  for top_p, count in ((0.4, 1), (0.55, 2), (0.79, 2), (0.81, 3), (0.94, 3), (0.96, V)):
-    assert set(draw(logits, top_p=top_p)) == set(range(count)), top_p
-
-
-def test_ties_at_threshold_are_kept(draw):
-  assert set(draw(TIED, top_k=2)) == {0, 1, 2, 3, 4, 5}
-  assert set(draw(TIED, top_p=0.5)) == {0, 1, 2, 3, 4, 5}
-  assert set(draw(np.zeros(V, np.float32), top_k=1)) == set(range(V))
-
-
-def test_extreme_temperatures_are_valid(draw):
-  assert set(draw(PEAKED, temperature=2e-5)) == {PEAKED.argmax()}
-  flat = np.full(V, 1 / V)
-  assert chi_square_passes(draw((PEAKED / 100).astype(np.float32), temperature=100.0), flat)
-  assert set(draw((PEAKED * 1000).astype(np.float32), temperature=1e-4)) == {PEAKED.argmax()}
-
-
-# The engine
-
-def params(i, **options):
-  common = {"seed": 1000 + i, "max_tokens": 16, "ignore_eos": True, "temperature": 0.9, "top_p": 0.95}
-  return SamplingParams(**{**common, **options})
-
-
-@pytest.fixture(scope="module")
-def llm(folder): return LLM(folder, **SAMPLING_ENGINE)
-
-
-def test_first_token_frequencies_match_model_probabilities(llm, folder):
-  ids = [5, 9, 200]
-  logits = reference_logits(folder, ids)[-1]
-  options = {"max_tokens": 1, "temperature": 0.8, "top_p": 1.0, "top_k": 12}
-  first = llm.generate([{"prompt_token_ids": ids}] * 600, [params(i, **options) for i in range(600)])
-  keep = reference_sampling_mask(logits, 0.8, top_k=12)
-  p = np.where(keep, reference_probabilities(logits, 0.8), 0.0)
-  ids_sampled = np.array([o.outputs[0].token_ids[0] for o in first])
-  assert keep[ids_sampled].all() and chi_square_passes(ids_sampled, p / p.sum())
+def test_first_token_frequencies_match_model_probabilities(folder):
+  ids, llm = [5, 9, 200], LLM(folder, **SAMPLING_ENGINE)
+  params = [SamplingParams(seed=1000 + i, max_tokens=1, temperature=0.8, top_k=12, ignore_eos=True) for i in range(600)]
+  outputs = llm.generate([{"prompt_token_ids": ids}] * 600, params)
+  sampled = np.array([output.outputs[0].token_ids[0] for output in outputs])
+  assert frequencies_fit(sampled, reference_logits(folder, ids)[-1], 0.8, top_k=12)
 
 
 def test_noise_of_largest_hash_is_finite():

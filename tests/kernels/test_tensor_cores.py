@@ -1,6 +1,5 @@
 """Attention on tensor cores compared with numpy, on CUDA or in tinygrad's interpreter (DEV=PYTHON::sm_89), where shared
 memory replaces warp shuffles. Other devices only test which kernels are selected."""
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,9 +8,7 @@ from helpers.engines import token_rows
 from helpers.kernels import check_quantized_cache, on_device, reference_attention, rotate
 from helpers.reference import quantize_kv, rope_frequencies
 from helpers.tensor_cores import SLOW, TOLERANCE, as_stored, each_kind, on_tensor_cores, replace_cuda_statements
-from tinygrad import Device, Tensor, UOp, dtypes
-from tinygrad.dtype import AddrSpace
-from tinygrad.uop.ops import Ops
+from tinygrad import Device, dtypes
 
 from tinyvllm.runner import TILE
 from tinyvllm_extra.kernels import tensor_cores

@@ -16,7 +16,6 @@ from helpers.servers import Server, reserve_port, wait_until
 
 from tinyvllm import SamplingParams
 
-pytestmark = pytest.mark.browser
 KEY, LONG = "a key", 8000   # LONG: more tokens than a test waits for
 OWN_LINES = 847
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"

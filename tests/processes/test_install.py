@@ -18,7 +18,6 @@ import pytest
 from helpers.gguf_files import write_gguf
 from helpers.models import tiny_model
 
-pytestmark = pytest.mark.install
 ROOT = Path(__file__).parents[2]
 CORE = {"tinygrad", "safetensors", "sentencepiece", "numpy"}
 TOOLS = ("cat", "echo", "env", "false", "ls", "sh", "true", "uname")

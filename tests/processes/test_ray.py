@@ -22,7 +22,6 @@ from helpers.servers import Server, reserve_port, wait_until
 
 from tinyvllm import LLM, SamplingParams
 
-pytestmark = pytest.mark.ray
 FOLDER = Path(__file__).parents[2] / "examples" / "deploy"
 SIZES = ["--cudagraph-capture-sizes", 1, 8, 16, "--max-num-batched-tokens", 64]   # few graphs
 STORY = "The cat sat on the warm stone and closed its eyes. Then the dog came along the road and saw "   # > 64 tokens

@@ -1,5 +1,4 @@
 """The server as a process: loading, signals, shutdown."""
-import contextlib
 import json
 import os
 import signal
@@ -16,7 +15,6 @@ from helpers.servers import Server, error_of, events, wait_until
 
 SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-GREEDY = {"temperature": 0.0, "max_tokens": 8}
 ENDLESS = {"temperature": 0.0, "max_tokens": 30000, "ignore_eos": True, "prompt": "the cat"}   # runs for a minute
 KEY = {"Authorization": "Bearer secret"}
 
@@ -35,15 +33,6 @@ def folder(tmp_path_factory):
   folder = tiny_model(tmp_path_factory.mktemp("served"), words=True)
   (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
   return folder
-
-
-@contextlib.contextmanager
-def running_request(server, **fields):
-  """Keep an endless request running. Yield the lines of its stream after the first event."""
-  with server.stream("/v1/completions", {**ENDLESS, **fields}, headers=KEY) as response:
-    lines = response.iter_lines()
-    next(lines)
-    yield lines
 
 
 @pytest.fixture
@@ -68,7 +57,7 @@ def test_requests_are_503_until_the_model_is_loaded(piped_folder, folder):
   with Server(piped_folder, *flags(**SMALL), ready=False) as server:
     file = wait_until(lambda: open_writer(pipe), "the server reads the model's folder")
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-      response = post(server, path, {"prompt": "a"})
+      response = server.post(path, {"prompt": "a"})
       error_of(response, 503)
       assert int(response.headers["retry-after"]) >= 1
     error_of(server.get("/v1/models"), 503)
@@ -81,7 +70,7 @@ def test_requests_are_503_until_the_model_is_loaded(piped_folder, folder):
     (piped_folder / "new").replace(pipe)
     with file: file.write(text)
     wait_until(server.healthy, "/health answers 200")
-    assert post(server, "/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
     assert server.stop() == 0
 
 
@@ -110,7 +99,7 @@ def test_sigterm_lets_running_requests_finish(long_folder):
       with server.stream("/v1/completions", body) as response:
         lines = response.iter_lines()
         first = [next(lines), next(lines)]
-        whole = pool.submit(post, server, "/v1/completions", body)
+        whole = pool.submit(server.post, "/v1/completions", body)
         wait_until(lambda: server.metrics()["num_requests_running"] == 2, "both run")
         server.signal()
         wait_until(lambda: is_rejected(old), "requests are rejected")
@@ -132,7 +121,7 @@ def test_shutdown_timeout_aborts_running_requests(long_folder):
     with server.stream("/v1/completions", ENDLESS) as response:
       lines = response.iter_lines()
       first = [next(lines), next(lines)]
-      whole = pool.submit(post, server, "/v1/completions", ENDLESS)
+      whole = pool.submit(server.post, "/v1/completions", ENDLESS)
       wait_until(lambda: server.metrics()["num_requests_running"] == 2, "both run")
       server.signal(signal.SIGINT)
       *chunks, last = events([*first, *lines])

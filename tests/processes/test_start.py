@@ -144,17 +144,17 @@ def fresh(words_folder):
   return make
 
 
-def tokens(n, salt=0): return {"prompt_token_ids": [3 + (7 * i + 5 * salt) % 300 for i in range(n)]}
+def prompt_of(n, salt=0): return {"prompt_token_ids": [3 + (7 * i + 5 * salt) % 300 for i in range(n)]}
 
 
 def test_choose_key_pads_to_captured_graph_until_requested_often(fresh, words_folder):
   llm = fresh()
-  llm.generate(tokens(7), greedy(1), use_tqdm=False)
+  llm.generate(prompt_of(7), greedy(1), use_tqdm=False)
   assert [key.num_tokens for key in llm.runner.graphs] == [8]
-  output = llm.generate(tokens(7), greedy(30), use_tqdm=False)[0]
+  output = llm.generate(prompt_of(7), greedy(30), use_tqdm=False)[0]
   assert [key.num_tokens for key in llm.runner.graphs] == [8, 1], "a frequent shape gets its own graph"
   assert llm.backend.graph_state.num_requested[llm.runner, GraphKey(1, 1)] > CAPTURE_THRESHOLD
-  assert output.outputs[0].token_ids == reference_greedy(words_folder, tokens(7)["prompt_token_ids"], 30)
+  assert output.outputs[0].token_ids == reference_greedy(words_folder, prompt_of(7)["prompt_token_ids"], 30)
 
 
 def test_choose_key_captures_immediately_if_padding_doubles_time(fresh):
@@ -178,7 +178,7 @@ def test_capture_sizes_are_captured_only_at_start(fresh, words_folder):
   keys = set(llm.runner.graphs)
   assert keys == {GraphKey(size, 8, mode) for size in (8, 32) for mode in (SamplerMode.GREEDY, SamplerMode.FILTERED)}
   params = [greedy(6), SamplingParams(max_tokens=5, seed=1), SamplingParams(max_tokens=4, seed=2, top_p=0.9), greedy(1)]
-  prompts = [tokens(n, n) for n in (1, 9, 30, 3)]
+  prompts = [prompt_of(n, n) for n in (1, 9, 30, 3)]
   outputs = llm.generate(prompts, params, use_tqdm=False)
   for prompt, param in zip(prompts, params, strict=True): llm.generate(prompt, param, use_tqdm=False)
   assert set(llm.runner.graphs) == keys
@@ -195,8 +195,8 @@ def test_capture_optional_covers_all_optional_features(fresh):
   for extra in ({"logprobs": 3}, {"logit_bias": {5: 2.0}}, {"allowed_token_ids": [5, 6, 7]}, {"frequency_penalty": 1.0},
                {"bad_words": ["the"], "logprobs": 0}):
     params = SamplingParams(temperature=0, max_tokens=4, **extra)
-    actual = llm.generate(tokens(5), params, use_tqdm=False)[0].outputs[0]
-    expected = fresh().generate(tokens(5), params, use_tqdm=False)[0].outputs[0]
+    actual = llm.generate(prompt_of(5), params, use_tqdm=False)[0].outputs[0]
+    expected = fresh().generate(prompt_of(5), params, use_tqdm=False)[0].outputs[0]
     assert actual.token_ids == expected.token_ids and (actual.logprobs is None) == (extra.get("logprobs") is None)
   assert set(llm.runner.graphs) == keys
 
@@ -248,9 +248,9 @@ def test_run_layers_traces_equal_layers_once(fresh, words_folder, monkeypatch):
       linear = layers[1].o_proj
       linear.bias = Tensor.zeros(linear.out_features).contiguous().realize()
     num_traces.clear()
-    ids = llm.generate(tokens(7), greedy(4), use_tqdm=False)[0].outputs[0].token_ids
+    ids = llm.generate(prompt_of(7), greedy(4), use_tqdm=False)[0].outputs[0].token_ids
     assert num_traces == dict.fromkeys(layers[:num_kinds], len(llm.runner.graphs))
-    assert ids == reference_greedy(words_folder, tokens(7)["prompt_token_ids"], 4)
+    assert ids == reference_greedy(words_folder, prompt_of(7)["prompt_token_ids"], 4)
 
 
 # log
@@ -350,7 +350,7 @@ def test_async_llm_failed_capture_is_logged_and_requests_finish(words_folder, mo
   monkeypatch.setattr(LLM, "capture", fails)
   llm = AsyncLLM(words_folder, prepare=True, max_num_seqs=4, max_num_batched_tokens=8)
 
-  async def ask(): return [output async for output in llm.generate(tokens(3), greedy(2))]
+  async def ask(): return [output async for output in llm.generate(prompt_of(3), greedy(2))]
   assert asyncio.run(ask())[-1].finished and llm.state == ""
   assert "out of memory" in caplog.text
 

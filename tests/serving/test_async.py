@@ -21,7 +21,7 @@ LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
 PROMPTS = ["the cat", "hello world, this", "one two three", "where there is a will", "numbers: 0 1", "the dog ran"]
 
 
-def greedy(n: int = 8, **fields) -> SamplingParams: return SamplingParams(temperature=0.0, max_tokens=n, **fields)
+def argmax(n: int = 8, **fields) -> SamplingParams: return SamplingParams(temperature=0.0, max_tokens=n, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +127,10 @@ def test_prompt_may_be_text_ids_or_messages(llm):
   messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"},
               {"role": "user", "content": "the cat"}]
   for prompt in ("the cat", {"prompt": "the cat"}, {"prompt_token_ids": [1, 300, 301, 302]}):
-    assert finish(collect(llm, prompt, greedy())) == expected(llm, prompt, greedy())
-  answer = fields_of(llm.llm.chat(messages, greedy())[0])
-  assert finish(collect(llm, {"messages": messages}, greedy())) == answer
-  assert answer != expected(llm, "the cat", greedy())
+    assert finish(collect(llm, prompt, argmax())) == expected(llm, prompt, argmax())
+  answer = fields_of(llm.llm.chat(messages, argmax())[0])
+  assert finish(collect(llm, {"messages": messages}, argmax())) == answer
+  assert answer != expected(llm, "the cat", argmax())
 
 
 def test_params_none_uses_the_defaults(llm):
@@ -156,10 +156,10 @@ def test_duplicate_request_id_raises_value_error(llm):
     stream = llm.generate("the cat", LONG, request_id="mine")
     async with paced(llm):
       assert (await anext(stream)).request_id == "mine"
-      with pytest.raises(ValueError, match="mine"): await anext(llm.generate("the cat", greedy(), request_id="mine"))
+      with pytest.raises(ValueError, match="mine"): await anext(llm.generate("the cat", argmax(), request_id="mine"))
     rest = [o async for o in stream]
     assert rest[-1].finished and rest[-1].outputs[0].finish_reason == "length", "the first request continues"
-    assert await collect(llm, "the cat", greedy(), request_id="mine"), "the id is free again"
+    assert await collect(llm, "the cat", argmax(), request_id="mine"), "the id is free again"
   finish(run())
 
 
@@ -203,7 +203,7 @@ def test_cancelled_duplicate_id_does_not_abort_first_request(llm):
   async def run():
     stream = llm.generate("the cat", LONG, request_id="mine")
     await anext(stream)
-    task = asyncio.create_task(anext(llm.stream([llm.llm.make_request("mine", "the cat", greedy())])))
+    task = asyncio.create_task(anext(llm.stream([llm.llm.make_request("mine", "the cat", argmax())])))
     await asyncio.sleep(0)   # the request has been sent, but not answered
     task.cancel()
     with pytest.raises((asyncio.CancelledError, ValueError)): await task
@@ -226,7 +226,7 @@ def test_step_makes_one_call_per_event_loop(llm, launches):
 def test_engine_thread_ends_when_async_llm_is_deleted(llm):
   def threads(): return sum(thread.name == "tinyvllm-engine" for thread in threading.enumerate())
   before, another = threads(), AsyncLLM(max_num_seqs=1, max_num_batched_tokens=1)
-  assert finish(collect(another, "Hello", greedy(2))) and threads() == before + 1
+  assert finish(collect(another, "Hello", argmax(2))) and threads() == before + 1
   del another
   gc.collect()
   wait_until(lambda: threads() == before, "the thread ends", 20)
@@ -254,7 +254,7 @@ def test_cancelling_a_waiting_request_removes_it_from_the_queue(llm, launches):
     running = [asyncio.create_task(collect(llm, p, LONG)) for p in PROMPTS[:4]]
     async with paced(llm):
       await until(lambda: launches and len(launches[-1]) == 4, "max_num_seqs requests run")
-      waiting = asyncio.create_task(collect(llm, "the cat", greedy(), request_id="aborted"))
+      waiting = asyncio.create_task(collect(llm, "the cat", argmax(), request_id="aborted"))
       await until(lambda: llm.llm.get_metrics()["num_requests_waiting"] == 1, "the fifth waits")
       waiting.cancel()
       with pytest.raises(asyncio.CancelledError): await waiting
@@ -278,22 +278,22 @@ def test_failed_step_fails_only_its_requests(llm, monkeypatch, error):
   monkeypatch.setattr(llm.llm.runner, "launch", faulty)
 
   async def run():
-    jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS)]
+    jobs = [collect(llm, prompt, argmax(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS)]
     return await together(llm, *jobs, return_exceptions=True)
   results = finish(run())
   assert len({*failed}) == 4, "four requests run at once"
   for i, result in enumerate(results):
     if str(i) in failed: assert type(result) is StepError and "boom" in str(result), repr(result)
-    else: assert result == expected(llm, PROMPTS[i], greedy(30))
-  assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later requests work"
+    else: assert result == expected(llm, PROMPTS[i], argmax(30))
+  assert finish(collect(llm, PROMPTS[0], argmax(30))) == expected(llm, PROMPTS[0], argmax(30)), "later requests work"
 
 
 def test_stream_interval_gives_fewer_outputs_with_same_text(llm, monkeypatch):
   monkeypatch.setattr(llm._driver, "interval", 4)
-  async def run(): return [o.outputs[0] async for o in llm.generate(PROMPTS[0], greedy(13))]
+  async def run(): return [o.outputs[0] async for o in llm.generate(PROMPTS[0], argmax(13))]
   pieces = finish(run())
   assert len(pieces) <= 4, "at tokens 1, 5, 9 and 13, or later if the reader is late"
-  assert "".join(c.text for c in pieces) == expected(llm, PROMPTS[0], greedy(13))[0][0]
+  assert "".join(c.text for c in pieces) == expected(llm, PROMPTS[0], argmax(13))[0][0]
   for interval in (0, -1, 1.5, True):
     with pytest.raises(ValueError, match="stream_interval"): AsyncLLM(stream_interval=interval)
 
@@ -309,17 +309,17 @@ def test_failed_build_step_fails_only_its_requests(llm, monkeypatch):
   monkeypatch.setattr(engine, "build_step", faulty)
 
   async def run():
-    jobs = [collect(llm, prompt, greedy(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS[:2])]
+    jobs = [collect(llm, prompt, argmax(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS[:2])]
     return await together(llm, *jobs, return_exceptions=True)
   assert all(type(result) is StepError and "boom" in str(result) for result in finish(run())) and len(failed) == 2
-  assert finish(collect(llm, PROMPTS[0], greedy(30))) == expected(llm, PROMPTS[0], greedy(30)), "later requests work"
+  assert finish(collect(llm, PROMPTS[0], argmax(30))) == expected(llm, PROMPTS[0], argmax(30)), "later requests work"
 
 
 @pytest.mark.parametrize("prompt,options,message", [
   ("", {}, "empty"), (5, {}, "prompt"), ({"text": "the cat"}, {}, "prompt"), ({"prompt_token_ids": []}, {}, "empty"),
   ({"prompt_token_ids": [320]}, {}, "320"), ("the cat " * 100, {}, "maximum context length is 128 tokens"),
   ({"messages": [{"role": "user"}], "prompt": "the cat"}, {}, "prompt"), ("the cat", {"priority": 1.5}, "priority"),
-  ("the cat", {"params": {"max_tokens": 5}}, "params"), ("the cat", {"params": greedy(logit_bias={999: 1})}, "999"),
+  ("the cat", {"params": {"max_tokens": 5}}, "params"), ("the cat", {"params": argmax(logit_bias={999: 1})}, "999"),
   ("the cat", {"params": SamplingParams(structured_outputs={"regex": "(["})}, "structured_outputs"),
 ], ids=lambda x: str(x)[:40])
 def test_bad_request_raises_value_error_before_any_step(llm, launches, prompt, options, message):
@@ -342,12 +342,12 @@ def test_blocked_upload_does_not_block_other_calls(llm, monkeypatch):
     upload(tensor, array)
 
   async def main():
-    first = asyncio.create_task(collect(llm, "the cat", greedy(3)))
+    first = asyncio.create_task(collect(llm, "the cat", argmax(3)))
     await asyncio.to_thread(uploads.wait, 60)
-    def make_request(): return llm.llm.make_request("mine", "the cat", greedy(3))
+    def make_request(): return llm.llm.make_request("mine", "the cat", argmax(3))
     for call in (make_request, llm.llm.get_metrics, lambda: llm.abort("none")):
       await asyncio.wait_for(asyncio.to_thread(call), 20)
-    second = asyncio.create_task(collect(llm, "the dog", greedy(3)))
+    second = asyncio.create_task(collect(llm, "the dog", argmax(3)))
     await asyncio.sleep(0)   # the request is sent
     assert not first.done()
     resume.set()
@@ -355,7 +355,7 @@ def test_blocked_upload_does_not_block_other_calls(llm, monkeypatch):
   with monkeypatch.context() as patched:
     patched.setattr(runner, "upload", blocked_upload)
     outputs = finish(main())
-  assert list(outputs) == [expected(llm, prompt, greedy(3)) for prompt in ("the cat", "the dog")]
+  assert list(outputs) == [expected(llm, prompt, argmax(3)) for prompt in ("the cat", "the dog")]
 
 
 def test_inner_llm_call_from_other_thread_raises(llm, monkeypatch):

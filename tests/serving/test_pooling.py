@@ -282,5 +282,5 @@ def test_tokenizer_without_answers_cannot_rerank(tmp_path, text_folder):
 
 def test_aborted_embeddings_get_503(folder):
   with LocalServer(folder, *flags(**ENGINE, request_timeout=0.001)) as server:
-    response = server.post("/v1/embeddings", {"input": ["the cat " * 12] * 2000})
+    response = server.post("/v1/embeddings", {"input": [f"{i} the cat " * 6 for i in range(2000)]})
     assert response.status_code == 503 and "--request-timeout" in response.json()["error"]["message"], response.text
