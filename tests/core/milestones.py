@@ -7,19 +7,17 @@ from typing import Any
 
 import numpy as np
 from helpers.engines import token_rows
+from helpers.requests import greedy
 from tinygrad import Tensor, dtypes
 
 import tinyvllm
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import LLM
 from tinyvllm.config import EngineConfig
 
 FEW_GRAPHS = {"max_num_batched_tokens": 16, "block_size": 4}   # few graph shapes, shared by most engines here
 # Enough blocks for all requests. A fixed number, so that each run can use the kernels cached by the previous one
 ONE = {"max_model_len": 128, "max_num_seqs": 1, "num_gpu_blocks_override": 33, **FEW_GRAPHS}
 EIGHT = {"max_model_len": 256, "max_num_seqs": 8, "num_gpu_blocks_override": 8 * 64 + 1, **FEW_GRAPHS}
-
-
-def greedy(n: int) -> SamplingParams: return SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True)
 
 
 def hello() -> None: assert "Hello" + tinyvllm.generate("Hello") == "Hello, world!"
