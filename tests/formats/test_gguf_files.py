@@ -271,7 +271,8 @@ def test_convert_failure_leaves_no_files(tmp_path, monkeypatch, error):
 
 
 def test_convert_command_needs_no_compiler_or_device(tmp_path, capsys):
-  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **WIDE), "Q4_K", tokenizer="llama")
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", hidden_size=256, intermediate_size=512),
+                    "Q4_K", tokenizer="llama")
   env = {"PATH": str(tmp_path / "nowhere"), "DEV": "NOSUCH", "CC": "/nowhere/clang"}
   result = process("convert", path, tmp_path / "converted", **env)
   assert (result.returncode, result.stdout, result.stderr) == (0, f"{tmp_path / 'converted'}\n", "")
