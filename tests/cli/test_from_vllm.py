@@ -1,23 +1,17 @@
-"""Scripts and commands written for vLLM: options that tinyvllm does not implement are accepted at vLLM's defaults, and
-raise a one-line error at other values."""
+"""Scripts written for vLLM: LLM's options, chats, prompts, tokenizers and sampling defaults."""
 import json
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
-from helpers.parameters import mark_slow_except
+from helpers.requests import flags
 from helpers.servers import LocalServer
-from tinyvllm_extra.cli import main
+from helpers.tokenizers import byte_level_bpe
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import EngineConfig
-from tinyvllm_extra.vllm_options import NO_EFFECT
 
 # Arguments of vLLM's LLM at their defaults, or at values that scripts often use
 VLLM = {"tokenizer": None, "tokenizer_mode": "auto", "skip_tokenizer_init": False, "trust_remote_code": True,
@@ -28,53 +22,44 @@ VLLM = {"tokenizer": None, "tokenizer_mode": "auto", "skip_tokenizer_init": Fals
         "max_seq_len_to_capture": 8192, "disable_log_stats": True, "pipeline_parallel_size": 1, "enable_lora": False,
         "distributed_executor_backend": None, "speculative_config": None, "task": "generate", "runner": "auto",
         "max_num_seqs": 4, "max_num_batched_tokens": 8, "block_size": 16, "enable_prefix_caching": True}
-UNSUPPORTED = {"pipeline_parallel_size": 2, "tokenizer": "other",
-               "enable_chunked_prefill": False, "cpu_offload_gb": 4, "enable_lora": True, "load_format": "gguf",
-               "skip_tokenizer_init": True, "task": "classify"}
+TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}" \
+  "{% if add_generation_prompt %}go{% endif %}{{ tools }}{{ thinking }}"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("vllm"), words=True)
 
 
+def first_ids(llm, params):
+  return llm.generate("the cat", params, use_tqdm=False)[0].outputs[0].token_ids
+
+
 def test_options_without_effect_are_accepted(folder):
   plain = LLM(folder, dtype="float32", max_model_len=64, max_num_seqs=4, max_num_batched_tokens=8, block_size=16)
   params = SamplingParams(temperature=0.0, max_tokens=4)
-  ids = [llm.generate("the cat", params)[0].outputs[0].token_ids for llm in (LLM(model=folder, **VLLM), plain)]
-  assert ids[0] == ids[1]
+  assert first_ids(LLM(model=folder, **VLLM), params) == first_ids(plain, params)
+  assert LLM(folder, tokenizer=str(folder), **ENGINE).get_tokenizer(), "the model's own tokenizer"
 
 
-@pytest.mark.parametrize("name", UNSUPPORTED)
-def test_option_at_unsupported_value_raises(folder, name):
-  value = UNSUPPORTED[name]
-  with pytest.raises(ValueError, match=f"{name}=.*not supported") as error: LLM(folder, **{name: value})
-  assert repr(value) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_unknown_option_raises_and_lists_options(folder):
-  with pytest.raises(ValueError, match="'tensor_paralel_size'.*dtype"): LLM(folder, tensor_paralel_size=1)
-
-
-def test_options_with_and_without_effect_are_disjoint():
-  assert not NO_EFFECT.keys() & set(EngineConfig.__match_args__)
+@pytest.mark.parametrize("name,value", [("pipeline_parallel_size", 2), ("tokenizer", "other"), ("task", "classify")])
+def test_option_at_unsupported_value_raises(folder, name, value):
+  with pytest.raises(ValueError, match=f"^{name}={value!r} is not supported: .*leave it out$"):
+    LLM(folder, **{name: value})
 
 
 def test_seed_none_gives_different_outputs(folder):
-  outputs = [LLM(folder, **{**ENGINE, "seed": None}).generate("the cat", SamplingParams(max_tokens=12))[0].outputs[0]
-             for _ in range(2)]
-  assert outputs[0].token_ids != outputs[1].token_ids   # equal with a probability below 10**-20
+  outputs = [first_ids(LLM(folder, **{**ENGINE, "seed": None}), SamplingParams(max_tokens=12)) for _ in range(2)]
+  assert outputs[0] != outputs[1]   # equal with a probability below 10**-20
 
 
-def test_chat_several_conversations_equals_single(folder, tmp_path):
+# Chats and prompts
+
+def test_chat_several_conversations_equals_single():
   llm = LLM(**ENGINE)
   chats = [[{"role": "user", "content": text}] for text in ("Hello", "The cat")]
   params = SamplingParams(temperature=0.0, max_tokens=6)
   batch = [output.outputs[0].text for output in llm.chat(chats, params)]
   assert batch == [llm.chat(chat, [params])[0].outputs[0].text for chat in chats]
-
-
-TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}" \
-  "{% if add_generation_prompt %}go{% endif %}{{ tools }}{{ thinking }}"
 
 
 @pytest.mark.parametrize("options,text", [
@@ -102,6 +87,26 @@ def test_chat_invalid_message_raises(message, options, words):
   with pytest.raises(ValueError, match=f"^messages: .*{words}"): LLM(**ENGINE).chat([message], **options)
 
 
+@pytest.mark.parametrize("is_file", [True, False])
+def test_chat_template_option_replaces_the_models(folder, tmp_path, is_file):
+  text = "{{ messages[0].content }}{{ ending }}"
+  (tmp_path / "template.jinja").write_text(text)
+  template = str(tmp_path / "template.jinja") if is_file else text
+  llm = LLM(folder, **ENGINE, chat_template=template, default_chat_template_kwargs={"ending": "!"})
+  chat = [{"role": "user", "content": "the cat"}]
+  params = SamplingParams(max_tokens=1)
+  assert llm.chat(chat, params)[0].prompt == "the cat!"
+  assert llm.chat(chat, params, chat_template_kwargs={"ending": "?"})[0].prompt == "the cat?"
+
+
+def test_text_prompt_and_tokens_prompt_give_equal_outputs(folder):
+  llm = LLM(folder, **ENGINE)
+  params = SamplingParams(temperature=0.0, max_tokens=3)
+  ids = llm.get_tokenizer().encode("the cat")
+  text, ids = llm.generate([tinyvllm.TextPrompt(prompt="the cat"), tinyvllm.TokensPrompt(prompt_token_ids=ids)], params)
+  assert text.outputs[0].token_ids == ids.outputs[0].token_ids
+
+
 def test_llm_engine_attribute_runs_requests(folder):
   llm = LLM(folder, **ENGINE)
   llm.llm_engine.add_request("mine", "the cat", SamplingParams(max_tokens=2, ignore_eos=True))
@@ -109,10 +114,37 @@ def test_llm_engine_attribute_runs_requests(folder):
   assert [len(output.outputs[0].token_ids) for output in outputs] == [2]
 
 
-def test_get_tokenizer_round_trip_is_equal(folder):
+def test_generate_takes_tuples_priorities_and_no_lora(folder):
+  llm = LLM(folder, **{**ENGINE, "max_num_seqs": 1}, scheduling_policy="priority")
+  params = SamplingParams(temperature=0.0, max_tokens=2)
+  outputs = llm.generate(("the cat", "the dog"), (params, params), priority=[5, 1], lora_request=None)
+  assert [output.prompt for output in outputs] == ["the cat", "the dog"]
+  assert outputs[1].metrics.first_token_time < outputs[0].metrics.first_token_time
+  with pytest.raises(ValueError, match="priority=.1. must have length 2"): llm.generate(["a"] * 2, priority=[1])
+  with pytest.raises(ValueError, match="lora_request='x' is not supported"): llm.generate("a", lora_request="x")
+
+
+# Tokenizers
+
+def test_tokenizer_has_bos_token_id_and_vocab(folder):
   tokenizer = LLM(folder, **ENGINE).get_tokenizer()
+  vocab = tokenizer.get_vocab()
+  assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2) and len(vocab) == 320
+  assert vocab["<s>"] == 1 and tokenizer.decode([vocab["▁the"]]) == "the"
   assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
 
+
+def test_tokenizer_json_has_bos_token_id_and_vocab(tmp_path):
+  library = byte_level_bpe()
+  library.add_special_tokens(["<bos>"])
+  library.save(str(tmp_path / "tokenizer.json"))
+  (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<bos>"}')
+  folder = tiny_model(tmp_path, tokenizer=False, vocab_size=library.get_vocab_size())
+  tokenizer = LLM(folder, **ENGINE).get_tokenizer()
+  assert tokenizer.get_vocab() == library.get_vocab() and tokenizer.bos_token_id == library.token_to_id("<bos>")
+
+
+# Sampling parameters and their defaults
 
 @pytest.fixture(scope="module")
 def defaults_folder(tmp_path_factory):
@@ -129,52 +161,31 @@ def test_generation_config_sets_sampling_defaults(defaults_folder):
   defaults = SamplingParams(temperature=1.5, top_k=7, repetition_penalty=1.1)
   llm = LLM(defaults_folder, **ENGINE)
   assert llm.get_default_sampling_params() == defaults
-  implicit, explicit = [LLM(defaults_folder, **ENGINE).generate("the cat", params)[0].outputs[0].token_ids
-                        for params in (None, defaults)]
-  assert implicit == explicit != llm.generate("the cat", SamplingParams())[0].outputs[0].token_ids
+  implicit, explicit = [first_ids(LLM(defaults_folder, **ENGINE), params) for params in (None, defaults)]
+  assert implicit == explicit != first_ids(llm, SamplingParams())
   assert LLM(defaults_folder, **ENGINE, generation_config="vllm").get_default_sampling_params() == SamplingParams()
 
 
-@pytest.mark.slow
-def test_server_uses_generation_config_for_missing_fields(defaults_folder):
-  flags = [x for name, value in ENGINE.items() for x in ("--" + name.replace("_", "-"), value)]
+def test_override_generation_config_sets_sampling_defaults(defaults_folder):
+  llm = LLM(defaults_folder, **ENGINE, override_generation_config={"temperature": 0.5, "max_new_tokens": 3})
+  expected = SamplingParams(temperature=0.5, top_k=7, repetition_penalty=1.1, max_tokens=3)
+  assert llm.get_default_sampling_params() == expected
+
+
+@pytest.mark.parametrize("options,is_read", [([], True), (["--generation-config", "vllm"], False)])
+def test_server_uses_generation_config_for_missing_fields(defaults_folder, options, is_read):
   defaults = {"temperature": 1.5, "top_k": 7, "repetition_penalty": 1.1}
+  message = {"role": "user", "content": "the cat"}
 
-  def generate(server, fields):
+  def texts(server, **fields):
     body = {"max_tokens": 8, "seed": 5, **fields}
-    return [server.post("/v1/completions", {"prompt": "the cat", **body}).json()["choices"][0]["text"],
-            server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "the cat"}], **body}).json()[
-              "choices"][0]["message"]["content"]]
-  with LocalServer(defaults_folder, *flags) as server:
-    output = generate(server, {})
-    assert output == generate(server, defaults)
-    assert generate(server, {"temperature": 0}) == generate(server, {**defaults, "temperature": 0}) != output
-  vllm_flags = ["--generation-config", "vllm", "--tensor-parallel-size", 1, "--trust-remote-code", "--swap-space", 4]
-  with LocalServer(defaults_folder, *flags, *vllm_flags) as server:
-    assert generate(server, {}) != generate(server, defaults)
-
-
-def test_flags_without_effect_are_accepted_at_default_value_only(folder, capfd):
-  flags = ["--trust-remote-code", "--tensor-parallel-size", "1", "--kv-cache-dtype", "auto", "--swap-space", "4",
-           "--enable-chunked-prefill", "--cpu-offload-gb", "0", "--dtype", "float", "--max-tokens", "4"]
-  assert main(["generate", "the cat", "--model", str(folder), *flags]) == 0
-  assert main(["generate", "the cat", "--model", str(folder), "--pipeline-parallel-size", "2"]) == 1
-  assert re.search(r"pipeline_parallel_size=2 .*\b1\b", capfd.readouterr().err)
-
-
-def test_version_flag_prints_version():
-  out = subprocess.run([sys.executable, "-m", "tinyvllm", "--version"], capture_output=True, text=True, check=True)
-  assert out.stdout.strip() == tinyvllm.__version__
-
-
-def test_any_public_name_can_be_imported_first():
-  """Each name in a new process, since modules are imported when a name is first used."""
-  names = [f"tinyvllm.{name}" for name in ("LLM", "SamplingParams", "StructuredOutputsParams", "AsyncLLM", "Logprob")]
-  names += [f"tinyvllm_extra.{name}" for name in ("logits.Processor", "server.AsyncLLM", "speculation.Drafter")]
-  imports = [f"from {module} import {name}" for module, _, name in (x.rpartition(".") for x in names)]
-  processes = [subprocess.Popen([sys.executable, "-c", text], stderr=subprocess.PIPE) for text in imports]
-  errors = [process.communicate()[1].decode() for process in processes]
-  assert not any(errors), "\n".join(errors)
+    completion = server.post("/v1/completions", {"prompt": "the cat", **body}).json()["choices"][0]
+    chat = server.post("/v1/chat/completions", {"messages": [message], **body}).json()["choices"][0]
+    return completion["text"], chat["message"]["content"]
+  with LocalServer(defaults_folder, *flags(**ENGINE), *options) as server:
+    plain, explicit = texts(server), texts(server, **defaults)
+    assert [a == b for a, b in zip(plain, explicit, strict=True)] == [is_read] * 2
+    assert texts(server, temperature=0) != plain
 
 
 def test_max_tokens_none_generates_to_max_model_len(folder):
@@ -188,24 +199,19 @@ def test_sampling_params_clone_is_equal_copy():
   assert params.clone() == params and params.clone() is not params
 
 
-def test_text_prompt_and_tokens_prompt_give_equal_outputs(folder):
+def test_best_of_is_accepted_if_equal_to_n():
+  assert SamplingParams(best_of=1) == SamplingParams() and SamplingParams(n=2, best_of=2).n == 2
+  with pytest.raises(ValueError, match="best_of=3 .*not supported.*n=2"): SamplingParams(n=2, best_of=3)
+
+
+def test_detokenize_false_leaves_text_empty(folder):
   llm = LLM(folder, **ENGINE)
-  params = SamplingParams(temperature=0.0, max_tokens=3)
-  ids = llm.get_tokenizer().encode("the cat")
-  prompts = [tinyvllm.TextPrompt(prompt="the cat"), tinyvllm.TokensPrompt(prompt_token_ids=ids)]
-  text, ids = llm.generate(prompts, params)
-  assert text.outputs[0].token_ids == ids.outputs[0].token_ids
-
-
-@pytest.mark.parametrize("name,words", [("./opt-125m", "'./opt-125m' does not exist"),
-                                        ("model.gguf", "model.gguf"), (".", "config.json")])
-def test_invalid_model_folder_raises_and_names_remedy(tmp_path, monkeypatch, capfd, name, words):
-  monkeypatch.chdir(tmp_path)
-  (tmp_path / "model.gguf").write_bytes(b"GGUF")
-  with pytest.raises(ValueError, match=re.escape(words)): LLM(name)
-  for model in ([name], ["--model", name]):
-    assert main(["serve", *model, "--port", "0"]) == 1
-    assert words in capfd.readouterr().err
+  fields = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
+  params = SamplingParams(**fields, detokenize=False)
+  plain, bare = [llm.generate("the cat", x)[0].outputs[0] for x in (SamplingParams(**fields), params.clone())]
+  assert (bare.text, bare.token_ids) == ("", plain.token_ids) and plain.text
+  assert sum(len(x.outputs[0].token_ids) for x in llm.generate_stream("the cat", params)) == 5
+  with pytest.raises(ValueError, match="detokenize=False.*stop_token_ids"): SamplingParams(detokenize=False, stop="a")
 
 
 # vLLM's introductory examples, with `tinyvllm` imported instead of `vllm`. ./model is a model folder
@@ -237,75 +243,8 @@ assert llm.generate("An address:", regex)[0].outputs[0].text.endswith(".com")
 """}
 
 
-@pytest.mark.parametrize("name", mark_slow_except(["offline inference"], SCRIPTS))
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_vllm_example_script_runs(tmp_path, monkeypatch, name):
   (tmp_path / "model").symlink_to(Path(tinyvllm.__file__).with_name("default_model"))
   monkeypatch.chdir(tmp_path)
   exec(SCRIPTS[name], {})
-
-
-def test_detokenize_false_leaves_text_empty(folder):
-  llm = LLM(folder, **ENGINE)
-  fields = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
-  params = SamplingParams(**fields, detokenize=False)
-  plain, bare = [llm.generate("the cat", x)[0].outputs[0] for x in (SamplingParams(**fields), params.clone())]
-  assert (bare.text, bare.token_ids) == ("", plain.token_ids) and plain.text
-  assert sum(len(x.outputs[0].token_ids) for x in llm.generate_stream("the cat", params)) == 5
-  with pytest.raises(ValueError, match="detokenize=False.*stop_token_ids"): SamplingParams(detokenize=False, stop="a")
-
-
-def test_best_of_is_accepted_if_equal_to_n():
-  assert SamplingParams(best_of=1) == SamplingParams() and SamplingParams(n=2, best_of=2).n == 2
-  with pytest.raises(ValueError, match="best_of=3 .*not supported.*n=2"): SamplingParams(n=2, best_of=3)
-
-
-def test_generate_takes_tuples_priorities_and_no_lora(folder):
-  llm = LLM(folder, **{**ENGINE, "max_num_seqs": 1}, scheduling_policy="priority")
-  params = SamplingParams(temperature=0.0, max_tokens=2)
-  outputs = llm.generate(("the cat", "the dog"), (params, params), priority=[5, 1], lora_request=None)
-  assert [output.prompt for output in outputs] == ["the cat", "the dog"]
-  assert outputs[1].metrics.first_token_time < outputs[0].metrics.first_token_time
-  with pytest.raises(ValueError, match="priority=.1. must have length 2"): llm.generate(["a"] * 2, priority=[1])
-  with pytest.raises(ValueError, match="lora_request='x' is not supported"): llm.generate("a", lora_request="x")
-
-
-def test_tokenizer_option_may_name_the_model(folder):
-  assert LLM(folder, tokenizer=str(folder), max_logprobs=5, **ENGINE).get_tokenizer()
-
-
-def test_tokenizer_has_bos_token_id_and_vocab(folder):
-  tokenizer = LLM(folder, **ENGINE).get_tokenizer()
-  vocab = tokenizer.get_vocab()
-  assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2) and len(vocab) == 320
-  assert vocab["<s>"] == 1 and tokenizer.decode([vocab["▁the"]]) == "the"
-
-
-def test_tokenizer_json_has_bos_token_id_and_vocab(tmp_path):
-  from test_tokenizer import byte_level_bpe
-  library = byte_level_bpe()
-  library.add_special_tokens(["<bos>"])
-  library.save(str(tmp_path / "tokenizer.json"))
-  (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<bos>"}')
-  folder = tiny_model(tmp_path, tokenizer=False, vocab_size=library.get_vocab_size())
-  tokenizer = LLM(folder, **ENGINE).get_tokenizer()
-  assert tokenizer.get_vocab() == library.get_vocab() and tokenizer.bos_token_id == library.token_to_id("<bos>")
-
-
-@pytest.mark.parametrize("is_file", [True, False])
-def test_chat_template_option_replaces_the_models(folder, tmp_path, is_file):
-  text = "{{ messages[0].content }}{{ ending }}"
-  (tmp_path / "template.jinja").write_text(text)
-  template = str(tmp_path / "template.jinja") if is_file else text
-  llm = LLM(folder, **ENGINE, chat_template=template, default_chat_template_kwargs={"ending": "!"})
-  chat = [{"role": "user", "content": "the cat"}]
-  params = SamplingParams(max_tokens=1)
-  assert llm.chat(chat, params)[0].prompt == "the cat!"
-  assert llm.chat(chat, params, chat_template_kwargs={"ending": "?"})[0].prompt == "the cat?"
-
-
-def test_override_generation_config_sets_sampling_defaults(defaults_folder):
-  llm = LLM(defaults_folder, **ENGINE, override_generation_config={"temperature": 0.5, "max_new_tokens": 3})
-  expected = SamplingParams(temperature=0.5, top_k=7, repetition_penalty=1.1, max_tokens=3)
-  assert llm.get_default_sampling_params() == expected
-  with pytest.raises(ValueError, match="override_generation_config: 'do_sample' must be one of temperature"):
-    LLM(defaults_folder, override_generation_config={"do_sample": True})

@@ -1,15 +1,17 @@
 """Command lines of vLLM's documentation, recipes and deployment examples, at the level of parsing: each is accepted, or
 refused in one line that names the option and its value."""
+import json
 import logging
 import shlex
 
 import pytest
-from tinyvllm_extra.cli import main
-from tinyvllm_extra.server.app import parse
-from tinyvllm_extra.vllm_options import NO_EFFECT, ModelOptions
+from helpers.commands import error_line, run_command
 
-from tinyvllm import LLM
+from tinyvllm import LLM, InputError
 from tinyvllm.config import EngineConfig
+from tinyvllm_extra.flags import select_options
+from tinyvllm_extra.server.app import parse
+from tinyvllm_extra.vllm_options import NO_EFFECT, ModelOptions, expand, parse_value, read_config, split_options
 
 # Accepted command lines, without `vllm serve`: quickstart, docs of a feature, recipes, Docker, Kubernetes, Helm
 ACCEPTED = r"""
@@ -131,23 +133,29 @@ def test_command_of_vllm_is_accepted(command, files):
 
 
 @pytest.mark.parametrize("command", REFUSED)
-def test_command_with_missing_feature_is_one_line_and_exit_code_1(command, capfd):
-  assert main(["serve", *shlex.split(command)]) == 1
-  line, = capfd.readouterr().err.splitlines()
+def test_command_with_missing_feature_is_one_line_and_exit_code_1(command):
+  line = error_line(run_command("serve", *shlex.split(command)))
   assert line.startswith(f"tinyvllm: {REFUSED[command]}")
 
 
-def test_commands_are_79(): assert len(ACCEPTED) + len(REFUSED) >= 79
-
+# Words of the command line
 
 def test_values_reach_the_options(files):
-  command = "m --max-model-len 1k -tp 2 -q awq_marlin --max_num_seqs 7 --no-enable-prefix-caching"
+  command = "m --max-model-len 1k -tp 2 -q awq_marlin --max_num_seqs 7 --no-enable-prefix-caching --swap-space 4"
   _, engine, _ = parse_command(command, files)
   assert engine == {"max_model_len": 1000, "tensor_parallel_size": 2, "quantization": "awq_marlin", "max_num_seqs": 7,
-                    "enable_prefix_caching": False}
-  sizes = {"1K": 1024, "25.6k": 25600, "2m": 2000000, "auto": None, "-1": -1}
-  for text, value in sizes.items():
-    assert parse_command(f"m --max-model-len {text}", files)[1] == {"max_model_len": value}
+                    "enable_prefix_caching": False, "swap_space": 4}
+
+
+@pytest.mark.parametrize("words,expanded", [
+  ("a -b ./x-y -1", "a -b ./x-y -1"), ("--max_num_seqs 7", "--max-num-seqs 7"), ("--a_b=c_d", "--a-b=c_d"),
+  ("-tp 2", "--tensor-parallel-size 2"), ("-tp=2", "--tensor-parallel-size=2"), ("-O3", "--compilation-config=3"),
+  ("-O 3", "--compilation-config 3"), ("--cuda_graph_sizes 1 2", "--cudagraph-capture-sizes 1 2"),
+  ("--x.a 1 y", 'y --x {"a": 1}'), ("--x.a=None --x.b.c d --x_x.b_b 2", '--x {"a": null, "b": {"c": "d"}} --x-x {"b_b": 2}'),
+  ("--x.a.b 1 --x.a.c=2 --x.d", '--x {"a": {"b": 1, "c": 2}, "d": ""}'), ("-cc.a=b=c", '--compilation-config {"a": "b=c"}')])
+def test_expand_returns_full_flags_and_joins_parts_of_json(words, expanded):
+  """The result is shown in one line: JSON holds spaces."""
+  assert " ".join(expand(words.split())) == expanded
 
 
 def test_json_flag_in_parts_equals_json(files):
@@ -155,6 +163,13 @@ def test_json_flag_in_parts_equals_json(files):
   parts = "m --speculative-config.method ngram --speculative-config.a.b=1 --speculative_config.a.c x"
   assert parse_command(parts, files) == whole
 
+
+@pytest.mark.parametrize("text,value", [("1", 1), ("[1]", [1]), ('{"a": true}', {"a": True}), ("None", None),
+                                        ("null", None), ("none", "none"), ("a b", "a b"), ("", "")])
+def test_parse_value_reads_json_none_or_text(text, value): assert parse_value(text) == value
+
+
+# --config
 
 def test_config_file_applies_unless_command_line_sets_option(files):
   model, engine, server = parse_command("--config {config} --port 9000 --served-model-name c", files)
@@ -164,11 +179,82 @@ def test_config_file_applies_unless_command_line_sets_option(files):
   assert parse_command("other --config {config}", files)[0] == "other"
 
 
+def test_read_config_returns_words(files):
+  assert read_config(str(files["config"])) == [
+    "--model=facebook/opt-125m", "--host=127.0.0.1", "--port=8001", "--max-model-len=1k", "--trust-remote-code",
+    "--no-enable-prefix-caching", "--served-model-name", "a", "b", '--override-generation-config={"temperature": 0.5}']
+
+
+@pytest.mark.parametrize("content,words", [(None, "cannot be read"), ("a: [", "cannot be read"), ("- a", "must hold"),
+                                           ("", "must hold")])
+def test_invalid_config_file_raises(tmp_path, content, words):
+  path = tmp_path / "config.yaml"
+  if content is not None: path.write_text(content)
+  with pytest.raises(InputError, match=f"^config='{path}' {words}"): read_config(str(path))
+
+
+# Options
+
 def test_ignored_options_are_logged_in_one_line(caplog):
   with caplog.at_level(logging.INFO, "tinyvllm"): LLM(trust_remote_code=True, swap_space=4, max_num_seqs=2)
   line, = [record.getMessage() for record in caplog.records if "without effect" in record.getMessage()]
   assert line.endswith(": swap_space=4, trust_remote_code=True")
+  caplog.clear()
+  with caplog.at_level(logging.INFO, "tinyvllm"): LLM(max_num_seqs=2)
+  assert "without effect" not in caplog.text
 
 
 def test_options_are_disjoint():
   assert not NO_EFFECT.keys() & {*EngineConfig.__match_args__, *ModelOptions.__match_args__}
+
+
+@pytest.mark.parametrize("options,engine", [
+  ({"quantization": "awq_marlin", "swap_space": 4}, {"quantization": "awq"}),
+  ({"quantization": "gptq_marlin", "tokenizer": None}, {"quantization": "gptq"}),
+  ({"kv_cache_dtype": "fp8_e4m3", "revision": "x"}, {"kv_cache_dtype": "fp8"}),
+  ({"max_model_len": -1, "tokenizer": "m"}, {"max_model_len": None}), ({"max_model_len": 9}, {"max_model_len": 9})])
+def test_split_options_returns_the_engines_options(options, engine):
+  before = dict(options)
+  assert split_options(options, "m")[0] == engine and options == before
+
+
+def test_split_options_returns_model_options():
+  defaults = ModelOptions()
+  assert split_options({"revision": "x", "max_logprobs": -1})[1] == ModelOptions(revision="x", max_logprobs=-1)
+  assert split_options({"task": "embed"})[1].runner == "pooling" and split_options({"task": "generate"})[1] == defaults
+  assert split_options({"task": "embed", "runner": "generate"})[1].runner == "generate"
+  assert (defaults.max_logprobs, defaults.runner, defaults.template_variables()) == (20, "auto", {})
+
+
+@pytest.mark.parametrize("options,message", [
+  ({"nnodes": 2}, "nnodes=2 is not supported: use 1, or leave it out"),
+  ({"enable_lora": True}, "enable_lora=True is not supported: use False, or leave it out"),
+  ({"hf_token": "x"}, "hf_token='x' is not supported: leave it out"),
+  ({"config_format": "mistral"}, "config_format='mistral' is not supported: use 'auto', 'hf', or leave it out"),
+  ({"tokenizer": "m2"}, "tokenizer='m2' is not supported"), ({"max_model_len": 0}, "max_model_len=0 must be"),
+  ({"override_generation_config": {"do_sample": True}},
+   "override_generation_config: 'do_sample' must be one of temperature"),
+  ({"override_generation_config": {"max_new_tokens": 0}}, "override_generation_config: max_tokens=0 must be"),
+  ({"chat_template": "/nowhere.jinja"}, "chat_template='/nowhere.jinja' cannot be read: No such file"),
+  ({"max_logprobs": -2}, "max_logprobs=-2 must be"), ({"runner": "x"}, "runner='x' must be")])
+def test_split_options_refuses_values_with_an_effect(options, message):
+  with pytest.raises(InputError) as error: split_options(options, "m")
+  assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("template", ["{{ messages }}", "several\nlines", "{% raw %}", ""])
+def test_chat_template_with_braces_or_lines_is_text(template):
+  variables = ModelOptions(chat_template=template, default_chat_template_kwargs={"a": 1}).template_variables()
+  assert variables == {"a": 1, **({"chat_template": template} if template else {})}
+
+
+def test_chat_template_file_is_read_from_the_home_folder(tmp_path, monkeypatch):
+  (tmp_path / "file.jinja").write_text("content")
+  monkeypatch.setenv("HOME", str(tmp_path))
+  assert ModelOptions(chat_template="~/file.jinja").chat_template == "content"
+
+
+def test_select_options_of_the_engine_include_vllms():
+  args = {"dtype": "auto", "revision": "x", "swap_space": 4, "port": 1, "temperature": 0.5}
+  assert select_options(args, EngineConfig) == {"dtype": "auto", "revision": "x", "swap_space": 4}
+  assert select_options(args, ModelOptions) == {"revision": "x"}

@@ -247,6 +247,26 @@ def test_schedule_decodes_first_then_fills_budget_with_prefills():
   assert list(engine.step().items()) == [(a, 1), (b, 1), (c, 1), (d, 2)]
 
 
+def test_schedule_decodes_first_also_after_a_prefill_of_higher_priority_arrives():
+  engine = FakeEngine(blocks=40, seqs=4, budget=8, policy="priority")
+  low = engine.add(prompt=2, priority=1)
+  engine.step()
+  high = engine.add(prompt=20, priority=0)
+  for _ in range(2): assert list(engine.step().items()) == [(low, 1), (high, 7)]
+
+
+def test_schedule_gives_token_budget_of_preempted_sequence_to_the_next():
+  """The newest sequence decodes first; then the oldest one's prefill needs its block."""
+  config = EngineConfig(block_size=4, max_num_batched_tokens=8, max_num_seqs=4)
+  scheduler = Scheduler(config, BlockManager(6, config))
+  first, second, newest = (make_sequence(range(1, n), order=(0, i)) for i, n in enumerate((10, 10, 3)))
+  for slot, (seq, num_computed) in enumerate([(first, 4), (second, 5), (newest, 1)]):
+    scheduler.blocks.allocate(seq.block_table, num_computed)
+    seq.num_computed, seq.slot = num_computed, slot
+    scheduler.running.append(seq)
+  assert scheduler.schedule() == {first: 5, second: 3} and scheduler.waiting == [newest]
+
+
 def test_request_preempted_before_filling_the_pool_resumes():
   engine = FakeEngine(blocks=3, block_size=1, seqs=2, budget=8)
   first, second = engine.add(prompt=1, n=9), engine.add(prompt=1, n=9)

@@ -22,6 +22,7 @@ SCRIPTS = {
   "bytes": ["> ", "caf", "<0xC3>", "<0xA9>", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "a",
             "<0xF0>", "<0x9F>", "<0x99>", "<0x83>", "b", "…"],
   "long": ["> ", *(f"<0x{byte:02X}>" for byte in "日語の한".encode()), ".", "…"],
+  "longer": ["> ", *(f"<0x{byte:02X}>" for byte in ("日本語" * 5).encode()), ".", "…"],
   "one token": ["> ", "one END two", "…"],
   "overlap": ["> ", "aa", "ab", "aab", "…"],
   "end": ["> ", "done", EOS],
@@ -216,6 +217,11 @@ def test_multi_token_characters_are_delivered_one_by_one(llm):
     assert result.text == "日語の한." and result.pieces == [*characters, "."], options
   result = run(llm, "long", 13, stop="한.")
   assert result.text == "日語の" and result.n == 13 and result.reason == ("stop", "한.")
+
+
+def test_context_that_begins_within_a_character_keeps_its_text(llm):
+  """45 tokens of one byte: the last 8 of them, which give the next one's context, begin within a character."""
+  assert run(llm, "longer", 46).text == "日本語" * 5 + "."
 
 
 @pytest.mark.parametrize("name, n, plain, characters", [
