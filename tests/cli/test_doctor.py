@@ -1,181 +1,212 @@
-"""`tinyvllm doctor` in a separate process, as users start it. Many tests share a few runs, because each run tries many
-backends. A sitecustomize module, which Python imports at startup, simulates drivers that hang or crash."""
+"""`tinyvllm doctor` in this process: its estimates, reports and errors. Backends are facts of a table here."""
+import importlib.metadata
+import itertools
 import json
+import math
 import os
 import re
 import subprocess
 import sys
-import sysconfig
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from helpers.commands import error_line, run_command
 from helpers.gguf_files import write_gguf
 from helpers.models import tensor_shapes, tiny_config, tiny_model
 from helpers.recorded_models import write_model
-from tinygrad import nn
+from tinygrad import dtypes, nn
 from tinygrad.device import ALL_DEVICES
 
 import tinyvllm
-from tinyvllm import LLM
-from tinyvllm_extra.cli import main
-from tinyvllm_extra.cli.doctor import estimate_fit, prequantized
+from tinyvllm import LLM, backend, config
+from tinyvllm_extra.cli import doctor
+from tinyvllm_extra.fit import estimate_fit, prequantized
 
-pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[2]
 GIB = 2**30
-ORDER = [name for name in ALL_DEVICES if name != "DSP"]
-FAULTS = '''
-import os, sys
-fault = {"CUDA": "crash", "QCOM": "exit", "NV": "hang"}.get(os.environ.get("DEV"))
-if fault and "probe" in " ".join(sys.orig_argv):
-  import ctypes, threading
-  print('noise {"doctor"', flush=True)
-  if fault == "crash": ctypes.string_at(0)
-  if fault == "exit": os._exit(7)
-  threading.Event().wait()
-'''
+CPU = {"opens": True, "device": "A CPU", "renderer": "CPU C", "dtype": "float32", "float32": True, "float16": True,
+       "bfloat16": False, "free_gib": 8.0, "total_gib": 16.0, "largest_gib": 12.0, "gb_per_s": 10.0, "why": ""}
+GPU = {**CPU, "device": "A GPU", "renderer": "CL R", "dtype": "float16", "bfloat16": True, "gb_per_s": 99.0}
+TINY = tiny_config()   # instead of the models in shapes.json
+CLOSED = {"opens": False, "reason": "no driver"}
+CRASHED = {**{name: x for name, x in GPU.items() if name != "gb_per_s"}, "reason": "the process ended with a signal"}
 
 
-def doctor(*options, python=sys.executable, order=None, limit=90, **env):
-  """Run `tinyvllm doctor`. order: backends to try; each one starts a Python process. limit: timeout of a backend in
-  seconds. env: environment variables; None removes one."""
-  change = f"doctor.LIMIT, doctor.ORDER = {limit}, {order or ORDER}"
-  code = f"import sys\nfrom tinyvllm_extra.cli import doctor, main\n{change}\nsys.exit(main())"
-  path = os.pathsep.join([str(ROOT), str(ROOT / "examples"), env.pop("PYTHONPATH", "")])
-  environment = {k: v for k, v in {**os.environ, "PYTHONPATH": path, "DEV": None, **env}.items() if v is not None}
-  run = subprocess.run([str(python), "-c", code, "doctor", *map(str, options)], env=environment, capture_output=True,
-                       text=True, check=False, timeout=300, stdin=subprocess.DEVNULL)
-  assert "Traceback" not in run.stdout + run.stderr, run.stdout + run.stderr
-  return run
+# Code that runs in a backend's process
+
+def test_probe_prints_facts_and_bandwidth(monkeypatch, capfd):
+  monkeypatch.setattr(doctor, "BUFFER", 2**20)
+  monkeypatch.setattr(doctor.kernels, "make_backend", doctor.kernels.FastBackend)
+  monkeypatch.setattr(doctor, "bandwidth", lambda *args: sizes.append(args) or 5e9)
+  sizes = []
+  for seconds in (0.0, 0.5): doctor.probe(seconds)
+  lines = [json.loads(line)["doctor"] for line in capfd.readouterr().out.splitlines() if line]
+  facts = lines[0]
+  assert {*facts} == {*CPU} - {"gb_per_s"} and facts["opens"] and facts["renderer"].startswith("CPU ")
+  assert 0 < facts["free_gib"] < facts["total_gib"] and facts["largest_gib"] == facts["total_gib"]
+  assert [{*line} for line in lines[1:]] == [{*facts}, {"gb_per_s"}] and lines[2] == {"gb_per_s": 5.0}
+  assert sizes == [(doctor.kernels.FastBackend.Linear, 2**20, dtypes.float32, 0.5)]
 
 
-def parse_report(run): return json.loads(run.stdout)
+def test_probe_prints_the_reason_of_an_error(monkeypatch, capfd):
+  def fail(): raise RuntimeError("no device") from ExceptionGroup("all", [OSError("a\nb"), OSError(), OSError("a")])
+  monkeypatch.setattr(doctor, "open_device", fail)
+  doctor.probe(1.0)
+  assert json.loads(capfd.readouterr().out) == {"doctor": {"reason": "a; OSError()"}}
+  assert doctor.reason_of(ValueError("first\nsecond")) == "first" and doctor.reason_of(KeyError()) == "KeyError()"
 
 
-def backends_by_name(report): return {row["backend"]: row for row in report["backends"]}
+@pytest.mark.parametrize("step,seconds,calls", [(0.001, 0, (3, 3)), (0.004, 0, (3, 3)), (0.001, 0.0085, (3, 11)),
+                                                (0.004, 0.0185, (3, 7))])
+def test_bandwidth_is_bytes_per_median_time(monkeypatch, step, seconds, calls):
+  """A fast device, with less than 2 ms per read, reads the weights 16 times per measurement."""
+  reads, times = [], itertools.count()
+
+  def graph_of(function):
+    reads.append(0)
+    def graph(): reads[-1] += 1
+    return graph
+  monkeypatch.setattr(doctor, "TinyJit", graph_of)
+  monkeypatch.setattr(doctor, "time", SimpleNamespace(perf_counter=lambda: next(times) * step))
+  result = doctor.bandwidth(backend.Linear, 2**20 + 99, dtypes.float16, seconds)
+  rows = 2**20 // 4096 // 2 // 16 * 16
+  assert result == pytest.approx(rows * 4096 * 2 / step * (16 if step < 2e-3 else 1)) and tuple(reads) == calls
 
 
-def parse_table(text, first_column):
-  """Return the rows of the table with this first column, as dicts with the whole "line" and a cell per column."""
-  lines = text.splitlines()
-  start = next(i for i, line in enumerate(lines) if line.split()[:1] == [first_column])
-  names = re.findall(r"\S+", lines[start])
-  offsets = [m.start() for m in re.finditer(r"\S+", lines[start])] + [None]
-  rows = []
-  for line in lines[start + 1:]:
-    if not line: break
-    cells = [line[a:b].strip() for a, b in zip(offsets, offsets[1:], strict=False)]
-    rows.append({"line": line, **dict(zip(names, cells, strict=True))})
-  return rows
+def test_bandwidth_reads_the_weights_in_a_graph():
+  assert 0 < doctor.bandwidth(backend.Linear, 2**20, dtypes.float32, 0.0) < 1e15
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory, folder):
-  """Concurrent runs: most of their time is spent starting Python."""
-  bare = tmp_path_factory.mktemp("bare")   # the only folder on the PATH: a Python, and no clang next to it
-  (bare / "python").symlink_to(os.path.realpath(sys.executable))
-  faults = tmp_path_factory.mktemp("faults")
-  (faults / "sitecustomize.py").write_text(FAULTS)
-  fast = ("--seconds", "0.05")
-  jobs = {
-    "text": lambda: doctor(*fast, "--model", folder),
-    "faults": lambda: doctor(*fast, "--json", "--model", folder, PYTHONPATH=str(faults), DEV="CPU", limit=15,
-                             order=["NV", "CUDA", "QCOM", "CPU"]),
-    "metal": lambda: doctor(*fast, "--json", DEV="METAL", order=["METAL", "CPU"]),
-    "no clang": lambda: doctor(*fast, python=bare / "python", PATH=str(bare), CC=None, order=["CPU"],
-                               XDG_CACHE_HOME=str(bare), PYTHONPATH=sysconfig.get_paths()["purelib"]),
-  }
-  with ThreadPoolExecutor(3) as pool: return dict(zip(jobs, pool.map(lambda f: f(), jobs.values()), strict=True))
+def test_describe_returns_name_and_memory():
+  name, total = doctor.describe(SimpleNamespace(device="NULL", arch="an architecture"))
+  assert name == "an architecture" and total > GIB
+  assert doctor.describe(SimpleNamespace(device="NULL", arch=None, device_name="A GPU"))[0] == "A GPU"
+  info = Path("/proc/cpuinfo")
+  names = re.findall(r"model name\s*: (.*)", info.read_text()) if info.exists() else []
+  assert doctor.describe(SimpleNamespace(device="CPU", arch="an architecture"))[0] == [*names, "an architecture"][0]
 
 
-def test_text_report_has_all_sections_in_order_within_120_columns(runs):
-  run = runs["text"]
-  assert run.returncode == 0, run.stderr
-  offsets = [run.stdout.index(x) for x in ("tinyvllm ", "C compiler: ", "\nbackend ", "\ndefault ", "\nmodel ")]
-  assert offsets == sorted(offsets)
-  assert max(map(len, run.stdout.splitlines())) <= 120
-  machine, = parse_table(run.stdout, "tinyvllm")
-  assert machine["tinyvllm"] == tinyvllm.__version__ and machine["python"] == sys.version.split()[0]
-  assert machine["cores"] == str(os.cpu_count()) and 0 < float(machine["free_gib"]) < float(machine["total_gib"])
+# The user's process
+
+@pytest.mark.parametrize("output,code,facts", [
+  (b'x\n\n{"doctor": {"opens": true, "a": 1}}\nnoise {"doctor": {"a": 2}}\n\n{"doctor": {"b": 2}}\n', 0,
+   {"opens": True, "a": 1, "b": 2}),
+  (b'\n{"doctor": {"opens": true}}\n\xff', -11,
+   {"opens": True, "reason": "the process ended with Segmentation fault"}),
+  (b"", 7, {"opens": False, "reason": "the process ended with exit code 7"}),
+  (b'{"doctor": {"reason": "no driver"}}\n', 1, {"opens": False, "reason": "no driver"}),
+  (None, 0, {"opens": False, "reason": "no answer within 93 s"})])
+def test_run_probe_returns_the_facts_that_the_process_printed(monkeypatch, output, code, facts):
+  def run(command, env, timeout, **_):
+    assert (env["DEV"], timeout, "HOME" in env) == ("CL", 92.75, "HOME" in os.environ)
+    assert command[2].endswith("doctor.probe(2.75)")
+    if output is None: raise subprocess.TimeoutExpired(command, timeout)
+    return subprocess.CompletedProcess(command, code, output)
+  monkeypatch.setattr(subprocess, "run", run)
+  assert doctor.run_probe("CL", 2.75) == facts
 
 
-def test_backend_table_lists_tinygrad_order_with_bandwidth_or_reason(runs):
-  rows = parse_table(runs["text"].stdout, "backend")
-  names = [row["line"].split()[0] for row in rows]
-  assert names == ORDER
-  for row in rows:
-    if "does not open" not in row["line"]: assert float(row["gb_per_s"]) > 0, row["line"]
-    else: assert re.search(r"does not open: \S+", row["line"]), row["line"]
+@pytest.fixture
+def machine(monkeypatch):
+  """Return a function that sets the facts of this machine's backends, of its default one, and the variable DEV."""
+  monkeypatch.setenv("DEV", "")
+  monkeypatch.setattr(doctor, "ORDER", ["CL", "METAL", "CPU"])
+  read = config.read_json
+  monkeypatch.setattr(config, "read_json", lambda path: {"tiny": TINY} if path.name == "shapes.json" else read(path))
+
+  def set_up(rows, default, dev=""):
+    monkeypatch.setenv("DEV", dev)
+    facts = {"CL": CLOSED, "METAL": CLOSED, "CPU": CPU, **rows}
+    monkeypatch.setattr(doctor, "run_probe", lambda name, seconds: dict(facts[name] if seconds else default))
+  set_up({}, CPU)
+  return set_up
 
 
-def test_cpu_row_has_bandwidth_and_dtypes_of_tinygrad(runs):
-  cpu = next(row for row in parse_table(runs["text"].stdout, "backend") if row["line"].split()[0] == "CPU")
-  assert float(cpu["gb_per_s"]) > 0 and [cpu["float32"], cpu["float16"]] == ["yes", "yes"]
-  cpu = backends_by_name(parse_report(runs["metal"]))["CPU"]
-  assert 0.1 < cpu["gb_per_s"] < 10_000 and cpu["opens"] and cpu["dtype"] == "float32"
-  assert 0 < cpu["free_gib"] < cpu["total_gib"] and cpu["largest_gib"] > 0
+def report(*options):
+  run = run_command("doctor", "--json", *options)
+  return run.returncode, json.loads(run.stdout)
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="METAL opens on macOS")
-def test_dev_backend_does_not_open_report_has_its_reason(runs):
-  run, report = runs["metal"], parse_report(runs["metal"])
-  assert run.returncode == 0, "another backend must open"
-  metal = backends_by_name(report)["METAL"]
-  assert not metal["opens"] and metal["reason"] and "\n" not in metal["reason"]
-  assert report["chosen"] is None and report["why"] == f"DEV=METAL: {metal['reason']}"
-  assert any(row["opens"] for row in report["backends"]) and len(report["fit"]) == 15
+@pytest.mark.parametrize("rows,default,dev,chosen,why", [
+  ({}, CPU, "", "CPU", "the first of CL, METAL, CPU that opens"),
+  ({"CL": GPU}, GPU, "", "CL", "the first of CL, METAL, CPU that opens"),
+  ({"CL": GPU}, {**CPU, "why": "CL is a CPU"}, "", "CPU", "CL is a CPU"),
+  ({"CL": GPU}, CPU, "CPU", "CPU", "DEV=CPU"), ({}, CLOSED, "CL", None, "DEV=CL: no driver"),
+  ({"NULL": {**GPU, "renderer": "NULL N"}}, {**GPU, "renderer": "NULL N"}, "null", "NULL", "DEV=null"),
+  ({"CL": CRASHED}, CRASHED, "CL", "CL", "DEV=CL"),
+  ({}, {"opens": False}, "", None, "the first of CL, METAL, CPU that opens: it failed in the second test")])
+def test_chosen_backend_is_the_default_of_a_second_process(machine, rows, default, dev, chosen, why):
+  machine(rows, default, dev)
+  code, result = report()
+  names = ["CL", "METAL", "CPU", *(["NULL"] if dev == "null" else [])]
+  assert code == 0 and [row["backend"] for row in result["backends"]] == names
+  assert (result["chosen"], result["why"]) == (chosen, why)
+  facts = {"CPU": CPU, "CL": rows.get("CL"), "NULL": GPU}[chosen or "CPU"]
+  assert {row["dtype"] for row in result["fit"]} == {facts["dtype"]} and len(result["fit"]) == 3
 
 
-def test_json_report_equals_text_report(runs):
-  text, report = runs["text"].stdout, parse_report(runs["metal"])
-  text_rows = {row["line"].split()[0]: row for row in parse_table(text, "backend")}
-  for row in report["backends"]:
-    text_row = text_rows[row["backend"]]
-    if not row["opens"]: assert row["reason"][:60] in text_row["line"]
-    else:
-      assert row["device"][:36] == text_row["device"]
-      assert float(text_row["total_gib"]) == pytest.approx(row["total_gib"], abs=0.051)
-      for dtype in ("float32", "float16", "bfloat16"): assert text_row[dtype] == ("yes" if row[dtype] else "no")
-  assert f"C compiler: {report['compiler']['path']}\n{report['compiler']['version'][:120]}\n" in text
-  models = [row["model"] for row in report["fit"]]
-  assert [row["model"] for row in parse_table(text, "model")][:15] == models
+def test_no_backend_opens_exits_1(machine):
+  machine({"CPU": CLOSED}, CLOSED)
+  code, result = report()
+  assert code == 1 and result["fit"] == [] and result["chosen"] is None
+  run = run_command("doctor")
+  assert run.returncode == 1 and "fastest backend: None" in run.stdout
 
 
-def test_chosen_backend_is_dev_or_first_that_opens_except_opencl_on_cpu(runs):
-  opened = [row["line"].split()[0] for row in parse_table(runs["text"].stdout, "backend")
-            if "does not open" not in row["line"]]
-  line, = [line for line in runs["text"].stdout.splitlines() if line.startswith("default backend: ")]
-  if opened[0] == "CL" and "OpenCL on a CPU" in line:
-    assert line.startswith("default backend: CPU ") and "DEV=CL" in line
-  else: assert line.startswith(f"default backend: {opened[0]} ") and ", ".join(ORDER) in line
-  report = parse_report(runs["faults"])
-  assert (report["chosen"], report["why"]) == ("CPU", "DEV=CPU")
+def test_json_report_describes_the_machine(machine):
+  facts = report()[1]["machine"]
+  assert facts["tinyvllm"] == tinyvllm.__version__ and facts["tinygrad"] == importlib.metadata.version("tinygrad")
+  assert facts["python"] == sys.version.split()[0] and facts["cores"] == os.cpu_count()
+  assert 0 < facts["free_gib"] < facts["total_gib"]
 
 
-def test_report_without_compiler_names_package_to_install(runs):
-  run = runs["no clang"]
-  line, = [line for line in run.stdout.splitlines() if line.startswith("C compiler: ")]
-  assert "none" in line and "pip install 'tinyvllm[cpu]'" in line
-  opened = [row for row in parse_table(run.stdout, "backend") if "does not open" not in row["line"]]
-  assert run.returncode == (0 if opened else 1)
+def test_text_report_has_a_table_of_each_part_within_120_columns(machine, monkeypatch):
+  machine({"CL": CRASHED, "CPU": {**CPU, "device": "x" * 99}}, CPU)
+  monkeypatch.setattr(doctor, "compiler", lambda: {"path": "/bin/clang", "version": "clang 1 " + "y" * 200})
+  run = run_command("doctor")
+  lines = run.stdout.splitlines()
+  assert run.returncode == 0 and max(map(len, lines)) == 120
+  facts, compiler, backends, default, models = "\n".join(lines).split("\n\n")
+  assert facts.split()[:6] == ["tinyvllm", "tinygrad", "python", "machine", "cores", "free_gib"]
+  assert compiler.startswith("C compiler: /bin/clang\nclang 1 yyy")
+  head, *rows = backends.splitlines()
+  assert head.split() == ["backend", "device", "float32", "float16", "bfloat16", "free_gib", "total_gib", "largest_gib",
+                          "gb_per_s"]
+  assert rows[:2] == ["CL       opens, but its test failed: the process ended with a signal",
+                      "METAL    does not open: no driver"]
+  assert rows[2].split() == ["CPU", "x" * 36, "yes", "yes", "no", "8.000", "16.0", "12.0", "10.000"]
+  assert rows[2].index("yes") == head.index("float32")
+  assert default.splitlines() == ["default backend: CPU (the first of CL, METAL, CPU that opens)",
+                                  "fastest backend: CPU (to use it, set DEV=CPU)"]
+  assert models.split()[:2] == ["model", "dtype"] and len(models.splitlines()) == 4
+  machine({"CL": GPU}, CPU)
+  assert "\nfastest backend: CL (to use it, set DEV=CL)\n" in run_command("doctor").stdout
 
 
-def test_fit_equals_memory_computed_from_model_shape(runs):
-  """Two models with 16-bit files: weights keep the files' dtype, K and V do not; tied embeddings are stored once."""
-  report = parse_report(runs["faults"])
-  cpu, fits = backends_by_name(report)["CPU"], {row["model"]: row for row in report["fit"][::3]}
-  layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
-  for name, weights, embeddings, token in (
-      ("Llama-3.1-8B", 32 * (layer + 2 * 4096) + 4096 + 2 * 128256 * 4096, 128256 * 4096, 2 * 32 * 8 * 128),
-      ("SmolLM2-135M", 134_515_008, 0, 2 * 30 * 3 * 64)):
-    free = cpu["free_gib"] * GIB * 0.9 - 2 * weights
-    assert (fits[name]["dtype"], fits[name]["stored"]) == ("float32", "bfloat16")
-    assert fits[name]["weights_gib"] * GIB == 2 * weights
-    assert abs(fits[name]["kv_tokens"] - max(0, free) / (4 * token)) <= 1
-    assert fits[name]["fits"] == (free >= 4 * token)
-    assert fits[name]["tokens_per_s_at_most"] == pytest.approx(cpu["gb_per_s"] * 1e9 / (2 * (weights - embeddings)))
+def test_compiler_is_described_or_a_remedy_named(machine, monkeypatch, tmp_path):
+  program = tmp_path / "my clang"
+  program.write_text("#!/bin/sh\necho clang version 1; echo more")
+  program.chmod(0o755)
+  monkeypatch.setattr(doctor.kernels, "find_compiler", lambda: str(program))
+  assert report()[1]["compiler"] == {"path": str(program), "version": "clang version 1"}
+  monkeypatch.setattr(doctor.kernels, "find_compiler", lambda: None)
+  assert report()[1]["compiler"] == {"path": None, "version": ""}
+  assert f"\nC compiler: {doctor.NO_COMPILER}\n" in run_command("doctor").stdout
+  assert "pip install 'tinyvllm[cpu]'" in doctor.NO_COMPILER
 
+
+def test_order_is_tinygrads_without_dsp(): assert {*ALL_DEVICES} - {*doctor.ORDER} == {"DSP"}
+
+
+@pytest.mark.parametrize("seconds,code", [("0", 1), ("-1", 1), ("nan", 1), ("inf", 1), ("60.1", 1), ("60", 0),
+                                          ("0.1", 0)])
+def test_seconds_are_above_0_and_at_most_60(machine, seconds, code):
+  run = run_command("doctor", "--seconds", seconds)
+  if code: assert re.search(r"\bseconds=.* 60\b", error_line(run))
+  assert run.returncode == code
+
+
+# Estimates
 
 @pytest.mark.parametrize("dtype,row,stored", [
   ("float16", {"dtype": "float32"}, "float16"), ("bfloat16", {"dtype": "float32"}, "bfloat16"),
@@ -191,142 +222,142 @@ def test_fit_keeps_file_dtype_if_narrower_and_supported(dtype, row, stored, key)
   assert result["tokens_per_s_at_most"] > 0 and result["fits"] and result["kv_tokens"] >= plain["kv_tokens"]
 
 
-def test_fit_of_int8_and_int4_uses_fewer_bytes(runs):
+SHAPES = json.loads((Path(doctor.__file__).parent / "shapes.json").read_text())
+LAYER = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336   # weights of the 8B model's matrices
+NORMS, EMBEDDINGS = 32 * 2 * 4096 + 4096, 128256 * 4096
+
+
+@pytest.mark.parametrize("free", [8.0, 40.0])
+@pytest.mark.parametrize("name,weights,embeddings,token", [
+  ("Llama-3.1-8B", 32 * LAYER + NORMS + 2 * EMBEDDINGS, EMBEDDINGS, 2 * 32 * 8 * 128),
+  ("SmolLM2-135M", 134_515_008, 0, 2 * 30 * 3 * 64)])
+def test_fit_equals_memory_computed_from_model_shape(free, name, weights, embeddings, token):
+  """Weights keep the files' 16 bits, K and V do not; tied embeddings are stored once."""
+  fit = estimate_fit(name, SHAPES[name], {**CPU, "bfloat16": True, "free_gib": free})
+  left = free * GIB * 0.9 - 2 * weights
+  assert (fit["dtype"], fit["stored"], fit["weights_gib"] * GIB) == ("float32", "bfloat16", 2 * weights)
+  assert abs(fit["kv_tokens"] - max(0, left) / (4 * token)) <= 1 and fit["fits"] == (left >= 4 * token)
+  assert fit["tokens_per_s_at_most"] == pytest.approx(10e9 / (2 * (weights - embeddings)))
+
+
+def test_fit_needs_room_for_one_token():
+  def fit(free): return estimate_fit("x", TINY, {**CPU, "free_gib": free / GIB})
+  weights, token = fit(1)["weights_gib"] * GIB, 2 * 2 * 2 * 8 * 4   # layers, K and V, heads, dimensions, bytes
+  results = [fit(math.ceil((weights + token + extra) / 0.9)) for extra in (0, -2)]
+  assert [(x["fits"], x["kv_tokens"]) for x in results] == [(True, 1), (False, 0)]
+
+
+def test_fit_of_int8_and_int4_uses_fewer_bytes():
   """Matrices of the layers have a scale per 32 inputs, and in int4 a zero-point offset. Other weights have 16 bits."""
-  layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
-  rest = 2 * (32 * 2 * 4096 + 4096 + 2 * 128256 * 4096)
-  rows = [row for row in parse_report(runs["faults"])["fit"] if row["model"] == "Llama-3.1-8B"]
-  assert [row["stored"] for row in rows] == ["bfloat16", "int8", "int4"]
-  assert [row["weights_gib"] * GIB for row in rows[1:]] == [32 * layer * 17 // 16 + rest, 32 * layer * 5 // 8 + rest]
-  assert rows[1]["weights_gib"] < 9.3 and rows[2]["weights_gib"] < 6.4
-  for narrow, wide in zip(rows[1:], rows, strict=False):
-    assert narrow["kv_tokens"] >= wide["kv_tokens"] and narrow["tokens_per_s_at_most"] > wide["tokens_per_s_at_most"]
+  row = {**CPU, "bfloat16": True, "free_gib": 12.0}
+  fits = [estimate_fit("x", SHAPES["Llama-3.1-8B"], row, x) for x in (None, "int8", "int4")]
+  rest = 2 * (NORMS + 2 * EMBEDDINGS)
+  assert [x["stored"] for x in fits] == ["bfloat16", "int8", "int4"]
+  assert [x["weights_gib"] * GIB - rest for x in fits] == [64 * LAYER, 32 * LAYER * 17 // 16, 32 * LAYER * 5 // 8]
+  for narrow, wide in zip(fits[1:], fits[:-1], strict=True):
+    assert narrow["kv_tokens"] > wide["kv_tokens"] and narrow["tokens_per_s_at_most"] > wide["tokens_per_s_at_most"]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_shape_of_the_report_has_an_estimate(name):
+  assert estimate_fit(name, SHAPES[name], CPU)["weights_gib"] > 0
+
+
+def test_kv_cache_dtype_fits_more_tokens(machine):
+  plain, fp8 = (report(*options)[1]["fit"][-1]["kv_tokens"] for options in ([], ["--kv-cache-dtype", "fp8"]))
+  assert fp8 > 2 * plain > 0
 
 
 @pytest.mark.parametrize("quantization_config,dtype", [
   ({"quant_method": "gptq", "bits": 4}, "int4"), ({"quant_method": "awq", "w_bit": 4}, "int4"), (None, None),
   ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, "int8"),
-  ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "int8")])
+  ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": None}}}, None),
+  ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "int8"), ({"quant_method": "mxfp4"}, "int4")])
 def test_prequantized_model_returns_its_dtype(quantization_config, dtype):
   assert prequantized(tiny_config(quantization_config=quantization_config)) == dtype
 
 
-def test_model_option_adds_model_to_fit(runs, folder):
-  config = tiny_config()
-  shapes = tensor_shapes(config)
-  count = sum(a * (b[0] if b else 1) for a, *b in shapes.values())
-  row = parse_report(runs["faults"])["fit"][-3]
+# --model
+
+def test_model_option_adds_model_and_describes_its_checkpoint(machine, tmp_path):
+  folder = tiny_model(tmp_path, dtype="float16")
+  code, result = report("--model", folder)
+  count = sum(a * (b[0] if b else 1) for a, *b in tensor_shapes(tiny_config()).values())
+  row = result["fit"][-3]
+  assert code == 0 and result["checkpoint"] == "float16" and len(result["fit"]) == 6
   assert row["model"] == str(folder) and row["weights_gib"] * GIB == 4 * count and row["fits"]
-  assert parse_table(runs["text"].stdout, "model")[-1]["line"].startswith(str(folder)[:36])
+  assert run_command("doctor", "--model", folder).stdout.endswith("\n\ncheckpoint: float16\n")
+  (folder / "model.safetensors").unlink()
+  assert "checkpoint" not in report("--model", folder)[1], "config.json alone suffices"
 
 
-def test_model_option_describes_checkpoint(runs):
-  assert runs["text"].stdout.endswith("\n\ncheckpoint: float32\n")
-  assert parse_report(runs["faults"])["checkpoint"] == "float32" and "checkpoint" not in parse_report(runs["metal"])
-
-
-def test_driver_crashes_exits_or_hangs_report_has_its_reason(runs):
-  run, rows = runs["faults"], backends_by_name(parse_report(runs["faults"]))
-  assert run.returncode == 0 and rows["CPU"]["opens"]
-  for name, words in (("CUDA", "Segmentation fault"), ("QCOM", "exit code 7"), ("NV", "15 s")):
-    assert not rows[name]["opens"] and words in rows[name]["reason"], rows[name]
-
-
-def test_missing_model_folder_prints_one_line_and_exits_1():
-  run = doctor("--model", "/nowhere/to/be/found")
-  assert run.returncode == 1 and not run.stdout
-  assert run.stderr.startswith("tinyvllm: ") and "/nowhere/to/be/found" in run.stderr and run.stderr.count("\n") == 1
-
-
-@pytest.fixture
-def error_line(monkeypatch, capsys):
-  """Run doctor in this process, which must fail before it tries a backend, and return the line that it prints."""
-  monkeypatch.setattr("tinyvllm_extra.cli.doctor.run_probe", lambda *_: pytest.fail("doctor tried a backend"))
-  def run(*options):
-    assert main(["doctor", *map(str, options)]) == 1
-    output = capsys.readouterr()
-    assert not output.out and output.err.startswith("tinyvllm: ") and output.err.count("\n") == 1
-    return output.err
-  return run
-
-
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf", "61"])
-def test_seconds_out_of_range_exits_with_error(error_line, seconds):
-  assert re.search(r"\bseconds=.* 60\b", error_line("--seconds", seconds))
-
-
-@pytest.mark.parametrize("content, words", [
-  ("{", "Expecting"), ("[]", ""), ("{}", "vocab_size"), (json.dumps(tiny_config(hidden_act="gelu")), "gelu"),
-  (json.dumps(tiny_config(num_attention_heads=0)), "")],
-  ids=["truncated", "list", "empty", "unknown activation", "no heads"])
-def test_invalid_config_json_exits_before_opening_a_backend(error_line, tmp_path, content, words):
-  (tmp_path / "config.json").write_text(content)
-  assert words in error_line("--model", tmp_path)
-
-
-@pytest.fixture
-def report_of(monkeypatch, capsys):
-  """Run doctor in this process, with a fake CPU instead of its tests of backends, and return its output. Options may
-  include --json."""
-  facts = {"opens": True, "device": "CPU", "renderer": "CPU", "dtype": "float32", "float32": True, "float16": True,
-           "bfloat16": False, "free_gib": 8.0, "total_gib": 8.0, "largest_gib": 8.0, "gb_per_s": 10.0}
-  monkeypatch.setattr("tinyvllm_extra.cli.doctor.run_probe", lambda *_: facts)
-  monkeypatch.setattr("tinyvllm_extra.cli.doctor.ORDER", ["CPU"])
-  def run(*options):
-    assert main(["doctor", *map(str, options)]) == 0
-    return capsys.readouterr().out
-  return run
+def test_prequantized_model_has_one_estimate(machine, tmp_path):
+  config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+  (tmp_path / "config.json").write_text(json.dumps(tiny_config(quantization_config=config)))
+  rows = [row for row in report("--model", tmp_path)[1]["fit"] if row["model"] == str(tmp_path)]
+  assert [row["stored"] for row in rows] == ["int4"]
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 320}
-LAYER = 256 * (2 * 256 + 2 * 128) + 3 * 256 * 512   # weights of its matrices
+WIDE_LAYER = 256 * (2 * 256 + 2 * 128) + 3 * 256 * 512   # weights of its matrices
 
 
 @pytest.mark.parametrize("kind,kinds,stored,description,num_parts", [
   ("Q4_K", {"attn_v": "Q6_K"}, "int4", "GGUF Q4_K; v_proj GGUF Q6_K", 3), ("Q6_K", {}, "int8", "GGUF Q6_K", 1),
   ("Q8_0", {"token_embd": "F16"}, "int8", "GGUF Q8_0; embed_tokens GGUF F16", 1),
   ("F16", {}, "float16", "GGUF F16", 3)])
-def test_model_option_describes_gguf_and_its_fit(report_of, tmp_path, kind, kinds, stored, description, num_parts):
+def test_model_option_describes_gguf_and_its_fit(machine, tmp_path, kind, kinds, stored, description, num_parts):
   """A split file is given by its first part. The estimate names the nearest of int8 and int4."""
   folder = tiny_model(tmp_path, **WIDE)
   path = write_gguf(tmp_path / "model.gguf", folder, kind, kinds=kinds, tensors_per_file=8 if num_parts == 3 else 0)
   assert len([*tmp_path.glob("*.gguf")]) == num_parts
-  assert report_of("--model", path).endswith(f"\n\ncheckpoint: {description}\n")
-  report = json.loads(report_of("--model", path, "--json"))
-  row = next(row for row in report["fit"] if row["model"] == str(path))
-  assert report["checkpoint"] == description and row["stored"] == stored and row["fits"]
+  result = report("--model", path)[1]
+  row = next(row for row in result["fit"] if row["model"] == str(path))
+  assert result["checkpoint"] == description and row["stored"] == stored and row["fits"]
   bits = {"int8": 8.5, "int4": 5, "float16": 16}[stored]
   embeddings, norms = 2 * WIDE["vocab_size"] * 256, 5 * 256
   size = 2 if "F16" in (kind, *kinds.values()) else 4   # bytes
-  assert row["weights_gib"] * GIB == 2 * LAYER * bits / 8 + (embeddings + norms) * size
+  assert row["weights_gib"] * GIB == 2 * WIDE_LAYER * bits / 8 + (embeddings + norms) * size
 
 
 @pytest.mark.parametrize("name", ["gemma3_vision", "gpt2", "qwen3_moe"])
-def test_model_option_estimates_weights_of_other_architectures(report_of, tmp_path, name):
+def test_model_option_estimates_weights_of_other_architectures(machine, tmp_path, name):
   folder = write_model(tmp_path, name)
-  report = json.loads(report_of("--model", folder, "--json"))
-  row = next(row for row in report["fit"] if row["model"] == str(folder))
-  model = LLM(folder, dtype="float32", max_model_len=32).runner.model
+  row = next(row for row in report("--model", folder)[1]["fit"] if row["model"] == str(folder))
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr("tinyvllm_extra.kernels.make_backend", doctor.kernels.FastBackend)
+    model = LLM(folder, dtype="float32", max_model_len=32).runner.model
   actual = sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
   assert row["weights_gib"] * GIB == actual and row["fits"]
 
 
-def test_model_option_unusable_gguf_exits_before_opening_a_backend(error_line, tmp_path):
+@pytest.fixture
+def closed(monkeypatch):
+  """doctor must fail before it opens a backend."""
+  monkeypatch.setattr(doctor, "run_probe", lambda *_: pytest.fail("doctor opens a backend"))
+
+
+@pytest.mark.parametrize("content,words", [
+  (None, "config.json"), ("{", "Expecting"), ("[]", ""), ("{}", "vocab_size"),
+  (json.dumps(tiny_config(hidden_act="gelu")), "gelu"), (json.dumps(tiny_config(num_attention_heads=0)), ""),
+  (json.dumps(tiny_config(quantization_config={"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"})),
+   "checkpoint_format='marlin'")],
+  ids=["none", "truncated", "list", "empty", "unknown activation", "no heads", "marlin"])
+def test_unusable_folder_exits_before_opening_a_backend(closed, tmp_path, content, words):
+  tiny_model(tmp_path)
+  (tmp_path / "config.json").unlink()
+  if content: (tmp_path / "config.json").write_text(content)
+  run = run_command("doctor", "--model", tmp_path)
+  assert words in error_line(run) and not run.stdout and run.stderr.count("\n") == 1
+
+
+def test_unusable_gguf_exits_before_opening_a_backend(closed, tmp_path):
+  def error(path): return error_line(run_command("doctor", "--model", path))
   write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path), "Q8_0", tensors_per_file=8)
   first, second, _ = sorted(tmp_path.glob("*.gguf"))
-  assert f"pass the first part, {first}" in error_line("--model", second)
+  assert f"pass the first part, {first}" in error(second)
   second.unlink()
-  assert f"{second} is missing" in error_line("--model", first)
+  assert f"{second} is missing" in error(first)
   first.write_bytes(b"GGUF")
-  assert f"{first} is not a readable GGUF file" in error_line("--model", first)
-  assert "nowhere.gguf is not a readable file" in error_line("--model", tmp_path / "nowhere.gguf")
-
-
-def test_marlin_checkpoint_exits_before_opening_a_backend(error_line, tmp_path):
-  config = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}
-  assert "checkpoint_format='marlin'" in error_line("--model", tiny_model(tmp_path, quantization_config=config))
-
-
-def test_help_lists_doctor(capsys):
-  with pytest.raises(SystemExit) as e: main(["--help"])
-  assert e.value.code == 0 and re.search(r"\n    doctor +\S", capsys.readouterr().out)
+  assert f"{first} is not a readable GGUF file" in error(first)
+  assert "nowhere.gguf is not a readable file" in error(tmp_path / "nowhere.gguf")
