@@ -147,12 +147,12 @@ def chat_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def options(): return flags(**{**ENGINE, "max_model_len": MAX_LENGTH}, served_model_name="words")
+def engine_flags(): return flags(**{**ENGINE, "max_model_len": MAX_LENGTH}, served_model_name="words")
 
 
 @pytest.fixture(scope="module")
-def server(chat_folder, options):
-  with LocalServer(chat_folder, *options) as server: yield server
+def server(chat_folder, engine_flags):
+  with LocalServer(chat_folder, *engine_flags) as server: yield server
 
 
 @pytest.fixture
