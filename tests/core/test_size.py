@@ -14,8 +14,7 @@ LINES = 999       # maximum lines of the core, below the goal of 1,000; only eve
 WIDTH = 120       # maximum columns
 TOGETHER = 9100   # maximum lines of core and extension
 # Of tests, today's; only ever lower them. The goals are 13,500 and 1,900 lines
-TEST_LINES, BENCHMARK_LINES, FILE_LINES = 17_100, 2_074, 500
-TOO_LONG = {"page/test_page.py": 1331}
+TEST_LINES, BENCHMARK_LINES, FILE_LINES = 16_900, 2_074, 500
 MEAN, DENSEST = 16.5, 19.5   # maximum tokens per line: mean of the package, mean of any file
 
 
@@ -95,7 +94,7 @@ def test_lines_of_tests_are_within_limits(print_at_end):
 
 def test_test_files_have_at_most_500_lines():
   lines = {str(path.relative_to(TESTS)): len(path.read_text().splitlines()) for path in TESTS.rglob("*.py")}
-  assert not {name: n for name, n in lines.items() if n > TOO_LONG.get(name, FILE_LINES)}
+  assert not {name: n for name, n in lines.items() if n > FILE_LINES}
 
 
 def test_shared_helpers_are_defined_only_in_helpers():

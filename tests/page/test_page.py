@@ -37,7 +37,8 @@ WRONG_FILES = [
 BLOCKED_STORAGE = """for (const name of ["localStorage", "sessionStorage"])
   Object.defineProperty(window, name, {get() { throw new DOMException("no") }})"""
 FULL_STORAGE = "Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError') }"
-CORRUPT_STORAGE = """for (const [name, text] of [["chat 1", "{"], ["chat 2", "3"], ["chat 3", "[{}]"], ["settings", "3"]])
+CORRUPT_STORAGE = """for (const [name, text] of [
+  ["chat 1", "{"], ["chat 2", "3"], ["chat 3", "[{}]"], ["settings", "3"]])
   localStorage.setItem(`tinyvllm ${name}`, text)"""
 
 
@@ -189,7 +190,8 @@ def test_enter_sends_and_shift_enter_inserts_a_newline(visit):
 
 def test_interrupted_stream_keeps_its_text_and_shows_the_error(visit):
   page = visit()
-  for events, is_done, error in ((["some", {"error": {"message": "a step failed", "code": 500}}], True, "a step failed"),
+  failed = {"error": {"message": "a step failed", "code": 500}}
+  for events, is_done, error in ((["some", failed], True, "a step failed"),
                                  (["some"], False, "The connection closed")):
     assert page.ask("hello", *events, done=is_done) == "some"
     expect(page.alert).to_contain_text(error)
