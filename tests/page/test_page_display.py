@@ -20,8 +20,9 @@ HOSTILE = [line.replace(r"\n", "\n").replace(r"\t", "\t")
            for line in (DATA / "hostile_markdown.txt").read_text().splitlines()]
 MARKUP = "<img src=x onerror='window.broken = 1'><script>window.broken = 1</script><b>bold</b> List<T>"
 FOLDED = "<think>\nplan **one**\n</think>\n\nthe answer"
-TAGS = set("a blockquote br code del em h2 hr li ol p pre strong table tbody td th thead tr ul".split())
-PAGE_TAGS = set("footer button details div small span summary".split())   # added by the page
+ANSWER_TAGS = "a blockquote br code del em h2 hr li ol p pre strong table tbody td th thead tr ul"
+TAGS = {*ANSWER_TAGS.split()}
+PAGE_TAGS = {"footer", "button", "details", "div", "small", "span", "summary"}   # added by the page
 PAGE_ATTRIBUTES = {"aria-label", "class", "open", "role", "tabindex", "type"}
 POLICY = {"default-src": "'none'", "connect-src": "'self'", "img-src": "data:", "style-src": "'unsafe-inline'",
           "base-uri": "'none'", "form-action": "'none'", "require-trusted-types-for": "'script'",
