@@ -1,0 +1,165 @@
+"""Graph shapes: the graph that a step runs with, and graphs that are captured at startup."""
+import asyncio
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers.models import tiny_config
+from helpers.requests import greedy, prompt, tokens
+from helpers.servers import wait_until
+from tinygrad import Tensor, dtypes
+
+from tinyvllm import LLM, SamplingParams
+from tinyvllm.backend import Devices
+from tinyvllm.config import EngineConfig, ModelConfig
+from tinyvllm.request import SamplerMode
+from tinyvllm.runner import GraphKey, allocate_kv_caches
+from tinyvllm_extra import graphs
+from tinyvllm_extra.graphs import CAPTURE_THRESHOLD, usual_sizes
+from tinyvllm_extra.kernels import FastBackend
+from tinyvllm_extra.server import AsyncLLM
+
+
+@pytest.fixture
+def fresh(words_folder):
+  """A function that makes an engine without graphs, with at most 8 sequences and 32 tokens per step."""
+  def make(**options):
+    return LLM(words_folder, **{"max_num_seqs": 8, "max_num_batched_tokens": 32, "block_size": 4, **options})
+  return make
+
+
+def first_ids(llm, length, params):
+  return llm.generate(tokens(prompt(length)), params, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_choose_graph_pads_to_captured_graph_until_requested_often(fresh, words_llm):
+  llm = fresh()
+  first_ids(llm, 7, greedy(1))
+  assert [key.num_tokens for key in llm.runner.graphs] == [8]
+  assert first_ids(llm, 7, greedy(CAPTURE_THRESHOLD + 1)) == first_ids(words_llm, 7, greedy(CAPTURE_THRESHOLD + 1))
+  assert [key.num_tokens for key in llm.runner.graphs] == [8]
+  first_ids(llm, 7, greedy(2))
+  assert [key.num_tokens for key in llm.runner.graphs] == [8, 1], "a frequent shape gets its own graph"
+
+
+def test_choose_graph_captures_immediately_if_padding_doubles_time(fresh):
+  llm = fresh()
+  choose_key = llm.runner.choose_key
+  greedy_key, filtered_key = GraphKey(32, 8), GraphKey(32, 8, SamplerMode.FILTERED)
+  assert choose_key(GraphKey(3, 1)) == GraphKey(4, 4)
+  llm.runner.graphs[greedy_key] = None
+  assert choose_key(GraphKey(1, 1)) == GraphKey(1, 1), "a step of 32 tokens takes more than twice as long as one of 1"
+  assert choose_key(GraphKey(20, 1)) == greedy_key
+  random_key = GraphKey(20, 1, SamplerMode.RANDOM)
+  assert choose_key(random_key).sampler_mode == SamplerMode.RANDOM, "a greedy graph cannot sample"
+  llm.runner.graphs[filtered_key] = None
+  assert choose_key(random_key) == filtered_key, "a sampling graph serves greedy requests, too"
+  assert choose_key(GraphKey(20, 1)) == greedy_key
+  assert choose_key(GraphKey(20, 20)).num_rows == 32, "prompt_logprobs need all logits of a prompt"
+
+
+@pytest.mark.parametrize("small,large,is_used", [(8, 16, True), (8, 32, False), (1, 16, True), (1, 32, False)])
+def test_cost_of_a_step_is_16_tokens_and_its_own(fresh, small, large, is_used):
+  """A larger graph is used if it takes less than twice the time: 16 + 16 < 2 * (16 + 1), but 16 + 32 = 2 * (16 + 8)."""
+  runner = fresh().runner
+  runner.graphs[GraphKey(large, 8)] = None
+  assert runner.choose_key(GraphKey(small, 1)).num_tokens == (large if is_used else small)
+
+
+def test_capture_sizes_are_captured_only_at_start(fresh):
+  llm = fresh(cudagraph_capture_sizes=[32, 8])
+  keys = set(llm.runner.graphs)
+  assert keys == {GraphKey(size, 8, mode) for size in (8, 32) for mode in (SamplerMode.GREEDY, SamplerMode.FILTERED)}
+  params = [greedy(6), SamplingParams(max_tokens=5, seed=1), SamplingParams(max_tokens=4, seed=2, top_p=0.9), greedy(1)]
+  prompts = [tokens(prompt(n, n)) for n in (1, 9, 30, 3)]
+  outputs = llm.generate(prompts, params, use_tqdm=False)
+  for x, param in zip(prompts, params, strict=True): llm.generate(x, param, use_tqdm=False)
+  assert set(llm.runner.graphs) == keys
+  plain = fresh().generate(prompts, params, use_tqdm=False)
+  assert [x.outputs[0].token_ids for x in outputs] == [x.outputs[0].token_ids for x in plain]
+
+
+def test_smallest_sufficient_capture_size_is_used(fresh):
+  """More rows than the runner has in steps without prompt_logprobs need as many as tokens."""
+  runner = fresh(cudagraph_capture_sizes=[1, 8, 16]).runner
+  keys = [GraphKey(1, 1), GraphKey(2, 2), GraphKey(8, 8), GraphKey(16, 4), GraphKey(32, 8), GraphKey(16, 16)]
+  chosen = [runner.choose_key(key)[:2] for key in keys]
+  assert chosen == [(1, 1), (8, 8), (8, 8), (16, 8), (32, 8), (16, 16)]
+
+
+def test_capture_optional_covers_all_optional_features(fresh):
+  llm = fresh(cudagraph_capture_sizes=[8, 32])
+  assert len(list(llm.capture([8, 32], optional=True))) == 4
+  keys = set(llm.runner.graphs)
+  for extra in ({"logprobs": 3}, {"logit_bias": {5: 2.0}}, {"allowed_token_ids": [5, 6, 7]}, {"frequency_penalty": 1.0},
+                {"bad_words": ["the"], "logprobs": 0}):
+    params = greedy(4, **extra)
+    assert first_ids(llm, 5, params) == first_ids(fresh(), 5, params)
+  assert set(llm.runner.graphs) == keys
+
+
+def test_capture_yields_its_progress_and_logs_its_end(fresh, caplog):
+  with caplog.at_level("INFO", "tinyvllm"): llm = fresh(cudagraph_capture_sizes=[8])
+  text = "\n".join(record.message for record in caplog.records)
+  assert re.search(r"^loaded .* s; a step takes 32 tokens\nKV cache: .*\n"
+                   r"captured 2 steps in [\d.]+ s, 0 new kernels$", text, re.M)
+  assert [*llm.capture([1, 2])] == [f"preparing {i} of 4" for i in (1, 2, 3, 4)]
+  assert {key.num_tokens for key in llm.runner.graphs} == {1, 2, 8}
+
+
+@pytest.mark.parametrize("sizes", [[3], [0], [-8], [8, 12]])
+def test_capture_sizes_not_powers_of_two_raise(fresh, sizes):
+  with pytest.raises(ValueError, match="cudagraph_capture_sizes"): fresh(cudagraph_capture_sizes=sizes)
+
+
+def test_enforce_eager_captures_nothing(fresh):
+  llm = fresh(enforce_eager=True, cudagraph_capture_sizes=[8])
+  assert llm.runner.graphs == {} and list(llm.capture()) == []
+
+
+def test_usual_sizes_end_with_the_largest_step(fresh, monkeypatch):
+  assert usual_sizes(fresh().runner) == [1, 2, 4, 8, 16, 32]
+  assert usual_sizes(fresh(max_num_batched_tokens=20).runner)[-1] == 32
+  runner = fresh(max_num_batched_tokens=256).runner
+  monkeypatch.setattr(graphs, "renderer", lambda: SimpleNamespace(tensor_cores=True))
+  assert usual_sizes(runner) == [1, 8, 16, 32, 64, 256]
+  monkeypatch.setattr(runner, "max_rows", 128)
+  assert usual_sizes(runner) == [1, 8, 16, 32, 64, 128, 256]
+
+
+def test_async_llm_captures_optional_graphs_while_idle(words_folder):
+  llm = AsyncLLM(words_folder, prepare=True, cudagraph_capture_sizes=[8], max_num_seqs=4, max_num_batched_tokens=8)
+  wait_until(lambda: llm._driver.captures is None, "all graphs are captured")
+  assert {key.sampler_mode for key in llm.llm.runner.graphs} == {*SamplerMode} and len(llm.llm.runner.graphs) == 4
+  assert llm.state == ""
+  llm.shutdown()
+
+
+def test_async_llm_failed_capture_is_logged_and_requests_finish(words_folder, monkeypatch, caplog):
+  def fails(self, sizes=None, optional=False):
+    yield "preparing 1 of 1"
+    raise RuntimeError("out of memory")
+  monkeypatch.setattr(LLM, "capture", fails)
+  llm = AsyncLLM(words_folder, prepare=True, max_num_seqs=4, max_num_batched_tokens=8)
+
+  async def ask(): return [output async for output in llm.generate(tokens(prompt(3)), greedy(2))]
+  assert asyncio.run(ask())[-1].finished and llm.state == ""
+  assert "out of memory" in caplog.text
+  llm.shutdown()
+
+
+@pytest.mark.parametrize("length,gib", [(2048, 4), (2**18, 6)], ids=["4 GiB", "one sequence"])
+def test_allocate_kv_caches_on_cpu_gives_same_size_each_start(length, gib, monkeypatch):
+  """30 layers with 3 KV heads of 64 dimensions: 23 KiB per token in float16."""
+  config = tiny_config(hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+                       max_position_embeddings=2**18)
+  shapes = []
+  monkeypatch.setattr("tinyvllm.runner.Tensor.empty", lambda *shape, **_: shapes.append(shape) or Tensor(0.0))
+  model = SimpleNamespace(config=ModelConfig.from_hf(config, Path()), backend=FastBackend(), dtype=dtypes.float16,
+                          devices=Devices())
+  for gib_free in (20, 17.3):
+    allocate_kv_caches(model, EngineConfig(max_num_seqs=1024, max_model_len=length), int(gib_free * 2**30))
+  assert len({tuple(shapes[:60]), tuple(shapes[60:])}) == 1
+  blocks, heads, dim, size = shapes[0]
+  assert 0.9 * gib * 2**30 <= 60 * blocks * heads * dim * size * 2 <= 1.02 * gib * 2**30

@@ -1,0 +1,98 @@
+"""Kernels are compiled once: the folder of kernels on disk, damaged files included, and layers that are traced once."""
+import pickle
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from helpers.engines import ENGINE
+from helpers.reference import reference_greedy
+from helpers.requests import greedy, ids_of, prompt, tokens
+from tinygrad import Tensor, UOp, helpers
+from tinygrad.uop.ops import KernelInfo, Ops
+
+from tinyvllm import LLM, InputError, backend
+from tinyvllm_extra.kernels import kernel_cache as kernels, layers as traced_layers
+
+CLANG = "clang", 1, 2   # a compiler: its name, file size and modification time
+
+
+def files(folder): return [path for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+  """The names of the lowered kernels."""
+  names = []
+
+  def do_to_program(ast, renderer):
+    names.append(ast.arg.name)
+    return UOp(Ops.PROGRAM, src=(UOp(Ops.BINARY, arg=renderer.compiler.compile_cached(f"void f{len(names)}() {{}}")),))
+  monkeypatch.setattr(kernels, "do_to_program", do_to_program)
+  return names
+
+
+def build_kernel(folder, name="a", compiler=CLANG):
+  ast = UOp.sink(UOp.const(1), arg=KernelInfo(name=name))
+  return kernels.KernelFolder(folder, compiler).begin(ast, backend.renderer())()
+
+
+def test_kernel_folder_lowers_each_kernel_once(lowered, tmp_path):
+  assert build_kernel(tmp_path) is build_kernel(tmp_path) and lowered == ["a"]
+  assert build_kernel(tmp_path, "b") is not build_kernel(tmp_path) and lowered == ["a", "b"]
+  assert len(files(tmp_path)) == 2 and all(len(path.name) == 64 for path in files(tmp_path)), "a temporary file remains"
+
+
+def test_kernel_folder_separates_versions_compilers_and_settings(lowered, monkeypatch, tmp_path):
+  build_kernel(tmp_path)
+  with monkeypatch.context() as patch:
+    patch.setattr("importlib.metadata.version", lambda name: "0.15.0")
+    build_kernel(tmp_path)
+  with helpers.Context(NOOPT=1): build_kernel(tmp_path)
+  build_kernel(tmp_path, compiler=("clang", 1, 3))
+  assert len(lowered) == 4
+  build_kernel(tmp_path)
+  assert len(lowered) == 4
+
+
+@pytest.mark.parametrize("damage", [
+  lambda path: path.write_bytes(b""), lambda path: path.write_bytes(path.read_bytes()[:-1]),
+  lambda path: path.write_bytes(b"x" * 500), lambda path: path.write_bytes(path.read_bytes()[:40] + b"\xff" * 8),
+  lambda path: path.write_bytes(pickle.dumps("no program")), lambda path: path.unlink(),
+], ids=["empty", "truncated", "garbage", "changed", "other object", "missing"])
+def test_kernel_folder_damaged_file_is_replaced(lowered, tmp_path, damage):
+  first = build_kernel(tmp_path)
+  damage(files(tmp_path)[0])
+  again = build_kernel(tmp_path)
+  assert again is not first
+  assert build_kernel(tmp_path) is again and lowered == ["a", "a"]
+
+
+def test_kernel_folder_on_full_disk_writes_nothing(lowered, monkeypatch, tmp_path):
+  def full(path, content): raise OSError(28, "No space left on device")
+  with monkeypatch.context() as patch:
+    patch.setattr(Path, "write_bytes", full)
+    assert build_kernel(tmp_path) is not build_kernel(tmp_path)
+  assert build_kernel(tmp_path) is build_kernel(tmp_path) and lowered == ["a", "a", "a"]
+
+
+def test_run_layers_traces_equal_layers_once(words_folder, monkeypatch):
+  num_traces = Counter()
+  call_layer = traced_layers.call_layer
+  trace = call_layer.fxn
+  monkeypatch.setattr(call_layer, "fxn", lambda layer, *args: num_traces.update([layer]) or trace(layer, *args))
+  for num_kinds in (1, 2):
+    llm = LLM(words_folder, **ENGINE)
+    layers = llm.runner.model.layers
+    assert len(layers) == 2
+    if num_kinds == 2:   # a layer with one more tensor
+      linear = layers[1].o_proj
+      linear.bias = Tensor.zeros(linear.out_features).contiguous().realize()
+    num_traces.clear()
+    output, = llm.generate(tokens(prompt(7)), greedy(4), use_tqdm=False)
+    assert num_traces == dict.fromkeys(layers[:num_kinds], len(llm.runner.graphs))
+    assert ids_of(output) == reference_greedy(words_folder, prompt(7), 4)
+
+
+def test_core_backend_with_two_devices_raises(folder):
+  with pytest.raises(InputError, match="^tensor_parallel_size=2 must be 1"):
+    LLM(folder, backend=backend.Backend(), tensor_parallel_size=2, **ENGINE)
