@@ -21,12 +21,24 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 CORE, EXTRA = "tinyvllm", "examples/tinyvllm_extra"
-# Source file -> files or folders of the default lane that test it, the most likely to fail first
-TARGETS = {f"{CORE}/scheduler.py": ["core"], f"{CORE}/request.py": ["core", "sampling"], f"{CORE}/runner.py": ["core"],
-           f"{CORE}/engine.py": ["core"], f"{CORE}/tokenizer.py": ["core", "text"], f"{EXTRA}/logits.py": ["sampling"],
-           f"{EXTRA}/structured_outputs.py": ["sampling"], f"{EXTRA}/speculation.py": ["sampling"],
-           f"{EXTRA}/prefix_cache.py": ["cache"], f"{EXTRA}/server/async_engine.py": ["serving"],
-           f"{EXTRA}/server/protocol.py": ["serving"]}
+# Source file -> test files of the default lane, the most likely to fail first
+TARGETS = {
+  f"{CORE}/scheduler.py": "core/test_scheduler core/test_memory core/test_pool core/test_engine core/test_failed_steps",
+  f"{CORE}/request.py": "core/test_stops core/test_scheduler serving/test_errors core/test_engine sampling/test_fields",
+  f"{CORE}/runner.py": "core/test_engine core/test_pool core/test_memory core/test_graphs sampling/test_fields",
+  f"{CORE}/engine.py": "core/test_engine core/test_threads core/test_failed_steps core/test_stops core/test_memory "
+                       "core/test_faults core/test_pool serving/test_errors",
+  f"{CORE}/tokenizer.py": "core/test_stops text/test_tokenizer core/test_engine",
+  f"{EXTRA}/logits.py": "sampling/test_fields serving/test_errors serving/test_request_fields serving/test_completions",
+  f"{EXTRA}/structured_outputs.py": "sampling/test_structured serving/test_request_fields serving/test_vllm_cases",
+  f"{EXTRA}/speculation.py": "sampling/test_*draft* sampling/test_spec*",
+  f"{EXTRA}/prefix_cache.py": "cache/test_*",
+  f"{EXTRA}/server/async_engine.py": "serving/test_async serving/test_server_faults",
+  f"{EXTRA}/server/protocol.py": "serving/test_request_fields serving/test_completions serving/test_vllm_cases "
+                                 "serving/test_server serving/test_tools serving/test_re* serving/test_messages"}
+# Lanes with real engines, for changes that the default lane does not find: graphs and kernels
+REAL = {f"{CORE}/runner.py": "core/test_real_engine kernels/test_backend",
+        f"{EXTRA}/logits.py": "kernels/test_sampler kernels/test_backend"}
 PAIRS = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn),
          (ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.LShift, ast.RShift),
          (ast.BitOr, ast.BitAnd)]
@@ -85,11 +97,10 @@ class Mutant(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
   def get_code(self, fullname: str) -> Any: return compile(self.tree, str(self.path), "exec")   # type: ignore[arg-type]
 
 
-def run_tests(path: str, index: int | None) -> int:
-  """Run the tests of a file in a fork, with its change number `index`, None for no change. Return the exit code."""
+def run_tests(path: str, index: int | None, patterns: str, selection: str = "not slow and not real") -> int:
+  """Run test files in a fork with change number `index` of a source file, None for no change. Return the exit code."""
   pid = os.fork()
-  if pid:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+  if pid: return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
   os.setpgid(0, 0)
   signal.alarm(TIMEOUT)   # ends the process with a negative exit code
   tree = ast.parse((ROOT / path).read_text())
@@ -98,8 +109,8 @@ def run_tests(path: str, index: int | None) -> int:
   output = os.open(os.devnull, os.O_WRONLY)
   for stream in (1, 2): os.dup2(output, stream)
   import pytest
-  code = pytest.main(["-x", "-n0", "-p", "no:cacheprovider", "-m", "not slow and not real",
-                      *[str(ROOT / "tests" / name) for name in TARGETS[path]]])
+  files = [str(file) for pattern in patterns.split() for file in sorted((ROOT / "tests").glob(f"{pattern}.py"))]
+  code = pytest.main(["-x", "-n0", "-p", "no:cacheprovider", "-m", selection, *dict.fromkeys(files)])
   os._exit(int(code))
 
 
@@ -110,26 +121,30 @@ def main() -> int:
   parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
   args = parser.parse_args()
   import numpy, openai, fastapi, tinygrad, pytest   # noqa: E401, F401   # once, before the forks
-  known = (Path(__file__).parent / "survivors.txt").read_text()
-  total = killed = explained = 0
+  known = {x.partition("  # ")[0] for x in (Path(__file__).parent / "survivors.txt").read_text().splitlines()}
+  total = by_default = by_real = explained = 0
   for path in [path for path in TARGETS if args.only in path]:
     start = time.perf_counter()
-    source = (ROOT / path).read_text()
-    all_changes = [(line, text) for line, text, _ in changes(ast.parse(source))]
+    source = (ROOT / path).read_text().splitlines()
+    all_changes = [(line, text) for line, text, _ in changes(ast.parse("\n".join(source)))]
     count = min(args.sample or len(all_changes), len(all_changes))
-    indices = [i * len(all_changes) // count for i in range(count)]
-    assert run_tests(path, None) == 0, f"the tests of {path} fail without a change"
+    assert run_tests(path, None, TARGETS[path]) == 0, f"the tests of {path} fail without a change"
+
+    def run(index: int, path: str = path) -> tuple[int, bool, bool]:
+      in_default = run_tests(path, index, TARGETS[path]) != 0
+      return index, in_default, in_default or path in REAL and run_tests(path, index, REAL[path], "not slow") != 0
     with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
-      codes = [*pool.map(run_tests, [path] * count, indices)]
-    survivors = [all_changes[i] for i, code in zip(indices, codes, strict=True) if code == 0]
-    total, killed = total + count, killed + count - len(survivors)
-    seconds = time.perf_counter() - start
-    print(f"{path}: {count - len(survivors)} of {count} ({len(all_changes)} possible), {seconds:.0f} s")
-    for line, text in survivors:
-      name = f"{path.rpartition('/')[2]}: {source.splitlines()[line - 1].strip()}: {text}"
-      explained += name in known
-      print(f"  survived{' (known)' if name in known else ''}: {name}", flush=True)
-  print(f"mutation score: {killed} of {total} = {killed / total:.1%}; {explained} survivors are in survivors.txt")
+      for index, in_default, in_any in pool.map(run, [i * len(all_changes) // count for i in range(count)]):
+        total, by_default, by_real = total + 1, by_default + in_default, by_real + in_any
+        line, text = all_changes[index]
+        name = f"{path.rpartition('/')[2]}: {source[line - 1].strip()}: {text}"
+        explained += not in_any and name in known
+        kind = "only real" if in_any else "known" if name in known else "survived"
+        if not in_default: print(f"  {kind}: {name}", flush=True)
+    print(f"{path}: {count} of {len(all_changes)} changes, {time.perf_counter() - start:.0f} s; so far {by_default} and "
+          f"{by_real} of {total} found", flush=True)
+  print(f"mutation score: {by_default / total:.1%} in the default lane, {by_real / total:.1%} in all; {explained} of "
+        f"{total - by_real} survivors are known")
   return 0
 
 
