@@ -14,7 +14,6 @@ import importlib.util
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,7 +123,6 @@ def main() -> int:
   known = {x.partition("  # ")[0] for x in (Path(__file__).parent / "survivors.txt").read_text().splitlines()}
   total = by_default = by_real = explained = 0
   for path in [path for path in TARGETS if args.only in path]:
-    start = time.perf_counter()
     source = (ROOT / path).read_text().splitlines()
     all_changes = [(line, text) for line, text, _ in changes(ast.parse("\n".join(source)))]
     count = min(args.sample or len(all_changes), len(all_changes))
@@ -141,8 +139,7 @@ def main() -> int:
         explained += not in_any and name in known
         kind = "only real" if in_any else "known" if name in known else "survived"
         if not in_default: print(f"  {kind}: {name}", flush=True)
-    print(f"{path}: {count} of {len(all_changes)} changes, {time.perf_counter() - start:.0f} s; so far {by_default} and "
-          f"{by_real} of {total} found", flush=True)
+    print(f"{path}: {count} of {len(all_changes)} changes; so far {by_default} and {by_real} of {total} found", flush=True)
   print(f"mutation score: {by_default / total:.1%} in the default lane, {by_real / total:.1%} in all; {explained} of "
         f"{total - by_real} survivors are known")
   return 0
