@@ -139,7 +139,7 @@ def main() -> int:
         explained += not in_any and name in known
         kind = "only real" if in_any else "known" if name in known else "survived"
         if not in_default: print(f"  {kind}: {name}", flush=True)
-    print(f"{path}: {count} of {len(all_changes)} changes; so far {by_default} and {by_real} of {total} found", flush=True)
+    print(f"{path}: {count} of {len(all_changes)} changes; {by_default} and {by_real} of {total} found", flush=True)
   print(f"mutation score: {by_default / total:.1%} in the default lane, {by_real / total:.1%} in all; {explained} of "
         f"{total - by_real} survivors are known")
   return 0
