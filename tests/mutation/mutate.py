@@ -22,7 +22,8 @@ ROOT = Path(__file__).parents[2]
 CORE, EXTRA = "tinyvllm", "examples/tinyvllm_extra"
 # Source file -> test files of the default lane, the most likely to fail first
 TARGETS = {
-  f"{CORE}/scheduler.py": "core/test_scheduler core/test_memory core/test_pool core/test_engine core/test_failed_steps",
+  f"{CORE}/scheduler.py": "core/test_scheduler core/test_memory core/test_pool core/test_engine core/test_failed_steps "
+                          "sampling/test_draft_models",
   f"{CORE}/request.py": "core/test_stops core/test_scheduler serving/test_errors core/test_engine sampling/test_fields",
   f"{CORE}/runner.py": "core/test_engine core/test_pool core/test_memory core/test_graphs sampling/test_fields",
   f"{CORE}/engine.py": "core/test_engine core/test_threads core/test_failed_steps core/test_stops core/test_memory "
@@ -108,7 +109,8 @@ def run_tests(path: str, index: int | None, patterns: str, selection: str = "not
   output = os.open(os.devnull, os.O_WRONLY)
   for stream in (1, 2): os.dup2(output, stream)
   import pytest
-  files = [str(file) for pattern in patterns.split() for file in sorted((ROOT / "tests").glob(f"{pattern}.py"))]
+  files = [str(file) for pattern in ["sampling/test_option_defaults", *patterns.split()]
+           for file in sorted((ROOT / "tests").glob(f"{pattern}.py"))]
   code = pytest.main(["-x", "-n0", "-p", "no:cacheprovider", "-m", selection, *dict.fromkeys(files)])
   os._exit(int(code))
 
