@@ -147,7 +147,7 @@ class Engine(LoadedModel):
     match [*prompt.items()] if isinstance(prompt, dict) else [("prompt", prompt)]:
       case [("prompt", str(text))] if text: return text, self.tokenizer.encode(text)
       case [("prompt_token_ids", list(ids))] if ids: return None, ids
-      case [("messages", list()), *_] as items: return extension("huggingface").encode(self.tokenizer, **dict(items))
+      case [("messages", list()), *_] as items: return extension("conversations").encode(self.tokenizer, **dict(items))
     raise InputError(f"prompt={prompt!r} must be a str, or a dict of prompt, prompt_token_ids or messages, not empty")
 
   def add(self, request: Request) -> None:

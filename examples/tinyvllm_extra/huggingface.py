@@ -1,14 +1,16 @@
 """Tokenizers with special tokens, from sentencepiece's tokenizer.model or Hugging Face's tokenizer.json (tokenizers),
 and chat templates (jinja2)."""
-import dataclasses, functools, itertools, math, pathlib, re
+import dataclasses, itertools, math, pathlib, re
 from collections.abc import Callable
 from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
 from tinyvllm import tokenizer
-from tinyvllm.config import InputError, check, read_json
+from tinyvllm.config import check, read_json
 from tinyvllm_extra.packages import optional
+
+from . import chat_template
 
 
 @dataclasses.dataclass(eq=False)
@@ -20,6 +22,7 @@ class Tokenizer(tokenizer.Tokenizer):
   special_ids: set[int]         # removed by skip_special_tokens
   config: dict[str, Any]        # tokenizer_config.json
   library: Any = None           # the tokenizers.Tokenizer or SentencePieceProcessor
+  template_variables: dict[str, Any] = dataclasses.field(default_factory=dict)   # of each conversation
   max_tokens: float = math.inf       # limit named in the error for a prompt that is too long to encode
   max_characters: float = math.inf   # encode refuses longer prompts
 
@@ -59,6 +62,19 @@ class Tokenizer(tokenizer.Tokenizer):
     name_of: Any = getattr(self.library, "id_to_token", None) or self.library.IdToPiece
     return [self.added_texts.get(i) or name_of(i) for i in ids]
 
+  @property
+  def templates(self) -> dict[str, str]:
+    """The model's chat templates by name, usually only "default"."""
+    found = self.config.get("chat_template") or {}
+    if isinstance(found, list): found = {x["name"]: x["template"] for x in found}
+    return {"default": found} if isinstance(found, str) else found
+
+  def template(self, has_tools: bool, source: str | None = None) -> str | None:
+    """Return the chat template named `source`, or `source` itself. None: the model's default template, or the one named
+    "tool_use" for tools."""
+    names = [source] if source else ["tool_use", "default"] if has_tools else ["default"]
+    return next((self.templates[name] for name in names if name in self.templates), source)
+
   def apply_chat_template(self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True,
                           continue_final_message: bool = False, **variables: Any) -> str:
     """Render a conversation with the model's chat template and return the prompt.
@@ -67,30 +83,32 @@ class Tokenizer(tokenizer.Tokenizer):
     add_generation_prompt: append the start of an answer. continue_final_message: leave the last message open instead,
     for the model to continue. variables: the template's other variables, such as tools, or another chat_template.
     Raises InputError without a template, or if the template fails."""
-    variables = self.config | variables
-    check(variables.get("chat_template"), "tokenizer_config.json has no chat template: use generate")
-    sandbox = optional("jinja2.sandbox", "hf", "a chat template")
-    environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    try:
-      messages = [*map(with_plain_content, messages)]
-      text = environment.from_string(variables["chat_template"]).render(
-        variables, messages=messages, add_generation_prompt=add_generation_prompt and not continue_final_message,
-        raise_exception=functools.partial(check, False))
-      if not continue_final_message: return text
-      last = messages[-1]["content"].strip()
-      return text[:text.rindex(last) + len(last)]
-    except Exception as error:   # templates fail in many ways
-      raise InputError(f"messages: the chat template failed: {error!r}") from error
+    source = self.template(bool(variables.get("tools")), variables.pop("chat_template", None)) or ""
+    check(source, "tokenizer_config.json has no chat template: use generate")
+    tokens = {k: v for k, v in self.config.items() if k.endswith("_token") and isinstance(v, str)}
+    variables = {**tokens, **self.template_variables, **variables}
+    return chat_template.render(source, messages, continue_final_message, **variables,
+                                add_generation_prompt=add_generation_prompt and not continue_final_message)
 
 
 def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
   """Read tokenizer.json or tokenizer.model, with tokenizer_config.json and chat_template.jinja if they exist."""
-  config = read_json(folder / "tokenizer_config.json")
-  config |= {path.stem: path.read_text() for path in folder.glob("chat_template.jinja")}
+  config = read_config(folder)
   file = folder / "tokenizer.json"
   if file.exists(): return wrap(optional("tokenizers", "hf", "tokenizer.json").Tokenizer.from_file(str(file)), config)
   check((folder / "tokenizer.model").exists(), f"model: {folder} has no tokenizer.json and no tokenizer.model")
   return wrap_sentencepiece(SentencePieceProcessor(model_file=str(folder / "tokenizer.model")), config)
+
+
+def read_config(folder: pathlib.Path) -> dict[str, Any]:
+  """Return tokenizer_config.json with the special tokens and chat templates of other files, as transformers does."""
+  config = read_json(folder / "tokenizer_config.json")
+  special = read_json(folder / "special_tokens_map.json")
+  config = {**special, **config} if "added_tokens_decoder" in config else {**config, **special}
+  config = {**read_json(folder / "chat_template.json"), **config}   # {"chat_template": text} of a processor
+  paths = [*folder.glob("additional_chat_templates/*.jinja"), *folder.glob("chat_template.jinja")]
+  files = {path.stem.replace("chat_template", "default"): path.read_text() for path in paths}
+  return {**config, "chat_template": files} if files else config
 
 
 def wrap_sentencepiece(model: SentencePieceProcessor, config: dict[str, Any]) -> Tokenizer:
@@ -106,31 +124,6 @@ def wrap_sentencepiece(model: SentencePieceProcessor, config: dict[str, Any]) ->
   def decode(plain: list[int]) -> str: return model.DecodeIds([i for i in plain if i in ids])   # higher ids are padding
   config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config}
   return Tokenizer(encode, decode, added, {i for i, token in tokens.items() if token["special"]}, config, model)
-
-
-def with_plain_content(message: dict[str, Any]) -> dict[str, Any]:
-  """Return a chat message with content of type str: parts are joined by newlines, as in vLLM, an assistant's None
-  becomes ""."""
-  content = message.get("content")
-  if message["role"] == "assistant" and content is None: content = ""   # a tool call
-  check(isinstance(content, str | list), f"content={content!r} must be a str or a list of parts")
-  return {**message, "content": "\n".join(map(text_of, content)) if isinstance(content, list) else content}
-
-
-def text_of(part: Any) -> str:
-  """Return the text of a part of a message's content."""
-  kind = part.get("type") if isinstance(part, dict) else None
-  text = part.get(kind.removeprefix("input_")) if kind in ("text", "input_text", "refusal") else part
-  check(isinstance(text, str), f"content: type {kind!r} is not supported: use parts {{'type': 'text', 'text': '...'}}")
-  return text
-
-
-def encode(converter: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any] | None = None,
-           **unknown: Any) -> tuple[str, list[int]]:
-  """Return a conversation's prompt text and token ids. template: options of Tokenizer.apply_chat_template."""
-  check(messages and not unknown, f"prompt: messages={messages!r} must not be empty, and only `template` may be added")
-  text = converter.apply_chat_template(messages, **template or {})
-  return text, converter.encode(text, False)   # the template adds BOS
 
 
 def wrap(library: Any, config: dict[str, Any]) -> Tokenizer:

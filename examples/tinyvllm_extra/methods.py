@@ -49,7 +49,8 @@ class Methods(Engine):
     check(not (self.is_embedder and self.proposer), "speculative_config must be None for an embedding model")
     # Else `encode` leaves out tokenizer.json's end token, whose hidden state is the embedding
     if self.is_embedder: self.tokenizer.config.pop("add_bos_token", None)
-    self.tokenizer.config |= own.template_variables()
+    self.tokenizer.template_variables = own.default_chat_template_kwargs or {}
+    if own.chat_template: self.tokenizer.config["chat_template"] = own.chat_template
     self.sampling_defaults |= own.sampling_defaults()
     self.max_logprobs = own.max_logprobs
 

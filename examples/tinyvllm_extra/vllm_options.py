@@ -107,11 +107,6 @@ class ModelOptions(Options):
     return {name.replace("max_new_tokens", "max_tokens"): value
             for name, value in (self.override_generation_config or {}).items()}
 
-  def template_variables(self) -> dict[str, Any]:
-    """Return variables of the chat template, which may include another `chat_template`."""
-    return {**(self.default_chat_template_kwargs or {}),
-            **({"chat_template": self.chat_template} if self.chat_template else {})}
-
 
 def split_options(options: dict[str, Any], model: Any = None) -> tuple[dict[str, Any], ModelOptions]:
   """Check LLM's options, and return the fields of EngineConfig and the ModelOptions. Raises InputError for an unknown

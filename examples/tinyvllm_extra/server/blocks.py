@@ -8,8 +8,10 @@ import orjson, pydantic
 from fastapi.exceptions import RequestValidationError
 
 from tinyvllm import CompletionOutput, RequestOutput
-from tinyvllm.config import check
+from tinyvllm.config import InputError
 from tinyvllm.engine import Request
+from tinyvllm_extra import chat_template
+from tinyvllm_extra.conversations import INSTRUCTIONS
 
 from .fields import unknown_fields
 from .protocol import SAMPLING, ChatRequest, CompletionBuilder
@@ -31,18 +33,21 @@ class Part(Tolerant):
   type: str
   text: str | None = None
 
+  @property
+  def as_text(self) -> str: return self.text if self.text is not None else chat_template.text_of(self.model_dump())
 
-def text_of(content: str | Iterable[Any] | None, path: str) -> str:
+
+def text_of(content: "str | Iterable[Part] | None", path: str) -> str:
   """Return the text of a message's content. Raises InputError for images, files and audio."""
-  if isinstance(content, str | None): return content or ""
-  parts = [*content]
-  for part in parts: check(part.text is not None, f"{path}: content of type {part.type!r} is not supported, only text")
-  return "\n".join(part.text for part in parts)
+  if content is None or isinstance(content, str): return content or ""
+  try: return "\n".join(part.as_text for part in content)
+  except InputError as error: raise InputError(f"{path}: {error}") from error
 
 
 def add_message(messages: list[dict[str, Any]], role: str, text: str = "", **fields: Any) -> None:
   """Add a message to a chat. Merge it with the last one if both are the assistant's or the system's."""
-  if not messages or messages[-1]["role"] != role or role not in ("assistant", "system"):
+  kind = [INSTRUCTIONS if x in INSTRUCTIONS else x for x in (role, messages[-1]["role"] if messages else None)]
+  if kind[0] != kind[1] or role in ("user", "tool"):
     messages.append({"role": role, "content": ""})
   last = messages[-1]
   last["content"] = "\n".join(filter(None, [last["content"], text]))

@@ -7,12 +7,12 @@ import pydantic
 
 from tinyvllm import CompletionOutput, RequestOutput
 from tinyvllm.engine import Request
+from tinyvllm_extra.conversations import parse_arguments
 
 from .blocks import (Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function_tool, named_event,
                      named_function, text_of, tool_call)
 from .errors import anthropic_error, internal_error
-from .protocol import usage_of
-from .tools import parse_arguments
+from .protocol import thinking, usage_of
 
 # Claude Code's first line of the system prompt, which differs in each request and so would defeat the prefix cache
 BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:.*\n?")
@@ -79,18 +79,18 @@ class MessagesRequest(Tolerant):
       text = BILLING_HEADER.sub("", part if isinstance(part, str) else text_of([part], "system"))
       if text: add_message(messages, "system", text)
     for i, message in enumerate(self.messages): add_turn(messages, message, f"messages.{i}.content")
-    is_prefilled = bool(messages) and messages[-1]["role"] == "assistant" and bool(messages[-1]["content"].strip())
+    is_prefilled = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     choice = self.tool_choice or ToolChoice(type="auto")
     names = {"any": "required", "tool": named_function(choice.name)}
     config = self.output_config or OutputConfig()
     schema = {"type": "json_schema", "json_schema": {"schema": config.format.schema_}} if config.format else None
-    thinking = {"chat_template_kwargs": {"enable_thinking": self.thinking.type != "disabled"}} if self.thinking else {}
+    variables = {"chat_template_kwargs": thinking(self.thinking.type != "disabled")} if self.thinking else {}
     return chat_request(
       self, messages=messages, max_tokens=self.max_tokens, stop=self.stop_sequences, reasoning_effort=config.effort,
       tools=[function_tool(x.name, x.description, x.input_schema) for x in self.tools or []
              if x.input_schema is not None],
       tool_choice=names.get(choice.type, choice.type), parallel_tool_calls=not choice.disable_parallel_tool_use,
-      response_format=schema, continue_final_message=is_prefilled or None, **thinking)
+      response_format=schema, continue_final_message=is_prefilled or None, **variables)
 
 
 def add_turn(messages: list[dict[str, Any]], message: Message, path: str) -> None:

@@ -8,12 +8,13 @@ import orjson, pydantic
 from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from tinyvllm.config import check
 from tinyvllm.engine import Prompt, Request
-from tinyvllm_extra.huggingface import Tokenizer, with_plain_content
+from tinyvllm_extra.conversations import plain_text, render_conversation
+from tinyvllm_extra.huggingface import Tokenizer
 
 from .errors import internal_error
 from .fields import NO_EFFECT, Body, Int, Prompts
 from .parsers import Event, OutputFormat, Parser
-from .tools import callable_tools, calls_schema, requires_call, with_parsed_arguments
+from .tools import callable_tools, calls_schema, requires_call
 
 UNLIMITED = 2**31 - 1   # max_tokens without a limit below max_model_len
 
@@ -175,16 +176,23 @@ def chat_text(body: Any, tokenizer: Tokenizer, trusts_template: bool) -> str:
   check(body.messages, "messages=[] must not be empty")
   tools = tools_of(body)
   variables = body.chat_template_kwargs or {}
-  for name in ("messages", "raise_exception", "chat_template"):
+  for name in ("messages", "raise_exception", "chat_template", "strftime_now"):
     check(name not in variables, f"chat_template_kwargs: {name} is reserved")
+  effort = getattr(body, "reasoning_effort", None)
+  if effort: variables = {"reasoning_effort": effort, **thinking(effort != "none"), **variables}
   variables = {**variables, **{name: value for name, value in body if name in TEMPLATE and value not in (None, "")}}
   check(trusts_template or "chat_template" not in variables,
         "chat_template: refused, because the server runs without --trust-request-chat-template")
   if tools: variables["tools"] = tools
-  template = variables.get("chat_template", tokenizer.config.get("chat_template")) or ""
+  template = tokenizer.template(bool(tools), variables.get("chat_template")) or ""
   check("tools" not in variables or "tools" in template or requires_call(tool_choice_of(body)),
         "tools: the model's chat template does not support tools")
-  return tokenizer.apply_chat_template([*map(with_parsed_arguments, body.messages)], **variables)
+  return render_conversation(tokenizer, body.messages, **variables)
+
+
+def thinking(is_on: bool) -> dict[str, Any]:
+  """Return variables of chat templates that turn reasoning on or off: Qwen's name, and Granite's and DeepSeek's."""
+  return {"enable_thinking": is_on, "thinking": is_on}
 
 
 # Responses
@@ -361,7 +369,7 @@ class ChatBuilder(CompletionBuilder):
   def echoed(self) -> str:
     """The text of the last message, if the answer continues it and must include it."""
     last = self.body.messages[-1]
-    return with_plain_content(last)["content"] if self.body.echo and last.get("role") == self.role else ""
+    return plain_text(last) if self.body.echo and last.get("role") == self.role else ""
 
   def prompt_fields_of(self, request: Request) -> dict[str, Any]:
     first = request.sequences[0]

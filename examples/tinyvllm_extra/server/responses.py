@@ -108,8 +108,7 @@ def add_item(messages: list[dict[str, Any]], item: Item, path: str) -> None:
   kind = item.type or "message"
   if kind == "message":
     check(item.role, f"{path}.role: a message must have a role")
-    role = "system" if item.role == "developer" else item.role
-    add_message(messages, str(role), text_of(item.content, f"{path}.content"))
+    add_message(messages, str(item.role), text_of(item.content, f"{path}.content"))
   elif kind == "reasoning":   # with content or a summary, else encrypted
     text = text_of(item.content or item.summary, f"{path}.content")
     if text: add_message(messages, "assistant", reasoning_content=text)

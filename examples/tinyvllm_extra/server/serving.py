@@ -40,7 +40,7 @@ class Serving:
 
   @functools.cached_property
   def output_format(self) -> OutputFormat:
-    return find_format(str(self.llm.llm.tokenizer.config.get("chat_template")), *self.parser_names)
+    return find_format("\n".join(self.llm.llm.tokenizer.templates.values()), *self.parser_names)
 
   @functools.cached_property
   def chat_defaults(self) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Tools in OpenAI's format: the functions that a response may call, the JSON schema of a response that must call one,
-and the calls of earlier messages. parsers.py reads calls in generated text."""
+"""Tools in OpenAI's format: the functions that a response may call, and the JSON schema of a response that must call
+one. parsers.py reads calls in generated text."""
 import json
 from typing import Any
 
@@ -73,23 +73,3 @@ def merged_definitions(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for name, schema in definitions.items():
       check(merged.setdefault(name, schema) == schema, f"tools: two functions define {name!r} differently in $defs")
   return merged
-
-
-def parse_arguments(arguments: Any) -> dict[str, Any]:
-  """Return a call's arguments as an object. "" is {}; text that is not a JSON object, such as a call cut off by
-  max_tokens, becomes {"invalid_json": text}."""
-  try: value = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
-  except (ValueError, RecursionError): value = None
-  return value if isinstance(value, dict) else {"invalid_json": arguments}
-
-
-def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-  """Return a message with its tool calls' arguments as objects, as chat templates expect: see parse_arguments."""
-  calls = message.get("tool_calls")
-  if not calls: return message
-  names = [isinstance(call, dict) and isinstance(call.get("function"), dict) and call["function"].get("name")
-           for call in (calls if isinstance(calls, list) else [None])]
-  check(all(isinstance(name, str) for name in names),
-        "messages: every entry of tool_calls must be an object with a function that has a name")
-  return {**message, "tool_calls": [{**call, "function": {
-    **call["function"], "arguments": parse_arguments(call["function"].get("arguments"))}} for call in calls]}

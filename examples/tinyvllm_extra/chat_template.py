@@ -1,0 +1,85 @@
+"""Renders conversations with a model's chat template, in the environment that transformers gives to templates
+(transformers/utils/chat_template_utils.py)."""
+import datetime, functools, json
+from typing import Any
+
+from tinyvllm.config import InputError, check
+
+from .packages import optional
+
+END = "\ue0ff "   # end of a message to continue: a private character, and a space that shows whether spaces are kept
+REASONING = ("reasoning_content", "thinking", "reasoning")   # names of a message's reasoning
+
+
+def to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
+            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+  """The filter tojson. Jinja's own one sorts keys and escapes HTML characters."""
+  return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+@functools.lru_cache(maxsize=16)
+def compile_template(source: str) -> tuple[Any, bool]:
+  """Return the jinja2 template, and whether it iterates over the parts of a message's content."""
+  from jinja2 import ext, nodes, sandbox
+
+  class Generation(ext.Extension):
+    """The tag {% generation %}, which marks an answer for training. Here it is only a scope."""
+    tags = {"generation"}
+    def parse(self, parser: Any) -> Any:
+      line = next(parser.stream).lineno
+      return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+  environment = sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
+  environment.filters["tojson"] = to_json
+  environment.globals["raise_exception"] = functools.partial(check, False)
+  environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+  loops = environment.parse(source).find_all(nodes.For)
+  return environment.from_string(source), any("'content'" in repr(loop.iter) for loop in loops)
+
+
+def render(source: str, messages: list[dict[str, Any]], continue_final_message: bool = False, **variables: Any) -> str:
+  """Return the prompt of a conversation. variables: the template's. Raises InputError if the template fails."""
+  optional("jinja2.sandbox", "hf", "a chat template")
+  try:
+    template, has_parts = compile_template(source)
+    messages = [normalize(message, has_parts) for message in messages]
+    if continue_final_message: messages[-1] = open_message(messages[-1])
+    text = template.render({"tools": None, "documents": None, **variables}, messages=messages)
+    if not continue_final_message: return text
+    end = text.rindex(END.strip())
+    return text[:end] if text.startswith(END, end) else text[:end].rstrip()   # the template strips spaces
+  except Exception as error:   # templates fail in many ways
+    raise InputError(f"messages: the chat template failed: {error!r}") from error
+
+
+def normalize(message: dict[str, Any], has_parts: bool) -> dict[str, Any]:
+  """Return a message without null fields, with its reasoning under all names, and with the content that the template
+  understands: text, or parts if it iterates over them. An assistant's null content, as in a tool call, becomes ""."""
+  message = {key: value for key, value in message.items() if value is not None}
+  if message["role"] == "assistant": message = {"content": "", **message}
+  reasoning = next((message[name] for name in REASONING if name in message), None)
+  if reasoning is not None: message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+  content = message.get("content")
+  check(isinstance(content, str | list), f"content={content!r} must be a str or a list of parts")
+  if isinstance(content, list):
+    texts = [*map(text_of, content)]
+    message["content"] = [{"type": "text", "text": text} for text in texts] if has_parts else "\n".join(texts)
+  return message
+
+
+def text_of(part: Any) -> str:
+  """Return the text of a part of a message's content."""
+  kind = part.get("type") if isinstance(part, dict) else None
+  names = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
+  text = part[names[kind]] if kind in names and names[kind] in part else part
+  check(isinstance(text, str), f"content: type {kind!r} is not supported: use parts {{'type': 'text', 'text': '...'}}")
+  return text
+
+
+def open_message(message: dict[str, Any]) -> dict[str, Any]:
+  """Return the last message, which the answer continues, with END after its text."""
+  content: Any = message.get("content")
+  check(content is not None, "continue_final_message: the last message has no content")
+  if isinstance(content, str): return {**message, "content": content + END}
+  return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + END}]}

@@ -1,0 +1,89 @@
+"""Published chat templates, which trl contains, rendered as transformers renders them (pip install '.[formats]', then
+pip install --no-deps trl==1.16.0). data/conversations.json holds the conversations."""
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.tokenizers import byte_level_bpe
+
+from tinyvllm_extra.huggingface import load_tokenizer
+
+DATA = Path(__file__).parents[1] / "data"
+CONVERSATIONS: dict[str, dict[str, Any]] = json.loads((DATA / "conversations.json").read_text())
+TRL = importlib.util.find_spec("trl").submodule_search_locations[0]   # not imported: it would need torch
+TEMPLATES = {path.stem: path.read_text() for path in sorted(Path(TRL, "chat_templates").glob("*.jinja"))}
+TOKENS = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": None}
+
+
+def tokenizers(folder: Path, config: dict[str, Any], files: dict[str, str] | None = None) -> tuple[Any, Any]:
+  """Return our tokenizer and transformers' one of a folder with these files."""
+  from transformers import AutoTokenizer
+  byte_level_bpe().save(str(folder / "tokenizer.json"))
+  config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+  for name, text in {"tokenizer_config.json": json.dumps(config), **(files or {})}.items():
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+  return load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def rendered(tokenizer: Any, conversation: dict[str, Any], **options: Any) -> str | None:
+  """Return a conversation's text, or None if the template fails."""
+  options = {"add_generation_prompt": True, **conversation, **options}
+  try: return tokenizer.apply_chat_template(options.pop("messages"), **options)
+  except Exception: return None   # templates fail in many ways
+
+
+def with_plain_content(conversation: dict[str, Any]) -> dict[str, Any]:
+  """Return a conversation whose contents are text, as vLLM passes it to templates that do not read lists or null."""
+  def text(content: Any) -> str:
+    return "\n".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+  return {**conversation, "messages": [{**x, "content": text(x["content"])} for x in conversation["messages"]]}
+
+
+def expected(tokenizer: Any, conversation: dict[str, Any]) -> str | None:
+  """Return the text of transformers. Templates that fail with a list or null, or that print or drop the list, get plain
+  content."""
+  text = rendered(tokenizer, conversation, tokenize=False)
+  parts = [x["text"] for m in conversation["messages"] if isinstance(m["content"], list) for x in m["content"]]
+  is_printed = text is not None and re.search(r"['\"]type['\"]: ['\"]text", text)
+  if text is not None and all(part in text for part in parts) and not is_printed: return text
+  return rendered(tokenizer, with_plain_content(conversation), tokenize=False)
+
+
+def test_published_templates_are_found(): assert len(TEMPLATES) >= 72 and len(CONVERSATIONS) >= 12
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_template_renders_the_text_of_transformers(tmp_path, template):
+  ours, theirs = tokenizers(tmp_path, TOKENS, {"chat_template.jinja": TEMPLATES[template]})
+  texts = {name: rendered(ours, conversation) for name, conversation in CONVERSATIONS.items()}
+  assert texts == {name: expected(theirs, conversation) for name, conversation in CONVERSATIONS.items()}
+  assert sum(text is not None for text in texts.values()) >= 8
+
+
+TOOL = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
+NAMED = [{"name": "default", "template": "plain {{ bos_token }}|{{ pad_token }}"},
+         {"name": "tool_use", "template": "with {{ tools[0].function.name }}"},
+         {"name": "rag", "template": "documents"}]
+# tokenizer_config.json and other files -> template
+PLACES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+  "config": ({**TOKENS, "chat_template": "{{ bos_token }}{{ messages[0].content }}"}, {}),
+  "named": ({**TOKENS, "chat_template": NAMED}, {}),
+  "named_without_tool_use": ({"chat_template": NAMED[::2]}, {}),
+  "file": ({**TOKENS, "chat_template": "overridden"}, {"chat_template.jinja": "file {{ eos_token }}"}),
+  "additional": (TOKENS, {
+    "chat_template.jinja": "file", "additional_chat_templates/tool_use.jinja": "more {{ tools }}"}),
+  "special_tokens_map": ({"chat_template": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}"}, {
+    "special_tokens_map.json": json.dumps({"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}})}),
+  "own_special_token": ({"chat_template": "{{ sep_token }}{{ image_token }}", "image_token": "<image>"}, {})}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_template_is_found_where_transformers_finds_it(tmp_path, place):
+  ours, theirs = tokenizers(tmp_path, *PLACES[place])
+  for options in ({}, {"tools": TOOL}, {"chat_template": "rag"}, {"chat_template": "{{ eos_token }}!"}):
+    conversation = {"messages": [{"role": "user", "content": "Hi"}], **options}
+    assert rendered(ours, conversation) == rendered(theirs, conversation, tokenize=False), options
