@@ -19,7 +19,7 @@ def to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = N
 
 @functools.lru_cache(maxsize=16)
 def compile_template(source: str) -> tuple[Any, bool]:
-  """Return the jinja2 template, and whether it iterates over the parts of a message's content."""
+  """Return the jinja2 template, and whether it renders content that is a list of parts."""
   from jinja2 import ext, nodes, sandbox
 
   class Generation(ext.Extension):
@@ -34,8 +34,10 @@ def compile_template(source: str) -> tuple[Any, bool]:
   environment.filters["tojson"] = to_json
   environment.globals["raise_exception"] = functools.partial(check, False)
   environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-  loops = environment.parse(source).find_all(nodes.For)
-  return environment.from_string(source), any("'content'" in repr(loop.iter) for loop in loops)
+  template = environment.from_string(source)
+  try: text = template.render(messages=[{"role": "user", "content": [{"type": "text", "text": END}]}])
+  except Exception: text = ""   # not with a list
+  return template, END.strip() in text and "type'" not in text and 'type"' not in text
 
 
 def render(source: str, messages: list[dict[str, Any]], continue_final_message: bool = False, **variables: Any) -> str:

@@ -19,15 +19,16 @@ def render_conversation(tokenizer: Tokenizer, messages: Messages, **options: Any
 
   Raises InputError if the template fails for all forms of the conversation, or would leave out an instruction."""
   source = tokenizer.template(bool(options.get("tools")), options.get("chat_template")) or ""
+  later = [plain_text(x).strip() for x in messages[1:] if x.get("role") in INSTRUCTIONS]
   error: InputError | None = None
   for form in forms([adapt(message, source) for message in messages]):
     try: text = tokenizer.apply_chat_template(form, **options)
     except InputError as e:
       error = error or e
       continue
-    missing = [x for x in form[1:] if x.get("role") in INSTRUCTIONS and plain_text(x).strip() not in text]
-    if not missing: return text
-    error = error or InputError(f"messages: the chat template leaves out the instruction {plain_text(missing[0])!r}")
+    missing = next((x for x in later if x not in text), None)
+    if missing is None: return text
+    error = error or InputError(f"messages: the chat template leaves out the instruction {missing[:100]!r}")
   raise error   # type: ignore[misc]   # there is at least one form
 
 

@@ -20,6 +20,7 @@ SPLITS = {**dict.fromkeys(["llama-bpe", "llama3", "llama-v3", "smaug-bpe"], LLAM
           **dict.fromkeys(["qwen2", "deepseek-r1-qwen"], LLAMA3.replace("{1,3}", "")),
           **dict.fromkeys(["smollm", "starcoder", "refact"], r"\p{N}"), "gpt-2": "", "default": ""}
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")   # words may be single tokens; prompts start with BOS
+TEMPLATE = "tokenizer.chat_template."   # start of the keys of named templates
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)   # sentencepiece's token types
 REQUIRED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores", "token_type")}   # by tokenizer.ggml.model
 
@@ -72,7 +73,9 @@ def sentencepiece_model(config: dict[str, Any]) -> bytes:
 def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int) -> tuple[Any, dict[str, Any]]:
   """Return a tokenizers.Tokenizer or the content of a tokenizer.model, and the content of tokenizer_config.json.
   vocab_size: rows of the embeddings. Raises InputError naming the missing or unsupported key."""
-  config = {name.split(".")[-1]: value for name, value in metadata.items() if name.startswith("tokenizer.")}
+  named = {name.removeprefix(TEMPLATE): text for name, text in metadata.items() if name.startswith(TEMPLATE)}
+  config = {name.split(".")[-1]: value for name, value in metadata.items()
+            if name.startswith("tokenizer.") and not name.startswith(TEMPLATE)}
   model_type = str(config.get("model"))
   pre = str(config.get("pre", "default"))
   def check_supported(key: str, value: str, values: Any) -> None:
@@ -87,6 +90,8 @@ def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int
   lib = optional("tokenizers", "hf", "a byte-level vocabulary") if model_type == "gpt2" else None
   settings: dict[str, Any] = {"add_bos_token": model_type == "llama" or pre in WHOLE_WORDS}
   settings |= {key: config[key] for key in ("chat_template", "add_bos_token") if key in config}
+  if named: settings["chat_template"] = [{"name": name, "template": text} for name, text in
+                                         {"default": config.get("chat_template"), **named}.items() if text]
   try:
     for name in ("bos", "eos"):
       if f"{name}_token_id" in config: settings[f"{name}_token"] = tokens[config[f"{name}_token_id"]]

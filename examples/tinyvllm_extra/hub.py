@@ -15,8 +15,9 @@ from .vllm_options import split_options
 # ORG/NAME, or for a GGUF model ORG/NAME:TYPE or ORG/NAME:FILE. A name that ends with .gguf is a path
 NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?<!\.gguf)(?::(.+))?")
 # The files of a model folder, in the root of a repository
-FILES = re.compile(r"(config|generation_config|tokenizer|tokenizer_config|modules|1_Pooling/config)\.json|"
-                   r"tokenizer\.model|chat_template\.jinja|(?!consolidated|adapter)[^/]+\.safetensors(\.index\.json)?")
+FILES = re.compile(r"(config|generation_config|tokenizer(_config|)|special_tokens_map|chat_template|modules|"
+                   r"1_Pooling/config)\.json|tokenizer\.model|(additional_chat_templates/[^/]+|chat_template)\.jinja|"
+                   r"(?!consolidated|adapter)[^/]+\.safetensors(\.index\.json)?")
 ENDING = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)   # ending of a GGUF file, or of a part of a split one
 
 

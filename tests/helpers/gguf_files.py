@@ -28,7 +28,7 @@ def ggml_blocks(x: np.ndarray, kind: Any) -> np.ndarray:
 
 
 def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | None = None,
-               merges: list[str] | None = None, specials: Iterable[str] = (), template: str | None = None,
+               merges: list[str] | None = None, specials: Iterable[str] = (), template: Any = None,
                tokenizer: str = "gpt2", kinds: dict[str, str] | None = None, pre: str = "gpt-2",
                architecture: str | None = None, tensors_per_file: int = 0, add_eos: bool = False) -> Path:
   """Write the model in `folder` as llama.cpp's converter does: LLaMA's q and k rows interleaved, norms and biases in

@@ -2,6 +2,7 @@
 pip install --no-deps trl==1.16.0). data/conversations.json holds the conversations."""
 import importlib.util
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from tinyvllm_extra.huggingface import load_tokenizer
 DATA = Path(__file__).parents[1] / "data"
 CONVERSATIONS: dict[str, dict[str, Any]] = json.loads((DATA / "conversations.json").read_text())
 TRL = importlib.util.find_spec("trl").submodule_search_locations[0]   # not imported: it would need torch
-TEMPLATES = {path.stem: path.read_text() for path in sorted(Path(TRL, "chat_templates").glob("*.jinja"))}
+FOLDERS = [Path(TRL, "chat_templates"), *map(Path, filter(None, [os.environ.get("TINYVLLM_TEMPLATES")]))]
+TEMPLATES = {path.stem: path.read_text() for folder in FOLDERS for path in sorted(folder.glob("*.jinja"))}
+OF_TRL = [path.stem for path in FOLDERS[0].glob("*.jinja")]
 TOKENS = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": None}
 
 
@@ -53,7 +56,7 @@ def expected(tokenizer: Any, conversation: dict[str, Any]) -> str | None:
   return rendered(tokenizer, with_plain_content(conversation), tokenize=False)
 
 
-def test_published_templates_are_found(): assert len(TEMPLATES) >= 72 and len(CONVERSATIONS) >= 12
+def test_published_templates_are_found(): assert len(OF_TRL) >= 72 and len(CONVERSATIONS) >= 12
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
@@ -61,7 +64,7 @@ def test_template_renders_the_text_of_transformers(tmp_path, template):
   ours, theirs = tokenizers(tmp_path, TOKENS, {"chat_template.jinja": TEMPLATES[template]})
   texts = {name: rendered(ours, conversation) for name, conversation in CONVERSATIONS.items()}
   assert texts == {name: expected(theirs, conversation) for name, conversation in CONVERSATIONS.items()}
-  assert sum(text is not None for text in texts.values()) >= 8
+  if template in OF_TRL: assert sum(text is not None for text in texts.values()) >= 8
 
 
 TOOL = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]

@@ -11,7 +11,7 @@ from helpers.engines import ENGINE, check_invariants
 from helpers.models import tiny_model
 from helpers.servers import wait_until
 
-from tinyvllm import SamplingParams, engine, runner
+from tinyvllm import SamplingParams, runner
 from tinyvllm_extra.server import AsyncLLM
 from tinyvllm_extra.server.async_engine import StepError
 
@@ -298,23 +298,6 @@ def test_stream_interval_gives_fewer_outputs_with_same_text(llm, monkeypatch):
     with pytest.raises(ValueError, match="stream_interval"): AsyncLLM(stream_interval=interval)
 
 
-def test_failed_build_step_fails_only_its_requests(llm, monkeypatch):
-  build_step, failed = engine.build_step, []
-
-  def faulty(batch, runner):
-    if not failed and len(batch) == 2 and all(s.num_generated > 2 for s in batch):
-      failed.extend(s.request_id for s in batch)
-      raise ValueError("boom")
-    return build_step(batch, runner)
-  monkeypatch.setattr(engine, "build_step", faulty)
-
-  async def run():
-    jobs = [collect(llm, prompt, argmax(30), request_id=str(i)) for i, prompt in enumerate(PROMPTS[:2])]
-    return await together(llm, *jobs, return_exceptions=True)
-  assert all(type(result) is StepError and "boom" in str(result) for result in finish(run())) and len(failed) == 2
-  assert finish(collect(llm, PROMPTS[0], argmax(30))) == expected(llm, PROMPTS[0], argmax(30)), "later requests work"
-
-
 @pytest.mark.parametrize("prompt,options,message", [
   ("", {}, "empty"), (5, {}, "prompt"), ({"text": "the cat"}, {}, "prompt"), ({"prompt_token_ids": []}, {}, "empty"),
   ({"prompt_token_ids": [320]}, {}, "320"), ("the cat " * 100, {}, "maximum context length is 128 tokens"),
@@ -383,5 +366,3 @@ def test_inner_llm_call_from_other_thread_raises(llm, monkeypatch):
                                            ({"model": "/nowhere"}, "nowhere")], ids=str)
 def test_bad_options_raise_value_error(options, message):
   with pytest.raises(ValueError, match=message): AsyncLLM(**options)
-
-

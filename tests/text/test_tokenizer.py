@@ -177,14 +177,6 @@ def test_chat_template_special_tokens_are_encoded(bpe, gguf):
     assert ids.count(SPECIALS.index("<|im_start|>")) == 3 and ids.count(SPECIALS.index("<|im_end|>")) == 2
 
 
-def test_chat_template_file_is_read(tmp_path):
-  (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
-  template = "{{ bos_token }}{% for m in messages %}\n  {{ m.content }}{{ eos_token }}\n{% endfor %}\n"
-  (tmp_path / "chat_template.jinja").write_text(template)
-  text = load_tokenizer(tmp_path).apply_chat_template(HI)
-  assert text.startswith("<s>") and "hi</s>" in text
-
-
 def test_chat_without_template_raises(spm):
   with pytest.raises(ValueError, match="no chat.template.*generate"): spm.apply_chat_template(HI)
 
