@@ -142,12 +142,6 @@ def test_tool_choice_none_leaves_calls_in_text(create):
   assert message.content[0].text == HERMES and message.stop_reason == "end_turn"
 
 
-def test_tool_use_cut_off_by_max_tokens_has_invalid_json(create):
-  message = create(tools=[TOOL], tool_choice={"type": "any"}, max_tokens=40)
-  assert message.stop_reason == "max_tokens" and message.content[0].name == "weather"
-  assert [*message.content[0].input] == ["invalid_json"]
-
-
 def test_tool_results_and_blocks_reach_template(create, count):
   messages = [
     {"role": "user", "content": [{"type": "text", "text": "how"}, {"type": "text", "text": "is it"}]},
@@ -245,3 +239,8 @@ def test_body_of_claude_code_is_answered(server, name):
   assert data[-2]["delta"]["stop_reason"] == "max_tokens", "max_tokens beyond the context means the rest of it"
   usage = data[-2]["usage"]
   assert usage["input_tokens"] + usage["cache_read_input_tokens"] == count
+
+
+def test_tool_use_cut_off_by_max_tokens_is_text(create):
+  message = create(tools=[TOOL], tool_choice={"type": "any"}, max_tokens=40)
+  assert message.stop_reason == "max_tokens" and message.content[0].text.startswith('[{"name"')

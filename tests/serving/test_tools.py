@@ -1,16 +1,13 @@
 """Reasoning and tool calls through the server with the openai package: tools in the chat template; calls that the
 client requires or the model chooses, complete and streamed. The formats of all model families, by the parser alone."""
-import itertools
 import json
 
 import openai
 import pytest
-from hypothesis import given, settings, strategies as st
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from helpers.parameters import slow
 from helpers.servers import LocalServer
-from tinyvllm_extra.server.parsers import OutputFormat, find_format
 from tinyvllm_extra.server.tools import calls_schema
 
 from tinyvllm import LLM
@@ -86,7 +83,8 @@ def forced_output(text):
 
 
 def tool_calls_of(choice):
-  return [(call.type, call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+  return [(call.type, call.function.name, json.loads(call.function.arguments))
+          for call in choice.message.tool_calls or []]
 
 
 def merge_chunks(chunks):
@@ -240,31 +238,6 @@ def test_template_without_tools_allows_forced_calls_only(thinking_client, stream
 
 # Calls
 
-@pytest.mark.parametrize("text", [HERMES, LLAMA])
-def test_stream_delivers_arguments_in_pieces(client, text):
-  deltas = [call for chunk in client(tools=TOOLS, stream=True, **forced_output(text))
-            for call in chunk.choices[0].delta.tool_calls or []]
-  first, *others = deltas
-  assert first.id and first.type == "function" and first.function.name in ("weather", "time") and len(others) > 1
-  assert not any(call.id or call.type or call.function.name for call in others)
-  assert all(call.index == 0 for call in deltas)
-  assert isinstance(json.loads("".join(call.function.arguments for call in deltas)), dict)
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("is_forced", [False, True])
-def test_call_cut_off_by_max_tokens_has_partial_arguments(client, streamed, is_forced):
-  fields = {"tools": TOOLS, "seed": 1, **({"tool_choice": {"type": "function", "function": {"name": "weather"}}}
-                                           if is_forced else forced_output(HERMES))}
-  def ask(**more): return client(**fields, **more)
-  length = ask().usage.completion_tokens
-  answer = ask(max_tokens=length - 7 if is_forced else length - 16, stream=streamed)
-  choices = [chunk.choices[0] for chunk in answer] if streamed else [answer.choices[0]]
-  calls = [call for choice in choices for call in (choice.delta if streamed else choice.message).tool_calls or []]
-  assert choices[-1].finish_reason == "length" and calls[0].function.name == "weather"
-  arguments = "".join(call.function.arguments for call in calls)
-  assert arguments.startswith("{") and not arguments.endswith("}")
-
 
 def test_forced_arguments_hold_only_properties_of_schema(client):
   city = {"enum": ["Rom", "Ulm"]}
@@ -346,109 +319,11 @@ def test_forced_call_with_deep_schema_is_400(server, opening, closing, depth):
   assert answer.status_code == 400, answer.text
 
 
-# The parser alone. Outputs are in the formats of the model cards and of vLLM's parser tests
-
-FUNCTIONS = {"weather": {"properties": {
-  "city": {"type": "string"}, "days": {"type": "integer"}, "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]}}},
-  "time": {}}
-ROM = ("weather", {"city": "Rom"})
-OUTPUTS = [   # reasoning parser, tool parser, output, reasoning, content, calls
-  ("qwen3", "hermes", '<think>\nNo <tool_call>{"name": "time"}</tool_call> yet.\n</think>\n\nSo: <tool_call>\n'
-   '{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>\n<tool_call>\n{"arguments": {}, "name": "time"}\n'
-   '</tool_call>',
-   'No <tool_call>{"name": "time"}</tool_call> yet.', "So: ", [ROM, ("time", {})]),
-  ("deepseek_r1", "hermes", "<think>unfinished", "unfinished", "", []),
-  ("qwen3", "qwen3_xml", "<think>\n\n</think>\n\n<tool_call>\n<function=weather>\n<parameter=city>\n"
-   "Say \"hi\",\nRom\n</parameter>\n"
-   "<parameter=days>\n3\n</parameter>\n<parameter=unit>\nNone\n</parameter>\n</function>\n</tool_call>\n"
-   "<tool_call>\n<function=time>\n</function>\n</tool_call>", "", "",
-   [("weather", {"city": 'Say "hi",\nRom', "days": 3, "unit": None}), ("time", {})]),
-  (None, "qwen3_coder",
-   "<function=weather>\n<parameter=city>5</parameter>\n<parameter=days>many</parameter>\n</function>", "", "",
-   [("weather", {"city": "5", "days": "many"})]),
-  ("mistral", "mistral", '[THINK]Hm.[/THINK]Yes[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Rom"}}, '
-   '{"arguments": {"name": "x"}, "name": "time"}]', "Hm.", "Yes", [ROM, ("time", {"name": "x"})]),
-  (None, "mistral", '[TOOL_CALLS]weather{"city": "Rom"}[TOOL_CALLS]time[CALL_ID]a1[ARGS]{}', "", "",
-   [ROM, ("time", {})]),
-  (None, "llama3_json",
-   '<|python_tag|>{"name": "weather", "parameters": {"city": "Rom"}}; {"name": "time", "parameters": {}}',
-   "", "", [ROM, ("time", {})]),
-  (None, "llama3_json", '{"name": "weather", "parameters": {"city": "Rom"}} I use {x}', "", "I use {x}", [ROM]),
-  (None, "pythonic", "[weather(city='Martha\\'s \"x\"', days=-3, o={'a': [True, None, 1.5]}), time()]", "", "",
-   [("weather", {"city": 'Martha\'s "x"', "days": -3, "o": {"a": [True, None, 1.5]}}), ("time", {})]),
-  (None, "llama4_pythonic", "<|python_start|>[time()]<|python_end|>", "", "", [("time", {})]),
-  ("granite", "granite", 'Here is my thought process: Foo. Here is my response: Bar<|tool_call|>[{"name": "weather", '
-   '"arguments": {"city": "Rom"}}]', "Foo. ", "Bar", [ROM]),
-  ("granite", "granite", "<think>Foo</think><response>Bar</response>", "Foo", "Bar", []),
-  ("openai_gptoss", "openai", "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>commentary "
-   'to=functions.weather <|constrain|>json<|message|>{"city": "Rom"}<|call|>', "Think.", "", [ROM]),
-  ("openai_gptoss", "openai",
-   "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final<|message|>Rom.", "Think.",
-   "Rom.", []),
-  ("gemma4", "gemma4", '<|channel>thought\nHm\n<channel|>So <|tool_call>call:weather{city:<|"|>Rom, "x"<|"|>,days:4,'
-   'o:[<|"|>a<|"|>,true]}<tool_call|><|tool_call>call:time{}<tool_call|>', "Hm", "So ",
-   [("weather", {"city": 'Rom, "x"', "days": 4, "o": ["a", True]}), ("time", {})]),
-]
-FRAGMENTS = ["<think>", "\n</think>", "<tool_call>", "</tool_call>", "<function=", "weather>", "<parameter=city>", "\n",
-             "</parameter>", "</function>", '{"name": "weather"', ', "arguments": ', "{", "}", "[", "]", "[TOOL_CALLS]",
-             "weather", "(", ")", "city=", "'", '"', "\\", "\\n", "12", "True", ",", " ", "<|channel|>", "<|message|>",
-             "analysis", "to=functions.time", "<|end|>", "<|start|>", "call:time", '<|"|>', "<|tool_call>", "\u00e9"]
-
-
-def merge_events(events):
-  """Merge adjacent events of one kind, as one feed does."""
-  groups = [(kind, [text for _, text in group]) for kind, group in itertools.groupby(events, lambda event: event[0])]
-  return [(kind, text) for kind, texts in groups for text in (texts if kind == "call" else ["".join(texts)])]
-
-
-def read_pieces(parser, text, cuts):
-  pieces = [text[a:b] for a, b in itertools.pairwise(sorted({0, len(text), *(x for x in cuts if x < len(text))}))]
-  return merge_events([event for piece in pieces for event in parser.feed(piece)] + parser.feed("", True))
-
-
-@pytest.mark.parametrize("reasoning_name,tools_name,text,reasoning,content,calls", OUTPUTS)
-def test_output_of_each_family_is_split(reasoning_name, tools_name, text, reasoning, content, calls):
-  output_format = find_format("", reasoning_name, tools_name)
-  whole = output_format.parser(FUNCTIONS).feed(text, True)
-  def joined(kind): return "".join(x for k, x in whole if k == kind)
-  assert joined("reasoning") == reasoning and joined("content") == content
-  names = [x for kind, x in whole if kind == "call"]
-  assert [*zip(names, [json.loads(x) for kind, x in whole if kind == "arguments"], strict=True)] == calls
-  assert read_pieces(output_format.parser(FUNCTIONS), text, range(len(text))) == whole
-  plain = output_format.parser({}).feed(text, True)
-  assert not [event for event in plain if event[0] in ("call", "arguments")], "no function may be called"
-
-
-@settings(max_examples=300, derandomize=True, deadline=None, database=None)
-@given(st.sampled_from(OUTPUTS), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.integers(0, 200),
-       st.sets(st.integers(1, 300), max_size=40))
-def test_events_do_not_depend_on_split_into_deltas(output, fragments, position, cuts):
-  output_format = find_format("", *output[:2])
-  text = output[2][:position] + "".join(fragments) + output[2][position:]
-  whole = output_format.parser(FUNCTIONS).feed(text, True)
-  assert read_pieces(output_format.parser(FUNCTIONS), text, cuts) == whole
-  assert read_pieces(output_format.parser(FUNCTIONS), text, range(len(text))) == whole
-
-
-@pytest.mark.parametrize("unit", [" ", "[", "<", "<tool_call>", "{", '<tool_call>{"arguments": {"a": "', "x\n",
-                                  "</think"])
-def test_parser_keeps_no_text_that_it_has_read(unit):
-  """Each feed scans only the text that it keeps and the delta, so that the total time is linear."""
-  parser = OutputFormat(find_format("</think>").reasoning).parser(FUNCTIONS)
-  for i, character in enumerate(unit * 2000):
-    parser.feed(character)
-    assert len(parser.text) - parser.position < 16, (i, parser.text[parser.position:])
-
-
-@pytest.mark.parametrize("template,reasoning,tools", [
-  ("{{ m.content.split('</think>') }} <tool_call>", "qwen3", "hermes"), ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
-  ("<|start|>assistant<|channel|>final<|message|>", "openai_gptoss", "openai"),
-  ("Think after 'Here is my thought process:' and 'Here is my response:' <|tool_call|>", "granite", "granite"),
-  ('{"name": function name, "parameters": dictionary of argument name and its value}', None, "llama3_json"),
-  ("[func_name1(params_name1=params_value1)]", None, "pythonic"),
-  ("<|channel>thought <|tool_call>", "gemma4", "gemma4"),
-  ("", None, None)])
-def test_format_is_that_of_chat_template(template, reasoning, tools):
-  assert find_format(template) == find_format("", reasoning, tools)
-
-
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_call_cut_off_by_max_tokens_is_text(client, streamed, is_forced):
+  choice = {"tool_choice": {"type": "function", "function": {"name": "weather"}}}
+  fields = {"tools": TOOLS, "seed": 1, **(choice if is_forced else forced_output(HERMES))}
+  length = client(**fields).usage.completion_tokens
+  text, calls, reason = parse(client(**fields, max_tokens=length - 16, stream=streamed), streamed)
+  assert text.startswith("[{" if is_forced else "<tool_call>{") and not calls and reason == "length"

@@ -1,31 +1,30 @@
-"""Reasoning and tool calls in generated text: the markers of each model family, and a parser that reads each character
-once. Invariant: the merged events do not depend on how the text is split into deltas."""
+"""Reasoning and tool calls in generated text: the markers of each model family, and a parser. Text and reasoning are
+delivered as they arrive, a call when it is complete; text that is no call is content. Invariant: the merged events do
+not depend on how the text is split into deltas."""
 import dataclasses, functools, itertools, json, re
-from collections.abc import Callable, Generator, Iterable
-from typing import Any
+from collections.abc import Iterable
 
-import orjson
-
-Event = tuple[str, str]   # (kind, text); kinds: content, reasoning, call (the function's name), arguments (JSON)
-Steps = Generator[None, None, Any]   # yields when it needs more text
-Sink = Callable[[str], Any]
+from .tool_calls import MISTRAL, STARTS, Event, Functions, is_in_string, read_calls
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-  """A part of the output between two markers. kind: the Parser's method that reads it."""
+  """A part of the output between two markers. kind: reasoning, content, channel, or a format of tool_calls.READERS. A
+  bracket as opening belongs to the section. is_first: only at the start of the answer."""
   kind: str
-  opening: str   # "": at the start of the answer, if that is { or [
+  opening: str
   closings: tuple[str, ...] = ()
+  is_first: bool = False
 
 
 THINK = Section("reasoning", "<think>", ("\n</think>", "</think>"))
 GRANITE_ANSWER = ("Here is my response:", "Here's my response:")
 CHANNEL_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
-HARMONY = (Section("channel", "<|channel|>", CHANNEL_ENDS), Section("channel", "<|start|>", CHANNEL_ENDS))
-TAGGED = (Section("calls", "<tool_call>", ("</tool_call>",)), Section("xml_call", "<function="))
-BARE_JSON = Section("calls", "")
-PYTHONIC = (Section("pythonic", ""), Section("pythonic", "<|python_start|>", ("<|python_end|>",)))
+HARMONY = (*(Section("channel", opening, CHANNEL_ENDS) for opening in ("<|channel|>", "<|start|>")),
+           Section("channel", "to=", CHANNEL_ENDS, is_first=True))   # the prompt ends with <|start|>assistant
+TAGGED = (Section("tagged", "<tool_call>", ("</tool_call>",)), Section("xml", "<function=", ("</function>",)))
+BARE_JSON = tuple(Section("json", bracket, is_first=True) for bracket in "{[")
+PYTHONIC = (Section("pythonic", "["), Section("pythonic", "<|python_start|>", ("<|python_end|>",)))
 Table = dict[str, tuple[str, tuple[Section, ...]]]   # vLLM's name: (template's regex, sections)
 # By default, the first entry whose regular expression matches in the chat template applies
 REASONING: Table = {
@@ -40,25 +39,16 @@ REASONING: Table = {
 TOOLS: Table = {
   "openai": (r"<\|channel\|>", HARMONY),
   "gemma4": (r"<\|tool_call>", (Section("gemma", "<|tool_call>call:", ("<tool_call|>",)),)),
-  "granite": (r"<\|tool_call\|>", (Section("calls", "<|tool_call|>"), *TAGGED)),
+  "granite": (r"<\|tool_call\|>", (Section("json", "<|tool_call|>"), *TAGGED)),
   **dict.fromkeys(["hermes", "qwen3_xml", "qwen3_coder"], ("<tool_call>", TAGGED)),
   "mistral": (r"\[TOOL_CALLS\]", (Section("mistral", "[TOOL_CALLS]"),)),
   "pythonic": (r"func_name1\(", PYTHONIC), "llama4_pythonic": (r"func_name1\(", PYTHONIC),
-  "llama3_json": ('"parameters": dictionary', (BARE_JSON, Section("calls", "<|python_tag|>")))}
-DEFAULT_TOOLS = (*TAGGED, BARE_JSON)
-SPACE = re.compile(r"\s*")
-SEPARATORS = re.compile(r"[\s,;\[\]]*")
-NAME = re.compile(r"[\w.-]*")
-WORD = re.compile(r"[\w.+-]*")
-LITERALS = {"True": "true", "False": "false", "None": "null"}   # Python's
-COLON = re.compile(r"[\s:]*")
-ITEM_SEPARATORS = re.compile(r"[\s,]*")
-NO_BRACE = re.compile(r"[^{]*")
-PARAMETER_ENDS = ("\n</parameter>", "</parameter>")
-TAG_NAME = re.compile(r"[^>\n]*")
-STRING_PARTS = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
-GEMMA_QUOTE = '<|"|>'
+  "llama3_json": ('"parameters": dictionary', tuple(Section("json", x) for x in ("{", "[", "<|python_tag|>")))}
+DEFAULT_TOOLS = (*TAGGED, *BARE_JSON)
+BRACKETS = {False: re.compile(r'[\[\]{}"]'), True: re.compile(r"""[\[\](){}"']""")}   # True: Python's
 RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
+WHITE_SPACE = " \t\r\n"
+MAX_REJECTED = 100   # openings that are no calls; then the rest is content, because each may be read to the end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +62,20 @@ class OutputFormat:
     markers = [marker for x in (*self.reasoning, *self.tools) for marker in (x.opening, *x.closings)]
     return any(token in marker for token in special_tokens for marker in markers)
 
-  def parser(self, functions: dict[str, Any], prompt_end: str = "", is_forced: bool = False,
+  def opened_by(self, prompt_end: str) -> Section | None:
+    """Return the reasoning section that the end of a prompt opens."""
+    return next((x for x in self.reasoning if x.kind == "reasoning" and
+                 prompt_end.rstrip().endswith(x.opening.strip())), None)
+
+  def parser(self, functions: Functions, prompt_end: str = "", is_forced: bool = False,
              parallel: bool = True) -> "Parser":
     """Return a Parser for one output.
 
     functions: parameter schemas of the functions that may be called, by name. prompt_end: the last characters of the
-    prompt; if they open reasoning, the output starts within it. is_forced: the output is the JSON of calls_schema.
+    prompt; if they open reasoning, the output starts within it. is_forced: the answer is the JSON of calls_schema.
     parallel: False drops all calls except the first."""
-    first = BARE_JSON if is_forced else next((x for x in self.reasoning if x.kind == "reasoning" and
-                                              prompt_end.rstrip().endswith(x.opening.strip())), None)
-    return Parser(self.reasoning + self.tools * bool(functions), functions, first, parallel)
+    tools = BARE_JSON if is_forced else self.tools
+    return Parser(self.reasoning, tools * bool(functions), functions, self.opened_by(prompt_end), parallel)
 
 
 def find_format(template: str, reasoning: str | None = None, tools: str | None = None) -> OutputFormat:
@@ -96,339 +90,194 @@ def find_format(template: str, reasoning: str | None = None, tools: str | None =
 def marker_pattern(markers: tuple[str, ...]) -> re.Pattern: return re.compile("|".join(map(re.escape, markers)) or "$.")
 
 
-def escape(text: str) -> str: return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def is_json(text: str) -> bool:
-  try: orjson.loads(text)
-  except ValueError: return False
-  return True
-
-
-def json_word(text: str) -> str:
-  """Return a word outside strings as JSON: a literal of JSON or Python, else a string."""
-  text = LITERALS.get(text, text)
-  return text if is_json(text) else f'"{escape(text)}"'
-
-
-def types_of(schema: Any) -> set[str]:
-  """Return the JSON types that a schema and its alternatives name; empty if they name none."""
-  if not isinstance(schema, dict): return set()
-  schemas: list[Any] = [schema]
-  for key in ("anyOf", "oneOf"): schemas += schema[key] if isinstance(schema.get(key), list) else []
-  types: list[Any] = []
-  for x in schemas:
-    kind = x.get("type") if isinstance(x, dict) else None
-    types += kind if isinstance(kind, list) else [kind]
-  return {kind for kind in types if isinstance(kind, str)}
-
-
-def discard(text: str) -> None: pass
-
-
-def xml_json(text: str, types: set[str]) -> str:
-  """Return a parameter as JSON: a string if it is not JSON or its schema says so."""
-  value = LITERALS.get(text, text)
-  if "string" in types and not (value == "null" and "null" in types) or not is_json(value): return f'"{escape(text)}"'
-  return value
-
-
-class NotACall(Exception):
-  """The text of a section is not a call of a known function."""
-
-
-class Reader:
-  """Reads text that arrives in pieces. Methods that may need more text are coroutines, called by `yield from`."""
-  def __init__(self) -> None:
-    self.text = ""      # not yet consumed from `position` on
-    self.position = 0
-    self.is_finished = False
-    self.pending: list[str] | None = []   # text since the opening, which is content if no call follows
-
-  def peek(self) -> Steps:
-    """Return the next character without consuming it, "" at the end of the output."""
-    while self.position == len(self.text) and not self.is_finished: yield
-    return self.text[self.position:self.position + 1]
-
-  def take(self, end: int) -> str:
-    """Consume the text up to position `end` and return it."""
-    text = self.text[self.position:end]
-    self.position += len(text)
-    if self.pending is not None: self.pending.append(text)
-    return text
-
-  def read(self, pattern: re.Pattern, sink: Sink | None = None) -> Steps:
-    """Consume all characters that the pattern, a repeated class, matches. Return them, or write them to `sink`."""
-    pieces: list[str] = []
-    while True:
-      match = pattern.match(self.text, self.position)
-      text = self.take(match.end() if match else 0)
-      if text: (sink or pieces.append)(text)
-      if self.position < len(self.text) or self.is_finished: return "".join(pieces)
-      yield
-
-  def skip(self, pattern: re.Pattern) -> Steps: yield from self.read(pattern, discard)
-
-  def expect(self, text: str) -> Steps:
-    """Consume `text` if it comes next. Return whether it does."""
-    while True:
-      start = self.text[self.position:self.position + len(text)]
-      if start == text: return bool(self.take(self.position + len(text)))
-      if self.is_finished or not text.startswith(start): return False
-      yield
-
-  def until(self, markers: tuple[str, ...], sink: Sink) -> Steps:
-    """Consume text up to the first marker, write it to `sink`, and return the marker, "" at the end of the output."""
-    pattern = marker_pattern(markers)
-    while True:
-      match = pattern.search(self.text, self.position)
-      end = match.start() if match else len(self.text)
-      if not match and not self.is_finished: end = self.start_of_marker(markers)
-      text = self.take(end)
-      if text: sink(text)
-      if match: return self.take(match.end())
-      if self.is_finished: return ""
-      yield
-
-  def start_of_marker(self, markers: tuple[str, ...]) -> int:
-    """Return the position of the shortest unread suffix that contains all beginnings of markers."""
-    longest = max(map(len, markers), default=1)
-    for i in range(max(self.position, len(self.text) - longest + 1), len(self.text)):
-      if any(marker.startswith(self.text[i:]) for marker in markers): return i
-    return len(self.text)
-
-  # Values
-
-  def value(self, sink: Sink) -> Steps:
-    """Read a value of JSON, Python or Gemma, and write it as JSON to `sink`. A number or word ends before , or )."""
-    depth = 0
-    while character := (yield from self.peek()):
-      if character in "\"'": yield from self.string(sink)
-      elif character == "<" and (yield from self.expect(GEMMA_QUOTE)):
-        sink('"')
-        if (yield from self.until((GEMMA_QUOTE,), lambda text: sink(escape(text)))): sink('"')
-      elif WORD.fullmatch(character): sink(json_word((yield from self.read(WORD))))
-      elif depth == 0 and character not in "{[": return
-      else:
-        depth += (character in "{[") - (character in "}]")
-        sink(self.take(self.position + 1))
-      if depth == 0: return
-
-  def string(self, sink: Sink) -> Steps:
-    """Read a string in single or double quotes, and write it as JSON to `sink`; escape control characters."""
-    quote = self.take(self.position + 1)
-    sink('"')
-    while True:
-      yield from self.read(STRING_PARTS[quote], lambda text: sink(escape(text)))
-      character = yield from self.peek()
-      if not character: return
-      self.take(self.position + 1)
-      if character == quote: return sink('"')
-      character = yield from self.peek()
-      self.take(self.position + 1)
-      sink("\\" + character if character in tuple('"\\/bfnrtu') else escape(character))
-
-  def json_string(self) -> Steps:
-    """Return a JSON string. Raises NotACall for other text."""
-    if (yield from self.peek()) != '"': raise NotACall
-    pieces: list[str] = []
-    yield from self.string(pieces.append)
-    try: return json.loads("".join(pieces))
-    except ValueError as error: raise NotACall from error
-
-  def next_item(self, closing: str) -> Steps:
-    """Return whether an item follows, else consume the closing bracket. Raises NotACall at the end of the output."""
-    yield from self.skip(ITEM_SEPARATORS)
-    character = yield from self.peek()
-    if character == closing: self.take(self.position + 1)
-    if not character: raise NotACall
-    return character != closing
-
-
-class Parser(Reader):
-  """Splits one output into events. A section's kind names the method that reads it."""
-  def __init__(self, sections: tuple[Section, ...], functions: dict[str, Any], first: Section | None, parallel: bool):
-    super().__init__()
+class Parser:
+  """Splits one output into events."""
+  def __init__(self, reasoning: tuple[Section, ...], tools: tuple[Section, ...], functions: Functions,
+               first: Section | None, parallel: bool):
     self.functions = functions
     self.parallel = parallel
-    self.has_content = first != BARE_JSON   # not if the output is forced to be calls: see OutputFormat.parser
-    self.sections = {x.opening: x for x in sections}
-    self.bare = self.sections.pop("", None)
-    self.openings = tuple(self.sections)
-    self.num_calls = 0   # in the text so far
+    sections = {x.opening: x for x in (*tools, *reasoning)}
+    self.first_sections = [x for x in sections.values() if x.is_first]
+    self.sections = {x.opening: x for x in sections.values() if not x.is_first}
+    # Openings that end a call or reasoning whose end is missing; <function= may be within a call
+    self.tags = tuple(x.opening for x in tools if x.kind not in ("xml", "channel") and x.opening not in "{[")
+    self.num_calls = self.num_rejected = 0
     self.events: list[Event] = []
-    self.sink = {kind: functools.partial(self.emit, kind) for kind in ("content", "reasoning", "arguments")}
-    self.arguments = self.sink["arguments"]
-    self.steps = self.run(first)
+    self.text = ""   # not yet delivered, after the opening of the current section
+    self.section: Section | None = None
+    self.is_start = True     # of the answer: only white space so far
+    self.skipped = ""        # characters to skip before the next text
+    if first: self.open(first, 0)
+    self.head = ""
 
   def feed(self, delta: str, is_finished: bool = False) -> list[Event]:
     """Return the events of the next piece of text. is_finished: it is the last one. Adjacent events of one kind are
     merged, except calls; arguments belong to the call before them."""
-    self.text = self.text[self.position:] + delta
-    self.position = 0
+    self.text += delta
     self.is_finished = is_finished
-    next(self.steps, None)
+    while self.advance(): pass
     groups = [(kind, [text for _, text in x]) for kind, x in itertools.groupby(self.events, lambda event: event[0])]
-    self.events.clear()
+    self.events = []
     return [(kind, text) for kind, texts in groups for text in (texts if kind == "call" else ["".join(texts)])]
 
-  def run(self, section: Section | None) -> Steps:
-    """Read the whole output. section: the first one, if the output starts within it."""
-    if not section: section = yield from self.read_start()
+  def advance(self) -> bool:
+    """Read up to the next border of a section. Return False if that needs more text."""
+    if self.skipped:
+      self.text = self.text.lstrip(self.skipped)
+      if self.text: self.skipped = ""
+    if not self.text and (not self.section or not self.is_finished): return False
+    if not self.section: return self.read_content()
+    if self.section.kind in ("reasoning", "content"): return self.read_text(self.section)
+    return self.read_channel() if self.section.kind == "channel" else self.read_section(self.section)
+
+  def open(self, section: Section, position: int) -> bool:
+    """Enter a section whose opening is at `position`."""
+    end = position if section.opening in "{[" else position + len(section.opening)
+    self.head, self.text, self.section = self.text[:end], self.text[end:], section
+    self.is_start = False
+    self.skipped = WHITE_SPACE * (section.kind in ("reasoning", "content"))
+    self.scanned = 0   # characters of the text that have been searched
+    self.depth: list[str] = []   # open brackets and quotes before `scanned`
+    return True
+
+  def close(self, end: int) -> bool:
+    """Leave a section whose end, with its closing, is at `end`."""
+    kind = self.section.kind if self.section else ""
+    self.is_start = kind == "reasoning"
+    self.skipped = WHITE_SPACE + ";" * (kind == "json")   # llama3_json separates calls by semicolons
+    self.text, self.section = self.text[end:], None
+    return True
+
+  def reject(self) -> bool:
+    """Make a section that is no call content: its opening now, the rest when it is read again."""
+    if self.section and self.section.opening in "{[": self.head, self.text = self.head + self.text[:1], self.text[1:]
+    self.emit("content", self.head)
+    self.section = None
+    self.num_rejected += 1
+    if self.num_rejected > MAX_REJECTED: self.sections = {}
+    return True
+
+  def read_content(self) -> bool:
+    if self.is_start and self.first_sections:
+      rest = self.text.lstrip()
+      for section in self.first_sections:
+        if rest.startswith(section.opening): return self.open(section, len(self.text) - len(rest))
+      if not self.is_finished and any(x.opening.startswith(rest) for x in self.first_sections): return False
+    self.is_start = self.is_start and not self.text.strip()
+    match = marker_pattern((*self.sections,)).search(self.text)
+    end = match.start() if match else self.end_without(tuple(self.sections))
+    self.emit("content", self.text[:end])
+    self.text = self.text[end:]
+    return bool(match) and self.open(self.sections[match[0]], 0)   # type: ignore[index]
+
+  def read_text(self, section: Section) -> bool:
+    """Deliver the text of a section. A call in reasoning that is never closed ends it."""
+    closing = marker_pattern(section.closings).search(self.text, self.scanned)
+    tag = marker_pattern(self.tags).search(self.text) if section.kind == "reasoning" else None
+    if tag and (not closing or tag.start() < closing.start()):   # wait for the closing
+      if not closing and not self.is_finished:
+        self.scanned = max(tag.start(), len(self.text) - 20)
+        return self.deliver(section.kind, tag.start())
+      if not closing:
+        self.deliver(section.kind, tag.start())
+        return self.close(0)
+    if not closing: return self.deliver(section.kind, self.end_without(section.closings + self.tags))
+    self.deliver(section.kind, closing.start())
+    return self.close(0 if closing[0] in self.sections else len(closing[0]))
+
+  def deliver(self, kind: str, end: int) -> bool:
+    self.emit(kind, self.text[:end])
+    self.text = self.text[end:]
+    self.scanned = max(0, self.scanned - end)
+    return False
+
+  def read_channel(self) -> bool:
+    """Read the header of a message in OpenAI's harmony format, up to <|message|>."""
+    header, marker, self.text = self.text.partition("<|message|>")
+    if not marker:
+      self.text = header
+      return self.is_finished and self.reject()
+    recipient = RECIPIENT.search(self.head + header)
+    kind = "reasoning" if "analysis" in header else "content"
+    if recipient and recipient[1] in self.functions: kind = f"call {recipient[1]}"
+    self.section = Section(kind, "", CHANNEL_ENDS)
+    self.scanned = 0
+    return True
+
+  def read_section(self, section: Section) -> bool:
+    """Read calls up to a marker, or up to the end of the first value if the format has no closing."""
+    if section.kind.startswith("call "): return self.read_harmony_call(section)
+    start = STARTS.get(section.kind)
+    if start and not start.match(self.text): return self.reject()
+    if not section.closings:
+      if section.kind == "mistral" and not self.scanned:   # [ARGS] is not a list
+        head = MISTRAL.match(self.text)
+        if not head: return self.is_finished and self.reject()
+        self.scanned = head.end()
+      end = self.value_end(section.kind == "pythonic")
+      if end is None and not self.is_finished: return False
+      if self.depth and self.depth[-1] in "\"'": return self.reject()   # cut off within a string
+      events = read_calls(section.kind, self.text[:end], self.functions, end is None)
+      return self.deliver_calls(events, len(self.text) if end is None else end)
+    match = self.find(section.closings + self.tags)
+    if not match and not self.is_finished: return False
+    end = match.start() if match else len(self.text)
+    text = ("<function=" if section.kind == "xml" else "") + self.text[:end]
+    in_string = text.lstrip()[:1] in "{[" and is_in_string(text)
+    events = [] if in_string else read_calls(section.kind, text, self.functions, not match)
+    if not in_string or not match or self.num_rejected > MAX_REJECTED:
+      return self.deliver_calls(events, match.end() if match and match[0] in section.closings else end)
+    self.num_rejected += 1
+    self.scanned = match.end()   # the marker is part of a string
+    return True
+
+  def find(self, markers: tuple[str, ...]) -> re.Match | None:
+    """Return the first marker in the text after `scanned`. Reads each character once."""
+    match = marker_pattern(markers).search(self.text, self.scanned)
+    if not match: self.scanned = max(self.scanned, len(self.text) - max(map(len, markers)))
+    return match
+
+  def read_harmony_call(self, section: Section) -> bool:
+    match = self.find(CHANNEL_ENDS)
+    if not match and not self.is_finished: return False
+    body = self.text[:match.start()] if match else self.text
+    call = json.dumps({"name": section.kind.removeprefix("call "), "arguments": body.strip()})
+    events = read_calls("json", call, self.functions, False)
+    for kind, text in events or [("content", body)]: self.emit(kind, text)
+    return self.close(match.end() if match and match[0] not in self.sections else len(body))
+
+  def deliver_calls(self, events: list[Event], end: int) -> bool:
+    if not events: return self.reject()
+    for kind, text in events: self.emit(kind, text)
+    self.close(end)
+    return True
+
+  def value_end(self, is_python: bool) -> int | None:
+    """Return the end of the first value in brackets, None if it is not complete. Reads each character once."""
     while True:
-      if not section:
-        self.pending = None
-        section = self.sections.get((yield from self.until(self.openings, self.sink["content"])))
-        if not section: return
-      marker = None
-      if section.opening: self.pending = [section.opening]
-      try: marker = yield from getattr(self, section.kind)(section)
-      except NotACall:
-        if self.pending is None: marker = yield from self.end(section)   # a call whose arguments are malformed
-        self.flush()
-      section = (yield from self.read_start()) if section.kind == "reasoning" else self.sections.get(marker or "")
+      quote = self.depth[-1] if self.depth and self.depth[-1] in "\"'" else ""
+      pattern = re.compile(rf"{quote}|\\.", re.DOTALL) if quote else BRACKETS[is_python]
+      match = pattern.search(self.text, self.scanned)
+      if not match:
+        self.scanned = max(self.scanned, len(self.text) - self.text.endswith("\\"))
+        return None
+      self.scanned = match.end()
+      if quote:
+        if match[0] == quote: self.depth.pop()
+      elif match[0] in "[({\"'": self.depth.append(match[0])
+      elif self.depth:
+        self.depth.pop()
+        if not self.depth: return match.end()
 
-  def read_start(self) -> Steps:
-    """Return the section without opening if the answer starts with its first character."""
-    if not self.bare: return None
-    self.pending = []
-    yield from self.skip(SPACE)
-    if (yield from self.peek()) in ("{", "["): return self.bare
-    return self.flush()
-
-  # Sections: each method returns the last marker, which may be the next section's opening
-
-  def reasoning(self, section: Section) -> Steps:
-    self.pending = None
-    yield from self.skip(SPACE)
-    yield from self.until(section.closings, self.sink[section.kind])
-    yield from self.skip(SPACE)
-
-  content = reasoning
-
-  def channel(self, section: Section) -> Steps:
-    """Read a message of OpenAI's harmony format: header, <|message|>, body."""
-    header: list[str] = []
-    if not (yield from self.until(("<|message|>",), header.append)): raise NotACall
-    self.pending = None
-    text = "".join(header)
-    recipient = RECIPIENT.search(text)
-    is_call = recipient is not None and recipient[1] in self.functions
-    if recipient and is_call: self.call(recipient[1])
-    kind = "arguments" if is_call else "reasoning" if "analysis" in text else "content"
-    return (yield from self.until(section.closings, self.sink[kind]))
-
-  def calls(self, section: Section) -> Steps:
-    """Read JSON objects, in a list or not, or functions in XML."""
-    num_before = self.num_calls
-    while True:
-      yield from self.skip(SEPARATORS)
-      if (yield from self.expect("{")): yield from self.json_call()
-      elif section in TAGGED and (yield from self.expect("<function=")): return (yield from self.xml_call(section))
-      else: break
-      self.pending = []
-    if self.num_calls == num_before: raise NotACall
-    return (yield from self.end(section))
-
-  def mistral(self, section: Section) -> Steps:
-    """Read [TOOL_CALLS][{"name": ..., "arguments": ...}] or [TOOL_CALLS]name{...}, with [ARGS] before the object."""
-    yield from self.skip(SPACE)
-    if (yield from self.peek()) in "[{": return (yield from self.calls(section))
-    self.call((yield from self.read(NAME)))
-    yield from self.skip(NO_BRACE)
-    yield from self.value(self.arguments)
-    return (yield from self.end(section))
-
-  def gemma(self, section: Section) -> Steps:
-    """Read name{key:<|"|>text<|"|>,other:1}."""
-    self.call((yield from self.read(NAME)))
-    yield from self.value(self.arguments)
-    return (yield from self.end(section))
-
-  def pythonic(self, section: Section) -> Steps:
-    """Read [name(key='text', other=1), ...]."""
-    if not (yield from self.expect("[")): raise NotACall
-    while (yield from self.next_item("]")):
-      name = yield from self.read(NAME)
-      if not (yield from self.expect("(")): raise NotACall
-      self.call(name)
-      separator = "{"
-      while (yield from self.next_item(")")):
-        key = yield from self.read(NAME)
-        if not key or not (yield from self.expect("=")): raise NotACall
-        self.arguments(f'{separator}"{key}": ')
-        separator = ", "
-        yield from self.value(self.arguments)
-      self.arguments("{}" if separator == "{" else "}")
-      self.pending = []
-    return (yield from self.end(section))
-
-  # Parts of sections
-
-  def end(self, section: Section) -> Steps:
-    """Read up to the section's end, or a following opening if the end is missing."""
-    self.pending = None
-    marker = (yield from self.until(section.closings + self.openings, discard)) if section.closings else ""
-    if marker not in self.openings: yield from self.skip(SPACE)
-    return marker
-
-  def call(self, name: str) -> None:
-    """Start a call. Raises NotACall for an unknown function."""
-    if name not in self.functions: raise NotACall
-    self.num_calls += 1
-    self.pending = None
-    self.emit("call", name)
-
-  def json_call(self) -> Steps:
-    """Read "name": ..., "arguments" or "parameters": ...}, in any order."""
-    num_before = self.num_calls
-    early: list[str] | None = None   # arguments before the name
-    has_arguments = False
-    while (yield from self.next_item("}")):
-      key = yield from self.json_string()
-      yield from self.skip(COLON)
-      if key == "name":
-        self.call((yield from self.json_string()))
-        for piece in early or []: self.arguments(piece)
-      elif key in ("arguments", "parameters"):
-        has_arguments = True
-        if self.num_calls == num_before: early = []
-        yield from self.value(self.arguments if early is None else early.append)
-      else: yield from self.value(discard)
-    if self.num_calls == num_before: raise NotACall
-    if not has_arguments: self.arguments("{}")
-
-  def xml_call(self, section: Section) -> Steps:
-    """Read NAME> and parameters: <parameter=KEY>text</parameter>, up to </function>."""
-    name = yield from self.read(TAG_NAME)
-    self.call(name.strip())
-    properties = self.functions[name.strip()].get("properties")
-    separator = "{"
-    while (marker := (yield from self.until(("<parameter=", "</function>"), discard))) == "<parameter=":
-      key = yield from self.read(TAG_NAME)
-      yield from self.expect(">")
-      yield from self.expect("\n")
-      self.arguments(f'{separator}"{escape(key)}": ')
-      separator = ", "
-      yield from self.xml_value(types_of(properties.get(key) if isinstance(properties, dict) else None))
-    if marker: self.arguments("{}" if separator == "{" else "}")
-    return (yield from self.end(section))
-
-  def xml_value(self, types: set[str]) -> Steps:
-    """Read a parameter. A string is written as it arrives if the schema allows no other type."""
-    is_text = types == {"string"}
-    pieces: list[str] = []
-    if is_text: self.arguments('"')
-    sink: Sink = (lambda text: self.arguments(escape(text))) if is_text else pieces.append
-    marker = yield from self.until(PARAMETER_ENDS, sink)
-    self.arguments('"' * bool(marker) if is_text else xml_json("".join(pieces), types))
+  def end_without(self, markers: tuple[str, ...]) -> int:
+    """Return where the text ends, before a possible start of a marker."""
+    if self.is_finished: return len(self.text)
+    longest = max(map(len, markers), default=1)
+    for i in range(max(0, len(self.text) - longest + 1), len(self.text)):
+      if any(marker.startswith(self.text[i:]) for marker in markers): return i
+    return len(self.text)
 
   def emit(self, kind: str, text: str) -> None:
-    is_call = kind in ("call", "arguments")
-    is_dropped = self.num_calls > 1 and not self.parallel if is_call else not self.has_content
-    if text and not is_dropped: self.events.append((kind, text))
-
-  def flush(self) -> None:
-    """Write the pending text as content."""
-    for text in self.pending or []: self.emit("content", text)
-    self.pending = None
+    self.num_calls += kind == "call"
+    if text and (kind not in ("call", "arguments") or self.parallel or self.num_calls < 2):
+      self.events.append((kind, text))

@@ -1,0 +1,194 @@
+"""The formats of tool calls: functions that read the calls in the text of a section. Calls of small models with common
+errors are understood: an invalid escape keeps its backslash, a comma may be too many, arguments may be JSON text."""
+import ast, functools, json, re, warnings
+from collections.abc import Callable
+from typing import Any
+
+Event = tuple[str, str]   # (kind, text); kinds: content, reasoning, call (the function's name), arguments (JSON)
+Call = tuple[str, dict[str, Any]]   # name and arguments
+Functions = dict[str, Any]          # parameter schemas by name
+
+SEPARATORS = re.compile(r"[\s,;\[\]]*")
+FENCE = re.compile(r"\A\s*```\w*|```\s*\Z")
+# Parts of JSON text that may need a repair: strings, commas before a closing bracket, Python's literals
+TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])|\b(?:True|False|None)\b', re.DOTALL)
+ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}|(.?))', re.DOTALL)
+REPAIRS = {",": "", "True": "true", "False": "false", "None": "null"}
+PYTHON_TOKEN = re.compile(r"""(["'])(?:(?!\1)[^\\]|\\.)*\1|\b(?:true|false|null)\b""", re.DOTALL)
+FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(</function>|(?=<function=)|\Z)", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?(</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
+MISTRAL = re.compile(r"\s*([\w.-]*)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(?=\{|\[\s*\{)")
+GEMMA_QUOTE = '<|"|>'
+GEMMA_KEY = re.compile(r"\s*([\w.-]+):")
+GEMMA_TEXT = re.compile(r"(.*?)(?=,\s*[\w.-]+:|\]|\}|\Z)", re.DOTALL)   # without quotes
+# Beginnings of calls: other text is content at once
+STARTS = {"json": re.compile(r'[\[\s]*(?:\Z|\{\s*(?:\Z|"))'),
+          "mistral": re.compile(r"(?s).{0,200}\Z|" + MISTRAL.pattern),
+          "pythonic": re.compile(r"\s*\[\s*(?:\Z|[A-Za-z_][\w.]*\s*(?:\Z|\())")}
+
+
+def repair(token: re.Match) -> str:
+  """Return a part of JSON text with the backslashes of invalid escapes doubled."""
+  if token[0][0] != '"': return REPAIRS[token[0]]
+  return ESCAPE.sub(lambda x: x[0] if x[1] is None else rf"\\{x[1]}", token[0])
+
+
+def json_values(text: str) -> list[Any]:
+  """Return the JSON values of a text, separated by commas, semicolons or brackets of a list. Raises ValueError."""
+  text = TOKEN.sub(repair, FENCE.sub("", text))
+  values = []
+  position = SEPARATORS.match(text).end()   # type: ignore[union-attr]   # matches ""
+  while position < len(text):
+    value, position = json.JSONDecoder(strict=False).raw_decode(text, position)
+    values.append(value)
+    position = SEPARATORS.match(text, position).end()   # type: ignore[union-attr]
+  return values
+
+
+def named(name: Any, functions: Functions) -> str:
+  """Return a function's name without the prefix `functions.`. Raises ValueError for an unknown one."""
+  name = str(name).strip()
+  if name not in functions: name = name.removeprefix("functions.")
+  if name not in functions: raise ValueError("unknown function")
+  return name
+
+
+def as_object(arguments: Any) -> dict[str, Any]:
+  """Return a call's arguments, which may be JSON text or null. Raises ValueError if they are no object."""
+  if isinstance(arguments, str): arguments, = json_values(arguments) or [None]
+  if not isinstance(arguments, dict | None): raise ValueError("no object")
+  return arguments or {}
+
+
+def json_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
+  """Read {"name": ..., "arguments" or "parameters": ...}, alone or in a list, or nested under "function"."""
+  calls = []
+  for value in json_values(text):
+    if isinstance(value.get("function"), dict): value = value["function"]
+    calls.append((named(value.get("name"), functions), as_object(value.get("arguments", value.get("parameters")))))
+  return calls
+
+
+def xml_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
+  """Read <function=NAME> with <parameter=KEY>text</parameter>. is_cut: the text ends where the output ends."""
+  calls = []
+  for function in FUNCTION.finditer(text):
+    schema = functions[named(function[1], functions)]
+    properties = schema.get("properties") if isinstance(schema.get("properties"), dict) else {}
+    parameters = [*PARAMETER.finditer(function[2])]
+    if is_cut and not function[3] and parameters and not parameters[-1][3]: raise ValueError("cut off")
+    calls.append((named(function[1], functions), {x[1]: fit(x[2], types_of(properties.get(x[1]), schema))
+                                                  for x in parameters}))
+  return calls
+
+
+def tagged_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
+  return (xml_calls if text.lstrip().startswith("<function=") else json_calls)(text, functions, is_cut)
+
+
+def mistral_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
+  """Read a JSON list of calls, or name{...}, with [CALL_ID]id and [ARGS] before the object."""
+  head = MISTRAL.match(text)
+  if not head or not head[1]: return json_calls(text, functions, is_cut)
+  arguments, = json_values(text[head.end():])
+  return [(named(head[1], functions), as_object(arguments))]
+
+
+def gemma_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
+  """Read name{key:<|"|>text<|"|>,other:1}; quotes may be absent."""
+  name, _, _ = text.partition("{")
+  schema = functions[named(name, functions)]
+  arguments, end = gemma_value(text, len(name), schema, schema)
+  if text[end:].strip() or not isinstance(arguments, dict): raise ValueError("more text")
+  return [(named(name, functions), arguments)]
+
+
+def gemma_value(text: str, start: int, schema: Any, root: Any) -> tuple[Any, int]:
+  """Return the value that begins at `start`, and its end."""
+  properties = schema.get("properties") if isinstance(schema, dict) else None
+  if text.startswith(GEMMA_QUOTE, start):
+    end = text.index(GEMMA_QUOTE, start + len(GEMMA_QUOTE))
+    return text[start + len(GEMMA_QUOTE):end], end + len(GEMMA_QUOTE)
+  if text[start:start + 1] not in ("{", "["):
+    match: Any = GEMMA_TEXT.match(text, start)
+    types = types_of(schema, root) or {"string", "null", "boolean", "integer", "number"}
+    return fit(match[1].strip(), types), match.end()
+  items: Any = {} if text[start] == "{" else []
+  start += 1
+  while (start := start + len(text[start:]) - len(text[start:].lstrip(", \n"))) < len(text) and text[start] not in "}]":
+    if isinstance(items, list): value, start = gemma_value(text, start, None, root)
+    else:
+      key: Any = GEMMA_KEY.match(text, start)
+      inner = properties.get(key[1]) if isinstance(properties, dict) else None
+      value, start = gemma_value(text, key.end(), inner, root)
+    items.append(value) if isinstance(items, list) else items.update({key[1]: value})
+  if start >= len(text): raise ValueError("cut off")
+  return items, start + 1
+
+
+def pythonic_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
+  """Read [name(key='text', other=1), ...], Python's syntax, also with true, false and null."""
+  python = {"true": "True", "false": "False", "null": "None"}
+  with warnings.catch_warnings(action="ignore"):   # invalid escapes, which keep their backslash
+    tree: Any = ast.parse(PYTHON_TOKEN.sub(lambda x: python.get(x[0], x[0]), text.strip()), mode="eval").body
+  calls = []
+  for call in tree.elts if isinstance(tree, ast.List) else []:
+    if not isinstance(call, ast.Call) or call.args: raise ValueError("no call")
+    calls.append((named(ast.unparse(call.func), functions), {str(x.arg): ast.literal_eval(x.value)
+                                                             for x in call.keywords}))
+  return calls
+
+
+READERS: dict[str, Callable[[str, Functions, bool], list[Call]]] = {
+  "json": json_calls, "tagged": tagged_calls, "xml": xml_calls, "mistral": mistral_calls, "gemma": gemma_calls,
+  "pythonic": pythonic_calls}
+
+
+def is_in_string(text: str) -> bool:
+  """Return whether JSON text ends within a string, which may contain a marker."""
+  return re.sub(r"\\.", "", text, flags=re.DOTALL).count('"') % 2 == 1
+
+
+def read_calls(kind: str, text: str, functions: Functions, is_cut: bool) -> list[Event]:
+  """Return the events of the calls in a section's text; [] for other text, including calls of unknown functions."""
+  try: calls = READERS[kind](text, functions, is_cut)
+  except (ValueError, TypeError, AttributeError, LookupError, SyntaxError, RecursionError, MemoryError): return []
+  return [event for name, arguments in calls
+          for event in (("call", name), ("arguments", json.dumps(arguments, ensure_ascii=False)))]
+
+
+# Parameters without JSON syntax
+
+JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object",
+              type(None): "null"}
+
+
+def types_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
+  """Return the JSON types that a schema allows, through $ref, enum, const and combinations; empty if it names none."""
+  if not isinstance(schema, dict) or depth > 9: return set()
+  kind = schema.get("type")
+  types = {x for x in (kind if isinstance(kind, list) else [kind]) if isinstance(x, str)}
+  values = [*(schema.get("enum") or []), *([schema["const"]] if "const" in schema else [])]
+  if not types: types |= {JSON_TYPES[type(value)] for value in values}
+  parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or []]
+  reference = schema.get("$ref")
+  if isinstance(reference, str) and reference.startswith("#/"):
+    parts.append(functools.reduce(lambda x, key: x.get(key, {}), reference[2:].split("/"), root))
+  return types.union(*(types_of(part, root, depth + 1) for part in parts))
+
+
+def fit(text: str, types: set[str]) -> Any:
+  """Return a parameter as a value of one of the types, in JSON's or Python's syntax, else as text."""
+  words = {"true": True, "false": False, "null": None, **({} if "string" in types else {"none": None})}
+  word = text.strip().lower()
+  read = ast.literal_eval if {"object", "array"} & types and not is_json(text) else json.loads
+  try: value = words[word] if word in words else json.loads(json.dumps(read(text.strip()), allow_nan=False))
+  except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError): return text
+  kind = JSON_TYPES[type(value)]
+  return value if kind in types - {"string"} or kind == "integer" and "number" in types else text
+
+
+def is_json(text: str) -> bool:
+  try: json.loads(text)
+  except (ValueError, RecursionError): return False
+  return True

@@ -1,0 +1,128 @@
+"""The parser of reasoning and tool calls alone. data/tool_calls.json holds outputs in the format of each of vLLM's
+parsers, what vLLM finds in them (outside/record_tool_calls.py), and why our result differs where it does. Reasoning and
+harmony follow the model cards and https://github.com/openai/harmony."""
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings, strategies as st
+from tinyvllm_extra.server.parsers import OutputFormat, find_format
+
+RECORDED = json.loads((Path(__file__).parents[1] / "data/tool_calls.json").read_text())
+FUNCTIONS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in RECORDED["tools"]}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rom"}}</tool_call>'
+ROM = [["weather", {"city": "Rom"}]]
+HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+TO, ARGUMENTS = "to=functions.weather", '<|message|>{"city": "Rom"}'
+OUTPUTS = [   # reasoning parser, tool parser, output, reasoning, content, calls
+  ("qwen3", "hermes", f"<think>\nNo {CALL} yet.\n</think>\n\nSo: {CALL}", f"No {CALL} yet.", "So: ", ROM),
+  ("qwen3", "hermes", f"<think>Hm {CALL} ok", "Hm ", "ok", ROM),
+  ("qwen3", "hermes", "<think>\n\n</think>\n\n5", "", "5", []),
+  ("qwen3", "hermes", "<think>Hm <tool_call>no", "Hm ", "<tool_call>no", []),
+  ("qwen3", "hermes", "<think>a</think>b</think>c", "a", "b</think>c", []),
+  ("deepseek_r1", "hermes", "<think>unfinished", "unfinished", "", []),
+  ("mistral", "mistral", '[THINK]Hm.[/THINK]Yes[TOOL_CALLS]weather{"city": "Rom"}', "Hm.", "Yes", ROM),
+  ("granite", "granite", 'Here is my thought process: Foo. Here is my response: Bar<|tool_call|>[{"name": "weather", '
+   '"arguments": {"city": "Rom"}}]', "Foo. ", "Bar", ROM),
+  ("granite", "granite", "<think>Foo</think><response>Bar</response>", "Foo", "Bar", []),
+  ("gemma4", "gemma4", '<|channel>thought\nHm\n<channel|>So <|tool_call>call:weather{city:<|"|>Rom<|"|>}<tool_call|>',
+   "Hm", "So ", ROM),
+  ("openai_gptoss", "openai", f"{HARMONY}<|channel|>commentary {TO} <|constrain|>json{ARGUMENTS}<|call|>", "Hm.", "",
+   ROM),
+  ("openai_gptoss", "openai", f"{HARMONY} {TO}<|channel|>commentary{ARGUMENTS}<|call|>", "Hm.", "", ROM),
+  ("openai_gptoss", "openai", f" {TO}<|channel|>commentary json{ARGUMENTS}", "", "", ROM),
+  ("openai_gptoss", "openai", "<|channel|>commentary to=functions.time<|message|><|call|>", "", "", [["time", {}]]),
+  ("openai_gptoss", "openai", f"{HARMONY}<|channel|>final<|message|>Rom.", "Hm.", "Rom.", []),
+  ("openai_gptoss", "openai", f"{HARMONY}<|channel|>commentary {TO}{ARGUMENTS[:-3]}", "Hm.", '{"city": "Ro', []),
+  ("openai_gptoss", "openai", "to=x is text", "", "to=x is text", [])]
+CASES = [*OUTPUTS, *((None, x["format"], x["text"], "", x["content"], x["calls"]) for x in RECORDED["cases"])]
+FRAGMENTS = ["<think>", "\n</think>", "<tool_call>", "</tool_call>", "<function=", "weather>", "<parameter=city>", "\n",
+             "</parameter>", "</function>", '{"name": "weather"', ', "arguments": ', "{", "}", "[", "]", "[TOOL_CALLS]",
+             "weather", "(", ")", "city=", "'", '"', "\\", "\\n", "12", "True", ",", " ", "<|channel|>", "<|message|>",
+             "analysis", "to=functions.time", "<|end|>", "<|start|>", "call:time", '<|"|>', "<|tool_call>", "\u00e9"]
+
+
+def merge_events(events):
+  """Merge adjacent events of one kind, as one feed does."""
+  groups = [(kind, [text for _, text in group]) for kind, group in itertools.groupby(events, lambda event: event[0])]
+  return [(kind, text) for kind, texts in groups for text in (texts if kind == "call" else ["".join(texts)])]
+
+
+def read_pieces(parser, text, cuts):
+  pieces = [text[a:b] for a, b in itertools.pairwise(sorted({0, len(text), *(x for x in cuts if x < len(text))}))]
+  return merge_events([event for piece in pieces for event in parser.feed(piece)] + parser.feed("", True))
+
+
+@pytest.mark.parametrize("reasoning_name,tools_name,text,reasoning,content,calls", CASES)
+def test_output_of_each_format_is_split(reasoning_name, tools_name, text, reasoning, content, calls):
+  output_format = find_format("", reasoning_name, tools_name)
+  whole = output_format.parser(FUNCTIONS).feed(text, True)
+  def joined(kind): return "".join(x for k, x in whole if k == kind)
+  assert (joined("reasoning"), joined("content")) == (reasoning, content)
+  names = [x for kind, x in whole if kind == "call"]
+  assert [[*x] for x in zip(names, [json.loads(x) for kind, x in whole if kind == "arguments"], strict=True)] == calls
+  assert read_pieces(output_format.parser(FUNCTIONS), text, range(len(text))) == whole
+  for i in range(len(text)): assert read_pieces(output_format.parser(FUNCTIONS), text, [i]) == whole
+  plain = output_format.parser({}).feed(text, True)
+  assert not [event for event in plain if event[0] in ("call", "arguments")], "no function may be called"
+  first = output_format.parser(FUNCTIONS, parallel=False).feed(text, True)
+  assert [x for kind, x in first if kind == "call"] == names[:1]
+
+
+@pytest.mark.parametrize("case", RECORDED["cases"], ids=lambda x: x["text"][:40])
+def test_recorded_calls_of_vllm_are_found_unless_a_reason_is_given(case):
+  assert (case["calls"] == case["vllm"].get("calls")) != ("why" in case)
+
+
+@settings(max_examples=300, derandomize=True, deadline=None, database=None)
+@given(st.sampled_from(CASES), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.integers(0, 200),
+       st.sets(st.integers(1, 300), max_size=40))
+def test_events_do_not_depend_on_split_into_deltas(output, fragments, position, cuts):
+  output_format = find_format("", *output[:2])
+  text = output[2][:position] + "".join(fragments) + output[2][position:]
+  whole = output_format.parser(FUNCTIONS).feed(text, True)
+  assert read_pieces(output_format.parser(FUNCTIONS), text, cuts) == whole
+  assert read_pieces(output_format.parser(FUNCTIONS), text, range(len(text))) == whole
+
+
+@pytest.mark.parametrize("unit", ["<", "<tool_call>no", "x\n", "{1}", "</think"])
+def test_text_that_is_no_call_is_delivered_as_it_arrives(unit):
+  parser = OutputFormat(find_format("</think>").reasoning).parser(FUNCTIONS)
+  for i, character in enumerate(unit * 2000):
+    parser.feed(character)
+    assert len(parser.text) < 32 or unit == "<tool_call>no", (i, parser.text)
+
+
+@pytest.mark.parametrize("tools_name,start,unit", [
+  ("hermes", '<tool_call>{"name": "time", "arguments": {"a": "', "</tool_call>"), ("pythonic", "", "[time("),
+  ("llama3_json", "", '{"name"'), ("mistral", '[TOOL_CALLS]time{"a": "', '\\"}]'), ("openai", HARMONY, "<|"),
+  ("qwen3_coder", "<tool_call><function=time><parameter=a>", "</paramet"), ("gemma4", "<|tool_call>call:time{", "x,")])
+def test_hostile_output_takes_linear_time(tools_name, start, unit):
+  """Counts the characters that regular expressions may read: the text of each call of the parser's functions."""
+  def work(size):
+    parser = find_format("", None, tools_name).parser(FUNCTIONS)
+    read, num = parser.advance, 0
+    def advance():
+      nonlocal num
+      before = parser.text
+      result = read()
+      num += len(before) if result else 0   # a border: text may be read again
+      return result
+    parser.advance = advance
+    for character in (start + unit * size)[:size]: parser.feed(character)
+    parser.feed("", True)
+    return num
+  assert work(8000) <= 2.5 * work(4000) + 1000
+
+
+@pytest.mark.parametrize("template,reasoning,tools", [
+  ("{{ m.content.split('</think>') }} <tool_call>", "qwen3", "hermes"), ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
+  ("<|start|>assistant<|channel|>final<|message|>", "openai_gptoss", "openai"),
+  ("Think after 'Here is my thought process:' and 'Here is my response:' <|tool_call|>", "granite", "granite"),
+  ('{"name": function name, "parameters": dictionary of argument name and its value}', None, "llama3_json"),
+  ("[func_name1(params_name1=params_value1)]", None, "pythonic"),
+  ("<|channel>thought <|tool_call>", "gemma4", "gemma4"),
+  ("", None, None)])
+def test_format_is_that_of_chat_template(template, reasoning, tools):
+  assert find_format(template) == find_format("", reasoning, tools)
