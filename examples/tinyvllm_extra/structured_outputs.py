@@ -11,10 +11,12 @@ from tinyvllm_extra.packages import optional
 
 if TYPE_CHECKING: from .logits import SamplingParams
 
+MAX_MARKER = 16   # maximum tokens of a marker
 MAX_SIZE = 2**19   # characters of a schema, regular expression or grammar
 FIELD_TYPES: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool,
                                "structural_tag": (str, dict)}
-OPTION_TYPES: dict[str, Any] = {"disable_any_whitespace": bool, "whitespace_pattern": str, "disable_fallback": bool}
+OPTION_TYPES: dict[str, Any] = {"disable_any_whitespace": bool, "whitespace_pattern": str, "disable_fallback": bool,
+                                "escapes": dict, "opened": tuple}
 
 
 @dataclasses.dataclass(init=False)
@@ -29,6 +31,9 @@ class StructuredOutputsParams:
   disable_any_whitespace: bool = False       # JSON has no white space
   whitespace_pattern: str | None = None      # regular expression of JSON's white space
   disable_fallback: bool = False             # no effect: there is one library
+  # Free text before the format, such as reasoning: openings and the markers that end it; (): it lasts to the end
+  escapes: dict[str, tuple[str, ...]] | None = None
+  opened: tuple[str, ...] = ()               # markers that end the free text that the prompt opened
 
   def __init__(self, **fields: Any):
     fields = {name: value for name, value in fields.items() if value not in (None, False)}
@@ -56,7 +61,7 @@ class StructuredOutputsParams:
     except (TypeError, AttributeError, KeyError, RecursionError) as e:
       raise InputError(f"structured_outputs: {name} has a wrong structure: {e!r}") from e
     check(not matcher.is_error(), f"structured_outputs: {name}: {' '.join(matcher.get_error().split())}")
-    return Constraint(matcher, vocab_size)
+    return Constraint(matcher, vocab_size, tokenizer, self.escapes, self.opened)
 
   def compile(self, library: Any, name: str, text: str, tokenizer: Tokenizer) -> str:
     """Return llguidance's grammar for a constraint."""
@@ -99,18 +104,40 @@ def normalize(params: "SamplingParams") -> Any:
 
 
 class Constraint:
-  """The allowed next tokens of one sequence."""
-  def __init__(self, matcher: Any, vocab_size: int):
+  """The allowed next tokens of one sequence. escapes, opened: see StructuredOutputsParams."""
+  def __init__(self, matcher: Any, vocab_size: int, tokenizer: Any = None,
+               escapes: dict[str, tuple[str, ...]] | None = None, opened: tuple[str, ...] = ()):
     self.matcher = matcher
     self.num_words = -(-vocab_size // 32)
+    self.tokenizer = tokenizer
+    self.escapes = {first_token(tokenizer, opening): ends for opening, ends in (escapes or {}).items()}
+    self.ends = opened or None    # markers that end free text; None: the format applies
+    self.ids: list[int] = []      # of the free text
+    self.is_start = True          # of the format
 
   def bitmask(self) -> np.ndarray:
     """Return one bit per token, 1 if it may come next: (ceil(vocab / 32),) int32."""
-    bitmask = np.frombuffer(self.matcher.compute_bitmask(), np.int32)
-    return np.pad(bitmask, (0, self.num_words))[:self.num_words]
+    if self.ends is not None: return np.full(self.num_words, -1, np.int32)
+    bitmask = np.pad(np.frombuffer(self.matcher.compute_bitmask(), np.uint32), (0, self.num_words))[:self.num_words]
+    for token in self.escapes if self.is_start else (): bitmask[token // 32] |= np.uint32(1 << token % 32)
+    return bitmask.view(np.int32)
 
-  def accept(self, token: int) -> None: self.matcher.consume_token(token)
+  def accept(self, token: int) -> None:
+    if self.is_start and self.ends is None and not self.matcher.validate_tokens([token]):
+      self.ends = self.escapes.get(token)
+    self.is_start = False
+    if self.ends is None: self.matcher.consume_token(token)
+    elif self.ends:
+      self.ids.append(token)
+      text = self.tokenizer.decode(self.ids[-MAX_MARKER:], False)
+      if any(end in text for end in self.ends): self.ends, self.ids, self.is_start = None, [], True
+
   is_done = property(lambda self: self.matcher.is_stopped())
+
+
+def first_token(tokenizer: Tokenizer, text: str) -> int:
+  """Return the first token of a text. It follows a line break, because sentencepiece adds a space to the start."""
+  return tokenizer.encode("\n" + text, False)[len(tokenizer.encode("\n", False))]
 
 
 class Vocabulary:

@@ -302,3 +302,26 @@ def test_missing_llguidance_raises_and_other_requests_continue(folder, monkeypat
   monkeypatch.setitem(sys.modules, "llguidance", None)
   with pytest.raises(MissingPackage, match=install): fresh.generate("the cat", structured("regex", "a+"))
   assert not fresh.has_unfinished_requests() and fresh.generate("the cat", free())[0].finished
+
+
+def test_escapes_precede_the_format(llm):
+  """Reasoning may come first, and is opened by the prompt or the model; a call replaces the format."""
+  def words(bitmask): return {llm.tokenizer.decode([i], False) for i in range(320) if bitmask[i // 32] >> i % 32 & 1}
+  def accept(constraint, text):   # without sentencepiece's space
+    for token in llm.tokenizer.encode(f"\n{text}", False)[2:]: constraint.accept(token)
+  def constraint(**fields):
+    params = StructuredOutputsParams(choice=["yes"], escapes={"<t>": ("</t>",), "[c]": ()}, **fields)
+    return params.constraint(llm.tokenizer, 320, (2,))
+  own = constraint()
+  assert {"<", "[", "y"} <= words(own.bitmask()) and "n" not in words(own.bitmask())
+  accept(own, "<t>hm <[c]>")
+  assert len(words(own.bitmask())) > 100 and not own.is_done, "reasoning is free"
+  accept(own, "</t>")
+  assert "<" in words(own.bitmask()) and "n" not in words(own.bitmask())
+  accept(own, "y")
+  assert words(own.bitmask()) <= {"e", "es"}, "escapes are only at the start"
+  accept(own, "es")
+  assert own.is_done
+  for other in (constraint(), constraint(opened=("</r>",))):
+    accept(other, "[c]yes" if other.ends is None else "yes</t>")
+    assert len(words(other.bitmask())) > 100 and not other.is_done

@@ -123,21 +123,6 @@ def test_joined_outputs_equal_generate(llm, fields):
   assert finish(collect(llm, "the cat", params)) == expected(llm, "the cat", params)
 
 
-def test_prompt_may_be_text_ids_or_messages(llm):
-  messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"},
-              {"role": "user", "content": "the cat"}]
-  for prompt in ("the cat", {"prompt": "the cat"}, {"prompt_token_ids": [1, 300, 301, 302]}):
-    assert finish(collect(llm, prompt, argmax())) == expected(llm, prompt, argmax())
-  answer = fields_of(llm.llm.chat(messages, argmax())[0])
-  assert finish(collect(llm, {"messages": messages}, argmax())) == answer
-  assert answer != expected(llm, "the cat", argmax())
-
-
-def test_params_none_uses_the_defaults(llm):
-  (text, ids, reason, _, _), = finish(collect(llm, "the cat"))
-  assert text and reason == "length" and len(ids) == ENGINE["max_model_len"] - len(llm.llm.tokenizer.encode("the cat"))
-
-
 def test_first_output_arrives_before_later_tokens_are_sampled(llm):
   async def run():
     before, n, metrics = llm.llm.get_metrics()["generation_tokens"], 0, None

@@ -57,15 +57,6 @@ def test_echo_puts_the_prompt_before_the_text(client, server, folder, llm, ids):
   assert "".join(e["choices"][0]["text"] for e in chunks[:-1]) == text
 
 
-def test_stop_string_ends_text_and_is_stop_reason(client, folder, llm):
-  text = expected_output(llm, "the cat", temperature=0.0, max_tokens=20).outputs[0].text
-  stop = text[4:6]
-  for value in (stop, ["#", stop]):
-    choice = client.completions.create(model=folder.name, prompt="the cat", temperature=0, max_tokens=20,
-                                       stop=value).choices[0]
-    assert (choice.text, choice.finish_reason, choice.stop_reason) == (text[:text.index(stop)], "stop", stop)
-
-
 # Chat
 
 def test_chat_equals_llm_chat(client, folder, llm):

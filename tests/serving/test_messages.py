@@ -137,11 +137,6 @@ def test_tool_use_is_same_whole_and_streamed(create, choice):
   assert message.stop_reason == "tool_use"
 
 
-def test_tool_choice_none_leaves_calls_in_text(create):
-  message = create(HERMES, tools=[TOOL], tool_choice={"type": "none"})
-  assert message.content[0].text == HERMES and message.stop_reason == "end_turn"
-
-
 def test_tool_results_and_blocks_reach_template(create, count):
   messages = [
     {"role": "user", "content": [{"type": "text", "text": "how"}, {"type": "text", "text": "is it"}]},

@@ -230,7 +230,7 @@ def test_special_token_may_open_reasoning(thinking_client, thinking_server):
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_template_without_tools_allows_forced_calls_only(thinking_client, streamed):
-  fields = {"tools": TOOLS, "stream": streamed, "extra_body": {"chat_template_kwargs": {"is_open": True}}}
+  fields = {"tools": TOOLS, "stream": streamed}
   text, calls, reason = parse(thinking_client(tool_choice="required", parallel_tool_calls=False, **fields), streamed)
   assert not text and reason == "tool_calls" and calls[0][0] in ("weather", "time")
   with pytest.raises(openai.BadRequestError, match="template does not support tools"): thinking_client(**fields)
@@ -327,3 +327,20 @@ def test_call_cut_off_by_max_tokens_is_text(client, streamed, is_forced):
   length = client(**fields).usage.completion_tokens
   text, calls, reason = parse(client(**fields, max_tokens=length - 16, stream=streamed), streamed)
   assert text.startswith("[{" if is_forced else "<tool_call>{") and not calls and reason == "length"
+
+
+JSON_OBJECT = {"type": "json_object"}
+
+
+def test_format_applies_after_the_reasoning_that_the_prompt_opened(thinking_client):
+  fields = {"response_format": JSON_OBJECT, "max_tokens": 5}
+  assert thinking_client(**fields).choices[0].message.content[0] == "{"
+  message = thinking_client(**fields, extra_body={"chat_template_kwargs": {"is_open": True}}).choices[0].message
+  assert message.content is None and message.reasoning_content[0] != "{", "the reasoning has not ended"
+
+
+def test_call_is_possible_beside_response_format(client, server):
+  *_, token = server.post("/tokenize", {"prompt": "\n<", "add_special_tokens": False}).json()["tokens"]
+  fields = {"response_format": JSON_OBJECT, "max_tokens": 2, "logit_bias": {str(token): 100}, "tools": TOOLS}
+  texts = [client(**fields, tool_choice=choice).choices[0].message.content for choice in ("auto", "none")]
+  assert texts[0][0] == "<" and texts[1][0] == "{"

@@ -67,6 +67,14 @@ class OutputFormat:
     return next((x for x in self.reasoning if x.kind == "reasoning" and
                  prompt_end.rstrip().endswith(x.opening.strip())), None)
 
+  def escapes(self, has_tools: bool) -> dict[str, tuple[str, ...]]:
+    """Return the openings of reasoning and calls that may precede structured output, with the markers after which it
+    begins; (): it does not."""
+    if self.reasoning is HARMONY: return {"<|channel|>": ("<|channel|>final<|message|>",)}
+    reasoning = {x.opening: x.closings for x in self.reasoning if x.kind == "reasoning"}
+    tags = [x.opening for x in self.tools if not x.is_first and x.opening != "{"] if has_tools else []
+    return {**dict.fromkeys(tags, ()), **reasoning}
+
   def parser(self, functions: Functions, prompt_end: str = "", is_forced: bool = False,
              parallel: bool = True) -> "Parser":
     """Return a Parser for one output.

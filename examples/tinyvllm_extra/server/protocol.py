@@ -98,9 +98,10 @@ def check_sizes(fields: dict[str, Any]) -> None:
     check(size <= MAX_CHARACTERS, f"{name} has {size} characters: use at most {MAX_CHARACTERS}")
 
 
-def sampling_params(body: Any, defaults: dict[str, Any]) -> SamplingParams:
+def sampling_params(body: Any, defaults: dict[str, Any], escapes: dict[str, Any] | None = None) -> SamplingParams:
   """Return a request body's SamplingParams. defaults: the model's values for fields that the body omits; its
-  max_tokens, which only --override-generation-config sets, is also the maximum, as in vLLM."""
+  max_tokens, which only --override-generation-config sets, is also the maximum, as in vLLM. escapes: fields of
+  StructuredOutputsParams for text before structured output."""
   check(body.stream or not body.stream_options, "stream_options: requires stream=true")
   fields = {**defaults, **{name: value for name, value in body if name in SAMPLING and value is not None}}
   check_sizes(fields)
@@ -115,7 +116,7 @@ def sampling_params(body: Any, defaults: dict[str, Any]) -> SamplingParams:
   if "max_tokens" in defaults: fields["max_tokens"] = min(fields["max_tokens"], defaults["max_tokens"])
   if body.echo and fields.get("logprobs") is not None: fields.setdefault("prompt_logprobs", fields["logprobs"])
   structured = structured_outputs(body)
-  if structured is not None: fields["structured_outputs"] = structured
+  if structured is not None: fields["structured_outputs"] = {**structured, **(escapes or {})}
   return SamplingParams(**fields)
 
 
@@ -140,6 +141,20 @@ def format_constraint(form: Any) -> dict[str, Any] | None:
   if form.type == "structural_tag":
     return {"structural_tag": form.model_dump(include={"format", "structures", "triggers"}, exclude_none=True)}
   return {"json": form.json_schema.schema_} if form.json_schema else {"json_object": True}
+
+
+def escapes_of(body: Any, ids: list[int], output_format: OutputFormat, tokenizer: Tokenizer) -> dict[str, Any]:
+  """Return the fields of StructuredOutputsParams for text before a chat's format: reasoning that the prompt opened;
+  with response_format or tools also reasoning that the model opens, and calls, which it may make instead. ids:
+  the prompt's."""
+  if not isinstance(body, ChatRequest): return {}
+  opened = output_format.opened_by(prompt_end(ids, tokenizer))
+  has_tools = bool(tools_of(body)) and not requires_call(tool_choice_of(body))
+  is_exact = any(value is not None for name, value in body if name in GUIDED or name == "structured_outputs")
+  return {"escapes": {} if is_exact else output_format.escapes(has_tools), "opened": opened.closings if opened else ()}
+
+
+def prompt_end(ids: list[int], tokenizer: Tokenizer) -> str: return tokenizer.decode(ids[-16:], False)
 
 
 def engine_prompts(prompts: Any) -> list[Prompt]:
@@ -316,10 +331,9 @@ class CompletionBuilder:
       choice = tool_choice_of(self.body)
       functions = {tool["function"]["name"]: tool["function"].get("parameters") or {}
                    for tool in callable_tools(tools_of(self.body), choice)}
-      # Structured output begins with the first token: it cannot continue reasoning that the prompt opened
-      prompt_end = "" if self.params.structured_outputs else self.tokenizer.decode(output.prompt_token_ids[-16:], False)
       self.parsers[completion.index] = self.output_format.parser(
-        functions, prompt_end, requires_call(choice), self.body.parallel_tool_calls is not False)
+        functions, prompt_end(output.prompt_token_ids, self.tokenizer), requires_call(choice),
+        self.body.parallel_tool_calls is not False)
     return self.parsers[completion.index].feed(completion.text, bool(completion.finish_reason))
 
   def logprobs(self, rows: list[tuple], index: int) -> dict[str, list]:

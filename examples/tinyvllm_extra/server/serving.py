@@ -100,7 +100,10 @@ class Serving:
     engine = self.llm.llm
     defaults = self.chat_defaults if isinstance(body, ChatRequest) else engine.sampling_defaults
     def prepare() -> tuple[Any, list[Prompt]]:   # may take long
-      return protocol.sampling_params(body, defaults), protocol.encode_prompts(body, engine, self.trusts_template)
+      prompts = protocol.encode_prompts(body, engine, self.trusts_template)
+      ids: Any = prompts[0]["prompt_token_ids"] if isinstance(body, ChatRequest) else []   # type: ignore[index]
+      escapes = protocol.escapes_of(body, ids, self.output_format, engine.tokenizer)
+      return protocol.sampling_params(body, defaults, escapes), prompts
     params, prompts = await asyncio.to_thread(prepare)
     builder = builder_class(self.names[0], body, params, engine.tokenizer, self.output_format)
     return await self.run(prompts, params, builder, bool(body.stream), body.priority or 0)
