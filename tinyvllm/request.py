@@ -96,6 +96,7 @@ class Sequence:
   num_cached: int | None = None    # prompt tokens in the prefix cache when it first ran
   logprobs: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)   # by position
   block_hashes: list[bytes] = dataclasses.field(default_factory=list)   # one per full block, computed on demand
+  salt: bytes = b""                # only sequences with the same salt share blocks
   finish_reason: str | None = None
   stop_reason: int | str | None = None   # the stop string or token id that ended it
 

@@ -55,9 +55,8 @@ class BlockManager:
     """Return the hash of a sequence's i-th block, which must be full. Each hash is computed once."""
     while len(seq.block_hashes) <= i:
       start = len(seq.block_hashes) * self.block_size
-      parent = seq.block_hashes[-1] if start else b""
-      content = str(seq.tokens[start:start + self.block_size]).encode()
-      seq.block_hashes.append(hashlib.sha256(parent + content).digest())
+      parent = seq.block_hashes[-1] if start else seq.salt
+      seq.block_hashes.append(hashlib.sha256(parent + str(seq.tokens[start:start + self.block_size]).encode()).digest())
     return seq.block_hashes[i]
 
   def match_prefix(self, seq: Sequence) -> None:

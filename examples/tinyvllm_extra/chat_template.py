@@ -8,13 +8,8 @@ from tinyvllm.config import InputError, check
 from .packages import optional
 
 END = "\ue0ff "   # end of a message to continue: a private character, and a space that shows whether spaces are kept
+PARTS = ("text", "refusal", "thinking")   # endings of the types of parts with text, such as input_text
 REASONING = ("reasoning_content", "thinking", "reasoning")   # names of a message's reasoning
-
-
-def to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
-            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-  """The filter tojson. Jinja's own one sorts keys and escapes HTML characters."""
-  return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @functools.lru_cache(maxsize=16)
@@ -31,7 +26,7 @@ def compile_template(source: str) -> tuple[Any, bool]:
 
   environment = sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
-  environment.filters["tojson"] = to_json
+  environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)   # Jinja's own escapes HTML
   environment.globals["raise_exception"] = functools.partial(check, False)
   environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
   template = environment.from_string(source)
@@ -73,8 +68,7 @@ def normalize(message: dict[str, Any], has_parts: bool) -> dict[str, Any]:
 def text_of(part: Any) -> str:
   """Return the text of a part of a message's content."""
   kind = part.get("type") if isinstance(part, dict) else None
-  names = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal", "thinking": "thinking"}
-  text = part[names[kind]] if kind in names and names[kind] in part else part
+  text = part.get(kind if kind in ("refusal", "thinking") else "text") if str(kind).endswith(PARTS) else part
   check(isinstance(text, str), f"content: type {kind!r} is not supported: use parts {{'type': 'text', 'text': '...'}}")
   return text
 

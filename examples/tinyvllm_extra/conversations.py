@@ -1,5 +1,5 @@
-"""Turns conversations as clients send them into prompts: a client returns what a server gave it, and each chat template
-accepts only some of that."""
+"""Turns conversations of clients into prompts. A client returns the answers of any server, and each chat template
+accepts only some forms of them."""
 import json, re
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +18,7 @@ def render_conversation(tokenizer: Tokenizer, messages: Messages, **options: Any
   """Return a conversation's prompt. options: of Tokenizer.apply_chat_template.
 
   Raises InputError if the template fails for all forms of the conversation, or would leave out an instruction."""
+  check(all(isinstance(x, dict) for x in messages), "messages: each message must be an object with role and content")
   source = tokenizer.template(bool(options.get("tools")), options.get("chat_template")) or ""
   later = [plain_text(x).strip() for x in messages[1:] if x.get("role") in INSTRUCTIONS]
   error: InputError | None = None
@@ -42,10 +43,11 @@ def encode(tokenizer: Tokenizer, messages: Messages, template: dict[str, Any] | 
 
 def forms(messages: Messages) -> Iterator[Messages]:
   """Yield a conversation with calls' arguments as objects and as text, and with all instructions in one first message:
-  templates accept only one of these forms, or drop a later instruction."""
+  templates accept one form, or drop a later instruction."""
   for form in (messages, with_first_instruction(messages)):
     yield form
-    if any(message.get("tool_calls") for message in form): yield [*map(with_text_arguments, form)]
+    if any(message.get("tool_calls") for message in form):
+      yield [with_arguments(message, lambda x: json.dumps(x, ensure_ascii=False)) for message in form]
 
 
 def plain_text(message: dict[str, Any]) -> str:
@@ -55,9 +57,8 @@ def plain_text(message: dict[str, Any]) -> str:
 
 def with_first_instruction(messages: Messages) -> Messages:
   instructions = [x for x in messages if x.get("role") in INSTRUCTIONS]
-  text = "\n\n".join(map(plain_text, instructions))
-  first = [{**instructions[0], "content": text}] if instructions else []
-  return first + [x for x in messages if x.get("role") not in INSTRUCTIONS]
+  first = {**instructions[0], "content": "\n\n".join(map(plain_text, instructions))} if instructions else None
+  return [x for x in [first, *messages] if x and (x is first or x.get("role") not in INSTRUCTIONS)]
 
 
 def adapt(message: dict[str, Any], source: str) -> dict[str, Any]:
@@ -71,9 +72,7 @@ def adapt(message: dict[str, Any], source: str) -> dict[str, Any]:
   return {**message, "tool_calls": calls} if calls else message
 
 
-def short_id(call_id: Any) -> str:
-  """Return the last 9 letters and digits of a call's id."""
-  return re.sub("[^A-Za-z0-9]", "", str(call_id))[-9:].rjust(9, "0")
+def short_id(call_id: Any) -> str: return re.sub("[^A-Za-z0-9]", "", str(call_id))[-9:].rjust(9, "0")
 
 
 def parse_arguments(arguments: Any) -> dict[str, Any]:
@@ -88,15 +87,10 @@ def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
   """Return a message with its tool calls' arguments as objects, as chat templates expect: see parse_arguments."""
   calls = message.get("tool_calls")
   if not calls: return {key: value for key, value in message.items() if key != "tool_calls"}
-  names = [isinstance(call, dict) and isinstance(call.get("function"), dict) and call["function"].get("name")
-           for call in (calls if isinstance(calls, list) else [None])]
-  check(all(isinstance(name, str) for name in names),
+  functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else [None]
+  check(len(functions) == len(calls) and all(isinstance(x, dict) and isinstance(x.get("name"), str) for x in functions),
         "messages: every entry of tool_calls must be an object with a function that has a name")
   return with_arguments(message, parse_arguments)
-
-
-def with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
-  return with_arguments(message, lambda arguments: json.dumps(arguments, ensure_ascii=False))
 
 
 def with_arguments(message: dict[str, Any], convert: Any) -> dict[str, Any]:

@@ -43,6 +43,8 @@ NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "outpu
          **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}}
 OWN_NAMES = {"phi3": {"ffn_up": "mlp.gate_up_proj"},
              **{x: {"ffn_norm": "pre_feedforward_layernorm"} for x in ("gemma2", "gemma3")}}   # by architecture
+# Tokens that end a turn in files without tokenizer.ggml.eot_token_id, as in llama.cpp (src/llama-vocab.cpp)
+ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "<EOT>"}
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")   # in every part of a split model
 LAYER_TENSORS = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
@@ -185,6 +187,8 @@ def read_config(path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str,
     if is_partial: config["partial_rotary_factor"] = value / head_dim
   if rope := read_scaling(arch, metadata, tensors): config["rope_scaling"] = rope
   end_tokens = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+  tokens = metadata.get("tokenizer.ggml.tokens", ())
+  if end_tokens[1] is None: end_tokens += [i for i, token in enumerate(tokens) if token in ENDS]
   return config | {
     "architectures": [ARCHITECTURES[arch]], "model_type": arch, "hidden_act": "silu",
     "dtype": {"F16": "float16", "BF16": "bfloat16"}.get(tensors["token_embd.weight"].tensor_type.name),

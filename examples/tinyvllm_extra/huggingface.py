@@ -12,6 +12,12 @@ from tinyvllm_extra.packages import optional
 
 from . import chat_template
 
+BYTE = re.compile("<0x[0-9A-F]{2}>")   # a byte in vocabularies with byte fallback
+# Characters that stand for bytes in byte-level vocabularies (GPT-2's bytes_to_unicode)
+SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]
+HIDDEN = [i for i in range(256) if i not in SHOWN]
+BYTE_LEVEL = {**{chr(i): i for i in SHOWN}, **{chr(256 + n): i for n, i in enumerate(HIDDEN)}}
+
 
 @dataclasses.dataclass(eq=False)
 class Tokenizer(tokenizer.Tokenizer):
@@ -22,7 +28,7 @@ class Tokenizer(tokenizer.Tokenizer):
   special_ids: set[int]         # removed by skip_special_tokens
   config: dict[str, Any]        # tokenizer_config.json
   library: Any = None           # the tokenizers.Tokenizer or SentencePieceProcessor
-  template_variables: dict[str, Any] = dataclasses.field(default_factory=dict)   # of each conversation
+  template_variables: dict[str, Any] = dataclasses.field(default_factory=dict)   # for all conversations
   max_tokens: float = math.inf       # limit named in the error for a prompt that is too long to encode
   max_characters: float = math.inf   # encode refuses longer prompts
 
@@ -74,6 +80,12 @@ class Tokenizer(tokenizer.Tokenizer):
     "tool_use" for tools."""
     names = [source] if source else ["tool_use", "default"] if has_tools else ["default"]
     return next((self.templates[name] for name in names if name in self.templates), source)
+
+  def token_bytes(self, i: int) -> bytes:
+    """Return the bytes of a token that may be a part of a character."""
+    text, piece = self.decode([i], False), self.pieces([i])[0]
+    if "\ufffd" not in text: return (piece.replace("\u2581", " ") if "\u2581" in piece else text).encode()
+    return bytes([int(piece[3:-1], 16)]) if BYTE.fullmatch(piece) else bytes(BYTE_LEVEL.get(x, 63) for x in piece)
 
   def apply_chat_template(self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True,
                           continue_final_message: bool = False, **variables: Any) -> str:
@@ -127,7 +139,12 @@ def wrap_sentencepiece(model: SentencePieceProcessor, config: dict[str, Any]) ->
 
 
 def wrap(library: Any, config: dict[str, Any]) -> Tokenizer:
-  """Make a Tokenizer from a tokenizers.Tokenizer."""
+  """Make a Tokenizer from a tokenizers.Tokenizer, with the tokens that only tokenizer_config.json adds."""
+  known = {token.content for token in library.get_added_tokens_decoder().values()}
+  for _, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
+    if token["content"] in known: continue
+    add = library.add_special_tokens if token.get("special") else library.add_tokens
+    add([optional("tokenizers", "hf", "tokenizer.json").AddedToken(**token)])
   special_ids = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
   def encode(text: str, special: bool) -> list[int]:   # a batch, because other threads run in the meantime
     return library.encode_batch_fast([text], add_special_tokens=special)[0].ids

@@ -50,8 +50,21 @@ class SamplingParams(request.SamplingParams):
   # vLLM's parameters that are neither flags nor request fields. detokenize=False: leave the text empty
   best_of: dataclasses.InitVar[int | None] = None
   detokenize: dataclasses.InitVar[bool] = True
+  truncate_prompt_tokens: dataclasses.InitVar[int | None] = None   # keep the last ones
+  guided_decoding: dataclasses.InitVar[Any] = None                 # former name of structured_outputs
+  spaces_between_special_tokens: dataclasses.InitVar[bool] = True  # no effect: the tokenizer adds none
+  logits_processors: dataclasses.InitVar[list | None] = None
+  extra_args: dataclasses.InitVar[dict | None] = None
 
-  def __post_init__(self, best_of: int | None, detokenize: bool) -> None:   # type: ignore[override]
+  def __post_init__(   # type: ignore[override]
+      self, best_of: int | None, detokenize: bool, truncate_prompt_tokens: int | None, guided_decoding: Any,
+      spaces_between_special_tokens: bool, logits_processors: list | None, extra_args: dict | None) -> None:
+    for name, x in {"logits_processors": logits_processors, "extra_args": extra_args}.items():
+      check(not x, f"{name} is not supported: use logit_bias, allowed_token_ids, bad_words or structured_outputs")
+    limit = truncate_prompt_tokens
+    check(limit is None or type(limit) is int and limit > 0, f"truncate_prompt_tokens={limit!r} must be at least 1")
+    vars(self)["truncate_prompt_tokens"] = limit
+    if guided_decoding is not None: vars(self)["structured_outputs"] = guided_decoding
     check(best_of in (None, self.n), f"best_of={best_of!r} is not supported, only n={self.n}: leave it out")
     check(detokenize or not self.stop, "detokenize=False conflicts with stop: use stop_token_ids")
     vars(self)["detokenize"] = detokenize

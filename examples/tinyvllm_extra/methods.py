@@ -1,5 +1,5 @@
 """Further methods of `tinyvllm.LLM`: chat, metrics, graph capture, prefix cache files and vLLM's names."""
-import pathlib, time, types
+import dataclasses, hashlib, pathlib, time, types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -52,12 +52,20 @@ class Methods(Engine):
     self.tokenizer.template_variables = own.default_chat_template_kwargs or {}
     if own.chat_template: self.tokenizer.config["chat_template"] = own.chat_template
     self.sampling_defaults |= own.sampling_defaults()
+    ends = {*self.model_config.eos_token_ids, *filter(None, [self.tokenizer.eos_token_id])}
+    self.model_config = dataclasses.replace(self.model_config, eos_token_ids=tuple(sorted(ends)))
     self.max_logprobs = own.max_logprobs
 
   def make_request(self, request_id: str, prompt: "Prompt", params: "Params" = None, priority: int = 0) -> "Request":
     if isinstance(params, SamplingParams): params.check_logprobs(self.max_logprobs, self.model_config.vocab_size)
     check(isinstance(params, pooling.PoolingParams) == self.is_embedder, pooling.MISMATCH[self.is_embedder])
-    request = super().make_request(request_id, prompt, params, priority)
+    fields: Any = {**prompt} if isinstance(prompt, dict) else {}
+    salt = fields.pop("cache_salt", None)
+    check(salt is None or isinstance(salt, str) and salt, f"cache_salt={salt!r} must be a string that is not empty")
+    limit = getattr(params, "truncate_prompt_tokens", None)
+    if limit: fields = {"prompt_token_ids": self.encode(fields or prompt)[1][-limit:]}
+    request = super().make_request(request_id, fields or prompt, params, priority)
+    for stream in request.streams if salt else (): stream.seq.salt = hashlib.sha256(salt.encode()).digest()
     if not getattr(params, "detokenize", True):
       for stream in request.streams: stream.tokenizer = types.SimpleNamespace(decode=lambda *_: "")
     return request

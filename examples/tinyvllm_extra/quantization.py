@@ -126,9 +126,10 @@ def round_scales(w: Matrix) -> Matrix:
 
 
 def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensors: dict[str, Any],
-                read: Callable[..., np.ndarray]) -> Matrix:
+                read: Callable[..., np.ndarray], config: dict[str, Any] | None = None) -> Matrix:
   """Read the matrix `name`, (out, in): Quantized if it is stored in one of the layouts. read: returns the tensor with a
-  name and a shape. Raises InputError naming a tensor that is missing or has the wrong shape, or uneven groups."""
+  name and a shape. Raises InputError naming a tensor that is missing or has the wrong shape, or uneven groups, or whose
+  bits or group size differ from `config`, the quantization_config."""
   integers = [x for x in tensors if x.startswith(f"{name}.") and np.dtype(tensors[x].dtype).kind == "i"]
   layout = next((x for x in layouts if f"{name}.{x.weight}" in integers), None)
   if layout is None: return read(f"{name}.weight", *shape)
@@ -164,6 +165,11 @@ def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensor
   index = np.array(read(order, in_features)) if order in tensors else in_order
   columns = np.argsort(index, kind="stable")
   check(np.array_equal(index[columns], in_order), f"{order}: its {groups} groups must have the same size")
+  size = in_features // groups
+  for field, actual in (("bits", bits), ("group_size", size)):
+    value = (config or {}).get(field, actual)
+    is_same = value == actual or field == "group_size" and groups == 1 and not 0 < value < in_features
+    check(is_same or "dynamic" in (config or {}), f"quantization_config: {field}={value}, but {weight} has {actual}")
   return Quantized(q[:, columns], narrow(scales), narrow(offset) if offset.any() else None, columns)
 
 

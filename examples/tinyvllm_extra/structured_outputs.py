@@ -1,6 +1,6 @@
 """Structured outputs: llguidance compiles a JSON schema, a regular expression or a grammar to a Constraint, which
 returns the bitmask of allowed tokens at each position."""
-import dataclasses, functools, json
+import dataclasses, functools, json, re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +11,12 @@ from tinyvllm_extra.packages import optional
 
 if TYPE_CHECKING: from .logits import SamplingParams
 
+# Keywords of JSON Schema whose values are schemas, or objects of schemas; formats that llguidance knows; notes
+SCHEMAS = {"items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties"}
+SCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
+FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+NOTES = {"title", "description", "$comment", "examples", "default", "deprecated"}
+LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 MAX_MARKER = 16   # maximum tokens of a marker
 MAX_SIZE = 2**19   # characters of a schema, regular expression or grammar
 FIELD_TYPES: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool,
@@ -69,7 +75,26 @@ class StructuredOutputsParams:
     if name not in ("json", "json_object"): return library.grammar_from(name, text)
     options: dict[str, Any] = {"whitespace_flexible": False} if self.disable_any_whitespace else {}
     if self.whitespace_pattern: options["whitespace_pattern"] = self.whitespace_pattern
-    return library.LLMatcher.grammar_from_json_schema(text, overrides=options or None)
+    return library.LLMatcher.grammar_from_json_schema(json.dumps(narrowed(json.loads(text))), overrides=options or None)
+
+
+def narrowed(schema: Any) -> Any:
+  """Return a JSON schema without keywords that llguidance lacks, as generators write them: an equal schema, or one that
+  allows less. Notes are dropped, as JSON Schema says, propertyNames becomes properties."""
+  if isinstance(schema, list): return [*map(narrowed, schema)]
+  if not isinstance(schema, dict): return schema
+  schema = {key: narrowed(x) if key in SCHEMAS else {name: narrowed(y) for name, y in x.items()}
+            if key in SCHEMA_MAPS and isinstance(x, dict) else x for key, x in schema.items()
+            if (key, x) != ("uniqueItems", False) and (key != "format" or x in FORMATS)}
+  names, values = schema.get("propertyNames"), schema.get("additionalProperties", True)
+  if isinstance(names, dict) and names.keys() - NOTES <= {"enum", "const", "type"} and "properties" not in schema:
+    del schema["propertyNames"]
+    keys = names.get("enum", [names["const"]] if "const" in names else None)
+    if keys is not None: schema |= {"properties": dict.fromkeys(map(str, keys), values), "additionalProperties": False}
+  alternatives = schema.get("anyOf")
+  if isinstance(alternatives, list):   # Python's look-around, as in pydantic's Decimal
+    schema["anyOf"] = [x for x in alternatives if not LOOK_AROUND.search(json.dumps(x))] or alternatives
+  return schema
 
 
 def tag_grammar(library: Any, tag: dict[str, Any], tokenizer: Tokenizer) -> str:
@@ -112,8 +137,8 @@ class Constraint:
     self.tokenizer = tokenizer
     self.escapes = {first_token(tokenizer, opening): ends for opening, ends in (escapes or {}).items()}
     self.ends = opened or None    # markers that end free text; None: the format applies
-    self.ids: list[int] = []      # of the free text
-    self.is_start = True          # of the format
+    self.ids: list[int] = []      # free text so far
+    self.is_start = True          # no token of the format yet
 
   def bitmask(self) -> np.ndarray:
     """Return one bit per token, 1 if it may come next: (ceil(vocab / 32),) int32."""
@@ -136,7 +161,7 @@ class Constraint:
 
 
 def first_token(tokenizer: Tokenizer, text: str) -> int:
-  """Return the first token of a text. It follows a line break, because sentencepiece adds a space to the start."""
+  """Return the first token after a line break: sentencepiece would add a space to the start."""
   return tokenizer.encode("\n" + text, False)[len(tokenizer.encode("\n", False))]
 
 

@@ -11,7 +11,7 @@ from tinygrad.dtype import DType
 
 from tinyvllm import llama
 from tinyvllm.backend import Module, renderer
-from tinyvllm.config import check, read_json
+from tinyvllm.config import check, logger, read_json
 
 from . import fit
 from .formats import DEQUANTIZED, READERS, UNUSED, read_stacked
@@ -130,6 +130,8 @@ class Checkpoint(llama.Checkpoint):
     """Like the core's, but quantized checkpoints may also hold UNUSED tensors, and zero biases for a model without."""
     def is_redundant(name: str) -> bool:
       return name.endswith(UNUSED) or name.endswith(".bias") and not self.tensors[name].read().any()
+    if "lm_head.weight" in names and self.model.config.tie_word_embeddings:
+      logger.warning(f"{self.path}: lm_head.weight is not used, because config.json has tie_word_embeddings")
     super().check_unused([name for name in names if not (self.method and is_redundant(name))])
 
   # Called by the `load` method of modules
@@ -148,7 +150,8 @@ class Checkpoint(llama.Checkpoint):
     """Read matrices, (out, in), whose rows are stacked in one weight. shapes: by module name."""
     def read(name: str, shape: tuple[int, int]) -> Matrix:
       matrix = READERS[self.method](self, name, shape) if self.method in READERS else read_stacked(self, name, shape)
-      return read_matrix(name, shape, self.layouts, self.tensors, self.array) if matrix is None else matrix
+      if matrix is not None: return matrix
+      return read_matrix(name, shape, self.layouts, self.tensors, self.array, self.quantization_config)
     return [read(name, shape) for name, shape in shapes.items()]
 
   def ordered(self, name: str, x: Any) -> Any:

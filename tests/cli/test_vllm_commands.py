@@ -223,7 +223,7 @@ def test_split_options_returns_model_options():
   assert split_options({"revision": "x", "max_logprobs": -1})[1] == ModelOptions(revision="x", max_logprobs=-1)
   assert split_options({"task": "embed"})[1].runner == "pooling" and split_options({"task": "generate"})[1] == defaults
   assert split_options({"task": "embed", "runner": "generate"})[1].runner == "generate"
-  assert (defaults.max_logprobs, defaults.runner, defaults.template_variables()) == (20, "auto", {})
+  assert (defaults.max_logprobs, defaults.runner, defaults.default_chat_template_kwargs) == (20, "auto", None)
 
 
 @pytest.mark.parametrize("options,message", [
@@ -244,8 +244,7 @@ def test_split_options_refuses_values_with_an_effect(options, message):
 
 @pytest.mark.parametrize("template", ["{{ messages }}", "several\nlines", "{% raw %}", ""])
 def test_chat_template_with_braces_or_lines_is_text(template):
-  variables = ModelOptions(chat_template=template, default_chat_template_kwargs={"a": 1}).template_variables()
-  assert variables == {"a": 1, **({"chat_template": template} if template else {})}
+  assert ModelOptions(chat_template=template).chat_template == template
 
 
 def test_chat_template_file_is_read_from_the_home_folder(tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ def test_core_alone_passes_slow_milestone(slow_milestones, name):
 
 
 @pytest.mark.parametrize("feature, error, part", [
-  ("logprobs", "InputError", "'logprobs'"), ("messages", "ImportError", "huggingface"),
+  ("logprobs", "InputError", "'logprobs'"), ("messages", "ImportError", "conversations"),
   ("speculative_config", "ImportError", "speculation"), ("tensor_parallel_size", "ImportError", "parallel"),
   ("quantization", "InputError", "quantization='int8'"), ("kv_cache_dtype", "InputError", "kv_cache_dtype='int8'"),
   ("cudagraph_capture_sizes", "ImportError", "graphs"), ("gguf", "InputError", "GGUF"),

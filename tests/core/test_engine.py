@@ -15,7 +15,7 @@ from helpers.requests import greedy, ids_of, prompt, tokens
 import tinyvllm
 from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams
 from tinyvllm.request import SamplerMode
-from tinyvllm.runner import NUM_WORDS, TILE, TOKENS, next_power_of_two
+from tinyvllm.runner import NUM_WORDS, TILE, TOKENS
 from tinyvllm.scheduler import BlockManager
 
 BS = ENGINE["block_size"]
@@ -119,10 +119,6 @@ def test_number_of_graphs_is_constant_after_warmup(llm, monkeypatch):
   assert sum(key.sampler_mode == SamplerMode.GREEDY and key.plan is None for key in llm.runner.graphs) == 5
 
 
-def test_next_power_of_two():
-  assert [next_power_of_two(n) for n in (0, 1, 2, 3, 4, 5, 8, 9, 512)] == [1, 1, 2, 4, 4, 8, 8, 16, 512]
-
-
 # overlapped steps
 
 @pytest.fixture(params=["llm", "small_llm", "words_llm"])
@@ -211,28 +207,6 @@ def test_joined_stream_equals_generate(words_llm, llm):
     assert parts[-1].outputs[0].finish_reason == "length" and parts[0].outputs[0].finish_reason is None
 
 
-def test_step_outputs_are_cumulative(words_llm):
-  words_llm.add_request("a", tokens(prompt(7)), greedy(12))
-  texts = []
-  while words_llm.has_unfinished_requests(): texts += [o.outputs[0].text for o in words_llm.step()]
-  expected = words_llm.generate(tokens(prompt(7)), greedy(12))[0].outputs[0].text
-  assert texts[-1] == expected and len(texts) == 12
-  assert all(after.startswith(before) for before, after in zip(texts, texts[1:], strict=False))
-
-
-def test_interleaved_streams_get_their_own_tokens(llm, folder):
-  streams = [llm.generate_stream(tokens(prompt(4, i)), greedy(12 + i)) for i in range(3)]
-  stream_ids = [[] for _ in streams]
-  rng, live = random.Random(1), {0, 1, 2}
-  while live:
-    i = rng.choice(sorted(live))
-    output = next(streams[i], None)
-    if output is None: live.remove(i)
-    else: stream_ids[i] += ids_of(output)
-    check_invariants(llm)
-  assert stream_ids == [reference_greedy(folder, prompt(4, i), 12 + i) for i in range(3)]
-
-
 def test_stream_read_late_yields_all_tokens(llm, folder):
   """Another stream's steps finish the request before the first stream is read on."""
   slow, fast = (llm.generate_stream(tokens(prompt(4, i)), greedy(n)) for i, n in enumerate((6, 30)))
@@ -242,17 +216,6 @@ def test_stream_read_late_yields_all_tokens(llm, folder):
   assert [i for o in outputs for i in ids_of(o)] == reference_greedy(folder, prompt(4), 6)
   assert [o.finished for o in outputs].count(True) == 1 and outputs[-1].outputs[0].finish_reason == "length"
   assert "".join(o.outputs[0].text for o in outputs) == llm.generate(tokens(prompt(4)), greedy(6))[0].outputs[0].text
-
-
-def test_stream_can_continue_on_other_threads(llm, folder):
-  """Each token is read on a new thread."""
-  stream, stream_ids = llm.generate_stream(tokens(prompt(4)), greedy(8)), []
-  for _ in range(8):
-    thread = threading.Thread(target=lambda: stream_ids.extend(ids_of(next(stream))), daemon=True)
-    thread.start()
-    thread.join(60)
-  assert stream_ids == reference_greedy(folder, prompt(4), 8)
-  assert list(stream) == []
 
 
 def test_concurrent_first_calls_of_generate_share_one_engine(folder, monkeypatch):
@@ -311,14 +274,6 @@ def test_step_does_not_iterate_over_all_requests(folder, monkeypatch):
 
 
 # priorities
-
-@pytest.fixture(scope="module")
-def priority_llm(folder): return LLM(folder, num_gpu_blocks_override=13, scheduling_policy="priority", **ENGINE)
-
-
-def test_negative_priority_is_accepted(priority_llm):
-  priority_llm.add_request("a", tokens([5]), greedy(1), priority=-3)
-  assert [o.request_id for o in priority_llm.step()] == ["a"]
 
 
 # random operations

@@ -41,21 +41,6 @@ def test_input_error_has_parameter_and_value(options, parameter, value):
   assert parameter in str(e.value) and repr(value) in str(e.value)
 
 
-def test_input_error_of_engine_option_has_parameter_and_value(folder):
-  with pytest.raises(config.InputError) as e: LLM(folder, block_size=0)
-  assert (e.value.parameter, e.value.value) == ("block_size", 0)
-
-
-def test_input_error_of_prompt_has_parameter(llm):
-  with pytest.raises(config.InputError) as e: llm.generate(tokens([5, 320]), greedy(1))
-  assert e.value.parameter == "prompt_token_ids"
-
-
-def test_input_error_without_field_has_no_parameter():
-  with pytest.raises(config.InputError) as e: SamplingParams(temprature=1.0)
-  assert e.value.parameter is None
-
-
 @pytest.mark.parametrize("function", ["concatenate", "zeros"])
 def test_internal_value_error_is_not_an_input_error(llm, folder, monkeypatch, function):
   ids = [5, 6, 7]

@@ -284,19 +284,6 @@ def test_repeated_preemption_keeps_priority_order(priority_llm, folder):
   assert [ids_of(last[str(i)]) for i in range(6)] == [reference_greedy(folder, job, 24) for job in jobs]
 
 
-def test_late_high_priority_request_overtakes_preempted_ones(priority_llm, folder):
-  jobs = {f"low {i}": (prompt(13, 1500 + i), 20) for i in range(3)} | {"high": (prompt(5, 1510), 6)}
-  with assert_all_blocks_freed(priority_llm) as before:
-    for i in range(3): priority_llm.add_request(f"low {i}", tokens(jobs[f"low {i}"][0]), greedy(20), priority=5)
-    for _ in range(2): priority_llm.step()
-    priority_llm.add_request("high", tokens(jobs["high"][0]), greedy(6), priority=0)
-    last, finish_steps = run_watched(priority_llm)
-    assert priority_llm.get_metrics()["num_preemptions"] > before["num_preemptions"]
-  assert min(finish_steps, key=finish_steps.get) == "high"
-  assert finish_steps["low 0"] < finish_steps["low 1"] <= finish_steps["low 2"]
-  assert {name: ids_of(o) for name, o in last.items()} == {n: reference_greedy(folder, *job) for n, job in jobs.items()}
-
-
 # several samples of one prompt
 
 def samples(output): return [c.token_ids for c in output.outputs]
@@ -468,3 +455,13 @@ def test_random_requests_with_common_prefixes_and_samples_equal_reference(small_
 # errors and pool sizes
 
 
+def test_cache_salt_separates_prefixes(llm, folder):
+  ids = prompt(3 * BS, 3100)
+  hits = []
+  for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"cache_salt": "a"}, {}):
+    output, = llm.generate({**tokens(ids), **salt}, greedy(3))
+    assert ids_of(output) == reference_greedy(folder, ids, 3)
+    hits.append(output.num_cached_tokens)
+  assert hits == [0, 0, 0, 2 * BS, 2 * BS]
+  for salt in ("", 5):
+    with pytest.raises(ValueError, match="cache_salt"): llm.generate({**tokens(ids), "cache_salt": salt}, greedy(1))

@@ -1,6 +1,5 @@
 """Documentation: the README is short and counts lines correctly, links work, and generated tables are up to date."""
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,12 +47,3 @@ def test_readme_devices_have_a_status_that_agrees_with_records():
   for name, text in rows.items():
     status = backends.status(records.get(name))
     assert text == status or (status == "run on" and text.startswith("run on ")), (name, status)
-
-
-def test_backends_missing_device_is_reported_and_fails(tmp_path, monkeypatch, capfd):
-  monkeypatch.setattr(backends, "RECORDS", tmp_path / "backends.json")
-  monkeypatch.setattr(sys, "argv", ["backends.py", "NOSUCH"])
-  assert backends.main() == 1 and "NOSUCH" in capfd.readouterr().err
-  assert not backends.RECORDS.exists()
-
-

@@ -1,5 +1,6 @@
 """int8 and int4 weights: pre-quantized formats, quantization while loading, and the kernels. The reference is the same
 model in float32, its matrices dequantized here by the formula of the format."""
+import json
 import sys
 from pathlib import Path
 
@@ -224,6 +225,15 @@ def store_plain(tensors, plain):
 
 
 def set_group_out_of_range(tensors, _): tensors[KEY + "g_idx"][3] = 99
+
+
+@pytest.mark.parametrize("field,value,actual", [("bits", 8, 4), ("bits", 2, 4), ("group_size", 64, 32)])
+def test_config_that_contradicts_the_shapes_is_refused(tmp_path, field, value, actual):
+  folder, _ = quantized_model(tmp_path, "gptq")
+  config = json.loads((folder / "config.json").read_text())
+  config["quantization_config"][field] = value
+  (folder / "config.json").write_text(json.dumps(config))
+  with pytest.raises(InputError, match=f"{field}={value}, but .* has {actual}"): LLM(folder, **ENGINE)
 
 
 @pytest.mark.parametrize("name,change,message", [

@@ -224,3 +224,13 @@ def test_loading_peak_memory_is_at_most_1_3_models(tmp_path, shards):
                        cwd=Path(__file__).parents[2], timeout=120)
   assert run.returncode == 0, run.stderr
   assert 0.9 * size < int(run.stdout) <= 1.3 * size, f"{int(run.stdout) / size:.2f} times the model's bytes"
+
+
+def test_head_beside_tied_embeddings_is_reported(tmp_path, caplog):
+  folder = tiny_model(tmp_path, tie_word_embeddings=True)
+  weights = load(folder)[1]
+  LLM(folder, **ENGINE)
+  assert "lm_head" not in caplog.text
+  write_safetensors(folder / "model.safetensors", {**weights, "lm_head.weight": np.ones((320, 32), np.float32)})
+  LLM(folder, **ENGINE)
+  assert "lm_head.weight is not used" in caplog.text

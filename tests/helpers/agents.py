@@ -37,6 +37,12 @@ def num_tokens(server, prompt, **options):
   return server.post("/tokenize", {"prompt": prompt, "add_special_tokens": False}, **options).json()["count"]
 
 
+def without_tags(server, **options):
+  """Return the field that keeps a random model from opening reasoning before a format."""
+  *_, token = server.post("/tokenize", {"prompt": "\n<", "add_special_tokens": False}, **options).json()["tokens"]
+  return {"logit_bias": {str(token): -100}}
+
+
 def named_events(response):
   """Return the data of all server-sent events, whose names must be their types."""
   assert response.status_code == 200, response.read()

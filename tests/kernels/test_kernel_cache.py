@@ -11,7 +11,7 @@ from tinygrad import Tensor, UOp, helpers
 from tinygrad.uop.ops import KernelInfo, Ops
 
 from tinyvllm import LLM, InputError, backend
-from tinyvllm_extra.kernels import kernel_cache as kernels, layers as traced_layers
+from tinyvllm_extra.kernels import kernel_cache as kernels, layers as traced_layers, tinygrad_patches
 
 CLANG = "clang", 1, 2   # a compiler: its name, file size and modification time
 
@@ -96,3 +96,11 @@ def test_run_layers_traces_equal_layers_once(words_folder, monkeypatch):
 def test_core_backend_with_two_devices_raises(folder):
   with pytest.raises(InputError, match="^tensor_parallel_size=2 must be 1"):
     LLM(folder, backend=backend.Backend(), tensor_parallel_size=2, **ENGINE)
+
+
+def test_cache_folder_that_cannot_be_written_costs_one_warning(monkeypatch, caplog):
+  monkeypatch.setattr(helpers, "CACHEDB", "/proc/none/cache.db")
+  monkeypatch.setattr(helpers.CACHELEVEL, "value", 2)
+  monkeypatch.setenv("CACHELEVEL", "2")
+  tinygrad_patches.check_cache.__wrapped__()
+  assert helpers.CACHELEVEL.value == 0 and len(caplog.records) == 1 and "/proc/none" in caplog.text

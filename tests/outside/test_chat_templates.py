@@ -84,6 +84,17 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
   "own_special_token": ({"chat_template": "{{ sep_token }}{{ image_token }}", "image_token": "<image>"}, {})}
 
 
+def test_tokens_that_only_tokenizer_config_adds_are_tokens(tmp_path):
+  names = {320: ("<tool_call>", False), 321: ("<|extra|>", True)}
+  flags = dict.fromkeys(["lstrip", "rstrip", "single_word", "normalized"], False)
+  added = {str(i): {"content": text, "special": special, **flags} for i, (text, special) in names.items()}
+  ours, theirs = tokenizers(tmp_path, {**TOKENS, "added_tokens_decoder": added})
+  text = "a<tool_call>b<|extra|>"
+  ids = theirs.encode(text, add_special_tokens=False)
+  assert ours.encode(text, False) == ids and {320, 321} <= {*ids}
+  for skip in (True, False): assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
 @pytest.mark.parametrize("place", PLACES)
 def test_template_is_found_where_transformers_finds_it(tmp_path, place):
   ours, theirs = tokenizers(tmp_path, *PLACES[place])

@@ -25,8 +25,10 @@ NARROW_PROMPTS = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
   path = tmp_path_factory.mktemp("beam")
-  return {name: tiny_model(path / name, seed=3, vocab_size=7, eos_token_id=2 if ends else None)
-          for name, ends in ENDS.items()}
+  folders = {name: tiny_model(path / name, seed=3, vocab_size=7, eos_token_id=2 if ends else None)
+             for name, ends in ENDS.items()}
+  (folders["no end token"] / "tokenizer_config.json").write_text('{"eos_token": null}')
+  return folders
 
 
 @pytest.fixture(scope="module")

@@ -72,3 +72,12 @@ def test_tag_grammar_gives_each_tag_its_own_trigger(added, is_special):
     {"begin": f"<{x}=1>", "schema": {}, "end": "</>"} for x in "bac"]}
   tokenizer = SimpleNamespace(added_tokens=dict.fromkeys(added.split(), 0))
   assert tag_grammar(SimpleNamespace(StructTag=StructTag), tag, tokenizer) == (["<b", "<a", ""], is_special)
+
+
+def test_former_and_unsupported_parameters_of_vllm(words_llm):
+  same = SamplingParams(guided_decoding={"choice": ["a"]}, spaces_between_special_tokens=False, extra_args={})
+  assert same.structured_outputs == StructuredOutputsParams(choice=["a"])
+  output, = words_llm.generate("the cat sat", SamplingParams(truncate_prompt_tokens=2, max_tokens=1))
+  assert output.prompt_token_ids == words_llm.tokenizer.encode("the cat sat")[-2:]
+  for name, value in {"logits_processors": [len], "extra_args": {"a": 1}, "truncate_prompt_tokens": 0}.items():
+    with pytest.raises(InputError, match=f"{name}.*(logit_bias|at least 1)"): SamplingParams(**{name: value})

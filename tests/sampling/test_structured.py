@@ -1,12 +1,18 @@
 """Structured outputs: the output of a random model follows its JSON schema, regular expression, choices or grammar.
 Checked with json, jsonschema, re and, token by token, with llguidance and a vocabulary built in this file."""
+import datetime
+import decimal
+import enum
 import functools
 import json
 import re
 import sys
+import typing
 
+import annotated_types
 import jsonschema
 import numpy as np
+import pydantic
 import pytest
 import sentencepiece
 from llguidance import LLMatcher, LLTokenizer, grammar_from
@@ -219,16 +225,6 @@ def test_samples_equal_single_requests_with_next_seeds(llm):
     assert {c.finish_reason for c in samples} == {"stop"} and len({c.text for c in samples}) == 4
 
 
-def test_stream_equals_generate(llm):
-  constraints = [("json", SCHEMAS["string"]), ("choice", ["naïve 🙃", "🙂 é"]), ("grammar", GBNF)]
-  for seed, (kind, value) in enumerate(constraints * 3):
-    params = structured(kind, value, seed)
-    whole, parts = llm.generate("the cat", params)[0].outputs[0], list(llm.generate_stream("the cat", params))
-    assert [i for p in parts for i in p.outputs[0].token_ids] == whole.token_ids
-    assert "".join(p.outputs[0].text for p in parts) == whole.text
-    assert [p.outputs[0].finish_reason for p in parts] == [None] * (len(parts) - 1) + ["stop"]
-
-
 def test_stop_string_or_id_ends_incomplete_output(llm):
   for seed in range(8):
     output = llm.generate("the cat", structured("regex", "[a-e]{60}", seed, stop=["e", "dd"]))[0].outputs[0]
@@ -325,3 +321,47 @@ def test_escapes_precede_the_format(llm):
   for other in (constraint(), constraint(opened=("</r>",))):
     accept(other, "[c]yes" if other.ends is None else "yes</t>")
     assert len(words(other.bitmask())) > 100 and not other.is_done
+
+
+class Colour(enum.Enum):
+  RED, BLUE = "red", "blue"
+
+
+class Order(pydantic.BaseModel):
+  """A note, which is ignored."""
+  price: decimal.Decimal
+  day: datetime.date
+  colour: Colour = Colour.RED
+  counts: dict[typing.Literal["a", "b"], int]
+  share: typing.Annotated[float, annotated_types.Gt(0), annotated_types.Lt(1)]
+  level: int | None = pydantic.Field(None, gt=0, lt=3, examples=[1])
+  secret: pydantic.SecretStr = pydantic.Field(max_length=3)
+  lines: list["Order"] = pydantic.Field([], max_length=1)
+
+
+def test_schema_of_pydantic_gives_valid_models(lone):
+  schema = Order.model_json_schema()
+  for seed in range(6):
+    params = structured("json", schema, seed, max_tokens=900, logit_bias={i: -9 for i in range(3, 35)})
+    output = lone.generate(prompts(1), params)[0].outputs[0]
+    if output.finish_reason == "stop": assert Order.model_validate_json(output.text)
+  assert output.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("keyword, value", [
+  ("uniqueItems", True), ("not", {}), ("if", {}), ("dependentRequired", {}), ("unevaluatedProperties", False),
+  ("contains", {}), ("propertyNames", {"pattern": "a"})])
+def test_unsupported_keyword_of_schema_is_named(lone, keyword, value):
+  with pytest.raises(ValueError, match=keyword): run(lone, 1, "json", {"type": ["object", "array"], keyword: value})
+
+
+@pytest.mark.parametrize("schema, texts", [
+  ({"type": "integer", "exclusiveMinimum": 0, "exclusiveMaximum": 3}, {"1", "2"}),
+  ({"type": "array", "items": {"const": 1}, "uniqueItems": False, "minItems": 2, "maxItems": 2}, {"[1,1]"}),
+  ({"const": "a", "format": "of my own", "x-note": 1, "$comment": "b"}, {'"a"'}),
+  ({"type": "object", "propertyNames": {"enum": ["k"]}, "additionalProperties": {"const": 5}, "minProperties": 1}, {
+   '{"k":5}'})], ids=str)
+def test_schema_of_generators_is_accepted(lone, schema, texts):
+  fields = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}, "max_tokens": 30}
+  outputs = lone.generate(prompts(6), [SamplingParams(**fields, seed=i) for i in range(6)])
+  assert {output.outputs[0].text for output in outputs} <= texts

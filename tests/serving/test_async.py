@@ -123,19 +123,6 @@ def test_joined_outputs_equal_generate(llm, fields):
   assert finish(collect(llm, "the cat", params)) == expected(llm, "the cat", params)
 
 
-def test_first_output_arrives_before_later_tokens_are_sampled(llm):
-  async def run():
-    before, n, metrics = llm.llm.get_metrics()["generation_tokens"], 0, None
-    async with paced(llm):
-      async for output in llm.generate("the cat", LONG):
-        n += len(output.outputs[0].token_ids)
-        metrics = metrics or llm.llm.get_metrics()
-    return metrics["generation_tokens"] - before, metrics["num_requests_running"], n
-  generated, running, total = finish(run())
-  assert total == LONG.max_tokens and running == 1
-  assert generated < total, f"{generated} tokens of {total} existed when the first one was read"
-
-
 def test_duplicate_request_id_raises_value_error(llm):
   async def run():
     stream = llm.generate("the cat", LONG, request_id="mine")

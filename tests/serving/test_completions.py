@@ -1,6 +1,5 @@
 """Completions and chats over HTTP, whole and streamed, equal LLM.generate with the same model, prompt and fields."""
 import dataclasses
-import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -71,13 +70,6 @@ def test_chat_equals_llm_chat(client, folder, llm):
     assert answer.choices[0].logprobs is None
 
 
-def test_chat_defaults_to_context_length_and_accepts_max_tokens(client, folder, llm):
-  message = [{"role": "user", "content": "hello"}]
-  answer = client.chat.completions.create(model=folder.name, messages=message, temperature=0)
-  assert answer.usage.total_tokens == 128 and answer.choices[0].finish_reason == "length"
-  assert client.chat.completions.create(model=folder.name, messages=message, max_tokens=3).usage.completion_tokens == 3
-
-
 # Streams
 
 def test_completion_stream_chunks_have_the_openai_format(server, folder, llm):
@@ -112,14 +104,6 @@ def test_chat_stream_starts_with_the_role(server, folder, llm):
     assert all("role" not in x["delta"] or x["delta"]["role"] is None for x in deltas)
     assert "".join(x["delta"].get("content") or "" for x in deltas) == c.text and len(deltas) <= len(c.token_ids)
     assert [x["finish_reason"] for x in deltas] == [None] * (len(deltas) - 1) + ["length"]
-
-
-def test_stream_events_have_exact_bytes(server):
-  with server.stream("/v1/completions", {"prompt": "the cat", **GREEDY, "max_tokens": 2}) as response:
-    raw = response.read()
-  *parts, rest = raw.split(b"\n\n")
-  assert rest == b"" and parts[-1] == b"data: [DONE]" and b"\r" not in raw
-  for part in parts[:-1]: assert part.startswith(b"data: {") and b"\n" not in part and json.loads(part[6:])
 
 
 def test_first_event_arrives_before_later_tokens_are_generated(limited, print_at_end):
@@ -238,10 +222,10 @@ def test_chat_logprobs_equal_llm_chat(client, folder, llm, k, streamed):
     sampled, *_ = best = list(expected.values())
     assert token.token.strip() == sampled.decoded_token.strip()
     assert token.logprob == pytest.approx(sampled.logprob, abs=1e-4)
-    assert bytes(token.bytes).decode() == token.token
     assert [x.token.strip() for x in token.top_logprobs] == [x.decoded_token.strip() for x in best[:k]]
     assert [x.logprob for x in token.top_logprobs] == pytest.approx([x.logprob for x in best[:k]], abs=1e-4)
-    assert all(bytes(x.bytes).decode() == x.token for x in token.top_logprobs)
+  joined = b"".join(bytes(token.bytes) for token in content)
+  assert joined.decode(errors="replace") == output.text, "clients join the bytes of characters in several tokens"
 
 
 def test_chat_logprobs_include_sampled_token_outside_top_logprobs(server, llm):

@@ -4,7 +4,7 @@ import json
 
 import anthropic
 import pytest
-from helpers.agents import DATA, HERMES, TEMPLATE, WEATHER, named_events, num_tokens, start
+from helpers.agents import DATA, HERMES, TEMPLATE, WEATHER, named_events, num_tokens, start, without_tags
 
 KEY = "secret"
 TOOL = {"name": "weather", "description": "of a city", "input_schema": WEATHER["parameters"]}
@@ -25,9 +25,14 @@ def client(server):   # sends the key as x-api-key
 
 
 @pytest.fixture
-def create(client):
+def plain(server): return without_tags(server, headers={"Authorization": f"Bearer {KEY}"})
+
+
+@pytest.fixture
+def create(client, plain):
   def create(text=None, **fields):
-    extra = {"extra_body": {"temperature": 0.0, **({"structured_outputs": {"choice": [text]}} if text else {})}}
+    forced = {"structured_outputs": {"choice": [text]}} if text else {}
+    extra = {"extra_body": {"temperature": 0.0, **plain, **forced}}
     return client.messages.create(**{"model": "tiny", "messages": [USER], "max_tokens": 100, **extra, **fields})
   return create
 
@@ -159,15 +164,15 @@ def test_last_message_of_assistant_is_continued(create, count):
   assert num_input(message.usage) == count("user: hello\nassistant: I am")
 
 
-def test_output_format_schema_constrains_output(client):
+def test_output_format_schema_constrains_output(client, plain):
   schema = {**WEATHER["parameters"], "x-guidance": {"whitespace_flexible": False}}
-  message = client.messages.create(model="tiny", messages=[USER], max_tokens=100,
+  message = client.messages.create(model="tiny", messages=[USER], max_tokens=100, extra_body=plain,
                                    output_config={"format": {"type": "json_schema", "schema": schema}})
   assert json.loads(message.content[0].text)["city"] in ("Rom", "Ulm")
 
 
-def test_stream_helper_of_anthropic_package_returns_final_message(client):
-  with client.messages.stream(model="tiny", messages=[USER], max_tokens=100, tools=[TOOL],
+def test_stream_helper_of_anthropic_package_returns_final_message(client, plain):
+  with client.messages.stream(model="tiny", messages=[USER], max_tokens=100, tools=[TOOL], extra_body=plain,
                               tool_choice={"type": "any", "disable_parallel_tool_use": True}) as stream:
     message = stream.get_final_message()
   assert message.content[0].input["city"] in ("Rom", "Ulm") and message.stop_reason == "tool_use"

@@ -91,7 +91,7 @@ NO_EFFECT = {
   "prompt_cache_key": "k", "safety_identifier": "u", "verbosity": "low", "modalities": ["text"], "session_id": "s",
   "prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h", "function_call": "none",
   "use_beam_search": False, "add_special_tokens": None, "spaces_between_special_tokens": False,
-  "include_reasoning": True, "detokenize": True, "length_penalty": 1.0, "request_id": "r", "cache_salt": "salt",
+  "include_reasoning": True, "detokenize": True, "length_penalty": 1.0, "request_id": "r",
   "documents": [], "suffix": None, "early_stopping": False, "user": "u", "store": False, "metadata": {"a": "b"},
   "service_tier": "auto", "parallel_tool_calls": True, "tools": None, "functions": [], "logits_processors": [],
   "mm_processor_kwargs": {}, "guided_decoding_backend": "outlines", "best_of": 1, "truncation_side": "left"}
@@ -415,3 +415,20 @@ def test_tokenize_takes_template_fields_and_returns_token_strs(server, llm):
   names = [llm.tokenizer.library.IdToPiece(i) for i in answer["tokens"]]
   assert answer["token_strs"] == names and names[0] == "<s>" and any("\u2581" in name for name in names)
   assert server.post("/tokenize", {"prompt": "the cat", "return_token_strs": False}).json()["token_strs"] is None
+
+
+@pytest.mark.parametrize("path,body", [
+  ("/v1/completions", TEXT), ("/v1/chat/completions", TALK), ("/generate", TEXT),
+  ("/v1/responses", {"input": "the cat", "max_output_tokens": 2}),
+  ("/v1/messages", {"messages": MESSAGES, "max_tokens": 2})])
+def test_cache_salt_separates_prefixes_in_each_route(server, path, body):
+  def cached(salt):
+    text = f"{path[1:]} and some words that fill a few blocks"
+    messages = [{"role": "user", "content": text}]
+    own = {"prompt": text, "messages": messages, "input": text}
+    own = {name: value for name, value in own.items() if name in body} | {"cache_salt": salt + path}
+    usage = answer(server, path, {**body, **own})["usage"]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
+    return details.get("cached_tokens", usage.get("cache_read_input_tokens"))
+  assert cached("one") == 0 == cached("two") and cached("one") > 4
+  assert "cache_salt" in server.post(path, {**body, "cache_salt": ""}).text

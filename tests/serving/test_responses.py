@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from helpers.agents import DATA, HERMES, WEATHER, named_events, num_tokens, start
+from helpers.agents import DATA, HERMES, WEATHER, named_events, num_tokens, start, without_tags
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +17,9 @@ def server(tmp_path_factory):
 @pytest.fixture
 def create(server):
   """Return a function that creates a response, with the openai package's default fields."""
-  client = server.client()
+  client, plain = server.client(), without_tags(server)
   def create(text=None, **fields):
-    extra = {"extra_body": {"structured_outputs": {"choice": [text]}}} if text is not None else {}
+    extra = {"extra_body": {"structured_outputs": {"choice": [text]}} if text is not None else plain}
     return client.responses.create(**{"model": "tiny", "input": "hello", "max_output_tokens": 100, "temperature": 0.0,
                                       **extra, **fields})
   return create
@@ -123,11 +123,11 @@ def test_function_call_output_reaches_template(create, server):
   assert usage.input_tokens == num_tokens(server, expected)
 
 
-def test_text_format_schema_constrains_output(create):
+def test_text_format_schema_constrains_output(create, server):
   schema = {"type": "object", "properties": {"city": {"enum": ["Rom", "Ulm"]}}, "required": ["city"],
             "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
   form = {"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}, "verbosity": "low"}
-  response = collect(create(stream=True, extra_body={"text": form}))
+  response = collect(create(stream=True, extra_body={"text": form, **without_tags(server)}))
   assert json.loads(response.output_text)["city"] in ("Rom", "Ulm")
   assert response.text.format.schema_ == schema
 
@@ -135,7 +135,7 @@ def test_text_format_schema_constrains_output(create):
 def test_stream_helper_of_openai_package_returns_final_response(server):
   with server.client().responses.stream(
       model="tiny", input="hello", tools=[WEATHER], tool_choice="required", temperature=0.0,
-      extra_body={"parallel_tool_calls": False}) as stream:
+      extra_body={"parallel_tool_calls": False, **without_tags(server)}) as stream:
     for _ in stream: pass
     call = stream.get_final_response().output[0]
   assert call.name == "weather" and json.loads(call.arguments)["city"] in ("Rom", "Ulm")

@@ -60,17 +60,6 @@ def test_cache_config_info_has_vllm_labels(server):
 
 # Formats
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_response_format_json_object_returns_an_object(server, llm, path):
-  closing = next(i for i in range(320) if llm.tokenizer.decode([i], False) == "}")
-  start = {"prompt": "the cat"} if path == "/v1/completions" else {"messages": MESSAGES}
-  for seed in range(3):
-    body = {**start, "response_format": {"type": "json_object"}, "seed": seed, "max_tokens": 40,
-            "logit_bias": {str(closing): 8}}
-    choice = server.post(path, body).json()["choices"][0]
-    text = choice["text"] if "text" in choice else choice["message"]["content"]
-    assert choice["finish_reason"] == "stop" and isinstance(json.loads(text), dict)
-
 
 # Fields of SamplingParams
 

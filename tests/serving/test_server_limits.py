@@ -101,9 +101,10 @@ def test_request_beyond_max_queue_is_429_with_retry_after(limited):
   assert client.completions.create(model="mine", **body).usage.completion_tokens == 3
 
 
-def test_prompt_list_longer_than_queue_is_429_and_runs_none(limited):
+def test_prompt_list_that_never_fits_the_queue_is_400_and_runs_none(limited):
   before = limited.metrics()["generation_tokens_total"]
-  error_of(limited.post("/v1/completions", {"prompt": ["the cat"] * 9, "max_tokens": 2}, headers=KEY), 429)
+  response = limited.post("/v1/completions", {"prompt": ["the cat"] * 9, "max_tokens": 2}, headers=KEY)
+  assert "prompt: 9 sequences" in error_of(response, 400)["message"]
   assert limited.metrics()["generation_tokens_total"] == before and not limited.metrics()["num_requests_waiting"]
 
 
@@ -132,3 +133,9 @@ def test_client_disconnect_aborts_its_request(limited):
   with pytest.raises(httpx.ReadTimeout): limited.post("/v1/completions", ENDLESS, headers=KEY, timeout=1)
   wait_until(lambda: limited.metrics()["num_requests_running"] == 0, "the request is aborted")
   wait_until(lambda: num_aborted() == before + 1, "the abort is counted")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd"])
+def test_compressed_body_is_415_and_named(server, encoding):
+  response = server.post("/v1/completions", content=b"x", headers={"Content-Encoding": encoding})
+  assert encoding in error_of(response, 415)["message"]

@@ -289,18 +289,6 @@ def merge_or_parse(answer, streamed):
   return message.content or "", [(x.function.name, json.loads(x.function.arguments)) for x in message.tool_calls or []]
 
 
-@pytest.mark.parametrize("arguments,city", [("", ""), (None, ""), ({"city": "Ulm"}, "Ulm"), ('{"city": "Ulm', ""),
-                                            ("[1]", ""), ("[" * 50000, "")], ids=lambda x: str(x)[:15])
-def test_earlier_call_may_have_any_arguments(server, folder, arguments, city):
-  call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-  body = {**ASK, "max_tokens": 1, "messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
-  answer = server.post("/v1/chat/completions", body)
-  assert answer.status_code == 200, answer.text
-  expected = server.post("/tokenize", {"prompt": f"user: hello\nassistant: weather({city})\n",
-                                       "add_special_tokens": False}).json()["count"]
-  assert answer.json()["usage"]["prompt_tokens"] == expected
-
-
 @pytest.mark.parametrize("schema", [{"$defs": 5}, {"$defs": []}, {"$defs": "x"}, {"$defs": None},
                                     {"properties": {"a": {"$defs": 3, "$ref": "#/$defs/a"}}}, {"properties": 5}],
                          ids=json.dumps)

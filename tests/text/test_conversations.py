@@ -38,7 +38,8 @@ def call(arguments, call_id="abcdefghi", content=None, **fields):
   (CALLS, [call('{"a": 1}', "call_0123456789abcdef"), {"role": "tool", "content": "x", "tool_call_id":
                                                        "call_0123456789abcdef"}],
    "assistant:789abcdefa=1;tool:x789abcdef;"),
-  (CALLS, [call("", "toolu_1")], "assistant:000toolu1;"),
+  (CALLS, [call("", "toolu_1"), call(None), call('{"a": ')],
+   'assistant:000toolu1;assistant:abcdefghi;assistant:abcdefghiinvalid_json={"a": ;'),
   (CALLS.replace("!= 9", "> 99"), [call("", "call_0123456789abcdef")], "assistant:call_0123456789abcdef;"),
   ("{% for m in messages %}{{ 'tool_calls' in m }}{{ m.content }};{% endfor %}",
    [{"role": "assistant", "content": None, "tool_calls": x} for x in (None, [])], "False;False;"),

@@ -9,9 +9,10 @@ from helpers.models import VOCAB, sentencepiece_model, tiny_model
 from helpers.tokenizers import SPECIALS, TEXTS, byte_level_bpe
 from tokenizers import AddedToken, processors
 
-from tinyvllm import SamplingParams
+from tinyvllm import LLM, SamplingParams
 from tinyvllm.request import Sequence
 from tinyvllm.tokenizer import TextStream, Tokenizer
+from tinyvllm_extra.gguf_tokenizer import SPLITS
 from tinyvllm_extra.huggingface import load_tokenizer
 from tinyvllm_extra.weights import open_checkpoint
 
@@ -243,3 +244,30 @@ def test_added_plain_token_of_bpe_round_trip_is_equal(tmp_path):
   model.save(str(tmp_path / "tokenizer.json"))
   tokenizer = load_tokenizer(tmp_path)
   assert tokenizer.decode(tokenizer.encode("the <think> cat")) == "the <think> cat"
+
+
+def test_token_bytes_join_to_the_text(tokenizer):
+  for text in [*TEXTS, "🙃 é日"]:
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text, False))).decode().strip() == text.strip()
+
+
+def test_eos_token_of_tokenizer_ends_generation(tmp_path):
+  folder = tiny_model(tmp_path, eos_token_id=5)
+  llm = LLM(folder, max_model_len=32)
+  assert llm.model_config.eos_token_ids == (2, 5), "</s>, and config.json's"
+  for token in (2, 5):
+    assert llm.generate("a", SamplingParams(logit_bias={token: 100}))[0].outputs[0].finish_reason == "stop"
+
+
+def test_gguf_control_token_ends_a_turn_without_eot_id(tmp_path):
+  folder = tiny_model(tmp_path, vocab_size=320)
+  names = [f"t{i}" for i in range(319)] + ["<end_of_turn>"]
+  path = write_gguf(tmp_path / "a.gguf", folder, tokens=names, merges=[], specials=["<end_of_turn>"])
+  assert 319 in open_checkpoint(path).hf_config["eos_token_id"]
+
+
+def test_gpt_4o_splits_as_published():
+  """The pattern of o200k_base in https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py."""
+  word = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+  rest = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+  assert SPLITS["gpt-4o"] == word % ("*", "+") + word % ("+", "*") + rest

@@ -98,6 +98,7 @@ def prepare_device() -> str:
   """Find a C compiler, open the default device and patch tinygrad for it. Return why the default device is not the one
   that tinygrad chooses, or "". Raises RuntimeError with what to install if no device opens."""
   try:
+    tinygrad_patches.check_cache()
     path = find_compiler()
     compiler = os.environ["CC"] = path or "echo"   # tinygrad needs a command even if it compiles nothing
     reason = prefer_cpu_backend() if path else ""

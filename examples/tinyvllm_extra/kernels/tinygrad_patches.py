@@ -1,6 +1,6 @@
 """All patches of tinygrad itself. `apply` installs them when a device is opened; an import changes nothing. Each patch
 is a function whose docstring states the reason and when to remove it."""
-import functools, importlib, importlib.metadata, os, pathlib, shutil, threading
+import functools, importlib, importlib.metadata, os, pathlib, shutil, tempfile, threading
 from typing import Any
 
 from tinygrad import Device, UOp, dtypes, helpers
@@ -131,6 +131,19 @@ def skip_shapes_of_slices() -> None:
 
 
 @functools.cache
+def check_cache() -> None:
+  """Turn tinygrad's cache off if its folder cannot be written, which would end the start. Checked with 0.14.0."""
+  folder = pathlib.Path(helpers.CACHEDB).parent
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+  except OSError as e:
+    helpers.CACHELEVEL.value = 0
+    os.environ["CACHELEVEL"] = "0"   # for child processes
+    logger.warning(f"cannot write the kernel cache {folder}: {e.strerror}; each start compiles all kernels")
+
+
+@functools.cache
 def keep_kernels_on_disk(compiler: str) -> None:
   """Replace lower_and_compile with a KernelFolder. tinygrad lowers all kernels again at each start.
   Checked with 0.14.0. Remove when tinygrad caches lowered kernels. compiler: its file's size and modification time
@@ -139,6 +152,4 @@ def keep_kernels_on_disk(compiler: str) -> None:
   file = os.stat(shutil.which(compiler, os.F_OK) or os.devnull)
   folder = pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
   realize.lower_and_compile = KernelFolder(folder, (compiler, file.st_size, file.st_mtime_ns))
-  try: folder.mkdir(parents=True, exist_ok=True)
-  except OSError as e:
-    logger.warning(f"cannot create the kernel cache {folder}: {e.strerror}; each start compiles all kernels")
+  folder.mkdir(exist_ok=True)

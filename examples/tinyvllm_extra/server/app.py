@@ -118,6 +118,8 @@ class Gate:
     """Return the error response to send instead of calling a route, or None."""
     if body is None: return error_response(413, f"the body is larger than --max-body-size={self.limit} bytes")
     if path in OPEN_PATHS: return None
+    encoding = headers.get("content-encoding", "identity")
+    if encoding != "identity": return error_response(415, f"Content-Encoding: {encoding} is not supported: use none")
     scheme, _, token = headers.get("authorization", "").partition(" ")
     values = [token if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]   # bytes, decoded as latin-1
     if self.keys and not any(hmac.compare_digest(x.encode("latin-1"), key) for x in values for key in self.keys):

@@ -17,7 +17,7 @@ from .fields import unknown_fields
 from .protocol import SAMPLING, ChatRequest, CompletionBuilder
 
 # Fields that the chat takes over unchanged
-CHAT_FIELDS = SAMPLING.keys() - {"n", "logprobs", "prompt_logprobs"} | {"model", "stream", "priority"}
+CHAT_FIELDS = SAMPLING.keys() - {"n", "logprobs", "prompt_logprobs"} | {"model", "stream", "priority", "cache_salt"}
 # Fields of the official clients without effect here; any other unknown field of a body is logged or refused
 IGNORED = {"store", "include", "client_metadata", "metadata", "user", "safety_identifier", "service_tier", "truncation",
            "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control", "context_management",
@@ -33,14 +33,11 @@ class Part(Tolerant):
   type: str
   text: str | None = None
 
-  @property
-  def as_text(self) -> str: return self.text if self.text is not None else chat_template.text_of(self.model_dump())
-
 
 def text_of(content: "str | Iterable[Part] | None", path: str) -> str:
   """Return the text of a message's content. Raises InputError for images, files and audio."""
   if content is None or isinstance(content, str): return content or ""
-  try: return "\n".join(part.as_text for part in content)
+  try: return "\n".join(chat_template.text_of(part.model_dump()) for part in content)
   except InputError as error: raise InputError(f"{path}: {error}") from error
 
 

@@ -24,7 +24,7 @@ Prompts = (str | Annotated[list[str], FailFast()] | Annotated[list[int], FailFas
 # Fields of OpenAI and vLLM without effect here, limited to the values for which that is true
 NO_EFFECT: dict[str, Any] = {
   **dict.fromkeys(["user", "service_tier", "reasoning_effort", "verbosity", "prompt_cache_key", "safety_identifier",
-                   "prompt_cache_retention", "request_id", "session_id", "cache_salt", "guided_decoding_backend"], str),
+                   "prompt_cache_retention", "request_id", "session_id", "guided_decoding_backend"], str),
   **dict.fromkeys(["metadata", "prediction", "mm_processor_kwargs", "media_io_kwargs"], dict),
   **dict.fromkeys(["store", "parallel_tool_calls", "include_reasoning", "spaces_between_special_tokens"], bool),
   **dict.fromkeys(["tools", "functions", "documents", "logits_processors"], Annotated[list, Nothing]),

@@ -113,7 +113,7 @@ class Parser:
     self.events: list[Event] = []
     self.text = ""   # not yet delivered, after the opening of the current section
     self.section: Section | None = None
-    self.is_start = True     # of the answer: only white space so far
+    self.is_start = True     # the answer has only white space so far
     self.skipped = ""        # characters to skip before the next text
     if first: self.open(first, 0)
     self.head = ""

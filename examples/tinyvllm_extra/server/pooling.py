@@ -11,11 +11,11 @@ from tinyvllm_extra.pooling import INSTRUCTION, Jobs, PoolingParams, PoolingRequ
 
 from .errors import Refusal
 from .fields import Int, Prompts
-from .protocol import body_model
+from .protocol import body_model, with_salt
 from .serving import Serving
 
 MAX_INPUTS = 2048   # maximum inputs per request, as in OpenAI's API
-COMMON = {"model": str, "user": str, "priority": Int}
+COMMON = {"model": str, "user": str, "priority": Int, "cache_salt": str}
 Texts = str | list[str]
 Document: Any = body_model("Document", text=(str, ...))
 EmbeddingRequest: Any = body_model("EmbeddingRequest", **COMMON, input=(Prompts, ...),
@@ -86,7 +86,9 @@ class Pooling:
     serving = self.serving
     serving.check_model(body.model or None)
     engine = serving.llm.llm
-    def make() -> list[Any]: return [engine.make_request(uuid.uuid4().hex, *job, body.priority or 0) for job in jobs]
+    def make() -> list[Any]:
+      return [engine.make_request(uuid.uuid4().hex, *with_salt(body, [prompt]), params, body.priority or 0)
+              for prompt, params in jobs]
     requests = await asyncio.to_thread(make)
     size = engine.config.max_num_seqs
     serving.check_queue(min(size, len(requests)), 1)

@@ -45,8 +45,9 @@ GUIDED = {"guided_json": str | dict, "guided_regex": str, "guided_choice": list,
           "guided_json_object": bool, "guided_whitespace_pattern": str}
 COMMON = SAMPLING | NO_EFFECT | GUIDED | {
   "model": str, "stream": bool, "stream_options": StreamOptions, "response_format": ResponseFormat, "priority": Int,
-  "echo": bool, "repeat_penalty": float, "return_token_ids": bool, "return_tokens_as_token_ids": bool,
-  "add_special_tokens": bool, "truncate_prompt_tokens": Int, "truncation_side": Literal["left", "right"]}
+  "truncation_side": Literal["left", "right"], "truncate_prompt_tokens": Int, "cache_salt": str,
+  "repeat_penalty": float, **dict.fromkeys(["echo", "return_token_ids", "return_tokens_as_token_ids",
+                                           "add_special_tokens"], bool)}
 FunctionDefinition = body_model("FunctionDefinition", name=(str, ...), description=str, parameters=dict, strict=bool)
 Tool = body_model("Tool", type=(Literal["function"], "function"), function=(FunctionDefinition, ...))
 NamedToolChoice = body_model("NamedToolChoice", type=(Literal["function"], ...),
@@ -183,7 +184,13 @@ def encode_prompts(body: Any, engine: Any, trusts_template: bool) -> list[Prompt
     is_same = has_special and not is_chat and len(ids) <= limit and text == prompt
     return prompt if is_same else {"prompt_token_ids": truncate(ids, limit or UNLIMITED)}
 
-  return [*map(encode, prompts)]
+  return with_salt(body, [*map(encode, prompts)])
+
+
+def with_salt(body: Any, prompts: list[Prompt]) -> list[Any]:
+  """Return prompts that share cached blocks only with prompts of the body's cache_salt."""
+  if body.cache_salt is None: return prompts
+  return [{**({"prompt": x} if isinstance(x, str) else x), "cache_salt": body.cache_salt} for x in prompts]
 
 
 def chat_text(body: Any, tokenizer: Tokenizer, trusts_template: bool) -> str:
@@ -431,7 +438,8 @@ class ChatBuilder(CompletionBuilder):
   def logprobs(self, rows: list[tuple], index: int) -> dict[str, list]:
     def entry(before: list[int], token: int, entries: dict[int, Logprob]) -> dict[str, Any]:
       text = self.piece(before, token)
-      return {"token": self.label(before, token), "logprob": entries[token].logprob, "bytes": [*text.encode()]}
+      return {"token": self.label(before, token), "logprob": entries[token].logprob,
+              "bytes": [*(text.encode() if text and "\ufffd" not in text else self.tokenizer.token_bytes(token))]}
     def best(x: dict[int, Logprob]) -> list[int]:
       k = self.params.logprobs or 0
       return sorted((i for i in x if k == -1 or x[i].rank <= k), key=lambda i: (x[i].rank, i))

@@ -130,9 +130,10 @@ class Serving:
     if name not in (None, *self.names): raise Refusal(404, f"The model `{name}` does not exist.", "model")
 
   def check_queue(self, num_new: int, n: int) -> None:
-    """Raise Refusal if `num_new` sequences do not fit into the queue now, InputError if n=`n` can never fit."""
+    """Raise Refusal if `num_new` sequences do not fit into the queue now, InputError if they can never fit."""
     limit = self.max_queue + self.llm.llm.config.max_num_seqs
-    check(n == 1 or num_new <= limit, f"n={n}: {num_new} sequences, but --max-queue and --max-num-seqs allow {limit}")
+    name = f"n={n}" if n > 1 else "prompt"
+    check(num_new <= limit, f"{name}: {num_new} sequences, but --max-queue and --max-num-seqs allow {limit}")
     num_unfinished = sum(not seq.finish_reason for request in self.requests for seq in request.sequences)
     if num_unfinished + num_new > limit:
       raise Refusal(429, f"queue full: --max-queue and --max-num-seqs allow {limit} sequences: retry later")

@@ -18,9 +18,10 @@ PYTHON_TOKEN = re.compile(r"""(["'])(?:(?!\1)[^\\]|\\.)*\1|\b(?:true|false|null)
 FUNCTION = re.compile(r"<function=([^>\n]*)>(.*?)(</function>|(?=<function=)|\Z)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]*)>\n?(.*?)\n?(</parameter>|(?=<parameter=)|\Z)", re.DOTALL)
 MISTRAL = re.compile(r"\s*([\w.-]*)(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(?=\{|\[\s*\{)")
-GEMMA_QUOTE = '<|"|>'
-GEMMA_KEY = re.compile(r"\s*([\w.-]+):")
-GEMMA_TEXT = re.compile(r"(.*?)(?=,\s*[\w.-]+:|\]|\}|\Z)", re.DOTALL)   # without quotes
+# Text in quotes, a key, or text without quotes
+GEMMA = re.compile(r'<\|"\|>(.*?)<\|"\|>|(?<=[{,])\s*([\w.-]+):|(?<=[:\[,])\s*([^\s{}\[\],<][^{}\[\]<]*?)'
+                   r'(?=,\s*[\w.-]+:|\]|\}|\Z)', re.DOTALL)
+BARE = "\ue0fe"   # a private character
 # Beginnings of calls: other text is content at once
 STARTS = {"json": re.compile(r'[\[\s]*(?:\Z|\{\s*(?:\Z|"))'),
           "mistral": re.compile(r"(?s).{0,200}\Z|" + MISTRAL.pattern),
@@ -34,7 +35,7 @@ def repair(token: re.Match) -> str:
 
 
 def json_values(text: str) -> list[Any]:
-  """Return the JSON values of a text, separated by commas, semicolons or brackets of a list. Raises ValueError."""
+  """Return all JSON values, separated by commas, semicolons or brackets of a list. Raises ValueError."""
   text = TOKEN.sub(repair, FENCE.sub("", text))
   values = []
   position = SEPARATORS.match(text).end()   # type: ignore[union-attr]   # matches ""
@@ -46,18 +47,15 @@ def json_values(text: str) -> list[Any]:
 
 
 def named(name: Any, functions: Functions) -> str:
-  """Return a function's name without the prefix `functions.`. Raises ValueError for an unknown one."""
+  """Return a function's name without the prefix `functions.`. Raises StopIteration for an unknown one."""
   name = str(name).strip()
-  if name not in functions: name = name.removeprefix("functions.")
-  if name not in functions: raise ValueError("unknown function")
-  return name
+  return next(x for x in (name, name.removeprefix("functions.")) if x in functions)
 
 
 def as_object(arguments: Any) -> dict[str, Any]:
-  """Return a call's arguments, which may be JSON text or null. Raises ValueError if they are no object."""
+  """Return a call's arguments, which may be JSON text or null. Raises TypeError if they are no object."""
   if isinstance(arguments, str): arguments, = json_values(arguments) or [None]
-  if not isinstance(arguments, dict | None): raise ValueError("no object")
-  return arguments or {}
+  return {**(arguments or {})}
 
 
 def json_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
@@ -96,34 +94,23 @@ def mistral_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
 
 def gemma_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
   """Read name{key:<|"|>text<|"|>,other:1}; quotes may be absent."""
-  name, _, _ = text.partition("{")
-  schema = functions[named(name, functions)]
-  arguments, end = gemma_value(text, len(name), schema, schema)
-  if text[end:].strip() or not isinstance(arguments, dict): raise ValueError("more text")
-  return [(named(name, functions), arguments)]
+  name = named(text.partition("{")[0], functions)
+  properties = functions[name].get("properties") or {}
+  arguments = json.loads(GEMMA.sub(gemma_json, text[text.index("{"):]))
+  return [(name, {key: from_gemma(x, properties.get(key), functions[name]) for key, x in arguments.items()})]
 
 
-def gemma_value(text: str, start: int, schema: Any, root: Any) -> tuple[Any, int]:
-  """Return the value that begins at `start`, and its end."""
-  properties = schema.get("properties") if isinstance(schema, dict) else None
-  if text.startswith(GEMMA_QUOTE, start):
-    end = text.index(GEMMA_QUOTE, start + len(GEMMA_QUOTE))
-    return text[start + len(GEMMA_QUOTE):end], end + len(GEMMA_QUOTE)
-  if text[start:start + 1] not in ("{", "["):
-    match: Any = GEMMA_TEXT.match(text, start)
-    types = types_of(schema, root) or {"string", "null", "boolean", "integer", "number"}
-    return fit(match[1].strip(), types), match.end()
-  items: Any = {} if text[start] == "{" else []
-  start += 1
-  while (start := start + len(text[start:]) - len(text[start:].lstrip(", \n"))) < len(text) and text[start] not in "}]":
-    if isinstance(items, list): value, start = gemma_value(text, start, None, root)
-    else:
-      key: Any = GEMMA_KEY.match(text, start)
-      inner = properties.get(key[1]) if isinstance(properties, dict) else None
-      value, start = gemma_value(text, key.end(), inner, root)
-    items.append(value) if isinstance(items, list) else items.update({key[1]: value})
-  if start >= len(text): raise ValueError("cut off")
-  return items, start + 1
+def gemma_json(token: re.Match) -> str:
+  """Return a part of Gemma's syntax as JSON: quoted text, a key, or BARE text, whose type is not known yet."""
+  text, key, bare = token.groups()
+  return f"{json.dumps(key)}:" if key else json.dumps(text if bare is None else BARE + bare.strip())
+
+
+def from_gemma(value: Any, schema: Any, root: Any) -> Any:
+  if isinstance(value, list): return [from_gemma(x, None, root) for x in value]
+  if isinstance(value, dict): return {key: from_gemma(x, None, root) for key, x in value.items()}
+  if not value.startswith(BARE): return value
+  return fit(value.removeprefix(BARE), types_of(schema, root) or {"string", "null", "boolean", "integer", "number"})
 
 
 def pythonic_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
@@ -152,7 +139,8 @@ def is_in_string(text: str) -> bool:
 def read_calls(kind: str, text: str, functions: Functions, is_cut: bool) -> list[Event]:
   """Return the events of the calls in a section's text; [] for other text, including calls of unknown functions."""
   try: calls = READERS[kind](text, functions, is_cut)
-  except (ValueError, TypeError, AttributeError, LookupError, SyntaxError, RecursionError, MemoryError): return []
+  except (ValueError, TypeError, AttributeError, LookupError, StopIteration, SyntaxError, RecursionError, MemoryError):
+    return []
   return [event for name, arguments in calls
           for event in (("call", name), ("arguments", json.dumps(arguments, ensure_ascii=False)))]
 
@@ -180,15 +168,10 @@ def types_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
 def fit(text: str, types: set[str]) -> Any:
   """Return a parameter as a value of one of the types, in JSON's or Python's syntax, else as text."""
   words = {"true": True, "false": False, "null": None, **({} if "string" in types else {"none": None})}
-  word = text.strip().lower()
-  read = ast.literal_eval if {"object", "array"} & types and not is_json(text) else json.loads
-  try: value = words[word] if word in words else json.loads(json.dumps(read(text.strip()), allow_nan=False))
-  except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError): return text
-  kind = JSON_TYPES[type(value)]
-  return value if kind in types - {"string"} or kind == "integer" and "number" in types else text
-
-
-def is_json(text: str) -> bool:
-  try: json.loads(text)
-  except (ValueError, RecursionError): return False
-  return True
+  for read in (lambda x: words[x.lower()], json.loads, ast.literal_eval):
+    try: value = json.loads(json.dumps(read(text.strip()), allow_nan=False))
+    except (ValueError, TypeError, LookupError, SyntaxError, RecursionError, MemoryError): continue
+    kind = JSON_TYPES[type(value)]
+    allowed = types & {"object", "array"} if read is ast.literal_eval else types - {"string"}
+    if kind in allowed or kind == "integer" and "number" in types: return value
+  return text
