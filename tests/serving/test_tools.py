@@ -8,6 +8,7 @@ from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from helpers.parameters import slow
 from helpers.servers import LocalServer
+from tinyvllm_extra.server.protocol import ChatRequest, tools_of
 from tinyvllm_extra.server.tools import calls_schema
 
 from tinyvllm import LLM
@@ -332,3 +333,6 @@ def test_call_is_possible_beside_response_format(client, server):
   fields = {"response_format": JSON_OBJECT, "max_tokens": 2, "logit_bias": {str(token): 100}, "tools": TOOLS}
   texts = [client(**fields, tool_choice=choice).choices[0].message.content for choice in ("auto", "none")]
   assert texts[0][0] == "<" and texts[1][0] == "{"
+
+
+def test_template_gets_tools_without_absent_fields(): assert tools_of(ChatRequest(messages=[USER], tools=TOOLS)) == TOOLS
