@@ -335,4 +335,5 @@ def test_call_is_possible_beside_response_format(client, server):
   assert texts[0][0] == "<" and texts[1][0] == "{"
 
 
-def test_template_gets_tools_without_absent_fields(): assert tools_of(ChatRequest(messages=[USER], tools=TOOLS)) == TOOLS
+def test_template_gets_tools_without_absent_fields():
+  assert tools_of(ChatRequest(messages=[USER], tools=TOOLS)) == TOOLS

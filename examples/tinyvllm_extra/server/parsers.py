@@ -23,7 +23,8 @@ CHANNEL_ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", "<|channel|>")
 HARMONY = (*(Section("channel", opening, CHANNEL_ENDS) for opening in ("<|channel|>", "<|start|>")),
            Section("channel", "to=", CHANNEL_ENDS, is_first=True))   # the prompt ends with <|start|>assistant
 TAGGED = (Section("tagged", "<tool_call>", ("</tool_call>",)), Section("xml", "<function=", ("</function>",)))
-BARE_JSON = tuple(Section("json", bracket, is_first=True) for bracket in "{[")
+BARE_JSON = (*(Section("json", bracket, is_first=True) for bracket in "{["),
+             Section("tagged", "```json", ("```",), is_first=True))   # a habit of small models
 PYTHONIC = (Section("pythonic", "["), Section("pythonic", "<|python_start|>", ("<|python_end|>",)))
 Table = dict[str, tuple[str, tuple[Section, ...]]]   # vLLM's name: (template's regex, sections)
 # By default, the first entry whose regular expression matches in the chat template applies
@@ -40,7 +41,7 @@ TOOLS: Table = {
   "openai": (r"<\|channel\|>", HARMONY),
   "gemma4": (r"<\|tool_call>", (Section("gemma", "<|tool_call>call:", ("<tool_call|>",)),)),
   "granite": (r"<\|tool_call\|>", (Section("json", "<|tool_call|>"), *TAGGED)),
-  **dict.fromkeys(["hermes", "qwen3_xml", "qwen3_coder"], ("<tool_call>", TAGGED)),
+  **dict.fromkeys(["hermes", "qwen3_xml", "qwen3_coder"], ("<tool_call>", (*TAGGED, *BARE_JSON))),
   "mistral": (r"\[TOOL_CALLS\]", (Section("mistral", "[TOOL_CALLS]"),)),
   "pythonic": (r"func_name1\(", PYTHONIC), "llama4_pythonic": (r"func_name1\(", PYTHONIC),
   "llama3_json": ('"parameters": dictionary', tuple(Section("json", x) for x in ("{", "[", "<|python_tag|>")))}
@@ -108,7 +109,7 @@ class Parser:
     self.first_sections = [x for x in sections.values() if x.is_first]
     self.sections = {x.opening: x for x in sections.values() if not x.is_first}
     # Openings that end a call or reasoning whose end is missing; <function= may be within a call
-    self.tags = tuple(x.opening for x in tools if x.kind not in ("xml", "channel") and x.opening not in "{[")
+    self.tags = tuple(x.opening for x in tools if not (x.is_first or x.kind in ("xml", "channel") or x.opening in "{["))
     self.num_calls = self.num_rejected = 0
     self.events: list[Event] = []
     self.text = ""   # not yet delivered, after the opening of the current section
