@@ -37,10 +37,6 @@ def server(folder): yield from checked(LocalServer(folder, *flags(**SMALL)))
 
 
 @pytest.fixture(scope="module")
-def bundled_server(): yield from checked(LocalServer())
-
-
-@pytest.fixture(scope="module")
 def limited(long_folder):
   """A server with an API key, a model name, one allowed origin and small limits: 1 running and 2 waiting requests."""
   options = flags(dtype="float32", max_num_seqs=1, max_num_batched_tokens=4, scheduling_policy="priority", max_queue=2,

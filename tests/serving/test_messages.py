@@ -197,32 +197,12 @@ def test_billing_header_does_not_defeat_prefix_cache(create):
     assert num_input(usage) == num_input(first) and usage.input_tokens <= 4, "all full blocks must be cached"
 
 
-@pytest.mark.parametrize("fields, message", [
-  ({"messages": []}, "messages"), ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
-  ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]}, "image"),
-  ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]}, "document"),
-  ({"system": 5}, "system"), ({"tools": [{"input_schema": {}}]}, "name"), ({"tool_choice": {"type": "any"}}, "tools"),
-  ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "other"), ({"max_tokens": -5}, "max_tokens"),
-  ({"temperature": 3000}, "temperature"), ({"messages": [{"role": "user", "content": "x" * 9000}]}, "context")],
-  ids=lambda x: json.dumps(x)[:60])
-def test_invalid_field_is_400_in_anthropic_format(server, fields, message):
-  body = {"messages": [USER], "max_tokens": 1, **fields}
-  response = server.post("/v1/messages", body, headers={"x-api-key": KEY})
-  error = response.json()
-  assert response.status_code == 400 and error["type"] == "error", response.text
-  assert [*error["error"]] == ["type", "message"] and error["error"]["type"] == "invalid_request_error"
-  assert message in error["error"]["message"] and "\n" not in error["error"]["message"]
-
-
-def test_other_errors_have_types_of_anthropic(server, create):
-  with pytest.raises(anthropic.NotFoundError, match="not_found_error.*claude-opus"): create(model="claude-opus")
+def test_other_errors_have_types_of_anthropic(server):
   with pytest.raises(anthropic.AuthenticationError, match="authentication_error"):
     anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0).messages.count_tokens(
       model="tiny", messages=[USER])
   too_large = server.post("/v1/messages", {"messages": "x" * 2**22}, headers={"x-api-key": KEY})
   assert too_large.status_code == 413 and too_large.json()["error"]["type"] == "request_too_large"
-  assert server.post("/v1/messages/batches", {}, headers={"x-api-key": KEY}).json() == {
-    "type": "error", "error": {"type": "not_found_error", "message": "Not Found"}}
   assert "param" in server.post("/v1/completions", {}, headers={"x-api-key": KEY}).json()["error"], "OpenAI's format"
 
 

@@ -6,10 +6,11 @@ import shutil
 import numpy as np
 import pytest
 from helpers.engines import ENGINE, check_invariants
+from helpers.invalid_values import check_refused, refused_requests
 from helpers.models import load, tiny_model, write_safetensors
 from helpers.reference import reference_logits
 from helpers.requests import flags, tokens
-from helpers.servers import LocalServer, checked
+from helpers.servers import LocalServer, checked, error_of
 from helpers.tokenizers import SPECIALS, TEXTS
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -201,36 +202,21 @@ def test_embedding_formats_and_inputs_agree(server, llm):
   close(unit(x), expected)
 
 
-@pytest.mark.parametrize("fields, param, message", [
-  ({"input": []}, "input", "input: its length, 0, must be between 1 and 2048"),
-  ({"input": ["a"] * 2049}, "input", "input: its length, 2049, must be between 1 and 2048"),
-  ({"input": ["a", ""]}, "input", "at least one token"),
-  ({"input": [[1], []]}, "input", "at least one token"),
-  ({"input": [999]}, "input", "id 999 must be an int from 0 to 319"),
-  ({"input": [5] * 128}, None, "maximum context length is 128 tokens. However, the prompt has 128"),
-  ({"input": "a", "dimensions": 33}, "dimensions", "dimensions=33 must be at most 32"),
-  ({"input": "a", "dimensions": 0}, "dimensions", "dimensions=0 must be between 1 and"),
-  ({"input": "a", "encoding_format": "bytes"}, "encoding_format", "'float' or 'base64'"),
-  ({}, "input", "Field required"),
-])
-def test_invalid_embedding_request_gets_400(server, fields, param, message):
-  response = server.post("/v1/embeddings", fields)
-  error = response.json()["error"]
-  assert response.status_code == 400 and message in error["message"] and error["param"] == param, error
-  assert server.post("/v1/embeddings", {"input": "a", "model": "other"}).status_code == 404
+@pytest.mark.parametrize("path,body,status,param,words", refused_requests("embedder"), ids=str)
+def test_invalid_embedding_request_is_refused(server, path, body, status, param, words):
+  check_refused(server, path, body, status, param, words)
 
 
-@pytest.mark.parametrize("path, fields", [
-  ("/v1/completions", {"prompt": "a"}), ("/v1/rerank", {"query": "a", "documents": ["b"]}),
-  ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True})])
-def test_embedding_server_refuses_text(server, path, fields):
-  response = server.post(path, fields)
-  assert response.status_code == 400 and "--runner generate" in response.json()["error"]["message"], response.text
+@pytest.mark.parametrize("path,body,status,param,words", refused_requests("reranker"), ids=str)
+def test_invalid_rerank_request_is_refused(reranker, path, body, status, param, words):
+  check_refused(reranker, path, body, status, param, words)
 
 
-def test_text_server_refuses_embeddings(reranker):
-  response = reranker.post("/v1/embeddings", {"input": "a"})
-  assert response.status_code == 400 and "--runner pooling" in response.json()["error"]["message"]
+def test_too_long_text_to_embed_or_rerank_is_400(server, reranker):
+  message = "maximum context length is 128 tokens. However, the prompt has 128"
+  assert message in error_of(server.post("/v1/embeddings", {"input": [5] * 128}), 400)["message"]
+  error = error_of(reranker.post("/rerank", {"query": "a", "documents": ["b " * 448]}), 400)
+  assert "maximum context length is 448 tokens" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
@@ -260,17 +246,6 @@ def test_score_route_equals_rerank(reranker):
   close([x["score"] for x in data], expected)
   one = reranker.post("/v1/score", {"text_1": QUERY, "text_2": DOCUMENTS[1]}).json()
   close(one["data"][0]["score"], expected[1])
-
-
-@pytest.mark.parametrize("path, fields, message", [
-  ("/rerank", {"query": "a", "documents": []}, "documents: its length, 0, must be between 1 and 2048"),
-  ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n=-1 must be at least 1"),
-  ("/rerank", {"query": "a", "documents": ["b " * 448]}, "maximum context length is 448 tokens"),
-  ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1 has 2 texts, but text_2 has 3"),
-])
-def test_invalid_rerank_request_gets_400(reranker, path, fields, message):
-  response = reranker.post(path, fields)
-  assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
 
 
 def test_tokenizer_without_answers_cannot_rerank(tmp_path, text_folder):

@@ -130,13 +130,6 @@ def test_prompt_logprobs_request_skips_the_prefix_cache(server):
 
 # Other routes
 
-def test_tools_without_template_support_are_400(bundled_server):
-  hello = {"role": "user", "content": "hello"}
-  tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
-  with pytest.raises(openai.BadRequestError, match="tools"):
-    bundled_server.client().chat.completions.create(model="tinyvllm", messages=[hello], tools=[tool])
-
-
 def test_models_lists_the_served_model(client, server, folder):
   model, = client.models.list().data
   assert (model.id, model.object, model.max_model_len) == (folder.name, "model", 128)
@@ -162,7 +155,6 @@ def test_tokenize_and_detokenize_equal_the_tokenizer(server, llm):
   tokens = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
   assert tokens == chat_prompt(llm, MESSAGES)["prompt_token_ids"]
   assert server.post("/detokenize", {"tokens": bare}).json() == {"prompt": text}
-  assert "319" in error_of(server.post("/detokenize", {"tokens": [320]}), 400)["message"]
 
 
 def test_openapi_schema_has_every_route_and_field(server):
@@ -177,52 +169,6 @@ def test_openapi_schema_has_every_route_and_field(server):
 
 # Errors
 
-COMPLETIONS = [
-  ({"temperature": -1}, "temperature"), ({"max_tokens": "x"}, "max_tokens"),
-  ({"max_tokens": 0}, "max_tokens"), ({"n": 0}, "n"), ({"n": 1.5}, "n"), ({"stream": "maybe"}, "stream"),
-  ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt"),
-  ({"prompt": ["a", 1]}, "prompt"),
-  ({"prompt": None}, "prompt"), ({"prompt": {"a": 1}}, "prompt"), ({"prompt": [320]}, "prompt"),
-  ({"logit_bias": {"320": 1}}, "logit_bias"), ({"logit_bias": {"x": 1}}, "logit_bias"), ({"logprobs": 21}, "logprobs"),
-  ({"stream_options": {"include_usage": True}}, "stream_options"), ({"suffix": "a"}, "suffix"),
-  ({"stream": True, "stream_options": {"include_usage": 5}}, "include_usage"), ({"priority": 1}, "priority"),
-  ({"stop": [""]}, "stop"),
-  ({"response_format": {"type": "xml"}}, "response_format"),
-  ({"response_format": {"type": "json_schema"}}, "json_schema"),
-  ({"structured_outputs": {"regex": "(["}}, "structured_outputs"), ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
-  ({"structured_outputs": {"regex": "a"}, "min_tokens": 1}, "structured_outputs"), ({"seed": 2**70}, "seed"),
-  ({"top_p": 0}, "top_p"), ({"stop_token_ids": [-1]}, "stop_token_ids"),
-  ({"allowed_token_ids": []}, "allowed_token_ids"),
-  ({"messages": ["a"]}, "messages"), ({"echo": "yes?"}, "echo"), ({"logprobs": True}, "logprobs"),
-]
-CHATS = [
-  ({"messages": []}, "messages"), ({"messages": "hello"}, "messages"), ({"messages": None}, "messages"),
-  ({"messages": [{"content": "a"}]}, "role"), ({"messages": [{"role": "user"}]}, "content"),
-  ({"prompt": "a"}, "prompt"),
-  ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]}, "content"),
-  ({"temperature": 101}, "temperature"), ({"top_logprobs": 3}, "logprobs"),
-  ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
-  ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"), ({"max_completion_tokens": 0}, "max_"),
-  ({"logprobs": 2}, "logprobs"), ({"echo": 1}, "echo"),
-  ({"tool_choice": "required"}, "tool_choice"), ({"best_of": 2}, "best_of"), ({"store": "yes"}, "store"),
-  ({"max_tokens": -2}, "max_tokens"),
-  ({"messages": [{"role": "user", "content": None}]}, "content"),
-  ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$defs": [1]}}}],
-    "tool_choice": "required"}, "tools"),
-]
-
-
-@pytest.mark.parametrize("change,message", COMPLETIONS, ids=lambda x: json.dumps(x)[:50])
-@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
-def test_invalid_completions_field_is_400_and_named(server, path, change, message):
-  error = error_of(server.post(path, {"prompt": "the cat", "max_tokens": 2, **change}), 400)
-  assert message in error["message"] and (error["param"] is None or error["param"] in change), error
-
-
-@pytest.mark.parametrize("change,message", CHATS, ids=lambda x: json.dumps(x)[:50])
-def test_invalid_chat_field_is_400_and_named(server, change, message):
-  error = error_of(server.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 2, **change}), 400)
-  assert message in error["message"] or message in (error["param"] or ""), error
 
 
 @pytest.mark.parametrize("path,body", [("/v1/chat/completions", {"messages": MESSAGES}),
@@ -248,16 +194,6 @@ def test_non_json_body_or_content_type_error_names_the_cause(server):
     assert "Content-Type: application/json" in message_for(b'{"prompt": "a"}', kind)
     assert kind in message_for(b'{"prompt": "a"}', kind)
   assert "no Content-Type: send the header Content-Type: application/json" in message_for(b'{"prompt": "a"}', None)
-
-
-@pytest.mark.parametrize("path,body", [
-  ("/v1/completions", {"prompt": "\ud800"}), ("/v1/completions", {"prompt": "a", "bad_words": ["\ud800"]}),
-  ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}),
-  ("/v1/completions", {"prompt": "a", "structured_outputs": {"regex": "\ud800"}}), ("/tokenize", {"prompt": "\ud800"}),
-  ("/tokenize", {"messages": [{"role": "user", "content": "\ud800"}]})],
-  ids=lambda x: json.dumps(x)[:50])
-def test_unpaired_surrogate_is_400(server, path, body):
-  error_of(server.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"}), 400)
 
 
 def test_too_long_prompt_is_400_and_runs_nothing(server, client, folder):
@@ -296,25 +232,11 @@ def test_field_of_hostile_size_is_400_and_names_its_limit(server, fields, messag
   assert message in error_of(server.post("/v1/completions", {"prompt": "the cat", **fields}), 400)["message"]
 
 
-def test_invalid_stream_request_is_400_before_any_event(client, folder):
-  with pytest.raises(openai.BadRequestError, match="temperature"):
-    client.completions.create(model=folder.name, prompt="a", temperature=-1, stream=True)
-
-
-def test_unknown_model_and_unknown_route_are_404(server, client):
-  with pytest.raises(openai.NotFoundError) as e: client.completions.create(model="other", prompt="a")
-  assert e.value.body["message"] == "The model `other` does not exist." and e.value.param == "model"
-  assert e.value.body["code"] == 404 and e.value.type == "NotFoundError"
-  with pytest.raises(openai.NotFoundError): client.chat.completions.create(model="other", messages=MESSAGES)
-  with pytest.raises(openai.NotFoundError): client.embeddings.create(model="other", input="a")
-  error_of(server.post("/nowhere", {}), 404)
-  error_of(server.post("/generate", {"model": "other", "prompt": "a"}), 404)
-
-
-def test_wrong_method_is_405(server):
+def test_wrong_method_is_405_and_unknown_route_is_404(server):
   for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize"):
     error_of(server.get(path), 405)
   error_of(server.post("/v1/models", {}), 405)
+  error_of(server.get("/v1/files"), 404)
 
 
 # CORS

@@ -177,22 +177,6 @@ def test_chat_template_receives_tools_calls_results_and_kwargs(server, folder):
   assert tokens(add_generation_prompt=False, continue_final_message=True) == length(conversation.rstrip())
 
 
-@pytest.mark.parametrize("fields,message", [
-  ({"tool_choice": "required"}, "tools"), ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
-  ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "other"),
-  ({"tools": [{"type": "web_search"}]}, "tools"), ({"tools": [{"type": "function", "function": {}}]}, "tools"),
-  ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
-  ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "{"}}]}]},
-   "tool_calls"), ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
-  ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 50000}}]}]}, "tool_calls"),
-  ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-  ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
-  ({"add_generation_prompt": "yes"}, "add_generation_prompt")], ids=lambda x: json.dumps(x)[:40])
-def test_invalid_tool_field_is_400_and_named(client, server, fields, message):
-  answer = server.post("/v1/chat/completions", {**ASK, **fields})
-  assert answer.status_code == 400 and message in answer.text, answer.text
-
-
 # Reasoning
 
 THOUGHT = "hm, I call"
@@ -299,15 +283,6 @@ def test_earlier_call_may_have_any_arguments(server, folder, arguments, city):
   expected = server.post("/tokenize", {"prompt": f"user: hello\nassistant: weather({city})\n",
                                        "add_special_tokens": False}).json()["count"]
   assert answer.json()["usage"]["prompt_tokens"] == expected
-
-
-@pytest.mark.parametrize("schema", [{"$defs": 5}, {"$defs": []}, {"$defs": "x"}, {"$defs": None},
-                                    {"properties": {"a": {"$defs": 3, "$ref": "#/$defs/a"}}}, {"properties": 5}],
-                         ids=json.dumps)
-def test_forced_call_with_invalid_schema_is_400(server, schema):
-  tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}
-  answer = server.post("/v1/chat/completions", {**ASK, "tools": [tool], "tool_choice": "required"})
-  assert answer.status_code == 400, answer.text
 
 
 @pytest.mark.parametrize("opening,closing,depth", [('{"items":', "}", 5000), ('{"anyOf":[', "]}", 900)])
