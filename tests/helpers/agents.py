@@ -27,8 +27,7 @@ SMALL = {**ENGINE, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_to
 
 def start(folder, *flags, template=TEMPLATE, server=LocalServer, **options):
   """Start a LocalServer or a Server of a tiny model whose template is TEMPLATE, and which reasons in <think>."""
-  tiny_model(folder, words=True, max_position_embeddings=1024)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+  tiny_model(folder, words=True, max_position_embeddings=1024, chat_template=template)
   small = [x for name, value in SMALL.items() for x in ("--" + name.replace("_", "-"), value)]
   return server(folder, *small, "--reasoning-parser", "qwen3", "--served-model-name", "tiny", *flags, **options)
 

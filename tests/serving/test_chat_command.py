@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tinyvllm import SamplingParams
-from tinyvllm_extra.cli import main
 
 
 # Startup and shutdown
@@ -26,12 +25,6 @@ def test_invalid_serve_options_print_one_line_and_exit_1(server):
     lines = [line for line in run.stderr.splitlines() if line.startswith("tinyvllm: ")]
     assert run.returncode == 1 and len(lines) == 1 and message in lines[0], run.stderr
     assert "Traceback" not in run.stderr
-
-
-@pytest.mark.parametrize("options", [["--port", "x"], ["--no-such"], ["a", "b"]], ids=str)
-def test_unknown_command_line_arguments_exit_2(options):
-  with pytest.raises(SystemExit) as e: main(["serve", *options])
-  assert e.value.code == 2
 
 
 # tinyvllm chat --url

@@ -175,10 +175,6 @@ def test_params_count_differs_from_prompts_raises(busy_llm):
     busy_llm.generate([{"prompt_token_ids": [9]}] * 3, [SamplingParams()] * 2)
 
 
-def test_chat_without_template_raises(busy_llm):
-  with pytest.raises(ValueError, match="chat.template"): busy_llm.chat([{"role": "user", "content": "hi"}])
-
-
 def test_prompts_of_maximum_length_run(small_llm, llm):
   for engine, n in ((small_llm, POOL - 1), (llm, LIMIT - 1)):
     output, = engine.generate({"prompt_token_ids": [5] * n}, SamplingParams(temperature=0.0))

@@ -4,16 +4,12 @@ import json
 import re
 
 import pytest
-from helpers.engines import ENGINE
-from helpers.models import tiny_model
+from helpers.protocol import SMALL
 from helpers.requests import flags
-from helpers.servers import LocalServer, error_of, events
+from helpers.servers import LocalServer, checked, error_of, events
 
-from tinyvllm import LLM, SamplingParams
+from tinyvllm import SamplingParams
 
-SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 8}
-CHAT = ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood }}"
-        "{{ documents[0].text if documents }}{% if add_generation_prompt %}bot: {% endif %}")
 GREEDY = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "the cat"}]
 TEXT = {"prompt": "the cat", **GREEDY}
@@ -22,26 +18,13 @@ USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-  folder = tiny_model(tmp_path_factory.mktemp("fields"), words=True)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
-  return folder
-
-
-@pytest.fixture(scope="module")
-def llm(folder): return LLM(folder, **SMALL)
-
-
-@pytest.fixture(scope="module")
 def server(folder):
-  with LocalServer(folder, *flags(**SMALL, max_logprobs=-1), "--trust-request-chat-template") as server:
-    yield server
-    assert "Traceback" not in server.log, server.log
+  yield from checked(LocalServer(folder, *flags(**SMALL, max_logprobs=-1), "--trust-request-chat-template"))
 
 
 @pytest.fixture(scope="module")
 def strict_server(folder):
-  with LocalServer(folder, *flags(**SMALL), "--strict-fields") as server: yield server
+  yield from checked(LocalServer(folder, *flags(**SMALL), "--strict-fields"))
 
 
 def complete(server, **fields): return answer(server, "/v1/completions", {**TEXT, **fields})
@@ -273,15 +256,6 @@ def test_max_tokens_0_with_echo_returns_the_prompt_alone(server, form, streamed)
   assert logprobs["token_logprobs"][0] is None
 
 
-def test_echo_of_id_prompt_shows_special_tokens(server, llm):
-  ids = server.post("/tokenize", {"prompt": "the cat"}).json()["tokens"]
-  choice = complete(server, prompt=ids, echo=True, logprobs=0)["choices"][0]
-  assert choice["text"].startswith("<s>the cat") and choice["logprobs"]["tokens"][0] == "<s>"
-  offsets = choice["logprobs"]["text_offset"]
-  for token, start, end in zip(choice["logprobs"]["tokens"], offsets, [*offsets[1:], len(choice["text"])], strict=True):
-    assert choice["text"][start:end].strip() == token.strip()
-
-
 # Values
 
 def test_integral_floats_are_integers(server):
@@ -314,17 +288,23 @@ def test_logprobs_beyond_20_equal_log_softmax(server, k):
 
 # Prompt log probabilities
 
-def test_chat_prompt_logprobs_are_on_the_response(server):
-  whole = chat(server, prompt_logprobs=1, n=2)
-  assert all("prompt_logprobs" not in choice for choice in whole["choices"])
-  ids = chat(server, return_token_ids=True)["prompt_token_ids"]
-  first, *others = whole["prompt_logprobs"]
-  assert first is None and len(others) == len(ids) - 1
-  for token, entry in zip(ids[1:], others, strict=True):
-    assert set(entry[str(token)]) == {"logprob", "rank", "decoded_token"}
-  parts = chunks(server, "/v1/chat/completions", {**TALK, "prompt_logprobs": 1})
-  assert [part["prompt_logprobs"] for part in parts if "prompt_logprobs" in part] == [whole["prompt_logprobs"]]
-  assert chat(server)["prompt_logprobs"] is None
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_prompt_logprobs_are_once_in_each_choice_or_chat(server, llm, path):
+  is_chat, start = "chat" in path, TALK if "chat" in path else TEXT
+  ids = server.post("/tokenize", {k: start[k] for k in ("messages", "prompt") if k in start}).json()["tokens"]
+  output, = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=1, prompt_logprobs=2))
+  expected = [entry and {str(i): {"logprob": pytest.approx(x.logprob, abs=1e-4), "rank": x.rank,
+                                  "decoded_token": x.decoded_token} for i, x in entry.items()}
+              for entry in output.prompt_logprobs]
+  body = {**start, "prompt_logprobs": 2, "n": 2}
+  whole = answer(server, path, body)
+  holders = [whole] if is_chat else whole["choices"]
+  assert [x["prompt_logprobs"] for x in holders] == [expected] * len(holders) and expected[0] is None
+  assert not is_chat or all("prompt_logprobs" not in choice for choice in whole["choices"])
+  parts = [x if is_chat else x["choices"][0] for x in chunks(server, path, {**body, "n": len(holders)})]
+  assert [x["prompt_logprobs"] for x in parts if "prompt_logprobs" in x] == [expected] * len(holders)
+  plain = answer(server, path, start)
+  assert (plain if is_chat else plain["choices"][0])["prompt_logprobs"] is None
 
 
 # Formats

@@ -4,13 +4,12 @@ import json
 
 import pytest
 from helpers.agents import DATA, HERMES, WEATHER, named_events, num_tokens, start
+from helpers.servers import checked
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-  with start(tmp_path_factory.mktemp("responses")) as server:
-    yield server
-    assert "Traceback" not in server.log, server.log
+  yield from checked(start(tmp_path_factory.mktemp("responses")))
 
 
 @pytest.fixture

@@ -121,13 +121,6 @@ def test_every_sampling_params_field_affects_server_output(server, llm):
       (c["text"], c["finish_reason"], c["stop_reason"]) for c in same], name
 
 
-def test_prompt_logprobs_request_skips_the_prefix_cache(server):
-  body = {"prompt": "there is a way, they say", "max_tokens": 1}
-  cached = [server.post("/v1/completions", {**body, **x}).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-            for x in ({}, {}, {"prompt_logprobs": 1})]
-  assert cached[1] > 4 and cached[2] == 0
-
-
 # Other routes
 
 def test_models_lists_the_served_model(client, server, folder):
@@ -169,13 +162,6 @@ def test_openapi_schema_has_every_route_and_field(server):
 
 # Errors
 
-
-
-@pytest.mark.parametrize("path,body", [("/v1/chat/completions", {"messages": MESSAGES}),
-                                       ("/generate", {"prompt": "a"})])
-def test_max_tokens_minus_1_fills_the_context(server, path, body):
-  usage = server.post(path, {**body, "temperature": 0, "ignore_eos": True, "max_tokens": -1}).json()["usage"]
-  assert usage["total_tokens"] == 128
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/tokenize", "/detokenize"])
@@ -269,21 +255,6 @@ def test_cors_allows_only_the_allowed_origins(server, limited):
     for key in (KEY, {}):   # pages must be able to read errors, too
       response = limited.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers={"Origin": origin, **key})
       assert response.status_code == (200 if key else 401) and (name in response.headers) == (origin == page)
-
-
-def test_prompt_logprobs_are_in_each_choice_once(server, llm):
-  params = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=2)
-  expected = llm.generate("the cat", params)[0].prompt_logprobs
-  expected = [entry and {str(i): x.rank for i, x in entry.items()} for entry in expected]
-  body = {"prompt": "the cat", "max_tokens": 4, "temperature": 0, "prompt_logprobs": 2, "n": 2}
-  def ranks(choice): return [entry and {i: x["rank"] for i, x in entry.items()} for entry in choice["prompt_logprobs"]]
-  whole = server.post("/v1/completions", body).json()["choices"]
-  assert [ranks(choice) for choice in whole] == [expected] * 2 and expected[0] is None and len(expected) > 1
-  *chunks, last = stream(server, "/v1/completions", body)
-  parts = [event["choices"][0] for event in chunks]
-  assert last == "[DONE]" and [ranks(part) for part in parts if "prompt_logprobs" in part] == [expected] * 2
-  plain = server.post("/v1/completions", {"prompt": "the cat", "max_tokens": 1}).json()["choices"][0]
-  assert plain["prompt_logprobs"] is None
 
 
 def test_api_key_is_read_from_the_environment(folder, monkeypatch):

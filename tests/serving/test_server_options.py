@@ -1,6 +1,5 @@
 """vLLM's options of `tinyvllm serve`: several names and keys, a path prefix, a Unix domain socket, TLS; and its routes
 for load balancers."""
-import json
 import threading
 import subprocess
 import sys
@@ -10,20 +9,12 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 from tinyvllm.runner import Runner
-from helpers.models import tiny_model
 from helpers.servers import LocalServer, wait_until
 
 from tinyvllm_extra.cli import main
 
 SMALL = ["--dtype", "float32", "--max-num-seqs", "2", "--max-num-batched-tokens", "2"]
 BODY = {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
-# Steps wait while the file HOLD exists
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-  folder = tiny_model(tmp_path_factory.mktemp("options"), words=True, max_position_embeddings=32768)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
-  return folder
-
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):

@@ -12,19 +12,10 @@ import re
 
 import jsonschema
 import pytest
-from helpers.engines import ENGINE
-from helpers.models import tiny_model
-from helpers.requests import flags
-from helpers.servers import LocalServer
+from helpers.agents import start
+from helpers.servers import checked
 
-from tinyvllm import LLM
 
-LENGTH = 1024
-SMALL = {**ENGINE, "max_model_len": LENGTH, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
-TEMPLATE = """
-{%- for tool in tools or [] %}tool {{ tool.function.name }}{{ '\\n' }}{% endfor %}
-{%- for m in messages %}{{ m.role }}: {{ m.content }}{{ '\\n' }}{% endfor %}
-{%- if add_generation_prompt %}assistant: {% endif %}"""
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 ROUTES = {COMPLETIONS: {"prompt": "hello, my name is"}, CHATS: {"messages": [
   {"role": "system", "content": "you are kind"}, {"role": "user", "content": "what is 1+1?"}]}}
@@ -33,32 +24,19 @@ whole_or_streamed = pytest.mark.parametrize("streamed", [False, True], ids=["who
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-  folder = tiny_model(tmp_path_factory.mktemp("vllm-cases"), words=True, max_position_embeddings=LENGTH)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-  return folder
+def server(tmp_path_factory):
+  parser = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+  yield from checked(start(tmp_path_factory.mktemp("vllm-cases"), *parser))
 
 
 @pytest.fixture(scope="module")
-def server(folder):
-  parsers = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
-  with LocalServer(folder, *flags(**SMALL), *parsers) as server:
-    yield server
-    assert "Traceback" not in server.log, server.log
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder): return LLM(folder, **ENGINE).tokenizer
-
-
-@pytest.fixture(scope="module")
-def create(server, folder):
+def create(server):
   """Return a function that sends a request with the openai package. extra: fields that the package lacks."""
   client = server.client()
 
   def create(path, extra=None, **fields):
     resource = client.chat.completions if path == CHATS else client.completions
-    defaults = {"model": folder.name, "temperature": 0.0, "max_tokens": 5}
+    defaults = {"model": "tiny", "temperature": 0.0, "max_tokens": 5}
     return resource.create(**{**defaults, **ROUTES[path], **fields}, extra_body=extra)
   return create
 
@@ -72,9 +50,9 @@ def tool_result(content): return [*user("hello"), {"role": "assistant", "tool_ca
 
 @both_routes
 @pytest.mark.parametrize("name", [{}, {"model": None}, {"model": ""}], ids=str)
-def test_absent_or_empty_model_name_is_the_served_model(server, folder, path, name):
+def test_absent_or_empty_model_name_is_the_served_model(server, path, name):
   answer = server.post(path, {**ROUTES[path], **name, "max_tokens": 5})
-  assert answer.status_code == 200 and answer.json()["model"] == folder.name, answer.text
+  assert answer.status_code == 200 and answer.json()["model"] == "tiny", answer.text
 
 
 @pytest.mark.parametrize("echo", [False, True])
@@ -129,21 +107,6 @@ def test_guided_samples_follow_the_format(create, path, kind, value, backend):
     else: assert re.fullmatch(IP if kind == "regex" else SQL_TEXT, text_of(choice))
 
 
-FUNCTION = {"name": "get_weather", "parameters": {
-  "type": "object", "required": ["country", "unit"], "properties": {
-    "country": {"type": "string", "maxLength": 4, "description": "of the city"},
-    "unit": {"enum": ["celsius", "fahrenheit"]}, "options": {"$ref": "#/$defs/Options", "description": "optional"}},
-  "$defs": {"Options": {"title": "Options", "type": "object", "additionalProperties": False, "properties": {
-    "forecast": {"type": "boolean", "default": False}, "language": {"enum": ["zh-CN", "en-US"]}}}}}}
-TOOLS = [{"type": "function", "function": FUNCTION}]
-
-
-@pytest.mark.parametrize("choice,num_calls", [({}, 1), ({"tool_choice": None}, 1), ({"tool_choice": "auto"}, 1),
-                                              ({"tool_choice": "none"}, 0)], ids=str)
-def test_null_tool_choice_means_auto_also_with_structured_outputs(create, choice, num_calls):
-  call = '<tool_call>{"name": "get_weather", "arguments": {"country": "a", "unit": "celsius"}}</tool_call>'
-  answer = create(CHATS, {"structured_outputs": {"choice": [call]}, **choice}, tools=TOOLS, max_tokens=200)
-  assert len(answer.choices[0].message.tool_calls or []) == num_calls
 
 
 @pytest.mark.parametrize("value", [None, True, False])
@@ -171,9 +134,9 @@ def test_every_metric_of_vllm_exists(create, server):
 
 
 @pytest.fixture(scope="module")
-def limited_server(folder):
-  options = ["--override-generation-config", '{"max_new_tokens": 6, "temperature": 0}']
-  with LocalServer(folder, *flags(**SMALL), *options) as server: yield server
+def limited_server(tmp_path_factory):
+  defaults = '{"max_new_tokens": 6, "temperature": 0}'
+  yield from checked(start(tmp_path_factory.mktemp("limited"), "--override-generation-config", defaults))
 
 
 @pytest.mark.parametrize("path,name", [(COMPLETIONS, "max_tokens"), (CHATS, "max_tokens"),
