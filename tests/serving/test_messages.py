@@ -4,7 +4,7 @@ import json
 
 import anthropic
 import pytest
-from helpers.agents import DATA, HERMES, TEMPLATE, WEATHER, named_events, num_tokens, start
+from helpers.agents import DATA, HERMES, WEATHER, named_events, start
 from helpers.servers import checked
 
 KEY = "secret"
@@ -14,8 +14,7 @@ USER = {"role": "user", "content": "hello"}
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-  template = TEMPLATE + "{% if enable_thinking is defined %}thinking {{ enable_thinking }}{% endif %}"
-  yield from checked(start(tmp_path_factory.mktemp("messages"), "--api-key", KEY, template=template))
+  yield from checked(start(tmp_path_factory.mktemp("messages"), "--api-key", KEY))
 
 
 @pytest.fixture
@@ -29,13 +28,6 @@ def create(client):
     extra = {"extra_body": {"temperature": 0.0, **({"structured_outputs": {"choice": [text]}} if text else {})}}
     return client.messages.create(**{"model": "tiny", "messages": [USER], "max_tokens": 100, **extra, **fields})
   return create
-
-
-@pytest.fixture
-def count(server):
-  """Return a function that returns the number of tokens of a prompt."""
-  def count(prompt): return num_tokens(server, prompt, headers={"Authorization": f"Bearer {KEY}"})
-  return count
 
 
 def merge(events):
@@ -108,20 +100,10 @@ def test_usage_counts_cached_prompt_tokens(create):
   assert first.cache_read_input_tokens < second.cache_read_input_tokens
 
 
-def test_thinking_block_precedes_text_and_returns_to_template(create, count):
+def test_thinking_block_precedes_text(create):
   message = answer(create, "<think>it is red</think>a rose")
   thinking, text = message.content
   assert (thinking.thinking, text.text) == ("it is red", "a rose") and thinking.signature
-  history = [USER, {"role": "assistant", "content": message.content}, {"role": "user", "content": "why"}]
-  expected = "user: hello\nassistant: a rose(it is red)\nuser: why\n"
-  assert num_input(create("a", messages=history).usage) == count(expected)
-
-
-@pytest.mark.parametrize("thinking, value", [("enabled", "True"), ("adaptive", "True"), ("disabled", "False")])
-def test_thinking_sets_template_variable(create, count, thinking, value):
-  options = {"type": thinking, **({"budget_tokens": 1024} if thinking == "enabled" else {})}
-  assert num_input(create("a", thinking=options).usage) == count(f"user: hello\nthinking {value}")
-  assert num_input(create("a").usage) == count("user: hello\n")
 
 
 @pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "any", "disable_parallel_tool_use": True},
@@ -134,28 +116,6 @@ def test_tool_use_is_same_whole_and_streamed(create, choice):
   assert [block.type for block in message.content] == ["text"] * is_auto + ["tool_use"]
   assert call.name == "weather" and call.input["city"] in ("Rom", "Ulm") and call.id.startswith("toolu_")
   assert message.stop_reason == "tool_use"
-
-
-def test_tool_results_and_blocks_reach_template(create, count):
-  messages = [
-    {"role": "user", "content": [{"type": "text", "text": "how"}, {"type": "text", "text": "is it"}]},
-    {"role": "assistant", "content": [{"type": "text", "text": "I look"},
-                                      {"type": "redacted_thinking", "data": "x"},
-                                      {"type": "tool_use", "id": "toolu_1", "name": "weather",
-                                       "input": {"city": "Ulm"}},
-                                      {"type": "tool_use", "id": "toolu_2", "name": "time", "input": {}}]},
-    {"role": "user", "content": [
-      {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "rain"}]},
-      {"type": "tool_result", "tool_use_id": "toolu_2"}, {"type": "text", "text": "and now"}]}]
-  system = [{"type": "text", "text": "be kind", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "x"}]
-  expected = ('tool weather\nsystem: be kind\nx\nuser: how\nis it\nassistant: I lookweather{"city": "Ulm"}time{}\n'
-              'tool: rain\ntool: \nuser: and now\n')
-  assert num_input(create("a", messages=messages, system=system, tools=[TOOL]).usage) == count(expected)
-
-
-def test_last_message_of_assistant_is_continued(create, count):
-  message = create("a", messages=[USER, {"role": "assistant", "content": "I am"}])
-  assert num_input(message.usage) == count("user: hello\nassistant: I am")
 
 
 def test_output_format_schema_constrains_output(client):
@@ -171,24 +131,6 @@ def test_stream_helper_of_anthropic_package_returns_final_message(client):
     message = stream.get_final_message()
   assert message.content[0].input["city"] in ("Rom", "Ulm") and message.stop_reason == "tool_use"
   assert message.usage.output_tokens > 1 and num_input(message.usage) > 1
-
-
-def test_count_tokens_equals_usage(client, create):
-  fields = {"messages": [USER], "system": "be kind", "tools": [TOOL]}
-  count = client.messages.count_tokens(model="tiny", **fields).input_tokens
-  assert count == num_input(create("a", **fields).usage)
-
-
-def test_billing_header_does_not_defeat_prefix_cache(create):
-  prompt = "You are a helpful assistant, who answers each question in one short sentence."
-  def system(cch, joined):
-    header = f"x-anthropic-billing-header: cc_version=2.1.101.e51; cc_entrypoint=cli; cch={cch};"
-    texts = [f"{header}\n{prompt}"] if joined else [header, prompt]
-    return [{"type": "text", "text": text} for text in texts]
-  first = create("a", system=prompt).usage
-  for joined in (False, True):
-    usage = create("a", system=system(f"{joined:05}", joined)).usage
-    assert num_input(usage) == num_input(first) and usage.input_tokens <= 4, "all full blocks must be cached"
 
 
 def test_other_errors_have_types_of_anthropic(server):

@@ -3,7 +3,7 @@ and shortened bodies of Codex."""
 import json
 
 import pytest
-from helpers.agents import DATA, HERMES, WEATHER, named_events, num_tokens, start
+from helpers.agents import DATA, HERMES, WEATHER, named_events, start
 from helpers.servers import checked
 
 
@@ -82,15 +82,11 @@ def test_usage_counts_cached_prompt_tokens(create):
   assert first.input_tokens_details.cached_tokens < second.input_tokens_details.cached_tokens < second.input_tokens
 
 
-def test_reasoning_item_precedes_message_and_returns_to_template(create, server):
+def test_reasoning_item_precedes_message(create):
   response = answer(create, "<think>it is red</think>a rose")
   reasoning, message = response.output
   assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "it is red")
   assert (message.type, message.content[0].text) == ("message", "a rose")
-  history = [{"role": "user", "content": "hello"}, *[item.model_dump() for item in response.output],
-             {"role": "user", "content": "why"}]
-  expected = "user: hello\nassistant: a rose(it is red)\nuser: why\n"
-  assert create("a", input=history).usage.input_tokens == num_tokens(server, expected)
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "weather"}, {
@@ -104,21 +100,6 @@ def test_function_call_is_same_whole_and_streamed(create, choice):
   assert json.loads(call.arguments) in ({"city": "Rom"}, {"city": "Ulm"}) and call.call_id.startswith("call_")
   assert [item.type for item in response.output] == ["message"] * (choice == "auto") + ["function_call"]
   assert [tool.name for tool in response.tools] == ["weather"], "tools of other types are skipped"
-
-
-def test_function_call_output_reaches_template(create, server):
-  call = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "weather",
-          "arguments": '{"city": "Ulm"}', "status": "completed"}
-  history = [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be kind"}]},
-             {"role": "user", "content": "how is it"}, {"type": "reasoning", "id": "rs_1", "summary": [],
-                                                        "encrypted_content": "x"}, call,
-             {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "rain"}]},
-             {"type": "custom_tool_call", "call_id": "call_2", "name": "patch", "input": "x"},
-             {"type": "custom_tool_call_output", "call_id": "call_2", "output": "ok"}]
-  expected = ('tool weather\nsystem: first\nbe kind\nuser: how is it\nassistant: weather{"city": "Ulm"}\ntool: rain\n'
-              'assistant: patch{"input": "x"}\ntool: ok\n')
-  usage = create("a", input=history, instructions="first", tools=[WEATHER]).usage
-  assert usage.input_tokens == num_tokens(server, expected)
 
 
 def test_text_format_schema_constrains_output(create):

@@ -119,13 +119,16 @@ def test_tls_server_answers_https(folder, certificate):
 
 
 @pytest.mark.parametrize("options,words", [
+  (["/nowhere"], "model='/nowhere'"), (["--max-num-seqs", "0"], "max_num_seqs=0"),
+  (["--port", "PORT"], "host='127.0.0.1', port=PORT: Address already in use"),
   (["--uds", "/nowhere/a.sock"], "uds='/nowhere/a.sock': /nowhere is not a folder"),
   (["--uds", __file__], f"uds={__file__!r} exists and is not a socket"),
   (["--ssl-certfile", "nowhere.pem"], "ssl_certfile='nowhere.pem': [Errno 2] No such file"),
   (["--ssl-cert-reqs", "2"], "ssl_cert_reqs=2 requires ssl_certfile"),
   (["--root-path", "llm"], "root_path='llm' must start with a slash"),
   (["--api-key", "a", ""], "api_key=['a', ''] must not hold an empty string")], ids=str)
-def test_invalid_server_option_is_one_line_and_exit_code_1(options, words, capfd):
-  assert main(["serve", *options]) == 1
+def test_invalid_server_option_is_one_line_and_exit_code_1(server, options, words, capfd):
+  """PORT: a port in use."""
+  assert main(["serve", *(x.replace("PORT", str(server.port)) for x in options)]) == 1
   line, = capfd.readouterr().err.splitlines()
-  assert line.startswith(f"tinyvllm: {words}")
+  assert line.startswith(f"tinyvllm: {words}".replace("PORT", str(server.port)))

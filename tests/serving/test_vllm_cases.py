@@ -42,12 +42,6 @@ def create(server):
 
 
 def text_of(choice): return choice.text if hasattr(choice, "text") else choice.message.content
-def user(content, **fields): return [{"role": "user", "content": content, **fields}]
-def text_part(text): return {"type": "text", "text": text}
-def tool_result(content): return [*user("hello"), {"role": "assistant", "tool_calls": [
-  {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}, {"role": "tool", "content": content}]
-
-
 @both_routes
 @pytest.mark.parametrize("name", [{}, {"model": None}, {"model": ""}], ids=str)
 def test_absent_or_empty_model_name_is_the_served_model(server, path, name):
@@ -67,19 +61,6 @@ def test_text_offsets_of_stream_equal_whole_response(create, size, echo):
   assert "".join(chunk.text for chunk in chunks) == whole.text and text in whole.text
   assert [x for chunk in chunks for x in chunk.logprobs.tokens] == whole.logprobs.tokens
   assert [x for chunk in chunks for x in chunk.logprobs.text_offset] == whole.logprobs.text_offset
-
-
-@pytest.mark.parametrize("messages,same", [
-  (user([text_part("a cat")]), user("a cat")), (user("a cat", extra_field="0"), user("a cat")),
-  ([{"role": "my-role", "content": [text_part("a cat")]}], [{"role": "my-role", "content": "a cat"}]),
-  ([{"role": "system", "content": [text_part("b")]}, *user("a")], [{"role": "system", "content": "b"}, *user("a")]),
-  (tool_result([text_part("rain"), text_part("and"), text_part("sun")]), tool_result("rain\nand\nsun")),
-  (user(["a", "cat"]), user("a\ncat")), (user([{"type": "input_text", "text": "a cat"}]), user("a cat")),
-  ([*user("a"), {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, *user("b")],
-   [*user("a"), {"role": "assistant", "content": "no"}, *user("b")])], ids=lambda x: json.dumps(x)[:60])
-def test_messages_of_other_form_have_the_same_prompt(create, messages, same):
-  answers = [create(CHATS, {"return_token_ids": True}, messages=x) for x in (messages, same)]
-  assert answers[0].prompt_token_ids == answers[1].prompt_token_ids
 
 
 JOB = {"type": "object", "required": ["company"], "additionalProperties": False, "properties": {
