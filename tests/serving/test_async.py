@@ -205,21 +205,6 @@ def test_cancelling_the_task_frees_blocks_within_one_step(llm, launches):
   assert "aborted" not in sum(launches[end + 1:], []) and sum("other" in x for x in launches[end + 1:]) > 1
 
 
-def test_cancelling_a_waiting_request_removes_it_from_the_queue(llm, launches):
-  async def run():
-    running = [asyncio.create_task(collect(llm, p, LONG)) for p in PROMPTS[:4]]
-    async with paced(llm):
-      await until(lambda: launches and len(launches[-1]) == 4, "max_num_seqs requests run")
-      waiting = asyncio.create_task(collect(llm, "the cat", argmax(), request_id="aborted"))
-      await until(lambda: llm.llm.get_metrics()["num_requests_waiting"] == 1, "the fifth waits")
-      waiting.cancel()
-      with pytest.raises(asyncio.CancelledError): await waiting
-    assert llm.llm.get_metrics()["num_requests_waiting"] == 0
-    return await asyncio.gather(*running)
-  assert [x[0][2] for x in finish(run())] == ["length"] * 4
-  assert "aborted" not in sum(launches, [])
-
-
 @pytest.mark.parametrize("error", [RuntimeError("boom"), MemoryError("boom"), ValueError("boom"), KeyError("boom")],
                          ids=lambda e: type(e).__name__)
 def test_failed_step_fails_only_its_requests(llm, monkeypatch, error):

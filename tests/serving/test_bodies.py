@@ -13,7 +13,8 @@ RENDERED = [(path, body, prompt) for path, rows in json.loads((DATA / "rendered_
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-  template = TEMPLATE + "{% if enable_thinking is defined %}thinking {{ enable_thinking }}{% endif %}"
+  template = TEMPLATE + ("{% if enable_thinking is defined %}thinking {{ enable_thinking }}{% endif %}"
+                         "{{ documents[0].text if documents }}")
   yield from checked(start(tmp_path_factory.mktemp("bodies"), template=template))
 
 

@@ -6,7 +6,7 @@ import re
 import pytest
 from helpers.protocol import SMALL
 from helpers.requests import flags
-from helpers.servers import LocalServer, checked, error_of, events
+from helpers.servers import LocalServer, checked, error_of, stream
 
 from tinyvllm import SamplingParams
 
@@ -38,9 +38,7 @@ def answer(server, path, body):
 
 
 def chunks(server, path, body):
-  with server.stream(path, body) as response:
-    assert response.status_code == 200, response.read()
-    *chunks, last = events(response.iter_lines())
+  *chunks, last = stream(server, path, body)
   assert last == "[DONE]"
   return chunks
 
@@ -199,12 +197,6 @@ def test_add_special_tokens_adds_or_omits_bos(server, llm):
   assert bos and plain == bos + without
   plain, with_bos = [ids(chat(server, return_token_ids=True, add_special_tokens=x)) for x in (False, True)]
   assert with_bos == bos + plain
-
-
-def test_documents_are_variables_of_the_template(server):
-  documents = [{"title": "a", "text": "a red house"}]
-  counts = [chat(server, documents=x)["usage"]["prompt_tokens"] for x in ([], documents)]
-  assert counts[1] > counts[0]
 
 
 def test_chat_template_of_request_replaces_the_models(server):

@@ -79,28 +79,17 @@ def cases(llm, prompt):
   plain, sampled = {"temperature": 0.0, "max_tokens": 12}, {"temperature": 1.5, "seed": 3, "max_tokens": 8}
   output = expected_output(llm, prompt, **plain).outputs[0]
   ids, text = output.token_ids, output.text
-  bad_words = [{"bad_words": [text[i:i + 2].strip()]} for i in range(len(text) - 1) if text[i:i + 2].strip()]
+  bad_words = [text[i:i + 2].strip() for i in range(len(text)) if text[i:i + 2].strip()]
   end = {**plain, "logit_bias": {"2": 100}}
-  return {
-    "n": ({**sampled, "n": 3}, sampled), "max_tokens": ({**plain, "max_tokens": 5}, plain),
-    "min_tokens": ({**plain, "stop_token_ids": ids[2:3], "min_tokens": 9}, {**plain, "stop_token_ids": ids[2:3]}),
-    "temperature": (sampled, {**sampled, "temperature": 0.0}), "top_k": ({**sampled, "top_k": 1}, sampled),
-    "top_p": ({**sampled, "top_p": 1e-6}, sampled), "min_p": ({**sampled, "min_p": 1.0}, sampled),
-    "seed": ({**sampled, "seed": 4}, sampled), "stop": ({**plain, "stop": text[3:5]}, plain),
-    "stop_token_ids": ({**plain, "stop_token_ids": ids[2:3]}, plain),
-    "include_stop_str_in_output": ({**plain, "stop": [text[3:5]], "include_stop_str_in_output": True},
-                                   {**plain, "stop": [text[3:5]]}),
-    "ignore_eos": ({**end, "ignore_eos": True}, end),
-    "skip_special_tokens": ({**end, "ignore_eos": True, "skip_special_tokens": False}, {**end, "ignore_eos": True}),
-    "repetition_penalty": ({**plain, "repetition_penalty": 50.0}, plain),
-    "presence_penalty": ({**plain, "presence_penalty": -2.0}, plain),
-    "frequency_penalty": ({**plain, "frequency_penalty": -2.0}, plain),
-    "logit_bias": ({**plain, "logit_bias": {"300": 5.5}}, plain),
-    "allowed_token_ids": ({**plain, "allowed_token_ids": [300, 301, 302]}, plain),
-    "bad_words": next(({**plain, **x}, plain) for x in bad_words
-                      if expected_output(llm, prompt, **plain, **x).outputs[0].text != text),
-    "structured_outputs": ({**plain, "structured_outputs": {"regex": "[xyz]{3}"}}, plain),
-  }
+  changes = [
+    (sampled, {"n": 3, "temperature": 0.0, "top_k": 1, "top_p": 1e-6, "min_p": 1.0, "seed": 4}),
+    (plain, {"max_tokens": 5, "stop": text[3:5], "stop_token_ids": ids[2:3], "repetition_penalty": 50.0,
+             "presence_penalty": -2.0, "frequency_penalty": -2.0, "logit_bias": {"300": 5.5}, "bad_words": bad_words,
+             "allowed_token_ids": [300, 301, 302], "structured_outputs": {"regex": "[xyz]{3}"}}),
+    ({**plain, "stop_token_ids": ids[2:3]}, {"min_tokens": 9}),
+    ({**plain, "stop": [text[3:5]]}, {"include_stop_str_in_output": True}),
+    (end, {"ignore_eos": True}), ({**end, "ignore_eos": True}, {"skip_special_tokens": False})]
+  return {name: ({**base, name: value}, base) for base, fields in changes for name, value in fields.items()}
 
 
 def test_every_sampling_params_field_affects_server_output(server, llm):

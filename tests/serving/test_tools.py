@@ -130,12 +130,16 @@ THINKING = f"<think>\n{THOUGHT}\n</think>\n\nthe answer"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_reasoning_is_separate_from_content(thinking_client, streamed):
-  answer = thinking_client(stream=streamed, **forced_output(THINKING))
+@pytest.mark.parametrize("include", [None, True, False])
+def test_reasoning_is_separate_from_content_unless_excluded(thinking_client, streamed, include):
+  extra = {"structured_outputs": {"choice": [THINKING]}, "include_reasoning": include}
+  answer = thinking_client(stream=streamed, extra_body=extra)
   parts = [chunk.choices[0].delta for chunk in answer] if streamed else [answer.choices[0].message]
   def text(name): return "".join(getattr(part, name, None) or "" for part in parts)
-  assert text("content") == "the answer" and text("reasoning_content") == text("reasoning") == THOUGHT
-  assert not streamed or sum(hasattr(part, "reasoning") for part in parts) > 1, "reasoning must arrive in pieces"
+  reasoning = "" if include is False else THOUGHT
+  assert text("content") == "the answer" and text("reasoning_content") == text("reasoning") == reasoning
+  pieces = sum(hasattr(part, "reasoning") for part in parts)
+  assert not pieces if include is False else pieces > 1 or not streamed, "reasoning must arrive in pieces"
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -90,16 +90,6 @@ def test_guided_samples_follow_the_format(create, path, kind, value, backend):
 
 
 
-@pytest.mark.parametrize("value", [None, True, False])
-@whole_or_streamed
-def test_include_reasoning_false_omits_reasoning_only(create, value, streamed):
-  extra = {"structured_outputs": {"choice": ["<think>hm</think>yes"]}, "include_reasoning": value}
-  answer = create(CHATS, extra, max_tokens=50, stream=streamed)
-  parts = [chunk.choices[0].delta for chunk in answer] if streamed else [answer.choices[0].message]
-  assert "".join(part.content or "" for part in parts) == "yes"
-  assert "".join(getattr(part, "reasoning", "") for part in parts) == ("" if value is False else "hm")
-
-
 HISTOGRAMS = """iteration_tokens_total request_prompt_tokens request_generation_tokens request_params_n
   request_params_max_tokens time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
   request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds"""
