@@ -33,13 +33,6 @@ def test_completions_of_every_prompt_form_equal_generate(client, folder, llm, fo
   assert abs(answer.created - time.time()) < 600 and all(c.logprobs is None for c in answer.choices)
 
 
-def test_omitted_fields_use_sampling_params_defaults(server, llm):
-  answer = server.post("/v1/completions", {"prompt": "the cat", "seed": 1}).json()
-  output = expected_output(llm, "the cat", seed=1)
-  assert answer["choices"][0]["text"] == output.outputs[0].text and answer["choices"][0]["finish_reason"] == "length"
-  assert answer["usage"]["completion_tokens"] == len(output.outputs[0].token_ids)
-
-
 # Chat
 
 def test_chat_equals_llm_chat(client, folder, llm):
@@ -54,11 +47,11 @@ def test_chat_equals_llm_chat(client, folder, llm):
     assert answer.choices[0].logprobs is None
 
 
-@pytest.mark.parametrize("path,fields", [
-  ("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": -1}),
-  ("/generate", {"prompt": "a", "max_tokens": -1})])
-def test_request_without_limit_fills_the_context(server, path, fields):
-  answer = server.post(path, {"temperature": 0, "ignore_eos": True, **fields}).json()
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": -1}], ids=str)
+@pytest.mark.parametrize("path,body", [("/v1/completions", {"prompt": "a"}), ("/generate", {"prompt": "a"}),
+                                       ("/v1/chat/completions", {"messages": MESSAGES})])
+def test_request_without_limit_fills_the_context(server, path, body, limit):
+  answer = server.post(path, {"temperature": 0, "ignore_eos": True, **body, **limit}).json()
   assert answer["usage"]["total_tokens"] == 128 and answer["choices"][0]["finish_reason"] == "length"
 
 

@@ -1,5 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens with the anthropic package: text, thinking and tool calls, whole and
 streamed; content blocks; errors; and shortened bodies of Claude Code."""
+import itertools
 import json
 
 import anthropic
@@ -22,73 +23,57 @@ def client(server):   # sends the key as x-api-key
   return anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
 
 
+def request(text=None, **fields):
+  """Return arguments for the package. text: the output."""
+  extra = {"temperature": 0.0, **({"structured_outputs": {"choice": [text]}} if text else {})}
+  return {"model": "tiny", "messages": [USER], "max_tokens": 100, "extra_body": extra, **fields}
+
+
 @pytest.fixture
-def create(client):
-  def create(text=None, **fields):
-    extra = {"extra_body": {"temperature": 0.0, **({"structured_outputs": {"choice": [text]}} if text else {})}}
-    return client.messages.create(**{"model": "tiny", "messages": [USER], "max_tokens": 100, **extra, **fields})
-  return create
+def create(client): return lambda text=None, **fields: client.messages.create(**request(text, **fields))
 
 
-def merge(events):
-  """Return the content blocks, without ids, and the end of a stream, after checks of its events."""
-  events = [*events]
-  kinds = [event.type for event in events]
-  assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
-  assert not events[0].message.content and events[0].message.stop_reason is None
-  blocks, is_open = [], False
-  for event in events[1:-2]:
-    if event.type == "content_block_start":
-      assert not is_open and event.index == len(blocks)
-      is_open = True
-      blocks.append([event.content_block, ""])
-    elif event.type == "content_block_delta":
-      assert is_open and event.index == len(blocks) - 1
-      names = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
-      if event.delta.type != "signature_delta": blocks[-1][1] += getattr(event.delta, names[event.delta.type])
-    else:
-      assert event.type == "content_block_stop" and is_open and event.index == len(blocks) - 1
-      is_open = False
-  assert not is_open
-  return [(block.type, getattr(block, "name", None), text) for block, text in blocks], events[0], events[-2]
+@pytest.fixture
+def answer(client, create):
+  """Return a function that returns a message, which must be the same streamed and whole, except for ids and caching."""
+  def contents(message):
+    blocks = [x.model_dump(exclude={"id", "signature", "parsed_output"}, exclude_none=True) for x in message.content]
+    return blocks, message.stop_reason, message.stop_sequence, message.usage.output_tokens
 
-
-def answer(create, text=None, **fields):
-  """Return the message, which must be the same streamed and whole, except for ids and cached tokens."""
-  whole = create(text, **fields)
-  streamed, first, last = merge(create(text, stream=True, **fields))
-  def content(block):
-    text = {"text": lambda: block.text, "thinking": lambda: block.thinking,
-            "tool_use": lambda: json.dumps(block.input)}[block.type]()
-    return block.type, getattr(block, "name", None), text
-  parsed = [(kind, name, json.dumps(json.loads(text)) if kind == "tool_use" else text) for kind, name, text in streamed]
-  assert parsed == [*map(content, whole.content)]
-  assert (last.delta.stop_reason, last.delta.stop_sequence) == (whole.stop_reason, whole.stop_sequence)
-  assert last.usage.output_tokens == whole.usage.output_tokens
-  usage = first.message.usage
-  assert usage.input_tokens == last.usage.input_tokens
-  assert usage.cache_read_input_tokens == last.usage.cache_read_input_tokens
-  return whole
+  def answer(text=None, **fields):
+    whole = create(text, **fields)
+    with client.messages.stream(**request(text, **fields)) as stream:
+      events = [x for x in stream if x.type.startswith(("message", "content_block"))]   # others are the package's
+    final, first, last = stream.get_final_message(), events[0].message, events[-2]
+    order = [(f"content_block_{x}", i) for i in range(len(final.content)) for x in ("start", "delta", "stop")]
+    assert [key for key, _ in itertools.groupby((x.type, getattr(x, "index", None)) for x in events)] == [
+      ("message_start", None), *order, ("message_delta", None), ("message_stop", None)]
+    assert not first.content and first.stop_reason is None
+    for name in ("input_tokens", "cache_read_input_tokens"):
+      assert getattr(first.usage, name) == getattr(last.usage, name) == getattr(final.usage, name)
+    assert contents(final) == contents(whole)
+    return whole
+  return answer
 
 
 def num_input(usage): return usage.input_tokens + usage.cache_read_input_tokens
 
 
-def test_text_is_same_whole_and_streamed(create):
-  message = answer(create, "the cat is", system="be kind", metadata={"user_id": "u"})
+def test_text_is_same_whole_and_streamed(answer):
+  message = answer("the cat is", system="be kind", metadata={"user_id": "u"})
   assert message.content[0].text == "the cat is" and message.stop_reason == "end_turn" and message.role == "assistant"
   assert message.id.startswith("msg_") and message.model == "tiny" and message.type == "message"
 
 
-def test_message_cut_off_by_max_tokens_says_so(create):
-  message = answer(create, max_tokens=3)
+def test_message_cut_off_by_max_tokens_says_so(answer):
+  message = answer(max_tokens=3)
   assert message.stop_reason == "max_tokens" and message.usage.output_tokens == 3
 
 
-def test_stop_sequence_ends_message_and_is_named(create):
+def test_stop_sequence_ends_message_and_is_named(create, answer):
   text = create(max_tokens=20).content[0].text
   stop = text[5:8]
-  message = answer(create, max_tokens=20, stop_sequences=[stop])
+  message = answer(max_tokens=20, stop_sequences=[stop])
   assert message.content[0].text == text[:text.index(stop)]
   assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
 
@@ -100,18 +85,18 @@ def test_usage_counts_cached_prompt_tokens(create):
   assert first.cache_read_input_tokens < second.cache_read_input_tokens
 
 
-def test_thinking_block_precedes_text(create):
-  message = answer(create, "<think>it is red</think>a rose")
+def test_thinking_block_precedes_text(answer):
+  message = answer("<think>it is red</think>a rose")
   thinking, text = message.content
   assert (thinking.thinking, text.text) == ("it is red", "a rose") and thinking.signature
 
 
 @pytest.mark.parametrize("choice", [{"type": "auto"}, {"type": "any", "disable_parallel_tool_use": True},
                                     {"type": "tool", "name": "weather"}], ids=lambda x: x["type"])
-def test_tool_use_is_same_whole_and_streamed(create, choice):
+def test_tool_use_is_same_whole_and_streamed(answer, choice):
   is_auto = choice["type"] == "auto"
   server_tool = {"type": "web_search_20250305", "name": "web_search"}
-  message = answer(create, "I look: " + HERMES if is_auto else None, tools=[TOOL, server_tool], tool_choice=choice)
+  message = answer("I look: " + HERMES if is_auto else None, tools=[TOOL, server_tool], tool_choice=choice)
   call = message.content[-1]
   assert [block.type for block in message.content] == ["text"] * is_auto + ["tool_use"]
   assert call.name == "weather" and call.input["city"] in ("Rom", "Ulm") and call.id.startswith("toolu_")
@@ -123,14 +108,6 @@ def test_output_format_schema_constrains_output(client):
   message = client.messages.create(model="tiny", messages=[USER], max_tokens=100,
                                    output_config={"format": {"type": "json_schema", "schema": schema}})
   assert json.loads(message.content[0].text)["city"] in ("Rom", "Ulm")
-
-
-def test_stream_helper_of_anthropic_package_returns_final_message(client):
-  with client.messages.stream(model="tiny", messages=[USER], max_tokens=100, tools=[TOOL],
-                              tool_choice={"type": "any", "disable_parallel_tool_use": True}) as stream:
-    message = stream.get_final_message()
-  assert message.content[0].input["city"] in ("Rom", "Ulm") and message.stop_reason == "tool_use"
-  assert message.usage.output_tokens > 1 and num_input(message.usage) > 1
 
 
 def test_other_errors_have_types_of_anthropic(server):

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+from helpers.agents import DATA
 from helpers.protocol import SMALL
 from helpers.requests import flags
 from helpers.servers import LocalServer, checked, error_of, stream
@@ -68,14 +69,7 @@ def test_continuous_usage_stats_without_include_usage_have_no_effect(server):
 
 # Fields without effect
 
-NO_EFFECT = {
-  "prompt_cache_key": "k", "safety_identifier": "u", "verbosity": "low", "modalities": ["text"], "session_id": "s",
-  "prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h", "function_call": "none",
-  "use_beam_search": False, "add_special_tokens": None, "spaces_between_special_tokens": False,
-  "include_reasoning": True, "detokenize": True, "length_penalty": 1.0, "request_id": "r", "cache_salt": "salt",
-  "documents": [], "suffix": None, "early_stopping": False, "user": "u", "store": False, "metadata": {"a": "b"},
-  "service_tier": "auto", "parallel_tool_calls": True, "tools": None, "functions": [], "logits_processors": [],
-  "mm_processor_kwargs": {}, "guided_decoding_backend": "outlines", "best_of": 1, "truncation_side": "left"}
+NO_EFFECT = json.loads((DATA / "fields_without_effect.json").read_text())
 
 
 @pytest.mark.parametrize("name", NO_EFFECT)
@@ -213,25 +207,19 @@ def test_chat_template_of_request_replaces_the_models(server):
 CONTINUED = [*MESSAGES, {"role": "assistant", "content": "sat on"}]
 
 
-@pytest.mark.parametrize("options,echo,role", [
-  ({"add_generation_prompt": False, "continue_final_message": True}, "sat on", "assistant"),
-  ({}, "sat on", "assistant")])
-def test_chat_echo_puts_last_message_before_the_answer(server, options, echo, role):
-  plain = chat(server, messages=CONTINUED, **options)["choices"][0]["message"]["content"]
-  message = chat(server, messages=CONTINUED, echo=True, **options)["choices"][0]["message"]
+@pytest.mark.parametrize("messages,options,echo,role", [
+  (CONTINUED, {"add_generation_prompt": False, "continue_final_message": True}, "sat on", "assistant"),
+  (CONTINUED, {}, "sat on", "assistant"), (MESSAGES, {"add_generation_prompt": False}, "the cat", "user"),
+  (MESSAGES, {}, "", "assistant")], ids=["continued", "same role", "no generation prompt", "other role"])
+def test_chat_echo_puts_last_message_of_same_role_before_the_answer(server, messages, options, echo, role):
+  options = {"messages": messages, **options}
+  plain = chat(server, **options)["choices"][0]["message"]["content"]
+  message = chat(server, echo=True, **options)["choices"][0]["message"]
   assert message["content"] == echo + plain and message["role"] == role
-  parts = chunks(server, "/v1/chat/completions", {**TALK, "messages": CONTINUED, "echo": True, **options})
+  parts = chunks(server, "/v1/chat/completions", {**TALK, "echo": True, **options})
   deltas = [part["choices"][0]["delta"] for part in parts]
-  assert deltas[0] == {"role": role, "content": ""} and deltas[1] == {"content": echo}
+  assert deltas[0] == {"role": role, "content": ""} and (not echo or deltas[1] == {"content": echo})
   assert "".join(delta["content"] for delta in deltas) == echo + plain
-
-
-def test_chat_role_is_last_message_role_without_generation_prompt(server):
-  options = {"add_generation_prompt": False, "echo": True}
-  message = chat(server, **options)["choices"][0]["message"]
-  assert message["role"] == "user" and message["content"].startswith("the cat")
-  assert chunks(server, "/v1/chat/completions", {**TALK, **options})[0]["choices"][0]["delta"]["role"] == "user"
-  assert not chat(server, echo=True)["choices"][0]["message"]["content"].startswith("the cat"), "other role"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -344,4 +332,3 @@ def test_tokenize_takes_template_fields_and_returns_token_strs(server, llm):
   answer = server.post("/tokenize", {"prompt": "the cat", "return_token_strs": True}).json()
   names = [llm.tokenizer.library.IdToPiece(i) for i in answer["tokens"]]
   assert answer["token_strs"] == names and names[0] == "<s>" and any("\u2581" in name for name in names)
-  assert server.post("/tokenize", {"prompt": "the cat", "return_token_strs": False}).json()["token_strs"] is None

@@ -137,16 +137,11 @@ ROUTES = [("/v1/responses", {"input": "hello", "max_output_tokens": 4}),
           ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hello"}]})]
 
 
-def test_unknown_field_of_body_is_logged_once(server):
-  for path, body in ROUTES:
-    response = server.post(path, {**body, "temprature": 1, "metadata": {}, "service_tier": "auto", "top_k": None})
-    assert response.status_code == 200, response.text
-  assert server.log.count("unknown request field 'temprature' is ignored") == 1
-
-
 def test_strict_fields_flag_accepts_official_clients_and_refuses_unknown_field(tmp_path):
   with start(tmp_path, "--strict-fields", "--max-model-len", 1024) as server:
     for path, body in ROUTES:
+      response = server.post(path, {**body, "metadata": {}, "service_tier": "auto", "top_k": None})
+      assert response.status_code == 200, response.text
       response = server.post(path, {**body, "temprature": 1})
       assert response.status_code == 400 and "temprature: unknown field" in response.json()["error"]["message"]
     for name in ("codex_first_turn", "claude_code_first_turn"):

@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from helpers.agents import HERMES, SMALL, start
+from helpers.agents import HERMES, SMALL, WEATHER, start
 from helpers.models import tiny_model
 from helpers.parameters import slow
 from helpers.requests import flags
@@ -12,12 +12,9 @@ from helpers.servers import LocalServer, checked
 from tinyvllm_extra.server.tools import calls_schema
 
 
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {
-  "type": "object", "properties": {"city": {"enum": ["Rom", "Ulm"]}}, "required": ["city"],
-  "additionalProperties": False}}}
 TIME = {"type": "function", "function": {"name": "time", "parameters": {
   "type": "object", "properties": {"zone": {"enum": ["UTC"]}}, "required": ["zone"], "additionalProperties": False}}}
-TOOLS = [WEATHER, TIME]
+TOOLS = [{"type": "function", "function": WEATHER}, TIME]
 USER = {"role": "user", "content": "hello"}
 ASK = {"messages": [USER], "temperature": 0.0, "max_tokens": 300}
 LLAMA = '{"name": "time", "parameters": {"zone": "UTC"}}'

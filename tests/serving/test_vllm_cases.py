@@ -12,7 +12,7 @@ import re
 
 import jsonschema
 import pytest
-from helpers.agents import start
+from helpers.agents import DATA, start
 from helpers.servers import checked
 
 
@@ -20,7 +20,6 @@ COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 ROUTES = {COMPLETIONS: {"prompt": "hello, my name is"}, CHATS: {"messages": [
   {"role": "system", "content": "you are kind"}, {"role": "user", "content": "what is 1+1?"}]}}
 both_routes = pytest.mark.parametrize("path", ROUTES)
-whole_or_streamed = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +41,6 @@ def create(server):
 
 
 def text_of(choice): return choice.text if hasattr(choice, "text") else choice.message.content
-@both_routes
-@pytest.mark.parametrize("name", [{}, {"model": None}, {"model": ""}], ids=str)
-def test_absent_or_empty_model_name_is_the_served_model(server, path, name):
-  answer = server.post(path, {**ROUTES[path], **name, "max_tokens": 5})
-  assert answer.status_code == 200 and answer.json()["model"] == "tiny", answer.text
-
-
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 3])
 def test_text_offsets_of_stream_equal_whole_response(create, size, echo):
@@ -63,45 +55,20 @@ def test_text_offsets_of_stream_equal_whole_response(create, size, echo):
   assert [x for chunk in chunks for x in chunk.logprobs.text_offset] == whole.logprobs.text_offset
 
 
-JOB = {"type": "object", "required": ["company"], "additionalProperties": False, "properties": {
-  "company": {"enum": ["a", "b"]}, "years": {"type": "integer", "minimum": 0, "maximum": 9}}}
-PERSON = {"type": "object", "additionalProperties": False, "required": ["name", "age", "jobs"], "properties": {
-  "name": {"type": "string", "pattern": "^[a-z]{1,8}$"}, "age": {"type": "integer", "minimum": 0, "maximum": 99},
-  "skills": {"type": "array", "items": {"type": "string", "maxLength": 3}, "minItems": 3, "maxItems": 3},
-  "jobs": {"type": "array", "maxItems": 2, "items": JOB}}}
-IP = r"((25[0-5]|(2[0-4]|1\d|[1-9]|)\d)\.){3}(25[0-5]|(2[0-4]|1\d|[1-9]|)\d)"
-LANGUAGES = ["Python", "Java", "JavaScript", "C++", "C#", "PHP"]
-SQL = 'root ::= "SELECT " column " from " table " where " column "= " number\n' \
-      'column ::= "col_1 " | "col_2 "\ntable ::= "table_1 " | "table_2 "\nnumber ::= "1" | "2"'
+FORMATS = json.loads((DATA / "guided_formats.json").read_text())
 SQL_TEXT = r"SELECT col_[12]  from table_[12]  where col_[12] = [12]"
 
 
 @both_routes
 @pytest.mark.parametrize("backend", ["outlines", "xgrammar", "guidance"])
-@pytest.mark.parametrize("kind,value", [("json", PERSON), ("regex", IP), ("choice", LANGUAGES), ("grammar", SQL)])
-def test_guided_samples_follow_the_format(create, path, kind, value, backend):
-  extra = {f"guided_{kind}": value, "guided_decoding_backend": backend}
+@pytest.mark.parametrize("kind", FORMATS)
+def test_guided_samples_follow_the_format(create, path, kind, backend):
+  extra = {f"guided_{kind}": FORMATS[kind], "guided_decoding_backend": backend}
   if kind == "json": extra["guided_whitespace_pattern"] = " ?"
   for choice in create(path, extra, n=3, temperature=1.0, seed=1, max_tokens=500).choices:
-    if kind == "json": jsonschema.validate(json.loads(text_of(choice)), PERSON)
-    elif kind == "choice": assert text_of(choice) in LANGUAGES
-    else: assert re.fullmatch(IP if kind == "regex" else SQL_TEXT, text_of(choice))
-
-
-
-
-HISTOGRAMS = """iteration_tokens_total request_prompt_tokens request_generation_tokens request_params_n
-  request_params_max_tokens time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
-  request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds"""
-OTHERS = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total cache_config_info
-  prefix_cache_hits_total num_preemptions_total prompt_tokens_total generation_tokens_total request_success_total"""
-
-
-def test_every_metric_of_vllm_exists(create, server):
-  create(COMPLETIONS)
-  names = {name.partition("{")[0] for name in server.metrics()}
-  expected = [f"{name}_{suffix}" for name in HISTOGRAMS.split() for suffix in ("sum", "bucket", "count")]
-  assert not {*expected, *OTHERS.split()} - names
+    if kind == "json": jsonschema.validate(json.loads(text_of(choice)), FORMATS["json"])
+    elif kind == "choice": assert text_of(choice) in FORMATS["choice"]
+    else: assert re.fullmatch(FORMATS["regex"] if kind == "regex" else SQL_TEXT, text_of(choice))
 
 
 @pytest.fixture(scope="module")
