@@ -19,6 +19,7 @@ TEMPLATE = """
 WEATHER = {"type": "function", "name": "weather", "description": "of a city", "parameters": {
   "type": "object", "properties": {"city": {"enum": ["Rom", "Ulm"]}}, "required": ["city"],
   "additionalProperties": False}}
+NO_TAGS = {"logit_bias": {"63": -100}}   # token "<": keeps a random model from opening reasoning before a format
 HERMES = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
 
 
@@ -27,20 +28,13 @@ SMALL = {**ENGINE, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_to
 
 def start(folder, *flags, template=TEMPLATE, server=LocalServer, **options):
   """Start a LocalServer or a Server of a tiny model whose template is TEMPLATE, and which reasons in <think>."""
-  tiny_model(folder, words=True, max_position_embeddings=1024)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+  tiny_model(folder, words=True, max_position_embeddings=1024, chat_template=template)
   small = [x for name, value in SMALL.items() for x in ("--" + name.replace("_", "-"), value)]
   return server(folder, *small, "--reasoning-parser", "qwen3", "--served-model-name", "tiny", *flags, **options)
 
 
 def num_tokens(server, prompt, **options):
   return server.post("/tokenize", {"prompt": prompt, "add_special_tokens": False}, **options).json()["count"]
-
-
-def without_tags(server, **options):
-  """Return the field that keeps a random model from opening reasoning before a format."""
-  *_, token = server.post("/tokenize", {"prompt": "\n<", "add_special_tokens": False}, **options).json()["tokens"]
-  return {"logit_bias": {str(token): -100}}
 
 
 def named_events(response):

@@ -1,5 +1,10 @@
-"""Invalid values of options."""
+"""Invalid values of options and of request fields."""
+import json
 import math
+from pathlib import Path
+from typing import Any
+
+from .servers import Client, error_of
 
 NAN = math.nan
 INF = math.inf
@@ -24,3 +29,26 @@ BAD_SAMPLING = {
   "logprobs": [-2, 2**31, 1.5, "5", True, [1]], "prompt_logprobs": [-2, 2**31, 1.5, "5", True, [1]],
   "structured_outputs": [5, "x", ["x"], True],
 }
+
+
+# Requests
+
+def refused_requests(server: str) -> list[tuple[Any, ...]]:
+  """Return path, body, status, param and words of each request in data/invalid_requests.json to one kind of server.
+  param: of the error, None if it is not a field of the body. words: parts of the message."""
+  table = json.loads((Path(__file__).parents[1] / "data/invalid_requests.json").read_text())
+  return [(path, {**table["valid"].get(path, {}), **fields}, group["status"], param, words or [param or ""])
+          for group in table["refused"] if group["server"] == server
+          for path in group["paths"] for fields, param, *words in group["rows"]]
+
+
+def check_refused(server: Client, path: str, body: Any, status: int, param: str | None, words: list[str]) -> None:
+  """Check that a request gets an error of one line, in Anthropic's format on its routes."""
+  response = server.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+  if "/v1/messages" in path:
+    error = response.json()["error"]
+    assert response.status_code == status and response.json() == {"type": "error", "error": {
+      "type": {400: "invalid_request_error", 404: "not_found_error"}[status], "message": error["message"]}}
+  else: error = error_of(response, status)
+  assert param is None or error["param"] == param, error
+  assert all(word in error["message"] for word in words) and "\n" not in error["message"], error

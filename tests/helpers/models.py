@@ -94,10 +94,10 @@ def write_safetensors(path: Path, weights: dict[str, np.ndarray], dtype: str = "
 
 
 def tiny_model(folder: Path, seed: int = 0, tokenizer: bool = True, shards: int = 1, dtype: str = "float32",
-               words: bool = False, **config_overrides: Any) -> Path:
+               words: bool = False, chat_template: str = "", **config_overrides: Any) -> Path:
   """Write a tiny random model into `folder` in Hugging Face's layout: config.json, safetensors (with an index if
-  shards > 1), tokenizer.model. words: greedy output contains only letters, no byte or special tokens. config_overrides:
-  keys of config.json; None removes a key."""
+  shards > 1), tokenizer.model. words: greedy output contains only letters, no byte or special tokens. chat_template: of
+  tokenizer_config.json. config_overrides: keys of config.json; None removes a key."""
   folder = Path(folder)
   folder.mkdir(parents=True, exist_ok=True)
   config = tiny_config(**config_overrides)
@@ -111,6 +111,7 @@ def tiny_model(folder: Path, seed: int = 0, tokenizer: bool = True, shards: int 
     for file in files: write_safetensors(folder / file, {n: weights[n] for n in weights if file_of[n] == file}, dtype)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
   if tokenizer: (folder / "tokenizer.model").write_bytes(sentencepiece_model())
+  if chat_template: (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": chat_template}))
   return folder
 
 

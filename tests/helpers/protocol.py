@@ -6,7 +6,8 @@ from tinyvllm import SamplingParams
 from .engines import ENGINE
 
 SMALL = {**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
-CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+CHAT = ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ mood }}"
+        "{% if add_generation_prompt %}bot: {% endif %}")
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 ENDLESS = {"temperature": 0.0, "max_tokens": 30000, "ignore_eos": True, "prompt": "the cat"}   # runs for a minute
 KEY = {"Authorization": "Bearer secret"}

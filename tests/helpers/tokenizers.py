@@ -9,12 +9,12 @@ TEXTS = ["the cat sat on the mat", "hello world, 12 3456!", "tabs\tand\nnew line
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def byte_level_bpe():
-  """Return a byte-level BPE trained on TEXTS. Its first ids are SPECIALS."""
+def byte_level_bpe(words=()):
+  """Return a byte-level BPE trained on TEXTS. Its first ids are SPECIALS. words: some that become single tokens."""
   model = tokenizers.Tokenizer(models.BPE())
   model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
   model.decoder = decoders.ByteLevel()
   alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
   trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False)
-  model.train_from_iterator(TEXTS * 3, trainer)
+  model.train_from_iterator([*TEXTS * 3, *[*words] * 99], trainer)
   return model

@@ -16,7 +16,7 @@ PROMPTS = ["The capital of France is", "Once upon a time, there was a", "def fib
 TEXT = (Path(__file__).parents[2] / "ROADMAP.md").read_text()[:2000]
 
 
-def greedy(llm: Any, prompt: str, count: int) -> dict[str, Any]:
+def greedy_ids(llm: Any, prompt: str, count: int) -> dict[str, Any]:
   ids, margins = llm.tokenize(prompt.encode(), add_bos=True, special=False), []
   prompt_ids = [*ids]
   llm.reset()
@@ -44,7 +44,7 @@ def main() -> None:
   for file in map(Path, sys.argv[1:]):
     llm = Llama(str(file), n_ctx=1024, n_batch=1024, logits_all=True, verbose=False)
     records[file.name] = {"perplexity": round(perplexity(llm), 4), "text": TEXT,
-                          "prompts": [greedy(llm, prompt, 64) for prompt in PROMPTS]}
+                          "prompts": [greedy_ids(llm, prompt, 64) for prompt in PROMPTS]}
   DATA.write_text(json.dumps(records, ensure_ascii=False, indent=1) + "\n")
 
 

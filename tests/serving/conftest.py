@@ -1,5 +1,4 @@
 """Models and servers of most files in this folder. A file may define its own under these names."""
-import json
 
 import pytest
 from helpers.models import tiny_model
@@ -13,17 +12,13 @@ from tinyvllm import LLM
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
   """A model with a word tokenizer and a chat template that renders all messages."""
-  folder = tiny_model(tmp_path_factory.mktemp("served"), words=True)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
-  return folder
+  return tiny_model(tmp_path_factory.mktemp("served"), words=True, chat_template=CHAT)
 
 
 @pytest.fixture(scope="module")
 def long_folder(tmp_path_factory):
   """Like `folder`, with a context length of 32768: requests can run for a minute."""
-  folder = tiny_model(tmp_path_factory.mktemp("long"), words=True, max_position_embeddings=32768)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
-  return folder
+  return tiny_model(tmp_path_factory.mktemp("long"), words=True, max_position_embeddings=32768, chat_template=CHAT)
 
 
 @pytest.fixture(scope="module")
@@ -34,10 +29,6 @@ def llm(folder):
 
 @pytest.fixture(scope="module")
 def server(folder): yield from checked(LocalServer(folder, *flags(**SMALL)))
-
-
-@pytest.fixture(scope="module")
-def bundled_server(): yield from checked(LocalServer())
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,10 @@
 """Completions and chats over HTTP, whole and streamed, equal LLM.generate with the same model, prompt and fields."""
-import dataclasses
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers.protocol import ENDLESS, GREEDY, MESSAGES, expected_output, rows_of
+from helpers.protocol import ENDLESS, GREEDY, MESSAGES, chat_prompt, expected_output, rows_of
 from helpers.servers import stream, wait_until
 
 from tinyvllm import SamplingParams
@@ -34,28 +33,6 @@ def test_completions_of_every_prompt_form_equal_generate(client, folder, llm, fo
   assert abs(answer.created - time.time()) < 600 and all(c.logprobs is None for c in answer.choices)
 
 
-def test_omitted_and_null_fields_use_sampling_params_defaults(server, llm):
-  answer = server.post("/v1/completions", {"prompt": "the cat", "seed": 1}).json()
-  output = expected_output(llm, "the cat", seed=1)
-  assert answer["choices"][0]["text"] == output.outputs[0].text and answer["choices"][0]["finish_reason"] == "length"
-  assert answer["usage"]["completion_tokens"] == len(output.outputs[0].token_ids)
-  nulls = {f.name: None for f in dataclasses.fields(SamplingParams)} | {
-    k: None for k in ("model", "stream", "stream_options", "priority", "user", "echo", "response_format")}
-  again = server.post("/v1/completions", {**nulls, "prompt": "the cat", "seed": 1}).json()
-  assert again["choices"] == answer["choices"]
-
-
-@pytest.mark.parametrize("ids", [False, True])
-def test_echo_puts_the_prompt_before_the_text(client, server, folder, llm, ids):
-  prompt, output = "the cat sat", expected_output(llm, "the cat sat", **GREEDY).outputs[0]
-  body = {"prompt": llm.tokenizer.encode(prompt) if ids else prompt, "echo": True, **GREEDY}
-  text = ("<s>" if ids else "") + prompt + output.text   # as in vLLM, all ids of a prompt of ids are shown
-  answer = client.completions.create(model=folder.name, **body)
-  assert answer.choices[0].text == text and answer.usage.completion_tokens == 8
-  chunks = stream(server, "/v1/completions", body)
-  assert "".join(e["choices"][0]["text"] for e in chunks[:-1]) == text
-
-
 # Chat
 
 def test_chat_equals_llm_chat(client, folder, llm):
@@ -70,39 +47,39 @@ def test_chat_equals_llm_chat(client, folder, llm):
     assert answer.choices[0].logprobs is None
 
 
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": -1}], ids=str)
+@pytest.mark.parametrize("path,body", [("/v1/completions", {"prompt": "a"}), ("/generate", {"prompt": "a"}),
+                                       ("/v1/chat/completions", {"messages": MESSAGES})])
+def test_request_without_limit_fills_the_context(server, path, body, limit):
+  answer = server.post(path, {"temperature": 0, "ignore_eos": True, **body, **limit}).json()
+  assert answer["usage"]["total_tokens"] == 128 and answer["choices"][0]["finish_reason"] == "length"
+
+
 # Streams
 
-def test_completion_stream_chunks_have_the_openai_format(server, folder, llm):
-  body = {"prompt": ["the cat", "hello"], "n": 2, "seed": 3, "max_tokens": 5, "stream_options": {"include_usage": True}}
-  *chunks, usage, last = stream(server, "/v1/completions", body)
-  outputs = [expected_output(llm, x, n=2, seed=3, max_tokens=5) for x in body["prompt"]]
-  choices = [c for o in outputs for c in o.outputs]
-  assert last == "[DONE]" and usage["choices"] == [] and usage["usage"]["completion_tokens"] == 20
-  assert usage["usage"]["prompt_tokens"] == sum(len(o.prompt_token_ids) for o in outputs)
-  assert usage["usage"]["total_tokens"] == usage["usage"]["prompt_tokens"] + 20
+@pytest.mark.parametrize("path,body,kind,prefix", [
+  ("/v1/completions", {"prompt": ["the cat", "hello"]}, "text_completion", "cmpl-"),
+  ("/v1/chat/completions", {"messages": MESSAGES}, "chat.completion.chunk", "chatcmpl-")])
+def test_stream_chunks_have_the_openai_format(server, folder, llm, path, body, kind, prefix):
+  is_chat, fields = "messages" in body, {"n": 2, "seed": 3, "max_tokens": 5}
+  prompts = [chat_prompt(llm, MESSAGES)] if is_chat else body["prompt"]
+  *chunks, usage, last = stream(server, path, {**body, **fields, "stream_options": {"include_usage": True}})
+  outputs = [expected_output(llm, x, **fields) for x in prompts]
+  num_prompt, num_generated = sum(len(o.prompt_token_ids) for o in outputs), 10 * len(prompts)
+  assert last == "[DONE]" and usage["choices"] == []
+  assert usage["usage"].items() >= {"prompt_tokens": num_prompt, "completion_tokens": num_generated,
+                                    "total_tokens": num_prompt + num_generated}.items()
   assert {(e["id"], e["object"], e["model"], e["created"]) for e in [*chunks, usage]} == {
-    (chunks[0]["id"], "text_completion", folder.name, chunks[0]["created"])} and chunks[0]["id"].startswith("cmpl-")
+    (chunks[0]["id"], kind, folder.name, chunks[0]["created"])} and chunks[0]["id"].startswith(prefix)
   for e in chunks: assert len(e["choices"]) == 1 and e["usage"] is None
-  for i, c in enumerate(choices):
+  for i, c in enumerate(c for o in outputs for c in o.outputs):
     deltas = [e["choices"][0] for e in chunks if e["choices"][0]["index"] == i]
-    assert "".join(x["text"] for x in deltas) == c.text
+    if is_chat:
+      first = deltas.pop(0)
+      assert first["delta"] == {"role": "assistant", "content": ""} and first["finish_reason"] is None
+      assert all(x["delta"].get("role") is None for x in deltas)
+    assert "".join(x["delta"].get("content") or "" if is_chat else x["text"] for x in deltas) == c.text
     assert len(deltas) <= len(c.token_ids), "at most one event per token"
-    assert [x["finish_reason"] for x in deltas] == [None] * (len(deltas) - 1) + ["length"]
-
-
-def test_chat_stream_starts_with_the_role(server, folder, llm):
-  output = llm.chat(MESSAGES, SamplingParams(seed=3, max_tokens=5, n=2))[0]
-  *chunks, last = stream(server, "/v1/chat/completions", {"messages": MESSAGES, "n": 2, "seed": 3, "max_tokens": 5})
-  assert last == "[DONE]"
-  assert {(e["id"], e["object"], e["model"]) for e in chunks} == {
-    (chunks[0]["id"], "chat.completion.chunk", folder.name)}
-  assert chunks[0]["id"].startswith("chatcmpl-")
-  for e in chunks: assert len(e["choices"]) == 1 and e.get("usage") is None
-  for i, c in enumerate(output.outputs):
-    first, *deltas = [e["choices"][0] for e in chunks if e["choices"][0]["index"] == i]
-    assert first["delta"] == {"role": "assistant", "content": ""} and first["finish_reason"] is None
-    assert all("role" not in x["delta"] or x["delta"]["role"] is None for x in deltas)
-    assert "".join(x["delta"].get("content") or "" for x in deltas) == c.text and len(deltas) <= len(c.token_ids)
     assert [x["finish_reason"] for x in deltas] == [None] * (len(deltas) - 1) + ["length"]
 
 
@@ -179,77 +156,60 @@ def check_logprobs(actual, expected_logprobs, k):
     assert token in best and 1 <= len(best) <= k + 1 and len(best) >= len({x.decoded_token for x in options.values()})
 
 
-@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("echo", [None, "text", "ids"])
+@pytest.mark.parametrize("k", [None, 0, 3])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_completion_logprobs_equal_generate(server, llm, k, streamed):
-  fields = {"prompt": "the cat", "seed": 2, "max_tokens": 6, "logprobs": k, "temperature": 1.0}
-  output = expected_output(llm, **fields).outputs[0]
-  if streamed:
-    parts = [e["choices"][0]["logprobs"] for e in stream(server, "/v1/completions", fields)[:-1]]
-    logprobs = {key: [x for part in parts if part for x in part[key]] for key in parts[0]}
-  else: logprobs = server.post("/v1/completions", fields).json()["choices"][0]["logprobs"]
-  check_logprobs(logprobs, output.logprobs, k)
+def test_completion_text_and_logprobs_equal_generate(server, llm, k, streamed, echo):
+  """As in vLLM, echo shows all tokens of a prompt of ids."""
+  fields = {"seed": 2, "max_tokens": 6, "logprobs": k, "temperature": 1.0}
+  output = expected_output(llm, "the cat sat", **fields, prompt_logprobs=k)
+  body = {"prompt": output.prompt_token_ids if echo == "ids" else "the cat sat", "echo": bool(echo), **fields}
+  if streamed: choices = [e["choices"][0] for e in stream(server, "/v1/completions", body)[:-1]]
+  else: choices = server.post("/v1/completions", body).json()["choices"]
+  text = {None: "", "text": "the cat sat", "ids": "<s>the cat sat"}[echo] + output.outputs[0].text
+  assert "".join(c["text"] for c in choices) == text
+  if k is None:
+    assert not any(c["logprobs"] for c in choices)
+    return
+  parts = [c["logprobs"] for c in choices if c["logprobs"]]
+  logprobs = {key: [x for part in parts for x in part[key]] for key in parts[0]}
+  check_logprobs(logprobs, [*(output.prompt_logprobs if echo else []), *output.outputs[0].logprobs], k)
   offsets = logprobs["text_offset"]
-  assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] < len(output.text)
-  for token, a, b in zip(logprobs["tokens"], offsets, [*offsets[1:], len(output.text)], strict=True):
-    assert output.text[a:b].strip() == token.strip(), "the offset must point to the token's text"
+  assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] < len(text)
+  for token, a, b in zip(logprobs["tokens"], offsets, [*offsets[1:], len(text)], strict=True):
+    assert text[a:b].strip() == ("" if echo == "text" and token == "<s>" else token.strip())
 
 
+@pytest.mark.parametrize("fields,k", [
+  (GREEDY, 0), (GREEDY, 3), ({"seed": 4, "max_tokens": 12, "temperature": 3.0}, 2)], ids=["0", "3", "other token"])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_echo_with_logprobs_includes_prompt_logprobs(server, llm, streamed):
-  fields = {"prompt": "the cat sat", "temperature": 0.0, "max_tokens": 4, "logprobs": 2}
-  output = expected_output(llm, **fields, prompt_logprobs=2)
-  if streamed:
-    parts = [e["choices"][0]["logprobs"] for e in stream(server, "/v1/completions", {**fields, "echo": True})[:-1]]
-    logprobs = {key: [x for part in parts if part for x in part[key]] for key in parts[0]}
-  else: logprobs = server.post("/v1/completions", {**fields, "echo": True}).json()["choices"][0]["logprobs"]
-  assert len(logprobs["tokens"]) == len(output.prompt_token_ids) + 4 and output.prompt_logprobs[0] is None
-  check_logprobs(logprobs, [*output.prompt_logprobs, *output.outputs[0].logprobs], 2)
-  assert logprobs["text_offset"] == sorted(logprobs["text_offset"])
-
-
-@pytest.mark.parametrize("k", [0, 3])
-@pytest.mark.parametrize("streamed", [False, True])
-def test_chat_logprobs_equal_llm_chat(client, folder, llm, k, streamed):
-  output = llm.chat(MESSAGES, SamplingParams(**GREEDY, logprobs=k))[0].outputs[0]
-  options = {"messages": MESSAGES, "temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": k}
-  if streamed:
-    chunks = client.chat.completions.create(model=folder.name, stream=True, **options)
-    content = [x for c in chunks if c.choices[0].logprobs for x in c.choices[0].logprobs.content]
-  else: content = client.chat.completions.create(model=folder.name, **options).choices[0].logprobs.content
-  assert len(content) == len(output.logprobs) == 8
+def test_chat_logprobs_equal_llm_chat(client, folder, llm, fields, k, streamed):
+  output = llm.chat(MESSAGES, SamplingParams(**fields, logprobs=k))[0].outputs[0]
+  options = {"model": folder.name, "messages": MESSAGES, **fields, "logprobs": True, "top_logprobs": k}
+  answer = client.chat.completions.create(stream=streamed, **options)
+  parts = [chunk.choices[0].logprobs for chunk in (answer if streamed else [answer])]
+  content = [x for part in parts if part for x in part.content]
+  assert fields == GREEDY or any(next(iter(x.values())).rank > k for x in output.logprobs), "a token of lower rank"
   for token, expected in zip(content, output.logprobs, strict=True):
-    sampled, *_ = best = list(expected.values())
+    sampled, best = next(iter(expected.values())), sorted(expected.values(), key=lambda x: -x.logprob)[:k]
     assert token.token.strip() == sampled.decoded_token.strip()
     assert token.logprob == pytest.approx(sampled.logprob, abs=1e-4)
-    assert [x.token.strip() for x in token.top_logprobs] == [x.decoded_token.strip() for x in best[:k]]
-    assert [x.logprob for x in token.top_logprobs] == pytest.approx([x.logprob for x in best[:k]], abs=1e-4)
+    assert [x.token.strip() for x in token.top_logprobs] == [x.decoded_token.strip() for x in best]
+    assert [x.logprob for x in token.top_logprobs] == pytest.approx([x.logprob for x in best], abs=1e-4)
   joined = b"".join(bytes(token.bytes) for token in content)
   assert joined.decode(errors="replace") == output.text, "clients join the bytes of characters in several tokens"
-
-
-def test_chat_logprobs_include_sampled_token_outside_top_logprobs(server, llm):
-  fields = {"seed": 4, "max_tokens": 12, "temperature": 3.0}
-  output = llm.chat(MESSAGES, SamplingParams(**fields, logprobs=2))[0].outputs[0]
-  body = {"messages": MESSAGES, **fields, "logprobs": True, "top_logprobs": 2}
-  content = server.post("/v1/chat/completions", body).json()["choices"][0]["logprobs"]["content"]
-  assert any(next(iter(x.values())).rank > 2 for x in output.logprobs), "sampling must pick a token of lower rank"
-  for token, expected in zip(content, output.logprobs, strict=True):
-    sampled, best = next(iter(expected.values())), sorted(expected.values(), key=lambda x: -x.logprob)[:2]
-    assert token["logprob"] == pytest.approx(sampled.logprob, abs=1e-4)
-    assert [x["logprob"] for x in token["top_logprobs"]] == pytest.approx([x.logprob for x in best], abs=1e-4)
 
 
 # Usage
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_usage_counts_prefix_cache_hits(server, streamed):
+def test_usage_counts_prefix_cache_hits_except_with_prompt_logprobs(server, streamed):
   prompt = f"one two three four five six {'seven' if streamed else 'eight'} nine"
-  body = {"prompt": prompt, "max_tokens": 2}
+  body = {"prompt": prompt, "max_tokens": 2, **({"stream_options": {"include_usage": True}} if streamed else {})}
 
-  def usage():
-    if not streamed: return server.post("/v1/completions", body).json()["usage"]
-    return stream(server, "/v1/completions", {**body, "stream_options": {"include_usage": True}})[-2]["usage"]
-  first, second = usage(), usage()
-  assert second["prompt_tokens_details"]["cached_tokens"] == (second["prompt_tokens"] - 1) // 4 * 4 >= 8
-  assert first["prompt_tokens_details"]["cached_tokens"] < second["prompt_tokens_details"]["cached_tokens"]
+  def cached(**fields):
+    if streamed: usage = stream(server, "/v1/completions", {**body, **fields})[-2]["usage"]
+    else: usage = server.post("/v1/completions", {**body, **fields}).json()["usage"]
+    return usage["prompt_tokens_details"]["cached_tokens"], (usage["prompt_tokens"] - 1) // 4 * 4
+  (first, most), second, with_logprobs = cached(), cached(), cached(prompt_logprobs=1)
+  assert first < most >= 8 and second == (most, most) and with_logprobs[0] == 0

@@ -68,21 +68,18 @@ def test_sampling_params_json_values_are_converted():
   assert structured_outputs == StructuredOutputsParams(choice=["a", "b"])
 
 
-def test_error_messages_name_limits():
-  for options, limit in (({"top_p": 1.5}, 1), ({"temperature": -1.0}, 0), ({"top_k": -7}, -1), ({"max_tokens": 0}, 1),
-                         ({"presence_penalty": 3}, -2), ({"frequency_penalty": 3}, 2), ({"logprobs": -2}, -1),
-                         ({"prompt_logprobs": -3}, -1), ({"repetition_penalty": 101}, 100),
-                         ({"logit_bias": {1: 101}}, 100)):
-    with pytest.raises(ValueError, match=rf" {limit}\b"): SamplingParams(**options)
-  with pytest.raises(ValueError, match="fcfs.*priority"): EngineConfig(scheduling_policy="lifo")
-  with pytest.raises(ValueError, match="min_tokens=9.*max_tokens=5"): SamplingParams(min_tokens=9, max_tokens=5)
-  with pytest.raises(ValueError, match="max_num_seqs=32.*max_num_batched_tokens=16"):
-    LLM(max_num_batched_tokens=16, max_num_seqs=32)
-
-
-def test_unknown_option_raises_and_lists_options(folder):
-  with pytest.raises(ValueError, match="'temprature'.*temperature"): SamplingParams(temprature=1.0)
-  with pytest.raises(ValueError, match="'max_seqs'.*max_num_seqs"): LLM(folder, max_seqs=4)
+@pytest.mark.parametrize("make,options,message", [
+  (SamplingParams, {"top_p": 1.5}, r" 1\b"), (SamplingParams, {"temperature": -1.0}, r" 0\b"),
+  (SamplingParams, {"top_k": -7}, r" -1\b"), (SamplingParams, {"max_tokens": 0}, r" 1\b"),
+  (SamplingParams, {"presence_penalty": 3}, r" -2\b"), (SamplingParams, {"frequency_penalty": 3}, r" 2\b"),
+  (SamplingParams, {"logprobs": -2}, r" -1\b"), (SamplingParams, {"prompt_logprobs": -3}, r" -1\b"),
+  (SamplingParams, {"repetition_penalty": 101}, r" 100\b"), (SamplingParams, {"logit_bias": {1: 101}}, r" 100\b"),
+  (SamplingParams, {"min_tokens": 9, "max_tokens": 5}, "min_tokens=9.*max_tokens=5"),
+  (SamplingParams, {"temprature": 1.0}, "'temprature'.*temperature"),
+  (LLM, {"max_seqs": 4}, "'max_seqs'.*max_num_seqs"), (EngineConfig, {"scheduling_policy": "lifo"}, "fcfs.*priority"),
+  (LLM, {"max_num_batched_tokens": 16, "max_num_seqs": 32}, "max_num_seqs=32.*max_num_batched_tokens=16")], ids=str)
+def test_error_names_limit_or_known_options(make, options, message):
+  with pytest.raises(ValueError, match=message): make(**options)
 
 
 def test_sampling_params_are_frozen():
@@ -165,18 +162,10 @@ def test_invalid_request_raises(busy_llm, case):
   with pytest.raises(ValueError, match=words): busy_llm.add_request("bad", good, params, priority)
 
 
-def test_request_id_in_use_raises(busy_llm):
-  with pytest.raises(ValueError, match="'in flight'"):
-    busy_llm.add_request("in flight", {"prompt_token_ids": [9]})
-
-
-def test_params_count_differs_from_prompts_raises(busy_llm):
-  with pytest.raises(ValueError, match="2.*3"):
-    busy_llm.generate([{"prompt_token_ids": [9]}] * 3, [SamplingParams()] * 2)
-
-
-def test_chat_without_template_raises(busy_llm):
-  with pytest.raises(ValueError, match="chat.template"): busy_llm.chat([{"role": "user", "content": "hi"}])
+def test_request_id_in_use_or_too_few_params_raise(busy_llm):
+  good = {"prompt_token_ids": [9]}
+  with pytest.raises(ValueError, match="'in flight'"): busy_llm.add_request("in flight", good)
+  with pytest.raises(ValueError, match="2.*3"): busy_llm.generate([good] * 3, [SamplingParams()] * 2)
 
 
 def test_prompts_of_maximum_length_run(small_llm, llm):

@@ -1,6 +1,6 @@
 """The parser of reasoning and tool calls alone. data/tool_calls.json holds outputs in the format of each of vLLM's
 parsers, what vLLM finds in them (outside/record_tool_calls.py), and why our result differs where it does. Reasoning and
-harmony follow the model cards and https://github.com/openai/harmony."""
+harmony, in data/reasoning_outputs.json, follow the model cards and https://github.com/openai/harmony."""
 import itertools
 import json
 from pathlib import Path
@@ -11,31 +11,8 @@ from tinyvllm_extra.server.parsers import OutputFormat, find_format
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data/tool_calls.json").read_text())
 FUNCTIONS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in RECORDED["tools"]}
-CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rom"}}</tool_call>'
-ROM = [["weather", {"city": "Rom"}]]
+OUTPUTS = json.loads((Path(__file__).parents[1] / "data/reasoning_outputs.json").read_text())["outputs"]
 HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-TO, ARGUMENTS = "to=functions.weather", '<|message|>{"city": "Rom"}'
-OUTPUTS = [   # reasoning parser, tool parser, output, reasoning, content, calls
-  ("qwen3", "hermes", f"<think>\nNo {CALL} yet.\n</think>\n\nSo: {CALL}", f"No {CALL} yet.", "So: ", ROM),
-  ("qwen3", "hermes", f"<think>Hm {CALL} ok", "Hm ", "ok", ROM),
-  ("qwen3", "hermes", "<think>\n\n</think>\n\n5", "", "5", []),
-  ("qwen3", "hermes", "<think>Hm <tool_call>no", "Hm ", "<tool_call>no", []),
-  ("qwen3", "hermes", "<think>a</think>b</think>c", "a", "b</think>c", []),
-  ("deepseek_r1", "hermes", "<think>unfinished", "unfinished", "", []),
-  ("mistral", "mistral", '[THINK]Hm.[/THINK]Yes[TOOL_CALLS]weather{"city": "Rom"}', "Hm.", "Yes", ROM),
-  ("granite", "granite", 'Here is my thought process: Foo. Here is my response: Bar<|tool_call|>[{"name": "weather", '
-   '"arguments": {"city": "Rom"}}]', "Foo. ", "Bar", ROM),
-  ("granite", "granite", "<think>Foo</think><response>Bar</response>", "Foo", "Bar", []),
-  ("gemma4", "gemma4", '<|channel>thought\nHm\n<channel|>So <|tool_call>call:weather{city:<|"|>Rom<|"|>}<tool_call|>',
-   "Hm", "So ", ROM),
-  ("openai_gptoss", "openai", f"{HARMONY}<|channel|>commentary {TO} <|constrain|>json{ARGUMENTS}<|call|>", "Hm.", "",
-   ROM),
-  ("openai_gptoss", "openai", f"{HARMONY} {TO}<|channel|>commentary{ARGUMENTS}<|call|>", "Hm.", "", ROM),
-  ("openai_gptoss", "openai", f" {TO}<|channel|>commentary json{ARGUMENTS}", "", "", ROM),
-  ("openai_gptoss", "openai", "<|channel|>commentary to=functions.time<|message|><|call|>", "", "", [["time", {}]]),
-  ("openai_gptoss", "openai", f"{HARMONY}<|channel|>final<|message|>Rom.", "Hm.", "Rom.", []),
-  ("openai_gptoss", "openai", f"{HARMONY}<|channel|>commentary {TO}{ARGUMENTS[:-3]}", "Hm.", '{"city": "Ro', []),
-  ("openai_gptoss", "openai", "to=x is text", "", "to=x is text", [])]
 CASES = [*OUTPUTS, *((None, x["format"], x["text"], "", x["content"], x["calls"]) for x in RECORDED["cases"])]
 FRAGMENTS = ["<think>", "\n</think>", "<tool_call>", "</tool_call>", "<function=", "weather>", "<parameter=city>", "\n",
              "</parameter>", "</function>", '{"name": "weather"', ', "arguments": ', "{", "}", "[", "]", "[TOOL_CALLS]",

@@ -6,12 +6,13 @@ import shutil
 import numpy as np
 import pytest
 from helpers.engines import ENGINE, check_invariants
+from helpers.invalid_values import check_refused, refused_requests
 from helpers.models import load, tiny_model, write_safetensors
 from helpers.reference import reference_logits
 from helpers.requests import flags, tokens
-from helpers.servers import LocalServer, checked
-from helpers.tokenizers import SPECIALS, TEXTS
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from helpers.servers import LocalServer, checked, error_of
+from helpers.tokenizers import SPECIALS, byte_level_bpe
+from tokenizers import Tokenizer, processors
 
 from tinyvllm import LLM, InputError
 from tinyvllm_extra.pooling import INSTRUCTION, SCORE_PROMPT
@@ -29,12 +30,7 @@ def modules(*names):
 
 def write_tokenizer(folder, template="$A <|endoftext|>", words=("yes", "no")):
   """Write a byte-level tokenizer like Qwen3-Embedding's, which ends a text with a special token. words: its words."""
-  model = Tokenizer(models.BPE())
-  model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-  model.decoder = decoders.ByteLevel()
-  alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-  trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIALS, initial_alphabet=alphabet, show_progress=False)
-  model.train_from_iterator([*TEXTS, *[*words] * 99], trainer)
+  model = byte_level_bpe(words)
   model.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<|endoftext|>", END)])
   model.save(str(folder / "tokenizer.json"))
   names = {"add_bos_token": False, "eos_token": "<|endoftext|>", "chat_template": "{{ messages[0].content }}"}
@@ -114,7 +110,6 @@ def test_dimensions_truncate_before_normalization(llm, hidden):
   def embed(**params): return llm.embed(tokens(ids_of_length(7)), pooling_params=PoolingParams(**params))[0].outputs
   close(embed(dimensions=5).embedding, unit(x[:5]))
   np.testing.assert_allclose(embed(normalize=False).embedding, x, atol=1e-4)
-  assert len(embed(dimensions=3).embedding) == 3
   with pytest.raises(InputError, match="dimensions=33 must be at most 32"): embed(dimensions=33)
 
 
@@ -122,25 +117,22 @@ def test_runner_option_overrides_modules_json(folder, text_folder, llm):
   prompt = tokens(ids_of_length(9))
   for options in ({"runner": "pooling"}, {"task": "embed"}):
     close(vectors(LLM(text_folder, **ENGINE, **options).embed(prompt)), vectors(llm.embed(prompt)))
-  with pytest.raises(InputError, match="lm_head"): LLM(folder, **ENGINE, runner="generate")   # has no such tensor
-  with pytest.raises(InputError, match="runner='x' must be one of auto, generate, pooling"): LLM(folder, runner="x")
 
 
-@pytest.mark.parametrize("change, message", [
-  (("modules.json", modules("Transformer", "Pooling", "Dense")), "Dense.*supported: Normalize, Pooling, Transformer"),
-  (("1_Pooling/config.json", {"pooling_mode_mean_tokens": True}), "pooling_mode_lasttoken must be true"),
-])
-def test_other_pooling_is_refused(tmp_path, folder, change, message):
-  shutil.copytree(folder, tmp_path / "model")
-  (tmp_path / "model" / change[0]).write_text(json.dumps(change[1]))
-  with pytest.raises(InputError, match=message): LLM(tmp_path / "model", **ENGINE)
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 
 
-@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2},
-                                     {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}], ids=str)
-def test_embedder_refuses_unsupported_option(folder, options):
-  with pytest.raises(InputError, match=f"{[*options][0]}.* must be .* for an embedding model"):
-    LLM(folder, **ENGINE, **options)
+@pytest.mark.parametrize("files, options, message", [
+  ({"modules.json": modules("Pooling", "Dense")}, {}, "Dense.*supported: Normalize, Pooling, Transformer"),
+  ({"1_Pooling/config.json": {"pooling_mode_mean_tokens": True}}, {}, "pooling_mode_lasttoken must be true"),
+  ({}, {"tensor_parallel_size": 2}, "tensor_parallel_size.* must be .* for an embedding model"),
+  ({}, {"speculative_config": NGRAM}, "speculative_config.* must be .* for an embedding model"),
+  ({}, {"runner": "generate"}, "lm_head"), ({}, {"runner": "x"}, "runner='x' must be one of auto, generate, pooling")])
+def test_unsupported_embedder_or_option_is_refused(tmp_path, folder, files, options, message):
+  """The checkpoint has no lm_head."""
+  shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+  for name, content in files.items(): (tmp_path / name).write_text(json.dumps(content))
+  with pytest.raises(InputError, match=message): LLM(tmp_path, **ENGINE, **options)
 
 
 def test_text_and_embedding_need_matching_runner(llm, text_folder):
@@ -201,36 +193,21 @@ def test_embedding_formats_and_inputs_agree(server, llm):
   close(unit(x), expected)
 
 
-@pytest.mark.parametrize("fields, param, message", [
-  ({"input": []}, "input", "input: its length, 0, must be between 1 and 2048"),
-  ({"input": ["a"] * 2049}, "input", "input: its length, 2049, must be between 1 and 2048"),
-  ({"input": ["a", ""]}, "input", "at least one token"),
-  ({"input": [[1], []]}, "input", "at least one token"),
-  ({"input": [999]}, "input", "id 999 must be an int from 0 to 319"),
-  ({"input": [5] * 128}, None, "maximum context length is 128 tokens. However, the prompt has 128"),
-  ({"input": "a", "dimensions": 33}, "dimensions", "dimensions=33 must be at most 32"),
-  ({"input": "a", "dimensions": 0}, "dimensions", "dimensions=0 must be between 1 and"),
-  ({"input": "a", "encoding_format": "bytes"}, "encoding_format", "'float' or 'base64'"),
-  ({}, "input", "Field required"),
-])
-def test_invalid_embedding_request_gets_400(server, fields, param, message):
-  response = server.post("/v1/embeddings", fields)
-  error = response.json()["error"]
-  assert response.status_code == 400 and message in error["message"] and error["param"] == param, error
-  assert server.post("/v1/embeddings", {"input": "a", "model": "other"}).status_code == 404
+@pytest.mark.parametrize("path,body,status,param,words", refused_requests("embedder"), ids=str)
+def test_invalid_embedding_request_is_refused(server, path, body, status, param, words):
+  check_refused(server, path, body, status, param, words)
 
 
-@pytest.mark.parametrize("path, fields", [
-  ("/v1/completions", {"prompt": "a"}), ("/v1/rerank", {"query": "a", "documents": ["b"]}),
-  ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "stream": True})])
-def test_embedding_server_refuses_text(server, path, fields):
-  response = server.post(path, fields)
-  assert response.status_code == 400 and "--runner generate" in response.json()["error"]["message"], response.text
+@pytest.mark.parametrize("path,body,status,param,words", refused_requests("reranker"), ids=str)
+def test_invalid_rerank_request_is_refused(reranker, path, body, status, param, words):
+  check_refused(reranker, path, body, status, param, words)
 
 
-def test_text_server_refuses_embeddings(reranker):
-  response = reranker.post("/v1/embeddings", {"input": "a"})
-  assert response.status_code == 400 and "--runner pooling" in response.json()["error"]["message"]
+def test_too_long_text_to_embed_or_rerank_is_400(server, reranker):
+  message = "maximum context length is 128 tokens. However, the prompt has 128"
+  assert message in error_of(server.post("/v1/embeddings", {"input": [5] * 128}), 400)["message"]
+  error = error_of(reranker.post("/rerank", {"query": "a", "documents": ["b " * 448]}), 400)
+  assert "maximum context length is 448 tokens" in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
@@ -260,17 +237,6 @@ def test_score_route_equals_rerank(reranker):
   close([x["score"] for x in data], expected)
   one = reranker.post("/v1/score", {"text_1": QUERY, "text_2": DOCUMENTS[1]}).json()
   close(one["data"][0]["score"], expected[1])
-
-
-@pytest.mark.parametrize("path, fields, message", [
-  ("/rerank", {"query": "a", "documents": []}, "documents: its length, 0, must be between 1 and 2048"),
-  ("/rerank", {"query": "a", "documents": ["b"], "top_n": -1}, "top_n=-1 must be at least 1"),
-  ("/rerank", {"query": "a", "documents": ["b " * 448]}, "maximum context length is 448 tokens"),
-  ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1 has 2 texts, but text_2 has 3"),
-])
-def test_invalid_rerank_request_gets_400(reranker, path, fields, message):
-  response = reranker.post(path, fields)
-  assert response.status_code == 400 and message in response.json()["error"]["message"], response.text
 
 
 def test_tokenizer_without_answers_cannot_rerank(tmp_path, text_folder):

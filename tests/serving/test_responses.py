@@ -2,24 +2,22 @@
 and shortened bodies of Codex."""
 import json
 
-import openai
 import pytest
-from helpers.agents import DATA, HERMES, WEATHER, named_events, num_tokens, start, without_tags
+from helpers.agents import DATA, HERMES, NO_TAGS, WEATHER, named_events, start
+from helpers.servers import checked
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-  with start(tmp_path_factory.mktemp("responses")) as server:
-    yield server
-    assert "Traceback" not in server.log, server.log
+  yield from checked(start(tmp_path_factory.mktemp("responses")))
 
 
 @pytest.fixture
 def create(server):
   """Return a function that creates a response, with the openai package's default fields."""
-  client, plain = server.client(), without_tags(server)
+  client = server.client()
   def create(text=None, **fields):
-    extra = {"extra_body": {"structured_outputs": {"choice": [text]}} if text is not None else plain}
+    extra = {"extra_body": {"structured_outputs": {"choice": [text]}} if text is not None else NO_TAGS}
     return client.responses.create(**{"model": "tiny", "input": "hello", "max_output_tokens": 100, "temperature": 0.0,
                                       **extra, **fields})
   return create
@@ -84,15 +82,11 @@ def test_usage_counts_cached_prompt_tokens(create):
   assert first.input_tokens_details.cached_tokens < second.input_tokens_details.cached_tokens < second.input_tokens
 
 
-def test_reasoning_item_precedes_message_and_returns_to_template(create, server):
+def test_reasoning_item_precedes_message(create):
   response = answer(create, "<think>it is red</think>a rose")
   reasoning, message = response.output
   assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "it is red")
   assert (message.type, message.content[0].text) == ("message", "a rose")
-  history = [{"role": "user", "content": "hello"}, *[item.model_dump() for item in response.output],
-             {"role": "user", "content": "why"}]
-  expected = "user: hello\nassistant: a rose(it is red)\nuser: why\n"
-  assert create("a", input=history).usage.input_tokens == num_tokens(server, expected)
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "weather"}, {
@@ -108,26 +102,11 @@ def test_function_call_is_same_whole_and_streamed(create, choice):
   assert [tool.name for tool in response.tools] == ["weather"], "tools of other types are skipped"
 
 
-def test_function_call_output_reaches_template(create, server):
-  call = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "weather",
-          "arguments": '{"city": "Ulm"}', "status": "completed"}
-  history = [{"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be kind"}]},
-             {"role": "user", "content": "how is it"}, {"type": "reasoning", "id": "rs_1", "summary": [],
-                                                        "encrypted_content": "x"}, call,
-             {"type": "function_call_output", "call_id": "call_1", "output": [{"type": "input_text", "text": "rain"}]},
-             {"type": "custom_tool_call", "call_id": "call_2", "name": "patch", "input": "x"},
-             {"type": "custom_tool_call_output", "call_id": "call_2", "output": "ok"}]
-  expected = ('tool weather\nsystem: first\nbe kind\nuser: how is it\nassistant: weather{"city": "Ulm"}\ntool: rain\n'
-              'assistant: patch{"input": "x"}\ntool: ok\n')
-  usage = create("a", input=history, instructions="first", tools=[WEATHER]).usage
-  assert usage.input_tokens == num_tokens(server, expected)
-
-
-def test_text_format_schema_constrains_output(create, server):
+def test_text_format_schema_constrains_output(create):
   schema = {"type": "object", "properties": {"city": {"enum": ["Rom", "Ulm"]}}, "required": ["city"],
             "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
   form = {"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}, "verbosity": "low"}
-  response = collect(create(stream=True, extra_body={"text": form, **without_tags(server)}))
+  response = collect(create(stream=True, extra_body={"text": form, **NO_TAGS}))
   assert json.loads(response.output_text)["city"] in ("Rom", "Ulm")
   assert response.text.format.schema_ == schema
 
@@ -135,39 +114,10 @@ def test_text_format_schema_constrains_output(create, server):
 def test_stream_helper_of_openai_package_returns_final_response(server):
   with server.client().responses.stream(
       model="tiny", input="hello", tools=[WEATHER], tool_choice="required", temperature=0.0,
-      extra_body={"parallel_tool_calls": False, **without_tags(server)}) as stream:
+      extra_body={"parallel_tool_calls": False, **NO_TAGS}) as stream:
     for _ in stream: pass
     call = stream.get_final_response().output[0]
   assert call.name == "weather" and json.loads(call.arguments)["city"] in ("Rom", "Ulm")
-
-
-@pytest.mark.parametrize("fields, message", [
-  ({"previous_response_id": "resp_1"}, "previous_response_id"), ({"background": True}, "background"),
-  ({"conversation": "conv_1"}, "conversation"), ({"prompt": {"id": "p"}}, "prompt"), ({"input": 5}, "input"),
-  ({"input": []}, "messages"), ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "item_reference"),
-  ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,x"}]}]}, "input_image"),
-  ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input_file"),
-  ({"input": [{"content": "hello"}]}, "input.0.role"), ({"tools": [{"type": "function"}]}, "name"),
-  ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "name"),
-  ({"tool_choice": "required"}, "tools"), ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
-  ({"text": {"format": {"type": "json_schema"}}}, "schema"), ({"max_output_tokens": -5}, "max_tokens"),
-  ({"temperature": "hot"}, "temperature"), ({"chat_template_kwargs": 5}, "chat_template_kwargs")],
-  ids=lambda x: json.dumps(x)[:60])
-def test_invalid_field_is_400_in_one_line(server, fields, message):
-  response = server.post("/v1/responses", {"input": "hello", "max_output_tokens": 1, **fields})
-  error = response.json()["error"]
-  assert response.status_code == 400 and message in error["message"] and "\n" not in error["message"], response.text
-
-
-@pytest.mark.parametrize("path", ["/v1/files", "/v1/images/generations", "/v1/audio/speech", "/v1/responses/resp_1"])
-def test_missing_route_is_404(server, path):
-  for response in (server.post(path, {}), server.get(path)):
-    assert response.status_code == 404 and response.json()["error"]["message"] == "Not Found"
-
-
-def test_unknown_model_is_404(server):
-  with pytest.raises(openai.NotFoundError, match="gpt-5"):
-    server.client().responses.create(model="gpt-5", input="hello")
 
 
 @pytest.mark.parametrize("name", ["codex_first_turn.json", "codex_tool_turn.json"])
@@ -187,16 +137,11 @@ ROUTES = [("/v1/responses", {"input": "hello", "max_output_tokens": 4}),
           ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hello"}]})]
 
 
-def test_unknown_field_of_body_is_logged_once(server):
-  for path, body in ROUTES:
-    response = server.post(path, {**body, "temprature": 1, "metadata": {}, "service_tier": "auto", "top_k": None})
-    assert response.status_code == 200, response.text
-  assert server.log.count("unknown request field 'temprature' is ignored") == 1
-
-
 def test_strict_fields_flag_accepts_official_clients_and_refuses_unknown_field(tmp_path):
   with start(tmp_path, "--strict-fields", "--max-model-len", 1024) as server:
     for path, body in ROUTES:
+      response = server.post(path, {**body, "metadata": {}, "service_tier": "auto", "top_k": None})
+      assert response.status_code == 200, response.text
       response = server.post(path, {**body, "temprature": 1})
       assert response.status_code == 400 and "temprature: unknown field" in response.json()["error"]["message"]
     for name in ("codex_first_turn", "claude_code_first_turn"):

@@ -1,7 +1,6 @@
 """Failed steps, internal errors and missing packages: the status, a logged traceback, and the next request works."""
 import sys
 
-import openai
 import pytest
 from helpers.agents import named_events, start
 from helpers.protocol import ENDLESS, MESSAGES
@@ -73,24 +72,18 @@ def faulty(long_folder):
 
 
 @pytest.mark.parametrize("size", [13, 14])
-def test_failed_step_is_500_and_next_request_works(faulty, long_folder, size):
-  client = faulty.client()
-  options = {"model": long_folder.name, "prompt": "the cat", "max_tokens": size, "temperature": 0}
-  with pytest.raises(openai.InternalServerError) as e: client.completions.create(**options)
-  assert e.value.status_code == e.value.body["code"] == 500 and e.value.type == "InternalServerError"
-  error_of(faulty.post("/v1/completions", options), 500)
-  assert client.completions.create(**{**options, "max_tokens": 12}).usage.completion_tokens == 12
+def test_failed_step_is_500_and_next_request_works(faulty, size):
+  body = {"prompt": "the cat", "max_tokens": size, "temperature": 0}
+  error_of(faulty.post("/v1/completions", body), 500)
+  assert faulty.post("/v1/completions", {**body, "max_tokens": 12}).json()["usage"]["completion_tokens"] == 12
   assert faulty.get("/health").status_code == 200
 
 
-def test_failed_step_ends_a_stream_with_an_error_event(faulty, long_folder):
+def test_failed_step_ends_a_stream_with_an_error_event(faulty):
   *chunks, last = stream(faulty, "/v1/completions", {"prompt": "the cat", "max_tokens": 13, "temperature": 0})
   assert chunks and all(e["choices"][0]["finish_reason"] is None for e in chunks)
   assert set(last) == {"error"} and last["error"]["code"] == 500 and last["error"]["type"] == "InternalServerError"
   assert set(last["error"]) == {"message", "type", "param", "code"}
-  with pytest.raises(openai.APIError):
-    list(faulty.client().completions.create(model=long_folder.name, prompt="the cat", max_tokens=13, stream=True,
-                                            temperature=0))
 
 
 @pytest.mark.parametrize("path,fields,message", [

@@ -14,11 +14,9 @@ from helpers.servers import LocalServer, error_of, wait_until
 from tinyvllm_extra.cli import main
 
 
-def test_missing_or_wrong_api_key_is_401(limited):
-  for key in ("none", "secret2", "secre", "SECRET"):
-    with pytest.raises(openai.AuthenticationError) as e: limited.client(api_key=key).models.list()
-    assert e.value.status_code == e.value.body["code"] == 401 and e.value.type == "UnauthorizedError"
-  for headers in ({}, {"Authorization": "secret"}, {"Authorization": "Basic secret"}, {"Authorization": ""},
+def test_missing_or_wrong_api_key_is_401_and_right_one_200(limited):
+  wrong = [{"Authorization": f"Bearer {key}"} for key in ("none", "secret2", "secre", "SECRET")]
+  for headers in (*wrong, {}, {"Authorization": "secret"}, {"Authorization": "Basic secret"}, {"Authorization": ""},
                   {"Authorization": b"Bearer \xe9"}, {"Authorization": "Bearer"}, {"X-API-Key": "secret2"},
                   {"X-API-Key": ""}, {"X-API-Key": "Bearer secret"}, {"X-API-Key": b"\xe9"}):
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
@@ -26,16 +24,11 @@ def test_missing_or_wrong_api_key_is_401(limited):
     error_of(limited.get("/v1/models", headers=headers), 401)
   for path in ("/", "/health", "/version", "/metrics", "/openapi.json"):
     assert limited.get(path).status_code == 200
+  for headers in ({"Authorization": "bearer secret"}, {"Authorization": "BEARER secret"}, {"x-api-key": "secret"},
+                  {"x-api-key": "secret", "Authorization": "Bearer other"}):   # Anthropic's clients send x-api-key
+    assert limited.get("/v1/models", headers=headers).status_code == 200
   assert [x.id for x in limited.client(api_key="secret").models.list()] == ["mine"]
   assert limited.client(api_key="secret").completions.create(model="mine", prompt="a", max_tokens=1).model == "mine"
-
-
-@pytest.mark.parametrize("headers", [{"Authorization": "bearer secret"}, {"Authorization": "BEARER secret"},
-                                     {"x-api-key": "secret"}, {"x-api-key": "secret", "Authorization": "Bearer other"}],
-                         ids=str)
-def test_api_key_in_any_accepted_header_is_200(limited, headers):
-  """Anthropic's clients send x-api-key."""
-  assert limited.get("/v1/models", headers=headers).status_code == 200
 
 
 def test_api_key_with_non_ascii_characters_is_compared_as_utf8(folder, capsys):
@@ -66,9 +59,6 @@ def test_body_over_limit_is_413_with_or_without_content_length(limited):
   for send in (bytes, pieces):   # with a Content-Length; in chunks
     assert limited.post("/v1/completions", content=send(valid), headers=headers).status_code == 200
     error_of(limited.post("/v1/completions", content=send(too_large), headers=headers), 413)
-  with pytest.raises(openai.APIStatusError) as e:
-    limited.client(api_key="secret").completions.create(model="mine", prompt="a" * 5000)
-  assert e.value.status_code == e.value.body["code"] == 413 and e.value.type == "RequestEntityTooLargeError"
 
 
 def test_endless_chunked_body_is_413_before_its_end(limited):

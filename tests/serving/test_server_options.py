@@ -1,6 +1,5 @@
 """vLLM's options of `tinyvllm serve`: several names and keys, a path prefix, a Unix domain socket, TLS; and its routes
 for load balancers."""
-import json
 import threading
 import subprocess
 import sys
@@ -10,20 +9,12 @@ from pathlib import Path
 import httpx2 as httpx
 import pytest
 from tinyvllm.runner import Runner
-from helpers.models import tiny_model
 from helpers.servers import LocalServer, wait_until
 
 from tinyvllm_extra.cli import main
 
 SMALL = ["--dtype", "float32", "--max-num-seqs", "2", "--max-num-batched-tokens", "2"]
 BODY = {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
-# Steps wait while the file HOLD exists
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-  folder = tiny_model(tmp_path_factory.mktemp("options"), words=True, max_position_embeddings=32768)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
-  return folder
-
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
@@ -128,13 +119,16 @@ def test_tls_server_answers_https(folder, certificate):
 
 
 @pytest.mark.parametrize("options,words", [
+  (["/nowhere"], "model='/nowhere'"), (["--max-num-seqs", "0"], "max_num_seqs=0"),
+  (["--port", "PORT"], "host='127.0.0.1', port=PORT: Address already in use"),
   (["--uds", "/nowhere/a.sock"], "uds='/nowhere/a.sock': /nowhere is not a folder"),
   (["--uds", __file__], f"uds={__file__!r} exists and is not a socket"),
   (["--ssl-certfile", "nowhere.pem"], "ssl_certfile='nowhere.pem': [Errno 2] No such file"),
   (["--ssl-cert-reqs", "2"], "ssl_cert_reqs=2 requires ssl_certfile"),
   (["--root-path", "llm"], "root_path='llm' must start with a slash"),
   (["--api-key", "a", ""], "api_key=['a', ''] must not hold an empty string")], ids=str)
-def test_invalid_server_option_is_one_line_and_exit_code_1(options, words, capfd):
-  assert main(["serve", *options]) == 1
+def test_invalid_server_option_is_one_line_and_exit_code_1(server, options, words, capfd):
+  """PORT: a port in use."""
+  assert main(["serve", *(x.replace("PORT", str(server.port)) for x in options)]) == 1
   line, = capfd.readouterr().err.splitlines()
-  assert line.startswith(f"tinyvllm: {words}")
+  assert line.startswith(f"tinyvllm: {words}".replace("PORT", str(server.port)))

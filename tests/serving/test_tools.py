@@ -4,74 +4,50 @@ import json
 
 import openai
 import pytest
-from helpers.engines import ENGINE
+from helpers.agents import HERMES, NO_TAGS, SMALL, WEATHER, start
 from helpers.models import tiny_model
 from helpers.parameters import slow
-from helpers.servers import LocalServer
-from tinyvllm_extra.server.protocol import ChatRequest, tools_of
+from helpers.requests import flags
+from helpers.servers import LocalServer, checked
+from tinyvllm_extra.server.parsers import find_format
+from tinyvllm_extra.server.protocol import ChatRequest, escapes_of, tools_of
 from tinyvllm_extra.server.tools import calls_schema
 
-from tinyvllm import LLM
 
-# Renders all its inputs, so that tests can check them
-TEMPLATE = """
-{%- if thinking is defined %}thinking {{ thinking }}{{ '\\n' }}{% endif %}
-{%- for tool in tools or [] %}tool {{ tool.function.name }}{{ '\\n' }}{% endfor %}
-{%- for m in messages %}{{ m.role }}: {{ m.content }}
-  {%- for call in m.tool_calls or [] %}{{ call.function.name }}({{ call.function.arguments.city }}){% endfor %}
-  {{- '\\n' }}
-{%- endfor %}"""
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {
-  "type": "object", "properties": {"city": {"enum": ["Rom", "Ulm"]}}, "required": ["city"],
-  "additionalProperties": False}}}
 TIME = {"type": "function", "function": {"name": "time", "parameters": {
   "type": "object", "properties": {"zone": {"enum": ["UTC"]}}, "required": ["zone"], "additionalProperties": False}}}
-TOOLS = [WEATHER, TIME]
+TOOLS = [{"type": "function", "function": WEATHER}, TIME]
 USER = {"role": "user", "content": "hello"}
-ASK = {"messages": [USER], "temperature": 0.0, "max_tokens": 300}
-SMALL = {**ENGINE, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 8}
-HERMES = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+ASK = {"messages": [USER], "temperature": 0.0, "max_tokens": 300, **NO_TAGS}
 LLAMA = '{"name": "time", "parameters": {"zone": "UTC"}}'
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-  folder = tiny_model(tmp_path_factory.mktemp("tools"), words=True, max_position_embeddings=512)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-  return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder):
-  flags = [x for name, value in SMALL.items() for x in ("--" + name.replace("_", "-"), value)]
-  with LocalServer(folder, *flags) as server:
-    yield server
-    assert "Traceback" not in server.log, server.log
+def server(tmp_path_factory): yield from checked(start(tmp_path_factory.mktemp("tools")))
 
 
 @pytest.fixture(scope="module")
 def thinking_server(tmp_path_factory):
   """A server for a reasoning model: its template cannot render tools, and opens reasoning if `is_open` is set."""
-  folder = tiny_model(tmp_path_factory.mktemp("thinking"), words=True, max_position_embeddings=512)
+  folder = tiny_model(tmp_path_factory.mktemp("thinking"), words=True, max_position_embeddings=1024)
   template = ("{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
               "{% if is_open is defined %}<think>\n{% endif %}")
   last = json.loads((folder / "config.json").read_text())["vocab_size"] - 1
   tokens = {last: {"content": "<think>", "special": True}}
   config = {"chat_template": template, "added_tokens_decoder": tokens}
   (folder / "tokenizer_config.json").write_text(json.dumps(config))
-  flags = [x for name, value in SMALL.items() for x in ("--" + name.replace("_", "-"), value)]
-  with LocalServer(folder, *flags, "--tool-call-parser", "hermes", "--enable-auto-tool-choice") as server: yield server
+  yield from checked(LocalServer(folder, *flags(**SMALL), "--tool-call-parser", "hermes", "--enable-auto-tool-choice"))
 
 
-def asking(server, folder_name=None):
+def asking(server):
+  """Return a function that sends a chat, by default ASK."""
   client = server.client()
-  name = folder_name or client.models.list().data[0].id
-  def ask(**fields): return client.chat.completions.create(model=name, **{**ASK, **fields})
-  return ask
+  name = client.models.list().data[0].id
+  return lambda **fields: client.chat.completions.create(model=name, **{**ASK, **fields})
 
 
 @pytest.fixture
-def client(server, folder): return asking(server, folder.name)
+def client(server): return asking(server)
 
 
 @pytest.fixture
@@ -83,29 +59,18 @@ def forced_output(text):
   return {"extra_body": {"structured_outputs": {"choice": [text]}}}
 
 
-def tool_calls_of(choice):
-  return [(call.type, call.function.name, json.loads(call.function.arguments))
-          for call in choice.message.tool_calls or []]
-
-
-def merge_chunks(chunks):
-  """Return a stream's content, tool calls and finish_reason."""
-  text, calls, reason = "", {}, None
-  for chunk in chunks:
-    choice, = chunk.choices
-    text += choice.delta.content or ""
-    reason = choice.finish_reason or reason
-    for call in choice.delta.tool_calls or []:
-      name, arguments = calls.get(call.index, ("", ""))
-      calls[call.index] = name + (call.function.name or ""), arguments + (call.function.arguments or "")
-  return text, [(name, json.loads(arguments)) for name, arguments in calls.values()], reason
-
-
-def parse(answer, streamed):
+def parse(answer):
   """Return the content, tool calls and finish_reason of a complete or streamed response."""
-  if streamed: return merge_chunks(answer)
-  choice = answer.choices[0]
-  return choice.message.content, [call[1:] for call in tool_calls_of(choice)], choice.finish_reason
+  text, calls, reason = "", {}, None
+  for chunk in [answer] if hasattr(answer, "choices") else answer:
+    choice, = chunk.choices
+    part = choice.delta if hasattr(choice, "delta") else choice.message
+    text += part.content or ""
+    reason = choice.finish_reason or reason
+    for i, call in enumerate(part.tool_calls or []):
+      name, arguments = calls.get(getattr(call, "index", i), ("", ""))
+      calls[getattr(call, "index", i)] = name + (call.function.name or ""), arguments + (call.function.arguments or "")
+  return text, [(name, json.loads(arguments)) for name, arguments in calls.values()], reason
 
 
 @pytest.mark.parametrize("choice,names", [("required", ["weather", "time"]), (
@@ -116,7 +81,7 @@ def test_required_or_named_tool_call_follows_function_schema(client, choice, nam
   counts = []
   for seed in range(5):
     text, calls, reason = parse(client(tools=TOOLS, tool_choice=choice, temperature=1.0, seed=seed, stream=streamed,
-                                      **({} if parallel is None else {"parallel_tool_calls": parallel})), streamed)
+                                      **({} if parallel is None else {"parallel_tool_calls": parallel})))
     assert not text and reason == "tool_calls" and calls
     for name, arguments in calls:
       assert name in names
@@ -133,7 +98,7 @@ def test_tool_parameters_may_reference_their_own_definitions(client):
     "$defs": {"City": city}, "type": "object", "properties": {"city": {"$ref": "#/$defs/City"}}, "required": ["city"],
     "additionalProperties": False}}}
   answer = client(tools=[tool("weather", city)], tool_choice="required", parallel_tool_calls=False)
-  (name, arguments), = [call[1:] for call in tool_calls_of(answer.choices[0])]
+  (name, arguments), = parse(answer)[1]
   assert name == "weather" and arguments["city"]["name"] in ("Rom", "Ulm")
   with pytest.raises(openai.BadRequestError, match="'City'"):
     client(tools=[tool("weather", city), tool("time", {"type": "string"})], tool_choice="required")
@@ -149,49 +114,12 @@ def test_tool_parameters_may_reference_their_own_definitions(client):
 ])
 def test_tool_calls_in_output_are_parsed_rest_is_content(client, text, content, calls):
   content = text if content is None else content
-  choice = client(tools=TOOLS, **forced_output(text)).choices[0]
-  assert (choice.message.content or "") == content and choice.finish_reason == ("tool_calls" if calls else "stop")
-  assert [call[1:] for call in tool_calls_of(choice)] == calls if calls else not choice.message.tool_calls
-  streamed = merge_chunks(client(tools=TOOLS, stream=True, **forced_output(text)))
-  assert streamed == (content, calls, choice.finish_reason)
-  first_call = client(tools=TOOLS, parallel_tool_calls=False, **forced_output(text)).choices[0]
-  assert [call[1:] for call in tool_calls_of(first_call)] == calls[:1] if calls else not first_call.message.tool_calls
+  for streamed in (False, True):
+    answer = parse(client(tools=TOOLS, stream=streamed, **forced_output(text)))
+    assert answer == (content, calls, "tool_calls" if calls else "stop")
+  assert parse(client(tools=TOOLS, parallel_tool_calls=False, **forced_output(text)))[1] == calls[:1]
   for tools in ({}, {"tools": TOOLS, "tool_choice": "none"}):   # calls are not parsed
     assert client(**tools, **forced_output(text)).choices[0].message.content == text
-
-
-def test_chat_template_receives_tools_calls_results_and_kwargs(server, folder):
-  tokenizer = LLM(folder, **SMALL).tokenizer
-  call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
-  messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]},
-              {"role": "tool", "tool_call_id": "call_1", "content": "rain"}]
-
-  def tokens(**fields): return server.post("/v1/chat/completions", {**ASK, "messages": messages, **fields}).json()[
-    "usage"]["prompt_tokens"]
-  conversation = "user: hello\nassistant: weather(Ulm)\ntool: rain\n"
-  tools = "tool weather\ntool time\n"
-
-  def length(text): return len(tokenizer.encode(text, False))
-  assert tokens() == tokens(tools=TOOLS, tool_choice="none") == tokens(tools=[]) == length(conversation)
-  assert tokens(tools=TOOLS) == length(tools + conversation)
-  assert tokens(chat_template_kwargs={"thinking": 7}) == length("thinking 7\n" + conversation)
-  assert tokens(add_generation_prompt=False, continue_final_message=True) == length(conversation.rstrip())
-
-
-@pytest.mark.parametrize("fields,message", [
-  ({"tool_choice": "required"}, "tools"), ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
-  ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "other"),
-  ({"tools": [{"type": "web_search"}]}, "tools"), ({"tools": [{"type": "function", "function": {}}]}, "tools"),
-  ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format"),
-  ({"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"function": {"arguments": "{"}}]}]},
-   "tool_calls"), ({"chat_template_kwargs": 5}, "chat_template_kwargs"),
-  ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 50000}}]}]}, "tool_calls"),
-  ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
-  ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
-  ({"add_generation_prompt": "yes"}, "add_generation_prompt")], ids=lambda x: json.dumps(x)[:40])
-def test_invalid_tool_field_is_400_and_named(client, server, fields, message):
-  answer = server.post("/v1/chat/completions", {**ASK, **fields})
-  assert answer.status_code == 400 and message in answer.text, answer.text
 
 
 # Reasoning
@@ -201,12 +129,16 @@ THINKING = f"<think>\n{THOUGHT}\n</think>\n\nthe answer"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_reasoning_is_separate_from_content(thinking_client, streamed):
-  answer = thinking_client(stream=streamed, **forced_output(THINKING))
+@pytest.mark.parametrize("include", [None, True, False])
+def test_reasoning_is_separate_from_content_unless_excluded(thinking_client, streamed, include):
+  extra = {"structured_outputs": {"choice": [THINKING]}, "include_reasoning": include}
+  answer = thinking_client(stream=streamed, extra_body=extra)
   parts = [chunk.choices[0].delta for chunk in answer] if streamed else [answer.choices[0].message]
   def text(name): return "".join(getattr(part, name, None) or "" for part in parts)
-  assert text("content") == "the answer" and text("reasoning_content") == text("reasoning") == THOUGHT
-  assert not streamed or sum(hasattr(part, "reasoning") for part in parts) > 1, "reasoning must arrive in pieces"
+  reasoning = "" if include is False else THOUGHT
+  assert text("content") == "the answer" and text("reasoning_content") == text("reasoning") == reasoning
+  pieces = sum(hasattr(part, "reasoning") for part in parts)
+  assert not pieces if include is False else pieces > 1 or not streamed, "reasoning must arrive in pieces"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -232,7 +164,7 @@ def test_special_token_may_open_reasoning(thinking_client, thinking_server):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_template_without_tools_allows_forced_calls_only(thinking_client, streamed):
   fields = {"tools": TOOLS, "stream": streamed}
-  text, calls, reason = parse(thinking_client(tool_choice="required", parallel_tool_calls=False, **fields), streamed)
+  text, calls, reason = parse(thinking_client(tool_choice="required", parallel_tool_calls=False, **fields))
   assert not text and reason == "tool_calls" and calls[0][0] in ("weather", "time")
   with pytest.raises(openai.BadRequestError, match="template does not support tools"): thinking_client(**fields)
 
@@ -248,10 +180,10 @@ def test_forced_arguments_hold_only_properties_of_schema(client):
   empty = {"type": "function", "function": {"name": "g"}}
   for seed in range(4):
     answer = client(tools=[closed], tool_choice="required", temperature=1.0, seed=seed, parallel_tool_calls=False)
-    arguments = tool_calls_of(answer.choices[0])[0][2]
+    arguments = parse(answer)[1][0][1]
     assert set(arguments) <= {"city", "in"} and set(arguments["in"]) == {"city"}
   answer = client(tools=[empty], tool_choice="required", temperature=1.0, parallel_tool_calls=False)
-  assert tool_calls_of(answer.choices[0])[0][2] == {}
+  assert parse(answer)[1] == [("g", {})]
 
 
 def test_schema_that_opens_or_combines_objects_stays_open():
@@ -268,35 +200,15 @@ def test_schema_that_opens_or_combines_objects_stays_open():
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_allowed_tools_limit_calls_but_not_prompt(client, mode, streamed):
+def test_allowed_tools_limit_calls(client, mode, streamed):
   choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [
     {"type": "function", "function": {"name": "time"}}]}}
   fields = {"tools": TOOLS, "tool_choice": choice, "stream": streamed, "parallel_tool_calls": False}
   if mode == "required":
-    text, calls, _ = parse(client(**fields), streamed)
-    assert not text and calls == [("time", {"zone": "UTC"})]
+    assert parse(client(**fields))[:2] == ("", [("time", {"zone": "UTC"})])
   else:
-    assert merge_or_parse(client(**fields, **forced_output(LLAMA)), streamed) == ("", [("time", {"zone": "UTC"})])
-    assert merge_or_parse(client(**fields, **forced_output(HERMES)), streamed) == (HERMES, [])
-  if not streamed:
-    lengths = [client(max_tokens=8, tools=TOOLS, **x).usage.prompt_tokens for x in ({}, {"tool_choice": choice})]
-    assert lengths[0] == lengths[1]
-
-
-def merge_or_parse(answer, streamed):
-  """Return the content and tool calls of a response that may have none."""
-  if streamed: return merge_chunks(answer)[:2]
-  message = answer.choices[0].message
-  return message.content or "", [(x.function.name, json.loads(x.function.arguments)) for x in message.tool_calls or []]
-
-
-@pytest.mark.parametrize("schema", [{"$defs": 5}, {"$defs": []}, {"$defs": "x"}, {"$defs": None},
-                                    {"properties": {"a": {"$defs": 3, "$ref": "#/$defs/a"}}}, {"properties": 5}],
-                         ids=json.dumps)
-def test_forced_call_with_invalid_schema_is_400(server, schema):
-  tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", **schema}}}
-  answer = server.post("/v1/chat/completions", {**ASK, "tools": [tool], "tool_choice": "required"})
-  assert answer.status_code == 400, answer.text
+    assert parse(client(**fields, **forced_output(LLAMA)))[:2] == ("", [("time", {"zone": "UTC"})])
+    assert parse(client(**fields, **forced_output(HERMES)))[:2] == (HERMES, [])
 
 
 @pytest.mark.parametrize("opening,closing,depth", [('{"items":', "}", 5000), ('{"anyOf":[', "]}", 900)])
@@ -314,26 +226,23 @@ def test_call_cut_off_by_max_tokens_is_text(client, streamed, is_forced):
   choice = {"tool_choice": {"type": "function", "function": {"name": "weather"}}}
   fields = {"tools": TOOLS, "seed": 1, **(choice if is_forced else forced_output(HERMES))}
   length = client(**fields).usage.completion_tokens
-  text, calls, reason = parse(client(**fields, max_tokens=length - 16, stream=streamed), streamed)
+  text, calls, reason = parse(client(**fields, max_tokens=length - 16, stream=streamed))
   assert text.startswith("[{" if is_forced else "<tool_call>{") and not calls and reason == "length"
 
 
-JSON_OBJECT = {"type": "json_object"}
-
-
 def test_format_applies_after_the_reasoning_that_the_prompt_opened(thinking_client):
-  fields = {"response_format": JSON_OBJECT, "max_tokens": 5}
+  fields = {"response_format": {"type": "json_object"}, "max_tokens": 5}
   assert thinking_client(**fields).choices[0].message.content[0] == "{"
   message = thinking_client(**fields, extra_body={"chat_template_kwargs": {"is_open": True}}).choices[0].message
   assert message.content is None and message.reasoning_content[0] != "{", "the reasoning has not ended"
 
 
-def test_call_is_possible_beside_response_format(client, server):
-  *_, token = server.post("/tokenize", {"prompt": "\n<", "add_special_tokens": False}).json()["tokens"]
-  fields = {"response_format": JSON_OBJECT, "max_tokens": 2, "logit_bias": {str(token): 100}, "tools": TOOLS}
-  texts = [client(**fields, tool_choice=choice).choices[0].message.content for choice in ("auto", "none")]
-  assert texts[0][0] == "<" and texts[1][0] == "{"
+def test_call_is_possible_beside_response_format(server):
+  def openings(**fields):
+    body = ChatRequest(messages=[USER], tools=[TIME], response_format={"type": "json_object"}, **fields)
+    return {*escapes_of(body, [5], find_format("", None, "hermes"), server.llm.tokenizer)["escapes"]}
+  assert openings() == {"<tool_call>", "<function="} and not openings(tool_choice="none")
 
 
 def test_template_gets_tools_without_absent_fields():
-  assert tools_of(ChatRequest(messages=[USER], tools=TOOLS)) == TOOLS
+  assert tools_of(ChatRequest(messages=[USER], tools=[TIME])) == [TIME]

@@ -12,68 +12,35 @@ import re
 
 import jsonschema
 import pytest
-from helpers.engines import ENGINE
-from helpers.models import VOCAB, tiny_model
-from helpers.requests import flags
-from helpers.servers import LocalServer, error_of
+from helpers.agents import DATA, start
+from helpers.servers import checked
 
-from tinyvllm import LLM
 
-LENGTH = 1024
-SMALL = {**ENGINE, "max_model_len": LENGTH, "max_num_seqs": 4, "max_num_batched_tokens": 4}   # few graphs
-TEMPLATE = """
-{%- for tool in tools or [] %}tool {{ tool.function.name }}{{ '\\n' }}{% endfor %}
-{%- for m in messages %}{{ m.role }}: {{ m.content }}{{ '\\n' }}{% endfor %}
-{%- if add_generation_prompt %}assistant: {% endif %}"""
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 ROUTES = {COMPLETIONS: {"prompt": "hello, my name is"}, CHATS: {"messages": [
   {"role": "system", "content": "you are kind"}, {"role": "user", "content": "what is 1+1?"}]}}
 both_routes = pytest.mark.parametrize("path", ROUTES)
-whole_or_streamed = pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-  folder = tiny_model(tmp_path_factory.mktemp("vllm-cases"), words=True, max_position_embeddings=LENGTH)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-  return folder
+def server(tmp_path_factory):
+  parser = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+  yield from checked(start(tmp_path_factory.mktemp("vllm-cases"), *parser))
 
 
 @pytest.fixture(scope="module")
-def server(folder):
-  parsers = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3"]
-  with LocalServer(folder, *flags(**SMALL), *parsers) as server:
-    yield server
-    assert "Traceback" not in server.log, server.log
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder): return LLM(folder, **ENGINE).tokenizer
-
-
-@pytest.fixture(scope="module")
-def create(server, folder):
+def create(server):
   """Return a function that sends a request with the openai package. extra: fields that the package lacks."""
   client = server.client()
 
   def create(path, extra=None, **fields):
     resource = client.chat.completions if path == CHATS else client.completions
-    defaults = {"model": folder.name, "temperature": 0.0, "max_tokens": 5}
+    defaults = {"model": "tiny", "temperature": 0.0, "max_tokens": 5}
     return resource.create(**{**defaults, **ROUTES[path], **fields}, extra_body=extra)
   return create
 
 
-def refused(server, path, **fields): return error_of(server.post(path, {**ROUTES[path], **fields}), 400)
 def text_of(choice): return choice.text if hasattr(choice, "text") else choice.message.content
-
-
-@both_routes
-@pytest.mark.parametrize("name", [{}, {"model": None}, {"model": ""}], ids=str)
-def test_absent_or_empty_model_name_is_the_served_model(server, folder, path, name):
-  answer = server.post(path, {**ROUTES[path], **name, "max_tokens": 5})
-  assert answer.status_code == 200 and answer.json()["model"] == folder.name, answer.text
-
-
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 3])
 def test_text_offsets_of_stream_equal_whole_response(create, size, echo):
@@ -88,95 +55,26 @@ def test_text_offsets_of_stream_equal_whole_response(create, size, echo):
   assert [x for chunk in chunks for x in chunk.logprobs.text_offset] == whole.logprobs.text_offset
 
 
-JOB = {"type": "object", "required": ["company"], "additionalProperties": False, "properties": {
-  "company": {"enum": ["a", "b"]}, "years": {"type": "integer", "minimum": 0, "maximum": 9}}}
-PERSON = {"type": "object", "additionalProperties": False, "required": ["name", "age", "jobs"], "properties": {
-  "name": {"type": "string", "pattern": "^[a-z]{1,8}$"}, "age": {"type": "integer", "minimum": 0, "maximum": 99},
-  "skills": {"type": "array", "items": {"type": "string", "maxLength": 3}, "minItems": 3, "maxItems": 3},
-  "jobs": {"type": "array", "maxItems": 2, "items": JOB}}}
-IP = r"((25[0-5]|(2[0-4]|1\d|[1-9]|)\d)\.){3}(25[0-5]|(2[0-4]|1\d|[1-9]|)\d)"
-LANGUAGES = ["Python", "Java", "JavaScript", "C++", "C#", "PHP"]
-SQL = 'root ::= "SELECT " column " from " table " where " column "= " number\n' \
-      'column ::= "col_1 " | "col_2 "\ntable ::= "table_1 " | "table_2 "\nnumber ::= "1" | "2"'
+FORMATS = json.loads((DATA / "guided_formats.json").read_text())
 SQL_TEXT = r"SELECT col_[12]  from table_[12]  where col_[12] = [12]"
 
 
 @both_routes
 @pytest.mark.parametrize("backend", ["outlines", "xgrammar", "guidance"])
-@pytest.mark.parametrize("kind,value", [("json", PERSON), ("regex", IP), ("choice", LANGUAGES), ("grammar", SQL)])
-def test_guided_samples_follow_the_format(create, path, kind, value, backend):
-  extra = {f"guided_{kind}": value, "guided_decoding_backend": backend}
+@pytest.mark.parametrize("kind", FORMATS)
+def test_guided_samples_follow_the_format(create, path, kind, backend):
+  extra = {f"guided_{kind}": FORMATS[kind], "guided_decoding_backend": backend}
   if kind == "json": extra["guided_whitespace_pattern"] = " ?"
   for choice in create(path, extra, n=3, temperature=1.0, seed=1, max_tokens=500).choices:
-    if kind == "json": jsonschema.validate(json.loads(text_of(choice)), PERSON)
-    elif kind == "choice": assert text_of(choice) in LANGUAGES
-    else: assert re.fullmatch(IP if kind == "regex" else SQL_TEXT, text_of(choice))
-
-
-@pytest.mark.parametrize("fields,words", [
-  *[({"stream_options": {name: value}}, []) for name in ("include_usage", "continuous_usage_stats")
-    for value in (None, True)],
-  *[({name: value}, [number, VOCAB - 1]) for name, value, number in (
-    ("logit_bias", {str(VOCAB + 1): 1.0}, VOCAB + 1), ("stop_token_ids", [VOCAB + 1], VOCAB + 1),
-    ("allowed_token_ids", [VOCAB + 1], VOCAB + 1), ("stop_token_ids", [-1], -1))],
-  ({"seed": 2**63}, [2**63 - 1]), ({"seed": -2**63 - 1}, [-2**63]), ({"prompt_logprobs": -1}, []),
-  ({"guided_json": 42}, []), ({"guided_regex": {"1": "Python"}}, []), ({"structured_outputs": 3}, []),
-  ({"structured_outputs": {"json": PERSON, "regex": ".*"}}, ["exactly one"]),
-  ({"structured_outputs": {"grammar": ""}}, []), ({"structured_outputs": {"regex": "[.*"}, "stop": ["\n"]}, ["regex"]),
-  ({"structured_outputs": {"grammar": SQL.replace("number\n", "unknown\n")}}, ["unknown"]),
-  ({"structured_outputs": {"json": {"type": "object", "properties": {"foo": "bar"}}}}, ["schema"])],
-  ids=lambda x: str(x)[:60])
-@both_routes
-def test_invalid_value_is_400_and_named(server, path, fields, words):
-  error = refused(server, path, **fields)
-  assert error["param"] == next(iter(fields)) and all(str(word) in error["message"] for word in words), error
-
-
-FUNCTION = {"name": "get_weather", "parameters": {
-  "type": "object", "required": ["country", "unit"], "properties": {
-    "country": {"type": "string", "maxLength": 4, "description": "of the city"},
-    "unit": {"enum": ["celsius", "fahrenheit"]}, "options": {"$ref": "#/$defs/Options", "description": "optional"}},
-  "$defs": {"Options": {"title": "Options", "type": "object", "additionalProperties": False, "properties": {
-    "forecast": {"type": "boolean", "default": False}, "language": {"enum": ["zh-CN", "en-US"]}}}}}}
-TOOLS = [{"type": "function", "function": FUNCTION}]
-
-
-@pytest.mark.parametrize("choice,num_calls", [({}, 1), ({"tool_choice": None}, 1), ({"tool_choice": "auto"}, 1),
-                                              ({"tool_choice": "none"}, 0)], ids=str)
-def test_null_tool_choice_means_auto_also_with_structured_outputs(create, choice, num_calls):
-  call = '<tool_call>{"name": "get_weather", "arguments": {"country": "a", "unit": "celsius"}}</tool_call>'
-  answer = create(CHATS, {"structured_outputs": {"choice": [call]}, **choice}, tools=TOOLS, max_tokens=200)
-  assert len(answer.choices[0].message.tool_calls or []) == num_calls
-
-
-@pytest.mark.parametrize("value", [None, True, False])
-@whole_or_streamed
-def test_include_reasoning_false_omits_reasoning_only(create, value, streamed):
-  extra = {"structured_outputs": {"choice": ["<think>hm</think>yes"]}, "include_reasoning": value}
-  answer = create(CHATS, extra, max_tokens=50, stream=streamed)
-  parts = [chunk.choices[0].delta for chunk in answer] if streamed else [answer.choices[0].message]
-  assert "".join(part.content or "" for part in parts) == "yes"
-  assert "".join(getattr(part, "reasoning", "") for part in parts) == ("" if value is False else "hm")
-
-
-HISTOGRAMS = """iteration_tokens_total request_prompt_tokens request_generation_tokens request_params_n
-  request_params_max_tokens time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
-  request_queue_time_seconds request_inference_time_seconds request_prefill_time_seconds request_decode_time_seconds"""
-OTHERS = """num_requests_running num_requests_waiting kv_cache_usage_perc prefix_cache_queries_total cache_config_info
-  prefix_cache_hits_total num_preemptions_total prompt_tokens_total generation_tokens_total request_success_total"""
-
-
-def test_every_metric_of_vllm_exists(create, server):
-  create(COMPLETIONS)
-  names = {name.partition("{")[0] for name in server.metrics()}
-  expected = [f"{name}_{suffix}" for name in HISTOGRAMS.split() for suffix in ("sum", "bucket", "count")]
-  assert not {*expected, *OTHERS.split()} - names
+    if kind == "json": jsonschema.validate(json.loads(text_of(choice)), FORMATS["json"])
+    elif kind == "choice": assert text_of(choice) in FORMATS["choice"]
+    else: assert re.fullmatch(FORMATS["regex"] if kind == "regex" else SQL_TEXT, text_of(choice))
 
 
 @pytest.fixture(scope="module")
-def limited_server(folder):
-  options = ["--override-generation-config", '{"max_new_tokens": 6, "temperature": 0}']
-  with LocalServer(folder, *flags(**SMALL), *options) as server: yield server
+def limited_server(tmp_path_factory):
+  defaults = '{"max_new_tokens": 6, "temperature": 0}'
+  yield from checked(start(tmp_path_factory.mktemp("limited"), "--override-generation-config", defaults))
 
 
 @pytest.mark.parametrize("path,name", [(COMPLETIONS, "max_tokens"), (CHATS, "max_tokens"),

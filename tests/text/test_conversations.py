@@ -45,6 +45,8 @@ def call(arguments, call_id="abcdefghi", content=None, **fields):
    [{"role": "assistant", "content": None, "tool_calls": x} for x in (None, [])], "False;False;"),
   ("{% for m in messages %}{{ 'call ' + m.tool_calls[0].function.arguments }};{% endfor %}",
    [call({"a": "é"}), call('{"a":  2}')], 'call {"a": "é"};call {"a": 2};'),
+  ("{% for m in messages %}{{ m.tool_calls[0].function.arguments | list }};{% endfor %}", [call("[" * 50000)],
+   "['invalid_json'];"),
   (PLAIN, [{"role": "developer", "content": "be kind"}, USER], "system:be kind;user:hi;"),
   (PLAIN + "{# developer #}", [{"role": "developer", "content": "be kind"}, USER], "developer:be kind;user:hi;"),
   ("{% for m in messages %}{% if m.role == 'user' or loop.first %}{{ m.role }}:{{ m.content }};{% endif %}{% endfor %}",
@@ -55,8 +57,8 @@ def call(arguments, call_id="abcdefghi", content=None, **fields):
    [{"role": "assistant", "content": "a", name: "hm"} for name in ("reasoning", "reasoning_content")], "hmhmhmhm"),
   (PLAIN, [{"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "thinking", "thinking": "b"},
                                         {"type": "refusal", "refusal": "c"}, "d"]}], "user:a\nb\nc\nd;"),
-], ids=["id of 9", "longer id", "shorter id", "any id", "no calls", "text arguments", "developer", "known developer",
-        "later instruction", "refused instruction", "reasoning", "parts"])
+], ids=["id of 9", "longer id", "shorter id", "any id", "no calls", "text arguments", "nested arguments", "developer",
+        "known developer", "later instruction", "refused instruction", "reasoning", "parts"])
 def test_conversation_has_the_form_that_the_template_accepts(render, template, messages, expected):
   assert render(template, messages) == expected
 
