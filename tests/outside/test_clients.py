@@ -93,27 +93,17 @@ def pydantic_ai_model(server, kind):
 
 
 @pytest.mark.parametrize("kind", ["responses", "chat", "anthropic"])
-def test_pydantic_ai_calls_tool_and_answers(server, kind):
-  from pydantic_ai import Agent
-  agent = Agent(pydantic_ai_model(server, kind), instructions="Be kind.", tools=[weather])
-  result = agent.run_sync(ASK)
-  assert result.output == "it rains in Ulm" and result.usage.requests == 2 and result.usage.input_tokens > 0
-
-
-@pytest.mark.parametrize("kind", ["responses", "chat", "anthropic"])
-def test_pydantic_ai_stream_calls_tool_and_answers(server, kind):
-  from pydantic_ai import Agent
-  async def run():
-    agent = Agent(pydantic_ai_model(server, kind), tools=[weather])
-    async with agent.run_stream(ASK) as result: return [text async for text in result.stream_text(delta=True)]
-  assert "".join(asyncio.run(run())) == "it rains in Ulm"
-
-
-@pytest.mark.parametrize("kind", ["responses", "chat", "anthropic"])
-def test_pydantic_ai_output_type_is_parsed(server, kind):
+def test_pydantic_ai_calls_tool_answers_and_parses_output(server, kind):
   """By default the output type is a tool that must be called."""
   from pydantic_ai import Agent
-  assert isinstance(Agent(pydantic_ai_model(server, kind), output_type=City).run_sync("Name a city.").output, City)
+  def agent(**options): return Agent(pydantic_ai_model(server, kind), **options)
+  result = agent(instructions="Be kind.", tools=[weather]).run_sync(ASK)
+  assert result.output == "it rains in Ulm" and result.usage.requests == 2 and result.usage.input_tokens > 0
+  async def run():
+    async with agent(tools=[weather]).run_stream(ASK) as result:
+      return [text async for text in result.stream_text(delta=True)]
+  assert "".join(asyncio.run(run())) == "it rains in Ulm"
+  assert isinstance(agent(output_type=City).run_sync("Name a city.").output, City)
 
 
 # litellm: hosted_vllm/ is /v1/chat/completions, anthropic/ is /v1/messages

@@ -54,11 +54,6 @@ def check_ids(golden, i, ids):
 
 
 @pytest.mark.parametrize("i", PROMPTS)
-def test_tokenizer_ids_equal_golden(llm, golden, i):
-  assert llm.tokenizer.encode(text(golden, i)) == golden[f"input_ids_{i}"].tolist()
-
-
-@pytest.mark.parametrize("i", PROMPTS)
 def test_last_prompt_logits_equal_golden(recorder, golden, i):
   _, logits = recorder.generate(golden[f"input_ids_{i}"].tolist(), 1)
   np.testing.assert_allclose(logits[0], golden[f"last_logits_{i}"], atol=2e-3)

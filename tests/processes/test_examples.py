@@ -3,7 +3,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 
@@ -26,30 +25,24 @@ def run(*command, key=KEY, code=0):
   """Run a command, and return its stdout. Raises AssertionError if the exit code differs from `code`."""
   environment = {**os.environ, "OPENAI_API_KEY": key, "PYTHONPATH": PYTHONPATH}
   process = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT)
-  assert process.returncode == code, f"exit code {process.returncode}\n{process.stdout}\n{process.stderr}"
+  assert process.returncode == code, f"{process.stdout}\n{process.stderr}"
   return process.stdout
+
+
+BEAM, SOME = r"\s+-\d+\.\d{3} (stop|length) +", r"[1-9]\d*"
 
 
 @pytest.mark.parametrize("script,pattern", [
   ("quickstart", r"Hello, world!\n(.+ \[(stop|length)]\n){4}\d+ tokens/s\n"), ("streaming", r"The cat .+\n"),
   ("ten_users", r"(.+ \(\d+ pieces, first token after [\d.]+ s\)\n){10}\d+ tokens in \d+ steps, .+\n"),
-  ("custom_backend", r"[^\n]*\bunchanged: The cat \w[^\n]{20,}\n")])
-def test_example_prints_its_texts(script, pattern):
-  assert re.fullmatch(pattern, run(sys.executable, f"examples/{script}.py"), re.DOTALL)
-
-
-def test_beam_search_example_prints_three_beams_per_prompt():
-  rows = re.findall(r"^ +(-\d+\.\d{3}) (stop|length) +'(The cat|Once upon a time)(.*)'$",
-                    run(sys.executable, "examples/beam_search.py"), re.MULTILINE)
-  assert [prompt for *_, prompt, _ in rows] == ["The cat"] * 3 + ["Once upon a time"] * 3
-  assert len({text for *_, text in rows}) == 6 and all(float(total) < 0 for total, *_ in rows)
-
-
-@pytest.mark.slow
-def test_pool_over_time_example_draws_a_chart(tmp_path):
-  out = run(sys.executable, "examples/pool_over_time.py", tmp_path / "pool.svg")
-  assert re.search(r"[1-9]\d* blocks shared; [1-9]\d* of \d+ prompt tokens cached; [1-9]\d* preemptions", out)
-  assert (tmp_path / "pool.svg").read_text().endswith("</svg>\n")
+  ("custom_backend", r"[^\n]*\bunchanged: The cat \w[^\n]{20,}\n"),
+  ("beam_search", rf"({BEAM}'The cat [^\n]*'){{3}}({BEAM}'Once upon a time [^\n]*'){{3}}\n"),
+  pytest.param("pool_over_time", rf".*{SOME} blocks shared; {SOME} of \d+ prompt tokens cached; {SOME} preemptions.*",
+               marks=pytest.mark.slow)])
+def test_example_prints_its_texts(script, pattern, tmp_path):
+  arguments = [tmp_path / "pool.svg"] if script == "pool_over_time" else []
+  assert re.fullmatch(pattern, run(sys.executable, f"examples/{script}.py", *arguments), re.DOTALL)
+  assert all(file.read_text().endswith("</svg>\n") for file in arguments)
 
 
 def test_openai_client_with_bundled_model_prints_all_answers(server):
@@ -93,17 +86,16 @@ def test_unit_command_starts_server_hides_key_and_stops_at_sigterm(words_folder,
   with log.open("wb") as file:
     process = subprocess.Popen([*command, *map(str, SMALL)], stdout=file, stderr=file, env=environment, cwd=tmp_path)
   try:
-    def ready():
+    def find_url():
       assert process.poll() is None, log.read_text()
-      match = re.search(r"Uvicorn running on (http://\S+)", log.read_text())
-      return match and httpx.get(match[1] + "/health").status_code == 200 and match[1]
-    url = wait_until(ready, "the unit's server answers")
+      return re.search(r"Uvicorn running on (http://\S+)", log.read_text())
+    url = wait_until(find_url, "the unit's server listens")[1]
+    wait_until(lambda: httpx.get(url + "/health").status_code == 200, "the unit's server answers")
     assert httpx.get(url + "/v1/models").status_code == 401
-    arguments = run("ps", "-ww", "-o", "args=", "-p", process.pid)
-    assert "--shutdown-timeout 30" in arguments and KEY not in arguments
+    assert KEY not in run("ps", "-ww", "-o", "args=", "-p", process.pid)
     out = run(sys.executable, "examples/openai_client.py", url)
     assert "No chat: this is a base model" in out, "the model has no chat template"
-  finally: process.send_signal(signal.SIGTERM)
+  finally: process.terminate()
   assert process.wait(60) == 0, log.read_text()
 
 
@@ -121,10 +113,9 @@ def test_throughput_benchmark_runs_with_random_weights():
 def test_serving_benchmark_prints_throughput_and_latency(server):
   values = figures(run(sys.executable, "tests/benchmarks/serving.py", "--url", server.url, "--num-prompts", 6,
                        "--input-len", 8, "--output-len", 100, "--request-rate", 50, "--max-concurrency", 3))
-  assert (values["Successful requests"], values["Failed requests"], values["Total generated tokens"]) == (6, 0, 600)
-  assert values["Total input tokens"] == 48
-  rate = values["Total generated tokens"] / values["Benchmark duration (s)"]
-  assert values["Output token throughput (tokens/s)"] == pytest.approx(rate, rel=0.1)   # both are rounded
+  expected = {"Successful requests": 6, "Failed requests": 0, "Total input tokens": 48, "Total generated tokens": 600,
+              "Output token throughput (tokens/s)": pytest.approx(600 / values["Benchmark duration (s)"], rel=0.1)}
+  assert expected == {name: values[name] for name in expected}   # the last two are rounded
   for name in ("TTFT", "TPOT", "ITL"):
     mean, median, p99 = (values[f"{statistic} {name} (ms)"] for statistic in ("Mean", "Median", "P99"))
     # Outputs are long, because a client on a busy machine may read a short one at once: then TPOT and ITL are 0

@@ -1,5 +1,5 @@
 """The wheel, installed with the core dependencies in a new environment. It runs outside of the checkout, without this
-machine's environment variables, programs and caches. `pytest -m install`."""
+machine's environment variables, programs and caches."""
 import configparser
 import os
 import resource
@@ -8,8 +8,6 @@ import subprocess
 import sys
 import venv
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from email import message_from_string
 from pathlib import Path
@@ -38,50 +36,36 @@ class Installation:
   folder: Path      # the environment
   elsewhere: Path   # the working directory of commands
   bare: Path        # a folder with TOOLS only, for the PATH
-  compiler: Path    # a clang that is not on the PATH
-
-  @property
-  def python(self) -> str: return str(self.folder / "bin" / "python")
+  programs: Path    # a folder with clang only, for the PATH
 
   def pip(self, *arguments: str | Path) -> None:
     """Run the environment's pip with this machine's settings, but without the checkout on PYTHONPATH."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    run = subprocess.run([self.python, "-m", "pip", *map(str, arguments)], env={**env, **CONSTRAINTS},
+    run = subprocess.run([self.folder / "bin/python", "-m", "pip", *arguments], env={**env, **CONSTRAINTS},
                          cwd=self.elsewhere, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
 
-  def run(self, home: Path, *command: str, programs: Path | None = None, stdin: str = "",
+  def run(self, home: Path, program: str, *arguments: str | Path, programs: Path | None = None, stdin: str = "",
           **env: str) -> subprocess.CompletedProcess:
-    """Run a command with `home` as the home folder, which has the caches, and only TOOLS and `programs` on the PATH."""
+    """Run a program of the environment, whose folder is not on the PATH, with `home` as the home folder, which has the
+    caches, and only TOOLS and `programs` on the PATH."""
     empty = str(self.elsewhere / "none")   # no OpenCL or CUDA: tinygrad would prefer them to the CPU
     env = {"PATH": f"{programs or empty}:{self.bare}", "HOME": str(home), "LANG": "C.UTF-8", "OCL_ICD_VENDORS": empty,
            "CUDA_VISIBLE_DEVICES": "", **env}
-    return subprocess.run(command, input=stdin, cwd=self.elsewhere, capture_output=True, text=True, check=False,
-                          timeout=300, env=env)
-
-  def tinyvllm(self, home: Path, *arguments: str, programs: Path | None = None,
-               stdin: str = "") -> subprocess.CompletedProcess:
-    """Run the `tinyvllm` command by its full path: its folder is not on the PATH."""
-    return self.run(home, str(self.folder / "bin" / "tinyvllm"), *arguments, programs=programs, stdin=stdin)
-
-  @contextmanager
-  def compiler_next_to_python(self) -> Iterator[None]:
-    """Add clang to the environment's bin folder, as the extra [cpu] does."""
-    link = self.folder / "bin" / "clang"
-    link.symlink_to(self.compiler)
-    try: yield
-    finally: link.unlink()
+    return subprocess.run([self.folder / "bin" / program, *arguments], input=stdin, cwd=self.elsewhere, env=env,
+                          capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.fixture(scope="session")
 def empty_environment(tmp_path_factory) -> Installation:
   folder = tmp_path_factory.mktemp("installed")
   venv.create(folder / "venv", with_pip=True)
-  for name in ("elsewhere", "bare"): (folder / name).mkdir()
+  for name in ("elsewhere", "bare", "programs"): (folder / name).mkdir()
   for name in TOOLS: (folder / "bare" / name).symlink_to(shutil.which(name) or pytest.fail(f"no {name}"))
   clang = shutil.which("clang", path=os.path.dirname(sys.executable)) or shutil.which("clang")
   assert clang, "no clang: pip install '.[test]' installs it"
-  return Installation(folder / "venv", folder / "elsewhere", folder / "bare", Path(clang).resolve())
+  (folder / "programs/clang").symlink_to(Path(clang).resolve())
+  return Installation(*(folder / name for name in ("venv", "elsewhere", "bare", "programs")))
 
 
 @pytest.fixture(scope="session")
@@ -93,9 +77,8 @@ def wheel(empty_environment, tmp_path_factory) -> Path:
     shutil.copyfile(ROOT / name, copy / name)
   subprocess.run([sys.executable, "-m", "compileall", "-q", "tinyvllm", "examples", "tests"], cwd=copy, check=True)
   empty_environment.pip("wheel", copy, "--no-deps", "--wheel-dir", wheel_folder)
-  wheels = list(wheel_folder.iterdir())
-  assert len(wheels) == 1 and wheels[0].suffix == ".whl"
-  return wheels[0]
+  file, = wheel_folder.iterdir()
+  return file
 
 
 @pytest.fixture(scope="session")
@@ -105,30 +88,17 @@ def installed(empty_environment, wheel) -> Installation:
 
 
 @pytest.fixture(scope="session")
-def programs(installed, tmp_path_factory) -> Path:
-  """A folder for the PATH with a compiler."""
-  folder = tmp_path_factory.mktemp("programs")
-  (folder / "clang").symlink_to(installed.compiler)
-  return folder
-
-
-@pytest.fixture(scope="session")
-def used_home(installed, programs, tmp_path_factory) -> Path:
+def used_home(installed, tmp_path_factory) -> Path:
   """A home folder whose caches have all kernels of the bundled model."""
   home = tmp_path_factory.mktemp("used-home")
-  assert says_hello(installed.tinyvllm(home, "generate", "Hello", programs=programs))
+  check_hello(installed.run(home, "tinyvllm", "generate", "Hello", programs=installed.programs))
   return home
 
 
-def says_hello(run: subprocess.CompletedProcess) -> bool:
-  """Check that the command printed the output in the README."""
+def check_hello(run: subprocess.CompletedProcess) -> None:
+  """Check that the command printed the output in the README, and found a compiler."""
   assert (run.returncode, run.stdout) == (0, "Hello, world!\n"), run.stdout + run.stderr
-  assert "Traceback" not in run.stderr
-  return True
-
-
-def compiler_lines(run: subprocess.CompletedProcess) -> list[str]:
-  return [line for line in run.stderr.splitlines() if "tinyvllm[cpu]" in line]
+  assert "Traceback" not in run.stderr and "float32 on CPU" in run.stderr and "tinyvllm[cpu]" not in run.stderr
 
 
 def test_wheel_contains_files_of_both_packages_only(wheel):
@@ -157,44 +127,39 @@ def test_wheel_metadata_has_license_command_version_and_dependencies(wheel):
 
 
 def test_imported_modules_are_from_the_installed_wheel(installed, tmp_path):
-  run = installed.run(tmp_path, installed.python, "-c", """
+  run = installed.run(tmp_path, "python", "-c", """
 import sys, tinyvllm
 from tinyvllm_extra import cli
 from tinyvllm_extra.server import client
 print(tinyvllm.__file__, cli.__file__, client.__file__, *sys.path[1:], sep="\\n")""")
   assert run.returncode == 0, run.stderr
-  first, *rest = run.stdout.splitlines()
-  assert Path(first).is_relative_to(installed.folder)
-  assert all(Path(line).is_relative_to(installed.folder) for line in rest[:2])
-  assert not any(Path(line).is_relative_to(ROOT) for line in rest)
-
-
-def test_hello_compiler_on_path_prints_hello_world(installed, used_home, programs):
-  run = installed.tinyvllm(used_home, "generate", "Hello", programs=programs)
-  assert says_hello(run) and "float32 on CPU" in run.stderr and compiler_lines(run) == []
+  lines = run.stdout.splitlines()
+  assert all(Path(line).is_relative_to(installed.folder) for line in lines[:3])
+  assert not any(Path(line).is_relative_to(ROOT) for line in lines)
 
 
 def test_hello_compiler_next_to_python_prints_hello_world(installed, tmp_path):
-  with installed.compiler_next_to_python(): run = installed.tinyvllm(tmp_path, "generate", "Hello")
-  assert says_hello(run) and compiler_lines(run) == []
+  """As the extra [cpu] installs it."""
+  link = installed.folder / "bin/clang"
+  link.symlink_to(installed.programs / "clang")
+  try: check_hello(installed.run(tmp_path, "tinyvllm", "generate", "Hello"))
+  finally: link.unlink()
   assert any((tmp_path / ".cache" / "tinygrad").iterdir()), "the run must compile kernels: its cache was empty"
 
 
-def test_hello_without_compiler_names_remedy_and_works_with_one_later(installed, tmp_path, programs):
+def test_hello_without_compiler_names_remedy_and_works_with_one_later(installed, tmp_path):
   for _ in range(2):
-    run = installed.tinyvllm(tmp_path, "generate", "Hello")
+    run = installed.run(tmp_path, "tinyvllm", "generate", "Hello")
     assert (run.returncode, run.stdout) == (1, "") and "Traceback" not in run.stderr
-    assert "no C compiler" in run.stderr and len(compiler_lines(run)) == 1
-  for _ in range(2):
-    run = installed.tinyvllm(tmp_path, "generate", "Hello", programs=programs)
-    assert says_hello(run) and compiler_lines(run) == []
+    assert "no C compiler" in run.stderr and run.stderr.count("tinyvllm[cpu]") == 1
+  for _ in range(2): check_hello(installed.run(tmp_path, "tinyvllm", "generate", "Hello", programs=installed.programs))
 
 
 def test_import_has_no_side_effects(installed, tmp_path):
   """No devices, threads, environment variables or files."""
   home, before = tmp_path / "home", set(installed.elsewhere.iterdir())
   home.mkdir()
-  run = installed.run(home, installed.python, "-c", """
+  run = installed.run(home, "python", "-c", """
 import os, sys, threading
 before = dict(os.environ)
 import tinyvllm
@@ -211,7 +176,7 @@ def test_import_cpu_time_is_below_limit(installed, tmp_path):
   """CPU time, best of five, minus Python's startup. Unlike wall time it does not depend on the machine's load."""
   def seconds(code: str) -> float:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run = installed.run(tmp_path, installed.python, "-c", code)
+    run = installed.run(tmp_path, "python", "-c", code)
     assert run.returncode == 0, run.stderr
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -219,21 +184,15 @@ def test_import_cpu_time_is_below_limit(installed, tmp_path):
   assert min(x for _, x in pairs) - min(x for x, _ in pairs) < IMPORT_SECONDS
 
 
-def write_tokenizer_json_model(folder: Path) -> Path:
-  """Copy the bundled model with a tokenizer.json instead of its tokenizer.model."""
-  shutil.copytree(ROOT / "tinyvllm" / "default_model", folder, ignore=shutil.ignore_patterns("tokenizer.model"))
-  (folder / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}')
-  return folder
-
-
 @pytest.mark.parametrize("extra,arguments", [
-  ("server", ["serve"]), ("server", ["serve", "--port", "0"]), ("hf", ["generate", "Hello", "--model", "MODEL"]),
-  ("hf", ["chat"]), ("grammar", ["generate", "Hello", "--structured-outputs", '{"regex": "a"}']),
-], ids=["serve", "serve with options", "tokenizer.json", "chat", "structured outputs"])
-def test_command_without_its_extra_fails_and_names_it(installed, used_home, programs, tmp_path, extra, arguments):
-  model = str(write_tokenizer_json_model(tmp_path / "model"))
-  arguments = [model if x == "MODEL" else x for x in arguments]
-  run = installed.tinyvllm(used_home, *arguments, programs=programs, stdin="Hello\n")
+  ("server", ["serve"]), ("hf", ["generate", "Hello", "--model", "model"]),
+  ("grammar", ["generate", "Hello", "--structured-outputs", '{"regex": "a"}'])])
+def test_command_without_its_extra_fails_and_names_it(installed, used_home, extra, arguments):
+  model = installed.elsewhere / "model"   # the bundled model with a tokenizer.json
+  shutil.copytree(ROOT / "tinyvllm" / "default_model", model, ignore=shutil.ignore_patterns("tokenizer.model"))
+  (model / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}}')
+  run = installed.run(used_home, "tinyvllm", *arguments, programs=installed.programs)
+  shutil.rmtree(model)
   *log, last = run.stderr.splitlines()
   assert run.returncode == 1 and run.stdout == "" and "Traceback" not in run.stderr
   assert last.startswith("tinyvllm: ") and f"pip install 'tinyvllm[{extra}]'" in last
@@ -242,20 +201,17 @@ def test_command_without_its_extra_fails_and_names_it(installed, used_home, prog
 
 def test_convert_gguf_without_compiler_writes_model(installed, tmp_path):
   path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf"), "Q8_0", tokenizer="llama")
-  run = installed.tinyvllm(tmp_path / "home", "convert", str(path), str(tmp_path / "converted"))
+  run = installed.run(tmp_path / "home", "tinyvllm", "convert", path, tmp_path / "converted")
   assert (run.returncode, run.stdout, run.stderr) == (0, f"{tmp_path / 'converted'}\n", "")
   assert (tmp_path / "converted" / "tokenizer.model").exists()
 
 
-def test_source_archive_installs_without_git(installed, used_home, programs, tmp_path):
+def test_source_archive_installs_without_git(installed, used_home, tmp_path):
   """As downloaded from GitHub: no .git folder, and git is not on the PATH."""
   archive, folder = tmp_path / "tinyvllm.tar.gz", tmp_path / "installed"
   subprocess.run(["git", "archive", "--prefix=tinyvllm-main/", f"--output={archive}", "HEAD"], cwd=ROOT, check=True)
   installed.pip("install", "--no-deps", "--target", folder, archive)
-  assert {path.name for path in (folder / "tinyvllm" / "default_model").iterdir()} == {
-    path.name for path in source_files("tinyvllm/default_model")}
-  run = installed.run(used_home, installed.python, "-c", "import tinyvllm; print(tinyvllm.__file__)",
-                      PYTHONPATH=str(folder))
-  assert run.stdout.strip() == str(folder / "tinyvllm" / "__init__.py"), run.stderr
-  assert says_hello(installed.run(used_home, installed.python, "-m", "tinyvllm", "generate", "Hello",
-                                  programs=programs, PYTHONPATH=str(folder)))
+  def run(*arguments):
+    return installed.run(used_home, "python", *arguments, programs=installed.programs, PYTHONPATH=str(folder))
+  assert run("-c", "import tinyvllm; print(tinyvllm.__file__)").stdout == f"{folder}/tinyvllm/__init__.py\n"
+  check_hello(run("-m", "tinyvllm", "generate", "Hello"))

@@ -1,7 +1,6 @@
 """A server's prefix cache file: saved on SIGUSR1 and at shutdown, loaded at startup, unharmed by signals."""
 import json
 import os
-import shutil
 import signal
 
 import pytest
@@ -35,38 +34,26 @@ def warnings_of(server):
 
 
 def test_server_keeps_prefix_cache_across_restarts(chat_folder, tmp_path):
-  """Saved on SIGUSR1 and SIGTERM, loaded at startup. A damaged or unwritable file gives one line in the log."""
+  """Saved on SIGUSR1 and SIGTERM, loaded at startup, and left alone by SIGKILL."""
   path = tmp_path / "cache"
-  options = [*SERVE, "--prefix-cache-file", path]
-  with Server(chat_folder, *options) as server:
+  with Server(chat_folder, *SERVE, "--prefix-cache-file", path) as server:
     assert server.log.count("prefix cache") == 1 and "does not exist; starting without it" in server.log
-    first, num_cached = ask(server, "hello")
-    assert num_cached == 0
+    first = ask(server, "hello")
     server.signal(signal.SIGUSR1)
     wait_until(path.exists, "SIGUSR1 saves the file")
-    answer, num_cached = ask(server, "hello")
-    assert answer == first and num_cached > 40
+    again = ask(server, "hello")
+    assert first == (again[0], 0) and again[1] > 40
     path.unlink()
     assert server.stop() == 0, server.log
-    assert path.exists() and os.listdir(tmp_path) == ["cache"] and "Traceback" not in server.log
+    assert os.listdir(tmp_path) == ["cache"] and "Traceback" not in server.log
   raw = path.read_bytes()
-  with Server(chat_folder, *options) as server:
-    assert ask(server, "hello") == (first, num_cached)
+  with Server(chat_folder, *SERVE, "--prefix-cache-file", path) as server:
+    assert ask(server, "hello") == again
     assert ask(server, "the dog")[1] > 20, "the system prompt is cached"
     assert not warnings_of(server)
     server.signal(signal.SIGKILL)
     server.wait()
   assert path.read_bytes() == raw
-  path.write_bytes(raw[:-7])
-  shutil.copytree(tmp_path, tmp_path.parent / "gone")
-  options[-1] = tmp_path.parent / "gone" / "cache"
-  with Server(chat_folder, *options) as server:
-    assert len(warnings_of(server)) == 1 and "damaged" in warnings_of(server)[0] and "Traceback" not in server.log
-    assert ask(server, "hello") == (first, 0)
-    shutil.rmtree(tmp_path.parent / "gone")
-    assert server.stop() == 0, server.log
-    assert len(warnings_of(server)) == 2 and "is not written" in warnings_of(server)[1]
-    assert "Traceback" not in server.log
 
 
 @pytest.mark.slow
