@@ -29,7 +29,7 @@ TARGETS = {
   f"{CORE}/engine.py": "core/test_engine core/test_threads core/test_failed_steps core/test_stops core/test_memory "
                        "core/test_faults core/test_pool serving/test_errors",
   f"{CORE}/tokenizer.py": "core/test_stops text/test_tokenizer core/test_engine sampling/test_structured",
-  f"{EXTRA}/logits.py": "sampling/test_fields serving/test_errors serving/test_request_fields serving/test_completions",
+  f"{EXTRA}/logits.py": "sampling/test_fields serving/test_errors serving/test_request* serving/test_completions",
   f"{EXTRA}/structured_outputs.py": "sampling/test_structured serving/test_re* serving/test_tools",
   f"{EXTRA}/speculation.py": "sampling/test_*draft* sampling/test_spec*",
   f"{EXTRA}/prefix_cache.py": "cache/test_*",
