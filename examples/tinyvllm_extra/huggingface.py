@@ -128,7 +128,7 @@ def wrap_sentencepiece(model: SentencePieceProcessor, config: dict[str, Any]) ->
   tokens: dict[int, Any] = {i: {"content": model.IdToPiece(i), "special": True} for i in ids if model.IsControl(i)}
   tokens |= {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
   added = {token["content"]: i for i, token in tokens.items()}
-  splitter = re.compile(f"({'|'.join(map(re.escape, added))})")
+  splitter = re.compile(f"({'|'.join(map(re.escape, sorted(added, key=len, reverse=True)))})")   # the longest first
 
   def encode(text: str, special: bool) -> list[int]:
     pieces = splitter.split(text)

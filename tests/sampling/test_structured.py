@@ -360,7 +360,7 @@ def test_unsupported_keyword_of_schema_is_named(lone, keyword, value):
   ({"type": "array", "items": {"const": 1}, "uniqueItems": False, "minItems": 2, "maxItems": 2}, {"[1,1]"}),
   ({"const": "a", "format": "of my own", "x-note": 1, "$comment": "b"}, {'"a"'}),
   ({"type": "object", "propertyNames": {"enum": ["k"]}, "additionalProperties": {"const": 5}, "minProperties": 1}, {
-   '{"k":5}'})], ids=str)
+   '{"k":5}'})], ids=["exclusive", "unique", "notes", "names"])
 def test_schema_of_generators_is_accepted(lone, schema, texts):
   fields = {"structured_outputs": {"json": schema, "disable_any_whitespace": True}, "max_tokens": 30}
   outputs = lone.generate(prompts(6), [SamplingParams(**fields, seed=i) for i in range(6)])

@@ -260,3 +260,11 @@ def test_gpt_4o_splits_as_published():
   word = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]%s[\p{Ll}\p{Lm}\p{Lo}\p{M}]%s(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
   rest = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
   assert SPLITS["gpt-4o"] == word % ("*", "+") + word % ("+", "*") + rest
+
+
+def test_longest_added_token_is_matched_first(tmp_path):
+  """Gemma's vocabulary has tokens of one, two and more line breaks; found by comparing ids with llama.cpp's."""
+  (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model())
+  added = {str(VOCAB + i): {"content": "\n" * (i + 1), "special": False} for i in range(3)}
+  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+  assert load_tokenizer(tmp_path).encode("\n\n\n\n\n", False) == [VOCAB + 2, VOCAB + 1]
