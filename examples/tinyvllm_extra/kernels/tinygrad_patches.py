@@ -133,7 +133,8 @@ def skip_shapes_of_slices() -> None:
 @functools.cache
 def check_cache() -> None:
   """Turn tinygrad's cache off if its folder cannot be written, which would end the start. Checked with 0.14.0."""
-  folder = pathlib.Path(helpers.CACHEDB).parent
+  folder = pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
+  if helpers.CACHELEVEL < 1: return
   try:
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()
@@ -152,4 +153,3 @@ def keep_kernels_on_disk(compiler: str) -> None:
   file = os.stat(shutil.which(compiler, os.F_OK) or os.devnull)
   folder = pathlib.Path(helpers.CACHEDB).parent / "tinyvllm"
   realize.lower_and_compile = KernelFolder(folder, (compiler, file.st_size, file.st_mtime_ns))
-  folder.mkdir(exist_ok=True)
