@@ -40,7 +40,7 @@ def perplexity(llm: Any) -> float:
 
 
 def main() -> None:
-  records = {}
+  records = json.loads(DATA.read_text()) if DATA.exists() else {}
   for file in map(Path, sys.argv[1:]):
     llm = Llama(str(file), n_ctx=1024, n_batch=1024, logits_all=True, verbose=False)
     records[file.name] = {"perplexity": round(perplexity(llm), 4), "text": TEXT,
