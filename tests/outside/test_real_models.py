@@ -1,6 +1,7 @@
 """Gemma 3 270M, Qwen2.5-Coder-0.5B-Instruct and SmolLM2-135M as GGUF, in the folder TINYVLLM_REAL_MODELS: ids and
 perplexity equal llama.cpp's, which record_real_models.py has written to data/real_models.json, and tool loops with a
-real model's calls. llama.cpp rounds activations to int8, so that ids are compared up to the first near tie. Qwen is so small that it answers by another call, unless tool_choice is none."""
+real model's calls. llama.cpp rounds activations to int8, so that ids are compared up to the first near tie. Qwen is so
+small that it answers by another call, unless tool_choice is none."""
 import json
 import math
 import os
