@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 SCRIPT = """
 from tinyvllm_extra.server import protocol
 sampling_params = protocol.sampling_params
-def scripted(body, defaults):
+def scripted(body, defaults, escapes):   # a random model would use the escapes
   call = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
   is_done = not body.tools or body.messages[-1]["role"] == "tool"
   if not body.response_format and body.tool_choice not in ("required", "none"):
