@@ -18,7 +18,7 @@ SCRIPT = """
 import os
 from tinyvllm_extra.server import protocol
 sampling_params = protocol.sampling_params
-def scripted(body, defaults):
+def scripted(body, defaults, escapes):   # a random model would use the escapes
   last = body.messages[-1]
   text = os.environ["CALL"] if body.tools else "a title"
   if last["role"] == "tool": text = "there is a file" if "hello.txt" in str(last) else "there is no file"
