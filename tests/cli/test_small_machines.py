@@ -28,36 +28,6 @@ UNLIMITED = 9223372036854771712   # a cgroup of v1 without a limit
 
 # Limits
 
-@pytest.fixture
-def set_limits(monkeypatch, tmp_path):
-  """A function that sets up a machine with 16 GiB, 12 of them free, on which this process uses 1 GiB. cgroup: the
-  content of /proc/self/cgroup. files: by path below /sys/fs/cgroup. rlimit: RLIMIT_DATA in GiB, or None."""
-  proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
-  monkeypatch.setattr(drivers, "PROC", proc)
-  monkeypatch.setattr(drivers, "CGROUPS", cgroups)
-
-  def write(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-
-  def set_up(cgroup="0::/\n", files=(), rlimit=None):
-    free, total = 12 * GIB // 1024, 16 * GIB // 1024
-    write(proc / "meminfo", f"MemTotal:  {total} kB\nMemFree:  1024 kB\nMemAvailable: {free} kB\n")
-    write(proc / "self/status", f"Name:\tpython3\nGroups:\t\nVmSize:\t 99999999 kB\nVmData:\t {GIB // 1024} kB\n")
-    write(proc / "self/cgroup", cgroup)
-    for name, content in dict(files).items(): write(cgroups / name, f"{content}\n")
-    value = resource.RLIM_INFINITY if rlimit is None else rlimit * GIB
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_DATA: (value, value)}[kind])
-  return set_up
-
-
-def memory():
-  """Return the free and the total memory of the CPU in GiB, as `tinyvllm doctor` sees them. The engine uses less."""
-  free = drivers.host_memory().free
-  assert FastBackend().free_memory("CPU") == max(0, free - RESERVE)
-  return free / GIB, doctor.describe(SimpleNamespace(device="CPU", arch="x"))[1] / GIB
-
-
 def group_v2(name, limit, usage, cache=0):
   return {f"{name}memory.max": limit, f"{name}memory.current": usage,
           f"{name}memory.stat": f"anon 5\ninactive_file {cache}"}
@@ -68,46 +38,43 @@ def group_v1(name, limit, usage, cache=0):
           f"memory/{name}memory.stat": f"inactive_file 7\ntotal_inactive_file {cache}"}
 
 
-def test_free_memory_without_limits_includes_cache_of_files(set_limits):
-  set_limits()
-  assert memory() == (12, 16)
+@pytest.mark.parametrize("cgroup,files,rlimit,expected", [
+  ("0::/", {}, None, (12, 16)), ("0::/", {}, 4, (3, 4)), ("0::/", {}, 1, (0, 1)), ("0::/", {}, 14, (12, 14)),
+  ("0::/", {}, 64, (12, 16)),
+  ("0::/a/b", group_v2("a/b/", 8 * GIB, 3 * GIB), None, (5, 8)),
+  ("0::/a/b", group_v2("a/b/", 8 * GIB, 3 * GIB, 2 * GIB), None, (7, 8)),
+  ("0::/a/b", group_v2("a/b/", "max", 3 * GIB) | group_v2("a/", 4 * GIB, 3 * GIB), None, (1, 4)),   # limit of parent
+  ("0::/a/b", group_v2("a/b/", 4 * GIB, GIB) | group_v2("a/", 8 * GIB, 6 * GIB), None, (2, 4)),   # other groups' use
+  ("0::/docker/123", group_v2("", 4 * GIB, GIB), None, (3, 4)),
+  ("0::/a", group_v2("a/", 4 * GIB, 5 * GIB), None, (0, 4)), ("0::/a", group_v2("a/", "max", GIB), None, (12, 16)),
+  ("0::/a", group_v2("other/", 4 * GIB, GIB), None, (12, 16)),
+  ("3:cpu,cpuacct:/a\n2:memory:/a:b/c\n0::/", group_v1("a:b/", 6 * GIB, 4 * GIB, GIB), None, (3, 6)),
+  ("2:memory:/a", group_v1("a/", UNLIMITED, 4 * GIB) | group_v1("", UNLIMITED, 5 * GIB), None, (12, 16)),
+  ("2:memory:/docker/123", group_v1("", 4 * GIB, GIB), None, (3, 4)),
+  ("2:cpu:/a", group_v1("a/", GIB, 0), None, (12, 16)),   # memory is in no group
+  ("0::/a", group_v2("a/", 4 * GIB, 2 * GIB), 8, (2, 4)), ("0::/a", group_v2("a/", 8 * GIB, GIB), 4, (3, 4))])
+def test_free_memory_is_least_limit_minus_used(monkeypatch, tmp_path, cgroup, files, rlimit, expected):
+  """The machine has 16 GiB, 12 of them free; this process uses 1 GiB. cgroup: the content of /proc/self/cgroup. files:
+  by path below /sys/fs/cgroup. rlimit: RLIMIT_DATA in GiB. expected: free and total GiB, as the doctor sees them."""
+  meminfo = f"MemTotal:  {16 * 2**20} kB\nMemFree:  1024 kB\nMemAvailable: {12 * 2**20} kB"
+  status = f"Name:\tpython3\nGroups:\t\nVmSize:\t 99999999 kB\nVmData:\t {2**20} kB"
+  texts = {"proc/meminfo": meminfo, "proc/self/status": status, "proc/self/cgroup": cgroup, **files}
+  for name, text in texts.items():
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(f"{text}\n")
+  monkeypatch.setattr(drivers, "PROC", tmp_path / "proc")
+  monkeypatch.setattr(drivers, "CGROUPS", tmp_path)
+  value = resource.RLIM_INFINITY if rlimit is None else rlimit * GIB
+  monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_DATA: (value, value)}[kind])
+  free, total = drivers.host_memory().free, doctor.describe(SimpleNamespace(device="CPU", arch="x"))[1]
+  assert (free / GIB, total / GIB) == expected
+  assert FastBackend().free_memory("CPU") == max(0, free - RESERVE)
 
 
-@pytest.mark.parametrize("rlimit, expected", [(4, (3, 4)), (1, (0, 1)), (14, (12, 14)), (64, (12, 16))])
-def test_free_memory_is_data_limit_minus_used(set_limits, rlimit, expected):
-  set_limits(rlimit=rlimit)
-  assert memory() == expected
-
-
-@pytest.mark.parametrize("cgroup, files, expected", [
-  ("0::/a/b\n", group_v2("a/b/", 8 * GIB, 3 * GIB), (5, 8)),
-  ("0::/a/b\n", group_v2("a/b/", 8 * GIB, 3 * GIB, 2 * GIB), (7, 8)),
-  ("0::/a/b\n", group_v2("a/b/", "max", 3 * GIB) | group_v2("a/", 4 * GIB, 3 * GIB), (1, 4)),
-  ("0::/a/b\n", group_v2("a/b/", 4 * GIB, GIB) | group_v2("a/", 8 * GIB, 6 * GIB), (2, 4)),
-  ("0::/docker/123\n", group_v2("", 4 * GIB, GIB), (3, 4)),
-  ("0::/a\n", group_v2("a/", 4 * GIB, 5 * GIB), (0, 4)),
-  ("0::/a\n", group_v2("a/", "max", GIB), (12, 16)), ("0::/a\n", group_v2("other/", 4 * GIB, GIB), (12, 16)),
-  ("3:cpu,cpuacct:/a\n2:memory:/a:b/c\n0::/\n", group_v1("a:b/", 6 * GIB, 4 * GIB, GIB), (3, 6)),
-  ("2:memory:/a\n", group_v1("a/", UNLIMITED, 4 * GIB) | group_v1("", UNLIMITED, 5 * GIB), (12, 16)),
-  ("2:memory:/docker/123\n", group_v1("", 4 * GIB, GIB), (3, 4)), ("2:cpu:/a\n", group_v1("a/", GIB, 0), (12, 16))],
-  ids=["v2", "v2 with cache", "v2 limit of parent", "v2 use of parent's other groups", "v2 in a container",
-       "v2 exceeded", "v2 unlimited", "v2 of another group", "v1", "v1 unlimited", "v1 in a container",
-       "v1 without memory"])
-def test_free_memory_is_limit_of_cgroup_minus_used(set_limits, cgroup, files, expected):
-  set_limits(cgroup, files)
-  assert memory() == expected
-
-
-def test_least_limit_counts(set_limits):
-  set_limits("0::/a\n", group_v2("a/", 4 * GIB, 2 * GIB), rlimit=8)
-  assert memory() == (2, 4)
-  set_limits("0::/a\n", group_v2("a/", 8 * GIB, GIB), rlimit=4)
-  assert memory() == (3, 4)
-
-
-def test_free_memory_without_proc_is_free_pages(set_limits, monkeypatch):
+def test_free_memory_without_proc_is_free_pages(tmp_path, monkeypatch):
+  monkeypatch.setattr(drivers, "PROC", tmp_path)
   monkeypatch.setattr(Backend, "free_memory", lambda backend, device: 9 * GIB)
-  assert memory()[0] == 9
+  assert drivers.host_memory().free == 9 * GIB
 
 
 # Models
@@ -166,16 +133,17 @@ def test_model_whose_weights_just_fit_starts(folder, set_free):
 
 @pytest.mark.parametrize("quantization,free,remedy", [
   (None, NEEDED["int8"], "int8"), (None, NEEDED["int8"] - 1, "int4"), (None, NEEDED["int4"], "int4"),
-  ("int8", NEEDED["int4"], "int4")])
-def test_model_above_free_memory_is_refused_with_quantization_that_fits(deep_folder, set_free, monkeypatch,
-                                                                        quantization, free, remedy):
+  ("int8", NEEDED["int4"], "int4"), *[(name, DEEP["int4"] - 1, None) for name in DEEP]])
+def test_model_above_free_memory_is_refused_with_remedy(deep_folder, set_free, monkeypatch, quantization, free, remedy):
   monkeypatch.setattr(fit, "GIB", 1000)   # the tiny model would need 0.00 GiB
   set_free(free)
   error = error_of(deep_folder, quantization)
-  assert error.startswith(f"model: {deep_folder} needs {DEEP[quantization] / 1000:.2f} GiB for its weights, but ")
-  assert f"CPU has {free / 1000:.2f} GiB of free memory: " in error
-  assert f"use quantization={remedy!r} (--quantization {remedy}), which takes {DEEP[remedy] / 1000:.2f} GiB" in error
-  assert not error_of(deep_folder, remedy)
+  text = f"no quantization fits: choose a smaller model, or provide {NEEDED['int4'] / 1000:.2f} GiB"
+  if remedy:
+    text = f"use quantization={remedy!r} (--quantization {remedy}), which takes {DEEP[remedy] / 1000:.2f} GiB"
+    assert not error_of(deep_folder, remedy)
+  assert error.startswith(f"model: {deep_folder} needs {DEEP[quantization] / 1000:.2f} GiB for its weights, but "
+                          f"CPU has {free / 1000:.2f} GiB of free memory: {text}")
 
 
 def test_remedy_leaves_room_for_a_kv_cache(tmp_path, set_free):
@@ -186,42 +154,25 @@ def test_remedy_leaves_room_for_a_kv_cache(tmp_path, set_free):
     assert f"use quantization='{remedy}'" in error_of(folder)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_no_quantization_fits_error_names_memory_needed(deep_folder, set_free, monkeypatch, quantization):
-  monkeypatch.setattr(fit, "GIB", 1000)
-  set_free(DEEP["int4"] - 1)
-  error = error_of(deep_folder, quantization)
-  assert f"no quantization fits: choose a smaller model, or provide {NEEDED['int4'] / 1000:.2f} GiB" in error
-  assert f"needs {DEEP[quantization] / 1000:.2f} GiB" in error
-
-
 @pytest.mark.parametrize("missing", [0, 1])
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_model_that_just_fits_is_accepted_with_warning(deep_folder, set_free, caplog, quantization, missing):
+@pytest.mark.parametrize("config,quantization,needed", [
+  *[({"num_hidden_layers": 12}, name, size) for name, size in NEEDED.items()],
+  ({"vocab_size": 1000}, None, 4 * 1000 * 32 * 4)])   # large embeddings need four times their size
+def test_model_that_just_fits_loads_with_warning(tmp_path, set_free, caplog, config, quantization, needed, missing):
   """Free memory is an estimate, and so is what loading takes: only weights above it are refused."""
-  set_free(NEEDED[quantization] - missing)
-  assert not error_of(deep_folder, quantization)
-  assert any("loading may take" in line for line in caplog.messages) == bool(missing)
+  set_free(needed - missing)
+  assert not error_of(tiny_model(tmp_path, **config), quantization)
+  assert ("loading may take" in caplog.text) == bool(missing)
 
 
-@pytest.mark.parametrize("missing", [0, 1])
-def test_large_embeddings_need_four_times_their_size_to_load(tmp_path, set_free, caplog, missing):
-  folder = tiny_model(tmp_path, vocab_size=1000)
-  set_free(4 * 1000 * 32 * 4 - missing)
-  assert not error_of(folder) and ("loading may take" in caplog.text) == bool(missing)
-
-
-@pytest.mark.parametrize("error", [MemoryError("out of memory"), OSError(12, "Cannot allocate memory")])
-def test_memory_runs_out_while_loading_error_names_remedy(folder, monkeypatch, error):
+@pytest.mark.parametrize("error,expected,words", [
+  (MemoryError("out of memory"), InputError, "^model: .* memory ran out: .*--quantization int4"),
+  (OSError(12, "Cannot allocate memory"), InputError, "^model: .* memory ran out: .*--quantization int4"),
+  (OSError(5, "Input/output error"), OSError, "Input/output")])
+def test_memory_runs_out_while_loading_error_names_remedy(folder, monkeypatch, error, expected, words):
   def fail(*_): raise error
   monkeypatch.setattr(fake_device.Linear, "load", fail)
-  with pytest.raises(InputError, match="^model: .* memory ran out: .*--quantization int4"): LLM(folder, **ENGINE)
-
-
-def test_error_of_disk_while_loading_stays(folder, monkeypatch):
-  def fail(*_): raise OSError(5, "Input/output error")
-  monkeypatch.setattr(fake_device.Linear, "load", fail)
-  with pytest.raises(OSError, match="Input/output"): LLM(folder, **ENGINE)
+  with pytest.raises(expected, match=words): LLM(folder, **ENGINE)
 
 
 def test_devices_of_a_cpu_share_its_free_memory(folder, set_free):
@@ -243,14 +194,11 @@ def test_gguf_file_is_refused_by_size_of_its_tensors(folder, tmp_path, set_free)
 
 
 def test_device_whose_memory_is_unknown_is_not_checked(folder, set_free, monkeypatch):
+  assert [drivers.device_memory(name).is_known for name in ("CPU", "CPU:1", "NULL")] == [True, True, False]
   set_free(1000)
   assert error_of(folder)
   monkeypatch.setattr(drivers, "device_memory", lambda name: drivers.host_memory()._replace(is_known=False))
   assert not error_of(folder)
-
-
-def test_memory_of_device_without_reader_is_unknown():
-  assert [drivers.device_memory(name).is_known for name in ("CPU", "CPU:1", "NULL")] == [True, True, False]
 
 
 def test_buffers_of_freed_engines_count_as_free(folder, set_free, monkeypatch):
