@@ -9,6 +9,7 @@ import platform
 import random
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -25,7 +26,6 @@ import numpy
 from tinygrad import Device, Tensor, TinyJit, UOp, dtypes, nn
 from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.device import Buffer
-from tinygrad.dtype import DType
 from tinygrad.engine.jit import CapturedJit
 from tinygrad.uop.ops import KernelInfo
 
@@ -38,24 +38,9 @@ from tinyvllm_extra.kernels import make_backend, prepare_device
 from tinyvllm_extra.kernels.matmul import Linear, scales_shape
 
 
-def _shape(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, vocab: int, tied: bool, length: int,
-           theta: float = 10000.0) -> dict:
-  return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": layers,
-          "hidden_size": hidden, "intermediate_size": intermediate, "num_attention_heads": heads,
-          "num_key_value_heads": kv_heads, "head_dim": hidden // heads, "vocab_size": vocab,
-          "tie_word_embeddings": tied, "max_position_embeddings": length, "rope_theta": theta, "rms_norm_eps": 1e-5,
-          "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2}
-
-
-SHAPES = {"llama-7b": _shape(32, 4096, 11008, 32, 32, 32000, False, 4096),
-          "llama-3.2-1b": _shape(16, 2048, 8192, 32, 8, 128256, True, 131072, 5e5),
-          "llama-3.1-8b": _shape(32, 4096, 14336, 32, 8, 128256, False, 131072, 5e5),
-          "llama-3.1-70b": _shape(80, 8192, 28672, 64, 8, 128256, False, 131072, 5e5),
-          "qwen3-30b-a3b": {**_shape(48, 2048, 6144, 32, 4, 151936, False, 40960, 1e6), "head_dim": 128,
-                            "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "num_experts_per_tok": 8,
-                            "moe_intermediate_size": 768, "norm_topk_prob": True},
-          "smollm2-135m": _shape(30, 576, 1536, 9, 3, 49152, True, 8192, 1e5),
-          "bundled": json.loads((Path(tinyvllm.__file__).parent / "default_model/config.json").read_text())}
+# config.json of each shape
+SHAPES = json.loads((Path(__file__).parent / "model_shapes.json").read_text())
+SHAPES["bundled"] = json.loads((Path(tinyvllm.__file__).parent / "default_model/config.json").read_text())
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -89,10 +74,9 @@ def positive(text: str) -> int:
   return value
 
 
-def add_workload(parser: argparse.ArgumentParser) -> None:
+def add_workload(parser: argparse.ArgumentParser, output_len: int) -> None:
   parser.add_argument("--input-len", type=positive, default=128, help="tokens per prompt")
-  parser.add_argument("--output-len", type=positive, default=128, help="output tokens per prompt")
-  parser.add_argument("--mixed", action="store_true", help="random lengths, from a quarter to all of these")
+  parser.add_argument("--output-len", type=positive, default=output_len, help="output tokens per prompt")
 
 
 HOST_COLUMNS = ["host ms", "launch ms", "wait ms"]
@@ -213,6 +197,20 @@ def _noise(n: int, seed: int, device: str) -> Tensor:
   return ((x ^ (x >> 13)) >> 8).float() * 2.0**-24
 
 
+def first_difference(expected: list[list[int]], ids: list[list[int]]) -> str:
+  """Return where the outputs first differ, or an empty string."""
+  differences = [(i, prompt, a, b) for prompt, pair in enumerate(zip(expected, ids, strict=True))
+                 for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b]
+  return "output token {} of prompt {}: {}, and here {}".format(*min(differences)) if differences else ""
+
+
+def results_of_process(*arguments: str, **variables: str) -> list[dict]:
+  """Return the JSON lines that this script prints in a new process with these arguments and variables."""
+  command = [sys.executable, *sys.argv, *arguments]
+  run = subprocess.run(command, env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True, check=True)
+  return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
 def release() -> None:
   """Free the memory of unused engines: the next engine sizes its KV cache by the free memory."""
   gc.collect()
@@ -229,8 +227,7 @@ def greedy(tokens: int) -> SamplingParams: return SamplingParams(temperature=0.0
 
 def make_requests(vocabulary: int, args: argparse.Namespace, n: int) -> list[tuple[dict, SamplingParams]]:
   rng = random.Random(args.seed)
-  def length(limit: int) -> int: return rng.randint(max(1, limit // 4), limit) if args.mixed else limit
-  return [(random_ids(vocabulary, length(args.input_len), rng), greedy(length(args.output_len))) for _ in range(n)]
+  return [(random_ids(vocabulary, args.input_len, rng), greedy(args.output_len)) for _ in range(n)]
 
 
 @dataclass
@@ -346,11 +343,8 @@ def bytes_read(model: Llama, running: int) -> float:
 def roofline(llm: LLM, bandwidth: float, running: int, context: float) -> float:
   """Return the minimum seconds of a decode step: reading the weights and the running sequences' KV once, split over
   the devices."""
-  embeddings = running * llm.model_config.hidden_size * weight_dtype(llm).itemsize
+  embeddings = running * llm.model_config.hidden_size * llm.runner.model.embed_tokens.weight.dtype.itemsize
   return (bytes_read(llm.runner.model, running) + embeddings + token_bytes(llm) * context * running) / bandwidth
-
-
-def weight_dtype(llm: LLM) -> DType: return llm.runner.model.embed_tokens.weight.dtype
 
 
 def token_bytes(llm: LLM) -> int:

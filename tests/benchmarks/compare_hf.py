@@ -82,8 +82,7 @@ def main() -> None:
   parser = common.make_parser(__doc__)
   parser.add_argument("--running", type=common.positive, default=8, help="maximum running sequences")
   parser.add_argument("--num-prompts", type=common.positive, help="total prompts (default: --running)")
-  parser.add_argument("--input-len", type=common.positive, default=128, help="tokens per prompt")
-  parser.add_argument("--output-len", type=common.positive, default=64, help="output tokens per prompt")
+  common.add_workload(parser, output_len=64)
   parser.add_argument("--same-weights", action=argparse.BooleanOptionalAction, help="load the transformers model's "
                       "weights in tinyvllm (default: on for shapes below 7B)")
   args = parser.parse_args()
@@ -94,7 +93,7 @@ def main() -> None:
   config = common.hf_config(args)
   if args.same_weights is None: args.same_weights = args.shape not in ("llama-7b", "llama-3.1-8b") or bool(args.layers)
   transformers.logging.set_verbosity_error()
-  args.mixed, count = False, args.num_prompts or args.running
+  count = args.num_prompts or args.running
   prompts = [ids["prompt_token_ids"] for ids, _ in common.make_requests(config["vocab_size"], args, count)]
   with tempfile.TemporaryDirectory() as folder:
     results = run_hf(args, config, prompts, folder, torch, transformers)
@@ -116,15 +115,9 @@ def main() -> None:
   common.print_table(["library", "seconds", "output tokens/s", "tinyvllm's speed-up"], [
     [name, f"{s:.3f}", f"{new / s:.1f}", f"{s / seconds:.2f}x"] for name, (s, _) in results.items()])
   if args.same_weights and args.dtype == "float32":
-    for name, (_, ids) in list(results.items())[1:]: print(f"{name}: {first_difference(results['tinyvllm'][1], ids)}")
-
-
-def first_difference(ours: list[list[int]], theirs: list[list[int]]) -> str:
-  differences = [(i, prompt, a, b) for prompt, pair in enumerate(zip(ours, theirs, strict=True))
-                 for i, (a, b) in enumerate(zip(*pair, strict=True)) if a != b]
-  if not differences: return "all tokens equal tinyvllm's"
-  i, prompt, a, b = min(differences)
-  return f"first difference at output token {i} of prompt {prompt}: tinyvllm {a}, transformers {b}"
+    for name, (_, ids) in list(results.items())[1:]:
+      difference = common.first_difference(results["tinyvllm"][1], ids)
+      print(f"{name}: {difference and 'first difference from tinyvllm at '}{difference or 'the same tokens'}")
 
 
 if __name__ == "__main__": main()

@@ -166,14 +166,6 @@ def print_kernels(llm: LLM, calls: list[UOp], inputs: list[UOp], times: list[flo
     rows.append([name, str(len(group)), f"{1e6 * seconds:.1f}", f"{sum(g[0] for g in group) / sum(times):.0%}",
                  f"{size / 1e6:.3f}", f"{size / seconds / 1e9:.1f}", rate, f"{size / seconds / bandwidth:.0%}"])
   common.print_table(["kernel", "launches", "us each", "of step", "MB", "GB/s", "TFLOP/s", "of copy"], rows)
-  first: dict[str, int] = {}   # by layer: its first launch with one of its parameters
-  for i, operands in enumerate(buffers):
-    for part in (names.get(buffer.base, ("",))[0].split(".") for buffer in operands):
-      if part[0] == "layers": first.setdefault(part[1], i)
-  if "1" not in first: print("kernels per layer: needs --layers >= 2")
-  else:
-    each = first["1"] - first["0"]
-    print(f"{each} kernels per layer per step, {len(calls) - each * config.num_hidden_layers} outside the layers")
 
 
 def main() -> None:

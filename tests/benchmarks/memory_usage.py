@@ -18,28 +18,18 @@ Other modes:
   --overhead    tokens/s of prompts with nothing in common, with and without the prefix cache, alternating
   --pressure    seconds of --requests prompts (128 to 512 tokens in, 192 out) with all the blocks they need, and with a
                 quarter of them, so that sequences are preempted and recomputed
-  --plan        memory of a step of each graph shape besides weights and KV cache, from tinygrad's memory plan
   --kv-caches   memory and decode speed of each kv_cache_dtype (--running sequences of --context tokens, alternating);
                 with --model also the perplexity of a text"""
 import math
 import random
 import statistics
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import patch
 
 import common
-from common import LLM, SamplingParams
+from common import LLM
 from perplexity import TEXT, perplexity
-from tinygrad import UOp
-from tinygrad.engine.realize import capturing
-from tinygrad.schedule.memory import memory_plan_rewrite
-from tinygrad.uop.ops import Ops, buffers
-
-from tinyvllm.runner import zeros
 
 OWN, NEW = 16, 64   # prompt tokens after the prefix; output tokens of a load
 
@@ -230,45 +220,6 @@ def measure_pressure(args) -> None:
   common.print_table(["pool", "blocks", "seconds", "preemptions", "cached tokens"], rows)
 
 
-class Planned(Exception): pass
-
-
-def plan_step(llm: LLM, tokens: int, params: SamplingParams) -> int:
-  """Return the planned bytes of a step of `tokens` tokens. The step is traced, not launched."""
-  num_bytes = 0
-
-  def launch(step):
-    nonlocal num_bytes
-    linears, words = [], zeros(len(step.words))
-    permanent = {*buffers, *(x.uop.base for layer in llm.runner.kv_caches for x in layer)}
-    capturing.append(SimpleNamespace(add_linear=lambda linear, values: linears.append(linear)))
-    try: llm.runner._compute(words, step.key)
-    finally: capturing.clear()
-    plan = memory_plan_rewrite(UOp(Ops.LINEAR, src=tuple(x for linear in linears for x in linear.src)), permanent)
-    num_bytes = sum(u.nbytes() for u in {u for u in plan.toposort() if u.op is Ops.BUFFER and u not in permanent})
-    raise Planned
-
-  llm.add_request("planned", common.random_ids(llm.model_config.vocab_size, tokens, random.Random(0)), params)
-  with patch.object(llm.runner, "launch", launch), suppress(Planned): llm.step()
-  llm.abort_request("planned")
-  return num_bytes
-
-
-def measure_plan(args) -> None:
-  """Print the planned memory of each graph shape. Steps are traced, but neither compiled nor run."""
-  llm = engine(args, True, args.max_model_len, max_num_seqs=64, num_gpu_blocks_override=args.max_model_len // 16 + 2)
-  kinds = {"greedy": common.greedy(1), "sampling": SamplingParams(top_p=0.9, max_tokens=1)}
-  total, rows, T = 0, [], llm.config.max_num_batched_tokens
-  while T:
-    for kind, params in kinds.items():
-      started = time.perf_counter()
-      total += (num_bytes := plan_step(llm, T, params))
-      rows.append([str(T), kind, f"{num_bytes / 2**20:.2f}", f"{time.perf_counter() - started:.2f}"])
-    T //= 2
-  common.print_table(["tokens", "sampler", "MiB", "seconds to plan"], rows)
-  print(f"{total / 2**20:.0f} MiB for all these shapes")
-
-
 def main() -> None:
   parser = common.make_parser(__doc__)
   parser.set_defaults(shape=None)
@@ -278,19 +229,16 @@ def main() -> None:
   parser.add_argument("--max-model-len", type=common.positive, default=2048, help="maximum tokens per sequence")
   parser.add_argument("--overhead", action="store_true", help="measure the cost of the prefix cache without hits")
   parser.add_argument("--pressure", action="store_true", help="time a pool with a quarter of the blocks")
-  parser.add_argument("--plan", action="store_true", help="print the memory of a step of each graph shape")
   parser.add_argument("--kv-caches", action="store_true", help="compare the kv_cache_dtype values")
   parser.add_argument("--running", type=common.positive, default=8, help="running sequences, with --kv-caches")
   parser.add_argument("--context", type=common.positive, default=1500, help="tokens per sequence, with --kv-caches")
   parser.add_argument("--text", type=Path, default=TEXT, help="text for the perplexity, with --kv-caches")
   parser.add_argument("--rounds", type=common.positive, default=9, help="rounds, with --overhead and --kv-caches")
-  parser.add_argument("--input-len", type=common.positive, default=128, help="tokens per prompt, with --overhead")
-  parser.add_argument("--output-len", type=common.positive, default=32, help="output tokens, with --overhead")
+  common.add_workload(parser, output_len=32)   # with --overhead
   args = parser.parse_args()
   if not args.shape and not args.model: args.shape, args.layers = "smollm2-135m", args.layers or 4
   common.start(args)
-  modes = {"overhead": measure_overhead, "pressure": measure_pressure, "plan": measure_plan,
-           "kv_caches": measure_caches}
+  modes = {"overhead": measure_overhead, "pressure": measure_pressure, "kv_caches": measure_caches}
   next((measure for name, measure in modes.items() if getattr(args, name)), measure_memory)(args)
 
 

@@ -10,8 +10,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from random import Random
@@ -44,12 +42,6 @@ def run(args: argparse.Namespace) -> None:
   print(json.dumps(results), flush=True)
 
 
-def start(file: str) -> dict:
-  """Return the results of `run` in a new process."""
-  child = subprocess.run([sys.executable, *sys.argv, "--file", file], stdout=subprocess.PIPE, text=True, check=True)
-  return json.loads(child.stdout.splitlines()[-1])
-
-
 def main() -> None:
   parser = common.make_parser(__doc__)
   parser.add_argument("--system-len", type=common.positive, default=1000, help="tokens of the system prompt")
@@ -64,8 +56,8 @@ def main() -> None:
   with TemporaryDirectory() as folder:
     for i in range(args.repeats):
       file = os.path.join(folder, f"prefix-cache-{i}")
-      cold.append(start(file))
-      warm.append(start(file))
+      cold += common.results_of_process("--file", file)
+      warm += common.results_of_process("--file", file)
     size = os.path.getsize(file)
   assert all(x["ids"] == cold[0]["ids"] for x in (*cold, *warm)), "the outputs differ"
   def median(results: list[dict], name: str) -> float: return statistics.median(x[name] for x in results)

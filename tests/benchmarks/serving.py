@@ -3,26 +3,20 @@
   python tests/benchmarks/serving.py [--model DIR] --num-prompts 100 --request-rate 8 --max-concurrency 32
   python tests/benchmarks/serving.py --url http://127.0.0.1:8000 --input-len 128 --output-len 64
   python tests/benchmarks/serving.py --compare [--model DIR | --shape smollm2-135m]
-  python tests/benchmarks/serving.py --compare --step-ms 2.2
 
 Starts a server of the bundled model (or --model, --shape), or uses the one at --url. Prompts are different random ids;
 every response has --output-len tokens. Requests arrive in a Poisson process. TTFT: time from sending a request to the
-first byte of the first event with text. ITL: time between events. TPOT: time per output token after the first.
+end of the first event with text. ITL: time between events. TPOT: time per output token after the first.
 
 --compare alternates HTTP and LLM.generate in several rounds of one run, on the same load without a prefix cache:
 (a) one request at a time: its TTFT minus RequestMetrics.ttft of an engine without HTTP; (b) --streams requests at once:
 output tokens/s over HTTP divided by those of LLM.generate. The engine without HTTP is in this process, idle while the
 server works.
 
---step-ms computes nothing: a simulated device takes that long per step, parallel to the host like a GPU, and derives
-tokens from their positions. The time left is the host work of server and client. The engine without HTTP uses the same
-simulated device, so the ratio is the cost of HTTP at that step time.
-
-The client runs asyncio on raw sockets in this process; the server is another process with its own interpreter lock. On
+The client runs asyncio's streams in this process; the server is another process with its own interpreter lock. On
 few cores they compete, so the client's CPU usage is printed."""
 import argparse
 import asyncio
-import bisect
 import json
 import math
 import os
@@ -32,22 +26,20 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-from urllib.error import URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import common
 import numpy as np
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.runner import Results, Step
 
 sys.path.insert(0, str(Path(__file__).parents[1]))   # tests
 from helpers import servers
@@ -57,84 +49,55 @@ KEY = os.environ.get("OPENAI_API_KEY", "none")
 
 @dataclass
 class Answer:
-  """A response. `parse` fills the other fields from `reads`; the token counts are those of the usage field."""
-  start_time: float = 0.0
+  """A response. `parse` fills the other fields from head and parts; the token counts are those of the usage field."""
+  start_time: float
   error: str = ""
-  reads: list[tuple[float, bytes]] = field(default_factory=list)   # time and data of each read of the socket
-  times: list[float] = field(default_factory=list)   # arrival of the first byte of each event with text
+  head: bytes = b""
+  parts: list[tuple[float, bytes]] = field(default_factory=list)   # time and data of each part of the body
+  times: list[float] = field(default_factory=list)   # arrival of each event with text
   tokens: int = 0
   prompt_tokens: int = 0
 
   def parse(self) -> None:
-    head, _, body = b"".join(data for _, data in self.reads).partition(b"\r\n\r\n")
     if self.error: return
-    if b" 200 " not in head.split(b"\r\n")[0]: self.error = body.decode(errors="replace")
-    elif b"text/event-stream" in head.lower(): self._events(body, len(head) + 4)
-    else: self._usage(json.loads(body))
+    body = b"".join(data for _, data in self.parts)
+    if b" 200 " not in self.head.split(b"\r\n")[0]: self.error = body.decode(errors="replace")
+    elif b"text/event-stream" not in self.head: self._usage(json.loads(body))
+    else: self._events()
 
-  def _events(self, body: bytes, offset: int) -> None:
-    ends, at = [], 0   # total bytes after each read
-    for _, data in self.reads: ends.append(at := at + len(data))
-    events, starts, at = b"", [], 0   # body without chunk frames; (offset in events, offset in the response)
-    while at < len(body):
-      line = body.index(b"\r\n", at)
-      starts.append((len(events), offset + line + 2))
-      events, at = events + body[line + 2:line + 2 + int(body[at:line], 16)], line + 4 + int(body[at:line], 16)
-    at, *parts = 0, *events.split(b"\n\n")
-    for event in parts:
-      start, received = starts[bisect.bisect_right(starts, (at, math.inf)) - 1]
-      at, received = at + len(event) + 2, received + at - start
-      if event in (b"", b"data: [DONE]"): continue
-      content = json.loads(event.removeprefix(b"data: "))
-      if content.get("error"): self.error = json.dumps(content)
-      if content.get("usage"): self._usage(content)
-      if any(choice.get("text") for choice in content.get("choices", [])):
-        self.times.append(self.reads[bisect.bisect_right(ends, received)][0])
-    if not self.error and (parts[-2:] != [b"data: [DONE]", b""] or not self.times or not self.tokens):
-      self.error = f"stream without text, usage or [DONE]: {events[-200:]!r}"
+  def _events(self) -> None:
+    rest = event = b""
+    for received, data in self.parts:
+      *events, rest = (rest + data).split(b"\n\n")
+      for event in events:
+        if event == b"data: [DONE]": continue
+        content = json.loads(event.removeprefix(b"data: "))
+        if content.get("error"): self.error = json.dumps(content)
+        if content.get("usage"): self._usage(content)
+        if any(choice.get("text") for choice in content.get("choices", [])): self.times.append(received)
+    if not self.error and (event + rest != b"data: [DONE]" or not self.times or not self.tokens):
+      self.error = f"stream without text, usage or [DONE]: {(event + rest)[-200:]!r}"
 
   def _usage(self, content: dict[str, Any]) -> None:
     self.tokens, self.prompt_tokens = (content["usage"][name] for name in ("completion_tokens", "prompt_tokens"))
 
-  end = property(lambda self: self.reads[-1][0])
+  end = property(lambda self: self.parts[-1][0])
   ttft = property(lambda self: self.times[0] - self.start_time)
   tpot = property(lambda self: (self.times[-1] - self.times[0]) / (self.tokens - 1))
   itl = property(lambda self: [b - a for a, b in zip(self.times, self.times[1:], strict=False)])
 
 
-class Connection(asyncio.Protocol):
-  """A keep-alive connection. It only detects the end of a response: parsing would take CPU time from the server."""
-  answer: Answer | None = None
-  open = True
-
-  def connection_made(self, transport: Any) -> None: self.transport = transport
-
-  def send(self, request: bytes) -> asyncio.Future:
-    self.result, self.head, self.tail, self.left = asyncio.get_running_loop().create_future(), b"", b"", None
-    self.answer = Answer(start_time=time.perf_counter())
-    self.transport.write(request)
-    return self.result
-
-  def data_received(self, data: bytes) -> None:
-    if not self.answer: return
-    self.answer.reads.append((time.perf_counter(), data))
-    if self.left is None:
-      self.head += data
-      head, end, data = self.head.partition(b"\r\n\r\n")
-      if not end: return
-      length = re.search(rb"content-length: *(\d+)", head, re.I)
-      self.left = int(length[1]) if length else math.inf   # inf: chunked, ends with an empty chunk
-    self.left, self.tail = self.left - len(data), (self.tail + data)[-5:]
-    if self.left == 0 or self.left == math.inf and self.tail == b"0\r\n\r\n": self.finish()
-
-  def connection_lost(self, error: Exception | None) -> None:
-    self.open = False
-    if self.answer: self.finish(f"connection closed: {error}")
-
-  def finish(self, error: str = "") -> None:
-    self.answer.error = error
-    if not self.result.done(): self.result.set_result(self.answer)
-    self.answer = None
+async def send(request: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Answer:
+  """Send a request and return its answer, not yet parsed: parsing now would take CPU time from the server."""
+  answer = Answer(time.perf_counter())
+  writer.write(request)
+  answer.head = (await reader.readuntil(b"\r\n\r\n")).lower()
+  if length := re.search(rb"content-length: *(\d+)", answer.head):
+    answer.parts.append((time.perf_counter(), await reader.readexactly(int(length[1]))))
+  while not length and (size := int(await reader.readline(), 16)):   # chunks; the last one is empty
+    answer.parts.append((time.perf_counter(), (await reader.readexactly(size + 2))[:-2]))
+  if not length: await reader.readexactly(2)
+  return answer
 
 
 @dataclass
@@ -149,7 +112,7 @@ class Run:
 
 class Client:
   def __init__(self, args: argparse.Namespace, url: str):
-    self.args, self.address, self.idle, self.rng = args, urlsplit(url), list[Connection](), random.Random(args.seed)
+    self.args, self.address, self.idle, self.rng = args, urlsplit(url), list[tuple](), random.Random(args.seed)
     self.vocabulary, self.loop = vocabulary(args), asyncio.new_event_loop()
 
   def ids(self, n: int) -> list[list[int]]:
@@ -173,19 +136,18 @@ class Client:
     async def one(request: bytes, delay: float) -> Answer:
       await asyncio.sleep(started + delay - time.perf_counter())
       async with limit:
-        self.idle = [c for c in self.idle if c.open]
         try:
-          if self.idle: connection = self.idle.pop()
-          else: _, connection = await self.loop.create_connection(Connection, self.address.hostname, self.address.port)
-          answer = await connection.send(request)
-        except OSError as e: return Answer(start_time=time.perf_counter(), error=str(e))
+          connection = (self.idle.pop() if self.idle else
+                        await asyncio.open_connection(self.address.hostname, self.address.port, limit=2**24))
+          answer = await send(request, *connection)
+        except (OSError, EOFError) as e: return Answer(time.perf_counter(), error=repr(e))
         self.idle.append(connection)
         return answer
 
     async def send_all() -> list[Answer]: return await asyncio.gather(*map(one, requests, delays))
     answers = self.loop.run_until_complete(send_all())
     cpu_seconds = time.process_time() - cpu_started
-    seconds = max((a.end for a in answers if a.reads), default=time.perf_counter()) - min(a.start_time for a in answers)
+    seconds = max((a.end for a in answers if a.parts), default=time.perf_counter()) - min(a.start_time for a in answers)
     for answer in answers: answer.parse()
     return Run(answers, seconds, cpu_seconds / max(seconds, 1e-9))
 
@@ -199,12 +161,6 @@ def powers(n: int) -> list[int]:
   return [*(2**i for i in range(n.bit_length()) if 2**i < n), n]
 
 
-def is_ready(url: str) -> bool:
-  """Return whether a GET request returns status 200."""
-  try: return urlopen(Request(url, headers={"Authorization": f"Bearer {KEY}"}), timeout=10).status == 200
-  except (URLError, ConnectionError): return False
-
-
 def options(args: argparse.Namespace) -> dict[str, Any]:
   """Return the engine's options, the same here and in the server."""
   running = args.max_num_seqs or (args.streams if args.compare else args.max_concurrency or 32)
@@ -213,29 +169,7 @@ def options(args: argparse.Namespace) -> dict[str, Any]:
           "max_num_batched_tokens": max(args.max_num_batched_tokens, running), "gpu_memory_utilization": share}
 
 
-def pretend(llm: LLM, seconds: float) -> None:
-  """Replace the engine's device with a simulated one that takes `seconds` per step."""
-  words, busy_until = [i for i in range(llm.model_config.vocab_size) if llm.tokenizer.decode([i]).isalpha()], 0.0
-
-  def launch(step: Step) -> Callable[[], Results]:
-    nonlocal busy_until
-    end = busy_until = max(busy_until, time.perf_counter()) + seconds
-
-    def read() -> Results:
-      time.sleep(max(0.0, end - time.perf_counter()))
-      return Results(step, [words[7 * row.position % len(words)] for row in step.rows], [])
-    return read
-  llm.runner.launch, llm.runner.is_async = launch, True
-  llm.capture = lambda *_, **__: iter(())
-
-
 def open_llm(args: argparse.Namespace, **engine_options: Any) -> LLM:
-  llm = _open_llm(args, **engine_options)
-  if args.step_ms: pretend(llm, args.step_ms / 1e3)
-  return llm
-
-
-def _open_llm(args: argparse.Namespace, **engine_options: Any) -> LLM:
   if args.shape or args.layers: return common.open_llm(args, **engine_options)
   return LLM(args.model, **{"dtype": args.dtype, "enable_prefix_caching": False, **engine_options})
 
@@ -253,7 +187,8 @@ def serve(args: argparse.Namespace) -> int:
 def server(args: argparse.Namespace) -> Iterator[str]:
   """Yield --url, or the URL of a new server process."""
   if args.url:
-    if not is_ready(args.url + "/health"): raise SystemExit(f"error: {args.url}/health does not return 200")
+    try: urlopen(f"{args.url}/health", timeout=10).close()   # an error for every status from 400 on
+    except OSError as e: raise SystemExit(f"error: {args.url}/health: {e}") from e
     yield args.url
     return
   with servers.Server(None, *sys.argv[1:], "--serve", script=os.path.abspath(__file__), seconds=600) as process:
@@ -349,10 +284,8 @@ def compare(args: argparse.Namespace) -> int:
                       "engine", "ratio", "client CPU usage"], rows)
   differences, ratios = ([float(row[column]) for row in rows] for column in (3, 6))
   a, b = map(statistics.median, (http_ttfts, engine_ttfts))
-  best_http, best_engine = min(http_ttfts), min(engine_ttfts)
   print(f"(a) TTFT, one request at a time: HTTP {a:.2f} ms, engine {b:.2f} ms, difference {a - b:.2f} ms "
-        f"(medians of {len(http_ttfts)}; rounds: {min(differences):.2f} to {max(differences):.2f}); minimums "
-        f"{best_http:.2f} and {best_engine:.2f} ms, difference {best_http - best_engine:.2f} ms")
+        f"(medians of {len(http_ttfts)}; rounds: {min(differences):.2f} to {max(differences):.2f})")
   events = statistics.median(len(x.times) for r in runs for x in r.answers)
   best = [max(column) for column in zip(*rates, strict=True)]
   print(f"(b) output tokens/s of {streams} streams, HTTP / LLM.generate: {statistics.median(ratios):.3f} (rounds: "
@@ -366,8 +299,7 @@ def main() -> int:
   parser.set_defaults(shape=None, max_num_batched_tokens=512)
   parser.add_argument("--url", help="URL of a running server (default: start one)")
   parser.add_argument("--num-prompts", type=common.positive, default=100, help="number of requests")
-  parser.add_argument("--input-len", type=common.positive, default=128, help="tokens per prompt")
-  parser.add_argument("--output-len", type=common.positive, default=64, help="output tokens per prompt")
+  common.add_workload(parser, output_len=64)
   parser.add_argument("--request-rate", type=float, default=math.inf, help="mean requests per second")
   parser.add_argument("--max-concurrency", type=common.positive, help="maximum concurrent requests")
   parser.add_argument("--stream", action=argparse.BooleanOptionalAction, default=True, help="stream the responses")
@@ -378,7 +310,6 @@ def main() -> int:
   parser.add_argument("--rounds", type=common.positive, default=7, help="--compare: rounds")
   parser.add_argument("--requests", type=common.positive, default=10, help="--compare: requests of (a) per round")
   parser.add_argument("--stream-interval", type=int, default=1, help="tokens per event of the server")
-  parser.add_argument("--step-ms", type=float, help="simulate a device with this step time in milliseconds")
   parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)   # set in the server's process
   parser.add_argument("--port", help=argparse.SUPPRESS)
   args = parser.parse_args()

@@ -37,52 +37,18 @@ from common import LLM, SamplingParams, Watch
 from tinyvllm.request import Sequence
 from tinyvllm_extra.speculation import Drafter, NGramDrafter
 
-# Name that the editing task replaces, its replacement, text
-STORIES = [
-  ("Anna", "Clara", "Anna kept a small shop of clocks at the end of Mill Street. Every morning Anna wound the tall "
-   "ones by the door, and then the little ones on the shelf. One day a boy brought a watch that ran backwards. Anna "
-   "opened it with great care, and found a spring that someone had put in the wrong way round."),
-  ("harbour", "market", "The old harbour wakes up long before the rest of the town. Men carry boxes of fish across "
-   "the harbour square, and women call out their prices over the noise of the gulls. By nine the harbour is full of "
-   "people, and at noon it is quiet again, with nothing left but wet stones and a sleeping dog."),
-  ("Peter", "Oscar", "Peter wanted to plant an apple tree behind the house. His sister told Peter that the soil was "
-   "too dry, so he dug a deep hole and filled it with leaves. In the third spring the tree had seven flowers, and in "
-   "the autumn Peter ate the first apple, which was small, green and very sour."),
-  ("bridge", "tower", "The council has decided to repair the bridge before the winter. Engineers found cracks in two "
-   "of the stones on which the bridge stands, and rust on most of its iron. The work will take eleven weeks. While "
-   "it goes on, nobody may use the bridge after eight in the evening."),
-  ("Marta", "Helen", "Marta plays the violin in a small orchestra in the north. Last winter Marta fell on the ice "
-   "and broke her left hand, and for three months she could only listen. She says that she has never heard so much "
-   "music. Now Marta plays again, slower than before, and everybody says that it is better."),
-  ("train", "coach", "The train to the coast leaves at seven and takes four hours. It stops in every village, and at "
-   "each stop the driver of the train talks with somebody on the platform. Nobody minds. Children count the cows "
-   "from the windows of the train, and there is a woman who sells tea and warm bread."),
-  ("Doctor Lind", "Doctor Webb", "Doctor Lind measures the snow on the mountain twice a year. With two students and "
-   "a sledge Doctor Lind climbs to the hut, digs a hole, and weighs what comes out of it. The numbers go back sixty "
-   "years. There is less snow each year, Doctor Lind says, but there is also more to learn."),
-  ("library", "school", "A fox has moved into the garden of the library. It sleeps under the steps, and at night it "
-   "walks along the wall and looks into the windows. The people of the library have put up a sign that asks readers "
-   "not to feed it. Since then more children have come to the library than ever before."),
-]
-OPENINGS = [
-  "The ship had been at sea for forty days when the captain", "My grandmother used to say that every house",
-  "Nobody in the village could explain why the bell", "When the lights went out in the museum, the guard",
-  "It was the first warm day of the year, and the two brothers", "The letter had no stamp and no address, but it",
-  "On the other side of the mountain there lived a painter who", "The robot opened its eyes and asked for"]
-RECORDS = ["user name email age", "book title author year", "city region country population",
-           "order customer product amount", "sensor place unit value", "song singer album length",
-           "plant family colour height", "flight origin target delay"]
+TEXTS = json.loads((Path(__file__).parent / "speculation_tasks.json").read_text())
+STORIES = TEXTS["stories"]   # old: the name that the editing task replaces by new
 
 
 def editing(i: int) -> str:
   """Return two complete examples of replacing a name in a story, then three stories and the start of their edit."""
   def pair(i: int, n: int) -> tuple[str, str]:
-    text = "\n".join(story for _, _, story in (STORIES * 2)[i:i + n])
-    return text, text.replace(*STORIES[i][:2])
+    text = "\n".join(story["text"] for story in (STORIES * 2)[i:i + n])
+    return text, text.replace(STORIES[i]["old"], STORIES[i]["new"])
   prompt = ""
   for number, n in ((i + 5) % 8, 1), ((i + 6) % 8, 1), (i, 3):
-    old, new, _ = STORIES[number]
-    text, edited = pair(number, n)
+    (text, edited), (old, new, _) = pair(number, n), STORIES[number].values()
     prompt += f'### Text\n{text}\n\n### The same text, with "{new}" in place of "{old}"\n{edited}\n\n\n'
   start_len = edited.index(new, edited.index(new) + 1) + len(new)
   return prompt[:-3 - len(edited)] + edited[:start_len]
@@ -90,16 +56,16 @@ def editing(i: int) -> str:
 
 def summary(i: int) -> str:
   """Return a long text and the start of its summary."""
-  text = "\n\n".join(f"Sent by our reporter.\n{story}" for _, _, story in STORIES[i:] + STORIES[:i])
+  text = "\n\n".join(f"Sent by our reporter.\n{story['text']}" for story in STORIES[i:] + STORIES[:i])
   return f"# News of the week\n\n{text}\n\n# Summary\n\nThis week's news in short:\n\n1."
 
 
-def free(i: int) -> str: return OPENINGS[i]
+def free(i: int) -> str: return TEXTS["openings"][i]
 
 
 def code(i: int) -> str:
   """Return a class with a getter and a setter for its first field, and the start of the next getter."""
-  name, *fields = RECORDS[i].split()
+  name, *fields = TEXTS["records"][i]
   first, second, *_ = fields
   text = f'"""A {name}, as the database has it."""\n\n\nclass {name.title()}:\n  def __init__(self, row):\n'
   text += "".join(f'    self._{field} = row["{field}"]\n' for field in fields)
@@ -181,17 +147,10 @@ def measure_task(engines: dict[int, LLM], task: str, streams: int, args: argpars
   common.print_table(["k", "tokens/step", "drafts/step", "accepted", "tokens/s", "speed-up", "slowest round"], rows)
   captured = sum(run.captured for k in engines for run in runs[k])
   if captured: print(f"  warning: {captured} graphs were captured during the measurement; run it again")
-  return all([same_ids(runs[min(engines)][0].ids, run.ids, k) for k in engines for run in runs[k]])
-
-
-def same_ids(expected: list[list[int]], ids: list[list[int]], k: int) -> bool:
-  """Return whether the ids are equal; print the first difference."""
-  for i, (one, other) in enumerate(zip(expected, ids, strict=True)):
-    index = next((j for j, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), None)
-    if index is None: continue
-    print(f"  error: k = {k}, prompt {i}: output token {index} is {other[index]}, expected {one[index]}")
-    return False
-  return True
+  differences = [(k, common.first_difference(runs[min(engines)][0].ids, run.ids)) for k in engines for run in runs[k]]
+  for k, difference in differences:
+    if difference: print(f"  error: k = {k} differs at {difference}")
+  return not any(difference for _, difference in differences)
 
 
 def measure_tasks(args: argparse.Namespace) -> bool:

@@ -30,19 +30,13 @@ def bandwidth() -> float:
   return data.nbytes / min(times)
 
 
-def device_bandwidth() -> float:
-  """Return the bytes per second, read plus written, of a copy larger than the device's caches."""
-  from common import measure_bandwidth   # a late import, not part of the time to first token
-  return measure_bandwidth()
-
-
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument("--model", metavar="DIR", help="model folder or GGUF file (default: the bundled model)")
   parser.add_argument("--max-model-len", type=int, default=512, help="maximum tokens per sequence (default: 512)")
   parser.add_argument("--decode-only", action="store_true", help="measure only the decode of one stream")
   args = parser.parse_args()
-  from tinygrad import Device, nn
+  from tinygrad import Device, nn   # late imports: part of the time to first token
 
   from tinyvllm import LLM, SamplingParams
   before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -67,7 +61,8 @@ def main() -> None:
       if new == 1: rates.append(length / (m[0].finished_time - m[0].first_scheduled_time))
       else: rates.append(streams * (new - 1) / (max(x.finished_time for x in m) - max(x.first_token_time for x in m)))
     return statistics.median(rates[1:])
-  limit = (bandwidth() if Device.DEFAULT == "CPU" else device_bandwidth()) / weights
+  from common import measure_bandwidth   # not part of the time to first token
+  limit = (bandwidth() if Device.DEFAULT == "CPU" else measure_bandwidth()) / weights
   rows += [("decode, 1 stream", rate(1, 8, 33), limit)]
   if not args.decode_only:
     rows += [("decode, 8 streams", rate(8, 8, 33), 8 * limit)]

@@ -12,8 +12,6 @@ import asyncio
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -64,13 +62,6 @@ async def load(args: argparse.Namespace) -> None:
   llm.shutdown()
 
 
-def child(folder: str, *flags: str) -> list[dict]:
-  """Return the JSON lines of a new process that uses this cache folder."""
-  env = {**os.environ, "CACHEDB": os.path.join(folder, "cache.db")}
-  run = subprocess.run([sys.executable, *sys.argv, *flags], env=env, stdout=subprocess.PIPE, text=True, check=True)
-  return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-
-
 def main() -> None:
   parser = common.make_parser(__doc__)
   parser.add_argument("--requests", type=common.positive, default=200, help="requests of the load")
@@ -82,13 +73,14 @@ def main() -> None:
   if args.only == "start": return start(args)
   if args.only == "load": return asyncio.run(load(args))
   with TemporaryDirectory() as folder:
+    cache = os.path.join(folder, "cache.db")
     for name in ("cold", "warm"):
       started = time.monotonic()
-      stages = child(folder, "--only", "start")
+      stages = common.results_of_process("--only", "start", CACHEDB=cache)
       times = ", ".join(f"{x['stage']} {x['time'] - started:.1f} s" for x in stages)
       print(f"{name}: {times} ({stages[-1]['steps']} graphs)", flush=True)
     for name, flags in (("captured when requested", []), ("captured ahead", ["--prepare"])):
-      result, = child(folder, "--only", "load", *flags)
+      result, = common.results_of_process("--only", "load", *flags, CACHEDB=cache)
       print(f"{name}: longest gap in a stream {result['gap']:.3f} s, longest time to first token "
             f"{result['wait']:.3f} s, {result['graphs']} graphs", flush=True)
 

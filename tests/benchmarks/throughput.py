@@ -15,7 +15,6 @@ import time
 
 import common
 from common import LLM, Watch
-from tinyvllm_extra.graphs import state_of, usual_sizes
 
 
 def decode_columns(llm: LLM, steps: list, running: int, bandwidth: float, host: bool) -> tuple[float, list[str]]:
@@ -42,28 +41,12 @@ def measure_throughput(args, running: int, bandwidth: float) -> list[str]:
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
   watch.warn()
-  if args.padding: print_padding(llm, args, prompts, watch.steps)
   new = sum(len(o.outputs[0].token_ids) for o in outputs)
   prompt_tokens = sum(len(p["prompt_token_ids"]) for p in prompts)
   _, decode = decode_columns(llm, watch.steps, running, bandwidth, args.host)
   row = [str(running), str(len(prompts)), f"{new / seconds:.1f}", f"{(new + prompt_tokens) / seconds:.1f}",
          f"{prefill:.1f}"]
   return row + decode
-
-
-def print_padding(llm: LLM, args, prompts: list, exact: list) -> None:
-  """Print the decode step with padding to a server's graph shapes, and without padding."""
-  usual = usual_sizes(llm.runner)
-  for _ in llm.capture(): pass
-  for sizes in (usual, [], usual, []):   # alternate, because the clock rate drifts
-    state_of(llm.backend).capture_sizes = sizes
-    llm.generate(prompts, common.greedy(args.output_len), use_tqdm=False)
-    with Watch(llm) as watch: llm.generate(prompts, common.greedy(args.output_len), use_tqdm=False)
-    running = llm.config.max_num_seqs
-    times = [1e3 * statistics.median(s.seconds for s in steps if s.decode and s.outputs == running)
-             for steps in (exact, watch.steps)]
-    print(f"  {running} running, {'padded' if sizes else 'exact size'}: {times[1]:.3f} ms a step, "
-          f"{times[1] / times[0] - 1:+.1%}", flush=True)
 
 
 def prefill_rate(llm: LLM, args) -> float:
@@ -109,7 +92,7 @@ def engine(args, running: int, *lengths: int) -> LLM:
 
 def main() -> None:
   parser = common.make_parser(__doc__)
-  common.add_workload(parser)
+  common.add_workload(parser, output_len=128)
   parser.add_argument("--running", type=common.positive, nargs="+", default=[1, 8, 32], help="running "
                       "sequences (max_num_seqs), one row each")
   parser.add_argument("--num-prompts", type=common.positive, help="prompts per run (default: 2 * --running)")
@@ -117,7 +100,6 @@ def main() -> None:
                       "step at each of these contexts")
   parser.add_argument("--steps", type=common.positive, default=32, help="decode steps, with --context")
   common.add_host(parser)
-  parser.add_argument("--padding", action="store_true", help="also time decode steps padded to a server's sizes")
   args = parser.parse_args()
   bandwidth = common.start(args)
   decode = ["ms/step", "decode tokens/s", "of roofline", "mean context"]
