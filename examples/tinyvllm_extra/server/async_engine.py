@@ -15,7 +15,7 @@ IDLE_SECONDS = 2.0   # time without a request before graphs of optional features
 
 
 class StepError(RuntimeError):
-  """A step of the request failed. The engine thread has logged the traceback."""
+  """The engine ended the request: a step or its output failed (the traceback is logged), or the engine shut down."""
 
 
 # Receives a request's output. `receive` runs in `loop`; its bool is True for the request's last output
@@ -32,6 +32,7 @@ class Driver:
     self.captures: Iterator[str] | None = captures   # `next` captures a graph, returns the state
     self.state = next(captures)   # capture progress, "" once requests can run
     self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()   # None ends the thread
+    self.has_ended = False   # True: the thread runs no more calls
     self.readers: dict[Request, Reader] = {}   # by unfinished request
 
   def run(self) -> None:
@@ -41,9 +42,24 @@ class Driver:
       call: Any = self.capture if self.state else self.step if busy else None
       try: call = call or self.inbox.get(timeout=IDLE_SECONDS if self.captures else None)
       except queue.Empty: call = self.capture
-      if call is None: return
+      if call is None: return self.end_thread()
       try: call()
       except BaseException: logger.exception("unexpected error; the engine thread continues")   # or SystemExit
+
+  def post(self, call: Callable[[], None]) -> None:
+    """Have the engine thread run a call, or this thread if that one has ended."""
+    self.inbox.put(call)
+    if self.has_ended: self.run_rest()
+
+  def end_thread(self) -> None:
+    self.has_ended = True
+    for request in [*self.readers]: self.end(request, StepError("the engine was shut down"))
+    self.run_rest()
+
+  def run_rest(self) -> None:
+    """Run what is left in the inbox; several threads may do so at once."""
+    with contextlib.suppress(queue.Empty):
+      while True: (self.inbox.get_nowait() or (lambda: None))()
 
   def capture(self) -> None:
     try: self.state = next(self.captures)   # type: ignore[arg-type]
@@ -55,6 +71,7 @@ class Driver:
 
   def add(self, request: Request, reader: Reader) -> None:
     self.readers[request] = reader
+    if self.has_ended: return self.deliver({request: StepError("the engine was shut down")})
     try: self.llm.add(request)
     except Exception as error: self.deliver({request: error})
 
@@ -63,12 +80,20 @@ class Driver:
     if request is None or request not in self.readers: return
     # RuntimeError: another thread is using the engine
     with contextlib.suppress(RuntimeError): self.llm.abort_request(request.request_id)
-    self.deliver({request: error or request.output(delta=True)})
+    self.deliver({request: error or self.new_output(request)})
 
   def step(self) -> None:
     try: changed = [request for request in self.llm.advance() if request in self.readers]
     except BaseException as error: return self.fail(error)
-    self.deliver({request: request.output(delta=True) for request in changed if self.is_due(request)})
+    self.deliver({request: self.new_output(request) for request in changed if self.is_due(request)})
+
+  def new_output(self, request: Request) -> Delta:
+    """Return a request's new output. If it cannot be built, end the request and return the error."""
+    try: return request.output(delta=True)
+    except Exception as error:
+      logger.exception(f"the output of request {request.request_id} failed; it ends")
+      with contextlib.suppress(RuntimeError): self.llm.abort_request(request.request_id)
+      return StepError(f"the request's output failed: {error}")
 
   def is_due(self, request: Request) -> bool:
     delivered = sum(stream.delivered.num_tokens - stream.seq.num_prompt for stream in request.streams)
@@ -118,7 +143,8 @@ class AsyncLLM:
     self._thread.start()
 
   def shutdown(self) -> None:
-    """Stop the engine thread after the current step or capture: tinygrad cannot close a device during a capture."""
+    """Stop the engine thread after the current step or capture: tinygrad cannot close a device during a capture.
+    Unfinished and later requests end with StepError."""
     self._driver.captures = iter([""])
     self.save_prefix_cache()
     self._driver.inbox.put(None)
@@ -155,7 +181,7 @@ class AsyncLLM:
       if last and on_end: on_end(request)
 
     reader = Reader(asyncio.get_running_loop(), receive)
-    for request in requests: self._driver.inbox.put(functools.partial(self._driver.add, request, reader))
+    for request in requests: self._driver.post(functools.partial(self._driver.add, request, reader))
     try:
       while unfinished or received:
         await arrival.wait()
@@ -166,7 +192,7 @@ class AsyncLLM:
         if outputs: yield outputs
         for error in errors: raise error
     finally:
-      for request in unfinished: self._driver.inbox.put(functools.partial(self._driver.end, request))
+      for request in unfinished: self._driver.post(functools.partial(self._driver.end, request))
       while unfinished:
         arrival.clear()
         await arrival.wait()
@@ -174,4 +200,4 @@ class AsyncLLM:
   def abort(self, request_id: str) -> None:
     """End a request in any state with finish_reason "abort". Any thread may call this."""
     driver = self._driver   # not self: the thread keeps a reference to its last call
-    driver.inbox.put(lambda: driver.end(driver.llm.requests.get(request_id)))
+    driver.post(lambda: driver.end(driver.llm.requests.get(request_id)))

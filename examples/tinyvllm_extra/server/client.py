@@ -39,8 +39,9 @@ class Remote:
     with response:
       for event in (json.loads(line[6:]) for line in response if line.startswith(b"data: {")):
         if "error" in event: raise RuntimeError(event["error"]["message"])
-        for choice in event["choices"]:
-          yield SimpleNamespace(outputs=[SimpleNamespace(text=choice["delta"]["content"] if chat else choice["text"])])
+        for choice in event["choices"]:   # a delta of reasoning or of a tool call has no content
+          text = choice["delta"].get("content") if chat else choice["text"]
+          if text: yield SimpleNamespace(outputs=[SimpleNamespace(text=text)])
 
 
 def message_of(error: urllib.error.HTTPError) -> str:

@@ -1,0 +1,75 @@
+"""AsyncLLM: an output that cannot be built ends only its request, and a shutdown ends running and later requests."""
+import asyncio
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from helpers.commands import run_command
+from helpers.protocol import SMALL
+
+from tinyvllm import SamplingParams
+from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.server.async_engine import StepError
+
+LONG = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+
+
+@pytest.fixture
+def llm(words_folder): return AsyncLLM(words_folder, **SMALL)
+
+
+async def collect(llm, name):
+  return "".join([output.outputs[0].text async for output in llm.generate("the cat", LONG, request_id=name)])
+
+
+def test_output_that_cannot_be_built_ends_only_its_request(llm):
+  broken = llm.llm.make_request("broken", "the cat", LONG)
+  def output(delta: bool = False): raise KeyError("no such text")
+  broken.output = output
+
+  async def run_broken(): return [outputs async for outputs in llm.stream([broken])]
+
+  async def main():
+    return await asyncio.gather(collect(llm, "a"), run_broken(), collect(llm, "b"), return_exceptions=True)
+  first, error, second = asyncio.run(asyncio.wait_for(main(), 60))
+  assert isinstance(error, StepError) and "no such text" in str(error)
+  assert first == second == asyncio.run(collect(llm, "c")) != ""
+  assert not llm.llm.has_unfinished_requests()
+  llm.shutdown()
+
+
+def test_shutdown_ends_running_and_later_requests(llm):
+  async def main():
+    stream = llm.generate("the cat", LONG)
+    await anext(stream)
+    shutdown = asyncio.create_task(asyncio.to_thread(llm.shutdown))
+    with pytest.raises(StepError, match="shut down"):
+      async for output in stream: assert not output.finished
+    await shutdown
+    with pytest.raises(StepError, match="shut down"): await collect(llm, "later")
+    llm.abort("later")
+  asyncio.run(asyncio.wait_for(main(), 60))
+  llm.shutdown()   # does nothing
+  assert not llm.llm.has_unfinished_requests()
+
+
+DELTAS = [{"role": "assistant", "content": ""}, {"reasoning": "hm"}, {"content": "Yes."},
+          {"tool_calls": [{"index": 0, "function": {"name": "f", "arguments": "{}"}}]}]
+
+
+class Deltas(BaseHTTPRequestHandler):
+  def do_POST(self):
+    self.rfile.read(int(self.headers["Content-Length"]))
+    self.send_response(200)
+    self.end_headers()
+    for delta in DELTAS: self.wfile.write(b"data: %s\n\n" % json.dumps({"choices": [{"delta": delta}]}).encode())
+    self.wfile.write(b"data: [DONE]\n\n")
+
+
+def test_chat_command_skips_deltas_without_content():
+  with HTTPServer(("127.0.0.1", 0), Deltas) as server:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    run = run_command("chat", "--url", f"http://127.0.0.1:{server.server_port}", stdin="hello\n")
+    server.shutdown()
+  assert (run.returncode, run.stdout.strip()) == (0, "Yes."), run.stderr
