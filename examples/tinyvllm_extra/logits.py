@@ -1,6 +1,6 @@
 """Penalties, logit bias, allowed and banned tokens, structured outputs and log probabilities. Owns a request's
 LogitsProcessor and the LogitsPlan, the operations on logits in a step's graph."""
-import collections, copy, dataclasses, itertools, math
+import collections, copy, dataclasses, functools, itertools, math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,7 +122,10 @@ class Processor:
 
   def bitmask(self) -> np.ndarray | None:
     if self.constraint: return self.constraint.bitmask()
-    if not self.params.allowed_token_ids: return None
+    return self.allowed_bitmask if self.params.allowed_token_ids else None
+
+  @functools.cached_property
+  def allowed_bitmask(self) -> np.ndarray:
     bits = np.isin(np.arange(-(-self.vocab_size // 32) * 32), self.params.allowed_token_ids)
     return np.packbits(bits, bitorder="little").view(np.int32)
 
@@ -202,7 +205,7 @@ class LogitsBatch:
                if k is not None]
     has_all = any(k == ALL or k > NUM_BEST for k in numbers)
     # Padded to few graph shapes: 16, 128, 1024, ...
-    size = 16 * 8 ** -(-(len(self.adjustments) // 16).bit_length() // 3) if self.adjustments else 0
+    size = 16 * 8 ** -(-((len(self.adjustments) - 1) // 16).bit_length() // 3) if self.adjustments else 0
     first: Any = next((row.seq.processor for row in rows if row.seq.processor), None)
     self.plan = first and first.plan_class(first.vocab_size, bool(numbers), size, bool(self.bitmasks), has_all)
 

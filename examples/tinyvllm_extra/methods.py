@@ -83,6 +83,7 @@ class Methods(Engine):
 
   def advance(self, make_output: "Callable[[Request], Any]" = lambda request: request) -> list[Any]:
     started = time.perf_counter()
+    while self._abandoned: self.abort_request(self._abandoned.pop())   # now, as they do not count as finished
     num_requests = len(self.requests)
     outputs = super().advance(make_output)
     seconds: Any = time.perf_counter() - started

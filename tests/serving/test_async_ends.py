@@ -9,7 +9,7 @@ from helpers.commands import run_command
 from helpers.protocol import SMALL
 
 from tinyvllm import SamplingParams
-from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.server import AsyncLLM, app
 from tinyvllm_extra.server.async_engine import StepError
 
 LONG = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
@@ -73,3 +73,21 @@ def test_chat_command_skips_deltas_without_content():
     run = run_command("chat", "--url", f"http://127.0.0.1:{server.server_port}", stdin="hello\n")
     server.shutdown()
   assert (run.returncode, run.stdout.strip()) == (0, "Yes."), run.stderr
+
+
+def test_body_of_a_request_without_key_is_not_kept(monkeypatch):
+  """The key is checked before the body is read: nobody can fill the memory without one."""
+  kept = []
+  read_body = app.Gate.read_body
+
+  async def reading(gate, request, limit):
+    kept.append(limit)
+    return await read_body(gate, request, limit)
+  monkeypatch.setattr(app.Gate, "read_body", reading)
+  gate = app.Gate(None, app.ServerConfig(api_key="secret", max_body_size=4096), lambda: None)
+  sent, chunks = [], [{"type": "http.request", "body": b"x" * 1000, "more_body": i < 3} for i in range(4)]
+
+  async def receive(): return chunks.pop(0)
+  async def send(message): sent.append(message)
+  asyncio.run(gate({"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}, receive, send))
+  assert sent[0]["status"] == 401 and kept == [0] and not chunks

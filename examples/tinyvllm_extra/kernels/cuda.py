@@ -1,5 +1,5 @@
 """CUDA: captured steps with finer dependencies, read-back that does not wait for later steps, and device properties."""
-import ctypes
+import ctypes, weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -62,13 +62,19 @@ class CUDABackend(FastBackend):
     check(cuda.cuMemcpyDtoHAsync_v2(host, buffer._buf, buffer.nbytes, None))
     event = init_c_var(cuda.CUevent, lambda x: check(cuda.cuEventCreate(ctypes.byref(x), 0)))
     check(cuda.cuEventRecord(event, None))
-    uploads = device.pending_copyin   # complete when this copy is complete
+    memory = [*device.pending_copyin, (host, buffer.nbytes, PINNED)]   # its use ends with this copy
     device.pending_copyin = []
+
+    def free() -> None:
+      check(cuda.cuCtxSetCurrent(device.context))
+      check(cuda.cuEventSynchronize(event))
+      check(cuda.cuEventDestroy_v2(event))
+      for part in memory: device.allocator.free(*part)
 
     def read() -> Any:
       check(cuda.cuEventSynchronize(event))
-      check(cuda.cuEventDestroy_v2(event))
       values = np.frombuffer(ctypes.string_at(host, buffer.nbytes), _to_np_dtype(tensor.dtype))
-      for memory in (*uploads, (host, buffer.nbytes, PINNED)): device.allocator.free(*memory)
+      release()
       return values.reshape(tensor.shape).tolist()
+    release = weakref.finalize(read, free)   # also if a failed step drops the function without a call
     return read

@@ -9,7 +9,12 @@ from tinygrad.codegen import do_to_program
 from tinygrad.engine import realize
 from tinygrad.uop.ops import Ops
 
+from tinyvllm import __version__
+
 from .cpu import EXP2
+
+
+PATCHES = pathlib.Path(__file__).with_name("tinygrad_patches.py")   # change the program of an unchanged kernel
 
 
 @dataclasses.dataclass
@@ -32,7 +37,7 @@ class KernelFolder:
   def begin(self, ast: UOp, renderer: Any) -> Callable[[], UOp]:
     """Read a kernel's program, or lower it and start the compiler. Return a function that waits for the program."""
     flags = getattr(renderer.compiler, "args", None)
-    version = importlib.metadata.version("tinygrad"), EXP2
+    version = importlib.metadata.version("tinygrad"), __version__, PATCHES.read_bytes(), EXP2
     key = codegen.to_program_key(ast, renderer), ast.tag, version, self.compiler, flags
     path = self.path / hashlib.sha256(repr(key).encode()).hexdigest()
     with contextlib.suppress(OSError, zlib.error):   # the file is missing or damaged

@@ -123,6 +123,10 @@ def make_row(options: Callable[[Fields], Fields], model_class: type[Model] = Mod
     zeros = (0,) * core.num_hidden_layers
     values = {"rope_kinds": zeros, "windows": zeros, "activation": ACTIVATIONS[name], **options(hf)}
     values = {"ropes": (read_rope(hf),), **values}
+    rope = values["ropes"][0] or {}
+    if rope.get("rope_type") == "yarn":   # which extends the context length
+      length = int(rope["factor"] * rope["original_max_position_embeddings"])
+      values.setdefault("max_position_embeddings", max(length, core.max_position_embeddings))
     for kind in [rope["rope_type"] for rope in values["ropes"] if rope]:
       check(kind in SCALINGS, f"{path}: rope_type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
     return model_class.config_class(**vars(core) | values), model_class

@@ -88,9 +88,11 @@ class Gate:
       refusal: Any = error_response(431, f"the headers are larger than {MAX_HEADERS} bytes")
       refusal.headers["connection"] = "close"
       return await refusal(scope, receive, send)
-    try: body = await self.read_body(fastapi.Request(scope, receive))
+    refusal = self.refusal(scope["path"].removeprefix(self.root_path), headers)
+    try: body = await self.read_body(fastapi.Request(scope, receive), 0 if refusal else self.limit)
     except ClientDisconnect: return
-    refusal = self.refusal(scope["path"].removeprefix(self.root_path), headers, body)
+    if body is None: refusal = refusal or error_response(413, "the body is larger than --max-body-size="
+                                                         f"{self.limit} bytes")
     if refusal: return await refusal(scope, receive, send)
     request = [{"type": "http.request", "body": body}]
     disconnect = asyncio.create_task(receive())
@@ -101,22 +103,21 @@ class Gate:
       for task in (disconnect, route): task.cancel()
     with contextlib.suppress(asyncio.CancelledError, Exception): await route   # `explain` has responded and logged it
 
-  async def read_body(self, request: fastapi.Request) -> bytes | None:
-    """Return the request body, or None if it is too large. Read and discard up to 8 times the limit first, because
-    clients read the response only after sending the body. Raises ClientDisconnect."""
+  async def read_body(self, request: fastapi.Request, limit: int) -> bytes | None:
+    """Return the request body, or None if it is larger than `limit`. Read and discard up to 8 times the maximum size
+    first, because clients read the response only after sending the body. Raises ClientDisconnect."""
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > 8 * self.limit: return None
     size = 0
     chunks: list[bytes] = []
     async for chunk in request.stream():
       size += len(chunk)
-      if size <= self.limit: chunks.append(chunk)
+      if size <= limit: chunks.append(chunk)
       if size > 8 * self.limit: break
-    return b"".join(chunks) if size <= self.limit else None
+    return b"".join(chunks) if size <= limit else None
 
-  def refusal(self, path: str, headers: Any, body: bytes | None) -> fastapi.Response | None:
-    """Return the error response to send instead of calling a route, or None."""
-    if body is None: return error_response(413, f"the body is larger than --max-body-size={self.limit} bytes")
+  def refusal(self, path: str, headers: Any) -> fastapi.Response | None:
+    """Return the error response to send instead of calling a route, whatever the body is, or None."""
     if path in OPEN_PATHS: return None
     encoding = headers.get("content-encoding", "identity")
     if encoding != "identity": return error_response(415, f"Content-Encoding: {encoding} is not supported: use none")

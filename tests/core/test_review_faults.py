@@ -1,0 +1,92 @@
+"""Faults that readers of the code found, one test each."""
+import ctypes
+import json
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+from helpers.engines import ENGINE
+from helpers.models import tiny_config
+from helpers.requests import greedy, prompt, tokens
+from tinygrad import Tensor, UOp
+from tinygrad.uop.ops import KernelInfo, Ops
+
+from tinyvllm import LLM, SamplingParams, backend
+from tinyvllm_extra import logits
+from tinyvllm_extra.kernels import cuda, kernel_cache
+from tinyvllm_extra.models import find_model
+
+
+def test_kernel_on_disk_belongs_to_version_and_patches(tmp_path, monkeypatch):
+  lowered = []
+
+  def do_to_program(ast, renderer):
+    lowered.append(ast)
+    return UOp(Ops.PROGRAM, src=(UOp(Ops.BINARY, arg=b""),))
+  monkeypatch.setattr(kernel_cache, "do_to_program", do_to_program)
+
+  def build():
+    folder = kernel_cache.KernelFolder(tmp_path / "kernels", ("clang", 1, 2))
+    folder.begin(UOp.sink(UOp.const(1), arg=KernelInfo(name="a")), backend.renderer())()
+    return len(lowered)
+  (tmp_path / "kernels").mkdir()
+  assert (build(), build()) == (1, 1)
+  monkeypatch.setattr(kernel_cache, "__version__", "0.0.1")
+  assert (build(), build()) == (2, 2)
+  (tmp_path / "patches.py").write_text(kernel_cache.PATCHES.read_text() + "# changed\n")
+  monkeypatch.setattr(kernel_cache, "PATCHES", tmp_path / "patches.py")
+  assert (build(), build()) == (3, 3)
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_read_back_of_a_gpu_frees_its_memory_also_if_it_is_dropped(monkeypatch, is_read):
+  """A step that fails after its launch never reads its results."""
+  values, driver, allocator = np.arange(6, dtype=np.float32), Mock(), Mock()
+  device = SimpleNamespace(context=None, allocator=allocator, pending_copyin=[("upload", 8, None)])
+  allocator.alloc.return_value = ctypes.addressof(ctypes.c_char.from_buffer(values))
+  for name, x in (("cuda", driver), ("check", lambda status: None), ("init_c_var", lambda *_: "event")):
+    monkeypatch.setattr(cuda, name, x)
+  monkeypatch.setattr(cuda, "Device", SimpleNamespace(default=device))
+  read = cuda.CUDABackend().start_reading(Tensor.zeros(2, 3).contiguous().realize())
+  assert not allocator.free.called and not device.pending_copyin
+  if is_read: assert read() == values.reshape(2, 3).tolist()
+  del read
+  assert [call.args[1] for call in allocator.free.mock_calls] == [8, 24]
+  driver.cuEventDestroy_v2.assert_called_once_with("event")
+
+
+@pytest.mark.parametrize("count,size", [(1, 16), (16, 16), (17, 128), (128, 128), (129, 1024)])
+def test_adjustments_take_the_smallest_graph_that_holds_them(words_llm, count, size):
+  params = SamplingParams(logit_bias=dict.fromkeys(range(3, 3 + min(count, 16)), 1.0), max_tokens=1)
+  seqs = words_llm.make_request("a", "the cat", params).sequences
+  processor = seqs[0].processor
+  processor.adjustments = lambda seq, position: [(i, 1.0, 1.0, 0.0) for i in range(count)]
+  row = logits.Row(seqs[0], len(seqs[0].tokens), 0)
+  assert logits.LogitsBatch([row], words_llm.runner).plan.num_adjustments == size
+
+
+def test_bitmask_of_allowed_tokens_is_computed_once(words_llm):
+  processor = words_llm.make_request("a", "the cat", SamplingParams(allowed_token_ids=[5, 40])).sequences[0].processor
+  mask = processor.bitmask()
+  assert processor.bitmask() is mask
+  assert np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist() == [5, 40]
+
+
+def test_request_abandoned_during_a_step_does_not_count_as_finished(words_folder):
+  llm = LLM(words_folder, **ENGINE)
+  llm.add_request("a", tokens(prompt(5)), greedy(4))
+  llm.add_request("b", tokens(prompt(6)), greedy(50))
+  llm._abandoned.append("b")   # as garbage collection during a step does
+  while llm.has_unfinished_requests(): llm.step()
+  assert llm.get_metrics()["requests_finished"] == 1
+
+
+@pytest.mark.parametrize("architecture,limit,scaling,length", [
+  ("Qwen3ForCausalLM", 40960, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+  ("Qwen2ForCausalLM", 32768, {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+  ("Qwen3ForCausalLM", 163840, {"rope_type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}, 163840),
+  ("Qwen3ForCausalLM", 40960, {"rope_type": "linear", "factor": 4.0}, 40960)])
+def test_yarn_extends_the_context_as_its_model_card_says(tmp_path, architecture, limit, scaling, length):
+  config = {**tiny_config(), "architectures": [architecture], "max_position_embeddings": limit, "rope_scaling": scaling}
+  assert find_model(json.loads(json.dumps(config)), tmp_path)[0].max_position_embeddings == length
