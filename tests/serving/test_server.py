@@ -126,6 +126,8 @@ def test_tokenize_and_detokenize_equal_the_tokenizer(server, llm):
   tokens = server.post("/tokenize", {"messages": MESSAGES}).json()["tokens"]
   assert tokens == chat_prompt(llm, MESSAGES)["prompt_token_ids"]
   assert server.post("/detokenize", {"tokens": bare}).json() == {"prompt": text}
+  names = server.post("/tokenize", {"prompt": "the cat", "return_token_strs": True}).json()["token_strs"]
+  assert names == ["<s>", "\u2581the", "\u2581", "c", "at"]
 
 
 def test_openapi_schema_has_every_route_and_field(server):
