@@ -35,10 +35,17 @@ def expected_output(llm, prompt, **fields):
   return llm.generate(prompt, SamplingParams(**fields), use_tqdm=False)[0]
 
 
-def rows_of(choices):
-  """Return index, text, finish_reason and stop_reason of completion choices, chat choices or LLM outputs."""
-  text = [c.text if hasattr(c, "text") else c.message.content for c in choices]
-  return [(i, c.index, t, c.finish_reason, c.stop_reason) for i, (c, t) in enumerate(zip(choices, text, strict=True))]
+def expected_rows(llm, prompt, **fields):
+  """Return what `rows_of` returns for LLM.generate's outputs for one or several prompts."""
+  outputs = llm.generate(prompt, SamplingParams(**fields), use_tqdm=False)
+  completions = [completion for output in outputs for completion in output.outputs]
+  return [(i, c.text, c.finish_reason, c.stop_reason) for i, c in enumerate(completions)]
+
+
+def rows_of(body):
+  """Return index, text, finish_reason and stop_reason of the choices of a response."""
+  return [(c["index"], c["text"] if "text" in c else c["message"]["content"], c["finish_reason"], c["stop_reason"])
+          for c in body["choices"]]
 
 
 # Responses of /generate, /v1/completions and /v1/chat/completions
@@ -95,4 +102,4 @@ def without_ids(value):
   if isinstance(value, list): return [without_ids(x) for x in value]
   if not isinstance(value, dict): return value
   return {name: without_ids(x) for name, x in value.items()
-          if x not in (None, "") and name not in ("id", "object", "created", "prompt_tokens_details")}
+          if x not in (None, "") and name not in ("id", "object", "created", "cached_tokens")}

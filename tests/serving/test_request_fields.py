@@ -102,18 +102,6 @@ def test_token_ids_and_prompt_logprobs_equal_generate(server, llm, path):
   assert plain["prompt_token_ids"] is plain["prompt_logprobs"] is plain["token_ids"] is None
 
 
-def test_return_tokens_as_token_ids_names_tokens_by_id(server):
-  fields = {"return_tokens_as_token_ids": True, "return_token_ids": True}
-  choice, message = complete(server, logprobs=2, **fields), chat(server, logprobs=True, top_logprobs=2, **fields)
-  logprobs, content = choice["logprobs"], message["logprobs"]["content"]
-  for x, names in ((choice, logprobs["tokens"]), (message, [entry["token"] for entry in content])):
-    assert names == [f"token_id:{i}" for i in x["token_ids"]]
-  others = [*logprobs["top_logprobs"], *([x["token"] for x in entry["top_logprobs"]] for entry in content)]
-  assert all(re.fullmatch(r"token_id:\d+", name) for entry in others for name in entry)
-  assert all(name in best for name, best in zip(logprobs["tokens"], logprobs["top_logprobs"], strict=True))
-  assert logprobs["text_offset"] == complete(server, logprobs=2)["logprobs"]["text_offset"]
-
-
 @pytest.mark.parametrize("k", [-1, 25])
 def test_logprobs_beyond_20_equal_log_softmax(server, k):
   number = 320 if k == -1 else k
