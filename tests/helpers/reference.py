@@ -123,6 +123,11 @@ def reference_probabilities(logits: np.ndarray, temperature: float) -> np.ndarra
   return p / p.sum()
 
 
+def log_softmax(x: np.ndarray) -> np.ndarray:
+  x = x - x.max(-1, keepdims=True)
+  return x - np.log(np.exp(x).sum(-1, keepdims=True))
+
+
 def cut_after_end_token(ids: list[int], ends: Iterable[int]) -> list[int]:
   """Return the ids up to and including the first end token."""
   return next((ids[:i + 1] for i, x in enumerate(ids) if x in ends), ids)
