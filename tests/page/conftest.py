@@ -80,6 +80,7 @@ class ChatPage:
   def start(self, question, num_clicks=1):
     """Send a question, and wait for the first 20 characters of its answer."""
     self.send(question, num_clicks)
+    expect(self.button("Stop")).to_be_visible()
     wait_until(lambda: len(self.text) >= 20, "20 characters")
 
   def wait(self, count=1):
