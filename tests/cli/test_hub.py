@@ -46,6 +46,9 @@ def write_files(folder, names):
     (folder / name).write_bytes(b"content of " + name.encode())
 
 
+def contents(folder): return {str(x.relative_to(folder)): x.read_bytes() for x in folder.rglob("*") if x.is_file()}
+
+
 @pytest.fixture
 def repository(hub):
   """A sharded safetensors model with a chat template, and files that are not a part of it."""
@@ -82,13 +85,10 @@ def test_name_downloads_the_models_files(hub, repository, report):
   write_files(repository, ["modules.json", "1_Pooling/config.json"])
   path = local_path("org/tiny")
   assert path == hub.cache / "models--org--tiny/snapshots" / COMMIT
-  expected = {str(file.relative_to(repository)): file for file in repository.rglob("*") if file.is_file()}
-  for name in UNUSED: del expected[name]
-  assert sorted(expected) == hub.downloads()
-  assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == expected.keys()
-  assert all((path / name).read_bytes() == file.read_bytes() for name, file in expected.items())
+  expected = {name: content for name, content in contents(repository).items() if name not in UNUSED}
+  assert contents(path) == expected and hub.downloads() == sorted(expected)
   text, level, weights, free = report()
-  size = sum(file.stat().st_size for file in expected.values())
+  size = sum(map(len, expected.values()))
   assert text.startswith(f"downloading org/tiny: {size / 1024:.2f} KB in {len(expected)} files to {hub.cache}; ")
   assert level == "INFO" and weights == 0 and free > 0
 
@@ -110,14 +110,12 @@ def test_offline_or_unreachable_hub_uses_the_cache(hub, repository, monkeypatch,
 def test_only_missing_files_are_downloaded(hub, repository, report):
   first = local_path("org/tiny")
   report()
-  (first / "config.json").unlink()
-  weights = first / "model-00002-of-00003.safetensors"
-  size = weights.stat().st_size
+  config, weights = first / "config.json", first / "model-00002-of-00003.safetensors"
+  size = config.stat().st_size + weights.stat().st_size
   weights.resolve().unlink()
-  weights.unlink()
+  for link in (config, weights): link.unlink()
   hub.requests.clear()
   assert local_path("org/tiny") == first and hub.downloads() == [weights.name]
-  size += (repository / "config.json").stat().st_size
   assert f"{size / 1024:.2f} KB in 2 files" in report()[0]
 
 
@@ -126,7 +124,7 @@ def test_gguf_name_downloads_all_parts_of_its_type(hub, gguf_repository, report)
   path = local_path("org/tiny-GGUF:bf16")
   assert path.relative_to(hub.cache / "models--org--tiny-GGUF/snapshots" / COMMIT) == Path(PARTS[0])
   assert hub.downloads() == PARTS
-  for file in PARTS: assert (path.parent / Path(file).name).read_bytes() == (gguf_repository / file).read_bytes()
+  assert contents(path.parent) == contents(gguf_repository / "BF16")
   text, _, weights, _ = report()
   assert " in 3 files to " in text and weights == pytest.approx(3 / 256, abs=0.005)
 
@@ -174,10 +172,10 @@ def test_model_larger_than_memory_logs_warning(hub, repository, report, monkeypa
   config = tiny_config(hidden_size=2**14, intermediate_size=2**16, num_hidden_layers=9, vocab_size=320)
   (repository / "config.json").write_text(json.dumps(config))
   size = needed * sum(4 * math.prod(shape) for shape in tensor_shapes(config).values()) / GIB
+  device = fit.open_device()
   for factor, level, end in ((1.02, "INFO", "memory"), (0.98, "WARNING", "fit: choose a smaller or quantized one")):
     free = factor * size / 0.9 / room
-    device = {"dtype": "float32", "float32": True, "float16": True, "bfloat16": False, "free_gib": free, "why": ""}
-    monkeypatch.setattr(fit, "open_device", lambda device=device: device)
+    monkeypatch.setattr(fit, "open_device", lambda free=free: {**device, "free_gib": free})
     local_path("org/tiny", **options)
     text, actual, weights, available = report()
     assert (actual, weights) == (level, pytest.approx(size, rel=0.01)) and text.endswith(end)
