@@ -25,12 +25,10 @@ from tinyvllm_extra.cli import doctor
 from tinyvllm_extra.fit import estimate_fit, prequantized
 
 GIB = 2**30
-CPU = {"opens": True, "device": "A CPU", "renderer": "CPU C", "dtype": "float32", "float32": True, "float16": True,
-       "bfloat16": False, "free_gib": 8.0, "total_gib": 16.0, "largest_gib": 12.0, "gb_per_s": 10.0, "why": ""}
-GPU = {**CPU, "device": "A GPU", "renderer": "CL R", "dtype": "float16", "bfloat16": True, "gb_per_s": 99.0}
+DATA = Path(__file__).parents[1] / "data"
+CASES = json.loads((DATA / "doctor.json").read_text())   # facts of backends, outputs of their processes, reports
+CPU = CASES["facts"]["CPU"]
 TINY = tiny_config()   # instead of the models in shapes.json
-CLOSED = {"opens": False, "reason": "no driver"}
-CRASHED = {**{name: x for name, x in GPU.items() if name != "gb_per_s"}, "reason": "the process ended with a signal"}
 
 
 # Code that runs in a backend's process
@@ -80,37 +78,29 @@ def test_describe_returns_name_and_memory():
 
 # The user's process
 
-@pytest.mark.parametrize("output,code,facts", [
-  (b'x\n\n{"doctor": {"opens": true, "a": 1}}\nnoise {"doctor": {"a": 2}}\n\n{"doctor": {"b": 2}}\n', 0,
-   {"opens": True, "a": 1, "b": 2}),
-  (b'\n{"doctor": {"opens": true}}\n\xff', -11,
-   {"opens": True, "reason": "the process ended with Segmentation fault"}),
-  (b"", 7, {"opens": False, "reason": "the process ended with exit code 7"}),
-  (b'{"doctor": {"reason": "no driver"}}\n', 1, {"opens": False, "reason": "no driver"}),
-  (None, 0, {"opens": False, "reason": "no answer within 93 s"})])
-def test_run_probe_returns_the_facts_that_the_process_printed(monkeypatch, output, code, facts):
+@pytest.mark.parametrize("case", CASES["outputs"])
+def test_run_probe_returns_the_facts_that_the_process_printed(monkeypatch, case):
   def run(command, env, timeout, **_):
     assert (env["DEV"], timeout, "HOME" in env) == ("CL", 92.75, "HOME" in os.environ)
     assert command[2].endswith("doctor.probe(2.75)")
-    if output is None: raise subprocess.TimeoutExpired(command, timeout)
-    return subprocess.CompletedProcess(command, code, output)
+    if case["output"] is None: raise subprocess.TimeoutExpired(command, timeout)
+    return subprocess.CompletedProcess(command, case["code"], case["output"].encode("latin-1"))
   monkeypatch.setattr(subprocess, "run", run)
-  assert doctor.run_probe("CL", 2.75) == facts
+  assert doctor.run_probe("CL", 2.75) == case["facts"]
 
 
 @pytest.fixture
 def machine(monkeypatch):
-  """Return a function that sets the facts of this machine's backends, of its default one, and the variable DEV."""
-  monkeypatch.setenv("DEV", "")
+  """Return a function that sets the backends of this machine and its default one, by their facts' names, and DEV."""
   monkeypatch.setattr(doctor, "ORDER", ["CL", "METAL", "CPU"])
   read = config.read_json
   monkeypatch.setattr(config, "read_json", lambda path: {"tiny": TINY} if path.name == "shapes.json" else read(path))
 
-  def set_up(rows, default, dev=""):
+  def set_up(backends, default="CPU", dev=""):
     monkeypatch.setenv("DEV", dev)
-    facts = {"CL": CLOSED, "METAL": CLOSED, "CPU": CPU, **rows}
-    monkeypatch.setattr(doctor, "run_probe", lambda name, seconds: dict(facts[name] if seconds else default))
-  set_up({}, CPU)
+    names = {"CL": "closed", "METAL": "closed", "CPU": "CPU", **backends}
+    monkeypatch.setattr(doctor, "run_probe", lambda x, seconds: {**CASES["facts"][names[x] if seconds else default]})
+  set_up({})
   return set_up
 
 
@@ -119,23 +109,15 @@ def report(*options):
   return run.returncode, json.loads(run.stdout)
 
 
-@pytest.mark.parametrize("rows,default,dev,chosen,why", [
-  ({}, CPU, "", "CPU", "the first of CL, METAL, CPU that opens"),
-  ({"CL": GPU}, GPU, "", "CL", "the first of CL, METAL, CPU that opens"),
-  ({"CL": GPU}, {**CPU, "why": "CL is a CPU"}, "", "CPU", "CL is a CPU"),
-  ({"CL": GPU}, CPU, "CPU", "CPU", "DEV=CPU"), ({}, CLOSED, "CL", None, "DEV=CL: no driver"),
-  ({"NULL": {**GPU, "renderer": "NULL N"}}, {**GPU, "renderer": "NULL N"}, "null", "NULL", "DEV=null"),
-  ({"CL": CRASHED}, CRASHED, "CL", "CL", "DEV=CL"),
-  ({}, {"opens": False}, "", None, "the first of CL, METAL, CPU that opens: it failed in the second test"),
-  ({"CPU": CLOSED}, CLOSED, "", None, "the first of CL, METAL, CPU that opens: no driver")])
-def test_chosen_backend_is_the_default_of_a_second_process(machine, rows, default, dev, chosen, why):
-  machine(rows, default, dev)
+@pytest.mark.parametrize("case", CASES["machines"])
+def test_chosen_backend_is_the_default_of_a_second_process(machine, case):
+  machine(case["backends"], case["default"], case["dev"])
   code, result = report()
-  names = ["CL", "METAL", "CPU"] + ["NULL"] * (dev == "null")
   opened = {row["backend"]: row for row in result["backends"] if row["opens"]}
-  assert [row["backend"] for row in result["backends"]] == names and code == (0 if opened else 1)
-  assert (result["chosen"], result["why"]) == (chosen, why)
-  assert [row["dtype"] for row in result["fit"]] == ([opened[chosen or "CPU"]["dtype"]] * 3 if opened else [])
+  assert [row["backend"] for row in result["backends"]] == [*dict.fromkeys(["CL", "METAL", "CPU", *case["backends"]])]
+  assert (result["chosen"], result["why"], code) == (case["chosen"], case["why"], 0 if opened else 1)
+  dtypes_of_fit = [opened[case["chosen"] or "CPU"]["dtype"]] * 3 if opened else []
+  assert [row["dtype"] for row in result["fit"]] == dtypes_of_fit
 
 
 def test_report_describes_the_machine_and_its_compiler(machine, monkeypatch, tmp_path):
@@ -153,19 +135,19 @@ def test_report_describes_the_machine_and_its_compiler(machine, monkeypatch, tmp
 
 def test_text_report_equals_recorded_text_within_120_columns(machine, monkeypatch):
   """The table of this machine's facts precedes the recorded text."""
-  machine({"CL": CRASHED, "CPU": {**CPU, "device": "x" * 99}}, CPU)
+  machine({"CL": "crashed", "CPU": "CPU with a long name"})
   monkeypatch.setattr(doctor, "compiler", lambda: {"path": "/bin/clang", "version": "clang 1 " + "y" * 200})
   run = run_command("doctor")
   facts, _, text = run.stdout.partition("\n\n")
-  assert (run.returncode, text) == (0, (Path(__file__).parents[1] / "data/doctor_report.txt").read_text())
+  assert (run.returncode, text) == (0, (DATA / "doctor_report.txt").read_text())
   assert [len(line.split()) for line in facts.splitlines()] == [7, 7]
-  machine({"CL": GPU}, CPU)
+  machine({"CL": "GPU"})
   assert "\nfastest backend: CL (to use it, set DEV=CL)\n" in run_command("doctor").stdout
 
 
 def test_text_report_without_compiler_and_backend_names_a_remedy(machine, monkeypatch):
   monkeypatch.setattr(doctor.kernels, "find_compiler", lambda: None)
-  machine({"CPU": CLOSED}, CLOSED)
+  machine({"CPU": "closed"}, "closed")
   run = run_command("doctor")
   assert run.returncode == 1 and "fastest backend: None" in run.stdout
   assert f"\nC compiler: {doctor.NO_COMPILER}\n\n" in run.stdout and "pip install 'tinyvllm[cpu]'" in run.stdout
@@ -183,40 +165,28 @@ def test_seconds_are_above_0_and_at_most_60(machine, seconds, code):
 
 # Estimates
 
-@pytest.mark.parametrize("dtype,row,stored", [
-  ("float16", {"dtype": "float32"}, "float16"), ("bfloat16", {"dtype": "float32"}, "bfloat16"),
-  ("bfloat16", {"dtype": "float32", "bfloat16": False}, "float32"), ("bfloat16", {"dtype": "float16"}, "float16"),
-  ("float32", {"dtype": "float16"}, "float16"), ("float64", {"dtype": "float32"}, "float32"),
-  (None, {"dtype": "float32"}, "float32")], ids=str)
+@pytest.mark.parametrize("case", CASES["stored_dtypes"])
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_fit_keeps_file_dtype_if_narrower_and_supported(dtype, row, stored, key):
-  row = {"float32": True, "float16": True, "bfloat16": True, "free_gib": 8.0, "gb_per_s": 10.0, **row}
-  result, plain = (estimate_fit("x", hf, row) for hf in (tiny_config(**{key: dtype}), tiny_config()))
-  assert (result["dtype"], result["stored"], plain["stored"]) == (row["dtype"], stored, row["dtype"])
-  assert plain["weights_gib"] / result["weights_gib"] == (2 if (row["dtype"], stored[-2:]) == ("float32", "16") else 1)
+def test_fit_keeps_file_dtype_if_narrower_and_supported(case, key):
+  dtype, stored = case["device"], case["stored"]
+  row = {**CPU, "dtype": dtype, "bfloat16": case["has_bfloat16"]}
+  result, plain = (estimate_fit("x", hf, row) for hf in (tiny_config(**{key: case["file"]}), tiny_config()))
+  assert (result["dtype"], result["stored"], plain["stored"]) == (dtype, stored, dtype)
+  assert plain["weights_gib"] / result["weights_gib"] == (2 if (dtype, stored[-2:]) == ("float32", "16") else 1)
   assert result["tokens_per_s_at_most"] > 0 and result["fits"] and result["kv_tokens"] >= plain["kv_tokens"]
 
 
 SHAPES = json.loads((Path(doctor.__file__).parent / "shapes.json").read_text())
-LAYER = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336   # weights of the 8B model's matrices
-EMBEDDINGS = 128256 * 4096
-REST = 2 * (32 * 2 * 4096 + 4096 + 2 * EMBEDDINGS)   # bytes of its norms and embeddings
 
 
-@pytest.mark.parametrize("free", [8.0, 40.0])
-@pytest.mark.parametrize("name,quantization,weights,embeddings,token", [
-  ("Llama-3.1-8B", None, 64 * LAYER + REST, 2 * EMBEDDINGS, 2 * 32 * 8 * 128),
-  ("Llama-3.1-8B", "int8", 32 * LAYER * 17 // 16 + REST, 2 * EMBEDDINGS, 2 * 32 * 8 * 128),
-  ("Llama-3.1-8B", "int4", 32 * LAYER * 5 // 8 + REST, 2 * EMBEDDINGS, 2 * 32 * 8 * 128),
-  ("SmolLM2-135M", None, 2 * 134_515_008, 0, 2 * 30 * 3 * 64)])
-def test_fit_equals_memory_computed_from_model_shape(free, name, quantization, weights, embeddings, token):
-  """Weights keep the files' 16 bits, K and V do not; tied embeddings are stored once. Quantized matrices of the layers
-  have a scale per 32 inputs, and in int4 a zero-point offset. weights, embeddings: bytes. token: values of K and V."""
-  fit = estimate_fit(name, SHAPES[name], {**CPU, "bfloat16": True, "free_gib": free}, quantization)
-  left = free * GIB * 0.9 - weights
-  assert (fit["dtype"], fit["stored"], fit["weights_gib"] * GIB) == ("float32", quantization or "bfloat16", weights)
-  assert abs(fit["kv_tokens"] - max(0, left) / (4 * token)) <= 1 and fit["fits"] == (left >= 4 * token)
-  assert fit["tokens_per_s_at_most"] == pytest.approx(10e9 / (weights - embeddings))
+@pytest.mark.parametrize("name", SHAPES)
+def test_fit_of_published_model_equals_its_number_of_parameters(name):
+  """In 16 bits. Tied embeddings are stored once, and read by each step; others are not read."""
+  shape, size = SHAPES[name], CASES["parameters"][name]
+  fit = estimate_fit(name, shape, {**CPU, "bfloat16": True})
+  unread = 0 if shape.get("tie_word_embeddings") else shape["vocab_size"] * shape["hidden_size"]
+  assert (fit["dtype"], fit["stored"], fit["weights_gib"] * GIB) == ("float32", "bfloat16", 2 * size)
+  assert fit["tokens_per_s_at_most"] == pytest.approx(10e9 / 2 / (size - unread))
 
 
 def test_fit_needs_room_for_one_token():
@@ -226,18 +196,9 @@ def test_fit_needs_room_for_one_token():
   assert [(x["fits"], x["kv_tokens"]) for x in results] == [(True, 1), (False, 0)]
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_shape_of_the_report_has_an_estimate(name):
-  assert estimate_fit(name, SHAPES[name], CPU)["weights_gib"] > 0
-
-
-@pytest.mark.parametrize("quantization_config,dtype", [
-  ({"quant_method": "gptq", "bits": 4}, "int4"), ({"quant_method": "awq", "w_bit": 4}, "int4"), (None, None),
-  ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}, "int8"),
-  ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": None}}}, None),
-  ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "int8"), ({"quant_method": "mxfp4"}, "int4")])
-def test_prequantized_model_returns_its_dtype(quantization_config, dtype):
-  assert prequantized(tiny_config(quantization_config=quantization_config)) == dtype
+@pytest.mark.parametrize("case", CASES["prequantized"])
+def test_prequantized_model_returns_its_dtype(case):
+  assert prequantized(tiny_config(quantization_config=case["quantization_config"])) == case["dtype"]
 
 
 # --model
