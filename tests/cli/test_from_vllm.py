@@ -135,6 +135,11 @@ def test_server_uses_generation_config_for_missing_fields(defaults_folder, optio
     assert texts(server, temperature=0) != plain
 
 
+def test_max_tokens_none_generates_to_max_model_len(words_llm):
+  output, = words_llm.generate("the cat", SamplingParams(max_tokens=None, ignore_eos=True))
+  assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == ENGINE["max_model_len"]
+
+
 def test_best_of_is_accepted_if_equal_to_n():
   assert SamplingParams(best_of=1) == SamplingParams() and SamplingParams(n=2, best_of=2).n == 2
   with pytest.raises(ValueError, match="best_of=3 .*not supported.*n=2"): SamplingParams(n=2, best_of=3)
