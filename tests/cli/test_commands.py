@@ -3,9 +3,11 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,6 +21,9 @@ import tinyvllm
 from tinyvllm import LLM, SamplingParams, generate, generate_stream
 from tinyvllm_extra import cli
 from tinyvllm_extra.packages import MissingPackage, optional
+
+# refused: words of the message by command line. unknown: command lines with unknown or abbreviated flags
+COMMANDS = json.loads((Path(__file__).parents[1] / "data/command_lines.json").read_text())
 
 
 def generated(folder, *options):
@@ -147,25 +152,16 @@ def test_ctrl_c_without_an_answer_exits_130(chat_folder, monkeypatch):
 
 # Errors
 
-@pytest.mark.parametrize("command,words", [
-  (["generate", ""], "empty"), (["generate", "hello", "--temperature", "-1"], "temperature"),
-  (["generate", "hello", "--max-model-len", "100000"], "max_model_len"), (["chat"], "template"),
-  (["generate", "hello", "--logit-bias", '{"320": 1}'], "logit_bias"),
-  (["generate", "hello", "--structured-outputs", '{"regex": "(["}'], "structured_outputs"),
-  (["generate", "hello", "--pipeline-parallel-size", "2"], "pipeline_parallel_size=2"),
-  (["generate", "hello", "--model", "/nowhere"], "model='/nowhere' does not exist")])
+@pytest.mark.parametrize("command,words", COMMANDS["refused"].items())
 def test_invalid_option_value_is_one_line_and_exit_code_1(words_folder, command, words):
-  run = run_command(*command[:2], "--model", words_folder, *FLAGS, *command[2:], stdin="hello\n")
-  assert words in error_line(run)
+  name, *options = shlex.split(command)
+  assert words in error_line(run_command(name, "--model", words_folder, *FLAGS, *options, stdin="hello\n"))
 
 
-@pytest.mark.parametrize("arguments", [
-  "", "generate", "generate a --no-such", "generate a --top-k x", "chat a b", "generate a --logit-bias {",
-  "generate a --logprobs x", "generate a --top-k 2kk", "generate a --config x", "chat --max-tok 3", "serve --conf x",
-  "serve --host-", "convert a b --hel", "doctor --sec 1", "--vers doctor"])
-def test_unknown_argument_and_abbreviated_flag_exit_2_with_usage(arguments):
+@pytest.mark.parametrize("command", COMMANDS["unknown"])
+def test_unknown_argument_and_abbreviated_flag_exit_2_with_usage(command):
   """`--config x` would otherwise set --config-format."""
-  run = run_command(*arguments.split())
+  run = run_command(*command.split())
   assert run.returncode == 2 and run.stderr.startswith("usage: tinyvllm") and not run.stdout
 
 
