@@ -23,6 +23,7 @@ from tinyvllm_extra.hub import is_name, local_path, served_name
 GIB = 2**30
 UNUSED = ["README.md", "pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth",
           "onnx/model.onnx", "original/model.safetensors", "adapter_model.safetensors", "2_Dense/config.json"]
+CASES = json.loads((Path(__file__).parents[1] / "data/hub.json").read_text())   # files that a name stands for; names
 PARTS = [f"BF16/tiny-BF16-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
 
 
@@ -129,22 +130,13 @@ def test_gguf_name_downloads_all_parts_of_its_type(hub, gguf_repository, report)
   assert " in 3 files to " in text and weights == pytest.approx(3 / 256, abs=0.005)
 
 
-@pytest.mark.parametrize("names,kind,result", [
-  (["a.gguf"], None, ["a.gguf"]), (["a.gguf", "model.safetensors"], None, ["model.safetensors"]),
-  (["a.gguf", "model.safetensors"], "a", ["a.gguf"]), (["a.gguf", "config.json", "x.json"], None, ["a.gguf"]),
-  (["x-q4.gguf", "x-q4_k.gguf"], "q4", ["x-q4.gguf"]), (["a/x-q4.gguf", "b/x-q4.gguf"], "a/x-q4", ["a/x-q4.gguf"]),
-  (["xq4.gguf"], "q4", "matches 0 GGUF models: use org/m:TYPE with one of xq4"),
-  (["x-q4.gguf", "x-q8.gguf"], None, "'org/m' matches 2 GGUF models: use org/m:TYPE with one of q4, q8"),
-  (["x-q4.gguf", "x-q8.gguf"], "f16", "'org/m:f16' matches 0 GGUF models: use org/m:TYPE with one of q4, q8"),
-  (["a/x-q4.gguf", "b/x-q4.gguf"], "q4", "matches 2 GGUF models: use org/m:TYPE with one of a/x-q4, b/x-q4"),
-  (["pytorch_model.bin", "mmproj-q4.gguf"], None, "'org/m' has no *.safetensors and no *.gguf"),
-  (["a.gguf"], ".*", "'org/m:.*' matches 0"), (["x.q4.GGUF"], "Q4.gguf", ["x.q4.GGUF"])])
-def test_files_of_a_name_are_chosen_by_type(hub, names, kind, result):
-  write_files(hub.root / "org/m", names)
-  if "config.json" in names: (hub.root / "org/m/config.json").write_text(json.dumps(tiny_config()))
-  with pytest.raises(InputError, match=re.escape(result)) if isinstance(result, str) else contextlib.nullcontext():
-    local_path(f"org/m:{kind}" if kind else "org/m")
-  assert hub.downloads() == (result if isinstance(result, list) else [])
+@pytest.mark.parametrize("case", CASES["chosen"])
+def test_files_of_a_name_are_chosen_by_type(hub, case):
+  write_files(hub.root / "org/m", case["files"])
+  if "config.json" in case["files"]: (hub.root / "org/m/config.json").write_text(json.dumps(tiny_config()))
+  error = pytest.raises(InputError, match=re.escape(case["error"])) if "error" in case else contextlib.nullcontext()
+  with error: local_path(case["model"])
+  assert hub.downloads() == case.get("chosen", [])
 
 
 def test_llm_applies_revision_and_download_dir(hub, repository, tmp_path):
@@ -247,11 +239,8 @@ def test_local_folder_precedes_name_on_the_hub(tmp_path, monkeypatch):
   assert local_path("~/org/tiny") == tmp_path / "org/tiny"
 
 
-@pytest.mark.parametrize("name,is_one", [
-  ("org/tiny", True), ("org/tiny:Q4_K", True), ("o.r-g/t_1.b:a/b.gguf", True), ("org/tiny.gguf", False), ("a", False),
-  ("org/tiny:", False), ("org/a/b", False), ("./a", False), ("~/a", False), ("/a", False), ("org/", False), ("", False),
-  (None, False), (Path("org/tiny"), False), ("org/tiny.gguf:Q8_0", False)])
-def test_is_name_accepts_org_and_name_only(name, is_one): assert is_name(name) is is_one
+@pytest.mark.parametrize("name,expected", [*CASES["is_name"].items(), (None, False), (Path("org/tiny"), False)])
+def test_is_name_accepts_org_and_name_only(name, expected): assert is_name(name) is expected
 
 
 @pytest.mark.parametrize("model,name", [(None, "tinyvllm"), ("org/tiny:Q8_0", "org/tiny:Q8_0"), ("/a/b/", "b"),
