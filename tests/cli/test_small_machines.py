@@ -2,6 +2,7 @@
 import json
 import math
 import resource
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -24,51 +25,27 @@ from tinyvllm_extra.parallel import Devices, device_names
 from tinyvllm_extra.weights import open_checkpoint
 
 GIB = 2**30
-UNLIMITED = 9223372036854771712   # a cgroup of v1 without a limit
+# The content of /proc/self/cgroup, files below /sys/fs/cgroup, RLIMIT_DATA in GiB, and the expected free and total GiB
+CGROUPS = json.loads((Path(__file__).parents[1] / "data/cgroups.json").read_text())
 
 
 # Limits
 
-def group_v2(name, limit, usage, cache=0):
-  return {f"{name}memory.max": limit, f"{name}memory.current": usage,
-          f"{name}memory.stat": f"anon 5\ninactive_file {cache}"}
-
-
-def group_v1(name, limit, usage, cache=0):
-  return {f"memory/{name}memory.limit_in_bytes": limit, f"memory/{name}memory.usage_in_bytes": usage,
-          f"memory/{name}memory.stat": f"inactive_file 7\ntotal_inactive_file {cache}"}
-
-
-@pytest.mark.parametrize("cgroup,files,rlimit,expected", [
-  ("0::/", {}, None, (12, 16)), ("0::/", {}, 4, (3, 4)), ("0::/", {}, 1, (0, 1)), ("0::/", {}, 14, (12, 14)),
-  ("0::/", {}, 64, (12, 16)),
-  ("0::/a/b", group_v2("a/b/", 8 * GIB, 3 * GIB), None, (5, 8)),
-  ("0::/a/b", group_v2("a/b/", 8 * GIB, 3 * GIB, 2 * GIB), None, (7, 8)),
-  ("0::/a/b", group_v2("a/b/", "max", 3 * GIB) | group_v2("a/", 4 * GIB, 3 * GIB), None, (1, 4)),   # limit of parent
-  ("0::/a/b", group_v2("a/b/", 4 * GIB, GIB) | group_v2("a/", 8 * GIB, 6 * GIB), None, (2, 4)),   # other groups' use
-  ("0::/docker/123", group_v2("", 4 * GIB, GIB), None, (3, 4)),
-  ("0::/a", group_v2("a/", 4 * GIB, 5 * GIB), None, (0, 4)), ("0::/a", group_v2("a/", "max", GIB), None, (12, 16)),
-  ("0::/a", group_v2("other/", 4 * GIB, GIB), None, (12, 16)),
-  ("3:cpu,cpuacct:/a\n2:memory:/a:b/c\n0::/", group_v1("a:b/", 6 * GIB, 4 * GIB, GIB), None, (3, 6)),
-  ("2:memory:/a", group_v1("a/", UNLIMITED, 4 * GIB) | group_v1("", UNLIMITED, 5 * GIB), None, (12, 16)),
-  ("2:memory:/docker/123", group_v1("", 4 * GIB, GIB), None, (3, 4)),
-  ("2:cpu:/a", group_v1("a/", GIB, 0), None, (12, 16)),   # memory is in no group
-  ("0::/a", group_v2("a/", 4 * GIB, 2 * GIB), 8, (2, 4)), ("0::/a", group_v2("a/", 8 * GIB, GIB), 4, (3, 4))])
-def test_free_memory_is_least_limit_minus_used(monkeypatch, tmp_path, cgroup, files, rlimit, expected):
-  """The machine has 16 GiB, 12 of them free; this process uses 1 GiB. cgroup: the content of /proc/self/cgroup. files:
-  by path below /sys/fs/cgroup. rlimit: RLIMIT_DATA in GiB. expected: free and total GiB, as the doctor sees them."""
+@pytest.mark.parametrize("case", CGROUPS, ids=lambda case: case["about"])
+def test_free_memory_is_least_limit_minus_used(monkeypatch, tmp_path, case):
+  """The machine has 16 GiB, 12 of them free; this process uses 1 GiB."""
   meminfo = f"MemTotal:  {16 * 2**20} kB\nMemFree:  1024 kB\nMemAvailable: {12 * 2**20} kB"
   status = f"Name:\tpython3\nGroups:\t\nVmSize:\t 99999999 kB\nVmData:\t {2**20} kB"
-  texts = {"proc/meminfo": meminfo, "proc/self/status": status, "proc/self/cgroup": cgroup, **files}
+  texts = {"proc/meminfo": meminfo, "proc/self/status": status, "proc/self/cgroup": case["cgroup"], **case["files"]}
   for name, text in texts.items():
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(f"{text}\n")
   monkeypatch.setattr(drivers, "PROC", tmp_path / "proc")
   monkeypatch.setattr(drivers, "CGROUPS", tmp_path)
-  value = resource.RLIM_INFINITY if rlimit is None else rlimit * GIB
-  monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_DATA: (value, value)}[kind])
+  limit = resource.RLIM_INFINITY if case["rlimit"] is None else case["rlimit"] * GIB
+  monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_DATA: (limit, limit)}[kind])
   free, total = drivers.host_memory().free, doctor.describe(SimpleNamespace(device="CPU", arch="x"))[1]
-  assert (free / GIB, total / GIB) == expected
+  assert [free / GIB, total / GIB] == case["expected"]
   assert FastBackend().free_memory("CPU") == max(0, free - RESERVE)
 
 
