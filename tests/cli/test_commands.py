@@ -22,7 +22,8 @@ from tinyvllm import LLM, SamplingParams, generate, generate_stream
 from tinyvllm_extra import cli
 from tinyvllm_extra.packages import MissingPackage, optional
 
-# refused: words of the message by command line. unknown: command lines with unknown or abbreviated flags
+# sampling: flags and fields of SamplingParams. refused: words of the message by command line. unknown: command lines
+# with unknown or abbreviated flags
 COMMANDS = json.loads((Path(__file__).parents[1] / "data/command_lines.json").read_text())
 
 
@@ -38,16 +39,10 @@ def text_of(llm, **fields):
   return llm.generate("the cat", params, use_tqdm=False)[0].outputs[0].text
 
 
-@pytest.mark.parametrize("options,fields", [
-  (["--temperature", "0.9", "--seed", "3"], {"temperature": 0.9, "seed": 3}),
-  (["--logit-bias", '{"290": 50, "300": -1}'], {"logit_bias": {290: 50, 300: -1}}),
-  (["--structured-outputs", '{"regex": "[xyz]{3}"}'], {"structured_outputs": {"regex": "[xyz]{3}"}}),
-  (["--allowed-token-ids", "259", "319", "--logprobs", "2"], {"allowed_token_ids": [259, 319]}),
-  (["--allowed-token-ids", "259", "--allowed-token-ids", "319"], {"allowed_token_ids": [259, 319]}),
-  (["--repetition-penalty", "100"], {"repetition_penalty": 100})], ids=lambda x: x[0][2:] if type(x) is list else "")
-def test_sampling_option_applies_to_the_request(words_folder, words_llm, options, fields):
-  text = text_of(words_llm, **fields)
-  assert generated(words_folder, "--max-tokens", 12, *options) == text != text_of(words_llm)
+@pytest.mark.parametrize("case", COMMANDS["sampling"], ids=lambda case: case["options"])
+def test_sampling_option_applies_to_the_request(words_folder, words_llm, case):
+  text = generated(words_folder, "--max-tokens", 12, *shlex.split(case["options"]))
+  assert text == text_of(words_llm, **case["fields"]) != text_of(words_llm)
 
 
 def test_greedy_text_ends_before_each_of_several_stop_strings(words_folder, words_llm):

@@ -12,8 +12,8 @@ from helpers.tokenizers import byte_level_bpe
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 from tinyvllm_extra.huggingface import load_tokenizer
 
-# Arguments of vLLM's LLM at their defaults, or at values that scripts often use
-VLLM = json.loads((Path(__file__).parents[1] / "data/vllm_options.json").read_text())["arguments"]
+# arguments: of vLLM's LLM at their defaults, or at values that scripts often use. chats: prompts by options of LLM.chat
+VLLM = json.loads((Path(__file__).parents[1] / "data/vllm_options.json").read_text())
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}" \
   "{% if add_generation_prompt %}go{% endif %}{{ tools or '' }}{{ ending }}"
 
@@ -24,7 +24,8 @@ def first_ids(llm, params):
 
 def test_options_without_effect_are_accepted(words_folder):
   names = ("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
-  engines = [LLM(model=words_folder, **options) for options in (VLLM, {name: VLLM[name] for name in names})]
+  arguments = VLLM["arguments"]
+  engines = [LLM(model=words_folder, **x) for x in (arguments, {name: arguments[name] for name in names})]
   outputs = [first_ids(llm, SamplingParams(temperature=0.0, max_tokens=4)) for llm in engines]
   assert outputs[0] == outputs[1]
   assert LLM(words_folder, tokenizer=str(words_folder), **ENGINE).get_tokenizer(), "the model's own tokenizer"
@@ -50,19 +51,15 @@ def test_introductory_examples_run_with_bundled_model():
   assert batch == [llm.chat(chat, [params])[0].outputs[0].text for chat in chats] and all(batch)
 
 
-@pytest.mark.parametrize("options,text", [
-  ({}, "user a \nb\nassistant cat \ngo!"), ({"add_generation_prompt": False}, "user a \nb\nassistant cat \n!"),
-  ({"add_generation_prompt": False, "continue_final_message": True}, "user a \nb\nassistant cat "),
-  ({"continue_final_message": True}, "user a \nb\nassistant cat "),
-  ({"chat_template_kwargs": {"ending": "?"}, "tools": ["t"]}, "user a \nb\nassistant cat \ngo['t']?"),
-  ({"chat_template": "{{ messages[0].content }}"}, "a \nb")])
-def test_chat_vllm_options_are_applied(tmp_path, options, text):
+@pytest.mark.parametrize("case", VLLM["chats"])
+def test_chat_vllm_options_are_applied(tmp_path, case):
   folder = tiny_model(tmp_path, words=True, chat_template=TEMPLATE)
   parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
   chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "cat "}]
   llm = LLM(folder, **ENGINE, default_chat_template_kwargs={"ending": "!"})
-  output, = llm.chat(chat, SamplingParams(max_tokens=1), use_tqdm=False, **options)
-  assert output.prompt == text and output.prompt_token_ids == llm.get_tokenizer().encode(text, False)
+  output, = llm.chat(chat, SamplingParams(max_tokens=1), use_tqdm=False, **case["options"])
+  assert output.prompt == case["prompt"]
+  assert output.prompt_token_ids == llm.get_tokenizer().encode(case["prompt"], False)
   with pytest.raises(ValueError, match="^messages: "): llm.chat(["a"])
 
 
