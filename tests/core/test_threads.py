@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers.engines import check_invariants
+from helpers.faults import Failed
 from helpers.reference import reference_greedy
 from helpers.requests import greedy, ids_of, tokens
 
@@ -82,10 +83,6 @@ def test_second_thread_during_step_may_read_metrics(words_llm, in_thread, start_
   assert in_thread(words_llm.has_unfinished_requests).result(10)
   resume()
   first.result(60)
-
-
-class Failed(BaseException):
-  """A BaseException, like KeyboardInterrupt."""
 
 
 def test_failed_step_releases_engine_to_other_threads(words_llm, words_folder, in_thread, monkeypatch):
