@@ -15,7 +15,7 @@ import pytest
 from helpers.commands import error_line, run_command
 from helpers.gguf_files import write_gguf
 from helpers.models import tensor_shapes, tiny_config, tiny_model
-from helpers.recorded_models import write_model
+from helpers.record_models import write_model
 from tinygrad import dtypes, nn
 from tinygrad.device import ALL_DEVICES
 
