@@ -6,37 +6,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from helpers.agents import TEMPLATE
+from helpers.agents import DATA, SCRIPT, TEMPLATE
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from helpers.requests import flags
 from helpers.servers import Server
 
 LENGTH = 131072   # the programs' instructions and tools have more than 10,000 tokens
-# A model that is good at this conversation: it calls the function in CALL, then names the file in its result
-SCRIPT = """
-import os
-from tinyvllm_extra.server import protocol
-sampling_params = protocol.sampling_params
-def scripted(body, defaults, escapes):   # a random model would use the escapes
-  last = body.messages[-1]
-  text = os.environ["CALL"] if body.tools else "a title"
-  if last["role"] == "tool": text = "there is a file" if "hello.txt" in str(last) else "there is no file"
-  constraint = {"response_format": None, "structured_outputs": {"choice": [text]}}
-  return sampling_params(body.model_copy(update=constraint), defaults)
-protocol.sampling_params = scripted
-"""
-CODEX = """
-model = "tiny"
-model_provider = "local"
-check_for_update_on_startup = false
-[model_providers.local]
-name = "tinyvllm"
-base_url = "{url}/v1"
-wire_api = "responses"
-[analytics]
-enabled = false
-"""
 
 
 @pytest.mark.parametrize("command,call,variables", [
@@ -55,9 +31,10 @@ def test_agent_runs_command_and_prints_answer(tmp_path, command, call, variables
   (work / "hello.txt").write_text("hello\n")
   folder = tiny_model(tmp_path / "model", words=True, max_position_embeddings=LENGTH, chat_template=TEMPLATE)
   options = flags(**{**ENGINE, "max_model_len": LENGTH, "max_num_batched_tokens": 2048, "block_size": 16})
+  script = {"CALL": f"<tool_call>{json.dumps(call)}</tool_call>", "RESULT": "hello.txt", "ANSWER": "there is a file"}
   with Server(folder, *options, "--served-model-name", "tiny", "--strict-fields", before=SCRIPT,
-              environment={"CALL": f"<tool_call>{json.dumps(call)}</tool_call>"}) as server:
-    (home / "config.toml").write_text(CODEX.format(url=server.url))
+              environment=script) as server:
+    (home / "config.toml").write_text((DATA / "codex.toml").read_text().format(url=server.url))
     environment = {name: value.format(url=server.url, home=home) for name, value in variables.items()}
     run = subprocess.run([program, *command[1:]], cwd=work, env={**os.environ, **environment},
                          stdin=subprocess.DEVNULL, capture_output=True, text=True)
