@@ -23,7 +23,7 @@ class Hub(http.server.ThreadingHTTPServer):
     self.token: str | None = None        # required
     self.gated = False
     self.sizes: dict[str, int] = {}      # false sizes, by file
-    self.broken: set[str] = set()        # files that are answered with HTTP 500
+    self.broken: list[str] = []          # files that are answered with HTTP 500
     self.limit: dict[str, int] = {}      # bytes of a file to send, once, before the connection is closed
 
   def downloads(self) -> list[str]: return sorted(file for file, _ in self.requests if file)
