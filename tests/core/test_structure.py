@@ -33,6 +33,11 @@ ALLOWED_ASSIGNMENTS = {
 def parse(module: str) -> ast.Module: return ast.parse(FILES[module].read_text())
 
 
+def nodes(module: str, *kinds: type) -> list:
+  """Return a module's nodes of these classes."""
+  return [node for node in ast.walk(parse(module)) if isinstance(node, kinds)]
+
+
 def is_type_checking(node: ast.AST) -> bool:
   return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
@@ -94,13 +99,10 @@ def root_name(expression: ast.expr) -> str | None:
 
 def tinygrad_assignments(module: str) -> list[str]:
   """Return the targets of a module's assignments that are attributes or items of its imports from tinygrad."""
-  imported = set()
-  for node in ast.walk(parse(module)):
-    if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "tinygrad" and not node.level:
-      imported |= {alias.asname or alias.name for alias in node.names}
-    if isinstance(node, ast.Import):
-      imported |= {alias.asname or "tinygrad" for alias in node.names if alias.name.partition(".")[0] == "tinygrad"}
-  return [ast.unparse(target) for node in ast.walk(parse(module)) for target in assigned_targets(node)
+  imported = {alias.asname or alias.name.partition(".")[0] for node in nodes(module, ast.Import, ast.ImportFrom)
+              for alias, name in zip(node.names, imported_names(module, node), strict=True)
+              if in_package(name, "tinygrad")}
+  return [ast.unparse(target) for node in nodes(module, ast.AST) for target in assigned_targets(node)
           if not isinstance(target, ast.Name) and root_name(target) in imported]
 
 
@@ -118,10 +120,9 @@ def test_core_imports_extension_through_config_only():
     for_types = (lambda node: True) if module != CORE else runs   # __init__.py has types under TYPE_CHECKING
     assert not [x for x in imports(module, for_types) if in_package(x, EXTRA)], f"{module} imports the extension"
     if module == f"{CORE}.config": continue
-    strings = [node.value for node in ast.walk(parse(module))
-               if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    strings = [node.value for node in nodes(module, ast.Constant) if isinstance(node.value, str)]
     assert not [text for text in strings if text.startswith(EXTRA) and " " not in text], module
-    names = [ast.unparse(node) for node in ast.walk(parse(module)) if isinstance(node, ast.Attribute | ast.Name)]
+    names = [ast.unparse(node) for node in nodes(module, ast.Attribute, ast.Name)]
     # __init__.py imports public names on first use
     assert module == CORE or not [name for name in names if name.endswith(("import_module", "__import__"))], module
 
@@ -129,18 +130,17 @@ def test_core_imports_extension_through_config_only():
 def test_extension_members_named_by_core_exist():
   """`extended("module", "name", default)` and `extension("module").name`, which otherwise fail only at run time."""
   for module in FILES:
-    for node in ast.walk(parse(module)):
-      if not (isinstance(node, ast.Call) and ast.unparse(node.func) in ("extension", "extended")): continue
+    members = []
+    for node in nodes(module, ast.Call):
       arguments = [argument.value for argument in node.args[:2] if isinstance(argument, ast.Constant)]
-      if not arguments: continue   # the arguments in config.py are variables
-      target = f"{EXTRA}.{arguments[0]}"
-      assert target in FILES, f"{module} names {target}"
-      if len(arguments) == 2: assert arguments[1] in top_level_names(target), f"{module} names {target}.{arguments[1]}"
-    for node in ast.walk(parse(module)):
-      if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call)): continue
-      if ast.unparse(node.value.func) != "extension" or not isinstance(node.value.args[0], ast.Constant): continue
-      target = f"{EXTRA}.{node.value.args[0].value}"
-      assert node.attr in top_level_names(target), f"{module} names {target}.{node.attr}"
+      # The arguments in config.py are variables
+      if ast.unparse(node.func) in ("extension", "extended") and arguments: members.append(arguments)
+    for node in nodes(module, ast.Attribute):
+      match = re.fullmatch(r"extension\('(\w+)'\)", ast.unparse(node.value))
+      if match: members.append([match[1], node.attr])
+    for name, *member in members:
+      assert f"{EXTRA}.{name}" in FILES, f"{module} names {EXTRA}.{name}"
+      assert {*member} <= top_level_names(f"{EXTRA}.{name}"), f"{module} names {name}.{member[0]}"
 
 
 def top_level_names(module: str) -> set[str]:
@@ -197,7 +197,7 @@ def test_only_kernels_import_tinygrad_internals():
 
 def test_only_kernels_and_two_core_functions_access_buffers_of_tensors():
   attributes = {(module, node.attr) for module in FILES if not in_package(module, f"{EXTRA}.kernels")
-                for node in ast.walk(parse(module)) if isinstance(node, ast.Attribute) and node.attr in INTERNAL}
+                for node in nodes(module, ast.Attribute) if node.attr in INTERNAL}
   functions = {f"{CORE}.backend": ("uop", "_buf", "_copyout"), f"{CORE}.runner": ("uop", "_buf", "_copyin")}
   assert attributes == {(module, name) for module, names in functions.items() for name in names}
 
@@ -215,8 +215,7 @@ def test_core_functions_have_at_most_40_lines():
     if not in_package(module, CORE): continue
     lines = {line for token in code_tokens(FILES[module].read_text())
              for line in range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(parse(module)):
-      if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef): continue
+    for node in nodes(module, ast.FunctionDef, ast.AsyncFunctionDef):
       num_lines = len(lines & {*range(node.lineno, (node.end_lineno or 0) + 1)})
       assert num_lines <= MAX_FUNCTION_LINES, f"{module}.{node.name} has {num_lines} code lines"
 
