@@ -12,7 +12,7 @@ from helpers.faults import break_steps, fail_once, finish
 from helpers.models import random_weights, tiny_config, tiny_model, write_safetensors
 from helpers.parameters import slow
 from helpers.quantized_models import FORMATS, SIZES, is_projection, quantized_model
-from helpers.reference import log_softmax, random_numbers, reference_greedy, reference_logits
+from helpers.reference import log_softmax, reference_greedy, reference_logits
 from helpers.requests import flags, greedy, ids_of, prompt, tokens
 from helpers.speculation import CASES as SPECULATION_CASES, NGRAM, always_draft, check_same
 from tinygrad import Device, dtypes, nn
@@ -22,7 +22,7 @@ from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import InputError
 from tinyvllm_extra.kernels.matmul import Linear
 from tinyvllm_extra.parallel import check_peers, device_names
-from tinyvllm_extra.quantization import Quantized, dequantize, quantize, split
+from tinyvllm_extra.quantization import dequantize, quantize
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="the number of other devices is fixed")
 
@@ -299,20 +299,3 @@ def test_backend_of_one_device_refuses_two(folder):
   """On the command line."""
   run = process("generate", "a", "--model", folder, *flags(**SMALL, tensor_parallel_size=2), DEV="PYTHON")
   assert error_line(run).startswith("tinyvllm: tensor_parallel_size=2 must be 1 on PYTHON")
-
-
-# split matrices
-
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("groups", [1, 12])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_split_quantized_parts_concatenate_to_whole_matrix(bits, count, groups, axis):
-  rng = np.random.default_rng(0)
-  scale, offset = rng.random((2, 48, groups)).astype(np.float16)
-  w = Quantized(random_numbers(rng, (48, 96), bits)[0], scale, offset if bits == 4 else None, np.arange(96))
-  parts = split(w, count, axis)
-  assert all(isinstance(x, Quantized) and (x.offset is None) == (bits == 8) and x.q.dtype == w.q.dtype for x in parts)
-  assert {x.q.shape for x in parts} == {(48 // count, 96) if axis == 0 else (48, 96 // count)}
-  assert all(np.array_equal(x.order, np.arange(x.q.shape[1])) for x in parts)
-  np.testing.assert_array_equal(np.concatenate([dequantize(x) for x in parts], axis), dequantize(w))
