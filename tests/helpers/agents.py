@@ -40,10 +40,6 @@ def start(folder, *flags, template=TEMPLATE, server=LocalServer, **options):
   return server(folder, *small, "--reasoning-parser", "qwen3", "--served-model-name", "tiny", *flags, **options)
 
 
-def num_tokens(server, prompt, **options):
-  return server.post("/tokenize", {"prompt": prompt, "add_special_tokens": False}, **options).json()["count"]
-
-
 def named_events(response):
   """Return the data of all server-sent events, whose names must be their types."""
   assert response.status_code == 200, response.read()

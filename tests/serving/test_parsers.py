@@ -11,13 +11,9 @@ from tinyvllm_extra.server.parsers import OutputFormat, find_format
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data/tool_calls.json").read_text())
 FUNCTIONS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in RECORDED["tools"]}
-OUTPUTS = json.loads((Path(__file__).parents[1] / "data/reasoning_outputs.json").read_text())["outputs"]
-HARMONY = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-CASES = [*OUTPUTS, *((None, x["format"], x["text"], "", x["content"], x["calls"]) for x in RECORDED["cases"])]
-FRAGMENTS = ["<think>", "\n</think>", "<tool_call>", "</tool_call>", "<function=", "weather>", "<parameter=city>", "\n",
-             "</parameter>", "</function>", '{"name": "weather"', ', "arguments": ', "{", "}", "[", "]", "[TOOL_CALLS]",
-             "weather", "(", ")", "city=", "'", '"', "\\", "\\n", "12", "True", ",", " ", "<|channel|>", "<|message|>",
-             "analysis", "to=functions.time", "<|end|>", "<|start|>", "call:time", '<|"|>', "<|tool_call>", "\u00e9"]
+# Outputs; chat templates and their parsers; starts and units of endless outputs; parts of random outputs
+OTHERS = json.loads((Path(__file__).parents[1] / "data/reasoning_outputs.json").read_text())
+CASES = [*OTHERS["outputs"], *((None, x["format"], x["text"], "", x["content"], x["calls"]) for x in RECORDED["cases"])]
 
 
 def merge_events(events):
@@ -53,7 +49,7 @@ def test_recorded_calls_of_vllm_are_found_unless_a_reason_is_given(case):
 
 
 @settings(max_examples=300, derandomize=True, deadline=None, database=None)
-@given(st.sampled_from(CASES), st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.integers(0, 200),
+@given(st.sampled_from(CASES), st.lists(st.sampled_from(OTHERS["fragments"]), max_size=12), st.integers(0, 200),
        st.sets(st.integers(1, 300), max_size=40))
 def test_events_do_not_depend_on_split_into_deltas(output, fragments, position, cuts):
   output_format = find_format("", *output[:2])
@@ -71,10 +67,7 @@ def test_text_that_is_no_call_is_delivered_as_it_arrives(unit):
     assert len(parser.text) < 32 or unit == "<tool_call>no", (i, parser.text)
 
 
-@pytest.mark.parametrize("tools_name,start,unit", [
-  ("hermes", '<tool_call>{"name": "time", "arguments": {"a": "', "</tool_call>"), ("pythonic", "", "[time("),
-  ("llama3_json", "", '{"name"'), ("mistral", '[TOOL_CALLS]time{"a": "', '\\"}]'), ("openai", HARMONY, "<|"),
-  ("qwen3_coder", "<tool_call><function=time><parameter=a>", "</paramet"), ("gemma4", "<|tool_call>call:time{", "x,")])
+@pytest.mark.parametrize("tools_name,start,unit", OTHERS["hostile"])
 def test_hostile_output_takes_linear_time(tools_name, start, unit):
   """Counts the characters that regular expressions may read: the text of each call of the parser's functions."""
   def work(size):
@@ -93,13 +86,6 @@ def test_hostile_output_takes_linear_time(tools_name, start, unit):
   assert work(8000) <= 2.5 * work(4000) + 1000
 
 
-@pytest.mark.parametrize("template,reasoning,tools", [
-  ("{{ m.content.split('</think>') }} <tool_call>", "qwen3", "hermes"), ("[TOOL_CALLS] [THINK]", "mistral", "mistral"),
-  ("<|start|>assistant<|channel|>final<|message|>", "openai_gptoss", "openai"),
-  ("Think after 'Here is my thought process:' and 'Here is my response:' <|tool_call|>", "granite", "granite"),
-  ('{"name": function name, "parameters": dictionary of argument name and its value}', None, "llama3_json"),
-  ("[func_name1(params_name1=params_value1)]", None, "pythonic"),
-  ("<|channel>thought <|tool_call>", "gemma4", "gemma4"),
-  ("", None, None)])
+@pytest.mark.parametrize("template,reasoning,tools", OTHERS["templates"])
 def test_format_is_that_of_chat_template(template, reasoning, tools):
   assert find_format(template) == find_format("", reasoning, tools)

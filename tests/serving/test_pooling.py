@@ -29,10 +29,11 @@ def modules(*names):
   return [{"idx": i, "name": str(i), "type": f"sentence_transformers.models.{name}"} for i, name in enumerate(names)]
 
 
-def write_tokenizer(folder, template="$A <|endoftext|>", words=("yes", "no")):
+def write_tokenizer(folder, words=("yes", "no")):
   """Write a byte-level tokenizer like Qwen3-Embedding's, which ends a text with a special token. words: its words."""
   model = byte_level_bpe(words)
-  model.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<|endoftext|>", END)])
+  special = [("<|endoftext|>", END)]
+  model.post_processor = processors.TemplateProcessing(single="$A <|endoftext|>", special_tokens=special)
   model.save(str(folder / "tokenizer.json"))
   names = {"add_bos_token": False, "eos_token": "<|endoftext|>", "chat_template": "{{ messages[0].content }}"}
   (folder / "tokenizer_config.json").write_text(json.dumps(names))
@@ -218,10 +219,9 @@ def test_score_routes_return_scores_in_order(reranker, expected_score):
 
 
 def test_tokenizer_without_answers_cannot_rerank(tmp_path, text_folder):
-  shutil.copytree(text_folder, tmp_path / "model")
-  write_tokenizer(tmp_path / "model", words=())
+  model = write_tokenizer(shutil.copytree(text_folder, tmp_path / "model"), words=())
   with pytest.raises(InputError, match="no single tokens for yes and no.*Qwen3-Reranker"):
-    LLM(tmp_path / "model", **RERANK).score("a", "b")
+    LLM(model, **RERANK).score("a", "b")
 
 
 def test_aborted_embeddings_get_503(folder):

@@ -1,10 +1,15 @@
-"""POST /v1/responses with the openai package: text, reasoning and tool calls, whole and streamed; input items; errors;
-and shortened bodies of Codex."""
+"""POST /v1/responses with the openai package: text, reasoning and tool calls, whole and streamed; and shortened bodies
+of Codex. Input items and errors are in test_requests.py."""
+import itertools
 import json
 
 import pytest
 from helpers.agents import DATA, HERMES, NO_TAGS, WEATHER, named_events, start
 from helpers.servers import checked
+
+NAMES = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
+DIFFERENT = {"id": True, "created_at": True, "usage": {"input_tokens_details"},
+             "output": {"__all__": {"id", "call_id"}}}   # fields that differ between two equal responses
 
 
 @pytest.fixture(scope="module")
@@ -13,109 +18,92 @@ def server(tmp_path_factory):
 
 
 @pytest.fixture
-def create(server):
-  """Return a function that creates a response, with the openai package's default fields."""
-  client = server.client()
-  def create(text=None, **fields):
-    extra = {"extra_body": {"structured_outputs": {"choice": [text]}} if text is not None else NO_TAGS}
-    return client.responses.create(**{"model": "tiny", "input": "hello", "max_output_tokens": 100, "temperature": 0.0,
-                                      **extra, **fields})
-  return create
+def answer(server):
+  """Return a function that returns a response, which must be the same streamed and whole. text: the output."""
+  create = server.client().responses.create
+  def answer(text=None, **fields):
+    extra = {"structured_outputs": {"choice": [text]}} if text else NO_TAGS
+    fields = {"model": "tiny", "input": "hello", "max_output_tokens": 100, "temperature": 0.0, "extra_body": extra,
+              **fields}
+    whole, streamed = create(**fields), collect([*create(**fields, stream=True)])
+    assert streamed.model_dump(exclude=DIFFERENT) == whole.model_dump(exclude=DIFFERENT)
+    return whole
+  return answer
 
 
 def collect(events):
   """Return the final response of a stream, after checks of its events."""
-  events = [*events]
   assert [event.sequence_number for event in events] == [*range(len(events))]
-  kinds = [event.type.removeprefix("response.") for event in events]
-  assert kinds[:2] == ["created", "in_progress"] and kinds.count("completed") + kinds.count("incomplete") == 1
-  assert events[0].response.status == "in_progress" and not events[0].response.output
-  final = events[-1].response
-  names = {"message": "output_text", "reasoning": "reasoning_text", "function_call": "function_call_arguments"}
-  rest = [*zip(kinds, events, strict=True)][2:-1]
+  first, final = events[0].response, events[-1].response
+  assert first.status == "in_progress" and not first.output
+  order = [("created", None), ("in_progress", None)]
   for index, item in enumerate(final.output):
-    own = [(kind, event) for kind, event in rest if event.output_index == index]
-    name, has_part = names[item.type], item.type != "function_call"
-    deltas = [event.delta for kind, event in own if kind == f"{name}.delta"]
-    assert [kind for kind, _ in own] == [
-      "output_item.added", *["content_part.added"] * has_part, *[f"{name}.delta"] * len(deltas), f"{name}.done",
-      *["content_part.done"] * has_part, "output_item.done"]
+    name, has_part = NAMES[item.type], item.type != "function_call"
+    own = [event for event in events if getattr(event, "output_index", None) == index]
     text = item.content[0].text if has_part else item.arguments
-    done = next(event for kind, event in own if kind == f"{name}.done")
+    done, = [event for event in own if event.type == f"response.{name}.done"]
+    deltas = [event.delta for event in own if event.type == f"response.{name}.delta"]
     assert "".join(deltas) == text == (done.text if has_part else done.arguments)
-    assert own[0][1].item.id == item.id == done.item_id and own[0][1].item.status == "in_progress"
-    assert own[-1][1].item == item
+    assert own[0].item.id == item.id == done.item_id and own[0].item.status == "in_progress"
+    assert own[-1].item == item
+    kinds = [f"{name}.delta"] * bool(deltas) + [f"{name}.done"]
+    if has_part: kinds = ["content_part.added", *kinds, "content_part.done"]
+    order += [(kind, index) for kind in ("output_item.added", *kinds, "output_item.done")]
+  kinds = [(event.type.removeprefix("response."), getattr(event, "output_index", None)) for event in events]
+  assert [kind for kind, _ in itertools.groupby(kinds)] == [*order, (final.status, None)]
   return final
 
 
-def answer(create, text=None, **fields):
-  """Return the response, which must be the same streamed and whole, except for ids and cached tokens."""
-  whole = create(text, **fields)
-  streamed = collect(create(text, stream=True, **fields))
-  def content(response):
-    return [item.model_dump(exclude={"id", "call_id"}) for item in response.output]
-  assert content(streamed) == content(whole)
-  assert (streamed.status, streamed.incomplete_details) == (whole.status, whole.incomplete_details)
-  assert streamed.usage.output_tokens == whole.usage.output_tokens
-  return whole
-
-
-def test_text_of_string_input_is_same_whole_and_streamed(create):
-  response = answer(create, "the cat is", instructions="be kind", metadata={"a": "b"}, store=True)
-  assert response.output_text == "the cat is" and response.status == "completed" and response.id.startswith("resp_")
-  assert response.instructions == "be kind" and response.metadata == {"a": "b"} and response.store is False
+def test_text_of_string_input(answer):
+  response = answer("the cat is", instructions="be kind", metadata={"a": "b"}, store=True)
   message, = response.output
-  assert message.role == "assistant" and message.status == "completed"
+  assert (message.role, message.status, response.output_text) == ("assistant", "completed", "the cat is")
+  assert response.id.startswith("resp_") and (response.status, response.instructions, response.metadata,
+                                              response.store) == ("completed", "be kind", {"a": "b"}, False)
 
 
-def test_response_cut_off_by_max_output_tokens_is_incomplete(create):
-  response = answer(create, max_output_tokens=3)
-  assert response.status == "incomplete" and response.incomplete_details.reason == "max_output_tokens"
-  assert response.output[0].status == "incomplete" and response.usage.output_tokens == 3
-  assert response.max_output_tokens == 3
+def test_response_cut_off_by_max_output_tokens_is_incomplete(answer):
+  response = answer(max_output_tokens=3)
+  assert response.status == response.output[0].status == "incomplete"
+  assert response.incomplete_details.reason == "max_output_tokens"
+  assert response.max_output_tokens == response.usage.output_tokens == 3
 
 
-def test_usage_counts_cached_prompt_tokens(create):
+def test_usage_counts_cached_prompt_tokens(answer):
   text = "a long question which fills some blocks of the cache"
-  first, second = (create("yes", input=text).usage for _ in range(2))
+  first, second = (answer("yes", input=text).usage for _ in range(2))
   assert first.total_tokens == first.input_tokens + first.output_tokens
   assert first.input_tokens_details.cached_tokens < second.input_tokens_details.cached_tokens < second.input_tokens
 
 
-def test_reasoning_item_precedes_message(create):
-  response = answer(create, "<think>it is red</think>a rose")
-  reasoning, message = response.output
-  assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "it is red")
-  assert (message.type, message.content[0].text) == ("message", "a rose")
+def test_reasoning_item_precedes_message(answer):
+  items = answer("<think>it is red</think>a rose").output
+  assert [(x.type, x.content[0].text) for x in items] == [("reasoning", "it is red"), ("message", "a rose")]
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "name": "weather"}, {
   "type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}], ids=str)
-def test_function_call_is_same_whole_and_streamed(create, choice):
-  text = "I look: " + HERMES if choice == "auto" else None
-  response = answer(create, text, tools=[WEATHER, {"type": "web_search"}], tool_choice=choice,
-                    parallel_tool_calls=False)
-  call = response.output[-1]
-  assert call.type == "function_call" and call.name == "weather" and call.status == "completed"
+def test_function_call(answer, choice):
+  response = answer("I look: " + HERMES if choice == "auto" else None, tools=[WEATHER, {"type": "web_search"}],
+                    tool_choice=choice, parallel_tool_calls=False)
+  *messages, call = response.output
+  assert (call.type, call.name, call.status) == ("function_call", "weather", "completed")
   assert json.loads(call.arguments) in ({"city": "Rom"}, {"city": "Ulm"}) and call.call_id.startswith("call_")
-  assert [item.type for item in response.output] == ["message"] * (choice == "auto") + ["function_call"]
+  assert [item.type for item in messages] == ["message"] * (choice == "auto")
   assert [tool.name for tool in response.tools] == ["weather"], "tools of other types are skipped"
 
 
-def test_text_format_schema_constrains_output(create):
-  schema = {"type": "object", "properties": {"city": {"enum": ["Rom", "Ulm"]}}, "required": ["city"],
-            "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+def test_text_format_schema_constrains_output(answer):
+  schema = {**WEATHER["parameters"], "x-guidance": {"whitespace_flexible": False}}
   form = {"format": {"type": "json_schema", "name": "place", "schema": schema, "strict": True}, "verbosity": "low"}
-  response = collect(create(stream=True, extra_body={"text": form, **NO_TAGS}))
-  assert json.loads(response.output_text)["city"] in ("Rom", "Ulm")
-  assert response.text.format.schema_ == schema
+  response = answer(extra_body={"text": form, **NO_TAGS})
+  assert json.loads(response.output_text)["city"] in ("Rom", "Ulm") and response.text.format.schema_ == schema
 
 
 def test_stream_helper_of_openai_package_returns_final_response(server):
   with server.client().responses.stream(
       model="tiny", input="hello", tools=[WEATHER], tool_choice="required", temperature=0.0,
       extra_body={"parallel_tool_calls": False, **NO_TAGS}) as stream:
-    for _ in stream: pass
     call = stream.get_final_response().output[0]
   assert call.name == "weather" and json.loads(call.arguments)["city"] in ("Rom", "Ulm")
 

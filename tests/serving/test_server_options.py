@@ -35,19 +35,15 @@ def test_every_served_model_name_is_listed_and_accepted(server):
   assert server.post("/v1/completions", {**BODY, "model": "third"}, headers=bearer("key-1")).status_code == 404
 
 
-def test_every_api_key_is_accepted(server):
+def test_every_api_key_is_accepted_and_root_path_is_an_optional_prefix(server):
   for key, status in {"key-1": 200, "key-2": 200, "key-3": 401, "key-1 key-2": 401}.items():
-    assert server.get("/v1/models", headers=bearer(key)).status_code == status
-
-
-def test_root_path_is_an_optional_prefix(server):
-  for path in ("/health", "/llm/health"): assert server.get(path).status_code == 200
+    for path in ("/v1/models", "/llm/v1/models"): assert server.get(path, headers=bearer(key)).status_code == status
   assert server.post("/llm/v1/completions", BODY, headers=bearer("key-2")).status_code == 200
   assert server.get("/llm/v1/models").status_code == 401
 
 
-def test_ping_and_head_need_no_key(server):
-  for method, path in (("GET", "/ping"), ("POST", "/ping"), ("HEAD", "/health")):
+def test_health_and_ping_need_no_key(server):
+  for method, path in (("GET", "/llm/health"), ("GET", "/ping"), ("POST", "/ping"), ("HEAD", "/health")):
     response = server.request(method, path)
     assert (response.status_code, response.text) == (200, "" if method == "HEAD" else "{}")
 

