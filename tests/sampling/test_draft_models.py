@@ -57,6 +57,13 @@ def test_outputs_with_drafts_equal_outputs_without(plain, engines, monkeypatch, 
   check_invariants(engine)
 
 
+def test_repetitive_text_takes_fewer_steps(engine):
+  count = Counts(engine)
+  output, = engine.generate(tokens(prompt(5)), greedy(100, logit_bias={300: 100}), False)
+  assert ids_of(output) == [300] * 100 and count.steps < 40
+  assert count()[1] >= count()[2] == output.metrics.num_accepted_tokens > 60
+
+
 @pytest.mark.parametrize("field", ["stop", "stop_token_ids"])
 def test_stop_within_drafts_ends_text(plain, engine, monkeypatch, field):
   ids, whole = prompt(7, field), sampled(24, seed=4, top_k=3)

@@ -10,7 +10,7 @@ from tinyvllm import InputError, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import EngineConfig
 from tinyvllm.request import SamplingParams as CoreParams
 from tinyvllm_extra.speculation import SpeculativeConfig
-from tinyvllm_extra.structured_outputs import Constraint, tag_grammar
+from tinyvllm_extra.structured_outputs import tag_grammar
 
 LIMITS = json.loads((Path(__file__).parents[1] / "data/option_limits.json").read_text())
 
@@ -28,13 +28,6 @@ def test_option_defaults_and_bounds_are_documented_ones(options):
 def test_core_params_have_values_of_the_extensions_fields():
   core = CoreParams()
   assert (core.min_tokens, core.logprobs, core.prompt_logprobs) == (0, None, None)
-
-
-@pytest.mark.parametrize("vocab_size, num_words", [(1, 1), (32, 1), (33, 2), (1056, 33), (1057, 34)])
-def test_constraint_bitmask_has_a_bit_per_token(vocab_size, num_words):
-  matcher = SimpleNamespace(compute_bitmask=lambda: b"\xff" * 4)
-  bitmask = Constraint(matcher, vocab_size).bitmask()
-  assert bitmask.tolist() == [-1] + [0] * (num_words - 1)
 
 
 @pytest.mark.parametrize("added, is_special", [("<a <b", True), ("<a <b <c", True), ("<a", False), ("", False)])
