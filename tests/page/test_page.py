@@ -109,15 +109,15 @@ def test_api_key_is_asked_for_and_stored_for_the_session(visit, words_folder):
     assert page.tab.evaluate("[...Object.values(localStorage), document.cookie].filter(x => x.includes('a key'))") == []
 
 
-def test_invalid_settings_show_an_error_and_keep_the_question(page):
-  for tools in ("{", '{"type": "function"}'):
-    page.settings(tools=tools)
+def test_failed_request_shows_an_error_and_keeps_the_question(page):
+  for prepare, alert in ((lambda: page.settings(tools="{"), "Tools must be a JSON list"),
+                         (lambda: page.settings(tools='{"type": "function"}'), "Tools must be a JSON list"),
+                         (lambda: page.settings(tools="", temperature=-1), "^400: .*temperature"),
+                         (page.mock, r"^The server is not responding\.$")):
+    prepare()
     page.send("hello")
-    page.expect(alert=re.compile("Tools must be a JSON list"), message="hello")
-  assert not page.posts
-  page.settings(tools="", temperature=-1)
-  page.send("hello")
-  page.expect(alert=re.compile(r"^400: .*temperature"))
+    page.expect(alert=re.compile(alert), message="hello", articles=0)
+  assert len(page.posts) == 3, "none for invalid tools, and one retry, as the server responds to other requests"
 
 
 def test_enter_sends_and_shift_enter_inserts_a_newline(page):
@@ -144,10 +144,6 @@ def test_interrupted_stream_keeps_its_text_and_shows_the_error(page):
     assert page.ask("hello", *events, done=is_done) == "some"
     page.expect(alert=re.compile(error))
     page.new_chat()
-  page.mock()
-  page.send("hello")
-  page.expect(alert="The server is not responding.", message="hello", articles=0)
-  assert len(page.posts) == 4, "one retry, as the server responds to other requests"
 
 
 def test_question_waits_while_the_server_is_down_or_loading(page):
