@@ -16,16 +16,16 @@ def break_steps(engine, patch, should_fail):
   """Make an engine's steps fail at each of PLACES for which `should_fail(place)` is true."""
   launch, update = engine.runner.launch, engine.scheduler.update
 
+  def fail(place): raise Failed(place)
   def fail_at(place):
-    if should_fail(place): raise Failed(place)
+    if should_fail(place): fail(place)
 
   def faulty_launch(step):
     fail_at("launch")
-    is_computed = not should_fail("compute")
-    wait = launch(step) if is_computed else None
+    if should_fail("compute"): return lambda: fail("compute")
+    wait = launch(step)
 
     def faulty_wait():
-      if not is_computed: raise Failed("compute")
       fail_at("read")
       return wait()
     return faulty_wait
@@ -34,7 +34,7 @@ def break_steps(engine, patch, should_fail):
     fail_at("before update")
     if sampled and should_fail("amid update"):
       update(positions, dict(itertools.islice(sampled.items(), 1)))
-      raise Failed("amid update")
+      fail("amid update")
     update(positions, sampled)
     fail_at("after update")
   patch.setattr(engine.runner, "launch", faulty_launch)
@@ -43,12 +43,8 @@ def break_steps(engine, patch, should_fail):
 
 def fail_once(place, number):
   """Return a `should_fail` for break_steps that is true at visit `number` of a place, counted from 1."""
-  countdown = {place: number}
-
-  def should_fail(visited):
-    countdown[visited] = countdown.get(visited, 0) - 1
-    return visited == place and countdown[visited] == 0
-  return should_fail
+  visits = itertools.count(1)
+  return lambda visited: visited == place and next(visits) == number
 
 
 def step(engine, last):

@@ -9,22 +9,24 @@ from helpers.requests import flags
 from helpers.servers import LocalServer, wait_until
 from playwright.sync_api import expect, sync_playwright
 
-# A streamed answer that the test controls: feed("text") adds a text, feed(null) ends it. size: bytes per chunk
+# A streamed answer that the test controls: enqueue(bytes)
 FEED = """() => {
-  window.fetch = (path, options) => Promise.resolve(new Response(new ReadableStream({start(controller) {
-    const write = (data, size) => {
-      const bytes = new TextEncoder().encode(`data: ${data}\n\n`)
-      for (let i = 0; i < bytes.length; i += size) controller.enqueue(bytes.slice(i, i + size))
-    }
-    window.feed = (text, size = 1000) => {
-      const choice = {delta: {content: text ?? ""}, finish_reason: text === null ? "stop" : null}
-      write(JSON.stringify({choices: [choice]}), size)
-      if (text === null) write("[DONE]", size)
-    }
-    options.signal.addEventListener("abort", () => controller.error(options.signal.reason))
+  window.fetch = (path, {signal}) => Promise.resolve(new Response(new ReadableStream({start(controller) {
+    window.enqueue = data => controller.enqueue(new Uint8Array(data))
+    signal.addEventListener("abort", () => controller.error(signal.reason))
   }})))
 }"""
 expect.set_options(timeout=60_000)
+
+
+def event_stream(*deltas, finish="stop", usage=None, done=True):
+  """Return a streamed answer of texts, other fields of a delta, or error events. done: the answer ends."""
+  events = [x if "error" in x else {"choices": [{"index": 0, "delta": x}]}
+            for x in ({"content": x} if isinstance(x, str) else x for x in deltas)]
+  if done: events += [{"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}]
+  if usage: events += [{"choices": [], "usage": {"completion_tokens": usage}}]
+  lines = [*(json.dumps(event, ensure_ascii=False) for event in events), *["[DONE]"] * done]
+  return "".join(f"data: {line}\n\n" for line in lines)
 
 
 class ChatPage:
@@ -93,14 +95,8 @@ class ChatPage:
     self.send(question)
     return self.wait(count)
 
-  def respond(self, *deltas, finish="stop", usage=None, done=True):
-    """Mock the streamed answer: texts, other fields of a delta, or an error event."""
-    events = [x if "error" in x else {"choices": [{"index": 0, "delta": x}]}
-              for x in ({"content": x} if isinstance(x, str) else x for x in deltas)]
-    if done: events += [{"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}]
-    if usage: events += [{"choices": [], "usage": {"completion_tokens": usage}}]
-    lines = [*map(json.dumps, events), *["[DONE]"] * done]
-    self.mock(content_type="text/event-stream", body="".join(f"data: {line}\n\n" for line in lines))
+  def respond(self, *deltas, **options):
+    self.mock(content_type="text/event-stream", body=event_stream(*deltas, **options))
 
   def fail(self, status, message, path="chat/completions"):
     self.mock(path, status=status, json={"error": {"message": message}})
@@ -119,11 +115,20 @@ class ChatPage:
     self.send("hello")
     expect(self.button("Stop")).to_be_visible()
 
-  def feed(self, text, *size): self.tab.evaluate("arguments => feed(...arguments)", [text, *size])
+  def feed(self, *texts, size=1000):
+    """Stream texts in chunks of `size` bytes. Without texts, the answer ends."""
+    data = event_stream(*texts, done=not texts).encode()
+    for i in range(0, len(data), size): self.tab.evaluate("data => enqueue(data)", [*data[i:i + size]])
 
   def new_chat(self):
     self.button("New chat").click()
     self.expect(articles=0)
+
+  def add_chats(self, *questions):
+    """Start a chat with each question. The answer is the question in bold type."""
+    for question in questions:
+      self.new_chat()
+      self.ask(question, f"**{question}**")
 
   def edit(self, question):
     self.questions.filter(has_text=question).get_by_role("button", name="Edit").click()

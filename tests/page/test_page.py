@@ -49,9 +49,9 @@ def test_streamed_answer_grows_while_log_is_busy(page):
   page.stream()
   for size, text in ((1000, "one"), (1, "é€😀"), (7, " two")):   # 1 splits characters, 7 events
     expect(page.log).to_have_attribute("aria-busy", "true")
-    page.feed(text, size)
+    page.feed(text, size=size)
     expect(page.texts).to_contain_text(text)
-  page.feed(None)
+  page.feed()
   assert page.wait() == "oneé€😀 two"
   for name, value in (("busy", "false"), ("live", "polite")): expect(page.log).to_have_attribute(f"aria-{name}", value)
   page.expect(stats=re.compile("^3 tokens"))
@@ -109,15 +109,15 @@ def test_api_key_is_asked_for_and_stored_for_the_session(visit, words_folder):
     assert page.tab.evaluate("[...Object.values(localStorage), document.cookie].filter(x => x.includes('a key'))") == []
 
 
-def test_invalid_settings_show_an_error_and_keep_the_question(page):
-  for tools in ("{", '{"type": "function"}'):
-    page.settings(tools=tools)
+def test_failed_request_shows_an_error_and_keeps_the_question(page):
+  for prepare, alert in ((lambda: page.settings(tools="{"), "Tools must be a JSON list"),
+                         (lambda: page.settings(tools='{"type": "function"}'), "Tools must be a JSON list"),
+                         (lambda: page.settings(tools="", temperature=-1), "^400: .*temperature"),
+                         (page.mock, r"^The server is not responding\.$")):
+    prepare()
     page.send("hello")
-    page.expect(alert=re.compile("Tools must be a JSON list"), message="hello")
-  assert not page.posts
-  page.settings(tools="", temperature=-1)
-  page.send("hello")
-  page.expect(alert=re.compile(r"^400: .*temperature"))
+    page.expect(alert=re.compile(alert), message="hello", articles=0)
+  assert len(page.posts) == 3, "none for invalid tools, and one retry, as the server responds to other requests"
 
 
 def test_enter_sends_and_shift_enter_inserts_a_newline(page):
@@ -144,10 +144,6 @@ def test_interrupted_stream_keeps_its_text_and_shows_the_error(page):
     assert page.ask("hello", *events, done=is_done) == "some"
     page.expect(alert=re.compile(error))
     page.new_chat()
-  page.mock()
-  page.send("hello")
-  page.expect(alert="The server is not responding.", message="hello", articles=0)
-  assert len(page.posts) == 4, "one retry, as the server responds to other requests"
 
 
 def test_question_waits_while_the_server_is_down_or_loading(page):
@@ -220,30 +216,28 @@ def test_regenerate_and_edit_replace_messages(page):
 
 def test_conversations_survive_reload_and_can_be_selected_and_deleted(page):
   strong = page.answers.locator("strong")
-  for name in ("red", "green", "blue"):
-    page.new_chat()
-    page.ask(f"what is {name}?", f"**{name}**")
-  page.button("what is green?").click()
+  page.add_chats("red", "green", "blue")
+  page.button("green").click()
   expect(strong).to_have_text("green")
   expect(page.message).to_be_focused()
   page.tab.reload()
   expect(strong).to_have_text("green")
-  page.expect(stats=re.compile(r"^1 tokens.* \d+\.\d\d s$"), chats=[f"what is {x}?" for x in ("blue", "green", "red")])
-  expect(page.tab.locator("nav [aria-current=true]")).to_have_text("what is green?")
+  page.expect(stats=re.compile(r"^1 tokens.* \d+\.\d\d s$"), chats=["blue", "green", "red"])
+  expect(page.tab.locator("nav [aria-current=true]")).to_have_text("green")
   page.ask("more", "yes")
-  assert page.sent == ["what is green?", "**green**", "more"]
+  assert page.sent == ["green", "**green**", "more"]
   page.tab.once("dialog", lambda dialog: dialog.dismiss())
-  page.button("Delete what is green?").click()
+  page.button("Delete green").click()
   page.expect(chats=3)
   page.tab.on("dialog", lambda dialog: dialog.accept())
-  page.button("Delete what is red?").click()
+  page.button("Delete red").click()
   page.expect(answers=2)
-  page.button("Delete what is green?").click()
+  page.button("Delete green").click()
   page.expect(articles=0)
   other = type(page)(page.tab.context.new_page())
   for one in (page, other):
     one.tab.goto(page.tab.url)
-    one.expect(chats=["what is blue?"], articles=0)
+    one.expect(chats=["blue"], articles=0)
 
 
 def test_reload_during_an_answer_keeps_its_text(page):
@@ -312,9 +306,7 @@ def test_tool_calls_are_shown_and_sent_again(page):
 
 
 def test_search_finds_chats_by_title_and_text(page):
-  for question in ("red apple", "green pear"):
-    page.new_chat()
-    page.ask(question, question.upper())
+  page.add_chats("red apple", "green pear")
   page.ask("more", "only in the **answer**")
   for words, titles in (("APPLE", ["red apple"]), (" pear ", ["green pear"]), ("re", ["green pear", "red apple"]),
                         ("PEAR.", [])):
@@ -340,14 +332,12 @@ def export(page, name, path):
 def test_exported_chats_can_be_imported_once(page, visit, tmp_path):
   every, found = tmp_path / "chats.json", tmp_path / "found.json"
   expect(page.button("Export all")).to_be_disabled()
-  page.ask("red apple", "RED")
-  page.new_chat()
-  page.ask("green pear", "GREEN")
+  page.add_chats("red apple", "green pear")
   page.ask("more", {"reasoning_content": "plan one"}, "done", *DATA["tool_call_deltas"])
   file = export(page, "Export all", every)
   assert file["format"] == "tinyvllm chats"
   assert [[m["content"] for m in one["messages"]] for one in file["chats"]] == [
-    ["red apple", "RED"], ["green pear", "GREEN", "more", "done"]]
+    ["red apple", "**red apple**"], ["green pear", "**green pear**", "more", "done"]]
   page.search.fill("apple")
   assert export(page, "Export 1 found", found)["chats"] == file["chats"][:1]
   other = visit()

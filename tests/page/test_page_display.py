@@ -159,7 +159,7 @@ def test_streaming_keeps_open_reasoning_and_selection_and_resolves_links(page):
   page.feed("\n\n[a]: https://a.test/")   # the target of the link in the first block
   expect(page.answers.get_by_role("link")).to_have_text("here")
   expect(page.answers.get_by_text("one two")).to_be_visible()
-  page.feed(None)
+  page.feed()
   page.wait()
   expect(page.texts.locator("> *")).to_have_count(4)
   expect(page.answers.get_by_text("one two")).to_be_visible()
@@ -171,11 +171,12 @@ def test_long_answer_is_not_rendered_for_every_chunk(page):
     window.renders = 0
     new MutationObserver(() => renders++).observe(document.querySelector("[aria-label=Model] > div"), {childList: true})
     for (let i = 0; i < 3000; i++) {
-      feed(`word ${i} of a **block** that grows\\n`)
+      const event = {choices: [{delta: {content: `word ${i} of a **block** that grows\\n`}}]}
+      enqueue(new TextEncoder().encode(`data: ${JSON.stringify(event)}\\n\\n`))
       await 0
     }
-    feed(null)
   }""")
+  page.feed()
   assert page.wait().count("word") == 3000
   assert 0 < page.tab.evaluate("renders") < 100
 

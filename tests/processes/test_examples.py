@@ -1,15 +1,12 @@
 """The scripts in examples/ and two benchmarks run as processes, and the systemd unit's command starts a server."""
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 
-import httpx2 as httpx   # installed with openai
 import pytest
-from helpers.commands import PYTHONPATH, ROOT
-from helpers.servers import Server, wait_until
+from helpers.commands import ROOT, run_process
+from helpers.servers import Server
 
 DEPLOY, KEY = ROOT / "examples/deploy", "sk-examples"
 SMALL = "--max-num-seqs", 2, "--max-num-batched-tokens", 2   # two graph shapes
@@ -23,8 +20,7 @@ def server():
 
 def run(*command, key=KEY, code=0):
   """Run a command, and return its stdout. Raises AssertionError if the exit code differs from `code`."""
-  environment = {**os.environ, "OPENAI_API_KEY": key, "PYTHONPATH": PYTHONPATH}
-  process = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT)
+  process = run_process(*command, OPENAI_API_KEY=key)
   assert process.returncode == code, f"{process.stdout}\n{process.stderr}"
   return process.stdout
 
@@ -71,32 +67,19 @@ def test_curl_script_requests_every_route(server):
   assert out.count("\n200 text/html") == 1 and out.count("\n200 application/json") == 1
 
 
-def test_scripts_with_a_wrong_key_end_at_the_first_failure(server):
-  run(sys.executable, "examples/openai_client.py", server.url, key="sk-wrong", code=1)
-  assert '"code":401' in run("bash", DEPLOY / "curl.sh", server.url, key="sk-wrong", code=22).replace(" ", "")
-
-
 def test_unit_command_starts_server_hides_key_and_stops_at_sigterm(words_folder, tmp_path):
   unit = (DEPLOY / "tinyvllm.service").read_text().replace("\\\n", " ")
-  words = {"/opt/tinyvllm/bin/python": sys.executable, "/srv/models/mine": str(words_folder), "8000": "0"}
-  command = [words.get(x, x) for x in shlex.split(re.search(r"^ExecStart=(.*)", unit, re.MULTILINE)[1])]
+  command = re.search(r"^ExecStart=/opt/tinyvllm/bin/python -c (.*)", unit, re.MULTILINE)[1].replace("8000", "0")
+  code, *arguments = shlex.split(command)
+  assert arguments[:2] == ["serve", "/srv/models/mine"]
   (tmp_path / "api-key").write_text(KEY + "\n")
-  environment = {**os.environ, "CREDENTIALS_DIRECTORY": str(tmp_path), "PYTHONPATH": PYTHONPATH}
-  log = tmp_path / "log"
-  with log.open("wb") as file:
-    process = subprocess.Popen([*command, *map(str, SMALL)], stdout=file, stderr=file, env=environment, cwd=tmp_path)
-  try:
-    def find_url():
-      assert process.poll() is None, log.read_text()
-      return re.search(r"Uvicorn running on (http://\S+)", log.read_text())
-    url = wait_until(find_url, "the unit's server listens")[1]
-    wait_until(lambda: httpx.get(url + "/health").status_code == 200, "the unit's server answers")
-    assert httpx.get(url + "/v1/models").status_code == 401
-    assert KEY not in run("ps", "-ww", "-o", "args=", "-p", process.pid)
-    out = run(sys.executable, "examples/openai_client.py", url)
+  environment = {"CREDENTIALS_DIRECTORY": str(tmp_path)}
+  with Server(words_folder, *arguments[2:], *SMALL, before=code, environment=environment) as server:
+    assert server.get("/v1/models").status_code == 401
+    assert KEY not in run("ps", "-ww", "-o", "args=", "-p", server.process.pid)
+    out = run(sys.executable, "examples/openai_client.py", server.url)
     assert "No chat: this is a base model" in out, "the model has no chat template"
-  finally: process.terminate()
-  assert process.wait(60) == 0, log.read_text()
+    assert server.stop() == 0, server.log
 
 
 # Benchmarks
@@ -122,7 +105,9 @@ def test_serving_benchmark_prints_throughput_and_latency(server):
     assert mean > 0 and p99 >= median >= 0
 
 
-def test_serving_benchmark_with_wrong_key_prints_failed_requests(server):
+def test_scripts_with_a_wrong_key_end_with_the_failure(server):
+  run(sys.executable, "examples/openai_client.py", server.url, key="sk-wrong", code=1)
+  assert '"code":401' in run("bash", DEPLOY / "curl.sh", server.url, key="sk-wrong", code=22).replace(" ", "")
   out = run(sys.executable, "tests/benchmarks/serving.py", "--url", server.url, "--num-prompts", 2, "--input-len", 8,
             "--output-len", 5, "--no-stream", key="sk-wrong", code=1)
   assert figures(out)["Failed requests"] == 2 and "UnauthorizedError" in out

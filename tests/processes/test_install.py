@@ -1,22 +1,21 @@
 """The wheel, installed with the core dependencies in a new environment. It runs outside of the checkout, without this
 machine's environment variables, programs and caches."""
-import configparser
 import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
 import venv
 import zipfile
-from dataclasses import dataclass
-from email import message_from_string
+from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from helpers.commands import ROOT
 from helpers.gguf_files import write_gguf
 from helpers.models import tiny_model
 
-ROOT = Path(__file__).parents[2]
 CORE = {"tinygrad", "safetensors", "sentencepiece", "numpy"}
 TOOLS = ("cat", "echo", "env", "false", "ls", "sh", "true", "uname")
 IMPORT_SECONDS = 0.3
@@ -30,13 +29,18 @@ def source_files(*folders: str) -> list[Path]:
   return [Path(name) for name in names.split("\0") if name and (ROOT / name).exists()]
 
 
-@dataclass
 class Installation:
-  """A virtual environment with tinyvllm. Commands run with a minimal PATH and minimal environment variables."""
-  folder: Path      # the environment
-  elsewhere: Path   # the working directory of commands
-  bare: Path        # a folder with TOOLS only, for the PATH
-  programs: Path    # a folder with clang only, for the PATH
+  """A virtual environment. Commands run in `elsewhere` with a minimal PATH and minimal environment variables. The
+  folder `bare` has only TOOLS, `programs` only clang."""
+  def __init__(self, folder: Path):
+    self.folder, self.elsewhere = folder / "venv", folder / "elsewhere"
+    self.bare, self.programs = folder / "bare", folder / "programs"
+    venv.create(self.folder, with_pip=True)
+    for path in (self.elsewhere, self.bare, self.programs): path.mkdir()
+    for name in TOOLS: (self.bare / name).symlink_to(shutil.which(name) or pytest.fail(f"no {name}"))
+    clang = shutil.which("clang", path=os.path.dirname(sys.executable)) or shutil.which("clang")
+    assert clang, "no clang: pip install '.[test]' installs it"
+    (self.programs / "clang").symlink_to(Path(clang).resolve())
 
   def pip(self, *arguments: str | Path) -> None:
     """Run the environment's pip with this machine's settings, but without the checkout on PYTHONPATH."""
@@ -45,27 +49,19 @@ class Installation:
                          cwd=self.elsewhere, capture_output=True, text=True, check=False, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
 
-  def run(self, home: Path, program: str, *arguments: str | Path, programs: Path | None = None, stdin: str = "",
+  def run(self, home: Path, program: str, *arguments: str | Path, programs: Path | None = None,
           **env: str) -> subprocess.CompletedProcess:
     """Run a program of the environment, whose folder is not on the PATH, with `home` as the home folder, which has the
     caches, and only TOOLS and `programs` on the PATH."""
     empty = str(self.elsewhere / "none")   # no OpenCL or CUDA: tinygrad would prefer them to the CPU
     env = {"PATH": f"{programs or empty}:{self.bare}", "HOME": str(home), "LANG": "C.UTF-8", "OCL_ICD_VENDORS": empty,
            "CUDA_VISIBLE_DEVICES": "", **env}
-    return subprocess.run([self.folder / "bin" / program, *arguments], input=stdin, cwd=self.elsewhere, env=env,
-                          capture_output=True, text=True, check=False, timeout=300)
+    return subprocess.run([self.folder / "bin" / program, *arguments], stdin=subprocess.DEVNULL, cwd=self.elsewhere,
+                          env=env, capture_output=True, text=True, check=False, timeout=300)
 
 
 @pytest.fixture(scope="session")
-def empty_environment(tmp_path_factory) -> Installation:
-  folder = tmp_path_factory.mktemp("installed")
-  venv.create(folder / "venv", with_pip=True)
-  for name in ("elsewhere", "bare", "programs"): (folder / name).mkdir()
-  for name in TOOLS: (folder / "bare" / name).symlink_to(shutil.which(name) or pytest.fail(f"no {name}"))
-  clang = shutil.which("clang", path=os.path.dirname(sys.executable)) or shutil.which("clang")
-  assert clang, "no clang: pip install '.[test]' installs it"
-  (folder / "programs/clang").symlink_to(Path(clang).resolve())
-  return Installation(*(folder / name for name in ("venv", "elsewhere", "bare", "programs")))
+def empty_environment(tmp_path_factory) -> Installation: return Installation(tmp_path_factory.mktemp("installed"))
 
 
 @pytest.fixture(scope="session")
@@ -112,18 +108,15 @@ def test_wheel_contains_files_of_both_packages_only(wheel):
     assert [name for name in names if archive.read(name) != expected[name].read_bytes()] == []
 
 
-def test_wheel_metadata_has_license_command_version_and_dependencies(wheel):
-  with zipfile.ZipFile(wheel) as archive:
-    dist_info = {name.partition(".dist-info/")[2]: name for name in archive.namelist() if ".dist-info/" in name}
-    assert archive.read(dist_info["licenses/LICENSE"]) == (ROOT / "LICENSE").read_bytes()
-    entry_points = configparser.ConfigParser()
-    entry_points.read_string(archive.read(dist_info["entry_points.txt"]).decode())
-    metadata = message_from_string(archive.read(dist_info["METADATA"]).decode())
-  assert {name: dict(entry_points[name]) for name in entry_points.sections()} == {
-    "console_scripts": {"tinyvllm": "tinyvllm_extra.cli:main"}}
-  requirements = [line for line in metadata.get_all("Requires-Dist") or [] if "extra ==" not in line]
-  assert {line.partition("=")[0].rstrip("<>~!") for line in requirements} == CORE
-  assert metadata["Version"] in wheel.name and metadata["Requires-Python"] == ">=3.11"
+def test_wheel_metadata_has_license_command_version_and_dependencies(wheel, tmp_path):
+  with zipfile.ZipFile(wheel) as archive: archive.extractall(tmp_path)
+  folder, = tmp_path.glob("*.dist-info")
+  distribution = Distribution.at(folder)
+  assert (folder / "licenses/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+  assert [(x.group, x.name, x.value) for x in distribution.entry_points] == [
+    ("console_scripts", "tinyvllm", "tinyvllm_extra.cli:main")]
+  assert {re.match(r"\w+", line)[0] for line in distribution.requires if "extra ==" not in line} == CORE
+  assert distribution.version in wheel.name and distribution.metadata["Requires-Python"] == ">=3.11"
 
 
 def test_imported_modules_are_from_the_installed_wheel(installed, tmp_path):
