@@ -10,17 +10,16 @@ import pytest
 from helpers.engines import ENGINE, LogitsRecorder
 from helpers.gguf_files import check_conversion, decoded, write_gguf
 from helpers.models import CORPUS, load, read_safetensors, tiny_model, write_safetensors
+from helpers.quantized_models import load_model
 from helpers.record_models import write_model
 from helpers.reference import reference_greedy
 from tinygrad import Tensor, dtypes, nn
 
 import tinyvllm
 from tinyvllm import LLM
-from tinyvllm.backend import Backend, Devices
-from tinyvllm_extra import kernels, parallel
+from tinyvllm.backend import Backend
 from tinyvllm_extra.gguf_export import convert
 from tinyvllm_extra.gguf_tokenizer import make_tokenizer
-from tinyvllm_extra.models import find_model
 from tinyvllm_extra.huggingface import load_tokenizer
 from tinyvllm_extra.weights import open_checkpoint
 
@@ -58,16 +57,6 @@ def formats_of(folder):
                               if x.ndim == 2 and name.endswith(".weight") and x.dtype != np.int8]
   for name, (bits, *_) in formats.items(): assert (f"{name}.weight_packed" in tensors) == (bits == 4)
   return formats
-
-
-def load_model(path, dtype=dtypes.float32, count=1, backend=None):
-  """Load the model in a folder or a file, on `count` devices."""
-  checkpoint = open_checkpoint(path)
-  config, model_class = find_model(checkpoint.hf_config, path)
-  devices = Devices() if count == 1 else parallel.Devices(parallel.device_names(count))
-  model = model_class(config, dtype, backend or kernels.make_backend(), devices)
-  checkpoint.load(model)
-  return model
 
 
 def bits_of(tensor):
