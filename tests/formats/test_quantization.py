@@ -11,7 +11,7 @@ from helpers.gguf_files import write_gguf
 from helpers.models import load, random_weights, tiny_config, tiny_model, write_safetensors
 from helpers.parameters import slow
 from helpers.quantized_models import (DATA, FORMATS, SIZES, check_matrices, compressed, is_projection,
-                                      load_model, quantized_model, squeezellm_model)
+                                      load_model, quantized_model)
 from helpers.reference import random_numbers
 from safetensors.numpy import load_file, save_file
 from tinygrad import Device, Tensor, dtypes, nn
@@ -30,20 +30,11 @@ KEY = "model.layers.1.mlp.down_proj."
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_format_weights_equal_dequantized_model(tmp_path, name):
-  """int4 holds also 2 and 3 bits and has a kernel."""
+  """int4 holds also 2 and 3 bits and has a kernel. SqueezeLLM is dequantized."""
   quantized, plain = quantized_model(tmp_path, name)
   matrix, bits = check_matrices(quantized, load(plain)[1]), FORMATS[name][2]
-  assert matrix.q.dtype == (np.uint8 if bits <= 4 else np.int8)
-  assert matrix.q.max() == (2**bits - 1 if bits <= 4 else 127)
-
-
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-@pytest.mark.parametrize("bits", [3, 4])
-def test_squeezellm_weights_equal_lookup_tables(tmp_path, bits, sparse):
-  quantized, plain = squeezellm_model(tmp_path, bits, sparse)
-  check_matrices(quantized, load(plain)[1])
-  text = f"squeezellm int{bits}, per channel, dequantized; embed_tokens, lm_head float32"
-  assert open_checkpoint(quantized).describe() == text
+  dtype = np.float32 if "squeezellm" in name else np.uint8 if bits <= 4 else np.int8
+  assert getattr(matrix, "q", matrix).dtype == dtype
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq, act-order", "compressed-tensors, zero points",
@@ -205,7 +196,7 @@ def fill(value): return lambda x: np.full(3, value, np.float32) if x is None els
   ("squeezellm", "rows", cut, "rows is"), ("squeezellm", "cols", remove, "cols is missing"),
   ("squeezellm", "cols", fill(96), "cols: the outliers are not in")])
 def test_damaged_tensor_raises_with_its_name(tmp_path, name, suffix, change, message):
-  folder, _ = squeezellm_model(tmp_path, 4, True) if name == "squeezellm" else quantized_model(tmp_path, name)
+  folder, _ = quantized_model(tmp_path, name)
   tensors = load_file(folder / "model.safetensors")
   tensors[KEY + suffix] = change(tensors.get(KEY + suffix))
   save_file({name: x for name, x in tensors.items() if x is not None}, folder / "model.safetensors")
@@ -232,7 +223,8 @@ def test_unsupported_quantization_config_raises_with_supported_methods(text, con
 
 def test_describe_names_formats_of_matrices(tmp_path):
   for name, text in (("awq", "awq int4, groups of 32"), ("gptq, int8", "gptq int8, groups of 32"),
-                     ("gptq, one group", "gptq int4, per channel")):
+                     ("gptq, one group", "gptq int4, per channel"),
+                     ("squeezellm, 3 bits", "squeezellm int3, per channel, dequantized")):
     folder, plain = quantized_model(tmp_path / name, name)
     assert open_checkpoint(folder).describe() == f"{text}; embed_tokens, lm_head float32"
     assert open_checkpoint(plain).describe() == "float32"

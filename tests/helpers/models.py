@@ -16,6 +16,8 @@ CORPUS = ["the cat sat on the mat and the dog ran to the red house", "hello worl
           "one two three four five six seven eight nine ten", "where there is a will there is a way, they say",
           "numbers: 0 1 2 3 4 5 6 7 8 9!"]
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}   # scaling of RoPE
 NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "i1", "I32": "<i4", "I64": "<i8"}
 # architecture -> (q, k and v have biases; o has a bias; q and k have norms); None: config.json's attention_bias
 KINDS = {"LlamaForCausalLM": (None, None, False), "MistralForCausalLM": (False, False, False),
