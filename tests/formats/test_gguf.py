@@ -9,24 +9,21 @@ import numpy as np
 import pytest
 from helpers.engines import ENGINE, LogitsRecorder
 from helpers.gguf_files import check_conversion, decoded, write_gguf
-from helpers.models import CORPUS, load, read_safetensors, tiny_model, write_safetensors
+from helpers.models import CORPUS, LLAMA3, load, read_safetensors, tiny_model, write_safetensors
+from helpers.quantized_models import load_model
 from helpers.record_models import write_model
 from helpers.reference import reference_greedy
 from tinygrad import Tensor, dtypes, nn
 
 import tinyvllm
 from tinyvllm import LLM
-from tinyvllm.backend import Backend, Devices
-from tinyvllm_extra import kernels, parallel
+from tinyvllm.backend import Backend
 from tinyvllm_extra.gguf_export import convert
 from tinyvllm_extra.gguf_tokenizer import make_tokenizer
-from tinyvllm_extra.models import find_model
 from tinyvllm_extra.huggingface import load_tokenizer
 from tinyvllm_extra.weights import open_checkpoint
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}   # blocks have up to 256 inputs
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 64}
 KINDS = {   # bits, group size, with offsets
   "Q4_0": (4, 32, False), "Q4_1": (4, 32, True), "Q5_0": (8, 32, False), "Q5_1": (8, 32, True), "Q8_0": (8, 32, False),
   "Q2_K": (4, 16, True), "Q3_K": (4, 16, False), "Q4_K": (4, 32, True), "Q5_K": (8, 32, True), "Q6_K": (8, 16, False),
@@ -58,16 +55,6 @@ def formats_of(folder):
                               if x.ndim == 2 and name.endswith(".weight") and x.dtype != np.int8]
   for name, (bits, *_) in formats.items(): assert (f"{name}.weight_packed" in tensors) == (bits == 4)
   return formats
-
-
-def load_model(path, dtype=dtypes.float32, count=1, backend=None):
-  """Load the model in a folder or a file, on `count` devices."""
-  checkpoint = open_checkpoint(path)
-  config, model_class = find_model(checkpoint.hf_config, path)
-  devices = Devices() if count == 1 else parallel.Devices(parallel.device_names(count))
-  model = model_class(config, dtype, backend or kernels.make_backend(), devices)
-  checkpoint.load(model)
-  return model
 
 
 def bits_of(tensor):

@@ -78,16 +78,12 @@ def assert_same_outputs(outputs: list[Any], expected: list[Any]) -> None:
 def check_pool(blocks: Any, tables: list[list[int]]) -> None:
   """Check the invariants of a BlockManager and all block tables."""
   free, ref_counts = [*blocks.free_blocks, *blocks.evictable], Counter(b for table in tables for b in table)
-  assert blocks.num_free() == len(free) == len(set(free)), "a block is free twice"
-  assert blocks.num_free() + blocks.num_used() == blocks.num_blocks - 1
-  assert blocks.num_used() == len(ref_counts), f"{blocks.num_used()} blocks used, {len(ref_counts)} in block tables"
-  assert 0 not in ref_counts and 0 not in free, "block 0 is the null block"
+  assert (blocks.num_free(), blocks.num_used()) == (len(free), len(ref_counts))
+  assert sorted([*free, *ref_counts]) == [*range(1, blocks.num_blocks)], "a block must be free once or in block tables"
   for table in tables: assert len(set(table)) == len(table), "a block appears twice in a block table"
   cached = {*blocks.cached_blocks.values()}
   assert {*blocks.shared} <= cached, "a block in two block tables must be full and cached"
   assert all(blocks.block_hashes[b] == key and b for key, b in blocks.cached_blocks.items()), "wrong hash"
-  assert not set(free) & set(ref_counts), "a free block is in a block table"
-  assert set(free) | set(ref_counts) == set(range(1, blocks.num_blocks)), "a block is leaked"
   assert dict(blocks.shared) == {b: n - 1 for b, n in ref_counts.items() if n > 1}
   assert {*blocks.evictable} == cached - {*ref_counts}, "evictable blocks must be the free cached blocks"
 
@@ -140,16 +136,6 @@ def count_bytecodes(call: Callable[[], Any]) -> int:
   return count
 
 
-def run_to_end(engine: Any, limit: int) -> dict[str, Any]:
-  """Step until all requests finish, and check the invariants after each step. Returns each request's last output."""
-  last = {}
-  for _ in range(limit):
-    if not engine.has_unfinished_requests(): return last
-    for output in engine.step(): last[output.request_id] = output
-    check_invariants(engine)
-  raise AssertionError(f"not finished after {limit} steps")
-
-
 def set_overlap(monkeypatch: Any, runner: Any, overlaps: str) -> None:
   """Set when a step's results are read: "overlapped" after the next step is built, "early" after it is launched, as on
   CUDA, "" before it is built. On a CPU "early" copies results at once, before the next step overwrites them."""
@@ -185,14 +171,17 @@ def assert_all_blocks_freed(engine: Any) -> Iterator[dict[str, Any]]:
 
 
 def run_watched(engine: Any, limit: int = 4000, watch: Callable = lambda metrics: None) -> tuple[dict, dict]:
-  """Step until all requests finish, and check the pool's metrics after each step. Return each request's last output, in
-  order of completion, and the step that finished it."""
-  metrics, last, finish_steps = engine.get_metrics(), {}, {}
-  total = metrics["blocks_free"] + metrics["blocks_used"]
+  """Step until all requests finish, and check the invariants and metrics after each step. Return each request's last
+  output, in order of completion, and the step that finished it."""
+  last, finish_steps = {}, {}
   for step in range(limit):
-    if not engine.has_unfinished_requests(): return {i: last[i] for i in finish_steps}, finish_steps
+    if not engine.has_unfinished_requests(): return {i: last[i] for i in finish_steps} | last, finish_steps
     for output in engine.step():
       last[output.request_id] = output
       if output.finished: finish_steps[output.request_id] = step
-    watch(check_metrics(engine, total))
+    check_invariants(engine)
+    watch(check_metrics(engine, engine.blocks.num_blocks - 1))
   raise AssertionError(f"not finished after {limit} steps")
+
+
+def run_to_end(engine: Any, limit: int) -> dict[str, Any]: return run_watched(engine, limit)[0]

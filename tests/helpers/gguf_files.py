@@ -7,7 +7,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-import sentencepiece
 
 from .models import load, read_safetensors
 from .reference import rope_frequencies
@@ -99,11 +98,8 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
     fields["sliding_window_pattern"] = [x == "sliding_attention" for x in config["layer_types"]]
   fields |= {"tokenizer_model": tokenizer, "bos_token_id": 1, "eos_token_id": 2, "chat_template": template}
   if tokenizer == "llama":
-    model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
-    ids = range(model.GetPieceSize())
-    kind_of = [(model.IsUnknown, 2), (model.IsControl, 3), (model.IsUnused, 5), (model.IsByte, 6), (lambda _: True, 1)]
-    fields |= {"token_list": [*map(model.IdToPiece, ids)], "token_scores": [*map(model.GetScore, ids)],
-               "token_types": [next(number for test, number in kind_of if test(i)) for i in ids]}
+    texts, scores, types = map(list, zip(*gguf.vocab.SentencePieceVocab(folder).all_tokens(), strict=True))
+    fields |= {"token_list": texts, "token_scores": scores, "token_types": types}
   else:
     tokens = tokens or ["a", "b", "ab", *(f"t{i}" for i in range(config["vocab_size"] - 3))]
     fields |= {"tokenizer_pre": "gpt-2", "token_list": tokens, "token_merges": merges or ["a b"],

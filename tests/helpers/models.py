@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import sentencepiece
+from safetensors import deserialize
 
 
 VOCAB = 320
@@ -15,6 +16,8 @@ CORPUS = ["the cat sat on the mat and the dog ran to the red house", "hello worl
           "one two three four five six seven eight nine ten", "where there is a will there is a way, they say",
           "numbers: 0 1 2 3 4 5 6 7 8 9!"]
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}   # scaling of RoPE
 NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "i1", "I32": "<i4", "I64": "<i8"}
 # architecture -> (q, k and v have biases; o has a bias; q and k have norms); None: config.json's attention_bias
 KINDS = {"LlamaForCausalLM": (None, None, False), "MistralForCausalLM": (False, False, False),
@@ -48,16 +51,17 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
   E, F, V, H = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads"))
   KV, D = config.get("num_key_value_heads") or H, config.get("head_dim") or E // H
   shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (V, E)}
-  for i in range(config["num_hidden_layers"]):
-    linears = [(f"self_attn.{n}_proj", rows, E, qkv_bias) for n, rows in (("q", H * D), ("k", KV * D), ("v", KV * D))]
-    linears += [("self_attn.o_proj", E, H * D, o_bias)]
-    mlp_bias = config.get("mlp_bias", False)
-    linears += [(f"mlp.{n}_proj", *s, mlp_bias) for n, s in (("gate", (F, E)), ("up", (F, E)), ("down", (E, F)))]
+  linears = [(f"self_attn.{n}_proj", rows, E, qkv_bias) for n, rows in (("q", H * D), ("k", KV * D), ("v", KV * D))]
+  linears += [("self_attn.o_proj", E, H * D, o_bias)]
+  mlp_bias = config.get("mlp_bias", False)
+  linears += [(f"mlp.{n}_proj", *s, mlp_bias) for n, s in (("gate", (F, E)), ("up", (F, E)), ("down", (E, F)))]
+  norms = {"input_layernorm": E, "post_attention_layernorm": E}
+  if qk_norm: norms |= {"self_attn.q_norm": D, "self_attn.k_norm": D}
+  for layer in [f"model.layers.{i}" for i in range(config["num_hidden_layers"])]:
     for name, rows, columns, has_bias in linears:
-      shapes[f"model.layers.{i}.{name}.weight"] = (rows, columns)
-      if has_bias: shapes[f"model.layers.{i}.{name}.bias"] = (rows,)
-    for name in ("input_layernorm", "post_attention_layernorm"): shapes[f"model.layers.{i}.{name}.weight"] = (E,)
-    if qk_norm: shapes |= {f"model.layers.{i}.self_attn.{name}.weight": (D,) for name in ("q_norm", "k_norm")}
+      shapes[f"{layer}.{name}.weight"] = (rows, columns)
+      if has_bias: shapes[f"{layer}.{name}.bias"] = (rows,)
+    shapes |= {f"{layer}.{name}.weight": (size,) for name, size in norms.items()}
   shapes["model.norm.weight"] = (E,)
   if not config.get("tie_word_embeddings"): shapes["lm_head.weight"] = (V, E)
   return shapes
@@ -118,13 +122,9 @@ def tiny_model(folder: Path, seed: int = 0, tokenizer: bool = True, shards: int 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
   """Return a file's tensors, bfloat16 in float32."""
-  raw = path.read_bytes()
-  start = 8 + int.from_bytes(raw[:8], "little")
   out = {}
-  for name, entry in json.loads(raw[8:start]).items():
-    if name == "__metadata__": continue
-    a, b = entry["data_offsets"]
-    x = np.frombuffer(raw[start + a:start + b], NUMPY[entry["dtype"]])
+  for name, entry in deserialize(path.read_bytes()):
+    x = np.frombuffer(entry["data"], NUMPY[entry["dtype"]])
     if entry["dtype"] == "BF16": x = (x.astype(np.uint32) << 16).view(np.float32)
     out[name] = x.reshape(entry["shape"])
   return out

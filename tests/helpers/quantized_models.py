@@ -1,29 +1,21 @@
 """Models in the formats of quantization tools."""
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
+from tinygrad import dtypes
 
-from tinyvllm_extra import weights
+from tinyvllm.backend import Devices
+from tinyvllm_extra import kernels, parallel, weights
+from tinyvllm_extra.models import find_model
 from tinyvllm_extra.quantization import dequantize
 from .models import random_weights, tiny_config, tiny_model, write_safetensors
 
 
-MEASURE_PEAK_MEMORY = """
-import sys
-from tinyvllm import LLM
-def peak():   # not ru_maxrss, which includes the parent process
-  return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-options = dict(max_model_len=16, num_gpu_blocks_override=2, max_num_seqs=1)
-LLM(sys.argv[1], **options)   # memory of the libraries
-before = peak()
-LLM(sys.argv[2], **options)
-print(peak() - before)
-"""
-
-
+DATA = Path(__file__).parents[1] / "data"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 def is_projection(name: str) -> bool: return name.endswith(tuple(f"{x}.weight" for x in PROJECTIONS))
@@ -42,32 +34,15 @@ def words(numbers: np.ndarray, bits: int, axis: int, order=range(8)) -> np.ndarr
   return np.ascontiguousarray(np.moveaxis(packed, -1, axis))
 
 
-def random_quantized_matrix(rng, out: int, inputs: int, group: int, bits: int, symmetric: bool):
-  """Return random q (out, inputs), scale and zero point (out, groups) of a matrix."""
-  groups = inputs // group
-  q = rng.integers(0, 2**bits, (out, inputs))
-  scale = (rng.random((out, groups)) * 0.02 + 0.002).astype(np.float16)
-  zero = np.full((out, groups), 2 ** (bits - 1)) if symmetric else rng.integers(0, 2**bits, (out, groups))
-  return q, scale, zero
-
-
-def matrix(q, scale, zero, group_of) -> np.ndarray:
-  """Return (q - zero) * scale, in a plain loop."""
-  w = np.zeros(q.shape, np.float32)
-  for o, i in np.ndindex(q.shape):
-    g = group_of[i]
-    w[o, i] = (float(q[o, i]) - float(zero[o, g])) * float(scale[o, g])
-  return w
-
-
-def awq(name, q, scale, zero, group_of, bits):
+def awq(name, q, scale, zero, group_of, bits, config):
   return {f"{name}.qweight": words(q.T, 4, 1, AWQ_ORDER), f"{name}.qzeros": words(zero.T, 4, 1, AWQ_ORDER),
           f"{name}.scales": np.ascontiguousarray(scale.T)}
 
 
-def gptq(name, q, scale, zero, group_of, bits, minus=1):
+def gptq(name, q, scale, zero, group_of, bits, config):
   """As gptqmodel's convert_gptq_v2_to_v1_format_module: subtract from all zero points of a word at once, so that zeros
   borrow from the next value, but with 3 bits from each value."""
+  minus = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
   zeros = words((zero.T - minus) % 8 if bits == 3 else zero.T, bits, 1)
   if bits != 3: zeros = (zeros.view(np.uint32) - np.uint32(minus * (2**32 - 1) // (2**bits - 1))).view(np.int32)
   return {f"{name}.qweight": words(q.T, bits, 0), f"{name}.qzeros": zeros,
@@ -75,43 +50,45 @@ def gptq(name, q, scale, zero, group_of, bits, minus=1):
           f"{name}.bias": np.zeros(len(q), np.float16)}   # GPTQ tools write zeros if a model has no bias
 
 
-def gptq_v2(*args): return gptq(*args, minus=0)
+def compressed_tensors(name, q, scale, zero, group_of, bits, config):
+  weights = config["config_groups"]["group_0"]["weights"]
+  packed = config["format"] == "pack-quantized"
+  tensors = {"weight_scale": scale}
+  if packed: tensors |= {"weight_packed": words(q, bits, 1), "weight_shape": np.array(q.shape, np.int64)}
+  else: tensors["weight"] = (q - 128).astype(np.int8)
+  if not weights["symmetric"]:
+    tensors["weight_zero_point"] = words(zero, bits, 0) if packed else (zero - 128).astype(np.int8)
+  if "actorder" in weights: tensors["weight_g_idx"] = np.array(group_of, np.int32)
+  return {f"{name}.{suffix}": x for suffix, x in tensors.items()}
 
 
-def pack_quantized(name, q, scale, zero, group_of, bits):
-  zeros = {f"{name}.weight_zero_point": words(zero, bits, 0)} if (zero != 2 ** (bits - 1)).any() else {}
-  return {f"{name}.weight_packed": words(q, bits, 1), f"{name}.weight_scale": scale,
-          f"{name}.weight_shape": np.array(q.shape, np.int64), **zeros}
-
-
-def int_quantized(name, q, scale, zero, group_of, bits):
-  return {f"{name}.weight": (q - 128).astype(np.int8), f"{name}.weight_scale": scale}
-
-
-def int_quantized_with_zeros(name, q, scale, zero, group_of, bits):
-  tensors = int_quantized(name, q, scale, zero, group_of, bits)
-  return tensors | {f"{name}.weight_zero_point": (zero - 128).astype(np.int8)}
-
-
-def pack_quantized_with_g_idx(name, q, scale, zero, group_of, bits):
-  return pack_quantized(name, q, scale, zero, group_of, bits) | {f"{name}.weight_g_idx": np.array(group_of, np.int32)}
-
-
-def pack_quantized_with_offsets(name, q, scale, zero, group_of, bits):
+def with_offsets(name, q, scale, zero, *others):
   """`tinyvllm convert` writes this format if offsets are not multiples of the scale."""
-  return {f"{name}.weight_packed": words(q, 4, 1), f"{name}.weight_scale": scale,
-          f"{name}.weight_offset": (-zero * scale.astype(np.float32)).astype(np.float16)}
+  offset = (-zero * scale.astype(np.float32)).astype(np.float16)
+  return compressed_tensors(name, q, scale, zero, *others) | {f"{name}.weight_offset": offset}
+
+
+def squeezellm(name, q, scale, zero, group_of, bits, config):
+  """As the paper's QuantLinearLUT.pack2: a table of centroids for each row, and sparse outliers to add. Also return the
+  weight that its kernels multiply by."""
+  rng = np.random.default_rng([*name.encode()])
+  table = np.sort(rng.standard_normal((len(q), 2**bits)).astype(np.float32), 1) / 5
+  outliers = rng.standard_normal(q.shape).astype(np.float32) * (rng.random(q.shape) < 0.05)
+  tensors = {"qweight": words(q.T, bits, 0), "lookup_table": table, "weight": np.take_along_axis(table, q, 1)}
+  if "sparse" in config:
+    rows, columns = outliers.nonzero()   # in CSR
+    starts = np.searchsorted(rows, range(len(q) + 1))
+    tensors |= {"rows": starts.astype(np.int32), "cols": columns.astype(np.int32), "vals": outliers[rows, columns],
+                "startrows": np.zeros(128, np.int32), "weight": tensors["weight"] + outliers}
+  return {f"{name}.{suffix}": x for suffix, x in tensors.items()}
 
 
 def compressed(bits, form="pack-quantized", **weights):
-  """Return a quantization_config with all keys that compressed-tensors 0.20 writes (tests/test_formats.py)."""
-  weights = {"dynamic": False, "group_size": 32, "num_bits": bits, "strategy": "group", "symmetric": True,
-             "type": "int"} | weights
-  group = {"format": form, "input_activations": None, "output_activations": None, "targets": ["Linear"],
-           "weights": weights}
-  return {"config_groups": {"group_0": group}, "format": form, "global_compression_ratio": None, "ignore": ["lm_head"],
-          "kv_cache_scheme": None, "moe_sparsity_config": None, "quant_method": "compressed-tensors",
-          "quantization_status": "compressed", "sparsity_config": {}, "transform_config": {}, "version": "0.20.0"}
+  """Return a quantization_config with all keys that compressed-tensors 0.20 writes."""
+  config = json.loads((DATA / "compressed_tensors_config.json").read_text())
+  group = config["config_groups"]["group_0"]
+  return config | {"format": form, "config_groups": {
+    "group_0": group | {"format": form, "weights": group["weights"] | {"num_bits": bits, **weights}}}}
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
@@ -119,22 +96,28 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}
 # Name: quantization_config, function that writes a matrix, bits, group size (0: all inputs), symmetric
 FORMATS = {
   "awq": (AWQ, awq, 4, 32, False),
-  "gptq": (GPTQ, gptq, 4, 32, False), "gptq, symmetric": (GPTQ, gptq, 4, 32, True),
-  "gptq, one group": ({**GPTQ, "group_size": -1}, gptq, 4, 0, True),
-  "gptq, int8": ({**GPTQ, "bits": 8}, gptq, 8, 32, False), "gptq v2": (
-    {**GPTQ, "checkpoint_format": "gptq_v2"}, gptq_v2, 4, 32, False),
-  "gptq, 2 bits": ({**GPTQ, "bits": 2}, gptq, 2, 32, False), "gptq, 3 bits": (
-    {**GPTQ, "bits": 3, "desc_act": True}, gptq, 3, 32, False),
-  "gptq v2, 3 bits": ({**GPTQ, "bits": 3, "checkpoint_format": "gptq_v2"}, gptq_v2, 3, 32, False),
-  "gptq, act-order": ({**GPTQ, "desc_act": True}, gptq, 4, 32, False),
-  "compressed-tensors": (compressed(4), pack_quantized, 4, 32, True),
-  "compressed-tensors, zero points": (compressed(4, symmetric=False), pack_quantized, 4, 16, False),
-  "compressed-tensors, packed int8": (compressed(8), pack_quantized, 8, 32, True),
-  "compressed-tensors, int8 per channel": (compressed(8, "int-quantized"), int_quantized, 8, 0, True),
-  "compressed-tensors, int8 per group": (compressed(8, "int-quantized"), int_quantized, 8, 16, True),
-  "compressed-tensors, int8, zero points": (compressed(8, symmetric=False), int_quantized_with_zeros, 8, 32, False),
-  "compressed-tensors, act-order": (compressed(4, actorder="group"), pack_quantized_with_g_idx, 4, 32, True),
-  "offsets": (compressed(4), pack_quantized_with_offsets, 4, 32, False)}
+  "gptq": (GPTQ, gptq, 4, 32, False),
+  "gptq, symmetric": (GPTQ, gptq, 4, 32, True),
+  "gptq, one group": (GPTQ | {"group_size": -1}, gptq, 4, 0, True),
+  "gptq, int8": (GPTQ | {"bits": 8}, gptq, 8, 32, False),
+  "gptq, 2 bits": (GPTQ | {"bits": 2}, gptq, 2, 32, False),
+  "gptq, 3 bits": (GPTQ | {"bits": 3, "desc_act": True}, gptq, 3, 32, False),
+  "gptq, act-order": (GPTQ | {"desc_act": True}, gptq, 4, 32, False),
+  "gptq v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, gptq, 4, 32, False),
+  "gptq v2, 3 bits": (GPTQ | {"bits": 3, "checkpoint_format": "gptq_v2"}, gptq, 3, 32, False),
+  "compressed-tensors": (compressed(4), compressed_tensors, 4, 32, True),
+  "compressed-tensors, zero points": (compressed(4, symmetric=False), compressed_tensors, 4, 16, False),
+  "compressed-tensors, packed int8": (compressed(8), compressed_tensors, 8, 32, True),
+  "compressed-tensors, int8 per channel": (compressed(8, "int-quantized"), compressed_tensors, 8, 0, True),
+  "compressed-tensors, int8 per group": (compressed(8, "int-quantized"), compressed_tensors, 8, 16, True),
+  "compressed-tensors, int8, zero points": (
+    compressed(8, "int-quantized", symmetric=False), compressed_tensors, 8, 32, False),
+  "compressed-tensors, act-order": (compressed(4, actorder="group"), compressed_tensors, 4, 32, True),
+  "offsets": (compressed(4), with_offsets, 4, 32, False),
+  "squeezellm": ({"quant_method": "squeezellm", "wbits": 4, "sparse": True}, squeezellm, 4, 0, True),
+  "squeezellm, dense": ({"quant_method": "squeezellm", "wbits": 4}, squeezellm, 4, 0, True),
+  "squeezellm, 3 bits": ({"quant_method": "squeezellm", "wbits": 3, "sparse": True}, squeezellm, 3, 0, True),
+  "squeezellm, 3 bits, dense": ({"quant_method": "squeezellm", "wbits": 3}, squeezellm, 3, 0, True)}
 
 
 def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]:
@@ -142,27 +125,37 @@ def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]
   config, write, bits, group, symmetric = FORMATS[name]
   rng = np.random.default_rng(seed)
   plain = random_weights(tiny_config(**SIZES), seed)
-  tensors = {}
+  tensors = {key: w for key, w in plain.items() if not is_projection(key)}
   g_idx: dict[int, np.ndarray] = {}   # by number of inputs
-  for key, w in list(plain.items()):
-    if not is_projection(key):
-      tensors[key] = w.astype(np.float32)
-      continue
-    size = group or w.shape[1]
-    numbers = random_quantized_matrix(rng, *w.shape, size, bits, symmetric)
-    group_of = np.arange(w.shape[1]) // size
-    if config.get("desc_act") or "act-order" in name: group_of = g_idx.setdefault(w.shape[1], rng.permutation(group_of))
-    tensors |= write(key.removesuffix(".weight"), *numbers, group_of, bits)
-    plain[key] = matrix(*numbers, group_of)
-    if write is pack_quantized_with_offsets:
-      q, scale, _ = numbers
-      offset = tensors[key.removesuffix("weight") + "weight_offset"].astype(np.float32)
-      plain[key] = q * scale.astype(np.float32)[:, group_of] + offset[:, group_of]
+  for key in filter(is_projection, plain):
+    out, inputs = plain[key].shape
+    group_of = np.arange(inputs) // (group or inputs)
+    shape = out, group_of[-1] + 1
+    q = rng.integers(0, 2**bits, (out, inputs))
+    scale = (rng.random(shape) * 0.02 + 0.002).astype(np.float16)
+    zero = np.full(shape, 2 ** (bits - 1)) if symmetric else rng.integers(0, 2**bits, shape)
+    if config.get("desc_act") or "act-order" in name: group_of = g_idx.setdefault(inputs, rng.permutation(group_of))
+    tensors |= write(key.removesuffix(".weight"), q, scale, zero, group_of, bits, config)
+    offset = -zero * scale.astype(np.float32)
+    if write is with_offsets: offset = offset.astype(np.float16)
+    plain[key] = q * scale.astype(np.float32)[:, group_of] + offset[:, group_of]
+    if write is squeezellm: plain[key] = tensors.pop(key)
   tiny_model(folder / "float", **SIZES)
   write_safetensors(folder / "float" / "model.safetensors", plain)
   tiny_model(folder / "quantized", **SIZES, quantization_config=config)
   save_file(tensors, folder / "quantized" / "model.safetensors")
   return folder / "quantized", folder / "float"
+
+
+def load_model(path: Path, dtype: Any = dtypes.float32, count: int = 1, backend: Any = None,
+               quantization: str | None = None) -> Any:
+  """Load the model in a folder or a GGUF file, on `count` devices."""
+  checkpoint = weights.open_checkpoint(path)
+  config, model_class = find_model(checkpoint.hf_config, path)
+  devices = Devices() if count == 1 else parallel.Devices(parallel.device_names(count))
+  model = model_class(config, dtype, backend or kernels.make_backend(), devices)
+  checkpoint.load(model, quantization)
+  return model
 
 
 class Matrices(weights.Checkpoint):
@@ -181,8 +174,9 @@ class Matrices(weights.Checkpoint):
     return self.matrices(SimpleNamespace(axis=axis, sources=sources, out_features=sum(sources.values()), weight=weight))
 
 
-def check_matrices(folder: Path, expected: dict[str, np.ndarray]) -> None:
-  """Check that the matrices of a layer, fused as in the model, equal those of `expected` by name."""
+def check_matrices(folder: Path, expected: dict[str, np.ndarray]) -> Any:
+  """Check that the matrices of a layer, fused as in the model, equal those of `expected` by name, but for rounding to
+  float16. Return the last one as stored."""
   name = "model.layers.1."
   for fused in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",),
                 ("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",)):
@@ -190,3 +184,4 @@ def check_matrices(folder: Path, expected: dict[str, np.ndarray]) -> None:
     whole = np.concatenate([*parts.values()])
     matrix, = Matrices(folder).shards(0, {module: len(x) for module, x in parts.items()}, whole.shape[1])
     np.testing.assert_allclose(dequantize(matrix, np.float32), whole, rtol=1e-3, atol=1e-6)
+  return matrix

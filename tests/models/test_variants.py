@@ -1,11 +1,9 @@
 """Variants of LLaMA by logits, against the numpy reference."""
 import pytest
 from helpers.engines import check_logits
-from helpers.models import tiny_model
+from helpers.models import LLAMA3, tiny_model
 from helpers.requests import prompt
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-          "original_max_position_embeddings": 64}
 VARIANTS = {
   "LLaMA": {},
   "tied": {"tie_word_embeddings": True},
