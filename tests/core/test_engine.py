@@ -108,7 +108,7 @@ def test_long_prompt_does_not_stall_running_requests(llm):
 
 
 def test_number_of_graphs_is_constant_after_warmup(llm, monkeypatch):
-  monkeypatch.setattr("tinyvllm_extra.graphs.CAPTURE_THRESHOLD", 0)   # capture each shape at its first request
+  monkeypatch.setattr(graph_choice, "CAPTURE_THRESHOLD", 0)   # capture each shape at its first request
   jobs = [tokens(prompt(1 + i, i)) for i in range(24)]
   llm.generate(jobs, greedy(9))
   for n in (1, 2, 4, 8, 16): llm.generate(tokens(prompt(n)), greedy(1))
@@ -225,7 +225,7 @@ def test_concurrent_first_calls_of_generate_share_one_engine(folder, monkeypatch
       instances.append(args)
       time.sleep(0.2)
       super().__init__(*args, **ENGINE)
-  monkeypatch.setattr("tinyvllm.engine.shared_llm", functools.cache(CountedLLM))
+  monkeypatch.setattr("tinyvllm.shared_llm", functools.cache(CountedLLM))
   threads = [threading.Thread(target=tinyvllm.generate_stream, args=("Hello", folder), daemon=True) for _ in range(3)]
   for thread in threads: thread.start()
   for thread in threads: thread.join(60)

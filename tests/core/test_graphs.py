@@ -16,7 +16,8 @@ from tinyvllm.config import EngineConfig, ModelConfig
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, allocate_kv_caches
 from tinyvllm_extra import graphs
-from tinyvllm_extra.graphs import CAPTURE_THRESHOLD, usual_sizes
+from tinyvllm_extra.graphs import usual_sizes
+from tinyvllm_extra.kernels.graph_choice import CAPTURE_THRESHOLD
 from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.server import AsyncLLM
 

@@ -195,11 +195,11 @@ def test_gate_and_up_weights_load_in_kernel_order(tmp_path, bits, count):
   kernels.prepare_device()
   dtype = dtypes.float32 if Device.DEFAULT == "CPU" else dtypes.float16
   tiny_model(tmp_path, num_hidden_layers=1, hidden_size=64, intermediate_size=80, mlp_bias=True, dtype="float16")
-  checkpoint = open_checkpoint(tmp_path)
+  checkpoint = open_checkpoint(tmp_path, None if bits == 16 else f"int{bits}")
   config = ModelConfig.from_hf(checkpoint.hf_config, tmp_path)
   devices = Devices() if count == 1 else parallel.Devices(parallel.device_names(count))
   model = Llama(config, dtype, kernels.make_backend(), devices)
-  checkpoint.load(model, None if bits == 16 else f"int{bits}")
+  checkpoint.load(model)
   weights, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp."
   x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float16)
   def linear(kind):

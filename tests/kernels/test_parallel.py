@@ -18,10 +18,10 @@ from tinygrad import Device, Tensor, UOp, dtypes, nn
 from tinygrad.runtime.autogen import cuda
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
-from tinyvllm.config import EngineConfig
 from tinyvllm_extra.kernels import prepare_device as open_device
 from tinyvllm_extra.cli import main
 from tinyvllm_extra.kernels.matmul import Linear, Norm
+from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.parallel import check_peers, device_names
 from tinyvllm_extra.quantization import Quantized, dequantize, quantize, split
 
@@ -347,7 +347,7 @@ def test_invalid_tensor_parallel_size_raises(count, limit):
 
 def test_enforce_eager_on_two_devices_raises():
   check_refused("tensor_parallel_size=2", "enforce_eager=False", enforce_eager=True, tensor_parallel_size=2)
-  assert EngineConfig(enforce_eager=True, tensor_parallel_size=1).enforce_eager
+  assert LLMConfig(enforce_eager=True, tensor_parallel_size=1).enforce_eager
 
 
 class FakeCuda:

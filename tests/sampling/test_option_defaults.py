@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from tinyvllm import InputError, SamplingParams, StructuredOutputsParams
-from tinyvllm.config import EngineConfig
 from tinyvllm.request import SamplingParams as CoreParams
+from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.speculation import SpeculativeConfig
 from tinyvllm_extra.structured_outputs import MAX_SIZE, Constraint, tag_grammar
 
@@ -20,7 +20,7 @@ OPTIONS = {
     "logprobs": (None, -1, MAX), "prompt_logprobs": (None, -1, MAX), "logit_bias": (None, -100, 100),
     "include_stop_str_in_output": (False, None, None), "ignore_eos": (False, None, None),
     "skip_special_tokens": (True, None, None)},
-  EngineConfig: {
+  LLMConfig: {
     "dtype": ("auto", None, None), "max_model_len": (None, 2, 2**24), "max_num_seqs": (64, 1, 1024),
     "max_num_batched_tokens": (None, 1, 16384), "block_size": (16, 1, 256), "gpu_memory_utilization": (0.9, 0.01, 1.0),
     "kv_cache_dtype": ("auto", None, None), "num_gpu_blocks_override": (None, 2, 2**24),

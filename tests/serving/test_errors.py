@@ -8,7 +8,7 @@ from helpers.models import tiny_model
 from helpers.reference import reference_greedy
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
-from tinyvllm.config import EngineConfig
+from tinyvllm_extra.options import LLMConfig
 
 BAD_ENGINE = {
   "dtype": ["float8", "", 16, None], "kv_cache_dtype": ["fp16", "int4", "", 8, None, True],
@@ -32,7 +32,7 @@ def cases(bad): return [pytest.param(name, x, id=f"{name}={x!r}") for name, valu
 def message(error): return str(error.value)
 
 
-@pytest.mark.parametrize("options,bad", [(SamplingParams, BAD_SAMPLING), (EngineConfig, BAD_ENGINE)])
+@pytest.mark.parametrize("options,bad", [(SamplingParams, BAD_SAMPLING), (LLMConfig, BAD_ENGINE)])
 def test_every_field_has_invalid_values(options, bad): assert {f.name for f in fields(options)} == set(bad)
 
 
@@ -76,7 +76,7 @@ def test_sampling_params_json_values_are_converted():
   (SamplingParams, {"repetition_penalty": 101}, r" 100\b"), (SamplingParams, {"logit_bias": {1: 101}}, r" 100\b"),
   (SamplingParams, {"min_tokens": 9, "max_tokens": 5}, "min_tokens=9.*max_tokens=5"),
   (SamplingParams, {"temprature": 1.0}, "'temprature'.*temperature"),
-  (LLM, {"max_seqs": 4}, "'max_seqs'.*max_num_seqs"), (EngineConfig, {"scheduling_policy": "lifo"}, "fcfs.*priority"),
+  (LLM, {"max_seqs": 4}, "'max_seqs'.*max_num_seqs"), (LLMConfig, {"scheduling_policy": "lifo"}, "fcfs.*priority"),
   (LLM, {"max_num_batched_tokens": 16, "max_num_seqs": 32}, "max_num_seqs=32.*max_num_batched_tokens=16")], ids=str)
 def test_error_names_limit_or_known_options(make, options, message):
   with pytest.raises(ValueError, match=message): make(**options)
