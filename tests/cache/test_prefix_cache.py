@@ -15,8 +15,8 @@ from helpers.engines import ENGINE, check_invariants, run_to_end, set_overlap
 from helpers.models import tiny_model
 from helpers.prefix_cache import (BS, buffers, check_refused, contents, lru_order, restart, run, with_metadata)
 from helpers.reference import reference_greedy
-from helpers.requests import flags, greedy, ids_of, prompt, tokens
-from helpers.servers import LocalServer, wait_until
+from helpers.requests import greedy, ids_of, prompt, tokens
+from helpers.servers import wait_until
 from safetensors import safe_open
 from tinygrad import Tensor, dtypes
 
@@ -30,22 +30,21 @@ from tinyvllm_extra.server import AsyncLLM
 # Cache hits after a restart
 
 def test_load_in_new_engine_gives_equal_outputs_and_hits(engine, folder, tmp_path, caplog):
-  restart(engine)
   first = [prompt(7 * BS + 1, "a", i) for i in range(3)]
-  answers, _ = run(engine, *first)
+  answers, _ = run(restart(engine), *first, first[1])   # the second is the most recently used
   again = [*first, first[0] + answers[0] + prompt(3, "b"), first[1][:3 * BS] + prompt(9, "c"), prompt(20, "d")]
+  (tmp_path / "link").symlink_to(tmp_path / "cache")
   with caplog.at_level(logging.INFO, "tinyvllm"):
-    count = engine.save_prefix_cache(tmp_path / "cache")
-    new = LLM(folder, **ENGINE)
-    assert new.load_prefix_cache(str(tmp_path / "cache")) == count == len(engine.blocks.cached_blocks)
+    count, new = engine.save_prefix_cache(tmp_path / "link"), LLM(folder, **ENGINE)
+    assert new.load_prefix_cache(str(tmp_path / "link")) == count == len(engine.blocks.cached_blocks)
   assert sum(f"prefix cache: {count} blocks" in line for line in caplog.messages) == 2
-  assert contents(new) == contents(engine) and lru_order(new) == lru_order(engine)
+  assert (tmp_path / "link").is_symlink(), "the file that it names is replaced"
+  assert contents(new) == contents(engine) and lru_order(new) == lru_order(engine) == [*new.blocks.cached_blocks]
   check_invariants(new)
-  old_ids, num_cached = run(engine, *again)
-  assert run(new, *again) == (old_ids, num_cached) and old_ids == [reference_greedy(folder, ids, 6) for ids in again]
+  ids, num_cached = run(new, *again)
+  assert (ids, num_cached) == run(engine, *again) and ids == [reference_greedy(folder, ids, 6) for ids in again]
   assert num_cached[:3] == [7 * BS] * 3 and num_cached[3] >= 7 * BS and num_cached[4:] == [3 * BS, 0]
-  assert new.get_metrics()["prefix_cache_hits"] == sum(num_cached)
-  assert lru_order(new) == lru_order(engine)
+  assert new.get_metrics()["prefix_cache_hits"] == sum(num_cached) and lru_order(new) == lru_order(engine)
 
 
 def test_saved_file_is_valid_safetensors(saved, engine):
@@ -61,83 +60,48 @@ def test_saved_file_is_valid_safetensors(saved, engine):
   assert path.stat().st_mode & 0o77 == 0, "only the owner may read the file"
 
 
-def test_load_keeps_eviction_order(engine, folder, tmp_path):
-  """Allocating blocks evicts the loaded ones in the saved order."""
-  restart(engine)
-  old = [prompt(4 * BS, "old", i) for i in range(4)]
-  run(engine, *old, old[1])   # now the most recently used
-  engine.save_prefix_cache(tmp_path / "cache")
-  expected = lru_order(engine)
-  restart(engine).load_prefix_cache(tmp_path / "cache")
-  assert lru_order(engine) == expected
-  engine.scheduler.reset([])   # as after a failed step
-  assert lru_order(engine) == expected
-  table = []
-  engine.blocks.allocate(table, (engine.blocks.num_blocks - 1 - len(expected) + 5) * BS)
-  assert lru_order(engine) == expected[5:]
-  engine.blocks.free_blocks += table
-  check_invariants(engine)
-
-
-def test_save_writes_blocks_of_running_requests_first(engine, folder, tmp_path):
-  restart(engine)
-  earlier, prompts = prompt(4 * BS, "before"), [prompt(3 * BS + 2, "runs", i) for i in range(2)]
-  run(engine, earlier)
-  for i, ids in enumerate(prompts): engine.add_request(str(i), tokens(ids), greedy(12))
-  for _ in range(4): engine.step()
-  table_blocks = [block for seq in engine.scheduler.running for block in seq.block_table]
-  running_keys = {key for key, block in engine.blocks.cached_blocks.items() if block in table_blocks}
-  count = engine.save_prefix_cache(tmp_path / "cache")
-  assert count == len(engine.blocks.cached_blocks) and len(running_keys) >= 6
-  with safe_open(tmp_path / "cache", "numpy") as file: keys = [key.tobytes() for key in file.get_tensor("keys")]
-  assert {*keys[:len(running_keys)]} == running_keys and {*keys} == {*engine.blocks.cached_blocks}
-  assert engine.load_prefix_cache(tmp_path / "cache") == 0, "all blocks are cached"
-  last = run_to_end(engine, 100)
-  assert [ids_of(last[str(i)]) for i in range(2)] == [reference_greedy(folder, ids, 12) for ids in prompts]
-
-
 @pytest.mark.parametrize("overlaps", ["", "overlapped"])
-def test_load_does_not_change_running_requests(engine, folder, file, overlaps, monkeypatch):
-  """Also with a step in flight."""
+def test_save_and_load_do_not_change_running_requests(engine, folder, file, tmp_path, overlaps, monkeypatch):
+  """Also with a step in flight. A save writes the blocks of running requests first."""
   set_overlap(monkeypatch, engine.runner, overlaps)
-  restart(engine)
-  prompts = [prompt(3 * BS + 2, "load", i) for i in range(3)]
+  prompts, cached = [prompt(3 * BS + 2, "runs", i) for i in range(3)], prompt(5 * BS, "saved", 0)
+  run(restart(engine), prompt(4 * BS, "before"))
   for i, ids in enumerate(prompts): engine.add_request(str(i), tokens(ids), greedy(12))
   for _ in range(4): engine.step()
+  table_blocks = {block for seq in engine.scheduler.running for block in seq.block_table}
+  running_keys = {key for key, block in engine.blocks.cached_blocks.items() if block in table_blocks}
+  assert engine.save_prefix_cache(tmp_path / "own") == len(engine.blocks.cached_blocks) and len(running_keys) >= 9
+  with safe_open(tmp_path / "own", "numpy") as own: keys = [key.tobytes() for key in own.get_tensor("keys")]
+  assert {*keys[:len(running_keys)]} == running_keys and {*keys} == {*engine.blocks.cached_blocks}
+  assert engine.load_prefix_cache(tmp_path / "own") == 0, "all blocks are cached"
   engine.abort_request("2")   # the step in flight may still write to its blocks
   assert engine.load_prefix_cache(file) > 0
   check_invariants(engine)
-  engine.add_request("3", tokens(prompt(5 * BS, "saved", 0)), greedy(4))
+  engine.add_request("3", tokens(cached), greedy(4))
   last = run_to_end(engine, 100)
   assert [ids_of(last[str(i)]) for i in range(2)] == [reference_greedy(folder, ids, 12) for ids in prompts[:2]]
-  assert last["3"].num_cached_tokens == 4 * BS and ids_of(last["3"]) == reference_greedy(folder, prompt(
-    5 * BS, "saved", 0), 4)
+  assert last["3"].num_cached_tokens == 4 * BS and ids_of(last["3"]) == reference_greedy(folder, cached, 4)
 
 
 def test_load_fills_free_blocks_with_most_recent_blocks(small_llm, engine, folder, tmp_path):
   """A pool of 12 blocks: a running request uses some, and others are cached."""
-  restart(engine)
-  texts = [prompt(5 * BS, "small", i) for i in range(4)]
-  run(engine, *texts, n=1)
-  path = tmp_path / "cache"
-  assert engine.save_prefix_cache(path) == 20
-  with safe_open(path, "numpy") as file: keys = [key.tobytes() for key in file.get_tensor("keys")]
+  texts, path = [prompt(5 * BS, "small", i) for i in range(4)], tmp_path / "cache"
+  run(restart(engine), *texts, n=1)
+  keys = [*reversed(lru_order(engine))]
+  assert engine.save_prefix_cache(path) == len(keys) == 20
   small = restart(small_llm)
   run(small, texts[0], n=1)   # cached before the load
   own_blocks = [*small.blocks.evictable]
   small.add_request("0", tokens(prompt(2 * BS, "runs")), greedy(3))
   small.step()
-  table_blocks = [block for seq in small.scheduler.running for block in seq.block_table]
   num_free = len(small.blocks.free_blocks)
-  assert 0 < num_free == 12 - len(table_blocks) - len(own_blocks)
-  assert small.load_prefix_cache(path) == num_free
+  assert num_free > 0 and small.load_prefix_cache(path) == num_free
   check_invariants(small)
   assert [*small.blocks.evictable][num_free:] == own_blocks, "own cached blocks are newer than loaded ones"
   assert lru_order(small)[:num_free] == keys[:num_free][::-1]
   assert not small.blocks.free_blocks and small.load_prefix_cache(path) == 0, "no block is free"
   run_to_end(small, 100)
   restart(small).load_prefix_cache(path)
-  check_invariants(small)
   answers, num_cached = run(small, texts[3], texts[2], texts[0], n=1)
   assert answers == [reference_greedy(folder, texts[i], 1) for i in (3, 2, 0)] and num_cached == [4 * BS, 4 * BS, 0]
 
@@ -145,17 +109,14 @@ def test_load_fills_free_blocks_with_most_recent_blocks(small_llm, engine, folde
 def test_load_and_save_in_several_batches_are_complete(engine, file, saved, monkeypatch):
   """Batches have three blocks. Some blocks are cached before the load."""
   _, expected = saved
-  restart(engine)
-  run(engine, prompt(5 * BS + 1, "saved", 1))
   monkeypatch.setattr(prefix_cache, "MAX_BYTES", 3 * len(next(iter(expected.values()))) + 5)
-  assert Blocks(engine).count == 3
+  run(restart(engine), prompt(5 * BS + 1, "saved", 1))
   missing = {*expected} - {*engine.blocks.cached_blocks}
   assert 3 < len(missing) < len(expected) and engine.load_prefix_cache(file) == len(missing)
-  assert contents(engine) == expected
+  assert Blocks(engine).count == 3 and contents(engine) == expected
   before = file.read_bytes()
   restart(engine).load_prefix_cache(file)
-  assert engine.save_prefix_cache(file) == len(expected)
-  assert file.read_bytes() == before
+  assert engine.save_prefix_cache(file) == len(expected) and file.read_bytes() == before
 
 
 def test_blocks_of_any_dtypes_and_shapes_are_read_and_written():
@@ -169,16 +130,12 @@ def test_blocks_of_any_dtypes_and_shapes_are_read_and_written():
   runners = [SimpleNamespace(kv_caches=[part], model=model) for part in (caches[:2], caches[2:])]
   fake = SimpleNamespace(runners=runners, blocks=SimpleNamespace(num_blocks=n))
   for x in buffers(fake): x.allocator._copyin(x._buf, memoryview(bytearray(rng.bytes(x.nbytes))))
-  def bytes_of(x): return np.frombuffer(x.as_memoryview(), np.uint8).reshape(n, -1)
-  def whole(): return np.concatenate([bytes_of(x) for x in buffers(fake)], 1)
-  blocks, before = Blocks(fake), whole()
-  assert blocks.count == n and blocks.row_bytes == before.shape[1]
-  assert (blocks.read([3, 1, 10]) == before[[3, 1, 10]]).all()
-  rows = rng.integers(0, 256, (2, blocks.row_bytes), np.uint8)
-  blocks.write([4, 9], rows)
-  expected = before.copy()
-  expected[[4, 9]] = rows
-  assert (whole()[1:] == expected[1:]).all(), "only the null block may get padding"
+  blocks = Blocks(fake)
+  expected = np.concatenate([np.frombuffer(x.as_memoryview(), np.uint8).reshape(n, -1) for x in buffers(fake)], 1)
+  assert blocks.count == n and (blocks.read([3, 1, 10]) == expected[[3, 1, 10]]).all()
+  expected[[4, 9]] = rng.integers(0, 256, (2, blocks.row_bytes), np.uint8)
+  blocks.write([4, 9], expected[[4, 9]])
+  assert (blocks.read([*range(1, n)]) == expected[1:]).all(), "only the null block may get padding"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -186,7 +143,6 @@ def test_chats_with_random_restarts_equal_reference(engine, folder, tmp_path, se
   rng = random.Random(seed)
   restart(engine)
   chats = [prompt(rng.randrange(1, 20), "chat", seed, i) for i in range(3)]
-  path = tmp_path / "cache"
   for turn in range(8):
     i = rng.randrange(3)
     chats[i] += prompt(rng.randrange(1, 6), "turn", seed, turn)
@@ -194,37 +150,29 @@ def test_chats_with_random_restarts_equal_reference(engine, folder, tmp_path, se
     assert answer == reference_greedy(folder, chats[i], 4)
     if num_cached: chats[i] += answer
     if rng.random() < 0.5:
-      count = engine.save_prefix_cache(path)
+      count = engine.save_prefix_cache(tmp_path / "cache")
       before = lru_order(engine), contents(engine)
-      assert restart(engine).load_prefix_cache(path) == count
+      assert restart(engine).load_prefix_cache(tmp_path / "cache") == count
       assert (lru_order(engine), contents(engine)) == before
     check_invariants(engine)
 
-
-# Draft model and several devices
 
 def test_draft_model_blocks_are_saved(folder, tmp_path, monkeypatch):
   """As many drafts are accepted as without the restart: noise in the blocks would give wrong drafts."""
   monkeypatch.setattr(prefix_cache, "MAX_BYTES", 4096)
   llm = LLM(folder, speculative_config={"model": str(folder), "num_speculative_tokens": 3}, **ENGINE)
-  first = prompt(8 * BS + 1, "draft")
-  path = tmp_path / "cache"
-
-  def cached_and_accepted():
-    before = llm.get_metrics()["spec_decode_num_accepted_tokens"]
-    (answer,), (num_cached,) = run(llm, first, n=20)
-    assert answer == reference_greedy(folder, first, 20)
-    return num_cached, llm.get_metrics()["spec_decode_num_accepted_tokens"] - before
-  cached_and_accepted()
-  count = llm.save_prefix_cache(path)
-  before = contents(llm)
-  expected = cached_and_accepted()
-  assert expected[0] == 8 * BS and expected[1] > 10
-  assert restart(llm).load_prefix_cache(path) == count and contents(llm) == before
-  assert cached_and_accepted() == expected
+  first, results = prompt(8 * BS + 1, "draft"), []
+  for i in range(3):
+    if i == 2:
+      count, before = llm.save_prefix_cache(tmp_path / "cache"), contents(llm)
+      assert restart(llm).load_prefix_cache(tmp_path / "cache") == count and contents(llm) == before
+    output, = llm.generate(tokens(first), greedy(20), use_tqdm=False)
+    results.append((ids_of(output), output.num_cached_tokens, output.metrics.num_accepted_tokens))
+  assert results[2] == results[1] and results[1][:2] == (reference_greedy(folder, first, 20), 8 * BS)
+  assert results[1][2] > 10
 
 
-# AsyncLLM and the server
+# AsyncLLM
 
 def test_async_llm_saves_between_steps(folder, tmp_path):
   path = tmp_path / "cache"
@@ -268,16 +216,3 @@ def test_async_llm_with_unusable_file_warns_and_continues(folder, file, caplog):
     llm.shutdown()
   assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
   assert "format '0'" in caplog.text and "is not written" in caplog.text and os.listdir(file.parent) == [file.name]
-
-
-def test_server_keeps_prefix_cache_across_restarts(words_folder, tmp_path):
-  (tmp_path / "target").touch()
-  path = tmp_path / "link"
-  path.symlink_to(tmp_path / "target")
-  results = []
-  for _ in range(2):
-    with LocalServer(words_folder, *flags(**ENGINE), "--prefix-cache-file", path) as server:
-      answer = server.post("/v1/completions", {"prompt": "the cat sat on the mat", "temperature": 0}).json()
-      results.append((answer["choices"][0]["text"], server.metrics()["prefix_cache_hits_total"]))
-      assert server.stop() == 0 and path.is_symlink()
-  assert results[0][0] == results[1][0] and results[0][1] == 0 < 4 <= results[1][1]

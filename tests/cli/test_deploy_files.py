@@ -90,18 +90,6 @@ def test_front_end_settings_use_server_api_url():
   assert len(urls) == 3 and all(url.endswith(":8000/v1") for url in urls)
 
 
-@pytest.mark.parametrize("fields", [
-  {"stream": False, "max_completion_tokens": 4},   # Open WebUI, for a title
-  {"stream": True, "max_tokens": 4, "temperature": 1, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0,
-   "user": "LibreChat_User_ID", "stream_options": {"include_usage": True},   # LibreChat; the next line: SillyTavern
-   "seed": 7, "n": 1, "stop": ["\nUser:"], "logit_bias": {}, "min_p": 0.05, "repetition_penalty": 1.1}])
-def test_server_accepts_front_end_requests(server, fields):
-  body = {"model": "tinyvllm", "messages": [{"role": "user", "content": "Hello"}], **fields}
-  answer = server.post("/v1/chat/completions", body, headers={"Authorization": f"Bearer {KEY}"})
-  assert answer.status_code == 200, answer.text
-  assert ("data: [DONE]" in answer.text) == fields["stream"]
-
-
 # systemd and curl
 
 def test_unit_settings_are_hardened_and_allow_graceful_shutdown():

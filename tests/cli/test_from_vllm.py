@@ -1,6 +1,5 @@
 """Scripts written for vLLM: LLM's options, chats, prompts, tokenizers and sampling defaults."""
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,10 @@ from helpers.tokenizers import byte_level_bpe
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
 from tinyvllm_extra.huggingface import load_tokenizer
 
-# Arguments of vLLM's LLM at their defaults, or at values that scripts often use
-VLLM = json.loads((Path(__file__).parents[1] / "data/vllm_options.json").read_text())["arguments"]
+# arguments: of vLLM's LLM at their defaults, or at values that scripts often use. chats: prompts by options of LLM.chat
+VLLM = json.loads((Path(__file__).parents[1] / "data/vllm_options.json").read_text())
 TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}" \
-  "{% if add_generation_prompt %}go{% endif %}{{ tools or '' }}{{ thinking }}"
+  "{% if add_generation_prompt %}go{% endif %}{{ tools or '' }}{{ ending }}"
 
 
 def first_ids(llm, params):
@@ -25,7 +24,8 @@ def first_ids(llm, params):
 
 def test_options_without_effect_are_accepted(words_folder):
   names = ("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size")
-  engines = [LLM(model=words_folder, **options) for options in (VLLM, {name: VLLM[name] for name in names})]
+  arguments = VLLM["arguments"]
+  engines = [LLM(model=words_folder, **x) for x in (arguments, {name: arguments[name] for name in names})]
   outputs = [first_ids(llm, SamplingParams(temperature=0.0, max_tokens=4)) for llm in engines]
   assert outputs[0] == outputs[1]
   assert LLM(words_folder, tokenizer=str(words_folder), **ENGINE).get_tokenizer(), "the model's own tokenizer"
@@ -51,35 +51,16 @@ def test_introductory_examples_run_with_bundled_model():
   assert batch == [llm.chat(chat, [params])[0].outputs[0].text for chat in chats] and all(batch)
 
 
-@pytest.mark.parametrize("options,text", [
-  ({}, "user a \nb\nassistant cat \ngo"), ({"add_generation_prompt": False}, "user a \nb\nassistant cat \n"),
-  ({"add_generation_prompt": False, "continue_final_message": True}, "user a \nb\nassistant cat "),
-  ({"continue_final_message": True}, "user a \nb\nassistant cat "),
-  ({"chat_template_kwargs": {"thinking": 1}, "tools": ["t"]}, "user a \nb\nassistant cat \ngo['t']1"),
-  ({"chat_template": "{{ messages[0].content }}"}, "a \nb")])
-def test_chat_vllm_options_are_applied(words_folder, tmp_path, options, text):
-  shutil.copytree(words_folder, tmp_path, dirs_exist_ok=True)
-  (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+@pytest.mark.parametrize("case", VLLM["chats"])
+def test_chat_vllm_options_are_applied(tmp_path, case):
+  folder = tiny_model(tmp_path, words=True, chat_template=TEMPLATE)
   parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
   chat = [{"role": "user", "content": parts}, {"role": "assistant", "content": "cat "}]
-  llm = LLM(tmp_path, **ENGINE)
-  output, = llm.chat(chat, SamplingParams(max_tokens=1), use_tqdm=False, **options)
-  assert output.prompt == text and output.prompt_token_ids == llm.get_tokenizer().encode(text, False)
-
-
-@pytest.mark.parametrize("message,words", [
-  ({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, "image_url.*not supported"),
-  ({"content": "a"}, "role"), ("a", ""), ({"role": "user", "content": None}, "content=None")])
-def test_chat_invalid_message_raises(message, words):
-  with pytest.raises(ValueError, match=f"^messages: .*{words}"): LLM(**ENGINE).chat([message])
-
-
-def test_chat_template_option_replaces_the_models(words_folder):
-  template, variables = "{{ messages[0].content }}{{ ending }}", {"ending": "!"}
-  llm = LLM(words_folder, **ENGINE, chat_template=template, default_chat_template_kwargs=variables)
-  for options, prompt in (({}, "the cat!"), ({"chat_template_kwargs": {"ending": "?"}}, "the cat?")):
-    output, = llm.chat([{"role": "user", "content": "the cat"}], SamplingParams(max_tokens=1), **options)
-    assert output.prompt == prompt
+  llm = LLM(folder, **ENGINE, default_chat_template_kwargs={"ending": "!"})
+  output, = llm.chat(chat, SamplingParams(max_tokens=1), use_tqdm=False, **case["options"])
+  assert output.prompt == case["prompt"]
+  assert output.prompt_token_ids == llm.get_tokenizer().encode(case["prompt"], False)
+  with pytest.raises(ValueError, match="^messages: "): llm.chat(["a"])
 
 
 def test_generate_takes_tuples_priorities_and_no_lora(words_folder):
@@ -120,8 +101,7 @@ DEFAULTS = {"temperature": 1.5, "top_k": 7, "repetition_penalty": 1.1}
 @pytest.fixture(scope="module")
 def defaults_folder(tmp_path_factory):
   """A model with a generation_config.json."""
-  folder = tiny_model(tmp_path_factory.mktemp("defaults"), words=True)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+  folder = tiny_model(tmp_path_factory.mktemp("defaults"), words=True, chat_template="{{ messages[0].content }}")
   fields = {"top_p": None, "do_sample": True, "eos_token_id": 2}
   (folder / "generation_config.json").write_text(json.dumps(DEFAULTS | fields))
   return folder
@@ -152,10 +132,9 @@ def test_server_uses_generation_config_for_missing_fields(defaults_folder, optio
     assert texts(server, temperature=0) != plain
 
 
-def test_max_tokens_none_generates_to_max_model_len(words_folder):
-  llm = LLM(words_folder, **{**ENGINE, "max_model_len": 32})
-  output, = llm.generate("the cat", SamplingParams(max_tokens=None, ignore_eos=True))
-  assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == 32
+def test_max_tokens_none_generates_to_max_model_len(words_llm):
+  output, = words_llm.generate("the cat", SamplingParams(max_tokens=None, ignore_eos=True))
+  assert len(output.prompt_token_ids) + len(output.outputs[0].token_ids) == ENGINE["max_model_len"]
 
 
 def test_best_of_is_accepted_if_equal_to_n():

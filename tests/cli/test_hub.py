@@ -23,6 +23,7 @@ from tinyvllm_extra.hub import is_name, local_path, served_name
 GIB = 2**30
 UNUSED = ["README.md", "pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth",
           "onnx/model.onnx", "original/model.safetensors", "adapter_model.safetensors", "2_Dense/config.json"]
+CASES = json.loads((Path(__file__).parents[1] / "data/hub.json").read_text())   # files that a name stands for; names
 PARTS = [f"BF16/tiny-BF16-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
 
 
@@ -44,6 +45,9 @@ def write_files(folder, names):
   for name in names:
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_bytes(b"content of " + name.encode())
+
+
+def contents(folder): return {str(x.relative_to(folder)): x.read_bytes() for x in folder.rglob("*") if x.is_file()}
 
 
 @pytest.fixture
@@ -82,13 +86,10 @@ def test_name_downloads_the_models_files(hub, repository, report):
   write_files(repository, ["modules.json", "1_Pooling/config.json"])
   path = local_path("org/tiny")
   assert path == hub.cache / "models--org--tiny/snapshots" / COMMIT
-  expected = {str(file.relative_to(repository)): file for file in repository.rglob("*") if file.is_file()}
-  for name in UNUSED: del expected[name]
-  assert sorted(expected) == hub.downloads()
-  assert {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()} == expected.keys()
-  assert all((path / name).read_bytes() == file.read_bytes() for name, file in expected.items())
+  expected = {name: content for name, content in contents(repository).items() if name not in UNUSED}
+  assert contents(path) == expected and hub.downloads() == sorted(expected)
   text, level, weights, free = report()
-  size = sum(file.stat().st_size for file in expected.values())
+  size = sum(map(len, expected.values()))
   assert text.startswith(f"downloading org/tiny: {size / 1024:.2f} KB in {len(expected)} files to {hub.cache}; ")
   assert level == "INFO" and weights == 0 and free > 0
 
@@ -110,14 +111,12 @@ def test_offline_or_unreachable_hub_uses_the_cache(hub, repository, monkeypatch,
 def test_only_missing_files_are_downloaded(hub, repository, report):
   first = local_path("org/tiny")
   report()
-  (first / "config.json").unlink()
-  weights = first / "model-00002-of-00003.safetensors"
-  size = weights.stat().st_size
+  config, weights = first / "config.json", first / "model-00002-of-00003.safetensors"
+  size = config.stat().st_size + weights.stat().st_size
   weights.resolve().unlink()
-  weights.unlink()
+  for link in (config, weights): link.unlink()
   hub.requests.clear()
   assert local_path("org/tiny") == first and hub.downloads() == [weights.name]
-  size += (repository / "config.json").stat().st_size
   assert f"{size / 1024:.2f} KB in 2 files" in report()[0]
 
 
@@ -126,27 +125,18 @@ def test_gguf_name_downloads_all_parts_of_its_type(hub, gguf_repository, report)
   path = local_path("org/tiny-GGUF:bf16")
   assert path.relative_to(hub.cache / "models--org--tiny-GGUF/snapshots" / COMMIT) == Path(PARTS[0])
   assert hub.downloads() == PARTS
-  for file in PARTS: assert (path.parent / Path(file).name).read_bytes() == (gguf_repository / file).read_bytes()
+  assert contents(path.parent) == contents(gguf_repository / "BF16")
   text, _, weights, _ = report()
   assert " in 3 files to " in text and weights == pytest.approx(3 / 256, abs=0.005)
 
 
-@pytest.mark.parametrize("names,kind,result", [
-  (["a.gguf"], None, ["a.gguf"]), (["a.gguf", "model.safetensors"], None, ["model.safetensors"]),
-  (["a.gguf", "model.safetensors"], "a", ["a.gguf"]), (["a.gguf", "config.json", "x.json"], None, ["a.gguf"]),
-  (["x-q4.gguf", "x-q4_k.gguf"], "q4", ["x-q4.gguf"]), (["a/x-q4.gguf", "b/x-q4.gguf"], "a/x-q4", ["a/x-q4.gguf"]),
-  (["xq4.gguf"], "q4", "matches 0 GGUF models: use org/m:TYPE with one of xq4"),
-  (["x-q4.gguf", "x-q8.gguf"], None, "'org/m' matches 2 GGUF models: use org/m:TYPE with one of q4, q8"),
-  (["x-q4.gguf", "x-q8.gguf"], "f16", "'org/m:f16' matches 0 GGUF models: use org/m:TYPE with one of q4, q8"),
-  (["a/x-q4.gguf", "b/x-q4.gguf"], "q4", "matches 2 GGUF models: use org/m:TYPE with one of a/x-q4, b/x-q4"),
-  (["pytorch_model.bin", "mmproj-q4.gguf"], None, "'org/m' has no *.safetensors and no *.gguf"),
-  (["a.gguf"], ".*", "'org/m:.*' matches 0"), (["x.q4.GGUF"], "Q4.gguf", ["x.q4.GGUF"])])
-def test_files_of_a_name_are_chosen_by_type(hub, names, kind, result):
-  write_files(hub.root / "org/m", names)
-  if "config.json" in names: (hub.root / "org/m/config.json").write_text(json.dumps(tiny_config()))
-  with pytest.raises(InputError, match=re.escape(result)) if isinstance(result, str) else contextlib.nullcontext():
-    local_path(f"org/m:{kind}" if kind else "org/m")
-  assert hub.downloads() == (result if isinstance(result, list) else [])
+@pytest.mark.parametrize("case", CASES["chosen"])
+def test_files_of_a_name_are_chosen_by_type(hub, case):
+  write_files(hub.root / "org/m", case["files"])
+  if "config.json" in case["files"]: (hub.root / "org/m/config.json").write_text(json.dumps(tiny_config()))
+  error = pytest.raises(InputError, match=re.escape(case["error"])) if "error" in case else contextlib.nullcontext()
+  with error: local_path(case["model"])
+  assert hub.downloads() == case.get("chosen", [])
 
 
 def test_llm_applies_revision_and_download_dir(hub, repository, tmp_path):
@@ -174,10 +164,10 @@ def test_model_larger_than_memory_logs_warning(hub, repository, report, monkeypa
   config = tiny_config(hidden_size=2**14, intermediate_size=2**16, num_hidden_layers=9, vocab_size=320)
   (repository / "config.json").write_text(json.dumps(config))
   size = needed * sum(4 * math.prod(shape) for shape in tensor_shapes(config).values()) / GIB
+  device = fit.open_device()
   for factor, level, end in ((1.02, "INFO", "memory"), (0.98, "WARNING", "fit: choose a smaller or quantized one")):
     free = factor * size / 0.9 / room
-    device = {"dtype": "float32", "float32": True, "float16": True, "bfloat16": False, "free_gib": free, "why": ""}
-    monkeypatch.setattr(fit, "open_device", lambda device=device: device)
+    monkeypatch.setattr(fit, "open_device", lambda free=free: {**device, "free_gib": free})
     local_path("org/tiny", **options)
     text, actual, weights, available = report()
     assert (actual, weights) == (level, pytest.approx(size, rel=0.01)) and text.endswith(end)
@@ -249,11 +239,8 @@ def test_local_folder_precedes_name_on_the_hub(tmp_path, monkeypatch):
   assert local_path("~/org/tiny") == tmp_path / "org/tiny"
 
 
-@pytest.mark.parametrize("name,is_one", [
-  ("org/tiny", True), ("org/tiny:Q4_K", True), ("o.r-g/t_1.b:a/b.gguf", True), ("org/tiny.gguf", False), ("a", False),
-  ("org/tiny:", False), ("org/a/b", False), ("./a", False), ("~/a", False), ("/a", False), ("org/", False), ("", False),
-  (None, False), (Path("org/tiny"), False), ("org/tiny.gguf:Q8_0", False)])
-def test_is_name_accepts_org_and_name_only(name, is_one): assert is_name(name) is is_one
+@pytest.mark.parametrize("name,expected", [*CASES["is_name"].items(), (None, False), (Path("org/tiny"), False)])
+def test_is_name_accepts_org_and_name_only(name, expected): assert is_name(name) is expected
 
 
 @pytest.mark.parametrize("model,name", [(None, "tinyvllm"), ("org/tiny:Q8_0", "org/tiny:Q8_0"), ("/a/b/", "b"),

@@ -2,7 +2,9 @@
 import json
 import math
 import resource
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from helpers import fake_device
@@ -23,51 +25,27 @@ from tinyvllm_extra.parallel import Devices, device_names
 from tinyvllm_extra.weights import open_checkpoint
 
 GIB = 2**30
-UNLIMITED = 9223372036854771712   # a cgroup of v1 without a limit
+# The content of /proc/self/cgroup, files below /sys/fs/cgroup, RLIMIT_DATA in GiB, and the expected free and total GiB
+CGROUPS = json.loads((Path(__file__).parents[1] / "data/cgroups.json").read_text())
 
 
 # Limits
 
-def group_v2(name, limit, usage, cache=0):
-  return {f"{name}memory.max": limit, f"{name}memory.current": usage,
-          f"{name}memory.stat": f"anon 5\ninactive_file {cache}"}
-
-
-def group_v1(name, limit, usage, cache=0):
-  return {f"memory/{name}memory.limit_in_bytes": limit, f"memory/{name}memory.usage_in_bytes": usage,
-          f"memory/{name}memory.stat": f"inactive_file 7\ntotal_inactive_file {cache}"}
-
-
-@pytest.mark.parametrize("cgroup,files,rlimit,expected", [
-  ("0::/", {}, None, (12, 16)), ("0::/", {}, 4, (3, 4)), ("0::/", {}, 1, (0, 1)), ("0::/", {}, 14, (12, 14)),
-  ("0::/", {}, 64, (12, 16)),
-  ("0::/a/b", group_v2("a/b/", 8 * GIB, 3 * GIB), None, (5, 8)),
-  ("0::/a/b", group_v2("a/b/", 8 * GIB, 3 * GIB, 2 * GIB), None, (7, 8)),
-  ("0::/a/b", group_v2("a/b/", "max", 3 * GIB) | group_v2("a/", 4 * GIB, 3 * GIB), None, (1, 4)),   # limit of parent
-  ("0::/a/b", group_v2("a/b/", 4 * GIB, GIB) | group_v2("a/", 8 * GIB, 6 * GIB), None, (2, 4)),   # other groups' use
-  ("0::/docker/123", group_v2("", 4 * GIB, GIB), None, (3, 4)),
-  ("0::/a", group_v2("a/", 4 * GIB, 5 * GIB), None, (0, 4)), ("0::/a", group_v2("a/", "max", GIB), None, (12, 16)),
-  ("0::/a", group_v2("other/", 4 * GIB, GIB), None, (12, 16)),
-  ("3:cpu,cpuacct:/a\n2:memory:/a:b/c\n0::/", group_v1("a:b/", 6 * GIB, 4 * GIB, GIB), None, (3, 6)),
-  ("2:memory:/a", group_v1("a/", UNLIMITED, 4 * GIB) | group_v1("", UNLIMITED, 5 * GIB), None, (12, 16)),
-  ("2:memory:/docker/123", group_v1("", 4 * GIB, GIB), None, (3, 4)),
-  ("2:cpu:/a", group_v1("a/", GIB, 0), None, (12, 16)),   # memory is in no group
-  ("0::/a", group_v2("a/", 4 * GIB, 2 * GIB), 8, (2, 4)), ("0::/a", group_v2("a/", 8 * GIB, GIB), 4, (3, 4))])
-def test_free_memory_is_least_limit_minus_used(monkeypatch, tmp_path, cgroup, files, rlimit, expected):
-  """The machine has 16 GiB, 12 of them free; this process uses 1 GiB. cgroup: the content of /proc/self/cgroup. files:
-  by path below /sys/fs/cgroup. rlimit: RLIMIT_DATA in GiB. expected: free and total GiB, as the doctor sees them."""
+@pytest.mark.parametrize("case", CGROUPS, ids=lambda case: case["about"])
+def test_free_memory_is_least_limit_minus_used(monkeypatch, tmp_path, case):
+  """The machine has 16 GiB, 12 of them free; this process uses 1 GiB."""
   meminfo = f"MemTotal:  {16 * 2**20} kB\nMemFree:  1024 kB\nMemAvailable: {12 * 2**20} kB"
   status = f"Name:\tpython3\nGroups:\t\nVmSize:\t 99999999 kB\nVmData:\t {2**20} kB"
-  texts = {"proc/meminfo": meminfo, "proc/self/status": status, "proc/self/cgroup": cgroup, **files}
+  texts = {"proc/meminfo": meminfo, "proc/self/status": status, "proc/self/cgroup": case["cgroup"], **case["files"]}
   for name, text in texts.items():
     (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / name).write_text(f"{text}\n")
   monkeypatch.setattr(drivers, "PROC", tmp_path / "proc")
   monkeypatch.setattr(drivers, "CGROUPS", tmp_path)
-  value = resource.RLIM_INFINITY if rlimit is None else rlimit * GIB
-  monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_DATA: (value, value)}[kind])
+  limit = resource.RLIM_INFINITY if case["rlimit"] is None else case["rlimit"] * GIB
+  monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_DATA: (limit, limit)}[kind])
   free, total = drivers.host_memory().free, doctor.describe(SimpleNamespace(device="CPU", arch="x"))[1]
-  assert (free / GIB, total / GIB) == expected
+  assert [free / GIB, total / GIB] == case["expected"]
   assert FastBackend().free_memory("CPU") == max(0, free - RESERVE)
 
 
@@ -79,12 +57,6 @@ def test_free_memory_without_proc_is_free_pages(tmp_path, monkeypatch):
 
 # Models
 
-@pytest.fixture
-def set_free(monkeypatch):
-  """A function that sets the free memory of every device, in bytes."""
-  return lambda num_bytes: monkeypatch.setattr(FastBackend, "free_memory", lambda backend, device: int(num_bytes))
-
-
 def open_model(path, dtype="float32", num_devices=1):
   """Return an open checkpoint with its model, whose weights are not loaded."""
   checkpoint = open_checkpoint(path)
@@ -94,13 +66,18 @@ def open_model(path, dtype="float32", num_devices=1):
   return checkpoint
 
 
-def error_of(path, quantization=None, num_devices=1):
-  """Return the error of a model that needs too much memory, "" if it would load."""
-  try: fit.check_memory(open_model(path, num_devices=num_devices), quantization)
-  except InputError as error:
-    assert error.parameter == "model"
-    return str(error)
-  return ""
+@pytest.fixture
+def error_of(monkeypatch):
+  """A function that sets the free memory of every device, in bytes, and returns the error of a model that needs too
+  much, "" if it would load."""
+  def error_of(path, free, quantization=None, num_devices=1):
+    monkeypatch.setattr(FastBackend, "free_memory", lambda *_: int(free))
+    try: fit.check_memory(open_model(path, num_devices=num_devices), quantization)
+    except InputError as error:
+      assert error.parameter == "model"
+      return str(error)
+    return ""
+  return error_of
 
 
 def sizes_of(config):
@@ -121,12 +98,11 @@ DEEP = sizes_of(tiny_config(num_hidden_layers=12))   # most weights are in matri
 NEEDED = {name: size + 5 * 4 * 64 * 32 for name, size in DEEP.items()}
 
 
-def test_model_whose_weights_just_fit_starts(folder, set_free):
+def test_model_whose_weights_just_fit_starts(folder, error_of):
   """The pool's size is given, so that only the weights must fit."""
-  options = {**ENGINE, "num_gpu_blocks_override": 40}
-  set_free(TINY[None])
-  assert LLM(folder, **options)
-  set_free(TINY[None] - 1)
+  assert not error_of(folder, TINY[None])
+  assert LLM(folder, **ENGINE, num_gpu_blocks_override=40)
+  assert error_of(folder, TINY[None] - 1)
   run = run_command("generate", "x", "--model", folder, *FLAGS, "--num-gpu-blocks-override", 40)
   assert "GiB of free memory" in error_line(run) and run.stderr.count("\n") == 1
 
@@ -134,34 +110,31 @@ def test_model_whose_weights_just_fit_starts(folder, set_free):
 @pytest.mark.parametrize("quantization,free,remedy", [
   (None, NEEDED["int8"], "int8"), (None, NEEDED["int8"] - 1, "int4"), (None, NEEDED["int4"], "int4"),
   ("int8", NEEDED["int4"], "int4"), *[(name, DEEP["int4"] - 1, None) for name in DEEP]])
-def test_model_above_free_memory_is_refused_with_remedy(deep_folder, set_free, monkeypatch, quantization, free, remedy):
+def test_model_above_free_memory_is_refused_with_remedy(deep_folder, error_of, monkeypatch, quantization, free, remedy):
   monkeypatch.setattr(fit, "GIB", 1000)   # the tiny model would need 0.00 GiB
-  set_free(free)
-  error = error_of(deep_folder, quantization)
   text = f"no quantization fits: choose a smaller model, or provide {NEEDED['int4'] / 1000:.2f} GiB"
   if remedy:
     text = f"use quantization={remedy!r} (--quantization {remedy}), which takes {DEEP[remedy] / 1000:.2f} GiB"
-    assert not error_of(deep_folder, remedy)
-  assert error.startswith(f"model: {deep_folder} needs {DEEP[quantization] / 1000:.2f} GiB for its weights, but "
-                          f"CPU has {free / 1000:.2f} GiB of free memory: {text}")
+    assert not error_of(deep_folder, free, remedy)
+  start = f"model: {deep_folder} needs {DEEP[quantization] / 1000:.2f} GiB for its weights, but CPU has " \
+    f"{free / 1000:.2f} GiB of free memory: {text}"
+  assert error_of(deep_folder, free, quantization).startswith(start)
 
 
-def test_remedy_leaves_room_for_a_kv_cache(tmp_path, set_free):
+def test_remedy_leaves_room_for_a_kv_cache(tmp_path, error_of):
   """90% of the memory are for weights and KV cache. With 60 layers, loading a matrix takes less than the rest."""
-  folder, sizes = tiny_model(tmp_path, num_hidden_layers=60), sizes_of(tiny_config(num_hidden_layers=60))
-  for free, remedy in ((sizes["int8"] / 0.9 + 1, "int8"), (sizes["int8"] / 0.9 - 1, "int4")):
-    set_free(free)
-    assert f"use quantization='{remedy}'" in error_of(folder)
+  folder, size = tiny_model(tmp_path, num_hidden_layers=60), sizes_of(tiny_config(num_hidden_layers=60))["int8"] / 0.9
+  for free, remedy in ((size + 1, "int8"), (size - 1, "int4")):
+    assert f"use quantization='{remedy}'" in error_of(folder, free)
 
 
 @pytest.mark.parametrize("missing", [0, 1])
 @pytest.mark.parametrize("config,quantization,needed", [
   *[({"num_hidden_layers": 12}, name, size) for name, size in NEEDED.items()],
   ({"vocab_size": 1000}, None, 4 * 1000 * 32 * 4)])   # large embeddings need four times their size
-def test_model_that_just_fits_loads_with_warning(tmp_path, set_free, caplog, config, quantization, needed, missing):
+def test_model_that_just_fits_loads_with_warning(tmp_path, error_of, caplog, config, quantization, needed, missing):
   """Free memory is an estimate, and so is what loading takes: only weights above it are refused."""
-  set_free(needed - missing)
-  assert not error_of(tiny_model(tmp_path, **config), quantization)
+  assert not error_of(tiny_model(tmp_path, **config), needed - missing, quantization)
   assert ("loading may take" in caplog.text) == bool(missing)
 
 
@@ -170,42 +143,36 @@ def test_model_that_just_fits_loads_with_warning(tmp_path, set_free, caplog, con
   (OSError(12, "Cannot allocate memory"), InputError, "^model: .* memory ran out: .*--quantization int4"),
   (OSError(5, "Input/output error"), OSError, "Input/output")])
 def test_memory_runs_out_while_loading_error_names_remedy(folder, monkeypatch, error, expected, words):
-  def fail(*_): raise error
-  monkeypatch.setattr(fake_device.Linear, "load", fail)
+  monkeypatch.setattr(fake_device.Linear, "load", mock.Mock(side_effect=error))
   with pytest.raises(expected, match=words): LLM(folder, **ENGINE)
 
 
-def test_devices_of_a_cpu_share_its_free_memory(folder, set_free):
+def test_devices_of_a_cpu_share_its_free_memory(folder, error_of):
   """Each device of two holds half of the matrices, and half of the host's memory."""
-  set_free(TINY[None] - 2)
-  assert "no quantization fits" in error_of(folder, num_devices=2)
-  set_free(TINY[None])
-  assert not error_of(folder, num_devices=2)
+  assert "no quantization fits" in error_of(folder, TINY[None] - 2, num_devices=2)
+  assert not error_of(folder, TINY[None], num_devices=2)
 
 
-def test_gguf_file_is_refused_by_size_of_its_tensors(folder, tmp_path, set_free):
+def test_gguf_file_is_refused_by_size_of_its_tensors(folder, tmp_path, error_of):
   path = write_gguf(tmp_path / "x.gguf", folder, "Q8_0")
   norms = sum(x[0] for x in tensor_shapes(tiny_config()).values() if len(x) == 1)
   size = 4 * norms + (TINY[None] // 4 - norms) * 34 // 32
-  set_free(size - 1)
-  assert "cannot be quantized further: choose a smaller model, or provide" in error_of(path)
-  set_free(size)
-  assert not error_of(path)
+  assert "cannot be quantized further: choose a smaller model, or provide" in error_of(path, size - 1)
+  assert not error_of(path, size)
 
 
-def test_device_whose_memory_is_unknown_is_not_checked(folder, set_free, monkeypatch):
+def test_device_whose_memory_is_unknown_is_not_checked(folder, error_of, monkeypatch):
   assert [drivers.device_memory(name).is_known for name in ("CPU", "CPU:1", "NULL")] == [True, True, False]
-  set_free(1000)
-  assert error_of(folder)
+  assert error_of(folder, 1000)
   monkeypatch.setattr(drivers, "device_memory", lambda name: drivers.host_memory()._replace(is_known=False))
-  assert not error_of(folder)
+  assert not error_of(folder, 1000)
 
 
-def test_buffers_of_freed_engines_count_as_free(folder, set_free, monkeypatch):
+def test_buffers_of_freed_engines_count_as_free(folder, error_of, monkeypatch):
   """tinygrad keeps freed buffers, which the driver reports as used."""
-  monkeypatch.setattr(drivers, "free_unused_buffers", lambda names: set_free(GIB))
-  set_free(1000)
-  assert not error_of(folder)
+  def free(names): monkeypatch.setattr(FastBackend, "free_memory", lambda *_: GIB)
+  monkeypatch.setattr(drivers, "free_unused_buffers", free)
+  assert not error_of(folder, 1000)
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])

@@ -17,6 +17,7 @@ from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import NUM_WORDS, TILE, TOKENS
 from tinyvllm.scheduler import BlockManager
+from tinyvllm_extra.kernels import graph_choice
 
 BS = ENGINE["block_size"]
 

@@ -4,9 +4,8 @@ import logging
 import random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from helpers.engines import check_pool, check_scheduler
+from helpers.parameters import slow
 
 from tinyvllm import SamplingParams
 from tinyvllm.config import EngineConfig
@@ -36,14 +35,12 @@ class FakeEngine:
 
   def __init__(self, blocks=12, block_size=4, seqs=4, budget=8, policy="fcfs", max_len=64, caching=False,
                overlaps=False):
-    config = EngineConfig(block_size=block_size, max_num_seqs=seqs, max_num_batched_tokens=budget,
-                          max_model_len=max_len, scheduling_policy=policy, enable_prefix_caching=caching)
-    self.config, self.overlaps = config, overlaps
-    self.blocks = BlockManager(blocks + 1, config)
-    self.max_len = min(max_len, self.blocks.num_free() * block_size)
-    self.scheduler = MeteredScheduler(config, self.blocks)
-    self.has_samples = False
-    self.seqs, self.steps, self.content, self.streams = [], 0, {}, {}
+    self.config = EngineConfig(block_size=block_size, max_num_seqs=seqs, max_num_batched_tokens=budget,
+                               max_model_len=max_len, scheduling_policy=policy, enable_prefix_caching=caching)
+    self.blocks = BlockManager(blocks + 1, self.config)
+    self.scheduler = MeteredScheduler(self.config, self.blocks)
+    self.max_len, self.overlaps, self.has_samples = min(max_len, blocks * block_size), overlaps, False
+    self.seqs, self.content, self.streams = [], {}, {}
     self.unread = self.no_step = {}, {}, {}
 
   def add(self, prompt=3, n=5, priority=0, family=0, samples=1, reads=False):
@@ -82,20 +79,17 @@ class FakeEngine:
     waiting = [] if may_wait and scheduler.running else scheduler.waiting
     oldest = min([*scheduler.running, *waiting], key=lambda s: s.order, default=None)
     batch = scheduler.schedule()
-    self.steps += 1
     assert sum(batch.values()) <= self.config.max_num_batched_tokens and len(batch) <= self.config.max_num_seqs
-    assert all(seq.slot is not None and 1 <= n <= seq.num_remaining for seq, n in batch.items())
-    capacity = {seq: len(seq.block_table) * self.blocks.block_size for seq in batch}
-    assert all(capacity[seq] >= seq.num_computed + n for seq, n in batch.items()), "tokens without a block"
     check_pool(self.blocks, [seq.block_table for seq in self.seqs])
-    skipped = {s for s in decoding if s.slot is not None and s not in batch}
-    assert not skipped, "a decoding sequence must get a token in every step"
+    assert all(s in batch for s in decoding if s.slot is not None), "a decoding sequence must get a token in every step"
     assert not unread & {*batch}, "a step needs an unread token"
     order = [seq.num_remaining > 1 for seq in batch if seq in running]
     assert order == sorted(order), "decodes must precede prefills"
     assert not oldest or oldest.reached_max_len or oldest in unread or oldest in batch, "the oldest makes no progress"
     assert oldest not in running or oldest.slot is not None, "the oldest was preempted"
-    for seq in batch:
+    for seq, n in batch.items():
+      assert seq.slot is not None and 1 <= n <= seq.num_remaining
+      assert len(seq.block_table) == -(-(seq.num_computed + n) // self.blocks.block_size), "too few or too many blocks"
       for i in range(seq.num_computed):
         assert self.content[self.cache_position(seq, i)] == self.tokens_up_to(seq, i), "wrong content"
     sampled = {seq: 1000 + seq.length for seq, n in batch.items() if n == seq.num_remaining}
@@ -155,16 +149,11 @@ class FakeEngine:
       assert [self.content[entry] for entry in entries] == expected
       assert not {*entries} & {*self.unread[2]}, "a block is cached before its step was read"
 
-  def finish(self):
-    """Step until all requests finish: each step must advance at least one of them by one token."""
-    for _ in range(sum(seq.max_len for seq in self.seqs) + 10):
-      if not self.scheduler.running and not self.scheduler.waiting: return
-      self.step()
-    raise AssertionError("the requests do not finish")
-
   def check_end(self):
     """Finish all requests, and check that all blocks are free and no token was lost or repeated."""
-    self.finish()
+    for _ in range(sum(seq.max_len for seq in self.seqs) + 10):   # a step advances at least one of them by one token
+      if self.scheduler.running or self.scheduler.waiting: self.step()
+    assert not self.scheduler.running and not self.scheduler.waiting, "the requests do not finish"
     assert self.blocks.num_used() == 0
     for seq in self.seqs:
       output = seq.tokens[seq.num_prompt:]
@@ -173,10 +162,9 @@ class FakeEngine:
       assert seq.finish_reason == "abort" or len(seq.tokens) == seq.max_len, "finished too early"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(8), *slow(*range(8, 20))])
 def test_scheduler_thousand_random_operations_keep_invariants(seed):
-  rng, (size, caching) = random.Random(seed), [(4, True), (1, True), (2, True), (4, False)][seed % 4]
+  rng, (size, caching) = random.Random(seed), [(4, True), (1, True), (3, True), (4, False)][seed % 4]
   engine = FakeEngine(64 // size, size, 5, 16, "priority" if seed % 3 == 0 else "fcfs", 64, caching, seed // 4 % 2 == 1)
   for _ in range(1000):
     live = [*engine.scheduler.running, *engine.scheduler.waiting]
@@ -194,47 +182,16 @@ def test_scheduler_thousand_random_operations_keep_invariants(seed):
 @pytest.mark.parametrize("caching", [True, False])
 def test_preempted_sequence_recomputes_only_uncached_tokens(caching):
   engine = FakeEngine(blocks=12, seqs=4, budget=48, caching=caching)
-  first, second, third = (engine.add(prompt=12, n=30, family=i) for i in range(3))
+  for i in range(3): engine.add(prompt=12, n=30, family=i)
   num_computed = num_preempted = 0
   while engine.scheduler.running or engine.scheduler.waiting:
     before = {seq: seq.num_computed for seq in engine.scheduler.running}
     num_computed += sum(engine.step().values())
     num_preempted += sum(n for seq, n in before.items() if seq in engine.scheduler.waiting)
+  engine.check_end()
   num_recomputed = num_computed - sum(len(seq.tokens) - 1 for seq in engine.seqs)   # without the last token
-  metrics = engine.scheduler.counters
-  assert metrics["num_preemptions"] >= 2 and [seq.num_generated for seq in (first, second, third)] == [30] * 3
-  hits = metrics["prefix_cache_hits"]
-  assert num_recomputed == num_preempted - hits > 12 and (hits > 0) == caching
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30), st.booleans()), max_size=60), st.integers(2, 20),
-       st.integers(1, 7))
-def test_block_manager_never_loses_or_duplicates_a_block(operations, num_blocks, block_size):
-  blocks, seqs = BlockManager(num_blocks, EngineConfig(block_size=block_size)), [make_sequence() for _ in range(6)]
-  for i, n, should_free in operations:
-    table, before = seqs[i].block_table, list(seqs[i].block_table)
-    if should_free: blocks.free(seqs[i])
-    elif blocks.can_allocate(table, n):
-      blocks.allocate(table, n)
-      assert table[:len(before)] == before and len(table) == max(len(before), -(-n // block_size))
-    else: assert -(-n // block_size) - len(table) > blocks.num_free()
-    check_pool(blocks, [seq.block_table for seq in seqs])
-
-
-def test_allocate_grows_a_table_only_when_needed():
-  blocks, table = BlockManager(9, EngineConfig(block_size=4)), []
-  for n, num_blocks in ((1, 1), (4, 1), (5, 2), (8, 2), (9, 3)):
-    blocks.allocate(table, n)
-    assert len(table) == num_blocks == blocks.num_used()
-
-
-def test_sequence_holds_no_unneeded_block():
-  engine = FakeEngine(blocks=20, budget=8)
-  seq = engine.add(prompt=11, n=10)
-  while not seq.finish_reason:
-    engine.step()
-    if not seq.finish_reason: assert len(seq.block_table) == -(-seq.num_computed // 4)
+  preemptions, hits = (engine.scheduler.counters[name] for name in ("num_preemptions", "prefix_cache_hits"))
+  assert preemptions >= 2 and num_recomputed == num_preempted - hits > 12 and (hits > 0) == caching
 
 
 def test_schedule_decodes_first_then_fills_budget_with_prefills():
@@ -267,40 +224,22 @@ def test_schedule_gives_token_budget_of_preempted_sequence_to_the_next():
   assert scheduler.schedule() == {first: 5, second: 3} and scheduler.waiting == [newest]
 
 
-def test_request_preempted_before_filling_the_pool_resumes():
-  engine = FakeEngine(blocks=3, block_size=1, seqs=2, budget=8)
-  first, second = engine.add(prompt=1, n=9), engine.add(prompt=1, n=9)
-  engine.step()
-  engine.step()
-  assert engine.scheduler.waiting == [second] and len(second.tokens) == 2
-  engine.check_end()
-  assert first.num_generated == second.num_generated == 2, "the pool holds two more tokens than the prompt"
+def test_sequences_that_fill_the_pool_exactly_are_not_preempted():
+  for num_blocks, is_enough in ((4, True), (3, False)):
+    engine = FakeEngine(blocks=num_blocks, seqs=2, budget=8)
+    for _ in range(2): engine.add(prompt=4, n=5)   # the ninth token needs no K and V
+    engine.check_end()
+    assert (engine.scheduler.counters["num_preemptions"] == 0) == is_enough
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("block_size", [1, 4, 12])
-def test_one_sequence_may_fill_the_pool_without_preemption(block_size, overlaps):
+def test_sequence_ends_at_the_length_that_fills_the_pool(block_size, overlaps):
+  """The oldest one is never preempted; the others are, some with all tokens except the last."""
   engine = FakeEngine(blocks=12 // block_size, block_size=block_size, seqs=3, overlaps=overlaps)
-  first, others = engine.add(prompt=5, n=99), [engine.add(prompt=5, n=99, family=i) for i in (1, 2)]
-  before = 0
-  while not first.finish_reason:
-    engine.step()
-    if not first.reached_max_len: assert first.slot is not None and first.num_computed > before, "no token in this step"
-    before = first.num_computed
+  for prompt, family in ((5, 0), (5, 1), (5, 2), (10, 3), (10, 4)): engine.add(prompt, n=99, family=family)
   engine.check_end()
-  assert [len(seq.tokens) for seq in (first, *others)] == [12] * 3
-
-
-def test_two_sequences_filling_the_pool_exactly_are_not_preempted():
-  engine = FakeEngine(blocks=4, seqs=2, budget=8)
-  first, second = engine.add(prompt=4, n=5), engine.add(prompt=4, n=5)   # the ninth token needs no K and V
-  most = 0
-  while not second.finish_reason:
-    engine.step()
-    most = max(most, engine.blocks.num_used())
-  assert most == 4 and engine.scheduler.counters["num_preemptions"] == 0
-  engine.check_end()
-  assert first.num_generated == second.num_generated == 5
+  assert [len(seq.tokens) for seq in engine.seqs] == [12] * 5
 
 
 def test_tokens_in_flight_at_abort_or_failure_are_not_cached():
@@ -352,33 +291,6 @@ def test_allocate_reuses_the_uncached_copy_of_a_block_first():
   engine.check_end()
 
 
-class NotIterable(list):
-  """A queue that refuses iteration."""
-  def __iter__(self): raise AssertionError("a step iterates over the queue")
-  def __contains__(self, x): raise AssertionError("a step searches the queue")
-
-
-def test_schedule_does_not_iterate_over_the_waiting_queue():
-  config = EngineConfig(block_size=4, max_num_seqs=2, max_num_batched_tokens=8)
-  blocks = BlockManager(12, config)
-  scheduler = Scheduler(config, blocks)
-  scheduler.waiting = NotIterable()
-  for i in range(100): scheduler.add(make_sequence([1, 2, 3], (0, i, 0), max_tokens=3))
-  while len(scheduler.waiting) > 10:
-    batch = scheduler.schedule()
-    computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
-    scheduler.start_step(batch)
-    scheduler.update(computed, dict.fromkeys(batch, 7))
-
-
-def test_schedule_runs_at_most_max_num_seqs():
-  engine = FakeEngine(blocks=40, seqs=2, budget=8)
-  a, b, c = (engine.add(prompt=1, n=n) for n in (2, 4, 2))
-  assert set(engine.step()) == {a, b} and c in engine.scheduler.waiting
-  engine.step()
-  assert a.finish_reason == "length" and set(engine.step()) == {b, c}
-
-
 def test_waiting_request_is_not_overtaken_by_a_smaller_one():
   engine = FakeEngine(blocks=10, seqs=4, budget=40)
   engine.add(prompt=20, n=8)
@@ -390,10 +302,9 @@ def test_waiting_request_is_not_overtaken_by_a_smaller_one():
 
 def test_prompt_waits_until_whole_prompt_fits():
   engine = FakeEngine(blocks=10, seqs=2, budget=8)
-  first, second = engine.add(prompt=20, n=19), engine.add(prompt=24, n=3)
+  for prompt, n in ((20, 19), (24, 3)): engine.add(prompt, n)
   engine.check_end()
   assert engine.scheduler.counters["num_preemptions"] == 0, "only its first chunks would have fit"
-  assert first.num_generated == 19 and second.num_generated == 3
 
 
 def test_preempt_takes_newest_of_lowest_priority_and_keeps_order():
@@ -411,42 +322,7 @@ def test_preemption_is_logged_at_powers_of_two(caplog):
   with caplog.at_level(logging.WARNING, "tinyvllm"):
     while engine.scheduler.counters["num_preemptions"] < 20:
       for _ in range(3): engine.add(prompt=7, n=17)
-      engine.finish()
+      engine.check_end()
   counts = [int(record.getMessage().split(" preemptions: ")[0]) for record in caplog.records]
   assert counts == [2**i for i in range(engine.scheduler.counters["num_preemptions"].bit_length())]
   assert all(option in caplog.text for option in ("max_num_seqs", "gpu_memory_utilization")), "a remedy is missing"
-
-
-def test_finish_waiting_or_finished_sequence_changes_no_other():
-  engine = FakeEngine(seqs=1)
-  a, b, c = (engine.add() for _ in range(3))
-  engine.step()
-  engine.abort(b)
-  engine.abort(a)
-  assert engine.scheduler.waiting == [c] and not engine.scheduler.running and engine.blocks.num_used() == 0
-  engine.finish()
-  assert c.finish_reason == "length" and c.num_generated == 5
-
-
-@pytest.mark.parametrize("budget", [1, 2, 5, 16])
-def test_single_request_takes_minimum_steps(budget):
-  engine = FakeEngine(blocks=20, seqs=1, budget=budget)
-  engine.add(prompt=16, n=6)
-  engine.finish()
-  assert engine.steps == -(-16 // budget) + 5
-
-
-def test_step_of_an_aborted_sequence_caches_no_blocks():
-  engine = FakeEngine(blocks=20, budget=16, caching=True)
-  first = engine.add(prompt=9)
-  engine.scheduler.start_step(engine.scheduler.schedule())
-  engine.abort(first)
-  second = engine.add(prompt=9)
-  assert engine.step() == {second: 9}
-  engine.check_end()
-
-
-# Reuse of free blocks in a pool of 6 blocks of 4 tokens: a prompt of 9 tokens and one output token fill two blocks and
-# part of a third
-
-

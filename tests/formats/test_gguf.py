@@ -8,17 +8,15 @@ import gguf
 import numpy as np
 import pytest
 from helpers.engines import ENGINE, LogitsRecorder
-from helpers.gguf_files import check_conversion, decoded, tensors_of, write_gguf
-from helpers.models import CORPUS, tiny_model, write_safetensors
+from helpers.gguf_files import check_conversion, decoded, write_gguf
+from helpers.models import CORPUS, load, read_safetensors, tiny_model, write_safetensors
+from helpers.recorded_models import write_model
 from helpers.reference import reference_greedy
-from helpers.requests import greedy, ids_of, tokens
-from safetensors import safe_open
 from tinygrad import Tensor, dtypes, nn
 
 import tinyvllm
 from tinyvllm import LLM
 from tinyvllm.backend import Backend, Devices
-from tinyvllm.config import ModelConfig
 from tinyvllm_extra import kernels, parallel
 from tinyvllm_extra.gguf_export import convert
 from tinyvllm_extra.gguf_tokenizer import make_tokenizer
@@ -26,7 +24,6 @@ from tinyvllm_extra.models import find_model
 from tinyvllm_extra.huggingface import load_tokenizer
 from tinyvllm_extra.weights import open_checkpoint
 
-IDS = [3, 50, 99, 301]
 WIDE = {"hidden_size": 256, "intermediate_size": 512}   # blocks have up to 256 inputs
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
@@ -35,131 +32,33 @@ KINDS = {   # bits, group size, with offsets
   "Q2_K": (4, 16, True), "Q3_K": (4, 16, False), "Q4_K": (4, 32, True), "Q5_K": (8, 32, True), "Q6_K": (8, 16, False),
   "IQ4_NL": (8, 32, False), "IQ4_XS": (8, 32, False)}
 WIDE_SCALES = {x for x in KINDS if x.endswith(("_K", "_XS"))}   # products of two numbers, which float16 would round
-ARCHITECTURES = ["LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"]
 
 
-def convert_model(tmp_path, kind="F32", config=WIDE, **options):
-  """Write a tiny model as tmp_path/model.gguf, convert it, and return the folder."""
-  write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **config), kind, **options)
-  return convert(tmp_path / "model.gguf", tmp_path / "converted")
+def convert_model(tmp_path, kind, config=WIDE, **options):
+  """Write a tiny model as tmp_path/model.gguf, convert it, and return both."""
+  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **config), kind, **options)
+  return path, convert(path, tmp_path / "converted")
 
 
-def groups_of(folder):
-  """Return ((bits, group size, with offsets), format) of each module, from config.json."""
-  config = json.loads((folder / "config.json").read_text()).get("quantization_config", {"config_groups": {}})
-  return {name: ((g["weights"]["num_bits"], g["weights"]["group_size"], not g["weights"]["symmetric"]), g["format"])
-          for g in config["config_groups"].values() for name in g["targets"]}
+def formats_of(folder):
+  """Check the quantization_config. Return (bits, group size, with offsets) of each quantized matrix."""
+  config = json.loads((folder / "config.json").read_text()).get("quantization_config")
+  tensors = read_safetensors(folder / "model.safetensors")
+  if not config: return {}
+  packings, formats = {4: "pack-quantized", 8: "int-quantized"}, {}
+  for group in config["config_groups"].values():
+    weights = group["weights"]
+    assert group["format"] == packings[weights["num_bits"]]
+    formats |= dict.fromkeys(group["targets"], (weights["num_bits"], weights["group_size"], not weights["symmetric"]))
+  used = {packings[bits] for bits, *_ in formats.values()}
+  assert config["format"] == ("mixed-precision" if len(used) > 1 else used.pop())
+  assert config["quant_method"] == "compressed-tensors"
+  assert formats.keys() == {name.removesuffix(".weight_scale") for name in tensors if name.endswith("_scale")}
+  assert config["ignore"] == [name.removesuffix(".weight") for name, x in tensors.items()
+                              if x.ndim == 2 and name.endswith(".weight") and x.dtype != np.int8]
+  for name, (bits, *_) in formats.items(): assert (f"{name}.weight_packed" in tensors) == (bits == 4)
+  return formats
 
-
-# Weights
-
-@pytest.mark.parametrize("config", [WIDE, {**WIDE, "head_dim": 128, "num_hidden_layers": 1, "intermediate_size": 768,
-                                           "vocab_size": 323}], ids=["square", "rectangular"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_convert_type_equals_gguf_package(tmp_path, kind, config):
-  folder = convert_model(tmp_path, kind, config)
-  check_conversion(folder, tmp_path / "model.gguf")
-  modules = groups_of(folder)
-  assert {form for form, _ in modules.values()} == {KINDS[kind]} and "lm_head" in modules
-  tensors = tensors_of(folder)
-  assert all((f"{name}.weight_packed" in tensors) == (KINDS[kind][0] == 4) for name in modules)
-  scale_dtype = np.float32 if kind in WIDE_SCALES else np.float16
-  assert {tensors[f"{name}.weight_scale"].dtype for name in modules} == {np.dtype(scale_dtype)}
-  quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
-  assert quantization["format"] == ("pack-quantized" if KINDS[kind][0] == 4 else "int-quantized")
-  assert quantization["quant_method"] == "compressed-tensors" and quantization["ignore"] == []
-
-
-@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
-def test_convert_floats_keeps_dtype_and_values(tmp_path, kind):
-  folder = convert_model(tmp_path, kind, {})
-  assert "quantization_config" not in json.loads((folder / "config.json").read_text())
-  with safe_open(folder / "model.safetensors", "np") as file:
-    kinds = {name: file.get_slice(name).get_dtype() for name in file.offset_keys()}
-  assert {x for name, x in kinds.items() if "norm" not in name} == {kind}
-  assert {x for name, x in kinds.items() if "norm" in name} == {"F32"}
-  if kind != "BF16": check_conversion(folder, tmp_path / "model.gguf")   # numpy has no bfloat16
-
-
-def test_convert_mixture_gives_fused_projections_one_format(tmp_path):
-  """llama.cpp's Q4_K_M has attn_v and ffn_down in Q6_K."""
-  kinds = {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "ffn_gate": "Q4_0", "ffn_up": "Q8_0",
-           "token_embd": "F16"}
-  folder = convert_model(tmp_path, "Q4_K", kinds=kinds)
-  check_conversion(folder, tmp_path / "model.gguf")
-  modules = groups_of(folder)
-  layer = "model.layers.1"
-  assert {modules[f"{layer}.self_attn.{x}_proj"] for x in "qkv"} == {((8, 16, True), "int-quantized")}
-  assert {modules[f"{layer}.mlp.{x}_proj"] for x in ("gate", "up")} == {((8, 32, False), "int-quantized")}
-  assert modules[f"{layer}.self_attn.o_proj"] == ((4, 32, True), "pack-quantized")
-  assert modules[f"{layer}.mlp.down_proj"] == modules["lm_head"] == ((8, 16, False), "int-quantized")
-  quantization = json.loads((folder / "config.json").read_text())["quantization_config"]
-  assert quantization["format"] == "mixed-precision" and quantization["ignore"] == ["model.embed_tokens"]
-
-
-@pytest.mark.parametrize("kind,others,expected", [
-  ("Q2_K", {"attn_v": "Q3_K", "ffn_up": "Q4_0"}, (4, 16, True)), ("Q3_K", {"attn_v": "Q5_K"}, (8, 16, True)),
-  ("Q4_0", {"attn_v": "Q4_1", "ffn_gate": "Q3_K"}, (4, 32, True)), ("IQ4_XS", {"attn_v": "Q2_K"}, (8, 16, True))])
-def test_convert_fused_int4_types_stay_int4(tmp_path, kind, others, expected):
-  """llama.cpp's Q2_K has attn_v in Q3_K or Q4_K, its Q3_K_M has attn_v in Q5_K."""
-  folder = convert_model(tmp_path, kind, kinds=others)
-  check_conversion(folder, tmp_path / "model.gguf")
-  assert groups_of(folder)["model.layers.1.self_attn.q_proj"][0] == expected
-  check_weights_equal(load_model(tmp_path / "model.gguf"), load_model(folder))
-
-
-# Architectures
-
-
-def generate(model, **options):
-  """Return 8 greedy ids and their log probabilities, (8, V), computed in float32."""
-  ids, logits = LogitsRecorder(LLM(model, **ENGINE, **options)).generate(IDS, 8)
-  shifted = logits.astype(np.float64) - logits.max(1, keepdims=True)
-  return ids, shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
-
-
-@pytest.mark.parametrize("kind,tied", [("Q4_0", False), ("Q4_K", True), ("Q6_K", False)])
-def test_gguf_ids_and_logits_equal_decoded_weights(tmp_path, kind, tied):
-  """All matrices are quantized, also the embeddings. The file gives the log probabilities of the weights that gguf
-  decodes, in float32."""
-  folder = tiny_model(tmp_path / "hf", **WIDE, tie_word_embeddings=tied)
-  path = write_gguf(tmp_path / "model.gguf", folder, kind)
-  write_safetensors(folder / "model.safetensors", decoded(path))
-  expected = generate(folder)
-  assert expected[0] == reference_greedy(folder, IDS, 8)
-  ids, logprobs = generate(path)
-  assert ids == expected[0]
-  np.testing.assert_allclose(logprobs, expected[1], 0, 1e-5)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
-def test_convert_architecture_keeps_weights_and_config(tmp_path, architecture, kind):
-  folder = convert_model(tmp_path, kind, {**WIDE, "architectures": [architecture]})
-  check_conversion(folder, tmp_path / "model.gguf")
-  source, converted, from_gguf = [find_model(open_checkpoint(path).hf_config, path)[0]
-                                  for path in (tmp_path / "hf", folder, tmp_path / "model.gguf")]
-  assert converted.eos_token_ids == (2,) and vars(from_gguf) == vars(converted)
-  for field in ModelConfig.__match_args__: assert getattr(source, field) == getattr(converted, field)
-
-
-@pytest.mark.parametrize("kind,options", [
-  ("F32", {}), ("F16", {"tie_word_embeddings": True}),
-  ("F32", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-  ("F32", {"rope_scaling": LLAMA3, "rope_theta": 500000.0}), ("F32", {"num_key_value_heads": None}),
-  ("F32", {"attention_bias": True, "mlp_bias": True}), ("BF16", {"architectures": ["Qwen2ForCausalLM"]}),
-  ("F32", {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16})])
-def test_gguf_ids_equal_safetensors(tmp_path, kind, options):
-  dtype = {"F16": "float16", "BF16": "bfloat16"}.get(kind, "float32")
-  folder = tiny_model(tmp_path / "hf", dtype=dtype, **options)
-  path = write_gguf(tmp_path / "model.gguf", folder, kind)
-  expected = reference_greedy(folder, IDS, 8)
-  for model in (path, convert(path, tmp_path / "converted")):
-    output, = LLM(model, **{**ENGINE, "dtype": "auto"}).generate(tokens(IDS), greedy(8))
-    assert ids_of(output) == expected
-
-
-# Loading without conversion
 
 def load_model(path, dtype=dtypes.float32, count=1, backend=None):
   """Load the model in a folder or a file, on `count` devices."""
@@ -187,52 +86,109 @@ def check_weights_equal(a, b):
       for x, y in zip(bits_of(tensor), bits_of(tensors[1][name]), strict=True): np.testing.assert_array_equal(x, y)
 
 
-MIXTURES = {"Q4_K_M": {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K"},
-            "one fused matrix of three types": {"attn_q": "Q4_0", "attn_k": "Q5_1", "attn_v": "Q8_0"},
-            "one fused matrix partly quantized": {"attn_v": "F16", "ffn_up": "BF16"},
-            "embeddings in float16": {"token_embd": "F16", "output": "BF16"}}
+# Weights
 
-
-@pytest.mark.parametrize("dtype,count", [(dtypes.float16, 1), (dtypes.float32, 2)], ids=["one device", "two devices"])
-@pytest.mark.parametrize("kind", [*KINDS, "F32", "F16", "BF16"])
-def test_loaded_weights_equal_converted_weights(tmp_path, kind, count, dtype):
-  folder = convert_model(tmp_path, kind)
-  check_weights_equal(load_model(tmp_path / "model.gguf", dtype, count), load_model(folder, dtype, count))
-
-
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "IQ4_XS"])
-def test_scales_are_float16_if_exact_or_model_computes_in_float16(tmp_path, kind):
-  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **WIDE), kind)
-  for dtype in (dtypes.float32, dtypes.float16, dtypes.bfloat16):
-    model = load_model(path, dtype)
-    scales = [scale for module in model.modules() for scale in getattr(module, "scales", ())]
-    is_exact = dtype == dtypes.float32 and kind in WIDE_SCALES
-    assert {x.dtype for x in scales} == {dtypes.float32 if is_exact else dtypes.float16}
+@pytest.mark.parametrize("config", [WIDE, {**WIDE, "head_dim": 128, "num_hidden_layers": 1, "intermediate_size": 768,
+                                           "vocab_size": 323}], ids=["square", "rectangular"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_type_equals_gguf_package(tmp_path, kind, config):
+  """A model that computes in float16 rounds scales to float16."""
+  path, folder = convert_model(tmp_path, kind, config)
+  check_conversion(folder, path)
+  formats = formats_of(folder)
+  assert {*formats.values()} == {KINDS[kind]} and "lm_head" in formats
+  exact = "float32" if kind in WIDE_SCALES else "float16"
+  tensors = read_safetensors(folder / "model.safetensors")
+  assert {x.dtype for name, x in tensors.items() if name.endswith("_scale")} == {np.dtype(exact)}
+  for dtype, count in ((dtypes.float32, 2), (dtypes.float16, 1), (dtypes.bfloat16, 1)):
+    model = load_model(path, dtype, count)
+    check_weights_equal(model, load_model(folder, dtype, count))
+    scales = {scale.dtype for module in model.modules() for scale in getattr(module, "scales", ())}
+    assert scales == {getattr(dtypes, exact) if dtype == dtypes.float32 else dtypes.float16}
     assert model.embed_tokens.weight.dtype == dtype
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-def test_loaded_mixtures_equal_converted_mixtures(tmp_path, name):
-  folder = convert_model(tmp_path, "Q4_K", kinds=MIXTURES[name])
-  check_weights_equal(load_model(tmp_path / "model.gguf"), load_model(folder))
+MIXTURES = [   # type, exceptions, and formats of matrices
+  # llama.cpp's Q4_K_M, Q2_K and Q3_K_M are like the first three
+  ("Q4_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K", "output": "Q6_K", "ffn_gate": "Q4_0", "ffn_up": "Q8_0",
+            "token_embd": "F16"},
+   {"q_proj": (8, 16, True), "k_proj": (8, 16, True), "v_proj": (8, 16, True), "o_proj": (4, 32, True),
+    "gate_proj": (8, 32, False), "up_proj": (8, 32, False), "down_proj": (8, 16, False), "lm_head": (8, 16, False)}),
+  ("Q2_K", {"attn_v": "Q3_K", "ffn_up": "Q4_0"}, {"q_proj": (4, 16, True)}),
+  ("Q3_K", {"attn_v": "Q5_K"}, {"q_proj": (8, 16, True)}),
+  ("Q4_0", {"attn_v": "Q4_1", "ffn_gate": "Q3_K"}, {"q_proj": (4, 32, True)}),
+  ("IQ4_XS", {"attn_v": "Q2_K"}, {"q_proj": (8, 16, True)}),
+  ("Q4_K", {"attn_q": "Q4_0", "attn_k": "Q5_1", "attn_v": "Q8_0"}, {"q_proj": (8, 32, True)}),
+  ("Q4_K", {"attn_v": "F16", "ffn_up": "BF16"}, {"o_proj": (4, 32, True)}),
+  ("Q4_K", {"token_embd": "F16", "output": "BF16"}, {"q_proj": (4, 32, True)})]
 
 
-def test_core_backend_loads_dequantized_weights(tmp_path):
-  path = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf", **WIDE), "Q8_0")
-  plain = load_model(path, backend=Backend())
-  tensors = {tensor.name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-             for tensor in gguf.GGUFReader(path).tensors}
-  for name, module in (("token_embd", plain.embed_tokens), ("blk.1.ffn_down", plain.layers[1].down_proj)):
-    np.testing.assert_array_equal(module.weight.numpy(), tensors[f"{name}.weight"])
-  rows = tensors["blk.0.attn_q.weight"].reshape(4, -1, 2, 256).swapaxes(1, 2).reshape(-1, 256)
-  np.testing.assert_array_equal(plain.layers[0].qkv_proj.weight.numpy()[:256], rows)
+@pytest.mark.parametrize("kind,kinds,expected", MIXTURES)
+def test_mixture_gives_fused_projections_one_format(tmp_path, kind, kinds, expected):
+  path, folder = convert_model(tmp_path, kind, kinds=kinds)
+  check_conversion(folder, path)
+  formats = formats_of(folder).items()
+  assert expected.items() <= {name.split(".")[-1]: x for name, x in formats}.items()
+  check_weights_equal(load_model(path), load_model(folder))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16"])
+def test_floats_keep_dtype_and_values(tmp_path, kind):
+  path, folder = convert_model(tmp_path, kind)
+  check_conversion(folder, path)
+  assert formats_of(folder) == {}
+  for dtype, count in ((dtypes.float16, 1), (dtypes.float32, 2)):
+    model = load_model(path, dtype, count)
+    check_weights_equal(model, load_model(folder, dtype, count))
+  assert model.lm_head.weight.dtype == {"F32": dtypes.float32, "F16": dtypes.float16, "BF16": dtypes.bfloat16}[kind]
+
+
+@pytest.mark.parametrize("kind,tied", [("Q4_0", False), ("Q4_K", True), ("Q6_K", False)])
+def test_quantized_ids_and_logits_equal_decoded_weights(tmp_path, kind, tied):
+  """All matrices are quantized, also the embeddings. The core's backend loads the weights that gguf decodes."""
+  path, converted = convert_model(tmp_path, kind, {**WIDE, "tie_word_embeddings": tied})
+  folder = tmp_path / "hf"
+  write_safetensors(folder / "model.safetensors", decoded(path, load(folder)[1]))
+  ids = [3, 50, 99, 301]
+  (expected, logits), *others = [LogitsRecorder(LLM(x, **ENGINE)).generate(ids, 8) for x in (folder, path, converted)]
+  assert expected == reference_greedy(folder, ids, 8)
+  for ids, own_logits in others:
+    assert ids == expected
+    np.testing.assert_allclose(own_logits, logits, 1e-6, 1e-5)
+  check_weights_equal(load_model(path, backend=Backend()), load_model(folder, backend=Backend()))
+
+
+# Architectures
+
+RECORDED = ("gemma2", "gemma3", "granite", "mistral", "mistral3", "ministral3", "olmo2", "olmo3", "phi3", "phi3_short",
+            "phi3_long", "smollm3")
+
+
+@pytest.mark.parametrize("model", [
+  {}, {"tie_word_embeddings": True}, {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+  {"rope_scaling": LLAMA3, "rope_theta": 500000.0}, {"num_key_value_heads": None},
+  {"attention_bias": True, "mlp_bias": True}, {"architectures": ["Qwen2ForCausalLM"]},
+  {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16}, *RECORDED], ids=str)
+def test_architecture_equals_safetensors(tmp_path, model):
+  """Weights, config and RoPE. GGUF lacks query_pre_attn_scalar, which llama.cpp assumes to be head_dim."""
+  if isinstance(model, dict): folder = tiny_model(tmp_path / "hf", **model)
+  else: folder = write_model(tmp_path / "hf", model, **{"query_pre_attn_scalar": 8} if "gemma" in model else {})
+  path = write_gguf(tmp_path / "model.gguf", folder)
+  source, *loaded = [load_model(x) for x in (folder, path, convert(path, tmp_path / "converted"))]
+  for model in loaded:
+    check_weights_equal(source, model)
+    assert type(source) is type(model)
+    different = {x for x, value in vars(source.config).items() if value != getattr(model.config, x)}
+    assert different <= {"ropes", "rope_scaling", "rope_theta", "norm_offset"}   # of tables and weights
+    for length in (16, 64):
+      for expected, table in zip(source.ropes(length), model.ropes(length), strict=True):
+        np.testing.assert_allclose(table.numpy(), expected.numpy(), atol=1e-6)
 
 
 def test_fingerprint_pieces_cover_every_tensor_and_differ_with_weights(tmp_path):
   paths = [write_gguf(tmp_path / f"{seed}.gguf", tiny_model(tmp_path / str(seed), seed), "Q8_0") for seed in (0, 1)]
-  checkpoints = [open_checkpoint(path) for path in (*paths, paths[0])]
   pieces = [{name: (kind, shape, raw.tobytes()) for name, kind, shape, raw in checkpoint.fingerprint_pieces()}
-            for checkpoint in checkpoints]
+            for checkpoint in map(open_checkpoint, (*paths, paths[0]))]
   assert pieces[0] == pieces[2] != pieces[1] and len(pieces[0]) == len(gguf.GGUFReader(paths[0]).tensors)
   kind, shape, raw = pieces[0]["model.layers.0.mlp.up_proj.weight"]
   assert shape == (64, 32) and len(raw) == 64 * 34 and kind == "|V34", "blocks of 34 bytes"
@@ -240,22 +196,18 @@ def test_fingerprint_pieces_cover_every_tensor_and_differ_with_weights(tmp_path)
 
 # Tokenizers
 
-def texts():
-  letters = [*"abc de.,<>▁\n\t09éλ日\u0301\U0001f642", "</s>", "<s>", "<0x41>", "  ", "the ", " house"]
-  rng = random.Random(0)
-  random_texts = ["".join(rng.choices(letters, k=rng.randrange(40))) for _ in range(300)]
-  return [*CORPUS, "", " ", "  two  spaces  ", *random_texts]
-
-
 @pytest.mark.parametrize("bundled", [True, False])
 def test_sentencepiece_tokenizer_equals_original(tmp_path, bundled):
   own = Path(tinyvllm.__file__).parent / "default_model"
   folder = own if bundled else tiny_model(tmp_path / "hf")
   template = json.loads((own / "tokenizer_config.json").read_text())["chat_template"]
   path = write_gguf(tmp_path / "model.gguf", folder, tokenizer="llama", template=template)
-  expected = load_tokenizer(folder)
+  expected, rng = load_tokenizer(folder), random.Random(0)
+  letters = [*"abc de.,<>▁\n\t09éλ日\u0301\U0001f642", "</s>", "<s>", "<0x41>", "  ", "the ", " house"]
+  texts = [*CORPUS, "", " ", "  two  spaces  "]
+  texts += ["".join(rng.choices(letters, k=rng.randrange(40))) for _ in range(300)]
   for tokenizer in (open_checkpoint(path).tokenizer(), load_tokenizer(convert(path, tmp_path / "converted"))):
-    for text in texts():
+    for text in texts:
       ids = expected.encode(text)
       assert tokenizer.encode(text) == ids and tokenizer.decode(ids) == expected.decode(ids), repr(text)
     assert (tokenizer.eos_token_id, tokenizer.config["bos_token"], tokenizer.prefix) == (2, "<s>", [1])
@@ -274,5 +226,3 @@ def test_byte_level_added_tokens_are_encoded_whole(tmp_path):
   ids = tokenizer.encode("a <think>b<end>")
   assert [tokens[i] for i in ids] == ["a", "Ġ", "<think>", "b", "<end>"]
   assert tokenizer.decode(ids) == "a <think>b" and tokenizer.eos_token_id == ids[-1], "only <end> is special"
-
-

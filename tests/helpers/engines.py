@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from .reference import reference_greedy, reference_logits
 
 # Options of the engine in most tests: graphs of 1, 2, 4, 8 and 16 tokens. Engines of equal shapes share kernels
 ENGINE = {"dtype": "float32", "max_model_len": 128, "block_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 16}
@@ -53,6 +54,16 @@ class LogitsRecorder:
       if outputs := engine.step(): out += [x[0] for b in self.logits.values() if np.isfinite((x := b.numpy())[0]).all()]
     assert len(out) == n
     return outputs[-1].outputs[0].token_ids, np.stack(out)
+
+
+def check_logits(model: Any, folder: Any, ids: list[int], atol: float = 1e-4, **options: Any) -> Any:
+  """Check that greedy ids and logits of a model equal the reference with the weights in `folder`. Return the engine."""
+  from tinyvllm import LLM
+  engine = LLM(model, **{**ENGINE, **options})
+  out, logits = LogitsRecorder(engine).generate(ids, 8)
+  assert out == reference_greedy(folder, ids, 8)
+  np.testing.assert_allclose(logits, reference_logits(folder, [*ids, *out])[len(ids) - 1:-1], atol=atol)
+  return engine
 
 
 def assert_same_outputs(outputs: list[Any], expected: list[Any]) -> None:

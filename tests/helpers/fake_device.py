@@ -13,7 +13,7 @@ from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.logits import ADJUSTMENTS, NUM_BEST, HiddenStatesPlan, LogitsPlan
 
 from .models import load
-from .reference import reference_sampling_mask, rope_frequencies
+from .reference import log_softmax, reference_sampling_mask, rope_frequencies
 
 
 RACE = -9   # a token id that no step may read
@@ -179,8 +179,7 @@ class LlamaDevice:
 
   def logprobs(self, logits: np.ndarray, ids: np.ndarray, plan: LogitsPlan) -> np.ndarray:
     """Return what logits.top_logprobs returns."""
-    shifted = logits - logits.max(1, keepdims=True)
-    x = shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+    x = log_softmax(logits)
     own = np.take_along_axis(x, ids[:, None], 1)
     columns = [own, 1 + (x > own).sum(1, keepdims=True)]
     if plan.has_all_logprobs: return np.concatenate([*columns, x], 1).astype(np.float32)

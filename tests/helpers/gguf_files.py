@@ -1,4 +1,6 @@
-"""GGUF files as llama.cpp's converter writes them."""
+"""GGUF files as llama.cpp's converter writes them, and the tensors of converted ones."""
+import functools
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -6,90 +8,115 @@ from typing import Any
 import gguf
 import numpy as np
 import sentencepiece
-from safetensors import safe_open
 
-from .models import load
+from .models import load, read_safetensors
 from .reference import rope_frequencies
+
+# Fields of config.json, and the names of GGUFWriter's methods that add them
+FIELDS = {"num_hidden_layers": "block_count", "max_position_embeddings": "context_length",
+          "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
+          "num_attention_heads": "head_count", "num_key_value_heads": "head_count_kv", "head_dim": "key_length",
+          "rms_norm_eps": "layer_norm_rms_eps", "sliding_window": "sliding_window",
+          "attention_multiplier": "attention_scale", "embedding_multiplier": "embedding_scale",
+          "residual_multiplier": "residual_scale", "logits_scaling": "logit_scale",
+          "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+PERMUTED = ("llama", "granite", "mistral3", "smollm3")   # the rows of q and k that RoPE rotates are neighbors
+SCALES = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0],
+          "IQ4_XS": [0], "IQ3_S": [0], "TQ1_0": [52]}   # byte offsets of d and dmin in a block
 
 
 def ggml_blocks(x: np.ndarray, kind: Any) -> np.ndarray:
   """Quantize a matrix to a GGUF type. gguf cannot quantize to IQ4_NL and to types with super-blocks of 256: for them,
   return random blocks with scales of a typical size, independent of x."""
-  d_at = {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0],
-          "IQ4_XS": [0]}   # byte offsets of d and dmin in a block
-  if kind.name not in d_at: return gguf.quants.quantize(np.ascontiguousarray(x, np.float32), kind)
+  if kind.name not in SCALES: return gguf.quants.quantize(np.ascontiguousarray(x, np.float32), kind)
   rng = np.random.default_rng(x.size)
   block, size = gguf.GGML_QUANT_SIZES[kind]
   out = rng.integers(0, 256, (x.shape[0], x.shape[1] // block, size), dtype=np.uint8)
-  for at in d_at[kind.name]:
+  for at in SCALES[kind.name]:
     d = rng.uniform(1e-5, 1e-3, out.shape[:2]).astype(np.float16)
     out[:, :, at:at + 2] = d[..., None].view(np.uint8)
   return out.reshape(len(x), -1)
 
 
+@functools.cache
+def gguf_names(arch: str) -> Any:
+  """Return gguf's map from Hugging Face's names, of up to 4 layers."""
+  return gguf.get_tensor_name_map({name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}[arch], 4)
+
+
+def gguf_name(arch: str, name: str) -> str: return gguf_names(arch).get_name(name, (".weight", ".bias"))
+
+
+def swap_rows(x: np.ndarray, heads: int, *sizes: int) -> np.ndarray:
+  """Interleave the two halves of each head's rows with sizes 2, -1. Undo it with -1, 2."""
+  return x.reshape(heads, *sizes, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
+
+
 def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | None = None,
                merges: list[str] | None = None, specials: Iterable[str] = (), template: Any = None,
-               tokenizer: str = "gpt2", kinds: dict[str, str] | None = None, pre: str = "gpt-2",
-               architecture: str | None = None, tensors_per_file: int = 0, add_eos: bool = False) -> Path:
-  """Write the model in `folder` as llama.cpp's converter does: LLaMA's q and k rows interleaved, norms and biases in
-  float32. kind: GGUF type of the matrices; kinds: exceptions by name. tokenizer: gpt2, built from tokens and merges, or
-  llama, the folder's tokenizer.model. tensors_per_file: limit, above which gguf splits the file. Return the first
-  file."""
+               tokenizer: str = "gpt2", kinds: dict[str, str] | None = None, tensors_per_file: int = 0,
+               small_first_shard: bool = False, metadata: dict[str, Any] | None = None,
+               tensors: dict[str, np.ndarray | None] | None = None) -> Path:
+  """Write the model in `folder`, norms and biases in float32. kind: GGUF type of the matrices; kinds: exceptions by
+  name. tokenizer: gpt2, built from tokens and merges, or llama, the folder's tokenizer.model. tensors_per_file: limit,
+  above which gguf splits the file. metadata, tensors: instead of the model's; None leaves a tensor out. Return the
+  first file."""
   config, weights = load(folder)
-  tokens = tokens or ["a", "b", "ab", *(f"t{i}" for i in range(config["vocab_size"] - 3))]
-  arch = {"Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}.get(config["architectures"][0], "llama")
-  writer = gguf.GGUFWriter(path, architecture or arch, split_max_tensors=tensors_per_file)
-  writer.add_block_count(config["num_hidden_layers"])
-  writer.add_context_length(config["max_position_embeddings"])
-  writer.add_embedding_length(config["hidden_size"])
-  writer.add_feed_forward_length(config["intermediate_size"])
-  writer.add_head_count(config["num_attention_heads"])
-  if config.get("num_key_value_heads"): writer.add_head_count_kv(config["num_key_value_heads"])
-  if config.get("head_dim"): writer.add_key_length(config["head_dim"])
-  writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-  writer.add_rope_freq_base(config["rope_theta"])
-  scaling = config.get("rope_scaling") or {}
-  if scaling.get("rope_type") == "llama3":   # the converter writes each frequency's factor instead of a type
+  arch = config["architectures"][0].split("For")[0].lower()
+  arch = {"mistral": "llama", "olmo3": "olmo2", "ministral3": "mistral3"}.get(arch, arch)
+  config = config | config.get("text_config", {})
+  heads = {"q_proj": config["num_attention_heads"]} if arch in PERMUTED else {}
+  if heads: heads["k_proj"] = config.get("num_key_value_heads") or heads["q_proj"]
+  own: dict[str, Any] = {}
+  for name, x in weights.items():
+    name = name.removeprefix("language_model.")
+    if name.startswith(("vision", "multi")): continue
+    if "gemma" in arch and name.endswith("norm.weight"): x = x + 1
+    own[gguf_name(arch, name)] = swap_rows(x, heads[part], 2, -1) if (part := name.split(".")[-2]) in heads else x
+  fields = {method: config.get(name) for name, method in FIELDS.items()}
+  ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
+  rope = {"rope_type": None, **ropes.get("full_attention", ropes)}
+  fields["rope_freq_base"] = rope.get("rope_theta") or config["rope_theta"]
+  if arch == "gemma3": fields["rope_freq_base_swa"] = ropes["sliding_attention"]["rope_theta"]
+  if rope["rope_type"] in ("linear", "yarn"):
+    fields |= {"rope_scaling_type": gguf.RopeScalingType(rope["rope_type"]), "rope_scaling_factor": rope["factor"]}
+  if rope["rope_type"] == "yarn":
+    fields |= {"rope_scaling_orig_ctx_len": rope["original_max_position_embeddings"],
+               "rope_scaling_attn_factors": 0.1 * math.log(rope["factor"]) + 1 if arch == "olmo2" else None,
+               "rope_scaling_yarn_log_mul": rope.get("mscale_all_dim"),
+               "attn_temperature_scale": rope.get("llama_4_scaling_beta")}
+  if rope["rope_type"] == "llama3":   # the converter writes each frequency's factor instead of a type
     D = config["hidden_size"] // config["num_attention_heads"]
-    plain = rope_frequencies({**config, "rope_scaling": None}, D)
-    writer.add_tensor("rope_freqs.weight", (plain / rope_frequencies(config, D)).astype(np.float32))
-  elif scaling:
-    writer.add_rope_scaling_type(gguf.RopeScalingType(scaling["rope_type"]))
-    writer.add_rope_scaling_factor(scaling["factor"])
-  writer.add_tokenizer_model(tokenizer)
+    own["rope_freqs.weight"] = rope_frequencies({"rope_theta": config["rope_theta"]}, D) / rope_frequencies(config, D)
+  if arch == "phi3":
+    length, original = config["max_position_embeddings"], config["original_max_position_embeddings"]
+    fields |= {"rope_dimension_count": int(config["partial_rotary_factor"] * 16), "rope_scaling_orig_ctx_len": original,
+               "sliding_window": config["sliding_window"] or 0}
+    if "long_factor" in rope:
+      fields["rope_scaling_attn_factors"] = math.sqrt(1 + math.log(length / original) / math.log(original))
+      own |= {f"rope_factors_{x}.weight": np.array(rope[f"{x}_factor"]) for x in ("long", "short")}
+  if arch in ("olmo2", "gemma3") and config.get("layer_types"):
+    fields["sliding_window_pattern"] = [x == "sliding_attention" for x in config["layer_types"]]
+  fields |= {"tokenizer_model": tokenizer, "bos_token_id": 1, "eos_token_id": 2, "chat_template": template}
   if tokenizer == "llama":
     model = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     ids = range(model.GetPieceSize())
-    writer.add_token_list([model.IdToPiece(i) for i in ids])
-    writer.add_token_scores([model.GetScore(i) for i in ids])
     kind_of = [(model.IsUnknown, 2), (model.IsControl, 3), (model.IsUnused, 5), (model.IsByte, 6), (lambda _: True, 1)]
-    writer.add_token_types([next(number for test, number in kind_of if test(i)) for i in ids])
+    fields |= {"token_list": [*map(model.IdToPiece, ids)], "token_scores": [*map(model.GetScore, ids)],
+               "token_types": [next(number for test, number in kind_of if test(i)) for i in ids]}
   else:
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if t in specials else 1 for t in tokens])
-    writer.add_token_merges(merges or ["a b"])
-  if template: writer.add_chat_template(template)
-  writer.add_bos_token_id(1)
-  writer.add_eos_token_id(2)
-  if add_eos: writer.add_add_eos_token(True)
-  names: dict[str, str] = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-  parts = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-           "self_attn.o_proj": "attn_output", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-           "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-           "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
-  layers = range(config["num_hidden_layers"])
-  names |= {f"model.layers.{i}.{k}": f"blk.{i}.{v}" for i in layers for k, v in parts.items()}
-  H = config["num_attention_heads"]
-  heads = {"attn_q": H, "attn_k": config.get("num_key_value_heads") or H} if arch == "llama" else {}
-  for name, x in weights.items():
-    module, _, suffix = name.rpartition(".")
-    name = names[module]
-    part = name.split(".")[-1]
-    if n := heads.get(part): x = x.reshape(n, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
-    dtype = gguf.GGMLQuantizationType["F32" if x.ndim == 1 else (kinds or {}).get(part, kind)]
-    data = x.astype(np.float32) if x.ndim == 1 else ggml_blocks(x, dtype)
-    writer.add_tensor(f"{name}.{suffix}", data, raw_dtype=dtype)
+    tokens = tokens or ["a", "b", "ab", *(f"t{i}" for i in range(config["vocab_size"] - 3))]
+    fields |= {"tokenizer_pre": "gpt-2", "token_list": tokens, "token_merges": merges or ["a b"],
+               "token_types": [3 if t in specials else 1 for t in tokens]}
+  writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_file, small_first_shard=small_first_shard)
+  for method, value in fields.items():
+    if value is not None: getattr(writer, f"add_{method}")(value)
+  for key, value in (metadata or {}).items():
+    writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+  for name, x in (own | (tensors or {})).items():
+    if x is None: continue
+    dtype = gguf.GGMLQuantizationType["F32" if x.ndim == 1 else (kinds or {}).get(name.split(".")[-2], kind)]
+    writer.add_tensor(name, x.astype(np.float32) if x.ndim == 1 else ggml_blocks(x, dtype), raw_dtype=dtype)
   writer.write_header_to_file()
   writer.write_kv_data_to_file()
   writer.write_tensors_to_file()
@@ -97,21 +124,12 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
   return writer.format_shard_names(path)[0]
 
 
-HEADS = {"attn_q": 4, "attn_k": 2}
-
-
-def tensors_of(folder):
-  with safe_open(folder / "model.safetensors", "np") as file: return {x: file.get_tensor(x) for x in file.offset_keys()}
-
-
-def values(tensors, module):
+def values(tensors: dict[str, np.ndarray], module: str) -> np.ndarray:
   """Return a module's dequantized weight."""
   if f"{module}.weight_packed" in tensors:
-    rows, columns = tensors[f"{module}.weight_shape"]
     words = tensors[f"{module}.weight_packed"].view(np.uint32)
-    q = np.array([[word >> 4 * i & 15 for word in row for i in range(8)] for row in words.tolist()], np.float32)
-    assert q.shape == (rows, columns)
-    if f"{module}.weight_offset" not in tensors: q -= 8
+    q = (words[..., None] >> np.arange(0, 32, 4, np.uint32) & 15).reshape(tensors[f"{module}.weight_shape"])
+    q = q.astype(np.float32) - (0 if f"{module}.weight_offset" in tensors else 8)
   else:
     q = tensors[f"{module}.weight"]
     if f"{module}.weight_scale" not in tensors: return q.astype(np.float32)
@@ -122,32 +140,22 @@ def values(tensors, module):
   return q * scale + offset
 
 
-def decoded(path):
-  """Return the tensors of one or more files by Hugging Face's names, dequantized by gguf."""
-  names = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
-  parts = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-           "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
-           "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-           "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+def decoded(path: Path, names: Iterable[str]) -> dict[str, np.ndarray]:
+  """Return the tensors with Hugging Face's names, dequantized by gguf. The file, or its parts, must have no others."""
   readers = [gguf.GGUFReader(x) for x in sorted(path.parent.glob(path.name.replace("-00001-of-", "-*-of-")))]
-  llama = readers[0].fields["general.architecture"].contents() == "llama"
-  tensors = {}
-  for tensor in (x for reader in readers for x in reader.tensors):
-    first, *rest = tensor.name.split(".")
-    module = f"model.layers.{rest[0]}.{parts[rest[1]]}" if first == "blk" else names[first]
-    x = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-    if llama and (heads := HEADS.get(rest[1] if first == "blk" else "")):
-      x = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
-    tensors[f"{module}.{rest[-1]}"] = x
-  return tensors
+  arch = readers[0].fields["general.architecture"].contents()
+  tensors = {x.name: gguf.quants.dequantize(x.data, x.tensor_type) for reader in readers for x in reader.tensors}
+  found = {name: tensors.pop(gguf_name(arch, name)) for name in names}
+  assert not tensors
+  heads = {"q_proj": 4, "k_proj": 2} if arch == "llama" else {}
+  return {name: swap_rows(x, heads[part], -1, 2) if (part := name.split(".")[-2]) in heads else x
+          for name, x in found.items()}
 
 
-def check_conversion(folder, path):
+def check_conversion(folder: Path, path: Path) -> None:
   """Check that the folder has all tensors of the file, with the values that gguf decodes, and no others."""
-  tensors = tensors_of(folder)
-  checked = set()
-  for name, expected in decoded(path).items():
-    module, _, suffix = name.rpartition(".")
-    np.testing.assert_array_equal(tensors[name] if suffix == "bias" else values(tensors, module), expected, name)
-    checked |= {name for name in tensors if name.startswith(f"{module}.")}
-  assert checked == tensors.keys()
+  tensors = read_safetensors(folder / "model.safetensors")
+  modules = {name.rpartition(".")[0] for name in tensors}
+  own = {f"{module}.weight": values(tensors, module) for module in modules}
+  own |= {name: x for name, x in tensors.items() if name.endswith(".bias")}
+  for name, expected in decoded(path, own).items(): np.testing.assert_array_equal(own[name], expected, name)

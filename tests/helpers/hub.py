@@ -19,7 +19,7 @@ class Hub(http.server.ThreadingHTTPServer):
     super().__init__(("127.0.0.1", 0), Handler)
     self.url = f"http://127.0.0.1:{self.server_port}"
     self.root = root
-    self.requests: list[tuple[str, str, str | None]] = []   # method, path, range
+    self.requests: list[tuple[str, str | None]] = []   # file (of a GET; else ""), range
     self.token: str | None = None        # required
     self.gated = False
     self.sizes: dict[str, int] = {}      # false sizes, by file
@@ -27,15 +27,12 @@ class Hub(http.server.ThreadingHTTPServer):
     self.limit: dict[str, int] = {}      # bytes of a file to send, once, before the connection is closed
     self.hold = threading.Event()        # set: a limited response ends; else it waits for this
     self.hold.set()
-    self.paused = threading.Event()      # a limited response waits
 
-  def downloads(self) -> list[str]:
-    return sorted(path.rpartition("/resolve/")[2].partition("/")[2] for method, path, _ in self.requests
-                  if method == "GET" and "/resolve/" in path)
+  def downloads(self) -> list[str]: return sorted(file for file, _ in self.requests if file)
 
   def ranges(self, file: str) -> list[str | None]:
     """Return the ranges of a file that were requested, None for the whole file."""
-    return [ranges for method, path, ranges in self.requests if method == "GET" and path.endswith(file)]
+    return [ranges for name, ranges in self.requests if name == file]
 
   def environment(self, home: Path, **variables: str) -> dict[str, str]:
     return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_TOKEN": "", **variables}
@@ -67,26 +64,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
   def do_HEAD(self) -> None: self.do_GET()
 
   def do_GET(self) -> None:
-    hub, path = self.server, urlsplit(self.path).path
-    hub.requests.append((self.command, path, self.headers.get("Range")))
+    hub = self.server
+    path = r"/(?:api/models/)?([^/]+/[^/]+)(?:/(revision|tree|resolve)/([^/]+)(?:/(.+))?)?"
+    name, kind, revision, file = re.fullmatch(path, urlsplit(self.path).path).groups()
+    hub.requests.append((file or "" if self.command == "GET" else "", self.headers.get("Range")))
+    folder = hub.root / name
     if hub.token and self.headers.get("Authorization") != f"Bearer {hub.token}":
-      return self.reply(401, X_Error_Code="GatedRepo" if hub.gated else "RepoNotFound")
-    api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path)
-    file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
-    match = api or file
-    if not match: return self.reply(404)
-    folder = hub.root / match[1]
-    revision = file[2] if file else match[3]
-    if not folder.is_dir(): return self.reply(404, X_Error_Code="RepoNotFound")
-    if revision not in (None, "main", "dev", COMMIT): return self.reply(404, X_Error_Code="RevisionNotFound")
-    if file: return self.send_file(folder / file[3])
-    names = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
-    if match[2] != "tree":
-      siblings = [{"rfilename": name} for name, path in names.items() if path.is_file()]
-      return self.reply(200, {"id": match[1], "sha": COMMIT, "siblings": siblings})
-    self.reply(200, [{"type": "file", "path": name, "oid": "0" * 40, "size": hub.sizes.get(name, path.stat().st_size)}
-                     if path.is_file() else {"type": "directory", "path": name, "oid": "0" * 40}
-                     for name, path in names.items()])
+      self.reply(401, X_Error_Code="GatedRepo" if hub.gated else "RepoNotFound")
+    elif not folder.is_dir(): self.reply(404, X_Error_Code="RepoNotFound")
+    elif revision not in (None, "main", "dev", COMMIT): self.reply(404, X_Error_Code="RevisionNotFound")
+    elif kind == "resolve": self.send_file(folder / file)
+    elif kind == "tree":
+      names = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
+      self.reply(200, [{"type": "file" if path.is_file() else "directory", "path": name, "oid": "0" * 40,
+                        "size": hub.sizes.get(name, path.stat().st_size)} for name, path in names.items()])
+    else: self.reply(200, {"id": name, "sha": COMMIT})
 
   def send_file(self, path: Path) -> None:
     if not path.is_file(): return self.reply(404, X_Error_Code="EntryNotFound")
@@ -102,6 +94,5 @@ class Handler(http.server.BaseHTTPRequestHandler):
     limit = self.server.limit.pop(path.name, None) if self.command == "GET" else None
     self.reply(206 if start else 200, part[:limit], **headers)
     if limit is None: return
-    self.server.paused.set()
     self.server.hold.wait()
     self.close_connection = True

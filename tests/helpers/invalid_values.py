@@ -33,12 +33,15 @@ BAD_SAMPLING = {
 
 # Requests
 
+REQUESTS = json.loads((Path(__file__).parents[1] / "data/invalid_requests.json").read_text())
+VALID: dict[str, dict[str, Any]] = REQUESTS["valid"]   # a body of each path
+
+
 def refused_requests(server: str) -> list[tuple[Any, ...]]:
   """Return path, body, status, param and words of each request in data/invalid_requests.json to one kind of server.
   param: of the error, None if it is not a field of the body. words: parts of the message."""
-  table = json.loads((Path(__file__).parents[1] / "data/invalid_requests.json").read_text())
-  return [(path, {**table["valid"].get(path, {}), **fields}, group["status"], param, words or [param or ""])
-          for group in table["refused"] if group["server"] == server
+  return [(path, {**VALID.get(path, {}), **fields}, group["status"], param, words or [param or ""])
+          for group in REQUESTS["refused"] if group["server"] == server
           for path in group["paths"] for fields, param, *words in group["rows"]]
 
 

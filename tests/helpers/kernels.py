@@ -1,31 +1,59 @@
-"""Tensors as kernels read them."""
+"""Tensors as kernels read them, and kernels for attention and RoPE compared with numpy. A version is "core" (Backend),
+"generic" or "tensor cores". A shape is KV, G, D: K/V heads, query heads per K/V head, and head_dim."""
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from helpers.reference import quantize_kv
+from helpers.engines import token_rows
+from helpers.reference import quantize_kv, rope_frequencies
 from tinygrad import Tensor
+from tinygrad.dtype import DType
 
-from tinyvllm.backend import cpu_cores
+from tinyvllm.backend import Backend, cpu_cores
+from tinyvllm_extra.kernels import FastBackend
+from tinyvllm_extra.kernels.matmul import Linear, pack_numbers, prepare_scales, reorder, scales_shape
+from tinyvllm_extra.quantization import Quantized
 
 
 def on_device(x: np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x)).contiguous().realize()
 
 
-def as_stored(cache: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Convert K and V, (2, blocks, block_size, KV, D), to the kernels' block layout."""
-  return cache[0].transpose(0, 2, 3, 1), cache[1].transpose(0, 2, 1, 3)
+def normal(*shape: int, kind: str = "float32", seed: int = 0) -> np.ndarray:
+  return np.random.default_rng(seed).standard_normal(shape).astype(kind)
 
 
-def bytes_as_stored(keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Convert uint8 K and V, (blocks, block_size, KV, D), to the block layout: bytes on a CPU, else words of four."""
-  if cpu_cores(): return keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
-  keys, values = (np.ascontiguousarray(x).view(np.uint32) for x in (keys, values))
-  return keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)
+def close(output: Tensor, expected: np.ndarray, tolerance: float) -> None:
+  assert output.shape == expected.shape
+  array = output.numpy().astype(np.float32)
+  np.testing.assert_allclose(array, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max()))
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+  x = x.astype(np.float32)
+  return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight.astype(np.float32)
+
+
+def store_quantized(layer: Linear, w: Quantized, dtype: DType) -> None:
+  """Give a layer a quantized matrix. dtype: of the computation."""
+  shape = layer.weight.shape
+  layer.weight = on_device(pack_numbers(layer.ordered(w.q), shape))
+  layer.scales = [on_device(reorder(layer.ordered(x), scales_shape(shape, x.shape[1])))
+                  for x in (prepare_scales(w, dtype), w.offset) if x is not None]
+
+
+def as_stored(version: str, keys: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
+  """Convert K and V, (blocks, block_size, KV, D), to a version's block layout; uint8 to bytes on a CPU, else to words
+  of four."""
+  if keys.dtype == np.uint8 and not cpu_cores():
+    keys, values = [np.ascontiguousarray(x).view(np.uint32) for x in (keys, values)]
+  if version == "core": return [keys, values]
+  if version == "generic": return [keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3)]
+  width = 32 if keys.dtype == np.float16 else 8
+  return [keys.reshape(*keys.shape[:3], -1, width).transpose(0, 2, 3, 1, 4), values.transpose(0, 2, 3, 1)]
 
 
 def reference_attention(q: np.ndarray, cache: np.ndarray, table: np.ndarray, rows: np.ndarray, positions: np.ndarray,
-                        first: int = 0, **options: Any) -> np.ndarray:
+                        first: int, **options: Any) -> np.ndarray:
   """Return attention in float32, (T, KV, G, D), for queries of that shape. cache: K and V, (2, blocks, block_size, KV,
   D). first: positions before it are not visible. options: scale, window, cap, sinks."""
   expected, (KV, G, D) = np.zeros(q.shape, np.float32), q.shape[1:]
@@ -41,24 +69,84 @@ def reference_attention(q: np.ndarray, cache: np.ndarray, table: np.ndarray, row
   return expected
 
 
-def rotate(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-  a, b = np.split(x.astype(np.float32), 2, -1)
-  return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+def spread(num_tokens: int, longest: int, count: int) -> list[tuple[int, int]]:
+  """Return the first position and the number of tokens of `count` sequences, the first one of length `longest`."""
+  shares = [len(x) for x in np.array_split(range(num_tokens), count)]
+  lengths = [longest, *np.random.default_rng(5).integers(1, longest + 1, count - 1)]
+  return [(max(0, length - n), n) for length, n in zip(lengths, shares, strict=True)]
 
 
-def check_quantized_cache(outputs: list[Tensor], cache: np.ndarray, slots: np.ndarray, kind: str,
-                          as_stored: Callable) -> None:
-  """Check the bytes and scales that a kernel wrote into an empty cache. cache: the exact K and V, (2, blocks,
-  block_size, KV, D). slots: the positions written. as_stored: converts bytes to the block layout."""
+def check_attention(version: str, sequences: list[tuple[int, int]], shape: tuple[int, int, int], tolerance: float,
+                    kind: str = "auto", dtype: str = "float32", block_size: int = 16, num_tokens: int = 0,
+                    max_blocks: int = 0, first: int = 0, **options: Any) -> None:
+  """Compare a version with numpy. sequences: first position and number of tokens of each. kind: kv_cache_dtype.
+  num_tokens: with padding. max_blocks: minimum blocks per table. first: numpy's first position."""
+  rng, (KV, G, D), R = np.random.default_rng(5), shape, len(sequences)
+  rows = np.repeat(np.arange(R), [n for _, n in sequences])
+  positions = np.concatenate([np.arange(start, start + n) for start, n in sequences])
+  M, num_padding = max(positions.max() // block_size + 2, max_blocks), max(0, num_tokens - len(rows))
+  table = np.concatenate([(rng.permutation(R * M) + 1).reshape(R, M), np.zeros((1, M), int)])   # the last is padding's
+  cache = np.full((2, R * M + 1, block_size, KV, D), np.nan, dtype)   # unwritten positions hold NaN or random bytes
+  for r, (start, n) in enumerate(sequences):
+    at = np.arange(start + n)
+    cache[:, table[r, at // block_size], at % block_size] = rng.standard_normal((2, len(at), KV, D))
+  unwritten, stored, scales = np.isnan(cache), cache, []
+  if kind != "auto":
+    (keys, k_bytes, k_scales), (values, v_bytes, v_scales) = [quantize_kv(np.nan_to_num(x), kind) for x in cache]
+    stored = np.where(unwritten, rng.integers(0, 256, cache.shape).astype(np.uint8), [k_bytes, v_bytes])
+    cache = np.stack([keys, values])
+    if k_scales: scales = [np.where(unwritten[..., 0], np.nan, [*k_scales, *v_scales]).transpose(1, 3, 0, 2)]
+  q = rng.standard_normal((len(rows), KV, G, D)).astype(dtype)
+  expected = reference_attention(q, cache, table, rows, positions, first, **options)
+  blocks = table[rows, positions // block_size]
+  # attend() writes the step's K and V again; cosine 1 and sine 0 do not rotate
+  kv = cache[:, blocks, positions % block_size].astype(dtype)   # (2, tokens, KV, D)
+  qkv = np.concatenate([x.reshape(len(rows), -1) for x in (q, *kv)], 1)
+  padding = token_rows([0], [R], [0], block_size, M)
+  padding[-1] = -1   # no query tile
+  tokens = np.concatenate([token_rows(positions, rows, blocks, block_size, M), *[padding] * num_padding], 1)
+  rope = np.stack([np.ones((M * block_size, D // 2)), np.zeros((M * block_size, D // 2))], 1).astype(np.float32)
+  caches = [on_device(x) for x in (*as_stored(version, *stored), *[x.astype(np.float32) for x in scales])]
+  if "sinks" in options: options["sinks"] = on_device(options["sinks"])
+  qkv, *inputs = [on_device(x) for x in (np.pad(qkv, ((0, num_padding), (0, 0))), rope, tokens, table.astype(np.int32))]
+  output = (Backend() if version == "core" else FastBackend()).attend(qkv, caches, *inputs, KV * G, **options)
+  output = output.numpy()[:len(rows)].reshape(q.shape).astype(np.float32)
+  np.testing.assert_allclose(output, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
+
+
+def check_rope(version: str, kernel: Callable, num_tokens: int, shape: tuple[int, int, int], tolerance: float,
+               kind: str = "auto", dtype: str = "float32", block_size: int = 16) -> None:
+  """Check that a kernel rotates q and k, and writes k and v to an empty cache, as numpy does. kind: kv_cache_dtype."""
+  rng, (KV, G, D), num_blocks = np.random.default_rng(0), shape, 10
+  slots = rng.permutation(num_blocks * block_size)[:num_tokens]
+  positions = slots % block_size + block_size * rng.integers(0, 5, num_tokens)
+  qkv = rng.standard_normal((num_tokens, KV * (G + 2), D)).astype(dtype)
+  angles = np.arange(5 * block_size)[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
+  rope = np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
+  tokens = token_rows(positions, 0 * positions, slots // block_size, block_size)
+  empty = np.zeros((2, num_blocks, block_size, KV, D), dtype if kind == "auto" else np.uint8)
+  scales = [np.zeros((num_blocks, KV, 2, block_size), np.float32)] if kind == "int8" else []
+  arrays = *as_stored(version, *empty), *scales, qkv.reshape(num_tokens, -1), rope, tokens
+  q = on_device(np.zeros((num_tokens, KV, G, D), dtype))
+  q, *outputs = q.custom_kernel(*map(on_device, arrays), fxn=kernel)
+  (a, b), (cos, sin) = np.split(qkv.astype(np.float32), 2, -1), rope[positions].transpose(1, 0, 2)[:, :, None]
+  rotated = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+  close(q, rotated[:, :KV * G].reshape(q.shape), tolerance)
+  cache = np.zeros((2, num_blocks * block_size, KV, D), np.float32)
+  cache[:, slots] = rotated[:, KV * G:-KV], qkv[:, -KV:]
+  cache = cache.reshape(empty.shape)
+  if kind == "auto":
+    for output, reference in zip(outputs[:2], as_stored(version, *cache.astype(dtype)), strict=True):
+      close(output, reference, tolerance)
+    return
   (_, k_bytes, k_scales), (_, v_bytes, v_scales) = [quantize_kv(x, kind) for x in cache]
-  blocks, block_size, KV = cache.shape[1:4]
-  for output, reference in zip(outputs[:2], as_stored(k_bytes, v_bytes), strict=True):
-    output, reference = [np.ascontiguousarray(x).view(np.uint8).astype(int) for x in (output.numpy(), reference)]
-    nonzero = output != 0   # about 1 in 256 written bytes is 0 too
-    error = np.abs(output - reference)[nonzero]
+  for output, reference in zip(outputs[:2], as_stored(version, k_bytes, v_bytes), strict=True):
+    written, reference = [np.ascontiguousarray(x).view(np.uint8).astype(int) for x in (output.numpy(), reference)]
+    nonzero = written != 0   # about 1 in 256 written bytes is 0 too
+    error = np.abs(written - reference)[nonzero]
     assert error.max() <= 1 and (error != 0).mean() < 0.01   # cos is rounded too
-    assert nonzero.mean() > 0.9 * len(slots) / (blocks * block_size)
+    assert nonzero.mean() > 0.9 * num_tokens / (num_blocks * block_size)
   if k_scales:
-    scales = outputs[2].numpy().transpose(2, 0, 3, 1), np.stack([*k_scales, *v_scales])   # (2, blocks, BS, KV) each
-    scales, expected_scales = [x.reshape(2, -1, KV)[:, slots] for x in scales]
-    np.testing.assert_allclose(scales, expected_scales, rtol=1e-5)
+    written = outputs[2].numpy().transpose(2, 0, 3, 1)   # (2, blocks, block_size, KV)
+    written, reference = [x.reshape(2, -1, KV)[:, slots] for x in (written, np.stack([*k_scales, *v_scales]))]
+    np.testing.assert_allclose(written, reference, rtol=1e-5)

@@ -15,6 +15,7 @@ CORPUS = ["the cat sat on the mat and the dog ran to the red house", "hello worl
           "one two three four five six seven eight nine ten", "where there is a will there is a way, they say",
           "numbers: 0 1 2 3 4 5 6 7 8 9!"]
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+NUMPY = {"F32": "<f4", "F16": "<f2", "BF16": "<u2", "I8": "i1", "I32": "<i4", "I64": "<i8"}
 # architecture -> (q, k and v have biases; o has a bias; q and k have norms); None: config.json's attention_bias
 KINDS = {"LlamaForCausalLM": (None, None, False), "MistralForCausalLM": (False, False, False),
          "Qwen2ForCausalLM": (True, False, False), "Qwen3ForCausalLM": (None, None, True)}
@@ -116,16 +117,16 @@ def tiny_model(folder: Path, seed: int = 0, tokenizer: bool = True, shards: int 
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
+  """Return a file's tensors, bfloat16 in float32."""
   raw = path.read_bytes()
   start = 8 + int.from_bytes(raw[:8], "little")
   out = {}
   for name, entry in json.loads(raw[8:start]).items():
     if name == "__metadata__": continue
     a, b = entry["data_offsets"]
-    kind = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}[entry["dtype"]]
-    x = np.frombuffer(raw[start + a:start + b], kind)
+    x = np.frombuffer(raw[start + a:start + b], NUMPY[entry["dtype"]])
     if entry["dtype"] == "BF16": x = (x.astype(np.uint32) << 16).view(np.float32)
-    out[name] = x.reshape(entry["shape"]).astype(np.float64)
+    out[name] = x.reshape(entry["shape"])
   return out
 
 
@@ -133,6 +134,7 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
 def _load(folder: Path, stamp: tuple) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
   weights: dict[str, np.ndarray] = {}
   for path in sorted(folder.glob("*.safetensors")): weights |= read_safetensors(path)
+  weights = {name: x.astype(np.float64) for name, x in weights.items()}
   return json.loads((folder / "config.json").read_text()), weights
 
 

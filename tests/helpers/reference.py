@@ -18,15 +18,8 @@ def rope_frequencies(config: dict[str, Any], D: int) -> np.ndarray:
   if kind == "linear": return freqs / rope["factor"]
   if kind == "llama3":
     low, high, old = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
-    out = []
-    for f in freqs:
-      wavelength = 2 * math.pi / f
-      if wavelength < old / high: out.append(f)
-      elif wavelength > old / low: out.append(f / rope["factor"])
-      else:
-        smooth = (old / wavelength - low) / (high - low)
-        out.append((1 - smooth) * f / rope["factor"] + smooth * f)
-    return np.array(out)
+    smooth = np.clip((old * freqs / (2 * math.pi) - low) / (high - low), 0, 1)   # 0 for the longest wavelengths
+    return (1 - smooth) * freqs / rope["factor"] + smooth * freqs
   return freqs
 
 
@@ -121,6 +114,11 @@ def reference_probabilities(logits: np.ndarray, temperature: float) -> np.ndarra
   x = np.asarray(logits, np.float64) / temperature
   p = np.exp(x - x.max())
   return p / p.sum()
+
+
+def log_softmax(x: np.ndarray) -> np.ndarray:
+  x = x - x.max(-1, keepdims=True)
+  return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
 def cut_after_end_token(ids: list[int], ends: Iterable[int]) -> list[int]:

@@ -8,7 +8,7 @@ from tinyvllm_extra.speculation import Drafter, NGramDrafter
 
 from .engines import assert_same_outputs
 from .models import VOCAB
-
+from .requests import greedy
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 METRICS = ["spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"]
@@ -58,10 +58,10 @@ STYLES = {"right": lambda rng, right: right, "wrong": lambda rng, right: [other_
 
 
 class Oracle:
-  """Replaces NGramDrafter's lookup with known outputs. style(rng, right) changes the right drafts. patience: the
-  probability that a step waits for the one in flight."""
-  def __init__(self, monkeypatch, style=None, seed=0, patience=1.0):
-    self.texts, self.style, self.rng, self.requested_sizes = [], style or STYLES["right"], random.Random(seed), []
+  """Replaces NGramDrafter's lookup with known outputs. style: how the drafts differ from the right ones. patience: the
+  probability that a step waits for the one in flight. model: the fake model, if any."""
+  def __init__(self, monkeypatch, style="right", seed=0, patience=1.0, model=None):
+    self.texts, self.style, self.rng, self.requested_sizes, self.model = [], style, random.Random(seed), [], model
     monkeypatch.setattr(NGramDrafter, "propose", lambda drafter, ids, n: self.propose(list(ids), n))
     monkeypatch.setattr(NGramDrafter, "needs_sync", lambda drafter, seq: bool(seq.draft_token_ids) or (
       drafter.rate > 0.1 and self.rng.random() < patience))
@@ -70,7 +70,13 @@ class Oracle:
     self.requested_sizes.append(n)
     text = next((text for text in self.texts if text[:len(ids)] == ids), ids)
     right = [*text[len(ids):], *[self.rng.randrange(VOCAB) for _ in range(n)]][:n]   # random tokens after the end
-    return self.style(self.rng, right)[:n]
+    return STYLES[self.style](self.rng, right)[:n]
+
+  def expect(self, ids, n):
+    """Return the next `n` greedy tokens of the fake model. From now on they are drafted."""
+    expected, _ = self.model.text(ids, greedy(n), 0, n)
+    self.texts.append([*ids, *expected])
+    return expected
 
 
 def check_preemptions(engine):
@@ -117,21 +123,27 @@ def add_outputs(oracle, plain, jobs, params):
     oracle.texts += [[*output.prompt_token_ids, *c.token_ids] for c in output.outputs]
 
 
+def check_equal_to_plain(plain, engine, jobs, params):
+  """Check that a batch, and each request alone, gives the outputs of an engine without drafts, and return them."""
+  expected = plain.generate(jobs, params, False)
+  check_same(engine.generate(jobs, params, False), expected)
+  for job, p, output in zip(jobs, params, expected, strict=True):
+    check_same(engine.generate([job], [p], False), [output])
+  return expected
+
+
+def flat(output):
+  """Return the samples and log probabilities of an output in one list."""
+  values = []
+  for c in output.outputs:
+    values += [c.index, *c.token_ids, c.text, c.finish_reason, c.stop_reason, c.cumulative_logprob]
+  for entries in (output.prompt_logprobs, *(c.logprobs for c in output.outputs)):
+    values.append(entries is None)
+    for entry in entries or (): values += [x for i, logprob in (entry or {}).items() for x in (i, *logprob)]
+  return values
+
+
 def check_same(actual, expected):
   """Check that outputs are equal: ids, text, finish reasons and log probabilities."""
   assert_same_outputs(actual, expected)
-  for a, b in zip(actual, expected, strict=True):
-    assert len(a.outputs) == len(b.outputs)
-    scores = [(a.prompt_logprobs, b.prompt_logprobs)]
-    for x, y in zip(a.outputs, b.outputs, strict=True):
-      assert (x.index, x.token_ids, x.text, x.finish_reason, x.stop_reason) == (
-        y.index, y.token_ids, y.text, y.finish_reason, y.stop_reason)
-      assert x.cumulative_logprob == pytest.approx(y.cumulative_logprob, abs=1e-3)
-      scores.append((x.logprobs, y.logprobs))
-    for mine, other in scores:
-      assert (mine is None) == (other is None)
-      for p, q in zip(mine or [], other or [], strict=True):
-        assert (p is None) == (q is None) and [*(p or ())] == [*(q or ())]
-        for i in p or ():
-          assert p[i].logprob == pytest.approx(q[i].logprob, abs=1e-4)
-          assert (p[i].rank, p[i].decoded_token) == (q[i].rank, q[i].decoded_token)
+  for a, b in zip(actual, expected, strict=True): assert flat(a) == pytest.approx(flat(b), abs=1e-4)

@@ -2,7 +2,6 @@
 import sys
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from tinygrad import Device, UOp, dtypes
 from tinygrad.dtype import AddrSpace
@@ -35,10 +34,3 @@ def replace_cuda_statements(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(tensor_cores, "MIN_WORK_GROUPS", 3)
   monkeypatch.setattr(tensor_cores, "exit_if", lambda condition: UOp(Ops.BARRIER, dtypes.void))
   monkeypatch.setattr(tensor_cores, "speaks_cuda", lambda: True)
-
-
-def as_stored(keys: np.ndarray, values: np.ndarray) -> list[np.ndarray]:
-  """Convert K and V, (blocks, BS, KV, D) in float16 or bytes, to the kernels' block layout."""
-  if keys.dtype == np.uint8: keys, values = [np.ascontiguousarray(x).view(np.uint32) for x in (keys, values)]
-  width = 32 if keys.dtype == np.float16 else 8
-  return [keys.reshape(*keys.shape[:3], -1, width).transpose(0, 2, 3, 1, 4), values.transpose(0, 2, 3, 1)]

@@ -1,33 +1,25 @@
-"""CPU backend: graphs on all cores, allocation in huge pages, exp2, the kernel cache, dtype and compiler selection."""
+"""CPU backend: graphs on all cores, allocation in huge pages, exp2, dtype and compiler selection."""
 import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from helpers.engines import ENGINE
+from helpers.kernels import on_device
 from helpers.parameters import slow
-from tinygrad import Context, Device, Tensor, TinyJit, UOp, dtypes
-from tinygrad.engine import realize
+from tinygrad import Context, Device, Tensor, TinyJit, dtypes
 from tinygrad.engine.realize import get_graph_runtime
-from tinygrad.uop.ops import KernelInfo
-from tinyvllm_extra.kernels import kernel_cache
-from tinyvllm_extra.kernels.cpu import find_compiler
 
 from tinyvllm import LLM
 from tinyvllm.backend import cpu_cores
-from tinyvllm_extra.kernels import prepare_device as open_device
+from tinyvllm_extra.kernels import cpu, prepare_device
 from tinyvllm_extra.kernels.matmul import Linear, reorder
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU only")
 SIZE, DEPTH = 1024, 8   # two rows of this size are split among cores
-
-
-@pytest.fixture(scope="module", autouse=True)
-def device(): open_device()
 
 
 def layers(seed: int) -> tuple[list[Linear], Callable[[np.ndarray], np.ndarray]]:
@@ -35,10 +27,10 @@ def layers(seed: int) -> tuple[list[Linear], Callable[[np.ndarray], np.ndarray]]
   the same function in numpy, without matrices: on a busy machine numpy takes minutes to multiply them."""
   normals = np.random.default_rng(seed).standard_normal((DEPTH, SIZE)).astype(np.float32)
   normals /= np.sqrt((normals * normals).sum(1, keepdims=True))
-  linears = [Linear(in_features=SIZE, sources={"w": SIZE}, bias=False, dtype=dtypes.float32) for _ in normals]
+  linears = [Linear(SIZE, {"w": SIZE}, False, dtypes.float32) for _ in normals]
   for linear, normal in zip(linears, normals, strict=True):
     matrix = (np.eye(SIZE, dtype=np.float32) - 2 * np.outer(normal, normal))[::-1]
-    linear.weight = Tensor(np.ascontiguousarray(reorder(matrix, linear.weight.shape))).realize()
+    linear.weight = on_device(reorder(matrix, linear.weight.shape))
 
   def reflect(x: np.ndarray) -> np.ndarray:
     for normal in normals: x = (x - 2 * (x * normal).sum(1, keepdims=True) * normal)[:, ::-1]
@@ -46,22 +38,22 @@ def layers(seed: int) -> tuple[list[Linear], Callable[[np.ndarray], np.ndarray]]
   return linears, reflect
 
 
-def capture(step) -> TinyJit:
-  jit = TinyJit(step)
-  with Context(JIT_BATCH_SIZE=0):
-    for _ in range(2): jit()
-  return jit
-
-
 def apply_layers(linears: list[Linear], x: Tensor) -> Tensor:
   for linear in linears: x = linear(x)
   return x.realize()
 
 
+def capture(linears: list[Linear], x: Tensor) -> TinyJit:
+  jit = TinyJit(lambda: apply_layers(linears, x))
+  with Context(JIT_BATCH_SIZE=0):
+    for _ in range(2): jit()
+  return jit
+
+
 def test_graph_kernels_wait_for_previous_kernel_on_all_cores():
   linears, reflect = layers(0)
-  x = Tensor(np.random.default_rng(1).standard_normal((2, SIZE)).astype(np.float32)).realize()
-  jit = capture(lambda: apply_layers(linears, x))
+  x = Tensor.zeros(2, SIZE).contiguous().realize()
+  jit = capture(linears, x)
   calls = jit.captured.linear.src
   assert len(calls) == 1 and calls[0].src[0].arg == "graph", "a step must be one graph"
   graph = get_graph_runtime(calls[0].src[0])
@@ -84,47 +76,36 @@ def test_linear_equals_numpy_for_any_number_of_sums(monkeypatch, rows, sums):
   np.testing.assert_allclose(apply_layers(linears, Tensor(x).realize()).numpy(), reflect(x), atol=1e-4)
 
 
-INTERRUPTED = """
-import numpy as np
-from tinygrad import Context, Tensor, TinyJit, dtypes
-from tinyvllm_extra.kernels import cpu
-from tinyvllm.backend import cpu_cores
-from tinyvllm_extra.kernels import prepare_device as open_device
-from tinyvllm_extra.kernels.matmul import Linear
-open_device()
-cores = cpu_cores()
-linears = [Linear(512, {"w": 512}, False, dtypes.float32) for _ in range(40)]
-for linear in linears: linear.weight = (Tensor.randn(*linear.weight.shape) / 23).realize()
-x = Tensor.randn(1, 512).realize()
-def step():
-  y = x
-  for linear in linears: y = linear(y)
-  return y.realize()
-jit = TinyJit(step)
-with Context(JIT_BATCH_SIZE=0):
-  for _ in range(3): expected = jit().numpy()
-submit = cpu.CPUGraph.pool.submit
-for num_started in range(1, cores):
-  remaining = [num_started]
-  def interrupted(*args):
-    remaining[0] -= 1
-    future = submit(*args)
-    if not remaining[0]: raise KeyboardInterrupt
-    return future
-  cpu.CPUGraph.pool.submit = interrupted
-  try: jit()
-  except KeyboardInterrupt: print("interrupted")
-  cpu.CPUGraph.pool.submit = submit
-  for _ in range(3): np.testing.assert_array_equal(jit().numpy(), expected)
-"""
+def interrupt_starts() -> None:
+  """Interrupt a graph when some of the other cores have started, but not the first one. Print each interrupt."""
+  prepare_device()
+  jit = capture(layers(0)[0], Tensor.ones(2, SIZE).contiguous().realize())
+  expected, submit = jit().numpy(), cpu.CPUGraph.pool.submit
+  for num_started in range(1, cpu_cores()):
+    started = []
+    def interrupted(*args, started=started, num_started=num_started):
+      started.append(submit(*args))
+      if len(started) == num_started: raise KeyboardInterrupt
+      return started[-1]
+    cpu.CPUGraph.pool.submit = interrupted
+    try: jit()
+    except KeyboardInterrupt: print("interrupted")
+    cpu.CPUGraph.pool.submit = submit
+    for _ in range(3): np.testing.assert_array_equal(jit().numpy(), expected)
+
+
+def run_python(program: str, **env: str) -> list[str]:
+  """Run a program in a new process that can import this module. Return its lines."""
+  run = subprocess.run([sys.executable, "-c", program], timeout=120, capture_output=True, text=True,
+                       env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **env})
+  assert run.returncode == 0, run.stderr
+  return run.stdout.splitlines()
 
 
 @pytest.mark.parametrize("cores", [2, *slow(4)])
 def test_interrupt_while_cores_start_does_not_deadlock(cores):
-  """The interrupt arrives when some of the other cores have started, but not the first one."""
-  run = subprocess.run([sys.executable, "-c", INTERRUPTED], env={**os.environ, "NUM_CPU_THREADS": str(cores)},
-                       timeout=120, capture_output=True, text=True)
-  assert run.returncode == 0 and run.stdout.split() == ["interrupted"] * (cores - 1), run.stderr
+  lines = run_python("import test_cpu\ntest_cpu.interrupt_starts()", NUM_CPU_THREADS=str(cores))
+  assert lines == ["interrupted"] * (cores - 1)
 
 
 def test_buffers_share_chunk_that_outlives_freed_buffers():
@@ -147,7 +128,6 @@ def test_graph_with_changing_input_runs_without_cpu_graph():
 
 def test_exp2_equals_numpy():
   x = np.concatenate([np.linspace(-125, 128, 100_001), np.linspace(-1, 1, 10_001)]).astype(np.float32)
-  open_device()
   np.testing.assert_allclose(Tensor(x[x < 128]).exp2().numpy(), np.exp2(x[x < 128].astype(np.float64)), rtol=2**-23)
   edges = np.array([-np.inf, -1e30, -200, -127, 128, 1e30, np.inf, np.nan, 0, -1, 1], np.float32)
   np.testing.assert_array_equal(Tensor(edges).exp2().numpy(), [0, 0, 0, 0, *[np.inf] * 3, np.nan, 1, 0.5, 2])
@@ -173,18 +153,7 @@ print([x is y for x, y in zip(before, patched())])
 
 
 def test_imports_change_nothing_in_tinygrad_until_device_opens():
-  run = subprocess.run([sys.executable, "-c", IMPORTS], timeout=120, capture_output=True, text=True)
-  assert run.stdout.splitlines() == [str([True] * 6), str([False] * 6)], run.stderr
-
-
-def test_kernel_is_lowered_once_then_read_from_disk(monkeypatch):
-  lowered, lower, renderer = [], kernel_cache.do_to_program, Device["CPU"].renderer
-  monkeypatch.setattr(kernel_cache, "do_to_program", lambda *args: lowered.append(args) or lower(*args))
-  a, i = UOp.placeholder((4,), dtypes.float32, 0), UOp.range(4, 0)
-  name = f"only_{os.getpid()}_{time.time_ns()}"   # not yet in any cache
-  kernel = a[i].store(i.cast(dtypes.float32)).end(i).sink(arg=KernelInfo(name))
-  first, second = [realize.lower_and_compile.begin(kernel, renderer)() for _ in range(2)]
-  assert len(lowered) == 1 and first.key == second.key and name in second.src[-2].arg
+  assert run_python(IMPORTS) == [str([True] * 6), str([False] * 6)]
 
 
 @pytest.mark.parametrize(("requested", "unsupported", "replacement"), [
@@ -195,31 +164,24 @@ def test_unsupported_dtype_is_replaced_with_one_warning(
   renderer = type(Device["CPU"].renderer)
   supported = renderer.supported_dtypes(Device["CPU"].renderer) - {getattr(dtypes, name) for name in unsupported}
   monkeypatch.setattr(renderer, "supported_dtypes", lambda self: supported)
-  llm = LLM(folder, **ENGINE | {"dtype": requested, "enforce_eager": True})
-  assert llm.runner.kv_caches[0][0].dtype == getattr(dtypes, replacement or requested)
+  llm, expected = LLM(folder, **ENGINE | {"dtype": requested, "enforce_eager": True}), replacement or requested
+  assert llm.runner.kv_caches[0][0].dtype == llm.runner.model.lm_head.weight.dtype == getattr(dtypes, expected)
   warnings = [record.getMessage() for record in caplog.records
               if record.levelname == "WARNING" and requested in record.getMessage()]
-  assert len(warnings) == bool(replacement)
-  if replacement: assert re.search(rf"\b{replacement}\b", warnings[0])
-  assert llm.runner.model.lm_head.weight.dtype == getattr(dtypes, replacement or requested)
+  assert len(warnings) == bool(replacement) and all(re.search(rf"\b{replacement}\b", text) for text in warnings)
 
 
-def test_find_compiler_prefers_cc_except_gcc_then_clang(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("cc", "path", "compiler"), [
+  ("/opt/clang-19", "path", "/opt/clang-19"), ("/usr/bin/gcc-13", "path", "path/clang"), ("", "path", "path/clang"),
+  (None, "", "environment/clang"), ("x86_64-linux-gnu-gcc", "", "environment/clang"),
+  ("/opt/gcc-toolset/bin/clang", "", "/opt/gcc-toolset/bin/clang"),
+  ("gcc", "nowhere", None), ("echo", "nowhere", None)])   # prepare_device sets CC to echo if there is no compiler
+def test_find_compiler_prefers_cc_except_gcc_then_clang(monkeypatch, tmp_path, cc, path, compiler):
   for name in ("path", "environment"):
     (tmp_path / name).mkdir()
-    (tmp_path / name / "clang").write_text("#!/bin/sh\n")
-    (tmp_path / name / "clang").chmod(0o755)
+    if path != "nowhere": (tmp_path / name / "clang").touch(0o755)
   monkeypatch.setattr("sys.executable", str(tmp_path / "environment" / "python"))
-  for cc, path, compiler in (("/opt/clang-19", "path", "/opt/clang-19"), ("/usr/bin/gcc-13", "path", "path/clang"),
-                             ("", "path", "path/clang"), (None, "", "environment/clang"),
-                             ("x86_64-linux-gnu-gcc", "", "environment/clang"),
-                             ("/opt/gcc-toolset/bin/clang", "", "/opt/gcc-toolset/bin/clang")):
-    monkeypatch.setenv("PATH", str(tmp_path / path) if path else "/nowhere")
-    monkeypatch.delenv("CC", raising=False)
-    if cc is not None: monkeypatch.setenv("CC", cc)
-    assert find_compiler() == str(tmp_path / compiler), (cc, path)
-  (tmp_path / "environment" / "clang").unlink()
-  monkeypatch.setenv("PATH", "/nowhere")
-  for cc in ("gcc", "echo"):   # open_device sets CC to echo if there is no compiler
-    monkeypatch.setenv("CC", cc)
-    assert find_compiler() is None
+  monkeypatch.setenv("PATH", str(tmp_path / (path or "nowhere")))
+  monkeypatch.setenv("CC", cc or "")
+  if cc is None: monkeypatch.delenv("CC")
+  assert cpu.find_compiler() == (compiler and str(tmp_path / compiler))

@@ -6,15 +6,16 @@ import numpy as np
 import pytest
 from helpers.record_models import LENGTHS, make_prompts, make_weights
 from helpers.engines import LogitsRecorder
+from helpers.kernels import close, on_device, store_quantized
 from helpers.recorded_models import OPTIONS, read, write_model
 from safetensors.numpy import save_file
-from tinygrad import Device, Tensor, TinyJit, dtypes
+from tinygrad import Device, TinyJit, dtypes
 from tinygrad.uop.ops import Ops
 
 from tinyvllm import LLM
 from tinyvllm.config import InputError
 from tinyvllm_extra.kernels import experts as fast
-from tinyvllm_extra.kernels.matmul import pack_numbers, prepare_scales, reorder, scales_shape
+from tinyvllm_extra.kernels.matmul import reorder
 from tinyvllm_extra.models.experts import Experts, choose_experts
 from tinyvllm_extra.quantization import E2M1, Quantized, dequantize, quantize
 
@@ -24,9 +25,6 @@ SHAPES = [(4, 2, 64, 48), (8, 1, 64, 32), (60, 8, 32, 16)]   # experts, experts 
 if SLOW: SHAPES[2] = 12, 8, 32, 16
 
 
-def on_device(x: np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x)).contiguous().realize()
-
-
 @functools.cache
 def make_experts(count: int, inputs: int, outputs: int, kind: str) -> tuple[fast.Experts, np.ndarray]:
   """Return random Experts with biases, and their matrices, (experts, out, in)."""
@@ -34,17 +32,14 @@ def make_experts(count: int, inputs: int, outputs: int, kind: str) -> tuple[fast
   dtype = dtypes.float32 if kind == "float32" else dtypes.float16
   layer = fast.Experts(count, inputs, {f"{i}": outputs for i in range(count)}, True, dtype)
   weight = rng.standard_normal((count * outputs, inputs)).astype(np.float32)
-  shape = layer.weight.shape
   if kind.startswith("float"):
     weight = weight.astype(kind)
-    layer.weight = on_device(reorder(weight, shape))
+    layer.weight = on_device(reorder(weight, layer.weight.shape))
   else:
     codes = rng.integers(0, 16, weight.shape).astype(np.uint8).view(E2M1)
     scale = 2.0 ** rng.integers(-6, 0, (len(weight), inputs // 32)).astype(np.float32)
     matrix = Quantized(codes, scale, None, np.arange(inputs)) if kind == "mxfp4" else quantize(weight, int(kind[3:]))
-    layer.weight = on_device(pack_numbers(matrix.q, shape))
-    layer.scales = [on_device(reorder(x, scales_shape(shape, x.shape[1])))
-                    for x in (prepare_scales(matrix, dtype), matrix.offset) if x is not None]
+    store_quantized(layer, matrix, dtype)
     weight = dequantize(matrix, np.float32)
   layer.bias = on_device(rng.standard_normal(count * outputs).astype(np.float32))
   return layer, weight.reshape(count, outputs, inputs).astype(np.float32)
@@ -57,19 +52,15 @@ def choose(tokens: int, k: int, count: int, case: str) -> np.ndarray:
   return np.array([rng.permutation(choices)[:k] for _ in range(tokens)], np.int32)
 
 
-def inputs_for(layer, tokens: int, dtype) -> np.ndarray:
-  return np.random.default_rng(5).standard_normal((tokens, layer[1].shape[2])).astype(dtype)
-
-
-def expected_products(x: np.ndarray, layer, ids: np.ndarray) -> np.ndarray:
-  """Return (tokens * k, out)."""
-  products = np.einsum("ti,tkoi->tko", x.astype(np.float32), layer[1][ids])
-  return (products + layer[0].bias.numpy().reshape(len(layer[1]), -1)[ids]).reshape(ids.size, -1)
-
-
-def close(result: Tensor, expected: np.ndarray, tolerance: float) -> None:
-  array = result.numpy().astype(np.float32)
-  np.testing.assert_allclose(array, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max()))
+def check(experts, weight: np.ndarray, ids: np.ndarray, kind: str = "float32", chosen=None, route=None) -> None:
+  """Compare the products of experts, (tokens * k, out), with numpy. ids: of each token's experts, (tokens, k). chosen:
+  numpy's, by default ids. route: computes the products of x and ids."""
+  x = np.random.default_rng(ids.sum()).standard_normal((len(ids), weight.shape[2]))
+  x, chosen = x.astype("float32" if kind == "float32" else "float16"), ids if chosen is None else chosen
+  products = np.einsum("ti,tkoi->tko", x.astype(np.float32), weight[chosen])
+  expected = (products + experts.bias.numpy().reshape(len(weight), -1)[chosen]).reshape(ids.size, -1)
+  route = route or (lambda x, ids: experts.route(x, experts.plan(ids), ids.numel()))
+  close(route(on_device(x), on_device(ids)), expected, KINDS[kind])
 
 
 @pytest.mark.parametrize("tokens", [1, 7, *[pytest.param(n, marks=pytest.mark.slow) for n in (2, 64, 130)]])
@@ -77,12 +68,9 @@ def close(result: Tensor, expected: np.ndarray, tolerance: float) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_chosen_experts_equal_numpy(kind, shape, tokens):
   count, k, inputs, outputs = shape
-  layer = make_experts(count, inputs, outputs, kind)
   for case in ("all", "half", "same"):
     ids = choose(min(tokens, 20) if SLOW else tokens, k, count, case)
-    x = inputs_for(layer, len(ids), "float32" if kind == "float32" else "float16")
-    result = layer[0].route(on_device(x), layer[0].plan(on_device(ids)), ids.size)
-    close(result, expected_products(x, layer, ids), KINDS[kind])
+    check(*make_experts(count, inputs, outputs, kind), ids, kind)
 
 
 @pytest.mark.parametrize("tokens", [2, 20])
@@ -97,27 +85,22 @@ def test_plan_lists_each_pair_once_in_a_group_of_its_expert(tokens):
 
 
 def test_a_captured_call_follows_the_ids_of_each_run():
-  layer = make_experts(8, 64, 32, "float32")
-  step = TinyJit(lambda x, ids: layer[0].route(x, layer[0].plan(ids), 14).realize())
+  experts, weight = make_experts(8, 64, 32, "float32")
+  step = TinyJit(lambda x, ids: experts.route(x, experts.plan(ids), 14).realize())
   for seed in range(5):
-    ids = np.random.default_rng(seed).integers(0, 8, (7, 2)).astype(np.int32)
-    x = np.random.default_rng(seed + 50).standard_normal((7, 64)).astype(np.float32)
-    close(step(on_device(x), on_device(ids)), expected_products(x, layer, ids), 2e-5)
+    check(experts, weight, np.random.default_rng(seed).integers(0, 8, (7, 2)).astype(np.int32), route=step)
 
 
 def test_an_expert_out_of_range_reads_no_other_memory():
-  layer = make_experts(8, 64, 32, "float32")
-  ids, x = np.array([[9], [3]], np.int32), inputs_for(layer, 2, "float32")
-  result = layer[0].route(on_device(x), layer[0].plan(on_device(ids)), 2)
-  close(result, expected_products(x, layer, ids % 8), 2e-5)
+  ids = np.array([[9], [3]], np.int32)
+  check(*make_experts(8, 64, 32, "float32"), ids, chosen=ids % 8)
 
 
 def test_plain_experts_equal_numpy():
-  layer = make_experts(4, 64, 48, "float32")
+  experts, weight = make_experts(4, 64, 48, "float32")
   plain = Experts(4, 64, {f"{i}": 48 for i in range(4)}, True, dtypes.float32)
-  plain.weight, plain.bias = on_device(layer[1].reshape(-1, 64)), layer[0].bias
-  ids, x = choose(7, 2, 4, "all"), inputs_for(layer, 7, "float32")
-  close(plain.route(on_device(x), plain.plan(on_device(ids)), 14), expected_products(x, layer, ids), 2e-5)
+  plain.weight, plain.bias = on_device(weight.reshape(-1, 64)), experts.bias
+  check(plain, weight, choose(7, 2, 4, "all"))
 
 
 @pytest.mark.parametrize("is_normalized", [True, False])

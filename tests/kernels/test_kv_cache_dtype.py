@@ -1,17 +1,13 @@
 """int8 and fp8 KV cache: ids equal a numpy LLaMA with K and V rounded in the same way. Outputs do not depend on
 batching, chunked prefill, prefix-cache hits, preemption, speculative decoding or the number of devices."""
-import logging
 import math
 import random
-import re
 
 import pytest
 from helpers.engines import ENGINE
 from helpers.models import VOCAB, tiny_config, tiny_model
-from helpers.requests import greedy
+from helpers.requests import greedy, ids_of, tokens
 from tinygrad import dtypes
-from tinyvllm_extra.cli import main
-from tinyvllm_extra.cli.doctor import estimate_fit
 
 from tinyvllm import LLM
 from tinyvllm.backend import Backend
@@ -21,22 +17,21 @@ from tinyvllm_extra.kernels.tensor_cores import kv_layout
 from tinyvllm_extra.options import LLMConfig
 
 KINDS = "int8", "fp8"
-MODEL = {"head_dim": 16}
 LENGTHS = 1, 5, 11, 30, 17
 
 
-def random_prompt(n, salt):
-  rng = random.Random(f"{salt} {n}")
-  return {"prompt_token_ids": [rng.randrange(3, VOCAB) for _ in range(n)]}
+def random_prompts(salt):
+  for n in LENGTHS:
+    rng = random.Random(f"{salt} {n}")
+    yield [rng.randrange(3, VOCAB) for _ in range(n)]
 
 
-def output_ids(llm, prompts, params):
-  outputs = llm.generate(prompts, params, use_tqdm=False)
-  return [x.token_ids for output in outputs for x in output.outputs]
+def generate(llm, prompts, params):
+  return [ids_of(output) for output in llm.generate([tokens(ids) for ids in prompts], params, use_tqdm=False)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("eight"), **MODEL)
+def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("eight"), head_dim=16)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -45,35 +40,31 @@ def llm(request, folder): return LLM(folder, kv_cache_dtype=request.param, **ENG
 
 @pytest.mark.parametrize("method", ["ngram", "draft model"])
 def test_speculative_decoding_keeps_outputs_and_cache_dtype(llm, folder, method):
-  prompts = [{"prompt_token_ids": 3 * random_prompt(n, "drafts")["prompt_token_ids"]} for n in LENGTHS]
+  prompts = [3 * ids for ids in random_prompts("drafts")]
   config = {"method": "ngram", "num_speculative_tokens": 3} if method == "ngram" else {
     "model": str(folder), "num_speculative_tokens": 2}
   drafting = LLM(folder, speculative_config=config, kv_cache_dtype=llm.config.kv_cache_dtype, **ENGINE)
-  assert output_ids(drafting, prompts, greedy(20)) == output_ids(llm, prompts, greedy(20))
+  assert generate(drafting, prompts, greedy(20)) == generate(llm, prompts, greedy(20))
   assert drafting.get_metrics()["spec_decode_num_accepted_tokens"] > 0
   kinds = {tuple(x.dtype for x in cache) for runner in drafting.runners for cache in runner.kv_caches}
   assert len(kinds) == 1
 
 
 def test_ids_on_two_devices_equal_one_device(llm, folder):
-  prompts = [random_prompt(n, "devices") for n in LENGTHS]
+  prompts = [*random_prompts("devices")]
   two = LLM(folder, kv_cache_dtype=llm.config.kv_cache_dtype, tensor_parallel_size=2, **ENGINE)
-  assert output_ids(two, prompts, greedy(12)) == output_ids(llm, prompts, greedy(12))
+  assert generate(two, prompts, greedy(12)) == generate(llm, prompts, greedy(12))
 
 
 def test_saved_prefix_cache_loads_only_with_same_dtype(llm, folder, tmp_path):
-  prompts = [random_prompt(n, "disk") for n in LENGTHS]
-  expected = output_ids(llm, prompts, greedy(12))
+  prompts, kind = [*random_prompts("disk")], llm.config.kv_cache_dtype
+  expected = generate(llm, prompts, greedy(12))
   llm.save_prefix_cache(tmp_path / "cache")
-  for kind in ("auto", *KINDS):
-    other = LLM(folder, kv_cache_dtype=kind, **ENGINE)
-    if kind != llm.config.kv_cache_dtype:
-      with pytest.raises(ValueError, match=f"kv_cache_dtype.*'{llm.config.kv_cache_dtype}'.*'{kind}'"):
-        other.load_prefix_cache(tmp_path / "cache")
-      continue
-    assert other.load_prefix_cache(tmp_path / "cache") > 0
-    assert output_ids(other, prompts, greedy(12)) == expected
-    assert other.get_metrics()["prefix_cache_hits"] >= 40
+  same, other = LLM(folder, kv_cache_dtype=kind, **ENGINE), LLM(folder, **ENGINE)
+  with pytest.raises(ValueError, match=f"kv_cache_dtype.*'{kind}'.*'auto'"): other.load_prefix_cache(tmp_path / "cache")
+  assert same.load_prefix_cache(tmp_path / "cache") > 0
+  assert generate(same, prompts, greedy(12)) == expected
+  assert same.get_metrics()["prefix_cache_hits"] >= 40
 
 
 def block_bytes(kind, dtype, **config):
@@ -97,35 +88,15 @@ def test_bytes_per_token_are_half_of_float16():
 def test_number_of_blocks_follows_kv_cache_dtype(folder, monkeypatch, caplog):
   """The pool has as many blocks as fit in free memory."""
   monkeypatch.setattr(FastBackend, "free_memory", lambda backend, device: 300_000)
-  options = {**ENGINE, "max_num_seqs": 16}
   blocks = {}
   for kind in ("auto", *KINDS):
-    with caplog.at_level(logging.INFO, "tinyvllm"): llm = LLM(folder, kv_cache_dtype=kind, **options)
+    with caplog.at_level("INFO", "tinyvllm"): llm = LLM(folder, kv_cache_dtype=kind, **{**ENGINE, "max_num_seqs": 16})
     blocks[kind] = llm.runner.num_blocks
     assert f"KV cache: {blocks[kind] - 1} blocks" in caplog.messages[-1]
   assert blocks["auto"] * 2.5 < blocks["int8"] < blocks["fp8"]   # a head's K and V have 128, 40 and 32 bytes
-
-
-def test_doctor_fit_follows_kv_cache_dtype():
-  row = {"dtype": "float32", "float32": True, "float16": True, "bfloat16": True, "free_gib": 8.0, "gb_per_s": 10.0}
-  config = tiny_config(head_dim=64)
-  counts = [estimate_fit("x", config, row, None, kind)["kv_tokens"] for kind in ("auto", "int8", "fp8")]
-  assert counts[1] / counts[0] == pytest.approx(256 / 68, 1e-3) and counts[2] / counts[0] == pytest.approx(4, 1e-3)
-
-
-@pytest.mark.parametrize("kind", ["int4", "fp16", 8])
-def test_unsupported_kv_cache_dtype_raises_with_allowed_values(folder, kind):
-  with pytest.raises(ValueError, match=f"kv_cache_dtype={kind!r}.*(str|auto, fp8, int8)"):
-    LLM(folder, kv_cache_dtype=kind, **ENGINE)
 
 
 def test_head_dim_not_multiple_of_8_raises(monkeypatch):
   monkeypatch.setattr("tinyvllm_extra.kernels.kv_cache.cpu_cores", lambda: 0)   # as on a GPU
   with pytest.raises(ValueError, match="kv_cache_dtype='int8'.*head_dim.*8.*12"):
     block_bytes("int8", dtypes.float16, head_dim=12)
-
-
-def test_generate_command_accepts_kv_cache_dtype(folder, capsys):
-  assert main(["generate", "hello", "--model", str(folder), "--kv-cache-dtype", "int8", "--max-tokens", "2"]) == 0
-  assert main(["generate", "hello", "--kv-cache-dtype", "int3"]) != 0
-  assert re.search("kv_cache_dtype='int3'.*auto, fp8, int8", capsys.readouterr().err)

@@ -4,10 +4,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers.engines import token_rows
-from helpers.kernels import check_quantized_cache, on_device, reference_attention, rotate
-from helpers.reference import quantize_kv, rope_frequencies
-from helpers.tensor_cores import SLOW, TOLERANCE, as_stored, each_kind, on_tensor_cores, replace_cuda_statements
+from helpers.kernels import as_stored, check_attention, check_rope, spread
+from helpers.tensor_cores import SLOW, TOLERANCE, each_kind, on_tensor_cores, replace_cuda_statements
 from tinygrad import Device, dtypes
 
 from tinyvllm.runner import TILE
@@ -43,66 +41,26 @@ if SLOW:
 @each_kind
 @pytest.mark.parametrize("case", CASES)
 def test_attention_equals_numpy_and_reads_only_own_sequence(case, kind):
-  (T, KV, G, D, longest, R, min_blocks), rng = CASES[case], np.random.default_rng(5)
-  M = max(-(-longest // BS), min_blocks)
-  lengths = rng.integers(T // R + 2, longest + 1, R)
-  lengths[0] = longest
-  rows = np.sort(np.resize(np.arange(R), T))
-  positions = np.concatenate([np.arange(length - (rows == r).sum(), length) for r, length in enumerate(lengths)])
+  T, *shape, longest, R, max_blocks = CASES[case]
+  sequences = spread(T, longest, R)
   if case == "mixed step":   # a long chunk of one sequence, one token each of the others
-    rows = np.concatenate([np.zeros(T - R + 1, int), np.arange(1, R)])
-    M, lengths[0] = max(M, -(-T // BS)), T - R + 1
-    positions = np.concatenate([np.arange(lengths[0]), lengths[1:] - 1])
-  table = np.concatenate([(rng.permutation(R * M) + 1).reshape(R, M), np.zeros((1, M), int)])
-  unwritten = np.full((R * M + 1, BS), True)
-  for r, length in enumerate(lengths):
-    for p in range(length): unwritten[table[r, p // BS], p % BS] = False
-  keys, values = rng.standard_normal((2, R * M + 1, BS, KV, D)).astype(np.float16)
-  scales = []
-  if kind == "auto": stored = [np.where(unwritten[..., None, None], np.float16(np.nan), x) for x in (keys, values)]
-  else:   # unwritten positions hold random bytes
-    both = [quantize_kv(x.astype(np.float32), kind) for x in (keys, values)]
-    (keys, k_bytes, k_scales), (values, v_bytes, v_scales) = both
-    garbage = rng.integers(0, 256, keys.shape).astype(np.uint8)
-    stored = [np.where(unwritten[..., None, None], garbage, x) for x in (k_bytes, v_bytes)]
-    if k_scales: scales = [np.where(unwritten[..., None], np.nan, [*k_scales, *v_scales]).transpose(1, 3, 0, 2)]
-  stored = [*as_stored(*stored), *[x.astype(np.float32) for x in scales]]
-  assert [x.shape[1:] for x in stored] == [shape for shape, _ in parts(KV, G, D, kind)]
-  q = rng.standard_normal((T, KV, G, D)).astype(np.float16)
-  expected = reference_attention(q, np.stack([keys, values]), table, rows, positions)
-  tokens = token_rows(positions, rows, table[rows, positions // BS], BS, M)
-  inputs = on_device(q), [on_device(x) for x in stored], on_device(tokens), on_device(table.astype(np.int32))
-  output = tensor_cores.read(*inputs).numpy().astype(np.float32)
-  np.testing.assert_allclose(output, expected, rtol=TOLERANCE[kind], atol=TOLERANCE[kind] * np.abs(expected).max())
+    sequences = [(0, T - R + 1), *[(start + n - 1, 1) for start, n in sequences[1:]]]
+  check_attention("tensor cores", sequences, shape, TOLERANCE[kind], kind, "float16", max_blocks=max_blocks)
 
 
 @on_tensor_cores
 @each_kind
 @pytest.mark.parametrize("T", [1, 8, 32])
 def test_rope_kernel_equals_numpy(T, kind):
-  KV, G, D, blocks, rng = 2, 3, 64, 6, np.random.default_rng(0)
-  if SLOW: KV, G, D = 1, 1, 32
-  slots = rng.permutation(blocks * BS)[:T]
-  positions = slots % BS + BS * rng.integers(0, 5, T)
-  qkv = rng.standard_normal((T, KV * (G + 2), D)).astype(np.float16)
-  angles = np.arange(99)[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
-  rope = np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
-  tokens = token_rows(positions, 0 * positions, slots // BS, BS)
-  names = {dtypes.float16: np.float16, dtypes.uint32: np.uint32, dtypes.float32: np.float32}
-  cache = [on_device(np.zeros((blocks, *shape), names[x])) for shape, x in parts(KV, G, D, kind)]
-  inputs = [*cache, *[on_device(x) for x in (qkv.reshape(T, -1), rope, tokens)]]
-  q, *outputs = on_device(np.zeros((T, KV, G, D), np.float16)).custom_kernel(*inputs, fxn=tensor_cores.rope_kernel)
-  cos, sin = rope[positions].transpose(1, 0, 2)[:, :, None]
-  rotated = rotate(qkv, cos, sin)
-  np.testing.assert_allclose(q.numpy(), rotated[:, :KV * G].reshape(T, KV, G, D), atol=4e-3)
-  expected = np.zeros((2, blocks * BS, KV, D), np.float32)
-  expected[:, slots] = rotated[:, KV * G:-KV], qkv[:, -KV:]
-  expected = expected.reshape(2, blocks, BS, KV, D)
-  if kind == "auto":
-    for output, reference in zip(outputs[:2], as_stored(*expected.astype(np.float16)), strict=True):
-      np.testing.assert_allclose(output.numpy(), reference, atol=4e-3)
-    return
-  check_quantized_cache(outputs, expected, slots, kind, as_stored)
+  shape = (1, 1, 32) if SLOW else (2, 3, 64)
+  check_rope("tensor cores", tensor_cores.rope_kernel, T, shape, 4e-3, kind, "float16")
+
+
+@on_tensor_cores
+@each_kind
+def test_cache_layout_has_the_shapes_of_blocks(kind):
+  stored = as_stored("tensor cores", *np.zeros((2, 1, BS, 2, 64), np.float16 if kind == "auto" else np.uint8))
+  assert [x.shape[1:] for x in stored] == [shape for shape, _ in parts(2, 4, 64, kind)[:2]]
 
 
 def test_tensor_cores_selected_only_for_supported_block_and_head_sizes():

@@ -1,14 +1,12 @@
 """The architectures of models/ compared with Hugging Face's classes: data/models has the logits and greedy ids
 that record_models.py recorded. Prompts are longer than the windows and the original lengths of YaRN and LongRoPE."""
-import math
 from pathlib import Path
 
-import gguf
 import numpy as np
 import pytest
 from helpers.engines import LogitsRecorder
 from helpers.parameters import mark_slow_except, slow
-from helpers.record_models import DATA, FACTORS, GEMMA, MODELS, NUM_TOKENS, YARN, make_prompts, make_weights
+from helpers.record_models import DATA, FACTORS, MODELS, NUM_TOKENS, YARN, make_prompts, make_weights
 from helpers.recorded_models import OPTIONS, read, write_model
 from helpers.requests import greedy, ids_of, tokens
 from tinygrad import dtypes, nn
@@ -17,7 +15,6 @@ import tinyvllm
 from tinyvllm import LLM, InputError
 from tinyvllm.backend import Devices, Linear
 from tinyvllm_extra import fit
-from tinyvllm_extra.gguf_export import convert
 from tinyvllm_extra.models import MODELS as MODEL_CLASSES
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.models.ropes import rope_table
@@ -180,98 +177,3 @@ def test_float16_that_overflows_raises_with_remedy(tmp_path, dtype, backend):
 
 def test_auto_dtype_of_model_that_overflows_is_not_float16(tmp_path):
   assert LLM(write_model(tmp_path, "gemma2"), **{**OPTIONS, "dtype": "auto"}).config.dtype in ("bfloat16", "float32")
-
-
-# GGUF
-
-ARCHS = {"gemma2": "gemma2", "gemma3": "gemma3", "granite": "granite", "mistral": "llama", "mistral3": "mistral3",
-         "ministral3": "mistral3", "olmo2": "olmo2", "olmo3": "olmo2", "phi3": "phi3", "phi3_short": "phi3",
-         "phi3_long": "phi3", "smollm3": "smollm3"}
-PERMUTED = ("llama", "granite", "mistral3", "smollm3")
-
-
-def add_metadata(writer, config, arch):
-  """Write what llama.cpp's converters write for these architectures."""
-  writer.add_block_count(config["num_hidden_layers"])
-  writer.add_context_length(config["max_position_embeddings"])
-  writer.add_embedding_length(config["hidden_size"])
-  writer.add_feed_forward_length(config["intermediate_size"])
-  writer.add_head_count(config["num_attention_heads"])
-  writer.add_head_count_kv(config["num_key_value_heads"])
-  writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-  if config.get("head_dim"): writer.add_key_length(config["head_dim"])
-  ropes = config["rope_parameters"]
-  rope = ropes.get("full_attention", ropes)
-  writer.add_rope_freq_base(rope["rope_theta"])
-  if arch == "gemma3": writer.add_rope_freq_base_swa(ropes["sliding_attention"]["rope_theta"])
-  if rope["rope_type"] in ("linear", "yarn"):
-    writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
-    writer.add_rope_scaling_factor(rope["factor"])
-  if rope["rope_type"] == "yarn":
-    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if arch == "olmo2": writer.add_rope_scaling_attn_factors(0.1 * math.log(rope["factor"]) + 1)
-    if rope.get("mscale_all_dim"): writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
-    if beta := rope.get("llama_4_scaling_beta"): writer.add_attn_temperature_scale(beta)
-  if arch == "phi3":
-    original = config.get("original_max_position_embeddings") or config["max_position_embeddings"]
-    scale = config["max_position_embeddings"] / original
-    writer.add_rope_dimension_count(int(config["partial_rotary_factor"] * 16))
-    writer.add_rope_scaling_orig_ctx_len(original)
-    if "long_factor" in rope:
-      writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
-      for kind in ("long", "short"):
-        writer.add_tensor(f"rope_factors_{kind}.weight", np.array(rope[f"{kind}_factor"], np.float32))
-  if arch == "granite":
-    writer.add_attention_scale(config["attention_multiplier"])
-    writer.add_embedding_scale(config["embedding_multiplier"])
-    writer.add_residual_scale(config["residual_multiplier"])
-    writer.add_logit_scale(config["logits_scaling"])
-  if arch == "gemma2":
-    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-  if config.get("sliding_window") or arch == "phi3": writer.add_sliding_window(config.get("sliding_window") or 0)
-  if arch in ("olmo2", "gemma3") and config.get("layer_types"):
-    writer.add_sliding_window_pattern([x == "sliding_attention" for x in config["layer_types"]])
-
-
-def write_gguf_model(path, name):
-  """Write a recorded model as llama.cpp's converter does, with the tensor names of the package gguf."""
-  recorded, arch = read(name), ARCHS[name]
-  config = text_config(recorded["config"])
-  writer = gguf.GGUFWriter(path, arch)
-  add_metadata(writer, config, arch)
-  tokens = ["a", "b", "ab", *(f"t{i}" for i in range(config["vocab_size"] - 3))]
-  writer.add_tokenizer_model("gpt2")
-  writer.add_tokenizer_pre("gpt-2")
-  writer.add_token_list(tokens)
-  writer.add_token_types([1] * len(tokens))
-  writer.add_token_merges(["a b"])
-  writer.add_eos_token_id(2)
-  kind = next(x for x, value in gguf.MODEL_ARCH_NAMES.items() if value == arch)
-  names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
-  heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-  for tensor, x in make_weights(recorded["shapes"], "gemma" in name).items():
-    tensor = tensor.removeprefix("language_model.")
-    if tensor.startswith(("vision", "multi")): continue
-    if "gemma" in name and tensor.endswith("norm.weight"): x = x + 1
-    n = heads.get(tensor.split(".")[-2]) if arch in PERMUTED else None
-    if n: x = x.reshape(n, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
-    writer.add_tensor(names.get_name(tensor, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(x))
-  writer.write_header_to_file()
-  writer.write_kv_data_to_file()
-  writer.write_tensors_to_file()
-  writer.close()
-  return path
-
-
-@pytest.mark.parametrize("name", mark_slow_except(("gemma3",), ARCHS))
-def test_gguf_logits_and_ids_equal_safetensors(tmp_path, name):
-  """GGUF lacks query_pre_attn_scalar, which llama.cpp assumes to be head_dim."""
-  overrides = {"query_pre_attn_scalar": GEMMA["head_dim"]} if "gemma" in name else {}
-  folder = write_model(tmp_path / "hf", name, **overrides)
-  path = write_gguf_model(tmp_path / "model.gguf", name)
-  ids = make_prompts(MODELS[name][2])[-1]
-  results = [LogitsRecorder(LLM(x, **OPTIONS)).generate(ids, NUM_TOKENS)
-             for x in (folder, path, convert(path, tmp_path / "converted"))]
-  assert results[0][0] == results[1][0] == results[2][0]
-  for _, logits in results[1:]: np.testing.assert_allclose(logits, results[0][1], atol=1e-4)

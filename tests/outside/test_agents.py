@@ -39,45 +39,30 @@ enabled = false
 """
 
 
-@pytest.fixture
-def run(tmp_path):
-  """Return a function that runs a program in a folder with the file hello.txt, and returns its output. call: the
-  function call of the model."""
-  bin_folder = Path(os.environ.get("TINYVLLM_AGENTS", ""))
-  if not (bin_folder / "codex").exists() or not (bin_folder / "claude").exists():
-    pytest.fail(f"TINYVLLM_AGENTS={os.environ.get('TINYVLLM_AGENTS')!r} must be a folder with codex and claude")
-  folder, home, work = (tmp_path / name for name in ("model", "home", "work"))
-  for path in (folder, home, work): path.mkdir()
+@pytest.mark.parametrize("command,call,variables", [
+  (["codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "List the files."],
+   {"name": "exec_command", "arguments": {"cmd": "ls"}}, {"CODEX_HOME": "{home}"}),
+  (["claude", "-p", "List the files.", "--allowedTools", "Bash"],
+   {"name": "Bash", "arguments": {"command": "ls", "description": "List files"}},
+   {"HOME": "{home}", "CLAUDE_CONFIG_DIR": "{home}", "ANTHROPIC_BASE_URL": "{url}", "ANTHROPIC_AUTH_TOKEN": "none",
+    "ANTHROPIC_MODEL": "tiny", "ANTHROPIC_SMALL_FAST_MODEL": "tiny", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "DISABLE_AUTOUPDATER": "1"})], ids=["codex", "claude"])
+def test_agent_runs_command_and_prints_answer(tmp_path, command, call, variables):
+  program = Path(os.environ.get("TINYVLLM_AGENTS", ""), command[0])
+  if not program.exists(): pytest.fail(f"TINYVLLM_AGENTS must be a folder with codex and claude: {program}")
+  work, home = tmp_path / "work", tmp_path / "home"
+  for path in (home, work): path.mkdir()
   (work / "hello.txt").write_text("hello\n")
-  tiny_model(folder, words=True, max_position_embeddings=LENGTH)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-
-  def run(call, command, environment):
-    text = f"<tool_call>{json.dumps({'name': call[0], 'arguments': call[1]})}</tool_call>"
-    options = flags(**{**ENGINE, "max_model_len": LENGTH, "max_num_batched_tokens": 2048, "block_size": 16})
-    with Server(folder, *options, "--served-model-name", "tiny", "--strict-fields", before=SCRIPT,
-                environment={"CALL": text}) as server:
-      (home / "config.toml").write_text(CODEX.format(url=server.url))
-      variables = {name: value.format(url=server.url, home=home) for name, value in environment.items()}
-      result = subprocess.run([bin_folder / command[0], *command[1:]], cwd=work, env={**os.environ, **variables},
-                              stdin=subprocess.DEVNULL, capture_output=True, text=True)
-      assert result.returncode == 0, f"{result.stdout}\n{result.stderr}\nserver:\n{server.log}"
-      metrics = server.metrics()
-      assert "Traceback" not in server.log, server.log
-    hits, queries = (metrics[f"prefix_cache_{name}_total"] for name in ("hits", "queries"))
-    assert hits > queries / 3, "the second turn reads the first one's blocks from the prefix cache"
-    return result.stdout
-  return run
-
-
-def test_codex_runs_command_and_prints_answer(run):
-  command = ["codex", "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "List the files."]
-  assert "there is a file" in run(("exec_command", {"cmd": "ls"}), command, {"CODEX_HOME": "{home}"})
-
-
-def test_claude_code_runs_command_and_prints_answer(run):
-  environment = {"HOME": "{home}", "CLAUDE_CONFIG_DIR": "{home}", "ANTHROPIC_BASE_URL": "{url}",
-                 "ANTHROPIC_AUTH_TOKEN": "none", "ANTHROPIC_MODEL": "tiny", "ANTHROPIC_SMALL_FAST_MODEL": "tiny",
-                 "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "DISABLE_AUTOUPDATER": "1"}
-  call = ("Bash", {"command": "ls", "description": "List files"})
-  assert "there is a file" in run(call, ["claude", "-p", "List the files.", "--allowedTools", "Bash"], environment)
+  folder = tiny_model(tmp_path / "model", words=True, max_position_embeddings=LENGTH, chat_template=TEMPLATE)
+  options = flags(**{**ENGINE, "max_model_len": LENGTH, "max_num_batched_tokens": 2048, "block_size": 16})
+  with Server(folder, *options, "--served-model-name", "tiny", "--strict-fields", before=SCRIPT,
+              environment={"CALL": f"<tool_call>{json.dumps(call)}</tool_call>"}) as server:
+    (home / "config.toml").write_text(CODEX.format(url=server.url))
+    environment = {name: value.format(url=server.url, home=home) for name, value in variables.items()}
+    run = subprocess.run([program, *command[1:]], cwd=work, env={**os.environ, **environment},
+                         stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert run.returncode == 0, f"{run.stdout}\n{run.stderr}\nserver:\n{server.log}"
+    assert "there is a file" in run.stdout and "Traceback" not in server.log, server.log
+    metrics = server.metrics()
+  hits, queries = (metrics[f"prefix_cache_{name}_total"] for name in ("hits", "queries"))
+  assert hits > queries / 3, "the second turn reads the first one's blocks from the prefix cache"

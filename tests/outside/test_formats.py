@@ -1,37 +1,66 @@
 """Checkpoints written by the libraries that users quantize with (pip install '.[formats]'). The reference is a plain
 numpy LLaMA in float64 with the weights that the library itself dequantizes."""
+import logging
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.library_models import check_logits, torch_llama
-from helpers.models import random_weights, tiny_config, tiny_model
-from helpers.quantized_models import SIZES
+from helpers.engines import ENGINE, LogitsRecorder
+from helpers.models import random_weights, tiny_config, tiny_model, write_safetensors
+from helpers.quantized_models import Matrices, SIZES, is_projection
+from helpers.reference import reference_greedy, reference_logits
 
+from tinyvllm import LLM
+from tinyvllm.backend import Backend
+from tinyvllm.config import InputError
+from tinyvllm_extra import weights
+from tinyvllm_extra.quantization import E4M3, Quantized, decode_float, dequantize
 from tinyvllm_extra.weights import open_checkpoint
+
+PROMPT = [5, 17, 99, 250, 31]
+WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 384}   # multiples of 128
+
+
+def check_logits(folder: Path, weights: dict[str, np.ndarray], sizes: dict[str, Any] = SIZES, **options: Any) -> None:
+  """Check that the checkpoint in `folder` gives the same greedy ids as `weights`, and in float32 logits within
+  1e-3 of theirs."""
+  plain = tiny_model(folder / "dequantized", **sizes)
+  write_safetensors(plain / "model.safetensors", weights)
+  ids, logits = LogitsRecorder(LLM(folder, **ENGINE, **options)).generate(PROMPT, 8)
+  assert ids == reference_greedy(plain, PROMPT, 8)
+  np.testing.assert_allclose(logits, reference_logits(plain, [*PROMPT, *ids])[len(PROMPT) - 1:-1], atol=1e-3)
 
 
 # compressed-tensors
 
-def write_compressed(folder: Path, quantization_format: str, **arguments: Any) -> dict[str, np.ndarray]:
+def write_compressed(folder: Path, form: str, activations: dict[str, Any] | None = None,
+                     **arguments: Any) -> dict[str, np.ndarray]:
   """Write a model as llm-compressor does, with min-max scales. Return the weights that the library decompresses.
-  arguments: of QuantizationArgs."""
+  activations, arguments: of QuantizationArgs, for the inputs and for the weights."""
+  import torch
   from compressed_tensors.compressors import ModelCompressor
   from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, apply_quantization_config
   from compressed_tensors.quantization.utils import calculate_qparams
   from safetensors.torch import save_file
-  weights = QuantizationArgs(**arguments)
-  group = {"targets": ["Linear"], "weights": weights}
-  model = torch_llama()
+  from transformers import LlamaConfig, LlamaForCausalLM
+  model = LlamaForCausalLM(LlamaConfig(**tiny_config(**SIZES)))
+  model.load_state_dict({name: torch.tensor(x) for name, x in random_weights(tiny_config(**SIZES)).items()})
+  group = {"targets": ["Linear"], "weights": QuantizationArgs(**arguments)}
+  if activations: group["input_activations"] = QuantizationArgs(num_bits=8, type="float", **activations)
   apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": group}, ignore=["lm_head"]))
   for module in model.modules():
     if not hasattr(module, "weight_scale"): continue
-    by_group = module.weight.detach().unflatten(1, (-1, weights.group_size or module.in_features))
-    scale, zero_point = calculate_qparams(by_group.amin(2), by_group.amax(2), weights)
-    module.weight_scale.data = scale
-    if hasattr(module, "weight_zero_point"): module.weight_zero_point.data = zero_point
-  compressor = ModelCompressor.from_pretrained_model(model, quantization_format)
+    shape = module.weight_scale.shape
+    rows, columns = shape if len(shape) == 2 else (1, 1)
+    blocks = module.weight.detach().unflatten(1, (columns, -1)).unflatten(0, (rows, -1))
+    scale, zero_point = calculate_qparams(blocks.amin((1, 3)), blocks.amax((1, 3)), group["weights"])
+    module.weight_scale.data = scale.reshape(shape)
+    if hasattr(module, "weight_zero_point"): module.weight_zero_point.data = zero_point.reshape(shape)
+    if hasattr(module, "input_scale"): module.input_scale.data.fill_(0.02)
+  compressor = ModelCompressor.from_pretrained_model(model, form)
   compressor.compress_model(model)
   tiny_model(folder, **SIZES)
   save_file(model.state_dict(), folder / "model.safetensors")
@@ -41,20 +70,188 @@ def write_compressed(folder: Path, quantization_format: str, **arguments: Any) -
   return {name: x.float().numpy() for name, x in model.state_dict().items() if name in names}
 
 
-# name: arguments of write_compressed, description
-COMPRESSED: dict[str, tuple[dict[str, Any], str]] = {
-  "int4 per group": ({"quantization_format": "pack-quantized", "num_bits": 4, "group_size": 32}, "int4, groups of 32"),
-  "int4 per group, asymmetric": ({"quantization_format": "pack-quantized", "num_bits": 4, "group_size": 32,
-                                  "symmetric": False}, "int4, groups of 32"),
-  "int8 per channel": ({"quantization_format": "int-quantized", "num_bits": 8, "strategy": "channel"},
-                       "int8, per channel"),
-  "packed int8 per channel": ({"quantization_format": "pack-quantized", "num_bits": 8, "strategy": "channel"},
-                              "int8, per channel")}
+INT4 = {"form": "pack-quantized", "num_bits": 4, "group_size": 32}
+FLOAT = {"form": "float-quantized", "num_bits": 8, "type": "float"}
+ACTIVATIONS = [None, {"dynamic": True, "strategy": "token"}, {"strategy": "tensor"}]
+STRATEGIES = [{"strategy": "tensor"}, {"strategy": "channel"}, {"strategy": "block", "block_structure": [32, 32]}]
 
 
-@pytest.mark.parametrize("name", COMPRESSED)
-def test_compressed_tensors_logits_equal_decompressed_model(tmp_path, name):
-  arguments, description = COMPRESSED[name]
+@pytest.mark.parametrize("arguments,description", [
+  (INT4, "int4, groups of 32"), ({**INT4, "symmetric": False}, "int4, groups of 32"),
+  ({"form": "int-quantized", "num_bits": 8, "strategy": "channel"}, "int8, per channel"),
+  ({"form": "pack-quantized", "num_bits": 8, "strategy": "channel"}, "int8, per channel"),
+  *[({**FLOAT, **strategy, "activations": activations}, f"float8, per {strategy['strategy']}")
+    for activations in ACTIVATIONS for strategy in STRATEGIES]], ids=str)
+def test_compressed_tensors_logits_equal_decompressed_model(tmp_path, arguments, description):
   check_logits(tmp_path, write_compressed(tmp_path, **arguments))
   text = f"compressed-tensors {description}; embed_tokens, lm_head float32"
   assert open_checkpoint(tmp_path).describe() == text
+
+
+# 8-bit floats
+
+def per_tensor(suffix: str, *shape: int, dtype: str = "float32", **others: float) -> Any:
+  """Quantize as vLLM does with one scale per tensor. shape: of the stored scale. others: scales of activations."""
+  def quantize(name, w):
+    import torch
+    scale = (w.abs().max() / 440).to(getattr(torch, dtype))
+    q = (w / scale).to(torch.float8_e4m3fn)
+    extra = {name.removesuffix("weight") + key: torch.tensor(x) for key, x in others.items()}
+    return {name: q, f"{name}_{suffix}": scale.reshape(shape)} | extra, q.float() * scale.float()
+  return quantize
+
+
+def per_block(size: int) -> Any:
+  """Quantize with transformers. Its own inverse requires complete blocks."""
+  def quantize(name, w):
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+    from transformers.utils.quantization_config import FineGrainedFP8Config
+    quantizer = SimpleNamespace(quantization_config=FineGrainedFP8Config(weight_block_size=(size, size)))
+    stored = Fp8Quantize(quantizer).convert({name: w})
+    assert len(stored) == 2
+    return stored, Fp8Dequantize(quantizer)._dequantize_one(*stored.values())
+  return quantize
+
+
+def per_incomplete_block(name: str, w: Any) -> Any:
+  """Quantize in a plain loop with the scales that weight_dequant in DeepSeek-V3's kernel.py expects: one for each
+  128 x 128 block. The last blocks are smaller."""
+  import torch
+  scales = torch.zeros(math.ceil(w.shape[0] / 128), math.ceil(w.shape[1] / 128))
+  q, matrix = torch.zeros(w.shape, dtype=torch.float8_e4m3fn), torch.zeros(w.shape)
+  for i, j in np.ndindex(*scales.shape):
+    block = slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128)
+    scales[i, j] = w[block].abs().max() / 448
+    q[block] = (w[block] / scales[i, j]).to(torch.float8_e4m3fn)
+    matrix[block] = q[block].float() * scales[i, j]
+  return {name: q, f"{name}_scale_inv": scales}, matrix
+
+
+def bitsandbytes(kind: str, nested: bool, dtype: str = "float32", storage: str = "uint8") -> tuple[Any, ...]:
+  """Return a row of FORMATS. The matrix is the one that bitsandbytes dequantizes."""
+  def quantize(name, w):
+    import torch
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
+    linear = Linear4bit(w.shape[1], w.shape[0], bias=False)
+    linear.weight = Params4bit(w.to(getattr(torch, dtype)), requires_grad=False, quant_type=kind, module=linear,
+                               compress_statistics=nested, quant_storage=getattr(torch, storage))
+    linear.to("cpu")
+    stored = {name.removesuffix("weight") + key: x for key, x in linear.state_dict().items()}
+    state = linear.weight.quant_state
+    state.shape = (w.numel(),)   # bitsandbytes 0.50's kernel for CPUs misreads rows that end within a block
+    return stored, dequantize_4bit(linear.weight.data, state).reshape(w.shape)
+  config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": kind,
+            "bnb_4bit_use_double_quant": nested, "bnb_4bit_quant_storage": storage}
+  return config, SIZES, quantize
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+BLOCKS = {**FP8, "weight_block_size": [128, 128]}
+# quantization_config, sizes, function that takes a name and a matrix, and returns the tensors to store and the
+# dequantized matrix
+FORMATS: dict[str, tuple[Any, ...]] = {
+  "static": (STATIC, SIZES, per_tensor("scale", input_scale=0.02)),
+  "kv cache": (STATIC, SIZES, per_tensor("scale", 1, k_scale=1.0, v_scale=1.0)),
+  "mistral": ({**STATIC, "weight_block_size": None}, SIZES,
+              per_tensor("scale_inv", dtype="bfloat16", activation_scale=0.02)),
+  "blocks": (BLOCKS, WIDE, per_block(128)),
+  "small blocks": ({**FP8, "weight_block_size": [32, 32]}, SIZES, per_block(32)),
+  "incomplete blocks": (BLOCKS, {**SIZES, "hidden_size": 192, "intermediate_size": 336}, per_incomplete_block),
+  "nf4": bitsandbytes("nf4", False), "nf4 nested": bitsandbytes("nf4", True),
+  "nf4 float16": bitsandbytes("nf4", True, "float16", "bfloat16"),
+  "nf4 bfloat16": bitsandbytes("nf4", True, "bfloat16"),
+  "fp4": bitsandbytes("fp4", False), "fp4 nested": bitsandbytes("fp4", True)}
+
+
+def write(folder: Path, config: dict[str, Any], sizes: dict[str, Any], quantize: Any) -> dict[str, np.ndarray]:
+  """Write a model with quantized projections, and return the dequantized weights."""
+  import torch
+  from safetensors.torch import save_file
+  tiny_model(folder, **sizes, quantization_config=config)
+  plain = random_weights(tiny_config(**sizes))
+  tensors = {name: torch.tensor(x) for name, x in plain.items()}
+  for name in filter(is_projection, plain):
+    stored, matrix = quantize(name, tensors.pop(name))
+    tensors |= stored
+    plain[name] = matrix.float().numpy()
+  save_file({name: x.contiguous() for name, x in tensors.items()}, folder / "model.safetensors")
+  return plain
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_float_logits_equal_dequantized_model(tmp_path, name, caplog):
+  config, sizes, _ = FORMATS[name]
+  expected = write(tmp_path, *FORMATS[name])
+  with caplog.at_level(logging.INFO, "tinyvllm"): check_logits(tmp_path, expected, sizes)
+  kind = config.get("bnb_4bit_quant_type")
+  text = f"bitsandbytes {kind}, dequantized" if kind else "fp8"
+  assert f"({text}; embed_tokens, lm_head float32) in float32" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["static", "nf4 bfloat16"])
+def test_core_backend_logits_equal_dequantized_model(tmp_path, name):
+  check_logits(tmp_path, write(tmp_path, *FORMATS[name]), backend=Backend())
+
+
+def test_decode_e4m3_equals_torch():
+  import torch
+  codes = np.arange(256, dtype=np.uint8)
+  expected = torch.tensor(codes).view(torch.float8_e4m3fn).float().numpy()
+  np.testing.assert_array_equal(decode_float(codes.view(E4M3)), expected)
+  assert np.signbit(decode_float(codes.view(E4M3)[128:129])).all()
+
+
+QKV = {f"model.layers.0.self_attn.{x}_proj": n for x, n in (("q", 256), ("k", 128), ("v", 128))}
+DOWN = {"model.layers.0.mlp.down_proj": 256}
+
+
+@pytest.mark.parametrize("axis,sources,inputs", [(0, QKV, 256), (1, DOWN, 512)], ids=["qkv", "down"])
+@pytest.mark.parametrize("is_native", [False, True])
+def test_switch_keeps_e4m3_shards(tmp_path, monkeypatch, is_native, axis, sources, inputs):
+  """Both ways give the same weights. Scales repeat for the outputs of a block and hold for groups of 128 inputs."""
+  monkeypatch.setattr(weights, "supports_e4m3", lambda: is_native)
+  expected = write(tmp_path, BLOCKS, {**WIDE, "intermediate_size": 512}, per_block(128))
+  shards = Matrices(tmp_path, 2).shards(axis, sources, inputs)
+  halves = [np.split(expected[f"{name}.weight"], 2, axis) for name in sources]
+  for shard, *parts in zip(shards, *halves, strict=True):
+    assert isinstance(shard, Quantized) == is_native
+    if is_native: assert shard.q.dtype == E4M3 and shard.scale.shape == (len(shard.q), shard.q.shape[1] // 128)
+    np.testing.assert_array_equal(dequantize(shard, np.float32), np.concatenate(parts))
+
+
+@pytest.mark.parametrize("method,name", [("fp8", "static"), ("bitsandbytes", "nf4 nested")])
+def test_quantization_option_names_method_of_checkpoint(tmp_path, method, name):
+  check_logits(tmp_path, write(tmp_path, *FORMATS[name]), quantization=method)
+  for other in {"fp8", "bitsandbytes", "gguf", "int8"} - {method}:
+    text = f"^quantization='{other}' does not match .*{tmp_path.name}, which is {method}: use '{method}' or "
+    with pytest.raises(InputError, match=text): LLM(tmp_path, quantization=other, **ENGINE)
+
+
+# Damaged checkpoints
+
+KEY = "model.layers.1.mlp.down_proj."
+def remove(suffix): return lambda tensors: tensors.pop(KEY + suffix)
+def cut(suffix): return lambda tensors: tensors.update({KEY + suffix: tensors[KEY + suffix][:-1]})
+
+
+@pytest.mark.parametrize("name,change,message", [
+  ("small blocks", remove("weight_scale_inv"), "weight_scale is missing"),
+  ("small blocks", cut("weight"), r"weight is \[63, 96\]"),
+  ("small blocks", cut("weight_scale_inv"),
+   r"weight_scale_inv has shape \(1, 3\), not \(2, 3\) or \(64, 1\) or \(1, 1\)"),
+  ("nf4 nested", remove("weight.absmax"), "weight.absmax is missing"),
+  ("nf4 nested", remove("weight.quant_map"), "weight.quant_map is missing"),
+  ("nf4 nested", cut("weight.quant_map"), r"weight.quant_map is \[15\]"),
+  ("nf4 nested", cut("weight"), "weight has 6142 weights"),
+  ("nf4 nested", cut("weight.absmax"), "weight has 6144 weights and scales for 6080"),
+  ("nf4 nested", remove("weight.nested_quant_map"), "weight.nested_quant_map is missing"),
+  ("nf4 nested", remove("weight.quant_state.bitsandbytes__nf4"), r"weight is \[3072, 1\]")])
+def test_damaged_matrix_raises_with_tensor(tmp_path, name, change, message):
+  from safetensors.torch import load_file, save_file
+  write(tmp_path, *FORMATS[name])
+  tensors = load_file(tmp_path / "model.safetensors")
+  change(tensors)
+  save_file({name: x.contiguous() for name, x in tensors.items()}, tmp_path / "model.safetensors")
+  with pytest.raises(InputError, match=KEY + message): Matrices(tmp_path).shards(0, {KEY[:-1]: 64}, 96)

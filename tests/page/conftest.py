@@ -1,50 +1,47 @@
-"""The chat page in headless Chromium, against a server of this process: `visit()` opens it and returns a ChatPage."""
+"""The chat page in headless Chromium, against a server of this process. `page` is the ChatPage of a new user."""
 import json
-import re
 import shutil
 from urllib.parse import urlsplit
 
 import pytest
+from helpers.commands import CHAT
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from helpers.requests import flags
 from helpers.servers import LocalServer, wait_until
 from playwright.sync_api import expect, sync_playwright
 
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 MAX_LENGTH = 32_000
-# Mock server controlled by the test: feed("text") streams a text, feed(null) ends the response. size: bytes per chunk
-FEED = """
-  const real = window.fetch
-  window.fetch = (path, options) => {
-    if (!path.endsWith("chat/completions")) return real(path, options)
-    const body = new ReadableStream({start(controller) {
-      const write = (data, size) => {
-        const bytes = new TextEncoder().encode(`data: ${data}\n\n`)
-        for (let i = 0; i < bytes.length; i += size) controller.enqueue(bytes.slice(i, i + size))
-      }
-      window.feed = (text, size = 1000) => {
-        const choice = {delta: {content: text ?? ""}, finish_reason: text === null ? "stop" : null}
-        write(JSON.stringify({choices: [choice]}), size)
-        if (text === null) write("[DONE]", size)
-      }
-      options.signal.addEventListener("abort", () => controller.error(options.signal.reason))
-    }})
-    return Promise.resolve(new Response(body))
-  }
-"""
+# A streamed answer that the test controls: feed("text") adds a text, feed(null) ends it. size: bytes per chunk
+FEED = """() => {
+  window.fetch = (path, options) => Promise.resolve(new Response(new ReadableStream({start(controller) {
+    const write = (data, size) => {
+      const bytes = new TextEncoder().encode(`data: ${data}\n\n`)
+      for (let i = 0; i < bytes.length; i += size) controller.enqueue(bytes.slice(i, i + size))
+    }
+    window.feed = (text, size = 1000) => {
+      const choice = {delta: {content: text ?? ""}, finish_reason: text === null ? "stop" : null}
+      write(JSON.stringify({choices: [choice]}), size)
+      if (text === null) write("[DONE]", size)
+    }
+    options.signal.addEventListener("abort", () => controller.error(options.signal.reason))
+  }})))
+}"""
 expect.set_options(timeout=60_000)
 
 
 class ChatPage:
-  """The page in a tab. posts: path and body of each POST request. Mocked responses stay until the next `respond`."""
+  """The page in a tab. posts: path and body of each POST request. A mocked response stays until the next one."""
   def __init__(self, tab):
     self.tab, self.posts = tab, []
     self.message, self.alert, self.status = tab.get_by_label("Message"), tab.get_by_role("alert"), tab.locator("#note")
     self.questions, self.answers = (tab.get_by_role("article", name=name) for name in ("You", "Model"))
+    self.asked, self.texts = self.questions.locator("> div"), self.answers.locator("> div")
+    self.stats, self.folds = self.answers.last.locator("footer small"), self.answers.last.locator("summary")
     self.articles, self.log = tab.get_by_role("article"), tab.get_by_role("log")
-    self.chats = tab.get_by_role("navigation", name="Chats").get_by_role("listitem")
+    self.chats = tab.get_by_role("navigation", name="Chats").get_by_role("listitem").locator("button:first-child")
     self.search, self.title = tab.get_by_label("Search chats"), tab.get_by_role("heading", level=1)
+    self.picker = tab.get_by_role("combobox", name="Model", exact=True)
     tab.on("request", self._record)
 
   def _record(self, request):
@@ -58,39 +55,51 @@ class ChatPage:
   @property
   def text(self):
     """The text of the last answer, without its reasoning."""
-    return self.answers.last.locator("> div").text_content().removesuffix("\n")
+    return self.texts.last.text_content().removesuffix("\n")
+
+  def expect(self, **places):
+    """Wait until each place shows a number of elements, a list of texts, or one text or pattern."""
+    for name, expected in places.items():
+      place = getattr(self, name)
+      if isinstance(expected, int): expect(place).to_have_count(expected)
+      elif name in ("message", "search", "picker"): expect(place).to_have_value(expected)
+      else: expect(place).to_have_text(expected)
 
   def button(self, name): return self.tab.get_by_role("button", name=name, exact=True)
 
   def settings(self, **values):
     """Open the settings, and fill in `values`."""
     if not self.tab.get_by_label("System prompt").is_visible(): self.button("Settings").click()
-    for name, value in values.items(): self.tab.get_by_label(name.replace("_", " "), exact=False).fill(str(value))
+    for name, value in values.items(): self.tab.get_by_label(name.replace("_", " ")).fill(str(value))
     self.message.focus()
 
-  def send(self, text):
+  def send(self, text, num_clicks=1):
     self.message.fill(text)
-    self.button("Send").click()
+    self.button("Send").click(click_count=num_clicks)
+
+  def start(self, question, num_clicks=1):
+    """Send a question, and wait for the first 20 characters of its answer."""
+    self.send(question, num_clicks)
+    expect(self.button("Stop")).to_be_visible()
+    wait_until(lambda: len(self.text) >= 20, "20 characters")
 
   def wait(self, count=1):
     """Wait until `count` answers are complete. Return the last one's text."""
-    expect(self.answers).to_have_count(count)
+    self.expect(answers=count)
     expect(self.button("Send")).to_be_visible()
     return self.text
 
-  def wait_for_text(self, length=1): wait_until(lambda: len(self.text) >= length, f"{length} characters")
-
   def ask(self, question, *deltas, **options):
-    """Send a question that a mocked response answers. Return the answer's text."""
-    self.respond(*deltas, **options)
+    """Send a question that the server answers, or a mocked response with `deltas`. Return the answer's text."""
+    if deltas: self.respond(*deltas, **options)
     count = self.answers.count() + 1
     self.send(question)
     return self.wait(count)
 
   def respond(self, *deltas, finish="stop", usage=None, done=True):
     """Mock the streamed answer: texts, other fields of a delta, or an error event."""
-    def event(delta): return {"choices": [{"index": 0, "delta": delta}]}
-    events = [x if "error" in x else event(x) for x in ({"content": x} if isinstance(x, str) else x for x in deltas)]
+    events = [x if "error" in x else {"choices": [{"index": 0, "delta": x}]}
+              for x in ({"content": x} if isinstance(x, str) else x for x in deltas)]
     if done: events += [{"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]}]
     if usage: events += [{"choices": [], "usage": {"completion_tokens": usage}}]
     lines = [*map(json.dumps, events), *["[DONE]"] * done]
@@ -102,20 +111,26 @@ class ChatPage:
   def serve_models(self, *names): self.mock("models", json={"data": [{"id": name} for name in names]})
 
   def mock(self, path="chat/completions", **response):
-    self.unmock(path)
-    self.tab.route(f"**/v1/{path}", lambda route: route.fulfill(**response))
+    """Mock the response to requests of a path. Without a response, the connection fails."""
+    self.tab.route(f"**/v1/{path}", lambda route: route.fulfill(**response) if response else route.abort())
 
   def unmock(self, path="chat/completions"): self.tab.unroute(f"**/v1/{path}")
+
+  def stream(self):
+    """Send a question whose answer comes from `feed`."""
+    self.tab.evaluate(FEED)
+    self.send("hello")
+    expect(self.button("Stop")).to_be_visible()
 
   def feed(self, text, *size): self.tab.evaluate("arguments => feed(...arguments)", [text, *size])
 
   def new_chat(self):
     self.button("New chat").click()
-    expect(self.articles).to_have_count(0)
+    self.expect(articles=0)
 
   def edit(self, question):
     self.questions.filter(has_text=question).get_by_role("button", name="Edit").click()
-    expect(self.message).to_have_value(question)
+    self.expect(message=question)
     expect(self.message).to_be_focused()
 
   def import_file(self, path, content=None):
@@ -125,46 +140,33 @@ class ChatPage:
     with self.tab.expect_file_chooser() as chooser: self.button("Import").click()
     chooser.value.set_files(path)
 
-  def expect_stats(self, pattern): expect(self.answers.last.locator("footer small")).to_have_text(re.compile(pattern))
-
 
 @pytest.fixture(scope="session")
 def browser():
   chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
   assert chromium, "no browser: apt-get install -y --no-install-recommends chromium"
   with sync_playwright() as playwright:
-    browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-    yield browser
-    browser.close()
-
-
-@pytest.fixture(scope="session")
-def chat_folder(tmp_path_factory):
-  """A model with a chat template, and a context length that lets an answer run for a minute."""
-  folder = tiny_model(tmp_path_factory.mktemp("chat"), words=True, max_position_embeddings=MAX_LENGTH)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-  return folder
-
-
-@pytest.fixture(scope="session")
-def engine_flags(): return flags(**{**ENGINE, "max_model_len": MAX_LENGTH}, served_model_name="words")
+    yield playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
 
 
 @pytest.fixture(scope="module")
-def server(chat_folder, engine_flags):
-  with LocalServer(chat_folder, *engine_flags) as server: yield server
+def server(tmp_path_factory):
+  """A server whose model has a chat template, and a context length that lets an answer run for a minute."""
+  folder = tiny_model(tmp_path_factory.mktemp("chat"), words=True, max_position_embeddings=MAX_LENGTH,
+                      chat_template=CHAT)
+  options = flags(**{**ENGINE, "max_model_len": MAX_LENGTH}, served_model_name="words")
+  with LocalServer(folder, *options) as server: yield server
 
 
 @pytest.fixture
 def visit(browser, server):
   """Return a function that opens the page as a new user. After each test, check that the page had no script error and
-  sent requests only to its server. feed: answers come from ChatPage.feed."""
+  sent requests only to its server."""
   contexts, requested, errors = [], [], []
 
-  def visit(url=server.url, feed=False, **options):
-    contexts.append(browser.new_context(viewport=options.pop("viewport", {"width": 1280, "height": 720}), **options))
+  def visit(url=server.url, **options):
+    contexts.append(browser.new_context(**{"viewport": {"width": 1280, "height": 720}, **options}))
     tab = contexts[-1].new_page()
-    if feed: tab.add_init_script(FEED)
     tab.on("request", lambda request: requested.append((url, request.url)))
     tab.on("pageerror", lambda error: errors.append(error))
     page = ChatPage(tab)
@@ -173,6 +175,9 @@ def visit(browser, server):
     return page
   yield visit
   for context in contexts: context.close()
-  assert not errors
-  assert requested
+  assert requested and not errors
   assert not [target for origin, target in requested if not target.startswith((origin + "/", "data:"))]
+
+
+@pytest.fixture
+def page(visit): return visit()

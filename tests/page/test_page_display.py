@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
+from helpers.servers import wait_until
 from playwright.sync_api import expect
 
 DATA, PAGE = Path(__file__).parents[1] / "data", Path(__file__).parents[2] / "examples/tinyvllm_extra/server/chat.html"
@@ -16,13 +17,11 @@ ANSWER = (DATA / "answer.md").read_text()
 CODE = json.loads((DATA / "highlighted_code.json").read_text())   # language, source, expected colored spans
 ALL_CODE = "\n".join(f"```{language}\n{source}\n```" for language, source, _ in CODE)
 # Input that must be neutralized: markup, Markdown, and samples in the style of DOMPurify's test suite
-HOSTILE = [line.replace(r"\n", "\n").replace(r"\t", "\t")
-           for line in (DATA / "hostile_markdown.txt").read_text().splitlines()]
+HOSTILE = json.loads((DATA / "hostile_markdown.json").read_text())
 MARKUP = "<img src=x onerror='window.broken = 1'><script>window.broken = 1</script><b>bold</b> List<T>"
 FOLDED = "<think>\nplan **one**\n</think>\n\nthe answer"
-ANSWER_TAGS = "a blockquote br code del em h2 hr li ol p pre strong table tbody td th thead tr ul"
-TAGS = {*ANSWER_TAGS.split()}
-PAGE_TAGS = {"footer", "button", "details", "div", "small", "span", "summary"}   # added by the page
+TAGS = re.findall(r"\w+", "a blockquote br code del em h2 hr li ol p pre strong table tbody td th thead tr ul")
+PAGE_TAGS = ["footer", "button", "details", "div", "small", "span", "summary"]   # added by the page
 PAGE_ATTRIBUTES = {"aria-label", "class", "open", "role", "tabindex", "type"}
 POLICY = {"default-src": "'none'", "connect-src": "'self'", "img-src": "data:", "style-src": "'unsafe-inline'",
           "base-uri": "'none'", "form-action": "'none'", "require-trusted-types-for": "'script'",
@@ -30,10 +29,6 @@ POLICY = {"default-src": "'none'", "connect-src": "'self'", "img-src": "data:", 
 
 
 def policy(text): return re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]
-
-
-def tool_call(name, arguments):
-  return {"tool_calls": [{"index": 0, "id": "1", "function": {"name": name, "arguments": arguments}}]}
 
 
 def test_page_is_one_short_file_without_external_resources(server):
@@ -47,7 +42,7 @@ def test_page_is_one_short_file_without_external_resources(server):
   assert not re.search(r"<script[^>]*src|<link[^>]*href=\"(?!data:)", response.text)
 
 
-def test_policy_allows_three_scripts_and_libraries_match_their_versions(visit):
+def test_policy_allows_three_scripts_and_libraries_match_their_versions(page):
   rules = dict(rule.split(maxsplit=1) for rule in policy(PAGE.read_text()).split(";"))
   scripts = re.findall(r"<script[^>]*>(.*?)</script>", PAGE.read_text(), re.S)
   digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
@@ -56,7 +51,7 @@ def test_policy_allows_three_scripts_and_libraries_match_their_versions(visit):
   comments = re.findall(r"<!-- (\w+) (\d+\.\d+\.\d+)(.*?)-->\n<script>(.*?)</script>", PAGE.read_text(), re.S)
   (marked, version, license, code), (purify, purify_version, purify_license, _) = comments
   assert (marked, purify) == ("marked", "DOMPurify") and f"marked v{version} - a markdown parser" in code
-  assert visit().tab.evaluate("DOMPurify.version") == purify_version
+  assert page.tab.evaluate("DOMPurify.version") == purify_version
   assert "Copyright (c) 2018+, MarkedJS" in license and "John Gruber" in license
   assert "Apache License" in purify_license and "END OF TERMS AND CONDITIONS" in purify_license
 
@@ -65,21 +60,17 @@ def test_policy_blocks_what_the_sanitizer_would_miss(browser, server):
   tab, requests = browser.new_page(), []
   tab.route("http://e.test/**", lambda route: (requests.append(route), route.abort()))
   tab.goto(server.url)
-  blocked = tab.evaluate("""async () => {
-    const blocked = [], create = (tag, values) => Object.assign(document.createElement(tag), values)
-    const next = () => new Promise(done => document.addEventListener("securitypolicyviolation", done, {once: true}))
-    for (const attack of [() => { new Image().src = "http://e.test/pixel.png" },
-                          () => { fetch("http://e.test/").catch(() => null) },
-                          () => create("a", {href: "javascript:window.broken=1"}).click(),
-                          () => { document.body.innerHTML = "<b>markup</b>" },
-                          () => document.body.append(create("iframe", {src: "/"}))]) {
-      const violation = next()
-      try { attack() } catch { }
-      blocked.push((await violation).effectiveDirective)
-    }
-    return blocked
-  }""")
-  assert [rule.partition("-")[0] for rule in blocked] == ["img", "connect", "script", "require", "frame"]
+  for directive, attack in (
+      ("img-src", "new Image().src = 'http://e.test/pixel.png'"),
+      ("connect-src", "fetch('http://e.test/').catch(() => null)"),
+      ("script-src", "Object.assign(document.createElement('a'), {href: 'javascript:window.broken=1'}).click()"),
+      ("require-trusted-types-for", "document.body.innerHTML = '<b>markup</b>'"),
+      ("frame-src", "document.body.append(Object.assign(document.createElement('iframe'), {src: '/'}))")):
+    blocked = tab.evaluate(f"""() => new Promise(done => {{
+      document.addEventListener("securitypolicyviolation", e => done(e.effectiveDirective), {{once: true}})
+      try {{ {attack} }} catch {{ }}
+    }})""")
+    assert blocked.startswith(directive)
   assert tab.evaluate("window.broken") is None and not requests
   tab.close()
 
@@ -89,7 +80,7 @@ def expect_only_safe_elements(part, markdown):
   elements = part.evaluate("""part => [...part.querySelectorAll("*")].map(x =>
     [x.localName, x.namespaceURI, Object.fromEntries([...x.attributes].map(a => [a.name, a.value]))])""")
   for tag, namespace, attributes in elements:
-    assert tag in TAGS | PAGE_TAGS and namespace.endswith("/xhtml"), (markdown, tag)
+    assert tag in TAGS + PAGE_TAGS and namespace.endswith("/xhtml"), (markdown, tag)
     safe = PAGE_ATTRIBUTES if tag in PAGE_TAGS else {"href", "target", "rel", "align", "start"}
     assert attributes.keys() <= safe, (markdown, attributes)
     if "href" in attributes:
@@ -98,44 +89,34 @@ def expect_only_safe_elements(part, markdown):
 
 
 @pytest.mark.parametrize("defenses", ["all", "sanitizer only"])
-def test_hostile_answers_run_no_script_and_send_no_request(visit, server, tmp_path, defenses):
-  page, every = visit(), "\n\n".join(HOSTILE)
+def test_hostile_input_is_text_runs_no_script_and_sends_no_request(page, server, tmp_path, defenses):
+  every = "\n\n".join(HOSTILE)
   if defenses == "sanitizer only":   # Markdown passes markup through, and the page has no Content-Security-Policy
     text = PAGE.read_text().replace("tokenizer: {html() {}, tag() {}},", "").replace(policy(PAGE.read_text()), "")
     assert len(text) < len(PAGE.read_text()) - 300
     page.tab.route(server.url + "/", lambda route: route.fulfill(content_type="text/html", body=text))
     page.tab.goto(server.url)
-  answers = [*({"content": f"{markdown}\n\nend"} for markdown in [every, *HOSTILE, f"```{MARKUP}\nx\n```"]),
+  answers = [*({"content": f"{markdown}\n\nend"} for markdown in [every, *HOSTILE, MARKUP, f"```{MARKUP}\nx\n```"]),
              {"content": "", "reasoning": every, "calls": [{"name": MARKUP, "arguments": json.dumps({MARKUP: every})}]}]
   messages = [message for answer in answers
-              for message in ({"role": "user", "content": "hello"}, {"role": "assistant", **answer})]
+              for message in ({"role": "user", "content": MARKUP}, {"role": "assistant", **answer})]
   page.import_file(tmp_path / "hostile.json", {"format": "tinyvllm chats", "chats": [{"messages": messages}]})
-  page.button("hello").click()
-  expect(page.answers).to_have_count(len(answers))
+  page.expect(chats=[MARKUP[:60]])
+  page.chats.click()
+  page.expect(asked=[MARKUP] * len(answers), answers=len(answers), folds=["Reasoning", f"Tool call: {MARKUP}"])
   for answer, article in zip(answers, page.answers.all(), strict=True):
     markdown = answer["content"].removesuffix("\n\nend")
     expect_only_safe_elements(article, markdown)
     if defenses == "all" and markdown.startswith("<") and not re.search("[\n&]|<java", markdown):
       assert markdown in article.text_content(), "markup is shown as text"
-  expect(page.answers.last.locator("summary")).to_have_text(["Reasoning", f"Tool call: {MARKUP}"])
   assert "broken=1" in page.answers.last.locator("details").first.text_content()
-  assert page.ask("more", every) and page.tab.evaluate("window.broken") is None and len(page.tab.frames) == 1
+  assert page.ask("more", every[:9], every[9:])
+  for path in ("models", "chat/completions"): page.fail(400, MARKUP, path)
+  page.send("more")
+  page.expect(alert=f"400: {MARKUP}", status=f"400: {MARKUP}")
+  assert page.tab.evaluate("window.broken") is None and len(page.tab.frames) == 1
   assert page.tab.url.rstrip("/#") == server.url
   assert page.tab.evaluate("typeof document.getElementById") == "function"
-
-
-def test_markup_of_user_model_and_server_is_shown_as_text(visit):
-  page = visit()
-  assert page.ask(MARKUP, MARKUP[:9], MARKUP[9:]) == MARKUP
-  assert page.questions.locator("> div").text_content() == MARKUP
-  page.fail(400, MARKUP)
-  page.fail(400, MARKUP, "models")
-  page.send("more")
-  for place in (page.alert, page.status): expect(place).to_have_text(f"400: {MARKUP}")
-  page.new_chat()
-  assert MARKUP[:60] in page.tab.get_by_role("navigation").text_content()
-  assert not page.tab.locator("main img, main script, main b, nav img, nav b").count()
-  assert page.tab.evaluate("window.broken") is None
 
 
 @pytest.mark.parametrize("has_clipboard", [True, False])
@@ -151,88 +132,78 @@ def test_markdown_is_rendered_and_copied(visit, has_clipboard):
   link = page.answers.get_by_role("link", name="the docs")
   assert [link.get_attribute(name) for name in ("href", "target", "rel")] == [
     "https://docs.python.org/3/", "_blank", "noopener noreferrer"]
-
   blocks = page.answers.get_by_role("button", name="Copy code")
   for button, text in ((blocks.first, ANSWER.partition("```python\n")[2].partition("```")[0]), (blocks.last, "last\n"),
                        (page.answers.get_by_role("button", name="Copy", exact=True), ANSWER + "\n~~~\nlast\n~~~"),
                        (page.questions.get_by_role("button", name="Copy"), "hello\nyou")):
     page.tab.evaluate("navigator.clipboard.__proto__.writeText.call(navigator.clipboard, '')")
     button.click()
-    expect(page.status).to_have_text("Copied.")
+    page.expect(status="Copied.")
     expect(button).to_be_focused()
     assert page.tab.evaluate("navigator.clipboard.readText()") == text
     page.tab.evaluate("document.getElementById('note').textContent = ''")
 
 
-def test_finished_block_keeps_selection_and_later_link_target_resolves(visit):
-  page = visit(feed=True)
-  page.send("hello")
-  page.feed("First *one* [here][a].\n\nSecond")
-  expect(page.answers.locator("p").last).to_have_text("Second")
+def test_streaming_keeps_open_reasoning_and_selection_and_resolves_links(page):
+  page.stream()
+  page.feed("<think>one")
+  page.answers.get_by_text("Reasoning", exact=True).click()
+  page.feed(" two</think>First *one* [here][a].\n\nSecond")
+  expect(page.texts.locator("p").last).to_have_text("Second")
   page.tab.evaluate("getSelection().selectAllChildren(document.querySelector('article em'))")
   for text, last in ((" more", "Second more"), ("\n\n```\nx = 1", "x = 1"), ("\n```\n\nThird", "Third")):
     page.feed(text)
-    expect(page.answers.locator("p, code").last).to_have_text(last)
+    expect(page.texts.locator("p, code").last).to_have_text(last)
   assert page.tab.evaluate("`${getSelection()}`") == "one"
   expect(page.answers.get_by_role("link")).to_have_count(0)
-  page.feed("\n\n[a]: https://a.test/")
+  page.feed("\n\n[a]: https://a.test/")   # the target of the link in the first block
   expect(page.answers.get_by_role("link")).to_have_text("here")
+  expect(page.answers.get_by_text("one two")).to_be_visible()
   page.feed(None)
   page.wait()
-  expect(page.answers.locator("> div > *")).to_have_count(4)
+  expect(page.texts.locator("> *")).to_have_count(4)
+  expect(page.answers.get_by_text("one two")).to_be_visible()
 
 
-def test_long_answer_is_not_rendered_for_every_chunk(visit):
-  page = visit(feed=True)
-  page.send("hello")
-  expect(page.button("Stop")).to_be_visible()
-  num_renders = page.tab.evaluate("""async () => {
-    let renders = 0
+def test_long_answer_is_not_rendered_for_every_chunk(page):
+  page.stream()
+  page.tab.evaluate("""async () => {
+    window.renders = 0
     new MutationObserver(() => renders++).observe(document.querySelector("[aria-label=Model] > div"), {childList: true})
     for (let i = 0; i < 3000; i++) {
       feed(`word ${i} of a **block** that grows\\n`)
       await 0
     }
     feed(null)
-    return new Promise(done => {
-      const look = () => document.querySelector("[aria-busy=true]") ? requestAnimationFrame(look) : done(renders)
-      look()
-    })
   }""")
-  assert 0 < num_renders < 100, num_renders
   assert page.wait().count("word") == 3000
+  assert 0 < page.tab.evaluate("renders") < 100
 
 
 def test_log_follows_answer_until_user_scrolls_up(visit):
-  page = visit(feed=True, viewport={"width": 400, "height": 500})
-  page.send("hello")
-
+  page = visit(viewport={"width": 400, "height": 500})
+  page.stream()
+  def look(expression): return page.log.evaluate(f"x => {expression}")
   def grow():
-    height = place("scrollHeight")
+    height = look("x.scrollHeight")
     page.feed("- a line\n" * 40)
-    page.tab.wait_for_function("height => document.getElementById('log').scrollHeight > height + 100", arg=height)
-  def place(name): return page.log.evaluate(f"x => x.{name}")
-  def scroll(delta, condition):
+    wait_until(lambda: look("x.scrollHeight") > height + 100, "the answer grows")
+  start, end = "x.scrollTop === 0", "x.scrollTop > 100 && x.scrollHeight - x.scrollTop - x.clientHeight < 40"
+  grow()
+  assert look(end)
+  for delta, place in ((-99999, start), (99999, end)):
     page.log.hover()
     page.tab.mouse.wheel(0, delta)
-    page.tab.wait_for_function(f"() => {{ const x = document.getElementById('log'); return {condition} }}")
-  at_end = "x.scrollHeight - x.scrollTop - x.clientHeight < 40"
-  grow()
-  assert page.log.evaluate(f"x => {at_end} && x.scrollTop > 100")
-  scroll(-99999, "x.scrollTop === 0")
-  grow()
-  assert place("scrollTop") == 0
-  scroll(99999, at_end)
-  grow()
-  assert page.log.evaluate(f"x => {at_end}")
+    wait_until(lambda place=place: look(place), place)
+    grow()
+    assert look(place)
 
 
-def test_code_is_highlighted_by_its_language(visit):
-  page = visit()
+def test_code_is_highlighted_by_its_language(page):
   page.ask("hello", f"- item\n\n  ```py\n  if 1\n  ```\n\n{ALL_CODE}")
   blocks = page.answers.locator(".code").all()
-  for (language, source, spans), block in zip([["py", "if 1", [["keyword", "if"], ["number", "1"]]], *CODE], blocks,
-                                              strict=True):
+  expected = [["py", "if 1", [["keyword", "if"], ["number", "1"]]], *CODE]
+  for (language, source, spans), block in zip(expected, blocks, strict=True):
     colored = block.locator("code span").evaluate_all("all => all.map(x => [x.className, x.textContent])")
     assert colored == spans, language
     assert block.locator("pre").text_content() == source + "\n"
@@ -247,7 +218,7 @@ def test_code_is_highlighted_by_its_language(visit):
   [FOLDED[:3], FOLDED[3:20], FOLDED[20:]],
   [FOLDED.removeprefix("<think>")],   # the chat template has put <think> into the prompt
 ], ids=["reasoning_content", "reasoning", "inline", "inline without start"])
-def test_reasoning_is_collapsed_and_not_sent_again(visit, deltas):
+def test_reasoning_is_collapsed_and_not_copied_or_sent_again(visit, deltas):
   page = visit(permissions=["clipboard-read", "clipboard-write"])
   assert page.ask("hello", *deltas) == "the answer"
   thought = page.answers.first.get_by_text("plan one")
@@ -256,7 +227,7 @@ def test_reasoning_is_collapsed_and_not_sent_again(visit, deltas):
   expect(thought).to_be_visible()
   expect(thought.locator("strong")).to_have_text("one")
   page.answers.get_by_role("button", name="Copy").click()
-  expect(page.status).to_have_text("Copied.")
+  page.expect(status="Copied.")
   assert page.tab.evaluate("navigator.clipboard.readText()") == "the answer"
   page.tab.reload()
   assert page.wait() == "the answer"
@@ -265,41 +236,24 @@ def test_reasoning_is_collapsed_and_not_sent_again(visit, deltas):
   assert page.posts[-1][1]["messages"][1] == {"role": "assistant", "content": "the answer"}
 
 
-def test_answer_that_mentions_think_tags_is_not_folded(visit):
-  page = visit()
+def test_answer_that_mentions_think_tags_is_not_folded(page):
   for text in ("Write </think> to end.", "Use\n\n```\n<think>\n</think>\n```"):
     assert "</think>" in page.ask("hello", text)
   expect(page.answers.locator("details")).to_have_count(0)
 
 
-def test_open_reasoning_stays_open_while_it_streams(visit):
-  page = visit(feed=True)
-  page.send("hello")
-  page.feed("<think>one")
-  page.answers.get_by_text("Reasoning", exact=True).click()
-  page.feed(" two</think>done")
-  expect(page.answers.locator("> div")).to_have_text("done")
-  expect(page.answers.get_by_text("one two")).to_be_visible()
-  page.feed(None)
-  assert page.wait() == "done"
-  expect(page.answers.get_by_text("one two")).to_be_visible()
-
-
-def test_empty_chat_has_three_examples_that_are_sent_on_click(visit):
-  page = visit()
+def test_empty_chat_has_three_examples_that_are_sent_on_click(page):
   page.respond("yes")
   examples = page.tab.get_by_role("region", name="Examples").get_by_role("button")
   expect(examples).to_have_count(3)
   for i, words in enumerate(examples.all_text_contents()):
     examples.nth(i).click()
-    page.wait()
-    assert page.sent == [words]
+    assert page.wait() and page.sent == [words]
     expect(examples).to_have_count(0)
     page.new_chat()
 
 
-def test_every_control_is_reachable_with_the_keyboard(visit):
-  page = visit()
+def test_every_control_is_reachable_with_the_keyboard(page):
   page.settings()
   page.ask("hello", ANSWER)
   focused = []
@@ -318,7 +272,7 @@ def test_every_control_is_reachable_with_the_keyboard(visit):
 
 @pytest.mark.parametrize("options", [{}, {**PHONE, "color_scheme": "dark"}], ids=["light", "dark phone"])
 def test_axe_finds_no_accessibility_violations(visit, options):
-  page = visit(**options)
+  page, text = visit(**options), f"{ANSWER}\n{ALL_CODE}"
 
   def check(state):
     results = Axe().run(page.tab)
@@ -329,10 +283,10 @@ def test_axe_finds_no_accessibility_violations(visit, options):
   check("settings open")
   page.button("Settings").click()
   check("empty")
-  text = f"{ANSWER}\n{ALL_CODE}"
-  page.ask("hello", {"reasoning": text}, text, tool_call("get_weather", '{"city": "Paris"}'))
+  call = {"index": 0, "id": "1", "function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
+  page.ask("hello", {"reasoning": text}, text, {"tool_calls": [call]})
   check("a conversation")
-  for summary in page.answers.locator("summary").all(): summary.click()
+  for summary in page.folds.all(): summary.click()
   check("reasoning and tool calls open")
   if options: page.button("Chats").tap()
   check("the list of chats")
@@ -345,7 +299,7 @@ def test_axe_finds_no_accessibility_violations(visit, options):
   page.tab.keyboard.press("Escape")
   page.fail(429, "at most 2 sequences may wait")
   page.send("more")
-  expect(page.alert).to_be_visible()
+  page.expect(alert=re.compile("429"))
   check("an error")
 
 
@@ -389,20 +343,19 @@ def test_list_of_chats_is_a_drawer_on_a_phone_and_can_be_hidden(visit):
   expect(page.message).to_be_focused()
 
 
+def is_dark(page):
+  style = page.tab.locator("body").evaluate("x => [getComputedStyle(x).backgroundColor, getComputedStyle(x).color]")
+  background, text = (sum(map(int, re.findall(r"\d+", color)[:3])) for color in style)
+  assert min(background, text) < 150 < 600 < max(background, text)
+  return background < text
+
+
 def test_colors_follow_the_system_until_a_theme_is_chosen(visit):
-  def is_dark(page):
-    style = page.tab.locator("body").evaluate("x => [getComputedStyle(x).backgroundColor, getComputedStyle(x).color]")
-    background, text = (sum(map(int, re.findall(r"\d+", color)[:3])) for color in style)
-    assert min(background, text) < 150 < 600 < max(background, text)
-    return background < text
-  assert is_dark(visit(color_scheme="dark"))
-  page = visit(color_scheme="light")
-  assert not is_dark(page)
-  page.settings()
-  page.tab.get_by_label("Theme").select_option("dark")
-  assert is_dark(page)
-  page.tab.reload()
-  assert is_dark(page)
-  page.settings()
-  page.tab.get_by_label("Theme").select_option("system")
-  assert not is_dark(page)
+  dark, page = visit(color_scheme="dark"), visit(color_scheme="light")
+  assert is_dark(dark) and not is_dark(page)
+  for theme in ("dark", "system"):
+    page.settings()
+    page.tab.get_by_label("Theme").select_option(theme)
+    for _ in range(2):
+      assert is_dark(page) == (theme == "dark")
+      page.tab.reload()

@@ -2,7 +2,7 @@
 import pytest
 from helpers.engines import ENGINE
 from helpers.hash_model import HashDevice, HashModel
-from helpers.speculation import NGRAM, check_preemptions
+from helpers.speculation import NGRAM, Counts, Oracle, check_preemptions
 
 from tinyvllm import LLM
 
@@ -15,18 +15,15 @@ def wide_registers(monkeypatch):
 
 @pytest.fixture
 def fake(words_folder, monkeypatch):
-  """Makes an engine with a fake device. Returns the engine and its model."""
-  def make(drafts=NGRAM, alphabet=range(259, 320), overlaps=False, **options):
+  """Makes an engine with a fake device. Returns the engine, its oracle and its counts of drafts."""
+  def make(drafts=NGRAM, style="right", overlaps=False, **options):
     engine = LLM(words_folder, **{**ENGINE, "max_model_len": 512, **options}, speculative_config=drafts)
-    engine.runner.is_async, model = overlaps, HashModel([*alphabet])
-    engine.device, *_ = [HashDevice(engine, runner, model) for runner in engine.runners]
+    engine.runner.is_async, model = overlaps, HashModel([*range(259, 320)])
+    for runner in engine.runners: HashDevice(engine, runner, model)
     check_preemptions(engine)
-    return engine, model
+    return engine, Oracle(monkeypatch, style, model=model), Counts(engine)
   return make
 
 
 @pytest.fixture(scope="module")
-def plain(words_folder):
-  engine = LLM(words_folder, **{**ENGINE, "max_num_seqs": 16})
-  for _ in engine.capture([16], optional=True): pass
-  return engine
+def plain(words_folder): return LLM(words_folder, **{**ENGINE, "max_num_seqs": 16})

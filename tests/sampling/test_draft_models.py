@@ -1,164 +1,107 @@
-"""Speculative decoding with a draft model: outputs equal those without drafts, and its drafts equal its own outputs."""
-import contextlib
-import random
+"""Speculative decoding: outputs of a model equal those without drafts, for each field and each source of drafts, with
+stops and failures."""
+import dataclasses
+import itertools
 
 import pytest
-import sentencepiece
 from helpers.engines import ENGINE, check_invariants
-from helpers.faults import Failed, break_steps, fail_once
-from helpers.models import VOCAB, tiny_model
+from helpers.faults import PLACES, break_steps, fail_once, finish
+from helpers.models import tiny_model
+from helpers.parameters import slow
+from helpers.reference import reference_greedy
 from helpers.requests import greedy, ids_of, prompt, sampled, tokens
-from helpers.speculation import (CASES, Counts, NO_DRAFTS, check_same)
+from helpers.speculation import (CASES, NGRAM, NO_DRAFTS, Counts, Oracle, add_outputs, always_draft,
+                                 check_equal_to_plain, check_same)
 
 from tinyvllm import LLM
-from tinyvllm_extra.server.metrics import draft_statistics
-
-OPTIONS = {**ENGINE, "max_num_seqs": 16}   # one graph serves all requests
-
-
-# Draft models
-
-@pytest.fixture(scope="module")
-def other_folder(tmp_path_factory):
-  """A smaller model with the same vocabulary."""
-  return tiny_model(tmp_path_factory.mktemp("other"), seed=7, words=True, num_hidden_layers=1, hidden_size=16)
 
 
 @pytest.fixture(scope="module")
-def own_draft_llm(words_folder):
-  """An engine whose draft model is the target model."""
-  engine = LLM(words_folder, **OPTIONS, speculative_config={"model": str(words_folder), "num_speculative_tokens": 3})
-  for _ in engine.capture([16], optional=True): pass
-  return engine
+def engines(words_folder, tmp_path_factory):
+  """By source of drafts: n-grams, the target as draft model, or a smaller model with the same vocabulary."""
+  small = tiny_model(tmp_path_factory.mktemp("small"), seed=7, words=True, num_hidden_layers=1, hidden_size=16)
+  configs = {"n-grams": NGRAM | {"prompt_lookup_min": 1}, "own model": {"model": words_folder},
+             "small model": {"model": small}}
+  options = {**ENGINE, "max_num_seqs": 16}
+  return {name: LLM(words_folder, **options, speculative_config={"num_speculative_tokens": 3, **config})
+          for name, config in configs.items()}
 
 
-@pytest.fixture(scope="module")
-def other_draft_llm(words_folder, other_folder):
-  """An engine whose draft model is another, smaller model."""
-  engine = LLM(words_folder, **OPTIONS, speculative_config={"model": other_folder, "num_speculative_tokens": 3})
-  for _ in engine.capture([16], optional=True): pass
-  return engine
+@pytest.fixture(params=["plain", "overlapped"])
+def engine(engines, monkeypatch, request):
+  engine = engines["n-grams"]
+  monkeypatch.setattr(engine.runner, "is_async", request.param == "overlapped")
+  yield engine
+  for name in list(engine.requests): engine.abort_request(name)   # so that only the failed test fails
 
 
-class TestDraftModel:
-  @pytest.mark.parametrize("case", [case for case in CASES if case not in NO_DRAFTS and case != "n"] + ["n"])
-  def test_own_draft_model_is_always_accepted(self, plain, own_draft_llm, case):
-    params = [sampled(24, **{"seed": i, **CASES[case]}) for i in range(3)]
-    jobs = [tokens(prompt(5 + 6 * i, case, i)) for i in range(3)]
-    count, expected = Counts(own_draft_llm), plain.generate(jobs, params, False)
-    check_same(own_draft_llm.generate(jobs, params, False), expected)
-    for job, p, output in zip(jobs, params, expected, strict=True):
-      check_same(own_draft_llm.generate([job], [p], False), [output])
-    _, proposed, accepted = count()
-    assert accepted == proposed and (proposed > 50 or params[0].max_tokens == 3 or not params[0].ignore_eos)
-    check_invariants(own_draft_llm)
+@pytest.mark.parametrize("source, overlaps", [("n-grams", True), *slow(("n-grams", False)), ("own model", False),
+                                              ("small model", False)])
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_with_drafts_equal_outputs_without(plain, engines, monkeypatch, source, overlaps, case):
+  engine = engines[source]
+  monkeypatch.setattr(engine.runner, "is_async", overlaps)
+  params = [sampled(24, **{"seed": i, **CASES[case]}) for i in range(3)]
+  jobs, count = [tokens(prompt(5 + 6 * i, case, i)) for i in range(3)], Counts(engine)
+  check_equal_to_plain(plain, engine, jobs, params)   # n-grams that repeat by chance
+  if source == "n-grams":
+    oracle = Oracle(monkeypatch, "partly wrong")
+    if case not in NO_DRAFTS: add_outputs(oracle, plain, jobs, params)
+    check_equal_to_plain(plain, engine, jobs, params)
+    oracle.style = "right"
+    check_equal_to_plain(plain, engine, jobs, params)
+  _, proposed, accepted = count()
+  assert (proposed > 0) == (case not in NO_DRAFTS) and (accepted > 0 or source != "n-grams" or not proposed)
+  if source == "own model":
+    assert accepted == proposed and (proposed > 50 or case in ("max_tokens", "min_tokens", "eos", *NO_DRAFTS))
+  check_invariants(engine)
 
-  @pytest.mark.parametrize("case", CASES)
-  def test_other_draft_model_gives_equal_outputs(self, plain, other_draft_llm, case):
-    params = [sampled(24, **{"seed": i, **CASES[case]}) for i in range(3)]
-    jobs = [tokens(prompt(5 + 6 * i, case, i)) for i in range(3)]
-    count, expected = Counts(other_draft_llm), plain.generate(jobs, params, False)
-    check_same(other_draft_llm.generate(jobs, params, False), expected)
-    for job, p, output in zip(jobs, params, expected, strict=True):
-      check_same(other_draft_llm.generate([job], [p], False), [output])
-    assert (count()[1] > 0) == (case not in NO_DRAFTS)
-    check_invariants(other_draft_llm)
 
-  @pytest.mark.parametrize("overlaps", [False, True])
-  def test_draft_model_saves_steps(self, fake, words_folder, overlaps):
-    engine, model = fake({"model": words_folder, "num_speculative_tokens": 3}, overlaps=overlaps)
-    count, ids = Counts(engine), prompt(9, "steps")
-    expected, _ = model.text(ids, greedy(120), 0, 120)
-    assert ids_of(engine.generate(tokens(ids), greedy(120), False)[0]) == expected
-    assert count()[1] == count()[2] >= 75 and (overlaps or count.steps == 120 - count()[2])
+@pytest.mark.parametrize("field", ["stop", "stop_token_ids"])
+def test_stop_within_drafts_ends_text(plain, engine, monkeypatch, field):
+  ids, whole = prompt(7, field), sampled(24, seed=4, top_k=3)
+  output = plain.generate(tokens(ids), whole, False)[0].outputs[0]
+  pieces = [output.text[i:i + 1 + i % 4] for i in range(2, len(output.text) - 4, 2)]
+  stops = [[x] for x in (pieces if field == "stop" else output.token_ids)]
+  params = [dataclasses.replace(whole, include_stop_str_in_output=i % 2 == 0, min_tokens=i % 3 * 4, logprobs=1,
+                                **{field: stop}) for i, stop in enumerate(stops)]
+  oracle, jobs, count = Oracle(monkeypatch), [tokens(ids)] * len(params), Counts(engine)
+  add_outputs(oracle, plain, jobs[:1], [whole])
+  expected = check_equal_to_plain(plain, engine, jobs, params)
+  assert sum(o.outputs[0].finish_reason == "stop" for o in expected) > 7 and count()[2] > 30
+  assert len({len(ids_of(o)) for o in expected}) > 6, "they must end at many positions"
+  count = Counts(engine)
+  for p in params[::3]: engine.generate(jobs[:1], p, False)
+  assert count()[1] == count()[2] > 20, "drafts after the end are not counted"
+  check_invariants(engine)
 
-  def test_own_draft_model_after_prefix_cache_hit_is_accepted(self, plain, own_draft_llm):
-    ids, count = prompt(30, "twins' cache"), Counts(own_draft_llm)
-    expected, = plain.generate(tokens(ids), greedy(50), False)
-    for n in (0, 3, 17, 30):
-      output, = own_draft_llm.generate(tokens([*ids, *ids_of(expected)[:n]]), greedy(50 - n), False)
-      assert ids_of(output) == ids_of(expected)[n:] and (n == 0 or output.num_cached_tokens >= 28)
-    assert count()[1] == count()[2] > 80
 
-  def test_own_draft_model_with_chunks_and_aborts_is_accepted(self, plain, own_draft_llm):
-    rng, count = random.Random(0), Counts(own_draft_llm)
-    jobs = [tokens(prompt([3, 50, 7, 41, 1][i % 5], "twins", i // 2)) for i in range(20)]
-    params = [[greedy(30), sampled(20, seed=i), sampled(25, n=2, seed=i)][i % 3] for i in range(20)]
-    expected, waiting, last = plain.generate(jobs, params, False), [*range(20)], {}
-    while waiting or own_draft_llm.has_unfinished_requests():
-      if waiting and rng.random() < 0.5:
-        i = waiting.pop()
-        own_draft_llm.add_request(str(i), jobs[i], params[i])
-      if rng.random() < 0.05 and own_draft_llm.requests:
-        name = rng.choice([*own_draft_llm.requests])
-        own_draft_llm.abort_request(name)
-        waiting.append(int(name))
-      last |= {output.request_id: output for output in own_draft_llm.step()}
-      check_invariants(own_draft_llm)
-    check_same([last[str(i)] for i in range(20)], expected)
-    assert count()[1] == count()[2] > 100
+def test_stream_delivers_accepted_drafts_together(plain, engine, monkeypatch):
+  ids, params = prompt(9, "stream"), sampled(40, seed=2, logprobs=0)
+  add_outputs(Oracle(monkeypatch), plain, [tokens(ids)], [params])
+  expected, = plain.generate(tokens(ids), params, False)
+  pieces = [output.outputs[0] for output in engine.generate_stream(tokens(ids), params)]
+  assert "".join(piece.text for piece in pieces) == expected.outputs[0].text
+  assert [token for piece in pieces for token in piece.token_ids] == ids_of(expected)
+  assert [len(piece.logprobs) for piece in pieces] == [len(piece.token_ids) for piece in pieces]
+  assert len(pieces) < 20 and max(len(piece.token_ids) for piece in pieces) == 6
+  assert pieces[-1].finish_reason == "length"
 
-  def test_own_draft_model_after_preemptions_and_failures_is_accepted(self, plain, words_folder, monkeypatch):
-    engine = LLM(words_folder, **ENGINE, num_gpu_blocks_override=13,
-                 speculative_config={"model": words_folder, "num_speculative_tokens": 3})
-    count, jobs = Counts(engine), [prompt(3 + 3 * i, "twins", "small", i) for i in range(5)]
-    expected = [ids_of(o) for o in plain.generate([tokens(ids) for ids in jobs], greedy(28), False)]
-    for place, number in (("never", 1), ("launch", 6), ("read", 9), ("amid update", 12)):
-      engine.blocks.cached_blocks.clear()
-      engine.blocks.reset()
-      for i, ids in enumerate(jobs): engine.add_request(str(i), tokens(ids), greedy(28))
-      last = {}
-      with monkeypatch.context() as patch:
-        break_steps(engine, patch, fail_once(place, number))
-        while engine.has_unfinished_requests():
-          with contextlib.suppress(Failed): last |= {output.request_id: output for output in engine.step()}
-          check_invariants(engine)
-      assert [ids_of(last[str(i)]) for i in range(5)] == expected
-    assert count()[1] == count()[2] > 50 and count.preemptions > 0
 
-  @pytest.mark.parametrize("config, parts", [
-    ({"model": "/nowhere"}, ["/nowhere"]), ({"method": "ngram", "model": "words"}, ["method='ngram'", "model"]),
-    ({"model": "words", "quantization": "int5"}, ["quantization='int5'", "int8"]), ({"model": 5}, ["model=5"]),
-  ])
-  def test_invalid_draft_model_config_raises(self, words_folder, config, parts):
-    config = {"num_speculative_tokens": 2, **config}
-    if config["model"] == "words": config["model"] = str(words_folder)
-    with pytest.raises(ValueError) as error: LLM(words_folder, **ENGINE, speculative_config=config)
-    assert all(x in str(error.value) for x in parts), str(error.value)
-
-  @pytest.mark.parametrize("config, name", [
-    ({"method": "ngram", "quantization": "int8"}, "quantization='int8'"),
-    ({"model": "words", "prompt_lookup_max": 3}, "prompt_lookup_max=3")])
-  def test_option_without_effect_raises(self, words_folder, config, name):
-    with pytest.raises(ValueError, match=f"{name} has no effect"):
-      LLM(words_folder, **ENGINE, speculative_config={"num_speculative_tokens": 2, **config})
-
-  def test_draft_statistics_of_server_log(self):
-    assert draft_statistics({"steps": 5}) == draft_statistics({"spec_decode_num_draft_tokens": 0}) == ""
-    metrics = {"spec_decode_num_drafts": 4, "spec_decode_num_draft_tokens": 20, "spec_decode_num_accepted_tokens": 15}
-    assert draft_statistics(metrics) == ", Draft acceptance rate: 75.0%, Mean acceptance length: 4.75"
-
-  def test_draft_model_with_other_vocab_size_raises(self, words_folder, tmp_path):
-    folder = tiny_model(tmp_path, vocab_size=333, tokenizer=False)
-    with pytest.raises(ValueError, match="vocab_size") as e:
-      LLM(words_folder, **ENGINE, speculative_config={"model": folder, "num_speculative_tokens": 2})
-    assert "333" in str(e.value) and "320" in str(e.value)
-
-  def test_draft_model_with_other_vocabulary_raises(self, words_folder, tmp_path):
-    folder = tiny_model(tmp_path, words=True)
-    sentencepiece.SentencePieceTrainer.train(
-      sentence_iterator=iter(["zebra quilts jump vex", "pyx fjord waltz bog", "sphinx of black quartz judge my vow",
-                              "how vexingly quick daft zebras jump", "pack my box with five dozen liquor jugs"]),
-      model_prefix=str(tmp_path / "tokenizer"), vocab_size=VOCAB, model_type="bpe", byte_fallback=True,
-      character_coverage=1.0, hard_vocab_limit=False, num_threads=1, minloglevel=2)
-    with pytest.raises(ValueError, match="another vocabulary"):
-      LLM(words_folder, **ENGINE, speculative_config={"model": folder, "num_speculative_tokens": 2})
-
-  def test_draft_model_without_memory_raises(self, words_folder, monkeypatch):
-    free = 300_000   # bytes: enough for one of the two models
-    monkeypatch.setattr("tinyvllm_extra.kernels.FastBackend.free_memory", lambda backend, device: free)
-    LLM(words_folder, **ENGINE)
-    with pytest.raises(ValueError) as e:
-      LLM(words_folder, **ENGINE, speculative_config={"model": words_folder, "num_speculative_tokens": 2})
-    assert "speculative_config" in str(e.value) or "draft" in str(e.value)
-    assert any(x in str(e.value) for x in ("raise", "lower", "smaller", "free"))
+@pytest.mark.parametrize("place", PLACES)
+def test_failed_step_with_drafts_loses_and_repeats_no_token(engine, words_folder, monkeypatch, place):
+  always_draft(monkeypatch)
+  jobs = {name: prompt(length, "fails", name) for name, length in (("a", 3), ("b", 20), ("c", 6))}
+  expected = {name: reference_greedy(words_folder, ids, 16) for name, ids in jobs.items()}
+  for number, style in itertools.product(range(1, 6), ("right", "partly wrong")):
+    Oracle(monkeypatch, style).texts = [[*ids, *expected[name]] for name, ids in jobs.items()]
+    engine.blocks.cached_blocks.clear()
+    engine.blocks.reset()
+    for name, ids in jobs.items(): engine.add_request(name, tokens(ids), greedy(14, logprobs=0))
+    with monkeypatch.context() as patch:
+      break_steps(engine, patch, fail_once(place, number))
+      last, failures = finish(engine)
+    assert failures == 1, f"{place} {number} must fail"
+    assert {name: ids_of(output) for name, output in last.items()} == {name: x[:14] for name, x in expected.items()}
+    again = engine.generate([tokens(ids) for ids in jobs.values()], greedy(14, logprobs=0), False)
+    check_same(again, [last[name] for name in jobs])

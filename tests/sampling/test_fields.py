@@ -1,28 +1,20 @@
 """SamplingParams fields implemented by a LogitsProcessor: penalties, logit bias, allowed and banned tokens, log
-probabilities. Each function, and then the whole engine, is compared with plain numpy."""
-
+probabilities. The engine is compared with plain numpy."""
 import numpy as np
 import pytest
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
-from helpers.reference import (END, N, SPM, changed, encodings, end_ids, reference_greedy,
+from helpers.reference import (END, N, SPM, changed, encodings, end_ids, log_softmax, reference_greedy,
                                reference_logits)
-from helpers.requests import ids_of, tokens
+from helpers.requests import greedy, ids_of, sampled, tokens
 from helpers.tokenizers import byte_level_bpe
 
-from tinyvllm import LLM, Logprob, SamplingParams
-
-
-def log_softmax(x):
-  x = x - x.max(1, keepdims=True)
-  return x - np.log(np.exp(x).sum(1, keepdims=True))
+from tinyvllm import LLM, Logprob
 
 
 # The engine, compared with each step's adjusted reference logits
 
-
-def params(size, **o): return SamplingParams(**{"temperature": 0.0, "max_tokens": size, "ignore_eos": True, **o})
-def seeded(size, seed, **options): return params(size, **{"temperature": 0.9, "top_p": 0.95, "seed": seed, **options})
+def seeded(size, seed, **options): return sampled(size, seed, top_p=0.95, **options)
 def samples(output): return [c.token_ids for c in output.outputs]
 def prompt(length, salt=0): return [259 + (7 * i + 5 * salt + i * i) % 61 for i in range(length)]
 
@@ -79,7 +71,7 @@ def expected(folder):   # by the case's name and whether its options are set
 
 
 def generate(engine, jobs):
-  options = [params(N, **CASES[name][1] if is_set else {}) for name, is_set in jobs]
+  options = [greedy(N, **CASES[name][1] if is_set else {}) for name, is_set in jobs]
   return [ids_of(o) for o in engine.generate([tokens(CASES[name][0]) for name, _ in jobs], options)]
 
 
@@ -104,7 +96,7 @@ def test_penalties_count_chunked_and_cached_prompts(llm, folder):
     ids = naive_greedy(folder, prompt_ids, N, **options)
     last_chunk = naive_greedy(folder, prompt_ids, N, penalized=prompt_ids[-13:], **options)
     assert ids != last_chunk, "the first chunks must have an effect"
-    outputs = [llm.generate(tokens(prompt_ids), params(N, **options))[0] for _ in range(2)]
+    outputs = [llm.generate(tokens(prompt_ids), greedy(N, **options))[0] for _ in range(2)]
     assert [ids_of(o) for o in outputs] == [ids, ids] and [o.num_cached_tokens for o in outputs] == [0, 44]
 
 
@@ -112,7 +104,7 @@ def test_bad_word_starting_in_prompt_is_allowed(llm, folder):
   w, m = SPM.EncodeAsIds("wm")
   for bias, first in ({m: 8.0}, m), ({w: 1.0}, w):
     prompt_ids, options = [*prompt(4, 1), w], {"bad_words": ["wm"], "allowed_token_ids": [w, m], "logit_bias": bias}
-    ids = ids_of(llm.generate(tokens(prompt_ids), params(N, **options))[0])
+    ids = ids_of(llm.generate(tokens(prompt_ids), greedy(N, **options))[0])
     assert ids == naive_greedy(folder, prompt_ids, N, **options) and ids[0] == first
     assert (w, m) not in zip(ids, ids[1:], strict=False)
 
@@ -128,59 +120,42 @@ def test_bad_word_with_leading_space_is_banned(tmp_path):
   assert len(forms) == 2 and encodings(["the"], encode) == [[i] for i in forms]
   unbanned = naive_greedy(folder, [5, 6, 7], 1, **{**options, "bad_words": []})
   assert unbanned == forms[1:], "without bad_words, the form with a space must come first"
-  ids = ids_of(LLM(folder, **ENGINE).generate(tokens([5, 6, 7]), params(4, **options))[0])
+  ids = ids_of(LLM(folder, **ENGINE).generate(tokens([5, 6, 7]), greedy(4, **options))[0])
   assert ids == naive_greedy(folder, [5, 6, 7], 4, encode, **options) and not {*ids} & {*forms}
 
 
 def test_allowed_ids_all_banned_by_min_tokens_are_sampled(llm, folder):
   options = {"allowed_token_ids": [300, 301], "stop_token_ids": [*range(320)], "min_tokens": 3}
-  ids = ids_of(llm.generate(tokens(prompt(5, 3)), params(6, **options))[0])
+  ids = ids_of(llm.generate(tokens(prompt(5, 3)), greedy(6, **options))[0])
   assert ids[:1] == naive_greedy(folder, prompt(5, 3), 1, **options) and {*ids} <= {300, 301}
 
 
-@pytest.mark.parametrize("kind", [{}, {"temperature": 0.8, "seed": 1}], ids=["greedy", "sampled"])
-def test_batch_without_processors_uses_plain_graphs(llm, kind):
-  jobs, graphs, all_graphs = [tokens(prompt(9, 60 + i)) for i in range(3)], llm.runner.graphs, llm.runner.graphs.copy()
-  fields = {"repetition_penalty": 1.5, "logit_bias": {5: 1.0}, "allowed_token_ids": [*range(99)]}
-  llm.generate(jobs, params(2))   # caches the prompts
-  graphs.clear()
-  llm.generate(jobs, params(3, **kind))
-  plain = graphs.copy()
-  llm.generate(jobs, params(3, **kind, **fields))
-  assert len(graphs) > len(plain)
-  all_graphs |= graphs
-  for key in {*graphs} - {*plain}: del graphs[key]
-  llm.generate(jobs, params(3, **kind, repetition_penalty=1.0))   # the default value
-  assert {*graphs} == {*plain}
-  graphs.update(all_graphs)
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "seed": 1}], ids=["greedy", "sampled"])
+def test_batch_without_processors_uses_plain_graphs(llm, monkeypatch, options):
+  jobs = [tokens(prompt(9, 60 + i)) for i in range(3)]
+  llm.generate(jobs, greedy(2))   # caches the prompts
+
+  def graphs(**fields):
+    monkeypatch.setattr(llm.runner, "graphs", {})
+    llm.generate(jobs, greedy(3, **options, **fields))
+    return {*llm.runner.graphs}
+  plain = graphs()
+  assert graphs(repetition_penalty=1.5, logit_bias={5: 1.0}, allowed_token_ids=[*range(99)]) - plain
+  assert graphs(repetition_penalty=1.0) == plain, "the default value"
 
 
 # Seeds
 
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
-SEEDED = [(tokens(prompt(17, 70 + i)), {"seed": 900 + i, **PENALTIES}) for i in range(16)]
 
 
-@pytest.fixture(scope="module")
-def alone(llm): return [ids_of(llm.generate(job, seeded(N, **o))[0]) for job, o in SEEDED]
-
-
-def test_seeded_output_in_batch_and_after_preemption_equals_single(llm, small, alone):
-  (jobs, options), before = map(list, zip(*SEEDED, strict=True)), small.get_metrics()["num_preemptions"]
-  for engine, n in ((llm, N), (small, N), (llm, 1)):
-    assert [ids_of(o) for o in engine.generate(jobs, [seeded(n, **o) for o in options])] == [ids[:n] for ids in alone]
+def test_seeded_output_in_batch_and_after_preemption_equals_single(llm, small):
+  jobs, before = [tokens(prompt(17, 70 + i)) for i in range(16)], small.get_metrics()["num_preemptions"]
+  params = [seeded(N, 900 + i, **PENALTIES) for i in range(16)]
+  alone = [ids_of(llm.generate(*job)[0]) for job in zip(jobs, params, strict=True)]
+  for engine in (llm, small): assert [ids_of(o) for o in engine.generate(jobs, params)] == alone
   assert small.get_metrics()["num_preemptions"] > before + 3, "the KV cache must be too small"
   assert len({*map(tuple, alone)}) == 16 and ids_of(llm.generate(jobs[3], seeded(N, 8, **PENALTIES))[0]) != alone[3]
-
-
-@pytest.mark.parametrize("order", range(3))
-def test_seeded_output_in_any_arrival_order_is_equal(llm, alone, order):
-  waiting, last = np.random.default_rng(order).permutation(16).tolist(), {}
-  while waiting or llm.has_unfinished_requests():
-    for i in [waiting.pop() for _ in range(min(4, len(waiting)))]:   # four new requests per step
-      llm.add_request(str(i), SEEDED[i][0], seeded(N, **SEEDED[i][1]))
-    last |= {o.request_id: ids_of(o) for o in llm.step()}
-  assert [last[str(i)] for i in range(16)] == alone
 
 
 def test_samples_with_penalties_equal_single_requests(llm, folder):
@@ -188,7 +163,15 @@ def test_samples_with_penalties_equal_single_requests(llm, folder):
   alone = [ids_of(llm.generate(job, seeded(N, 60 + i, **PENALTIES))[0]) for i in range(4)]
   assert samples(llm.generate(job, seeded(N, 60, n=4, **PENALTIES))[0]) == alone and len({*map(tuple, alone)}) == 4
   expected = naive_greedy(folder, prompt(17, 40), N, **PENALTIES)
-  assert samples(llm.generate(job, params(N, n=3, **PENALTIES))[0]) == [expected] * 3
+  assert samples(llm.generate(job, greedy(N, n=3, **PENALTIES))[0]) == [expected] * 3
+
+
+def test_different_seeds_of_request_or_engine_give_different_outputs(llm, folder):
+  def outputs(engine, seeds):
+    return [tuple(ids_of(o)) for o in engine.generate([tokens([5])] * len(seeds), [seeded(16, seed) for seed in seeds])]
+  assert len({*outputs(llm, [*range(12), 1 + 2**32, -1])}) == 14, "all 64 bits of a seed matter"
+  first, same, other = (outputs(LLM(folder, seed=seed, **ENGINE), [None] * 4) for seed in (1, 1, 2))
+  assert len({*first}) == 4 and first == same != other
 
 
 # Log probabilities
@@ -218,97 +201,62 @@ def check(output, folder, k=None, prompt_k=None, n=1):
     assert abs(c.cumulative_logprob - sum(logprobs)) < 1e-4
 
 
-def test_logprobs_in_mixed_batch_equal_raw_logits(llm, folder):
+def test_logprobs_in_mixed_batch_equal_raw_logits_also_after_preemption(llm, small, folder):
   kinds = [{}, {"temperature": 1.7, "seed": 3, **PENALTIES}, {"repetition_penalty": 1.8, "logit_bias": {300: 3.0}}]
-  requests = [(k, options) for k in (0, 1, 5, 20, None) for options in kinds]
-  jobs = [tokens(prompt(17, 70 + i)) for i in range(len(requests))]
-  plain = [ids_of(o) for o in llm.generate(jobs, [params(10, **options) for _, options in requests])]
-  outputs = llm.generate(jobs, [params(10, logprobs=k, **options) for k, options in requests])
-  assert [ids_of(o) for o in outputs] == plain, "logprobs must not change the output"
-  for output, (k, _) in zip(outputs, requests, strict=True): check(output, folder, k)
+  requests = [(k, prompt_k, kind) for k, prompt_k in ((0, None), (1, 3), (5, None), (20, 4), (None, 2), (None, None))
+              for kind in kinds]
+  jobs, before = [tokens(prompt(13 + i % 5, 70 + i)) for i in range(18)], small.get_metrics()["num_preemptions"]
+  plain = [ids_of(o) for o in llm.generate(jobs, [greedy(16, **kind) for *_, kind in requests])]
+  for engine in (llm, small):
+    outputs = engine.generate(jobs, [greedy(16, logprobs=k, prompt_logprobs=p, **kind) for k, p, kind in requests])
+    assert [ids_of(o) for o in outputs] == plain, "logprobs must not change the output"
+    for output, (k, prompt_k, _) in zip(outputs, requests, strict=True): check(output, folder, k, prompt_k)
+  assert small.get_metrics()["num_preemptions"] > before, "the KV cache must be too small"
   assert any(len(entry) == 6 for entry in outputs[7].outputs[0].logprobs), "a token must be outside the best five"
 
 
 @pytest.mark.parametrize("k", [0, 2, 20])
 def test_prompt_logprobs_chunked_and_cached_are_complete(llm, folder, k):
-  other = prompt(7, 3)
   for length in (1, 2, 16, 17, 45):   # chunks of 16 tokens
     ids = prompt(length, 80 + length)
-    llm.generate(tokens(ids), params(2))
-    output, other_output = llm.generate([tokens(ids), tokens(other)], [params(5, prompt_logprobs=k), params(N)])
+    llm.generate(tokens(ids), greedy(2))
+    output, = llm.generate(tokens(ids), greedy(5, prompt_logprobs=k))
     check(output, folder, prompt_k=k)
-    check(other_output, folder)
     assert output.num_cached_tokens == 0 and ids_of(output) == reference_greedy(folder, ids, 5)
-    assert ids_of(other_output) == reference_greedy(folder, other, N)
-  assert llm.generate(tokens(ids), params(2))[0].num_cached_tokens == 44, "later requests must hit the prefix cache"
-
-
-def test_logprobs_after_preemption_are_complete(small, folder):
-  counts = [(3, 4), (None, 4), (4, None), (3, 3), (None, None)]   # logprobs, prompt_logprobs
-  jobs, before = [tokens(prompt(13 + i, 90 + i)) for i in range(5)], small.get_metrics()["num_preemptions"]
-  outputs = small.generate(jobs, [params(16, logprobs=k, prompt_logprobs=p) for k, p in counts])
-  assert small.get_metrics()["num_preemptions"] > before, "the KV cache must be too small"
-  for output, (k, p) in zip(outputs, counts, strict=True):
-    assert ids_of(output) == reference_greedy(folder, output.prompt_token_ids, 16)
-    check(output, folder, k, p)
+  assert llm.generate(tokens(ids), greedy(2))[0].num_cached_tokens == 44, "later requests must hit the prefix cache"
 
 
 def test_logprobs_of_samples_and_streams_match_new_tokens(llm, folder):
-  ids, joined, fields = prompt(13, 96), [[], []], seeded(10, 77, n=2, logprobs=3, prompt_logprobs=3)
-  whole, = llm.generate(tokens(ids), fields)
+  job, joined, params = tokens(prompt(13, 96)), [[], []], seeded(10, 77, n=2, logprobs=3, prompt_logprobs=3)
+  whole, = llm.generate(job, params)
   check(whole, folder, 3, 3, n=2)
   assert samples(whole)[0] != samples(whole)[1]
-  for output in llm.generate_stream(tokens(ids), fields):
-    for i, c in enumerate(output.outputs):
-      assert [next(iter(entry)) for entry in c.logprobs] == c.token_ids
-      joined[i] += c.logprobs
-      assert abs(c.cumulative_logprob - sum([*x.values()][0].logprob for x in joined[i])) < 1e-4
-  for entries, c in zip(joined, whole.outputs, strict=True):
-    check_entries(folder, entries, ids, c.token_ids, 3)
-    assert [[*entry] for entry in entries] == [[*entry] for entry in c.logprobs]
+  for output in llm.generate_stream(job, params):
+    for piece, entries in zip(output.outputs, joined, strict=True):
+      entries += piece.logprobs
+      assert [next(iter(entry)) for entry in piece.logprobs] == piece.token_ids
+      assert abs(piece.cumulative_logprob - sum([*entry.values()][0].logprob for entry in entries)) < 1e-4
+  assert joined == [c.logprobs for c in whole.outputs]
 
 
 def test_logprobs_of_vocabulary_of_7_have_7_entries(tmp_path):
   small = tiny_model(tmp_path, vocab_size=7, eos_token_id=None)
-  output, = LLM(small, **ENGINE).generate(tokens([3, 6, 4]), params(3, logprobs=20))
-  rows = log_softmax(reference_logits(small, [3, 6, 4, *ids_of(output)])[2:-1])
-  for entry, row in zip(output.outputs[0].logprobs, rows, strict=True):
-    assert {i: p.rank for i, p in entry.items()} == {i: 1 + (row > row[i]).sum() for i in range(7)}
-    np.testing.assert_allclose([entry[i].logprob for i in range(7)], row, atol=1e-4)
+  output, = LLM(small, **ENGINE).generate(tokens([3, 6, 4]), greedy(3, logprobs=20))
+  check(output, small, 7)
 
 
 # Errors
 
-@pytest.mark.parametrize("name,value", [
-  ("logit_bias", {320: 1.0}), ("logit_bias", {"5": 1, "320": 1}), ("logit_bias", {-1: 1.0}),
-  ("allowed_token_ids", [5, 320]), ("allowed_token_ids", [-1]), ("stop_token_ids", [320])], ids=str)
-def test_ids_outside_vocabulary_raise_and_queue_nothing(llm, folder, name, value):
-  def bad(): return params(8, **{name: value})
-  good, bad_id = tokens(prompt(5, 2)), "-1" if "-1" in str(value) else "320"
-  for running in ([], ["in flight"]):
-    for request_id in running: llm.add_request(request_id, good, params(8, **PENALTIES))
-    if running: llm.step()
-    for submit in (lambda: llm.add_request("bad", good, bad()), lambda: llm.generate([good, good], [params(2), bad()]),
-                   lambda: llm.generate_stream(good, bad())):
-      with pytest.raises(ValueError, match=name) as error: submit()
-      assert bad_id in str(error.value)
-      assert llm.has_unfinished_requests() is bool(running) and [*llm.requests] == running
+@pytest.mark.parametrize("name, value", [
+  ("logit_bias", {"5": 1, "320": 1}), ("logit_bias", {-1: 1.0}), ("allowed_token_ids", [5, 320]),
+  ("allowed_token_ids", [-1]), ("stop_token_ids", [320]), ("structured_outputs", {"regex": "("})], ids=str)
+def test_params_that_do_not_fit_the_model_raise_and_queue_nothing(llm, folder, name, value):
+  good, bad = tokens(prompt(5, 2)), greedy(8, **{"ignore_eos": False, name: value})
+  llm.add_request("in flight", good, greedy(8, **PENALTIES))
+  llm.step()
+  for submit in (lambda: llm.add_request("bad", good, bad), lambda: llm.generate([good, good], [greedy(2), bad]),
+                 lambda: llm.generate_stream(good, bad)):
+    with pytest.raises(ValueError, match=rf"{name}.*(\b320\b|-1\b|\()"): submit()
+    assert [*llm.requests] == ["in flight"]
   while llm.has_unfinished_requests(): output, = llm.step() or [None]
   assert ids_of(output) == naive_greedy(folder, prompt(5, 2), 8, **PENALTIES)
-
-
-# Seeds
-
-def test_different_seeds_differ(llm):
-  texts = [ids_of(o) for o in llm.generate([tokens(prompt(3))] * 12, [seeded(16, i) for i in range(12)])]
-  assert len(set(map(tuple, texts))) == 12
-  words = [ids_of(o) for o in llm.generate([tokens(prompt(3))] * 3, [seeded(16, s) for s in (1, 1 + 2**32, -1)])]
-  assert len(set(map(tuple, words))) == 3, "all 64 bits of a seed matter"
-
-
-def test_requests_without_seed_depend_on_engine_seed(llm, folder):
-  def four(seed):
-    fresh = LLM(folder, seed=seed, **ENGINE)
-    return [ids_of(o) for o in fresh.generate([tokens([5])] * 4, seeded(16, None))]
-  first = four(1)
-  assert len(set(map(tuple, first))) == 4 and four(1) == first and four(2) != first

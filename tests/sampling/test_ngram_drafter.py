@@ -26,7 +26,7 @@ def test_ngram_drafter_equals_naive_lookup(longest, shortest):
     drafter, letters, ids = NGramDrafter(config, SamplingParams()), rng.choice([1, 2, 3, 5, 12]), []
     for _ in range(rng.randrange(2, 12)):
       ids += [rng.randrange(letters) for _ in range(rng.randrange(1, 6))]   # several per call, as with accepted drafts
-      n = rng.randrange(1, 9)
+      n = rng.randrange(9)
       expected = naive_lookup(ids, n, longest, shortest)
       drafts = drafter.propose(list(ids), n)
       assert drafts[:len(expected)] == expected and len(drafts) <= n, (ids, n)
@@ -37,16 +37,9 @@ def test_ngram_drafter_equals_naive_lookup(longest, shortest):
   assert num_hits > 100 and (num_misses > 100 or longest == 1), "both cases must occur"
 
 
-def test_ngram_drafter_proposes_at_most_n_tokens():
-  drafter = NGramDrafter(SpeculativeConfig(**NGRAM), SamplingParams())
-  for n in (0, 1, 3): assert len(drafter.propose([7, 8, 9] * 4, n)) == n
-
-
 class CountingList(list):
   """A list that counts the items that are read."""
-  def __init__(self, *items):
-    super().__init__(*items)
-    self.num_read = 0
+  num_read = 0
 
   def __getitem__(self, i):
     out = super().__getitem__(i)
@@ -59,12 +52,9 @@ class CountingList(list):
 
 
 def test_ngram_drafter_reads_only_new_tokens():
-  rng, ids = random.Random(0), CountingList()
-  drafter = NGramDrafter(SpeculativeConfig(**NGRAM), SamplingParams())
-  ids += [rng.randrange(20) for _ in range(8000)]
-  drafter.propose(ids, 5)
-  for _ in range(20):
-    ids += [rng.randrange(20) for _ in range(3)]
+  rng, ids, drafter = random.Random(0), CountingList(), NGramDrafter(SpeculativeConfig(**NGRAM), SamplingParams())
+  for num_new in (8000, *[3] * 20):
+    ids += [rng.randrange(20) for _ in range(num_new)]
     ids.num_read = 0
     drafter.propose(ids, 5)
-    assert 0 < ids.num_read < 100
+    assert 0 < ids.num_read < 100 or num_new == 8000

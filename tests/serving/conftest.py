@@ -33,10 +33,11 @@ def server(folder): yield from checked(LocalServer(folder, *flags(**SMALL)))
 
 @pytest.fixture(scope="module")
 def limited(long_folder):
-  """A server with an API key, a model name, one allowed origin and small limits: 1 running and 2 waiting requests."""
+  """A server with an API key, a model name, two allowed origins and small limits: 1 running and 2 waiting requests."""
   options = flags(dtype="float32", max_num_seqs=1, max_num_batched_tokens=4, scheduling_policy="priority", max_queue=2,
-                  api_key="secret", max_body_size=4096, allowed_origins="http://page.example", served_model_name="mine")
-  yield from checked(LocalServer(long_folder, *options))
+                  api_key="secret", max_body_size=4096, served_model_name="mine")
+  origins = ["--allowed-origins", "http://b.example", '["http://page.example"]']
+  yield from checked(LocalServer(long_folder, *options, *origins))
 
 
 @pytest.fixture

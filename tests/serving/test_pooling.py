@@ -1,7 +1,8 @@
 """Embeddings and relevance scores, from Python and over HTTP, compared with the numpy reference."""
-import base64
+import functools
 import json
 import shutil
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from helpers.invalid_values import check_refused, refused_requests
 from helpers.models import load, tiny_model, write_safetensors
 from helpers.reference import reference_logits
 from helpers.requests import flags, tokens
-from helpers.servers import LocalServer, checked, error_of
+from helpers.servers import LocalServer, checked
 from helpers.tokenizers import SPECIALS, byte_level_bpe
 from tokenizers import Tokenizer, processors
 
@@ -72,7 +73,7 @@ def llm(folder): return LLM(folder, **ENGINE)
 
 
 @pytest.fixture(scope="module")
-def server(folder): yield from checked(LocalServer(folder, *flags(**ENGINE, max_queue=2)))
+def embedder(folder): yield from checked(LocalServer(folder, *flags(**ENGINE, max_queue=2)))
 
 
 RERANK = {**ENGINE, "max_model_len": 448}
@@ -82,10 +83,25 @@ RERANK = {**ENGINE, "max_model_len": 448}
 def reranker(text_folder): yield from checked(LocalServer(text_folder, *flags(**RERANK, max_queue=2)))
 
 
+@pytest.fixture(scope="module")
+def expected_score(text_folder):
+  """A function that returns the reference's probability of "yes" for a query and a document."""
+  tokenizer = Tokenizer.from_file(str(text_folder / "tokenizer.json"))
+  def encode(text): return tokenizer.encode(text, add_special_tokens=False).ids
+  @functools.cache
+  def score(query, document, instruction=INSTRUCTION):
+    prompt = SCORE_PROMPT.format(instruction=instruction, query=query, document=document)
+    logits = reference_logits(text_folder, encode(prompt))[-1]
+    assert min((logits > logits[encode(x)]).sum() for x in ("yes", "no")) >= 20, "an answer needs a second request"
+    return 1 / (1 + np.exp(logits[encode("no")] - logits[encode("yes")]))[0]
+  return score
+
+
 def unit(x): return x / np.linalg.norm(x)
 def ids_of_length(n, salt=0): return [3 + (7 * i + 5 * salt + i * i) % 300 for i in range(n)]
 def vectors(outputs): return np.array([x.outputs.embedding for x in outputs])
 def close(a, b): np.testing.assert_allclose(a, b, atol=2e-5, rtol=0)
+def near(x): return pytest.approx(x, abs=2e-5)
 
 
 # From Python
@@ -140,103 +156,65 @@ def test_text_and_embedding_need_matching_runner(llm, text_folder):
   with pytest.raises(InputError, match="generates text.*runner='pooling'"): LLM(text_folder, **ENGINE).embed("a")
 
 
-def expected_scores(folder, encode, pairs):
-  yes, no = (encode(x)[0] for x in ("yes", "no"))
-  for query, document in pairs:
-    ids = encode(SCORE_PROMPT.format(instruction=INSTRUCTION, query=query, document=document))
-    logits = reference_logits(folder, ids)[-1]
-    yield 1 / (1 + np.exp(logits[no] - logits[yes]))
-
-
-def test_scores_equal_reference_softmax(text_folder):
+def test_scores_equal_reference_softmax(text_folder, expected_score):
   llm = LLM(text_folder, **RERANK)
-  encode = lambda text: llm.get_tokenizer().encode(text, False)   # noqa: E731
-  scores = [x.outputs.score for x in llm.score(QUERY, DOCUMENTS)]
-  close(scores, [*expected_scores(text_folder, encode, [(QUERY, x) for x in DOCUMENTS])])
-  yes, no = (encode(x)[0] for x in ("yes", "no"))
-  logits = reference_logits(text_folder, llm.score(QUERY, DOCUMENTS)[0].prompt_token_ids)[-1]
-  assert min((logits > logits[i]).sum() for i in (yes, no)) >= 20, "an answer must need a second request"
-  pairs = [*zip(DOCUMENTS, reversed(DOCUMENTS), strict=True)]
-  scores = [x.outputs.score for x in llm.score(*([*x] for x in zip(*pairs, strict=True)))]
-  close(scores, [*expected_scores(text_folder, encode, pairs)])
-  ready_made = SCORE_PROMPT.format(instruction=INSTRUCTION, query=QUERY, document="a|b").split("a|b")
-  close(llm.score(ready_made[0], "hello world" + ready_made[1])[0].outputs.score,
-        llm.score(QUERY, "hello world")[0].outputs.score)
+  def scores(queries, documents): return [x.outputs.score for x in llm.score(queries, documents)]
+  close(scores(QUERY, DOCUMENTS), [expected_score(QUERY, x) for x in DOCUMENTS])
+  close(scores(DOCUMENTS, DOCUMENTS[::-1]), [*map(expected_score, DOCUMENTS, DOCUMENTS[::-1])])
+  start, end = SCORE_PROMPT.format(instruction=INSTRUCTION, query=QUERY, document="a|b").split("a|b")
+  close(scores(start, "hello world" + end), scores(QUERY, "hello world"))
   with pytest.raises(InputError, match="data_1 has 2 texts, but data_2 has 3"): llm.score(["a", "b"], ["a", "b", "c"])
 
 
 # Over HTTP
 
-def test_openai_client_gets_embeddings_as_base64_by_default(server, llm):
+def test_embeddings_of_every_input_form_equal_llm_embed(embedder, folder, llm):
+  a, b = ids_of_length(20), ids_of_length(3)
+  for value, prompts in (("x", ["x"]), (["x", "the cat"], ["x", "the cat"]), (a, [tokens(a)]),
+                         ([a, b], [tokens(a), tokens(b)])):
+    outputs, body = llm.embed(prompts), embedder.post("/v1/embeddings", {"input": value}).json()
+    num = sum(len(x.prompt_token_ids) for x in outputs)
+    data = [{"object": "embedding", "index": i, "embedding": near(x)} for i, x in enumerate(vectors(outputs))]
+    assert body.pop("id").startswith("embd-") and body == {
+      "object": "list", "created": ANY, "model": folder.name, "data": data,
+      "usage": {"prompt_tokens": num, "completion_tokens": 0, "total_tokens": num}}
+
+
+def test_openai_client_gets_embeddings_as_base64_by_default(embedder, llm):
+  def create(text, **fields): return embedder.client().embeddings.create(model="", input=text, **fields).data
   texts = ["the cat", "hello world", "x"]
-  client = server.client()
-  result = client.embeddings.create(model=client.models.list().data[0].id, input=texts)
-  outputs = llm.embed(texts)
-  close([x.embedding for x in result.data], vectors(outputs))
-  assert [x.index for x in result.data] == [0, 1, 2]
-  count = sum(len(x.prompt_token_ids) for x in outputs)
-  assert result.usage.prompt_tokens == result.usage.total_tokens == count
-  one = client.embeddings.create(model=result.model, input="x", encoding_format="float", dimensions=4).data[0].embedding
-  close(one, unit(np.array(outputs[2].outputs.embedding)[:4]))
+  close([x.embedding for x in create(texts)], vectors(llm.embed(texts)))
+  plain = vectors(llm.embed("x", pooling_params=PoolingParams(normalize=False)))[0]
+  assert np.linalg.norm(plain) > 1.5
+  close(create("x", encoding_format="float", extra_body={"normalize": False})[0].embedding, plain)
+  close(create("x", encoding_format="float", dimensions=4)[0].embedding, unit(plain[:4]))
 
 
-def test_embedding_formats_and_inputs_agree(server, llm):
-  ids = ids_of_length(20)
-  expected = vectors(llm.embed(tokens(ids)))[0]
-  for value, count in ((ids, 1), ([ids], 1), ([ids, ids_of_length(3)], 2)):
-    body = server.post("/v1/embeddings", {"input": value, "encoding_format": "base64"}).raise_for_status().json()
-    assert len(body["data"]) == count and body["object"] == "list" and body["id"].startswith("embd-")
-    close(np.frombuffer(base64.b64decode(body["data"][0]["embedding"]), "<f4"), expected)
-  body = server.post("/v1/embeddings", {"input": ids, "encoding_format": "float", "normalize": False}).json()
-  x = np.array(body["data"][0]["embedding"])
-  assert np.linalg.norm(x) > 1.5
-  close(unit(x), expected)
+@pytest.mark.parametrize("name", ["embedder", "reranker"])
+def test_invalid_request_is_refused_and_its_field_named(request, name):
+  for row in refused_requests(name): check_refused(request.getfixturevalue(name), *row)
 
 
-@pytest.mark.parametrize("path,body,status,param,words", refused_requests("embedder"), ids=str)
-def test_invalid_embedding_request_is_refused(server, path, body, status, param, words):
-  check_refused(server, path, body, status, param, words)
+def test_rerank_sorts_documents_by_score(reranker, expected_score):
+  def expected(*instruction):
+    scores = [expected_score(QUERY, document, *instruction) for document in DOCUMENTS]
+    return [{"index": i, "relevance_score": near(scores[i])} for i in np.argsort(scores)[::-1]]
+  body = {"query": QUERY, "documents": [*DOCUMENTS[:-1], {"text": DOCUMENTS[-1]}]}
+  for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+    answer = reranker.post(path, body).json()
+    assert answer["results"] == [{**x, "document": {"text": DOCUMENTS[x["index"]]}} for x in expected()]
+    usage = answer["usage"]
+    assert answer["id"].startswith("rerank-") and usage["total_tokens"] == usage["prompt_tokens"] > 500
+  body |= {"top_n": 2, "return_documents": False}
+  assert reranker.post("/rerank", body).json()["results"] == expected()[:2]
+  other = reranker.post("/rerank", {**body, "instruction": "find nothing"}).json()["results"]
+  assert other == expected("find nothing")[:2] != expected()[:2]
 
 
-@pytest.mark.parametrize("path,body,status,param,words", refused_requests("reranker"), ids=str)
-def test_invalid_rerank_request_is_refused(reranker, path, body, status, param, words):
-  check_refused(reranker, path, body, status, param, words)
-
-
-def test_too_long_text_to_embed_or_rerank_is_400(server, reranker):
-  message = "maximum context length is 128 tokens. However, the prompt has 128"
-  assert message in error_of(server.post("/v1/embeddings", {"input": [5] * 128}), 400)["message"]
-  error = error_of(reranker.post("/rerank", {"query": "a", "documents": ["b " * 448]}), 400)
-  assert "maximum context length is 448 tokens" in error["message"]
-
-
-@pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
-def test_rerank_sorts_documents_by_score(reranker, text_folder, path):
-  encode = Tokenizer.from_file(str(text_folder / "tokenizer.json"))
-  scores = [*expected_scores(text_folder, lambda x: encode.encode(x, add_special_tokens=False).ids,
-                             [(QUERY, x) for x in DOCUMENTS])]
-  documents = [*DOCUMENTS[:-1], {"text": DOCUMENTS[-1]}]
-  body = reranker.post(path, {"query": QUERY, "documents": documents}).raise_for_status().json()
-  order = np.argsort(-np.array(scores)).tolist()
-  assert [x["index"] for x in body["results"]] == order
-  assert [x["document"]["text"] for x in body["results"]] == [DOCUMENTS[i] for i in order]
-  close([x["relevance_score"] for x in body["results"]], [scores[i] for i in order])
-  assert body["id"].startswith("rerank-") and body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] > 500
-  fields = {"query": QUERY, "documents": documents, "top_n": 2, "return_documents": False}
-  assert reranker.post(path, fields).json()["results"] == [
-    {k: x[k] for k in ("index", "relevance_score")} for x in body["results"][:2]]
-  other = reranker.post(path, {**fields, "instruction": "find nothing"}).json()["results"]
-  assert {x["relevance_score"] for x in other}.isdisjoint(x["relevance_score"] for x in body["results"])
-
-
-def test_score_route_equals_rerank(reranker):
-  results = reranker.post("/rerank", {"query": QUERY, "documents": DOCUMENTS * 5}).raise_for_status().json()["results"]
-  expected = [x["relevance_score"] for x in sorted(results, key=lambda x: x["index"])]
-  data = reranker.post("/score", {"text_1": QUERY, "text_2": DOCUMENTS * 5}).json()["data"]
-  assert [x["index"] for x in data] == [*range(20)] and {x["object"] for x in data} == {"score"}
-  close([x["score"] for x in data], expected)
-  one = reranker.post("/v1/score", {"text_1": QUERY, "text_2": DOCUMENTS[1]}).json()
-  close(one["data"][0]["score"], expected[1])
+def test_score_routes_return_scores_in_order(reranker, expected_score):
+  data = [{"index": i, "object": "score", "score": near(expected_score(QUERY, x))} for i, x in enumerate(DOCUMENTS * 5)]
+  assert reranker.post("/score", {"text_1": QUERY, "text_2": DOCUMENTS * 5}).json()["data"] == data
+  assert reranker.post("/v1/score", {"text_1": QUERY, "text_2": DOCUMENTS[0]}).json()["data"] == data[:1]
 
 
 def test_tokenizer_without_answers_cannot_rerank(tmp_path, text_folder):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from helpers.agents import DATA, TEMPLATE, num_tokens, start
-from helpers.invalid_values import check_refused, refused_requests
+from helpers.invalid_values import VALID, check_refused, refused_requests
 from helpers.servers import checked
 
 RENDERED = [(path, body, prompt) for path, rows in json.loads((DATA / "rendered_requests.json").read_text()).items()
@@ -37,3 +37,14 @@ def test_request_is_rendered_to_its_prompt(server, path, body, prompt):
 @pytest.mark.parametrize("path,body,status,param,words", refused_requests("text"), ids=lambda x: str(x)[:60])
 def test_invalid_request_is_refused_and_its_field_named(server, path, body, status, param, words):
   check_refused(server, path, body, status, param, words)
+
+
+def test_strict_fields_flag_refuses_only_fields_unknown_to_official_clients(tmp_path):
+  with start(tmp_path, "--strict-fields", "--max-model-len", 1024) as server:
+    for row in refused_requests("strict"): check_refused(server, *row)
+    ignored = {"metadata": {}, "service_tier": "auto", "user": "u", "suffix": None, "unknown": None}
+    for path, body in VALID.items(): assert server.post(path, {**body, **ignored}).status_code == 200, path
+    for path, limit, name in (("/v1/responses", "max_output_tokens", "codex_first_turn.json"),
+                              ("/v1/messages", "max_tokens", "claude_code_first_turn.json")):
+      response = server.post(path, {**json.loads((DATA / name).read_text()), limit: 4})
+      assert response.status_code == 200, response.text

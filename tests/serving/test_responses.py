@@ -128,24 +128,3 @@ def test_body_of_codex_is_answered(server, name):
     events = named_events(response)
   assert events[0]["type"] == "response.created" and events[-1]["type"] == "response.incomplete"
   assert events[-1]["response"]["usage"]["input_tokens"] > 50
-
-
-# Unknown fields
-
-ROUTES = [("/v1/responses", {"input": "hello", "max_output_tokens": 4}),
-          ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}),
-          ("/v1/messages/count_tokens", {"messages": [{"role": "user", "content": "hello"}]})]
-
-
-def test_strict_fields_flag_accepts_official_clients_and_refuses_unknown_field(tmp_path):
-  with start(tmp_path, "--strict-fields", "--max-model-len", 1024) as server:
-    for path, body in ROUTES:
-      response = server.post(path, {**body, "metadata": {}, "service_tier": "auto", "top_k": None})
-      assert response.status_code == 200, response.text
-      response = server.post(path, {**body, "temprature": 1})
-      assert response.status_code == 400 and "temprature: unknown field" in response.json()["error"]["message"]
-    for name in ("codex_first_turn", "claude_code_first_turn"):
-      body = json.loads((DATA / f"{name}.json").read_text())
-      limit = "max_output_tokens" if "input" in body else "max_tokens"
-      response = server.post(f"/v1/{'responses' if 'input' in body else 'messages'}", {**body, limit: 4})
-      assert response.status_code == 200, response.text

@@ -31,9 +31,10 @@ def test_missing_or_wrong_api_key_is_401_and_right_one_200(limited):
   assert limited.client(api_key="secret").completions.create(model="mine", prompt="a", max_tokens=1).model == "mine"
 
 
-def test_api_key_with_non_ascii_characters_is_compared_as_utf8(folder, capsys):
+def test_api_key_of_environment_with_non_ascii_characters_is_compared_as_utf8(folder, capsys, monkeypatch):
   key = "schl\xfcssel\u20ac"
-  with LocalServer(folder, *flags(**SMALL), "--api-key", key) as server:
+  monkeypatch.setenv("TINYVLLM_API_KEY", key)
+  with LocalServer(folder, *flags(**SMALL)) as server:
     for headers in ({"Authorization": f"Bearer {key}".encode()}, {"x-api-key": key.encode()}):
       assert server.get("/v1/models", headers=headers).status_code == 200
     for headers in ({"Authorization": b"Bearer schl\xfcssel"}, {"x-api-key": "schluessel"}):
