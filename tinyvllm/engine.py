@@ -123,8 +123,7 @@ class Engine(LoadedModel):
     self._updated: dict[Request, None] = {}   # requests with tokens not yet returned by a step
     self._driver, self._stepping = threading.RLock(), threading.Lock()
     self._abandoned: list[str] = []           # requests whose streams were closed during a step
-    self._arrivals = itertools.count()
-    self._random = random.Random(self.config.seed)
+    self._arrivals, self._random = itertools.count(), random.Random(self.config.seed)
 
   @contextlib.contextmanager
   def driving(self) -> Iterator[None]:
@@ -198,8 +197,8 @@ class Engine(LoadedModel):
         raise
       updated = {request: None for request in self._updated if only is None or request in only}
       outputs = [make_output(request) for request in updated]
-      for request in updated:   # an interrupted step may have removed it
-        if request.finished: self.requests.pop(request.request_id, None)
+      for request in updated:   # an interrupted step may have removed it, and its id may be in use again
+        if request.finished and self.requests.get(request.request_id) is request: del self.requests[request.request_id]
       self._updated = {request: None for request in self._updated if request not in updated}
       return outputs
 

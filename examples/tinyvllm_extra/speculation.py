@@ -243,7 +243,7 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
     target_size, draft_size = kv_size(target.model_config), kv_size(model.config)
     runner = new_runner((num_bytes - draft_bytes) * target_size // (target_size + draft_size))
     config = dataclasses.replace(target.config, num_gpu_blocks_override=runner.num_blocks)
-    proposer.runners = [Runner(model, config, num_bytes)]
+    proposer.runners = [Runner(model, config, num_bytes, target.parts.logits)]
     # At most 1/4: the user requested a draft model, even if it is too slow to gain anything
     proposer.draft_time = step_time(1) * min(0.25, draft_bytes / weight_bytes(runner.model))
     runners = [runner, *proposer.runners]

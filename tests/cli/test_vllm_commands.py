@@ -106,11 +106,11 @@ def test_options_are_disjoint():
   ({"kv_cache_dtype": "fp8_e4m3", "revision": "x"}, {"kv_cache_dtype": "fp8"}, {"revision": "x"}),
   ({"max_model_len": -1, "tokenizer": "m"}, {"max_model_len": None}, {}),
   ({"max_model_len": 9, "max_logprobs": -1}, {"max_model_len": 9}, {"max_logprobs": -1}),
-  ({"task": "generate"}, {}, {}), ({"task": "embed"}, {}, {"runner": "pooling"}),
-  ({"task": "embed", "runner": "generate"}, {}, {"runner": "generate"})])
+  ({"task": "generate"}, {}, {}), ({"task": "embed"}, {"runner": "pooling"}, {}),
+  ({"task": "embed", "runner": "generate"}, {"runner": "generate"}, {})])
 def test_split_options_returns_options_of_engine_and_model(options, engine, fields):
   before = dict(options)
-  defaults = {"max_logprobs": 20, "runner": "auto", "default_chat_template_kwargs": None}
+  defaults = {"max_logprobs": 20, "default_chat_template_kwargs": None}
   assert split_options(options, "m") == (engine, ModelOptions(**{**defaults, **fields})) and options == before
 
 

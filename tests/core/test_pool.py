@@ -11,8 +11,8 @@ from helpers.requests import greedy, ids_of, prompt, tokens
 from tinygrad import nn
 
 from tinyvllm import LLM, SamplingParams
-from tinyvllm.config import EngineConfig
 from tinyvllm.runner import allocate_kv_caches
+from tinyvllm_extra.options import LLMConfig
 
 BS = ENGINE["block_size"]
 
@@ -79,7 +79,7 @@ def test_length_of_the_model_need_not_fit(tmp_path, set_free_memory, caplog):
 def num_pool_blocks(llm):
   """A function that returns the pool size for `free` bytes and sequences of up to 8 blocks, null block included."""
   def num_pool_blocks(free):
-    caches = allocate_kv_caches(llm.runner.model, EngineConfig(block_size=BS, max_model_len=8 * BS), free)
+    caches = allocate_kv_caches(llm.runner.model, LLMConfig(block_size=BS, max_model_len=8 * BS), free)
     return caches[0][0].shape[0]
   return num_pool_blocks
 

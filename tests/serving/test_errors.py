@@ -20,7 +20,7 @@ BAD_ENGINE = {
   "enable_prefix_caching": [1, "yes", None], "enforce_eager": [1, "yes", None],
   "cudagraph_capture_sizes": [8, "8", [3], [0], [-8], [8, 12], [8.0], [True], [None], {8: 8}],
   "quantization": ["int3", "fp8", 8, ""], "seed": [1.5, "1", 2**63, True], "scheduling_policy": ["lifo", "", 1, None],
-  "generation_config": ["model", "", 5, None],
+  "generation_config": ["model", "", 5, None], "runner": ["draft", "", 5, None],
   "speculative_config": ["ngram", 5, True, {}, [("method", "ngram")], {"method": "ngram"},
                          {"num_speculative_tokens": 5}],
 }
