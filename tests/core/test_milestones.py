@@ -7,7 +7,6 @@ import pytest
 from milestones import FEW_GRAPHS
 from helpers.models import tiny_model
 from helpers.servers import Server
-from tinyvllm_extra import kernels
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
