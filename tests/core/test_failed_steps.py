@@ -16,7 +16,6 @@ from helpers.reference import reference_greedy
 from helpers.requests import greedy, ids_of, prompt, tokens
 
 import tinyvllm.engine
-from tinyvllm import LLM, SamplingParams
 
 BS = ENGINE["block_size"]
 
@@ -25,28 +24,12 @@ BS = ENGINE["block_size"]
 def overlaps(request): return request.param
 
 
-@pytest.fixture(scope="module")
-def folder(words_folder): return words_folder
-
-
 @pytest.fixture
-def engine(words_llm, monkeypatch, overlaps):
-  """An engine with room for all requests."""
-  set_overlap(monkeypatch, words_llm.runner, overlaps)
-  yield words_llm
-  for name in list(words_llm.requests): words_llm.abort_request(name)   # so that later tests do not fail, too
-
-
-@pytest.fixture(scope="module")
-def small_words_llm(folder): return LLM(folder, num_gpu_blocks_override=13, **ENGINE)
-
-
-@pytest.fixture
-def small_engine(small_words_llm, monkeypatch, overlaps):
+def engine(small_llm, monkeypatch, overlaps):
   """An engine with 12 blocks of 4 tokens."""
-  set_overlap(monkeypatch, small_words_llm.runner, overlaps)
-  yield small_words_llm
-  for name in list(small_words_llm.requests): small_words_llm.abort_request(name)
+  set_overlap(monkeypatch, small_llm.runner, overlaps)
+  yield small_llm
+  for name in list(small_llm.requests): small_llm.abort_request(name)   # so that later tests do not fail, too
 
 
 def check_outputs(folder, last, jobs):
@@ -59,36 +42,24 @@ def check_outputs(folder, last, jobs):
 
 @pytest.mark.parametrize("place", PLACES)
 def test_failed_step_loses_and_repeats_no_token(engine, folder, monkeypatch, overlaps, place):
-  """Each of the first eight steps fails once; a request gets its last token in almost every one."""
+  """Each of the first eight steps fails once; a request gets its last token in almost every one. Every second time the
+  requests have log probabilities."""
   for number in range(1, 9):
     lengths = {"a": (3, 1), "b": (20, 2), "c": (4, 3), "d": (1, 5), "e": (7, 7)}
     jobs = {name: (prompt(length, place, overlaps, number, name), n) for name, (length, n) in lengths.items()}
-    for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
+    params = [greedy(n, logprobs=number % 2 or None) for _, n in jobs.values()]
+    for (name, (ids, _)), x in zip(jobs.items(), params, strict=True): engine.add_request(name, tokens(ids), x)
     with monkeypatch.context() as patch:
       break_steps(engine, patch, fail_once(place, number))
       last, failures = finish(engine)
     assert failures == 1, f"{place} {number} must fail"
     check_outputs(folder, last, jobs)
-    again = engine.generate([tokens(ids) for ids, _ in jobs.values()], [greedy(n) for _, n in jobs.values()])
+    again = engine.generate([tokens(ids) for ids, _ in jobs.values()], params)
     check_outputs(folder, dict(zip(jobs, again, strict=True)), jobs)
     assert_same_outputs([last[name] for name in jobs], again)
-
-
-@pytest.mark.parametrize("place", ["launch", "compute", "read"])
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_failed_step_caches_no_blocks(engine, folder, monkeypatch, overlaps, place, number):
-  """A prompt that takes three steps of 16 tokens."""
-  ids, last = prompt(11 * BS, place, number, overlaps), {}
-  jobs = {name: (ids, 6) for name in "abc"}
-  with monkeypatch.context() as patch:
-    break_steps(engine, patch, fail_once(place, number))
-    engine.add_request("a", tokens(ids), greedy(6))
-    while not step(engine, last): pass
-  engine.add_request("b", tokens(ids), greedy(6))
-  for _ in range(2): step(engine, last)
-  engine.add_request("c", tokens(ids), greedy(6))
-  last, _ = finish(engine, last)
-  check_outputs(folder, last, jobs)
+    for (completion,), (expected,) in ((last[name].outputs, x.outputs) for name, x in zip(jobs, again, strict=True)):
+      assert completion.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
+      if number % 2: assert completion.token_ids == [next(iter(logprobs)) for logprobs in completion.logprobs]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -104,41 +75,24 @@ def test_generate_failed_step_raises_and_aborts_all_requests(engine, folder, mon
     check_outputs(folder, dict(enumerate(engine.generate(*arguments))), jobs)
 
 
-@pytest.mark.parametrize("place", ["amid update", "after update"])
-def test_failed_step_loses_no_logprobs(engine, monkeypatch, overlaps, place):
-  for number in (1, 2, 3):
-    jobs = {name: tokens(prompt(3, place, overlaps, number, name)) for name in "ab"}
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=1)
-    for name, job in jobs.items(): engine.add_request(name, job, params)
-    with monkeypatch.context() as patch:
-      break_steps(engine, patch, fail_once(place, number))
-      last, failures = finish(engine, limit=50)
-    assert failures == 1
-    for name, output in zip(jobs, engine.generate([*jobs.values()], params), strict=True):
-      (completion,), (expected,) = last[name].outputs, output.outputs
-      assert completion.token_ids == [next(iter(logprobs)) for logprobs in completion.logprobs] == expected.token_ids
-      assert completion.cumulative_logprob == pytest.approx(expected.cumulative_logprob, abs=1e-4)
-
-
 @pytest.mark.parametrize("place", ["schedule", "start_step", "update"])
-def test_stream_closed_during_a_step_ends_in_next_step(small_engine, folder, monkeypatch, overlaps, place):
+def test_stream_closed_during_a_step_ends_in_next_step(engine, folder, monkeypatch, overlaps, place):
   """A garbage collection may close a stream at any time, also in another request's step."""
-  stream = small_engine.generate_stream(tokens(prompt(6, overlaps, place)), greedy(9))
+  stream = engine.generate_stream(tokens(prompt(6, overlaps, place)), greedy(9))
   next(stream)
-  small_engine.add_request("other", tokens(prompt(5, overlaps, place)), greedy(4))
-  scheduler = small_engine.scheduler
-  call = getattr(scheduler, place)
+  job = prompt(5, overlaps, place), 4
+  engine.add_request("other", tokens(job[0]), greedy(job[1]))
+  call = getattr(engine.scheduler, place)
 
   def close_stream_after(*args):
     result = call(*args)
     stream.close()
     return result
   with monkeypatch.context() as patch:
-    patch.setattr(scheduler, place, close_stream_after)
-    small_engine.step()
-  last, _ = finish(small_engine, {})
-  assert ids_of(last["other"]) == reference_greedy(folder, prompt(5, overlaps, place), 4)
-  assert not small_engine.requests and small_engine.blocks.num_used() == 0
+    patch.setattr(engine.scheduler, place, close_stream_after)
+    engine.step()
+  check_outputs(folder, finish(engine)[0], {"other": job})
+  assert not engine.requests and engine.blocks.num_used() == 0
 
 
 def test_failed_step_of_one_stream_does_not_end_the_other(engine, folder, monkeypatch, overlaps):
@@ -153,77 +107,50 @@ def test_failed_step_of_one_stream_does_not_end_the_other(engine, folder, monkey
   check_invariants(engine)
 
 
-# requests aborted during a failed step
-
-@pytest.mark.parametrize("place", ["launch", "compute"])
-def test_request_aborted_at_failed_launch_stays_aborted(engine, folder, monkeypatch, overlaps, place):
-  jobs, last = {name: (prompt(9, place, overlaps, name), 6) for name in "abc"}, {}
+@pytest.mark.parametrize("num_steps", [0, 2])
+@pytest.mark.parametrize("place", ["launch", "compute", "read"])
+def test_request_aborted_in_a_failed_step_stays_aborted(engine, folder, monkeypatch, overlaps, place, num_steps):
+  """num_steps: steps before the failed one."""
+  jobs, last = {name: (prompt(9, place, overlaps, num_steps, name), 6) for name in "abc"}, {}
   for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
-  for _ in range(2): step(engine, last)
+  for _ in range(num_steps): step(engine, last)
   with monkeypatch.context() as patch:
     break_steps(engine, patch, fail_once(place, 1))
     launch = engine.runner.launch
     patch.setattr(engine.runner, "launch", lambda step: (engine.abort_request("b"), launch(step))[1])
     while not step(engine, last): pass
+  jobs["again"] = jobs.pop("b")
+  engine.add_request("again", tokens(jobs["again"][0]), greedy(6))
   last, _ = finish(engine, last)
   if "b" in last: assert not last.pop("b").finished
-  del jobs["b"]
   check_outputs(folder, last, jobs)
-
-
-def test_request_aborted_before_failed_read_stays_aborted(engine, folder, monkeypatch, overlaps):
-  jobs, last = {name: (prompt(9, overlaps, name), 6) for name in "abc"}, {}
-  for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
-  for _ in range(2): step(engine, last)
-  engine.abort_request("b")
-  with monkeypatch.context() as patch:
-    break_steps(engine, patch, lambda place: place in ("compute", "read"))
-    assert step(engine, last) or step(engine, last), "an overlapped step is read in the next one"
-  last, _ = finish(engine, last)
-  if "b" in last: assert not last.pop("b").finished
-  del jobs["b"]
-  check_outputs(folder, last, jobs)
-
-
-@pytest.mark.parametrize("place", ["launch", "compute"])
-def test_failed_step_caches_no_blocks_of_aborted_request(engine, folder, monkeypatch, overlaps, place):
-  ids, last = prompt(3 * BS + 1, place, overlaps), {}
-  engine.add_request("a", tokens(ids), greedy(6))
-  with monkeypatch.context() as patch:
-    break_steps(engine, patch, fail_once(place, 1))
-    launch = engine.runner.launch
-    patch.setattr(engine.runner, "launch", lambda step: (engine.abort_request("a"), launch(step))[1])
-    step(engine, last)
-    engine.add_request("b", tokens(ids), greedy(6))
-    last, _ = finish(engine, last)
-  check_outputs(folder, last, {"b": (ids, 6)})
-  assert last["b"].num_cached_tokens == 0
+  assert num_steps or last["again"].num_cached_tokens == 0, "a failed step must cache no blocks of an aborted request"
 
 
 # random failures
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_failures_change_no_output(small_engine, folder, monkeypatch, overlaps, seed):
+def test_random_failures_change_no_output(engine, folder, monkeypatch, overlaps, seed):
   """About eight requests at once in a pool of 12 blocks; about one step in five fails."""
   rng, jobs, last, failures = random.Random(seed), {}, {}, 0
-  before = small_engine.get_metrics()["num_preemptions"]
+  before = engine.get_metrics()["num_preemptions"]
   prompts = [[*prompt(2 * BS, seed, overlaps, i % 2), *prompt(n, seed, overlaps, i)]
              for i, n in enumerate((1, 4, 7, 11, 16, 20))] + [prompt(3, seed, overlaps)]
   with monkeypatch.context() as patch:
-    break_steps(small_engine, patch, lambda place: rng.random() < 0.05)
+    break_steps(engine, patch, lambda place: rng.random() < 0.05)
     for i in range(200):
       draw, live = rng.random(), [name for name in jobs if not (name in last and last[name].finished)]
       if draw < 0.3 and len(live) < 8:
         jobs[str(i)] = rng.choice(prompts), rng.choice((1, 2, 5, 12))
-        small_engine.add_request(str(i), tokens(jobs[str(i)][0]), greedy(jobs[str(i)][1]))
+        engine.add_request(str(i), tokens(jobs[str(i)][0]), greedy(jobs[str(i)][1]))
       elif draw < 0.35 and live:
-        small_engine.abort_request(victim := rng.choice(live))
+        engine.abort_request(victim := rng.choice(live))
         del jobs[victim]
         last.pop(victim, None)
-      else: failures += step(small_engine, last)
-    last, more = finish(small_engine, last)
+      else: failures += step(engine, last)
+    last, more = finish(engine, last)
   check_outputs(folder, last, jobs)
-  assert len(jobs) > 10 and failures + more > 20 and small_engine.get_metrics()["num_preemptions"] > before
+  assert len(jobs) > 10 and failures + more > 20 and engine.get_metrics()["num_preemptions"] > before
 
 
 def test_failed_output_is_returned_by_the_next_step(engine, folder, monkeypatch, overlaps):
@@ -289,57 +216,49 @@ class Interrupt:
     if (line, self.num_visits[line]) == self.place: raise Failed(line)
 
 
-def run_interrupted(engine, step=None, place=None):
-  """Step until all requests finish; interrupt step number `step` at `place` unless they are None. Return each request's
-  last output, the number of visits by line in each step, and whether a step was interrupted."""
-  last, visits_by_step, interrupted = {}, [], False
-  while engine.has_unfinished_requests():
-    interrupt = Interrupt(place if step == len(visits_by_step) else None)   # Python 3.13 traces late: watch all steps
-    try:
-      with interrupt: last |= {output.request_id: output for output in engine.step()}
-    except Failed: interrupted = True
-    visits_by_step.append(interrupt.num_visits)
-    check_invariants(engine)
-    assert len(visits_by_step) < 60, "the requests do not finish"
-  return last, visits_by_step, interrupted
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("overlaps", "more"), [("overlapped", 0), *slow(("overlapped", 1), ("", 0), ("early", 0))],
                          indirect=["overlaps"])
-def test_interrupt_anywhere_in_a_step_loses_no_token(small_engine, folder, overlaps, more):
+def test_interrupt_anywhere_in_a_step_loses_no_token(engine, folder, overlaps, more):
   """Interrupts each line at its last visit, and at `more` random ones. The steps contain prefill chunks, sequences that
   finish and a preempted one. A request that finishes in a step interrupted on return may never be returned."""
   salts = itertools.count()
 
-  def run_with_interrupt(*step_and_place):
+  def run(step=None, place=None):
+    """Run three requests, and interrupt step number `step` at `place` unless they are None. Return the number of visits
+    by line in each step, and whether a step was interrupted."""
     jobs = {name: (prompt(length, overlaps, more, next(salts)), n)
             for name, length, n in (("a", 22, 6), ("b", 20, 5), ("c", 3, 1))}
-    seqs = {}
-    for name, (ids, n) in jobs.items():
-      small_engine.add_request(name, tokens(ids), greedy(n))
-      seqs[name] = small_engine.scheduler.waiting[-1]
-    last, visits_by_step, interrupted = run_interrupted(small_engine, *step_and_place)
-    assert all(seq.finish_reason == "length" for seq in seqs.values())
+    for name, (ids, n) in jobs.items(): engine.add_request(name, tokens(ids), greedy(n))
+    seqs, last, visits_by_step, interrupted = [*engine.scheduler.waiting], {}, [], False
+    while engine.has_unfinished_requests():
+      interrupt = Interrupt(place if step == len(visits_by_step) else None)   # Python 3.13 traces late: watch all steps
+      try:
+        with interrupt: last |= {output.request_id: output for output in engine.step()}
+      except Failed: interrupted = True
+      visits_by_step.append(interrupt.num_visits)
+      check_invariants(engine)
+      assert len(visits_by_step) < 60, "the requests do not finish"
     expected = {name: reference_greedy(folder, *job) for name, job in jobs.items()}
-    assert {name: seq.tokens[seq.num_prompt:] for name, seq in seqs.items()} == expected
-    again = small_engine.generate([tokens(ids) for ids, _ in jobs.values()], [greedy(n) for _, n in jobs.values()])
+    assert {seq.request_id: seq.tokens[seq.num_prompt:] for seq in seqs} == expected
+    assert {seq.finish_reason for seq in seqs} == {"length"}
+    again = engine.generate([tokens(ids) for ids, _ in jobs.values()], [greedy(n) for _, n in jobs.values()])
+    check_outputs(folder, dict(zip(jobs, again, strict=True)), jobs)
     for name, output in zip(jobs, again, strict=True):
-      assert ids_of(output) == expected[name]
       if name not in last or not last[name].finished: continue
       assert_same_outputs([last[name]], [output])
       assert last[name].metrics.num_generated == jobs[name][1]
     return visits_by_step, interrupted
 
-  run_with_interrupt()   # captures the graphs; Python 3.13 traces a function's bytecodes from its second call on
-  before, visits, interruptions = small_engine.get_metrics()["num_preemptions"], {}, []   # visits: line -> step, visit
-  for i, num_visits in enumerate(run_with_interrupt()[0]):
+  run()   # captures the graphs; Python 3.13 traces a function's bytecodes from its second call on
+  before, visits, interruptions = engine.get_metrics()["num_preemptions"], {}, []   # visits: line -> step, visit
+  for i, num_visits in enumerate(run()[0]):
     for line, count in num_visits.items():
       visits.setdefault(line, []).extend((i, (line, visit)) for visit in range(1, count + 1))
   assert len(visits) > 80, "all of a step must be traced"
-  assert small_engine.get_metrics()["num_preemptions"] > before, "the pool must be short of blocks"
+  assert engine.get_metrics()["num_preemptions"] > before, "the pool must be short of blocks"
   for line, places in visits.items():
     for step_and_place in places[-1:] + random.Random(line).sample(places[:-1], min(more, len(places) - 1)):
-      try: interruptions.append(run_with_interrupt(*step_and_place)[1])
+      try: interruptions.append(run(*step_and_place)[1])
       except AssertionError as error: raise AssertionError(f"interrupted in {line}: {error}") from error
   assert sum(interruptions) > 0.9 * len(interruptions), "too few interrupts"   # a new graph makes a place rarer

@@ -200,7 +200,7 @@ STOPS = list(range(3, 320, 9))   # a ninth of the vocabulary, so that samples en
 
 @pytest.mark.parametrize("length", [7, *slow(*EDGES)])
 def test_samples_of_generate_step_and_stream_equal_single_requests(sampler, length):
-  job, stops = tokens(prompt(length, 2000)), {"stop_token_ids": STOPS}
+  job, stops = tokens(prompt(length, 2000)), {"stop_token_ids": STOPS, "stop": ["e", "no"]}
   request = job, sampled(30, 7, n=4, **stops)
   with assert_all_blocks_freed(sampler):
     alone = [sampler.generate(job, sampled(30, 7 + i, **stops))[0].outputs[0] for i in range(4)]
@@ -208,6 +208,7 @@ def test_samples_of_generate_step_and_stream_equal_single_requests(sampler, leng
     sampler.add_request("a", *request)
     while sampler.has_unfinished_requests(): outputs += sampler.step()
   assert len({len(c.token_ids) for c in alone}) >= 3, "lengths must differ"
+  assert {type(c.stop_reason) for c in alone} == {int, str}, "stop tokens and stop strings must end them"
   assert whole.outputs == outputs[-1].outputs == [dataclasses.replace(c, index=i) for i, c in enumerate(alone)]
   for i, expected in enumerate(alone):
     assert "".join(part.outputs[i].text for part in parts) == expected.text

@@ -1,7 +1,9 @@
 """The scheduler and the block manager alone, under random operations. The fake model's next token depends on the length
 of the sequence, and its cache holds for each position the tokens up to it, so that every read can be checked."""
+import hashlib
 import logging
 import random
+from unittest.mock import Mock
 
 import pytest
 from helpers.engines import check_pool, check_scheduler
@@ -289,6 +291,19 @@ def test_allocate_reuses_the_uncached_copy_of_a_block_first():
   engine.step()
   assert {*engine.blocks.cached_blocks.values()} >= cached
   engine.check_end()
+
+
+def test_waiting_prompt_hashes_each_block_once(monkeypatch):
+  engine, sha256 = FakeEngine(blocks=12, budget=48, caching=True), Mock(wraps=hashlib.sha256)
+  monkeypatch.setattr("tinyvllm.scheduler.hashlib.sha256", sha256)
+  engine.add(prompt=24, n=20)
+  engine.step()
+  waiting, num_steps = engine.add(prompt=47, n=1), 0   # needs all 12 blocks and shares only 6 of the 7 used ones
+  while waiting in engine.scheduler.waiting:
+    engine.step()
+    num_steps += 1
+  engine.check_end()
+  assert num_steps > 10 and sha256.call_count <= sum(len(seq.tokens) // 4 for seq in engine.seqs)
 
 
 def test_waiting_request_is_not_overtaken_by_a_smaller_one():

@@ -1,15 +1,57 @@
-"""Only one thread at a time may drive an engine: a call from another thread raises RuntimeError and has no effect."""
+"""Engines and threads: only one thread at a time may drive an engine; a call from another thread raises RuntimeError and
+has no effect. Engines of one process run independently, except while they load or capture."""
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers.engines import check_invariants
+from helpers.engines import ENGINE, check_invariants, set_overlap
+from helpers.faults import Failed
 from helpers.reference import reference_greedy
 from helpers.requests import greedy, ids_of, tokens
 
+from tinyvllm import LLM
 
 pytestmark = pytest.mark.timeout(120)
+TIMEOUT = 60   # seconds
 IDS, OTHER = [5, 60, 115, 170], [7, 80, 153]
+
+
+class Gate:
+  """Blocks calls of guarded functions until the gate opens. submit: run a function on one of two threads."""
+  def __init__(self, submit):
+    self.submit, self.is_entered, self.is_open = submit, threading.Event(), threading.Event()
+    self.entered: list[str] = []   # names of all calls, including blocked ones
+
+  def guard(self, name, function):
+    def guarded(*args, **kwargs):
+      self.entered.append(name)
+      self.is_entered.set()
+      assert self.is_open.wait(TIMEOUT), "the gate never opened"
+      return function(*args, **kwargs)
+    return guarded
+
+  def start(self, call, *args):
+    """Start a call on a thread, and wait until it blocks. Return its future."""
+    future = self.submit(call, *args)
+    assert self.is_entered.wait(TIMEOUT) and not future.done()
+    return future
+
+  def load(self, folder, backend):
+    """Load an engine, which blocks at the gate when it chooses its dtype, once. Return what run_generate returns."""
+    backend.pick_dtype = self.guard("load", backend.pick_dtype)
+    return run_generate(LLM(folder, backend=backend, **ENGINE))
+
+
+@pytest.fixture
+def gate():
+  with ThreadPoolExecutor(2) as pool:
+    yield (gate := Gate(pool.submit))
+    gate.is_open.set()
+
+
+def run_generate(llm, ids=IDS, n=6): return ids_of(llm.generate(tokens(ids), greedy(n), use_tqdm=False)[0])
+def run_stream(llm): return [i for output in llm.generate_stream(tokens(IDS), greedy(6)) for i in ids_of(output)]
 
 
 def run_steps(llm):
@@ -18,86 +60,84 @@ def run_steps(llm):
   return ids_of(outputs[0])
 
 
-def run_generate(llm): return ids_of(llm.generate(tokens(IDS), greedy(6), use_tqdm=False)[0])
-def run_stream(llm): return [i for output in llm.generate_stream(tokens(IDS), greedy(6)) for i in ids_of(output)]
-
+# One engine
 
 # Calls from a second thread during a step
 CALLS = {
   "add_request": lambda llm: llm.add_request("second", tokens(OTHER), greedy(3)),
   "abort_request": lambda llm: llm.abort_request(next(iter(llm.requests))),
   "step": lambda llm: llm.step(),
-  "generate": lambda llm: llm.generate(tokens(OTHER), greedy(3), use_tqdm=False),
+  "generate": lambda llm: run_generate(llm, OTHER, 3),
   "generate_stream": lambda llm: next(llm.generate_stream(tokens(OTHER), greedy(3))),
 }
 
 
-@pytest.fixture
-def in_thread():
-  """Return a function that runs a call on a second thread and returns its future."""
-  with ThreadPoolExecutor(1) as pool: yield lambda call, *args: pool.submit(call, *args)
-
-
-@pytest.fixture
-def start_blocked(words_llm, monkeypatch):
-  """Return a function that starts `work` on a thread and blocks it in its third launch. It returns the work's future
-  and a function that unblocks the thread."""
-  blocked, resume, launch, launched = threading.Event(), threading.Event(), words_llm.runner.launch, []
-
-  def wait_and_launch(step):
-    launched.append(step)
-    if len(launched) == 3:
-      blocked.set()
-      assert resume.wait(60), "the thread was never unblocked"
-    return launch(step)
-  monkeypatch.setattr(words_llm.runner, "launch", wait_and_launch)
-  with ThreadPoolExecutor(1) as pool:
-    def start(work):
-      future = pool.submit(work, words_llm)
-      future.add_done_callback(lambda _: blocked.set())
-      assert blocked.wait(60) and not future.done(), "the third step must be running"
-      return future, resume.set
-    yield start
-    resume.set()
-
-
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("work", [run_steps, run_generate, run_stream])
-def test_second_thread_during_step_raises_and_changes_nothing(words_llm, words_folder, in_thread, start_blocked, work,
-                                                              name):
-  first, resume = start_blocked(work)
-  running, = words_llm.requests
-  with pytest.raises(RuntimeError, match="AsyncLLM"): in_thread(CALLS[name], words_llm).result(10)
-  assert [*words_llm.requests] == [running], "the refused call added or ended a request"
-  resume()
-  assert first.result(60) == reference_greedy(words_folder, IDS, 6)
-  check_invariants(words_llm)
-  assert in_thread(run_generate, words_llm).result(60) == reference_greedy(words_folder, IDS, 6), "free after the step"
+def test_second_thread_during_step_raises_and_changes_nothing(llm, folder, monkeypatch, gate, work, name):
+  """It may read metrics, and may use the engine after the step."""
+  monkeypatch.setattr(llm.runner, "launch", gate.guard("launch", llm.runner.launch))
+  first = gate.start(work, llm)
+  running, = llm.requests
+  with pytest.raises(RuntimeError, match="AsyncLLM"): gate.submit(CALLS[name], llm).result(10)
+  assert [*llm.requests] == [running], "the refused call added or ended a request"
+  metrics = gate.submit(llm.get_metrics).result(10)
+  assert metrics["num_requests_running"] == metrics["blocks_used"] == 1
+  assert gate.submit(llm.has_unfinished_requests).result(10)
+  gate.is_open.set()
+  assert first.result(TIMEOUT) == reference_greedy(folder, IDS, 6)
+  check_invariants(llm)
+  assert gate.submit(run_generate, llm).result(TIMEOUT) == reference_greedy(folder, IDS, 6)
 
 
-def test_second_thread_during_step_may_read_metrics(words_llm, in_thread, start_blocked):
-  first, resume = start_blocked(run_steps)
-  metrics = in_thread(words_llm.get_metrics).result(10)
-  assert metrics["num_requests_running"] == 1 and metrics["blocks_used"] == 2
-  assert in_thread(words_llm.has_unfinished_requests).result(10)
-  resume()
-  first.result(60)
-
-
-class Failed(BaseException):
-  """A BaseException, like KeyboardInterrupt."""
-
-
-def test_failed_step_releases_engine_to_other_threads(words_llm, words_folder, in_thread, monkeypatch):
+def test_failed_step_releases_engine_to_other_threads(llm, folder, gate, monkeypatch):
   def fail(step): raise Failed
   with monkeypatch.context() as patched, pytest.raises(Failed):
-    patched.setattr(words_llm.runner, "launch", fail)
-    run_generate(words_llm)
-  assert in_thread(run_generate, words_llm).result(60) == reference_greedy(words_folder, IDS, 6)
+    patched.setattr(llm.runner, "launch", fail)
+    run_generate(llm)
+  assert gate.submit(run_generate, llm).result(TIMEOUT) == reference_greedy(folder, IDS, 6)
 
 
-def test_other_thread_may_use_engine_between_stream_tokens(words_llm, words_folder, in_thread):
-  stream = words_llm.generate_stream(tokens(IDS), greedy(6))
+def test_other_thread_may_use_engine_between_stream_tokens(llm, folder, gate):
+  stream = llm.generate_stream(tokens(IDS), greedy(6))
   first_ids = ids_of(next(stream))
-  assert in_thread(run_generate, words_llm).result(60) == reference_greedy(words_folder, IDS, 6)
-  assert first_ids + [i for output in stream for i in ids_of(output)] == reference_greedy(words_folder, IDS, 6)
+  assert gate.submit(run_generate, llm).result(TIMEOUT) == reference_greedy(folder, IDS, 6)
+  assert first_ids + [i for output in stream for i in ids_of(output)] == reference_greedy(folder, IDS, 6)
+
+
+# Several engines
+
+@pytest.mark.parametrize("overlaps", ["", "overlapped"])
+@pytest.mark.parametrize("place", ["wait", "start_reading", "load"])
+def test_captured_step_runs_while_another_engine_is_blocked(llm, small_llm, folder, monkeypatch, gate, place, overlaps):
+  """The other engine waits for a step's results, launches a step, or loads."""
+  backend, launch = llm.runner.backend, llm.runner.launch
+  monkeypatch.setattr(type(backend), "choose_graph", lambda backend, runner, key: key)
+  set_overlap(monkeypatch, llm.runner, overlaps)
+  for engine, ids in ((llm, IDS), (small_llm, OTHER)): run_generate(engine, ids)   # captures the graphs
+  if place == "wait": monkeypatch.setattr(llm.runner, "launch", lambda step: gate.guard("wait", launch(step)))
+  if place == "start_reading": monkeypatch.setattr(backend, place, gate.guard(place, backend.start_reading))
+  call = (gate.load, folder, type(backend)()) if place == "load" else (run_generate, llm)
+  blocked = gate.start(*call)
+  assert gate.submit(run_generate, small_llm, OTHER).result(TIMEOUT / 4) == reference_greedy(folder, OTHER, 6)
+  assert not blocked.done()
+  gate.is_open.set()
+  assert blocked.result(TIMEOUT) == reference_greedy(folder, IDS, 6)
+
+
+@pytest.mark.parametrize("second", ["capture", "load"])
+@pytest.mark.parametrize("first", ["capture", "load"])
+def test_captures_and_loads_exclude_each_other(folder, monkeypatch, gate, first, second):
+  calls, kinds = [], [first, second]
+  for kind in kinds:
+    engine = LLM(folder, **ENGINE)   # nothing is captured yet
+    backend = engine.runner.backend
+    monkeypatch.setattr(backend, "run_graph", gate.guard("capture", backend.run_graph))
+    calls.append((gate.load, folder, type(backend)()) if kind == "load" else (run_generate, engine, IDS, 1))
+  futures = [gate.start(*calls[0]), gate.submit(*calls[1])]
+  time.sleep(0.3)
+  assert gate.entered == [first], "the second one must wait until the first one ends"
+  gate.is_open.set()
+  for kind, future in zip(kinds, futures, strict=True):
+    assert future.result(TIMEOUT) == reference_greedy(folder, IDS, 6 if kind == "load" else 1)
+  assert gate.entered == kinds

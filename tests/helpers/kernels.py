@@ -18,19 +18,10 @@ from tinyvllm_extra.quantization import Quantized
 def on_device(x: np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x)).contiguous().realize()
 
 
-def normal(*shape: int, kind: str = "float32", seed: int = 0) -> np.ndarray:
-  return np.random.default_rng(seed).standard_normal(shape).astype(kind)
-
-
 def close(output: Tensor, expected: np.ndarray, tolerance: float) -> None:
   assert output.shape == expected.shape
   array = output.numpy().astype(np.float32)
   np.testing.assert_allclose(array, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max()))
-
-
-def rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
-  x = x.astype(np.float32)
-  return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight.astype(np.float32)
 
 
 def store_quantized(layer: Linear, w: Quantized, dtype: DType) -> None:
@@ -97,10 +88,11 @@ def check_attention(version: str, sequences: list[tuple[int, int]], shape: tuple
     cache = np.stack([keys, values])
     if k_scales: scales = [np.where(unwritten[..., 0], np.nan, [*k_scales, *v_scales]).transpose(1, 3, 0, 2)]
   q = rng.standard_normal((len(rows), KV, G, D)).astype(dtype)
-  expected = reference_attention(q, cache, table, rows, positions, first, **options)
-  blocks = table[rows, positions // block_size]
+  blocks, offsets = table[rows, positions // block_size], positions % block_size
   # attend() writes the step's K and V again; cosine 1 and sine 0 do not rotate
-  kv = cache[:, blocks, positions % block_size].astype(dtype)   # (2, tokens, KV, D)
+  kv = cache[:, blocks, offsets].astype(dtype)   # (2, tokens, KV, D)
+  if kind != "auto": cache[:, blocks, offsets] = [quantize_kv(x, kind)[0] for x in kv]
+  expected = reference_attention(q, cache, table, rows, positions, first, **options)
   qkv = np.concatenate([x.reshape(len(rows), -1) for x in (q, *kv)], 1)
   padding = token_rows([0], [R], [0], block_size, M)
   padding[-1] = -1   # no query tile
@@ -127,8 +119,7 @@ def check_rope(version: str, kernel: Callable, num_tokens: int, shape: tuple[int
   empty = np.zeros((2, num_blocks, block_size, KV, D), dtype if kind == "auto" else np.uint8)
   scales = [np.zeros((num_blocks, KV, 2, block_size), np.float32)] if kind == "int8" else []
   arrays = *as_stored(version, *empty), *scales, qkv.reshape(num_tokens, -1), rope, tokens
-  q = on_device(np.zeros((num_tokens, KV, G, D), dtype))
-  q, *outputs = q.custom_kernel(*map(on_device, arrays), fxn=kernel)
+  q, *outputs = on_device(np.zeros((num_tokens, KV, G, D), dtype)).custom_kernel(*map(on_device, arrays), fxn=kernel)
   (a, b), (cos, sin) = np.split(qkv.astype(np.float32), 2, -1), rope[positions].transpose(1, 0, 2)[:, :, None]
   rotated = np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
   close(q, rotated[:, :KV * G].reshape(q.shape), tolerance)

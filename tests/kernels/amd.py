@@ -89,22 +89,11 @@ def environment(variant: Variant, folder: Path) -> dict[str, str]:
           "HCQDEV_WAIT_TIMEOUT_MS": "600000"}    # for one kernel; the default is 30 s
 
 
-def command(processes: int, tests: str) -> list[str]:
-  """Return Python's arguments for a run. tests: pytest's -k, or "" for all."""
-  return ["-m", "pytest", "-p", "amd", "tests/kernels/test_backend.py",
-          "-n", str(processes), "--dist", "worksteal", "-o", "timeout=7200", "-o", "faulthandler_timeout=0",
-          *(["-k", tests] if tests else [])]
-
-
 def pytest_load_initial_conftests() -> None:
-  """Prepare tinygrad for the emulator before conftest.py opens the device."""
-  install_emulator(find_repository())
-
-
-def install_emulator(repository: Path) -> None:
-  """Let tinygrad import the emulator from its repository, and correct both. Changes no results of real cards."""
+  """Let tinygrad import the emulator from its repository before conftest.py opens the device, and correct both. Changes
+  no results of real cards."""
   package: Any = ModuleType("test")   # Python's own package test has the same name
-  package.__path__ = [str(repository / "test")]
+  package.__path__ = [str(find_repository() / "test")]
   sys.modules["test"] = package
   from test.mockgpu.amd import pcode   # type: ignore[import-not-found]
 
@@ -131,15 +120,12 @@ def measure(variant: Variant, processes: int, tests: str) -> dict:
   from benchmarks import backends
   print(f"\n== emulated {variant.device}, {variant.compiler}", flush=True)
   with tempfile.TemporaryDirectory() as folder:
-    output = backends.run_with(environment(variant, Path(folder)), *command(processes, tests))
+    command = ["-m", "pytest", "-p", "amd", "tests/kernels/test_backend.py", "-k", tests, "-n", str(processes),
+               "--dist", "worksteal", "-o", "timeout=7200", "-o", "faulthandler_timeout=0"]
+    output = backends.run_with(environment(variant, Path(folder)), *command)
   passed, failed, seconds = backends.read_tests(output)
   return {"device": variant.device, "compiler": variant.compiler, "passed": passed, "failed": failed,
           "seconds": round(seconds), "date": str(date.today())}
-
-
-def has_card_record() -> bool:
-  from benchmarks import backends
-  return any(x["backend"] == "AMD" and "runs" not in x for x in backends.read_records())
 
 
 def write_record(record: dict) -> None:
@@ -152,6 +138,7 @@ def write_record(record: dict) -> None:
 
 
 def main() -> int:
+  from benchmarks import backends
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"{', '.join(VARIANTS)} (default: all)")
   parser.add_argument("-n", type=int, default=os.cpu_count(), metavar="PROCESSES", help="default: one per core")
@@ -160,7 +147,7 @@ def main() -> int:
   args = parser.parse_args()
   if unknown := {*args.variants} - {*VARIANTS}: parser.error(f"{', '.join(unknown)}: must be of {', '.join(VARIANTS)}")
   if args.record and args.k: parser.error("--record needs all tests: omit -k")
-  if args.record and has_card_record():
+  if args.record and any(x["backend"] == "AMD" and "runs" not in x for x in backends.read_records()):
     parser.error("backends.json has the record of a card, which shows more: omit --record")
   problems = list[str]()
   for name in args.variants or VARIANTS:

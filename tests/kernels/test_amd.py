@@ -44,11 +44,6 @@ def test_environment_selects_emulated_device_and_compiler(repository, tmp_path, 
     assert hipcc.stat().st_mode & stat.S_IXUSR and "-unaligned-access-mode" in hipcc.read_text()
 
 
-def test_command_runs_all_backend_tests_unless_some_are_named():
-  assert " ".join(amd.command(16, "")).startswith("-m pytest -p amd tests/kernels/test_backend.py -n 16")
-  assert "-k" not in amd.command(16, "") and amd.command(2, "greedy")[-2:] == ["-k", "greedy"]
-
-
 @pytest.mark.parametrize("value", [None, "", "relative", "/nonexistent"])
 def test_missing_checkout_is_an_error_that_names_the_variable(main, monkeypatch, capsys, value):
   if value is None: monkeypatch.delenv("TINYGRAD_REPO", raising=False)
@@ -67,5 +62,3 @@ def test_record_replaces_only_the_run_of_its_variant(main, repository, monkeypat
   runs = {(x["device"], x["compiler"]): (x["passed"], x["failed"], x["seconds"]) for x in record["runs"]}
   assert runs["RDNA3", "LLVM"] == (61, 0, 98) and runs["RDNA4", "HIP C"] == (60, 1, 99)
   assert [x for x in backends.read_records() if x["backend"] != "AMD"] == others
-
-

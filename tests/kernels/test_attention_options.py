@@ -15,9 +15,10 @@ from tinyvllm_extra.kernels.schedule import ScoreOptions
 KV, G, D, BS = (1, 4, 32, 16) if SLOW else (2, 2, 32, 16)
 SINKS = np.array([-30, 0, 30, 2.5], np.float32)   # relative to scores of about 1
 ALL = {"scale": 0.4, "window": 17, "cap": 1.5, "sinks": SINKS}
-WINDOWS = {f"window {n}": {"window": n} for n in (1, BS - 1, BS, BS + 1, 40, 1000)}
-OPTIONS: dict[str, dict[str, Any]] = {"none": {}, "scale": {"scale": 0.4}, "cap": {"cap": 1.5},
-  "saturated cap": {"scale": 50.0, "cap": 2.0}, "sinks": {"sinks": SINKS}, **WINDOWS, "all": ALL}
+OPTIONS: dict[str, dict[str, Any]] = {
+  "none": {}, "scale": {"scale": 0.4}, "cap": {"cap": 1.5}, "saturated cap": {"scale": 50.0, "cap": 2.0},
+  "sinks": {"sinks": SINKS}, "all": ALL,
+  **{f"window {n}": {"window": n} for n in (1, BS - 1, BS, BS + 1, 40, 1000)}}
 kernel_versions = pytest.mark.parametrize("version", ["generic", pytest.param("tensor cores", marks=on_tensor_cores)])
 CASES = {   # (first position, number of tokens) of each sequence, tokens with padding
   "decode and a chunk": ([(69, 1), (38, 3), (0, 1), (BS, 1)], 8), "long chunk": ([(30, 66), (69, 1), (14, 5)], 80),

@@ -130,7 +130,3 @@ def test_webgpu_memory_is_heaps_of_adapter_and_its_limits(monkeypatch, open_fake
     monkeypatch.setattr(webgpu, f"wgpu{name}", function)
   open_fake("WEBGPU", device_res=None)
   assert memory("WEBGPU") == (free * GIB, total * GIB, GIB)
-
-
-def test_cpu_memory_is_memory_of_host_except_a_reserve(open_fake):
-  assert memory("CPU") == (HOST - kernels.RESERVE, HOST_TOTAL, UNLIMITED)

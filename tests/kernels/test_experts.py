@@ -128,15 +128,12 @@ def test_one_token_reads_only_its_experts():
 
 @pytest.mark.slow
 def test_mxfp4_equals_its_dequantized_checkpoint(tmp_path):
-  values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-  values = np.concatenate([values, -values])
-  rng = np.random.default_rng(0)
-  packed, plain = {}, {}
-  for name, x in make_weights(read("gpt_oss")["shapes"], False).items():
-    if x.ndim < 3:
-      packed[name] = plain[name] = x
-      continue
-    experts, inputs, outputs = x.shape
+  values = np.outer([1, -1], [0, 0.5, 1, 1.5, 2, 3, 4, 6]).ravel().astype(np.float32)
+  rng, weights = np.random.default_rng(0), make_weights(read("gpt_oss")["shapes"], False)
+  plain = {name: x for name, x in weights.items() if x.ndim < 3}
+  packed = dict(plain)
+  for name in [name for name in weights if name not in plain]:
+    experts, inputs, outputs = weights[name].shape
     codes = rng.integers(0, 16, (experts, outputs, inputs // 32, 32)).astype(np.uint8)
     scales = rng.integers(122, 126, codes.shape[:3]).astype(np.uint8)
     packed |= {f"{name}_blocks": codes[..., ::2] | codes[..., 1::2] << 4, f"{name}_scales": scales}

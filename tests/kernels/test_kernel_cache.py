@@ -53,17 +53,16 @@ def test_kernel_folder_separates_versions_compilers_and_settings(lowered, monkey
     assert len(lowered) == 4
 
 
-@pytest.mark.parametrize("damage", [
-  lambda path: path.write_bytes(b""), lambda path: path.write_bytes(path.read_bytes()[:-1]),
-  lambda path: path.write_bytes(b"x" * 500), lambda path: path.write_bytes(path.read_bytes()[:40] + b"\xff" * 8),
-  lambda path: path.write_bytes(pickle.dumps("no program")), lambda path: path.unlink(),
-], ids=["empty", "truncated", "garbage", "changed", "other object", "missing"])
-def test_kernel_folder_damaged_file_is_replaced(lowered, tmp_path, damage):
-  first = build_kernel(tmp_path)
-  damage(files(tmp_path)[0])
-  again = build_kernel(tmp_path)
-  assert again is not first
-  assert build_kernel(tmp_path) is again and lowered == ["a", "a"]
+def test_kernel_folder_damaged_file_is_replaced(lowered, tmp_path):
+  last = build_kernel(tmp_path)
+  path, = files(tmp_path)
+  content = path.read_bytes()
+  for damaged in (b"", content[:-1], b"x" * 500, content[:40] + b"\xff" * 8, pickle.dumps("no program"), None):
+    path.unlink()
+    if damaged is not None: path.write_bytes(damaged)
+    again = build_kernel(tmp_path)
+    assert again is not last and build_kernel(tmp_path) is again, damaged
+    last = again
 
 
 def test_kernel_folder_on_full_disk_writes_nothing(lowered, monkeypatch, tmp_path):

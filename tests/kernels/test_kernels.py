@@ -1,10 +1,8 @@
 """Kernels compared with numpy, in the shapes and dtypes of real models, on tinygrad's default device. In tinygrad's
 interpreter (DEV=PYTHON) the shapes are smaller."""
-from collections.abc import Callable
-
 import numpy as np
 import pytest
-from helpers.kernels import check_attention, check_rope, close, normal, on_device, rms_norm, spread, store_quantized
+from helpers.kernels import check_attention, check_rope, close, on_device, spread, store_quantized
 from helpers.parameters import mark_slow_except, slow
 from helpers.reference import random_numbers
 from tinygrad import Device, UOp, dtypes
@@ -24,52 +22,51 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 needs_tensor_cores = pytest.mark.skipif(not TENSOR_CORES, reason="this device has no tensor cores")
 
 
-def silu_product(both: np.ndarray) -> np.ndarray:
-  """Return silu(gate) * up. both: gate's columns, then up's columns."""
-  gate, up = np.split(both, 2, 1)
-  return gate / (1 + np.exp(-gate)) * up
+def normal(*shape: int, kind: str = "float32", seed: int = 0) -> np.ndarray:
+  return np.random.default_rng(seed).standard_normal(shape).astype(kind)
 
 
 def make_layer(kind: str, inputs: int, outputs: int, bias: bool = False, layer_class: type[Linear] = Linear,
-               dtype: str = "", **options: int) -> tuple[Linear, np.ndarray, Callable]:
-  """Return a layer with random weights, the weights, and a function that multiplies rows in numpy. kind: the weights'
-  dtype. dtype: of the computation, if it is another one."""
-  layer = layer_class(inputs, {"w": outputs}, bias, KINDS[dtype or kind][0], **options)
+               axis: int = 0) -> tuple[Linear, np.ndarray]:
+  """Return a layer with random weights, and the weights."""
+  layer = layer_class(inputs, {"w": outputs}, bias, KINDS[kind][0], axis)
   weight = normal(outputs, inputs, kind=kind, seed=1) / 4
   layer.weight = on_device(reorder(layer.ordered(weight), layer.weight.shape))
-  added = normal(outputs, kind=kind, seed=3) if bias else np.zeros(outputs)
-  if bias: layer.bias = on_device(added)
+  if bias: layer.bias = on_device(normal(outputs, kind=kind, seed=3))
+  return layer, weight
 
-  def multiply(x: np.ndarray) -> np.ndarray:
-    product = x.astype(np.float32) @ weight.astype(np.float32).T + added.astype(np.float32)
-    return silu_product(product) if layer_class is GateUp else product
-  return layer, weight, multiply
+
+def multiply(layer: Linear, weight: np.ndarray, x: np.ndarray) -> np.ndarray:
+  """Return in numpy what a Linear or a GateUp with this weight computes."""
+  both = x.astype(np.float32) @ weight.astype(np.float32).T + (0 if layer.bias is None else layer.bias.numpy())
+  if not isinstance(layer, GateUp): return both
+  gate, up = np.split(both, 2, 1)
+  return gate / (1 + np.exp(-gate)) * up
 
 
 @kinds
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (40, 24), (32, 17), *slow(
   (1120, 16), (72, 80) if SLOW else (576, 960), (160, 16) if SLOW else (1536, 64))])
 def test_linear_equals_numpy_for_every_batch_size(inputs, outputs, kind):
-  layer, _, multiply = make_layer(kind, inputs, outputs)
+  layer, weight = make_layer(kind, inputs, outputs)
   for i, rows in enumerate((1, 2, 3, 8) if SLOW else (1, 2, 3, 8, 16, 128)):
     x = normal(rows, inputs, kind=kind)
-    close(layer(on_device(x), dtype=dtypes.float32), multiply(x), KINDS[kind][1])
-    if i % 2 == 0: close(layer(on_device(x)), multiply(x), KINDS[kind][1])
+    close(layer(on_device(x), dtype=dtypes.float32), multiply(layer, weight, x), KINDS[kind][1])
+    if i % 2 == 0: close(layer(on_device(x)), multiply(layer, weight, x), KINDS[kind][1])
 
 
 @needs_tensor_cores
 @pytest.mark.parametrize("inputs", [96, 160])
 def test_split_k_equals_numpy_for_uneven_splits(inputs):
-  layer, _, multiply = make_layer("float16", inputs, 32)
-  x = normal(128, inputs, kind="float16")
-  close(layer(on_device(x), dtype=dtypes.float32), multiply(x), KINDS["float16"][1])
+  (layer, weight), x = make_layer("float16", inputs, 32), normal(128, inputs, kind="float16")
+  close(layer(on_device(x), dtype=dtypes.float32), multiply(layer, weight, x), KINDS["float16"][1])
 
 
 @kinds
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 48), (40, 24), (32, 17)])
 def test_rows_returns_stored_weights_and_zeros_out_of_range(inputs, outputs, kind):
   """Other devices hold the rows out of range."""
-  layer, weight, _ = make_layer(kind, inputs, outputs)
+  layer, weight = make_layer(kind, inputs, outputs)
   padded = np.concatenate([weight, np.zeros((2, inputs))])   # also for -1
   for ids in ([outputs - 1, 0, 3, 3], [*range(outputs)], [-1, outputs, 2], [-1], [outputs]):
     result = layer.rows(on_device(np.array(ids, np.int32)), dtypes.float32)
@@ -81,11 +78,11 @@ def test_rows_returns_stored_weights_and_zeros_out_of_range(inputs, outputs, kin
                                                       (40, 24, False)])
 def test_gate_up_equals_numpy_and_is_one_tensor_core_kernel(inputs, size, bias, kind):
   """2 * 20 outputs and 40 inputs do not fit the tiles of tensor cores."""
-  layer, _, multiply = make_layer(kind, inputs, 2 * size, bias, GateUp)
+  layer, weight = make_layer(kind, inputs, 2 * size, bias, GateUp)
   assert (layer.weight.ndim == 8) == (TENSOR_CORES and kind == "float16" and (inputs, size) in [(64, 24), (160, 16)])
   for rows in (1, 8, 64):
     x = normal(rows, inputs, kind=kind)
-    close(layer(on_device(x)), multiply(x), KINDS[kind][1])
+    close(layer(on_device(x)), multiply(layer, weight, x), KINDS[kind][1])
 
 
 def set_min_groups(monkeypatch, count):
@@ -117,11 +114,13 @@ def many_rows(monkeypatch):
   monkeypatch.setattr(matmul, "wait", lambda copies, iteration, _: UOp(Ops.BARRIER, src=(copies, iteration)))
 
 
-def check_many_rows(layer: Linear, rows: int, inputs: int, multiply: Callable) -> None:
-  x = normal(rows, inputs, kind="float16")
+def check_many_rows(layer: Linear, weight: np.ndarray, rows: int, parts: int = 1) -> None:
+  """Check the kernel for many rows. parts: the partial sums that it returns (split-K)."""
+  x = normal(rows, weight.shape[1], kind="float16")
   kernels = [u.src[0] for u in layer(on_device(x)).schedule_linear().toposort() if u.op is Ops.CALL]
   assert [kernel.arg.name for kernel in kernels if kernel.op is Ops.SINK] == ["linear_many"]
-  close(layer(on_device(x)), multiply(x), KINDS["float16"][1])
+  pairs = zip(np.split(weight, parts, 1), np.split(x, parts, 1), strict=True)
+  close(layer(on_device(x)), np.concatenate([multiply(layer, *pair) for pair in pairs]), KINDS["float16"][1])
 
 
 @needs_tensor_cores
@@ -131,8 +130,7 @@ def check_many_rows(layer: Linear, rows: int, inputs: int, multiply: Callable) -
   (96, 96, 128, False, GateUp), (64, 64, 64, False, Linear), (64, 288, 128, True, Linear), (64, 96, 192, True, GateUp)])
 def test_many_rows_kernel_equals_numpy(many_rows, rows, inputs, outputs, bias, layer_class):
   """The cases have both more and fewer iterations than buffers."""
-  layer, _, multiply = make_layer("float16", inputs, outputs, bias, layer_class)
-  check_many_rows(layer, rows, inputs, multiply)
+  check_many_rows(*make_layer("float16", inputs, outputs, bias, layer_class), rows)
 
 
 @needs_tensor_cores
@@ -140,11 +138,7 @@ def test_many_rows_kernel_equals_numpy(many_rows, rows, inputs, outputs, bias, l
   (128, 3, 2), (64, 5, 2), (64, 16, 4), (32, 8, 2), (32, 32, 8)])
 def test_many_rows_kernel_split_k_equals_numpy(many_rows, monkeypatch, rows, min_work_groups, parts):
   set_min_groups(monkeypatch, min_work_groups)
-  layer, weight, _ = make_layer("float16", 256, 256, axis=1)
-  def multiply(x):
-    pairs = zip(*[np.split(m.astype(np.float32), parts, 1) for m in (x, weight)], strict=True)
-    return np.concatenate([a @ b.T for a, b in pairs])
-  check_many_rows(layer, rows, 256, multiply)
+  check_many_rows(*make_layer("float16", 256, 256, axis=1), rows, parts)
 
 
 @needs_tensor_cores
@@ -156,14 +150,11 @@ def test_many_rows_kernel_quantized_equals_numpy(many_rows, bits, rows, inputs, 
   layer, rng = layer_class(inputs, {"w": outputs}, False, dtypes.float16), np.random.default_rng(1)
   q, numbers = random_numbers(rng, (outputs, inputs), bits)
   scale, offset = (rng.random((2, outputs, inputs // group)) / 99).astype(np.float16)
-  if bits == "e4m3": offset = None
-  store_quantized(layer, Quantized(q, scale, offset, np.arange(inputs)), dtypes.float16)
   weight = numbers * scale.repeat(group, 1).astype(np.float32)
-  if offset is not None: weight += offset.repeat(group, 1).astype(np.float32)
-  def multiply(x):
-    product = x.astype(np.float32) @ weight.T
-    return silu_product(product) if layer_class is GateUp else product
-  check_many_rows(layer, rows, inputs, multiply)
+  if bits == "e4m3": offset = None
+  else: weight += offset.repeat(group, 1)
+  store_quantized(layer, Quantized(q, scale, offset, np.arange(inputs)), dtypes.float16)
+  check_many_rows(layer, weight, rows)
 
 
 def test_shared_tiles_fit_shared_memory():
@@ -172,6 +163,11 @@ def test_shared_tiles_fit_shared_memory():
       weight_bytes = tiles.outputs * (32 + 4 if is_quantized else 64)   # int8 with scales and offsets
       assert tiles.buffers > 2 and tiles.buffers * (tiles.rows * 64 + weight_bytes) <= 48 * 1024
       assert tiles.outputs <= 256 and tiles.wide * tiles.high >= 2, "one warp copies scales, another one offsets"
+
+
+def rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+  x = x.astype(np.float32)
+  return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5) * weight.astype(np.float32)
 
 
 @kinds
@@ -196,16 +192,6 @@ def test_norm_add_returns_sum_of_stacked_parts_and_its_norm(rows, size, parts, k
   total = (x.astype(np.float32) + added.astype(np.float32).sum(0)).astype(kind)   # rounded before the norm
   close(summed, total, 0 if parts == 1 else KINDS[kind][1])
   close(normed, rms_norm(total, weight), KINDS[kind][1])
-
-
-@pytest.mark.skipif(len(KINDS) < 2, reason="this device has no float16")
-def test_float16_weight_with_float32_input_equals_numpy():
-  layer, _, multiply = make_layer("float16", 72, 48, True, dtype="float32")
-  x, weight = normal(4, 72), 1 + normal(72, kind="float16", seed=1)
-  close(layer(on_device(x)), multiply(x), KINDS["float32"][1])
-  norm = Norm("norm", 72, 1e-5, dtypes.float32)
-  norm.weight = on_device(weight)
-  close(norm(on_device(x)), rms_norm(x, weight), KINDS["float32"][1])
 
 
 CASES = {   # tokens, K/V heads, query heads per K/V head, head_dim, longest context, sequences

@@ -4,12 +4,11 @@ import functools
 
 import numpy as np
 import pytest
-from helpers.engines import SAMPLING_ENGINE
+from helpers.fake_device import mix_bits
 from helpers.parameters import slow
-from helpers.reference import chi_square_passes, reference_logits, reference_probabilities, reference_sampling_mask
+from helpers.reference import chi_square_passes, log_softmax, reference_probabilities, reference_sampling_mask
 from tinygrad import Tensor, TinyJit, dtypes
 
-from tinyvllm import LLM, SamplingParams
 from tinyvllm.backend import Sampler, gumbel_noise
 from tinyvllm.request import SAMPLING_FIELDS, SamplerMode
 from tinyvllm_extra.kernels import sampling
@@ -50,22 +49,15 @@ sample = {name: functools.partial(sample_with, name) for name in SAMPLERS}   # o
 def draw(x, seeds, positions, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
   """Sample ROWS ids from logits (V,). seeds: the low and the high word."""
   values = zip((temperature, top_k, top_p, min_p, *seeds, positions), "fiffIIi", strict=True)
-  return call(sample["extension"], np.tile(x, (ROWS, 1)), *[np.broadcast_to(np.asarray(v, k), ROWS).copy()
-                                                              for v, k in values])
+  columns = [np.full(ROWS, value, kind) for value, kind in values]
+  return call(sample["extension"], np.tile(x, (ROWS, 1)), *columns)
 
 
 def make_adjustments(is_adjusted, bias, factor, penalty):
   """Return ADJUSTMENTS of all logits, (S, V), as int32 words, (columns, S * V). The row is -1 for no adjustment."""
-  adjustments = np.zeros(is_adjusted.shape, ADJUSTMENTS.dtype)
   row, token = np.indices(is_adjusted.shape)
-  columns = {"row": np.where(is_adjusted, row, -1), "token": token, "bias": bias, "factor": factor, "penalty": penalty}
-  for name, values in columns.items(): adjustments[name] = values
-  return np.ascontiguousarray(adjustments.view(np.int32).reshape(-1, ADJUSTMENTS.num_words).T)
-
-
-def log_softmax(x):
-  x = x - x.max(1, keepdims=True)
-  return x - np.log(np.exp(x).sum(1, keepdims=True))
+  table = np.rec.fromarrays([np.where(is_adjusted, row, -1), token, bias, factor, penalty], ADJUSTMENTS.dtype)
+  return np.ascontiguousarray(table.ravel().view(np.int32).reshape(-1, ADJUSTMENTS.num_words).T)
 
 
 def random_logits(rng, V):
@@ -91,20 +83,16 @@ def test_adjust_adds_bias_scales_and_subtracts_penalty(V, rng):
   choices = np.arange(-100, 100.1, 0.25), [1, 1, 0.01, 0.3, 1.1, 2, 100], np.arange(-10, 10.1, 0.125)
   bias, factor, penalty = (rng.choice(x, (ROWS, V)).astype(np.float32).astype(float) for x in choices)
   adjusted = call(adjust, logits, make_adjustments(is_adjusted, bias, factor, penalty))
-  x = logits + bias
-  is_finite = np.isfinite(logits)
-  assert np.isneginf(adjusted[~is_finite]).all(), "a masked token must stay masked"
-  changed = is_finite & is_adjusted
-  scaled = np.where(x > 0, x / factor, x * factor)[changed]
-  error = np.abs(adjusted[changed] - (scaled - penalty[changed]))
-  assert (error <= 1e-6 * (np.abs(scaled) + np.abs(penalty[changed]))).all()
-  np.testing.assert_array_equal(adjusted[~is_adjusted], logits[~is_adjusted])
+  finite = np.isfinite(logits)
+  assert np.isneginf(adjusted[~finite]).all(), "a masked token must stay masked"
+  x = np.where(finite, logits + bias, 0)
+  scaled = np.where(x > 0, x / factor, x * factor)
+  expected = np.where(is_adjusted, scaled - penalty, logits)
+  tolerance = 1e-6 * (np.abs(scaled) + np.abs(penalty)) * is_adjusted
+  assert (np.abs(adjusted[finite] - expected[finite]) <= tolerance[finite]).all()
 
 
-@cases
-@pytest.mark.parametrize("k", [0, 20])
-def test_top_logprobs_equals_log_softmax(V, rng, k):
-  logits, ids = random_logits(rng, V), rng.integers(0, V, (ROWS, 1)).astype(np.int32)
+def check_top_logprobs(logits, ids, k):
   rows, best = call(best_logprobs, logits, ids[:, 0], constants=(k,)), np.argsort(-logits, 1, kind="stable")[:, :k]
   assert rows.shape == (ROWS, 2 + 2 * k)
   np.testing.assert_array_equal(rows[:, 1:2], 1 + (logits > np.take_along_axis(logits, ids, 1)).sum(1, keepdims=True))
@@ -113,16 +101,18 @@ def test_top_logprobs_equals_log_softmax(V, rng, k):
   np.testing.assert_allclose(np.hstack([rows[:, :1], rows[:, 3::2]]), expected, atol=2e-6, rtol=1e-6)
 
 
+@cases
+@pytest.mark.parametrize("k", [0, 20])
+def test_top_logprobs_equals_log_softmax(V, rng, k):
+  check_top_logprobs(random_logits(rng, V), rng.integers(0, V, (ROWS, 1)).astype(np.int32), k)
+
+
 @pytest.mark.parametrize("V", [2560, 2561, 5000, 8192])
 def test_top_logprobs_of_large_vocabulary_ranks_equal_logits_by_id(V):
   rng = np.random.default_rng(V)
   logits = rng.integers(0, 40, (ROWS, V)).astype(np.float32)   # the best 20 are ties, or nearly all
   logits[:, rng.integers(0, V, V // 2)] = 0
-  rows = call(best_logprobs, logits, np.zeros(ROWS, np.int32), constants=(20,))
-  best = np.argsort(-logits, 1, kind="stable")[:, :20]
-  np.testing.assert_array_equal(rows[:, 2::2], best)
-  np.testing.assert_allclose(rows[:, 3::2], np.take_along_axis(log_softmax(logits.astype(float)), best, 1), atol=2e-6,
-                             rtol=1e-6)
+  check_top_logprobs(logits, np.zeros((ROWS, 1), np.int32), 20)
 
 
 def random_sampling_fields(rng, V):
@@ -190,24 +180,13 @@ def test_noise_of_adjacent_positions_is_independent():
   assert chi_square_passes(ids[0::2] * 4 + ids[1::2], np.outer(p, p).ravel())
 
 
-def test_first_token_frequencies_match_model_probabilities(folder):
-  ids, llm = [5, 9, 200], LLM(folder, **SAMPLING_ENGINE)
-  params = [SamplingParams(seed=1000 + i, max_tokens=1, temperature=0.8, top_k=12, ignore_eos=True) for i in range(600)]
-  outputs = llm.generate([{"prompt_token_ids": ids}] * 600, params)
-  sampled = np.array([output.outputs[0].token_ids[0] for output in outputs])
-  assert frequencies_fit(sampled, reference_logits(folder, ids)[-1], 0.8, top_k=12)
-
-
 def test_noise_of_largest_hash_is_finite():
   """The largest hash must not become a uniform number of 1 in float32: its noise would be infinite and select the token
   whatever its logit."""
   size, limit = 1 << 20, np.float32(2**-23)
-  def hash32(x):   # lowbias32 of Wellons' hash-prospector
-    for shift, factor in ((16, 0x7feb352d), (15, 0x846ca68b)): x = (x ^ (x >> np.uint32(shift))) * np.uint32(factor)
-    return x ^ (x >> np.uint32(16))
-  ids, position = hash32(np.arange(size, dtype=np.uint32)), np.zeros(1, np.uint32)
-  seeds = np.arange(1, 200, dtype=np.uint32)
-  seed = next(seed for seed in seeds if hash32(ids ^ hash32(seed ^ hash32(hash32(position)))).max() >= 2**32 - 2**8)
+  seeds, ids = np.arange(1, 200, dtype=np.uint32), mix_bits(np.arange(size, dtype=np.uint32))
+  keys = mix_bits(seeds ^ mix_bits(mix_bits(np.zeros(1, np.uint32))))
+  seed = next(seed for seed, key in zip(seeds, keys, strict=True) if mix_bits(ids ^ key).max() >= 2**32 - 2**8)
   words = [Tensor([x], dtype=dtypes.uint32) for x in (int(seed), 0)]
   noise = gumbel_noise(*words, Tensor([0], dtype=dtypes.int32), size).numpy()
   assert np.isfinite(noise).all() and noise.max() < -np.log(limit / 2) + 1

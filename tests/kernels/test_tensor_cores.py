@@ -52,15 +52,10 @@ def test_attention_equals_numpy_and_reads_only_own_sequence(case, kind):
 @each_kind
 @pytest.mark.parametrize("T", [1, 8, 32])
 def test_rope_kernel_equals_numpy(T, kind):
-  shape = (1, 1, 32) if SLOW else (2, 3, 64)
-  check_rope("tensor cores", tensor_cores.rope_kernel, T, shape, 4e-3, kind, "float16")
-
-
-@on_tensor_cores
-@each_kind
-def test_cache_layout_has_the_shapes_of_blocks(kind):
-  stored = as_stored("tensor cores", *np.zeros((2, 1, BS, 2, 64), np.float16 if kind == "auto" else np.uint8))
-  assert [x.shape[1:] for x in stored] == [shape for shape, _ in parts(2, 4, 64, kind)[:2]]
+  KV, G, D = (1, 1, 32) if SLOW else (2, 3, 64)
+  check_rope("tensor cores", tensor_cores.rope_kernel, T, (KV, G, D), 4e-3, kind, "float16")
+  blocks = as_stored("tensor cores", *np.zeros((2, 1, BS, KV, D), np.float16 if kind == "auto" else np.uint8))
+  assert [x.shape[1:] for x in blocks] == [shape for shape, _ in parts(KV, G, D, kind)[:2]]
 
 
 def test_tensor_cores_selected_only_for_supported_block_and_head_sizes():

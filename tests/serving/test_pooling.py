@@ -7,7 +7,7 @@ from unittest.mock import ANY
 import numpy as np
 import pytest
 from helpers.engines import ENGINE, check_invariants
-from helpers.invalid_values import check_refused, refused_requests
+from helpers.invalid_requests import check_refused, refused_requests
 from helpers.models import load, tiny_model, write_safetensors
 from helpers.reference import reference_logits
 from helpers.requests import flags, tokens

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from helpers.agents import DATA, TEMPLATE, num_tokens, start
-from helpers.invalid_values import VALID, check_refused, refused_requests
+from helpers.invalid_requests import VALID, check_refused, refused_requests
 from helpers.servers import checked
 
 RENDERED = [(path, body, prompt) for path, rows in json.loads((DATA / "rendered_requests.json").read_text()).items()

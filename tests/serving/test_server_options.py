@@ -1,14 +1,12 @@
 """vLLM's options of `tinyvllm serve`: several names and keys, a path prefix, a Unix domain socket, TLS; and its routes
 for load balancers."""
-import threading
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx2 as httpx
 import pytest
-from tinyvllm.runner import Runner
+from helpers.protocol import running_request
 from helpers.servers import LocalServer, wait_until
 
 from tinyvllm_extra.cli import main
@@ -16,21 +14,12 @@ from tinyvllm_extra.cli import main
 SMALL = ["--dtype", "float32", "--max-num-seqs", "2", "--max-num-batched-tokens", "2"]
 BODY = {"prompt": "the cat", "max_tokens": 2, "temperature": 0}
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-  """The paths of a certificate and its key."""
-  files = [str(tmp_path_factory.mktemp("tls") / name) for name in ("cert.pem", "key.pem")]
-  command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
-  subprocess.run([*command.split(), "-out", files[0], "-keyout", files[1]], check=True, capture_output=True)
-  return files
-
 
 @pytest.fixture(scope="module")
 def server(folder):
-  options = ["--served-model-name", "first", "second", "--api-key", "key-1", "key-2", "--root-path", "/llm"]
-  template = ["--chat-template", "{{ messages[0].content }} {{ word }}"]
-  template += ["--default-chat-template-kwargs.word", "sat"]
-  with LocalServer(folder, *SMALL, *options, *template) as server: yield server
+  options = ["--served-model-name", "first", "second", "--api-key", "key-1", "key-2", "--root-path", "/llm",
+             "--chat-template", "{{ messages[0].content }} {{ word }}", "--default-chat-template-kwargs.word", "sat"]
+  with LocalServer(folder, *SMALL, *options) as server: yield server
 
 
 def bearer(key): return {"Authorization": f"Bearer {key}"}
@@ -63,22 +52,11 @@ def test_ping_and_head_need_no_key(server):
     assert (response.status_code, response.text) == (200, "" if method == "HEAD" else "{}")
 
 
-def test_load_is_the_number_of_unfinished_requests_and_needs_no_key(folder):
-  released = threading.Event()
-  released.set()
-
-  def hold_steps(patch):
-    launch = Runner.launch
-    patch.setattr(Runner, "launch", lambda self, step: (released.wait(60), launch(self, step))[1])
-  with LocalServer(folder, *SMALL, "--api-key", "key-1", before=hold_steps) as server:
-    assert server.get("/load").json() == {"server_load": 0}
-    released.clear()
-    with ThreadPoolExecutor(1) as pool:
-      answer = pool.submit(server.post, "/v1/completions", BODY, headers=bearer("key-1"))
-      wait_until(lambda: server.get("/load").json() == {"server_load": 1}, "the request has started")
-      released.set()
-      assert answer.result().status_code == 200
-    wait_until(lambda: server.get("/load").json() == {"server_load": 0}, "the request has ended")
+def test_load_is_the_number_of_unfinished_requests_and_needs_no_key(limited):
+  def load(): return limited.get("/load").json()["server_load"]
+  assert load() == 0
+  with running_request(limited): assert load() == 1
+  wait_until(lambda: load() == 0, "the request has ended")
 
 
 def test_response_has_the_request_id_of_its_request(server):
@@ -90,9 +68,9 @@ def test_response_has_the_request_id_of_its_request(server):
 
 def test_chat_template_option_and_variables_apply(server):
   body = {"messages": [{"role": "user", "content": "the cat"}]}
-  tokens = server.post("/tokenize", body, headers=bearer("key-1")).json()["tokens"]
-  expected = server.post("/tokenize", {"prompt": "the cat sat", "add_special_tokens": False}, headers=bearer("key-1"))
-  assert tokens == expected.json()["tokens"]
+  plain = {"prompt": "the cat sat", "add_special_tokens": False}
+  first, second = [server.post("/tokenize", x, headers=bearer("key-1")).json() for x in (body, plain)]
+  assert first == second and first["tokens"]
 
 
 def test_uds_server_answers_and_removes_its_socket(folder, tmp_path):
@@ -109,9 +87,11 @@ def test_uds_server_answers_and_removes_its_socket(folder, tmp_path):
   finally: process.kill()
 
 
-def test_tls_server_answers_https(folder, certificate):
-  files = ["--ssl-certfile", certificate[0], "--ssl-keyfile", certificate[1]]
-  with LocalServer(folder, *SMALL, *files, ready=False) as server:
+def test_tls_server_answers_https(folder, tmp_path):
+  certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+  command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+  subprocess.run([*command.split(), "-out", certificate, "-keyout", key], check=True, capture_output=True)
+  with LocalServer(folder, *SMALL, "--ssl-certfile", certificate, "--ssl-keyfile", key, ready=False) as server:
     assert server.url.startswith("https://")
     wait_until(server.healthy, "/health answers 200")
     assert server.post("/v1/completions", BODY).status_code == 200
