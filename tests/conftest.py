@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers import fake_device
+from helpers.commands import CHAT
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from tinygrad import Device
@@ -63,6 +64,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path: return tiny_model(
 def words_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
   """A model whose greedy output contains only letters."""
   return tiny_model(tmp_path_factory.mktemp("words"), words=True)
+
+
+@pytest.fixture(scope="session")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """As words_folder, with a chat template, and a context length with which requests can run for a minute."""
+  return tiny_model(tmp_path_factory.mktemp("chat"), words=True, max_position_embeddings=32_768, chat_template=CHAT)
 
 
 # Engines of a module, on the module's device

@@ -1,6 +1,5 @@
 """Files of examples/deploy: the systemd unit, Prometheus' rules and the dashboard, which query existing metrics, and
 settings of chat front ends."""
-import configparser
 import json
 import re
 import shutil
@@ -93,10 +92,7 @@ def test_front_end_settings_use_server_api_url():
 # systemd and curl
 
 def test_unit_settings_are_hardened_and_allow_graceful_shutdown():
-  parser = configparser.RawConfigParser(strict=False, delimiters="=", comment_prefixes="#")
-  parser.optionxform = str
-  parser.read_string((DEPLOY / "tinyvllm.service").read_text().replace("\\\n", " "))
-  service = parser["Service"]
+  service = dict(re.findall(r"(?m)^(\w+)=(.*)$", (DEPLOY / "tinyvllm.service").read_text().replace("\\\n", " ")))
   shutdown = int(re.search(r"--shutdown-timeout (\d+)", service["ExecStart"])[1])
   names = ("KillSignal", "DynamicUser", "NoNewPrivileges", "ProtectSystem", "CapabilityBoundingSet")
   assert [service[name] for name in names] == ["SIGTERM", "yes", "yes", "strict", ""]

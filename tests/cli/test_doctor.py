@@ -15,7 +15,7 @@ import pytest
 from helpers.commands import error_line, run_command
 from helpers.gguf_files import write_gguf
 from helpers.models import tensor_shapes, tiny_config, tiny_model
-from helpers.recorded_models import write_model
+from helpers.record_models import write_model
 from tinygrad import dtypes, nn
 from tinygrad.device import ALL_DEVICES
 
@@ -217,21 +217,19 @@ def test_model_option_adds_model_and_describes_its_checkpoint(machine, tmp_path)
   assert "checkpoint" not in report("--model", folder)[1], "config.json alone suffices"
 
 
-@pytest.mark.parametrize("kind,kinds,stored,description,tensors_per_file", [
-  ("Q4_K", {"attn_v": "Q6_K"}, "int4", "GGUF Q4_K; v_proj GGUF Q6_K", 8), ("Q6_K", {}, "int8", "GGUF Q6_K", 0),
-  ("Q8_0", {"token_embd": "F16"}, "int8", "GGUF Q8_0; embed_tokens GGUF F16", 0),
-  ("F16", {}, "float16", "GGUF F16", 8)])
-def test_model_option_describes_gguf_and_its_fit(machine, tmp_path, kind, kinds, stored, description, tensors_per_file):
+@pytest.mark.parametrize("case", CASES["gguf"], ids=lambda case: case["kind"])
+def test_model_option_describes_gguf_and_its_fit(machine, tmp_path, case):
   """A split file is given by its first part. The estimate names the nearest of int8 and int4."""
   folder = tiny_model(tmp_path, hidden_size=256, intermediate_size=512, vocab_size=320)
-  path = write_gguf(tmp_path / "model.gguf", folder, kind, kinds=kinds, tensors_per_file=tensors_per_file)
+  kind, others, stored = case["kind"], case["others"], case["stored"]
+  path = write_gguf(tmp_path / "model.gguf", folder, kind, kinds=others, tensors_per_file=case["tensors_per_file"])
   result = report("--model", path)[1]
   row, *quantized = [row for row in result["fit"] if row["model"] == str(path)]
-  assert result["checkpoint"] == description and row["stored"] == stored and row["fits"]
+  assert result["checkpoint"] == case["checkpoint"] and row["stored"] == stored and row["fits"]
   assert [x["stored"] for x in quantized] == (["int8", "int4"] if kind == "F16" else []), "it can be quantized"
   matrices = 2 * (256 * (2 * 256 + 2 * 128) + 3 * 256 * 512) * {"int8": 8.5, "int4": 5, "float16": 16}[stored] / 8
-  others = (2 * 320 * 256 + 5 * 256) * (2 if "F16" in (kind, *kinds.values()) else 4)   # embeddings and norms
-  assert row["weights_gib"] * GIB == matrices + others
+  rest = (2 * 320 * 256 + 5 * 256) * (2 if "F16" in (kind, *others.values()) else 4)   # embeddings and norms
+  assert row["weights_gib"] * GIB == matrices + rest
 
 
 @pytest.mark.parametrize("name", ["gemma3_vision", "gpt2", "qwen3_moe"])
@@ -256,16 +254,12 @@ def model_error(monkeypatch):
   return error
 
 
-@pytest.mark.parametrize("content,words", [
-  (None, "config.json"), ("{", "Expecting"), ("[]", ""), ("{}", "vocab_size"),
-  (json.dumps(tiny_config(hidden_act="gelu")), "gelu"), (json.dumps(tiny_config(num_attention_heads=0)), ""),
-  (json.dumps(tiny_config(quantization_config={"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"})),
-   "checkpoint_format='marlin'")])
-def test_unusable_folder_exits_before_opening_a_backend(model_error, tmp_path, content, words):
+@pytest.mark.parametrize("case", CASES["unusable"])
+def test_unusable_folder_exits_before_opening_a_backend(model_error, tmp_path, case):
   config = tiny_model(tmp_path) / "config.json"
-  if content: config.write_text(content)
-  else: config.unlink()
-  assert words in model_error(tmp_path)
+  if case["config"] is None: config.unlink()
+  else: config.write_text(case["config"] or json.dumps(tiny_config(**case["fields"])))
+  assert case["error"] in model_error(tmp_path)
 
 
 def test_unusable_gguf_exits_before_opening_a_backend(model_error, tmp_path):

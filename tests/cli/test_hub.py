@@ -23,7 +23,7 @@ from tinyvllm_extra.hub import is_name, local_path, served_name
 GIB = 2**30
 UNUSED = ["README.md", "pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth",
           "onnx/model.onnx", "original/model.safetensors", "adapter_model.safetensors", "2_Dense/config.json"]
-CASES = json.loads((Path(__file__).parents[1] / "data/hub.json").read_text())   # files that a name stands for; names
+CASES = json.loads((Path(__file__).parents[1] / "data/hub.json").read_text())   # files of a name, errors, names
 PARTS = [f"BF16/tiny-BF16-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
 
 
@@ -211,22 +211,15 @@ def test_file_above_http_limit_is_left_to_huggingface_hub(hub, gguf_repository, 
   assert bool(calls) == is_own
 
 
-@pytest.mark.parametrize("state,options,error,message", [
-  ({"sizes": {"tiny-F16.gguf": 2**50}}, {}, InputError,
-   "has .* of free disk space, but org/tiny-GGUF needs 1048576.00 GB: free some"),
-  ({}, {"revision": "none"}, InputError, "^revision='none' does not exist: choose one of {page}/commits"),
-  ({"token": "secret"}, {}, InputError, "public model, {page}: if it is private, set HF_TOKEN"),
-  ({"token": "secret", "gated": True}, {}, InputError, "is gated: accept its license on {page} and set HF_TOKEN"),
-  ({"broken": {"tiny-F16.gguf"}}, {}, RuntimeError,
-   "'org/tiny-GGUF:F16': the download failed, repeat it to continue: ")],
-  ids=["size", "revision", "token", "gated", "broken"])
-def test_error_names_the_remedy(hub, gguf_repository, monkeypatch, state, options, error, message):
-  vars(hub).update(state)
-  with pytest.raises(error, match=message.format(page=f"{hub.url}/org/tiny-GGUF")):
-    local_path("org/tiny-GGUF:F16", **options)
-  assert "broken" in state or not hub.downloads()
+@pytest.mark.parametrize("case", CASES["errors"], ids=lambda case: case["about"])
+def test_error_names_the_remedy(hub, gguf_repository, monkeypatch, case):
+  vars(hub).update(case["hub"])
+  message = case["message"].format(page=f"{hub.url}/org/tiny-GGUF")
+  error = RuntimeError if case["about"] == "broken" else InputError
+  with pytest.raises(error, match=message): local_path("org/tiny-GGUF:F16", **case["options"])
+  assert case["about"] == "broken" or not hub.downloads()
   monkeypatch.setenv("HF_TOKEN", "secret")
-  if "token" in state: assert local_path("org/tiny-GGUF:F16").read_bytes() == b"content of tiny-F16.gguf"
+  if "token" in case["hub"]: assert local_path("org/tiny-GGUF:F16").read_bytes() == b"content of tiny-F16.gguf"
 
 
 # Paths

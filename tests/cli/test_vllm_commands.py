@@ -15,7 +15,8 @@ from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.server.app import parse
 from tinyvllm_extra.vllm_options import NO_EFFECT, ModelOptions, expand, read_config, split_options
 
-# accepted: without `vllm serve`. refused: the start of the message by command line
+# accepted: without `vllm serve`. refused: the start of the message by command line. expanded: words for argparse by
+# words of the user. split: options of LLM, as options of the engine and of the model
 COMMANDS = json.loads((Path(__file__).parents[1] / "data/vllm_options.json").read_text())
 
 
@@ -52,14 +53,7 @@ def test_values_reach_the_options(files):
     "enable_prefix_caching": False, "swap_space": 4, "speculative_config": {"method": "ngram", "a": {"b": 1}}}
 
 
-@pytest.mark.parametrize("words,expanded", [
-  ("a -b ./x-y -1", "a -b ./x-y -1"), ("--max_num_seqs 7", "--max-num-seqs 7"), ("--a_b=c_d", "--a-b=c_d"),
-  ("-tp 2", "--tensor-parallel-size 2"), ("-tp=2", "--tensor-parallel-size=2"), ("-O3", "--compilation-config=3"),
-  ("-O 3", "--compilation-config 3"), ("--cuda_graph_sizes 1 2", "--cudagraph-capture-sizes 1 2"),
-  ("--x.a 1 y", 'y --x {"a": 1}'), ("-cc.a=b=c", '--compilation-config {"a": "b=c"}'),
-  ("--x.a=None --x.b.c d --x_x.b_b 2", '--x {"a": null, "b": {"c": "d"}} --x-x {"b_b": 2}'),
-  ("--x.a=null --x.b none --x.c=[1]", '--x {"a": null, "b": "none", "c": [1]}'),
-  ("--x.a.b 1 --x.a.c=2 --x.d", '--x {"a": {"b": 1, "c": 2}, "d": ""}')])
+@pytest.mark.parametrize("words,expanded", COMMANDS["expanded"].items())
 def test_expand_returns_full_flags_and_joins_parts_of_json(words, expanded):
   """The result is shown in one line: JSON holds spaces."""
   assert " ".join(expand(words.split())) == expanded
@@ -100,18 +94,12 @@ def test_options_are_disjoint():
   assert not NO_EFFECT.keys() & {*LLMConfig.__match_args__, *ModelOptions.__match_args__}
 
 
-@pytest.mark.parametrize("options,engine,fields", [
-  ({"quantization": "awq_marlin", "swap_space": 4}, {"quantization": "awq"}, {}),
-  ({"quantization": "gptq_marlin", "tokenizer": None}, {"quantization": "gptq"}, {}),
-  ({"kv_cache_dtype": "fp8_e4m3", "revision": "x"}, {"kv_cache_dtype": "fp8"}, {"revision": "x"}),
-  ({"max_model_len": -1, "tokenizer": "m"}, {"max_model_len": None}, {}),
-  ({"max_model_len": 9, "max_logprobs": -1}, {"max_model_len": 9}, {"max_logprobs": -1}),
-  ({"task": "generate"}, {}, {}), ({"task": "embed"}, {"runner": "pooling"}, {}),
-  ({"task": "embed", "runner": "generate"}, {"runner": "generate"}, {})])
-def test_split_options_returns_options_of_engine_and_model(options, engine, fields):
-  before = dict(options)
+@pytest.mark.parametrize("case", COMMANDS["split"])
+def test_split_options_returns_options_of_engine_and_model(case):
+  options = dict(case["options"])
   defaults = {"max_logprobs": 20, "default_chat_template_kwargs": None}
-  assert split_options(options, "m") == (engine, ModelOptions(**{**defaults, **fields})) and options == before
+  assert split_options(options, "m") == (case["engine"], ModelOptions(**{**defaults, **case["model"]}))
+  assert options == case["options"], "it is not changed"
 
 
 @pytest.mark.parametrize("option,text", [

@@ -1,5 +1,5 @@
-"""Engines and threads: only one thread at a time may drive an engine; a call from another thread raises RuntimeError and
-has no effect. Engines of one process run independently, except while they load or capture."""
+"""Engines and threads: only one thread at a time may drive an engine; a call from another thread raises RuntimeError
+and has no effect. Engines of one process run independently, except while they load or capture."""
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -10,7 +10,7 @@ import pytest
 from helpers.engines import ENGINE, LogitsRecorder
 from helpers.gguf_files import check_conversion, decoded, write_gguf
 from helpers.models import CORPUS, load, read_safetensors, tiny_model, write_safetensors
-from helpers.recorded_models import write_model
+from helpers.record_models import write_model
 from helpers.reference import reference_greedy
 from tinygrad import Tensor, dtypes, nn
 

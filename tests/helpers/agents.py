@@ -9,18 +9,25 @@ from .servers import LocalServer
 
 DATA = Path(__file__).parents[1] / "data"
 # Renders all its inputs, so that tests can compare the numbers of tokens
-TEMPLATE = """
-{%- for tool in tools or [] %}tool {{ tool.function.name }}{{ '\\n' }}{% endfor %}
-{%- for m in messages %}{{ m.role }}: {{ m.content }}
-  {%- if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}
-  {%- for call in m.tool_calls or [] %}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}
-  {{- '\\n' }}
-{%- endfor %}"""
+TEMPLATE = (DATA / "agent_template.jinja").read_text()
 WEATHER = {"type": "function", "name": "weather", "description": "of a city", "parameters": {
   "type": "object", "properties": {"city": {"enum": ["Rom", "Ulm"]}}, "required": ["city"],
   "additionalProperties": False}}
 NO_TAGS = {"logit_bias": {"63": -100}}   # token "<": keeps a random model from opening reasoning before a format
 HERMES = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_call>'
+# Makes a server's model good at one conversation: it calls the function in CALL, then answers if the result has RESULT
+SCRIPT = """
+import os
+from tinyvllm_extra.server import protocol
+sampling_params = protocol.sampling_params
+def scripted(body, defaults, escapes):   # a random model would use the escapes
+  last, text = body.messages[-1], os.environ["CALL"] if body.tools else os.environ["ANSWER"]
+  if last["role"] == "tool": text = os.environ["ANSWER"] if os.environ["RESULT"] in str(last) else "no result"
+  if not body.response_format and body.tool_choice not in ("required", "none"):
+    body = body.model_copy(update={"structured_outputs": {"choice": [text]}})
+  return sampling_params(body, defaults)
+protocol.sampling_params = scripted
+"""
 
 
 SMALL = {**ENGINE, "max_model_len": 1024, "max_num_seqs": 4, "max_num_batched_tokens": 8}

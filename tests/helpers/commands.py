@@ -49,12 +49,15 @@ def start_process(*arguments: Any, **env: str) -> subprocess.Popen:
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, env={**os.environ, **env})
 
 
-def process(*arguments: Any, stdin: str = "", **env: str) -> subprocess.CompletedProcess:
-  """Run `tinyvllm *arguments` as a process. Return the exit code, stdout and stderr."""
-  run = start_process(*arguments, **env)
-  try: out, err = run.communicate(stdin, timeout=240)
-  finally: run.kill()
-  return subprocess.CompletedProcess(run.args, run.returncode, out, err)
+def run_process(*command: Any, stdin: str = "", **env: str) -> subprocess.CompletedProcess:
+  """Run a command as a process that can import this checkout. Return the exit code, stdout and stderr."""
+  return subprocess.run([*map(str, command)], input=stdin, env={**os.environ, "PYTHONPATH": PYTHONPATH, **env},
+                        cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
+def process(*arguments: Any, **options: str) -> subprocess.CompletedProcess:
+  """Run `tinyvllm *arguments` as a process, with `stdin` and environment variables in `options`."""
+  return run_process(sys.executable, "-m", "tinyvllm", *arguments, **options)
 
 
 def error_line(run: subprocess.CompletedProcess, code: int = 1) -> str:

@@ -56,12 +56,12 @@ class LogitsRecorder:
     return outputs[-1].outputs[0].token_ids, np.stack(out)
 
 
-def check_logits(model: Any, folder: Any, ids: list[int], atol: float = 1e-4, **options: Any) -> Any:
-  """Check that greedy ids and logits of a model equal the reference with the weights in `folder`. Return the engine."""
+def check_logits(model: Any, folder: Any, ids: list[int], n: int = 8, atol: float = 1e-4, **options: Any) -> Any:
+  """Check that n greedy ids and their logits equal the reference with the weights in `folder`. Return the engine."""
   from tinyvllm import LLM
   engine = LLM(model, **{**ENGINE, **options})
-  out, logits = LogitsRecorder(engine).generate(ids, 8)
-  assert out == reference_greedy(folder, ids, 8)
+  out, logits = LogitsRecorder(engine).generate(ids, n)
+  assert out == reference_greedy(folder, ids, n)
   np.testing.assert_allclose(logits, reference_logits(folder, [*ids, *out])[len(ids) - 1:-1], atol=atol)
   return engine
 

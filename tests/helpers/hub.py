@@ -23,10 +23,8 @@ class Hub(http.server.ThreadingHTTPServer):
     self.token: str | None = None        # required
     self.gated = False
     self.sizes: dict[str, int] = {}      # false sizes, by file
-    self.broken: set[str] = set()        # files that are answered with HTTP 500
+    self.broken: list[str] = []          # files that are answered with HTTP 500
     self.limit: dict[str, int] = {}      # bytes of a file to send, once, before the connection is closed
-    self.hold = threading.Event()        # set: a limited response ends; else it waits for this
-    self.hold.set()
 
   def downloads(self) -> list[str]: return sorted(file for file, _ in self.requests if file)
 
@@ -42,7 +40,6 @@ class Hub(http.server.ThreadingHTTPServer):
     return self
 
   def __exit__(self, *error: Any) -> None:
-    self.hold.set()
     self.shutdown()
     self.server_close()
 
@@ -93,6 +90,4 @@ class Handler(http.server.BaseHTTPRequestHandler):
     if start: headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
     limit = self.server.limit.pop(path.name, None) if self.command == "GET" else None
     self.reply(206 if start else 200, part[:limit], **headers)
-    if limit is None: return
-    self.server.hold.wait()
-    self.close_connection = True
+    if limit is not None: self.close_connection = True

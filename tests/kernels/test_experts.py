@@ -4,10 +4,9 @@ import functools
 
 import numpy as np
 import pytest
-from helpers.record_models import LENGTHS, make_prompts, make_weights
 from helpers.engines import LogitsRecorder
 from helpers.kernels import close, on_device, store_quantized
-from helpers.recorded_models import OPTIONS, read, write_model
+from helpers.record_models import OPTIONS, make_prompts, make_weights, read, write_model
 from safetensors.numpy import save_file
 from tinygrad import Device, TinyJit, dtypes
 from tinygrad.uop.ops import Ops
@@ -147,7 +146,7 @@ def test_mxfp4_equals_its_dequantized_checkpoint(tmp_path):
   plain_weight, packed_weight = [llm.runner.model.layers[0].gate_up.weight for llm in models]
   assert packed_weight.nbytes() * 8 == plain_weight.numel() * 4   # 4 bits each
   recorders = [*map(LogitsRecorder, models)]
-  for ids in make_prompts(LENGTHS[::3]):
+  for ids in make_prompts("gpt_oss")[::3]:
     results = [recorder.generate(ids, 4) for recorder in recorders]
     assert results[0][0] == results[1][0]
     np.testing.assert_allclose(results[0][1], results[1][1], atol=1e-4)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from helpers.engines import LogitsRecorder
 from helpers.parameters import mark_slow_except, slow
-from helpers.record_models import DATA, FACTORS, MODELS, NUM_TOKENS, YARN, make_prompts, make_weights
-from helpers.recorded_models import OPTIONS, read, write_model
+from helpers.record_models import DATA, MODELS, NUM_TOKENS, OPTIONS, make_prompts, make_weights, read, write_model
 from helpers.requests import greedy, ids_of, tokens
 from tinygrad import dtypes, nn
 
@@ -23,14 +22,15 @@ from tinyvllm_extra.models.table import text_config
 CORE = "gemma2", "gpt2", "gpt_oss", "granite", "phi3_long"   # together, all options
 
 
-def prompts(name): return [tokens(ids) for ids in make_prompts(MODELS[name][2])]
-def generated(llm, prompts): return [ids_of(output) for output in llm.generate(prompts, greedy(NUM_TOKENS))]
+def check_ids(llm, name, count=None):
+  outputs = llm.generate([tokens(ids) for ids in make_prompts(name)[:count]], greedy(NUM_TOKENS))
+  assert [ids_of(output) for output in outputs] == read(name)["ids"][:count]
 
 
-def check_recorded(recorder, name):
+def check_recorded(llm, name):
   """Compare each prompt's logits and ids, alone."""
-  logits = np.load(DATA / f"{name}.npy")
-  for prompt, expected, ids in zip(make_prompts(MODELS[name][2]), logits, read(name)["ids"], strict=True):
+  recorder, logits = LogitsRecorder(llm), np.load(DATA / f"{name}.npy")
+  for prompt, expected, ids in zip(make_prompts(name), logits, read(name)["ids"], strict=True):
     own_ids, own_logits = recorder.generate(prompt, NUM_TOKENS)
     assert own_ids == ids
     np.testing.assert_allclose(own_logits[0], expected, atol=1e-4)
@@ -39,27 +39,40 @@ def check_recorded(recorder, name):
 @pytest.mark.parametrize("name", mark_slow_except(("gemma3_vision",), MODELS))
 def test_logits_and_ids_equal_recorded_ones(tmp_path, name):
   """Each prompt alone, then all batched, chunked, preempted (14 blocks) and through the prefix cache."""
-  recorder = LogitsRecorder(LLM(write_model(tmp_path, name), **OPTIONS, num_gpu_blocks_override=14))
-  check_recorded(recorder, name)
-  llm = recorder.engine
+  llm = LLM(write_model(tmp_path, name), **OPTIONS, num_gpu_blocks_override=14)
+  check_recorded(llm, name)
   before = llm.get_metrics()
-  assert generated(llm, prompts(name)) == read(name)["ids"]
+  check_ids(llm, name)
   for metric in ("prefix_cache_hits", "num_preemptions"): assert llm.get_metrics()[metric] > before[metric]
 
 
 @pytest.mark.parametrize("name", slow(*CORE))
 def test_core_backend_equals_recorded_logits(tmp_path, name):
-  llm = LLM(write_model(tmp_path, name), backend=tinyvllm.Backend(), **{**OPTIONS, "max_num_seqs": 1})
-  check_recorded(LogitsRecorder(llm), name)
+  check_recorded(LLM(write_model(tmp_path, name), backend=tinyvllm.Backend(), **{**OPTIONS, "max_num_seqs": 1}), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["granite", "ministral", "smollm3"])
+def test_two_devices_give_recorded_ids(tmp_path, name):
+  check_ids(LLM(write_model(tmp_path, name), **OPTIONS, tensor_parallel_size=2), name)
 
 
 # Checkpoints
 
-@pytest.mark.parametrize("name", ["gemma3_vision", *slow("mistral3")])
-def test_newer_names_of_multimodal_checkpoint_give_recorded_ids(tmp_path, name):
-  def rename(tensor): return f"model.{tensor.replace('language_model.model.', 'language_model.')}"
-  llm = LLM(write_model(tmp_path, name, rename), **OPTIONS)
-  assert generated(llm, prompts(name)[:2]) == read(name)["ids"][:2]
+def add_prefix(name): return f"model.{name.replace('language_model.model.', 'language_model.')}"
+
+
+@pytest.mark.parametrize("name,rename", [
+  ("gemma3_vision", add_prefix), *slow(("mistral3", add_prefix)),
+  ("gpt2", str), ("gpt2", lambda name: name.removeprefix("transformer."))])
+def test_other_tensor_names_give_recorded_ids(tmp_path, name, rename):
+  """Newer multimodal checkpoints have a prefix. Some of GPT-2 have none, and stored masks."""
+  weights = make_weights(read(name)["shapes"], "gemma" in name)
+  if name == "gpt2":
+    weights["transformer.h.0.attn.bias"] = np.tril(np.ones((1, 1, 128, 128)))
+    weights["transformer.h.0.attn.masked_bias"] = np.full(1, -1e4)
+  folder = write_model(tmp_path, name, {rename(x): weight for x, weight in weights.items()})
+  check_ids(LLM(folder, **OPTIONS), name, 2)
 
 
 # The least correlation measured on the CPU: 0.99998 in float16, 0.9976 in int8, 0.874 in int4
@@ -69,7 +82,7 @@ def test_newer_names_of_multimodal_checkpoint_give_recorded_ids(tmp_path, name):
     ("gpt2", {"dtype": "float16"}, 0.9999), ("gpt2", {"quantization": "int4"}, 0.85))])
 def test_narrow_weights_give_similar_logits(tmp_path, name, options, limit):
   recorder = LogitsRecorder(LLM(write_model(tmp_path, name), **OPTIONS | options))
-  for ids, expected in zip(make_prompts(MODELS[name][2]), np.load(DATA / f"{name}.npy"), strict=True):
+  for ids, expected in zip(make_prompts(name), np.load(DATA / f"{name}.npy"), strict=True):
     assert np.corrcoef(recorder.generate(ids, 1)[1][0], expected)[0, 1] > limit
 
 
@@ -84,8 +97,10 @@ def config_of(name, remove=(), **fields):
 @pytest.mark.parametrize("name,fields", [
   ("gemma3", {"rope_theta": 100000.0, "rope_local_base_freq": 1000.0, "sliding_window_pattern": 3,
               "rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-  ("olmo3", {"rope_theta": 10000.0, "rope_scaling": YARN}),
-  ("phi3_long", {"rope_theta": 10000.0, "rope_scaling": {"type": "su", **FACTORS}})])
+  ("olmo3", {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                                                     "original_max_position_embeddings": 32}}),
+  ("phi3_long", {"rope_theta": 10000.0, "rope_scaling": {
+    "type": "su", "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5], "long_factor": [2.0, 2.7, 3.4, 4.1, 4.8, 5.5]}})])
 def test_older_config_equals_newer(name, fields):
   """Before transformers 5, RoPE of windows had a field of its own or none, and layer_types was missing."""
   older, older_tables = config_of(name, ("rope_parameters", "layer_types"), **fields)
@@ -127,13 +142,6 @@ def test_several_devices_raise(name):
     model_class(config, dtypes.float32, tinyvllm.Backend(), Devices(("CPU", "CPU:1")))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["granite", "ministral", "smollm3"])
-def test_two_devices_give_recorded_ids(tmp_path, name):
-  llm = LLM(write_model(tmp_path, name), **OPTIONS, tensor_parallel_size=2)
-  assert generated(llm, prompts(name)) == read(name)["ids"]
-
-
 @pytest.mark.parametrize("name", ["gpt2", "gpt_oss"])
 def test_estimated_weights_equal_loaded_ones(tmp_path, monkeypatch, name):
   """Also of layers that are named differently, and of experts in one tensor."""
@@ -146,17 +154,6 @@ def test_estimated_weights_equal_loaded_ones(tmp_path, monkeypatch, name):
   assert sizes["int8"] == sizes[None] - matrices + int(matrices / 32 * fit.QUANTIZED["int8"])
 
 
-# GPT-2
-
-@pytest.mark.parametrize("prefix", ["", "transformer."])
-def test_gpt2_names_without_prefix_and_stored_masks_load(tmp_path, prefix):
-  weights = {name.replace("transformer.", prefix): x for name, x in make_weights(read("gpt2")["shapes"], False).items()}
-  weights[f"{prefix}h.0.attn.bias"] = np.tril(np.ones((1, 1, 128, 128)))
-  weights[f"{prefix}h.0.attn.masked_bias"] = np.full(1, -1e4)
-  llm = LLM(write_model(tmp_path, "gpt2", weights=weights), **OPTIONS)
-  assert generated(llm, prompts("gpt2")[:2]) == read("gpt2")["ids"][:2]
-
-
 @pytest.mark.parametrize("field,value", [
   ("activation_function", "relu"), ("scale_attn_weights", False), ("scale_attn_by_inverse_layer_idx", True),
   ("add_cross_attention", True), ("quantization_config", {"quant_method": "gptq", "bits": 4})])
@@ -164,8 +161,6 @@ def test_gpt2_unsupported_value_raises(tmp_path, field, value):
   with pytest.raises(InputError, match=f"{field}=.* for GPT-2"):
     LLM(write_model(tmp_path, "gpt2", **{field: value}), **OPTIONS)
 
-
-# Types
 
 @pytest.mark.parametrize("backend", [None, tinyvllm.Backend()], ids=["fast", "core"])
 @pytest.mark.parametrize("dtype", ["float16", "half"])

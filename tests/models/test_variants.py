@@ -1,12 +1,8 @@
 """Variants of LLaMA by logits, against the numpy reference."""
-import numpy as np
 import pytest
-from helpers.engines import ENGINE, LogitsRecorder
+from helpers.engines import check_logits
 from helpers.models import tiny_model
-from helpers.reference import reference_greedy, reference_logits
 from helpers.requests import prompt
-
-from tinyvllm import LLM
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
@@ -31,8 +27,4 @@ VARIANTS = {
 def test_model_variant_equals_reference(tmp_path, variant):
   """A prompt in 3 chunks, then decodes."""
   folder = tiny_model(tmp_path, seed=1, **VARIANTS[variant])
-  ids = prompt(12)
-  engine = LLM(folder, **{**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4})   # graphs of 1, 2 and 4 tokens
-  out, logits = LogitsRecorder(engine).generate(ids, 12)
-  assert out == reference_greedy(folder, ids, 12)
-  np.testing.assert_allclose(logits, reference_logits(folder, [*ids, *out])[len(ids) - 1:-1], atol=1e-4)
+  check_logits(folder, folder, prompt(12), 12, max_num_seqs=4, max_num_batched_tokens=4)   # graphs of 1, 2, 4 tokens

@@ -14,6 +14,8 @@ from tinyvllm_extra.huggingface import load_tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 CONVERSATIONS: dict[str, dict[str, Any]] = json.loads((DATA / "conversations.json").read_text())
+# tokenizer_config.json and other files, in which transformers finds a template
+PLACES = json.loads((DATA / "template_places.json").read_text())
 TRL = importlib.util.find_spec("trl").submodule_search_locations[0]   # not imported: it would need torch
 FOLDERS = [Path(TRL, "chat_templates"), *map(Path, filter(None, [os.environ.get("TINYVLLM_TEMPLATES")]))]
 TEMPLATES = {path.stem: path.read_text() for folder in FOLDERS for path in sorted(folder.glob("*.jinja"))}
@@ -67,23 +69,6 @@ def test_template_renders_the_text_of_transformers(tmp_path, template):
   if template in OF_TRL: assert sum(text is not None for text in texts.values()) >= 8
 
 
-TOOL = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
-NAMED = [{"name": "default", "template": "plain {{ bos_token }}|{{ pad_token }}"},
-         {"name": "tool_use", "template": "with {{ tools[0].function.name }}"},
-         {"name": "rag", "template": "documents"}]
-# tokenizer_config.json and other files -> template
-PLACES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-  "config": ({**TOKENS, "chat_template": "{{ bos_token }}{{ messages[0].content }}"}, {}),
-  "named": ({**TOKENS, "chat_template": NAMED}, {}),
-  "named_without_tool_use": ({"chat_template": NAMED[::2]}, {}),
-  "file": ({**TOKENS, "chat_template": "overridden"}, {"chat_template.jinja": "file {{ eos_token }}"}),
-  "additional": (TOKENS, {
-    "chat_template.jinja": "file", "additional_chat_templates/tool_use.jinja": "more {{ tools }}"}),
-  "special_tokens_map": ({"chat_template": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}"}, {
-    "special_tokens_map.json": json.dumps({"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>"}})}),
-  "own_special_token": ({"chat_template": "{{ sep_token }}{{ image_token }}", "image_token": "<image>"}, {})}
-
-
 def test_tokens_that_only_tokenizer_config_adds_are_tokens(tmp_path):
   names = {320: ("<tool_call>", False), 321: ("<|extra|>", True)}
   flags = dict.fromkeys(["lstrip", "rstrip", "single_word", "normalized"], False)
@@ -95,9 +80,9 @@ def test_tokens_that_only_tokenizer_config_adds_are_tokens(tmp_path):
   for skip in (True, False): assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", PLACES["places"])
 def test_template_is_found_where_transformers_finds_it(tmp_path, place):
-  ours, theirs = tokenizers(tmp_path, *PLACES[place])
-  for options in ({}, {"tools": TOOL}, {"chat_template": "rag"}, {"chat_template": "{{ eos_token }}!"}):
+  ours, theirs = tokenizers(tmp_path, **PLACES["places"][place])
+  for options in ({}, {"tools": PLACES["tools"]}, {"chat_template": "rag"}, {"chat_template": "{{ eos_token }}!"}):
     conversation = {"messages": [{"role": "user", "content": "Hi"}], **options}
     assert rendered(ours, conversation) == rendered(theirs, conversation, tokenize=False), options

@@ -1,7 +1,6 @@
 """Checkpoints written by the libraries that users quantize with (pip install '.[formats]'). The reference is a plain
 numpy LLaMA in float64 with the weights that the library itself dequantizes."""
 import logging
-import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,29 +101,18 @@ def per_tensor(suffix: str, *shape: int, dtype: str = "float32", **others: float
 
 
 def per_block(size: int) -> Any:
-  """Quantize with transformers. Its own inverse requires complete blocks."""
+  """Quantize with transformers, which requires complete blocks: smaller ones are padded with zeros."""
   def quantize(name, w):
+    from torch.nn.functional import pad
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
     from transformers.utils.quantization_config import FineGrainedFP8Config
     quantizer = SimpleNamespace(quantization_config=FineGrainedFP8Config(weight_block_size=(size, size)))
-    stored = Fp8Quantize(quantizer).convert({name: w})
-    assert len(stored) == 2
-    return stored, Fp8Dequantize(quantizer)._dequantize_one(*stored.values())
+    rows, columns = w.shape
+    stored = Fp8Quantize(quantizer).convert({name: pad(w, (0, -columns % size, 0, -rows % size))})
+    (_, q), (key, scale) = stored.items()
+    matrix = Fp8Dequantize(quantizer)._dequantize_one(q, scale)
+    return {name: q[:rows, :columns], key: scale}, matrix[:rows, :columns]
   return quantize
-
-
-def per_incomplete_block(name: str, w: Any) -> Any:
-  """Quantize in a plain loop with the scales that weight_dequant in DeepSeek-V3's kernel.py expects: one for each
-  128 x 128 block. The last blocks are smaller."""
-  import torch
-  scales = torch.zeros(math.ceil(w.shape[0] / 128), math.ceil(w.shape[1] / 128))
-  q, matrix = torch.zeros(w.shape, dtype=torch.float8_e4m3fn), torch.zeros(w.shape)
-  for i, j in np.ndindex(*scales.shape):
-    block = slice(i * 128, i * 128 + 128), slice(j * 128, j * 128 + 128)
-    scales[i, j] = w[block].abs().max() / 448
-    q[block] = (w[block] / scales[i, j]).to(torch.float8_e4m3fn)
-    matrix[block] = q[block].float() * scales[i, j]
-  return {name: q, f"{name}_scale_inv": scales}, matrix
 
 
 def bitsandbytes(kind: str, nested: bool, dtype: str = "float32", storage: str = "uint8") -> tuple[Any, ...]:
@@ -158,7 +146,7 @@ FORMATS: dict[str, tuple[Any, ...]] = {
               per_tensor("scale_inv", dtype="bfloat16", activation_scale=0.02)),
   "blocks": (BLOCKS, WIDE, per_block(128)),
   "small blocks": ({**FP8, "weight_block_size": [32, 32]}, SIZES, per_block(32)),
-  "incomplete blocks": (BLOCKS, {**SIZES, "hidden_size": 192, "intermediate_size": 336}, per_incomplete_block),
+  "incomplete blocks": (BLOCKS, {**SIZES, "hidden_size": 192, "intermediate_size": 336}, per_block(128)),
   "nf4": bitsandbytes("nf4", False), "nf4 nested": bitsandbytes("nf4", True),
   "nf4 float16": bitsandbytes("nf4", True, "float16", "bfloat16"),
   "nf4 bfloat16": bitsandbytes("nf4", True, "bfloat16"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.engines import LogitsRecorder
-from helpers.requests import greedy
+from helpers.requests import greedy, ids_of
 
 from tinyvllm import LLM
 from tinyvllm_extra.gguf_export import convert
@@ -16,30 +16,27 @@ GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "golden" / "smollm2.np
 PROMPTS = range(5)
 
 
+OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+
+
+def existing(variable, file, default=None):
+  """Return the path in an environment variable, or the default one. Fail if `file` in it does not exist."""
+  path = os.environ.get(variable, default)
+  if path is None or not Path(path, file).exists(): pytest.fail(f"{variable}={path!r} must have the file {file}")
+  return Path(path)
+
+
 @pytest.fixture(scope="module")
-def model():
-  path = Path(os.environ.get("TINYVLLM_MODEL", ""))
-  if "TINYVLLM_MODEL" not in os.environ or not (path / "config.json").exists():
-    pytest.fail(f"TINYVLLM_MODEL={os.environ.get('TINYVLLM_MODEL')!r} must be SmolLM2-135M's folder, with config.json")
-  return path
+def model(): return existing("TINYVLLM_MODEL", "config.json")
 
 
 @pytest.fixture(scope="module")
 def golden():
-  path = Path(os.environ.get("TINYVLLM_GOLDEN", GOLDEN))
-  if not path.exists(): pytest.fail(f"TINYVLLM_GOLDEN={str(path)!r} must be the golden file, smollm2.npz")
-  with np.load(path) as data: return dict(data)
-
-
-OPTIONS = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+  with np.load(existing("TINYVLLM_GOLDEN", "", GOLDEN)) as data: return dict(data)
 
 
 @pytest.fixture(scope="module")
 def recorder(model): return LogitsRecorder(LLM(model, **OPTIONS))
-
-
-@pytest.fixture(scope="module")
-def llm(recorder): return recorder.engine
 
 
 def text(golden, i): return golden[f"prompt_{i}"].tobytes().decode()
@@ -54,28 +51,24 @@ def check_ids(golden, i, ids):
 
 
 @pytest.mark.parametrize("i", PROMPTS)
-def test_last_prompt_logits_equal_golden(recorder, golden, i):
-  _, logits = recorder.generate(golden[f"input_ids_{i}"].tolist(), 1)
+def test_last_prompt_logits_and_greedy_ids_equal_golden(recorder, golden, i):
+  prompt_ids = golden[f"input_ids_{i}"].tolist()
+  _, logits = recorder.generate(prompt_ids, 1)
   np.testing.assert_allclose(logits[0], golden[f"last_logits_{i}"], atol=2e-3)
+  output, = recorder.engine.generate(text(golden, i), greedy(32))
+  assert output.prompt_token_ids == prompt_ids
+  check_ids(golden, i, ids_of(output))
 
 
-@pytest.mark.parametrize("i", PROMPTS)
-def test_greedy_ids_single_request_equal_golden(llm, golden, i):
-  output, = llm.generate(text(golden, i), greedy(32))
-  assert output.prompt_token_ids == golden[f"input_ids_{i}"].tolist()
-  check_ids(golden, i, output.outputs[0].token_ids)
-
-
-def test_greedy_ids_in_batch_of_5_equal_golden(llm, golden):
-  outputs = llm.generate([text(golden, i) for i in PROMPTS], greedy(32))
-  for i in PROMPTS: check_ids(golden, i, outputs[i].outputs[0].token_ids)
+def test_greedy_ids_in_batch_of_5_equal_golden(recorder, golden):
+  outputs = recorder.engine.generate([text(golden, i) for i in PROMPTS], greedy(32))
+  for i in PROMPTS: check_ids(golden, i, ids_of(outputs[i]))
 
 
 @pytest.mark.parametrize("converted", [False, True])
-def test_gguf_ids_equal_safetensors(model, llm, golden, tmp_path, converted):
+def test_gguf_ids_equal_safetensors(model, recorder, golden, tmp_path, converted):
   path = Path(f"{model}.gguf")
   if not path.exists(): pytest.fail(f"{path} must be the same model as GGUF")
   gguf = LLM(convert(path, tmp_path / "converted") if converted else path, **OPTIONS)
-  output, = gguf.generate(text(golden, 0), greedy(8))
-  assert output.prompt_token_ids == golden["input_ids_0"].tolist()
-  assert output.outputs[0].token_ids == llm.generate(text(golden, 0), greedy(8))[0].outputs[0].token_ids
+  output, expected = (llm.generate(text(golden, 0), greedy(8))[0] for llm in (gguf, recorder.engine))
+  assert output.prompt_token_ids == golden["input_ids_0"].tolist() and ids_of(output) == ids_of(expected)

@@ -60,69 +60,60 @@ def server():
   with LocalServer(FOLDER / QWEN, *options, seconds=900) as server: yield server
 
 
-def question(city): return f"Call get_weather for {city}."
+# The APIs: each function sends the items of a conversation, and returns the items of the answer, its call (name,
+# arguments, id) or None, and its text
+
+def ask_chat(server, items, streamed, **fields):
+  completions = server.client(timeout=600).chat.completions
+  fields = {"model": "qwen", "messages": [{"role": "system", "content": SYSTEM}, *items], "temperature": 0,
+            "max_tokens": 60, "tools": [{"type": "function", "function": WEATHER}], **fields}
+  if streamed:
+    with completions.stream(**fields) as stream: choice = stream.get_final_completion().choices[0]
+  else: choice = completions.create(**fields).choices[0]
+  calls = [(x.function.name, json.loads(x.function.arguments), x.id) for x in choice.message.tool_calls or []]
+  assert (choice.finish_reason == "tool_calls") == bool(calls) and len(calls) <= 1
+  return [choice.message.model_dump(exclude_none=True)], calls[0] if calls else None, choice.message.content
+
+
+def ask_messages(server, items, streamed, tool_choice="auto"):
+  messages = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=600).messages
+  tool = {"name": WEATHER["name"], "description": WEATHER["description"], "input_schema": WEATHER["parameters"]}
+  fields = {"model": "qwen", "system": SYSTEM, "messages": items, "max_tokens": 60, "extra_body": {"temperature": 0},
+            "tools": [tool], "tool_choice": {"type": tool_choice}}
+  if streamed:
+    with messages.stream(**fields) as stream: message = stream.get_final_message()
+  else: message = messages.create(**fields)
+  last = message.content[-1]
+  assert (message.stop_reason == "tool_use") == (last.type == "tool_use")
+  call = (last.name, last.input, last.id) if last.type == "tool_use" else None
+  return [{"role": "assistant", "content": message.content}], call, getattr(message.content[0], "text", None)
+
+
+def ask_responses(server, items, streamed, **fields):
+  responses = server.client(timeout=600).responses
+  fields = {"model": "qwen", "instructions": SYSTEM, "input": items, "max_output_tokens": 60, "temperature": 0,
+            "tools": [{"type": "function", **WEATHER}], **fields}
+  if streamed:
+    with responses.stream(**fields) as stream: response = stream.until_done().get_final_response()
+  else: response = responses.create(**fields)
+  last = response.output[-1]
+  call = (last.name, json.loads(last.arguments), last.call_id) if last.type == "function_call" else None
+  return [item.model_dump(exclude_none=True) for item in response.output], call, response.output_text
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_three_rounds_of_a_tool_loop_with_chat_completions(server, streamed):
-  """The client returns the server's messages unchanged."""
-  client, messages = server.client(timeout=600), [{"role": "system", "content": SYSTEM}]
-  def ask(**fields):
-    fields = {"model": "qwen", "messages": messages, "temperature": 0, "max_tokens": 60,
-              "tools": [{"type": "function", "function": WEATHER}], **fields}
-    if not streamed: return client.chat.completions.create(**fields).choices[0]
-    with client.chat.completions.stream(**fields) as stream: return stream.get_final_completion().choices[0]
+@pytest.mark.parametrize("ask,result", [
+  (ask_chat, lambda i: {"role": "tool", "tool_call_id": i, "content": RESULT}),
+  (ask_messages, lambda i: {"role": "user", "content": [{"type": "tool_result", "tool_use_id": i, "content": RESULT}]}),
+  (ask_responses, lambda i: {"type": "function_call_output", "call_id": i, "output": RESULT})])
+def test_three_rounds_of_a_tool_loop(server, ask, result, streamed):
+  """The client returns the server's items unchanged."""
+  items = []
   for city in CITIES:
-    messages.append({"role": "user", "content": question(city)})
-    choice = ask()
-    call, = choice.message.tool_calls
-    assert choice.finish_reason == "tool_calls" and call.function.name == "get_weather"
-    assert json.loads(call.function.arguments)["city"] == city
-    messages += [choice.message.model_dump(exclude_none=True),
-                 {"role": "tool", "tool_call_id": call.id, "content": RESULT}]
-    choice = ask(tool_choice="none")
-    assert choice.message.content and not choice.message.tool_calls
-    messages.append(choice.message.model_dump(exclude_none=True))
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_three_rounds_of_a_tool_loop_with_messages(server, streamed):
-  client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=600)
-  tool, messages = {**WEATHER, "input_schema": WEATHER["parameters"]}, []
-  del tool["parameters"]
-  def ask(**fields):
-    fields = {"model": "qwen", "system": SYSTEM, "messages": messages, "max_tokens": 60, "tools": [tool],
-              "extra_body": {"temperature": 0}, **fields}
-    if not streamed: return client.messages.create(**fields)
-    with client.messages.stream(**fields) as stream: return stream.get_final_message()
-  for city in CITIES:
-    messages.append({"role": "user", "content": question(city)})
-    message = ask()
-    call = message.content[-1]
-    assert message.stop_reason == "tool_use" and (call.name, call.input["city"]) == ("get_weather", city)
-    result = {"type": "tool_result", "tool_use_id": call.id, "content": RESULT}
-    messages += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
-    message = ask(tool_choice={"type": "none"})
-    assert message.content[0].text
-    messages.append({"role": "assistant", "content": message.content})
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_three_rounds_of_a_tool_loop_with_responses(server, streamed):
-  client, items = server.client(timeout=600), []
-  def ask(**fields):
-    fields = {"model": "qwen", "instructions": SYSTEM, "input": items, "max_output_tokens": 60, "temperature": 0,
-              "tools": [{"type": "function", **WEATHER}], **fields}
-    if not streamed: return client.responses.create(**fields)
-    with client.responses.stream(**fields) as stream:
-      for _ in stream: pass
-      return stream.get_final_response()
-  for city in CITIES:
-    items.append({"role": "user", "content": question(city)})
-    call = ask().output[-1]
-    assert (call.type, call.name, json.loads(call.arguments)["city"]) == ("function_call", "get_weather", city)
-    items += [call.model_dump(exclude_none=True),
-              {"type": "function_call_output", "call_id": call.call_id, "output": RESULT}]
-    answer = ask(tool_choice="none")
-    assert answer.output_text
-    items += [item.model_dump(exclude_none=True) for item in answer.output]
+    items.append({"role": "user", "content": f"Call get_weather for {city}."})
+    answer, (name, arguments, call_id), _ = ask(server, items, streamed)
+    assert (name, arguments["city"]) == ("get_weather", city)
+    items += [*answer, result(call_id)]
+    answer, call, text = ask(server, items, streamed, tool_choice="none")
+    assert text and not call
+    items += answer

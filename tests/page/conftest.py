@@ -4,14 +4,11 @@ import shutil
 from urllib.parse import urlsplit
 
 import pytest
-from helpers.commands import CHAT
 from helpers.engines import ENGINE
-from helpers.models import tiny_model
 from helpers.requests import flags
 from helpers.servers import LocalServer, wait_until
 from playwright.sync_api import expect, sync_playwright
 
-MAX_LENGTH = 32_000
 # A streamed answer that the test controls: feed("text") adds a text, feed(null) ends it. size: bytes per chunk
 FEED = """() => {
   window.fetch = (path, options) => Promise.resolve(new Response(new ReadableStream({start(controller) {
@@ -150,12 +147,9 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-  """A server whose model has a chat template, and a context length that lets an answer run for a minute."""
-  folder = tiny_model(tmp_path_factory.mktemp("chat"), words=True, max_position_embeddings=MAX_LENGTH,
-                      chat_template=CHAT)
-  options = flags(**{**ENGINE, "max_model_len": MAX_LENGTH}, served_model_name="words")
-  with LocalServer(folder, *options) as server: yield server
+def server(chat_folder):
+  options = flags(**{**ENGINE, "max_model_len": 32_000}, served_model_name="words")
+  with LocalServer(chat_folder, *options) as server: yield server
 
 
 @pytest.fixture

@@ -1,23 +1,13 @@
 """A server's prefix cache file: saved on SIGUSR1 and at shutdown, loaded at startup, unharmed by signals."""
-import json
 import os
 import signal
 
 import pytest
-from helpers.commands import CHAT
 from helpers.engines import ENGINE
-from helpers.models import tiny_model
 from helpers.requests import flags
 from helpers.servers import Server, wait_until
 
 SERVE = flags(**{**ENGINE, "max_num_seqs": 4, "max_num_batched_tokens": 4})
-
-
-@pytest.fixture(scope="module")
-def chat_folder(tmp_path_factory):
-  folder = tiny_model(tmp_path_factory.mktemp("served"), words=True)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
-  return folder
 
 
 def ask(server, question):

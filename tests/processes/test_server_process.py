@@ -1,5 +1,4 @@
 """The server as a process: loading, signals, shutdown."""
-import json
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -7,24 +6,15 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2 as httpx
 import openai
 import pytest
-from helpers.models import tiny_model
-from helpers.protocol import CHAT, ENDLESS, SMALL
+from helpers.protocol import ENDLESS, SMALL
 from helpers.requests import flags
 from helpers.servers import Server, error_of, events, wait_until
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-  """A model with a word tokenizer and a context length of 32768: requests can run for a minute."""
-  folder = tiny_model(tmp_path_factory.mktemp("served"), words=True, max_position_embeddings=32768)
-  (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
-  return folder
-
-
 @pytest.fixture
-def pipe(folder, tmp_path):
+def pipe(chat_folder, tmp_path):
   """The tokenizer_config.json of a model's folder, as a named pipe: loading blocks until a test writes into it."""
-  for file in folder.iterdir(): (tmp_path / file.name).symlink_to(file)
+  for file in chat_folder.iterdir(): (tmp_path / file.name).symlink_to(file)
   (tmp_path / "tokenizer_config.json").unlink()
   os.mkfifo(tmp_path / "tokenizer_config.json")
   return tmp_path / "tokenizer_config.json"
@@ -36,7 +26,7 @@ def open_writer(pipe):
   except OSError: return None
 
 
-def test_requests_are_503_until_the_model_is_loaded(pipe, folder):
+def test_requests_are_503_until_the_model_is_loaded(pipe, chat_folder):
   with Server(pipe.parent, *flags(**SMALL), ready=False) as server:
     file = wait_until(lambda: open_writer(pipe), "the server reads the model's folder")
     for path in ("/generate", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
@@ -49,7 +39,7 @@ def test_requests_are_503_until_the_model_is_loaded(pipe, folder):
     with pytest.raises(openai.InternalServerError) as e: server.client().models.list()
     assert e.value.status_code == 503 and e.value.type == "ServiceUnavailableError"
     pipe.unlink()
-    pipe.symlink_to(folder / pipe.name)
+    pipe.symlink_to(chat_folder / pipe.name)
     with file: file.write(pipe.read_text())
     wait_until(server.healthy, "/health answers 200")
     assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
@@ -76,9 +66,9 @@ def is_rejected(http):
 @pytest.mark.parametrize("number,options,size,reason", [
   (signal.SIGTERM, {}, 1000, "length"), (signal.SIGINT, {"shutdown_timeout": 0.5}, 30000, "abort")],
   ids=["end", "timeout"])
-def test_running_requests_finish_or_are_aborted_after_shutdown_timeout(folder, number, options, size, reason):
+def test_running_requests_finish_or_are_aborted_after_shutdown_timeout(chat_folder, number, options, size, reason):
   body = {**ENDLESS, "max_tokens": size}
-  with (Server(folder, *flags(dtype="float32", max_num_seqs=4, max_num_batched_tokens=4, **options)) as server,
+  with (Server(chat_folder, *flags(dtype="float32", max_num_seqs=4, max_num_batched_tokens=4, **options)) as server,
         server.http() as old, ThreadPoolExecutor(1) as pool):
     assert old.get("/health").status_code == 200   # a keep-alive connection
     with server.stream("/v1/completions", body) as response:

@@ -1,51 +1,39 @@
 """Processes that start an engine: the folder of kernels, the log, Ctrl-C during captures, a server that gets ready."""
-import os
 import re
 import signal
-import subprocess
 import sys
 
 import pytest
-from helpers.commands import PYTHONPATH, start_process
+from helpers.commands import process, run_process, start_process
 from helpers.engines import ENGINE
 from helpers.models import tiny_model
 from helpers.requests import flags
 from helpers.servers import Server, wait_until
 
 
-def files(folder): return [path for path in folder.rglob("*") if path.is_file()]
-
-
-def run_python(code, *arguments):
-  """Run a program with tinyvllm on its path, and return the finished process."""
-  env = {**os.environ, "DEV": "CPU", "PYTHONPATH": PYTHONPATH}
-  return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], env=env, capture_output=True, text=True,
-                        check=False, timeout=120)
+def run_python(code, *arguments): return run_process(sys.executable, "-c", code, *arguments, DEV="CPU")
 
 
 def hello(folder, **env):
-  """Run the bundled model with its caches in `folder`. Return stderr."""
-  run = start_process("generate", "Hello", CACHEDB=str(folder / "cache.db"), DEV="CPU", **env)
-  out, err = run.communicate(timeout=200)
-  assert (run.returncode, out) == (0, "Hello, world!\n"), err
-  return err
+  """Run the bundled model with its caches in `folder`. Return stderr, and the time stamps of the kernels' files."""
+  run = process("generate", "Hello", CACHEDB=str(folder / "cache.db"), DEV="CPU", **env)
+  assert (run.returncode, run.stdout) == (0, "Hello, world!\n"), run.stderr
+  return run.stderr, {path.name: path.stat().st_mtime_ns for path in (folder / "tinyvllm").glob("*")}
 
 
 def test_second_process_compiles_no_kernel(tmp_path):
-  hello(tmp_path)
-  before = {path: path.stat().st_mtime_ns for path in files(tmp_path / "tinyvllm")}
-  assert before and all(len(path.name) == 64 for path in before)
-  hello(tmp_path)
-  assert {path: path.stat().st_mtime_ns for path in files(tmp_path / "tinyvllm")} == before, "a kernel was compiled"
+  (_, before), (_, after) = hello(tmp_path), hello(tmp_path)
+  assert before and all(len(name) == 64 for name in before)
+  assert after == before, "a kernel was compiled"
 
 
 @pytest.mark.slow
 def test_start_without_folder_of_kernels_logs_one_line(tmp_path):
   """A file instead of the folder stops even root. CACHELEVEL=0 turns the folder off."""
   hello(tmp_path, CACHELEVEL="0")
-  assert files(tmp_path) == []
+  assert not any(tmp_path.iterdir())
   (tmp_path / "tinyvllm").touch()
-  line, = [line for line in hello(tmp_path).splitlines() if "each start compiles all kernels" in line]
+  line, = [line for line in hello(tmp_path)[0].splitlines() if "each start compiles all kernels" in line]
   assert str(tmp_path / "tinyvllm") in line
 
 
@@ -98,8 +86,7 @@ def test_ctrl_c_during_captures_exits_130_without_traceback(tmp_path):
 
 
 def test_ctrl_c_during_server_captures_exits_130_without_traceback(words_folder, tmp_path):
-  empty = {"CACHEDB": str(tmp_path / "cache.db")}
-  with Server(words_folder, ready=False, environment=empty) as server:
+  with Server(words_folder, ready=False, environment={"CACHEDB": str(tmp_path / "cache.db")}) as server:
     wait_until(lambda: "preparing" in server.get("/health").text, "captures have started")
     server.signal(signal.SIGINT)
     assert server.wait() == 130 and "Traceback" not in server.log, server.log
