@@ -1,23 +1,45 @@
 """tinyvllm: a small vLLM on tinygrad. Begin with `tinyvllm.generate("Hello")`, or with
 `LLM(model).generate(prompts, SamplingParams(...))`."""
-import importlib
+import functools, importlib, importlib.util, pathlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from .config import extension, has_extension
-
-if TYPE_CHECKING:
-  from tinyvllm_extra.vllm_names import AsyncLLM, Logprob, RequestMetrics, SamplingParams, StructuredOutputsParams
-  from tinyvllm_extra.vllm_names import BeamSearchParams, TextPrompt, TokensPrompt
-  from .engine import LLM, Backend, CompletionOutput, InputError, LLMEngine, RequestOutput, generate, generate_stream
+if TYPE_CHECKING: from tinyvllm_extra.vllm_names import *
 
 __version__ = "0.1.0"
-__all__ = ["AsyncLLM", "BeamSearchParams", "Logprob", "RequestMetrics", "SamplingParams", "StructuredOutputsParams",
-           "TextPrompt", "TokensPrompt", "LLM", "Backend", "CompletionOutput", "InputError", "LLMEngine",
-           "RequestOutput", "generate", "generate_stream"]
+CORE_NAMES = {"LLM": "Engine", "LLMEngine": "Engine", **{name: name for name in (
+  "SamplingParams", "Backend", "CompletionOutput", "InputError", "Parts", "RequestOutput")}}
+__all__ = [*CORE_NAMES, "AsyncLLM", "BeamSearchParams", "Logprob", "RequestMetrics", "StructuredOutputsParams",
+           "TextPrompt", "TokensPrompt", "generate", "generate_stream"]
+
+
+def extension(name: str) -> Any:
+  """Import tinyvllm_extra.NAME, the package with everything that a plain request does not use. Raises ImportError."""
+  if importlib.util.find_spec("tinyvllm_extra"): return importlib.import_module(f"tinyvllm_extra.{name}")
+  raise ImportError(f"{name} is part of the package tinyvllm_extra, which is not importable: pip install tinyvllm")
 
 
 def __getattr__(name: str) -> Any:
-  """Import a public name when it is first used: tinygrad and numpy take a while. The core has SamplingParams, too."""
+  """Import a public name when it is first used: tinygrad and numpy take a while. With the extension, LLM is its class,
+  else the core's Engine."""
   if name not in __all__: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  if name in __all__[:8] and has_extension(): return getattr(extension("vllm_names"), name)
-  return getattr(importlib.import_module("tinyvllm.engine"), name, None) or extension(name)   # which raises ImportError
+  has_extension = importlib.util.find_spec("tinyvllm_extra") is not None
+  if has_extension or name not in CORE_NAMES: return getattr(extension("vllm_names" if has_extension else name), name)
+  return getattr(importlib.import_module("tinyvllm.engine"), CORE_NAMES[name])
+
+
+@functools.cache
+def shared_llm(model: str | pathlib.Path | None) -> "LLM": return __getattr__("LLM")(model)   # one for each model
+
+
+def generate(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> str:
+  """Return the text that follows a prompt. sampling: fields of SamplingParams (default: temperature 0, greedy)."""
+  return "".join(generate_stream(prompt, model, **sampling))
+
+
+def generate_stream(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> Iterator[str]:
+  """Like `generate`, but yield pieces of text as tokens are generated."""
+  from .backend import exclusive
+  with exclusive: llm = shared_llm(model)   # concurrent first calls get one engine
+  outputs = llm.generate_stream(prompt, llm.parts.params_class(**{"temperature": 0.0, **sampling}))
+  return (output.outputs[0].text for output in outputs if output.outputs[0].text)

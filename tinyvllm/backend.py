@@ -9,7 +9,7 @@ from tinygrad import Device, Tensor, TinyJit, UOp, dtypes, helpers, nn
 from tinygrad.dtype import DType
 from tinygrad.uop.ops import KernelInfo
 
-from .config import EngineConfig, ModelConfig, check, logger
+from .config import ModelConfig, logger
 from .request import SAMPLING_FIELDS, SamplerMode
 
 
@@ -172,10 +172,9 @@ class Backend:
     if supported != name: logger.warning(f"{Device.DEFAULT} does not support {name}: computing in {supported}")
     return supported
 
-  def kv_layout(self, model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
-    """Return shape and dtype of a block in each cache tensor of a layer: here K and V, (block_size, KV, D) each. Raises
-    InputError for a kv_cache_dtype that the device or the model does not support."""
-    check(config.kv_cache_dtype == "auto", f"kv_cache_dtype={config.kv_cache_dtype!r} needs a tinyvllm_extra backend")
+  def kv_layout(self, model: ModelConfig, config: Any, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
+    """Return shape and dtype of a block in each cache tensor of a layer: here K and V, (block_size, KV, D) each.
+    config: the engine's EngineConfig."""
     return [((config.block_size, model.num_key_value_heads, model.head_dim), dtype)] * 2
 
   def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor, num_heads: int,

@@ -1,11 +1,9 @@
-"""Engine options with their checks, and the model's shape from config.json. Raises InputError for a user's mistake, and
-ImportError for a feature of the extension if that is not installed."""
-import dataclasses, importlib.util, json, logging, pathlib, re, types, typing
+"""Engine options with their checks, and the model's shape from config.json. Raises InputError for a user's mistake."""
+import dataclasses, json, logging, pathlib, re, types, typing
 from typing import Any
 
 logger = logging.getLogger("tinyvllm")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
-FORMATS = ("int8", "int4", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "squeezellm", "gguf", "mxfp4")
 # The values of config.json that the core computes with
 SUPPORTED = {"architecture": ["LlamaForCausalLM"], "hidden_act": ["silu"],
              "rope_type": ["default", "llama3", "linear", "factors"]}
@@ -27,20 +25,6 @@ def check(ok: Any, message: str, value: Any = None) -> None:
 
 def check_ids(name: str, ids: Any, size: int) -> None:
   for i in ids or (): check(type(i) is int and 0 <= i < size, f"{name}: id {i!r} must be an int from 0 to {size - 1}")
-
-
-def has_extension() -> bool: return importlib.util.find_spec("tinyvllm_extra") is not None
-
-
-def extension(name: str) -> Any:
-  """Import tinyvllm_extra.NAME, the package with everything that a plain request does not use. Raises ImportError."""
-  if has_extension(): return importlib.import_module(f"tinyvllm_extra.{name}")
-  raise ImportError(f"{name} is part of the package tinyvllm_extra, which is not importable: pip install tinyvllm")
-
-
-def extended(module: str, name: str, default: Any) -> Any:
-  """Return NAME of tinyvllm_extra.MODULE if the extension is installed, else the core's `default`."""
-  return getattr(extension(module), name) if has_extension() else default
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
@@ -66,8 +50,8 @@ class Options:
   """A frozen dataclass that refuses unknown names, wrong types and values beyond an option's limits with InputError."""
   def __new__(cls, *args: Any, **kwargs: Any) -> Any:
     names = cls.__match_args__   # type: ignore[attr-defined]   # the dataclass fields
-    more = "" if has_extension() else " (the package tinyvllm_extra has more)"
-    for name in kwargs: check(name in names, f"{cls.__name__} has no field {name!r}; it has {', '.join(names)}{more}")
+    more = "; tinyvllm_extra has more" if cls.__module__.startswith("tinyvllm.") else ""
+    for x in kwargs: check(x in names, f"{cls.__name__} has no field {x!r}; it has {', '.join(names)}{more}")
     return super().__new__(cls)
 
   def __post_init__(self) -> None:
@@ -86,20 +70,15 @@ class Options:
 class EngineConfig(Options):
   """Engine options, under vLLM's names."""
   dtype: str = option("auto", "Activation dtype; auto: float32 on a CPU, else float16", choices=DTYPES)
-  quantization: str | None = option(None, "int8, int4: quantize; others: verify (default: none)", choices=FORMATS)
   max_model_len: int | None = option(None, "Maximum prompt plus output tokens (default: model's)", min=2, max=2**24)
   max_num_seqs: int = option(64, "Maximum running sequences", min=1, max=1024)
   max_num_batched_tokens: int | None = option(None, "Token budget per step (default: 512, CPU 128)", min=1, max=16384)
   block_size: int = option(16, "Tokens per KV cache block", min=1, max=256)
   gpu_memory_utilization: float = option(0.9, "Fraction of free memory to use", min=0.01, max=1.0)
-  kv_cache_dtype: str = option("auto", "KV cache dtype; auto: as dtype", choices=("auto", "fp8", "int8"))
   num_gpu_blocks_override: int | None = option(None, "KV cache size in blocks (default: what fits)", min=2, max=2**24)
-  tensor_parallel_size: int = option(1, "Number of devices per layer", min=1, max=8)
   enable_prefix_caching: bool = option(True, "Reuse KV cache of equal prefixes")
   enforce_eager: bool = option(False, "Run without graph capture (slow, for debugging)")
-  cudagraph_capture_sizes: list[int] | None = option(None, "Step sizes in tokens to capture at startup (default: none)")
   generation_config: str = option("auto", "Sampling defaults; auto: the model's, vllm: none", choices=("auto", "vllm"))
-  speculative_config: dict[str, Any] | None = option(None, 'Draft method, as in {"method": "ngram"} (default: none)')
   seed: int | None = option(0, "Seed of requests without one", min=-2**63, max=2**63 - 1)
   scheduling_policy: str = option("fcfs", "Request order; priority: lowest number first", choices=("fcfs", "priority"))
 

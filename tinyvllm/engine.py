@@ -1,16 +1,16 @@
 """The engine, from text to text. Requests can be added at any time, and each step advances all of them together. Only
 one thread at a time may use an engine."""
 import contextlib, dataclasses, functools, itertools, pathlib, random, threading, time, uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from tinygrad import dtypes, helpers, nn
 
 from .backend import Backend, Devices, cpu_cores, exclusive, renderer
-from .config import EngineConfig, InputError, ModelConfig, check, check_ids, extended, extension, logger
+from .config import EngineConfig, InputError, ModelConfig, check, check_ids, logger
 from .llama import Checkpoint, Llama
 from .request import CompletionOutput, Proposer, RequestOutput, SamplingParams, Sequence
-from .runner import Results, Runner, Step, build_step
+from .runner import Logits, Results, Runner, Step, build_step
 from .scheduler import BlockManager, Scheduler
 from .tokenizer import Cursor, TextStream
 
@@ -47,20 +47,41 @@ class Request:
                             seq.tokens[start.num_tokens:], total, logprobs, seq.finish_reason, seq.stop_reason)
 
 
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """What an Engine consists of: the core's parts by default, others in a subclass such as the extension's LLM.
+
+  config_class: the class of its options. make_backend, open_devices: for the default device. open_checkpoint: reads the
+  files of a model. find_model: config.json's content, path -> the config and the class of the model. params_class: of a
+  request without parameters. scheduler_class: of its Scheduler. logits: computes what LogitsProcessors ask for, see
+  Logits; None: there are none. open_proposer: target, a function that makes its runner from the bytes for its KV cache,
+  these bytes -> the Proposer or None, and the runners, the target's first."""
+  config_class: type[EngineConfig] = EngineConfig
+  make_backend: Callable[[], Backend] = Backend
+  open_devices: Callable[[Any], Devices] = lambda config: Devices()
+  open_checkpoint: Callable[[pathlib.Path, Any], Checkpoint] = lambda path, config: Checkpoint(path)
+  find_model: Callable[[dict, pathlib.Path, Any], tuple[ModelConfig, type[Llama]]] = (
+    lambda hf_config, path, config: (ModelConfig.from_hf(hf_config, path), Llama))
+  params_class: type[SamplingParams] = SamplingParams
+  scheduler_class: type[Scheduler] = Scheduler
+  logits: Logits | None = None
+  open_proposer: Callable[[Any, Callable[[int], Runner], int], tuple[Proposer | None, list[Runner]]] = (
+    lambda target, new_runner, num_bytes: (None, [new_runner(num_bytes)]))
+
+
 class LoadedModel:
   """A model on its devices, with tokenizer, runner and KV cache."""
-  proposer: Proposer | None = None
+  parts = Parts()
 
   def __init__(self, path: pathlib.Path, config: EngineConfig, backend: Backend | None):
     start_time = time.perf_counter()
-    extended("kernels", "prepare_device", renderer)()   # opens the device
+    renderer()   # opens the device
     self.path = path
-    self.backend = backend = backend or extended("kernels", "make_backend", Backend)()
-    devices = extension("parallel").open_devices(config) if config.tensor_parallel_size > 1 else Devices()
+    self.backend = backend = backend or self.parts.make_backend()
+    devices = self.parts.open_devices(config)
     free = devices.free_memory(backend)
-    checkpoint = extended("weights", "open_checkpoint", Checkpoint)(path)
-    find_model = extended("models", "find_model", lambda *hf: (ModelConfig.from_hf(*hf), Llama))
-    self.model_config, model_class = find_model(checkpoint.hf_config, path)
+    checkpoint = self.parts.open_checkpoint(path, config)
+    self.model_config, model_class = self.parts.find_model(checkpoint.hf_config, path, config)
     self.tokenizer = checkpoint.tokenizer()
     self.sampling_defaults = checkpoint.sampling_defaults() if config.generation_config == "auto" else {}
     limit = self.model_config.max_position_embeddings
@@ -75,14 +96,13 @@ class LoadedModel:
     self.config = dataclasses.replace(config, max_model_len=length, max_num_batched_tokens=budget,
                                       dtype=backend.pick_dtype(config.dtype, self.model_config))
     model = model_class(self.model_config, getattr(dtypes, self.config.dtype), backend, devices)
-    checkpoint.load(model, config.quantization)
+    checkpoint.load(model)
     weights = sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
     logger.info(f"loaded {path.name} ({checkpoint.describe()}) in {self.config.dtype} on {', '.join(devices.names)} in "
                 f"{time.perf_counter() - start_time:.1f} s; a step takes {self.config.max_num_batched_tokens} tokens")
     num_bytes = max(0, int(free * config.gpu_memory_utilization - weights))
-    new_runner = functools.partial(Runner, model, self.config)
-    if config.speculative_config is None: self.runners = [new_runner(num_bytes)]
-    else: self.proposer, self.runners = extension("speculation").open_proposer(self, new_runner, num_bytes)
+    new_runner = functools.partial(Runner, model, self.config, logits=self.parts.logits)
+    self.proposer, self.runners = self.parts.open_proposer(self, new_runner, num_bytes)
     self.runner = self.runners[0]   # a second runner, if any, runs the draft model
 
 
@@ -92,23 +112,18 @@ class Engine(LoadedModel):
   model: a folder with config.json, *.safetensors and a tokenizer, or a GGUF file (extension). None: the bundled model.
   backend: a Backend. None: the fastest one for the device. options: fields of EngineConfig.
   Raises InputError for unsupported files or options, RuntimeError without a device or a compiler."""
-  # The extension's Methods replace these
-  scheduler_class, params_class, metrics_class = Scheduler, SamplingParams, staticmethod(lambda samples: None)
-
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
     path = pathlib.Path(model or pathlib.Path(__file__).with_name("default_model")).expanduser()
-    with exclusive: super().__init__(path, EngineConfig(**options), backend)
+    with exclusive: super().__init__(path, self.parts.config_class(**options), backend)
     self.blocks = BlockManager(self.runner.num_blocks, self.config)
     self.max_model_len = min(self.config.max_model_len or 0, self.blocks.num_free() * self.config.block_size)
-    self.scheduler = self.scheduler_class(self.config, self.blocks)
+    self.scheduler = self.parts.scheduler_class(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
     self._in_flight: Callable[[], Results] | None = None   # waits for the step in flight
     self._updated: dict[Request, None] = {}   # requests with tokens not yet returned by a step
     self._driver, self._stepping = threading.RLock(), threading.Lock()
     self._abandoned: list[str] = []           # requests whose streams were closed during a step
-    self._arrivals = itertools.count()
-    self._random = random.Random(self.config.seed)
-    if sizes := self.config.cudagraph_capture_sizes: [*extension("graphs").capture(self, sizes)]
+    self._arrivals, self._random = itertools.count(), random.Random(self.config.seed)
 
   @contextlib.contextmanager
   def driving(self) -> Iterator[None]:
@@ -120,10 +135,9 @@ class Engine(LoadedModel):
   # Requests
 
   def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
-    """Check a request and return it for `add`. prompt: a str, {"prompt": str}, {"prompt_token_ids": [int]} or
-    {"messages": [{"role", "content"}], "template": {options of the chat template}}. Lower priorities run first. May be
-    called from any thread. Raises InputError for a request that can never run."""
-    params, model = params or self.params_class(**self.sampling_defaults), self.model_config
+    """Check a request and return it for `add`. prompt: see `encode`. Lower priorities run first. May be called from any
+    thread. Raises InputError for a request that can never run."""
+    params, model = params or self.parts.params_class(**self.sampling_defaults), self.model_config
     check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
     text, ids = self.encode(prompt)
     check_ids("prompt_token_ids", ids, model.vocab_size)
@@ -140,15 +154,16 @@ class Engine(LoadedModel):
                         processor=params.processor(self.tokenizer, model)) for i in range(params.n)]
     samples[0].siblings += samples[1:]
     streams = [TextStream(self.tokenizer, seq) for seq in samples]
-    return Request(request_id, text, self.metrics_class(samples), streams)
+    return Request(request_id, text, None, streams)
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-    """Return a prompt's text (None for a prompt of token ids) and its token ids."""
+    """Return a prompt's text (None for a prompt of token ids) and its token ids. prompt: a str, {"prompt": str} or
+    {"prompt_token_ids": [int]}."""
     match [*prompt.items()] if isinstance(prompt, dict) else [("prompt", prompt)]:
       case [("prompt", str(text))] if text: return text, self.tokenizer.encode(text)
       case [("prompt_token_ids", list(ids))] if ids: return None, ids
-      case [("messages", list()), *_] as items: return extension("conversations").encode(self.tokenizer, **dict(items))
-    raise InputError(f"prompt={prompt!r} must be a str, or a dict of prompt, prompt_token_ids or messages, not empty")
+    raise InputError(f"prompt={prompt!r} must be a str, or a dict of prompt, prompt_token_ids or (with tinyvllm_extra) "
+                     "messages, not empty")
 
   def add(self, request: Request) -> None:
     with self.driving():
@@ -167,10 +182,12 @@ class Engine(LoadedModel):
 
   # Steps
 
-  def advance(self, make_output: Callable[[Request], Any] = lambda request: request) -> list[Any]:
+  def advance(self, make_output: Callable[[Request], Any] = lambda request: request,
+              only: Collection[Request] | None = None) -> list[Any]:
     """Run one step, and return `make_output(request)` for each request with new tokens. On a GPU these tokens come from
-    the previous step, which ran while this one was built. If `make_output` raises, the next step returns them. After a
-    failed step the engine still works, and no token is lost or duplicated."""
+    the previous step, which ran while this one was built. If `make_output` raises, the next step returns them, as it
+    does for requests that are not in `only`. After a failed step the engine still works, and no token is lost or
+    duplicated."""
     with self.driving():
       while self._abandoned: self.abort_request(self._abandoned.pop())
       try:
@@ -178,10 +195,11 @@ class Engine(LoadedModel):
       except BaseException:
         self._reset()
         raise
-      outputs = [make_output(request) for request in self._updated]
-      for request in self._updated:   # an interrupted step may have removed it
-        if request.finished: self.requests.pop(request.request_id, None)
-      self._updated.clear()
+      updated = {request: None for request in self._updated if only is None or request in only}
+      outputs = [make_output(request) for request in updated]
+      for request in updated:   # an interrupted step may have removed it, and its id may be in use again
+        if request.finished and self.requests.get(request.request_id) is request: del self.requests[request.request_id]
+      self._updated = {request: None for request in self._updated if request not in updated}
       return outputs
 
   def _step_sync(self) -> None:
@@ -214,7 +232,7 @@ class Engine(LoadedModel):
     return step
 
   def _update(self, results: Results) -> None:
-    if results.step.key.plan: extension("logits").record(results, self.tokenizer)
+    if self.parts.logits: self.parts.logits.record(results, self.tokenizer)
     if self.proposer: return self.proposer.update(self, results)
     self.append(results.step.computed, {   # not strict: rows of padding follow
       row.seq: token for token, row in zip(results.token_ids, results.step.rows, strict=False)
@@ -230,7 +248,8 @@ class Engine(LoadedModel):
     """Finish the sequences whose text contains a stop string."""
     for stream in [stream for request in self._updated for stream in request.streams if stream.seq.params.stop]:
       stream.update()
-      if stream.seq.stop_reason is not None: self.scheduler.finish(stream.seq, "stop")
+      if stream.seq.stop_reason is not None and stream.seq.finish_reason != "stop":
+        self.scheduler.finish(stream.seq, "stop")
 
   def _reset(self) -> None:
     """Recover from a failed step: discard the step in flight, free all blocks, recompute all unfinished sequences."""
@@ -247,13 +266,14 @@ class Engine(LoadedModel):
     prompts = prompts if isinstance(prompts, list) else [prompts]
     params, priorities = (x if isinstance(x, list) else [x] * len(prompts) for x in (sampling_params, priority))
     check(len(params) == len(prompts), f"sampling_params: {len(params)} for {len(prompts)} prompts: use 1 or one each")
-    requests = [self.make_request(uuid.uuid4().hex, *job) for job in zip(prompts, params, priorities, strict=True)]
+    jobs = zip(prompts, params, priorities, strict=True)
+    requests = dict.fromkeys(self.make_request(uuid.uuid4().hex, *job) for job in jobs)
     with self.driving(), contextlib.ExitStack() as aborts:
       for request in requests:
         aborts.callback(self.abort_request, request.request_id)
         self.add(request)
       for request in helpers.tqdm(requests, "generating", not use_tqdm or None, unit=" requests"):
-        while not request.finished: self.advance()
+        while not request.finished: self.advance(only=requests)
     return [request.output() for request in requests]
 
   def generate_stream(self, prompt: Prompt, sampling_params: Params = None) -> Iterator[RequestOutput]:
@@ -265,30 +285,6 @@ class Engine(LoadedModel):
     self.add(request)
     try:
       while not (request.finished and request.is_delivered):
-        while request.is_delivered: self.advance()
+        while request.is_delivered: self.advance(only=(request,))
         yield request.output(delta=True)
     finally: self.abort_request(request.request_id)
-
-
-# Without the extension the first use of one of its methods raises ImportError
-Methods: Any = extended("methods", "Methods", type("Methods", (), {"__getattr__": lambda _, name: extension(name)}))
-
-
-class LLM(Methods, Engine):
-  """The engine, with methods that run requests to completion. Same arguments as Engine. The extension adds methods."""
-
-
-LLMEngine = LLM   # vLLM's name
-shared_llm = functools.cache(LLM)   # one engine for each model
-
-
-def generate(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> str:
-  """Return the text that follows a prompt. sampling: fields of SamplingParams (default: temperature 0, greedy)."""
-  return "".join(generate_stream(prompt, model, **sampling))
-
-
-def generate_stream(prompt: str, model: str | pathlib.Path | None = None, **sampling: Any) -> Iterator[str]:
-  """Like `generate`, but yield pieces of text as tokens are generated."""
-  with exclusive: llm = shared_llm(model)   # concurrent first calls get one engine
-  outputs = llm.generate_stream(prompt, llm.params_class(**{"temperature": 0.0, **sampling}))
-  return (output.outputs[0].text for output in outputs if output.outputs[0].text)

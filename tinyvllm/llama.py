@@ -11,14 +11,16 @@ from tinygrad import Tensor, dtypes, helpers, nn
 from tinygrad.dtype import DType
 
 from .backend import Backend, Devices, Module
-from .config import ModelConfig, check, extended, read_json
-from .request import SAMPLING_DEFAULTS
+from .config import ModelConfig, check, read_json
+from .request import SAMPLING_FIELDS
 from .tokenizer import Tokenizer
 
 
 class Checkpoint:
   """A model folder in Hugging Face's layout (seam for other formats: weights.py, gguf.py). Raises InputError with the
   name of a file or tensor that is missing, unexpected or of the wrong shape."""
+  sampling_fields: tuple[str, ...] = SAMPLING_FIELDS   # fields that generation_config.json sets
+
   def __init__(self, path: pathlib.Path):
     self.path = path
     check(path.is_dir(), f"model='{path}' is not a folder (or, with tinyvllm_extra, a GGUF file or a name ORG/NAME)")
@@ -26,13 +28,13 @@ class Checkpoint:
     self.hf_config = read_json(path / "config.json") | self.generation_config   # may list more end tokens
 
   def describe(self) -> str: return "safetensors"
-  def tokenizer(self) -> Any: return extended("huggingface", "load_tokenizer", Tokenizer)(self.path)
+  def tokenizer(self) -> Any: return Tokenizer(self.path)
   def sampling_defaults(self) -> dict[str, Any]:
-    return {name: x for name, x in self.generation_config.items() if name in SAMPLING_DEFAULTS and x is not None}
+    """Return the values of SamplingParams in generation_config.json. The core ignores those of the extension."""
+    return {name: x for name, x in self.generation_config.items() if name in self.sampling_fields and x is not None}
 
-  def load(self, model: "Llama", quantization: str | None = None) -> None:
-    """Load the model's weights. quantization: format to quantize its matrices to."""
-    check(quantization is None, f"quantization={quantization!r} needs the package tinyvllm_extra: use None")
+  def load(self, model: "Llama") -> None:
+    """Load the model's weights."""
     self.tensors: dict[str, Tensor] = {}
     index = read_json(self.path / "model.safetensors.index.json")
     for file in {self.path / name for name in index.get("weight_map", {"": "model.safetensors"}).values()}:
@@ -103,6 +105,7 @@ class Llama:
   Layer: type[Any] = Layer
 
   def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
+    self.vocab_size = config.vocab_size
     self.config = config = devices.shard(config)
     self.dtype, self.backend, self.devices = dtype, backend, devices
     def vocabulary(name): return backend.Linear(config.hidden_size, {name: config.vocab_size}, False, dtype)

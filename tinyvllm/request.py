@@ -8,8 +8,6 @@ from .config import ModelConfig, Options, option
 
 # Fields that the sampler reads
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
-# Fields whose default the model's generation_config.json sets
-SAMPLING_DEFAULTS = (*SAMPLING_FIELDS, "repetition_penalty")
 MAX_INT = 2**31 - 1
 
 

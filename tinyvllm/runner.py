@@ -2,13 +2,13 @@
 padded to a few graph shapes. Owns the state on the device: KV cache, block tables, last token of each slot."""
 import functools, itertools, math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes
 
 from .backend import exclusive, scatter_kernel
-from .config import EngineConfig, check, extension, logger
+from .config import EngineConfig, check, logger
 from .llama import Llama
 from .request import SAMPLING_FIELDS, SamplerMode, Sequence
 
@@ -53,7 +53,7 @@ class GraphKey(NamedTuple):
   num_tokens: int
   num_rows: int                       # rows of logits
   sampler_mode: SamplerMode = SamplerMode.GREEDY
-  plan: Any = None                    # LogitsPlan of logits.py, for LogitsProcessors: hashable
+  plan: Any = None                    # operations on the logits, see Logits: hashable
 
 
 # A row of logits, for sampling the token of `seq` at `position`. token: batch index of the previous token
@@ -88,16 +88,14 @@ def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | Non
   """Build the step that computes the next tokens of each sequence, padded to `key` (default: the runner's choice)."""
   computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
   padding = runner.config.max_num_seqs   # slot
-  tokens: list[tuple] = []
-  tiles: list[int] = []
-  rows: list[Row] = []
+  tokens, tiles, rows = list[tuple](), list[int](), list[Row]()
   for seq, positions in computed.items():
     first = len(tokens)
     tiles += [(first + i) * TILE + min(TILE, len(positions) - i) - 1 for i in range(0, len(positions), TILE)]
     rows += logits_rows(seq, positions, first)
     tokens += token_rows(seq, positions, runner.config.block_size, runner.max_blocks)
   mode = max([row.seq.params.sampler_mode for row in rows], default=SamplerMode.GREEDY)
-  logits_batch = extension("logits").LogitsBatch(rows, runner) if any(seq.processor for seq in batch) else None
+  logits_batch = runner.logits.batch(rows, runner) if runner.logits and any(seq.processor for seq in batch) else None
   key = key or runner.choose_key(GraphKey(len(tokens), len(rows), mode, logits_batch.plan if logits_batch else None))
   tokens = [(*x, tile) for x, tile in itertools.zip_longest(tokens, tiles, fillvalue=NO_TILE)]   # type: ignore[misc]
   logits = [(row.token, row.position - 1, row.seq.slot if row.position >= row.seq.length else padding, 0,
@@ -149,12 +147,20 @@ def capture(run: Callable[[], Any]) -> Any:
 def zeros(*shape: int) -> Tensor: return Tensor.zeros(*shape, dtype=dtypes.int32).contiguous().realize()
 
 
+class Logits(Protocol):
+  """Computes what the LogitsProcessors of a step ask for (seam; logits.py). The `plan` of a batch is part of the step's
+  GraphKey: its `words` are uploaded with the step, `apply` changes the logits, `logprobs` returns more outputs."""
+  def batch(self, rows: list[Row], runner: Any) -> Any:
+    """Return an object with what the sequences of these rows of logits need, and with its `plan`."""
+  def record(self, results: Results, tokenizer: Any) -> None:
+    """Store the step's log probabilities in its sequences."""
+
+
 class Runner:
   """Launches steps of a model. num_bytes: memory per device for the KV cache."""
-  def __init__(self, model: Llama, config: EngineConfig, num_bytes: int):
-    self.model, self.config = model, config
-    self.backend = model.backend
-    self.is_async = model.backend.is_async
+  def __init__(self, model: Llama, config: EngineConfig, num_bytes: int, logits: Logits | None = None):
+    self.model, self.config, self.logits = model, config, logits
+    self.backend, self.is_async = model.backend, model.backend.is_async
     length: Any = config.max_model_len   # by now an int
     self.ropes = [table.to(model.devices.names).realize() for table in model.ropes(length)]
     self.kv_caches = allocate_kv_caches(model, config, num_bytes)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from sentencepiece import SentencePieceProcessor
 
-from .config import InputError, check, extension, read_json
+from .config import InputError, check, read_json
 from .request import Sequence
 
 
@@ -22,7 +22,7 @@ class Tokenizer:
     return [*(self.prefix if add_special_tokens else ()), *self.model.EncodeAsIds(checked_unicode(text))]
 
   def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-    if not skip_special_tokens: extension("huggingface")   # raises: special tokens have no text here
+    check(skip_special_tokens, "skip_special_tokens=False needs the package tinyvllm_extra: use True")
     return self.model.DecodeIds([i for i in ids if i < self.model.GetPieceSize()])   # higher ids are padding
 
 

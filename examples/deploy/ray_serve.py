@@ -27,7 +27,8 @@ from starlette.routing import Mount, Route, Router
 from tinygrad import Device
 
 from tinyvllm import SamplingParams
-from tinyvllm.config import EngineConfig, Options, check, option
+from tinyvllm.config import Options, check, option
+from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.cli import FAILURES
 from tinyvllm_extra import hub
 from tinyvllm_extra.kernels import prepare_device
@@ -221,11 +222,11 @@ def parse_option(value: Any, value_type: Any) -> Any:
 
 def configs(args: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig, RayConfig]:
   """Return the options of the engine, the server and Ray. Raises ValueError for errors unrelated to the model."""
-  types = {field.name: field.type for x in (EngineConfig, ModelOptions, ServerConfig, RayConfig)
+  types = {field.name: field.type for x in (LLMConfig, ModelOptions, ServerConfig, RayConfig)
            for field in dataclasses.fields(x)}
   for name in args: check(name in {"model", "log_level", *types, *NO_EFFECT}, f"{name}: unknown option")
   args = {name: parse_option(x, types.get(name)) for name, x in args.items() if x is not None}
-  engine, server, own = (select_options(args, x) for x in (EngineConfig, ServerConfig, RayConfig))
+  engine, server, own = (select_options(args, x) for x in (LLMConfig, ServerConfig, RayConfig))
   split_options(engine)
   check("prefix_cache_file" not in server, "prefix_cache_file: not supported, as all replicas would write it")
   for name in ("uds", "ssl_certfile"): check(name not in server, f"{name}: not supported by ingresses: leave it out")
@@ -240,8 +241,9 @@ def app(args: dict[str, Any]) -> Any:
   if folder:
     path = hub.local_path(folder, **engine).resolve()   # replicas have another working directory
     if not hub.is_name(folder): folder = str(path)      # replicas on other machines download it again
-    find_model(open_checkpoint(path).hf_config, path)   # raises InputError for an unsupported model
-  seqs = engine.get("max_num_seqs", EngineConfig.max_num_seqs)
+    # raises InputError for an unsupported model
+    find_model(open_checkpoint(path).hf_config, path, engine.get("runner", "auto"))
+  seqs = engine.get("max_num_seqs", LLMConfig.max_num_seqs)
   # `serve run` calls this before Ray starts: look at this machine instead of the cluster
   if not ray.is_initialized(): prepare_device()   # chooses the default device; replicas get the variable DEV
   any_gpu = ray.cluster_resources().get("GPU") if ray.is_initialized() else Device.DEFAULT in ("AMD", "CUDA", "NV")
@@ -282,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description="Run an OpenAI-compatible HTTP server with several replicas.",
                                    argument_default=argparse.SUPPRESS)
   parser.add_argument("model", nargs="?", help=argparse.SUPPRESS)   # or --model
-  add_flags(parser, EngineConfig, ModelOptions, ServerConfig, RayConfig)
+  add_flags(parser, LLMConfig, ModelOptions, ServerConfig, RayConfig)
   args = {"port": ServerConfig.port, "log_level": "info", **parse_flags(parser, sys.argv[1:] if argv is None else argv)}
   set_log_level(args)
   try:

@@ -9,7 +9,7 @@ from tinyvllm.request import RequestOutput
 from .logits import Logprob, SamplingParams
 from .vllm_options import check_no_lora
 
-if TYPE_CHECKING: from .methods import Methods
+if TYPE_CHECKING: from .llm import LLM
 
 
 def required(help: str, **limits: Any) -> Any:
@@ -52,7 +52,7 @@ class BeamSearchOutput:
 
 class Search:
   """The search for one prompt: its unfinished beams, best first, and its finished beams."""
-  def __init__(self, llm: "Methods", params: BeamSearchParams):
+  def __init__(self, llm: "LLM", params: BeamSearchParams):
     self.llm = llm
     self.params = params
     self.beams = [BeamSearchSequence([])]           # the first output provides the prompt's token ids
@@ -86,7 +86,7 @@ class Search:
     return BeamSearchOutput(best)
 
 
-def beam_search(llm: "Methods", prompts: Any, params: BeamSearchParams, lora_request: None = None,
+def beam_search(llm: "LLM", prompts: Any, params: BeamSearchParams, lora_request: None = None,
                 use_tqdm: bool = False, concurrency_limit: int | None = None) -> list[BeamSearchOutput]:
   """Return the most probable continuations of each prompt, in the order of the prompts. prompts: see `LLM.generate`.
   concurrency_limit has no effect: the engine queues the beams. Raises InputError before any prompt runs if one is

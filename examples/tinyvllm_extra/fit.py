@@ -6,8 +6,9 @@ import numpy as np
 from tinygrad import Context, Device, dtypes, nn
 
 from tinyvllm.backend import Devices, Linear
-from tinyvllm.config import EngineConfig, check, logger
+from tinyvllm.config import check, logger
 
+from .options import LLMConfig
 from . import kernels
 from .kernels import drivers
 from .models import find_model
@@ -48,7 +49,7 @@ def estimate_fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantizatio
   with Context(DEV="NULL"):   # NULL supports every dtype; empty tensors use no memory
     fast = kernels.FastBackend()
     model = model_class(shape, dtypes.float32, fast, Devices())
-    cache = fast.kv_layout(shape, EngineConfig(kv_cache_dtype=kv_cache_dtype, block_size=1),
+    cache = fast.kv_layout(shape, LLMConfig(kv_cache_dtype=kv_cache_dtype, block_size=1),
                            getattr(dtypes, row["dtype"]))
   num_weights = sum(int(x.numel()) for module in model.modules() for x in nn.state.get_parameters(module))
   matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear)]
@@ -57,7 +58,7 @@ def estimate_fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantizatio
   # A step reads few rows of the embeddings, but the whole output head
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
   per_token = shape.num_hidden_layers * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
-  left = int(row["free_gib"] * GIB * EngineConfig().gpu_memory_utilization) - weights
+  left = int(row["free_gib"] * GIB * LLMConfig().gpu_memory_utilization) - weights
   return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,
           "fits": left >= per_token, "kv_tokens": max(0, left) // per_token,
           "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}
@@ -93,7 +94,7 @@ def loading_bytes(checkpoint: Any, quantization: str | None) -> int:
 def remedy(checkpoint: Any, free: int) -> str:
   """Return what to do about a model that does not fit: the widest quantization that does, or the memory needed."""
   def needed(quantization: str | None) -> float:
-    room = weight_bytes(checkpoint, quantization) / EngineConfig().gpu_memory_utilization   # for a KV cache
+    room = weight_bytes(checkpoint, quantization) / LLMConfig().gpu_memory_utilization   # for a KV cache
     return max(room, loading_bytes(checkpoint, quantization))
   sizes = {} if checkpoint.method else {name: needed(name) for name in QUANTIZED}
   for name, num_bytes in sizes.items():

@@ -3,7 +3,8 @@ import argparse, dataclasses, json, logging, re
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from tinyvllm.config import EngineConfig, logger
+from tinyvllm.config import logger
+from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.vllm_options import LISTS, NO_EFFECT, ModelOptions, expand, parse_value, read_config
 
 # Groups of --help; flags after the bar are rare: only --help-all shows them
@@ -107,9 +108,9 @@ def parse_flags(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, A
 
 
 def select_options(args: dict[str, Any], option_class: Any) -> dict[str, Any]:
-  """Return the fields of an option dataclass that the command line sets. EngineConfig: all options of LLM."""
+  """Return the fields of an option dataclass that the command line sets. LLMConfig: all options of LLM."""
   names = [field.name for field in dataclasses.fields(option_class)]
-  if option_class is EngineConfig: names += [*ModelOptions.__match_args__, *NO_EFFECT]
+  if option_class is LLMConfig: names += [*ModelOptions.__match_args__, *NO_EFFECT]
   return {name: args[name] for name in names if name in args}
 
 

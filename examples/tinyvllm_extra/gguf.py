@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from tinyvllm.config import InputError, check
-from tinyvllm.llama import Llama
 
 from . import weights
 from .gguf_tokenizer import make_tokenizer
@@ -248,8 +247,9 @@ def rename(path: pathlib.Path, config: dict[str, Any], tensors: dict[str, Stored
 
 class Checkpoint(weights.Checkpoint):
   """A GGUF file, or several parts, given by the first."""
-  def __init__(self, path: pathlib.Path):
+  def __init__(self, path: pathlib.Path, quantization: str | None = None):
     self.path = path
+    self.quantization = None if quantization == "gguf" else quantization   # "gguf" is any file, as in vLLM
     self.generation_config = {}
     self.metadata, tensors = read_parts(path)
     self.hf_config = read_config(path, self.metadata, tensors)
@@ -257,8 +257,6 @@ class Checkpoint(weights.Checkpoint):
 
   method = property(lambda self: "gguf" if any(x.tensor_type.quant_format for x in self.all_tensors.values()) else None)
   def stored_tensors(self) -> dict[str, Any]: return dict(self.all_tensors)
-  def load(self, model: Llama, quantization: str | None = None) -> None:   # "gguf" is any file, as in vLLM
-    super().load(model, None if quantization == "gguf" else quantization)
   def format_of(self, tensor: Any) -> str: return f"GGUF {tensor.tensor_type.name}"
   def tokenizer(self) -> Tokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
 

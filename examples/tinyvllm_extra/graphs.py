@@ -1,64 +1,21 @@
-"""Chooses the graph that a step runs with, and captures graphs at startup so that no request waits for a capture."""
-import collections, dataclasses, itertools, operator, time
+"""Captures graphs at startup, so that no request waits for a capture."""
+import itertools, time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tinygrad import helpers
 
-from tinyvllm.backend import Backend, exclusive, renderer
+from tinyvllm.backend import exclusive, renderer
 from tinyvllm.config import check, logger
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 
+from .kernels.graph_choice import state_of
 from .kernels.tinygrad_patches import num_compiled
 from .logits import HiddenStatesPlan, LogitsPlan
 from .models.embedder import Embedder
 
 if TYPE_CHECKING: from tinyvllm.engine import Engine
-
-CAPTURE_THRESHOLD = 16   # requests for a graph shape before it gets its own capture
-
-
-@dataclasses.dataclass
-class GraphState:
-  """A backend's captured and requested graph shapes."""
-  capture_sizes: list[int] = dataclasses.field(default_factory=list)   # tokens of the steps captured at startup
-  num_requested: collections.Counter[tuple[Runner, GraphKey]] = dataclasses.field(default_factory=collections.Counter)
-
-
-def state_of(backend: Backend) -> GraphState:
-  """Return the backend's GraphState, creating it for the core's Backend."""
-  return vars(backend).setdefault("graph_state", GraphState())
-
-
-def sizes_of(key: GraphKey) -> tuple[int, ...]:
-  """Return a key as numbers. A graph also runs every step that is smaller in all of them."""
-  plan = key.plan or LogitsPlan(0, False, 0, False)
-  return (key.num_tokens, key.num_rows, key.sampler_mode, plan.has_logprobs, plan.num_adjustments, plan.has_bitmask,
-          plan.has_all_logprobs)
-
-
-def cost(key: GraphKey) -> int:
-  """Return a step's relative time: reading the weights takes as long as 16 tokens, an optional feature half a step."""
-  num_tokens, _, *features = sizes_of(key)
-  return (16 + num_tokens) * (2 + sum(map(bool, features)))
-
-
-def choose_graph(runner: Runner, key: GraphKey) -> GraphKey:
-  """Return `key` or a larger captured one: the fastest if steps were captured at startup, else only one that takes less
-  than twice the time, until `key` was requested CAPTURE_THRESHOLD times."""
-  state = state_of(runner.backend)
-  if state.capture_sizes:
-    size = min([size for size in state.capture_sizes if size >= key.num_tokens], default=key.num_tokens)
-    rows = max(key.num_rows, min(size, runner.max_rows)) if key.num_rows <= runner.max_rows else size
-    key = key._replace(num_tokens=size, num_rows=rows)
-  sizes = sizes_of(key)
-  larger = [graph for graph in runner.graphs if all(map(operator.ge, sizes_of(graph), sizes))]
-  best = min(larger, key=cost, default=key)
-  state.num_requested[runner, key] += 1
-  can_wait = state.num_requested[runner, key] <= CAPTURE_THRESHOLD and cost(best) < 2 * cost(key)
-  return best if state.capture_sizes or can_wait else key
-
 
 def usual_sizes(runner: Runner) -> list[int]:
   """Return the step sizes in tokens to capture on this device. Tensor cores compute 8 tokens in the time of 2, and

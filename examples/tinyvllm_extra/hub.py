@@ -6,8 +6,9 @@ from typing import Any
 
 from tinygrad.helpers import size_to_str
 
-from tinyvllm.config import EngineConfig, InputError, check, logger, read_json
+from tinyvllm.config import InputError, check, logger, read_json
 
+from .options import LLMConfig
 from .flags import setup_logging
 from .packages import optional
 from .vllm_options import split_options
@@ -42,7 +43,7 @@ def local_path(model: str | pathlib.Path, revision: str | None = None, download_
     check(path.exists(), f"model={str(model)!r} does not exist: pass a folder, a GGUF file, or a name ORG/NAME")
     return path
   setup_logging()
-  config = EngineConfig(**split_options(options, model)[0])   # raises before the download
+  config = LLMConfig(**split_options(options, model)[0])   # raises before the download
   name, kind = NAME.fullmatch(str(model)).groups()   # type: ignore[union-attr]   # is_name has matched it
   hub = optional("huggingface_hub", "hf", f"model={model!r}")
   importlib.import_module("huggingface_hub.file_download")   # with it the package has errors, constants and utils
@@ -117,7 +118,7 @@ class Repository:
           f"{self.name}:TYPE with one of {', '.join(choices)}")
     return models[matches[0]]
 
-  def report(self, files: list[str], missing: list[str], config: EngineConfig) -> None:
+  def report(self, files: list[str], missing: list[str], config: LLMConfig) -> None:
     """Log the size of a download and whether the model fits in the device's memory. Raises InputError if the model is
     not supported or the disk is too small."""
     for folder in (self.blobs, self.locks): folder.mkdir(parents=True, exist_ok=True)

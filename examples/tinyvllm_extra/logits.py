@@ -15,6 +15,7 @@ from tinyvllm.runner import UNKNOWN, Results, Row, Runner, Table
 from tinyvllm_extra.huggingface import Tokenizer
 
 from . import structured_outputs
+from .models.embedder import Embedder
 
 # An adjustment of one logit: x = logit + bias, divided by factor if x > 0, else multiplied by it, minus penalty. row:
 # index of the row of logits, NO_ROW for padding
@@ -97,8 +98,6 @@ class SamplingParams(request.SamplingParams):
 
 class Processor:
   """The LogitsProcessor for all fields of SamplingParams."""
-  plan_class = property(lambda self: LogitsPlan)
-
   def __init__(self, params: SamplingParams, tokenizer: Tokenizer, model: ModelConfig):
     for name in ("allowed_token_ids", "logit_bias"): check_ids(name, getattr(params, name), model.vocab_size)
     self.params = params
@@ -126,7 +125,8 @@ class Processor:
 
   @functools.cached_property
   def allowed_bitmask(self) -> np.ndarray:
-    bits = np.isin(np.arange(-(-self.vocab_size // 32) * 32), self.params.allowed_token_ids)
+    bits = np.zeros(-(-self.vocab_size // 32) * 32, bool)
+    bits[self.params.allowed_token_ids or []] = True
     return np.packbits(bits, bitorder="little").view(np.int32)
 
   def adjustments(self, seq: Sequence, position: int) -> list[tuple[int, float, float, float]]:
@@ -190,6 +190,15 @@ class HiddenStatesPlan(LogitsPlan):
   def logprobs(self, logits: Tensor, sampled: Tensor, words: Tensor, sampler: Sampler) -> list[Tensor]: return [logits]
 
 
+class Extension:
+  """The core's seam Logits: what LogitsProcessors ask for."""
+  def batch(self, rows: list[Row], runner: Runner) -> "LogitsBatch": return LogitsBatch(rows, runner)
+
+  def record(self, results: Results, tokenizer: Tokenizer) -> None:
+    """Store a step's log probabilities, or hidden states, in the sequences that requested them."""
+    if results.step.key.plan: record(results, tokenizer)
+
+
 class LogitsBatch:
   """The adjustments, token bitmasks and log probabilities that a step's sequences need, by row of logits."""
   def __init__(self, rows: list[Row], runner: Runner):
@@ -206,8 +215,8 @@ class LogitsBatch:
     has_all = any(k == ALL or k > NUM_BEST for k in numbers)
     # Padded to few graph shapes: 16, 128, 1024, ...
     size = 16 * 8 ** -(-((len(self.adjustments) - 1) // 16).bit_length() // 3) if self.adjustments else 0
-    first: Any = next((row.seq.processor for row in rows if row.seq.processor), None)
-    self.plan = first and first.plan_class(first.vocab_size, bool(numbers), size, bool(self.bitmasks), has_all)
+    plan_class = HiddenStatesPlan if isinstance(runner.model, Embedder) else LogitsPlan
+    self.plan = plan_class(runner.model.vocab_size, bool(numbers), size, bool(self.bitmasks), has_all)
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
@@ -260,7 +269,6 @@ def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BES
 
 
 def record(results: Results, tokenizer: Tokenizer) -> None:
-  """Store a step's log probabilities, or hidden states, in the sequences that requested them."""
   if isinstance(results.step.key.plan, HiddenStatesPlan):
     for row, hidden in zip(results.step.rows, *results.logprobs, strict=False): row.seq.logprobs[row.position] = hidden
     return

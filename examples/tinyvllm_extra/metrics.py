@@ -6,7 +6,7 @@ from tinyvllm.config import EngineConfig, logger
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import BlockManager, Scheduler
 
-if TYPE_CHECKING: from .methods import Methods
+if TYPE_CHECKING: from .llm import LLM
 
 STEP_SIZES = (1, *(2**i for i in range(3, 15)), math.inf)   # upper limits, in tokens
 
@@ -72,7 +72,7 @@ class MeteredScheduler(Scheduler):
     super().finish(seq, reason)
 
 
-def get_metrics(engine: "Methods") -> dict[str, Any]:
+def get_metrics(engine: "LLM") -> dict[str, Any]:
   """Return counters since startup, rates over the time spent in steps, the numbers of blocks and sequences, and the
   options of the KV cache under vLLM's names."""
   counters = engine.scheduler.counters

@@ -6,8 +6,9 @@ from typing import Any
 from tinygrad import Device, Tensor
 
 from tinyvllm import backend
-from tinyvllm.config import EngineConfig, ModelConfig, check
+from tinyvllm.config import ModelConfig, check
 
+from .options import LLMConfig
 from .kernels import shards
 
 ROWS = 16   # vocabulary rows per device are a multiple of it, for the matrix kernels' tiles
@@ -18,7 +19,7 @@ def device_names(count: int) -> tuple[str, ...]:
   return tuple(Device.canonicalize(f"{Device.DEFAULT}:{i}") for i in range(count))
 
 
-def open_devices(config: EngineConfig) -> "Devices":
+def open_devices(config: LLMConfig) -> "Devices":
   """Open tensor_parallel_size devices. Raises InputError if there are fewer, or if they cannot read each other's
   memory."""
   count = config.tensor_parallel_size
@@ -50,7 +51,7 @@ class Devices(backend.Devices):
   def shard(self, model: ModelConfig) -> ModelConfig:
     count = len(self.names)
     sizes = {name: getattr(model, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
-    limits = EngineConfig.__dataclass_fields__["tensor_parallel_size"].metadata
+    limits = LLMConfig.__dataclass_fields__["tensor_parallel_size"].metadata
     divisors = [n for n in range(limits["min"], limits["max"] + 1) if not any(size % n for size in sizes.values())]
     choices = " or ".join(map(str, divisors))
     check(count in divisors, f"tensor_parallel_size={count} must divide each of {sizes}: use {choices}")

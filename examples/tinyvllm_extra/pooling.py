@@ -11,9 +11,9 @@ from tinyvllm.config import ModelConfig, check, option
 from tinyvllm.request import RequestOutput, Sequence
 from tinyvllm_extra.huggingface import Tokenizer
 
-from .logits import NUM_BEST, HiddenStatesPlan, SamplingParams
+from .logits import NUM_BEST, SamplingParams
 
-if TYPE_CHECKING: from .methods import Methods
+if TYPE_CHECKING: from .llm import LLM
 
 # The prompt of Qwen3-Reranker, from its model card
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -51,16 +51,14 @@ class PoolingParams(request.SamplingParams):
   def processor(self, tokenizer: Any, model: ModelConfig) -> "Pooler":
     size = model.hidden_size
     check((self.dimensions or 1) <= size, f"dimensions={self.dimensions} must be at most {size}, the model's size")
-    return Pooler(self, model.vocab_size)
+    return Pooler(self)
 
 
 @dataclasses.dataclass
 class Pooler:
   """A LogitsProcessor that changes nothing, and returns the embedding in place of log probabilities."""
   params: PoolingParams
-  vocab_size: int
   depends_on_output = False
-  plan_class = HiddenStatesPlan
 
   def accept(self, token: int) -> bool: return False
   def bitmask(self) -> None: return None
@@ -87,7 +85,7 @@ def pooled(output: RequestOutput, result: Any) -> PoolingRequestOutput:
   return PoolingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens, True)
 
 
-def embed(llm: "Methods", prompts: Any, use_tqdm: bool = True,
+def embed(llm: "LLM", prompts: Any, use_tqdm: bool = True,
           pooling_params: PoolingParams | None = None) -> list[PoolingRequestOutput]:
   """Return the embedding of each prompt, of length 1 by default. prompts: see `LLM.generate`. Raises InputError for a
   model that generates text: load it with runner="pooling"."""
@@ -95,7 +93,7 @@ def embed(llm: "Methods", prompts: Any, use_tqdm: bool = True,
   return [pooled(x, EmbeddingOutput(result_of(x).tolist())) for x in outputs]
 
 
-def score(llm: "Methods", data_1: str | list[str], data_2: str | list[str], use_tqdm: bool = True,
+def score(llm: "LLM", data_1: str | list[str], data_2: str | list[str], use_tqdm: bool = True,
           instruction: str = INSTRUCTION) -> list[PoolingRequestOutput]:
   """Return the probability that a document, of data_2, answers a query, of data_1: one query for all documents, or one
   for each. The model is a Qwen3-Reranker, loaded as a model that generates text."""

@@ -15,14 +15,14 @@ from tinyvllm.config import ModelConfig, check, logger
 from .kernels.buffers import buffers_of, copy_blocks, copy_to_devices, write
 from .weights import open_checkpoint
 
-if TYPE_CHECKING: from tinyvllm.engine import Engine
+if TYPE_CHECKING: from .llm import LLM
 
 MAGIC = b'{"__metadata__": {"format": "'   # start of the JSON header
 FORMAT = "1"           # change it when the hashes, the blocks or the file layout change
 MAX_BYTES = 2**26      # maximum bytes of blocks to copy at a time, but at least one block
 SAMPLE_BYTES = 2**16   # bytes of a weight to hash, at each of four offsets
 
-identities: "weakref.WeakKeyDictionary[Engine, dict[str, str]]" = weakref.WeakKeyDictionary()
+identities: "weakref.WeakKeyDictionary[LLM, dict[str, str]]" = weakref.WeakKeyDictionary()
 
 
 def fingerprint(path: pathlib.Path, config: ModelConfig) -> str:
@@ -36,7 +36,7 @@ def fingerprint(path: pathlib.Path, config: ModelConfig) -> str:
   return digest.hexdigest()[:32]
 
 
-def identity(engine: "Engine") -> dict[str, str]:
+def identity(engine: "LLM") -> dict[str, str]:
   """Return everything that an engine's blocks and hashes depend on. The first call reads the model's files: call it
   early, as they may be replaced while the engine runs."""
   if engine in identities: return identities[engine]
@@ -55,7 +55,7 @@ def identity(engine: "Engine") -> dict[str, str]:
   return identities[engine]
 
 
-def cache_tensors(engine: "Engine") -> list[Tensor]:
+def cache_tensors(engine: "LLM") -> list[Tensor]:
   """Return all tensors of the KV cache. Each holds a part of every block."""
   return [tensor for runner in engine.runners for layer in runner.kv_caches for tensor in layer]
 
@@ -63,7 +63,7 @@ def cache_tensors(engine: "Engine") -> list[Tensor]:
 class Blocks:
   """Reads and writes an engine's blocks as rows of bytes, up to `count` at a time, through a staging tensor on the
   device for each cache tensor. Works for any number of cache tensors of any dtypes and shapes."""
-  def __init__(self, engine: "Engine"):
+  def __init__(self, engine: "LLM"):
     tensors = cache_tensors(engine)
     self.devices = engine.runners[0].model.devices.names
     self.row_bytes = sum(buffer.nbytes for x in tensors for buffer in buffers_of(x)) // engine.blocks.num_blocks
@@ -125,7 +125,7 @@ def atomic_write(path: pathlib.Path) -> Iterator[Any]:
     raise
 
 
-def save_prefix_cache(engine: "Engine", path: str | os.PathLike) -> int:
+def save_prefix_cache(engine: "LLM", path: str | os.PathLike) -> int:
   """Write all cached blocks to a file, most recently used first, and return their number. Replaces an earlier file, but
   writes nothing if no block is cached. The model's files must not have changed since the engine loaded them, unless
   load_prefix_cache was called before. Raises OSError, and leaves the file unchanged, if it cannot be written or is not
@@ -133,7 +133,7 @@ def save_prefix_cache(engine: "Engine", path: str | os.PathLike) -> int:
   with engine.driving(), exclusive: return _save(engine, path)
 
 
-def _save(engine: "Engine", path: str | os.PathLike) -> int:
+def _save(engine: "LLM", path: str | os.PathLike) -> int:
   started = time.perf_counter()
   target = pathlib.Path(path).expanduser().resolve()
   magic = b""
@@ -171,7 +171,7 @@ def _save(engine: "Engine", path: str | os.PathLike) -> int:
   return len(cached)
 
 
-def load_prefix_cache(engine: "Engine", path: str | os.PathLike) -> int:
+def load_prefix_cache(engine: "LLM", path: str | os.PathLike) -> int:
   """Add a file's blocks to the prefix cache, most recently used first, until no uncached free block is left, and return
   their number. Raises InputError, and leaves the engine unchanged, for a file that is missing, damaged or written by
   another model or with other options."""
@@ -189,7 +189,7 @@ def load_prefix_cache(engine: "Engine", path: str | os.PathLike) -> int:
   return count
 
 
-def read_blocks(engine: "Engine", file: Any, prefix: str) -> int:
+def read_blocks(engine: "LLM", file: Any, prefix: str) -> int:
   """Validate a safetensors file and load its blocks. prefix: start of error messages."""
   expected = identity(engine)
   metadata = file.metadata() or {}

@@ -10,8 +10,8 @@ from tinygrad import dtypes, nn
 
 from tinyvllm import request
 from tinyvllm.backend import Devices, cpu_cores
-from tinyvllm.config import FORMATS, InputError, Options, check, logger, option
-from tinyvllm.engine import LLMEngine, LoadedModel
+from tinyvllm.config import InputError, Options, check, logger, option
+from tinyvllm.engine import Engine, LoadedModel
 from tinyvllm.llama import Llama
 from tinyvllm.request import Sequence
 from tinyvllm.runner import Results, Runner, build_step, next_power_of_two
@@ -21,6 +21,7 @@ from . import hub
 from .kernels.cpu import cpu_sums
 from .logits import SamplingParams
 from .models import find_model
+from .options import FORMATS
 from .weights import open_checkpoint
 
 
@@ -193,7 +194,7 @@ class SpeculativeProposer:
       if not counts[k]: self.drafter(seq).decay()
     return {seqs[k]: drafts[k][:n] for k, n in counts.items() if n}
 
-  def update(self, engine: LLMEngine, results: Results) -> None:
+  def update(self, engine: Engine, results: Results) -> None:
     """Verify the draft tokens, then append the new tokens one at a time, as each may end a sequence."""
     computed = results.step.computed
     new_tokens = verify(results)
@@ -226,11 +227,12 @@ class SpeculativeProposer:
 
 
 def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
-                  num_bytes: int) -> tuple[SpeculativeProposer, list[Runner]]:
+                  num_bytes: int) -> tuple[SpeculativeProposer | None, list[Runner]]:
   """Return an engine's Proposer and its runners: the target's, and the draft model's, if any, with as many blocks.
   new_runner: creates the target's from the bytes for its KV cache. Raises InputError for an invalid speculative_config,
   or a draft model that does not match the target or does not fit in memory with it."""
-  options: Any = target.config.speculative_config
+  options: Any = target.config.speculative_config   # type: ignore[attr-defined]   # an LLMConfig
+  if options is None: return None, [new_runner(num_bytes)]
   try: proposer = SpeculativeProposer(SpeculativeConfig(**options))
   except InputError as e: raise InputError(f"speculative_config={options!r}: {e}") from e
   if proposer.config.model is None: runners = [new_runner(num_bytes)]
@@ -241,7 +243,7 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
     target_size, draft_size = kv_size(target.model_config), kv_size(model.config)
     runner = new_runner((num_bytes - draft_bytes) * target_size // (target_size + draft_size))
     config = dataclasses.replace(target.config, num_gpu_blocks_override=runner.num_blocks)
-    proposer.runners = [Runner(model, config, num_bytes)]
+    proposer.runners = [Runner(model, config, num_bytes, target.parts.logits)]
     # At most 1/4: the user requested a draft model, even if it is too slow to gain anything
     proposer.draft_time = step_time(1) * min(0.25, draft_bytes / weight_bytes(runner.model))
     runners = [runner, *proposer.runners]
@@ -252,7 +254,7 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
 def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: int) -> Llama:
   path = hub.local_path(str(config.model))
   prefix = f"speculative_config: the draft model {str(path)!r}"
-  checkpoint = open_checkpoint(path)
+  checkpoint = open_checkpoint(path, config.quantization)
   model_config, model_class = find_model(checkpoint.hf_config, path)
   vocab_size = target.model_config.vocab_size
   check(model_config.vocab_size == vocab_size, f"{prefix} has a vocab_size of {model_config.vocab_size}, the target "
@@ -266,7 +268,7 @@ def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: 
   limit = model_config.max_position_embeddings
   check(limit >= (target.config.max_model_len or math.inf), f"{prefix} needs max_model_len={limit} or less")
   model = model_class(model_config, getattr(dtypes, target.config.dtype), target.backend, Devices())
-  checkpoint.load(model, config.quantization)
+  checkpoint.load(model)
   size = weight_bytes(model)
   check(size < num_bytes, f"{prefix} has {size / 2**30:.2f} GiB of weights, but {num_bytes / 2**30:.2f} GiB are left "
         "next to the target's: choose a smaller one, quantize it or the target, or raise gpu_memory_utilization")

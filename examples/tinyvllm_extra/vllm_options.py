@@ -3,8 +3,8 @@ parts, and --config FILE. Source: vLLM's engine arguments and `vllm serve` argum
 import dataclasses, json, pathlib, re
 from typing import Any
 
-from tinyvllm.config import EngineConfig, InputError, Options, check, logger, option
-from tinyvllm.request import SAMPLING_DEFAULTS
+from tinyvllm.config import InputError, Options, check, logger, option
+from tinyvllm_extra.options import SAMPLING_DEFAULTS, LLMConfig
 from tinyvllm_extra.logits import SamplingParams
 from tinyvllm_extra.packages import optional
 
@@ -67,7 +67,7 @@ NO_EFFECT: dict[str, Any] = {name: values for names, values in {
   for name in names.split()}
 # Options of vLLM that take several values
 LISTS = ("allowed_media_domains", "collect_detailed_traces", "ignore_patterns", "logits_processors", "lora_modules")
-# vLLM's names for values of EngineConfig
+# vLLM's names for values of LLMConfig
 SPELLINGS: dict[str, dict[str, Any]] = {
   "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"}, "kv_cache_dtype": {"fp8_e4m3": "fp8"},
   "max_model_len": {"-1": None}}
@@ -79,7 +79,7 @@ FLAG = re.compile(r"(--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)   
 
 @dataclasses.dataclass(frozen=True)
 class ModelOptions(Options):
-  """Options of LLM beyond the core's EngineConfig, under vLLM's names."""
+  """Options of LLM beyond the core's LLMConfig, under vLLM's names."""
   chat_template: str | None = option(None, "Jinja file or text (default: the model's)")
   default_chat_template_kwargs: dict[str, Any] | None = option(None, "Variables of the chat template (default: none)")
   override_generation_config: dict[str, Any] | None = option(
@@ -87,8 +87,6 @@ class ModelOptions(Options):
   revision: str | None = option(None, "Branch, tag or commit on the hub (default: main)")
   download_dir: str | None = option(None, "Folder for downloads (default: the hub's cache)")
   max_logprobs: int = option(20, "Maximum log probabilities per token; -1: no limit", min=-1, max=2**31 - 1)
-  runner: str = option("auto", "pooling: embeddings; generate: text; auto: by modules.json",
-                       choices=("auto", "generate", "pooling"))
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -109,7 +107,7 @@ class ModelOptions(Options):
 
 
 def split_options(options: dict[str, Any], model: Any = None) -> tuple[dict[str, Any], ModelOptions]:
-  """Check LLM's options, and return the fields of EngineConfig and the ModelOptions. Raises InputError for an unknown
+  """Check LLM's options, and return the fields of LLMConfig and the ModelOptions. Raises InputError for an unknown
   option, or for one without effect whose value would have one."""
   options = {**({"runner": "pooling"} if options.get("task") == "embed" else {}), **options}   # task: the former name
   if options.get("tokenizer") and str(options["tokenizer"]) == str(model): del options["tokenizer"]   # the model's own
@@ -121,7 +119,7 @@ def split_options(options: dict[str, Any], model: Any = None) -> tuple[dict[str,
   engine = {name: x for name, x in options.items() if name not in NO_EFFECT.keys() | set(ModelOptions.__match_args__)}
   for name in engine.keys() & SPELLINGS.keys():
     engine[name] = SPELLINGS[name].get(str(engine[name]), engine[name])
-  EngineConfig(**engine)
+  LLMConfig(**engine)
   return engine, ModelOptions(**{name: options[name] for name in ModelOptions.__match_args__ if name in options})
 
 

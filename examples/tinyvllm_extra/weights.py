@@ -16,8 +16,10 @@ from tinyvllm.config import check, logger, read_json
 from . import fit
 from .formats import DEQUANTIZED, READERS, UNUSED, read_stacked
 from .kernels.shards import stack as stack_shards
+from .huggingface import Tokenizer, load_tokenizer
 from .models.layers import row_order
 from .models.table import text_config
+from .options import SAMPLING_DEFAULTS
 from .quantization import (E4M3, Matrix, Quantized, concatenate, dequantize, describe, find_layouts, is_small_float,
                            pad_rows, quantize, read_matrix, round_scales, split, stack, to_float32)
 
@@ -50,10 +52,14 @@ class Checkpoint(llama.Checkpoint):
   tensors: dict[str, Any]   # name -> StoredTensor that no module has read yet
   quantization_config = property(lambda self: self.hf_config.get("quantization_config") or {})
   method = property(lambda self: self.quantization_config.get("quant_method"))   # quantization method, or None
+  sampling_fields = SAMPLING_DEFAULTS
 
-  def __init__(self, path: pathlib.Path):
+  def __init__(self, path: pathlib.Path, quantization: str | None = None):
     super().__init__(path)
     self.hf_config = text_config(self.hf_config)
+    self.quantization = quantization   # what to quantize matrices to, or what they must be quantized with
+
+  def tokenizer(self) -> Tokenizer: return load_tokenizer(self.path)
 
   def stored_tensors(self) -> dict[str, Any]:
     """Return all tensors of the files by name. Raises InputError for an unreadable file or an unsupported dtype."""
@@ -103,7 +109,8 @@ class Checkpoint(llama.Checkpoint):
     is_native = supports_e4m3() if dtype == E4M3 else self.method not in DEQUANTIZED
     return describe(self.quantization_config) + ("" if is_native else ", dequantized")
 
-  def load(self, model: llama.Llama, quantization: str | None = None) -> None:
+  def load(self, model: llama.Llama) -> None:
+    quantization = self.quantization
     self.layouts = find_layouts(self.quantization_config)
     self.bits = {"int8": 8, "int4": 4}.get(quantization or "")
     names = [self.method] if self.method else ["int8", "int4"]
@@ -225,7 +232,8 @@ def to_device(array: np.ndarray, dtype: DType | None, device: str) -> Tensor:
   return Tensor(array, device=device).cast(dtype).contiguous()
 
 
-def open_checkpoint(path: pathlib.Path) -> Checkpoint:
-  """Open a folder in Hugging Face's layout or a GGUF file. Raises InputError for anything else."""
+def open_checkpoint(path: pathlib.Path, quantization: str | None = None) -> Checkpoint:
+  """Open a folder in Hugging Face's layout or a GGUF file. quantization: LLM's option. Raises InputError for anything
+  else."""
   is_gguf = path.suffix == ".gguf" and not path.is_dir()
-  return importlib.import_module("tinyvllm_extra.gguf").Checkpoint(path) if is_gguf else Checkpoint(path)
+  return (importlib.import_module("tinyvllm_extra.gguf").Checkpoint if is_gguf else Checkpoint)(path, quantization)

@@ -32,9 +32,9 @@ from tinygrad.uop.ops import KernelInfo
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.llama import Llama
-from tinyvllm_extra import graphs, weights
+from tinyvllm_extra import weights
 from tinyvllm_extra.huggingface import Tokenizer
-from tinyvllm_extra.kernels import make_backend, prepare_device
+from tinyvllm_extra.kernels import graph_choice, make_backend, prepare_device
 from tinyvllm_extra.kernels.matmul import Linear, scales_shape
 
 
@@ -103,7 +103,7 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
   """Return an engine of the model in `args`. The prefix cache is off by default, because runs repeat their prompts.
   padded: pad a new graph shape to a captured one, as a server does. Otherwise capture each shape at its first use, so
   that a warm-up captures all of them."""
-  if not padded: graphs.CAPTURE_THRESHOLD = 0
+  if not padded: graph_choice.CAPTURE_THRESHOLD = 0
   if running := options.get("max_num_seqs"):
     options = {"max_num_batched_tokens": max(args.max_num_batched_tokens, running), **options}
   options = {"enable_prefix_caching": False, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype,
@@ -123,7 +123,7 @@ class RandomCheckpoint(weights.Checkpoint):
     def decode(ids: list[int]) -> str: return "".join(chr(97 + i % 26) for i in ids)
     return Tokenizer(lambda text, special: [3], decode, {}, set(), {}, [])
 
-  def load(self, model: Llama, quantization: str | None = None) -> None: fill_weights(model, quantization)
+  def load(self, model: Llama) -> None: fill_weights(model, self.quantization)
 
 
 class OwnWeights(RandomCheckpoint):
@@ -134,7 +134,7 @@ class OwnWeights(RandomCheckpoint):
 def random_weights(checkpoint: type[weights.Checkpoint] = RandomCheckpoint) -> ExitStack:
   """Return a context in which models and draft models load through `checkpoint`."""
   stack = ExitStack()
-  for module in ("tinyvllm_extra.weights", "tinyvllm_extra.speculation"):
+  for module in ("tinyvllm_extra.llm", "tinyvllm_extra.speculation"):
     stack.enter_context(patch(f"{module}.open_checkpoint", checkpoint))
   return stack
 

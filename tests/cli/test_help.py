@@ -10,9 +10,10 @@ import pytest
 from helpers.commands import run_command
 
 from tinyvllm import SamplingParams
-from tinyvllm.config import EngineConfig, Options, option
+from tinyvllm.config import Options, option
 from tinyvllm_extra import flags as product
 from tinyvllm_extra.flags import HelpFormatter, add_flags, integer, select_options, setup_logging
+from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.server.app import ServerConfig
 from tinyvllm_extra.vllm_options import ModelOptions
 
@@ -54,7 +55,7 @@ def test_help_all_describes_every_option_and_help_hides_rare_ones(command):
   entries = help_entries(everything)
   assert help_entries(text).items() < entries.items()
   flags = {re.sub(r"^--(\[no-])?", "", words.split()[0]) for words in entries}
-  kinds = (EngineConfig, ModelOptions, ServerConfig if command == "serve" else SamplingParams)
+  kinds = (LLMConfig, ModelOptions, ServerConfig if command == "serve" else SamplingParams)
   fields = {field.name.replace("_", "-") for kind in kinds for field in dataclasses.fields(kind)} - {"n"}
   assert fields | {"model", "log-level"} <= flags and "n" not in flags, "a terminal shows one sample"
   assert "--pipeline-parallel-size" not in everything, "vLLM's flags without effect stay hidden"
@@ -65,7 +66,7 @@ def test_help_all_describes_every_option_and_help_hides_rare_ones(command):
 
 def test_every_grouped_flag_is_an_option_and_greedy_is_the_default():
   names = {name for names in product.GROUPS.values() for name in names.split()} - {"|"}
-  kinds = (EngineConfig, ModelOptions, SamplingParams, ServerConfig)
+  kinds = (LLMConfig, ModelOptions, SamplingParams, ServerConfig)
   assert names <= {field.name for kind in kinds for field in dataclasses.fields(kind)}
   assert "(default: 0.0)" in help_entries(help_text("generate"))["--temperature FLOAT"]
 

@@ -19,7 +19,7 @@ from tinyvllm.backend import Backend
 from tinyvllm.config import InputError
 from tinyvllm_extra import fit
 from tinyvllm_extra.cli import doctor
-from tinyvllm_extra.kernels import RESERVE, FastBackend, drivers
+from tinyvllm_extra.kernels.fast_backend import RESERVE, FastBackend, drivers
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.parallel import Devices, device_names
 from tinyvllm_extra.weights import open_checkpoint

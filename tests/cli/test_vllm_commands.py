@@ -10,8 +10,8 @@ import pytest
 from helpers.commands import error_line, run_command
 
 from tinyvllm import LLM, InputError
-from tinyvllm.config import EngineConfig
 from tinyvllm_extra.flags import select_options
+from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.server.app import parse
 from tinyvllm_extra.vllm_options import NO_EFFECT, ModelOptions, expand, read_config, split_options
 
@@ -91,13 +91,13 @@ def test_ignored_options_are_logged_in_one_line(caplog):
 
 
 def test_options_are_disjoint():
-  assert not NO_EFFECT.keys() & {*EngineConfig.__match_args__, *ModelOptions.__match_args__}
+  assert not NO_EFFECT.keys() & {*LLMConfig.__match_args__, *ModelOptions.__match_args__}
 
 
 @pytest.mark.parametrize("case", COMMANDS["split"])
 def test_split_options_returns_options_of_engine_and_model(case):
   options = dict(case["options"])
-  defaults = {"max_logprobs": 20, "runner": "auto", "default_chat_template_kwargs": None}
+  defaults = {"max_logprobs": 20, "default_chat_template_kwargs": None}
   assert split_options(options, "m") == (case["engine"], ModelOptions(**{**defaults, **case["model"]}))
   assert options == case["options"], "it is not changed"
 
@@ -112,5 +112,5 @@ def test_chat_template_is_a_file_or_a_text_with_braces_or_lines(tmp_path, monkey
 
 def test_select_options_of_the_engine_include_vllms():
   args = {"dtype": "auto", "revision": "x", "swap_space": 4, "port": 1, "temperature": 0.5}
-  assert select_options(args, EngineConfig) == {"dtype": "auto", "revision": "x", "swap_space": 4}
+  assert select_options(args, LLMConfig) == {"dtype": "auto", "revision": "x", "swap_space": 4}
   assert select_options(args, ModelOptions) == {"revision": "x"}

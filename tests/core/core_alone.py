@@ -79,17 +79,11 @@ def get_feature_errors(folder: Path, json_folder: Path) -> dict[str, tuple[str, 
     "logprobs": lambda: SamplingParams(**{"logprobs": 1}),   # type: ignore[arg-type]
     "messages": lambda: llm.generate(cat),
     "speculative_config": lambda: load(speculative_config=speculation),
-    "tensor_parallel_size": lambda: load(tensor_parallel_size=2),
     "quantization": lambda: load(quantization="int8"),
-    "kv_cache_dtype": lambda: load(kv_cache_dtype="int8"),
-    "cudagraph_capture_sizes": lambda: load(cudagraph_capture_sizes=[8]),
     "gguf": lambda: load(folder / "model.gguf"),
     "tokenizer.json": lambda: load(json_folder),
     "skip_special_tokens": lambda: llm.generate("the cat", SamplingParams(skip_special_tokens=False, max_tokens=2)),
-    "AsyncLLM": lambda: tinyvllm.AsyncLLM,
-    "chat": lambda: llm.chat(cat["messages"]),
-    "step": lambda: llm.step(),
-    "get_metrics": lambda: llm.get_metrics()}
+    "AsyncLLM": lambda: tinyvllm.AsyncLLM}
   errors = {}
   for name, use in uses.items():
     errors[name] = ("", "")
@@ -101,8 +95,13 @@ def get_feature_errors(folder: Path, json_folder: Path) -> dict[str, tuple[str, 
 if __name__ == "__main__":
   assert SamplingParams is request.SamplingParams and importlib.util.find_spec("tinyvllm_extra") is None
   llm_class: Any = LLM
-  llm_class.scheduler_class = CountingScheduler
+  llm_class.parts = tinyvllm.Parts(scheduler_class=CountingScheduler)
   folder, json_folder = map(Path, sys.argv[1:3])
-  report = {"milestones": run_milestones(folder, sys.argv[3:]), "errors": get_feature_errors(folder, json_folder)}
+  (folder / "generation_config.json").write_text('{"temperature": 0.5, "repetition_penalty": 1.1}')
+  loaded = LLM(folder, **milestones.ONE)   # type: ignore[arg-type]
+  assert loaded.generate("the cat")   # with the model's defaults
+  report = {"defaults": loaded.sampling_defaults,
+            "missing": [name for name in ("chat", "get_metrics", "step") if not hasattr(loaded, name)],
+            "milestones": run_milestones(folder, sys.argv[3:]), "errors": get_feature_errors(folder, json_folder)}
   names = {name.partition(".")[0] for name, module in sys.modules.items() if module}
   print(json.dumps(report | {"packages": sorted(names - sys.stdlib_module_names)}))

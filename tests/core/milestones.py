@@ -31,12 +31,12 @@ def naive_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
   return np.einsum("mhgn,nhd->mhgd", weights / weights.sum(-1, keepdims=True), v)
 
 
-def paged_attention(backend: tinyvllm.Backend) -> None:
+def paged_attention(backend: tinyvllm.Backend, config: type[EngineConfig] = EngineConfig) -> None:
   """Check five sequences: all tokens in one step, then a second step with the last token of each one."""
   rng = np.random.default_rng(0)
   BS, KV, G, D, max_blocks, lengths = 16, 2, 3, 8, 4, (1, 15, 16, 17, 40)
   model: Any = SimpleNamespace(num_key_value_heads=KV, num_attention_heads=KV * G, head_dim=D)
-  layout = backend.kv_layout(model, EngineConfig(block_size=BS), dtypes.float32)
+  layout = backend.kv_layout(model, config(block_size=BS), dtypes.float32)
   tables = (rng.permutation(len(lengths) * max_blocks) + 1).reshape(len(lengths), max_blocks)   # without block 0
   caches = [Tensor.full((len(lengths) * max_blocks + 1, *shape), np.nan, dtype=dtype).contiguous().realize()
             for shape, dtype in layout]   # NaN shows up if a position is read before it is written

@@ -16,6 +16,7 @@ from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import NUM_WORDS, TILE, TOKENS
 from tinyvllm.scheduler import BlockManager
+from tinyvllm_extra.kernels import graph_choice
 
 run = functools.partial(run_to_end, limit=2000)
 
@@ -69,7 +70,7 @@ def test_request_ends_at_max_model_len(llm, folder):
 
 
 def test_number_of_graphs_is_constant_after_warmup(llm, monkeypatch):
-  monkeypatch.setattr("tinyvllm_extra.graphs.CAPTURE_THRESHOLD", 0)   # capture each shape at its first request
+  monkeypatch.setattr(graph_choice, "CAPTURE_THRESHOLD", 0)   # capture each shape at its first request
   jobs = [tokens(prompt(1 + i, i)) for i in range(24)]
   llm.generate(jobs, greedy(9))
   for n in (1, 2, 4, 8, 16): llm.generate(tokens(prompt(n)), greedy(1))
@@ -149,7 +150,7 @@ def test_concurrent_first_calls_of_generate_share_one_engine(folder, monkeypatch
     folders.append(folder)
     time.sleep(0.2)
     return LLM(folder, **ENGINE)
-  monkeypatch.setattr("tinyvllm.engine.shared_llm", functools.cache(load_slowly))
+  monkeypatch.setattr("tinyvllm.shared_llm", functools.cache(load_slowly))
   with ThreadPoolExecutor(3) as pool: calls = [pool.submit(tinyvllm.generate_stream, "Hello", folder) for _ in range(3)]
   for call in calls: call.result()
   assert tinyvllm.generate("the cat", folder, max_tokens=3, ignore_eos=True) and folders == [folder]

@@ -12,12 +12,14 @@ from tinygrad import Tensor, dtypes
 
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.backend import Devices
-from tinyvllm.config import EngineConfig, ModelConfig
+from tinyvllm.config import ModelConfig
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, allocate_kv_caches
 from tinyvllm_extra import graphs
-from tinyvllm_extra.graphs import CAPTURE_THRESHOLD, usual_sizes
+from tinyvllm_extra.graphs import usual_sizes
+from tinyvllm_extra.kernels.graph_choice import CAPTURE_THRESHOLD
 from tinyvllm_extra.kernels import FastBackend
+from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.server import AsyncLLM
 
 
@@ -147,7 +149,7 @@ def test_allocate_kv_caches_on_cpu_gives_same_size_each_start(length, gib, monke
   model = SimpleNamespace(config=ModelConfig.from_hf(config, Path()), backend=FastBackend(), dtype=dtypes.float16,
                           devices=Devices())
   for gib_free in (20, 17.3):
-    allocate_kv_caches(model, EngineConfig(max_num_seqs=1024, max_model_len=length), int(gib_free * 2**30))
+    allocate_kv_caches(model, LLMConfig(max_num_seqs=1024, max_model_len=length), int(gib_free * 2**30))
   assert len({tuple(shapes[:60]), tuple(shapes[60:])}) == 1
   blocks, heads, dim, size = shapes[0]
   assert 0.9 * gib * 2**30 <= 60 * blocks * heads * dim * size * 2 <= 1.02 * gib * 2**30

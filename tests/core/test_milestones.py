@@ -7,7 +7,6 @@ import pytest
 from milestones import FEW_GRAPHS
 from helpers.models import tiny_model
 from helpers.servers import Server
-from tinyvllm_extra import kernels
 
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
@@ -22,8 +21,9 @@ def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("model")
 def test_1_hello_prompt_generates_hello_world(): milestones.hello()
 
 
-@pytest.mark.parametrize("make_backend", [tinyvllm.Backend, kernels.make_backend], ids=["core", "extension"])
-def test_2_paged_attention_equals_naive_attention(make_backend): milestones.paged_attention(make_backend())
+@pytest.mark.parametrize("parts", [tinyvllm.Parts(), LLM.parts], ids=["core", "extension"])
+def test_2_paged_attention_equals_naive_attention(parts):
+  milestones.paged_attention(parts.make_backend(), parts.config_class)
 
 
 def test_3_ten_concurrent_requests_in_small_kv_cache_equal_single(folder):

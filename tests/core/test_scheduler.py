@@ -11,7 +11,7 @@ from helpers.parameters import slow
 
 from tinyvllm import SamplingParams
 from tinyvllm.config import EngineConfig
-from tinyvllm.engine import LLMEngine
+from tinyvllm.engine import Engine
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import BlockManager, Scheduler
 from tinyvllm_extra.metrics import MeteredScheduler, RequestMetrics
@@ -33,7 +33,7 @@ class FakeEngine:
   """A scheduler with a fake model, checked after every operation. max_len: maximum tokens of a sequence, limited by the
   pool as in the engine. caching: enable the prefix cache. overlaps: read a step after the next one is scheduled, as on
   a GPU. unread: the launched but unread step: its positions, its sampled tokens and the cache content it writes."""
-  proposer = None   # LLMEngine._needs_sync reads it
+  proposer = None   # Engine._needs_sync reads it
 
   def __init__(self, blocks=12, block_size=4, seqs=4, budget=8, policy="fcfs", max_len=64, caching=False,
                overlaps=False):
@@ -70,7 +70,7 @@ class FakeEngine:
     """Run a step as the engine does, check its batch and return it. failure: "launch", or "record", the update with the
     results that are read."""
     scheduler = self.scheduler
-    if any(LLMEngine._needs_sync(self, seq) for seq in scheduler.running):   # the engine then reads the results first
+    if any(Engine._needs_sync(self, seq) for seq in scheduler.running):   # the engine then reads the results first
       self.read(self.unread)
       self.unread = self.no_step
     running = {*scheduler.running}

@@ -13,8 +13,8 @@ TESTS = PACKAGE.parent / "tests"
 LINES = 999       # maximum lines of the core, below the goal of 1,000; only ever lower it
 WIDTH = 120       # maximum columns
 TOGETHER = 9100   # maximum lines of core and extension
-# Of tests, today's; only ever lower them. The goals are 13,500 and 1,900 lines
-TEST_LINES, BENCHMARK_LINES, FILE_LINES = 16_050, 1_900, 500
+# Of tests and of benchmarks; only ever lower them
+TEST_LINES, BENCHMARK_LINES, FILE_LINES = 13_500, 1_900, 500
 MEAN, DENSEST = 16.5, 19.5   # maximum tokens per line: mean of the package, mean of any file
 
 

@@ -2,12 +2,16 @@
 `ast` instead of importing it."""
 import ast
 import graphlib
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
+import tinyvllm.engine
 from test_size import EXTENSION, PACKAGE, code_tokens
 
 ROOT = PACKAGE.parent
@@ -114,33 +118,31 @@ def test_modules_have_no_import_cycle(package):
   except graphlib.CycleError as e: pytest.fail("import cycle: " + " <- ".join(e.args[1]))
 
 
-def test_core_imports_extension_through_config_only():
+def test_core_names_the_extension_in_one_place():
+  """In the function `extension` of __init__.py, and in the names for type checkers there."""
   for module in FILES:
     if not in_package(module, CORE): continue
-    for_types = (lambda node: True) if module != CORE else runs   # __init__.py has types under TYPE_CHECKING
+    for_types = (lambda node: True) if module != CORE else runs
     assert not [x for x in imports(module, for_types) if in_package(x, EXTRA)], f"{module} imports the extension"
-    if module == f"{CORE}.config": continue
     strings = [node.value for node in nodes(module, ast.Constant) if isinstance(node.value, str)]
-    assert not [text for text in strings if text.startswith(EXTRA) and " " not in text], module
+    assert module == CORE or not [text for text in strings if text.startswith(EXTRA) and " " not in text], module
     names = [ast.unparse(node) for node in nodes(module, ast.Attribute, ast.Name)]
-    # __init__.py imports public names on first use
     assert module == CORE or not [name for name in names if name.endswith(("import_module", "__import__"))], module
 
 
-def test_extension_members_named_by_core_exist():
-  """`extended("module", "name", default)` and `extension("module").name`, which otherwise fail only at run time."""
-  for module in FILES:
-    members = []
-    for node in nodes(module, ast.Call):
-      arguments = [argument.value for argument in node.args[:2] if isinstance(argument, ast.Constant)]
-      # The arguments in config.py are variables
-      if ast.unparse(node.func) in ("extension", "extended") and arguments: members.append(arguments)
-    for node in nodes(module, ast.Attribute):
-      match = re.fullmatch(r"extension\('(\w+)'\)", ast.unparse(node.value))
-      if match: members.append([match[1], node.attr])
-    for name, *member in members:
-      assert f"{EXTRA}.{name}" in FILES, f"{module} names {EXTRA}.{name}"
-      assert {*member} <= top_level_names(f"{EXTRA}.{name}"), f"{module} names {name}.{member[0]}"
+def test_core_loads_no_module_of_the_extension():
+  code = "import sys, tinyvllm.engine; print([name for name in sys.modules if name.startswith('tinyvllm_extra')])"
+  paths = os.pathsep.join([str(ROOT), str(EXTENSION.parent)])
+  run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                       env={**os.environ, "PYTHONPATH": paths})
+  assert run.stdout == "[]\n"
+
+
+def test_public_names_exist():
+  """tinyvllm.NAME is imported at its first use."""
+  for name in tinyvllm.__all__: assert getattr(tinyvllm, name) is not None
+  assert issubclass(tinyvllm.LLM, tinyvllm.engine.Engine) and tinyvllm.LLM.__module__ == f"{EXTRA}.llm"
+  with pytest.raises(AttributeError, match="no attribute 'Nonsense'"): tinyvllm.Nonsense   # noqa: B018
 
 
 def top_level_names(module: str) -> set[str]:
@@ -159,7 +161,7 @@ def test_imported_members_exist():
       for name in imported_names(module, node):
         target = module_of(name)
         member = name[len(target) + 1:] if target else ""
-        if not member or "__getattr__" in top_level_names(target): continue
+        if not member or member == "*" or "__getattr__" in top_level_names(target): continue
         assert member in top_level_names(target), f"{module} imports {name}, which {target} does not define"
 
 

@@ -150,11 +150,11 @@ def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]
 def load_model(path: Path, dtype: Any = dtypes.float32, count: int = 1, backend: Any = None,
                quantization: str | None = None) -> Any:
   """Load the model in a folder or a GGUF file, on `count` devices."""
-  checkpoint = weights.open_checkpoint(path)
+  checkpoint = weights.open_checkpoint(path, quantization)
   config, model_class = find_model(checkpoint.hf_config, path)
   devices = Devices() if count == 1 else parallel.Devices(parallel.device_names(count))
   model = model_class(config, dtype, backend or kernels.make_backend(), devices)
-  checkpoint.load(model, quantization)
+  checkpoint.load(model)
   return model
 
 

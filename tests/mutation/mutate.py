@@ -27,13 +27,14 @@ TARGETS = {
   f"{CORE}/request.py": "core/test_stops core/test_scheduler serving/test_errors core/test_engine sampling/test_fields",
   f"{CORE}/runner.py": "core/test_engine core/test_pool core/test_memory core/test_graphs sampling/test_fields",
   f"{CORE}/engine.py": "core/test_engine core/test_threads core/test_failed_steps core/test_stops core/test_memory "
-                       "core/test_faults core/test_pool serving/test_errors",
+                       "core/test_faults core/test_pool core/test_review_faults serving/test_errors",
   f"{CORE}/tokenizer.py": "core/test_stops text/test_tokenizer core/test_engine sampling/test_structured",
-  f"{EXTRA}/logits.py": "sampling/test_fields serving/test_errors serving/test_request* serving/test_completions",
+  f"{EXTRA}/logits.py": "sampling/test_fields core/test_review_faults serving/test_errors serving/test_request* "
+                        "serving/test_completions",
   f"{EXTRA}/structured_outputs.py": "sampling/test_structured serving/test_re* serving/test_tools",
   f"{EXTRA}/speculation.py": "sampling/test_*draft* sampling/test_spec*",
   f"{EXTRA}/prefix_cache.py": "cache/test_*",
-  f"{EXTRA}/server/async_engine.py": "serving/test_async serving/test_server_faults core/test_graphs",
+  f"{EXTRA}/server/async_engine.py": "serving/test_async* serving/test_server_faults core/test_graphs",
   f"{EXTRA}/server/protocol.py": "serving/test_request_fields serving/test_completions serving/test_vllm_cases "
                                  "serving/test_server serving/test_tools serving/test_re* serving/test_messages"}
 # Lanes with real engines, for changes that the default lane does not find: graphs and kernels

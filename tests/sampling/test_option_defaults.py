@@ -7,15 +7,15 @@ from types import SimpleNamespace
 import pytest
 
 from tinyvllm import InputError, SamplingParams, StructuredOutputsParams
-from tinyvllm.config import EngineConfig
 from tinyvllm.request import SamplingParams as CoreParams
+from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.speculation import SpeculativeConfig
 from tinyvllm_extra.structured_outputs import tag_grammar
 
 LIMITS = json.loads((Path(__file__).parents[1] / "data/option_limits.json").read_text())
 
 
-@pytest.mark.parametrize("options", [SamplingParams, EngineConfig, SpeculativeConfig, StructuredOutputsParams])
+@pytest.mark.parametrize("options", [SamplingParams, LLMConfig, SpeculativeConfig, StructuredOutputsParams])
 def test_option_defaults_and_bounds_are_documented_ones(options):
   fields = {field.name: [field.default, field.metadata.get("min"), field.metadata.get("max")]
             for field in dataclasses.fields(options)}

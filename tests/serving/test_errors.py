@@ -9,19 +9,19 @@ from helpers.engines import check_invariants
 from helpers.reference import reference_greedy
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
-from tinyvllm.config import EngineConfig
+from tinyvllm_extra.options import LLMConfig
 
 INVALID = json.loads((DATA / "invalid_values.json").read_text())   # by kind: by field, invalid values
 # Invalid values that JSON has no form for
 PYTHON_ONLY = {"stop": [b"x"], "bad_words": [b"x"], "logit_bias": [
   *({5: x} for x in (100.5, -101, math.nan, math.inf, "1", None, True)), {1.5: 1.0}, {None: 1.0}, {True: 1.0}]}
-OPTIONS = {"SamplingParams": SamplingParams, "EngineConfig": EngineConfig, "LLM": LLM}
+OPTIONS = {"SamplingParams": SamplingParams, "LLMConfig": LLMConfig, "LLM": LLM}
 
 
 def cases(bad): return [pytest.param(name, x, id=f"{name}={x!r}") for name, values in bad.items() for x in values]
 
 
-@pytest.mark.parametrize("options,kind", [(SamplingParams, "sampling"), (EngineConfig, "engine")])
+@pytest.mark.parametrize("options,kind", [(SamplingParams, "sampling"), (LLMConfig, "engine")])
 def test_every_field_has_invalid_values(options, kind): assert {f.name for f in fields(options)} == {*INVALID[kind]}
 
 

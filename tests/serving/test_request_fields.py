@@ -26,7 +26,7 @@ def server(folder):
 def ask(server, path, **fields): return answer(server, path, {**ROUTES[path], **fields})
 def complete(server, **fields): return ask(server, COMPLETIONS, **fields)["choices"][0]
 def chat(server, **fields): return ask(server, CHATS, **fields)["choices"][0]
-def tokens(server, **fields): return server.post("/tokenize", fields).json()["tokens"]
+def tokenized(server, **fields): return server.post("/tokenize", fields).json()["tokens"]
 
 
 # Requests with equal answers
@@ -90,7 +90,7 @@ def test_unknown_fields_are_logged_once_shortened_and_bounded(folder):
 def test_token_ids_and_prompt_logprobs_equal_generate(server, llm, path):
   whole = ask(server, path, return_token_ids=True, prompt_logprobs=2, n=2)
   holders = [whole] if path == CHATS else whole["choices"]
-  ids = tokens(server, **{name: ROUTES[path][name] for name in ("messages", "prompt") if name in ROUTES[path]})
+  ids = tokenized(server, **{name: ROUTES[path][name] for name in ("messages", "prompt") if name in ROUTES[path]})
   output, = llm.generate({"prompt_token_ids": ids}, SamplingParams(**GREEDY, prompt_logprobs=2))
   logprobs = [entry and {str(i): {**x._asdict(), "logprob": pytest.approx(x.logprob, abs=1e-4)}
                          for i, x in entry.items()} for entry in output.prompt_logprobs]
@@ -191,8 +191,8 @@ def test_structural_tag_constrains_the_content_of_tags(server, llm, fields):
   ({"add_special_tokens": True}, "<s>user: the cat\nassistant: sat on\nbot: "),
   ({"chat_template": "{{ messages[0].content }} sat"}, "the cat sat")], ids=str)
 def test_tokenize_takes_template_fields(server, fields, text):
-  ids = tokens(server, messages=CONTINUED, **fields)
-  assert ids == tokens(server, prompt=text.removeprefix("<s>"), add_special_tokens=text.startswith("<s>"))
+  ids = tokenized(server, messages=CONTINUED, **fields)
+  assert ids == tokenized(server, prompt=text.removeprefix("<s>"), add_special_tokens=text.startswith("<s>"))
 
 
 @pytest.mark.parametrize("path,body", [

@@ -7,7 +7,8 @@ from typing import Any
 from tinygrad.device import CompileError
 
 from tinyvllm import LLM, SamplingParams, __version__
-from tinyvllm.config import EngineConfig, logger
+from tinyvllm.config import logger
+from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.flags import add_flags, parse_flags, select_options, set_log_level
 from tinyvllm_extra.packages import MissingPackage, optional
 from tinyvllm_extra.vllm_options import ModelOptions
@@ -84,7 +85,7 @@ def parse(argv: list[str]) -> dict[str, Any]:
                                   aliases=["chat"] if name == "run" else [])
     if name == "generate": command.add_argument("prompt", help=argparse.SUPPRESS)
     else: command.add_argument("model", nargs="?", help=argparse.SUPPRESS)
-    add_flags(command, EngineConfig, ModelOptions, SamplingParams)
+    add_flags(command, LLMConfig, ModelOptions, SamplingParams)
     server = command.add_argument_group("Server")
     server.add_argument("--url", default=None, help="URL of a running server (default: run here)")
     server.add_argument("--api-key", default=None, help="API key for that server (default: none)")
@@ -100,7 +101,7 @@ def run(args: dict[str, Any]) -> int:
     os.write(1, b"\n")
     os._exit(130)
 
-  engine = select_options(args, EngineConfig)
+  engine = select_options(args, LLMConfig)
   remote = args["url"] or args["api_key"]
   signal.signal(signal.SIGINT, interrupt)
   params = SamplingParams(**{"temperature": 0.0, **select_options(args, SamplingParams)})

@@ -10,7 +10,7 @@ from tinygrad import Context, Device, Tensor, TinyJit, dtypes
 from tinygrad.device import ALL_DEVICES
 
 from tinyvllm import __version__, backend, config
-from tinyvllm_extra import kernels
+from tinyvllm_extra import gguf_export, kernels
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
 from tinyvllm_extra.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
 from tinyvllm_extra.models import find_model
@@ -149,7 +149,7 @@ def read_model(path: pathlib.Path) -> tuple[Checkpoint, dict[str, Any]]:
   except Exception as error: raise config.InputError(f"model={str(path)!r}: {reason_of(error)}") from error
   if checkpoint.method != "gguf": return checkpoint, hf
   tensors = {name: x for name, x in checkpoint.all_tensors.items() if ".layers." in name}
-  formats = config.extension("gguf_export").matrix_formats(tensors)
+  formats = gguf_export.matrix_formats(tensors)
   bits = np.average([getattr(x, "bits", 16) for x in formats.values()],
                     weights=[math.prod(tensors[f"{name}.weight"].shape) for name in formats])
   return checkpoint, hf | {"quantization_config": {"bits": 4 if bits < 6 else 8}}

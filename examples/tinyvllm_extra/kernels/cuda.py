@@ -11,7 +11,7 @@ from tinygrad.runtime.autogen import cuda
 from tinygrad.runtime.graph.cuda import CUDAGraph
 from tinygrad.runtime.ops_cuda import CUDADevice, check, init_c_var
 
-from . import FastBackend
+from .fast_backend import FastBackend
 
 PINNED = BufferSpec(host=True)
 

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.config import EngineConfig, ModelConfig, check
+from tinyvllm.config import ModelConfig, check
 from tinyvllm.backend import cpu_cores, renderer
+from tinyvllm_extra.options import LLMConfig
 
 SMALLEST = 1e-30   # lower limit of a head's largest number, to avoid division by 0
 
 
-def kv_layout(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
+def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
   """Return the shape and dtype of a block in each cache tensor of a layer: K, V and, for int8, the scales.
   Raises InputError if the device or the model does not support `config.kv_cache_dtype`."""
   cache_dtype = config.kv_cache_dtype

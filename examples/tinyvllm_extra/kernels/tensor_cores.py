@@ -12,8 +12,9 @@ from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
 from tinyvllm.backend import renderer
-from tinyvllm.config import EngineConfig, ModelConfig
+from tinyvllm.config import ModelConfig
 from tinyvllm.runner import TILE
+from tinyvllm_extra.options import LLMConfig
 
 from . import generic, kv_cache
 from .kv_cache import SMALLEST, half_bits
@@ -29,7 +30,7 @@ SCALE_FACTOR = 64       # keeps products of softmax weights and V's scales in fl
 NEAR = 8                # dimensions in each half of a head that a lane rotates
 
 
-def kv_layout(model: ModelConfig, config: EngineConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
+def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple[tuple[int, ...], DType]]:
   """Return the shape and dtype of a block in each cache tensor: the layout for tensor cores if model and device support
   it, else the generic one."""
   layout = kv_cache.kv_layout(model, config, dtype)

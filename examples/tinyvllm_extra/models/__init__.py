@@ -18,7 +18,8 @@ MODELS: dict[str, Callable[[dict[str, Any], pathlib.Path], tuple[ModelConfig, ty
   "GPT2LMHeadModel": read_gpt2, **ROWS}
 
 
-def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[Llama]]:
+def find_model(hf_config: dict[str, Any], path: pathlib.Path,
+               runner: str = "auto") -> tuple[ModelConfig, type[Llama]]:
   """Return the config and the class of a model: from MODELS if its architecture is there, else the core's. An embedding
   model has no lm_head. Raises InputError for another architecture."""
   architecture = next(iter(hf_config.get("architectures") or []), None)
@@ -27,4 +28,4 @@ def find_model(hf_config: dict[str, Any], path: pathlib.Path) -> tuple[ModelConf
         f"{', '.join(sorted([*MODELS, core]))}")
   read = MODELS.get(architecture, lambda *source: (ModelConfig.from_hf(*source), Llama))   # type: ignore[arg-type]
   config, model_class = read(hf_config, path)
-  return config, type("Embedder", (Embedder, model_class), {}) if is_embedder(path) else model_class
+  return config, type("Embedder", (Embedder, model_class), {}) if is_embedder(path, runner) else model_class

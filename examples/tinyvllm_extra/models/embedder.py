@@ -1,5 +1,5 @@
 """Embedding models: a language model whose output is the hidden state of the last token instead of logits."""
-import contextvars, dataclasses, pathlib
+import dataclasses, pathlib
 from typing import Any
 
 from tinygrad import Tensor
@@ -9,8 +9,6 @@ from tinyvllm.backend import Backend, Devices
 from tinyvllm.config import ModelConfig, check, read_json
 from tinyvllm.llama import Llama
 
-# The option `runner` of the model that this thread loads
-runner: contextvars.ContextVar[str] = contextvars.ContextVar("runner", default="auto")
 MODULES = {"Transformer", "Pooling", "Normalize"}   # sentence-transformers' modules that tinyvllm computes
 
 
@@ -24,12 +22,12 @@ class Embedder(Llama):
     self.lm_head = identity   # type: ignore[assignment]
 
 
-def is_embedder(path: pathlib.Path) -> bool:
-  """Return whether to compute embeddings with a model: as `runner` says, or if it is auto, for a folder with
-  modules.json of sentence-transformers, as in vLLM. Raises InputError for pooling other than of the last token."""
+def is_embedder(path: pathlib.Path, runner: str) -> bool:
+  """Return whether to compute embeddings with a model: as LLM's option `runner` says, or if it is auto, for a folder
+  with modules.json of sentence-transformers, as in vLLM. Raises InputError for pooling other than of the last token."""
   folder = path if path.is_dir() else path.parent
   modules: Any = read_json(path / "modules.json") if path.is_dir() else {}
-  if runner.get() == "generate" or runner.get() == "auto" and not modules: return False
+  if runner == "generate" or runner == "auto" and not modules: return False
   unsupported = [x["type"] for x in modules if x["type"].rpartition(".")[2] not in MODULES]
   check(not unsupported, f"model: {folder}: modules.json has {unsupported}; supported: {', '.join(sorted(MODULES))}: "
         "choose another model")

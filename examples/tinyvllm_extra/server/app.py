@@ -11,7 +11,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 
 from tinyvllm import __version__
-from tinyvllm.config import EngineConfig, InputError, Options, check, option
+from tinyvllm.config import InputError, Options, check, option
+from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra import hub
 from tinyvllm_extra.flags import add_flags, parse_flags, select_options, set_log_level
 from tinyvllm_extra.models import find_model
@@ -278,10 +279,10 @@ def parse(argv: list[str]) -> tuple[str | None, dict[str, Any], ServerConfig]:
                                    description="Serve the OpenAI API over HTTP.")
   parser.add_argument("model", nargs="?", help=argparse.SUPPRESS)
   parser.add_argument("--config", help=argparse.SUPPRESS)
-  add_flags(parser, EngineConfig, ModelOptions, ServerConfig)
+  add_flags(parser, LLMConfig, ModelOptions, ServerConfig)
   args = parse_flags(parser, argv)
   set_log_level(args)
-  engine = select_options(args, EngineConfig)
+  engine = select_options(args, LLMConfig)
   split_options(engine, args.get("model"))
   engine.pop("tokenizer", None)   # names the model
   return args.get("model"), engine, ServerConfig(**select_options(args, ServerConfig))
@@ -292,7 +293,7 @@ def main(argv: list[str]) -> int:
   folder, engine_options, config = parse(argv)
   if folder:   # download it, or report a bad one, before listening
     path = hub.local_path(folder, **engine_options)
-    find_model(open_checkpoint(path).hf_config, path)
+    find_model(open_checkpoint(path).hf_config, path, engine_options.get("runner", "auto"))
   check_files(config)
   if not config.uds: check_port(config.host, config.port)
   server = Server(folder, engine_options, config)

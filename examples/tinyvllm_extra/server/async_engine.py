@@ -4,9 +4,9 @@ import asyncio, collections, contextlib, functools, itertools, logging, pathlib,
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, NamedTuple
 
-from tinyvllm import LLM, RequestOutput
 from tinyvllm.config import check, logger
-from tinyvllm.engine import Params, Prompt, Request
+from tinyvllm.engine import Params, Prompt, Request, RequestOutput
+from tinyvllm_extra.llm import LLM
 from tinyvllm_extra.vllm_options import split_options
 
 Delta = RequestOutput | Exception      # a request's new text and tokens, or the error that ended it

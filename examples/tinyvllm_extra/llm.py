@@ -1,33 +1,38 @@
-"""Further methods of `tinyvllm.LLM`: chat, metrics, graph capture, prefix cache files and vLLM's names."""
+"""`tinyvllm.LLM`: the core's Engine with the extension's parts, options and methods."""
 import dataclasses, hashlib, pathlib, time, types
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from typing import Any
 
-from tinyvllm.backend import Backend
+from tinyvllm.backend import Backend, Devices, exclusive
 from tinyvllm.config import check
+from tinyvllm.engine import Engine, Params, Parts, Prompt, Request
 from tinyvllm.request import RequestOutput
 from tinyvllm.runner import Results
-from tinyvllm_extra.huggingface import Tokenizer
 
-from . import beam_search, graphs, hub, metrics, pooling, prefix_cache
-from .logits import SamplingParams
+from . import beam_search, conversations, graphs, hub, kernels, logits, metrics, parallel, pooling, prefix_cache
+from . import speculation
 from .flags import setup_logging
-from .models import embedder
+from .huggingface import Tokenizer
+from .logits import SamplingParams
+from .models import find_model
+from .models.embedder import Embedder
+from .options import LLMConfig
 from .vllm_options import check_no_lora, log_ignored, split_options
-
-if TYPE_CHECKING:
-  from tinyvllm.engine import Engine, Params, Prompt, Request
-  from .speculation import SpeculativeProposer
-else: Engine = object
+from .weights import open_checkpoint
 
 
-class Methods(Engine):
-  """Mixin of LLM that extends the core's Engine."""
-  scheduler_class = metrics.MeteredScheduler
+class LLM(Engine):
+  """An engine with all features. Its options are those of LLMConfig and of ModelOptions, see docs/python.md."""
+  parts = Parts(
+    config_class=LLMConfig, make_backend=lambda: kernels.make_backend(),
+    open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
+    open_checkpoint=lambda path, config: open_checkpoint(path, config.quantization),
+    find_model=lambda hf_config, path, config: find_model(hf_config, path, config.runner),
+    params_class=SamplingParams, scheduler_class=metrics.MeteredScheduler, logits=logits.Extension(),
+    open_proposer=speculation.open_proposer)
+  config: LLMConfig
   scheduler: metrics.MeteredScheduler
-  params_class = SamplingParams
-  metrics_class: Any = metrics.RequestMetrics
-  proposer: "SpeculativeProposer | None"
+  proposer: speculation.SpeculativeProposer | None
   get_metrics = metrics.get_metrics
   capture = graphs.capture
   save_prefix_cache = prefix_cache.save_prefix_cache
@@ -43,9 +48,12 @@ class Methods(Engine):
     engine_options, own = split_options(options, model)
     log_ignored(options)
     path = hub.local_path(model, **options) if model else None
-    embedder.runner.set(own.runner)
+    with exclusive: kernels.prepare_device()
+    has_layouts = backend is None or type(backend).kv_layout is not Backend.kv_layout
+    kind = engine_options.get("kv_cache_dtype", "auto")
+    check(kind == "auto" or has_layouts, f"kv_cache_dtype={kind!r} must be 'auto': the core's Backend has no other one")
     super().__init__(path, backend=backend, **engine_options)
-    self.is_embedder = isinstance(self.runner.model, embedder.Embedder)
+    self.is_embedder = isinstance(self.runner.model, Embedder)
     check(not (self.is_embedder and self.proposer), "speculative_config must be None for an embedding model")
     # Else `encode` leaves out tokenizer.json's end token, whose hidden state is the embedding
     if self.is_embedder: self.tokenizer.config.pop("add_bos_token", None)
@@ -55,8 +63,9 @@ class Methods(Engine):
     ends = {*self.model_config.eos_token_ids, *filter(None, [self.tokenizer.eos_token_id])}
     self.model_config = dataclasses.replace(self.model_config, eos_token_ids=tuple(sorted(ends)))
     self.max_logprobs = own.max_logprobs
+    if sizes := self.config.cudagraph_capture_sizes: [*self.capture(sizes)]
 
-  def make_request(self, request_id: str, prompt: "Prompt", params: "Params" = None, priority: int = 0) -> "Request":
+  def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
     if isinstance(params, SamplingParams): params.check_logprobs(self.max_logprobs, self.model_config.vocab_size)
     check(isinstance(params, pooling.PoolingParams) == self.is_embedder, pooling.MISMATCH[self.is_embedder])
     fields: Any = {**prompt} if isinstance(prompt, dict) else {}
@@ -65,12 +74,19 @@ class Methods(Engine):
     limit = getattr(params, "truncate_prompt_tokens", None)
     if limit: fields = {"prompt_token_ids": self.encode(fields or prompt)[1][-limit:]}
     request = super().make_request(request_id, fields or prompt, params, priority)
+    request.metrics = metrics.RequestMetrics(request.sequences)
     for stream in request.streams if salt else (): stream.seq.salt = hashlib.sha256(salt.encode()).digest()
     if not getattr(params, "detokenize", True):
       for stream in request.streams: stream.tokenizer = types.SimpleNamespace(decode=lambda *_: "")
     return request
 
-  def add_request(self, request_id: str, prompt: "Prompt", params: "Params" = None, priority: int = 0) -> None:
+  def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    """Like Engine's. prompt: also {"messages": [{"role", "content"}], "template": {options of the chat template}}."""
+    if isinstance(prompt, dict) and isinstance(prompt.get("messages"), list):
+      return conversations.encode(self.tokenizer, **prompt)
+    return super().encode(prompt)
+
+  def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
     """Queue a request; see make_request. Raises InputError for a request that can never run."""
     self.add(self.make_request(request_id, prompt, params, priority))
 
@@ -81,11 +97,12 @@ class Methods(Engine):
     this one was built."""
     return self.advance(lambda request: request.output())
 
-  def advance(self, make_output: "Callable[[Request], Any]" = lambda request: request) -> list[Any]:
+  def advance(self, make_output: Callable[[Request], Any] = lambda request: request,
+              only: Collection[Request] | None = None) -> list[Any]:
     started = time.perf_counter()
     while self._abandoned: self.abort_request(self._abandoned.pop())   # now, as they do not count as finished
     num_requests = len(self.requests)
-    outputs = super().advance(make_output)
+    outputs = super().advance(make_output, only)
     seconds: Any = time.perf_counter() - started
     self.scheduler.counters.update(steps=1, requests_finished=num_requests - len(self.requests), seconds=seconds)
     return outputs
@@ -104,7 +121,7 @@ class Methods(Engine):
     return super().generate(prompts, params, use_tqdm, priority or 0)
 
   def chat(self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
-           sampling_params: "Params | list[Params]" = None, use_tqdm: bool = True,
+           sampling_params: Params | list[Params] = None, use_tqdm: bool = True,
            chat_template_kwargs: dict[str, Any] | None = None, **template: Any) -> list[RequestOutput]:
     """Answer a conversation, a list of {"role": ..., "content": ...}, or a list of them, with the chat template.
     template, chat_template_kwargs: options of Tokenizer.apply_chat_template."""

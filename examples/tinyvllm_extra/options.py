@@ -1,0 +1,21 @@
+"""Options of `tinyvllm.LLM` that only the extension understands, under vLLM's names."""
+import dataclasses
+from typing import Any
+
+from tinyvllm.config import EngineConfig, option
+from tinyvllm.request import SAMPLING_FIELDS
+
+FORMATS = ("int8", "int4", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "squeezellm", "gguf", "mxfp4")
+SAMPLING_DEFAULTS = (*SAMPLING_FIELDS, "repetition_penalty")   # fields that generation_config.json sets
+
+
+@dataclasses.dataclass(frozen=True)
+class LLMConfig(EngineConfig):
+  """The core's options, and those of an engine with the extension's parts."""
+  quantization: str | None = option(None, "int8, int4: quantize; others: verify (default: none)", choices=FORMATS)
+  kv_cache_dtype: str = option("auto", "KV cache dtype; auto: as dtype", choices=("auto", "fp8", "int8"))
+  tensor_parallel_size: int = option(1, "Number of devices per layer", min=1, max=8)
+  cudagraph_capture_sizes: list[int] | None = option(None, "Step sizes in tokens to capture at startup (default: none)")
+  speculative_config: dict[str, Any] | None = option(None, 'Draft method, as in {"method": "ngram"} (default: none)')
+  runner: str = option("auto", "pooling: embeddings; generate: text; auto: by modules.json",
+                       choices=("auto", "generate", "pooling"))
