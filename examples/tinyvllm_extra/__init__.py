@@ -1,2 +1,2 @@
 """Everything beyond the core: faster kernels, more formats, logits processors, speculative decoding, tensor
-parallelism, the server and the command line. tinyvllm imports it lazily, through `tinyvllm.config.extension`."""
+parallelism, the server and the command line. It plugs into the core through `tinyvllm.engine.Parts`: see llm.py."""

@@ -22,7 +22,7 @@ from .weights import open_checkpoint
 
 
 class LLM(Engine):
-  """An engine with all features. Its options are those of LLMConfig and of ModelOptions, see docs/python.md."""
+  """An engine with all features. Its options are those of LLMConfig and ModelOptions."""
   parts = Parts(
     config_class=LLMConfig, make_backend=lambda: kernels.make_backend(),
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),

@@ -7,15 +7,16 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from helpers.engines import ENGINE
-from helpers.models import tiny_config
+from helpers.models import tiny_config, tiny_model
 from helpers.requests import greedy, prompt, tokens
 from tinygrad import Tensor, UOp
 from tinygrad.uop.ops import KernelInfo, Ops
 
-from tinyvllm import LLM, SamplingParams, backend
+from tinyvllm import LLM, InputError, SamplingParams, backend
 from tinyvllm_extra import logits
 from tinyvllm_extra.kernels import cuda, kernel_cache
 from tinyvllm_extra.models import find_model
+from tinyvllm_extra.server import app
 
 
 def test_kernel_on_disk_belongs_to_version_and_patches(tmp_path, monkeypatch):
@@ -90,3 +91,39 @@ def test_request_abandoned_during_a_step_does_not_count_as_finished(words_folder
 def test_yarn_extends_the_context_as_its_model_card_says(tmp_path, architecture, limit, scaling, length):
   config = {**tiny_config(), "architectures": [architecture], "max_position_embeddings": limit, "rope_scaling": scaling}
   assert find_model(json.loads(json.dumps(config)), tmp_path)[0].max_position_embeddings == length
+
+
+def test_generate_leaves_outputs_of_other_requests_to_step(words_folder):
+  llm = LLM(words_folder, **ENGINE)
+  llm.add_request("x", tokens(prompt(5)), greedy(3))
+  expected = llm.generate(tokens(prompt(5)), greedy(3), use_tqdm=False)[0].outputs[0].token_ids
+  next(llm.generate_stream(tokens(prompt(6)), greedy(9)))
+  outputs = []
+  while llm.has_unfinished_requests(): outputs += llm.step()
+  assert {o.request_id: o.outputs[0].token_ids for o in outputs if o.finished} == {"x": expected}
+
+
+class OnlyTheProtocol:
+  """Exactly the members of LogitsProcessor: only one token may come next."""
+  depends_on_output = False
+  def __init__(self, token, vocab_size): self.bits = np.arange(-(-vocab_size // 32) * 32) == token
+  def accept(self, token): return False
+  def bitmask(self): return np.packbits(self.bits, bitorder="little").view(np.int32)
+  def adjustments(self, seq, position): return []
+  def output_logprobs(self, seq, start): return None, None
+
+
+def test_object_with_the_methods_of_logits_processor_works(words_llm, monkeypatch):
+  with monkeypatch.context() as patch:
+    patch.setattr(SamplingParams, "processor", lambda self, tokenizer, model: OnlyTheProtocol(40, model.vocab_size))
+    output, = words_llm.generate(tokens(prompt(5)), greedy(3), use_tqdm=False)
+  assert output.outputs[0].token_ids == [40, 40, 40]
+
+
+@pytest.mark.parametrize("runner,message", [("auto", "modules.json has"), ("generate", "started")])
+def test_serve_command_loads_a_model_as_its_runner_says(tmp_path, monkeypatch, runner, message):
+  modules = [{"type": "sentence_transformers.models.CLSPooling"}]
+  (tiny_model(tmp_path, words=True) / "modules.json").write_text(json.dumps(modules))
+  def server(*_): raise InputError("started")
+  monkeypatch.setattr(app, "Server", server)
+  with pytest.raises(InputError, match=message): app.main([str(tmp_path), "--port", "0", "--runner", runner])
