@@ -1,20 +1,17 @@
 """The engine compared with a numpy LLaMA: single, batched, chunked, preempted, streamed and aborted requests."""
 import functools
-import itertools
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from helpers.engines import ENGINE, assert_same_outputs, check_invariants, count_bytecodes, run_to_end, set_overlap
-from helpers.models import tiny_model
 from helpers.reference import reference_greedy
 from helpers.requests import greedy, ids_of, prompt, tokens
 
 import tinyvllm
 from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams
 from tinyvllm.request import SamplerMode
-from tinyvllm.runner import NUM_WORDS, TILE, TOKENS
 from tinyvllm.scheduler import BlockManager
 from tinyvllm_extra.kernels import graph_choice
 
@@ -36,13 +33,13 @@ def test_batch_in_any_arrival_order_equals_single_requests(llm, folder):
     assert {i: ids_of(o) for i, o in outputs.items()} == {i: reference_greedy(folder, *job) for i, job in jobs.items()}
 
 
-@pytest.mark.parametrize("budget", [7, 64])
+@pytest.mark.parametrize("budget", [7, 64, 256])
 def test_prefill_in_any_chunks_equals_reference(folder, budget):
-  """A prompt of 40 tokens in chunks of 7, and whole. Other tests have chunks of 16."""
+  """Prompts in chunks of 7 and 64 tokens, and whole. Other tests have chunks of 16."""
   engine = LLM(folder, **{**ENGINE, "max_num_batched_tokens": budget})
-  for salt in range(2):
-    output, = engine.generate(tokens(prompt(40, salt)), greedy(6))
-    assert ids_of(output) == reference_greedy(folder, prompt(40, salt), 6)
+  jobs = [prompt(length, length) for length in (1, 40, 64, 65, 100)]
+  outputs = engine.generate([tokens(job) for job in jobs], greedy(6))
+  assert [ids_of(output) for output in outputs] == [reference_greedy(folder, job, 6) for job in jobs]
 
 
 def test_generate_with_params_per_prompt_keeps_order(llm, folder):
@@ -235,26 +232,3 @@ def test_step_work_does_not_depend_on_waiting_requests(llm, one_finishes):
     return count
   work(10)   # captures the graphs
   assert work(10_000) < 1.05 * work(10)
-
-
-def test_query_tiles_cover_each_token_once(tmp_path, monkeypatch):
-  """A query tile has consecutive tokens of one sequence, in prefill chunks and decodes alike."""
-  llm = LLM(str(tiny_model(tmp_path, max_position_embeddings=512)), max_num_seqs=6, max_num_batched_tokens=256,
-            max_model_len=400, num_gpu_blocks_override=200)
-  launch, sizes = llm.runner.launch, []
-  def checked_launch(step):
-    T = step.key.num_tokens
-    fields = dict(zip(TOKENS.dtype.names, step.words[:NUM_WORDS * T].reshape(NUM_WORDS, T).tolist(), strict=False))
-    tiles = list(itertools.takewhile(lambda tile: tile >= 0, fields["query_tile"]))
-    assert set(fields["query_tile"][len(tiles):]) <= {-1} and len(tiles) <= T // TILE + llm.config.max_num_seqs
-    spans = [range(tile // TILE, tile // TILE + tile % TILE + 1) for tile in tiles]
-    num_tokens = sum(map(len, step.computed.values()))
-    assert sorted(itertools.chain(*spans)) == [*range(num_tokens)]
-    for span in spans:
-      assert len({fields["slot"][i] for i in span}) == 1
-      assert [fields["position"][i] for i in span] == [fields["position"][span[0]] + i for i in range(len(span))]
-    sizes.append([len(span) for span in spans])
-    return launch(step)
-  monkeypatch.setattr(llm.runner, "launch", checked_launch)
-  llm.generate([tokens(prompt(length, length)) for length in (5, 300, 64, 65, 1, 130)], greedy(6))
-  assert any(1 in step and TILE in step for step in sizes), "decodes must share a step with prefill chunks"

@@ -8,7 +8,7 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tinyvllm import backend
-from tinyvllm.runner import LOGITS, TOKENS, UNKNOWN, GraphKey, Runner
+from tinyvllm.runner import LOGITS, NO_TILE, TILE, TOKENS, UNKNOWN, GraphKey, Runner
 from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.logits import ADJUSTMENTS, NUM_BEST, HiddenStatesPlan, LogitsPlan
 
@@ -71,6 +71,9 @@ class Step:
       assert (np.diff(self.tokens["position"][index]) == 1).all(), "a sequence's tokens must be consecutive"
       blocks = self.tables[slot, self.tokens["position"][index] // runner.config.block_size]
       assert (self.tokens["block"][index] == blocks).all() and blocks.all(), "a token's block is not in its table"
+    spans = [index[i:i + TILE] for index in self.sequences.values() for i in range(0, len(index), TILE)]
+    tiles = sorted(span[0] * TILE + len(span) - 1 for span in spans if span[-1] - span[0] == len(span) - 1)
+    assert self.tokens["query_tile"].tolist() == tiles + [NO_TILE] * (T - len(spans)), "wrong query tiles"
     self.ids = ids
     assert (ids >= 0).all() and (ids < self.plan.vocab_size).all(), "a token id out of range"
 
