@@ -195,11 +195,13 @@ FREE = "anything"
 
 
 @pytest.mark.parametrize("text, opened, expected", [
-  ("", (), "< [ y"), ("<t>hm <[c]>", (), FREE), ("<t>hm <[c]></t>", (), "< [ y"), ("<t>hm</t>y", (), "e"),
-  ("yes", (), ""), ("[c]yes", (), FREE), ("yes</t>", ("</r>",), FREE)])
+  ("", (), "( < [ y"), ("<t>hm <[c]>", (), FREE), ("<t>hm <[c]></t>", (), "( < [ y"), ("<t>hm</t>y", (), "e"),
+  ("(", (), "a"), ("yes", (), ""), ("[c]yes", (), FREE), ("yes</t>", ("</r>",), FREE)])
 def test_escapes_precede_the_format(llm, text, opened, expected):
-  """Reasoning may come first, and is opened by the prompt or the model; a call, "[c]", replaces the format."""
-  params = StructuredOutputsParams(choice=["yes"], escapes={"<t>": ("</t>",), "[c]": ()}, opened=opened)
+  """Reasoning may come first, and is opened by the prompt or the model; a call, "[c]", replaces the format. "(" may
+  open both a call and the format: it belongs to the format."""
+  escapes = {"<t>": ("</t>",), "[c]": (), "(c)": ()}
+  params = StructuredOutputsParams(choice=["yes", "(a"], escapes=escapes, opened=opened)
   constraint = params.constraint(llm.tokenizer, VOCAB, (2,))
   for token in llm.tokenizer.encode("\n" + text, False)[2:]: constraint.accept(token)   # without sentencepiece's space
   bits = np.unpackbits(constraint.bitmask().view(np.uint8), bitorder="little")[:VOCAB]
