@@ -165,15 +165,23 @@ class Wire:
     self.address = "127.0.0.1", port
     self.socket: socket.socket | None = None
 
-  def ask(self, raw: bytes) -> httpx.Response:
+  def ask(self, raw: bytes, expect: str = "answered") -> httpx.Response | None:
+    """Send a request, a broken or dropped one on a new connection. Return the response, or None without one."""
+    if expect in ("broken", "dropped"): self.close()
     self.socket = self.socket or socket.create_connection(self.address, timeout=60)
-    self.socket.sendall(raw)
-    response = HTTPResponse(self.socket)
-    response.begin()
+    try:
+      self.socket.sendall(raw)
+      if expect == "dropped": return self.close()
+      if expect == "broken": self.socket.shutdown(socket.SHUT_WR)
+      response = HTTPResponse(self.socket)
+      response.begin()
+      body = response.read()
+    except OSError as error:   # closed by the server
+      if expect not in ("broken", "dropped") or isinstance(error, TimeoutError): raise
+      return self.close()
+    if response.will_close or expect in ("broken", "cut"): self.close()
     headers = {"Content-Type": response.getheader("Content-Type", "")}   # others echo bytes that httpx refuses
-    result = httpx.Response(response.status, headers=headers, content=response.read())
-    if response.will_close: self.close()
-    return result
+    return httpx.Response(response.status, headers=headers, content=body)
 
   def close(self) -> None:
     if self.socket: self.socket.close()
@@ -187,23 +195,10 @@ class Wire:
 
   def attack(self, expect: str, raw: bytes) -> None:
     """Send a hostile request, and check that the response is as `expect` says."""
-    if expect in ("broken", "dropped"): return self.attack_on_new_connection(expect, raw)
-    response = self.ask(raw)
-    if expect != "answered" or response.status_code != 200:
-      assert 400 <= response.status_code < 500, response.text[:300]
-      error_of(response, response.status_code)
-    if expect == "cut": self.close()
-
-  def attack_on_new_connection(self, expect: str, raw: bytes) -> None:
-    data = b""
-    with socket.create_connection(self.address, timeout=60) as wire:
-      try:
-        wire.sendall(raw)
-        if expect == "dropped": return
-        wire.shutdown(socket.SHUT_WR)
-        while piece := wire.recv(2**16): data += piece
-      except OSError as error: assert not isinstance(error, TimeoutError), "neither answered nor closed"
-    assert re.match(rb"HTTP/1.1 4\d\d |$", data), f"neither 4xx nor closed: {data[:200]!r}"
+    response = self.ask(raw, expect)
+    if not response or expect == "answered" and response.status_code == 200: return
+    assert 400 <= response.status_code < 500, response.text[:300]
+    if expect != "broken": error_of(response, response.status_code)
 
 
 def attack(server: Server, make: Callable[[int], Hostile], numbers: range, every: int = 250) -> None:

@@ -1,11 +1,9 @@
 """Two replicas of the bundled model behind Ray Serve, started by examples/deploy/ray_serve.py on this machine. Their
 outputs must equal LLM.generate's in this process. Tests kill and break replicas. Needs `pip install '.[ray]'`."""
 import asyncio
-import collections
 import importlib
 import itertools
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -20,6 +18,7 @@ import pytest
 import yaml
 from helpers.commands import PYTHONPATH, ROOT
 from helpers.servers import Server, reserve_port, wait_until
+from prometheus_client.parser import text_string_to_metric_families
 
 from tinyvllm import LLM, SamplingParams
 
@@ -48,16 +47,11 @@ class Cluster(Server):
     super().close()
     self.holder.close()
 
-  def metrics_by_replica(self):
-    """Return {replica: {name and other labels: value}}."""
-    metrics = collections.defaultdict(dict)
-    for name, value in self.metrics().items():
-      replica = re.search(r"replica=(\w+)", name)
-      assert replica, f"{name} has no replica label"
-      metrics[replica[1]][re.sub(r",?replica=\w+|\{(replica=\w+)?\}", "", name)] = value
-    return dict(metrics)
-
-  def by_replica(self, metric): return {name: metrics[metric] for name, metrics in self.metrics_by_replica().items()}
+  def by_replica(self, metric, **labels):
+    """Return {replica: value of a metric}."""
+    families = text_string_to_metric_families(self.get("/metrics").raise_for_status().text)
+    return {x.labels["replica"]: x.value for family in families for x in family.samples
+            if x.name == f"tinyvllm:{metric}" and labels.items() <= x.labels.items()}
 
   def busiest(self, at_least):
     """Return the replica with the most running requests, or None if they are fewer than `at_least`."""
@@ -78,8 +72,8 @@ class Cluster(Server):
   def wait_for_two(self, without=""):
     """Wait until exactly two replicas respond, not the one named `without`, and return their names."""
     def two_names():
-      try: names = {*self.metrics_by_replica()}
-      except (httpx.HTTPError, AssertionError): return None
+      try: names = {*self.by_replica("num_requests_running")}
+      except httpx.HTTPError: return None
       return names if len(names) == 2 and without not in names else None
     return wait_until(two_names, f"two replicas, without {without}", 120)
 
@@ -131,15 +125,14 @@ def test_ingress_returns_the_servers_status_codes_and_headers(cluster):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_client_disconnect_aborts_its_request(cluster, stream):
-  def total(name): return sum(metrics.get(name, 0) for metrics in cluster.metrics_by_replica().values())
-  aborted, body = "request_success_total{finished_reason=abort}", {**LONG, "prompt": STORY}
-  before = total(aborted)
+  def num_aborted(): return sum(cluster.by_replica("request_success_total", finished_reason="abort").values())
+  before, body = num_aborted(), {**LONG, "prompt": STORY}
   if stream:
     with cluster.stream("/v1/completions", body) as response: next(response.iter_lines())
   else:
     with pytest.raises(httpx.ReadTimeout): cluster.post("/v1/completions", body, timeout=0.3)
-  wait_until(lambda: total(aborted) == before + LONG["n"], "all samples are aborted", 20)
-  assert total("num_requests_running") == 0
+  wait_until(lambda: num_aborted() == before + LONG["n"], "all samples are aborted", 20)
+  assert not any(cluster.by_replica("num_requests_running").values())
 
 
 def test_metrics_have_a_replica_label(cluster):
@@ -147,7 +140,9 @@ def test_metrics_have_a_replica_label(cluster):
   before = cluster.by_replica("generation_tokens_total")
   home = cluster.home_of(STORY)
   assert cluster.by_replica("generation_tokens_total") == {name: before[name] + (name == home) for name in names}
-  kinds = [line for line in cluster.get("/metrics").text.splitlines() if line.startswith("# TYPE")]
+  lines = cluster.get("/metrics").text.splitlines()
+  assert all('replica="' in line for line in lines if not line.startswith("#"))
+  kinds = [line for line in lines if line.startswith("# TYPE")]
   assert len(kinds) == len({*kinds}) > 20, "one TYPE line per metric"
 
 
@@ -216,7 +211,7 @@ def test_autoscaling_adds_a_replica_under_load():
         ThreadPoolExecutor(4) as pool):
     def ask():
       while not stopped.is_set(): assert cluster.post("/v1/completions", {**LONG, "prompt": STORY}).status_code == 200
-    assert len(cluster.metrics_by_replica()) == 1
+    assert len(cluster.by_replica("num_requests_running")) == 1
     tasks = [pool.submit(ask) for _ in range(4)]
     try: cluster.wait_for_two()
     finally: stopped.set()
