@@ -53,6 +53,20 @@ def folder(tmp_path_factory): return tiny_model(tmp_path_factory.mktemp("long"),
 def llm(folder): return LLM(folder, **GUIDED)
 
 
+# JSON schemas that zod, zod-to-json-schema, openai, LangChain and pydantic write: outside/record_schemas.py
+GENERATED = json.loads((Path(__file__).parents[1] / "data/generated_schemas.json").read_text())
+
+
+@pytest.mark.parametrize("name", GENERATED)
+def test_schema_of_a_generator_is_followed_or_refused_by_its_keyword(llm, name):
+  schema = GENERATED[name]
+  if "uniqueItems" in json.dumps(schema):
+    with pytest.raises(ValueError, match="uniqueItems"): run(llm, 1, "json", schema)
+  else:
+    bias = END_SOON | dict.fromkeys(ids_of_texts("]"), 8)
+    for text in run(llm, 2, "json", schema, logit_bias=bias): jsonschema.validate(json.loads(text), schema)
+
+
 # Parameters
 
 @pytest.mark.parametrize("options", [*DATA["invalid_params"], {"regex": b"a"}, {"choice": ("a",)}], ids=str)
