@@ -16,6 +16,7 @@ from tinyvllm.config import check, logger, read_json
 from . import fit
 from .formats import DEQUANTIZED, READERS, UNUSED, read_stacked
 from .kernels.shards import stack as stack_shards
+from .kernels.stored_weights import StoredWeights
 from .huggingface import Tokenizer, load_tokenizer
 from .models.layers import row_order
 from .models.table import text_config
@@ -47,7 +48,7 @@ class StoredTensor:
   def raw(self) -> np.ndarray: return np.memmap(self.path, np.uint8, "c", self.start, (self.nbytes,))
 
 
-class Checkpoint(llama.Checkpoint):
+class Checkpoint(StoredWeights, llama.Checkpoint):
   """A folder of safetensors, quantized or not."""
   tensors: dict[str, Any]   # name -> StoredTensor that no module has read yet
   quantization_config = property(lambda self: self.hf_config.get("quantization_config") or {})

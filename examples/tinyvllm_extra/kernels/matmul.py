@@ -20,6 +20,7 @@ from .kv_cache import FACTOR, half_bits
 from .schedule import Routes, axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
 from .shards import local_ids, partial_sums
 from .shared_memory import MMA, SharedBuffers, mma, shared_tiles, wait
+from .stored_weights import stored_weights
 
 PREFETCH = 4096   # bytes that a CPU core prefetches ahead of its current weights
 # A lane's elements of w, x and the sum, by four axes numbered from 6: which pair of 4 inputs, half of 16 outputs,
@@ -105,21 +106,21 @@ class Linear(backend.Linear):
     return w
 
   def load(self, checkpoint: Any) -> None:
-    """Read W and the bias from a weights.Checkpoint, one shard per device, into their stored layout."""
-    if self.bias is not None:
-      self.bias.replace(checkpoint.place(self, checkpoint.vectors(self, "bias"), self.bias.dtype))
-    shards = checkpoint.matrices(self)
+    """Read W and the bias, one shard per device, into their stored layout."""
+    weights = stored_weights(checkpoint)
+    if self.bias is not None: self.bias.replace(weights.place(self, weights.vectors(self, "bias"), self.bias.dtype))
+    shards = weights.matrices(self)
     shape: Any = self.weight.shape
     dtype = self.weight.dtype
     if not isinstance(shards[0], Quantized):
-      self.weight.replace(checkpoint.place(self, [reorder(self.ordered(w), shape) for w in shards], self.weight.dtype))
+      self.weight.replace(weights.place(self, [reorder(self.ordered(w), shape) for w in shards], self.weight.dtype))
       return
-    self.weight = checkpoint.place(self, [pack_numbers(self.ordered(w.q), shape) for w in shards])
+    self.weight = weights.place(self, [pack_numbers(self.ordered(w.q), shape) for w in shards])
     terms = zip(*[(prepare_scales(w, dtype), w.offset) for w in shards], strict=True)
-    self.scales = [checkpoint.place(self, [reorder(self.ordered(x), scales_shape(shape, x.shape[1])) for x in term])
+    self.scales = [weights.place(self, [reorder(self.ordered(x), scales_shape(shape, x.shape[1])) for x in term])
                    for term in terms if term[0] is not None]
     order = shards[0].order
-    if (np.diff(order) != 1).any(): self.order = checkpoint.place(self, [order.astype(np.int32)] * len(shards))
+    if (np.diff(order) != 1).any(): self.order = weights.place(self, [order.astype(np.int32)] * len(shards))
 
   def __call__(self, x: Tensor, dtype: DType | None = None) -> Tensor:
     """Like backend.Linear. With split-K, return the partial sums stacked along the first axis."""
@@ -345,7 +346,8 @@ class Norm(backend.Norm):
   axis = None   # every device has the whole weight
 
   def load(self, checkpoint: Any) -> None:
-    self.weight.replace(checkpoint.place(self, checkpoint.vectors(self, "weight"), self.weight.dtype))
+    weights = stored_weights(checkpoint)
+    self.weight.replace(weights.place(self, weights.vectors(self, "weight"), self.weight.dtype))
 
   def __call__(self, x: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
