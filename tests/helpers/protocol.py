@@ -75,7 +75,8 @@ def joined(chunks):
     i, message = choice["index"], choice.pop("delta", {})
     before, num_prompt, count, total = choices.get(i, {}), *chunk["usage"].values()
     assert total == num_prompt + count and (not count or "role" not in message)
-    assert count > counts.get(i, 0) or not count or choice["finish_reason"], "each chunk has new tokens"
+    is_new = count > counts.get(i, 0) or not count and any(message.values())   # role and echo come before all tokens
+    assert is_new or choice["finish_reason"], "each chunk has new tokens"
     assert not before.get("finish_reason"), "the last chunk has the reason"
     if "tool_calls" in message: message["tool_calls"] = {call.pop("index"): call for call in message["tool_calls"]}
     prompt = {name: chunk[name] for name in PROMPT_FIELDS if name in chunk}
