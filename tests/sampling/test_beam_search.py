@@ -16,7 +16,8 @@ ENDS = {"end token": {2}, "no end token": set()}
 # Prompts for which some of the best sequences are finished, and for which it does not matter when a search removes
 # finished sequences from the beam. Compared scores differ by at least 2e-3
 NARROW_PROMPTS = {
-  "end token": [[1, 6, 5], [4, 4, 6, 6], [4, 6, 5, 6, 6], [6, 5, 5, 5, 6, 6, 3], [4, 6, 4, 1, 6, 3, 3, 1]],
+  "end token": [[1, 6, 5], [4, 4, 6, 6], [4, 6, 5, 6, 6], [6, 5, 5, 5, 6, 6, 3], [4, 6, 4, 1, 6, 3, 3, 1],
+                [5, 3, 1, 1, 3, 1]],   # one of the two best tokens is the end token
   "no end token": [[5, 5, 1], [4, 3, 4, 5], [3, 1, 5, 5, 1], [1, 1, 3, 4, 6, 6, 4], [3, 5, 5, 6, 4, 5, 1, 5]]}
 
 
