@@ -74,7 +74,7 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
     own[gguf_name(arch, name)] = swap_rows(x, heads[part], 2, -1) if (part := name.split(".")[-2]) in heads else x
   fields = {method: config.get(name) for name, method in FIELDS.items()}
   ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
-  rope = {"rope_type": None, **ropes.get("full_attention", ropes)}
+  rope = {"rope_type": ropes.get("type"), **ropes.get("full_attention", ropes)}
   fields["rope_freq_base"] = rope.get("rope_theta") or config["rope_theta"]
   if arch == "gemma3": fields["rope_freq_base_swa"] = ropes["sliding_attention"]["rope_theta"]
   if rope["rope_type"] in ("linear", "yarn"):
@@ -86,7 +86,8 @@ def write_gguf(path: Path, folder: Path, kind: str = "F32", tokens: list[str] | 
                "attn_temperature_scale": rope.get("llama_4_scaling_beta")}
   if rope["rope_type"] == "llama3":   # the converter writes each frequency's factor instead of a type
     D = config["hidden_size"] // config["num_attention_heads"]
-    own["rope_freqs.weight"] = rope_frequencies({"rope_theta": config["rope_theta"]}, D) / rope_frequencies(config, D)
+    plain = rope_frequencies({"rope_theta": fields["rope_freq_base"]}, D)
+    own["rope_freqs.weight"] = plain / rope_frequencies(config, D)
   if arch == "phi3":
     length, original = config["max_position_embeddings"], config["original_max_position_embeddings"]
     fields |= {"rope_dimension_count": int(config["partial_rotary_factor"] * 16), "rope_scaling_orig_ctx_len": original,

@@ -52,25 +52,19 @@ def write_model(folder: Path, name: str, weights: dict[str, np.ndarray] | None =
   return folder
 
 
-def make_model(name: str, folder: Path) -> tuple[Any, dict[str, list[int]]]:
-  """Save a model of Hugging Face's class with make_weights in `folder`. Return it as loaded from there, and shapes."""
-  import transformers
-  from safetensors.numpy import save_file
-  config = read(name)["config"]
-  model_class = getattr(transformers, config["architectures"][0])
-  model_class(model_class.config_class.from_dict(config)).save_pretrained(folder)
-  tensors = read_safetensors(folder / "model.safetensors")
-  shapes = {name: [*x.shape] for name, x in sorted(tensors.items())}
-  save_file(make_weights(shapes, "gemma" in name), folder / "model.safetensors", {"format": "pt"})
-  return model_class.from_pretrained(folder, dtype="float32", attn_implementation="eager"), shapes
-
-
 def record(name: str) -> None:
   """Write NAME.json and NAME.npy: config, shapes and greedy ids, and the logits after each prompt, (8, V)."""
   import torch
+  import transformers
+  from safetensors.numpy import save_file
+  config, file = read(name)["config"], "model.safetensors"
+  model_class = getattr(transformers, config["architectures"][0])
   with tempfile.TemporaryDirectory() as folder, torch.no_grad():
-    model, shapes = make_model(name, Path(folder))
+    model_class(model_class.config_class.from_dict(config)).save_pretrained(folder)
     config = json.loads((Path(folder) / "config.json").read_text())
+    shapes = {tensor: [*x.shape] for tensor, x in read_safetensors(Path(folder) / file).items()}
+    save_file(make_weights(shapes, "gemma" in name), Path(folder) / file, {"format": "pt"})
+    model = model_class.from_pretrained(folder, dtype="float32", attn_implementation="eager")
     has_routers = hasattr(model.config, "output_router_logits")
     if has_routers: model.config.output_router_logits = True
     ids, logits, margin = [], [], math.inf

@@ -1,13 +1,14 @@
-"""The architectures of models/ compared with Hugging Face's classes: data/models has the logits and greedy ids
-that record_models.py recorded. Prompts are longer than the windows and the original lengths of YaRN and LongRoPE."""
+"""The architectures of models/ compared with Hugging Face's classes, whose logits and greedy ids record_models.py
+recorded in data/models. Prompts are longer than the windows and the original lengths of YaRN and LongRoPE."""
 from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.engines import LogitsRecorder
+from helpers.engines import LogitsRecorder, check_logits
+from helpers.models import VARIANTS, tiny_model
 from helpers.parameters import mark_slow_except, slow
 from helpers.record_models import DATA, MODELS, NUM_TOKENS, OPTIONS, make_prompts, make_weights, read, write_model
-from helpers.requests import greedy, ids_of, tokens
+from helpers.requests import greedy, ids_of, prompt, tokens
 from tinygrad import dtypes, nn
 
 import tinyvllm
@@ -30,8 +31,8 @@ def check_ids(llm, name, count=None):
 def check_recorded(llm, name):
   """Compare each prompt's logits and ids, alone."""
   recorder, logits = LogitsRecorder(llm), np.load(DATA / f"{name}.npy")
-  for prompt, expected, ids in zip(make_prompts(name), logits, read(name)["ids"], strict=True):
-    own_ids, own_logits = recorder.generate(prompt, NUM_TOKENS)
+  for prompt_ids, expected, ids in zip(make_prompts(name), logits, read(name)["ids"], strict=True):
+    own_ids, own_logits = recorder.generate(prompt_ids, NUM_TOKENS)
     assert own_ids == ids
     np.testing.assert_allclose(own_logits[0], expected, atol=1e-4)
 
@@ -55,6 +56,13 @@ def test_core_backend_equals_recorded_logits(tmp_path, name):
 @pytest.mark.parametrize("name", ["granite", "ministral", "smollm3"])
 def test_two_devices_give_recorded_ids(tmp_path, name):
   check_ids(LLM(write_model(tmp_path, name), **OPTIONS, tensor_parallel_size=2), name)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_model_variant_equals_reference(tmp_path, variant):
+  """LLaMA against the numpy reference: a prompt in 3 chunks, then decodes, with graphs of 1, 2 and 4 tokens."""
+  folder = tiny_model(tmp_path, seed=1, **VARIANTS[variant])
+  check_logits(folder, folder, prompt(12), 12, max_num_seqs=4, max_num_batched_tokens=4)
 
 
 # Checkpoints
