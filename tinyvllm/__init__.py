@@ -23,8 +23,8 @@ def __getattr__(name: str) -> Any:
   """Import a public name when it is first used: tinygrad and numpy take a while. With the extension, LLM is its class,
   else the core's Engine."""
   if name not in __all__: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-  has_extension = importlib.util.find_spec("tinyvllm_extra") is not None
-  if has_extension or name not in CORE_NAMES: return getattr(extension("vllm_names" if has_extension else name), name)
+  if importlib.util.find_spec("tinyvllm_extra"): return getattr(extension("vllm_names"), name)
+  if name not in CORE_NAMES: extension(name)   # raises ImportError
   return getattr(importlib.import_module("tinyvllm.engine"), CORE_NAMES[name])
 
 
