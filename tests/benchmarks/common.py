@@ -287,9 +287,9 @@ class Watch:
         setattr(self, total, getattr(self, total) + time.perf_counter() - started)
     return timed
 
-  def _record(self, make_output: Callable = lambda request: request) -> list:
+  def _record(self, make_output: Callable = lambda request: request, only: Any = None) -> list:
     launch, wait, started = self.launch, self.wait, time.perf_counter()
-    changed = self._advance()
+    changed = self._advance(only=only)
     seconds = time.perf_counter() - started
     sequences = [seq for request in changed for seq in request.sequences]
     running = self.llm.get_metrics()["num_requests_running"] + sum(seq.finish_reason is not None for seq in sequences)
