@@ -67,10 +67,11 @@ llm = tinyvllm.LLM(sys.argv[1], **{options})
 output, = llm.generate('ab', tinyvllm.SamplingParams(temperature=0, max_tokens=20), False)
 print(type(llm.runner.model.norm).__module__, output.outputs[0].token_ids)"""
 
-  def run(*missing, **extra):
-    script = code.replace("{options}", str({**ENGINE, **options, **extra}))
+  def run(options, *missing):
+    script = code.replace("{options}", str({**ENGINE, **options}))
     return run_python(script, folder, *missing).stdout.split(maxsplit=1)
-  modules, ids = zip(run(), run("tinyvllm_extra", tensor_parallel_size=1), strict=True)
+  alone = {name: value for name, value in options.items() if name in EngineConfig.__match_args__}
+  modules, ids = zip(run(options), run(alone, "tinyvllm_extra"), strict=True)
   assert modules == ("tinyvllm_extra.kernels.matmul", "tinyvllm.backend") and ids[0] == ids[1] and len(ids[0]) > 60
 
 
@@ -108,6 +109,7 @@ def test_program_with_an_unfinished_request_exits():
   run = run_python("""
 import asyncio
 from tinyvllm import SamplingParams
+from tinyvllm.config import EngineConfig
 from tinyvllm_extra.server import AsyncLLM
 async def main():
   async for output in AsyncLLM().generate("Hello", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)):
