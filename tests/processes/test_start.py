@@ -10,6 +10,8 @@ from helpers.models import tiny_model
 from helpers.requests import flags
 from helpers.servers import Server, wait_until
 
+from tinyvllm.config import EngineConfig
+
 
 def run_python(code, *arguments): return run_process(sys.executable, "-c", code, *arguments, DEV="CPU")
 
@@ -109,7 +111,6 @@ def test_program_with_an_unfinished_request_exits():
   run = run_python("""
 import asyncio
 from tinyvllm import SamplingParams
-from tinyvllm.config import EngineConfig
 from tinyvllm_extra.server import AsyncLLM
 async def main():
   async for output in AsyncLLM().generate("Hello", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)):
