@@ -1,7 +1,7 @@
 """Run the core in a process that can import only its dependencies. Prints one JSON object: the traceback of each
 milestone ("" if it passes), and the error type and message of each feature that needs the extension.
 
-python tests/core_alone.py MODEL_DIR MODEL_DIR_WITH_TOKENIZER_JSON MILESTONE..."""
+python tests/core/core_alone.py MODEL_DIR MODEL_DIR_WITH_TOKENIZER_JSON MILESTONE..."""
 import importlib.util
 import json
 import sys
