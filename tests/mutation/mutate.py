@@ -93,7 +93,7 @@ class Mutant(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     self.module = path.removeprefix("examples/").removesuffix(".py").replace("/", ".")
 
   def find_spec(self, name: str, *_: Any) -> Any:
-    return importlib.util.spec_from_loader(name, self, origin=str(self.path)) if name == self.module else None
+    return importlib.util.spec_from_file_location(name, self.path, loader=self) if name == self.module else None
   def get_source(self, fullname: str) -> str: return self.path.read_text()
   def get_code(self, fullname: str) -> Any: return compile(self.tree, str(self.path), "exec")   # type: ignore[arg-type]
 
@@ -123,7 +123,7 @@ def main() -> int:
   parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
   args = parser.parse_args()
   import numpy, openai, fastapi, tinygrad, pytest   # noqa: E401, F401   # once, before the forks
-  known = {x.partition("  # ")[0] for x in (Path(__file__).parent / "survivors.txt").read_text().splitlines()}
+  known = {x.rpartition("  # ")[0] for x in (Path(__file__).parent / "survivors.txt").read_text().splitlines()}
   total = by_default = by_real = explained = 0
   for path in [path for path in TARGETS if args.only in path]:
     source = (ROOT / path).read_text().splitlines()
