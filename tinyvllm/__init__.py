@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING: from tinyvllm_extra.vllm_names import *
 
 __version__ = "0.1.0"
-CORE_NAMES = {"LLM": "Engine", "LLMEngine": "Engine", **{name: name for name in (
-  "SamplingParams", "Backend", "CompletionOutput", "InputError", "Parts", "RequestOutput")}}
-__all__ = [*CORE_NAMES, "AsyncLLM", "BeamSearchParams", "Logprob", "RequestMetrics", "StructuredOutputsParams",
-           "TextPrompt", "TokensPrompt", "generate", "generate_stream"]
+__all__ = ["LLM", "LLMEngine", "SamplingParams", "Backend", "CompletionOutput", "InputError", "Parts", "RequestOutput",
+           "AsyncLLM", "BeamSearchParams", "Logprob", "RequestMetrics", "StructuredOutputsParams", "TextPrompt",
+           "TokensPrompt", "generate", "generate_stream"]
 
 
 def extension(name: str) -> Any:
@@ -24,8 +23,8 @@ def __getattr__(name: str) -> Any:
   else the core's Engine."""
   if name not in __all__: raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   if importlib.util.find_spec("tinyvllm_extra"): return getattr(extension("vllm_names"), name)
-  if name not in CORE_NAMES: extension(name)   # raises ImportError
-  return getattr(importlib.import_module("tinyvllm.engine"), CORE_NAMES[name])
+  core_name = "Engine" if name in ("LLM", "LLMEngine") else name
+  return getattr(importlib.import_module("tinyvllm.engine"), core_name, None) or extension(name)   # raises ImportError
 
 
 @functools.cache

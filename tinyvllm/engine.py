@@ -123,7 +123,8 @@ class Engine(LoadedModel):
     self._updated: dict[Request, None] = {}   # requests with tokens not yet returned by a step
     self._driver, self._stepping = threading.RLock(), threading.Lock()
     self._abandoned: list[str] = []           # requests whose streams were closed during a step
-    self._arrivals, self._random = itertools.count(), random.Random(self.config.seed)
+    self._arrivals = itertools.count()
+    self._random = random.Random(self.config.seed)
 
   @contextlib.contextmanager
   def driving(self) -> Iterator[None]:

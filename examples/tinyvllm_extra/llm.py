@@ -28,7 +28,7 @@ class LLM(Engine):
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
     open_checkpoint=lambda path, config: open_checkpoint(path, config.quantization),
     find_model=lambda hf_config, path, config: find_model(hf_config, path, config.runner),
-    params_class=SamplingParams, scheduler_class=metrics.MeteredScheduler, logits=logits.Extension(),
+    params_class=SamplingParams, scheduler_class=metrics.MeteredScheduler, logits=logits.ProcessedLogits(),
     open_proposer=speculation.open_proposer)
   config: LLMConfig
   scheduler: metrics.MeteredScheduler

@@ -190,8 +190,8 @@ class HiddenStatesPlan(LogitsPlan):
   def logprobs(self, logits: Tensor, sampled: Tensor, words: Tensor, sampler: Sampler) -> list[Tensor]: return [logits]
 
 
-class Extension:
-  """The core's seam Logits: what LogitsProcessors ask for."""
+class ProcessedLogits:
+  """Implements the core's seam Logits for all LogitsProcessors."""
   def batch(self, rows: list[Row], runner: Runner) -> "LogitsBatch": return LogitsBatch(rows, runner)
 
   def record(self, results: Results, tokenizer: Tokenizer) -> None:

@@ -11,7 +11,7 @@ SAMPLING_DEFAULTS = (*SAMPLING_FIELDS, "repetition_penalty")   # fields that gen
 
 @dataclasses.dataclass(frozen=True)
 class LLMConfig(EngineConfig):
-  """The core's options, and those of an engine with the extension's parts."""
+  """The options of LLM: the core's and the extension's."""
   quantization: str | None = option(None, "int8, int4: quantize; others: verify (default: none)", choices=FORMATS)
   kv_cache_dtype: str = option("auto", "KV cache dtype; auto: as dtype", choices=("auto", "fp8", "int8"))
   tensor_parallel_size: int = option(1, "Number of devices per layer", min=1, max=8)

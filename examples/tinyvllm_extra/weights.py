@@ -58,7 +58,7 @@ class Checkpoint(StoredWeights, llama.Checkpoint):
   def __init__(self, path: pathlib.Path, quantization: str | None = None):
     super().__init__(path)
     self.hf_config = text_config(self.hf_config)
-    self.quantization = quantization   # what to quantize matrices to, or what they must be quantized with
+    self.quantization = quantization   # LLM's option
 
   def tokenizer(self) -> Tokenizer: return load_tokenizer(self.path)
 

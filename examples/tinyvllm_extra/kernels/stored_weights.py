@@ -1,4 +1,4 @@
-"""Where modules read their weights from: formats' Checkpoint, or a Checkpoint with only the core's methods."""
+"""The source of a module's weights: the extension's Checkpoint, or one with only the core's methods."""
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +8,10 @@ from tinygrad.dtype import DType
 
 
 class StoredWeights:
-  """What the `load` of a module needs of a checkpoint: arrays as they are stored, a shard for each device."""
+  """The methods of a checkpoint that a module's `load` calls. Each list has one array, or Quantized, per device.
+
+  vectors: a norm's weight or a bias, (out,). matrices: W, (out, in). place: copy the arrays to their devices, in
+  `dtype`, or in their own dtype if it is None."""
   def vectors(self, module: Any, suffix: str) -> list[Any]: raise NotImplementedError
   def matrices(self, module: Any) -> list[Any]: raise NotImplementedError
   def place(self, module: Any, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
@@ -16,7 +19,7 @@ class StoredWeights:
 
 
 class PlainWeights(StoredWeights):
-  """The weights of a Checkpoint with exactly the core's methods, for one device."""
+  """The weights of a Checkpoint with only the core's methods, not quantized, for one device."""
   def __init__(self, checkpoint: Any): self.checkpoint = checkpoint
 
   def read(self, module: Any, suffix: str, *columns: int) -> list[np.ndarray]:
@@ -28,9 +31,10 @@ class PlainWeights(StoredWeights):
     return self.read(module, "weight", module.weight.numel() // module.out_features)
 
   def place(self, module: Any, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
-    array, = arrays
-    return Tensor(np.ascontiguousarray(array)).cast(dtype or module.weight.dtype).contiguous().realize()
+    tensor = Tensor(np.ascontiguousarray(arrays[0]))
+    return tensor.cast(dtype or tensor.dtype).contiguous().realize()
 
 
 def stored_weights(checkpoint: Any) -> StoredWeights:
+  """Return the checkpoint itself, or its PlainWeights if it has only the core's methods."""
   return checkpoint if isinstance(checkpoint, StoredWeights) else PlainWeights(checkpoint)

@@ -57,7 +57,7 @@ class Driver:
     self.run_rest()
 
   def run_rest(self) -> None:
-    """Run what is left in the inbox; several threads may do so at once."""
+    """Run the remaining calls of the inbox. Several threads may do so at once."""
     with contextlib.suppress(queue.Empty):
       while True: (self.inbox.get_nowait() or (lambda: None))()
 
