@@ -5,7 +5,7 @@ python examples/ten_users.py [MODEL]"""
 import asyncio, sys
 
 from tinyvllm import SamplingParams
-from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.serving import AsyncLLM
 
 PROMPTS = ["Hello", "The cat", "The sun", "I like", "My friend", "A computer", "Once upon a time", "What is", "We",
            "The rain"]

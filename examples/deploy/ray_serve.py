@@ -30,14 +30,15 @@ from tinyvllm import SamplingParams
 from tinyvllm.config import Options, check, option
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.cli import FAILURES
-from tinyvllm_extra import hub
+from tinyvllm_extra.formats import hub
 from tinyvllm_extra.kernels import prepare_device
-from tinyvllm_extra.flags import add_flags, parse_flags, select_options, set_log_level
+from tinyvllm_extra.cli.flags import add_flags, parse_flags, select_options, set_log_level
 from tinyvllm_extra.models import find_model
-from tinyvllm_extra.server.app import Server, ServerConfig, check_port
-from tinyvllm_extra.server.errors import error_response
+from tinyvllm_extra.cli.serve import check_port
+from tinyvllm_extra.serving.app import Server, ServerConfig
+from tinyvllm_extra.serving.errors import error_response
 from tinyvllm_extra.vllm_options import NO_EFFECT, ModelOptions, split_options
-from tinyvllm_extra.weights import open_checkpoint
+from tinyvllm_extra.formats.checkpoints import open_checkpoint
 
 NAME = "tinyvllm"   # application name
 SLACK = 8    # a replica with this many requests more than the least busy one still gets its conversations
@@ -239,7 +240,9 @@ def app(args: dict[str, Any]) -> Any:
   engine, server, own = configs(args)
   folder = args.get("model")
   if folder:
-    path = hub.local_path(folder, **engine).resolve()   # replicas have another working directory
+    options, model_options = split_options(engine, folder)
+    path = hub.local_path(folder, model_options.revision, model_options.download_dir, LLMConfig(**options))
+    path = path.resolve()   # replicas have another working directory
     if not hub.is_name(folder): folder = str(path)      # replicas on other machines download it again
     # raises InputError for an unsupported model
     find_model(open_checkpoint(path).hf_config, path, engine.get("runner", "auto"))

@@ -1,6 +1,6 @@
 """`tinyvllm.LLM`: the core's Engine with the extension's parts, options and methods."""
 import dataclasses, hashlib, pathlib, time, types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from tinyvllm.backend import Backend, Devices, exclusive
@@ -9,16 +9,20 @@ from tinyvllm.engine import Engine, Params, Parts, Prompt, Request
 from tinyvllm.request import RequestOutput
 from tinyvllm.runner import Results
 
-from . import beam_search, conversations, graphs, hub, kernels, logits, metrics, parallel, pooling, prefix_cache
-from . import speculation
-from .flags import setup_logging
-from .huggingface import Tokenizer
-from .logits import SamplingParams
+from . import engine_metrics, kernels
+from .cache import prefix_cache
+from .formats import hub
+from .formats.checkpoints import open_checkpoint
+from .kernels import graphs, parallel
 from .models import find_model
 from .models.embedder import Embedder
-from .options import LLMConfig
-from .vllm_options import check_no_lora, log_ignored, split_options
-from .weights import open_checkpoint
+from .options import LLMConfig, check_no_lora, setup_logging
+from .pooling import embeddings
+from .sampling import beam_search, logits, speculation
+from .sampling.logits import SamplingParams
+from .text import conversations
+from .text.huggingface import Tokenizer
+from .vllm_options import log_ignored, split_options
 
 
 class LLM(Engine):
@@ -28,18 +32,17 @@ class LLM(Engine):
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
     open_checkpoint=lambda path, config: open_checkpoint(path, config.quantization),
     find_model=lambda hf_config, path, config: find_model(hf_config, path, config.runner),
-    params_class=SamplingParams, scheduler_class=metrics.MeteredScheduler, logits=logits.ProcessedLogits(),
+    params_class=SamplingParams, scheduler_class=engine_metrics.MeteredScheduler, logits=logits.ProcessedLogits(),
     open_proposer=speculation.open_proposer)
   config: LLMConfig
-  scheduler: metrics.MeteredScheduler
+  scheduler: engine_metrics.MeteredScheduler
   proposer: speculation.SpeculativeProposer | None
-  get_metrics = metrics.get_metrics
-  capture = graphs.capture
+  get_metrics = engine_metrics.get_metrics
   save_prefix_cache = prefix_cache.save_prefix_cache
   load_prefix_cache = prefix_cache.load_prefix_cache
   beam_search = beam_search.beam_search
-  embed = pooling.embed
-  score = pooling.score
+  embed = embeddings.embed
+  score = embeddings.score
   llm_engine = property(lambda self: self)   # vLLM's attribute
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
@@ -47,7 +50,7 @@ class LLM(Engine):
     setup_logging()
     engine_options, own = split_options(options, model)
     log_ignored(options)
-    path = hub.local_path(model, **options) if model else None
+    path = hub.local_path(model, own.revision, own.download_dir, LLMConfig(**engine_options)) if model else None
     with exclusive: kernels.prepare_device()
     has_layouts = backend is None or type(backend).kv_layout is not Backend.kv_layout
     kind = engine_options.get("kv_cache_dtype", "auto")
@@ -67,18 +70,23 @@ class LLM(Engine):
 
   def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
     if isinstance(params, SamplingParams): params.check_logprobs(self.max_logprobs, self.model_config.vocab_size)
-    check(isinstance(params, pooling.PoolingParams) == self.is_embedder, pooling.MISMATCH[self.is_embedder])
+    check(isinstance(params, embeddings.PoolingParams) == self.is_embedder, embeddings.MISMATCH[self.is_embedder])
     fields: Any = {**prompt} if isinstance(prompt, dict) else {}
     salt = fields.pop("cache_salt", None)
     check(salt is None or isinstance(salt, str) and salt, f"cache_salt={salt!r} must be a string that is not empty")
     limit = getattr(params, "truncate_prompt_tokens", None)
     if limit: fields = {"prompt_token_ids": self.encode(fields or prompt)[1][-limit:]}
     request = super().make_request(request_id, fields or prompt, params, priority)
-    request.metrics = metrics.RequestMetrics(request.sequences)
+    request.metrics = engine_metrics.RequestMetrics(request.sequences)
     for stream in request.streams if salt else (): stream.seq.salt = hashlib.sha256(salt.encode()).digest()
     if not getattr(params, "detokenize", True):
       for stream in request.streams: stream.tokenizer = types.SimpleNamespace(decode=lambda *_: "")
     return request
+
+  def capture(self, sizes: list[int] | None = None, optional: bool = False) -> Iterator[str]:
+    """Capture greedy and sampled steps, or with `optional` steps with all features, and pad later steps to them. sizes:
+    tokens of a step, powers of two; None: the device's usual ones. Yields its progress before each capture."""
+    return graphs.capture(self, sizes, logits.graph_variants(self.runner.model, optional), optional)
 
   def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
     """Like Engine's. prompt: also {"messages": [{"role", "content"}], "template": {options of the chat template}}."""

@@ -1,8 +1,8 @@
 """Options of `tinyvllm.LLM` that only the extension understands, under vLLM's names."""
-import dataclasses
+import dataclasses, logging
 from typing import Any
 
-from tinyvllm.config import EngineConfig, option
+from tinyvllm.config import EngineConfig, check, logger, option
 from tinyvllm.request import SAMPLING_FIELDS
 
 FORMATS = ("int8", "int4", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "squeezellm", "gguf", "mxfp4")
@@ -19,3 +19,14 @@ class LLMConfig(EngineConfig):
   speculative_config: dict[str, Any] | None = option(None, 'Draft method, as in {"method": "ngram"} (default: none)')
   runner: str = option("auto", "pooling: embeddings; generate: text; auto: by modules.json",
                        choices=("auto", "generate", "pooling"))
+
+
+def check_no_lora(lora_request: Any) -> None:
+  check(lora_request is None, f"lora_request={lora_request!r} is not supported: use None")
+
+
+def setup_logging() -> None:
+  """Log to stderr from level INFO on, unless the program has configured logging."""
+  if logger.hasHandlers(): return
+  logger.addHandler(logging.StreamHandler())
+  logger.setLevel(logger.level or logging.INFO)

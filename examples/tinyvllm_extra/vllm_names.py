@@ -4,14 +4,14 @@ from typing import TypedDict
 from tinyvllm.engine import (Backend as Backend, CompletionOutput as CompletionOutput, InputError as InputError,
                              Parts as Parts, RequestOutput as RequestOutput)
 
-from .beam_search import BeamSearchParams as BeamSearchParams   # re-exported
-from .logits import Logprob as Logprob, SamplingParams as SamplingParams
+from .sampling.beam_search import BeamSearchParams as BeamSearchParams   # re-exported
+from .sampling.logits import Logprob as Logprob, SamplingParams as SamplingParams
 from .llm import LLM as LLM
-from .pooling import PoolingParams as PoolingParams, PoolingRequestOutput as PoolingRequestOutput
-from .metrics import RequestMetrics as RequestMetrics
-from .structured_outputs import StructuredOutputsParams as StructuredOutputsParams
+from .pooling.embeddings import PoolingParams as PoolingParams, PoolingRequestOutput as PoolingRequestOutput
+from .engine_metrics import RequestMetrics as RequestMetrics
+from .sampling.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
-from .server import AsyncLLM as AsyncLLM   # last, as it imports the names above
+from .serving import AsyncLLM as AsyncLLM   # last, as it imports the names above
 
 LLMEngine = LLM   # vLLM's name
 

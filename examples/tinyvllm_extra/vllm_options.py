@@ -1,12 +1,12 @@
-"""vLLM's options and command lines: options without effect here, other spellings of values, short flags, JSON flags in
-parts, and --config FILE. Source: vLLM's engine arguments and `vllm serve` arguments, versions 0.6 to 0.18."""
-import dataclasses, json, pathlib, re
+"""vLLM's options: those of the model, those without effect here, and other spellings of values. Source: vLLM's engine
+arguments and `vllm serve` arguments, versions 0.6 to 0.18."""
+import dataclasses, pathlib
 from typing import Any
 
 from tinyvllm.config import InputError, Options, check, logger, option
-from tinyvllm_extra.options import SAMPLING_DEFAULTS, LLMConfig
-from tinyvllm_extra.logits import SamplingParams
-from tinyvllm_extra.packages import optional
+
+from .options import SAMPLING_DEFAULTS, LLMConfig
+from .sampling.logits import SamplingParams
 
 ANY, BOTH, OFF, NONE = [...], [True, False], [False], [None]
 STRUCTURED_BACKENDS = ["auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer"]
@@ -65,16 +65,10 @@ NO_EFFECT: dict[str, Any] = {name: values for names, values in {
   "guided_decoding_backend": STRUCTURED_BACKENDS,
   "structured_outputs_config": [None, *({"backend": backend} for backend in STRUCTURED_BACKENDS)]}.items()
   for name in names.split()}
-# Options of vLLM that take several values
-LISTS = ("allowed_media_domains", "collect_detailed_traces", "ignore_patterns", "logits_processors", "lora_modules")
 # vLLM's names for values of LLMConfig
 SPELLINGS: dict[str, dict[str, Any]] = {
   "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"}, "kv_cache_dtype": {"fp8_e4m3": "fp8"},
   "max_model_len": {"-1": None}}
-SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
-         "-dcp": "--decode-context-parallel-size", "-asc": "--api-server-count", "-q": "--quantization",
-         "-O": "--compilation-config", "-cc": "--compilation-config", "--cuda-graph-sizes": "--cudagraph-capture-sizes"}
-FLAG = re.compile(r"(--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)   # name, .keys, value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,55 +117,7 @@ def split_options(options: dict[str, Any], model: Any = None) -> tuple[dict[str,
   return engine, ModelOptions(**{name: options[name] for name in ModelOptions.__match_args__ if name in options})
 
 
-def check_no_lora(lora_request: Any) -> None:
-  check(lora_request is None, f"lora_request={lora_request!r} is not supported: use None")
-
-
 def log_ignored(options: dict[str, Any]) -> None:
   """Log the options without effect in one line."""
   text = ", ".join(f"{name}={options[name]!r}" for name in sorted(options.keys() & NO_EFFECT.keys()))
   if text: logger.info(f"vLLM's options without effect here: {text}")
-
-
-def expand(argv: list[str]) -> list[str]:
-  """Return a command line for argparse: full flags with dashes, and one JSON value for a flag in parts, as in
-  `--speculative-config.method ngram`."""
-  result: list[str] = []
-  objects: dict[str, dict[str, Any]] = {}
-  words = iter(argv)
-  for word in words:
-    match = FLAG.fullmatch(re.sub(r"^-O(?=\d)", "-O=", word))
-    if not match:
-      result.append(word)
-      continue
-    name, path, value = match.groups()
-    name = name.replace("_", "-")
-    name = SHORT.get(name, name)
-    if path:
-      *keys, last = path[1:].split(".")
-      target = objects.setdefault(name, {})
-      for key in keys: target = target.setdefault(key, {})
-      target[last] = parse_value(next(words, "") if value is None else value)
-    else: result.append(name if value is None else f"{name}={value}")
-  return result + [x for name, content in objects.items() for x in (name, json.dumps(content))]
-
-
-def parse_value(text: str) -> Any:
-  """Parse JSON. Other text is a string, except None."""
-  try: return None if text == "None" else json.loads(text)
-  except ValueError: return text
-
-
-def read_config(path: str) -> list[str]:
-  """Return the options in a YAML file as a command line. Raises InputError for a file that is not of options."""
-  yaml = optional("yaml", "server", "--config")
-  try: content = yaml.safe_load(pathlib.Path(path).expanduser().read_text())
-  except (OSError, yaml.YAMLError) as error: raise InputError(f"config={path!r} cannot be read: {error}") from error
-  check(isinstance(content, dict), f"config={path!r} must hold lines `option: value`")
-  words: list[str] = []
-  for name, value in content.items():
-    flag = f"--{name}".replace("_", "-")
-    if isinstance(value, bool): words.append(flag if value else flag.replace("--", "--no-", 1))
-    elif isinstance(value, list): words += [flag, *map(str, value)]
-    elif value is not None: words.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")
-  return words

@@ -32,8 +32,8 @@ from tinygrad.uop.ops import KernelInfo
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.llama import Llama
-from tinyvllm_extra import weights
-from tinyvllm_extra.huggingface import Tokenizer
+from tinyvllm_extra.formats import weights
+from tinyvllm_extra.text.huggingface import Tokenizer
 from tinyvllm_extra.kernels import graph_choice, make_backend, prepare_device
 from tinyvllm_extra.kernels.matmul import Linear, scales_shape
 
@@ -134,7 +134,7 @@ class OwnWeights(RandomCheckpoint):
 def random_weights(checkpoint: type[weights.Checkpoint] = RandomCheckpoint) -> ExitStack:
   """Return a context in which models and draft models load through `checkpoint`."""
   stack = ExitStack()
-  for module in ("tinyvllm_extra.llm", "tinyvllm_extra.speculation"):
+  for module in ("tinyvllm_extra.llm", "tinyvllm_extra.sampling.speculation"):
     stack.enter_context(patch(f"{module}.open_checkpoint", checkpoint))
   return stack
 

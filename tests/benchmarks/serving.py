@@ -177,7 +177,7 @@ def open_llm(args: argparse.Namespace, **engine_options: Any) -> LLM:
 def serve(args: argparse.Namespace) -> int:
   """Run `tinyvllm serve` with the engine of open_llm, whose weights may be random."""
   from tinyvllm_extra import cli
-  from tinyvllm_extra.server import async_engine
+  from tinyvllm_extra.serving import async_engine
   with patch.object(async_engine, "LLM", lambda model, **engine_options: open_llm(args, **engine_options)):
     return cli.main(["serve", "--port=0", *(f"--{k.replace('_', '-')}={v}" for k, v in options(args).items()),
                      f"--stream-interval={args.stream_interval}"])

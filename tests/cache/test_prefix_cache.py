@@ -22,9 +22,9 @@ from tinygrad import Tensor, dtypes
 
 from tinyvllm import LLM
 from tinyvllm.backend import Devices
-from tinyvllm_extra import prefix_cache
-from tinyvllm_extra.prefix_cache import Blocks
-from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.cache import prefix_cache
+from tinyvllm_extra.cache.prefix_cache import Blocks
+from tinyvllm_extra.serving import AsyncLLM
 
 
 # Cache hits after a restart

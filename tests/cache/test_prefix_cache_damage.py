@@ -12,7 +12,7 @@ from helpers.prefix_cache import BS, check_refused, contents, header_of, restart
 from helpers.requests import prompt
 
 from tinyvllm import LLM
-from tinyvllm_extra import prefix_cache
+from tinyvllm_extra.cache import prefix_cache
 
 
 # Errors
@@ -96,7 +96,7 @@ def test_without_prefix_caching_save_writes_nothing_and_load_raises(folder, file
 # Saving
 
 @pytest.mark.parametrize("place, before_error", [
-  ("os.replace", []), ("os.fsync", []), ("tinyvllm_extra.prefix_cache.zlib.crc32", [0, 0])])
+  ("os.replace", []), ("os.fsync", []), ("tinyvllm_extra.cache.prefix_cache.zlib.crc32", [0, 0])])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
 def test_failed_save_keeps_old_file(engine, file, place, before_error, error):
   before, ids = file.read_bytes(), prompt(5 * BS, "fails")

@@ -22,7 +22,7 @@ from tinygrad.device import ALL_DEVICES
 import tinyvllm
 from tinyvllm import LLM, backend, config
 from tinyvllm_extra.cli import doctor
-from tinyvllm_extra.fit import estimate_fit, prequantized
+from tinyvllm_extra.formats.fit import estimate_fit, prequantized
 
 GIB = 2**30
 DATA = Path(__file__).parents[1] / "data"

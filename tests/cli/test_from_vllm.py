@@ -10,7 +10,7 @@ from helpers.servers import LocalServer
 from helpers.tokenizers import byte_level_bpe
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams, TextPrompt, TokensPrompt
-from tinyvllm_extra.huggingface import load_tokenizer
+from tinyvllm_extra.text.huggingface import load_tokenizer
 
 # arguments: of vLLM's LLM at their defaults, or at values that scripts often use. chats: prompts by options of LLM.chat
 VLLM = json.loads((Path(__file__).parents[1] / "data/vllm_options.json").read_text())

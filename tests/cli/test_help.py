@@ -11,10 +11,11 @@ from helpers.commands import run_command
 
 from tinyvllm import SamplingParams
 from tinyvllm.config import Options, option
-from tinyvllm_extra import flags as product
-from tinyvllm_extra.flags import HelpFormatter, add_flags, integer, select_options, setup_logging
+from tinyvllm_extra.cli import flags as product
+from tinyvllm_extra.cli.flags import HelpFormatter, add_flags, integer, select_options
+from tinyvllm_extra.options import setup_logging
 from tinyvllm_extra.options import LLMConfig
-from tinyvllm_extra.server.app import ServerConfig
+from tinyvllm_extra.serving.app import ServerConfig
 from tinyvllm_extra.vllm_options import ModelOptions
 
 COMMANDS = ["generate", "chat", "serve"]

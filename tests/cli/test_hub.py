@@ -17,8 +17,8 @@ from helpers.servers import LocalServer
 from huggingface_hub import constants, hf_api
 
 from tinyvllm import LLM, InputError
-from tinyvllm_extra import fit
-from tinyvllm_extra.hub import is_name, local_path, served_name
+from tinyvllm_extra.formats import fit
+from tinyvllm_extra.formats.hub import is_name, local_path, served_name
 
 GIB = 2**30
 UNUSED = ["README.md", "pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth",

@@ -17,12 +17,12 @@ from tinygrad import dtypes
 from tinyvllm import LLM
 from tinyvllm.backend import Backend
 from tinyvllm.config import InputError
-from tinyvllm_extra import fit
+from tinyvllm_extra.formats import fit
 from tinyvllm_extra.cli import doctor
 from tinyvllm_extra.kernels.fast_backend import RESERVE, FastBackend, drivers
 from tinyvllm_extra.models import find_model
-from tinyvllm_extra.parallel import Devices, device_names
-from tinyvllm_extra.weights import open_checkpoint
+from tinyvllm_extra.kernels.parallel import Devices, device_names
+from tinyvllm_extra.formats.checkpoints import open_checkpoint
 
 GIB = 2**30
 # machine: files of all cases. cases: the content of /proc/self/cgroup, files below /sys/fs/cgroup, RLIMIT_DATA in GiB,

@@ -10,10 +10,11 @@ import pytest
 from helpers.commands import error_line, run_command
 
 from tinyvllm import LLM, InputError
-from tinyvllm_extra.flags import select_options
+from tinyvllm_extra.cli.flags import select_options
 from tinyvllm_extra.options import LLMConfig
-from tinyvllm_extra.server.app import parse
-from tinyvllm_extra.vllm_options import NO_EFFECT, ModelOptions, expand, read_config, split_options
+from tinyvllm_extra.cli.serve import parse
+from tinyvllm_extra.cli.vllm_flags import expand, read_config
+from tinyvllm_extra.vllm_options import NO_EFFECT, ModelOptions, split_options
 
 # accepted: without `vllm serve`. refused: the start of the message by command line. expanded: words for argparse by
 # words of the user. split: options of LLM, as options of the engine and of the model

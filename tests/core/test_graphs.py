@@ -15,12 +15,12 @@ from tinyvllm.backend import Devices
 from tinyvllm.config import ModelConfig
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, allocate_kv_caches
-from tinyvllm_extra import graphs
-from tinyvllm_extra.graphs import usual_sizes
+from tinyvllm_extra.kernels import graphs
+from tinyvllm_extra.kernels.graphs import usual_sizes
 from tinyvllm_extra.kernels.graph_choice import CAPTURE_THRESHOLD
 from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.options import LLMConfig
-from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.serving import AsyncLLM
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def test_usual_sizes_end_with_the_largest_step(fresh, monkeypatch):
 
 
 def test_async_llm_captures_optional_graphs_while_idle(words_folder, monkeypatch):
-  monkeypatch.setattr("tinyvllm_extra.server.async_engine.IDLE_SECONDS", 0.05)
+  monkeypatch.setattr("tinyvllm_extra.serving.async_engine.IDLE_SECONDS", 0.05)
   llm = AsyncLLM(words_folder, prepare=True, cudagraph_capture_sizes=[8], max_num_seqs=4, max_num_batched_tokens=8)
   wait_until(lambda: llm._driver.captures is None, "all graphs are captured")
   assert {key.sampler_mode for key in llm.llm.runner.graphs} == {*SamplerMode} and len(llm.llm.runner.graphs) == 4

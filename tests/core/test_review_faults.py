@@ -13,10 +13,11 @@ from tinygrad import Tensor, UOp
 from tinygrad.uop.ops import KernelInfo, Ops
 
 from tinyvllm import LLM, InputError, SamplingParams, backend
-from tinyvllm_extra import logits
+from tinyvllm_extra.sampling import logits
 from tinyvllm_extra.kernels import cuda, kernel_cache
 from tinyvllm_extra.models import find_model
-from tinyvllm_extra.server import app
+from tinyvllm_extra.cli import serve
+from tinyvllm_extra.serving import app
 
 
 def test_kernel_on_disk_belongs_to_version_and_patches(tmp_path, monkeypatch):
@@ -126,4 +127,4 @@ def test_serve_command_loads_a_model_as_its_runner_says(tmp_path, monkeypatch, r
   (tiny_model(tmp_path, words=True) / "modules.json").write_text(json.dumps(modules))
   def server(*_): raise InputError("started")
   monkeypatch.setattr(app, "Server", server)
-  with pytest.raises(InputError, match=message): app.main([str(tmp_path), "--port", "0", "--runner", runner])
+  with pytest.raises(InputError, match=message): serve.main([str(tmp_path), "--port", "0", "--runner", runner])

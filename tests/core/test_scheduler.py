@@ -14,7 +14,7 @@ from tinyvllm.config import EngineConfig
 from tinyvllm.engine import Engine
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import BlockManager, Scheduler
-from tinyvllm_extra.metrics import MeteredScheduler, RequestMetrics
+from tinyvllm_extra.engine_metrics import MeteredScheduler, RequestMetrics
 
 
 class ReadingProcessor:

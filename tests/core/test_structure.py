@@ -22,6 +22,11 @@ MAX_FUNCTION_LINES = 40
 PATCHES = f"{EXTRA}.kernels.tinygrad_patches"
 PUBLIC = {f"tinygrad.{name}" for name in (
   "Context", "Device", "Tensor", "TinyJit", "UOp", "dtypes", "function", "helpers", "nn")}
+# Rooms and modules of the extension, the lowest first: each imports only from its own floor and the ones below
+FLOORS = [f"{EXTRA}.packages {EXTRA}.options {EXTRA}", f"{EXTRA}.text", f"{EXTRA}.models", f"{EXTRA}.kernels",
+          f"{EXTRA}.formats", f"{EXTRA}.sampling", f"{EXTRA}.cache", f"{EXTRA}.pooling",
+          f"{EXTRA}.llm {EXTRA}.engine_metrics {EXTRA}.vllm_options", f"{EXTRA}.serving", f"{EXTRA}.serving.agents",
+          f"{EXTRA}.vllm_names", f"{EXTRA}.cli"]
 # Names in tinygrad's submodules that may be imported outside of `kernels`: a type, a custom kernel's name, an error, a
 # number's text, and the order of devices
 STABLE = {"dtype.DType", "uop.ops.KernelInfo", "device.CompileError", "device.ALL_DEVICES", "helpers.size_to_str"}
@@ -165,18 +170,25 @@ def test_imported_members_exist():
         assert member in top_level_names(target), f"{module} imports {name}, which {target} does not define"
 
 
-@pytest.mark.parametrize("package, forbidden", [("kernels", ["server", "cli"]), ("server", ["cli"])])
-def test_extension_package_does_not_import_higher_layers(package, forbidden):
-  """Neither directly nor through another module of the extension, including imports within functions."""
-  pending = [module for module in FILES if in_package(module, f"{EXTRA}.{package}")]
-  checked = set(pending)
-  while pending:
-    module = pending.pop()
-    for target in imports(module):
-      is_forbidden = any(in_package(target, f"{EXTRA}.{name}") for name in forbidden)
-      assert not is_forbidden, f"{package} imports {target} through {module}"
-      if target not in checked and in_package(target, EXTRA): pending.append(target)
-      checked.add(target)
+def rank(module: str) -> int:
+  """Return a module's place in FLOORS. The longest matching name decides."""
+  places = {name: i for i, names in enumerate(FLOORS) for name in names.split()}
+  while module not in places: module = module.rpartition(".")[0]
+  return places[module]
+
+
+def test_rooms_import_only_from_rooms_below():
+  """Also within functions and for type checkers."""
+  for module in FILES:
+    if not in_package(module, EXTRA): continue
+    for target in imports(module, lambda node: True):
+      is_allowed = in_package(target, CORE) or rank(target) <= rank(module)
+      assert is_allowed, f"{module} imports {target}, which is in a higher room"
+
+
+def test_module_names_are_unique():
+  names = [module.rpartition(".")[2] for module in FILES]
+  assert not {name for name in names if names.count(name) > 1}
 
 
 def test_only_tinygrad_patches_assigns_to_tinygrad():

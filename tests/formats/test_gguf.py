@@ -18,10 +18,10 @@ from tinygrad import Tensor, dtypes, nn
 import tinyvllm
 from tinyvllm import LLM
 from tinyvllm.backend import Backend
-from tinyvllm_extra.gguf_export import convert
-from tinyvllm_extra.gguf_tokenizer import make_tokenizer
-from tinyvllm_extra.huggingface import load_tokenizer
-from tinyvllm_extra.weights import open_checkpoint
+from tinyvllm_extra.formats.gguf_export import convert
+from tinyvllm_extra.formats.gguf_tokenizer import make_tokenizer
+from tinyvllm_extra.text.huggingface import load_tokenizer
+from tinyvllm_extra.formats.checkpoints import open_checkpoint
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}   # blocks have up to 256 inputs
 KINDS = {   # bits, group size, with offsets

@@ -13,11 +13,11 @@ from helpers.gguf_files import check_conversion, write_gguf
 from helpers.models import tiny_model
 from helpers.requests import flags
 
-from tinyvllm_extra import gguf as loader
+from tinyvllm_extra.formats import gguf as loader
 from tinyvllm_extra.cli import main
-from tinyvllm_extra.gguf_export import convert
+from tinyvllm_extra.formats.gguf_export import convert
 from tinyvllm_extra.models import find_model
-from tinyvllm_extra.weights import open_checkpoint
+from tinyvllm_extra.formats.checkpoints import open_checkpoint
 from tinyvllm_extra.packages import MissingPackage
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512}   # blocks have up to 256 inputs

@@ -21,8 +21,9 @@ from tinyvllm.backend import Backend
 from tinyvllm_extra import kernels
 from tinyvllm_extra.kernels.matmul import (GateUp, Linear, reorder, pack_numbers, prepare_scales, scales_shape,
                                            stored_shape)
-from tinyvllm_extra.quantization import COMPRESSED, Quantized, dequantize, describe, find_layouts, quantize, read_matrix
-from tinyvllm_extra.weights import open_checkpoint
+from tinyvllm_extra.formats.quantization import (COMPRESSED, Quantized, dequantize, describe, find_layouts, quantize,
+                                                 read_matrix)
+from tinyvllm_extra.formats.checkpoints import open_checkpoint
 
 PROMPT = [5, 17, 99, 250, 31]
 KEY = "model.layers.1.mlp.down_proj."

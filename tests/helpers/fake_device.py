@@ -10,7 +10,7 @@ from tinygrad import Tensor, dtypes
 from tinyvllm import backend
 from tinyvllm.runner import LOGITS, NO_TILE, TILE, TOKENS, UNKNOWN, GraphKey, Runner
 from tinyvllm_extra.kernels import FastBackend
-from tinyvllm_extra.logits import ADJUSTMENTS, NUM_BEST, HiddenStatesPlan, LogitsPlan
+from tinyvllm_extra.sampling.logits import ADJUSTMENTS, NUM_BEST, HiddenStatesPlan, LogitsPlan
 
 from .models import load
 from .reference import log_softmax, reference_sampling_mask, rope_frequencies

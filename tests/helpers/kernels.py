@@ -12,7 +12,7 @@ from tinygrad.dtype import DType
 from tinyvllm.backend import Backend, cpu_cores
 from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.kernels.matmul import Linear, pack_numbers, prepare_scales, reorder, scales_shape
-from tinyvllm_extra.quantization import Quantized
+from tinyvllm_extra.formats.quantization import Quantized
 
 
 def on_device(x: np.ndarray) -> Tensor: return Tensor(np.ascontiguousarray(x)).contiguous().realize()

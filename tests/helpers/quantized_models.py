@@ -9,9 +9,11 @@ from safetensors.numpy import save_file
 from tinygrad import dtypes
 
 from tinyvllm.backend import Devices
-from tinyvllm_extra import kernels, parallel, weights
+from tinyvllm_extra import kernels
+from tinyvllm_extra.kernels import parallel
+from tinyvllm_extra.formats import weights
 from tinyvllm_extra.models import find_model
-from tinyvllm_extra.quantization import dequantize
+from tinyvllm_extra.formats.quantization import dequantize
 from .models import random_weights, tiny_config, tiny_model, write_safetensors
 
 

@@ -174,10 +174,11 @@ class LocalServer(Client):
   inject faults until the server stops. llm: the engine, once the model is loaded."""
   def __init__(self, model: str | os.PathLike | None = None, *options: Any, ready: bool = True,
                before: Callable[[pytest.MonkeyPatch], None] = lambda patch: None, seconds: float = 60.0):
-    from tinyvllm_extra.server import app   # here, so that other lanes need no server
+    from tinyvllm_extra.cli import serve
+    from tinyvllm_extra.serving import app   # here, so that other lanes need no server
     self.patch = pytest.MonkeyPatch()
     before(self.patch)
-    folder, engine, config = app.parse([*([str(model)] if model else []), *map(str, options), "--port", "0"])
+    folder, engine, config = serve.parse([*([str(model)] if model else []), *map(str, options), "--port", "0"])
     self.server = app.Server(folder, engine, config)
     self.unknown_fields = app.unknown_fields
     self.fields_state = {**vars(self.unknown_fields), "names": set()}   # of this server: it is global in a process

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tinyvllm_extra.speculation import Drafter, NGramDrafter
+from tinyvllm_extra.sampling.speculation import Drafter, NGramDrafter
 
 from .engines import assert_same_outputs
 from .models import VOCAB

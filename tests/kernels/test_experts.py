@@ -13,10 +13,10 @@ from tinygrad.uop.ops import Ops
 
 from tinyvllm import LLM
 from tinyvllm.config import InputError
-from tinyvllm_extra.kernels import experts as fast
+from tinyvllm_extra.kernels import expert_kernels as fast
 from tinyvllm_extra.kernels.matmul import reorder
 from tinyvllm_extra.models.experts import Experts, choose_experts
-from tinyvllm_extra.quantization import E2M1, Quantized, dequantize, quantize
+from tinyvllm_extra.formats.quantization import E2M1, Quantized, dequantize, quantize
 
 SLOW = Device.DEFAULT == "PYTHON"
 KINDS = {"float32": 2e-5, "float16": 2e-3, "int8": 2e-3, "int4": 2e-3, "mxfp4": 2e-3}   # tolerance for rounding

@@ -11,7 +11,7 @@ from tinygrad import Tensor, UOp, helpers
 from tinygrad.uop.ops import KernelInfo, Ops
 
 from tinyvllm import LLM, backend
-from tinyvllm_extra.kernels import kernel_cache as kernels, layers as traced_layers, tinygrad_patches
+from tinyvllm_extra.kernels import kernel_cache as kernels, layer_calls as traced_layers, tinygrad_patches
 
 CLANG = "clang", 1, 2   # a compiler: its name, file size and modification time
 

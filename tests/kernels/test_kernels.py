@@ -11,7 +11,7 @@ from tinygrad.uop.ops import Ops
 from tinyvllm.backend import scatter_kernel
 from tinyvllm_extra.kernels import generic as attention, matmul, shared_memory
 from tinyvllm_extra.kernels.matmul import GateUp, Linear, Norm, reorder, speaks_cuda
-from tinyvllm_extra.quantization import Quantized
+from tinyvllm_extra.formats.quantization import Quantized
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # dtype, tolerance for rounding
 SLOW = Device.DEFAULT == "PYTHON"

@@ -21,8 +21,8 @@ from tinygrad.runtime.autogen import cuda
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import InputError
 from tinyvllm_extra.kernels.matmul import Linear
-from tinyvllm_extra.parallel import check_peers, device_names
-from tinyvllm_extra.quantization import dequantize, quantize
+from tinyvllm_extra.kernels.parallel import check_peers, device_names
+from tinyvllm_extra.formats.quantization import dequantize, quantize
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="the number of other devices is fixed")
 
@@ -279,7 +279,7 @@ class FakeCuda:
 
 def test_check_peers_too_few_gpus_or_no_peer_access_raises(monkeypatch):
   """The driver reports access for each ordered pair of GPUs."""
-  monkeypatch.setattr("tinyvllm_extra.parallel.Device", FakeCuda)
+  monkeypatch.setattr("tinyvllm_extra.kernels.parallel.Device", FakeCuda)
   queries, unreadable = [], {(1, 0)}
 
   def can_access(result, reader, owner):

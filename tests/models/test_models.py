@@ -14,7 +14,7 @@ from tinygrad import dtypes, nn
 import tinyvllm
 from tinyvllm import LLM, InputError
 from tinyvllm.backend import Devices, Linear
-from tinyvllm_extra import fit
+from tinyvllm_extra.formats import fit
 from tinyvllm_extra.models import MODELS as MODEL_CLASSES
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.models.ropes import rope_table

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from helpers.tokenizers import byte_level_bpe
 
-from tinyvllm_extra.huggingface import load_tokenizer
+from tinyvllm_extra.text.huggingface import load_tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 CONVERSATIONS: dict[str, dict[str, Any]] = json.loads((DATA / "conversations.json").read_text())

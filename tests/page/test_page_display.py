@@ -10,7 +10,7 @@ from axe_playwright_python.sync_playwright import Axe
 from helpers.servers import wait_until
 from playwright.sync_api import expect
 
-DATA, PAGE = Path(__file__).parents[1] / "data", Path(__file__).parents[2] / "examples/tinyvllm_extra/server/chat.html"
+DATA, PAGE = Path(__file__).parents[1] / "data", Path(__file__).parents[2] / "examples/tinyvllm_extra/serving/chat.html"
 OWN_LINES = 847   # of the page without the two bundled libraries
 PHONE = {"viewport": {"width": 360, "height": 640}, "is_mobile": True, "has_touch": True}
 ANSWER = (DATA / "answer.md").read_text()

@@ -5,7 +5,7 @@ import pytest
 from helpers.speculation import NGRAM
 
 from tinyvllm import SamplingParams
-from tinyvllm_extra.speculation import NGramDrafter, SpeculativeConfig
+from tinyvllm_extra.sampling.speculation import NGramDrafter, SpeculativeConfig
 
 
 # Prompt lookup

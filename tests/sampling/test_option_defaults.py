@@ -9,8 +9,8 @@ import pytest
 from tinyvllm import InputError, SamplingParams, StructuredOutputsParams
 from tinyvllm.request import SamplingParams as CoreParams
 from tinyvllm_extra.options import LLMConfig
-from tinyvllm_extra.speculation import SpeculativeConfig
-from tinyvllm_extra.structured_outputs import tag_grammar
+from tinyvllm_extra.sampling.speculation import SpeculativeConfig
+from tinyvllm_extra.sampling.structured_outputs import tag_grammar
 
 LIMITS = json.loads((Path(__file__).parents[1] / "data/option_limits.json").read_text())
 

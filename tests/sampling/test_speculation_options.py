@@ -12,7 +12,7 @@ from helpers.speculation import NGRAM
 from helpers.tokenizers import byte_level_bpe
 
 from tinyvllm import LLM
-from tinyvllm_extra.server.metrics import draft_statistics
+from tinyvllm_extra.serving.prometheus import draft_statistics
 
 INVALID = json.loads((Path(__file__).parents[1] / "data/invalid_speculation.json").read_text())
 

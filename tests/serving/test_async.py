@@ -11,8 +11,8 @@ from helpers.protocol import SMALL
 from helpers.servers import wait_until
 
 from tinyvllm import SamplingParams, runner
-from tinyvllm_extra.server import AsyncLLM
-from tinyvllm_extra.server.async_engine import StepError
+from tinyvllm_extra.serving import AsyncLLM
+from tinyvllm_extra.serving.async_engine import StepError
 
 LONG = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
 PROMPTS = ["the cat", "hello world, this", "one two three", "where there is a will", "numbers: 0 1", "the dog ran"]

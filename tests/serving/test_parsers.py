@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from tinyvllm_extra.server.parsers import OutputFormat, find_format
+from tinyvllm_extra.text.parsers import OutputFormat, find_format
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data/tool_calls.json").read_text())
 FUNCTIONS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in RECORDED["tools"]}

@@ -16,7 +16,7 @@ from helpers.tokenizers import SPECIALS, byte_level_bpe
 from tokenizers import Tokenizer, processors
 
 from tinyvllm import LLM, InputError
-from tinyvllm_extra.pooling import INSTRUCTION, SCORE_PROMPT
+from tinyvllm_extra.pooling.embeddings import INSTRUCTION, SCORE_PROMPT
 from tinyvllm_extra.vllm_names import PoolingParams
 
 QWEN = {"architectures": ["Qwen3ForCausalLM"], "head_dim": 16, "bos_token_id": None, "eos_token_id": 0}

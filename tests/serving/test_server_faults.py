@@ -9,7 +9,7 @@ from helpers.servers import LocalServer, error_of, stream, wait_until
 
 from tinyvllm import LLM
 from tinyvllm.runner import Runner
-from tinyvllm_extra.huggingface import Tokenizer
+from tinyvllm_extra.text.huggingface import Tokenizer
 
 COMPLETIONS = "/v1/completions"
 

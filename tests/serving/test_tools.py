@@ -8,9 +8,9 @@ from helpers.models import tiny_model
 from helpers.protocol import answer
 from helpers.requests import flags
 from helpers.servers import LocalServer, checked, error_of, stream
-from tinyvllm_extra.server.parsers import find_format
-from tinyvllm_extra.server.protocol import ChatRequest, escapes_of, tools_of
-from tinyvllm_extra.server.tools import calls_schema
+from tinyvllm_extra.text.parsers import find_format
+from tinyvllm_extra.serving.protocol import ChatRequest, escapes_of, tools_of
+from tinyvllm_extra.serving.tools import calls_schema
 
 TIME = {"type": "function", "function": {"name": "time", "parameters": {
   "type": "object", "properties": {"zone": {"enum": ["UTC"]}}, "required": ["zone"], "additionalProperties": False}}}

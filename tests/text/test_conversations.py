@@ -8,9 +8,9 @@ from gguf import GGUFWriter
 from helpers.models import sentencepiece_model
 
 from tinyvllm.config import InputError
-from tinyvllm_extra.conversations import render_conversation
-from tinyvllm_extra.gguf_tokenizer import make_tokenizer
-from tinyvllm_extra.huggingface import load_tokenizer
+from tinyvllm_extra.text.conversations import render_conversation
+from tinyvllm_extra.formats.gguf_tokenizer import make_tokenizer
+from tinyvllm_extra.text.huggingface import load_tokenizer
 
 CONVERSATIONS = json.loads((Path(__file__).parents[1] / "data/rendered_conversations.json").read_text())
 

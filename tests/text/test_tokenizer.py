@@ -12,9 +12,9 @@ from tokenizers import AddedToken, processors
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.request import Sequence
 from tinyvllm.tokenizer import TextStream, Tokenizer
-from tinyvllm_extra.gguf_tokenizer import SPLITS
-from tinyvllm_extra.huggingface import load_tokenizer
-from tinyvllm_extra.weights import open_checkpoint
+from tinyvllm_extra.formats.gguf_tokenizer import SPLITS
+from tinyvllm_extra.text.huggingface import load_tokenizer
+from tinyvllm_extra.formats.checkpoints import open_checkpoint
 
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" \
        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -9,15 +9,17 @@ from tinygrad.device import CompileError
 from tinyvllm import LLM, SamplingParams, __version__
 from tinyvllm.config import logger
 from tinyvllm_extra.options import LLMConfig
-from tinyvllm_extra.flags import add_flags, parse_flags, select_options, set_log_level
 from tinyvllm_extra.packages import MissingPackage, optional
 from tinyvllm_extra.vllm_options import ModelOptions
+
+from .client import Remote
+from .flags import add_flags, parse_flags, select_options, set_log_level
 
 # Errors that are printed in one line; the last two come from a compiler
 FAILURES = (ValueError, MissingPackage, RuntimeError, CompileError, subprocess.CalledProcessError)
 # Commands with their own `main`: help text, module, and the extra that installs their packages
-COMMANDS = {"serve": ("Serve the OpenAI API over HTTP", "tinyvllm_extra.server", "server"),
-            "convert": ("Convert a GGUF file to a model folder", "tinyvllm_extra.gguf_export", "hf"),
+COMMANDS = {"serve": ("Serve the OpenAI API over HTTP", "tinyvllm_extra.cli.serve", "server"),
+            "convert": ("Convert a GGUF file to a model folder", "tinyvllm_extra.formats.gguf_export", "hf"),
             "doctor": ("Test the devices of this machine", "tinyvllm_extra.cli.doctor", "cpu")}
 CHAT = "Chat with a model. Commands: /new, /system TEXT, /exit"
 
@@ -105,7 +107,7 @@ def run(args: dict[str, Any]) -> int:
   remote = args["url"] or args["api_key"]
   signal.signal(signal.SIGINT, interrupt)
   params = SamplingParams(**{"temperature": 0.0, **select_options(args, SamplingParams)})
-  llm = module_of("serve").Remote.from_flags(args, engine) if remote else LLM(args["model"], **engine)
+  llm = Remote.from_flags(args, engine) if remote else LLM(args["model"], **engine)
   if args["command"] != "generate": return chat(llm, params, answering)
   print_stream(llm.generate_stream(args["prompt"], params), args["prompt"])
   return 0

@@ -10,11 +10,13 @@ from tinygrad import Context, Device, Tensor, TinyJit, dtypes
 from tinygrad.device import ALL_DEVICES
 
 from tinyvllm import __version__, backend, config
-from tinyvllm_extra import gguf_export, kernels
+from tinyvllm_extra import kernels
+from tinyvllm_extra.formats import gguf_export
+from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
+from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.weights import Checkpoint
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
-from tinyvllm_extra.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
 from tinyvllm_extra.models import find_model
-from tinyvllm_extra.weights import Checkpoint, open_checkpoint
 
 LIMIT = 90   # timeout of a backend's process, in seconds
 BUFFER = 2**28   # maximum size of the bandwidth test's weights, in bytes

@@ -10,7 +10,7 @@ from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.config import ModelConfig, check, logger
 from tinyvllm.runner import GraphKey, Runner
 
-from . import drivers, experts, graph_choice, layers, matmul, sampling, tensor_cores
+from . import drivers, expert_kernels, fast_sampler, graph_choice, layer_calls, matmul, tensor_cores
 from .tinygrad_patches import num_compiled
 
 RESERVE = 2**29   # bytes of the host's memory that weights and KV cache do not use
@@ -21,11 +21,11 @@ class FastBackend(backend.Backend):
   Linear = matmul.Linear
   GateUp = matmul.GateUp
   Norm = matmul.Norm
-  Experts = experts.Experts
-  sampler = sampling.Sampler()
+  Experts = expert_kernels.Experts
+  sampler = fast_sampler.Sampler()
   kv_layout = staticmethod(tensor_cores.kv_layout)
   attend = staticmethod(tensor_cores.attend)
-  run_layers = staticmethod(layers.run_layers)
+  run_layers = staticmethod(layer_calls.run_layers)
 
   def __init__(self) -> None: self.graph_state = graph_choice.GraphState()
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.config import ModelConfig, check
 from tinyvllm.backend import cpu_cores, renderer
+from tinyvllm.config import ModelConfig, check
 from tinyvllm_extra.options import LLMConfig
 
 SMALLEST = 1e-30   # lower limit of a head's largest number, to avoid division by 0

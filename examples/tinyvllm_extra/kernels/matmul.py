@@ -14,9 +14,9 @@ from tinygrad.uop.ops import AxisType, Ops, sint
 from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
 
-from ..quantization import E2M1, Quantized, is_small_float, narrow
 from .cpu import cpu_sums
 from .kv_cache import FACTOR, half_bits
+from .quantized import E2M1, Quantized, is_small_float, narrow
 from .schedule import Routes, axes, axis, divisor, end, fold, kernel_of, lane_axis, shared_by, unrolled
 from .shards import local_ids, partial_sums
 from .shared_memory import MMA, SharedBuffers, mma, shared_tiles, wait

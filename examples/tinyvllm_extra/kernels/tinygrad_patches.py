@@ -10,8 +10,8 @@ from tinygrad.renderer.cstyle import ClangRenderer, CUDARenderer
 from tinygrad.runtime.ops_cpu import CPUAllocator
 from tinygrad.uop.ops import Ops, PatternMatcher, UPat
 
-from tinyvllm.config import logger
 from tinyvllm.backend import cpu_cores
+from tinyvllm.config import logger
 
 from .cpu import AVX512, EXP2, CPUGraph, allocate
 from .kernel_cache import KernelFolder

@@ -1,0 +1,222 @@
+"""Saves the prefix cache, cached blocks with their hashes, to a file for a restarted engine. A file is only loaded into
+an engine that would compute the same blocks, a block with a wrong checksum is never loaded, and a file is replaced
+completely or not at all."""
+import collections, contextlib, functools, hashlib, json, os, pathlib, tempfile, time, weakref, zlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from tinygrad import Device, Tensor, TinyJit, dtypes
+
+from tinyvllm.backend import exclusive
+from tinyvllm.config import ModelConfig, check, logger
+from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.kernels.buffers import buffers_of, copy_blocks, copy_to_devices, write
+
+if TYPE_CHECKING: from tinyvllm_extra.llm import LLM
+
+MAGIC = b'{"__metadata__": {"format": "'   # start of the JSON header
+FORMAT = "1"           # change it when the hashes, the blocks or the file layout change
+MAX_BYTES = 2**26      # maximum bytes of blocks to copy at a time, but at least one block
+SAMPLE_BYTES = 2**16   # bytes of a weight to hash, at each of four offsets
+
+identities: "weakref.WeakKeyDictionary[LLM, dict[str, str]]" = weakref.WeakKeyDictionary()
+
+
+def fingerprint(path: pathlib.Path, config: ModelConfig) -> str:
+  """Hash a model's config and samples of each weight, which differ between fine-tuned models. Reads few bytes."""
+  checkpoint = open_checkpoint(path)
+  digest = hashlib.sha256(repr((config, checkpoint.hf_config.get("quantization_config"))).encode())
+  for name, dtype, shape, data in checkpoint.fingerprint_pieces():
+    digest.update(repr((name, dtype, shape)).encode())
+    for start in range(0, len(data), max(SAMPLE_BYTES, len(data) // 4)):
+      digest.update(data[start:start + SAMPLE_BYTES].data)
+  return digest.hexdigest()[:32]
+
+
+def identity(engine: "LLM") -> dict[str, str]:
+  """Return everything that an engine's blocks and hashes depend on. The first call reads the model's files: call it
+  early, as they may be replaced while the engine runs."""
+  if engine in identities: return identities[engine]
+  config = engine.config
+  layouts = collections.Counter(f"{x.dtype.name} {x.shape[1:]}" for x in cache_tensors(engine))
+  values: dict[str, Any] = {
+    "format": FORMAT, "model": fingerprint(engine.path, engine.model_config), "dtype": engine.runner.model.dtype.name,
+    "quantization": config.quantization if config.quantization in ("int8", "int4") else None,   # others: the model's
+    **{name: getattr(config, name) for name in ("kv_cache_dtype", "block_size", "tensor_parallel_size")},
+    "parts": ", ".join(f"{count} of {layout}" for layout, count in layouts.items())}
+  for runner in engine.runners[1:]:   # the draft model's
+    draft: Any = engine.proposer.config   # type: ignore[union-attr]
+    draft_model = fingerprint(pathlib.Path(draft.model).expanduser(), runner.model.config)
+    values["draft model"] = f"{draft_model}, quantization {draft.quantization}"
+  identities[engine] = {name: str(value) for name, value in values.items()}
+  return identities[engine]
+
+
+def cache_tensors(engine: "LLM") -> list[Tensor]:
+  """Return all tensors of the KV cache. Each holds a part of every block."""
+  return [tensor for runner in engine.runners for layer in runner.kv_caches for tensor in layer]
+
+
+class Blocks:
+  """Reads and writes an engine's blocks as rows of bytes, up to `count` at a time, through a staging tensor on the
+  device for each cache tensor. Works for any number of cache tensors of any dtypes and shapes."""
+  def __init__(self, engine: "LLM"):
+    tensors = cache_tensors(engine)
+    self.devices = engine.runners[0].model.devices.names
+    self.row_bytes = sum(buffer.nbytes for x in tensors for buffer in buffers_of(x)) // engine.blocks.num_blocks
+    self.count = max(1, min(MAX_BYTES // self.row_bytes, engine.blocks.num_blocks))
+    def allocate(device, dtype, *shape): return Tensor.empty(*shape, dtype=dtype, device=device).contiguous().realize()
+    def allocate_ids(): return {x: allocate(x, dtypes.int32, self.count) for x in {tensor.device for tensor in tensors}}
+    staging = [allocate(x.device, x.dtype, self.count, *x.shape[1:]) for x in tensors]
+    self.staging_buffers = [buffer for x in staging for buffer in buffers_of(x)]
+    self.block_ids = allocate_ids()
+    staging_ids = allocate_ids()
+    for x in staging_ids.values(): copy_to_devices(x, np.arange(self.count, dtype=np.int32))
+    self.gather = TinyJit(functools.partial(copy_blocks, staging, staging_ids, tensors, self.block_ids))
+    self.scatter = TinyJit(functools.partial(copy_blocks, tensors, self.block_ids, staging, staging_ids))
+    self._synchronize()
+
+  def _synchronize(self) -> None:
+    """Wait for all devices, the first one last, as CUDA runs the next step in the last used stream."""
+    for name in reversed(self.devices): Device[name].synchronize()
+
+  def _select(self, blocks: list[int]) -> None:
+    """Set the blocks to copy, padded with the null block 0."""
+    padded = np.zeros(self.count, np.int32)
+    padded[:len(blocks)] = blocks
+    for x in self.block_ids.values(): copy_to_devices(x, padded)
+
+  def read(self, blocks: list[int]) -> np.ndarray:
+    """Return the content of blocks, (len(blocks), row_bytes) uint8."""
+    self._select(blocks)
+    self.gather()
+    columns = [np.frombuffer(x.as_memoryview(allow_zero_copy=True), np.uint8) for x in self.staging_buffers]
+    rows = np.concatenate([x.reshape(self.count, -1)[:len(blocks)] for x in columns], 1)
+    self._synchronize()
+    return rows
+
+  def write(self, blocks: list[int], rows: np.ndarray) -> None:
+    """Write rows, (len(blocks), row_bytes) uint8, to blocks."""
+    self._select(blocks)
+    ends = np.cumsum([buffer.nbytes // self.count for buffer in self.staging_buffers])
+    padded = np.zeros((self.count, self.row_bytes), np.uint8)
+    padded[:len(rows)] = rows
+    for buffer, columns in zip(self.staging_buffers, np.split(padded, ends[:-1], 1), strict=True):
+      write(buffer, np.ascontiguousarray(columns))
+    self.scatter()
+    self._synchronize()
+
+
+@contextlib.contextmanager
+def atomic_write(path: pathlib.Path) -> Iterator[Any]:
+  """Open a temporary file that replaces `path` once it is written and flushed to disk. An error deletes it."""
+  handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")   # readable only by its owner
+  try:
+    with os.fdopen(handle, "wb") as file:
+      yield file
+      file.flush()
+      os.fsync(handle)
+    os.replace(name, path)
+  except BaseException:
+    os.unlink(name)
+    raise
+
+
+def save_prefix_cache(engine: "LLM", path: str | os.PathLike) -> int:
+  """Write all cached blocks to a file, most recently used first, and return their number. Replaces an earlier file, but
+  writes nothing if no block is cached. The model's files must not have changed since the engine loaded them, unless
+  load_prefix_cache was called before. Raises OSError, and leaves the file unchanged, if it cannot be written or is not
+  a prefix cache."""
+  with engine.driving(), exclusive: return _save(engine, path)
+
+
+def _save(engine: "LLM", path: str | os.PathLike) -> int:
+  started = time.perf_counter()
+  target = pathlib.Path(path).expanduser().resolve()
+  magic = b""
+  with contextlib.suppress(FileNotFoundError), open(target, "rb") as old: magic = old.read(8 + len(MAGIC))[8:]
+  if not MAGIC.startswith(magic):
+    raise FileExistsError(f"{str(path)!r} is not a prefix cache: remove it, or choose another file")
+  pool = engine.blocks
+  in_use = [block for seq in engine.scheduler.running for block in seq.block_table]
+  most_recent = dict.fromkeys([*in_use, *reversed(pool.evictable)])
+  cached = [block for block in most_recent if pool.is_cached(block)]
+  if not cached: return 0
+  blocks = Blocks(engine)
+  header: dict[str, Any] = {"__metadata__": identity(engine)}
+  end = 0
+  for name, dtype, row_bytes in (("keys", "U8", 32), ("blocks", "U8", blocks.row_bytes), ("checksums", "U32", 4)):
+    shape = [len(cached), row_bytes] if dtype == "U8" else [len(cached)]
+    header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + row_bytes * len(cached)]}
+    end += row_bytes * len(cached)
+  encoded = json.dumps(header).encode()
+  encoded += b" " * (-len(encoded) % 8)
+  checksums = []
+  # safetensors' own writer needs all tensors in host memory, but these may be as large as the device's memory
+  with atomic_write(target) as file:
+    file.write(len(encoded).to_bytes(8, "little") + encoded)
+    file.write(b"".join(pool.block_hashes[block] for block in cached))
+    for i in range(0, len(cached), blocks.count):
+      batch = cached[i:i + blocks.count]
+      rows = blocks.read(batch)
+      checksums += [zlib.crc32(row, zlib.crc32(pool.block_hashes[block]))
+                    for block, row in zip(batch, rows, strict=True)]
+      file.write(rows.data)
+    file.write(np.array(checksums, "<u4").data)
+  seconds = time.perf_counter() - started
+  logger.info(f"prefix cache: {len(cached)} blocks, {end / 2**20:.0f} MiB, written to {path} in {seconds:.1f} s")
+  return len(cached)
+
+
+def load_prefix_cache(engine: "LLM", path: str | os.PathLike) -> int:
+  """Add a file's blocks to the prefix cache, most recently used first, until no uncached free block is left, and return
+  their number. Raises InputError, and leaves the engine unchanged, for a file that is missing, damaged or written by
+  another model or with other options."""
+  prefix = f"prefix cache {str(path)!r}"
+  check(engine.config.enable_prefix_caching, f"{prefix} has no effect with enable_prefix_caching=False: remove one")
+  started = time.perf_counter()
+  with engine.driving(), exclusive:
+    identity(engine)
+    source = pathlib.Path(path).expanduser()
+    check(source.exists(), f"{prefix} does not exist")
+    try:
+      with safe_open(source, "numpy") as file: count = read_blocks(engine, file, prefix)
+    except (OSError, SafetensorError) as e: check(False, f"{prefix} is damaged ({e}): remove it")
+  logger.info(f"prefix cache: {count} blocks of {path} in {time.perf_counter() - started:.1f} s")
+  return count
+
+
+def read_blocks(engine: "LLM", file: Any, prefix: str) -> int:
+  """Validate a safetensors file and load its blocks. prefix: start of error messages."""
+  expected = identity(engine)
+  metadata = file.metadata() or {}
+  differences = [f"{name} {metadata.get(name)!r}, here {expected[name]!r}"
+                 for name in expected if metadata.get(name) != expected[name]]
+  check(expected.keys() == metadata.keys() and not differences, f"{prefix} has blocks that do not fit this engine "
+        f"({'; '.join(differences)}): remove it, or choose another file")
+  blocks = Blocks(engine)
+  slices = {name: file.get_slice(name) for name in ("keys", "blocks", "checksums")}
+  n = slices["keys"].get_shape()[0]
+  layout = [(x.get_dtype(), x.get_shape()) for x in slices.values()]
+  check(layout == [("U8", [n, 32]), ("U8", [n, blocks.row_bytes]), ("U32", [n])], f"{prefix} is damaged: remove it")
+  hashes = [row.tobytes() for row in slices["keys"][:]]
+  checksums = slices["checksums"][:]
+  pool = engine.blocks
+  uncached = [i for i, block_hash in enumerate(hashes) if block_hash not in pool.cached_blocks]
+  targets = dict(zip(uncached, reversed(pool.free_blocks), strict=False))   # row of the file -> free block
+  for start in range(0, n, blocks.count):
+    batch = [i for i in range(start, min(n, start + blocks.count)) if i in targets]
+    if not batch: continue
+    rows = slices["blocks"][batch[0]:batch[-1] + 1][[i - batch[0] for i in batch]]
+    damaged = [i for i, row in zip(batch, rows, strict=True) if zlib.crc32(row, zlib.crc32(hashes[i])) != checksums[i]]
+    check(not damaged, f"{prefix} is damaged (block {damaged[:1]}): remove it")
+    blocks.write([targets[i] for i in batch], rows)   # not in the prefix cache until all are written
+  del pool.free_blocks[len(pool.free_blocks) - len(targets):]
+  for i, block in reversed(targets.items()):
+    pool.block_hashes[block] = hashes[i]
+    pool.cached_blocks[hashes[i]] = block
+  # Least recently used first: the engine's own blocks are more recent than the file's
+  pool.evictable = collections.OrderedDict.fromkeys([*reversed(targets.values()), *pool.evictable])
+  return len(targets)

@@ -1,0 +1,57 @@
+"""vLLM's command lines: short flags, JSON flags in parts, and --config FILE."""
+import json, pathlib, re
+from typing import Any
+
+from tinyvllm.config import InputError, check
+from tinyvllm_extra.packages import optional
+
+# Options of vLLM that take several values
+LISTS = ("allowed_media_domains", "collect_detailed_traces", "ignore_patterns", "logits_processors", "lora_modules")
+SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
+         "-dcp": "--decode-context-parallel-size", "-asc": "--api-server-count", "-q": "--quantization",
+         "-O": "--compilation-config", "-cc": "--compilation-config", "--cuda-graph-sizes": "--cudagraph-capture-sizes"}
+FLAG = re.compile(r"(--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)   # name, .keys, value
+
+
+def expand(argv: list[str]) -> list[str]:
+  """Return a command line for argparse: full flags with dashes, and one JSON value for a flag in parts, as in
+  `--speculative-config.method ngram`."""
+  result: list[str] = []
+  objects: dict[str, dict[str, Any]] = {}
+  words = iter(argv)
+  for word in words:
+    match = FLAG.fullmatch(re.sub(r"^-O(?=\d)", "-O=", word))
+    if not match:
+      result.append(word)
+      continue
+    name, path, value = match.groups()
+    name = name.replace("_", "-")
+    name = SHORT.get(name, name)
+    if path:
+      *keys, last = path[1:].split(".")
+      target = objects.setdefault(name, {})
+      for key in keys: target = target.setdefault(key, {})
+      target[last] = parse_value(next(words, "") if value is None else value)
+    else: result.append(name if value is None else f"{name}={value}")
+  return result + [x for name, content in objects.items() for x in (name, json.dumps(content))]
+
+
+def parse_value(text: str) -> Any:
+  """Parse JSON. Other text is a string, except None."""
+  try: return None if text == "None" else json.loads(text)
+  except ValueError: return text
+
+
+def read_config(path: str) -> list[str]:
+  """Return the options in a YAML file as a command line. Raises InputError for a file that is not of options."""
+  yaml = optional("yaml", "server", "--config")
+  try: content = yaml.safe_load(pathlib.Path(path).expanduser().read_text())
+  except (OSError, yaml.YAMLError) as error: raise InputError(f"config={path!r} cannot be read: {error}") from error
+  check(isinstance(content, dict), f"config={path!r} must hold lines `option: value`")
+  words: list[str] = []
+  for name, value in content.items():
+    flag = f"--{name}".replace("_", "-")
+    if isinstance(value, bool): words.append(flag if value else flag.replace("--", "--no-", 1))
+    elif isinstance(value, list): words += [flag, *map(str, value)]
+    elif value is not None: words.append(f"{flag}={json.dumps(value) if isinstance(value, dict) else value}")
+  return words

@@ -1,0 +1,1 @@
+"""Checkpoints: safetensors, GGUF, quantized formats, and the Hugging Face hub."""

@@ -1,0 +1,11 @@
+"""Opens a model's checkpoint."""
+import pathlib
+
+from . import gguf, weights
+
+
+def open_checkpoint(path: pathlib.Path, quantization: str | None = None) -> weights.Checkpoint:
+  """Open a folder in Hugging Face's layout or a GGUF file. quantization: LLM's option. Raises InputError for anything
+  else."""
+  is_gguf = path.suffix == ".gguf" and not path.is_dir()
+  return (gguf.Checkpoint if is_gguf else weights.Checkpoint)(path, quantization)

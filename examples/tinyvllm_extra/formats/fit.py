@@ -1,0 +1,119 @@
+"""Estimates the memory that a model uses on a device: from its config.json, or from the tensors in its files."""
+import math, pathlib, re
+from typing import Any
+
+import numpy as np
+from tinygrad import Context, Device, dtypes, nn
+
+from tinyvllm.backend import Devices, Linear
+from tinyvllm.config import check, logger
+from tinyvllm_extra import kernels
+from tinyvllm_extra.kernels import drivers
+from tinyvllm_extra.models import find_model
+from tinyvllm_extra.options import LLMConfig
+
+GIB = 2**30
+DTYPES = ["float32", "float16", "bfloat16"]
+# Bits per weight of the layers' matrices, including scale and offset of each group of 32 weights
+QUANTIZED = {"int8": 8 + 16 / 32, "int4": 4 + 32 / 32}
+
+
+def open_device() -> dict[str, Any]:
+  """Open the default device. Return its dtype of activations, its support of DTYPES, its free memory, and why it is the
+  default ("" if tinygrad chose it)."""
+  why = kernels.prepare_device()
+  backend = kernels.make_backend()
+  supported = Device.default.renderer.supported_dtypes()
+  return {"dtype": backend.pick_dtype("auto"), **{name: getattr(dtypes, name) in supported for name in DTYPES},
+          "free_gib": backend.free_memory(Device.DEFAULT) / GIB, "why": why}
+
+
+def prequantized(hf: dict[str, Any]) -> str | None:
+  """Return "int8" (also for e4m3) or "int4" if a model is pre-quantized, else None. hf: the content of config.json."""
+  quantization = hf.get("quantization_config") or {}
+  weights = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
+  bits = {x.get("num_bits") for x in weights} | {quantization.get("bits"), quantization.get("w_bit")}
+  bits.add({"fp8": 8, "mxfp4": 4}.get(quantization.get("quant_method", "")))   # mxfp4: of most matrices
+  return next((name for name in QUANTIZED if int(name[3:]) in bits), None)
+
+
+def estimate_fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | None = None,
+                 kv_cache_dtype: str = "auto") -> dict[str, Any]:
+  """Return a model's memory use on a backend, and the number of KV cache tokens that fit. hf: the content of
+  config.json. row: the backend's facts. Raises InputError for an unsupported model."""
+  shape, model_class = find_model(hf, pathlib.Path(name))
+  sizes = {dtype: getattr(dtypes, dtype).itemsize for dtype in DTYPES if row[dtype]}
+  # Weights keep the checkpoint's dtype if it is narrower
+  stored = min(row["dtype"], hf.get("dtype") or hf.get("torch_dtype"), key=lambda dtype: sizes.get(dtype, 4))
+  with Context(DEV="NULL"):   # NULL supports every dtype; empty tensors use no memory
+    fast = kernels.FastBackend()
+    model = model_class(shape, dtypes.float32, fast, Devices())
+    cache = fast.kv_layout(shape, LLMConfig(kv_cache_dtype=kv_cache_dtype, block_size=1),
+                           getattr(dtypes, row["dtype"]))
+  num_weights = sum(int(x.numel()) for module in model.modules() for x in nn.state.get_parameters(module))
+  matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear)]
+  quantized = sum(int(x.weight.numel()) for x in matrices) if quantization else 0
+  weights = (num_weights - quantized) * sizes[stored] + int(quantized * QUANTIZED.get(quantization or "", 0) / 8)
+  # A step reads few rows of the embeddings, but the whole output head
+  read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
+  per_token = shape.num_hidden_layers * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
+  left = int(row["free_gib"] * GIB * LLMConfig().gpu_memory_utilization) - weights
+  return {"model": name, "dtype": row["dtype"], "stored": quantization or stored, "weights_gib": weights / GIB,
+          "fits": left >= per_token, "kv_tokens": max(0, left) // per_token,
+          "tokens_per_s_at_most": row.get("gb_per_s", 0) * 1e9 / read}
+
+
+def is_in_layer(name: str) -> bool: return bool(re.search(r"\b(layers|h)\.\d", name))   # h: GPT-2's layers
+
+
+def weight_bytes(checkpoint: Any, quantization: str | None) -> int:
+  """Return the bytes that a checkpoint's model takes on each of its devices, at least: padding and tensors that are
+  dequantized while loading take more. quantization: "int8", "int4" or another value, which changes nothing."""
+  model = checkpoint.model
+  wide = 8 * model.dtype.itemsize
+  sources = {source for module in model.modules() for source in module.sources}
+
+  def size(name: str, tensor: Any) -> float:
+    is_matrix = is_in_layer(name) and len(tensor.shape) > 1
+    bits = QUANTIZED.get(quantization or "", wide) if is_matrix and checkpoint.method is None else wide
+    is_float = np.dtype(tensor.dtype).kind in "fu"   # bfloat16 is uint16
+    return min(tensor.nbytes, math.prod(tensor.shape) * bits / 8) if is_float else tensor.nbytes
+  total = sum(size(name, x) for name, x in checkpoint.tensors.items() if {name, name.rpartition(".")[0]} & sources)
+  return int(total / len(model.devices.names))
+
+
+def loading_bytes(checkpoint: Any, quantization: str | None) -> int:
+  """Return the memory that loading takes on a CPU. Outside of layers, the largest matrix loads early and is in memory
+  three times: mapped, reordered, and as the weight. In layers, quantization takes up to five times a matrix."""
+  layers, others = ([x.nbytes for name, x in checkpoint.tensors.items() if is_in_layer(name) is in_layers]
+                    for in_layers in (True, False))
+  return max(weight_bytes(checkpoint, quantization) + 5 * max(layers, default=0), 4 * max(others, default=0))
+
+
+def remedy(checkpoint: Any, free: int) -> str:
+  """Return what to do about a model that does not fit: the widest quantization that does, or the memory needed."""
+  def needed(quantization: str | None) -> float:
+    room = weight_bytes(checkpoint, quantization) / LLMConfig().gpu_memory_utilization   # for a KV cache
+    return max(room, loading_bytes(checkpoint, quantization))
+  sizes = {} if checkpoint.method else {name: needed(name) for name in QUANTIZED}
+  for name, num_bytes in sizes.items():
+    weights = weight_bytes(checkpoint, name) / GIB
+    if num_bytes <= free: return f"use quantization={name!r} (--quantization {name}), which takes {weights:.2f} GiB"
+  reason = "no quantization fits" if sizes else "it cannot be quantized further"
+  least = min(sizes.values(), default=needed(None)) / GIB
+  return f"{reason}: choose a smaller model, or provide {least:.2f} GiB of free memory"
+
+
+def check_memory(checkpoint: Any, quantization: str | None) -> None:
+  """Raise InputError if the weights alone exceed the free memory of a device, with the quantization that fits. Log a
+  warning if loading may exceed it. Backends and devices whose memory is a guess are not checked."""
+  devices, backend = checkpoint.model.devices, checkpoint.model.backend
+  if not isinstance(backend, kernels.FastBackend) or not all(map(backend.knows_memory, devices.names)): return
+  size = weight_bytes(checkpoint, quantization)
+  if size > devices.free_memory(backend): drivers.free_unused_buffers(devices.names)
+  free = devices.free_memory(backend)
+  text = f"{devices.names[0]} has {free / GIB:.2f} GiB of free memory"
+  check(size <= free, f"model: {checkpoint.path} needs {size / GIB:.2f} GiB for its weights, but {text}: "
+        f"{remedy(checkpoint, free)}")
+  peak = loading_bytes(checkpoint, quantization)
+  if peak > free: logger.warning(f"loading may take {peak / GIB:.2f} GiB, and {text}")

@@ -1,0 +1,268 @@
+"""Loads GGUF files (github.com/ggml-org/ggml, docs/gguf.md), which hold the config, the tokenizer and the weights.
+Quantized weights keep their values: q * scale + offset in groups of inputs."""
+import dataclasses, itertools, math, mmap, os, pathlib, struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from tinyvllm.config import InputError, check
+from tinyvllm_extra.kernels.quantized import Matrix, Quantized, narrow
+from tinyvllm_extra.text.huggingface import Tokenizer
+
+from . import weights
+from .gguf_tokenizer import make_tokenizer
+from .gguf_types import OTHER_TYPES, TYPES, Format, TensorType, common_format, decode
+
+# Metadata key without the architecture's prefix -> field of config.json. The first five are required
+KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+        "block_count": "num_hidden_layers", "attention.head_count": "num_attention_heads",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps", "attention.head_count_kv": "num_key_value_heads",
+        "attention.key_length": "head_dim", "context_length": "max_position_embeddings", "rope.freq_base": "rope_theta",
+        "rope.scaling.original_context_length": "original_max_position_embeddings",
+        "attention.sliding_window": "sliding_window", "rope.freq_base_swa": "rope_local_base_freq",
+        "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+        "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+INTEGERS = {x for x in KEYS.values() if x.startswith(("hidden", "inter", "num", "head", "max", "orig", "sliding"))}
+REQUIRED = [*KEYS][:5]
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+                 "smollm3": "SmolLM3ForCausalLM", "granite": "GraniteForCausalLM", "phi3": "Phi3ForCausalLM",
+                 "olmo2": "Olmo2ForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
+                 "mistral3": "Ministral3ForCausalLM"}
+WINDOWED = {"llama": "MistralForCausalLM", "olmo2": "Olmo3ForCausalLM"}   # if the file has a sliding window
+PERMUTED = ("llama", "smollm3", "granite", "mistral3")   # the two rows that RoPE rotates are adjacent in the file
+# Component of a tensor name -> Hugging Face's name
+NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "blk": "model.layers",
+         "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_output": "self_attn.o_proj",
+         "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+         "attn_qkv": "self_attn.qkv_proj",
+         "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+         **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
+         **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}}
+OWN_NAMES = {"phi3": {"ffn_up": "mlp.gate_up_proj"},
+             **{x: {"ffn_norm": "pre_feedforward_layernorm"} for x in ("gemma2", "gemma3")}}   # by architecture
+# Tokens that end a turn in files without tokenizer.ggml.eot_token_id, as in llama.cpp (src/llama-vocab.cpp)
+ENDS = {"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|end_of_text|>", "<|endoftext|>", "<EOT>"}
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+SPLIT_KEYS = ("split.no", "split.count", "split.tensors.count")   # in every part of a split model
+LAYER_TENSORS = ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]
+MISSING = {"phi3": ("attn_q", "attn_k", "attn_v", "ffn_gate"), "olmo2": ("attn_norm", "ffn_norm")}   # by architecture
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor(weights.StoredTensor):
+  """A tensor in a GGUF file."""
+  tensor_type: TensorType
+  row_order: np.ndarray | None = None   # order of the rows in the model, if it differs
+
+  nbytes = property(lambda self: math.prod(self.shape) // self.tensor_type.inputs * np.dtype(self.dtype).itemsize)
+
+  def read(self) -> np.ndarray:
+    """Return the tensor's values in its shape, or the blocks, (rows, blocks per row), of a quantized one."""
+    shape = (*self.shape[:-1], self.shape[-1] // self.tensor_type.inputs)
+    data = np.memmap(self.path, self.dtype, "c", self.start, shape)
+    return data if self.row_order is None else data[self.row_order]
+
+  def read_quantized(self, target: Format) -> Quantized:
+    """Return the weight in this format, with the exact values."""
+    q, scale, offset = decode(self.tensor_type, self.read())
+    repeats = q.shape[1] // target.group_size // scale.shape[1]   # a group of 32 becomes two of 16
+    scale = narrow(scale).repeat(repeats, 1)
+    if offset is not None: offset = narrow(offset).repeat(repeats, 1)
+    elif target.bits == 4:   # from -8..7 to 0..15
+      q += np.int8(8)
+      offset = -8 * scale
+    elif target.has_offset: offset = np.zeros_like(scale)
+    return Quantized(q.view(np.uint8) if target.bits == 4 else q, scale, offset, np.arange(q.shape[1]))
+
+  def read_float32(self) -> np.ndarray:
+    """Return the weight, dequantized if necessary."""
+    if not self.tensor_type.quant_format: return weights.to_float32(self.read())
+    q, scale, offset = decode(self.tensor_type, self.read())
+    return weights.dequantize(Quantized(q, scale, offset, np.arange(q.shape[1])), np.float32)
+
+
+class HeaderReader(mmap.mmap):
+  """Reads the values of a GGUF header in sequence."""
+  STRING, ARRAY = 8, 9
+  NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+  def number(self, code: str) -> Any: return struct.unpack("<" + code, self.read(struct.calcsize("<" + code)))[0]
+
+  def string(self) -> str: return self.number(f"{self.number('Q')}s").decode()
+
+  def value(self, type_id: int, nested: bool = False) -> Any:
+    if type_id == self.STRING: return self.string()
+    if type_id != self.ARRAY or nested: return self.number(self.NUMBERS[type_id])
+    element_type = self.number("I")
+    return [self.value(element_type, nested=True) for _ in range(self.number("Q"))]
+
+
+def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+  """Return a file's metadata and tensors. Raises InputError if it is not GGUF or is truncated."""
+  check(path.is_file() and os.access(path, os.R_OK), f"model: {path} is not a readable file")
+  size = path.stat().st_size
+  check(size, f"model: {path} is empty: expected a GGUF file")
+  with path.open("rb") as file: reader = HeaderReader(file.fileno(), 0, access=mmap.ACCESS_READ)
+  check(reader.read(4) == b"GGUF", f"model: {path} is not a readable GGUF file: it must start with GGUF")
+  try:
+    version = reader.number("I")
+    check(version in (2, 3), f"model: {path} has GGUF version {version}; supported: 2, 3, little-endian")
+    num_tensors = reader.number("Q")
+    metadata = {reader.string(): reader.value(reader.number("I")) for _ in range(reader.number("Q"))}
+    tensor_infos = [(reader.string(), (*[reader.number("Q") for _ in range(reader.number("I"))][::-1],),
+                     reader.number("I"), reader.number("Q")) for _ in range(num_tensors)]
+  except (LookupError, UnicodeDecodeError, struct.error) as e:
+    raise InputError(f"model: {path} is not a readable GGUF file or is truncated: at byte {reader.tell()} of {size}: "
+                     f"{e}") from e
+  alignment = metadata.get("general.alignment", 32)
+  check(type(alignment) is int and alignment > 0, f"model: {path}: general.alignment={alignment!r} must be above 0")
+  start = -(-reader.tell() // alignment) * alignment
+  return metadata, {info[0]: locate_tensor(path, start, size, *info) for info in tensor_infos}
+
+
+def read_parts(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+  """Return the metadata and tensors of a file and, if it is the first part of a split model, of all parts. Their names
+  end with -00001-of-00003.gguf and so on. Raises InputError naming a part that is missing or of another model."""
+  metadata, tensors = read_header(path)
+  number, count, num_tensors = [metadata.get(key, 0) for key in SPLIT_KEYS]
+  if count in (0, 1): return metadata, tensors   # llama-gguf-split --merge writes 0
+  is_valid = isinstance(number, int) and isinstance(count, int) and 0 <= number < count < 2**16
+  check(is_valid, f"model: {path}: split.no={number!r} must be from 0 to split.count={count!r}, at most 65535")
+  prefix = f"model: {path} is part {number + 1} of {count}"
+  endings = [f"-{i + 1:05}-of-{count:05}.gguf" for i in range(count)]
+  check(path.name.endswith(endings[number]), f"{prefix}: its name must end with {endings[number]}")
+  parts = [path.with_name(path.name.removesuffix(endings[number]) + ending) for ending in endings]
+  check(number == 0, f"{prefix}: pass the first part, {parts[0]}")
+  for i, part in enumerate(parts[1:], 1):
+    check(part.is_file(), f"{prefix}: {part} is missing: download it to the same folder")
+    part_metadata, part_tensors = read_header(part)
+    tensors |= part_tensors
+    values = [part_metadata.get(key, 0) for key in SPLIT_KEYS]
+    check(values == [i, count, num_tensors], f"{prefix}: {part} has {', '.join(SPLIT_KEYS)} = {values}; expected "
+          f"{[i, count, num_tensors]}: download all parts of one model")
+  check(len(tensors) == num_tensors, f"{prefix}: all parts have {len(tensors)} tensors, but "
+        f"split.tensors.count={num_tensors}: download them again")
+  return metadata, tensors
+
+
+def locate_tensor(path: pathlib.Path, data_start: int, file_size: int, name: str, shape: tuple, type_id: int,
+                  offset: int) -> StoredTensor:
+  supported = ", ".join(x.name for x in TYPES.values())
+  prefix = f"model: {path}: tensor {name}"
+  check(type_id in TYPES, f"{prefix} has GGUF type {OTHER_TYPES.get(type_id, type_id)}; supported: {supported}")
+  tensor_type = TYPES[type_id]
+  tensor = StoredTensor(path, np.dtype(tensor_type.fields), shape, data_start + offset, tensor_type)
+  min_axes = 2 if tensor_type.quant_format else 1
+  is_valid = min_axes <= len(shape) <= 2 and math.prod(shape) and shape[-1] % tensor_type.inputs == 0
+  check(is_valid, f"{prefix} has shape {[*shape]}; {tensor_type.name} needs {min_axes} or 2 axes, the last one a "
+        f"multiple of {tensor_type.inputs}")
+  end = tensor.start + tensor.nbytes
+  check(end <= file_size, f"{prefix} ends at byte {end}, but the file has {file_size} bytes: it is truncated")
+  return tensor
+
+
+def read_config(path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
+  """Return the content of an equivalent config.json. Raises InputError for an unsupported file."""
+  arch = str(metadata.get("general.architecture"))
+  check(arch in ARCHITECTURES, f"model: {path} has architecture {arch}; supported: {', '.join(ARCHITECTURES)}")
+  config = {name: metadata[f"{arch}.{key}"] for key, name in KEYS.items() if metadata.get(f"{arch}.{key}")}
+  for key in REQUIRED: check(KEYS[key] in config, f"model: {path} lacks {arch}.{key}")
+  for name, value in config.items():
+    value_type = int if name in INTEGERS else float
+    text = f"model: {path}: {name}={str(value)[:40]}"
+    check(type(value) is value_type and value > 0, f"{text} must be of type {value_type.__name__} and above 0")
+    if value_type is float: config[name] = float(str(np.float32(value)))   # 1e-5, not its nearest float32
+  layers = (f"blk.{i}.{name}.weight" for i in range(config["num_hidden_layers"]) for name in LAYER_TENSORS
+            if name not in MISSING.get(arch, ()))
+  for name in itertools.chain(["token_embd.weight", "output_norm.weight"], layers):
+    check(name in tensors, f"model: {path}: tensor {name} is missing")
+  head_dim = config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
+  for key in ("rope.dimension_count", "attention.value_length"):
+    value = metadata.get(f"{arch}.{key}", head_dim)
+    is_partial = arch == "phi3" and key == "rope.dimension_count"
+    check(value == head_dim or is_partial, f"model: {path}: {arch}.{key}={value} must be {head_dim}, as the head size")
+    if is_partial: config["partial_rotary_factor"] = value / head_dim
+  if rope := read_scaling(arch, metadata, tensors): config["rope_scaling"] = rope
+  end_tokens = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+  tokens = metadata.get("tokenizer.ggml.tokens", ())
+  if end_tokens[1] is None: end_tokens += [i for i, token in enumerate(tokens) if token in ENDS]
+  return config | {
+    "architectures": [ARCHITECTURES[arch]], "model_type": arch, "hidden_act": "silu",
+    "dtype": {"F16": "float16", "BF16": "bfloat16"}.get(tensors["token_embd.weight"].tensor_type.name),
+    "vocab_size": tensors["token_embd.weight"].shape[0], "tie_word_embeddings": "output.weight" not in tensors,
+    "attention_bias": "blk.0.attn_output.bias" in tensors, "mlp_bias": "blk.0.ffn_up.bias" in tensors,
+    "eos_token_id": [token for token in end_tokens if token is not None], **read_options(arch, metadata, config)}
+
+
+def read_scaling(arch: str, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
+  """Return rope_scaling of an equivalent config.json, empty for none."""
+  def get(key: str, default: Any = None) -> Any: return metadata.get(f"{arch}.rope.scaling.{key}", default)
+  freqs, long, short = [tensors[name].read().tolist() if name in tensors else None for name in ROPE_TENSORS]
+  if freqs: return {"rope_type": "factors", "factors": freqs}   # llama3's, computed by llama.cpp's converter
+  if long: return {"rope_type": "longrope", "long_factor": long, "short_factor": short,
+                   "attention_factor": get("attn_factor")}
+  if get("type", "none") == "none": return {}
+  rope = {"rope_type": get("type"), "factor": get("factor", 1.0), "beta_fast": get("yarn_beta_fast"),
+          "beta_slow": get("yarn_beta_slow"), "attention_factor": get("attn_factor") if arch == "olmo2" else None,
+          "mscale": 1.0 if get("yarn_log_multiplier") else None, "mscale_all_dim": get("yarn_log_multiplier"),
+          "llama_4_scaling_beta": metadata.get(f"{arch}.attention.temperature_scale")}
+  return {name: value for name, value in rope.items() if value is not None}
+
+
+def read_options(arch: str, metadata: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+  """Return fields of an equivalent config.json that only some architectures have."""
+  pattern = metadata.get(f"{arch}.attention.sliding_window_pattern")
+  options: dict[str, Any] = {}
+  if isinstance(pattern, list): options["layer_types"] = [["full", "sliding"][bool(x)] + "_attention" for x in pattern]
+  if arch in WINDOWED and config.get("sliding_window"): options["architectures"] = [WINDOWED[arch]]
+  if not arch.startswith("gemma"): return options
+  is_27b = config["num_hidden_layers"] in (46, 62)   # as llama.cpp does, because files lack this scale
+  size = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+  return options | {"norm_offset": 0, "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": size}
+
+
+def rename(path: pathlib.Path, config: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+  """Return the tensors under Hugging Face's names, with the rows of q and k in its order."""
+  heads = config["num_attention_heads"]
+  head_dim = config["head_dim"]
+  permuted = {"attn_q": heads, "attn_k": config.get("num_key_value_heads", heads)}   # number of heads
+  if config["model_type"] not in PERMUTED: permuted = {}
+  names = NAMES | OWN_NAMES.get(config["model_type"], {})
+  renamed = {}
+  for name, tensor in tensors.items():
+    if name in ROPE_TENSORS: continue
+    components = name.split(".")
+    is_supported = len(components) > 1 and all(x in names or x.isdecimal() for x in components[:-1])
+    check(is_supported, f"model: {path}: tensor {name} is not supported; supported: {', '.join(names)}")
+    n = permuted.get(components[-2])
+    if n:   # these rows are in different halves of a head here
+      num_rows = tensor.shape[0]
+      check(num_rows == n * head_dim, f"model: {path}: tensor {name} has {num_rows} rows; expected {n * head_dim}")
+      tensor = dataclasses.replace(tensor, row_order=np.arange(num_rows).reshape(n, -1, 2).swapaxes(1, 2).ravel())
+    renamed[".".join(names.get(x, x) for x in components)] = tensor
+  return renamed
+
+
+class Checkpoint(weights.Checkpoint):
+  """A GGUF file, or several parts, given by the first."""
+  def __init__(self, path: pathlib.Path, quantization: str | None = None):
+    self.path = path
+    self.quantization = None if quantization == "gguf" else quantization   # "gguf" is any file, as in vLLM
+    self.generation_config = {}
+    self.metadata, tensors = read_parts(path)
+    self.hf_config = read_config(path, self.metadata, tensors)
+    self.all_tensors = rename(path, self.hf_config, tensors)
+
+  method = property(lambda self: "gguf" if any(x.tensor_type.quant_format for x in self.all_tensors.values()) else None)
+  def stored_tensors(self) -> dict[str, Any]: return dict(self.all_tensors)
+  def format_of(self, tensor: Any) -> str: return f"GGUF {tensor.tensor_type.name}"
+  def tokenizer(self) -> Tokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
+
+  def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
+    """Read matrices in their `common_format`."""
+    tensors: list[Any] = [self.take(f"{name}.weight", *shape) for name, shape in shapes.items()]
+    common = common_format([tensor.tensor_type for tensor in tensors])
+    if isinstance(common, Format): return [tensor.read_quantized(common) for tensor in tensors]
+    return [tensor.read_float32() if common == "F32" else tensor.read() for tensor in tensors]

@@ -1,0 +1,120 @@
+"""`tinyvllm convert`: converts a GGUF file to a folder in Hugging Face's layout, for other programs. Quantized weights
+keep their bits, in compressed-tensors' format with our extension `weight_offset`. Opens no device."""
+import argparse, collections, json, os, pathlib, tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tinyvllm.config import InputError, check
+from tinyvllm_extra.models import find_model
+
+from .gguf import Checkpoint, StoredTensor
+from .gguf_tokenizer import read_tokenizer
+from .gguf_types import Format, common_format
+
+FUSED = {**dict.fromkeys(["q_proj", "k_proj", "v_proj"], "qkv"), **dict.fromkeys(["gate_proj", "up_proj"], "gate_up")}
+SAFETENSORS = {"f4": "F32", "f2": "F16", "u2": "BF16", "i1": "I8", "i4": "I32", "i8": "I64"}
+
+
+def matrix_formats(tensors: dict[str, StoredTensor]) -> dict[str, Format | str]:
+  """Return the format or dtype of each matrix by its module's name, equal for fused matrices."""
+  fused: dict[str, list[str]] = collections.defaultdict(list)
+  for name in [name.removesuffix(".weight") for name, tensor in tensors.items() if len(tensor.shape) == 2]:
+    parent, _, module = name.rpartition(".")
+    fused[f"{parent}.{FUSED.get(module, module)}"].append(name)
+  formats: dict[str, Format | str] = {}
+  for names in fused.values():
+    formats |= dict.fromkeys(names, common_format([tensors[f"{name}.weight"].tensor_type for name in names]))
+  return formats
+
+
+def quantization_config(formats: dict[str, Format | str]) -> dict[str, Any]:
+  """Return compressed-tensors' config for the formats, empty if no weight is quantized."""
+  modules: dict[Format, list[str]] = collections.defaultdict(list)
+  for name, x in formats.items():
+    if isinstance(x, Format): modules[x].append(name)
+  if not modules: return {}
+  packings = {x: "pack-quantized" if x.bits == 4 else "int-quantized" for x in modules}
+  groups = [{"targets": names, "format": packings[x], "weights": {
+    "num_bits": x.bits, "type": "int", "symmetric": not x.has_offset, "strategy": "group",
+    "group_size": x.group_size}} for x, names in modules.items()]
+  return {"quantization_config": {
+    "quant_method": "compressed-tensors", "quantization_status": "compressed",
+    "format": "mixed-precision" if len({*packings.values()}) > 1 else packings[next(iter(modules))],
+    "config_groups": {f"group_{i}": x for i, x in enumerate(groups)},
+    "ignore": [name for name, x in formats.items() if isinstance(x, str)]}}
+
+
+def export(tensors: dict[str, StoredTensor], formats: dict[str, Format | str]) -> Iterator[tuple[str, np.ndarray]]:
+  """Yield the tensors of model.safetensors."""
+  for name, tensor in tensors.items():
+    module = name.removesuffix(".weight")
+    target = formats.get(module)
+    if not isinstance(target, Format):
+      yield name, tensor.read_float32() if target == "F32" else tensor.read()
+      continue
+    w = tensor.read_quantized(target)
+    if target.bits == 8: yield f"{module}.weight", w.q
+    else:
+      yield f"{module}.weight_packed", (w.q[:, ::2] | w.q[:, 1::2] << np.uint8(4)).view("<i4")
+      yield f"{module}.weight_shape", np.array(w.q.shape, "<i8")
+    yield f"{module}.weight_scale", w.scale
+    if target.has_offset and w.offset is not None: yield f"{module}.weight_offset", w.offset
+
+
+def write_safetensors(path: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]], header_size: int) -> None:
+  """Write one tensor at a time. safetensors' own writer needs all at once, and numpy has no bfloat16. header_size:
+  bytes to reserve, a multiple of 8."""
+  header = {}
+  with path.open("wb") as file:
+    file.seek(8 + header_size)
+    for name, array in tensors:
+      start = file.tell() - 8 - header_size
+      file.write(np.ascontiguousarray(array).data)
+      header[name] = {"dtype": SAFETENSORS[array.dtype.str[1:]], "shape": array.shape,
+                      "data_offsets": [start, start + array.nbytes]}
+    text = json.dumps(header).encode().ljust(header_size)
+    assert len(text) == header_size
+    file.seek(0)
+    file.write(header_size.to_bytes(8, "little") + text)
+
+
+def convert(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
+  """Write the folder and return it. Raises InputError, and writes nothing, for a file that cannot be loaded or a folder
+  that is not empty."""
+  is_free = folder.is_dir() and not any(folder.iterdir()) or not os.path.lexists(folder)
+  check(is_free, f"{folder} already exists: choose an empty or a new folder")
+  checkpoint = Checkpoint(path)
+  config = checkpoint.hf_config
+  find_model(config, path)   # raises for an unsupported architecture
+  formats = matrix_formats(checkpoint.all_tensors)
+  library, settings = read_tokenizer(path, checkpoint.metadata, config["vocab_size"])
+  files = {"config.json": json.dumps(config | quantization_config(formats), indent=2).encode(),
+           "tokenizer_config.json": json.dumps(settings).encode()}
+  if isinstance(library, bytes): files["tokenizer.model"] = library
+  else: files["tokenizer.json"] = library.to_str().encode()
+  parent = next(parent for parent in folder.absolute().parents if parent.is_dir())
+  try:
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent) as temporary:
+      target = pathlib.Path(temporary) / "model"
+      target.mkdir()
+      for name, content in files.items(): (target / name).write_bytes(content)
+      tensors = export(checkpoint.all_tensors, formats)
+      write_safetensors(target / "model.safetensors", tensors, 1024 * len(checkpoint.all_tensors))
+      folder.parent.mkdir(parents=True, exist_ok=True)
+      if folder.is_dir(): folder.rmdir()
+      target.replace(folder)
+  except OSError as e: raise InputError(f"{folder}: {e.strerror}") from e
+  return folder
+
+
+def main(argv: list[str]) -> int:
+  """Run `tinyvllm convert` and return 0. Raises InputError as `convert` does."""
+  parser = argparse.ArgumentParser(prog="tinyvllm convert", description="Convert a GGUF file to a model "
+                                   "folder. Quantized weights stay quantized.", allow_abbrev=False)
+  parser.add_argument("file", type=pathlib.Path, help="GGUF file to read")
+  parser.add_argument("folder", type=pathlib.Path, help="Folder to write, new or empty")
+  args = parser.parse_args(argv)
+  print(convert(args.file.expanduser(), args.folder.expanduser()))
+  return 0

@@ -1,0 +1,114 @@
+"""Reads the tokenizer in a GGUF file's metadata: a byte-level BPE for Hugging Face's tokenizers, or a sentencepiece
+vocabulary."""
+import pathlib, struct
+from typing import Any
+
+from sentencepiece import SentencePieceProcessor
+
+from tinyvllm.config import InputError, check
+from tinyvllm_extra.packages import optional
+from tinyvllm_extra.text.huggingface import Tokenizer, wrap, wrap_sentencepiece
+
+# Regular expressions that split text before BPE merges, by tokenizer.ggml.pre; "": GPT-2's
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+          r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+WORDS = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*")
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+TEKKEN = "|".join(WORDS) + r"|\p{N}" + REST
+GPT4O = "|".join(word + r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?" for word in WORDS) + r"|\p{N}{1,3}" + REST
+SPLITS = {**dict.fromkeys(["llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3"], LLAMA3),
+          "tekken": TEKKEN, "gpt-4o": GPT4O,
+          **dict.fromkeys(["qwen2", "deepseek-r1-qwen"], LLAMA3.replace("{1,3}", "")),
+          **dict.fromkeys(["smollm", "starcoder", "refact"], r"\p{N}"), "gpt-2": "", "default": ""}
+WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3", "tekken")   # words may be single tokens; prompts start with BOS
+TEMPLATE = "tokenizer.chat_template."   # start of the keys of named templates
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)   # sentencepiece's token types
+REQUIRED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores", "token_type")}   # by tokenizer.ggml.model
+
+
+def byte_level(lib: Any, config: dict[str, Any]) -> Any:
+  """Build a tokenizers.Tokenizer. lib: the package tokenizers. config: the tokenizer's metadata."""
+  pre = config.get("pre", "default")
+  tokens = config["tokens"]
+  merges = [tuple(merge.split(" ")) for merge in config["merges"]]
+  bpe = lib.Tokenizer(lib.models.BPE({t: i for i, t in enumerate(tokens)}, merges, ignore_merges=pre in WHOLE_WORDS))
+  split = lib.pre_tokenizers.Split(lib.Regex(SPLITS[pre] or "(?!)"), "isolated")   # (?!) never matches
+  splits_as_gpt2 = SPLITS[pre] in ("", r"\p{N}")
+  to_bytes = lib.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=splits_as_gpt2)
+  bpe.pre_tokenizer = lib.pre_tokenizers.Sequence([split, to_bytes])
+  bpe.decoder = lib.decoders.ByteLevel()
+  if pre == "qwen2": bpe.normalizer = lib.normalizers.NFC()   # as Qwen's tokenizer; llama.cpp has none
+  token_types = config.get("token_type", [NORMAL] * len(tokens))
+  for add, token_type in ((bpe.add_special_tokens, CONTROL), (bpe.add_tokens, USER_DEFINED)):
+    added = [token for token, x in zip(tokens, token_types, strict=True) if x == token_type]
+    add([lib.AddedToken(token, special=token_type == CONTROL, normalized=False) for token in added])
+  if config.get("add_eos_token"):   # embedding models; text generation ignores it
+    end = config["eos_token_id"]
+    bpe.post_processor = lib.processors.TemplateProcessing(f"$A {tokens[end]}", special_tokens=[(tokens[end], end)])
+  return bpe
+
+
+def encode_protobuf(*fields: tuple[int, Any]) -> bytes:
+  """Encode a message of (field number, value) pairs."""
+  def varint(n: int) -> bytes: return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
+  def field(number: int, value: Any) -> bytes:
+    if isinstance(value, float): return varint(number << 3 | 5) + struct.pack("<f", value)
+    if isinstance(value, int): return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+  return b"".join(field(number, value) for number, value in fields)
+
+
+def sentencepiece_model(config: dict[str, Any]) -> bytes:
+  """Return the content of tokenizer.model, for a vocabulary that merges by score. Field numbers are from
+  sentencepiece_model.proto."""
+  pieces = [*zip(config["tokens"], config["scores"], config["token_type"], strict=True)]
+  messages = [(1, encode_protobuf((1, text.encode()), (2, score), (3, type_id))) for text, score, type_id in pieces]
+  bpe = 2
+  has_bytes = any(type_id == BYTE for *_, type_id in pieces)
+  trainer = encode_protobuf((3, bpe), (4, len(pieces)), (35, has_bytes))
+  spaces = encode_protobuf((1, b"identity"), (3, bool(config.get("add_space_prefix", True))),
+                           (4, bool(config.get("remove_extra_whitespaces", False))))
+  return encode_protobuf(*messages, (2, trainer), (3, spaces))
+
+
+def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int) -> tuple[Any, dict[str, Any]]:
+  """Return a tokenizers.Tokenizer or the content of a tokenizer.model, and the content of tokenizer_config.json.
+  vocab_size: rows of the embeddings. Raises InputError naming the missing or unsupported key."""
+  named = {name.removeprefix(TEMPLATE): text for name, text in metadata.items() if name.startswith(TEMPLATE)}
+  config = {name.split(".")[-1]: value for name, value in metadata.items()
+            if name.startswith("tokenizer.") and not name.startswith(TEMPLATE)}
+  model_type = str(config.get("model"))
+  pre = str(config.get("pre", "default"))
+  def check_supported(key: str, value: str, values: Any) -> None:
+    check(value in values, f"model: {path}: tokenizer.ggml.{key} {value} is not supported; supported: "
+          f"{', '.join(values)}: use the model's folder with safetensors")
+  check_supported("model", model_type, REQUIRED)
+  if model_type == "gpt2": check_supported("pre", pre, SPLITS)
+  for key in REQUIRED[model_type]: check(isinstance(config.get(key), list), f"model: {path} lacks tokenizer.ggml.{key}")
+  tokens = config["tokens"]
+  fits = len(tokens) <= vocab_size
+  check(fits, f"model: {path} has {len(tokens)} tokens; expected at most {vocab_size}, the rows of token_embd")
+  lib = optional("tokenizers", "hf", "a byte-level vocabulary") if model_type == "gpt2" else None
+  settings: dict[str, Any] = {"add_bos_token": model_type == "llama" or pre in WHOLE_WORDS}
+  settings |= {key: config[key] for key in ("chat_template", "add_bos_token") if key in config}
+  if named: settings["chat_template"] = [{"name": name, "template": text} for name, text in
+                                         {"default": config.get("chat_template"), **named}.items() if text]
+  try:
+    for name in ("bos", "eos"):
+      if f"{name}_token_id" in config: settings[f"{name}_token"] = tokens[config[f"{name}_token_id"]]
+    if lib: return byte_level(lib, config), settings
+    added = [i for i, x in enumerate(config["token_type"]) if x == USER_DEFINED]   # matched before splitting
+    settings["added_tokens_decoder"] = {str(i): {"content": tokens[i], "special": False} for i in added}
+    model = sentencepiece_model(config)
+    SentencePieceProcessor(model_proto=model)   # raises if it is damaged
+    return model, settings
+  except Exception as e:   # the libraries fail in many ways
+    raise InputError(f"model: {path}: tokenizer.ggml is not a valid {model_type} vocabulary: {e}") from e
+
+
+def make_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int) -> Tokenizer:
+  """Build a file's tokenizer. Raises InputError as `read_tokenizer` does."""
+  library, settings = read_tokenizer(path, metadata, vocab_size)
+  if isinstance(library, bytes): return wrap_sentencepiece(SentencePieceProcessor(model_proto=library), settings)
+  return wrap(library, settings)

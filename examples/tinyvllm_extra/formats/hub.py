@@ -1,0 +1,154 @@
+"""Finds a model on disk, or downloads it from the Hugging Face hub into the hub's cache. A path that exists is never
+looked up on the hub."""
+import contextlib, glob, importlib, os, pathlib, re, shutil
+from collections.abc import Iterator
+from typing import Any
+
+from tinygrad.helpers import size_to_str
+
+from tinyvllm.config import InputError, check, logger, read_json
+from tinyvllm_extra.options import LLMConfig, setup_logging
+from tinyvllm_extra.packages import optional
+
+# ORG/NAME, or for a GGUF model ORG/NAME:TYPE or ORG/NAME:FILE. A name that ends with .gguf is a path
+NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?<!\.gguf)(?::(.+))?")
+# The files of a model folder, in the root of a repository
+FILES = re.compile(r"(config|generation_config|tokenizer(_config|)|special_tokens_map|chat_template|modules|"
+                   r"1_Pooling/config)\.json|tokenizer\.model|(additional_chat_templates/[^/]+|chat_template)\.jinja|"
+                   r"(?!consolidated|adapter)[^/]+\.safetensors(\.index\.json)?")
+ENDING = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)   # ending of a GGUF file, or of a part of a split one
+
+
+def is_name(model: Any) -> bool:
+  """Return True if a model is given by its name on the hub, and not by its path."""
+  return isinstance(model, str) and bool(NAME.fullmatch(model)) and not os.path.exists(model)
+
+
+def served_name(model: str | None) -> str:
+  """Return the model's default name in the API: its name on the hub, as in vLLM, or the name of its folder or file."""
+  if model is None or is_name(model): return model or "tinyvllm"
+  return pathlib.Path(model).resolve().name.removesuffix(".gguf")
+
+
+def local_path(model: str | pathlib.Path, revision: str | None = None, download_dir: str | None = None,
+               config: LLMConfig = LLMConfig()) -> pathlib.Path:   # noqa: B008
+  """Return the path of a model's folder or GGUF file. Download a model given by its name, unless the cache has it.
+  revision: branch, tag or commit. download_dir: the cache. config: the engine's, to estimate whether the model fits.
+  Raises InputError if the model does not exist or is ambiguous, RuntimeError if the download fails."""
+  if not is_name(model):
+    path = pathlib.Path(model).expanduser()
+    check(path.exists(), f"model={str(model)!r} does not exist: pass a folder, a GGUF file, or a name ORG/NAME")
+    return path
+  setup_logging()
+  name, kind = NAME.fullmatch(str(model)).groups()   # type: ignore[union-attr]   # is_name has matched it
+  hub = optional("huggingface_hub", "hf", f"model={model!r}")
+  importlib.import_module("huggingface_hub.file_download")   # with it the package has errors, constants and utils
+  with explained_errors(hub, f"model={model!r}", f"{hub.constants.ENDPOINT}/{name}", revision):
+    repository = Repository(hub, name, revision, download_dir)
+    files = repository.choose(kind)
+    missing = [file for file in files if not (repository.folder / file).exists()]
+    if missing: repository.report(files, missing, config)
+    for file in missing:
+      if file.endswith((".safetensors", ".gguf")): repository.download(file)
+    hub.snapshot_download(name, revision=repository.commit, cache_dir=repository.cache,   # small files, and links
+                          allow_patterns=[*map(glob.escape, files)])
+    return repository.folder / files[0] if ENDING.search(files[0]) else repository.folder
+
+
+@contextlib.contextmanager
+def explained_errors(hub: Any, prefix: str, url: str, revision: str | None) -> Iterator[None]:
+  """Raise huggingface_hub's errors as InputError or RuntimeError, with a remedy."""
+  errors = hub.errors
+  def first_line(error: Exception) -> str: return str(error).partition("\n")[0]
+  try: yield
+  except errors.GatedRepoError as e:
+    raise InputError(f"{prefix} is gated: accept its license on {url} and set HF_TOKEN") from e
+  except errors.RepositoryNotFoundError as e:
+    raise InputError(f"{prefix} is neither a path nor a public model, {url}: if it is private, set HF_TOKEN") from e
+  except errors.RevisionNotFoundError as e:
+    raise InputError(f"revision={revision!r} does not exist: choose one of {url}/commits") from e
+  except (errors.RevisionResolutionError, errors.IncompleteSnapshotError, errors.OfflineModeIsEnabled) as e:
+    raise InputError(f"{prefix} is neither a path nor in the cache, and cannot be downloaded: {first_line(e)}") from e
+  except (errors.HTTPError, OSError) as e:
+    raise RuntimeError(f"{prefix}: the download failed, repeat it to continue: {first_line(e)}") from e
+
+
+class Repository:
+  """A model's repository at one commit, and its folder in the cache."""
+  def __init__(self, hub: Any, name: str, revision: str | None, download_dir: str | None):
+    self.hub = hub
+    self.name = name
+    self.cache = pathlib.Path(download_dir or hub.constants.HF_HUB_CACHE).expanduser()
+    self.commit = hub.resolve_revision(name, revision=revision, cache_dir=self.cache)   # offline: from the cache
+    folder = hub.file_download.repo_folder_name(repo_id=name, repo_type="model")
+    self.blobs = self.cache / folder / "blobs"     # complete files, named after their hashes
+    self.locks = self.cache / ".locks" / folder
+    self.folder = self.cache / folder / "snapshots" / self.commit.resolved   # links to blobs
+    self.sizes = self.list_files()   # in bytes, by file
+
+  def list_files(self) -> dict[str, int]:
+    """Return the sizes of the repository's files. If the hub cannot be reached, list the cached files only."""
+    errors = self.hub.errors
+    try: tree = self.hub.get_cached_repo_tree(self.name, revision=self.commit, cache_dir=self.cache)
+    except errors.CachedRepoTreeNotFoundError:   # this program has not completed a download
+      try: tree = [*self.hub.list_repo_tree(self.name, recursive=True, revision=self.commit.resolved)]
+      except (errors.HTTPError, OSError):
+        if not self.folder.exists(): raise
+        return {str(path.relative_to(self.folder)): path.stat().st_size for path in self.folder.rglob("*")}
+    return {x.path: x.size for x in tree if hasattr(x, "size")}   # without folders
+
+  def choose(self, kind: str | None) -> list[str]:
+    """Return the files of the model folder, or all parts of a GGUF model in order. kind: type or file of the latter."""
+    files = [file for file in self.sizes if FILES.fullmatch(file)]
+    if not kind and any(file.endswith(".safetensors") for file in files): return files
+    models: dict[str, list[str]] = {}   # by path without the ending
+    for file in sorted(self.sizes):
+      if ENDING.search(file) and not file.startswith("mmproj"): models.setdefault(ENDING.sub("", file), []).append(file)
+    check(models, f"model='{self.name}' has no *.safetensors and no *.gguf, which tinyvllm reads: choose another one")
+    pattern = re.compile(rf"(^|[-./]){re.escape(ENDING.sub('', kind or ''))}$", re.IGNORECASE)
+    matches = [model for model in models if not kind or pattern.search(model)]
+    candidates = matches or [*models]
+    kinds = {re.split("[-./]", model)[-1] for model in candidates}
+    choices = sorted(kinds if len(kinds) == len(candidates) else candidates)
+    check(len(matches) == 1, f"model='{self.name}{f':{kind}' if kind else ''}' matches {len(matches)} GGUF models: use "
+          f"{self.name}:TYPE with one of {', '.join(choices)}")
+    return models[matches[0]]
+
+  def report(self, files: list[str], missing: list[str], config: LLMConfig) -> None:
+    """Log the size of a download and whether the model fits in the device's memory. Raises InputError if the model is
+    not supported or the disk is too small."""
+    for folder in (self.blobs, self.locks): folder.mkdir(parents=True, exist_ok=True)
+    num_received = sum(path.stat().st_size for path in self.blobs.glob("*.part"))
+    size = max(0, sum(self.sizes[file] for file in missing) - num_received)
+    free = shutil.disk_usage(self.blobs).free
+    check(size <= free, f"download_dir={str(self.cache)!r} has {size_to_str(free)} of free disk space, but "
+          f"{self.name} needs {size_to_str(size)}: free some space or choose another folder")
+    from .fit import GIB, QUANTIZED, estimate_fit, open_device, prequantized   # imports all kernels
+    device = open_device()
+    if "config.json" in files:
+      path = self.hub.hf_hub_download(self.name, "config.json", revision=self.commit, cache_dir=self.cache)
+      hf = read_json(pathlib.Path(path))
+      quantization = next((x for x in (prequantized(hf), config.quantization) if x in QUANTIZED), None)
+      weights = estimate_fit(self.name, hf, device, quantization)["weights_gib"]
+    else: weights = sum(self.sizes[file] for file in files) / GIB
+    available = device["free_gib"] * config.tensor_parallel_size
+    fits = weights < available * config.gpu_memory_utilization
+    text = f"downloading {self.name}: {size_to_str(size)} in {len(missing)} files to {self.cache}; the weights use " \
+      f"{weights:.2f} of {available:.2f} GiB of free memory"
+    if fits: logger.info(text)
+    else: logger.warning(f"{text}, so that the model does not fit: choose a smaller or quantized one")
+
+  def download(self, file: str) -> None:
+    """Download a large file to the cache. huggingface_hub would begin again if an earlier process has been stopped."""
+    if self.sizes[file] > self.hub.constants.MAX_HTTP_DOWNLOAD_SIZE: return   # snapshot_download has another protocol
+    url = self.hub.hf_hub_url(self.name, file, revision=self.commit.resolved)
+    metadata = self.hub.get_hf_file_metadata(url)
+    blob = self.blobs / metadata.etag
+    part = self.blobs / f"{metadata.etag}.part"
+    with self.hub.utils.WeakFileLock(self.locks / f"{metadata.etag}.lock"):   # huggingface_hub uses the same one
+      if blob.exists(): return
+      with part.open("ab") as output:
+        headers = self.hub.utils.build_hf_headers()
+        self.hub.file_download.http_get(url, output, resume_size=output.tell(), headers=headers,
+                                        expected_size=metadata.size, displayed_filename=file)
+      part.rename(blob)

@@ -1,0 +1,63 @@
+"""Tensor parallelism (Shoeybi et al. 2019) over the devices of one machine: each has a shard of the heads, the MLP and
+the vocabulary, and reads the partial sums of the others in place."""
+import dataclasses, itertools
+from typing import Any
+
+from tinygrad import Device, Tensor
+
+from tinyvllm import backend
+from tinyvllm.config import ModelConfig, check
+from tinyvllm_extra.options import LLMConfig
+
+from . import shards
+
+ROWS = 16   # vocabulary rows per device are a multiple of it, for the matrix kernels' tiles
+
+
+def device_names(count: int) -> tuple[str, ...]:
+  """Return the names of the default device and the next ones of its type."""
+  return tuple(Device.canonicalize(f"{Device.DEFAULT}:{i}") for i in range(count))
+
+
+def open_devices(config: LLMConfig) -> "Devices":
+  """Open tensor_parallel_size devices. Raises InputError if there are fewer, or if they cannot read each other's
+  memory."""
+  count = config.tensor_parallel_size
+  check(not config.enforce_eager, f"tensor_parallel_size={count} needs enforce_eager=False: only graphs sync devices")
+  check_peers(count)
+  return Devices(device_names(count))
+
+
+def check_peers(count: int) -> None:
+  text = f"tensor_parallel_size={count}"
+  check(Device.DEFAULT in ("CUDA", "CPU"), f"{text} must be 1 on {Device.DEFAULT}; only CUDA and CPU support more")
+  if Device.DEFAULT != "CUDA": return
+  from .cuda import can_access_peer
+  available = Device.default.count()
+  check(count <= available, f"{text} must be at most {available}, the number of {Device.DEFAULT} devices")
+  devices: list[Any] = [Device[name] for name in device_names(count)]
+  for reader, owner in itertools.permutations(devices, 2):
+    readable = can_access_peer(reader, owner)
+    check(readable, f"{text} must be 1: {reader.device} cannot read {owner.device}'s memory (nvidia-smi topo -p2p r)")
+
+
+class Devices(backend.Devices):
+  """Several devices of the same type. Each has the same number of vocabulary rows: the last ones are padding, whose
+  logits `gather` removes."""
+  def free_memory(self, backend: backend.Backend) -> int:
+    free = min(backend.free_memory(name) for name in reversed(self.names))   # first last: its CUDA context stays
+    return free // len(self.names) if Device.DEFAULT == "CPU" else free      # CPU devices share the host's
+
+  def shard(self, model: ModelConfig) -> ModelConfig:
+    count = len(self.names)
+    sizes = {name: getattr(model, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}
+    limits = LLMConfig.__dataclass_fields__["tensor_parallel_size"].metadata
+    divisors = [n for n in range(limits["min"], limits["max"] + 1) if not any(size % n for size in sizes.values())]
+    choices = " or ".join(map(str, divisors))
+    check(count in divisors, f"tensor_parallel_size={count} must divide each of {sizes}: use {choices}")
+    self.vocab_size = model.vocab_size
+    shares = {name: size // count for name, size in sizes.items()}
+    return dataclasses.replace(model, **shares, vocab_size=-(-model.vocab_size // (ROWS * count)) * ROWS)
+
+  def jit(self, step: Any) -> Any: return shards.Graph(self.names, step)
+  def gather(self, logits: Tensor) -> Tensor: return shards.join(logits)[:, :self.vocab_size]

@@ -1,0 +1,1 @@
+"""Embeddings and relevance scores."""

@@ -1,0 +1,142 @@
+"""Embeddings and relevance scores. An embedding is a request for one token that returns the hidden state it would be
+sampled from; a score is a request for the log probabilities of the answers "yes" and "no"."""
+import dataclasses, math
+from collections.abc import Generator, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from tinyvllm import request
+from tinyvllm.config import ModelConfig, check, option
+from tinyvllm.request import RequestOutput, Sequence
+from tinyvllm_extra.sampling.logits import NUM_BEST, SamplingParams
+from tinyvllm_extra.text.huggingface import Tokenizer
+
+if TYPE_CHECKING: from tinyvllm_extra.llm import LLM
+
+# The prompt of Qwen3-Reranker, from its model card
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+SCORE_PROMPT = """<|im_start|>system
+Judge whether the Document meets the requirements based on the Query and the Instruct provided. \
+Note that the answer can only be "yes" or "no".<|im_end|>
+<|im_start|>user
+<Instruct>: {instruction}
+<Query>: {query}
+<Document>: {document}<|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+
+"""
+ANSWERS = ("yes", "no")
+# Why a model refuses a request, by whether it computes embeddings
+MISMATCH = ("runner: this model generates text: for embeddings load it with runner='pooling' (--runner pooling)",
+            "runner: this model computes embeddings (LLM.embed, /v1/embeddings): load another one for text, or this "
+            "one with runner='generate' (--runner generate)")
+Jobs = Iterable[tuple[Any, request.SamplingParams]]   # prompts with their parameters
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolingParams(request.SamplingParams):
+  """Parameters of an embedding, under vLLM's names."""
+  max_tokens: int | None = option(1, "Must be 1: the engine samples a token and ignores it", min=1, max=1)
+  temperature: float = 0.0
+  dimensions: int | None = option(None, "Leading dimensions to keep (default: all)", min=1, max=request.MAX_INT)
+  normalize: bool = option(True, "Scale to length 1")
+  logprobs = 0         # type: ignore[assignment]   # the hidden state takes their place
+  detokenize = False
+
+  def processor(self, tokenizer: Any, model: ModelConfig) -> "Pooler":
+    size = model.hidden_size
+    check((self.dimensions or 1) <= size, f"dimensions={self.dimensions} must be at most {size}, the model's size")
+    return Pooler(self)
+
+
+@dataclasses.dataclass
+class Pooler:
+  """A LogitsProcessor that changes nothing, and returns the embedding in place of log probabilities."""
+  params: PoolingParams
+  depends_on_output = False
+
+  def accept(self, token: int) -> bool: return False
+  def bitmask(self) -> None: return None
+  def adjustments(self, seq: Sequence, position: int) -> list: return []
+  def output_logprobs(self, seq: Sequence, start: int) -> tuple[list[Any], None]:
+    if start == len(seq.tokens): return [], None   # not computed, or delivered
+    x = np.array(seq.logprobs[start], np.float32)[:self.params.dimensions]
+    return [x / max(float(np.linalg.norm(x)), 1e-12) if self.params.normalize else x], None
+
+
+# Results, under vLLM's names. score: the probability of "yes"
+EmbeddingOutput = NamedTuple("EmbeddingOutput", [("embedding", list[float])])
+ScoringOutput = NamedTuple("ScoringOutput", [("score", float)])
+PoolingRequestOutput = NamedTuple("PoolingRequestOutput", [("request_id", str), ("outputs", Any),
+                                  ("prompt_token_ids", list[int]), ("num_cached_tokens", int), ("finished", bool)])
+
+
+def result_of(output: RequestOutput) -> Any:
+  """Return an embedding, or the log probabilities of an answer."""
+  return output.outputs[0].logprobs[0]   # type: ignore[index]
+
+
+def pooled(output: RequestOutput, result: Any) -> PoolingRequestOutput:
+  return PoolingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens, True)
+
+
+def embed(llm: "LLM", prompts: Any, use_tqdm: bool = True,
+          pooling_params: PoolingParams | None = None) -> list[PoolingRequestOutput]:
+  """Return the embedding of each prompt, of length 1 by default. prompts: see `LLM.generate`. Raises InputError for a
+  model that generates text: load it with runner="pooling"."""
+  outputs = llm.generate(prompts, pooling_params or PoolingParams(), use_tqdm)
+  return [pooled(x, EmbeddingOutput(result_of(x).tolist())) for x in outputs]
+
+
+def score(llm: "LLM", data_1: str | list[str], data_2: str | list[str], use_tqdm: bool = True,
+          instruction: str = INSTRUCTION) -> list[PoolingRequestOutput]:
+  """Return the probability that a document, of data_2, answers a query, of data_1: one query for all documents, or one
+  for each. The model is a Qwen3-Reranker, loaded as a model that generates text."""
+  scores = scoring(llm.tokenizer, pairs(data_1, data_2, "data_1", "data_2"), instruction)
+  outputs: Any = None
+  try:
+    while True:
+      jobs = [*scores.send(outputs)]
+      outputs = llm.generate([prompt for prompt, _ in jobs], [params for _, params in jobs], use_tqdm)
+  except StopIteration as end: return end.value
+
+
+def pairs(queries: str | list[str], documents: str | list[str], *names: str) -> list[tuple[str, str]]:
+  """Return the pairs of query and document to score. names: of the fields, for messages."""
+  queries, documents = ([x] if isinstance(x, str) else x for x in (queries, documents))
+  num_queries, num_documents = len(queries), len(documents)
+  check(num_queries and num_documents, f"{names[0 if not queries else 1]}=[] must not be empty")
+  check(num_queries in (1, num_documents), f"{names[0]} has {num_queries} texts, but {names[1]} has {num_documents}: "
+        "use one query, or one for each document")
+  return [*zip(queries * (num_documents // num_queries), documents, strict=True)]
+
+
+def score_prompt(query: str, document: str, instruction: str) -> str:
+  """Return the prompt of a pair. A query with the model's template, as in vLLM's examples, gets no other one."""
+  template = "{query}{document}" if query.startswith("<|im_start|>") else SCORE_PROMPT
+  return template.format(instruction=instruction, query=query, document=document)
+
+
+def scoring(tokenizer: Tokenizer, texts: list[tuple[str, str]],
+            instruction: str) -> Generator[Jobs, list[RequestOutput], list[PoolingRequestOutput]]:
+  """Score pairs of query and document: yield jobs to run, receive their outputs, return the scores. The softmax over
+  "yes" and "no" is exact: an answer that is not among the best tokens gets a second request."""
+  encoded = [tokenizer.encode(answer, False) for answer in ANSWERS]
+  check(all(len(x) == 1 for x in encoded), f"model: its tokenizer has no single tokens for {' and '.join(ANSWERS)}, "
+        "the answers of a reranker: choose a model such as Qwen3-Reranker")
+  yes, no = (x[0] for x in encoded)
+
+  def params(num_best: int, *ids: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=[*ids], logprobs=num_best, detokenize=False)
+  outputs = yield ((score_prompt(*pair, instruction), params(NUM_BEST, yes, no)) for pair in texts)
+  tables = [result_of(x) for x in outputs]
+  missing = [(i, token) for i, table in enumerate(tables) for token in (yes, no) if token not in table]
+  others = yield (({"prompt_token_ids": outputs[i].prompt_token_ids}, params(0, token)) for i, token in missing)
+  for (i, _), other in zip(missing, others, strict=True):
+    tables[i] = tables[i] | result_of(other)
+  scores = [1 / (1 + math.exp(min(700.0, table[no].logprob - table[yes].logprob))) for table in tables]
+  return [pooled(x, ScoringOutput(score)) for x, score in zip(outputs, scores, strict=True)]

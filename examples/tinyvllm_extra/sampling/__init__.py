@@ -1,0 +1,1 @@
+"""Logits processors, structured outputs, speculative decoding and beam search."""

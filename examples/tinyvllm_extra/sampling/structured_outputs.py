@@ -1,0 +1,195 @@
+"""Structured outputs: llguidance compiles a JSON schema, a regular expression or a grammar to a Constraint, which
+returns the bitmask of allowed tokens at each position."""
+import dataclasses, functools, json, re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tinyvllm.config import InputError, check
+from tinyvllm_extra.packages import optional
+from tinyvllm_extra.text.huggingface import Tokenizer
+
+if TYPE_CHECKING: from .logits import SamplingParams
+
+# Keywords of JSON Schema whose values are schemas, or objects of schemas; formats that llguidance knows; notes
+SCHEMAS = {"items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties"}
+SCHEMA_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
+FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+NOTES = {"title", "description", "$comment", "examples", "default", "deprecated"}
+LOOK_AROUND = re.compile(r"\(\?<?[=!]")
+MAX_MARKER = 16   # maximum tokens of a marker
+MAX_SIZE = 2**19   # characters of a schema, regular expression or grammar
+FIELD_TYPES: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool,
+                               "structural_tag": (str, dict)}
+OPTION_TYPES: dict[str, Any] = {"disable_any_whitespace": bool, "whitespace_pattern": str, "disable_fallback": bool,
+                                "escapes": dict, "opened": tuple}
+
+
+@dataclasses.dataclass(init=False)
+class StructuredOutputsParams:
+  """The format of the output, under vLLM's names. Exactly one of the first six fields must be set."""
+  json: str | dict | None = None    # a JSON schema
+  regex: str | None = None
+  choice: list[str] | None = None   # the allowed outputs
+  grammar: str | None = None        # Lark or GBNF
+  json_object: bool | None = None   # True: any JSON object
+  structural_tag: str | dict | None = None   # text with tags, whose content follows JSON schemas
+  disable_any_whitespace: bool = False       # JSON has no white space
+  whitespace_pattern: str | None = None      # regular expression of JSON's white space
+  disable_fallback: bool = False             # no effect: there is one library
+  # Free text before the format, such as reasoning: openings and the markers that end it; (): it lasts to the end
+  escapes: dict[str, tuple[str, ...]] | None = None
+  opened: tuple[str, ...] = ()               # markers that end the free text that the prompt opened
+
+  def __init__(self, **fields: Any):
+    fields = {name: value for name, value in fields.items() if value not in (None, False)}
+    constraints = {name: value for name, value in fields.items() if name not in OPTION_TYPES}
+    valid = [name for name, value in constraints.items() if value and isinstance(value, FIELD_TYPES.get(name, ()))]
+    has_only_strings = all(isinstance(choice, str) for choice in constraints.get("choice", []))
+    check(len(valid) == len(constraints) == 1 and has_only_strings,
+          f"structured_outputs={fields} must have exactly one of {', '.join(FIELD_TYPES)}", fields)
+    for name, kind in OPTION_TYPES.items():
+      value = fields.get(name, kind())
+      check(isinstance(value, kind), f"structured_outputs: {name}={value!r} must be of type {kind.__name__}", fields)
+    vars(self).update(fields)
+
+  def constraint(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Constraint":
+    """Return a Constraint for one sequence. Raises InputError for a schema, regular expression or grammar that
+    llguidance rejects."""
+    (name, value), = [(name, value) for name, value in vars(self).items() if name in FIELD_TYPES]
+    library = optional("llguidance", "grammar", "structured output")
+    text = value if isinstance(value, str) else json.dumps({"type": "object"} if name == "json_object" else value)
+    check(len(text) <= MAX_SIZE, f"structured_outputs: {name} has {len(text)} characters: use at most {MAX_SIZE}")
+    vocabulary = load_vocabulary(tokenizer, vocab_size, eos_token_ids)
+    try: matcher = library.LLMatcher(vocabulary, self.compile(library, name, text, tokenizer), log_level=0)
+    except InputError: raise
+    except (ValueError, AssertionError) as e: raise InputError(f"structured_outputs: {name}: {e}") from e
+    except (TypeError, AttributeError, KeyError, RecursionError) as e:
+      raise InputError(f"structured_outputs: {name} has a wrong structure: {e!r}") from e
+    check(not matcher.is_error(), f"structured_outputs: {name}: {' '.join(matcher.get_error().split())}")
+    return Constraint(matcher, vocab_size, tokenizer, self.escapes, self.opened)
+
+  def compile(self, library: Any, name: str, text: str, tokenizer: Tokenizer) -> str:
+    """Return llguidance's grammar for a constraint."""
+    if name == "structural_tag": return tag_grammar(library, json.loads(text), tokenizer)
+    if name not in ("json", "json_object"): return library.grammar_from(name, text)
+    options: dict[str, Any] = {"whitespace_flexible": False} if self.disable_any_whitespace else {}
+    if self.whitespace_pattern: options["whitespace_pattern"] = self.whitespace_pattern
+    return library.LLMatcher.grammar_from_json_schema(json.dumps(narrowed(json.loads(text))), overrides=options or None)
+
+
+def narrowed(schema: Any) -> Any:
+  """Return a JSON schema without keywords that llguidance lacks, as generators write them: an equal schema, or one that
+  allows less. Notes are dropped, as JSON Schema says, propertyNames becomes properties."""
+  if isinstance(schema, list): return [*map(narrowed, schema)]
+  if not isinstance(schema, dict): return schema
+  schema = {key: narrowed(x) if key in SCHEMAS else {name: narrowed(y) for name, y in x.items()}
+            if key in SCHEMA_MAPS and isinstance(x, dict) else x for key, x in schema.items()
+            if (key, x) != ("uniqueItems", False) and (key != "format" or x in FORMATS)}
+  names, values = schema.get("propertyNames"), schema.get("additionalProperties", True)
+  if isinstance(names, dict) and names.keys() - NOTES <= {"enum", "const", "type"} and "properties" not in schema:
+    del schema["propertyNames"]
+    keys = names.get("enum", [names["const"]] if "const" in names else None)
+    if keys is not None: schema |= {"properties": dict.fromkeys(map(str, keys), values), "additionalProperties": False}
+  alternatives = schema.get("anyOf")
+  if isinstance(alternatives, list):   # Python's look-around, as in pydantic's Decimal
+    schema["anyOf"] = [x for x in alternatives if not LOOK_AROUND.search(json.dumps(x))] or alternatives
+  return schema
+
+
+def tag_grammar(library: Any, tag: dict[str, Any], tokenizer: Tokenizer) -> str:
+  """Return the grammar for output with tags. tag: one of vLLM's formats: {"triggers": [...], "structures": [{"begin",
+  "schema", "end"}]}, or {"format": {"type": "triggered_tags", "triggers": [...], "tags": [{"begin", "content":
+  {"type": "json_schema", "json_schema"}, "end"}]}}. A trigger is the start of `begin`."""
+  form = tag.get("format") or {"type": "triggered_tags", "triggers": tag["triggers"], "tags": [
+    {**x, "content": {"type": "json_schema", "json_schema": x["schema"]}} for x in tag["structures"]]}
+  triggers = form.get("triggers", [])
+  kinds = {form["type"], *(x["content"]["type"] for x in form.get("tags", []))}
+  unsupported = ", ".join(map(str, kinds - {"triggered_tags", "json_schema"}))
+  check(not unsupported,
+        f"structured_outputs: structural_tag: {unsupported} is not supported, only triggered_tags with json_schema")
+  def trigger_of(begin: str) -> str: return next((x for x in triggers if x and begin.startswith(x)), "")
+  tags = [library.StructTag(trigger=trigger_of(x["begin"]), begin=x["begin"], grammar=x["content"]["json_schema"],
+                            end=x["end"]) for x in form["tags"]]
+  # Triggers are special tokens of the model, or else plain text
+  return library.StructTag.to_grammar(tags, assume_special=tokenizer.added_tokens.keys() >= set(triggers))
+
+
+def normalize(params: "SamplingParams") -> Any:
+  """Return params.structured_outputs as StructuredOutputsParams, converting a dict (JSON). Raises InputError for
+  another type or a conflict with another field."""
+  structured = params.structured_outputs
+  if isinstance(structured, dict): structured = StructuredOutputsParams(**structured)
+  check(isinstance(structured, StructuredOutputsParams),
+        f"structured_outputs={structured!r} must be of type StructuredOutputsParams", structured)
+  for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
+    value = getattr(params, name)
+    check(not value, f"{name}={value!r} conflicts with structured_outputs: remove one", value)
+  return structured
+
+
+class Constraint:
+  """The allowed next tokens of one sequence. escapes, opened: see StructuredOutputsParams."""
+  def __init__(self, matcher: Any, vocab_size: int, tokenizer: Any = None,
+               escapes: dict[str, tuple[str, ...]] | None = None, opened: tuple[str, ...] = ()):
+    self.matcher = matcher
+    self.num_words = -(-vocab_size // 32)
+    self.tokenizer = tokenizer
+    self.escapes = {first_token(tokenizer, opening): ends for opening, ends in (escapes or {}).items()}
+    self.ends = opened or None    # markers that end free text; None: the format applies
+    self.ids: list[int] = []      # free text so far
+    self.is_start = True          # no token of the format yet
+
+  def bitmask(self) -> np.ndarray:
+    """Return one bit per token, 1 if it may come next: (ceil(vocab / 32),) int32."""
+    if self.ends is not None: return np.full(self.num_words, -1, np.int32)
+    bitmask = np.pad(np.frombuffer(self.matcher.compute_bitmask(), np.uint32), (0, self.num_words))[:self.num_words]
+    for token in self.escapes if self.is_start else (): bitmask[token // 32] |= np.uint32(1 << token % 32)
+    return bitmask.view(np.int32)
+
+  def accept(self, token: int) -> None:
+    if self.is_start and self.ends is None and not self.matcher.validate_tokens([token]):
+      self.ends = self.escapes.get(token)
+    self.is_start = False
+    if self.ends is None: self.matcher.consume_token(token)
+    elif self.ends:
+      self.ids.append(token)
+      text = self.tokenizer.decode(self.ids[-MAX_MARKER:], False)
+      if any(end in text for end in self.ends): self.ends, self.ids, self.is_start = None, [], True
+
+  is_done = property(lambda self: self.matcher.is_stopped())
+
+
+def first_token(tokenizer: Tokenizer, text: str) -> int:
+  """Return the first token after a line break: sentencepiece would add a space to the start."""
+  return tokenizer.encode("\n" + text, False)[len(tokenizer.encode("\n", False))]
+
+
+class Vocabulary:
+  """Adapts a sentencepiece vocabulary to llguidance's interface, the bytes of each token. llguidance calls the
+  instance to encode text that the grammar requires; sentencepiece would add a space, so it uses llguidance's tables."""
+  is_tokenizer_wrapper = True
+  bos_token_id = None
+  eos_token_id = 0   # LLTokenizer takes the model's end tokens as an argument
+
+  def __init__(self, tokenizer: Tokenizer):
+    model = tokenizer.library
+    def to_bytes(i: int) -> bytes:
+      if model.IsByte(i): return bytes([int(model.IdToPiece(i)[1:-1], 16)])   # <0x0A>
+      return b"" if model.IsUnknown(i) else model.IdToPiece(i).replace("\u2581", " ").encode()
+    self.tokens = [to_bytes(i) for i in range(model.GetPieceSize())]
+    self.special_token_ids = list(tokenizer.special_ids)
+    self.library: Any = None   # its LLTokenizer
+
+  def __call__(self, text: str) -> list[int]: return self.library.greedy_tokenize(text)
+
+
+@functools.lru_cache(maxsize=8)   # takes a second, once for each model
+def load_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Any:
+  """Return llguidance's LLTokenizer, which parses tokenizer.json itself."""
+  is_json = hasattr(tokenizer.library, "to_str")
+  vocabulary: Any = tokenizer.library.to_str() if is_json else Vocabulary(tokenizer)
+  library = optional("llguidance", "grammar", "structured output")
+  llg_tokenizer = library.LLTokenizer(vocabulary, vocab_size, list(eos_token_ids))
+  if not is_json: vocabulary.library = llg_tokenizer
+  return llg_tokenizer

@@ -1,0 +1,2 @@
+"""An asyncio engine and an OpenAI-compatible HTTP server, whose dependencies `tinyvllm[server]` installs."""
+from .async_engine import AsyncLLM as AsyncLLM

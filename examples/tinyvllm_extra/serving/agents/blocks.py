@@ -1,0 +1,134 @@
+"""The common code of /v1/responses and /v1/messages: both translate their body into a chat, and answer with a list of
+blocks of text, reasoning or tool calls. Invariant: at most the last block is open."""
+import dataclasses, uuid
+from collections.abc import Iterable
+from typing import Any
+
+import orjson, pydantic
+from fastapi.exceptions import RequestValidationError
+
+from tinyvllm import CompletionOutput, RequestOutput
+from tinyvllm.config import InputError
+from tinyvllm.engine import Request
+from tinyvllm_extra.serving.fields import unknown_fields
+from tinyvllm_extra.serving.protocol import SAMPLING, ChatRequest, CompletionBuilder
+from tinyvllm_extra.text import chat_template
+from tinyvllm_extra.text.conversations import INSTRUCTIONS
+
+# Fields that the chat takes over unchanged
+CHAT_FIELDS = SAMPLING.keys() - {"n", "logprobs", "prompt_logprobs"} | {"model", "stream", "priority", "cache_salt"}
+# Fields of the official clients without effect here; any other unknown field of a body is logged or refused
+IGNORED = {"store", "include", "client_metadata", "metadata", "user", "safety_identifier", "service_tier", "truncation",
+           "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_control", "context_management",
+           "stream_options", "max_tool_calls", "inference_geo", "speed", "diagnostics", "betas"}
+
+
+class Tolerant(pydantic.BaseModel):
+  """A JSON object of a request that may have unknown fields."""
+  model_config = pydantic.ConfigDict(extra="allow", strict=True)
+
+
+class Part(Tolerant):
+  type: str
+  text: str | None = None
+
+
+def text_of(content: "str | Iterable[Part] | None", path: str) -> str:
+  """Return the text of a message's content. Raises InputError for images, files and audio."""
+  if content is None or isinstance(content, str): return content or ""
+  try: return "\n".join(chat_template.text_of(part.model_dump()) for part in content)
+  except InputError as error: raise InputError(f"{path}: {error}") from error
+
+
+def add_message(messages: list[dict[str, Any]], role: str, text: str = "", **fields: Any) -> None:
+  """Add a message to a chat. Merge it with the last one if both are the assistant's or the system's."""
+  kind = [INSTRUCTIONS if x in INSTRUCTIONS else x for x in (role, messages[-1]["role"] if messages else None)]
+  if kind[0] != kind[1] or role in ("user", "tool"):
+    messages.append({"role": role, "content": ""})
+  last = messages[-1]
+  last["content"] = "\n".join(filter(None, [last["content"], text]))
+  if "tool_calls" in fields: fields["tool_calls"] = last.get("tool_calls", []) + fields["tool_calls"]
+  last |= fields
+
+
+def tool_call(call_id: str | None, name: str | None, arguments: Any) -> dict[str, Any]:
+  return {"tool_calls": [{"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}]}
+
+
+def named_function(name: str | None) -> dict[str, Any]: return {"type": "function", "function": {"name": name}}
+
+
+def function_tool(name: str | None, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+  return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def chat_request(body: Tolerant, **fields: Any) -> Any:
+  """Return a ChatRequest with `fields` and with the body's CHAT_FIELDS. Raises RequestValidationError, and InputError
+  for a field that must not be ignored."""
+  options = {name: value for name, value in body if name in CHAT_FIELDS}
+  extra: dict[str, Any] = body.model_extra or {}
+  for name in extra.keys() - options.keys() - IGNORED - {"chat_template_kwargs"}:
+    if extra[name] is not None: unknown_fields.check(name, extra[name])
+  variables = extra.get("chat_template_kwargs", {})
+  if isinstance(variables, dict): variables = {**fields.pop("chat_template_kwargs", {}), **variables}
+  try: return ChatRequest(**{**options, "chat_template_kwargs": variables, **fields})
+  except pydantic.ValidationError as error:
+    raise RequestValidationError([{**x, "loc": ("body", *x["loc"])} for x in error.errors()]) from error
+
+
+@dataclasses.dataclass
+class Block:
+  kind: str   # content, reasoning or call
+  index: int
+  id: str
+  name: str = ""   # function name of a call
+  text: str = ""   # text so far; for a call, its arguments
+
+
+def named_event(content: dict[str, Any]) -> bytes:
+  """Return a server-sent event whose name is the content's type."""
+  return b"event: %b\ndata: %b\n\n" % (content["type"].encode(), orjson.dumps(content))
+
+
+class BlockBuilder(CompletionBuilder):
+  """Builds a response from blocks. Subclasses write `whole`, the events of a block (`opening`, `delta` and `closing`),
+  and the first and last events."""
+  def __init__(self, *args: Any):
+    super().__init__(*args)
+    self.id = self.id.replace("-", "_")
+    self.blocks: list[Block] = []
+    self.end: CompletionOutput | None = None   # the last output
+
+  is_cut = property(lambda self: self.end is not None and self.end.finish_reason != "stop")
+  has_calls = property(lambda self: any(block.kind == "call" for block in self.blocks))
+
+  def response(self, requests: list[Request]) -> dict[str, Any]:
+    output = requests[0].output()
+    self.events(0, output, output.outputs[0])
+    return self.whole(requests)
+
+  def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
+    """Add a completion's new text to the blocks, and return the events."""
+    events: list[bytes] = []
+    for kind, text in self.parse(output, completion):
+      if not self.blocks or kind == "call" or kind.replace("arguments", "call") != self.blocks[-1].kind:
+        events += self.start(kind, text if kind == "call" else "")
+      if kind == "call": continue
+      self.blocks[-1].text += text
+      events.append(self.delta(self.blocks[-1], text))
+    if completion.finish_reason:
+      if not self.blocks: events += self.start("content")
+      self.end = completion
+      events.append(self.closing(self.blocks[-1]))
+    return b"".join(events)
+
+  def start(self, kind: str, name: str = "") -> list[bytes]:
+    """Close the last block and open a new one."""
+    closing = [self.closing(block) for block in self.blocks[-1:]]
+    self.blocks.append(Block(kind, len(self.blocks), uuid.uuid4().hex, name))
+    return [*closing, self.opening(self.blocks[-1])]
+
+  def whole(self, requests: list[Request]) -> dict[str, Any]: raise NotImplementedError
+  def opening(self, block: Block) -> bytes: raise NotImplementedError
+  def delta(self, block: Block, text: str) -> bytes: raise NotImplementedError
+  def closing(self, block: Block) -> bytes: raise NotImplementedError

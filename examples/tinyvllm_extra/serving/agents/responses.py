@@ -1,0 +1,199 @@
+"""POST /v1/responses, OpenAI's newer protocol, without stored state: the client sends the whole conversation. Its items
+become a chat, and the answer's blocks become items. https://platform.openai.com/docs/api-reference/responses"""
+from typing import Any, Literal
+
+import pydantic
+
+from tinyvllm.config import check
+from tinyvllm.engine import Request
+from tinyvllm_extra.serving.errors import internal_error
+from tinyvllm_extra.serving.protocol import usage_of
+
+from .blocks import (Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function_tool, named_event,
+                     named_function, text_of, tool_call)
+
+STATEFUL = ("previous_response_id", "conversation", "background", "prompt")   # need stored responses or prompts
+# Properties of the response that repeat the request, with defaults
+ECHO: dict[str, Any] = {"instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
+                        "reasoning": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []}
+# By kind of block: type and id prefix of its item, and the events of its text
+ITEMS = {"content": ("message", "msg", "output_text"), "reasoning": ("reasoning", "rs", "reasoning_text"),
+         "call": ("function_call", "fc", "function_call_arguments")}
+
+
+class Item(Tolerant):
+  """An input item: a message, a function call, its output, or reasoning."""
+  type: str | None = None   # None: a message
+  role: Literal["user", "assistant", "system", "developer"] | None = None
+  content: str | list[Part] | None = None
+  summary: list[Part] | None = None   # summary of a reasoning item
+  call_id: str | None = None
+  name: str | None = None
+  arguments: str | None = None
+  input: str | None = None   # argument of a custom tool call
+  output: str | list[Part] | None = None
+
+
+class Tool(Tolerant):
+  type: str
+  name: str | None = None
+  description: str | None = None
+  parameters: dict[str, Any] | None = None
+
+
+class ToolChoice(Tolerant):
+  type: Literal["function", "allowed_tools"]
+  name: str | None = None
+  mode: Literal["auto", "required"] = "auto"
+  tools: list[Tool] = []
+
+
+class TextFormat(Tolerant):
+  type: Literal["text", "json_object", "json_schema"]
+  schema_: dict[str, Any] | None = pydantic.Field(None, alias="schema")
+
+
+class TextOptions(Tolerant):
+  format: TextFormat | None = None
+
+
+class Reasoning(Tolerant):
+  effort: str | None = None
+
+
+class ResponsesRequest(Tolerant):
+  """Also accepts the sampling parameters of a chat."""
+  input: str | list[Item]
+  model: str | None = None
+  instructions: str | None = None
+  max_output_tokens: int | None = None
+  tools: list[Tool] | None = None
+  tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+  parallel_tool_calls: bool | None = None
+  text: TextOptions | None = None
+  reasoning: Reasoning | None = None
+  metadata: dict[str, Any] | None = None
+  stream: bool | None = None
+
+  def to_chat(self) -> Any:
+    """Return the ChatRequest for a body. Raises InputError for what needs state or is not text."""
+    for name in STATEFUL:
+      check(not (self.model_extra or {}).get(name), f"{name}: the server stores nothing: send the whole input instead")
+    messages: list[dict[str, Any]] = []
+    if self.instructions: add_message(messages, "system", self.instructions)
+    if isinstance(self.input, str): add_message(messages, "user", self.input)
+    else:
+      for i, item in enumerate(self.input): add_item(messages, item, f"input.{i}")
+    choice: Any = self.tool_choice
+    if isinstance(choice, ToolChoice) and choice.type == "function": choice = named_function(choice.name)
+    elif isinstance(choice, ToolChoice):
+      functions = [named_function(tool.name) for tool in choice.tools if tool.type == "function"]
+      choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": functions}}
+    form = self.text.format if self.text else None
+    schema = {"json_schema": {"schema": form.schema_}} if form and form.type == "json_schema" else {}
+    return chat_request(
+      self, messages=messages, max_tokens=self.max_output_tokens, tool_choice=choice,
+      tools=[function_tool(tool.name, tool.description, tool.parameters) for tool in functions_of(self)],
+      parallel_tool_calls=self.parallel_tool_calls, reasoning_effort=self.reasoning and self.reasoning.effort,
+      response_format={"type": form.type, **schema} if form else None)
+
+
+def functions_of(body: ResponsesRequest) -> list[Tool]:
+  """Return the function tools. Tools of other types run on OpenAI's servers, or have no JSON arguments."""
+  return [tool for tool in body.tools or [] if tool.type == "function"]
+
+
+def add_item(messages: list[dict[str, Any]], item: Item, path: str) -> None:
+  """Add an input item to the chat. A custom tool's call is one with the argument `input`."""
+  kind = item.type or "message"
+  if kind == "message":
+    check(item.role, f"{path}.role: a message must have a role")
+    add_message(messages, str(item.role), text_of(item.content, f"{path}.content"))
+  elif kind == "reasoning":   # with content or a summary, else encrypted
+    text = text_of(item.content or item.summary, f"{path}.content")
+    if text: add_message(messages, "assistant", reasoning_content=text)
+  elif kind in ("function_call", "custom_tool_call"):
+    arguments = item.arguments if kind == "function_call" else {"input": item.input}
+    add_message(messages, "assistant", **tool_call(item.call_id, item.name, arguments))
+  else:
+    check(kind in ("function_call_output", "custom_tool_call_output"),
+          f"{path}: items of type {kind!r} are not supported: leave it out, or send its text as a message")
+    add_message(messages, "tool", text_of(item.output, f"{path}.output"), tool_call_id=item.call_id)
+
+
+class ResponsesBuilder(BlockBuilder):
+  """Builds a response object, or all events up to response.completed."""
+  kind = "resp"
+
+  def __init__(self, source: ResponsesRequest, *args: Any):
+    super().__init__(*args)
+    self.num_events = 0
+    values = source.model_dump(by_alias=True, exclude_unset=True)
+    self.echo = {**ECHO, **{name: values[name] for name in ECHO if values.get(name) is not None}}
+    self.echo["tools"] = [tool.model_dump(exclude_unset=True) for tool in functions_of(source)]
+
+  def event(self, event_name: str, **fields: Any) -> bytes:
+    self.num_events += 1
+    return named_event({"type": f"response.{event_name}", "sequence_number": self.num_events - 1, **fields})
+
+  def whole(self, requests: list[Request], error: str | None = None) -> dict[str, Any]:
+    """Return the response object. requests: empty until the end."""
+    is_cut = self.is_cut and not error
+    status = "failed" if error else "in_progress" if not self.end else "incomplete" if is_cut else "completed"
+    usage = usage_of(requests) if requests else None
+    return {
+      "id": self.id, "object": "response", "created_at": self.head["created"], "status": status, "background": False,
+      "model": self.head["model"], "output": [self.item(block) for block in self.blocks], "store": False,
+      "error": {"code": "server_error", "message": error} if error else None,
+      "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "previous_response_id": None,
+      "temperature": self.params.temperature, "top_p": self.params.top_p, "truncation": "disabled", **self.echo,
+      "usage": usage and {
+        "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": usage["total_tokens"]}}
+
+  def item(self, block: Block, status: str = "") -> dict[str, Any]:
+    """Return an output item. status: in_progress leaves its text out; default: completed, or incomplete if cut off."""
+    kind, prefix, _ = ITEMS[block.kind]
+    is_open = status == "in_progress"
+    is_last = block is self.blocks[-1]
+    status = status or ("incomplete" if is_last and self.is_cut else "completed")
+    head = {"id": f"{prefix}_{block.id}", "type": kind, "status": status}
+    content = [] if is_open else [self.part(block)]
+    if block.kind == "content": return {**head, "role": "assistant", "content": content}
+    if block.kind == "reasoning": return {**head, "summary": [], "content": content}
+    return {**head, "call_id": f"call_{block.id}", "name": block.name, "arguments": block.text}
+
+  def part(self, block: Block) -> dict[str, Any]:
+    if block.kind == "reasoning": return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+  def block_event(self, event_name: str, block: Block, **fields: Any) -> bytes:
+    """Return an event of a block's text."""
+    place = {"item_id": f"{ITEMS[block.kind][1]}_{block.id}", "output_index": block.index}
+    if block.kind != "call": place["content_index"] = 0
+    if event_name.startswith("output_text"): fields["logprobs"] = []
+    return self.event(event_name, **place, **fields)
+
+  def opening(self, block: Block) -> bytes:
+    item = self.event("output_item.added", output_index=block.index, item=self.item(block, "in_progress"))
+    return item if block.kind == "call" else item + self.block_event("content_part.added", block, part=self.part(block))
+
+  def delta(self, block: Block, text: str) -> bytes:
+    return self.block_event(f"{ITEMS[block.kind][2]}.delta", block, delta=text)
+
+  def closing(self, block: Block) -> bytes:
+    is_call = block.kind == "call"
+    fields = {"arguments": block.text, "name": block.name} if is_call else {"text": block.text}
+    done = self.block_event(f"{ITEMS[block.kind][2]}.done", block, **fields)
+    if not is_call: done += self.block_event("content_part.done", block, part=self.part(block))
+    return done + self.event("output_item.done", output_index=block.index, item=self.item(block))
+
+  def first_events(self) -> bytes:
+    return b"".join(self.event(name, response=self.whole([])) for name in ("created", "in_progress"))
+
+  def last_events(self, requests: list[Request]) -> bytes:
+    return self.event("incomplete" if self.is_cut else "completed", response=self.whole(requests))
+
+  def error_event(self, error: Exception) -> bytes:
+    return self.event("failed", response=self.whole([], internal_error(error)["error"]["message"]))

@@ -1,0 +1,261 @@
+"""The HTTP server: options, routes, the middleware in front of them, startup and shutdown. It listens before the
+model is loaded; requests get HTTP 503 until then."""
+import asyncio, contextlib, dataclasses, hmac, json, os, pathlib, signal, ssl, threading, uuid
+from collections.abc import Callable
+from typing import Any
+
+import fastapi, fastapi.middleware.cors as cors, uvicorn
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+
+from tinyvllm import __version__
+from tinyvllm.config import InputError, Options, check, option
+from tinyvllm_extra.formats import hub
+from tinyvllm_extra.text.parsers import REASONING, TOOLS
+
+from .async_engine import AsyncLLM
+from .errors import EXCEPTION_HANDLERS, error_response
+from .fields import unknown_fields
+from .generation import EVENT_STREAM, Serving
+from .pooling_routes import Pooling
+from .prometheus import log_throughput
+from .protocol import AnthropicErrorResponse, ErrorResponse
+
+# Paths that need neither an API key nor a loaded model
+OPEN_PATHS = {"/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json"}
+MAX_HEADERS = 2**16   # maximum size of a request's headers in bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerConfig(Options):
+  """Server options, under vLLM's names."""
+  host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: every network interface")
+  port: int = option(8000, "TCP port; 0: any free port", min=0, max=65535)
+  api_key: list[str] | None = option(None, "API keys of clients (default: $TINYVLLM_API_KEY)")
+  served_model_name: list[str] | None = option(None, "Model names in the API (default: folder name)")
+  max_queue: int = option(256, "Maximum waiting sequences, then HTTP 429", min=0, max=2**31 - 1)
+  request_timeout: float | None = option(None, "Seconds until a request aborts (default: none)", min=0.001, max=2**31)
+  shutdown_timeout: float = option(30, "Seconds for requests to finish after a signal", min=0, max=2**31)
+  max_body_size: int = option(2**22, "Maximum size of a request body in bytes", min=1, max=2**40)
+  stream_interval: int = option(1, "Minimum number of new tokens per stream event", min=1, max=2**31)
+  allowed_origins: list[str] | None = option(None, "Web origins that may call the API, CORS (default: none)")
+  strict_fields: bool = option(False, "Refuse unknown request fields with HTTP 400")
+  trust_request_chat_template: bool = option(False, "Allow chat_template in requests")
+  reasoning_parser: str | None = option(None, "Format of reasoning (default: chat template's)", choices=(*REASONING,))
+  tool_call_parser: str | None = option(None, "Format of tool calls (default: chat template's)", choices=(*TOOLS,))
+  prefix_cache_file: str | None = option(None, "File to load and save the prefix cache (default: none)")
+  root_path: str = option("", "Path prefix of all routes behind a proxy (default: none)")
+  uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port (default: none)")
+  ssl_certfile: str | None = option(None, "TLS certificate, to serve HTTPS (default: none)")
+  ssl_keyfile: str | None = option(None, "Private key of the certificate (default: in ssl_certfile)")
+  ssl_ca_certs: str | None = option(None, "CA certificates that clients' certificates must be from (default: none)")
+  ssl_cert_reqs: int = option(0, "Client certificates; 0: none, 1: optional, 2: required", min=0, max=2)
+  ssl_ciphers: str | None = option(None, "Ciphers of TLS 1.2 and below (default: OpenSSL's)")
+
+  def __post_init__(self) -> None:
+    for name in ("api_key", "served_model_name"):
+      if isinstance(getattr(self, name), str): vars(self)[name] = [getattr(self, name)]
+    super().__post_init__()
+    for name, value in self.tls.items():
+      check(not value or self.ssl_certfile, f"{name}={value!r} requires ssl_certfile: set that, too")
+    check(not self.root_path or self.root_path[0] == "/" != self.root_path[-1],
+          f"root_path={self.root_path!r} must start with a slash, and not end with one")
+
+  tls = property(lambda self: {name: value for name, value in vars(self).items() if name.startswith("ssl_")})
+
+
+class Gate:
+  """ASGI middleware in front of all routes: limits the body size, checks the API key, returns HTTP 503 until the server
+  is ready, and cancels the route when the client disconnects. not_ready: returns the 503 response, None once ready."""
+  def __init__(self, app: Any, options: ServerConfig, not_ready: Callable[[], fastapi.Response | None]):
+    self.app = app
+    self.limit = options.max_body_size
+    self.root_path = options.root_path
+    keys = options.api_key or [os.environ.get("TINYVLLM_API_KEY", "")]
+    self.keys = [os.fsencode(key) for key in keys if key]
+    self.not_ready = not_ready
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] != "http": return await self.app(scope, receive, send)
+    headers = fastapi.Request(scope).headers
+    if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
+      refusal: Any = error_response(431, f"the headers are larger than {MAX_HEADERS} bytes")
+      refusal.headers["connection"] = "close"
+      return await refusal(scope, receive, send)
+    refusal = self.refusal(scope["path"].removeprefix(self.root_path), headers)
+    try: body = await self.read_body(fastapi.Request(scope, receive), 0 if refusal else self.limit)
+    except ClientDisconnect: return
+    if body is None: refusal = refusal or error_response(413, "the body is larger than --max-body-size="
+                                                         f"{self.limit} bytes")
+    if refusal: return await refusal(scope, receive, send)
+    request = [{"type": "http.request", "body": body}]
+    disconnect = asyncio.create_task(receive())
+    async def replay() -> Any: return request.pop() if request else await asyncio.shield(disconnect)
+    route = asyncio.create_task(self.app(scope, replay, send))
+    try: await asyncio.wait((disconnect, route), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+      for task in (disconnect, route): task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception): await route   # `explain` has responded and logged it
+
+  async def read_body(self, request: fastapi.Request, limit: int) -> bytes | None:
+    """Return the request body, or None if it is larger than `limit`. Read and discard up to 8 times the maximum size
+    first, because clients read the response only after sending the body. Raises ClientDisconnect."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > 8 * self.limit: return None
+    size = 0
+    chunks: list[bytes] = []
+    async for chunk in request.stream():
+      size += len(chunk)
+      if size <= limit: chunks.append(chunk)
+      if size > 8 * self.limit: break
+    return b"".join(chunks) if size <= limit else None
+
+  def refusal(self, path: str, headers: Any) -> fastapi.Response | None:
+    """Return the error response to send instead of calling a route, whatever the body is, or None."""
+    if path in OPEN_PATHS: return None
+    encoding = headers.get("content-encoding", "identity")
+    if encoding != "identity": return error_response(415, f"Content-Encoding: {encoding} is not supported: use none")
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    values = [token if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]   # bytes, decoded as latin-1
+    if self.keys and not any(hmac.compare_digest(x.encode("latin-1"), key) for x in values for key in self.keys):
+      return error_response(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
+    return self.not_ready()
+
+
+class RequestIds:
+  """ASGI middleware that gives each response the X-Request-Id of its request, or a new one."""
+  def __init__(self, app: Any): self.app = app
+
+  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+    if scope["type"] != "http": return await self.app(scope, receive, send)
+    request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
+
+    async def send_with_id(message: Any) -> None:
+      if message["type"] == "http.response.start": MutableHeaders(scope=message)["X-Request-Id"] = request_id
+      await send(message)
+    await self.app(scope, receive, send_with_id)
+
+
+class Server(uvicorn.Server):
+  """A uvicorn server that listens at once, loads the model in a thread, and runs until a signal arrives."""
+  def __init__(self, model: str | None, engine_options: dict[str, Any], options: ServerConfig):
+    self.error: Exception | None = None   # raised while loading the model
+    self.code = 0   # exit code
+    self.folder = model
+    self.engine_options = engine_options
+    self.options = options
+    self.serving = Serving(options.served_model_name or [hub.served_name(model)], options.max_queue,
+                           options.request_timeout, (options.reasoning_parser, options.tool_call_parser),
+                           options.trust_request_chat_template)
+    unknown_fields.strict = options.strict_fields
+    app: Any = Gate(self.routes(), options, self.not_ready)
+    if options.allowed_origins:
+      app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
+    super().__init__(uvicorn.Config(RequestIds(app), options.host, options.port, options.uds, interface="asgi3",
+                                    access_log=False, timeout_graceful_shutdown=int(options.shutdown_timeout) + 5,
+                                    **options.tls))
+
+  def routes(self) -> fastapi.FastAPI:
+    error: Any = {"model": ErrorResponse}
+    app = fastapi.FastAPI(title="tinyvllm", version=__version__, exception_handlers=EXCEPTION_HANDLERS, docs_url=None,
+                          redoc_url=None, responses={"4XX": error, "5XX": error}, root_path=self.options.root_path)
+    app.get("/", response_class=HTMLResponse)(self.page)
+    app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
+    serving = self.serving
+    pooling = Pooling(serving)
+    reads: Any = {"/health": self.health, "/ping": self.health, "/load": serving.load, "/version": self.version,
+                  "/v1/models": serving.models, "/v1/models/{name:path}": serving.model}
+    posts: Any = {"/tokenize": serving.tokenize, "/detokenize": serving.detokenize,
+                  "/v1/embeddings": pooling.embeddings, "/v1/rerank": pooling.rerank, "/v1/score": pooling.score}
+    aliases: Any = {"/rerank": pooling.rerank, "/v2/rerank": pooling.rerank, "/score": pooling.score,
+                    "/ping": self.health}   # vLLM's, Cohere's, SageMaker's
+    streams: Any = {"/generate": serving.generate, "/v1/completions": serving.completions,
+                    "/v1/chat/completions": serving.chat, "/v1/responses": serving.responses}
+    anthropic: Any = dict.fromkeys(["4XX", "5XX"], {"model": AnthropicErrorResponse})
+    events: Any = {200: {"content": {EVENT_STREAM: {}}}}
+    for path, route in reads.items(): app.get(path)(route)
+    app.head("/health", include_in_schema=False)(self.health)
+    for path, route in posts.items(): app.post(path)(route)
+    for path, route in aliases.items(): app.post(path, include_in_schema=False)(route)
+    for path, route in streams.items(): app.post(path, responses=events)(route)
+    app.post("/v1/messages", responses=anthropic | events)(serving.messages)
+    app.post("/v1/messages/count_tokens", responses=anthropic)(serving.count_tokens)
+    return app
+
+  # Start and shutdown
+
+  async def startup(self, sockets: Any = None) -> None:
+    threading.Thread(target=self.load, daemon=True).start()   # daemon: a signal does not wait for it
+    self.log_task = asyncio.create_task(log_throughput(self.serving.engine_metrics))
+    await super().startup(sockets)
+
+  def load(self) -> None:
+    file = self.options.prefix_cache_file
+    try: self.serving.llm = AsyncLLM(self.folder, self.options.stream_interval, True, file, **self.engine_options)
+    except Exception as error:
+      self.error = error
+      self.should_exit = True
+
+  def state(self) -> str:
+    """Return why the server is not ready, or "" if it is."""
+    if self.should_exit: return "the server is shutting down"
+    return self.serving.llm.state if self.serving.llm else "the model is loading"
+
+  def not_ready(self) -> fastapi.Response | None:
+    """Return HTTP 503, or None if the server is ready."""
+    state = self.state()
+    return error_response(503, state) if state else None
+
+  def handle_exit(self, sig: int, frame: Any) -> None:
+    if sig == signal.SIGINT and self.state(): self.code = 128 + sig   # before the server was ready, or a second signal
+    self.force_exit = self.should_exit and sig == signal.SIGINT   # a second signal
+    self.should_exit = True
+
+  async def shutdown(self, sockets: Any = None) -> None:
+    """Wait for all responses, as uvicorn does, but abort requests after the shutdown timeout."""
+    serving = self.serving
+    asyncio.get_running_loop().call_later(self.options.shutdown_timeout, serving.abort, serving.requests)
+    await super().shutdown(sockets)
+    if serving.llm and self.options.prefix_cache_file: await asyncio.to_thread(serving.llm.shutdown)   # ignores signals
+
+  # Routes without generation
+
+  async def page(self) -> fastapi.Response:
+    # Browsers ignore frame-ancestors in a meta element
+    headers = {"Content-Security-Policy": "frame-ancestors 'none'"}
+    return FileResponse(pathlib.Path(__file__).parent / "chat.html", headers=headers)
+
+  async def version(self) -> dict[str, str]: return {"version": __version__}
+  async def health(self) -> fastapi.Response: return self.not_ready() or JSONResponse({})
+  async def metrics(self) -> fastapi.Response:
+    return fastapi.Response(generate_latest(self.serving.observer.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def check_files(options: ServerConfig) -> None:
+  """Raise InputError for a socket or TLS files that the server cannot use."""
+  if options.uds:
+    path = pathlib.Path(options.uds).absolute()
+    folder = path.parent
+    check(path.is_socket() or not path.exists(), f"uds={options.uds!r} exists and is not a socket; choose another path")
+    check(os.access(folder, os.W_OK), f"uds={options.uds!r}: {folder} is not a folder that the server may write to")
+  context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+  try:
+    if options.ssl_certfile: context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    if options.ssl_ca_certs: context.load_verify_locations(options.ssl_ca_certs)
+    if options.ssl_ciphers: context.set_ciphers(options.ssl_ciphers)
+  except OSError as error:
+    names = ", ".join(f"{name}={value!r}" for name, value in options.tls.items() if value)
+    raise InputError(f"{names}: {error}") from error
+
+
+def parse_origins(words: list[str]) -> list[str]:
+  """Return the origins in allowed_origins, whose words are origins or vLLM's JSON lists of them."""
+  origins: list[Any] = []
+  for word in words:
+    try: origins += json.loads(word) if word.startswith("[") else [word]
+    except ValueError: origins.append(None)
+    check(all(isinstance(x, str) for x in origins),
+          f"allowed_origins={word!r} must be an origin or a JSON list of strings, as in '[\"*\"]'")
+  return origins

@@ -1,0 +1,181 @@
+"""Generation: turns a request body into engine requests, and their outputs into one JSON response or a stream of
+events. A builder decides the wire format (protocol.CompletionBuilder). `Serving.requests` holds all unfinished
+requests."""
+import asyncio, collections, contextlib, functools, time
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Any
+
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from tinyvllm import SamplingParams
+from tinyvllm.config import check
+from tinyvllm.engine import Prompt
+from tinyvllm_extra.text.parsers import OutputFormat, find_format
+
+from . import protocol
+from .agents.messages import MessagesBuilder, MessagesRequest
+from .agents.responses import ResponsesBuilder, ResponsesRequest
+from .async_engine import IndexedOutput, Request
+from .errors import Refusal
+from .prometheus import Metrics
+from .protocol import ChatBuilder, ChatRequest, CompletionBuilder, CompletionRequest, GenerateBuilder
+
+EVENT_STREAM = "text/event-stream"
+
+
+class Serving:
+  """Runs the requests of all routes on one engine, and observes their metrics."""
+  def __init__(self, model_names: list[str], max_queue: int, request_timeout: float | None,
+               parser_names: tuple[str | None, str | None], trusts_template: bool = False):
+    self.llm: Any = None   # AsyncLLM once the model is loaded
+    self.requests = set[Request]()   # unfinished
+    self.names = model_names   # responses and metrics have the first one
+    self.max_queue = max_queue
+    self.request_timeout = request_timeout
+    self.parser_names = parser_names   # reasoning and tool call parser; None: the chat template decides
+    self.trusts_template = trusts_template   # requests may bring a chat template
+    self.observer = Metrics(model_names[0], self.engine_metrics)
+
+  def engine_metrics(self) -> dict[str, Any]: return self.llm.llm.get_metrics() if self.llm else collections.Counter()
+
+  @functools.cached_property
+  def output_format(self) -> OutputFormat:
+    return find_format("\n".join(self.llm.llm.tokenizer.templates.values()), *self.parser_names)
+
+  @functools.cached_property
+  def chat_defaults(self) -> dict[str, Any]:
+    """The model's sampling defaults. Special tokens stay in the text if they mark reasoning or calls."""
+    tokenizer = self.llm.llm.tokenizer
+    has_special = self.output_format.has_special(tokenizer.added_texts[i] for i in tokenizer.special_ids)
+    return {**self.llm.llm.sampling_defaults, **({"skip_special_tokens": False} if has_special else {})}
+
+  # Routes
+
+  async def load(self) -> dict[str, int]: return {"server_load": len(self.requests)}
+  async def models(self) -> dict[str, Any]:
+    return {"object": "list", "data": [await self.model(name) for name in self.names]}
+
+  async def model(self, name: str) -> dict[str, Any]:
+    self.check_model(name)
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tinyvllm", "root": self.names[0],
+            "parent": None, "max_model_len": self.llm.llm.max_model_len}
+
+  async def tokenize(self, body: protocol.TokenizeRequest) -> dict[str, Any]:
+    self.check_model(body.model or None)
+    engine = self.llm.llm
+    chat = body.messages is not None
+    check((body.prompt is None) == chat, "prompt: set either prompt or messages")
+    def encode() -> list[int]:
+      text = protocol.chat_text(body, engine.tokenizer, self.trusts_template) if chat else body.prompt
+      return engine.tokenizer.encode(text, body.add_special_tokens or body.add_special_tokens is None and not chat)
+    ids = await asyncio.to_thread(encode)
+    return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids,
+            "token_strs": engine.tokenizer.pieces(ids) if body.return_token_strs else None}
+
+  async def detokenize(self, body: protocol.DetokenizeRequest) -> dict[str, str]:
+    self.check_model(body.model or None)
+    size = self.llm.llm.model_config.vocab_size
+    check(all(0 <= i < size for i in body.tokens), f"tokens: each id must be between 0 and {size - 1}")
+    return {"prompt": await asyncio.to_thread(self.llm.llm.tokenizer.decode, body.tokens, False)}
+
+  async def generate(self, body: CompletionRequest) -> Response: return await self.answer(body, GenerateBuilder)
+  async def completions(self, body: CompletionRequest) -> Response: return await self.answer(body, CompletionBuilder)
+  async def chat(self, body: ChatRequest) -> Response: return await self.answer(body, ChatBuilder)
+  async def responses(self, body: ResponsesRequest) -> Response:
+    return await self.answer(body.to_chat(), functools.partial(ResponsesBuilder, body))
+  async def messages(self, body: MessagesRequest) -> Response:
+    return await self.answer(body.to_chat(), MessagesBuilder)
+
+  async def count_tokens(self, body: MessagesRequest) -> dict[str, int]:
+    self.check_model(body.model or None)
+    prompt: Any
+    prompt, = await asyncio.to_thread(protocol.encode_prompts, body.to_chat(), self.llm.llm, self.trusts_template)
+    return {"input_tokens": len(prompt["prompt_token_ids"])}
+
+  # Generation
+
+  async def answer(self, body: Any, builder_class: Callable[..., CompletionBuilder]) -> Response:
+    """Run a CompletionRequest or a ChatRequest."""
+    self.check_model(body.model or None)
+    engine = self.llm.llm
+    defaults = self.chat_defaults if isinstance(body, ChatRequest) else engine.sampling_defaults
+    def prepare() -> tuple[Any, list[Prompt]]:   # may take long
+      prompts = protocol.encode_prompts(body, engine, self.trusts_template)
+      ids: Any = prompts[0]["prompt_token_ids"] if isinstance(body, ChatRequest) else []   # type: ignore[index]
+      escapes = protocol.escapes_of(body, ids, self.output_format, engine.tokenizer)
+      return protocol.sampling_params(body, defaults, escapes), prompts
+    params, prompts = await asyncio.to_thread(prepare)
+    builder = builder_class(self.names[0], body, params, engine.tokenizer, self.output_format)
+    return await self.run(prompts, params, builder, bool(body.stream), body.priority or 0)
+
+  async def run(self, prompts: list[Prompt], params: SamplingParams, builder: CompletionBuilder, stream: bool,
+                priority: int = 0) -> Response:
+    """Generate from the prompts. Return the builder's response, or a stream of its events."""
+    num_new = len(prompts) * params.n
+    self.check_queue(num_new, params.n)
+    def make_requests() -> list[Request]:
+      return [self.llm.llm.make_request(f"{builder.id}-{i}", x, params, priority) for i, x in enumerate(prompts)]
+    requests = await asyncio.to_thread(make_requests)
+    self.check_queue(num_new, params.n)   # again: other requests may have arrived in the meantime
+    builder.requests = requests
+    steps = self.steps(requests)
+    outputs = await anext(steps)   # the requests are now in the queue
+    if stream: return StreamingResponse(self.events(builder, outputs, steps, requests), media_type=EVENT_STREAM)
+    async for _ in steps: pass
+    has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None   # decoding their tokens is slow
+    return JSONResponse(await asyncio.to_thread(builder.response, requests) if has_logprobs
+                        else builder.response(requests))
+
+  def check_model(self, name: str | None) -> None:
+    if name not in (None, *self.names): raise Refusal(404, f"The model `{name}` does not exist.", "model")
+
+  def check_queue(self, num_new: int, n: int) -> None:
+    """Raise Refusal if `num_new` sequences do not fit into the queue now, InputError if they can never fit."""
+    limit = self.max_queue + self.llm.llm.config.max_num_seqs
+    name = f"n={n}" if n > 1 else "prompt"
+    check(num_new <= limit, f"{name}: {num_new} sequences, but --max-queue and --max-num-seqs allow {limit}")
+    num_unfinished = sum(not seq.finish_reason for request in self.requests for seq in request.sequences)
+    if num_unfinished + num_new > limit:
+      raise Refusal(429, f"queue full: --max-queue and --max-num-seqs allow {limit} sequences: retry later")
+
+  async def steps(self, requests: list[Request]) -> AsyncIterator[list[IndexedOutput]]:
+    """Yield AsyncLLM.stream's outputs; observe the requests' metrics; abort the requests after the timeout."""
+    timer = asyncio.get_running_loop().call_later(self.request_timeout or 2**31, self.abort, requests)
+
+    def on_end(request: Request) -> None:
+      self.requests.remove(request)
+      self.observer.observe_end(request)
+
+    self.requests.update(requests)
+    try:
+      async with contextlib.aclosing(self.llm.stream(requests, on_end)) as stream:
+        async for outputs in stream:
+          for i, _ in outputs:
+            if requests[i] in self.requests: self.observer.observe_tokens(requests[i])
+          yield outputs
+    finally: timer.cancel()
+
+  def abort(self, requests: Iterable[Request]) -> None:
+    for request in requests: self.llm.abort(request.request_id)
+
+  async def events(self, builder: CompletionBuilder, outputs: Any, steps: Any,
+                   requests: list[Request]) -> AsyncIterator[bytes]:
+    """Yield server-sent events. A step's events are yielded together: writing to the socket is their main cost."""
+    pending = [builder.first_events()]
+    unfinished = {(i, sample) for i, request in enumerate(requests) for sample in range(len(request.sequences))}
+    try:
+      while outputs:
+        for i, output in outputs:
+          for completion in output.outputs:
+            if (i, completion.index) not in unfinished: continue
+            if completion.finish_reason: unfinished.remove((i, completion.index))
+            elif not completion.token_ids: continue
+            make = functools.partial(builder.events, i, output, completion)
+            pending.append(await asyncio.to_thread(make) if output.prompt_logprobs else make())
+        if unfinished and any(pending):   # else they are sent with the last event
+          yield b"".join(pending)
+          pending.clear()
+        outputs = await anext(steps, None)
+      yield b"".join([*pending, builder.last_events(requests)])
+    except Exception as error: yield builder.error_event(error)
+    finally: await steps.aclose()

@@ -1,0 +1,101 @@
+"""Embeddings in OpenAI's format, and scores in the formats of vLLM, Jina and Cohere."""
+import asyncio, base64, time, uuid
+from typing import Any, Literal
+
+import orjson
+from fastapi.responses import Response
+
+from tinyvllm import RequestOutput
+from tinyvllm.config import check, check_ids
+from tinyvllm_extra.pooling.embeddings import (INSTRUCTION, Jobs, PoolingParams, PoolingRequestOutput, pairs, result_of,
+                                               scoring)
+
+from .errors import Refusal
+from .fields import Int, Prompts
+from .generation import Serving
+from .protocol import body_model, with_salt
+
+MAX_INPUTS = 2048   # maximum inputs per request, as in OpenAI's API
+COMMON = {"model": str, "user": str, "priority": Int, "cache_salt": str}
+Texts = str | list[str]
+Document: Any = body_model("Document", text=(str, ...))
+EmbeddingRequest: Any = body_model("EmbeddingRequest", **COMMON, input=(Prompts, ...),
+                                   encoding_format=Literal["float", "base64"], dimensions=Int, normalize=bool)
+RerankRequest: Any = body_model("RerankRequest", **COMMON, query=(str, ...), top_n=Int, return_documents=bool,
+                                documents=(list[str | Document], ...), instruction=str)   # type: ignore[valid-type]
+ScoreRequest: Any = body_model("ScoreRequest", **COMMON, text_1=(Texts, ...), text_2=(Texts, ...), instruction=str)
+
+
+def check_number(name: str, texts: Any) -> None:
+  number = 1 if isinstance(texts, str) else len(texts)
+  check(0 < number <= MAX_INPUTS, f"{name}: its length, {number}, must be between 1 and {MAX_INPUTS}: send several "
+        "requests")
+
+
+class Pooling:
+  """The routes of embeddings and scores."""
+  def __init__(self, serving: Serving): self.serving = serving
+
+  async def embeddings(self, body: EmbeddingRequest) -> Response:
+    is_one = isinstance(body.input, str) or isinstance((body.input or [None])[0], int)
+    texts = [body.input] if is_one else body.input
+    check_number("input", texts)
+    check(all(texts), "input: each text must have at least one token")
+    for x in texts: check_ids("input", x if isinstance(x, list) else None, self.serving.llm.llm.model_config.vocab_size)
+    params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize is not False)
+    outputs = await self.run(body, (({"prompt_token_ids": x} if isinstance(x, list) else x, params) for x in texts))
+
+    def response() -> Response:
+      rows: list[Any] = [*map(result_of, outputs)]
+      if body.encoding_format == "base64": rows = [base64.b64encode(x.astype("<f4")).decode() for x in rows]
+      data = [{"object": "embedding", "index": i, "embedding": x} for i, x in enumerate(rows)]
+      content = {**self.head("embd", outputs), "object": "list", "data": data}
+      return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+    return await asyncio.to_thread(response)
+
+  async def rerank(self, body: RerankRequest) -> dict[str, Any]:
+    check(body.top_n is None or body.top_n >= 0, f"top_n={body.top_n} must be at least 1, or 0 for all documents")
+    texts = [x if isinstance(x, str) else x.text for x in body.documents]
+    outputs = await self.scores(body, ("query", "documents"), body.query, texts)
+    best = sorted(range(len(texts)), key=lambda i: -outputs[i].outputs.score)[:body.top_n or None]
+    results: list[dict] = [{"index": i, "relevance_score": outputs[i].outputs.score} for i in best]
+    if body.return_documents is not False: results = [{**x, "document": {"text": texts[x["index"]]}} for x in results]
+    return {**self.head("rerank", outputs), "results": results}
+
+  async def score(self, body: ScoreRequest) -> dict[str, Any]:
+    outputs = await self.scores(body, ("text_1", "text_2"), body.text_1, body.text_2)
+    data = [{"index": i, "object": "score", "score": x.outputs.score} for i, x in enumerate(outputs)]
+    return {**self.head("score", outputs), "object": "list", "data": data}
+
+  def head(self, kind: str, outputs: list[Any]) -> dict[str, Any]:
+    total = sum(len(output.prompt_token_ids) for output in outputs)
+    usage = {"prompt_tokens": total, "completion_tokens": 0, "total_tokens": total}
+    return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.serving.names[0],
+            "usage": usage}
+
+  async def scores(self, body: Any, names: tuple[str, str], *texts: Any) -> list[PoolingRequestOutput]:
+    for name, x in zip(names, texts, strict=True): check_number(name, x)
+    scores = scoring(self.serving.llm.llm.tokenizer, pairs(*texts, *names), body.instruction or INSTRUCTION)
+    outputs: Any = None
+    try:
+      while True: outputs = await self.run(body, scores.send(outputs))
+    except StopIteration as end: return end.value
+
+  async def run(self, body: Any, jobs: Jobs) -> list[RequestOutput]:
+    """Run all jobs, max_num_seqs at a time so that they do not fill the queue. Raises InputError, before any job runs,
+    if one of them is invalid."""
+    serving = self.serving
+    serving.check_model(body.model or None)
+    engine = serving.llm.llm
+    def make() -> list[Any]:
+      return [engine.make_request(uuid.uuid4().hex, *with_salt(body, [prompt]), params, body.priority or 0)
+              for prompt, params in jobs]
+    requests = await asyncio.to_thread(make)
+    size = engine.config.max_num_seqs
+    serving.check_queue(min(size, len(requests)), 1)
+    for start in range(0, len(requests), size):
+      wave = requests[start:start + size]
+      async for _ in serving.steps(wave): pass
+      if any(request.sequences[0].finish_reason == "abort" for request in wave):
+        raise Refusal(503, "the request was aborted by --request-timeout or the shutdown of the server: retry later")
+    return [request.output() for request in requests]

@@ -1,0 +1,1 @@
+"""Tokenizers, chat templates, conversations, and parsers of reasoning and tool calls."""
