@@ -2,6 +2,7 @@
 import dataclasses, json, logging, pathlib, re, types, typing
 from typing import Any
 
+JsonObject = dict[str, Any]   # a decoded JSON object
 logger = logging.getLogger("tinyvllm")
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
 # The values of config.json that the core computes with
@@ -27,7 +28,7 @@ def check_ids(name: str, ids: Any, size: int) -> None:
   for i in ids or (): check(type(i) is int and 0 <= i < size, f"{name}: id {i!r} must be an int from 0 to {size - 1}")
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]: return json.loads(path.read_text()) if path.exists() else {}
+def read_json(path: pathlib.Path) -> JsonObject: return json.loads(path.read_text()) if path.exists() else {}
 
 
 def option(default: Any, help: str, *, min: Any = None, max: Any = None, choices: tuple[str, ...] = ()) -> Any:
