@@ -21,7 +21,7 @@ from .pooling import embeddings
 from .sampling import beam_search, logits, speculation
 from .sampling.logits import SamplingParams
 from .text import conversations
-from .text.huggingface import Tokenizer
+from .text.huggingface import ChatTokenizer
 from .vllm_options import log_ignored, split_options
 
 
@@ -132,11 +132,11 @@ class LLM(Engine):
            sampling_params: Params | list[Params] = None, use_tqdm: bool = True,
            chat_template_kwargs: dict[str, Any] | None = None, **template: Any) -> list[RequestOutput]:
     """Answer a conversation, a list of {"role": ..., "content": ...}, or a list of them, with the chat template.
-    template, chat_template_kwargs: options of Tokenizer.apply_chat_template."""
+    template, chat_template_kwargs: options of ChatTokenizer.apply_chat_template."""
     chats: Any = messages if messages and isinstance(messages[0], list) else [messages]
     options = template | (chat_template_kwargs or {})
     prompts = [{"messages": chat, "template": options} for chat in chats]
     return self.generate(prompts, sampling_params, use_tqdm)
 
-  def get_tokenizer(self) -> Tokenizer: return self.tokenizer
+  def get_tokenizer(self) -> ChatTokenizer: return self.tokenizer
   def get_default_sampling_params(self) -> SamplingParams: return SamplingParams(**self.sampling_defaults)

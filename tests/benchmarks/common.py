@@ -33,7 +33,7 @@ import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.llama import Llama
 from tinyvllm_extra.formats import weights
-from tinyvllm_extra.text.huggingface import Tokenizer
+from tinyvllm_extra.text.huggingface import ChatTokenizer
 from tinyvllm_extra.kernels import graph_choice, make_backend, prepare_device
 from tinyvllm_extra.kernels.matmul import Linear, scales_shape
 
@@ -119,9 +119,9 @@ class RandomCheckpoint(weights.Checkpoint):
   """A checkpoint that needs only config.json: random weights, and a tokenizer that decodes each id to one letter."""
   def describe(self) -> str: return "random weights"
 
-  def tokenizer(self) -> Tokenizer:
+  def tokenizer(self) -> ChatTokenizer:
     def decode(ids: list[int]) -> str: return "".join(chr(97 + i % 26) for i in ids)
-    return Tokenizer(lambda text, special: [3], decode, {}, set(), {}, [])
+    return ChatTokenizer(lambda text, special: [3], decode, {}, set(), {}, [])
 
   def load(self, model: Llama) -> None: fill_weights(model, self.quantization)
 

@@ -9,14 +9,14 @@ from helpers.servers import LocalServer, error_of, stream, wait_until
 
 from tinyvllm import LLM
 from tinyvllm.runner import Runner
-from tinyvllm_extra.text.huggingface import Tokenizer
+from tinyvllm_extra.text.huggingface import ChatTokenizer
 
 COMPLETIONS = "/v1/completions"
 
 
 def break_server(patch):
   """Make steps and requests fail, by max_tokens and prompt."""
-  launch, encode, make_request = Runner.launch, Tokenizer.encode, LLM.make_request
+  launch, encode, make_request = Runner.launch, ChatTokenizer.encode, LLM.make_request
 
   def faulty(self, step):
     if any(s.params.max_tokens == 13 and s.num_generated > 2 for s, *_ in step.rows): raise RuntimeError("boom")
@@ -31,7 +31,7 @@ def break_server(patch):
     if params.max_tokens == 15: raise KeyError("absent")
     return make_request(self, request_id, prompt, params, priority)
   patch.setattr(Runner, "launch", faulty)
-  patch.setattr(Tokenizer, "encode", broken_encode)
+  patch.setattr(ChatTokenizer, "encode", broken_encode)
   patch.setattr(LLM, "make_request", broken_request)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tinyvllm.config import InputError, check
 from tinyvllm_extra.kernels.quantized import Matrix, Quantized, narrow
-from tinyvllm_extra.text.huggingface import Tokenizer
+from tinyvllm_extra.text.huggingface import ChatTokenizer
 
 from . import weights
 from .gguf_tokenizer import make_tokenizer
@@ -258,7 +258,7 @@ class Checkpoint(weights.Checkpoint):
   method = property(lambda self: "gguf" if any(x.tensor_type.quant_format for x in self.all_tensors.values()) else None)
   def stored_tensors(self) -> dict[str, Any]: return dict(self.all_tensors)
   def format_of(self, tensor: Any) -> str: return f"GGUF {tensor.tensor_type.name}"
-  def tokenizer(self) -> Tokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
+  def tokenizer(self) -> ChatTokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
 
   def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
     """Read matrices in their `common_format`."""

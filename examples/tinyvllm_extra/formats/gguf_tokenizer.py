@@ -7,7 +7,7 @@ from sentencepiece import SentencePieceProcessor
 
 from tinyvllm.config import InputError, check
 from tinyvllm_extra.packages import optional
-from tinyvllm_extra.text.huggingface import Tokenizer, wrap, wrap_sentencepiece
+from tinyvllm_extra.text.huggingface import ChatTokenizer, wrap, wrap_sentencepiece
 
 # Regular expressions that split text before BPE merges, by tokenizer.ggml.pre; "": GPT-2's
 LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -107,7 +107,7 @@ def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int
     raise InputError(f"model: {path}: tokenizer.ggml is not a valid {model_type} vocabulary: {e}") from e
 
 
-def make_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int) -> Tokenizer:
+def make_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int) -> ChatTokenizer:
   """Build a file's tokenizer. Raises InputError as `read_tokenizer` does."""
   library, settings = read_tokenizer(path, metadata, vocab_size)
   if isinstance(library, bytes): return wrap_sentencepiece(SentencePieceProcessor(model_proto=library), settings)

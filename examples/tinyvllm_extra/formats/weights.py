@@ -18,7 +18,7 @@ from tinyvllm_extra.kernels.stored_weights import StoredWeights
 from tinyvllm_extra.models.layers import row_order
 from tinyvllm_extra.models.table import text_config
 from tinyvllm_extra.options import SAMPLING_DEFAULTS
-from tinyvllm_extra.text.huggingface import Tokenizer, load_tokenizer
+from tinyvllm_extra.text.huggingface import ChatTokenizer, load_tokenizer
 
 from . import fit
 from .float_formats import DEQUANTIZED, READERS, UNUSED, read_stacked
@@ -61,7 +61,7 @@ class Checkpoint(StoredWeights, llama.Checkpoint):
     self.hf_config = text_config(self.hf_config)
     self.quantization = quantization   # LLM's option
 
-  def tokenizer(self) -> Tokenizer: return load_tokenizer(self.path)
+  def tokenizer(self) -> ChatTokenizer: return load_tokenizer(self.path)
 
   def stored_tensors(self) -> dict[str, Any]:
     """Return all tensors of the files by name. Raises InputError for an unreadable file or an unsupported dtype."""

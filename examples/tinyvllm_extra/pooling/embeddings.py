@@ -10,7 +10,7 @@ from tinyvllm import request
 from tinyvllm.config import ModelConfig, check, option
 from tinyvllm.request import RequestOutput, Sequence
 from tinyvllm_extra.sampling.logits import NUM_BEST, SamplingParams
-from tinyvllm_extra.text.huggingface import Tokenizer
+from tinyvllm_extra.text.huggingface import ChatTokenizer
 
 if TYPE_CHECKING: from tinyvllm_extra.llm import LLM
 
@@ -121,7 +121,7 @@ def score_prompt(query: str, document: str, instruction: str) -> str:
   return template.format(instruction=instruction, query=query, document=document)
 
 
-def scoring(tokenizer: Tokenizer, texts: list[tuple[str, str]],
+def scoring(tokenizer: ChatTokenizer, texts: list[tuple[str, str]],
             instruction: str) -> Generator[Jobs, list[RequestOutput], list[PoolingRequestOutput]]:
   """Score pairs of query and document: yield jobs to run, receive their outputs, return the scores. The softmax over
   "yes" and "no" is exact: an answer that is not among the best tokens gets a second request."""

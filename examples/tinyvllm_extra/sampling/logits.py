@@ -14,7 +14,7 @@ from tinyvllm.llama import Llama
 from tinyvllm.request import MAX_INT, SamplerMode, Sequence
 from tinyvllm.runner import UNKNOWN, Results, Row, Runner, Table
 from tinyvllm_extra.models.embedder import Embedder
-from tinyvllm_extra.text.huggingface import Tokenizer
+from tinyvllm_extra.text.huggingface import ChatTokenizer
 
 from . import structured_outputs
 
@@ -91,7 +91,7 @@ class SamplingParams(request.SamplingParams):
   def clone(self) -> "SamplingParams": return dataclasses.replace(self)
   def without_logprobs(self) -> "SamplingParams": return dataclasses.replace(self, logprobs=None, prompt_logprobs=None)
 
-  def processor(self, tokenizer: Tokenizer, model: ModelConfig) -> "Processor | None":
+  def processor(self, tokenizer: ChatTokenizer, model: ModelConfig) -> "Processor | None":
     own_fields = dataclasses.fields(self)[len(dataclasses.fields(request.SamplingParams)):]
     is_plain = all(getattr(self, field.name) == field.default for field in own_fields)
     return None if is_plain else Processor(self, tokenizer, model)
@@ -99,7 +99,7 @@ class SamplingParams(request.SamplingParams):
 
 class Processor:
   """The LogitsProcessor for all fields of SamplingParams."""
-  def __init__(self, params: SamplingParams, tokenizer: Tokenizer, model: ModelConfig):
+  def __init__(self, params: SamplingParams, tokenizer: ChatTokenizer, model: ModelConfig):
     for name in ("allowed_token_ids", "logit_bias"): check_ids(name, getattr(params, name), model.vocab_size)
     self.params = params
     self.vocab_size = model.vocab_size
@@ -195,7 +195,7 @@ class ProcessedLogits:
   """Implements the core's seam Logits for all LogitsProcessors."""
   def batch(self, rows: list[Row], runner: Runner) -> "LogitsBatch": return LogitsBatch(rows, runner)
 
-  def record(self, results: Results, tokenizer: Tokenizer) -> None:
+  def record(self, results: Results, tokenizer: ChatTokenizer) -> None:
     """Store a step's log probabilities, or hidden states, in the sequences that requested them."""
     if results.step.key.plan: record(results, tokenizer)
 
@@ -278,7 +278,7 @@ def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BES
   return Tensor.cat(*columns, best.stack(values, dim=2).flatten(1), dim=1).contiguous()
 
 
-def record(results: Results, tokenizer: Tokenizer) -> None:
+def record(results: Results, tokenizer: ChatTokenizer) -> None:
   if isinstance(results.step.key.plan, HiddenStatesPlan):
     for row, hidden in zip(results.step.rows, *results.logprobs, strict=False): row.seq.logprobs[row.position] = hidden
     return

@@ -7,7 +7,7 @@ import numpy as np
 
 from tinyvllm.config import InputError, check
 from tinyvllm_extra.packages import optional
-from tinyvllm_extra.text.huggingface import Tokenizer
+from tinyvllm_extra.text.huggingface import ChatTokenizer
 
 if TYPE_CHECKING: from .logits import SamplingParams
 
@@ -53,7 +53,7 @@ class StructuredOutputsParams:
       check(isinstance(value, kind), f"structured_outputs: {name}={value!r} must be of type {kind.__name__}", fields)
     vars(self).update(fields)
 
-  def constraint(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Constraint":
+  def constraint(self, tokenizer: ChatTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Constraint":
     """Return a Constraint for one sequence. Raises InputError for a schema, regular expression or grammar that
     llguidance rejects."""
     (name, value), = [(name, value) for name, value in vars(self).items() if name in FIELD_TYPES]
@@ -69,7 +69,7 @@ class StructuredOutputsParams:
     check(not matcher.is_error(), f"structured_outputs: {name}: {' '.join(matcher.get_error().split())}")
     return Constraint(matcher, vocab_size, tokenizer, self.escapes, self.opened)
 
-  def compile(self, library: Any, name: str, text: str, tokenizer: Tokenizer) -> str:
+  def compile(self, library: Any, name: str, text: str, tokenizer: ChatTokenizer) -> str:
     """Return llguidance's grammar for a constraint."""
     if name == "structural_tag": return tag_grammar(library, json.loads(text), tokenizer)
     if name not in ("json", "json_object"): return library.grammar_from(name, text)
@@ -97,7 +97,7 @@ def narrowed(schema: Any) -> Any:
   return schema
 
 
-def tag_grammar(library: Any, tag: dict[str, Any], tokenizer: Tokenizer) -> str:
+def tag_grammar(library: Any, tag: dict[str, Any], tokenizer: ChatTokenizer) -> str:
   """Return the grammar for output with tags. tag: one of vLLM's formats: {"triggers": [...], "structures": [{"begin",
   "schema", "end"}]}, or {"format": {"type": "triggered_tags", "triggers": [...], "tags": [{"begin", "content":
   {"type": "json_schema", "json_schema"}, "end"}]}}. A trigger is the start of `begin`."""
@@ -160,7 +160,7 @@ class Constraint:
   is_done = property(lambda self: self.matcher.is_stopped())
 
 
-def first_token(tokenizer: Tokenizer, text: str) -> int:
+def first_token(tokenizer: ChatTokenizer, text: str) -> int:
   """Return the first token after a line break: sentencepiece would add a space to the start."""
   return tokenizer.encode("\n" + text, False)[len(tokenizer.encode("\n", False))]
 
@@ -172,7 +172,7 @@ class Vocabulary:
   bos_token_id = None
   eos_token_id = 0   # LLTokenizer takes the model's end tokens as an argument
 
-  def __init__(self, tokenizer: Tokenizer):
+  def __init__(self, tokenizer: ChatTokenizer):
     model = tokenizer.library
     def to_bytes(i: int) -> bytes:
       if model.IsByte(i): return bytes([int(model.IdToPiece(i)[1:-1], 16)])   # <0x0A>
@@ -185,7 +185,7 @@ class Vocabulary:
 
 
 @functools.lru_cache(maxsize=8)   # takes a second, once for each model
-def load_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Any:
+def load_vocabulary(tokenizer: ChatTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Any:
   """Return llguidance's LLTokenizer, which parses tokenizer.json itself."""
   is_json = hasattr(tokenizer.library, "to_str")
   vocabulary: Any = tokenizer.library.to_str() if is_json else Vocabulary(tokenizer)

@@ -9,7 +9,7 @@ from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from tinyvllm.config import check
 from tinyvllm.engine import Prompt, Request
 from tinyvllm_extra.text.conversations import plain_text, render_conversation
-from tinyvllm_extra.text.huggingface import Tokenizer
+from tinyvllm_extra.text.huggingface import ChatTokenizer
 from tinyvllm_extra.text.parsers import Event, OutputFormat, Parser
 
 from .errors import internal_error
@@ -144,7 +144,7 @@ def format_constraint(form: Any) -> dict[str, Any] | None:
   return {"json": form.json_schema.schema_} if form.json_schema else {"json_object": True}
 
 
-def escapes_of(body: Any, ids: list[int], output_format: OutputFormat, tokenizer: Tokenizer) -> dict[str, Any]:
+def escapes_of(body: Any, ids: list[int], output_format: OutputFormat, tokenizer: ChatTokenizer) -> dict[str, Any]:
   """Return the fields of StructuredOutputsParams for text before a chat's format: reasoning that the prompt opened;
   with response_format or tools also reasoning that the model opens, and calls, which it may make instead. ids:
   the prompt's."""
@@ -155,7 +155,7 @@ def escapes_of(body: Any, ids: list[int], output_format: OutputFormat, tokenizer
   return {"escapes": {} if is_exact else output_format.escapes(has_tools), "opened": opened.closings if opened else ()}
 
 
-def prompt_end(ids: list[int], tokenizer: Tokenizer) -> str: return tokenizer.decode(ids[-16:], False)
+def prompt_end(ids: list[int], tokenizer: ChatTokenizer) -> str: return tokenizer.decode(ids[-16:], False)
 
 
 def engine_prompts(prompts: Any) -> list[Prompt]:
@@ -193,7 +193,7 @@ def with_salt(body: Any, prompts: list[Prompt]) -> list[Any]:
   return [{**({"prompt": x} if isinstance(x, str) else x), "cache_salt": body.cache_salt} for x in prompts]
 
 
-def chat_text(body: Any, tokenizer: Tokenizer, trusts_template: bool) -> str:
+def chat_text(body: Any, tokenizer: ChatTokenizer, trusts_template: bool) -> str:
   """Return a chat, formatted with the model's chat template, or with the body's if that is trusted."""
   check(body.messages, "messages=[] must not be empty")
   tools = tools_of(body)
@@ -242,7 +242,7 @@ class CompletionBuilder:
   objects = ["text_completion", "text_completion"]   # types of the whole response and of a chunk
   has_prompt_in_choices = True   # the fields that describe the prompt are in each choice, as in vLLM
 
-  def __init__(self, model_name: str, body: Any, params: SamplingParams, tokenizer: Tokenizer,
+  def __init__(self, model_name: str, body: Any, params: SamplingParams, tokenizer: ChatTokenizer,
                output_format: OutputFormat):
     self.body = body
     self.params = params

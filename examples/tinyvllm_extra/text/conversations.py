@@ -7,15 +7,15 @@ from typing import Any
 from tinyvllm.config import InputError, check
 
 from .chat_template import text_of
-from .huggingface import Tokenizer
+from .huggingface import ChatTokenizer
 
 CHECKS_CALL_IDS = re.compile(r"length *!= *9")   # Mistral's templates require 9 letters or digits
 INSTRUCTIONS = ("system", "developer")   # roles
 Messages = list[dict[str, Any]]
 
 
-def render_conversation(tokenizer: Tokenizer, messages: Messages, **options: Any) -> str:
-  """Return a conversation's prompt. options: of Tokenizer.apply_chat_template.
+def render_conversation(tokenizer: ChatTokenizer, messages: Messages, **options: Any) -> str:
+  """Return a conversation's prompt. options: of ChatTokenizer.apply_chat_template.
 
   Raises InputError if the template fails for all forms of the conversation, or would leave out an instruction."""
   check(all(isinstance(x, dict) for x in messages), "messages: each message must be an object with role and content")
@@ -33,9 +33,9 @@ def render_conversation(tokenizer: Tokenizer, messages: Messages, **options: Any
   raise error   # type: ignore[misc]   # there is at least one form
 
 
-def encode(tokenizer: Tokenizer, messages: Messages, template: dict[str, Any] | None = None,
+def encode(tokenizer: ChatTokenizer, messages: Messages, template: dict[str, Any] | None = None,
            **unknown: Any) -> tuple[str, list[int]]:
-  """Return a conversation's prompt text and token ids. template: options of Tokenizer.apply_chat_template."""
+  """Return a conversation's prompt text and token ids. template: options of ChatTokenizer.apply_chat_template."""
   check(messages and not unknown, f"prompt: messages={messages!r} must not be empty, and only `template` may be added")
   text = render_conversation(tokenizer, messages, **template or {})
   return text, tokenizer.encode(text, False)   # the template adds BOS

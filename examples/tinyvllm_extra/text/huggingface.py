@@ -20,7 +20,7 @@ BYTE_LEVEL = {**{chr(i): i for i in SHOWN}, **{chr(256 + n): i for n, i in enume
 
 
 @dataclasses.dataclass(eq=False)
-class Tokenizer(tokenizer.Tokenizer):
+class ChatTokenizer(tokenizer.Tokenizer):
   """Converts text to ids and back. Decodes added tokens itself; a library handles everything else."""
   encode_plain: Callable[[str, bool], list[int]]   # (text, add special tokens) -> ids
   decode_plain: Callable[[list[int]], str]
@@ -103,7 +103,7 @@ class Tokenizer(tokenizer.Tokenizer):
                                 add_generation_prompt=add_generation_prompt and not continue_final_message)
 
 
-def load_tokenizer(folder: pathlib.Path) -> Tokenizer:
+def load_tokenizer(folder: pathlib.Path) -> ChatTokenizer:
   """Read tokenizer.json or tokenizer.model, with tokenizer_config.json and chat_template.jinja if they exist."""
   config = read_config(folder)
   file = folder / "tokenizer.json"
@@ -123,7 +123,7 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
   return {**config, "chat_template": files} if files else config
 
 
-def wrap_sentencepiece(model: SentencePieceProcessor, config: dict[str, Any]) -> Tokenizer:
+def wrap_sentencepiece(model: SentencePieceProcessor, config: dict[str, Any]) -> ChatTokenizer:
   ids = range(model.GetPieceSize())
   tokens: dict[int, Any] = {i: {"content": model.IdToPiece(i), "special": True} for i in ids if model.IsControl(i)}
   tokens |= {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
@@ -135,11 +135,11 @@ def wrap_sentencepiece(model: SentencePieceProcessor, config: dict[str, Any]) ->
     return [i for piece in pieces for i in ([added[piece]] if piece in added else model.EncodeAsIds(piece))]
   def decode(plain: list[int]) -> str: return model.DecodeIds([i for i in plain if i in ids])   # higher ids are padding
   config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config}
-  return Tokenizer(encode, decode, added, {i for i, token in tokens.items() if token["special"]}, config, model)
+  return ChatTokenizer(encode, decode, added, {i for i, token in tokens.items() if token["special"]}, config, model)
 
 
-def wrap(library: Any, config: dict[str, Any]) -> Tokenizer:
-  """Make a Tokenizer from a tokenizers.Tokenizer, with the tokens that only tokenizer_config.json adds."""
+def wrap(library: Any, config: dict[str, Any]) -> ChatTokenizer:
+  """Make a ChatTokenizer from a tokenizers.Tokenizer, with the tokens that only tokenizer_config.json adds."""
   known = {token.content for token in library.get_added_tokens_decoder().values()}
   for _, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
     if token["content"] in known: continue
@@ -148,4 +148,4 @@ def wrap(library: Any, config: dict[str, Any]) -> Tokenizer:
   special_ids = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
   def encode(text: str, special: bool) -> list[int]:   # a batch, because other threads run in the meantime
     return library.encode_batch_fast([text], add_special_tokens=special)[0].ids
-  return Tokenizer(encode, library.decode, special_ids, set(special_ids.values()), config, library)
+  return ChatTokenizer(encode, library.decode, special_ids, set(special_ids.values()), config, library)

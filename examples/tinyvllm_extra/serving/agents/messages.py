@@ -45,13 +45,13 @@ class ToolChoice(Tolerant):
   disable_parallel_tool_use: bool = False
 
 
-class OutputFormat(Tolerant):
+class JSONOutputFormat(Tolerant):
   type: Literal["json_schema"]
   schema_: dict[str, Any] | None = pydantic.Field(None, alias="schema")
 
 
 class OutputConfig(Tolerant):
-  format: OutputFormat | None = None
+  format: JSONOutputFormat | None = None
   effort: str | None = None
 
 
