@@ -17,7 +17,6 @@ from tinyvllm_extra.sampling import logits
 from tinyvllm_extra.kernels import cuda, kernel_cache
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.cli import serve
-from tinyvllm_extra.serving import app
 
 
 def test_kernel_on_disk_belongs_to_version_and_patches(tmp_path, monkeypatch):
@@ -126,5 +125,5 @@ def test_serve_command_loads_a_model_as_its_runner_says(tmp_path, monkeypatch, r
   modules = [{"type": "sentence_transformers.models.CLSPooling"}]
   (tiny_model(tmp_path, words=True) / "modules.json").write_text(json.dumps(modules))
   def server(*_): raise InputError("started")
-  monkeypatch.setattr(app, "Server", server)
+  monkeypatch.setattr(serve, "Server", server)
   with pytest.raises(InputError, match=message): serve.main([str(tmp_path), "--port", "0", "--runner", runner])

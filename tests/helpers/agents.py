@@ -18,7 +18,7 @@ HERMES = '<tool_call>{"name": "weather", "arguments": {"city": "Ulm"}}</tool_cal
 # Makes a server's model good at one conversation: it calls the function in CALL, then answers if the result has RESULT
 SCRIPT = """
 import os
-from tinyvllm_extra.server import protocol
+from tinyvllm_extra.serving import protocol
 sampling_params = protocol.sampling_params
 def scripted(body, defaults, escapes):   # a random model would use the escapes
   last, text = body.messages[-1], os.environ["CALL"] if body.tools else os.environ["ANSWER"]

@@ -29,17 +29,17 @@ TARGETS = {
   f"{CORE}/engine.py": "core/test_engine core/test_threads core/test_failed_steps core/test_stops core/test_memory "
                        "core/test_faults core/test_pool core/test_review_faults serving/test_errors",
   f"{CORE}/tokenizer.py": "core/test_stops text/test_tokenizer core/test_engine sampling/test_structured",
-  f"{EXTRA}/logits.py": "sampling/test_fields core/test_review_faults serving/test_errors serving/test_request* "
-                        "serving/test_completions",
-  f"{EXTRA}/structured_outputs.py": "sampling/test_structured serving/test_re* serving/test_tools",
-  f"{EXTRA}/speculation.py": "sampling/test_*draft* sampling/test_spec*",
-  f"{EXTRA}/prefix_cache.py": "cache/test_*",
-  f"{EXTRA}/server/async_engine.py": "serving/test_async* serving/test_server_faults core/test_graphs",
-  f"{EXTRA}/server/protocol.py": "serving/test_request_fields serving/test_completions serving/test_vllm_cases "
-                                 "serving/test_server serving/test_tools serving/test_re* serving/test_messages"}
+  f"{EXTRA}/sampling/logits.py": "sampling/test_fields core/test_review_faults serving/test_errors "
+                                 "serving/test_request* serving/test_completions",
+  f"{EXTRA}/sampling/structured_outputs.py": "sampling/test_structured serving/test_re* serving/test_tools",
+  f"{EXTRA}/sampling/speculation.py": "sampling/test_*draft* sampling/test_spec*",
+  f"{EXTRA}/cache/prefix_cache.py": "cache/test_*",
+  f"{EXTRA}/serving/async_engine.py": "serving/test_async* serving/test_server_faults core/test_graphs",
+  f"{EXTRA}/serving/protocol.py": "serving/test_request_fields serving/test_completions serving/test_vllm_cases "
+                                  "serving/test_server serving/test_tools serving/test_re* serving/test_messages"}
 # Lanes with real engines, for changes that the default lane does not find: graphs and kernels
 REAL = {f"{CORE}/runner.py": "core/test_real_engine kernels/test_backend",
-        f"{EXTRA}/logits.py": "kernels/test_sampler kernels/test_backend"}
+        f"{EXTRA}/sampling/logits.py": "kernels/test_sampler kernels/test_backend"}
 PAIRS = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn),
          (ast.And, ast.Or), (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.LShift, ast.RShift),
          (ast.BitOr, ast.BitAnd)]

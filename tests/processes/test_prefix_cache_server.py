@@ -50,7 +50,7 @@ def test_server_keeps_prefix_cache_across_restarts(chat_folder, tmp_path):
 def test_signals_during_save_do_not_damage_file(chat_folder, tmp_path):
   path, slow = tmp_path / "cache", tmp_path / "slow"
   fault = f"""
-import os, pathlib, time, tinyvllm_extra.prefix_cache
+import os, pathlib, time, tinyvllm_extra.cache.prefix_cache
 replace = os.replace
 def slowly(*paths):
   pathlib.Path({str(slow)!r}).touch()

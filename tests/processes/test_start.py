@@ -111,7 +111,7 @@ def test_program_with_an_unfinished_request_exits():
   run = run_python("""
 import asyncio
 from tinyvllm import SamplingParams
-from tinyvllm_extra.server import AsyncLLM
+from tinyvllm_extra.serving import AsyncLLM
 async def main():
   async for output in AsyncLLM().generate("Hello", SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=400)):
     return print("Hello" + output.outputs[0].text)
