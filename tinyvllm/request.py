@@ -87,7 +87,7 @@ class Sequence:
   index: int                       # which of the n samples
   stop_ids: set[int]               # token ids that end it, including the model's end tokens
   max_len: int                     # maximum number of tokens, including the prompt
-  metrics: Any = None              # the request's metrics, see metrics.py of the extension
+  metrics: Any = None              # the request's metrics, see engine_metrics.py of the extension
   processor: LogitsProcessor | None = None
   draft_state: Any = None          # state of the Proposer
   siblings: list["Sequence"] = dataclasses.field(default_factory=list)   # other samples; start after the first token

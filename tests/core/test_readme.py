@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks import backends
+from test_size import BENCHMARK_LINES, ROOMS, TEST_LINES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [page for page in sorted(ROOT.rglob("*.md"))
@@ -30,6 +31,21 @@ def test_links_have_targets(page):
     target = page.parent / name if name else page
     assert target.exists(), name
     assert not anchor or anchor in anchors(target.read_text()), (name, anchor)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_named_python_files_exist(page):
+  if page.name == "LOG.md": return   # names files of its time
+  files = [f"/{path}" for folder in ("tinyvllm", "examples", "tests") for path in (ROOT / folder).rglob("*.py")]
+  for name in re.findall(r"`([\w/]+\.py)\b", page.read_text()):
+    assert name == "models/NAME.py" or any(path.endswith(f"/{name}") for path in files), name
+
+
+def test_readmes_name_the_ceilings_of_rooms_and_tests():
+  rows = re.findall(r"^\| (?:`(\w+)/`|top level) \|.*\| ([\d,]+) \|$",
+                    (ROOT / "examples" / "README.md").read_text(), re.M)
+  assert {room: int(lines.replace(",", "")) for room, lines in rows} == ROOMS
+  for limit in (TEST_LINES, BENCHMARK_LINES): assert f"at most {limit:,} code lines" in PAGE.read_text()
 
 
 def test_backends_table_equals_records():

@@ -35,7 +35,7 @@ LAYOUTS: dict[str, dict[str, list[Layout]]] = {
   "compressed-tensors": dict.fromkeys(("pack-quantized", "int-quantized", "float-quantized", "mixed-precision"),
                                       COMPRESSED),
   "fp8": {"e4m3": []}, "bitsandbytes": {"false": []}, "mxfp4": {"mxfp4": []},
-  "squeezellm": {"4": [], "3": []}}   # see formats.py
+  "squeezellm": {"4": [], "3": []}}   # see float_formats.py
 VARIANTS = {"awq": "version", "gptq": "checkpoint_format", "compressed-tensors": "format", "fp8": "fmt",
             "bitsandbytes": "load_in_8bit", "squeezellm": "wbits"}
 BITS = {"awq": (4,), "gptq": (2, 3, 4, 8), "compressed-tensors": (4, 8)}
