@@ -25,6 +25,11 @@ def check_no_lora(lora_request: Any) -> None:
   check(lora_request is None, f"lora_request={lora_request!r} is not supported: use None")
 
 
+def check_one_device(count: int, why: str) -> None:
+  """Raise InputError unless the count of devices is 1. why: the end of the message."""
+  check(count == 1, f"tensor_parallel_size={count} must be 1{why}")
+
+
 def setup_logging() -> None:
   """Log to stderr from level INFO on, unless the program has configured logging."""
   if logger.hasHandlers(): return

@@ -115,7 +115,7 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
     return LLM(folder, dtype=args.dtype, **options)
 
 
-class RandomCheckpoint(weights.Checkpoint):
+class RandomCheckpoint(weights.SafetensorsCheckpoint):
   """A checkpoint that needs only config.json: random weights, and a tokenizer that decodes each id to one letter."""
   def describe(self) -> str: return "random weights"
 
@@ -128,10 +128,10 @@ class RandomCheckpoint(weights.Checkpoint):
 
 class OwnWeights(RandomCheckpoint):
   """A model folder with its own weights, but no tokenizer."""
-  load = weights.Checkpoint.load
+  load = weights.SafetensorsCheckpoint.load
 
 
-def random_weights(checkpoint: type[weights.Checkpoint] = RandomCheckpoint) -> ExitStack:
+def random_weights(checkpoint: type[weights.SafetensorsCheckpoint] = RandomCheckpoint) -> ExitStack:
   """Return a context in which models and draft models load through `checkpoint`."""
   stack = ExitStack()
   for module in ("tinyvllm_extra.llm", "tinyvllm_extra.sampling.speculation"):

@@ -19,6 +19,7 @@ from huggingface_hub import constants, hf_api
 from tinyvllm import LLM, InputError
 from tinyvllm_extra.formats import fit
 from tinyvllm_extra.formats.hub import is_name, local_path, served_name
+from tinyvllm_extra.options import LLMConfig
 
 GIB = 2**30
 UNUSED = ["README.md", "pytorch_model.bin", "consolidated.safetensors", "original/consolidated.00.pth",
@@ -168,7 +169,7 @@ def test_model_larger_than_memory_logs_warning(hub, repository, report, monkeypa
   for factor, level, end in ((1.02, "INFO", "memory"), (0.98, "WARNING", "fit: choose a smaller or quantized one")):
     free = factor * size / 0.9 / room
     monkeypatch.setattr(fit, "open_device", lambda free=free: {**device, "free_gib": free})
-    local_path("org/tiny", **options)
+    local_path("org/tiny", config=LLMConfig(**options))
     text, actual, weights, available = report()
     assert (actual, weights) == (level, pytest.approx(size, rel=0.01)) and text.endswith(end)
     assert available == pytest.approx(free * options.get("tensor_parallel_size", 1), abs=0.01)

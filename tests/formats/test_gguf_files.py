@@ -171,13 +171,13 @@ def test_convert_into_nonempty_folder_raises_and_keeps_it(tmp_path):
   (OSError(errno.ENOSPC, "No space left on device"), ValueError, "/a/b: No space left on device$", 1),
   (KeyboardInterrupt(), KeyboardInterrupt, None, 130)])
 def test_convert_failure_leaves_no_files(tmp_path, monkeypatch, error, expected, message, code):
-  path, read = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf")), loader.StoredTensor.read
+  path, read = write_gguf(tmp_path / "model.gguf", tiny_model(tmp_path / "hf")), loader.GGUFTensor.read
   before = sorted(tmp_path.rglob("*"))
 
   def fail(tensor):
     if tensor.start > path.stat().st_size / 2: raise error
     return read(tensor)
-  monkeypatch.setattr(loader.StoredTensor, "read", fail)
+  monkeypatch.setattr(loader.GGUFTensor, "read", fail)
   with pytest.raises(expected, match=message): convert(path, tmp_path / "a" / "b")
   assert main(["convert", str(path), str(tmp_path / "a" / "b")]) == code
   assert sorted(tmp_path.rglob("*")) == before

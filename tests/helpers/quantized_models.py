@@ -160,7 +160,7 @@ def load_model(path: Path, dtype: Any = dtypes.float32, count: int = 1, backend:
   return model
 
 
-class Matrices(weights.Checkpoint):
+class Matrices(weights.SafetensorsCheckpoint):
   """A checkpoint that is read without a model, for `count` devices."""
   def __init__(self, folder: Path, count: int = 1):
     super().__init__(folder)

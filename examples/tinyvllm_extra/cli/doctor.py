@@ -14,7 +14,7 @@ from tinyvllm_extra import kernels
 from tinyvllm_extra.formats import gguf_export
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
-from tinyvllm_extra.formats.weights import Checkpoint
+from tinyvllm_extra.formats.weights import SafetensorsCheckpoint
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
 from tinyvllm_extra.models import find_model
 
@@ -140,7 +140,7 @@ def format_report(report: dict[str, Any]) -> list[str]:
           *(["", f"checkpoint: {report['checkpoint']}"] if "checkpoint" in report else [])]
 
 
-def read_model(path: pathlib.Path) -> tuple[Checkpoint, dict[str, Any]]:
+def read_model(path: pathlib.Path) -> tuple[SafetensorsCheckpoint, dict[str, Any]]:
   """Open a folder or a GGUF file. Return it with the content of config.json, which for GGUF has the mean bits of the
   layers' matrices on the device, rounded to 4 or 8. Raises InputError if it is not usable."""
   try:

@@ -51,7 +51,7 @@ MISSING = {"phi3": ("attn_q", "attn_k", "attn_v", "ffn_gate"), "olmo2": ("attn_n
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredTensor(weights.StoredTensor):
+class GGUFTensor(weights.StoredTensor):
   """A tensor in a GGUF file."""
   tensor_type: TensorType
   row_order: np.ndarray | None = None   # order of the rows in the model, if it differs
@@ -99,7 +99,7 @@ class HeaderReader(mmap.mmap):
     return [self.value(element_type, nested=True) for _ in range(self.number("Q"))]
 
 
-def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
   """Return a file's metadata and tensors. Raises InputError if it is not GGUF or is truncated."""
   check(path.is_file() and os.access(path, os.R_OK), f"model: {path} is not a readable file")
   size = path.stat().st_size
@@ -122,7 +122,7 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, StoredTen
   return metadata, {info[0]: locate_tensor(path, start, size, *info) for info in tensor_infos}
 
 
-def read_parts(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+def read_parts(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
   """Return the metadata and tensors of a file and, if it is the first part of a split model, of all parts. Their names
   end with -00001-of-00003.gguf and so on. Raises InputError naming a part that is missing or of another model."""
   metadata, tensors = read_header(path)
@@ -148,12 +148,12 @@ def read_parts(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, StoredTens
 
 
 def locate_tensor(path: pathlib.Path, data_start: int, file_size: int, name: str, shape: tuple, type_id: int,
-                  offset: int) -> StoredTensor:
+                  offset: int) -> GGUFTensor:
   supported = ", ".join(x.name for x in TYPES.values())
   prefix = f"model: {path}: tensor {name}"
   check(type_id in TYPES, f"{prefix} has GGUF type {OTHER_TYPES.get(type_id, type_id)}; supported: {supported}")
   tensor_type = TYPES[type_id]
-  tensor = StoredTensor(path, np.dtype(tensor_type.fields), shape, data_start + offset, tensor_type)
+  tensor = GGUFTensor(path, np.dtype(tensor_type.fields), shape, data_start + offset, tensor_type)
   min_axes = 2 if tensor_type.quant_format else 1
   is_valid = min_axes <= len(shape) <= 2 and math.prod(shape) and shape[-1] % tensor_type.inputs == 0
   check(is_valid, f"{prefix} has shape {[*shape]}; {tensor_type.name} needs {min_axes} or 2 axes, the last one a "
@@ -163,7 +163,7 @@ def locate_tensor(path: pathlib.Path, data_start: int, file_size: int, name: str
   return tensor
 
 
-def read_config(path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
+def read_config(path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> dict[str, Any]:
   """Return the content of an equivalent config.json. Raises InputError for an unsupported file."""
   arch = str(metadata.get("general.architecture"))
   check(arch in ARCHITECTURES, f"model: {path} has architecture {arch}; supported: {', '.join(ARCHITECTURES)}")
@@ -196,7 +196,7 @@ def read_config(path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str,
     "eos_token_id": [token for token in end_tokens if token is not None], **read_options(arch, metadata, config)}
 
 
-def read_scaling(arch: str, metadata: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, Any]:
+def read_scaling(arch: str, metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> dict[str, Any]:
   """Return rope_scaling of an equivalent config.json, empty for none."""
   def get(key: str, default: Any = None) -> Any: return metadata.get(f"{arch}.rope.scaling.{key}", default)
   freqs, long, short = [tensors[name].read().tolist() if name in tensors else None for name in ROPE_TENSORS]
@@ -223,7 +223,7 @@ def read_options(arch: str, metadata: dict[str, Any], config: dict[str, Any]) ->
   return options | {"norm_offset": 0, "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": size}
 
 
-def rename(path: pathlib.Path, config: dict[str, Any], tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def rename(path: pathlib.Path, config: dict[str, Any], tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor]:
   """Return the tensors under Hugging Face's names, with the rows of q and k in its order."""
   heads = config["num_attention_heads"]
   head_dim = config["head_dim"]
@@ -245,7 +245,7 @@ def rename(path: pathlib.Path, config: dict[str, Any], tensors: dict[str, Stored
   return renamed
 
 
-class Checkpoint(weights.Checkpoint):
+class GGUFCheckpoint(weights.SafetensorsCheckpoint):
   """A GGUF file, or several parts, given by the first."""
   def __init__(self, path: pathlib.Path, quantization: str | None = None):
     self.path = path

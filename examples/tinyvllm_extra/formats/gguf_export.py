@@ -9,7 +9,7 @@ import numpy as np
 from tinyvllm.config import InputError, check
 from tinyvllm_extra.models import find_model
 
-from .gguf import Checkpoint, StoredTensor
+from .gguf import GGUFCheckpoint, GGUFTensor
 from .gguf_tokenizer import read_tokenizer
 from .gguf_types import Format, common_format
 
@@ -17,7 +17,7 @@ FUSED = {**dict.fromkeys(["q_proj", "k_proj", "v_proj"], "qkv"), **dict.fromkeys
 SAFETENSORS = {"f4": "F32", "f2": "F16", "u2": "BF16", "i1": "I8", "i4": "I32", "i8": "I64"}
 
 
-def matrix_formats(tensors: dict[str, StoredTensor]) -> dict[str, Format | str]:
+def matrix_formats(tensors: dict[str, GGUFTensor]) -> dict[str, Format | str]:
   """Return the format or dtype of each matrix by its module's name, equal for fused matrices."""
   fused: dict[str, list[str]] = collections.defaultdict(list)
   for name in [name.removesuffix(".weight") for name, tensor in tensors.items() if len(tensor.shape) == 2]:
@@ -46,7 +46,7 @@ def quantization_config(formats: dict[str, Format | str]) -> dict[str, Any]:
     "ignore": [name for name, x in formats.items() if isinstance(x, str)]}}
 
 
-def export(tensors: dict[str, StoredTensor], formats: dict[str, Format | str]) -> Iterator[tuple[str, np.ndarray]]:
+def export(tensors: dict[str, GGUFTensor], formats: dict[str, Format | str]) -> Iterator[tuple[str, np.ndarray]]:
   """Yield the tensors of model.safetensors."""
   for name, tensor in tensors.items():
     module = name.removesuffix(".weight")
@@ -85,7 +85,7 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
   that is not empty."""
   is_free = folder.is_dir() and not any(folder.iterdir()) or not os.path.lexists(folder)
   check(is_free, f"{folder} already exists: choose an empty or a new folder")
-  checkpoint = Checkpoint(path)
+  checkpoint = GGUFCheckpoint(path)
   config = checkpoint.hf_config
   find_model(config, path)   # raises for an unsupported architecture
   formats = matrix_formats(checkpoint.all_tensors)

@@ -10,6 +10,8 @@ from tinyvllm.config import InputError, check, logger, read_json
 from tinyvllm_extra.options import LLMConfig, setup_logging
 from tinyvllm_extra.packages import optional
 
+from . import fit
+
 # ORG/NAME, or for a GGUF model ORG/NAME:TYPE or ORG/NAME:FILE. A name that ends with .gguf is a path
 NAME = re.compile(r"(\w[\w.-]*/[\w.-]+)(?<!\.gguf)(?::(.+))?")
 # The files of a model folder, in the root of a repository
@@ -123,14 +125,13 @@ class Repository:
     free = shutil.disk_usage(self.blobs).free
     check(size <= free, f"download_dir={str(self.cache)!r} has {size_to_str(free)} of free disk space, but "
           f"{self.name} needs {size_to_str(size)}: free some space or choose another folder")
-    from .fit import GIB, QUANTIZED, estimate_fit, open_device, prequantized   # imports all kernels
-    device = open_device()
+    device = fit.open_device()
     if "config.json" in files:
       path = self.hub.hf_hub_download(self.name, "config.json", revision=self.commit, cache_dir=self.cache)
       hf = read_json(pathlib.Path(path))
-      quantization = next((x for x in (prequantized(hf), config.quantization) if x in QUANTIZED), None)
-      weights = estimate_fit(self.name, hf, device, quantization)["weights_gib"]
-    else: weights = sum(self.sizes[file] for file in files) / GIB
+      quantization = next((x for x in (fit.prequantized(hf), config.quantization) if x in fit.QUANTIZED), None)
+      weights = fit.estimate_fit(self.name, hf, device, quantization)["weights_gib"]
+    else: weights = sum(self.sizes[file] for file in files) / fit.GIB
     available = device["free_gib"] * config.tensor_parallel_size
     fits = weights < available * config.gpu_memory_utilization
     text = f"downloading {self.name}: {size_to_str(size)} in {len(missing)} files to {self.cache}; the weights use " \

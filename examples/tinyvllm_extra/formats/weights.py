@@ -17,7 +17,7 @@ from tinyvllm_extra.kernels.shards import stack as stack_shards
 from tinyvllm_extra.kernels.stored_weights import StoredWeights
 from tinyvllm_extra.models.layers import row_order
 from tinyvllm_extra.models.table import text_config
-from tinyvllm_extra.options import SAMPLING_DEFAULTS
+from tinyvllm_extra.options import SAMPLING_DEFAULTS, check_one_device
 from tinyvllm_extra.text.huggingface import ChatTokenizer, load_tokenizer
 
 from . import fit
@@ -49,7 +49,7 @@ class StoredTensor:
   def raw(self) -> np.ndarray: return np.memmap(self.path, np.uint8, "c", self.start, (self.nbytes,))
 
 
-class Checkpoint(StoredWeights, llama.Checkpoint):
+class SafetensorsCheckpoint(StoredWeights, llama.Checkpoint):
   """A folder of safetensors, quantized or not."""
   tensors: dict[str, Any]   # name -> StoredTensor that no module has read yet
   quantization_config = property(lambda self: self.hf_config.get("quantization_config") or {})
@@ -124,7 +124,7 @@ class Checkpoint(StoredWeights, llama.Checkpoint):
     self.dtype = np.float32 if model.dtype == dtypes.float32 else np.float16   # dtype to dequantize to
     plain = [type(x).__name__ for x in model.modules() if type(x).load is Module.load]   # the core's modules
     layers = f"{type(model.backend).__name__}'s {', '.join(dict.fromkeys(plain))}"
-    check(not plain or count == 1, f"tensor_parallel_size={count} must be 1: {layers} support one device")
+    if plain: check_one_device(count, f": {layers} support one device")
     check(not plain or not self.bits, f"quantization={quantization!r} must be None: {layers} have no int8 or int4")
     fit.check_memory(self, quantization)
     try:

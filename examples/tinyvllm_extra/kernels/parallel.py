@@ -7,7 +7,7 @@ from tinygrad import Device, Tensor
 
 from tinyvllm import backend
 from tinyvllm.config import ModelConfig, check
-from tinyvllm_extra.options import LLMConfig
+from tinyvllm_extra.options import LLMConfig, check_one_device
 
 from . import shards
 
@@ -29,16 +29,17 @@ def open_devices(config: LLMConfig) -> "Devices":
 
 
 def check_peers(count: int) -> None:
-  text = f"tensor_parallel_size={count}"
-  check(Device.DEFAULT in ("CUDA", "CPU"), f"{text} must be 1 on {Device.DEFAULT}; only CUDA and CPU support more")
-  if Device.DEFAULT != "CUDA": return
+  device_type = Device.DEFAULT
+  if device_type not in ("CUDA", "CPU"): check_one_device(count, f" on {device_type}; only CUDA and CPU support more")
+  if device_type != "CUDA": return
   from .cuda import can_access_peer
   available = Device.default.count()
-  check(count <= available, f"{text} must be at most {available}, the number of {Device.DEFAULT} devices")
+  text = f"tensor_parallel_size={count} must be at most {available}, the number of {device_type} devices"
+  check(count <= available, text)
   devices: list[Any] = [Device[name] for name in device_names(count)]
   for reader, owner in itertools.permutations(devices, 2):
-    readable = can_access_peer(reader, owner)
-    check(readable, f"{text} must be 1: {reader.device} cannot read {owner.device}'s memory (nvidia-smi topo -p2p r)")
+    why = f": {reader.device} cannot read {owner.device}'s memory (nvidia-smi topo -p2p r)"
+    if not can_access_peer(reader, owner): check_one_device(count, why)
 
 
 class Devices(backend.Devices):

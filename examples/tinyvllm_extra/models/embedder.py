@@ -8,6 +8,7 @@ from tinygrad.dtype import DType
 from tinyvllm.backend import Backend, Devices
 from tinyvllm.config import ModelConfig, check, read_json
 from tinyvllm.llama import Llama
+from tinyvllm_extra.options import check_one_device
 
 MODULES = {"Transformer", "Pooling", "Normalize"}   # sentence-transformers' modules that tinyvllm computes
 
@@ -15,8 +16,7 @@ MODULES = {"Transformer", "Pooling", "Normalize"}   # sentence-transformers' mod
 class Embedder(Llama):
   """A model without lm_head: returns float32 hidden states, (S, hidden), after the final norm, in place of logits."""
   def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
-    count = len(devices.names)
-    check(count == 1, f"tensor_parallel_size={count} must be 1 for an embedding model")
+    check_one_device(len(devices.names), " for an embedding model")
     super().__init__(dataclasses.replace(config, tie_word_embeddings=True), dtype, backend, devices)
     def identity(h: Tensor, dtype: DType) -> Tensor: return h.cast(dtype).contiguous()
     self.lm_head = identity   # type: ignore[assignment]

@@ -8,7 +8,7 @@ from tinygrad.dtype import DType
 
 from tinyvllm import backend
 from tinyvllm.backend import Backend, Devices
-from tinyvllm.config import check
+from tinyvllm_extra.options import check_one_device
 
 from .layers import Config, Layer, Model
 
@@ -104,6 +104,5 @@ class Mixture(Model):
   config_class = MixtureConfig
 
   def __init__(self, config: Config, dtype: DType, backend: Backend, devices: Devices):
-    count = len(devices.names)
-    check(count == 1, f"tensor_parallel_size={count} must be 1: models with experts support one device")
+    check_one_device(len(devices.names), ": models with experts support one device")
     super().__init__(config, dtype, backend, devices)

@@ -10,6 +10,7 @@ from tinygrad.dtype import DType
 from tinyvllm.backend import Backend, Devices, Module
 from tinyvllm.config import ModelConfig, check
 from tinyvllm.llama import Llama
+from tinyvllm_extra.options import check_one_device
 
 # Field of ModelConfig -> GPT-2's name in config.json
 NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
@@ -69,8 +70,8 @@ class Layer:
 class GPT2(Llama):
   """GPT-2 on one device."""
   def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
-    count, hidden = len(devices.names), config.hidden_size
-    check(count == 1, f"tensor_parallel_size={count} must be 1 for GPT-2")
+    check_one_device(len(devices.names), " for GPT-2")
+    hidden = config.hidden_size
     self.config, self.dtype, self.backend, self.devices = config, dtype, backend, devices
     def vocabulary(name): return backend.Linear(hidden, {name: config.vocab_size}, False, dtype)
     self.embed_tokens = vocabulary("wte")

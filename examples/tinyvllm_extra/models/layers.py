@@ -9,6 +9,7 @@ from tinygrad.dtype import DType
 from tinyvllm.backend import Backend, Devices, Module
 from tinyvllm.config import ModelConfig, check
 from tinyvllm.llama import Llama
+from tinyvllm_extra.options import check_one_device
 
 from .ropes import rope_table
 
@@ -143,10 +144,8 @@ class Model(Llama):
   config_class = Config
 
   def __init__(self, config: Config, dtype: DType, backend: Backend, devices: Devices):
-    count = len(devices.names)
-    is_whole = any(config.norms[1::2]) or config.qk_norm == "all" or config.is_fused
-    check(count == 1 or not is_whole, f"tensor_parallel_size={count} must be 1: this model norms whole outputs or "
-          "stores q, k and v as one matrix")
+    if any(config.norms[1::2]) or config.qk_norm == "all" or config.is_fused:
+      check_one_device(len(devices.names), ": this model norms whole outputs or stores q, k and v as one matrix")
     check(dtype != dtypes.float16 or not config.overflows_float16, "dtype='float16' overflows in this model: use "
           "'auto', 'bfloat16' or 'float32'", "float16")
     super().__init__(config, dtype, backend, devices)
