@@ -33,12 +33,10 @@ from tinyvllm_extra.cli import FAILURES
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.kernels import prepare_device
 from tinyvllm_extra.cli.flags import add_flags, parse_flags, select_options, set_log_level
-from tinyvllm_extra.models import find_model
-from tinyvllm_extra.cli.serve import check_port
+from tinyvllm_extra.cli.serve import check_model, check_port
 from tinyvllm_extra.serving.app import Server, ServerConfig
 from tinyvllm_extra.serving.errors import error_response
-from tinyvllm_extra.vllm_options import NO_EFFECT, ModelOptions, split_options
-from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.vllm_options import NO_EFFECT, read_options
 
 NAME = "tinyvllm"   # application name
 SLACK = 8    # a replica with this many requests more than the least busy one still gets its conversations
@@ -223,12 +221,12 @@ def parse_option(value: Any, value_type: Any) -> Any:
 
 def configs(args: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig, RayConfig]:
   """Return the options of the engine, the server and Ray. Raises ValueError for errors unrelated to the model."""
-  types = {field.name: field.type for x in (LLMConfig, ModelOptions, ServerConfig, RayConfig)
+  types = {field.name: field.type for x in (LLMConfig, ServerConfig, RayConfig)
            for field in dataclasses.fields(x)}
   for name in args: check(name in {"model", "log_level", *types, *NO_EFFECT}, f"{name}: unknown option")
   args = {name: parse_option(x, types.get(name)) for name, x in args.items() if x is not None}
   engine, server, own = (select_options(args, x) for x in (LLMConfig, ServerConfig, RayConfig))
-  split_options(engine)
+  read_options(engine)
   check("prefix_cache_file" not in server, "prefix_cache_file: not supported, as all replicas would write it")
   for name in ("uds", "ssl_certfile"): check(name not in server, f"{name}: not supported by ingresses: leave it out")
   return engine, ServerConfig(**{"api_key": os.environ.get("TINYVLLM_API_KEY"), **server}), RayConfig(**own)
@@ -240,12 +238,8 @@ def app(args: dict[str, Any]) -> Any:
   engine, server, own = configs(args)
   folder = args.get("model")
   if folder:
-    options, model_options = split_options(engine, folder)
-    path = hub.local_path(folder, model_options.revision, model_options.download_dir, LLMConfig(**options))
-    path = path.resolve()   # replicas have another working directory
+    path = check_model(folder, engine).resolve()   # replicas have another working directory
     if not hub.is_name(folder): folder = str(path)      # replicas on other machines download it again
-    # raises InputError for an unsupported model
-    find_model(open_checkpoint(path).hf_config, path, engine.get("runner", "auto"))
   seqs = engine.get("max_num_seqs", LLMConfig.max_num_seqs)
   # `serve run` calls this before Ray starts: look at this machine instead of the cluster
   if not ray.is_initialized(): prepare_device()   # chooses the default device; replicas get the variable DEV
@@ -287,7 +281,7 @@ def main(argv: list[str] | None = None) -> int:
   parser = argparse.ArgumentParser(description="Run an OpenAI-compatible HTTP server with several replicas.",
                                    argument_default=argparse.SUPPRESS)
   parser.add_argument("model", nargs="?", help=argparse.SUPPRESS)   # or --model
-  add_flags(parser, LLMConfig, ModelOptions, ServerConfig, RayConfig)
+  add_flags(parser, LLMConfig, ServerConfig, RayConfig)
   args = {"port": ServerConfig.port, "log_level": "info", **parse_flags(parser, sys.argv[1:] if argv is None else argv)}
   set_log_level(args)
   try:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from tinyvllm.backend import Backend, Devices, exclusive
-from tinyvllm.config import check
+from tinyvllm.config import check, logger
 from tinyvllm.engine import Engine, Params, Parts, Prompt, Request
 from tinyvllm.request import RequestOutput
 from tinyvllm.runner import Results
@@ -22,11 +22,11 @@ from .sampling import beam_search, logits, speculation
 from .sampling.logits import SamplingParams
 from .text import conversations
 from .text.huggingface import ChatTokenizer
-from .vllm_options import log_ignored, split_options
+from .vllm_options import NO_EFFECT, read_options
 
 
 class LLM(Engine):
-  """An engine with all features. Its options are those of LLMConfig and ModelOptions."""
+  """An engine with all features. Its options are those of LLMConfig."""
   parts = Parts(
     config_class=LLMConfig, make_backend=lambda: kernels.make_backend(),
     open_devices=lambda config: parallel.open_devices(config) if config.tensor_parallel_size > 1 else Devices(),
@@ -46,30 +46,30 @@ class LLM(Engine):
   llm_engine = property(lambda self: self)   # vLLM's attribute
 
   def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
-    """Like Engine's. model: also a name on the Hugging Face hub; revision, download_dir: see hub.local_path."""
+    """Like Engine's. model: also a name on the Hugging Face hub; see hub.local_path."""
     setup_logging()
-    engine_options, own = split_options(options, model)
-    log_ignored(options)
-    path = hub.local_path(model, own.revision, own.download_dir, LLMConfig(**engine_options)) if model else None
+    config = read_options(options, model)
+    ignored = ", ".join(f"{name}={options[name]!r}" for name in sorted(options.keys() & NO_EFFECT.keys()))
+    if ignored: logger.info(f"vLLM's options without effect here: {ignored}")
+    path = hub.local_path(model, config) if model else None
     with exclusive: kernels.prepare_device()
     has_layouts = backend is None or type(backend).kv_layout is not Backend.kv_layout
-    kind = engine_options.get("kv_cache_dtype", "auto")
-    check(kind == "auto" or has_layouts, f"kv_cache_dtype={kind!r} must be 'auto': the core's Backend has no other one")
-    super().__init__(path, backend=backend, **engine_options)
+    check(config.kv_cache_dtype == "auto" or has_layouts,
+          f"kv_cache_dtype={config.kv_cache_dtype!r} must be 'auto': the core's Backend has no other one")
+    super().__init__(path, backend=backend, **vars(config))
     self.is_embedder = isinstance(self.runner.model, Embedder)
     check(not (self.is_embedder and self.proposer), "speculative_config must be None for an embedding model")
     # Else `encode` leaves out tokenizer.json's end token, whose hidden state is the embedding
     if self.is_embedder: self.tokenizer.config.pop("add_bos_token", None)
-    self.tokenizer.template_variables = own.default_chat_template_kwargs or {}
-    if own.chat_template: self.tokenizer.config["chat_template"] = own.chat_template
-    self.sampling_defaults |= own.sampling_defaults()
+    self.tokenizer.template_variables = config.default_chat_template_kwargs or {}
+    if config.chat_template: self.tokenizer.config["chat_template"] = config.chat_template
+    self.sampling_defaults |= config.override_generation_config or {}
     ends = {*self.model_config.eos_token_ids, *filter(None, [self.tokenizer.eos_token_id])}
     self.model_config = dataclasses.replace(self.model_config, eos_token_ids=tuple(sorted(ends)))
-    self.max_logprobs = own.max_logprobs
-    if sizes := self.config.cudagraph_capture_sizes: [*self.capture(sizes)]
+    if config.cudagraph_capture_sizes: [*self.capture(config.cudagraph_capture_sizes)]
 
   def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
-    if isinstance(params, SamplingParams): params.check_logprobs(self.max_logprobs, self.model_config.vocab_size)
+    if isinstance(params, SamplingParams): params.check_logprobs(self.config.max_logprobs, self.model_config.vocab_size)
     check(isinstance(params, embeddings.PoolingParams) == self.is_embedder, embeddings.MISMATCH[self.is_embedder])
     fields: Any = {**prompt} if isinstance(prompt, dict) else {}
     salt = fields.pop("cache_salt", None)

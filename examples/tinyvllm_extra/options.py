@@ -1,8 +1,7 @@
 """Options of `tinyvllm.LLM` that only the extension understands, under vLLM's names."""
 import dataclasses, logging
-from typing import Any
 
-from tinyvllm.config import EngineConfig, check, logger, option
+from tinyvllm.config import EngineConfig, JsonObject, check, logger, option
 from tinyvllm.request import SAMPLING_FIELDS
 
 FORMATS = ("int8", "int4", "awq", "gptq", "compressed-tensors", "fp8", "bitsandbytes", "squeezellm", "gguf", "mxfp4")
@@ -16,12 +15,19 @@ class LLMConfig(EngineConfig):
   kv_cache_dtype: str = option("auto", "KV cache dtype; auto: as dtype", choices=("auto", "fp8", "int8"))
   tensor_parallel_size: int = option(1, "Number of devices per layer", min=1, max=8)
   cudagraph_capture_sizes: list[int] | None = option(None, "Step sizes in tokens to capture at startup (default: none)")
-  speculative_config: dict[str, Any] | None = option(None, 'Draft method, as in {"method": "ngram"} (default: none)')
+  speculative_config: JsonObject | None = option(None, 'Draft method, as in {"method": "ngram"} (default: none)')
   runner: str = option("auto", "pooling: embeddings; generate: text; auto: by modules.json",
                        choices=("auto", "generate", "pooling"))
+  chat_template: str | None = option(None, "Jinja file or text (default: the model's)")
+  default_chat_template_kwargs: JsonObject | None = option(None, "Variables of the chat template (default: none)")
+  override_generation_config: JsonObject | None = option(
+    None, 'Sampling defaults, as in {"temperature": 0.5} (default: none)')
+  revision: str | None = option(None, "Branch, tag or commit on the hub (default: main)")
+  download_dir: str | None = option(None, "Folder for downloads (default: the hub's cache)")
+  max_logprobs: int = option(20, "Maximum log probabilities per token; -1: no limit", min=-1, max=2**31 - 1)
 
 
-def check_no_lora(lora_request: Any) -> None:
+def check_no_lora(lora_request: object) -> None:
   check(lora_request is None, f"lora_request={lora_request!r} is not supported: use None")
 
 

@@ -13,10 +13,8 @@ from tinyvllm import SamplingParams
 from tinyvllm.config import Options, option
 from tinyvllm_extra.cli import flags as product
 from tinyvllm_extra.cli.flags import HelpFormatter, add_flags, integer, select_options
-from tinyvllm_extra.options import setup_logging
-from tinyvllm_extra.options import LLMConfig
+from tinyvllm_extra.options import LLMConfig, setup_logging
 from tinyvllm_extra.serving.app import ServerConfig
-from tinyvllm_extra.vllm_options import ModelOptions
 
 COMMANDS = ["generate", "chat", "serve"]
 
@@ -56,7 +54,7 @@ def test_help_all_describes_every_option_and_help_hides_rare_ones(command):
   entries = help_entries(everything)
   assert help_entries(text).items() < entries.items()
   flags = {re.sub(r"^--(\[no-])?", "", words.split()[0]) for words in entries}
-  kinds = (LLMConfig, ModelOptions, ServerConfig if command == "serve" else SamplingParams)
+  kinds = (LLMConfig, ServerConfig if command == "serve" else SamplingParams)
   fields = {field.name.replace("_", "-") for kind in kinds for field in dataclasses.fields(kind)} - {"n"}
   assert fields | {"model", "log-level"} <= flags and "n" not in flags, "a terminal shows one sample"
   assert "--pipeline-parallel-size" not in everything, "vLLM's flags without effect stay hidden"
@@ -67,7 +65,7 @@ def test_help_all_describes_every_option_and_help_hides_rare_ones(command):
 
 def test_every_grouped_flag_is_an_option_and_greedy_is_the_default():
   names = {name for names in product.GROUPS.values() for name in names.split()} - {"|"}
-  kinds = (LLMConfig, ModelOptions, SamplingParams, ServerConfig)
+  kinds = (LLMConfig, SamplingParams, ServerConfig)
   assert names <= {field.name for kind in kinds for field in dataclasses.fields(kind)}
   assert "(default: 0.0)" in help_entries(help_text("generate"))["--temperature FLOAT"]
 
@@ -123,7 +121,8 @@ def test_integer_reads_units_as_vllm_does(text, value):
 
 @pytest.mark.parametrize("level,expected", [(logging.NOTSET, logging.INFO), (logging.ERROR, logging.ERROR)])
 def test_setup_logging_leaves_a_configured_logger_alone(monkeypatch, level, expected):
-  monkeypatch.setattr(product, "logger", logging.Logger("mine", level))
+  logger = logging.Logger("mine", level)
+  monkeypatch.setattr("tinyvllm_extra.options.logger", logger)
   for _ in range(2):   # a second call adds nothing
     setup_logging()
-    assert len(product.logger.handlers) == 1 and product.logger.level == expected
+    assert len(logger.handlers) == 1 and logger.level == expected

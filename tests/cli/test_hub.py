@@ -169,7 +169,7 @@ def test_model_larger_than_memory_logs_warning(hub, repository, report, monkeypa
   for factor, level, end in ((1.02, "INFO", "memory"), (0.98, "WARNING", "fit: choose a smaller or quantized one")):
     free = factor * size / 0.9 / room
     monkeypatch.setattr(fit, "open_device", lambda free=free: {**device, "free_gib": free})
-    local_path("org/tiny", config=LLMConfig(**options))
+    local_path("org/tiny", LLMConfig(**options))
     text, actual, weights, available = report()
     assert (actual, weights) == (level, pytest.approx(size, rel=0.01)) and text.endswith(end)
     assert available == pytest.approx(free * options.get("tensor_parallel_size", 1), abs=0.01)
@@ -217,7 +217,7 @@ def test_error_names_the_remedy(hub, gguf_repository, monkeypatch, case):
   vars(hub).update(case["hub"])
   message = case["message"].format(page=f"{hub.url}/org/tiny-GGUF")
   error = RuntimeError if case["about"] == "broken" else InputError
-  with pytest.raises(error, match=message): local_path("org/tiny-GGUF:F16", **case["options"])
+  with pytest.raises(error, match=message): local_path("org/tiny-GGUF:F16", LLMConfig(**case["options"]))
   assert case["about"] == "broken" or not hub.downloads()
   monkeypatch.setenv("HF_TOKEN", "secret")
   if "token" in case["hub"]: assert local_path("org/tiny-GGUF:F16").read_bytes() == b"content of tiny-F16.gguf"

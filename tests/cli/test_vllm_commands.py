@@ -9,15 +9,15 @@ from string import Template
 import pytest
 from helpers.commands import error_line, run_command
 
-from tinyvllm import LLM, InputError
+from tinyvllm import LLM, InputError, SamplingParams
 from tinyvllm_extra.cli.flags import select_options
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.cli.serve import parse
 from tinyvllm_extra.cli.vllm_flags import expand, read_config
-from tinyvllm_extra.vllm_options import NO_EFFECT, ModelOptions, split_options
+from tinyvllm_extra.vllm_options import NO_EFFECT, read_options
 
 # accepted: without `vllm serve`. refused: the start of the message by command line. expanded: words for argparse by
-# words of the user. split: options of LLM, as options of the engine and of the model
+# words of the user. config: options of LLM, and the fields of its config
 COMMANDS = json.loads((Path(__file__).parents[1] / "data/vllm_options.json").read_text())
 
 
@@ -92,14 +92,13 @@ def test_ignored_options_are_logged_in_one_line(caplog):
 
 
 def test_options_are_disjoint():
-  assert not NO_EFFECT.keys() & {*LLMConfig.__match_args__, *ModelOptions.__match_args__}
+  assert not NO_EFFECT.keys() & {*LLMConfig.__match_args__}
 
 
-@pytest.mark.parametrize("case", COMMANDS["split"])
-def test_split_options_returns_options_of_engine_and_model(case):
+@pytest.mark.parametrize("case", COMMANDS["config"])
+def test_read_options_returns_the_config(case):
   options = dict(case["options"])
-  defaults = {"max_logprobs": 20, "default_chat_template_kwargs": None}
-  assert split_options(options, "m") == (case["engine"], ModelOptions(**{**defaults, **case["model"]}))
+  assert read_options(options, "m") == LLMConfig(**{"override_generation_config": {}, **case["config"]})
   assert options == case["options"], "it is not changed"
 
 
@@ -108,10 +107,10 @@ def test_split_options_returns_options_of_engine_and_model(case):
 def test_chat_template_is_a_file_or_a_text_with_braces_or_lines(tmp_path, monkeypatch, option, text):
   (tmp_path / "a.jinja").write_text("content")
   monkeypatch.setenv("HOME", str(tmp_path))
-  assert ModelOptions(chat_template=option).chat_template == text
+  assert read_options({"chat_template": option}).chat_template == text
 
 
 def test_select_options_of_the_engine_include_vllms():
   args = {"dtype": "auto", "revision": "x", "swap_space": 4, "port": 1, "temperature": 0.5}
   assert select_options(args, LLMConfig) == {"dtype": "auto", "revision": "x", "swap_space": 4}
-  assert select_options(args, ModelOptions) == {"revision": "x"}
+  assert select_options(args, SamplingParams) == {"temperature": 0.5}

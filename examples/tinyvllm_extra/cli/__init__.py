@@ -10,7 +10,6 @@ from tinyvllm import LLM, SamplingParams, __version__
 from tinyvllm.config import logger
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.packages import MissingPackage, optional
-from tinyvllm_extra.vllm_options import ModelOptions
 
 from .client import Remote
 from .flags import add_flags, parse_flags, select_options, set_log_level
@@ -87,7 +86,7 @@ def parse(argv: list[str]) -> dict[str, Any]:
                                   aliases=["chat"] if name == "run" else [])
     if name == "generate": command.add_argument("prompt", help=argparse.SUPPRESS)
     else: command.add_argument("model", nargs="?", help=argparse.SUPPRESS)
-    add_flags(command, LLMConfig, ModelOptions, SamplingParams)
+    add_flags(command, LLMConfig, SamplingParams)
     server = command.add_argument_group("Server")
     server.add_argument("--url", default=None, help="URL of a running server (default: run here)")
     server.add_argument("--api-key", default=None, help="API key for that server (default: none)")

@@ -5,9 +5,9 @@ from typing import Any, get_args, get_origin
 
 from tinyvllm.config import logger
 from tinyvllm_extra.options import LLMConfig
-from tinyvllm_extra.vllm_options import NO_EFFECT, ModelOptions
+from tinyvllm_extra.vllm_options import NO_EFFECT, TABLE
 
-from .vllm_flags import LISTS, expand, parse_value, read_config
+from .vllm_flags import expand, parse_value, read_config
 
 # Groups of --help; flags after the bar are rare: only --help-all shows them
 GROUPS = {
@@ -95,8 +95,8 @@ def add_flags(command: argparse.ArgumentParser, *option_classes: Any) -> None:
     for name in [name for name in [*common.split(), *rare.split()] if name in fields]:
       add(group, name, help_of(fields[name]), name in rare.split(), **parsing_of(fields[name]))
   for name, values in NO_EFFECT.items():
-    form: Any = {"action": argparse.BooleanOptionalAction} if isinstance(values[0], bool) else {
-      "type": parse_value, **({"nargs": "+"} if name in LISTS else {})}
+    form: Any = {"action": argparse.BooleanOptionalAction} if values and isinstance(values[0], bool) else {
+      "type": parse_value, **({"nargs": "+"} if name in TABLE["lists"] else {})}
     command.add_argument(flag_of(name), help=argparse.SUPPRESS, **form)
 
 
@@ -112,7 +112,7 @@ def parse_flags(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, A
 def select_options(args: dict[str, Any], option_class: Any) -> dict[str, Any]:
   """Return the fields of an option dataclass that the command line sets. LLMConfig: all options of LLM."""
   names = [field.name for field in dataclasses.fields(option_class)]
-  if option_class is LLMConfig: names += [*ModelOptions.__match_args__, *NO_EFFECT]
+  if option_class is LLMConfig: names += NO_EFFECT
   return {name: args[name] for name in names if name in args}
 
 

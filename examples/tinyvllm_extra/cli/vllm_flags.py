@@ -5,8 +5,6 @@ from typing import Any
 from tinyvllm.config import InputError, check
 from tinyvllm_extra.packages import optional
 
-# Options of vLLM that take several values
-LISTS = ("allowed_media_domains", "collect_detailed_traces", "ignore_patterns", "logits_processors", "lora_modules")
 SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
          "-dcp": "--decode-context-parallel-size", "-asc": "--api-server-count", "-q": "--quantization",
          "-O": "--compilation-config", "-cc": "--compilation-config", "--cuda-graph-sizes": "--cudagraph-capture-sizes"}

@@ -32,11 +32,10 @@ def served_name(model: str | None) -> str:
   return pathlib.Path(model).resolve().name.removesuffix(".gguf")
 
 
-def local_path(model: str | pathlib.Path, revision: str | None = None, download_dir: str | None = None,
-               config: LLMConfig = LLMConfig()) -> pathlib.Path:   # noqa: B008
+def local_path(model: str | pathlib.Path, config: LLMConfig = LLMConfig()) -> pathlib.Path:   # noqa: B008
   """Return the path of a model's folder or GGUF file. Download a model given by its name, unless the cache has it.
-  revision: branch, tag or commit. download_dir: the cache. config: the engine's, to estimate whether the model fits.
-  Raises InputError if the model does not exist or is ambiguous, RuntimeError if the download fails."""
+  config: the engine's, with the revision and the cache, and to estimate whether the model fits. Raises InputError if
+  the model does not exist or is ambiguous, RuntimeError if the download fails."""
   if not is_name(model):
     path = pathlib.Path(model).expanduser()
     check(path.exists(), f"model={str(model)!r} does not exist: pass a folder, a GGUF file, or a name ORG/NAME")
@@ -45,8 +44,8 @@ def local_path(model: str | pathlib.Path, revision: str | None = None, download_
   name, kind = NAME.fullmatch(str(model)).groups()   # type: ignore[union-attr]   # is_name has matched it
   hub = optional("huggingface_hub", "hf", f"model={model!r}")
   importlib.import_module("huggingface_hub.file_download")   # with it the package has errors, constants and utils
-  with explained_errors(hub, f"model={model!r}", f"{hub.constants.ENDPOINT}/{name}", revision):
-    repository = Repository(hub, name, revision, download_dir)
+  with explained_errors(hub, f"model={model!r}", f"{hub.constants.ENDPOINT}/{name}", config.revision):
+    repository = Repository(hub, name, config.revision, config.download_dir)
     files = repository.choose(kind)
     missing = [file for file in files if not (repository.folder / file).exists()]
     if missing: repository.report(files, missing, config)

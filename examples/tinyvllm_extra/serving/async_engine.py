@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from tinyvllm.config import check, logger
 from tinyvllm.engine import Params, Prompt, Request, RequestOutput
 from tinyvllm_extra.llm import LLM
-from tinyvllm_extra.vllm_options import split_options
+from tinyvllm_extra.options import LLMConfig
 
 Delta = RequestOutput | Exception      # a request's new text and tokens, or the error that ended it
 IndexedOutput = tuple[int, RequestOutput]   # index of the request, its new text and tokens
@@ -128,8 +128,8 @@ class AsyncLLM:
                prefix_cache_file: str | None = None, **options: Any):
     check(type(stream_interval) is int and stream_interval > 0,
           f"stream_interval={stream_interval!r} must be an int of at least 1")
-    sizes = split_options(options, model)[0].get("cudagraph_capture_sizes")
-    self.llm = LLM(model, **{**options, "cudagraph_capture_sizes": None})
+    sizes = LLMConfig(cudagraph_capture_sizes=options.pop("cudagraph_capture_sizes", None)).cudagraph_capture_sizes
+    self.llm = LLM(model, **options)
     self.llm.tokenizer.limit_text(self.llm.max_model_len)
     if prefix_cache_file:
       level = logging.WARNING if pathlib.Path(prefix_cache_file).expanduser().exists() else logging.INFO
