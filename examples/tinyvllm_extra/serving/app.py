@@ -15,6 +15,7 @@ from tinyvllm.config import InputError, Options, check, option
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.text.parsers import REASONING, TOOLS
 
+from .agents.routes import Agents
 from .async_engine import AsyncLLM
 from .errors import EXCEPTION_HANDLERS, error_response
 from .fields import unknown_fields
@@ -165,6 +166,7 @@ class Server(uvicorn.Server):
     app.get("/metrics", response_class=PlainTextResponse)(self.metrics)
     serving = self.serving
     pooling = Pooling(serving)
+    agents = Agents(serving)
     reads: Any = {"/health": self.health, "/ping": self.health, "/load": serving.load, "/version": self.version,
                   "/v1/models": serving.models, "/v1/models/{name:path}": serving.model}
     posts: Any = {"/tokenize": serving.tokenize, "/detokenize": serving.detokenize,
@@ -172,7 +174,7 @@ class Server(uvicorn.Server):
     aliases: Any = {"/rerank": pooling.rerank, "/v2/rerank": pooling.rerank, "/score": pooling.score,
                     "/ping": self.health}   # vLLM's, Cohere's, SageMaker's
     streams: Any = {"/generate": serving.generate, "/v1/completions": serving.completions,
-                    "/v1/chat/completions": serving.chat, "/v1/responses": serving.responses}
+                    "/v1/chat/completions": serving.chat, "/v1/responses": agents.responses}
     anthropic: Any = dict.fromkeys(["4XX", "5XX"], {"model": AnthropicErrorResponse})
     events: Any = {200: {"content": {EVENT_STREAM: {}}}}
     for path, route in reads.items(): app.get(path)(route)
@@ -180,8 +182,8 @@ class Server(uvicorn.Server):
     for path, route in posts.items(): app.post(path)(route)
     for path, route in aliases.items(): app.post(path, include_in_schema=False)(route)
     for path, route in streams.items(): app.post(path, responses=events)(route)
-    app.post("/v1/messages", responses=anthropic | events)(serving.messages)
-    app.post("/v1/messages/count_tokens", responses=anthropic)(serving.count_tokens)
+    app.post("/v1/messages", responses=anthropic | events)(agents.messages)
+    app.post("/v1/messages/count_tokens", responses=anthropic)(agents.count_tokens)
     return app
 
   # Start and shutdown

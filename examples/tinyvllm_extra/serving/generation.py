@@ -13,8 +13,6 @@ from tinyvllm.engine import Prompt
 from tinyvllm_extra.text.parsers import OutputFormat, find_format
 
 from . import protocol
-from .agents.messages import MessagesBuilder, MessagesRequest
-from .agents.responses import ResponsesBuilder, ResponsesRequest
 from .async_engine import IndexedOutput, Request
 from .errors import Refusal
 from .prometheus import Metrics
@@ -81,16 +79,6 @@ class Serving:
   async def generate(self, body: CompletionRequest) -> Response: return await self.answer(body, GenerateBuilder)
   async def completions(self, body: CompletionRequest) -> Response: return await self.answer(body, CompletionBuilder)
   async def chat(self, body: ChatRequest) -> Response: return await self.answer(body, ChatBuilder)
-  async def responses(self, body: ResponsesRequest) -> Response:
-    return await self.answer(body.to_chat(), functools.partial(ResponsesBuilder, body))
-  async def messages(self, body: MessagesRequest) -> Response:
-    return await self.answer(body.to_chat(), MessagesBuilder)
-
-  async def count_tokens(self, body: MessagesRequest) -> dict[str, int]:
-    self.check_model(body.model or None)
-    prompt: Any
-    prompt, = await asyncio.to_thread(protocol.encode_prompts, body.to_chat(), self.llm.llm, self.trusts_template)
-    return {"input_tokens": len(prompt["prompt_token_ids"])}
 
   # Generation
 
