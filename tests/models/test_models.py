@@ -17,7 +17,7 @@ from tinyvllm.backend import Devices, Linear
 from tinyvllm_extra.formats import fit
 from tinyvllm_extra.models import MODELS as MODEL_CLASSES
 from tinyvllm_extra.models import find_model
-from tinyvllm_extra.models.ropes import rope_table
+from tinyvllm_extra.models.ropes import scaled_rope_table
 from tinyvllm_extra.models.table import text_config
 
 CORE = "gemma2", "gpt2", "gpt_oss", "granite", "phi3_long"   # together, all options
@@ -99,7 +99,7 @@ def config_of(name, remove=(), **fields):
   hf = {**text_config(read(name)["config"]), **fields}
   config, _ = find_model({x: value for x, value in hf.items() if x not in remove}, Path("x"))
   options = {x: value for x, value in vars(config).items() if x not in ("ropes", "rope_theta")}
-  return options, np.stack([rope_table(config, rope, 64).numpy() for rope in config.ropes])
+  return options, np.stack([scaled_rope_table(config, rope, 64).numpy() for rope in config.ropes])
 
 
 @pytest.mark.parametrize("name,fields", [

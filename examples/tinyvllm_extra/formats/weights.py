@@ -15,7 +15,7 @@ from tinyvllm.config import check, logger, read_json
 from tinyvllm_extra.kernels.quantized import E4M3, Matrix, Quantized, is_small_float
 from tinyvllm_extra.kernels.shards import stack as stack_shards
 from tinyvllm_extra.kernels.stored_weights import StoredWeights
-from tinyvllm_extra.models.layers import row_order
+from tinyvllm_extra.models.layers import LlamaVariant, VariantConfig, row_order
 from tinyvllm_extra.models.table import text_config
 from tinyvllm_extra.options import SAMPLING_DEFAULTS, check_one_device
 from tinyvllm_extra.text.huggingface import ChatTokenizer, load_tokenizer
@@ -120,7 +120,8 @@ class SafetensorsCheckpoint(StoredWeights, llama.Checkpoint):
           f"which is {self.method or 'not quantized'}: use {', '.join(map(repr, names))} or leave it out")
     self.model = model
     self.num_devices = count = len(model.devices.names)
-    self.tensors = getattr(model, "arrange", dict)(self.stored_tensors())   # under the names of the model's modules
+    tensors = self.stored_tensors()
+    self.tensors = model.arrange(tensors) if isinstance(model, LlamaVariant) else tensors
     self.dtype = np.float32 if model.dtype == dtypes.float32 else np.float16   # dtype to dequantize to
     plain = [type(x).__name__ for x in model.modules() if type(x).load is Module.load]   # the core's modules
     layers = f"{type(model.backend).__name__}'s {', '.join(dict.fromkeys(plain))}"
@@ -152,7 +153,8 @@ class SafetensorsCheckpoint(StoredWeights, llama.Checkpoint):
   def array(self, name: str, *shape: int) -> np.ndarray:
     """Return a tensor as a memory map, bfloat16 as uint16. Add the model's offset to the weight of a norm."""
     x = self.take(name, *shape).read()
-    offset = getattr(self.model.config, "norm_offset", None) if name.endswith("norm.weight") else None
+    config = self.model.config
+    offset = config.norm_offset if isinstance(config, VariantConfig) and name.endswith("norm.weight") else None
     return to_float32(x) + np.float32(offset) if offset else x
 
   def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
@@ -202,9 +204,10 @@ class SafetensorsCheckpoint(StoredWeights, llama.Checkpoint):
     splits = [split(w, self.num_devices, module.axis, self.dtype) for w in whole]
     shards = [stack(shard) for shard in zip(*splits, strict=True)]
     if self.dtype == np.float16 and self.method in ("gguf", "compressed-tensors"): shards = [*map(round_scales, shards)]
-    if self.bits and in_layer and not hasattr(module, "is_router"):   # int4 is stored in words of eight
+    is_exact = isinstance(model, LlamaVariant) and model.is_exact(module)
+    if self.bits and in_layer and not is_exact:   # int4 is stored in words of eight
       shards = [quantize(w, 8 if w.shape[1] % 8 else self.bits) if isinstance(w, np.ndarray) else w for w in shards]
-    return [dequantize(w, self.dtype) for w in shards] if module is getattr(model, "embed_tokens", None) else shards
+    return [dequantize(w, self.dtype) for w in shards] if module is model.embed_tokens else shards
 
   def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
     """Copy each array to its device, in `dtype` or in its own if `dtype` is wider or None."""

@@ -5,10 +5,11 @@ from typing import Any
 
 from tinygrad import Device, dtypes
 
-from tinyvllm import backend
 from tinyvllm.backend import cpu_cores, renderer
 from tinyvllm.config import ModelConfig, check, logger
 from tinyvllm.runner import GraphKey, Runner
+from tinyvllm_extra.models.experts import MixtureBackend
+from tinyvllm_extra.models.layers import VariantConfig
 
 from . import drivers, expert_kernels, fast_sampler, graph_choice, layer_calls, matmul, tensor_cores
 from .tinygrad_patches import num_compiled
@@ -16,7 +17,7 @@ from .tinygrad_patches import num_compiled
 RESERVE = 2**29   # bytes of the host's memory that weights and KV cache do not use
 
 
-class FastBackend(backend.Backend):
+class FastBackend(MixtureBackend):
   """The backend for all devices except CUDA."""
   Linear = matmul.Linear
   GateUp = matmul.GateUp
@@ -31,7 +32,7 @@ class FastBackend(backend.Backend):
 
   def pick_dtype(self, name: str, model: ModelConfig | None = None) -> str:
     """Like the core's. A model that overflows float16 gets bfloat16 or, if the device lacks it, float32."""
-    if getattr(model, "overflows_float16", False):
+    if isinstance(model, VariantConfig) and model.overflows_float16:
       is_wide = name not in ("float16", "half")
       check(is_wide, f"dtype={name!r} overflows in this model: use 'auto', 'bfloat16' or 'float32'", name)
       has_bfloat16 = dtypes.bfloat16 in renderer().supported_dtypes()

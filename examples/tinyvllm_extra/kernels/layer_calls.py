@@ -4,6 +4,8 @@ from typing import Any
 from tinygrad import Tensor, UOp, function, helpers, nn
 from tinygrad.uop.ops import Ops
 
+from tinyvllm_extra.models.layers import VariantLayer
+
 
 def flatten(x: Tensor) -> Tensor:
   """Flatten x into its own buffer. A traced function can return a kernel's output without a copy."""
@@ -27,7 +29,8 @@ def run_layers(layers: list[Any], x: Tensor, delta: Tensor, caches: list[list[Te
   for layer, cache in zip(layers, caches, strict=True):
     arguments = layer, x, delta, cache, *inputs
     buffers = helpers.dedup([t.uop for t in nn.state.get_parameters(arguments)])   # in the order of the call's inputs
-    key = getattr(layer, "kind", type(layer)), *[(t.shape, t.dtype) for t in buffers]
+    options = layer.options if isinstance(layer, VariantLayer) else ()
+    key = type(layer), options, *[(t.shape, t.dtype) for t in buffers]
     if key not in calls:
       calls[key] = call_layer(*arguments)[0].uop.src[0]
       assert calls[key].src[1:len(buffers) + 1] == (*buffers,), "the inputs of a call are in another order"

@@ -6,15 +6,13 @@ from typing import Any
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm import backend
-from tinyvllm.backend import Backend, Devices
-from tinyvllm_extra.options import check_one_device
+from tinyvllm.backend import Backend, Linear, Module
 
-from .layers import Config, Layer, Model
+from .layers import LlamaVariant, VariantConfig, VariantLayer
 
 
 @dataclasses.dataclass(frozen=True)
-class MixtureConfig(Config):
+class MixtureConfig(VariantConfig):
   """A model with experts. router, gate_up, down: names in the checkpoint; "{}" stands for an expert's number."""
   num_experts: int = 0
   num_experts_per_tok: int = 0
@@ -28,7 +26,7 @@ class MixtureConfig(Config):
   swiglu: tuple[float, ...] = ()     # alpha and limit of gpt-oss's activation (arXiv:2508.10925); else silu
 
 
-class Experts(backend.Linear):
+class Experts(Linear):
   """Matrices of several experts, stacked in one W. This version multiplies by every expert, and chooses later."""
   def __init__(self, num_experts: int, in_features: int, sources: dict[str, int], bias: bool, dtype: DType):
     super().__init__(in_features, sources, bias, dtype)
@@ -43,6 +41,11 @@ class Experts(backend.Linear):
     products = self(x).reshape(x.shape[0], 1, self.num_experts, -1).expand(-1, count // x.shape[0], -1, -1)
     is_chosen = plan == Tensor.arange(self.num_experts)                 # (count, E)
     return is_chosen.unsqueeze(2).where(products.flatten(0, 1), 0).sum(1).contiguous()
+
+
+class MixtureBackend(Backend):
+  """A Backend with Experts of its own."""
+  Experts: type[Any]   # has the methods of Experts
 
 
 def choose_experts(logits: Tensor, k: int, is_normalized: bool) -> tuple[Tensor, Tensor]:
@@ -60,7 +63,7 @@ def choose_experts(logits: Tensor, k: int, is_normalized: bool) -> tuple[Tensor,
   return ids.contiguous(), weights.contiguous()
 
 
-class MixtureLayer(Layer):
+class MixtureLayer(VariantLayer):
   """A transformer block with experts."""
   config: MixtureConfig
 
@@ -70,12 +73,12 @@ class MixtureLayer(Layer):
     self.router = None
     if int(self.name.split(".")[-1]) in config.dense_layers: return super().make_mlp()
     self.router = self.linear(self.backend.Linear, config.hidden_size, {config.router: count}, config.expert_bias)
-    self.router.is_router = True
 
     def experts(names: tuple[str, ...], in_features: int, out_features: int) -> Any:
       sources = list(dict.fromkeys(f"{self.name}.{name.format(i)}" for i in range(count) for name in names))
       rows = dict.fromkeys(sources, count * out_features // len(sources))
-      return getattr(self.backend, "Experts", Experts)(count, in_features, rows, config.expert_bias, self.dtype)
+      layer_type = self.backend.Experts if isinstance(self.backend, MixtureBackend) else Experts
+      return layer_type(count, in_features, rows, config.expert_bias, self.dtype)
     self.gate_up = experts(config.gate_up, config.hidden_size, 2 * size)
     self.down = experts(config.down, size, config.hidden_size)
 
@@ -98,11 +101,10 @@ class MixtureLayer(Layer):
     return (outputs.float().unflatten(0, (T, k)) * weights.unsqueeze(2)).sum(1).cast(h.dtype).contiguous()
 
 
-class Mixture(Model):
+class Mixture(LlamaVariant):
   """A model with experts."""
   Layer = MixtureLayer
   config_class = MixtureConfig
+  one_device = ": models with experts support one device"
 
-  def __init__(self, config: Config, dtype: DType, backend: Backend, devices: Devices):
-    check_one_device(len(devices.names), ": models with experts support one device")
-    super().__init__(config, dtype, backend, devices)
+  def is_exact(self, module: Module) -> bool: return any(module is layer.router for layer in self.layers)

@@ -7,10 +7,11 @@ from typing import Any
 from tinygrad import Tensor
 from tinygrad.dtype import DType
 
-from tinyvllm.backend import Backend, Devices, Module
-from tinyvllm.config import ModelConfig, check
-from tinyvllm.llama import Llama
-from tinyvllm_extra.options import check_one_device
+from tinyvllm import llama
+from tinyvllm.backend import Backend, Devices, Module, Norm
+from tinyvllm.config import JsonObject, ModelConfig, check
+
+from .layers import LlamaVariant, VariantConfig
 
 # Field of ModelConfig -> GPT-2's name in config.json
 NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
@@ -24,29 +25,27 @@ TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")   # Conv1D: (i
 
 
 class Plain(Module):
-  """A weight, (*shape), and maybe a bias, in the model's dtype. They are never quantized."""
-  def __init__(self, name: str, shape: tuple[int, ...], dtype: DType, bias: bool = False):
+  """A weight, (*shape), in the model's dtype. It is never quantized."""
+  def __init__(self, name: str, shape: tuple[int, ...], dtype: DType):
     self.sources = {name: shape[0]}
     self.weight = Tensor.empty(*shape, dtype=dtype)
-    self.bias: Any = Tensor.empty(*shape, dtype=dtype) if bias else None
 
-  def load(self, checkpoint: Any) -> None: super().load(checkpoint)   # with quantization, too: see weights.py
+  def load(self, checkpoint: llama.Checkpoint) -> None: super().load(checkpoint)   # see weights.py
 
 
-class LayerNorm(Plain):
+class LayerNorm(Plain, Norm):
   """(x - mean(x)) / std(x), computed in float32, times weight plus bias (Ba et al. 2016), over the last axis."""
   def __init__(self, name: str, config: ModelConfig, dtype: DType):
-    super().__init__(name, (config.hidden_size,), dtype, bias=True)
+    super().__init__(name, (config.hidden_size,), dtype)
+    self.bias = Tensor.empty(config.hidden_size, dtype=dtype)
     self.eps = config.rms_norm_eps
 
-  def add(self, x: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x + delta, (T, hidden), and its norm."""
-    total = (x + delta).contiguous()
-    return total, (total.float().layernorm(eps=self.eps) * self.weight + self.bias).cast(x.dtype).contiguous()
+  def __call__(self, x: Tensor) -> Tensor:
+    return (x.float().layernorm(eps=self.eps) * self.weight + self.bias).cast(x.dtype)
 
 
-class Layer:
-  """A transformer block; see llama.Layer."""
+class GPT2Layer(llama.Layer):
+  """A transformer block."""
   def __init__(self, config: ModelConfig, index: int, dtype: DType, backend: Backend):
     self.config, self.backend = config, backend
     hidden, inner = config.hidden_size, config.intermediate_size
@@ -67,35 +66,27 @@ class Layer:
     return x, self.mlp_c_proj(h)
 
 
-class GPT2(Llama):
+class GPT2(LlamaVariant):
   """GPT-2 on one device."""
-  def __init__(self, config: ModelConfig, dtype: DType, backend: Backend, devices: Devices):
-    check_one_device(len(devices.names), " for GPT-2")
-    hidden = config.hidden_size
-    self.config, self.dtype, self.backend, self.devices = config, dtype, backend, devices
-    def vocabulary(name): return backend.Linear(hidden, {name: config.vocab_size}, False, dtype)
-    self.embed_tokens = vocabulary("wte")
-    self.wpe = Plain("wpe", (config.max_position_embeddings, hidden), dtype)
-    self.lm_head = self.embed_tokens if config.tie_word_embeddings else vocabulary("lm_head")
-    self.layers = [Layer(config, i, dtype, backend) for i in range(config.num_hidden_layers)]
-    self.norm = LayerNorm("ln_f", config, dtype)   # type: ignore[assignment]
+  Layer = GPT2Layer
+  one_device = " for GPT-2"
+
+  def __init__(self, config: VariantConfig, dtype: DType, backend: Backend, devices: Devices):
+    super().__init__(config, dtype, backend, devices)
+    self.wpe = Plain("wpe", (config.max_position_embeddings, config.hidden_size), dtype)
+    self.norm = LayerNorm("ln_f", config, dtype)
 
   def arrange(self, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's tensors with the names and shapes of this model's modules."""
-    renamed = {name.removeprefix("transformer."): x for name, x in tensors.items() if not name.endswith(BUFFERS)}
+    renamed = {name.removeprefix("transformer.").replace("wte.", "model.embed_tokens."): x
+               for name, x in tensors.items() if not name.endswith(BUFFERS)}
     return {name: x.T if name.endswith(TRANSPOSED) else x for name, x in renamed.items()}
-
-  def ropes(self, length: int) -> list[Tensor]:
-    """Return a table that rotates nothing, (length, 2, D / 2): cosines of 1 and sines of 0."""
-    ones = Tensor.ones(length, 1, self.config.head_dim // 2)
-    return [ones.cat(ones * 0, dim=1).contiguous()]
 
   def embed(self, ids: Tensor, tokens: Tensor) -> Tensor:
     positions = tokens[1]                                               # (T,); see runner.TOKENS
     return (super().embed(ids, tokens) + self.wpe.weight[positions]).contiguous()   # (T, hidden)
 
 
-def read_gpt2(hf: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type[GPT2]]:
+def read_gpt2(hf: JsonObject, path: pathlib.Path) -> tuple[VariantConfig, type[GPT2]]:
   """Read config.json's content. Raises InputError for an unsupported value."""
   for name, values in SUPPORTED.items():
     value = hf.get(name, values[0])
@@ -103,4 +94,5 @@ def read_gpt2(hf: dict[str, Any], path: pathlib.Path) -> tuple[ModelConfig, type
           "another checkpoint")
   fields = {ours: hf[name] for ours, name in NAMES.items() if hf.get(name) is not None}
   defaults = {"intermediate_size": 4 * hf.get("n_embd", 0), "tie_word_embeddings": True}
-  return ModelConfig.from_hf({**defaults, **hf, **fields, "architectures": ["LlamaForCausalLM"]}, path), GPT2
+  core = ModelConfig.from_hf({**defaults, **hf, **fields, "architectures": ["LlamaForCausalLM"]}, path)
+  return VariantConfig(**vars(core), ropes=(None,)), GPT2   # no rotation

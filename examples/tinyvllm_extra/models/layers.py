@@ -1,27 +1,30 @@
 """LLaMA with options: where its norms are, how it attends, rotates and scales. table.py has each architecture's."""
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
 
-from tinyvllm.backend import Backend, Devices, Module
-from tinyvllm.config import ModelConfig, check
+from tinyvllm import llama
+from tinyvllm.backend import Backend, Devices, Linear, Module, Norm
+from tinyvllm.config import JsonObject, ModelConfig, check
 from tinyvllm.llama import Llama
 from tinyvllm_extra.options import check_one_device
 
-from .ropes import rope_table
+from .ropes import scaled_rope_table
+
+L = TypeVar("L", bound=Linear)
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(ModelConfig):
+class VariantConfig(ModelConfig):
   """The shape of a model and the options of its layers; the defaults are LLaMA's. windows and rope_kinds have a value
   for each layer. float16 overflows in models whose activations exceed 65504."""
   windows: tuple[int, ...] = ()      # positions that a token attends to, its own included; 0: all
-  ropes: tuple[Any, ...] = ()        # parameters of RoPE, as rope_parameters in config.json; None: no rotation
+  ropes: tuple[JsonObject | None, ...] = ()   # parameters of RoPE, as rope_parameters in config.json; None: no rotation
   rope_kinds: tuple[int, ...] = ()   # index into ropes
-  norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)   # see Layer
+  norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)   # see VariantLayer
   norm_offset: int | None = None     # added to the weights of norms, which are then float32
   qkv_bias: bool = False             # like attention_bias, but not of o_proj
   qk_norm: str | None = None         # RMS norm of q and k: of each "head", or of "all" heads together
@@ -37,11 +40,11 @@ class Config(ModelConfig):
   overflows_float16: bool = False
 
 
-def row_order(config: Any, name: str, count: int) -> np.ndarray | None:
+def row_order(config: ModelConfig, name: str, count: int) -> np.ndarray | None:
   """Return the order of a projection's `count` rows in the model, or None if it is the checkpoint's. If a part of each
   head rotates, a half of it begins each half of a head, as attention rotates the two halves of a head with each other:
   the scores do not change, as the order is the same for q and k."""
-  ropes = [rope for rope in getattr(config, "ropes", ()) if rope]
+  ropes = [rope for rope in config.ropes if rope] if isinstance(config, VariantConfig) else []
   size = int(config.head_dim * ropes[0]["partial_rotary_factor"]) if ropes else config.head_dim
   if size == config.head_dim or not name.endswith((".q_proj", ".k_proj", ".qkv_proj")): return None
   rows = np.arange(count).reshape(-1, config.head_dim)                  # (heads, D)
@@ -58,19 +61,21 @@ class Sinks(Module):
     self.sources = {name: num_heads}
     self.weight = Tensor.empty(num_heads, dtype=dtypes.float32)
 
-  def load(self, checkpoint: Any) -> None:
+  def load(self, checkpoint: llama.Checkpoint) -> None:
     rows = checkpoint.read(*next(iter(self.sources.items())))
     self.weight.replace(rows.to(self.weight.device).cast(dtypes.float32).contiguous().realize())
 
 
-class Layer:
-  """A transformer block; see llama.Layer. config.norms: the checkpoint's names of the norms before attention, after it,
-  before the MLP and after it. kind: layers of one kind with tensors of equal shapes compute the same."""
-  def __init__(self, config: Config, index: int, dtype: DType, backend: Backend):
+class VariantLayer(llama.Layer):
+  """A transformer block with options. config.norms: the checkpoint's names of the norms before attention, after it,
+  before the MLP and after it. Layers with equal `options` and tensors of equal shapes compute the same."""
+  config: VariantConfig
+
+  def __init__(self, config: VariantConfig, index: int, dtype: DType, backend: Backend):
     self.config, self.backend, self.dtype = config, backend, dtype
     self.name = f"model.layers.{index}"
     self.window, self.rope = config.windows[index], config.rope_kinds[index]
-    self.kind = type(self), self.window, self.rope
+    self.options = self.window, self.rope
     norms = [self.norm(source, config.hidden_size) if source else None for source in config.norms]
     self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = norms
     q_size, kv_size = [n * config.head_dim for n in (config.num_attention_heads, config.num_key_value_heads)]
@@ -84,15 +89,14 @@ class Layer:
     # With a norm after it, an output must be one sum
     self.o_proj = self.linear(backend.Linear, q_size, {"self_attn.o_proj": config.hidden_size}, config.attention_bias,
                               0 if config.norms[1] else 1)
-    sinks = Sinks(f"{self.name}.self_attn.sinks", config.num_attention_heads)
-    self.sinks: Any = sinks if config.has_sinks else None
+    self.sinks = Sinks(f"{self.name}.self_attn.sinks", config.num_attention_heads) if config.has_sinks else None
     self.make_mlp()
 
-  def norm(self, source: str, size: int) -> Any:
+  def norm(self, source: str, size: int) -> Norm:
     dtype = self.dtype if self.config.norm_offset is None else dtypes.float32   # 1 + w needs more digits than w
     return self.backend.Norm(f"{self.name}.{source}", size, self.config.rms_norm_eps, dtype)
 
-  def linear(self, layer_type: Any, in_features: int, rows: dict[str, int], bias: bool, axis: int = 0) -> Any:
+  def linear(self, layer_type: type[L], in_features: int, rows: dict[str, int], bias: bool, axis: int = 0) -> L:
     return layer_type(in_features, {f"{self.name}.{x}": n for x, n in rows.items()}, bias, self.dtype, axis)
 
   def make_mlp(self) -> None:
@@ -122,37 +126,46 @@ class Layer:
       qkv = Tensor.cat(normed(q, self.q_norm), normed(k, self.k_norm), v, dim=1).contiguous()
     h = self.backend.attend(qkv, cache, ropes[self.rope], tokens, block_tables, config.num_attention_heads,
                             config.attention_scale, self.window, config.attention_cap,
-                            self.sinks and self.sinks.weight)           # (T, H * D)
+                            self.sinks.weight if self.sinks else None)   # (T, H * D)
     return self.o_proj(h)
 
-  def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], *inputs: Any) -> tuple[Tensor, Tensor]:
-    """x, delta: (T, hidden) each. With several devices, delta holds partial sums. Return the next x and delta."""
+  def __call__(self, x: Tensor, delta: Tensor, cache: list[Tensor], ropes: list[Tensor], tokens: Tensor,
+               block_tables: Tensor) -> tuple[Tensor, Tensor]:
     def add(norm, x, delta):   # without a norm, its input
       return norm.add(x, delta) if norm else ((x + delta).contiguous(),) * 2
     def scaled(norm, out):
       out = norm(out) if norm else out
       return out if self.config.residual_multiplier == 1 else out * self.config.residual_multiplier
     x, h = add(self.before_attention, x, delta)
-    x, h = add(self.before_mlp, x, scaled(self.after_attention, self.attention(h, cache, *inputs)))
+    x, h = add(self.before_mlp, x, scaled(self.after_attention, self.attention(h, cache, ropes, tokens, block_tables)))
     return x, scaled(self.after_mlp, self.mlp(h))
 
 
-class Model(Llama):
-  """A model whose layers have options."""
-  Layer: type[Any] = Layer
-  config: Config
-  config_class = Config
+class LlamaVariant(Llama):
+  """A model whose layers have options. one_device: why it supports only one device, if it does."""
+  Layer: type[llama.Layer] = VariantLayer
+  config: VariantConfig
+  config_class = VariantConfig
+  one_device = ""
 
-  def __init__(self, config: Config, dtype: DType, backend: Backend, devices: Devices):
-    if any(config.norms[1::2]) or config.qk_norm == "all" or config.is_fused:
-      check_one_device(len(devices.names), ": this model norms whole outputs or stores q, k and v as one matrix")
+  def __init__(self, config: VariantConfig, dtype: DType, backend: Backend, devices: Devices):
+    is_whole = any(config.norms[1::2]) or config.qk_norm == "all" or config.is_fused
+    why = self.one_device or is_whole and ": this model norms whole outputs or stores q, k and v as one matrix"
+    if why: check_one_device(len(devices.names), why)
     check(dtype != dtypes.float16 or not config.overflows_float16, "dtype='float16' overflows in this model: use "
           "'auto', 'bfloat16' or 'float32'", "float16")
     super().__init__(config, dtype, backend, devices)
     if config.norm_offset is not None: self.norm.weight = Tensor.empty(config.hidden_size, dtype=dtypes.float32)
 
+  def arrange(self, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's tensors with the names and shapes of this model's modules."""
+    return tensors
+
+  # Whether quantization="int8" leaves a layer's matrix in the checkpoint's dtype
+  def is_exact(self, module: Module) -> bool: return False
+
   def ropes(self, length: int) -> list[Tensor]:
-    return [rope_table(self.config, rope, length) for rope in self.config.ropes]
+    return [scaled_rope_table(self.config, rope, length) for rope in self.config.ropes]
 
   def embed(self, ids: Tensor, tokens: Tensor) -> Tensor:
     x = super().embed(ids, tokens)

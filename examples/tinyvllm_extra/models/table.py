@@ -2,26 +2,26 @@
 like `granite` and add it to ROWS, under its name in config.json's `architectures`."""
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
-from tinyvllm.config import ModelConfig, check
+from tinyvllm.config import JsonObject, ModelConfig, check
+from tinyvllm.llama import Llama
 
 from .experts import Mixture
-from .layers import Config, Model
-from .ropes import SCALINGS, read_rope
+from .layers import LlamaVariant, VariantConfig
+from .ropes import ROPE_TYPES, read_rope
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}   # a method of Tensor, whose gelu is the tanh approximation
+Reader = Callable[[JsonObject, pathlib.Path], tuple[ModelConfig, type[Llama]]]   # of config.json
 GEMMA_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-Fields = dict[str, Any]   # config.json's, or Config's
 
 
-def windows(hf: Fields, default: Callable[[int], bool] = lambda i: True) -> Fields:
+def windows(hf: JsonObject, default: Callable[[int], bool] = lambda i: True) -> JsonObject:
   """Return each layer's window. default: whether layer i has one, if config.json has no layer_types."""
   types = hf.get("layer_types") or ["sliding" * default(i) for i in range(hf["num_hidden_layers"])]
   return {"windows": tuple((hf.get("sliding_window") or 0) * ("sliding" in x) for x in types)}
 
 
-def two_ropes(hf: Fields, local: Fields, default: Callable[[int], bool]) -> Fields:
+def two_ropes(hf: JsonObject, local: JsonObject, default: Callable[[int], bool]) -> JsonObject:
   """Return windows, and RoPE of full and of sliding layers. local: parameters of the latter in older config.json."""
   rope = hf.get("rope_parameters") or {}
   is_nested = "full_attention" in rope
@@ -31,21 +31,21 @@ def two_ropes(hf: Fields, local: Fields, default: Callable[[int], bool]) -> Fiel
   return options | {"ropes": (full, sliding), "rope_kinds": tuple(int(x > 0) for x in options["windows"])}
 
 
-def mistral(hf: Fields) -> Fields:
+def mistral(hf: JsonObject) -> JsonObject:
   rope = read_rope(hf)   # Ministral 3 scales q by position beyond the original length, which is the limit here
   if "llama_4_scaling_beta" not in rope: return windows(hf)
   return {**windows(hf), "max_position_embeddings": rope["original_max_position_embeddings"]}
 
 
-def qwen2(hf: Fields) -> Fields:
+def qwen2(hf: JsonObject) -> JsonObject:
   has_windows = hf.get("use_sliding_window", False)
   return {"qkv_bias": True, **windows(hf, lambda i: has_windows and i >= hf.get("max_window_layers", 28))}
 
 
-def qwen3(hf: Fields) -> Fields: return qwen2(hf) | {"qkv_bias": False, "qk_norm": "head"}
+def qwen3(hf: JsonObject) -> JsonObject: return qwen2(hf) | {"qkv_bias": False, "qk_norm": "head"}
 
 
-def smollm3(hf: Fields) -> Fields:
+def smollm3(hf: JsonObject) -> JsonObject:
   count = hf["num_hidden_layers"]
   rotates = hf.get("no_rope_layers") or [(i + 1) % hf.get("no_rope_layer_interval", 4) != 0 for i in range(count)]
   has_windows = hf.get("use_sliding_window", False)   # only in layers without RoPE
@@ -53,22 +53,23 @@ def smollm3(hf: Fields) -> Fields:
           **windows(hf if has_windows else {**hf, "sliding_window": 0}, lambda i: not rotates[i])}
 
 
-def granite(hf: Fields) -> Fields:
+def granite(hf: JsonObject) -> JsonObject:
   return {"attention_scale": hf["attention_multiplier"], "logits_scale": 1 / hf["logits_scaling"],
           "embedding_multiplier": hf["embedding_multiplier"], "residual_multiplier": hf["residual_multiplier"]}
 
 
-def phi3(hf: Fields) -> Fields: return {"is_fused": True, **windows(hf)}
+def phi3(hf: JsonObject) -> JsonObject: return {"is_fused": True, **windows(hf)}
 
 
-def olmo2(hf: Fields) -> Fields:
+def olmo2(hf: JsonObject) -> JsonObject:
   return {"norms": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"), "qk_norm": "all"}
 
 
-def olmo3(hf: Fields) -> Fields: return olmo2(hf) | two_ropes(hf, {"rope_type": "default"}, lambda i: (i + 1) % 4 != 0)
+def olmo3(hf: JsonObject) -> JsonObject:
+  return olmo2(hf) | two_ropes(hf, {"rope_type": "default"}, lambda i: (i + 1) % 4 != 0)
 
 
-def gemma2(hf: Fields) -> Fields:
+def gemma2(hf: JsonObject) -> JsonObject:
   return {"norms": GEMMA_NORMS, "norm_offset": hf.get("norm_offset", 1),   # GGUF has 1 + w
           "embedding_multiplier": hf["hidden_size"]**0.5,
           "attention_scale": hf["query_pre_attn_scalar"]**-0.5, "attention_cap": hf["attn_logit_softcapping"] or 0,
@@ -76,45 +77,46 @@ def gemma2(hf: Fields) -> Fields:
           **windows(hf, lambda i: (i + 1) % 2 != 0)}
 
 
-def gemma3(hf: Fields) -> Fields:
+def gemma3(hf: JsonObject) -> JsonObject:
   is_causal = not hf.get("use_bidirectional_attention")
   check(is_causal, "use_bidirectional_attention=True is not supported: choose a model that generates text")
   local = {"rope_type": "default", "rope_theta": hf["rope_local_base_freq"]}
   return gemma2(hf) | two_ropes(hf, local, lambda i: (i + 1) % hf["sliding_window_pattern"] != 0) | {"qk_norm": "head"}
 
 
-def experts(hf: Fields) -> Fields:
+def experts(hf: JsonObject) -> JsonObject:
   count = hf.get("num_experts") or hf["num_local_experts"]
   return {"num_experts": count, "num_experts_per_tok": hf["num_experts_per_tok"],
           "moe_intermediate_size": hf.get("moe_intermediate_size") or hf["intermediate_size"]}
 
 
-def qwen3_moe(hf: Fields) -> Fields:
+def qwen3_moe(hf: JsonObject) -> JsonObject:
   step, layers = hf.get("decoder_sparse_step") or 1, range(hf["num_hidden_layers"])
   dense = tuple(i for i in layers if i in (hf.get("mlp_only_layers") or ()) or (i + 1) % step)
   return qwen3(hf) | experts(hf) | {"dense_layers": dense, "norm_topk_prob": hf.get("norm_topk_prob", False)}
 
 
-def mixtral(hf: Fields) -> Fields:
+def mixtral(hf: JsonObject) -> JsonObject:
   name = "block_sparse_moe.experts.{}"
   return windows(hf) | experts(hf) | {"router": "block_sparse_moe.gate", "gate_up": (f"{name}.w1", f"{name}.w3"),
                                       "down": (f"{name}.w2",)}
 
 
-def olmoe(hf: Fields) -> Fields:
+def olmoe(hf: JsonObject) -> JsonObject:
   check(hf.get("clip_qkv") is None, f"model: clip_qkv={hf.get('clip_qkv')} is not supported; supported: null")
   return experts(hf) | {"qk_norm": "all", "norm_topk_prob": hf.get("norm_topk_prob", False)}
 
 
-def gpt_oss(hf: Fields) -> Fields:
+def gpt_oss(hf: JsonObject) -> JsonObject:
   return windows(hf) | experts(hf) | {
     "router": "mlp.router", "gate_up": ("mlp.experts.gate_up_proj",), "down": ("mlp.experts.down_proj",),
     "expert_bias": True, "has_sinks": True, "swiglu": (hf.get("swiglu_alpha", 1.702), hf.get("swiglu_limit", 7.0))}
 
 
-def make_row(options: Callable[[Fields], Fields], model_class: type[Model] = Model, **defaults: Any) -> Any:
+def make_row(options: Callable[[JsonObject], JsonObject], model_class: type[LlamaVariant] = LlamaVariant,
+             **defaults: object) -> Reader:
   """Return a function that reads config.json's content; see MODELS. defaults: of fields that config.json may lack."""
-  def read(hf: Fields, path: pathlib.Path) -> tuple[Config, type[Model]]:
+  def read(hf: JsonObject, path: pathlib.Path) -> tuple[VariantConfig, type[LlamaVariant]]:
     hf = {**defaults, **text_config(hf)}
     core = ModelConfig.from_hf({**hf, "architectures": ["LlamaForCausalLM"], "hidden_act": "silu",
                                 "rope_parameters": {"rope_type": "default"}}, path)
@@ -127,13 +129,13 @@ def make_row(options: Callable[[Fields], Fields], model_class: type[Model] = Mod
     if rope.get("rope_type") == "yarn":   # which extends the context length
       length = int(rope["factor"] * rope["original_max_position_embeddings"])
       values.setdefault("max_position_embeddings", max(length, core.max_position_embeddings))
-    for kind in [rope["rope_type"] for rope in values["ropes"] if rope]:
-      check(kind in SCALINGS, f"{path}: rope_type {kind!r} is not supported; supported: {', '.join(SCALINGS)}")
+    for name in [rope["rope_type"] for rope in values["ropes"] if rope]:
+      check(name in ROPE_TYPES, f"{path}: rope_type {name!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
     return model_class.config_class(**vars(core) | values), model_class
   return read
 
 
-def text_config(hf: Fields) -> Fields:
+def text_config(hf: JsonObject) -> JsonObject:
   """Return the config of a model's part for text, if it has others."""
   text = {x: value for x, value in (hf.get("text_config") or {}).items() if value is not None}
   own = {x: hf[x] for x in ("architectures", "eos_token_id", "tie_word_embeddings") if hf.get(x) is not None}
@@ -144,7 +146,7 @@ GEMMA3 = make_row(gemma3, vocab_size=262208, num_attention_heads=8, num_key_valu
                   rms_norm_eps=1e-6, max_position_embeddings=131072, rope_theta=1e6, rope_local_base_freq=1e4,
                   query_pre_attn_scalar=256, sliding_window=4096, sliding_window_pattern=6, tie_word_embeddings=True,
                   attn_logit_softcapping=0, final_logit_softcapping=0, hidden_activation="gelu_pytorch_tanh")
-ROWS: dict[str, Callable[[Fields, pathlib.Path], tuple[Config, type[Model]]]] = {
+ROWS = {
   "Gemma2ForCausalLM": make_row(gemma2, tie_word_embeddings=True, hidden_activation="gelu_pytorch_tanh"),
   "Gemma3ForCausalLM": GEMMA3, "Gemma3ForConditionalGeneration": GEMMA3,
   "GptOssForCausalLM": make_row(gpt_oss, Mixture),
