@@ -12,6 +12,7 @@ from tinyvllm.backend import Devices
 from tinyvllm_extra import kernels
 from tinyvllm_extra.kernels import parallel
 from tinyvllm_extra.formats import weights
+from tinyvllm_extra.formats.checkpoints import open_checkpoint
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.formats.quantization import dequantize
 from .models import random_weights, tiny_config, tiny_model, write_safetensors
@@ -152,7 +153,7 @@ def quantized_model(folder: Path, name: str, seed: int = 0) -> tuple[Path, Path]
 def load_model(path: Path, dtype: Any = dtypes.float32, count: int = 1, backend: Any = None,
                quantization: str | None = None) -> Any:
   """Load the model in a folder or a GGUF file, on `count` devices."""
-  checkpoint = weights.open_checkpoint(path, quantization)
+  checkpoint = open_checkpoint(path, quantization)
   config, model_class = find_model(checkpoint.hf_config, path)
   devices = Devices() if count == 1 else parallel.Devices(parallel.device_names(count))
   model = model_class(config, dtype, backend or kernels.make_backend(), devices)
