@@ -27,12 +27,12 @@ from starlette.routing import Mount, Route, Router
 from tinygrad import Device
 
 from tinyvllm import SamplingParams
-from tinyvllm.config import Options, check, option
+from tinyvllm.config import Options, check, logger, option
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.cli import FAILURES
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.kernels import prepare_device
-from tinyvllm_extra.cli.flags import add_flags, parse_flags, select_options, set_log_level
+from tinyvllm_extra.cli.flags import add_flags, parse_flags, select_options
 from tinyvllm_extra.cli.serve import check_model, check_port
 from tinyvllm_extra.serving.app import Server, ServerConfig
 from tinyvllm_extra.serving.errors import error_response
@@ -97,7 +97,7 @@ class Replica:
   """The server's app with its own engine. Serve handles call its methods."""
   async def __init__(self, model: str | None, engine: dict[str, Any], options: ServerConfig,   # type: ignore[misc]
                      log_level: str):   # Serve awaits __init__
-    set_log_level({"log_level": log_level})
+    logger.setLevel(log_level.upper())
     self.server = Server(model, engine, options)
     self.failed = False   # whether the last response had status 500
     await asyncio.to_thread(self.server.load)
@@ -283,7 +283,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("model", nargs="?", help=argparse.SUPPRESS)   # or --model
   add_flags(parser, LLMConfig, ServerConfig, RayConfig)
   args = {"port": ServerConfig.port, "log_level": "info", **parse_flags(parser, sys.argv[1:] if argv is None else argv)}
-  set_log_level(args)
+  logger.setLevel(args["log_level"].upper())
   try:
     _, server, _ = configs(args)
     ray.init(log_to_driver=args["log_level"] == "debug")

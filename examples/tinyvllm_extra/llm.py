@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from tinyvllm.backend import Backend, Devices, exclusive
-from tinyvllm.config import check, logger
+from tinyvllm.config import JsonObject, check, logger
 from tinyvllm.engine import Engine, Params, Parts, Prompt, Request
 from tinyvllm.request import RequestOutput
 from tinyvllm.runner import Results
@@ -45,7 +45,7 @@ class LLM(Engine):
   score = embeddings.score
   llm_engine = property(lambda self: self)   # vLLM's attribute
 
-  def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: Any):
+  def __init__(self, model: str | pathlib.Path | None = None, *, backend: Backend | None = None, **options: object):
     """Like Engine's. model: also a name on the Hugging Face hub; see hub.local_path."""
     setup_logging()
     config = read_options(options, model)
@@ -69,11 +69,11 @@ class LLM(Engine):
     if config.cudagraph_capture_sizes: [*self.capture(config.cudagraph_capture_sizes)]
 
   def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
-    if isinstance(params, SamplingParams): params.check_logprobs(self.config.max_logprobs, self.model_config.vocab_size)
     check(isinstance(params, embeddings.PoolingParams) == self.is_embedder, embeddings.MISMATCH[self.is_embedder])
-    fields: Any = {**prompt} if isinstance(prompt, dict) else {}
+    fields = {**prompt} if isinstance(prompt, dict) else {}
     salt = fields.pop("cache_salt", None)
     check(salt is None or isinstance(salt, str) and salt, f"cache_salt={salt!r} must be a string that is not empty")
+    if isinstance(params, SamplingParams): params.check_logprobs(self.config.max_logprobs, self.model_config.vocab_size)
     limit = getattr(params, "truncate_prompt_tokens", None)
     if limit: fields = {"prompt_token_ids": self.encode(fields or prompt)[1][-limit:]}
     request = super().make_request(request_id, fields or prompt, params, priority)
@@ -119,24 +119,25 @@ class LLM(Engine):
     self.scheduler.count_step(results.step.computed)
     super()._update(results)
 
-  def generate(self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True,
+  def generate(self, prompts: Prompt | list[Prompt] | tuple[Prompt, ...],
+               sampling_params: Params | list[Params] | tuple[Params, ...] = None, use_tqdm: bool = True,
                priority: int | list[int] | None = None, lora_request: None = None) -> list[RequestOutput]:
     """Engine.generate with vLLM's other arguments. prompts, sampling_params: one, or a list or tuple."""
     check_no_lora(lora_request)
-    prompts, params = ([*x] if isinstance(x, tuple) else x for x in (prompts, sampling_params))
+    prompts = [*prompts] if isinstance(prompts, tuple) else prompts
+    params = [*sampling_params] if isinstance(sampling_params, tuple) else sampling_params
     count = len(prompts) if isinstance(prompts, list) else 1
     check(not isinstance(priority, list) or len(priority) == count, f"priority={priority!r} must have length {count}")
     return super().generate(prompts, params, use_tqdm, priority or 0)
 
-  def chat(self, messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
-           sampling_params: Params | list[Params] = None, use_tqdm: bool = True,
-           chat_template_kwargs: dict[str, Any] | None = None, **template: Any) -> list[RequestOutput]:
+  def chat(self, messages: list[JsonObject] | list[list[JsonObject]], sampling_params: Params | list[Params] = None,
+           use_tqdm: bool = True, chat_template_kwargs: JsonObject | None = None,
+           **template: object) -> list[RequestOutput]:
     """Answer a conversation, a list of {"role": ..., "content": ...}, or a list of them, with the chat template.
     template, chat_template_kwargs: options of ChatTokenizer.apply_chat_template."""
-    chats: Any = messages if messages and isinstance(messages[0], list) else [messages]
+    chats = messages if messages and isinstance(messages[0], list) else [messages]
     options = template | (chat_template_kwargs or {})
-    prompts = [{"messages": chat, "template": options} for chat in chats]
-    return self.generate(prompts, sampling_params, use_tqdm)
+    return self.generate([{"messages": chat, "template": options} for chat in chats], sampling_params, use_tqdm)
 
   def get_tokenizer(self) -> ChatTokenizer: return self.tokenizer
   def get_default_sampling_params(self) -> SamplingParams: return SamplingParams(**self.sampling_defaults)

@@ -7,12 +7,12 @@ from typing import Any
 from tinygrad.device import CompileError
 
 from tinyvllm import LLM, SamplingParams, __version__
-from tinyvllm.config import logger
+from tinyvllm.config import JsonObject, logger
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.packages import MissingPackage, optional
 
 from .client import Remote
-from .flags import add_flags, parse_flags, select_options, set_log_level
+from .flags import add_flags, parse_flags, select_options
 
 # Errors that are printed in one line; the last two come from a compiler
 FAILURES = (ValueError, MissingPackage, RuntimeError, CompileError, subprocess.CalledProcessError)
@@ -21,9 +21,6 @@ COMMANDS = {"serve": ("Serve the OpenAI API over HTTP", "tinyvllm_extra.cli.serv
             "convert": ("Convert a GGUF file to a model folder", "tinyvllm_extra.formats.gguf_export", "hf"),
             "doctor": ("Test the devices of this machine", "tinyvllm_extra.cli.doctor", "cpu")}
 CHAT = "Chat with a model. Commands: /new, /system TEXT, /exit"
-
-
-def module_of(command: str) -> Any: return optional(*COMMANDS[command][1:], f"tinyvllm {command}")
 
 
 def print_stream(outputs: Any, text: str = "", running: threading.Event | None = None) -> str:
@@ -47,7 +44,7 @@ def input_lines() -> Iterator[str]:
   if interactive: print()
 
 
-def chat(llm: Any, params: SamplingParams, answering: threading.Event) -> int:
+def chat(llm: LLM | Remote, params: SamplingParams, answering: threading.Event) -> int:
   """Answer each line of the input. A line that cannot be answered, such as one that is too long, is dropped. Return the
   exit code: 1 if the last line was dropped, else 0."""
   messages: list[dict[str, str]] = []
@@ -74,7 +71,7 @@ def print_error(error: BaseException) -> int:
   return 1
 
 
-def parse(argv: list[str]) -> dict[str, Any]:
+def parse(argv: list[str]) -> JsonObject:
   """Return the arguments of `run`, `chat` or `generate`, without options that are not set."""
   parser = argparse.ArgumentParser(prog="tinyvllm", description="Run and serve language models on tinygrad.",
                                    allow_abbrev=False)
@@ -93,20 +90,19 @@ def parse(argv: list[str]) -> dict[str, Any]:
   return {"model": None, **parse_flags(parser, argv)}
 
 
-def run(args: dict[str, Any]) -> int:
+def run(args: JsonObject) -> int:
   """Run a command except COMMANDS and return the exit code. Ctrl-C stops a chat's answer, or else ends the process."""
   answering = threading.Event()
 
-  def interrupt(*_: Any) -> None:   # not a KeyboardInterrupt, which is lost when raised within a __del__ of tinygrad
+  def interrupt(*_: object) -> None:   # not a KeyboardInterrupt, which is lost when raised within a __del__ of tinygrad
     if answering.is_set(): return answering.clear()
     os.write(1, b"\n")
     os._exit(130)
 
   engine = select_options(args, LLMConfig)
-  remote = args["url"] or args["api_key"]
   signal.signal(signal.SIGINT, interrupt)
   params = SamplingParams(**{"temperature": 0.0, **select_options(args, SamplingParams)})
-  llm = Remote.from_flags(args, engine) if remote else LLM(args["model"], **engine)
+  llm = Remote(args, engine) if args["url"] or args["api_key"] else LLM(args["model"], **engine)
   if args["command"] != "generate": return chat(llm, params, answering)
   print_stream(llm.generate_stream(args["prompt"], params), args["prompt"])
   return 0
@@ -116,9 +112,7 @@ def main(argv: list[str] | None = None) -> int:
   """Run the command line. Return the exit code: 0, 130 after Ctrl-C, or 1 after an error in one line."""
   argv = sys.argv[1:] if argv is None else argv
   try:
-    if argv and argv[0] in COMMANDS: return module_of(argv[0]).main(argv[1:])
-    args = parse(argv)
-    set_log_level(args)
-    return run(args)
+    if argv and argv[0] in COMMANDS: return optional(*COMMANDS[argv[0]][1:], f"tinyvllm {argv[0]}").main(argv[1:])
+    return run(parse(argv))
   except KeyboardInterrupt: return 130
   except FAILURES as error: return print_error(error)

@@ -5,32 +5,30 @@ from types import SimpleNamespace
 from typing import Any
 
 from tinyvllm import SamplingParams
-from tinyvllm.config import InputError, check
+from tinyvllm.config import InputError, JsonObject, check
+from tinyvllm.engine import Prompt
 
 
 class Remote:
   """A running server, with the methods of LLM that the command line calls."""
-  def __init__(self, url: str, api_key: str | None = None, model: str | None = None):
-    self.url = url.rstrip("/")
-    self.api_key = api_key
-    self.model = model
-
-  @classmethod
-  def from_flags(cls, flags: dict[str, Any], engine_options: dict[str, Any]) -> "Remote":
-    """Create a client from command-line flags. Raises InputError for engine options, which only the server can set."""
+  def __init__(self, flags: JsonObject, engine_options: JsonObject):
+    """flags: of the command line. Raises InputError for engine options, which only the server can set."""
     check(flags["url"], "api_key: requires --url")
     names = ", ".join(engine_options)
     check(not names, f"{names}: not allowed with --url: pass engine options to `tinyvllm serve`")
-    return cls(flags["url"], flags["api_key"], flags["model"])
+    self.flags = flags
+    self.url = flags["url"].rstrip("/")
 
-  def generate_stream(self, prompt: Any, params: SamplingParams) -> Iterator[Any]:
+  def generate_stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[Any]:
     """Run LLM.generate_stream on the server, for a str or {"messages": [...]}. Each output has only outputs[0].text.
     Raises InputError if the server rejects the request or does not respond, RuntimeError if a step fails there."""
     chat = isinstance(prompt, dict)
-    url = f"{self.url}/v1/chat/completions" if chat else f"{self.url}/v1/completions"
     sampling = {name: value for name, value in vars(params).items() if value != getattr(SamplingParams, name)}
-    body = {**(prompt if chat else {"prompt": prompt}), **sampling, "model": self.model, "stream": True}
-    headers: Any = {"Content-Type": "application/json", "Authorization": f"Bearer {self.api_key}".encode()}
+    body = {**(prompt if isinstance(prompt, dict) else {"prompt": prompt}), **sampling, "model": self.flags["model"],
+            "stream": True}
+    key = f"Bearer {self.flags['api_key']}".encode()   # not always Latin-1
+    headers: JsonObject = {"Content-Type": "application/json", "Authorization": key}
+    url = f"{self.url}/v1/{'chat/' if chat else ''}completions"
     request = urllib.request.Request(url, json.dumps(body, default=vars).encode(), headers)
     try: response = urllib.request.urlopen(request)
     except urllib.error.HTTPError as error: raise InputError(f"{self.url}: {message_of(error)}") from error

@@ -3,7 +3,7 @@ import argparse, dataclasses, json, re
 from types import UnionType
 from typing import Any, get_args, get_origin
 
-from tinyvllm.config import logger
+from tinyvllm.config import JsonObject, logger
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.vllm_options import NO_EFFECT, TABLE
 
@@ -26,35 +26,32 @@ GROUPS = {
     ssl_certfile ssl_keyfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"""}
 
 
+UNITS = {unit: base**i for base, units in ((1000, "kmgt"), (1024, "KMGT")) for i, unit in enumerate(units, 1)}
+
+
 def integer(text: str) -> int | None:
   """Parse an int. As in vLLM, 1k is 1000, 1K is 1024, 25.6k is 25600, and auto is None."""
   if text == "auto": return None
-  number, unit = re.fullmatch(r"(.*?)([kmgtKMGT]?)", text, re.DOTALL).groups()   # type: ignore[union-attr]
-  if not unit: return int(number)
-  base = 1000 if unit.islower() else 1024
-  return int(float(number) * base**(1 + "kmgt".index(unit.lower())))
+  return int(float(text[:-1]) * UNITS[text[-1]]) if text[-1:] in UNITS else int(text)
 
 
-PARSERS: dict[Any, Any] = {int: integer}   # by type of a field
-
-
-def parsing_of(field: dataclasses.Field) -> dict[str, Any]:
+def parsing_of(field: dataclasses.Field) -> JsonObject:
   """Return the arguments of argparse's add_argument that parse a value of the field's type."""
-  value_type: Any = get_args(field.type)[0] if isinstance(field.type, UnionType) else field.type   # int of int | None
+  value_type = get_args(field.type)[0] if isinstance(field.type, UnionType) else field.type   # int of int | None
   if value_type is bool: return {"action": argparse.BooleanOptionalAction}
-  if get_origin(value_type) is list:
-    item, = get_args(value_type)
-    return {"nargs": "+", "type": PARSERS.get(item, item), "action": "extend", "metavar": item.__name__.upper()}
-  if value_type not in (int, float, str): return {"type": json.loads, "metavar": "JSON"}
+  is_list = get_origin(value_type) is list
+  item = get_args(value_type)[0] if is_list else value_type
+  if item not in (int, float, str): return {"type": json.loads, "metavar": "JSON"}
   choices = field.metadata["choices"]
-  metavar = f"{{{','.join(choices)}}}" if choices else value_type.__name__.upper()
-  return {"type": PARSERS.get(value_type, value_type), "metavar": metavar}
+  metavar = f"{{{','.join(choices)}}}" if choices else item.__name__.upper()
+  several = {"nargs": "+", "action": "extend"} if is_list else {}
+  return {"type": integer if item is int else item, "metavar": metavar, **several}
 
 
 def help_of(field: dataclasses.Field) -> str:
   """Return a field's help text, and its default value unless the text states it."""
   text = field.metadata["help"]
-  default: Any = 0.0 if field.name == "temperature" else field.default
+  default: object = 0.0 if field.name == "temperature" else field.default
   if field.type is bool: default = "on" if default else "off"
   return (text if "(default: " in text else f"{text} (default: {default})").replace("%", "%%")
 
@@ -68,9 +65,9 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class HelpAll(argparse.Action):
-  """Print the help with rare flags, and exit."""
-  def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-    for action in parser._actions: action.help = getattr(action, "rare_help", action.help)
+  """Print the help with rare flags, and exit. const: help texts by flag."""
+  def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+    for action, text in self.const.items(): action.help = text
     parser.print_help()
     parser.exit()
 
@@ -78,43 +75,42 @@ class HelpAll(argparse.Action):
 def add_flags(command: argparse.ArgumentParser, *option_classes: Any) -> None:
   """Add `--model`, a flag for each field of the option dataclasses in its group of GROUPS, or else in "Other",
   `--log-level`, `--help-all`, and vLLM's flags without effect."""
-  def add(group: Any, name: str, text: str, is_rare: bool, **form: Any) -> None:
-    group.add_argument(flag_of(name), help=argparse.SUPPRESS if is_rare else text, **form).rare_help = text
+  texts: dict[argparse.Action, str] = {}
+  def add(group: argparse._ActionsContainer, name: str, text: str, is_rare: bool, **form: Any) -> None:
+    texts[group.add_argument(flag_of(name), help=argparse.SUPPRESS if is_rare else text, **form)] = text
   command.formatter_class = HelpFormatter
   command.allow_abbrev = False   # `--config x` would set --config-format
-  command.add_argument("--help-all", action=HelpAll, nargs=0, help="Show rare flags, too, and exit")
-  levels = ["debug", "info", "warning", "error"]
-  add(command, "log_level", "Lowest level to log (default: info)", True, choices=levels)
+  command.add_argument("--help-all", action=HelpAll, const=texts, nargs=0, help="Show rare flags, too, and exit")
+  add(command, "log_level", "Lowest level to log (default: info)", True, choices=["debug", "info", "warning", "error"])
   fields = {field.name: field for x in reversed(option_classes) for field in dataclasses.fields(x)}
   fields.pop("n", None)   # a terminal shows one sample
   other = " ".join(name for name in fields if name not in " ".join(GROUPS.values()).split())
   for title, names in {**GROUPS, "Other": other}.items():
     group = command.add_argument_group(title)
     if title == "Model": add(group, "model", "Folder, GGUF file or ORG/NAME[:TYPE] (default: bundled)", False)
-    common, _, rare = names.partition("|")
-    for name in [name for name in [*common.split(), *rare.split()] if name in fields]:
-      add(group, name, help_of(fields[name]), name in rare.split(), **parsing_of(fields[name]))
+    rare = names.partition("|")[2].split()
+    for name in [name for name in names.split() if name in fields]:
+      add(group, name, help_of(fields[name]), name in rare, **parsing_of(fields[name]))
   for name, values in NO_EFFECT.items():
-    form: Any = {"action": argparse.BooleanOptionalAction} if values and isinstance(values[0], bool) else {
-      "type": parse_value, **({"nargs": "+"} if name in TABLE["lists"] else {})}
+    form: JsonObject = {"type": parse_value, **({"nargs": "+"} if name in TABLE["lists"] else {})}
+    if values and isinstance(values[0], bool): form = {"action": argparse.BooleanOptionalAction}
     command.add_argument(flag_of(name), help=argparse.SUPPRESS, **form)
 
 
 def flag_of(name: str) -> str: return "--" + name.replace("_", "-")
 
 
-def parse_flags(parser: argparse.ArgumentParser, argv: list[str]) -> dict[str, Any]:
-  """Parse a command line in vLLM's syntax. The options of `--config FILE` apply unless the command line has them."""
+def parse_flags(parser: argparse.ArgumentParser, argv: list[str]) -> JsonObject:
+  """Parse a command line in vLLM's syntax, and set the log level. The options of `--config FILE` apply unless the
+  command line has them."""
   args = vars(parser.parse_args(expand(argv)))
-  return {**vars(parser.parse_args(read_config(args.pop("config")))), **args} if "config" in args else args
+  if "config" in args: args = {**vars(parser.parse_args(read_config(args.pop("config")))), **args}
+  if "log_level" in args: logger.setLevel(args["log_level"].upper())
+  return args
 
 
-def select_options(args: dict[str, Any], option_class: Any) -> dict[str, Any]:
+def select_options(args: JsonObject, option_class: Any) -> JsonObject:
   """Return the fields of an option dataclass that the command line sets. LLMConfig: all options of LLM."""
   names = [field.name for field in dataclasses.fields(option_class)]
   if option_class is LLMConfig: names += NO_EFFECT
   return {name: args[name] for name in names if name in args}
-
-
-def set_log_level(args: dict[str, Any]) -> None:
-  if "log_level" in args: logger.setLevel(args["log_level"].upper())

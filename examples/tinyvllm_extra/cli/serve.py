@@ -9,7 +9,7 @@ from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.serving.app import Server, ServerConfig, check_files
 from tinyvllm_extra.vllm_options import read_options
 
-from .flags import add_flags, parse_flags, select_options, set_log_level
+from .flags import add_flags, parse_flags, select_options
 
 
 def check_port(host: str, port: int) -> None:
@@ -35,7 +35,6 @@ def parse(argv: list[str]) -> tuple[str | None, JsonObject, ServerConfig]:
   parser.add_argument("--config", help=argparse.SUPPRESS)
   add_flags(parser, LLMConfig, ServerConfig)
   args = parse_flags(parser, argv)
-  set_log_level(args)
   engine = select_options(args, LLMConfig)
   read_options(engine, args.get("model"))
   engine.pop("tokenizer", None)   # names the model

@@ -1,40 +1,36 @@
 """vLLM's command lines: short flags, JSON flags in parts, and --config FILE."""
 import json, pathlib, re
-from typing import Any
 
-from tinyvllm.config import InputError, check
+from tinyvllm.config import InputError, JsonObject, check
 from tinyvllm_extra.packages import optional
 
 SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
          "-dcp": "--decode-context-parallel-size", "-asc": "--api-server-count", "-q": "--quantization",
          "-O": "--compilation-config", "-cc": "--compilation-config", "--cuda-graph-sizes": "--cudagraph-capture-sizes"}
-FLAG = re.compile(r"(--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(?:=(.*))?", re.DOTALL)   # name, .keys, value
+FLAG = re.compile(r"(--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(=.*)?", re.DOTALL)   # name, .keys, =value
 
 
 def expand(argv: list[str]) -> list[str]:
   """Return a command line for argparse: full flags with dashes, and one JSON value for a flag in parts, as in
   `--speculative-config.method ngram`."""
   result: list[str] = []
-  objects: dict[str, dict[str, Any]] = {}
+  objects: JsonObject = {}   # by flag
   words = iter(argv)
   for word in words:
     match = FLAG.fullmatch(re.sub(r"^-O(?=\d)", "-O=", word))
-    if not match:
-      result.append(word)
-      continue
-    name, path, value = match.groups()
+    name, path, value = match.groups("") if match else ("", "", word)
     name = name.replace("_", "-")
     name = SHORT.get(name, name)
     if path:
-      *keys, last = path[1:].split(".")
-      target = objects.setdefault(name, {})
+      *keys, last = f"{name}{path}".split(".")
+      target = objects
       for key in keys: target = target.setdefault(key, {})
-      target[last] = parse_value(next(words, "") if value is None else value)
-    else: result.append(name if value is None else f"{name}={value}")
+      target[last] = parse_value(value[1:] if value else next(words, ""))
+    else: result.append(name + value)
   return result + [x for name, content in objects.items() for x in (name, json.dumps(content))]
 
 
-def parse_value(text: str) -> Any:
+def parse_value(text: str) -> object:
   """Parse JSON. Other text is a string, except None."""
   try: return None if text == "None" else json.loads(text)
   except ValueError: return text
