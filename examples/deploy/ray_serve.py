@@ -33,7 +33,7 @@ from tinyvllm_extra.cli import FAILURES
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.kernels import prepare_device
 from tinyvllm_extra.cli.flags import add_flags, parse_flags, select_options
-from tinyvllm_extra.cli.serve import check_model, check_port
+from tinyvllm_extra.cli.serve import check_address, check_model
 from tinyvllm_extra.serving.app import Server, ServerConfig
 from tinyvllm_extra.serving.errors import error_response
 from tinyvllm_extra.vllm_options import NO_EFFECT, read_options
@@ -289,7 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     ray.init(log_to_driver=args["log_level"] == "debug")
     signal.signal(signal.SIGTERM, signal.default_int_handler)   # Ray has replaced it
     serve.start(proxy_location="Disabled")
-    if NAME not in serve.status().applications: check_port(server.host, server.port)
+    if NAME not in serve.status().applications: check_address(server)
     deploy(app(args))
     print(f"tinyvllm: running on http://{server.host}:{server.port}", file=sys.stderr, flush=True)
     signal.pause()

@@ -56,11 +56,11 @@ def chat(llm: LLM | Remote, params: SamplingParams, answering: threading.Event) 
     else:
       prompt = [*messages, {"role": "user", "content": line}]
       answering.set()
-      try: answer = print_stream(llm.generate_stream({"messages": prompt}, params), running=answering)
-      except ValueError as error: code = print_error(error)
-      else:
+      try:
+        answer = print_stream(llm.generate_stream({"messages": prompt}, params), running=answering)
         messages = [*prompt, {"role": "assistant", "content": answer}]
         code = 0
+      except ValueError as error: code = print_error(error)
       answering.clear()
   return code
 

@@ -10,11 +10,12 @@ from tinygrad import Context, Device, Tensor, TinyJit, dtypes
 from tinygrad.device import ALL_DEVICES
 
 from tinyvllm import __version__, backend, config
+from tinyvllm.config import InputError, JsonObject
 from tinyvllm_extra import kernels
 from tinyvllm_extra.formats import gguf_export
 from tinyvllm_extra.formats.fit import DTYPES, GIB, QUANTIZED, estimate_fit, open_device, prequantized
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
-from tinyvllm_extra.formats.weights import SafetensorsCheckpoint
+from tinyvllm_extra.formats.gguf import GGUFCheckpoint
 from tinyvllm_extra.kernels.drivers import device_memory, host_memory
 from tinyvllm_extra.models import find_model
 
@@ -31,7 +32,7 @@ NO_COMPILER = "none; the CPU backend needs one: pip install 'tinyvllm[cpu]' inst
 def probe(seconds: float) -> None:
   """Open the backend that the variable DEV names, or tinygrad's default. Print its properties as a line of JSON and,
   unless `seconds` is 0, its bandwidth as another one: a crash loses only later lines."""
-  def emit(**facts: Any) -> None: print("\n" + json.dumps({"doctor": facts}), flush=True)
+  def emit(**facts: object) -> None: print("\n" + json.dumps({"doctor": facts}), flush=True)
   try:
     facts = open_device()
     best = kernels.make_backend()
@@ -81,25 +82,25 @@ def bandwidth(layer_type: type[backend.Linear], size: int, dtype: Any, seconds: 
 
 # Code that runs in the user's process, which opens no device
 
-def run_probe(dev: str, seconds: float) -> dict[str, Any]:
+def run_probe(dev: str, seconds: float) -> JsonObject:
   """Run `probe` in a process and return its facts. dev: backend, or "" for tinygrad's default."""
   try: done = subprocess.run([sys.executable, "-c", f"from tinyvllm_extra.cli import doctor; doctor.probe({seconds})"],
                              env={**os.environ, "DEV": dev}, capture_output=True, timeout=LIMIT + seconds, check=False)
   except subprocess.TimeoutExpired: return {"opens": False, "reason": f"no answer within {LIMIT + seconds:.0f} s"}
-  facts: dict[str, Any] = {"opens": False}
+  facts: JsonObject = {"opens": False}
   code = done.returncode
   if code: facts["reason"] = f"the process ended with {signal.strsignal(-code) if code < 0 else f'exit code {code}'}"
   for line in re.findall(r'(?m)^{"doctor": (.*)}$', done.stdout.decode(errors="replace")): facts |= json.loads(line)
   return facts
 
 
-def compiler() -> dict[str, Any]:
+def compiler() -> JsonObject:
   """Return the path and version of the C compiler that the engine uses."""
   path = shutil.which(kernels.find_compiler() or "")
   return {"path": path, "version": subprocess.getoutput(shlex.join([path, "--version"])).split("\n")[0] if path else ""}
 
 
-def make_report(seconds: float, models: dict[str, dict[str, Any]], kv_cache_dtype: str) -> dict[str, Any]:
+def make_report(seconds: float, models: dict[str, JsonObject], kv_cache_dtype: str) -> JsonObject:
   """Test all backends and return the report. models: the content of config.json, by name."""
   dev = os.environ.get("DEV", "")
   names = dict.fromkeys(filter(None, [*ORDER, dev.upper()]))
@@ -118,7 +119,7 @@ def make_report(seconds: float, models: dict[str, dict[str, Any]], kv_cache_dtyp
                   for x in ([prequantized(hf)] if prequantized(hf) else [None, *QUANTIZED])]}
 
 
-def table(rows: list[dict[str, Any]], *columns: str) -> list[str]:
+def table(rows: list[JsonObject], *columns: str) -> list[str]:
   """Return the lines of a table, header first. columns: keys of the rows to print (default: all)."""
   def show(x: Any) -> str: return f"{x:.{1 if x > 10 else 3}f}" if type(x) is float else WORDS.get(str(x), str(x)[:36])
   names = columns or [*dict.fromkeys(name for row in rows for name in row)]
@@ -127,7 +128,7 @@ def table(rows: list[dict[str, Any]], *columns: str) -> list[str]:
   return ["  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
-def format_report(report: dict[str, Any]) -> list[str]:
+def format_report(report: JsonObject) -> list[str]:
   """Return the report as lines of text."""
   rows = [row for row in report["backends"] if "reason" not in row]
   head, *lines = table(rows, "backend", "device", *DTYPES, "free_gib", "total_gib", "largest_gib", "gb_per_s")
@@ -140,21 +141,23 @@ def format_report(report: dict[str, Any]) -> list[str]:
           *(["", f"checkpoint: {report['checkpoint']}"] if "checkpoint" in report else [])]
 
 
-def read_model(path: pathlib.Path) -> tuple[SafetensorsCheckpoint, dict[str, Any]]:
-  """Open a folder or a GGUF file. Return it with the content of config.json, which for GGUF has the mean bits of the
-  layers' matrices on the device, rounded to 4 or 8. Raises InputError if it is not usable."""
+def read_model(path: pathlib.Path) -> tuple[JsonObject, JsonObject]:
+  """Open a folder or a GGUF file. Return the content of config.json, which for GGUF has the mean bits of the layers'
+  matrices on the device, rounded to 4 or 8, and an entry of the report. Raises InputError if it is not usable."""
   try:
-    checkpoint: Any = open_checkpoint(path)
+    checkpoint = open_checkpoint(path)
     hf = checkpoint.hf_config
     find_model(hf, path)
-  except config.InputError: raise
-  except Exception as error: raise config.InputError(f"model={str(path)!r}: {reason_of(error)}") from error
-  if checkpoint.method != "gguf": return checkpoint, hf
+  except InputError: raise
+  except Exception as error: raise InputError(f"model={str(path)!r}: {reason_of(error)}") from error
+  has_weights = path.is_file() or any(path.glob("*.safetensors"))   # config.json alone suffices for the fit
+  description = {"checkpoint": checkpoint.describe()} if has_weights else {}
+  if not isinstance(checkpoint, GGUFCheckpoint) or checkpoint.method != "gguf": return hf, description
   tensors = {name: x for name, x in checkpoint.all_tensors.items() if ".layers." in name}
   formats = gguf_export.matrix_formats(tensors)
   bits = np.average([getattr(x, "bits", 16) for x in formats.values()],
                     weights=[math.prod(tensors[f"{name}.weight"].shape) for name in formats])
-  return checkpoint, hf | {"quantization_config": {"bits": 4 if bits < 6 else 8}}
+  return hf | {"quantization_config": {"bits": 4 if bits < 6 else 8}}, description
 
 
 def main(argv: list[str]) -> int:
@@ -169,12 +172,8 @@ def main(argv: list[str]) -> int:
   args = parser.parse_args(argv)
   config.check(0 < args.seconds <= 60, f"seconds={args.seconds} must be above 0 and at most 60")
   models = config.read_json(pathlib.Path(__file__).parent / "shapes.json")
-  description = {}
-  if args.model:
-    path = pathlib.Path(args.model).expanduser()
-    checkpoint, models[args.model] = read_model(path)
-    if path.is_file() or any(path.glob("*.safetensors")):   # config.json alone suffices for the fit
-      description = {"checkpoint": checkpoint.describe()}
+  description: JsonObject = {}
+  if args.model: models[args.model], description = read_model(pathlib.Path(args.model).expanduser())
   report = make_report(args.seconds, models, args.kv_cache_dtype) | description
   print(json.dumps(report, indent=2) if args.json else "\n".join(line[:120] for line in format_report(report)))
   return 0 if any(row["opens"] for row in report["backends"]) else 1

@@ -1,5 +1,5 @@
 """The command line: a flag for each field of the option classes, in groups; vLLM's flags; the log level."""
-import argparse, dataclasses, json, re
+import argparse, dataclasses, functools, json, re
 from types import UnionType
 from typing import Any, get_args, get_origin
 
@@ -17,10 +17,9 @@ GROUPS = {
     num_gpu_blocks_override prefix_cache_file""",
   "Scheduling": "max_num_seqs max_num_batched_tokens | scheduling_policy max_queue",
   "Decoding": """max_tokens temperature top_k top_p seed stop speculative_config | generation_config
-    override_generation_config min_p
-    stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens min_tokens repetition_penalty
-    presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words logprobs prompt_logprobs
-    structured_outputs""",
+    override_generation_config min_p stop_token_ids include_stop_str_in_output ignore_eos skip_special_tokens
+    min_tokens repetition_penalty presence_penalty frequency_penalty logit_bias allowed_token_ids bad_words logprobs
+    prompt_logprobs structured_outputs""",
   "Server": """host port api_key served_model_name | request_timeout shutdown_timeout max_body_size stream_interval
     allowed_origins strict_fields trust_request_chat_template reasoning_parser tool_call_parser root_path uds
     ssl_certfile ssl_keyfile ssl_ca_certs ssl_cert_reqs ssl_ciphers"""}
@@ -58,7 +57,6 @@ def help_of(field: dataclasses.Field) -> str:
 
 class HelpFormatter(argparse.HelpFormatter):
   """Help in two columns. The two flags of a bool are shown as --[no-]NAME, a long list of choices in part."""
-  def __init__(self, prog: str): super().__init__(prog, max_help_position=32)
   def _format_action_invocation(self, action: argparse.Action) -> str:
     text = re.sub(r"--(\S+), --no-\1", r"--[no-]\1", super()._format_action_invocation(action))
     return text if len(text) <= 78 else f"{text[:text.rindex(',', 0, 73)]},...}}"
@@ -78,7 +76,7 @@ def add_flags(command: argparse.ArgumentParser, *option_classes: Any) -> None:
   texts: dict[argparse.Action, str] = {}
   def add(group: argparse._ActionsContainer, name: str, text: str, is_rare: bool, **form: Any) -> None:
     texts[group.add_argument(flag_of(name), help=argparse.SUPPRESS if is_rare else text, **form)] = text
-  command.formatter_class = HelpFormatter
+  command.formatter_class = functools.partial(HelpFormatter, max_help_position=32)
   command.allow_abbrev = False   # `--config x` would set --config-format
   command.add_argument("--help-all", action=HelpAll, const=texts, nargs=0, help="Show rare flags, too, and exit")
   add(command, "log_level", "Lowest level to log (default: info)", True, choices=["debug", "info", "warning", "error"])

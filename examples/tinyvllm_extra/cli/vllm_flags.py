@@ -3,10 +3,8 @@ import json, pathlib, re
 
 from tinyvllm.config import InputError, JsonObject, check
 from tinyvllm_extra.packages import optional
+from tinyvllm_extra.vllm_options import TABLE
 
-SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
-         "-dcp": "--decode-context-parallel-size", "-asc": "--api-server-count", "-q": "--quantization",
-         "-O": "--compilation-config", "-cc": "--compilation-config", "--cuda-graph-sizes": "--cudagraph-capture-sizes"}
 FLAG = re.compile(r"(--?[A-Za-z][\w-]*)((?:\.[\w-]+)*)(=.*)?", re.DOTALL)   # name, .keys, =value
 
 
@@ -20,7 +18,7 @@ def expand(argv: list[str]) -> list[str]:
     match = FLAG.fullmatch(re.sub(r"^-O(?=\d)", "-O=", word))
     name, path, value = match.groups("") if match else ("", "", word)
     name = name.replace("_", "-")
-    name = SHORT.get(name, name)
+    name = TABLE["flags"].get(name, name)
     if path:
       *keys, last = f"{name}{path}".split(".")
       target = objects

@@ -1,6 +1,6 @@
 """The HTTP server: options, routes, the middleware in front of them, startup and shutdown. It listens before the
 model is loaded; requests get HTTP 503 until then."""
-import asyncio, contextlib, dataclasses, hmac, json, os, pathlib, signal, ssl, threading, uuid
+import asyncio, contextlib, dataclasses, hmac, json, os, pathlib, signal, threading, uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +11,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 
 from tinyvllm import __version__
-from tinyvllm.config import InputError, Options, check, option
+from tinyvllm.config import Options, check, option
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.text.parsers import REASONING, TOOLS
 
@@ -233,23 +233,6 @@ class Server(uvicorn.Server):
   async def health(self) -> fastapi.Response: return self.not_ready() or JSONResponse({})
   async def metrics(self) -> fastapi.Response:
     return fastapi.Response(generate_latest(self.serving.observer.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-def check_files(options: ServerConfig) -> None:
-  """Raise InputError for a socket or TLS files that the server cannot use."""
-  if options.uds:
-    path = pathlib.Path(options.uds).absolute()
-    folder = path.parent
-    check(path.is_socket() or not path.exists(), f"uds={options.uds!r} exists and is not a socket; choose another path")
-    check(os.access(folder, os.W_OK), f"uds={options.uds!r}: {folder} is not a folder that the server may write to")
-  context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-  try:
-    if options.ssl_certfile: context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-    if options.ssl_ca_certs: context.load_verify_locations(options.ssl_ca_certs)
-    if options.ssl_ciphers: context.set_ciphers(options.ssl_ciphers)
-  except OSError as error:
-    names = ", ".join(f"{name}={value!r}" for name, value in options.tls.items() if value)
-    raise InputError(f"{names}: {error}") from error
 
 
 def parse_origins(words: list[str]) -> list[str]:
