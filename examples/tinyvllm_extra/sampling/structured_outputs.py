@@ -4,6 +4,7 @@ import dataclasses, functools, json, re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from sentencepiece import SentencePieceProcessor
 
 from tinyvllm.config import InputError, check
 from tinyvllm_extra.packages import optional
@@ -172,13 +173,12 @@ class Vocabulary:
   bos_token_id = None
   eos_token_id = 0   # LLTokenizer takes the model's end tokens as an argument
 
-  def __init__(self, tokenizer: ChatTokenizer):
-    model = tokenizer.library
+  def __init__(self, model: SentencePieceProcessor, special_ids: set[int]):
     def to_bytes(i: int) -> bytes:
       if model.IsByte(i): return bytes([int(model.IdToPiece(i)[1:-1], 16)])   # <0x0A>
       return b"" if model.IsUnknown(i) else model.IdToPiece(i).replace("\u2581", " ").encode()
     self.tokens = [to_bytes(i) for i in range(model.GetPieceSize())]
-    self.special_token_ids = list(tokenizer.special_ids)
+    self.special_token_ids = list(special_ids)
     self.library: Any = None   # its LLTokenizer
 
   def __call__(self, text: str) -> list[int]: return self.library.greedy_tokenize(text)
@@ -187,9 +187,9 @@ class Vocabulary:
 @functools.lru_cache(maxsize=8)   # takes a second, once for each model
 def load_vocabulary(tokenizer: ChatTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Any:
   """Return llguidance's LLTokenizer, which parses tokenizer.json itself."""
-  is_json = hasattr(tokenizer.library, "to_str")
-  vocabulary: Any = tokenizer.library.to_str() if is_json else Vocabulary(tokenizer)
+  model = tokenizer.library
+  vocabulary = Vocabulary(model, tokenizer.special_ids) if isinstance(model, SentencePieceProcessor) else model.to_str()
   library = optional("llguidance", "grammar", "structured output")
   llg_tokenizer = library.LLTokenizer(vocabulary, vocab_size, list(eos_token_ids))
-  if not is_json: vocabulary.library = llg_tokenizer
+  if isinstance(vocabulary, Vocabulary): vocabulary.library = llg_tokenizer
   return llg_tokenizer

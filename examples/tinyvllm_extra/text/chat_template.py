@@ -1,46 +1,42 @@
 """Renders conversations with a model's chat template, in the environment that transformers gives to templates
 (transformers/utils/chat_template_utils.py)."""
-import datetime, functools, json
-from typing import Any
+import datetime, functools, json, re
+from typing import TYPE_CHECKING
 
-from tinyvllm.config import InputError, check
+from tinyvllm.config import InputError, JsonObject, check
 from tinyvllm_extra.packages import optional
 
+if TYPE_CHECKING: import jinja2
+
 END = "\ue0ff "   # end of a message to continue: a private character, and a space that shows whether spaces are kept
+# The tag {% generation %}, which marks an answer for training, is only a scope here
+GENERATION = re.compile(r"({%[-+]?\s*(?:end)?)generation\b")
 PARTS = ("text", "refusal", "thinking")   # endings of the types of parts with text, such as input_text
 REASONING = ("reasoning_content", "thinking", "reasoning")   # names of a message's reasoning
 
 
 @functools.lru_cache(maxsize=16)
-def compile_template(source: str) -> tuple[Any, bool]:
+def compile_template(source: str) -> tuple["jinja2.Template", bool]:
   """Return the jinja2 template, and whether it renders content that is a list of parts."""
-  from jinja2 import ext, nodes, sandbox
-
-  class Generation(ext.Extension):
-    """The tag {% generation %}, which marks an answer for training. Here it is only a scope."""
-    tags = {"generation"}
-    def parse(self, parser: Any) -> Any:
-      line = next(parser.stream).lineno
-      return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
+  from jinja2 import ext, sandbox
   environment = sandbox.ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols])
+    trim_blocks=True, lstrip_blocks=True, extensions=[ext.loopcontrols])
   environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)   # Jinja's own escapes HTML
   environment.globals["raise_exception"] = functools.partial(check, False)
   environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-  template = environment.from_string(source)
+  template = environment.from_string(GENERATION.sub(r"\1with", source))
   try: text = template.render(messages=[{"role": "user", "content": [{"type": "text", "text": END}]}])
   except Exception: text = ""   # not with a list
   return template, END.strip() in text and "type'" not in text and 'type"' not in text
 
 
-def render(source: str, messages: list[dict[str, Any]], continue_final_message: bool = False, **variables: Any) -> str:
+def render(source: str, messages: list[JsonObject], continue_final_message: bool = False, **variables: object) -> str:
   """Return the prompt of a conversation. variables: the template's. Raises InputError if the template fails."""
   optional("jinja2.sandbox", "hf", "a chat template")
   try:
     template, has_parts = compile_template(source)
     messages = [normalize(message, has_parts) for message in messages]
-    if continue_final_message: messages[-1] = open_message(messages[-1])
+    if continue_final_message: messages[-1] = normalize(messages[-1], has_parts, END)
     text = template.render({"tools": None, "documents": None, **variables}, messages=messages)
     if not continue_final_message: return text
     end = text.rindex(END.strip())
@@ -49,32 +45,26 @@ def render(source: str, messages: list[dict[str, Any]], continue_final_message: 
     raise InputError(f"messages: the chat template failed: {error!r}") from error
 
 
-def normalize(message: dict[str, Any], has_parts: bool) -> dict[str, Any]:
+def normalize(message: JsonObject, has_parts: bool, end: str = "") -> JsonObject:
   """Return a message without null fields, with its reasoning under all names, and with the content that the template
-  understands: text, or parts if it iterates over them. An assistant's null content, as in a tool call, becomes ""."""
+  understands, then `end`: text, or parts if it iterates over them. An assistant's null content, as in a tool call,
+  becomes ""."""
   message = {key: value for key, value in message.items() if value is not None}
   if message["role"] == "assistant": message = {"content": "", **message}
   reasoning = next((message[name] for name in REASONING if name in message), None)
   if reasoning is not None: message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
   content = message.get("content")
   check(isinstance(content, str | list), f"content={content!r} must be a str or a list of parts")
-  if isinstance(content, list):
-    texts = [*map(text_of, content)]
-    message["content"] = [{"type": "text", "text": text} for text in texts] if has_parts else "\n".join(texts)
-  return message
+  texts = [content] if isinstance(content, str) else [*map(text_of, content or [])]
+  if isinstance(content, str) or not has_parts: return {**message, "content": "\n".join(texts) + end}
+  if end: texts[-1] += end
+  return {**message, "content": [{"type": "text", "text": text} for text in texts]}
 
 
-def text_of(part: Any) -> str:
+def text_of(part: JsonObject | str) -> str:
   """Return the text of a part of a message's content."""
-  kind = part.get("type") if isinstance(part, dict) else None
-  text = part.get(kind if kind in ("refusal", "thinking") else "text") if str(kind).endswith(PARTS) else part
-  check(isinstance(text, str), f"content: type {kind!r} is not supported: use parts {{'type': 'text', 'text': '...'}}")
-  return text
-
-
-def open_message(message: dict[str, Any]) -> dict[str, Any]:
-  """Return the last message, which the answer continues, with END after its text."""
-  content: Any = message.get("content")
-  check(content is not None, "continue_final_message: the last message has no content")
-  if isinstance(content, str): return {**message, "content": content + END}
-  return {**message, "content": [*content[:-1], {**content[-1], "text": content[-1]["text"] + END}]}
+  fields = part if isinstance(part, dict) else {}
+  name = fields.get("type")
+  text = fields.get(name if name in ("refusal", "thinking") else "text") if str(name).endswith(PARTS) else part
+  check(isinstance(text, str), f"content: type {name!r} is not supported: use parts {{'type': 'text', 'text': '...'}}")
+  return str(text)

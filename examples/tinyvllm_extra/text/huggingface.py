@@ -2,15 +2,17 @@
 and chat templates (jinja2)."""
 import dataclasses, itertools, math, pathlib, re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sentencepiece import SentencePieceProcessor
 
 from tinyvllm import tokenizer
-from tinyvllm.config import check, read_json
+from tinyvllm.config import JsonObject, check, read_json
 from tinyvllm_extra.packages import optional
 
 from . import chat_template
+
+if TYPE_CHECKING: import tokenizers
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")   # a byte in vocabularies with byte fallback
 # Characters that stand for bytes in byte-level vocabularies (GPT-2's bytes_to_unicode)
@@ -24,27 +26,23 @@ class ChatTokenizer(tokenizer.Tokenizer):
   """Converts text to ids and back. Decodes added tokens itself; a library handles everything else."""
   encode_plain: Callable[[str, bool], list[int]]   # (text, add special tokens) -> ids
   decode_plain: Callable[[list[int]], str]
+  get_vocab: Callable[[], dict[str, int]]   # returns all tokens with their ids, as the library spells them
+  piece_of: Callable[[int], str | None]     # id -> entry in the vocabulary
   added_tokens: dict[str, int]  # text -> id; matched before the text is split
   special_ids: set[int]         # removed by skip_special_tokens
-  config: dict[str, Any]        # tokenizer_config.json
-  library: Any = None           # the tokenizers.Tokenizer or SentencePieceProcessor
-  template_variables: dict[str, Any] = dataclasses.field(default_factory=dict)   # for all conversations
+  config: JsonObject            # tokenizer_config.json
+  library: "tokenizers.Tokenizer | SentencePieceProcessor"
+  template_variables: JsonObject = dataclasses.field(default_factory=dict)   # for all conversations
   max_tokens: float = math.inf       # limit named in the error for a prompt that is too long to encode
   max_characters: float = math.inf   # encode refuses longer prompts
 
   def __post_init__(self) -> None:
     self.config = {k: v.get("content", v) if isinstance(v, dict) else v for k, v in self.config.items()}
     self.added_texts = {i: text for text, i in self.added_tokens.items()}
-    bos = self.config.get("add_bos_token") and self.config.get("bos_token")
-    self.prefix = [self.added_tokens[bos]] if bos in self.added_tokens else []
+    self.prefix = [self.bos_token_id] if self.config.get("add_bos_token") and self.bos_token_id is not None else []
 
   bos_token_id = property(lambda self: self.added_tokens.get(self.config.get("bos_token")))
   eos_token_id = property(lambda self: self.added_tokens.get(self.config.get("eos_token")))
-
-  def get_vocab(self) -> dict[str, int]:
-    """Return all tokens with their ids, as the library spells them."""
-    if hasattr(self.library, "get_vocab"): return self.library.get_vocab()
-    return {self.library.IdToPiece(i): i for i in range(self.library.GetPieceSize())} | self.added_tokens
 
   def limit_text(self, max_tokens: int) -> None:
     """Make `encode` refuse prompts too long for `max_tokens` tokens: encoding them could take seconds."""
@@ -65,8 +63,7 @@ class ChatTokenizer(tokenizer.Tokenizer):
 
   def pieces(self, ids: list[int]) -> list[str]:
     """Return each id's entry in the vocabulary, such as "\u2581the"."""
-    name_of: Any = getattr(self.library, "id_to_token", None) or self.library.IdToPiece
-    return [self.added_texts.get(i) or name_of(i) for i in ids]
+    return [self.added_texts.get(i) or self.piece_of(i) or "" for i in ids]
 
   @property
   def templates(self) -> dict[str, str]:
@@ -87,7 +84,7 @@ class ChatTokenizer(tokenizer.Tokenizer):
     if "\ufffd" not in text: return (piece.replace("\u2581", " ") if "\u2581" in piece else text).encode()
     return bytes([int(piece[3:-1], 16)]) if BYTE.fullmatch(piece) else bytes(BYTE_LEVEL.get(x, 63) for x in piece)
 
-  def apply_chat_template(self, messages: list[dict[str, Any]], /, add_generation_prompt: bool = True,
+  def apply_chat_template(self, messages: list[JsonObject], /, add_generation_prompt: bool = True,
                           continue_final_message: bool = False, **variables: Any) -> str:
     """Render a conversation with the model's chat template and return the prompt.
 
@@ -112,7 +109,7 @@ def load_tokenizer(folder: pathlib.Path) -> ChatTokenizer:
   return wrap_sentencepiece(SentencePieceProcessor(model_file=str(folder / "tokenizer.model")), config)
 
 
-def read_config(folder: pathlib.Path) -> dict[str, Any]:
+def read_config(folder: pathlib.Path) -> JsonObject:
   """Return tokenizer_config.json with the special tokens and chat templates of other files, as transformers does."""
   config = read_json(folder / "tokenizer_config.json")
   special = read_json(folder / "special_tokens_map.json")
@@ -123,9 +120,10 @@ def read_config(folder: pathlib.Path) -> dict[str, Any]:
   return {**config, "chat_template": files} if files else config
 
 
-def wrap_sentencepiece(model: SentencePieceProcessor, config: dict[str, Any]) -> ChatTokenizer:
+def wrap_sentencepiece(model: SentencePieceProcessor, config: JsonObject) -> ChatTokenizer:
   ids = range(model.GetPieceSize())
-  tokens: dict[int, Any] = {i: {"content": model.IdToPiece(i), "special": True} for i in ids if model.IsControl(i)}
+  tokens: dict[int, JsonObject] = {
+    i: {"content": model.IdToPiece(i), "special": True} for i in ids if model.IsControl(i)}
   tokens |= {int(i): token for i, token in config.get("added_tokens_decoder", {}).items()}
   added = {token["content"]: i for i, token in tokens.items()}
   splitter = re.compile(f"({'|'.join(map(re.escape, sorted(added, key=len, reverse=True)))})")   # the longest first
@@ -134,11 +132,13 @@ def wrap_sentencepiece(model: SentencePieceProcessor, config: dict[str, Any]) ->
     pieces = splitter.split(text)
     return [i for piece in pieces for i in ([added[piece]] if piece in added else model.EncodeAsIds(piece))]
   def decode(plain: list[int]) -> str: return model.DecodeIds([i for i in plain if i in ids])   # higher ids are padding
+  def get_vocab() -> dict[str, int]: return {model.IdToPiece(i): i for i in ids} | added
   config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, **config}
-  return ChatTokenizer(encode, decode, added, {i for i, token in tokens.items() if token["special"]}, config, model)
+  special_ids = {i for i, token in tokens.items() if token["special"]}
+  return ChatTokenizer(encode, decode, get_vocab, model.IdToPiece, added, special_ids, config, model)
 
 
-def wrap(library: Any, config: dict[str, Any]) -> ChatTokenizer:
+def wrap(library: "tokenizers.Tokenizer", config: JsonObject) -> ChatTokenizer:
   """Make a ChatTokenizer from a tokenizers.Tokenizer, with the tokens that only tokenizer_config.json adds."""
   known = {token.content for token in library.get_added_tokens_decoder().values()}
   for _, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
@@ -148,4 +148,5 @@ def wrap(library: Any, config: dict[str, Any]) -> ChatTokenizer:
   special_ids = {token.content: i for i, token in library.get_added_tokens_decoder().items() if token.special}
   def encode(text: str, special: bool) -> list[int]:   # a batch, because other threads run in the meantime
     return library.encode_batch_fast([text], add_special_tokens=special)[0].ids
-  return ChatTokenizer(encode, library.decode, special_ids, set(special_ids.values()), config, library)
+  return ChatTokenizer(encode, library.decode, library.get_vocab, library.id_to_token, special_ids,
+                       set(special_ids.values()), config, library)

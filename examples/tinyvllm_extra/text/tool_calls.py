@@ -4,11 +4,13 @@ import ast, functools, json, re, warnings
 from collections.abc import Callable
 from typing import Any
 
-Event = tuple[str, str]   # (kind, text); kinds: content, reasoning, call (the function's name), arguments (JSON)
-Call = tuple[str, dict[str, Any]]   # name and arguments
-Functions = dict[str, Any]          # parameter schemas by name
+from tinyvllm.config import JsonObject
 
-SEPARATORS = re.compile(r"[\s,;\[\]]*")
+Event = tuple[str, str]   # (kind, text); kinds: content, reasoning, call (the function's name), arguments (JSON)
+Call = tuple[str, JsonObject]       # name and arguments
+Functions = dict[str, JsonObject]   # parameter schemas by name
+
+VALUE_START = re.compile(r"[^\s,;\[\]]")
 FENCE = re.compile(r"\A\s*```\w*|```\s*\Z")
 # Parts of JSON text that may need a repair: strings, commas before a closing bracket, Python's literals
 TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])|\b(?:True|False|None)\b', re.DOTALL)
@@ -37,25 +39,23 @@ def repair(token: re.Match) -> str:
 def json_values(text: str) -> list[Any]:
   """Return all JSON values, separated by commas, semicolons or brackets of a list. Raises ValueError."""
   text = TOKEN.sub(repair, FENCE.sub("", text))
-  values = []
-  position = SEPARATORS.match(text).end()   # type: ignore[union-attr]   # matches ""
-  while position < len(text):
-    value, position = json.JSONDecoder(strict=False).raw_decode(text, position)
+  values, position = [], 0
+  while start := VALUE_START.search(text, position):
+    value, position = json.JSONDecoder(strict=False).raw_decode(text, start.start())
     values.append(value)
-    position = SEPARATORS.match(text, position).end()   # type: ignore[union-attr]
   return values
 
 
-def named(name: Any, functions: Functions) -> str:
+def named(name: object, functions: Functions) -> str:
   """Return a function's name without the prefix `functions.`. Raises StopIteration for an unknown one."""
   name = str(name).strip()
   return next(x for x in (name, name.removeprefix("functions.")) if x in functions)
 
 
-def as_object(arguments: Any) -> dict[str, Any]:
+def as_object(arguments: JsonObject | str | None) -> JsonObject:
   """Return a call's arguments, which may be JSON text or null. Raises TypeError if they are no object."""
-  if isinstance(arguments, str): arguments, = json_values(arguments) or [None]
-  return {**(arguments or {})}
+  value, = (json_values(arguments) or [None]) if isinstance(arguments, str) else [arguments]
+  return {**(value or {})}
 
 
 def json_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
@@ -67,21 +67,18 @@ def json_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
   return calls
 
 
-def xml_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
-  """Read <function=NAME> with <parameter=KEY>text</parameter>. is_cut: the text ends where the output ends."""
+def tagged_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
+  """Read <function=NAME> with <parameter=KEY>text</parameter>, or JSON. is_cut: the text ends where the output ends."""
+  if not text.lstrip().startswith("<function="): return json_calls(text, functions, is_cut)
   calls = []
   for function in FUNCTION.finditer(text):
-    schema = functions[named(function[1], functions)]
-    properties = schema.get("properties") if isinstance(schema.get("properties"), dict) else {}
+    name = named(function[1], functions)
+    schema = functions[name]
+    properties = schema["properties"] if isinstance(schema.get("properties"), dict) else {}
     parameters = [*PARAMETER.finditer(function[2])]
     if is_cut and not function[3] and parameters and not parameters[-1][3]: raise ValueError("cut off")
-    calls.append((named(function[1], functions), {x[1]: fit(x[2], types_of(properties.get(x[1]), schema))
-                                                  for x in parameters}))
+    calls.append((name, {x[1]: fit(x[2], types_of(properties.get(x[1]), schema)) for x in parameters}))
   return calls
-
-
-def tagged_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
-  return (xml_calls if text.lstrip().startswith("<function=") else json_calls)(text, functions, is_cut)
 
 
 def mistral_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
@@ -106,10 +103,10 @@ def gemma_json(token: re.Match) -> str:
   return f"{json.dumps(key)}:" if key else json.dumps(text if bare is None else BARE + bare.strip())
 
 
-def from_gemma(value: Any, schema: Any, root: Any) -> Any:
+def from_gemma(value: object, schema: object, root: JsonObject) -> object:
   if isinstance(value, list): return [from_gemma(x, None, root) for x in value]
   if isinstance(value, dict): return {key: from_gemma(x, None, root) for key, x in value.items()}
-  if not value.startswith(BARE): return value
+  if not isinstance(value, str) or not value.startswith(BARE): return value
   return fit(value.removeprefix(BARE), types_of(schema, root) or {"string", "null", "boolean", "integer", "number"})
 
 
@@ -117,7 +114,7 @@ def pythonic_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
   """Read [name(key='text', other=1), ...], Python's syntax, also with true, false and null."""
   python = {"true": "True", "false": "False", "null": "None"}
   with warnings.catch_warnings(action="ignore"):   # invalid escapes, which keep their backslash
-    tree: Any = ast.parse(PYTHON_TOKEN.sub(lambda x: python.get(x[0], x[0]), text.strip()), mode="eval").body
+    tree = ast.parse(PYTHON_TOKEN.sub(lambda x: python.get(x[0], x[0]), text.strip()), mode="eval").body
   calls = []
   for call in tree.elts if isinstance(tree, ast.List) else []:
     if not isinstance(call, ast.Call) or call.args: raise ValueError("no call")
@@ -127,8 +124,8 @@ def pythonic_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
 
 
 READERS: dict[str, Callable[[str, Functions, bool], list[Call]]] = {
-  "json": json_calls, "tagged": tagged_calls, "xml": xml_calls, "mistral": mistral_calls, "gemma": gemma_calls,
-  "pythonic": pythonic_calls}
+  "json": json_calls, "harmony": json_calls, "tagged": tagged_calls, "xml": tagged_calls, "mistral": mistral_calls,
+  "gemma": gemma_calls, "pythonic": pythonic_calls}
 
 
 def is_in_string(text: str) -> bool:
@@ -136,9 +133,9 @@ def is_in_string(text: str) -> bool:
   return re.sub(r"\\.", "", text, flags=re.DOTALL).count('"') % 2 == 1
 
 
-def read_calls(kind: str, text: str, functions: Functions, is_cut: bool) -> list[Event]:
+def read_calls(section_format: str, text: str, functions: Functions, is_cut: bool) -> list[Event]:
   """Return the events of the calls in a section's text; [] for other text, including calls of unknown functions."""
-  try: calls = READERS[kind](text, functions, is_cut)
+  try: calls = READERS[section_format](text, functions, is_cut)
   except (ValueError, TypeError, AttributeError, LookupError, StopIteration, SyntaxError, RecursionError, MemoryError):
     return []
   return [event for name, arguments in calls
@@ -151,11 +148,11 @@ JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", l
               type(None): "null"}
 
 
-def types_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
+def types_of(schema: object, root: JsonObject, depth: int = 0) -> set[str]:
   """Return the JSON types that a schema allows, through $ref, enum, const and combinations; empty if it names none."""
   if not isinstance(schema, dict) or depth > 9: return set()
-  kind = schema.get("type")
-  types = {x for x in (kind if isinstance(kind, list) else [kind]) if isinstance(x, str)}
+  named_types = schema.get("type")
+  types = {x for x in (named_types if isinstance(named_types, list) else [named_types]) if isinstance(x, str)}
   values = [*(schema.get("enum") or []), *([schema["const"]] if "const" in schema else [])]
   if not types: types |= {JSON_TYPES[type(value)] for value in values}
   parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or []]
@@ -165,13 +162,13 @@ def types_of(schema: Any, root: Any, depth: int = 0) -> set[str]:
   return types.union(*(types_of(part, root, depth + 1) for part in parts))
 
 
-def fit(text: str, types: set[str]) -> Any:
+def fit(text: str, types: set[str]) -> object:
   """Return a parameter as a value of one of the types, in JSON's or Python's syntax, else as text."""
   words = {"true": True, "false": False, "null": None, **({} if "string" in types else {"none": None})}
   for read in (lambda x: words[x.lower()], json.loads, ast.literal_eval):
     try: value = json.loads(json.dumps(read(text.strip()), allow_nan=False))
     except (ValueError, TypeError, LookupError, SyntaxError, RecursionError, MemoryError): continue
-    kind = JSON_TYPES[type(value)]
+    json_type = JSON_TYPES[type(value)]
     allowed = types & {"object", "array"} if read is ast.literal_eval else types - {"string"}
-    if kind in allowed or kind == "integer" and "number" in types: return value
+    if json_type in allowed or json_type == "integer" and "number" in types: return value
   return text
