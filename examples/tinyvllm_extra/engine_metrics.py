@@ -1,13 +1,11 @@
 """Metrics of requests and of a running engine. The core's scheduler collects none."""
 import bisect, collections, dataclasses, math, time
-from typing import TYPE_CHECKING, Any
 
-from tinyvllm.config import EngineConfig, logger
+from tinyvllm.config import EngineConfig, JsonObject, logger
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import BlockManager, Scheduler
 
-if TYPE_CHECKING: from .llm import LLM
-
+CACHE_OPTIONS = "block_size", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks_override"
 STEP_SIZES = (1, *(2**i for i in range(3, 15)), math.inf)   # upper limits, in tokens
 
 
@@ -51,8 +49,7 @@ class MeteredScheduler(Scheduler):
 
   def preempt(self, seq: Sequence) -> None:
     super().preempt(seq)
-    self.counters["num_preemptions"] += 1
-    count = self.counters["num_preemptions"]
+    count = self.counters["num_preemptions"] = self.counters["num_preemptions"] + 1
     if count.bit_count() == 1:   # at 1, 2, 4, 8, ...
       logger.warning(f"{count} preemptions: lower max_num_seqs or raise gpu_memory_utilization")
 
@@ -71,21 +68,16 @@ class MeteredScheduler(Scheduler):
     seq.metrics.finished_time = time.monotonic()
     super().finish(seq, reason)
 
-
-def get_metrics(engine: "LLM") -> dict[str, Any]:
-  """Return counters since startup, rates over the time spent in steps, the numbers of blocks and sequences, and the
-  options of the KV cache under vLLM's names."""
-  counters = engine.scheduler.counters
-  blocks = engine.blocks
-  seconds = counters["seconds"] or 1
-  options = ("block_size", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks_override")
-  cache_config = {"cache_dtype": engine.config.kv_cache_dtype, "num_gpu_blocks": blocks.num_blocks,
-                  **{name: getattr(engine.config, name) for name in options}}
-  return {**counters, **(engine.proposer.metrics() if engine.proposer else {}), "blocks_used": blocks.num_used(),
-          "blocks_free": blocks.num_free(), "blocks_cached": len(blocks.evictable),
-          "blocks_shared": len(blocks.shared), "num_requests_running": len(engine.scheduler.running),
-          "num_requests_waiting": len(engine.scheduler.waiting),
-          "mean_batch_size": counters["scheduled"] / (counters["steps"] or 1),
-          "tokens_per_second": counters["generation_tokens"] / seconds,
-          "requests_per_second": counters["requests_finished"] / seconds,
-          "step_sizes": {**engine.scheduler.step_sizes}, "cache_config": cache_config}
+  def metrics(self) -> JsonObject:
+    """Return counters since startup, rates over the time spent in steps, the numbers of blocks and sequences, and the
+    options of the KV cache under vLLM's names."""
+    blocks = self.blocks
+    seconds = self.counters["seconds"] or 1
+    return {**self.counters, "blocks_used": blocks.num_used(), "blocks_free": blocks.num_free(),
+            "blocks_cached": len(blocks.evictable), "blocks_shared": len(blocks.shared),
+            "num_requests_running": len(self.running), "num_requests_waiting": len(self.waiting),
+            "mean_batch_size": self.counters["scheduled"] / (self.counters["steps"] or 1),
+            "tokens_per_second": self.counters["generation_tokens"] / seconds,
+            "requests_per_second": self.counters["requests_finished"] / seconds, "step_sizes": {**self.step_sizes},
+            "cache_config": {"cache_dtype": vars(self.config)["kv_cache_dtype"], "num_gpu_blocks": blocks.num_blocks,
+                             **{name: getattr(self.config, name) for name in CACHE_OPTIONS}}}

@@ -37,7 +37,6 @@ class LLM(Engine):
   config: LLMConfig
   scheduler: engine_metrics.MeteredScheduler
   proposer: speculation.SpeculativeProposer | None
-  get_metrics = engine_metrics.get_metrics
   save_prefix_cache = prefix_cache.save_prefix_cache
   load_prefix_cache = prefix_cache.load_prefix_cache
   beam_search = beam_search.beam_search
@@ -97,6 +96,10 @@ class LLM(Engine):
   def add_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> None:
     """Queue a request; see make_request. Raises InputError for a request that can never run."""
     self.add(self.make_request(request_id, prompt, params, priority))
+
+  def get_metrics(self) -> JsonObject:
+    """Return the metrics of the scheduler, see MeteredScheduler.metrics, and of speculative decoding."""
+    return self.scheduler.metrics() | (self.proposer.metrics() if self.proposer else {})
 
   def has_unfinished_requests(self) -> bool: return bool(self.requests)
 

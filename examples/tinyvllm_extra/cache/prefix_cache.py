@@ -1,27 +1,27 @@
 """Saves the prefix cache, cached blocks with their hashes, to a file for a restarted engine. A file is only loaded into
 an engine that would compute the same blocks, a block with a wrong checksum is never loaded, and a file is replaced
 completely or not at all."""
-import collections, contextlib, functools, hashlib, json, os, pathlib, tempfile, time, weakref, zlib
+import collections, contextlib, functools, hashlib, json, math, os, pathlib, tempfile, time, weakref, zlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import BinaryIO
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from tinygrad import Device, Tensor, TinyJit, dtypes
 
 from tinyvllm.backend import exclusive
-from tinyvllm.config import ModelConfig, check, logger
+from tinyvllm.config import JsonObject, ModelConfig, check, logger
+from tinyvllm.engine import Engine
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
 from tinyvllm_extra.kernels.buffers import buffers_of, copy_blocks, copy_to_devices, write
-
-if TYPE_CHECKING: from tinyvllm_extra.llm import LLM
+from tinyvllm_extra.sampling.speculation import SpeculativeProposer
 
 MAGIC = b'{"__metadata__": {"format": "'   # start of the JSON header
 FORMAT = "1"           # change it when the hashes, the blocks or the file layout change
 MAX_BYTES = 2**26      # maximum bytes of blocks to copy at a time, but at least one block
 SAMPLE_BYTES = 2**16   # bytes of a weight to hash, at each of four offsets
 
-identities: "weakref.WeakKeyDictionary[LLM, dict[str, str]]" = weakref.WeakKeyDictionary()
+identities = weakref.WeakKeyDictionary[Engine, dict[str, str]]()
 
 
 def fingerprint(path: pathlib.Path, config: ModelConfig) -> str:
@@ -35,26 +35,26 @@ def fingerprint(path: pathlib.Path, config: ModelConfig) -> str:
   return digest.hexdigest()[:32]
 
 
-def identity(engine: "LLM") -> dict[str, str]:
+def identity(engine: Engine) -> dict[str, str]:
   """Return everything that an engine's blocks and hashes depend on. The first call reads the model's files: call it
   early, as they may be replaced while the engine runs."""
   if engine in identities: return identities[engine]
-  config = engine.config
+  options = vars(engine.config)   # an LLMConfig's
   layouts = collections.Counter(f"{x.dtype.name} {x.shape[1:]}" for x in cache_tensors(engine))
-  values: dict[str, Any] = {
+  values: JsonObject = {
     "format": FORMAT, "model": fingerprint(engine.path, engine.model_config), "dtype": engine.runner.model.dtype.name,
-    "quantization": config.quantization if config.quantization in ("int8", "int4") else None,   # others: the model's
-    **{name: getattr(config, name) for name in ("kv_cache_dtype", "block_size", "tensor_parallel_size")},
+    "quantization": options["quantization"] if options["quantization"] in ("int8", "int4") else None,
+    **{name: options[name] for name in ("kv_cache_dtype", "block_size", "tensor_parallel_size")},
     "parts": ", ".join(f"{count} of {layout}" for layout, count in layouts.items())}
-  for runner in engine.runners[1:]:   # the draft model's
-    draft: Any = engine.proposer.config   # type: ignore[union-attr]
-    draft_model = fingerprint(pathlib.Path(draft.model).expanduser(), runner.model.config)
+  if isinstance(engine.proposer, SpeculativeProposer) and engine.proposer.runners:
+    draft = engine.proposer.config
+    draft_model = fingerprint(pathlib.Path(str(draft.model)).expanduser(), engine.proposer.runners[0].model.config)
     values["draft model"] = f"{draft_model}, quantization {draft.quantization}"
   identities[engine] = {name: str(value) for name, value in values.items()}
   return identities[engine]
 
 
-def cache_tensors(engine: "LLM") -> list[Tensor]:
+def cache_tensors(engine: Engine) -> list[Tensor]:
   """Return all tensors of the KV cache. Each holds a part of every block."""
   return [tensor for runner in engine.runners for layer in runner.kv_caches for tensor in layer]
 
@@ -62,7 +62,7 @@ def cache_tensors(engine: "LLM") -> list[Tensor]:
 class Blocks:
   """Reads and writes an engine's blocks as rows of bytes, up to `count` at a time, through a staging tensor on the
   device for each cache tensor. Works for any number of cache tensors of any dtypes and shapes."""
-  def __init__(self, engine: "LLM"):
+  def __init__(self, engine: Engine):
     tensors = cache_tensors(engine)
     self.devices = engine.runners[0].model.devices.names
     self.row_bytes = sum(buffer.nbytes for x in tensors for buffer in buffers_of(x)) // engine.blocks.num_blocks
@@ -84,8 +84,7 @@ class Blocks:
 
   def _select(self, blocks: list[int]) -> None:
     """Set the blocks to copy, padded with the null block 0."""
-    padded = np.zeros(self.count, np.int32)
-    padded[:len(blocks)] = blocks
+    padded = np.pad(np.array(blocks, np.int32), (0, self.count - len(blocks)))
     for x in self.block_ids.values(): copy_to_devices(x, padded)
 
   def read(self, blocks: list[int]) -> np.ndarray:
@@ -101,8 +100,7 @@ class Blocks:
     """Write rows, (len(blocks), row_bytes) uint8, to blocks."""
     self._select(blocks)
     ends = np.cumsum([buffer.nbytes // self.count for buffer in self.staging_buffers])
-    padded = np.zeros((self.count, self.row_bytes), np.uint8)
-    padded[:len(rows)] = rows
+    padded = np.pad(rows, ((0, self.count - len(rows)), (0, 0)))
     for buffer, columns in zip(self.staging_buffers, np.split(padded, ends[:-1], 1), strict=True):
       write(buffer, np.ascontiguousarray(columns))
     self.scatter()
@@ -110,67 +108,79 @@ class Blocks:
 
 
 @contextlib.contextmanager
-def atomic_write(path: pathlib.Path) -> Iterator[Any]:
+def atomic_write(path: pathlib.Path) -> Iterator[BinaryIO]:
   """Open a temporary file that replaces `path` once it is written and flushed to disk. An error deletes it."""
-  handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")   # readable only by its owner
-  try:
+  with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+    handle, name = tempfile.mkstemp(dir=folder)   # readable only by its owner
     with os.fdopen(handle, "wb") as file:
       yield file
       file.flush()
       os.fsync(handle)
     os.replace(name, path)
-  except BaseException:
-    os.unlink(name)
-    raise
 
 
-def save_prefix_cache(engine: "LLM", path: str | os.PathLike) -> int:
+def checksum(block_hash: bytes, row: np.ndarray) -> int: return zlib.crc32(row.data, zlib.crc32(block_hash))
+
+
+def layout(num_blocks: int, row_bytes: int) -> dict[str, tuple[str, list[int]]]:
+  """Return dtype and shape of each tensor of a file. keys: hashes of the blocks."""
+  return {"keys": ("U8", [num_blocks, 32]), "blocks": ("U8", [num_blocks, row_bytes]),
+          "checksums": ("U32", [num_blocks])}
+
+
+def header(engine: Engine, num_blocks: int, row_bytes: int) -> bytes:
+  """Return the start of a safetensors file."""
+  fields: JsonObject = {"__metadata__": identity(engine)}
+  end = 0
+  for name, (dtype, shape) in layout(num_blocks, row_bytes).items():
+    start, end = end, end + math.prod(shape) * int(dtype[1:]) // 8
+    fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+  encoded = json.dumps(fields).encode()
+  encoded += b" " * (-len(encoded) % 8)
+  return len(encoded).to_bytes(8, "little") + encoded
+
+
+def save_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
   """Write all cached blocks to a file, most recently used first, and return their number. Replaces an earlier file, but
   writes nothing if no block is cached. The model's files must not have changed since the engine loaded them, unless
   load_prefix_cache was called before. Raises OSError, and leaves the file unchanged, if it cannot be written or is not
   a prefix cache."""
-  with engine.driving(), exclusive: return _save(engine, path)
-
-
-def _save(engine: "LLM", path: str | os.PathLike) -> int:
   started = time.perf_counter()
   target = pathlib.Path(path).expanduser().resolve()
   magic = b""
-  with contextlib.suppress(FileNotFoundError), open(target, "rb") as old: magic = old.read(8 + len(MAGIC))[8:]
-  if not MAGIC.startswith(magic):
-    raise FileExistsError(f"{str(path)!r} is not a prefix cache: remove it, or choose another file")
-  pool = engine.blocks
-  in_use = [block for seq in engine.scheduler.running for block in seq.block_table]
-  most_recent = dict.fromkeys([*in_use, *reversed(pool.evictable)])
-  cached = [block for block in most_recent if pool.is_cached(block)]
-  if not cached: return 0
-  blocks = Blocks(engine)
-  header: dict[str, Any] = {"__metadata__": identity(engine)}
-  end = 0
-  for name, dtype, row_bytes in (("keys", "U8", 32), ("blocks", "U8", blocks.row_bytes), ("checksums", "U32", 4)):
-    shape = [len(cached), row_bytes] if dtype == "U8" else [len(cached)]
-    header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + row_bytes * len(cached)]}
-    end += row_bytes * len(cached)
-  encoded = json.dumps(header).encode()
-  encoded += b" " * (-len(encoded) % 8)
-  checksums = []
-  # safetensors' own writer needs all tensors in host memory, but these may be as large as the device's memory
-  with atomic_write(target) as file:
-    file.write(len(encoded).to_bytes(8, "little") + encoded)
-    file.write(b"".join(pool.block_hashes[block] for block in cached))
-    for i in range(0, len(cached), blocks.count):
-      batch = cached[i:i + blocks.count]
-      rows = blocks.read(batch)
-      checksums += [zlib.crc32(row, zlib.crc32(pool.block_hashes[block]))
-                    for block, row in zip(batch, rows, strict=True)]
-      file.write(rows.data)
-    file.write(np.array(checksums, "<u4").data)
-  seconds = time.perf_counter() - started
-  logger.info(f"prefix cache: {len(cached)} blocks, {end / 2**20:.0f} MiB, written to {path} in {seconds:.1f} s")
+  with engine.driving(), exclusive:
+    with contextlib.suppress(FileNotFoundError), open(target, "rb") as old: magic = old.read(8 + len(MAGIC))[8:]
+    if not MAGIC.startswith(magic):
+      raise FileExistsError(f"{str(path)!r} is not a prefix cache: remove it, or choose another file")
+    pool = engine.blocks
+    in_use = [block for seq in engine.scheduler.running for block in seq.block_table]
+    most_recent = dict.fromkeys([*in_use, *reversed(pool.evictable)])
+    cached = [block for block in most_recent if pool.is_cached(block)]
+    if not cached: return 0
+    with atomic_write(target) as file: num_bytes = write_blocks(engine, file, cached)
+  logger.info(f"prefix cache: {len(cached)} blocks, {num_bytes / 2**20:.0f} MiB, written to {path} in "
+              f"{time.perf_counter() - started:.1f} s")
   return len(cached)
 
 
-def load_prefix_cache(engine: "LLM", path: str | os.PathLike) -> int:
+def write_blocks(engine: Engine, file: BinaryIO, cached: list[int]) -> int:
+  """Write the content of a file, and return its size. safetensors' own writer needs all tensors in host memory, but
+  these may be as large as the device's memory."""
+  blocks = Blocks(engine)
+  hashes = engine.blocks.block_hashes
+  checksums = list[int]()
+  file.write(header(engine, len(cached), blocks.row_bytes))
+  file.write(b"".join(hashes[block] for block in cached))
+  for i in range(0, len(cached), blocks.count):
+    batch = cached[i:i + blocks.count]
+    rows = blocks.read(batch)
+    checksums += [checksum(hashes[block], row) for block, row in zip(batch, rows, strict=True)]
+    file.write(rows.data)
+  file.write(np.array(checksums, "<u4").data)
+  return file.tell()
+
+
+def load_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
   """Add a file's blocks to the prefix cache, most recently used first, until no uncached free block is left, and return
   their number. Raises InputError, and leaves the engine unchanged, for a file that is missing, damaged or written by
   another model or with other options."""
@@ -188,29 +198,32 @@ def load_prefix_cache(engine: "LLM", path: str | os.PathLike) -> int:
   return count
 
 
-def read_blocks(engine: "LLM", file: Any, prefix: str) -> int:
-  """Validate a safetensors file and load its blocks. prefix: start of error messages."""
+def check_identity(engine: Engine, metadata: dict[str, str], prefix: str) -> None:
   expected = identity(engine)
-  metadata = file.metadata() or {}
   differences = [f"{name} {metadata.get(name)!r}, here {expected[name]!r}"
                  for name in expected if metadata.get(name) != expected[name]]
-  check(expected.keys() == metadata.keys() and not differences, f"{prefix} has blocks that do not fit this engine "
+  check(expected == metadata, f"{prefix} has blocks that do not fit this engine "
         f"({'; '.join(differences)}): remove it, or choose another file")
+
+
+def read_blocks(engine: Engine, file: safe_open, prefix: str) -> int:
+  """Validate a safetensors file and load its blocks. prefix: start of error messages."""
+  check_identity(engine, file.metadata() or {}, prefix)
   blocks = Blocks(engine)
+  pool = engine.blocks
   slices = {name: file.get_slice(name) for name in ("keys", "blocks", "checksums")}
-  n = slices["keys"].get_shape()[0]
-  layout = [(x.get_dtype(), x.get_shape()) for x in slices.values()]
-  check(layout == [("U8", [n, 32]), ("U8", [n, blocks.row_bytes]), ("U32", [n])], f"{prefix} is damaged: remove it")
+  actual = {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
+  n = actual["keys"][1][0]
+  check(actual == layout(n, blocks.row_bytes), f"{prefix} is damaged: remove it")
   hashes = [row.tobytes() for row in slices["keys"][:]]
   checksums = slices["checksums"][:]
-  pool = engine.blocks
-  uncached = [i for i, block_hash in enumerate(hashes) if block_hash not in pool.cached_blocks]
+  uncached = [i for i in range(n) if hashes[i] not in pool.cached_blocks]
   targets = dict(zip(uncached, reversed(pool.free_blocks), strict=False))   # row of the file -> free block
   for start in range(0, n, blocks.count):
     batch = [i for i in range(start, min(n, start + blocks.count)) if i in targets]
     if not batch: continue
     rows = slices["blocks"][batch[0]:batch[-1] + 1][[i - batch[0] for i in batch]]
-    damaged = [i for i, row in zip(batch, rows, strict=True) if zlib.crc32(row, zlib.crc32(hashes[i])) != checksums[i]]
+    damaged = [i for i, row in zip(batch, rows, strict=True) if checksum(hashes[i], row) != checksums[i]]
     check(not damaged, f"{prefix} is damaged (block {damaged[:1]}): remove it")
     blocks.write([targets[i] for i in batch], rows)   # not in the prefix cache until all are written
   del pool.free_blocks[len(pool.free_blocks) - len(targets):]

@@ -1,18 +1,17 @@
 """Embeddings and relevance scores. An embedding is a request for one token that returns the hidden state it would be
 sampled from; a score is a request for the log probabilities of the answers "yes" and "no"."""
 import dataclasses, math
-from collections.abc import Generator, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Generator
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tinyvllm import request
 from tinyvllm.config import ModelConfig, check, option
+from tinyvllm.engine import Engine, Prompt
 from tinyvllm.request import RequestOutput, Sequence
-from tinyvllm_extra.sampling.logits import NUM_BEST, SamplingParams
+from tinyvllm_extra.sampling.logits import NUM_BEST, Logprob, SamplingParams
 from tinyvllm_extra.text.huggingface import ChatTokenizer
-
-if TYPE_CHECKING: from tinyvllm_extra.llm import LLM
 
 # The prompt of Qwen3-Reranker, from its model card
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -34,7 +33,7 @@ ANSWERS = ("yes", "no")
 MISMATCH = ("runner: this model generates text: for embeddings load it with runner='pooling' (--runner pooling)",
             "runner: this model computes embeddings (LLM.embed, /v1/embeddings): load another one for text, or this "
             "one with runner='generate' (--runner generate)")
-Jobs = Iterable[tuple[Any, request.SamplingParams]]   # prompts with their parameters
+Jobs = list[tuple[Prompt, request.SamplingParams]]   # prompts with their parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +43,10 @@ class PoolingParams(request.SamplingParams):
   temperature: float = 0.0
   dimensions: int | None = option(None, "Leading dimensions to keep (default: all)", min=1, max=request.MAX_INT)
   normalize: bool = option(True, "Scale to length 1")
-  logprobs = 0         # type: ignore[assignment]   # the hidden state takes their place
+  logprobs = 0         # the hidden state takes their place
   detokenize = False
 
-  def processor(self, tokenizer: Any, model: ModelConfig) -> "Pooler":
+  def processor(self, tokenizer: ChatTokenizer, model: ModelConfig) -> "Pooler":
     size = model.hidden_size
     check((self.dimensions or 1) <= size, f"dimensions={self.dimensions} must be at most {size}, the model's size")
     return Pooler(self)
@@ -75,33 +74,31 @@ PoolingRequestOutput = NamedTuple("PoolingRequestOutput", [("request_id", str), 
                                   ("prompt_token_ids", list[int]), ("num_cached_tokens", int), ("finished", bool)])
 
 
-def result_of(output: RequestOutput) -> Any:
-  """Return an embedding, or the log probabilities of an answer."""
-  return output.outputs[0].logprobs[0]   # type: ignore[index]
+# A Pooler returns the embedding in place of log probabilities
+def logprobs_of(output: RequestOutput) -> dict[int, Logprob]: return next(iter(output.outputs[0].logprobs or ()))
+def embedding_of(output: RequestOutput) -> np.ndarray: return np.asarray(logprobs_of(output))
 
 
-def pooled(output: RequestOutput, result: Any) -> PoolingRequestOutput:
+def pooled(output: RequestOutput, result: EmbeddingOutput | ScoringOutput) -> PoolingRequestOutput:
   return PoolingRequestOutput(output.request_id, result, output.prompt_token_ids, output.num_cached_tokens, True)
 
 
-def embed(llm: "LLM", prompts: Any, use_tqdm: bool = True,
+def embed(llm: Engine, prompts: Prompt | list[Prompt], use_tqdm: bool = True,
           pooling_params: PoolingParams | None = None) -> list[PoolingRequestOutput]:
   """Return the embedding of each prompt, of length 1 by default. prompts: see `LLM.generate`. Raises InputError for a
   model that generates text: load it with runner="pooling"."""
   outputs = llm.generate(prompts, pooling_params or PoolingParams(), use_tqdm)
-  return [pooled(x, EmbeddingOutput(result_of(x).tolist())) for x in outputs]
+  return [pooled(x, EmbeddingOutput(embedding_of(x).tolist())) for x in outputs]
 
 
-def score(llm: "LLM", data_1: str | list[str], data_2: str | list[str], use_tqdm: bool = True,
+def score(llm: Engine, data_1: str | list[str], data_2: str | list[str], use_tqdm: bool = True,
           instruction: str = INSTRUCTION) -> list[PoolingRequestOutput]:
   """Return the probability that a document, of data_2, answers a query, of data_1: one query for all documents, or one
   for each. The model is a Qwen3-Reranker, loaded as a model that generates text."""
   scores = scoring(llm.tokenizer, pairs(data_1, data_2, "data_1", "data_2"), instruction)
-  outputs: Any = None
+  jobs = next(scores)
   try:
-    while True:
-      jobs = [*scores.send(outputs)]
-      outputs = llm.generate([prompt for prompt, _ in jobs], [params for _, params in jobs], use_tqdm)
+    while True: jobs = scores.send(llm.generate([x for x, _ in jobs], [params for _, params in jobs], use_tqdm))
   except StopIteration as end: return end.value
 
 
@@ -132,11 +129,11 @@ def scoring(tokenizer: ChatTokenizer, texts: list[tuple[str, str]],
 
   def params(num_best: int, *ids: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=[*ids], logprobs=num_best, detokenize=False)
-  outputs = yield ((score_prompt(*pair, instruction), params(NUM_BEST, yes, no)) for pair in texts)
-  tables = [result_of(x) for x in outputs]
+  outputs = yield [(score_prompt(*pair, instruction), params(NUM_BEST, yes, no)) for pair in texts]
+  tables = [logprobs_of(x) for x in outputs]
   missing = [(i, token) for i, table in enumerate(tables) for token in (yes, no) if token not in table]
-  others = yield (({"prompt_token_ids": outputs[i].prompt_token_ids}, params(0, token)) for i, token in missing)
+  others = yield [({"prompt_token_ids": outputs[i].prompt_token_ids}, params(0, token)) for i, token in missing]
   for (i, _), other in zip(missing, others, strict=True):
-    tables[i] = tables[i] | result_of(other)
+    tables[i] = tables[i] | logprobs_of(other)
   scores = [1 / (1 + math.exp(min(700.0, table[no].logprob - table[yes].logprob))) for table in tables]
   return [pooled(x, ScoringOutput(score)) for x, score in zip(outputs, scores, strict=True)]

@@ -1,15 +1,14 @@
 """Beam search outside the engine, with vLLM's names. Each step calls `LLM.generate` for one token per beam, then keeps
 the beams with the largest sums of log probabilities; the prefix cache avoids recomputation."""
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tinyvllm.config import Options, check, option
+from tinyvllm.engine import Engine, Prompt
 from tinyvllm.request import RequestOutput
 from tinyvllm_extra.options import check_no_lora
 
 from .logits import Logprob, SamplingParams
-
-if TYPE_CHECKING: from tinyvllm_extra.llm import LLM
 
 
 def required(help: str, **limits: Any) -> Any:
@@ -52,7 +51,7 @@ class BeamSearchOutput:
 
 class Search:
   """The search for one prompt: its unfinished beams, best first, and its finished beams."""
-  def __init__(self, llm: "LLM", params: BeamSearchParams):
+  def __init__(self, llm: Engine, params: BeamSearchParams):
     self.llm = llm
     self.params = params
     self.beams = [BeamSearchSequence([])]           # the first output provides the prompt's token ids
@@ -62,7 +61,7 @@ class Search:
     """Extend each beam by its best tokens. outputs: one per beam."""
     longer = []
     for beam, output in zip(self.beams, outputs, strict=True):
-      best = output.outputs[0].logprobs[0]          # type: ignore[index]
+      best = next(iter(output.outputs[0].logprobs or ()))
       for token, logprob in best.items():
         tokens = [*output.prompt_token_ids, token]
         longer.append(BeamSearchSequence(tokens, [*beam.logprobs, best], beam.cum_logprob + logprob.logprob))
@@ -86,13 +85,13 @@ class Search:
     return BeamSearchOutput(best)
 
 
-def beam_search(llm: "LLM", prompts: Any, params: BeamSearchParams, lora_request: None = None,
+def beam_search(llm: Engine, prompts: Prompt | list[Prompt], params: BeamSearchParams, lora_request: None = None,
                 use_tqdm: bool = False, concurrency_limit: int | None = None) -> list[BeamSearchOutput]:
   """Return the most probable continuations of each prompt, in the order of the prompts. prompts: see `LLM.generate`.
   concurrency_limit has no effect: the engine queues the beams. Raises InputError before any prompt runs if one is
   invalid."""
   check_no_lora(lora_request)
-  jobs = [*prompts] if isinstance(prompts, list | tuple) else [prompts]
+  jobs: list[Prompt] = [*prompts] if isinstance(prompts, list | tuple) else [prompts]
   num_logprobs = min(2 * params.beam_width, llm.model_config.vocab_size)   # up to half of them may be end tokens
   step = SamplingParams(temperature=0.0, max_tokens=1, logprobs=num_logprobs)
   searches = [Search(llm, params) for _ in jobs]

@@ -7,8 +7,8 @@ from fastapi.responses import Response
 
 from tinyvllm import RequestOutput
 from tinyvllm.config import check, check_ids
-from tinyvllm_extra.pooling.embeddings import (INSTRUCTION, Jobs, PoolingParams, PoolingRequestOutput, pairs, result_of,
-                                               scoring)
+from tinyvllm_extra.pooling.embeddings import (INSTRUCTION, Jobs, PoolingParams, PoolingRequestOutput, embedding_of,
+                                               pairs, scoring)
 
 from .errors import Refusal
 from .fields import Int, Prompts
@@ -43,10 +43,10 @@ class Pooling:
     check(all(texts), "input: each text must have at least one token")
     for x in texts: check_ids("input", x if isinstance(x, list) else None, self.serving.llm.llm.model_config.vocab_size)
     params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize is not False)
-    outputs = await self.run(body, (({"prompt_token_ids": x} if isinstance(x, list) else x, params) for x in texts))
+    outputs = await self.run(body, [({"prompt_token_ids": x} if isinstance(x, list) else x, params) for x in texts])
 
     def response() -> Response:
-      rows: list[Any] = [*map(result_of, outputs)]
+      rows: list[Any] = [*map(embedding_of, outputs)]
       if body.encoding_format == "base64": rows = [base64.b64encode(x.astype("<f4")).decode() for x in rows]
       data = [{"object": "embedding", "index": i, "embedding": x} for i, x in enumerate(rows)]
       content = {**self.head("embd", outputs), "object": "list", "data": data}
