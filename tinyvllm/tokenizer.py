@@ -55,8 +55,8 @@ class TextStream:
     self.tokenizer, self.seq = tokenizer, seq
     self.stop: Any = seq.params.stop or []   # a list after __post_init__
     self.decoded = ""                    # all text, including text after a stop string
-    self.num_decoded = seq.num_prompt    # number of token ids whose text is in `decoded`, after the prompt
-    self.context: dict[int, str] = {}    # start position -> text of the last ids, to decode them once
+    self.read_offset = seq.num_prompt    # number of token ids whose text is in `decoded`, or in the prompt
+    self.prefix_offset = max(0, seq.num_prompt - 8)   # where the ids begin that the text of the next ones depends on
     self.num_searched = 0                # characters already searched for a stop string
     self.end: int | None = None          # index of the stop string in `decoded`
     self.delivered = self.available
@@ -70,16 +70,14 @@ class TextStream:
     return Cursor(len(self.text) - held_back, len(self.seq.tokens), self.seq.finish_reason)
 
   def decode(self, ids: list[int]) -> None:
-    """Add the text of the ids that are not decoded yet, unless it ends within a character."""
+    """Add the text of the ids that are not decoded yet, unless it ends within a character. A token's text depends on
+    the tokens before it: decode both, as vLLM does, from the last ids that had text of their own."""
     def text_of(ids: list[int]) -> str: return self.tokenizer.decode(ids, self.seq.params.skip_special_tokens)
-    # A token's text depends on the tokens before it: on all of them if the last ones have no text or half a character
-    for start in (*self.context, max(0, self.num_decoded - 8), 0):
-      before = self.context.get(start) or text_of(ids[start:self.num_decoded])
-      if before and "\ufffd" not in before and self.num_decoded - start < 16: break
-    text = text_of(ids[start:])
-    if text.endswith("\ufffd") and not self.seq.finish_reason: return
+    before = text_of(ids[self.prefix_offset:self.read_offset])
+    text = text_of(ids[self.prefix_offset:])
+    if len(text) <= len(before) or text.endswith("\ufffd") and not self.seq.finish_reason: return
     # One call, so a KeyboardInterrupt cannot leave it half done
-    vars(self).update(decoded=self.decoded + text[len(before):], num_decoded=len(ids), context={start: text})
+    vars(self).update(decoded=self.decoded + text[len(before):], prefix_offset=self.read_offset, read_offset=len(ids))
 
   def update(self) -> None:
     """Decode new tokens. A stop string ends the text and becomes the sequence's stop_reason."""
