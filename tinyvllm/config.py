@@ -13,30 +13,31 @@ SUPPORTED = {"architecture": ["LlamaForCausalLM"], "hidden_act": ["silu"],
 class InputError(ValueError):
   """A user's mistake (HTTP 400). Every other exception is a bug in tinyvllm (HTTP 500).
   `parameter` is the field that the message begins with, as in "top_p=2 must be ...", or None; `value` is its value."""
-  def __init__(self, message: str, value: Any = None):
+  def __init__(self, message: str, value: object = None):
     super().__init__(message)
     self.parameter = next(iter(re.findall(r"^(\w+)[=:]", message)), None)
     self.value = value
 
 
-def check(ok: Any, message: str, value: Any = None) -> None:
+def check(ok: object, message: str, value: object = None) -> None:
   """Raise InputError unless `ok`. The message names the field, its value, the limit and the remedy."""
   if not ok: raise InputError(message, value)
 
 
-def check_ids(name: str, ids: Any, size: int) -> None:
+def check_ids(name: str, ids: list[int] | None, size: int) -> None:
   for i in ids or (): check(type(i) is int and 0 <= i < size, f"{name}: id {i!r} must be an int from 0 to {size - 1}")
 
 
 def read_json(path: pathlib.Path) -> JsonObject: return json.loads(path.read_text()) if path.exists() else {}
 
 
-def option(default: Any, help: str, *, min: Any = None, max: Any = None, choices: tuple[str, ...] = ()) -> Any:
+def option(default: object, help: str, *, min: float | None = None, max: float | None = None,
+           choices: tuple[str, ...] = ()) -> Any:
   """Return a dataclass field with a help text and its limits: inclusive bounds, or the strings to choose from."""
   return dataclasses.field(default=default, metadata={"help": help, "min": min, "max": max, "choices": choices})
 
 
-def has_type(value: Any, kind: Any) -> bool:
+def has_type(value: object, kind: Any) -> bool:
   """Return whether `value` has an annotated type (class, list[X], dict[K, V], union). An int is a float, not a bool."""
   args = typing.get_args(kind)
   if isinstance(kind, types.UnionType): return any(has_type(value, arg) for arg in args)
@@ -47,24 +48,26 @@ def has_type(value: Any, kind: Any) -> bool:
   return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
 
 
+@dataclasses.dataclass(frozen=True)
 class Options:
   """A frozen dataclass that refuses unknown names, wrong types and values beyond an option's limits with InputError."""
-  def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-    names = cls.__match_args__   # type: ignore[attr-defined]   # the dataclass fields
+  def __new__(cls, *args: object, **kwargs: object) -> typing.Self:
+    names = [field.name for field in dataclasses.fields(cls)]
     more = "; tinyvllm_extra has more" if cls.__module__.startswith("tinyvllm.") else ""
     for x in kwargs: check(x in names, f"{cls.__name__} has no field {x!r}; it has {', '.join(names)}{more}")
     return super().__new__(cls)
 
   def __post_init__(self) -> None:
-    for field in dataclasses.fields(self):   # type: ignore[arg-type]
-      value: Any = getattr(self, field.name)
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
       text = f"{field.name}={value!r} must"
       check(has_type(value, field.type), f"{text} be of type {getattr(field.type, '__name__', field.type)}", value)
       check(not isinstance(value, list) or "" not in value, f"{text} not hold an empty string", value)
       choices, low, high = (field.metadata.get(limit) for limit in ("choices", "min", "max"))
       check(not choices or value in (*choices, None), f"{text} be one of {', '.join(choices or ())}", value)
-      numbers: Any = value.values() if isinstance(value, dict) else [value] if isinstance(value, int | float) else []
-      check(low is None or all(low <= x <= high for x in numbers), f"{text} be between {low} and {high}", value)
+      numbers = [*value.values()] if isinstance(value, dict) else [value] if isinstance(value, int | float) else []
+      is_within = low is None or high is None or all(low <= x <= high for x in numbers)
+      check(is_within, f"{text} be between {low} and {high}", value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +98,7 @@ class ModelConfig:
   rms_norm_eps: float
   num_key_value_heads: int
   head_dim: int
-  rope_scaling: dict[str, Any]       # with its rope_type
+  rope_scaling: JsonObject           # with its rope_type
   eos_token_ids: tuple[int, ...]
   max_position_embeddings: int = 2048
   rope_theta: float = 10000.0
@@ -104,7 +107,7 @@ class ModelConfig:
   mlp_bias: bool = False
 
   @classmethod
-  def from_hf(cls, hf: dict[str, Any], source: pathlib.Path) -> "ModelConfig":
+  def from_hf(cls, hf: JsonObject, source: pathlib.Path) -> "ModelConfig":
     """Read config.json's content. Raises InputError for a missing field or an unsupported value."""
     hf = {**vars(cls), "architectures": [None], "hidden_act": "silu", "eos_token_id": [],   # vars: the fields' defaults
           **{name: value for name, value in hf.items() if value is not None}}

@@ -7,14 +7,14 @@ from typing import Any
 from tinygrad import dtypes, helpers, nn
 
 from .backend import Backend, Devices, cpu_cores, exclusive, renderer
-from .config import EngineConfig, InputError, ModelConfig, check, check_ids, logger
+from .config import EngineConfig, InputError, JsonObject, ModelConfig, check, check_ids, logger
 from .llama import Checkpoint, Llama
 from .request import CompletionOutput, Proposer, RequestOutput, SamplingParams, Sequence
 from .runner import Logits, Results, Runner, Step, build_step
 from .scheduler import BlockManager, Scheduler
 from .tokenizer import Cursor, TextStream
 
-Prompt = str | dict[str, Any]
+Prompt = str | JsonObject
 Params = SamplingParams | None
 
 
@@ -25,6 +25,7 @@ class Request:
   prompt: str | None
   metrics: Any
   streams: list[TextStream]
+  is_updated: bool = False   # has tokens that no step has returned yet
 
   sequences = property(lambda self: [stream.seq for stream in self.streams])
   finished = property(lambda self: all(seq.finish_reason for seq in self.sequences))
@@ -120,7 +121,6 @@ class Engine(LoadedModel):
     self.scheduler = self.parts.scheduler_class(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
     self._in_flight: Callable[[], Results] | None = None   # waits for the step in flight
-    self._updated: dict[Request, None] = {}   # requests with tokens not yet returned by a step
     self._driver, self._stepping = threading.RLock(), threading.Lock()
     self._abandoned: list[str] = []           # requests whose streams were closed during a step
     self._arrivals = itertools.count()
@@ -176,10 +176,9 @@ class Engine(LoadedModel):
     """End a request with finish_reason "abort". Does nothing for a finished or unknown request."""
     with self.driving():
       if self._stepping.locked(): return self._abandoned.append(request_id)   # garbage collection closed its stream
-      request: Any = self.requests.pop(request_id, None)
-      self._updated.pop(request, None)
-      for seq in request.sequences if request else ():
-        if not seq.finish_reason: self.scheduler.finish(seq, "abort")
+      if request := self.requests.pop(request_id, None):
+        for seq in request.sequences:
+          if not seq.finish_reason: self.scheduler.finish(seq, "abort")
 
   # Steps
 
@@ -196,11 +195,11 @@ class Engine(LoadedModel):
       except BaseException:
         self._reset()
         raise
-      updated = {request: None for request in self._updated if only is None or request in only}
+      updated = [x for x in self.requests.values() if x.is_updated and (only is None or x in only)]
       outputs = [make_output(request) for request in updated]
-      for request in updated:   # an interrupted step may have removed it, and its id may be in use again
-        if request.finished and self.requests.get(request.request_id) is request: del self.requests[request.request_id]
-      self._updated = {request: None for request in self._updated if request not in updated}
+      for request in updated:
+        if request.finished: del self.requests[request.request_id]
+        request.is_updated = False
       return outputs
 
   def _step_sync(self) -> None:
@@ -241,14 +240,14 @@ class Engine(LoadedModel):
 
   def append(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
     """Append the sampled tokens (see Scheduler.update), and finish sequences at stop strings."""
-    self._updated |= dict.fromkeys(self.requests[seq.request_id] for seq in sampled)
+    for seq in sampled: self.requests[seq.request_id].is_updated = True
     self.scheduler.update(computed, sampled)
     self._find_stops()
 
   def _find_stops(self) -> None:
     """Finish the sequences whose text contains a stop string."""
-    for stream in [stream for request in self._updated for stream in request.streams if stream.seq.params.stop]:
-      stream.update()
+    for stream in [x for request in self.requests.values() if request.is_updated for x in request.streams]:
+      if stream.seq.params.stop: stream.update()
       if stream.seq.stop_reason is not None and stream.seq.finish_reason != "stop":
         self.scheduler.finish(stream.seq, "stop")
 

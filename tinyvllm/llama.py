@@ -3,6 +3,7 @@ serves prefill chunks, decode and draft tokens: a flat batch of T tokens, each w
 Attributes are named after Hugging Face's weights, with q, k, v stored as one matrix and gate, up as one. Declares two
 seams: Model and Checkpoint."""
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from tinygrad import Tensor, dtypes, helpers, nn
 from tinygrad.dtype import DType
 
 from .backend import Backend, Devices, Module
-from .config import ModelConfig, check, read_json
+from .config import JsonObject, ModelConfig, check, read_json
 from .request import SAMPLING_FIELDS
 from .tokenizer import Tokenizer
 
@@ -29,7 +30,7 @@ class Checkpoint:
 
   def describe(self) -> str: return "safetensors"
   def tokenizer(self) -> Any: return Tokenizer(self.path)
-  def sampling_defaults(self) -> dict[str, Any]:
+  def sampling_defaults(self) -> JsonObject:
     """Return the values of SamplingParams in generation_config.json. The core ignores those of the extension."""
     return {name: x for name, x in self.generation_config.items() if name in self.sampling_fields and x is not None}
 
@@ -50,7 +51,7 @@ class Checkpoint:
     check(actual == [*shape], f"model: {self.path}: tensor {name} is {actual}; its config says {[*shape]}")
     return self.tensors.pop(name)
 
-  def check_unused(self, names: Any) -> None:
+  def check_unused(self, names: Iterable[str]) -> None:
     """Raise InputError for a tensor that no module has read, except tied and derived ones."""
     unused = [name for name in names if name != "lm_head.weight" and not name.endswith(".inv_freq")]
     check(not unused, f"model: {self.path}: tensor {''.join(unused[:1])} is not part of the model in config.json")

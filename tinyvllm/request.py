@@ -9,6 +9,7 @@ from .config import ModelConfig, Options, option
 # Fields that the sampler reads
 SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p")
 MAX_INT = 2**31 - 1
+TokenLogprobs = dict[int, Any]   # token id -> Logprob, see logits.py of the extension
 
 
 # Sampling code of a step. A higher mode also handles rows of the lower ones. FILTERED adds top_k and top_p
@@ -56,7 +57,7 @@ class LogitsProcessor(Protocol):
   def adjustments(self, seq: "Sequence", position: int) -> list[tuple[int, float, float, float]]:
     """Return (token id, bias, factor, penalty) of each logit to adjust at `position`, each id once:
     x = logit + bias, divided by factor if x > 0, else multiplied by it, minus penalty."""
-  def output_logprobs(self, seq: "Sequence", start: int) -> tuple[list[dict[int, Any]] | None, float | None]:
+  def output_logprobs(self, seq: "Sequence", start: int) -> tuple[list[TokenLogprobs] | None, float | None]:
     """Return log probabilities of the tokens from position `start` on, and their sum over all generated tokens."""
 
 
@@ -92,7 +93,7 @@ class Sequence:
   draft_state: Any = None          # state of the Proposer
   siblings: list["Sequence"] = dataclasses.field(default_factory=list)   # other samples; start after the first token
   num_cached: int | None = None    # prompt tokens in the prefix cache when it first ran
-  logprobs: dict[int, dict[int, Any]] = dataclasses.field(default_factory=dict)   # by position
+  logprobs: dict[int, TokenLogprobs] = dataclasses.field(default_factory=dict)   # by position
   block_hashes: list[bytes] = dataclasses.field(default_factory=list)   # one per full block, computed on demand
   salt: bytes = b""                # only sequences with the same salt share blocks
   finish_reason: str | None = None
@@ -137,7 +138,7 @@ class CompletionOutput:
   text: str
   token_ids: list[int]
   cumulative_logprob: float | None       # sum over the generated tokens
-  logprobs: list[dict[int, Any]] | None   # per token: its own Logprob and the best ones, by token id
+  logprobs: list[TokenLogprobs] | None   # per token: its own Logprob and the best ones, by token id
   finish_reason: str | None              # "stop", "length" or "abort"
   stop_reason: int | str | None          # the stop string or token id that ended it; None for the model's end token
 
@@ -148,7 +149,7 @@ class RequestOutput:
   request_id: str
   prompt: str | None                     # None if the prompt was given as token ids
   prompt_token_ids: list[int]
-  prompt_logprobs: list[dict[int, Any] | None] | None   # None for the first token
+  prompt_logprobs: list[TokenLogprobs | None] | None   # None for the first token
   outputs: list[CompletionOutput]
   metrics: Any                           # RequestMetrics; None without the extension
   num_cached_tokens: int                 # prompt tokens in the prefix cache
