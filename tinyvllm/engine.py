@@ -25,7 +25,6 @@ class Request:
   prompt: str | None
   metrics: Any
   streams: list[TextStream]
-  is_updated: bool = False   # has tokens that no step has returned yet
 
   sequences = property(lambda self: [stream.seq for stream in self.streams])
   finished = property(lambda self: all(seq.finish_reason for seq in self.sequences))
@@ -121,6 +120,7 @@ class Engine(LoadedModel):
     self.scheduler = self.parts.scheduler_class(self.config, self.blocks)
     self.requests: dict[str, Request] = {}
     self._in_flight: Callable[[], Results] | None = None   # waits for the step in flight
+    self._updated: dict[Request, None] = {}   # requests with tokens not yet returned by a step
     self._driver, self._stepping = threading.RLock(), threading.Lock()
     self._abandoned: list[str] = []           # requests whose streams were closed during a step
     self._arrivals = itertools.count()
@@ -177,6 +177,7 @@ class Engine(LoadedModel):
     with self.driving():
       if self._stepping.locked(): return self._abandoned.append(request_id)   # garbage collection closed its stream
       if request := self.requests.pop(request_id, None):
+        self._updated.pop(request, None)
         for seq in request.sequences:
           if not seq.finish_reason: self.scheduler.finish(seq, "abort")
 
@@ -195,24 +196,28 @@ class Engine(LoadedModel):
       except BaseException:
         self._reset()
         raise
-      updated = [x for x in self.requests.values() if x.is_updated and (only is None or x in only)]
+      updated = [request for request in self._updated if only is None or request in only]
       outputs = [make_output(request) for request in updated]
-      for request in updated:
-        if request.finished: del self.requests[request.request_id]
-        request.is_updated = False
+      for request in updated:   # an interrupted step may have removed it, and its id may be in use again
+        if request.finished and self.requests.get(request.request_id) is request: del self.requests[request.request_id]
+        del self._updated[request]
       return outputs
 
   def _step_sync(self) -> None:
     """Schedule, build, run, update."""
-    step = self._build_step()
-    if step: self._update(self.runner.launch(step)())
+    batch = self._schedule()
+    if not batch: return
+    step = self._build_step(batch)
+    results = self.runner.launch(step)()
+    self._update(results)
 
   def _step_async(self) -> None:
     """Build a step while the device runs the previous one, then process that one's results."""
     if self._in_flight and any(map(self._needs_sync, self.scheduler.running)):   # for all, or they would alternate
       self._update(self._in_flight())
       self._in_flight = None
-    step = self._build_step()
+    batch = self._schedule()
+    step = self._build_step(batch) if batch else None
     launched = self.runner.launch(step) if step and self.backend.reads_early else None
     results = self._in_flight() if self._in_flight else None
     self._in_flight = launched or (self.runner.launch(step) if step else None)
@@ -223,11 +228,14 @@ class Engine(LoadedModel):
     needs_tokens = seq.processor and seq.processor.depends_on_output or self.proposer and self.proposer.needs_sync(seq)
     return bool(seq.num_in_flight and needs_tokens)
 
-  def _build_step(self) -> Step | None:
+  def _schedule(self) -> dict[Sequence, int]:
     self._find_stops()   # in tokens that a failed step appended
     batch = self.scheduler.schedule()
     if self.proposer: self.proposer.propose(self.scheduler, batch)
-    step = build_step(batch, self.runner) if batch else None
+    return batch
+
+  def _build_step(self, batch: dict[Sequence, int]) -> Step:
+    step = build_step(batch, self.runner)
     self.scheduler.start_step(batch, self.proposer.num_behind if self.proposer else 0)
     return step
 
@@ -240,14 +248,14 @@ class Engine(LoadedModel):
 
   def append(self, computed: dict[Sequence, range], sampled: dict[Sequence, int]) -> None:
     """Append the sampled tokens (see Scheduler.update), and finish sequences at stop strings."""
-    for seq in sampled: self.requests[seq.request_id].is_updated = True
+    self._updated |= dict.fromkeys(self.requests[seq.request_id] for seq in sampled)
     self.scheduler.update(computed, sampled)
     self._find_stops()
 
   def _find_stops(self) -> None:
     """Finish the sequences whose text contains a stop string."""
-    for stream in [x for request in self.requests.values() if request.is_updated for x in request.streams]:
-      if stream.seq.params.stop: stream.update()
+    for stream in [stream for request in self._updated for stream in request.streams if stream.seq.params.stop]:
+      stream.update()
       if stream.seq.stop_reason is not None and stream.seq.finish_reason != "stop":
         self.scheduler.finish(stream.seq, "stop")
 
