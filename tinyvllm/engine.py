@@ -183,12 +183,10 @@ class Engine(LoadedModel):
 
   # Steps
 
-  def advance(self, make_output: Callable[[Request], Any] = lambda request: request,
-              only: Collection[Request] | None = None) -> list[Any]:
-    """Run one step, and return `make_output(request)` for each request with new tokens. On a GPU these tokens come from
-    the previous step, which ran while this one was built. If `make_output` raises, the next step returns them, as it
-    does for requests that are not in `only`. After a failed step the engine still works, and no token is lost or
-    duplicated."""
+  def advance(self, only: Collection[Request] | None = None) -> list[Request]:
+    """Run one step, and return the requests with new tokens. On a GPU these tokens come from the previous step, which
+    ran while this one was built. The next step returns requests that are not in `only`. After a failed step the engine
+    still works, and no token is lost or duplicated."""
     with self.driving():
       while self._abandoned: self.abort_request(self._abandoned.pop())
       try:
@@ -197,11 +195,10 @@ class Engine(LoadedModel):
         self._reset()
         raise
       updated = [request for request in self._updated if only is None or request in only]
-      outputs = [make_output(request) for request in updated]
       for request in updated:   # an interrupted step may have removed it, and its id may be in use again
         if request.finished and self.requests.get(request.request_id) is request: del self.requests[request.request_id]
         del self._updated[request]
-      return outputs
+      return updated
 
   def _step_sync(self) -> None:
     """Schedule, build, run, update."""

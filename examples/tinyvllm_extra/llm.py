@@ -105,18 +105,22 @@ class LLM(Engine):
 
   def step(self) -> list[RequestOutput]:
     """Run one step and return the requests with new tokens. On a GPU these come from the previous step, which ran while
-    this one was built."""
-    return self.advance(lambda request: request.output())
+    this one was built. If an output cannot be built, the next step returns all of them."""
+    requests = self.advance()
+    try: return [request.output() for request in requests]
+    except BaseException:
+      self._updated = dict.fromkeys([*requests, *self._updated])
+      self.requests |= {request.request_id: request for request in requests}
+      raise
 
-  def advance(self, make_output: Callable[[Request], Any] = lambda request: request,
-              only: Collection[Request] | None = None) -> list[Any]:
+  def advance(self, only: Collection[Request] | None = None) -> list[Request]:
     started = time.perf_counter()
     while self._abandoned: self.abort_request(self._abandoned.pop())   # now, as they do not count as finished
     num_requests = len(self.requests)
-    outputs = super().advance(make_output, only)
+    updated = super().advance(only)
     seconds: Any = time.perf_counter() - started
     self.scheduler.counters.update(steps=1, requests_finished=num_requests - len(self.requests), seconds=seconds)
-    return outputs
+    return updated
 
   def _update(self, results: Results) -> None:
     self.scheduler.count_step(results.step.computed)

@@ -287,7 +287,7 @@ class Watch:
         setattr(self, total, getattr(self, total) + time.perf_counter() - started)
     return timed
 
-  def _record(self, make_output: Callable = lambda request: request, only: Any = None) -> list:
+  def _record(self, only: Any = None) -> list:
     launch, wait, started = self.launch, self.wait, time.perf_counter()
     changed = self._advance(only=only)
     seconds = time.perf_counter() - started
@@ -296,7 +296,7 @@ class Watch:
     decode = len(sequences) == running > 0 and all(seq.num_generated > 1 for seq in sequences)   # else prefill
     self.steps.append(Step(seconds, self.launch - launch, self.wait - wait, len(sequences), decode,
                            statistics.fmean([len(seq.tokens) for seq in sequences] or [0])))
-    return [make_output(request) for request in changed]
+    return changed
 
   def warn(self) -> None:
     if self.captured: print(f"  warning: {self.captured} graphs were captured during the measurement; run it again")
