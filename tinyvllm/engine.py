@@ -9,7 +9,7 @@ from tinygrad import dtypes, helpers, nn
 from .backend import Backend, Devices, cpu_cores, exclusive, renderer
 from .config import EngineConfig, InputError, JsonObject, ModelConfig, check, check_ids, logger
 from .llama import Checkpoint, Llama
-from .request import CompletionOutput, Proposer, RequestOutput, SamplingParams, Sequence
+from .request import MAX_INT, CompletionOutput, Proposer, RequestOutput, SamplingParams, Sequence
 from .runner import Logits, Results, Runner, Step, build_step
 from .scheduler import BlockManager, Scheduler
 from .tokenizer import Cursor, TextStream
@@ -149,7 +149,7 @@ class Engine(LoadedModel):
           f"priority={priority!r} must be an int, and 0 unless scheduling_policy='priority'")
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
     stop_ids = {*(() if params.ignore_eos else model.eos_token_ids), *(params.stop_token_ids or ())}
-    max_len = min(self.max_model_len, len(ids) + params.max_tokens)   # type: ignore[operator]   # by now an int
+    max_len = min(self.max_model_len, len(ids) + (params.max_tokens or MAX_INT))
     samples = [Sequence(request_id=request_id, tokens=[*ids], params=params, seed=seed + i, index=i, max_len=max_len,
                         order=(priority, next(self._arrivals)), stop_ids=stop_ids,
                         processor=params.processor(self.tokenizer, model)) for i in range(params.n)]

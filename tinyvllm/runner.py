@@ -15,13 +15,14 @@ from .request import SAMPLING_FIELDS, SamplerMode, Sequence
 UNKNOWN = -1      # token id that is still on the device
 NO_TILE = -1
 TILE = 64         # tokens in a query tile
-KINDS = {"i": dtypes.int32, "u": dtypes.uint32, "f": dtypes.float32}   # by numpy's names
+FORMATS = {"i4": dtypes.int32, "u4": dtypes.uint32, "f4": dtypes.float32}   # by numpy's names
 
 
 class Table:
   """A table of named 32-bit columns, a row per token or per row of logits. The host writes it, the graph reads it."""
   def __init__(self, **formats: str):
-    self.dtype: Any = np.dtype([*formats.items()])
+    self.formats = formats
+    self.dtype = np.dtype([*formats.items()])
     self.num_words = len(formats)
 
   def write(self, rows: list[tuple], size: int, **padding: int) -> np.ndarray:
@@ -33,8 +34,7 @@ class Table:
 
   def read(self, words: Tensor) -> dict[str, Tensor]:
     """Return the columns by name, (size,) each. words: (num_words, size)."""
-    return {name: x.bitcast(KINDS[self.dtype[name].kind])
-            for name, x in zip(self.dtype.names, words, strict=True)}   # type: ignore[call-overload]
+    return {name: words[i].bitcast(FORMATS[form]) for i, (name, form) in enumerate(self.formats.items())}
 
 
 # id: UNKNOWN means the slot's last token. slot: index into the block tables, max_num_seqs for padding. table_index:
@@ -115,13 +115,14 @@ def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> li
   layout = model.backend.kv_layout(model.config, config, model.dtype)
   sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layout]
   block_bytes = model.config.num_hidden_layers * sum(sizes)
-  per_sequence = -(-config.max_model_len // config.block_size)   # type: ignore[operator]   # blocks; by now an int
-  required = per_sequence if config.max_model_len != model.config.max_position_embeddings else 1   # blocks
+  length = config.max_model_len or 0   # the engine has set it
+  per_sequence = -(-length // config.block_size)   # blocks
+  required = per_sequence if length != model.config.max_position_embeddings else 1   # blocks
   limit = model.backend.largest_tensor() // max(sizes)
   max_blocks = min(model.backend.max_blocks(num_bytes, block_bytes, per_sequence + 1), limit)
   num_blocks = config.num_gpu_blocks_override or min(max_blocks, config.max_num_seqs * per_sequence + 1)
   check(config.num_gpu_blocks_override or max_blocks > required,
-        f"max_model_len={config.max_model_len} needs {per_sequence * block_bytes / 2**30:.2f} GiB of KV cache, but "
+        f"max_model_len={length} needs {per_sequence * block_bytes / 2**30:.2f} GiB of KV cache, but "
         f"gpu_memory_utilization={config.gpu_memory_utilization} leaves {num_bytes / 2**30:.2f} GiB: "
         f"{f'lower max_model_len to {(max_blocks - 1) * config.block_size}, ' if max_blocks > 1 else ''}raise "
         "gpu_memory_utilization or choose a smaller model")
@@ -129,7 +130,7 @@ def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> li
   num_tokens = (num_blocks - 1) * config.block_size
   logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks of {config.block_size} "
              f"tokens = {num_tokens} tokens, {num_blocks * block_bytes / 2**30:.2f} GiB: "
-             f"{num_tokens / config.max_model_len:.1f} sequences of {config.max_model_len}")   # type: ignore[operator]
+             f"{num_tokens / length:.1f} sequences of {length}")
   def new(shape, dtype): return Tensor.empty(num_blocks, *shape, dtype=dtype, device=model.devices.names).contiguous()
   return [[new(*part).realize() for part in layout] for _ in range(model.config.num_hidden_layers)]
 
@@ -139,7 +140,7 @@ def upload(tensor: Tensor, array: np.ndarray) -> None:
   tensor.uop.buffer.allocator._copyin(tensor.uop.buffer._buf, array.data.cast("B"))   # type: ignore[union-attr]
 
 
-def capture(run: Callable[[], Any]) -> Any:
+def capture(run: Callable[[], list[Tensor]]) -> list[Tensor]:
   """Run and capture a step as one graph. Its kernels have at most 8 buffers, which is WebGPU's limit."""
   with exclusive, Context(JIT_BATCH_SIZE=0, MAX_KERNEL_BUFFERS=8): return run()
 
@@ -161,7 +162,7 @@ class Runner:
   def __init__(self, model: Llama, config: EngineConfig, num_bytes: int, logits: Logits | None = None):
     self.model, self.config, self.logits = model, config, logits
     self.backend, self.is_async = model.backend, model.backend.is_async
-    length: Any = config.max_model_len   # by now an int
+    length = config.max_model_len or 0   # the engine has set it
     self.ropes = [table.to(model.devices.names).realize() for table in model.ropes(length)]
     self.kv_caches = allocate_kv_caches(model, config, num_bytes)
     self.num_blocks = len(self.kv_caches[0][0])

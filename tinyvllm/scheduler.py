@@ -2,7 +2,6 @@
 max_num_batched_tokens. The oldest running sequence of the highest priority always makes progress."""
 import bisect, hashlib
 from collections import Counter, OrderedDict
-from typing import Any
 
 from .config import EngineConfig
 from .request import Sequence
@@ -90,7 +89,7 @@ class Scheduler:
     There is no prefill or decode phase: each sequence has a number of tokens left to compute. May preempt sequences,
     but never the oldest one of the highest priority, because all blocks together hold any single sequence."""
     batch: dict[Sequence, int] = {}
-    budget: Any = self.config.max_num_batched_tokens   # by now an int
+    budget = self.config.max_num_batched_tokens or 0   # the engine has set it
     num_running = len(self.running)
     for seq in sorted(self.running, key=lambda seq: (seq.num_remaining > 1, seq)):   # decodes first
       num_tokens = 0 if seq.slot is None or seq.reached_max_len else min(seq.num_remaining, budget)

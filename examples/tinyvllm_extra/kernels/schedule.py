@@ -63,7 +63,7 @@ def shared_by(threads: int) -> tuple[Opt, ...]:
 
 def field(tokens: UOp, name: str, t: UOp) -> UOp:
   """Load a column of runner.TOKENS. tokens: (columns, T) int32."""
-  return tokens[TOKENS.dtype.names.index(name), t].load().cast(dtypes.weakint)
+  return tokens[[*TOKENS.formats].index(name), t].load().cast(dtypes.weakint)
 
 
 def location(tokens: UOp, t: UOp, num_blocks: sint, block_size: sint) -> tuple[UOp, UOp, UOp]:
