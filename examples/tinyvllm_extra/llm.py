@@ -1,6 +1,6 @@
 """`tinyvllm.LLM`: the core's Engine with the extension's parts, options and methods."""
 import dataclasses, hashlib, pathlib, time, types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from tinyvllm.backend import Backend, Devices, exclusive
