@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from tinyvllm_extra.text.parsers import OutputFormat, find_format
+from tinyvllm_extra.text.parsers import OutputFormat, Parser, find_format
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data/tool_calls.json").read_text())
 FUNCTIONS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in RECORDED["tools"]}
@@ -30,16 +30,16 @@ def read_pieces(parser, text, cuts):
 @pytest.mark.parametrize("reasoning_name,tools_name,text,reasoning,content,calls", CASES)
 def test_output_of_each_format_is_split(reasoning_name, tools_name, text, reasoning, content, calls):
   output_format = find_format("", reasoning_name, tools_name)
-  whole = output_format.parser(FUNCTIONS).feed(text, True)
+  whole = Parser(output_format, FUNCTIONS).feed(text, True)
   def joined(kind): return "".join(x for k, x in whole if k == kind)
   assert (joined("reasoning"), joined("content")) == (reasoning, content)
   names = [x for kind, x in whole if kind == "call"]
   assert [[*x] for x in zip(names, [json.loads(x) for kind, x in whole if kind == "arguments"], strict=True)] == calls
-  assert read_pieces(output_format.parser(FUNCTIONS), text, range(len(text))) == whole
-  for i in range(len(text)): assert read_pieces(output_format.parser(FUNCTIONS), text, [i]) == whole
-  plain = output_format.parser({}).feed(text, True)
+  assert read_pieces(Parser(output_format, FUNCTIONS), text, range(len(text))) == whole
+  for i in range(len(text)): assert read_pieces(Parser(output_format, FUNCTIONS), text, [i]) == whole
+  plain = Parser(output_format, {}).feed(text, True)
   assert not [event for event in plain if event[0] in ("call", "arguments")], "no function may be called"
-  first = output_format.parser(FUNCTIONS, parallel=False).feed(text, True)
+  first = Parser(output_format, FUNCTIONS, parallel=False).feed(text, True)
   assert [x for kind, x in first if kind == "call"] == names[:1]
 
 
@@ -54,14 +54,14 @@ def test_recorded_calls_of_vllm_are_found_unless_a_reason_is_given(case):
 def test_events_do_not_depend_on_split_into_deltas(output, fragments, position, cuts):
   output_format = find_format("", *output[:2])
   text = output[2][:position] + "".join(fragments) + output[2][position:]
-  whole = output_format.parser(FUNCTIONS).feed(text, True)
-  assert read_pieces(output_format.parser(FUNCTIONS), text, cuts) == whole
-  assert read_pieces(output_format.parser(FUNCTIONS), text, range(len(text))) == whole
+  whole = Parser(output_format, FUNCTIONS).feed(text, True)
+  assert read_pieces(Parser(output_format, FUNCTIONS), text, cuts) == whole
+  assert read_pieces(Parser(output_format, FUNCTIONS), text, range(len(text))) == whole
 
 
 @pytest.mark.parametrize("unit", ["<", "<tool_call>no", "x\n", "{1}", "</think"])
 def test_text_that_is_no_call_is_delivered_as_it_arrives(unit):
-  parser = OutputFormat(find_format("</think>").reasoning).parser(FUNCTIONS)
+  parser = Parser(OutputFormat(find_format("</think>").reasoning), FUNCTIONS)
   for i, character in enumerate(unit * 2000):
     parser.feed(character)
     assert len(parser.text) < 32 or unit == "<tool_call>no", (i, parser.text)
@@ -71,7 +71,7 @@ def test_text_that_is_no_call_is_delivered_as_it_arrives(unit):
 def test_hostile_output_takes_linear_time(tools_name, start, unit):
   """Counts the characters that regular expressions may read: the text of each call of the parser's functions."""
   def work(size):
-    parser = find_format("", None, tools_name).parser(FUNCTIONS)
+    parser = Parser(find_format("", None, tools_name), FUNCTIONS)
     read, num = parser.advance, 0
     def advance():
       nonlocal num

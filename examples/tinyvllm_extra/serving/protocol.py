@@ -338,8 +338,8 @@ class CompletionBuilder:
       choice = tool_choice_of(self.body)
       functions = {tool["function"]["name"]: tool["function"].get("parameters") or {}
                    for tool in callable_tools(tools_of(self.body), choice)}
-      self.parsers[completion.index] = self.output_format.parser(
-        functions, prompt_end(output.prompt_token_ids, self.tokenizer), requires_call(choice),
+      self.parsers[completion.index] = Parser(
+        self.output_format, functions, prompt_end(output.prompt_token_ids, self.tokenizer), requires_call(choice),
         self.body.parallel_tool_calls is not False)
     return self.parsers[completion.index].feed(completion.text, bool(completion.finish_reason))
 

@@ -59,7 +59,7 @@ MAX_REJECTED = 100   # openings that are no calls; then the rest is content, bec
 
 @dataclasses.dataclass(frozen=True)
 class OutputFormat:
-  """The sections in a model's output. Create a Parser for each choice with `parser`."""
+  """The sections in a model's output."""
   reasoning: tuple[Section, ...] = ()
   tools: tuple[Section, ...] = DEFAULT_TOOLS
 
@@ -81,16 +81,6 @@ class OutputFormat:
     tags = [x.opening for x in self.tools if not x.is_first and x.opening != "{"] if has_tools else []
     return {**dict.fromkeys(tags, ()), **reasoning}
 
-  def parser(self, functions: Functions, prompt_end: str = "", is_forced: bool = False,
-             parallel: bool = True) -> "Parser":
-    """Return a Parser for one output.
-
-    functions: parameter schemas of the functions that may be called, by name. prompt_end: the last characters of the
-    prompt; if they open reasoning, the output starts within it. is_forced: the answer is the JSON of calls_schema.
-    parallel: False drops all calls except the first."""
-    tools = BARE_JSON if is_forced else self.tools
-    return Parser(self.reasoning, tools * bool(functions), functions, self.opened_by(prompt_end), parallel)
-
 
 def find_format(template: str, reasoning: str | None = None, tools: str | None = None) -> OutputFormat:
   """Return the format for two of vLLM's parser names; None: the chat template's model family decides."""
@@ -105,12 +95,17 @@ def marker_pattern(markers: tuple[str, ...]) -> re.Pattern: return re.compile("|
 
 
 class Parser:
-  """Splits one output into events."""
-  def __init__(self, reasoning: tuple[Section, ...], tools: tuple[Section, ...], functions: Functions,
-               first: Section | None, parallel: bool):
+  """Splits one output into events.
+
+  functions: parameter schemas of the functions that may be called, by name. prompt_end: the last characters of the
+  prompt; if they open reasoning, the output starts within it. is_forced: the answer is the JSON of calls_schema.
+  parallel: False drops all calls except the first."""
+  def __init__(self, output_format: OutputFormat, functions: Functions, prompt_end: str = "", is_forced: bool = False,
+               parallel: bool = True):
     self.functions = functions
     self.parallel = parallel
-    sections = {x.opening: x for x in (*tools, *reasoning)}
+    tools = (BARE_JSON if is_forced else output_format.tools) * bool(functions)
+    sections = {x.opening: x for x in (*tools, *output_format.reasoning)}
     self.first_sections = [x for x in sections.values() if x.is_first]
     self.sections = {x.opening: x for x in sections.values() if not x.is_first}
     # Openings that end a call or reasoning whose end is missing; <function= may be within a call
@@ -122,7 +117,8 @@ class Parser:
     self.is_start = True     # the answer has only white space so far
     self.skipped = ""        # characters to skip before the next text
     self.scanned = 0         # characters of the text that have been searched
-    if first: self.open(first, 0)
+    opened = output_format.opened_by(prompt_end)
+    if opened: self.open(opened, 0)
 
   def feed(self, delta: str, is_finished: bool = False) -> list[Event]:
     """Return the events of the next piece of text. is_finished: it is the last one. Arguments belong to the call before
