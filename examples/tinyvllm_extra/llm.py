@@ -61,7 +61,7 @@ class LLM(Engine):
     # Else `encode` leaves out tokenizer.json's end token, whose hidden state is the embedding
     if self.is_embedder: self.tokenizer.config.pop("add_bos_token", None)
     self.tokenizer.template_variables = config.default_chat_template_kwargs or {}
-    if config.chat_template: self.tokenizer.config["chat_template"] = config.chat_template
+    if config.chat_template: self.tokenizer.templates = {"default": config.chat_template}
     self.sampling_defaults |= config.override_generation_config or {}
     ends = {*self.model_config.eos_token_ids, *filter(None, [self.tokenizer.eos_token_id])}
     self.model_config = dataclasses.replace(self.model_config, eos_token_ids=tuple(sorted(ends)))

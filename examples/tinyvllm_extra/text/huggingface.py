@@ -38,6 +38,9 @@ class ChatTokenizer(tokenizer.Tokenizer):
 
   def __post_init__(self) -> None:
     self.config = {k: v.get("content", v) if isinstance(v, dict) else v for k, v in self.config.items()}
+    found = self.config.get("chat_template") or {}
+    if isinstance(found, list): found = {x["name"]: x["template"] for x in found}
+    self.templates: dict[str, str] = {"default": found} if isinstance(found, str) else found   # chat templates by name
     self.added_texts = {i: text for text, i in self.added_tokens.items()}
     self.prefix = [self.bos_token_id] if self.config.get("add_bos_token") and self.bos_token_id is not None else []
 
@@ -64,13 +67,6 @@ class ChatTokenizer(tokenizer.Tokenizer):
   def pieces(self, ids: list[int]) -> list[str]:
     """Return each id's entry in the vocabulary, such as "\u2581the"."""
     return [self.added_texts.get(i) or self.piece_of(i) or "" for i in ids]
-
-  @property
-  def templates(self) -> dict[str, str]:
-    """The model's chat templates by name, usually only "default"."""
-    found = self.config.get("chat_template") or {}
-    if isinstance(found, list): found = {x["name"]: x["template"] for x in found}
-    return {"default": found} if isinstance(found, str) else found
 
   def template(self, has_tools: bool, source: str | None = None) -> str | None:
     """Return the chat template named `source`, or `source` itself. None: the model's default template, or the one named
