@@ -214,7 +214,8 @@ class Ingress:
 def parse_option(value: Any, value_type: Any) -> Any:
   """Convert an option to its field's type: `serve run` passes strings."""
   types = (value_type, *get_args(value_type))
-  if not isinstance(value, str) or str in types or list[str] in types and value[:1] != "[": return value
+  if isinstance(value, str) and list[str] in types and value[:1] != "[": return [value]
+  if not isinstance(value, str) or str in types: return value
   try: return json.loads(value)
   except ValueError: return value
 
@@ -229,7 +230,8 @@ def configs(args: dict[str, Any]) -> tuple[dict[str, Any], ServerConfig, RayConf
   read_options(engine)
   check("prefix_cache_file" not in server, "prefix_cache_file: not supported, as all replicas would write it")
   for name in ("uds", "ssl_certfile"): check(name not in server, f"{name}: not supported by ingresses: leave it out")
-  return engine, ServerConfig(**{"api_key": os.environ.get("TINYVLLM_API_KEY"), **server}), RayConfig(**own)
+  key = os.environ.get("TINYVLLM_API_KEY")
+  return engine, ServerConfig(**{"api_key": [key] if key else None, **server}), RayConfig(**own)
 
 
 def app(args: dict[str, Any]) -> Any:

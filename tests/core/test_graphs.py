@@ -121,7 +121,7 @@ def test_usual_sizes_end_with_the_largest_step(fresh, monkeypatch):
 def test_async_llm_captures_optional_graphs_while_idle(words_folder, monkeypatch):
   monkeypatch.setattr("tinyvllm_extra.serving.async_engine.IDLE_SECONDS", 0.05)
   llm = AsyncLLM(words_folder, prepare=True, cudagraph_capture_sizes=[8], max_num_seqs=4, max_num_batched_tokens=8)
-  wait_until(lambda: llm._driver.captures is None, "all graphs are captured")
+  wait_until(lambda: llm._driver.state is None, "all graphs are captured")
   assert {key.sampler_mode for key in llm.llm.runner.graphs} == {*SamplerMode} and len(llm.llm.runner.graphs) == 4
   assert llm.state == ""
   llm.shutdown()

@@ -84,7 +84,7 @@ def test_body_of_a_request_without_key_is_not_kept(monkeypatch):
     kept.append(limit)
     return await read_body(gate, request, limit)
   monkeypatch.setattr(app.Gate, "read_body", reading)
-  gate = app.Gate(None, app.ServerConfig(api_key="secret", max_body_size=4096), lambda: None)
+  gate = app.Gate(None, app.ServerConfig(api_key=["secret"], max_body_size=4096), lambda: None)
   sent, chunks = [], [{"type": "http.request", "body": b"x" * 1000, "more_body": i < 3} for i in range(4)]
 
   async def receive(): return chunks.pop(0)

@@ -1,17 +1,17 @@
 """The HTTP server: options, routes, the middleware in front of them, startup and shutdown. It listens before the
 model is loaded; requests get HTTP 503 until then."""
-import asyncio, contextlib, dataclasses, hmac, json, os, pathlib, signal, threading, uuid
+import asyncio, contextlib, dataclasses, functools, hmac, json, os, pathlib, signal, socket, threading, uuid
 from collections.abc import Callable
-from typing import Any
 
 import fastapi, fastapi.middleware.cors as cors, uvicorn
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinyvllm import __version__
-from tinyvllm.config import Options, check, option
+from tinyvllm.config import JsonObject, Options, check, has_type, option
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.text.parsers import REASONING, TOOLS
 
@@ -27,6 +27,8 @@ from .protocol import AnthropicErrorResponse, ErrorResponse
 # Paths that need neither an API key nor a loaded model
 OPEN_PATHS = {"/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json"}
 MAX_HEADERS = 2**16   # maximum size of a request's headers in bytes
+Routes = dict[str, Callable[..., object]]   # functions by path
+Responses = dict[int | str, JsonObject]     # of OpenAPI, by status
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +58,6 @@ class ServerConfig(Options):
   ssl_ciphers: str | None = option(None, "Ciphers of TLS 1.2 and below (default: OpenSSL's)")
 
   def __post_init__(self) -> None:
-    for name in ("api_key", "served_model_name"):
-      if isinstance(getattr(self, name), str): vars(self)[name] = [getattr(self, name)]
     super().__post_init__()
     for name, value in self.tls.items():
       check(not value or self.ssl_certfile, f"{name}={value!r} requires ssl_certfile: set that, too")
@@ -70,7 +70,7 @@ class ServerConfig(Options):
 class Gate:
   """ASGI middleware in front of all routes: limits the body size, checks the API key, returns HTTP 503 until the server
   is ready, and cancels the route when the client disconnects. not_ready: returns the 503 response, None once ready."""
-  def __init__(self, app: Any, options: ServerConfig, not_ready: Callable[[], fastapi.Response | None]):
+  def __init__(self, app: ASGIApp, options: ServerConfig, not_ready: Callable[[], fastapi.Response | None]):
     self.app = app
     self.limit = options.max_body_size
     self.root_path = options.root_path
@@ -78,23 +78,18 @@ class Gate:
     self.keys = [os.fsencode(key) for key in keys if key]
     self.not_ready = not_ready
 
-  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] != "http": return await self.app(scope, receive, send)
-    headers = fastapi.Request(scope).headers
-    if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
-      refusal: Any = error_response(431, f"the headers are larger than {MAX_HEADERS} bytes")
-      refusal.headers["connection"] = "close"
-      return await refusal(scope, receive, send)
-    refusal = self.refusal(scope["path"].removeprefix(self.root_path), headers)
+    refusal = self.refusal(scope["path"].removeprefix(self.root_path), Headers(scope=scope))
     try: body = await self.read_body(fastapi.Request(scope, receive), 0 if refusal else self.limit)
     except ClientDisconnect: return
     if body is None: refusal = refusal or error_response(413, "the body is larger than --max-body-size="
                                                          f"{self.limit} bytes")
     if refusal: return await refusal(scope, receive, send)
     request = [{"type": "http.request", "body": body}]
-    disconnect = asyncio.create_task(receive())
-    async def replay() -> Any: return request.pop() if request else await asyncio.shield(disconnect)
-    route = asyncio.create_task(self.app(scope, replay, send))
+    disconnect = asyncio.ensure_future(receive())
+    async def replay() -> Message: return request.pop() if request else await asyncio.shield(disconnect)
+    route = asyncio.ensure_future(self.app(scope, replay, send))
     try: await asyncio.wait((disconnect, route), return_when=asyncio.FIRST_COMPLETED)
     finally:
       for task in (disconnect, route): task.cancel()
@@ -113,8 +108,10 @@ class Gate:
       if size > 8 * self.limit: break
     return b"".join(chunks) if size <= limit else None
 
-  def refusal(self, path: str, headers: Any) -> fastapi.Response | None:
+  def refusal(self, path: str, headers: Headers) -> fastapi.Response | None:
     """Return the error response to send instead of calling a route, whatever the body is, or None."""
+    if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
+      return error_response(431, f"the headers are larger than {MAX_HEADERS} bytes")
     if path in OPEN_PATHS: return None
     encoding = headers.get("content-encoding", "identity")
     if encoding != "identity": return error_response(415, f"Content-Encoding: {encoding} is not supported: use none")
@@ -127,13 +124,13 @@ class Gate:
 
 class RequestIds:
   """ASGI middleware that gives each response the X-Request-Id of its request, or a new one."""
-  def __init__(self, app: Any): self.app = app
+  def __init__(self, app: ASGIApp): self.app = app
 
-  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] != "http": return await self.app(scope, receive, send)
     request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
 
-    async def send_with_id(message: Any) -> None:
+    async def send_with_id(message: Message) -> None:
       if message["type"] == "http.response.start": MutableHeaders(scope=message)["X-Request-Id"] = request_id
       await send(message)
     await self.app(scope, receive, send_with_id)
@@ -141,17 +138,17 @@ class RequestIds:
 
 class Server(uvicorn.Server):
   """A uvicorn server that listens at once, loads the model in a thread, and runs until a signal arrives."""
-  def __init__(self, model: str | None, engine_options: dict[str, Any], options: ServerConfig):
+  def __init__(self, model: str | None, engine_options: JsonObject, options: ServerConfig):
     self.error: Exception | None = None   # raised while loading the model
     self.code = 0   # exit code
-    self.folder = model
-    self.engine_options = engine_options
     self.options = options
+    self.open_engine = functools.partial(AsyncLLM, model, options.stream_interval, True, options.prefix_cache_file,
+                                         **engine_options)
     self.serving = Serving(options.served_model_name or [hub.served_name(model)], options.max_queue,
                            options.request_timeout, (options.reasoning_parser, options.tool_call_parser),
                            options.trust_request_chat_template)
     unknown_fields.strict = options.strict_fields
-    app: Any = Gate(self.routes(), options, self.not_ready)
+    app: ASGIApp = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:
       app = cors.CORSMiddleware(app, parse_origins(options.allowed_origins), allow_methods=["*"], allow_headers=["*"])
     super().__init__(uvicorn.Config(RequestIds(app), options.host, options.port, options.uds, interface="asgi3",
@@ -159,7 +156,7 @@ class Server(uvicorn.Server):
                                     **options.tls))
 
   def routes(self) -> fastapi.FastAPI:
-    error: Any = {"model": ErrorResponse}
+    error: JsonObject = {"model": ErrorResponse}
     app = fastapi.FastAPI(title="tinyvllm", version=__version__, exception_handlers=EXCEPTION_HANDLERS, docs_url=None,
                           redoc_url=None, responses={"4XX": error, "5XX": error}, root_path=self.options.root_path)
     app.get("/", response_class=HTMLResponse)(self.page)
@@ -167,16 +164,16 @@ class Server(uvicorn.Server):
     serving = self.serving
     pooling = Pooling(serving)
     agents = Agents(serving)
-    reads: Any = {"/health": self.health, "/ping": self.health, "/load": serving.load, "/version": self.version,
-                  "/v1/models": serving.models, "/v1/models/{name:path}": serving.model}
-    posts: Any = {"/tokenize": serving.tokenize, "/detokenize": serving.detokenize,
-                  "/v1/embeddings": pooling.embeddings, "/v1/rerank": pooling.rerank, "/v1/score": pooling.score}
-    aliases: Any = {"/rerank": pooling.rerank, "/v2/rerank": pooling.rerank, "/score": pooling.score,
-                    "/ping": self.health}   # vLLM's, Cohere's, SageMaker's
-    streams: Any = {"/generate": serving.generate, "/v1/completions": serving.completions,
-                    "/v1/chat/completions": serving.chat, "/v1/responses": agents.responses}
-    anthropic: Any = dict.fromkeys(["4XX", "5XX"], {"model": AnthropicErrorResponse})
-    events: Any = {200: {"content": {EVENT_STREAM: {}}}}
+    reads: Routes = {"/health": self.health, "/ping": self.health, "/load": serving.load, "/version": self.version,
+                     "/v1/models": serving.models, "/v1/models/{name:path}": serving.model}
+    posts: Routes = {"/tokenize": serving.tokenize, "/detokenize": serving.detokenize,
+                     "/v1/embeddings": pooling.embeddings, "/v1/rerank": pooling.rerank, "/v1/score": pooling.score}
+    aliases: Routes = {"/rerank": pooling.rerank, "/v2/rerank": pooling.rerank, "/score": pooling.score,
+                       "/ping": self.health}   # vLLM's, Cohere's, SageMaker's
+    streams: Routes = {"/generate": serving.generate, "/v1/completions": serving.completions,
+                       "/v1/chat/completions": serving.chat, "/v1/responses": agents.responses}
+    anthropic: Responses = dict.fromkeys(["4XX", "5XX"], {"model": AnthropicErrorResponse})
+    events: Responses = {200: {"content": {EVENT_STREAM: {}}}}
     for path, route in reads.items(): app.get(path)(route)
     app.head("/health", include_in_schema=False)(self.health)
     for path, route in posts.items(): app.post(path)(route)
@@ -188,14 +185,13 @@ class Server(uvicorn.Server):
 
   # Start and shutdown
 
-  async def startup(self, sockets: Any = None) -> None:
+  async def startup(self, sockets: list[socket.socket] | None = None) -> None:
     threading.Thread(target=self.load, daemon=True).start()   # daemon: a signal does not wait for it
     self.log_task = asyncio.create_task(log_throughput(self.serving.engine_metrics))
     await super().startup(sockets)
 
   def load(self) -> None:
-    file = self.options.prefix_cache_file
-    try: self.serving.llm = AsyncLLM(self.folder, self.options.stream_interval, True, file, **self.engine_options)
+    try: self.serving.llm = self.open_engine()
     except Exception as error:
       self.error = error
       self.should_exit = True
@@ -210,12 +206,12 @@ class Server(uvicorn.Server):
     state = self.state()
     return error_response(503, state) if state else None
 
-  def handle_exit(self, sig: int, frame: Any) -> None:
+  def handle_exit(self, sig: int, frame: object) -> None:
     if sig == signal.SIGINT and self.state(): self.code = 128 + sig   # before the server was ready, or a second signal
     self.force_exit = self.should_exit and sig == signal.SIGINT   # a second signal
     self.should_exit = True
 
-  async def shutdown(self, sockets: Any = None) -> None:
+  async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
     """Wait for all responses, as uvicorn does, but abort requests after the shutdown timeout."""
     serving = self.serving
     asyncio.get_running_loop().call_later(self.options.shutdown_timeout, serving.abort, serving.requests)
@@ -227,7 +223,7 @@ class Server(uvicorn.Server):
   async def page(self) -> fastapi.Response:
     # Browsers ignore frame-ancestors in a meta element
     headers = {"Content-Security-Policy": "frame-ancestors 'none'"}
-    return FileResponse(pathlib.Path(__file__).parent / "chat.html", headers=headers)
+    return FileResponse(pathlib.Path(__file__).with_name("chat.html"), headers=headers)
 
   async def version(self) -> dict[str, str]: return {"version": __version__}
   async def health(self) -> fastapi.Response: return self.not_ready() or JSONResponse({})
@@ -237,10 +233,11 @@ class Server(uvicorn.Server):
 
 def parse_origins(words: list[str]) -> list[str]:
   """Return the origins in allowed_origins, whose words are origins or vLLM's JSON lists of them."""
-  origins: list[Any] = []
+  origins: list[str] = []
   for word in words:
-    try: origins += json.loads(word) if word.startswith("[") else [word]
-    except ValueError: origins.append(None)
-    check(all(isinstance(x, str) for x in origins),
-          f"allowed_origins={word!r} must be an origin or a JSON list of strings, as in '[\"*\"]'")
+    try: parsed = json.loads(word) if word.startswith("[") else [word]
+    except ValueError: parsed = [None]
+    check(has_type(parsed, list[str]), f"allowed_origins={word!r} must be an origin or a JSON list of strings, as in "
+          "'[\"*\"]'")
+    origins += parsed
   return origins

@@ -25,24 +25,23 @@ Reader = NamedTuple("Reader", [("loop", asyncio.AbstractEventLoop), ("receive", 
 
 class Driver:
   """The loop of the engine thread. Other threads put calls into its inbox."""
-  def __init__(self, llm: LLM, interval: int, captures: Iterator[str], prefix_cache_file: str | None):
+  def __init__(self, llm: LLM, interval: int, captures: Iterator[str], prefix_cache_file: str):
     self.llm = llm
-    self.prefix_cache_file = prefix_cache_file
+    self.prefix_cache_file = prefix_cache_file   # "": none
     self.interval = interval   # minimum number of new tokens per delta
-    self.captures: Iterator[str] | None = captures   # `next` captures a graph, returns the state
-    self.state = next(captures)   # capture progress, "" once requests can run
-    self.inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()   # None ends the thread
+    self.captures = captures   # `next` captures a graph, returns the state
+    self.state: str | None = next(captures)   # capture progress, "" once requests can run, None after all captures
+    self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
     self.has_ended = False   # True: the thread runs no more calls
     self.readers: dict[Request, Reader] = {}   # by unfinished request
 
   def run(self) -> None:
     """Loop: empty the inbox, run a step. Without requests, wait for the inbox; if idle, capture optional graphs."""
-    while True:
+    while not self.has_ended:
       busy = self.inbox.empty() and self.llm.has_unfinished_requests()
-      call: Any = self.capture if self.state else self.step if busy else None
-      try: call = call or self.inbox.get(timeout=IDLE_SECONDS if self.captures else None)
+      call = self.capture if self.state else self.step if busy else None
+      try: call = call or self.inbox.get(timeout=None if self.state is None else IDLE_SECONDS)
       except queue.Empty: call = self.capture
-      if call is None: return self.end_thread()
       try: call()
       except BaseException: logger.exception("unexpected error; the engine thread continues")   # or SystemExit
 
@@ -52,6 +51,7 @@ class Driver:
     if self.has_ended: self.run_rest()
 
   def end_thread(self) -> None:
+    """End the thread after this call, and all unfinished requests."""
     self.has_ended = True
     for request in [*self.readers]: self.end(request, StepError("the engine was shut down"))
     self.run_rest()
@@ -59,14 +59,12 @@ class Driver:
   def run_rest(self) -> None:
     """Run the remaining calls of the inbox. Several threads may do so at once."""
     with contextlib.suppress(queue.Empty):
-      while True: (self.inbox.get_nowait() or (lambda: None))()
+      while True: self.inbox.get_nowait()()
 
-  def capture(self) -> None:
-    try: self.state = next(self.captures)   # type: ignore[arg-type]
-    except StopIteration: self.captures = None
+  def capture(self) -> None: self.state = next(self.captures, None)
 
   def save(self) -> None:
-    try: self.llm.save_prefix_cache(self.prefix_cache_file)   # type: ignore[arg-type]   # not None here
+    try: self.llm.save_prefix_cache(self.prefix_cache_file)
     except Exception as error: logger.warning(f"prefix cache {self.prefix_cache_file!r} is not written: {error}")
 
   def add(self, request: Request, reader: Reader) -> None:
@@ -108,7 +106,7 @@ class Driver:
 
   def deliver(self, deltas: dict[Request, Delta]) -> None:
     """Pass the deltas to their readers, with one call per event loop. Closed loops are skipped."""
-    calls: dict[Any, list[Callable[[], None]]] = collections.defaultdict(list)   # by loop
+    calls = collections.defaultdict[Any, list[Callable[[], None]]](list)   # by loop
     for request, delta in deltas.items():
       last = isinstance(delta, Exception) or delta.finished
       reader = self.readers.pop(request) if last else self.readers[request]
@@ -137,8 +135,8 @@ class AsyncLLM:
       except ValueError as error: logger.log(level, f"{error}; starting without it")
     optional = ("" for _ in self.llm.capture(sizes, optional=True))
     captures = itertools.chain(self.llm.capture(sizes), [""], optional) if prepare or sizes else iter([""])
-    self._driver = Driver(self.llm, stream_interval, captures, prefix_cache_file)
-    weakref.finalize(self, self._driver.inbox.put, None)
+    self._driver = Driver(self.llm, stream_interval, captures, prefix_cache_file or "")
+    weakref.finalize(self, self._driver.inbox.put, self._driver.end_thread)
     self._thread = threading.Thread(target=self._driver.run, name="tinyvllm-engine", daemon=True)
     self._thread.start()
 
@@ -147,7 +145,7 @@ class AsyncLLM:
     Unfinished and later requests end with StepError."""
     self._driver.captures = iter([""])
     self.save_prefix_cache()
-    self._driver.inbox.put(None)
+    self._driver.inbox.put(self._driver.end_thread)
     self._thread.join()
 
   def save_prefix_cache(self) -> None:
@@ -155,7 +153,7 @@ class AsyncLLM:
     may call this."""
     if self._driver.prefix_cache_file: self._driver.inbox.put(self._driver.save)
 
-  state = property(lambda self: self._driver.state)   # capture progress, "" once requests can run
+  state = property(lambda self: self._driver.state or "")   # capture progress, "" once requests can run
 
   async def generate(self, prompt: Prompt, params: Params = None, request_id: str | None = None,
                      priority: int = 0) -> AsyncGenerator[RequestOutput, None]:
@@ -166,7 +164,8 @@ class AsyncLLM:
       async for outputs in stream:
         for _, output in outputs: yield output
 
-  async def stream(self, requests: list[Request], on_end: Any = None) -> AsyncGenerator[list[IndexedOutput], None]:
+  async def stream(self, requests: list[Request], on_end: Callable[[Request], object] = lambda request: None
+                   ) -> AsyncGenerator[list[IndexedOutput], None]:
     """Run requests from `llm.make_request`; yield the outputs since the last yield, with each request's index. Closing
     the generator ends all requests, unless the close is cancelled, too. on_end: called with each request when it ends
     for any reason."""
@@ -177,8 +176,9 @@ class AsyncLLM:
     def receive(request: Request, delta: Delta, last: bool) -> None:
       received.append((request, delta))
       arrival.set()
-      if last: unfinished.remove(request)
-      if last and on_end: on_end(request)
+      if not last: return
+      unfinished.remove(request)
+      on_end(request)
 
     reader = Reader(asyncio.get_running_loop(), receive)
     for request in requests: self._driver.post(functools.partial(self._driver.add, request, reader))

@@ -5,14 +5,15 @@ from typing import Any
 import fastapi
 from fastapi.exceptions import RequestValidationError, StarletteHTTPException
 from fastapi.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
-from tinyvllm.config import InputError, logger
+from tinyvllm.config import InputError, JsonObject, logger
 from tinyvllm_extra.packages import MissingPackage
 
 from .async_engine import StepError
 
 
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, dict]:
+def error_body(status: int, message: str, param: str | None = None) -> JsonObject:
   phrase = "Request Entity Too Large" if status == 413 else http.HTTPStatus(status).phrase   # Python 3.13 renamed it
   error_type = phrase.replace(" ", "").removesuffix("Error") + "Error"
   return {"error": {"message": message, "type": error_type, "param": param, "code": status}}
@@ -22,19 +23,22 @@ ANTHROPIC_TYPES = {400: "invalid_request", 401: "authentication", 404: "not_foun
                    503: "overloaded"}   # without "_error"
 
 
-def anthropic_error(error: dict[str, Any]) -> dict[str, Any]:
+def anthropic_error(error: JsonObject) -> JsonObject:
   """Return the body for an error in Anthropic's format. error: in OpenAI's format."""
   kind = "request_too_large" if error["code"] == 413 else f"{ANTHROPIC_TYPES.get(error['code'], 'api')}_error"
   return {"type": "error", "error": {"type": kind, "message": error["message"]}}
 
 
+HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 431: {"Connection": "close"}}   # of error responses
+
+
 class ErrorJSON(JSONResponse):
   """An error response in OpenAI's format, and in Anthropic's on its routes. content: in OpenAI's format."""
-  def __init__(self, content: dict[str, dict]):
+  def __init__(self, content: JsonObject):
     self.error = content["error"]
-    super().__init__(content, self.error["code"], {"Retry-After": "1"} if self.error["code"] in (429, 503) else None)
+    super().__init__(content, self.error["code"], HEADERS.get(self.error["code"]))
 
-  async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if "/v1/messages" in scope["path"]:
       self.body = self.render(anthropic_error(self.error))
       self.headers["content-length"] = str(len(self.body))
@@ -49,7 +53,7 @@ class Refusal(Exception):
   """An error response other than HTTP 400, raised in a route. It has error_response's arguments."""
 
 
-async def explain(request: fastapi.Request, error: Any) -> fastapi.Response:
+async def explain(request: fastapi.Request, error: Exception) -> fastapi.Response:
   """Return the error response for an exception that a route raised. Log it, unless it is the client's mistake."""
   if isinstance(error, Refusal): return error_response(*error.args)
   if isinstance(error, StarletteHTTPException): return error_response(error.status_code, error.detail)
@@ -62,7 +66,7 @@ async def explain(request: fastapi.Request, error: Any) -> fastapi.Response:
   return error_response(501, str(error))
 
 
-def explain_validation(request: fastapi.Request, problem: dict[str, Any]) -> fastapi.Response:
+def explain_validation(request: fastapi.Request, problem: JsonObject) -> fastapi.Response:
   """Return the error response for a body that pydantic rejected. problem: pydantic's first error."""
   if problem["type"] == "json_invalid":
     return error_response(400, f"the body is not JSON: {problem['ctx']['error']}")
@@ -77,12 +81,10 @@ def explain_validation(request: fastapi.Request, problem: dict[str, Any]) -> fas
   return error_response(400, f"{'.'.join(path) or 'the body'}: {problem['msg']}", path[0] if path else None)
 
 
-def internal_error(error: Exception) -> dict[str, dict]:
+def internal_error(error: Exception) -> JsonObject:
   """Log an exception's traceback, unless the engine thread has done so. Return the body for HTTP 500."""
   if not isinstance(error, StepError): logger.error("internal error", exc_info=error)
   return error_body(500, str(error) or repr(error))
 
 
-EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys(
-  (Refusal, StarletteHTTPException, RequestValidationError, InputError, UnicodeEncodeError, MissingPackage, Exception),
-  explain)
+EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys((StarletteHTTPException, RequestValidationError, Exception), explain)
