@@ -52,7 +52,7 @@ def has_type(value: object, kind: Any) -> bool:
 class Options:
   """A frozen dataclass that refuses unknown names, wrong types and values beyond an option's limits with InputError."""
   def __new__(cls, *args: object, **kwargs: object) -> typing.Self:
-    names = [field.name for field in dataclasses.fields(cls)]
+    names = cls.__match_args__   # the dataclass fields, also for initialization only
     more = "; tinyvllm_extra has more" if cls.__module__.startswith("tinyvllm.") else ""
     for x in kwargs: check(x in names, f"{cls.__name__} has no field {x!r}; it has {', '.join(names)}{more}")
     return super().__new__(cls)
@@ -84,7 +84,6 @@ class EngineConfig(Options):
   enforce_eager: bool = option(False, "Run without graph capture (slow, for debugging)")
   generation_config: str = option("auto", "Sampling defaults; auto: the model's, vllm: none", choices=("auto", "vllm"))
   seed: int | None = option(0, "Seed of requests without one", min=-2**63, max=2**63 - 1)
-  scheduling_policy: str = option("fcfs", "Request order; priority: lowest number first", choices=("fcfs", "priority"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -145,8 +145,7 @@ class Engine(LoadedModel):
     check_ids("stop_token_ids", params.stop_token_ids, model.vocab_size)
     check(len(ids) < self.max_model_len, f"This model's maximum context length is {self.max_model_len} tokens. "
           f"However, the prompt has {len(ids)}: shorten it or raise max_model_len or num_gpu_blocks_override")
-    check(type(priority) is int and (priority == 0 or self.config.scheduling_policy == "priority"),
-          f"priority={priority!r} must be an int, and 0 unless scheduling_policy='priority'")
+    check(type(priority) is int, f"priority={priority!r} must be an int")
     seed = self._random.getrandbits(63) if params.seed is None else params.seed
     stop_ids = {*(() if params.ignore_eos else model.eos_token_ids), *(params.stop_token_ids or ())}
     max_len = min(self.max_model_len, len(ids) + (params.max_tokens or MAX_INT))

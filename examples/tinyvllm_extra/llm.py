@@ -69,6 +69,8 @@ class LLM(Engine):
 
   def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
     check(isinstance(params, embeddings.PoolingParams) == self.is_embedder, embeddings.MISMATCH[self.is_embedder])
+    check(not priority or self.config.scheduling_policy == "priority",
+          f"priority={priority!r} must be 0 unless scheduling_policy='priority'")
     fields = {**prompt} if isinstance(prompt, dict) else {}
     salt = fields.pop("cache_salt", None)
     check(salt is None or isinstance(salt, str) and salt, f"cache_salt={salt!r} must be a string that is not empty")

@@ -15,6 +15,7 @@ from tinyvllm.engine import Engine
 from tinyvllm.request import Sequence
 from tinyvllm.scheduler import BlockManager, Scheduler
 from tinyvllm_extra.engine_metrics import MeteredScheduler, RequestMetrics
+from tinyvllm_extra.options import LLMConfig
 
 
 class ReadingProcessor:
@@ -37,7 +38,7 @@ class FakeEngine:
 
   def __init__(self, blocks=12, block_size=4, seqs=4, budget=8, policy="fcfs", max_len=64, caching=False,
                overlaps=False):
-    self.config = EngineConfig(block_size=block_size, max_num_seqs=seqs, max_num_batched_tokens=budget,
+    self.config = LLMConfig(block_size=block_size, max_num_seqs=seqs, max_num_batched_tokens=budget,
                                max_model_len=max_len, scheduling_policy=policy, enable_prefix_caching=caching)
     self.blocks = BlockManager(blocks + 1, self.config)
     self.scheduler = MeteredScheduler(self.config, self.blocks)
