@@ -124,7 +124,7 @@ def num_compiled() -> int:
 @functools.cache
 def skip_shapes_of_slices() -> None:
   """Do not derive the shape of a slice whose start depends on a loop: its check takes seconds per capture.
-  Checked with 0.14.0. Remove when captures are equally fast without this (tests/test_start.py)."""
+  Checked with 0.14.0. Remove when captures are equally fast without this (tests/processes/test_start.py)."""
   shape = vars(UOp)["_shape"]
   derive = shape.fxn
   shape.fxn = lambda x: x.src[2].as_shape if x.op is Ops.SHRINK and x.src[1].ranges else derive(x)
