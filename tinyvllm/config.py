@@ -82,7 +82,6 @@ class EngineConfig(Options):
   num_gpu_blocks_override: int | None = option(None, "KV cache size in blocks (default: what fits)", min=2, max=2**24)
   enable_prefix_caching: bool = option(True, "Reuse KV cache of equal prefixes")
   enforce_eager: bool = option(False, "Run without graph capture (slow, for debugging)")
-  generation_config: str = option("auto", "Sampling defaults; auto: the model's, vllm: none", choices=("auto", "vllm"))
   seed: int | None = option(0, "Seed of requests without one", min=-2**63, max=2**63 - 1)
 
 

@@ -83,7 +83,6 @@ class LoadedModel:
     checkpoint = self.parts.open_checkpoint(path, config)
     self.model_config, model_class = self.parts.find_model(checkpoint.hf_config, path, config)
     self.tokenizer = checkpoint.tokenizer()
-    self.sampling_defaults = checkpoint.sampling_defaults() if config.generation_config == "auto" else {}
     limit = self.model_config.max_position_embeddings
     length = config.max_model_len or limit
     check(length <= limit, f"max_model_len={length} must be at most the model's {limit}")
@@ -138,7 +137,7 @@ class Engine(LoadedModel):
   def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
     """Check a request and return it for `add`. prompt: see `encode`. Lower priorities run first. May be called from any
     thread. Raises InputError for a request that can never run."""
-    params, model = params or self.parts.params_class(**self.sampling_defaults), self.model_config
+    params, model = params or self.parts.params_class(), self.model_config
     check(isinstance(params, SamplingParams), f"sampling_params={params!r} must be SamplingParams")
     text, ids = self.encode(prompt)
     check_ids("prompt_token_ids", ids, model.vocab_size)

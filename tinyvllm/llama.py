@@ -12,27 +12,20 @@ from tinygrad import Tensor, dtypes, helpers, nn
 from tinygrad.dtype import DType
 
 from .backend import Backend, Devices, Module
-from .config import JsonObject, ModelConfig, check, read_json
-from .request import SAMPLING_FIELDS
+from .config import ModelConfig, check, read_json
 from .tokenizer import Tokenizer
 
 
 class Checkpoint:
   """A model folder in Hugging Face's layout (seam for other formats: weights.py, gguf.py). Raises InputError with the
   name of a file or tensor that is missing, unexpected or of the wrong shape."""
-  sampling_fields: tuple[str, ...] = SAMPLING_FIELDS   # fields that generation_config.json sets
-
   def __init__(self, path: pathlib.Path):
     self.path = path
     check(path.is_dir(), f"model='{path}' is not a folder (or, with tinyvllm_extra, a GGUF file or a name ORG/NAME)")
-    self.generation_config = read_json(path / "generation_config.json")
-    self.hf_config = read_json(path / "config.json") | self.generation_config   # may list more end tokens
+    self.hf_config = read_json(path / "config.json") | read_json(path / "generation_config.json")   # more end tokens
 
   def describe(self) -> str: return "safetensors"
   def tokenizer(self) -> Any: return Tokenizer(self.path)
-  def sampling_defaults(self) -> JsonObject:
-    """Return the values of SamplingParams in generation_config.json. The core ignores those of the extension."""
-    return {name: x for name, x in self.generation_config.items() if name in self.sampling_fields and x is not None}
 
   def load(self, model: "Llama") -> None:
     """Load the model's weights."""

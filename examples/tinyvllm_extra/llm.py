@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from tinyvllm.backend import Backend, Devices, exclusive
-from tinyvllm.config import JsonObject, check, logger
+from tinyvllm.config import JsonObject, check, logger, read_json
 from tinyvllm.engine import Engine, Params, Parts, Prompt, Request
 from tinyvllm.request import RequestOutput
 from tinyvllm.runner import Results
@@ -16,7 +16,7 @@ from .formats.checkpoints import open_checkpoint
 from .kernels import graphs, parallel
 from .models import find_model
 from .models.embedder import Embedder
-from .options import LLMConfig, check_no_lora, setup_logging
+from .options import SAMPLING_DEFAULTS, LLMConfig, check_no_lora, setup_logging
 from .pooling import embeddings
 from .sampling import beam_search, logits, speculation
 from .sampling.logits import SamplingParams
@@ -62,12 +62,15 @@ class LLM(Engine):
     if self.is_embedder: self.tokenizer.config.pop("add_bos_token", None)
     self.tokenizer.template_variables = config.default_chat_template_kwargs or {}
     if config.chat_template: self.tokenizer.templates = {"default": config.chat_template}
-    self.sampling_defaults |= config.override_generation_config or {}
+    generation_config = read_json(self.path / "generation_config.json") if config.generation_config == "auto" else {}
+    defaults = {name: x for name, x in generation_config.items() if name in SAMPLING_DEFAULTS and x is not None}
+    self.sampling_defaults = defaults | (config.override_generation_config or {})
     ends = {*self.model_config.eos_token_ids, *filter(None, [self.tokenizer.eos_token_id])}
     self.model_config = dataclasses.replace(self.model_config, eos_token_ids=tuple(sorted(ends)))
     if config.cudagraph_capture_sizes: [*self.capture(config.cudagraph_capture_sizes)]
 
   def make_request(self, request_id: str, prompt: Prompt, params: Params = None, priority: int = 0) -> Request:
+    params = params or self.get_default_sampling_params()
     check(isinstance(params, embeddings.PoolingParams) == self.is_embedder, embeddings.MISMATCH[self.is_embedder])
     check(not priority or self.config.scheduling_policy == "priority",
           f"priority={priority!r} must be 0 unless scheduling_policy='priority'")

@@ -16,6 +16,7 @@ class LLMConfig(EngineConfig):
   tensor_parallel_size: int = option(1, "Number of devices per layer", min=1, max=8)
   cudagraph_capture_sizes: list[int] | None = option(None, "Step sizes in tokens to capture at startup (default: none)")
   speculative_config: JsonObject | None = option(None, 'Draft method, as in {"method": "ngram"} (default: none)')
+  generation_config: str = option("auto", "Sampling defaults; auto: the model's, vllm: none", choices=("auto", "vllm"))
   scheduling_policy: str = option("fcfs", "Request order; priority: lowest number first", choices=("fcfs", "priority"))
   runner: str = option("auto", "pooling: embeddings; generate: text; auto: by modules.json",
                        choices=("auto", "generate", "pooling"))

@@ -18,7 +18,6 @@ class CoreCheckpoint:
 
   def describe(self): return "core"
   def tokenizer(self): return self.inner.tokenizer()
-  def sampling_defaults(self): return {}
   def load(self, model): self.inner.load(model)
 
 

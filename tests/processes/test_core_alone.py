@@ -67,7 +67,7 @@ def test_extension_feature_in_core_raises_error_naming_tinyvllm_extra(alone, fea
 
 def test_core_alone_has_no_methods_of_the_extension_and_ignores_a_default_that_it_lacks(alone):
   assert alone["missing"] == ["chat", "get_metrics", "step"]   # hasattr does not raise
-  assert alone["defaults"] == {"temperature": 0.5}
+  assert alone["defaults"] == 1.0
 
 
 def test_command_line_without_extension_exits_with_error_naming_it(tmp_path):

@@ -250,7 +250,6 @@ class GGUFCheckpoint(weights.SafetensorsCheckpoint):
   def __init__(self, path: pathlib.Path, quantization: str | None = None):
     self.path = path
     self.quantization = None if quantization == "gguf" else quantization   # "gguf" is any file, as in vLLM
-    self.generation_config = {}
     self.metadata, tensors = read_parts(path)
     self.hf_config = read_config(path, self.metadata, tensors)
     self.all_tensors = rename(path, self.hf_config, tensors)

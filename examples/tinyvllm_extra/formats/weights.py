@@ -17,7 +17,7 @@ from tinyvllm_extra.kernels.shards import stack as stack_shards
 from tinyvllm_extra.kernels.stored_weights import StoredWeights
 from tinyvllm_extra.models.layers import LlamaVariant, VariantConfig, row_order
 from tinyvllm_extra.models.table import text_config
-from tinyvllm_extra.options import SAMPLING_DEFAULTS, check_one_device
+from tinyvllm_extra.options import check_one_device
 from tinyvllm_extra.text.huggingface import ChatTokenizer, load_tokenizer
 
 from . import fit
@@ -54,7 +54,6 @@ class SafetensorsCheckpoint(StoredWeights, llama.Checkpoint):
   tensors: dict[str, Any]   # name -> StoredTensor that no module has read yet
   quantization_config = property(lambda self: self.hf_config.get("quantization_config") or {})
   method = property(lambda self: self.quantization_config.get("quant_method"))   # quantization method, or None
-  sampling_fields = SAMPLING_DEFAULTS
 
   def __init__(self, path: pathlib.Path, quantization: str | None = None):
     super().__init__(path)
