@@ -291,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     ray.init(log_to_driver=args["log_level"] == "debug")
     signal.signal(signal.SIGTERM, signal.default_int_handler)   # Ray has replaced it
     serve.start(proxy_location="Disabled")
-    if NAME not in serve.status().applications: check_address(server)
+    if NAME not in serve.status().applications: check_address(server.host, server.port, None)
     deploy(app(args))
     print(f"tinyvllm: running on http://{server.host}:{server.port}", file=sys.stderr, flush=True)
     signal.pause()

@@ -120,12 +120,11 @@ class LLM(Engine):
 
   def advance(self, only: Collection[Request] | None = None) -> list[Request]:
     started = time.perf_counter()
-    while self._abandoned: self.abort_request(self._abandoned.pop())   # now, as they do not count as finished
-    num_requests = len(self.requests)
-    updated = super().advance(only)
+    requests = super().advance(only)
     seconds: Any = time.perf_counter() - started
-    self.scheduler.counters.update(steps=1, requests_finished=num_requests - len(self.requests), seconds=seconds)
-    return updated
+    num_finished = sum(request.finished for request in requests)
+    self.scheduler.counters.update(steps=1, requests_finished=num_finished, seconds=seconds)
+    return requests
 
   def _update(self, results: Results) -> None:
     self.scheduler.count_step(results.step.computed)

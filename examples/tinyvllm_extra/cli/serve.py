@@ -1,5 +1,5 @@
 """`tinyvllm serve`: its flags, and the checks before the server listens."""
-import argparse, os, pathlib, signal, socket, ssl
+import argparse, os, pathlib, signal, socket
 
 from tinyvllm.config import InputError, JsonObject, check
 from tinyvllm_extra.formats import hub
@@ -12,26 +12,15 @@ from tinyvllm_extra.vllm_options import read_options
 from .flags import add_flags, parse_flags, select_options
 
 
-def check_address(options: ServerConfig) -> None:
-  """Raise InputError if the server cannot listen on its address or use its TLS files. Called before the model loads."""
-  family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-  if options.uds:
-    path = pathlib.Path(options.uds).absolute()
-    check(path.is_socket() or not path.exists(), f"uds={options.uds!r} exists and is not a socket; choose another path")
-    check(os.access(path.parent, os.W_OK),
-          f"uds={options.uds!r}: {path.parent} is not a folder that the server may write to")
-  else:
-    try: socket.create_server((options.host, options.port), family=family).close()
-    except OSError as error:
-      raise InputError(f"host={options.host!r}, port={options.port}: {error.strerror}") from error
-  context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-  try:
-    if options.ssl_certfile: context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
-    if options.ssl_ca_certs: context.load_verify_locations(options.ssl_ca_certs)
-    if options.ssl_ciphers: context.set_ciphers(options.ssl_ciphers)
-  except OSError as error:
-    names = ", ".join(f"{name}={value!r}" for name, value in options.tls.items() if value)
-    raise InputError(f"{names}: {error}") from error
+def check_address(host: str, port: int, uds: str | None) -> None:
+  """Raise InputError if the server cannot listen on its socket or port. Called before the model is loaded."""
+  if uds:
+    path = pathlib.Path(uds).absolute()
+    check(path.is_socket() or not path.exists(), f"uds={uds!r} exists and is not a socket; choose another path")
+    is_writable = os.access(path.parent, os.W_OK)
+    return check(is_writable, f"uds={uds!r}: {path.parent} is not a folder that the server may write to")
+  try: socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+  except OSError as error: raise InputError(f"host={host!r}, port={port}: {error.strerror}") from error
 
 
 def check_model(model: str, options: JsonObject) -> pathlib.Path:
@@ -60,7 +49,7 @@ def main(argv: list[str]) -> int:
   """Run `tinyvllm serve` and return the exit code. Raises any exception that loading the model raised."""
   folder, engine_options, config = parse(argv)
   if folder: check_model(folder, engine_options)   # before listening
-  check_address(config)
+  check_address(config.host, config.port, config.uds)
   server = Server(folder, engine_options, config)
   serving = server.serving
   if config.prefix_cache_file: signal.signal(signal.SIGUSR1, lambda *_: serving.llm and serving.llm.save_prefix_cache())

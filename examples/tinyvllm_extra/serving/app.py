@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinyvllm import __version__
-from tinyvllm.config import JsonObject, Options, check, has_type, option
+from tinyvllm.config import InputError, JsonObject, Options, check, has_type, option
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.text.parsers import REASONING, TOOLS
 
@@ -137,7 +137,8 @@ class RequestIds:
 
 
 class Server(uvicorn.Server):
-  """A uvicorn server that listens at once, loads the model in a thread, and runs until a signal arrives."""
+  """A uvicorn server that listens at once, loads the model in a thread, and runs until a signal arrives. Raises
+  InputError for TLS files that it cannot use."""
   def __init__(self, model: str | None, engine_options: JsonObject, options: ServerConfig):
     self.error: Exception | None = None   # raised while loading the model
     self.code = 0   # exit code
@@ -154,6 +155,10 @@ class Server(uvicorn.Server):
     super().__init__(uvicorn.Config(RequestIds(app), options.host, options.port, options.uds, interface="asgi3",
                                     access_log=False, timeout_graceful_shutdown=int(options.shutdown_timeout) + 5,
                                     **options.tls))
+    try: self.config.load()
+    except OSError as error:
+      names = ", ".join(f"{name}={value!r}" for name, value in options.tls.items() if value)
+      raise InputError(f"{names}: {error}") from error
 
   def routes(self) -> fastapi.FastAPI:
     error: JsonObject = {"model": ErrorResponse}

@@ -2,12 +2,12 @@
 scrape; request times are observed as tokens arrive."""
 import asyncio, itertools, math, time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, core
+from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from tinyvllm.config import logger
+from tinyvllm.config import JsonObject, logger
 from tinyvllm.engine import Request
 
 LOG_INTERVAL = 10   # seconds between log lines
@@ -35,18 +35,20 @@ HISTOGRAMS: dict[str, tuple[str, Callable[[Request], float]]] = {
   "request_generation_tokens": ("Generated tokens per request, all samples", lambda x: x.metrics.num_generated),
   "request_params_n": ("Samples per request", lambda x: len(x.sequences)),
   "request_params_max_tokens": ("max_tokens per request", lambda x: x.sequences[0].params.max_tokens)}
+ACCEPTED = "spec_decode_num_accepted_tokens_per_pos"
 TOKEN_INTERVAL = "inter_token_latency_seconds"
 SECONDS = [digit * 10.0**power for power in range(-3, 4) for digit in (1, 2.5, 5)]   # buckets
+Samples = list[tuple[str, dict[str, str], float]]   # suffix of the name, labels and value of each
 TOKENS = [digit * 10**power for power in range(7) for digit in (1, 2, 5)]
 
 
-def cache_usage(metrics: dict[str, Any]) -> float:
+def cache_usage(metrics: JsonObject) -> float:
   return metrics["blocks_used"] / (metrics["blocks_used"] + metrics["blocks_free"] or 1)
 
 
-class Metrics:
+class Metrics(Collector):
   """A server's Prometheus registry. engine_metrics: returns LLM.get_metrics(), or zeros until the model is loaded."""
-  def __init__(self, model_name: str, engine_metrics: Callable[[], dict[str, Any]]):
+  def __init__(self, model_name: str, engine_metrics: Callable[[], JsonObject]):
     self.model_name = model_name
     self.engine_metrics = engine_metrics
     self.last_tokens: dict[Request, tuple[float, int]] = {}   # time of the last token, number of tokens
@@ -57,32 +59,30 @@ class Metrics:
                        for name, text in texts.items()}
     self.finished = Counter("tinyvllm:request_success", "Finished sequences, by finish reason",
                             ["model_name", "finished_reason"], registry=self.registry)
-    self.registry.register(self)   # type: ignore[arg-type]
+    self.registry.register(self)
 
-  def collect(self) -> Iterator[Any]:
+  def collect(self) -> Iterator[core.Metric]:
     """Yield the engine's metric families. prometheus_client calls this at each scrape."""
     metrics = self.engine_metrics()
     metrics["kv_cache_usage_perc"] = cache_usage(metrics)
-    for name, text in {**COUNTERS, **GAUGES}.items():
-      family_class = core.CounterMetricFamily if name in COUNTERS else core.GaugeMetricFamily
-      family = family_class(f"tinyvllm:{name}", text, labels=["model_name"])
-      family.add_metric([self.model_name], metrics.get(name, 0))
-      yield family
-    name = "spec_decode_num_accepted_tokens_per_pos"
-    family = core.CounterMetricFamily(f"tinyvllm:{name}", "Draft tokens accepted, by position in the draft",
-                                      labels=["model_name", "position"])
-    for position, count in enumerate(metrics.get(name, [])): family.add_metric([self.model_name, str(position)], count)
-    yield family
+
+    def family(name: str, kind: str, text: str, samples: Samples) -> core.Metric:
+      metric = core.Metric(f"tinyvllm:{name}", text, kind)
+      for suffix, labels, value in samples:
+        metric.add_sample(f"{metric.name}{suffix}", {"model_name": self.model_name, **labels}, value)
+      return metric
+    for name, text in COUNTERS.items(): yield family(name, "counter", text, [("_total", {}, metrics.get(name, 0))])
+    for name, text in GAUGES.items(): yield family(name, "gauge", text, [("", {}, metrics.get(name, 0))])
+    accepted = enumerate(metrics.get(ACCEPTED, []))
+    yield family(ACCEPTED, "counter", "Draft tokens accepted, by position in the draft",
+                 [("_total", {"position": str(position)}, count) for position, count in accepted])
     sizes = metrics.get("step_sizes", {math.inf: 0})
-    buckets = [*zip(map(floatToGoString, sizes), itertools.accumulate(sizes.values()), strict=True)]
-    steps = core.HistogramMetricFamily("tinyvllm:iteration_tokens_total", "Tokens per step", labels=["model_name"])
-    steps.add_metric([self.model_name], buckets, metrics["step_tokens"])
-    yield steps
+    counts = [*itertools.accumulate(sizes.values())]
+    buckets = [("_bucket", {"le": floatToGoString(size)}, n) for size, n in zip(sizes, counts, strict=True)]
+    yield family("iteration_tokens_total", "histogram", "Tokens per step",
+                 [*buckets, ("_count", {}, counts[-1]), ("_sum", {}, metrics["step_tokens"])])
     config = {name: str(value) for name, value in metrics.get("cache_config", {}).items()}
-    labels = ["model_name", *config]
-    info = core.GaugeMetricFamily("tinyvllm:cache_config_info", "Options of the KV cache", labels=labels)
-    if config: info.add_metric([self.model_name, *config.values()], 1)
-    yield info
+    yield family("cache_config_info", "gauge", "Options of the KV cache", [("", config, 1)] if config else [])
 
   def observe_tokens(self, request: Request) -> None:
     """Observe the time per token since the last call for this request."""
@@ -103,7 +103,7 @@ class Metrics:
       if not math.isnan(value): self.histograms[name].observe(value)   # NaN: the event never happened
 
 
-def draft_statistics(metrics: dict[str, Any]) -> str:
+def draft_statistics(metrics: JsonObject) -> str:
   """Return the log line's speculative decoding part. Acceptance length: tokens per verification."""
   if not metrics.get("spec_decode_num_draft_tokens"): return ""
   accepted = metrics["spec_decode_num_accepted_tokens"]
@@ -111,7 +111,7 @@ def draft_statistics(metrics: dict[str, Any]) -> str:
           f"Mean acceptance length: {1 + accepted / metrics['spec_decode_num_drafts']:.2f}")
 
 
-async def log_throughput(engine_metrics: Callable[[], dict[str, Any]]) -> None:
+async def log_throughput(engine_metrics: Callable[[], JsonObject]) -> None:
   """Log vLLM's line every LOG_INTERVAL seconds if a step has run since the last one. Runs until it is cancelled."""
   before = engine_metrics()
   while True:
