@@ -213,8 +213,7 @@ class Parser:
   def read_section(self) -> bool:
     """Read calls up to a marker, or up to the end of the first value if the format has no closing."""
     section = self.section
-    start = STARTS.get(section.format)
-    if start and not start.match(self.text): return self.reject()
+    if section.format in STARTS and not STARTS[section.format].match(self.text): return self.reject()
     if not section.closings: return self.read_value()
     markers = section.closings + self.tags * (not section.function)
     marker = marker_pattern(markers).search(self.text, self.scanned)

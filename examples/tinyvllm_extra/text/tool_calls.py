@@ -85,8 +85,7 @@ def mistral_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
   """Read a JSON list of calls, or name{...}, with [CALL_ID]id and [ARGS] before the object."""
   head = MISTRAL.match(text)
   if not head or not head[1]: return json_calls(text, functions, is_cut)
-  arguments, = json_values(text[head.end():])
-  return [(named(head[1], functions), as_object(arguments))]
+  return [(named(head[1], functions), as_object(text[head.end():]))]
 
 
 def gemma_calls(text: str, functions: Functions, is_cut: bool) -> list[Call]:
@@ -151,10 +150,9 @@ JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", l
 def types_of(schema: object, root: JsonObject, depth: int = 0) -> set[str]:
   """Return the JSON types that a schema allows, through $ref, enum, const and combinations; empty if it names none."""
   if not isinstance(schema, dict) or depth > 9: return set()
-  named_types = schema.get("type")
-  types = {x for x in (named_types if isinstance(named_types, list) else [named_types]) if isinstance(x, str)}
   values = [*(schema.get("enum") or []), *([schema["const"]] if "const" in schema else [])]
-  if not types: types |= {JSON_TYPES[type(value)] for value in values}
+  declared = schema.get("type") or [JSON_TYPES[type(value)] for value in values]
+  types = {x for x in (declared if isinstance(declared, list) else [declared]) if isinstance(x, str)}
   parts = [part for key in ("anyOf", "oneOf", "allOf") for part in schema.get(key) or []]
   reference = schema.get("$ref")
   if isinstance(reference, str) and reference.startswith("#/"):
