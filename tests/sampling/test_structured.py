@@ -221,4 +221,4 @@ def test_escapes_precede_the_format(llm, text, opened, expected):
   bits = np.unpackbits(constraint.bitmask().view(np.uint8), bitorder="little")[:VOCAB]
   allowed = {PIECES[i] for i in np.flatnonzero(bits)}
   assert len(allowed) > 100 if expected == FREE else allowed - {"</s>"} == {*expected.split()}
-  assert constraint.is_done == (text == "yes")
+  assert constraint.matcher.is_stopped() == (text == "yes")

@@ -1,6 +1,6 @@
 """Penalties, logit bias, allowed and banned tokens, structured outputs and log probabilities. Owns a request's
 LogitsProcessor and the LogitsPlan, the operations on logits in a step's graph."""
-import collections, copy, dataclasses, functools, itertools, math
+import collections, dataclasses, itertools, math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,24 +58,21 @@ class SamplingParams(request.SamplingParams):
   logits_processors: dataclasses.InitVar[list | None] = None
   extra_args: dataclasses.InitVar[dict | None] = None
 
-  def __post_init__(   # type: ignore[override]
-      self, best_of: int | None, detokenize: bool, truncate_prompt_tokens: int | None, guided_decoding: Any,
-      spaces_between_special_tokens: bool, logits_processors: list | None, extra_args: dict | None) -> None:
+  def __post_init__(self, *init_values: Any) -> None:
+    best_of, detokenize, limit, guided_decoding, _, logits_processors, extra_args = init_values
     for name, x in {"logits_processors": logits_processors, "extra_args": extra_args}.items():
       check(not x, f"{name} is not supported: use logit_bias, allowed_token_ids, bad_words or structured_outputs")
-    limit = truncate_prompt_tokens
     check(limit is None or type(limit) is int and limit > 0, f"truncate_prompt_tokens={limit!r} must be at least 1")
-    vars(self)["truncate_prompt_tokens"] = limit
-    if guided_decoding is not None: vars(self)["structured_outputs"] = guided_decoding
     check(best_of in (None, self.n), f"best_of={best_of!r} is not supported, only n={self.n}: leave it out")
     check(detokenize or not self.stop, "detokenize=False conflicts with stop: use stop_token_ids")
-    vars(self)["detokenize"] = detokenize
+    vars(self).update(truncate_prompt_tokens=limit, detokenize=detokenize)
+    if guided_decoding is not None: vars(self)["structured_outputs"] = guided_decoding
     if isinstance(self.logit_bias, dict):   # JSON has keys of type str
       vars(self)["logit_bias"] = {int(i) if str(i).isdecimal() else i: x for i, x in self.logit_bias.items()}
-      invalid = [i for i in self.logit_bias if type(i) is not int]
-      text = f"logit_bias={self.logit_bias!r}: keys must be token ids (int)"
-      check(not invalid, f"{text}, not {invalid[:1]}", self.logit_bias)
-    if self.structured_outputs is not None: vars(self)["structured_outputs"] = structured_outputs.normalize(self)
+      invalid = [i for i in self.logit_bias if type(i) is not int][:1]
+      check(not invalid, f"logit_bias={self.logit_bias!r}: keys must be token ids (int), not {invalid}",
+            self.logit_bias)
+    if self.structured_outputs is not None: vars(self)["structured_outputs"] = structured_outputs.normalize(vars(self))
     super().__post_init__()
     low, high = self.min_tokens, self.max_tokens
     check(low <= (high or 0), f"min_tokens={low} must be at most max_tokens={high}")
@@ -89,7 +86,6 @@ class SamplingParams(request.SamplingParams):
       check(limit == ALL or number <= limit, f"{name}={value} must be between 0 and {limit}: raise max_logprobs", value)
 
   def clone(self) -> "SamplingParams": return dataclasses.replace(self)
-  def without_logprobs(self) -> "SamplingParams": return dataclasses.replace(self, logprobs=None, prompt_logprobs=None)
 
   def processor(self, tokenizer: ChatTokenizer, model: ModelConfig) -> "Processor | None":
     own_fields = dataclasses.fields(self)[len(dataclasses.fields(request.SamplingParams)):]
@@ -102,33 +98,18 @@ class Processor:
   def __init__(self, params: SamplingParams, tokenizer: ChatTokenizer, model: ModelConfig):
     for name in ("allowed_token_ids", "logit_bias"): check_ids(name, getattr(params, name), model.vocab_size)
     self.params = params
-    self.vocab_size = model.vocab_size
     spellings = [space + word.lstrip() for word in params.bad_words or () for space in ("", " ")]
     self.bad_words = [*filter(None, (tokenizer.encode(spelling, False) for spelling in spellings))]
-    structured: Any = params.structured_outputs
+    bits = np.zeros(-(-model.vocab_size // 32) * 32, bool)
+    bits[params.allowed_token_ids or []] = True
+    self.allowed = np.packbits(bits, bitorder="little").view(np.int32) if params.allowed_token_ids else None
+    structured = params.structured_outputs
     self.constraint = structured and structured.constraint(tokenizer, model.vocab_size, model.eos_token_ids)
     self.has_penalty = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
     self.depends_on_output = bool(self.has_penalty or self.bad_words or self.constraint)
 
-  def accept(self, token: int) -> bool:
-    if self.constraint: self.constraint.accept(token)
-    return bool(self.constraint and self.constraint.is_done)
-
-  def without_constraint(self) -> "Processor":
-    """Return a copy for a draft model, whose tokens must not advance the constraint."""
-    processor = copy.copy(self)
-    processor.constraint = None
-    return processor
-
-  def bitmask(self) -> np.ndarray | None:
-    if self.constraint: return self.constraint.bitmask()
-    return self.allowed_bitmask if self.params.allowed_token_ids else None
-
-  @functools.cached_property
-  def allowed_bitmask(self) -> np.ndarray:
-    bits = np.zeros(-(-self.vocab_size // 32) * 32, bool)
-    bits[self.params.allowed_token_ids or []] = True
-    return np.packbits(bits, bitorder="little").view(np.int32)
+  def accept(self, token: int) -> bool: return bool(self.constraint and self.constraint.accept(token))
+  def bitmask(self) -> np.ndarray | None: return self.constraint.bitmask() if self.constraint else self.allowed
 
   def adjustments(self, seq: Sequence, position: int) -> list[tuple[int, float, float, float]]:
     p = self.params
@@ -170,9 +151,9 @@ class LogitsPlan(NamedTuple):
   def apply(self, logits: Tensor, words: Tensor) -> Tensor:
     """Return masked and adjusted logits, (S, V). words: as `words` returns them."""
     size = ADJUSTMENTS.num_words * self.num_adjustments
-    num_masks = logits.shape[0] * -(-self.vocab_size // 32)
-    masks = words[size:size + num_masks].reshape(logits.shape[0], -1) if self.has_bitmask else None
-    if masks is not None: logits = apply_bitmask(logits, masks).contiguous()
+    if self.has_bitmask:
+      masks = words[size:size + logits.shape[0] * -(-self.vocab_size // 32)].reshape(logits.shape[0], -1)
+      logits = apply_bitmask(logits, masks).contiguous()
     elif self.num_adjustments: logits = logits.clone()   # the kernel works in place, but logprobs need the raw logits
     if not self.num_adjustments: return logits
     adjustments = words[:size].reshape(ADJUSTMENTS.num_words, -1).contiguous()
@@ -185,10 +166,27 @@ class LogitsPlan(NamedTuple):
     k = ALL if self.has_all_logprobs else NUM_BEST
     return [top_logprobs(logits, (targets == UNKNOWN).where(sampled, targets), sampler, k)]
 
+  def record(self, results: Results, tokenizer: ChatTokenizer) -> None:
+    """Store a step's log probabilities in the sequences that requested them."""
+    rows = zip(results.token_ids, results.step.rows, *results.logprobs, strict=False)
+    for sampled, row, (own, rank, *best) in rows:
+      seq = row.seq
+      k = seq.params.logprobs if row.position >= seq.num_prompt else seq.params.prompt_logprobs
+      if k is None: continue
+      token = seq.tokens[row.position] if row.position < len(seq.tokens) else sampled
+      end = None if k == ALL else k
+      if self.has_all_logprobs:
+        best = [x for i in np.argsort(-np.array(best), kind="stable")[:end].tolist() for x in (i, best[i])]
+      ranked = [(token, own, rank), *[*zip(best[::2], best[1::2], itertools.count(1), strict=False)][:end]]
+      seq.logprobs[row.position] = {
+        int(i): Logprob(x, int(r), tokenizer.decode([int(i)], False)) for i, x, r in ranked}
+
 
 class HiddenStatesPlan(LogitsPlan):
   """The plan of an embedding model: returns the hidden states, (S, hidden), that are in place of logits."""
   def logprobs(self, logits: Tensor, sampled: Tensor, words: Tensor, sampler: Sampler) -> list[Tensor]: return [logits]
+  def record(self, results: Results, tokenizer: ChatTokenizer) -> None:
+    for row, hidden in zip(results.step.rows, *results.logprobs, strict=False): row.seq.logprobs[row.position] = hidden
 
 
 class ProcessedLogits:
@@ -196,8 +194,7 @@ class ProcessedLogits:
   def batch(self, rows: list[Row], runner: Runner) -> "LogitsBatch": return LogitsBatch(rows, runner)
 
   def record(self, results: Results, tokenizer: ChatTokenizer) -> None:
-    """Store a step's log probabilities, or hidden states, in the sequences that requested them."""
-    if results.step.key.plan: record(results, tokenizer)
+    if results.logprobs: results.step.key.plan.record(results, tokenizer)
 
 
 def graph_variants(model: Llama, optional: bool) -> list[tuple[SamplerMode, LogitsPlan | None]]:
@@ -266,7 +263,6 @@ def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BES
   columns = [own, 1 + (x > own).sum(1, keepdim=True)]
   size = int(x.shape[1])
   if k == ALL: return Tensor.cat(*columns, x, dim=1).contiguous()
-  if not k: return Tensor.cat(*columns, dim=1).contiguous()
   tokens = Tensor.arange(size).reshape(1, -1)
   if int(x.shape[0]) > 1 and size > 2 * k * CHUNK:   # the k chunks with the largest maximum hold the k best tokens
     chunks = x.pad((None, (0, -size % CHUNK)), value=-math.inf).unflatten(1, (-1, CHUNK))
@@ -276,22 +272,3 @@ def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BES
     x = chunks.flatten(1).gather(1, tokens).contiguous()                # (S, k * CHUNK)
   best, values = largest(x, tokens, sampler, min(k, size))
   return Tensor.cat(*columns, best.stack(values, dim=2).flatten(1), dim=1).contiguous()
-
-
-def record(results: Results, tokenizer: ChatTokenizer) -> None:
-  if isinstance(results.step.key.plan, HiddenStatesPlan):
-    for row, hidden in zip(results.step.rows, *results.logprobs, strict=False): row.seq.logprobs[row.position] = hidden
-    return
-  rows = zip(results.token_ids, results.step.rows, *results.logprobs, strict=False)
-  for sampled, row, (own, rank, *best) in rows if results.logprobs else ():
-    seq = row.seq
-    k = seq.params.logprobs if row.position >= seq.num_prompt else seq.params.prompt_logprobs
-    if k is None: continue
-    token = seq.tokens[row.position] if row.position < len(seq.tokens) else sampled
-    if results.step.key.plan.has_all_logprobs:
-      order = np.argsort(-np.array(best), kind="stable").tolist()
-      best = [x for i in order[:None if k == ALL else k] for x in (i, best[i])]
-    ranks = itertools.count(1) if k == ALL else range(1, k + 1)
-    ranked = [(token, own, rank), *zip(best[::2], best[1::2], ranks, strict=False)]
-    seq.logprobs[row.position] = {
-      int(i): Logprob(x, int(r), tokenizer.decode([int(i)], False)) for i, x, r in ranked}

@@ -56,8 +56,9 @@ class Drafter:
   placeholders for a draft model's tokens."""
   def __init__(self, config: SpeculativeConfig, params: request.SamplingParams):
     self.params = params   # the draft model's
-    if isinstance(params, SamplingParams): self.params = params.without_logprobs()
-    self.max_draft_tokens: int = config.num_speculative_tokens   # type: ignore[assignment]   # by now an int
+    if isinstance(params, SamplingParams):
+      self.params = dataclasses.replace(params, logprobs=None, prompt_logprobs=None)
+    self.max_draft_tokens = config.num_speculative_tokens or 0   # by now not None
     self.rate = INITIAL_RATE
 
   def update(self, num_proposed: int, num_accepted: int) -> None:
@@ -158,9 +159,9 @@ class SpeculativeProposer:
     """Run the draft model on the batch's tokens, then draft one token per sequence and step, with the target's sampling
     noise."""
     clones = {seq: copy.copy(seq) for seq in batch}   # with the draft tokens so far appended
-    for seq, clone in clones.items():
+    for seq, clone in clones.items():   # the processors of the others may depend on the output
       vars(clone).update(tokens=[*seq.tokens], draft_token_ids=[], params=self.drafter(seq).params,
-                         processor=seq.processor and seq.processor.without_constraint())   # type: ignore[attr-defined]
+                         processor=seq.processor if seq.draft_token_ids else None)
     draft_batch = {clones[seq]: n - len(seq.draft_token_ids) for seq, n in batch.items()}
     while draft_batch:
       results = runner.launch(build_step(draft_batch, runner))()

@@ -1,16 +1,15 @@
 """Structured outputs: llguidance compiles a JSON schema, a regular expression or a grammar to a Constraint, which
 returns the bitmask of allowed tokens at each position."""
 import dataclasses, functools, json, re
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 from sentencepiece import SentencePieceProcessor
 
-from tinyvllm.config import InputError, check
+from tinyvllm.config import InputError, JsonObject, check, has_type
 from tinyvllm_extra.packages import optional
 from tinyvllm_extra.text.huggingface import ChatTokenizer
-
-if TYPE_CHECKING: from .logits import SamplingParams
 
 # Keywords of JSON Schema whose values are schemas, or objects of schemas; formats that llguidance knows; notes
 SCHEMAS = {"items", "prefixItems", "anyOf", "oneOf", "allOf", "additionalProperties"}
@@ -20,10 +19,7 @@ NOTES = {"title", "description", "$comment", "examples", "default", "deprecated"
 LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 MAX_MARKER = 16   # maximum tokens of a marker
 MAX_SIZE = 2**19   # characters of a schema, regular expression or grammar
-FIELD_TYPES: dict[str, Any] = {"json": (str, dict), "regex": str, "choice": list, "grammar": str, "json_object": bool,
-                               "structural_tag": (str, dict)}
-OPTION_TYPES: dict[str, Any] = {"disable_any_whitespace": bool, "whitespace_pattern": str, "disable_fallback": bool,
-                                "escapes": dict, "opened": tuple}
+CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
 @dataclasses.dataclass(init=False)
@@ -39,25 +35,23 @@ class StructuredOutputsParams:
   whitespace_pattern: str | None = None      # regular expression of JSON's white space
   disable_fallback: bool = False             # no effect: there is one library
   # Free text before the format, such as reasoning: openings and the markers that end it; (): it lasts to the end
-  escapes: dict[str, tuple[str, ...]] | None = None
-  opened: tuple[str, ...] = ()               # markers that end the free text that the prompt opened
+  escapes: dict | None = None
+  opened: tuple = ()                         # markers that end the free text that the prompt opened
 
-  def __init__(self, **fields: Any):
+  def __init__(self, **fields: object):
     fields = {name: value for name, value in fields.items() if value not in (None, False)}
-    constraints = {name: value for name, value in fields.items() if name not in OPTION_TYPES}
-    valid = [name for name, value in constraints.items() if value and isinstance(value, FIELD_TYPES.get(name, ()))]
-    has_only_strings = all(isinstance(choice, str) for choice in constraints.get("choice", []))
-    check(len(valid) == len(constraints) == 1 and has_only_strings,
-          f"structured_outputs={fields} must have exactly one of {', '.join(FIELD_TYPES)}", fields)
-    for name, kind in OPTION_TYPES.items():
-      value = fields.get(name, kind())
-      check(isinstance(value, kind), f"structured_outputs: {name}={value!r} must be of type {kind.__name__}", fields)
+    types = {field.name: field.type for field in dataclasses.fields(self)}
+    names = [name for name in fields if name in CONSTRAINTS or name not in types]
+    check(len(names) == 1 and names[0] in types and fields[names[0]],
+          f"structured_outputs={fields} must have exactly one of {', '.join(CONSTRAINTS)}", fields)
+    for name, x in fields.items():
+      check(has_type(x, types[name]), f"structured_outputs: {name}={x!r} must be of type {types[name]}", fields)
     vars(self).update(fields)
 
   def constraint(self, tokenizer: ChatTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> "Constraint":
     """Return a Constraint for one sequence. Raises InputError for a schema, regular expression or grammar that
     llguidance rejects."""
-    (name, value), = [(name, value) for name, value in vars(self).items() if name in FIELD_TYPES]
+    (name, value), = [(name, value) for name, value in vars(self).items() if name in CONSTRAINTS]
     library = optional("llguidance", "grammar", "structured output")
     text = value if isinstance(value, str) else json.dumps({"type": "object"} if name == "json_object" else value)
     check(len(text) <= MAX_SIZE, f"structured_outputs: {name} has {len(text)} characters: use at most {MAX_SIZE}")
@@ -68,18 +62,18 @@ class StructuredOutputsParams:
     except (TypeError, AttributeError, KeyError, RecursionError) as e:
       raise InputError(f"structured_outputs: {name} has a wrong structure: {e!r}") from e
     check(not matcher.is_error(), f"structured_outputs: {name}: {' '.join(matcher.get_error().split())}")
-    return Constraint(matcher, vocab_size, tokenizer, self.escapes, self.opened)
+    return Constraint(matcher, vocab_size, tokenizer, self.escapes or {}, self.opened)
 
-  def compile(self, library: Any, name: str, text: str, tokenizer: ChatTokenizer) -> str:
+  def compile(self, library: ModuleType, name: str, text: str, tokenizer: ChatTokenizer) -> str:
     """Return llguidance's grammar for a constraint."""
     if name == "structural_tag": return tag_grammar(library, json.loads(text), tokenizer)
     if name not in ("json", "json_object"): return library.grammar_from(name, text)
-    options: dict[str, Any] = {"whitespace_flexible": False} if self.disable_any_whitespace else {}
+    options: JsonObject = {"whitespace_flexible": False} if self.disable_any_whitespace else {}
     if self.whitespace_pattern: options["whitespace_pattern"] = self.whitespace_pattern
     return library.LLMatcher.grammar_from_json_schema(json.dumps(narrowed(json.loads(text))), overrides=options or None)
 
 
-def narrowed(schema: Any) -> Any:
+def narrowed(schema: object) -> object:
   """Return a JSON schema without keywords that llguidance lacks, as generators write them: an equal schema, or one that
   allows less. Notes are dropped, as JSON Schema says, propertyNames becomes properties."""
   if isinstance(schema, list): return [*map(narrowed, schema)]
@@ -98,7 +92,7 @@ def narrowed(schema: Any) -> Any:
   return schema
 
 
-def tag_grammar(library: Any, tag: dict[str, Any], tokenizer: ChatTokenizer) -> str:
+def tag_grammar(library: ModuleType, tag: JsonObject, tokenizer: ChatTokenizer) -> str:
   """Return the grammar for output with tags. tag: one of vLLM's formats: {"triggers": [...], "structures": [{"begin",
   "schema", "end"}]}, or {"format": {"type": "triggered_tags", "triggers": [...], "tags": [{"begin", "content":
   {"type": "json_schema", "json_schema"}, "end"}]}}. A trigger is the start of `begin`."""
@@ -116,27 +110,26 @@ def tag_grammar(library: Any, tag: dict[str, Any], tokenizer: ChatTokenizer) -> 
   return library.StructTag.to_grammar(tags, assume_special=tokenizer.added_tokens.keys() >= set(triggers))
 
 
-def normalize(params: "SamplingParams") -> Any:
-  """Return params.structured_outputs as StructuredOutputsParams, converting a dict (JSON). Raises InputError for
-  another type or a conflict with another field."""
-  structured = params.structured_outputs
+def normalize(params: JsonObject) -> StructuredOutputsParams:
+  """Return structured_outputs of SamplingParams' fields as StructuredOutputsParams, converting a dict (JSON). Raises
+  InputError for another type or a conflict with another field."""
+  structured = params["structured_outputs"]
   if isinstance(structured, dict): structured = StructuredOutputsParams(**structured)
   check(isinstance(structured, StructuredOutputsParams),
         f"structured_outputs={structured!r} must be of type StructuredOutputsParams", structured)
   for name in ("min_tokens", "ignore_eos", "allowed_token_ids", "bad_words"):
-    value = getattr(params, name)
-    check(not value, f"{name}={value!r} conflicts with structured_outputs: remove one", value)
+    check(not params[name], f"{name}={params[name]!r} conflicts with structured_outputs: remove one", params[name])
   return structured
 
 
 class Constraint:
   """The allowed next tokens of one sequence. escapes, opened: see StructuredOutputsParams."""
-  def __init__(self, matcher: Any, vocab_size: int, tokenizer: Any = None,
-               escapes: dict[str, tuple[str, ...]] | None = None, opened: tuple[str, ...] = ()):
+  def __init__(self, matcher: Any, vocab_size: int, tokenizer: ChatTokenizer, escapes: dict[str, tuple[str, ...]],
+               opened: tuple[str, ...]):
     self.matcher = matcher
     self.num_words = -(-vocab_size // 32)
     self.tokenizer = tokenizer
-    self.escapes = {first_token(tokenizer, opening): ends for opening, ends in (escapes or {}).items()}
+    self.escapes = {first_token(tokenizer, opening): ends for opening, ends in escapes.items()}
     self.ends = opened or None    # markers that end free text; None: the format applies
     self.ids: list[int] = []      # free text so far
     self.is_start = True          # no token of the format yet
@@ -148,7 +141,8 @@ class Constraint:
     for token in self.escapes if self.is_start else (): bitmask[token // 32] |= np.uint32(1 << token % 32)
     return bitmask.view(np.int32)
 
-  def accept(self, token: int) -> None:
+  def accept(self, token: int) -> bool:
+    """Take the next token. Return True if the output is complete."""
     if self.is_start and self.ends is None and not self.matcher.validate_tokens([token]):
       self.ends = self.escapes.get(token)
     self.is_start = False
@@ -157,8 +151,7 @@ class Constraint:
       self.ids.append(token)
       text = self.tokenizer.decode(self.ids[-MAX_MARKER:], False)
       if any(end in text for end in self.ends): self.ends, self.ids, self.is_start = None, [], True
-
-  is_done = property(lambda self: self.matcher.is_stopped())
+    return self.matcher.is_stopped()
 
 
 def first_token(tokenizer: ChatTokenizer, text: str) -> int:
@@ -173,12 +166,9 @@ class Vocabulary:
   bos_token_id = None
   eos_token_id = 0   # LLTokenizer takes the model's end tokens as an argument
 
-  def __init__(self, model: SentencePieceProcessor, special_ids: set[int]):
-    def to_bytes(i: int) -> bytes:
-      if model.IsByte(i): return bytes([int(model.IdToPiece(i)[1:-1], 16)])   # <0x0A>
-      return b"" if model.IsUnknown(i) else model.IdToPiece(i).replace("\u2581", " ").encode()
-    self.tokens = [to_bytes(i) for i in range(model.GetPieceSize())]
-    self.special_token_ids = list(special_ids)
+  def __init__(self, model: SentencePieceProcessor, tokenizer: ChatTokenizer):
+    self.tokens = [b"" if model.IsUnknown(i) else tokenizer.token_bytes(i) for i in range(model.GetPieceSize())]
+    self.special_token_ids = list(tokenizer.special_ids)
     self.library: Any = None   # its LLTokenizer
 
   def __call__(self, text: str) -> list[int]: return self.library.greedy_tokenize(text)
@@ -188,7 +178,7 @@ class Vocabulary:
 def load_vocabulary(tokenizer: ChatTokenizer, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Any:
   """Return llguidance's LLTokenizer, which parses tokenizer.json itself."""
   model = tokenizer.library
-  vocabulary = Vocabulary(model, tokenizer.special_ids) if isinstance(model, SentencePieceProcessor) else model.to_str()
+  vocabulary = Vocabulary(model, tokenizer) if isinstance(model, SentencePieceProcessor) else model.to_str()
   library = optional("llguidance", "grammar", "structured output")
   llg_tokenizer = library.LLTokenizer(vocabulary, vocab_size, list(eos_token_ids))
   if isinstance(vocabulary, Vocabulary): vocabulary.library = llg_tokenizer
