@@ -7,7 +7,7 @@ import sys
 from tinygrad import Tensor
 
 from tinyvllm import LLM, Backend, SamplingParams
-from tinyvllm.backend import scatter_kernel
+from tinyvllm.backend import TOKENS, scatter_kernel
 
 
 class LoopBackend(Backend):
@@ -15,7 +15,7 @@ class LoopBackend(Backend):
   def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor,
              num_heads: int, scale: float = 0, window: int = 0, cap: float = 0, sinks: Tensor | None = None) -> Tensor:
     block_size, KV, D = [int(n) for n in cache[0].shape[1:]]
-    position, slot, block = tokens[1], tokens[2], tokens[4]             # (T,) each
+    position, slot, block = [TOKENS.read(tokens)[name] for name in ("position", "slot", "block")]   # (T,) each
     x = qkv.reshape(len(position), -1, D)                               # (T, H + 2 KV, D)
     cos, sin = rope[position].chunk(2, 1)                               # (T, 1, D / 2) each
     a, b = x[:, :-KV].float().chunk(2, 2)                               # all except V: (T, H + KV, D / 2) each

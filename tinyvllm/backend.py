@@ -27,6 +27,39 @@ def renderer() -> Any:
 def cpu_cores() -> int: return 0 if renderer().has_local else min(8, renderer().global_max[0])
 
 
+FORMATS = {"i4": dtypes.int32, "u4": dtypes.uint32, "f4": dtypes.float32}   # by numpy's names
+
+
+class Table:
+  """A table of named 32-bit columns, a row per token or per row of logits. The host writes it, the graph reads it.
+  formats: of each column, see FORMATS. unused: words of a row after its columns."""
+  def __init__(self, unused: int = 0, **formats: str):
+    self.formats = formats
+    self.num_words = len(formats) + unused
+    self.dtype = np.dtype({"names": [*formats], "formats": [*formats.values()], "itemsize": 4 * self.num_words})
+
+  def write(self, rows: list[tuple], size: int, **padding: int) -> np.ndarray:
+    """Return (num_words * size,) int32, column by column. Rows after the last of `rows` hold `padding`, or 0."""
+    array = np.zeros(size, self.dtype)
+    for name, value in padding.items(): array[name] = value
+    array[:len(rows)] = rows
+    return array.view(np.int32).reshape(size, self.num_words).T.ravel()
+
+  def read(self, words: Tensor) -> dict[str, Tensor]:
+    """Return the columns by name, (size,) each. words: (at least num_words, size)."""
+    return {name: words[i].bitcast(FORMATS[form]) for i, (name, form) in enumerate(self.formats.items())}
+
+
+# id: runner.UNKNOWN means the slot's last token. slot: index into the block tables, max_num_seqs for padding. block:
+# the block of the token's position
+TOKENS = Table(id="i4", position="i4", slot="i4", block="i4")
+# token: batch index of the previous token. slot: where to store the sampled token, max_num_seqs to store none. The
+# words after both tables begin at a multiple of 64 bytes, as CPUs load that many at a time
+LOGITS = Table(3, token="i4", position="i4", slot="i4", temperature="f4", top_k="i4", top_p="f4", min_p="f4",
+               seed_low="u4", seed_high="u4")
+NUM_WORDS = TOKENS.num_words + LOGITS.num_words
+
+
 class Module:
   """A layer with weights. sources: names of the checkpoint tensors that are concatenated in `weight` -> their rows."""
   sources: dict[str, int]
@@ -119,7 +152,7 @@ class Sampler:
 
   def sample(self, logits: Tensor, rows: dict[str, Tensor], mode: SamplerMode) -> Tensor:
     """Return token ids, (S,), for float32 logits, (S, V): apply temperature, min_p, top_k and top_p (which keeps the
-    token that crosses p), then take the argmax of logits plus Gumbel noise. rows: columns of runner.LOGITS."""
+    token that crosses p), then take the argmax of logits plus Gumbel noise. rows: columns of LOGITS."""
     if mode == SamplerMode.GREEDY: return self.argmax(logits)
     temperature, top_k, top_p, min_p = [rows[name].unsqueeze(1) for name in SAMPLING_FIELDS]   # (S, 1) each
     is_random = temperature >= 1e-5
@@ -142,28 +175,56 @@ def scatter_kernel(out: UOp, index: UOp, values: UOp) -> UOp:
   return store.end(i, j).sink(arg=KernelInfo(name="scatter"))
 
 
+def write_and_gather(qkv: Tensor, cache: list[Tensor], rope: Tensor, columns: dict[str, Tensor], block_tables: Tensor,
+                     num_heads: int) -> list[Tensor]:
+  """Apply RoPE (Su et al. 2021), and write K and V to their blocks; see Backend.attend. columns: of `tokens`. Return q,
+  (T, 1, KV, G, D), and K and V of each token's sequence, (T, length, KV, 1, D) each."""
+  block_size, KV, D = [int(n) for n in cache[0].shape[1:]]
+  q, k, v = qkv.unflatten(1, (-1, D)).split([num_heads, KV, KV], 1)     # (T, heads, D) each
+  cos, sin = rope[columns["position"]].chunk(2, 1)                      # (T, 1, D / 2) each
+
+  def rotate(x: Tensor) -> Tensor:   # rotates the first half of each head with the second
+    a, b = x.float().chunk(2, 2)                                        # (T, heads, D / 2) each
+    return Tensor.cat(a * cos - b * sin, b * cos + a * sin, dim=2).cast(x.dtype)
+
+  slot_mapping = (columns["block"] * block_size + columns["position"] % block_size).contiguous()
+  updated = [x.custom_kernel(slot_mapping, new.cast(x.dtype).contiguous(), fxn=scatter_kernel)[0]
+             for x, new in zip(cache, (rotate(k), v), strict=True)]
+  contexts = [x[block_tables[columns["slot"]]].flatten(1, 2).unsqueeze(3) for x in updated]
+  return [rotate(q).unflatten(1, (KV, -1)).unsqueeze(1), *contexts]
+
+
+class Memory:
+  """A backend's memory policy (seam). free: free bytes of each of a model's devices; this class returns the host's,
+  exact on a CPU, a guess elsewhere. largest_tensor: maximum bytes per tensor; 128 MiB is the limit on WebGPU and the
+  minimum that OpenCL guarantees. max_blocks: number of KV cache blocks that fit in num_bytes; min_blocks always fit."""
+  def largest_tensor(self) -> int: return 2**27 if Device.DEFAULT in ("CL", "WEBGPU") else 2**63
+  def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int: return num_bytes // block_bytes
+  def free(self, devices: tuple[str, ...]) -> int:
+    return os.sysconf(os.sysconf_names.get("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Graphs:
+  """A backend's graph policy (seam). choose: the GraphKey to run a step with: `key`, or a larger captured one. run: run
+  a step; the first call captures it."""
+  def choose(self, runner: Any, key: Any) -> Any: return key
+  def run(self, runner: Any, graph: Callable[[], Any], key: Any) -> Any: return graph()
+
+
 class Backend:
   """Computes a model's steps on a device (seam). Override what your device does better, and pass an instance as
   `LLM(backend=MyBackend())`; examples/custom_backend.py replaces attention. Members without a docstring:
 
-  Linear, GateUp, Norm, sampler: layers and sampler of a model. reads_early: True if a step's results can be read while
-  the next step runs. is_async: True if the host can build a step while the device runs one. free_memory: free bytes of
-  a device; this class returns the host's, exact on a CPU, a guess elsewhere. largest_tensor: maximum bytes per tensor;
-  128 MiB is the limit on WebGPU and the minimum that OpenCL guarantees. max_blocks: number of KV cache blocks that fit
-  in num_bytes; min_blocks always fit. choose_graph: the GraphKey to run a step with: `key`, or a larger captured one.
-  run_graph: run a step; the first call captures it."""
+  Linear, GateUp, Norm, sampler: layers and sampler of a model. memory, graphs: policies. reads_early: True if a step's
+  results can be read while the next one runs. is_async: True if the host can build a step while the device runs one."""
   Linear: type[Linear] = Linear
   GateUp: type[GateUp] = GateUp
   Norm: type[Norm] = Norm
   sampler: Sampler = Sampler()
+  memory: Memory = Memory()
+  graphs: Graphs = Graphs()
   reads_early = False
   is_async = property(lambda self: not cpu_cores())
-  def largest_tensor(self) -> int: return 2**27 if Device.DEFAULT in ("CL", "WEBGPU") else 2**63
-  def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int: return num_bytes // block_bytes
-  def choose_graph(self, runner: Any, key: Any) -> Any: return key
-  def run_graph(self, runner: Any, graph: Callable[[], Any], key: Any) -> Any: return graph()
-  def free_memory(self, device: str) -> int:
-    return os.sysconf(os.sysconf_names.get("SC_AVPHYS_PAGES", "SC_PHYS_PAGES")) * os.sysconf("SC_PAGE_SIZE")
 
   def pick_dtype(self, name: str, model: ModelConfig | None = None) -> str:
     """Return the dtype to compute a model in: `name`, or one that the device supports, with a warning."""
@@ -179,37 +240,25 @@ class Backend:
 
   def attend(self, qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor, num_heads: int,
              scale: float = 0, window: int = 0, cap: float = 0, sinks: Tensor | None = None) -> Tensor:
-    """Apply RoPE (Su et al. 2021), write K and V to their blocks, and compute causal attention of each token over its
-    sequence through the block table (Kwon et al. 2023). qkv: (T, (H + 2 KV) * D). cache: (num_blocks, *block), see
-    kv_layout. rope: (length, 2, D / 2), cosines and sines. tokens: (columns of runner.TOKENS, T) int32. block_tables:
-    (slots, max_blocks) int32. Return (T, H * D). This version copies max_blocks blocks of K and V for each token.
+    """Apply RoPE, write K and V to their blocks, and compute causal attention of each token over its sequence through
+    the block table (Kwon et al. 2023). qkv: (T, (H + 2 KV) * D). cache: (num_blocks, *block), see kv_layout. rope:
+    (length, 2, D / 2), cosines and sines. tokens: (columns of TOKENS, then others, T) int32. block_tables: (slots,
+    max_blocks) int32. Return (T, H * D). This version copies max_blocks blocks of K and V for each token.
 
     scale: factor of the scores, 0 for 1 / sqrt(D). window: attend to the last `window` positions only, the token's own
     included, 0 for all. cap: replace scores by cap * tanh(score / cap), 0 for none (Gemma 2, arXiv:2408.00118).
     sinks: (H,), a score per head that takes weight from the positions, but has no value (gpt-oss, arXiv:2508.10925)."""
-    block_size, KV, D = [int(n) for n in cache[0].shape[1:]]
-    position, slot, block = [tokens[i] for i in (1, 2, 4)]              # (T,) each
-    q, k, v = qkv.unflatten(1, (-1, D)).split([num_heads, KV, KV], 1)   # (T, heads, D) each
-    cos, sin = rope[position].chunk(2, 1)                               # (T, 1, D / 2) each
-
-    def rotate(x: Tensor) -> Tensor:   # rotates the first half of each head with the second
-      a, b = x.float().chunk(2, 2)                                      # (T, heads, D / 2) each
-      return Tensor.cat(a * cos - b * sin, b * cos + a * sin, dim=2).cast(x.dtype)
-
-    slot_mapping = (block * block_size + position % block_size).contiguous()
-    updated = [x.custom_kernel(slot_mapping, new.cast(x.dtype).contiguous(), fxn=scatter_kernel)[0]
-               for x, new in zip(cache, (rotate(k), v), strict=True)]
-    keys, values = [x[block_tables[slot]].flatten(1, 2).unsqueeze(3) for x in updated]   # (T, length, KV, 1, D)
-    T, length = [int(n) for n in keys.shape[:2]]
-    distance = (position.unsqueeze(1) - Tensor.arange(length)).reshape(T, length, 1, 1)
+    columns = TOKENS.read(tokens)                                       # (T,) each
+    q, keys, values = write_and_gather(qkv, cache, rope, columns, block_tables, num_heads)
+    length = int(keys.shape[1])
+    distance = columns["position"].reshape(-1, 1, 1, 1) - Tensor.arange(length).reshape(-1, 1, 1)
     mask = (distance >= 0) & (distance < (window or length))
-    grouped = rotate(q).unflatten(1, (KV, -1)).unsqueeze(1)             # (T, 1, KV, G, D)
-    scores = (grouped.float() * keys).sum(4) * (scale or D**-0.5)       # (T, length, KV, G)
+    scores = (q.float() * keys).sum(4) * (scale or int(q.shape[4])**-0.5)   # (T, length, KV, G)
     scores = mask.where((scores / cap).tanh() * cap if cap else scores, -math.inf)
-    if sinks is not None: scores = scores.cat(sinks.float().reshape(1, 1, KV, -1).expand(T, 1, KV, -1), dim=1)
+    if sinks is not None: scores = scores.cat(sinks.float().reshape(q.shape[1:4]).expand(q.shape[:4]), dim=1)
     weights = scores.softmax(1)[:, :length].unsqueeze(4)                # (T, length, KV, G, 1)
-    weighted = weights * mask.unsqueeze(4).where(values, 0)             # masked values may be NaN
-    return weighted.sum(1).cast(qkv.dtype).flatten(1).contiguous()
+    values = mask.unsqueeze(4).where(values, 0)                         # masked values may be NaN
+    return (weights * values).sum(1).cast(qkv.dtype).flatten(1).contiguous()
 
   def run_layers(self, layers: list, x: Tensor, delta: Tensor, caches: list[list[Tensor]], *inputs: Any) -> tuple:
     """Call each layer with its cache tensors; see llama.Layer."""
@@ -228,11 +277,10 @@ class Backend:
 
 class Devices:
   """The devices that share a model (seam; parallel.py), here one. Tensors are on all of `names`; the backend's Linear
-  and Norm handle several devices. free_memory: free bytes per device. shard: a config with one device's share of heads,
-  MLP and vocabulary. jit: a step as a graph, captured when it is called with `cnt` 1. gather: the logits of the whole
-  vocabulary, (S, V), on the first device."""
+  and Norm handle several devices. shard: a config with one device's share of heads, MLP and vocabulary. jit: a step as
+  a graph, captured when it is called with `cnt` 1. gather: the logits of the whole vocabulary, (S, V), on the first
+  device."""
   def __init__(self, names: tuple[str, ...] = ()): self.names = names or (Device.DEFAULT,)
-  def free_memory(self, backend: Backend) -> int: return backend.free_memory(self.names[0])
   def shard(self, model: ModelConfig) -> ModelConfig: return model
   def jit(self, step: Callable[[], Any]) -> Any: return TinyJit(step)
   def gather(self, logits: Tensor) -> Tensor: return logits

@@ -79,7 +79,7 @@ class LoadedModel:
     self.path = path
     self.backend = backend = backend or self.parts.make_backend()
     devices = self.parts.open_devices(config)
-    free = devices.free_memory(backend)
+    free = backend.memory.free(devices.names)
     checkpoint = self.parts.open_checkpoint(path, config)
     self.model_config, model_class = self.parts.find_model(checkpoint.hf_config, path, config)
     self.tokenizer = checkpoint.tokenizer()
@@ -88,7 +88,7 @@ class LoadedModel:
     check(length <= limit, f"max_model_len={length} must be at most the model's {limit}")
     # 512 tokens would take a second on a CPU and stall running sequences. The logits of a step are one tensor
     budget = config.max_num_batched_tokens or max(config.max_num_seqs, 128 if cpu_cores() else 512)
-    max_rows = backend.largest_tensor() // (4 * self.model_config.vocab_size)
+    max_rows = backend.memory.largest_tensor() // (4 * self.model_config.vocab_size)
     budget = min(budget, 1 << max_rows.bit_length() - 1)
     check(config.max_num_seqs <= budget, f"max_num_seqs={config.max_num_seqs} must be at most max_num_batched_tokens="
           f"{budget}: a running sequence gets a token in each step")

@@ -1,51 +1,18 @@
 """Runs steps. The host builds each step as one int32 array with numpy, and a captured graph reads it. Batches are
 padded to a few graph shapes. Owns the state on the device: KV cache, block tables, last token of each slot."""
-import functools, itertools, math
+import functools, math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from tinygrad import Context, Device, Tensor, dtypes
 
-from .backend import exclusive, scatter_kernel
+from .backend import LOGITS, NUM_WORDS, TOKENS, exclusive, scatter_kernel
 from .config import EngineConfig, check, logger
 from .llama import Llama
 from .request import SAMPLING_FIELDS, SamplerMode, Sequence
 
 UNKNOWN = -1      # token id that is still on the device
-NO_TILE = -1
-TILE = 64         # tokens in a query tile
-FORMATS = {"i4": dtypes.int32, "u4": dtypes.uint32, "f4": dtypes.float32}   # by numpy's names
-
-
-class Table:
-  """A table of named 32-bit columns, a row per token or per row of logits. The host writes it, the graph reads it."""
-  def __init__(self, **formats: str):
-    self.formats = formats
-    self.dtype = np.dtype([*formats.items()])
-    self.num_words = len(formats)
-
-  def write(self, rows: list[tuple], size: int, **padding: int) -> np.ndarray:
-    """Return (num_words * size,) int32, column by column. Rows after the last of `rows` hold `padding`, or 0."""
-    array = np.zeros(size, self.dtype)
-    for name, value in padding.items(): array[name] = value
-    array[:len(rows)] = rows
-    return array.view(np.int32).reshape(size, self.num_words).T.ravel()
-
-  def read(self, words: Tensor) -> dict[str, Tensor]:
-    """Return the columns by name, (size,) each. words: (num_words, size)."""
-    return {name: words[i].bitcast(FORMATS[form]) for i, (name, form) in enumerate(self.formats.items())}
-
-
-# id: UNKNOWN means the slot's last token. slot: index into the block tables, max_num_seqs for padding. table_index:
-# flat block-table index of the token's block. block: that block. query_tile: row n describes tile n: TILE * first
-# token + number of further tokens. A query tile is up to TILE consecutive tokens of one sequence
-TOKENS = Table(id="i4", position="i4", slot="i4", table_index="i4", block="i4", query_tile="i4")
-# token: batch index of the previous token. slot: where to store the sampled token, max_num_seqs to store none.
-# `unused` makes 16 words together with TOKENS, because GPUs load 4 at a time
-LOGITS = Table(token="i4", position="i4", slot="i4", unused="i4", temperature="f4", top_k="i4", top_p="f4", min_p="f4",
-               seed_low="u4", seed_high="u4")
-NUM_WORDS = TOKENS.num_words + LOGITS.num_words
 
 
 class GraphKey(NamedTuple):
@@ -69,12 +36,11 @@ Results = NamedTuple("Results", [("step", Step), ("token_ids", list[int]), ("log
 def next_power_of_two(n: int) -> int: return 1 << max(0, n - 1).bit_length()
 
 
-def token_rows(seq: Sequence, positions: range, block_size: int, max_blocks: int) -> Iterator[tuple]:
-  """Yield the rows of TOKENS of a sequence and its drafts, without query_tile."""
+def token_rows(seq: Sequence, positions: range, block_size: int) -> Iterator[tuple]:
+  """Yield the rows of TOKENS of a sequence and its drafts."""
   inputs = [*seq.tokens[positions.start:positions.stop], *seq.draft_token_ids, UNKNOWN]
   for position, token in zip(positions, inputs, strict=False):   # UNKNOWN may be surplus
-    i = position // block_size
-    yield token, position, seq.slot, seq.slot * max_blocks + i, seq.block_table[i]   # type: ignore[operator]
+    yield token, position, seq.slot, seq.block_table[position // block_size]
 
 
 def logits_rows(seq: Sequence, positions: range, first_token: int) -> Iterator[Row]:
@@ -88,22 +54,17 @@ def build_step(batch: dict[Sequence, int], runner: "Runner", key: GraphKey | Non
   """Build the step that computes the next tokens of each sequence, padded to `key` (default: the runner's choice)."""
   computed = {seq: range(seq.num_computed, seq.num_computed + n) for seq, n in batch.items()}
   padding = runner.config.max_num_seqs   # slot
-  tokens, tiles, rows = list[tuple](), list[int](), list[Row]()
+  tokens, rows = list[tuple](), list[Row]()
   for seq, positions in computed.items():
-    first = len(tokens)
-    tiles += [(first + i) * TILE + min(TILE, len(positions) - i) - 1 for i in range(0, len(positions), TILE)]
-    rows += logits_rows(seq, positions, first)
-    tokens += token_rows(seq, positions, runner.config.block_size, runner.max_blocks)
+    rows += logits_rows(seq, positions, len(tokens))
+    tokens += token_rows(seq, positions, runner.config.block_size)
   mode = max([row.seq.params.sampler_mode for row in rows], default=SamplerMode.GREEDY)
   logits_batch = runner.logits.batch(rows, runner) if runner.logits and any(seq.processor for seq in batch) else None
   key = key or runner.choose_key(GraphKey(len(tokens), len(rows), mode, logits_batch.plan if logits_batch else None))
-  tokens = [(*x, tile) for x, tile in itertools.zip_longest(tokens, tiles, fillvalue=NO_TILE)]   # type: ignore[misc]
-  logits = [(row.token, row.position - 1, row.seq.slot if row.position >= row.seq.length else padding, 0,
+  logits = [(row.token, row.position - 1, row.seq.slot if row.position >= row.seq.length else padding,
              *[getattr(row.seq.params, name) for name in SAMPLING_FIELDS],
              row.seq.seed % 2**32, row.seq.seed // 2**32 % 2**32) for row in rows]
-  table_index = padding * runner.max_blocks
-  words = [TOKENS.write(tokens, key.num_tokens, slot=padding, table_index=table_index, query_tile=NO_TILE),
-           LOGITS.write(logits, key.num_tokens, slot=padding)]
+  words = [table.write(x, key.num_tokens, slot=padding) for table, x in ((TOKENS, tokens), (LOGITS, logits))]
   if key.plan: words.append(key.plan.words(logits_batch, key.num_rows))
   return Step(key, np.concatenate(words), rows, computed)
 
@@ -118,8 +79,8 @@ def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> li
   length = config.max_model_len or 0   # the engine has set it
   per_sequence = -(-length // config.block_size)   # blocks
   required = per_sequence if length != model.config.max_position_embeddings else 1   # blocks
-  limit = model.backend.largest_tensor() // max(sizes)
-  max_blocks = min(model.backend.max_blocks(num_bytes, block_bytes, per_sequence + 1), limit)
+  limit = model.backend.memory.largest_tensor() // max(sizes)
+  max_blocks = min(model.backend.memory.max_blocks(num_bytes, block_bytes, per_sequence + 1), limit)
   num_blocks = config.num_gpu_blocks_override or min(max_blocks, config.max_num_seqs * per_sequence + 1)
   check(config.num_gpu_blocks_override or max_blocks > required,
         f"max_model_len={length} needs {per_sequence * block_bytes / 2**30:.2f} GiB of KV cache, but "
@@ -176,14 +137,14 @@ class Runner:
     """Return the graph shape for a step: its sizes, rounded up."""
     num_tokens = next_power_of_two(key.num_tokens)
     num_rows = min(num_tokens, self.max_rows) if key.num_rows <= self.max_rows else num_tokens
-    return self.backend.choose_graph(self, key._replace(num_tokens=num_tokens, num_rows=num_rows))
+    return self.backend.graphs.choose(self, key._replace(num_tokens=num_tokens, num_rows=num_rows))
 
   def launch(self, step: Step) -> Callable[[], Results]:
     """Start a step. Return a function that waits for its results."""
     words, graph = self.graphs.get(step.key) or self._new_graph(step)
     self._refresh_block_tables(step)
     upload(words, step.words)
-    run = functools.partial(self.backend.run_graph, self, graph, step.key)
+    run = functools.partial(self.backend.graphs.run, self, graph, step.key)
     reads = [self.backend.start_reading(tensor) for tensor in (run() if graph.cnt > 1 else capture(run))]
     return lambda: Results(step, reads[0](), [read() for read in reads[1:]])
 
@@ -208,9 +169,10 @@ class Runner:
     """Compute a step (this is captured). Return sampled tokens, (S,), and log probabilities."""
     T, S = key.num_tokens, key.num_rows
     columns = words[:NUM_WORDS * T].reshape(NUM_WORDS, T)
-    tokens = TOKENS.read(columns[:TOKENS.num_words])
+    tokens = TOKENS.read(columns)
     rows = LOGITS.read(columns[TOKENS.num_words:, :S])
-    block_tables = self.block_tables.custom_kernel(tokens["table_index"], tokens["block"], fxn=scatter_kernel)[0]
+    index = (tokens["slot"] * self.max_blocks + tokens["position"] // self.config.block_size).contiguous()
+    block_tables = self.block_tables.custom_kernel(index, tokens["block"], fxn=scatter_kernel)[0]
     ids = (tokens["id"] == UNKNOWN).where(self.last_tokens[tokens["slot"]], tokens["id"]).contiguous()   # (T,)
     raw = self.model(ids, rows["token"], columns, block_tables, self.ropes, self.kv_caches)   # (S, V)
     logits = key.plan.apply(raw, words[NUM_WORDS * T:]) if key.plan else raw

@@ -34,7 +34,7 @@ from tinyvllm import LLM, SamplingParams
 from tinyvllm.llama import Llama
 from tinyvllm_extra.formats import weights
 from tinyvllm_extra.text.huggingface import ChatTokenizer
-from tinyvllm_extra.kernels import graph_choice, make_backend, prepare_device
+from tinyvllm_extra.kernels import graphs, make_backend, prepare_device
 from tinyvllm_extra.kernels.matmul import Linear, scales_shape
 
 
@@ -103,7 +103,7 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
   """Return an engine of the model in `args`. The prefix cache is off by default, because runs repeat their prompts.
   padded: pad a new graph shape to a captured one, as a server does. Otherwise capture each shape at its first use, so
   that a warm-up captures all of them."""
-  if not padded: graph_choice.CAPTURE_THRESHOLD = 0
+  if not padded: graphs.CAPTURE_THRESHOLD = 0
   if running := options.get("max_num_seqs"):
     options = {"max_num_batched_tokens": max(args.max_num_batched_tokens, running), **options}
   options = {"enable_prefix_caching": False, "quantization": args.quantization, "kv_cache_dtype": args.kv_cache_dtype,
@@ -306,7 +306,7 @@ def make_copy() -> tuple[Callable[[], Tensor], int]:
   """Return a kernel that copies more than the caches hold, and its bytes read plus written. On a GPU each thread copies
   16 bytes: tinygrad's heuristics reach 40% of that bandwidth."""
   gpu = Device[Device.DEFAULT].renderer.has_local
-  size = min(2**30 if gpu else 2**28, make_backend().largest_tensor())   # bytes
+  size = min(2**30 if gpu else 2**28, make_backend().memory.largest_tensor())   # bytes
   source, target = (Tensor.zeros(size // 4).clone().realize() for _ in range(2))
   opts = (Opt(OptOps.UPCAST, 0, 4), Opt(OptOps.LOCAL, 0, 256)) if gpu else None
 

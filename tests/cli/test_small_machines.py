@@ -15,11 +15,12 @@ from helpers.models import read_safetensors, tensor_shapes, tiny_config, tiny_mo
 from tinygrad import dtypes
 
 from tinyvllm import LLM
-from tinyvllm.backend import Backend
+from tinyvllm.backend import Memory
 from tinyvllm.config import InputError
 from tinyvllm_extra.formats import fit
 from tinyvllm_extra.cli import doctor
-from tinyvllm_extra.kernels.fast_backend import RESERVE, FastBackend, drivers
+from tinyvllm_extra.kernels import FastBackend, drivers
+from tinyvllm_extra.kernels.drivers import RESERVE
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.kernels.parallel import Devices, device_names
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
@@ -44,12 +45,12 @@ def test_free_memory_is_least_limit_minus_used(monkeypatch, tmp_path, case):
   monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_DATA: (limit, limit)}[kind])
   free, total = drivers.host_memory().free, doctor.describe(SimpleNamespace(device="CPU", arch="x"))[1]
   assert [free / GIB, total / GIB] == case["expected"]
-  assert FastBackend().free_memory("CPU") == max(0, free - RESERVE)
+  assert FastBackend.memory.free(("CPU",)) == max(0, free - RESERVE)
 
 
 def test_free_memory_without_proc_is_free_pages(tmp_path, monkeypatch):
   monkeypatch.setattr(drivers, "PROC", tmp_path)
-  monkeypatch.setattr(Backend, "free_memory", lambda backend, device: 9 * GIB)
+  monkeypatch.setattr(Memory, "free", lambda memory, devices: 9 * GIB)
   assert drivers.host_memory().free == 9 * GIB
 
 
@@ -64,12 +65,17 @@ def open_model(path, dtype="float32", num_devices=1):
   return checkpoint
 
 
+def set_free_memory(monkeypatch, free):
+  report = drivers.MemoryReport(free + RESERVE, free + RESERVE)
+  monkeypatch.setattr(drivers, "host_memory", lambda: report)
+
+
 @pytest.fixture
 def error_of(monkeypatch):
   """A function that sets the free memory of every device, in bytes, and returns the error of a model that needs too
   much, "" if it would load."""
   def error_of(path, free, quantization=None, num_devices=1):
-    monkeypatch.setattr(FastBackend, "free_memory", lambda *_: int(free))
+    set_free_memory(monkeypatch, int(free))
     try: fit.check_memory(open_model(path, num_devices=num_devices), quantization)
     except InputError as error:
       assert error.parameter == "model"
@@ -168,7 +174,7 @@ def test_device_whose_memory_is_unknown_is_not_checked(folder, error_of, monkeyp
 
 def test_buffers_of_freed_engines_count_as_free(folder, error_of, monkeypatch):
   """tinygrad keeps freed buffers, which the driver reports as used."""
-  def free(names): monkeypatch.setattr(FastBackend, "free_memory", lambda *_: GIB)
+  def free(names): set_free_memory(monkeypatch, GIB)
   monkeypatch.setattr(drivers, "free_unused_buffers", free)
   assert not error_of(folder, 1000)
 

@@ -49,7 +49,7 @@ def paged_attention(backend: tinyvllm.Backend, config: type[EngineConfig] = Engi
   def attend(batch: np.ndarray) -> np.ndarray:
     slot, position = slots[batch], positions[batch]
     qkv = np.concatenate([q[batch].reshape(len(batch), KV * G, D), k[batch], v[batch]], 1).reshape(len(batch), -1)
-    tokens = token_rows(position, slot, tables[slot, position // BS], BS, max_blocks)
+    tokens = token_rows(position, slot, tables[slot, position // BS])
     inputs = [Tensor(x).realize() for x in (rope.astype(np.float32), tokens, tables.astype(np.int32))]
     return backend.attend(Tensor(qkv).realize(), caches, *inputs, KV * G).numpy().reshape(len(batch), KV, G, D)
 

@@ -13,7 +13,7 @@ import tinyvllm
 from tinyvllm import LLM, LLMEngine, RequestOutput, SamplingParams
 from tinyvllm.request import SamplerMode
 from tinyvllm.scheduler import BlockManager
-from tinyvllm_extra.kernels import graph_choice
+from tinyvllm_extra.kernels import graphs
 
 run = functools.partial(run_to_end, limit=2000)
 
@@ -67,7 +67,7 @@ def test_request_ends_at_max_model_len(llm, folder):
 
 
 def test_number_of_graphs_is_constant_after_warmup(llm, monkeypatch):
-  monkeypatch.setattr(graph_choice, "CAPTURE_THRESHOLD", 0)   # capture each shape at its first request
+  monkeypatch.setattr(graphs, "CAPTURE_THRESHOLD", 0)   # capture each shape at its first request
   jobs = [tokens(prompt(1 + i, i)) for i in range(24)]
   llm.generate(jobs, greedy(9))
   for n in (1, 2, 4, 8, 16): llm.generate(tokens(prompt(n)), greedy(1))

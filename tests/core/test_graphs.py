@@ -16,8 +16,7 @@ from tinyvllm.config import ModelConfig
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, allocate_kv_caches
 from tinyvllm_extra.kernels import graphs
-from tinyvllm_extra.kernels.graphs import usual_sizes
-from tinyvllm_extra.kernels.graph_choice import CAPTURE_THRESHOLD
+from tinyvllm_extra.kernels.graphs import CAPTURE_THRESHOLD, usual_sizes
 from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.options import LLMConfig
 from tinyvllm_extra.serving import AsyncLLM

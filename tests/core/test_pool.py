@@ -18,8 +18,7 @@ BS = ENGINE["block_size"]
 @pytest.fixture
 def set_free_memory(llm, monkeypatch):
   """A function that sets the device's free bytes."""
-  kind = type(llm.backend)
-  return lambda num_bytes: monkeypatch.setattr(kind, "free_memory", lambda backend, device: num_bytes)
+  return lambda num_bytes: monkeypatch.setattr(type(llm.backend).memory, "free", lambda devices: num_bytes)
 
 
 def test_pool_size_is_all_sequences_or_as_many_as_fit(folder, llm, set_free_memory):

@@ -30,7 +30,6 @@ SHARED_CLASS_NAMES = {
   "Norm": "to be renamed", "Sampler": "to be renamed", "StoredTensor": "to be renamed"}
 # Functions with more than MAX_FUNCTION_LINES code lines or MAX_LOCALS local variables; only ever remove one
 LARGE_FUNCTIONS = {
-  f"{CORE}.backend.attend",
   f"{EXTRA}.formats.hub.report", f"{EXTRA}.formats.quantization.read_matrix",
   *(f"{EXTRA}.kernels.generic.{name}" for name in ("rope_kernel", "attend_kernel", "add_values")),
   *(f"{EXTRA}.kernels.matmul.{name}" for name in (

@@ -112,7 +112,7 @@ def test_other_thread_may_use_engine_between_stream_tokens(llm, folder, gate):
 def test_captured_step_runs_while_another_engine_is_blocked(llm, small_llm, folder, monkeypatch, gate, place, overlaps):
   """The other engine waits for a step's results, launches a step, or loads."""
   backend, launch = llm.runner.backend, llm.runner.launch
-  monkeypatch.setattr(type(backend), "choose_graph", lambda backend, runner, key: key)
+  monkeypatch.setattr(type(backend.graphs), "choose", lambda graphs, runner, key: key)
   set_overlap(monkeypatch, llm.runner, overlaps)
   for engine, ids in ((llm, IDS), (small_llm, OTHER)): run_generate(engine, ids)   # captures the graphs
   if place == "wait": monkeypatch.setattr(llm.runner, "launch", lambda step: gate.guard("wait", launch(step)))
@@ -132,7 +132,7 @@ def test_captures_and_loads_exclude_each_other(folder, monkeypatch, gate, first,
   for kind in kinds:
     engine = LLM(folder, **ENGINE)   # nothing is captured yet
     backend = engine.runner.backend
-    monkeypatch.setattr(backend, "run_graph", gate.guard("capture", backend.run_graph))
+    monkeypatch.setattr(backend.graphs, "run", gate.guard("capture", backend.graphs.run))
     calls.append((gate.load, folder, type(backend)()) if kind == "load" else (run_generate, engine, IDS, 1))
   futures = [gate.start(*calls[0]), gate.submit(*calls[1])]
   time.sleep(0.3)

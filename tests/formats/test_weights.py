@@ -62,9 +62,9 @@ def test_tensor_above_largest_tensor_raises_with_sizes(tmp_path, monkeypatch, dt
   folder, renderer = tiny_model(tmp_path, dtype=dtype), type(Device[Device.DEFAULT].renderer)
   supported_dtypes = renderer.supported_dtypes
   monkeypatch.setattr(renderer, "supported_dtypes", lambda self: supported_dtypes(self) - {dtypes.float16})
-  monkeypatch.setattr("tinyvllm.backend.Backend.largest_tensor", lambda self: size - 1)
+  monkeypatch.setattr("tinyvllm.backend.Memory.largest_tensor", lambda self: size - 1)
   check_refused(folder, folder, "embed_tokens", f"{size} bytes", size - 1)
-  monkeypatch.setattr("tinyvllm.backend.Backend.largest_tensor", lambda self: size)
+  monkeypatch.setattr("tinyvllm.backend.Memory.largest_tensor", lambda self: size)
   assert LLM(folder, **AUTO).generate({"prompt_token_ids": IDS}, SamplingParams(max_tokens=1))[0].finished
 
 

@@ -14,16 +14,12 @@ ENGINE = {"dtype": "float32", "max_model_len": 128, "block_size": 4, "max_num_se
 SAMPLING_ENGINE = {**ENGINE, "max_num_seqs": 8, "max_num_batched_tokens": 8}   # few samplers: each compiles for seconds
 
 
-def token_rows(positions: Any, slots: Any, blocks: Any, block_size: int, max_blocks: int = 0) -> np.ndarray:
+def token_rows(positions: Any, slots: Any, blocks: Any) -> np.ndarray:
   """Return the tokens of a step, (columns of TOKENS, T) int32, from positions, slots and physical blocks, (T,) each."""
-  from tinyvllm.runner import TILE, TOKENS
+  from tinyvllm.backend import TOKENS
   positions, slots, blocks = (np.asarray(x) for x in (positions, slots, blocks))
-  fields = {"id": 0 * positions, "position": positions, "slot": slots, "block": blocks,
-            "table_index": slots * max_blocks + positions // block_size, "query_tile": np.full(len(positions), -1)}
-  runs = np.split(np.arange(len(positions)), np.flatnonzero((np.diff(slots) != 0) | (np.diff(positions) != 1)) + 1)
-  tiles = [run[i:i + TILE] for run in runs for i in range(0, len(run), TILE)]
-  fields["query_tile"][:len(tiles)] = [tile[0] * TILE + len(tile) - 1 for tile in tiles]
-  return np.stack([fields[name] for name in TOKENS.dtype.names]).astype(np.int32)   # (columns, T)
+  fields = {"id": 0 * positions, "position": positions, "slot": slots, "block": blocks}
+  return np.stack([fields[name] for name in TOKENS.formats]).astype(np.int32)   # (columns, T)
 
 
 class LogitsRecorder:

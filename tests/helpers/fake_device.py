@@ -8,8 +8,9 @@ import pytest
 from tinygrad import Tensor, dtypes
 
 from tinyvllm import backend
-from tinyvllm.runner import LOGITS, NO_TILE, TILE, TOKENS, UNKNOWN, GraphKey, Runner
-from tinyvllm_extra.kernels import FastBackend
+from tinyvllm.backend import LOGITS, TOKENS
+from tinyvllm.runner import UNKNOWN, GraphKey, Runner
+from tinyvllm_extra.kernels import FastBackend, drivers, graphs
 from tinyvllm_extra.sampling.logits import ADJUSTMENTS, NUM_BEST, HiddenStatesPlan, LogitsPlan
 
 from .models import load
@@ -57,13 +58,12 @@ class Step:
     T, S = key.num_tokens, key.num_rows
     columns, self.rest = np.split(words, [(TOKENS.num_words + LOGITS.num_words) * T])
     tokens, rows = np.split(columns.reshape(-1, T), [TOKENS.num_words])
-    self.tokens = dict(zip(TOKENS.dtype.names, tokens, strict=True))
-    self.rows = {name: row[:S].copy().view(LOGITS.dtype[name])
-                 for name, row in zip(LOGITS.dtype.names, rows, strict=True)}
+    self.tokens = dict(zip(TOKENS.formats, tokens, strict=True))
+    self.rows = {name: rows[i, :S].copy().view(form) for i, (name, form) in enumerate(LOGITS.formats.items())}
     self.plan = key.plan or LogitsPlan(runner.model.config.vocab_size, False, 0, False)
     self.tables, self.last = array_of(runner.block_tables), array_of(runner.last_tokens)
     self.padding = runner.config.max_num_seqs   # the slot of padding
-    self.tables.ravel()[self.tokens["table_index"]] = self.tokens["block"]
+    self.tables[self.tokens["slot"], self.tokens["position"] // runner.config.block_size] = self.tokens["block"]
     ids = np.where(self.tokens["id"] == UNKNOWN, self.last[self.tokens["slot"]], self.tokens["id"])
     self.sequences = {}   # slot -> indices of its tokens
     for slot in {*self.tokens["slot"].tolist()} - {self.padding}:
@@ -71,9 +71,6 @@ class Step:
       assert (np.diff(self.tokens["position"][index]) == 1).all(), "a sequence's tokens must be consecutive"
       blocks = self.tables[slot, self.tokens["position"][index] // runner.config.block_size]
       assert (self.tokens["block"][index] == blocks).all() and blocks.all(), "a token's block is not in its table"
-    spans = [index[i:i + TILE] for index in self.sequences.values() for i in range(0, len(index), TILE)]
-    tiles = sorted(span[0] * TILE + len(span) - 1 for span in spans if span[-1] - span[0] == len(span) - 1)
-    assert self.tokens["query_tile"].tolist() == tiles + [NO_TILE] * (T - len(spans)), "wrong query tiles"
     self.ids = ids
     assert (ids >= 0).all() and (ids < self.plan.vocab_size).all(), "a token id out of range"
 
@@ -206,7 +203,7 @@ def gumbel_noise(seed_low: int, seed_high: int, position: int, vocab_size: int) 
 
 
 class Graph:
-  """A step's graph as FastBackend.run_graph calls it. The first call captures it."""
+  """A step's graph as FewGraphs.run calls it. The first call captures it."""
   cnt = property(lambda self: self.graph.cnt)
 
   def __init__(self, backend: "FakeBackend", runner: Runner, graph: Any, key: GraphKey):
@@ -217,27 +214,32 @@ class Graph:
     return self.backend.device(self.runner).run(Step(self.runner, self.key))
 
 
+class FakeMemory(drivers.DriverMemory):
+  def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int:
+    return min(super().max_blocks(num_bytes, block_bytes, min_blocks), max(1024, min_blocks))
+
+
+class FakeGraphs(graphs.FewGraphs):
+  def run(self, runner: Runner, graph: Any, key: GraphKey) -> Any:
+    return super().run(runner, Graph(runner.backend, runner, graph, key), key)
+
+
 class FakeBackend(FastBackend):
   """A backend whose steps run on a fake device; all else is the extension's. devices: a fake device for each runner,
   an object with `run`; by default its LLaMA."""
   Linear, GateUp, Norm = Linear, GateUp, Norm
+  memory = FakeMemory()
 
   def kv_layout(self, model: Any, config: Any, dtype: Any) -> list[tuple[tuple[int, ...], Any]]:
     return backend.Backend.kv_layout(self, model, config, dtypes.float32)
 
   def __init__(self) -> None:
-    super().__init__()
+    self.graphs = FakeGraphs()
     self.devices: dict[Runner, Any] = {}
 
   def device(self, runner: Runner) -> Any:
     if runner not in self.devices: self.devices[runner] = LlamaDevice(runner)
     return self.devices[runner]
-
-  def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int:
-    return min(super().max_blocks(num_bytes, block_bytes, min_blocks), max(1024, min_blocks))
-
-  def run_graph(self, runner: Runner, graph: Any, key: GraphKey) -> Any:
-    return super().run_graph(runner, Graph(self, runner, graph, key), key)
 
   def start_reading(self, tensor: Any) -> Any: return tensor.tolist
 

@@ -11,6 +11,7 @@ from tinygrad.dtype import DType
 
 from tinyvllm.backend import Backend, cpu_cores
 from tinyvllm_extra.kernels import FastBackend
+from tinyvllm_extra.kernels.tensor_cores import add_query_tiles
 from tinyvllm_extra.kernels.matmul import Linear, pack_numbers, prepare_scales, reorder, scales_shape
 from tinyvllm_extra.formats.quantization import Quantized
 
@@ -94,13 +95,12 @@ def check_attention(version: str, sequences: list[tuple[int, int]], shape: tuple
   if kind != "auto": cache[:, blocks, offsets] = [quantize_kv(x, kind)[0] for x in kv]
   expected = reference_attention(q, cache, table, rows, positions, first, **options)
   qkv = np.concatenate([x.reshape(len(rows), -1) for x in (q, *kv)], 1)
-  padding = token_rows([0], [R], [0], block_size, M)
-  padding[-1] = -1   # no query tile
-  tokens = np.concatenate([token_rows(positions, rows, blocks, block_size, M), *[padding] * num_padding], 1)
+  tokens = np.concatenate([token_rows(positions, rows, blocks), *[token_rows([0], [R], [0])] * num_padding], 1)
   rope = np.stack([np.ones((M * block_size, D // 2)), np.zeros((M * block_size, D // 2))], 1).astype(np.float32)
   caches = [on_device(x) for x in (*as_stored(version, *stored), *[x.astype(np.float32) for x in scales])]
   if "sinks" in options: options["sinks"] = on_device(options["sinks"])
   qkv, *inputs = [on_device(x) for x in (np.pad(qkv, ((0, num_padding), (0, 0))), rope, tokens, table.astype(np.int32))]
+  if version == "tensor cores": inputs[1] = add_query_tiles(*inputs[1:]).realize()
   output = (Backend() if version == "core" else FastBackend()).attend(qkv, caches, *inputs, KV * G, **options)
   output = output.numpy()[:len(rows)].reshape(q.shape).astype(np.float32)
   np.testing.assert_allclose(output, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
@@ -115,7 +115,7 @@ def check_rope(version: str, kernel: Callable, num_tokens: int, shape: tuple[int
   qkv = rng.standard_normal((num_tokens, KV * (G + 2), D)).astype(dtype)
   angles = np.arange(5 * block_size)[:, None] * rope_frequencies({"rope_theta": 1e4}, D)
   rope = np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
-  tokens = token_rows(positions, 0 * positions, slots // block_size, block_size)
+  tokens = token_rows(positions, 0 * positions, slots // block_size)
   empty = np.zeros((2, num_blocks, block_size, KV, D), dtype if kind == "auto" else np.uint8)
   scales = [np.zeros((num_blocks, KV, 2, block_size), np.float32)] if kind == "int8" else []
   arrays = *as_stored(version, *empty), *scales, qkv.reshape(num_tokens, -1), rope, tokens

@@ -24,7 +24,7 @@ from tinygrad.helpers import ansistrip
 from tinygrad.uop.ops import Ops
 
 from tinyvllm import LLM
-from tinyvllm_extra.kernels import graph_choice, make_backend
+from tinyvllm_extra.kernels import graphs, make_backend
 
 BS, BUDGET, BLOCKS = 4, 8, 16   # block size, token budget of a step, blocks in the pool
 ENGINE = {"max_model_len": BS * BLOCKS, "block_size": BS, "max_num_seqs": BUDGET, "max_num_batched_tokens": BUDGET}
@@ -124,7 +124,7 @@ def clear_cache(llm):
 def test_greedy_ids_equal_reference_with_kernels_within_device_limits(llm, folder, length):
   job = make_job(folder, length, 6, length)
   assert generate(llm, job) == [job.output_ids]
-  assert limit_violations(llm, llm.backend.largest_tensor()) == []
+  assert limit_violations(llm, llm.backend.memory.largest_tensor()) == []
 
 
 @pytest.mark.parametrize("name", ["offsets", "compressed-tensors, int8 per group"])
@@ -308,21 +308,21 @@ def test_quantized_kv_cache_equals_reference_with_rounded_k_and_v(folder, kind):
     num_equal += sum(margins == 0)
     assert ids_of(llm.generate(tokens(ids), greedy(6))[0]) == output_ids
   assert num_equal >= 22, num_equal
-  assert limit_violations(llm, llm.backend.largest_tensor()) == []
+  assert limit_violations(llm, llm.backend.memory.largest_tensor()) == []
 
 
 def test_kernels_of_each_graph_kind_stay_within_device_limits(llm_float32, folder, monkeypatch):
   """Runs each kind itself, so that the test passes alone: greedy, sampled, logit_bias, masked, log probabilities."""
-  monkeypatch.setattr(graph_choice, "CAPTURE_THRESHOLD", 0)   # capture each graph instead of running a larger one
+  monkeypatch.setattr(graphs, "CAPTURE_THRESHOLD", 0)   # capture each graph instead of running a larger one
   for length in (1, 2, 4, 8): llm_float32.generate(tokens([270 + length] * length), greedy(1))
   for options in (*FIELDS.values(), {"logprobs": 3}): llm_float32.generate(tokens([260]), greedy(1, **options))
   llm_float32.generate(tokens([*range(260, 268)]), greedy(1, logprobs=20, prompt_logprobs=20))
   check_all_fields(llm_float32, folder)
-  sizes = map(graph_choice.sizes_of, llm_float32.runner.graphs)
+  sizes = map(graphs.sizes_of, llm_float32.runner.graphs)
   kinds = {(mode, *map(bool, features)) for _, _, mode, *features, _ in sizes}
   assert {(0, False, False, False), (1, False, False, False), (2, False, False, False), (0, True, False, False),
           (0, False, True, False), (0, False, False, True), (2, True, True, True)} <= kinds
-  assert limit_violations(llm_float32, llm_float32.backend.largest_tensor()) == []
+  assert limit_violations(llm_float32, llm_float32.backend.memory.largest_tensor()) == []
 
 
 # Devices with a limit on tensor sizes
@@ -331,7 +331,7 @@ LARGEST = 40 * 1024   # bytes: 32 rows of logits, 160 of the 257 blocks that 16 
 
 
 def set_largest_tensor(monkeypatch, largest):
-  monkeypatch.setattr(type(make_backend()), "largest_tensor", lambda backend: largest)
+  monkeypatch.setattr(make_backend().memory, "largest_tensor", lambda: largest)
 
 
 def test_largest_tensor_limits_step_and_pool_with_message(folder, monkeypatch, caplog, llm_float32):
@@ -361,7 +361,7 @@ def test_weight_above_largest_tensor_raises_with_name_and_sizes(folder, monkeypa
 
 def test_tensor_of_the_largest_reported_size_holds_values():
   backend = make_backend()
-  free, largest = backend.free_memory(Device.DEFAULT), backend.largest_tensor()
+  free, largest = backend.memory.free((Device.DEFAULT,)), backend.memory.largest_tensor()
   assert free > 2**30 and largest >= 2**27
   size = min(largest, free // 4, 2**28) // 4   # elements; 2**28 bytes are above the limit that OpenCL guarantees
   x = (Tensor.arange(size // 2**16).reshape(-1, 1) + Tensor.zeros(2**16, dtype=dtypes.int32)).contiguous().realize()

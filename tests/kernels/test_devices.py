@@ -25,7 +25,7 @@ def open_fake(monkeypatch):
   renderer = Device["CPU"].renderer
   fakes = {}
   monkeypatch.setattr(Device, "_Device__get_canonicalized_item", lambda name: fakes.get(name) or real(name))
-  monkeypatch.setattr(drivers, "host_memory", lambda: drivers.Memory(HOST, HOST_TOTAL))
+  monkeypatch.setattr(drivers, "host_memory", lambda: drivers.MemoryReport(HOST, HOST_TOTAL))
 
   def add(name, **attributes):
     fakes[name] = SimpleNamespace(device=name, renderer=renderer, arch="", **attributes)
@@ -48,9 +48,9 @@ def fake_opencl(monkeypatch, open_fake):
 
 def memory(name):
   """Return free bytes, total bytes and the maximum bytes of a tensor on a device."""
-  backend = kernels.FastBackend()
+  policy = kernels.FastBackend.memory
   with helpers.Context(DEV=name):
-    return backend.free_memory(name), doctor.describe(Device[name])[1], backend.largest_tensor()
+    return policy.free((name,)), doctor.describe(Device[name])[1], policy.largest_tensor()
 
 
 # The default device

@@ -87,7 +87,7 @@ def test_bytes_per_token_are_half_of_float16():
 
 def test_number_of_blocks_follows_kv_cache_dtype(folder, monkeypatch, caplog):
   """The pool has as many blocks as fit in free memory."""
-  monkeypatch.setattr(FastBackend, "free_memory", lambda backend, device: 300_000)
+  monkeypatch.setattr(FastBackend.memory, "free", lambda devices: 300_000)
   blocks = {}
   for kind in ("auto", *KINDS):
     with caplog.at_level("INFO", "tinyvllm"): llm = LLM(folder, kv_cache_dtype=kind, **{**ENGINE, "max_num_seqs": 16})

@@ -20,6 +20,8 @@ from tinygrad.runtime.autogen import cuda
 
 from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import InputError
+from tinyvllm_extra.kernels import drivers
+from tinyvllm_extra.kernels.drivers import RESERVE, MemoryReport
 from tinyvllm_extra.kernels.matmul import Linear
 from tinyvllm_extra.kernels.parallel import check_peers, device_names
 from tinyvllm_extra.formats.quantization import dequantize, quantize
@@ -246,7 +248,8 @@ def test_two_devices_hold_twice_the_blocks_of_one(folder, monkeypatch):
   size = num_blocks * kv_bytes(engines[0]) // engines[0].runner.num_blocks
   for count, weight in enumerate(weights, 1):
     free = count * (weight + size)
-    monkeypatch.setattr("tinyvllm_extra.kernels.FastBackend.free_memory", lambda self, name, free=free: free)
+    report = MemoryReport(free + RESERVE, free + RESERVE)
+    monkeypatch.setattr(drivers, "host_memory", lambda report=report: report)
     llm = LLM(folder, **SMALL, gpu_memory_utilization=1.0, tensor_parallel_size=count)
     assert llm.runner.num_blocks == count * num_blocks and kv_bytes(llm) == size
 

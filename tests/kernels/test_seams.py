@@ -24,7 +24,6 @@ class CoreCheckpoint:
 class OneDevice:
   names = (Device.DEFAULT,)
   def __init__(self, config): pass
-  def free_memory(self, backend): return backend.free_memory(Device.DEFAULT)
   def shard(self, model): return model
   def jit(self, step): return TinyJit(step)
   def gather(self, logits): return logits

@@ -4,13 +4,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from helpers.engines import token_rows
 from helpers.kernels import as_stored, check_attention, check_rope, spread
 from helpers.tensor_cores import SLOW, TOLERANCE, each_kind, on_tensor_cores, replace_cuda_statements
-from tinygrad import Device, dtypes
+from tinygrad import Device, Tensor, dtypes
 
-from tinyvllm.runner import TILE
 from tinyvllm_extra.kernels import tensor_cores
-from tinyvllm_extra.kernels.tensor_cores import BS
+from tinyvllm_extra.kernels.tensor_cores import BS, TILE, add_query_tiles
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,18 @@ def test_rope_kernel_equals_numpy(T, kind):
   check_rope("tensor cores", tensor_cores.rope_kernel, T, (KV, G, D), 4e-3, kind, "float16")
   blocks = as_stored("tensor cores", *np.zeros((2, 1, BS, KV, D), np.float16 if kind == "auto" else np.uint8))
   assert [x.shape[1:] for x in blocks] == [shape for shape, _ in parts(KV, G, D, kind)[:2]]
+
+
+@pytest.mark.parametrize("sizes", [(0, 3), (1, 70, 0, 64, 65, 3), (128, 0, 2), (64,)])   # tokens of each slot; padding
+def test_query_tiles_are_up_to_64_tokens_of_a_sequence(sizes):
+  slots = np.repeat(np.arange(len(sizes)), sizes)
+  starts = np.cumsum([0, *sizes[:-2]])
+  expected = [(start + i) * TILE + min(TILE, n - i) - 1
+              for start, n in zip(starts, sizes[:-1], strict=False) for i in range(0, n, TILE)]
+  tokens = Tensor(token_rows(0 * slots, slots, slots))
+  tiles = add_query_tiles(tokens, Tensor.zeros(len(sizes), 1)).numpy()
+  assert tiles[-1].tolist() == expected + [-1] * (len(slots) - len(expected))
+  np.testing.assert_array_equal(tiles[:-1], tokens.numpy())
 
 
 def test_tensor_cores_selected_only_for_supported_block_and_head_sizes():

@@ -15,7 +15,7 @@ from helpers.hub import Hub
 from helpers.models import sentencepiece_model, tensor_shapes
 from helpers.servers import wait_until
 
-from tinyvllm_extra.kernels.fast_backend import RESERVE
+from tinyvllm_extra.kernels.drivers import RESERVE
 
 GIB = 2**30
 

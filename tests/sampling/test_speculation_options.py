@@ -32,7 +32,7 @@ def test_draft_model_that_does_not_fit_the_target_raises(words_folder, tmp_path,
   byte_level_bpe().save(str(folder / "tokenizer.json"))
   with pytest.raises(ValueError, match="another vocabulary"): open_with(folder)
   # Enough bytes for one of the two models
-  monkeypatch.setattr("tinyvllm_extra.kernels.FastBackend.free_memory", lambda backend, device: 300_000)
+  monkeypatch.setattr("tinyvllm_extra.kernels.drivers.DriverMemory.free", lambda memory, devices: 300_000)
   LLM(words_folder, **ENGINE)
   with pytest.raises(ValueError, match="speculative_config: the draft model .* smaller"): open_with(words_folder)
 

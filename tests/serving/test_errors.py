@@ -66,7 +66,7 @@ def test_max_model_len_above_model_limit_raises(folder):
   (220_000, {"max_model_len": 511}, r"max_model_len=511.*GiB.*gpu_memory_utilization")],
   ids=["no weights", "weights only", "few blocks"])
 def test_kv_cache_without_memory_raises(folder, monkeypatch, free, options, message):
-  monkeypatch.setattr("tinyvllm_extra.kernels.FastBackend.free_memory", lambda backend, device: free)
+  monkeypatch.setattr("tinyvllm_extra.kernels.drivers.DriverMemory.free", lambda memory, devices: free)
   with pytest.raises(ValueError, match=message): LLM(folder, **options)
 
 

@@ -37,7 +37,7 @@ def probe(seconds: float) -> None:
     facts = open_device()
     best = kernels.make_backend()
     name, total = describe(Device.default)
-    most = best.largest_tensor()
+    most = best.memory.largest_tensor()
     emit(opens=True, device=name, renderer=f"{Device.DEFAULT} {type(Device.default.renderer).__name__}", **facts,
          total_gib=total / GIB, largest_gib=min(total, most) / GIB)
     size = min(BUFFER, most, int(facts["free_gib"] * GIB) // 4)
@@ -55,7 +55,7 @@ def describe(opened: Any) -> tuple[str, int]:
   """Return a device's name, or else its architecture, and its total memory in bytes."""
   if opened.device == "CUDA":
     from tinyvllm_extra.kernels import cuda
-    return cuda.describe(opened)
+    return cuda.device_name(opened), device_memory(opened.device).total
   info = pathlib.Path("/proc/cpuinfo")
   names = re.findall(r"model name\s*: (.*)", info.read_text()) if opened.device == "CPU" and info.exists() else []
   return [*names, getattr(opened, "device_name", opened.arch or "")][0], device_memory(opened.device).total

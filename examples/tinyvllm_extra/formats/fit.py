@@ -25,7 +25,7 @@ def open_device() -> dict[str, Any]:
   backend = kernels.make_backend()
   supported = Device.default.renderer.supported_dtypes()
   return {"dtype": backend.pick_dtype("auto"), **{name: getattr(dtypes, name) in supported for name in DTYPES},
-          "free_gib": backend.free_memory(Device.DEFAULT) / GIB, "why": why}
+          "free_gib": backend.memory.free((Device.DEFAULT,)) / GIB, "why": why}
 
 
 def prequantized(hf: dict[str, Any]) -> str | None:
@@ -107,12 +107,12 @@ def remedy(checkpoint: Any, free: int) -> str:
 def check_memory(checkpoint: Any, quantization: str | None) -> None:
   """Raise InputError if the weights alone exceed the free memory of a device, with the quantization that fits. Log a
   warning if loading may exceed it. Backends and devices whose memory is a guess are not checked."""
-  devices, backend = checkpoint.model.devices, checkpoint.model.backend
-  if not isinstance(backend, kernels.FastBackend) or not all(map(backend.knows_memory, devices.names)): return
+  names, memory = checkpoint.model.devices.names, checkpoint.model.backend.memory
+  if not isinstance(memory, drivers.DriverMemory) or not memory.is_known(names): return
   size = weight_bytes(checkpoint, quantization)
-  if size > devices.free_memory(backend): drivers.free_unused_buffers(devices.names)
-  free = devices.free_memory(backend)
-  text = f"{devices.names[0]} has {free / GIB:.2f} GiB of free memory"
+  if size > memory.free(names): drivers.free_unused_buffers(names)
+  free = memory.free(names)
+  text = f"{names[0]} has {free / GIB:.2f} GiB of free memory"
   check(size <= free, f"model: {checkpoint.path} needs {size / GIB:.2f} GiB for its weights, but {text}: "
         f"{remedy(checkpoint, free)}")
   peak = loading_bytes(checkpoint, quantization)

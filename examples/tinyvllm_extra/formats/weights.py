@@ -214,7 +214,7 @@ class SafetensorsCheckpoint(StoredWeights, llama.Checkpoint):
     for array, device in zip(arrays, self.model.devices.names, strict=True):
       tensor = to_device(np.ascontiguousarray(array), dtype, device)
       size = max(array.nbytes, tensor.nbytes())   # the array is copied before it is cast
-      limit = self.model.backend.largest_tensor()
+      limit = self.model.backend.memory.largest_tensor()
       check(size <= limit, f"model: {self.path}: {', '.join(module.sources)}: {size} bytes, but the device's "
             f"limit for a tensor is {limit}: choose another device, such as DEV=CPU")
       tensors.append(tensor.realize())

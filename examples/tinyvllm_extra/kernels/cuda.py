@@ -11,18 +11,27 @@ from tinygrad.runtime.autogen import cuda
 from tinygrad.runtime.graph.cuda import CUDAGraph
 from tinygrad.runtime.ops_cuda import CUDADevice, check, init_c_var
 
+from .drivers import READERS, MemoryReport
 from .fast_backend import FastBackend
 
 PINNED = BufferSpec(host=True)
 
 
-def describe(device: CUDADevice) -> tuple[str, int]:
-  """Return the device's name and its total memory in bytes."""
+def device_name(device: CUDADevice) -> str:
   name = ctypes.create_string_buffer(256)
-  total = ctypes.c_size_t()
   check(cuda.cuDeviceGetName(name, 256, device.cu_device))
-  check(cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device.cu_device))
-  return name.value.decode(), total.value
+  return name.value.decode()
+
+
+def cuda_memory(device: CUDADevice) -> MemoryReport:
+  """Return the device's memory. Makes its context current."""
+  free, total = ctypes.c_size_t(), ctypes.c_size_t()
+  check(cuda.cuCtxSetCurrent(device.context))
+  check(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)))
+  return MemoryReport(free.value, total.value)
+
+
+READERS["CUDA"] = cuda_memory
 
 
 def can_access_peer(reader: CUDADevice, owner: CUDADevice) -> bool:
@@ -41,15 +50,6 @@ class RangedGraph(CUDAGraph):
 class CUDABackend(FastBackend):
   """The backend for NVIDIA GPUs."""
   reads_early = True
-
-  def knows_memory(self, device: str) -> bool: return True
-
-  def free_memory(self, device: str) -> int:
-    """Return the device's free memory in bytes. Makes its context current."""
-    free = ctypes.c_size_t()
-    check(cuda.cuCtxSetCurrent(Device[device].context))   # type: ignore[attr-defined]   # a CUDADevice
-    check(cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(ctypes.c_size_t())))
-    return free.value
 
   def start_reading(self, tensor: Tensor) -> Callable[[], Any]:
     """Start to copy a tensor to the host. Return a function that waits for the copy and returns nested lists.

@@ -1,12 +1,13 @@
 """Questions to the drivers of devices and to the kernel: how much memory a device or this process has, and whether an
 OpenCL device is a CPU. Reads the attributes of tinygrad's device objects."""
 import contextlib, ctypes, os, pathlib, re, resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tinygrad import Device
 
-from tinyvllm.backend import Backend
+from tinyvllm import backend
+from tinyvllm.backend import cpu_cores
 
 KFD_NODES = pathlib.Path("/sys/devices/virtual/kfd/kfd/topology/nodes")
 PROC, CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
@@ -14,10 +15,11 @@ PROC, CGROUPS = pathlib.Path("/proc"), pathlib.Path("/sys/fs/cgroup")
 # the field of memory.stat with the file cache that the kernel frees first
 CGROUP_FILES = {"": ("", "memory.max", "memory.current", "inactive_file"),
                 "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}
+RESERVE = 2**29   # bytes of the host's memory that weights and KV cache do not use
 VRAM = ("1", "2")   # KFD's heap types of a card's memory: accessible to the host, and not accessible
 
 
-class Memory(NamedTuple):
+class MemoryReport(NamedTuple):
   """A device's memory in bytes. largest: maximum bytes of a tensor; 0 if the driver has no such limit. is_known: False
   if the driver does not report its memory, and this is the host's."""
   free: int
@@ -31,15 +33,15 @@ def read_numbers(path: pathlib.Path) -> dict[str, int]:
   return {name: int(value) for name, value in re.findall(r"^(\w+):?[ \t]+(\d+)", path.read_text(), re.M)}
 
 
-def machine_memory() -> Memory:
+def machine_memory() -> MemoryReport:
   """Return the machine's memory. On Linux, file cache that the kernel can free counts as free."""
   with contextlib.suppress(OSError, KeyError):
     meminfo = read_numbers(PROC / "meminfo")
-    return Memory(meminfo["MemAvailable"] * 1024, meminfo["MemTotal"] * 1024)
-  return Memory(Backend().free_memory("CPU"), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return MemoryReport(meminfo["MemAvailable"] * 1024, meminfo["MemTotal"] * 1024)
+  return MemoryReport(backend.Memory().free(("CPU",)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def cgroup_memory() -> Iterator[Memory]:
+def cgroup_memory() -> Iterator[MemoryReport]:
   """Yield the memory that this process's cgroup and its parents may still use, for each limit (cgroups v1 and v2)."""
   groups = (PROC / "self/cgroup").read_text().splitlines()
   for controllers, path in [line.split(":", 2)[1:] for line in groups]:
@@ -50,21 +52,21 @@ def cgroup_memory() -> Iterator[Memory]:
       with contextlib.suppress(OSError, ValueError):
         place = CGROUPS / folder / str(group)[1:]
         limit, usage = [int((place / file).read_text()) for file in files]
-        yield Memory(limit - usage + read_numbers(place / "memory.stat").get(cache, 0), limit)
+        yield MemoryReport(limit - usage + read_numbers(place / "memory.stat").get(cache, 0), limit)
 
 
-def host_memory() -> Memory:
+def host_memory() -> MemoryReport:
   """Return the machine's memory, or the memory that this process may still use if RLIMIT_DATA or a cgroup limits it."""
   limits = [machine_memory()]
   with contextlib.suppress(OSError, KeyError):   # only Linux has these files
     limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
     usage = read_numbers(PROC / "self/status")["VmData"] * 1024
-    if limit != resource.RLIM_INFINITY: limits.append(Memory(limit - usage, limit))
+    if limit != resource.RLIM_INFINITY: limits.append(MemoryReport(limit - usage, limit))
     limits += cgroup_memory()
-  return Memory(max(0, min(x.free for x in limits)), min(x.total for x in limits))
+  return MemoryReport(max(0, min(x.free for x in limits)), min(x.total for x in limits))
 
 
-def device_memory(name: str) -> Memory:
+def device_memory(name: str) -> MemoryReport:
   """Return the memory that the driver of a device reports. The host's memory for a CPU and other devices."""
   kind = name.partition(":")[0]
   read = READERS.get(kind)
@@ -80,22 +82,22 @@ def free_unused_buffers(names: tuple[str, ...]) -> None:
     if hasattr(allocator, "free_cache"): allocator.free_cache()
 
 
-def amd_memory(device: Any) -> Memory:
+def amd_memory(device: Any) -> MemoryReport:
   """Read the files of Linux's amdgpu and KFD drivers. A card that tinygrad's own driver runs is not shared."""
   iface = device.iface
-  if hasattr(iface, "dev_impl"): return Memory(iface.dev_impl.vram_size, iface.dev_impl.vram_size)
+  if hasattr(iface, "dev_impl"): return MemoryReport(iface.dev_impl.vram_size, iface.dev_impl.vram_size)
   vram_used = int(pathlib.Path(iface.dev_sysfs_path, "mem_info_vram_used").read_text())
   files = (KFD_NODES / iface.gpus[device.device_id]).glob("mem_banks/*/properties")
   banks = [dict(line.split() for line in file.read_text().splitlines()) for file in files]
   total = sum(int(bank["size_in_bytes"]) for bank in banks if bank["heap_type"] in VRAM)
-  return Memory(total - vram_used, total)
+  return MemoryReport(total - vram_used, total)
 
 
-def metal_memory(device: Any) -> Memory:
+def metal_memory(device: Any) -> MemoryReport:
   """Return the limit that Metal recommends for a process. On Apple silicon it is a part of the host's memory."""
   gpu = device.sysdevice
   total = gpu.recommendedMaxWorkingSetSize()
-  return Memory(total - gpu.currentAllocatedSize(), total, gpu.maxBufferLength())
+  return MemoryReport(total - gpu.currentAllocatedSize(), total, gpu.maxBufferLength())
 
 
 def opencl_info(device: Any, name: str, size: int = 8) -> int:
@@ -109,15 +111,15 @@ def opencl_info(device: Any, name: str, size: int = 8) -> int:
 def is_opencl_cpu(device: Any) -> bool: return bool(opencl_info(device, "TYPE") & 2)   # CL_DEVICE_TYPE_CPU
 
 
-def opencl_memory(device: Any) -> Memory:
+def opencl_memory(device: Any) -> MemoryReport:
   """OpenCL does not report free memory: it is the total, or less if the host's memory is used."""
   total = opencl_info(device, "GLOBAL_MEM_SIZE")
   uses_host = is_opencl_cpu(device) or opencl_info(device, "HOST_UNIFIED_MEMORY", 4)
   free = min(total, host_memory().free) if uses_host else total
-  return Memory(free, total, opencl_info(device, "MAX_MEM_ALLOC_SIZE"))
+  return MemoryReport(free, total, opencl_info(device, "MAX_MEM_ALLOC_SIZE"))
 
 
-def webgpu_memory(device: Any) -> Memory:
+def webgpu_memory(device: Any) -> MemoryReport:
   """WebGPU limits buffers. Dawn also reports the sizes of an adapter's memory heaps, but not how much is free."""
   from tinygrad.runtime.autogen import webgpu
   limits = webgpu.WGPUSupportedLimits()
@@ -133,7 +135,29 @@ def webgpu_memory(device: Any) -> Memory:
   all_heaps = [heaps.heapInfo[i] for i in range(heaps.heapCount)]
   total = sum(heap.size for heap in all_heaps if heap.properties & webgpu.WGPUHeapProperty_DeviceLocal)
   is_discrete = info.adapterType == webgpu.WGPUAdapterType_DiscreteGPU
-  return Memory(total if is_discrete else min(total, host_memory().free), total, largest)
+  return MemoryReport(total if is_discrete else min(total, host_memory().free), total, largest)
 
 
-READERS = {"AMD": amd_memory, "METAL": metal_memory, "CL": opencl_memory, "WEBGPU": webgpu_memory}
+READERS: dict[str, Callable[[Any], MemoryReport]] = {   # cuda.py adds its own
+  "AMD": amd_memory, "METAL": metal_memory, "CL": opencl_memory, "WEBGPU": webgpu_memory}
+
+
+class DriverMemory(backend.Memory):
+  """A memory policy that asks the devices' drivers."""
+  def free(self, devices: tuple[str, ...]) -> int:
+    """Return the free bytes of each device. CPU devices share the host's, except RESERVE, which is left to Python,
+    capture and a step's buffers."""
+    free = min(device_memory(name).free for name in reversed(devices))   # first last: its CUDA context stays current
+    return max(0, free - RESERVE) // len(devices) if devices[0].startswith("CPU") else free
+
+  def is_known(self, devices: tuple[str, ...]) -> bool: return all(device_memory(name).is_known for name in devices)
+
+  def largest_tensor(self) -> int:
+    limit = device_memory(Device.DEFAULT).largest if Device.DEFAULT in READERS else 0
+    return limit or super().largest_tensor()
+
+  def max_blocks(self, num_bytes: int, block_bytes: int, min_blocks: int) -> int:
+    """Round down, because the kernel cache depends on this number. On a CPU, use at most 4 GiB."""
+    count = num_bytes // block_bytes
+    count -= count % (1 << max(0, count.bit_length() - 6))
+    return min(count, max(2**32 // block_bytes, min_blocks)) if cpu_cores() else count

@@ -19,15 +19,6 @@ from .schedule import (DEFAULT_OPTIONS, LOWEST, ScoreOptions, State, axes, axis,
                        lane_axis, largest, location, mean, rotate, separate, shared_by, unrolled)
 
 
-def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor, num_heads: int,
-           options: ScoreOptions, sinks: list[Tensor]) -> Tensor:
-  """Rotate q and k by their positions, write k and v to the cache, and attend causally. sinks: none, or one tensor,
-  (H,). Return (T, H * D)."""
-  q, cache = rotate_and_write(qkv, cache, rope, tokens, num_heads, rope_kernel)
-  kernel = functools.partial(attend_kernel, options=options)
-  return q.empty_like().custom_kernel(q, *cache, block_tables, tokens, *sinks, fxn=kernel)[0].flatten(1)
-
-
 def rotate_and_write(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, num_heads: int,
                      kernel: Callable[..., UOp]) -> tuple[Tensor, list[Tensor]]:
   """Run a rope_kernel. Return q, (T, KV, G, D), and the cache after the write."""
@@ -36,6 +27,13 @@ def rotate_and_write(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Ten
   q = Tensor.empty(qkv.shape[0], KV, num_heads // KV, D, dtype=qkv.dtype, device=qkv.device)
   q, *cache = q.custom_kernel(*cache, qkv, rope, tokens, fxn=kernel)[:-3]
   return q, cache
+
+
+def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor, options: ScoreOptions,
+         sinks: list[Tensor]) -> Tensor:
+  """Attend to the cache. q: (T, KV, G, D). sinks: none, or one tensor, (H,). Return q's shape."""
+  kernel = functools.partial(attend_kernel, options=options)
+  return q.empty_like().custom_kernel(q, *cache, block_tables, tokens, *sinks, fxn=kernel)[0]
 
 
 def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:

@@ -1,20 +1,69 @@
-"""Captures graphs at startup, so that no request waits for a capture."""
-import itertools, time
+"""Chooses the graph that a step runs with: its own shape, or a larger one that is captured. Captures graphs at startup,
+so that no request waits for a capture."""
+import collections, itertools, logging, operator, time
 from collections.abc import Iterator
 from typing import Any
 
-from tinygrad import helpers
+from tinygrad import Device, helpers
 
+from tinyvllm import backend
 from tinyvllm.backend import exclusive, renderer
 from tinyvllm.config import check, logger
 from tinyvllm.engine import Engine
 from tinyvllm.request import SamplerMode
 from tinyvllm.runner import GraphKey, Runner, build_step, next_power_of_two
 
-from .graph_choice import state_of
 from .tinygrad_patches import num_compiled
 
+CAPTURE_THRESHOLD = 16   # requests for a graph shape before it gets its own capture
 Variant = tuple[SamplerMode, Any]   # of a graph: its sampler and its LogitsPlan or None
+
+
+def sizes_of(key: GraphKey) -> tuple[int, ...]:
+  """Return a key as numbers. A graph also runs every step that is smaller in all of them."""
+  plan = key.plan
+  features = (plan.has_logprobs, plan.num_adjustments, plan.has_bitmask, plan.has_all_logprobs) if plan else (0,) * 4
+  return key.num_tokens, key.num_rows, key.sampler_mode, *features
+
+
+def cost(key: GraphKey) -> int:
+  """Return a step's relative time: reading the weights takes as long as 16 tokens, an optional feature half a step."""
+  num_tokens, _, *features = sizes_of(key)
+  return (16 + num_tokens) * (2 + sum(map(bool, features)))
+
+
+class FewGraphs(backend.Graphs):
+  """A graph policy that pads steps, so that few graphs are captured."""
+  def __init__(self) -> None:
+    self.capture_sizes: list[int] = []   # tokens of the steps captured at startup
+    self.num_requested: collections.Counter[tuple[Runner, GraphKey]] = collections.Counter()
+
+  def choose(self, runner: Runner, key: GraphKey) -> GraphKey:
+    """Return `key` or a larger captured one: the fastest if steps were captured at startup, else only one that takes
+    less than twice the time, until `key` was requested CAPTURE_THRESHOLD times."""
+    if self.capture_sizes:
+      size = min([size for size in self.capture_sizes if size >= key.num_tokens], default=key.num_tokens)
+      rows = max(key.num_rows, min(size, runner.max_rows)) if key.num_rows <= runner.max_rows else size
+      key = key._replace(num_tokens=size, num_rows=rows)
+    sizes = sizes_of(key)
+    larger = [graph for graph in runner.graphs if all(map(operator.ge, sizes_of(graph), sizes))]
+    best = min(larger, key=cost, default=key)
+    self.num_requested[runner, key] += 1
+    can_wait = self.num_requested[runner, key] <= CAPTURE_THRESHOLD and cost(best) < 2 * cost(key)
+    return best if self.capture_sizes or can_wait else key
+
+  def run(self, runner: Runner, graph: Any, key: GraphKey) -> Any:
+    """Run a step, and log its capture (with level DEBUG during startup)."""
+    is_new = graph.cnt == 1
+    start_time = time.perf_counter()
+    num_kernels = num_compiled()
+    results = graph()
+    if is_new and graph.cnt > 1:   # not captured if eager
+      Device.default.synchronize()
+      level = logging.DEBUG if self.capture_sizes else logging.INFO
+      logger.log(level, f"captured a step of {key.num_tokens} tokens in {time.perf_counter() - start_time:.1f} s, "
+                 f"{num_compiled() - num_kernels} new kernels")
+    return results
 
 
 def usual_sizes(runner: Runner) -> list[int]:
@@ -38,7 +87,7 @@ def _capture(engine: Engine, sizes: list[int] | None, variants: list[Variant], q
   started = time.perf_counter()
   num_kernels = num_compiled()
   sizes = [] if engine.config.enforce_eager else sorted(sizes or usual_sizes(engine.runner))
-  state_of(engine.runner.backend).capture_sizes = sizes
+  if isinstance(engine.backend.graphs, FewGraphs): engine.backend.graphs.capture_sizes = sizes
   keys = [GraphKey(size, min(size, engine.runner.max_rows), *variant) for size in sizes for variant in variants]
   steps = [*itertools.product(keys, engine.runners)]
   for i, (key, runner) in enumerate(helpers.tqdm(steps, desc="capturing steps", disable=quiet or None), 1):

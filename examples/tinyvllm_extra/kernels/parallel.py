@@ -45,10 +45,6 @@ def check_peers(count: int) -> None:
 class Devices(backend.Devices):
   """Several devices of the same type. Each has the same number of vocabulary rows: the last ones are padding, whose
   logits `gather` removes."""
-  def free_memory(self, backend: backend.Backend) -> int:
-    free = min(backend.free_memory(name) for name in reversed(self.names))   # first last: its CUDA context stays
-    return free // len(self.names) if Device.DEFAULT == "CPU" else free      # CPU devices share the host's
-
   def shard(self, model: ModelConfig) -> ModelConfig:
     count = len(self.names)
     sizes = {name: getattr(model, name) for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size")}

@@ -9,8 +9,7 @@ from tinygrad.codegen.opt import Opt, OptOps
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
-from tinyvllm.backend import cpu_cores
-from tinyvllm.runner import TOKENS
+from tinyvllm.backend import TOKENS, cpu_cores
 
 LOWEST = -1e30   # score with weight 0; not -inf, because inf - inf is NaN
 LOG2_E = math.log2(math.e)
@@ -62,7 +61,7 @@ def shared_by(threads: int) -> tuple[Opt, ...]:
 
 
 def field(tokens: UOp, name: str, t: UOp) -> UOp:
-  """Load a column of runner.TOKENS. tokens: (columns, T) int32."""
+  """Load a column of TOKENS. tokens: (columns, T) int32."""
   return tokens[[*TOKENS.formats].index(name), t].load().cast(dtypes.weakint)
 
 

@@ -11,9 +11,8 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace, DType
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
-from tinyvllm.backend import renderer
+from tinyvllm.backend import TOKENS, renderer
 from tinyvllm.config import ModelConfig
-from tinyvllm.runner import TILE
 from tinyvllm_extra.options import LLMConfig
 
 from . import generic, kv_cache
@@ -24,6 +23,7 @@ from .schedule import (DEFAULT_OPTIONS, LOWEST, ScoreOptions, State, axes, axis,
 from .shared_memory import MMA, mma
 
 BS = 16   # positions in a block
+TILE = 64   # tokens in a query tile
 MIN_WORK_GROUPS = 128   # to keep a GPU busy
 SHARED_BYTES = 2**15    # limit for a work group's results in shared memory
 SCALE_FACTOR = 64       # keeps products of softmax weights and V's scales in float16's normal range
@@ -45,13 +45,33 @@ def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple
   return [((heads, D // 32, BS, 32 // n), element), ((heads, D // n, BS), element), *layout[2:]]
 
 
+def is_own_layout(cache: list[Tensor]) -> bool: return cache[0].ndim == 5
+
+
 def attend(qkv: Tensor, cache: list[Tensor], rope: Tensor, tokens: Tensor, block_tables: Tensor, num_heads: int,
            scale: float = 0, window: int = 0, cap: float = 0, sinks: Tensor | None = None) -> Tensor:
-  """Like Backend.attend, for both layouts."""
-  options, tensors = ScoreOptions(scale, window, cap), [] if sinks is None else [sinks]
-  if cache[0].ndim == 4: return generic.attend(qkv, cache, rope, tokens, block_tables, num_heads, options, tensors)
-  q, cache = generic.rotate_and_write(qkv, cache, rope, tokens, num_heads, rope_kernel)
-  return read(q, cache, tokens, block_tables, options, tensors).flatten(1)
+  """Like Backend.attend, for both layouts. tokens: for tensor cores, see `add_query_tiles`."""
+  options = ScoreOptions(scale, window, cap)
+  kernel = rope_kernel if is_own_layout(cache) else generic.rope_kernel
+  q, cache = generic.rotate_and_write(qkv, cache, rope, tokens, num_heads, kernel)
+  attend_to = read if is_own_layout(cache) else generic.read
+  return attend_to(q, cache, tokens, block_tables, options, [] if sinks is None else [sinks]).flatten(1)
+
+
+def add_query_tiles(tokens: Tensor, block_tables: Tensor) -> Tensor:
+  """Return tokens with another column, which only a prefill_kernel reads: its row n describes query tile n, up to TILE
+  consecutive tokens of a sequence: TILE * first token + number of further tokens, or -1 for no tile."""
+  slot = TOKENS.read(tokens)["slot"]                                    # (T,)
+  t = Tensor.arange(slot.shape[0], dtype=dtypes.int32)
+  is_earlier = t < t.unsqueeze(1)                                       # (T, T)
+  is_same = slot == slot.unsqueeze(1)
+  def count(x: Tensor) -> Tensor: return x.sum(1, dtype=dtypes.int32).contiguous()
+  begins = count(is_same & is_earlier) % TILE == 0
+  begins = (begins & (slot < int(block_tables.shape[0]) - 1)).contiguous()   # padding has the last slot
+  number = count(is_earlier & begins)                                   # tiles that begin earlier
+  tile = t * TILE + (count(is_same & is_earlier.logical_not()) - 1).minimum(TILE - 1)
+  tiles = count(((number == t.unsqueeze(1)) & begins).where(tile + 1, 0)) - 1
+  return tokens[:TOKENS.num_words].cat(tiles.unsqueeze(0)).contiguous()
 
 
 def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor,
@@ -180,7 +200,8 @@ def prefill_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp, options
   out: (T, KV, G, D). rest: see separate."""
   sizes: Any = q.shape
   scales, table, tokens, sinks = separate(rest)
-  tile = field(tokens, "query_tile", UOp.special(min(sizes[0], sizes[0] // TILE + table.shape[0] - 1), "gidx1"))
+  number = UOp.special(min(sizes[0], sizes[0] // TILE + table.shape[0] - 1), "gidx1")
+  tile = tokens[TOKENS.num_words, number].load().cast(dtypes.weakint)   # see add_query_tiles
   size = (tile < 0).where(0, tile % TILE + 1)
   splits_context = size <= 16
   warp = prefill_warp(sizes, table, tokens, tile, size, splits_context, options)

@@ -8,7 +8,7 @@ from tinygrad import Tensor
 from tinygrad.dtype import DType
 
 from tinyvllm import llama
-from tinyvllm.backend import Backend, Devices, Module, Norm
+from tinyvllm.backend import TOKENS, Backend, Devices, Module, Norm
 from tinyvllm.config import JsonObject, ModelConfig, check
 
 from .layers import LlamaVariant, VariantConfig
@@ -82,7 +82,7 @@ class GPT2(LlamaVariant):
     return {name: x.T if name.endswith(TRANSPOSED) else x for name, x in renamed.items()}
 
   def embed(self, ids: Tensor, tokens: Tensor) -> Tensor:
-    positions = tokens[1]                                               # (T,); see runner.TOKENS
+    positions = TOKENS.read(tokens)["position"]                         # (T,)
     return (super().embed(ids, tokens) + self.wpe.weight[positions]).contiguous()   # (T, hidden)
 
 

@@ -8,11 +8,11 @@ from tinygrad import Tensor, UOp, dtypes
 from tinygrad.uop.ops import KernelInfo
 
 from tinyvllm import request
-from tinyvllm.backend import Sampler
+from tinyvllm.backend import Sampler, Table
 from tinyvllm.config import ModelConfig, check, check_ids, option
 from tinyvllm.llama import Llama
 from tinyvllm.request import MAX_INT, SamplerMode, Sequence
-from tinyvllm.runner import UNKNOWN, Results, Row, Runner, Table
+from tinyvllm.runner import UNKNOWN, Results, Row, Runner
 from tinyvllm_extra.models.embedder import Embedder
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 
@@ -20,7 +20,7 @@ from . import structured_outputs
 
 # An adjustment of one logit: x = logit + bias, divided by factor if x > 0, else multiplied by it, minus penalty. row:
 # index of the row of logits, NO_ROW for padding
-ADJUSTMENTS = Table(row="i4", token="i4", bias="f4", factor="f4", penalty="f4")
+ADJUSTMENTS = Table(row="i", token="i", bias="f", factor="f", penalty="f")
 NO_ROW = -1
 ALL = -1        # log probabilities of the whole vocabulary
 NUM_BEST = 20   # most probable tokens that the device ranks, besides the requested one; the host ranks more
