@@ -1,4 +1,4 @@
-"""Documentation: the README is short and counts lines correctly, links work, and generated tables are up to date."""
+"""Documentation: the README is short, links and names of files are valid, and tables are up to date."""
 import re
 from pathlib import Path
 
