@@ -88,9 +88,9 @@ def allocate_kv_caches(model: Llama, config: EngineConfig, num_bytes: int) -> li
         f"{f'lower max_model_len to {(max_blocks - 1) * config.block_size}, ' if max_blocks > 1 else ''}raise "
         "gpu_memory_utilization or choose a smaller model")
   check(num_blocks <= limit, f"num_gpu_blocks_override={num_blocks} must be at most {limit} on {Device.DEFAULT}")
-  num_sequences = (num_blocks - 1) / per_sequence
-  logger.log(30 if num_sequences < 1 else 20, f"KV cache: {num_blocks - 1} blocks of {config.block_size} tokens, "
-             f"{num_blocks * block_bytes / 2**30:.2f} GiB: {num_sequences:.1f} sequences of {length} tokens")
+  num_tokens = (num_blocks - 1) * config.block_size
+  logger.log(30 if num_blocks <= per_sequence else 20, f"KV cache: {num_blocks - 1} blocks = {num_tokens} tokens, "
+             f"{num_blocks * block_bytes / 2**30:.2f} GiB: {num_tokens / length:.1f} sequences of {length}")
   def new(shape, dtype): return Tensor.empty(num_blocks, *shape, dtype=dtype, device=model.devices.names).contiguous()
   return [[new(*part).realize() for part in layout] for _ in range(model.config.num_hidden_layers)]
 
