@@ -35,7 +35,7 @@ from tinyvllm_extra.kernels import prepare_device
 from tinyvllm_extra.cli.flags import add_flags, parse_flags, select_options
 from tinyvllm_extra.cli.serve import check_address, check_model
 from tinyvllm_extra.serving.app import Server, ServerConfig
-from tinyvllm_extra.serving.errors import error_response
+from tinyvllm_extra.serving.errors import ErrorJSON
 from tinyvllm_extra.vllm_options import NO_EFFECT, read_options
 
 NAME = "tinyvllm"   # application name
@@ -185,7 +185,7 @@ class Ingress:
       except RequestCancelledError: return   # the client has disconnected
       except Exception as error:
         if is_started: raise   # closes the connection, so that the client sees an incomplete response
-        await error_response(503, f"the replica died: retry the request ({type(error).__name__})")(scope, receive, send)
+        await ErrorJSON(503, f"the replica died: retry the request ({type(error).__name__})")(scope, receive, send)
 
     forwarding = asyncio.create_task(forward())
     disconnect = asyncio.create_task(receive())   # returns after a disconnect or the whole response

@@ -17,7 +17,7 @@ from tinyvllm_extra.text.parsers import REASONING, TOOLS
 
 from .agents.routes import Agents
 from .async_engine import AsyncLLM
-from .errors import EXCEPTION_HANDLERS, error_response
+from .errors import EXCEPTION_HANDLERS, ErrorJSON
 from .fields import unknown_fields
 from .generation import EVENT_STREAM, Serving
 from .pooling_routes import Pooling
@@ -83,7 +83,7 @@ class Gate:
     refusal = self.refusal(scope["path"].removeprefix(self.root_path), Headers(scope=scope))
     try: body = await self.read_body(fastapi.Request(scope, receive), 0 if refusal else self.limit)
     except ClientDisconnect: return
-    if body is None: refusal = refusal or error_response(413, "the body is larger than --max-body-size="
+    if body is None: refusal = refusal or ErrorJSON(413, "the body is larger than --max-body-size="
                                                          f"{self.limit} bytes")
     if refusal: return await refusal(scope, receive, send)
     request = [{"type": "http.request", "body": body}]
@@ -111,14 +111,14 @@ class Gate:
   def refusal(self, path: str, headers: Headers) -> fastapi.Response | None:
     """Return the error response to send instead of calling a route, whatever the body is, or None."""
     if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEADERS:
-      return error_response(431, f"the headers are larger than {MAX_HEADERS} bytes")
+      return ErrorJSON(431, f"the headers are larger than {MAX_HEADERS} bytes")
     if path in OPEN_PATHS: return None
     encoding = headers.get("content-encoding", "identity")
-    if encoding != "identity": return error_response(415, f"Content-Encoding: {encoding} is not supported: use none")
+    if encoding != "identity": return ErrorJSON(415, f"Content-Encoding: {encoding} is not supported: use none")
     scheme, _, token = headers.get("authorization", "").partition(" ")
     values = [token if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")]   # bytes, decoded as latin-1
     if self.keys and not any(hmac.compare_digest(x.encode("latin-1"), key) for x in values for key in self.keys):
-      return error_response(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
+      return ErrorJSON(401, "missing or wrong API key: send the header Authorization: Bearer KEY")
     return self.not_ready()
 
 
@@ -209,7 +209,7 @@ class Server(uvicorn.Server):
   def not_ready(self) -> fastapi.Response | None:
     """Return HTTP 503, or None if the server is ready."""
     state = self.state()
-    return error_response(503, state) if state else None
+    return ErrorJSON(503, state) if state else None
 
   def handle_exit(self, sig: int, frame: object) -> None:
     if sig == signal.SIGINT and self.state(): self.code = 128 + sig   # before the server was ready, or a second signal

@@ -19,24 +19,25 @@ def error_body(status: int, message: str, param: str | None = None) -> JsonObjec
   return {"error": {"message": message, "type": error_type, "param": param, "code": status}}
 
 
-ANTHROPIC_TYPES = {400: "invalid_request", 401: "authentication", 404: "not_found", 429: "rate_limit",
-                   503: "overloaded"}   # without "_error"
+ANTHROPIC_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+                   413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
 
 
 def anthropic_error(error: JsonObject) -> JsonObject:
   """Return the body for an error in Anthropic's format. error: in OpenAI's format."""
-  kind = "request_too_large" if error["code"] == 413 else f"{ANTHROPIC_TYPES.get(error['code'], 'api')}_error"
-  return {"type": "error", "error": {"type": kind, "message": error["message"]}}
+  error_type = ANTHROPIC_TYPES.get(error["code"], "api_error")
+  return {"type": "error", "error": {"type": error_type, "message": error["message"]}}
 
 
 HEADERS = {429: {"Retry-After": "1"}, 503: {"Retry-After": "1"}, 431: {"Connection": "close"}}   # of error responses
 
 
 class ErrorJSON(JSONResponse):
-  """An error response in OpenAI's format, and in Anthropic's on its routes. content: in OpenAI's format."""
-  def __init__(self, content: JsonObject):
+  """An error response in OpenAI's format, and in Anthropic's on its routes."""
+  def __init__(self, status: int, message: str, param: str | None = None):
+    content = error_body(status, message, param)
     self.error = content["error"]
-    super().__init__(content, self.error["code"], HEADERS.get(self.error["code"]))
+    super().__init__(content, status, HEADERS.get(status))
 
   async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
     if "/v1/messages" in scope["path"]:
@@ -45,40 +46,35 @@ class ErrorJSON(JSONResponse):
     await super().__call__(scope, receive, send)
 
 
-def error_response(status: int, message: str, param: str | None = None) -> fastapi.Response:
-  return ErrorJSON(error_body(status, message, param))
-
-
 class Refusal(Exception):
-  """An error response other than HTTP 400, raised in a route. It has error_response's arguments."""
+  """An error response other than HTTP 400, raised in a route. It has ErrorJSON's arguments."""
 
 
 async def explain(request: fastapi.Request, error: Exception) -> fastapi.Response:
   """Return the error response for an exception that a route raised. Log it, unless it is the client's mistake."""
-  if isinstance(error, Refusal): return error_response(*error.args)
-  if isinstance(error, StarletteHTTPException): return error_response(error.status_code, error.detail)
+  if isinstance(error, Refusal): return ErrorJSON(*error.args)
+  if isinstance(error, StarletteHTTPException): return ErrorJSON(error.status_code, error.detail)
   if isinstance(error, RequestValidationError): return explain_validation(request, error.errors()[0])
-  if isinstance(error, UnicodeEncodeError): return error_response(400, f"text is not valid Unicode: {error}")
+  if isinstance(error, UnicodeEncodeError): return ErrorJSON(400, f"text is not valid Unicode: {error}")
   if isinstance(error, InputError):
-    return error_response(400, str(error), "prompt" if error.parameter == "prompt_token_ids" else error.parameter)
-  if not isinstance(error, MissingPackage): return ErrorJSON(internal_error(error))
+    return ErrorJSON(400, str(error), "prompt" if error.parameter == "prompt_token_ids" else error.parameter)
+  if not isinstance(error, MissingPackage): return ErrorJSON(500, internal_error(error)["error"]["message"])
   logger.warning(f"{request.url.path}: {error}")
-  return error_response(501, str(error))
+  return ErrorJSON(501, str(error))
 
 
 def explain_validation(request: fastapi.Request, problem: JsonObject) -> fastapi.Response:
   """Return the error response for a body that pydantic rejected. problem: pydantic's first error."""
-  if problem["type"] == "json_invalid":
-    return error_response(400, f"the body is not JSON: {problem['ctx']['error']}")
-  kind = request.headers.get("content-type")
-  if "json" not in (kind or ""):
-    return error_response(400, f"{f'Content-Type={kind}' if kind else 'no Content-Type'}: send the header "
-                               "Content-Type: application/json, and a body of JSON")
+  if problem["type"] == "json_invalid": return ErrorJSON(400, f"the body is not JSON: {problem['ctx']['error']}")
+  content_type = request.headers.get("content-type", "")
+  if "json" not in content_type:
+    sent = f"Content-Type={content_type}" if content_type else "no Content-Type"
+    return ErrorJSON(400, f"{sent}: send the header Content-Type: application/json, and a body of JSON")
   path = [str(x) for x in problem["loc"][1:]]
   error = problem.get("ctx", {}).get("error")
   if isinstance(error, InputError):   # raised by fields.Body
-    return error_response(400, ".".join([*path, str(error)]), path[0] if path else error.parameter)
-  return error_response(400, f"{'.'.join(path) or 'the body'}: {problem['msg']}", path[0] if path else None)
+    return ErrorJSON(400, ".".join([*path, str(error)]), path[0] if path else error.parameter)
+  return ErrorJSON(400, f"{'.'.join(path) or 'the body'}: {problem['msg']}", path[0] if path else None)
 
 
 def internal_error(error: Exception) -> JsonObject:
@@ -87,4 +83,5 @@ def internal_error(error: Exception) -> JsonObject:
   return error_body(500, str(error) or repr(error))
 
 
-EXCEPTION_HANDLERS: dict[Any, Any] = dict.fromkeys((StarletteHTTPException, RequestValidationError, Exception), explain)
+EXCEPTION_HANDLERS: dict[int | type[Exception], Any] = dict.fromkeys(
+  (StarletteHTTPException, RequestValidationError, Exception), explain)
