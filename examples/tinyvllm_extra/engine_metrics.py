@@ -59,10 +59,11 @@ class MeteredScheduler(Scheduler):
     super().update(computed, sampled)
     self.counters.update(generation_tokens=len(sampled))
 
-  def count_step(self, computed: dict[Sequence, range]) -> None:
-    num_tokens = sum(map(len, computed.values()))
-    self.step_sizes[STEP_SIZES[bisect.bisect_left(STEP_SIZES, num_tokens)]] += 1
-    self.counters.update(scheduled=len(computed), step_tokens=num_tokens)
+  def start_step(self, batch: dict[Sequence, int], num_behind: int = 0) -> None:
+    super().start_step(batch, num_behind)
+    num_tokens = sum(batch.values())
+    if batch: self.step_sizes[STEP_SIZES[bisect.bisect_left(STEP_SIZES, num_tokens)]] += 1
+    self.counters.update(scheduled=len(batch), step_tokens=num_tokens)
 
   def finish(self, seq: Sequence, reason: str) -> None:
     seq.metrics.finished_time = time.monotonic()

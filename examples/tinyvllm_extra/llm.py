@@ -7,7 +7,6 @@ from tinyvllm.backend import Backend, Devices, exclusive
 from tinyvllm.config import JsonObject, check, logger, read_json
 from tinyvllm.engine import Engine, Params, Parts, Prompt, Request
 from tinyvllm.request import RequestOutput
-from tinyvllm.runner import Results
 
 from . import engine_metrics, kernels
 from .cache import prefix_cache
@@ -125,10 +124,6 @@ class LLM(Engine):
     num_finished = sum(request.finished for request in requests)
     self.scheduler.counters.update(steps=1, requests_finished=num_finished, seconds=seconds)
     return requests
-
-  def _update(self, results: Results) -> None:
-    self.scheduler.count_step(results.step.computed)
-    super()._update(results)
 
   def generate(self, prompts: Prompt | list[Prompt] | tuple[Prompt, ...],
                sampling_params: Params | list[Params] | tuple[Params, ...] = None, use_tqdm: bool = True,
