@@ -26,7 +26,7 @@ SHARED_CLASS_NAMES = {
   "SamplingParams": "the extension's subclass adds vLLM's other fields",
   "Tool": "/v1/messages and /v1/responses have one each", "ToolChoice": "/v1/messages and /v1/responses have one each",
   "Checkpoint": "to be renamed", "Devices": "to be renamed",
-  "Experts": "to be renamed", "GateUp": "to be renamed", "Layer": "to be renamed", "Linear": "to be renamed",
+  "Experts": "to be renamed", "GateUp": "to be renamed", "Linear": "to be renamed",
   "Norm": "to be renamed", "Sampler": "to be renamed", "StoredTensor": "to be renamed"}
 # Functions with more than MAX_FUNCTION_LINES code lines or MAX_LOCALS local variables; only ever remove one
 LARGE_FUNCTIONS = {

@@ -59,12 +59,9 @@ class Search:
 
   def advance(self, outputs: list[RequestOutput]) -> None:
     """Extend each beam by its best tokens. outputs: one per beam."""
-    longer = []
-    for beam, output in zip(self.beams, outputs, strict=True):
-      best = next(iter(output.outputs[0].logprobs or ()))
-      for token, logprob in best.items():
-        tokens = [*output.prompt_token_ids, token]
-        longer.append(BeamSearchSequence(tokens, [*beam.logprobs, best], beam.cum_logprob + logprob.logprob))
+    longer = [BeamSearchSequence([*out.prompt_token_ids, token], [*beam.logprobs, best], beam.cum_logprob + x.logprob)
+              for beam, out in zip(self.beams, outputs, strict=True)
+              for best in out.outputs[0].logprobs or () for token, x in best.items()]
     for beam in longer: beam.finish_reason = self.finish_reason(beam)
     self.finished += [beam for beam in longer if beam.finish_reason]
     unfinished = [beam for beam in longer if not beam.finish_reason]

@@ -4,13 +4,12 @@ token is accepted if and only if it equals the token that would be sampled: the 
 step computes the logits; this module drafts, verifies, and drops rejected draft tokens."""
 import collections, copy, dataclasses, itertools, math, pathlib
 from collections.abc import Callable
-from typing import Any
 
 from tinygrad import dtypes, nn
 
 from tinyvllm import request
 from tinyvllm.backend import Devices, cpu_cores
-from tinyvllm.config import InputError, Options, check, logger, option
+from tinyvllm.config import InputError, JsonObject, Options, check, logger, option
 from tinyvllm.engine import Engine, LoadedModel
 from tinyvllm.llama import Llama
 from tinyvllm.request import Sequence
@@ -55,9 +54,8 @@ class Drafter:
   """Drafts for a sequence and tracks its acceptance rate, which limits the number of draft tokens. This class returns
   placeholders for a draft model's tokens."""
   def __init__(self, config: SpeculativeConfig, params: request.SamplingParams):
-    self.params = params   # the draft model's
-    if isinstance(params, SamplingParams):
-      self.params = dataclasses.replace(params, logprobs=None, prompt_logprobs=None)
+    self.params = (dataclasses.replace(params, logprobs=None, prompt_logprobs=None)   # the draft model's
+                   if isinstance(params, SamplingParams) else params)
     self.max_draft_tokens = config.num_speculative_tokens or 0   # by now not None
     self.rate = INITIAL_RATE
 
@@ -126,15 +124,13 @@ def verify(results: Results) -> dict[Sequence, list[int]]:
 
 class SpeculativeProposer:
   """A Proposer that uses n-gram lookup, or a draft model with its own runner."""
-  blocks: BlockManager   # the target's
-
   def __init__(self, config: SpeculativeConfig):
     self.config = config
     self.runners: list[Runner] = []   # the draft model's, if any
     self.draft_time = 0.0             # relative time of a draft model step
     self.num_behind = 0 if config.model is None else 1
     self.counters = collections.Counter(num_drafts=0, num_draft_tokens=0, num_accepted_tokens=0)
-    self.num_accepted_per_pos: collections.Counter[int] = collections.Counter()   # by index of the draft token
+    self.num_accepted_per_pos = [0] * (config.num_speculative_tokens or 0)   # by index of the draft token
 
   def drafter(self, seq: Sequence) -> Drafter:
     drafter_class = NGramDrafter if self.config.model is None else Drafter
@@ -144,7 +140,7 @@ class SpeculativeProposer:
   def needs_sync(self, seq: Sequence) -> bool: return self.drafter(seq).needs_sync(seq)
 
   def propose(self, scheduler: Scheduler, batch: dict[Sequence, int]) -> None:
-    blocks = self.blocks = scheduler.blocks
+    blocks = scheduler.blocks
     budget = (scheduler.config.max_num_batched_tokens or 0) - sum(batch.values())
     for seq, draft_token_ids in self.choose_drafts(batch, budget).items():
       num_tokens = seq.length + len(draft_token_ids)
@@ -205,9 +201,9 @@ class SpeculativeProposer:
     for i in range(max(map(len, new_tokens.values()), default=1)):
       sampled = {seq: ids[i] for seq, ids in new_tokens.items() if i < len(ids) and not seq.finish_reason}
       engine.append({seq: computed[seq] for seq in sampled} if i else computed, sampled)
-    for seq, length in lengths.items(): self.update_drafts(seq, len(seq.tokens) - length - 1)
+    for seq, length in lengths.items(): self.update_drafts(engine.blocks, seq, len(seq.tokens) - length - 1)
 
-  def update_drafts(self, seq: Sequence, num_accepted: int) -> None:
+  def update_drafts(self, blocks: BlockManager, seq: Sequence, num_accepted: int) -> None:
     """Count a sequence's accepted draft tokens, then drop its draft tokens and the blocks of rejected ones."""
     # A finished sequence has no draft tokens left: the ones after its end do not count
     num_proposed = max(num_accepted, len(seq.draft_token_ids))
@@ -215,16 +211,15 @@ class SpeculativeProposer:
     seq.metrics.num_accepted_tokens += num_accepted
     self.counters.update(num_drafts=min(1, num_proposed), num_draft_tokens=num_proposed,
                          num_accepted_tokens=num_accepted)
-    self.num_accepted_per_pos.update(range(num_accepted))
+    for i in range(num_accepted): self.num_accepted_per_pos[i] += 1
     self.drafter(seq).update(num_proposed, num_accepted)
     seq.draft_token_ids = []
     seq.num_computed = min(seq.num_computed, seq.length - 1)
-    if seq.block_table: self.blocks.free(seq, -(-seq.num_computed // self.blocks.block_size))
+    if seq.block_table: blocks.free(seq, -(-seq.num_computed // blocks.block_size))
 
-  def metrics(self) -> dict[str, Any]:
-    by_index = [self.num_accepted_per_pos[i] for i in range(self.config.num_speculative_tokens or 0)]
-    counters: dict[str, Any] = {f"spec_decode_{name}": count for name, count in self.counters.items()}
-    return counters | {"spec_decode_num_accepted_tokens_per_pos": by_index}
+  def metrics(self) -> JsonObject:
+    return {**{f"spec_decode_{name}": count for name, count in self.counters.items()},
+            "spec_decode_num_accepted_tokens_per_pos": [*self.num_accepted_per_pos]}
 
 
 def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
@@ -232,7 +227,7 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
   """Return an engine's Proposer and its runners: the target's, and the draft model's, if any, with as many blocks.
   new_runner: creates the target's from the bytes for its KV cache. Raises InputError for an invalid speculative_config,
   or a draft model that does not match the target or does not fit in memory with it."""
-  options: Any = target.config.speculative_config   # type: ignore[attr-defined]   # an LLMConfig
+  options = vars(target.config)["speculative_config"]   # of an LLMConfig
   if options is None: return None, [new_runner(num_bytes)]
   try: proposer = SpeculativeProposer(SpeculativeConfig(**options))
   except InputError as e: raise InputError(f"speculative_config={options!r}: {e}") from e

@@ -129,7 +129,8 @@ class Constraint:
     self.matcher = matcher
     self.num_words = -(-vocab_size // 32)
     self.tokenizer = tokenizer
-    self.escapes = {first_token(tokenizer, opening): ends for opening, ends in escapes.items()}
+    start = len(tokenizer.encode("\n", False))   # at the start of a text, sentencepiece would add a space
+    self.escapes = {tokenizer.encode("\n" + opening, False)[start]: ends for opening, ends in escapes.items()}
     self.ends = opened or None    # markers that end free text; None: the format applies
     self.ids: list[int] = []      # free text so far
     self.is_start = True          # no token of the format yet
@@ -152,11 +153,6 @@ class Constraint:
       text = self.tokenizer.decode(self.ids[-MAX_MARKER:], False)
       if any(end in text for end in self.ends): self.ends, self.ids, self.is_start = None, [], True
     return self.matcher.is_stopped()
-
-
-def first_token(tokenizer: ChatTokenizer, text: str) -> int:
-  """Return the first token after a line break: sentencepiece would add a space to the start."""
-  return tokenizer.encode("\n" + text, False)[len(tokenizer.encode("\n", False))]
 
 
 class Vocabulary:
