@@ -9,7 +9,7 @@ from helpers.protocol import answer
 from helpers.requests import flags
 from helpers.servers import LocalServer, checked, error_of, stream
 from tinyvllm_extra.text.parsers import find_format
-from tinyvllm_extra.serving.protocol import ChatRequest, escapes_of, tools_of
+from tinyvllm_extra.serving.protocol import ChatCompletionRequest, escapes_of, tools_of
 from tinyvllm_extra.serving.tools import calls_schema
 
 TIME = {"type": "function", "function": {"name": "time", "parameters": {
@@ -141,13 +141,13 @@ def test_forced_call_with_deep_schema_is_400(server, opening, closing, depth):
 
 def test_call_is_possible_beside_response_format(server):
   def openings(**fields):
-    body = ChatRequest(messages=[USER], tools=[TIME], response_format={"type": "json_object"}, **fields)
+    body = ChatCompletionRequest(messages=[USER], tools=[TIME], response_format={"type": "json_object"}, **fields)
     return {*escapes_of(body, [5], find_format("", None, "hermes"), server.llm.tokenizer)["escapes"]}
   assert openings() == {"<tool_call>", "<function="} and not openings(tool_choice="none")
 
 
 def test_template_gets_tools_without_absent_fields():
-  assert tools_of(ChatRequest(messages=[USER], tools=[TIME])) == [TIME]
+  assert tools_of(ChatCompletionRequest(messages=[USER], tools=[TIME])) == [TIME]
 
 
 def test_template_without_tools_allows_forced_calls_only(thinking_server):

@@ -52,7 +52,9 @@ def main(argv: list[str]) -> int:
   check_address(config.host, config.port, config.uds)
   server = Server(folder, engine_options, config)
   serving = server.serving
-  if config.prefix_cache_file: signal.signal(signal.SIGUSR1, lambda *_: serving.llm and serving.llm.save_prefix_cache())
+  def save(*_: object) -> None:
+    if serving.llm: serving.llm.save_prefix_cache()
+  if config.prefix_cache_file: signal.signal(signal.SIGUSR1, save)
   server.run()
   if config.uds: pathlib.Path(config.uds).unlink(missing_ok=True)
   if serving.llm: serving.llm.shutdown()

@@ -1,6 +1,8 @@
 """Fields of request bodies, treated as in vLLM: null means absent, fields without effect here are accepted, and an
 unknown field is ignored with one warning, unless it would change the answer."""
-from typing import Annotated, Any, Literal
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import pydantic
 
@@ -22,7 +24,7 @@ class FailFast(pydantic.FailFast):
 Prompts = (str | Annotated[list[str], FailFast()] | Annotated[list[int], FailFast()] |
            Annotated[list[Annotated[list[int], FailFast()]], FailFast()])
 # Fields of OpenAI and vLLM without effect here, limited to the values for which that is true
-NO_EFFECT: dict[str, Any] = {
+NO_EFFECT: dict[str, object] = {
   **dict.fromkeys(["user", "service_tier", "reasoning_effort", "verbosity", "prompt_cache_key", "safety_identifier",
                    "prompt_cache_retention", "request_id", "session_id", "guided_decoding_backend"], str),
   **dict.fromkeys(["metadata", "prediction", "mm_processor_kwargs", "media_io_kwargs"], dict),
@@ -43,7 +45,7 @@ class UnknownFields:
     self.strict = False   # --strict-fields
     self.names = set[str]()   # logged
 
-  def check(self, name: str, value: Any) -> None:
+  def check(self, name: str, value: object) -> None:
     """Raises InputError for a field that must not be ignored."""
     short = name[:MAX_NAME_LENGTH].encode(errors="replace").decode()
     check(not value or name not in REFUSED, f"{short}: not supported by this route: leave it out")
@@ -62,9 +64,22 @@ class Body(pydantic.BaseModel):
 
   @pydantic.model_validator(mode="before")
   @classmethod
-  def select_known_fields(cls, data: Any) -> Any:
+  def select_known_fields(cls, data: object) -> object:
     if not isinstance(data, dict): return data   # pydantic reports its type
     names = {field.alias or name for name, field in cls.model_fields.items()}
     for name, value in data.items():
       if name not in names and value is not None: unknown_fields.check(name, value)
     return {name: value for name, value in data.items() if name in names and value is not None}
+
+  if TYPE_CHECKING:
+    def __getattr__(self, name: str) -> Any: ...   # the fields of with_fields
+
+
+B = TypeVar("B", bound=Body)
+
+
+def with_fields(**types: object) -> Callable[[type[B]], type[B]]:
+  """Class decorator: add fields to a body. A field is optional and may be null, unless its type is a tuple (type,
+  default)."""
+  fields: Any = {name: x if isinstance(x, tuple) else (operator.or_(x, None), None) for name, x in types.items()}
+  return lambda base: pydantic.create_model(base.__name__, __base__=base, **fields)

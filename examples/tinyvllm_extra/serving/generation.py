@@ -1,31 +1,42 @@
 """Generation: turns a request body into engine requests, and their outputs into one JSON response or a stream of
-events. A builder decides the wire format (protocol.CompletionBuilder). `Serving.requests` holds all unfinished
-requests."""
-import asyncio, collections, contextlib, functools, time
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any
+events. A Builder decides the wire format. `Serving.requests` holds all unfinished requests."""
+import asyncio, collections, contextlib, functools, time, uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from typing import Protocol, TypeVar
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from tinyvllm import SamplingParams
-from tinyvllm.config import check
-from tinyvllm.engine import Prompt
+from tinyvllm import CompletionOutput, RequestOutput, SamplingParams
+from tinyvllm.config import JsonObject, check
+from tinyvllm_extra.llm import LLM
 from tinyvllm_extra.text.parsers import OutputFormat, find_format
 
 from . import protocol
-from .async_engine import IndexedOutput, Request
+from .answers import ChatBuilder, CompletionBuilder, GenerateBuilder, Job
+from .async_engine import AsyncLLM, IndexedOutput, Request
 from .errors import Refusal
 from .prometheus import Metrics
-from .protocol import ChatBuilder, ChatRequest, CompletionBuilder, CompletionRequest, GenerateBuilder
+from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
 
 EVENT_STREAM = "text/event-stream"
+B = TypeVar("B", CompletionRequest, ChatCompletionRequest)
+
+
+class Builder(Protocol):
+  """Writes an answer in its wire format: `response` whole, or the bytes of a stream's events."""
+  def response(self) -> JsonObject: ...
+  def first_events(self, output: RequestOutput) -> bytes: """Return the events before all others."""
+  def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
+    """Return the events of a sample with new tokens."""
+  def last_events(self) -> bytes: """Return the events after all samples have finished."""
+  def error_event(self, error: Exception) -> bytes: """Return the event that replaces them after an internal error."""
 
 
 class Serving:
   """Runs the requests of all routes on one engine, and observes their metrics."""
   def __init__(self, model_names: list[str], max_queue: int, request_timeout: float | None,
                parser_names: tuple[str | None, str | None], trusts_template: bool = False):
-    self.llm: Any = None   # AsyncLLM once the model is loaded
+    self.llm: AsyncLLM | None = None   # until the model is loaded
     self.requests = set[Request]()   # unfinished
     self.names = model_names   # responses and metrics have the first one
     self.max_queue = max_queue
@@ -34,33 +45,41 @@ class Serving:
     self.trusts_template = trusts_template   # requests may bring a chat template
     self.observer = Metrics(model_names[0], self.engine_metrics)
 
-  def engine_metrics(self) -> dict[str, Any]: return self.llm.llm.get_metrics() if self.llm else collections.Counter()
+  def engine_metrics(self) -> JsonObject: return self.engine.get_metrics() if self.llm else collections.Counter()
+
+  @property
+  def loaded(self) -> AsyncLLM:
+    assert self.llm, "Gate answers requests until the model is loaded"
+    return self.llm
+
+  @property
+  def engine(self) -> LLM: return self.loaded.llm
 
   @functools.cached_property
   def output_format(self) -> OutputFormat:
-    return find_format("\n".join(self.llm.llm.tokenizer.templates.values()), *self.parser_names)
+    return find_format("\n".join(self.engine.tokenizer.templates.values()), *self.parser_names)
 
   @functools.cached_property
-  def chat_defaults(self) -> dict[str, Any]:
+  def chat_defaults(self) -> JsonObject:
     """The model's sampling defaults. Special tokens stay in the text if they mark reasoning or calls."""
-    tokenizer = self.llm.llm.tokenizer
+    tokenizer = self.engine.tokenizer
     has_special = self.output_format.has_special(tokenizer.added_texts[i] for i in tokenizer.special_ids)
-    return {**self.llm.llm.sampling_defaults, **({"skip_special_tokens": False} if has_special else {})}
+    return {**self.engine.sampling_defaults, **({"skip_special_tokens": False} if has_special else {})}
 
   # Routes
 
   async def load(self) -> dict[str, int]: return {"server_load": len(self.requests)}
-  async def models(self) -> dict[str, Any]:
+  async def models(self) -> JsonObject:
     return {"object": "list", "data": [await self.model(name) for name in self.names]}
 
-  async def model(self, name: str) -> dict[str, Any]:
+  async def model(self, name: str) -> JsonObject:
     self.check_model(name)
     return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "tinyvllm", "root": self.names[0],
-            "parent": None, "max_model_len": self.llm.llm.max_model_len}
+            "parent": None, "max_model_len": self.engine.max_model_len}
 
-  async def tokenize(self, body: protocol.TokenizeRequest) -> dict[str, Any]:
+  async def tokenize(self, body: TokenizeRequest) -> JsonObject:
     self.check_model(body.model or None)
-    engine = self.llm.llm
+    engine = self.engine
     chat = body.messages is not None
     check((body.prompt is None) == chat, "prompt: set either prompt or messages")
     def encode() -> list[int]:
@@ -70,63 +89,60 @@ class Serving:
     return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids,
             "token_strs": engine.tokenizer.pieces(ids) if body.return_token_strs else None}
 
-  async def detokenize(self, body: protocol.DetokenizeRequest) -> dict[str, str]:
+  async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
     self.check_model(body.model or None)
-    size = self.llm.llm.model_config.vocab_size
+    size = self.engine.model_config.vocab_size
     check(all(0 <= i < size for i in body.tokens), f"tokens: each id must be between 0 and {size - 1}")
-    return {"prompt": await asyncio.to_thread(self.llm.llm.tokenizer.decode, body.tokens, False)}
+    return {"prompt": await asyncio.to_thread(self.engine.tokenizer.decode, body.tokens, False)}
 
   async def generate(self, body: CompletionRequest) -> Response: return await self.answer(body, GenerateBuilder)
   async def completions(self, body: CompletionRequest) -> Response: return await self.answer(body, CompletionBuilder)
-  async def chat(self, body: ChatRequest) -> Response: return await self.answer(body, ChatBuilder)
+  async def chat(self, body: ChatCompletionRequest) -> Response: return await self.answer(body, ChatBuilder)
 
   # Generation
 
-  async def answer(self, body: Any, builder_class: Callable[..., CompletionBuilder]) -> Response:
-    """Run a CompletionRequest or a ChatRequest."""
+  async def answer(self, body: B, builder_class: Callable[[B, Job], Builder]) -> Response:
+    """Generate what a body asks for. Return the builder's response, or a stream of its events."""
     self.check_model(body.model or None)
-    engine = self.llm.llm
-    defaults = self.chat_defaults if isinstance(body, ChatRequest) else engine.sampling_defaults
-    def prepare() -> tuple[Any, list[Prompt]]:   # may take long
-      prompts = protocol.encode_prompts(body, engine, self.trusts_template)
-      ids: Any = prompts[0]["prompt_token_ids"] if isinstance(body, ChatRequest) else []   # type: ignore[index]
-      escapes = protocol.escapes_of(body, ids, self.output_format, engine.tokenizer)
-      return protocol.sampling_params(body, defaults, escapes), prompts
-    params, prompts = await asyncio.to_thread(prepare)
-    builder = builder_class(self.names[0], body, params, engine.tokenizer, self.output_format)
-    return await self.run(prompts, params, builder, bool(body.stream), body.priority or 0)
-
-  async def run(self, prompts: list[Prompt], params: SamplingParams, builder: CompletionBuilder, stream: bool,
-                priority: int = 0) -> Response:
-    """Generate from the prompts. Return the builder's response, or a stream of its events."""
+    engine = self.engine
+    params, prompts = await asyncio.to_thread(self.prepare, body)
     num_new = len(prompts) * params.n
     self.check_queue(num_new, params.n)
-    def make_requests() -> list[Request]:
-      return [self.llm.llm.make_request(f"{builder.id}-{i}", x, params, priority) for i, x in enumerate(prompts)]
-    requests = await asyncio.to_thread(make_requests)
+    job_id = uuid.uuid4().hex
+    requests = await asyncio.to_thread(lambda: [
+      engine.make_request(f"{job_id}-{i}", prompt, params, body.priority or 0) for i, prompt in enumerate(prompts)])
     self.check_queue(num_new, params.n)   # again: other requests may have arrived in the meantime
-    builder.requests = requests
+    job = Job(job_id, self.names[0], params, engine.tokenizer, self.output_format, requests)
+    builder = builder_class(body, job)
     steps = self.steps(requests)
     outputs = await anext(steps)   # the requests are now in the queue
-    if stream: return StreamingResponse(self.events(builder, outputs, steps, requests), media_type=EVENT_STREAM)
+    if body.stream: return StreamingResponse(self.events(builder, outputs, steps, requests), media_type=EVENT_STREAM)
     async for _ in steps: pass
     has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None   # decoding their tokens is slow
-    return JSONResponse(await asyncio.to_thread(builder.response, requests) if has_logprobs
-                        else builder.response(requests))
+    return JSONResponse(await asyncio.to_thread(builder.response) if has_logprobs else builder.response())
+
+  def prepare(self, body: GenerationRequest) -> tuple[SamplingParams, list[JsonObject]]:
+    """Return a body's parameters and prompts. May take long."""
+    engine = self.engine
+    prompts = protocol.encode_prompts(body, engine, self.trusts_template)
+    ids = prompts[0].get("prompt_token_ids", [])
+    escapes = protocol.escapes_of(body, ids, self.output_format, engine.tokenizer)
+    defaults = self.chat_defaults if isinstance(body, ChatCompletionRequest) else engine.sampling_defaults
+    return protocol.sampling_params(body, defaults, escapes), prompts
 
   def check_model(self, name: str | None) -> None:
     if name not in (None, *self.names): raise Refusal(404, f"The model `{name}` does not exist.", "model")
 
   def check_queue(self, num_new: int, n: int) -> None:
     """Raise Refusal if `num_new` sequences do not fit into the queue now, InputError if they can never fit."""
-    limit = self.max_queue + self.llm.llm.config.max_num_seqs
+    limit = self.max_queue + self.engine.config.max_num_seqs
     name = f"n={n}" if n > 1 else "prompt"
     check(num_new <= limit, f"{name}: {num_new} sequences, but --max-queue and --max-num-seqs allow {limit}")
     num_unfinished = sum(not seq.finish_reason for request in self.requests for seq in request.sequences)
     if num_unfinished + num_new > limit:
       raise Refusal(429, f"queue full: --max-queue and --max-num-seqs allow {limit} sequences: retry later")
 
-  async def steps(self, requests: list[Request]) -> AsyncIterator[list[IndexedOutput]]:
+  async def steps(self, requests: list[Request]) -> AsyncGenerator[list[IndexedOutput], None]:
     """Yield AsyncLLM.stream's outputs; observe the requests' metrics; abort the requests after the timeout."""
     timer = asyncio.get_running_loop().call_later(self.request_timeout or 2**31, self.abort, requests)
 
@@ -136,7 +152,7 @@ class Serving:
 
     self.requests.update(requests)
     try:
-      async with contextlib.aclosing(self.llm.stream(requests, on_end)) as stream:
+      async with contextlib.aclosing(self.loaded.stream(requests, on_end)) as stream:
         async for outputs in stream:
           for i, _ in outputs:
             if requests[i] in self.requests: self.observer.observe_tokens(requests[i])
@@ -144,12 +160,12 @@ class Serving:
     finally: timer.cancel()
 
   def abort(self, requests: Iterable[Request]) -> None:
-    for request in requests: self.llm.abort(request.request_id)
+    for request in requests: self.loaded.abort(request.request_id)
 
-  async def events(self, builder: CompletionBuilder, outputs: Any, steps: Any,
-                   requests: list[Request]) -> AsyncIterator[bytes]:
+  async def events(self, builder: Builder, outputs: list[IndexedOutput],
+                   steps: AsyncGenerator[list[IndexedOutput], None], requests: list[Request]) -> AsyncIterator[bytes]:
     """Yield server-sent events. A step's events are yielded together: writing to the socket is their main cost."""
-    pending = [builder.first_events()]
+    pending = [builder.first_events(outputs[0][1])]
     unfinished = {(i, sample) for i, request in enumerate(requests) for sample in range(len(request.sequences))}
     try:
       while outputs:
@@ -163,7 +179,7 @@ class Serving:
         if unfinished and any(pending):   # else they are sent with the last event
           yield b"".join(pending)
           pending.clear()
-        outputs = await anext(steps, None)
-      yield b"".join([*pending, builder.last_events(requests)])
+        outputs = await anext(steps, [])
+      yield b"".join([*pending, builder.last_events()])
     except Exception as error: yield builder.error_event(error)
     finally: await steps.aclose()

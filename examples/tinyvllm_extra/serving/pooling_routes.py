@@ -11,19 +11,29 @@ from tinyvllm_extra.pooling.embeddings import (INSTRUCTION, Jobs, PoolingParams,
                                                pairs, scoring)
 
 from .errors import Refusal
-from .fields import Int, Prompts
+from .fields import Body, Int, Prompts, with_fields
 from .generation import Serving
-from .protocol import body_model, with_salt
+from .protocol import with_salt
 
 MAX_INPUTS = 2048   # maximum inputs per request, as in OpenAI's API
 COMMON = {"model": str, "user": str, "priority": Int, "cache_salt": str}
 Texts = str | list[str]
-Document: Any = body_model("Document", text=(str, ...))
-EmbeddingRequest: Any = body_model("EmbeddingRequest", **COMMON, input=(Prompts, ...),
-                                   encoding_format=Literal["float", "base64"], dimensions=Int, normalize=bool)
-RerankRequest: Any = body_model("RerankRequest", **COMMON, query=(str, ...), top_n=Int, return_documents=bool,
-                                documents=(list[str | Document], ...), instruction=str)   # type: ignore[valid-type]
-ScoreRequest: Any = body_model("ScoreRequest", **COMMON, text_1=(Texts, ...), text_2=(Texts, ...), instruction=str)
+
+
+class Document(Body): text: str
+
+
+@with_fields(**COMMON, input=(Prompts, ...), encoding_format=Literal["float", "base64"], dimensions=Int, normalize=bool)
+class EmbeddingRequest(Body): ...
+
+
+@with_fields(**COMMON, query=(str, ...), top_n=Int, return_documents=bool, documents=(list[str | Document], ...),
+             instruction=str)
+class RerankRequest(Body): ...
+
+
+@with_fields(**COMMON, text_1=(Texts, ...), text_2=(Texts, ...), instruction=str)
+class ScoreRequest(Body): ...
 
 
 def check_number(name: str, texts: Any) -> None:
@@ -41,7 +51,7 @@ class Pooling:
     texts = [body.input] if is_one else body.input
     check_number("input", texts)
     check(all(texts), "input: each text must have at least one token")
-    for x in texts: check_ids("input", x if isinstance(x, list) else None, self.serving.llm.llm.model_config.vocab_size)
+    for x in texts: check_ids("input", x if isinstance(x, list) else None, self.serving.engine.model_config.vocab_size)
     params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize is not False)
     outputs = await self.run(body, [({"prompt_token_ids": x} if isinstance(x, list) else x, params) for x in texts])
 
@@ -75,7 +85,7 @@ class Pooling:
 
   async def scores(self, body: Any, names: tuple[str, str], *texts: Any) -> list[PoolingRequestOutput]:
     for name, x in zip(names, texts, strict=True): check_number(name, x)
-    scores = scoring(self.serving.llm.llm.tokenizer, pairs(*texts, *names), body.instruction or INSTRUCTION)
+    scores = scoring(self.serving.engine.tokenizer, pairs(*texts, *names), body.instruction or INSTRUCTION)
     outputs: Any = None
     try:
       while True: outputs = await self.run(body, scores.send(outputs))
@@ -86,9 +96,9 @@ class Pooling:
     if one of them is invalid."""
     serving = self.serving
     serving.check_model(body.model or None)
-    engine = serving.llm.llm
+    engine = serving.engine
     def make() -> list[Any]:
-      return [engine.make_request(uuid.uuid4().hex, *with_salt(body, [prompt]), params, body.priority or 0)
+      return [engine.make_request(uuid.uuid4().hex, with_salt(body, prompt), params, body.priority or 0)
               for prompt, params in jobs]
     requests = await asyncio.to_thread(make)
     size = engine.config.max_num_seqs

@@ -3,21 +3,22 @@ one. parsers.py reads calls in generated text."""
 import json
 from typing import Any
 
-from tinyvllm.config import InputError, check
+from tinyvllm.config import InputError, JsonObject, check
 
+Choice = str | JsonObject | None   # a request's tool_choice
 NO_PARAMETERS = {"type": "object", "properties": {}}
 # Keywords that combine schemas: closing one part would exclude the properties of the others
 COMBINATIONS = {"allOf", "anyOf", "oneOf", "$ref", "if", "patternProperties", "unevaluatedProperties",
                 "additionalProperties"}
 
 
-def requires_call(choice: Any) -> bool:
+def requires_call(choice: Choice) -> bool:
   """Return whether a tool_choice requires a call."""
   if not isinstance(choice, dict): return choice == "required"
   return choice["type"] == "function" or choice["allowed_tools"]["mode"] == "required"
 
 
-def callable_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, Any]]:
+def callable_tools(tools: list[JsonObject], choice: Choice) -> list[JsonObject]:
   """Return the tools that the response may call. Raises InputError for an unknown function in tool_choice."""
   if not isinstance(choice, dict): return tools
   choices = [choice] if choice["type"] == "function" else choice["allowed_tools"]["tools"]
@@ -28,7 +29,7 @@ def callable_tools(tools: list[dict[str, Any]], choice: Any) -> list[dict[str, A
   return [functions[x["function"]["name"]] for x in choices]
 
 
-def calls_schema(tools: list[dict[str, Any]], choice: Any, parallel: bool = True) -> dict[str, Any] | None:
+def calls_schema(tools: list[JsonObject], choice: Choice, parallel: bool = True) -> JsonObject | None:
   """Return the JSON schema of a response that calls one tool, or several if `parallel`; None if no call is required.
 
   choice: "auto", "none", "required", {"type": "function", "function": {"name": ...}}, which is called once, or
@@ -47,13 +48,13 @@ def calls_schema(tools: list[dict[str, Any]], choice: Any, parallel: bool = True
           "x-guidance": {"whitespace_flexible": False}}   # small models may generate spaces forever
 
 
-def close(schema: Any) -> Any:
+def close(schema: JsonObject) -> JsonObject:
   """Return a schema whose objects with properties allow no others, unless it says so or combines schemas by allOf."""
   try: return schema if '"allOf"' in json.dumps(schema) else close_objects(schema)
   except RecursionError as error: raise InputError("tools: parameters are nested too deeply: use $defs") from error
 
 
-def close_objects(schema: Any) -> Any:
+def close_objects(schema: object) -> Any:
   if isinstance(schema, list): return [*map(close_objects, schema)]
   if not isinstance(schema, dict): return schema
   closing = {"additionalProperties": False} if isinstance(schema.get("properties"), dict) else {}
@@ -64,9 +65,9 @@ def close_objects(schema: Any) -> Any:
   return {**schema, **parts, **{key: close_objects(schema[key]) for key in keys if key in schema}, **closing}
 
 
-def merged_definitions(functions: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def merged_definitions(functions: dict[str, JsonObject]) -> JsonObject:
   """Merge the functions' $defs, because a reference "#/$defs/X" is resolved at the top of the schema."""
-  merged: dict[str, Any] = {}
+  merged: JsonObject = {}
   for parameters in functions.values():
     definitions = parameters.get("$defs", {})
     check(isinstance(definitions, dict), f"tools: $defs={definitions!r} must be an object")

@@ -8,10 +8,10 @@ import orjson, pydantic
 from fastapi.exceptions import RequestValidationError
 
 from tinyvllm import CompletionOutput, RequestOutput
-from tinyvllm.config import InputError
-from tinyvllm.engine import Request
+from tinyvllm.config import InputError, JsonObject
+from tinyvllm_extra.serving.answers import Job
 from tinyvllm_extra.serving.fields import unknown_fields
-from tinyvllm_extra.serving.protocol import SAMPLING, ChatRequest, CompletionBuilder
+from tinyvllm_extra.serving.protocol import SAMPLING, ChatCompletionRequest
 from tinyvllm_extra.text import chat_template
 from tinyvllm_extra.text.conversations import INSTRUCTIONS
 
@@ -40,7 +40,7 @@ def text_of(content: "str | Iterable[Part] | None", path: str) -> str:
   except InputError as error: raise InputError(f"{path}: {error}") from error
 
 
-def add_message(messages: list[dict[str, Any]], role: str, text: str = "", **fields: Any) -> None:
+def add_message(messages: list[JsonObject], role: str, text: str = "", **fields: Any) -> None:
   """Add a message to a chat. Merge it with the last one if both are the assistant's or the system's."""
   kind = [INSTRUCTIONS if x in INSTRUCTIONS else x for x in (role, messages[-1]["role"] if messages else None)]
   if kind[0] != kind[1] or role in ("user", "tool"):
@@ -51,27 +51,20 @@ def add_message(messages: list[dict[str, Any]], role: str, text: str = "", **fie
   last |= fields
 
 
-def tool_call(call_id: str | None, name: str | None, arguments: Any) -> dict[str, Any]:
-  return {"tool_calls": [{"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}]}
+def function(name: str | None, **fields: object) -> JsonObject:
+  return {"type": "function", "function": {"name": name, **fields}}
 
 
-def named_function(name: str | None) -> dict[str, Any]: return {"type": "function", "function": {"name": name}}
-
-
-def function_tool(name: str | None, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
-  return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
-
-
-def chat_request(body: Tolerant, **fields: Any) -> Any:
-  """Return a ChatRequest with `fields` and with the body's CHAT_FIELDS. Raises RequestValidationError, and InputError
-  for a field that must not be ignored."""
+def chat_request(body: Tolerant, chat_template_kwargs: JsonObject, **fields: object) -> ChatCompletionRequest:
+  """Return a chat with `fields` and with the body's CHAT_FIELDS. chat_template_kwargs: defaults for the body's. Raises
+  RequestValidationError, and InputError for a field that must not be ignored."""
   options = {name: value for name, value in body if name in CHAT_FIELDS}
-  extra: dict[str, Any] = body.model_extra or {}
+  extra = body.model_extra or {}
   for name in extra.keys() - options.keys() - IGNORED - {"chat_template_kwargs"}:
     if extra[name] is not None: unknown_fields.check(name, extra[name])
   variables = extra.get("chat_template_kwargs", {})
-  if isinstance(variables, dict): variables = {**fields.pop("chat_template_kwargs", {}), **variables}
-  try: return ChatRequest(**{**options, "chat_template_kwargs": variables, **fields})
+  if isinstance(variables, dict): variables = {**chat_template_kwargs, **variables}
+  try: return ChatCompletionRequest.model_validate({**options, "chat_template_kwargs": variables, **fields})
   except pydantic.ValidationError as error:
     raise RequestValidationError([{**x, "loc": ("body", *x["loc"])} for x in error.errors()]) from error
 
@@ -85,34 +78,34 @@ class Block:
   text: str = ""   # text so far; for a call, its arguments
 
 
-def named_event(content: dict[str, Any]) -> bytes:
+def named_event(content: JsonObject) -> bytes:
   """Return a server-sent event whose name is the content's type."""
   return b"event: %b\ndata: %b\n\n" % (content["type"].encode(), orjson.dumps(content))
 
 
-class BlockBuilder(CompletionBuilder):
-  """Builds a response from blocks. Subclasses write `whole`, the events of a block (`opening`, `delta` and `closing`),
-  and the first and last events."""
-  def __init__(self, *args: Any):
-    super().__init__(*args)
-    self.id = self.id.replace("-", "_")
+class BlockBuilder:
+  """Writes an answer that is a list of blocks. Subclasses write the whole answer, the events of a block, and the first
+  and last events."""
+  def __init__(self, chat: ChatCompletionRequest, job: Job):
+    self.job = job
+    self.parser = job.parser(chat)
     self.blocks: list[Block] = []
     self.end: CompletionOutput | None = None   # the last output
 
   is_cut = property(lambda self: self.end is not None and self.end.finish_reason != "stop")
   has_calls = property(lambda self: any(block.kind == "call" for block in self.blocks))
 
-  def response(self, requests: list[Request]) -> dict[str, Any]:
-    output = requests[0].output()
+  def response(self) -> JsonObject:
+    output = self.job.requests[0].output()
     self.events(0, output, output.outputs[0])
-    return self.whole(requests)
+    return self.whole()
 
   def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
     """Add a completion's new text to the blocks, and return the events."""
     events: list[bytes] = []
-    for kind, text in self.parse(output, completion):
-      if not self.blocks or kind == "call" or kind.replace("arguments", "call") != self.blocks[-1].kind:
-        events += self.start(kind, text if kind == "call" else "")
+    for kind, text in self.parser.feed(completion.text, bool(completion.finish_reason)):
+      if kind == "call": events += self.start(kind, text)
+      elif kind != "arguments" and (not self.blocks or kind != self.blocks[-1].kind): events += self.start(kind)
       if kind == "call": continue
       self.blocks[-1].text += text
       events.append(self.delta(self.blocks[-1], text))
@@ -128,7 +121,7 @@ class BlockBuilder(CompletionBuilder):
     self.blocks.append(Block(kind, len(self.blocks), uuid.uuid4().hex, name))
     return [*closing, self.opening(self.blocks[-1])]
 
-  def whole(self, requests: list[Request]) -> dict[str, Any]: raise NotImplementedError
+  def whole(self) -> JsonObject: raise NotImplementedError
   def opening(self, block: Block) -> bytes: raise NotImplementedError
   def delta(self, block: Block, text: str) -> bytes: raise NotImplementedError
   def closing(self, block: Block) -> bytes: raise NotImplementedError

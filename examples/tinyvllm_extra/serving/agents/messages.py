@@ -1,18 +1,17 @@
 """POST /v1/messages and /v1/messages/count_tokens, Anthropic's protocol. Its content blocks become a chat, and the
 answer's blocks become content blocks. https://docs.anthropic.com/en/api/messages"""
 import re
-from typing import Any, Literal
+from typing import Literal
 
 import pydantic
 
-from tinyvllm import CompletionOutput, RequestOutput
-from tinyvllm.engine import Request
+from tinyvllm import RequestOutput
+from tinyvllm.config import JsonObject
 from tinyvllm_extra.serving.errors import anthropic_error, internal_error
-from tinyvllm_extra.serving.protocol import thinking, usage_of
+from tinyvllm_extra.serving.protocol import ChatCompletionRequest, thinking
 from tinyvllm_extra.text.conversations import parse_arguments
 
-from .blocks import (Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function_tool, named_event,
-                     named_function, text_of, tool_call)
+from .blocks import Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function, named_event, text_of
 
 # Claude Code's first line of the system prompt, which differs in each request and so would defeat the prefix cache
 BILLING_HEADER = re.compile(r"\Ax-anthropic-billing-header:.*\n?")
@@ -23,7 +22,7 @@ class ContentBlock(Part):
   thinking: str | None = None
   id: str | None = None
   name: str | None = None
-  input: dict[str, Any] | None = None
+  input: JsonObject | None = None
   tool_use_id: str | None = None
   content: str | list[Part] | None = None
 
@@ -36,7 +35,7 @@ class Message(Tolerant):
 class Tool(Tolerant):
   name: str
   description: str | None = None
-  input_schema: dict[str, Any] | None = None   # None: a tool that runs on Anthropic's servers
+  input_schema: JsonObject | None = None   # None: a tool that runs on Anthropic's servers
 
 
 class ToolChoice(Tolerant):
@@ -47,7 +46,7 @@ class ToolChoice(Tolerant):
 
 class JSONOutputFormat(Tolerant):
   type: Literal["json_schema"]
-  schema_: dict[str, Any] | None = pydantic.Field(None, alias="schema")
+  schema_: JsonObject | None = pydantic.Field(None, alias="schema")
 
 
 class OutputConfig(Tolerant):
@@ -72,53 +71,52 @@ class MessagesRequest(Tolerant):
   output_config: OutputConfig | None = None
   stream: bool | None = None
 
-  def to_chat(self) -> Any:
+  def to_chat(self) -> ChatCompletionRequest:
     """Return the ChatRequest for a body. Raises InputError for content that is not text."""
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     for part in [self.system] if isinstance(self.system, str) else self.system or []:
       text = BILLING_HEADER.sub("", part if isinstance(part, str) else text_of([part], "system"))
       if text: add_message(messages, "system", text)
     for i, message in enumerate(self.messages): add_turn(messages, message, f"messages.{i}.content")
     is_prefilled = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     choice = self.tool_choice or ToolChoice(type="auto")
-    names = {"any": "required", "tool": named_function(choice.name)}
+    names = {"any": "required", "tool": function(choice.name)}
     config = self.output_config or OutputConfig()
     schema = {"type": "json_schema", "json_schema": {"schema": config.format.schema_}} if config.format else None
-    variables = {"chat_template_kwargs": thinking(self.thinking.type != "disabled")} if self.thinking else {}
+    variables = thinking(self.thinking.type != "disabled") if self.thinking else {}
     return chat_request(
-      self, messages=messages, max_tokens=self.max_tokens, stop=self.stop_sequences, reasoning_effort=config.effort,
-      tools=[function_tool(x.name, x.description, x.input_schema) for x in self.tools or []
+      self, variables, messages=messages, max_tokens=self.max_tokens, stop=self.stop_sequences,
+      reasoning_effort=config.effort,
+      tools=[function(x.name, description=x.description, parameters=x.input_schema) for x in self.tools or []
              if x.input_schema is not None],
       tool_choice=names.get(choice.type, choice.type), parallel_tool_calls=not choice.disable_parallel_tool_use,
-      response_format=schema, continue_final_message=is_prefilled or None, **variables)
+      response_format=schema, continue_final_message=is_prefilled or None)
 
 
-def add_turn(messages: list[dict[str, Any]], message: Message, path: str) -> None:
+def add_turn(messages: list[JsonObject], message: Message, path: str) -> None:
   """Add a message to the chat. Each tool result in it becomes a message."""
   texts = [message.content] if isinstance(message.content, str) else []
   for block in message.content if isinstance(message.content, list) else []:
     if block.type == "tool_result":
       add_message(messages, "tool", text_of(block.content, path), tool_call_id=block.tool_use_id)
     elif block.type == "tool_use":
-      add_message(messages, "assistant", **tool_call(block.id, block.name, block.input or {}))
+      call = {"id": block.id, **function(block.name, arguments=block.input or {})}
+      add_message(messages, "assistant", tool_calls=[call])
     elif block.type == "thinking": add_message(messages, "assistant", reasoning_content=block.thinking or "")
     elif block.type != "redacted_thinking": texts.append(text_of([block], path))
   if texts: add_message(messages, message.role, "\n".join(texts))
 
 
 class MessagesBuilder(BlockBuilder):
-  """Builds a message, or all events from message_start to message_stop."""
-  kind = "msg"
-  has_started = False
+  """Writes a message, or all events from message_start to message_stop."""
+  def message(self, content: list[JsonObject], usage: JsonObject, **end: object) -> JsonObject:
+    return {"id": f"msg_{self.job.id}", "type": "message", "role": "assistant", "model": self.job.model_name,
+            "content": content, "stop_reason": None, "stop_sequence": None, **end, "usage": usage}
 
-  def message(self, content: list[dict[str, Any]], usage: dict[str, int], **end: Any) -> dict[str, Any]:
-    return {"id": self.id, "type": "message", "role": "assistant", "model": self.head["model"], "content": content,
-            "stop_reason": None, "stop_sequence": None, **end, "usage": usage}
+  def whole(self) -> JsonObject:
+    return self.message([self.content_block(block) for block in self.blocks], self.usage(), **self.stop())
 
-  def whole(self, requests: list[Request]) -> dict[str, Any]:
-    return self.message([self.content_block(block) for block in self.blocks], self.usage(requests), **self.stop())
-
-  def content_block(self, block: Block, is_open: bool = False) -> dict[str, Any]:
+  def content_block(self, block: Block, is_open: bool = False) -> JsonObject:
     """Return a content block. is_open: without its text."""
     text = "" if is_open else block.text
     if block.kind == "content": return {"type": "text", "text": text}
@@ -126,28 +124,21 @@ class MessagesBuilder(BlockBuilder):
       return {"type": "thinking", "thinking": text, "signature": "" if is_open else block.id}
     return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": parse_arguments(text)}
 
-  def usage(self, requests: list[Request]) -> dict[str, int]:
-    usage = usage_of(requests)
+  def usage(self) -> JsonObject:
+    usage = self.job.usage()
     num_cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return self.token_counts(usage["prompt_tokens"], num_cached, usage["completion_tokens"])
-
-  def token_counts(self, num_prompt: int, num_cached: int, num_generated: int) -> dict[str, int]:
-    return {"input_tokens": num_prompt - num_cached, "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": num_cached, "output_tokens": num_generated}
+    return {"input_tokens": usage["prompt_tokens"] - num_cached, "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached, "output_tokens": usage["completion_tokens"]}
 
   def stop(self) -> dict[str, str | None]:
     sequence = self.end.stop_reason if self.end and isinstance(self.end.stop_reason, str) else None
     reason = "tool_use" if self.has_calls else "stop_sequence" if sequence else "end_turn"
     return {"stop_reason": "max_tokens" if self.is_cut else reason, "stop_sequence": sequence}
 
-  def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
-    events = super().events(prompt_index, output, completion)
-    if self.has_started: return events
-    self.has_started = True   # only now, because the first output says how many tokens were cached
-    usage = self.token_counts(len(output.prompt_token_ids), output.num_cached_tokens, 0)
-    return named_event({"type": "message_start", "message": self.message([], usage)}) + events
+  def first_events(self, output: RequestOutput) -> bytes:
+    return named_event({"type": "message_start", "message": self.message([], {**self.usage(), "output_tokens": 0})})
 
-  def block_event(self, name: str, block: Block, **fields: Any) -> bytes:
+  def block_event(self, name: str, block: Block, **fields: object) -> bytes:
     return named_event({"type": f"content_block_{name}", "index": block.index, **fields})
 
   def opening(self, block: Block) -> bytes:
@@ -163,8 +154,8 @@ class MessagesBuilder(BlockBuilder):
     start = self.block_event("delta", block, delta=signature) if block.kind == "reasoning" else b""
     return start + self.block_event("stop", block)
 
-  def last_events(self, requests: list[Request]) -> bytes:
-    end = {"type": "message_delta", "delta": self.stop(), "usage": self.usage(requests)}
+  def last_events(self) -> bytes:
+    end = {"type": "message_delta", "delta": self.stop(), "usage": self.usage()}
     return named_event(end) + named_event({"type": "message_stop"})
 
   def error_event(self, error: Exception) -> bytes: return named_event(anthropic_error(internal_error(error)["error"]))

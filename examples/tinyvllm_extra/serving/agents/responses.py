@@ -1,20 +1,20 @@
 """POST /v1/responses, OpenAI's newer protocol, without stored state: the client sends the whole conversation. Its items
 become a chat, and the answer's blocks become items. https://platform.openai.com/docs/api-reference/responses"""
-from typing import Any, Literal
+from typing import Literal
 
 import pydantic
 
-from tinyvllm.config import check
-from tinyvllm.engine import Request
+from tinyvllm import RequestOutput
+from tinyvllm.config import JsonObject, check
+from tinyvllm_extra.serving.answers import Job
 from tinyvllm_extra.serving.errors import internal_error
-from tinyvllm_extra.serving.protocol import usage_of
+from tinyvllm_extra.serving.protocol import ChatCompletionRequest
 
-from .blocks import (Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function_tool, named_event,
-                     named_function, text_of, tool_call)
+from .blocks import Block, BlockBuilder, Part, Tolerant, add_message, chat_request, function, named_event, text_of
 
 STATEFUL = ("previous_response_id", "conversation", "background", "prompt")   # need stored responses or prompts
 # Properties of the response that repeat the request, with defaults
-ECHO: dict[str, Any] = {"instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
+ECHO: JsonObject = {"instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True,
                         "reasoning": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": []}
 # By kind of block: type and id prefix of its item, and the events of its text
 ITEMS = {"content": ("message", "msg", "output_text"), "reasoning": ("reasoning", "rs", "reasoning_text"),
@@ -38,7 +38,7 @@ class Tool(Tolerant):
   type: str
   name: str | None = None
   description: str | None = None
-  parameters: dict[str, Any] | None = None
+  parameters: JsonObject | None = None
 
 
 class ToolChoice(Tolerant):
@@ -47,10 +47,15 @@ class ToolChoice(Tolerant):
   mode: Literal["auto", "required"] = "auto"
   tools: list[Tool] = []
 
+  def for_chat(self) -> JsonObject:
+    if self.type == "function": return function(self.name)
+    functions = [function(tool.name) for tool in self.tools if tool.type == "function"]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": functions}}
+
 
 class TextFormat(Tolerant):
   type: Literal["text", "json_object", "json_schema"]
-  schema_: dict[str, Any] | None = pydantic.Field(None, alias="schema")
+  schema_: JsonObject | None = pydantic.Field(None, alias="schema")
 
 
 class TextOptions(Tolerant):
@@ -72,28 +77,24 @@ class ResponsesRequest(Tolerant):
   parallel_tool_calls: bool | None = None
   text: TextOptions | None = None
   reasoning: Reasoning | None = None
-  metadata: dict[str, Any] | None = None
+  metadata: JsonObject | None = None
   stream: bool | None = None
 
-  def to_chat(self) -> Any:
+  def to_chat(self) -> ChatCompletionRequest:
     """Return the ChatRequest for a body. Raises InputError for what needs state or is not text."""
     for name in STATEFUL:
       check(not (self.model_extra or {}).get(name), f"{name}: the server stores nothing: send the whole input instead")
-    messages: list[dict[str, Any]] = []
+    messages: list[JsonObject] = []
     if self.instructions: add_message(messages, "system", self.instructions)
     if isinstance(self.input, str): add_message(messages, "user", self.input)
     else:
       for i, item in enumerate(self.input): add_item(messages, item, f"input.{i}")
-    choice: Any = self.tool_choice
-    if isinstance(choice, ToolChoice) and choice.type == "function": choice = named_function(choice.name)
-    elif isinstance(choice, ToolChoice):
-      functions = [named_function(tool.name) for tool in choice.tools if tool.type == "function"]
-      choice = {"type": "allowed_tools", "allowed_tools": {"mode": choice.mode, "tools": functions}}
+    choice = self.tool_choice.for_chat() if isinstance(self.tool_choice, ToolChoice) else self.tool_choice
     form = self.text.format if self.text else None
     schema = {"json_schema": {"schema": form.schema_}} if form and form.type == "json_schema" else {}
     return chat_request(
-      self, messages=messages, max_tokens=self.max_output_tokens, tool_choice=choice,
-      tools=[function_tool(tool.name, tool.description, tool.parameters) for tool in functions_of(self)],
+      self, {}, messages=messages, max_tokens=self.max_output_tokens, tool_choice=choice,
+      tools=[function(x.name, description=x.description, parameters=x.parameters) for x in functions_of(self)],
       parallel_tool_calls=self.parallel_tool_calls, reasoning_effort=self.reasoning and self.reasoning.effort,
       response_format={"type": form.type, **schema} if form else None)
 
@@ -103,7 +104,7 @@ def functions_of(body: ResponsesRequest) -> list[Tool]:
   return [tool for tool in body.tools or [] if tool.type == "function"]
 
 
-def add_item(messages: list[dict[str, Any]], item: Item, path: str) -> None:
+def add_item(messages: list[JsonObject], item: Item, path: str) -> None:
   """Add an input item to the chat. A custom tool's call is one with the argument `input`."""
   kind = item.type or "message"
   if kind == "message":
@@ -114,7 +115,7 @@ def add_item(messages: list[dict[str, Any]], item: Item, path: str) -> None:
     if text: add_message(messages, "assistant", reasoning_content=text)
   elif kind in ("function_call", "custom_tool_call"):
     arguments = item.arguments if kind == "function_call" else {"input": item.input}
-    add_message(messages, "assistant", **tool_call(item.call_id, item.name, arguments))
+    add_message(messages, "assistant", tool_calls=[{"id": item.call_id, **function(item.name, arguments=arguments)}])
   else:
     check(kind in ("function_call_output", "custom_tool_call_output"),
           f"{path}: items of type {kind!r} are not supported: leave it out, or send its text as a message")
@@ -122,37 +123,35 @@ def add_item(messages: list[dict[str, Any]], item: Item, path: str) -> None:
 
 
 class ResponsesBuilder(BlockBuilder):
-  """Builds a response object, or all events up to response.completed."""
-  kind = "resp"
-
-  def __init__(self, source: ResponsesRequest, *args: Any):
-    super().__init__(*args)
+  """Writes a response object, or all events up to response.completed."""
+  def __init__(self, source: ResponsesRequest, chat: ChatCompletionRequest, job: Job):
+    super().__init__(chat, job)
     self.num_events = 0
     values = source.model_dump(by_alias=True, exclude_unset=True)
     self.echo = {**ECHO, **{name: values[name] for name in ECHO if values.get(name) is not None}}
     self.echo["tools"] = [tool.model_dump(exclude_unset=True) for tool in functions_of(source)]
 
-  def event(self, event_name: str, **fields: Any) -> bytes:
+  def event(self, event_name: str, **fields: object) -> bytes:
     self.num_events += 1
     return named_event({"type": f"response.{event_name}", "sequence_number": self.num_events - 1, **fields})
 
-  def whole(self, requests: list[Request], error: str | None = None) -> dict[str, Any]:
-    """Return the response object. requests: empty until the end."""
+  def whole(self, error: str | None = None) -> JsonObject:
+    """Return the response object so far."""
     is_cut = self.is_cut and not error
     status = "failed" if error else "in_progress" if not self.end else "incomplete" if is_cut else "completed"
-    usage = usage_of(requests) if requests else None
+    usage = self.job.usage() if self.end and not error else None
     return {
-      "id": self.id, "object": "response", "created_at": self.head["created"], "status": status, "background": False,
-      "model": self.head["model"], "output": [self.item(block) for block in self.blocks], "store": False,
-      "error": {"code": "server_error", "message": error} if error else None,
+      "id": f"resp_{self.job.id}", "object": "response", "created_at": self.job.created, "status": status,
+      "background": False, "model": self.job.model_name, "output": [self.item(block) for block in self.blocks],
+      "store": False, "error": {"code": "server_error", "message": error} if error else None,
       "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "previous_response_id": None,
-      "temperature": self.params.temperature, "top_p": self.params.top_p, "truncation": "disabled", **self.echo,
+      "temperature": self.job.params.temperature, "top_p": self.job.params.top_p, "truncation": "disabled", **self.echo,
       "usage": usage and {
         "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
         "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": usage["total_tokens"]}}
 
-  def item(self, block: Block, status: str = "") -> dict[str, Any]:
+  def item(self, block: Block, status: str = "") -> JsonObject:
     """Return an output item. status: in_progress leaves its text out; default: completed, or incomplete if cut off."""
     kind, prefix, _ = ITEMS[block.kind]
     is_open = status == "in_progress"
@@ -164,11 +163,11 @@ class ResponsesBuilder(BlockBuilder):
     if block.kind == "reasoning": return {**head, "summary": [], "content": content}
     return {**head, "call_id": f"call_{block.id}", "name": block.name, "arguments": block.text}
 
-  def part(self, block: Block) -> dict[str, Any]:
+  def part(self, block: Block) -> JsonObject:
     if block.kind == "reasoning": return {"type": "reasoning_text", "text": block.text}
     return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
 
-  def block_event(self, event_name: str, block: Block, **fields: Any) -> bytes:
+  def block_event(self, event_name: str, block: Block, **fields: object) -> bytes:
     """Return an event of a block's text."""
     place = {"item_id": f"{ITEMS[block.kind][1]}_{block.id}", "output_index": block.index}
     if block.kind != "call": place["content_index"] = 0
@@ -189,11 +188,11 @@ class ResponsesBuilder(BlockBuilder):
     if not is_call: done += self.block_event("content_part.done", block, part=self.part(block))
     return done + self.event("output_item.done", output_index=block.index, item=self.item(block))
 
-  def first_events(self) -> bytes:
-    return b"".join(self.event(name, response=self.whole([])) for name in ("created", "in_progress"))
+  def first_events(self, output: RequestOutput) -> bytes:
+    return b"".join(self.event(name, response=self.whole()) for name in ("created", "in_progress"))
 
-  def last_events(self, requests: list[Request]) -> bytes:
-    return self.event("incomplete" if self.is_cut else "completed", response=self.whole(requests))
+  def last_events(self) -> bytes:
+    return self.event("incomplete" if self.is_cut else "completed", response=self.whole())
 
   def error_event(self, error: Exception) -> bytes:
-    return self.event("failed", response=self.whole([], internal_error(error)["error"]["message"]))
+    return self.event("failed", response=self.whole(internal_error(error)["error"]["message"]))

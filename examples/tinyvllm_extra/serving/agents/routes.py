@@ -1,6 +1,5 @@
 """The routes of coding agents. They run as chats."""
 import asyncio, functools
-from typing import Any
 
 from fastapi.responses import Response
 
@@ -24,6 +23,5 @@ class Agents:
   async def count_tokens(self, body: MessagesRequest) -> dict[str, int]:
     serving = self.serving
     serving.check_model(body.model or None)
-    prompt: Any
-    prompt, = await asyncio.to_thread(protocol.encode_prompts, body.to_chat(), serving.llm.llm, serving.trusts_template)
+    prompt, = await asyncio.to_thread(protocol.encode_prompts, body.to_chat(), serving.engine, serving.trusts_template)
     return {"input_tokens": len(prompt["prompt_token_ids"])}

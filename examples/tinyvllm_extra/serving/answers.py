@@ -1,0 +1,252 @@
+"""Answers in OpenAI's formats with vLLM's extra fields: one JSON response, or a stream of server-sent events. A builder
+writes the answer to one request body. No function here runs a request."""
+import collections, dataclasses, itertools, time, uuid
+from typing import NamedTuple
+
+import orjson
+
+from tinyvllm import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from tinyvllm.config import JsonObject
+from tinyvllm.engine import Request
+from tinyvllm_extra.text.conversations import plain_text
+from tinyvllm_extra.text.huggingface import ChatTokenizer
+from tinyvllm_extra.text.parsers import OutputFormat, Parser
+
+from .errors import internal_error
+from .protocol import (ChatCompletionRequest, CompletionRequest, GenerationRequest, StreamOptions, prompt_end,
+                       tool_choice_of, tools_of)
+from .tools import callable_tools, requires_call
+
+
+@dataclasses.dataclass
+class Job:
+  """What a builder needs to know about the generation."""
+  id: str
+  model_name: str
+  params: SamplingParams
+  tokenizer: ChatTokenizer
+  output_format: OutputFormat
+  requests: list[Request]   # one for each prompt
+
+  def __post_init__(self) -> None: self.created = int(time.time())
+
+  def usage(self) -> JsonObject:
+    prompt = sum(request.sequences[0].num_prompt for request in self.requests)   # samples share the prompt
+    generated = sum(request.metrics.num_generated for request in self.requests)
+    cached = sum(request.sequences[0].num_cached or 0 for request in self.requests)
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": cached}}
+
+  def parser(self, body: ChatCompletionRequest) -> Parser:
+    """Return the parser of one sample's text. To be called before the requests run."""
+    choice = tool_choice_of(body)
+    functions = {tool["function"]["name"]: tool["function"].get("parameters") or {}
+                 for tool in callable_tools(tools_of(body), choice)}
+    prompt = prompt_end(self.requests[0].sequences[0].tokens, self.tokenizer)
+    return Parser(self.output_format, functions, prompt, requires_call(choice), body.parallel_tool_calls is not False)
+
+
+class Token(NamedTuple):
+  """A token with its log probabilities."""
+  before: list[int]   # the previous token, if any
+  id: int
+  logprobs: dict[int, Logprob]   # its own and the best ones; empty for the first token of a prompt
+
+
+def event(content: JsonObject) -> bytes:
+  """Return a server-sent event."""
+  return b"data: %b\n\n" % orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)   # token ids are keys
+
+
+class ChoicesBuilder:
+  """Writes an answer that has choices, one for each sample of each prompt. Subclasses write the choice objects."""
+  kind = ""            # start of the answer's id
+  objects = ("", "")   # types of a whole answer and of a chunk
+
+  def __init__(self, body: GenerationRequest, job: Job):
+    self.body = body
+    self.job = job
+    self.head: JsonObject = {"id": f"{self.kind}-{job.id}", "created": job.created, "model": job.model_name,
+                             "object": self.objects[bool(body.stream)]}
+    options = body.stream_options or StreamOptions()
+    self.has_running_usage = options.continuous_usage_stats and options.include_usage is not False   # in each chunk
+    if options.include_usage or self.has_running_usage: self.head["usage"] = None   # until the last chunk
+    self.num_generated = collections.Counter[int]()   # tokens so far, by choice
+    self.last_tokens = dict[int, list[int]]()         # the last token so far, by choice
+
+  def choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> JsonObject:
+    """Return a choice object with a completion's text and tokens, in a stream only the new ones."""
+    raise NotImplementedError
+
+  def response(self) -> JsonObject:
+    outputs = enumerate(request.output() for request in self.job.requests)
+    choices = [self.choice(i * self.job.params.n + x.index, output, x) for i, output in outputs for x in output.outputs]
+    return {**self.wrap(choices), "usage": self.job.usage()}
+
+  def first_events(self, output: RequestOutput) -> bytes: return b""
+
+  def events(self, prompt_index: int, output: RequestOutput, completion: CompletionOutput) -> bytes:
+    index = prompt_index * self.job.params.n + completion.index
+    self.num_generated[index] += len(completion.token_ids)
+    return self.chunk(self.choice(index, output, completion))
+
+  def last_events(self) -> bytes:
+    usage = event({**self.wrap([]), "usage": self.job.usage()}) if "usage" in self.head else b""
+    return usage + b"data: [DONE]\n\n"
+
+  def error_event(self, error: Exception) -> bytes: return event(internal_error(error))
+
+  def wrap(self, choices: list[JsonObject]) -> JsonObject: return {**self.head, "choices": choices}
+
+  def chunk(self, choice: JsonObject, **fields: object) -> bytes:
+    """Return the event of one choice, with its usage so far if requested (stream_options.continuous_usage_stats)."""
+    if self.has_running_usage:
+      num_prompt = self.job.requests[choice["index"] // self.job.params.n].sequences[0].num_prompt
+      num_generated = self.num_generated[choice["index"]]
+      fields["usage"] = {"prompt_tokens": num_prompt, "completion_tokens": num_generated,
+                         "total_tokens": num_prompt + num_generated}
+    return event({**self.wrap([choice]), **fields})
+
+  def optional(self, **fields: object) -> JsonObject:
+    """Return fields that are None unless requested. As in vLLM, chunks leave None out, whole answers have null."""
+    return {name: x for name, x in fields.items() if x is not None or not self.body.stream}
+
+  def prompt_fields(self, output: RequestOutput) -> JsonObject:
+    """Return the fields that describe a prompt, under vLLM's names."""
+    rows = output.prompt_logprobs if self.body.prompt_logprobs is not None else None
+    return self.optional(prompt_token_ids=output.prompt_token_ids if self.body.return_token_ids else None,
+                         prompt_logprobs=rows and [x and {i: y._asdict() for i, y in x.items()} for x in rows])
+
+  def choice_fields(self, index: int, completion: CompletionOutput, **own: object) -> JsonObject:
+    """Return a choice object. own: the fields that only completions or only chats have."""
+    ids = completion.token_ids if self.body.return_token_ids else None
+    return {"index": index, "logprobs": None, "finish_reason": completion.finish_reason,
+            "stop_reason": completion.stop_reason, **own, **self.optional(token_ids=ids)}
+
+  def tokens(self, index: int, before: list[int], completion: CompletionOutput) -> list[Token]:
+    """Return a choice's new tokens if they have log probabilities. before: the last token of the prompt."""
+    before = self.last_tokens.get(index, before)
+    self.last_tokens[index] = completion.token_ids[-1:] or before
+    previous = [before, *([i] for i in completion.token_ids)]   # the last one precedes a later token
+    return [*map(Token, previous, completion.token_ids, completion.logprobs or ())]
+
+  def label(self, before: list[int], token: int) -> str:
+    """Return a token's text, or its id as text if the body asks for it."""
+    return f"token_id:{token}" if self.body.return_tokens_as_token_ids else self.piece(before, token)
+
+  def piece(self, before: list[int], token: int, skip: bool = False) -> str:
+    """Return a token's text after the token `before`: alone, some tokens lose their space."""
+    decode = self.job.tokenizer.decode
+    return decode([*before, token], skip)[len(decode(before, skip)):]
+
+
+class CompletionBuilder(ChoicesBuilder):
+  """Writes the answer of /v1/completions."""
+  kind = "cmpl"
+  objects = ("text_completion", "text_completion")
+
+  def __init__(self, body: CompletionRequest, job: Job):
+    super().__init__(body, job)
+    self.offsets = collections.Counter[int]()   # text_offset of the next token, by choice
+
+  def choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> JsonObject:
+    if self.body.max_tokens == 0:   # echo only; the engine has generated one token
+      completion = dataclasses.replace(completion, text="", token_ids=[], logprobs=completion.logprobs and [])
+    is_first = index not in self.last_tokens
+    is_echo = is_first and self.body.echo
+    shown = self.with_prompt(output, completion) if is_echo else completion
+    tokens = self.tokens(index, [] if is_echo else output.prompt_token_ids[-1:], shown)
+    num_exact = len(output.prompt_token_ids) if is_echo and output.prompt is None else 0
+    logprobs = None if shown.logprobs is None else self.logprobs(index, tokens, num_exact)
+    choice = self.choice_fields(index, completion, text=shown.text, logprobs=logprobs)
+    return {**choice, **(self.prompt_fields(output) if is_first else {})}
+
+  def with_prompt(self, output: RequestOutput, completion: CompletionOutput) -> CompletionOutput:
+    """Return a completion that starts with its prompt (echo)."""
+    text = output.prompt or self.job.tokenizer.decode(output.prompt_token_ids, False)
+    rows = [x or {} for x in output.prompt_logprobs or ()]
+    return dataclasses.replace(completion, text=text + completion.text,
+                               token_ids=output.prompt_token_ids + completion.token_ids,
+                               logprobs=None if completion.logprobs is None else rows + completion.logprobs)
+
+  def logprobs(self, index: int, tokens: list[Token], num_exact: int) -> JsonObject:
+    """Return new tokens in OpenAI's format. num_exact: tokens at the start whose text is complete, even if special."""
+    skip = self.job.params.skip_special_tokens
+    lengths = [len(self.piece(x.before, x.id, skip and n >= num_exact)) for n, x in enumerate(tokens)]
+    *offsets, self.offsets[index] = itertools.accumulate(lengths, initial=self.offsets[index])
+    return {"tokens": [self.label(x.before, x.id) for x in tokens], "text_offset": offsets,
+            "token_logprobs": [x.logprobs[x.id].logprob if x.logprobs else None for x in tokens],
+            "top_logprobs": [{self.label(x.before, i): y.logprob for i, y in x.logprobs.items()} or None
+                             for x in tokens]}
+
+
+class GenerateBuilder(CompletionBuilder):
+  """Writes the answer of /generate, which adds a list of the generated strings."""
+  kind = "generate"
+
+  def wrap(self, choices: list[JsonObject]) -> JsonObject:
+    return {**super().wrap(choices), "text": [choice["text"] for choice in choices]}
+
+
+class ChatBuilder(ChoicesBuilder):
+  """Writes the answer of /v1/chat/completions."""
+  kind = "chatcmpl"
+  objects = ("chat.completion", "chat.completion.chunk")
+
+  def __init__(self, body: ChatCompletionRequest, job: Job):
+    super().__init__(body, job)
+    self.parsers = [job.parser(body) for _ in range(job.params.n)]
+    self.num_calls = collections.Counter[int]()   # by choice
+    last = body.messages[-1]
+    # The answer continues the last message if the template does not start a new one
+    is_new = body.add_generation_prompt is not False and not body.continue_final_message
+    self.role = "assistant" if is_new else last.get("role", "assistant")
+    self.echoed = plain_text(last) if body.echo and last.get("role") == self.role else ""
+
+  def response(self) -> JsonObject:
+    return {**super().response(), **self.prompt_fields(self.job.requests[0].output())}
+
+  def first_events(self, output: RequestOutput) -> bytes:
+    deltas = [({"role": self.role, "content": ""}, self.prompt_fields(output))]
+    if self.echoed: deltas.append(({"content": self.echoed}, {}))
+    return b"".join(self.chunk({"index": i, "delta": delta, "logprobs": None, "finish_reason": None}, **fields)
+                    for delta, fields in deltas for i in range(self.job.params.n))
+
+  def choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> JsonObject:
+    tokens = self.tokens(index, output.prompt_token_ids[-1:], completion)
+    logprobs = None if completion.logprobs is None else {"content": [*map(self.logprobs, tokens)]}
+    choice = self.choice_fields(index, completion, **self.content(index, completion), logprobs=logprobs)
+    if completion.finish_reason == "stop" and self.num_calls[index]: choice["finish_reason"] = "tool_calls"
+    return choice
+
+  def content(self, index: int, completion: CompletionOutput) -> JsonObject:
+    """Return the field of a choice object that holds its new text and calls."""
+    texts = {"content": "", "reasoning": ""}
+    calls: list[JsonObject] = []
+    for kind, text in self.parsers[index].feed(completion.text, bool(completion.finish_reason)):
+      if kind in texts: texts[kind] += text
+      elif kind == "call": calls.append({"id": f"call_{uuid.uuid4().hex}", "type": "function",
+                                         "function": {"name": text, "arguments": ""}})
+      else: calls[-1]["function"]["arguments"] += text   # a call and its arguments arrive together
+    fields: JsonObject = {"reasoning_content": texts["reasoning"], "reasoning": texts["reasoning"]}
+    if not texts["reasoning"] or self.body.include_reasoning is False: fields = {}
+    if calls: fields["tool_calls"] = calls
+    start = self.num_calls[index]
+    self.num_calls[index] += len(calls)
+    if not self.body.stream:
+      content = self.echoed + texts["content"] or (None if fields else "")
+      return {"message": {"role": self.role, "content": content, **fields}}
+    if calls: fields["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls, start)]
+    if texts["content"] or not fields: fields["content"] = texts["content"]
+    return {"delta": fields}
+
+  def logprobs(self, token: Token) -> JsonObject:
+    """Return a token and the best ones in OpenAI's format."""
+    rows = token.logprobs
+    def entry(i: int) -> JsonObject:
+      text = self.piece(token.before, i)
+      raw = text.encode() if text and "\ufffd" not in text else self.job.tokenizer.token_bytes(i)
+      return {"token": self.label(token.before, i), "logprob": rows[i].logprob, "bytes": [*raw]}
+    k = self.job.params.logprobs or 0
+    best = sorted((i for i in rows if k == -1 or rows[i].rank <= k), key=lambda i: (rows[i].rank, i))
+    return {**entry(token.id), "top_logprobs": [*map(entry, best)]}
