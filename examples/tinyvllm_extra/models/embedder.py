@@ -21,6 +21,8 @@ class Embedder(Llama):
     def identity(h: Tensor, dtype: DType) -> Tensor: return h.cast(dtype).contiguous()
     self.lm_head = identity   # type: ignore[assignment]
 
+  __call__ = Llama.__call__   # hidden states are not scaled as LlamaVariant's logits
+
 
 def is_embedder(path: pathlib.Path, runner: str) -> bool:
   """Return whether to compute embeddings with a model: as LLM's option `runner` says, or if it is auto, for a folder

@@ -52,12 +52,12 @@ def choose_experts(logits: Tensor, k: int, is_normalized: bool) -> tuple[Tensor,
   """Return the experts with the k largest logits, (T, k) int32, the first of equal ones, and their weights, (T, k): the
   softmax over all logits or, normalized, over the chosen ones. logits: (T, E) float32."""
   count = int(logits.shape[1])
-  number = Tensor.arange(count, dtype=dtypes.int32)                     # (E,)
+  expert = Tensor.arange(count, dtype=dtypes.int32)                     # (E,)
   others, own = logits.unsqueeze(1), logits.unsqueeze(2)
-  is_before = (others > own) | ((others == own) & (number < number.unsqueeze(1)))   # (T, E, E)
+  is_before = (others > own) | ((others == own) & (expert < expert.unsqueeze(1)))   # (T, E, E)
   rank = is_before.sum(2, dtype=dtypes.int32).contiguous()              # (T, E)
   is_chosen = rank.unsqueeze(1) == Tensor.arange(k, dtype=dtypes.int32).unsqueeze(1)   # (T, k, E)
-  ids = is_chosen.where(number, 0).sum(2, dtype=dtypes.int32).minimum(count - 1)   # NaN may sum to more
+  ids = is_chosen.where(expert, 0).sum(2, dtype=dtypes.int32).minimum(count - 1)   # NaN may sum to more
   scores = is_chosen.where(others, 0).sum(2)
   weights = scores.softmax(1) if is_normalized else (scores - logits.logsumexp(1, keepdim=True)).exp()
   return ids.contiguous(), weights.contiguous()

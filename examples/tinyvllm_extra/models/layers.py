@@ -173,7 +173,6 @@ class LlamaVariant(Llama):
 
   def __call__(self, *inputs: Any) -> Tensor:
     logits = super().__call__(*inputs)
-    if not isinstance(self.lm_head, Module): return logits   # an embedder's hidden states
     if self.config.logits_scale != 1: logits = logits * self.config.logits_scale
     cap = self.config.logits_cap
     return (logits / cap).tanh() * cap if cap else logits

@@ -177,9 +177,9 @@ class LogitsPlan(NamedTuple):
       end = None if k == ALL else k
       if self.has_all_logprobs:
         best = [x for i in np.argsort(-np.array(best), kind="stable")[:end].tolist() for x in (i, best[i])]
-      ranked = [(token, own, rank), *[*zip(best[::2], best[1::2], itertools.count(1), strict=False)][:end]]
+      pairs = [*zip(best[::2], best[1::2], itertools.count(1), strict=False)][:end]
       seq.logprobs[row.position] = {
-        int(i): Logprob(x, int(r), tokenizer.decode([int(i)], False)) for i, x, r in ranked}
+        int(i): Logprob(x, int(r), tokenizer.decode([int(i)], False)) for i, x, r in [(token, own, rank), *pairs]}
 
 
 class HiddenStatesPlan(LogitsPlan):
@@ -210,20 +210,18 @@ class LogitsBatch:
   """The adjustments, token bitmasks and log probabilities that a step's sequences need, by row of logits."""
   def __init__(self, rows: list[Row], runner: Runner):
     # Logits of known tokens (prompt_logprobs) and of tokens that a step in flight samples are not changed
-    processors = {i: row.seq.processor for i, row in enumerate(rows) if row.position >= row.seq.length}
-    sampled = [(i, rows[i], processor) for i, processor in processors.items() if processor]
+    sampled = [(i, row, processor) for i, row in enumerate(rows)
+               if row.position >= row.seq.length and (processor := row.seq.processor)]
     self.adjustments = [(i, *x) for i, row, processor in sampled for x in processor.adjustments(row.seq, row.position)]
-    masks = {i: processor.bitmask() for i, _, processor in sampled}
-    self.bitmasks = {i: mask for i, mask in masks.items() if mask is not None}
+    self.bitmasks = {i: mask for i, _, processor in sampled if (mask := processor.bitmask()) is not None}
     self.targets = [row.seq.tokens[row.position] if row.position < len(row.seq.tokens) else UNKNOWN for row in rows]
-    seqs = {row.seq for row in rows}
-    numbers = [k for seq in seqs for k in (seq.params.logprobs, seq.params.prompt_logprobs if seq.index == 0 else None)
-               if k is not None]
-    has_all = any(k == ALL or k > NUM_BEST for k in numbers)
+    counts = [k for seq in {row.seq for row in rows}
+              for k in (seq.params.logprobs, seq.params.prompt_logprobs if seq.index == 0 else None) if k is not None]
+    has_all = any(k == ALL or k > NUM_BEST for k in counts)
     # Padded to few graph shapes: 16, 128, 1024, ...
     size = 16 * 8 ** -(-((len(self.adjustments) - 1) // 16).bit_length() // 3) if self.adjustments else 0
     plan_class = HiddenStatesPlan if isinstance(runner.model, Embedder) else LogitsPlan
-    self.plan = plan_class(runner.model.vocab_size, bool(numbers), size, bool(self.bitmasks), has_all)
+    self.plan = plan_class(runner.model.vocab_size, bool(counts), size, bool(self.bitmasks), has_all)
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
@@ -266,8 +264,8 @@ def top_logprobs(logits: Tensor, ids: Tensor, sampler: Sampler, k: int = NUM_BES
   tokens = Tensor.arange(size).reshape(1, -1)
   if int(x.shape[0]) > 1 and size > 2 * k * CHUNK:   # the k chunks with the largest maximum hold the k best tokens
     chunks = x.pad((None, (0, -size % CHUNK)), value=-math.inf).unflatten(1, (-1, CHUNK))
-    numbers = Tensor.arange(chunks.shape[1]).reshape(1, -1)
-    best_chunks, _ = largest(chunks.max(2).contiguous(), numbers, sampler, k)
+    chunk_ids = Tensor.arange(chunks.shape[1]).reshape(1, -1)
+    best_chunks, _ = largest(chunks.max(2).contiguous(), chunk_ids, sampler, k)
     tokens = (CHUNK * best_chunks.unsqueeze(2) + Tensor.arange(CHUNK)).flatten(1).contiguous()
     x = chunks.flatten(1).gather(1, tokens).contiguous()                # (S, k * CHUNK)
   best, values = largest(x, tokens, sampler, min(k, size))

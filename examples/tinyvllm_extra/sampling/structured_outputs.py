@@ -99,8 +99,8 @@ def tag_grammar(library: ModuleType, tag: JsonObject, tokenizer: ChatTokenizer) 
   form = tag.get("format") or {"type": "triggered_tags", "triggers": tag["triggers"], "tags": [
     {**x, "content": {"type": "json_schema", "json_schema": x["schema"]}} for x in tag["structures"]]}
   triggers = form.get("triggers", [])
-  kinds = {form["type"], *(x["content"]["type"] for x in form.get("tags", []))}
-  unsupported = ", ".join(map(str, kinds - {"triggered_tags", "json_schema"}))
+  format_types = {form["type"], *(x["content"]["type"] for x in form.get("tags", []))}
+  unsupported = ", ".join(map(str, format_types - {"triggered_tags", "json_schema"}))
   check(not unsupported,
         f"structured_outputs: structural_tag: {unsupported} is not supported, only triggered_tags with json_schema")
   def trigger_of(begin: str) -> str: return next((x for x in triggers if x and begin.startswith(x)), "")
