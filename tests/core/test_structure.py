@@ -20,17 +20,15 @@ CORE, EXTRA = PACKAGE.name, EXTENSION.name
 FILES = {".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__"): path
          for folder in (PACKAGE, EXTENSION) for path in sorted(folder.rglob("*.py"))}   # by module name
 MAX_FUNCTION_LINES, MAX_LOCALS = 40, 20
-MAX_ANY, MAX_TYPE_IGNORES = 640, 50   # occurrences in core and extension; only ever lower them
+MAX_ANY, MAX_TYPE_IGNORES = 290, 17   # occurrences in core and extension; only ever lower them
 # Names of public classes that several modules define, with the reason; only ever remove one
 SHARED_CLASS_NAMES = {
   "SamplingParams": "the extension's subclass adds vLLM's other fields",
   "Tool": "/v1/messages and /v1/responses have one each", "ToolChoice": "/v1/messages and /v1/responses have one each",
-  "Checkpoint": "to be renamed", "Devices": "to be renamed",
-  "Experts": "to be renamed", "GateUp": "to be renamed", "Linear": "to be renamed",
-  "Norm": "to be renamed", "Sampler": "to be renamed", "StoredTensor": "to be renamed"}
+  **dict.fromkeys(["Devices", "Experts", "GateUp", "Linear", "Norm", "Sampler"], "to be renamed")}
 # Functions with more than MAX_FUNCTION_LINES code lines or MAX_LOCALS local variables; only ever remove one
 LARGE_FUNCTIONS = {
-  f"{EXTRA}.formats.hub.report", f"{EXTRA}.formats.quantization.read_matrix",
+  f"{EXTRA}.formats.quantization.read_matrix",
   *(f"{EXTRA}.kernels.generic.{name}" for name in ("rope_kernel", "attend_kernel", "add_values")),
   *(f"{EXTRA}.kernels.matmul.{name}" for name in (
     "tensor_core_linear_kernel", "many_rows_linear_kernel", "linear_kernel", "kernel")),

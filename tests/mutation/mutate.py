@@ -35,8 +35,9 @@ TARGETS = {
   f"{EXTRA}/sampling/speculation.py": "sampling/test_*draft* sampling/test_spec*",
   f"{EXTRA}/cache/prefix_cache.py": "cache/test_*",
   f"{EXTRA}/serving/async_engine.py": "serving/test_async* serving/test_server_faults core/test_graphs",
-  f"{EXTRA}/serving/protocol.py": "serving/test_request_fields serving/test_completions serving/test_vllm_cases "
-                                  "serving/test_server serving/test_tools serving/test_re* serving/test_messages"}
+  **dict.fromkeys([f"{EXTRA}/serving/protocol.py", f"{EXTRA}/serving/answers.py"],
+                  "serving/test_request_fields serving/test_completions serving/test_vllm_cases serving/test_server "
+                  "serving/test_tools serving/test_re* serving/test_messages")}
 # Lanes with real engines, for changes that the default lane does not find: graphs and kernels
 REAL = {f"{CORE}/runner.py": "core/test_real_engine kernels/test_backend",
         f"{EXTRA}/sampling/logits.py": "kernels/test_sampler kernels/test_backend"}
