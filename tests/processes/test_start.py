@@ -41,8 +41,8 @@ def test_start_without_folder_of_kernels_logs_one_line(tmp_path):
 
 def test_any_public_name_can_be_imported_first():
   """Each name in a new process, since modules are imported when a name is first used."""
-  for module, name in (("", "StructuredOutputsParams"), ("", "AsyncLLM"), ("_extra.logits", "Processor"),
-                       ("_extra.server", "AsyncLLM"), ("_extra.speculation", "Drafter")):
+  for module, name in (("", "StructuredOutputsParams"), ("", "AsyncLLM"), ("_extra.sampling.logits", "Processor"),
+                       ("_extra.serving", "AsyncLLM"), ("_extra.sampling.speculation", "Drafter")):
     run = run_python(f"from tinyvllm{module} import {name}")
     assert run.returncode == 0, run.stderr
 

@@ -1,6 +1,6 @@
-"""The HTTP server: options, routes, the middleware in front of them, startup and shutdown. It listens before the
+"""The HTTP server: routes, the middleware in front of them, startup and shutdown. It listens before the
 model is loaded; requests get HTTP 503 until then."""
-import asyncio, contextlib, dataclasses, functools, hmac, json, os, pathlib, signal, socket, threading, uuid
+import asyncio, contextlib, functools, hmac, json, os, pathlib, signal, socket, threading, uuid
 from collections.abc import Callable
 
 import fastapi, fastapi.middleware.cors as cors, uvicorn
@@ -11,9 +11,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tinyvllm import __version__
-from tinyvllm.config import InputError, JsonObject, Options, check, has_type, option
+from tinyvllm.config import InputError, JsonObject, check, has_type
 from tinyvllm_extra.formats import hub
-from tinyvllm_extra.text.parsers import REASONING, TOOLS
 
 from .agents.routes import Agents
 from .async_engine import AsyncLLM
@@ -23,48 +22,13 @@ from .generation import EVENT_STREAM, Serving
 from .pooling_routes import Pooling
 from .prometheus import log_throughput
 from .protocol import AnthropicErrorResponse, ErrorResponse
+from .server_config import ServerConfig
 
 # Paths that need neither an API key nor a loaded model
 OPEN_PATHS = {"/", "/health", "/ping", "/load", "/version", "/metrics", "/openapi.json"}
 MAX_HEADERS = 2**16   # maximum size of a request's headers in bytes
 Routes = dict[str, Callable[..., object]]   # functions by path
 Responses = dict[int | str, JsonObject]     # of OpenAPI, by status
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerConfig(Options):
-  """Server options, under vLLM's names."""
-  host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0: every network interface")
-  port: int = option(8000, "TCP port; 0: any free port", min=0, max=65535)
-  api_key: list[str] | None = option(None, "API keys of clients (default: $TINYVLLM_API_KEY)")
-  served_model_name: list[str] | None = option(None, "Model names in the API (default: folder name)")
-  max_queue: int = option(256, "Maximum waiting sequences, then HTTP 429", min=0, max=2**31 - 1)
-  request_timeout: float | None = option(None, "Seconds until a request aborts (default: none)", min=0.001, max=2**31)
-  shutdown_timeout: float = option(30, "Seconds for requests to finish after a signal", min=0, max=2**31)
-  max_body_size: int = option(2**22, "Maximum size of a request body in bytes", min=1, max=2**40)
-  stream_interval: int = option(1, "Minimum number of new tokens per stream event", min=1, max=2**31)
-  allowed_origins: list[str] | None = option(None, "Web origins that may call the API, CORS (default: none)")
-  strict_fields: bool = option(False, "Refuse unknown request fields with HTTP 400")
-  trust_request_chat_template: bool = option(False, "Allow chat_template in requests")
-  reasoning_parser: str | None = option(None, "Format of reasoning (default: chat template's)", choices=(*REASONING,))
-  tool_call_parser: str | None = option(None, "Format of tool calls (default: chat template's)", choices=(*TOOLS,))
-  prefix_cache_file: str | None = option(None, "File to load and save the prefix cache (default: none)")
-  root_path: str = option("", "Path prefix of all routes behind a proxy (default: none)")
-  uds: str | None = option(None, "Unix domain socket to listen on, instead of host and port (default: none)")
-  ssl_certfile: str | None = option(None, "TLS certificate, to serve HTTPS (default: none)")
-  ssl_keyfile: str | None = option(None, "Private key of the certificate (default: in ssl_certfile)")
-  ssl_ca_certs: str | None = option(None, "CA certificates that clients' certificates must be from (default: none)")
-  ssl_cert_reqs: int = option(0, "Client certificates; 0: none, 1: optional, 2: required", min=0, max=2)
-  ssl_ciphers: str | None = option(None, "Ciphers of TLS 1.2 and below (default: OpenSSL's)")
-
-  def __post_init__(self) -> None:
-    super().__post_init__()
-    for name, value in self.tls.items():
-      check(not value or self.ssl_certfile, f"{name}={value!r} requires ssl_certfile: set that, too")
-    check(not self.root_path or self.root_path[0] == "/" != self.root_path[-1],
-          f"root_path={self.root_path!r} must start with a slash, and not end with one")
-
-  tls = property(lambda self: {name: value for name, value in vars(self).items() if name.startswith("ssl_")})
 
 
 class Gate:
@@ -145,9 +109,7 @@ class Server(uvicorn.Server):
     self.options = options
     self.open_engine = functools.partial(AsyncLLM, model, options.stream_interval, True, options.prefix_cache_file,
                                          **engine_options)
-    self.serving = Serving(options.served_model_name or [hub.served_name(model)], options.max_queue,
-                           options.request_timeout, (options.reasoning_parser, options.tool_call_parser),
-                           options.trust_request_chat_template)
+    self.serving = Serving(options.served_model_name or [hub.served_name(model)], options)
     unknown_fields.strict = options.strict_fields
     app: ASGIApp = Gate(self.routes(), options, self.not_ready)
     if options.allowed_origins:

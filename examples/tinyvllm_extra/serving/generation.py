@@ -17,6 +17,7 @@ from .async_engine import AsyncLLM, IndexedOutput, Request
 from .errors import Refusal
 from .prometheus import Metrics
 from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, GenerationRequest, TokenizeRequest
+from .server_config import ServerConfig
 
 EVENT_STREAM = "text/event-stream"
 B = TypeVar("B", CompletionRequest, ChatCompletionRequest)
@@ -34,15 +35,12 @@ class Builder(Protocol):
 
 class Serving:
   """Runs the requests of all routes on one engine, and observes their metrics."""
-  def __init__(self, model_names: list[str], max_queue: int, request_timeout: float | None,
-               parser_names: tuple[str | None, str | None], trusts_template: bool = False):
+  def __init__(self, model_names: list[str], options: ServerConfig):
     self.llm: AsyncLLM | None = None   # until the model is loaded
     self.requests = set[Request]()   # unfinished
     self.names = model_names   # responses and metrics have the first one
-    self.max_queue = max_queue
-    self.request_timeout = request_timeout
-    self.parser_names = parser_names   # reasoning and tool call parser; None: the chat template decides
-    self.trusts_template = trusts_template   # requests may bring a chat template
+    self.options = options
+    self.trusts_template = options.trust_request_chat_template
     self.observer = Metrics(model_names[0], self.engine_metrics)
 
   def engine_metrics(self) -> JsonObject: return self.engine.get_metrics() if self.llm else collections.Counter()
@@ -57,7 +55,8 @@ class Serving:
 
   @functools.cached_property
   def output_format(self) -> OutputFormat:
-    return find_format("\n".join(self.engine.tokenizer.templates.values()), *self.parser_names)
+    templates = "\n".join(self.engine.tokenizer.templates.values())
+    return find_format(templates, self.options.reasoning_parser, self.options.tool_call_parser)
 
   @functools.cached_property
   def chat_defaults(self) -> JsonObject:
@@ -135,7 +134,7 @@ class Serving:
 
   def check_queue(self, num_new: int, n: int) -> None:
     """Raise Refusal if `num_new` sequences do not fit into the queue now, InputError if they can never fit."""
-    limit = self.max_queue + self.engine.config.max_num_seqs
+    limit = self.options.max_queue + self.engine.config.max_num_seqs
     name = f"n={n}" if n > 1 else "prompt"
     check(num_new <= limit, f"{name}: {num_new} sequences, but --max-queue and --max-num-seqs allow {limit}")
     num_unfinished = sum(not seq.finish_reason for request in self.requests for seq in request.sequences)
@@ -144,7 +143,7 @@ class Serving:
 
   async def steps(self, requests: list[Request]) -> AsyncGenerator[list[IndexedOutput], None]:
     """Yield AsyncLLM.stream's outputs; observe the requests' metrics; abort the requests after the timeout."""
-    timer = asyncio.get_running_loop().call_later(self.request_timeout or 2**31, self.abort, requests)
+    timer = asyncio.get_running_loop().call_later(self.options.request_timeout or 2**31, self.abort, requests)
 
     def on_end(request: Request) -> None:
       self.requests.remove(request)

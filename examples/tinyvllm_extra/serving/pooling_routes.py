@@ -1,12 +1,13 @@
 """Embeddings in OpenAI's format, and scores in the formats of vLLM, Jina and Cohere."""
 import asyncio, base64, time, uuid
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
-import orjson
+import numpy as np, orjson
 from fastapi.responses import Response
 
 from tinyvllm import RequestOutput
-from tinyvllm.config import check, check_ids
+from tinyvllm.config import JsonObject, check, check_ids
 from tinyvllm_extra.pooling.embeddings import (INSTRUCTION, Jobs, PoolingParams, PoolingRequestOutput, embedding_of,
                                                pairs, scoring)
 
@@ -36,10 +37,9 @@ class RerankRequest(Body): ...
 class ScoreRequest(Body): ...
 
 
-def check_number(name: str, texts: Any) -> None:
-  number = 1 if isinstance(texts, str) else len(texts)
-  check(0 < number <= MAX_INPUTS, f"{name}: its length, {number}, must be between 1 and {MAX_INPUTS}: send several "
-        "requests")
+def check_number(name: str, texts: Texts) -> None:
+  num = 1 if isinstance(texts, str) else len(texts)
+  check(0 < num <= MAX_INPUTS, f"{name}: its length, {num}, must be between 1 and {MAX_INPUTS}: send several requests")
 
 
 class Pooling:
@@ -55,52 +55,51 @@ class Pooling:
     params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize is not False)
     outputs = await self.run(body, [({"prompt_token_ids": x} if isinstance(x, list) else x, params) for x in texts])
 
+    def encoded(x: np.ndarray) -> object:
+      return base64.b64encode(x.astype("<f4").tobytes()).decode() if body.encoding_format == "base64" else x
+
     def response() -> Response:
-      rows: list[Any] = [*map(embedding_of, outputs)]
-      if body.encoding_format == "base64": rows = [base64.b64encode(x.astype("<f4")).decode() for x in rows]
-      data = [{"object": "embedding", "index": i, "embedding": x} for i, x in enumerate(rows)]
+      rows = enumerate(map(embedding_of, outputs))
+      data = [{"object": "embedding", "index": i, "embedding": encoded(x)} for i, x in rows]
       content = {**self.head("embd", outputs), "object": "list", "data": data}
       return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
     return await asyncio.to_thread(response)
 
-  async def rerank(self, body: RerankRequest) -> dict[str, Any]:
+  async def rerank(self, body: RerankRequest) -> JsonObject:
     check(body.top_n is None or body.top_n >= 0, f"top_n={body.top_n} must be at least 1, or 0 for all documents")
     texts = [x if isinstance(x, str) else x.text for x in body.documents]
     outputs = await self.scores(body, ("query", "documents"), body.query, texts)
     best = sorted(range(len(texts)), key=lambda i: -outputs[i].outputs.score)[:body.top_n or None]
-    results: list[dict] = [{"index": i, "relevance_score": outputs[i].outputs.score} for i in best]
+    results: list[JsonObject] = [{"index": i, "relevance_score": outputs[i].outputs.score} for i in best]
     if body.return_documents is not False: results = [{**x, "document": {"text": texts[x["index"]]}} for x in results]
     return {**self.head("rerank", outputs), "results": results}
 
-  async def score(self, body: ScoreRequest) -> dict[str, Any]:
+  async def score(self, body: ScoreRequest) -> JsonObject:
     outputs = await self.scores(body, ("text_1", "text_2"), body.text_1, body.text_2)
     data = [{"index": i, "object": "score", "score": x.outputs.score} for i, x in enumerate(outputs)]
     return {**self.head("score", outputs), "object": "list", "data": data}
 
-  def head(self, kind: str, outputs: list[Any]) -> dict[str, Any]:
+  def head(self, prefix: str, outputs: Sequence[RequestOutput | PoolingRequestOutput]) -> JsonObject:
     total = sum(len(output.prompt_token_ids) for output in outputs)
-    usage = {"prompt_tokens": total, "completion_tokens": 0, "total_tokens": total}
-    return {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.serving.names[0],
-            "usage": usage}
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.serving.names[0],
+            "usage": {"prompt_tokens": total, "completion_tokens": 0, "total_tokens": total}}
 
-  async def scores(self, body: Any, names: tuple[str, str], *texts: Any) -> list[PoolingRequestOutput]:
+  async def scores(self, body: Body, names: tuple[str, str], *texts: Texts) -> list[PoolingRequestOutput]:
     for name, x in zip(names, texts, strict=True): check_number(name, x)
-    scores = scoring(self.serving.engine.tokenizer, pairs(*texts, *names), body.instruction or INSTRUCTION)
-    outputs: Any = None
+    scores = scoring(self.serving.engine.tokenizer, pairs(texts[0], texts[1], *names), body.instruction or INSTRUCTION)
+    jobs = next(scores)
     try:
-      while True: outputs = await self.run(body, scores.send(outputs))
+      while True: jobs = scores.send(await self.run(body, jobs))
     except StopIteration as end: return end.value
 
-  async def run(self, body: Any, jobs: Jobs) -> list[RequestOutput]:
+  async def run(self, body: Body, jobs: Jobs) -> list[RequestOutput]:
     """Run all jobs, max_num_seqs at a time so that they do not fill the queue. Raises InputError, before any job runs,
     if one of them is invalid."""
     serving = self.serving
     serving.check_model(body.model or None)
     engine = serving.engine
-    def make() -> list[Any]:
-      return [engine.make_request(uuid.uuid4().hex, with_salt(body, prompt), params, body.priority or 0)
-              for prompt, params in jobs]
-    requests = await asyncio.to_thread(make)
+    requests = await asyncio.to_thread(lambda: [
+      engine.make_request(uuid.uuid4().hex, with_salt(body, x), params, body.priority or 0) for x, params in jobs])
     size = engine.config.max_num_seqs
     serving.check_queue(min(size, len(requests)), 1)
     for start in range(0, len(requests), size):
