@@ -31,7 +31,6 @@ class SamplingParams(Options):
   stop_token_ids: list[int] | None = option(None, "Token ids that end the text (default: none)")
   include_stop_str_in_output: bool = option(False, "Keep the stop string, or the text of the stop token")
   ignore_eos: bool = option(False, "Continue after the model's end token")
-  skip_special_tokens: bool = option(True, "Leave special tokens out of the text")
   min_tokens, logprobs, prompt_logprobs = 0, None, None   # type: int, int | None, int | None   # fields of the subclass
 
   def __post_init__(self) -> None:
@@ -90,7 +89,6 @@ class Sequence:
   max_len: int                     # maximum number of tokens, including the prompt
   metrics: Any = None              # the request's metrics, see engine_metrics.py of the extension
   processor: LogitsProcessor | None = None
-  draft_state: Any = None          # state of the Proposer
   siblings: list["Sequence"] = dataclasses.field(default_factory=list)   # other samples; start after the first token
   num_cached: int | None = None    # prompt tokens in the prefix cache when it first ran
   logprobs: dict[int, TokenLogprobs] = dataclasses.field(default_factory=dict)   # by position

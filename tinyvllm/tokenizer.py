@@ -21,8 +21,8 @@ class Tokenizer:
     """Return the text's token ids, with a BOS token first if tokenizer_config.json says so."""
     return [*(self.prefix if add_special_tokens else ()), *self.model.EncodeAsIds(checked_unicode(text))]
 
-  def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-    check(skip_special_tokens, "skip_special_tokens=False needs the package tinyvllm_extra: use True")
+  def decode(self, ids: list[int]) -> str:
+    """Return the text of token ids, without special tokens."""
     return self.model.DecodeIds([i for i in ids if i < self.model.GetPieceSize()])   # higher ids are padding
 
 
@@ -72,9 +72,8 @@ class TextStream:
   def decode(self, ids: list[int]) -> None:
     """Add the text of the ids that are not decoded yet, unless it ends within a character. A token's text depends on
     the tokens before it: decode both, as vLLM does, from the last ids that had text of their own."""
-    def text_of(ids: list[int]) -> str: return self.tokenizer.decode(ids, self.seq.params.skip_special_tokens)
-    before = text_of(ids[self.prefix_offset:self.read_offset])
-    text = text_of(ids[self.prefix_offset:])
+    before = self.tokenizer.decode(ids[self.prefix_offset:self.read_offset])
+    text = self.tokenizer.decode(ids[self.prefix_offset:])
     if len(text) <= len(before) or text.endswith("\ufffd") and not self.seq.finish_reason: return
     # One call, so a KeyboardInterrupt cannot leave it half done
     vars(self).update(decoded=self.decoded + text[len(before):], prefix_offset=self.read_offset, read_offset=len(ids))

@@ -1,5 +1,5 @@
 """`tinyvllm.LLM`: the core's Engine with the extension's parts, options and methods."""
-import dataclasses, hashlib, pathlib, time, types
+import dataclasses, functools, hashlib, pathlib, time, types
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -82,6 +82,9 @@ class LLM(Engine):
     request = super().make_request(request_id, fields or prompt, params, priority)
     request.metrics = engine_metrics.RequestMetrics(request.sequences)
     for stream in request.streams if salt else (): stream.seq.salt = hashlib.sha256(salt.encode()).digest()
+    if not getattr(params, "skip_special_tokens", True):
+      decode = functools.partial(self.tokenizer.decode, skip_special_tokens=False)
+      for stream in request.streams: stream.tokenizer = types.SimpleNamespace(decode=decode)
     if not getattr(params, "detokenize", True):
       for stream in request.streams: stream.tokenizer = types.SimpleNamespace(decode=lambda *_: "")
     return request

@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 from helpers.gguf_files import write_gguf
@@ -64,10 +65,11 @@ def tokenizer(request): return request.getfixturevalue(request.param)
 
 def stream_pieces(tokenizer, ids, prompt=(), skip=True):
   """Return the new text after each token, and after the end of the sequence."""
-  params = SamplingParams(skip_special_tokens=skip)
+  params = SamplingParams()
+  decoder = SimpleNamespace(decode=lambda ids: tokenizer.decode(ids, skip))   # as LLM.make_request does
   seq = Sequence(request_id="", tokens=[*prompt], params=params, seed=0, order=(0,), index=0, stop_ids=frozenset(),
                  max_len=10**6)
-  stream, pieces = TextStream(tokenizer, seq), []
+  stream, pieces = TextStream(decoder, seq), []
   for i in [*ids, None]:
     if i is None: seq.finish_reason = "length"
     else: seq.append(i)

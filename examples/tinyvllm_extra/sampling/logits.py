@@ -37,6 +37,7 @@ class Logprob(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class SamplingParams(request.SamplingParams):
   """Sampling parameters of a request, under vLLM's names."""
+  skip_special_tokens: bool = option(True, "Leave special tokens out of the text")
   min_tokens: int = option(0, "Minimum tokens before an end token or a stop string", min=0, max=MAX_INT)
   repetition_penalty: float = option(1.0, "Penalty for tokens in the prompt or output; 1: none", min=0.01, max=100)
   presence_penalty: float = option(0.0, "Penalty for tokens in the output", min=-2, max=2)

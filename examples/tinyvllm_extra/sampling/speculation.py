@@ -2,7 +2,7 @@
 longer, because reading the weights dominates. Sampling noise is a function of seed, position and token id, so a draft
 token is accepted if and only if it equals the token that would be sampled: the output does not change. The engine's
 step computes the logits; this module drafts, verifies, and drops rejected draft tokens."""
-import collections, copy, dataclasses, itertools, math, pathlib
+import collections, copy, dataclasses, itertools, math, pathlib, weakref
 from collections.abc import Callable
 
 from tinygrad import dtypes, nn
@@ -130,12 +130,13 @@ class SpeculativeProposer:
     self.draft_time = 0.0             # relative time of a draft model step
     self.num_behind = 0 if config.model is None else 1
     self.counters = collections.Counter(num_drafts=0, num_draft_tokens=0, num_accepted_tokens=0)
+    self.drafters = weakref.WeakKeyDictionary[Sequence, Drafter]()
     self.num_accepted_per_pos = [0] * (config.num_speculative_tokens or 0)   # by index of the draft token
 
   def drafter(self, seq: Sequence) -> Drafter:
     drafter_class = NGramDrafter if self.config.model is None else Drafter
-    if seq.draft_state is None: seq.draft_state = drafter_class(self.config, seq.params)
-    return seq.draft_state
+    if seq not in self.drafters: self.drafters[seq] = drafter_class(self.config, seq.params)
+    return self.drafters[seq]
 
   def needs_sync(self, seq: Sequence) -> bool: return self.drafter(seq).needs_sync(seq)
 
