@@ -66,7 +66,7 @@ def tokenizer(request): return request.getfixturevalue(request.param)
 def stream_pieces(tokenizer, ids, prompt=(), skip=True):
   """Return the new text after each token, and after the end of the sequence."""
   params = SamplingParams()
-  decoder = SimpleNamespace(decode=lambda ids: tokenizer.decode(ids, skip))   # as LLM.make_request does
+  decoder = tokenizer if skip else SimpleNamespace(decode=lambda ids: tokenizer.decode(ids, False))   # as LLM does
   seq = Sequence(request_id="", tokens=[*prompt], params=params, seed=0, order=(0,), index=0, stop_ids=frozenset(),
                  max_len=10**6)
   stream, pieces = TextStream(decoder, seq), []
