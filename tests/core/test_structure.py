@@ -29,11 +29,8 @@ SHARED_CLASS_NAMES = {
 # Functions with more than MAX_FUNCTION_LINES code lines or MAX_LOCALS local variables; only ever remove one
 LARGE_FUNCTIONS = {
   f"{EXTRA}.formats.quantization.read_matrix",
-  *(f"{EXTRA}.kernels.generic.{name}" for name in ("rope_kernel", "attend_kernel", "add_values")),
   *(f"{EXTRA}.kernels.matmul.{name}" for name in (
-    "tensor_core_linear_kernel", "many_rows_linear_kernel", "linear_kernel", "kernel")),
-  *(f"{EXTRA}.kernels.tensor_cores.{name}" for name in (
-    "rope_kernel", "decode_kernel", "prefill_kernel", "add_block"))}
+    "tensor_core_linear_kernel", "many_rows_linear_kernel", "linear_kernel", "kernel"))}
 PATCHES = f"{EXTRA}.kernels.tinygrad_patches"
 PUBLIC = {f"tinygrad.{name}" for name in (
   "Context", "Device", "Tensor", "TinyJit", "UOp", "dtypes", "function", "helpers", "nn")}
