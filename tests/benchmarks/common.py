@@ -35,7 +35,8 @@ from tinyvllm.llama import Llama
 from tinyvllm_extra.formats import weights
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 from tinyvllm_extra.kernels import graphs, make_backend, prepare_device
-from tinyvllm_extra.kernels.matmul import Linear, scales_shape
+from tinyvllm_extra.kernels.matmul import FastLinear, scales_shape
+from tinyvllm_extra.kernels.quantized import E4M3, NUMBER_FORMATS
 
 
 # config.json of each shape
@@ -145,29 +146,28 @@ _filled: dict[tuple, Tensor] = {}   # weights shared by consecutive engines
 def fill_weights(model: Llama, quantization: str | None) -> None:
   """Fill norm weights with 1, biases with 0, quantized matrices with random bits, and all other weights with uniform
   noise (standard deviation 0.02)."""
-  matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear) and quantization]
+  matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, FastLinear) and quantization]
   for matrix in matrices:
     plain = matrix.weight.shape
-    bits = 4 if quantization == "int4" else 8
+    matrix.number_format = NUMBER_FORMATS[{"fp8": E4M3, "int4": numpy.dtype("u1")}.get(quantization, numpy.dtype("i1"))]
+    bits, is_e4m3 = matrix.number_format.bits, matrix.number_format.is_float
     lanes = len(plain) == 8   # the layout for tensor cores, packed in 32-bit words
     shape = (*plain[:2], 8, 4, bits // 2) if lanes else (plain[0], plain[1] * bits // 32 if bits == 4 else plain[1], 16)
-    is_e4m3 = quantization == "fp8"
     unsigned = dtypes.uint32 if lanes or bits == 4 else dtypes.uint8
     kind = {(4, True): dtypes.int32, (1, False): dtypes.int8}.get((unsigned.itemsize, is_e4m3), unsigned)
     mask = 0xb7b7b7b7 if is_e4m3 else 2**32 - 1   # no NaN
-    group = 128 if is_e4m3 else 32
-    scales = scales_shape(plain, math.prod(plain) // plain[0] // 16 // group)
+    scales = scales_shape(plain, math.prod(plain) // plain[0] // 16 // (128 if is_e4m3 else 32))
     def random_bits(device: str, shape=shape, unsigned=unsigned, kind=kind, mask=mask) -> Tensor:
       levels = 2.0**(8 * unsigned.itemsize)
       noise = (_noise(math.prod(shape), 1, device) * levels).cast(unsigned) & mask % 2**(8 * unsigned.itemsize)
       return noise.bitcast(kind).reshape(shape).clone()
     matrix.weight = _on_each(random_bits, model, "quantized", shape, kind).clone().realize()
-    matrix.scales = [_on_each(lambda device, x=x, scales=scales: Tensor.full(
+    matrix.scales = {name: _on_each(lambda device, x=x, scales=scales: Tensor.full(
       scales, x, dtype=dtypes.float16, device=device).clone(), model, "scales", scales, x)
-      for x in ((0.004, -0.03) if bits == 4 else (12.8,) if is_e4m3 else (0.0003,))]
+      for name, x in ({"scale": 0.004, "offset": -0.03} if bits == 4 else {"scale": (0.0003, 12.8)[is_e4m3]}).items()}
   tensors = {id(tensor): (f"{i}.{name}", tensor) for i, module in enumerate(model.modules())
              for name, tensor in nn.state.get_state_dict(module).items()}
-  quantized_ids = {id(x) for matrix in matrices for x in (matrix.weight, *matrix.scales)}
+  quantized_ids = {id(x) for matrix in matrices for x in (matrix.weight, *matrix.scales.values())}
   for seed, (name, tensor) in enumerate(tensors.values()):
     if id(tensor) in quantized_ids: continue
     kind = model.dtype if dtypes.is_float(tensor.dtype) else tensor.dtype

@@ -22,7 +22,7 @@ from tinyvllm_extra.cli import doctor
 from tinyvllm_extra.kernels import FastBackend, drivers
 from tinyvllm_extra.kernels.drivers import RESERVE
 from tinyvllm_extra.models import find_model
-from tinyvllm_extra.kernels.parallel import Devices, device_names
+from tinyvllm_extra.kernels.parallel import ShardedDevices, device_names
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
 
 GIB = 2**30
@@ -60,7 +60,8 @@ def open_model(path, dtype="float32", num_devices=1):
   """Return an open checkpoint with its model, whose weights are not loaded."""
   checkpoint = open_checkpoint(path)
   shape, model_class = find_model(checkpoint.hf_config, path)
-  checkpoint.model = model_class(shape, getattr(dtypes, dtype), FastBackend(), Devices(device_names(num_devices)))
+  devices = ShardedDevices(device_names(num_devices))
+  checkpoint.model = model_class(shape, getattr(dtypes, dtype), FastBackend(), devices)
   checkpoint.tensors = checkpoint.stored_tensors()
   return checkpoint
 

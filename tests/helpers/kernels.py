@@ -7,12 +7,11 @@ import numpy as np
 from helpers.engines import token_rows
 from helpers.reference import quantize_kv, rope_frequencies
 from tinygrad import Tensor
-from tinygrad.dtype import DType
 
 from tinyvllm.backend import Backend, cpu_cores
 from tinyvllm_extra.kernels import FastBackend
 from tinyvllm_extra.kernels.tensor_cores import add_query_tiles
-from tinyvllm_extra.kernels.matmul import Linear, pack_numbers, prepare_scales, reorder, scales_shape
+from tinyvllm_extra.kernels.matmul import FastLinear
 from tinyvllm_extra.formats.quantization import Quantized
 
 
@@ -25,12 +24,9 @@ def close(output: Tensor, expected: np.ndarray, tolerance: float) -> None:
   np.testing.assert_allclose(array, expected, rtol=tolerance, atol=tolerance * max(1.0, np.abs(expected).max()))
 
 
-def store_quantized(layer: Linear, w: Quantized, dtype: DType) -> None:
-  """Give a layer a quantized matrix. dtype: of the computation."""
-  shape = layer.weight.shape
-  layer.weight = on_device(pack_numbers(layer.ordered(w.q), shape))
-  layer.scales = [on_device(reorder(layer.ordered(x), scales_shape(shape, x.shape[1])))
-                  for x in (prepare_scales(w, dtype), w.offset) if x is not None]
+def store_quantized(layer: FastLinear, w: Quantized) -> None:
+  """Give a layer a quantized matrix."""
+  layer.store([w], lambda arrays, dtype=None: on_device(*arrays))
 
 
 def as_stored(version: str, keys: np.ndarray, values: np.ndarray) -> list[np.ndarray]:

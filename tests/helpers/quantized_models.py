@@ -155,7 +155,7 @@ def load_model(path: Path, dtype: Any = dtypes.float32, count: int = 1, backend:
   """Load the model in a folder or a GGUF file, on `count` devices."""
   checkpoint = open_checkpoint(path, quantization)
   config, model_class = find_model(checkpoint.hf_config, path)
-  devices = Devices() if count == 1 else parallel.Devices(parallel.device_names(count))
+  devices = Devices() if count == 1 else parallel.ShardedDevices(parallel.device_names(count))
   model = model_class(config, dtype, backend or kernels.make_backend(), devices)
   checkpoint.load(model)
   return model

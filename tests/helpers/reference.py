@@ -46,7 +46,7 @@ def random_numbers(rng: np.random.Generator, shape: tuple[int, ...], bits: int |
   if bits == "e4m3":
     q = rng.integers(0, 127, shape, np.uint8)
     sign = rng.integers(0, 2, shape, np.uint8)
-    return (q + 128 * sign).view("V1"), (E4M3[q] * (1 - 2.0 * sign)).astype(np.float32)
+    return (q + 128 * sign).view([("e4m3", np.uint8)]), (E4M3[q] * (1 - 2.0 * sign)).astype(np.float32)
   q = rng.integers(-128, 128, shape).astype(np.int8) if bits == 8 else rng.integers(0, 16, shape).astype(np.uint8)
   return q, q.astype(np.float32)
 

@@ -16,18 +16,18 @@ from tinygrad.engine.realize import get_graph_runtime
 from tinyvllm import LLM
 from tinyvllm.backend import cpu_cores
 from tinyvllm_extra.kernels import cpu, prepare_device
-from tinyvllm_extra.kernels.matmul import Linear, reorder
+from tinyvllm_extra.kernels.matmul import FastLinear, reorder
 
 pytestmark = pytest.mark.skipif(Device.DEFAULT != "CPU", reason="CPU only")
 SIZE, DEPTH = 1024, 8   # two rows of this size are split among cores
 
 
-def layers(seed: int) -> tuple[list[Linear], Callable[[np.ndarray], np.ndarray]]:
+def layers(seed: int) -> tuple[list[FastLinear], Callable[[np.ndarray], np.ndarray]]:
   """Return layers that reflect rows and reverse their order, so that each needs all results of the previous one, and
   the same function in numpy, without matrices: on a busy machine numpy takes minutes to multiply them."""
   normals = np.random.default_rng(seed).standard_normal((DEPTH, SIZE)).astype(np.float32)
   normals /= np.sqrt((normals * normals).sum(1, keepdims=True))
-  linears = [Linear(SIZE, {"w": SIZE}, False, dtypes.float32) for _ in normals]
+  linears = [FastLinear(SIZE, {"w": SIZE}, False, dtypes.float32) for _ in normals]
   for linear, normal in zip(linears, normals, strict=True):
     matrix = (np.eye(SIZE, dtype=np.float32) - 2 * np.outer(normal, normal))[::-1]
     linear.weight = on_device(reorder(matrix, linear.weight.shape))
@@ -38,12 +38,12 @@ def layers(seed: int) -> tuple[list[Linear], Callable[[np.ndarray], np.ndarray]]
   return linears, reflect
 
 
-def apply_layers(linears: list[Linear], x: Tensor) -> Tensor:
+def apply_layers(linears: list[FastLinear], x: Tensor) -> Tensor:
   for linear in linears: x = linear(x)
   return x.realize()
 
 
-def capture(linears: list[Linear], x: Tensor) -> TinyJit:
+def capture(linears: list[FastLinear], x: Tensor) -> TinyJit:
   jit = TinyJit(lambda: apply_layers(linears, x))
   with Context(JIT_BATCH_SIZE=0):
     for _ in range(2): jit()

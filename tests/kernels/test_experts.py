@@ -13,7 +13,7 @@ from tinygrad.uop.ops import Ops
 
 from tinyvllm import LLM
 from tinyvllm.config import InputError
-from tinyvllm_extra.kernels import expert_kernels as fast
+from tinyvllm_extra.kernels.expert_kernels import FastExperts
 from tinyvllm_extra.kernels.matmul import reorder
 from tinyvllm_extra.models.experts import Experts, choose_experts
 from tinyvllm_extra.formats.quantization import E2M1, Quantized, dequantize, quantize
@@ -25,11 +25,11 @@ if SLOW: SHAPES[2] = 12, 8, 32, 16
 
 
 @functools.cache
-def make_experts(count: int, inputs: int, outputs: int, kind: str) -> tuple[fast.Experts, np.ndarray]:
+def make_experts(count: int, inputs: int, outputs: int, kind: str) -> tuple[FastExperts, np.ndarray]:
   """Return random Experts with biases, and their matrices, (experts, out, in)."""
   rng = np.random.default_rng(1)
   dtype = dtypes.float32 if kind == "float32" else dtypes.float16
-  layer = fast.Experts(count, inputs, {f"{i}": outputs for i in range(count)}, True, dtype)
+  layer = FastExperts(count, inputs, {f"{i}": outputs for i in range(count)}, True, dtype)
   weight = rng.standard_normal((count * outputs, inputs)).astype(np.float32)
   if kind.startswith("float"):
     weight = weight.astype(kind)
@@ -38,7 +38,7 @@ def make_experts(count: int, inputs: int, outputs: int, kind: str) -> tuple[fast
     codes = rng.integers(0, 16, weight.shape).astype(np.uint8).view(E2M1)
     scale = 2.0 ** rng.integers(-6, 0, (len(weight), inputs // 32)).astype(np.float32)
     matrix = Quantized(codes, scale, None, np.arange(inputs)) if kind == "mxfp4" else quantize(weight, int(kind[3:]))
-    store_quantized(layer, matrix, dtype)
+    store_quantized(layer, matrix)
     weight = dequantize(matrix, np.float32)
   layer.bias = on_device(rng.standard_normal(count * outputs).astype(np.float32))
   return layer, weight.reshape(count, outputs, inputs).astype(np.float32)
@@ -58,7 +58,7 @@ def check(experts, weight: np.ndarray, ids: np.ndarray, kind: str = "float32", c
   x, chosen = x.astype("float32" if kind == "float32" else "float16"), ids if chosen is None else chosen
   products = np.einsum("ti,tkoi->tko", x.astype(np.float32), weight[chosen])
   expected = (products + experts.bias.numpy().reshape(len(weight), -1)[chosen]).reshape(ids.size, -1)
-  route = route or (lambda x, ids: experts.route(x, experts.plan(ids), ids.numel()))
+  route = route or (lambda x, ids: experts.route(x, experts.group_rows(ids), ids.numel()))
   close(route(on_device(x), on_device(ids)), expected, KINDS[kind])
 
 
@@ -73,19 +73,19 @@ def test_chosen_experts_equal_numpy(kind, shape, tokens):
 
 
 @pytest.mark.parametrize("tokens", [2, 20])
-def test_plan_lists_each_pair_once_in_a_group_of_its_expert(tokens):
+def test_row_groups_list_each_pair_once_in_a_group_of_its_expert(tokens):
   layer, _ = make_experts(8, 64, 32, "float32")
   for case in ("all", "half", "same"):
     ids = choose(tokens, 5, 8, case).flatten()
-    plan = layer.plan(on_device(ids.reshape(tokens, 5))).numpy()
-    pairs = plan[:, 1:]
+    groups = layer.group_rows(on_device(ids.reshape(tokens, 5))).numpy()
+    pairs = groups[:, 1:]
     assert sorted(pairs[pairs < ids.size]) == [*range(ids.size)] and pairs.max() <= ids.size
-    for expert, *rows in plan: assert all(ids[row] == expert for row in rows if row < ids.size)
+    for expert, *rows in groups: assert all(ids[row] == expert for row in rows if row < ids.size)
 
 
 def test_a_captured_call_follows_the_ids_of_each_run():
   experts, weight = make_experts(8, 64, 32, "float32")
-  step = TinyJit(lambda x, ids: experts.route(x, experts.plan(ids), 14).realize())
+  step = TinyJit(lambda x, ids: experts.route(x, experts.group_rows(ids), 14).realize())
   for seed in range(5):
     check(experts, weight, np.random.default_rng(seed).integers(0, 8, (7, 2)).astype(np.int32), route=step)
 
@@ -117,9 +117,9 @@ def test_one_token_reads_only_its_experts():
   """The kernel's loops cover k of the 60 experts; weights are loaded once per output and input in them."""
   layer, weight = make_experts(60, 32, 16, "float32")
   k = 8
-  plan = layer.plan(on_device(choose(1, k, 60, "all")))
+  groups = layer.group_rows(on_device(choose(1, k, 60, "all")))
   x = on_device(np.zeros((1, 32), np.float32))
-  kernels = [u.src[0] for u in layer.route(x, plan, k).schedule_linear().toposort()
+  kernels = [u.src[0] for u in layer.route(x, groups, k).schedule_linear().toposort()
              if u.op is Ops.CALL and u.src[0].op is Ops.SINK]
   sizes = [np.prod([int(r.vmax) + 1 for r in kernel.toposort() if r.op is Ops.RANGE]) for kernel in kernels]
   assert max(sizes) <= 1.3 * k * weight[0].size

@@ -10,7 +10,7 @@ from tinygrad.uop.ops import Ops
 
 from tinyvllm.backend import scatter_kernel
 from tinyvllm_extra.kernels import generic as attention, matmul, shared_memory
-from tinyvllm_extra.kernels.matmul import GateUp, Linear, Norm, reorder, speaks_cuda
+from tinyvllm_extra.kernels.matmul import FastGateUp, FastLinear, FastNorm, reorder, speaks_cuda
 from tinyvllm_extra.formats.quantization import Quantized
 
 KINDS = {"float32": (dtypes.float32, 2e-5), "float16": (dtypes.float16, 2e-3)}   # dtype, tolerance for rounding
@@ -26,8 +26,8 @@ def normal(*shape: int, kind: str = "float32", seed: int = 0) -> np.ndarray:
   return np.random.default_rng(seed).standard_normal(shape).astype(kind)
 
 
-def make_layer(kind: str, inputs: int, outputs: int, bias: bool = False, layer_class: type[Linear] = Linear,
-               axis: int = 0) -> tuple[Linear, np.ndarray]:
+def make_layer(kind: str, inputs: int, outputs: int, bias: bool = False, layer_class: type[FastLinear] = FastLinear,
+               axis: int = 0) -> tuple[FastLinear, np.ndarray]:
   """Return a layer with random weights, and the weights."""
   layer = layer_class(inputs, {"w": outputs}, bias, KINDS[kind][0], axis)
   weight = normal(outputs, inputs, kind=kind, seed=1) / 4
@@ -36,10 +36,10 @@ def make_layer(kind: str, inputs: int, outputs: int, bias: bool = False, layer_c
   return layer, weight
 
 
-def multiply(layer: Linear, weight: np.ndarray, x: np.ndarray) -> np.ndarray:
-  """Return in numpy what a Linear or a GateUp with this weight computes."""
+def multiply(layer: FastLinear, weight: np.ndarray, x: np.ndarray) -> np.ndarray:
+  """Return in numpy what a FastLinear or a FastGateUp with this weight computes."""
   both = x.astype(np.float32) @ weight.astype(np.float32).T + (0 if layer.bias is None else layer.bias.numpy())
-  if not isinstance(layer, GateUp): return both
+  if not isinstance(layer, FastGateUp): return both
   gate, up = np.split(both, 2, 1)
   return gate / (1 + np.exp(-gate)) * up
 
@@ -78,7 +78,7 @@ def test_rows_returns_stored_weights_and_zeros_out_of_range(inputs, outputs, kin
                                                       (40, 24, False)])
 def test_gate_up_equals_numpy_and_is_one_tensor_core_kernel(inputs, size, bias, kind):
   """2 * 20 outputs and 40 inputs do not fit the tiles of tensor cores."""
-  layer, weight = make_layer(kind, inputs, 2 * size, bias, GateUp)
+  layer, weight = make_layer(kind, inputs, 2 * size, bias, FastGateUp)
   assert (layer.weight.ndim == 8) == (TENSOR_CORES and kind == "float16" and (inputs, size) in [(64, 24), (160, 16)])
   for rows in (1, 8, 64):
     x = normal(rows, inputs, kind=kind)
@@ -114,7 +114,7 @@ def many_rows(monkeypatch):
   monkeypatch.setattr(matmul, "wait", lambda copies, iteration, _: UOp(Ops.BARRIER, src=(copies, iteration)))
 
 
-def check_many_rows(layer: Linear, weight: np.ndarray, rows: int, parts: int = 1) -> None:
+def check_many_rows(layer: FastLinear, weight: np.ndarray, rows: int, parts: int = 1) -> None:
   """Check the kernel for many rows. parts: the partial sums that it returns (split-K)."""
   x = normal(rows, weight.shape[1], kind="float16")
   kernels = [u.src[0] for u in layer(on_device(x)).schedule_linear().toposort() if u.op is Ops.CALL]
@@ -125,9 +125,10 @@ def check_many_rows(layer: Linear, weight: np.ndarray, rows: int, parts: int = 1
 
 @needs_tensor_cores
 @pytest.mark.parametrize(("rows", "inputs", "outputs", "bias", "layer_class"), [
-  (128, 64, 128, True, Linear), (128, 96, 256, False, Linear), (128, 160, 128, False, Linear),
-  (128, 96, 256, True, GateUp), (32, 64, 64, True, Linear), (32, 352, 64, False, Linear),
-  (96, 96, 128, False, GateUp), (64, 64, 64, False, Linear), (64, 288, 128, True, Linear), (64, 96, 192, True, GateUp)])
+  (128, 64, 128, True, FastLinear), (128, 96, 256, False, FastLinear), (128, 160, 128, False, FastLinear),
+  (128, 96, 256, True, FastGateUp), (32, 64, 64, True, FastLinear), (32, 352, 64, False, FastLinear),
+  (96, 96, 128, False, FastGateUp), (64, 64, 64, False, FastLinear), (64, 288, 128, True, FastLinear),
+  (64, 96, 192, True, FastGateUp)])
 def test_many_rows_kernel_equals_numpy(many_rows, rows, inputs, outputs, bias, layer_class):
   """The cases have both more and fewer iterations than buffers."""
   check_many_rows(*make_layer("float16", inputs, outputs, bias, layer_class), rows)
@@ -144,8 +145,8 @@ def test_many_rows_kernel_split_k_equals_numpy(many_rows, monkeypatch, rows, min
 @needs_tensor_cores
 @pytest.mark.parametrize("bits", [8, 4, "e4m3"])
 @pytest.mark.parametrize(("rows", "inputs", "outputs", "group", "layer_class"), [
-  (128, 96, 128, 32, Linear), (64, 256, 128, 64, GateUp), (32, 320, 64, 32, Linear), (32, 64, 32, 64, GateUp),
-  (16, 96, 32, 96, Linear), (48, 64, 64, 32, Linear)])
+  (128, 96, 128, 32, FastLinear), (64, 256, 128, 64, FastGateUp), (32, 320, 64, 32, FastLinear),
+  (32, 64, 32, 64, FastGateUp), (16, 96, 32, 96, FastLinear), (48, 64, 64, 32, FastLinear)])
 def test_many_rows_kernel_quantized_equals_numpy(many_rows, bits, rows, inputs, outputs, group, layer_class):
   layer, rng = layer_class(inputs, {"w": outputs}, False, dtypes.float16), np.random.default_rng(1)
   q, numbers = random_numbers(rng, (outputs, inputs), bits)
@@ -153,7 +154,7 @@ def test_many_rows_kernel_quantized_equals_numpy(many_rows, bits, rows, inputs, 
   weight = numbers * scale.repeat(group, 1).astype(np.float32)
   if bits == "e4m3": offset = None
   else: weight += offset.repeat(group, 1)
-  store_quantized(layer, Quantized(q, scale, offset, np.arange(inputs)), dtypes.float16)
+  store_quantized(layer, Quantized(q, scale, offset, np.arange(inputs)))
   check_many_rows(layer, weight, rows)
 
 
@@ -173,7 +174,7 @@ def rms_norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 @kinds
 @pytest.mark.parametrize("size", [64, 72, 125] if SLOW else [64, 1000, *slow(576, 2048)])
 def test_norm_equals_numpy(size, kind):
-  norm, weight = Norm("norm", size, 1e-5, KINDS[kind][0]), (1 + normal(size, seed=1) / 4).astype(kind)
+  norm, weight = FastNorm("norm", size, 1e-5, KINDS[kind][0]), (1 + normal(size, seed=1) / 4).astype(kind)
   norm.weight = on_device(weight)
   for rows in (1, 2, 8) if SLOW else (1, 2, 8, 32):
     x = normal(rows, size, kind=kind) * np.arange(1, rows + 1, dtype=kind)[:, None]
@@ -185,7 +186,7 @@ def test_norm_equals_numpy(size, kind):
   (1, 64, 1), (8, 64, 1), (8, 64, 3), *([(8, 125, 1)] if SLOW else [(1, 1000, 1), (8, 1000, 1), *slow(
     (1, 576, 1), (8, 2048, 1))])])
 def test_norm_add_returns_sum_of_stacked_parts_and_its_norm(rows, size, parts, kind):
-  norm, weight = Norm("norm", size, 1e-5, KINDS[kind][0]), np.full(size, 0.5, kind)
+  norm, weight = FastNorm("norm", size, 1e-5, KINDS[kind][0]), np.full(size, 0.5, kind)
   norm.weight = on_device(weight)
   x, added = normal(rows, size, kind=kind), 3 * normal(parts, rows, size, kind=kind, seed=1)
   summed, normed = norm.add(on_device(x), on_device(added.reshape(-1, size)))

@@ -22,7 +22,7 @@ from tinyvllm import LLM, SamplingParams, StructuredOutputsParams
 from tinyvllm.config import InputError
 from tinyvllm_extra.kernels import drivers
 from tinyvllm_extra.kernels.drivers import RESERVE, MemoryReport
-from tinyvllm_extra.kernels.matmul import Linear
+from tinyvllm_extra.kernels.matmul import FastLinear
 from tinyvllm_extra.kernels.parallel import check_peers, device_names
 from tinyvllm_extra.formats.quantization import dequantize, quantize
 
@@ -139,11 +139,11 @@ def test_sampling_params_on_two_devices_equal_one_device(one_device, two_devices
 
 def test_split_k_partial_sums_give_reference_ids(folder, monkeypatch):
   """Kernels for tensor cores give several partial sums per device; a norm adds them."""
-  call = Linear.__call__
+  call = FastLinear.__call__
   def call_in_parts(self, x, dtype=None):
     out = call(self, x, dtype)
     return out if self.axis == 0 else (out * 0.25).cat(out * 0.75).contiguous()
-  monkeypatch.setattr(Linear, "__call__", call_in_parts)
+  monkeypatch.setattr(FastLinear, "__call__", call_in_parts)
   check(folder, 2)
 
 
@@ -233,7 +233,7 @@ def test_matrices_are_split_and_norms_replicated(tmp_path):
       assert one.sources.keys() == part.sources.keys()
       tensors = nn.state.get_state_dict(one)
       for kind, tensor in nn.state.get_state_dict(part).items():
-        is_split = isinstance(part, Linear) and (kind == "weight" or part.axis == 0)
+        is_split = isinstance(part, FastLinear) and (kind == "weight" or part.axis == 0)
         size = tensors[kind].nbytes() // (n if is_split else 1)
         assert [(x.device, x.nbytes) for x in tensor.uop.buffer.bufs] == [(name, size) for name in device_names(n)]
 

@@ -11,11 +11,11 @@ from tinygrad import Tensor, TinyJit, dtypes
 
 from tinyvllm.backend import Sampler, gumbel_noise
 from tinyvllm.request import SAMPLING_FIELDS, SamplerMode
-from tinyvllm_extra.kernels import fast_sampler
+from tinyvllm_extra.kernels.fast_sampler import FastSampler
 from tinyvllm_extra.sampling.logits import ADJUSTMENTS, adjust_kernel, apply_bitmask, top_logprobs
 
 ROWS = 128
-SAMPLERS = {"extension": fast_sampler.Sampler(), "core": Sampler()}
+SAMPLERS = {"extension": FastSampler(), "core": Sampler()}
 # Each test runs on random cases of two vocabularies (one fills the last word of a bitmask), 20 calls of 128 rows each
 cases = pytest.mark.parametrize(("V", "seed"), [(V, seed) for V in (64, 50) for seed in range(20)])
 

@@ -1,17 +1,18 @@
 """A tensor's buffers on its devices, and copies of KV cache blocks between tensors."""
 import math
-from typing import Any
+from collections.abc import Mapping
 
 import numpy as np
 from tinygrad import Tensor, UOp
+from tinygrad.device import Buffer, MultiBuffer
 
 from .schedule import kernel_of
 
 
-def buffers_of(tensor: Tensor) -> list[Any]:
+def buffers_of(tensor: Tensor) -> list[Buffer]:
   """Return the tensor's buffer on each device."""
-  buffer: Any = tensor.uop.buffer
-  return [x.ensure_allocated() for x in getattr(buffer, "bufs", [buffer])]
+  buffer = tensor.uop.buffer
+  return [x.ensure_allocated() for x in (buffer.bufs if isinstance(buffer, MultiBuffer) else [buffer])]
 
 
 def copy_kernel(out: UOp, targets: UOp, source: UOp, blocks: UOp) -> UOp:
@@ -23,14 +24,14 @@ def copy_kernel(out: UOp, targets: UOp, source: UOp, blocks: UOp) -> UOp:
   return kernel_of("copy_blocks", out.base.index(targets[i].load() * size + j).store(value))
 
 
-def copy_blocks(out: list[Tensor], targets: dict[Any, Tensor], source: list[Tensor], blocks: dict[Any, Tensor]) -> None:
+def copy_blocks(out: list[Tensor], targets: Mapping[object, Tensor], source: list[Tensor],
+                blocks: Mapping[object, Tensor]) -> None:
   """Copy blocks on the device. targets, blocks: block numbers by device."""
-  copies = [x.custom_kernel(targets[x.device], y, blocks[x.device], fxn=copy_kernel)[0]
-            for x, y in zip(out, source, strict=True)]
-  Tensor.realize(*copies)
+  Tensor.realize(*[x.custom_kernel(targets[x.device], y, blocks[x.device], fxn=copy_kernel)[0]
+                   for x, y in zip(out, source, strict=True)])
 
 
-def write(buffer: Any, array: np.ndarray) -> None: buffer.allocator._copyin(buffer._buf, array.data.cast("B"))
+def write(buffer: Buffer, array: np.ndarray) -> None: buffer.allocator._copyin(buffer._buf, array.data.cast("B"))
 
 
 def copy_to_devices(tensor: Tensor, array: np.ndarray) -> None:

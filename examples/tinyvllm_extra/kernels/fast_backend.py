@@ -14,11 +14,11 @@ from . import drivers, expert_kernels, fast_sampler, graphs, layer_calls, matmul
 
 class FastBackend(MixtureBackend):
   """The backend for all devices except CUDA."""
-  Linear = matmul.Linear
-  GateUp = matmul.GateUp
-  Norm = matmul.Norm
-  Experts = expert_kernels.Experts
-  sampler = fast_sampler.Sampler()
+  Linear = matmul.FastLinear
+  GateUp = matmul.FastGateUp
+  Norm = matmul.FastNorm
+  Experts = expert_kernels.FastExperts
+  sampler = fast_sampler.FastSampler()
   memory = drivers.DriverMemory()
   kv_layout = staticmethod(tensor_cores.kv_layout)
   attend = staticmethod(tensor_cores.attend)

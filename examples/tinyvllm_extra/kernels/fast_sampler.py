@@ -8,7 +8,7 @@ from tinyvllm import backend
 from tinyvllm.backend import cpu_cores
 
 
-class Sampler(backend.Sampler):
+class FastSampler(backend.Sampler):
   def reduce(self, function: Callable[..., Tensor], x: Tensor) -> Tensor:
     """Return a sum or maximum over V of (S, V, ...): (S, 1, ...), in two steps to keep a GPU busy with few rows."""
     size = int(x.shape[1])

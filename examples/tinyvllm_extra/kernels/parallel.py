@@ -19,13 +19,13 @@ def device_names(count: int) -> tuple[str, ...]:
   return tuple(Device.canonicalize(f"{Device.DEFAULT}:{i}") for i in range(count))
 
 
-def open_devices(config: LLMConfig) -> "Devices":
+def open_devices(config: LLMConfig) -> "ShardedDevices":
   """Open tensor_parallel_size devices. Raises InputError if there are fewer, or if they cannot read each other's
   memory."""
   count = config.tensor_parallel_size
   check(not config.enforce_eager, f"tensor_parallel_size={count} needs enforce_eager=False: only graphs sync devices")
   check_peers(count)
-  return Devices(device_names(count))
+  return ShardedDevices(device_names(count))
 
 
 def check_peers(count: int) -> None:
@@ -42,7 +42,7 @@ def check_peers(count: int) -> None:
     if not can_access_peer(reader, owner): check_one_device(count, why)
 
 
-class Devices(backend.Devices):
+class ShardedDevices(backend.Devices):
   """Several devices of the same type. Each has the same number of vocabulary rows: the last ones are padding, whose
   logits `gather` removes."""
   def shard(self, model: ModelConfig) -> ModelConfig:
@@ -56,5 +56,5 @@ class Devices(backend.Devices):
     shares = {name: size // count for name, size in sizes.items()}
     return dataclasses.replace(model, **shares, vocab_size=-(-model.vocab_size // (ROWS * count)) * ROWS)
 
-  def jit(self, step: Any) -> Any: return shards.Graph(self.names, step)
-  def gather(self, logits: Tensor) -> Tensor: return shards.join(logits)[:, :self.vocab_size]
+  def jit(self, step: Any) -> shards.Graph: return shards.Graph(self.names, step)
+  def gather(self, logits: Tensor) -> Tensor: return Tensor(logits.uop.unshard(1)).to(None)[:, :self.vocab_size]

@@ -1,19 +1,65 @@
-"""A quantized matrix, w = q * scale + offset in groups of consecutive inputs, as numpy arrays."""
+"""A quantized matrix, w = q * scale + offset in groups of consecutive inputs, as numpy arrays, and the number formats
+of q: how they are stored in words, and how kernels decode them."""
+import dataclasses
 from typing import NamedTuple
 
 import numpy as np
+from tinygrad import UOp, dtypes
 
-E4M3 = np.dtype("V1")   # 8-bit floats, which numpy lacks: raw bytes, unlike uint8 (int4)
-E2M1 = np.dtype([("e2m1", "u1")])   # 4-bit floats (MXFP4): a byte from 0 to 15 each
+from .kv_cache import half_bits
+
+# Small floats, which numpy lacks: a byte each, in a field with the format's name
+E4M3 = np.dtype([("e4m3", np.uint8)])
+E2M1 = np.dtype([("e2m1", np.uint8)])   # in the lower 4 bits (MXFP4)
 E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberFormat:
+  """A number format of q. Kernels decode its bits to float16 with integer operations."""
+  bits: int
+  word: type[np.generic]   # a packed word; floats and integers differ, as layers with equal dtypes share traced calls
+  zero_point: int = 0      # added to integers for tensor cores
+  factor: int = 1          # small floats: q / decoded number, a part of the stored scales
+
+  in_element = property(lambda self: 8 if self.bits == 4 else 1)   # numbers per element of W, not for tensor cores
+  is_float = property(lambda self: self.factor > 1)
+  bias = property(lambda self: 0 if self.is_float else 1024 + self.zero_point)   # decoded number - q
+
+  def value(self, element: UOp, k: UOp) -> UOp:
+    """Return the number of input k in float32. element: of W, not for tensor cores, which holds that input."""
+    if self.bits == 4: element = element.cast(dtypes.uint32) >> (k % 8 * 4).cast(dtypes.uint32) & 15
+    return half(self.pair(element, UOp.const(0)), UOp.const(0)).float() if self.is_float else element.float()
+
+  def pair(self, word: UOp, i: UOp, has_bias: bool = True) -> UOp:
+    """Decode pair i of a word, which has the same bits in both halves, to two float16, as a word: small floats, or
+    integers with bias, else times 2**-24 (subnormal float16 bits)."""
+    pair = word.cast(dtypes.uint32) >> (i % (16 // self.bits) * self.bits).cast(dtypes.uint32)
+    if self.is_float: return half_bits(pair, False, self.bits)
+    pair = pair & (2**self.bits - 1) * 0x10001
+    return pair | 0x64006400 if has_bias else pair
+
+
+NUMBER_FORMATS = {   # by the dtype of q
+  np.dtype(np.int8): NumberFormat(8, np.uint32, zero_point=128), np.dtype(np.uint8): NumberFormat(4, np.uint32),
+  E4M3: NumberFormat(8, np.int32, factor=2**8), E2M1: NumberFormat(4, np.int32, factor=2**14)}
+UNQUANTIZED = NumberFormat(16, np.uint32)   # floats, which are not packed
+
+
+def half(pair: UOp, p: UOp) -> UOp:
+  """Return one of the two float16 of a word."""
+  return (pair >> (p * 16).cast(dtypes.uint32)).cast(dtypes.uint16).bitcast(dtypes.half)
 
 
 class Quantized(NamedTuple):
   """A quantized matrix. Groups divide the inputs evenly."""
-  q: np.ndarray               # (out, in): int8, int4 as uint8 from 0 to 15, E4M3 or E2M1
+  q: np.ndarray               # (out, in): int8, int4 as uint8 from 0 to 15, E4M3 or E2M1: see NUMBER_FORMATS
   scale: np.ndarray           # (out, groups)
   offset: np.ndarray | None   # (out, groups); None: zeros
   order: np.ndarray           # (in,): input of each column
+
+  @property
+  def number_format(self) -> NumberFormat: return NUMBER_FORMATS[self.q.dtype]
 
 
 Matrix = np.ndarray | Quantized   # (out, in)
@@ -25,4 +71,4 @@ def narrow(x: np.ndarray, exact: bool = True) -> np.ndarray:
   return half if (np.array_equal(half, x) if exact else np.isfinite(half).all()) else x
 
 
-def is_small_float(w: Matrix) -> bool: return isinstance(w, Quantized) and w.q.dtype.kind == "V"
+def is_small_float(w: Matrix) -> bool: return isinstance(w, Quantized) and w.number_format.is_float

@@ -2,7 +2,7 @@
 online softmax."""
 import dataclasses, functools, math
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import NamedTuple, Self
 
 from tinygrad import UOp, dtypes
 from tinygrad.codegen.opt import Opt, OptOps
@@ -10,6 +10,8 @@ from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import AxisType, KernelInfo, Ops, sint
 
 from tinyvllm.backend import TOKENS, cpu_cores
+
+from .quantized import UNQUANTIZED, NumberFormat
 
 LOWEST = -1e30   # score with weight 0; not -inf, because inf - inf is NaN
 LOG2_E = math.log2(math.e)
@@ -30,14 +32,14 @@ def divisor(n: sint, limit: int) -> int:
   return max((c for c in range(1, limit + 1) if n % c == 0), default=1)
 
 
-def axis(extent: sint, number: int, axis_type: AxisType = AxisType.REDUCE) -> UOp:
-  return UOp.range(extent, number, axis_type) if extent > 1 else UOp.const(0)   # a reduce over one element fails
+def axis(extent: sint, axis_id: int, axis_type: AxisType = AxisType.REDUCE) -> UOp:
+  return UOp.range(extent, axis_id, axis_type) if extent > 1 else UOp.const(0)   # a reduce over one element fails
 
 
-def unrolled(extent: sint, by: int, number: int) -> UOp:
+def unrolled(extent: sint, by: int, axis_id: int) -> UOp:
   """Return an index over `extent`: a loop around `by` unrolled iterations."""
   by = math.gcd(extent, by)
-  return axis(extent // by, number) * by + axis(by, number + 1, AxisType.UNROLL)
+  return axis(extent // by, axis_id) * by + axis(by, axis_id + 1, AxisType.UNROLL)
 
 
 def fold(x: UOp, op: Ops = Ops.ADD, types: tuple = (AxisType.REDUCE, AxisType.UNROLL, AxisType.GROUP_REDUCE)) -> UOp:
@@ -76,16 +78,18 @@ def rotate(a: UOp, b: UOp, cos: UOp, sin: UOp) -> tuple[UOp, UOp]:
   return a * cos - b * sin, b * cos + a * sin
 
 
+def add_up(terms: Sequence[UOp]) -> UOp: return functools.reduce(UOp.add, terms)
 def largest(numbers: Sequence[UOp]) -> UOp: return functools.reduce(UOp.maximum, [x.maximum(-x) for x in numbers])
 
 
-def mean(values: Sequence[UOp], logs: Sequence[UOp], sinks: Sequence[UOp] = (), head: UOp | int = 0) -> Any:
+def mean(values: Sequence[UOp], logs: Sequence[UOp], sinks: Sequence[UOp] = (), head: UOp | int = 0) -> UOp:
   """Return the weighted mean of values. logs: base-2 logarithms of the weights. sinks: none, or a tensor of scores,
   (H,), where `head`'s is a weight without a value."""
   logs = [*logs, *[x[head].load().float() * LOG2_E for x in sinks]]
   highest = functools.reduce(UOp.maximum, logs)
   weights = [(x - highest).exp2() for x in logs]
-  return sum(x * weight for x, weight in zip(values, weights, strict=False)) / sum(weights)   # a sink's value is 0
+  terms = [x * weight for x, weight in zip(values, weights, strict=False)]   # a sink's value is 0
+  return add_up(terms) / add_up(weights)
 
 
 def separate(inputs: Sequence[UOp]) -> tuple[list[UOp], UOp, UOp, list[UOp]]:
@@ -102,7 +106,7 @@ class ScoreOptions:
   window: int = 0
   cap: float = 0
 
-  def factor(self, D: Any) -> float:
+  def factor(self, D: int) -> float:
     """Return the factor from q . k to a score."""
     return LOG2_E * (self.scale or D**-0.5)
 
@@ -116,7 +120,7 @@ class ScoreOptions:
   def sees(self, position: UOp, at: UOp) -> UOp:
     return (at <= position) & (at > position - self.window) if self.window else at <= position
 
-  def first_block(self, position: UOp, max_blocks: sint, block_size: sint) -> Any:
+  def first_block(self, position: UOp, max_blocks: sint, block_size: sint) -> UOp | int:
     """Return the index of the first block that a token at `position` sees."""
     return (position - self.window + 1).maximum(0) // block_size % max_blocks if self.window else 0
 
@@ -124,37 +128,50 @@ class ScoreOptions:
 DEFAULT_OPTIONS = ScoreOptions()
 
 
-class Routes:
-  """Rows of x and out in a multiplication by W, or by one of several matrices stacked in W, the experts. Then `rest`
-  holds a plan, (G, 1 + rows) int32: for each group of rows an expert, and rows of out, whose number stands for none.
-  (G, 1) is the expert of each row of out. Consecutive rows of out are products of the same row of x."""
-  def __init__(self, out: UOp, x: UOp, weight: UOp, rest: Sequence[UOp], number: int,
-               axis_type: AxisType = AxisType.WEAK):
-    self.plan: Any = next((y for y in rest if len(y.shape) == 2), None)
-    self.num_rows: Any = x.shape[0]
-    self.num_tiles: Any = weight.shape[0]
-    self.first_tile: Any = 0
-    self.counts: Any = out.shape[0], x.shape[0]
-    if self.plan is None: return
-    self.num_rows = max(1, self.plan.shape[1] - 1)
-    self.num_tiles = out.shape[1] // (weight.shape[2] if len(weight.shape) == 3 else 16)
-    self.group = axis(self.plan.shape[0], number, axis_type)
-    self.first_tile = self.load(0) % (weight.shape[0] // self.num_tiles) * self.num_tiles
+class Operands(NamedTuple):
+  """The operands of a matrix kernel: out = x @ W.T + bias or, with an activation, activation(gate) * up of it."""
+  out: UOp                        # (rows, columns)
+  x: UOp                          # (T, K)
+  weight: UOp                     # W in a stored shape, see matmul.stored_shape
+  scale: UOp | None = None        # of a quantized W, in a stored shape
+  offset: UOp | None = None       # like scale
+  bias: UOp | None = None         # (N,)
+  row_groups: UOp | None = None   # (G, 1 + rows) int32, see Routes
+  number_format: NumberFormat = UNQUANTIZED   # of W
+  activation: str = ""            # of GateUp
 
-  def load(self, column: Any) -> UOp: return self.plan[self.group, column].load().cast(dtypes.weakint)
+
+class Routes:
+  """Rows of x and out in a multiplication by W, or by one of several matrices stacked in W, the experts. Then
+  row_groups, (G, 1 + rows), holds for each group of rows its expert and its rows of out. Missing rows have out's number
+  of rows. (G, 1) is the expert of each row of out. Consecutive rows of out are products of the same row of x."""
+  def __init__(self, operands: Operands, axis_id: int, axis_type: AxisType = AxisType.WEAK):
+    out, x, weight, self.row_groups = operands.out, operands.x, operands.weight, operands.row_groups
+    self.num_targets, self.num_sources = out.max_shape[0], x.max_shape[0]
+    self.num_rows = self.num_sources
+    self.num_tiles = weight.max_shape[0]
+    self.first_tile: UOp | int = 0
+    if self.row_groups is None: return
+    self.num_rows = max(1, self.row_groups.max_shape[1] - 1)
+    self.num_tiles = out.max_shape[1] // (weight.max_shape[2] if len(weight.shape) == 3 else 16)
+    self.group = axis(self.row_groups.shape[0], axis_id, axis_type)
+    self.first_tile = self.load(0) % (weight.max_shape[0] // self.num_tiles) * self.num_tiles
+
+  def load(self, column: UOp | int) -> UOp:
+    assert self.row_groups is not None
+    return self.row_groups[self.group, column].load().cast(dtypes.weakint)
 
   def target(self, t: UOp) -> UOp:
     """Return row t of a group as a row of out."""
-    if self.plan is None: return t
-    row = self.load(1 + t.minimum(self.num_rows - 1)) if self.plan.shape[1] > 1 else self.group
-    return (t < self.num_rows).where(row, self.counts[0])
+    if self.row_groups is None: return t
+    row = self.load(1 + t.minimum(self.num_rows - 1)) if self.row_groups.max_shape[1] > 1 else self.group
+    return (t < self.num_rows).where(row, self.num_targets)
 
   def source(self, t: UOp) -> UOp:
     """Return row t of a group, or the last row if it has fewer, as a row of x."""
-    if self.plan is None: return t.minimum(self.num_rows - 1)
-    num_targets, num_sources = self.counts
-    row = self.target(t.minimum(self.num_rows - 1)) // (num_targets // num_sources)
-    return row.maximum(0).minimum(num_sources - 1)
+    t = t.minimum(self.num_rows - 1)
+    if self.row_groups is None: return t
+    return (self.target(t) // (self.num_targets // self.num_sources)).maximum(0).minimum(self.num_sources - 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ class Graph(_TinyJit):
     # Devices wait before they reuse memory that others read. Small steps need so little that none is reused
     self.no_reuse = int(step.args[-1].num_tokens <= 64)
 
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+  def __call__(self, *args: object, **kwargs: object) -> object:
     if self.cnt != 1: return super().__call__(*args, **kwargs)   # no Context, which all threads would share
     with Context(NO_MEMORY_PLANNER=self.no_reuse): results = super().__call__(*args, **kwargs)
     # A capture changes CUDA's current device, in whose stream steps run: synchronize the engine's, the first, last
@@ -27,11 +27,6 @@ class Graph(_TinyJit):
 def stack(tensors: Sequence[Tensor]) -> Tensor:
   """Return one tensor whose shards are `tensors`, each on its device."""
   return Tensor(UOp.mstack(*[x.uop for x in tensors])).clone().realize()
-
-
-def join(x: Tensor) -> Tensor:
-  """Return the columns of all shards of x, (rows, columns) each, on the default device."""
-  return Tensor(x.uop.unshard(1)).to(None)
 
 
 def local_ids(ids: Tensor, num_rows: int) -> Tensor:

@@ -1,14 +1,15 @@
 """Tiles of a matrix multiplication in shared memory: asynchronous copies of x, W and its scales, and the fragments that
 a lane multiplies on tensor cores. Only for NVIDIA GPUs: the statements are PTX."""
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from tinygrad import UOp, dtypes
 from tinygrad.dtype import AddrSpace
 from tinygrad.uop.ops import Ops
 
-from .kv_cache import half_bits
+from .quantized import half
+from .schedule import Operands
 
 MMA = (8, 16, 16)   # the tensor core used here: n, m, k
 # Asynchronous copy of 16 bytes from global memory {1} to shared memory {0} if {2}. COMMIT closes a group of copies.
@@ -30,6 +31,7 @@ class Shared(NamedTuple):
   high: int     # warps along the rows
   buffers: int  # buffers of 32 inputs for asynchronous copies, at most 48 KiB in total
   min_groups: int = 192   # minimum number of work groups for this kernel to be the fastest
+  splits: int = 1         # work groups per sum (split-K)
 
   @property
   def outputs(self) -> int: return 16 * self.n * self.wide
@@ -45,12 +47,11 @@ SHARED = {False: [Shared(2, 16, 4, 1, 3), Shared(2, 4, 2, 2, 6), Shared(2, 4, 2,
                  Shared(1, 2, 2, 1, 8)]}
 
 
-def shared_tiles(rows: Any, outputs: Any, splits: Sequence[Any], is_quantized: bool) -> tuple[Shared, int] | None:
-  """Return the tiles of linear_many and the number of splits, or None if there would be too few work groups. splits:
-  candidates, in order."""
-  tiles = [x for x in SHARED[is_quantized] if rows % x.rows == 0 == outputs % x.outputs]
-  return next(((x, n) for x in tiles for n in splits
-               if rows // x.rows * (outputs // x.outputs) * n >= x.min_groups), None)
+def shared_tiles(rows: int, outputs: int, splits: Sequence[int], is_quantized: bool) -> Shared | None:
+  """Return the tiles of linear_many, or None if there would be too few work groups. splits: candidates, in order."""
+  candidates = [x._replace(splits=n) for x in SHARED[is_quantized] for n in splits]
+  return next((x for x in candidates if rows % x.rows == 0 == outputs % x.outputs
+               and rows // x.rows * (outputs // x.outputs) * x.splits >= x.min_groups), None)
 
 
 def copy_async(copies: Sequence[tuple[UOp, UOp, UOp]], is_needed: UOp) -> UOp:
@@ -80,74 +81,71 @@ def scale_pair(pair: UOp, zero_point: int, scale: UOp, offset: UOp) -> UOp:
 
 class SharedBuffers:
   """x, W and its scales in shared memory: a ring of tiles.buffers iterations, of 32 inputs each. x is stored in runs of
-  8 rows, W and the scales in their stored order. sources: x, W, then scales and offsets if W is quantized."""
-  def __init__(self, tiles: Shared, sources: Sequence[UOp], split: UOp, iterations: Any):
-    self.tiles, self.sources, self.iterations = tiles, sources, iterations
-    self.first = split * iterations
-    shape: Any = sources[1].shape
-    N16, self.K32, *_ = shape
-    self.bits = shape[-1] * 2 if len(sources) > 2 else 16
-    self.group_n = UOp.special(N16 * 16 // tiles.outputs, "gidx1")
-    self.group_t = UOp.special(sources[0].shape[0] // tiles.rows, "gidx0")
+  8 rows, W and the scales in their stored order."""
+  def __init__(self, operands: Operands, tiles: Shared):
+    self.operands, self.tiles = operands, tiles
+    N16, self.K32 = operands.weight.max_shape[:2]
+    self.iterations = self.K32 // tiles.splits
+    self.split = UOp.special(tiles.splits, "gidx2")
+    self.first_tile = UOp.special(N16 * 16 // tiles.outputs, "gidx1") * (tiles.outputs // 16)
+    self.first_row = UOp.special(operands.x.max_shape[0] // tiles.rows, "gidx0") * tiles.rows
     self.lane, self.warp = UOp.special(32, "lidx0"), UOp.special(tiles.wide * tiles.high, "lidx1")
     self.row, self.column = self.lane // 4, self.lane % 4
-    self.tile_size = 64 * self.bits // sources[1].dtype.itemsize   # elements of 16 outputs and 32 inputs
-    self.sizes = [tiles.rows * 32, tiles.outputs // 16 * self.tile_size, *[tiles.outputs for _ in sources[2:]]]
-    self.buffers = [UOp.placeholder((tiles.buffers * size,), source.dtype, 200 + i, AddrSpace.LOCAL)
-                    for i, (size, source) in enumerate(zip(self.sizes, sources, strict=True))]
+    self.warp_tile = self.warp // tiles.high * tiles.n   # the warp's first tile of W and run of x in the work group
+    self.warp_run = self.warp % tiles.high * tiles.t
+    # Elements of 16 outputs and 32 inputs of W, and of each operand in an iteration
+    self.tile_size = 64 * operands.number_format.bits // operands.weight.dtype.itemsize
+    self.sizes = {"x": tiles.rows * 32, "weight": tiles.outputs // 16 * self.tile_size, "scale": tiles.outputs,
+                  "offset": tiles.outputs}
+    self.sources = {name: x for name, x in operands._asdict().items() if name in self.sizes and x is not None}
+    self.buffers = {name: UOp.placeholder((tiles.buffers * self.sizes[name],), source.dtype, 200 + i, AddrSpace.LOCAL)
+                    for i, (name, source) in enumerate(self.sources.items())}
 
   def load(self, i: UOp, *after: UOp) -> UOp:
     """Start the copies of iteration i."""
-    warps = self.tiles.wide * self.tiles.high
+    tiles, warps = self.tiles, self.tiles.wide * self.tiles.high
     copies: list[tuple[UOp, UOp, UOp]] = []
-    k = self.first + i
-    def copy(buffer, offset, start, condition):   # offset: within the iteration
-      to = self.buffers[buffer].after(*after).index(i % self.tiles.buffers * self.sizes[buffer] + offset)
-      copies.append((to, self.sources[buffer].base.index(start), condition))
-    for part in range(0, self.tiles.rows // 8, warps):   # a warp copies 8 rows of x
-      run = part + self.warp
-      t = (self.group_t * (self.tiles.rows // 8) + run) * 8 + self.row
-      copy(0, run * 256 + self.lane * 8, (t * self.K32 + k) * 32 + self.column * 8, run < self.tiles.rows // 8)
-    in_copy = 16 // self.sources[1].dtype.itemsize
-    num_copies = self.sizes[1] // in_copy
-    first_tile = self.group_n * (self.tiles.outputs // 16)
-    for part in range(0, -(-num_copies // 32), warps):
-      n = ((part + self.warp) * 32 + self.lane) * in_copy   # element in the iteration
-      start = ((first_tile + n // self.tile_size) * self.K32 + k) * self.tile_size + n % self.tile_size
-      copy(1, n, start, n < self.sizes[1])
-    for j, scale in enumerate(self.sources[2:]):   # one warp copies scales, one offsets: two lanes per 16 outputs
-      start = ((first_tile + self.lane // 2) * scale.shape[1] + k * scale.shape[1] // self.K32) * 16
-      copy(2 + j, self.lane * 8, start + self.lane % 2 * 8, self.warp.eq(j) & (self.lane < self.tiles.outputs // 8))
+    k = self.split * self.iterations + i
+    def copy(name: str, offset: UOp, start: UOp, condition: UOp) -> None:   # offset: within the iteration
+      to = self.buffers[name].after(*after).index(i % tiles.buffers * self.sizes[name] + offset)
+      copies.append((to, self.sources[name].base.index(start), condition))
+    # A row of x is a tile of 32 inputs; a tile of W has 16 outputs and 32 inputs
+    for name, first, size in (("x", self.first_row, 32), ("weight", self.first_tile, self.tile_size)):
+      in_copy = 16 // self.sources[name].dtype.itemsize
+      for part in range(0, -(-self.sizes[name] // in_copy // 32), warps):
+        n = ((part + self.warp) * 32 + self.lane) * in_copy   # element in the iteration
+        copy(name, n, ((first + n // size) * self.K32 + k) * size + n % size, n < self.sizes[name])
+    for j, name in enumerate(name for name in ("scale", "offset") if name in self.sources):
+      # One warp copies scales, one offsets: two lanes per 16 outputs
+      groups = self.sources[name].max_shape[1]
+      start = ((self.first_tile + self.lane // 2) * groups + k * groups // self.K32) * 16
+      copy(name, self.lane * 8, start + self.lane % 2 * 8, self.warp.eq(j) & (self.lane < tiles.outputs // 8))
     return copy_async(copies, i < self.iterations)
 
   def inputs(self, iteration: UOp, loads: UOp, t: int) -> list[list[UOp]]:
     """Return the fragments of 8 rows of x, for the first and the last 16 of the 32 inputs."""
-    run = self.warp % self.tiles.high * self.tiles.t + t
-    start = iteration % self.tiles.buffers * self.sizes[0] + run * 256 + self.lane * 8
-    x = self.buffers[0].after(loads)
+    start = iteration % self.tiles.buffers * self.sizes["x"] + (self.warp_run + t) * 256 + self.lane * 8
+    x = self.buffers["x"].after(loads)
     return [[x[start + i * 4 + j] for j in range(4)] for i in range(2)]
 
   def weights(self, iteration: UOp, loads: UOp, n: int) -> list[list[UOp]]:
     """Return the fragments of 16 outputs of W, for the first and the last 16 of the 32 inputs."""
-    current, bits = iteration % self.tiles.buffers, self.bits
-    tile = self.warp // self.tiles.high * self.tiles.n + n
-    w = self.buffers[1].after(loads)
-    start = current * self.sizes[1] + tile * self.tile_size + self.lane * (4 if bits == 16 else bits // 2)
-    if bits == 16:
+    number_format = self.operands.number_format
+    current = iteration % self.tiles.buffers
+    w = self.buffers["weight"].after(loads)
+    start = current * self.sizes["weight"] + (self.warp_tile + n) * self.tile_size
+    if self.operands.scale is None:
+      start = start + self.lane * 4
       return [[w[start + i * 256 + h * 128 + j] for h in range(2) for j in range(4)] for i in range(2)]
-    words = [w[start + j].load().cast(dtypes.uint32) for j in range(bits // 2)]
-    scales = [[buffer.after(loads)[current * self.tiles.outputs + tile * 16 + self.row * 2 + r] for r in range(2)]
-              for buffer in self.buffers[2:]]
-    scales += [[UOp.const(0.0, dtypes.half)] * 2] * (2 - len(scales))   # no offset
-    scale, offset = [[x.bitcast(dtypes.uint16).cast(dtypes.uint32) * 0x10001 for x in pair] for pair in scales]
-
-    is_float = self.sources[1].dtype == dtypes.int32   # e4m3
-    zero_point = 0 if is_float else 0x64806480 if bits == 8 else 0x64006400
-    def pair(i, h, r):
-      number, in_half = (i * 2 + h) * 2 + r, 16 // bits
-      word = words[number // in_half] >> UOp.const(number % in_half * bits, dtypes.uint32)
-      # In float16: q * 2**-8, or 1024 + q
-      word = half_bits(word, False) if is_float else word & (2**bits - 1) * 0x10001 | 0x64006400
-      word = scale_pair(word, zero_point, scale[r], offset[r])
-      return [(word >> UOp.const(16 * p, dtypes.uint32)).cast(dtypes.uint16).bitcast(dtypes.half) for p in range(2)]
-    return [[x for h, r in np.ndindex(2, 2) for x in pair(i, h, r)] for i in range(2)]
+    num_words = number_format.bits // 2
+    words = [w[start + self.lane * num_words + i].load() for i in range(num_words)]
+    def pair_of(name: str, r: int) -> UOp:   # an output's scale or offset, twice
+      if name not in self.buffers: return UOp.const(0, dtypes.uint32)
+      x = self.buffers[name].after(loads)[current * self.tiles.outputs + (self.warp_tile + n) * 16 + self.row * 2 + r]
+      return x.bitcast(dtypes.uint16).cast(dtypes.uint32) * 0x10001
+    scale, offset = [[pair_of(name, r) for r in range(2)] for name in ("scale", "offset")]
+    bias = int(np.float16(number_format.bias).view(np.uint16)) * 0x10001
+    def pair(i: int) -> list[UOp]:
+      word = number_format.pair(words[i // (16 // number_format.bits)], UOp.const(i))
+      return [half(scale_pair(word, bias, scale[i % 2], offset[i % 2]), UOp.const(p)) for p in range(2)]
+    return [[x for j in range(4) for x in pair(i * 4 + j)] for i in range(2)]

@@ -1,10 +1,14 @@
 """The source of a module's weights: the extension's Checkpoint, or one with only the core's methods."""
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from tinygrad import Tensor, dtypes
 from tinygrad.dtype import DType
+
+from tinyvllm.backend import Linear, Module
+from tinyvllm.llama import Checkpoint
+
+from .quantized import Matrix
 
 
 class StoredWeights:
@@ -12,29 +16,29 @@ class StoredWeights:
 
   vectors: a norm's weight or a bias, (out,). matrices: W, (out, in). place: copy the arrays to their devices, in
   `dtype`, or in their own dtype if it is None."""
-  def vectors(self, module: Any, suffix: str) -> list[Any]: raise NotImplementedError
-  def matrices(self, module: Any) -> list[Any]: raise NotImplementedError
-  def place(self, module: Any, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
+  def vectors(self, module: Module, suffix: str) -> list[np.ndarray]: raise NotImplementedError
+  def matrices(self, module: Linear) -> Sequence[Matrix]: raise NotImplementedError
+  def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
     raise NotImplementedError
 
 
 class PlainWeights(StoredWeights):
   """The weights of a Checkpoint with only the core's methods, not quantized, for one device."""
-  def __init__(self, checkpoint: Any): self.checkpoint = checkpoint
+  def __init__(self, checkpoint: Checkpoint): self.checkpoint = checkpoint
 
-  def read(self, module: Any, suffix: str, *columns: int) -> list[np.ndarray]:
-    parts = [self.checkpoint.read(f"{name}.{suffix}", n, *columns) for name, n in module.sources.items()]
+  def read(self, sources: dict[str, int], suffix: str, *columns: int) -> list[np.ndarray]:
+    parts = [self.checkpoint.read(f"{name}.{suffix}", n, *columns) for name, n in sources.items()]
     return [np.concatenate([part.cast(dtypes.float32).numpy() for part in parts])]
 
-  def vectors(self, module: Any, suffix: str) -> list[Any]: return self.read(module, suffix)
-  def matrices(self, module: Any) -> list[Any]:
-    return self.read(module, "weight", module.weight.numel() // module.out_features)
+  def vectors(self, module: Module, suffix: str) -> list[np.ndarray]: return self.read(module.sources, suffix)
+  def matrices(self, module: Linear) -> Sequence[Matrix]:
+    return self.read(module.sources, "weight", module.weight.max_numel() // module.out_features)
 
-  def place(self, module: Any, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
+  def place(self, module: Module, arrays: Sequence[np.ndarray], dtype: DType | None = None) -> Tensor:
     tensor = Tensor(np.ascontiguousarray(arrays[0]))
     return tensor.cast(dtype or tensor.dtype).contiguous().realize()
 
 
-def stored_weights(checkpoint: Any) -> StoredWeights:
+def stored_weights(checkpoint: Checkpoint) -> StoredWeights:
   """Return the checkpoint itself, or its PlainWeights if it has only the core's methods."""
   return checkpoint if isinstance(checkpoint, StoredWeights) else PlainWeights(checkpoint)

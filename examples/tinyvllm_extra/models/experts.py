@@ -32,14 +32,14 @@ class Experts(Linear):
     super().__init__(in_features, sources, bias, dtype)
     self.num_experts = num_experts
 
-  def plan(self, ids: Tensor) -> Tensor:
-    """Return what `route` needs to know of the experts of each token, ids: (T, k) int32."""
+  def group_rows(self, ids: Tensor) -> Tensor:
+    """Return groups of rows with the same expert for `route`. ids: (T, k) int32, experts of each token."""
     return ids.reshape(-1, 1)
 
-  def route(self, x: Tensor, plan: Tensor, count: int) -> Tensor:
-    """Return the products, (count, out), of x with the experts in the plan. x: (R, in), each row for count / R."""
+  def route(self, x: Tensor, row_groups: Tensor, count: int) -> Tensor:
+    """Return the products, (count, out), of x with the experts of its groups. x: (R, in), each row for count / R."""
     products = self(x).reshape(x.shape[0], 1, self.num_experts, -1).expand(-1, count // x.shape[0], -1, -1)
-    is_chosen = plan == Tensor.arange(self.num_experts)                 # (count, E)
+    is_chosen = row_groups == Tensor.arange(self.num_experts)                 # (count, E)
     return is_chosen.unsqueeze(2).where(products.flatten(0, 1), 0).sum(1).contiguous()
 
 
@@ -96,8 +96,9 @@ class MixtureLayer(VariantLayer):
     if self.router is None: return super().mlp(h)
     T, k = h.shape[0], self.config.num_experts_per_tok
     ids, weights = choose_experts(self.router(h, dtype=dtypes.float32), k, self.config.norm_topk_prob)
-    plan = self.gate_up.plan(ids)
-    outputs = self.down.route(self.activate(self.gate_up.route(h, plan, T * k)), plan, T * k)   # (T * k, hidden)
+    row_groups = self.gate_up.group_rows(ids)
+    activations = self.activate(self.gate_up.route(h, row_groups, T * k))
+    outputs = self.down.route(activations, row_groups, T * k)           # (T * k, hidden)
     return (outputs.float().unflatten(0, (T, k)) * weights.unsqueeze(2)).sum(1).cast(h.dtype).contiguous()
 
 
