@@ -27,10 +27,7 @@ SHARED_CLASS_NAMES = {
   "Tool": "/v1/messages and /v1/responses have one each", "ToolChoice": "/v1/messages and /v1/responses have one each"}
 # Functions with more than MAX_FUNCTION_LINES code lines or MAX_LOCALS local variables; only ever remove one
 LARGE_FUNCTIONS = {
-  f"{EXTRA}.formats.quantization.read_matrix",
-  *(f"{EXTRA}.kernels.generic.{name}" for name in ("rope_kernel", "attend_kernel", "add_values")),
-  *(f"{EXTRA}.kernels.tensor_cores.{name}" for name in (
-    "rope_kernel", "decode_kernel", "prefill_kernel", "add_block"))}
+  f"{EXTRA}.formats.quantization.read_matrix"}
 PATCHES = f"{EXTRA}.kernels.tinygrad_patches"
 PUBLIC = {f"tinygrad.{name}" for name in (
   "Context", "Device", "Tensor", "TinyJit", "UOp", "dtypes", "function", "helpers", "nn")}

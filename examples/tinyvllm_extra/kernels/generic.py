@@ -4,9 +4,8 @@ because these carry the order.
 
 qkv: (T, (H + 2 KV) * D), a flat batch. tokens: (columns of TOKENS, T) int32. rope: (length, 2, D / 2), cosines and
 sines. block_tables: (slots, max_blocks) int32. G = H / KV query heads share a K/V head. Cache: see kv_cache.py."""
-import dataclasses, functools, math
-from collections.abc import Callable
-from typing import Any
+import dataclasses, functools, itertools, math
+from collections.abc import Callable, Iterator, Sequence
 
 from tinygrad import Tensor, UOp, dtypes
 from tinygrad.dtype import AddrSpace
@@ -14,7 +13,7 @@ from tinygrad.uop.ops import AxisType, Ops
 
 from tinyvllm.backend import cpu_cores, renderer
 
-from .kv_cache import SMALLEST, pack, unpack
+from .kv_cache import SMALLEST, dimensions_in, pack, unpack
 from .schedule import (DEFAULT_OPTIONS, LOWEST, ScoreOptions, State, axes, axis, divisor, end, field, fold, kernel_of,
                        lane_axis, largest, location, mean, rotate, separate, shared_by, unrolled)
 
@@ -36,40 +35,73 @@ def read(q: Tensor, cache: list[Tensor], tokens: Tensor, block_tables: Tensor, o
   return q.empty_like().custom_kernel(q, *cache, block_tables, tokens, *sinks, fxn=kernel)[0]
 
 
-def rope_kernel(q: UOp, keys: UOp, values: UOp, *rest: UOp) -> UOp:
-  """Rotate the first half of each head of q and k with the second, and write k and v to their blocks.
-  q: (T, KV, G, D), output. rest: scales (int8 only), qkv, rope, tokens."""
-  *scales, qkv, rope, tokens = rest
-  sizes: Any = q.shape
-  T, KV, G, D = sizes
-  num_blocks, _, elements, BS = keys.shape
-  n = D // elements   # dimensions per element
-  t, h, i = axes(0, T, KV, elements // 2)
-  block, position, offset = location(tokens, t, num_blocks, BS)
-
-  def plain(head, i): return tuple(qkv[t, head * D + d].float() for d in (i, i + D // 2))
-  def rotated(head, i): return rotate(*plain(head, i), *[rope[position % rope.shape[0], z, i] for z in range(2)])
-
-  stores = []
-  dimensions = [i * n + j for j in range(n)]
-  for g in range(G):
-    for d in dimensions:
-      stores += [q[t, h, g, d + z * (D // 2)].store(x.cast(q.dtype)) for z, x in enumerate(rotated(h * G + g, d))]
-  for kv, (source, head) in enumerate([(rotated, KV * G + h), (plain, KV * G + KV + h)]):   # K and V
-    pairs = [source(head, d) for d in dimensions]
-    if scales:
-      highest = fold(largest(source(head, unrolled(D // 2, 8, 3 + 2 * kv))), Ops.MAX)
-      scale = highest.maximum(SMALLEST) / 127
-      stores.append(scales[0][block, h, kv, offset].store(scale))   # once per i
-      pairs = [tuple(x / scale for x in pair) for pair in pairs]
-    for z, numbers in enumerate(zip(*pairs, strict=True)):
-      d = i + z * (elements // 2)
-      cell = values[block, h, offset, d] if kv else keys[block, h, d, offset]
-      stores.append(cell.store(pack(numbers, keys.dtype, bool(scales))))
-  return kernel_of("rope_and_write", UOp.group(*stores))
+def sizes(x: UOp) -> list[int]: return [int(n) for n in x.shape]
 
 
-def tiling(T: Any, G: Any, D: Any, block_size: Any) -> tuple[int, int, int]:
+class HeadWriter:
+  """Rotates q and k of a token and a K/V head, and writes k and v to the token's block. RoPE rotates the first half of
+  a head with the second. inputs: q, (T, KV, G, D), as output; keys, values, scales (int8 only), qkv, rope, tokens."""
+  def __init__(self, *inputs: UOp):
+    self.q, self.keys, self.values, *self.scales, self.qkv, self.rope, tokens = inputs
+    self.T, self.KV, self.G, self.D = sizes(self.q)
+    self.in_element = dimensions_in(self.keys.dtype)
+    self.t, self.h, self.dimensions = self.lane()
+    self.block, self.position, self.offset = location(tokens, self.t, self.keys.shape[0], self.keys.shape[3])
+
+  def lane(self) -> tuple[UOp, UOp, list[UOp]]:
+    """Return the lane's token, K/V head, and dimensions in the first half of a head."""
+    n = self.in_element
+    t, h, i = axes(0, self.T, self.KV, self.D // n // 2)
+    return t, h, [i * n + j for j in range(n)]
+
+  def cell(self, kv: int, d: UOp) -> UOp:
+    """Return the d-th element of the head in the cache, of K (kv 0) or V (1)."""
+    if kv: return self.values[self.block, self.h, self.offset, d]
+    return self.keys[self.block, self.h, d, self.offset]
+
+  def highest(self, kv: int) -> UOp:
+    """Return the largest absolute value in the head."""
+    return fold(largest(self.pair(kv, unrolled(self.D // 2, 8, 3 + 2 * kv))), Ops.MAX)
+
+  def plain(self, head: UOp, i: UOp) -> Sequence[UOp]:
+    return [self.qkv[self.t, head * self.D + d].float() for d in (i, i + self.D // 2)]
+
+  def rotated(self, head: UOp, i: UOp) -> Sequence[UOp]:
+    position = self.position % self.rope.shape[0]
+    return rotate(*self.plain(head, i), *[self.rope[position, z, i] for z in range(2)])
+
+  def pair(self, kv: int, i: UOp) -> Sequence[UOp]:
+    """Return the i-th numbers of both halves of K (kv 0) or V (1)."""
+    head = self.KV * (self.G + kv) + self.h
+    return self.plain(head, i) if kv else self.rotated(head, i)
+
+  def runs(self, pairs: list[Sequence[UOp]], n: int) -> Iterator[tuple[UOp, list[UOp]]]:
+    """Yield the lane's numbers in runs of n neighbours, each with its index in the head."""
+    for z, j in itertools.product(range(2), range(0, len(pairs), n)):
+      yield (z * (self.D // 2) + self.dimensions[j]) // n, [pair[z] for pair in pairs[j:j + n]]
+
+  def stores(self) -> Iterator[UOp]:
+    h = self.h
+    for g in range(self.G):
+      pairs = [self.rotated(h * self.G + g, d) for d in self.dimensions]
+      for i, (number,) in self.runs(pairs, 1):
+        yield self.q[self.t, h, g, i].store(number.cast(self.q.dtype))
+    for kv in range(2):
+      pairs = [self.pair(kv, d) for d in self.dimensions]
+      for scales in self.scales:
+        scale = self.highest(kv).maximum(SMALLEST) / 127
+        yield scales[self.block, h, kv, self.offset].store(scale)   # by every lane of the head
+        pairs = [[x / scale for x in pair] for pair in pairs]
+      for i, numbers in self.runs(pairs, self.in_element):
+        yield self.cell(kv, i).store(pack(numbers, self.keys.dtype, bool(self.scales)))
+
+
+def rope_kernel(*inputs: UOp) -> UOp:
+  """Run a HeadWriter."""
+  return kernel_of("rope_and_write", UOp.group(*HeadWriter(*inputs).stores()))
+
+
+def tiling(T: int, G: int, D: int, block_size: int) -> tuple[int, int, int]:
   """Choose how a work group iterates over a context, D positions at a time. Each lane scores a few positions for all G
   queries, then sums a few dimensions of V, so that lanes share loads.
   Return positions (and dimensions) per lane, the unroll factor of inner loops, and the number of splits of a token's
@@ -93,8 +125,7 @@ class WorkGroup:
   else empty. table: block_tables."""
   def __init__(self, q: UOp, scales: list[UOp], table: UOp, tokens: UOp, block_size: int, options: ScoreOptions):
     self.q, self.scales, self.table, self.block_size, self.options = q, scales, table, block_size, options
-    sizes: Any = q.shape
-    T, KV, G, D = sizes
+    T, KV, G, D = sizes(q)
     width, self.unroll, self.splits = tiling(T, G, D, block_size)
     self.t, self.h = axes(0, T, KV)
     self.g = UOp.range(G, 2, AxisType.UPCAST)                       # one of the K/V head's G query heads
@@ -123,35 +154,39 @@ def attend_kernel(out: UOp, q: UOp, keys: UOp, values: UOp, *rest: UOp,
   """Compute causal attention of each token over its own sequence, up to the sequence's length. out: (T, KV, G, D).
   rest: see separate."""
   scales, table, tokens, sinks = separate(rest)
-  sizes: Any = q.shape
-  T, KV, G, D = sizes
-  BS: Any = keys.shape[3]
-  group = WorkGroup(q, scales, table, tokens, BS, options)
+  group = WorkGroup(q, scales, table, tokens, sizes(keys)[3], options)
+  mean_value = result(group, accumulate(group, keys, values), sinks).cast(out.dtype)
+  threads = divisor(q.shape[0], cpu_cores()) if q.numel() > 2**12 else 1
+  return kernel_of("attend", out[group.t, group.h, *group.own[1:]].store(mean_value), shared_by(threads))
+
+
+def accumulate(group: WorkGroup, keys: UOp, values: UOp) -> GroupState:
+  """Attend to the context, D positions per iteration."""
+  _, _, G, D = sizes(group.q)
   size = (group.splits, G, D)
-  accumulators = {"scores": size, "weights": size, "total": size, "highest": (G,), "weight": (G,)}
-  arrays = {name: UOp.placeholder(size, dtypes.float32, 100 + i, lane_axis()[1] if len(size) > 1 else AddrSpace.REG)
-            for i, (name, size) in enumerate(accumulators.items())}
-  state = GroupState(iteration=UOp.placeholder((1,), dtypes.int32, 105, AddrSpace.REG), **arrays)
+  scores, weights, total = [UOp.placeholder(size, dtypes.float32, 100 + i, lane_axis()[1]) for i in range(3)]
+  highest, weight = [UOp.placeholder((G,), dtypes.float32, 103 + i, AddrSpace.REG) for i in range(2)]
+  iteration = UOp.placeholder((1,), dtypes.int32, 105, AddrSpace.REG)
+  state = GroupState(total, highest, weight, iteration, scores, weights)
   loop = UOp.loop(5)
   current = state.after(state.iteration.after(group.t, group.h)[0].store(0), loop)
-  iteration = current.index(-(-table.shape[1] * BS // (group.splits * D)))
+  iteration = current.index(-(-group.table.shape[1] * group.block_size // (group.splits * D)))
   stores = add_values(group, add_scores(group, current, keys, iteration), values, iteration)
-  state = state.after(UOp.group(*stores).end(loop, group.start + (iteration + 1) * group.splits * D <= group.position))
-  threads = divisor(T, cpu_cores()) if T * KV * G * D > 2**12 else 1
-  mean_value = result(group, state, sinks).cast(out.dtype)
-  return kernel_of("attend", out[group.t, group.h, *group.own[1:]].store(mean_value), shared_by(threads))
+  next_position = group.start + (iteration + 1) * group.splits * D
+  return state.after(UOp.group(*stores).end(loop, next_position <= group.position))
 
 
 def add_scores(group: WorkGroup, state: GroupState, keys: UOp, iteration: UOp) -> GroupState:
   """Score D positions."""
-  D: Any = group.q.shape[3]
+  D = sizes(group.q)[3]
   BS = group.block_size
-  n = D // keys.shape[2]   # dimensions in an element
+  n = dimensions_in(keys.dtype)
   at = group.start + (iteration * group.splits + group.split) * D + group.first
   d = unrolled(D, group.unroll, 6)
   # Load whole blocks; on a CPU without the condition, which clang would turn into branches
   exists = (at // BS * BS <= group.position) | bool(cpu_cores())
-  k = unpack(group.load(keys, at, d // n * BS + at % BS + group.near, exists), d % n, bool(group.scales))
+  element = group.load(keys, at, d // n * BS + at % BS + group.near, exists)
+  k = unpack(element, d % n, bool(group.scales))
   score = fold(group.q[group.t, group.h, group.g, d].float() * k) * group.options.factor(D)
   for scale in group.scales: score *= group.load(scale, at, at % BS + group.near, exists)
   score = group.options.masked(score, group.position, at + group.near)
@@ -160,8 +195,8 @@ def add_scores(group: WorkGroup, state: GroupState, keys: UOp, iteration: UOp) -
 
 def add_values(group: WorkGroup, state: GroupState, values: UOp, iteration: UOp) -> list[UOp]:
   """Return the stores of online softmax: rescale the accumulators, and add the weighted V of the scored positions."""
-  D: Any = group.q.shape[3]
-  n = D // values.shape[3]   # dimensions in an element
+  D = sizes(group.q)[3]
+  n = dimensions_in(values.dtype)
   split, g, d = group.own
   def previous(x, initial): return (iteration < 1).where(initial, x)
   def add(x, terms): return end(x.store(previous(x * rescale, 0.0) + fold(terms)))
@@ -170,10 +205,10 @@ def add_values(group: WorkGroup, state: GroupState, values: UOp, iteration: UOp)
   weights = state.weights.after(end(state.weights[group.own].store((state.scores[group.own] - highest).exp2())))
   i = unrolled(D, group.unroll, 10)
   at = group.start + (iteration * group.splits + split) * D + i
-  offset = at % group.block_size
   is_visible = group.options.sees(group.position, at)
-  v = unpack(group.load(values, at, offset * values.shape[3] + d // n, is_visible), d % n, bool(group.scales))
-  for scale in group.scales: v *= group.load(scale, at, group.block_size + offset, is_visible)
+  v = group.load(values, at, at % group.block_size * values.shape[3] + d // n, is_visible)
+  v = unpack(v, d % n, bool(group.scales))
+  for scale in group.scales: v *= group.load(scale, at, group.block_size + at % group.block_size, is_visible)
   weight = weights[split, g, i]
   return [add(state.total[group.own], weight * v), add(state.weight[g], weight), end(state.highest[g].store(highest)),
           state.iteration[0].store(state.iteration[0].load() + 1)]

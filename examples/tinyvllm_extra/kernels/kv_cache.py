@@ -24,7 +24,7 @@ def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple
   heads = model.num_key_value_heads
   size = config.block_size
   element = dtype if cache_dtype == "auto" else dtypes.uint8 if cpu_cores() else dtypes.uint32
-  elements = model.head_dim if cache_dtype == "auto" else model.head_dim // element.itemsize
+  elements = model.head_dim // dimensions_in(element)
   check(cache_dtype in ("auto", "int8") or dtypes.half in renderer().supported_dtypes(),
         f"kv_cache_dtype={cache_dtype!r} needs float16, which this device does not support; use 'int8'")
   multiple = 2 * element.itemsize   # RoPE rotates neighbours of both halves of a head
@@ -32,6 +32,9 @@ def kv_layout(model: ModelConfig, config: LLMConfig, dtype: DType) -> list[tuple
         f"that is a multiple of {multiple}, not {model.head_dim}; use 'auto'")
   scales = [((heads, 2, size), dtypes.float32)] if cache_dtype == "int8" else []
   return [((heads, elements, size), element), ((heads, size, elements), element), *scales]
+
+
+def dimensions_in(element: DType) -> int: return 1 if element in dtypes.floats else element.itemsize
 
 
 def pack(numbers: Sequence[UOp], dtype: DType, scaled: bool) -> UOp:

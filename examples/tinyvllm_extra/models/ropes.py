@@ -13,10 +13,12 @@ NO_ROTATION: JsonObject = {"rope_type": "factors", "factors": math.inf, "rope_th
 def scaled_rope_table(config: ModelConfig, rope: JsonObject | None, length: int) -> Tensor:
   """Return cosines and sines, (length, 2, D / 2), of a model with at most `length` tokens. rope: rope_parameters of
   config.json, or None for no rotation. The last dimensions of each half are plain if a part of a head rotates."""
-  rope, scale = rope or NO_ROTATION, 1.0
+  rope = rope or NO_ROTATION
+  scale = 1.0
   size = int(config.head_dim * rope.get("partial_rotary_factor", 1))
   if rope["rope_type"] in SCALINGS:
     factors, scale = SCALINGS[rope["rope_type"]](rope, size // 2, length)
+    if rope.get("attention_factor") is not None: scale = rope["attention_factor"]
     rope = {**rope, "rope_type": "factors", "factors": factors}
   config_of_part = dataclasses.replace(config, head_dim=size, rope_theta=rope["rope_theta"], rope_scaling=rope)
   cos, sin = (rope_table(config_of_part, length) * scale).chunk(2, 1)   # (length, 1, size / 2) each
@@ -34,15 +36,14 @@ def yarn(rope: JsonObject, count: int, length: int) -> tuple[np.ndarray, float]:
   if rope.get("truncate", True): low, high = math.floor(low), math.ceil(high)
   low, high = max(low, 0), min(high, 2 * count - 1)
   ramp = np.clip((np.arange(count) - low) / (high - low or 0.001), 0, 1)
-  scale, scales = rope.get("attention_factor"), [rope.get(name, 0) for name in ("mscale", "mscale_all_dim")]
-  if scale is None: scale = mscale(scales[0]) / mscale(scales[1]) if all(scales) else mscale(1)
-  return 1 / (ramp / factor + 1 - ramp), scale
+  scales = [rope.get(name, 0) for name in ("mscale", "mscale_all_dim")]
+  return 1 / (ramp / factor + 1 - ramp), mscale(scales[0]) / mscale(scales[1]) if all(scales) else mscale(1)
 
 
 def longrope(rope: JsonObject, count: int, length: int) -> tuple[np.ndarray, float]:
   """Ding et al. 2024: factors for each frequency, others if the model may see more than its original length."""
-  original, scale = rope["original_max_position_embeddings"], rope.get("attention_factor")
-  if scale is None: scale = math.sqrt(1 + math.log(rope["factor"]) / math.log(original)) if rope["factor"] > 1 else 1
+  original = rope["original_max_position_embeddings"]
+  scale = math.sqrt(1 + math.log(rope["factor"]) / math.log(original)) if rope["factor"] > 1 else 1.0
   return np.array(rope["long_factor" if length > original else "short_factor"]), scale
 
 
