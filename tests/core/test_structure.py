@@ -20,11 +20,11 @@ CORE, EXTRA = PACKAGE.name, EXTENSION.name
 FILES = {".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__"): path
          for folder in (PACKAGE, EXTENSION) for path in sorted(folder.rglob("*.py"))}   # by module name
 MAX_FUNCTION_LINES, MAX_LOCALS = 40, 20
-MAX_ANY, MAX_TYPE_IGNORES = 290, 17   # occurrences in core and extension; only ever lower them
+MAX_ANY, MAX_TYPE_IGNORES = 205, 15   # occurrences in core and extension; only ever lower them
 # Names of public classes that several modules define, with the reason; only ever remove one
 SHARED_CLASS_NAMES = {
   "SamplingParams": "the extension's subclass adds vLLM's other fields",
-  "Tool": "/v1/messages and /v1/responses have one each", "ToolChoice": "/v1/messages and /v1/responses have one each"}
+  "Tool": "each protocol has one", "ToolChoice": "each protocol has one"}
 # Functions with more than MAX_FUNCTION_LINES code lines or MAX_LOCALS local variables; only ever remove one
 LARGE_FUNCTIONS = {
   f"{EXTRA}.formats.quantization.read_matrix"}
@@ -255,13 +255,13 @@ def test_functions_have_at_most_40_lines_and_20_locals(print_at_end):
     found |= {(name, "locals"): n for name, n in variables if n > MAX_LOCALS}
     large |= {f"{module}.{name} {unit}": n for (name, unit), n in found.items()}
   print_at_end("\n".join(f"{name} {n}" for name, n in large.items()))
-  assert {name.split()[0] for name in large} <= LARGE_FUNCTIONS
+  assert {name.split()[0] for name in large} == LARGE_FUNCTIONS
 
 
 def test_public_class_names_are_unique():
   names = [node.name for module in FILES for node in parse(module).body
            if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
-  assert {name for name in names if names.count(name) > 1} <= SHARED_CLASS_NAMES.keys()
+  assert {name for name in names if names.count(name) > 1} == SHARED_CLASS_NAMES.keys()
 
 
 def test_any_and_type_ignore_are_within_limits(print_at_end):
