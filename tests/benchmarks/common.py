@@ -32,7 +32,7 @@ from tinygrad.uop.ops import KernelInfo
 import tinyvllm
 from tinyvllm import LLM, SamplingParams
 from tinyvllm.llama import Llama
-from tinyvllm_extra.formats import weights
+from tinyvllm_extra.formats.weights import SafetensorsCheckpoint
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 from tinyvllm_extra.kernels import graphs, make_backend, prepare_device
 from tinyvllm_extra.kernels.matmul import FastLinear, scales_shape
@@ -116,7 +116,7 @@ def open_llm(args: argparse.Namespace, padded: bool = False, **options) -> LLM:
     return LLM(folder, dtype=args.dtype, **options)
 
 
-class RandomCheckpoint(weights.SafetensorsCheckpoint):
+class RandomCheckpoint(SafetensorsCheckpoint):
   """A checkpoint that needs only config.json: random weights, and a tokenizer that decodes each id to one letter."""
   def describe(self) -> str: return "random weights"
 
@@ -129,10 +129,10 @@ class RandomCheckpoint(weights.SafetensorsCheckpoint):
 
 class OwnWeights(RandomCheckpoint):
   """A model folder with its own weights, but no tokenizer."""
-  load = weights.SafetensorsCheckpoint.load
+  load = SafetensorsCheckpoint.load
 
 
-def random_weights(checkpoint: type[weights.SafetensorsCheckpoint] = RandomCheckpoint) -> ExitStack:
+def random_weights(checkpoint: type[SafetensorsCheckpoint] = RandomCheckpoint) -> ExitStack:
   """Return a context in which models and draft models load through `checkpoint`."""
   stack = ExitStack()
   for module in ("tinyvllm_extra.llm", "tinyvllm_extra.sampling.speculation"):

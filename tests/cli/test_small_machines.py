@@ -62,7 +62,7 @@ def open_model(path, dtype="float32", num_devices=1):
   shape, model_class = find_model(checkpoint.hf_config, path)
   devices = ShardedDevices(device_names(num_devices))
   checkpoint.model = model_class(shape, getattr(dtypes, dtype), FastBackend(), devices)
-  checkpoint.tensors = checkpoint.stored_tensors()
+  checkpoint.unread = checkpoint.stored_tensors()
   return checkpoint
 
 
@@ -194,4 +194,4 @@ def test_bytes_of_weights_equal_fit_of_doctor(tmp_path, stored, dtype, tied, qua
   row = {"dtype": dtype, "float32": True, "float16": True, "bfloat16": True, "free_gib": 1}
   expected = fit.estimate_fit("x", hf | {"dtype": stored}, row, quantization)["weights_gib"] * GIB
   (path / "config.json").write_text(json.dumps(hf | {"dtype": "float64"}))
-  assert fit.weight_bytes(open_model(path, dtype), quantization) == expected
+  assert fit.checkpoint_bytes(open_model(path, dtype), quantization) == expected

@@ -3,6 +3,8 @@ model in float32, its matrices dequantized here by the formula of the format."""
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,7 +93,9 @@ def test_bfloat16_scales_equal_dequantized_model():
   """Many compressed-tensors models have scales in bfloat16."""
   q, scale = np.arange(16, dtype=np.int8).reshape(2, 8), np.array([[0x3f80], [0x4020]], np.uint16)   # 1.0, 2.5
   tensors = {"x.weight": q, "x.weight_scale": scale}
-  w = read_matrix("x", q.shape, COMPRESSED, tensors, lambda name, *shape: tensors[name].reshape(shape))
+  source: Any = SimpleNamespace(unread=tensors, layouts=COMPRESSED, quantization_config={},
+                                array=lambda name, *shape: tensors[name].reshape(shape))
+  w = read_matrix(source, "x", q.shape)
   np.testing.assert_array_equal(dequantize(w, np.float32), q * np.array([[1.0], [2.5]]))
 
 

@@ -11,10 +11,10 @@ from tinygrad import dtypes
 from tinyvllm.backend import Devices
 from tinyvllm_extra import kernels
 from tinyvllm_extra.kernels import parallel
-from tinyvllm_extra.formats import weights
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
 from tinyvllm_extra.models import find_model
-from tinyvllm_extra.formats.quantization import dequantize
+from tinyvllm_extra.formats.quantization import dequantize, find_layouts
+from tinyvllm_extra.formats.weights import SafetensorsCheckpoint
 from .models import random_weights, tiny_config, tiny_model, write_safetensors
 
 
@@ -161,17 +161,18 @@ def load_model(path: Path, dtype: Any = dtypes.float32, count: int = 1, backend:
   return model
 
 
-class Matrices(weights.SafetensorsCheckpoint):
+class Matrices(SafetensorsCheckpoint):
   """A checkpoint that is read without a model, for `count` devices."""
   def __init__(self, folder: Path, count: int = 1):
     super().__init__(folder)
-    self.model: Any = SimpleNamespace(config=SimpleNamespace(head_dim=16))
-    self.dtype, self.bits, self.num_devices = np.float32, None, count
-    self.tensors = self.stored_tensors()
-    self.layouts = weights.find_layouts(self.quantization_config)
+    devices = SimpleNamespace(names=("CPU",) * count)
+    self.model: Any = SimpleNamespace(config=SimpleNamespace(head_dim=16), devices=devices, embed_tokens=None)
+    self.dtype, self.unread = np.float32, self.stored_tensors()
+    self.layouts = find_layouts(self.quantization_config)
 
   def shards(self, axis: int, sources: dict[str, int], inputs: int) -> list[Any]:
-    rows, columns = [(self.num_devices, 1), (1, self.num_devices)][axis]
+    count = len(self.model.devices.names)
+    rows, columns = [(count, 1), (1, count)][axis]
     sources = {name: n // rows for name, n in sources.items()}
     weight = SimpleNamespace(numel=lambda: sum(sources.values()) * inputs // columns)
     return self.matrices(SimpleNamespace(axis=axis, sources=sources, out_features=sum(sources.values()), weight=weight))

@@ -155,7 +155,7 @@ def test_estimated_weights_equal_loaded_ones(tmp_path, monkeypatch, name):
   """Also of layers that are named differently, and of experts in one tensor."""
   sizes: dict = {}
   monkeypatch.setattr(fit, "check_memory", lambda checkpoint, _: sizes.update(
-    {quantization: fit.weight_bytes(checkpoint, quantization) for quantization in (None, "int8")}))
+    {quantization: fit.checkpoint_bytes(checkpoint, quantization) for quantization in (None, "int8")}))
   model = LLM(write_model(tmp_path, name), **OPTIONS).runner.model
   assert sizes[None] == sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
   matrices = sum(x.weight.nbytes() for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear))

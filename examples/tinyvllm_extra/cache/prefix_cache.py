@@ -1,7 +1,7 @@
 """Saves the prefix cache, cached blocks with their hashes, to a file for a restarted engine. A file is only loaded into
 an engine that would compute the same blocks, a block with a wrong checksum is never loaded, and a file is replaced
 completely or not at all."""
-import collections, contextlib, functools, hashlib, json, math, os, pathlib, tempfile, time, weakref, zlib
+import collections, contextlib, functools, hashlib, os, pathlib, tempfile, time, weakref, zlib
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -13,6 +13,7 @@ from tinyvllm.backend import exclusive
 from tinyvllm.config import JsonObject, ModelConfig, check, logger
 from tinyvllm.engine import Engine
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.tensor_files import write_safetensors
 from tinyvllm_extra.kernels.buffers import buffers_of, copy_blocks, copy_to_devices, write
 from tinyvllm_extra.sampling.speculation import SpeculativeProposer
 
@@ -28,8 +29,9 @@ def fingerprint(path: pathlib.Path, config: ModelConfig) -> str:
   """Hash a model's config and samples of each weight, which differ between fine-tuned models. Reads few bytes."""
   checkpoint = open_checkpoint(path)
   digest = hashlib.sha256(repr((config, checkpoint.hf_config.get("quantization_config"))).encode())
-  for name, dtype, shape, data in checkpoint.fingerprint_pieces():
-    digest.update(repr((name, dtype, shape)).encode())
+  for name, tensor in sorted(checkpoint.stored_tensors().items()):
+    data = tensor.raw()
+    digest.update(repr((name, tensor.dtype.str, tensor.shape)).encode())
     for start in range(0, len(data), max(SAMPLE_BYTES, len(data) // 4)):
       digest.update(data[start:start + SAMPLE_BYTES].data)
   return digest.hexdigest()[:32]
@@ -122,24 +124,6 @@ def atomic_write(path: pathlib.Path) -> Iterator[BinaryIO]:
 def checksum(block_hash: bytes, row: np.ndarray) -> int: return zlib.crc32(row.data, zlib.crc32(block_hash))
 
 
-def layout(num_blocks: int, row_bytes: int) -> dict[str, tuple[str, list[int]]]:
-  """Return dtype and shape of each tensor of a file. keys: hashes of the blocks."""
-  return {"keys": ("U8", [num_blocks, 32]), "blocks": ("U8", [num_blocks, row_bytes]),
-          "checksums": ("U32", [num_blocks])}
-
-
-def header(engine: Engine, num_blocks: int, row_bytes: int) -> bytes:
-  """Return the start of a safetensors file."""
-  fields: JsonObject = {"__metadata__": identity(engine)}
-  end = 0
-  for name, (dtype, shape) in layout(num_blocks, row_bytes).items():
-    start, end = end, end + math.prod(shape) * int(dtype[1:]) // 8
-    fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-  encoded = json.dumps(fields).encode()
-  encoded += b" " * (-len(encoded) % 8)
-  return len(encoded).to_bytes(8, "little") + encoded
-
-
 def save_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
   """Write all cached blocks to a file, most recently used first, and return their number. Replaces an earlier file, but
   writes nothing if no block is cached. The model's files must not have changed since the engine loaded them, unless
@@ -157,27 +141,23 @@ def save_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
     most_recent = dict.fromkeys([*in_use, *reversed(pool.evictable)])
     cached = [block for block in most_recent if pool.is_cached(block)]
     if not cached: return 0
-    with atomic_write(target) as file: num_bytes = write_blocks(engine, file, cached)
-  logger.info(f"prefix cache: {len(cached)} blocks, {num_bytes / 2**20:.0f} MiB, written to {path} in "
+    with atomic_write(target) as file: write_safetensors(file, file_content(engine, cached), 2**14, identity(engine))
+  logger.info(f"prefix cache: {len(cached)} blocks, {target.stat().st_size / 2**20:.0f} MiB, written to {path} in "
               f"{time.perf_counter() - started:.1f} s")
   return len(cached)
 
 
-def write_blocks(engine: Engine, file: BinaryIO, cached: list[int]) -> int:
-  """Write the content of a file, and return its size. safetensors' own writer needs all tensors in host memory, but
-  these may be as large as the device's memory."""
+def file_content(engine: Engine, cached: list[int]) -> Iterator[tuple[str, np.ndarray]]:
+  """Yield the tensors of a file, the blocks in parts, as all of them may be as large as the device's memory."""
   blocks = Blocks(engine)
-  hashes = engine.blocks.block_hashes
+  hashes = [engine.blocks.block_hashes[block] for block in cached]
   checksums = list[int]()
-  file.write(header(engine, len(cached), blocks.row_bytes))
-  file.write(b"".join(hashes[block] for block in cached))
+  yield "keys", np.frombuffer(b"".join(hashes), np.uint8).reshape(len(cached), -1)
   for i in range(0, len(cached), blocks.count):
-    batch = cached[i:i + blocks.count]
-    rows = blocks.read(batch)
-    checksums += [checksum(hashes[block], row) for block, row in zip(batch, rows, strict=True)]
-    file.write(rows.data)
-  file.write(np.array(checksums, "<u4").data)
-  return file.tell()
+    rows = blocks.read(cached[i:i + blocks.count])
+    checksums += map(checksum, hashes[i:i + blocks.count], rows)
+    yield "blocks", rows
+  yield "checksums", np.array(checksums, "<u4")
 
 
 def load_prefix_cache(engine: Engine, path: str | os.PathLike) -> int:
@@ -214,7 +194,8 @@ def read_blocks(engine: Engine, file: safe_open, prefix: str) -> int:
   slices = {name: file.get_slice(name) for name in ("keys", "blocks", "checksums")}
   actual = {name: (x.get_dtype(), x.get_shape()) for name, x in slices.items()}
   n = actual["keys"][1][0]
-  check(actual == layout(n, blocks.row_bytes), f"{prefix} is damaged: remove it")
+  expected = {"keys": ("U8", [n, 32]), "blocks": ("U8", [n, blocks.row_bytes]), "checksums": ("U32", [n])}
+  check(actual == expected, f"{prefix} is damaged: remove it")
   hashes = [row.tobytes() for row in slices["keys"][:]]
   checksums = slices["checksums"][:]
   uncached = [i for i in range(n) if hashes[i] not in pool.cached_blocks]

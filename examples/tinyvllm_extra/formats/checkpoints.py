@@ -1,11 +1,12 @@
 """Opens a model's checkpoint."""
 import pathlib
 
-from . import gguf, weights
+from .gguf import GGUFCheckpoint
+from .weights import FastCheckpoint, SafetensorsCheckpoint
 
 
-def open_checkpoint(path: pathlib.Path, quantization: str | None = None) -> weights.SafetensorsCheckpoint:
+def open_checkpoint(path: pathlib.Path, quantization: str | None = None) -> FastCheckpoint:
   """Open a folder in Hugging Face's layout or a GGUF file. quantization: LLM's option. Raises InputError for anything
   else."""
   is_gguf = path.suffix == ".gguf" and not path.is_dir()
-  return (gguf.GGUFCheckpoint if is_gguf else weights.SafetensorsCheckpoint)(path, quantization)
+  return (GGUFCheckpoint if is_gguf else SafetensorsCheckpoint)(path, quantization)

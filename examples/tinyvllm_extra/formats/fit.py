@@ -1,16 +1,19 @@
 """Estimates the memory that a model uses on a device: from its config.json, or from the tensors in its files."""
 import math, pathlib, re
-from typing import Any
+from collections.abc import Iterable
+from typing import NamedTuple
 
-import numpy as np
 from tinygrad import Context, Device, dtypes, nn
 
-from tinyvllm.backend import Devices, Linear
-from tinyvllm.config import check, logger
+from tinyvllm.backend import Devices
+from tinyvllm.config import JsonObject, check, logger
+from tinyvllm.llama import Llama
 from tinyvllm_extra import kernels
 from tinyvllm_extra.kernels import drivers
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.options import LLMConfig
+
+from .quantization import TensorSource
 
 GIB = 2**30
 DTYPES = ["float32", "float16", "bfloat16"]
@@ -18,7 +21,7 @@ DTYPES = ["float32", "float16", "bfloat16"]
 QUANTIZED = {"int8": 8 + 16 / 32, "int4": 4 + 32 / 32}
 
 
-def open_device() -> dict[str, Any]:
+def open_device() -> JsonObject:
   """Open the default device. Return its dtype of activations, its support of DTYPES, its free memory, and why it is the
   default ("" if tinygrad chose it)."""
   why = kernels.prepare_device()
@@ -28,7 +31,7 @@ def open_device() -> dict[str, Any]:
           "free_gib": backend.memory.free((Device.DEFAULT,)) / GIB, "why": why}
 
 
-def prequantized(hf: dict[str, Any]) -> str | None:
+def prequantized(hf: JsonObject) -> str | None:
   """Return "int8" (also for e4m3) or "int4" if a model is pre-quantized, else None. hf: the content of config.json."""
   quantization = hf.get("quantization_config") or {}
   weights = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
@@ -37,8 +40,8 @@ def prequantized(hf: dict[str, Any]) -> str | None:
   return next((name for name in QUANTIZED if int(name[3:]) in bits), None)
 
 
-def estimate_fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantization: str | None = None,
-                 kv_cache_dtype: str = "auto") -> dict[str, Any]:
+def estimate_fit(name: str, hf: JsonObject, row: JsonObject, quantization: str | None = None,
+                 kv_cache_dtype: str = "auto") -> JsonObject:
   """Return a model's memory use on a backend, and the number of KV cache tokens that fit. hf: the content of
   config.json. row: the backend's facts. Raises InputError for an unsupported model."""
   shape, model_class = find_model(hf, pathlib.Path(name))
@@ -50,10 +53,7 @@ def estimate_fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantizatio
     model = model_class(shape, dtypes.float32, fast, Devices())
     cache = fast.kv_layout(shape, LLMConfig(kv_cache_dtype=kv_cache_dtype, block_size=1),
                            getattr(dtypes, row["dtype"]))
-  num_weights = sum(int(x.numel()) for module in model.modules() for x in nn.state.get_parameters(module))
-  matrices = [x for layer in model.layers for x in vars(layer).values() if isinstance(x, Linear)]
-  quantized = sum(int(x.weight.numel()) for x in matrices) if quantization else 0
-  weights = (num_weights - quantized) * sizes[stored] + int(quantized * QUANTIZED.get(quantization or "", 0) / 8)
+  weights = weight_bytes(model_weights(model), quantization, sizes[stored])
   # A step reads few rows of the embeddings, but the whole output head
   read = weights - (0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size * sizes[stored])
   per_token = shape.num_hidden_layers * sum(math.prod(part) * dtype.itemsize for part, dtype in cache)   # bytes
@@ -66,54 +66,73 @@ def estimate_fit(name: str, hf: dict[str, Any], row: dict[str, Any], quantizatio
 def is_in_layer(name: str) -> bool: return bool(re.search(r"\b(layers|h)\.\d", name))   # h: GPT-2's layers
 
 
-def weight_bytes(checkpoint: Any, quantization: str | None) -> int:
+class Weight(NamedTuple):
+  """What the memory of a weight depends on."""
+  name: str
+  num_axes: int
+  num_elements: int
+  nbytes: int
+  is_float: bool = True   # else it keeps its size
+
+
+def model_weights(model: Llama) -> list[Weight]:
+  """Return the weights of a model on its devices, each under the name of its first source."""
+  return [Weight(f"{next(iter(module.sources))}.{name}", x.ndim, int(x.numel()), x.nbytes())
+          for module in model.modules() for name, x in nn.state.get_state_dict(module).items()]
+
+
+def weight_bytes(weights: Iterable[Weight], quantization: str | None = None, itemsize: int = 4) -> int:
+  """Return the bytes of weights on a device: floats take at most `itemsize` each, and matrices of layers fewer with the
+  quantization "int8" or "int4". Another value changes nothing."""
+  def size(x: Weight) -> float:
+    can_quantize = is_in_layer(x.name) and x.num_axes > 1
+    bits = QUANTIZED.get(quantization or "", 8 * itemsize) if can_quantize else 8 * itemsize
+    return min(x.nbytes, x.num_elements * bits / 8) if x.is_float else x.nbytes
+  return int(sum(map(size, weights)))
+
+
+def checkpoint_bytes(source: TensorSource, quantization: str | None) -> int:
   """Return the bytes that a checkpoint's model takes on each of its devices, at least: padding and tensors that are
-  dequantized while loading take more. quantization: "int8", "int4" or another value, which changes nothing."""
-  model = checkpoint.model
-  wide = 8 * model.dtype.itemsize
-  sources = {source for module in model.modules() for source in module.sources}
-
-  def size(name: str, tensor: Any) -> float:
-    is_matrix = is_in_layer(name) and len(tensor.shape) > 1
-    bits = QUANTIZED.get(quantization or "", wide) if is_matrix and checkpoint.method is None else wide
-    is_float = np.dtype(tensor.dtype).kind in "fu"   # bfloat16 is uint16
-    return min(tensor.nbytes, math.prod(tensor.shape) * bits / 8) if is_float else tensor.nbytes
-  total = sum(size(name, x) for name, x in checkpoint.tensors.items() if {name, name.rpartition(".")[0]} & sources)
-  return int(total / len(model.devices.names))
+  dequantized while loading take more."""
+  sources = {name for module in source.model.modules() for name in module.sources}
+  weights = [Weight(name, len(x.shape), math.prod(x.shape), x.nbytes, x.dtype.kind in "fu")   # u: bfloat16
+             for name, x in source.unread.items() if {name, name.rpartition(".")[0]} & sources]
+  total = weight_bytes(weights, None if source.method else quantization, source.model.dtype.itemsize)
+  return total // len(source.model.devices.names)
 
 
-def loading_bytes(checkpoint: Any, quantization: str | None) -> int:
+def loading_bytes(source: TensorSource, quantization: str | None) -> int:
   """Return the memory that loading takes on a CPU. Outside of layers, the largest matrix loads early and is in memory
   three times: mapped, reordered, and as the weight. In layers, quantization takes up to five times a matrix."""
-  layers, others = ([x.nbytes for name, x in checkpoint.tensors.items() if is_in_layer(name) is in_layers]
+  layers, others = ([x.nbytes for name, x in source.unread.items() if is_in_layer(name) is in_layers]
                     for in_layers in (True, False))
-  return max(weight_bytes(checkpoint, quantization) + 5 * max(layers, default=0), 4 * max(others, default=0))
+  return max(checkpoint_bytes(source, quantization) + 5 * max(layers, default=0), 4 * max(others, default=0))
 
 
-def remedy(checkpoint: Any, free: int) -> str:
+def remedy(source: TensorSource, free: int) -> str:
   """Return what to do about a model that does not fit: the widest quantization that does, or the memory needed."""
   def needed(quantization: str | None) -> float:
-    room = weight_bytes(checkpoint, quantization) / LLMConfig().gpu_memory_utilization   # for a KV cache
-    return max(room, loading_bytes(checkpoint, quantization))
-  sizes = {} if checkpoint.method else {name: needed(name) for name in QUANTIZED}
+    room = checkpoint_bytes(source, quantization) / LLMConfig().gpu_memory_utilization   # for a KV cache
+    return max(room, loading_bytes(source, quantization))
+  sizes = {} if source.method else {name: needed(name) for name in QUANTIZED}
   for name, num_bytes in sizes.items():
-    weights = weight_bytes(checkpoint, name) / GIB
+    weights = checkpoint_bytes(source, name) / GIB
     if num_bytes <= free: return f"use quantization={name!r} (--quantization {name}), which takes {weights:.2f} GiB"
   reason = "no quantization fits" if sizes else "it cannot be quantized further"
   least = min(sizes.values(), default=needed(None)) / GIB
   return f"{reason}: choose a smaller model, or provide {least:.2f} GiB of free memory"
 
 
-def check_memory(checkpoint: Any, quantization: str | None) -> None:
+def check_memory(source: TensorSource, quantization: str | None) -> None:
   """Raise InputError if the weights alone exceed the free memory of a device, with the quantization that fits. Log a
   warning if loading may exceed it. Backends and devices whose memory is a guess are not checked."""
-  names, memory = checkpoint.model.devices.names, checkpoint.model.backend.memory
+  names, memory = source.model.devices.names, source.model.backend.memory
   if not isinstance(memory, drivers.DriverMemory) or not memory.is_known(names): return
-  size = weight_bytes(checkpoint, quantization)
+  size = checkpoint_bytes(source, quantization)
   if size > memory.free(names): drivers.free_unused_buffers(names)
   free = memory.free(names)
   text = f"{names[0]} has {free / GIB:.2f} GiB of free memory"
-  check(size <= free, f"model: {checkpoint.path} needs {size / GIB:.2f} GiB for its weights, but {text}: "
-        f"{remedy(checkpoint, free)}")
-  peak = loading_bytes(checkpoint, quantization)
+  check(size <= free, f"model: {source.path} needs {size / GIB:.2f} GiB for its weights, but {text}: "
+        f"{remedy(source, free)}")
+  peak = loading_bytes(source, quantization)
   if peak > free: logger.warning(f"loading may take {peak / GIB:.2f} GiB, and {text}")

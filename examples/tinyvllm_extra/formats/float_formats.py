@@ -2,31 +2,30 @@
 (Dettmers et al. 2023) and SqueezeLLM (Kim et al. 2023). A reader returns None for a matrix without its tensors."""
 import json, math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from tinyvllm.config import check
 from tinyvllm_extra.kernels.quantized import E2M1, E4M3, Matrix, Quantized, narrow
 
-from .quantization import to_float32, unpack_words
+from .quantization import TensorSource, to_float32, unpack_words
 
 # Endings of tensors that are not read: derived from others, or scales of activations and of the KV cache
 UNUSED = (".weight_shape", ".startrows", ".input_scale", ".output_scale", ".activation_scale", ".k_scale", ".v_scale")
 
 
-def read_any(checkpoint: Any, name: str) -> np.ndarray:
+def read_any(source: TensorSource, name: str) -> np.ndarray:
   """Read a tensor in its own shape. Raises InputError if it is missing."""
-  return checkpoint.array(name, *(checkpoint.tensors[name].shape if name in checkpoint.tensors else ()))
+  return source.array(name, *(source.unread[name].shape if name in source.unread else ()))
 
 
-def read_e4m3(checkpoint: Any, name: str, shape: tuple[int, int]) -> Matrix | None:
+def read_e4m3(source: TensorSource, name: str, shape: tuple[int, int]) -> Matrix | None:
   """Read e4m3 with one scale per matrix, output or block. A block's scale is repeated for its outputs. A smaller last
   block makes smaller groups."""
-  weight, tensors, config = f"{name}.weight", checkpoint.tensors, checkpoint.quantization_config
+  weight, tensors, config = f"{name}.weight", source.unread, source.quantization_config
   if weight not in tensors or tensors[weight].dtype != E4M3: return None
   key = next((x for x in (f"{weight}_scale_inv", f"{weight}_scale") if x in tensors), f"{weight}_scale")
-  scale = np.atleast_1d(to_float32(read_any(checkpoint, key)))   # a factor, in spite of the name weight_scale_inv
+  scale = np.atleast_1d(to_float32(read_any(source, key)))   # a factor, in spite of the name weight_scale_inv
   scale = scale.reshape(len(scale), -1)
   blocks = [group["weights"].get("block_structure") for group in config.get("config_groups", {}).values()]
   blocks += [config.get("weight_block_size"), (1, shape[1]), shape]
@@ -35,17 +34,17 @@ def read_e4m3(checkpoint: Any, name: str, shape: tuple[int, int]) -> Matrix | No
   rows, columns = grids[scale.shape]
   group = math.gcd(shape[1], columns)
   scale = scale.repeat(rows, 0)[:shape[0]].repeat(columns // group, 1)[:, :shape[1] // group]
-  return Quantized(checkpoint.array(weight, *shape), narrow(scale), None, np.arange(shape[1]))
+  return Quantized(source.array(weight, *shape), narrow(scale), None, np.arange(shape[1]))
 
 
-def read_bitsandbytes(checkpoint: Any, name: str, shape: tuple[int, int]) -> Matrix | None:
+def read_bitsandbytes(source: TensorSource, name: str, shape: tuple[int, int]) -> Matrix | None:
   """Read nf4 or fp4: indices into a table of 16 values, times the maximum of each block of consecutive weights. With
   double quantization these maxima are indices, too. Like bitsandbytes, round to the dtype of the original weights."""
-  state = next((x for x in checkpoint.tensors if x.startswith(f"{name}.weight.quant_state.")), None)
+  state = next((x for x in source.unread if x.startswith(f"{name}.weight.quant_state.")), None)
   if state is None: return None
-  def read(suffix): return read_any(checkpoint, f"{name}.weight{suffix}").ravel()
-  config = json.loads(read_any(checkpoint, state).tobytes())
-  q, scale, table = read("").view(np.uint8), read(".absmax"), checkpoint.array(f"{name}.weight.quant_map", 16)
+  def read(suffix): return read_any(source, f"{name}.weight{suffix}").ravel()
+  config = json.loads(read_any(source, state).tobytes())
+  q, scale, table = read("").view(np.uint8), read(".absmax"), source.array(f"{name}.weight.quant_map", 16)
   if "nested_offset" in config:
     nested = read(".nested_absmax").repeat(config["nested_blocksize"])[:len(scale)]
     scale = read(".nested_quant_map")[scale] * nested + np.float32(config["nested_offset"])
@@ -59,44 +58,44 @@ def read_bitsandbytes(checkpoint: Any, name: str, shape: tuple[int, int]) -> Mat
   return (bits + 0x7fff + (bits >> 16 & 1) >> 16).astype(np.uint16)   # to nearest, ties to even
 
 
-def read_squeezellm(checkpoint: Any, name: str, shape: tuple[int, int]) -> Matrix | None:
+def read_squeezellm(source: TensorSource, name: str, shape: tuple[int, int]) -> Matrix | None:
   """Read indices into a table for each output, plus a sparse matrix of outliers (rows, cols, vals in CSR)."""
-  if f"{name}.lookup_table" not in checkpoint.tensors: return None
-  bits = int(checkpoint.quantization_config["wbits"])
-  def read(suffix, *shape): return checkpoint.array(f"{name}.{suffix}", *shape)
+  if f"{name}.lookup_table" not in source.unread: return None
+  bits = int(source.quantization_config["wbits"])
+  def read(suffix, *shape): return source.array(f"{name}.{suffix}", *shape)
   q = unpack_words(read("qweight", shape[1] * bits // 32, shape[0]), bits, 0)
   weight = np.take_along_axis(to_float32(read("lookup_table", shape[0], 2**bits)), q.T, 1)
-  if f"{name}.rows" in checkpoint.tensors:
+  if f"{name}.rows" in source.unread:
     counts = np.diff(read("rows", shape[0] + 1))
     columns, values = read("cols", counts.sum()), read("vals", counts.sum())
     check(columns.min(initial=0) >= 0 <= counts.min() and columns.max(initial=0) < shape[1],
           f"{name}.cols: the outliers are not in {[*shape]}: download it again")
     np.add.at(weight, (np.arange(shape[0]).repeat(counts), columns), to_float32(values))
-  return weight.astype(checkpoint.dtype, copy=False)
+  return weight.astype(source.dtype, copy=False)
 
 
-def read_stacked(checkpoint: Any, name: str, shape: tuple[int, int]) -> Matrix | None:
+def read_stacked(source: TensorSource, name: str, shape: tuple[int, int]) -> Matrix | None:
   """Read matrices of all experts, (experts, in, out), as one with stacked rows."""
-  stored = checkpoint.tensors.get(f"{name}.weight")
+  stored = source.unread.get(f"{name}.weight")
   if stored is None or len(stored.shape) != 3 or ".experts." not in name: return None
   count = stored.shape[0]
-  weight = checkpoint.array(f"{name}.weight", count, shape[1], shape[0] // count)
+  weight = source.array(f"{name}.weight", count, shape[1], shape[0] // count)
   return np.ascontiguousarray(weight.swapaxes(1, 2)).reshape(shape)
 
 
-def read_mxfp4(checkpoint: Any, name: str, shape: tuple[int, int]) -> Matrix | None:
+def read_mxfp4(source: TensorSource, name: str, shape: tuple[int, int]) -> Matrix | None:
   """Read e2m1 in blocks of 32 along the inputs with a power of two as their scale (OCP Microscaling Formats 1.0)."""
-  stored = checkpoint.tensors.get(f"{name}.blocks")
-  if stored is None: return read_stacked(checkpoint, name, shape)
+  stored = source.unread.get(f"{name}.blocks")
+  if stored is None: return read_stacked(source, name, shape)
   count, groups = stored.shape[0], shape[1] // 32
   sizes = count, shape[0] // count, groups
-  blocks, scales = checkpoint.array(f"{name}.blocks", *sizes, 16), checkpoint.array(f"{name}.scales", *sizes)
+  blocks, scales = source.array(f"{name}.blocks", *sizes, 16), source.array(f"{name}.scales", *sizes)
   q = np.stack([blocks & 15, blocks >> 4], -1).reshape(shape).view(E2M1)
   scale = np.ldexp(np.float32(1), scales.astype(np.int32) - 127).reshape(shape[0], groups)
   return Quantized(q, scale, None, np.arange(shape[1]))
 
 
-READERS: dict[Any, Callable[[Any, str, tuple[int, int]], Matrix | None]] = {   # by quant_method
+READERS: dict[str | None, Callable[[TensorSource, str, tuple[int, int]], Matrix | None]] = {   # by quant_method
   "fp8": read_e4m3, "compressed-tensors": read_e4m3, "bitsandbytes": read_bitsandbytes, "squeezellm": read_squeezellm,
   "mxfp4": read_mxfp4}
 DEQUANTIZED = ("bitsandbytes", "squeezellm")   # while loading

@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from tinyvllm.config import InputError, check
+from tinyvllm.config import InputError, JsonObject, check
 from tinyvllm_extra.kernels.quantized import Matrix, Quantized, narrow
 from tinyvllm_extra.text.huggingface import ChatTokenizer
 
-from . import weights
 from .gguf_tokenizer import make_tokenizer
 from .gguf_types import OTHER_TYPES, TYPES, Format, TensorType, common_format, decode
+from .quantization import dequantize, to_float32
+from .tensor_files import StoredTensor
+from .weights import FastCheckpoint
 
 # Metadata key without the architecture's prefix -> field of config.json. The first five are required
 KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
@@ -51,7 +53,7 @@ MISSING = {"phi3": ("attn_q", "attn_k", "attn_v", "ffn_gate"), "olmo2": ("attn_n
 
 
 @dataclasses.dataclass(frozen=True)
-class GGUFTensor(weights.StoredTensor):
+class GGUFTensor(StoredTensor):
   """A tensor in a GGUF file."""
   tensor_type: TensorType
   row_order: np.ndarray | None = None   # order of the rows in the model, if it differs
@@ -66,7 +68,7 @@ class GGUFTensor(weights.StoredTensor):
 
   def read_quantized(self, target: Format) -> Quantized:
     """Return the weight in this format, with the exact values."""
-    q, scale, offset = decode(self.tensor_type, self.read())
+    q, scale, offset, order = decode(self.tensor_type, self.read())
     repeats = q.shape[1] // target.group_size // scale.shape[1]   # a group of 32 becomes two of 16
     scale = narrow(scale).repeat(repeats, 1)
     if offset is not None: offset = narrow(offset).repeat(repeats, 1)
@@ -74,13 +76,12 @@ class GGUFTensor(weights.StoredTensor):
       q += np.int8(8)
       offset = -8 * scale
     elif target.has_offset: offset = np.zeros_like(scale)
-    return Quantized(q.view(np.uint8) if target.bits == 4 else q, scale, offset, np.arange(q.shape[1]))
+    return Quantized(q.view(np.uint8) if target.bits == 4 else q, scale, offset, order)
 
   def read_float32(self) -> np.ndarray:
     """Return the weight, dequantized if necessary."""
-    if not self.tensor_type.quant_format: return weights.to_float32(self.read())
-    q, scale, offset = decode(self.tensor_type, self.read())
-    return weights.dequantize(Quantized(q, scale, offset, np.arange(q.shape[1])), np.float32)
+    if not self.tensor_type.quant_format: return to_float32(self.read())
+    return dequantize(decode(self.tensor_type, self.read()), np.float32)
 
 
 class HeaderReader(mmap.mmap):
@@ -99,7 +100,7 @@ class HeaderReader(mmap.mmap):
     return [self.value(element_type, nested=True) for _ in range(self.number("Q"))]
 
 
-def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+def read_header(path: pathlib.Path) -> tuple[JsonObject, dict[str, GGUFTensor]]:
   """Return a file's metadata and tensors. Raises InputError if it is not GGUF or is truncated."""
   check(path.is_file() and os.access(path, os.R_OK), f"model: {path} is not a readable file")
   size = path.stat().st_size
@@ -122,7 +123,7 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, GGUFTenso
   return metadata, {info[0]: locate_tensor(path, start, size, *info) for info in tensor_infos}
 
 
-def read_parts(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+def read_parts(path: pathlib.Path) -> tuple[JsonObject, dict[str, GGUFTensor]]:
   """Return the metadata and tensors of a file and, if it is the first part of a split model, of all parts. Their names
   end with -00001-of-00003.gguf and so on. Raises InputError naming a part that is missing or of another model."""
   metadata, tensors = read_header(path)
@@ -163,7 +164,7 @@ def locate_tensor(path: pathlib.Path, data_start: int, file_size: int, name: str
   return tensor
 
 
-def read_config(path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> dict[str, Any]:
+def read_config(path: pathlib.Path, metadata: JsonObject, tensors: dict[str, GGUFTensor]) -> JsonObject:
   """Return the content of an equivalent config.json. Raises InputError for an unsupported file."""
   arch = str(metadata.get("general.architecture"))
   check(arch in ARCHITECTURES, f"model: {path} has architecture {arch}; supported: {', '.join(ARCHITECTURES)}")
@@ -196,14 +197,14 @@ def read_config(path: pathlib.Path, metadata: dict[str, Any], tensors: dict[str,
     "eos_token_id": [token for token in end_tokens if token is not None], **read_options(arch, metadata, config)}
 
 
-def read_scaling(arch: str, metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> dict[str, Any]:
+def read_scaling(arch: str, metadata: JsonObject, tensors: dict[str, GGUFTensor]) -> JsonObject:
   """Return rope_scaling of an equivalent config.json, empty for none."""
-  def get(key: str, default: Any = None) -> Any: return metadata.get(f"{arch}.rope.scaling.{key}", default)
+  def get(key: str, default: float | None = None) -> Any: return metadata.get(f"{arch}.rope.scaling.{key}", default)
   freqs, long, short = [tensors[name].read().tolist() if name in tensors else None for name in ROPE_TENSORS]
   if freqs: return {"rope_type": "factors", "factors": freqs}   # llama3's, computed by llama.cpp's converter
   if long: return {"rope_type": "longrope", "long_factor": long, "short_factor": short,
                    "attention_factor": get("attn_factor")}
-  if get("type", "none") == "none": return {}
+  if get("type") in (None, "none"): return {}
   rope = {"rope_type": get("type"), "factor": get("factor", 1.0), "beta_fast": get("yarn_beta_fast"),
           "beta_slow": get("yarn_beta_slow"), "attention_factor": get("attn_factor") if arch == "olmo2" else None,
           "mscale": 1.0 if get("yarn_log_multiplier") else None, "mscale_all_dim": get("yarn_log_multiplier"),
@@ -211,10 +212,10 @@ def read_scaling(arch: str, metadata: dict[str, Any], tensors: dict[str, GGUFTen
   return {name: value for name, value in rope.items() if value is not None}
 
 
-def read_options(arch: str, metadata: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
+def read_options(arch: str, metadata: JsonObject, config: JsonObject) -> JsonObject:
   """Return fields of an equivalent config.json that only some architectures have."""
   pattern = metadata.get(f"{arch}.attention.sliding_window_pattern")
-  options: dict[str, Any] = {}
+  options: JsonObject = {}
   if isinstance(pattern, list): options["layer_types"] = [["full", "sliding"][bool(x)] + "_attention" for x in pattern]
   if arch in WINDOWED and config.get("sliding_window"): options["architectures"] = [WINDOWED[arch]]
   if not arch.startswith("gemma"): return options
@@ -223,7 +224,7 @@ def read_options(arch: str, metadata: dict[str, Any], config: dict[str, Any]) ->
   return options | {"norm_offset": 0, "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": size}
 
 
-def rename(path: pathlib.Path, config: dict[str, Any], tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor]:
+def rename(path: pathlib.Path, config: JsonObject, tensors: dict[str, GGUFTensor]) -> dict[str, GGUFTensor]:
   """Return the tensors under Hugging Face's names, with the rows of q and k in its order."""
   heads = config["num_attention_heads"]
   head_dim = config["head_dim"]
@@ -245,7 +246,7 @@ def rename(path: pathlib.Path, config: dict[str, Any], tensors: dict[str, GGUFTe
   return renamed
 
 
-class GGUFCheckpoint(weights.SafetensorsCheckpoint):
+class GGUFCheckpoint(FastCheckpoint[GGUFTensor]):
   """A GGUF file, or several parts, given by the first."""
   def __init__(self, path: pathlib.Path, quantization: str | None = None):
     self.path = path
@@ -253,15 +254,16 @@ class GGUFCheckpoint(weights.SafetensorsCheckpoint):
     self.metadata, tensors = read_parts(path)
     self.hf_config = read_config(path, self.metadata, tensors)
     self.all_tensors = rename(path, self.hf_config, tensors)
+    self.quantization_config = {}
+    self.method = "gguf" if any(x.tensor_type.quant_format for x in self.all_tensors.values()) else None
 
-  method = property(lambda self: "gguf" if any(x.tensor_type.quant_format for x in self.all_tensors.values()) else None)
-  def stored_tensors(self) -> dict[str, Any]: return dict(self.all_tensors)
-  def format_of(self, tensor: Any) -> str: return f"GGUF {tensor.tensor_type.name}"
   def tokenizer(self) -> ChatTokenizer: return make_tokenizer(self.path, self.metadata, self.hf_config["vocab_size"])
+  def stored_tensors(self) -> dict[str, GGUFTensor]: return {**self.all_tensors}
+  def format_of(self, tensor: GGUFTensor) -> str: return f"GGUF {tensor.tensor_type.name}"
 
-  def fused(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
+  def read_matrices(self, shapes: dict[str, tuple[int, int]]) -> Sequence[Matrix]:
     """Read matrices in their `common_format`."""
-    tensors: list[Any] = [self.take(f"{name}.weight", *shape) for name, shape in shapes.items()]
+    tensors = [self.take(f"{name}.weight", *shape) for name, shape in shapes.items()]
     common = common_format([tensor.tensor_type for tensor in tensors])
     if isinstance(common, Format): return [tensor.read_quantized(common) for tensor in tensors]
     return [tensor.read_float32() if common == "F32" else tensor.read() for tensor in tensors]

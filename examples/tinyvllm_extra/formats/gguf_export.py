@@ -2,19 +2,18 @@
 keep their bits, in compressed-tensors' format with our extension `weight_offset`. Opens no device."""
 import argparse, collections, json, os, pathlib, tempfile
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
-from tinyvllm.config import InputError, check
+from tinyvllm.config import InputError, JsonObject, check
 from tinyvllm_extra.models import find_model
 
 from .gguf import GGUFCheckpoint, GGUFTensor
 from .gguf_tokenizer import read_tokenizer
 from .gguf_types import Format, common_format
+from .tensor_files import write_safetensors
 
 FUSED = {**dict.fromkeys(["q_proj", "k_proj", "v_proj"], "qkv"), **dict.fromkeys(["gate_proj", "up_proj"], "gate_up")}
-SAFETENSORS = {"f4": "F32", "f2": "F16", "u2": "BF16", "i1": "I8", "i4": "I32", "i8": "I64"}
 
 
 def matrix_formats(tensors: dict[str, GGUFTensor]) -> dict[str, Format | str]:
@@ -29,19 +28,17 @@ def matrix_formats(tensors: dict[str, GGUFTensor]) -> dict[str, Format | str]:
   return formats
 
 
-def quantization_config(formats: dict[str, Format | str]) -> dict[str, Any]:
+def quantization_config(formats: dict[str, Format | str]) -> JsonObject:
   """Return compressed-tensors' config for the formats, empty if no weight is quantized."""
-  modules: dict[Format, list[str]] = collections.defaultdict(list)
-  for name, x in formats.items():
-    if isinstance(x, Format): modules[x].append(name)
-  if not modules: return {}
-  packings = {x: "pack-quantized" if x.bits == 4 else "int-quantized" for x in modules}
-  groups = [{"targets": names, "format": packings[x], "weights": {
+  used = dict.fromkeys(x for x in formats.values() if isinstance(x, Format))
+  if not used: return {}
+  packings = {x: "pack-quantized" if x.bits == 4 else "int-quantized" for x in used}
+  groups = [{"targets": [name for name, y in formats.items() if y == x], "format": packing, "weights": {
     "num_bits": x.bits, "type": "int", "symmetric": not x.has_offset, "strategy": "group",
-    "group_size": x.group_size}} for x, names in modules.items()]
+    "group_size": x.group_size}} for x, packing in packings.items()]
   return {"quantization_config": {
     "quant_method": "compressed-tensors", "quantization_status": "compressed",
-    "format": "mixed-precision" if len({*packings.values()}) > 1 else packings[next(iter(modules))],
+    "format": "mixed-precision" if len({*packings.values()}) > 1 else next(iter(packings.values())),
     "config_groups": {f"group_{i}": x for i, x in enumerate(groups)},
     "ignore": [name for name, x in formats.items() if isinstance(x, str)]}}
 
@@ -61,23 +58,6 @@ def export(tensors: dict[str, GGUFTensor], formats: dict[str, Format | str]) -> 
       yield f"{module}.weight_shape", np.array(w.q.shape, "<i8")
     yield f"{module}.weight_scale", w.scale
     if target.has_offset and w.offset is not None: yield f"{module}.weight_offset", w.offset
-
-
-def write_safetensors(path: pathlib.Path, tensors: Iterator[tuple[str, np.ndarray]], header_size: int) -> None:
-  """Write one tensor at a time. safetensors' own writer needs all at once, and numpy has no bfloat16. header_size:
-  bytes to reserve, a multiple of 8."""
-  header = {}
-  with path.open("wb") as file:
-    file.seek(8 + header_size)
-    for name, array in tensors:
-      start = file.tell() - 8 - header_size
-      file.write(np.ascontiguousarray(array).data)
-      header[name] = {"dtype": SAFETENSORS[array.dtype.str[1:]], "shape": array.shape,
-                      "data_offsets": [start, start + array.nbytes]}
-    text = json.dumps(header).encode().ljust(header_size)
-    assert len(text) == header_size
-    file.seek(0)
-    file.write(header_size.to_bytes(8, "little") + text)
 
 
 def convert(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
@@ -100,8 +80,8 @@ def convert(path: pathlib.Path, folder: pathlib.Path) -> pathlib.Path:
       target = pathlib.Path(temporary) / "model"
       target.mkdir()
       for name, content in files.items(): (target / name).write_bytes(content)
-      tensors = export(checkpoint.all_tensors, formats)
-      write_safetensors(target / "model.safetensors", tensors, 1024 * len(checkpoint.all_tensors))
+      with (target / "model.safetensors").open("wb") as file:
+        write_safetensors(file, export(checkpoint.all_tensors, formats), 1024 * len(checkpoint.all_tensors))
       folder.parent.mkdir(parents=True, exist_ok=True)
       if folder.is_dir(): folder.rmdir()
       target.replace(folder)

@@ -1,11 +1,11 @@
 """Reads the tokenizer in a GGUF file's metadata: a byte-level BPE for Hugging Face's tokenizers, or a sentencepiece
 vocabulary."""
-import pathlib, struct
+import pathlib, struct, types
 from typing import Any
 
 from sentencepiece import SentencePieceProcessor
 
-from tinyvllm.config import InputError, check
+from tinyvllm.config import InputError, JsonObject, check
 from tinyvllm_extra.packages import optional
 from tinyvllm_extra.text.huggingface import ChatTokenizer, wrap, wrap_sentencepiece
 
@@ -27,7 +27,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)   # sentencep
 REQUIRED = {"gpt2": ("tokens", "merges"), "llama": ("tokens", "scores", "token_type")}   # by tokenizer.ggml.model
 
 
-def byte_level(lib: Any, config: dict[str, Any]) -> Any:
+def byte_level(lib: types.ModuleType, config: JsonObject) -> Any:
   """Build a tokenizers.Tokenizer. lib: the package tokenizers. config: the tokenizer's metadata."""
   pre = config.get("pre", "default")
   tokens = config["tokens"]
@@ -49,17 +49,17 @@ def byte_level(lib: Any, config: dict[str, Any]) -> Any:
   return bpe
 
 
-def encode_protobuf(*fields: tuple[int, Any]) -> bytes:
+def encode_protobuf(*fields: tuple[int, int | float | bytes]) -> bytes:
   """Encode a message of (field number, value) pairs."""
   def varint(n: int) -> bytes: return bytes([n & 127 | 128]) + varint(n >> 7) if n > 127 else bytes([n])
-  def field(number: int, value: Any) -> bytes:
+  def field(number: int, value: int | float | bytes) -> bytes:
     if isinstance(value, float): return varint(number << 3 | 5) + struct.pack("<f", value)
     if isinstance(value, int): return varint(number << 3) + varint(value)
     return varint(number << 3 | 2) + varint(len(value)) + value
   return b"".join(field(number, value) for number, value in fields)
 
 
-def sentencepiece_model(config: dict[str, Any]) -> bytes:
+def sentencepiece_model(config: JsonObject) -> bytes:
   """Return the content of tokenizer.model, for a vocabulary that merges by score. Field numbers are from
   sentencepiece_model.proto."""
   pieces = [*zip(config["tokens"], config["scores"], config["token_type"], strict=True)]
@@ -72,7 +72,7 @@ def sentencepiece_model(config: dict[str, Any]) -> bytes:
   return encode_protobuf(*messages, (2, trainer), (3, spaces))
 
 
-def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int) -> tuple[Any, dict[str, Any]]:
+def read_tokenizer(path: pathlib.Path, metadata: JsonObject, vocab_size: int) -> tuple[Any, JsonObject]:
   """Return a tokenizers.Tokenizer or the content of a tokenizer.model, and the content of tokenizer_config.json.
   vocab_size: rows of the embeddings. Raises InputError naming the missing or unsupported key."""
   named = {name.removeprefix(TEMPLATE): text for name, text in metadata.items() if name.startswith(TEMPLATE)}
@@ -80,17 +80,17 @@ def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int
             if name.startswith("tokenizer.") and not name.startswith(TEMPLATE)}
   model_type = str(config.get("model"))
   pre = str(config.get("pre", "default"))
-  def check_supported(key: str, value: str, values: Any) -> None:
+  def check_supported(key: str, value: str, *values: str) -> None:
     check(value in values, f"model: {path}: tokenizer.ggml.{key} {value} is not supported; supported: "
           f"{', '.join(values)}: use the model's folder with safetensors")
-  check_supported("model", model_type, REQUIRED)
-  if model_type == "gpt2": check_supported("pre", pre, SPLITS)
+  check_supported("model", model_type, *REQUIRED)
+  if model_type == "gpt2": check_supported("pre", pre, *SPLITS)
   for key in REQUIRED[model_type]: check(isinstance(config.get(key), list), f"model: {path} lacks tokenizer.ggml.{key}")
   tokens = config["tokens"]
   fits = len(tokens) <= vocab_size
   check(fits, f"model: {path} has {len(tokens)} tokens; expected at most {vocab_size}, the rows of token_embd")
   lib = optional("tokenizers", "hf", "a byte-level vocabulary") if model_type == "gpt2" else None
-  settings: dict[str, Any] = {"add_bos_token": model_type == "llama" or pre in WHOLE_WORDS}
+  settings: JsonObject = {"add_bos_token": model_type == "llama" or pre in WHOLE_WORDS}
   settings |= {key: config[key] for key in ("chat_template", "add_bos_token") if key in config}
   if named: settings["chat_template"] = [{"name": name, "template": text} for name, text in
                                          {"default": config.get("chat_template"), **named}.items() if text]
@@ -107,7 +107,7 @@ def read_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int
     raise InputError(f"model: {path}: tokenizer.ggml is not a valid {model_type} vocabulary: {e}") from e
 
 
-def make_tokenizer(path: pathlib.Path, metadata: dict[str, Any], vocab_size: int) -> ChatTokenizer:
+def make_tokenizer(path: pathlib.Path, metadata: JsonObject, vocab_size: int) -> ChatTokenizer:
   """Build a file's tokenizer. Raises InputError as `read_tokenizer` does."""
   library, settings = read_tokenizer(path, metadata, vocab_size)
   if isinstance(library, bytes): return wrap_sentencepiece(SentencePieceProcessor(model_proto=library), settings)

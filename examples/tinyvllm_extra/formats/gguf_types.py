@@ -1,8 +1,11 @@
 """The tensor types of GGUF (ggml-common.h): the layouts of their blocks, and their weights as q * scale + offset."""
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
+
+from tinyvllm_extra.kernels.quantized import Quantized
 
 
 class Format(NamedTuple):
@@ -24,7 +27,7 @@ class TensorType(NamedTuple):
   `fields`, named as in ggml: q, d (scale), m (offset) or dmin (minus offset), and scales (factors of d, then dmin)."""
   name: str
   inputs: int
-  fields: Any
+  fields: DTypeLike
   quant_format: Format | None = None   # None: not quantized
   q: Packing = Packing()
   scales: Packing | None = None        # None: none, or as `unpack_k_scales` reads them
@@ -84,11 +87,9 @@ def unpack_k_scales(data: np.ndarray) -> np.ndarray:
                          minima & 63, nibbles >> 4 | minima >> 2 & 48], -1)
 
 
-def decode(tensor_type: TensorType, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-  """Return q, (rows, inputs) int8, scale, (rows, groups) float32, and offset, like scale or None. blocks: (rows,
-  blocks per row)."""
-  rows = len(blocks)
-  fields: Any = blocks.dtype.fields
+def decode(tensor_type: TensorType, blocks: np.ndarray) -> Quantized:
+  """Return int8 weights with float32 scales and offsets. blocks: (rows, blocks per row)."""
+  fields = blocks.dtype.names or ()
   q = unpack(blocks, "q", tensor_type.q)
   if tensor_type.levels:   # indexing an array would convert q to int64
     levels = np.array(tensor_type.levels, np.int8).tobytes().ljust(256)
@@ -98,8 +99,8 @@ def decode(tensor_type: TensorType, blocks: np.ndarray) -> tuple[np.ndarray, np.
     packing = tensor_type.scales
     scales = unpack(blocks, "scales", packing) if packing else unpack_k_scales(blocks["scales"])
     terms = [x * y for x, y in zip(terms, np.split(scales, len(terms), -1), strict=True)]
-  q, scale, *offset = [x.reshape(rows, -1) for x in (q, *terms)]
-  return q, scale, offset[0] if offset else None
+  q, scale, *offset = [x.reshape(len(blocks), -1) for x in (q, *terms)]
+  return Quantized(q, scale, offset[0] if offset else None, np.arange(q.shape[1]))
 
 
 def common_format(types: Sequence[TensorType]) -> Format | str:

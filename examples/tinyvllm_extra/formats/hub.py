@@ -1,12 +1,11 @@
 """Finds a model on disk, or downloads it from the Hugging Face hub into the hub's cache. A path that exists is never
 looked up on the hub."""
-import contextlib, glob, importlib, os, pathlib, re, shutil
+import contextlib, glob, importlib, os, pathlib, re, shutil, types
 from collections.abc import Iterator
-from typing import Any
 
 from tinygrad.helpers import size_to_str
 
-from tinyvllm.config import InputError, check, logger, read_json
+from tinyvllm.config import InputError, JsonObject, check, logger, read_json
 from tinyvllm_extra.options import LLMConfig, setup_logging
 from tinyvllm_extra.packages import optional
 
@@ -21,9 +20,12 @@ FILES = re.compile(r"(config|generation_config|tokenizer(_config|)|special_token
 ENDING = re.compile(r"(-\d{5}-of-\d{5})?\.gguf$", re.IGNORECASE)   # ending of a GGUF file, or of a part of a split one
 
 
-def is_name(model: Any) -> bool:
-  """Return True if a model is given by its name on the hub, and not by its path."""
-  return isinstance(model, str) and bool(NAME.fullmatch(model)) and not os.path.exists(model)
+def match_name(model: object) -> re.Match | None:
+  """Return the match of NAME for a model that is given by its name on the hub, and not by its path."""
+  return NAME.fullmatch(model) if isinstance(model, str) and not os.path.exists(model) else None
+
+
+def is_name(model: object) -> bool: return match_name(model) is not None
 
 
 def served_name(model: str | None) -> str:
@@ -36,12 +38,13 @@ def local_path(model: str | pathlib.Path, config: LLMConfig = LLMConfig()) -> pa
   """Return the path of a model's folder or GGUF file. Download a model given by its name, unless the cache has it.
   config: the engine's, with the revision and the cache, and to estimate whether the model fits. Raises InputError if
   the model does not exist or is ambiguous, RuntimeError if the download fails."""
-  if not is_name(model):
+  match = match_name(model)
+  if match is None:
     path = pathlib.Path(model).expanduser()
     check(path.exists(), f"model={str(model)!r} does not exist: pass a folder, a GGUF file, or a name ORG/NAME")
     return path
   setup_logging()
-  name, kind = NAME.fullmatch(str(model)).groups()   # type: ignore[union-attr]   # is_name has matched it
+  name, kind = match.groups()
   hub = optional("huggingface_hub", "hf", f"model={model!r}")
   importlib.import_module("huggingface_hub.file_download")   # with it the package has errors, constants and utils
   with explained_errors(hub, f"model={model!r}", f"{hub.constants.ENDPOINT}/{name}", config.revision):
@@ -57,7 +60,7 @@ def local_path(model: str | pathlib.Path, config: LLMConfig = LLMConfig()) -> pa
 
 
 @contextlib.contextmanager
-def explained_errors(hub: Any, prefix: str, url: str, revision: str | None) -> Iterator[None]:
+def explained_errors(hub: types.ModuleType, prefix: str, url: str, revision: str | None) -> Iterator[None]:
   """Raise huggingface_hub's errors as InputError or RuntimeError, with a remedy."""
   errors = hub.errors
   def first_line(error: Exception) -> str: return str(error).partition("\n")[0]
@@ -76,7 +79,7 @@ def explained_errors(hub: Any, prefix: str, url: str, revision: str | None) -> I
 
 class Repository:
   """A model's repository at one commit, and its folder in the cache."""
-  def __init__(self, hub: Any, name: str, revision: str | None, download_dir: str | None):
+  def __init__(self, hub: types.ModuleType, name: str, revision: str | None, download_dir: str | None):
     self.hub = hub
     self.name = name
     self.cache = pathlib.Path(download_dir or hub.constants.HF_HUB_CACHE).expanduser()
@@ -125,18 +128,20 @@ class Repository:
     check(size <= free, f"download_dir={str(self.cache)!r} has {size_to_str(free)} of free disk space, but "
           f"{self.name} needs {size_to_str(size)}: free some space or choose another folder")
     device = fit.open_device()
-    if "config.json" in files:
-      path = self.hub.hf_hub_download(self.name, "config.json", revision=self.commit, cache_dir=self.cache)
-      hf = read_json(pathlib.Path(path))
-      quantization = next((x for x in (fit.prequantized(hf), config.quantization) if x in fit.QUANTIZED), None)
-      weights = fit.estimate_fit(self.name, hf, device, quantization)["weights_gib"]
-    else: weights = sum(self.sizes[file] for file in files) / fit.GIB
+    weights = self.weights_gib(files, device, config.quantization)
     available = device["free_gib"] * config.tensor_parallel_size
-    fits = weights < available * config.gpu_memory_utilization
     text = f"downloading {self.name}: {size_to_str(size)} in {len(missing)} files to {self.cache}; the weights use " \
       f"{weights:.2f} of {available:.2f} GiB of free memory"
-    if fits: logger.info(text)
+    if weights < available * config.gpu_memory_utilization: logger.info(text)
     else: logger.warning(f"{text}, so that the model does not fit: choose a smaller or quantized one")
+
+  def weights_gib(self, files: list[str], device: JsonObject, quantization: str | None) -> float:
+    """Return the memory that the weights will take: estimated from config.json or, for GGUF, the size of the files."""
+    if "config.json" not in files: return sum(self.sizes[file] for file in files) / fit.GIB
+    path = self.hub.hf_hub_download(self.name, "config.json", revision=self.commit, cache_dir=self.cache)
+    hf = read_json(pathlib.Path(path))
+    quantization = next((x for x in (fit.prequantized(hf), quantization) if x in fit.QUANTIZED), None)
+    return fit.estimate_fit(self.name, hf, device, quantization)["weights_gib"]
 
   def download(self, file: str) -> None:
     """Download a large file to the cache. huggingface_hub would begin again if an earlier process has been stopped."""

@@ -1,15 +1,21 @@
 """int8, int4 and e4m3 weights, w = q * scale + offset in groups of consecutive inputs: quantized at load, or
-pre-quantized by AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) or compressed-tensors. Depends only on numpy."""
-import concurrent.futures
+pre-quantized by AWQ (Lin et al. 2023), GPTQ (Frantar et al. 2022) or compressed-tensors. """
+import concurrent.futures, pathlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from tinyvllm.config import check, logger
+from tinyvllm.config import JsonObject, check, logger
+from tinyvllm.llama import Llama
 from tinyvllm_extra.kernels.quantized import E2M1, E2M1_VALUES, Matrix, Quantized, is_small_float, narrow
+from tinyvllm_extra.models.layers import VariantConfig
+
+from .tensor_files import StoredTensor
 
 GROUP = 32         # inputs that share a scale in weights quantized at load
+T = TypeVar("T", bound=StoredTensor)
 CHUNK = 2**17      # weights that a thread quantizes at a time: they fit a core's cache
 
 
@@ -21,16 +27,40 @@ class Layout(NamedTuple):
   zero: str = "qzeros"           # zero point of each group, packed along the outputs
   group: str = "g_idx"           # group of each input
   outputs_first: bool = False    # (out, in), else (in, out)
-  packed: str | None = "in"      # packed axis; None: not packed
+  packed: int | None = 1         # packed axis of (out, in); None: not packed
   bit_order: tuple = tuple(range(8))   # position in the word of each of eight values
   zero_shift: int = 0            # added to the stored zero points; may carry into the next one
+
+
+class TensorSource(Generic[T]):
+  """A checkpoint while it loads: the tensors that no module of its model has read yet, and what their readers need."""
+  path: pathlib.Path
+  model: Llama
+  unread: dict[str, T]               # by the names of the model's modules
+  quantization_config: JsonObject    # of config.json, empty if there is none
+  layouts: list[Layout]              # of its quantized matrices
+  method: str | None                 # quantization method
+  dtype: type[np.floating]           # dtype to dequantize to
+
+  def take(self, name: str, *shape: int) -> T:
+    """Remove and return a tensor. Raises InputError if it is missing or has another shape."""
+    actual = list(self.unread[name].shape) if name in self.unread else "missing"
+    check(actual == [*shape], f"model: {self.path}: tensor {name} is {actual}; its config says {[*shape]}")
+    return self.unread.pop(name)
+
+  def array(self, name: str, *shape: int) -> np.ndarray:
+    """Take a tensor as a memory map, bfloat16 as uint16. Add the model's offset to the weight of a norm."""
+    x = self.take(name, *shape).read()
+    config = self.model.config
+    offset = config.norm_offset if isinstance(config, VariantConfig) and name.endswith("norm.weight") else None
+    return to_float32(x) + np.float32(offset) if offset else x
 
 
 COMPRESSED = [Layout("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", True),
               Layout("weight", "weight_scale", "weight_zero_point", "weight_g_idx", True, None)]
 # By quant_method and variant. VARIANTS: the field that names the variant; default: the first one
 LAYOUTS: dict[str, dict[str, list[Layout]]] = {
-  "awq": {"gemm": [Layout(packed="out", bit_order=(0, 4, 1, 5, 2, 6, 3, 7))]},
+  "awq": {"gemm": [Layout(packed=0, bit_order=(0, 4, 1, 5, 2, 6, 3, 7))]},
   "gptq": {"gptq": [Layout(zero_shift=1)], "gptq_v2": [Layout()]},
   "compressed-tensors": dict.fromkeys(("pack-quantized", "int-quantized", "float-quantized", "mixed-precision"),
                                       COMPRESSED),
@@ -43,7 +73,7 @@ SUPPORTED = ("awq (gemm, int4), gptq (2, 3, 4 or 8 bits), compressed-tensors (we
              "int8, int-quantized, or float-quantized), fp8 (e4m3), bitsandbytes (4 bits), squeezellm (3 or 4 bits)")
 
 
-def find_layouts(config: dict[str, Any]) -> list[Layout]:
+def find_layouts(config: JsonObject) -> list[Layout]:
   """Return the layouts for a quantization_config of config.json. Raises InputError if it is not supported."""
   if not config: return []
   method = config.get("quant_method", "")
@@ -63,7 +93,7 @@ def find_layouts(config: dict[str, Any]) -> list[Layout]:
   return layouts[variant]
 
 
-def describe(config: dict[str, Any]) -> str:
+def describe(config: JsonObject) -> str:
   """Return method, bits and group size of a quantization_config: "awq int4, groups of 128"."""
   def describe_weights(x):
     if "bnb_4bit_quant_type" in x: return f" {x['bnb_4bit_quant_type']}"
@@ -106,55 +136,81 @@ def round_scales(w: Matrix) -> Matrix:
   return w._replace(scale=narrow(w.scale, False), offset=None if w.offset is None else narrow(w.offset, False))
 
 
-def read_matrix(name: str, shape: tuple[int, int], layouts: list[Layout], tensors: dict[str, Any],
-                read: Callable[..., np.ndarray], config: dict[str, Any] | None = None) -> Matrix:
-  """Read the matrix `name`, (out, in): Quantized if it is stored in one of the layouts. read: returns the tensor with a
-  name and a shape. Raises InputError naming a tensor that is missing or has the wrong shape, or uneven groups, or whose
-  bits or group size differ from `config`, the quantization_config."""
-  integers = [x for x in tensors if x.startswith(f"{name}.") and np.dtype(tensors[x].dtype).kind == "i"]
-  layout = next((x for x in layouts if f"{name}.{x.weight}" in integers), None)
-  if layout is None: return read(f"{name}.weight", *shape)
+class PackedMatrix:
+  """The tensors of a matrix, (out, in), in a layout. Raises InputError naming a tensor that is missing or has the wrong
+  shape, or uneven groups, or whose bits or group size differ from the quantization_config (check_config)."""
+  def __init__(self, source: TensorSource, name: str, shape: tuple[int, int], layout: Layout):
+    self.source, self.name, self.shape, self.layout = source, name, shape, layout
+    weight, scale = f"{name}.{layout.weight}", f"{name}.{layout.scale}"
+    stored = {x: source.unread[x].shape for x in (weight, scale) if x in source.unread}
+    sizes = {x: size if layout.outputs_first else size[::-1] for x, size in stored.items()}   # (out, in) each
+    self.num_groups = (*sizes.get(scale, ())[1:], 1)[0]   # `read` raises if it is missing
+    check(shape[1] % self.num_groups == 0, f"{scale}: {self.num_groups} groups do not divide {shape[1]} inputs")
+    self.bits = 8 if layout.packed is None else 32 * sizes[weight][layout.packed] // shape[layout.packed]
+    check(self.bits in (2, 3, 4, 8), f"{weight} has shape {[*stored[weight]]}, not 2, 3, 4 or 8 bits of {[*shape]}")
 
-  def stored(*sizes): return sizes if layout.outputs_first else sizes[::-1]
-  def shape_of(name): return tensors[name].shape if name in tensors else ()
-  out_features, in_features = shape
-  outputs, inputs = stored(0, 1)
-  weight, scale, zero, order = [f"{name}.{x}" for x in (layout.weight, layout.scale, layout.zero, layout.group)]
-  groups = dict(enumerate(shape_of(scale))).get(inputs, 1)   # `read` raises if it is missing
-  check(in_features % groups == 0, f"{scale}: {groups} groups do not divide {in_features} inputs")
-  axis = {"in": inputs, "out": outputs, None: 0}[layout.packed]
-  bits = 32 * shape_of(weight)[axis] // stored(*shape)[axis] if layout.packed else 8
-  check(bits in (2, 3, 4, 8), f"{weight} has shape {list(shape_of(weight))}, not 2, 3, 4 or 8 bits of {[*shape]}")
+  def check_config(self) -> None:
+    config, num_inputs = self.source.quantization_config, self.shape[1]
+    for field, actual in (("bits", self.bits), ("group_size", num_inputs // self.num_groups)):
+      value = config.get(field, actual)
+      is_same = value == actual or field == "group_size" and self.num_groups == 1 and not 0 < value < num_inputs
+      text = f"quantization_config: {field}={value}, but {self.name}.{self.layout.weight} has {actual}"
+      check(is_same or "dynamic" in config, text)
 
-  def read_packed(name: str, axis: int, *sizes, shift: int = 0):   # GPTQ's tools add shift to words, or to 3-bit values
-    words = read(name, *[n * bits // 32 if layout.packed and i == axis else n for i, n in enumerate(stored(*sizes))])
-    if not layout.packed: return words
-    if shift and bits != 3: words = words.view(np.uint32) + np.uint32(shift * (2**32 - 1) // (2**bits - 1))
-    values = unpack_words(words, bits, axis, layout.bit_order)
-    return values + np.uint8(shift) & 7 if shift and bits == 3 else values
-  q = read_packed(weight, axis, *shape)
-  scales = to_float32(read(scale, *stored(out_features, groups)))
-  zeros: Any = 1 << bits - 1 if layout.packed else 0   # symmetric if not stored
-  if zero in tensors: zeros = to_float32(read_packed(zero, outputs, out_features, groups, shift=layout.zero_shift))
-  offset = -zeros * scales
-  if bits == 8 and layout.packed:   # 0 to 255 does not fit int8
+  def has(self, suffix: str) -> bool: return f"{self.name}.{suffix}" in self.source.unread
+
+  def read(self, suffix: str, *shape: int) -> np.ndarray:
+    """Read a tensor and return it with the outputs first, in this shape."""
+    name = f"{self.name}.{suffix}"
+    return self.source.array(name, *shape) if self.layout.outputs_first else self.source.array(name, *shape[::-1]).T
+
+  def read_integers(self, suffix: str, axis: int | None, *shape: int, shift: int = 0) -> np.ndarray:
+    """Read a tensor that may be packed along the axis. shift: what GPTQ's tools subtract from words or 3-bit values"""
+    if self.layout.packed is None or axis is None: return self.read(suffix, *shape)
+    words = self.read(suffix, *[n * self.bits // 32 if i == axis else n for i, n in enumerate(shape)])
+    if shift and self.bits != 3: words = words.view(np.uint32) + np.uint32(shift * (2**32 - 1) // (2**self.bits - 1))
+    values = unpack_words(words, self.bits, axis, self.layout.bit_order)
+    return values + np.uint8(shift) & 7 if shift and self.bits == 3 else values
+
+  def column_order(self) -> np.ndarray:
+    """Return the order of columns in which groups are consecutive."""
+    in_order = np.arange(self.shape[1]) // (self.shape[1] // self.num_groups)
+    name = f"{self.name}.{self.layout.group}"
+    index = np.array(self.source.array(name, self.shape[1])) if self.has(self.layout.group) else in_order
+    columns = np.argsort(index, kind="stable")
+    check(np.array_equal(index[columns], in_order), f"{name}: its {self.num_groups} groups must have the same size")
+    return columns
+
+
+def read_matrix(source: TensorSource, name: str, shape: tuple[int, int]) -> Matrix:
+  """Read the matrix `name`, (out, in): Quantized if it is stored in one of the source's layouts. Raises InputError as
+  PackedMatrix does."""
+  def has_integers(key: str) -> bool: return key in source.unread and source.unread[key].dtype.kind == "i"
+  layout = next((x for x in source.layouts if has_integers(f"{name}.{x.weight}")), None)
+  if layout is None: return source.array(f"{name}.weight", *shape)
+  stored = PackedMatrix(source, name, shape, layout)
+  groups = shape[0], stored.num_groups
+  q = stored.read_integers(layout.weight, layout.packed, *shape)
+  scale = to_float32(stored.read(layout.scale, *groups))
+  zeros = np.full((1, 1), 0 if layout.packed is None else 1 << stored.bits - 1)   # symmetric if not stored
+  if stored.has(layout.zero): zeros = stored.read_integers(layout.zero, 0, *groups, shift=layout.zero_shift)
+  offset = -to_float32(zeros) * scale
+  if stored.bits == 8 and layout.packed is not None:   # 0 to 255 does not fit int8
     q = (q ^ 128).view(np.int8)
-    offset = offset + 128 * scales
-  if f"{name}.weight_offset" in tensors: offset = to_float32(read(f"{name}.weight_offset", out_features, groups))
-  q, scales, offset = [x if layout.outputs_first else x.T for x in (q, scales, offset)]
-  in_order = np.arange(in_features) // (in_features // groups)
-  index = np.array(read(order, in_features)) if order in tensors else in_order
-  columns = np.argsort(index, kind="stable")
-  check(np.array_equal(index[columns], in_order), f"{order}: its {groups} groups must have the same size")
-  size = in_features // groups
-  for field, actual in (("bits", bits), ("group_size", size)):
-    value = (config or {}).get(field, actual)
-    is_same = value == actual or field == "group_size" and groups == 1 and not 0 < value < in_features
-    check(is_same or "dynamic" in (config or {}), f"quantization_config: {field}={value}, but {weight} has {actual}")
-  return Quantized(q[:, columns], narrow(scales), narrow(offset) if offset.any() else None, columns)
+    offset = offset + 128 * scale
+  if stored.has("weight_offset"): offset = to_float32(stored.read("weight_offset", *groups))
+  order = stored.column_order()
+  stored.check_config()
+  return Quantized(q[:, order], narrow(scale), narrow(offset) if offset.any() else None, order)
 
 
-def dequantize(w: Matrix, dtype: Any = np.float16) -> np.ndarray:
+def map_rows(function: Callable[[np.ndarray], np.ndarray], w: Matrix) -> Matrix:
+  """Apply a function of rows to a matrix, or to q, scale and offset of a quantized one."""
+  if isinstance(w, np.ndarray): return function(w)
+  return w._replace(q=function(w.q), scale=function(w.scale), offset=None if w.offset is None else function(w.offset))
+
+
+def dequantize(w: Matrix, dtype: DTypeLike = np.float16) -> np.ndarray:
   """Return the matrix, (out, in), in `dtype` if it was quantized."""
   if isinstance(w, np.ndarray): return w
   q = decode_float(w.q) if is_small_float(w) else w.q
@@ -175,23 +231,25 @@ def stack(matrices: Sequence[Matrix]) -> Matrix:
   if len(matrices) == 1: return matrices[0]
   arrays = [x for x in matrices if isinstance(x, np.ndarray)]
   quantized = [x for x in matrices if isinstance(x, Quantized)]
-  if not quantized: return concatenate(arrays)
-  formats = {(x.q.dtype, x.scale.shape[1], x.order.tobytes()) for x in quantized}
-  check(not arrays and len(formats) == 1,
-        "quantization_config: q, k and v of a layer, or gate and up, are not quantized alike: quantize them together")
-  if any(x.offset is not None for x in quantized):
-    quantized = [x._replace(offset=np.zeros_like(x.scale) if x.offset is None else x.offset) for x in quantized]
-  q, scale, offset, _ = [None if term[0] is None else np.concatenate(term) for term in zip(*quantized, strict=True)]
-  return Quantized(q, scale, offset, quantized[0].order)   # type: ignore[arg-type]   # q and scale are arrays
+  is_alike = len({(x.q.dtype, x.scale.shape[1], x.order.tobytes()) for x in quantized}) + bool(arrays) == 1
+  check(is_alike, "quantization_config: q, k and v of a layer, or gate and up, are not quantized alike: quantize them "
+        "together")
+  return concatenate(arrays) if arrays else stack_quantized(quantized)
 
 
-def pad_rows(w: Any, count: int) -> Any:
-  """Append rows of zeros to a Matrix or a part of it until there are `count`."""
-  if isinstance(w, Quantized): return Quantized._make([*[pad_rows(x, count) for x in w[:3]], w.order])
-  return w if w is None or len(w) == count else np.pad(w, ((0, count - len(w)), (0, 0)))
+def stack_quantized(matrices: Sequence[Quantized]) -> Quantized:
+  q, scale = np.concatenate([x.q for x in matrices]), np.concatenate([x.scale for x in matrices])
+  offsets = [np.zeros_like(x.scale) if x.offset is None else x.offset for x in matrices]
+  has_offset = any(x.offset is not None for x in matrices)
+  return Quantized(q, scale, np.concatenate(offsets) if has_offset else None, matrices[0].order)
 
 
-def split(w: Matrix, count: int, axis: int, dtype: Any = np.float16) -> list[Matrix]:
+def pad_rows(w: Matrix, count: int) -> Matrix:
+  """Append rows of zeros to a matrix until there are `count`."""
+  return map_rows(lambda x: x if len(x) == count else np.pad(x, ((0, count - len(x)), (0, 0))), w)
+
+
+def split(w: Matrix, count: int, axis: int, dtype: DTypeLike = np.float16) -> list[Matrix]:
   """Return equal shards by outputs (axis 0) or inputs (1). The latter are dequantized if the inputs are reordered, or
   if a shard ends within a group or, in int4, within a word of eight."""
   if count == 1: return [w]
@@ -201,10 +259,10 @@ def split(w: Matrix, count: int, axis: int, dtype: Any = np.float16) -> list[Mat
   if axis == 1 and ((np.diff(w.order) != 1).any() or splits_group):
     logger.warning("a matrix is dequantized: tensor_parallel_size=%d cannot split its groups", count)
     return [*np.split(dequantize(w, dtype), count, 1)]
-  def split_array(x):
-    if x is None or axis == 1 and x.shape[1] == 1: return [x] * count
-    return np.split(x, count, axis)
-  shards = zip(split_array(w.q), split_array(w.scale), split_array(w.offset), strict=True)
+  def split_array(x: np.ndarray) -> list[np.ndarray]:
+    return [x] * count if axis == 1 and x.shape[1] == 1 else np.split(x, count, axis)
+  offsets = [None] * count if w.offset is None else split_array(w.offset)
+  shards = zip(split_array(w.q), split_array(w.scale), offsets, strict=True)
   return [Quantized(*shard, np.arange(shard[0].shape[1]) if axis == 1 else w.order) for shard in shards]
 
 
@@ -213,7 +271,7 @@ def quantize(weight: np.ndarray, bits: int) -> Quantized:
   rows = max(1, CHUNK // weight.shape[1])
   chunks = [weight[i:i + rows] for i in range(0, len(weight), rows)]
   with concurrent.futures.ThreadPoolExecutor() as pool:
-    return stack([*pool.map(lambda chunk: quantize_rows(chunk, bits), chunks)])   # type: ignore[return-value]
+    return stack_quantized([*pool.map(lambda chunk: quantize_rows(chunk, bits), chunks)])
 
 
 def quantize_rows(weight: np.ndarray, bits: int) -> Quantized:

@@ -5,7 +5,7 @@ step computes the logits; this module drafts, verifies, and drops rejected draft
 import collections, copy, dataclasses, itertools, math, pathlib, weakref
 from collections.abc import Callable
 
-from tinygrad import dtypes, nn
+from tinygrad import dtypes
 
 from tinyvllm import request
 from tinyvllm.backend import Devices, cpu_cores
@@ -17,6 +17,7 @@ from tinyvllm.runner import Results, Runner, build_step, next_power_of_two
 from tinyvllm.scheduler import BlockManager, Scheduler
 from tinyvllm_extra.formats import hub
 from tinyvllm_extra.formats.checkpoints import open_checkpoint
+from tinyvllm_extra.formats.fit import model_weights, weight_bytes
 from tinyvllm_extra.kernels.cpu import cpu_sums
 from tinyvllm_extra.models import find_model
 from tinyvllm_extra.options import FORMATS
@@ -98,10 +99,6 @@ class NGramDrafter(Drafter):
   def propose(self, tokens: list[int], n: int) -> list[int]:
     position = self.find_continuation(tokens) if n else None
     return [] if position is None else (tokens[position:position + n] * n)[:n]   # a shorter continuation is repeated
-
-
-def weight_bytes(model: Llama) -> int:
-  return sum(x.nbytes() for module in model.modules() for x in nn.state.get_parameters(module))
 
 
 def step_time(num_tokens: int) -> float:
@@ -235,14 +232,14 @@ def open_proposer(target: LoadedModel, new_runner: Callable[[int], Runner],
   if proposer.config.model is None: runners = [new_runner(num_bytes)]
   else:
     model = load_draft_model(target, proposer.config, num_bytes)
-    draft_bytes = weight_bytes(model)
+    draft_bytes = weight_bytes(model_weights(model))
     def kv_size(config): return config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     target_size, draft_size = kv_size(target.model_config), kv_size(model.config)
     runner = new_runner((num_bytes - draft_bytes) * target_size // (target_size + draft_size))
     config = dataclasses.replace(target.config, num_gpu_blocks_override=runner.num_blocks)
     proposer.runners = [Runner(model, config, num_bytes, target.parts.logits)]
     # At most 1/4: the user requested a draft model, even if it is too slow to gain anything
-    proposer.draft_time = step_time(1) * min(0.25, draft_bytes / weight_bytes(runner.model))
+    proposer.draft_time = step_time(1) * min(0.25, draft_bytes / weight_bytes(model_weights(runner.model)))
     runners = [runner, *proposer.runners]
   for runner in runners: runner.max_rows = next_power_of_two(max(runner.max_rows, DRAFT_ROWS))
   return proposer, runners
@@ -266,7 +263,7 @@ def load_draft_model(target: LoadedModel, config: SpeculativeConfig, num_bytes: 
   check(limit >= (target.config.max_model_len or math.inf), f"{prefix} needs max_model_len={limit} or less")
   model = model_class(model_config, getattr(dtypes, target.config.dtype), target.backend, Devices())
   checkpoint.load(model)
-  size = weight_bytes(model)
+  size = weight_bytes(model_weights(model))
   check(size < num_bytes, f"{prefix} has {size / 2**30:.2f} GiB of weights, but {num_bytes / 2**30:.2f} GiB are left "
         "next to the target's: choose a smaller one, quantize it or the target, or raise gpu_memory_utilization")
   logger.info(f"loaded {path.name} as draft model")

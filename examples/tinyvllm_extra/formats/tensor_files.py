@@ -1,0 +1,71 @@
+"""Tensors in files: where they are, how they are read, and the reader and writer of safetensors files."""
+import dataclasses, json, math, pathlib
+from collections.abc import Iterable
+from typing import BinaryIO
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from tinyvllm.config import JsonObject, check
+from tinyvllm_extra.kernels.quantized import E4M3
+
+# numpy's dtypes by their names in the files. It has no bfloat16
+FLOATS = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+NUMBERS = {"U8": "|u1", "I8": "|i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": E4M3.str}   # in quantized matrices
+WRITTEN = {dtype: name for name, dtype in {**FLOATS, **NUMBERS, "U32": "<u4"}.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+  """A tensor in a file. Each read maps it anew, as the pages of one map of the file would stay in resident memory."""
+  path: pathlib.Path
+  dtype: np.dtype
+  shape: tuple[int, ...]
+  start: int               # byte offset in the file
+  is_transposed: bool = dataclasses.field(default=False, kw_only=True)   # the file stores rows as columns
+
+  nbytes = property(lambda self: math.prod(self.shape) * self.dtype.itemsize)
+
+  T = property(lambda self: dataclasses.replace(self, shape=self.shape[::-1], is_transposed=not self.is_transposed))
+
+  def read(self) -> np.ndarray:
+    if self.is_transposed: return self.T.read().T
+    return np.memmap(self.path, self.dtype, "c", self.start, self.shape)
+  # The bytes in the file
+  def raw(self) -> np.ndarray: return np.memmap(self.path, np.uint8, "c", self.start, (self.nbytes,))
+
+
+def read_safetensors(path: pathlib.Path, supported: dict[str, str]) -> dict[str, StoredTensor]:
+  """Return the tensors of a file by name. supported: dtypes by their names in the file. Raises InputError for another
+  dtype or an unreadable file."""
+  try:
+    with safe_open(path, "np") as file: slices = {name: file.get_slice(name) for name in file.offset_keys()}
+  except (OSError, SafetensorError) as e: check(False, f"model: {path} is missing, damaged or truncated: {e}")
+  tensors = {}
+  start = 8 + int(np.fromfile(path, "<u8", 1)[0])   # the tensors follow the header without gaps
+  for name, x in slices.items():
+    dtype = x.get_dtype()
+    check(dtype in supported, f"model: {path}: tensor {name} is {dtype}; supported: {', '.join(supported)}")
+    tensors[name] = StoredTensor(path, np.dtype(supported[dtype]), tuple(x.get_shape()), start)
+    start += tensors[name].nbytes
+  return tensors
+
+
+def write_safetensors(file: BinaryIO, parts: Iterable[tuple[str, np.ndarray]], header_size: int,
+                      metadata: dict[str, str] | None = None) -> None:
+  """Write tensors part by part: arrays of one name, one after the other, are stacked. safetensors' own writer needs all
+  tensors in memory. header_size: bytes to reserve, a multiple of 8."""
+  header: JsonObject = {"__metadata__": metadata} if metadata else {}
+  end = 0
+  file.seek(8 + header_size)
+  for name, array in parts:
+    new = {"dtype": WRITTEN[array.dtype.str], "shape": [0, *array.shape[1:]], "data_offsets": [end, end]}
+    file.write(np.ascontiguousarray(array).data)
+    end += array.nbytes
+    info = header.setdefault(name, new)
+    info["shape"][0] += len(array)
+    info["data_offsets"][1] = end
+  text = json.dumps(header).encode().ljust(header_size)
+  assert len(text) == header_size
+  file.seek(0)
+  file.write(header_size.to_bytes(8, "little") + text)
